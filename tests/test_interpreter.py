@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from flashlab import flash_attention, runtime
-from flashlab.triton_tools.repairs import REPAIRS, narrow, widen, without_tf32
+from flashlab.triton_tools.repairs import REPAIRS, narrow, widen
 from flashlab.triton_tools.watch import OutOfBounds, Traffic, hbm_traffic, watched
 
 interpreted = pytest.mark.skipif(not runtime.INTERPRETED, reason="kernels are compiled in this process")
@@ -273,7 +273,7 @@ def test_launches_from_several_threads(eager_threads):
 
     def watching(number):
         if runtime.INTERPRETED:
-            with watched(), without_tf32():
+            with watched():
                 rows(number)
 
     with ThreadPoolExecutor(4) as pool:

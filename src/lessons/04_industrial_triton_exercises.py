@@ -87,35 +87,14 @@ def tile_mask_kernel(seen_ptr, start_m, start_n, M, N, prefix, BLOCK_M: tl.const
 check("4.3", tile_mask_kernel)
 
 # %% [markdown]
-# ## 4.4 A head size of 40
-#
-# *Core · 20 min*
+# ## 4.4
 #
 # One program computes `s` = Q Kᵀ for M ≤ BLOCK_M queries and N ≤ BLOCK_N keys, without a scale. The matrices have HEAD_DIM
 # columns, the tiles BLOCK_D, which is the next power of two. A row of Q begins `stride_q` elements after the one before, and
 # what lies between the rows is not yours to read. S is float32, and its rows follow one another without a gap.
 
 # %% tags=["exercise"]
-@triton.jit
-def scores_kernel(
-    Q_ptr, K_ptr, S_ptr, stride_q, stride_k, M, N,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):
-    offs_m = tl.arange(0, BLOCK_M)
-    offs_n = tl.arange(0, BLOCK_N)
-    offs_d = tl.arange(0, BLOCK_D)
-    # BEGIN SOLUTION
-    real = offs_d[None, :] < HEAD_DIM
-    q = tl.load(
-        Q_ptr + offs_m[:, None] * stride_q + offs_d[None, :], mask=(offs_m[:, None] < M) & real, other=0.0
-    )
-    k = tl.load(
-        K_ptr + offs_n[:, None] * stride_k + offs_d[None, :], mask=(offs_n[:, None] < N) & real, other=0.0
-    )
-    s = tl.dot(q, k.T)
-    # END SOLUTION
-    s_ptrs = S_ptr + offs_m[:, None] * N + offs_n[None, :]
-    tl.store(s_ptrs, s, mask=(offs_m[:, None] < M) & (offs_n[None, :] < N))
+# RULE flashlab.exercises.phase_04: scores_kernel
 
 # %% tags=["check"]
 # hint("4.4")
@@ -160,9 +139,7 @@ def cap_kernel(x_ptr, y_ptr, cap, BLOCK: tl.constexpr):
 check("4.6", cap_kernel)
 
 # %% [markdown]
-# ## 4.7 Nobody looks ahead
-#
-# *Bug hunt · 20 min*
+# ## 4.7
 #
 # A causal kernel with a soft-cap, one head. With a cap of 50 its outputs agree with the reference, so it was merged. With a cap
 # of 2 a language model that was trained with it knew the next token suspiciously well. Read the symptoms, find the mistake,
@@ -203,38 +180,7 @@ def capped_causal_kernel(
     tl.store(O_ptr + at_m, o.to(O_ptr.dtype.element_ty), mask=offs_m[:, None] < M)
 # END STARTER
 # BEGIN SOLUTION
-@triton.jit
-def capped_causal_kernel(
-    Q_ptr, K_ptr, V_ptr, O_ptr, M, N, scale, cap,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):
-    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_d = tl.arange(0, HEAD_DIM)
-    at_m = offs_m[:, None] * HEAD_DIM + offs_d[None, :]
-    q = tl.load(Q_ptr + at_m, mask=offs_m[:, None] < M, other=0.0)
-    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l_i = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
-    for start_n in range(0, N, BLOCK_N):
-        offs_n = start_n + tl.arange(0, BLOCK_N)
-        at_n = offs_n[:, None] * HEAD_DIM + offs_d[None, :]
-        k = tl.load(K_ptr + at_n, mask=offs_n[:, None] < N, other=0.0)
-        s = tl.dot(q, k.T) * scale
-        # Repaired: the cap first. Of a score of -inf it would make -cap, which has a share of the softmax.
-        s = cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * s / cap)))
-        seen = (offs_n[None, :] < N) & (offs_n[None, :] <= offs_m[:, None] + N - M)
-        s = tl.where(seen, s, float("-inf"))
-        m_new = tl.maximum(m_i, tl.max(s, axis=1))
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.exp(s - m_safe[:, None])
-        correction = tl.exp(m_i - m_safe)
-        l_i = l_i * correction + tl.sum(p, axis=1)
-        acc = acc * correction[:, None]
-        v = tl.load(V_ptr + at_n, mask=offs_n[:, None] < N, other=0.0)
-        acc = tl.dot(p.to(v.dtype), v, acc)
-        m_i = m_new
-    o = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
-    tl.store(O_ptr + at_m, o.to(O_ptr.dtype.element_ty), mask=offs_m[:, None] < M)
+# RULE flashlab.exercises.phase_04: capped_causal_kernel
 # END SOLUTION
 
 # %% tags=["check"]
@@ -242,9 +188,7 @@ def capped_causal_kernel(
 check("4.7", capped_causal_kernel)
 
 # %% [markdown]
-# ## 4.8 Far apart in memory
-#
-# *Bug hunt · 15 min*
+# ## 4.8
 #
 # This kernel writes down at which element each of the first BLOCK rows of each head begins: program `pid` has head
 # `pid % heads` of batch `pid // heads`. It was tested on small tensors. On a long video, whose Q, K and V are views into one
@@ -263,15 +207,7 @@ def row_offsets_kernel(out_ptr, heads, stride_b, stride_h, stride_n, BLOCK: tl.c
     tl.store(out_ptr + pid * BLOCK + tl.arange(0, BLOCK), offsets.to(tl.int64))
 # END STARTER
 # BEGIN SOLUTION
-@triton.jit
-def row_offsets_kernel(out_ptr, heads, stride_b, stride_h, stride_n, BLOCK: tl.constexpr):
-    pid = tl.program_id(0)
-    # Repaired: 64 bits before anything is multiplied. int64 times int32 is int64.
-    batch = (pid // heads).to(tl.int64)
-    head = (pid % heads).to(tl.int64)
-    rows = tl.arange(0, BLOCK).to(tl.int64)
-    offsets = batch * stride_b + head * stride_h + rows * stride_n
-    tl.store(out_ptr + pid * BLOCK + tl.arange(0, BLOCK), offsets)
+# RULE flashlab.exercises.phase_04: row_offsets_kernel
 # END SOLUTION
 
 # %% tags=["check"]
@@ -279,9 +215,7 @@ def row_offsets_kernel(out_ptr, heads, stride_b, stride_h, stride_n, BLOCK: tl.c
 check("4.8", row_offsets_kernel)
 
 # %% [markdown]
-# ## 4.9 An attention sink
-#
-# *Stretch · 30 min*
+# ## 4.9
 #
 # A softmax has to give its weight to something, even if no key fits. Models such as gpt-oss give it a way out: one more score,
 # the *sink*, a learned number per head, the same for every query. It takes part in the softmax, and its value is zero:
@@ -292,51 +226,14 @@ check("4.8", row_offsets_kernel)
 # Write the state before the loop, and the two lines after it. A sink of $-\infty$ is no sink. (Base $e$ here, no causal mask.)
 
 # %% tags=["exercise"]
-@triton.jit
-def sink_attention_kernel(
-    Q_ptr, K_ptr, V_ptr, O_ptr, LSE_ptr, M, N, scale, sink,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):
-    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_d = tl.arange(0, HEAD_DIM)
-    at_m = offs_m[:, None] * HEAD_DIM + offs_d[None, :]
-    q = tl.load(Q_ptr + at_m, mask=offs_m[:, None] < M, other=0.0)
-    # m_i, l_i and acc before the first tile:
-    # BEGIN SOLUTION
-    m_i = tl.full([BLOCK_M], sink, tl.float32)
-    l_i = tl.where(m_i == float("-inf"), 0.0, 1.0)  # exp(sink - m_i)
-    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
-    # END SOLUTION
-    for start_n in range(0, N, BLOCK_N):
-        offs_n = start_n + tl.arange(0, BLOCK_N)
-        at_n = offs_n[:, None] * HEAD_DIM + offs_d[None, :]
-        k = tl.load(K_ptr + at_n, mask=offs_n[:, None] < N, other=0.0)
-        s = tl.dot(q, k.T) * scale
-        s = tl.where(offs_n[None, :] < N, s, float("-inf"))
-        m_new = tl.maximum(m_i, tl.max(s, axis=1))
-        p = tl.exp(s - m_new[:, None])
-        correction = tl.exp(m_i - m_new)
-        l_i = l_i * correction + tl.sum(p, axis=1)
-        acc = acc * correction[:, None]
-        v = tl.load(V_ptr + at_n, mask=offs_n[:, None] < N, other=0.0)
-        acc = tl.dot(p.to(v.dtype), v, acc)
-        m_i = m_new
-    # o and lse:
-    # BEGIN SOLUTION
-    o = acc / l_i[:, None]
-    lse = m_i + tl.log(l_i)
-    # END SOLUTION
-    tl.store(O_ptr + at_m, o.to(O_ptr.dtype.element_ty), mask=offs_m[:, None] < M)
-    tl.store(LSE_ptr + offs_m, lse, mask=offs_m < M)
+# RULE flashlab.exercises.phase_04: sink_attention_kernel
 
 # %% tags=["check"]
 # hint("4.9")
 check("4.9", sink_attention_kernel)
 
 # %% [markdown]
-# ## 4.10 From an empty page
-#
-# *Stretch · 75 min*
+# ## 4.10
 #
 # Write a kernel and its launcher, from nothing. It takes q `[batch, heads, seq_q, head_dim]` and k, v
 # `[batch, kv_heads, seq_k, head_dim]`, in fp16, with any strides, any lengths, any `head_dim` up to 128, and heads a multiple of
@@ -358,75 +255,7 @@ def my_attention(q, k, v, *, causal=False, scale=None):
     raise NotImplementedError  # YOUR CODE HERE
 # END STARTER
 # BEGIN SOLUTION
-@triton.jit
-def my_kernel(
-    Q_ptr, K_ptr, V_ptr, O_ptr, LSE_ptr,
-    stride_qb, stride_qh, stride_qm, stride_qd,
-    stride_kb, stride_kh, stride_kn, stride_kd,
-    stride_vb, stride_vh, stride_vn, stride_vd,
-    heads, group, M, N, scale_log2, CAUSAL: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):
-    m_blocks = tl.cdiv(M, BLOCK_M)
-    block = tl.program_id(0) % m_blocks
-    batch_head = (tl.program_id(0) // m_blocks).to(tl.int64)
-    batch, head = batch_head // heads, batch_head % heads
-    Q_ptr += batch * stride_qb + head * stride_qh
-    K_ptr += batch * stride_kb + head // group * stride_kh
-    V_ptr += batch * stride_vb + head // group * stride_vh
-
-    offs_m = block * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
-    offs_d = tl.arange(0, BLOCK_D).to(tl.int64)
-    rows, real = offs_m[:, None] < M, offs_d[None, :] < HEAD_DIM
-    q_ptrs = Q_ptr + offs_m[:, None] * stride_qm + offs_d[None, :] * stride_qd
-    q = tl.load(q_ptrs, mask=rows & real, other=0.0)
-    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l_i = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    end = N
-    if CAUSAL:
-        end = tl.minimum(N, (block + 1) * BLOCK_M + N - M)
-    for start_n in range(0, end, BLOCK_N):
-        offs_n = start_n + tl.arange(0, BLOCK_N).to(tl.int64)
-        keys = (offs_n[:, None] < N) & real
-        k_ptrs = K_ptr + offs_n[:, None] * stride_kn + offs_d[None, :] * stride_kd
-        s = tl.dot(q, tl.load(k_ptrs, mask=keys, other=0.0).T) * scale_log2
-        seen = offs_n[None, :] < N
-        if CAUSAL:
-            seen = seen & (offs_n[None, :] <= offs_m[:, None] + N - M)
-        s = tl.where(seen, s, float("-inf"))
-        m_new = tl.maximum(m_i, tl.max(s, axis=1))
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.exp2(s - m_safe[:, None])
-        correction = tl.exp2(m_i - m_safe)
-        l_i = l_i * correction + tl.sum(p, axis=1)
-        v_ptrs = V_ptr + offs_n[:, None] * stride_vn + offs_d[None, :] * stride_vd
-        v = tl.load(v_ptrs, mask=keys, other=0.0)
-        acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None])
-        m_i = m_new
-
-    o = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
-    o_ptrs = O_ptr + (batch_head * M + offs_m[:, None]) * HEAD_DIM + offs_d[None, :]  # contiguous
-    tl.store(o_ptrs, o.to(O_ptr.dtype.element_ty), mask=rows & real)
-    tl.store(LSE_ptr + batch_head * M + offs_m, (m_i + tl.log2(l_i)) * 0.6931471805599453, mask=offs_m < M)
-
-
-def my_attention(q, k, v, *, causal=False, scale=None):
-    """(o, lse): o like q, contiguous; lse [batch, heads, seq_q], float32, natural logarithm.
-
-    scale: 1 / sqrt(head_dim) unless given.
-    """
-    batch, heads, M, head_dim = q.shape
-    N = k.shape[2]
-    scale = head_dim**-0.5 if scale is None else scale
-    o = torch.empty((batch, heads, M, head_dim), dtype=q.dtype, device=q.device)
-    lse = torch.empty((batch, heads, M), dtype=torch.float32, device=q.device)
-    my_kernel[(triton.cdiv(M, 64) * batch * heads,)](
-        q, k, v, o, lse, *q.stride(), *k.stride(), *v.stride(),
-        heads, heads // k.shape[1], M, N, scale * 1.4426950408889634, causal,
-        HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)), BLOCK_M=64, BLOCK_N=64,
-    )
-    return o, lse
+# RULE flashlab.exercises.phase_04: my_kernel, my_attention
 # END SOLUTION
 
 # %% tags=["check"]

@@ -101,37 +101,20 @@ def key_block_sim(K_block, V_block, start_n, Q, dO, lse, delta, N, BLOCK_M, scal
 check("5.4", key_block_sim)
 
 # %% [markdown]
-# ## 5.5 delta_kernel
-#
-# *Core · 20 min*
+# ## 5.5
 #
 # $\delta$ of BLOCK_M rows per program, in Triton. M need not be a multiple of BLOCK_M. O and dO each have their own two strides, and those of
 # dO may be anything, also 0. Multiply in float32.
 
 # %% tags=["exercise"]
-@triton.jit
-def delta_kernel(
-    O_ptr, DO_ptr, DELTA_ptr, stride_om, stride_od, stride_dom, stride_dod, M,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
-):
-    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_d = tl.arange(0, HEAD_DIM)
-    # BEGIN SOLUTION
-    o_ptrs = O_ptr + offs_m[:, None] * stride_om + offs_d[None, :] * stride_od
-    do_ptrs = DO_ptr + offs_m[:, None] * stride_dom + offs_d[None, :] * stride_dod
-    o = tl.load(o_ptrs, mask=offs_m[:, None] < M, other=0.0).to(tl.float32)
-    do = tl.load(do_ptrs, mask=offs_m[:, None] < M, other=0.0).to(tl.float32)
-    tl.store(DELTA_ptr + offs_m, tl.sum(o * do, axis=1), mask=offs_m < M)
-    # END SOLUTION
+# RULE flashlab.exercises.phase_05: delta_kernel
 
 # %% tags=["check"]
 # hint("5.5")
 check("5.5", delta_kernel)
 
 # %% [markdown]
-# ## 5.6 dq_kernel
-#
-# *Core · 35 min*
+# ## 5.6
 #
 # 5.3 as a Triton kernel: one head, no mask, any M and N. The addresses and loads are written. The loop's body and the end are yours. The
 # scale multiplies the scores, and once more the result. Use `tl.exp`; the statistics are natural logarithms.
@@ -140,34 +123,7 @@ check("5.5", delta_kernel)
 # −20000. Think of the last tile there.
 
 # %% tags=["exercise"]
-@triton.jit
-def dq_kernel(
-    Q_ptr, K_ptr, V_ptr, DO_ptr, LSE_ptr, DELTA_ptr, DQ_ptr,
-    stride_qm, stride_kn, stride_vn, stride_dom, stride_dqm,
-    scale, M, N, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):
-    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_d = tl.arange(0, HEAD_DIM)
-    rows = offs_m[:, None] < M
-    q = tl.load(Q_ptr + offs_m[:, None] * stride_qm + offs_d[None, :], mask=rows, other=0.0)
-    do = tl.load(DO_ptr + offs_m[:, None] * stride_dom + offs_d[None, :], mask=rows, other=0.0)
-    lse = tl.load(LSE_ptr + offs_m, mask=offs_m < M, other=float("inf"))
-    delta = tl.load(DELTA_ptr + offs_m, mask=offs_m < M, other=0.0)
-    dq = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
-    for start_n in range(0, N, BLOCK_N):
-        offs_n = start_n + tl.arange(0, BLOCK_N)
-        in_range = offs_n < N
-        k = tl.load(K_ptr + offs_n[:, None] * stride_kn + offs_d[None, :], mask=in_range[:, None], other=0.0)
-        v = tl.load(V_ptr + offs_n[:, None] * stride_vn + offs_d[None, :], mask=in_range[:, None], other=0.0)
-        # BEGIN SOLUTION
-        s = tl.dot(q, k.T, input_precision="ieee") * scale
-        p = tl.exp(s - lse[:, None])
-        dp = tl.dot(do, v.T, input_precision="ieee")
-        ds = tl.where(in_range[None, :], p * (dp - delta[:, None]), 0.0)
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
-    dq_ptrs = DQ_ptr + offs_m[:, None] * stride_dqm + offs_d[None, :]
-    tl.store(dq_ptrs, (dq * scale).to(DQ_ptr.dtype.element_ty), mask=rows)
-    # END SOLUTION
+# RULE flashlab.exercises.phase_05: dq_kernel
 
 # %% tags=["check"]
 # hint("5.6")
@@ -200,9 +156,7 @@ check("5.7", scores_gradient)
 check("5.8", group_sum)
 
 # %% [markdown]
-# ## 5.9 It was only ever asked for one
-#
-# *Bug hunt · 20 min*
+# ## 5.9
 #
 # dK and dV of one head with as many queries as keys, in square tiles. It has trained language models, and its author compared every
 # gradient with autograd's before. Then somebody used it for images, and the model did not learn. The forward pass was right.
@@ -228,21 +182,7 @@ def hunted_9(q, k, v, do, lse, delta, BLOCK, scale, causal):
     return dk, dv
 # END STARTER
 # BEGIN SOLUTION
-def hunted_9(q, k, v, do, lse, delta, BLOCK, scale, causal):
-    """dk, dv of one head, as many queries as keys. q, k, v, do: [N, HEAD_DIM]; lse, delta: [N]; float32."""
-    N = len(q)
-    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-    for start_n in range(0, N, BLOCK):
-        keys = slice(start_n, start_n + BLOCK)
-        for start_m in range(start_n if causal else 0, N, BLOCK):  # repaired: without a mask all see them
-            rows = slice(start_m, start_m + BLOCK)
-            p = torch.exp(scale * (q[rows] @ k[keys].T) - lse[rows, None])
-            if causal and start_m == start_n:  # repaired: and nothing is masked
-                p = torch.tril(p)
-            dv[keys] += p.T @ do[rows]
-            ds = p * (do[rows] @ v[keys].T - delta[rows, None])
-            dk[keys] += scale * (ds.T @ q[rows])
-    return dk, dv
+# RULE flashlab.exercises.phase_05: hunted_9
 # END SOLUTION
 
 # %% tags=["check"]
@@ -250,9 +190,7 @@ def hunted_9(q, k, v, do, lse, delta, BLOCK, scale, causal):
 check("5.9", hunted_9)
 
 # %% [markdown]
-# ## 5.10 One grid for both
-#
-# *Bug hunt · 20 min*
+# ## 5.10
 #
 # The whole backward pass in one launch: program i does its share of dQ and its share of dK and dV. The loop over `program` stands for
 # the grid. All was well for a year. Then somebody tuned the tiles: it became faster, and the model worse.
@@ -280,24 +218,7 @@ def hunted_10(q, k, v, o, lse, do, BLOCK_M, BLOCK_N, scale):
     return dq, dk, dv
 # END STARTER
 # BEGIN SOLUTION
-def hunted_10(q, k, v, o, lse, do, BLOCK_M, BLOCK_N, scale):
-    """dq, dk and dv of one head, no mask. q, o, do: [M, HEAD_DIM]; k, v: [N, HEAD_DIM]; lse: [M]; float32."""
-    M, N = len(q), len(k)
-    delta = lecture.delta_sim(o, do)
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    # Repaired: enough programs for the blocks of queries and for the blocks of keys.
-    for program in range(max(math.ceil(M / BLOCK_M), math.ceil(N / BLOCK_N))):
-        start_m, start_n = program * BLOCK_M, program * BLOCK_N
-        rows, keys = slice(start_m, start_m + BLOCK_M), slice(start_n, start_n + BLOCK_N)
-        if start_m < M:
-            dq[rows] = lecture.query_block_sim(
-                q[rows], do[rows], start_m, k, v, lse[rows], delta[rows], M, BLOCK_N, scale, False
-            )
-        if start_n < N:
-            dk[keys], dv[keys] = lecture.key_block_sim(
-                k[keys], v[keys], start_n, q, do, lse, delta, N, BLOCK_M, scale, False
-            )
-    return dq, dk, dv
+# RULE flashlab.exercises.phase_05: hunted_10
 # END SOLUTION
 
 # %% tags=["check"]
@@ -305,9 +226,7 @@ def hunted_10(q, k, v, o, lse, do, BLOCK_M, BLOCK_N, scale):
 check("5.10", hunted_10)
 
 # %% [markdown]
-# ## 5.11 dkdv_kernel, from an empty page
-#
-# *Stretch · 60 min*
+# ## 5.11
 #
 # The other large kernel, with nothing written but its parameters. One head, no mask, any M and N; program i keeps the keys
 # i · BLOCK_N and following. Every row is contiguous; `stride_qm` and the others go from one row to the next. lse and delta are
@@ -316,38 +235,7 @@ check("5.10", hunted_10)
 # The check is that of 5.6: TF32 is refused here too. `tl.dot(tl.trans(p), ...)` is right in the interpreter; the lecture says why not to write it.
 
 # %% tags=["exercise"]
-@triton.jit
-def dkdv_kernel(
-    Q_ptr, K_ptr, V_ptr, DO_ptr, LSE_ptr, DELTA_ptr, DK_ptr, DV_ptr,
-    stride_qm, stride_kn, stride_vn, stride_dom, stride_dkn, stride_dvn,
-    scale, M, N, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):
-    # BEGIN SOLUTION
-    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    offs_d = tl.arange(0, HEAD_DIM)
-    keys = offs_n[:, None] < N
-    k = tl.load(K_ptr + offs_n[:, None] * stride_kn + offs_d[None, :], mask=keys, other=0.0)
-    v = tl.load(V_ptr + offs_n[:, None] * stride_vn + offs_d[None, :], mask=keys, other=0.0)
-    dk = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
-    dv = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
-    for start_m in range(0, M, BLOCK_M):
-        offs_m = start_m + tl.arange(0, BLOCK_M)
-        rows = offs_m[:, None] < M
-        q = tl.load(Q_ptr + offs_m[:, None] * stride_qm + offs_d[None, :], mask=rows, other=0.0)
-        do = tl.load(DO_ptr + offs_m[:, None] * stride_dom + offs_d[None, :], mask=rows, other=0.0)
-        lse = tl.load(LSE_ptr + offs_m, mask=offs_m < M, other=float("inf"))
-        delta = tl.load(DELTA_ptr + offs_m, mask=offs_m < M, other=0.0)
-        s_t = tl.dot(k, q.T, input_precision="ieee") * scale  # transposed: keys down, queries across
-        p_t = tl.exp(s_t - lse[None, :])
-        dv = tl.dot(p_t.to(do.dtype), do, dv, input_precision="ieee")
-        dp_t = tl.dot(v, do.T, input_precision="ieee")
-        ds_t = p_t * (dp_t - delta[None, :])
-        dk = tl.dot(ds_t.to(q.dtype), q, dk, input_precision="ieee")
-    dk_ptrs = DK_ptr + offs_n[:, None] * stride_dkn + offs_d[None, :]
-    dv_ptrs = DV_ptr + offs_n[:, None] * stride_dvn + offs_d[None, :]
-    tl.store(dk_ptrs, (dk * scale).to(DK_ptr.dtype.element_ty), mask=keys)
-    tl.store(dv_ptrs, dv.to(DV_ptr.dtype.element_ty), mask=keys)
-    # END SOLUTION
+# RULE flashlab.exercises.phase_05: dkdv_kernel
 
 # %% tags=["check"]
 # hint("5.11")

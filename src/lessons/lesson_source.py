@@ -203,8 +203,9 @@ def from_rules(lesson: Lesson, lines: list[Line], root: Path) -> list[Line]:
             quote = Quote(number or 0, "RULE", match["module"], tuple(re.split(r" *, *", match["symbols"])), False)
             for i, symbol in enumerate(quote.symbols):
                 source = symbol_source(lesson, root, quote, symbol).split("\n")
-                first = next(k for k, text in enumerate(source) if text.startswith("def "))
-                out += [(None, "")] * (2 if i else 0) + [(number, text) for text in source[first:]]
+                first = next(k for k, text in enumerate(source) if text.startswith(("@triton.jit", "def ")))
+                shown = [text.removesuffix("  # fmt: skip") for text in source[first:]]
+                out += [(None, "")] * (2 if i else 0) + [(number, text) for text in shown]
         elif match := UNTITLED.match(line):
             told = registered(lesson, match["id"], root, number)
             effort = f"*{told.get('difficulty', 'Core')} · {told['minutes']} min*"
@@ -219,7 +220,7 @@ def registered(lesson: Lesson, exercise_id: str, root: Path, line: int | None) -
     path = module_file(root, f"flashlab.exercises.phase_{lesson.number:0>2}")
     calls = ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if path else ()
     for call in calls:
-        if isinstance(call, ast.Call) and getattr(call.func, "id", "") in ("rule", "tensor_rule"):
+        if isinstance(call, ast.Call) and getattr(call.func, "id", "") in ("rule", "tensor_rule", "kernel_rule"):
             if isinstance(call.args[0], ast.Constant) and call.args[0].value == exercise_id:
                 told = {k.arg: k.value.value for k in call.keywords if isinstance(k.value, ast.Constant)}
                 return {str(k): v for k, v in told.items()}

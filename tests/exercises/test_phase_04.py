@@ -122,39 +122,12 @@ Q_MASK, K_MASK = "mask=(offs_m[:, None] < M) & real", "mask=(offs_n[:, None] < N
 def test_a_head_size_of_40_in_other_styles():
     later = ("s = tl.dot(q, k.T)", "s = tl.dot(q, tl.trans(k)) + 0.0")
     assert check("4.4", *solved("4.4", later))
-    summed = ("s = tl.dot(q, k.T)", "s = tl.sum(q[:, None, :] * k[None, :, :], axis=2)")
-    assert check("4.4", *solved("4.4", summed))
+    products = "q.to(tl.float32)[:, None, :] * k.to(tl.float32)[None, :, :]"
+    assert check("4.4", *solved("4.4", ("s = tl.dot(q, k.T)", f"s = tl.sum({products}, axis=2)")))
     pointers = ("    s = tl.dot(q, k.T)", "    k = tl.where(real, k, 0.0)\n    s = tl.dot(q, k.T)")
     assert check("4.4", *solved("4.4", pointers))
-
-
-@pytest.mark.parametrize(
-    "changes, slug",
-    [
-        pytest.param([(Q_MASK, "mask=offs_m[:, None] < M")], "out-of-bounds", marks=WATCHED),
-        pytest.param([(K_MASK, "mask=offs_n[:, None] < N")], "out-of-bounds", marks=WATCHED),
-        pytest.param([(K_MASK, "mask=real")], "out-of-bounds", marks=WATCHED),
-        pytest.param([(Q_MASK, "mask=real")], "out-of-bounds", marks=WATCHED),
-        pytest.param([("[None, :] < HEAD_DIM", "[None, :] < BLOCK_D")], "out-of-bounds", marks=WATCHED),
-        pytest.param([("* stride_k", "* HEAD_DIM")], "out-of-bounds", marks=WATCHED),
-        pytest.param([(K_MASK + ", other=0.0", K_MASK)], "other-missing", marks=WATCHED),
-        pytest.param(
-            [(K_MASK + ", other=0.0", K_MASK + ', other=float("-inf")')], "nan-from-padding", marks=WATCHED
-        ),
-        ([(Q_MASK + ", other=0.0", Q_MASK + ", other=1.0"), (K_MASK + ", other=0.0", K_MASK + ", other=1.0")],
-         "padded-with-ones"),
-        ([("s = tl.dot(q, k.T)", "s = tl.dot(q, k.T) * HEAD_DIM**-0.5")], "scaled"),
-        ([("s = tl.dot(q, k.T)", "s = tl.dot(q, k.T) * BLOCK_D**-0.5")], "scaled"),
-        ([("[None, :] < HEAD_DIM", "[None, :] < HEAD_DIM - 1")], "last-column-lost"),
-        ([("[None, :] < HEAD_DIM", "[None, :] < BLOCK_D // 2")], "half-the-columns"),
-        ([("s = tl.dot(q, k.T)",
-           "q, k = q.to(tl.float32), k.to(tl.float32)\n    s = tl.sum(q, 1)[:, None] + tl.sum(k, 1)[None, :]")],
-         "added"),
-        ([("s = tl.dot(q, k.T)", "s = -tl.dot(q, k.T)")], "negative"),
-    ],
-)  # fmt: skip
-def test_a_head_size_of_40_wrong(changes, slug):
-    assert diagnosis("4.4", *solved("4.4", *changes)) == slug
+    rounded = ("s = tl.dot(q, k.T)", "s = tl.sum(q[:, None, :] * k[None, :, :], axis=2)")
+    assert diagnosis("4.4", *solved("4.4", rounded)) == "low-precision"
 
 
 # ---- 4.5 ------------------------------------------------------------------------------------------------------------
@@ -223,36 +196,6 @@ def test_nobody_looks_ahead_in_other_styles():
     assert check("4.7", *solved("4.7", added))
 
 
-@pytest.mark.parametrize(
-    "changes, slug",
-    [
-        ([(CAPPED, ""), (MASKED, MASKED + CAPPED + "        m_i += 0\n")], "capped-after-mask"),
-        ([(MASKED, MASKED + CAPPED)], "capped-after-mask"),
-        ([(MASKED, "        s = tl.where(seen, s, -cap)\n")], "capped-after-mask"),
-        ([(MASKED, "        s = tl.where(seen, s, 0.0)\n")], "hidden-is-zero"),
-        (
-            [(CAPPED, ""), (MASKED, MASKED + CAPPED + '        s = tl.where(offs_n[None, :] < N, s, float("-inf"))\n')],
-            "tail-alone-silenced",
-        ),
-        (
-            [(CAPPED, ""), (MASKED, MASKED + CAPPED), ("p.to(v.dtype), v", "tl.where(seen, p, 0.0).to(v.dtype), v")],
-            "hidden-in-the-sum",
-        ),
-        ([(CAPPED, "")], "not-capped"),
-        ([(CAPPED, CAPPED + CAPPED)], "capped-twice"),
-        ([("s = cap * (1.0 -", "s = (1.0 -")], "cap-not-restored"),
-        ([(MASKED, "")], "not-masked"),
-        ([(SEEN, "seen = (offs_n[None, :] < N) & (offs_m[:, None] >= 0)")], "tail-only"),
-        ([(SEEN, SEEN.replace(" + N - M", ""))], "top-left"),
-        ([(SEEN, SEEN.replace("<=", "<"))], "diagonal-missing"),
-        ([("tl.dot(q, k.T) * scale", "tl.dot(q, k.T)")], "scale-missing"),
-        ([("p = tl.exp(s - m_safe[:, None])", "p = tl.exp(s - m_new[:, None])")], "masked-rows"),
-    ],
-)
-def test_nobody_looks_ahead_wrong(changes, slug):
-    assert diagnosis("4.7", *solved("4.7", *changes)) == slug
-
-
 # ---- 4.8 ------------------------------------------------------------------------------------------------------------
 
 BATCH, HEAD = "batch = (pid // heads).to(tl.int64)", "head = (pid % heads).to(tl.int64)"
@@ -279,33 +222,6 @@ def test_far_apart_in_other_styles(changes):
     if len(changes) == 3:  # pid has 64 bits, and what is made of it
         changes = [changes[0], (BATCH, "batch = pid // heads"), (HEAD, "head = pid % heads")]
     assert check("4.8", *solved("4.8", *changes))
-
-
-@pytest.mark.parametrize(
-    "changes, slug",
-    [
-        ([*without("batch", "head", "rows"), (OFFSETS, OFFSETS + " + 0")], "offset-overflow"),
-        (without("batch"), "batch-overflows"),
-        (without("head"), "head-overflows"),
-        (without("rows"), "rows-overflow"),
-        (without("batch", "head"), "batch-and-head-overflow"),
-        (without("head", "rows"), "head-and-rows-overflow"),
-        (without("batch", "rows"), "batch-and-rows-overflow"),
-        ([*without("batch", "head", "rows"),
-          (OFFSETS, "offsets = (batch * stride_b).to(tl.int64) + (head * stride_h).to(tl.int64)"
-                    " + (rows * stride_n).to(tl.int64)")], "products-overflow"),
-        ([*without("batch", "head", "rows"),
-          (OFFSETS, "offsets = (batch * stride_b + head * stride_h).to(tl.int64) + rows * stride_n")],
-         "products-overflow"),
-        ([*without("batch", "head", "rows"),
-          (OFFSETS, "offsets = (batch * stride_b + head * stride_h + rows * stride_n).to(tl.uint32)")], "unsigned"),
-        ([(OFFSETS, "offsets = (batch.to(tl.float32) * stride_b + head.to(tl.float32) * stride_h"
-                    " + rows.to(tl.float32) * stride_n).to(tl.int64)")], "float-offsets"),
-        ([(OFFSETS, "offsets = batch * stride_b + rows * stride_n")], "head-missing"),
-    ],
-)  # fmt: skip
-def test_far_apart_wrong(changes, slug):
-    assert diagnosis("4.8", *solved("4.8", *changes)) == slug
 
 
 # ---- 4.9 ------------------------------------------------------------------------------------------------------------
@@ -341,31 +257,6 @@ def joined_as(term):
     return [*ORDINARY, (AFTER, text)]
 
 
-@pytest.mark.parametrize(
-    "changes, slug",
-    [
-        (ORDINARY, "sink-ignored"),
-        ([(TERM, "l_i = tl.zeros([BLOCK_M], tl.float32)")], "sink-ignored"),
-        ([(START, "m_i = tl.full([BLOCK_M], sink * scale, tl.float32)")], "sink-scaled"),
-        ([(START, "m_i = tl.where(sink == float('-inf'), sink, -sink) + tl.zeros([BLOCK_M], tl.float32)")],
-         "sink-negated"),
-        ([(START, "m_i = tl.full([BLOCK_M], sink * 1.4426950408889634, tl.float32)")], "sink-in-base-2"),
-        ([(START, "m_i = tl.full([BLOCK_M], sink * 0.6931471805599453, tl.float32)")], "sink-in-base-2"),
-        ([(TERM, TERM.split("  #")[0] + " * tl.cdiv(N, BLOCK_N)")], "sink-in-every-tile"),
-        (joined_as("tl.exp(sink + 0.0 * m_i)"), "sink-not-shifted"),
-        (joined_as("tl.exp(sink) * tl.exp(-m_i)"), "sink-overflows"),
-        ([(AFTER, AFTER + "    o += tl.exp(sink - lse)[:, None]\n")], "sink-has-a-value"),
-        ([(AFTER, "    o = acc / l_i[:, None]\n    lse = m_i + tl.log(l_i - tl.exp(sink - m_i))\n")],
-         "lse-without-sink"),
-        ([(TERM, "l_i = tl.exp(sink - m_i)")], "no-sink-is-nan"),
-        ([(AFTER, "    o = acc\n    lse = m_i + tl.log(l_i)\n")], "not-normalised"),
-        ([(AFTER, "    o = acc / l_i[:, None]\n    lse = tl.log(l_i)\n")], "lse-without-m"),
-    ],
-)  # fmt: skip
-def test_a_sink_wrong(changes, slug):
-    assert diagnosis("4.9", *solved("4.9", *changes)) == slug
-
-
 # ---- 4.10 -----------------------------------------------------------------------------------------------------------
 
 
@@ -389,17 +280,15 @@ def test_pytorch_is_no_kernel():
         (("        end = tl.minimum(N, (block + 1) * BLOCK_M + N - M)",
           "        end = tl.minimum(N, (block + 1) * BLOCK_M)"), None),
         ([("offs_m[:, None] + N - M)", "offs_m[:, None])"), ("BLOCK_M + N - M)", "BLOCK_M)")], "causal-top-left"),
-        (("m_safe = tl.where(m_new == float(\"-inf\"), 0.0, m_new)", "m_safe = m_new"), "masked-rows-nan"),
-        pytest.param(("acc * correction[:, None])", "acc)"), "o-not-rescaled", marks=pytest.mark.long),
-        pytest.param((" * 0.6931471805599453, mask", ", mask"), "lse-in-base-2", marks=pytest.mark.long),
-        (("HEAD_DIM + offs_d[None, :]  # contiguous", "BLOCK_D + offs_d[None, :]  # contiguous"), "out-of-bounds"),
+        pytest.param(("acc * correction[:, None])", "acc)"), "factor-missing", marks=pytest.mark.long),
         (("        seen = offs_n[None, :] < N\n", "        seen = offs_n[None, :] < end + BLOCK_N\n"),
-         "tail-not-masked"),
-        (("rows, real = offs_m[:, None] < M, offs_d[None, :] < HEAD_DIM",
-          "rows, real = offs_m[:, None] < M, offs_d[None, :] < BLOCK_D"), "out-of-bounds"),
-        (("batch, head = batch_head // heads, batch_head % heads",
-          "batch, head = batch_head % heads, batch_head // heads"),
-         "out-of-bounds"),
+         "condition-missing"),
+        (("offs_d[None, :] * stride_qd", "offs_d[None, :]"), "factor-missing"),
+        (("o = torch.empty((batch, heads, M, head_dim), dtype=q.dtype, device=q.device)", "o = torch.empty_like(q)"),
+         "not-contiguous"),
+        pytest.param(("BLOCK_M + N - M)\n", "BLOCK_M + N - M + BLOCK_N)\n"), "one-tile-too-many", marks=WATCHED),
+        pytest.param(("(tl.program_id(0) // m_blocks).to(tl.int64)", "tl.program_id(0) // m_blocks"),
+                     "out-of-bounds", marks=WATCHED),
     ],
 )  # fmt: skip
 def test_from_an_empty_page_wrong(change, slug):
@@ -415,16 +304,6 @@ def test_from_an_empty_page_wrong(change, slug):
 def test_no_kernel_is_not_an_answer():
     for id in ("4.3", "4.4", "4.6", "4.7", "4.8", "4.9"):
         assert diagnosis(id, len) == "wrong-type"
-
-
-def test_the_sink_of_the_lesson_is_the_formula():
-    s, v = torch.randn(3, 5, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)
-    from flashlab.exercises.phase_04 import _with_sink
-
-    o, lse = _with_sink(s, v, 0.7)
-    total = s.exp().sum(1) + math.exp(0.7)
-    torch.testing.assert_close(o, s.exp() @ v / total[:, None])
-    torch.testing.assert_close(lse, total.log())
 
 
 def test_every_hint_is_a_sentence():
@@ -500,7 +379,7 @@ def test_what_is_not_for_kernels():
 
 def test_a_row_that_sees_nothing_is_told_what_is_there():
     finite = told("4.7", *solved("4.7", (MASKED, "        s = tl.where(seen, s, -1.0e4)\n")))
-    assert finite.diagnosis == "masked-rows" and "numbers" in str(finite)
+    assert "-10000 stands where `float(.-inf.)` belongs" in str(finite).replace(chr(39), ".")
 
 
 def test_the_scales_of_an_empty_page():
@@ -518,16 +397,3 @@ def test_the_scales_of_an_empty_page():
         with pytest.raises(CheckFailed) as caught:
             _expect_scales(wrong)
         assert caught.value.diagnosis == slug
-
-
-@pytest.mark.parametrize(
-    "new, slug",
-    [
-        ("    o = acc\n    lse = m_i + tl.log(l_i)\n", "not-normalised"),
-        ("    o = acc / l_i[:, None]\n    lse = tl.log(l_i)\n", "lse-without-m"),
-        ("    o = acc / l_i[:, None]\n    lse = m_i + tl.log2(l_i)\n", "lse-in-base-2"),
-        ("    o = acc / (l_i + tl.exp(sink - m_i))[:, None]\n    lse = m_i + tl.log(l_i)\n", "sink-twice"),
-    ],
-)
-def test_the_end_of_the_sink_kernel(new, slug):
-    assert diagnosis("4.9", *solved("4.9", (AFTER, new))) == slug

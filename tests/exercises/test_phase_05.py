@@ -10,8 +10,7 @@ from lesson_answers import answers_of, cell_of
 from flashlab import runtime
 from flashlab.attention import simulation_backward
 from flashlab.check import CheckFailed
-from flashlab.check.mistakes.backward import added_up, gradients
-from flashlab.exercises import check, phase_05
+from flashlab.exercises import check
 from flashlab.exercises.registry import find
 
 IDS = [f"5.{i}" for i in range(1, 12)]
@@ -117,21 +116,6 @@ def test_dq_without_tiles():
     assert told("5.3", whole) == "memory-grows-with-n"
 
 
-def test_which_rows_are_added_up():
-    head = phase_05._head(20, 12, 8, 0.3, 4)
-    right = {"dv": lambda head: gradients(head).dv, "dq": lambda head: gradients(head).dq}
-    for name, of in right.items():
-        assert added_up(lambda head, name=name, of=of: {name: of(head)}, head, name) is None
-
-    def lost(head):  # the term of key 11
-        lse, delta = phase_05._saved(head)
-        p = torch.exp(head.scale * head.q @ head.k.T - lse[:, None])
-        ds = p * (head.do @ head.v.T - delta[:, None])
-        return {"dq": head.scale * ds[:, :11] @ head.k[:11]}
-
-    assert added_up(lost, head, "dq").endswith("adds up rows 0 to 10 of K, and should add up rows 0 to 11")
-
-
 # ---- 5.4 ------------------------------------------------------------------------------------------------------------
 
 
@@ -190,33 +174,6 @@ INTERPRETED = pytest.mark.skipif(not runtime.INTERPRETED, reason="addresses are 
 SUM = "tl.sum(o * do, axis=1)"
 
 
-@pytest.mark.slow
-@INTERPRETED
-@pytest.mark.parametrize(
-    "changes, slug",
-    [
-        ([(SUM, "tl.sum(o * do, axis=1) / HEAD_DIM")], "mean-for-sum"),
-        ([(SUM, "tl.sum(o * o, axis=1)")], "square"),
-        ([(SUM, "tl.sum(do * do, axis=1)")], "square"),
-        ([(SUM, "tl.sum(o, axis=1)")], "product-missing"),
-        ([(SUM, "tl.sum(tl.abs(o * do), axis=1)")], "absolute-values"),
-        ([(SUM, "-tl.sum(o * do, axis=1)")], "sign-inverted"),
-        ([(SUM, "tl.max(o * do, axis=1)")], "maximum"),
-        ([(SUM, "tl.sum((o.to(tl.float16) * do.to(tl.float16)).to(tl.float32), axis=1)")], "wrong-value"),
-        ([(").to(tl.float32)", ")")], "low-precision"),
-        ([("offs_m[:, None] * stride_dom + offs_d[None, :] * stride_dod",
-           "offs_m[:, None] * stride_om + offs_d[None, :] * stride_od")], "out-of-bounds"),
-        ([("offs_d[None, :] * stride_dod", "offs_d[None, :]")], "out-of-bounds"),
-        ([("o = tl.load(o_ptrs, mask=offs_m[:, None] < M, other=0.0)", "o = tl.load(o_ptrs)")], "out-of-bounds"),
-        ([(", mask=offs_m < M)", ")")], "out-of-bounds"),
-        ([("DELTA_ptr + offs_m,", "DELTA_ptr + tl.arange(0, BLOCK_M),")], "never-written"),
-        ([("stride_dod, M,", "stride_dod, N_ROWS,"), ("< M", "< N_ROWS")], "wrong-parameters"),
-    ],
-)  # fmt: skip
-def test_delta_kernel_gone_wrong(kernel, changes, slug):
-    assert told("5.5", kernel("5.5", *changes)) == slug
-
-
 IEEE = ', input_precision="ieee"'
 MASKED = "ds = tl.where(in_range[None, :], p * (dp - delta[:, None]), 0.0)"
 
@@ -240,32 +197,6 @@ def test_dq_kernel_in_several_styles(kernel, changes):
 @pytest.mark.slow
 @INTERPRETED
 @pytest.mark.parametrize(
-    "changes, slug",
-    [
-        ([("(dp - delta[:, None])", "dp")], "delta-missing"),
-        ([("(dp - delta[:, None])", "(dp + delta[:, None])")], "delta-added"),
-        ([("p * (dp - delta[:, None])", "dp - delta[:, None]")], "p-missing"),
-        ([("tl.dot(ds.to(k.dtype), k, dq", "tl.dot(ds.to(k.dtype), v, dq")], "v-for-k"),
-        ([("tl.dot(do, v.T", "tl.dot(do, k.T")], "k-for-v"),
-        ([("(dq * scale)", "dq")], "scale-missing"),
-        ([('"ieee") * scale', '"ieee")')], "scores-not-scaled"),
-        ([("tl.exp(s - lse[:, None])", "tl.exp2(s - lse[:, None])")], "exp2-for-exp"),
-        ([("k, dq, input", "k, input")], "overwritten"),
-        ([("range(0, N, BLOCK_N)", "range(0, N // BLOCK_N * BLOCK_N, BLOCK_N)")], "tail-dropped"),
-        ([(MASKED, "ds = p * (dp - delta[:, None])")], "tail-overflows"),
-        ([(IEEE, "")], "tf32"),
-        ([(".to(DQ_ptr.dtype.element_ty), mask=rows)", ".to(DQ_ptr.dtype.element_ty))")], "out-of-bounds"),
-        ([("offs_m[:, None] * stride_dqm", "offs_m[:, None] * HEAD_DIM")], "out-of-bounds"),
-        ([("    tl.store(dq_ptrs", "    if N < 0:\n        tl.store(dq_ptrs")], "never-written"),
-    ],
-)
-def test_dq_kernel_gone_wrong(kernel, changes, slug):
-    assert told("5.6", kernel("5.6", *changes)) == slug
-
-
-@pytest.mark.slow
-@INTERPRETED
-@pytest.mark.parametrize(
     "changes",
     [
         [('s_t = tl.dot(k, q.T, input_precision="ieee") * scale', 's = tl.dot(q, k.T, input_precision="ieee") * scale'),
@@ -276,38 +207,6 @@ def test_dq_kernel_gone_wrong(kernel, changes, slug):
 )  # fmt: skip
 def test_dkdv_kernel_in_several_styles(kernel, changes):
     assert check("5.11", kernel("5.11", *changes))
-
-
-@pytest.mark.slow
-@INTERPRETED
-@pytest.mark.parametrize(
-    "changes, slug",
-    [
-        ([("(dp_t - delta[None, :])", "dp_t")], "delta-missing"),
-        ([("(dp_t - delta[None, :])", "(dp_t + delta[None, :])")], "delta-added"),
-        ([("(dk * scale)", "dk")], "scale-missing"),
-        ([('"ieee") * scale', '"ieee")')], "scores-not-scaled"),
-        ([("tl.dot(ds_t.to(q.dtype), q, dk", "tl.dot(ds_t.to(q.dtype), do, dk")], "do-for-q"),
-        ([("tl.dot(p_t.to(do.dtype), do, dv", "tl.dot(p_t.to(do.dtype), q, dv")], "q-for-do"),
-        ([("tl.dot(v, do.T", "tl.dot(k, do.T")], "k-for-v"),
-        ([("do, dv, input", "do, input")], "overwritten"),
-        ([("q, dk, input", "q, input")], "overwritten"),
-        ([("range(0, M, BLOCK_M)", "range(0, M // BLOCK_M * BLOCK_M, BLOCK_M)")], "tail-dropped"),
-        ([("LSE_ptr + offs_m,", "LSE_ptr + offs_m - start_m,"), ("DELTA_ptr + offs_m", "DELTA_ptr + offs_m - start_m")],
-         "statistics-of-the-first-rows"),
-        ([("DELTA_ptr + offs_m,", "DELTA_ptr + offs_m - start_m,")], "delta-of-the-first-rows"),
-        ([("offs_n[:, None] * stride_dvn", "offs_n[:, None] * stride_dkn")], "out-of-bounds"),
-        ([("(dk * scale).to", "dv.to"), (" dv.to(DV", " (dk * scale).to(DV")], "exchanged"),
-        ([('other=float("inf")', "other=-1000.0")], "wrong-value"),
-        ([("p_t * (dp_t", "p_t.to(tl.float16).to(tl.float32) * (dp_t")], "low-precision"),
-        ([(', other=float("inf")', "")], "other-missing"),
-        ([(IEEE, "")], "tf32"),
-        ([("mask=keys)", "mask=keys & (N < 0))")], "never-written"),
-        ([("mask=keys)", "mask=keys & (offs_n[:, None] < N // BLOCK_N * BLOCK_N))")], "never-written"),
-    ],
-)  # fmt: skip
-def test_dkdv_kernel_gone_wrong(kernel, changes, slug):
-    assert told("5.11", kernel("5.11", *changes)) == slug
 
 
 # ---- 5.7 ------------------------------------------------------------------------------------------------------------
@@ -377,27 +276,6 @@ def test_the_first_hunt_is_mended_in_other_ways():
     assert check("5.9", hunted("5.9", (START, "0"), (f"if {MASK}", "if causal"), above))
 
 
-@pytest.mark.parametrize(
-    "changes, slug",
-    [
-        ([(START, "start_n"), (MASK, "start_m == start_n")], "causal-always"),
-        ([(MASK, "start_m == start_n")], "diagonal-masked"),
-        ([(START, "start_n")], "tiles-above-skipped"),
-        ([(START, "0")], "causal-tiles-visited"),
-        ([(MASK, "causal")], "every-tile-masked"),
-        ([(START, "0"), (MASK, "start_m == start_n")], "diagonal-always-masked"),
-        ([(START, "0"), (MASK, "False")], "causal-mask-missing"),
-        ([("torch.tril(p)", "torch.tril(p, -1)")], "causal-off-by-one"),
-        ([("- delta[rows, None]", "")], "delta-missing"),
-        ([("dk[keys] += ", "dk[keys] = ")], "overwritten"),
-        ([("dv[keys] += ", "dv[keys] = ")], "overwritten"),
-        ([("scale * (ds.T", "(ds.T")], "scale-missing"),
-    ],
-)
-def test_the_first_hunt_gone_wrong(changes, slug):
-    assert told("5.9", hunted("5.9", *changes)) == slug
-
-
 GRID = "max(math.ceil(M / BLOCK_M), math.ceil(N / BLOCK_N))"
 
 
@@ -405,24 +283,3 @@ def test_the_second_hunt_is_mended_in_other_ways():
     assert check("5.10", hunted("5.10", (GRID, "math.ceil(M / BLOCK_M) + math.ceil(N / BLOCK_N)")))
     assert check("5.10", hunted("5.10", (GRID, "max(M, N)")))
     assert check("5.10", hunted("5.10", (GRID, "math.ceil(max(M, N) / min(BLOCK_M, BLOCK_N))")))
-
-
-@pytest.mark.parametrize(
-    "changes, slug",
-    [
-        ([(GRID, "-(-M // BLOCK_M)")], "grid-of-the-queries"),
-        ([(GRID, "math.ceil(N / BLOCK_N)")], "grid-of-the-keys"),
-        ([(GRID, GRID.replace("max", "min"))], "grid-of-the-queries"),
-        ([(GRID, "max(M // BLOCK_M, N // BLOCK_N)")], "rounded-down"),
-        ([(GRID, "1")], "wrong-value"),
-        ([(GRID, "max(math.ceil(M / BLOCK_N), math.ceil(N / BLOCK_M))")], "sizes-exchanged"),
-        ([(GRID, "math.ceil(max(M, N) / BLOCK_M)")], "keys-by-block-m"),
-        ([(GRID, "math.ceil(max(M, N) / BLOCK_N)")], "queries-by-block-n"),
-        ([("scale, False\n            )\n        if", "1.0, False\n            )\n        if")], "scale-missing"),
-        ([("delta = lecture.delta_sim(o, do)", "delta = torch.zeros_like(lse)")], "delta-missing"),
-        ([("return dq, dk, dv", "return dq, dv, dk")], "exchanged"),
-        ([("return dq, dk, dv", "return dq, dk")], "wrong-type"),
-    ],
-)
-def test_the_second_hunt_gone_wrong(changes, slug):
-    assert told("5.10", hunted("5.10", *changes)) == slug

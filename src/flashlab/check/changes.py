@@ -12,6 +12,7 @@ for its definition where that is short, or for what `words` says.
 from __future__ import annotations
 
 import ast
+import contextlib
 import copy
 import functools
 import inspect
@@ -174,8 +175,9 @@ class Text:
         said = self.plain(node)
         return f"`{said}`" if len(said) <= 60 else f"`{said[:57]}...`"
 
-    def compiled(self, *changes: Change) -> Callable[..., Any]:
-        """The function with these changes; SyntaxError where they make no sense."""
+    @contextlib.contextmanager
+    def changed(self, *changes: Change) -> Iterator[None]:
+        """Inside it `tree` has these changes."""
         before = []
         try:
             for (node, name, at), new in (edit for change in changes for edit in change.edits):
@@ -184,15 +186,21 @@ class Text:
                     setattr(node, name, new)
                 else:
                     getattr(node, name)[at] = new
-            code = compile(ast.Module([self.tree], []), CHANGED, "exec")
-        except (ValueError, TypeError) as error:
-            raise SyntaxError(str(error)) from error
+            yield
         finally:
             for node, name, at, old in reversed(before):
                 if at is None:
                     setattr(node, name, old)
                 else:
                     getattr(node, name)[at] = old
+
+    def compiled(self, *changes: Change) -> Callable[..., Any]:
+        """The function with these changes; SyntaxError where they make no sense."""
+        try:
+            with self.changed(*changes):
+                code = compile(ast.Module([self.tree], []), CHANGED, "exec")
+        except (ValueError, TypeError) as error:
+            raise SyntaxError(str(error)) from error
         steps = [0]
 
         def tick() -> None:
@@ -315,7 +323,8 @@ def _about(node: ast.expr, new: ast.AST) -> tuple[str, ...]:
     gone: list[ast.AST] = [node]
     if _rounded_up(node) is not None and not isinstance(new, (ast.BinOp, ast.Call)):
         return ()
-    if isinstance(node, ast.Call) and isinstance(new, ast.Call) and ast.dump(new.func) != ast.dump(node.func):
+    if isinstance(node, ast.Call) and isinstance(new, ast.Call) and new not in node.args and (
+        ast.dump(new.func) != ast.dump(node.func)):  # fmt: skip
         gone = [node.func]
     elif isinstance(node, ast.BinOp):
         inner = new.operand if isinstance(new, ast.UnaryOp) else new
@@ -351,7 +360,8 @@ def _of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any
         for other in (*text.params, *text.locals):
             if other != node.id and (other in text.lists) == (node.id in text.lists):
                 name = ast.Name(other, ast.Load())
-                where = f", in {w(parent)}" if isinstance(parent, ast.BinOp) and often[node.id] > 1 else ""
+                within = ast.BinOp if not text.kinds else (ast.BinOp, ast.Call)
+                where = f", in {w(parent)}" if isinstance(parent, within) and often[node.id] > 1 else ""
                 of = f".{parent.attr}" if isinstance(parent, ast.Attribute) else ""
                 said = f"it is {w(name)}" if root else f"{w(name)} stands where {w(node)} belongs{where}"
                 said = f"`{other}{of}` stands where `{node.id}{of}` belongs" if of else said
@@ -383,8 +393,9 @@ def _of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any
     if isinstance(node, ast.IfExp):
         yield "branches-exchanged", f"{w(node.body)} and {w(node.orelse)} are exchanged", 1.5, ast.IfExp(
             node.test, node.orelse, node.body)  # fmt: skip
-        yield "always-one-branch", f"it is {w(node.body)} always: {w(node.test)} is not asked", 1.6, node.body
-        yield "always-one-branch", f"it is {w(node.orelse)} always: {w(node.test)} is not asked", 1.6, node.orelse
+        for branch in (node.body, node.orelse):
+            said = f"it is {w(branch)} always" if root else f"{w(branch)} is taken always"
+            yield "always-one-branch", f"{said}: {w(node.test)} is not asked", 1.6, branch
     if isinstance(node, ast.Call):
         yield from _of_call(text, node)
     if isinstance(node, ast.Attribute):
@@ -486,7 +497,8 @@ def _of_number(text: Text, parent: ast.AST, node: ast.Constant) -> Iterator[tupl
     elif isinstance(value, int):
         others += [k for k in (2, 3, 4, 8) if k != value]
     seen = [value]
-    whole = text.say(parent) if isinstance(parent, (ast.BinOp, ast.Compare)) else ""
+    within = (ast.BinOp, ast.Compare) if not text.kinds else (ast.BinOp, ast.Compare, ast.Call)
+    whole = text.say(parent) if isinstance(parent, within) else ""
     for other in others:
         if other not in seen:
             seen.append(other)
@@ -494,7 +506,7 @@ def _of_number(text: Text, parent: ast.AST, node: ast.Constant) -> Iterator[tupl
             said = f"{number} stands where {value:g} belongs".replace("e+0", "e").replace("e+", "e")
             said += f", in {whole}" if whole else ""
             yield "wrong-number", said, 1.6 + 0.1 * len(seen), ast.Constant(other), value, other
-    for name in text.numbers if whole else ():
+    for name in text.numbers if whole and not isinstance(parent, ast.Call) else ():
         said = f"`{name}` stands where {value:g} belongs, in {whole}"
         yield "wrong-name", said, 2.3, ast.Name(name, ast.Load()), value, name
 
@@ -614,6 +626,8 @@ def _of_call(text: Text, node: ast.Call) -> Iterator[tuple[Any, ...]]:
         yield "arguments-exchanged", f"the arguments of `{name}` are exchanged", 1.9, ast.Call(
             node.func, node.args[::-1], node.keywords)  # fmt: skip
     for i, keyword in enumerate(node.keywords):
+        if keyword.arg == "other":
+            continue  # of a load: what is undefined is told by itself
         rest = [k for k in node.keywords if k is not keyword]
         said = f"`{keyword.arg}={text.plain(keyword.value)}` is missing, in `{name}`"
         yield "argument-missing", said, 1.6, ast.Call(node.func, node.args, rest)

@@ -82,8 +82,8 @@ def of_lines(text: Any) -> Iterator[tuple[Any, ...]]:
             block = getattr(holder, field, None)
             for at, line in enumerate(block if isinstance(block, list) else ()):
                 slot = (holder, field, at)
-                if isinstance(line, ast.AugAssign) and isinstance(line.target, ast.Name):
-                    said = f"`{text.plain(line).split(' ')[0]}` is set to {text.say(line.value)}, and not changed by it"
+                if isinstance(line, ast.AugAssign):
+                    said = f"{text.say(line.target)} is set to {text.say(line.value)}, and not changed by it"
                     yield "set-for-added", said, 1.4, slot, ast.Assign([line.target], line.value)
                 if isinstance(line, ast.If):
                     asked = text.say(line.test)

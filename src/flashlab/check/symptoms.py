@@ -143,7 +143,7 @@ def _where(off: torch.Tensor, axes: Sequence[str]) -> str:
     """'rows 4 to 7 of 8, all 64 columns'."""
     if off.ndim == 0:
         return "wrong"
-    names = list(axes) or (["elements"] if off.ndim == 1 else ["rows", "columns"])
+    names = list(axes) or (["elements"] if off.ndim == 1 else ["batches", "heads", "rows", "columns"][-off.ndim :])
     names = [*(["axis"] * off.ndim), *names][-off.ndim :]
     parts = []
     for axis, (name, size) in enumerate(zip(names, off.shape, strict=True)):

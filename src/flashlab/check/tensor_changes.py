@@ -10,13 +10,14 @@ import ast
 import copy
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
 import torch
 
 from flashlab.check.changes import CHANGED, Change, Slot, Text, _expr, _new
+from flashlab.check.code_changes import of_code, of_lines
 
 _REDUCTIONS = {
     "sum": ("mean", "amax", "prod"), "amax": ("amin", "mean", "sum"), "max": ("min", "mean", "sum"),
@@ -27,6 +28,8 @@ _CASTS = ("float", "double", "half", "to", "unsqueeze", "contiguous")
 
 def of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any, ...]]:
     parent, w = slot[0], text.say
+    if isinstance(node, ast.BoolOp):
+        yield from of_code(text, node)
     match node:
         case ast.Subscript(value=value, slice=ast.Tuple(elts=parts)) if any(_is_none(x) for x in parts):
             how = f"[{', '.join(map(ast.unparse, parts))}]"
@@ -134,14 +137,16 @@ def _put(node: ast.expr, old: str, new: str) -> ast.expr:
     return Put().visit(copy.deepcopy(node))
 
 
-def kinds_of(text: Text, inputs: Sequence[tuple[Any, ...]]) -> dict[str, set[Any]]:
+def kinds_of(
+    text: Text, inputs: Sequence[tuple[Any, ...]], kind: Callable[[Any], Any] | None = None
+) -> dict[str, set[Any]]:
     """What each name of the text is while it runs: a number, a tensor of so many axes, or something else."""
     found: dict[str, set[Any]] = defaultdict(set)
     run, before = text.compiled(), sys.gettrace()
 
     def lines(frame: FrameType, event: str, arg: Any) -> Any:
         for name, value in frame.f_locals.items():
-            found[name].add(_kind(value))
+            found[name].add((kind or _kind)(value))
         return lines
 
     def calls(frame: FrameType, event: str, arg: Any) -> Any:
@@ -163,7 +168,16 @@ def _kind(value: Any) -> Any:
 
 
 def of_statements(text: Text) -> Iterator[Change]:
-    """Where a loop begins and ends, and what is done in every turn of it instead of once at the end."""
+    """Where a loop begins and ends, what is done in every turn of it instead of once at the end, what is always 0."""
+    yield from (Change(slug, said, cost, ((slot, _new(new)),)) for slug, said, cost, slot, new in of_lines(text))
+    for line in ast.walk(text.tree):
+        if isinstance(line, ast.Assign) and isinstance(line.value, ast.Tuple) and len(line.value.elts) == 2:
+            said = f"{' and '.join(map(text.say, line.value.elts))} are exchanged"
+            turned = _new(ast.Tuple(line.value.elts[::-1], ast.Load()))
+            yield Change("names-exchanged", said, 1.4, (((line, "value", None), turned),))
+        if isinstance(line, ast.Assign) and isinstance(line.targets[0], ast.Name):
+            zero = _expr("0 * x", x=line.value)
+            yield Change("always-0", f"{text.say(line.targets[0])} is 0 always", 2.0, (((line, "value", None), zero),))
     for loop in [n for n in ast.walk(text.tree) if isinstance(n, ast.For)]:
         if isinstance(loop.iter, ast.Call) and getattr(loop.iter.func, "id", "") == "range":
             yield from _of_range(text, loop)

@@ -7,69 +7,27 @@ them shows on a GPU too. Then the compiler is asked.
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 
 from flashlab import runtime
-from flashlab.check import CheckFailed, Report, expect, expect_all_close, expect_close, running, verify
+from flashlab.check import CheckFailed, Report, expect, expect_close, verify
 from flashlab.check.lookup import Row
-from flashlab.check.symptoms import watched
 from flashlab.exercises import phase_04_ladder as _ladder  # noqa: F401  4.11 to 4.13
-from flashlab.exercises.registry import exercise
+from flashlab.exercises.kernel_rule import apart, empty, kernel_rule
 from flashlab.exercises.rule import rule
 from flashlab.exercises.tensor_rule import normal, tensor_rule
-from flashlab.exercises.triton_answers import compiles, explain_undefined, in_bounds, kept, kernel_of
+from flashlab.exercises.triton_answers import compiles, in_bounds, kernel_of
 from flashlab.triton_tools.watch import watched as watched_memory
 
 Numbers = tuple[int, ...]
-Answer = tuple[str, Any, Any]  # case, what the learner gave, what is right
-
-
-def _random(*shapes: tuple[int, ...], seed: int = 0, dtype: torch.dtype = torch.float16) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(*shape, generator=generator).to(runtime.device(), dtype) for shape in shapes]
-
-
-def _apart(x: torch.Tensor, columns: int) -> torch.Tensor:
-    """x [rows, n] in a buffer of NaN that is `columns` wide, with room behind the last row."""
-    buffer = torch.full((len(x) + 64, columns), math.nan, dtype=x.dtype, device=x.device)
-    view = buffer[: len(x), : x.shape[1]]
-    view.copy_(x)
-    return view
-
-
-def _expect_all(
-    answers: Sequence[Answer],
-    mistakes: Mapping[str, tuple[Sequence[Any], str]] | Callable[[], Mapping[str, tuple[Sequence[Any], str]]],
-    *,
-    what: str,
-    tol: float = 0.01,
-) -> None:
-    """Every answer right, or the mistake that gives them all; a hunt's untouched code is only looked at."""
-    __tracebackhide__ = True
-    if watched() is not None:
-        for case, got, want in answers:
-            expect_close(got, want, what=what, case=case, tol=tol)
-    else:
-        expect_all_close(answers, what=what, tol=tol, mistakes=mistakes)
-
-
-def _one_or_two(
-    changes: Sequence[tuple[str, Mapping[str, Any], str]], given: Callable[..., Sequence[Any]]
-) -> dict[str, tuple[Sequence[Any], str]]:
-    """{slug: (answers, sentence)} for each change of a right formula's options, then for each two of them."""
-    found: dict[str, tuple[Sequence[Any], str]] = {}
-    for slug, options, sentence in changes:
-        found[f"{slug} {len(found)}"] = (given(**options), sentence)
-    for (slug, one, first), (_, two, second) in itertools.combinations(changes, 2):
-        if not one.keys() & two.keys():
-            found[f"{slug} {len(found)}"] = (given(**one, **two), f"two things: {first}; and {second}")
-    return found
 
 
 # ---- 4.1 ------------------------------------------------------------------------------------------------------------
@@ -261,14 +219,17 @@ def mask_of_a_tile(start_m, start_n, M, N, prefix):
 
 # ---- 4.4 ------------------------------------------------------------------------------------------------------------
 
-_SIZES = ((16, 32, 40, 64), (11, 20, 40, 64), (16, 32, 16, 16), (5, 32, 24, 32), (16, 9, 80, 128))  # M, N, D, BLOCK_D
+
+def _of_scores(r: random.Random, M: int, N: int, D: int, BLOCK_D: int) -> tuple[Any, ...]:
+    """scores_kernel's arguments: rows apart in memory, with room behind the last."""
+    q, k = (apart(normal(r, rows + 3, D, dtype=torch.float16), gap)[:rows] for rows, gap in ((M, 96), (N, 112)))
+    return q, k, empty(M, N), q.stride(0), k.stride(0), M, N, D, BLOCK_D, 16, 32
 
 
-@exercise(
+@kernel_rule(
     "4.4",
     title="A head size of 40",
     minutes=20,
-    difficulty="Core",
     hints=[
         "A tile has BLOCK_D columns, the matrix HEAD_DIM. So a load needs two conditions: the row exists, and the "
         "column does.",
@@ -277,79 +238,42 @@ _SIZES = ((16, 32, 40, 64), (11, 20, 40, 64), (16, 32, 16, 16), (5, 32, 24, 32),
         "q = tl.load(Q_ptr + offs_m[:, None] * stride_q + offs_d[None, :], mask=..., other=0.0), k likewise with "
         "offs_n and N, and s = tl.dot(q, k.T).",
     ],
-)
-def _(scores_kernel: Any) -> str:
-    names = ("Q_ptr", "K_ptr", "S_ptr", "stride_q", "stride_k", "M", "N", "HEAD_DIM", "BLOCK_D", "BLOCK_M", "BLOCK_N")
-    kernel = kernel_of(scores_kernel, names)
-    answers, operands = [], []
-    for M, N, D, block in _SIZES:
-        case = f"M={M}, N={N}, HEAD_DIM={D}, BLOCK_D={block}, rows apart in memory"
-        q, k = _random((M, D), (N, D), seed=D + M)
-        wide_q, wide_k = _apart(q, 136), _apart(k, 152)
-        s = torch.full((M, N), math.nan, device=q.device)
-        with kept(case, Q=wide_q, K=wide_k), in_bounds(case, q=wide_q, k=wide_k, s=s) as traffic:
-            kernel[(1,)](wide_q, wide_k, s, 136, 152, M, N, HEAD_DIM=D, BLOCK_D=block, BLOCK_M=16, BLOCK_N=32)
-        explain_undefined(traffic, s, case)
-        if not s.isfinite().all() and runtime.INTERPRETED:
-            raise CheckFailed(
-                "some scores are NaN or infinite, though every address was right: what do the masked-off elements "
-                "hold? -inf times 0 is NaN, and so is inf - inf",
-                diagnosis="nan-from-padding",
-                case=case,
-            )
-        operands.append((q.cpu().double(), k.cpu().double(), D, block))
-        answers.append((case, s, q.double() @ k.double().T))
-
-    def given(f: Callable[[torch.Tensor, torch.Tensor, int, int], torch.Tensor]) -> list[torch.Tensor]:
-        return [f(*x) for x in operands]
-
-    mistakes = {
-        "padded-with-ones": (
-            given(lambda q, k, d, b: q @ k.T + (b - d)),
-            "the columns that do not exist are 1 in both tiles, and add 1 each to every score: other=0.0",
-        ),
-        "scaled": (given(lambda q, k, d, b: q @ k.T / math.sqrt(d)), "these are the scaled scores; no scale here"),
-        "scaled 2": (given(lambda q, k, d, b: q @ k.T / math.sqrt(b)), "these are the scaled scores; no scale here"),
-        "last-column-lost": (
-            given(lambda q, k, d, b: q[:, :-1] @ k[:, :-1].T),
-            "the last column is left out: columns 0 to HEAD_DIM - 1 exist",
-        ),
-        "half-the-columns": (
-            given(lambda q, k, d, b: q[:, : b // 2] @ k[:, : b // 2].T),
-            "only the first BLOCK_D / 2 columns count; HEAD_DIM of them exist",
-        ),
-        "summed": (
-            given(lambda q, k, d, b: q.sum(1)[:, None] * k.sum(1)[None, :]),
-            "sums are multiplied here; a score is a sum of products",
-        ),
-        "added": (
-            given(lambda q, k, d, b: q.sum(1)[:, None] + k.sum(1)[None, :]),
-            "sums are added here; a score is a sum of products",
-        ),
-        "distance": (given(lambda q, k, d, b: torch.cdist(q, k) ** 2), "these are squared distances, not products"),
-        "q-for-k": (
-            given(lambda q, k, d, b: q @ torch.cat([q, q.new_zeros(32, d)])[: len(k)].T),
-            "these are products of Q with itself: are k's addresses made from K_ptr?",
-        ),
-        "negative": (given(lambda q, k, d, b: -(q @ k.T)), "every score has the wrong sign"),
-        "first-column-only": (
-            given(lambda q, k, d, b: q[:, :1] * k[:, :1].T * d),
-            "every column is the first one here: is offs_d in the addresses?",
-        ),
-        "first-column-only 2": (
-            given(lambda q, k, d, b: q[:, :1] * k.sum(1)[None, :]),
-            "every column of Q is its first one here: is offs_d in its addresses?",
-        ),
-        "first-column-only 3": (
-            given(lambda q, k, d, b: q.sum(1)[:, None] * k[:, :1].T),
-            "every column of K is its first one here: is offs_d in its addresses?",
-        ),
-    }
-    _expect_all(answers, mistakes, what="s", tol=0.06)
-    pointers = {"Q_ptr": torch.float16, "K_ptr": torch.float16, "S_ptr": torch.float32}
-    sizes = {"M": 11, "N": 20, "HEAD_DIM": 40, "BLOCK_D": 64, "BLOCK_M": 16, "BLOCK_N": 32}
-    compiles(kernel, pointers | {"stride_q": 136, "stride_k": 152} | sizes)
-    return f"{len(_SIZES)} sizes, and it compiles"
+    writes="S_ptr",
+    returns="s",
+    inputs={
+        f"M={M}, N={N}, HEAD_DIM={D}, BLOCK_D={block}, rows apart in memory":
+            _of_scores(random.Random(M + D), M, N, D, block)
+        for M, N, D, block in ((16, 32, 40, 64), (11, 20, 40, 64), (16, 32, 16, 16), (5, 32, 24, 32), (16, 9, 80, 128))
+    },
+    draw=lambda r: (lambda D: _of_scores(r, r.randint(1, 16), r.randint(1, 32), D, max(16, 1 << (D - 1).bit_length())))(
+        r.randint(1, 100)),
+    notes={"dtype": "products of float16 are added up in float32"}
+    | dict.fromkeys(("HEAD_DIM", "real"), "columns 0 to HEAD_DIM - 1 exist")
+    | dict.fromkeys(("stride_q", "stride_k"), "each matrix has a stride of its own, from one row to the next"),
+    nan={"": "not finite, though every address was right: what do the masked-off elements hold? -inf times 0 is NaN"},
+    rows=[
+        Row("half-the-columns", "only the first BLOCK_D / 2 columns count; HEAD_DIM of them exist",
+            [("< HEAD_DIM", "< BLOCK_D // 2")]),
+        *(Row("scaled", "these are the scaled scores; no scale here", [("dot(q, k.T)", f"dot(q, k.T) * {size}**-0.5")])
+          for size in ("HEAD_DIM", "BLOCK_D")),
+    ],
+)  # fmt: skip
+@triton.jit
+def scores_kernel(
+    Q_ptr, K_ptr, S_ptr, stride_q, stride_k, M, N,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, BLOCK_D)
+    # BEGIN SOLUTION
+    real = offs_d[None, :] < HEAD_DIM
+    q = tl.load(Q_ptr + offs_m[:, None] * stride_q + offs_d[None, :], mask=(offs_m[:, None] < M) & real, other=0.0)
+    k = tl.load(K_ptr + offs_n[:, None] * stride_k + offs_d[None, :], mask=(offs_n[:, None] < N) & real, other=0.0)
+    s = tl.dot(q, k.T)
+    # END SOLUTION
+    s_ptrs = S_ptr + offs_m[:, None] * N + offs_n[None, :]
+    tl.store(s_ptrs, s, mask=(offs_m[:, None] < M) & (offs_n[None, :] < N))
 
 
 # ---- 4.5 ------------------------------------------------------------------------------------------------------------
@@ -471,13 +395,20 @@ def softly_capped(x, cap):
 
 # ---- 4.7 ------------------------------------------------------------------------------------------------------------
 
-_CAPPED = (  # M, N, cap, scale
-    (40, 40, 50.0, 0.25), (48, 48, 1.0, 0.5), (20, 70, 2.0, 0.5), (50, 33, 2.0, 0.5), (33, 33, 3.0, 0.25),
-)  # fmt: skip
-_ONE_HEAD = {"HEAD_DIM": 64, "BLOCK_M": 16, "BLOCK_N": 32}  # no two alike: an axis that is mixed up shows
+
+def _one_head(r: random.Random, M: int, N: int, *numbers: float, lse: bool = False) -> tuple[Any, ...]:
+    """The arguments of a kernel for one head: contiguous, no two of its sizes alike, so that an axis mixed up shows."""
+    q, k, v = (normal(r, rows, 64, dtype=torch.float16) + shift for rows, shift in ((M, 0), (N, 0), (N, 0.5)))
+    return q, k, v, empty(M, 64, dtype=torch.float16), *([empty(M)] if lse else []), M, N, *numbers, 64, 16, 32
 
 
-@exercise(
+_CAP = "        s = cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * s / cap)))\n"
+_MASK = '        s = tl.where(seen, s, float("-inf"))\n'
+_LEAK = "a hidden key has the score -cap, and with it a share of the softmax"
+_TOO_LATE = [(_CAP, ""), (_MASK, _MASK + _CAP)]
+
+
+@kernel_rule(
     "4.7",
     title="Nobody looks ahead",
     minutes=20,
@@ -490,133 +421,97 @@ _ONE_HEAD = {"HEAD_DIM": 64, "BLOCK_M": 16, "BLOCK_N": 32}  # no two alike: an a
         "Follow one hidden key through the loop. Its score is -inf after the mask. What is it one line later?",
         "cap * tanh(-inf / cap) is -cap, a number like any other. The scores have to be capped first, and masked then.",
     ],
-)
-def _(capped_causal_kernel: Any) -> str:
-    names = ("Q_ptr", "K_ptr", "V_ptr", "O_ptr", "M", "N", "scale", "cap", "HEAD_DIM", "BLOCK_M", "BLOCK_N")
-    kernel = kernel_of(capped_causal_kernel, names)
-    answers, operands = [], []
-    for M, N, cap, scale in _CAPPED:
-        case = f"M={M}, N={N}, cap={cap:g}, scale={scale:g}"
-        q, k, v = _random((M, 64), (N, 64), (N, 64), seed=M + N)
-        v = v + 0.5
-        o = torch.full_like(q, math.nan)
-        with kept(case, q=q, k=k, v=v), in_bounds(case, q=q, k=k, v=v, o=o):
-            kernel[(-(-M // 16),)](q, k, v, o, M, N, scale, cap, **_ONE_HEAD)
-        operands.append((q.cpu().double(), k.cpu().double(), v.cpu().double(), cap, scale))
-        answers.append((case, o, _capped(*operands[-1])))
-
-    def given(**changes: Any) -> list[torch.Tensor]:
-        return [_capped(*x, **changes) for x in operands]
-
-    leak = "a hidden key has the score -cap, and with it a share of the softmax"
-    changes: list[tuple[str, Mapping[str, Any], str]] = [
-        ("capped-after-mask", {"hidden": "capped"},
-         f"{leak}: only -inf silences it, and a cap after the mask makes -cap of that"),
-        ("hidden-is-zero", {"hidden": "zero"},
-         "a hidden key has the score 0, and with it a share of the softmax: only -inf silences a key"),
-        ("tail-alone-silenced", {"hidden": "capped but the tail"},
-         f"{leak}: the keys past the end are silenced after the cap, those that the causal mask hides before it"),
-        ("hidden-in-the-sum", {"hidden": "capped", "behind_sum": True},
-         "a hidden key is no longer in the product with V, but its weight is still in the sum that O is divided by"),
-        ("not-capped", {"cap_it": False}, "the scores are not capped at all"),
-        ("capped-twice", {"twice": True}, "the scores are capped twice"),
-        ("cap-not-restored", {"outer": 1.0}, "tanh(score / cap) is used as it is: times the cap it is the score"),
-        ("two-missing", {"inner": 0.5}, "that is tanh(score / (2 cap)): the exponential in tanh is that of twice its "
-         "argument"),
-        ("not-masked", {"mask": "none"}, "no key is hidden: the mask does nothing any more"),
-        ("tail-only", {"mask": "tail"}, "only the keys past the end are hidden; the causal mask is lost"),
-        ("top-left", {"mask": "top-left"}, "the mask is aligned at the first key; query i sees j <= i + N - M"),
-        ("diagonal-missing", {"mask": "strict"}, "a query does not see its own position any more: <=, not <"),
-        ("one-too-many", {"mask": "one"}, "each query sees one key too many, the one behind its own position"),
-        ("offset-sign", {"mask": "sign"}, "the offset of the mask has the wrong sign: it is N - M"),
-        ("future-seen", {"mask": "back"}, "the comparison of the mask is turned round"),
-        ("scale-missing", {"scaled": 0}, "the scores are not multiplied by the scale any more"),
-        ("scaled-twice", {"scaled": 2}, "the scale is multiplied in twice"),
-        ("scaled-after-cap", {"scaled": 0, "after": 1}, "the scale is multiplied in after the cap; it comes before"),
-        ("scaled-twice", {"after": 1}, "the scale is multiplied in before the cap, and after it once more"),
-        ("clipped", {"clip": True}, "the scores are cut off at the cap; tanh bends them softly"),
-    ]  # fmt: skip
-
-    def mistakes() -> dict[str, tuple[Sequence[Any], str]]:
-        after_too = given(hidden="capped", twice=True)
-        return {
-            "capped-after-mask": (given(hidden="capped"), changes[0][2]),
-            "capped-after-mask 2": (after_too, f"{leak}: the cap is applied before the mask now, and after it as well"),
-            **_one_or_two(changes, given),
-        }
-
-    if watched() is None:
-        for case, o, want in answers:
-            _explain_masked(o.cpu(), want, case)
-    _expect_all(answers, mistakes, what="o", tol=0.01)
-    pointers = dict.fromkeys(("Q_ptr", "K_ptr", "V_ptr", "O_ptr"), torch.float16)
-    compiles(kernel, pointers | {"M": 48, "N": 48, "scale": 0.25, "cap": 4.0} | _ONE_HEAD)
-    return f"{len(_CAPPED)} cases, and it compiles"
-
-
-def _explain_masked(o: torch.Tensor, want: torch.Tensor, case: str) -> None:
-    """CheckFailed where a row that sees no key is not 0, and the others are right."""
-    __tracebackhide__ = True
-    none = (want == 0).all(1)
-    wrong = ~((o.double() - want).abs() <= 0.01).all(1)
-    if wrong.any() and not wrong[~none].any():
-        mean = bool(o[none].isfinite().all())
-        raise CheckFailed(
-            "the rows that see no key are not 0, all others are right: "
-            + (
-                "they hold numbers, as if some key counted; every score of such a row should be -inf"
-                if mean
-                else "they hold NaN; where is -inf - (-inf), or 0 / 0?"
-            ),
-            diagnosis="masked-rows",
-            case=case,
-        )
-
-
-def _capped(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cap: float, scale: float, *, hidden: str = "-inf",
-    mask: str = "causal", cap_it: bool = True, twice: bool = False, outer: float | None = None, inner: float = 1.0,
-    scaled: int = 1, after: int = 0, clip: bool = False, behind_sum: bool = False,
-) -> torch.Tensor:  # fmt: skip
-    """Causal attention with capped scores, in tiles of 32 keys, the last filled up; right or with a mistake."""
-    M, N = len(q), len(k)
-    more = -N % 32
-    k, v = (torch.cat([x, x.new_zeros(more, x.shape[1])]) for x in (k, v))
-
-    def capped(s: torch.Tensor) -> torch.Tensor:
-        return s.clamp(-cap, cap) if clip else (cap if outer is None else outer) * torch.tanh(inner * s / cap)
-
-    s = q @ k.T * scale**scaled
-    i, j = torch.arange(M)[:, None], torch.arange(N + more)[None, :]
-    causal = {
-        "causal": j <= i + N - M, "top-left": j <= i, "strict": j < i + N - M, "one": j <= i + N - M + 1,
-        "sign": j <= i + M - N, "back": j >= i + N - M,
-    }.get(mask, j == j)  # fmt: skip
-    seen = causal & (j < N) if mask != "none" else causal & (j == j)
-    value = {"-inf": -math.inf, "zero": 0.0}.get(hidden, -cap)
-    s = capped(s) if cap_it else s
-    if twice:
-        s = capped(s)
-    s = (s * scale**after).masked_fill(~seen, value)
-    if hidden == "capped but the tail":
-        s[:, N:] = -math.inf
-    lse = torch.logsumexp(s, 1, keepdim=True)
-    p = torch.exp(s - lse.masked_fill(lse == -math.inf, 0.0))
-    return (p.masked_fill(~seen, 0.0) if behind_sum else p) @ v
+    writes="O_ptr",
+    returns="o",
+    programs=lambda M, BLOCK_M, **_: -(-M // BLOCK_M),
+    inputs={
+        f"M={M}, N={N}, cap={cap:g}, scale={scale:g}": _one_head(random.Random(M + N), M, N, scale, cap)
+        for M, N, cap, scale in ((20, 70, 2.0, 0.5), (40, 40, 50.0, 0.25), (48, 48, 1.0, 0.5), (33, 33, 3.0, 0.25),
+                                 (50, 33, 2.0, 0.5), (55, 25, 20.0, 0.5), (60, 1, 2.0, 0.5))
+    },
+    draw=lambda r: _one_head(r, r.randint(1, 60), r.randint(1, 60), r.choice((0.25, 0.5)), r.choice((1.0, 2.0, 20.0))),
+    nan={"M=50": "the rows that see no key hold NaN: where is -inf - (-inf), or 0 / 0?"},
+    notes={
+        "seen": "a hidden key has the score -inf", "scale": "the scale comes before the cap",
+        "cap": "it is cap * tanh(score / cap)", "2.0": "the exponential in tanh is that of twice its argument",
+        "offs_n[None, :] < N": "keys from N on do not exist", "N": _ALIGNED, "M": _ALIGNED,
+        "offs_n[None, :] <= offs_m[:, None] + N - M": "a query sees the keys up to its own position, that one too",
+    },
+    rows=[
+        Row("capped-after-mask", f"{_LEAK}: only -inf silences it, and a cap after the mask makes -cap of that",
+            _TOO_LATE),
+        Row("capped-after-mask", f"{_LEAK}: the cap is applied before the mask now, and after it as well",
+            [(_MASK, _MASK + _CAP)]),
+        Row("tail-alone-silenced", f"{_LEAK}: the keys past the end are silenced after the cap, the others before it",
+            [(_CAP, ""), (_MASK, _MASK + _CAP + _MASK.replace("seen", "offs_n[None, :] < N"))]),
+        Row("hidden-in-the-sum", "a hidden key is not in the product with V, but its weight is in the sum that O is "
+            "divided by", [*_TOO_LATE, ("dot(p.to", "dot(tl.where(seen, p, 0.0).to")]),
+        Row("capped-twice", "the scores are capped twice", [(_CAP, _CAP + _CAP)]),
+        Row("top-left", f"the mask is aligned at the first key: {_ALIGNED}", [("[:, None] + N - M", "[:, None]")]),
+        Row("offset-sign", "the offset of the mask has the wrong sign: it is N - M", [("+ N - M", "+ M - N")]),
+        Row("scaled-after-cap", "the scale is multiplied in after the cap; it comes before",
+            [("tl.dot(q, k.T) * scale", "tl.dot(q, k.T)"), (_CAP, _CAP + "        s = s * scale\n")]),
+        Row("clipped", "the scores are cut off at the cap; tanh bends them softly",
+            [(_CAP, "        s = tl.minimum(tl.maximum(s, -cap), cap)\n")]),
+    ],
+)  # fmt: skip
+@triton.jit
+def capped_causal_kernel(
+    Q_ptr, K_ptr, V_ptr, O_ptr, M, N, scale, cap,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, HEAD_DIM)
+    at_m = offs_m[:, None] * HEAD_DIM + offs_d[None, :]
+    q = tl.load(Q_ptr + at_m, mask=offs_m[:, None] < M, other=0.0)
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    for start_n in range(0, N, BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        at_n = offs_n[:, None] * HEAD_DIM + offs_d[None, :]
+        k = tl.load(K_ptr + at_n, mask=offs_n[:, None] < N, other=0.0)
+        s = tl.dot(q, k.T) * scale
+        # Repaired: the cap first. Of a score of -inf it would make -cap, which has a share of the softmax.
+        s = cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * s / cap)))
+        seen = (offs_n[None, :] < N) & (offs_n[None, :] <= offs_m[:, None] + N - M)
+        s = tl.where(seen, s, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(s, axis=1))
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp(s - m_safe[:, None])
+        correction = tl.exp(m_i - m_safe)
+        l_i = l_i * correction + tl.sum(p, axis=1)
+        acc = acc * correction[:, None]
+        v = tl.load(V_ptr + at_n, mask=offs_n[:, None] < N, other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc)
+        m_i = m_new
+    o = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
+    tl.store(O_ptr + at_m, o.to(O_ptr.dtype.element_ty), mask=offs_m[:, None] < M)
 
 
 # ---- 4.8 ------------------------------------------------------------------------------------------------------------
 
-_LAYOUTS = {  # heads, stride_b, stride_h, stride_n
-    "a small tensor": (3, 6144, 2048, 64),
-    "rows far apart, as in a long sequence": (2, 64, 16, 2**27),
-    "batches far apart": (2, 2**30, 2**20, 64),
-    "heads far apart": (8, 128, 2**29, 128),
-    "everything far apart": (4, 2**30 + 64, 2**29 + 32, 2**27 + 16),
-}
+
+def _layout(heads: int, stride_b: int, stride_h: int, stride_n: int) -> tuple[Any, ...]:
+    """row_offsets_kernel's arguments, for three batches."""
+    return empty(3 * heads, 32, dtype=torch.int64), heads, stride_b, stride_h, stride_n, 32
 
 
-@exercise(
+_WIDE = {name: (f"{name} = {old}.to(tl.int64)", f"{name} = {old}") for name, old in (
+    ("batch", "(pid // heads)"), ("head", "(pid % heads)"), ("rows", "tl.arange(0, BLOCK)"))}  # fmt: skip
+_OFFSETS = "batch * stride_b + head * stride_h + rows * stride_n"
+_NARROW = [*_WIDE.values()]
+
+
+def _still(*names: str) -> Row:
+    """These have 32 bits."""
+    said = " and ".join(f"{name} * stride_{'n' if name == 'rows' else name[0]}" for name in names)
+    return Row("-and-".join(names) + f"-overflow{'s' * (names in (('batch',), ('head',)))}",
+               f"{said} still {'have' if len(names) > 1 else 'has'} 32 bits",
+               [_WIDE[name] for name in names])  # fmt: skip
+
+
+@kernel_rule(
     "4.8",
     title="Far apart in memory",
     minutes=15,
@@ -630,122 +525,65 @@ _LAYOUTS = {  # heads, stride_b, stride_h, stride_n
         "Convert before multiplying: batch, head and rows each become .to(tl.int64), and everything after that has 64 "
         "bits.",
     ],
-)
-def _(row_offsets_kernel: Any) -> str:
-    kernel = kernel_of(row_offsets_kernel, ("out_ptr", "heads", "stride_b", "stride_h", "stride_n", "BLOCK"))
-    answers, terms = [], []
-    for case, (heads, stride_b, stride_h, stride_n) in _LAYOUTS.items():
-        out = torch.full((3 * heads, 32), -1, dtype=torch.int64, device=runtime.device())
-        with in_bounds(case, out=out):
-            kernel[(len(out),)](out, heads, stride_b, stride_h, stride_n, BLOCK=32)
-        pid, rows = torch.arange(3 * heads)[:, None], torch.arange(32)[None, :]
-        parts = (pid // heads * stride_b, pid % heads * stride_h, rows * stride_n)
-        terms.append(parts)
-        answers.append((case, out, sum(parts)))
-
-    def wrapped(x: torch.Tensor) -> torch.Tensor:
-        return (x + 2**31) % 2**32 - 2**31
-
-    def given(f: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
-        return [f(*x) for x in terms]
-
-    mistakes = {
-        "offset-overflow": (
-            given(lambda b, h, n: wrapped(b + h + n)),
-            "every offset is right up to a multiple of 2^32: products and sums of 32-bit numbers have 32 bits, and the "
-            "conversion comes when they are already wrong",
-        ),
-        "products-overflow": (
-            given(lambda b, h, n: wrapped(b) + wrapped(h) + wrapped(n)),
-            "the sums have 64 bits now, but each product still has 32: convert an index before it is multiplied",
-        ),
-        "products-overflow 2": (
-            given(lambda b, h, n: wrapped(b + h) + wrapped(n)),
-            "only the last sum has 64 bits; the products, and batch and head together, still have 32",
-        ),
-        "batch-and-head-overflow": (
-            given(lambda b, h, n: wrapped(b + h) + n),
-            "the rows have 64 bits now; the begin of batch and head still has 32",
-        ),
-        "batch-and-head-overflow 2": (
-            given(lambda b, h, n: wrapped(b) + wrapped(h) + n),
-            "the rows have 64 bits now; batch * stride_b and head * stride_h still have 32",
-        ),
-        "batch-overflows": (
-            given(lambda b, h, n: wrapped(b) + h + n),
-            "batch * stride_b still has 32 bits; head and rows have 64",
-        ),
-        "head-overflows": (
-            given(lambda b, h, n: b + wrapped(h) + n),
-            "head * stride_h still has 32 bits; batch and rows have 64",
-        ),
-        "rows-overflow": (
-            given(lambda b, h, n: b + h + wrapped(n)),
-            "rows * stride_n still has 32 bits; batch and head have 64",
-        ),
-        "head-and-rows-overflow": (
-            given(lambda b, h, n: b + wrapped(h) + wrapped(n)),
-            "batch has 64 bits now; head * stride_h and rows * stride_n still have 32",
-        ),
-        "batch-and-rows-overflow": (
-            given(lambda b, h, n: wrapped(b) + h + wrapped(n)),
-            "head has 64 bits now; batch * stride_b and rows * stride_n still have 32",
-        ),
-        "unsigned": (
-            given(lambda b, h, n: (b + h + n) % 2**32),
-            "no offset is negative any more, but each is right only up to a multiple of 2^32: unsigned, 32 bits hold "
-            "one bit more, and 64 are needed",
-        ),
-    }
-    layout = [(pid, h, b, hs, n) for pid, (h, b, hs, n) in zip(
-        (torch.arange(3 * x[0])[:, None] for x in _LAYOUTS.values()), _LAYOUTS.values(), strict=True)]  # fmt: skip
-    rows = torch.arange(32)[None, :]
-    mistakes |= {
-        "strides-exchanged": (
-            [p // h * hs + p % h * b + rows * n for p, h, b, hs, n in layout],
-            "batch is multiplied by the heads' stride, and head by the batches'",
-        ),
-        "batch-and-head-exchanged": (
-            [p % h * b + p // h * hs + rows * n for p, h, b, hs, n in layout],
-            "batch and head are exchanged: program pid has head pid % heads",
-        ),
-        "row-stride-missing": (given(lambda b, h, n: b + h + rows), "the rows are not multiplied by their stride"),
-        "head-missing": (given(lambda b, h, n: b + n), "the head's offset is missing"),
-        "batch-missing": (given(lambda b, h, n: h + n), "the batch's offset is missing"),
-        "rows-of-the-program": (
-            [p // h * b + p % h * hs + (p * 32 + rows) * n for p, h, b, hs, n in layout],
-            "the rows count on from program to program; every program writes down the *first* BLOCK rows of its head",
-        ),
-    }
-    if watched() is None:
-        _explain_rounded(answers)
-    _expect_all(answers, mistakes, what="the offset", tol=0.5)
-    compiles(kernel, {"out_ptr": torch.int64, "heads": 4, "stride_b": 2**30 + 64, "stride_h": 2**29 + 32,
-                      "stride_n": 2**27 + 16, "BLOCK": 32})  # fmt: skip
-    return f"{len(_LAYOUTS)} layouts, and it compiles"
-
-
-def _explain_rounded(answers: Sequence[Answer]) -> None:
-    """CheckFailed where every offset is nearly right."""
-    __tracebackhide__ = True
-    for case, got, want in answers:
-        off = (got.cpu() - want).abs()
-        if bool((off <= 1e-6 * want).all()) and off.any():
-            raise CheckFailed(
-                f"the offsets are rounded: the largest is off by {int(off.max())}; an address needs every bit, and "
-                "float32 has 24 of them",
-                diagnosis="float-offsets",
-                case=case,
-            )
+    writes="out_ptr",
+    returns="the offset",
+    programs=lambda heads, **_: 3 * heads,
+    inputs={
+        "a small tensor": _layout(3, 6144, 2048, 64),
+        "rows far apart, as in a long sequence": _layout(2, 64, 16, 2**27),
+        "batches far apart": _layout(2, 2**30, 2**20, 64), "heads far apart": _layout(8, 128, 2**29, 128),
+        "everything far apart": _layout(4, 2**30 + 64, 2**29 + 32, 2**27 + 16),
+    },
+    draw=lambda r: _layout(r.randint(1, 8), r.randint(1, 2**30), r.randint(1, 2**30), r.randint(1, 2**28)),
+    rows=[
+        Row("offset-overflow", "every offset is right up to a multiple of 2^32: products and sums of 32-bit numbers "
+            "have 32 bits, and the conversion comes when they are already wrong", _NARROW),
+        *(_still(*names) for names in (("batch",), ("head",), ("rows",), ("batch", "head"), ("head", "rows"),
+                                       ("batch", "rows"))),
+        Row("products-overflow", "the sums have 64 bits now, but each product still has 32: convert an index before it "
+            "is multiplied", [*_NARROW, (_OFFSETS, "(batch * stride_b).to(tl.int64) + (head * stride_h).to(tl.int64) + "
+                                         "(rows * stride_n).to(tl.int64)")]),
+        Row("products-overflow", "only the last sum has 64 bits; the products, and batch and head together, have 32",
+            [*_NARROW, (_OFFSETS, "(batch * stride_b + head * stride_h).to(tl.int64) + rows * stride_n")]),
+        Row("unsigned", "no offset is negative, but each is right only up to a multiple of 2^32: unsigned, 32 bits "
+            "hold one bit more, and 64 are needed", [*_NARROW, (_OFFSETS, f"({_OFFSETS}).to(tl.uint32)")]),
+        Row("float-offsets", "the offsets are rounded: an address needs every bit, and float32 has 24 of them",
+            [(_OFFSETS, "(batch.to(tl.float32) * stride_b + head.to(tl.float32) * stride_h + rows.to(tl.float32) * "
+                        "stride_n).to(tl.int64)")]),
+        Row("rows-of-the-program", "the rows count on from program to program; every program writes down the *first* "
+            "BLOCK rows of its head", [("+ rows * stride_n", "+ (pid * BLOCK + rows) * stride_n")]),
+    ],
+    tol=0.5,
+)  # fmt: skip
+@triton.jit
+def row_offsets_kernel(out_ptr, heads, stride_b, stride_h, stride_n, BLOCK: tl.constexpr):
+    pid = tl.program_id(0)
+    # Repaired: 64 bits before anything is multiplied. int64 times int32 is int64.
+    batch = (pid // heads).to(tl.int64)
+    head = (pid % heads).to(tl.int64)
+    rows = tl.arange(0, BLOCK).to(tl.int64)
+    offsets = batch * stride_b + head * stride_h + rows * stride_n
+    tl.store(out_ptr + pid * BLOCK + tl.arange(0, BLOCK), offsets)
 
 
 # ---- 4.9 ------------------------------------------------------------------------------------------------------------
 
-_SINKS = ((20, 70, 0.0), (16, 32, 3.0), (33, 50, -2.0), (5, 90, 1.0))  # M, N, sink
-_EXTREME_SINKS = ((20, 40, -math.inf), (20, 40, 200.0), (20, 40, -200.0))  # tried once the others are right
+_START = "m_i = tl.full([BLOCK_M], sink, tl.float32)"
+_TERM = 'l_i = tl.where(m_i == float("-inf"), 0.0, 1.0)  # exp(sink - m_i)'
+_O, _LSE = "o = acc / l_i[:, None]", "lse = m_i + tl.log(l_i)"
+_NO_SINK = [(_START, 'm_i = tl.full([BLOCK_M], float("-inf"), tl.float32)'),
+            (_TERM, "l_i = tl.zeros([BLOCK_M], tl.float32)")]  # fmt: skip
+_JOINED = """m_new = tl.maximum(m_i, sink)
+    l_i = l_i * tl.exp(m_i - m_new) + tl.exp(sink - m_new)
+    acc = acc * tl.exp(m_i - m_new)[:, None]
+    o = acc / l_i[:, None]"""
 
 
-@exercise(
+def _taken_for(sink: str) -> list[tuple[str, str]]:
+    return [(_START, f"m_i = tl.full([BLOCK_M], {sink}, tl.float32)")]
+
+
+@kernel_rule(
     "4.9",
     title="An attention sink",
     minutes=30,
@@ -758,175 +596,160 @@ _EXTREME_SINKS = ((20, 40, -math.inf), (20, 40, 200.0), (20, 40, -200.0))  # tri
         "m_i = tl.full([BLOCK_M], sink, tl.float32), l_i = tl.full([BLOCK_M], 1.0, tl.float32), acc = 0, and the two "
         "lines at the end as ever. (Without a sink the first correction is exp(-inf), which forgets the 1.)",
     ],
-)
-def _(sink_attention_kernel: Any) -> str:
-    names = ("Q_ptr", "K_ptr", "V_ptr", "O_ptr", "LSE_ptr", "M", "N", "scale", "sink", "HEAD_DIM", "BLOCK_M", "BLOCK_N")
-    kernel = kernel_of(sink_attention_kernel, names)
-    operands = []
-
-    def answers_for(cases: Sequence[tuple[int, int, float]]) -> tuple[list[Answer], list[Answer]]:
-        o_answers, lse_answers = [], []
-        for M, N, sink in cases:
-            case = f"M={M}, N={N}, sink={sink:g}"
-            q, k, v = _random((M, 64), (N, 64), (N, 64), seed=M + N)
-            v = v + 0.5
-            o, lse = torch.full_like(q, math.nan), torch.full((M,), math.nan, device=q.device)
-            with kept(case, q=q, k=k, v=v), in_bounds(case, q=q, k=k, v=v, o=o, lse=lse):
-                kernel[(-(-M // 16),)](q, k, v, o, lse, M, N, 0.2, sink, **_ONE_HEAD)
-            s = q.cpu().double() @ k.cpu().double().T * 0.2
-            operands.append((s, v.cpu().double(), sink))
-            want_o, want_lse = _with_sink(*operands[-1])
-            o_answers.append((case, o, want_o))
-            lse_answers.append((case, lse, want_lse))
-        return o_answers, lse_answers
-
-    o_answers, lse_answers = answers_for(_SINKS)
-    sums = [_sums(*x) for x in operands]  # acc, l, m and the sink's term, of one maximum; m of the keys alone
-
-    def given(which: int, f: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
-        return [f(*x)[which] for x in operands[: len(_SINKS)]]
-
-    def without(s, v, sink):
-        return _with_sink(s, v, -math.inf)
-
-    def times(factor: float):
-        return lambda s, v, sink: _with_sink(s, v, sink * factor)
-
-    def per_tile(s, v, sink):
-        return _with_sink(s, v, sink + math.log(-(-s.shape[1] // 32)))
-
-    def per_tile_too(s, v, sink):
-        return _with_sink(s, v, sink + math.log(1 - (-s.shape[1] // 32)))
-
-    def unshifted(s, v, sink):  # exp(sink) is added as it is, and the others are relative to the maximum
-        m = s.amax(1, keepdim=True)
-        return _with_sink(s, v, sink, weight=torch.exp(sink + 0 * m), m=m)
-
-    def a_value(s, v, sink):
-        o, lse = _with_sink(s, v, sink)
-        return o + torch.exp(sink - lse)[:, None], lse
-
-    def of_every_score(s, v, sink):
-        return _with_sink(s + sink, v, -math.inf)
-
-    told = {
-        "sink-ignored": (without, "the result is that without a sink: does l_i hold its term, exp(sink - m_i)?"),
-        "sink-is-zero": (times(0.0), "the sink counts as 0, whatever it is: its term is exp(sink - m_i)"),
-        "sink-is-one": (lambda s, v, sink: _with_sink(s, v, 1.0), "the sink counts as 1, whatever it is"),
-        "sink-doubled": (times(2.0), "twice the sink counts: its term is exp(sink - m_i)"),
-        "sink-halved": (times(0.5), "half of the sink counts: its term is exp(sink - m_i)"),
-        "sink-for-each-key": (lambda s, v, sink: _with_sink(s, v, sink + math.log(s.shape[1])),
-                              "the sink is counted once for each key: it is one key"),
-        "sink-term-one": (lambda s, v, sink: _with_sink(s, v, sink, 0 * s[:, :1] + 1.0, s.amax(1, keepdim=True)),
-                          "the sink's term is 1 beside those of the keys: it is exp(sink - m_i)"),
-        "sink-scaled": (times(0.2), "the sink is multiplied by the scale: it is a score already"),
-        "sink-negated": (times(-1.0), "the sink counts with the wrong sign"),
-        "sink-in-base-2": (times(math.log2(math.e)), "the sink is multiplied by log2(e), and e is raised to the power"),
-        "sink-in-base-2 2": (times(math.log(2)), "2 is raised to the power of the sink; its term is e^(sink - m_i)"),
-        "sink-in-every-tile": (per_tile, "the sink is counted once in every tile; it is one key"),
-        "sink-in-every-tile 2": (per_tile_too, "the sink is counted before the loop and in every tile; it is one key"),
-        "sink-not-shifted": (unshifted,
-                             "the sink's term is exp(sink), those of the keys are relative to m_i: all need one m"),
-        "sink-has-a-value": (a_value, "the sink's share is added to o: its value is a row of zeros"),
-        "sink-added-to-scores": (of_every_score, "the sink is added to every score, which changes no softmax: it is a "
-                                 "score of its own"),
-    }  # fmt: skip
-    mistakes = {slug: (given(0, f), why) for slug, (f, why) in told.items() if slug != "sink-added-to-scores"}
-    for slug, f, why in (
-        ("not-normalised", lambda acc, l, t, c: acc, "o is acc as it is; it has to be divided by l_i"),
-        ("multiplied-by-l", lambda acc, l, t, c: acc * l, "acc is multiplied by l_i, and should be divided by it"),
-        ("sink-twice", lambda acc, l, t, c: acc / (l + t), "the sink is counted twice"),
-        ("acc-not-rescaled", lambda acc, l, t, c: acc / c / l,
-         "where the sink is the new maximum, l_i is rescaled and acc is not"),
-        ("l-not-rescaled", lambda acc, l, t, c: acc / ((l - t) / c + t),
-         "where the sink is the new maximum, acc is rescaled and l_i is not"),
-        ("correction-inverted", lambda acc, l, t, c: acc / c**2 / ((l - t) / c**2 + t),
-         "the correction is turned round: what was summed for the old maximum is multiplied by exp(old - new)"),
-    ):  # fmt: skip
-        columns = [f(acc, l, t, torch.exp(old - m)) for acc, l, m, t, old in sums]
-        mistakes[f"{slug} {len(mistakes)}"] = (columns, why)
-    plus = [acc / (l - t + x[2]) for (acc, l, m, t, _), x in zip(sums, operands, strict=True)]
-    mistakes["sink-not-exponential"] = (plus, "the sink itself is added to l_i; its term is exp(sink - m_i)")
-    keys = [_sums(x[0], x[1], -math.inf) for x in operands]
-    plus = [acc / (l + x[2]) for (acc, l, *_), x in zip(keys, operands, strict=True)]
-    mistakes["sink-not-exponential 2"] = (plus, "the sink itself is added to l_i; its term is exp(sink - m_i)")
-    plus = [(acc + x[2] * t) / l for (acc, l, m, t, _), x in zip(sums, operands, strict=True)]
-    mistakes["acc-holds-the-sink"] = (plus, "acc begins with the sink; the sink's value is a row of zeros")
-    _expect_all(o_answers, mistakes, what="o", tol=0.01)
-    lse_mistakes = {slug: (given(1, f), f"o is right, lse is not: {why}") for slug, (f, why) in told.items()}
-    without_sink = (given(1, without), "o is right; lse is the logarithm of the sum without the sink")
-    lse_mistakes = {"lse-without-sink": without_sink} | lse_mistakes
-    for slug, lse_of, why in (
-        ("lse-no-logarithm", lambda l, m, t, old, sink: m + l, "m_i + l_i: the logarithm is missing"),
-        ("lse-in-base-2", lambda l, m, t, old, sink: m + l.log2(), "m_i + log2(l_i): the natural logarithm is wanted"),
-        ("lse-without-m", lambda l, m, t, old, sink: l.log(), "log(l_i): l_i is relative to e^m_i"),
-        ("lse-multiplied", lambda l, m, t, old, sink: m * l.log(), "m_i times log(l_i): it is their sum"),
-        ("lse-sign", lambda l, m, t, old, sink: m - l.log(), "m_i - log(l_i): it is their sum"),
-        ("sink-twice", lambda l, m, t, old, sink: m + l.log() + sink, "right plus the sink, which is in l_i already"),
-        ("sink-twice", lambda l, m, t, old, sink: m + (l + t).log(), "the logarithm of a sum that has the sink twice"),
-        ("lse-of-the-old-m", lambda l, m, t, old, sink: old + l.log(),
-         "the old maximum, without the sink, plus log(l_i), and l_i is relative to the new one"),
-    ):  # fmt: skip
-        columns = [
-            lse_of(l[:, 0], m[:, 0], t[:, 0], old[:, 0], x[2])
-            for (_, l, m, t, old), x in zip(sums, operands, strict=True)
-        ]
-        lse_mistakes[f"{slug} {len(lse_mistakes)}"] = (columns, f"o is right; lse is {why}")
-    _expect_all(lse_answers, lse_mistakes, what="lse", tol=2e-3)
-    for (case, o, want_o), (_, lse, want_lse) in zip(*answers_for(_EXTREME_SINKS), strict=True):
-        _explain_sink(o, lse, case)
-        expect_close(o, want_o, what="o", case=case, tol=0.01)
-        expect_close(lse, want_lse, what="lse", case=case, tol=2e-3)
-    pointers = dict.fromkeys(("Q_ptr", "K_ptr", "V_ptr", "O_ptr"), torch.float16) | {"LSE_ptr": torch.float32}
-    compiles(kernel, pointers | {"M": 20, "N": 70, "scale": 0.2, "sink": 1.5} | _ONE_HEAD)
-    return f"{len(_SINKS) + len(_EXTREME_SINKS)} cases, and it compiles"
-
-
-def _sums(s: torch.Tensor, v: torch.Tensor, sink: float) -> tuple[torch.Tensor, ...]:
-    """acc, l, m and the sink's term, all of the maximum m of keys and sink; and the maximum of the keys alone."""
-    old = s.amax(1, keepdim=True)
-    m = old.clamp(min=sink)
-    term = torch.exp(sink - m)
-    p = torch.exp(s - m)
-    return p @ v, p.sum(1, keepdim=True) + term, m, term, old
-
-
-def _with_sink(
-    s: torch.Tensor, v: torch.Tensor, sink: float, weight: torch.Tensor | None = None, m: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """o and lse of scores s with one more key of score `sink` and value 0; its term may be given, relative to m."""
-    if weight is None or m is None:
-        m = s.amax(1, keepdim=True).clamp(min=sink)
-        weight = torch.exp(sink - m)
-    p = torch.exp(s - m)
-    total = p.sum(1, keepdim=True) + weight
-    return p @ v / total, (m + total.log())[:, 0]
-
-
-def _explain_sink(o: torch.Tensor, lse: torch.Tensor, case: str) -> None:
-    """CheckFailed where a result is not finite, though those of smaller sinks are right."""
-    __tracebackhide__ = True
-    finite = bool(o.isfinite().all() and lse.isfinite().all())
-    if "inf" in case:
-        expect(
-            finite,
-            "not finite where the sink is -inf, which is ordinary attention: which difference is -inf - (-inf)?",
-            diagnosis="no-sink-is-nan",
-            case=case,
-        )
-    expect(
-        finite,
-        "not finite, though smaller sinks are right: of which number is an exponential or a logarithm taken here? "
-        "Relative to a maximum that the sink is part of, no exponent is above 0",
-        diagnosis="sink-overflows",
-        case=case,
-    )
+    writes="O_ptr, LSE_ptr",
+    returns="o, lse",
+    programs=lambda M, BLOCK_M, **_: -(-M // BLOCK_M),
+    inputs={
+        f"M={M}, N={N}, scale={scale}, sink={sink:g}": _one_head(random.Random(M + N), M, N, scale, sink, lse=True)
+        for M, N, scale, sink in (
+            (5, 90, 0.2, 1.1), (20, 70, 0.3, 0.0), (16, 32, 0.2, 3.3), (33, 50, 0.1, -2.1), (32, 33, 0.2, 0.7),
+            (20, 40, 0.2, -math.inf), (20, 40, 0.2, 200.0), (20, 40, 0.2, -200.0))
+    },
+    draw=lambda r: _one_head(r, r.randint(1, 40), r.randint(1, 90), r.choice((0.1, 0.2)), r.uniform(-3, 3), lse=True),
+    nan={
+        "-inf": "not finite where the sink is -inf, which is ordinary attention: which difference is -inf - (-inf)?",
+        "200": "not finite, though smaller sinks are right: relative to a maximum that the sink is part of, no "
+        "exponent is above 0",
+    },
+    notes={
+        "sink": "the sink is a score: its term is exp(sink - m_i)", "l_i": "l_i is relative to e^m_i",
+        "tl.exp(sink - m_new)": "l_i has the sink's term too", "tl.log": "the natural logarithm is wanted",
+        "m_i": "lse is m_i + log(l_i)",
+    },
+    also=[[*_NO_SINK, (_O, _JOINED), (_LSE, "lse = m_new + tl.log(l_i)")]],
+    rows=[
+        Row("sink-ignored", "the result is that without a sink: does l_i hold its term, exp(sink - m_i)?", _NO_SINK),
+        Row("sink-ignored", "the result is that without a sink: l_i begins at exp(sink - m_i) = 1, not at 0",
+            [_NO_SINK[1]]),
+        Row("lse-without-sink", "o is right; lse is the logarithm of the sum without the sink",
+            [(_LSE, "lse = m_i + tl.log(tl.where(m_i == sink, l_i - 1.0, l_i - tl.exp(sink - m_i)))")]),
+        *(Row(slug, said, _taken_for(sink)) for slug, said, sink in (
+            ("sink-is-zero", "the sink counts as 0, whatever it is: its term is exp(sink - m_i)", "0.0"),
+            ("sink-is-one", "the sink counts as 1, whatever it is: its term is exp(sink - m_i)", "1.0"),
+            ("sink-scaled", "the sink is multiplied by the scale: it is a score already", "sink * scale"),
+            ("sink-negated", "the sink counts with the wrong sign", "-sink"),
+            ("sink-in-base-2", "the sink is multiplied by log2(e), and e is raised to it", "1.442695041 * sink"),
+            ("sink-in-base-2", "2 is raised to the sink; its term is e^(sink - m_i)", "0.693147181 * sink"),
+        )),
+        *(Row("sink-in-every-tile", f"the sink is counted {how}: it is one key",
+              [(_TERM, _TERM.replace("1.0)", f"{n})"))])
+          for how, n in (("once in every tile", "1.0 * tl.cdiv(N, BLOCK_N)"), ("once for each key", "1.0 * N"),
+                         ("before the loop and in every tile", "1.0 + tl.cdiv(N, BLOCK_N)"), ("twice", "2.0"))),
+        Row("sink-not-shifted", "the sink's term is exp(sink), those of the keys are relative to m_i: all need one m",
+            [*_NO_SINK, (_O, "l_i = l_i + tl.exp(sink + 0.0 * m_i)\n    " + _O)]),
+        Row("sink-term-one", "the sink's term is 1 beside those of the keys: it is exp(sink - m_i)",
+            [*_NO_SINK, (_O, "l_i = l_i + 1.0\n    " + _O)]),
+        Row("sink-not-exponential", "the sink itself is added to l_i; its term is exp(sink - m_i)",
+            [*_NO_SINK, (_O, "l_i = l_i + sink\n    " + _O)]),
+        Row("sink-has-a-value", "the sink's share is added to o: its value is a row of zeros",
+            [(_LSE, _LSE + "\n    o += tl.exp(sink - lse)[:, None]")]),
+        Row("sink-added-to-scores", "the sink is added to every score, which changes no softmax: it is a score itself",
+            [*_NO_SINK, ("tl.dot(q, k.T) * scale", "tl.dot(q, k.T) * scale + sink")]),
+    ],
+)  # fmt: skip
+@triton.jit
+def sink_attention_kernel(
+    Q_ptr, K_ptr, V_ptr, O_ptr, LSE_ptr, M, N, scale, sink,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, HEAD_DIM)
+    at_m = offs_m[:, None] * HEAD_DIM + offs_d[None, :]
+    q = tl.load(Q_ptr + at_m, mask=offs_m[:, None] < M, other=0.0)
+    # m_i, l_i and acc before the first tile:
+    # BEGIN SOLUTION
+    m_i = tl.full([BLOCK_M], sink, tl.float32)
+    l_i = tl.where(m_i == float("-inf"), 0.0, 1.0)  # exp(sink - m_i)
+    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    # END SOLUTION
+    for start_n in range(0, N, BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        at_n = offs_n[:, None] * HEAD_DIM + offs_d[None, :]
+        k = tl.load(K_ptr + at_n, mask=offs_n[:, None] < N, other=0.0)
+        s = tl.dot(q, k.T) * scale
+        s = tl.where(offs_n[None, :] < N, s, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(s, axis=1))
+        p = tl.exp(s - m_new[:, None])
+        correction = tl.exp(m_i - m_new)
+        l_i = l_i * correction + tl.sum(p, axis=1)
+        acc = acc * correction[:, None]
+        v = tl.load(V_ptr + at_n, mask=offs_n[:, None] < N, other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc)
+        m_i = m_new
+    # o and lse:
+    # BEGIN SOLUTION
+    o = acc / l_i[:, None]
+    lse = m_i + tl.log(l_i)
+    # END SOLUTION
+    tl.store(O_ptr + at_m, o.to(O_ptr.dtype.element_ty), mask=offs_m[:, None] < M)
+    tl.store(LSE_ptr + offs_m, lse, mask=offs_m < M)
 
 
 # ---- 4.10 -----------------------------------------------------------------------------------------------------------
 
 
-@exercise(
+def _of_attention(
+    r: random.Random, batch: int, heads: int, kv_heads: int, M: int, N: int, D: int, causal: bool, scale: float = 0.3,
+    by_columns: bool = False,
+) -> tuple[Any, ...]:  # fmt: skip
+    """my_kernel's arguments, in tiles of 64; k and v with their heads side by side in a row."""
+    q = normal(r, batch, heads, M, D, dtype=torch.float16)
+    q = q.mT.contiguous().mT if by_columns else q
+    k, v = (normal(r, batch, N, kv_heads, D, dtype=torch.float16).transpose(1, 2) for _ in "kv")
+    o, lse = empty(batch, heads, M, D, dtype=torch.float16), empty(batch, heads, M)
+    strides = *q.stride(), *k.stride(), *v.stride()
+    wide = max(16, 1 << (D - 1).bit_length())
+    return q, k, v, o, lse, *strides, heads, heads // kv_heads, M, N, scale / math.log(2), causal, D, wide, 64, 64
+
+
+def _in_small_steps() -> tuple[Any, ...]:
+    """What each tile but the first adds to column 0 of acc is lost if acc has 16 bits."""
+    q, k, v, *rest = _of_attention(random.Random(0), 1, 1, 1, 1, 1600, 16, False, 1.0)
+    q[:] = 0
+    q[..., 0], k[..., 0], v[..., 0] = 1, -6, 2.85
+    k[..., :64, 0], v[..., :64, 0] = 0, 30
+    return q, k, v, *rest
+
+
+def _called(
+    fn: Callable[..., Any], Q_ptr: Any, K_ptr: Any, V_ptr: Any, scale_log2: float, CAUSAL: bool, **_: Any
+) -> Any:
+    __tracebackhide__ = True
+    result = fn(Q_ptr, K_ptr, V_ptr, causal=CAUSAL, scale=scale_log2 * math.log(2))
+    if isinstance(result, (tuple, list)) and result and isinstance(result[0], torch.Tensor):
+        expect(result[0].is_contiguous(), "o should be contiguous, however q lies in memory: empty_like(q) is as q is",
+               diagnosis="not-contiguous")  # fmt: skip
+    return result
+
+
+def _verify(fn: Callable[..., Any]) -> Report:
+    __tracebackhide__ = True
+    return verify(fn, causal=True, gqa=True, head_dims=(64, 40), max_seq=150, max_tile=128)
+
+
+def _told_by_verify(launch: Any) -> tuple[str, str] | None:
+    """Where no change of the text gives the values, which tiles of another size may do: what is known of attention."""
+    try:
+        _verify(getattr(launch, "answer", launch))
+    except CheckFailed as failed:
+        if failed.diagnosis != "wrong-value":
+            return failed.diagnosis, failed.sentence
+    return None
+
+
+def _verified(my_attention: Callable[..., Any]) -> Report:
+    report = _verify(my_attention)
+    _expect_scales(my_attention)
+    if runtime.INTERPRETED:
+        _expect_tiles_skipped(my_attention)
+        _expect_64_bits(my_attention)
+    return report
+
+
+_HEAD = "query head h reads key head h // group"
+
+
+@kernel_rule(
     "4.10",
     title="From an empty page",
     minutes=75,
@@ -941,31 +764,115 @@ def _explain_sink(o: torch.Tensor, lse: torch.Tensor, case: str) -> None:
         "A row that sees no key: m_safe = tl.where(m_new == float('-inf'), 0.0, m_new), and a division by 1 where l_i "
         "is 0.",
     ],
-)
-def _(my_attention: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Report:
-    with running("batch=2, heads=6, kv_heads=2, seq_q=20, seq_k=50, head_dim=40"):
-        q, k, v = (x * 0.5 for x in _random((2, 6, 20, 40), (2, 2, 50, 40), (2, 2, 50, 40)))
-        if runtime.INTERPRETED:
-            with in_bounds(None, q=q, k=k, v=v) as traffic:
-                result = my_attention(q, k, v, causal=False, scale=0.1)
-            expect(
-                traffic is not None and traffic.loads > 0,
-                "no Triton kernel reads anything here: the work should be done in a kernel of yours",
-                diagnosis="no-kernel",
-            )
-            if isinstance(result, (tuple, list)) and result and isinstance(result[0], torch.Tensor):
-                explain_undefined(traffic, result[0], None)
-    report = verify(my_attention, causal=True, gqa=True, head_dims=(64, 40), max_seq=150, max_tile=128)
-    _expect_scales(my_attention)
-    if runtime.INTERPRETED:
-        _expect_tiles_skipped(my_attention)
-    return report
+    answer="my_attention",
+    call=_called,
+    writes="O_ptr, LSE_ptr",
+    returns="o, lse",
+    programs=lambda M, BLOCK_M, Q_ptr, **_: -(-M // BLOCK_M) * Q_ptr.shape[0] * Q_ptr.shape[1],
+    inputs={
+        f"batch={batch}, heads={heads}, kv_heads={kv}, seq_q={M}, seq_k={N}, head_dim={D}" + ", causal" * causal
+        + ", q stored by columns" * by_columns:
+            _of_attention(random.Random(M + N), batch, heads, kv, M, N, D, causal, scale, by_columns)
+        for batch, heads, kv, M, N, D, causal, by_columns, scale in (
+            (1, 2, 1, 20, 50, 16, False, False, 0.3), (1, 6, 2, 5, 9, 16, False, False, 0.3),
+            (1, 2, 1, 34, 9, 16, True, False, 0.3),
+            (2, 2, 1, 34, 66, 24, True, False, 0.2), (1, 1, 1, 100, 70, 16, True, False, 0.3),
+            (1, 2, 2, 10, 65, 16, False, True, 0.3), (2, 6, 2, 20, 70, 40, False, False, 0.1))
+    } | {"one query, 1600 keys, of which the first 64 weigh most": _in_small_steps()},
+    draw=lambda r: (lambda kv, group: _of_attention(
+        r, r.randint(1, 2), kv * group, kv, r.randint(1, 100), r.randint(1, 100), r.choice((16, 24, 40)),
+        r.random() < 0.5, r.choice((0.1, 0.3)), r.random() < 0.5))(r.randint(1, 2), r.randint(1, 2)),
+    nan={"causal": "NaN in a row that sees no key: where is -inf - (-inf), or 0 / 0?"},
+    notes={"head // group": _HEAD, "group": _HEAD, "N": _ALIGNED, "M": _ALIGNED,
+           "offs_n[None, :] < N": "keys from N on do not exist"},
+    rows=[
+        *(Row("wrong-kv-head", f"{x} is that of head % kv_heads: {_HEAD}",
+              [(f"stride_{x}b + head // group", f"stride_{x}b + head % (heads // group)")]) for x in "kv"),
+        Row("causal-loop-top-left", f"the loop's end is right for M = N only: {_ALIGNED}",
+            [("BLOCK_M + N - M)", "BLOCK_M)")]),
+        Row("causal-top-left", f"the causal mask is aligned at the first key, and so is the loop's end: {_ALIGNED}",
+            [("BLOCK_M + N - M)", "BLOCK_M)"), ("offs_m[:, None] + N - M)", "offs_m[:, None])")]),
+    ],
+    symptom=_told_by_verify,
+    tries=100,
+    then=_verified,
+)  # fmt: skip
+@triton.jit
+def my_kernel(
+    Q_ptr, K_ptr, V_ptr, O_ptr, LSE_ptr,
+    stride_qb, stride_qh, stride_qm, stride_qd,
+    stride_kb, stride_kh, stride_kn, stride_kd,
+    stride_vb, stride_vh, stride_vn, stride_vd,
+    heads, group, M, N, scale_log2, CAUSAL: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    m_blocks = tl.cdiv(M, BLOCK_M)
+    block = tl.program_id(0) % m_blocks
+    batch_head = (tl.program_id(0) // m_blocks).to(tl.int64)
+    batch, head = batch_head // heads, batch_head % heads
+    Q_ptr += batch * stride_qb + head * stride_qh
+    K_ptr += batch * stride_kb + head // group * stride_kh
+    V_ptr += batch * stride_vb + head // group * stride_vh
+
+    offs_m = block * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
+    offs_d = tl.arange(0, BLOCK_D).to(tl.int64)
+    rows, real = offs_m[:, None] < M, offs_d[None, :] < HEAD_DIM
+    q_ptrs = Q_ptr + offs_m[:, None] * stride_qm + offs_d[None, :] * stride_qd
+    q = tl.load(q_ptrs, mask=rows & real, other=0.0)
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    end = N
+    if CAUSAL:
+        end = tl.minimum(N, (block + 1) * BLOCK_M + N - M)
+    for start_n in range(0, end, BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N).to(tl.int64)
+        keys = (offs_n[:, None] < N) & real
+        k_ptrs = K_ptr + offs_n[:, None] * stride_kn + offs_d[None, :] * stride_kd
+        s = tl.dot(q, tl.load(k_ptrs, mask=keys, other=0.0).T) * scale_log2
+        seen = offs_n[None, :] < N
+        if CAUSAL:
+            seen = seen & (offs_n[None, :] <= offs_m[:, None] + N - M)
+        s = tl.where(seen, s, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(s, axis=1))
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(s - m_safe[:, None])
+        correction = tl.exp2(m_i - m_safe)
+        l_i = l_i * correction + tl.sum(p, axis=1)
+        v_ptrs = V_ptr + offs_n[:, None] * stride_vn + offs_d[None, :] * stride_vd
+        v = tl.load(v_ptrs, mask=keys, other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None])
+        m_i = m_new
+
+    o = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
+    o_ptrs = O_ptr + (batch_head * M + offs_m[:, None]) * HEAD_DIM + offs_d[None, :]  # contiguous
+    tl.store(o_ptrs, o.to(O_ptr.dtype.element_ty), mask=rows & real)
+    tl.store(LSE_ptr + batch_head * M + offs_m, (m_i + tl.log2(l_i)) * 0.6931471805599453, mask=offs_m < M)
+
+
+def my_attention(q, k, v, *, causal=False, scale=None):
+    """(o, lse): o like q, contiguous; lse [batch, heads, seq_q], float32, natural logarithm.
+
+    scale: 1 / sqrt(head_dim) unless given.
+    """
+    batch, heads, M, head_dim = q.shape
+    N = k.shape[2]
+    scale = head_dim**-0.5 if scale is None else scale
+    o = torch.empty((batch, heads, M, head_dim), dtype=q.dtype, device=q.device)
+    lse = torch.empty((batch, heads, M), dtype=torch.float32, device=q.device)
+    my_kernel[(triton.cdiv(M, 64) * batch * heads,)](
+        q, k, v, o, lse, *q.stride(), *k.stride(), *v.stride(),
+        heads, heads // k.shape[1], M, N, scale * 1.4426950408889634, causal,
+        HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)), BLOCK_M=64, BLOCK_N=64,
+    )  # fmt: skip
+    return o, lse
 
 
 def _expect_scales(fn: Callable[..., Any]) -> None:
     """The default scale at a head_dim that is no power of two, and a scale of 0."""
     __tracebackhide__ = True
-    q, k, v = _random((1, 2, 20, 40), (1, 1, 30, 40), (1, 1, 30, 40))
+    q, k, v = (normal(random.Random(i), 1, heads, seq, 40, dtype=torch.float16).to(runtime.device())
+               for i, (heads, seq) in enumerate(((2, 20), (1, 30), (1, 30))))  # fmt: skip
 
     def o(**scale: float) -> torch.Tensor:
         return fn(q, k, v, **scale)[0].float().cpu()
@@ -991,18 +898,51 @@ def _expect_scales(fn: Callable[..., Any]) -> None:
 
 
 def _expect_tiles_skipped(fn: Callable[..., Any]) -> None:
-    """A causal mask has to save reads of K."""
+    """A causal mask has to save reads of K; a block whose rows see no key reads nothing of it."""
     __tracebackhide__ = True
-    q, k, v = _random((1, 1, 512, 16), (1, 1, 512, 16), (1, 1, 512, 16))
-    read = []
-    for causal in (False, True):
-        with watched_memory(q=q, k=k, v=v) as traffic:
-            fn(q, k, v, causal=causal, scale=0.25)
-        read.append(sum(traffic.read_from.values()))
+
+    def bytes_of_k(M: int, N: int, causal: bool) -> int:
+        q, k = (normal(random.Random(0), 1, 1, seq, 16, dtype=torch.float16) for seq in (M, N))
+        with watched_memory(q=q, k=k) as traffic:
+            fn(q, k, torch.zeros_like(k), causal=causal, scale=0.25)
+        return traffic.read_from["k"]
+
+    whole, read = bytes_of_k(512, 512, False), bytes_of_k(512, 512, True)
     expect(
-        read[1] < 0.85 * read[0],
-        f"right, but with the causal mask it reads {read[1]} bytes of {read[0]} for 512 queries and keys: end the loop "
+        read < 0.85 * whole,
+        f"right, but with the causal mask it reads {read} bytes of K of {whole} for 512 queries and keys: end the loop "
         "where the block's last row stops seeing keys",
         diagnosis="causal-tiles-not-skipped",
         case="seq_q=512, seq_k=512, causal",
     )
+    expect(
+        bytes_of_k(257, 1, True) <= 32,
+        "right, but tiles are read that no row sees: of 257 queries only the last sees the one key, and more than one "
+        "block reads it. The loop ends where the block's last row stops seeing keys",
+        diagnosis="one-tile-too-many",
+        case="seq_q=257, seq_k=1, causal",
+    )
+
+
+def _expect_64_bits(fn: Callable[..., Any]) -> None:
+    """Rows, heads and batches that lie 2^31 elements apart; of the file behind them only what is touched is there."""
+    __tracebackhide__ = True
+    case = "elements 2^31 apart: batches of k, heads of v, rows of q"
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            far = torch.from_file(f"{folder}/far", shared=True, size=2**31 + 2**14, dtype=torch.float16)
+        except (RuntimeError, OSError):
+            return  # no room for it here
+        q, k, v = (
+            far.as_strided(shape, stride, at) for at, shape, stride in (
+                (0, (3, 3, 17, 16), (768, 256, 2**27, 1)), (2**12, (3, 3, 5, 16), (2**30, 80, 16, 1)),
+                (2**13, (3, 3, 5, 16), (80, 2**30, 16, 1)))
+        )  # fmt: skip
+        small = [normal(random.Random(i), *x.shape, dtype=torch.float16) for i, x in enumerate((q, k, v))]
+        for x, values in zip((q, k, v), small, strict=True):
+            x.copy_(values)
+        want = fn(*small, causal=False, scale=0.3)[0]
+        with in_bounds(case):
+            o = fn(q, k, v, causal=False, scale=0.3)[0]
+        expect_close(o, want, what="o", case=case, diagnosis="offset-overflow",
+                     because="which products of an index and a stride have 32 bits?")  # fmt: skip

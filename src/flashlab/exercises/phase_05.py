@@ -2,53 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 
 from flashlab import runtime
+from flashlab.attention import simulation_backward as lecture
 from flashlab.attention.cost import Meter
-from flashlab.attention.simulation_backward import key_block_sim
-from flashlab.check import CheckFailed, expect, expect_all_close, expect_close, running
+from flashlab.check import expect
 from flashlab.check.lookup import Row
-from flashlab.check.mistakes.backward import BASES, MISTAKES, Head, added_up, gradients, statistics
-from flashlab.exercises.registry import exercise
+from flashlab.exercises.kernel_rule import apart, empty, kernel_rule
 from flashlab.exercises.tensor_rule import normal, part, tensor_rule
-from flashlab.exercises.triton_answers import compiles, explain_undefined, in_bounds, kernel_of
-from flashlab.triton_tools import repairs
-
-
-def _random(*shapes: tuple[int, ...], seed: int = 0, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(*shape, generator=generator).to(runtime.device(), dtype) for shape in shapes]
-
-
-def _call(fn: Callable[..., Any], case: str, *args: Any, count: int = 1, names: str = "") -> Any:
-    """Call the learner's function; CheckFailed where it changes its inputs, or gives no tensor or not `count`."""
-    __tracebackhide__ = True
-    before = [x.clone() if isinstance(x, torch.Tensor) else x for x in args]
-    with running(case):
-        result = fn(*args)
-    for x, old in zip(args, before, strict=True):
-        same = not isinstance(x, torch.Tensor) or torch.equal(x, old)
-        expect(same, "the function changes its inputs: write to new tensors", diagnosis="input-modified", case=case)
-    expect(
-        result is not None, "the function returns None: is a `return` missing?", diagnosis="returned-none", case=case
-    )
-    if count == 1:
-        is_ = isinstance(result, torch.Tensor)
-        expect(is_, f"a tensor should be returned, not a {type(result).__name__}", diagnosis="wrong-type", case=case)
-        return result
-    right = isinstance(result, (tuple, list)) and len(result) == count
-    right = right and all(isinstance(x, torch.Tensor) for x in result)
-    expect(right, f"{count} tensors should be returned: {names}", diagnosis="wrong-type", case=case)
-    return result
-
 
 # ---- 5.1 ------------------------------------------------------------------------------------------------------------
 
@@ -157,101 +126,37 @@ def delta_over_keys(p, dp):
 # ---- the walks ------------------------------------------------------------------------------------------------------
 
 
-def _head(M: int, N: int, D: int, scale: float, block: int, *, dtype=torch.float32, causal=False, seed=0) -> Head:
-    q, k, v, do = _random((M, D), (N, D), (N, D), (M, D), seed=seed, dtype=dtype)
-    return Head(q, k, v + 0.5, do + 0.25, scale, block, causal)
+def _head(
+    M: int, N: int, D: int, scale: float, *, causal: bool = False, dtype: torch.dtype = torch.float32, seed: int = 0,
+    change: Callable[..., None] | None = None,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """q, k, v, do, o, lse and delta of one head; o and the statistics in float32. lse is +inf where no key is seen.
 
-
-def _saved(head: Head) -> tuple[torch.Tensor, torch.Tensor]:
-    """lse and delta as kernels get them: float32, on the device; lse is +inf in a row that sees no key."""
-    _, lse, delta = statistics(head)
-    lse = lse.masked_fill(torch.isneginf(lse), math.inf)
-    return tuple(x.float().to(head.q.device) for x in (lse, delta))  # type: ignore[return-value]
-
-
-Answer = tuple[str, Head, dict[str, torch.Tensor]]
-Models = dict[str, tuple[Sequence[torch.Tensor], str]]
-
-
-class _Given(Sequence[torch.Tensor]):
-    """One gradient of every head, with a mistake or none; computed when asked for: most models fail on the first."""
-
-    def __init__(self, heads: Sequence[Head], name: str, slug: str = ""):
-        self._heads, self._name, self._slug = heads, name, slug
-        self._known: dict[int, torch.Tensor] = {}
-
-    def __len__(self) -> int:
-        return len(self._heads)
-
-    def __getitem__(self, i: Any) -> Any:
-        if not 0 <= i < len(self):
-            raise IndexError(i)
-        if i not in self._known:
-            self._known[i] = getattr(gradients(self._heads[i], self._slug), self._name)
-        return self._known[i]
-
-
-def _expect_gradients(
-    answers: Sequence[Answer],
-    names: Sequence[str],
-    mistakes: Sequence[str],
-    *,
-    more: Callable[[str], Models] | None = None,
-) -> None:
-    """Compare the gradients of every case; a mistake is told if it gives all the cases of one gradient.
-
-    more: further models, by the gradient's name.
+    change: writes into q, k, v and do before the rest is made of them.
     """
-    __tracebackhide__ = True
-    heads = [head for _, head, _ in answers]
-
-    def values(name: str, slug: str = "") -> Sequence[torch.Tensor]:
-        return _Given(heads, name, slug)
-
-    for name in names:
-
-        def models(name: str = name) -> Models:
-            told = {slug: (values(name, slug), f"{name}: {MISTAKES[slug]}") for slug in (*mistakes, *_ALONE)}
-            for other in names:
-                if other != name:
-                    told[f"exchanged {other}"] = (
-                        values(other),
-                        f"{name} holds the values of {other}: are they exchanged?",
-                    )
-            told |= more(name) if more else {}
-            for a, b in itertools.combinations(mistakes, 2):  # a value is computed only if it is asked for
-                words = f"{name}: two slips at once would give this: {MISTAKES[a]}; and {MISTAKES[b]}"
-                told.setdefault(f"{a} {b}", (values(name, f"{a}+{b}"), words))
-            return told
-
-        right = [(case, got[name], want) for (case, _, got), want in zip(answers, values(name), strict=True)]
-        expect_all_close(right, what=name, mistakes=models)
+    r = random.Random(seed)
+    q, k, v, do = (normal(r, rows, D, dtype=dtype) + shift for rows, shift in ((M, 0), (N, 0), (N, 0.5), (M, 0.25)))
+    if change:
+        change(q, k, v, do)
+    s, o, lse, delta = _statistics(q, k, v, do, scale, causal)
+    return q, k, v, do, o.float(), lse.float(), delta.float()
 
 
-_ALONE = (*BASES, "gradient-times-log2e", "gradient-times-ln2")  # not tried together with another slip
-_OF_DQ = (
-    "delta-missing", "delta-added", "delta-of-the-tile", "p-missing", "dp-for-ds", "p-for-ds", "v-for-k", "k-for-v",
-    "scale-missing",
-    "scale-twice", "scores-not-scaled", "sign-inverted", "probabilities-not-normalised", "softmax-per-tile",
-    "maximum-of-the-tile", "lse-ignored", "lse-added", "lse-scaled",
-    "dp-scaled", "delta-scaled", "p-twice",
-    "scores-scaled-twice", "scores-scaled-by-root", "exp2-for-exp", "lse-in-base-2", "scores-in-base-2",
-    "lse-in-base-10", "delta-not-weighted", "first-block-only", "overwritten", "tail-dropped", "last-block-dropped",
-    "scaled-in-every-block",
-)  # fmt: skip
-_OF_DKDV = (
-    *(slug for slug in _OF_DQ if slug != "v-for-k" and not slug.endswith("-tile")), "ds-for-p",
-    "do-for-q", "q-for-do", "dv-scaled", "statistics-of-the-first-rows", "delta-of-the-first-rows",
-)  # fmt: skip
-_CAUSAL = (
-    "causal-always", "causal-mask-missing", "causal-aligned-top-left", "causal-shifted-back", "causal-off-by-one",
-    "causal-one-too-many", "causal-from-the-block",
-)  # fmt: skip
+def _statistics(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, scale: float, causal: bool = False
+) -> tuple[torch.Tensor, ...]:
+    q, k, v, do = (x.double() for x in (q, k, v, do))
+    s = scale * q @ k.T
+    if causal:
+        s = s.masked_fill(torch.arange(len(k)) > torch.arange(len(q))[:, None] + len(k) - len(q), -math.inf)
+    lse = torch.logsumexp(s, 1)
+    lse = lse.masked_fill(lse == -math.inf, math.inf)
+    o = torch.exp(s - lse[:, None]) @ v
+    return s, o, lse, (o * do).sum(1)
 
 
 def _of_dq(M: int, N: int, D: int, scale: float, block: int, seed: int) -> tuple[Any, ...]:
-    head = _head(M, N, D, scale, block, seed=seed)
-    q, k, v, do, lse, delta = (x.cpu() for x in (*head[:4], *_saved(head)))
+    q, k, v, do, _, lse, delta = _head(M, N, D, scale, seed=seed)
     return q, do, lse, delta, k, v, block, scale
 
 
@@ -351,8 +256,7 @@ def dq_block(q, do, lse, delta, K, V, BLOCK_N, scale):
 def _of_a_block_of_keys(
     M: int, N: int, block: int, start_n: int, scale: float, causal: bool, seed: int, dtype: torch.dtype = torch.float32
 ) -> tuple[Any, ...]:
-    head = _head(M, N, 8, scale, block, causal=causal, seed=seed, dtype=dtype)
-    q, k, v, do, lse, delta = (x.cpu() for x in (*head[:4], *_saved(head)))
+    q, k, v, do, _, lse, delta = _head(M, N, 8, scale, causal=causal, seed=seed, dtype=dtype)
     keys = slice(start_n, start_n + 8)
     return k[keys], v[keys], start_n, q, do, lse, delta, N, block, scale, causal
 
@@ -381,31 +285,13 @@ def _key_block_with_a_mask(K_block, V_block, start_n, Q, dO, lse, delta, N, BLOC
     return scale * dk, dv
 
 
-def _rows_added_up(key_block_sim: Callable[..., Any]) -> tuple[str, str] | None:
-    """Which queries dv adds up, as far as it can be told."""
-    for given in _BLOCKS.values():
-        start_n, q, N, block, scale, causal = (given[i] for i in (2, 3, 7, 8, 9, 10))
-        head = _head(len(q), N, 8, scale, block, causal=causal)._replace(first_key=start_n)
-
-        def run(head: Head) -> dict[str, torch.Tensor]:
-            lse, delta = _saved(head)
-            keys = slice(head.first_key, head.first_key + 8)
-            dk, dv = key_block_sim(head.k[keys], head.v[keys], head.first_key, head.q, head.do, lse, delta, len(
-                head.k), head.block, head.scale, head.causal)  # fmt: skip
-            return {"dk": dk, "dv": dv}
-
-        if said := added_up(run, head, "dv"):
-            return "wrong-rows", said
-    return None
-
-
 def _of_few_tiles(key_block_sim: Callable[..., Any]) -> None:
     """CheckFailed where tiles are computed that no query sees."""
     __tracebackhide__ = True
     given = _of_a_block_of_keys(128, 128, 16, 64, 0.3, True, 0)
     keys = slice(64, 80)
-    head = _head(128, 128, 8, 0.3, 16, causal=True)
-    given = (*(x[keys].cpu() for x in (head.k, head.v)), *given[2:])
+    _, k, v, *_ = _head(128, 128, 8, 0.3, causal=True)
+    given = (k[keys], v[keys], *given[2:])
     with Meter() as meter:
         key_block_sim(*(x.to(runtime.device()) if isinstance(x, torch.Tensor) else x for x in given))
     tiles = meter.matmul_flops / (4 * 2 * 16 * 16 * 8)
@@ -483,254 +369,171 @@ tensor_rule(
             f"{_SEES}", [(_BEGIN, "start_n if causal else 0")]),
     ],
     tol=2e-3,
-    symptom=_rows_added_up,
     tries=500,
     on_device=True,
     then=_of_few_tiles,
-)(key_block_sim)  # fmt: skip
+)(lecture.key_block_sim)  # fmt: skip
 
 
 # ---- 5.5 ------------------------------------------------------------------------------------------------------------
 
-DELTA_PARAMETERS = (
-    "O_ptr", "DO_ptr", "DELTA_ptr", "stride_om", "stride_od", "stride_dom", "stride_dod", "M", "HEAD_DIM", "BLOCK_M",
-)  # fmt: skip
+
+def _rows_of(o: torch.Tensor, do: torch.Tensor) -> tuple[Any, ...]:
+    """delta_kernel's arguments."""
+    return o, do, empty(len(o)), *o.stride(), *do.stride(), len(o), o.shape[1], 16
 
 
-@exercise(
+def _some_rows(r: random.Random) -> tuple[Any, ...]:
+    M, D = r.randint(1, 60), r.choice((16, 32))
+    o, do = (normal(r, M, D, dtype=torch.float32) for _ in "od")
+    return _rows_of(r.choice((o, o.T.contiguous().T, apart(o, 5))), r.choice((do, do.T.contiguous().T, apart(do, 3))))
+
+
+_O, _DO = (normal(random.Random(seed), 50, 32, dtype=torch.float32) for seed in (3, 4))
+_OWN = "each tensor has its own strides, and each stride its own index"
+
+
+@kernel_rule(
     "5.5",
     title="delta_kernel",
     minutes=20,
-    difficulty="Core",
     hints=[
         "As 3.1: rows down, columns across, and each tensor with its own two strides.",
         "The last block reaches over the end: mask the loads and the store with offs_m < M, and say other=0.0.",
         "tl.sum(o.to(tl.float32) * do.to(tl.float32), axis=1), stored at DELTA_ptr + offs_m.",
     ],
-)
-def _(delta_kernel: Any) -> str:
-    kernel = kernel_of(delta_kernel, DELTA_PARAMETERS)
-    o, do = _random((50, 32), (50, 32), seed=3)
-    one = torch.ones((), device=o.device).expand(50, 32)
-    layouts = {
-        "contiguous, float32": (o, do), "contiguous, float16": (o.half(), do.half()),
-        "48 rows, a whole number of blocks": (o[:48], do[:48]),
-        "dO stored by columns": (o, do.T.contiguous().T), "O stored by columns": (o.T.contiguous().T, do),
-        "dO with strides of 0, as o.sum().backward() gives": (o, one),
-    }  # fmt: skip
-    answers = []
-    for case, (x, y) in layouts.items():
-        case = f"{case}, {len(x)} rows, BLOCK_M=16"
-        out = torch.full((len(x),), math.nan, device=x.device)
-        with in_bounds(case, o=x, do=y, delta=out) as traffic:
-            kernel[(-(-len(x) // 16),)](x, y, out, *x.stride(), *y.stride(), len(x), HEAD_DIM=32, BLOCK_M=16)
-        explain_undefined(traffic, out, case)
-        missing = int(out.isnan().sum())
-        expect(not missing, f"{missing} of {len(x)} rows of delta are never stored, or NaN",
-               diagnosis="never-written", case=case)  # fmt: skip
-        answers.append((case, out, (x.double() * y.double()).sum(1)))
-    _expect_delta(answers, list(layouts.values()))
-    strides = {"stride_om": 32, "stride_od": 1, "stride_dom": 32, "stride_dod": 1, "M": 50}
-    pointers = {"O_ptr": torch.float16, "DO_ptr": torch.float16, "DELTA_ptr": torch.float32}
-    compiles(kernel, {**pointers, **strides, "HEAD_DIM": 32, "BLOCK_M": 16})
-    return f"{len(answers)} layouts, and it compiles"
-
-
-def _expect_delta(answers: list[tuple[str, torch.Tensor, torch.Tensor]], inputs: Sequence[tuple]) -> None:
-    """The first two answers are of contiguous tensors in float32 and float16, those from the fourth on of strided."""
-    __tracebackhide__ = True
-
-    def given(formula: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
-        return [formula(x.double(), y.double()) for x, y in inputs]
-
-    def error(answer: tuple[str, torch.Tensor, torch.Tensor]) -> float:
-        return (answer[1].cpu().double() - answer[2].cpu()).abs().max().item()
-
-    wrong = {
-        "mean-for-sum": (given(lambda x, y: (x * y).mean(1)), "that is the mean; delta is the sum"),
-        "square": (given(lambda x, y: (x * x).sum(1)), "o is multiplied by itself: is dO loaded?"),
-        "square 1": (given(lambda x, y: (y * y).sum(1)), "dO is multiplied by itself: is O loaded?"),
-        "product-missing": (given(lambda x, y: x.sum(1)), "that is the sum of o alone"),
-        "absolute-values": (given(lambda x, y: (x * y).abs().sum(1)), "the products keep their signs"),
-        "sign-inverted": (given(lambda x, y: -(x * y).sum(1)), "every value has the other sign"),
-        "maximum": (given(lambda x, y: (x * y).amax(1)), "that is the largest product; delta is the sum"),
-        "first-block-again": (
-            given(lambda x, y: (x * y).sum(1)[torch.arange(len(x)) % 16]),
-            "every block has the rows of the first: does the address use the program's number?",
-        ),
-    }
-    if error(answers[0]) <= 1e-3:
-        if 1e-3 < error(answers[1]) < 5e-2:
-            raise CheckFailed(
-                "float32 is right, float16 to a few digits only: the products are rounded before they are summed",
-                diagnosis="low-precision", case=answers[1][0],
-            )  # fmt: skip
-        for answer in answers[3:]:
-            expect(
-                error(answer) <= 1e-3,
-                "right for contiguous tensors only: is each stride with its own tensor and its own index?",
-                diagnosis="wrong-strides", case=answer[0],
-            )  # fmt: skip
-    expect_all_close(answers, what="delta", mistakes=wrong, tol=1e-3)
+    writes="DELTA_ptr",
+    returns="delta",
+    programs=lambda M, BLOCK_M, **_: -(-M // BLOCK_M),
+    inputs={
+        f"{case}, {len(o)} rows of {o.shape[1]}, BLOCK_M=16": _rows_of(o, do) for case, o, do in (
+            ("contiguous, float32", _O, _DO), ("contiguous, float16", _O.half(), _DO.half()),
+            ("a whole number of blocks", _O[:48], _DO[:48]), ("half of the columns", _O[:17, :16], _DO[:17, 16:]),
+            ("dO stored by columns", _O, _DO.T.contiguous().T), ("O stored by columns", _O.T.contiguous().T, _DO),
+            ("dO with strides of 0, as o.sum().backward() gives", _O, torch.ones(()).expand(50, 32)))
+    },
+    draw=_some_rows,
+    notes={
+        "stride_om": _OWN, "stride_od": _OWN, "stride_dom": _OWN, "stride_dod": _OWN,
+        "to": "the products are rounded before they are summed", "tl.float32": "the products would be rounded",
+    },
+)  # fmt: skip
+@triton.jit
+def delta_kernel(
+    O_ptr, DO_ptr, DELTA_ptr, stride_om, stride_od, stride_dom, stride_dod, M,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, HEAD_DIM)
+    # BEGIN SOLUTION
+    o_ptrs = O_ptr + offs_m[:, None] * stride_om + offs_d[None, :] * stride_od
+    do_ptrs = DO_ptr + offs_m[:, None] * stride_dom + offs_d[None, :] * stride_dod
+    o = tl.load(o_ptrs, mask=offs_m[:, None] < M, other=0.0).to(tl.float32)
+    do = tl.load(do_ptrs, mask=offs_m[:, None] < M, other=0.0).to(tl.float32)
+    tl.store(DELTA_ptr + offs_m, tl.sum(o * do, axis=1), mask=offs_m < M)
+    # END SOLUTION
 
 
 # ---- 5.6, 5.11 ------------------------------------------------------------------------------------------------------
 
-DQ_PARAMETERS = (
-    "Q_ptr", "K_ptr", "V_ptr", "DO_ptr", "LSE_ptr", "DELTA_ptr", "DQ_ptr", "stride_qm", "stride_kn", "stride_vn",
-    "stride_dom", "stride_dqm", "scale", "M", "N", "HEAD_DIM", "BLOCK_M", "BLOCK_N",
-)  # fmt: skip
-DKDV_PARAMETERS = (
-    "Q_ptr", "K_ptr", "V_ptr", "DO_ptr", "LSE_ptr", "DELTA_ptr", "DK_ptr", "DV_ptr", "stride_qm", "stride_kn",
-    "stride_vn", "stride_dom", "stride_dkn", "stride_dvn", "scale", "M", "N", "HEAD_DIM", "BLOCK_M", "BLOCK_N",
-)  # fmt: skip
+
+def _launch_of(
+    kernel: str, M: int, N: int, BLOCK_M: int, BLOCK_N: int, D: int = 16, scale: float = 0.3, seed: int = 0,
+    dtype: torch.dtype = torch.float16, change: Callable[..., None] | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The arguments of dq_kernel, or of dkdv_kernel, with rows apart in memory."""
+    q, k, v, do, _, lse, delta = _head(M, N, D, scale, dtype=dtype, seed=seed, change=change)
+    read = [apart(x, gap) for x, gap in zip((q, k, v, do), (4, 8, 12, 20), strict=True)]
+    rows = (M,) if kernel == "dq" else (N, N)
+    results = [empty(n, D, gap=gap, dtype=dtype) for n, gap in zip(rows, (32, 40), strict=False)]
+    strides = [x.stride(0) for x in (*read, *results)]
+    return *read, lse, delta, *results, *strides, scale, M, N, D, BLOCK_M, BLOCK_N
 
 
-_NOTHING = 12344.0  # what a result holds before the kernel writes it; no gradient here is as large
+def _near(score: float) -> Callable[..., None]:
+    """Every score near -score: the exponential of a key or a query that is not there overflows."""
+
+    def change(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor) -> None:
+        q[:, 0], k[:, 0] = score, -1.0
+        do *= 0.25
+
+    return change
 
 
-def _apart(x: torch.Tensor, gap: int) -> torch.Tensor:
-    """The same values, with `gap` elements of NaN behind every row."""
-    wide = torch.full((len(x), x.shape[1] + gap), math.nan, dtype=x.dtype, device=x.device)
-    wide[:, : x.shape[1]] = x
-    return wide[:, : x.shape[1]]
+def _in_small_steps(kept: int) -> Callable[..., None]:
+    """The first of 100 tiles gives nearly all of column 3; what each of the others adds is lost in 16 bits.
 
-
-def _launch(kernel: Any, head: Head, names: Sequence[str], case: str, grid: int, BLOCK_M: int, BLOCK_N: int):
-    """Launch a kernel for one head, every address watched; the gradients by name."""
-    __tracebackhide__ = True
-    q, k, v, do = (_apart(x, gap) for x, gap in zip(head[:4], (0, 8, 16, 24), strict=True))
-    lse, delta = _saved(head)
-    out = {
-        name: _apart(torch.full_like(head.q if name == "dq" else head.k, _NOTHING), gap)
-        for name, gap in zip(names, (32, 40), strict=False)
-    }
-    strides = [x.stride(0) for x in (q, k, v, do, *out.values())]
-    with in_bounds(case, q=q, k=k, v=v, do=do, lse=lse, delta=delta, **out) as traffic:
-        kernel[(grid,)](
-            q, k, v, do, lse, delta, *out.values(), *strides, head.scale, len(q), len(k),
-            HEAD_DIM=q.shape[1], BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
-        )  # fmt: skip
-    for x in out.values():
-        explain_undefined(traffic, x, case)
-    return out
-
-
-def _tell_rows(
-    failed: CheckFailed, answers: Sequence[Answer], name: str, run: Callable[[str, Head], dict[str, torch.Tensor]]
-) -> CheckFailed:
-    """What was wrong, or which rows are added up, if that is what is wrong: `run` is given a case and other inputs."""
-    if failed.diagnosis != "wrong-value":
-        return failed
-    for case, head, _ in answers:
-        try:
-            said = added_up(functools.partial(run, case), head, name)
-        except (CheckFailed, RuntimeError, ValueError, IndexError):
-            continue  # other inputs: what fails on them does not explain what failed before
-        if said:
-            return CheckFailed(said, diagnosis="wrong-rows", case=case)
-    return failed
-
-
-def _check_kernel(kernel: Any, names: Sequence[str], mistakes: Sequence[str]) -> str:
-    """Run on float16, float32 and a row with a very negative lse; then compile."""
-    __tracebackhide__ = True
-    keeps_queries = names == ("dq",)
-    answers: dict[torch.dtype, list] = {torch.float16: [], torch.float32: []}
-    again: dict[str, functools.partial[dict[str, torch.Tensor]]] = {}
-    shapes = ((48, 32, 16, 32), (32, 48, 32, 16), (40, 50, 16, 16), (7, 70, 16, 32), (70, 7, 32, 16))
-    for dtype, found in answers.items():
-        for M, N, BLOCK_M, BLOCK_N in shapes if dtype == torch.float16 else shapes[1:3]:
-            block = BLOCK_N if keeps_queries else BLOCK_M
-            head = _head(M, N, 16, 0.3, block, dtype=dtype, seed=M)
-            case = f"{M} queries, {N} keys, BLOCK_M={BLOCK_M}, BLOCK_N={BLOCK_N}, {str(dtype).removeprefix('torch.')}"
-            grid = -(-M // BLOCK_M) if keeps_queries else -(-N // BLOCK_N)
-            again[case] = functools.partial(_launch, kernel, head, names, case, grid, BLOCK_M, BLOCK_N)
-            out = again[case]()
-            for name, x in out.items():
-                missing = int((x == _NOTHING).sum())
-                expect(not missing, f"{missing} of {x.numel()} elements of {name} are never stored",
-                       diagnosis="never-written", case=case)  # fmt: skip
-            found.append((case, head, out))
-    try:
-        _expect_gradients(answers[torch.float16], names, mistakes)
-    except CheckFailed as failed:
-
-        def run(case: str, head: Head) -> dict[str, torch.Tensor]:
-            return again[case].func(kernel, head, *again[case].args[2:])
-
-        raise _tell_rows(failed, answers[torch.float16], "dq" if keeps_queries else "dv", run) from None
-    for name in names:
-        _expect_ieee(answers[torch.float32], name, again)
-    for near, columns in ((120, slice(None)), (20000, slice(1, None))):
-        _expect_tail(kernel, names, near, columns)
-    pointers = {name: torch.float16 for name in kernel.fn.__code__.co_varnames[:8] if name.endswith("_ptr")}
-    pointers |= {"LSE_ptr": torch.float32, "DELTA_ptr": torch.float32}
-    parameters = DQ_PARAMETERS if keeps_queries else DKDV_PARAMETERS
-    numbers = {name: 64 for name in parameters if name.startswith("stride")}
-    compiles(kernel, {**pointers, **numbers, "scale": 0.125, "M": 512, "N": 512, "HEAD_DIM": 64, "BLOCK_M": 64,
-                      "BLOCK_N": 64})  # fmt: skip
-    return f"{sum(map(len, answers.values())) + 2} cases, and it compiles"
-
-
-def _expect_ieee(
-    answers: Sequence[Answer], name: str, again: dict[str, functools.partial[dict[str, torch.Tensor]]]
-) -> None:
-    """again: by case, launches the kernel once more. Without TF32 its digits come back, or something else cut them."""
-    __tracebackhide__ = True
-    for case, head, got in answers:
-        want = getattr(gradients(head), name)
-
-        def error(x: torch.Tensor, want: torch.Tensor = want) -> float:
-            return (x.cpu().double() - want).abs().max().item() / want.abs().max().item()
-
-        found = error(got[name])
-        if 1e-5 < found < 1e-2:
-            digits = f"{-math.log10(found):.0f} right digits, where 5 are expected"
-            said = f"{name} is right in float16; in float32 it has {digits}"
-            if runtime.INTERPRETED:
-                with repairs.without_tf32():
-                    is_tf32 = error(again[case]()[name]) <= 1e-5
-                why = "tl.dot takes float32 operands as TF32 unless it is told input_precision='ieee'"
-                why = (
-                    why
-                    if is_tf32
-                    else "something on the way has fewer digits than float32: is it converted to 16 bits?"
-                )
-            else:
-                is_tf32, why = False, "has every tl.dot input_precision='ieee', and is nothing converted to 16 bits?"
-            raise CheckFailed(f"{said}: {why}", diagnosis="tf32" if is_tf32 else "low-precision", case=case)
-        expect_close(got[name], want, what=name, case=case)
-
-
-def _expect_tail(kernel: Any, names: Sequence[str], near: int, columns: slice) -> None:
-    """Scores near -near: the exponential of a key or a query that is not there overflows.
-
-    columns: those that are compared. Column 0 makes the scores, and with large ones it cannot be right.
+    kept: 0 if the queries are kept and the keys walked over, else 1.
     """
-    __tracebackhide__ = True
-    head = _head(20, 20, 16, 1.0, 16, seed=5)
-    q, k = head.q.clone(), head.k.clone()
-    q[:, 0], k[:, 0] = near / 12, -12.0
-    head = head._replace(q=q, k=k)
-    case = f"20 queries and keys, tiles of 16, every score near -{near}"
-    out = _launch(kernel, head, names, case, 2, 16, 16)
-    for name in names:
-        expect(
-            not out[name].isnan().any(),
-            f"{name} has NaN where every lse is near -{near}: in the last tile, what is exp(score - lse) for a key or "
-            "a query that is not there, and what is that times 0?",
-            diagnosis="tail-overflows", case=case,
-        )  # fmt: skip
-        want = getattr(gradients(head), name)
-        expect_close(out[name][:, columns], want[:, columns], what=name, case=case, tol=0.05)
+
+    def change(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor) -> None:
+        (q, k)[kept][:, 3] = 0
+        v[:, 3] = 0
+        s, _, lse, delta = _statistics(q, k, v, do, 1.0)
+        p = torch.exp(s - lse[:, None])
+        ds = p * (do.double() @ v.double().T - delta[:, None])
+        ds, walked = (ds[0], k) if kept == 0 else (ds[:, 0], q)
+        size = torch.full((len(walked),), 0.25).double()
+        size[:16] = 1000.0
+        walked[:, 3] = (size / len(walked) ** 0.5 * ds.sign()).to(q.dtype)
+        do[:, 3] = size.to(q.dtype) if kept == 1 else 0
+
+    return change
 
 
-@exercise(
+def _launches(kernel: str) -> dict[str, tuple[Any, ...]]:
+    found = {}
+    for M, N, BLOCK_M, BLOCK_N, D, scale, dtype in (
+        (7, 20, 16, 32, 16, 0.3, torch.float32), (20, 7, 32, 16, 16, 0.5, torch.float16),
+        (17, 33, 16, 16, 16, 0.3, torch.float16),
+        (32, 48, 32, 16, 16, 0.3, torch.float16), (48, 32, 16, 32, 32, 0.2, torch.float16),
+        (40, 50, 16, 16, 16, 0.4, torch.float32), (7, 70, 16, 32, 16, 0.3, torch.float16),
+        (70, 7, 32, 16, 16, 0.3, torch.float16),
+    ):  # fmt: skip
+        case = f"{M} queries, {N} keys, BLOCK_M={BLOCK_M}, BLOCK_N={BLOCK_N}, {str(dtype).removeprefix('torch.')}"
+        found[case] = _launch_of(kernel, M, N, BLOCK_M, BLOCK_N, D, scale, M, dtype)
+    for score in (120.0, 12000.0):
+        case = f"20 queries and keys, tiles of 16, every score near -{score:g}"
+        found[case] = _launch_of(kernel, 20, 20, 16, 16, scale=1.0, change=_near(score))
+    M, N = (1, 1600) if kernel == "dq" else (1600, 2)
+    found[f"{M} queries, {N} keys, 100 tiles"] = _launch_of(
+        kernel, M, N, 16, 16, scale=1.0, change=_in_small_steps(kernel != "dq"))  # fmt: skip
+    return found
+
+
+def _some_launch(kernel: str) -> Callable[[random.Random], tuple[Any, ...]]:
+    return lambda r: _launch_of(
+        kernel, r.randint(1, 60), r.randint(1, 60), r.choice((16, 32)), r.choice((16, 32)), r.choice((16, 32)),
+        r.choice((0.2, 0.5)), r.randrange(2**20), r.choice((torch.float16, torch.float32)),
+    )  # fmt: skip
+
+
+_TAIL = {"near": "NaN in the last tile: what is exp(score - lse) for a key or a query that is not there, and what is "
+         "that times 0?"}  # fmt: skip
+_SUMS = "dS is P (dP - delta)"
+_KERNEL_NOTES = {
+    "delta[:, None]": _SUMS,
+    "delta[None, :]": _SUMS,
+    "lse[:, None]": "P is exp(score - lse), both natural",
+    "lse[None, :]": "P is exp(score - lse), both natural",
+    "k": "the scores come from Q and K",
+    "v": "the output is P times V",
+    "v.T": "the output is P times V",
+    "do.T": "the output is P times V",
+    "k.T": "the scores come from Q and K",
+    "q.T": "the scores come from Q and K",
+    "tl.exp": "the base is e",
+    "scale": "the scores are scale · Q K^T, and the gradient has it once",
+    "range": "the last block may be shorter",
+    "dtype": "tl.dot takes float32 as TF32 unless it has input_precision='ieee'; or is something converted to 16 bits?",
+    "in_range[None, :]": "a key that is not there has p = exp(-lse), which may be infinite",
+}
+
+
+@kernel_rule(
     "5.6",
     title="dq_kernel",
     minutes=35,
-    difficulty="Core",
     hints=[
         "Your dq_block of 5.3, line by line. What the program keeps is loaded already: q, do, lse, delta.",
         "Scores: tl.dot(q, k.T, input_precision='ieee') * scale. p = tl.exp(s - lse[:, None]); ds as in 5.3; "
@@ -739,12 +542,45 @@ def _expect_tail(kernel: Any, names: Sequence[str], near: int, columns: slice) -
         "0 there with tl.where(in_range[None, :], ds, 0.0).",
         "Store (dq * scale).to(DQ_ptr.dtype.element_ty), masked by offs_m[:, None] < M.",
     ],
-)
-def _(dq_kernel: Any) -> str:
-    return _check_kernel(kernel_of(dq_kernel, DQ_PARAMETERS), ("dq",), _OF_DQ)
+    writes="DQ_ptr",
+    returns="dq",
+    programs=lambda M, BLOCK_M, **_: -(-M // BLOCK_M),
+    inputs=_launches("dq"),
+    draw=_some_launch("dq"),
+    nan=_TAIL,
+    notes=_KERNEL_NOTES,
+)  # fmt: skip
+@triton.jit
+def dq_kernel(
+    Q_ptr, K_ptr, V_ptr, DO_ptr, LSE_ptr, DELTA_ptr, DQ_ptr,
+    stride_qm, stride_kn, stride_vn, stride_dom, stride_dqm,
+    scale, M, N, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, HEAD_DIM)
+    rows = offs_m[:, None] < M
+    q = tl.load(Q_ptr + offs_m[:, None] * stride_qm + offs_d[None, :], mask=rows, other=0.0)
+    do = tl.load(DO_ptr + offs_m[:, None] * stride_dom + offs_d[None, :], mask=rows, other=0.0)
+    lse = tl.load(LSE_ptr + offs_m, mask=offs_m < M, other=float("inf"))
+    delta = tl.load(DELTA_ptr + offs_m, mask=offs_m < M, other=0.0)
+    dq = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    for start_n in range(0, N, BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        in_range = offs_n < N
+        k = tl.load(K_ptr + offs_n[:, None] * stride_kn + offs_d[None, :], mask=in_range[:, None], other=0.0)
+        v = tl.load(V_ptr + offs_n[:, None] * stride_vn + offs_d[None, :], mask=in_range[:, None], other=0.0)
+        # BEGIN SOLUTION
+        s = tl.dot(q, k.T, input_precision="ieee") * scale
+        p = tl.exp(s - lse[:, None])
+        dp = tl.dot(do, v.T, input_precision="ieee")
+        ds = tl.where(in_range[None, :], p * (dp - delta[:, None]), 0.0)
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+    dq_ptrs = DQ_ptr + offs_m[:, None] * stride_dqm + offs_d[None, :]
+    tl.store(dq_ptrs, (dq * scale).to(DQ_ptr.dtype.element_ty), mask=rows)
+    # END SOLUTION
 
 
-@exercise(
+@kernel_rule(
     "5.11",
     title="dkdv_kernel, from an empty page",
     minutes=60,
@@ -758,9 +594,46 @@ def _(dq_kernel: Any) -> str:
         "dp_t = tl.dot(v, do.T); ds_t = p_t * (dp_t - delta[None, :]); dk = tl.dot(ds_t.to(q.dtype), q, dk); at the "
         "end dk * scale. All four products with input_precision='ieee'.",
     ],
-)
-def _(dkdv_kernel: Any) -> str:
-    return _check_kernel(kernel_of(dkdv_kernel, DKDV_PARAMETERS), ("dk", "dv"), _OF_DKDV)
+    writes="DK_ptr, DV_ptr",
+    returns="dk, dv",
+    programs=lambda N, BLOCK_N, **_: -(-N // BLOCK_N),
+    inputs=_launches("dkdv"),
+    draw=_some_launch("dkdv"),
+    nan=_TAIL,
+    notes=_KERNEL_NOTES,
+)  # fmt: skip
+@triton.jit
+def dkdv_kernel(
+    Q_ptr, K_ptr, V_ptr, DO_ptr, LSE_ptr, DELTA_ptr, DK_ptr, DV_ptr,
+    stride_qm, stride_kn, stride_vn, stride_dom, stride_dkn, stride_dvn,
+    scale, M, N, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    # BEGIN SOLUTION
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, HEAD_DIM)
+    keys = offs_n[:, None] < N
+    k = tl.load(K_ptr + offs_n[:, None] * stride_kn + offs_d[None, :], mask=keys, other=0.0)
+    v = tl.load(V_ptr + offs_n[:, None] * stride_vn + offs_d[None, :], mask=keys, other=0.0)
+    dk = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
+    dv = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
+    for start_m in range(0, M, BLOCK_M):
+        offs_m = start_m + tl.arange(0, BLOCK_M)
+        rows = offs_m[:, None] < M
+        q = tl.load(Q_ptr + offs_m[:, None] * stride_qm + offs_d[None, :], mask=rows, other=0.0)
+        do = tl.load(DO_ptr + offs_m[:, None] * stride_dom + offs_d[None, :], mask=rows, other=0.0)
+        lse = tl.load(LSE_ptr + offs_m, mask=offs_m < M, other=float("inf"))
+        delta = tl.load(DELTA_ptr + offs_m, mask=offs_m < M, other=0.0)
+        s_t = tl.dot(k, q.T, input_precision="ieee") * scale  # transposed: keys down, queries across
+        p_t = tl.exp(s_t - lse[None, :])
+        dv = tl.dot(p_t.to(do.dtype), do, dv, input_precision="ieee")
+        dp_t = tl.dot(v, do.T, input_precision="ieee")
+        ds_t = p_t * (dp_t - delta[None, :])
+        dk = tl.dot(ds_t.to(q.dtype), q, dk, input_precision="ieee")
+    dk_ptrs = DK_ptr + offs_n[:, None] * stride_dkn + offs_d[None, :]
+    dv_ptrs = DV_ptr + offs_n[:, None] * stride_dvn + offs_d[None, :]
+    tl.store(dk_ptrs, (dk * scale).to(DK_ptr.dtype.element_ty), mask=keys)
+    tl.store(dv_ptrs, dv.to(DV_ptr.dtype.element_ty), mask=keys)
+    # END SOLUTION
 
 
 # ---- 5.7 ------------------------------------------------------------------------------------------------------------
@@ -878,7 +751,12 @@ def group_sum(dk, kv_heads):
 # ---- 5.9, 5.10: bug hunts -------------------------------------------------------------------------------------------
 
 
-@exercise(
+def _of_a_hunt(n: int, block: int, causal: bool, scale: float = 0.4) -> tuple[Any, ...]:
+    q, k, v, do, _, lse, delta = _head(n, n, 8, scale, causal=causal, seed=n)
+    return q, k, v, do, lse, delta, block, scale, causal
+
+
+@tensor_rule(
     "5.9",
     title="It was only ever asked for one",
     minutes=20,
@@ -891,70 +769,54 @@ def group_sum(dk, kv_heads):
         "Two lines depend on causal: where the walk over the queries begins, and whether the tile on the diagonal is "
         "masked. Without a mask every query sees every key.",
     ],
-)
-def _(hunted_9: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> str:
-    answers = []
-    for n, block, causal in ((16, 8, True), (16, 8, False), (21, 8, True), (21, 8, False), (5, 8, False)):
-        head = _head(n, n, 8, 0.4, block, causal=causal, seed=n)
-        case = f"{n} queries and keys, blocks of {block}, causal={causal}"
-        lse, delta = _saved(head)
-        got = _call(
-            hunted_9, case, head.q, head.k, head.v, head.do, lse, delta, block, head.scale, causal,
-            count=2, names="dk and dv",
-        )  # fmt: skip
-        answers.append((case, head, {"dk": got[0], "dv": got[1]}))
-
-    def halves(name: str) -> Models:
-        def given(left: str) -> list[torch.Tensor]:
-            return [_half_causal(head, name, left) for _, head, _ in answers]
-
-        return {
-            "diagonal-masked": (
-                given("mask"),
-                f"{name}: without causal every tile is visited now, but those on the diagonal are still masked",
-            ),
-            "tiles-above-skipped": (
-                given("range"),
-                f"{name}: without causal no tile is masked now, but the queries before the block are never visited",
-            ),
-            "every-tile-masked": (
-                given("every"),
-                f"{name}: with causal every tile is cut along its diagonal; tiles below *the* diagonal are seen whole",
-            ),
-            "causal-tiles-visited": (
-                given("unmasked"),
-                f"{name}: with causal the tiles of earlier queries count as well, unmasked",
-            ),
-            "diagonal-always-masked": (
-                given("both"),
-                f"{name}: every tile is visited, and those on the diagonal are masked, whatever causal says",
-            ),
-        }
-
-    _expect_gradients(answers, ("dv", "dk"), (*_CAUSAL, *_OF_DKDV), more=halves)
-    return f"{len(answers)} cases"
+    returns="dk, dv",
+    inputs={f"{n} queries and keys, blocks of {block}, causal={causal}": _of_a_hunt(n, block, causal, scale)
+            for n, block, causal, scale in ((16, 8, True, 0.4), (16, 8, False, 0.4), (21, 8, True, 0.3),
+                                            (21, 8, False, 0.4), (5, 8, False, 0.5), (30, 4, True, 0.4))},
+    draw=lambda r: _of_a_hunt(r.randint(1, 30), r.choice((4, 8)), r.random() < 0.5, r.choice((0.3, 0.5))),
+    notes=_WALK_NOTES | {
+        "causal": "without a mask every query sees every key, and nothing is masked",
+        "start_n": "without a mask the walk begins at query 0",
+        "start_m == start_n": "tiles below the diagonal are seen whole",
+    },
+    rows=[
+        Row("causal-always", "without causal the walk still begins at the diagonal, and its tile is still masked",
+            [("start_n if causal else 0", "start_n"), ("causal and start_m == start_n", "start_m == start_n")]),
+        Row("causal-off-by-one", "a query does not see its own position", [("torch.tril(p)", "torch.tril(p, -1)")]),
+        Row("diagonal-always-masked", "all tiles are visited, those on the diagonal are masked, whatever causal says",
+            [("start_n if causal else 0", "0"), ("causal and start_m == start_n", "start_m == start_n")]),
+        Row("causal-mask-missing", "every tile is visited, and none is masked, whatever causal says",
+            [("start_n if causal else 0", "0"), ("causal and start_m == start_n", "False")]),
+    ],
+    on_device=True,
+)  # fmt: skip
+def hunted_9(q, k, v, do, lse, delta, BLOCK, scale, causal):
+    """dk, dv of one head, as many queries as keys. q, k, v, do: [N, HEAD_DIM]; lse, delta: [N]; float32."""
+    N = len(q)
+    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    for start_n in range(0, N, BLOCK):
+        keys = slice(start_n, start_n + BLOCK)
+        for start_m in range(start_n if causal else 0, N, BLOCK):  # repaired: without a mask all see them
+            rows = slice(start_m, start_m + BLOCK)
+            p = torch.exp(scale * (q[rows] @ k[keys].T) - lse[rows, None])
+            if causal and start_m == start_n:  # repaired: and nothing is masked
+                p = torch.tril(p)
+            dv[keys] += p.T @ do[rows]
+            ds = p * (do[rows] @ v[keys].T - delta[rows, None])
+            dk[keys] += scale * (ds.T @ q[rows])
+    return dk, dv
 
 
-def _half_causal(head: Head, name: str, left: str) -> torch.Tensor:
-    """dk or dv where one of two lines alone is mended, the diagonal's mask or where the walk begins.
-
-    left: what is still wrong without causal ("mask", "range"), with it ("unmasked", "every"), or in either case
-    ("both").
-    """
-    q, k, v, do = (x.detach().cpu().double() for x in head[:4])
-    _, lse, delta = statistics(head)
-    i, j = torch.arange(len(q))[:, None], torch.arange(len(k))[None, :]
-    tile_above, masked = i // head.block < j // head.block, (i // head.block == j // head.block) & (j > i)
-    if head.causal:
-        cut = (j > i) | (j % head.block > i % head.block)
-        hidden = masked if left in ("unmasked", "both") else cut if left == "every" else j > i
-    else:
-        hidden = {"mask": masked, "both": masked, "range": tile_above}.get(left, torch.zeros_like(masked))
-    p = torch.exp(head.scale * q @ k.T - lse[:, None]).masked_fill(hidden, 0.0)
-    return p.T @ do if name == "dv" else head.scale * (p * (do @ v.T - delta[:, None])).T @ q
+def _of_a_grid(M: int, N: int, BLOCK_M: int, BLOCK_N: int, scale: float = 0.3) -> tuple[Any, ...]:
+    q, k, v, do, o, lse, _ = _head(M, N, 8, scale, seed=M)
+    return q, k, v, o, lse, do, BLOCK_M, BLOCK_N, scale
 
 
-@exercise(
+_QUERIES, _KEYS = (f"there are more blocks of {x} than of {y}, and no program for the rest of them" for x, y in (
+    ("keys", "queries"), ("queries", "keys")))  # fmt: skip
+
+
+@tensor_rule(
     "5.10",
     title="One grid for both",
     minutes=20,
@@ -963,64 +825,45 @@ def _half_causal(head: Head, name: str, left: str) -> torch.Tensor:
     history="the tutorial of Triton in 2023: its backward pass was launched with the forward pass's grid "
     "(triton-lang/triton, issue 1975)",
     hints=[
-        "Which of the three gradients is wrong, and in which rows? What have the right cases in common?",
+        "Which of the three gradients is wrong, and in which rows? What do the right cases have in common?",
         "How many programs are there, and what is each of them to do? Count for 64 queries, 64 keys, BLOCK_M = 32, "
         "BLOCK_N = 16.",
         "There are ceil(M / BLOCK_M) blocks of queries and ceil(N / BLOCK_N) blocks of keys. Take the larger number of "
         "programs, or two loops.",
     ],
-)
-def _(hunted_10: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> str:
-    shapes = ((32, 32, 16, 16), (64, 64, 32, 16), (40, 40, 8, 16), (20, 50, 16, 16), (50, 20, 16, 8), (64, 16, 8, 32))
-    answers: list[Answer] = []
-    for M, N, BLOCK_M, BLOCK_N in shapes:
-        head = _head(M, N, 8, 0.3, BLOCK_M, seed=M)
-        case = f"{M} queries, {N} keys, BLOCK_M={BLOCK_M}, BLOCK_N={BLOCK_N}"
-        o, lse, _ = statistics(head)
-        given = [x.float().to(head.q.device) for x in (o, lse)]
-        got = _call(
-            hunted_10, case, head.q, head.k, head.v, *given, head.do, BLOCK_M, BLOCK_N, head.scale,
-            count=3, names="dq, dk and dv",
-        )  # fmt: skip
-        answers.append((case, head, dict(zip(("dq", "dk", "dv"), got, strict=True))))
-
-    def grids(name: str) -> Models:
-        def cut(programs: Callable[[int, int, int, int], float]) -> list[torch.Tensor]:
-            """The gradients' first rows, those that so many programs (rounded up) compute: 0 from there on."""
-            found = []
-            for (_, head, _), (M, N, BLOCK_M, BLOCK_N) in zip(answers, shapes, strict=True):
-                x = getattr(gradients(head), name)
-                rows = math.ceil(programs(M, N, BLOCK_M, BLOCK_N)) * (BLOCK_M if name == "dq" else BLOCK_N)
-                found.append(x * (torch.arange(len(x))[:, None] < rows))
-            return found
-
-        start = f"{name} is 0 from a row on: "
-        return {
-            "grid-of-the-queries": (
-                cut(lambda M, N, BLOCK_M, BLOCK_N: M / BLOCK_M),
-                start + "there are more blocks of keys than of queries, and no program for the rest of them",
-            ),
-            "grid-of-the-keys": (
-                cut(lambda M, N, BLOCK_M, BLOCK_N: N / BLOCK_N),
-                start + "there are more blocks of queries than of keys, and no program for the rest of them",
-            ),
-            "keys-by-block-m": (
-                cut(lambda M, N, BLOCK_M, BLOCK_N: max(M, N) / BLOCK_M),
-                start + "the keys are counted in blocks of BLOCK_M; they are worked on in blocks of BLOCK_N",
-            ),
-            "queries-by-block-n": (
-                cut(lambda M, N, BLOCK_M, BLOCK_N: max(M, N) / BLOCK_N),
-                start + "the queries are counted in blocks of BLOCK_N; they are worked on in blocks of BLOCK_M",
-            ),
-            "sizes-exchanged": (
-                cut(lambda M, N, BLOCK_M, BLOCK_N: max(math.ceil(M / BLOCK_N), N / BLOCK_M)),
-                start + "BLOCK_M and BLOCK_N are exchanged in the number of programs",
-            ),
-            "rounded-down": (
-                cut(lambda M, N, BLOCK_M, BLOCK_N: max(M // BLOCK_M, N // BLOCK_N)),
-                start + "the number of programs is rounded down, and the last block is not full",
-            ),
-        }
-
-    _expect_gradients(answers, ("dv", "dk", "dq"), ("first-block-only", *_OF_DKDV), more=grids)
-    return f"{len(answers)} pairs of lengths and tiles"
+    returns="dq, dk, dv",
+    inputs={f"{M} queries, {N} keys, BLOCK_M={m}, BLOCK_N={n}": _of_a_grid(M, N, m, n) for M, N, m, n in (
+        (32, 32, 16, 16), (64, 64, 32, 16), (40, 40, 8, 16), (17, 50, 16, 16), (50, 17, 16, 8), (64, 16, 8, 32),
+        (33, 16, 16, 16), (16, 33, 16, 16))},
+    draw=lambda r: _of_a_grid(r.randint(1, 60), r.randint(1, 60), r.choice((8, 16, 32)), r.choice((8, 16, 32)), 0.5),
+    notes=_WALK_NOTES | {"math.ceil(M / BLOCK_M)": _KEYS, "math.ceil(N / BLOCK_N)": _QUERIES},
+    rows=[
+        Row("keys-by-block-m", "the number of programs counts keys in blocks of BLOCK_M; they are worked on in blocks "
+            "of BLOCK_N", [("max(math.ceil(M / BLOCK_M), math.ceil(N / BLOCK_N))", "math.ceil(max(M, N) / BLOCK_M)")]),
+        Row("queries-by-block-n", "the number of programs counts queries in blocks of BLOCK_N; they are worked on in "
+            "blocks of BLOCK_M", [("max(math.ceil(M / BLOCK_M), math.ceil(N / BLOCK_N))",
+                                   "math.ceil(max(M, N) / BLOCK_N)")]),
+        Row("sizes-exchanged", "BLOCK_M and BLOCK_N are exchanged in the number of programs",
+            [("max(math.ceil(M / BLOCK_M), math.ceil(N / BLOCK_N))",
+              "max(math.ceil(M / BLOCK_N), math.ceil(N / BLOCK_M))")]),
+    ],
+    on_device=True,
+)  # fmt: skip
+def hunted_10(q, k, v, o, lse, do, BLOCK_M, BLOCK_N, scale):
+    """dq, dk and dv of one head, no mask. q, o, do: [M, HEAD_DIM]; k, v: [N, HEAD_DIM]; lse: [M]; float32."""
+    M, N = len(q), len(k)
+    delta = lecture.delta_sim(o, do)
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    # Repaired: enough programs for the blocks of queries and for the blocks of keys.
+    for program in range(max(math.ceil(M / BLOCK_M), math.ceil(N / BLOCK_N))):
+        start_m, start_n = program * BLOCK_M, program * BLOCK_N
+        rows, keys = slice(start_m, start_m + BLOCK_M), slice(start_n, start_n + BLOCK_N)
+        if start_m < M:
+            dq[rows] = lecture.query_block_sim(
+                q[rows], do[rows], start_m, k, v, lse[rows], delta[rows], M, BLOCK_N, scale, False
+            )
+        if start_n < N:
+            dk[keys], dv[keys] = lecture.key_block_sim(
+                k[keys], v[keys], start_n, q, do, lse, delta, N, BLOCK_M, scale, False
+            )
+    return dq, dk, dv

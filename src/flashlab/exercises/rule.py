@@ -100,6 +100,11 @@ class Rule:
         return f"{self.fn.__name__}: " if len(functions(self.id)) > 1 else ""
 
     @property
+    def right(self) -> Callable[..., Any]:
+        """What gives the right values."""
+        return self.fn
+
+    @property
     def params(self) -> list[str]:
         return list(inspect.signature(self.fn).parameters)
 

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from flashlab import runtime
-from flashlab.check import CheckFailed, pattern, running, tensor_changes
+from flashlab.check import CheckFailed, Report, pattern, running, tensor_changes
 from flashlab.check.changes import Text
 from flashlab.check.expect import allowed_error
-from flashlab.check.lookup import Index, Values
+from flashlab.check.lookup import Index, Values, outcome_of
 from flashlab.check.running import is_unsolved
 from flashlab.check.symptoms import Symptoms, seen_where, watched
 from flashlab.exercises.answers import in_words
@@ -75,7 +75,7 @@ class TensorRule(Rule):
         more = self.drawn(_DIFFERING)
         return Index(
             texts, self.tried, self.returns, self._values, self.tol, rows, self.alike, more, self.notes,
-            tensor_changes, self.tries, _copy, self.without,
+            tensor_changes, self.tries, copied, self.without,
         )  # fmt: skip
 
     @cached_property
@@ -149,9 +149,8 @@ class TensorRule(Rule):
         __tracebackhide__ = True
         learners = self.through(answer)
         self.compare(learners)
-        if self.then is not None and watched() is None:
-            self.then(answer)
-        return f"{len(self.tried)} cases"
+        report = self.then(answer) if self.then is not None and watched() is None else None
+        return repr(report).removeprefix("✓ ") if isinstance(report, Report) else f"{len(self.tried)} cases"
 
     def compare(self, learners: Callable[..., Any]) -> None:
         """CheckFailed unless the function gives what the right one does, on every input."""
@@ -160,8 +159,8 @@ class TensorRule(Rule):
         errors: list[Exception] = []
         for given in self.tried:
             case = self.case(given)
-            mine = [_copy(x, self.on_device) for x in given]
-            right = self.fn(*map(_copy, given))
+            mine = [copied(x, self.on_device) for x in given]
+            right = self.right(*map(copied, given))
             try:
                 with running(case):
                     result = learners(*mine)
@@ -171,7 +170,7 @@ class TensorRule(Rule):
                 if is_unsolved(error):
                     raise
                 errors.append(error)
-                got.append(type(error).__name__)
+                got.append(outcome_of(error))
                 continue
             if not all(_same_input(x, y) for x, y in zip(mine, given, strict=True)):
                 raise CheckFailed(
@@ -201,11 +200,11 @@ class TensorRule(Rule):
         at = off.index(True)
         case = self.case(self.tried[at])
         if errors:
-            cause = index.explain(got)
+            cause = self._of_errors(got, errors)
             if cause is None:
                 raise errors[0]
             words = f"{type(errors[0]).__name__}: {errors[0]}"
-            return CheckFailed(f"{cause[1]}.\nYour code raised {words[:160]}", diagnosis=cause[0], case=case)
+            return CheckFailed(f"{_ended(cause[1])}\nYour code raised {words[:160]}", diagnosis=cause[0], case=case)
         wrong = index.wrong_parts(got)
         shapes = [(i, x[i], y[i]) for x, y in zip(got, index.right, strict=True) for i in wrong
                   if _shape(x[i]) != _shape(y[i])]  # fmt: skip
@@ -227,7 +226,10 @@ class TensorRule(Rule):
         )  # fmt: skip
         if found is None:
             return CheckFailed(evidence, case=case)
-        return CheckFailed(f"{found[1]}.\n{evidence}", diagnosis=found[0], case=case)
+        return CheckFailed(f"{_ended(found[1])}\n{evidence}", diagnosis=found[0], case=case)
+
+    def _of_errors(self, got: Sequence[Any], errors: Sequence[Exception]) -> tuple[str, str] | None:
+        return self.index.explain(got)
 
     def _seen(self, part: int, got: Sequence[Values]) -> str:
         """Where a result is wrong in the first case in which it is, with two of its numbers."""
@@ -240,7 +242,9 @@ class TensorRule(Rule):
                 return f"{self.returns[part]} {seen} [{self.case(given)}]"
         raise AssertionError("unreachable")
 
-    def _not_finite(self, got: Sequence[Values], wrong: Sequence[int]) -> tuple[str, str] | None:
+    def _not_finite(
+        self, got: Sequence[Values], wrong: Sequence[int], nan: Mapping[str, str] | None = None
+    ) -> tuple[str, str] | None:
         """What is said of results that are wrong only where they are not finite."""
         words: list[str] = []
         for given, mine, right in zip(self.tried, got, self.index.right, strict=True):
@@ -252,7 +256,7 @@ class TensorRule(Rule):
                 if bool(x[off].isfinite().any()) and not isinstance(right[i], int):  # a count goes with the others
                     return None
             if lost:
-                words += [said for part, said in self.nan.items() if part in self.case(given)][:1]
+                words += [said for part, said in (nan or self.nan).items() if part in self.case(given)][:1]
             elif not self.index.same_outcome([mine], [right]):
                 return None
         return ("not-finite", words[0]) if words else None
@@ -284,12 +288,21 @@ class TensorRule(Rule):
         return None
 
 
-def _copy(x: Any, on_device: bool = False) -> Any:
+def copied(x: Any, on_device: bool = False) -> Any:
+    """A copy, where kernels run; of a tensor with the same strides, and what lies between its rows."""
     if isinstance(x, torch.Tensor):
-        return x.clone().to(runtime.device()) if on_device else x.clone()
+        if x.is_contiguous():
+            return x.clone().to(runtime.device()) if on_device else x.clone()
+        storage = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage()).clone()
+        storage = storage.to(runtime.device()) if on_device else storage
+        return storage.as_strided(x.shape, x.stride(), x.storage_offset())
     if isinstance(x, tuple) and hasattr(x, "_fields"):
-        return type(x)(*(_copy(y, on_device) for y in x))
-    return [_copy(y, on_device) for y in x] if isinstance(x, list) else x
+        return type(x)(*(copied(y, on_device) for y in x))
+    return [copied(y, on_device) for y in x] if isinstance(x, list) else x
+
+
+def _ended(sentence: str) -> str:
+    return sentence if sentence.endswith(("?", ".")) else sentence + "."
 
 
 def _same_input(mine: Any, given: Any) -> bool:

@@ -65,17 +65,6 @@ def _foreign(function: Any) -> str | None:
 
 
 @contextlib.contextmanager
-def kept(case: str | None, **inputs: torch.Tensor) -> Iterator[None]:
-    """CheckFailed where a kernel writes to one of its inputs."""
-    __tracebackhide__ = True
-    before = {name: x.clone() for name, x in inputs.items()}
-    yield
-    for name, x in inputs.items():
-        same = (x == before[name]) | (x.isnan() & before[name].isnan())
-        expect(bool(same.all()), f"{name} is written to: it is an input", diagnosis="input-changed", case=case)
-
-
-@contextlib.contextmanager
 def in_bounds(case: str | None, **tensors: torch.Tensor) -> Iterator[Traffic | None]:
     """Run with every address checked where kernels are interpreted; CheckFailed names the element.
 

@@ -8,15 +8,13 @@ numpy >= 2.4; keeps numpy's warnings off; and takes a quarter off its time. Impo
 from several threads run one after the other.
 """
 
-import contextlib
 import functools
 import inspect
 import sys
 import threading
 import types
 import warnings
-from collections.abc import Collection, Iterator
-from contextvars import ContextVar
+from collections.abc import Collection
 
 import numpy as np
 import triton.language as tl
@@ -55,25 +53,9 @@ def _result(data: np.ndarray, was_bf16: bool, dtype):
     return ti.TensorHandle(data, dtype)
 
 
-def _truncate_to_tf32(values: np.ndarray) -> np.ndarray:
+def truncate_to_tf32(values: np.ndarray) -> np.ndarray:
     """What the tensor cores see of a float32: they ignore the low 13 bits of the mantissa."""
     return (np.ascontiguousarray(values).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
-
-
-_tf32_allowed = ContextVar("_tf32_allowed", default=True)  # of this thread
-
-
-@contextlib.contextmanager
-def without_tf32() -> Iterator[None]:
-    """Inside it the interpreter multiplies float32 as float32, whatever a `tl.dot` asks for.
-
-    A result whose digits come back is one that TF32 had cut.
-    """
-    before = _tf32_allowed.set(False)
-    try:
-        yield
-    finally:
-        _tf32_allowed.reset(before)
 
 
 class _RepairedBuilder:
@@ -111,8 +93,8 @@ class _RepairedBuilder:
         if not all(kind in (tl.float16, tl.bfloat16, tl.float32) for kind in kinds):
             return _RepairedBuilder.original["create_dot"](self, a, b, d, input_precision, max_num_imprecise_acc)
         left, right = _float(a).astype(np.float32), _float(b).astype(np.float32)
-        if _tf32_allowed.get() and kinds == (tl.float32, tl.float32) and input_precision == ir.INPUT_PRECISION.TF32:
-            left, right = _truncate_to_tf32(left), _truncate_to_tf32(right)
+        if kinds == (tl.float32, tl.float32) and input_precision == ir.INPUT_PRECISION.TF32:
+            left, right = truncate_to_tf32(left), truncate_to_tf32(right)
         product = np.matmul(left, right) + _float(d)
         was_bf16 = _is_bf16(d)
         return _result(product if was_bf16 else product.astype(d.data.dtype), was_bf16, d.dtype.scalar)

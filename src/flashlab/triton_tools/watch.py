@@ -81,7 +81,7 @@ class Traffic:
 
 
 @dataclass
-class _Window:
+class Window:
     """A launch's tensor argument, and the range of made-up addresses that stands for it."""
 
     index: int
@@ -122,6 +122,13 @@ class _Window:
             reach += (self.shape[d] - 1) * self.strides[d]
         return False
 
+    def outside(self, doing: str, offsets: np.ndarray, bad: np.ndarray, grid: tuple[int, ...]) -> str:
+        """What is said of an access to these byte offsets, of which some are `bad`."""
+        return (
+            f"{doing} out of bounds: {self.place(int(offsets[bad][0]))} of {self.name}, which has shape "
+            f"{list(self.shape)}; program {grid}, {int(bad.sum())} of {offsets.size} elements outside"
+        )
+
     def place(self, offset: int) -> str:
         """Where a byte offset points, in the tensor's own indices."""
         element, rest = divmod(offset, self.itemsize)
@@ -148,7 +155,7 @@ class WatchedMemory:
 
     watchers: ContextVar[tuple["_Watcher", ...]] = ContextVar("flashlab_watchers", default=())  # of this thread
     watching: tuple["_Watcher", ...] = ()  # the launch under way
-    windows: list[_Window] = []
+    windows: list[Window] = []
     no_other = False  # the load under way has a mask, but says nothing about what it leaves out
 
     def __init__(self, real):
@@ -187,12 +194,12 @@ class WatchedMemory:
             cls.windows, cls.watching = before
 
     @classmethod
-    def window(cls, parameter: str, given: torch.Tensor, tensor: torch.Tensor) -> _Window:
+    def window(cls, parameter: str, given: torch.Tensor, tensor: torch.Tensor) -> Window:
         """given: the caller's tensor; tensor: the interpreter's view of it, another one if it came from a GPU."""
         name = parameter
         for watcher in reversed(cls.watching):
             name = watcher.names.get((given.data_ptr(), str(given.device)), name)
-        window = _Window(
+        window = Window(
             len(cls.windows), name, tensor.data_ptr(), tensor.element_size(), tuple(tensor.shape), tensor.stride()
         )
         cls.windows.append(window)
@@ -218,10 +225,7 @@ class WatchedMemory:
             bad = window.missing(offsets)
             if bad.any():
                 grid = tuple(getattr(ti.interpreter_builder, "grid_idx", None) or ())
-                raise OutOfBounds(
-                    f"{doing} out of bounds: {window.place(int(offsets[bad][0]))} of {window.name}, which has shape "
-                    f"{list(window.shape)}; program {grid}, {int(bad.sum())} of {offsets.size} elements outside"
-                )
+                raise OutOfBounds(window.outside(doing, offsets, bad, grid))
             addresses = offsets + window.data_ptr
             real[mine] = addresses.astype(np.uint64)
             size = offsets.size * window.itemsize

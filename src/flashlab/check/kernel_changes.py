@@ -1,0 +1,160 @@
+"""What else goes wrong in a Triton kernel's text: masks, `other`, strides, dtypes, products, what stands in which loop.
+
+As `tensor_changes`, whose changes are made too. `KernelText` is a right kernel whose changes run on
+`flashlab.triton_tools.model`: some milliseconds for a change that the first case tells, so that no table is kept.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from flashlab.check import tensor_changes
+from flashlab.check.changes import Change, Edits, Slot, Text, _expr, _new
+from flashlab.triton_tools.model import Model, Pointer, launch
+
+
+class KernelText(Text):
+    """A right kernel. programs: how many a launch with these arguments has; outputs: the tensors that it writes.
+
+    `compiled` makes a function of the kernel's arguments, in their order, that gives the outputs.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], outputs: tuple[str, ...], programs: Callable[..., int], words: dict[str, str],
+        other: Edits | None = None,
+    ):  # fmt: skip
+        super().__init__(fn, words, other)
+        self.outputs, self.programs, self.model = outputs, programs, Model()
+        triton = SimpleNamespace(cdiv=self.model.cdiv, jit=lambda fn: fn, language=self.model)
+        self.globals = {**self.globals, "tl": self.model, "triton": triton}
+        self.constants = {name for name, kind in fn.__annotations__.items() if "constexpr" in str(kind)}
+        stored = [n.args[1] for n in ast.walk(self.tree) if isinstance(n, ast.Call) and _name(n) == "store"]
+        self.results = {id(x) for x in stored}
+
+    def compiled(self, *changes: Change) -> Callable[..., Any]:
+        kernel = super().compiled(*changes)
+
+        def run(*given: Any) -> Any:
+            arguments = dict(zip(self.params, given, strict=True))
+            results = launch(kernel, self.model, self.programs(**arguments), arguments, self.outputs, self.constants)
+            return list(results.values()) if len(results) > 1 else results[self.outputs[0]]
+
+        return run
+
+
+def _name(node: ast.AST) -> str:
+    func = node.func if isinstance(node, ast.Call) else node
+    return func.attr if isinstance(func, ast.Attribute) else ""
+
+
+def kinds_of(text: KernelText, inputs: Sequence[tuple[Any, ...]]) -> dict[str, set[Any]]:
+    """What each name of the text is while it runs: a number, a pointer, numbers of one axis, a tile."""
+    return tensor_changes.kinds_of(text, inputs[:1], _kind)
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, (int, np.integer)) or (isinstance(value, np.ndarray) and not value.ndim):
+        return "number"
+    if isinstance(value, np.ndarray):
+        return ("tile", value.ndim, value.dtype.kind)
+    return ("pointer", np.ndim(value.at)) if isinstance(value, Pointer) else type(value).__name__
+
+
+def _loaded(node: ast.Call) -> str:
+    return next((n.id for n in ast.walk(node.args[0]) if isinstance(n, ast.Name) and "ptr" in n.id), "it")
+
+
+def _with(node: ast.Call, **parts: Any) -> ast.Call:
+    new = copy.copy(node)
+    for name, value in parts.items():
+        setattr(new, name, value)
+    return new
+
+
+def of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any, ...]]:
+    """(slug, words, cost, new node, key...) of one expression."""
+    parent, w = slot[0], text.say
+    yield from tensor_changes.of_expression(text, slot, node)
+    new: ast.expr
+    if isinstance(parent, ast.Call) and _name(parent) == "dot" and node in parent.args[:2]:
+        new = ast.Attribute(node, "T", ast.Load())
+        if not (isinstance(node, ast.Attribute) and node.attr == "T"):
+            yield "transposed", f"{w(node)} is transposed", 1.9, new, "to T"
+        yield "rounded", f"{w(node)} is rounded to 16 bits before `dot`", 1.9, _expr(
+            "x.to(tl.float16).to(x.dtype)", x=node)  # fmt: skip
+    if isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Lt, ast.LtE)):
+        always = _expr("(x < y) | (x >= y)", x=node.left, y=node.comparators[0])
+        yield "condition-missing", f"{w(node)} is not asked", 1.3, always
+    if isinstance(node, ast.Attribute) and node.attr == "float32":
+        yield "low-precision", f"`tl.float16` stands where {w(node)} belongs", 1.8, _expr("tl.float16"), "16"
+    if not isinstance(node, ast.Call):
+        return
+    name = _name(node)
+    keywords = {k.arg: k.value for k in node.keywords}
+    if getattr(node.func, "id", "") == "float" and "inf" in ast.unparse(node):
+        for value in (0.0, -1e4, -1e6, -1e9, -1e30, 1e9) if "-" in ast.unparse(node) else (0.0, -1000.0, 1.0):
+            yield "finite-number", f"{value:g} stands where {w(node)} belongs", 1.4, ast.Constant(value), "inf", value
+        turned = "inf" if "-" in ast.unparse(node) else "-inf"
+        yield "wrong-sign", f"{w(node)} has the wrong sign", 1.4, _expr(f"float('{turned}')"), "inf", turned
+    if name in ("load", "store") and "mask" in keywords:
+        rest = [k for k in node.keywords if k.arg not in ("mask", "other")]
+        yield "mask-missing", f"`{_loaded(node)}` is {'read' if name == 'load' else 'written'} without a mask", 1.0, (
+            _with(node, keywords=rest))  # fmt: skip
+    if "other" in keywords:
+        right = ast.unparse(keywords["other"])
+        for mine in ("1.0", "-1000.0", "float('-inf')", "float('inf')"):
+            others = [k if k.arg != "other" else ast.keyword("other", _expr(mine)) for k in node.keywords]
+            said = f"`other` is {mine}, where `{_loaded(node)}` is loaded: it is {right}"
+            if mine != right:
+                yield "wrong-other", said, 1.6, _with(node, keywords=others), "other", mine
+    if name == "store":
+        new = _with(node, func=_expr("tl.atomic_add"))
+        yield "atomic-for-store", "`atomic_add` adds to what is there: `store` it", 1.5, new, "store", "atomic_add"
+    if name == "dot":
+        if "input_precision" in keywords:
+            rest = [k for k in node.keywords if k.arg != "input_precision"]
+            said = f"`input_precision={text.plain(keywords['input_precision'])}` is missing, in {w(node)}"
+            yield "tf32", said, 1.5, _with(node, keywords=rest), "dot", "tf32"
+        if len(node.args) == 3:
+            yield "overwritten", f"{w(node.args[2])} is not added to: each turn begins anew", 1.2, _with(
+                node, args=node.args[:2])  # fmt: skip
+            said = f"the sum {w(node)} is rounded to 16 bits in every turn of the loop"
+            yield "rounded-in-every-turn", said, 1.5, _expr("x.to(tl.float16).to(tl.float32)", x=node), "per turn"
+        swapped = _with(node, args=[node.args[1], node.args[0], *node.args[2:]])
+        yield "arguments-exchanged", "the operands of `dot` are exchanged", 1.9, swapped
+    if name == "where" and len(node.args) == 3:
+        asked, yes, no = node.args
+        yield "mask-missing", f"{w(asked)} is not asked, in `where`", 1.1, yes
+        yield "inverted", f"{w(asked)} is asked the other way round", 1.3, _with(node, args=[asked, no, yes])
+    other = {"sum": ("max",), "max": ("sum", "min"), "exp": ("log",)}.get(name, ())
+    for better in other if name else ():
+        new = _with(node, func=ast.Attribute(_expr("tl"), better, ast.Load()))
+        yield "wrong-function", f"`{better}` stands where `{name}` belongs", 1.7, new, name, better
+    if name == "sum":
+        yield "absolute-values", f"absolute values are summed: {w(node.args[0])} keeps its signs", 1.9, _with(
+            node, args=[_expr("tl.abs(x)", x=node.args[0]), *node.args[1:]])  # fmt: skip
+        yield "mean", "the mean is taken: it is the sum", 1.7, _expr("x / y.shape[1]", x=node, y=node.args[0])
+
+
+def of_statements(text: Text) -> Iterator[Change]:
+    """The walk's begin and end; lines before or after the loop that are made lines of it."""
+    yield from tensor_changes.of_statements(text)
+    for loop in [n for n in text.tree.body if isinstance(n, ast.For)]:
+        at = text.tree.body.index(loop)
+        for i, line in enumerate(text.tree.body):
+            if i == at or not isinstance(line, (ast.Assign, ast.AugAssign, ast.Expr)):
+                continue
+            body = [loop.body[0], line, *loop.body[1:]] if i < at else [*loop.body, line]
+            turn = _new(ast.For(loop.target, loop.iter, body, []))
+            said = text.plain(line)
+            said = f"the line `{said if len(said) < 60 else said[:57] + '...'}` stands in the loop: it belongs " + (
+                "before it" if i < at else "after it")  # fmt: skip
+            edits: list[tuple[Slot, Any]] = [((text.tree, "body", at), turn)]
+            edits += [((text.tree, "body", i), _new(ast.Pass()))] if i > at else []
+            yield Change("in-every-turn", said, 1.9, tuple(edits))

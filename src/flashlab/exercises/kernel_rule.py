@@ -1,0 +1,177 @@
+"""Exercises whose answer is a Triton kernel: `flashlab.exercises.tensor_rule` with a launch.
+
+    @kernel_rule("5.6", title="dq_kernel", minutes=35, hints=[...], writes="DQ_ptr", returns="dq",
+                 programs=lambda M, BLOCK_M, **_: -(-M // BLOCK_M), inputs={"48 queries": (q, k, ...), ...}, draw=...)
+    @triton.jit
+    def dq_kernel(Q_ptr, K_ptr, ..., BLOCK_N: tl.constexpr):
+        ...
+
+An input is the kernel's arguments, in their order. A learner's kernel is interpreted with every address watched, or
+runs on the GPU; the right text and its changes run on `flashlab.triton_tools.model`, where a stray address is a result
+like another. At last the compiler is asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from flashlab import runtime
+from flashlab.check import CheckFailed, expect, kernel_changes
+from flashlab.check.kernel_changes import KernelText
+from flashlab.check.lookup import Index, Values
+from flashlab.exercises.rule import rule
+from flashlab.exercises.tensor_rule import TensorRule, copied
+from flashlab.exercises.triton_answers import compiles, explain_undefined, kernel_of
+from flashlab.triton_tools.watch import OutOfBounds, Traffic
+from flashlab.triton_tools.watch import watched as watched_memory
+
+NOTHING = 12344.0
+"""What a result holds before a kernel writes it: every float has this number, and no result here is as large."""
+
+
+def apart(x: torch.Tensor, gap: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The same values, with `gap` elements of NaN (of whole numbers: -1) behind every row, and behind the last ones."""
+    x = x.to(dtype or x.dtype)
+    empty = math.nan if x.is_floating_point() else -1
+    wide = torch.full((*x.shape[:-1], x.shape[-1] + gap), empty, dtype=x.dtype)
+    wide[..., : x.shape[-1]] = x
+    return wide[..., : x.shape[-1]]
+
+
+def empty(*shape: int, gap: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A result that nothing has written yet."""
+    return apart(torch.full(shape, NOTHING, dtype=dtype), gap)
+
+
+@dataclass(frozen=True)
+class KernelRule(TensorRule):
+    """A `TensorRule` whose function is a kernel.
+
+    Attributes:
+        writes: the parameters that it stores to, as `returns` names them. programs: of a launch, from its arguments.
+        call: calls what is handed in where that is a function around a kernel, with the arguments of the right one.
+    """
+
+    writes: tuple[str, ...] = ()
+    programs: Callable[..., int] = lambda **_: 1
+    tries: int = 600
+    call: Callable[..., Any] | None = None
+
+    @property
+    def right(self) -> Callable[..., Any]:
+        return self.index.texts[0].compiled()
+
+    def drawn(self, count: int = 8, seed: int = 0) -> list[tuple[Any, ...]]:
+        return super().drawn(count, seed)
+
+    def text(self, other: Any = None) -> KernelText:
+        kept = {name: name for name in self.fn.__code__.co_varnames}
+        return KernelText(self.fn, self.writes, self.programs, {**kept, **self.words}, other)
+
+    def with_row(self, row: Any) -> Callable[..., Any]:
+        return self.text(row.edits).compiled()
+
+    @cached_property
+    def index(self) -> Index:
+        rows = [(row, self.with_row(row)) for row in self.rows]
+        return Index(
+            [self.text(other) for other in (None, *self.also)], self.tried, self.returns, self._values, self.tol, rows,
+            self.alike, self.drawn(4), self.notes, kernel_changes, self.tries, None, self.without,
+        )  # fmt: skip
+
+    def launched(self, kernel: Any) -> Callable[..., Any]:
+        """A function of an input that launches the kernel."""
+        kernel = kernel_of(kernel, self.params) if self.call is None else kernel
+
+        def launch(*given: Any) -> Any:
+            arguments = dict(zip(self.params, given, strict=True))
+            outputs = {name: copied(arguments[name], True) for name in self.writes}
+            results: Any = list(outputs.values()) if len(outputs) > 1 else outputs[self.writes[0]]
+            with watched_memory() if runtime.INTERPRETED else contextlib.nullcontext() as traffic:
+                if self.call is not None:
+                    results = self.call(kernel, **arguments)
+                else:
+                    kernel[(self.programs(**arguments),)](*(arguments | outputs).values())
+            if traffic is not None:
+                self.traffic.undefined |= traffic.undefined
+                expect(
+                    traffic.loads > 0 or self.call is None,
+                    "no Triton kernel reads anything here: the work should be done in a kernel of yours",
+                    diagnosis="no-kernel",
+                )
+            return results
+
+        launch.answer = kernel  # type: ignore[attr-defined]
+        return launch
+
+    @cached_property
+    def traffic(self) -> Traffic:
+        return Traffic()
+
+    def check(self, answer: Any) -> str:
+        __tracebackhide__ = True
+        self.traffic.undefined.clear()
+        try:
+            said = super().check(answer)
+        except OutOfBounds as error:
+            sentence = f"{error}: look at what makes this address (indices, strides) and at the mask"
+            raise CheckFailed(sentence, diagnosis="out-of-bounds") from None
+        if self.call is not None:
+            return said
+        given = dict(zip(self.params, self.inputs[0], strict=True))
+        compiles(answer, {name: x.dtype if isinstance(x, torch.Tensor) else x for name, x in given.items()})
+        return f"{said}, and it compiles"
+
+    def makes_no_sense(self, got: Sequence[Any]) -> bool:
+        """Whether Triton refuses it: an exception other than a stray address."""
+        return any(isinstance(x, str) and " out of bounds: " not in x for x in got)
+
+    def _of_errors(self, got: Sequence[Any], errors: Sequence[Exception]) -> tuple[str, str] | None:
+        """Of a stray address alone: what Triton says of other exceptions is the cause."""
+        return None if self.makes_no_sense(got) else self.index.explain(got) or self.index.explain_as_two(got)
+
+    def _not_finite(
+        self, got: Sequence[Values], wrong: Sequence[int], nan: Mapping[str, str] | None = None
+    ) -> tuple[str, str] | None:
+        try:
+            explain_undefined(self.traffic, torch.tensor(math.nan), None)
+        except CheckFailed as failed:
+            if super()._not_finite(got, wrong, {"": failed.sentence}):
+                return failed.diagnosis, failed.sentence
+        return super()._not_finite(got, wrong)
+
+    def _common(self, got: Sequence[Values], wrong: Sequence[int]) -> tuple[str, str] | None:
+        for given, mine in zip(self.tried, got, strict=True):
+            for name, x in zip(self.returns, mine, strict=True):
+                if left := int((x == NOTHING).sum()):
+                    said = f"{left} of {x.numel()} elements of {name} are never stored [{self.case(given)}]"
+                    return "never-written", said
+        return super()._common(got, wrong)
+
+
+def _made(fn: Callable[..., Any], returns: tuple[str, ...], **data: Any) -> KernelRule:
+    inputs: Mapping[str, Any] = data.pop("inputs")
+    writes = tuple(data.pop("writes").split(", "))
+    it = KernelRule(
+        fn, returns, inputs=tuple(inputs.values()), names=tuple(inputs), writes=writes, on_device=True,
+        **({"answer": fn.__name__} | data),
+    )  # fmt: skip
+    object.__setattr__(it, "through", it.launched)
+    return it
+
+
+def kernel_rule(id: str, **data: Any) -> Callable[[Any], Any]:
+    """Register the decorated kernel as the right answer of exercise `id`; `data`: the fields of `KernelRule`."""
+
+    def register(kernel: Any) -> Any:
+        rule(id, make=_made, beside=data.pop("beside", 0), **data)(kernel.fn)
+        return kernel
+
+    return register
