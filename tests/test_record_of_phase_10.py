@@ -130,8 +130,15 @@ def test_the_cells_that_read_the_record(cells, keep, monkeypatch, capsys):
 def test_what_the_page_says_of_python_and_of_graphs_is_in_the_record():
     data = lm.record()
     by_python, graph = ([lm.exchanged(data, size, column) for size in lm.SIZES] for column in ("ms", "graph_ms"))
-    assert all(found["attention and RoPE"] < 0.9 for found in by_python)
+    assert all(
+        waiting[what] < kernels[what] for waiting, kernels in zip(by_python, graph, strict=True) for what in waiting
+    )
     assert all(0.97 < found["attention alone"] < 1 < 1.05 < found["attention and RoPE"] for found in graph)
+    for column in ("ms", "graph_ms"):
+        assert lm.quickest(data, "medium", column)[:2] == ("sdpa", True)
+    compiled = lm.turns(data, "medium", "compiled")
+    by_python, graph = ({way: row[c] for (way, how), row in compiled.items() if how} for c in ("ms", "graph_ms"))
+    assert by_python["eager"] < by_python["flash"] and graph["eager"] > max(graph["flash"], graph["sdpa"])
 
 
 def test_the_roofline_has_every_kernel_below_its_ceiling():

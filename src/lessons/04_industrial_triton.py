@@ -996,8 +996,8 @@ for run in industrial.having(runs, "shapes"):
     display(industrial.ratio_table(run, industrial.OURS, ["FlexAttention"]))
 
 # %% [markdown]
-# And its forms in turns with each other and with cuDNN, in a run of their own, where that was recorded: at $D = 256$. So compare within this table. *FLASH* is ahead of cuDNN without a mask, and so of our Triton kernel. The causal block
-# mask it refuses, because its tile of 80 keys does not divide a block:
+# And its forms in turns with each other and with cuDNN, in a run of their own, forward: so compare within this table. *max-autotune* finds better tiles, mostly at $D = 256$. *FLASH* is another kernel, ahead of cuDNN on long texts and behind it on
+# short ones. At $D = 256$ it refuses the causal block mask, because its tile of 80 keys does not divide a block:
 
 # %%
 print("runs with other forms recorded:", len(industrial.having(runs, "flex")))

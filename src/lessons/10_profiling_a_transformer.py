@@ -841,7 +841,7 @@ display(lm.exchanged_table(model_data))
 # %% [markdown]
 # Above 1, ours is faster. The last column is the same step as one CUDA graph, in which the GPU never waits for Python. Where the two columns differ, Python is what is measured.
 #
-# So *attention and RoPE*, launched by Python, are level with SDPA in the first table and well behind it here: this is another run, in which Python took longer (even eager's step of the small model, 51 ms in place of 43; why, the record does not say).
+# So *attention and RoPE*, launched by Python, are behind SDPA in three sizes of four, and attention alone in all. How far depends on the run, since it depends on how fast Python was: an earlier one had 0.76 to 0.88 where this one has 0.85 to 1.01.
 # As a graph the step gains a tenth, all of it by RoPE. Look at float32 too:
 
 # %%
@@ -899,11 +899,11 @@ for size in SIZES:
             print(f"{size}, {words}: the fastest is {name}{', compiled' if how else ''}, {took:.1f} ms")
 
 # %% [markdown]
-# A first run had *compiled eager* as the fastest medium row launched by Python, with all its scores in memory. How can that be? `replaced` says that no fused attention was put in its place. But the compiler sees through eager attention: it fuses mask, scale and softmax,
-# and launches what is left from a few lines of its own. A fused attention is a closed operator to it, which is called as before, with all that the host does for it, in each layer and pass.
+# Launched by Python, *compiled eager* is ahead of *compiled flash*, with all its scores in memory; in a first run it was the fastest row of all. How can that be? `replaced` says that no fused attention was put in its place. But the compiler sees through
+# eager attention: it fuses mask, scale and softmax, and launches what is left from a few lines of its own. Our attention is a closed operator to it, which is called as before, with all that the host does for it, in each layer and pass.
 
 # %% [markdown]
-# That is a mechanism, and no proof. The two lines per size above are the test: if another row leads as soon as nobody waits for Python, then launches decided it, not kernels.
+# That is a mechanism, and no proof. The columns *its graph* are the test, where nobody waits for Python: there compiled eager is last of the three, and ours level with SDPA. So launches decided it, not kernels.
 #
 # And what would a missing warm-up have said?
 

@@ -273,7 +273,12 @@ class Questions:
                     text = f"{statistics.median(v):.2f} times that of {peer} (slower at"
                     said.setdefault(which, []).append(f"{text} {share(sum(x < 1 for x in v), len(v))} shapes)")
         parts = "; ".join(some(f"{which} it is {listed(x)}" for which, x in said.items()))
-        return f"**In short**, the speed of our Triton kernels at the median shape: {parts}."
+        best = [row["FlexAttention"].get("name") for row in self.one_pass("forward").values() if "FlexAttention" in row]
+        flash = share(sum(name == "FlexAttention, FLASH" for name in best), len(best))
+        return (
+            f"**In short**, the speed of our Triton kernels at the median shape: {parts}. FlexAttention is taken at "
+            f"its best: forward, at {flash} shapes, that is its backend FLASH, the kernel of FlashAttention-4."
+        )
 
     def one_head(self) -> list[tuple[str, list[str]]]:
         """Of the shapes of published/triton_vs_torch.csv: dtype, and in which pass eager PyTorch is faster."""
