@@ -32,11 +32,6 @@ import re
 
 import matplotlib.pyplot as plt
 import torch
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait,
-)
 
 from flashlab import runtime
 from flashlab.attention import gluon_forward
@@ -45,6 +40,11 @@ from flashlab.bench import industrial
 from flashlab.check import verify
 from flashlab.figures import curves, fragments, show, timelines
 from flashlab.triton_tools.compile_report import compile_report, compile_reports
+from triton.experimental import gluon  # after flashlab, which decides whether kernels are interpreted here
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait,
+)
 
 show.style()
 runs = industrial.recorded()
