@@ -122,7 +122,7 @@ def test_the_example_of_the_docstring():
     assert pager.append([first], [6]) == []
     second = pager.fork(first)
     assert pager.pages(first) == pager.pages(second) == (0, 1) and pager.references[:2] == [2, 2]
-    assert pager.append([second], [1]) == [(1, 2)]
+    assert pager.append([second], [0]) == [] and pager.append([second], [1]) == [(1, 2)]
     assert pager.pages(second) == (0, 2) and pager.references[:3] == [2, 1, 1]
     assert pager.append([first], [1]) == []  # page 1 is its own now
     pager.free(first)

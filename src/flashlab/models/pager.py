@@ -1,7 +1,7 @@
 """A pager: which pages of a pool hold the tokens of which sequence. It keeps numbers alone, no K and no V.
 
 A cache that is one piece of memory per sequence reserves for the longest text that may come. A pager cuts the memory
-into pages of a few tokens. A sequence takes a page when its last one is full, so less than a page per sequence is unused.
+into pages of a few tokens. A sequence takes a page when its last one is full: less than a page of each is unused.
 
     sequence 0, 6 tokens   pages 0, 1          page of 4 tokens: [0 1 2 3] [4 5 . .]
     sequence 1, a fork     pages 0, 1          the same pages: two sequences refer to each
@@ -28,7 +28,13 @@ class OutOfPages(RuntimeError):
 
 
 def pages_for(tokens: int, page_size: int) -> int:
-    """How many pages so many tokens fill, the last one perhaps in part."""
+    """How many pages so many tokens fill, the last one perhaps in part.
+
+    Raises:
+        ValueError: a page size below 1.
+    """
+    if page_size < 1:
+        raise ValueError(f"page_size is {page_size}; a page has at least 1 token")
     return -(-tokens // page_size)
 
 
