@@ -112,7 +112,7 @@ class Paged(RuleBasedStateMachine):
         assert not hasattr(self, "pager") or self.pager.free_pages == self.pages
 
 
-Paged.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+Paged.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestAgainstADictOfLists = Paged.TestCase
 
 

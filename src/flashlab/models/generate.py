@@ -39,7 +39,7 @@ def step(model: LanguageModel, tokens: torch.Tensor, cache: StaticCache) -> torc
         [batch, vocabulary].
     """
     batch, new = tokens.shape
-    at = cache.positions(new).clamp(min=0).flatten()
+    at = cache.positions(new).flatten()  # below 0 for what fills up, and counts from the end: any angle will do
     cos, sin = model.cos[at], model.sin[at]  # [batch * new, head_dim / 2]
     x = model.embedding(tokens)
     for layer, block in enumerate(cast(list[Block], model.blocks)):
