@@ -1,0 +1,151 @@
+"""Writing with a language model: one token after the other, with a cache of keys and values or without.
+
+Without a cache each new token costs a pass over the whole text. With one it costs a pass over one token: its query
+attends to the keys and values of all tokens before it, which are kept (`flashlab.models.caches`).
+
+    prefill    all tokens of the prompts in one step
+    decode     the last token of each sequence in every further step
+
+Prompts may differ in length. Then shorter ones are filled up in front, so that the last row of each is its last token;
+what fills them up is written nowhere, and no query sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+
+from flashlab.attention.inputs import one_of
+from flashlab.models.caches import CACHES, DenseCache, PagedCache, StaticCache, attend
+from flashlab.models.language_model import Block, LanguageModel
+from flashlab.models.pager import pages_for
+from flashlab.models.rope import fused_rope, rope
+
+__all__ = ["generate", "step"]
+
+
+def step(model: LanguageModel, tokens: torch.Tensor, cache: StaticCache) -> torch.Tensor:
+    """Scores of the token that comes after each sequence; K and V of `tokens` are written to the cache.
+
+    Reserve first: `cache.reserve(counts)`. A step of a static or a paged cache reads nothing on the host, so it may be
+    captured in a CUDA graph where all counts are equal.
+
+    Args:
+        tokens: [batch, new], int64: the last `new` tokens of each sequence. Where fewer have been reserved for it, its
+            first entries count for nothing.
+    Returns:
+        [batch, vocabulary].
+    """
+    batch, new = tokens.shape
+    at = cache.positions(new).flatten()  # below 0 for what fills up, and counts from the end: any angle will do
+    cos, sin = model.cos[at], model.sin[at]  # [batch * new, head_dim / 2]
+    x = model.embedding(tokens)
+    for layer, block in enumerate(cast(list[Block], model.blocks)):
+        h, inner = block.attention_norm(x), block.attention
+        q, k, v = (  # [1, heads, batch * new, head_dim]: every row has its own angle
+            project(h).view(1, batch * new, -1, inner.head_dim).transpose(1, 2)
+            for project in (inner.to_q, inner.to_k, inner.to_v)
+        )
+        q, k = fused_rope(q, k, cos, sin) if model.config.fused_rope else (rope(q, cos, sin), rope(k, cos, sin))
+        q, k, v = (y[0].unflatten(1, (batch, new)).transpose(0, 1) for y in (q, k, v))  # [batch, heads, new, head_dim]
+        cache.write(layer, k, v)
+        o = attend(q, *cache.read(layer))
+        x = x + inner.out(o.transpose(1, 2).flatten(2))
+        x = x + block.mlp(block.mlp_norm(x))
+    return model.head(model.norm(x[:, -1]))
+
+
+@torch.no_grad()
+def generate(
+    model: LanguageModel, prompts: Sequence[torch.Tensor] | torch.Tensor, new_tokens: int, *,
+    cache: str | StaticCache | None = "static", page_size: int = 16,
+    temperature: float = 0.0, generator: torch.Generator | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Write `new_tokens` tokens behind each prompt.
+
+    Args:
+        prompts: [batch, seq_len], or one [seq_len] for each sequence, int64, on the model's device.
+        cache: "dense", "static", "paged"; None computes the whole text again for every token; or a cache of your own
+            (an empty one, or one with the tokens before the prompts).
+        page_size: tokens per page of a paged cache.
+        temperature: scores are divided by it before a token is drawn; 0 takes the likeliest.
+        generator: draws the tokens, on the model's device; PyTorch's own unless given.
+    Returns:
+        [batch, new_tokens], int64: the new tokens alone.
+    Raises:
+        ValueError: no prompt, an empty one, more tokens than the model has positions, another cache, a temperature
+            below 0. flashlab.models.pager.OutOfPages: the pool of a cache of your own is too small.
+    """
+    prompts = list(prompts)
+    lengths = [len(prompt) for prompt in prompts]
+    if not prompts or min(lengths) < 1 or new_tokens < 0:
+        raise ValueError(
+            f"the prompts have {lengths} tokens and new_tokens is {new_tokens}; there must be a prompt, each with a "
+            "token at least, and no fewer than 0 new ones"
+        )
+    if not temperature >= 0:
+        raise ValueError(f"temperature is {temperature}; it must be at least 0, which takes the likeliest token")
+    before = cache.tokens if isinstance(cache, StaticCache) else [0] * len(prompts)
+    longest = max(map(sum, zip(before, lengths, strict=False)), default=0)
+    most = longest + new_tokens - 1  # the last token is not read again
+    if most > model.config.positions:
+        raise ValueError(
+            f"{longest} tokens and {new_tokens} new ones, the last of which is not read, need {most} positions; "
+            f"this model has {model.config.positions}"
+        )
+    kept = _cache_of(model, cache, lengths, new_tokens, page_size)
+    written: list[torch.Tensor] = []
+    for _ in range(new_tokens):
+        if kept is None:
+            scores = _without_cache(model, prompts, written)
+        elif not written:
+            kept.reserve(lengths)
+            scores = step(model, _filled_up(prompts), kept)
+        else:
+            kept.reserve([1] * len(prompts))
+            scores = step(model, written[-1][:, None], kept)
+        written.append(_choose(scores, temperature, generator))
+    return torch.stack(written, 1) if written else prompts[0].new_empty(len(prompts), 0)
+
+
+def _cache_of(
+    model: LanguageModel, cache: str | StaticCache | None, lengths: Sequence[int], new_tokens: int, page_size: int
+) -> StaticCache | None:
+    """The cache that is asked for, with room for all tokens that are read."""
+    if cache is None or isinstance(cache, StaticCache):
+        return cache
+    config, batch = model.config, len(lengths)
+    dtype, device = model.head.weight.dtype, model.head.weight.device
+    totals = [length + new_tokens - 1 for length in lengths]
+    if cache == "dense":
+        return DenseCache(config, batch, dtype=dtype, device=device)
+    if cache == "static":
+        return StaticCache(config, batch, max(totals), dtype=dtype, device=device)
+    if cache == "paged":
+        pages = sum(pages_for(total, page_size) for total in totals)
+        most = max(totals)
+        return PagedCache(config, batch, max(1, pages), page_size, capacity=most, dtype=dtype, device=device)
+    raise ValueError(f"cache is {cache!r}; it must be {one_of([*map(repr, CACHES), 'None'])}, or a cache")
+
+
+def _without_cache(
+    model: LanguageModel, prompts: Sequence[torch.Tensor], written: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Scores [batch, vocabulary] from the whole text of each sequence, one after the other."""
+    texts = [torch.cat([prompt, *(tokens[b : b + 1] for tokens in written)]) for b, prompt in enumerate(prompts)]
+    return torch.cat([model(text[None])[:, -1] for text in texts])
+
+
+def _filled_up(prompts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[batch, longest]: each prompt at the end of its row, with token 0 in front."""
+    longest = max(len(prompt) for prompt in prompts)
+    return torch.stack([torch.nn.functional.pad(prompt, (longest - len(prompt), 0)) for prompt in prompts])
+
+
+def _choose(scores: torch.Tensor, temperature: float, generator: torch.Generator | None) -> torch.Tensor:
+    """[batch], int64: the likeliest token, or one that is drawn."""
+    if temperature == 0:
+        return scores.argmax(-1)
+    return torch.multinomial(torch.softmax(scores.float() / temperature, -1), 1, generator=generator)[:, 0]

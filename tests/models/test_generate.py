@@ -1,0 +1,303 @@
+"""Writing with three caches and with none: the same tokens from all; and what a cache reserves, formula and count."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flashlab import runtime
+from flashlab.attention import reference
+from flashlab.models import caches
+from flashlab.models.caches import CACHES, DenseCache, PagedCache, StaticCache, attend, cache_memory
+from flashlab.models.generate import generate, step
+from flashlab.models.language_model import Config, LanguageModel
+from flashlab.models.pager import OutOfPages
+
+DEVICE = runtime.device()
+SHAPE = Config(width=48, depth=2, heads=6, kv_heads=2, vocabulary=40, positions=64, tied=False)
+
+
+def build(dtype=torch.float32, **changes):
+    """Weights eight times as large as a model starts with: scores differ, and a token depends on all before it."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = LanguageModel(Config(**vars(SHAPE) | changes))
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(8 if weight.ndim == 2 else 1)
+    return model.to(DEVICE, dtype)
+
+
+def prompts(*lengths, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(SHAPE.vocabulary, (n,), generator=generator).to(DEVICE) for n in lengths]
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def all_caches(batch, pages=64, page_size=4, capacity=40):
+    return {
+        "dense": DenseCache(SHAPE, batch, device=DEVICE),
+        "static": StaticCache(SHAPE, batch, capacity, device=DEVICE),
+        "paged": PagedCache(SHAPE, batch, pages, page_size, capacity=capacity, device=DEVICE),
+    }
+
+
+# ---- attention over a cache
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("new", [1, 3])
+def test_attention_over_a_cache_is_the_formula_for_each_sequence(new, paged):
+    lengths, page, heads, kv_heads, dim = [0, 1, 4, 5, 11], 4, 6, 2, 8
+    q, k, v = draw(5, heads, new, dim), draw(5, kv_heads, 12, dim, seed=1), draw(5, kv_heads, 12, dim, seed=2)
+    kept, table = [], None
+    for x in (k, v):
+        x = x.clone()
+        for b, length in enumerate(lengths):
+            x[b, :, length:] = torch.nan  # what is behind the length must not be read
+        kept.append(x)
+    if paged:  # the pages in another order, page 0 is nobody's
+        order = torch.randperm(15, generator=torch.Generator().manual_seed(3)).to(DEVICE) + 1
+        table = torch.where(
+            torch.arange(3, device=DEVICE) * page < torch.tensor(lengths, device=DEVICE)[:, None], order.view(5, 3), -1
+        ).int()  # fmt: skip
+        pools = []
+        for x in kept:
+            pool = x.new_full((16, kv_heads, page, dim), torch.nan)
+            pool[order] = x.unflatten(2, (3, page)).transpose(1, 2).flatten(0, 1)
+            pools.append(pool)
+        kept = pools
+    o = attend(q, *kept, torch.tensor(lengths, dtype=torch.int32, device=DEVICE), table)
+    for b, length in enumerate(lengths):
+        want, _ = reference.attention(q[b : b + 1], k[b : b + 1, :, :length], v[b : b + 1, :, :length], causal=True)
+        torch.testing.assert_close(o[b : b + 1].double(), want, rtol=1e-5, atol=1e-5)
+    assert not o[0].any()
+
+
+# ---- the same tokens
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, dict(kv_heads=6, attention="sdpa"), dict(kv_heads=1, attention="flash")], ids=str
+)
+def test_the_same_tokens_with_every_cache_and_without(changes):
+    model, texts = build(**changes), prompts(5, 1, 9, seed=2)
+    want = generate(model, texts, 12, cache=None)
+    assert want.shape == (3, 12) and want.dtype == torch.int64 and len(want.unique()) > 12
+    # The likeliest token is so by more than rounding: else equal tokens would be luck.
+    for b, text in enumerate(texts):
+        scores = model(torch.cat([text, want[b, :-1]])[None])[0, len(text) - 1 :]
+        first, second = scores.topk(2).values.T
+        assert (first - second).min() > 1e-3 and torch.equal(scores.argmax(-1), want[b])
+    for cache in CACHES:
+        assert torch.equal(generate(model, texts, 12, cache=cache), want), cache
+    for page_size in (1, 2, 7, 256):
+        assert torch.equal(generate(model, texts, 12, cache="paged", page_size=page_size), want), page_size
+    alone = [generate(model, [text], 12) for text in texts]
+    assert torch.equal(torch.cat(alone), want)  # no text depends on those beside it
+
+
+@pytest.mark.parametrize("dtype, fused", [(torch.float64, False), (torch.bfloat16, False), (torch.float32, True)])
+def test_a_model_of_another_dtype_and_with_the_fused_rope(dtype, fused):
+    model, text = build(dtype, fused_rope=fused), torch.stack(prompts(6, 6))
+    tokens = [generate(model, text, 6, cache=cache) for cache in CACHES]
+    assert torch.equal(tokens[0], tokens[1]) and torch.equal(tokens[0], tokens[2])
+    if dtype != torch.bfloat16:  # which rounds where a cache does not
+        assert torch.equal(tokens[0], generate(model, text, 6, cache=None))
+
+
+def test_drawn_tokens_depend_on_the_generator_alone():
+    def write(cache, seed=1, temperature=1.0, new=8):
+        generator = torch.Generator(DEVICE).manual_seed(seed)
+        return generate(model, texts, new, cache=cache, temperature=temperature, generator=generator)
+
+    model, texts = build(), prompts(3, 8)
+    want = write(None)
+    for cache in CACHES:
+        assert torch.equal(write(cache), want)
+    assert not torch.equal(write("static", seed=2), want)
+    assert torch.equal(write("static", temperature=1e-4), generate(model, texts, 8))
+    often = [write("static", seed=seed, temperature=1e4, new=1)[0, 0].item() for seed in range(40)]
+    assert len(set(often)) > 15  # nearly every token is as likely as every other
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_step_takes_several_tokens_and_different_numbers_of_them(kind):
+    """As for a prefill in chunks, and for drafts: the scores are those of the whole text at its last token."""
+    model, texts, cache = build(), prompts(13, 6, 9), all_caches(3)[kind]
+    done = [0, 0, 0]
+    with torch.no_grad():
+        for counts in ((4, 0, 2), (5, 5, 5), (1, 1, 1), (3, 0, 1)):
+            pieces = [text[at : at + n] for text, at, n in zip(texts, done, counts, strict=True)]
+            new = max(counts)
+            tokens = torch.stack([torch.nn.functional.pad(piece, (new - len(piece), 0)) for piece in pieces])
+            cache.reserve(counts)
+            scores = step(model, tokens, cache)
+            done = [at + n for at, n in zip(done, counts, strict=True)]
+            assert cache.tokens == cache.lengths.tolist() == done
+            for b, text in enumerate(texts):
+                if counts[b]:
+                    want = model(text[None, : done[b]])[0, -1]
+                    torch.testing.assert_close(scores[b], want, rtol=1e-4, atol=1e-4)
+    assert done == [13, 6, 9]
+
+
+def test_forks_share_their_prompt_and_part_from_each_other():
+    model, (text,) = build(), prompts(10)
+    cache = PagedCache(SHAPE, 1, 9, 4, device=DEVICE)
+    (first,) = cache.sequences
+    with torch.no_grad():
+        cache.reserve([10])
+        step(model, text[None], cache)
+        cache.follow([first, cache.pager.fork(first), cache.pager.fork(first, 6)])
+        assert cache.pager.free_pages == 6  # three pages hold all of them
+        texts = [text, text, text[:6]]
+        for new in ([3, 4, 5], [6, 7, 8], [9, 9, 9]):
+            cache.reserve([1, 1, 1])
+            new = torch.tensor(new, device=DEVICE)
+            scores = step(model, new[:, None], cache)
+            texts = [torch.cat([old, token[None]]) for old, token in zip(texts, new, strict=True)]
+            want = torch.cat([model(x[None])[:, -1] for x in texts])
+            torch.testing.assert_close(scores, want, rtol=1e-4, atol=1e-4)
+    assert len({cache.pager.pages(s)[0] for s in cache.sequences}) == 1  # the first page is still shared
+    for sequence in cache.sequences:
+        cache.pager.free(sequence)
+    assert cache.pager.free_pages == 9
+
+
+class NothingIsReadOnTheHost(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert function.overloadpacket not in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero), function
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["static", "paged"])
+def test_a_step_reads_nothing_on_the_host_and_its_tensors_stay(kind):
+    """So that a CUDA graph can replay it."""
+    model, cache = build(), all_caches(2)[kind]
+    tokens = torch.stack(prompts(1, 1))
+    kept = [x for x in (*cache.k, *cache.v, cache.lengths, cache.page_table) if x is not None]
+    with torch.no_grad():
+        for _ in range(9):
+            cache.reserve([1, 1])
+            with NothingIsReadOnTheHost():
+                step(model, tokens, cache)
+    now = [x for x in (*cache.k, *cache.v, cache.lengths, cache.page_table) if x is not None]
+    assert all(a is b for a, b in zip(kept, now, strict=True)) and cache.lengths.tolist() == [9, 9]
+    with pytest.raises(AssertionError), NothingIsReadOnTheHost():
+        cache.lengths.tolist() and cache.lengths[0].item()
+
+
+def test_a_cache_of_ones_own_and_a_pool_that_ends():
+    model, texts = build(), prompts(5, 7)
+    cache = PagedCache(SHAPE, 2, 6, 4, device=DEVICE)
+    with pytest.raises(OutOfPages, match="2 tokens need 1 more page of 4 tokens, and 0 of 6 are free"):
+        generate(model, texts, 20, cache=cache)
+    assert cache.tokens == cache.lengths.tolist() == [10, 12]  # all that there was room for, and none more
+    cache.pager.free(cache.sequences[0])
+    cache.follow(cache.sequences[1:])
+    cache.reserve([3])  # the pages of the one that has ended
+    assert cache.tokens == [15] and cache.page_table.shape == (1, 16)
+    with pytest.raises(ValueError, match=r"counts is \[5, 7\]; each of the 1 sequences has one count"):
+        generate(model, texts, 1, cache=cache)
+    with pytest.raises(ValueError, match="17 tokens and 49 new ones, the last of which is not read, need 65 positions"):
+        generate(model, prompts(2), 49, cache=cache)
+    assert cache.tokens == [15]
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_writing_goes_on_in_a_cache_that_holds_tokens(kind):
+    model, (text,), cache = build(), prompts(9), all_caches(1)[kind]
+    begun = generate(model, [text], 5, cache=cache)[0]  # the last of them is not in the cache yet
+    on = generate(model, [begun[-1:]], 6, cache=cache)[0]
+    assert torch.equal(torch.cat([begun, on]), generate(model, [text], 11, cache=None)[0])
+
+
+def test_it_refuses():
+    model, texts = build(), prompts(5, 7)
+    for arguments, options, sentence in (
+        (
+            (texts, 59),
+            {},
+            "7 tokens and 59 new ones, the last of which is not read, need 65 positions; this model has 64",
+        ),
+        (([], 1), {}, r"the prompts have \[\] tokens and new_tokens is 1; there must be a prompt"),
+        ((prompts(0, 3), 1), {}, r"the prompts have \[0, 3\] tokens"),
+        ((texts, -1), {}, "new_tokens is -1"),
+        ((texts, 1), dict(temperature=-1.0), "temperature is -1.0; it must be at least 0"),
+        ((texts, 1), dict(temperature=float("nan")), "temperature is nan"),
+        (
+            (texts, 1),
+            dict(cache="Paged"),
+            "cache is 'Paged'; it must be 'dense', 'static', 'paged' or None, or a cache",
+        ),
+        ((texts, 1), dict(cache="paged", page_size=0), "page_size is 0"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            generate(model, *arguments, **options)
+    for cache in all_caches(2, capacity=6).values():
+        for counts in ([1], [1, -1]):
+            with pytest.raises(ValueError, match="each of the 2 sequences has one count of at least 0"):
+                cache.reserve(counts)
+        if not isinstance(cache, DenseCache):
+            with pytest.raises(ValueError, match="a sequence would have 7 tokens; this cache has room for 6"):
+                cache.reserve([7, 1])
+        assert cache.tokens == cache.lengths.tolist() == [0, 0]
+    assert generate(model, texts, 58).shape == (2, 58) and generate(model, texts, 0).shape == (2, 0)
+
+
+# ---- memory
+
+
+def test_what_is_reserved_is_what_the_tensors_hold():
+    lengths = [1, 30, 0, 16]
+    for kind, cache in all_caches(4).items():
+        cache.reserve(lengths)
+        for layer in range(SHAPE.depth):
+            cache.write(layer, draw(4, SHAPE.kv_heads, 30, 8), draw(4, SHAPE.kv_heads, 30, 8))
+        said = cache_memory(SHAPE, lengths, kind, capacity=40, page_size=4, itemsize=4)
+        there = sum(x.nbytes for x in (*cache.k, *cache.v))
+        if kind == "paged":
+            there = there * (64 - cache.pager.free_pages) // 64
+            assert said.table == cache.page_table.nbytes
+        assert (
+            said.reserved == there
+            and said.used == 47 * 2 * 2 * 2 * 8 * 4
+            and said.table == (160 if kind == "paged" else 0)
+        )
+
+
+def test_pages_waste_less_than_a_page_of_each_sequence():
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 1025, (64,), generator=generator).tolist()
+    shape = Config(width=256, depth=3, heads=8, kv_heads=2)
+    dense, static = (cache_memory(shape, lengths, kind) for kind in ("dense", "static"))
+    assert static.share <= dense.share < 0.6 and dense.table == static.table == 0
+    before = 1.0
+    for page_size in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+        paged = cache_memory(shape, lengths, "paged", page_size=page_size)
+        token = paged.used // sum(lengths)
+        waste = (paged.reserved - paged.used) // token
+        assert waste == sum(-length % page_size for length in lengths) <= len(lengths) * (page_size - 1)
+        assert paged.share <= before and paged.used == dense.used  # larger pages waste more, and have a smaller table
+        assert paged.table == 64 * (1024 // page_size) * 4
+        before = paged.share
+    assert cache_memory(shape, [], "dense") == (0, 0, 0) and cache_memory(shape, [0], "paged").share == 1.0
+
+
+def test_the_memory_of_a_cache_that_cannot_be():
+    for lengths, kind, options, sentence in (
+        ([1], "Dense", {}, "kind is 'Dense'; it must be 'dense', 'static' or 'paged'"),
+        (
+            [5],
+            "static",
+            dict(capacity=4),
+            "lengths go from 5 to 5; each is 0 to the capacity, 4",
+        ),
+        ([-1], "dense", {}, "lengths go from -1"),
+        ([1], "paged", dict(page_size=0), "page_size is 0"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            caches.cache_memory(SHAPE, lengths, kind, **options)
