@@ -1,5 +1,6 @@
 """Decoding over a cache: the kernels and their door, whole caches and pages, against float64; refusals, fakes."""
 
+import re
 from unittest import mock
 
 import pytest
@@ -185,7 +186,7 @@ def test_offsets_of_more_than_32_bits(axis):
     k_new, v_new = x.k[0][:, :, -1:], x.v[0][:, :, -1:]
     k_cache, v_cache = (torch.cat([y] * (3 - axis)) for y in (x.k[0], x.v[0]))
     k_cache[-1, :, -1] = v_cache[-1, :, -1] = NAN
-    table = None if axis else torch.tensor([[2]], device=DEVICE)
+    table = None if axis else torch.tensor([[2]], dtype=torch.int32, device=DEVICE)
     given = x.q, *far_apart((k_cache, v_cache), axis), x.lengths - 1, table
     x.expect(*flash_attention_with_cache(*given, k_new=k_new, v_new=v_new, backend="triton", return_lse=True))
 
@@ -211,9 +212,22 @@ def test_the_split_rule():
 def test_pages_do_not_cost_the_second_tile_in_flight():
     """Triton keeps one tile in flight where addresses are loaded in the same turn: the table is read a turn ahead."""
     launches = [decode.compile_arguments("decode", BF16, 128, page=page) for page in (None, 16, 64)]
-    whole, *paged = compile_reports(decode.decode_kernel, launches, targets=["sm_90"], num_stages=3)
+    whole, *paged = compile_reports(decode.decode_kernel, launches, targets=["sm_90"])
     for report in paged:
         assert report.ok and report.spill_bytes == 0 and report.shared_bytes >= whole.shared_bytes >= 2**16
+
+
+def test_the_last_to_arrive_sees_what_the_others_stored():
+    """Every thread's part is stored before the barrier, one thread counts behind it with release and acquire, and all
+    wait for what it found before any reads a part."""
+    launch = decode.compile_arguments("decode", BF16, 128, fused=True)
+    (report,) = compile_reports(decode.decode_kernel, [launch], targets=["sm_90"])
+    found = re.findall(r"st\.global|bar\.sync|atom\.global\.gpu\.acq_rel|ld\.global", report.ptx)
+    count = next(i for i, word in enumerate(found) if word.startswith("atom"))
+    before = found[:count][::-1]
+    assert before.index("bar.sync") < before.index("st.global")
+    after = found[count:]
+    assert after.index("bar.sync") < after.index("ld.global")
 
 
 @pytest.mark.parametrize("name, kernel", [("merge", decode.decode_merge_kernel), ("append", decode.append_kernel)])
@@ -266,6 +280,23 @@ def test_there_is_no_gradient_and_it_says_so():
     o = flash_attention_with_cache(x.q.requires_grad_(), *x.given[1:])
     with pytest.raises(NotImplementedError, match="flash_attention_with_cache has no gradient"):
         o.sum().backward()
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="a CUDA graph is recorded on a GPU")
+@pytest.mark.parametrize("fused", [False, True], ids=["two launches", "last to arrive"])
+def test_a_cuda_graph_replays_with_other_lengths(fused):
+    x = Sequences([200, 900], kv_heads=2, group=4, head_dim=64, dtype=BF16)
+    lengths = torch.ones_like(x.lengths)
+    given = *x.given[:3], lengths, x.table
+    decode.decode(*given, fused=fused, splits=8)  # compiled before it is recorded
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = decode.decode(*given, fused=fused, splits=8)
+    for _ in range(3):
+        lengths.copy_(x.lengths)
+        graph.replay()
+        x.expect(*found)
 
 
 # ---- refusals

@@ -283,7 +283,12 @@ _decode = operator(
 )  # fmt: skip
 
 
-@torch.library.custom_op("flashlab::append_to_cache", mutates_args=("k_cache", "v_cache"))
+@torch.library.custom_op(
+    "flashlab::append_to_cache",
+    mutates_args=("k_cache", "v_cache"),
+    schema="(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k_new, Tensor v_new, Tensor lengths, Tensor? page_table, "
+    "str backend) -> ()",
+)
 def _append(
     k_cache: torch.Tensor, v_cache: torch.Tensor, k_new: torch.Tensor, v_new: torch.Tensor, lengths: torch.Tensor,
     page_table: torch.Tensor | None, backend: str,
