@@ -41,7 +41,9 @@ class Sequences:
         if page is not None:
             width, rows = -(-longest // page) + spare, page
             pages = batch * width + 2
-            self.table = torch.randperm(pages, generator=g)[: batch * width].reshape(batch, width).to(DEVICE)
+            self.table = (
+                torch.randperm(pages, generator=g)[: batch * width].reshape(batch, width).to(DEVICE, torch.int32)
+            )
         shape = (pages, kv_heads, rows, head_dim)
         self.k_cache, self.v_cache = (torch.full(shape, NAN, dtype=dtype, device=DEVICE) for _ in "kv")
         for i, n in enumerate(lengths):
@@ -51,9 +53,11 @@ class Sequences:
                     self.table[i, -(-n // page) :] = -7  # a page that no key needs may be anything
 
     def write(self, cache, i, places, x):
-        for row, j in enumerate(places):
-            page, slot = (i, j) if self.table is None else (self.table[i, j // cache.shape[2]], j % cache.shape[2])
-            cache[page, :, slot] = x[0, :, row]
+        j = torch.tensor(places, dtype=torch.long, device=DEVICE)
+        page, slot = torch.full_like(j, i), j
+        if self.table is not None:
+            page, slot = self.table[i, j // cache.shape[2]].long(), j % cache.shape[2]
+        cache[page, :, slot] = x[0].transpose(0, 1)
 
     @property
     def given(self):
@@ -89,6 +93,12 @@ def test_a_group_and_its_queries_are_the_rows_of_one_tile(group, queries):
     """Also where they are more than a tile has, and where a sequence has fewer keys than queries."""
     x = Sequences([3, 50], kv_heads=1 if group > 3 else 2, group=group, queries=queries, page=5)
     x.expect(*decode.decode(*x.given, splits=2, tile=None if queries < 16 else SMALL))
+
+
+@pytest.mark.slow
+def test_a_long_sequence_and_the_rules_own_splits():
+    x = Sequences([65537, 12], group=1, kv_heads=1, head_dim=64, dtype=BF16)
+    x.expect(*decode.decode(*x.given))
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["two launches", "last to arrive"])
@@ -143,11 +153,11 @@ def test_new_keys_are_appended_in_place_and_seen(page, backend):
 
 @pytest.mark.parametrize("backend", CACHE_BACKENDS)
 def test_any_strides(backend):
-    """Pages as [pages, page, kv_heads, head_dim], columns apart, a table that lies by columns, 64-bit lengths."""
+    """Pages as [pages, page, kv_heads, head_dim], columns apart, a table that lies by columns, 64-bit numbers."""
     x = Sequences([9, 30], page=4)
     k = x.k_cache.transpose(1, 2).contiguous().transpose(1, 2)
     v = x.v_cache.mT.contiguous().mT
-    q, table = x.q.mT.contiguous().mT, x.table.mT.contiguous().mT
+    q, table = x.q.mT.contiguous().mT, x.table.long().mT.contiguous().mT
     lengths = torch.stack([x.lengths.long()] * 2, 1)[:, 0]
     x.expect(*flash_attention_with_cache(q, k, v, lengths, table, backend=backend, return_lse=True))
 

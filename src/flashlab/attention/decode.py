@@ -261,6 +261,7 @@ def append_kernel(
     tl.store(V_ptr + to_v[:, None] + d[None, :] * stride_vd, v, mask=mask)
 
 
+@functools.lru_cache(maxsize=1024)  # a model asks for the same ones in every layer and step
 def splits_for(pairs: int, keys: int, rows: int, block_n: int, itemsize: int, sms: int = SMS) -> int:
     """Into how many parts to split each sequence's keys: the number with the least time, counted in tiles.
 
