@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import flashlab
-from flashlab.attention import gluon_forward, schemes, triton_backward, triton_forward, triton_minimal
+from flashlab.attention import decode, gluon_forward, schemes, triton_backward, triton_forward, triton_minimal
 from flashlab.attention.tiles import Tile
 from flashlab.triton_tools.compile_report import TARGETS, compile_reports
 from flashlab.triton_tools.portable import is_gluon, jit_function
@@ -35,6 +35,11 @@ LAUNCHES = {
     "flashlab.attention.triton_backward.dq_kernel": [
         triton_backward.compile_arguments("dq", torch.float16, 32, Tile(32, 32, 4, 1))
     ],
+    "flashlab.attention.decode.decode_kernel": [
+        decode.compile_arguments("decode", torch.bfloat16, 128),
+        decode.compile_arguments("decode", torch.bfloat16, 64, page=128, fused=True, left=100, softcap=30.0),
+        decode.compile_arguments("decode", torch.float32, 128, page=None, splits=1),
+    ],
     **{
         f"flashlab.attention.gluon_forward.{step}_kernel": [gluon_forward.compile_arguments(step, torch.float16, 64)]
         for step in gluon_forward.KERNELS
@@ -52,6 +57,8 @@ LAUNCHES = {
 # Called by kernels, and compiled with them.
 DEVICE_FUNCTIONS = {
     "flashlab.attention.triton_backward.load_statistics",
+    "flashlab.attention.decode.page_of",
+    "flashlab.attention.decode.merge_row",
     "flashlab.models.rope.rotate_heads",
     *(
         f"flashlab.attention.triton_forward.{name}"
@@ -103,10 +110,12 @@ def kernels():
     return {name: value for name, value in found.items() if name.startswith(f"{jit_function(value).fn.__module__}.")}
 
 
-# No product of matrices in them; test_triton_backward.py, models/test_rope.py, distributed/test_ring.py compile them.
+# No product of matrices in them; test_triton_backward.py, test_decode.py, models/test_rope.py, distributed/test_ring.py
+# compile them.
 WITHOUT_TENSOR_CORES = {
     "flashlab.attention.triton_backward.delta_kernel", "flashlab.models.rope.rope_kernel",
-    "flashlab.distributed.parts.merge_kernel",
+    "flashlab.distributed.parts.merge_kernel", "flashlab.attention.decode.decode_merge_kernel",
+    "flashlab.attention.decode.append_kernel",
 }  # fmt: skip
 
 

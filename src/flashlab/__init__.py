@@ -1,6 +1,7 @@
 """FlashAttention, wall by wall: the solution modules that every notebook imports.
 
-`flashlab.flash_attention(q, k, v, causal=True)` is the one door for a model (flashlab.attention.door).
+`flashlab.flash_attention(q, k, v, causal=True)` is the one door for a model (flashlab.attention.door), and
+`flashlab.flash_attention_with_cache` that for a step of generation (flashlab.attention.cache_door).
 
 The rooms, in the order in which they may import each other (a later one an earlier one, never the reverse):
 
@@ -41,18 +42,19 @@ else:
             _repairs.install_repairs()
 
 if _TYPE_CHECKING:
+    from flashlab.attention.cache_door import flash_attention_with_cache
     from flashlab.attention.door import choose_backend, flash_attention
 
 __version__ = "0.1.0"
-__all__ = ["choose_backend", "flash_attention", "runtime"]
+__all__ = ["choose_backend", "flash_attention", "flash_attention_with_cache", "runtime"]
 
 
 def __getattr__(name: str):
     """The door and its backends are imported when they are first asked for: `import flashlab` stays quick."""
-    if name not in ("choose_backend", "flash_attention"):
+    if name not in __all__[:-1]:
         raise AttributeError(f"module 'flashlab' has no attribute {name!r}")
-    from flashlab.attention import door
+    from flashlab.attention import cache_door, door
     from flashlab.cuda import operators  # noqa: F401  (registers the CUDA series as backends)
 
-    globals().update(choose_backend=door.choose_backend, flash_attention=door.flash_attention)
+    globals().update({n: getattr(cache_door if n == "flash_attention_with_cache" else door, n) for n in __all__[:-1]})
     return globals()[name]

@@ -14,6 +14,8 @@ gluon_forward       phase 11b: phase 4's loop in Gluon, with Hopper's own instru
 simulation_backward phase 5: the backward pass in plain PyTorch
 triton_backward     phase 5: its kernels
 blockwise           on a CPU outside of a lesson: PyTorch's own products, a block of queries at a time
+decode              phase 12: a few queries over a long cache, whole or in pages, as Triton kernels
 backends, door      what implementations there are, and `flash_attention`, the one door to them
+cache_door          the door for a step of generation, `flash_attention_with_cache`
 transformers_door   the door as an attention implementation of Hugging Face transformers
 """

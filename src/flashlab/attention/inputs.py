@@ -40,6 +40,7 @@ def check_qkv(
     aligned: bool = False,
     on_gpu: bool = False,
     no_grad: bool = False,
+    paged: bool = False,
     names: tuple[str, str, str] = ("q", "k", "v"),
 ) -> None:
     """Raise, in a sentence that says what to do, unless q, k and v are inputs of one attention.
@@ -54,6 +55,7 @@ def check_qkv(
         aligned: rows must be contiguous and start on 16 bytes, as copies of 16 bytes need it.
         on_gpu: they must be on a GPU, because the kernel is compiled for it; else on any device, one for all three.
         no_grad: none may want a derivative, because a kernel's result has none.
+        paged: the first dimension of k and v counts pages, and says nothing of the batch.
         names: what the caller calls them.
     Raises:
         TypeError: something that is no tensor, or a layout or dtype that is not taken. ValueError: everything else.
@@ -78,14 +80,15 @@ def check_qkv(
     if aligned:
         for name, x in tensors.items():
             _check_rows(name, x)
-    _check_sizes(names, q, k, v, keys_needed, same_v)
+    _check_sizes(names, q, k, v, keys_needed, same_v, paged)
     if head_dims is not None and q.shape[-1] not in head_dims:
         _refuse_head_dim(q.shape[-1], head_dims)
 
 
 def _check_sizes(
-    names: tuple[str, str, str], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys_needed: bool, same_v: bool
-) -> None:
+    names: tuple[str, str, str], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys_needed: bool, same_v: bool,
+    paged: bool,
+) -> None:  # fmt: skip
     """Raise unless the sizes of q, k and v go together; see `check_qkv`."""
     name_q, name_k, name_v = names
     if q.shape[-1] != k.shape[-1]:
@@ -94,7 +97,7 @@ def _check_sizes(
     if same_v and k.shape != v.shape:
         raise ValueError(f"{name_k} is {list(k.shape)} and {name_v} is {list(v.shape)}; they must have one shape")
     if q.ndim == 4:
-        if not q.shape[0] == k.shape[0] == v.shape[0]:
+        if not paged and not q.shape[0] == k.shape[0] == v.shape[0]:
             sizes = ", ".join(f"{name} has {x.shape[0]}" for name, x in zip(names, (q, k, v), strict=True))
             raise ValueError(f"one batch size for all three, please: {sizes}")
         heads, kv_heads = q.shape[1], k.shape[1]
