@@ -72,7 +72,8 @@ def hints() -> dict[str, tuple[int, list[str]]]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             called = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
             told = {k.arg: k.value for k in node.keywords} if isinstance(node, ast.Call) else {}
-            if called in ("exercise", "rule", "tensor_rule") and "minutes" in told:  # not a further function of one
+            # A further function of one exercise has no minutes.
+            if called in ("exercise", "rule", "tensor_rule", "kernel_rule") and "minutes" in told:
                 values = (ast.literal_eval(node.args[0]), *(ast.literal_eval(told[x]) for x in ("minutes", "hints")))
                 found[values[0]] = values[1:]
     return found
@@ -319,9 +320,13 @@ class Site:
             for kind in ("exercises", "solutions")
         )
         cells = []
-        ids = iter(
-            sorted((i for i in self.hints if i.split(".")[0] == str(phase.number)), key=lambda i: int(i.split(".")[1]))
+        checks = ("".join(cell["source"]) for cell in blank["cells"] if "check" in cell["metadata"].get("tags", []))
+        in_order = list(
+            dict.fromkeys(id for text in checks for id in re.findall(r'^check\("([^"]+)"', text, re.MULTILINE))
         )
+        own = {id for id in self.hints if id.split(".")[0] == str(phase.number)}
+        assert own == set(in_order), f"{phase.name}: not the exercises that flashlab.exercises has"
+        ids = iter(in_order)
         for cell, answer in zip(blank["cells"], solved["cells"], strict=True):
             tags = cell["metadata"].get("tags", [])
             cells.append(answer if "check" in tags else cell)  # a check says what it says to the solution

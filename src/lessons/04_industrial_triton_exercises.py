@@ -435,7 +435,7 @@ check("4.12", prefix_attention)
 # *Core · 30 min*
 #
 # DeepSeek's models multiply Q and K of 192 columns, and V of 128. Begin with your kernel of 4.12, without the prefix: causal or not. Q and K have
-# `head_dim` columns, V and O have `value_dim`, and neither is a power of two. Both are at most 128.
+# `head_dim` columns, V and O have `value_dim`, and neither need be a power of two. The check takes both up to 128.
 
 # %% tags=["exercise"]
 # BEGIN STARTER

@@ -565,7 +565,7 @@ print("right, and the pairs of each rank:", pairs)
 assert len(set(pairs)) == 1
 
 # %% [markdown]
-# The price: one launch per document and step, and each length has to divide by $2W$. Otherwise it is said, on every rank:
+# The price: one launch per document and step, and each length has to be a multiple of $2W$. Otherwise it is said, on every rank:
 
 # %%
 try:
@@ -616,8 +616,8 @@ except RanksFailed as failed:
 # %% [markdown]
 # ## 12 · What precision does
 #
-# A kernel of phase 4 returns o in bf16. In a ring there are $W$ such parts per row. Each rounding adds its error. Worse: a state that is
-# kept in bf16 is rounded after *every* merge, so its error grows with the ranks.
+# A kernel of phase 4 returns o in bf16. In a ring there are $W$ such parts per row. Each is rounded once, and their errors average out. A state that is
+# kept in bf16 is worse off: it is rounded after *every* merge, so its error grows with the ranks.
 
 # %%
 x = [torch.randn(1, 2, 2048, 64, generator=generator).bfloat16() for _ in range(3)]
@@ -740,7 +740,7 @@ for data in found:
 # ## Summary, and what is left to explore
 #
 # - Parts over different keys merge, whoever computed them. That is all that ring attention needs.
-# - It sends what an all-gather sends, and holds two shards in place of all.
+# - It sends what an all-gather sends, and holds two shards of K and V at a time in place of all.
 # - From some tokens per rank on, sending is hidden, on any number of ranks.
 # - Causal work has to be dealt out: contiguous pieces idle half of the ranks, zigzag none.
 # - Backward, dK and dV travel with their keys, in float32, and one step further.

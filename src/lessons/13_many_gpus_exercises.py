@@ -9,7 +9,7 @@
 # %% [markdown]
 # # Phase 13 · Many GPUs: exercises
 #
-# Fill in each cell that says `# YOUR CODE HERE`, run it, then run the check below it. A check that fails says in one
+# Fill in each cell that says `# YOUR CODE HERE`, or mend the one that is there, run it, then run the check below it. A check that fails says in one
 # sentence what is wrong. `hint("13.4")` gives the next hint, `progress()` shows where you are.
 #
 # **Time:** about three hours.
@@ -77,8 +77,8 @@ check("13.3", zigzag_block)
 # %% [markdown]
 # ## 13.4
 #
-# The lecture derived from how many tokens per rank on sending is hidden, without a mask. Now for a causal zigzag ring, and in whole tokens of
-# the *whole* sequence. Every step but the first is meant; the first has more work.
+# The lecture derived from how many tokens per rank on sending is hidden, without a mask. Now for a causal zigzag ring, in tokens of
+# the *whole* sequence, which zigzag cuts into $2W$ equal pieces: whole tokens each. Every step but the first is meant; the first has more work.
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_13: hiding_length
@@ -91,7 +91,7 @@ check("13.4", hiding_length)
 # ## 13.5
 #
 # The backward ring, all ranks at once. Sending to the next rank is `x.roll(1, 0)`: index 1 then has what index 0 had. Only that, and phase
-# 5's four lines.
+# 5's lines for dK and dV.
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_13: backward_ring
@@ -118,7 +118,7 @@ check("13.6", to_heads)
 # A ring's backward pass, the part that stays at home. It ran for months. Losses went down, if slowly; the forward pass was compared with one
 # GPU to the last digit. Then somebody compared gradients.
 #
-# The check shows the symptoms, and no cause, until you change the code. **With how many ranks is it right?**
+# The check shows the symptoms, and no cause, until you change the code. Ask yourself first: **with how many ranks is it right?**
 
 # %% tags=["exercise"]
 # BEGIN STARTER

@@ -48,6 +48,7 @@ def run(
             raise ValueError(f"there are {world} ranks, and an argument has {len(argument)} elements: one per rank")
     store, results, errors = dist.HashStore(), [None] * world, dict[int, BaseException]()
     links: list[Link | None] = [None] * world
+    all_connected = threading.Barrier(world)
 
     def connected(name: str, rank: int, size: int) -> Any:
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -62,11 +63,14 @@ def run(
                 trace, timeout,
             )  # fmt: skip
             links[rank] = link  # until all have ended: what it sent last may still be on its way
+            all_connected.wait(timeout)  # gloo writes to stderr where a rank is gone before others have connected
             results[rank] = function(link, *(argument[rank] for argument in of_ranks))
         except BaseException as error:  # SystemExit too: a rank that leaves
             errors[rank] = error
             if (mine := links[rank]) is not None:
                 mine.close()
+            else:
+                all_connected.abort()
 
     threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(world)]
     for thread in threads:

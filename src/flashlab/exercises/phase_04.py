@@ -268,8 +268,10 @@ def scores_kernel(
     offs_d = tl.arange(0, BLOCK_D)
     # BEGIN SOLUTION
     real = offs_d[None, :] < HEAD_DIM
-    q = tl.load(Q_ptr + offs_m[:, None] * stride_q + offs_d[None, :], mask=(offs_m[:, None] < M) & real, other=0.0)
-    k = tl.load(K_ptr + offs_n[:, None] * stride_k + offs_d[None, :], mask=(offs_n[:, None] < N) & real, other=0.0)
+    q_ptrs = Q_ptr + offs_m[:, None] * stride_q + offs_d[None, :]
+    k_ptrs = K_ptr + offs_n[:, None] * stride_k + offs_d[None, :]
+    q = tl.load(q_ptrs, mask=(offs_m[:, None] < M) & real, other=0.0)
+    k = tl.load(k_ptrs, mask=(offs_n[:, None] < N) & real, other=0.0)
     s = tl.dot(q, k.T)
     # END SOLUTION
     s_ptrs = S_ptr + offs_m[:, None] * N + offs_n[None, :]

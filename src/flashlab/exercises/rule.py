@@ -138,7 +138,8 @@ class Rule:
 
     def survivors(self) -> list[tuple[str, tuple[Any, ...] | None]]:
         """What the check does not tell from the right rule, and a drawn input that does, or None: the same there."""
-        return [(f"{c.slug}: {c.said}", input_) for c, input_ in self.index.survivors([*dict.fromkeys(self.drawn())])]
+        drawn = {repr(given): given for given in self.drawn()}.values()
+        return [(f"{c.slug}: {c.said}", input_) for c, input_ in self.index.survivors([*drawn])]
 
     # ---- a learner's answer
 
