@@ -740,7 +740,7 @@ for data in found:
 # ## Summary, and what is left to explore
 #
 # - Parts over different keys merge, whoever computed them. That is all that ring attention needs.
-# - It sends what an all-gather sends, and holds two shards of K and V at a time in place of all.
+# - It sends what an all-gather sends, and holds two shards of keys, not all.
 # - From some tokens per rank on, sending is hidden, on any number of ranks.
 # - Causal work has to be dealt out: contiguous pieces idle half of the ranks, zigzag none.
 # - Backward, dK and dV travel with their keys, in float32, and one step further.
