@@ -321,6 +321,10 @@ def test_every_hint_is_a_sentence():
         ("4.11", ("mask=offs_m < M, other=0.0", "mask=offs_m < M"), None),  # rows past M are stored by nobody
         ("4.11", ("o = torch.empty_like(q)", "o = torch.empty_like(q).transpose(1, 2)"), "wrong-shape"),
         ("4.11", ("    return o, lse", "    return o"), "wrong-type"),
+        *((id, ("*v.stride(), *o.stride(),", "*v.stride(), *q.stride(),"), "out-of-bounds")
+          for id in ("4.11", "4.12", "4.13")),
+        ("4.11", ("    batch, M, heads, head_dim = q.shape", "    batch, M, heads, head_dim = q.mul_(2).shape"),
+         "input-modified"),
         ("4.12", ("    for start_n in range(0, end, BLOCK_N):", "    for start_n in range(0, N, BLOCK_N):"),
          "causal-tiles-not-skipped"),
         ("4.12", ("seen = (offs_n.T < prefix) | (", "seen = (offs_n.T < 0) | ("), "wrong-value"),

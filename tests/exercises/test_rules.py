@@ -269,3 +269,12 @@ def test_where_it_is_right_is_said_only_where_it_always_is():
     inputs = [(n, m) for n in range(1, 5) for m in range(1, 5)]
     assert where_right(["n", "m"], inputs, [n == m for n, m in inputs]) == "n = m"
     assert where_right(["n", "m"], inputs, [n == m or n == 3 and m == 1 for n, m in inputs]) is None
+
+
+def test_two_changes_that_would_stand_in_each_other_are_no_pair():
+    def position(row, rank, n, world):
+        half = n // 2
+        piece = rank if row < half else 2 * world - 1 - rank
+        return piece * half + row % half, rank * n + row
+
+    assert str(told("13.1", position)).startswith("striped is ")

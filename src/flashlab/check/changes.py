@@ -199,7 +199,7 @@ class Text:
         try:
             with self.changed(*changes):
                 code = compile(ast.Module([self.tree], []), CHANGED, "exec")
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:  # two changes, each of which is put into the other
             raise SyntaxError(str(error)) from error
         steps = [0]
 

@@ -20,8 +20,8 @@ Attention = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 def _random(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
     """fp16, and no two neighbours in memory: strides that are not used show."""
     generator = torch.Generator().manual_seed(4)
-    drawn = [torch.randn(*shape[:-1], shape[-1] + 8, generator=generator) for shape in shapes]
-    return [x.to(runtime.device(), torch.float16)[..., :-8] * 0.5 for x in drawn]
+    drawn = [0.5 * torch.randn(*shape[:-1], shape[-1] + 8, generator=generator) for shape in shapes]
+    return [x.to(runtime.device(), torch.float16)[..., :-8] for x in drawn]
 
 
 def _formula(
@@ -42,8 +42,11 @@ def _watched(fn: Attention, case: str, **inputs: Any) -> tuple[torch.Tensor, tor
     __tracebackhide__ = True
     tensors = {name: x for name, x in inputs.items() if name in "qkv"}
     options = {name: x for name, x in inputs.items() if name not in "qkv"}
+    before = {name: x.clone() for name, x in tensors.items()}
     with in_bounds(case, **tensors) as traffic:
         result = fn(*tensors.values(), **options)
+    changed = [name for name, x in tensors.items() if not torch.equal(x, before[name])]
+    expect(not changed, f"the function changes its input {', '.join(changed)}", diagnosis="input-modified", case=case)
     expect(
         traffic is None or traffic.loads > 0,
         "no Triton kernel reads anything here: the work should be done in a kernel of yours",
@@ -98,7 +101,8 @@ def _(heads_attention: Attention) -> Report:
     _expect_both((o.transpose(1, 2), lse), want, case)
 
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None) -> Any:
-        o, lse = heads_attention(*(x.transpose(1, 2) for x in (q, k, v)), scale=scale)
+        with in_bounds(None, q=q, k=k, v=v):
+            o, lse = heads_attention(*(x.transpose(1, 2) for x in (q, k, v)), scale=scale)
         return o.transpose(1, 2).contiguous(), lse
 
     return verify(forward, gqa=True, max_seq=150)
@@ -124,7 +128,8 @@ def _(prefix_attention: Attention) -> Report:
         _expect_both(_watched(prefix_attention, case, q=q, k=k, v=v, prefix=prefix, scale=0.3), want, case)
 
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float | None = None) -> Any:
-        return prefix_attention(q, k, v, prefix=0 if causal else k.shape[2], scale=scale)
+        with in_bounds(None, q=q, k=k, v=v):
+            return prefix_attention(q, k, v, prefix=0 if causal else k.shape[2], scale=scale)
 
     report = verify(forward, causal=True, gqa=True, max_seq=150)
     if runtime.INTERPRETED:
@@ -165,4 +170,9 @@ def _(two_sizes_attention: Attention) -> Report:
         i, j = torch.arange(M)[:, None], torch.arange(N)[None, :]
         want = _formula(q, k, v, (j <= i + N - M) | torch.tensor(not causal), D**-0.5)
         _expect_both(_watched(two_sizes_attention, case, q=q, k=k, v=v, causal=causal), want, case)
-    return verify(two_sizes_attention, causal=True, gqa=True, head_dims=(64, 40), max_seq=150)
+
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float | None = None) -> Any:
+        with in_bounds(None, q=q, k=k, v=v):
+            return two_sizes_attention(q, k, v, causal=causal, scale=scale)
+
+    return verify(forward, causal=True, gqa=True, head_dims=(64, 40), max_seq=150)
