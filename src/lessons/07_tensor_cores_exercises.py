@@ -15,7 +15,14 @@
 # The CUDA answers are text in a Python string. Replace the line `// YOUR CODE HERE` in it, and leave the rest as it is.
 # The check builds the text for the emulator, so no GPU is needed: once fast, and once with every access to memory
 # watched.
-#
+
+# %%
+from flashlab.check.cuda_answer import region
+from flashlab.exercises import check, hint, progress
+from flashlab.figures import show
+from flashlab.kernels import path, step
+
+# %% [markdown]
 # As in the lecture, `g = lane / 4` and `t = lane % 4`. A kernel may use these functions of `ptx.cuh`:
 #
 # | function | what it does |
@@ -25,12 +32,6 @@
 # | `mma_m16n8k16<T>(c, a, b0, b1)` | c += A B, 16 × 8 += 16 × 16 · 16 × 8 |
 # | `mma_m16n8k8<T>(c, a, b0)` | c += A B, 16 × 8 += 16 × 8 · 8 × 8 |
 # | `pack<T>(low, high)` | two floats, rounded to 16 bits, in one register |
-
-# %%
-from flashlab.check.cuda_answer import region
-from flashlab.exercises import check, hint, progress
-from flashlab.figures import show
-from flashlab.kernels import path, step
 
 # %% [markdown]
 # ## 7.1

@@ -217,7 +217,7 @@ check("9.5", kernel)
 # is worked on. The check sets `STAGES = 3`, and the size of shared memory follows from it. What has to change is below: what is under way before the
 # loop and when Q may be read (`before_loop`), what each round waits for (`IN_FLIGHT`, as large as it may be, so that it waits for no tile but its own), and which tile it asks for.
 #
-# (Whether it pays is another question. Three stages of K and V at `head_dim` 128 take 112 KiB with Q, two take 80. By 9.2 an A100 then holds one block per SM for two, an H200 with its 228 KiB
+# (Whether it pays is another question. At `head_dim` 128 three stages take 112 KiB with Q, two take 80. By 9.2 an A100 then holds one block per SM in place of two, an H200
 # two as before, and an RTX 4090, which gives a block 99 KiB, none.)
 
 # %% tags=["exercise"]
