@@ -210,7 +210,7 @@ def failure(findings: Sequence[Finding], whole: Source, case: str | None = None)
     uninitialised, and a stage that is overwritten looks as if its copy had not been waited for; these are consequences
     of the race and not its cause. So are an arrival too many, of a tile that was not waited for, and an address out of
     bounds, of an index that was read from shared memory too early. Then the rest, in the order it was seen; last a
-    launch in another stream, which does no harm here. The finding is the first line; what may be behind it comes below.
+    launch in another stream, which does no harm here.
     """
 
     misread = any(f.kind in ("race", "uninitialised-shared") for f in findings)
@@ -225,20 +225,20 @@ def failure(findings: Sequence[Finding], whole: Source, case: str | None = None)
     sentence = whole.told(first)
     if first.kind == "uninitialised-shared":
         sentence += (
-            "\nIf another thread writes it, a barrier between the two is missing, or that thread has returned before"
+            "; if another thread writes it, a barrier between the two is missing, or that thread has returned before"
         )
     skipped = next((f for f in findings if f.kind == "exited-threads"), None)
     if first.kind in _RACES and skipped is not None:  # who has gone past a barrier races with those who wait in it
         at = re.search(r"\bline (\d+)", skipped.message)
         where = f" in {whole.place(int(at[1])).split(',')[0]}" if at else ""
         sentence += (
-            f"\nSome threads wait at the barrier{where} when others have ended: it may not stand in a branch that some "
+            f". Some threads wait at the barrier{where} when others have ended: it may not stand in a branch that some "
             "do not take"
         )
     own = "\n".join(whole.text.splitlines()[(whole.first or 1) - 1 : whole.last])
     if first.kind == "proxy-fence" and "fence_proxy_async" in blank_comments(own):
         sentence += (
-            "\nThe fence that there is does not order this store: a fence is for what its own thread has stored before "
+            ". The fence that there is does not order this store: a fence is for what its own thread has stored before "
             "it, or has been shown by a barrier before it. So each thread that stores fences after its last store, and "
             "then comes the barrier"
         )
