@@ -58,7 +58,6 @@ def compiled_unfused(
     """The operations of `unfused`, given to torch.compile for these shapes.
 
     Its compiler knows this pattern, and may put scaled_dot_product_attention in its place; `replaced` counts how often.
-    Its backward pass can be called again on the same graph: by default it would overwrite what was saved for it.
     """
     mask = _mask(q, k) if causal else None
     compiled = _compiled_unfused()
@@ -67,10 +66,8 @@ def compiled_unfused(
 
 @functools.cache
 def _compiled_unfused() -> Callable[..., torch.Tensor]:
-    import torch._functorch.config
-
     many_shapes()
-    torch._functorch.config.donated_buffer = False
+    backward_again()
     torch._functorch.config.enable_autograd_cache = False  # a graph that is found there is not counted in `replaced`
     return torch.compile(_unfused, **COMPILE)
 
@@ -81,6 +78,13 @@ def many_shapes() -> None:
 
     torch._dynamo.config.recompile_limit = 512
     torch._dynamo.config.accumulated_recompile_limit = 1024
+
+
+def backward_again() -> None:
+    """Let a compiled backward pass run again on the same graph: by default it overwrites what was saved for it."""
+    import torch._functorch.config
+
+    torch._functorch.config.donated_buffer = False
 
 
 def replaced() -> int:
@@ -125,4 +129,5 @@ def _compiled_flex(mode: str | None) -> Callable[..., torch.Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
     many_shapes()
+    backward_again()
     return torch.compile(flex_attention, mode=mode, **COMPILE)
