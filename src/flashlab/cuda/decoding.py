@@ -18,7 +18,6 @@ from flashlab.attention import decode as kernels
 from flashlab.attention.cache_door import append_reference
 from flashlab.attention.tiles import cdiv
 from flashlab.cuda.inline import CudaModule, load_inline
-from flashlab.cuda.toolchain import default_backend
 from flashlab.kernels.problem import ELEMENTS, Strides, rows_fit
 from flashlab.kernels.series import HALVES, step
 
@@ -43,12 +42,12 @@ class Cache(ctypes.Structure):
 
 @functools.cache
 def compiled(
-    name: str, head_dim: int, dtype: torch.dtype, backend: str | None = None, check: bool = False,
+    name: str, head_dim: int, dtype: torch.dtype, backend: str, check: bool = False,
     defines: tuple[tuple[str, int], ...] = (),
 ) -> CudaModule:  # fmt: skip
     """A step's source, compiled. backend, check: as in `load_inline`; defines: its other macros."""
     macros: dict[str, Any] = {"HEAD_DIM": head_dim, "ELEMENT": ELEMENTS[dtype], **dict(defines)}
-    return load_inline(step(name).path, backend=backend or default_backend(), check=check, defines=macros)
+    return load_inline(step(name).path, backend=backend, check=check, defines=macros)
 
 
 def decode(
@@ -85,7 +84,7 @@ def decode(
             raise ValueError(
                 f"{what} begins {x.data_ptr() % 16} bytes behind a 16-byte boundary: the kernel copies 16 bytes at once"
             )
-    built = compiled(name, head_dim, q.dtype, _backend_for(q, backend, check), check, defines)
+    built = compiled(name, head_dim, q.dtype, backend or backend_for(q, check), check, defines)
     if sms is None:
         sms = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else kernels.SMS
     q, o = (x if _fits(x) else x.clone(memory_format=torch.contiguous_format) for x in (q.resolve_neg(), out))
@@ -149,8 +148,9 @@ def _fits(x: torch.Tensor) -> bool:
     return rows_fit(x) and x.data_ptr() % 16 == 0
 
 
-def _backend_for(q: torch.Tensor, backend: str | None, check: bool) -> str | None:
-    return backend if backend or check or q.is_cuda else "emulator"
+def backend_for(q: torch.Tensor, check: bool = False) -> str:
+    """Of `load_inline`, for tensors like q."""
+    return "nvcc" if q.is_cuda and not check else "emulator"
 
 
 _COUNTERS: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
@@ -173,4 +173,4 @@ def counters_of(device: torch.device, count: int) -> torch.Tensor:
     return kept[-1]
 
 
-__all__ = ["Cache", "append", "compiled", "counters_of", "decode", "refusal"]
+__all__ = ["Cache", "append", "backend_for", "compiled", "counters_of", "decode", "refusal"]
