@@ -22,8 +22,8 @@ from flashlab.kernels.problem import ELEMENTS, Strides, rows_fit
 from flashlab.kernels.series import HALVES, step
 
 HEAD_DIMS = (64, 128, 256)
-ROWS, TILE, BLOCKS_PER_SM = 16, 16, 2
-"""Of the sources: rows of a block, keys of a tile, blocks that a multiprocessor has room for."""
+ROWS, TILE, PARTS_PER_SM = 16, 16, 8
+"""Of the sources: rows of a block, keys of a tile; two parts for each block that a multiprocessor may have room for."""
 
 
 class Cache(ctypes.Structure):
@@ -36,7 +36,7 @@ class Cache(ctypes.Structure):
         ("table_stride", ctypes.c_int64),
         *((name, ctypes.c_int) for name in ("batch", "kv_heads", "group", "queries", "page", "width", "more")),
         ("scale", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("splits", "blocks")),
+        *((name, ctypes.c_int) for name in ("splits", "sms")),
     ]  # fmt: skip
 
 
@@ -94,17 +94,17 @@ def decode(
         table = table.contiguous()
     group = heads // kv_heads
     row_blocks = cdiv(group * queries, ROWS)
-    blocks, pairs = BLOCKS_PER_SM * sms, batch * kv_heads * row_blocks
+    pairs = batch * kv_heads * row_blocks
     if pairs * cdiv(page * width, TILE) >= 2**31:
         raise ValueError(
             f"{batch} sequences of up to {page * width} keys are too many tiles for one launch: split them"
         )
     shapes = Cache(
         *[None] * 10, *(Strides(*x.stride()[:3]) for x in (q, k_cache, v_cache, o)),
-        0 if table is None else table.stride(0), batch, kv_heads, group, queries, page, width, new, scale, 1, blocks,
+        0 if table is None else table.stride(0), batch, kv_heads, group, queries, page, width, new, scale, 1, sms,
     )  # fmt: skip
-    part_o = torch.empty((2 * blocks, ROWS, head_dim), device=q.device)
-    part_lse = torch.empty((2 * blocks, ROWS), device=q.device)
+    part_o = torch.empty((PARTS_PER_SM * sms, ROWS, head_dim), device=q.device)
+    part_lse = torch.empty((PARTS_PER_SM * sms, ROWS), device=q.device)
     counters = counters_of(q.device, pairs)
     if built.backend == "emulator":
         launch = {"unwritten": ("o", "lse", "part_o", "part_lse"), **launch}
