@@ -296,7 +296,7 @@ WRONG = [
         dict(k_new=is_(NEW.expand(2, 2, 40, 16)), v_new=is_(NEW.expand(2, 2, 40, 16))),
         ValueError, "k_new has 40 keys per sequence, and there is room for 32: page_table is 2 pages wide",
     ),
-    (dict(backend=is_("cuda")), ValueError, "backend is 'cuda'; it must be auto, triton or reference"),
+    (dict(backend=is_("cuda")), ValueError, "backend is 'cuda'; it must be auto, triton, reference or p12_decode"),
     (dict(softcap=is_(-1.0)), ValueError, "softcap is -1.0"),
     (dict(scale=is_("1")), TypeError, "scale is '1'"),
     # What the elements say
@@ -322,4 +322,4 @@ def test_a_backend_says_what_it_does_not_take():
     with pytest.raises(ValueError, match="backend is 'triton', which does not take .* head_dim up to 256"):
         flash_attention_with_cache(*x.given, backend="triton")
     x.expect(*flash_attention_with_cache(*x.given, return_lse=True))
-    assert cache_door._choose(x.q, "auto") == "reference"
+    assert cache_door._choose(*x.given[:3], None, None, "auto") == "reference"

@@ -9,8 +9,10 @@ import pytest
 import torch
 from sequences import DEVICE, Sequences
 
-from flashlab.cuda import decoding
-from flashlab.kernels.series import DECODING
+from flashlab import flash_attention_with_cache
+from flashlab.cuda import decoding, load_inline
+from flashlab.kernels.problem import ELEMENTS
+from flashlab.kernels.series import DECODING, source
 
 FP16, BF16 = torch.float16, torch.bfloat16
 LAST = DECODING[-1].name
@@ -21,9 +23,8 @@ def run(x: Sequences, name=LAST, *, check=False, defines=(), **options):
     """o and lse of a step; in the emulator nothing may be found."""
     options = {"scale": x.q.shape[-1] ** -0.5} | options
     found = decoding.decode(*x.given, name=name, check=check, defines=defines, **options)
-    backend = None if DEVICE.type == "cuda" else "emulator"
-    report = decoding.compiled(name, x.q.shape[-1], x.q.dtype, backend, check, defines).report
-    assert report is None or not report.findings, report.findings[0]
+    built = decoding.compiled(name, x.q.shape[-1], x.q.dtype, decoding.backend_for(x.q, check), check, defines)
+    assert built.report is None or not built.report.findings, built.report.findings[0]
     return found
 
 
@@ -88,3 +89,95 @@ def test_a_cuda_graph_replays_with_other_lengths():
         graph.replay()
         torch.cuda.synchronize()
     x.expect(*found)
+
+
+# ---- a backend of the door -------------------------------------------------------------------------------------------
+
+
+def test_the_door_leads_to_it_with_layouts_and_new_keys():
+    """Pages as [pages, page, kv_heads, head_dim], a table that lies by columns, 64-bit numbers, q with rows apart."""
+    x = Sequences([9, 30, 0], page=4, head_dim=64, dtype=BF16, queries=2, spare=2)
+    k_cache, v_cache = (c.transpose(1, 2).contiguous().transpose(1, 2) for c in (x.k_cache, x.v_cache))
+    q, table = x.q.mT.contiguous().mT, x.table.clamp(min=0).long().mT.contiguous().mT
+    lengths = x.lengths.long()
+    o, lse = flash_attention_with_cache(q, k_cache, v_cache, lengths, table, backend=LAST, return_lse=True)
+    assert o.stride() == torch.empty_like(q).stride()
+    x.expect(o, lse)
+    unused = sorted(set(range(len(k_cache))) - set(x.table[x.table >= 0].tolist()))
+    for i, n in enumerate(x.lengths.tolist()):
+        if n % 4 == 0:
+            table[i, n // 4] = unused.pop()
+    new = [torch.randn(3, 2, 1, 64, generator=torch.Generator().manual_seed(1)).to(DEVICE, BF16) for _ in "kv"]
+    given = q, k_cache, v_cache, lengths, table
+    found = flash_attention_with_cache(*given, k_new=new[0], v_new=new[1], backend=LAST, return_lse=True)
+    for i in range(3):
+        x.k[i], x.v[i] = (torch.cat([a[i], b[i : i + 1]], 2) for a, b in ((x.k, new[0]), (x.v, new[1])))
+    x.expect(*found)
+
+
+def test_pytorch_finds_nothing_wrong_with_it():
+    x = Sequences([3, 18], head_dim=64, dtype=BF16)
+    x.table.clamp_(min=0)
+    options = 0.125, None, None, 0, LAST
+    torch.library.opcheck(torch.ops.flashlab.decode.default, (*x.given, *options), test_utils="test_faketensor")
+
+
+def test_nothing_at_all():
+    for x in (Sequences([0, 0], head_dim=64, dtype=BF16), Sequences([0], page=None, spare=-1, head_dim=64, dtype=BF16)):
+        o, lse = flash_attention_with_cache(*x.given, backend=LAST, return_lse=True)
+        assert (o == 0).all() and torch.isneginf(lse).all()
+        assert flash_attention_with_cache(x.q[:, :, :0], *x.given[1:], backend=LAST).numel() == 0
+
+
+def columns_apart(c):
+    return c.mT.contiguous().mT
+
+
+def beside(c):
+    return torch.cat([c, c], -1)[..., 1:65]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "change", "options", "said"),
+    [
+        ({"dtype": torch.float32}, None, {}, "float16 or bfloat16 .* q is torch.float32 with 64"),
+        ({"head_dim": 96}, None, {}, "a head_dim of 64, 128 or 256, and q is torch.bfloat16 with 96"),
+        ({}, None, {"window": 3}, "neither window nor softcap"),
+        ({}, None, {"softcap": 3.0}, "neither window nor softcap"),
+        ({}, columns_apart, {}, "k_cache has strides .* rows must be contiguous"),
+        ({}, beside, {}, "k_cache begins 2 bytes behind a 16-byte boundary"),
+    ],
+    ids=str,
+)
+def test_what_it_does_not_take(sizes, change, options, said):
+    x = Sequences([3], **{"head_dim": 64, "dtype": BF16} | sizes)
+    k_cache = change(x.k_cache) if change else x.k_cache
+    with pytest.raises(ValueError, match=said):
+        flash_attention_with_cache(x.q, k_cache, *x.given[2:], backend=LAST, **options)
+
+
+# ---- the last block to arrive ----------------------------------------------------------------------------------------
+FENCE = "            __threadfence();\n"
+
+
+def without_fences(text):
+    assert text.count(FENCE) == 2
+    return text.replace(FENCE, "")
+
+
+def outside_of_the_barriers(text):
+    """Each thread orders what it did itself; but the one that counts orders nothing."""
+    before = "        __syncthreads();                                       // all have stored"
+    assert before in text
+    text = without_fences(text).replace(before, FENCE + before)
+    return text.replace("        for (int i = threadIdx.x; is_last", FENCE + "for (int i = threadIdx.x; is_last")
+
+
+@pytest.mark.parametrize("change", [without_fences, outside_of_the_barriers])
+def test_the_emulator_finds_a_merge_without_its_fence(change, monkeypatch):
+    text, macros = source(LAST), {"HEAD_DIM": 64, "ELEMENT": ELEMENTS[BF16]}
+    module = load_inline(change(text), backend="emulator", check=True, defines=macros)
+    monkeypatch.setattr(decoding, "compiled", lambda *arguments: module)
+    x = Sequences([300], group=4, head_dim=64, dtype=BF16, kv_heads=1)
+    decoding.decode(*x.given, scale=0.125, sms=3)
+    assert "global-race" in {finding.kind for finding in module.report.findings}

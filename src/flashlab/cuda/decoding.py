@@ -18,13 +18,12 @@ from flashlab.attention import decode as kernels
 from flashlab.attention.cache_door import append_reference
 from flashlab.attention.tiles import cdiv
 from flashlab.cuda.inline import CudaModule, load_inline
-from flashlab.cuda.toolchain import default_backend
 from flashlab.kernels.problem import ELEMENTS, Strides, rows_fit
 from flashlab.kernels.series import HALVES, step
 
 HEAD_DIMS = (64, 128, 256)
-ROWS, TILE, BLOCKS_PER_SM = 16, 16, 2
-"""Of the sources: rows of a block, keys of a tile, blocks that a multiprocessor has room for."""
+ROWS, TILE, PARTS_PER_SM = 16, 16, 8
+"""Of the sources: rows of a block, keys of a tile; two parts for each block that a multiprocessor may have room for."""
 
 
 class Cache(ctypes.Structure):
@@ -37,18 +36,18 @@ class Cache(ctypes.Structure):
         ("table_stride", ctypes.c_int64),
         *((name, ctypes.c_int) for name in ("batch", "kv_heads", "group", "queries", "page", "width", "more")),
         ("scale", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("splits", "blocks")),
+        *((name, ctypes.c_int) for name in ("splits", "sms")),
     ]  # fmt: skip
 
 
 @functools.cache
 def compiled(
-    name: str, head_dim: int, dtype: torch.dtype, backend: str | None = None, check: bool = False,
+    name: str, head_dim: int, dtype: torch.dtype, backend: str, check: bool = False,
     defines: tuple[tuple[str, int], ...] = (),
 ) -> CudaModule:  # fmt: skip
     """A step's source, compiled. backend, check: as in `load_inline`; defines: its other macros."""
     macros: dict[str, Any] = {"HEAD_DIM": head_dim, "ELEMENT": ELEMENTS[dtype], **dict(defines)}
-    return load_inline(step(name).path, backend=backend or default_backend(), check=check, defines=macros)
+    return load_inline(step(name).path, backend=backend, check=check, defines=macros)
 
 
 def decode(
@@ -85,7 +84,7 @@ def decode(
             raise ValueError(
                 f"{what} begins {x.data_ptr() % 16} bytes behind a 16-byte boundary: the kernel copies 16 bytes at once"
             )
-    built = compiled(name, head_dim, q.dtype, _backend_for(q, backend, check), check, defines)
+    built = compiled(name, head_dim, q.dtype, backend or backend_for(q, check), check, defines)
     if sms is None:
         sms = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else kernels.SMS
     q, o = (x if _fits(x) else x.clone(memory_format=torch.contiguous_format) for x in (q.resolve_neg(), out))
@@ -95,17 +94,17 @@ def decode(
         table = table.contiguous()
     group = heads // kv_heads
     row_blocks = cdiv(group * queries, ROWS)
-    blocks, pairs = BLOCKS_PER_SM * sms, batch * kv_heads * row_blocks
+    pairs = batch * kv_heads * row_blocks
     if pairs * cdiv(page * width, TILE) >= 2**31:
         raise ValueError(
             f"{batch} sequences of up to {page * width} keys are too many tiles for one launch: split them"
         )
     shapes = Cache(
         *[None] * 10, *(Strides(*x.stride()[:3]) for x in (q, k_cache, v_cache, o)),
-        0 if table is None else table.stride(0), batch, kv_heads, group, queries, page, width, new, scale, 1, blocks,
+        0 if table is None else table.stride(0), batch, kv_heads, group, queries, page, width, new, scale, 1, sms,
     )  # fmt: skip
-    part_o = torch.empty((2 * blocks, ROWS, head_dim), device=q.device)
-    part_lse = torch.empty((2 * blocks, ROWS), device=q.device)
+    part_o = torch.empty((PARTS_PER_SM * sms, ROWS, head_dim), device=q.device)
+    part_lse = torch.empty((PARTS_PER_SM * sms, ROWS), device=q.device)
     counters = counters_of(q.device, pairs)
     if built.backend == "emulator":
         launch = {"unwritten": ("o", "lse", "part_o", "part_lse"), **launch}
@@ -149,8 +148,9 @@ def _fits(x: torch.Tensor) -> bool:
     return rows_fit(x) and x.data_ptr() % 16 == 0
 
 
-def _backend_for(q: torch.Tensor, backend: str | None, check: bool) -> str | None:
-    return backend if backend or check or q.is_cuda else "emulator"
+def backend_for(q: torch.Tensor, check: bool = False) -> str:
+    """Of `load_inline`, for tensors like q."""
+    return "nvcc" if q.is_cuda and not check else "emulator"
 
 
 _COUNTERS: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
@@ -173,4 +173,4 @@ def counters_of(device: torch.device, count: int) -> torch.Tensor:
     return kept[-1]
 
 
-__all__ = ["Cache", "append", "compiled", "counters_of", "decode", "refusal"]
+__all__ = ["Cache", "append", "backend_for", "compiled", "counters_of", "decode", "refusal"]

@@ -21,7 +21,7 @@ struct Cache {
     int page, width;                                           // keys of a page; pages that a sequence has room for
     int more;                                                  // keys of each sequence beyond its length: new ones
     float scale;                                               // softmax(scale * q k^T), of any sign
-    int splits, blocks;                                        // parts of a sequence; blocks of a persistent grid
+    int splits, sms;                                           // parts of a sequence; multiprocessors of the device
 };
 
 // Of a sequence, never more than it has room for: the next row of the table is another sequence's.

@@ -17,18 +17,19 @@
 #ifndef STAGES                                                 // 96 KB in all: two blocks on an SM of Hopper
 #define STAGES (HEAD_DIM == 64 ? 6 : 3)
 #endif
-#ifndef LEAST_TILES                                            // of a share: a part costs more than a tile
+#ifndef LEAST_TILES                                            // of a share: a part costs more than some tiles
 #define LEAST_TILES 8
 #endif
 
-constexpr int THREADS = WARPS * WARP_SIZE, BLOCKS_PER_SM = 2;
+constexpr int THREADS = WARPS * WARP_SIZE;
 constexpr int ROWS = MMA_M, TILE = 16;                         // rows of a block; keys of a tile
 constexpr int ROW_BYTES = HEAD_DIM * 2, CHUNKS = HEAD_DIM / 8; // a chunk is 16 bytes, 8 numbers
 constexpr int TILE_BYTES = TILE * ROW_BYTES, WARP_BYTES = STAGES * 2 * TILE_BYTES;     // K and V
 constexpr int O_TILES = HEAD_DIM / MMA_N, QUADS = HEAD_DIM / 4;                        // a quad is 4 columns
 constexpr int SUM_ROW = HEAD_DIM + 8;                          // floats: rows 32 bytes apart in the banks
 static_assert(ROWS * SUM_ROW * 4 <= WARP_BYTES && STAGES > 1, "a warp's sums go where its tiles were");
-constexpr int AT_ONCE = 8;                                     // parts that are loaded before one is added
+constexpr int ROOM = (225 << 10) / (WARPS * WARP_BYTES + 2048), BLOCKS_PER_SM = ROOM < 1 ? 1 : ROOM < 4 ? ROOM : 4;
+constexpr int AT_ONCE = 16;                                    // parts that are loaded before one is added
 // endregion
 
 // region: swizzle
@@ -101,6 +102,19 @@ __device__ __forceinline__ void count_tiles(const Cache& c, int* before_smem) {
     for (int b = first; b < last; b++) before_smem[b] = count, count += tiles_of(c, b);
     if (threadIdx.x == THREADS - 1) before_smem[c.batch] = count;
     __syncthreads();                                           // or other threads' counts would be missing
+}
+// endregion
+
+// region: guess
+// Copies the pages that this warp needs first if every sequence fills its row of the table, as while it grows it all but
+// does. They come while the lengths do; where the guess is right, reading them again is no way to memory.
+__device__ __forceinline__ void guess_pages(const Cache& c, int row_blocks, int* guess_smem) {
+    const int all = ceil_div(c.page * c.width, TILE), readers = c.kv_heads * row_blocks;
+    const Shares shares(c.batch * readers * all, gridDim.x);
+    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, at = shares.begin(blockIdx.x);
+    const int b = at / (readers * all), tile = at % all + warp + lane * WARPS;
+    if (c.table && lane < STAGES && blockIdx.x < shares.blocks && tile < all)
+        cp_async<4>(smem_u32(guess_smem + lane), c.table + b * c.table_stride + tile * TILE / c.page);
 }
 // endregion
 
@@ -296,16 +310,20 @@ template <bool WHOLE>
 __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_kernel(const Cache c) {
     extern __shared__ __align__(1024) char shared[];           // [WARPS, STAGES, 2, TILE, HEAD_DIM], then before_smem
     __shared__ float m_smem[WARPS][ROWS], l_smem[WARPS][ROWS];
-    __shared__ int is_last;
+    __shared__ int is_last, guess_smem[WARPS][STAGES];
     int* before_smem = (int*)(shared + WARPS * WARP_BYTES);    // [batch + 1]
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, g = lane / 4, t = lane % 4;
     const int rows = c.group * c.queries, row_blocks = ceil_div(rows, ROWS);
     // endregion
 
     // region: pieces
+    guess_pages(c, row_blocks, guess_smem[warp]);
     count_tiles(c, before_smem);
     const Shares shares(before_smem[c.batch] * c.kv_heads * row_blocks, gridDim.x);
-    if (blockIdx.x >= shares.blocks) return;
+    if (blockIdx.x >= shares.blocks) {
+        cp_async_wait_all();                                   // of a guess
+        return;
+    }
     const int begin = shares.begin(blockIdx.x), end = shares.begin(blockIdx.x + 1);
     for (int at = begin; at < end;) {
         const Piece p = piece_at(c, before_smem, row_blocks, at, end);
@@ -395,7 +413,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_kernel(const Ca
 // endregion
 
 // region: launch
-// `shapes` is a Cache whose pointers are still empty. part_o [2 blocks, 16, HEAD_DIM], part_lse [2 blocks, 16].
+// `shapes` is a Cache whose pointers are still empty. part_o [8 sms, 16, HEAD_DIM], part_lse [8 sms, 16].
 extern "C" int decode(const void* q, const void* k, const void* v, const void* table, const int* lengths, void* o,
                       float* lse, float* part_o, float* part_lse, int* counters, const void* shapes, void* stream) {
     Cache c = *(const Cache*)shapes;
@@ -404,8 +422,12 @@ extern "C" int decode(const void* q, const void* k, const void* v, const void* t
     // Contiguous: a sequence's one page is whole, however long.
     const auto kernel = !table || c.page % TILE == 0 ? decode_kernel<true> : decode_kernel<false>;
     const int bytes = WARPS * WARP_BYTES + (c.batch + 1) * 4;
+    int device = 0, room = 0;                                  // as many blocks as this device runs at once
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&room, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+    const int blocks = c.sms * max(1, min(BLOCKS_PER_SM, room / (bytes + 1024)));      // the system adds 1 KB to each
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    kernel<<<c.blocks, THREADS, bytes, (cudaStream_t)stream>>>(c);
+    kernel<<<blocks, THREADS, bytes, (cudaStream_t)stream>>>(c);
     return (int)cudaGetLastError();
 }
 // endregion
