@@ -21,9 +21,14 @@ from flashlab.cuda.inline import CudaModule, load_inline
 from flashlab.kernels.problem import ELEMENTS, Strides, rows_fit
 from flashlab.kernels.series import HALVES, step
 
-HEAD_DIMS = (64, 128, 256)
+LAST, HEAD_DIMS = "p12_decode", (64, 128, 256)
 ROWS, TILE, PARTS_PER_SM = 16, 16, 8
 """Of the sources: rows of a block, keys of a tile; two parts for each block that a multiprocessor may have room for."""
+SHARED = 131 << 10
+"""Bytes of shared memory that a block of the last step takes."""
+SMALLER = {d: (("WARPS", warps), ("STAGES", stages)) for d, warps, stages in ((64, 4, 6), (128, 4, 3), (256, 2, 3))}
+"""Macros of the last step for blocks of 98 KB. They are slower on an H200 (66 us become 70 at 16 sequences of 4096
+keys), but two of them keep a multiprocessor busy where it has many short pieces (64 sequences of 2048: 135 become 130)."""
 
 
 class Cache(ctypes.Structure):
@@ -53,7 +58,7 @@ def compiled(
 def decode(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, lengths: torch.Tensor,
     page_table: torch.Tensor | None = None, *, scale: float, left: int | None = None, softcap: float | None = None,
-    new: int = 0, name: str = "p12_decode", sms: int | None = None, backend: str | None = None, check: bool = False,
+    new: int = 0, name: str = LAST, sms: int | None = None, backend: str | None = None, check: bool = False,
     defines: tuple[tuple[str, int], ...] = (), **launch: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attention over a cache, causal at the end, of inputs that `flashlab.attention.cache_door` has checked.
@@ -84,18 +89,20 @@ def decode(
             raise ValueError(
                 f"{what} begins {x.data_ptr() % 16} bytes behind a 16-byte boundary: the kernel copies 16 bytes at once"
             )
+    multiprocessors, shared = _device(q.device)
+    sms = sms or multiprocessors
+    group = heads // kv_heads
+    row_blocks = cdiv(group * queries, ROWS)
+    pairs = batch * kv_heads * row_blocks
+    if name == LAST and not defines and (pairs > 2 * sms or shared < SHARED):
+        defines = SMALLER[head_dim]
     built = compiled(name, head_dim, q.dtype, backend or backend_for(q, check), check, defines)
-    if sms is None:
-        sms = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else kernels.SMS
     q, o = (x if _fits(x) else x.clone(memory_format=torch.contiguous_format) for x in (q.resolve_neg(), out))
     lengths = lengths.to(torch.int32).contiguous()
     table = page_table if page_table is None else page_table.to(torch.int32)
     if table is not None and table.stride(1) != 1:
         table = table.contiguous()
-    group = heads // kv_heads
-    row_blocks = cdiv(group * queries, ROWS)
-    pairs = batch * kv_heads * row_blocks
-    if pairs * cdiv(page * width, TILE) >= 2**31:
+    if pairs * (cdiv(page * width, TILE) + TILE) >= 2**31:
         raise ValueError(
             f"{batch} sequences of up to {page * width} keys are too many tiles for one launch: split them"
         )
@@ -142,6 +149,15 @@ def _capability(q: torch.Tensor) -> tuple[int, int]:
     if q.device.type != "cuda" or torch.compiler.is_compiling():
         return 8, 0
     return torch.cuda.get_device_capability(q.device)
+
+
+@functools.cache
+def _device(device: torch.device) -> tuple[int, int]:
+    """Multiprocessors, and bytes of shared memory that a block may have; on a CPU those of an H200."""
+    if device.type != "cuda":
+        return kernels.SMS, 227 << 10
+    found: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack a field
+    return found.multi_processor_count, found.shared_memory_per_block_optin
 
 
 def _fits(x: torch.Tensor) -> bool:

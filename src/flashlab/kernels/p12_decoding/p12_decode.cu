@@ -7,18 +7,22 @@
 // falls into a sequence, its blocks leave parts, and the last one to arrive merges them. The lengths are read on the
 // device: a CUDA graph of a step stays right while sequences grow.
 //
-// Compile with -DHEAD_DIM=64, 128 or 256, -DELEMENT=__half or __nv_bfloat16; -DWARPS=, -DSTAGES=, -DLEAST_TILES=.
+// Compile with -DHEAD_DIM=64, 128 or 256, -DELEMENT=__half or __nv_bfloat16; -DWARPS=, -DSTAGES=, -DLEAST_TILES=,
+// -DPIECE_TILES= to try others.
 
 // region: constants
 #include "p12_decoding/cache.cuh"
 #ifndef WARPS
-#define WARPS (HEAD_DIM == 256 ? 2 : 4)
+#define WARPS (HEAD_DIM == 256 ? 4 : 8)
 #endif
-#ifndef STAGES                                                 // 96 KB in all: two blocks on an SM of Hopper
-#define STAGES (HEAD_DIM == 64 ? 6 : 3)
+#ifndef STAGES                                                 // 128 KB in all: one block on an SM of Hopper
+#define STAGES (HEAD_DIM == 64 ? 4 : 2)
 #endif
 #ifndef LEAST_TILES                                            // of a share: a part costs more than some tiles
-#define LEAST_TILES 8
+#define LEAST_TILES 16
+#endif
+#ifndef PIECE_TILES                                            // a piece costs as much: to begin, and to merge
+#define PIECE_TILES 24
 #endif
 
 constexpr int THREADS = WARPS * WARP_SIZE;
@@ -65,30 +69,37 @@ __device__ __forceinline__ void store(const Cache& c, int b, int kv_head, int r,
 // endregion
 
 // region: shares
-// All tiles in a row, in shares as equal as can be: the first `longer` have one tile more than the others. A share has
-// LEAST_TILES at least, so that few tiles are not cut into many parts; then some blocks have none.
+// All tiles in a row, in shares as equal as can be, of LEAST_TILES at least: few tiles are not cut into many parts, and
+// some blocks have none. Where all pieces are `even`, as many shares as cut each of them alike, if they are not many
+// fewer than blocks: a cut within a piece costs parts, one between two pieces costs nothing.
 struct Shares {
-    int blocks, tiles, longer;
-    __device__ Shares(int all, int grid) : blocks(max(1, min(grid, all / LEAST_TILES))) {
-        tiles = all / blocks, longer = all % blocks;
+    int all, blocks, tiles, longer;
+    unsigned inverse;                                          // 2^32 / blocks, rounded up: a product for a division
+    __device__ Shares(int all, int grid, int pieces, bool even) : all(all), blocks(max(1, min(grid, all / LEAST_TILES))) {
+        const int alike = pieces <= blocks ? blocks / pieces * pieces : ceil_div(pieces, ceil_div(pieces, blocks));
+        if (even && alike * 8 >= blocks * 7) blocks = alike;
+        tiles = all / blocks, longer = all % blocks, inverse = ~0u / blocks + 1;
     }
-    __device__ int begin(int block) const { return block * tiles + min(block, longer); }
+    __device__ int begin(int block) const { return block * tiles + __umulhi(block * longer, inverse); }
     __device__ int owner(int tile) const {                     // the block in whose share a tile is
-        const int in_longer = longer * (tiles + 1);
-        return tile < in_longer ? tile / (tiles + 1) : longer + (tile - in_longer) / tiles;
+        int block = min(blocks - 1, (int)((float)tile / (float)all * blocks));
+        while (begin(block) > tile) block--;
+        while (begin(block + 1) <= tile) block++;
+        return block;
     }
 };
 // Of a sequence. One without keys has a tile too, in which nothing is seen: so somebody stores its 0 and -inf.
 __device__ __forceinline__ int tiles_of(const Cache& c, int b) { return max(1, ceil_div(length_of(c, b), TILE)); }
 
-// before_smem[b]: the tiles of the sequences before b, for b = 0 ... batch. Each thread adds up neighbours.
-__device__ __forceinline__ void count_tiles(const Cache& c, int* before_smem) {
+// before_smem[b]: the tiles of the sequences before b, for b = 0 ... batch. Each thread adds up neighbours. A piece takes
+// as long as PIECE_TILES more: to begin, to merge. Where they differ in tiles, those are counted; true: they do not.
+__device__ __forceinline__ bool count_tiles(const Cache& c, int* before_smem) {
     __shared__ int warp_sums[WARPS];
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
     const int each = ceil_div(c.batch, THREADS);
     const int first = min(c.batch, (int)threadIdx.x * each), last = min(c.batch, first + each);
-    int sum = 0;
-    for (int b = first; b < last; b++) sum += tiles_of(c, b);
+    int sum = 0, unlike = 0;
+    for (int b = first; b < last; b++) sum += tiles_of(c, b), unlike |= tiles_of(c, b) ^ tiles_of(c, 0);
     int up_to = sum;                                           // and of the lanes before
 #pragma unroll
     for (int step = 1; step < WARP_SIZE; step *= 2) {
@@ -96,12 +107,14 @@ __device__ __forceinline__ void count_tiles(const Cache& c, int* before_smem) {
         if (lane >= step) up_to += other;
     }
     if (lane == WARP_SIZE - 1) warp_sums[warp] = up_to;
-    __syncthreads();                                           // or the sums of other warps would be missing
-    int count = up_to - sum;
+    const bool even = !__syncthreads_or(unlike);               // or the sums of other warps would be missing
+    const int more = even ? 0 : PIECE_TILES;
+    int count = up_to - sum + first * more;
     for (int w = 0; w < warp; w++) count += warp_sums[w];
-    for (int b = first; b < last; b++) before_smem[b] = count, count += tiles_of(c, b);
+    for (int b = first; b < last; b++) before_smem[b] = count, count += tiles_of(c, b) + more;
     if (threadIdx.x == THREADS - 1) before_smem[c.batch] = count;
     __syncthreads();                                           // or other threads' counts would be missing
+    return even;
 }
 // endregion
 
@@ -110,7 +123,7 @@ __device__ __forceinline__ void count_tiles(const Cache& c, int* before_smem) {
 // does. They come while the lengths do; where the guess is right, reading them again is no way to memory.
 __device__ __forceinline__ void guess_pages(const Cache& c, int row_blocks, int* guess_smem) {
     const int all = ceil_div(c.page * c.width, TILE), readers = c.kv_heads * row_blocks;
-    const Shares shares(c.batch * readers * all, gridDim.x);
+    const Shares shares(c.batch * readers * all, gridDim.x, c.batch * readers, true);
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, at = shares.begin(blockIdx.x);
     const int b = at / (readers * all), tile = at % all + warp + lane * WARPS;
     if (c.table && lane < STAGES && blockIdx.x < shares.blocks && tile < all)
@@ -119,10 +132,10 @@ __device__ __forceinline__ void guess_pages(const Cache& c, int row_blocks, int*
 // endregion
 
 // region: which keys
-// Tiles first ... last - 1 of one sequence, for one block of rows of one key head; `begin` is where tile 0 of them
-// stands in the row of all tiles, and `all` is how many they are.
+// Tiles first ... last - 1 of the `tiles` of one sequence, for one block of rows of one key head; `begin` is where tile 0
+// of them stands in the row of all tiles, and `all` is how much room they have there.
 struct Piece {
-    int b, kv_head, row_block, length, first, last, begin, all;
+    int b, kv_head, row_block, length, first, last, tiles, begin, all;
 };
 __device__ __forceinline__ Piece piece_at(const Cache& c, const int* before_smem, int row_blocks, int at, int end) {
     const int readers = c.kv_heads * row_blocks;               // of a sequence's tiles
@@ -136,7 +149,7 @@ __device__ __forceinline__ Piece piece_at(const Cache& c, const int* before_smem
     const int reader = (at - before_smem[low] * readers) / p.all;
     p.begin = before_smem[low] * readers + reader * p.all;
     p.kv_head = reader / row_blocks, p.row_block = reader % row_blocks;
-    p.first = at - p.begin, p.last = min(p.all, end - p.begin);
+    p.tiles = tiles_of(c, low), p.first = at - p.begin, p.last = min(p.tiles, end - p.begin);
     return p;
 }
 // endregion
@@ -318,8 +331,9 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_kernel(const Ca
 
     // region: pieces
     guess_pages(c, row_blocks, guess_smem[warp]);
-    count_tiles(c, before_smem);
-    const Shares shares(before_smem[c.batch] * c.kv_heads * row_blocks, gridDim.x);
+    const bool even = count_tiles(c, before_smem);
+    const int readers = c.kv_heads * row_blocks;
+    const Shares shares(before_smem[c.batch] * readers, gridDim.x, c.batch * readers, even);
     if (blockIdx.x >= shares.blocks) {
         cp_async_wait_all();                                   // of a guess
         return;
@@ -327,7 +341,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_kernel(const Ca
     const int begin = shares.begin(blockIdx.x), end = shares.begin(blockIdx.x + 1);
     for (int at = begin; at < end;) {
         const Piece p = piece_at(c, before_smem, row_blocks, at, end);
-        at = p.begin + p.last;
+        at = p.begin + p.all;
+        if (p.first >= p.last) continue;                       // only room is left there
         const int first_row = p.row_block * ROWS, piece_rows = min(ROWS, rows - first_row);
         State x = {};
         x.m_i[0] = x.m_i[1] = -INFINITY;
@@ -356,9 +371,10 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_kernel(const Ca
         // region: store
         // The blocks that share these tiles. Each leaves two parts at most: of the piece that its share begins with,
         // and of the one that it ends with.
-        const int first_block = shares.owner(p.begin), last_block = shares.owner(p.begin + p.all - 1);
+        const int first_block = shares.owner(p.begin), last_block = shares.owner(p.begin + p.tiles - 1);
         const bool whole = first_block == last_block;
-        auto part_of = [&](int block) { return 2 * block + (shares.begin(block) < p.begin); };
+        const bool second = shares.begin(first_block) < p.begin;
+        auto part_of = [&](int block) { return 2 * block + (block == first_block && second); };
         for (int i = threadIdx.x; i < piece_rows * QUADS; i += THREADS) {
             const int row = i / QUADS, quad = i % QUADS;
             Sum sum = {-INFINITY, 0.f, {}};
