@@ -75,7 +75,8 @@ __device__ __forceinline__ void store(const Cache& c, int b, int kv_head, int r,
 struct Shares {
     int all, blocks, tiles, longer;
     unsigned inverse;                                          // 2^32 / blocks, rounded up: a product for a division
-    __device__ Shares(int all, int grid, int pieces, bool even) : all(all), blocks(max(1, min(grid, all / LEAST_TILES))) {
+    __device__ Shares(int all, int grid, int pieces, bool even) : all(all) {
+        blocks = max(1, min(grid, all / LEAST_TILES));
         const int alike = pieces <= blocks ? blocks / pieces * pieces : ceil_div(pieces, ceil_div(pieces, blocks));
         if (even && alike * 8 >= blocks * 7) blocks = alike;
         tiles = all / blocks, longer = all % blocks, inverse = ~0u / blocks + 1;
@@ -88,6 +89,9 @@ struct Shares {
         return block;
     }
 };
+// endregion
+
+// region: count the tiles
 // Of a sequence. One without keys has a tile too, in which nothing is seen: so somebody stores its 0 and -inf.
 __device__ __forceinline__ int tiles_of(const Cache& c, int b) { return max(1, ceil_div(length_of(c, b), TILE)); }
 
@@ -119,8 +123,8 @@ __device__ __forceinline__ bool count_tiles(const Cache& c, int* before_smem) {
 // endregion
 
 // region: guess
-// Copies the pages that this warp needs first if every sequence fills its row of the table, as while it grows it all but
-// does. They come while the lengths do; where the guess is right, reading them again is no way to memory.
+// Copies the pages that this warp needs first, if every sequence fills its row of the table. They come while the
+// lengths do; where the guess is right, reading them again is no way to memory.
 __device__ __forceinline__ void guess_pages(const Cache& c, int row_blocks, int* guess_smem) {
     const int all = ceil_div(c.page * c.width, TILE), readers = c.kv_heads * row_blocks;
     const Shares shares(c.batch * readers * all, gridDim.x, c.batch * readers, true);
@@ -334,12 +338,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_kernel(const Ca
     const bool even = count_tiles(c, before_smem);
     const int readers = c.kv_heads * row_blocks;
     const Shares shares(before_smem[c.batch] * readers, gridDim.x, c.batch * readers, even);
-    if (blockIdx.x >= shares.blocks) {
-        cp_async_wait_all();                                   // of a guess
-        return;
-    }
     const int begin = shares.begin(blockIdx.x), end = shares.begin(blockIdx.x + 1);
-    for (int at = begin; at < end;) {
+    for (int at = begin; at < min(end, shares.all);) {         // a block beyond the last share has none
         const Piece p = piece_at(c, before_smem, row_blocks, at, end);
         at = p.begin + p.all;
         if (p.first >= p.last) continue;                       // only room is left there
@@ -395,8 +395,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_kernel(const Ca
         // endregion
 
         // region: last to arrive
-        // The barrier hands the block's parts to thread 0; its fence and its count publish them. What it counts last,
-        // its second fence and the barrier hand on. atomicInc begins again at 0: for the next launch.
+        // The barrier hands the block's parts to thread 0; its fence and its count publish them. What the last one to
+        // count has seen, its second fence and the barrier hand on. atomicInc begins again at 0: for the next launch.
         __syncthreads();                                       // all have stored, and nobody reads the sums any more
         if (whole) continue;
         const int reader = (p.b * c.kv_heads + p.kv_head) * row_blocks + p.row_block;
@@ -425,6 +425,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_kernel(const Ca
             store(c, p.b, p.kv_head, first_row + row, quad, sum);
         }
     }
+    cp_async_wait_all();                                       // of a guess, where there was no tile
 }
 // endregion
 
