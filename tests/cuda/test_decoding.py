@@ -221,7 +221,7 @@ def test_the_emulator_finds_a_merge_without_its_fence(change, monkeypatch):
     text, macros = source(LAST), {"HEAD_DIM": 64, "ELEMENT": ELEMENTS[BF16]}
     module = load_inline(change(text), backend="emulator", check=True, defines=macros)
     monkeypatch.setattr(decoding, "compiled", lambda *arguments: module)
-    x = Sequences([300], group=4, head_dim=64, dtype=BF16, kv_heads=1)
+    x = Sequences([900], group=4, head_dim=64, dtype=BF16, kv_heads=1)
     decoding.decode(*x.given, scale=0.125, sms=3)
     assert "global-race" in {finding.kind for finding in module.report.findings}
 
