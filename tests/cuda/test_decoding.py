@@ -96,7 +96,7 @@ def test_clean_in_the_check_build(page):
 def test_a_key_is_read_once_for_a_whole_group_without_bank_conflicts_in_one_launch(group):
     x = Sequences([192, 33], group=group, page=None, head_dim=64, dtype=BF16, kv_heads=2)
     run(x, sms=3, check=True)
-    report = decoding.compiled(LAST, 64, BF16, "emulator", True, ()).report
+    report = decoding.compiled(LAST, 64, BF16, "emulator", True, decoding.SMALLER[64]).report
     counted = report.counters
     assert counted["cp_async_bytes"] == 2 * 2 * 64 * (192 + 33) * 2
     assert counted["ldmatrix_wavefronts"] == counted["ldmatrix_ideal"] and len(report.launches) == 1

@@ -95,8 +95,8 @@ struct Shares {
 // Of a sequence. One without keys has a tile too, in which nothing is seen: so somebody stores its 0 and -inf.
 __device__ __forceinline__ int tiles_of(const Cache& c, int b) { return max(1, ceil_div(length_of(c, b), TILE)); }
 
-// before_smem[b]: the tiles of the sequences before b, for b = 0 ... batch. Each thread adds up neighbours. A piece takes
-// as long as PIECE_TILES more: to begin, to merge. Where they differ in tiles, those are counted; true: they do not.
+// before_smem[b]: the tiles of the sequences before b, for b = 0 ... batch. Each thread adds up neighbours. True: all
+// have as many. Where they have not, a piece counts as PIECE_TILES more, which is what it costs to begin and to merge.
 __device__ __forceinline__ bool count_tiles(const Cache& c, int* before_smem) {
     __shared__ int warp_sums[WARPS];
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
@@ -136,8 +136,8 @@ __device__ __forceinline__ void guess_pages(const Cache& c, int row_blocks, int*
 // endregion
 
 // region: which keys
-// Tiles first ... last - 1 of the `tiles` of one sequence, for one block of rows of one key head; `begin` is where tile 0
-// of them stands in the row of all tiles, and `all` is how much room they have there.
+// Tiles first ... last - 1 of the `tiles` of one sequence, for one block of rows of one key head; `begin` is where tile
+// 0 of them stands in the row of all tiles, and `all` is how much room they have there.
 struct Piece {
     int b, kv_head, row_block, length, first, last, tiles, begin, all;
 };
