@@ -11,7 +11,7 @@ import torch
 from sequences import DEVICE, Sequences
 
 from flashlab import flash_attention_with_cache
-from flashlab.cuda import CompileError, decoding, load_inline
+from flashlab.cuda import CompileError, decoding, load_inline, operators
 from flashlab.kernels.problem import ELEMENTS
 from flashlab.kernels.series import DECODING, source
 
@@ -75,6 +75,9 @@ def test_a_step_says_what_it_does_not_take():
         run(Sequences([3], **sizes), "p12_2_splits")
     with pytest.raises(ValueError, match="p12_7_shares takes one query per sequence"):
         run(Sequences([3], queries=2, **sizes), "p12_7_shares")
+    q = torch.zeros(1, 1, 2, 64).half()
+    with pytest.raises(KeyError, match="p12_decode reads a cache"):
+        operators.attention("p12_decode", q, q, q)
 
 
 @pytest.mark.parametrize("page", [16, 6])
