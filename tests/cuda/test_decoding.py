@@ -11,7 +11,7 @@ import torch
 from sequences import DEVICE, Sequences
 
 from flashlab import flash_attention_with_cache
-from flashlab.cuda import CompileError, decoding, load_inline
+from flashlab.cuda import CompileError, decoding, load_inline, operators
 from flashlab.kernels.problem import ELEMENTS
 from flashlab.kernels.series import DECODING, source
 
@@ -77,6 +77,9 @@ def test_a_step_says_what_it_does_not_take():
         run(Sequences([3], **sizes), "p12_2_splits")
     with pytest.raises(ValueError, match="p12_7_shares takes one query per sequence"):
         run(Sequences([3], queries=2, **sizes), "p12_7_shares")
+    q = torch.zeros(1, 1, 2, 64).half()
+    with pytest.raises(KeyError, match="p12_decode reads a cache"):
+        operators.attention("p12_decode", q, q, q)
 
 
 @pytest.mark.parametrize("head_dim", [64, 256])
@@ -98,7 +101,8 @@ def test_a_key_is_read_once_for_a_whole_group_without_bank_conflicts_in_one_laun
     run(x, sms=3, check=True)
     report = decoding.compiled(LAST, 64, BF16, "emulator", True, decoding.SMALLER[64]).report
     counted = report.counters
-    assert counted["cp_async_bytes"] == 2 * 2 * 64 * (192 + 33) * 2
+    blocks, threads = 6, 128  # each thread asks for a length too
+    assert counted["cp_async_bytes"] == 2 * 2 * 64 * (192 + 33) * 2 + 4 * blocks * threads
     assert counted["ldmatrix_wavefronts"] == counted["ldmatrix_ideal"] and len(report.launches) == 1
 
 

@@ -123,12 +123,14 @@ __device__ __forceinline__ bool count_tiles(const Cache& c, int* before_smem) {
 // endregion
 
 // region: guess
-// Copies the pages that this warp needs first, if every sequence fills its row of the table. They come while the
-// lengths do; where the guess is right, reading them again is no way to memory.
-__device__ __forceinline__ void guess_pages(const Cache& c, int row_blocks, int* guess_smem) {
+// Asks for a length, and for the pages that this warp needs first if every sequence fills its row of the table. So they
+// come at the same time; where the guess is right, reading them again is no way to memory.
+__device__ __forceinline__ void guess(const Cache& c, int row_blocks, int* guess_smem) {
+    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
+    cp_async<4>(smem_u32(guess_smem + STAGES + lane), c.lengths + min((int)threadIdx.x, c.batch - 1));
     const int all = ceil_div(c.page * c.width, TILE), readers = c.kv_heads * row_blocks;
     const Shares shares(c.batch * readers * all, gridDim.x, c.batch * readers, true);
-    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, at = shares.begin(blockIdx.x);
+    const int at = shares.begin(blockIdx.x);
     const int b = at / (readers * all), tile = at % all + warp + lane * WARPS;
     if (c.table && lane < STAGES && blockIdx.x < shares.blocks && tile < all)
         cp_async<4>(smem_u32(guess_smem + lane), c.table + b * c.table_stride + tile * TILE / c.page);
@@ -178,18 +180,21 @@ template <bool WHOLE> struct Copier {
     }
     __device__ void copy(int stage, int tile, int lane, int page) const {
         const int start = tile * TILE, slot = (start + (WHOLE ? 0 : lane % TILE)) % c.page;
+        const T* k_from = key_row(c.k, c.k_stride, page, p.kv_head, slot + lane_row) + column;
+        const T* v_from = key_row(c.v, c.v_stride, page, p.kv_head, slot + lane_row) + column;
 #pragma unroll
-        for (int pass = 0; pass < TILE / ROWS_PER_PASS; pass++) {
-            const int row = pass * ROWS_PER_PASS + lane_row;
-            const int of_page = WHOLE ? page : __shfl_sync(~0u, page, row);
-            const int in_page = WHOLE ? slot + row : __shfl_sync(~0u, slot, row);
-            const bool there = start + row < p.length;         // what is not becomes zeros, NaN or not
-            const T* k_from = key_row(c.k, c.k_stride, of_page, p.kv_head, in_page) + column;
-            const T* v_from = key_row(c.v, c.v_stride, of_page, p.kv_head, in_page) + column;
-            const uint32_t in_stage = (to ^ pass * ROWS_PER_PASS % 8 * 16) + pass * ROWS_PER_PASS * ROW_BYTES;
-            const uint32_t chunk = in_stage + stage * 2 * TILE_BYTES;
+        for (int row = 0; row < TILE; row += ROWS_PER_PASS) {  // and lane_row further
+            if (!WHOLE) {
+                const int of_page = __shfl_sync(~0u, page, row + lane_row);
+                const int in_page = __shfl_sync(~0u, slot, row + lane_row);
+                k_from = key_row(c.k, c.k_stride, of_page, p.kv_head, in_page) + column;
+                v_from = key_row(c.v, c.v_stride, of_page, p.kv_head, in_page) + column;
+            }
+            const bool there = start + row + lane_row < p.length;      // what is not becomes zeros, NaN or not
+            const uint32_t chunk = (to ^ row % 8 * 16) + row * ROW_BYTES + stage * 2 * TILE_BYTES;
             cp_async<16>(chunk, there ? k_from : (const T*)c.k, there ? 16 : 0);
             cp_async<16>(chunk + TILE_BYTES, there ? v_from : (const T*)c.v, there ? 16 : 0);
+            k_from += ROWS_PER_PASS * c.k_stride.row, v_from += ROWS_PER_PASS * c.v_stride.row;
         }
     }
 };
@@ -327,14 +332,14 @@ template <bool WHOLE>
 __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_kernel(const Cache c) {
     extern __shared__ __align__(1024) char shared[];           // [WARPS, STAGES, 2, TILE, HEAD_DIM], then before_smem
     __shared__ float m_smem[WARPS][ROWS], l_smem[WARPS][ROWS];
-    __shared__ int is_last, guess_smem[WARPS][STAGES];
+    __shared__ int is_last, guess_smem[WARPS][STAGES + WARP_SIZE];
     int* before_smem = (int*)(shared + WARPS * WARP_BYTES);    // [batch + 1]
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, g = lane / 4, t = lane % 4;
     const int rows = c.group * c.queries, row_blocks = ceil_div(rows, ROWS);
     // endregion
 
     // region: pieces
-    guess_pages(c, row_blocks, guess_smem[warp]);
+    guess(c, row_blocks, guess_smem[warp]);
     const bool even = count_tiles(c, before_smem);
     const int readers = c.kv_heads * row_blocks;
     const Shares shares(before_smem[c.batch] * readers, gridDim.x, c.batch * readers, even);
