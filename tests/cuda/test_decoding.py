@@ -204,7 +204,7 @@ def test_what_it_does_not_take(sizes, change, options, said):
 
 
 # ---- the last block to arrive ----------------------------------------------------------------------------------------
-FENCE = "            __threadfence();\n"
+FENCE = "            fence_gpu();\n"
 
 
 def without_fences(text):

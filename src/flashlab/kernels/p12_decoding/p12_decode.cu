@@ -28,7 +28,7 @@ constexpr int TILE_BYTES = TILE * ROW_BYTES, WARP_BYTES = STAGES * 2 * TILE_BYTE
 constexpr int O_TILES = HEAD_DIM / MMA_N, QUADS = HEAD_DIM / 4;                        // a quad is 4 columns
 static_assert(ROWS * HEAD_DIM * 4 == 2 * TILE_BYTES && STAGES > 1, "a warp's sums take the place of a stage");
 constexpr int ROOM = (225 << 10) / (WARPS * WARP_BYTES + 2048), BLOCKS_PER_SM = ROOM < 1 ? 1 : ROOM < 4 ? ROOM : 4;
-constexpr int AT_ONCE = 18;                                    // parts that are loaded before one is added
+constexpr int AT_ONCE = 12;                                    // parts that are loaded before one is added
 // endregion
 
 // region: swizzle
@@ -46,12 +46,20 @@ struct Sum {
     float m, l;
     float4 o;
 };
-__device__ __forceinline__ void add(Sum& sum, float m, float l, const float4& o) {
-    const float most = fmaxf(sum.m, m), base = most == -INFINITY ? 0.f : most;     // -inf - (-inf) would be NaN
-    const float old = exp2_approx(sum.m - base), now = exp2_approx(m - base);
-    sum.m = most, sum.l = sum.l * old + l * now;
-    sum.o.x = sum.o.x * old + o.x * now, sum.o.y = sum.o.y * old + o.y * now;
-    sum.o.z = sum.o.z * old + o.z * now, sum.o.w = sum.o.w * old + o.w * now;
+// Adds N parts. One maximum of all and then the weights: none waits for the one before.
+template <int N>
+__device__ __forceinline__ void add(Sum& sum, const float (&m)[N], const float (&l)[N], const float4 (&o)[N]) {
+    float most = sum.m;
+#pragma unroll
+    for (int i = 0; i < N; i++) most = fmaxf(most, m[i]);
+    const float base = most == -INFINITY ? 0.f : most;         // -inf - (-inf) would be NaN
+    const float old = exp2_approx(sum.m - base);
+    sum.m = most, sum.l *= old, sum.o.x *= old, sum.o.y *= old, sum.o.z *= old, sum.o.w *= old;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        const float w = exp2_approx(m[i] - base);
+        sum.l += l[i] * w, sum.o.x += o[i].x * w, sum.o.y += o[i].y * w, sum.o.z += o[i].z * w, sum.o.w += o[i].w * w;
+    }
 }
 // Divided by its weight; and its lse, in log2 units. A row that saw no key is 0 and -inf.
 __device__ __forceinline__ float finish(Sum& sum) {
@@ -74,12 +82,14 @@ struct Shares {
     int blocks, tiles, longer;
     __device__ Shares(int all, int grid, int readers) : blocks(max(1, min(grid, all / LEAST_TILES))) {
         if (blocks < grid && blocks > readers) blocks -= blocks % readers;     // as many for each, if all are as long
-        tiles = all / blocks, longer = all % blocks;
+        tiles = (unsigned)all / (unsigned)blocks, longer = all - tiles * blocks;
     }
     __device__ int begin(int block) const { return block * tiles + min(block, longer); }
     __device__ int owner(int tile) const {                     // the block in whose share a tile is
         const int in_longer = longer * (tiles + 1);
-        return tile < in_longer ? tile / (tiles + 1) : longer + (tile - in_longer) / tiles;
+        const bool is_longer = tile < in_longer;
+        const unsigned others = is_longer ? tile : tile - in_longer, share = tiles + is_longer;
+        return (is_longer ? 0 : longer) + (int)(others / share);
     }
 };
 // Of a sequence. One without keys has a tile too, in which nothing is seen: so somebody stores its 0 and -inf.
@@ -120,7 +130,7 @@ __device__ __forceinline__ void guess(const Cache& c, int row_blocks, int* guess
     const int at = shares.begin(blockIdx.x);
     const int b = at / (readers * all), tile = at % all + warp + lane * WARPS;
     if (c.table && lane < STAGES && blockIdx.x < shares.blocks && tile < all)
-        cp_async<4>(smem_u32(guess_smem + lane), c.table + b * c.table_stride + tile * TILE / c.page);
+        cp_async<4>(smem_u32(guess_smem + lane), c.table + b * c.table_stride + column_of(c, tile * TILE));
 }
 // endregion
 
@@ -139,9 +149,9 @@ __device__ __forceinline__ Piece piece_at(const Cache& c, const int* before_smem
     }
     Piece p;
     p.b = low, p.length = length_of(c, low), p.all = before_smem[low + 1] - before_smem[low];
-    const int reader = (at - before_smem[low] * readers) / p.all;
+    const int reader = (unsigned)(at - before_smem[low] * readers) / (unsigned)p.all;
     p.begin = before_smem[low] * readers + reader * p.all;
-    p.kv_head = reader / row_blocks, p.row_block = reader % row_blocks;
+    p.kv_head = row_blocks == 1 ? reader : reader / row_blocks, p.row_block = reader - p.kv_head * row_blocks;
     p.first = at - p.begin, p.last = min(p.all, end - p.begin);
     return p;
 }
@@ -166,7 +176,7 @@ template <bool WHOLE> struct Copier {
         return tile < p.last && key < p.length ? page_of(c, p.b, key) : 0;
     }
     __device__ void copy(int stage, int tile, int lane, int page) const {
-        const int start = tile * TILE, slot = (start + (WHOLE ? 0 : lane % TILE)) % c.page;
+        const int start = tile * TILE, slot = slot_of(c, start + (WHOLE ? 0 : lane % TILE));
         const T* k_from = key_row(c.k, c.k_stride, page, p.kv_head, slot + lane_row) + column;
         const T* v_from = key_row(c.v, c.v_stride, page, p.kv_head, slot + lane_row) + column;
 #pragma unroll
@@ -347,6 +357,10 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_kernel(const Ca
     for (bool more = true; more;) {
         const Piece p = next;
         const int first_row = p.row_block * ROWS, piece_rows = min(ROWS, rows - first_row);
+        // The blocks that share these tiles. Each leaves two parts at most: of the piece that its share begins with,
+        // and of the one that it ends with.
+        const int first_block = shares.owner(p.begin), last_block = shares.owner(p.begin + p.all - 1);
+        const bool whole = first_block == last_block, ends_with_it = shares.begin(first_block) < p.begin;
         State x = {};
         x.m_i[0] = x.m_i[1] = -INFINITY;
         walk<WHOLE>(c, p, copier, pages[STAGES - 1], x, warp_smem, warp, lane);
@@ -380,19 +394,18 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_kernel(const Ca
         // endregion
 
         // region: store
-        // The blocks that share these tiles. Each leaves two parts at most: of the piece that its share begins with,
-        // and of the one that it ends with.
-        const int first_block = shares.owner(p.begin), last_block = shares.owner(p.begin + p.all - 1);
-        const bool whole = first_block == last_block;
-        auto part_of = [&](int block) { return 2 * block + (shares.begin(block) < p.begin); };
+        auto part_of = [&](int block) { return 2 * block + (block == first_block && ends_with_it); };
         for (int i = threadIdx.x; i < piece_rows * QUADS; i += THREADS) {
             const int row = i / QUADS, quad = i % QUADS;
             Sum sum = {-INFINITY, 0.f, {}};
+            float m[WARPS], l[WARPS];
+            float4 o[WARPS];
 #pragma unroll
             for (int w = 0; w < WARPS; w++) {
                 const float* of_warp = (const float*)(shared + w * WARP_BYTES + LAST_STAGE);
-                add(sum, m_smem[w][row], l_smem[w][row], *(const float4*)(of_warp + sum_at(row, quad * 4)));
+                m[w] = m_smem[w][row], l[w] = l_smem[w][row], o[w] = *(const float4*)(of_warp + sum_at(row, quad * 4));
             }
+            add(sum, m, l, o);
             if (whole) {
                 store(c, p.b, p.kv_head, first_row + row, quad, sum);
             } else {
@@ -410,27 +423,26 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_kernel(const Ca
         // The barrier has handed the block's parts to thread 0; its fence and its count publish them. What the last
         // one to count sees, its second fence and the barrier hand on. atomicInc goes back to 0: for the next launch.
         if (threadIdx.x == 0) {
-            __threadfence();
+            fence_gpu();
             const unsigned others = last_block - first_block;
             const int reader = (p.b * c.kv_heads + p.kv_head) * row_blocks + p.row_block;
             is_last = atomicInc((unsigned*)c.counters + reader, others) == others;
-            __threadfence();
+            fence_gpu();
         }
         __syncthreads();                                       // or is_last would be an old one
         for (int i = threadIdx.x; is_last && i < piece_rows * QUADS; i += THREADS) {
             const int row = i / QUADS, quad = i % QUADS;
             Sum sum = {-INFINITY, 0.f, {}};
             for (int from = first_block; from <= last_block; from += AT_ONCE) {
-                float lse[AT_ONCE];
+                float lse[AT_ONCE], l[AT_ONCE];
                 float4 o[AT_ONCE];
 #pragma unroll
                 for (int j = 0; j < AT_ONCE; j++) {            // many loads, one latency
                     const int64_t part = (int64_t)part_of(min(from + j, last_block)) * ROWS + row;
                     lse[j] = from + j <= last_block ? c.part_lse[part] : -INFINITY;
-                    o[j] = *(const float4*)(c.part_o + part * HEAD_DIM + quad * 4);
+                    o[j] = *(const float4*)(c.part_o + part * HEAD_DIM + quad * 4), l[j] = 1.f;
                 }
-#pragma unroll
-                for (int j = 0; j < AT_ONCE; j++) add(sum, lse[j], lse[j] == -INFINITY ? 0.f : 1.f, o[j]);
+                add(sum, lse, l, o);
             }
             store(c, p.b, p.kv_head, first_row + row, quad, sum);
         }
