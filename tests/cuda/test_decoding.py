@@ -106,6 +106,15 @@ def test_a_key_is_read_once_for_a_whole_group_without_bank_conflicts_in_one_laun
     assert counted["ldmatrix_wavefronts"] == counted["ldmatrix_ideal"] and len(report.launches) == 1
 
 
+def test_an_even_batch_is_not_cut_for_the_sake_of_a_few_blocks():
+    """11 sequences and 12 blocks, of which one stays idle; only where they are uneven is anything merged."""
+    for lengths, merged in (([320] * 11, False), ([320] * 10 + [700], True)):
+        x = Sequences(lengths, head_dim=64, dtype=BF16, kv_heads=1)
+        x.expect(*run(x, sms=6, check=True))
+        report = decoding.compiled(LAST, 64, BF16, "emulator", True, decoding.SMALLER[64]).report
+        assert bool(report.counters["global_atomics"]) == merged
+
+
 @on_gpu
 @pytest.mark.parametrize(("head_dim", "dtype"), [*itertools.product((64, 128, 256), (FP16, BF16))], ids=str)
 @pytest.mark.parametrize("page", [1, 5, 16, 64, 256, None])

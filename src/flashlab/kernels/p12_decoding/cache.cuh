@@ -19,6 +19,7 @@ struct Cache {
     int64_t table_stride;
     int batch, kv_heads, group, queries;
     int page, width;                                           // keys of a page; pages that a sequence has room for
+    int page_shift;                                            // page is 2^page_shift; -1 where it is no such number
     int more;                                                  // keys of each sequence beyond its length: new ones
     float scale;                                               // softmax(scale * q k^T), of any sign
     int splits, sms;                                           // parts of a sequence; multiprocessors of the device
@@ -28,10 +29,14 @@ struct Cache {
 __device__ __forceinline__ int length_of(const Cache& c, int b) {
     return max(0, min(c.lengths[b] + c.more, c.page * c.width));
 }
-// The page of a key, and in 64 bits where its row begins: page * stride passes 2^31.
-__device__ __forceinline__ int page_of(const Cache& c, int b, int key) {
-    return c.table ? c.table[b * c.table_stride + key / c.page] : b;
+// The page of a key, its place there, and in 64 bits where its row begins: page * stride passes 2^31.
+__device__ __forceinline__ int column_of(const Cache& c, int key) {    // of the table; a division is 20 instructions
+    return c.page_shift < 0 ? (int)((unsigned)key / (unsigned)c.page) : key >> c.page_shift;
 }
+__device__ __forceinline__ int page_of(const Cache& c, int b, int key) {
+    return c.table ? c.table[b * c.table_stride + column_of(c, key)] : b;
+}
+__device__ __forceinline__ int slot_of(const Cache& c, int key) { return key - column_of(c, key) * c.page; }
 __device__ __forceinline__ const T* key_row(const void* cache, const Strides& stride, int page, int head, int slot) {
     return rows_of(cache, stride, page, head, slot);
 }

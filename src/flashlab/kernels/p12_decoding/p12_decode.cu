@@ -30,8 +30,7 @@ constexpr int ROWS = MMA_M, TILE = 16;                         // rows of a bloc
 constexpr int ROW_BYTES = HEAD_DIM * 2, CHUNKS = HEAD_DIM / 8; // a chunk is 16 bytes, 8 numbers
 constexpr int TILE_BYTES = TILE * ROW_BYTES, WARP_BYTES = STAGES * 2 * TILE_BYTES;     // K and V
 constexpr int O_TILES = HEAD_DIM / MMA_N, QUADS = HEAD_DIM / 4;                        // a quad is 4 columns
-constexpr int SUM_ROW = HEAD_DIM + 8;                          // floats: rows 32 bytes apart in the banks
-static_assert(ROWS * SUM_ROW * 4 <= WARP_BYTES && STAGES > 1, "a warp's sums go where its tiles were");
+static_assert(ROWS * HEAD_DIM * 4 == 2 * TILE_BYTES && STAGES > 1, "a warp's sums take the place of a stage");
 constexpr int ROOM = (225 << 10) / (WARPS * WARP_BYTES + 2048), BLOCKS_PER_SM = ROOM < 1 ? 1 : ROOM < 4 ? ROOM : 4;
 constexpr int AT_ONCE = 16;                                    // parts that are loaded before one is added
 // endregion
@@ -39,6 +38,10 @@ constexpr int AT_ONCE = 16;                                    // parts that are
 // region: swizzle
 // Element (row, column) of a tile of shared memory, in bytes from its start; column is a multiple of 8.
 __device__ __forceinline__ int at(int row, int column) { return row * ROW_BYTES + (column / 8 ^ row % 8) * 16; }
+// The same of a warp's sums [ROWS, HEAD_DIM], in floats; any column.
+__device__ __forceinline__ int sum_at(int row, int column) {
+    return row * HEAD_DIM + (column / 8 ^ row % 8) * 8 + column % 8;
+}
 // endregion
 
 // region: merge
@@ -47,12 +50,20 @@ struct Sum {
     float m, l;
     float4 o;
 };
-__device__ __forceinline__ void add(Sum& sum, float m, float l, const float4& o) {
-    const float most = fmaxf(sum.m, m), base = most == -INFINITY ? 0.f : most;     // -inf - (-inf) would be NaN
-    const float old = exp2_approx(sum.m - base), now = exp2_approx(m - base);
-    sum.m = most, sum.l = sum.l * old + l * now;
-    sum.o.x = sum.o.x * old + o.x * now, sum.o.y = sum.o.y * old + o.y * now;
-    sum.o.z = sum.o.z * old + o.z * now, sum.o.w = sum.o.w * old + o.w * now;
+// Adds N parts. One maximum of all and then the weights: none waits for the one before.
+template <int N>
+__device__ __forceinline__ void add(Sum& sum, const float (&m)[N], const float (&l)[N], const float4 (&o)[N]) {
+    float most = sum.m;
+#pragma unroll
+    for (int i = 0; i < N; i++) most = fmaxf(most, m[i]);
+    const float base = most == -INFINITY ? 0.f : most;         // -inf - (-inf) would be NaN
+    const float old = exp2_approx(sum.m - base);
+    sum.m = most, sum.l *= old, sum.o.x *= old, sum.o.y *= old, sum.o.z *= old, sum.o.w *= old;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        const float w = exp2_approx(m[i] - base);
+        sum.l += l[i] * w, sum.o.x += o[i].x * w, sum.o.y += o[i].y * w, sum.o.z += o[i].z * w, sum.o.w += o[i].w * w;
+    }
 }
 // Divided by its weight; and its lse, in log2 units. A row that saw no key is 0 and -inf.
 __device__ __forceinline__ float finish(Sum& sum) {
@@ -133,7 +144,7 @@ __device__ __forceinline__ void guess(const Cache& c, int row_blocks, int* guess
     const int at = shares.begin(blockIdx.x);
     const int b = at / (readers * all), tile = at % all + warp + lane * WARPS;
     if (c.table && lane < STAGES && blockIdx.x < shares.blocks && tile < all)
-        cp_async<4>(smem_u32(guess_smem + lane), c.table + b * c.table_stride + tile * TILE / c.page);
+        cp_async<4>(smem_u32(guess_smem + lane), c.table + b * c.table_stride + column_of(c, tile * TILE));
 }
 // endregion
 
@@ -152,9 +163,9 @@ __device__ __forceinline__ Piece piece_at(const Cache& c, const int* before_smem
     }
     Piece p;
     p.b = low, p.length = length_of(c, low), p.all = before_smem[low + 1] - before_smem[low];
-    const int reader = (at - before_smem[low] * readers) / p.all;
+    const int reader = (unsigned)(at - before_smem[low] * readers) / (unsigned)p.all;
     p.begin = before_smem[low] * readers + reader * p.all;
-    p.kv_head = reader / row_blocks, p.row_block = reader % row_blocks;
+    p.kv_head = row_blocks == 1 ? reader : reader / row_blocks, p.row_block = reader - p.kv_head * row_blocks;
     p.tiles = tiles_of(c, low), p.first = at - p.begin, p.last = min(p.tiles, end - p.begin);
     return p;
 }
@@ -179,7 +190,7 @@ template <bool WHOLE> struct Copier {
         return tile < p.last && key < p.length ? page_of(c, p.b, key) : 0;
     }
     __device__ void copy(int stage, int tile, int lane, int page) const {
-        const int start = tile * TILE, slot = (start + (WHOLE ? 0 : lane % TILE)) % c.page;
+        const int start = tile * TILE, slot = slot_of(c, start + (WHOLE ? 0 : lane % TILE));
         const T* k_from = key_row(c.k, c.k_stride, page, p.kv_head, slot + lane_row) + column;
         const T* v_from = key_row(c.v, c.v_stride, page, p.kv_head, slot + lane_row) + column;
 #pragma unroll
@@ -197,6 +208,20 @@ template <bool WHOLE> struct Copier {
             k_from += ROWS_PER_PASS * c.k_stride.row, v_from += ROWS_PER_PASS * c.v_stride.row;
         }
     }
+    // region: first copies
+    // The first copies of a piece: all pages that they need, and then, when these are here, the copies.
+    __device__ void first_pages(int (&pages)[STAGES], int tile, int lane) const {
+#pragma unroll
+        for (int s = 0; s < STAGES; s++) pages[s] = page(tile + s * WARPS, lane);
+    }
+    __device__ void first_copies(const int (&pages)[STAGES], int tile, int lane) const {
+#pragma unroll
+        for (int s = 0; s < STAGES - 1; s++) {
+            if (tile + s * WARPS < p.last) copy(s, tile + s * WARPS, lane, pages[s]);
+            cp_async_commit();
+        }
+    }
+    // endregion
 };
 // endregion
 
@@ -277,22 +302,11 @@ __device__ __forceinline__ void take(State& x, const uint32_t (&q_rmem)[HEAD_DIM
 // endregion
 
 // region: main loop
-// One warp, its tiles of a piece: every WARPS-th.
+// One warp, its tiles of a piece: every WARPS-th. The first are being copied; next_page is that of the one behind them.
 template <bool WHOLE>
-__device__ __forceinline__ void walk(const Cache& c, const Piece& p, State& x, uint32_t warp_smem, int warp, int lane) {
+__device__ __forceinline__ void walk(const Cache& c, const Piece& p, const Copier<WHOLE>& copier, int next_page,
+                                     State& x, uint32_t warp_smem, int warp, int lane) {
     const int g = lane / 4, t = lane % 4, rows = c.group * c.queries;
-    const Copier<WHOLE> copier(c, p, warp_smem, lane);
-    // region: first copies
-    int tile = p.first + warp, page[STAGES];                   // all pages that the first copies need, at once
-#pragma unroll
-    for (int s = 0; s < STAGES; s++) page[s] = copier.page(tile + s * WARPS, lane);
-#pragma unroll
-    for (int s = 0; s < STAGES - 1; s++) {
-        if (tile + s * WARPS < p.last) copier.copy(s, tile + s * WARPS, lane, page[s]);
-        cp_async_commit();
-    }
-    int next_page = page[STAGES - 1];
-    // endregion
     // region: Q in registers
     // A: 16 rows x HEAD_DIM columns of Q, straight from global memory; rows that do not exist are zeros
     uint32_t q_rmem[HEAD_DIM / MMA_K][4];
@@ -311,7 +325,7 @@ __device__ __forceinline__ void walk(const Cache& c, const Piece& p, State& x, u
     // endregion
     const uint32_t k_lane = warp_smem + at(lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8);
     const uint32_t v_lane = warp_smem + TILE_BYTES + at(lane % 16, lane / 16 * 8);
-    for (int stage = 0; tile < p.last; tile += WARPS) {
+    for (int tile = p.first + warp, stage = 0; tile < p.last; tile += WARPS) {
         cp_async_wait<STAGES - 2>();                           // this lane's part of the tile is here
         __syncwarp();                                          // or others' parts would be missing, tile - 1 in use
         const int ahead = tile + (STAGES - 1) * WARPS;
@@ -322,7 +336,7 @@ __device__ __forceinline__ void walk(const Cache& c, const Piece& p, State& x, u
         take(x, q_rmem, k_lane + stage_at, v_lane + stage_at, tile * TILE, last_key, c.scale * LOG2E, t);
         stage = stage == STAGES - 1 ? 0 : stage + 1;
     }
-    cp_async_wait<0>();
+    cp_async_wait<0>();                                        // of a guess, where there was no tile
     __syncwarp();                                              // or the sums would be stored over a tile in use
 }
 // endregion
@@ -339,55 +353,75 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_kernel(const Ca
     // endregion
 
     // region: pieces
+    const uint32_t warp_smem = smem_u32(shared + warp * WARP_BYTES);
     guess(c, row_blocks, guess_smem[warp]);
     const bool even = count_tiles(c, before_smem);
     const int readers = c.kv_heads * row_blocks;
     const Shares shares(before_smem[c.batch] * readers, gridDim.x, c.batch * readers, even);
-    const int begin = shares.begin(blockIdx.x), end = shares.begin(blockIdx.x + 1);
-    for (int at = begin; at < min(end, shares.all);) {         // a block beyond the last share has none
-        const Piece p = piece_at(c, before_smem, row_blocks, at, end);
-        at = p.begin + p.all;
-        if (p.first >= p.last) continue;                       // only room is left there
+    const int begin = shares.begin(blockIdx.x), end = min(shares.all, shares.begin(blockIdx.x + 1));
+    Piece next = piece_at(c, before_smem, row_blocks, min(begin, shares.all - 1), end);
+    if (next.first >= next.tiles && next.begin + next.all < end)               // only room is left there
+        next = piece_at(c, before_smem, row_blocks, next.begin + next.all, end);
+    if (blockIdx.x >= shares.blocks || next.first >= next.last) {              // no share, or one of room alone
+        cp_async_wait_all();                                   // of a guess
+        return;
+    }
+    const Copier<WHOLE> copier(c, next, warp_smem, lane);
+    int pages[STAGES];
+    copier.first_pages(pages, next.first + warp, lane);
+    copier.first_copies(pages, next.first + warp, lane);
+    for (bool more = true; more;) {
+        const Piece p = next;
         const int first_row = p.row_block * ROWS, piece_rows = min(ROWS, rows - first_row);
+        // The blocks that share these tiles. Each leaves two parts at most: of the piece that its share begins with,
+        // and of the one that it ends with.
+        const int first_block = shares.owner(p.begin), last_block = shares.owner(p.begin + p.tiles - 1);
+        const bool whole = first_block == last_block, ends_with_it = shares.begin(first_block) < p.begin;
         State x = {};
         x.m_i[0] = x.m_i[1] = -INFINITY;
-        walk<WHOLE>(c, p, x, smem_u32(shared + warp * WARP_BYTES), warp, lane);
+        walk<WHOLE>(c, p, copier, pages[STAGES - 1], x, warp_smem, warp, lane);
+        more = p.begin + p.all < end;
+        if (more) {                                            // copies go on while this piece is summed up
+            next = piece_at(c, before_smem, row_blocks, p.begin + p.all, end);
+            copier.first_pages(pages, next.first + warp, lane);
+        }
         // endregion
 
         // region: sums of the warps
-        // Each leaves its sums where its tiles were.
-        float* sums = (float*)(shared + warp * WARP_BYTES);    // [ROWS, SUM_ROW]
+        // Each leaves its sums in the last stage, which the first copies leave alone.
+        constexpr int LAST_STAGE = (STAGES - 1) * 2 * TILE_BYTES;
+        float* sums = (float*)(shared + warp * WARP_BYTES + LAST_STAGE);       // [ROWS, HEAD_DIM]
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             float l = x.l_i[r];
             l += __shfl_xor_sync(~0u, l, 1);
             l += __shfl_xor_sync(~0u, l, 2);
-            if (g + r * 8 < piece_rows) {
-                if (t == 0) m_smem[warp][g + r * 8] = x.m_i[r], l_smem[warp][g + r * 8] = l;
+            const int row = g + r * 8;
+            if (row < piece_rows) {
+                if (t == 0) m_smem[warp][row] = x.m_i[r], l_smem[warp][row] = l;
 #pragma unroll
                 for (int n = 0; n < O_TILES; n++)
-                    *(float2*)(sums + (g + r * 8) * SUM_ROW + n * MMA_N + t * 2) =
+                    *(float2*)(sums + sum_at(row, n * MMA_N + t * 2)) =
                         make_float2(x.acc[n][r * 2], x.acc[n][r * 2 + 1]);
             }
         }
         __syncthreads();                                       // or other warps' sums would be missing
+        if (more) copier.first_copies(pages, next.first + warp, lane);
         // endregion
 
         // region: store
-        // The blocks that share these tiles. Each leaves two parts at most: of the piece that its share begins with,
-        // and of the one that it ends with.
-        const int first_block = shares.owner(p.begin), last_block = shares.owner(p.begin + p.tiles - 1);
-        const bool whole = first_block == last_block;
-        const bool second = shares.begin(first_block) < p.begin;
-        auto part_of = [&](int block) { return 2 * block + (block == first_block && second); };
+        auto part_of = [&](int block) { return 2 * block + (block == first_block && ends_with_it); };
         for (int i = threadIdx.x; i < piece_rows * QUADS; i += THREADS) {
             const int row = i / QUADS, quad = i % QUADS;
             Sum sum = {-INFINITY, 0.f, {}};
+            float m[WARPS], l[WARPS];
+            float4 o[WARPS];
 #pragma unroll
             for (int w = 0; w < WARPS; w++) {
-                const float* of_warp = (const float*)(shared + w * WARP_BYTES) + row * SUM_ROW + quad * 4;
-                add(sum, m_smem[w][row], l_smem[w][row], *(const float4*)of_warp);
+                const float* of_warp = (const float*)(shared + w * WARP_BYTES + LAST_STAGE);
+                m[w] = m_smem[w][row], l[w] = l_smem[w][row], o[w] = *(const float4*)(of_warp + sum_at(row, quad * 4));
             }
+            add(sum, m, l, o);
             if (whole) {
                 store(c, p.b, p.kv_head, first_row + row, quad, sum);
             } else {
@@ -397,17 +431,17 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_kernel(const Ca
                 if (quad == 0) c.part_lse[part] = lse;
             }
         }
+        __syncthreads();                                       // all have stored, and nobody reads the sums any more
+        if (whole) continue;
         // endregion
 
         // region: last to arrive
-        // The barrier hands the block's parts to thread 0; its fence and its count publish them. What the last one to
-        // count has seen, its second fence and the barrier hand on. atomicInc begins again at 0: for the next launch.
-        __syncthreads();                                       // all have stored, and nobody reads the sums any more
-        if (whole) continue;
-        const int reader = (p.b * c.kv_heads + p.kv_head) * row_blocks + p.row_block;
+        // The barrier has handed the block's parts to thread 0; its fence and its count publish them. What the last
+        // one to count sees, its second fence and the barrier hand on. atomicInc goes back to 0: for the next launch.
         if (threadIdx.x == 0) {
             __threadfence();
             const unsigned others = last_block - first_block;
+            const int reader = (p.b * c.kv_heads + p.kv_head) * row_blocks + p.row_block;
             is_last = atomicInc((unsigned*)c.counters + reader, others) == others;
             __threadfence();
         }
@@ -416,21 +450,19 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_kernel(const Ca
             const int row = i / QUADS, quad = i % QUADS;
             Sum sum = {-INFINITY, 0.f, {}};
             for (int from = first_block; from <= last_block; from += AT_ONCE) {
-                float lse[AT_ONCE];
+                float lse[AT_ONCE], l[AT_ONCE];
                 float4 o[AT_ONCE];
 #pragma unroll
                 for (int j = 0; j < AT_ONCE; j++) {            // many loads, one latency
                     const int64_t part = (int64_t)part_of(min(from + j, last_block)) * ROWS + row;
                     lse[j] = from + j <= last_block ? c.part_lse[part] : -INFINITY;
-                    o[j] = *(const float4*)(c.part_o + part * HEAD_DIM + quad * 4);
+                    o[j] = *(const float4*)(c.part_o + part * HEAD_DIM + quad * 4), l[j] = 1.f;
                 }
-#pragma unroll
-                for (int j = 0; j < AT_ONCE; j++) add(sum, lse[j], lse[j] == -INFINITY ? 0.f : 1.f, o[j]);
+                add(sum, lse, l, o);
             }
             store(c, p.b, p.kv_head, first_row + row, quad, sum);
         }
     }
-    cp_async_wait_all();                                       // of a guess, where there was no tile
 }
 // endregion
 
@@ -447,7 +479,7 @@ extern "C" int decode(const void* q, const void* k, const void* v, const void* t
     int device = 0, room = 0;                                  // as many blocks as this device runs at once
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&room, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
-    const int blocks = c.sms * max(1, min(BLOCKS_PER_SM, room / (bytes + 1024)));      // the system adds 1 KB to each
+    const int blocks = c.sms * max(1, min(BLOCKS_PER_SM, room / (bytes + 1024)));        // the system adds 1 KB to each
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     kernel<<<blocks, THREADS, bytes, (cudaStream_t)stream>>>(c);
     return (int)cudaGetLastError();
