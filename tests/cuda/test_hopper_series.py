@@ -166,7 +166,7 @@ def test_scores_that_jump(step, defines):
 
 
 def test_trust_costs_the_largest_values_of_bf16():
-    """A column of V is 2^c. Below 2^112 / tiles it is right; from 2^113 on infinite where a reference lags by 13 bits."""
+    """A column of V is 2^c: right below 2^112 / tiles, from 2^113 on infinite where a reference lags by 13 bits."""
     q, k = torch.zeros(1, 1, 64, 64), torch.zeros(1, 1, 256, 64)
     q[..., 0], k[0, 0, :128, 0] = 8, 8.9 * math.log(2)  # met last
     powers = torch.arange(64, 128)

@@ -49,9 +49,8 @@ def attention(
         scale: head_dim ** -0.5, if None.
 
     Returns:
-        o: like q; lse: [batch, heads, seq_q], float32. p11_11_rescale and the later steps let a row's reference lag behind
-        its maximum; from p11_14_trust on o may be infinite where |v| reaches 2^112 / ceil(seq_k / 128), as of these only
-        bfloat16 can.
+        o: like q; lse: [batch, heads, seq_q], float32. From p11_14_trust on, where a row's reference may lag behind its
+        maximum, o may be infinite where |v| reaches 2^112 / ceil(seq_k / 128), which only bfloat16 can.
 
     Raises:
         TypeError, ValueError: as `flashlab.flash_attention`. KeyError: for an unknown name.
