@@ -286,8 +286,10 @@ def test_the_largest_scale_gives_finite_numbers(backend):
 
 def test_the_raw_operator_checks_too():
     nested = torch.nested.nested_tensor([Q[0], Q[0]])
+    jagged = torch.nested.nested_tensor([Q[0], Q[0]], layout=torch.jagged)
     for q, scale, sentence in ((Q, math.nan, "scale is nan"), (Q.to_sparse(), 1.0, "q is sparse_coo"),
-                               (nested, 1.0, "q is a nested tensor"), (Q.sum(), 1.0, "it has 0 dim")):  # fmt: skip
+                               (nested, 1.0, "q is a nested tensor"),
+                               (jagged, 1.0, "q is a nested tensor"), (Q.sum(), 1.0, "it has 0 dim")):  # fmt: skip
         with pytest.raises((TypeError, ValueError), match=sentence):
             torch.ops.flashlab.triton(q, q, q, scale, None, None, None)
 

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import flashlab.cuda.operators  # noqa: F401  registers the series
 from flashlab import flash_attention, runtime
 from flashlab.attention import backends, door, reference
+from flashlab.attention.triton_forward import flash_attention_forward
 from flashlab.models.rope import fused_rope, rope, rope_table
 
 DEVICE = runtime.device()
@@ -219,6 +220,23 @@ def test_fake_and_meta_tensors_have_shapes_and_gradients_too(way):
     o = WAYS[way](q, q, q)
     assert (o.shape, o.dtype, o.device) == (q.shape, q.dtype, q.device)
     assert torch.autograd.grad(o.sum(), q)[0].shape == q.shape
+
+
+@pytest.mark.parametrize("way", ["triton", "operator triton"])
+def test_a_dual_tensor_into_a_compiled_function_is_refused(way):
+    with pytest.raises(NotImplementedError, match=NO_FORWARD):
+        dual(compiled_of(WAYS[way]), *inputs())
+
+
+def test_a_bare_kernel_in_a_compiled_function_computes_and_has_no_tangent():
+    def bare(q, k, v):
+        return flash_attention_forward(q, k, v, causal=True)[0]
+
+    torch._dynamo.reset()
+    compiled_bare = torch.compile(bare, backend="eager")
+    torch.testing.assert_close(compiled_bare(*inputs()), bare(*inputs()))
+    with pytest.raises(ValueError, match="q has a tangent, and this kernel's result has none"):
+        dual(compiled_bare, *inputs())
 
 
 @pytest.mark.parametrize("way", WAYS)

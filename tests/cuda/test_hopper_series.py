@@ -165,6 +165,18 @@ def test_scores_that_jump(step, defines):
     assert (o - want).abs().max() <= 2 * BOUND[torch.float16] and (lse - want_lse).abs().max() <= 1e-3
 
 
+def test_trust_costs_the_largest_values_of_bf16():
+    """A column of V is 2^c: right below 2^112 / tiles, from 2^113 on infinite where a reference lags by 13 bits."""
+    q, k = torch.zeros(1, 1, 64, 64), torch.zeros(1, 1, 256, 64)
+    q[..., 0], k[0, 0, :128, 0] = 8, 8.9 * math.log(2)  # met last
+    powers = torch.arange(64, 128)
+    v = (2.0**powers).expand(1, 1, 256, 64).bfloat16()
+    kernel = load_inline(FLASH, backend="emulator", dtype=torch.bfloat16, defines={"TRUST": 1})
+    o, _ = kernel.forward(q.bfloat16(), k.bfloat16(), v)
+    right = (o == v[0, 0, 0]).all((0, 1, 2))
+    assert right[powers < 111].all() and o[0, 0, 0, powers > 112].isinf().all()
+
+
 def test_one_polynomial_for_all():
     """Other steps than the last are not run with scores that jump: they have its 2^x."""
     kernels = [s.path.read_text() for s in HOPPER if "POLYNOMIAL" in s.defines]

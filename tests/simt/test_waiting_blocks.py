@@ -61,8 +61,9 @@ POLLS = {
 }
 
 
-def module(how: str, check: bool, fence: str = "__threadfence()") -> simt.Module:
-    return simt.compile_cuda(TEXT, name="barrier.cu", check=check, defines={**POLLS[how], "FENCE": fence})
+def module(how: str, check: bool, fence: str = "__threadfence()", missing: int = 0) -> simt.Module:
+    text = TEXT.replace("POLL < target", f"POLL < target - {missing}")
+    return simt.compile_cuda(text, name="barrier.cu", check=check, defines={**POLLS[how], "FENCE": fence})
 
 
 def reversed_by(built: simt.Module, blocks: int, flag: int, threads: int) -> tuple[simt.Report, bool]:
@@ -78,6 +79,38 @@ def test_a_right_grid_barrier_is_silent(build, how):
     for blocks, flag, threads in ((12, 0, 1), (4, 0, 2), (4, 1, 1)):
         report, right = reversed_by(built, blocks, flag, threads)
         assert right and report.findings == [], report
+
+
+@pytest.mark.parametrize("how", POLLS)
+def test_a_barrier_one_arrival_short_is_found_every_time(how):
+    """Whether or not the last block is late in this run."""
+    built = module(how, True, missing=1)
+    for blocks in (2, 4, 4, 4, 4, 6, 12):
+        report, _ = reversed_by(built, blocks, 0, 2)
+        assert [(f.kind, f.line, f.other_line) for f in report.findings] == [("global-race", 15, 17)], report
+
+
+LOST = """#include "simt.h"
+__global__ void arrive(int* a, int* count) {
+    const int before = *(volatile int*)a;
+    atomicAdd(count, 1);
+    while (atomicAdd(count, 0) < gridDim.x) {}  // so that all have read it
+    *(volatile int*)a = before + 1;  // <- store
+    while (*(volatile int*)a < gridDim.x) {}  // <- wait
+}
+extern "C" void run(int* a, int* count, int blocks) { arrive<<<blocks, 1>>>(a, count); }
+"""
+
+
+def test_who_waits_for_a_lost_update_and_for_which_word_is_told():
+    built = simt.compile_cuda(LOST, check=True)
+    with pytest.raises(simt.KernelTimeout) as caught:
+        built.run(np.zeros(1, np.int32), np.zeros(1, np.int32), 2, threads=2, timeout=1)
+    late, race = caught.value.report.findings
+    wait, store = (LOST[: LOST.index(f"<- {what}")].count("\n") + 1 for what in ("wait", "store"))
+    assert (late.kind, late.line, late.other_line) == ("timeout", wait, store)
+    assert "it waits for element 0 of a, which stays 1; the last to store it was thread 0 of block" in late.message
+    assert (race.kind, race.line, race.other_line) == ("global-race", store, store) and "is lost" in race.message
 
 
 def test_a_barrier_without_fences_orders_nothing():

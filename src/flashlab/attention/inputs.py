@@ -163,6 +163,7 @@ def check_causal(causal: bool) -> None:
         raise TypeError(f"causal is {what}; it must be True or False, and no mask of another kind is taken")
 
 
+@torch._disable_dynamo  # traced, a tangent is not seen
 def check_no_gradient(**tensors: torch.Tensor) -> None:
     """Raise ValueError, by their names, where a tensor wants a derivative, or has no memory: a bare kernel reads that,
     and its result has none."""
@@ -172,8 +173,6 @@ def check_no_gradient(**tensors: torch.Tensor) -> None:
                 f"{name} {wish}, and this kernel's result has none: pass {name}.detach(), or call it under "
                 "torch.no_grad(); flashlab.flash_attention has a gradient"
             )
-        if torch.compiler.is_compiling():
-            continue
         if is_batchedtensor(x):
             raise ValueError(f"{name} is mapped by torch.vmap, and a kernel is not: fold that dimension into the batch")
         if x.is_meta or isinstance(x, FakeTensor):

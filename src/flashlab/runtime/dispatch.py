@@ -18,6 +18,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch._C._functorch import is_legacy_batchedtensor
 from torch._functorch.utils import enable_single_level_autograd_function
+from torch.nested._internal.nested_tensor import NestedTensor
 
 __all__ = ["operator", "unwatched"]
 
@@ -111,6 +112,10 @@ def _defined(name: str, schema: str, run: Callable[..., Any], fake: Callable[...
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     for key in _KEYS:
         _LIBRARY.impl(name, torch._disable_dynamo(run), key)
+    # A jagged one is a subclass of Tensor, which knows no such operator: run refuses it as it does the others.
+    torch.library.register_torch_dispatch(
+        f"flashlab::{name}", NestedTensor, lambda cls, func, types, args, kwargs: run(*args, **kwargs), lib=_LIBRARY
+    )
     torch.library.register_fake(f"flashlab::{name}", fake, lib=_LIBRARY)
     overload = getattr(torch.ops.flashlab, name).default
     torch.library.register_vmap(f"flashlab::{name}", vmap or _each_alone(overload), lib=_LIBRARY)

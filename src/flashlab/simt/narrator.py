@@ -133,6 +133,7 @@ class Narrator:
         for row in rows:
             if row[0] in FATAL or (row[0] == "divergent" and row[1] != row[13]):
                 ended[int(row[6])] = min(ended.get(int(row[6]), 1 << 62), int(row[7]))
+        timed_out = {int(row[6]) for row in rows if row[0] == "timeout"}
         early = {
             (self.resolver.place(int(row[2])), self.resolver.place(int(row[3])))
             for row in rows if row[0] == "read-before-wait" and row[1] not in COPIES
@@ -147,8 +148,8 @@ class Narrator:
             kind, how, words = row[0], row[1], row[13]
             other_block, warning = int(row[14]), row[15] == "1"
             pc, other_pc, thread, other, number, block, _, times, *v = (int(x) for x in row[2:13])
-            if block > ended.get(number, block):
-                continue  # whether that block had begun is a matter of luck
+            if block > ended.get(number, block) and not (number in timed_out and kind == "global-race"):
+                continue  # whether that block had begun is a matter of luck (a race may be why the time was up)
             place, other_place = self.resolver.place(pc), self.resolver.place(other_pc)
             if other < 0:  # of a signal: where it hit, and as second best where the thread was seen last
                 place, other_place = place or other_place, None

@@ -611,7 +611,15 @@ def _unfinished(f: Facts) -> str:
 def _timeout(f: Facts) -> str:
     if f.how == "launch":
         return f"{_unfinished(f)} when the time was up"
-    return f"{f.who} was still running{f.here} when the time was up: a loop that does not end, or too much work"
+    running = f"{f.who} was still running{f.here} when the time was up"
+    if not f.words:
+        return f"{running}: a loop that does not end, or too much work"
+    word, _, never = f.words.partition(" ")
+    waits = f"{running}: it waits for {_place(f)}, which stays {f.v[1]}"
+    if never:
+        return f"{waits}, and which nobody has stored"
+    last = "update it with an atomic" if f.how == "atomic" else "store it"
+    return f"{waits}; the last to {last} was {f.whom}{f.there}" if f.how else waits
 
 
 _INSTEAD = {

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Collection
 
 import numpy as np
+import torch
 import triton.language as tl
 import triton.runtime.interpreter as ti
 from triton._C.libtriton import ir
@@ -259,7 +260,7 @@ def _one_launch_at_a_time() -> None:
         with under_way:
             return original_run(self, *args, **kwargs)
 
-    ti.InterpretedFunction.run = run
+    ti.InterpretedFunction.run = torch._disable_dynamo(run)  # nothing in it is for torch.compile to trace
 
 
 _METHODS = {name: method for name, method in vars(_RepairedBuilder).items() if inspect.isfunction(method)}

@@ -184,6 +184,24 @@ __global__ void memory(const __grid_constant__ Maps maps, const CUtensorMap* in_
         }
         break;
     case 77: FIRST { if (blockIdx.x == 0) z[0]++; else atomicAdd(z, 1); } break;                  // expect: global-race; nothing orders two blocks
+    // ---- a load and a store of a volatile, apart
+    case 78: FIRST { int x = *FLAG; y[blockIdx.x] = 1; *FLAG = x + 1; } break;                    // expect: global-race; Use atomicAdd
+    case 79: FIRST { int x = *FLAG; y[blockIdx.x] = 1; z[0] = x + 1; } break;                     // expect: global-race; Use atomicAdd
+    case 80: FIRST for (int i = 0; i < 9 && !*FLAG; i++) { y[blockIdx.x] = i; if (i == 5) *FLAG = 1; } break;  // right
+    case 81: FIRST { while (*FLAG != (int)blockIdx.x) {} __threadfence(); y[0] += 1; __threadfence(); *FLAG = blockIdx.x + 1; } break;  // right
+    case 82:
+        for (int round = 0; round < 3; round++) {
+            __syncthreads();
+            FIRST {
+                const int sense = *FLAG;
+                __threadfence();
+                if (atomicAdd(z + 1, 1) == (int)gridDim.x - 1) z[1] = 0, __threadfence(), *FLAG = sense + 1;
+                else while (*FLAG == sense) {}
+                __threadfence();
+            }
+            __syncthreads();
+        }                                                                                         // right
+        break;
     default: break;
     }
 }

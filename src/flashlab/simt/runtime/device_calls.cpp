@@ -85,6 +85,7 @@ void simt_atomic_check(const void* p, int bytes, int needed) {
         const bool counted = check_global(me, a, bytes, true, "atomic");
         if (me->block->launch->checked) {
             Conflict none;
+            let_others_look(me, a);
             global_shadow.touch(me, a, bytes, needed ? ATOMIC : EXCHANGE, 0, "atomic", none);
             meet(me, a, false, true);
             learns = true;

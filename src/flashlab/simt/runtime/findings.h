@@ -28,6 +28,8 @@ void file(Lane* lane, const Finding& f);
 [[noreturn]] void file_misaligned(Lane* lane, uintptr_t address, int bytes, const char* how);
 void file_of_launch(int launch, const Finding& f, int error);
 
+Finding out_of_time(Lane* lane);  // scheduler.cpp: the call is cancelled; says what the lane waits for
+
 extern std::atomic<int> last_error;
 void forget_findings();
 std::string findings_text();  // for Python, see findings.cpp

@@ -104,6 +104,24 @@ bool GlobalShadow::changed(uintptr_t address, int bytes, const uint8_t* before) 
     return differ;
 }
 
+void GlobalShadow::name_word(uintptr_t address, Finding& f) {
+    for (const Buffer& b : buffers)
+        if (address >= b.low && address < b.high)
+            f.text = "argument", f.value[0] = b.number, f.value[2] = (int64_t)(address - b.low);
+    const Region* r = region_of(address, 1);
+    if (!r) return;
+    if (r->argument < 0) f.text = "variable", f.value[0] = -1, f.value[2] = (int64_t)(address - r->origin());
+    const Cell& cell = r->cells[address / (uintptr_t)r->grain - r->low / (uintptr_t)r->grain];
+    CellLock lock(address);
+    if (cell.launch != launch || !cell.write.pc) {
+        f.text += " never";
+        return;
+    }
+    f.other_pc = cell.write.pc + module_base, f.other_thread = (int)cell.write.thread;
+    f.other_block = (int64_t)cell.write.block;
+    f.how = cell.write.atomic && !cell.write.loose ? "atomic" : "store";
+}
+
 bool GlobalShadow::in_flight(Lane* lane, uintptr_t address, int bytes, bool writes, bool add, const char* how) {
     const uintptr_t end = address + (uintptr_t)bytes;
     for (const BulkStore* store : lane->block->writing) {
@@ -117,7 +135,7 @@ bool GlobalShadow::in_flight(Lane* lane, uintptr_t address, int bytes, bool writ
         Finding f{writes ? "global-race" : "read-before-wait", how};
         f.other_pc = (*lane->block->worker->sites)[store->copy.site].pc, f.other_thread = store->copy.thread;
         f.text = std::string("in flight ") + store->copy.how;
-        f.value[0] = region->argument, f.value[1] = bytes, f.value[2] = (int64_t)(address - region->low);
+        f.value[0] = region->argument, f.value[1] = bytes, f.value[2] = (int64_t)(address - region->origin());
         file(lane, f);
         return true;
     }
@@ -154,7 +172,7 @@ bool GlobalShadow::touch(Lane* lane, uintptr_t address, int bytes, Access access
             c.how = now.loose ? "volatile" : how, c.other_how = s.loose ? "volatile" : "atomic";
         c.other_pc = s.pc + module_base, c.other_thread = (int)s.thread;
         c.other_block = s.block == block ? -1 : (int64_t)s.block;
-        c.value[0] = region->argument, c.value[1] = bytes, c.value[2] = (int64_t)(address - region->low);
+        c.value[0] = region->argument, c.value[1] = bytes, c.value[2] = (int64_t)(address - region->origin());
         c.same_warp = s.block == block && s.thread / WARP == now.thread / WARP;
         c.same_instruction =
             c.same_warp && s.pc == now.pc && s.time == now.time && s.execution == now.execution;
@@ -193,7 +211,7 @@ bool GlobalShadow::touch(Lane* lane, uintptr_t address, int bytes, Access access
             f.other_block = s.block == block ? -1 : (int64_t)s.block;
             if (s.block != block) f.thread = lane->id, f.block = block;
             f.text = s.loose || !s.atomic ? "global store" : "global atomic";
-            f.value[0] = region->argument, f.value[1] = bytes, f.value[2] = (int64_t)(address - region->low);
+            f.value[0] = region->argument, f.value[1] = bytes, f.value[2] = (int64_t)(address - region->origin());
             f.pc = lane->pc;
             file(lane, f);
             filed = true;
@@ -226,7 +244,7 @@ bool GlobalShadow::touch(Lane* lane, uintptr_t address, int bytes, Access access
                 if (r.block == block && meets(r) && !same_block_ordered(r, lane)) conflicts(r, false);
         if (reads && region->empty && (cell.full & mine) != mine && !filed) {
             Finding f{"uninitialised-global", how};
-            f.value[0] = region->argument, f.value[1] = bytes, f.value[2] = (int64_t)(address - region->low);
+            f.value[0] = region->argument, f.value[1] = bytes, f.value[2] = (int64_t)(address - region->origin());
             file(lane, f);
             filed = true;
         }

@@ -4,6 +4,7 @@
 // Threads of one block are ordered by its barriers, as in shared memory (shadow.h). Threads of different
 // blocks are not ordered at all, but for what ordering.h says.
 #pragma once
+#include "global_memory.h"
 #include "ordering.h"
 #include "shadow.h"
 
@@ -32,6 +33,8 @@ public:
     // anybody, since the first of the stores that nothing orders.
     bool changed(uintptr_t address, int bytes, const uint8_t* before);
     void written(uintptr_t address, size_t bytes);  // by the host part
+    // The word that a lane waits for in vain, and who stored it last in this launch, as the facts of a finding.
+    void name_word(uintptr_t address, Finding& f);
 
 private:
     struct Cell;
@@ -40,6 +43,8 @@ private:
     struct Region {
         uintptr_t low, high;
         int argument, grain;  // bytes a cell
+        // What a place is counted from: the argument, or the module, as its symbols are.
+        uintptr_t origin() const { return argument < 0 ? module_base : low; }
         bool empty;
         Cell* cells;
         size_t count;

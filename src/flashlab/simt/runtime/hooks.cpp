@@ -13,18 +13,40 @@ namespace simt {
 
 enum Style : uint8_t { PLAIN, UNALIGNED, VOLATILE, PART };  // PART: of a struct that is copied in one go
 
+// Does the instruction behind a hook, the store itself, store a constant? Who sets a flag that it has looked at before
+// stores what it would have stored in any case.
+static bool stores_a_constant(uintptr_t pc) {
+#ifdef __x86_64__
+    const uint8_t* code = (const uint8_t*)pc;
+    while (*code == 0x66 || (*code & 0xf0) == 0x40) code++;  // prefixes: of 2 bytes, and of the upper registers
+    return (*code & 0xfe) == 0xc6;                           // mov [...], a constant
+#else
+    (void)pc;
+    return false;
+#endif
+}
+// A volatile access is one by itself, like an atomic; but a load, and a store of what was made of it, are two.
+static bool updates(Lane* me, uintptr_t a, uintptr_t pc) {
+    const auto load = me->volatile_loads.find(a);
+    if (load == me->volatile_loads.end()) return false;
+    const bool at_once = load->second.call + 1 == me->calls;
+    // A __threadfence() between: its turn may be what it has waited for, and what it has seen then comes before it.
+    const bool fenced = me->fence.time >= load->second.time;
+    me->volatile_known = fenced ? known_of_word(me, a) : load->second.known;
+    me->volatile_loads.erase(load);
+    return at_once || !stores_a_constant(pc);
+}
+
 static void access(Lane* me, uintptr_t a, int bytes, bool write, Style style, uintptr_t pc) {
-    const bool waited_for = !write && load_of_store(me, bytes);
+    const bool waited_for = !write && style != VOLATILE && load_of_store(me, bytes);
     Inside inside(me, pc, !waited_for);
     Worker* worker = me->block->worker;
     const char* how = write ? "store" : "load";
     if (++me->accesses > 128 && !waited_for) {  // a lane far ahead would pile up half-filled requests
         let_others_run(me);
         me->pc = pc;
-        if (cancelled()) {  // it is hardly ever outside of the runtime, where a signal would reach it
-            file(me, {cancelled() == 1 ? "timeout" : "interrupted"});
-            end_launch(me, cudaErrorLaunchTimeout);
-        }
+        // It is hardly ever outside of the runtime, where a signal would reach it.
+        if (cancelled()) file_fatal(me, out_of_time(me), cudaErrorLaunchTimeout);
     }
     if (style != UNALIGNED && style != PART && a % bytes) file_misaligned(me, a, bytes, how);
     Conflict conflict;
@@ -42,10 +64,10 @@ static void access(Lane* me, uintptr_t a, int bytes, bool write, Style style, ui
     } else {
         const int site = worker->sites->find(pc, write ? GLOBAL_STORE : GLOBAL_LOAD);
         const bool counted = check_global(me, a, bytes, write, how);
-        // A volatile access is one by itself, like an atomic; but a load and a store of the same place are two.
-        const bool update = me->volatile_load == a && me->volatile_call + 1 == me->calls;
-        const Access kind = style == VOLATILE ? update ? VOLATILE_UPDATE : VOLATILE_STORE : write ? WRITE : READ;
+        const bool update = write && !me->volatile_loads.empty() && updates(me, a, pc);
+        const Access kind = update ? VOLATILE_UPDATE : style == VOLATILE ? VOLATILE_STORE : write ? WRITE : READ;
         if (kind == WRITE && style != PART) global_shadow.hold(me, a, bytes);
+        if (style == VOLATILE && write) let_others_look(me, a);
         if (style == VOLATILE && !write) global_shadow.in_flight(me, a, bytes, false, false, how);
         else
             conflicts = global_shadow.touch(me, a, bytes, kind, executions(me, site), how, conflict, &watched);
@@ -53,7 +75,7 @@ static void access(Lane* me, uintptr_t a, int bytes, bool write, Style style, ui
         if (style == VOLATILE && !write) look(me, a, bytes), me->pc = pc;
         if (counted) count_access(me, site, a, bytes);
         if (style == VOLATILE && !write) {
-            me->volatile_load = a, me->volatile_call = me->calls;
+            me->volatile_loads[a] = {me->calls, me->warp->time, 0};
             expect_to_learn(me, a);
         }
         if (conflicts && style == PART) file_conflict(me, conflict, pc, false), conflicts = false;

@@ -20,6 +20,7 @@
 #include <mutex>
 #include <string.h>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -121,9 +122,11 @@ struct Lane {  // one CUDA thread
     size_t first_copy;  // copies[first_copy...] are still on their way
     std::vector<Copy> copies;
     std::vector<uint32_t> proxy_fences[2];  // the warp's time at each of its fences (proxy.h), by Space
-    uintptr_t volatile_load;                // the place of its last volatile load of global memory
-    uint32_t volatile_call;                 // and which of its calls that was
-    uint32_t volatile_known = 0;            // what its block knew of that word before it (ordering.h)
+    struct VolatileLoad {
+        uint32_t call, time, known;  // which call it was; the warp's time, what its block knew of that word then
+    };
+    std::unordered_map<uintptr_t, VolatileLoad> volatile_loads;  // of global memory, that no store of its own followed
+    uint32_t volatile_known = 0;                                 // of the one that the store under way follows
     PhaseWait phase_wait;
     uint32_t bulk_group;  // number of the open group of its stores
     std::vector<std::shared_ptr<BulkStore>> stores;
@@ -216,6 +219,7 @@ struct Block {
     typedef std::vector<std::pair<struct Word*, uint32_t>> Learnt;
     Learnt learnt;          // of other blocks (ordering.h)
     uint8_t published = 0;  // how often, more or less
+    std::atomic<bool> holds{false};  // until the others have looked (ordering.cpp)
     bool fences = false;    // there was a fence_proxy_async, of any kind
     bool global_fences = false;  // and of global memory
     std::vector<struct BulkStore*> writing;  // its stores that may not have written global memory yet (a watched build)

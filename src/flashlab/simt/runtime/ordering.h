@@ -15,7 +15,7 @@ struct GlobalStamp {
     uint16_t bytes : 4;   // which of the cell's
     uint16_t atomic : 1;
     uint16_t async : 1;   // of the async proxy
-    uint16_t update : 1;  // a volatile store of what a volatile load has just read there
+    uint16_t update : 1;  // a store of what a volatile load has read there
     uint16_t loose : 1;   // a volatile store
     uint16_t fences : 8;  // how many fence_proxy_async_global its thread had done, the lowest bits (proxy.h)
     uint8_t execution = 0;
@@ -33,6 +33,8 @@ bool known(const Lane* lane, const GlobalStamp& s, bool fenced = false);
 uint32_t known_of_word(const Lane* lane, uintptr_t address);
 // Is it an access to this word that published, with a number up to that?
 bool published_by(const GlobalStamp& s, uintptr_t address, uint32_t known);
+// Before an access that publishes there: those of other blocks that watch this word look at it once.
+void let_others_look(Lane* lane, uintptr_t address);
 void forget_order();  // a launch begins
 
 }  // namespace simt

@@ -86,8 +86,8 @@ void let_others_run(Lane* me) {
 // Who looks at a word again and again, and sees the same, waits for another thread: of its block, or of another. That
 // block may not have begun: run() looks at the number.
 void wait_in_vain(Lane* me) {
-    if (const int reason = cancelled())  // the signal leaves alone whoever is in here, as it is nearly always
-        file_fatal(me, {reason == 1 ? "timeout" : "interrupted"}, cudaErrorLaunchTimeout);
+    // The signal leaves alone whoever is in here, as it is nearly always.
+    if (cancelled()) file_fatal(me, out_of_time(me), cudaErrorLaunchTimeout);
     me->block->worker->in_vain++;
     let_others_run(me);
     sched_yield();
@@ -99,6 +99,14 @@ void look(Lane* me, uintptr_t word, int bytes) {
     me->polled = word, me->saw = value;
     me->in_vain = same ? me->in_vain + 1 : 0;
     if (me->in_vain % 16 == 15) wait_in_vain(me);
+}
+Finding out_of_time(Lane* me) {
+    Finding f{cancelled() == 1 ? "timeout" : "interrupted"};
+    if (!me->in_vain) return f;
+    global_shadow.name_word(me->polled, f);
+    f.value[1] = me->saw >> 32 ? (int64_t)me->saw : (int32_t)me->saw;
+    f.pc = me->pc, f.thread = me->id, f.block = me->block->number;
+    return f;
 }
 void stop_launch(Block* block, int error) {
     int none = 0;
@@ -179,7 +187,7 @@ static void prepare_block(Worker* worker, Launch* launch, uint64_t number) {
         lane.fence.time = 0;
         lane.copies.clear();
         for (auto& fences : lane.proxy_fences) fences.clear();
-        lane.volatile_load = 0;
+        lane.volatile_loads.clear();
         lane.bulk_group = 0;
         lane.stores.clear();
         // The frames of different lanes begin at different offsets, so that they do not compete for one cache

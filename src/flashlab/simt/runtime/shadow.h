@@ -32,7 +32,7 @@ constexpr uint16_t MBARRIER = 0xffff;  // the bytes are an mbarrier's
 
 // EXCHANGE: an atomic that needs no value. COPY_ISSUED: cp.async. Of the async proxy: BULK_ISSUED, a load that begins
 // to write here; PROXY_READ, an operation that begins to read here (it is noted as a read when it has ended).
-// Of global memory: VOLATILE_STORE, and VOLATILE_UPDATE, of what a volatile load has just read there.
+// Of global memory: VOLATILE_STORE, and VOLATILE_UPDATE, of what a volatile load has read there.
 enum Access : uint8_t {
     READ, WRITE, ATOMIC, EXCHANGE, COPY_ISSUED, BULK_ISSUED, PROXY_READ, VOLATILE_STORE, VOLATILE_UPDATE
 };

@@ -18,10 +18,11 @@ void file_conflict(Lane* lane, const Conflict& c, uintptr_t pc, bool warning) {
     f.warning = warning;
     for (int i = 0; i < 3; i++) f.value[i] = c.value[i];
     if (c.other_block >= 0) {
-        // Which block came first is a matter of luck: the one that writes is told of, or the later one.
+        // Which block came first is a matter of luck: the one that writes is told of, or the later line, or block.
         const bool i_read = strstr(c.how, "load") || !strcmp(c.how, "cp.async");
         f.other_block = c.other_block;
-        if (i_read || (strcmp(c.other_how, "load") && f.block < (uint64_t)c.other_block)) {
+        const bool earlier = f.pc != f.other_pc ? f.pc < f.other_pc : f.block < (uint64_t)c.other_block;
+        if (i_read || (strcmp(c.other_how, "load") && earlier)) {
             std::swap(f.pc, f.other_pc);
             std::swap(f.thread, f.other_thread);
             f.block = (uint64_t)c.other_block, f.other_block = (int64_t)lane->block->number;
@@ -43,7 +44,8 @@ void settle_store(Lane* lane) {
     PendingStore s = lane->store;
     lane->store.bytes = 0;
     if (s.bytes < 0) {
-        lane->volatile_known = known_of_word(lane, s.address);
+        const auto load = lane->volatile_loads.find(s.address);
+        if (load != lane->volatile_loads.end()) load->second.known = known_of_word(lane, s.address);
         return meet(lane, s.address, true, false);
     }
     Conflict& c = s.conflict;
