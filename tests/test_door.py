@@ -196,6 +196,8 @@ def test_auto_takes_the_hopper_kernel_where_it_can(monkeypatch):
         narrow = torch.empty(1, 2, 300, 40, dtype=torch.bfloat16, device="cuda")
         chosen = choose_backend(q, q, q, causal=True)
         assert chosen.backend == "p11_flash" and "fastest on this GPU, of capability 9.0" in chosen.reason
+        other = torch.empty(1, 2, 300, 96, dtype=torch.bfloat16, device="cuda")
+        assert choose_backend(other, other, other).backend == "p11_flash"
         others = [(q, {"window": (8, 0)}), (q, {"softcap": 5.0}), (q.float(), {}), (narrow, {})]
         assert {choose_backend(x, x, x, **options).backend for x, options in others} == {QUICK}
         capability["nvcc"] = False

@@ -13,6 +13,7 @@ ceiling    a matrix product by cuBLAS: what the tensor cores give at best
 shapes     forward, 16384 queries and 2048 columns in all heads together: N 512 ... 32768, D 64, 128, 256, causal and
            not, bf16 and fp16; then grouped queries, the layout of a projection (by token), odd lengths, more keys
            than queries
+sizes      forward, head sizes between those, N 4096, 1024, 16384; at 4096 the last step with other macros too
 ladder     every step of the phase at four shapes, beside cuDNN and the last kernel of phase 9
 variants   the last step with its macros set otherwise, one at a time, or as --variants says
 inputs     the last step, with trust and without, beside its peers: scores that rise, sinks, scores three times as wide;
@@ -90,6 +91,7 @@ from flashlab.bench.hopper_jobs import (
     chosen,
     fitting,
     jobs,
+    of_size,
     quick_jobs,
     trusting,
     varied,
@@ -137,8 +139,8 @@ def wanted_modules(todo: Iterable[Row], step: str | None = None, variants: Seque
     ours, found = chosen(step), []
     for job in todo:
         dtype = DTYPES[job.get("dtype", "bf16")]
-        if job["part"] == "shapes":
-            names = [*([ours.name] if ours else []), P9]
+        if job["part"] in ("shapes", "sizes"):
+            names = [*of_size(job, ours), P9]
         elif job["part"] == "ladder":
             names = [*(one.name for one in hopper_jobs.ladder()), P9]
         elif job["part"] == "variants":
@@ -345,7 +347,9 @@ def measure(
     if job["part"] in ("inputs", "captured"):
         names = [OURS, *trusting(chosen(step))[1:], CUDNN, FA2, FA4]
         return measure_inputs(job, names, step, rounds, captured)
-    if job["part"] != "shapes":
+    if job["part"] == "sizes":
+        names += of_size(job, chosen(step))[1:]
+    elif job["part"] != "shapes":
         steps = [one.name for one in hopper_jobs.ladder()]
         some = steps if job["part"] == "ladder" else varied(chosen(step), variants, job["shape"][3])
         names = [*some, P9, CUDNN]
@@ -700,9 +704,9 @@ def prepare(
     start = time.monotonic()
     todo = fitting(todo, 2 * (until - start))  # the time is up at twice that
     keys = wanted_modules(todo, step, variants)
-    parts = ("shapes", "inputs", "captured", "clock")
+    parts = ("shapes", "sizes", "inputs", "captured", "clock")
     compiled = {(j["dtype"], j["shape"][3], j["causal"]) for j in todo if j["part"] in parts}
-    names = ([TRITON, BOXES] if any(job["part"] == "shapes" for job in todo) else []) + (
+    names = ([TRITON, BOXES] if any(job["part"] in ("shapes", "sizes") for job in todo) else []) + (
         [FA4] if os.environ.get(CACHED) == "1" and fa4()[0] else []
     )
     tasks = [(name, *variant) for variant in sorted(compiled) for name in names]
