@@ -43,8 +43,7 @@ constexpr float RESCALE_ABOVE = TRUST ? 0.f : 8.f, MOST = 16384.f;
 constexpr int MOST_WARY = 63;                                  // tiles that a warp is wary of after a doubt
 constexpr int SECOND = S_TILES / (HEAD_DIM == 64 ? 8 : 2), THIRD = S_TILES * 3 / 4;    // portions, in MMA tiles
 constexpr bool O_IN_Q = HEAD_DIM > 128;                        // New: O takes the place of Q: there is no other
-constexpr int Q_STAGES = O_IN_Q ? 1 : 2;                       // New: one of them then
-constexpr int BARRIERS = 4 + 2 * Q_STAGES + 4 * STAGES;        // 8 bytes each
+constexpr int Q_STAGES = O_IN_Q ? 1 : 2, BARRIERS = 4 + 2 * Q_STAGES + 4 * STAGES;     // New; 8 bytes each
 struct __align__(16) Part { int batch, head, m_start, end; };  // a head's rows, and tiles of keys that some of them see
 template <int CONSUMERS_> struct Tile {                        // New: what depends on the number of consumers
     // A warpgroup each, and the producer's after them
@@ -59,7 +58,7 @@ template <int CONSUMERS_> struct Tile {                        // New: what depe
 
 // region: scheduler
 // New: whether blocks ask the counter for their next part.
-template <bool CAUSAL> __host__ __device__ constexpr bool counted(int parts, int blocks) {
+template <bool CAUSAL> __host__ __device__ constexpr bool asks(int parts, int blocks) {
     return DYNAMIC > !CAUSAL && parts > blocks;
 }
 // endregion
@@ -143,8 +142,7 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
                 next_part[n % 2] = here;
                 mbarrier_arrive(full_part + 8 * (n % 2));      // the consumers see it with the barrier's phase
                 if (part >= parts) break;
-                const bool ask = counted<CAUSAL>(parts, gridDim.x);            // New
-                const int next = gridDim.x + (ask ? atomicAdd((int*)p.workspace, 1) : part);
+                const int next = gridDim.x + (asks<CAUSAL>(parts, gridDim.x) ? atomicAdd((int*)p.workspace, 1) : part);
                 const int kv_head = here.head / (p.heads / p.kv_heads), q_stage = n % Q_STAGES;
                 auto load_q = [&] {                            // after the first K, which need not wait for it
                     mbarrier_wait(empty_q + 8 * q_stage, n / Q_STAGES & 1 ^ 1);
@@ -470,7 +468,7 @@ template <class Tile> static int launch(const Problem& p, void* stream) {
     // New: the longest part is not to begin last. So the last group has work for two such parts per block
     const int last = min(heads, ceil_div(2 * p.sms, max(1, ceil_div(p.seq_q, Tile::BLOCK_M))));
     const int groups = (heads - last) / heads_together, grid = min(p.sms, parts<Tile>(p));
-    if (p.causal ? counted<true>(parts<Tile>(p), grid) : counted<false>(parts<Tile>(p), grid))
+    if (p.causal ? asks<true>(parts<Tile>(p), grid) : asks<false>(parts<Tile>(p), grid))
         cudaMemsetAsync(p.workspace, 0, sizeof(int), (cudaStream_t)stream);
     // More than 48 KB of shared memory have to be asked for. A refusal is what cudaGetLastError then returns.
     const auto kernel = p.causal ? flash_forward<Tile, true> : flash_forward<Tile, false>;
