@@ -19,6 +19,7 @@ from flashlab.bench import (
     hopper_jobs,
     hopper_results,
     ncu,
+    peers,
     timing,
     validation,
 )  # fmt: skip
@@ -96,7 +97,7 @@ def test_everyone_computes_the_same_attention(steps, monkeypatch):
 
     cute.flash_attn_func = theirs
     monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
-    hopper.fa4.cache_clear()
+    peers.fa4.cache_clear()
     try:
         for job in (hopper_jobs.shape_job((1, 4, 40, 64), True, "fp16", "by token", kv_heads=2),
                     hopper_jobs.shape_job((2, 2, 33, 64), False, "bf16", "cross", keys=70)):  # fmt: skip
@@ -109,13 +110,13 @@ def test_everyone_computes_the_same_attention(steps, monkeypatch):
                 assert hopper_results.right(found), (name, found)
                 assert ("lse_of_bound" in found) == (name not in (FA2, FA4))
     finally:
-        hopper.fa4.cache_clear()
+        peers.fa4.cache_clear()
 
 
 def test_who_is_not_there_says_why(no_steps):
-    hopper.fa4.cache_clear()
+    peers.fa4.cache_clear()
     q = torch.zeros(1, 1, 8, 64, dtype=torch.float16)
-    if hopper.fa4()[0] is None:
+    if peers.fa4()[0] is None:
         with pytest.raises(RuntimeError, match="not installed"):
             hopper.forward_of(FA4, q, q, q, causal=False)
         assert hopper.fa4_version().startswith("not installed")
@@ -358,7 +359,7 @@ def test_a_build_of_the_backward_pass_is_tried_first(monkeypatch):
 def test_gradients_beside_those_of_the_peers():
     data = record(lambda job: job["part"] == "backward")
     found = hopper_results.backward_table(data)
-    assert list(found.columns) == ["backward", OURS, CUDNN, FA2, TRITON, "p11 / best"] and len(found.rows) == 12
+    assert list(found.columns) == ["backward", OURS, CUDNN, FA2, TRITON, "p11 / best"] and len(found.rows) == 14
     assert list(found.rows[0]) == ["D 128, N 4096", "700", "600", "300", "450", "1.17"]
     part = {key: data["rows"][0][key] for key in ("part", "shape", "causal", "dtype")}
     data["rows"].append(part | {"name": "p11: statistics", "ms": 0.5})

@@ -206,6 +206,19 @@ def test_auto_takes_the_hopper_kernel_where_it_can(monkeypatch):
         assert choose_backend(q, q, q).backend == QUICK
 
 
+def test_torch_compile_asks_for_the_device_while_it_traces(monkeypatch):
+    unfit = ALL["p11_flash"].unfit
+
+    def shifted(x):
+        return x + 1 if unfit(torch.device("cuda", 0)) is None else x
+
+    monkeypatch.setattr(operators, "_has_nvcc", lambda: True)
+    for capability, want in (((9, 0), 2.0), ((8, 0), 1.0)):
+        torch._dynamo.reset()
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, is_=capability: is_)
+        assert torch.compile(shifted, backend="eager", fullgraph=True)(torch.ones(())) == want
+
+
 def test_what_auto_takes_and_why():
     q, k, v = make(grad=False)
     interpreted = "Triton kernels are interpreted here, which is slow: backend='triton' asks for them"

@@ -39,7 +39,6 @@ TFLOP/s count 4 Nq Nk D for each head, half if causal, and 2.5 times that backwa
 from __future__ import annotations
 
 import functools
-import importlib
 import itertools
 import json
 import math
@@ -48,7 +47,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -98,6 +97,7 @@ from flashlab.bench.hopper_jobs import (
     work_of,
 )
 from flashlab.bench.hopper_results import right
+from flashlab.bench.peers import fa4
 from flashlab.check import CheckFailed, verify
 from flashlab.check.poison import MarkedEmpty
 from flashlab.check.tolerance import Truth, bounded, excess
@@ -177,18 +177,6 @@ def try_out(step: str, builds: Sequence[str]) -> None:
             raise ValueError(f"at {where} it is wrong: {found}")
 
 
-@functools.cache
-def fa4() -> tuple[Callable[..., Any] | None, str]:
-    """FlashAttention-4's function on [batch, rows, heads, head_dim], or None and why not."""
-    try:
-        return importlib.import_module("flash_attn.cute").flash_attn_func, ""
-    except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        return None, "not installed" + ("" if missing == "flash_attn" else f": it needs {error.name}")
-    except Exception as error:
-        return None, timing.reason(error)
-
-
 def fa4_version() -> str:
     """ "4.0.0b36", or why it is not measured."""
     function, why = fa4()
@@ -208,21 +196,13 @@ def forward_of(name: str, *qkv: torch.Tensor, causal: bool, step: str | None = N
     if name in (TRITON, BOXES):
         return functools.partial(triton_forward.flash_attention_forward, q, k, v, causal=causal, tma=name == BOXES)
     if name == FA4:
-        function, why = fa4()
-        if function is None:
-            raise RuntimeError(why)
-        rows_first = [x.transpose(1, 2) for x in qkv]
-        return lambda: _first(function(*rows_first, causal=causal)).transpose(1, 2)
+        return peers.flash_attention_4(q, k, v, causal)
     if name == OURS:
         ours = chosen(step)
         if ours is None:
             raise RuntimeError(NO_STEP)
         name = ours.name
     return functools.partial(module_of(name, q.shape[3], q.dtype).forward, q, k, v, causal=causal)
-
-
-def _first(out: Any) -> torch.Tensor:
-    return out[0] if isinstance(out, tuple) else out
 
 
 def names_here() -> list[str]:

@@ -166,7 +166,7 @@ def backward_jobs() -> list[Row]:
     """dQ, dK and dV, as `standard` has the forward pass."""
     return [
         {"part": "backward", "shape": [16384 // n, 2048 // d, n, d], "causal": causal, "dtype": "bf16"}
-        for n in BACKWARD_LENGTHS for d in HEAD_DIMS[:2] for causal in (False, True)
+        for n in BACKWARD_LENGTHS for d in (*HEAD_DIMS[:2], *([96] if n == 4096 else [])) for causal in (False, True)
     ]  # fmt: skip
 
 

@@ -130,7 +130,7 @@ GOALS = (
     Goal("every tile raises every maximum", 0.95, _rising),
     Goal("other inputs, and captured", 1.05, lambda job: job["part"] in ("inputs", "captured") and not _rising(job)),
     Goal("the best peer's error on them, over ours", 1 / 1.2, lambda job: job["part"] == "inputs", accuracy=True),
-    Goal("backward, D = 64, 128", 1.00, lambda job: job["part"] == "backward"),
+    Goal("backward, D = 64, 128", 1.00, lambda job: job["part"] == "backward" and job["shape"][3] in (64, 128)),
 )  # fmt: skip
 
 
