@@ -207,11 +207,12 @@ def quick_jobs() -> list[Row]:
 
 
 def trusting(ours: Kernel | None) -> list[str]:
-    """The kernel, it where it looks at the maxima of every tile, and the step before it, which forgets its doubts."""
-    return [ours.name, f"{ours.name} TRUST=0", FORGETS] if ours else []
+    """The kernel, it where it looks at the maxima of every tile, the step that forgets its doubts, and the exhibit that
+    divides by the sum of the rounded weights."""
+    return [ours.name, f"{ours.name} TRUST=0", FORGETS, ROUNDED] if ours else []
 
 
-FORGETS = "p11_15_portions"
+FORGETS, ROUNDED = "p11_15_portions", "p11_side_rounded"
 OF_INPUTS = ((4, 16, 4096, 128), (4, 32, 4096, 64))
 
 

@@ -132,6 +132,13 @@ HOPPER = (
 )  # fmt: skip
 """Phase 11, a ladder of its own: it begins at p9_1_masks, and runs on capability 9.0 alone (or emulated)."""
 
+HOPPER_SIDE = (
+    Step("p11_side_rounded", "O is divided by the sum of the rounded weights", beside="p11_flash",
+         head_dims=HOPPER[-1].head_dims, defines=HOPPER[-1].defines),
+)  # fmt: skip
+"""The exhibits beside that one."""
+_EVERY = SERIES + SIDE + HOPPER + HOPPER_SIDE
+
 
 def steps(*phases: int) -> tuple[Step, ...]:
     """The steps of these phases, without the exhibits."""
@@ -140,10 +147,10 @@ def steps(*phases: int) -> tuple[Step, ...]:
 
 def step(name: str) -> Step:
     """The step, or the exhibit, of that name. Raises KeyError, with the names there are."""
-    for s in SERIES + SIDE + HOPPER:
+    for s in _EVERY:
         if s.name == name:
             return s
-    raise KeyError(f"no step {name!r} in the series; there are {', '.join(s.name for s in SERIES + SIDE + HOPPER)}")
+    raise KeyError(f"no step {name!r} in the series; there are {', '.join(s.name for s in _EVERY)}")
 
 
 def path(name: str) -> Path:
@@ -156,7 +163,7 @@ def path(name: str) -> Path:
     if found is None:
         there = ", ".join(sorted(p.name for p in FOLDER.rglob("*.cu*")))
         raise FileNotFoundError(f"there is no {wanted} in the series; there are {there}")
-    return next((s.path for s in SIDE if s.name == found.stem), found)
+    return next((s.path for s in _EVERY if s.beside and s.name == found.stem), found)
 
 
 def source(name: str) -> str:

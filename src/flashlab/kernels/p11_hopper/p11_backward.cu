@@ -10,8 +10,8 @@
 // A block has two consumers of 64 rows each, and a producer. In `keys` the scores are computed transposed, K Q^T: so
 // P^T and dS^T lie in registers as the A operands of dV and dK, and no tile is ever transposed.
 //
-// Compile with -DHEAD_DIM=64, 80, 96, 112 or 128, and -DELEMENT=__half or __nv_bfloat16, -DQUERY_STEP=queries at a time in `keys`,
-// -DKEY_STEP=keys at a time in `queries`, -DMOST_STAGES=2 or more, -DDK_LAGS=0 or 1.
+// Compile with -DHEAD_DIM=64, 80, 96, 112 or 128, and -DELEMENT=__half or __nv_bfloat16, -DQUERY_STEP=queries at a time
+// in `keys`, -DKEY_STEP=keys at a time in `queries`, -DMOST_STAGES=2 or more, -DDK_LAGS=0 or 1.
 
 // region: constants
 #include "p11_hopper/tiles.cuh"
