@@ -196,12 +196,27 @@ def test_auto_takes_the_hopper_kernel_where_it_can(monkeypatch):
         narrow = torch.empty(1, 2, 300, 40, dtype=torch.bfloat16, device="cuda")
         chosen = choose_backend(q, q, q, causal=True)
         assert chosen.backend == "p11_flash" and "fastest on this GPU, of capability 9.0" in chosen.reason
+        other = torch.empty(1, 2, 300, 96, dtype=torch.bfloat16, device="cuda")
+        assert choose_backend(other, other, other).backend == "p11_flash"
         others = [(q, {"window": (8, 0)}), (q, {"softcap": 5.0}), (q.float(), {}), (narrow, {})]
         assert {choose_backend(x, x, x, **options).backend for x, options in others} == {QUICK}
         capability["nvcc"] = False
         assert choose_backend(q, q, q).backend == QUICK
         capability |= {"nvcc": True, "is": (8, 0)}
         assert choose_backend(q, q, q).backend == QUICK
+
+
+def test_torch_compile_asks_for_the_device_while_it_traces(monkeypatch):
+    unfit = ALL["p11_flash"].unfit
+
+    def shifted(x):
+        return x + 1 if unfit(torch.device("cuda", 0)) is None else x
+
+    monkeypatch.setattr(operators, "_has_nvcc", lambda: True)
+    for capability, want in (((9, 0), 2.0), ((8, 0), 1.0)):
+        torch._dynamo.reset()
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, is_=capability: is_)
+        assert torch.compile(shifted, backend="eager", fullgraph=True)(torch.ones(())) == want
 
 
 def test_what_auto_takes_and_why():

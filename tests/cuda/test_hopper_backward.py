@@ -11,7 +11,7 @@ import torch
 from flashlab.attention import reference
 from flashlab.check.training import wanted, worst
 from flashlab.cuda.builds import build
-from flashlab.cuda.hopper_backward import SOURCE, compiled, hopper_backward
+from flashlab.cuda.hopper_backward import HEAD_DIMS, SOURCE, compiled, hopper_backward
 from flashlab.cuda.resources import available, resources
 from flashlab.cuda.sources import macros, read
 from flashlab.cuda.toolchain import arch_for, nvcc_flags
@@ -72,6 +72,15 @@ def test_clean_in_the_check_build(head_dim, dtype):
             expect(*make(*case, head_dim, dtype), causal=causal, check=True)
 
 
+@pytest.mark.parametrize(
+    "head_dim", [96, pytest.param(80, marks=pytest.mark.long), pytest.param(112, marks=pytest.mark.long)]
+)
+def test_head_sizes_between(head_dim):
+    for case in ((1, 2, 1, 100, 130), (1, 1, 1, 70, 33)):
+        for causal in (False, True):
+            expect(*make(*case, head_dim, BF16), causal=causal, check=True)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("head_dim", "define"), [(64, ("KEY_STEP", 64)), (64, ("DK_LAGS", 0)), (64, ("MOST_STAGES", 2)),
@@ -91,6 +100,21 @@ def test_the_same_bits_again():
 @pytest.mark.parametrize("scale", [0.3, -0.2, 0.0])
 def test_any_scale(scale):
     expect(*make(1, 2, 1, 70, 90), causal=True, scale=scale)
+
+
+def test_a_loss_of_lse():
+    """50 queries, 33 keys: 17 rows see none, and their lse has no gradient, whatever it is said to be."""
+    q, k, v, grad_o = make(1, 2, 1, 50, 33)
+    o, lse = reference.attention(q, k, v, causal=True)
+    grad_lse = torch.randn(lse.shape, generator=torch.Generator().manual_seed(0))
+    want = reference.attention_backward(
+        grad_o, q, k, v, causal=True, grad_lse=grad_lse.double().where(lse.isfinite(), 0)
+    )
+    found = hopper_backward(grad_o, q, k, v, o.half(), lse.float(), grad_lse=grad_lse, causal=True, backend="emulator")
+    without = gradients(q, k, v, grad_o, causal=True)
+    for got, x in zip(found, want, strict=True):
+        assert (got - x).abs().max() <= 4e-3 * x.abs().max()
+    assert not torch.equal(found[0], without[0]) and torch.equal(found[2], without[2])
 
 
 def test_layouts():
@@ -147,7 +171,7 @@ def test_what_does_not_belong_together_is_said():
 
 
 @pytest.mark.skipif(not HOPPER, reason="no GPU of capability 9.0")
-@pytest.mark.parametrize(("head_dim", "dtype"), [*itertools.product((64, 128), (FP16, BF16))], ids=str)
+@pytest.mark.parametrize(("head_dim", "dtype"), [*itertools.product(HEAD_DIMS, (FP16, BF16))], ids=str)
 def test_right_on_a_gpu(head_dim, dtype):
     for case, causal in itertools.product((*CASES, (2, 8, 2, 1000, 1000)), (False, True)):
         q, k, v, grad_o = (x.cuda() for x in make(*case, head_dim, dtype))
@@ -164,7 +188,7 @@ def test_right_on_a_gpu(head_dim, dtype):
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.skipif(not available(), reason="needs nvcc")
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_nothing_is_spilled_or_serialised(head_dim):
     text, defines = read(SOURCE), {"HEAD_DIM": head_dim, "ELEMENT": ELEMENTS[BF16]}
     flags = nvcc_flags(arch_for("sm_90", text.code), macros(defines, None), text.folders())

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import flashlab
 from flashlab.attention import reference
@@ -14,12 +15,24 @@ from flashlab.cuda.operators import attention
 from flashlab.kernels import HOPPER, SERIES, step
 
 DEVICES = ["cpu", *(["cuda"] if missing("nvcc") is None else [])]
-CHECKED = ("p6_2_loop_order", "p8_6_store")
+CHECKED = ("p6_2_loop_order", "p8_6_store", "p11_flash")
+D = {"p11_flash": 96}
+"""Head sizes: of p11_flash one whose gradient is p11_backward's."""
+
+
+@pytest.fixture
+def runs(name, device):
+    if device == "cuda" and name.startswith("p11") and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs capability 9.0")
+
+
+runs_here = pytest.mark.usefixtures("runs")
 
 
 def inputs_of(name, *, device="cpu", heads=2, kv_heads=1, seq_q=20, seq_k=37, grad=False):
     torch.manual_seed(1)
-    shapes = [(1, heads, seq_q, 64), (1, kv_heads, seq_k, 64), (1, kv_heads, seq_k, 64)]
+    d = D.get(name, 64)
+    shapes = [(1, heads, seq_q, d), (1, kv_heads, seq_k, d), (1, kv_heads, seq_k, d)]
     dtype = step(name).dtypes[0]
     return [torch.randn(s, device=device).to(dtype).requires_grad_(grad) for s in shapes]
 
@@ -50,6 +63,7 @@ def test_a_hopper_kernel_says_where_it_runs(monkeypatch):
     assert BACKENDS["p11_flash"].unfit(torch.device("cuda:0")) is None
 
 
+@runs_here
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", CHECKED)
 def test_opcheck(name, device):
@@ -76,12 +90,14 @@ def test_gradients_of_both_outputs(device, causal):
         torch.testing.assert_close(x.double(), y, atol=3e-5, rtol=1e-4, msg=lambda m, name=name: f"d{name}: {m}")
 
 
+@runs_here
 @pytest.mark.parametrize("device", DEVICES)
-def test_torch_compile_keeps_the_graph_whole(device):
-    q, k, v = inputs_of("p6_2_loop_order", device=device, grad=True)
+@pytest.mark.parametrize("name", ["p6_2_loop_order", "p11_flash"])
+def test_torch_compile_keeps_the_graph_whole(name, device):
+    q, k, v = inputs_of(name, device=device, grad=True)
 
     def model(q, k, v):
-        return attention("p6_2_loop_order", 2 * q, k, v, causal=True)[0].sum()
+        return attention(name, 2 * q, k, v, causal=True)[0].sum()
 
     eager = model(q, k, v)
     eager_grad = torch.autograd.grad(eager, q)[0]
@@ -136,16 +152,46 @@ def test_tensors_of_more_than_2_to_the_31_elements(name):
         assert torch.equal(o, want_o) and torch.equal(lse, want_lse)
 
 
+@runs_here
 @pytest.mark.parametrize("device", DEVICES)
-def test_by_the_door(device):
+@pytest.mark.parametrize("name", CHECKED[1:])
+def test_by_the_door(name, device):
     """The forward pass is the kernel's; the gradient does not ask who computed lse."""
-    inputs = inputs_of("p8_6_store", device=device, grad=True)
+    inputs = inputs_of(name, device=device, grad=True)
     options = dict(causal=True, scale=-0.3)
-    o = flashlab.flash_attention(*inputs, backend="p8_6_store", **options)
+    o = flashlab.flash_attention(*inputs, backend=name, **options)
     grad_o = torch.randn_like(o)
     dq, dk, dv = torch.autograd.grad(o, inputs, grad_o)
     name, error = worst(wanted(*inputs, grad_o, **options), o=o, dq=dq, dk=dk, dv=dv)
     assert error <= 1, f"{name} is off by {error:.3g} times its bound"
+
+
+@runs_here
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["p11_flash"])
+def test_the_backward_pass_of_phase_11_under_transforms(name, device, monkeypatch):
+    """Each gives the bits of the ordinary gradient, which is p11_backward's: best_backward is not asked."""
+    monkeypatch.setattr(operators, "best_backward", None)
+    inputs = [x.detach() for x in inputs_of(name, device=device)]
+
+    def loss(q, k, v):
+        return flashlab.flash_attention(q, k, v, causal=True, backend=name).float().square().sum()
+
+    q = inputs[0].clone().requires_grad_()
+    (want,) = torch.autograd.grad(loss(q, *inputs[1:]), q)
+    assert want.abs().max() > 0
+    found = {
+        "func.grad": torch.func.grad(loss)(*inputs),
+        "vjp": torch.func.vjp(loss, *inputs)[1](torch.ones((), device=device))[0],
+        "jacrev": torch.func.jacrev(loss)(*inputs),
+        "checkpoint": torch.autograd.grad(checkpoint(loss, q, *inputs[1:], use_reentrant=False), q)[0],
+        "create_graph": torch.autograd.grad(loss(q, *inputs[1:]), q, create_graph=True)[0],
+    }
+    assert {how: torch.equal(x, want) for how, x in found.items()} == dict.fromkeys(found, True)
+    for refused in (lambda: found["create_graph"].sum().backward(), lambda: torch.func.jacfwd(loss)(*inputs),
+                    lambda: torch.vmap(loss)(*(x[None] for x in inputs))):  # fmt: skip
+        with pytest.raises(NotImplementedError):
+            refused()
 
 
 def test_the_door_says_what_a_step_does_not_take():

@@ -11,7 +11,7 @@ import torch
 
 from flashlab.attention import reference
 from flashlab.cuda import load_inline
-from flashlab.kernels import ALL, FOLDER, HOPPER, SERIES, SIDE, Step, path, step, steps
+from flashlab.kernels import ALL, FOLDER, HOPPER, HOPPER_SIDE, SERIES, SIDE, Step, path, step, steps
 from flashlab.kernels.regions import regions
 
 HALVES = steps(7, 8, 9)  # phase 6 is float32, and has its own tests
@@ -144,7 +144,9 @@ def together(names: tuple[Step, ...]) -> list[tuple[Step, Step]]:
     return [(a, b) for a, b in itertools.pairwise(names) if b.name != "p7_naive"]
 
 
-NEIGHBOURS = [*together(SERIES), *together((step("p9_1_masks"), *HOPPER)), *((step(s.beside), s) for s in SIDE)]
+NEIGHBOURS = [
+    *together(SERIES), *together((step("p9_1_masks"), *HOPPER)), *((step(s.beside), s) for s in SIDE + HOPPER_SIDE)
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("before", "after"), NEIGHBOURS, ids=lambda s: s.name)
@@ -205,7 +207,8 @@ def test_names_and_paths_agree():
         assert numbers == expected or numbers == [*expected[:-1], "flash"]
     others = {"p7_one_mma", "p11_backward", "p11_pieces"}
     assert {p.stem for p in SOURCES} == {s.name for s in ALL} | others
-    assert all(s.name.startswith("p8_side_") and step(s.name) is s and s not in steps(8) for s in SIDE)
+    assert all(s.name.startswith(f"p{s.phase}_side_") and step(s.name) is s for s in SIDE + HOPPER_SIDE)
+    assert not any(s in steps(8, 11) for s in SIDE + HOPPER_SIDE)
     with pytest.raises(KeyError, match="no step 'p8_side_magic' in the series; there are p6_1_fa1, .*fp16_acc, p11_1"):
         step("p8_side_magic")
 

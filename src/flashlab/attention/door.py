@@ -105,7 +105,7 @@ def choose_backend(
     9.0 that has an nvcc, phase 11's last kernel where it takes the inputs: there it is the fastest
     (bench/recorded/hopper_h200.json), and nvcc's seconds at the first call are worth it. It wants |v| below
     2^112 / ceil(seq_k / 128), which float16 always is, and its bits are the same from run to run, but a row's depend on
-    the rows beside it. Under torch.compile, which may not look at the device, the Triton kernels stay.
+    the rows beside it. Its gradient is deterministic too.
 
     Raises:
         TypeError, ValueError: as `flash_attention`; for a backend that does not take the inputs it says why not.
@@ -146,9 +146,7 @@ def _choose(q: torch.Tensor, left: int | None, right: int | None, softcap: float
 
 def _takes_hopper(q: torch.Tensor, left: int | None, right: int | None, softcap: float | None) -> bool:
     """Whether phase 11's last kernel runs here, and takes these inputs."""
-    if not q.is_cuda or torch.compiler.is_compiling() or torch.cuda.get_device_capability(q.device) != (9, 0):
-        return False
-    return HOPPER in BACKENDS and BACKENDS[HOPPER].refusal(q, left, right, softcap) is None
+    return q.is_cuda and HOPPER in BACKENDS and BACKENDS[HOPPER].refusal(q, left, right, softcap) is None
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

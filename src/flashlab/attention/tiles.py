@@ -128,9 +128,11 @@ SEARCH: dict[str, tuple[Tile, ...]] = {
 """What `tune` tries: the search space of the Triton tutorial "Fused Attention". A tile that does not fit drops out."""
 
 
-def search(kernel: str, head_dim: int, small: bool = False) -> tuple[Tile, ...]:
-    """The tiles of SEARCH that can be good; small: where large ones would leave multiprocessors without a program, and
-    for float32, whose products take more registers.
+def search(
+    kernel: str, head_dim: int, small: bool = False, among: tuple[Tile, ...] | None = None
+) -> tuple[Tile, ...]:  # fmt: skip
+    """The tiles of SEARCH that can be good, or of those that are given; small: where large ones would leave
+    multiprocessors without a program, and for float32, whose products take more registers.
 
     What a program adds up has to fit into the 255 registers of its threads: a tile that does not is slow at best, and
     with Triton 3.6 one of them, dq's (128, 32, 4, 3) at head_dim 256, writes where it must not. And 64 rows are one
@@ -143,7 +145,7 @@ def search(kernel: str, head_dim: int, small: bool = False) -> tuple[Tile, ...]:
         added_up = rows * columns * (2 if kernel == "dkdv" else 1)
         return added_up <= 255 * 32 * tile.num_warps and not (rows == 64 and tile.num_warps == 8 and head_dim <= 128)
 
-    return tuple(filter(fits, SEARCH[f"{kernel}, small" if small else kernel]))
+    return tuple(filter(fits, among or SEARCH[f"{kernel}, small" if small else kernel]))
 
 
 MEASURED = Path(__file__).with_name("tiles.json")

@@ -13,6 +13,7 @@ ceiling    a matrix product by cuBLAS: what the tensor cores give at best
 shapes     forward, 16384 queries and 2048 columns in all heads together: N 512 ... 32768, D 64, 128, 256, causal and
            not, bf16 and fp16; then grouped queries, the layout of a projection (by token), odd lengths, more keys
            than queries
+sizes      forward, head sizes between those, N 4096, 1024, 16384; at 4096 the last step with other macros too
 ladder     every step of the phase at four shapes, beside cuDNN and the last kernel of phase 9
 variants   the last step with its macros set otherwise, one at a time, or as --variants says
 inputs     the last step, with trust and without, beside its peers: scores that rise, sinks, scores three times as wide;
@@ -38,7 +39,6 @@ TFLOP/s count 4 Nq Nk D for each head, half if causal, and 2.5 times that backwa
 from __future__ import annotations
 
 import functools
-import importlib
 import itertools
 import json
 import math
@@ -47,7 +47,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -90,12 +90,14 @@ from flashlab.bench.hopper_jobs import (
     chosen,
     fitting,
     jobs,
+    of_size,
     quick_jobs,
     trusting,
     varied,
     work_of,
 )
 from flashlab.bench.hopper_results import right
+from flashlab.bench.peers import fa4
 from flashlab.check import CheckFailed, verify
 from flashlab.check.poison import MarkedEmpty
 from flashlab.check.tolerance import Truth, bounded, excess
@@ -137,8 +139,8 @@ def wanted_modules(todo: Iterable[Row], step: str | None = None, variants: Seque
     ours, found = chosen(step), []
     for job in todo:
         dtype = DTYPES[job.get("dtype", "bf16")]
-        if job["part"] == "shapes":
-            names = [*([ours.name] if ours else []), P9]
+        if job["part"] in ("shapes", "sizes"):
+            names = [*of_size(job, ours), P9]
         elif job["part"] == "ladder":
             names = [*(one.name for one in hopper_jobs.ladder()), P9]
         elif job["part"] == "variants":
@@ -175,18 +177,6 @@ def try_out(step: str, builds: Sequence[str]) -> None:
             raise ValueError(f"at {where} it is wrong: {found}")
 
 
-@functools.cache
-def fa4() -> tuple[Callable[..., Any] | None, str]:
-    """FlashAttention-4's function on [batch, rows, heads, head_dim], or None and why not."""
-    try:
-        return importlib.import_module("flash_attn.cute").flash_attn_func, ""
-    except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        return None, "not installed" + ("" if missing == "flash_attn" else f": it needs {error.name}")
-    except Exception as error:
-        return None, timing.reason(error)
-
-
 def fa4_version() -> str:
     """ "4.0.0b36", or why it is not measured."""
     function, why = fa4()
@@ -206,21 +196,13 @@ def forward_of(name: str, *qkv: torch.Tensor, causal: bool, step: str | None = N
     if name in (TRITON, BOXES):
         return functools.partial(triton_forward.flash_attention_forward, q, k, v, causal=causal, tma=name == BOXES)
     if name == FA4:
-        function, why = fa4()
-        if function is None:
-            raise RuntimeError(why)
-        rows_first = [x.transpose(1, 2) for x in qkv]
-        return lambda: _first(function(*rows_first, causal=causal)).transpose(1, 2)
+        return peers.flash_attention_4(q, k, v, causal)
     if name == OURS:
         ours = chosen(step)
         if ours is None:
             raise RuntimeError(NO_STEP)
         name = ours.name
     return functools.partial(module_of(name, q.shape[3], q.dtype).forward, q, k, v, causal=causal)
-
-
-def _first(out: Any) -> torch.Tensor:
-    return out[0] if isinstance(out, tuple) else out
 
 
 def names_here() -> list[str]:
@@ -345,7 +327,9 @@ def measure(
     if job["part"] in ("inputs", "captured"):
         names = [OURS, *trusting(chosen(step))[1:], CUDNN, FA2, FA4]
         return measure_inputs(job, names, step, rounds, captured)
-    if job["part"] != "shapes":
+    if job["part"] == "sizes":
+        names += of_size(job, chosen(step))[1:]
+    elif job["part"] != "shapes":
         steps = [one.name for one in hopper_jobs.ladder()]
         some = steps if job["part"] == "ladder" else varied(chosen(step), variants, job["shape"][3])
         names = [*some, P9, CUDNN]
@@ -700,9 +684,9 @@ def prepare(
     start = time.monotonic()
     todo = fitting(todo, 2 * (until - start))  # the time is up at twice that
     keys = wanted_modules(todo, step, variants)
-    parts = ("shapes", "inputs", "captured", "clock")
+    parts = ("shapes", "sizes", "inputs", "captured", "clock")
     compiled = {(j["dtype"], j["shape"][3], j["causal"]) for j in todo if j["part"] in parts}
-    names = ([TRITON, BOXES] if any(job["part"] == "shapes" for job in todo) else []) + (
+    names = ([TRITON, BOXES] if any(job["part"] in ("shapes", "sizes") for job in todo) else []) + (
         [FA4] if os.environ.get(CACHED) == "1" and fa4()[0] else []
     )
     tasks = [(name, *variant) for variant in sorted(compiled) for name in names]

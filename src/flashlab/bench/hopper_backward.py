@@ -23,9 +23,10 @@ import torch
 
 from flashlab import runtime
 from flashlab.attention import reference, triton_backward, triton_forward
+from flashlab.attention.door import flash_attention
 from flashlab.bench import harness, hopper_jobs, industrial, peers, records, timing
 from flashlab.bench.harness import Row, Way
-from flashlab.bench.hopper_jobs import CUDNN, DTYPES, FA2, OURS, TRITON
+from flashlab.bench.hopper_jobs import CUDNN, DTYPES, FA2, FA4, OURS, TRITON
 from flashlab.check.training import wanted, worst
 from flashlab.cuda.hopper_backward import compiled, hopper_backward
 
@@ -34,6 +35,8 @@ VARIANTS = {64: ("KEY_STEP=64", "DK_LAGS=0", "MOST_STAGES=2"), 128: ("KEY_STEP=6
 """Macros set otherwise, by head_dim."""
 ALONE = {"statistics": 1, "statistics, keys": 3, "statistics, queries": 5}
 """Which kernels a row is of: `launches` of flashlab.cuda.hopper_backward."""
+DOOR = "flash_attention"
+"""What a model calls, by autograd: whatever backend that takes."""
 REPEATS = 20
 LARGE = 2**28
 JUDGED = 4096
@@ -55,7 +58,7 @@ def backend() -> str:
 
 def builds(head_dims: Sequence[int], dtypes: Sequence[str] = ("bf16",)) -> list[str]:
     """Every build that is measured: "64 bf16", "64 bf16 KEY_STEP=64"."""
-    return [f"{d} {t} {x}".strip() for d, t in itertools.product(head_dims, dtypes) for x in ("", *VARIANTS[d])]
+    return [f"{d} {t} {x}".strip() for d, t in itertools.product(head_dims, dtypes) for x in ("", *VARIANTS.get(d, ()))]
 
 
 def make(shape: Sequence[int], kv_heads: int, dtype: torch.dtype) -> Given:
@@ -152,6 +155,9 @@ def ways_of(job: Row, given: Given, o: torch.Tensor, lse: torch.Tensor) -> dict[
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     backends = {CUDNN: "CUDNN_ATTENTION", FA2: "FLASH_ATTENTION"}
     with_gradient: dict[str, Way] = {name: peers.sdpa(b, q, k, v, causal) for name, b in backends.items()}
+    with_gradient[DOOR] = functools.partial(flash_attention, q, k, v, causal=causal)
+    why = peers.fa4()[1]
+    with_gradient[FA4] = industrial._refuse(why) if why else peers.flash_attention_4(q, k, v, causal)
     found |= industrial.passes("backward", with_gradient, (q, k, v), grad_o)
     found[TRITON] = functools.partial(triton_backward.flash_attention_backward, *given, o, lse, causal=causal)
     return found

@@ -23,7 +23,14 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "f32": torch.float32}
 HEAD_DIMS = (128, 64, 256)
 LENGTHS = (4096, 1024, 16384, 2048, 8192, 512, 32768)
 """The most telling first."""
-KINDS = ("standard", "grouped", "by token", "odd", "cross")
+KINDS = ("standard", "sizes", "grouped", "by token", "odd", "cross")
+SIZES: dict[int, tuple[str, ...]] = {
+    96: ("SLAB=32", "SLAB=32 BLOCK_N=144", "SLAB=32 BLOCK_N=160", "SLAB=32 BLOCK_N=96 TALL=3",
+         "SLAB=32 BLOCK_N=80 TALL=3"),
+    192: ("BLOCK_N=112", "BLOCK_N=80", "TRUST=0"),
+    80: (), 112: (), 160: ("SLAB=32 BLOCK_N=128", "BLOCK_N=112"),
+}  # fmt: skip
+"""Head sizes between those of HEAD_DIMS, and the kernel's macros that are tried at N = 4096."""
 LADDER = (
     ((4, 16, 4096, 128), False), ((4, 16, 4096, 128), True), ((4, 32, 4096, 64), False), ((16, 16, 1024, 128), True),
 )  # fmt: skip
@@ -86,6 +93,12 @@ def varied(ours: Kernel | None, others: Sequence[str] = (), head_dim: int = 128)
     return [ours.name, *(f"{ours.name} {x.replace(',', ' ')}" for x in others or known)]
 
 
+def of_size(job: Row, ours: Kernel | None) -> list[str]:
+    """The kernel for a job of "shapes" or "sizes", and of the latter the same with other macros."""
+    others = SIZES[job["shape"][3]] if job["part"] == "sizes" and job["shape"][2] == 4096 else ()
+    return [ours.name, *(f"{ours.name} {x}" for x in others)] if ours else []
+
+
 # ---- what is measured ------------------------------------------------------------------------------------------------
 def shape_job(
     shape: Sequence[int], causal: bool, dtype: str = "bf16", kind: str = "standard", *, kv_heads: int | None = None,
@@ -102,6 +115,14 @@ def standard(dtype: str, lengths: Iterable[int] = LENGTHS) -> list[Row]:
     return [
         shape_job((max(1, 16384 // n), 2048 // d, n, d), causal, dtype)
         for n in lengths for d in HEAD_DIMS for causal in (False, True)
+    ]  # fmt: skip
+
+
+def sizes() -> list[Row]:
+    """Head sizes of other models, which only some of the peers have kernels for."""
+    return [
+        shape_job((max(1, 16384 // n), 2048 // d, n, d), causal, kind="sizes") | {"part": "sizes"}
+        for n in (4096, 1024, 16384) for d in SIZES if n == 4096 or d in (96, 192) for causal in (False, True)
     ]  # fmt: skip
 
 
@@ -130,6 +151,7 @@ def jobs() -> list[Row]:
     found += repeat_jobs() + input_jobs() + clock_jobs() + captured_jobs()
     found += standard("bf16", LENGTHS[2:4])
     found += [_listed(d, dtype, causal) for dtype in ("bf16", "fp16") for d in HEAD_DIMS for causal in (False, True)]
+    found += sizes() + [_listed(d, "bf16", causal) for d in SIZES for causal in (False, True)]
     found += backward_jobs()
     found += standard("bf16", LENGTHS[4:])
     found += [{"part": "variants", "shape": list(shape), "causal": causal} for shape, causal in VARIED]
@@ -144,7 +166,7 @@ def backward_jobs() -> list[Row]:
     """dQ, dK and dV, as `standard` has the forward pass."""
     return [
         {"part": "backward", "shape": [16384 // n, 2048 // d, n, d], "causal": causal, "dtype": "bf16"}
-        for n in BACKWARD_LENGTHS for d in HEAD_DIMS[:2] for causal in (False, True)
+        for n in BACKWARD_LENGTHS for d in (*HEAD_DIMS[:2], *([96] if n == 4096 else [])) for causal in (False, True)
     ]  # fmt: skip
 
 
@@ -185,11 +207,12 @@ def quick_jobs() -> list[Row]:
 
 
 def trusting(ours: Kernel | None) -> list[str]:
-    """The kernel, it where it looks at the maxima of every tile, and the step before it, which forgets its doubts."""
-    return [ours.name, f"{ours.name} TRUST=0", FORGETS] if ours else []
+    """The kernel, it where it looks at the maxima of every tile, the step that forgets its doubts, and the exhibit that
+    divides by the sum of the rounded weights."""
+    return [ours.name, f"{ours.name} TRUST=0", FORGETS, ROUNDED] if ours else []
 
 
-FORGETS = "p11_15_portions"
+FORGETS, ROUNDED = "p11_15_portions", "p11_side_rounded"
 OF_INPUTS = ((4, 16, 4096, 128), (4, 32, 4096, 64))
 
 
@@ -224,6 +247,7 @@ ASSUMED = 250.0
 _ONCE = {
     "ceiling": 1.0,
     "shapes": 2.0,
+    "sizes": 2.0,
     "ladder": 3.0,
     "variants": 3.0,
     "inputs": 2.0,
@@ -244,7 +268,7 @@ def seconds_of(job: Row) -> float:
     if job["part"] == "validate":
         runs = job.get("repeats", 0)
         return _VALIDATE[job["what"]] + (runs * work_of(job) / (ASSUMED * 1e12) if runs else 0.0)
-    if job["part"] not in ("shapes", "ladder", "variants", "inputs", "captured", "backward"):
+    if job["part"] not in ("shapes", "sizes", "ladder", "variants", "inputs", "captured", "backward"):
         return _ONCE[job["part"]]
     work = work_of(job) * (BACKWARD_WORK if job["part"] == "backward" else 1.0)
     each = max(2.0, work / (ASSUMED * 1e9))  # ms of a replay

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from flashlab.bench import harness, hopper_jobs, records
 from flashlab.bench.harness import Row
-from flashlab.bench.hopper_jobs import CUDNN, FA4, HEAD_DIMS, KINDS, OURS, P9, PEERS, RULE, jobs
+from flashlab.bench.hopper_jobs import CUDNN, FA4, KINDS, OURS, P9, PEERS, RULE, jobs
 from flashlab.bench.roofline import TENSOR_FLOPS
 from flashlab.table import Table
 
@@ -46,12 +46,26 @@ class Standing:
     @property
     def label(self) -> str:
         j = self.job
-        heads = f", {j['shape'][1]} heads of {j['kv_heads']}" if j["kv_heads"] != j["shape"][1] else ""
-        keys = f", {j['keys']} keys" if j["keys"] != j["shape"][2] else ""
-        return f"D {j['shape'][3]}, N {j['shape'][2]}{keys}{heads}{', causal' if j['causal'] else ''}, {j['dtype']}"
+        kv_heads, keys = j.get("kv_heads", j["shape"][1]), j.get("keys", j["shape"][2])
+        of_heads = f", {j['shape'][1]} heads of {kv_heads}" if kv_heads != j["shape"][1] else ""
+        of_keys = f", {keys} keys" if keys != j["shape"][2] else ""
+        inputs = f"{j['inputs']}{', layer ' + str(j['layer']) if 'layer' in j else ''}, " if "inputs" in j else ""
+        mask = ", causal" if j["causal"] else ""
+        return f"{inputs}D {j['shape'][3]}, N {j['shape'][2]}{of_keys}{of_heads}{mask}, {j['dtype']}"
+
+    @property
+    def accuracy(self) -> float | None:
+        """The largest error of the best peer over ours."""
+        errors = [self.rows[n]["error"] for n in (*PEERS, OURS) if self.rows.get(n, {}).get("error")]
+        return min(errors[:-1]) / errors[-1] if self.ratio and len(errors) > 1 else None
 
 
-_JOB = ("part", "kind", "shape", "kv_heads", "keys", "causal", "dtype")
+SHAPES = ("shapes", "sizes")
+_JOB = ("part", "kind", "inputs", "layer", "shape", "kv_heads", "keys", "causal", "dtype")
+
+
+def _job(row: Row) -> Row:
+    return {key: row[key] for key in _JOB if key in row}
 
 
 def spread(ours: Row, peer: Row) -> tuple[float, float]:
@@ -59,13 +73,12 @@ def spread(ours: Row, peer: Row) -> tuple[float, float]:
     return peer["fastest"] / ours["slowest"], peer["slowest"] / ours["fastest"]
 
 
-def standings(data: Row) -> list[Standing]:
-    """Every shape of a record, in its order."""
+def standings(data: Row, parts: Sequence[str] = SHAPES) -> list[Standing]:
+    """Every shape of these parts of a record, in its order."""
     found: dict[str, tuple[Row, dict[str, Row]]] = {}
     for r in data["rows"]:
-        if r["part"] == "shapes":
-            job = {key: r[key] for key in _JOB}
-            found.setdefault(json.dumps(job), (job, {}))[1][r["name"]] = r
+        if r["part"] in parts and "name" in r:
+            found.setdefault(json.dumps(_job(r)), (_job(r), {}))[1][r["name"]] = r
     return [_standing(job, rows) for job, rows in found.values()]
 
 
@@ -83,30 +96,42 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 @dataclass(frozen=True)
 class Goal:
-    """A bound for how many times as fast as the best peer the kernel is. mean: of all shapes; else of each of them."""
+    """A bound for how many times as fast as the best peer the kernel is. mean: of all shapes; else of each of them.
+    accuracy: not how fast, but the best peer's largest error over ours."""
 
     text: str
     least: float
     wanted: Callable[[Row], bool]
     mean: bool = False
+    accuracy: bool = False
+
+    def of(self, s: Standing) -> float | None:
+        return s.accuracy if self.accuracy else s.ratio
 
 
-def _of(head_dims: Sequence[int], lengths: Sequence[int], causal: bool | None = None) -> Callable[[Row], bool]:
-    return lambda job: (
-        job["kind"] == "standard" and job["shape"][3] in head_dims and job["shape"][2] in lengths
-        and causal in (None, job["causal"])
-    )  # fmt: skip
+def _sized(*head_dims: int) -> Callable[[Row], bool]:
+    return lambda job: job["part"] == "sizes" and job["shape"][3] in head_dims
 
 
-_LONG, _SHORT = (4096, 8192, 16384, 32768), (512, 1024, 2048)
+def _random(job: Row) -> bool:
+    return job["part"] == "shapes"
+
+
+def _rising(job: Row) -> bool:
+    return job.get("inputs", "").startswith("every tile")
+
+
 GOALS = (
-    Goal("D = 128, N from 4096 on", 1.03, _of((128,), _LONG, False)),
-    Goal("D = 128, N from 4096 on, causal", 1.03, _of((128,), _LONG, True)),
-    Goal("D = 64, N from 4096 on", 1.10, _of((64,), _LONG)),
-    Goal("D = 256, N from 4096 on", 0.95, _of((256,), _LONG)),
-    Goal("N = 512, 1024, 2048", 0.95, _of(HEAD_DIMS, _SHORT)),
-    Goal("geometric mean of all shapes", 1.00, lambda job: True, mean=True),
-)
+    Goal("geometric mean of all shapes", 1.12, _random, mean=True),
+    Goal("each of them", 0.97, _random),
+    Goal("N = 512, 1024", 1.03, lambda job: _random(job) and job["kind"] == "standard" and job["shape"][2] <= 1024),
+    Goal("D = 96, 192", 1.00, _sized(96, 192)),
+    Goal("D = 80, 112, 160", 1.00, _sized(80, 112, 160)),
+    Goal("every tile raises every maximum", 0.95, _rising),
+    Goal("other inputs, and captured", 1.05, lambda job: job["part"] in ("inputs", "captured") and not _rising(job)),
+    Goal("the best peer's error on them, over ours", 1 / 1.2, lambda job: job["part"] == "inputs", accuracy=True),
+    Goal("backward, D = 64, 128", 1.00, lambda job: job["part"] == "backward" and job["shape"][3] in (64, 128)),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -124,24 +149,25 @@ class Verdict:
 
 def verdicts(data: Row) -> list[Verdict]:
     """The goals, each by what the record holds."""
-    known = {json.dumps(s.job): s for s in standings(data)}
-    every = [{key: job[key] for key in _JOB} for job in jobs() if job["part"] == "shapes"]
+    parts = (*SHAPES, "inputs", "captured", "backward")
+    known = {json.dumps(s.job): s for s in standings(data, parts)}
+    every = [_job(job) for job in jobs() if job["part"] in parts]
     found = []
     for goal in GOALS:
         wanted = [job for job in every if goal.wanted(job)]
-        there = [s for job in wanted if (s := known.get(json.dumps(job))) and s.ratio is not None]
-        ratios = [s.ratio for s in there if s.ratio is not None]
+        there = [s for job in wanted if (s := known.get(json.dumps(job))) and goal.of(s) is not None]
+        ratios = [goal.of(s) or 0.0 for s in there]
         if not ratios:
             found.append(Verdict(goal.text, f"{goal.least:.2f}", "not measured", "", "", f"0 of {len(wanted)}"))
             continue
-        worst = min(there, key=lambda s: s.ratio or 0.0)
+        worst = min(there, key=lambda s: goal.of(s) or 0.0)
         value = geometric_mean(ratios) if goal.mean else min(ratios)
         said = _said(value >= goal.least, len(there) == len(wanted), goal.mean)
         if not any("ms" in s.rows.get(FA4, {}) for s in there):
             said += f", without {FA4}"
         wrong = "wrong at " if worst.ratio == 0 else ""
         at = f"{wrong}{worst.label}" + (f" (beside {worst.best})" if worst.ratio else "")
-        is_ = f"{value:.2f}" if goal.mean else worst.said
+        is_ = f"{value:.2f}" if goal.mean or goal.accuracy else worst.said
         found.append(Verdict(goal.text, f"{goal.least:.2f}", said, is_, at, f"{len(there)} of {len(wanted)}"))
     return found + [_validated(data, *about) for about in _VALIDATED]
 

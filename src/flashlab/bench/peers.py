@@ -6,6 +6,7 @@ Each returns a function without arguments, for flashlab.bench.timing: what it ne
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flashlab.bench import timing
 
 COMPILE: dict[str, Any] = {"fullgraph": True, "dynamic": False}
 """For torch.compile: all of a function or none of it, and anew for each shape."""
@@ -30,6 +33,33 @@ def sdpa(
     def run() -> torch.Tensor:
         with sdpa_kernel(chosen):
             return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+
+    return run
+
+
+@functools.cache
+def fa4() -> tuple[Callable[..., Any] | None, str]:
+    """FlashAttention-4's function on [batch, rows, heads, head_dim], or None and why not."""
+    try:
+        return importlib.import_module("flash_attn.cute").flash_attn_func, ""
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        return None, "not installed" + ("" if missing == "flash_attn" else f": it needs {error.name}")
+    except Exception as error:
+        return None, timing.reason(error)
+
+
+def flash_attention_4(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False
+) -> Callable[[], torch.Tensor]:
+    """FlashAttention-4, with its gradient. Raises RuntimeError where it cannot be imported, with the reason."""
+    function, why = fa4()
+    if function is None:
+        raise RuntimeError(why)
+
+    def run() -> torch.Tensor:
+        out = function(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal)
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
     return run
 

@@ -19,7 +19,7 @@ from flashlab.cuda.toolchain import default_backend
 from flashlab.kernels.problem import ELEMENTS, Strides, rows_fit
 from flashlab.kernels.series import HALVES, path
 
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (64, 80, 96, 112, 128)
 BLOCK = 128
 """Rows of a block in the source: its two numbers of each row have place for whole blocks."""
 SOURCE = path("p11_backward")
@@ -48,8 +48,9 @@ def compiled(
 
 def hopper_backward(
     grad_o: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, *,
-    causal: bool = False, scale: float | None = None, backend: str | None = None, check: bool = False,
-    defines: tuple[tuple[str, int], ...] = (), launches: int = 7, **launch: Any,
+    grad_lse: torch.Tensor | None = None, causal: bool = False, scale: float | None = None,
+    backend: str | None = None, check: bool = False, defines: tuple[tuple[str, int], ...] = (), launches: int = 7,
+    **launch: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """dq, dk and dv of o = softmax(scale * q k^T) v. Two runs agree in every bit.
 
@@ -58,6 +59,7 @@ def hopper_backward(
             a head_dim of 64 or 128. Any strides: a tensor whose rows are not contiguous, or not on 16-byte boundaries,
             is copied first.
         o, lse: what a forward pass gave: like q, and [batch, heads, seq_q], float32, with -inf for a row without keys.
+        grad_lse: like lse; None where no loss depends on lse.
         causal: query i sees the keys up to i + seq_k - seq_q. scale: head_dim ** -0.5, if None.
         backend, check, defines: of the build, see `compiled`. launches: which kernels, to time them: 1 for the rows'
             statistics + 2 for dk and dv + 4 for dq. launch: options of the emulator's launch.
@@ -72,7 +74,7 @@ def hopper_backward(
     """
     check_qkv(q, k, v, dtypes=HALVES, head_dims=HEAD_DIMS, same_v=True, no_grad=True)
     check_causal(causal)
-    check_results(q, {"grad_o": grad_o, "o": o}, {"lse": lse}, no_grad=True)
+    check_results(q, {"grad_o": grad_o, "o": o}, {"lse": lse, "grad_lse": grad_lse}, no_grad=True)
     built = compiled(q.shape[3], q.dtype, backend, check, defines)
     dq, dk, dv = (new_output(x) for x in (q, k, v))
     if q.numel() == 0 or k.numel() == 0:
@@ -89,5 +91,6 @@ def hopper_backward(
     statistics = torch.empty(2 * q.shape[0] * q.shape[1] * rows, device=q.device)
     if built.backend == "emulator":
         launch = {"unwritten": ("dq", "dk", "dv", "row_statistics"), **launch}
-    built.launch("backward", *fitting, lse.contiguous(), dq, dk, dv, statistics, shapes, **launch)
+    grad_lse = grad_lse if grad_lse is None else grad_lse.contiguous()
+    built.launch("backward", *fitting, lse.contiguous(), grad_lse, dq, dk, dv, statistics, shapes, **launch)
     return dq, dk, dv

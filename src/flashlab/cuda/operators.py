@@ -3,9 +3,10 @@
     o = flashlab.flash_attention(q, k, v, causal=True, backend="p9_flash")
     o, lse = attention("p9_flash", q, k, v, causal=True)          # with the log-sum-exp; torch.ops.flashlab.p9_flash
 
-The forward pass is the kernel's: on the GPU built by nvcc, on CPU tensors emulated. The kernels have no backward pass
-of their own; the gradient is that of phase 5's Triton kernels, or of PyTorch's own products in blocks of queries where
-those are interpreted, or do not take the inputs. Phase 12's last kernel is a backend of `flash_attention_with_cache`.
+The forward pass is the kernel's: on the GPU built by nvcc, on CPU tensors emulated. p11_flash has a backward pass of
+its own (flashlab.cuda.hopper_backward), for the head sizes of HOPPER_BACKWARD. Else the gradient is that of phase 5's
+Triton kernels, or of PyTorch's own products in blocks of queries where those are interpreted, or do not take the
+inputs. Phase 12's last kernel is a backend of `flash_attention_with_cache`.
 """
 
 from __future__ import annotations
@@ -19,9 +20,14 @@ from flashlab.attention.cache_door import CACHE_BACKENDS, CacheBackend
 from flashlab.attention.inputs import check_qkv, scale_of
 from flashlab.attention.options import window_of
 from flashlab.cuda import decoding
+from flashlab.cuda.hopper_backward import hopper_backward
 from flashlab.cuda.inline import CudaModule, load_inline
 from flashlab.cuda.toolchain import find_nvcc, missing
 from flashlab.kernels.series import DECODING, HOPPER, SERIES, Step, step
+
+HOPPER_BACKWARD = (80, 96, 112, 128)
+"""Head sizes whose gradient is p11_backward's: at 128 it is faster than the Triton kernels (recorded/hopper_h200.json),
+at 64 these are; between, they compute 128 columns."""
 
 
 @functools.cache
@@ -75,7 +81,7 @@ def _backend(this: Step) -> Backend:
         this.name,
         f"the CUDA kernel of phase {this.phase}",
         forward,
-        best_backward,
+        _hopper_backward if this is HOPPER[-1] else best_backward,
         dtypes=this.dtypes,
         head_dims=this.head_dims,
         masks=False,
@@ -85,6 +91,14 @@ def _backend(this: Step) -> Backend:
     )
 
 
+def _hopper_backward(grad_o, grad_lse, q, k, v, o, lse, *, left, right, softcap, scale):
+    if q.shape[-1] not in HOPPER_BACKWARD:
+        options = dict(left=left, right=right, softcap=softcap, scale=scale)
+        return best_backward(grad_o, grad_lse, q, k, v, o, lse, **options)
+    how = dict(causal=right == 0, scale=scale, backend="nvcc" if q.is_cuda else "emulator")
+    return hopper_backward(grad_o, q, k, v, o, lse, grad_lse=grad_lse, **how)
+
+
 def _unfit(device: torch.device) -> str | None:
     if device.type not in ("cpu", "cuda"):
         return f"it runs on a GPU of Nvidia, or emulated on the CPU, and q is on {device}"
@@ -92,14 +106,19 @@ def _unfit(device: torch.device) -> str | None:
 
 
 def _unfit_but_hopper(device: torch.device) -> str | None:
-    # torch.compile may not look at the device.
-    if device.type == "cuda" and not torch.compiler.is_compiling():
-        capability = torch.cuda.get_device_capability(device)
-        if capability != (9, 0):
-            return f"it needs compute capability 9.0, and this GPU has {capability[0]}.{capability[1]}"
-        if not _has_nvcc():
-            return "nvcc has to build it, and there is none on this machine"
-    return _unfit(device)
+    return (_no_hopper(device.index) if device.type == "cuda" else None) or _unfit(device)
+
+
+def _no_hopper(index: int | None) -> str | None:
+    capability = torch.cuda.get_device_capability(index)
+    if capability != (9, 0):
+        return f"it needs compute capability 9.0, and this GPU has {capability[0]}.{capability[1]}"
+    return None if _has_nvcc() else "nvcc has to build it, and there is none on this machine"
+
+
+# A graph of torch.compile may not look at the device: so it is asked while that traces, once. What
+# torch.compiler.assume_constant_result does, which would import torch._dynamo: seconds.
+_no_hopper.__dict__["_dynamo_marked_constant"] = True
 
 
 @functools.cache

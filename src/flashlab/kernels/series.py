@@ -127,10 +127,16 @@ HOPPER = (
     Step("p11_14_trust", "a full tile's maxima are looked at only in need", defines=_POLYNOMIAL | {"TRUST": (1, 0)}),
     Step("p11_15_portions", "a tile's exponentials in three portions", defines=_POLYNOMIAL | {"TRUST": (1, 0)}),
     Step("p11_16_learns", "who was in doubt looks first for a while", defines=_POLYNOMIAL | {"TRUST": (1, 0)}),
-    Step("p11_flash", "tiles for small grids; HEAD_DIM = 256", head_dims=(64, 128, 256),
+    Step("p11_flash", "tiles for small grids; every head size", head_dims=(64, 80, 96, 112, 128, 160, 192, 256),
          defines=_POLYNOMIAL | {"DYNAMIC": (1, 0, 2), "BLOCK_N": (128, 96), "TRUST": (1, 0), "LATE_TURN": (1, 0)}),
 )  # fmt: skip
 """Phase 11, a ladder of its own: it begins at p9_1_masks, and runs on capability 9.0 alone (or emulated)."""
+
+HOPPER_SIDE = (
+    Step("p11_side_rounded", "O is divided by the sum of the rounded weights", beside="p11_flash",
+         head_dims=HOPPER[-1].head_dims, defines=HOPPER[-1].defines),
+)  # fmt: skip
+"""The exhibits beside that one."""
 
 
 DECODING = (
@@ -145,7 +151,7 @@ DECODING = (
 )
 """Phase 12, a ladder of its own: not attention over whole tensors, but over a cache (cache.cuh, struct Cache)."""
 
-ALL = SERIES + SIDE + HOPPER + DECODING
+ALL = SERIES + SIDE + HOPPER + HOPPER_SIDE + DECODING
 
 
 def steps(*phases: int) -> tuple[Step, ...]:
@@ -171,7 +177,7 @@ def path(name: str) -> Path:
     if found is None:
         there = ", ".join(sorted(p.name for p in FOLDER.rglob("*.cu*")))
         raise FileNotFoundError(f"there is no {wanted} in the series; there are {there}")
-    return next((s.path for s in SIDE if s.name == found.stem), found)
+    return next((s.path for s in ALL if s.beside and s.name == found.stem), found)
 
 
 def source(name: str) -> str:

@@ -28,7 +28,7 @@ constexpr int STAGES = 2;
 constexpr int BLOCK_M = WARPS * MMA_M, BLOCK_N = 128;          // query rows per block; keys at a time
 constexpr int S_TILES = BLOCK_N / MMA_N, O_TILES = HEAD_DIM / MMA_N;   // accumulators of a warp, [MMA_M, MMA_N] each
 constexpr int ROWS_PER_LANE = 2;                               // of an accumulator: g and g + 8
-constexpr int Q_BYTES = BLOCK_M * HEAD_DIM * 2, KV_BYTES = BLOCK_N * HEAD_DIM * 2;     // per tile of shared memory
+constexpr int Q_BYTES = BLOCK_M * COLUMNS * 2, KV_BYTES = BLOCK_N * COLUMNS * 2;     // per tile of shared memory
 // How far the row maximum may lag behind, in log2 units: P stays below 2^8, far from fp16's 65504.
 constexpr float RESCALE_ABOVE = 8.f;
 constexpr int Q_STAGES = 2, BARRIERS = 4 + 2 * Q_STAGES + 4 * STAGES;  // New
@@ -324,8 +324,8 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
             uint32_t o_rmem[4];
             for (int i = 0; i < 4; i++)
                 o_rmem[i] = pack<T>(acc[4 * n + 2 * i] * inverse[i % 2], acc[4 * n + 2 * i + 1] * inverse[i % 2]);
-            const int column = n * MMA_N + lane / 16 * 8;
-            stmatrix_x4(o_lane + column / SLAB * BLOCK_M * SLAB_ROW + (column % SLAB / 8 ^ lane % 8) * 16, o_rmem);
+            const int column = n * MMA_N + lane / 16 * 8, chunk = column % SLAB / 8 ^ lane % 8 / LINE;
+            stmatrix_x4(o_lane + column / SLAB * BLOCK_M * SLAB_ROW + chunk * 16, o_rmem);
         }
         fence_proxy_async();                                   // or the copy engine might not see what was stored
         named_barrier_sync(1 + CONSUMERS + consumer, GROUP);

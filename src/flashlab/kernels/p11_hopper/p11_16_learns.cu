@@ -19,7 +19,7 @@
 #define POLYNOMIAL 0
 #endif
 #ifndef TRUST                                                  // a full tile's maxima are looked at only in need
-#define TRUST 1
+#define TRUST (HEAD_DIM < 256)
 #endif
 #ifndef LATE_TURN                                              // 1: the turn is passed on after the first portion
 #define LATE_TURN (HEAD_DIM == 64)
@@ -33,7 +33,7 @@ constexpr int STAGES = 2;
 constexpr int BLOCK_M = WARPS * MMA_M, BLOCK_N = 128;          // query rows per block; keys at a time
 constexpr int S_TILES = BLOCK_N / MMA_N, O_TILES = HEAD_DIM / MMA_N;   // accumulators of a warp, [MMA_M, MMA_N] each
 constexpr int ROWS_PER_LANE = 2;                               // of an accumulator: g and g + 8
-constexpr int Q_BYTES = BLOCK_M * HEAD_DIM * 2, KV_BYTES = BLOCK_N * HEAD_DIM * 2;     // per tile of shared memory
+constexpr int Q_BYTES = BLOCK_M * COLUMNS * 2, KV_BYTES = BLOCK_N * COLUMNS * 2;     // per tile of shared memory
 // How far the row maximum may lag behind, in log2 units, where it is looked at; and the most that a lane's part of
 // a row of P may add up to, where it is not: far from fp16's 65504.
 constexpr float RESCALE_ABOVE = TRUST ? 0.f : 8.f, MOST = 16384.f;
@@ -196,11 +196,11 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
         for (int column = 0; column < HEAD_DIM; column += MMA_K) {
             const int slab = column / SLAB, chunk = column % SLAB / 8;         // of 16 bytes
             uint32_t q_rmem[4], k_rmem[4];
-            ldmatrix_x4(q_rmem, q_rows + (slab * BLOCK_M + row) * SLAB_ROW + (chunk + l / 16 ^ l8) * 16);
+            ldmatrix_x4(q_rmem, q_rows + (slab * BLOCK_M + row) * SLAB_ROW + (chunk + l / 16 ^ l8 / LINE) * 16);
 #pragma unroll
             for (int n = 0; n < S_TILES; n += 2) {
                 const int key = n * MMA_N + l / 16 * 8 + l8;
-                ldmatrix_x4(k_rmem, k_rows + (slab * BLOCK_N + key) * SLAB_ROW + (chunk + l / 8 % 2 ^ l8) * 16);
+                ldmatrix_x4(k_rmem, k_rows + (slab * BLOCK_N + key) * SLAB_ROW + (chunk + l / 8 % 2 ^ l8 / LINE) * 16);
                 mma_m16n8k16<T>((float(&)[4])s[4 * n], q_rmem, k_rmem[0], k_rmem[1]);
                 mma_m16n8k16<T>((float(&)[4])s[4 * n + 4], q_rmem, k_rmem[2], k_rmem[3]);
             }
@@ -412,8 +412,8 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
             uint32_t o_rmem[4];
             for (int i = 0; i < 4; i++)
                 o_rmem[i] = pack<T>(acc[4 * n + 2 * i] * inverse[i % 2], acc[4 * n + 2 * i + 1] * inverse[i % 2]);
-            const int column = n * MMA_N + lane / 16 * 8;
-            stmatrix_x4(o_lane + column / SLAB * BLOCK_M * SLAB_ROW + (column % SLAB / 8 ^ lane % 8) * 16, o_rmem);
+            const int column = n * MMA_N + lane / 16 * 8, chunk = column % SLAB / 8 ^ lane % 8 / LINE;
+            stmatrix_x4(o_lane + column / SLAB * BLOCK_M * SLAB_ROW + chunk * 16, o_rmem);
         }
         fence_proxy_async();                                   // or the copy engine might not see what was stored
         named_barrier_sync(1 + CONSUMERS + consumer, GROUP);

@@ -25,7 +25,7 @@ constexpr int STAGES = 2;
 constexpr int BLOCK_M = WARPS * MMA_M, BLOCK_N = 128;          // query rows per block; keys at a time
 constexpr int S_TILES = BLOCK_N / MMA_N, O_TILES = HEAD_DIM / MMA_N;   // accumulators of a warp, [MMA_M, MMA_N] each
 constexpr int ROWS_PER_LANE = 2;                               // of an accumulator: g and g + 8
-constexpr int Q_BYTES = BLOCK_M * HEAD_DIM * 2, KV_BYTES = BLOCK_N * HEAD_DIM * 2;     // per tile of shared memory
+constexpr int Q_BYTES = BLOCK_M * COLUMNS * 2, KV_BYTES = BLOCK_N * COLUMNS * 2;     // per tile of shared memory
 constexpr int BARRIERS = 6 + 4 * STAGES;                       // New: 8 bytes each
 constexpr int SHARED = Q_BYTES + 2 * STAGES * KV_BYTES + 8 * BARRIERS + 8;       // New
 // endregion

@@ -10,8 +10,8 @@
 // A block has two consumers of 64 rows each, and a producer. In `keys` the scores are computed transposed, K Q^T: so
 // P^T and dS^T lie in registers as the A operands of dV and dK, and no tile is ever transposed.
 //
-// Compile with -DHEAD_DIM=64 or 128, and -DELEMENT=__half or __nv_bfloat16, -DQUERY_STEP=queries at a time in `keys`,
-// -DKEY_STEP=keys at a time in `queries`, -DMOST_STAGES=2 or more, -DDK_LAGS=0 or 1.
+// Compile with -DHEAD_DIM=64, 80, 96, 112 or 128, and -DELEMENT=__half or __nv_bfloat16, -DQUERY_STEP=queries at a time
+// in `keys`, -DKEY_STEP=keys at a time in `queries`, -DMOST_STAGES=2 or more, -DDK_LAGS=0 or 1.
 
 // region: constants
 #include "p11_hopper/tiles.cuh"
@@ -33,9 +33,9 @@ constexpr int WARPS = 4 * CONSUMERS, THREADS = (CONSUMERS + 1) * GROUP;
 constexpr int CONSUMER_REGISTERS = 240, PRODUCER_REGISTERS = 24;       // per thread
 constexpr int BLOCK = WARPS * MMA_M;                           // rows that a block keeps: keys in `keys`, else queries
 constexpr int ROWS_PER_LANE = 2;                               // of an accumulator: g and g + 8
-constexpr int KEPT_BYTES = BLOCK * HEAD_DIM * 2;               // of a tile that stays
+constexpr int KEPT_BYTES = BLOCK * COLUMNS * 2;                // of a tile that stays
 // Of a kernel that takes STEP rows at a time: a stage holds STEP rows of two tensors, and two numbers a row.
-template <int STEP> constexpr int STEP_BYTES = STEP * HEAD_DIM * 2;
+template <int STEP> constexpr int STEP_BYTES = STEP * COLUMNS * 2;
 template <int STEP> constexpr int STAGE_BYTES = 2 * STEP_BYTES<STEP> + 1024;       // a multiple of 1024
 // As many stages as there is room for; then the barriers, 8 bytes each
 template <int STEP> constexpr int ROOM = ((226 << 10) - 2 * KEPT_BYTES) / STAGE_BYTES<STEP>;
@@ -97,8 +97,8 @@ __device__ __forceinline__ void store_tile(const float (&acc)[HEAD_DIM / 2], flo
         uint32_t rounded[4];
         for (int i = 0; i < 4; i++)
             rounded[i] = pack<T>(acc[4 * n + 2 * i] * factor, acc[4 * n + 2 * i + 1] * factor);
-        const int column = n * MMA_N + lane / 16 * 8;
-        stmatrix_x4(lane_smem + column / SLAB * BLOCK * SLAB_ROW + (column % SLAB / 8 ^ lane % 8) * 16, rounded);
+        const int column = n * MMA_N + lane / 16 * 8, chunk = column % SLAB / 8 ^ lane % 8 / LINE;
+        stmatrix_x4(lane_smem + column / SLAB * BLOCK * SLAB_ROW + chunk * 16, rounded);
     }
     fence_proxy_async();                                       // or the copy engine might not see what was stored
     named_barrier_sync(1 + consumer, GROUP);
@@ -112,16 +112,17 @@ __device__ __forceinline__ void store_tile(const float (&acc)[HEAD_DIM / 2], flo
 // endregion
 
 // region: statistics
-// delta = rowsum(dO * O), and lse as exp2 wants it. Each lane takes 16 bytes of a row. A row that does not exist, or
-// sees no key, has an lse of inf: its P is exp2(-inf) = 0.
-constexpr int LANES_PER_ROW = HEAD_DIM / 8, STATISTICS_ROWS = 256 / LANES_PER_ROW;     // of a block, which divide BLOCK
+// delta = rowsum(dO * O), less what a loss of lse adds to each dS of the row, and lse as exp2 wants it. Each lane takes
+// 16 bytes of a row. A row that does not exist, or sees no key, has an lse of inf: its P is exp2(-inf) = 0.
+constexpr int LANES_PER_ROW = HEAD_DIM > 64 ? 16 : 8, STATISTICS_ROWS = 256 / LANES_PER_ROW;   // they divide BLOCK
 __global__ void __launch_bounds__(256)
-statistics(const Backward p, const void* o, const void* grad_o, const float* lse, float* lse_log2, float* delta) {
+statistics(const Backward p, const void* o, const void* grad_o, const float* lse, const float* grad_lse,
+           float* lse_log2, float* delta) {
     const int lane = threadIdx.x % LANES_PER_ROW, blocks = padded(p.seq_q) / STATISTICS_ROWS;
     const int head_index = blockIdx.x / blocks;
     const int row = blockIdx.x % blocks * STATISTICS_ROWS + threadIdx.x / LANES_PER_ROW;
     float sum = 0.f, x = INFINITY;
-    if (row < p.seq_q) {
+    if (row < p.seq_q && 8 * lane < HEAD_DIM) {
         const int batch = head_index / p.heads, head = head_index % p.heads;
         const uint4 a = *(const uint4*)(rows_of(o, p.o_stride, batch, head, row) + 8 * lane);
         const uint4 b = *(const uint4*)(rows_of(grad_o, p.grad_o_stride, batch, head, row) + 8 * lane);
@@ -131,12 +132,13 @@ statistics(const Backward p, const void* o, const void* grad_o, const float* lse
             const float2 u = unpack<T>(a_pairs[i]), v = unpack<T>(b_pairs[i]);
             sum += u.x * v.x + u.y * v.y;
         }
-        x = lse[(int64_t)head_index * p.seq_q + row];
-        x = x == -INFINITY ? INFINITY : x * LOG2E;
+        const int64_t index = (int64_t)head_index * p.seq_q + row;
+        if (grad_lse && lane == 0) sum -= grad_lse[index];
+        x = lse[index] == -INFINITY ? INFINITY : lse[index] * LOG2E;
     }
     for (int other = LANES_PER_ROW / 2; other > 0; other /= 2) sum += __shfl_xor_sync(~0u, sum, other);
     const int64_t index = (int64_t)head_index * padded(p.seq_q) + row;
-    if (lane == 0) lse_log2[index] = x, delta[index] = sum;
+    if (lane == 0) lse_log2[index] = x, delta[index] = x == INFINITY ? 0.f : sum;
 }
 // endregion
 
@@ -425,8 +427,8 @@ static int fit_together(int rows, int heads) {
     return (int)min((int64_t)heads, max((int64_t)1, 24000000 / ((int64_t)rows * HEAD_DIM * 4 + 1)));
 }
 extern "C" int backward(const void* q, const void* k, const void* v, const void* o, const void* grad_o,
-                        const float* lse, void* dq, void* dk, void* dv, float* row_statistics, const void* shapes,
-                        void* stream) {
+                        const float* lse, const float* grad_lse, void* dq, void* dk, void* dv, float* row_statistics,
+                        const void* shapes, void* stream) {
     const Backward p = *(const Backward*)shapes;
     const auto map = [&](const void* x, const Strides& stride, bool of_queries, int box_rows) {
         return map_of(x, stride, p.batch, of_queries ? p.heads : p.kv_heads, of_queries ? p.seq_q : p.seq_k, box_rows);
@@ -435,7 +437,7 @@ extern "C" int backward(const void* q, const void* k, const void* v, const void*
     const int64_t rows = (int64_t)p.batch * p.heads * padded(p.seq_q);
     float* delta = row_statistics + rows;
     const int blocks = (int)(rows / STATISTICS_ROWS);
-    if (p.launches & 1) statistics<<<blocks, 256, 0, s>>>(p, o, grad_o, lse, row_statistics, delta);
+    if (p.launches & 1) statistics<<<blocks, 256, 0, s>>>(p, o, grad_o, lse, grad_lse, row_statistics, delta);
     // More than 48 KB of shared memory have to be asked for. A refusal is what cudaGetLastError then returns.
     const auto of_keys = p.causal ? keys<true> : keys<false>;
     cudaFuncSetAttribute(of_keys, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED<QUERY_STEP>);

@@ -6,8 +6,8 @@
 // of the tile before in flight. Where parts would be too few to fill the GPU, a block has one consumer, and its parts
 // 64 rows.
 //
-// Compile with -DHEAD_DIM=64, 128 or 256, and -DELEMENT=__half or __nv_bfloat16, -DPING_PONG=1 or 0, -DDYNAMIC=0, 1
-// or 2, -DTRUST=1 or 0, -DPOLYNOMIAL=0 (none), 8 or 4, -DBLOCK_N=keys at a time.
+// Compile with -DHEAD_DIM=64, 80, 96, 112, 128, 160, 192 or 256, and -DELEMENT=__half or __nv_bfloat16, -DPING_PONG=1
+// or 0, -DDYNAMIC=0, 1 or 2, -DTRUST=1 or 0, -DPOLYNOMIAL=0 (none), 8 or 4, -DBLOCK_N=keys at a time, -DSLAB=64 or 32.
 
 // region: constants
 #include "p11_hopper/tiles.cuh"
@@ -26,29 +26,31 @@
 #ifndef LATE_TURN                                              // 1: the turn is passed on after the first portion
 #define LATE_TURN (HEAD_DIM == 64)
 #endif
+#ifndef TALL                                                   // New: consumers of a block, where there are several
+#define TALL (HEAD_DIM == 64 ? 3 : 2)
+#endif
 #ifndef BLOCK_N                                                // New: keys at a time
-#define BLOCK_N (HEAD_DIM == 256 ? 64 : 128)
+#define BLOCK_N (HEAD_DIM <= 128 ? 128 : HEAD_DIM <= 192 ? 96 : 64)
 #endif
 constexpr int GROUP = 128;                                     // threads of a warpgroup
 constexpr int STAGES = 2;
 constexpr int S_TILES = BLOCK_N / MMA_N, O_TILES = HEAD_DIM / MMA_N;   // accumulators of a warp, [MMA_M, MMA_N] each
 constexpr int ROWS_PER_LANE = 2;                               // of an accumulator: g and g + 8
-constexpr int KV_BYTES = BLOCK_N * HEAD_DIM * 2;     // per tile of shared memory
+constexpr int KV_BYTES = BLOCK_N * COLUMNS * 2;      // per tile of shared memory
 // How far the row maximum may lag behind, in log2 units, where it is looked at; and the most that a lane's part of
 // a row of P may add up to, where it is not: far from fp16's 65504.
 constexpr float RESCALE_ABOVE = TRUST ? 0.f : 8.f, MOST = 16384.f;
 constexpr int MOST_WARY = 63;                                  // tiles that a warp is wary of after a doubt
 constexpr int SECOND = S_TILES / (HEAD_DIM == 64 ? 8 : 2), THIRD = S_TILES * 3 / 4;    // portions, in MMA tiles
-constexpr bool O_IN_Q = HEAD_DIM == 256;                       // New: O takes the place of Q: there is no other
-constexpr int Q_STAGES = O_IN_Q ? 1 : 2;                       // New: one of them then
-constexpr int BARRIERS = 4 + 2 * Q_STAGES + 4 * STAGES;        // 8 bytes each
+constexpr bool O_IN_Q = HEAD_DIM > 128;                        // New: O takes the place of Q: there is no other
+constexpr int Q_STAGES = O_IN_Q ? 1 : 2, BARRIERS = 4 + 2 * Q_STAGES + 4 * STAGES;     // New; 8 bytes each
 struct __align__(16) Part { int batch, head, m_start, end; };  // a head's rows, and tiles of keys that some of them see
 template <int CONSUMERS_> struct Tile {                        // New: what depends on the number of consumers
     // A warpgroup each, and the producer's after them
     static constexpr int CONSUMERS = CONSUMERS_, WARPS = 4 * CONSUMERS, THREADS = (CONSUMERS + 1) * GROUP;
     // Per thread. At the launch 65536 / THREADS; then these. With one consumer that is enough for both: none moves.
     static constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 232, PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 40;
-    static constexpr int BLOCK_M = WARPS * MMA_M, Q_BYTES = BLOCK_M * HEAD_DIM * 2;
+    static constexpr int BLOCK_M = WARPS * MMA_M, Q_BYTES = BLOCK_M * COLUMNS * 2;
     static constexpr int BARRIERS_AT = (Q_STAGES + !O_IN_Q) * Q_BYTES + 2 * STAGES * KV_BYTES;
     static constexpr int SHARED = BARRIERS_AT + 8 * BARRIERS + 2 * sizeof(Part);
 };
@@ -56,7 +58,7 @@ template <int CONSUMERS_> struct Tile {                        // New: what depe
 
 // region: scheduler
 // New: whether blocks ask the counter for their next part.
-template <bool CAUSAL> __host__ __device__ constexpr bool counted(int parts, int blocks) {
+template <bool CAUSAL> __host__ __device__ constexpr bool asks(int parts, int blocks) {
     return DYNAMIC > !CAUSAL && parts > blocks;
 }
 // endregion
@@ -140,8 +142,7 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
                 next_part[n % 2] = here;
                 mbarrier_arrive(full_part + 8 * (n % 2));      // the consumers see it with the barrier's phase
                 if (part >= parts) break;
-                const bool ask = counted<CAUSAL>(parts, gridDim.x);            // New
-                const int next = gridDim.x + (ask ? atomicAdd((int*)p.workspace, 1) : part);
+                const int next = gridDim.x + (asks<CAUSAL>(parts, gridDim.x) ? atomicAdd((int*)p.workspace, 1) : part);
                 const int kv_head = here.head / (p.heads / p.kv_heads), q_stage = n % Q_STAGES;
                 auto load_q = [&] {                            // after the first K, which need not wait for it
                     mbarrier_wait(empty_q + 8 * q_stage, n / Q_STAGES & 1 ^ 1);
@@ -218,11 +219,11 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
         for (int column = 0; column < HEAD_DIM; column += MMA_K) {
             const int slab = column / SLAB, chunk = column % SLAB / 8;         // of 16 bytes
             uint32_t q_rmem[4], k_rmem[4];
-            ldmatrix_x4(q_rmem, q_rows + (slab * BLOCK_M + row) * SLAB_ROW + (chunk + l / 16 ^ l8) * 16);
+            ldmatrix_x4(q_rmem, q_rows + (slab * BLOCK_M + row) * SLAB_ROW + (chunk + l / 16 ^ l8 / LINE) * 16);
 #pragma unroll
             for (int n = 0; n < S_TILES; n += 2) {
                 const int key = n * MMA_N + l / 16 * 8 + l8;
-                ldmatrix_x4(k_rmem, k_rows + (slab * BLOCK_N + key) * SLAB_ROW + (chunk + l / 8 % 2 ^ l8) * 16);
+                ldmatrix_x4(k_rmem, k_rows + (slab * BLOCK_N + key) * SLAB_ROW + (chunk + l / 8 % 2 ^ l8 / LINE) * 16);
                 mma_m16n8k16<T>((float(&)[4])s[4 * n], q_rmem, k_rmem[0], k_rmem[1]);
                 mma_m16n8k16<T>((float(&)[4])s[4 * n + 4], q_rmem, k_rmem[2], k_rmem[3]);
             }
@@ -434,8 +435,8 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
             uint32_t o_rmem[4];
             for (int i = 0; i < 4; i++)
                 o_rmem[i] = pack<T>(acc[4 * n + 2 * i] * inverse[i % 2], acc[4 * n + 2 * i + 1] * inverse[i % 2]);
-            const int column = n * MMA_N + lane / 16 * 8;
-            stmatrix_x4(o_lane + column / SLAB * BLOCK_M * SLAB_ROW + (column % SLAB / 8 ^ lane % 8) * 16, o_rmem);
+            const int column = n * MMA_N + lane / 16 * 8, chunk = column % SLAB / 8 ^ lane % 8 / LINE;
+            stmatrix_x4(o_lane + column / SLAB * BLOCK_M * SLAB_ROW + chunk * 16, o_rmem);
         }
         fence_proxy_async();                                   // or the copy engine might not see what was stored
         named_barrier_sync(1 + CONSUMERS + consumer, GROUP);
@@ -467,7 +468,7 @@ template <class Tile> static int launch(const Problem& p, void* stream) {
     // New: the longest part is not to begin last. So the last group has work for two such parts per block
     const int last = min(heads, ceil_div(2 * p.sms, max(1, ceil_div(p.seq_q, Tile::BLOCK_M))));
     const int groups = (heads - last) / heads_together, grid = min(p.sms, parts<Tile>(p));
-    if (p.causal ? counted<true>(parts<Tile>(p), grid) : counted<false>(parts<Tile>(p), grid))
+    if (p.causal ? asks<true>(parts<Tile>(p), grid) : asks<false>(parts<Tile>(p), grid))
         cudaMemsetAsync(p.workspace, 0, sizeof(int), (cudaStream_t)stream);
     // More than 48 KB of shared memory have to be asked for. A refusal is what cudaGetLastError then returns.
     const auto kernel = p.causal ? flash_forward<Tile, true> : flash_forward<Tile, false>;
@@ -478,7 +479,7 @@ template <class Tile> static int launch(const Problem& p, void* stream) {
 }
 
 extern "C" int forward(const Problem* p, void* stream) {
-    using Tall = Tile<HEAD_DIM == 64 ? 3 : 2>;                 // New: with one consumer, where that fills more blocks
+    using Tall = Tile<TALL>;                                   // New: with one consumer, where that fills more blocks
     return 2 * parts<Tall>(*p) <= p->sms ? launch<Tile<1>>(*p, stream) : launch<Tall>(*p, stream);
 }
 // endregion

@@ -6,16 +6,23 @@
 #include "tensor_map.cuh"
 #include "wgmma.cuh"
 
-constexpr int SLAB = 64, SLAB_ROW = SLAB * 2;                  // columns of a slab; bytes of a row of it
+#ifndef SLAB                                                   // columns of a slab: 64, or 32 where those fit better
+#define SLAB 64
+#endif
+constexpr int SLAB_ROW = SLAB * 2, LINE = 128 / SLAB_ROW;      // bytes of a row of it; rows of it in 128 bytes
+// Columns of a tile in shared memory: whole slabs. What TMA fills with zeros behind HEAD_DIM, no product reads.
+constexpr int COLUMNS = (HEAD_DIM + SLAB - 1) / SLAB * SLAB;
 
 // region: operands
 // A tile of ROWS rows lies in slabs [ROWS, 64], side by side in shared memory: 128 bytes are as wide as TMA swizzles.
 // Within a slab it is phase 8's XOR: the copy engine has the writer's half of it, the tensor cores the reader's.
+// (Slabs of 32 columns have two rows in 128 bytes, and an XOR of four.)
 //
 // How wgmma finds a tile in shared memory: a descriptor, 64 bits. Rows of 128 bytes, swizzled as TMA does it; 8
 // rows further are 1024 bytes further. (The leading offset is of no use in this layout.)
+constexpr Swizzle SWIZZLE = SLAB == 64 ? SWIZZLE_128 : SWIZZLE_64;
 __device__ __forceinline__ uint64_t descriptor(uint32_t tile_smem) {
-    return smem_descriptor(tile_smem, SWIZZLE_128, 16, 8 * SLAB_ROW);
+    return smem_descriptor(tile_smem, SWIZZLE, 16, 8 * SLAB_ROW);
 }
 // What is added to it for MMA_K columns further, k times. Addresses in a descriptor count 16 bytes.
 template <int ROWS> __device__ __forceinline__ constexpr uint64_t columns_on(int k) {
@@ -25,7 +32,7 @@ template <int ROWS> __device__ __forceinline__ constexpr uint64_t columns_on(int
 // A tile whose rows are the products' inner dimension, 16 rows at a time. Its columns run over all slabs: the
 // leading offset leads from one to the next. MMA_K rows further, k times, is 2048 k bytes further.
 template <int ROWS> __device__ __forceinline__ uint64_t descriptor_of_rows(uint32_t tile_smem) {
-    return smem_descriptor(tile_smem, SWIZZLE_128, ROWS * SLAB_ROW, 8 * SLAB_ROW);
+    return smem_descriptor(tile_smem, SWIZZLE, ROWS * SLAB_ROW, 8 * SLAB_ROW);
 }
 __device__ __forceinline__ constexpr uint64_t rows_on(int k) { return k * MMA_K * SLAB_ROW / 16; }
 // endregion
@@ -39,11 +46,11 @@ __device__ __forceinline__ void copy_tile(uint32_t tile_smem, const CUtensorMap&
     for (int column = 0; column < HEAD_DIM; column += SLAB)
         tma_load(tile_smem + column / SLAB * ROWS * SLAB_ROW, &map, bar, column, row, head, batch);
 }
-// And tells it: `bar` expects the bytes of rows that do not exist too; they become zeros.
+// And tells it: `bar` expects the bytes of rows and columns that do not exist too; they become zeros.
 template <int ROWS>
 __device__ __forceinline__ void load_tile(uint32_t tile_smem, const CUtensorMap& map, uint32_t bar, int row, int head,
                                           int batch) {
-    mbarrier_arrive_expect_tx(bar, ROWS * HEAD_DIM * 2);
+    mbarrier_arrive_expect_tx(bar, ROWS * COLUMNS * 2);
     copy_tile<ROWS>(tile_smem, map, bar, row, head, batch);
 }
 // endregion
@@ -58,7 +65,8 @@ inline CUtensorMap map_of(const void* tensor, const Strides& stride, int batch, 
     const auto bytes = [](int64_t elements, int size) { return (uint64_t)(size > 1 ? elements : HEAD_DIM) * 2; };
     const uint64_t strides[] = {bytes(stride.row, rows), bytes(stride.head, heads), bytes(stride.batch, batch)};
     const uint32_t box[] = {SLAB, (uint32_t)box_rows, 1, 1};
-    return tensor_map(tensor, type, 4, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_128B);
+    return tensor_map(tensor, type, 4, dims, strides, box,
+                      SLAB == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B);
 }
 // endregion
 #include "simt/names_end.h"

@@ -28,6 +28,17 @@ static void write_global(Lane* me, BulkStore& store) {
     });
     me->pc = pc;
 }
+// What a store reads. Of a row of the box that ends behind the tensor's that is not all: what would be written beyond the
+// end may never have been written here either.
+static std::vector<std::pair<uint32_t, uint32_t>> ranges_of(const BulkCopy& copy) {
+    const int row = copy.tensor ? copy.map.box[0] * copy.map.item : 0;
+    const int64_t there = copy.tensor ? ((int64_t)copy.map.dims[0] - copy.at[0]) * copy.map.item : 0;
+    if (there >= row) return {{copy.shared, (uint32_t)copy.bytes}};
+    std::vector<std::pair<uint32_t, uint32_t>> found;
+    for (int offset = 0; offset < copy.bytes; offset += 16)
+        if (offset % row < there) found.push_back({swizzled(copy.shared + (uint32_t)offset, copy.map.swizzle), 16});
+    return found;
+}
 static void issue(Lane* me, const BulkCopy& asked, Kind kind) {
     auto store = std::make_shared<BulkStore>();
     store->copy = asked;
@@ -37,7 +48,7 @@ static void issue(Lane* me, const BulkCopy& asked, Kind kind) {
     if (!asked.bytes) return;
     if (me->block->launch->checked) {
         store->read = me->block->worker->shadow->begin_read(
-            me, {asked.how, me->id, store->copy.site, {{asked.shared, (uint32_t)asked.bytes}}});
+            me, {asked.how, me->id, store->copy.site, ranges_of(asked)});
         bool told = false;
         for_each_global(asked, [&](uintptr_t to, int bytes, int) {
             told = told || global_shadow.in_flight(me, to, bytes, true, store->add, asked.how);

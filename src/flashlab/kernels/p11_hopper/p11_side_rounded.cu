@@ -1,0 +1,107 @@
+// Phase 11, beside the ladder: O is divided by the sum of the weights that it was computed from, the rounded ones.
+//
+// p11_flash rounds P to 16 bits for the product with V, and divides by the sum of P as it was before. Where one key
+// dominates a row, and its weight is not exactly 1 because the maximum is of older tiles, that weight's rounding is an
+// error of the whole row. Divided by the sum of the rounded weights it cancels. lse keeps the exact sum: a backward
+// pass computes P from it.
+//
+// Compile with -DHEAD_DIM=64, 80, 96, 112, 128, 160, 192 or 256, and -DELEMENT=__half or __nv_bfloat16; the macros are
+// p11_flash's.
+
+    // region: state
+    // c0 c1 | c2 c3 of an accumulator: columns 2t, 2t + 1 of row g | of row g + 8
+    float acc[O_TILES * 4];                                    // O, not yet divided by l_o
+    float m_i[ROWS_PER_LANE];                                  // the rows' maxima, of the raw scores
+    float l_i[ROWS_PER_LANE];                                  // their sums, over this lane's columns
+    float l_o[ROWS_PER_LANE] = {};                             // New: of the rounded weights
+    const uint32_t o_lane = o_smem + (warp_row + lane % 16) * SLAB_ROW;    // the row that it gives to stmatrix
+    const float scale_log2 = p.scale * LOG2E;                  // exp(x) is computed as exp2(x * log2(e))
+    // endregion
+
+        // region: rescale
+        // What was summed under the old maximum is brought under the new one: O later, when it is there. All rows of
+        // a warp together, so a row's bits depend on the 15 others
+        float correction[ROWS_PER_LANE];
+        auto rescale = [&] {
+            moved = __any_sync(~0u, moved);
+            if (!moved) return;
+#pragma unroll
+            for (int r = 0; r < ROWS_PER_LANE; r++) {
+                const float base = m_new[r] == -INFINITY ? 0.f : m_new[r];     // -inf - (-inf) would be NaN
+                correction[r] = exp2_approx((m_i[r] - base) * scale_log2);
+                m_i[r] = m_new[r], l_i[r] *= correction[r], l_o[r] *= correction[r];           // New: l_o
+            }
+        };
+        // endregion
+
+        // region: probabilities
+        // P = exp(S - maximum), in place, of the MMA tiles from one to before another
+        auto probabilities = [&](int from, int to) {
+            if (from == 0) sums[0] = sums[1] = 0.f;
+            float sum[ROWS_PER_LANE][2] = {{sums[0]}, {sums[1]}};
+#pragma unroll
+            for (int n = from; n < to; n++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    float& c = s[4 * n + i];
+                    const float base = (m_i[i / 2] == -INFINITY ? 0.f : m_i[i / 2]) * scale_log2;
+                    const float x = fmaf(c, scale_log2, -base);
+                    const bool by_polynomial = POLYNOMIAL > 0 && n % max(1, POLYNOMIAL) == 0;
+                    c = by_polynomial ? exp2_polynomial(x) : exp2_approx(x);
+                    sum[i / 2][i % 2] += c;                    // two chains
+                }
+            for (int r = 0; r < ROWS_PER_LANE; r++) sums[r] = sum[r][0] + sum[r][1];
+        };
+        // Two neighbouring accumulators of S, rounded, are the A fragment of P: no lane needs another's numbers.
+        auto round_p = [&](int from, int to) {
+            if (FIRST && from == 0) l_o[0] = l_o[1] = 0.f;     // New: a part begins
+            float sum[ROWS_PER_LANE][2] = {{l_o[0]}, {l_o[1]}};
+#pragma unroll
+            for (int i = 2 * from; i < 2 * to; i++) {
+                p_rmem[i / 4][i % 4] = pack<T>(s[2 * i], s[2 * i + 1]);
+                const float2 weights = unpack<T>(p_rmem[i / 4][i % 4]);
+                sum[i % 2][0] += weights.x, sum[i % 2][1] += weights.y;
+            }
+            for (int r = 0; r < ROWS_PER_LANE; r++) l_o[r] = sum[r][0] + sum[r][1];
+        };
+        // endregion
+
+        // region: store
+        // O and lse
+        float* lse = p.lse + ((int64_t)at.batch * p.heads + at.head) * p.seq_q + at.m_start;   // [batch, heads, seq_q]
+        float inverse[ROWS_PER_LANE];
+#pragma unroll
+        for (int r = 0; r < ROWS_PER_LANE; r++) {
+            const int row = warp_row + g + r * 8;
+            float sum = l_i[r], rounded = l_o[r];
+            sum += __shfl_xor_sync(~0u, sum, 1), rounded += __shfl_xor_sync(~0u, rounded, 1);
+            sum += __shfl_xor_sync(~0u, sum, 2), rounded += __shfl_xor_sync(~0u, rounded, 2);
+            inverse[r] = sum > 0.f ? 1.f / rounded : sum;      // New: a row that sees no key: 0; NaN stays NaN
+            if (t == 0 && at.m_start + row < p.seq_q)
+                lse[row] = sum == 0.f ? -INFINITY : (m_i[r] * scale_log2 + log2f(sum)) * LN2;
+        }
+        // 64 rows of o_smem are this consumer's alone. Its 128 threads have a barrier too, behind those of turns
+        if (first_thread) bulk_wait_read<0>();                 // the O before it has been read
+        named_barrier_sync(1 + CONSUMERS + consumer, GROUP);
+#pragma unroll
+        for (int n = 0; n < O_TILES; n += 2) {                 // two MMA tiles, 16 rows x 16 columns, per warp
+            uint32_t o_rmem[4];
+            for (int i = 0; i < 4; i++)
+                o_rmem[i] = pack<T>(acc[4 * n + 2 * i] * inverse[i % 2], acc[4 * n + 2 * i + 1] * inverse[i % 2]);
+            const int column = n * MMA_N + lane / 16 * 8, chunk = column % SLAB / 8 ^ lane % 8 / LINE;
+            stmatrix_x4(o_lane + column / SLAB * BLOCK_M * SLAB_ROW + chunk * 16, o_rmem);
+        }
+        fence_proxy_async();                                   // or the copy engine might not see what was stored
+        named_barrier_sync(1 + CONSUMERS + consumer, GROUP);
+        if (first_thread) {                                    // rows that do not exist are not written
+            for (int column = 0; column < HEAD_DIM; column += SLAB)
+                tma_store(&o_map, o_smem + (column / SLAB * BLOCK_M + consumer * 64) * SLAB_ROW, column,
+                          first_row, at.head, at.batch);
+            bulk_commit();
+            if (O_IN_Q) bulk_wait_read<0>(), mbarrier_arrive(empty_q + 8 * q_stage);   // O has left Q's place
+        }
+    }
+    if (first_thread) bulk_wait<0>();                          // the last O is written
+    if (consumer == 0) take_turn();                            // the last turn that was passed on to it
+}
+// endregion
