@@ -1085,8 +1085,8 @@ assert AGAIN == {0: [31, 0], 127: [31, 3]}
 # the GPU, blocks have one consumer. With $D = 256$ a tile of keys is 64 rows, O takes the place of Q (shared memory has no other), and there is no
 # trust: it gained nothing there.
 #
-# Heads of 80, 96, 112, 160 or 192 columns need no padding in memory. In shared memory a tile has whole slabs: TMA fills what lies behind
-# column $D$ with zeros, and no product reads them, since wgmma takes any multiple of 16 (K) or 8 (N) columns.
+# Heads of 80, 96, 112, 160 or 192 columns are not padded in memory. A tile in shared memory has whole slabs: TMA fills the rest with zeros,
+# which no product reads, since wgmma takes any multiple of 16.
 
 # %% [markdown]
 # With a mask, parts have different lengths, and the longest one must not begin last: all others would wait for it. So the last group of heads

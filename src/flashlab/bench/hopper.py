@@ -715,7 +715,10 @@ def prepare(
         if Kernel(name).step.phase == PHASE and not isinstance(_modules[name, head_dim, dtype], Exception):
             builds.setdefault(name, []).append(f"{head_dim} {named[dtype]}")
     with ThreadPoolExecutor(4) as threads:  # each takes seconds to begin, and milliseconds of the GPU
-        found = threads.map(lambda step: harness.trial(*_AGAIN, "--trial", step, *builds[step], seconds=75.0), builds)
+        found = threads.map(
+            lambda step: harness.trial(*_AGAIN, "--trial", step, *builds[step], seconds=60.0 + 15 * len(builds[step])),
+            builds,
+        )
         trials = dict(zip(builds, found, strict=True))
     for name, reason in trials.items():
         if reason:

@@ -273,8 +273,8 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
             uint32_t o_rmem[4];
             for (int i = 0; i < 4; i++)
                 o_rmem[i] = pack<T>(acc[4 * n + 2 * i] * inverse[i % 2], acc[4 * n + 2 * i + 1] * inverse[i % 2]);
-            const int column = n * MMA_N + lane / 16 * 8, chunk = column % SLAB / 8 ^ lane % 8 / LINE;
-            stmatrix_x4(o_lane + column / SLAB * BLOCK_M * SLAB_ROW + chunk * 16, o_rmem);
+            const int column = n * MMA_N + lane / 16 * 8;
+            stmatrix_x4(o_lane + column / SLAB * BLOCK_M * SLAB_ROW + (column % SLAB / 8 ^ lane % 8) * 16, o_rmem);
         }
         fence_proxy_async();                                   // New: or the copy engine might not see what was stored
         named_barrier_sync(1 + CONSUMERS + consumer, GROUP);
