@@ -92,17 +92,24 @@ struct Shares {
         return (is_longer ? 0 : longer) + (int)(others / share);
     }
 };
-// Of a sequence. One without keys has a tile too, in which nothing is seen: so somebody stores its 0 and -inf.
-__device__ __forceinline__ int tiles_of(const Cache& c, int b) { return max(1, ceil_div(length_of(c, b), TILE)); }
+// endregion
 
-// before_smem[b]: the tiles of the sequences before b, for b = 0 ... batch. Each thread adds up neighbours.
-__device__ __forceinline__ void count_tiles(const Cache& c, int* before_smem) {
+// region: count the tiles
+// Of a sequence. One without keys has a tile too, in which nothing is seen: so somebody stores its 0 and -inf.
+__device__ __forceinline__ int tiles_of(const Cache& c, int length) {
+    return max(1, ceil_div(clamped(c, length), TILE));
+}
+
+// before_smem[b]: the tiles of the sequences before b, for b = 0 ... batch. Each thread adds up neighbours; of so few
+// that one is all, `early` is its length.
+__device__ __forceinline__ void count_tiles(const Cache& c, int* before_smem, int early) {
     __shared__ int warp_sums[WARPS];
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
     const int each = ceil_div(c.batch, THREADS);
     const int first = min(c.batch, (int)threadIdx.x * each), last = min(c.batch, first + each);
-    int sum = 0;
-    for (int b = first; b < last; b++) sum += tiles_of(c, b);
+    int sum = each == 1 && first < last ? tiles_of(c, early) : 0;
+#pragma unroll 1
+    for (int b = first; each > 1 && b < last; b++) sum += tiles_of(c, c.lengths[b]);
     int up_to = sum;                                           // and of the lanes before
 #pragma unroll
     for (int step = 1; step < WARP_SIZE; step *= 2) {
@@ -112,19 +119,21 @@ __device__ __forceinline__ void count_tiles(const Cache& c, int* before_smem) {
     if (lane == WARP_SIZE - 1) warp_sums[warp] = up_to;
     __syncthreads();                                           // or the sums of other warps would be missing
     int count = up_to - sum;
-    for (int w = 0; w < warp; w++) count += warp_sums[w];
-    for (int b = first; b < last; b++) before_smem[b] = count, count += tiles_of(c, b);
+#pragma unroll
+    for (int w = 0; w < WARPS - 1; w++) count += w < warp ? warp_sums[w] : 0;
+    if (each == 1 && first < last) before_smem[first] = count, count += sum;
+#pragma unroll 1
+    for (int b = first; each > 1 && b < last; b++) before_smem[b] = count, count += tiles_of(c, c.lengths[b]);
     if (threadIdx.x == THREADS - 1) before_smem[c.batch] = count;
     __syncthreads();                                           // or other threads' counts would be missing
 }
 // endregion
 
 // region: guess
-// Asks for a length, and for the pages that this warp needs first if every sequence fills its row of the table. So they
-// come at the same time; where the guess is right, reading them again is no way to memory.
+// Asks for the pages that this warp needs first if every sequence fills its row of the table. So they come while the
+// lengths do; where the guess is right, reading them again is no way to memory.
 __device__ __forceinline__ void guess(const Cache& c, int row_blocks, int* guess_smem) {
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
-    cp_async<4>(smem_u32(guess_smem + STAGES + lane), c.lengths + min((int)threadIdx.x, c.batch - 1));
     const int all = ceil_div(c.page * c.width, TILE), readers = c.kv_heads * row_blocks;
     const Shares shares(c.batch * readers * all, gridDim.x, c.batch * readers);
     const int at = shares.begin(blockIdx.x);
@@ -301,7 +310,7 @@ __device__ __forceinline__ void walk(const Cache& c, const Piece& p, const Copie
     for (int r = 0; r < 2; r++) {
         const int row = p.row_block * ROWS + g + r * 8;
         const T* q_gmem = q_row(c, p.b, p.kv_head, row < rows ? row : 0);
-        last_key[r] = p.length - c.queries + row % c.queries;  // of all queries the last one sees every key
+        last_key[r] = p.length - c.queries + query_of(c, row);  // of all queries the last one sees every key
 #pragma unroll
         for (int k = 0; k < HEAD_DIM / MMA_K; k++)
 #pragma unroll
@@ -332,7 +341,7 @@ template <bool WHOLE>
 __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_kernel(const Cache c) {
     extern __shared__ __align__(1024) char shared[];           // [WARPS, STAGES, 2, TILE, HEAD_DIM], then before_smem
     __shared__ float m_smem[WARPS][ROWS], l_smem[WARPS][ROWS];
-    __shared__ int is_last, guess_smem[WARPS][STAGES + WARP_SIZE];
+    __shared__ int is_last, guess_smem[WARPS][STAGES];
     int* before_smem = (int*)(shared + WARPS * WARP_BYTES);    // [batch + 1]
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, g = lane / 4, t = lane % 4;
     const int rows = c.group * c.queries, row_blocks = ceil_div(rows, ROWS);
@@ -340,8 +349,9 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_kernel(const Ca
 
     // region: pieces
     const uint32_t warp_smem = smem_u32(shared + warp * WARP_BYTES);
+    const int early = c.lengths[min((int)threadIdx.x, c.batch - 1)];       // on its way during the guess
     guess(c, row_blocks, guess_smem[warp]);
-    count_tiles(c, before_smem);
+    count_tiles(c, before_smem, early);
     const int readers = c.kv_heads * row_blocks;
     const Shares shares(before_smem[c.batch] * readers, gridDim.x, c.batch * readers);
     if (blockIdx.x >= shares.blocks) {
