@@ -444,13 +444,15 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_kernel(const Ca
             const int row = i / QUADS, quad = i % QUADS;
             Sum sum = {-INFINITY, 0.f, {}};
             for (int from = first_block; from <= last_block; from += AT_ONCE) {
+                const int64_t part_0 = (int64_t)part_of(from) * ROWS + row, begin = (int64_t)2 * from * ROWS + row;
                 float lse[AT_ONCE], l[AT_ONCE];
                 float4 o[AT_ONCE];
 #pragma unroll
                 for (int j = 0; j < AT_ONCE; j++) {            // many loads, one latency
-                    const int64_t part = (int64_t)part_of(min(from + j, last_block)) * ROWS + row;
-                    lse[j] = from + j <= last_block ? c.part_lse[part] : -INFINITY;
-                    o[j] = *(const float4*)(c.part_o + part * HEAD_DIM + quad * 4), l[j] = 1.f;
+                    const bool there = from + j <= last_block;
+                    const int64_t part = j == 0 ? part_0 : begin + 2 * j * ROWS;
+                    lse[j] = there ? c.part_lse[part] : -INFINITY, l[j] = 1.f;
+                    o[j] = there ? *(const float4*)(c.part_o + part * HEAD_DIM + quad * 4) : float4{};
                 }
                 add(sum, lse, l, o);
             }
