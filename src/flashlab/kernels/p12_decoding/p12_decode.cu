@@ -184,23 +184,31 @@ template <bool WHOLE> struct Copier {
         const int key = tile * TILE + (WHOLE ? 0 : lane % TILE);
         return tile < p.last && key < p.length ? page_of(c, p.b, key) : 0;
     }
+    // Row `row` + lane_row of a tile: what is not there becomes zeros, NaN or not.
+    __device__ void copy_row(uint32_t to_tile, int row, const T* from, const void* cache, int start) const {
+        const bool there = start + row + lane_row < p.length;
+        cp_async<16>((to_tile ^ row % 8 * 16) + row * ROW_BYTES, there ? from : (const T*)cache, there ? 16 : 0);
+    }
     __device__ void copy(int stage, int tile, int lane, int page) const {
         const int start = tile * TILE, slot = slot_of(c, start + (WHOLE ? 0 : lane % TILE));
-        const T* k_from = key_row(c.k, c.k_stride, page, p.kv_head, slot + lane_row) + column;
-        const T* v_from = key_row(c.v, c.v_stride, page, p.kv_head, slot + lane_row) + column;
+        const uint32_t to_k = to + stage * 2 * TILE_BYTES, to_v = to_k + TILE_BYTES;
+        if constexpr (WHOLE) {                                 // one run of memory after the other
+            const T* k_from = key_row(c.k, c.k_stride, page, p.kv_head, slot + lane_row) + column;
+            const T* v_from = key_row(c.v, c.v_stride, page, p.kv_head, slot + lane_row) + column;
 #pragma unroll
-        for (int row = 0; row < TILE; row += ROWS_PER_PASS) {  // and lane_row further
-            if (!WHOLE) {
+            for (int row = 0; row < TILE; row += ROWS_PER_PASS, k_from += ROWS_PER_PASS * c.k_stride.row)
+                copy_row(to_k, row, k_from, c.k, start);
+#pragma unroll
+            for (int row = 0; row < TILE; row += ROWS_PER_PASS, v_from += ROWS_PER_PASS * c.v_stride.row)
+                copy_row(to_v, row, v_from, c.v, start);
+        } else {
+#pragma unroll
+            for (int row = 0; row < TILE; row += ROWS_PER_PASS) {
                 const int of_page = __shfl_sync(~0u, page, row + lane_row);
                 const int in_page = __shfl_sync(~0u, slot, row + lane_row);
-                k_from = key_row(c.k, c.k_stride, of_page, p.kv_head, in_page) + column;
-                v_from = key_row(c.v, c.v_stride, of_page, p.kv_head, in_page) + column;
+                copy_row(to_k, row, key_row(c.k, c.k_stride, of_page, p.kv_head, in_page) + column, c.k, start);
+                copy_row(to_v, row, key_row(c.v, c.v_stride, of_page, p.kv_head, in_page) + column, c.v, start);
             }
-            const bool there = start + row + lane_row < p.length;      // what is not becomes zeros, NaN or not
-            const uint32_t chunk = (to ^ row % 8 * 16) + row * ROW_BYTES + stage * 2 * TILE_BYTES;
-            cp_async<16>(chunk, there ? k_from : (const T*)c.k, there ? 16 : 0);
-            cp_async<16>(chunk + TILE_BYTES, there ? v_from : (const T*)c.v, there ? 16 : 0);
-            k_from += ROWS_PER_PASS * c.k_stride.row, v_from += ROWS_PER_PASS * c.v_stride.row;
         }
     }
     // region: first copies
