@@ -104,17 +104,25 @@ struct Shares {
 
 // region: count the tiles
 // Of a sequence. One without keys has a tile too, in which nothing is seen: so somebody stores its 0 and -inf.
-__device__ __forceinline__ int tiles_of(const Cache& c, int b) { return max(1, ceil_div(length_of(c, b), TILE)); }
+__device__ __forceinline__ int tiles_of(const Cache& c, int length) {
+    return max(1, ceil_div(clamped(c, length), TILE));
+}
 
-// before_smem[b]: the tiles of the sequences before b, for b = 0 ... batch. Each thread adds up neighbours. True: all
-// have as many. Where they have not, a piece counts as PIECE_TILES more, which is what it costs to begin and to merge.
-__device__ __forceinline__ bool count_tiles(const Cache& c, int* before_smem) {
+// before_smem[b]: the tiles of the sequences before b, for b = 0 ... batch. Each thread adds up neighbours; of so few
+// that one is all, `early` is its length. True: all have as many. Where they have not, a piece counts as PIECE_TILES
+// more, which is what it costs to begin and to merge.
+__device__ __forceinline__ bool count_tiles(const Cache& c, int* before_smem, int early) {
     __shared__ int warp_sums[WARPS];
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
     const int each = ceil_div(c.batch, THREADS);
     const int first = min(c.batch, (int)threadIdx.x * each), last = min(c.batch, first + each);
+    const int of_first = tiles_of(c, c.lengths[0]);
     int sum = 0, unlike = 0;
-    for (int b = first; b < last; b++) sum += tiles_of(c, b), unlike |= tiles_of(c, b) ^ tiles_of(c, 0);
+#pragma unroll 1
+    for (int b = first; b < last; b++) {
+        const int tiles = tiles_of(c, each == 1 ? early : c.lengths[b]);
+        sum += tiles, unlike |= tiles ^ of_first;
+    }
     int up_to = sum;                                           // and of the lanes before
 #pragma unroll
     for (int step = 1; step < WARP_SIZE; step *= 2) {
@@ -125,8 +133,13 @@ __device__ __forceinline__ bool count_tiles(const Cache& c, int* before_smem) {
     const bool even = !__syncthreads_or(unlike);               // or the sums of other warps would be missing
     const int more = even ? 0 : PIECE_TILES;
     int count = up_to - sum + first * more;
-    for (int w = 0; w < warp; w++) count += warp_sums[w];
-    for (int b = first; b < last; b++) before_smem[b] = count, count += tiles_of(c, b) + more;
+#pragma unroll
+    for (int w = 0; w < WARPS - 1; w++) count += w < warp ? warp_sums[w] : 0;
+#pragma unroll 1
+    for (int b = first; b < last; b++) {
+        before_smem[b] = count;
+        count += (each == 1 ? sum : tiles_of(c, c.lengths[b])) + more;
+    }
     if (threadIdx.x == THREADS - 1) before_smem[c.batch] = count;
     __syncthreads();                                           // or other threads' counts would be missing
     return even;
@@ -134,11 +147,10 @@ __device__ __forceinline__ bool count_tiles(const Cache& c, int* before_smem) {
 // endregion
 
 // region: guess
-// Asks for a length, and for the pages that this warp needs first if every sequence fills its row of the table. So they
-// come at the same time; where the guess is right, reading them again is no way to memory.
+// Asks for the pages that this warp needs first if every sequence fills its row of the table. So they come while the
+// lengths do; where the guess is right, reading them again is no way to memory.
 __device__ __forceinline__ void guess(const Cache& c, int row_blocks, int* guess_smem) {
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
-    cp_async<4>(smem_u32(guess_smem + STAGES + lane), c.lengths + min((int)threadIdx.x, c.batch - 1));
     const int all = ceil_div(c.page * c.width, TILE), readers = c.kv_heads * row_blocks;
     const Shares shares(c.batch * readers * all, gridDim.x, c.batch * readers, true);
     const int at = shares.begin(blockIdx.x);
@@ -166,7 +178,7 @@ __device__ __forceinline__ Piece piece_at(const Cache& c, const int* before_smem
     const int reader = (unsigned)(at - before_smem[low] * readers) / (unsigned)p.all;
     p.begin = before_smem[low] * readers + reader * p.all;
     p.kv_head = row_blocks == 1 ? reader : reader / row_blocks, p.row_block = reader - p.kv_head * row_blocks;
-    p.tiles = tiles_of(c, low), p.first = at - p.begin, p.last = min(p.tiles, end - p.begin);
+    p.tiles = tiles_of(c, c.lengths[low]), p.first = at - p.begin, p.last = min(p.tiles, end - p.begin);
     return p;
 }
 // endregion
@@ -189,23 +201,31 @@ template <bool WHOLE> struct Copier {
         const int key = tile * TILE + (WHOLE ? 0 : lane % TILE);
         return tile < p.last && key < p.length ? page_of(c, p.b, key) : 0;
     }
+    // Row `row` + lane_row of a tile: what is not there becomes zeros, NaN or not.
+    __device__ void copy_row(uint32_t to_tile, int row, const T* from, const void* cache, int start) const {
+        const bool there = start + row + lane_row < p.length;
+        cp_async<16>((to_tile ^ row % 8 * 16) + row * ROW_BYTES, there ? from : (const T*)cache, there ? 16 : 0);
+    }
     __device__ void copy(int stage, int tile, int lane, int page) const {
         const int start = tile * TILE, slot = slot_of(c, start + (WHOLE ? 0 : lane % TILE));
-        const T* k_from = key_row(c.k, c.k_stride, page, p.kv_head, slot + lane_row) + column;
-        const T* v_from = key_row(c.v, c.v_stride, page, p.kv_head, slot + lane_row) + column;
+        const uint32_t to_k = to + stage * 2 * TILE_BYTES, to_v = to_k + TILE_BYTES;
+        if constexpr (WHOLE) {                                 // one run of memory after the other
+            const T* k_from = key_row(c.k, c.k_stride, page, p.kv_head, slot + lane_row) + column;
+            const T* v_from = key_row(c.v, c.v_stride, page, p.kv_head, slot + lane_row) + column;
 #pragma unroll
-        for (int row = 0; row < TILE; row += ROWS_PER_PASS) {  // and lane_row further
-            if (!WHOLE) {
+            for (int row = 0; row < TILE; row += ROWS_PER_PASS, k_from += ROWS_PER_PASS * c.k_stride.row)
+                copy_row(to_k, row, k_from, c.k, start);
+#pragma unroll
+            for (int row = 0; row < TILE; row += ROWS_PER_PASS, v_from += ROWS_PER_PASS * c.v_stride.row)
+                copy_row(to_v, row, v_from, c.v, start);
+        } else {
+#pragma unroll
+            for (int row = 0; row < TILE; row += ROWS_PER_PASS) {
                 const int of_page = __shfl_sync(~0u, page, row + lane_row);
                 const int in_page = __shfl_sync(~0u, slot, row + lane_row);
-                k_from = key_row(c.k, c.k_stride, of_page, p.kv_head, in_page) + column;
-                v_from = key_row(c.v, c.v_stride, of_page, p.kv_head, in_page) + column;
+                copy_row(to_k, row, key_row(c.k, c.k_stride, of_page, p.kv_head, in_page) + column, c.k, start);
+                copy_row(to_v, row, key_row(c.v, c.v_stride, of_page, p.kv_head, in_page) + column, c.v, start);
             }
-            const bool there = start + row + lane_row < p.length;      // what is not becomes zeros, NaN or not
-            const uint32_t chunk = (to ^ row % 8 * 16) + row * ROW_BYTES + stage * 2 * TILE_BYTES;
-            cp_async<16>(chunk, there ? k_from : (const T*)c.k, there ? 16 : 0);
-            cp_async<16>(chunk + TILE_BYTES, there ? v_from : (const T*)c.v, there ? 16 : 0);
-            k_from += ROWS_PER_PASS * c.k_stride.row, v_from += ROWS_PER_PASS * c.v_stride.row;
         }
     }
     // region: first copies
@@ -315,7 +335,7 @@ __device__ __forceinline__ void walk(const Cache& c, const Piece& p, const Copie
     for (int r = 0; r < 2; r++) {
         const int row = p.row_block * ROWS + g + r * 8;
         const T* q_gmem = q_row(c, p.b, p.kv_head, row < rows ? row : 0);
-        last_key[r] = p.length - c.queries + row % c.queries;  // of all queries the last one sees every key
+        last_key[r] = p.length - c.queries + query_of(c, row);  // of all queries the last one sees every key
 #pragma unroll
         for (int k = 0; k < HEAD_DIM / MMA_K; k++)
 #pragma unroll
@@ -346,7 +366,7 @@ template <bool WHOLE>
 __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_kernel(const Cache c) {
     extern __shared__ __align__(1024) char shared[];           // [WARPS, STAGES, 2, TILE, HEAD_DIM], then before_smem
     __shared__ float m_smem[WARPS][ROWS], l_smem[WARPS][ROWS];
-    __shared__ int is_last, guess_smem[WARPS][STAGES + WARP_SIZE];
+    __shared__ int is_last, guess_smem[WARPS][STAGES];
     int* before_smem = (int*)(shared + WARPS * WARP_BYTES);    // [batch + 1]
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, g = lane / 4, t = lane % 4;
     const int rows = c.group * c.queries, row_blocks = ceil_div(rows, ROWS);
@@ -354,8 +374,9 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_kernel(const Ca
 
     // region: pieces
     const uint32_t warp_smem = smem_u32(shared + warp * WARP_BYTES);
+    const int early = c.lengths[min((int)threadIdx.x, c.batch - 1)];       // on its way during the guess
     guess(c, row_blocks, guess_smem[warp]);
-    const bool even = count_tiles(c, before_smem);
+    const bool even = count_tiles(c, before_smem, early);
     const int readers = c.kv_heads * row_blocks;
     const Shares shares(before_smem[c.batch] * readers, gridDim.x, c.batch * readers, even);
     const int begin = shares.begin(blockIdx.x), end = min(shares.all, shares.begin(blockIdx.x + 1));
@@ -450,13 +471,15 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_kernel(const Ca
             const int row = i / QUADS, quad = i % QUADS;
             Sum sum = {-INFINITY, 0.f, {}};
             for (int from = first_block; from <= last_block; from += AT_ONCE) {
+                const int64_t part_0 = (int64_t)part_of(from) * ROWS + row, begin = (int64_t)2 * from * ROWS + row;
                 float lse[AT_ONCE], l[AT_ONCE];
                 float4 o[AT_ONCE];
 #pragma unroll
                 for (int j = 0; j < AT_ONCE; j++) {            // many loads, one latency
-                    const int64_t part = (int64_t)part_of(min(from + j, last_block)) * ROWS + row;
-                    lse[j] = from + j <= last_block ? c.part_lse[part] : -INFINITY;
-                    o[j] = *(const float4*)(c.part_o + part * HEAD_DIM + quad * 4), l[j] = 1.f;
+                    const bool there = from + j <= last_block;
+                    const int64_t part = j == 0 ? part_0 : begin + 2 * j * ROWS;
+                    lse[j] = there ? c.part_lse[part] : -INFINITY, l[j] = 1.f;
+                    o[j] = there ? *(const float4*)(c.part_o + part * HEAD_DIM + quad * 4) : float4{};
                 }
                 add(sum, lse, l, o);
             }
