@@ -260,7 +260,7 @@ plt.show()
 
 # %%
 config = Config(width=4096, depth=32, heads=32, kv_heads=8, positions=4096)
-texts = [4096] + [64 * i for i in range(1, 16)]
+texts = [4096] + [64 * i - 7 for i in range(1, 16)]
 rows = []
 for kind, page in (("static", 0), ("paged", 256), ("paged", 16), ("paged", 1)):
     memory = cache_memory(config, texts, kind, page_size=page or 16)

@@ -556,8 +556,8 @@ def _cache_launch(
     returns="part_o, part_lse",
     programs=lambda Q_ptr, kv_heads, splits, **_: Q_ptr.shape[0] * kv_heads * splits,
     inputs={
-        "1 sequence of 20 keys, 1 split": _cache_launch(_SEEN, (20,), splits=1),
-        "lengths 5, 32, 17, 2 splits": _cache_launch(_SEEN, (5, 32, 17)),
+        "1 sequence of 53 keys, 1 split": _cache_launch(_SEEN, (53,), splits=1, scale=0.6),
+        "lengths 5, 32, 70, 2 splits": _cache_launch(_SEEN, (5, 32, 70), kv_heads=2, group=1),
         "float16, 2 key heads of 3 heads": _cache_launch(_SEEN, (33, 16), kv_heads=2, group=3, splits=3,
                                                          dtype=torch.float16),
         "pages of 1 key, an empty sequence": _cache_launch(_SEEN, (0, 18), page=1),
