@@ -6,72 +6,22 @@ from unittest import mock
 import pytest
 import torch
 from huge_tensors import NO_ROOM, REASON, far_apart
+from sequences import DEVICE, FLOAT32, NAN, Sequences
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flashlab import flash_attention_with_cache, runtime
 from flashlab.attention import cache_door, decode
-from flashlab.attention.cache_door import CACHE_BACKENDS
 from flashlab.attention.tiles import Tile
-from flashlab.check.training import wanted, worst
 from flashlab.triton_tools.compile_report import compile_reports
 from flashlab.triton_tools.watch import watched
 
-DEVICE = runtime.device()
-BF16, FLOAT32 = torch.bfloat16, torch.float32
+BF16 = torch.bfloat16
 DTYPES = (torch.float16, BF16, FLOAT32)
 SMALL = Tile(16, 16, 4, 2)
-NAN = float("nan")
+TWO = ("triton", "reference")  # tests/cuda/test_decoding.py has the third
 
 
-class Sequences:
-    """Sequences of some lengths, and their keys in shuffled pages (page None: in a whole cache); all else is NaN."""
-
-    def __init__(self, lengths, *, group=2, kv_heads=2, head_dim=16, page=16, queries=1, dtype=FLOAT32, spare=1):
-        g = torch.Generator().manual_seed(0)
-        batch = len(lengths)
-
-        def draw(heads, rows):
-            return torch.randn(1, heads, rows, head_dim, generator=g).to(DEVICE, dtype)
-
-        self.q = torch.cat([draw(kv_heads * group, queries) for _ in lengths])
-        self.k, self.v = ([draw(kv_heads, n) for n in lengths] for _ in "kv")
-        self.lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-        longest = max([*lengths, 1])
-        self.table, pages, rows = None, batch, longest + spare
-        if page is not None:
-            width, rows = -(-longest // page) + spare, page
-            pages = batch * width + 2
-            self.table = (
-                torch.randperm(pages, generator=g)[: batch * width].reshape(batch, width).to(DEVICE, torch.int32)
-            )
-        shape = (pages, kv_heads, rows, head_dim)
-        self.k_cache, self.v_cache = (torch.full(shape, NAN, dtype=dtype, device=DEVICE) for _ in "kv")
-        for i, n in enumerate(lengths):
-            for cache, x in ((self.k_cache, self.k[i]), (self.v_cache, self.v[i])):
-                self.write(cache, i, range(n), x)
-                if self.table is not None:
-                    self.table[i, -(-n // page) :] = -7  # a page that no key needs may be anything
-
-    def write(self, cache, i, places, x):
-        j = torch.tensor(places, dtype=torch.long, device=DEVICE)
-        page, slot = torch.full_like(j, i), j
-        if self.table is not None:
-            page, slot = self.table[i, j // cache.shape[2]].long(), j % cache.shape[2]
-        cache[page, :, slot] = x[0].transpose(0, 1)
-
-    @property
-    def given(self):
-        return self.q, self.k_cache, self.v_cache, self.lengths, self.table
-
-    def expect(self, o, lse, **options):
-        assert o.dtype == self.q.dtype and o.shape == self.q.shape and lse.dtype == FLOAT32
-        for i, (k, v) in enumerate(zip(self.k, self.v, strict=True)):
-            found = wanted(self.q[i : i + 1], k, v, causal=True, **options)
-            name, error = worst(found, o=o[i : i + 1], lse=lse[i : i + 1])
-            assert error <= 1, f"{name} of sequence {i} is off by {error:.3g} times its bound"
-
-
-@pytest.mark.parametrize("backend", CACHE_BACKENDS)
+@pytest.mark.parametrize("backend", TWO)
 @pytest.mark.parametrize("page", [1, 3, 16, 256, None])
 def test_lengths_around_a_page(page, backend):
     edge = page or 16
@@ -123,12 +73,12 @@ def test_splits_and_their_merge(splits, fused):
 def test_windows_softcaps_and_scales(options):
     x = Sequences([5, 40, 100], queries=3, head_dim=16, page=16)
     door = {("window" if name == "left" else name): value for name, value in options.items()}
-    for backend in CACHE_BACKENDS:
+    for backend in TWO:
         x.expect(*flash_attention_with_cache(*x.given, backend=backend, return_lse=True, **door), **door)
     x.expect(*decode.decode(*x.given, splits=3, tile=SMALL, **options), **door)
 
 
-@pytest.mark.parametrize("backend", CACHE_BACKENDS)
+@pytest.mark.parametrize("backend", TWO)
 @pytest.mark.parametrize("page", [1, 4, None])
 def test_new_keys_are_appended_in_place_and_seen(page, backend):
     x = Sequences([0, 3, 4, 21], page=page, head_dim=24, queries=2, spare=3)
@@ -151,7 +101,7 @@ def test_new_keys_are_appended_in_place_and_seen(page, backend):
         torch.testing.assert_close(got, right, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("backend", CACHE_BACKENDS)
+@pytest.mark.parametrize("backend", TWO)
 def test_any_strides(backend):
     """Pages as [pages, page, kv_heads, head_dim], columns apart, a table that lies by columns, 64-bit numbers."""
     x = Sequences([9, 30], page=4)
@@ -164,7 +114,7 @@ def test_any_strides(backend):
 
 def test_nothing_at_all():
     for x in (Sequences([0, 0]), Sequences([0], page=None, spare=-1)):
-        for backend in CACHE_BACKENDS:
+        for backend in TWO:
             o, lse = flash_attention_with_cache(*x.given, backend=backend, return_lse=True)
             assert (o == 0).all() and torch.isneginf(lse).all()
     none = Sequences([4])
@@ -249,7 +199,7 @@ def test_the_small_kernels_compile(name, kernel):
 # ---- PyTorch
 
 
-@pytest.mark.parametrize("backend", CACHE_BACKENDS)
+@pytest.mark.parametrize("backend", TWO)
 def test_pytorch_finds_nothing_wrong_with_the_operators(backend):
     x = Sequences([3, 18], head_dim=16)
     x.table.clamp_(min=0)
@@ -346,7 +296,7 @@ WRONG = [
         dict(k_new=is_(NEW.expand(2, 2, 40, 16)), v_new=is_(NEW.expand(2, 2, 40, 16))),
         ValueError, "k_new has 40 keys per sequence, and there is room for 32: page_table is 2 pages wide",
     ),
-    (dict(backend=is_("cuda")), ValueError, "backend is 'cuda'; it must be auto, triton or reference"),
+    (dict(backend=is_("cuda")), ValueError, "backend is 'cuda'; it must be auto, triton, reference or p12_decode"),
     (dict(softcap=is_(-1.0)), ValueError, "softcap is -1.0"),
     (dict(scale=is_("1")), TypeError, "scale is '1'"),
     # What the elements say
@@ -372,4 +322,4 @@ def test_a_backend_says_what_it_does_not_take():
     with pytest.raises(ValueError, match="backend is 'triton', which does not take .* head_dim up to 256"):
         flash_attention_with_cache(*x.given, backend="triton")
     x.expect(*flash_attention_with_cache(*x.given, return_lse=True))
-    assert cache_door._choose(x.q, "auto") == "reference"
+    assert cache_door._choose(*x.given[:3], None, None, "auto") == "reference"

@@ -11,7 +11,7 @@ import torch
 
 from flashlab.attention import reference
 from flashlab.cuda import load_inline
-from flashlab.kernels import FOLDER, HOPPER, SERIES, SIDE, Step, path, step, steps
+from flashlab.kernels import ALL, FOLDER, HOPPER, SERIES, SIDE, Step, path, step, steps
 from flashlab.kernels.regions import regions
 
 HALVES = steps(7, 8, 9)  # phase 6 is float32, and has its own tests
@@ -170,7 +170,7 @@ def test_what_every_source_keeps(source):
     assert not long, f"{source.name}: {long}"
 
 
-@pytest.mark.parametrize("name", ["p6_1_fa1", *(steps(phase)[-1].name for phase in (6, 7, 8, 9, 11))])
+@pytest.mark.parametrize("name", ["p6_1_fa1", *(steps(phase)[-1].name for phase in (6, 7, 8, 9, 11, 12))])
 def test_every_line_of_code_is_in_a_region(name):
     """So that a lecture can show the whole kernel, piece by piece."""
     text = path(name).read_text(encoding="utf-8")
@@ -196,15 +196,15 @@ def test_the_same_part_has_the_same_name():
 
 def test_names_and_paths_agree():
     folders = {6: "p06_scalar", 7: "p07_tensor_cores", 8: "p08_pipelines", 9: "p09_past_flash_attention_2",
-               11: "p11_hopper"}  # fmt: skip
-    for s in SERIES + SIDE + HOPPER:
+               11: "p11_hopper", 12: "p12_decoding"}  # fmt: skip
+    for s in ALL:
         assert s.path.exists() and (FOLDER / folders[s.phase] / s.path.name).exists()
     for phase in (6, 8, 9, 11):
         numbers = [s.name.split("_")[1] for s in steps(phase)]
         expected = [str(i) for i in range(1, len(numbers) + 1)]
         assert numbers == expected or numbers == [*expected[:-1], "flash"]
     others = {"p7_one_mma", "p11_backward", "p11_pieces"}
-    assert {p.stem for p in SOURCES} == {s.name for s in SERIES + SIDE + HOPPER} | others
+    assert {p.stem for p in SOURCES} == {s.name for s in ALL} | others
     assert all(s.name.startswith("p8_side_") and step(s.name) is s and s not in steps(8) for s in SIDE)
     with pytest.raises(KeyError, match="no step 'p8_side_magic' in the series; there are p6_1_fa1, .*fp16_acc, p11_1"):
         step("p8_side_magic")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -26,7 +26,7 @@ from flashlab.attention.options import Window, softcap_of, window_of
 from flashlab.runtime import INTERPRETED
 from flashlab.runtime.dispatch import operator
 
-__all__ = ["CACHE_BACKENDS", "flash_attention_with_cache"]
+__all__ = ["CACHE_BACKENDS", "CacheBackend", "flash_attention_with_cache"]
 
 Tensors = tuple[torch.Tensor, torch.Tensor]
 _INTEGERS = (torch.int32, torch.int64)
@@ -62,8 +62,8 @@ def flash_attention_with_cache(
             Numbers that no key needs may be anything.
         k_new, v_new: [batch, kv_heads, new, head_dim], written into the cache in place, from lengths on.
         scale, softcap: as for `flash_attention`. window: how many keys before its own position a query sees.
-        backend: "triton"; "reference", which gathers the keys, in float32 (float64 where q is); or "auto": "triton"
-            where the kernels are compiled and take the inputs.
+        backend: "triton"; "p12_decode", the CUDA kernel; "reference", which gathers the keys, in float32 (float64 where
+            q is); or "auto": "triton" where the kernels are compiled and take the inputs.
         return_lse: return o and the log of the sum of the exponentials.
         check: read lengths and page_table on the GPU, and raise where they lead out of the cache. This waits for the
             device, and cannot be captured in a CUDA graph. On a CPU it is always done. Unchecked, a length beyond the
@@ -79,7 +79,7 @@ def flash_attention_with_cache(
     if not torch.compiler.is_compiling():  # then the operators' fakes check
         check_cache(q, k_cache, v_cache, lengths, page_table, k_new, v_new)
     new = 0 if k_new is None else k_new.shape[2]
-    chosen = _choose(q, backend)
+    chosen = _choose(q, k_cache, v_cache, left, cap, backend)
     if (check or q.device.type == "cpu") and not torch.compiler.is_compiling() and not isinstance(q, FakeTensor):
         check_places(k_cache, lengths, page_table, new)
     if k_new is not None:
@@ -157,15 +157,17 @@ def check_places(k_cache: torch.Tensor, lengths: torch.Tensor, page_table: torch
         )
 
 
-def _choose(q: torch.Tensor, backend: str) -> str:
-    """The backend's name. Raises ValueError where there is none of that name, or it does not take q."""
-    refusal = BACKENDS["triton"].refusal(q)  # its kernels take the same dtypes, head_dims and devices
+def _choose(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, left: int | None, softcap: float | None, backend: str
+) -> str:
+    """The backend's name. Raises ValueError where there is none of that name, or it does not take the inputs."""
     if backend == "auto":
-        return "reference" if INTERPRETED or refusal else "triton"
+        refused = INTERPRETED or CACHE_BACKENDS["triton"].refusal(q, k_cache, v_cache, left, softcap)
+        return "reference" if refused else "triton"
     if not isinstance(backend, str) or backend not in CACHE_BACKENDS:
         raise ValueError(f"backend is {backend!r}; it must be {one_of(['auto', *CACHE_BACKENDS])}")
-    if backend == "triton" and refusal:
-        raise ValueError(f"backend is 'triton', which does not take these inputs: {refusal}")
+    if refusal := CACHE_BACKENDS[backend].refusal(q, k_cache, v_cache, left, softcap):
+        raise ValueError(f"backend is {backend!r}, which does not take these inputs: {refusal}")
     return backend
 
 
@@ -230,11 +232,20 @@ def append_reference(
         cache.transpose(1, 2)[which, at] = added.transpose(1, 2)
 
 
-CACHE_BACKENDS: dict[str, tuple[Callable[..., Tensors], Callable[..., None]]] = {
-    "triton": (kernels.decode, kernels.append),
-    "reference": (decode_reference, append_reference),
+class CacheBackend(NamedTuple):
+    """What computes, what appends, and why it does not take (q, k_cache, v_cache, left, softcap), a clause or None."""
+
+    decode: Callable[..., Tensors]
+    append: Callable[..., None]
+    refusal: Callable[..., str | None]
+
+
+CACHE_BACKENDS = {
+    # Its kernels take the dtypes, head_dims and devices of phase 4's.
+    "triton": CacheBackend(kernels.decode, kernels.append, lambda q, *others: BACKENDS["triton"].refusal(q)),
+    "reference": CacheBackend(decode_reference, append_reference, lambda *inputs: None),
 }
-"""Of each backend of `flash_attention_with_cache` what computes, and what appends."""
+"""The backends of `flash_attention_with_cache`, by name; flashlab.cuda.operators adds the CUDA kernel's."""
 
 
 # ---- the operators --------------------------------------------------------------------------------------------------
@@ -243,12 +254,12 @@ CACHE_BACKENDS: dict[str, tuple[Callable[..., Tensors], Callable[..., None]]] = 
 def _compute(q, k_cache, v_cache, lengths, page_table, scale, left, softcap, new, backend) -> Tensors:
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         options: dict[str, Any] = dict(scale=scale, left=left, softcap=softcap, new=new)
-        return CACHE_BACKENDS[backend][0](q, k_cache, v_cache, lengths, _rows(page_table), **options)
+        return CACHE_BACKENDS[backend].decode(q, k_cache, v_cache, lengths, _rows(page_table), **options)
 
 
 def _checked(q, k_cache, v_cache, lengths, page_table, scale, left, softcap, new, backend) -> None:
     check_cache(q, k_cache, v_cache, lengths, page_table)
-    _choose(q, backend)
+    _choose(q, k_cache, v_cache, left, softcap, backend)
 
 
 def _run(*arguments) -> Tensors:
@@ -293,7 +304,7 @@ def _append(
     k_cache: torch.Tensor, v_cache: torch.Tensor, k_new: torch.Tensor, v_new: torch.Tensor, lengths: torch.Tensor,
     page_table: torch.Tensor | None, backend: str,
 ) -> None:  # fmt: skip
-    CACHE_BACKENDS[backend][1](k_cache, v_cache, k_new, v_new, lengths, _rows(page_table))
+    CACHE_BACKENDS[backend].append(k_cache, v_cache, k_new, v_new, lengths, _rows(page_table))
 
 
 @_append.register_fake

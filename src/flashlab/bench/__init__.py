@@ -31,6 +31,8 @@ BENCHES = {
     "scalar": Named("Phase 6: the float32 CUDA kernels against unfused PyTorch and SDPA.", "a GPU, nvcc"),
     "mma": Named("The tensor-core kernels against FlashAttention-2, cuDNN, unfused PyTorch.", "a GPU, nvcc"),
     "hopper": Named("Phase 11's kernels against cuDNN, FlashAttention-2 and 4, and the course's own.", "a GPU, nvcc"),
+    "decode": Named("Phase 12: one query per sequence over paged caches, against cuDNN, FlashInfer, our Triton.",
+                    "a GPU, nvcc"),
     "ring": Named("Phase 13: one sequence over several GPUs, beside one and beside context_parallel.", "two GPUs",
                   object=""),
     "attention": Named("Attention alone: forward, backward, memory; eager, compiled, ours.", "a GPU"),
@@ -50,5 +52,5 @@ BENCHES = {
 }  # fmt: skip
 """By the name on the command line."""
 
-OF_ALL = ("walls", "triton", "industrial", "scalar", "mma", "hopper", "attention", "layer", "lm", "ablation")
+OF_ALL = ("walls", "triton", "industrial", "scalar", "mma", "hopper", "decode", "attention", "layer", "lm", "ablation")
 """What `bench all` runs, in this order."""

@@ -113,7 +113,8 @@ def flex(
     mask = create_block_mask(_causal, None, None, rows, keys, device=q.device.type) if causal else None
     mode, options = FLEX[how]
     compiled = _compiled_flex(mode)
-    return lambda: compiled(q, k, v, block_mask=mask, kernel_options=options)
+    grouped = q.shape[1] != k.shape[1]
+    return lambda: compiled(q, k, v, block_mask=mask, enable_gqa=grouped, kernel_options=options)
 
 
 def _causal(batch: Any, head: Any, query: Any, key: Any) -> Any:

@@ -8,6 +8,7 @@ builds      builds by nvcc and by PyTorch, and the one way to call them
 inline      load_inline: a source becomes a function on tensors, on a GPU or in the emulator
 operators   every step as an operator of PyTorch (torch.ops.flashlab), with its gradient
 hopper_backward  phase 11's dQ, dK and dV
+decoding    phase 12's kernels, on a cache
 resources   registers, spills, shared memory and instructions of the compiled kernels
 """
 

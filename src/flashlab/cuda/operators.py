@@ -5,7 +5,7 @@
 
 The forward pass is the kernel's: on the GPU built by nvcc, on CPU tensors emulated. The kernels have no backward pass
 of their own; the gradient is that of phase 5's Triton kernels, or of PyTorch's own products in blocks of queries where
-those are interpreted, or do not take the inputs.
+those are interpreted, or do not take the inputs. Phase 12's last kernel is a backend of `flash_attention_with_cache`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import functools
 import torch
 
 from flashlab.attention.backends import DTYPES, Backend, best_backward, register
+from flashlab.attention.cache_door import CACHE_BACKENDS, CacheBackend
 from flashlab.attention.inputs import check_qkv, scale_of
 from flashlab.attention.options import window_of
+from flashlab.cuda import decoding
 from flashlab.cuda.inline import CudaModule, load_inline
 from flashlab.cuda.toolchain import find_nvcc, missing
 from flashlab.kernels.series import HOPPER, SERIES, Step, step
@@ -105,5 +107,6 @@ def _has_nvcc() -> bool:
 
 for _step in SERIES + HOPPER:
     register(_backend(_step))
+CACHE_BACKENDS["p12_decode"] = CacheBackend(decoding.decode, decoding.append, decoding.refusal)
 
 __all__ = ["attention", "module"]

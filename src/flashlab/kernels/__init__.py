@@ -5,6 +5,6 @@ regions      the named parts of a source
 problem      struct Problem of problem.cuh, the argument of every kernel, and the tensors that fit in it
 """
 
-from flashlab.kernels.series import FOLDER, HOPPER, PTX, SERIES, SIDE, Step, path, source, step, steps
+from flashlab.kernels.series import ALL, DECODING, FOLDER, HOPPER, PTX, SERIES, SIDE, Step, path, source, step, steps
 
-__all__ = ["FOLDER", "HOPPER", "PTX", "SERIES", "SIDE", "Step", "path", "source", "step", "steps"]
+__all__ = ["ALL", "DECODING", "FOLDER", "HOPPER", "PTX", "SERIES", "SIDE", "Step", "path", "source", "step", "steps"]

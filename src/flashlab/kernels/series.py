@@ -133,17 +133,25 @@ HOPPER = (
 """Phase 11, a ladder of its own: it begins at p9_1_masks, and runs on capability 9.0 alone (or emulated)."""
 
 
+DECODING = (
+    Step("p12_decode", "equal shares of all keys, for a grid that stays; several queries", head_dims=(64, 128, 256)),
+)
+"""Phase 12, a ladder of its own: not attention over whole tensors, but over a cache (cache.cuh, struct Cache)."""
+
+ALL = SERIES + SIDE + HOPPER + DECODING
+
+
 def steps(*phases: int) -> tuple[Step, ...]:
     """The steps of these phases, without the exhibits."""
-    return tuple(s for s in SERIES + HOPPER if s.phase in phases)
+    return tuple(s for s in SERIES + HOPPER + DECODING if s.phase in phases)
 
 
 def step(name: str) -> Step:
     """The step, or the exhibit, of that name. Raises KeyError, with the names there are."""
-    for s in SERIES + SIDE + HOPPER:
+    for s in ALL:
         if s.name == name:
             return s
-    raise KeyError(f"no step {name!r} in the series; there are {', '.join(s.name for s in SERIES + SIDE + HOPPER)}")
+    raise KeyError(f"no step {name!r} in the series; there are {', '.join(s.name for s in ALL)}")
 
 
 def path(name: str) -> Path:

@@ -1,0 +1,265 @@
+"""Phase 12: one query per sequence over long caches, paged and contiguous, beside SDPA, FlexAttention, FlashInfer.
+
+    flashlab bench decode                    # writes recorded/decode_<gpu>.json; some minutes
+    flashlab bench decode --only work        # without the part "tune", which tries the kernel's three numbers
+    flashlab bench decode --quick            # tiny, on any machine
+
+bf16; CUDA graphs that go through copies of the cache which together exceed the L2. Before it is timed, each way is
+compared with float64 on its longest and its shortest sequence: one that is wrong has no time. Rows: batch, heads,
+kv_heads, keys, head_dim, ragged, name; ms (median, fastest, slowest), gb_s of K and V read once, error (of its bound).
+
+p12_decode, Triton               flashlab.flash_attention_with_cache; pages of 16 or of 1, the table permuted
+cuDNN, FlashAttention-2          SDPA over a contiguous cache
+FlexAttention                    the same, compiled
+FlashInfer                       its decode wrapper over pages of 16, planned beforehand, where it can be imported
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from flashlab import flash_attention_with_cache, runtime
+from flashlab.attention.cache_door import gathered
+from flashlab.attention.tiles import cdiv
+from flashlab.bench import harness, peers, records, timing
+from flashlab.bench.harness import Data, Row, Way
+from flashlab.bench.rows import where
+from flashlab.check.training import wanted, worst
+from flashlab.cuda import decoding
+from flashlab.table import Table
+
+OURS, WHOLE, ONES = "p12_decode, pages of 16", "p12_decode, contiguous", "p12_decode, pages of 1"
+CUDNN, FLASHINFER = "cuDNN, contiguous", "FlashInfer, pages of 16"
+RAGGED = (8192, 64, 300, 4096, 1, 1500, 64, 7000) * 2
+
+
+class Case(NamedTuple):
+    """Sequences of `keys` keys; ragged: keys is their mean, and RAGGED has their lengths."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    keys: int
+    head_dim: int = 128
+    ragged: bool = False
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return RAGGED if self.ragged else (self.keys,) * self.batch
+
+    @property
+    def cache_bytes(self) -> int:
+        return 2 * 2 * sum(self.lengths) * self.kv_heads * self.head_dim
+
+
+EVEN = Case(16, 32, 8, sum(RAGGED) // 16)
+UNEVEN = EVEN._replace(ragged=True)
+LARGE = (Case(1, 32, 8, 65536), Case(16, 32, 8, 4096), Case(64, 32, 8, 2048), Case(32, 64, 8, 8192))
+MICROSECONDS = {
+    Case(1, 32, 8, 8192): 13.0, Case(1, 32, 4, 1024): 6.5, Case(1, 32, 4, 4096): 8.5, Case(1, 16, 16, 16384, 64): 20.0,
+    UNEVEN: 48.0,
+}  # fmt: skip
+"""Goals of OURS on an H200, as all here set before anything was measured."""
+OF_CUDNN, OF_EVEN, OF_WHOLE, ONES_OF_WHOLE = 1.0, 1.10, 1.03, 1.15
+"""The large caches, in cuDNN's speed; the ragged batch, in its even twin's time; pages of 16 and of 1, in the time of a
+contiguous cache."""
+CASES = (*LARGE, *MICROSECONDS, EVEN)
+QUICK = (Case(2, 4, 2, 70, 64),)
+TUNED = (LARGE[1], LARGE[2], Case(1, 32, 8, 8192), Case(1, 32, 4, 1024))
+KNOBS = tuple(
+    {"WARPS": w, "STAGES": s, "LEAST_TILES": least}
+    for w, s in ((4, 3), (4, 2), (4, 4), (2, 3), (2, 6), (8, 3))
+    for least in (4, 8, 16)
+)
+"""Of head_dim 128: how many of these blocks fit on a multiprocessor follows from their shared memory."""
+
+
+def jobs(cases: tuple[Case, ...] = CASES, tuned: tuple[Case, ...] = TUNED) -> list[Row]:
+    """What counts first."""
+    return [{"part": part} | case._asdict() for part, some in (("work", cases), ("tune", tuned)) for case in some]
+
+
+# ---- inputs ----------------------------------------------------------------------------------------------------------
+class Filled:
+    """A cache of a case: k and v, lengths, and the table (page None: contiguous, no table)."""
+
+    def __init__(self, case: Case, page: int | None, seed: int) -> None:
+        device = runtime.device()
+        generator = torch.Generator(device).manual_seed(seed)
+        longest = max(case.lengths)
+        pages, rows, self.table = case.batch, longest, None
+        if page is not None:
+            need = [cdiv(n, page) for n in case.lengths]
+            pages, rows = sum(need), page
+            order = torch.randperm(pages, generator=generator, device=device).int()
+            self.table = torch.zeros(case.batch, max(need), dtype=torch.int32, device=device)
+            for i, mine in enumerate(order.split(need)):
+                self.table[i, : len(mine)] = mine
+            self.order, self.need = order, need
+        shape = (pages, case.kv_heads, rows, case.head_dim)
+        self.k, self.v = (
+            torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16) for _ in "kv"
+        )  # fmt: skip
+        self.lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
+
+    def sequence(self, i: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The n keys and values of a sequence, in their order."""
+        there = torch.ones(1, n, dtype=torch.bool, device=self.k.device)
+        if self.table is None:
+            return self.k[i : i + 1, :, :n], self.v[i : i + 1, :, :n]
+        width = cdiv(n, self.k.shape[2])
+        there = torch.nn.functional.pad(there, (0, width * self.k.shape[2] - n))
+        k, v = (gathered(x, self.table[i : i + 1, :width], there)[:, :, :n] for x in (self.k, self.v))
+        return k, v
+
+
+def ways(case: Case, part: str) -> dict[str, tuple[int | None, Callable[[torch.Tensor, Filled], Way]]]:
+    """By name the page size of the cache, and what makes of q and a cache the function that is timed."""
+
+    def door(backend: str) -> Callable[[torch.Tensor, Filled], Way]:
+        return lambda q, x: lambda: flash_attention_with_cache(q, x.k, x.v, x.lengths, x.table, backend=backend)
+
+    def knobs(defines: dict[str, int]) -> Callable[[torch.Tensor, Filled], Way]:
+        given = tuple(defines.items())
+        factor = case.head_dim**-0.5
+        return lambda q, x: (
+            lambda: decoding.decode(q, x.k, x.v, x.lengths, x.table, scale=factor, defines=given)[0]
+        )  # fmt: skip
+
+    if part == "tune":
+        return {", ".join(f"{n} {v}" for n, v in some.items()): (16, knobs(some)) for some in KNOBS}
+    found = {
+        OURS: (16, door("p12_decode")), WHOLE: (None, door("p12_decode")), ONES: (1, door("p12_decode")),
+        "Triton, pages of 16": (16, door("triton")), FLASHINFER: (16, _flashinfer),
+    }  # fmt: skip
+    if not case.ragged:
+        found |= {
+            CUDNN: (None, lambda q, x: peers.sdpa("CUDNN_ATTENTION", q, x.k, x.v)),
+            "FlashAttention-2, contiguous": (None, lambda q, x: peers.sdpa("FLASH_ATTENTION", q, x.k, x.v)),
+        }
+    if not case.ragged and harness.on_gpu():  # on a CPU it is compiled for half a minute
+        found["FlexAttention, contiguous"] = None, lambda q, x: peers.flex(q, x.k, x.v)
+    return found
+
+
+def _flashinfer(q: torch.Tensor, x: Filled) -> Way:
+    import flashinfer  # type: ignore[import-not-found, unused-ignore]
+
+    batch, heads, _, head_dim = q.shape
+    kv_heads, page = x.k.shape[1:3]
+    workspace = torch.empty(256 << 20, dtype=torch.uint8, device=q.device)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
+    begins = torch.tensor([0, *x.need], device=q.device).cumsum(0).int()
+    last = (x.lengths - 1) % page + 1
+    wrapper.plan(
+        begins, x.order, last, heads, kv_heads, head_dim, page, q_data_type=q.dtype, kv_data_type=q.dtype
+    )  # fmt: skip
+    return lambda: wrapper.run(q[:, :, 0], (x.k, x.v))[:, :, None]
+
+
+# ---- measuring -------------------------------------------------------------------------------------------------------
+def measure(job: Row) -> list[Row]:
+    """The rows of a job."""
+    case = Case(**{name: job[name] for name in Case._fields})
+    generator = torch.Generator(runtime.device()).manual_seed(0)
+    shape = (case.batch, case.heads, 1, case.head_dim)
+    q = torch.randn(shape, generator=generator, device=runtime.device(), dtype=torch.bfloat16)
+    sets = timing.input_sets(case.cache_bytes, most=64) if harness.on_gpu() else 1
+    caches: dict[int | None, list[Filled]] = {}
+    rows = {}
+    able: dict[str, list[Way]] = {}
+    for name, (page, make) in ways(case, job["part"]).items():
+        if page not in caches:
+            caches[page] = [Filled(case, page, seed) for seed in range(sets)]
+        rows[name] = job | {"name": name}
+        try:
+            works = [make(q, x) for x in caches[page]]
+            rows[name]["error"] = error = off(case, q, caches[page][0], works[0]())
+            if not error <= 1:
+                raise ValueError(f"wrong: o is off by {error:.3g} times its bound")
+            able[name] = works
+        except Exception as error:
+            rows[name]["unavailable"] = timing.reason(error)
+    times, reasons = harness.times_of(able)
+    for name in able:
+        found = times.get(name)
+        rows[name] |= (
+            found | {"gb_s": case.cache_bytes / found["ms"] / 1e6} if found else {"unavailable": reasons[name]}
+        )
+    return list(rows.values())
+
+
+def off(case: Case, q: torch.Tensor, x: Filled, o: torch.Tensor) -> float:
+    """The error of the longest and of the shortest sequence, as a multiple of its bound: right is at most 1."""
+    found = []
+    for n in {max(case.lengths), min(case.lengths)}:
+        i = case.lengths.index(n)
+        right = wanted(q[i : i + 1], *x.sequence(i, n), causal=True)
+        found.append(worst({"o": right["o"]}, o=o[i : i + 1])[1])
+    return max(found, key=lambda error: (error != error, error))  # a NaN is the largest
+
+
+# ---- what a record says ----------------------------------------------------------------------------------------------
+def goals(data: Data) -> list[dict[str, Any]]:
+    """Each goal: of which case, what, found (None: not measured), wanted, met."""
+
+    def ms(case: Case, name: str) -> float | None:
+        rows = where(data["rows"], part="work", name=name, **case._asdict())
+        return rows[0].get("ms") if rows else None
+
+    def ratio(a: float | None, b: float | None) -> float | None:
+        return a / b if a and b else None
+
+    found: list[tuple[Case, str, float | None, float, bool]] = []
+    for case in LARGE:
+        ours, whole = ms(case, OURS), ms(case, WHOLE)
+        found += [(case, "speed, of cuDNN's", ratio(ms(case, CUDNN), ours), OF_CUDNN, True),
+                  (case, "pages of 16, of a contiguous cache's time", ratio(ours, whole), OF_WHOLE, False),
+                  (case, "pages of 1, the same", ratio(ms(case, ONES), whole), ONES_OF_WHOLE, False)]  # fmt: skip
+    for case, most in MICROSECONDS.items():
+        ours = ms(case, OURS)
+        found.append((case, "microseconds", ours and 1e3 * ours, most, False))
+    found.append((UNEVEN, "time, of its even twin's", ratio(ms(UNEVEN, OURS), ms(EVEN, OURS)), OF_EVEN, False))
+    return [
+        {"case": list(case), "what": what, "found": value, "wanted": goal,
+         "met": value is not None and (value >= goal if at_least else value <= goal)}
+        for case, what, value, goal, at_least in found
+    ]  # fmt: skip
+
+
+def _said(case: Case) -> str:
+    keys = "ragged" if case.ragged else str(case.keys)
+    return f"{case.batch} x {keys}, {case.heads}/{case.kv_heads}, D {case.head_dim}"
+
+
+def table(data: Data) -> Table:
+    """Microseconds, the spread and GB/s of all; below them the goals."""
+    cells = []
+    for row in data["rows"]:
+        said = _said(Case(**{name: row[name] for name in Case._fields}))
+        if "ms" not in row:
+            cells.append([said, row["name"], row["unavailable"][:50], "", ""])
+            continue
+        spread = f"{1e3 * row['fastest']:.1f} to {1e3 * row['slowest']:.1f}"
+        cells.append([said, row["name"], f"{1e3 * row['ms']:.1f}", spread, f"{row['gb_s']:.0f}"])
+    for goal in data.get("goals", []):
+        value = "not measured" if goal["found"] is None else f"{goal['found']:.3f}"
+        met = "met" if goal["met"] else "not met"
+        cells.append([_said(Case(*goal["case"])), f"goal: {goal['what']}", value, f"{goal['wanted']:g}", met])
+    columns = ["work, heads, D", "name", "us, or found", "fastest to slowest, or wanted", "GB/s"]
+    return Table.of(cells, columns, align="llrrr", caption="one query per sequence, bf16")
+
+
+BENCH = harness.Bench(
+    "decode", __doc__, jobs=jobs, measure=measure, table=table, keys=(*Case._fields, "name"),
+    quick=lambda: jobs(QUICK, ()), needs=harness.gpu_for("decoding is", quick_too=False),
+    facts={"phase": 12, "dtype": "bfloat16"}, derive=lambda data: {"goals": goals(data)},
+)  # fmt: skip
+main = BENCH.main
+
+
+if __name__ == "__main__":
+    records.entry(main)

@@ -1,0 +1,176 @@
+"""Phase 12's kernels as functions on tensors: a few queries per sequence over a cache, whole or in pages.
+
+    o, lse = decode(q, k_cache, v_cache, lengths, page_table, scale=0.125)
+
+The last step, p12_decode, is a backend of `flashlab.flash_attention_with_cache`. It runs on any GPU from capability 8.0
+on, built by nvcc, or in the emulator.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+
+from flashlab.attention import decode as kernels
+from flashlab.attention.cache_door import append_reference
+from flashlab.attention.tiles import cdiv
+from flashlab.cuda.inline import CudaModule, load_inline
+from flashlab.kernels.problem import ELEMENTS, Strides, rows_fit
+from flashlab.kernels.series import HALVES, step
+
+HEAD_DIMS = (64, 128, 256)
+ROWS, TILE, PARTS_PER_SM = 16, 16, 8
+"""Of the sources: rows of a block, keys of a tile; two parts for each block that a multiprocessor may have room for."""
+
+
+class Cache(ctypes.Structure):
+    """struct Cache of cache.cuh, field by field."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "o", "lse", "table", "lengths", "part_o", "part_lse",
+                                                "counters")),
+        *((name, Strides) for name in ("q_stride", "k_stride", "v_stride", "o_stride")),
+        ("table_stride", ctypes.c_int64),
+        *((name, ctypes.c_int) for name in ("batch", "kv_heads", "group", "queries", "page", "width", "more")),
+        ("scale", ctypes.c_float),
+        *((name, ctypes.c_int) for name in ("splits", "sms")),
+    ]  # fmt: skip
+
+
+@functools.cache
+def compiled(
+    name: str, head_dim: int, dtype: torch.dtype, backend: str, check: bool = False,
+    defines: tuple[tuple[str, int], ...] = (),
+) -> CudaModule:  # fmt: skip
+    """A step's source, compiled. backend, check: as in `load_inline`; defines: its other macros."""
+    macros: dict[str, Any] = {"HEAD_DIM": head_dim, "ELEMENT": ELEMENTS[dtype], **dict(defines)}
+    return load_inline(step(name).path, backend=backend, check=check, defines=macros)
+
+
+def decode(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, lengths: torch.Tensor,
+    page_table: torch.Tensor | None = None, *, scale: float, left: int | None = None, softcap: float | None = None,
+    new: int = 0, name: str = "p12_decode", sms: int | None = None, backend: str | None = None, check: bool = False,
+    defines: tuple[tuple[str, int], ...] = (), **launch: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Attention over a cache, causal at the end, of inputs that `flashlab.attention.cache_door` has checked.
+
+    Args:
+        q: [batch, heads, queries, head_dim], fp16 or bf16, head_dim 64, 128 or 256.
+        k_cache, v_cache: [pages, kv_heads, page, head_dim]; without a table [batch, kv_heads, keys, head_dim].
+        lengths: [batch]; a sequence has lengths + new keys. page_table: [batch, width]. int32; others are converted.
+        left, softcap: None; the kernels have neither.
+        name: of the step. sms: multiprocessors to plan for; the GPU's own, if None.
+        backend, check, defines: of the build, see `compiled`. launch: options of the emulator's launch.
+
+    Returns:
+        o: like q. lse: [batch, heads, queries], float32. A row that sees no key gives 0 and -inf.
+    """
+    assert left is None and softcap is None
+    batch, heads, queries, head_dim = q.shape
+    kv_heads, page = k_cache.shape[1:3]
+    out = torch.empty_like(q)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    width = 1 if page_table is None else page_table.shape[1]
+    if q.numel() == 0:
+        return out, lse
+    if page * width == 0 or k_cache.numel() == 0:
+        return out.zero_(), lse.fill_(float("-inf"))
+    for what, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if x.data_ptr() % 16:
+            raise ValueError(
+                f"{what} begins {x.data_ptr() % 16} bytes behind a 16-byte boundary: the kernel copies 16 bytes at once"
+            )
+    built = compiled(name, head_dim, q.dtype, backend or backend_for(q, check), check, defines)
+    if sms is None:
+        sms = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else kernels.SMS
+    q, o = (x if _fits(x) else x.clone(memory_format=torch.contiguous_format) for x in (q.resolve_neg(), out))
+    lengths = lengths.to(torch.int32).contiguous()
+    table = page_table if page_table is None else page_table.to(torch.int32)
+    if table is not None and table.stride(1) != 1:
+        table = table.contiguous()
+    group = heads // kv_heads
+    row_blocks = cdiv(group * queries, ROWS)
+    pairs = batch * kv_heads * row_blocks
+    if pairs * cdiv(page * width, TILE) >= 2**31:
+        raise ValueError(
+            f"{batch} sequences of up to {page * width} keys are too many tiles for one launch: split them"
+        )
+    shapes = Cache(
+        *[None] * 10, *(Strides(*x.stride()[:3]) for x in (q, k_cache, v_cache, o)),
+        0 if table is None else table.stride(0), batch, kv_heads, group, queries, page, width, new, scale, 1, sms,
+    )  # fmt: skip
+    part_o = torch.empty((PARTS_PER_SM * sms, ROWS, head_dim), device=q.device)
+    part_lse = torch.empty((PARTS_PER_SM * sms, ROWS), device=q.device)
+    counters = counters_of(q.device, pairs)
+    if built.backend == "emulator":
+        launch = {"unwritten": ("o", "lse", "part_o", "part_lse"), **launch}
+    built.launch("decode", q, k_cache, v_cache, table, lengths, o, lse, part_o, part_lse, counters, shapes, **launch)
+    return o if o is out else out.copy_(o), lse
+
+
+def append(k_cache, v_cache, k_new, v_new, lengths, page_table) -> None:
+    """As `flashlab.attention.decode.append`, by it on a GPU."""
+    function = kernels.append if k_new.is_cuda else append_reference
+    function(k_cache, v_cache, k_new, v_new, lengths, page_table)
+
+
+def refusal(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, left: int | None, softcap: float | None
+) -> str | None:
+    """Why p12_decode does not take these inputs, as a clause; None where it does."""
+    if q.dtype not in HALVES or q.shape[-1] not in HEAD_DIMS:
+        return f"it takes float16 or bfloat16 with a head_dim of 64, 128 or 256, and q is {q.dtype} with {q.shape[-1]}"
+    if left is not None or softcap is not None:
+        return "it has neither window nor softcap"
+    if q.device.type not in ("cpu", "cuda", "meta"):
+        return f"it runs on a GPU of Nvidia, or emulated on the CPU, and q is on {q.device}"
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if not rows_fit(x):
+            return f"{name} has strides {x.stride()}; its rows must be contiguous, and multiples of 16 bytes apart"
+    capability = _capability(q)
+    if capability < (8, 0):
+        return f"it needs compute capability 8.0, and this GPU has {capability[0]}.{capability[1]}"
+    return None
+
+
+def _capability(q: torch.Tensor) -> tuple[int, int]:
+    """Of q's GPU; torch.compile may not look at the device, and what it generates needs a newer one anyway."""
+    if q.device.type != "cuda" or torch.compiler.is_compiling():
+        return 8, 0
+    return torch.cuda.get_device_capability(q.device)
+
+
+def _fits(x: torch.Tensor) -> bool:
+    return rows_fit(x) and x.data_ptr() % 16 == 0
+
+
+def backend_for(q: torch.Tensor, check: bool = False) -> str:
+    """Of `load_inline`, for tensors like q."""
+    return "nvcc" if q.is_cuda and not check else "emulator"
+
+
+_COUNTERS: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
+
+
+def counters_of(device: torch.device, count: int) -> torch.Tensor:
+    """So many zeros, int32: each launch leaves them as zeros, so that the next one on this stream can have them.
+
+    Two launches that run at once need counters of their own: CUDA graphs that were recorded on one stream are not to be
+    replayed at the same time. One that grew too small is kept, as a graph may still use it.
+    """
+    if device.type != "cuda":
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    kept = _COUNTERS.setdefault((device, torch.cuda.current_stream(device).cuda_stream), [])
+    if not kept or len(kept[-1]) < count:
+        new = torch.zeros(max(4096, 2 * count), dtype=torch.int32, device=device)
+        if torch.cuda.is_current_stream_capturing():  # of the graph: it sets them to zero whenever it is replayed
+            return new
+        kept.append(new)
+    return kept[-1]
+
+
+__all__ = ["Cache", "append", "backend_for", "compiled", "counters_of", "decode", "refusal"]

@@ -1,0 +1,433 @@
+// Phase 12, the last step: equal shares of all keys for a grid that stays, and several queries per sequence.
+//
+// O = softmax(scale * Q K^T) V of a few queries per sequence over a long cache, contiguous or in pages. The queries of
+// all heads that read a key head are the rows of an MMA. All the time goes into reading the cache once: so each warp
+// has its own tiles of 16 keys, its own copies in flight and its own softmax, and waits for no other warp. All
+// tiles of all sequences and key heads stand in one row, which is cut into equal shares, one per block. Where a cut
+// falls into a sequence, its blocks leave parts, and the last one to arrive merges them. The lengths are read on the
+// device: a CUDA graph of a step stays right while sequences grow.
+//
+// Compile with -DHEAD_DIM=64, 128 or 256, -DELEMENT=__half or __nv_bfloat16; -DWARPS=, -DSTAGES=, -DLEAST_TILES=.
+
+// region: constants
+#include "p12_decoding/cache.cuh"
+#ifndef WARPS
+#define WARPS (HEAD_DIM == 256 ? 2 : 4)
+#endif
+#ifndef STAGES                                                 // 96 KB in all: two blocks on an SM of Hopper
+#define STAGES (HEAD_DIM == 64 ? 6 : 3)
+#endif
+#ifndef LEAST_TILES                                            // of a share: a part costs more than some tiles
+#define LEAST_TILES 8
+#endif
+
+constexpr int THREADS = WARPS * WARP_SIZE;
+constexpr int ROWS = MMA_M, TILE = 16;                         // rows of a block; keys of a tile
+constexpr int ROW_BYTES = HEAD_DIM * 2, CHUNKS = HEAD_DIM / 8; // a chunk is 16 bytes, 8 numbers
+constexpr int TILE_BYTES = TILE * ROW_BYTES, WARP_BYTES = STAGES * 2 * TILE_BYTES;     // K and V
+constexpr int O_TILES = HEAD_DIM / MMA_N, QUADS = HEAD_DIM / 4;                        // a quad is 4 columns
+constexpr int SUM_ROW = HEAD_DIM + 8;                          // floats: rows 32 bytes apart in the banks
+static_assert(ROWS * SUM_ROW * 4 <= WARP_BYTES && STAGES > 1, "a warp's sums go where its tiles were");
+constexpr int ROOM = (225 << 10) / (WARPS * WARP_BYTES + 2048), BLOCKS_PER_SM = ROOM < 1 ? 1 : ROOM < 4 ? ROOM : 4;
+constexpr int AT_ONCE = 16;                                    // parts that are loaded before one is added
+// endregion
+
+// region: swizzle
+// Element (row, column) of a tile of shared memory, in bytes from its start; column is a multiple of 8.
+__device__ __forceinline__ int at(int row, int column) { return row * ROW_BYTES + (column / 8 ^ row % 8) * 16; }
+// endregion
+
+// region: merge
+// Four columns of a row and what they weigh: m is the maximum in log2 units, l the sum, of parts that were merged.
+struct Sum {
+    float m, l;
+    float4 o;
+};
+__device__ __forceinline__ void add(Sum& sum, float m, float l, const float4& o) {
+    const float most = fmaxf(sum.m, m), base = most == -INFINITY ? 0.f : most;     // -inf - (-inf) would be NaN
+    const float old = exp2_approx(sum.m - base), now = exp2_approx(m - base);
+    sum.m = most, sum.l = sum.l * old + l * now;
+    sum.o.x = sum.o.x * old + o.x * now, sum.o.y = sum.o.y * old + o.y * now;
+    sum.o.z = sum.o.z * old + o.z * now, sum.o.w = sum.o.w * old + o.w * now;
+}
+// Divided by its weight; and its lse, in log2 units. A row that saw no key is 0 and -inf.
+__device__ __forceinline__ float finish(Sum& sum) {
+    const float inverse = sum.l == 0.f ? 0.f : 1.f / sum.l;
+    sum.o.x *= inverse, sum.o.y *= inverse, sum.o.z *= inverse, sum.o.w *= inverse;
+    return sum.m + log2f(sum.l);
+}
+__device__ __forceinline__ void store(const Cache& c, int b, int kv_head, int r, int quad, Sum& sum) {
+    const float lse = finish(sum);
+    const uint2 o = make_uint2(pack<T>(sum.o.x, sum.o.y), pack<T>(sum.o.z, sum.o.w));
+    *(uint2*)(o_row(c, b, kv_head, r) + quad * 4) = o;
+    if (quad == 0) c.lse[lse_row(c, b, kv_head, r)] = lse * LN2;
+}
+// endregion
+
+// region: shares
+// All tiles in a row, in shares as equal as can be: the first `longer` have one tile more than the others. A share has
+// LEAST_TILES at least, so that few tiles are not cut into many parts; then some blocks have none.
+struct Shares {
+    int blocks, tiles, longer;
+    __device__ Shares(int all, int grid) : blocks(max(1, min(grid, all / LEAST_TILES))) {
+        tiles = all / blocks, longer = all % blocks;
+    }
+    __device__ int begin(int block) const { return block * tiles + min(block, longer); }
+    __device__ int owner(int tile) const {                     // the block in whose share a tile is
+        const int in_longer = longer * (tiles + 1);
+        return tile < in_longer ? tile / (tiles + 1) : longer + (tile - in_longer) / tiles;
+    }
+};
+// Of a sequence. One without keys has a tile too, in which nothing is seen: so somebody stores its 0 and -inf.
+__device__ __forceinline__ int tiles_of(const Cache& c, int b) { return max(1, ceil_div(length_of(c, b), TILE)); }
+
+// before_smem[b]: the tiles of the sequences before b, for b = 0 ... batch. Each thread adds up neighbours.
+__device__ __forceinline__ void count_tiles(const Cache& c, int* before_smem) {
+    __shared__ int warp_sums[WARPS];
+    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
+    const int each = ceil_div(c.batch, THREADS);
+    const int first = min(c.batch, (int)threadIdx.x * each), last = min(c.batch, first + each);
+    int sum = 0;
+    for (int b = first; b < last; b++) sum += tiles_of(c, b);
+    int up_to = sum;                                           // and of the lanes before
+#pragma unroll
+    for (int step = 1; step < WARP_SIZE; step *= 2) {
+        const int other = __shfl_up_sync(~0u, up_to, step);
+        if (lane >= step) up_to += other;
+    }
+    if (lane == WARP_SIZE - 1) warp_sums[warp] = up_to;
+    __syncthreads();                                           // or the sums of other warps would be missing
+    int count = up_to - sum;
+    for (int w = 0; w < warp; w++) count += warp_sums[w];
+    for (int b = first; b < last; b++) before_smem[b] = count, count += tiles_of(c, b);
+    if (threadIdx.x == THREADS - 1) before_smem[c.batch] = count;
+    __syncthreads();                                           // or other threads' counts would be missing
+}
+// endregion
+
+// region: guess
+// Copies the pages that this warp needs first if every sequence fills its row of the table, as while it grows it all but
+// does. They come while the lengths do; where the guess is right, reading them again is no way to memory.
+__device__ __forceinline__ void guess_pages(const Cache& c, int row_blocks, int* guess_smem) {
+    const int all = ceil_div(c.page * c.width, TILE), readers = c.kv_heads * row_blocks;
+    const Shares shares(c.batch * readers * all, gridDim.x);
+    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, at = shares.begin(blockIdx.x);
+    const int b = at / (readers * all), tile = at % all + warp + lane * WARPS;
+    if (c.table && lane < STAGES && blockIdx.x < shares.blocks && tile < all)
+        cp_async<4>(smem_u32(guess_smem + lane), c.table + b * c.table_stride + tile * TILE / c.page);
+}
+// endregion
+
+// region: which keys
+// Tiles first ... last - 1 of one sequence, for one block of rows of one key head; `begin` is where tile 0 of them
+// stands in the row of all tiles, and `all` is how many they are.
+struct Piece {
+    int b, kv_head, row_block, length, first, last, begin, all;
+};
+__device__ __forceinline__ Piece piece_at(const Cache& c, const int* before_smem, int row_blocks, int at, int end) {
+    const int readers = c.kv_heads * row_blocks;               // of a sequence's tiles
+    int low = 0, high = c.batch;                               // the last sequence that begins at or before `at`
+    while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        (before_smem[middle] * readers <= at ? low : high) = middle;
+    }
+    Piece p;
+    p.b = low, p.length = length_of(c, low), p.all = before_smem[low + 1] - before_smem[low];
+    const int reader = (at - before_smem[low] * readers) / p.all;
+    p.begin = before_smem[low] * readers + reader * p.all;
+    p.kv_head = reader / row_blocks, p.row_block = reader % row_blocks;
+    p.first = at - p.begin, p.last = min(p.all, end - p.begin);
+    return p;
+}
+// endregion
+
+// region: copy a tile
+// A warp copies tiles of K and V. A lane copies the chunk in `column` of each ROWS_PER_PASS-th row. With WHOLE a page
+// holds whole tiles, and one number of a page will do; without, lane r of the first 16 knows that of row r.
+constexpr int ROWS_PER_PASS = WARP_SIZE / CHUNKS;
+template <bool WHOLE> struct Copier {
+    const Cache& c;
+    const Piece& p;
+    int lane_row, column;
+    uint32_t to;                                               // this lane's first chunk, in the warp's stage 0
+
+    __device__ Copier(const Cache& c, const Piece& p, uint32_t warp_smem, int lane) : c(c), p(p) {
+        lane_row = lane / CHUNKS, column = lane % CHUNKS * 8, to = warp_smem + at(lane_row, column);
+    }
+    // Read one tile ahead: a copy whose page is still on its way would wait for two latencies.
+    __device__ int page(int tile, int lane) const {
+        const int key = tile * TILE + (WHOLE ? 0 : lane % TILE);
+        return tile < p.last && key < p.length ? page_of(c, p.b, key) : 0;
+    }
+    __device__ void copy(int stage, int tile, int lane, int page) const {
+        const int start = tile * TILE, slot = (start + (WHOLE ? 0 : lane % TILE)) % c.page;
+#pragma unroll
+        for (int pass = 0; pass < TILE / ROWS_PER_PASS; pass++) {
+            const int row = pass * ROWS_PER_PASS + lane_row;
+            const int of_page = WHOLE ? page : __shfl_sync(~0u, page, row);
+            const int in_page = WHOLE ? slot + row : __shfl_sync(~0u, slot, row);
+            const bool there = start + row < p.length;         // what is not becomes zeros, NaN or not
+            const T* k_from = key_row(c.k, c.k_stride, of_page, p.kv_head, in_page) + column;
+            const T* v_from = key_row(c.v, c.v_stride, of_page, p.kv_head, in_page) + column;
+            const uint32_t in_stage = (to ^ pass * ROWS_PER_PASS % 8 * 16) + pass * ROWS_PER_PASS * ROW_BYTES;
+            const uint32_t chunk = in_stage + stage * 2 * TILE_BYTES;
+            cp_async<16>(chunk, there ? k_from : (const T*)c.k, there ? 16 : 0);
+            cp_async<16>(chunk + TILE_BYTES, there ? v_from : (const T*)c.v, there ? 16 : 0);
+        }
+    }
+};
+// endregion
+
+// region: state
+struct State {                                                 // c0 c1 | c2 c3: columns 2t, 2t + 1 of row g | g + 8
+    float acc[O_TILES][4];                                     // O, not yet divided by l_i
+    float m_i[2], l_i[2];                                      // of rows g, g + 8: maxima in log2 units; a lane's sums
+};
+// endregion
+
+// region: one tile
+// `last_key`: the last that row g, and g + 8, sees.
+__device__ __forceinline__ void take(State& x, const uint32_t (&q_rmem)[HEAD_DIM / MMA_K][4], uint32_t k_lane,
+                                     uint32_t v_lane, int start, const int (&last_key)[2], float scale_log2, int t) {
+    // region: scores
+    float s[2][4] = {};                                        // 16 rows x 16 keys
+#pragma unroll
+    for (int k = 0; k < HEAD_DIM / MMA_K; k++) {
+        uint32_t b[4];                                         // B twice: 16 columns x 16 keys
+        ldmatrix_x4(b, k_lane ^ (k * 32));
+        mma_m16n8k16<T>(s[0], q_rmem[k], b[0], b[1]);
+        mma_m16n8k16<T>(s[1], q_rmem[k], b[2], b[3]);
+    }
+    // endregion
+    // region: row maxima
+    float m_new[2];
+    bool moved = false;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        m_new[r] = x.m_i[r];
+#pragma unroll
+        for (int n = 0; n < 4; n++) {
+            float& e = s[n / 2][r * 2 + n % 2];
+            e = start + n / 2 * MMA_N + t * 2 + n % 2 <= last_key[r] ? e * scale_log2 : -INFINITY;
+            m_new[r] = fmaxf(m_new[r], e);
+        }
+        m_new[r] = fmaxf(m_new[r], __shfl_xor_sync(~0u, m_new[r], 1));         // a row lives in four lanes
+        m_new[r] = fmaxf(m_new[r], __shfl_xor_sync(~0u, m_new[r], 2));
+        moved |= m_new[r] > x.m_i[r];
+    }
+    // endregion
+    // region: rescale
+    if (__any_sync(~0u, moved)) {                              // seldom, after the first tiles
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const float base = m_new[r] == -INFINITY ? 0.f : m_new[r];         // -inf - (-inf) would be NaN
+            const float correction = exp2_approx(x.m_i[r] - base);
+            x.m_i[r] = m_new[r], x.l_i[r] *= correction;
+#pragma unroll
+            for (int n = 0; n < O_TILES; n++) x.acc[n][r * 2] *= correction, x.acc[n][r * 2 + 1] *= correction;
+        }
+    }
+    // endregion
+    // region: probabilities
+    // P = exp(S - maximum), in place. Two neighbouring accumulators, rounded, are the A fragment of P.
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const float base = x.m_i[r] == -INFINITY ? 0.f : x.m_i[r];
+#pragma unroll
+        for (int n = 0; n < 4; n++) {
+            float& e = s[n / 2][r * 2 + n % 2];
+            e = exp2_approx(e - base), x.l_i[r] += e;
+        }
+    }
+    const uint32_t a[4] = {pack<T>(s[0][0], s[0][1]), pack<T>(s[0][2], s[0][3]), pack<T>(s[1][0], s[1][1]),
+                           pack<T>(s[1][2], s[1][3])};
+    // endregion
+    // region: output
+#pragma unroll
+    for (int n = 0; n < O_TILES / 2; n++) {
+        uint32_t b[4];                                         // B twice: 16 keys x 16 columns of V
+        ldmatrix_x4_trans(b, v_lane ^ (n * 32));
+        mma_m16n8k16<T>(x.acc[2 * n], a, b[0], b[1]);
+        mma_m16n8k16<T>(x.acc[2 * n + 1], a, b[2], b[3]);
+    }
+    // endregion
+}
+// endregion
+
+// region: main loop
+// One warp, its tiles of a piece: every WARPS-th.
+template <bool WHOLE>
+__device__ __forceinline__ void walk(const Cache& c, const Piece& p, State& x, uint32_t warp_smem, int warp, int lane) {
+    const int g = lane / 4, t = lane % 4, rows = c.group * c.queries;
+    const Copier<WHOLE> copier(c, p, warp_smem, lane);
+    // region: first copies
+    int tile = p.first + warp, page[STAGES];                   // all pages that the first copies need, at once
+#pragma unroll
+    for (int s = 0; s < STAGES; s++) page[s] = copier.page(tile + s * WARPS, lane);
+#pragma unroll
+    for (int s = 0; s < STAGES - 1; s++) {
+        if (tile + s * WARPS < p.last) copier.copy(s, tile + s * WARPS, lane, page[s]);
+        cp_async_commit();
+    }
+    int next_page = page[STAGES - 1];
+    // endregion
+    // region: Q in registers
+    // A: 16 rows x HEAD_DIM columns of Q, straight from global memory; rows that do not exist are zeros
+    uint32_t q_rmem[HEAD_DIM / MMA_K][4];
+    int last_key[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const int row = p.row_block * ROWS + g + r * 8;
+        const T* q_gmem = q_row(c, p.b, p.kv_head, row < rows ? row : 0);
+        last_key[r] = p.length - c.queries + row % c.queries;  // of all queries the last one sees every key
+#pragma unroll
+        for (int k = 0; k < HEAD_DIM / MMA_K; k++)
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                q_rmem[k][half * 2 + r] = row < rows ? *(const uint32_t*)(q_gmem + k * MMA_K + half * 8 + t * 2) : 0;
+    }
+    // endregion
+    const uint32_t k_lane = warp_smem + at(lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8);
+    const uint32_t v_lane = warp_smem + TILE_BYTES + at(lane % 16, lane / 16 * 8);
+    for (int stage = 0; tile < p.last; tile += WARPS) {
+        cp_async_wait<STAGES - 2>();                           // this lane's part of the tile is here
+        __syncwarp();                                          // or others' parts would be missing, tile - 1 in use
+        const int ahead = tile + (STAGES - 1) * WARPS;
+        if (ahead < p.last) copier.copy(stage == 0 ? STAGES - 1 : stage - 1, ahead, lane, next_page);
+        cp_async_commit();
+        next_page = copier.page(ahead + WARPS, lane);
+        const uint32_t stage_at = stage * 2 * TILE_BYTES;
+        take(x, q_rmem, k_lane + stage_at, v_lane + stage_at, tile * TILE, last_key, c.scale * LOG2E, t);
+        stage = stage == STAGES - 1 ? 0 : stage + 1;
+    }
+    cp_async_wait<0>();
+    __syncwarp();                                              // or the sums would be stored over a tile in use
+}
+// endregion
+
+// region: shared memory
+template <bool WHOLE>
+__global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_kernel(const Cache c) {
+    extern __shared__ __align__(1024) char shared[];           // [WARPS, STAGES, 2, TILE, HEAD_DIM], then before_smem
+    __shared__ float m_smem[WARPS][ROWS], l_smem[WARPS][ROWS];
+    __shared__ int is_last, guess_smem[WARPS][STAGES];
+    int* before_smem = (int*)(shared + WARPS * WARP_BYTES);    // [batch + 1]
+    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, g = lane / 4, t = lane % 4;
+    const int rows = c.group * c.queries, row_blocks = ceil_div(rows, ROWS);
+    // endregion
+
+    // region: pieces
+    guess_pages(c, row_blocks, guess_smem[warp]);
+    count_tiles(c, before_smem);
+    const Shares shares(before_smem[c.batch] * c.kv_heads * row_blocks, gridDim.x);
+    if (blockIdx.x >= shares.blocks) {
+        cp_async_wait_all();                                   // of a guess
+        return;
+    }
+    const int begin = shares.begin(blockIdx.x), end = shares.begin(blockIdx.x + 1);
+    for (int at = begin; at < end;) {
+        const Piece p = piece_at(c, before_smem, row_blocks, at, end);
+        at = p.begin + p.last;
+        const int first_row = p.row_block * ROWS, piece_rows = min(ROWS, rows - first_row);
+        State x = {};
+        x.m_i[0] = x.m_i[1] = -INFINITY;
+        walk<WHOLE>(c, p, x, smem_u32(shared + warp * WARP_BYTES), warp, lane);
+        // endregion
+
+        // region: sums of the warps
+        // Each leaves its sums where its tiles were.
+        float* sums = (float*)(shared + warp * WARP_BYTES);    // [ROWS, SUM_ROW]
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float l = x.l_i[r];
+            l += __shfl_xor_sync(~0u, l, 1);
+            l += __shfl_xor_sync(~0u, l, 2);
+            if (g + r * 8 < piece_rows) {
+                if (t == 0) m_smem[warp][g + r * 8] = x.m_i[r], l_smem[warp][g + r * 8] = l;
+#pragma unroll
+                for (int n = 0; n < O_TILES; n++)
+                    *(float2*)(sums + (g + r * 8) * SUM_ROW + n * MMA_N + t * 2) =
+                        make_float2(x.acc[n][r * 2], x.acc[n][r * 2 + 1]);
+            }
+        }
+        __syncthreads();                                       // or other warps' sums would be missing
+        // endregion
+
+        // region: store
+        // The blocks that share these tiles. Each leaves two parts at most: of the piece that its share begins with,
+        // and of the one that it ends with.
+        const int first_block = shares.owner(p.begin), last_block = shares.owner(p.begin + p.all - 1);
+        const bool whole = first_block == last_block;
+        auto part_of = [&](int block) { return 2 * block + (shares.begin(block) < p.begin); };
+        for (int i = threadIdx.x; i < piece_rows * QUADS; i += THREADS) {
+            const int row = i / QUADS, quad = i % QUADS;
+            Sum sum = {-INFINITY, 0.f, {}};
+#pragma unroll
+            for (int w = 0; w < WARPS; w++) {
+                const float* of_warp = (const float*)(shared + w * WARP_BYTES) + row * SUM_ROW + quad * 4;
+                add(sum, m_smem[w][row], l_smem[w][row], *(const float4*)of_warp);
+            }
+            if (whole) {
+                store(c, p.b, p.kv_head, first_row + row, quad, sum);
+            } else {
+                const int64_t part = (int64_t)part_of(blockIdx.x) * ROWS + row;
+                const float lse = finish(sum);
+                *(float4*)(c.part_o + part * HEAD_DIM + quad * 4) = sum.o;
+                if (quad == 0) c.part_lse[part] = lse;
+            }
+        }
+        // endregion
+
+        // region: last to arrive
+        // The barrier hands the block's parts to thread 0; its fence and its count publish them. What it counts last,
+        // its second fence and the barrier hand on. atomicInc begins again at 0: for the next launch.
+        __syncthreads();                                       // all have stored, and nobody reads the sums any more
+        if (whole) continue;
+        const int reader = (p.b * c.kv_heads + p.kv_head) * row_blocks + p.row_block;
+        if (threadIdx.x == 0) {
+            __threadfence();
+            const unsigned others = last_block - first_block;
+            is_last = atomicInc((unsigned*)c.counters + reader, others) == others;
+            __threadfence();
+        }
+        __syncthreads();                                       // or is_last would be an old one
+        for (int i = threadIdx.x; is_last && i < piece_rows * QUADS; i += THREADS) {
+            const int row = i / QUADS, quad = i % QUADS;
+            Sum sum = {-INFINITY, 0.f, {}};
+            for (int from = first_block; from <= last_block; from += AT_ONCE) {
+                float lse[AT_ONCE];
+                float4 o[AT_ONCE];
+#pragma unroll
+                for (int j = 0; j < AT_ONCE; j++) {            // many loads, one latency
+                    const int64_t part = (int64_t)part_of(min(from + j, last_block)) * ROWS + row;
+                    lse[j] = from + j <= last_block ? c.part_lse[part] : -INFINITY;
+                    o[j] = *(const float4*)(c.part_o + part * HEAD_DIM + quad * 4);
+                }
+#pragma unroll
+                for (int j = 0; j < AT_ONCE; j++) add(sum, lse[j], lse[j] == -INFINITY ? 0.f : 1.f, o[j]);
+            }
+            store(c, p.b, p.kv_head, first_row + row, quad, sum);
+        }
+    }
+}
+// endregion
+
+// region: launch
+// `shapes` is a Cache whose pointers are still empty. part_o [8 sms, 16, HEAD_DIM], part_lse [8 sms, 16].
+extern "C" int decode(const void* q, const void* k, const void* v, const void* table, const int* lengths, void* o,
+                      float* lse, float* part_o, float* part_lse, int* counters, const void* shapes, void* stream) {
+    Cache c = *(const Cache*)shapes;
+    c.q = q, c.k = k, c.v = v, c.table = (const int*)table, c.lengths = lengths, c.o = o, c.lse = lse;
+    c.part_o = part_o, c.part_lse = part_lse, c.counters = counters;
+    // Contiguous: a sequence's one page is whole, however long.
+    const auto kernel = !table || c.page % TILE == 0 ? decode_kernel<true> : decode_kernel<false>;
+    const int bytes = WARPS * WARP_BYTES + (c.batch + 1) * 4;
+    int device = 0, room = 0;                                  // as many blocks as this device runs at once
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&room, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+    const int blocks = c.sms * max(1, min(BLOCKS_PER_SM, room / (bytes + 1024)));      // the system adds 1 KB to each
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    kernel<<<blocks, THREADS, bytes, (cudaStream_t)stream>>>(c);
+    return (int)cudaGetLastError();
+}
+// endregion

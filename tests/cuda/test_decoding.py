@@ -1,0 +1,183 @@
+"""Phase 12's kernels: right against float64, clean under the checks, what the emulator finds without a fence; refusals.
+
+On a GPU the same tests run natively, and more of them.
+"""
+
+import itertools
+
+import pytest
+import torch
+from sequences import DEVICE, Sequences
+
+from flashlab import flash_attention_with_cache
+from flashlab.cuda import decoding, load_inline
+from flashlab.kernels.problem import ELEMENTS
+from flashlab.kernels.series import DECODING, source
+
+FP16, BF16 = torch.float16, torch.bfloat16
+LAST = DECODING[-1].name
+on_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="no GPU")
+
+
+def run(x: Sequences, name=LAST, *, check=False, defines=(), **options):
+    """o and lse of a step; in the emulator nothing may be found."""
+    options = {"scale": x.q.shape[-1] ** -0.5} | options
+    found = decoding.decode(*x.given, name=name, check=check, defines=defines, **options)
+    built = decoding.compiled(name, x.q.shape[-1], x.q.dtype, decoding.backend_for(x.q, check), check, defines)
+    assert built.report is None or not built.report.findings, built.report.findings[0]
+    return found
+
+
+@pytest.mark.parametrize("sms", [1, 5])
+@pytest.mark.parametrize("page", [1, 3, 16, 48, 256, None])
+def test_lengths_around_a_page(page, sms):
+    edge = page or 16
+    x = Sequences([0, 1, max(edge - 1, 2), edge, edge + 1, 40], page=page, head_dim=64, dtype=BF16, kv_heads=1)
+    x.expect(*run(x, sms=sms))
+
+
+GROUPS = [(1, 1), (2, 4), (3, 2), (4, 1), (5, 3), (8, 2), (16, 1), (1, 16), (6, 7), (16, 16)]
+
+
+@pytest.mark.parametrize(("group", "queries"), GROUPS)
+def test_a_group_and_its_queries_are_the_rows(group, queries):
+    """Also where they are more than a block has, and where a sequence has fewer keys than queries."""
+    x = Sequences([3, 150], group=group, queries=queries, page=5, head_dim=64, dtype=BF16, kv_heads=2)
+    x.expect(*run(x, sms=3))
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, BF16), (128, FP16), (256, BF16)], ids=str)
+def test_head_sizes_and_dtypes(head_dim, dtype):
+    for page in (16, 2, None):
+        x = Sequences([130, 33], group=4, head_dim=head_dim, dtype=dtype, page=page, kv_heads=1)
+        x.expect(*run(x, sms=2, scale=-0.2), scale=-0.2)
+
+
+@pytest.mark.parametrize("page", [16, 6])
+def test_clean_in_the_check_build(page):
+    x = Sequences([0, 300, 33], group=4, queries=2, page=page, head_dim=64, dtype=BF16, kv_heads=2)
+    x.expect(*run(x, sms=3, check=True))
+
+
+@on_gpu
+@pytest.mark.parametrize(("head_dim", "dtype"), [*itertools.product((64, 128, 256), (FP16, BF16))], ids=str)
+@pytest.mark.parametrize("page", [1, 5, 16, 64, 256, None])
+def test_many_lengths_natively(page, head_dim, dtype):
+    edge = page or 16
+    lengths = [0, 1, max(edge - 1, 2), edge, edge + 1, 700, 4097, 65537]
+    for group, queries in ((1, 1), (4, 1), (8, 2), (16, 1), (3, 5)):
+        x = Sequences(lengths, group=group, queries=queries, page=page, head_dim=head_dim, dtype=dtype, kv_heads=1)
+        x.expect(*run(x))
+
+
+@on_gpu
+def test_a_cuda_graph_replays_with_other_lengths():
+    x = Sequences([200, 9000], group=4, head_dim=64, dtype=BF16)
+    given = *x.given[:3], torch.ones_like(x.lengths), x.table
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        decoding.decode(*given, scale=0.125)  # built before it is recorded
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            found = decoding.decode(*given, scale=0.125)
+        for n in (1, 300, 0):
+            given[3].copy_((x.lengths - n).clamp(min=0))
+            graph.replay()
+        given[3].copy_(x.lengths)
+        graph.replay()
+        torch.cuda.synchronize()
+    x.expect(*found)
+
+
+# ---- a backend of the door -------------------------------------------------------------------------------------------
+
+
+def test_the_door_leads_to_it_with_layouts_and_new_keys():
+    """Pages as [pages, page, kv_heads, head_dim], a table that lies by columns, 64-bit numbers, q with rows apart."""
+    x = Sequences([9, 30, 0], page=4, head_dim=64, dtype=BF16, queries=2, spare=2)
+    k_cache, v_cache = (c.transpose(1, 2).contiguous().transpose(1, 2) for c in (x.k_cache, x.v_cache))
+    q, table = x.q.mT.contiguous().mT, x.table.clamp(min=0).long().mT.contiguous().mT
+    lengths = x.lengths.long()
+    o, lse = flash_attention_with_cache(q, k_cache, v_cache, lengths, table, backend=LAST, return_lse=True)
+    assert o.stride() == torch.empty_like(q).stride()
+    x.expect(o, lse)
+    unused = sorted(set(range(len(k_cache))) - set(x.table[x.table >= 0].tolist()))
+    for i, n in enumerate(x.lengths.tolist()):
+        if n % 4 == 0:
+            table[i, n // 4] = unused.pop()
+    new = [torch.randn(3, 2, 1, 64, generator=torch.Generator().manual_seed(1)).to(DEVICE, BF16) for _ in "kv"]
+    given = q, k_cache, v_cache, lengths, table
+    found = flash_attention_with_cache(*given, k_new=new[0], v_new=new[1], backend=LAST, return_lse=True)
+    for i in range(3):
+        x.k[i], x.v[i] = (torch.cat([a[i], b[i : i + 1]], 2) for a, b in ((x.k, new[0]), (x.v, new[1])))
+    x.expect(*found)
+
+
+def test_pytorch_finds_nothing_wrong_with_it():
+    x = Sequences([3, 18], head_dim=64, dtype=BF16)
+    x.table.clamp_(min=0)
+    options = 0.125, None, None, 0, LAST
+    torch.library.opcheck(torch.ops.flashlab.decode.default, (*x.given, *options), test_utils="test_faketensor")
+
+
+def test_nothing_at_all():
+    for x in (Sequences([0, 0], head_dim=64, dtype=BF16), Sequences([0], page=None, spare=-1, head_dim=64, dtype=BF16)):
+        o, lse = flash_attention_with_cache(*x.given, backend=LAST, return_lse=True)
+        assert (o == 0).all() and torch.isneginf(lse).all()
+        assert flash_attention_with_cache(x.q[:, :, :0], *x.given[1:], backend=LAST).numel() == 0
+
+
+def columns_apart(c):
+    return c.mT.contiguous().mT
+
+
+def beside(c):
+    return torch.cat([c, c], -1)[..., 1:65]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "change", "options", "said"),
+    [
+        ({"dtype": torch.float32}, None, {}, "float16 or bfloat16 .* q is torch.float32 with 64"),
+        ({"head_dim": 96}, None, {}, "a head_dim of 64, 128 or 256, and q is torch.bfloat16 with 96"),
+        ({}, None, {"window": 3}, "neither window nor softcap"),
+        ({}, None, {"softcap": 3.0}, "neither window nor softcap"),
+        ({}, columns_apart, {}, "k_cache has strides .* rows must be contiguous"),
+        ({}, beside, {}, "k_cache begins 2 bytes behind a 16-byte boundary"),
+    ],
+    ids=str,
+)
+def test_what_it_does_not_take(sizes, change, options, said):
+    x = Sequences([3], **{"head_dim": 64, "dtype": BF16} | sizes)
+    k_cache = change(x.k_cache) if change else x.k_cache
+    with pytest.raises(ValueError, match=said):
+        flash_attention_with_cache(x.q, k_cache, *x.given[2:], backend=LAST, **options)
+
+
+# ---- the last block to arrive ----------------------------------------------------------------------------------------
+FENCE = "            __threadfence();\n"
+
+
+def without_fences(text):
+    assert text.count(FENCE) == 2
+    return text.replace(FENCE, "")
+
+
+def outside_of_the_barriers(text):
+    """Each thread orders what it did itself; but the one that counts orders nothing."""
+    before = "        __syncthreads();                                       // all have stored"
+    assert before in text
+    text = without_fences(text).replace(before, FENCE + before)
+    return text.replace("        for (int i = threadIdx.x; is_last", FENCE + "for (int i = threadIdx.x; is_last")
+
+
+@pytest.mark.parametrize("change", [without_fences, outside_of_the_barriers])
+def test_the_emulator_finds_a_merge_without_its_fence(change, monkeypatch):
+    text, macros = source(LAST), {"HEAD_DIM": 64, "ELEMENT": ELEMENTS[BF16]}
+    module = load_inline(change(text), backend="emulator", check=True, defines=macros)
+    monkeypatch.setattr(decoding, "compiled", lambda *arguments: module)
+    x = Sequences([300], group=4, head_dim=64, dtype=BF16, kv_heads=1)
+    decoding.decode(*x.given, scale=0.125, sms=3)
+    assert "global-race" in {finding.kind for finding in module.report.findings}

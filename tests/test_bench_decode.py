@@ -1,0 +1,52 @@
+"""The bench of phase 12: its quick form, a way that is wrong, and what it says of a record."""
+
+import json
+
+import pytest
+import torch
+
+from flashlab.bench import decode
+from flashlab.bench.decode import CASES, CUDNN, EVEN, LARGE, MICROSECONDS, ONES, OURS, QUICK, UNEVEN, WHOLE
+
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+@no_gpu
+def test_the_quick_form_measures_every_way_and_writes_a_record(tmp_path):
+    out = tmp_path / "decode.json"
+    decode.main(["--quick", "--out", str(out)])
+    data = json.loads(out.read_text())
+    rows = {row["name"]: row for row in data["rows"]}
+    for name in (OURS, WHOLE, ONES, "Triton, pages of 16"):
+        assert 0 < rows[name]["fastest"] <= rows[name]["ms"] <= rows[name]["slowest"] and 0 < rows[name]["error"] <= 1
+        assert rows[name]["gb_s"] == pytest.approx(2 * 2 * 2 * 70 * 2 * 64 / rows[name]["ms"] / 1e6)
+    assert "unavailable" in rows[CUDNN] and not any(goal["met"] for goal in data["goals"])
+
+
+@no_gpu
+def test_a_way_that_is_wrong_or_fails_has_no_time(monkeypatch):
+    def fails(q, x):
+        raise RuntimeError("no such kernel\nand more")
+
+    ways = {"wrong": (16, lambda q, x: lambda: q), "fails": (None, fails)}
+    monkeypatch.setattr(decode, "ways", lambda case, part: ways)
+    wrong, failed = decode.measure({"part": "work", **QUICK[0]._asdict()})
+    assert "wrong: o is off by" in wrong["unavailable"] and wrong["error"] > 1 and "ms" not in wrong
+    assert failed["unavailable"] == "no such kernel"
+
+
+def record(ours, **others):
+    names = {OURS: ours, WHOLE: 1.0, ONES: 1.1, CUDNN: 1.0} | others
+    rows = [{"part": "work", **case._asdict(), "name": n, "ms": ms} for case in CASES for n, ms in names.items()]
+    return {"rows": rows}
+
+
+def test_goals_are_judged_from_the_record():
+    good, bad = (decode.goals(record(ours)) for ours in (0.006, 1.04))
+    assert len(good) == 3 * len(LARGE) + len(MICROSECONDS) + 1 == len(bad)
+    assert all(goal["met"] for goal in good)
+    met = {goal["what"]: goal["met"] for goal in bad if tuple(goal["case"]) in (LARGE[0], UNEVEN)}
+    assert met == {"speed, of cuDNN's": False, "pages of 16, of a contiguous cache's time": False,
+                   "pages of 1, the same": True, "microseconds": False, "time, of its even twin's": True}  # fmt: skip
+    assert not any(goal["met"] for goal in decode.goals({"rows": []}))
+    assert sum(UNEVEN.lengths) - sum(EVEN.lengths) < 16 and len(UNEVEN.lengths) == UNEVEN.batch
