@@ -29,7 +29,7 @@
 # ## What you need first
 #
 # Phase 0: `merge_finished`. Phase 4: grouped heads. Phase 9, section 10: keys split between blocks. This phase begins where that ends. Phase 10 for
-# the model of section 12.
+# the model of section 13.
 #
 # No GPU is needed: the kernels are interpreted, and what is counted is counted in any case. Then `exercises/12_decoding.ipynb`.
 
@@ -37,6 +37,7 @@
 import functools
 import heapq
 import math
+from unittest import mock
 
 import matplotlib.pyplot as plt
 import torch
@@ -46,7 +47,9 @@ from flashlab.attention import decode as kernels, reference
 from flashlab.attention.online_softmax import merge_finished
 from flashlab.attention.tiles import cdiv
 from flashlab.attention.triton_forward import flash_attention_forward
+from flashlab.cuda import decoding, load_inline
 from flashlab.figures import curves, show
+from flashlab.kernels import source, step
 from flashlab.models.caches import PagedCache, cache_memory
 from flashlab.models.generate import generate
 from flashlab.models.language_model import Config, LanguageModel
@@ -79,8 +82,8 @@ assert blocks == 32 and round(fastest * 1e6) == 7
 # %% [markdown]
 # Three quarters of the chip have nothing to do, and the rest works for 127 rows that do not exist.
 #
-# There is a third loss. Four query heads share a key head, but they are four blocks, and each reads all of it. Count it on phase 4's kernel, which
-# deals out its programs in the same way, with a small cache:
+# There is a third loss. Four query heads share a key head, but they are four blocks, and each reads all of it. (The L2 may serve the other
+# three. Then the L2 has to deliver four times the bytes.) Count it on phase 4's kernel, which deals out its programs in the same way:
 
 # %%
 generator = torch.Generator().manual_seed(12)
@@ -94,12 +97,9 @@ print(f"K has {k.nbytes} bytes, and {traffic.read_from['k']} are read")
 assert traffic.read_from["k"] == 4 * k.nbytes
 
 # %% [markdown]
-# (The L2 may serve the other three reads. It holds 60 MB, and then it, too, has to deliver four times the bytes.)
+# ## 2 · The wall: one FLOP per byte
 #
 # So: too few blocks, too many rows, too many reads. Before mending anything, which wall is it?
-
-# %% [markdown]
-# ## 2 · The wall: one FLOP per byte
 #
 # A query head and a key: $2D$ operations for the score, $2D$ for P V. The key and its value are $2D$ numbers of 2 bytes, read once for the
 # whole group of $H / H_{kv}$ heads:
@@ -120,24 +120,21 @@ assert intensity(32, 8) == 4 and ridge > 200
 
 # %% [markdown]
 # From the ridge on tensor cores are the wall; before it, memory is. What to see: with groups of 4 a chip can reach 2 % of its FLOP/s, and no cleverer
-# product changes that. Training and prefill, with thousands of rows per key, are far to the right. One of the points is *not* at the left: MLA is the subject
-# of section 13.
+# product changes that. Prefill, with thousands of rows per key, is far to the right. One point is *not* at the left: MLA, for section 14.
+#
+# So the time is that of reading the cache once, and what follows serves two ends: **read each byte once**, and **keep all of the memory busy**.
 
 # %%
 mla = 128 * 2 * (576 + 512) / (576 * 2)
 points = {name: intensity(*shape) for name, shape in groups.items()} | {"MLA, 128 heads": mla}
-x = [2**i for i in range(12)]
+x = [1, ridge, 2048]
 fig, ax = plt.subplots(figsize=(7.5, 3.4))
 lines = [("H200", x, [min(H200.fp16_tflops, i * H200.memory_gb_s / 1000) for i in x], "blue", "-")]
-lines += [(name, [i], [min(H200.fp16_tflops, i * H200.memory_gb_s / 1000)], hue, "o")
-          for (name, i), hue in zip(points.items(), ("grey", "green", "orange", "purple", "red"), strict=True)]
-curves.curves(ax, lines, log="xy", xticks=(1, 4, 8, 71, 206, 1024), yticks=(5, 20, 100, 989), ylabel="TFLOP/s",
-              xlabel="FLOP per byte of cache", title="What decoding can reach")
+for (name, i), hue in zip(points.items(), ("grey", "green", "orange", "purple", "red"), strict=True):
+    lines.append((name, [i], [min(H200.fp16_tflops, i * H200.memory_gb_s / 1000)], hue, "o"))
+curves.curves(ax, lines, log="xy", xticks=(1, 4, 8, 71, 206, 1024), yticks=(5, 20, 100, 989),
+              xlabel="FLOP per byte of cache", ylabel="TFLOP/s", title="What decoding can reach")
 plt.show()
-
-# %% [markdown]
-# That simplifies the rest of this lecture. The time is that of reading the cache once. Everything that follows serves two ends: **read each byte once**, and
-# **keep all of the memory busy**.
 
 # %% [markdown]
 # ## 3 · A block per key head
@@ -159,14 +156,11 @@ print(f"K has {k.nbytes} bytes, and {traffic.read_from['k_cache']} are read")
 assert traffic.read_from["k_cache"] == k.nbytes
 
 # %% [markdown]
-# Each byte once. But there are even fewer blocks now: 8 instead of 32, on 132 multiprocessors. An even share of the bandwidth is 36 GB/s per
-# multiprocessor, and 8 shares are 6 % of it.
-
-# %% [markdown]
 # ## 4 · Split the keys
 #
-# Where do more programs come from? From the keys. Attention over some of the keys is a finished result, and finished results merge: phase 0,
-# again. Here with four parts of one row's keys.
+# Each byte once, but there are even fewer blocks now: 8 instead of 32, on 132 multiprocessors. An even share of the bandwidth is 36 GB/s per
+# multiprocessor, and 8 shares are 6 % of it. Where do more programs come from? From the keys. Attention over some of the keys is a finished
+# result, and finished results merge: phase 0, again.
 
 # %%
 def attend(keys):
@@ -180,8 +174,9 @@ assert (state[0] - whole).abs().max() < 1e-14 and (state[1] - whole_lse).abs().m
 print("four parts, merged: the same")
 
 # %% [markdown]
-# In the kernel, axis 1 of the grid is the split. How long a sequence is stands in a tensor *on the device*, so each program computes its own share: whole
-# tiles, equal, rounded up. A share may be empty.
+# In the kernel, axis 1 of the grid is the split. How long a sequence is stands in a tensor *on the device*. Reading it would stop the host in every
+# layer, nor could a CUDA graph be replayed, for lengths grow. So each program computes its own share: whole tiles, equal, rounded up. A share may be
+# empty.
 
 # %%
 show.region(kernels, "shares")
@@ -200,8 +195,6 @@ show.region(kernels, "results")
 
 # %%
 show.source(kernels.merge_row)
-
-# %%
 for splits in (1, 3, 4, 40):
     o, lse = kernels.decode(q, k, v, lengths, splits=splits)
     assert (o - whole).abs().max() < 2e-3 and (lse - whole_lse).abs().max() < 1e-3
@@ -228,8 +221,9 @@ for (pairs, keys), splits in chosen.items():
 assert chosen[8, 8192] > 8 and chosen[128, 4096] <= 2
 
 # %% [markdown]
-# Its constants are counted, not measured. What to see: steps, because programs and tiles are whole numbers. Too few splits idle the chip; too many wait and
-# merge. With 128 pairs the chip is nearly full as it is, and the curve climbs from the start. The dots are what `splits_for` takes.
+# Its constants are counted, not measured, and it is asked with the *room* for keys, which shapes say. What to see: steps, because programs and tiles are whole
+# numbers. Too few splits idle the chip; too many wait and merge. With 128 pairs two splits fill it, and from there the curve climbs. The dots are what `splits_for`
+# takes.
 
 # %%
 def tiles_of_time(pairs, keys, splits):
@@ -242,16 +236,13 @@ splits = range(1, 101)
 fig, ax = plt.subplots(figsize=(7.5, 3.2))
 lines = []
 for ((pairs, keys), best), hue in zip(chosen.items(), ("blue", "orange", "green")):
-    lines.append((f"{pairs} × {keys} keys", splits, [tiles_of_time(pairs, keys, s) for s in splits], hue, "-"))
+    time = [tiles_of_time(pairs, keys, s) for s in splits]
+    lines.append((f"{pairs} × {keys} keys", splits, time, hue, "-"))
     lines.append(("", [best], [tiles_of_time(pairs, keys, best)], hue, "o"))
-    assert tiles_of_time(pairs, keys, best) <= min(tiles_of_time(pairs, keys, s) for s in splits) + 1e-9
+    assert tiles_of_time(pairs, keys, best) <= min(time) + 1e-9
 curves.curves(ax, lines, log="y", xlabel="splits", ylabel="time, in tiles", yticks=(10, 30, 100, 300, 1000),
               title="Counted time of a step")
 plt.show()
-
-# %% [markdown]
-# Note what the host may know. The rule is asked with the *room* for keys, which shapes say. The lengths themselves are on the device, and reading
-# them would stop the host in every layer. Nor could a CUDA graph of a step be replayed, for lengths grow.
 
 # %% [markdown]
 # ## 5 · What is reserved, and what is used
@@ -287,7 +278,9 @@ assert pager.pages(first) == (0, 1) and pager.pages(second) == (0, 2) and copies
 
 # %% [markdown]
 # A page may belong to several sequences: a prompt that a thousand users share lies in memory once. A fork copies nothing. Only when a
-# shared page that is part-filled would be written to, it is copied first. The pager gives out numbers alone; K and V of those pages are copied by the cache.
+# shared page that is part-filled would be written to, it is copied first. The pager gives out numbers alone; the cache copies K and V.
+#
+# Nothing is lost: an append that finds too few pages changes nothing, and a page goes back with the last sequence that has it.
 
 # %%
 try:
@@ -300,9 +293,6 @@ try:
 except ValueError as refused:
     print(refused)
 assert pager.free_pages == 4 and pager.length(first) == 6
-
-# %% [markdown]
-# Nothing is lost: an append that finds too few pages changes nothing, and page 2 went back with the fork that had it.
 
 # %% [markdown]
 # ## 6 · Pages in the kernel
@@ -326,10 +316,10 @@ def paged(x, page, table):
         cache[table[0, j // page], :, j % page] = x[0, :, j]
     return cache
 
-found = {}
+found, tables = {}, {}
 for page in (1, 3, 16, 64, 256):
     width = cdiv(512, page)
-    table = torch.randperm(width, generator=generator).int()[None].to(DEVICE)
+    table = tables[page] = torch.randperm(width, generator=generator).int()[None].to(DEVICE)
     longer = torch.cat([table, torch.full((1, 2), -7, dtype=torch.int32, device=DEVICE)], 1)
     pages = paged(k, page, table), paged(v, page, table)
     o, _ = kernels.decode(q, *pages, lengths, longer, splits=2)
@@ -347,7 +337,7 @@ rows = [[page, t.read_from["k_cache"] + t.read_from["v_cache"], t.sectors - key_
          f"{t.read_from['page_table'] / (2 * k.nbytes):.2%}"] for page, t in found.items()]
 assert all(t.read_from["k_cache"] == k.nbytes for t in found.values())
 assert all(t.sectors < 1.03 * key_sectors for t in found.values())
-Table.of(rows, ["keys per page", "bytes of K and V", "other sectors", "table reads, of K and V"], align="rrrr")
+Table.of(rows, ["keys per page", "bytes of K and V", "other sectors", "read of the table"], align="rrrr")
 
 # %% [markdown]
 # Less than 3 % more, even with a page per key. The price of pages is another one: **waiting**. A key's address is known only when the table's entry has
@@ -367,33 +357,23 @@ print(f"{in_flight / 1e6:.2f} MB in flight, {each / 1e3:.1f} KB on each of {H200
 assert round(each / 1e3) == 25
 
 # %% [markdown]
-# A tile of K and V with 64 keys of 128 numbers is 32 KiB: one of them on its way is just enough, if nothing is ever late. Two are safe. A kernel that asks,
-# waits, computes, and then asks again has *none* in flight while it computes.
+# A tile of K and V with 64 keys of 128 numbers is 32 KiB: one of them on its way is just enough, if nothing is ever late. So `tile_of` has two, beside the one in
+# use. A kernel that asks, waits, computes, and then asks again has *none* in flight while it computes.
 #
 # What to see: below 25 KB the speed is in proportion to what is asked for in advance, above it nothing is gained.
 
 # %%
-asked = [2**i for i in range(10, 18)]
 fig, ax = plt.subplots(figsize=(7, 3))
-reached = [min(1.0, bytes_ / each) * H200.memory_gb_s / 1000 for bytes_ in asked]
-points = {"1 key and value": 512, "16 keys": 16 * 512, "a tile of 64 keys": 64 * 512, "two tiles": 128 * 512}
-lines = [("Little's law", [b / 1024 for b in asked], reached, "blue", "-")]
-lines += [(name, [b / 1024], [min(1.0, b / each) * H200.memory_gb_s / 1000], hue, "o")
-          for (name, b), hue in zip(points.items(), ("red", "orange", "green", "purple"), strict=True)]
-curves.curves(ax, lines, log="x", xticks=(0.5, 1, 8, 32, 64, 128), xlabel="KiB in flight per multiprocessor",
+sizes = {"16 keys and values": 16, "32": 32, "a tile of 64": 64, "two tiles": 128}
+most = H200.memory_gb_s / 1000
+lines = [("Little's law", [0, each / 1024, 80], [0, most, most], "blue", "-")]
+for (name, n), hue in zip(sizes.items(), ("red", "orange", "green", "purple"), strict=True):
+    lines.append((name, [n / 2], [min(1.0, n * 512 / each) * most], hue, "o"))
+tile = kernels.tile_of(4, HEAD_DIM, torch.bfloat16)
+assert tile.BLOCK_N == 64 and tile.num_stages - 1 == 2 and sizes["two tiles"] * 512 > each
+curves.curves(ax, lines, xticks=(0, 8, 16, 25, 32, 64), xlabel="KiB in flight per multiprocessor",
               ylabel="TB/s, at most", title="What has to be on its way")
 plt.show()
-
-# %% [markdown]
-# That is why `tile_of` asks for tiles of 16 KiB of K and 16 of V, with two of them in flight ahead of the one in use, and why a program per multiprocessor is not
-# enough where it stops to wait:
-
-# %%
-for head_dim in (64, 128, 256):
-    tile = kernels.tile_of(4, head_dim, torch.bfloat16)
-    kv = 2 * tile.BLOCK_N * head_dim * 2
-    print(f"head_dim {head_dim}: {tile.BLOCK_N} keys, {kv // 1024} KiB per tile, {tile.num_stages - 1} in flight")
-    assert kv * (tile.num_stages - 1) > each
 
 # %% [markdown]
 # ## 8 · A group in the rows of an MMA
@@ -401,7 +381,7 @@ for head_dim in (64, 128, 256):
 # Is `tl.dot` with 16 rows, of which 4 are in use, not a waste? It costs 16 rows' work: 16 FLOP per byte, of 206 that are free. The waste costs nothing.
 #
 # The other way is scalar: each lane multiplies its columns of a key with those of each head, and converts every number first. Its units give 67 TFLOP/s, so
-# their ridge is at 14 FLOP per byte.
+# their ridge is at 14 FLOP per byte. Count the products and conversions alone, without reductions across lanes, exponentials, loops:
 
 # %%
 scalar_ridge = H200.fp32_tflops * 1e12 / (H200.memory_gb_s * 1e9)
@@ -411,19 +391,13 @@ for group in (1, 4, 8, 16):
     share = (products / 2 + conversions) / (scalar_ridge / 2)
     mma = cdiv(group, 16) * 16 / ridge
     print(f"groups of {group:2}: scalar units {share:4.0%} busy, tensor cores {mma:.0%}")
-assert (8 / 2 + 0.5) / (scalar_ridge / 2) > 0.6
-
-# %% [markdown]
-# That counts the products alone: no reduction across lanes, no exponential, no loop. Before a unit is wholly busy it begins to be late. So a scalar kernel does for groups
-# up to four, and from eight on it is the wall. The rows of an MMA make the question go away.
-#
-# (There is an MMA with 8 as its smaller side: compute $S^T = K Q^T$, and the group takes the 8 columns.)
+assert (8 / 2 + 0.5) / (scalar_ridge / 2) > 0.6  # and a unit that is nearly busy is late
 
 # %% [markdown]
 # ## 9 · The last one merges
 #
-# A second kernel for the merge starts when the first has ended, some microseconds later: as much as all the reading took. Instead let the programs of one group of rows count.
-# Whoever counts last knows that all parts are there, and merges them.
+# From groups of eight on scalar units would be the wall; the rows of an MMA make the question go away. Next: a second kernel for the merge starts when the first has ended, 2
+# tiles later by section 4's count. Instead let the programs of a group of rows count. Whoever counts last knows that all parts are there, and merges them.
 
 # %%
 show.region(kernels, "last to arrive")
@@ -433,6 +407,8 @@ show.region(kernels, "last to arrive")
 # to see the parts behind all counts. That is *acquire*. In CUDA it is a `__threadfence()` on either side of the count.
 #
 # `debug_barrier` comes first: one thread counts for its program, and it may do so only when the others have stored.
+#
+# The parts are merged in their order, not in that of their arrival, so that the result is the same bit by bit. Atomic additions to o would not give that.
 
 # %%
 options = dict(splits=4, lengths=lengths)
@@ -442,16 +418,13 @@ assert torch.equal(two_launches[0], one_launch[0]) and torch.equal(two_launches[
 print("one launch: the same, bit by bit")
 
 # %% [markdown]
-# Bit by bit, because the parts are merged in their order, not in that of their arrival. An addition to `o` by atomics would give another sum in every run.
-#
-# The interpreter runs one program after the other, so it cannot see a fence that is missing. An emulator that knows which writes are ordered before which reads can: exercise
-# 12.6.
-
-# %% [markdown]
 # ## 10 · Ragged lengths
 #
-# A serving engine's batch has one text of 8192 tokens, and fifteen of 64. Splits are the same for all, since the host knows no length. Count tiles: each of the 132
-# multiprocessors takes the next program when it is through with one.
+# A serving engine's batch has one text of 8192 tokens, and fifteen of 64. Splits are the same for all, since the host knows no length. With few, the long text's programs
+# work on when all others are through. With many, the short texts have as many, nearly all empty, and each still starts and looks at its length.
+#
+# Equal shares have neither: lay all tiles of all sequences in a row, and give each block of a grid that stays the same number of them. Count tiles, where each of 132
+# multiprocessors takes the next program when it is through with one:
 
 # %%
 ragged, tile = [8192] + 15 * [64], 64
@@ -466,20 +439,10 @@ def busiest(lengths, splits, start=2):
             heapq.heappush(ends, heapq.heappop(ends) + work + start)
     return max(ends)
 
-for splits in (1, 4, 16, 64):
-    print(f"{splits:2} splits: the busiest multiprocessor has {busiest(ragged, splits)} tiles of time")
-
-# %% [markdown]
-# Few splits: the long text's programs work on when all others are through. Many: the short texts have 64 splits too, of which 63 are empty, and each empty one still starts, and
-# looks at its length.
-#
-# Equal shares have neither. Lay all tiles of all sequences in a row, and give each block of a grid that stays the same number of them:
-
-# %%
 tiles = KV_HEADS * sum(cdiv(n, tile) for n in ragged)
 shared = cdiv(tiles, H200.sms) + 2
 best = min((busiest(ragged, s), s) for s in range(1, 129))
-print(f"{tiles} tiles on {H200.sms}: {shared} tiles of time; the best number of splits, {best[1]}, gives {best[0]}")
+print(f"{tiles} tiles on {H200.sms}: {shared} tiles of time; {best[1]} splits, the best number, give {best[0]}")
 assert shared < best[0]
 
 # %% [markdown]
@@ -499,10 +462,80 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# Where a cut falls into a sequence, its blocks leave parts, and the last to arrive merges, as in section 9. Which block has which pieces is exercise 12.8.
+# ## 11 · The kernel in CUDA
+#
+# The kernel for a serving engine has all of this: a grid that stays, equal shares, pages, and MMA rows. Its block has 16 rows, of one key head, and four warps. Each
+# warp has its own tiles of 16 keys, its own stages and its own copies in flight, and waits for no other warp. For that is what counts here: always to have asked.
+
+# %%
+CUDA = step("p12_decode")
+show.region(CUDA, "constants", "swizzle", "copy a tile")
 
 # %% [markdown]
-# ## 11 · More than one query
+# A row of a key is 16-byte chunks, swizzled as in phase 8. What is behind a sequence's end is filled with zeros by the copy itself. Now a warp's loop: it asks for the tile that
+# comes `STAGES - 1` tiles later, and for the page of the one after that, then computes.
+
+# %%
+show.region(CUDA, "main loop")
+
+# %% [markdown]
+# One tile is phase 9's: two products, a maximum that seldom moves, and P that stays in registers. The rows are heads of the group and their queries, and each has its own last key.
+
+# %%
+show.region(CUDA, "state", "one tile")
+
+# %% [markdown]
+# Which tiles? Each block adds up all lengths, then takes its share of the row of tiles. A share may begin in one sequence and end in another: those are its **pieces**. While the
+# lengths are on their way, each warp asks for the pages that it will need if all sequences are full: a guess, which costs nothing where it is wrong.
+
+# %%
+show.region(CUDA, "shares", "guess", "which keys", "shared memory", "pieces")
+
+# %% [markdown]
+# At the end of a piece the warps add up. If the block had all of the sequence's tiles, that is the result. If not, it is a part.
+
+# %%
+show.region(CUDA, "merge", "sums of the warps", "store")
+
+# %% [markdown]
+# And the blocks that share a sequence count, as in section 9. Here `__threadfence` stands on either side of the count, in the thread that counts, *between* the block's barriers: what the
+# others have stored, the barrier has shown to it.
+
+# %%
+show.region(CUDA, "last to arrive", "launch")
+
+# %% [markdown]
+# It runs in the emulator, with the cache of section 6 in pages of 16, three sequences of different lengths, and few multiprocessors, so that cuts fall into sequences.
+
+# %%
+k16, v16 = (x.cpu() for x in (paged(k, 16, tables[16]), paged(v, 16, tables[16])))
+batch = [x.cpu() for x in (q.expand(3, -1, -1, -1), tables[16].expand(3, -1))]
+several = torch.tensor([512, 0, 130], dtype=torch.int32)
+small = dict(scale=0.125, sms=5, backend="emulator")
+o, lse = decoding.decode(batch[0], k16, v16, several, batch[1], **small)
+on_device = (x.to(DEVICE) for x in (batch[0], k16, v16, several, batch[1]))
+want = kernels.decode(*on_device, scale=0.125)[0].cpu()
+assert (o - want).abs().max() < 2e-3 and o[1].abs().max() == 0 and lse[1].max() == -math.inf
+print("three sequences, one of them empty: what the Triton kernel gives")
+
+# %% [markdown]
+# Now take the fences out. The numbers may well be right: a CPU, and mostly a GPU too, shows writes in time. The emulator's watched build knows which write is *ordered* before which read:
+
+# %%
+broken = source("p12_decode").replace("__threadfence();", "")
+macros = {"HEAD_DIM": 64, "ELEMENT": "__half"}
+module = load_inline(broken, name="without_fences.cu", backend="emulator", check=True, defines=macros)
+with mock.patch.object(decoding, "compiled", lambda *_: module):
+    decoding.decode(batch[0], k16, v16, several, batch[1], **small)
+kinds = {finding.kind for finding in module.report.findings}
+print("found:", *kinds)
+assert kinds == {"global-race"}
+
+# %% [markdown]
+# (Where a warp alone has to arrive, without a block's barrier, is exercise 12.6; which block has which pieces, 12.8.)
+
+# %% [markdown]
+# ## 12 · More than one query
 #
 # A prompt need not be read at once. In pieces of, say, 16 tokens it can share a step with others' decoding: *chunked prefill*. A draft that a small model wrote has a
 # few queries too. Both are our kernel with `queries` above 1: each row sees the keys up to its own.
@@ -511,8 +544,6 @@ plt.show()
 
 # %%
 show.source(kernels.append_kernel)
-
-# %%
 prompt = drawn(1, 8, 48, 64), drawn(1, 2, 48, 64), drawn(1, 2, 48, 64)
 at_once = flash_attention(*prompt, causal=True)
 cache = [prompt[0].new_full((4, 2, 16, 64), math.nan) for _ in "kv"]
@@ -543,7 +574,7 @@ nothing = flash_attention_with_cache(q1, *cache, torch.zeros_like(there), table,
 print("an empty sequence gives", nothing[0].abs().max().item(), "and", nothing[1].max().item())
 
 # %% [markdown]
-# ## 12 · A model that writes
+# ## 13 · A model that writes
 #
 # Phase 10's model, with three kinds of cache and with none. Without one, each token costs a pass over the whole text. Prompts have different lengths. The weights are drawn, so the text is
 # nonsense; but it has to be the *same* nonsense.
@@ -561,17 +592,6 @@ assert all(torch.equal(text, texts[None]) for text in texts.values())
 print("no cache, dense, static, paged: the same", list(texts[None].shape), "tokens")
 
 # %% [markdown]
-# What each of them holds in memory for these three texts, if up to 64 tokens may come:
-
-# %%
-totals = [len(p) + 12 for p in prompts]
-rows = []
-for kind in ("dense", "static", "paged"):
-    memory = cache_memory(config, totals, kind, page_size=4, itemsize=4)
-    rows.append([kind, memory.reserved, memory.used, f"{memory.share:.0%}"])
-Table.of(rows, ["cache", "bytes reserved", "bytes used", "share"], align="lrrr")
-
-# %% [markdown]
 # And a prompt that is read once, for two continuations. The fork shares its pages until the texts part:
 
 # %%
@@ -585,7 +605,7 @@ print(f"{used} pages for the prompt, {32 - cache.pager.free_pages} for two texts
       f"apart they would need {2 * cdiv(cache.tokens[0], 4)}")
 
 # %% [markdown]
-# ## 13 · Two ways to read less
+# ## 14 · Two ways to read less
 #
 # **Eight bits.** A cache with half the bytes takes half the time. Each key head gets a scale, so that its largest number is the largest of the format. What does it cost? Heads of real
 # models differ much in size; here by a factor of 300.
@@ -609,20 +629,15 @@ for dtype in (torch.int8, torch.float8_e4m3fn):
         o = reference.attention(query, *rounded)[0]
         error = ((o - exact).norm(dim=-1) / exact.norm(dim=-1)).max().item()
         rows.append([str(dtype).removeprefix("torch."), f"one scale {name}", f"{error:.1%}"])
-Table.of(rows, ["format", "", "largest error of a head, relative"], align="llr")
-
-# %%
 errors = [float(row[2].rstrip("%")) for row in rows]
 assert errors[0] < 5 and errors[2] < 8 and errors[1] > 10 * errors[0] and errors[3] < 2 * errors[2]
-print("whole numbers need a scale per head; floats carry one in each number, but are coarser")
+Table.of(rows, ["format", "", "largest error of a head, relative"], align="llr")
 
 # %% [markdown]
-# The error is what it is: percents, where bf16 has tenths of one. Whether a model bears it is the model's affair. This is random data, which is the worst case for V: nothing
-# averages out that has no mean.
-
-# %% [markdown]
+# Whole numbers need a scale per head; floats carry one in each number, but are coarser. Whether a model bears percents, it has to say.
+#
 # **Latent attention** (MLA, DeepSeek-V2). A token keeps one vector of 576 numbers for *all* 128 heads: 512 from which keys and values of each head could be made, and 64 with a position. They need
-# not be made, for the matrices that would do it can be multiplied into the queries and the outputs. So 128 heads read one "key head" of 576, whose first 512 numbers are its value too.
+# not be made: the matrices that would do it are multiplied into the queries and the outputs. So 128 heads read one "key head" of 576, whose first 512 numbers are its value too: decoding at the ridge, where rows and tensor cores count again.
 
 # %%
 per_token = 576 * 2
@@ -632,10 +647,6 @@ print(f"{flop / per_token:.0f} FLOP per byte, and the ridge is at {ridge:.0f}")
 assert flop / per_token > ridge and 2 * 128 * 128 * 2 / per_token > 56
 
 # %% [markdown]
-# The group has moved all the way to the right: its decoding stands at the ridge, with 57 times fewer bytes. There, rows and tensor cores count again. That is why its kernels (FlashMLA) look like phase
-# 11's, and not like this lecture's.
-
-# %% [markdown]
 # ## Summary, and what is left to explore
 #
 # - A decoding step reads the cache once. Its intensity is the size of a group: memory is the wall.
@@ -643,8 +654,8 @@ assert flop / per_token > ridge and 2 * 128 * 128 * 2 / per_token > 56
 # - Parts may be empty, all of them too: o is then 0, and its lse $-\infty$.
 # - Pages cost under 3 % in reads, and one more latency, which is hidden by looking one tile ahead.
 # - 25 KB per multiprocessor have to be in flight.
-# - The last to arrive merges. Release before the count, acquire behind it.
-# - Equal shares of all tiles do not ask how ragged a batch is.
+# - The last to arrive merges: release before the count, acquire behind it.
+# - Equal shares of all tiles suit any batch.
 
 # %% [markdown]
 # Test yourself: *a sequence of 0 keys is in the batch. Name every place in the kernel at which it could give a NaN, and what keeps it from it.*
@@ -655,8 +666,7 @@ assert flop / per_token > ridge and 2 * 128 * 128 * 2 / per_token > 56
 # $-\infty$: `m_safe`. The o of these parts was never written, and is never loaded: `some`. And the last division, again by 1.
 #
 # </details>
-
-# %% [markdown]
+#
 # Left to explore: a dependent launch instead of the counter, which starts the merge before the first kernel has ended; shared prefixes that are read once for many sequences (cascade attention); pages of keys that are
 # thrown away; and drafts that are trees, with a mask of their own.
 #

@@ -1,4 +1,5 @@
-"""Checks of phase 12: intensity, places in pages, empty parts, splits, packed rows, a fence, forks, shares, a kernel."""
+"""Checks of phase 12: intensity, places in pages, empty parts, splits, packed rows, a fence, forks, shares, a "
+"kernel."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ def _model(r: random.Random) -> tuple[int, ...]:
     words={"rows": "the rows that read a key head", "of_one": "the intensity of one query"},
     notes={
         "itemsize": "the cache has numbers of itemsize bytes", "heads // kv_heads": "all heads of a group read one key",
-        "queries": "each query of a sequence reads the same keys", "1000": "TFLOP/s and GB/s are a factor of 1000 apart",
+        "queries": "each query of a sequence reads the same keys", "1000": "TFLOP/s and GB/s are a factor of 1000 "
+        "apart",
         "2": "4 operations per row, key and column, and 2 numbers, one of K and one of V",
     },
     rows=[
@@ -155,8 +157,8 @@ def _by_weights(os, lses):
     hints=[
         "A part's share of a row is exp(lse_part - lse). What is it of an empty part? And of an empty part in an empty "
         "row, where lse is -inf too?",
-        "-inf - (-inf) is NaN: subtract 0 there. Nor does a share of 0 help against an o that nobody wrote, for 0 * NaN "
-        "is NaN: put 0 in place of o first.",
+        "-inf - (-inf) is NaN: subtract 0 there. Nor does a share of 0 help against an o that nobody wrote, for 0 * "
+        "NaN is NaN: put 0 in place of o first.",
         "lse = torch.logsumexp(lses, 0); share = torch.exp(lses - lse.masked_fill(lse == -math.inf, 0.0)); "
         "os.masked_fill((lses == -math.inf)[..., None], 0.0).",
     ],
@@ -169,8 +171,8 @@ def _by_weights(os, lses):
     draw=lambda r: _parts(r, r.randint(1, 5), r.randint(1, 4), r.choice((0, 0.4, 1.0)), low=r.gauss(0, 3)),
     also=[_by_weights],
     nan={
-        "empty": "an empty part has lse -inf and an o that nobody wrote: its share has to be 0 where all are empty too, "
-        "and 0 * NaN is NaN",
+        "empty": "an empty part has lse -inf and an o that nobody wrote: its share has to be 0 where all are empty "
+        "too, and 0 * NaN is NaN",
         "": "a weight overflowed: only differences of lse go into an exponential",
     },
     words={"share": "the part's share", "there": "whether the part has keys"},
@@ -215,7 +217,8 @@ def merge_parts(os: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, tor
     whole=True,
     inputs=[
         (8, 64, 132, 2), (8, 20, 108, 1), (1, 20, 13, 1), (1, 3, 132, 2), (132, 40, 132, 2), (133, 40, 132, 2),
-        (67, 40, 132, 4), (66, 40, 132, 4), (4, 1, 132, 1), (4, 1, 132, 3), (10, 7, 132, 2), (5, 50, 264, 3), (2, 38, 13, 5),
+        (67, 40, 132, 4), (66, 40, 132, 4), (4, 1, 132, 1), (4, 1, 132, 3), (10, 7, 132, 2), (5, 50, 264, 3),
+        (2, 38, 13, 5),
     ],
     draw=lambda r: (r.randint(1, 70), r.randint(1, 60), r.choice((13, 64, 108, 132, 264)), r.randint(1, 5)),
     words={"most": "the number of splits", "share": "the share"},
@@ -233,8 +236,8 @@ def one_wave(programs, tiles, slots, least):
     """(splits, share): as many splits as fit at once, and the tiles of the longest.
 
     programs: blocks without a split, each with `tiles` tiles of keys; slots: so many blocks run at once. With more than
-    one split no split is to have fewer than `least` tiles on the average, and none is to be empty: the shares are equal,
-    rounded up.
+    one split no split is to have fewer than `least` tiles on the average, and none is to be empty: the shares are
+    equal, rounded up.
     """
     # BEGIN SOLUTION
     most = max(1, min(slots // programs, tiles // least))
@@ -305,14 +308,15 @@ def _kernel() -> Source:
     title="The last one to arrive",
     minutes=30,
     hints=[
-        "Who counts? One lane for its warp. When may it, so that the other 31 have stored? And how do the others hear what "
-        "it found?",
+        "Who counts? One lane for its warp. When may it, so that the other 31 have stored? And how do the others "
+        "hear what it found?",
         "A fence orders what its own thread has written, or has been shown by a barrier before it. So the fence of the "
         "lane that counts stands between __syncwarp() and the count.",
-        "The same on the way back: the count, a fence, then __syncwarp(). __shfl_sync(~0u, before, 0) tells all lanes what "
-        "lane 0 found. And who puts the counter back to 0?",
-        "__syncwarp(); int before = 0; if (lane == 0) { __threadfence(); before = atomicAdd(counter, 1); __threadfence(); "
-        "if (before == splits - 1) *counter = 0; } last = __shfl_sync(~0u, before, 0) == splits - 1; __syncwarp();",
+        "The same on the way back: the count, a fence, then __syncwarp(). __shfl_sync(~0u, before, 0) tells all "
+        "lanes what lane 0 found. And who puts the counter back to 0?",
+        "__syncwarp(); int before = 0; if (lane == 0) { __threadfence(); before = atomicAdd(counter, 1); "
+        "__threadfence(); if (before == splits - 1) *counter = 0; } last = __shfl_sync(~0u, before, 0) == splits - "
+        "1; __syncwarp();",
     ],
 )
 def _(arrive: str) -> str:
@@ -334,12 +338,13 @@ def _expect_merged(module: Any, whole: Source, rows: int, N: int, splits: int) -
         case = f"rows={rows}, N={N}, splits={splits}, {launch} launch"
         o = torch.full((rows, 64), math.nan)
         parts = torch.full((splits, rows, 64), math.nan), torch.full((splits, rows, 2), math.nan)
-        ran(module, whole, case, lambda o=o, parts=parts: module.launch("run", s, v, o, *parts, counters, rows, N, splits,
-                                                                        echo=False))  # fmt: skip
+        arguments = "run", s, v, o, *parts, counters, rows, N, splits
+        ran(module, whole, case, functools.partial(module.launch, *arguments, echo=False))
         untouched = int(o.isnan().unflatten(1, (2, 32)).all(2).any(1).sum())
         expect(
             not untouched or launch == "first",
-            f"right in the first launch, but in the second nobody merges {untouched} of {rows} rows: their counters are "
+            f"right in the first launch, but in the second nobody merges {untouched} of {rows} rows: their counters "
+            "are "
             f"{counters.tolist()} after it, and have to be 0 again",
             diagnosis="counter-not-reset", case=case,
         )  # fmt: skip
@@ -389,8 +394,8 @@ _FORKED = (("new", 0), *[("append", 0)] * 5, ("fork", 0), ("append", 1), ("appen
     hints=[
         "Keep for each sequence a list of its pages and its length, and for each page how many sequences refer to it. "
         "A page's number can be a count that goes up.",
-        "An append to a sequence whose length is a multiple of page_size takes a new page. Else it writes into its last "
-        "page: may it, if another sequence refers to that page too?",
+        "An append to a sequence whose length is a multiple of page_size takes a new page. Else it writes into its "
+        "last page: may it, if another sequence refers to that page too?",
         "A shared last page that is not full: references of it less by one, a new page in its place, copied = 1. A "
         "fork copies the list and the length, and adds one to the references of each page.",
         "In use are the pages with references above 0. free takes one from each page of the sequence.",
@@ -412,8 +417,8 @@ _FORKED = (("new", 0), *[("append", 0)] * 5, ("fork", 0), ("append", 1), ("appen
         "> 1": "a page of one's own is written to", "list": "a fork goes its own way from here on",
     },
     rows=[
-        Row("written-while-shared", "copied is always 0: a shared page that is part-filled would be written to, and the "
-            "other sequence would read it", [("users[table[s][-1]] > 1", "False")]),
+        Row("written-while-shared", "copied is always 0: a shared page that is part-filled would be written to, and "
+            "the other sequence would read it", [("users[table[s][-1]] > 1", "False")]),
         Row("copied-at-once", "a fork takes pages at once: it shares all of them, and a page is copied when somebody "
             "appends to it", [("table.append(list(table[s]))", "table.append([next(fresh) for _ in table[s]])"),
                               ("users.update(table[s])", "users.update(table[-1])")]),
@@ -469,19 +474,20 @@ def _ragged(r: random.Random) -> tuple[Any, ...]:
     minutes=40,
     difficulty="Stretch",
     hints=[
-        "Lay the tiles of all sequences behind one another on one line. Program p has the tiles from p * share on; where "
-        "on this line does sequence s begin?",
-        "share = all tiles / programs, rounded up. Walk through the sequences, with `before` the tiles that came before: "
-        "the piece is what [p * share, (p + 1) * share) and [before, before + tiles) have in common.",
-        "first = max(p * share - before, 0); end = min((p + 1) * share - before, tiles). There is a piece where first < "
-        "end. Its keys: first * block_n to min(end * block_n, length).",
+        "Lay the tiles of all sequences behind one another on one line. Program p has the tiles from p * share on; "
+        "where on this line does sequence s begin?",
+        "share = all tiles / programs, rounded up. Walk through the sequences, with `before` the tiles that came "
+        "before: the piece is what [p * share, (p + 1) * share) and [before, before + tiles) have in common.",
+        "first = max(p * share - before, 0); end = min((p + 1) * share - before, tiles). There is a piece where "
+        "first < end. Its keys: first * block_n to min(end * block_n, length).",
     ],
     returns="sequence, first, end",
     each="piece",
     item=int,
     inputs=[((8192 // 64, 64 // 64, 20, 0, 33), 4, 5, p) for p in range(5)]
     + [((100, 3, 50), 16, 3, p) for p in range(3)]
-    + [((0, 0), 16, 2, 0), ((5,), 16, 4, 0), ((5,), 16, 4, 1), ((17, 0, 16, 15), 16, 2, 0), ((17, 0, 16, 15), 16, 2, 1)],
+    + [((0, 0), 16, 2, 0), ((5,), 16, 4, 0), ((5,), 16, 4, 1), ((17, 0, 16, 15), 16, 2, 0),
+       ((17, 0, 16, 15), 16, 2, 1)],
     draw=_ragged,
     words={"before": "the tiles before this sequence", "share": "the share", "tiles": "the sequence's tiles"},
     notes={
@@ -548,15 +554,15 @@ def _cache_launch(
         "loads of q and all stores.",
         "A share: tiles = cdiv(length, BLOCK_N), per split cdiv(tiles, splits) * BLOCK_N keys. Key j lies in page "
         "table[j // PAGE], row j % PAGE; load the table with the mask j < length, other=0, and make it int64.",
-        "A split without keys ends with l_i = 0: divide by 1 there. Scores of keys that are not there are -inf, and k and "
-        "v are loaded with other=0.0, because 0 * NaN is NaN.",
+        "A split without keys ends with l_i = 0: divide by 1 there. Scores of keys that are not there are -inf, and "
+        "k and v are loaded with other=0.0, because 0 * NaN is NaN.",
         "tl.dot(q, k.T, input_precision='ieee') * scale_log2; lse is (m_i + tl.log2(l_i)) * 0.6931471805599453.",
     ],
     writes="PART_O_ptr, PART_LSE_ptr",
     returns="part_o, part_lse",
     programs=lambda Q_ptr, kv_heads, splits, **_: Q_ptr.shape[0] * kv_heads * splits,
     inputs={
-        "1 sequence of 53 keys, 1 split": _cache_launch(_SEEN, (53,), splits=1, scale=0.6),
+        "1 sequence of 49 keys, 1 split": _cache_launch(_SEEN, (49,), splits=1, scale=0.6),
         "lengths 5, 32, 70, 2 splits": _cache_launch(_SEEN, (5, 32, 70), kv_heads=2, group=1),
         "float16, 2 key heads of 3 heads": _cache_launch(_SEEN, (33, 16), kv_heads=2, group=3, splits=3,
                                                          dtype=torch.float16),
@@ -567,8 +573,8 @@ def _cache_launch(
         r, tuple(r.randint(0, 50) for _ in range(r.randint(1, 3))), kv_heads=r.randint(1, 2), group=r.randint(1, 4),
         page=r.choice((1, 3, 4, 16)), splits=r.randint(1, 3), spare=r.randint(1, 2)),
     nan={
-        "": "what no key has is NaN in this cache: is a key behind the length loaded, or -inf - (-inf) or 0 / 0 computed "
-        "where a share is empty?",
+        "": "what no key has is NaN in this cache: is a key behind the length loaded, or -inf - (-inf) or 0 / 0 "
+        "computed where a share is empty?",
     },
     notes={
         "group": "the group's heads are the rows", "splits": "a split has an equal share of the tiles",
@@ -635,7 +641,6 @@ def _places(pages: tuple[int, ...], stride_page: int, stride_slot: int, page: in
     return out, table, len(pages) * page, stride_page, stride_slot, page, 16
 
 
-_OFFSETS = "page * stride_page + key % PAGE * stride_slot"
 _FEW_BITS = "every offset is right up to a multiple of 2^32: the page's number has 32 bits, as the table has"
 
 
@@ -664,10 +669,12 @@ _FEW_BITS = "every offset is right up to a multiple of 2^32: the page's number h
     draw=lambda r: _places(tuple(r.randrange(200_000) for _ in range(r.randint(1, 4))), r.randint(1, 2**19),
                            r.randint(1, 2**28), r.choice((1, 3, 16))),
     rows=[
-        Row("page-overflow", _FEW_BITS, [(").to(tl.int64)\n    slot", ")\n    slot"), ("(key % PAGE).to(tl.int64)", "key % PAGE")]),
+        Row("page-overflow", _FEW_BITS,
+            [(").to(tl.int64)\n    slot", ")\n    slot"), ("(key % PAGE).to(tl.int64)", "key % PAGE")]),
         Row("page-only", "the page has 64 bits now, but keys within a page may lie far apart too: their product has 32",
             [("(key % PAGE).to(tl.int64)", "key % PAGE")]),
-        Row("slot-only", "the key's place in its page has 64 bits, but the page's number, loaded from the table, has 32",
+        Row("slot-only", "the key's place in its page has 64 bits, but the page's number, loaded from the table, has "
+            "32",
             [(").to(tl.int64)\n    slot", ")\n    slot")]),
     ],
     tol=0.5,
@@ -697,8 +704,8 @@ def _padded(r: random.Random, splits: int, queries: tuple[int, ...]) -> tuple[An
     minutes=20,
     difficulty="Bug hunt",
     untouched="0c89631ef44c",
-    history="pytorch/pytorch, issue 194167 (2026): with split keys, a stride that was left at 0 let every sequence write "
-    "over the first; also Dao-AILab/flash-attention, pull requests 2542 and 2812",
+    history="pytorch/pytorch, issue 194167 (2026): with split keys, a stride that was left at 0 let every sequence "
+    "write over the first; also Dao-AILab/flash-attention, pull requests 2542 and 2812",
     hints=[
         "With one sequence all is right. With several, which rows have a number in them, and whose is it?",
         "NaN is what o held before: those rows were never written. So where did the later sequences write?",
