@@ -93,7 +93,7 @@ PHASES = (
     Phase(
         12, "decoding", "Decoding: split-KV and paged caches", "triton",
         "one query against a long cache: splits and their merge, pages, groups, ragged batches, counted; a pager, and "
-        "a model that writes with it", 90,
+        "a model that writes with it", 75,
     ),
     Phase(
         13, "many_gpus", "Many GPUs: ring attention", "distributed",
