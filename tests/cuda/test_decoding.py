@@ -15,7 +15,7 @@ from flashlab.kernels.problem import ELEMENTS
 from flashlab.kernels.series import DECODING, source
 
 FP16, BF16 = torch.float16, torch.bfloat16
-LAST = DECODING[-1].name
+*EARLY, LAST = (s.name for s in DECODING)
 on_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="no GPU")
 
 
@@ -23,6 +23,8 @@ def run(x: Sequences, name=LAST, *, check=False, defines=(), **options):
     """o and lse of a step; in the emulator nothing may be found."""
     options = {"scale": x.q.shape[-1] ** -0.5} | options
     found = decoding.decode(*x.given, name=name, check=check, defines=defines, **options)
+    if name in EARLY[:4]:
+        defines = (*defines, ("ROWS", x.q.shape[1] // x.k_cache.shape[1]))
     built = decoding.compiled(name, x.q.shape[-1], x.q.dtype, decoding.backend_for(x.q, check), check, defines)
     assert built.report is None or not built.report.findings, built.report.findings[0]
     return found
@@ -51,6 +53,27 @@ def test_head_sizes_and_dtypes(head_dim, dtype):
     for page in (16, 2, None):
         x = Sequences([130, 33], group=4, head_dim=head_dim, dtype=dtype, page=page, kv_heads=1)
         x.expect(*run(x, sms=2, scale=-0.2), scale=-0.2)
+
+
+@pytest.mark.parametrize("check", [False, pytest.param(True, marks=pytest.mark.long)], ids=["fast", "watched"])
+@pytest.mark.parametrize("name", EARLY)
+def test_every_step(name, check):
+    sizes = {"group": 4, "kv_heads": 2, "head_dim": 64, "dtype": BF16}
+    if name in EARLY[:2]:
+        x = Sequences([130, 130], page=None, spare=0, **sizes)
+    else:
+        x = Sequences([0, 130, 33, 300], page=12, **sizes)
+    options = {"splits": 3} if name in EARLY[1:6] else {"sms": 3}
+    for _ in range(2):  # the counters are as they were
+        x.expect(*run(x, name, check=check, **options))
+
+
+def test_a_step_says_what_it_does_not_take():
+    sizes = {"head_dim": 64, "dtype": BF16}
+    with pytest.raises(ValueError, match="p12_2_splits takes a contiguous cache: pages begin with p12_3_pages"):
+        run(Sequences([3], **sizes), "p12_2_splits")
+    with pytest.raises(ValueError, match="p12_7_shares takes one query per sequence"):
+        run(Sequences([3], queries=2, **sizes), "p12_7_shares")
 
 
 @pytest.mark.parametrize("page", [16, 6])

@@ -1,7 +1,7 @@
 """Phase 12: one query per sequence over long caches, paged and contiguous, beside SDPA, FlexAttention, FlashInfer.
 
     flashlab bench decode                    # writes recorded/decode_<gpu>.json; some minutes
-    flashlab bench decode --only work        # without the part "tune", which tries the kernel's three numbers
+    flashlab bench decode --only work        # without "steps", the ladder, and "tune", the last kernel's three numbers
     flashlab bench decode --quick            # tiny, on any machine
 
 bf16; CUDA graphs that go through copies of the cache which together exceed the L2. Before it is timed, each way is
@@ -29,6 +29,7 @@ from flashlab.bench.harness import Data, Row, Way
 from flashlab.bench.rows import where
 from flashlab.check.training import wanted, worst
 from flashlab.cuda import decoding
+from flashlab.kernels.series import DECODING
 from flashlab.table import Table
 
 OURS, WHOLE, ONES = "p12_decode, pages of 16", "p12_decode, contiguous", "p12_decode, pages of 1"
@@ -79,7 +80,8 @@ KNOBS = tuple(
 
 def jobs(cases: tuple[Case, ...] = CASES, tuned: tuple[Case, ...] = TUNED) -> list[Row]:
     """What counts first."""
-    return [{"part": part} | case._asdict() for part, some in (("work", cases), ("tune", tuned)) for case in some]
+    parts = (("work", cases), ("steps", tuned), ("tune", tuned))
+    return [{"part": part} | case._asdict() for part, some in parts for case in some]
 
 
 # ---- inputs ----------------------------------------------------------------------------------------------------------
@@ -122,15 +124,16 @@ def ways(case: Case, part: str) -> dict[str, tuple[int | None, Callable[[torch.T
     def door(backend: str) -> Callable[[torch.Tensor, Filled], Way]:
         return lambda q, x: lambda: flash_attention_with_cache(q, x.k, x.v, x.lengths, x.table, backend=backend)
 
-    def knobs(defines: dict[str, int]) -> Callable[[torch.Tensor, Filled], Way]:
-        given = tuple(defines.items())
-        factor = case.head_dim**-0.5
-        return lambda q, x: (
-            lambda: decoding.decode(q, x.k, x.v, x.lengths, x.table, scale=factor, defines=given)[0]
-        )  # fmt: skip
+    def kernel(**options: Any) -> Callable[[torch.Tensor, Filled], Way]:
+        given = {"scale": case.head_dim**-0.5} | options
+        return lambda q, x: lambda: decoding.decode(q, x.k, x.v, x.lengths, x.table, **given)[0]
 
     if part == "tune":
-        return {", ".join(f"{n} {v}" for n, v in some.items()): (16, knobs(some)) for some in KNOBS}
+        return {
+            ", ".join(f"{n} {v}" for n, v in some.items()): (16, kernel(defines=tuple(some.items()))) for some in KNOBS
+        }
+    if part == "steps":
+        return {s.name: (None if i < 2 else 16, kernel(name=s.name)) for i, s in enumerate(DECODING)}
     found = {
         OURS: (16, door("p12_decode")), WHOLE: (None, door("p12_decode")), ONES: (1, door("p12_decode")),
         "Triton, pages of 16": (16, door("triton")), FLASHINFER: (16, _flashinfer),

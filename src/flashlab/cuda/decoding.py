@@ -19,9 +19,10 @@ from flashlab.attention.cache_door import append_reference
 from flashlab.attention.tiles import cdiv
 from flashlab.cuda.inline import CudaModule, load_inline
 from flashlab.kernels.problem import ELEMENTS, Strides, rows_fit
-from flashlab.kernels.series import HALVES, step
+from flashlab.kernels.series import DECODING, HALVES
 
-HEAD_DIMS = (64, 128, 256)
+STEPS = {s.name: s for s in DECODING}
+LAST = DECODING[-1].name
 ROWS, TILE, PARTS_PER_SM = 16, 16, 8
 """Of the sources: rows of a block, keys of a tile; two parts for each block that a multiprocessor may have room for."""
 
@@ -47,14 +48,14 @@ def compiled(
 ) -> CudaModule:  # fmt: skip
     """A step's source, compiled. backend, check: as in `load_inline`; defines: its other macros."""
     macros: dict[str, Any] = {"HEAD_DIM": head_dim, "ELEMENT": ELEMENTS[dtype], **dict(defines)}
-    return load_inline(step(name).path, backend=backend, check=check, defines=macros)
+    return load_inline(STEPS[name].path, backend=backend, check=check, defines=macros)
 
 
 def decode(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, lengths: torch.Tensor,
     page_table: torch.Tensor | None = None, *, scale: float, left: int | None = None, softcap: float | None = None,
-    new: int = 0, name: str = "p12_decode", sms: int | None = None, backend: str | None = None, check: bool = False,
-    defines: tuple[tuple[str, int], ...] = (), **launch: Any,
+    new: int = 0, name: str = LAST, splits: int | None = None, sms: int | None = None, backend: str | None = None,
+    check: bool = False, defines: tuple[tuple[str, int], ...] = (), **launch: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attention over a cache, causal at the end, of inputs that `flashlab.attention.cache_door` has checked.
 
@@ -63,13 +64,17 @@ def decode(
         k_cache, v_cache: [pages, kv_heads, page, head_dim]; without a table [batch, kv_heads, keys, head_dim].
         lengths: [batch]; a sequence has lengths + new keys. page_table: [batch, width]. int32; others are converted.
         left, softcap: None; the kernels have neither.
-        name: of the step. sms: multiprocessors to plan for; the GPU's own, if None.
+        name: of the step. Those before the last take one query and a head_dim of 64 or 128; those before p12_3_pages a
+            contiguous cache that is full, whatever lengths says.
+        splits: of steps 2 to 6; what `flashlab.attention.decode.splits_for` says, if None.
+        sms: multiprocessors to plan for; the GPU's own, if None.
         backend, check, defines: of the build, see `compiled`. launch: options of the emulator's launch.
 
     Returns:
         o: like q. lse: [batch, heads, queries], float32. A row that sees no key gives 0 and -inf.
     """
     assert left is None and softcap is None
+    number = [*STEPS].index(name) + 1
     batch, heads, queries, head_dim = q.shape
     kv_heads, page = k_cache.shape[1:3]
     out = torch.empty_like(q)
@@ -84,6 +89,13 @@ def decode(
             raise ValueError(
                 f"{what} begins {x.data_ptr() % 16} bytes behind a 16-byte boundary: the kernel copies 16 bytes at once"
             )
+    group = heads // kv_heads
+    if name != LAST and (queries > 1 or group > ROWS or head_dim not in STEPS[name].head_dims):
+        raise ValueError(f"{name} takes one query per sequence, up to 16 heads of a group, and a head_dim of 64 or 128")
+    if number < 3 and page_table is not None:
+        raise ValueError(f"{name} takes a contiguous cache: pages begin with p12_3_pages")
+    if number < 5:
+        defines = (*defines, ("ROWS", group))
     built = compiled(name, head_dim, q.dtype, backend or backend_for(q, check), check, defines)
     if sms is None:
         sms = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else kernels.SMS
@@ -92,19 +104,23 @@ def decode(
     table = page_table if page_table is None else page_table.to(torch.int32)
     if table is not None and table.stride(1) != 1:
         table = table.contiguous()
-    group = heads // kv_heads
     row_blocks = cdiv(group * queries, ROWS)
     pairs = batch * kv_heads * row_blocks
     if pairs * cdiv(page * width, TILE) >= 2**31:
         raise ValueError(
             f"{batch} sequences of up to {page * width} keys are too many tiles for one launch: split them"
         )
+    if number in (1, 7, 8):
+        splits = 1
+    elif splits is None:
+        splits = kernels.splits_for(pairs, page * width, group, 64, q.element_size(), sms)
     shapes = Cache(
         *[None] * 10, *(Strides(*x.stride()[:3]) for x in (q, k_cache, v_cache, o)),
-        0 if table is None else table.stride(0), batch, kv_heads, group, queries, page, width, new, scale, 1, sms,
+        0 if table is None else table.stride(0), batch, kv_heads, group, queries, page, width, new, scale, splits, sms,
     )  # fmt: skip
-    part_o = torch.empty((PARTS_PER_SM * sms, ROWS, head_dim), device=q.device)
-    part_lse = torch.empty((PARTS_PER_SM * sms, ROWS), device=q.device)
+    part_rows = PARTS_PER_SM * sms * ROWS if number > 6 else splits * batch * heads
+    part_o = torch.empty((part_rows, head_dim), device=q.device)
+    part_lse = torch.empty(part_rows, device=q.device)
     counters = counters_of(q.device, pairs)
     if built.backend == "emulator":
         launch = {"unwritten": ("o", "lse", "part_o", "part_lse"), **launch}
@@ -122,7 +138,7 @@ def refusal(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, left: int | None, softcap: float | None
 ) -> str | None:
     """Why p12_decode does not take these inputs, as a clause; None where it does."""
-    if q.dtype not in HALVES or q.shape[-1] not in HEAD_DIMS:
+    if q.dtype not in HALVES or q.shape[-1] not in STEPS[LAST].head_dims:
         return f"it takes float16 or bfloat16 with a head_dim of 64, 128 or 256, and q is {q.dtype} with {q.shape[-1]}"
     if left is not None or softcap is not None:
         return "it has neither window nor softcap"

@@ -134,7 +134,14 @@ HOPPER = (
 
 
 DECODING = (
-    Step("p12_decode", "equal shares of all keys, for a grid that stays; several queries", head_dims=(64, 128, 256)),
+    Step("p12_1_groups", "a block per sequence and key head: a key is read once for a group"),
+    Step("p12_2_splits", "a sequence's keys in several parts, and a kernel that merges them"),
+    Step("p12_3_pages", "pages, a table, and lengths on the device"),
+    Step("p12_4_copies", "each warp copies tiles ahead, into a ring of its own"),
+    Step("p12_5_mma", "the heads of a group are the rows of an MMA"),
+    Step("p12_6_last_block", "the last block to arrive merges the parts"),
+    Step("p12_7_shares", "equal shares of all keys, for a grid that stays"),
+    Step("p12_decode", "several queries, large groups, pages that hold whole tiles", head_dims=(64, 128, 256)),
 )
 """Phase 12, a ladder of its own: not attention over whole tensors, but over a cache (cache.cuh, struct Cache)."""
 

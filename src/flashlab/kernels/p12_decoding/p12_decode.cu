@@ -106,8 +106,8 @@ __device__ __forceinline__ void count_tiles(const Cache& c, int* before_smem) {
 // endregion
 
 // region: guess
-// Copies the pages that this warp needs first if every sequence fills its row of the table, as while it grows it all but
-// does. They come while the lengths do; where the guess is right, reading them again is no way to memory.
+// Copies the pages that this warp needs first, if every sequence fills its row of the table. They come while the
+// lengths do; where the guess is right, reading them again is no way to memory.
 __device__ __forceinline__ void guess_pages(const Cache& c, int row_blocks, int* guess_smem) {
     const int all = ceil_div(c.page * c.width, TILE), readers = c.kv_heads * row_blocks;
     const Shares shares(c.batch * readers * all, gridDim.x);
@@ -379,8 +379,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_kernel(const Ca
         // endregion
 
         // region: last to arrive
-        // The barrier hands the block's parts to thread 0; its fence and its count publish them. What it counts last,
-        // its second fence and the barrier hand on. atomicInc begins again at 0: for the next launch.
+        // The barrier hands the block's parts to thread 0; its fence and its count publish them. What the last one to
+        // count has seen, its second fence and the barrier hand on. atomicInc begins again at 0: for the next launch.
         __syncthreads();                                       // all have stored, and nobody reads the sums any more
         if (whole) continue;
         const int reader = (p.b * c.kv_heads + p.kv_head) * row_blocks + p.row_block;

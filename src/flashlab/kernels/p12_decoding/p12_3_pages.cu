@@ -1,0 +1,146 @@
+// Phase 12, step 3: the cache in pages, and the lengths on the device.
+//
+// A contiguous cache reserves for every sequence what the longest may need. In pages no more than one page per sequence
+// is unused: a table says which page holds which keys. How long a sequence is stands in memory too, and is read by the
+// kernel: so the launch is the same whatever the lengths have become, and a CUDA graph of it can be replayed.
+//
+// Compile with -DHEAD_DIM=64 or 128, -DELEMENT=__half or __nv_bfloat16, -DROWS=heads of a group.
+
+// region: constants
+#include "p12_decoding/cache.cuh"
+#ifndef ROWS
+#define ROWS 4
+#endif
+
+constexpr int WARPS = 4, THREADS = WARPS * WARP_SIZE;
+constexpr int COLUMNS = HEAD_DIM / WARP_SIZE;                  // of a lane: 2 lane, 2 lane + 1, and 64, 128 ... further
+// endregion
+
+// region: merge
+// What keys of a row add up to: m is the maximum of their scores in log2 units, l the sum of their weights.
+struct Sum {
+    float m, l, o[COLUMNS];
+};
+__device__ __forceinline__ void add(Sum& sum, float m, float l, const float (&o)[COLUMNS]) {
+    const float most = fmaxf(sum.m, m), base = most == -INFINITY ? 0.f : most;     // -inf - (-inf) would be NaN
+    const float old = exp2_approx(sum.m - base), now = exp2_approx(m - base);
+    sum.m = most, sum.l = sum.l * old + l * now;
+#pragma unroll
+    for (int i = 0; i < COLUMNS; i++) sum.o[i] = sum.o[i] * old + o[i] * now;
+}
+// Divided by its weights; and its lse, in log2 units. A row that saw no key is 0 and -inf.
+__device__ __forceinline__ float finish(Sum& sum) {
+    const float inverse = sum.l == 0.f ? 0.f : 1.f / sum.l;
+#pragma unroll
+    for (int i = 0; i < COLUMNS; i++) sum.o[i] *= inverse;
+    return sum.m + log2f(sum.l);
+}
+__device__ __forceinline__ void store(const Cache& c, int b, int kv_head, int row, int lane, Sum& sum) {
+    const float lse = finish(sum);
+    T* o_gmem = o_row(c, b, kv_head, row);                     // [HEAD_DIM]
+#pragma unroll
+    for (int i = 0; i < COLUMNS; i += 2)
+        *(uint32_t*)(o_gmem + i * WARP_SIZE + lane * 2) = pack<T>(sum.o[i], sum.o[i + 1]);
+    if (lane == 0) c.lse[lse_row(c, b, kv_head, row)] = lse * LN2;
+}
+// endregion
+
+// region: load a row
+// A lane's columns: a warp's loads are of 128 bytes that lie together.
+__device__ __forceinline__ void load(float (&x)[COLUMNS], const T* row, int lane) {
+#pragma unroll
+    for (int i = 0; i < COLUMNS; i += 2) {
+        const float2 two = unpack<T>(*(const uint32_t*)(row + i * WARP_SIZE + lane * 2));
+        x[i] = two.x, x[i + 1] = two.y;
+    }
+}
+// endregion
+
+// region: which keys
+__global__ void __launch_bounds__(THREADS) decode_kernel(const Cache c) {
+    __shared__ Sum sums_smem[WARPS][ROWS][WARP_SIZE];
+    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
+    const int b = blockIdx.x / c.kv_heads, kv_head = blockIdx.x % c.kv_heads;
+    const int length = length_of(c, b);                        // New
+    const int split = blockIdx.y, share = ceil_div(length, c.splits);  // equal shares; the last ones may be empty
+    const int begin = min(length, split * share), end = min(length, begin + share);
+    // endregion
+
+    // region: main loop
+    float q[ROWS][COLUMNS];
+    Sum sums[ROWS];
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) load(q[r], q_row(c, b, kv_head, r), lane), sums[r] = {-INFINITY, 0.f, {}};
+    for (int key = begin + warp; key < end; key += WARPS) {
+        float k[COLUMNS], v[COLUMNS];
+        const int page = page_of(c, b, key), slot = key % c.page;      // New
+        load(k, key_row(c.k, c.k_stride, page, kv_head, slot), lane);
+        load(v, key_row(c.v, c.v_stride, page, kv_head, slot), lane);
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {                       // one key, for all heads of the group
+            float s = 0.f;
+#pragma unroll
+            for (int i = 0; i < COLUMNS; i++) s += q[r][i] * k[i];
+#pragma unroll
+            for (int mask = 16; mask; mask /= 2) s += __shfl_xor_sync(~0u, s, mask);
+            add(sums[r], s * c.scale * LOG2E, 1.f, v);
+        }
+    }
+    // endregion
+
+    // region: sums of the warps
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) sums_smem[warp][r][lane] = sums[r];
+    __syncthreads();                                           // or other warps' sums would be missing
+    for (int r = warp; r < ROWS; r += WARPS) {                 // a warp finishes a row
+        Sum sum = {-INFINITY, 0.f, {}};
+        for (int w = 0; w < WARPS; w++) {
+            const Sum& part = sums_smem[w][r][lane];
+            add(sum, part.m, part.l, part.o);
+        }
+        // endregion
+
+        // region: store
+        // A part
+        const int64_t rows = (int64_t)c.batch * c.kv_heads * ROWS, part = split * rows + lse_row(c, b, kv_head, r);
+        const float lse = finish(sum);
+#pragma unroll
+        for (int i = 0; i < COLUMNS; i++) c.part_o[part * HEAD_DIM + i * WARP_SIZE + lane] = sum.o[i];
+        if (lane == 0) c.part_lse[part] = lse;
+    }
+}
+// endregion
+
+// region: merge parts
+// A warp merges the parts of a row. part_o [splits, rows, HEAD_DIM], part_lse [splits, rows]
+__global__ void __launch_bounds__(THREADS) merge_kernel(const Cache c) {
+    const int lane = threadIdx.x % WARP_SIZE, rows = c.batch * c.kv_heads * ROWS;
+    const int row = blockIdx.x * WARPS + threadIdx.x / WARP_SIZE;
+    if (row >= rows) return;
+    Sum sum = {-INFINITY, 0.f, {}};
+    for (int s = 0; s < c.splits; s++) {
+        const int64_t part = (int64_t)s * rows + row;
+        const float lse = c.part_lse[part];
+        float o[COLUMNS];
+#pragma unroll
+        for (int i = 0; i < COLUMNS; i++) o[i] = c.part_o[part * HEAD_DIM + i * WARP_SIZE + lane];
+        add(sum, lse, lse == -INFINITY ? 0.f : 1.f, o);        // a part is divided by its own weights already
+    }
+    const int pair = row / ROWS;
+    store(c, pair / c.kv_heads, pair % c.kv_heads, row % ROWS, lane, sum);
+}
+// endregion
+
+// region: launch
+// `shapes` is a Cache whose pointers are still empty.
+extern "C" int decode(const void* q, const void* k, const void* v, const void* table, const int* lengths, void* o,
+                      float* lse, float* part_o, float* part_lse, int* counters, const void* shapes, void* stream) {
+    Cache c = *(const Cache*)shapes;
+    c.q = q, c.k = k, c.v = v, c.table = (const int*)table, c.lengths = lengths, c.o = o, c.lse = lse;
+    c.part_o = part_o, c.part_lse = part_lse, c.counters = counters;
+    const int pairs = c.batch * c.kv_heads;
+    decode_kernel<<<dim3(pairs, c.splits), THREADS, 0, (cudaStream_t)stream>>>(c);
+    merge_kernel<<<ceil_div(pairs * ROWS, WARPS), THREADS, 0, (cudaStream_t)stream>>>(c);
+    return (int)cudaGetLastError();
+}
+// endregion
