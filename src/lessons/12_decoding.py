@@ -49,7 +49,7 @@ from flashlab.attention.tiles import cdiv
 from flashlab.attention.triton_forward import flash_attention_forward
 from flashlab.cuda import decoding, load_inline
 from flashlab.figures import curves, show
-from flashlab.kernels import source, step
+from flashlab.kernels import source, step, steps
 from flashlab.models.caches import PagedCache, cache_memory
 from flashlab.models.generate import generate
 from flashlab.models.language_model import Config, LanguageModel
@@ -140,10 +140,11 @@ plt.show()
 # ## 3 · A block per key head
 #
 # The reads first. Let one program own a *key* head. The query heads of its group become the rows of its tile, so that a key which is there serves all
-# of them.
+# of them. First in Triton; below it the first step of a CUDA ladder, in which a warp takes a key, and a lane some of its columns:
 
 # %%
 show.region(kernels, "programs")
+show.region(step("p12_1_groups"), "load a row", "main loop")
 
 # %% [markdown]
 # `r` is a row of the tile: a head of the group, and one of its queries (for now there is one). `BLOCK_M` is 16, the fewest rows that `tl.dot` takes.
@@ -184,10 +185,11 @@ show.region(kernels, "loop")
 
 # %% [markdown]
 # It is phase 4's loop. Two lines are new: `page` and `slot`, which are for section 6. At the end, a part and its lse go to float32 buffers. An empty
-# part writes only its lse, which is $-\infty$:
+# part writes only its lse, which is $-\infty$. Below, what the second step of the ladder changes for it:
 
 # %%
 show.region(kernels, "results")
+show.diff(step("p12_1_groups"), step("p12_2_splits"), "which keys", "store", "merge parts")
 
 # %% [markdown]
 # The merge takes the parts of one row, some at a time. A part's weight is the exponential of its lse. Where nothing has been seen the maximum is
@@ -297,10 +299,11 @@ assert pager.free_pages == 4 and pager.length(first) == 6
 # %% [markdown]
 # ## 6 · Pages in the kernel
 #
-# One more load: the page of each key of a tile. Where a page holds whole tiles, one number does.
+# One more load: the page of each key of a tile. Where a page holds whole tiles, one number does. In CUDA it is step 3, of four lines:
 
 # %%
 show.source(kernels.page_of)
+show.diff(step("p12_2_splits"), step("p12_3_pages"), "which keys", "main loop")
 
 # %% [markdown]
 # The number is made 64 bits wide before it is multiplied. A table holds 32 bits, and page × stride passes $2^{31}$ in any large cache. (One of
@@ -360,7 +363,8 @@ assert round(each / 1e3) == 25
 # A tile of K and V with 64 keys of 128 numbers is 32 KiB: one of them on its way is just enough, if nothing is ever late. So `tile_of` has two, beside the one in
 # use. A kernel that asks, waits, computes, and then asks again has *none* in flight while it computes.
 #
-# What to see: below 25 KB the speed is in proportion to what is asked for in advance, above it nothing is gained.
+# What to see: below 25 KB the speed is in proportion to what is asked for in advance, above it nothing is gained. (Step 4 of the ladder gives each warp a ring of tiles that
+# it fills ahead, with phase 8's `cp.async`; step 5 packs the rows of the next section.)
 
 # %%
 fig, ax = plt.subplots(figsize=(7, 3))
@@ -401,6 +405,7 @@ assert (8 / 2 + 0.5) / (scalar_ridge / 2) > 0.6  # and a unit that is nearly bus
 
 # %%
 show.region(kernels, "last to arrive")
+show.region(step("p12_6_last_block"), "last to arrive")
 
 # %% [markdown]
 # Two things must not go wrong. The count may not become visible before the part that it stands for. That is *release*. And who sees the last count has
@@ -442,7 +447,7 @@ def busiest(lengths, splits, start=2):
 tiles = KV_HEADS * sum(cdiv(n, tile) for n in ragged)
 shared = cdiv(tiles, H200.sms) + 2
 best = min((busiest(ragged, s), s) for s in range(1, 129))
-print(f"{tiles} tiles on {H200.sms}: {shared} tiles of time; {best[1]} splits, the best number, give {best[0]}")
+print(f"{tiles} tiles, equal shares: {shared} tiles of time; {best[1]} splits, the best number: {best[0]}")
 assert shared < best[0]
 
 # %% [markdown]
@@ -464,7 +469,7 @@ plt.show()
 # %% [markdown]
 # ## 11 · The kernel in CUDA
 #
-# The kernel for a serving engine has all of this: a grid that stays, equal shares, pages, and MMA rows. Its block has 16 rows, of one key head, and four warps. Each
+# The last step, for a serving engine, has all of this: a grid that stays, equal shares, pages, and MMA rows. Its block has 16 rows, of one key head, and four warps. Each
 # warp has its own tiles of 16 keys, its own stages and its own copies in flight, and waits for no other warp. For that is what counts here: always to have asked.
 
 # %%
@@ -498,20 +503,25 @@ show.region(CUDA, "shares", "guess", "which keys", "shared memory", "pieces")
 show.region(CUDA, "merge", "sums of the warps", "store")
 
 # %% [markdown]
-# And the blocks that share a sequence count, as in section 9. Here `__threadfence` stands on either side of the count, in the thread that counts, *between* the block's barriers: what the
+# And the blocks that share a sequence count, as in section 9. `__threadfence` stands on either side of the count, in the thread that counts, *between* the block's barriers: what the
 # others have stored, the barrier has shown to it.
 
 # %%
 show.region(CUDA, "last to arrive", "launch")
 
 # %% [markdown]
-# It runs in the emulator, with the cache of section 6 in pages of 16, three sequences of different lengths, and few multiprocessors, so that cuts fall into sequences.
+# The whole ladder runs in the emulator, here for five multiprocessors. The last step then gets section 6's cache in pages of 16, and three sequences of different lengths, so that cuts
+# fall into sequences.
 
 # %%
 k16, v16 = (x.cpu() for x in (paged(k, 16, tables[16]), paged(v, 16, tables[16])))
 batch = [x.cpu() for x in (q.expand(3, -1, -1, -1), tables[16].expand(3, -1))]
 several = torch.tensor([512, 0, 130], dtype=torch.int32)
 small = dict(scale=0.125, sms=5, backend="emulator")
+for rung in steps(12):
+    o, _ = decoding.decode(*(x.cpu() for x in (q, k, v, lengths)), name=rung.name, **small)
+    assert (o - whole.cpu()).abs().max() < 2e-3
+print(f"{len(steps(12))} steps, one result")
 o, lse = decoding.decode(batch[0], k16, v16, several, batch[1], **small)
 on_device = (x.to(DEVICE) for x in (batch[0], k16, v16, several, batch[1]))
 want = kernels.decode(*on_device, scale=0.125)[0].cpu()
