@@ -432,7 +432,9 @@ def pager(script, page_size):
     which they begin. A part-filled page that is shared is copied before it is written to.
     """
     # BEGIN SOLUTION
-    table, length, users, fresh, results = [], [], Counter(), itertools.count(), []
+    table: list[list[int]] = []
+    users: Counter[int] = Counter()
+    length, fresh, results = [], itertools.count(), []
     for what, s in script:
         copied = 0
         if what == "new":
