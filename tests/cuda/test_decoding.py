@@ -4,13 +4,14 @@ On a GPU the same tests run natively, and more of them.
 """
 
 import itertools
+import re
 
 import pytest
 import torch
 from sequences import DEVICE, Sequences
 
 from flashlab import flash_attention_with_cache
-from flashlab.cuda import decoding, load_inline
+from flashlab.cuda import CompileError, decoding, load_inline
 from flashlab.kernels.problem import ELEMENTS
 from flashlab.kernels.series import DECODING, source
 
@@ -80,6 +81,16 @@ def test_a_step_says_what_it_does_not_take():
 def test_clean_in_the_check_build(page):
     x = Sequences([0, 300, 33], group=4, queries=2, page=page, head_dim=64, dtype=BF16, kv_heads=2)
     x.expect(*run(x, sms=3, check=True))
+
+
+@pytest.mark.parametrize("group", [1, 8])
+def test_a_key_is_read_once_for_a_whole_group_without_bank_conflicts_in_one_launch(group):
+    x = Sequences([192, 33], group=group, page=None, head_dim=64, dtype=BF16, kv_heads=2)
+    run(x, sms=3, check=True)
+    report = decoding.compiled(LAST, 64, BF16, "emulator", True, ()).report
+    counted = report.counters
+    assert counted["cp_async_bytes"] == 2 * 2 * 64 * (192 + 33) * 2
+    assert counted["ldmatrix_wavefronts"] == counted["ldmatrix_ideal"] and len(report.launches) == 1
 
 
 @on_gpu
@@ -204,3 +215,29 @@ def test_the_emulator_finds_a_merge_without_its_fence(change, monkeypatch):
     x = Sequences([300], group=4, head_dim=64, dtype=BF16, kv_heads=1)
     decoding.decode(*x.given, scale=0.125, sms=3)
     assert "global-race" in {finding.kind for finding in module.report.findings}
+
+
+DEPENDENT = """#include <cuda_runtime.h>
+__global__ void first(int* x) { x[threadIdx.x] = 1; cudaTriggerProgrammaticLaunchCompletion(); x[threadIdx.x] = 2; }
+__global__ void merge(const int* x, int* sum) {
+    cudaGridDependencySynchronize();
+    atomicAdd(sum, x[threadIdx.x]);
+}
+extern "C" int both(int* x, int* sum) {
+    first<<<1, 32>>>(x);
+    merge<<<1, 32>>>(x, sum);
+    return (int)cudaGetLastError();
+}
+"""
+
+
+def test_dependent_launches_are_not_emulated_and_two_launches_stand_for_them():
+    """What such a launch may see early is therefore never found: a launch ends before the next one begins."""
+    with pytest.raises(CompileError) as refused:
+        load_inline(DEPENDENT, backend="emulator")
+    assert "a launch ends before the next one begins, so leave it out" in refused.value.log
+    without = re.sub(r"cuda(Trigger|Grid)\w+\(\);", "", DEPENDENT)
+    module = load_inline(without, backend="emulator")
+    x, total = torch.zeros(32, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    module.launch("both", x, total)
+    assert total.item() == 64
