@@ -11,7 +11,7 @@ import torch
 from sequences import DEVICE, Sequences
 
 from flashlab import flash_attention_with_cache
-from flashlab.cuda import CompileError, decoding, load_inline
+from flashlab.cuda import CompileError, decoding, load_inline, operators
 from flashlab.kernels.problem import ELEMENTS
 from flashlab.kernels.series import DECODING, source
 
@@ -75,6 +75,9 @@ def test_a_step_says_what_it_does_not_take():
         run(Sequences([3], **sizes), "p12_2_splits")
     with pytest.raises(ValueError, match="p12_7_shares takes one query per sequence"):
         run(Sequences([3], queries=2, **sizes), "p12_7_shares")
+    q = torch.zeros(1, 1, 2, 64).half()
+    with pytest.raises(KeyError, match="p12_decode reads a cache"):
+        operators.attention("p12_decode", q, q, q)
 
 
 @pytest.mark.parametrize("page", [16, 6])
@@ -89,8 +92,18 @@ def test_a_key_is_read_once_for_a_whole_group_without_bank_conflicts_in_one_laun
     run(x, sms=3, check=True)
     report = decoding.compiled(LAST, 64, BF16, "emulator", True, ()).report
     counted = report.counters
-    assert counted["cp_async_bytes"] == 2 * 2 * 64 * (192 + 33) * 2
+    blocks, threads = 6, 128  # each thread asks for a length too
+    assert counted["cp_async_bytes"] == 2 * 2 * 64 * (192 + 33) * 2 + 4 * blocks * threads
     assert counted["ldmatrix_wavefronts"] == counted["ldmatrix_ideal"] and len(report.launches) == 1
+
+
+def test_an_even_batch_is_not_cut_for_the_sake_of_a_few_blocks():
+    """11 sequences and 12 blocks, of which one stays idle; only where they are uneven is anything merged."""
+    for lengths, merged in (([160] * 11, False), ([160] * 10 + [400], True)):
+        x = Sequences(lengths, head_dim=64, dtype=BF16, kv_heads=1)
+        x.expect(*run(x, sms=6, check=True))
+        report = decoding.compiled(LAST, 64, BF16, "emulator", True, ()).report
+        assert bool(report.counters["global_atomics"]) == merged
 
 
 @on_gpu

@@ -16,6 +16,7 @@ FlashInfer                       its decode wrapper over pages of 16, planned be
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -148,13 +149,18 @@ def ways(case: Case, part: str) -> dict[str, tuple[int | None, Callable[[torch.T
     return found
 
 
+@functools.cache
+def _workspace(device: torch.device) -> torch.Tensor:
+    """For all wrappers: one of them runs at a time."""
+    return torch.empty(256 << 20, dtype=torch.uint8, device=device)
+
+
 def _flashinfer(q: torch.Tensor, x: Filled) -> Way:
     import flashinfer  # type: ignore[import-not-found, unused-ignore]
 
     batch, heads, _, head_dim = q.shape
     kv_heads, page = x.k.shape[1:3]
-    workspace = torch.empty(256 << 20, dtype=torch.uint8, device=q.device)
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(_workspace(q.device), "HND", use_tensor_cores=True)
     begins = torch.tensor([0, *x.need], device=q.device).cumsum(0).int()
     last = (x.lengths - 1) % page + 1
     wrapper.plan(

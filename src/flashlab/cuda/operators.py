@@ -21,7 +21,7 @@ from flashlab.attention.options import window_of
 from flashlab.cuda import decoding
 from flashlab.cuda.inline import CudaModule, load_inline
 from flashlab.cuda.toolchain import find_nvcc, missing
-from flashlab.kernels.series import HOPPER, SERIES, Step, step
+from flashlab.kernels.series import DECODING, HOPPER, SERIES, Step, step
 
 
 @functools.cache
@@ -54,9 +54,10 @@ def attention(
         o: like q; lse: [batch, heads, seq_q], float32.
 
     Raises:
-        TypeError, ValueError: as `flashlab.flash_attention`. KeyError: for an unknown name.
+        TypeError, ValueError: as `flashlab.flash_attention`. KeyError: for an unknown name, or a step of phase 12.
     """
-    step(name)
+    if step(name) in DECODING:
+        raise KeyError(f"{name} reads a cache: flashlab.cuda.decoding.decode, or flash_attention_with_cache")
     if not torch.compiler.is_compiling():  # then the operator's fake checks
         check_qkv(q, k, v, dtypes=DTYPES, same_v=True)
     options = scale_of(scale, q.shape[-1]), *window_of(None, causal), None

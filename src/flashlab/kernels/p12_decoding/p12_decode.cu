@@ -26,15 +26,18 @@ constexpr int ROWS = MMA_M, TILE = 16;                         // rows of a bloc
 constexpr int ROW_BYTES = HEAD_DIM * 2, CHUNKS = HEAD_DIM / 8; // a chunk is 16 bytes, 8 numbers
 constexpr int TILE_BYTES = TILE * ROW_BYTES, WARP_BYTES = STAGES * 2 * TILE_BYTES;     // K and V
 constexpr int O_TILES = HEAD_DIM / MMA_N, QUADS = HEAD_DIM / 4;                        // a quad is 4 columns
-constexpr int SUM_ROW = HEAD_DIM + 8;                          // floats: rows 32 bytes apart in the banks
-static_assert(ROWS * SUM_ROW * 4 <= WARP_BYTES && STAGES > 1, "a warp's sums go where its tiles were");
+static_assert(ROWS * HEAD_DIM * 4 == 2 * TILE_BYTES && STAGES > 1, "a warp's sums take the place of a stage");
 constexpr int ROOM = (225 << 10) / (WARPS * WARP_BYTES + 2048), BLOCKS_PER_SM = ROOM < 1 ? 1 : ROOM < 4 ? ROOM : 4;
-constexpr int AT_ONCE = 16;                                    // parts that are loaded before one is added
+constexpr int AT_ONCE = 18;                                    // parts that are loaded before one is added
 // endregion
 
 // region: swizzle
 // Element (row, column) of a tile of shared memory, in bytes from its start; column is a multiple of 8.
 __device__ __forceinline__ int at(int row, int column) { return row * ROW_BYTES + (column / 8 ^ row % 8) * 16; }
+// The same of a warp's sums [ROWS, HEAD_DIM], in floats; any column.
+__device__ __forceinline__ int sum_at(int row, int column) {
+    return row * HEAD_DIM + (column / 8 ^ row % 8) * 8 + column % 8;
+}
 // endregion
 
 // region: merge
@@ -69,7 +72,8 @@ __device__ __forceinline__ void store(const Cache& c, int b, int kv_head, int r,
 // LEAST_TILES at least, so that few tiles are not cut into many parts; then some blocks have none.
 struct Shares {
     int blocks, tiles, longer;
-    __device__ Shares(int all, int grid) : blocks(max(1, min(grid, all / LEAST_TILES))) {
+    __device__ Shares(int all, int grid, int readers) : blocks(max(1, min(grid, all / LEAST_TILES))) {
+        if (blocks < grid && blocks > readers) blocks -= blocks % readers;     // as many for each, if all are as long
         tiles = all / blocks, longer = all % blocks;
     }
     __device__ int begin(int block) const { return block * tiles + min(block, longer); }
@@ -106,12 +110,14 @@ __device__ __forceinline__ void count_tiles(const Cache& c, int* before_smem) {
 // endregion
 
 // region: guess
-// Copies the pages that this warp needs first, if every sequence fills its row of the table. They come while the
-// lengths do; where the guess is right, reading them again is no way to memory.
-__device__ __forceinline__ void guess_pages(const Cache& c, int row_blocks, int* guess_smem) {
+// Asks for a length, and for the pages that this warp needs first if every sequence fills its row of the table. So they
+// come at the same time; where the guess is right, reading them again is no way to memory.
+__device__ __forceinline__ void guess(const Cache& c, int row_blocks, int* guess_smem) {
+    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
+    cp_async<4>(smem_u32(guess_smem + STAGES + lane), c.lengths + min((int)threadIdx.x, c.batch - 1));
     const int all = ceil_div(c.page * c.width, TILE), readers = c.kv_heads * row_blocks;
-    const Shares shares(c.batch * readers * all, gridDim.x);
-    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, at = shares.begin(blockIdx.x);
+    const Shares shares(c.batch * readers * all, gridDim.x, c.batch * readers);
+    const int at = shares.begin(blockIdx.x);
     const int b = at / (readers * all), tile = at % all + warp + lane * WARPS;
     if (c.table && lane < STAGES && blockIdx.x < shares.blocks && tile < all)
         cp_async<4>(smem_u32(guess_smem + lane), c.table + b * c.table_stride + tile * TILE / c.page);
@@ -161,20 +167,37 @@ template <bool WHOLE> struct Copier {
     }
     __device__ void copy(int stage, int tile, int lane, int page) const {
         const int start = tile * TILE, slot = (start + (WHOLE ? 0 : lane % TILE)) % c.page;
+        const T* k_from = key_row(c.k, c.k_stride, page, p.kv_head, slot + lane_row) + column;
+        const T* v_from = key_row(c.v, c.v_stride, page, p.kv_head, slot + lane_row) + column;
 #pragma unroll
-        for (int pass = 0; pass < TILE / ROWS_PER_PASS; pass++) {
-            const int row = pass * ROWS_PER_PASS + lane_row;
-            const int of_page = WHOLE ? page : __shfl_sync(~0u, page, row);
-            const int in_page = WHOLE ? slot + row : __shfl_sync(~0u, slot, row);
-            const bool there = start + row < p.length;         // what is not becomes zeros, NaN or not
-            const T* k_from = key_row(c.k, c.k_stride, of_page, p.kv_head, in_page) + column;
-            const T* v_from = key_row(c.v, c.v_stride, of_page, p.kv_head, in_page) + column;
-            const uint32_t in_stage = (to ^ pass * ROWS_PER_PASS % 8 * 16) + pass * ROWS_PER_PASS * ROW_BYTES;
-            const uint32_t chunk = in_stage + stage * 2 * TILE_BYTES;
+        for (int row = 0; row < TILE; row += ROWS_PER_PASS) {  // and lane_row further
+            if (!WHOLE) {
+                const int of_page = __shfl_sync(~0u, page, row + lane_row);
+                const int in_page = __shfl_sync(~0u, slot, row + lane_row);
+                k_from = key_row(c.k, c.k_stride, of_page, p.kv_head, in_page) + column;
+                v_from = key_row(c.v, c.v_stride, of_page, p.kv_head, in_page) + column;
+            }
+            const bool there = start + row + lane_row < p.length;      // what is not becomes zeros, NaN or not
+            const uint32_t chunk = (to ^ row % 8 * 16) + row * ROW_BYTES + stage * 2 * TILE_BYTES;
             cp_async<16>(chunk, there ? k_from : (const T*)c.k, there ? 16 : 0);
             cp_async<16>(chunk + TILE_BYTES, there ? v_from : (const T*)c.v, there ? 16 : 0);
+            k_from += ROWS_PER_PASS * c.k_stride.row, v_from += ROWS_PER_PASS * c.v_stride.row;
         }
     }
+    // region: first copies
+    // The first copies of a piece: all pages that they need, and then, when these are here, the copies.
+    __device__ void first_pages(int (&pages)[STAGES], int tile, int lane) const {
+#pragma unroll
+        for (int s = 0; s < STAGES; s++) pages[s] = page(tile + s * WARPS, lane);
+    }
+    __device__ void first_copies(const int (&pages)[STAGES], int tile, int lane) const {
+#pragma unroll
+        for (int s = 0; s < STAGES - 1; s++) {
+            if (tile + s * WARPS < p.last) copy(s, tile + s * WARPS, lane, pages[s]);
+            cp_async_commit();
+        }
+    }
+    // endregion
 };
 // endregion
 
@@ -255,22 +278,11 @@ __device__ __forceinline__ void take(State& x, const uint32_t (&q_rmem)[HEAD_DIM
 // endregion
 
 // region: main loop
-// One warp, its tiles of a piece: every WARPS-th.
+// One warp, its tiles of a piece: every WARPS-th. The first are being copied; next_page is that of the one behind them.
 template <bool WHOLE>
-__device__ __forceinline__ void walk(const Cache& c, const Piece& p, State& x, uint32_t warp_smem, int warp, int lane) {
+__device__ __forceinline__ void walk(const Cache& c, const Piece& p, const Copier<WHOLE>& copier, int next_page,
+                                     State& x, uint32_t warp_smem, int warp, int lane) {
     const int g = lane / 4, t = lane % 4, rows = c.group * c.queries;
-    const Copier<WHOLE> copier(c, p, warp_smem, lane);
-    // region: first copies
-    int tile = p.first + warp, page[STAGES];                   // all pages that the first copies need, at once
-#pragma unroll
-    for (int s = 0; s < STAGES; s++) page[s] = copier.page(tile + s * WARPS, lane);
-#pragma unroll
-    for (int s = 0; s < STAGES - 1; s++) {
-        if (tile + s * WARPS < p.last) copier.copy(s, tile + s * WARPS, lane, page[s]);
-        cp_async_commit();
-    }
-    int next_page = page[STAGES - 1];
-    // endregion
     // region: Q in registers
     // A: 16 rows x HEAD_DIM columns of Q, straight from global memory; rows that do not exist are zeros
     uint32_t q_rmem[HEAD_DIM / MMA_K][4];
@@ -289,7 +301,7 @@ __device__ __forceinline__ void walk(const Cache& c, const Piece& p, State& x, u
     // endregion
     const uint32_t k_lane = warp_smem + at(lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8);
     const uint32_t v_lane = warp_smem + TILE_BYTES + at(lane % 16, lane / 16 * 8);
-    for (int stage = 0; tile < p.last; tile += WARPS) {
+    for (int tile = p.first + warp, stage = 0; tile < p.last; tile += WARPS) {
         cp_async_wait<STAGES - 2>();                           // this lane's part of the tile is here
         __syncwarp();                                          // or others' parts would be missing, tile - 1 in use
         const int ahead = tile + (STAGES - 1) * WARPS;
@@ -300,7 +312,7 @@ __device__ __forceinline__ void walk(const Cache& c, const Piece& p, State& x, u
         take(x, q_rmem, k_lane + stage_at, v_lane + stage_at, tile * TILE, last_key, c.scale * LOG2E, t);
         stage = stage == STAGES - 1 ? 0 : stage + 1;
     }
-    cp_async_wait<0>();
+    cp_async_wait<0>();                                        // of a guess, where there was no tile
     __syncwarp();                                              // or the sums would be stored over a tile in use
 }
 // endregion
@@ -310,47 +322,61 @@ template <bool WHOLE>
 __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_kernel(const Cache c) {
     extern __shared__ __align__(1024) char shared[];           // [WARPS, STAGES, 2, TILE, HEAD_DIM], then before_smem
     __shared__ float m_smem[WARPS][ROWS], l_smem[WARPS][ROWS];
-    __shared__ int is_last, guess_smem[WARPS][STAGES];
+    __shared__ int is_last, guess_smem[WARPS][STAGES + WARP_SIZE];
     int* before_smem = (int*)(shared + WARPS * WARP_BYTES);    // [batch + 1]
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, g = lane / 4, t = lane % 4;
     const int rows = c.group * c.queries, row_blocks = ceil_div(rows, ROWS);
     // endregion
 
     // region: pieces
-    guess_pages(c, row_blocks, guess_smem[warp]);
+    const uint32_t warp_smem = smem_u32(shared + warp * WARP_BYTES);
+    guess(c, row_blocks, guess_smem[warp]);
     count_tiles(c, before_smem);
-    const Shares shares(before_smem[c.batch] * c.kv_heads * row_blocks, gridDim.x);
+    const int readers = c.kv_heads * row_blocks;
+    const Shares shares(before_smem[c.batch] * readers, gridDim.x, c.batch * readers);
     if (blockIdx.x >= shares.blocks) {
         cp_async_wait_all();                                   // of a guess
         return;
     }
-    const int begin = shares.begin(blockIdx.x), end = shares.begin(blockIdx.x + 1);
-    for (int at = begin; at < end;) {
-        const Piece p = piece_at(c, before_smem, row_blocks, at, end);
-        at = p.begin + p.last;
+    const int end = shares.begin(blockIdx.x + 1);
+    Piece next = piece_at(c, before_smem, row_blocks, shares.begin(blockIdx.x), end);
+    const Copier<WHOLE> copier(c, next, warp_smem, lane);
+    int pages[STAGES];
+    copier.first_pages(pages, next.first + warp, lane);
+    copier.first_copies(pages, next.first + warp, lane);
+    for (bool more = true; more;) {
+        const Piece p = next;
         const int first_row = p.row_block * ROWS, piece_rows = min(ROWS, rows - first_row);
         State x = {};
         x.m_i[0] = x.m_i[1] = -INFINITY;
-        walk<WHOLE>(c, p, x, smem_u32(shared + warp * WARP_BYTES), warp, lane);
+        walk<WHOLE>(c, p, copier, pages[STAGES - 1], x, warp_smem, warp, lane);
+        more = p.begin + p.last < end;
+        if (more) {                                            // copies go on while this piece is summed up
+            next = piece_at(c, before_smem, row_blocks, p.begin + p.last, end);
+            copier.first_pages(pages, next.first + warp, lane);
+        }
         // endregion
 
         // region: sums of the warps
-        // Each leaves its sums where its tiles were.
-        float* sums = (float*)(shared + warp * WARP_BYTES);    // [ROWS, SUM_ROW]
+        // Each leaves its sums in the last stage, which the first copies leave alone.
+        constexpr int LAST_STAGE = (STAGES - 1) * 2 * TILE_BYTES;
+        float* sums = (float*)(shared + warp * WARP_BYTES + LAST_STAGE);       // [ROWS, HEAD_DIM]
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             float l = x.l_i[r];
             l += __shfl_xor_sync(~0u, l, 1);
             l += __shfl_xor_sync(~0u, l, 2);
-            if (g + r * 8 < piece_rows) {
-                if (t == 0) m_smem[warp][g + r * 8] = x.m_i[r], l_smem[warp][g + r * 8] = l;
+            const int row = g + r * 8;
+            if (row < piece_rows) {
+                if (t == 0) m_smem[warp][row] = x.m_i[r], l_smem[warp][row] = l;
 #pragma unroll
                 for (int n = 0; n < O_TILES; n++)
-                    *(float2*)(sums + (g + r * 8) * SUM_ROW + n * MMA_N + t * 2) =
+                    *(float2*)(sums + sum_at(row, n * MMA_N + t * 2)) =
                         make_float2(x.acc[n][r * 2], x.acc[n][r * 2 + 1]);
             }
         }
         __syncthreads();                                       // or other warps' sums would be missing
+        if (more) copier.first_copies(pages, next.first + warp, lane);
         // endregion
 
         // region: store
@@ -364,8 +390,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_kernel(const Ca
             Sum sum = {-INFINITY, 0.f, {}};
 #pragma unroll
             for (int w = 0; w < WARPS; w++) {
-                const float* of_warp = (const float*)(shared + w * WARP_BYTES) + row * SUM_ROW + quad * 4;
-                add(sum, m_smem[w][row], l_smem[w][row], *(const float4*)of_warp);
+                const float* of_warp = (const float*)(shared + w * WARP_BYTES + LAST_STAGE);
+                add(sum, m_smem[w][row], l_smem[w][row], *(const float4*)(of_warp + sum_at(row, quad * 4)));
             }
             if (whole) {
                 store(c, p.b, p.kv_head, first_row + row, quad, sum);
@@ -376,17 +402,17 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_kernel(const Ca
                 if (quad == 0) c.part_lse[part] = lse;
             }
         }
+        __syncthreads();                                       // all have stored, and nobody reads the sums any more
+        if (whole) continue;
         // endregion
 
         // region: last to arrive
-        // The barrier hands the block's parts to thread 0; its fence and its count publish them. What the last one to
-        // count has seen, its second fence and the barrier hand on. atomicInc begins again at 0: for the next launch.
-        __syncthreads();                                       // all have stored, and nobody reads the sums any more
-        if (whole) continue;
-        const int reader = (p.b * c.kv_heads + p.kv_head) * row_blocks + p.row_block;
+        // The barrier has handed the block's parts to thread 0; its fence and its count publish them. What the last
+        // one to count sees, its second fence and the barrier hand on. atomicInc goes back to 0: for the next launch.
         if (threadIdx.x == 0) {
             __threadfence();
             const unsigned others = last_block - first_block;
+            const int reader = (p.b * c.kv_heads + p.kv_head) * row_blocks + p.row_block;
             is_last = atomicInc((unsigned*)c.counters + reader, others) == others;
             __threadfence();
         }
@@ -413,6 +439,12 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_kernel(const Ca
 // endregion
 
 // region: launch
+// Of the blocks that run at once a few less, where then the cuts fall between key heads if all sequences are as long.
+static int grid_of(int most, int pairs) {
+    const int each = ceil_div(pairs, most);                    // of a block
+    const int even = pairs < most ? most - most % pairs : pairs % each ? most : pairs / each;
+    return 10 * even >= 9 * most ? even : most;
+}
 // `shapes` is a Cache whose pointers are still empty. part_o [8 sms, 16, HEAD_DIM], part_lse [8 sms, 16].
 extern "C" int decode(const void* q, const void* k, const void* v, const void* table, const int* lengths, void* o,
                       float* lse, float* part_o, float* part_lse, int* counters, const void* shapes, void* stream) {
@@ -425,7 +457,8 @@ extern "C" int decode(const void* q, const void* k, const void* v, const void* t
     int device = 0, room = 0;                                  // as many blocks as this device runs at once
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&room, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
-    const int blocks = c.sms * max(1, min(BLOCKS_PER_SM, room / (bytes + 1024)));      // the system adds 1 KB to each
+    const int most = c.sms * max(1, min(BLOCKS_PER_SM, room / (bytes + 1024)));        // the system adds 1 KB to each
+    const int blocks = grid_of(most, c.batch * c.kv_heads * ceil_div(c.group * c.queries, ROWS));
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     kernel<<<blocks, THREADS, bytes, (cudaStream_t)stream>>>(c);
     return (int)cudaGetLastError();
