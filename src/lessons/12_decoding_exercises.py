@@ -171,7 +171,7 @@ check("12.8", pieces_of)
 #
 # Close the lecture. One query per sequence, a group's heads as rows of the tile, pages, lengths on the device, and splits: a program computes the
 # part of one sequence, one key head and one split. The programs are numbered in that order, splits fastest. Here a page has the key heads side by
-# side: `[PAGE, kv_heads, HEAD_DIM]`. All tensors are contiguous.
+# side: `[PAGE, kv_heads, HEAD_DIM]`. All tensors are contiguous, and float32: products with `input_precision="ieee"`.
 #
 # Shares are whole tiles of `BLOCK_N` keys, equal and rounded up; tiles are counted from the sequence's first key. A share may be empty: o is 0
 # there, stored, and lse is $-\infty$. `BLOCK_M` is at least `group`. Scores times `scale_log2` are in units of log 2; lse is a natural logarithm.

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from test_rules import judge, told
 
 from flashlab.check import CheckFailed
@@ -124,3 +126,43 @@ TOLD = [
 @pytest.mark.parametrize(("id", "fn", "words"), TOLD)
 def test_a_slip_of_ones_own_is_told(id, fn, words):
     assert words in str(told(id, fn))
+
+
+@triton.jit
+def head_by_head(
+    Q_ptr, K_ptr, V_ptr, TABLE_ptr, LENGTHS_ptr, PART_O_ptr, PART_LSE_ptr, width, splits, kv_heads, group, scale_log2,
+    PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """12.9 without a dot: one head after the other, sums over products."""
+    split, pair = tl.program_id(0) % splits, tl.program_id(0) // splits
+    n, d = tl.arange(0, BLOCK_N), tl.arange(0, HEAD_DIM)
+    length = tl.load(LENGTHS_ptr + pair // kv_heads)
+    share = tl.cdiv(tl.cdiv(length, BLOCK_N), splits)
+    row_ptr = TABLE_ptr + pair // kv_heads * width
+    for g in range(0, group):
+        head = pair * group + g
+        q = tl.load(Q_ptr + head * HEAD_DIM + d).to(tl.float32)
+        m = tl.full([1], -1e30, tl.float32)
+        l = tl.zeros([1], tl.float32)  # noqa: E741
+        o = tl.zeros([HEAD_DIM], tl.float32)
+        for tile in range(split * share, split * share + share):
+            key = tile * BLOCK_N + n
+            page = tl.load(row_ptr + key // PAGE, mask=key < length, other=0).to(tl.int64)
+            at = (page * PAGE * kv_heads + key % PAGE * kv_heads + pair % kv_heads) * HEAD_DIM
+            k = tl.load(K_ptr + at[:, None] + d[None, :], mask=key[:, None] < length, other=0.0).to(tl.float32)
+            v = tl.load(V_ptr + at[:, None] + d[None, :], mask=key[:, None] < length, other=0.0).to(tl.float32)
+            s = tl.where(key < length, tl.sum(k * q[None, :], 1) * scale_log2, -float("inf"))
+            m_new = tl.maximum(m, tl.max(s, 0))
+            p = tl.exp2(s - m_new)
+            l = l * tl.exp2(m - m_new) + tl.sum(p, 0)  # noqa: E741
+            o = o * tl.exp2(m - m_new) + tl.sum(p[:, None] * v, 0)
+            m = m_new
+        some = l > 0
+        tl.store(PART_O_ptr + (head * splits + split) * HEAD_DIM + d, tl.where(some, o / tl.where(some, l, 1.0), 0.0))
+        lse = tl.where(some, m / 1.4426950408889634 + tl.log(l), -float("inf"))
+        tl.store(PART_LSE_ptr + head * splits + split + tl.arange(0, 1), lse)
+
+
+@pytest.mark.slow
+def test_a_kernel_in_another_style():
+    check("12.9", head_by_head)

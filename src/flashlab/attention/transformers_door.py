@@ -72,6 +72,7 @@ def attend(
         raise ValueError(f"this layer passes {found[0]}, which the kernels do not know: take another implementation")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     window = None if sliding_window is None else sliding_window - 1
+    o: Any
     if lengths is not None:
         name = backend if backend in CACHE_BACKENDS else "auto"
         o = flash_attention_with_cache(

@@ -522,21 +522,21 @@ def pieces_of(lengths, block_n, programs, p):
 
 def _cache_launch(
     r: random.Random, lengths: tuple[int, ...], *, kv_heads: int = 1, group: int = 2, page: int = 4, splits: int = 2,
-    D: int = 16, spare: int = 1, scale: float = 0.3, dtype: torch.dtype = torch.float32,
+    D: int = 16, spare: int = 1, scale: float = 0.3,
 ) -> tuple[Any, ...]:  # fmt: skip
     """part_kernel's arguments: pages in any order, NaN in what no key has, entries of -1 behind the last page."""
     batch, width = len(lengths), -(-max(lengths) // page) + spare
     order = list(range(batch * width + 1))
     r.shuffle(order)
     table = torch.full((batch, width), -1, dtype=torch.int32)
-    k, v = (torch.full((len(order), page, kv_heads, D), math.nan, dtype=dtype) for _ in "kv")
+    k, v = (torch.full((len(order), page, kv_heads, D), math.nan) for _ in "kv")
     for b, length in enumerate(lengths):
         for j in range(length):
             if j % page == 0:
                 table[b, j // page] = order.pop()
             for cache in (k, v):
-                cache[table[b, j // page], j % page] = normal(r, kv_heads, D, dtype=dtype)
-    q = normal(r, batch, kv_heads * group, D, dtype=dtype)
+                cache[table[b, j // page], j % page] = normal(r, kv_heads, D, dtype=torch.float32)
+    q = normal(r, batch, kv_heads * group, D, dtype=torch.float32)
     heads = kv_heads * group
     part_o, part_lse = empty(batch, heads, splits, D), empty(batch, heads, splits)
     of_lengths = torch.tensor(lengths, dtype=torch.int32)
@@ -566,8 +566,7 @@ def _cache_launch(
     inputs={
         "1 sequence of 49 keys, 1 split": _cache_launch(_SEEN, (49,), splits=1, scale=0.6),
         "lengths 5, 32, 70, 2 splits": _cache_launch(_SEEN, (5, 32, 70), kv_heads=2, group=1),
-        "float16, 2 key heads of 3 heads": _cache_launch(_SEEN, (33, 16), kv_heads=2, group=3, splits=3,
-                                                         dtype=torch.float16),
+        "2 key heads of 3 heads, 3 splits": _cache_launch(_SEEN, (33, 16), kv_heads=2, group=3, splits=3),
         "pages of 1 key, an empty sequence": _cache_launch(_SEEN, (0, 18), page=1),
         "pages of 32 keys, more splits than tiles": _cache_launch(_SEEN, (40, 3), page=32, group=1, splits=4),
     },
@@ -623,7 +622,7 @@ def part_kernel(
         p = tl.exp2(s - m_new[:, None])
         correction = tl.exp2(m_i - m_new)
         l_i = l_i * correction + tl.sum(p, axis=1)
-        acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None], input_precision="ieee")
+        acc = tl.dot(p, v, acc * correction[:, None], input_precision="ieee")
         m_i = m_new
     o = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
     lse = (m_i + tl.log2(l_i)) * 0.6931471805599453
