@@ -497,7 +497,7 @@ show.region(CUDA, "state", "one tile")
 show.region(CUDA, "shares", "guess", "which keys", "shared memory", "pieces")
 
 # %% [markdown]
-# At the end of a piece the warps add up. If the block had all of the sequence's tiles, that is the result. If not, it is a part.
+# At the end of a piece the warps add up; the next piece's first tiles are on their way by then. If the block had all of the sequence's tiles, the sum is the result. If not, it is a part.
 
 # %%
 show.region(CUDA, "merge", "sums of the warps", "store")
