@@ -35,7 +35,8 @@ class Cache(ctypes.Structure):
                                                 "counters")),
         *((name, Strides) for name in ("q_stride", "k_stride", "v_stride", "o_stride")),
         ("table_stride", ctypes.c_int64),
-        *((name, ctypes.c_int) for name in ("batch", "kv_heads", "group", "queries", "page", "width", "more")),
+        *((name, ctypes.c_int) for name in ("batch", "kv_heads", "group", "queries", "page", "width", "page_shift",
+                                       "more")),
         ("scale", ctypes.c_float),
         *((name, ctypes.c_int) for name in ("splits", "sms")),
     ]  # fmt: skip
@@ -114,9 +115,11 @@ def decode(
         splits = 1
     elif splits is None:
         splits = kernels.splits_for(pairs, page * width, group, 64, q.element_size(), sms)
+    shift = 31 if table is None else page.bit_length() - 1 if page & (page - 1) == 0 else -1
     shapes = Cache(
         *[None] * 10, *(Strides(*x.stride()[:3]) for x in (q, k_cache, v_cache, o)),
-        0 if table is None else table.stride(0), batch, kv_heads, group, queries, page, width, new, scale, splits, sms,
+        0 if table is None else table.stride(0), batch, kv_heads, group, queries, page, width, shift, new,
+        scale, splits, sms,
     )  # fmt: skip
     part_rows = PARTS_PER_SM * sms * ROWS if number > 6 else splits * batch * heads
     part_o = torch.empty((part_rows, head_dim), device=q.device)

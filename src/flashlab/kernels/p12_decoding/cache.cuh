@@ -19,31 +19,50 @@ struct Cache {
     int64_t table_stride;
     int batch, kv_heads, group, queries;
     int page, width;                                           // keys of a page; pages that a sequence has room for
+    int page_shift;                                            // page is 2^page_shift; -1 where it is no such number
     int more;                                                  // keys of each sequence beyond its length: new ones
     float scale;                                               // softmax(scale * q k^T), of any sign
     int splits, sms;                                           // parts of a sequence; multiprocessors of the device
 };
 
 // Of a sequence, never more than it has room for: the next row of the table is another sequence's.
-__device__ __forceinline__ int length_of(const Cache& c, int b) {
-    return max(0, min(c.lengths[b] + c.more, c.page * c.width));
+__device__ __forceinline__ int clamped(const Cache& c, int length) {
+    return max(0, min(length + c.more, c.page * c.width));
 }
-// The page of a key, and in 64 bits where its row begins: page * stride passes 2^31.
+__device__ __forceinline__ int length_of(const Cache& c, int b) { return clamped(c, c.lengths[b]); }
+// The page of a key, its place there, and in 64 bits where its row begins: page * stride passes 2^31.
+__device__ __forceinline__ int column_of(const Cache& c, int key) {    // of the table; a division is 20 instructions
+    return c.page_shift < 0 ? (int)((unsigned)key / (unsigned)c.page) : key >> c.page_shift;
+}
 __device__ __forceinline__ int page_of(const Cache& c, int b, int key) {
-    return c.table ? c.table[b * c.table_stride + key / c.page] : b;
+    return c.table ? c.table[b * c.table_stride + column_of(c, key)] : b;
 }
+__device__ __forceinline__ int slot_of(const Cache& c, int key) { return key - column_of(c, key) * c.page; }
 __device__ __forceinline__ const T* key_row(const void* cache, const Strides& stride, int page, int head, int slot) {
     return rows_of(cache, stride, page, head, slot);
 }
-// Row r of a key head's: query r % queries of head r / queries of the group.
+// Row r of a key head's: query r % queries of head r / queries of the group. Most often there is one query.
+__device__ __forceinline__ int head_of(const Cache& c, int r) {
+    return c.queries == 1 ? r : (int)((unsigned)r / (unsigned)c.queries);
+}
+__device__ __forceinline__ int query_of(const Cache& c, int r) { return r - head_of(c, r) * c.queries; }
 __device__ __forceinline__ const T* q_row(const Cache& c, int b, int kv_head, int r) {
-    return rows_of(c.q, c.q_stride, b, kv_head * c.group + r / c.queries, r % c.queries);
+    return rows_of(c.q, c.q_stride, b, kv_head * c.group + head_of(c, r), query_of(c, r));
 }
 __device__ __forceinline__ T* o_row(const Cache& c, int b, int kv_head, int r) {
-    return rows_of(c.o, c.o_stride, b, kv_head * c.group + r / c.queries, r % c.queries);
+    return rows_of(c.o, c.o_stride, b, kv_head * c.group + head_of(c, r), query_of(c, r));
 }
 // Where a row's lse stands: rows of a key head lie one behind the other.
 __device__ __forceinline__ int64_t lse_row(const Cache& c, int b, int kv_head, int r) {
     return ((int64_t)b * c.kv_heads + kv_head) * c.group * c.queries + r;
+}
+// What this thread wrote, or has seen written, is written for whoever sees what it does next; and the other way round.
+// __threadfence() says more, that all fences have one order, and takes longer.
+__device__ __forceinline__ void fence_gpu() {
+#ifdef __CUDACC__
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+#else
+    __threadfence();
+#endif
 }
 #include "simt/names_end.h"

@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(THREADS) decode_kernel(const Cache c) {
     for (int r = 0; r < ROWS; r++) load(q[r], q_row(c, b, kv_head, r), lane), sums[r] = {-INFINITY, 0.f, {}};
     for (int key = begin + warp; key < end; key += WARPS) {
         float k[COLUMNS], v[COLUMNS];
-        const int page = page_of(c, b, key), slot = key % c.page;      // New
+        const int page = page_of(c, b, key), slot = slot_of(c, key);      // New
         load(k, key_row(c.k, c.k_stride, page, kv_head, slot), lane);
         load(v, key_row(c.v, c.v_stride, page, kv_head, slot), lane);
 #pragma unroll

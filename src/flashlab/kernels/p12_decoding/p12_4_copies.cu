@@ -74,7 +74,7 @@ struct Copier {
         return key < end ? page_of(c, b, key) : 0;
     }
     __device__ void copy(int stage, int start, int page) const {
-        const int slot = (start + lane % TILE) % c.page, column = lane % CHUNKS * 8;
+        const int slot = slot_of(c, start + lane % TILE), column = lane % CHUNKS * 8;
 #pragma unroll
         for (int pass = 0; pass < TILE; pass += ROWS_PER_PASS) {
             const int row = pass + lane / CHUNKS;

@@ -28,7 +28,7 @@ constexpr int TILE_BYTES = TILE * ROW_BYTES, WARP_BYTES = STAGES * 2 * TILE_BYTE
 constexpr int O_TILES = HEAD_DIM / MMA_N, QUADS = HEAD_DIM / 4;                        // a quad is 4 columns
 static_assert(ROWS * HEAD_DIM * 4 == 2 * TILE_BYTES && STAGES > 1, "a warp's sums take the place of a stage");
 constexpr int ROOM = (225 << 10) / (WARPS * WARP_BYTES + 2048), BLOCKS_PER_SM = ROOM < 1 ? 1 : ROOM < 4 ? ROOM : 4;
-constexpr int AT_ONCE = 18;                                    // parts that are loaded before one is added
+constexpr int AT_ONCE = 12;                                    // parts that are loaded before one is added
 // endregion
 
 // region: swizzle
@@ -46,12 +46,20 @@ struct Sum {
     float m, l;
     float4 o;
 };
-__device__ __forceinline__ void add(Sum& sum, float m, float l, const float4& o) {
-    const float most = fmaxf(sum.m, m), base = most == -INFINITY ? 0.f : most;     // -inf - (-inf) would be NaN
-    const float old = exp2_approx(sum.m - base), now = exp2_approx(m - base);
-    sum.m = most, sum.l = sum.l * old + l * now;
-    sum.o.x = sum.o.x * old + o.x * now, sum.o.y = sum.o.y * old + o.y * now;
-    sum.o.z = sum.o.z * old + o.z * now, sum.o.w = sum.o.w * old + o.w * now;
+// Adds N parts. One maximum of all and then the weights: none waits for the one before.
+template <int N>
+__device__ __forceinline__ void add(Sum& sum, const float (&m)[N], const float (&l)[N], const float4 (&o)[N]) {
+    float most = sum.m;
+#pragma unroll
+    for (int i = 0; i < N; i++) most = fmaxf(most, m[i]);
+    const float base = most == -INFINITY ? 0.f : most;         // -inf - (-inf) would be NaN
+    const float old = exp2_approx(sum.m - base);
+    sum.m = most, sum.l *= old, sum.o.x *= old, sum.o.y *= old, sum.o.z *= old, sum.o.w *= old;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        const float w = exp2_approx(m[i] - base);
+        sum.l += l[i] * w, sum.o.x += o[i].x * w, sum.o.y += o[i].y * w, sum.o.z += o[i].z * w, sum.o.w += o[i].w * w;
+    }
 }
 // Divided by its weight; and its lse, in log2 units. A row that saw no key is 0 and -inf.
 __device__ __forceinline__ float finish(Sum& sum) {
@@ -74,25 +82,34 @@ struct Shares {
     int blocks, tiles, longer;
     __device__ Shares(int all, int grid, int readers) : blocks(max(1, min(grid, all / LEAST_TILES))) {
         if (blocks < grid && blocks > readers) blocks -= blocks % readers;     // as many for each, if all are as long
-        tiles = all / blocks, longer = all % blocks;
+        tiles = (unsigned)all / (unsigned)blocks, longer = all - tiles * blocks;
     }
     __device__ int begin(int block) const { return block * tiles + min(block, longer); }
     __device__ int owner(int tile) const {                     // the block in whose share a tile is
         const int in_longer = longer * (tiles + 1);
-        return tile < in_longer ? tile / (tiles + 1) : longer + (tile - in_longer) / tiles;
+        const bool is_longer = tile < in_longer;
+        const unsigned others = is_longer ? tile : tile - in_longer, share = tiles + is_longer;
+        return (is_longer ? 0 : longer) + (int)(others / share);
     }
 };
-// Of a sequence. One without keys has a tile too, in which nothing is seen: so somebody stores its 0 and -inf.
-__device__ __forceinline__ int tiles_of(const Cache& c, int b) { return max(1, ceil_div(length_of(c, b), TILE)); }
+// endregion
 
-// before_smem[b]: the tiles of the sequences before b, for b = 0 ... batch. Each thread adds up neighbours.
-__device__ __forceinline__ void count_tiles(const Cache& c, int* before_smem) {
+// region: count the tiles
+// Of a sequence. One without keys has a tile too, in which nothing is seen: so somebody stores its 0 and -inf.
+__device__ __forceinline__ int tiles_of(const Cache& c, int length) {
+    return max(1, ceil_div(clamped(c, length), TILE));
+}
+
+// before_smem[b]: the tiles of the sequences before b, for b = 0 ... batch. Each thread adds up neighbours; of so few
+// that one is all, `early` is its length.
+__device__ __forceinline__ void count_tiles(const Cache& c, int* before_smem, int early) {
     __shared__ int warp_sums[WARPS];
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
     const int each = ceil_div(c.batch, THREADS);
     const int first = min(c.batch, (int)threadIdx.x * each), last = min(c.batch, first + each);
-    int sum = 0;
-    for (int b = first; b < last; b++) sum += tiles_of(c, b);
+    int sum = each == 1 && first < last ? tiles_of(c, early) : 0;
+#pragma unroll 1
+    for (int b = first; each > 1 && b < last; b++) sum += tiles_of(c, c.lengths[b]);
     int up_to = sum;                                           // and of the lanes before
 #pragma unroll
     for (int step = 1; step < WARP_SIZE; step *= 2) {
@@ -102,25 +119,27 @@ __device__ __forceinline__ void count_tiles(const Cache& c, int* before_smem) {
     if (lane == WARP_SIZE - 1) warp_sums[warp] = up_to;
     __syncthreads();                                           // or the sums of other warps would be missing
     int count = up_to - sum;
-    for (int w = 0; w < warp; w++) count += warp_sums[w];
-    for (int b = first; b < last; b++) before_smem[b] = count, count += tiles_of(c, b);
+#pragma unroll
+    for (int w = 0; w < WARPS - 1; w++) count += w < warp ? warp_sums[w] : 0;
+    if (each == 1 && first < last) before_smem[first] = count, count += sum;
+#pragma unroll 1
+    for (int b = first; each > 1 && b < last; b++) before_smem[b] = count, count += tiles_of(c, c.lengths[b]);
     if (threadIdx.x == THREADS - 1) before_smem[c.batch] = count;
     __syncthreads();                                           // or other threads' counts would be missing
 }
 // endregion
 
 // region: guess
-// Asks for a length, and for the pages that this warp needs first if every sequence fills its row of the table. So they
-// come at the same time; where the guess is right, reading them again is no way to memory.
+// Asks for the pages that this warp needs first if every sequence fills its row of the table. So they come while the
+// lengths do; where the guess is right, reading them again is no way to memory.
 __device__ __forceinline__ void guess(const Cache& c, int row_blocks, int* guess_smem) {
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
-    cp_async<4>(smem_u32(guess_smem + STAGES + lane), c.lengths + min((int)threadIdx.x, c.batch - 1));
     const int all = ceil_div(c.page * c.width, TILE), readers = c.kv_heads * row_blocks;
     const Shares shares(c.batch * readers * all, gridDim.x, c.batch * readers);
     const int at = shares.begin(blockIdx.x);
     const int b = at / (readers * all), tile = at % all + warp + lane * WARPS;
     if (c.table && lane < STAGES && blockIdx.x < shares.blocks && tile < all)
-        cp_async<4>(smem_u32(guess_smem + lane), c.table + b * c.table_stride + tile * TILE / c.page);
+        cp_async<4>(smem_u32(guess_smem + lane), c.table + b * c.table_stride + column_of(c, tile * TILE));
 }
 // endregion
 
@@ -139,9 +158,9 @@ __device__ __forceinline__ Piece piece_at(const Cache& c, const int* before_smem
     }
     Piece p;
     p.b = low, p.length = length_of(c, low), p.all = before_smem[low + 1] - before_smem[low];
-    const int reader = (at - before_smem[low] * readers) / p.all;
+    const int reader = (unsigned)(at - before_smem[low] * readers) / (unsigned)p.all;
     p.begin = before_smem[low] * readers + reader * p.all;
-    p.kv_head = reader / row_blocks, p.row_block = reader % row_blocks;
+    p.kv_head = row_blocks == 1 ? reader : reader / row_blocks, p.row_block = reader - p.kv_head * row_blocks;
     p.first = at - p.begin, p.last = min(p.all, end - p.begin);
     return p;
 }
@@ -165,23 +184,31 @@ template <bool WHOLE> struct Copier {
         const int key = tile * TILE + (WHOLE ? 0 : lane % TILE);
         return tile < p.last && key < p.length ? page_of(c, p.b, key) : 0;
     }
+    // Row `row` + lane_row of a tile: what is not there becomes zeros, NaN or not.
+    __device__ void copy_row(uint32_t to_tile, int row, const T* from, const void* cache, int start) const {
+        const bool there = start + row + lane_row < p.length;
+        cp_async<16>((to_tile ^ row % 8 * 16) + row * ROW_BYTES, there ? from : (const T*)cache, there ? 16 : 0);
+    }
     __device__ void copy(int stage, int tile, int lane, int page) const {
-        const int start = tile * TILE, slot = (start + (WHOLE ? 0 : lane % TILE)) % c.page;
-        const T* k_from = key_row(c.k, c.k_stride, page, p.kv_head, slot + lane_row) + column;
-        const T* v_from = key_row(c.v, c.v_stride, page, p.kv_head, slot + lane_row) + column;
+        const int start = tile * TILE, slot = slot_of(c, start + (WHOLE ? 0 : lane % TILE));
+        const uint32_t to_k = to + stage * 2 * TILE_BYTES, to_v = to_k + TILE_BYTES;
+        if constexpr (WHOLE) {                                 // one run of memory after the other
+            const T* k_from = key_row(c.k, c.k_stride, page, p.kv_head, slot + lane_row) + column;
+            const T* v_from = key_row(c.v, c.v_stride, page, p.kv_head, slot + lane_row) + column;
 #pragma unroll
-        for (int row = 0; row < TILE; row += ROWS_PER_PASS) {  // and lane_row further
-            if (!WHOLE) {
+            for (int row = 0; row < TILE; row += ROWS_PER_PASS, k_from += ROWS_PER_PASS * c.k_stride.row)
+                copy_row(to_k, row, k_from, c.k, start);
+#pragma unroll
+            for (int row = 0; row < TILE; row += ROWS_PER_PASS, v_from += ROWS_PER_PASS * c.v_stride.row)
+                copy_row(to_v, row, v_from, c.v, start);
+        } else {
+#pragma unroll
+            for (int row = 0; row < TILE; row += ROWS_PER_PASS) {
                 const int of_page = __shfl_sync(~0u, page, row + lane_row);
                 const int in_page = __shfl_sync(~0u, slot, row + lane_row);
-                k_from = key_row(c.k, c.k_stride, of_page, p.kv_head, in_page) + column;
-                v_from = key_row(c.v, c.v_stride, of_page, p.kv_head, in_page) + column;
+                copy_row(to_k, row, key_row(c.k, c.k_stride, of_page, p.kv_head, in_page) + column, c.k, start);
+                copy_row(to_v, row, key_row(c.v, c.v_stride, of_page, p.kv_head, in_page) + column, c.v, start);
             }
-            const bool there = start + row + lane_row < p.length;      // what is not becomes zeros, NaN or not
-            const uint32_t chunk = (to ^ row % 8 * 16) + row * ROW_BYTES + stage * 2 * TILE_BYTES;
-            cp_async<16>(chunk, there ? k_from : (const T*)c.k, there ? 16 : 0);
-            cp_async<16>(chunk + TILE_BYTES, there ? v_from : (const T*)c.v, there ? 16 : 0);
-            k_from += ROWS_PER_PASS * c.k_stride.row, v_from += ROWS_PER_PASS * c.v_stride.row;
         }
     }
     // region: first copies
@@ -291,7 +318,7 @@ __device__ __forceinline__ void walk(const Cache& c, const Piece& p, const Copie
     for (int r = 0; r < 2; r++) {
         const int row = p.row_block * ROWS + g + r * 8;
         const T* q_gmem = q_row(c, p.b, p.kv_head, row < rows ? row : 0);
-        last_key[r] = p.length - c.queries + row % c.queries;  // of all queries the last one sees every key
+        last_key[r] = p.length - c.queries + query_of(c, row);  // of all queries the last one sees every key
 #pragma unroll
         for (int k = 0; k < HEAD_DIM / MMA_K; k++)
 #pragma unroll
@@ -322,7 +349,7 @@ template <bool WHOLE>
 __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_kernel(const Cache c) {
     extern __shared__ __align__(1024) char shared[];           // [WARPS, STAGES, 2, TILE, HEAD_DIM], then before_smem
     __shared__ float m_smem[WARPS][ROWS], l_smem[WARPS][ROWS];
-    __shared__ int is_last, guess_smem[WARPS][STAGES + WARP_SIZE];
+    __shared__ int is_last, guess_smem[WARPS][STAGES];
     int* before_smem = (int*)(shared + WARPS * WARP_BYTES);    // [batch + 1]
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, g = lane / 4, t = lane % 4;
     const int rows = c.group * c.queries, row_blocks = ceil_div(rows, ROWS);
@@ -330,8 +357,9 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_kernel(const Ca
 
     // region: pieces
     const uint32_t warp_smem = smem_u32(shared + warp * WARP_BYTES);
+    const int early = c.lengths[min((int)threadIdx.x, c.batch - 1)];       // on its way during the guess
     guess(c, row_blocks, guess_smem[warp]);
-    count_tiles(c, before_smem);
+    count_tiles(c, before_smem, early);
     const int readers = c.kv_heads * row_blocks;
     const Shares shares(before_smem[c.batch] * readers, gridDim.x, c.batch * readers);
     if (blockIdx.x >= shares.blocks) {
@@ -347,6 +375,10 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_kernel(const Ca
     for (bool more = true; more;) {
         const Piece p = next;
         const int first_row = p.row_block * ROWS, piece_rows = min(ROWS, rows - first_row);
+        // The blocks that share these tiles. Each leaves two parts at most: of the piece that its share begins with,
+        // and of the one that it ends with.
+        const int first_block = shares.owner(p.begin), last_block = shares.owner(p.begin + p.all - 1);
+        const bool whole = first_block == last_block, ends_with_it = shares.begin(first_block) < p.begin;
         State x = {};
         x.m_i[0] = x.m_i[1] = -INFINITY;
         walk<WHOLE>(c, p, copier, pages[STAGES - 1], x, warp_smem, warp, lane);
@@ -380,19 +412,18 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_kernel(const Ca
         // endregion
 
         // region: store
-        // The blocks that share these tiles. Each leaves two parts at most: of the piece that its share begins with,
-        // and of the one that it ends with.
-        const int first_block = shares.owner(p.begin), last_block = shares.owner(p.begin + p.all - 1);
-        const bool whole = first_block == last_block;
-        auto part_of = [&](int block) { return 2 * block + (shares.begin(block) < p.begin); };
+        auto part_of = [&](int block) { return 2 * block + (block == first_block && ends_with_it); };
         for (int i = threadIdx.x; i < piece_rows * QUADS; i += THREADS) {
             const int row = i / QUADS, quad = i % QUADS;
             Sum sum = {-INFINITY, 0.f, {}};
+            float m[WARPS], l[WARPS];
+            float4 o[WARPS];
 #pragma unroll
             for (int w = 0; w < WARPS; w++) {
                 const float* of_warp = (const float*)(shared + w * WARP_BYTES + LAST_STAGE);
-                add(sum, m_smem[w][row], l_smem[w][row], *(const float4*)(of_warp + sum_at(row, quad * 4)));
+                m[w] = m_smem[w][row], l[w] = l_smem[w][row], o[w] = *(const float4*)(of_warp + sum_at(row, quad * 4));
             }
+            add(sum, m, l, o);
             if (whole) {
                 store(c, p.b, p.kv_head, first_row + row, quad, sum);
             } else {
@@ -410,27 +441,28 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) decode_kernel(const Ca
         // The barrier has handed the block's parts to thread 0; its fence and its count publish them. What the last
         // one to count sees, its second fence and the barrier hand on. atomicInc goes back to 0: for the next launch.
         if (threadIdx.x == 0) {
-            __threadfence();
+            fence_gpu();
             const unsigned others = last_block - first_block;
             const int reader = (p.b * c.kv_heads + p.kv_head) * row_blocks + p.row_block;
             is_last = atomicInc((unsigned*)c.counters + reader, others) == others;
-            __threadfence();
+            fence_gpu();
         }
         __syncthreads();                                       // or is_last would be an old one
         for (int i = threadIdx.x; is_last && i < piece_rows * QUADS; i += THREADS) {
             const int row = i / QUADS, quad = i % QUADS;
             Sum sum = {-INFINITY, 0.f, {}};
             for (int from = first_block; from <= last_block; from += AT_ONCE) {
-                float lse[AT_ONCE];
+                const int64_t part_0 = (int64_t)part_of(from) * ROWS + row, begin = (int64_t)2 * from * ROWS + row;
+                float lse[AT_ONCE], l[AT_ONCE];
                 float4 o[AT_ONCE];
 #pragma unroll
                 for (int j = 0; j < AT_ONCE; j++) {            // many loads, one latency
-                    const int64_t part = (int64_t)part_of(min(from + j, last_block)) * ROWS + row;
-                    lse[j] = from + j <= last_block ? c.part_lse[part] : -INFINITY;
-                    o[j] = *(const float4*)(c.part_o + part * HEAD_DIM + quad * 4);
+                    const bool there = from + j <= last_block;
+                    const int64_t part = j == 0 ? part_0 : begin + 2 * j * ROWS;
+                    lse[j] = there ? c.part_lse[part] : -INFINITY, l[j] = 1.f;
+                    o[j] = there ? *(const float4*)(c.part_o + part * HEAD_DIM + quad * 4) : float4{};
                 }
-#pragma unroll
-                for (int j = 0; j < AT_ONCE; j++) add(sum, lse[j], lse[j] == -INFINITY ? 0.f : 1.f, o[j]);
+                add(sum, lse, l, o);
             }
             store(c, p.b, p.kv_head, first_row + row, quad, sum);
         }
