@@ -495,7 +495,7 @@ show.region(CUDA, "state", "one tile")
 # lengths are on their way, each warp asks for the pages that it will need if all sequences are full: a guess, which costs nothing where it is wrong.
 
 # %%
-show.region(CUDA, "shares", "guess", "which keys", "shared memory", "pieces")
+show.region(CUDA, "shares", "count the tiles", "guess", "which keys", "shared memory", "pieces")
 
 # %% [markdown]
 # At the end of a piece the warps add up; the next piece's first tiles are on their way by then. If the block had all of the sequence's tiles, the sum is the result. If not, it is a part.
