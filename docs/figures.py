@@ -178,7 +178,6 @@ def course_map():
         x = 0.1 + 1.6 * k
         ax.add_patch(Circle((x, 2.42), 0.13, facecolor=color, edgecolor=color))
         ax.text(x + 0.24, 2.42, name, va="center", fontsize=9.5)
-    ax.text(12.9, 2.05, "filled: here now    hollow: planned", va="center", ha="right", fontsize=9.5, color="#555555")
     return fig
 
 

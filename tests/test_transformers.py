@@ -61,6 +61,28 @@ def test_generation_with_a_cache(family):
     assert torch.equal(*said)
 
 
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+@pytest.mark.parametrize("family", MODELS)
+def test_generation_with_a_static_cache(family, backend):
+    """It has room for more keys than there are: the mask function tells the layers how many."""
+    transformers_door.register("on_cache", backend=backend)
+    options = dict(max_new_tokens=6, do_sample=False, cache_implementation="static")
+    said = [model_of(family, name).eval().generate(tokens(2, 7), **options) for name in ("on_cache", MODELS[family][1])]
+    assert torch.equal(*said) and said[0].shape == (2, 13)
+
+
+def test_the_room_of_a_static_cache():
+    def causal(batch, head, query, key):
+        return key <= query
+
+    lengths = transformers_door.no_mask(3, 2, 16, q_offset=5, mask_function=causal)
+    assert lengths.tolist() == [7, 7, 7] and transformers_door.no_mask(3, 2, 7, q_offset=5) is None
+    with pytest.raises(ValueError, match="the last query is number 7, and keys 0 to 6 are there"):
+        transformers_door.no_mask(1, 2, 7, q_offset=6, mask_function=causal)
+    with pytest.raises(ValueError, match="lets queries see the empty room of a static cache"):
+        transformers_door.no_mask(1, 2, 16, q_offset=5, mask_function=lambda b, h, q, k: torch.ones_like(q + k) > 0)
+
+
 def test_another_backend():
     transformers_door.register("by_formula", backend="reference")
     logits = [model_of("Llama", name)(tokens()).logits for name in ("by_formula", "sdpa")]

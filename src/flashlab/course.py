@@ -90,7 +90,11 @@ PHASES = (
         "11b", "gluon", "Optional: phase 4's loop in Gluon", "gluon",
         "layouts, barriers and waits in Triton's lower layer, compiled and read anywhere, run on Hopper", 60,
     ),
-    Phase(12, "decoding", "Decoding: split-KV and paged caches", "triton", "one query against a long cache"),
+    Phase(
+        12, "decoding", "Decoding: split-KV and paged caches", "triton",
+        "one query against a long cache: splits and their merge, pages, groups, ragged batches, counted; a pager, and "
+        "a model that writes with it", 75,
+    ),
     Phase(
         13, "many_gpus", "Many GPUs: ring attention", "distributed",
         "phase 0's merge over machines: ring, zigzag, Ulysses and a mesh, forward and backward, on torch.distributed; "

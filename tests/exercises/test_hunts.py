@@ -57,6 +57,8 @@ TOUCHED = params([
     ("10.4", "samples = []", "samples = list()", "not-waited-for"),
     ("11.6", "uint32_t o_rmem[4];", "; uint32_t o_rmem[4];", "proxy-fence"),
     ("11.7", "if (!FIRST) add_output();", "; if (!FIRST) add_output();", "released-too-early"),
+    ("12.10", "slot = key % PAGE", "slot = key % PAGE + 0", "page-overflow"),
+    ("12.11", "sequence_stride = ", "sequence_stride = 0 + ", "all-on-the-first"),
     ("13.7", "len(q)\n", "len(q) + 0\n", "first-keys"),
     ("13.8", "half = n // 2", "half = n // 2 + 0", "balanced-without-mask"),
 ])  # fmt: skip
@@ -100,6 +102,8 @@ HALF = params([
     ("10.4", [("start = gpu.clock()", "gpu.synchronize()\n        start = gpu.clock()")], "not-waited-for"),
     ("11.6", [("#pragma unroll\n", "        fence_proxy_async();\n#pragma unroll\n")], "proxy-fence"),
     ("11.7", [("wgmma_wait<FIRST ? 0 : 1>", "wgmma_wait<0>")], "no-overlap"),
+    ("12.10", [("other=0)", "other=0).to(tl.int64)")], "page-only"),
+    ("12.11", [("first = b * sequence_stride", "first = b * head_dim")], "one-row-each"),
     ("13.7", [("dq + ds @ k", "dq + ds @ there_k"), ("do @ v.mT", "do @ there_v.mT")], "first-keys-in-p"),
     ("13.8", [("half if source > rank", "half if causal and source > rank")], "keys-left-out"),
 ])  # fmt: skip

@@ -1,0 +1,248 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Phase 12 · Decoding: exercises
+#
+# Fill in each cell that says `YOUR CODE HERE`, or mend the one that is there, run it, then run the check below it. A check that fails says in one
+# sentence what is wrong. `hint("12.4")` gives the next hint, `progress()` shows where you are.
+#
+# **Time:** about five hours.
+
+# %% [markdown]
+# The names are the lecture's:
+#
+# | name | what it is |
+# |:--|:--|
+# | `length` | how many keys a sequence has |
+# | `page`, `table` | rows per key head in a page; the numbers of a sequence's pages, in order |
+# | `group`, `queries` | query heads per key head; queries per sequence, the last beside the last key |
+# | `splits` | into how many parts a sequence's keys are cut |
+# | `lse` | the log of the sum of exponentials |
+
+# %%
+import itertools
+import math
+from collections import Counter
+
+import torch
+
+from flashlab.exercises import check, hint, progress
+import triton  # after flashlab, which decides whether kernels are interpreted here
+import triton.language as tl
+
+# %% [markdown]
+# ## 12.1
+#
+# The lecture counts one query, in 16 bits. Now any number of queries per sequence (a draft, a part of a prompt), and any size of a number.
+# How many queries does it take until the tensor cores, and not the memory, are the wall?
+
+# %% tags=["exercise"]
+# RULE flashlab.exercises.phase_12: wall_of
+
+# %% tags=["check"]
+# hint("12.1")
+check("12.1", wall_of)
+
+# %% [markdown]
+# ## 12.2
+#
+# From a key's number to the element at which it begins, and what the pages cost.
+
+# %% tags=["exercise"]
+# RULE flashlab.exercises.phase_12: place_of
+
+# %% tags=["check"]
+# hint("12.2")
+check("12.2", place_of)
+
+# %% [markdown]
+# ## 12.3
+#
+# Splits of a short sequence get no key. A whole sequence may have none. So any part may be empty, and all of them too: the result is then 0,
+# with an lse of $-\infty$. Nobody writes o of an empty part. In the check it is NaN.
+
+# %% tags=["exercise"]
+# RULE flashlab.exercises.phase_12: merge_parts
+
+# %% tags=["check"]
+# hint("12.3")
+check("12.3", merge_parts)
+
+# %% [markdown]
+# ## 12.4
+#
+# The lecture's rule counts time. A simpler one fills the chip just once: no block waits for another one to end. Write that one.
+#
+# When it is solved, compare: for 8 programs of 128 tiles and 132 slots, what does `splits_for` of the lecture say, and
+# which of its terms makes the difference?
+
+# %% tags=["exercise"]
+# RULE flashlab.exercises.phase_12: one_wave
+
+# %% tags=["check"]
+# hint("12.4")
+check("12.4", one_wave)
+
+# %% [markdown]
+# ## 12.5
+#
+# The lecture's tile goes through the queries of one head, then through those of the next. FlashAttention packs them the other way: the heads of one
+# query stand together. (Then the rows of a tile see nearly the same keys.) Name each row.
+
+# %% tags=["exercise"]
+# RULE flashlab.exercises.phase_12: packed_row
+
+# %% tags=["check"]
+# hint("12.5")
+check("12.5", packed_row)
+
+# %% [markdown]
+# ## 12.6 The last one to arrive
+#
+# *Core · 30 min*
+#
+# A small CUDA kernel, in which each warp works for itself: its 32 lanes have just stored their part of 32 columns in global memory, `part_o` and
+# `part_lse`. The same columns of the row have a warp in each split. What follows your lines is `if (!last) return;`, then the merge, which reads the
+# parts of *all* of these warps.
+#
+# Set `last`, a `bool` of each thread. `counter` points to an `int` that these warps share: 0 before the launch, and 0 again behind it, so that the
+# launch can be repeated. There are `lane` and `splits`; `atomicAdd(counter, 1)` returns what was there before. No barrier of the block, please.
+#
+# The check runs it in the emulator, whose watched build sees which writes are ordered before which reads.
+
+# %% tags=["exercise"]
+# BEGIN STARTER
+arrive = r"""
+// YOUR CODE HERE
+"""
+# END STARTER
+# BEGIN SOLUTION
+arrive = r"""
+    __syncwarp();                                              // lane 0 is shown what its warp has written,
+    int before = 0;
+    if (lane == 0) {
+        __threadfence();                                       // and shows it to all that see its count
+        before = atomicAdd(counter, 1);
+        __threadfence();                                       // sees what the counts before it show
+        if (before == splits - 1) *counter = 0;                // for the next launch
+    }
+    last = __shfl_sync(~0u, before, 0) == splits - 1;
+    __syncwarp();                                              // what lane 0 sees, all see
+"""
+# END SOLUTION
+
+# %% tags=["check"]
+# hint("12.6")
+check("12.6", arrive)
+
+# %% [markdown]
+# ## 12.7
+#
+# Count what a pager does, one token at a time. Forks share pages. Which page may be written to, and which has to be copied first?
+
+# %% tags=["exercise"]
+# RULE flashlab.exercises.phase_12: pager
+
+# %% tags=["check"]
+# hint("12.7")
+check("12.7", pager)
+
+# %% [markdown]
+# ## 12.8
+#
+# A batch has one sequence of 8192 keys and fifteen short ones. Splits are the same for all, so that the programs of the long one work on when all
+# others are through. A persistent grid deals out *tiles* instead. Which keys does program `p` read?
+
+# %% tags=["exercise"]
+# RULE flashlab.exercises.phase_12: pieces_of
+
+# %% tags=["check"]
+# hint("12.8")
+check("12.8", pieces_of)
+
+# %% [markdown]
+# ## 12.9
+#
+# Close the lecture. One query per sequence, a group's heads as rows of the tile, pages, lengths on the device, and splits: a program computes the
+# part of one sequence, one key head and one split. The programs are numbered in that order, splits fastest. Here a page has the key heads side by
+# side: `[PAGE, kv_heads, HEAD_DIM]`. All tensors are contiguous, and float32: products with `input_precision="ieee"`.
+#
+# Shares are whole tiles of `BLOCK_N` keys, equal and rounded up; tiles are counted from the sequence's first key. A share may be empty: o is 0
+# there, stored, and lse is $-\infty$. `BLOCK_M` is at least `group`. Scores times `scale_log2` are in units of log 2; lse is a natural logarithm.
+# Entries of the table that no key needs are -1, and what no key has in the cache is NaN.
+
+# %% tags=["exercise"]
+# RULE flashlab.exercises.phase_12: part_kernel
+
+# %% tags=["check"]
+# hint("12.9")
+check("12.9", part_kernel)
+
+# %% [markdown]
+# ## 12.10
+#
+# This kernel writes down at which element each key of a sequence begins. It served for weeks. Then somebody gave the cache more memory, and after
+# some hours of traffic other kernels crashed, here and there.
+
+# %% tags=["exercise"]
+# BEGIN STARTER
+@triton.jit
+def key_offsets_kernel(OUT_ptr, TABLE_ptr, keys, stride_page, stride_slot, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    key = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    page = tl.load(TABLE_ptr + key // PAGE, mask=key < keys, other=0)
+    slot = key % PAGE
+    tl.store(OUT_ptr + key, page * stride_page + slot * stride_slot, mask=key < keys)
+# END STARTER
+# BEGIN SOLUTION
+# RULE flashlab.exercises.phase_12: key_offsets_kernel
+# END SOLUTION
+
+# %% tags=["check"]
+# hint("12.10")
+check("12.10", key_offsets_kernel)
+
+# %% [markdown]
+# ## 12.11
+#
+# Sequences may have different numbers of queries. So the result is *packed*: rows of one sequence behind those of the other. The parts of the splits
+# are padded, as that is simpler. Without splits the kernel was right in every test; with them in the first sequence only.
+
+# %% tags=["exercise"]
+# BEGIN STARTER
+def hunted_merge(part_o, part_lse, starts):
+    """o [rows, D] of all sequences, packed: sequence b has rows starts[b] to starts[b + 1] - 1.
+
+    part_o: [splits, batch, queries, D], part_lse: [splits, batch, queries], padded to the most queries.
+    """
+    _, batch, queries, head_dim = part_o.shape
+    o = torch.full((starts[-1], head_dim), float("nan"), dtype=part_o.dtype)  # whatever was in memory
+    sequence_stride = o.stride(0) if o.ndim == 3 else 0
+    for b in range(batch):
+        rows = starts[b + 1] - starts[b]
+        weight = torch.softmax(part_lse[:, b, :rows], dim=0)
+        merged = (weight[:, :, None] * part_o[:, b, :rows]).sum(dim=0)
+        first = b * sequence_stride
+        o.view(-1)[first : first + merged.numel()] = merged.flatten()
+    return o
+# END STARTER
+# BEGIN SOLUTION
+# RULE flashlab.exercises.phase_12: hunted_merge
+# END SOLUTION
+
+# %% tags=["check"]
+# hint("12.11")
+check("12.11", hunted_merge)
+
+# %% [markdown]
+# ## Where you are
+#
+# You can say of a decoding step what it reads, who reads it, and who waits. Phase 13 takes the merge once more, over machines.
+
+# %% tags=["nbval-ignore-output"]
+progress(12)
