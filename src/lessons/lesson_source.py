@@ -218,8 +218,8 @@ def from_rules(lesson: Lesson, lines: list[Line], root: Path) -> list[Line]:
 def registered(lesson: Lesson, exercise_id: str, root: Path, line: int | None) -> dict[str, Any]:
     """Title, minutes and difficulty of a rule, read from its decorator."""
     path = module_file(root, f"flashlab.exercises.phase_{lesson.number:0>2}")
-    calls = ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if path else ()
-    for call in calls:
+    paths = [path, *sorted(path.parent.glob(f"{path.stem}_*.py"))] if path else []
+    for call in (node for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))):
         if isinstance(call, ast.Call) and getattr(call.func, "id", "") in ("rule", "tensor_rule", "kernel_rule"):
             if isinstance(call.args[0], ast.Constant) and call.args[0].value == exercise_id:
                 told = {k.arg: k.value.value for k in call.keywords if isinstance(k.value, ast.Constant)}

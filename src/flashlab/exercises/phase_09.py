@@ -33,6 +33,7 @@ from flashlab.check.cuda_answer import (
 from flashlab.check.lookup import Row
 from flashlab.check.mistakes import weights
 from flashlab.cuda import CudaModule
+from flashlab.exercises import phase_09_ladder as _ladder  # noqa: F401  9.8 to 9.12
 from flashlab.exercises.registry import exercise
 from flashlab.exercises.rule import rule
 from flashlab.figures.ladder import wavefronts
