@@ -640,7 +640,7 @@ for taken_out in ablation.recorded():
     left = {(r["name"], tuple(r["shape"]), r["causal"]): 1 / r["vs_whole"]
             for r in taken_out["rows"] if r["inputs"] == "randn" and "vs_whole" in r}
     rows = [[name, idea, *(f"{gain[name]:.2f}" for gain in came),
-             *(f"{left[idea, *case]:.2f}" for case in list(CASES.values())[:4])] for name, idea in IDEAS.items()]
+             *(f"{left[(idea, *case)]:.2f}" for case in list(CASES.values())[:4])] for name, idea in IDEAS.items()]
     heads = [f"{when}: {case}" for when in ("when it came", "at the end") for case in list(CASES)[:4]]
     show.table(rows, ["step", "idea", *heads], align="ll" + "r" * 8)
 

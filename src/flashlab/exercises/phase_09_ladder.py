@@ -41,6 +41,24 @@ def _said(whole: Source, before: str, after: str, seq_q: int, seq_k: int, head_d
 # ---- 9.8 ------------------------------------------------------------------------------------------------------------
 
 
+def _expect_columns(whole: Source, head_dim: int) -> None:
+    """CheckFailed where O is stored in other columns: with equal scores and V[n, c] = c, O[m, c] is c."""
+    __tracebackhide__ = True
+    module, q = built(whole, check=False, head_dim=head_dim), torch.zeros(1, 1, 64, head_dim).half()
+    v = torch.arange(head_dim).half().expand_as(q)
+    case = f"64 queries and keys, head_dim={head_dim}"
+    o = ran(module, whole, case, partial(module.forward, q, q, v.contiguous(), causal=False, echo=False))[0][0, 0]
+    moved = (o != v[0, 0]).nonzero()
+    if len(moved):
+        row, column = moved[0].tolist()
+        raise CheckFailed(
+            f"O[{row}, {column}] holds what belongs to column {o[row, column]:g}, and {len(moved)} of {o.numel()} "
+            "elements lie in a wrong column: O is written and read back by one swizzle, (column / 8) ^ (row % 8)",
+            diagnosis="columns-moved",
+            case=case,
+        )
+
+
 @exercise(
     "9.8",
     title="Addresses of the store",
@@ -59,8 +77,14 @@ def _said(whole: Source, before: str, after: str, seq_q: int, seq_k: int, head_d
 )
 def _(store: str) -> str:
     whole = replaced(step("p9_2_addresses"), "store", text_of(store, "store"))
-    verdict = examine(whole)
-    wide = examine(whole, head_dim=128, probes=((1, 1, 1, 70, 70, False),), fast=False, max_seq=70)
+    try:
+        verdict = examine(whole)
+        wide = examine(whole, head_dim=128, probes=((1, 1, 1, 70, 70, False),), fast=False, max_seq=70)
+    except CheckFailed as failed:
+        if failed.diagnosis in ("values-moved", "wrong-value", "wrong-weights", "nan-everywhere"):
+            for head_dim in (64, 128):
+                _expect_columns(whole, head_dim)
+        raise
     count = '#define at(...) ((void)printf("a"), at(__VA_ARGS__))'
     for head_dim in (64, 128):
         calls = _said(whole, count, "#undef at", 64, 64, head_dim).count("a") / 128
@@ -245,8 +269,8 @@ _ROOM = 113 * 1024  # bytes of shared memory per block, so that two fit in an SM
         "do not. If two stages hurt, begin with one, as in 9.7.",
     ],
 )
-def _(my_kernel: str) -> str:
-    whole = whole_kernel(my_kernel, "my_kernel")
+def _(my_kernel_128: str) -> str:
+    whole = whole_kernel(my_kernel_128, "my_kernel_128")
     verdict = examine(whole, head_dim=128, max_seq=200)
     module = built(whole, check=True, head_dim=128)
     shorter, report = (probe(module, whole, (1, 1, 1, 256, seq_k, False), head_dim=128, sms=1) for seq_k in (256, 512))
