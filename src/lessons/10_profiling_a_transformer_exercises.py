@@ -355,22 +355,19 @@ for unit in ("CPU", "GPU"):
 # Which of the four would you take out **first**, and how many milliseconds does the step take then, to 2 %? Nothing else changes: the CPU launches in the same order, and each kernel begins when it is launched and the one before it is done.
 
 # %% tags=["exercise"]
-# BEGIN STARTER
-first = ""  # YOUR CODE HERE: one of the four names
-milliseconds = 0.0
-# END STARTER
-# BEGIN SOLUTION
-# The GPU's line has a gap behind each all_finite: the CPU waits there for everything, and begins to launch again when nothing is left to do.
-# next_batch and statistics are longer in the table, and hidden behind kernels. Without the wait there are no gaps: all kernels, one behind the other,
-# the launch of the first, and the wait at the end.
-first = "all_finite"
-kernels = sum(length for unit, name, _, length in bars if unit == "GPU" and name != first)
-milliseconds = (kernels + 11 + 20) / 1000
-# END SOLUTION
+def first_out(bars):
+    """(name, milliseconds): the operation to take out, and what the step takes then."""
+    # BEGIN SOLUTION
+    # The GPU's line has a gap behind each all_finite: the CPU waits there for everything, and begins to launch again
+    # when nothing is left to do. next_batch and statistics are long too, and hidden behind kernels. Without the wait
+    # there are no gaps: all kernels, one behind the other, the launch of the first, and the wait at the end.
+    kernels = sum(length for unit, name, _, length in bars if unit == "GPU" and name != "all_finite")
+    return "all_finite", (kernels + 11 + 20) / 1000
+    # END SOLUTION
 
 # %% tags=["check"]
 # hint("10.9")
-check("10.9", first, milliseconds)
+check("10.9", first_out)
 
 # %% [markdown]
 # ## Where you are

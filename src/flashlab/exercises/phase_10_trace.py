@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from flashlab.check import CheckFailed, expect
 from flashlab.exercises.registry import exercise
+from flashlab.figures.profiles import operations
 
 __all__ = ["OPTIONAL", "trace"]
 
@@ -100,19 +102,20 @@ def _busy_during(name: str) -> float:
         "long as its kernels, one behind the other, and what stands before the first and behind the last.",
     ],
 )
-def _(first: str, milliseconds: float) -> str:
-    if not first:
-        raise NotImplementedError
-    named = f"first should be one of {', '.join(OPTIONAL)}, it is {first!r:.40}"
-    expect(first in OPTIONAL, named, diagnosis="wrong-word")
+def _(first_out: Callable[..., tuple[str, float]]) -> str:
+    result = first_out(operations(trace()))
+    pair = isinstance(result, (tuple, list)) and len(result) == 2 and isinstance(result[1], (int, float))
+    expect(pair, "return two things: a name, and a number of milliseconds", diagnosis="wrong-type")
+    first, milliseconds = result
+    named = f"the name should be one of {', '.join(OPTIONAL)}, it is {first!r:.40}"
+    expect(first in tuple(OPTIONAL), named, diagnosis="wrong-word")
     whole, gone = _milliseconds(), {name: _milliseconds(name) for name in OPTIONAL}
     best = min(gone, key=lambda name: gone[name])
     if first != best:
         said = f"without {first} the step takes {gone[first]:.2f} ms, with it {whole:.2f}: another one gains more"
         why = f"while {first} is on the CPU, the GPU works in {_busy_during(first):.0%} of the time"
-        raise CheckFailed(
-            f"{said}.\n{why}; its kernels take {_time_of('GPU', first):.2f} ms", diagnosis="not-the-first"
-        )
+        why += f"; its kernels take {_time_of('GPU', first):.2f} ms"
+        raise CheckFailed(f"{said}.\n{why}", diagnosis="not-the-first")
     wanted = gone[best]
     if abs(milliseconds - wanted) > 0.02 * wanted:
         ways = {
@@ -121,9 +124,11 @@ def _(first: str, milliseconds: float) -> str:
                 whole - _time_of("CPU", best),
             f"that is the step less {best}'s kernels: the gaps go too": whole - _time_of("GPU", best),
         }  # fmt: skip
-        near = [said for said, ms in ways.items() if abs(milliseconds - ms) < 0.01 * ms]
+        near = min(ways, key=lambda said: abs(milliseconds - ways[said]))
         unit = "are they microseconds?" if abs(milliseconds / 1000 - wanted) < 0.02 * wanted else ""
-        what = near[0] if near else unit or "what does the GPU's line look like without it? Redraw it on paper"
+        what = unit or "what does the GPU's line look like without it? Redraw it on paper"
+        if abs(milliseconds - ways[near]) < 0.01 * wanted:
+            what = near
         raise CheckFailed(
             f"{best} is right. The step takes {whole:.2f} ms now, and {milliseconds:.4g} ms is not what it takes "
             f"without it: {what}",
