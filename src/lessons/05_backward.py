@@ -20,14 +20,13 @@
 # - Say what $\delta$ is, and why no row of P has to be kept to compute it.
 # - Count what a backward pass keeps, moves and computes, naive and tiled, before you run it.
 # - Write the two loops of the backward pass, and say why there are two.
-# - Read the three kernels line by line, and name the traps that others fell into.
+# - Write the kernels, their launcher and the `autograd.Function`, and name the traps that others fell into.
 
 # %% [markdown]
 # ## What you need first
 #
 # - Phase 0: softmax and log-sum-exp. Phase 2: attention by tiles, in plain Python.
-# - Phase 4 or the docstring of `flashlab.attention.triton_forward`: batch, heads, masks and tile edges in a Triton kernel. Each helper is
-#   named again where it is used.
+# - Phase 4: batch, heads, masks and tile edges in a Triton kernel, and its launcher. Each helper is named again where it is used.
 # - From calculus: the chain rule for functions of several variables.
 
 # %%
@@ -1362,7 +1361,10 @@ plt.show()
 # Left to explore: one walk with atomics, measured beside two (is 7/5 of the arithmetic dearer than the traffic of dQ?). Computing $\delta$
 # inside the dQ kernel. A dQ kernel that keeps dS for the other one.
 #
-# Next, phase 6 leaves Triton and writes the forward pass in CUDA C++, one thread at a time.
+# **What you can now do:** derive a gradient and check it without trusting the derivation; write its kernels, their launcher and the `autograd.Function`; say what
+# is kept between forward and backward, and where float32 is not float32.
+#
+# Next, phase 6 leaves Triton and writes the forward pass in CUDA C++, one thread at a time. It needs phase 2's state and its correction, and phase 3's loop.
 
 # %% [markdown]
 # ## References

@@ -640,7 +640,8 @@ for taken_out in ablation.recorded():
     left = {(r["name"], tuple(r["shape"]), r["causal"]): 1 / r["vs_whole"]
             for r in taken_out["rows"] if r["inputs"] == "randn" and "vs_whole" in r}
     rows = [[name, idea, *(f"{gain[name]:.2f}" for gain in came),
-             *(f"{left[(idea, *case)]:.2f}" for case in list(CASES.values())[:4])] for name, idea in IDEAS.items()]
+             *(f"{left[(idea, *case)]:.2f}" for case in list(CASES.values())[:4])]
+            for name, idea in IDEAS.items()]
     heads = [f"{when}: {case}" for when in ("when it came", "at the end") for case in list(CASES)[:4]]
     show.table(rows, ["step", "idea", *heads], align="ll" + "r" * 8)
 
@@ -896,6 +897,10 @@ show.region(step("p9_flash"), "merge", "launch")
 # - Budget: as many wavefronts per MMA as an MMA takes clocks. 32 rows per warp keep it.
 # - After that it is latency. The SASS shows where the compiler has put each load; what that is worth, only an experiment shows.
 # - A step is worth what an ablation says, on inputs that do not flatter it.
+
+# %% [markdown]
+# **What you can now do:** write a kernel at the level of FlashAttention-2 from an empty file, and say of masks, addresses, late rescaling and the order of tiles what each
+# is worth, when it came and at the end.
 
 # %% [markdown]
 # Left to explore: `stmatrix` for the store on sm_90; the mask of a sliding window, whose full tiles lie between two ragged ends; the same ladder on
