@@ -630,10 +630,12 @@ print("all of that is in the record")
 # the last kernel without it. Random inputs.
 
 # %%
-IDEAS = {"p8_4_swizzle": "the swizzle", "p8_6_store": "16-byte stores", "p9_1_masks": "full tiles without a mask",
-         "p9_2_addresses": "addresses out of the loop", "p9_3_rescale": "lazy rescaling",
-         "p9_4_warp_tiles": "32 rows per warp", "p9_5_prefetch": "fragments one step ahead",
-         "p9_6_order": "long blocks first"}
+IDEAS = {
+    "p8_4_swizzle": "the swizzle", "p8_6_store": "16-byte stores",
+    "p9_1_masks": "full tiles without a mask", "p9_2_addresses": "addresses out of the loop",
+    "p9_3_rescale": "lazy rescaling", "p9_4_warp_tiles": "32 rows per warp",
+    "p9_5_prefetch": "fragments one step ahead", "p9_6_order": "long blocks first",
+}
 ladders = {run["machine"]["gpu"]: run for run in RUNS}
 for taken_out in ablation.recorded():
     came = [ladder.gains(ladders[taken_out["machine"]["gpu"]], *case) for case in list(CASES.values())[:4]]
