@@ -292,7 +292,7 @@ def attention(q, k, v, *, causal=False, scale=None):
     """(o, lse): o like q; lse [batch, heads, seq_q], float32, natural logarithm. Both have gradients.
 
     q: [batch, heads, seq_q, head_dim]; k, v: [batch, kv_heads, seq_k, head_dim], with any strides.
-    scale: 1 / sqrt(head_dim) unless given. causal: aligned at the end. head_dim is a power of two, at least 16.
+    scale: 1 / sqrt(head_dim) unless given. causal: aligned at the end. head_dim: a power of two, at least 16.
     """
     raise NotImplementedError  # YOUR CODE HERE
 # END STARTER
@@ -308,7 +308,8 @@ def backward(do, dlse, q, k, v, o, lse, causal, scale, BLOCK=32):
     keys, rows = batch * kv_heads * triton.cdiv(N, BLOCK), batch * heads * triton.cdiv(M, BLOCK)
     results = [step for x in (dk, dv) for step in x.stride()[:2]]
     grouped_dkdv_kernel[(keys,)](*given, dk, dv, *strides, *results, scale, M, N, group, **tile)
-    capped_dq_kernel[(rows,)](*given, dq, *strides, *dq.stride()[:2], scale, 0.0, M, N, group, SOFTCAP=False, **tile)
+    strides += dq.stride()[:2]
+    capped_dq_kernel[(rows,)](*given, dq, *strides, scale, 0.0, M, N, group, SOFTCAP=False, **tile)
     return dq.unflatten(0, (batch, heads)), *(x.unflatten(0, (batch, kv_heads)) for x in (dk, dv))
 
 

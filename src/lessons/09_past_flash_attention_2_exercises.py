@@ -485,7 +485,7 @@ check("9.7", my_kernel)
 store = r"""
     // O and lse
     cp_async_wait<0>();
-    __syncthreads();                                           // or a warp would write O over Q it still reads
+    __syncthreads();                                       // or a warp would write O over Q it still reads
     const int64_t first_row = (int64_t)head_index * p.seq_q + m_start;         // of lse [batch, heads, seq_q]
 #pragma unroll
     for (int r = 0; r < ROWS_PER_LANE; r++) {
@@ -501,7 +501,7 @@ store = r"""
             *(uint32_t*)(shared + at(row, n * MMA_N) + t * 4) =
                 pack<T>(acc[n][2 * r] * inverse, acc[n][2 * r + 1] * inverse);
     }
-    __syncwarp();                                              // or a lane would read what another has not written
+    __syncwarp();                                    // or a lane would read what another has not written
 #pragma unroll
     for (int i = lane; i < MMA_M * CHUNKS; i += WARP_SIZE) {   // YOUR CODE HERE: the loop
         const int row = warp_row + i / CHUNKS, column = i % CHUNKS * 8;
@@ -515,7 +515,7 @@ store = r"""
 store = r"""
     // O and lse
     cp_async_wait<0>();
-    __syncthreads();                                           // or a warp would write O over Q it still reads
+    __syncthreads();                                       // or a warp would write O over Q it still reads
     const int64_t first_row = (int64_t)head_index * p.seq_q + m_start;         // of lse [batch, heads, seq_q]
     const int o_lane = at(warp_row + g, 0) + t * 4;            // row g, columns 2t, 2t + 1
 #pragma unroll
@@ -532,7 +532,7 @@ store = r"""
             *(uint32_t*)(shared + (o_lane ^ n * 16) + r * 8 * ROW_BYTES) =
                 pack<T>(acc[n][2 * r] * inverse, acc[n][2 * r + 1] * inverse);
     }
-    __syncwarp();                                              // or a lane would read what another has not written
+    __syncwarp();                                    // or a lane would read what another has not written
     constexpr int ROWS = WARP_SIZE / CHUNKS;                   // per pass of the warp: 4, or 2
     const int first = lane / CHUNKS, column = lane % CHUNKS * 8, from = at(warp_row + first, column);
 #pragma unroll
@@ -561,8 +561,9 @@ check("9.8", store)
 # %% tags=["exercise"]
 # BEGIN STARTER
 output = r"""
-        // O += P V. Two neighbouring accumulators of S, rounded, are the A fragment of P: no lane needs another's
-        // numbers. B wants two keys of one column of V in a register, and they lie in two rows: ldmatrix with trans.
+        // O += P V. Two neighbouring accumulators of S, rounded, are the A fragment of P: no lane needs
+        // another's numbers. B wants two keys of one column of V in a register, and they lie in two rows:
+        // ldmatrix with trans.
 #pragma unroll
         for (int k = 0; k < BLOCK_N / MMA_K; k++) {
             uint32_t a[M_TILES][4];
@@ -587,9 +588,10 @@ output = r"""
 # END STARTER
 # BEGIN SOLUTION
 output = r"""
-        // O += P V. Two neighbouring accumulators of S, rounded, are the A fragment of P: no lane needs another's
-        // numbers. B wants two keys of one column of V in a register, and they lie in two rows: ldmatrix with trans.
-        uint32_t v_rmem[2][4];                                 // B twice: 16 keys x 16 columns of V; and the next ones
+        // O += P V. Two neighbouring accumulators of S, rounded, are the A fragment of P: no lane needs
+        // another's numbers. B wants two keys of one column of V in a register, and they lie in two rows:
+        // ldmatrix with trans.
+        uint32_t v_rmem[2][4];                     // B twice: 16 keys x 16 columns of V; and the next ones
         ldmatrix_x4_trans(v_rmem[0], v_lane + stage);
 #pragma unroll
         for (int k = 0; k < BLOCK_N / MMA_K; k++) {
@@ -709,7 +711,7 @@ __global__ void __launch_bounds__(THREADS) attention(const Problem p) {
     const float scale_log2 = p.scale * LOG2E;
 
     copy(q_smem, rows_of(p.q, p.q_stride, batch, head, m_start), p.q_stride.row, BLOCK_M, p.seq_q - m_start);
-    cp_async_commit();                                                 // waited for with the first tile of K and V
+    cp_async_commit();                               // waited for with the first tile of K and V
 
     for (int j = 0; j < end; j++) {
         const int n_start = j * BLOCK_N;

@@ -358,9 +358,10 @@ for unit in ("CPU", "GPU"):
 def first_out(bars):
     """(name, milliseconds): the operation to take out, and what the step takes then."""
     # BEGIN SOLUTION
-    # The GPU's line has a gap behind each all_finite: the CPU waits there for everything, and begins to launch again
-    # when nothing is left to do. next_batch and statistics are long too, and hidden behind kernels. Without the wait
-    # there are no gaps: all kernels, one behind the other, the launch of the first, and the wait at the end.
+    # The GPU's line has a gap behind each all_finite: the CPU waits there for everything, and begins to
+    # launch again when nothing is left to do. next_batch and statistics are long too, and hidden behind
+    # kernels. Without the wait there are no gaps: all kernels, one behind the other, the launch of the
+    # first, and the wait at the end.
     kernels = sum(length for unit, name, _, length in bars if unit == "GPU" and name != "all_finite")
     return "all_finite", (kernels + 11 + 20) / 1000
     # END SOLUTION

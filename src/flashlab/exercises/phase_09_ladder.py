@@ -238,7 +238,7 @@ def _few_rows(r: random.Random) -> tuple[int, ...]:
     ],
 )  # fmt: skip
 def splits_of(blocks, tiles, places, rows, head_dim):
-    """(splits, floats): the fewest shares of the keys with the least time, and the floats that their parts need."""
+    """(splits, floats): the fewest shares with the least time, and the floats that their parts need."""
     # BEGIN SOLUTION
     most = max(1, tiles // 4)
     splits = min(range(1, most + 1), key=lambda s: -(-blocks * s // places) * -(-tiles // s))
