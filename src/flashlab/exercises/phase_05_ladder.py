@@ -113,7 +113,8 @@ def _of_few_tiles(kernel: Any) -> None:
     writes="DK_ptr, DV_ptr",
     returns="dk, dv",
     programs=lambda K_ptr, N, BLOCK_N, **_: K_ptr.shape[0] * -(-N // BLOCK_N),
-    inputs={_named("dkdv", *given): _launch_of("dkdv", *given, seed=i) for i, given in enumerate(_SHAPES)}
+    inputs={_named("dkdv", *given): _launch_of("dkdv", *given, seed=i)
+            for i, given in enumerate((*_SHAPES, (2, 3, 14, 33, 16, 32, True)))}  # key 32: seen by one query
     | {"float32, " + _named("dkdv", *given): _launch_of("dkdv", *given, dtype=torch.float32)
        for given in ((1, 2, 20, 20, 16, 16, True),)},
     draw=_some_launch("dkdv"),
