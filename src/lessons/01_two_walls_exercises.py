@@ -210,7 +210,7 @@ def masked_kernel(
     v = tl.load(v_ptrs, mask=offs_n[:, None] < N, other=0.0)
     s = tl.dot(q, k) * scale
 # BEGIN STARTER
-    s = tl.where(offs_m[:, None] < M, s, float("-inf"))
+    s += tl.where(offs_m[:, None] < M, 0.0, float("-inf"))
     m_i = tl.max(s, axis=1)
     m_i = tl.where(m_i == float("-inf"), 0.0, m_i)
     p = tl.exp(s - m_i[:, None])
@@ -220,7 +220,7 @@ def masked_kernel(
 # BEGIN SOLUTION
     # The columns of s are keys: padded ones must get no weight. (The mask was on the other axis. It silenced
     # rows that are never stored, and left the padded keys with a score of 0 and a share of every row.)
-    s = tl.where(offs_n[None, :] < N, s, float("-inf"))
+    s += tl.where(offs_n[None, :] < N, 0.0, float("-inf"))
     m_i = tl.max(s, axis=1)
     p = tl.exp(s - m_i[:, None])
     l_i = tl.sum(p, axis=1)

@@ -1103,8 +1103,10 @@ for run in industrial.having(runs, "tune"):
 # - Sink tokens, which every query sees, as a second band.
 # - Two tiles of columns for a head size of 80.
 # - A block mask of your own, for documents that are packed into one sequence.
-#
-# Phase 5 makes the gradient. There `lse` earns its place.
+
+# %% [markdown]
+# **What you can now do:** write a kernel with batch, heads, masks and tile edges from an empty page, and its launcher; say which tiles need no mask, and what each
+# option costs. Phase 5 makes the gradient. There `lse` earns its place.
 
 # %% [markdown]
 # ## References

@@ -20,14 +20,13 @@
 # - Say what $\delta$ is, and why no row of P has to be kept to compute it.
 # - Count what a backward pass keeps, moves and computes, naive and tiled, before you run it.
 # - Write the two loops of the backward pass, and say why there are two.
-# - Read the three kernels line by line, and name the traps that others fell into.
+# - Write the kernels, their launcher and the `autograd.Function`, and name the traps that others fell into.
 
 # %% [markdown]
 # ## What you need first
 #
 # - Phase 0: softmax and log-sum-exp. Phase 2: attention by tiles, in plain Python.
-# - Phase 4 or the docstring of `flashlab.attention.triton_forward`: batch, heads, masks and tile edges in a Triton kernel. Each helper is
-#   named again where it is used.
+# - Phase 4: batch, heads, masks and tile edges in a Triton kernel, and its launcher. Each helper is named again where it is used.
 # - From calculus: the chain rule for functions of several variables.
 
 # %%
@@ -42,19 +41,24 @@ from flashlab import flash_attention, runtime
 from flashlab.attention import reference, simulation_backward, tiles, triton_backward
 from flashlab.attention.cost import Meter
 from flashlab.attention.naive import naive_attention
+from flashlab.attention.options import band, visible
 from flashlab.attention.simulation_backward import flash_attention_backward_sim
 from flashlab.attention.triton_backward import Tiles, flash_attention_backward
-from flashlab.attention.triton_forward import flash_attention_forward
+from flashlab.attention.triton_backward import delta_kernel, dkdv_kernel, dq_kernel
+from flashlab.attention.triton_forward import flash_attention_forward, tile_edges
 from flashlab.attention.tiles import Tile
 from flashlab.bench import industrial, published
 from flashlab.check import CheckFailed, verify
 from flashlab.check.training import wanted, worst
 from flashlab.check.zoo.gradients import MUTANTS, attention_with
-from flashlab.figures import curves, show
+from flashlab.figures import curves, masks, show
 from flashlab.figures.panels import panels
 from flashlab.figures.tiles import walk
 from flashlab.triton_tools.compile_report import compile_reports
 from flashlab.triton_tools.watch import hbm_traffic
+
+import triton  # after flashlab, which decides whether kernels are interpreted here
+import triton.language as tl
 
 show.style()
 
@@ -624,17 +628,97 @@ show.region(triton_backward, "dkdv arguments", whole_file=False)
 show.region(triton_backward, "dkdv block", whole_file=False)
 
 # %% [markdown]
-# Two accumulators in float32, and three loops. The outer loop goes over the query heads that share this key head, so GQA's sum costs
-# nothing. The middle one has two turns: first the tiles that are seen whole, then those that the mask or the end cuts (`CUT`). Only these are masked. The
-# inner loop walks over the queries.
+# Two accumulators in float32, and three loops around a body. Read them from the outside:
+#
+# - **`member`** goes over the query heads that share this key head. The accumulators outlive it, so GQA's sum costs nothing.
+# - **`CUT`** has two turns, and is known when the kernel is compiled. So the body is written out twice: for tiles that are seen whole, without
+#   a mask, and for tiles that the mask or the end cuts.
+# - **`tile`** counts the tiles of that kind.
 
 # %%
 show.region(triton_backward, "dkdv walk", whole_file=False)
 
 # %% [markdown]
-# `tile_edges` was written for a query that asks which keys it sees. Here a key asks which queries see it, so the two bounds change their
-# sign and their places: `-last, -first`. Cut tiles lie at both ends of the walk: `left` of them before the whole ones, the others behind. (ptxas is the
-# assembler behind Triton; C7515 is the number of its warning.)
+# `tile_edges` was written for a query that asks which keys it sees. Query $i$ sees the keys $i + \mathrm{first}$ to $i + \mathrm{last}$. Here key
+# $j$ asks which queries see it. Turned around: those from $j - \mathrm{last}$ to $j - \mathrm{first}$. So the two bounds change their sign and their places,
+# `-last, -first`, and N makes room for M. The rest of `tile_edges` is as good for columns as for rows.
+#
+# It returns four positions among the queries. This kernel stores them, a row for each block of keys:
+
+# %%
+@triton.jit
+def edges_kernel(
+    out_ptr, M, N, first, last, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_FIRST: tl.constexpr, HAS_LAST: tl.constexpr,
+):
+    start_n = tl.program_id(0) * BLOCK_N
+    stop_n = tl.minimum(start_n + BLOCK_N, N)
+    edges = tile_edges(start_n, stop_n, -last, -first, M, BLOCK_M, HAS_LAST, HAS_FIRST, True)
+    for i in tl.static_range(4):
+        tl.store(out_ptr + 4 * tl.program_id(0) + i, edges[i])
+
+
+def edges_of_keys(M, N, BLOCK_M, BLOCK_N, **mask):
+    first, last = band(M, N, **mask)
+    edges = torch.zeros(triton.cdiv(N, BLOCK_N), 4, dtype=torch.int32, device=runtime.device())
+    has = (first is not None, last is not None)
+    edges_kernel[(len(edges),)](edges, M, N, first or 0, last or 0, BLOCK_M, BLOCK_N, *has)
+    return edges.tolist()
+
+# %% [markdown]
+# Between `edges[1]` and `edges[2]` every query sees every key of the block: whole tiles. Cut tiles lie on both sides of them: `left` tiles
+# begin at `edges[0]`, the others at `edges[2]`. One loop takes both groups. While `tile < left` it counts from `edges[0]`. After that its
+# tiles have to begin at `edges[2]`, but `tile` is `left` there and not 0. So `left * BLOCK_M` is subtracted.
+#
+# The same two loops in Python, to see their order:
+
+# %%
+def turns(edges, BLOCK_M):
+    """The inner loops of dkdv_kernel: (CUT, first query of the tile), in their order."""
+    left = (edges[1] - edges[0]) // BLOCK_M
+    tiles = ((edges[2] - edges[1]) // BLOCK_M, left + math.ceil((edges[3] - edges[2]) / BLOCK_M))
+    for CUT in (0, 1):
+        for tile in range(tiles[CUT]):
+            start_m = edges[1]
+            if CUT:
+                start_m = edges[0] if tile < left else edges[2] - left * BLOCK_M
+            yield CUT, start_m + tile * BLOCK_M
+
+
+edges = edges_of_keys(44, 40, 8, 8, causal=True)[1]  # keys 8 to 15
+print("edges:", edges, " left:", (edges[1] - edges[0]) // 8)
+print("(CUT, start_m):", list(turns(edges, 8)))
+
+# %% [markdown]
+# Check it by hand. N − M is −4, so query $i$ sees the keys up to $i - 4$, and key 8 is first seen by query 12: there the walk begins. All eight keys are seen from
+# query 19 on. Tiles begin at 12, so the first whole one begins at 20, and one tile lies before it: `left` is 1. From 20 the queries fill three tiles of 8. They end
+# at 44, so nothing is left at the end. The order is 20, 28, 36, and then 12.
+#
+# Now all blocks of keys:
+
+# %%
+figure, axes = plt.subplots(1, 2, figsize=(8.6, 3.6), layout="constrained")
+for ax, (M, N, mask) in zip(axes, ((44, 40, {"causal": True}), (43, 43, {"window": (20, 6)}))):
+    blocks = [list(turns(edges, 8)) for edges in edges_of_keys(M, N, 8, 8, **mask)]
+    visited = [[(start, min(start + 8, M), CUT) for CUT, start in block] for block in blocks]
+    seen = visible(M, N, **mask).T  # keys down, queries across
+    masks.tile_map(ax, seen, visited, 8, f"{M} queries, {N} keys, {mask}", order=True, legend=ax is axes[1])
+    ax.set(xlabel="query", ylabel="key")
+    for block, row in enumerate(visited):
+        keys = seen[8 * block : 8 * block + 8]
+        assert all(keys[:, a:b].all() for a, b, CUT in row if not CUT)  # whole tiles are whole
+        assert keys.sum() == sum(keys[:, a:b].sum() for a, b, _ in row)  # each pair that is seen, once
+plt.show()
+
+# %% [markdown]
+# *One row of tiles is one program's walk; the numbers are its order. Blue: seen whole. Orange: cut, and masked. Left: a causal mask cuts at the beginning. Right: a
+# window cuts at both ends, and `left` says how many of the orange tiles belong to the first end.*
+
+# %% [markdown]
+# Why not one loop from left to right that looks at each tile? A mask that is decided while the kernel runs is a branch around every mask, or a mask on every
+# tile. And three loops, as in the forward kernel, would be three bodies of four products each. Two are enough, because no sum here cares about the order of the tiles.
+#
+# (ptxas is the assembler behind Triton; C7515 is the number of its warning.)
 #
 # Now the tile of P, and beside it that of dP. Both are computed *transposed*, keys down and queries across:
 
@@ -645,6 +729,23 @@ show.region(triton_backward, "dkdv probabilities", whole_file=False)
 # Why transposed? Both products that follow need $P^\top$ and $dS^\top$ as their left operand. The plain way is `tl.dot(tl.trans(p), do)`, with
 # p fresh from a product. On Hopper such a line gave *wrong gradients* in a linear-attention kernel, with Triton 3.4 to 3.7.0
 # (flash-linear-attention, issue 640). If S is computed as $K Q^\top$ in the first place, nothing has to be transposed.
+
+# %% [markdown]
+# And every `tl.dot` says `input_precision`. For 16-bit inputs it changes nothing. For float32 it decides: left out, Triton multiplies in **TF32**, which keeps 10
+# of 23 bits of each factor. S loses three digits, and P is its exponential. dS is a *difference*, $dp - \delta$, of numbers that may be nearly equal. `"ieee"` keeps
+# all bits. (Phase 4's `"tf32x3"` keeps nearly all.) Ask for TF32 and see:
+
+# %%
+q, k, v, do = random_inputs(1, 1, 1, 64, 64, 64, torch.float32)
+o, lse = flash_attention_forward(q, k, v)
+for allow in (False, True):
+    got = flash_attention_backward(do, q, k, v, o, lse, allow_tf32=allow)
+    _, error = worst(wanted(q, k, v, do), **dict(zip(("dq", "dk", "dv"), got)))
+    assert (error <= 1) != allow
+    print(f"float32, TF32 allowed: {allow!s:5}  within the bounds: {error <= 1}")
+
+# %% [markdown]
+# The interpreter rounds as the tensor cores do, so you need no GPU to be caught. Then the gradients of the block:
 
 # %%
 show.region(triton_backward, "dkdv gradients", whole_file=False)
@@ -696,10 +797,72 @@ assert p.isinf() and (p * -0.7 * 0.0).isnan()
 show.region(triton_backward, "dq store", whole_file=False)
 
 # %% [markdown]
+# ### The launcher
+#
+# Three kernels are no gradient yet. Somebody allocates, counts programs and passes strides. Here it is, for one square tile, without windows and
+# soft-caps:
+
+# %%
+def launch_backward(do, q, k, v, o, lse, *, causal, scale, BLOCK=32):
+    (batch, heads, M, head_dim), (kv_heads, N) = q.shape, k.shape[1:3]
+    dq, dk, dv, delta = (torch.empty_like(x) for x in (q, k, v, lse))
+    rows = (triton.cdiv(M, BLOCK) * batch * heads,)  # a program for each block of queries
+    keys = (triton.cdiv(N, BLOCK) * batch * kv_heads,)  # and for each block of keys of a key head
+    BLOCK_D = max(16, triton.next_power_of_2(head_dim))
+    tile = {"HEAD_DIM": head_dim, "BLOCK_D": BLOCK_D, "ALIGN": 1, "BLOCK_M": BLOCK}
+    delta_kernel[rows](o, do, lse, delta, *o.stride(), *do.stride(), M, heads, **tile, HAS_DLSE=False)
+    given = (q, k, v, do, lse, delta)
+    strides = [step for x in (q, k, v, do) for step in x.stride()]
+    numbers = (scale, scale * math.log2(math.e), 0.0, M, N, heads, heads // kv_heads, 0, N - M)
+    tile |= {"BLOCK_N": BLOCK, "HAS_FIRST": False, "HAS_LAST": causal, "SOFTCAP": False, "PRECISION": "ieee"}
+    dkdv_kernel[keys](*given, dk, dv, *strides, *dk.stride(), *dv.stride(), *numbers, **tile)
+    dq_kernel[rows](*given, dq, *strides, *dq.stride(), *numbers, **tile)
+    return dq, dk, dv
+
+# %% [markdown]
+# - **Delta comes first**: both others read it. They do not read each other's results, so their order is free.
+# - **The grids differ.** dQ has a program for each block of queries of each *query* head; dK and dV have one for each block of keys of each *key* head. A grid that is used
+#   for both is exercise 5.10.
+# - **Nothing is set to zero** before: every element of dq, dk and dv is stored once, by one program.
+#
+# ### Into autograd
+#
+# `torch.autograd.Function` is a pair of functions: what to compute, and what to do with the gradient of the result.
+
+# %%
+class Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, causal, scale):
+        o, lse = flash_attention_forward(q, k, v, causal=causal, scale=scale)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.options = {"causal": causal, "scale": scale}
+        return o
+
+    @staticmethod
+    def backward(ctx, do):
+        return *launch_backward(do, *ctx.saved_tensors, **ctx.options), None, None
+
+
+def attention(q, k, v, *, causal=False, scale=None):
+    return Attention.apply(q, k, v, causal, q.shape[3] ** -0.5 if scale is None else scale)
+
+# %% [markdown]
+# - `ctx` carries what backward needs. Tensors go through `save_for_backward`, not into attributes. Then autograd notices if somebody writes into one
+#   in between, and frees them when the graph is done.
+# - `backward` gets a gradient for each result of `forward`, and returns one for each *argument*, in their order. `causal` and `scale` have none: `None`.
+# - Inside of both nothing is recorded. A second derivative would need a backward pass of the backward pass, which no kernel here has.
+#
+# That is all of it. The checker asks autograd for the gradients, and knows nothing of kernels:
+
+# %%
+report = verify(attention, causal=True, gqa=True, lse=False, grads=True, dtypes=(torch.float32,), max_seq=70)
+print(report.verdict)
+
+# %% [markdown]
 # ## 10 · Are they right?
 #
-# `flash_attention_backward` launches the three in turn. Against the simulation first, with the same tiles: the same loops should give the
-# same numbers, up to $2^x$ for $e^x$ and the order within a product.
+# The package's `flash_attention_backward` is the same launcher with a tile for each kernel, windows, soft-caps and a second stream. Against the simulation first,
+# with the same tiles: the same loops should give the same numbers, up to $2^x$ for $e^x$ and the order within a product.
 
 # %%
 q, k, v, do = random_inputs(1, 4, 2, 60, 75, 32, torch.float32)
@@ -801,7 +964,7 @@ show.table([[name, f"`{said}`"] for name, said in found.items()], ["the mistake"
 # %% [markdown]
 # | trap | what happened | where | here |
 # |:--|:--|:--|:--|
-# | TF32 by default | float32 gradients off by 0.72, the forward pass within its tolerance | triton_docs_tutorials 6 | `input_precision` is always given |
+# | TF32 by default | float32 gradients off by 0.72, the forward pass within its tolerance | triton_docs_tutorials 6 | `input_precision` is always given (section 9) |
 # | blocks must divide | one kernel asserts `BLOCK_N1 % BLOCK_M1 == 0` | Triton's tutorial | any two tiles, section 10 |
 # | no bounds check | NaN for lengths below a tile | tokamax 316 | lengths 1, 2, 5, 17 |
 # | strides of dO | wrong gradients where dO is not contiguous | flash-attention 355, xformers 282 | strides of 0, section 10 |
@@ -818,18 +981,6 @@ for causal in (True, False):
     name, error = worst(wanted(q, k, v, do, causal=causal), **dict(zip(("dq", "dk", "dv"), got)))
     assert (error <= 1) == causal
     print(f"causal={causal}: within the bounds: {error <= 1}")
-
-# %% [markdown]
-# TF32 is the other one that a loose tolerance hides. In float32, ask for it and see:
-
-# %%
-q, k, v, do = random_inputs(1, 1, 1, 64, 64, 64, torch.float32)
-o, lse = flash_attention_forward(q, k, v)
-for allow in (False, True):
-    got = flash_attention_backward(do, q, k, v, o, lse, allow_tf32=allow)
-    _, error = worst(wanted(q, k, v, do), **dict(zip(("dq", "dk", "dv"), got)))
-    assert (error <= 1) != allow
-    print(f"float32, TF32 allowed: {allow!s:5}  within the bounds: {error <= 1}")
 
 # %% [markdown]
 # ## 11 · What it asks for, and what the compiler says
@@ -1092,7 +1243,8 @@ for run in industrial.having(runs, "published"):
 # %% [markdown]
 # ## 13 · Through the door
 #
-# A model does not call kernels. It calls `flash_attention(q, k, v)`, and autograd calls the rest. Behind it each backend is an *operator* of
+# A model does not call kernels. It calls `flash_attention(q, k, v)`, and autograd calls the rest. Section 9's `Function` would do for that. But
+# `torch.compile` cannot look into it. So behind the door each backend is an *operator* of
 # PyTorch: a function that is registered with its gradient, and with a *fake* implementation, which says what shapes come out without
 # computing anything. That is all that `torch.compile` needs to take it into its graph. The backend is named here, because on a CPU the door takes a
 # quicker one than interpreted kernels.
@@ -1209,7 +1361,10 @@ plt.show()
 # Left to explore: one walk with atomics, measured beside two (is 7/5 of the arithmetic dearer than the traffic of dQ?). Computing $\delta$
 # inside the dQ kernel. A dQ kernel that keeps dS for the other one.
 #
-# Next, phase 6 leaves Triton and writes the forward pass in CUDA C++, one thread at a time.
+# **What you can now do:** derive a gradient and check it without trusting the derivation; write its kernels, their launcher and the `autograd.Function`; say what
+# is kept between forward and backward, and where float32 is not float32.
+#
+# Next, phase 6 leaves Triton and writes the forward pass in CUDA C++, one thread at a time. It needs phase 2's state and its correction, and phase 3's loop.
 
 # %% [markdown]
 # ## References

@@ -30,6 +30,7 @@ import torch
 
 from flashlab.attention import simulation_backward as lecture
 from flashlab.attention.simulation_backward import probabilities_sim
+from flashlab.attention.triton_forward import flash_attention_forward
 from flashlab.exercises import check, hint, progress
 
 import triton  # after flashlab, which decides whether kernels are interpreted here
@@ -242,9 +243,101 @@ check("5.10", hunted_10)
 check("5.11", dkdv_kernel)
 
 # %% [markdown]
+# ## 5.12
+#
+# The last three exercises lead from one head to gradients in a model. Begin with your kernel of 5.11. Now K and V have `[kv_heads, N, HEAD_DIM]`, and Q and
+# dO `[kv_heads * group, M, HEAD_DIM]`. Query head h reads key head h // group. Program i is block i % n_blocks of key head i // n_blocks. Each tensor has a stride from head
+# to head and one from row to row; columns lie side by side. `LSE_ptr` and `DELTA_ptr` are contiguous, `[heads, M]`.
+#
+# If `CAUSAL`, the last query sees the last key, and tiles that see none of the block's keys are not visited. A row that sees no key has an lse of $-\infty$, as the forward
+# pass gives it.
+
+# %% tags=["exercise"]
+# RULE flashlab.exercises.phase_05_ladder: grouped_dkdv_kernel
+
+# %% tags=["check"]
+# hint("5.12")
+check("5.12", grouped_dkdv_kernel)
+
+# %% [markdown]
+# ## 5.13
+#
+# dQ for the same tensors, with a soft-cap: the scores are $c \tanh(s / c)$, where s is scale · $q \cdot k$, and P is made of these. What follows for $ds$? `SOFTCAP` says
+# whether there is one, `softcap` is c. Triton has no tanh that the interpreter knows; make it of `tl.exp`. The loop and the end are yours.
+
+# %% tags=["exercise"]
+# RULE flashlab.exercises.phase_05_ladder: capped_dq_kernel
+
+# %% tags=["check"]
+# hint("5.13")
+check("5.13", capped_dq_kernel)
+
+# %% [markdown]
+# ## 5.14 Your kernels, in autograd
+#
+# *Stretch · 40 min*
+#
+# Make an attention that trains, with your kernels of 5.12 and 5.13 behind it. The forward pass is the package's: `flash_attention_forward(q, k, v, causal=..., scale=...)` gives (o, lse).
+# For delta two lines of torch will do.
+#
+# The check asks autograd, as a training loop does: grouped heads, batches, causal or not, queries that see no key, a dO with any strides. `lse` is a result like `o`, and a loss may
+# use it. What is kept for the backward pass grows with N, not with its square.
+
+# %% tags=["exercise"]
+# BEGIN STARTER
+# A launcher and a torch.autograd.Function here.
+
+
+def attention(q, k, v, *, causal=False, scale=None):
+    """(o, lse): o like q; lse [batch, heads, seq_q], float32, natural logarithm. Both have gradients.
+
+    q: [batch, heads, seq_q, head_dim]; k, v: [batch, kv_heads, seq_k, head_dim], with any strides.
+    scale: 1 / sqrt(head_dim) unless given. causal: aligned at the end. head_dim: a power of two, at least 16.
+    """
+    raise NotImplementedError  # YOUR CODE HERE
+# END STARTER
+# BEGIN SOLUTION
+def backward(do, dlse, q, k, v, o, lse, causal, scale, BLOCK=32):
+    (batch, heads, M, head_dim), (kv_heads, N) = q.shape, k.shape[1:3]
+    delta = (o.float() * do.float()).sum(-1) - dlse
+    q, k, v, do = (x.flatten(0, 1).contiguous() for x in (q, k, v, do))
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    strides = [step for x in (q, k, v, do) for step in x.stride()[:2]]
+    given, group = (q, k, v, do, lse, delta.contiguous()), heads // kv_heads
+    tile = {"CAUSAL": causal, "HEAD_DIM": head_dim, "BLOCK_M": BLOCK, "BLOCK_N": BLOCK}
+    keys, rows = batch * kv_heads * triton.cdiv(N, BLOCK), batch * heads * triton.cdiv(M, BLOCK)
+    results = [step for x in (dk, dv) for step in x.stride()[:2]]
+    grouped_dkdv_kernel[(keys,)](*given, dk, dv, *strides, *results, scale, M, N, group, **tile)
+    strides += dq.stride()[:2]
+    capped_dq_kernel[(rows,)](*given, dq, *strides, scale, 0.0, M, N, group, SOFTCAP=False, **tile)
+    return dq.unflatten(0, (batch, heads)), *(x.unflatten(0, (batch, kv_heads)) for x in (dk, dv))
+
+
+class Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, causal, scale):
+        o, lse = flash_attention_forward(q, k, v, causal=causal, scale=scale)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.options = causal, scale
+        return o, lse
+
+    @staticmethod
+    def backward(ctx, do, dlse):
+        return *backward(do, dlse, *ctx.saved_tensors, *ctx.options), None, None
+
+
+def attention(q, k, v, *, causal=False, scale=None):
+    return Attention.apply(q, k, v, causal, q.shape[3] ** -0.5 if scale is None else scale)
+# END SOLUTION
+
+# %% tags=["check"]
+# hint("5.14")
+check("5.14", attention)
+
+# %% [markdown]
 # ## Where you are
 #
-# You have the forward and the backward pass in Triton. Next, phase 6 begins again, in CUDA C++.
+# You have the forward and the backward pass in Triton, and a model can train with them. Next, phase 6 begins again, in CUDA C++.
 
 # %% tags=["nbval-ignore-output"]
 progress(5)

@@ -466,8 +466,9 @@ show.source(path("problem.cuh"))
 # from flashlab.cuda import load_inline
 # import torch
 # q, k, v = (torch.randn(1, 1, 16, 64).half() for _ in range(3))
-# o, lse = load_inline(kernel, check=True).forward(q, k, v)
-# print(o - reference.attention(q, k, v)[0])
+# module = load_inline(kernel, check=True)
+# o, lse = module.forward(q, k, v)
+# print(o - reference.attention(q, k, v)[0], module.report.findings, module.report.counters)
 # ```
 
 # %% tags=["exercise"]

@@ -816,6 +816,9 @@ for head_dim in (64, 128):
 # - **Banks:** $c \oplus (r \bmod 8)$ is a Latin square, so eight rows are one wavefront, not eight.
 # - **The budget:** wavefronts per MMA, at most the clocks per MMA. What else the kernel waits for, it does not say.
 # - **Exhibits:** less shared memory costs barriers and overlap; fp16 sums cost digits.
+
+# %% [markdown]
+# **What you can now do:** copy ahead with `cp.async` and stages, lay tiles out by the XOR swizzle, and count wavefronts before you measure.
 #
 # Left to explore: why the tensor cores still idle (phase 9); the same ladder on your own GPU, with `flashlab bench mma`.
 

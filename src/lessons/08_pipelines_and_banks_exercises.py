@@ -20,6 +20,7 @@
 from flashlab.exercises import check, hint, progress
 from flashlab.exercises.phase_08 import parts, two_groups
 from flashlab.figures import show
+from flashlab.kernels import path
 
 # %% [markdown]
 # ## 8.1
@@ -257,7 +258,24 @@ check("8.7", kernel)
 # It is compiled with `HEAD_DIM` 64 and 128, and `T` is `__half`. Any right kernel passes if it multiplies on the tensor
 # cores, has no bank conflict in `ldmatrix`, keeps copies by `cp.async` under way during its MMAs, and stores full sectors.
 #
-# Do it in steps, and check after each: the check first says what is wrong, then what is slow.
+# Do it in steps, and check after each: the check first says what is wrong, then what is slow. What the include gives you:
+
+# %%
+show.source(path("problem.cuh"))
+
+# %% [markdown]
+# Try it on a tiny case before the check. `printf` works in a kernel: `if (blockIdx.x == 0 && threadIdx.x == 5) printf(...)`.
+#
+# ```python
+# import torch
+# from flashlab.attention import reference
+# from flashlab.cuda import load_inline
+# module = load_inline(blank_page, check=True)            # head_dim=128 for the other size
+# q, k, v = (torch.randn(1, 1, 64, 64).half() for _ in range(3))
+# o, lse = module.forward(q, k, v, causal=False)
+# print((o - reference.attention(q, k, v)[0]).abs().max(), module.report.findings)
+# print(module.report.counters)                           # mma, wavefronts, bank conflicts, cp.async, ...
+# ```
 
 # %% tags=["exercise"]
 # BEGIN STARTER

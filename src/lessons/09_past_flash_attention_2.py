@@ -626,6 +626,28 @@ for run in ablation.recorded():
 print("all of that is in the record")
 
 # %% [markdown]
+# Both answers side by side, for the steps that can be taken out of the last kernel. *When it came*: speed with the step over speed before it. *At the end*: the last kernel over
+# the last kernel without it. Random inputs.
+
+# %%
+IDEAS = {
+    "p8_4_swizzle": "the swizzle", "p8_6_store": "16-byte stores",
+    "p9_1_masks": "full tiles without a mask", "p9_2_addresses": "addresses out of the loop",
+    "p9_3_rescale": "lazy rescaling", "p9_4_warp_tiles": "32 rows per warp",
+    "p9_5_prefetch": "fragments one step ahead", "p9_6_order": "long blocks first",
+}
+ladders = {run["machine"]["gpu"]: run for run in RUNS}
+for taken_out in ablation.recorded():
+    came = [ladder.gains(ladders[taken_out["machine"]["gpu"]], *case) for case in list(CASES.values())[:4]]
+    left = {(r["name"], tuple(r["shape"]), r["causal"]): 1 / r["vs_whole"]
+            for r in taken_out["rows"] if r["inputs"] == "randn" and "vs_whole" in r}
+    rows = [[name, idea, *(f"{gain[name]:.2f}" for gain in came),
+             *(f"{left[(idea, *case)]:.2f}" for case in list(CASES.values())[:4])]
+            for name, idea in IDEAS.items()]
+    heads = [f"{when}: {case}" for when in ("when it came", "at the end") for case in list(CASES)[:4]]
+    show.table(rows, ["step", "idea", *heads], align="ll" + "r" * 8)
+
+# %% [markdown]
 # The other rows are smaller:
 #
 # - **Long blocks first** helps where it does something: with the causal mask. **Q in registers** helps at $D = 64$ only.
@@ -756,7 +778,7 @@ plt.show()
 
 # %% [markdown]
 # Orange, yellow and grey are theirs, on Ada; blue is ours, on the machine named. At the black line a kernel is as fast as FlashAttention-2. The
-# published kernels win at some small shapes. There their FlashAttention-2 takes nearly the same time for one head as for eight (phase 10, section 12), as if it were the time of a launch: a
+# published kernels win at some small shapes. There their FlashAttention-2 takes nearly the same time for one head as for eight (phase 10, appendix B), as if it were the time of a launch: a
 # hypothesis. How the published times were taken is not known; ours are of kernels alone, without their launches.
 
 # %%
@@ -877,6 +899,10 @@ show.region(step("p9_flash"), "merge", "launch")
 # - Budget: as many wavefronts per MMA as an MMA takes clocks. 32 rows per warp keep it.
 # - After that it is latency. The SASS shows where the compiler has put each load; what that is worth, only an experiment shows.
 # - A step is worth what an ablation says, on inputs that do not flatter it.
+
+# %% [markdown]
+# **What you can now do:** write a kernel at the level of FlashAttention-2 from an empty file, and say of masks, addresses, late rescaling and the order of tiles what each
+# is worth, when it came and at the end.
 
 # %% [markdown]
 # Left to explore: `stmatrix` for the store on sm_90; the mask of a sliding window, whose full tiles lie between two ragged ends; the same ladder on

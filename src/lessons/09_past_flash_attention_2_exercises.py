@@ -13,7 +13,7 @@
 # wrong. `hint("9.2")` gives the next hint, `progress()` shows where you are.
 #
 # CUDA answers are text in a Python string. The check builds it for the emulator, twice, and runs it. No GPU is needed. In CUDA text the mark
-# is `// YOUR CODE HERE`. The last exercise is half of the time.
+# is `// YOUR CODE HERE`. Two exercises begin with an empty page, 9.7 and 9.12. What stands between them, 9.8 to 9.11, are the parts that a fast kernel has more.
 
 # %%
 from flashlab.exercises import check, hint, progress
@@ -293,8 +293,7 @@ check("9.6", before_loop, in_loop)
 #
 # *Stretch · 120 min*
 #
-# An empty page. Write a whole source: it includes `problem.cuh`, which you can read with
-# `show.source(path("problem.cuh"))`, and it has
+# An empty page. Write a whole source: it includes `problem.cuh`, and it has
 #
 #     extern "C" int forward(const Problem* p, void* stream)
 #
@@ -303,6 +302,23 @@ check("9.6", before_loop, in_loop)
 #
 # Any right kernel is accepted that works on the tensor cores and keeps section 5's budget: at most 1.25 wavefronts per MMA, on one head of 256 rows
 # without a mask. That takes 32 rows per warp and no bank conflicts. Stages, lazy rescaling and the rest are up to you.
+
+# %%
+show.source(path("problem.cuh"))
+
+# %% [markdown]
+# Try it on a tiny case before the check, and after each step. `printf` works in a kernel; `check=True` builds with the watcher. This is also how to count:
+#
+# ```python
+# import torch
+# from flashlab.attention import reference
+# from flashlab.cuda import load_inline
+# module = load_inline(my_kernel, check=True)            # head_dim=128 for 9.12
+# q, k, v = (torch.randn(1, 1, 128, 64).half() for _ in range(3))
+# o, lse = module.forward(q, k, v, causal=False)
+# print((o - reference.attention(q, k, v)[0]).abs().max(), module.report.findings)
+# print(module.report.counters)                           # mma, wavefronts, bank conflicts, ...
+# ```
 
 # %% tags=["exercise"]
 # BEGIN STARTER
@@ -454,6 +470,347 @@ extern "C" int forward(const Problem* p, void* stream) {
 # %% tags=["check"]
 # hint("9.7")
 check("9.7", my_kernel)
+
+# %% [markdown]
+# ## 9.8 Addresses of the store
+#
+# *Core · 25 min*
+#
+# Section 3 took the addresses out of the main loop: an XOR and a constant were left. The store of `p9_2_addresses` still calls `at` for every element. Do there what was
+# done for K and V: each lane calls `at` once before each of the two loops, and inside of them an address is that offset, an XOR with a constant, and a constant. It has to be
+# right for `HEAD_DIM` 64 and 128. How many rows does a pass of the warp read, in each?
+
+# %% tags=["exercise"]
+# BEGIN STARTER
+store = r"""
+    // O and lse
+    cp_async_wait<0>();
+    __syncthreads();                                       // or a warp would write O over Q it still reads
+    const int64_t first_row = (int64_t)head_index * p.seq_q + m_start;         // of lse [batch, heads, seq_q]
+#pragma unroll
+    for (int r = 0; r < ROWS_PER_LANE; r++) {
+        const int row = warp_row + g + r * 8;
+        float sum = l_i[r];
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        const float inverse = sum > 0.f ? 1.f / sum : sum;     // a row that sees no key: 0; NaN stays NaN
+        if (t == 0 && m_start + row < p.seq_q)
+            p.lse[first_row + row] = sum == 0.f ? -INFINITY : (m_i[r] * scale_log2 + log2f(sum)) * LN2;
+#pragma unroll
+        for (int n = 0; n < O_TILES; n++)                      // YOUR CODE HERE: the address
+            *(uint32_t*)(shared + at(row, n * MMA_N) + t * 4) =
+                pack<T>(acc[n][2 * r] * inverse, acc[n][2 * r + 1] * inverse);
+    }
+    __syncwarp();                                    // or a lane would read what another has not written
+#pragma unroll
+    for (int i = lane; i < MMA_M * CHUNKS; i += WARP_SIZE) {   // YOUR CODE HERE: the loop
+        const int row = warp_row + i / CHUNKS, column = i % CHUNKS * 8;
+        if (m_start + row < p.seq_q)
+            *(uint4*)(o_gmem + row * p.o_stride.row + column) = *(const uint4*)(shared + at(row, column));
+    }
+}
+"""
+# END STARTER
+# BEGIN SOLUTION
+store = r"""
+    // O and lse
+    cp_async_wait<0>();
+    __syncthreads();                                       // or a warp would write O over Q it still reads
+    const int64_t first_row = (int64_t)head_index * p.seq_q + m_start;         // of lse [batch, heads, seq_q]
+    const int o_lane = at(warp_row + g, 0) + t * 4;            // row g, columns 2t, 2t + 1
+#pragma unroll
+    for (int r = 0; r < ROWS_PER_LANE; r++) {
+        const int row = warp_row + g + r * 8;
+        float sum = l_i[r];
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        const float inverse = sum > 0.f ? 1.f / sum : sum;     // a row that sees no key: 0; NaN stays NaN
+        if (t == 0 && m_start + row < p.seq_q)
+            p.lse[first_row + row] = sum == 0.f ? -INFINITY : (m_i[r] * scale_log2 + log2f(sum)) * LN2;
+#pragma unroll
+        for (int n = 0; n < O_TILES; n++)                      // into the tile of Q, by the swizzle
+            *(uint32_t*)(shared + (o_lane ^ n * 16) + r * 8 * ROW_BYTES) =
+                pack<T>(acc[n][2 * r] * inverse, acc[n][2 * r + 1] * inverse);
+    }
+    __syncwarp();                                    // or a lane would read what another has not written
+    constexpr int ROWS = WARP_SIZE / CHUNKS;                   // per pass of the warp: 4, or 2
+    const int first = lane / CHUNKS, column = lane % CHUNKS * 8, from = at(warp_row + first, column);
+#pragma unroll
+    for (int pass = 0; pass < MMA_M / ROWS; pass++) {          // a warp stores the rows that it wrote
+        const int row = warp_row + first + pass * ROWS;
+        const char* chunk = shared + (from ^ pass * ROWS % 8 * 16) + pass * ROWS * ROW_BYTES;
+        if (m_start + row < p.seq_q)
+            *(uint4*)(o_gmem + row * p.o_stride.row + column) = *(const uint4*)chunk;
+    }
+}
+"""
+# END SOLUTION
+
+# %% tags=["check"]
+# hint("9.8")
+check("9.8", store)
+
+# %% [markdown]
+# ## 9.9 V one step ahead
+#
+# *Core · 25 min*
+#
+# Section 6 loads K's fragments one step ahead. Do it for V, in `p9_5_prefetch`: when a step issues its MMAs, the next step's `ldmatrix` has been issued. No fragment is loaded twice, and none behind the
+# last one. (It gained nothing on an H200, as section 15 says. The compiler had done it. On another GPU, or with another compiler, you now know how.)
+
+# %% tags=["exercise"]
+# BEGIN STARTER
+output = r"""
+        // O += P V. Two neighbouring accumulators of S, rounded, are the A fragment of P: no lane needs
+        // another's numbers. B wants two keys of one column of V in a register, and they lie in two rows:
+        // ldmatrix with trans.
+#pragma unroll
+        for (int k = 0; k < BLOCK_N / MMA_K; k++) {
+            uint32_t a[M_TILES][4];
+#pragma unroll
+            for (int m = 0; m < M_TILES; m++) {
+                const float(&c)[4] = s[m][2 * k], (&d)[4] = s[m][2 * k + 1];
+                a[m][0] = pack<T>(c[0], c[1]), a[m][1] = pack<T>(c[2], c[3]);
+                a[m][2] = pack<T>(d[0], d[1]), a[m][3] = pack<T>(d[2], d[3]);
+            }
+#pragma unroll
+            for (int n = 0; n < O_TILES / 2; n++) {
+                uint32_t b[4];                                 // YOUR CODE HERE: this step's, and the next
+                ldmatrix_x4_trans(b, (v_lane ^ (n * 32)) + stage + k * MMA_K * ROW_BYTES);
+#pragma unroll
+                for (int m = 0; m < M_TILES; m++) {
+                    mma_m16n8k16<T>(acc[m][2 * n], a[m], b[0], b[1]);
+                    mma_m16n8k16<T>(acc[m][2 * n + 1], a[m], b[2], b[3]);
+                }
+            }
+        }
+"""
+# END STARTER
+# BEGIN SOLUTION
+output = r"""
+        // O += P V. Two neighbouring accumulators of S, rounded, are the A fragment of P: no lane needs
+        // another's numbers. B wants two keys of one column of V in a register, and they lie in two rows:
+        // ldmatrix with trans.
+        uint32_t v_rmem[2][4];                     // B twice: 16 keys x 16 columns of V; and the next ones
+        ldmatrix_x4_trans(v_rmem[0], v_lane + stage);
+#pragma unroll
+        for (int k = 0; k < BLOCK_N / MMA_K; k++) {
+            uint32_t a[M_TILES][4];
+#pragma unroll
+            for (int m = 0; m < M_TILES; m++) {
+                const float(&c)[4] = s[m][2 * k], (&d)[4] = s[m][2 * k + 1];
+                a[m][0] = pack<T>(c[0], c[1]), a[m][1] = pack<T>(c[2], c[3]);
+                a[m][2] = pack<T>(d[0], d[1]), a[m][3] = pack<T>(d[2], d[3]);
+            }
+#pragma unroll
+            for (int n = 0; n < O_TILES / 2; n++) {
+                const int step = k * (O_TILES / 2) + n;
+                const int next_k = (step + 1) / (O_TILES / 2), next_n = (step + 1) % (O_TILES / 2);
+                const uint32_t next = (v_lane ^ (next_n * 32)) + stage + next_k * MMA_K * ROW_BYTES;
+                if (next_k < BLOCK_N / MMA_K) ldmatrix_x4_trans(v_rmem[(step + 1) % 2], next);
+                const uint32_t(&b)[4] = v_rmem[step % 2];
+#pragma unroll
+                for (int m = 0; m < M_TILES; m++) {
+                    mma_m16n8k16<T>(acc[m][2 * n], a[m], b[0], b[1]);
+                    mma_m16n8k16<T>(acc[m][2 * n + 1], a[m], b[2], b[3]);
+                }
+            }
+        }
+"""
+# END SOLUTION
+
+# %% tags=["check"]
+# hint("9.9")
+check("9.9", output)
+
+# %% [markdown]
+# ## 9.10
+#
+# Section 7 counts *query* heads that are worked on together. But what has to fit into the L2 cache is K and V, so count *key* heads: `kv_together` of them at a time, each with
+# the `group` query heads that read it. Query head h reads key head h // group. The launch has `m_blocks` · `heads` blocks. Within a portion of heads the longest blocks go first, those of all its heads in the heads' order; then the
+# second longest, and so on.
+
+# %% tags=["exercise"]
+# RULE flashlab.exercises.phase_09_ladder: block_of
+
+# %% tags=["check"]
+# hint("9.10")
+check("9.10", block_of)
+
+# %% [markdown]
+# ## 9.11
+#
+# Section 10's rule for the number of shares looks at the blocks alone. FlashAttention's looks at *rounds*: `places` blocks run at a time, and a round takes as long as its longest share of the `tiles` of keys.
+# So with s shares the time is ⌈`blocks` · s / `places`⌉ · ⌈`tiles` / s⌉. Find the s with the least time; of several the smallest, since each part has to be merged. A share has at least four tiles, so s is at most `tiles` // 4; and
+# s = 1 is always allowed.
+#
+# And the workspace: for each share and each of `rows` rows a part of O and its lse, in floats. Without a split, none.
+
+# %% tags=["exercise"]
+# RULE flashlab.exercises.phase_09_ladder: splits_of
+
+# %% tags=["check"]
+# hint("9.11")
+check("9.11", splits_of)
+
+# %% [markdown]
+# ## 9.12 A kernel of your own, at D = 128
+#
+# *Stretch · 90 min*
+#
+# Your kernel of 9.7 at `HEAD_DIM` 128 asks for more registers than a lane has: 128 for O, 64 for the scores, 64 for Q's fragments. So Q goes back to shared memory (section 5). Write the whole source once more, from
+# 9.7 or from an empty page, for `HEAD_DIM` 128 in fp16.
+#
+# It is right if it passes the same cases, takes at most 1.5 wavefronts per MMA on one head of 256 queries and 512 keys without a mask, loads Q's fragments again in every tile, and leaves room for two blocks per SM of an H200: at most 113 KiB of shared memory
+# each.
+
+# %% tags=["exercise"]
+# BEGIN STARTER
+my_kernel_128 = r"""
+// YOUR CODE HERE
+"""
+# END STARTER
+# BEGIN SOLUTION
+my_kernel_128 = r"""
+#include "problem.cuh"
+
+constexpr int WARPS = 4, THREADS = WARPS * WARP_SIZE, M_TILES = 2;
+constexpr int BLOCK_M = WARPS * M_TILES * MMA_M, BLOCK_N = 64;
+constexpr int CHUNKS = HEAD_DIM / 8, ROW_BYTES = HEAD_DIM * 2;
+constexpr int S_TILES = BLOCK_N / MMA_N, O_TILES = HEAD_DIM / MMA_N, ROWS_PER_LANE = 2 * M_TILES;
+constexpr int SHARED = (BLOCK_M + 2 * BLOCK_N) * ROW_BYTES;            // Q, K and V: one stage
+
+__device__ int at(int row, int column) { return row * ROW_BYTES + (column / 8 ^ row % 8) * 16; }
+
+__device__ void copy(uint32_t to, const T* from, int64_t row_stride, int tile_rows, int rows) {
+    for (int i = threadIdx.x; i < tile_rows * CHUNKS; i += THREADS) {
+        const int row = i / CHUNKS, column = i % CHUNKS * 8;
+        const bool exists = row < rows;
+        cp_async<16>(to + at(row, column), from + (exists ? row : 0) * row_stride + column, exists ? 16 : 0);
+    }
+}
+
+__global__ void __launch_bounds__(THREADS) attention(const Problem p) {
+    extern __shared__ __align__(1024) char shared[];
+    const uint32_t q_smem = smem_u32(shared);
+    const uint32_t k_smem = q_smem + BLOCK_M * ROW_BYTES, v_smem = k_smem + BLOCK_N * ROW_BYTES;
+    const int lane = threadIdx.x % WARP_SIZE, g = lane / 4, t = lane % 4;
+    const int warp_row = threadIdx.x / WARP_SIZE * M_TILES * MMA_M;
+    const int blocks = ceil_div(p.seq_q, BLOCK_M);
+    const int head_index = blockIdx.x / blocks, m_start = blockIdx.x % blocks * BLOCK_M;
+    const int batch = head_index / p.heads, head = head_index % p.heads;
+    const int kv_head = head / (p.heads / p.kv_heads);
+    const T* k_gmem = rows_of(p.k, p.k_stride, batch, kv_head, 0);
+    const T* v_gmem = rows_of(p.v, p.v_stride, batch, kv_head, 0);
+    const int diagonal = p.seq_k - p.seq_q;
+    int end = ceil_div(p.seq_k, BLOCK_N);
+    if (p.causal) end = max(0, min(end, ceil_div(m_start + BLOCK_M + diagonal, BLOCK_N)));
+
+    float acc[M_TILES][O_TILES][4] = {}, m_i[ROWS_PER_LANE], l_i[ROWS_PER_LANE] = {};
+    for (int r = 0; r < ROWS_PER_LANE; r++) m_i[r] = -INFINITY;
+    const float scale_log2 = p.scale * LOG2E;
+
+    copy(q_smem, rows_of(p.q, p.q_stride, batch, head, m_start), p.q_stride.row, BLOCK_M, p.seq_q - m_start);
+    cp_async_commit();                               // waited for with the first tile of K and V
+
+    for (int j = 0; j < end; j++) {
+        const int n_start = j * BLOCK_N;
+        __syncthreads();                                               // nobody reads tile j - 1 any more
+        copy(k_smem, k_gmem + n_start * p.k_stride.row, p.k_stride.row, BLOCK_N, p.seq_k - n_start);
+        copy(v_smem, v_gmem + n_start * p.v_stride.row, p.v_stride.row, BLOCK_N, p.seq_k - n_start);
+        cp_async_commit();
+        cp_async_wait<0>();
+        __syncthreads();                                              // K and V are here, every thread's part
+
+        float s[M_TILES][S_TILES][4] = {};
+        for (int k = 0; k < HEAD_DIM / MMA_K; k++) {
+            uint32_t a[M_TILES][4];                                    // Q again, in every tile
+            for (int m = 0; m < M_TILES; m++)
+                ldmatrix_x4(a[m], q_smem + at(warp_row + m * MMA_M + lane % 16, k * MMA_K + lane / 16 * 8));
+            for (int n = 0; n < S_TILES / 2; n++) {
+                uint32_t b[4];
+                ldmatrix_x4(b, k_smem + at(n * 16 + lane % 8 + lane / 16 * 8, k * MMA_K + lane / 8 % 2 * 8));
+                for (int m = 0; m < M_TILES; m++) {
+                    mma_m16n8k16<T>(s[m][2 * n], a[m], b[0], b[1]);
+                    mma_m16n8k16<T>(s[m][2 * n + 1], a[m], b[2], b[3]);
+                }
+            }
+        }
+
+        for (int r = 0; r < ROWS_PER_LANE; r++) {
+            const int row = m_start + warp_row + g + r * 8;
+            const int last_key = p.causal ? min(p.seq_k - 1, row + diagonal) : p.seq_k - 1;
+            float x = m_i[r];
+            for (int n = 0; n < S_TILES; n++)
+                for (int e = 0; e < 2; e++) {
+                    float& c = s[r / 2][n][r % 2 * 2 + e];
+                    if (n_start + n * MMA_N + t * 2 + e > last_key) c = -INFINITY;
+                    x = fmaxf(x, c);
+                }
+            x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+            x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+            const float base = x == -INFINITY ? 0.f : x;
+            const float correction = exp2_approx((m_i[r] - base) * scale_log2);
+            m_i[r] = x, l_i[r] *= correction;
+            for (int n = 0; n < O_TILES; n++)
+                for (int e = 0; e < 2; e++) acc[r / 2][n][r % 2 * 2 + e] *= correction;
+            for (int n = 0; n < S_TILES; n++)
+                for (int e = 0; e < 2; e++) {
+                    float& c = s[r / 2][n][r % 2 * 2 + e];
+                    c = exp2_approx((c - base) * scale_log2);
+                    l_i[r] += c;
+                }
+        }
+
+        for (int k = 0; k < BLOCK_N / MMA_K; k++) {
+            uint32_t a[M_TILES][4];
+            for (int m = 0; m < M_TILES; m++)
+                for (int i = 0; i < 4; i++) {
+                    const float* c = s[m][2 * k + i / 2] + i % 2 * 2;
+                    a[m][i] = pack<T>(c[0], c[1]);
+                }
+            for (int n = 0; n < O_TILES / 2; n++) {
+                uint32_t b[4];
+                ldmatrix_x4_trans(b, v_smem + at(k * MMA_K + lane % 16, n * 16 + lane / 16 * 8));
+                for (int m = 0; m < M_TILES; m++) {
+                    mma_m16n8k16<T>(acc[m][2 * n], a[m], b[0], b[1]);
+                    mma_m16n8k16<T>(acc[m][2 * n + 1], a[m], b[2], b[3]);
+                }
+            }
+        }
+    }
+
+    T* o_gmem = rows_of(p.o, p.o_stride, batch, head, m_start);
+    for (int r = 0; r < ROWS_PER_LANE; r++) {
+        const int row = warp_row + g + r * 8;
+        float sum = l_i[r];
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        const float inverse = sum > 0.f ? 1.f / sum : sum;
+        if (m_start + row >= p.seq_q) continue;
+        if (t == 0)
+            p.lse[(int64_t)head_index * p.seq_q + m_start + row] =
+                sum == 0.f ? -INFINITY : (m_i[r] * scale_log2 + log2f(sum)) * LN2;
+        for (int n = 0; n < O_TILES; n++) {
+            const float* c = acc[r / 2][n] + r % 2 * 2;
+            *(uint32_t*)(o_gmem + row * p.o_stride.row + n * MMA_N + t * 2) =
+                pack<T>(c[0] * inverse, c[1] * inverse);
+        }
+    }
+}
+
+extern "C" int forward(const Problem* p, void* stream) {
+    cudaFuncSetAttribute(attention, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED);
+    const int blocks = p->batch * p->heads * ceil_div(p->seq_q, BLOCK_M);
+    attention<<<blocks, THREADS, SHARED, (cudaStream_t)stream>>>(*p);
+    return (int)cudaGetLastError();
+}
+"""
+# END SOLUTION
+
+# %% tags=["check"]
+# hint("9.12")
+check("9.12", my_kernel_128)
 
 # %% [markdown]
 # ## Where you are

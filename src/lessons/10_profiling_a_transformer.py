@@ -13,7 +13,7 @@
 # and compared with what.
 #
 # The tool for that is a profiler. You learn to read its table line by line, and to notice when it cannot be right. At the end, all kernels of the course
-# stand on one roofline, and all published figures stand beside ours.
+# stand on one roofline. Two appendices set all published figures beside ours.
 
 # %% [markdown]
 # ## What you will be able to do
@@ -28,11 +28,11 @@
 # %% [markdown]
 # ## What you need first
 #
-# Phase 1: bytes, FLOPs and the roofline. Phases 4 and 5: the door `flash_attention`, and what a backward pass keeps. For section 13 it helps to have seen
+# Phase 1: bytes, FLOPs and the roofline. Phases 4 and 5: the door `flash_attention`, and what a backward pass keeps. For section 11 it helps to have seen
 # phases 6 to 9.
 #
-# No GPU is needed. Small sizes run here, large ones were recorded, each with its machine. Where something has not been measured yet, the page says so. About two
-# hours to read, then `exercises/10_profiling_a_transformer.ipynb`.
+# No GPU is needed. Small sizes run here, large ones were recorded, each with its machine. Where something has not been measured yet, the page says so.
+# The appendices at the end are a third of the page; nothing needs them.
 
 # %%
 import os
@@ -594,7 +594,7 @@ for name in (layers.ORIGINAL, layers.OURS):
 
 # %% [markdown]
 # The original has the same four kernels as the published profile, each about 1 ms. Softmax and the division by $\sqrt{D}$, whose kernel is called `mul` here, read P and write it, 4 GiB: so they move over 4 TB/s, nearly all that this
-# memory can (section 13). The pattern is the same on another GPU.
+# memory can (section 11). The pattern is the same on another GPU.
 #
 # And the prediction of section 4, that RoPE in one kernel takes 4.5 times less?
 
@@ -1184,7 +1184,89 @@ for dtype in ("float32", "bfloat16"):
 # it was after the ten above. A rounding in bf16 is 65 536 times as large. So its yardstick sees less: a limit of this test, not a property of an attention.
 
 # %% [markdown]
-# ## 11 · Attention alone
+# ## 11 · The roofline of the whole course
+#
+# Phase 1 drew a roofline from datasheets. Now there are measured ceilings: how many MMAs and multiply-adds per clock the units really do, and the most bytes per second that a recorded kernel moved.
+#
+# A point is a kernel: its FLOPs per byte that *has to* move, and the TFLOP/s that it reached.
+
+# %%
+roofs = {run["machine"]["gpu"]: roofline.ceilings(run) for run in roofline.recorded()}
+points = {run["machine"]["gpu"]: roofline.points(run) for run in roofline.recorded()}
+for gpu, found in roofs.items():
+    said = ", ".join(f"{unit} {top:.0f}{' (documented)' if unit in found.not_measured else ''}"
+                     for unit, top in found.units.items())
+    print(f"{gpu}: memory {found.memory:.2f} TB/s; TFLOP/s: {said}; {len(points[gpu])} kernels")
+
+# %% [markdown]
+# `mma.sync` and `wgmma` are two ways into the tensor cores: the first is an instruction of one warp, the second, since Hopper, of four warps at once.
+#
+# Which ceiling counts for a kernel? That of the unit that multiplies for it, or the memory's slope, if that is lower. Triton emits `wgmma` on Hopper, so its kernels have the higher roof. For `wgmma` only the
+# documented rate is known here: 4096 FLOPs per clock and multiprocessor.
+#
+# All roofs are of one clock, the highest (1980 MHz; the datasheet's 989 TFLOP/s are that rate at 1830). Under such kernels it falls: lecture 11, section 10.
+
+# %%
+GROUPS = {"PyTorch and phase 1": ((1,), "grey", "s"), "Triton, phases 3 and 4": ((3, 4), "blue", "D"),
+          "scalar CUDA, phase 6": ((6,), "purple", "^"), "tensor cores, phases 7 and 8": ((7, 8), "sky", "o"),
+          "phase 9": ((9,), "blue", "o"), "Hopper, phase 11": ((11,), "orange", "P"),
+          "peers": ((None,), "black", "x")}
+NAMED = ("naive PyTorch", "minimal", "Triton", "Gluon", "p6_1", "p6_6", "p7", "p8_3", "p8_4", "p8_6",
+         "p9_flash", "p11_1_", "p11_3", "p11_flash", "FlashAttention-2", "FlashAttention-4", "scheme A")
+for gpu, found in roofs.items():
+    groups = {}
+    for label, (phases, hue, marker) in GROUPS.items():
+        inside = [p for p in points[gpu] if p.phase in phases]
+        groups[label] = ([p.intensity for p in inside], [p.tflops for p in inside], hue, marker)
+    named = [p for p in points[gpu] if p.name.startswith(NAMED)]
+    names = {p.name.partition(",")[0]: (p.intensity, p.tflops) for p in named}
+    tops = {u + ", documented" * (u in found.not_measured): top for u, top in found.units.items()}
+    fig, ax = plt.subplots(figsize=(8.6, 5.4))
+    rooflines.draw(ax, found.memory, tops, groups, names, ylim=(5, 1600),
+                   title=f"The whole course on an {gpu}")
+    plt.show()
+
+# %% [markdown]
+# *Both axes are logarithmic. Fused kernels of one shape stand above each other, because they have to move the same bytes. Naive attention stands far to the left, under the slope.*
+#
+# The climb from `p7_naive` to `p9_flash` is at one intensity, because x is the bytes that *have to* move. What each kernel really moves is not in this picture. It shows how far each is from its roof, and not
+# why.
+
+# %%
+for gpu, found in roofs.items():
+    rows = []
+    for p in points[gpu]:
+        limit = p.unit if found.units[p.unit] <= p.intensity * found.memory else "memory"
+        phase, shape = "peer" if p.phase is None else p.phase, " × ".join(map(str, p.shape))
+        rows.append([phase, p.name, shape, p.dtype, f"{p.tflops:.0f}", limit, f"{p.share(found):.0%}"])
+    columns = ["phase", "kernel", "B × H × N × D", "", "TFLOP/s", "its ceiling", "of it"]
+    show.table(rows, columns, align="rlllrlr")
+
+# %% [markdown]
+# Read it with care. Rows of another shape or dtype are another exercise: compare those of $4 \times 16 \times 4096 \times 128$.
+#
+# - The last step of the CUDA series reaches more than half of what `mma.sync` can do, FlashAttention-2 about half.
+# - Through `wgmma` cuDNN, FlashAttention-4, the Gluon kernel and phase 11's reach more TFLOP/s. Their roof is higher, too.
+#   (Phase 11 and FlashAttention-4 were measured in another run than cuDNN and Gluon, on a GPU whose clock fell more often.)
+# - Nobody is near 100 %. A part of what is missing is the clock. Phase 9 said what else is in between: exponentials, and waiting for one's own results.
+
+# %% [markdown]
+# In two numbers:
+
+# %%
+for gpu in roofs:
+    best = max((p for p in points[gpu] if p.phase is not None), key=lambda p: p.tflops)
+    first = next(p for p in points[gpu] if p.name == "p7_naive")
+    last = next(p for p in points[gpu] if p.name == "p9_flash")
+    print(f"{gpu}: p7_naive to p9_flash is {last.tflops / first.tflops:.1f} times; "
+          f"the fastest of the course: {best.name}, {best.tflops:.0f} TFLOP/s")
+    assert 0.5 < last.share(roofs[gpu]) < 1 and last.tflops > 10 * first.tflops
+    assert best.share(roofs[gpu]) < 0.8
+
+# %% [markdown]
+# ## Appendix A · Attention alone
+#
+# *The two appendices are for reference: read on at the summary, and come back when you need a figure.*
 #
 # Without a layer around it, one thing is left to ask: what does each attention hold between forward and backward? By phase 5's formula, for $B$ heads and $e$ bytes per number:
 #
@@ -1315,7 +1397,7 @@ else:
     print(lm.NOT_YET)
 
 # %% [markdown]
-# ## 12 · Every published table again
+# ## Appendix B · Every published table again
 #
 # Six tables of earlier courses ship with this one, as they were printed: `flashlab/bench/published/`. For each of their figures a rule finds what our records have of the same function on the same
 # shape. How many are answered, how many by a number? The last column says where it is not the same work.
@@ -1428,7 +1510,7 @@ print(f"slower here, in all: {sum(ratio < 1 for _, ratio in told)} of {len(told)
 # %% [markdown]
 # ### Eager attention alone: `attention_memory`
 #
-# Section 11 explained its memory by a formula. Its figures, and ours where they are measured, are in the folds. What ran out of memory there at N = 16384 runs here where it is measured.
+# Appendix A explained its memory by a formula. Its figures, and ours where they are measured, are in the folds. What ran out of memory there at N = 16384 runs here where it is measured.
 
 # %%
 means = summary("attention_memory", "a machine without a name", fold=True)
@@ -1444,86 +1526,6 @@ means = summary("attention_memory", "a machine without a name", fold=True)
 # %%
 means = summary("lm_forward_backward", "a machine without a name", fold=True)
 means = summary("gqa_layer_profile", "an Ampere GPU", lambda label: label.partition(" ")[0], fold=True)
-
-# %% [markdown]
-# ## 13 · The roofline of the whole course
-#
-# Phase 1 drew a roofline from datasheets. Now there are measured ceilings: how many MMAs and multiply-adds per clock the units really do, and the most bytes per second that a recorded kernel moved.
-#
-# A point is a kernel: its FLOPs per byte that *has to* move, and the TFLOP/s that it reached.
-
-# %%
-roofs = {run["machine"]["gpu"]: roofline.ceilings(run) for run in roofline.recorded()}
-points = {run["machine"]["gpu"]: roofline.points(run) for run in roofline.recorded()}
-for gpu, found in roofs.items():
-    said = ", ".join(f"{unit} {top:.0f}{' (documented)' if unit in found.not_measured else ''}"
-                     for unit, top in found.units.items())
-    print(f"{gpu}: memory {found.memory:.2f} TB/s; TFLOP/s: {said}; {len(points[gpu])} kernels")
-
-# %% [markdown]
-# `mma.sync` and `wgmma` are two ways into the tensor cores: the first is an instruction of one warp, the second, since Hopper, of four warps at once.
-#
-# Which ceiling counts for a kernel? That of the unit that multiplies for it, or the memory's slope, if that is lower. Triton emits `wgmma` on Hopper, so its kernels have the higher roof. For `wgmma` only the
-# documented rate is known here: 4096 FLOPs per clock and multiprocessor.
-#
-# All roofs are of one clock, the highest (1980 MHz; the datasheet's 989 TFLOP/s are that rate at 1830). Under such kernels it falls: lecture 11, section 10.
-
-# %%
-GROUPS = {"PyTorch and phase 1": ((1,), "grey", "s"), "Triton, phases 3 and 4": ((3, 4), "blue", "D"),
-          "scalar CUDA, phase 6": ((6,), "purple", "^"), "tensor cores, phases 7 and 8": ((7, 8), "sky", "o"),
-          "phase 9": ((9,), "blue", "o"), "Hopper, phase 11": ((11,), "orange", "P"),
-          "peers": ((None,), "black", "x")}
-NAMED = ("naive PyTorch", "minimal", "Triton", "Gluon", "p6_1", "p6_6", "p7", "p8_3", "p8_4", "p8_6",
-         "p9_flash", "p11_1_", "p11_3", "p11_flash", "FlashAttention-2", "FlashAttention-4", "scheme A")
-for gpu, found in roofs.items():
-    groups = {}
-    for label, (phases, hue, marker) in GROUPS.items():
-        inside = [p for p in points[gpu] if p.phase in phases]
-        groups[label] = ([p.intensity for p in inside], [p.tflops for p in inside], hue, marker)
-    named = [p for p in points[gpu] if p.name.startswith(NAMED)]
-    names = {p.name.partition(",")[0]: (p.intensity, p.tflops) for p in named}
-    tops = {u + ", documented" * (u in found.not_measured): top for u, top in found.units.items()}
-    fig, ax = plt.subplots(figsize=(8.6, 5.4))
-    rooflines.draw(ax, found.memory, tops, groups, names, ylim=(5, 1600),
-                   title=f"The whole course on an {gpu}")
-    plt.show()
-
-# %% [markdown]
-# *Both axes are logarithmic. Fused kernels of one shape stand above each other, because they have to move the same bytes. Naive attention stands far to the left, under the slope.*
-#
-# The climb from `p7_naive` to `p9_flash` is at one intensity, because x is the bytes that *have to* move. What each kernel really moves is not in this picture. It shows how far each is from its roof, and not
-# why.
-
-# %%
-for gpu, found in roofs.items():
-    rows = []
-    for p in points[gpu]:
-        limit = p.unit if found.units[p.unit] <= p.intensity * found.memory else "memory"
-        phase, shape = "peer" if p.phase is None else p.phase, " × ".join(map(str, p.shape))
-        rows.append([phase, p.name, shape, p.dtype, f"{p.tflops:.0f}", limit, f"{p.share(found):.0%}"])
-    columns = ["phase", "kernel", "B × H × N × D", "", "TFLOP/s", "its ceiling", "of it"]
-    show.table(rows, columns, align="rlllrlr")
-
-# %% [markdown]
-# Read it with care. Rows of another shape or dtype are another exercise: compare those of $4 \times 16 \times 4096 \times 128$.
-#
-# - The last step of the CUDA series reaches more than half of what `mma.sync` can do, FlashAttention-2 about half.
-# - Through `wgmma` cuDNN, FlashAttention-4, the Gluon kernel and phase 11's reach more TFLOP/s. Their roof is higher, too.
-#   (Phase 11 and FlashAttention-4 were measured in another run than cuDNN and Gluon, on a GPU whose clock fell more often.)
-# - Nobody is near 100 %. A part of what is missing is the clock. Phase 9 said what else is in between: exponentials, and waiting for one's own results.
-
-# %% [markdown]
-# In two numbers:
-
-# %%
-for gpu in roofs:
-    best = max((p for p in points[gpu] if p.phase is not None), key=lambda p: p.tflops)
-    first = next(p for p in points[gpu] if p.name == "p7_naive")
-    last = next(p for p in points[gpu] if p.name == "p9_flash")
-    print(f"{gpu}: p7_naive to p9_flash is {last.tflops / first.tflops:.1f} times; "
-          f"the fastest of the course: {best.name}, {best.tflops:.0f} TFLOP/s")
-    assert 0.5 < last.share(roofs[gpu]) < 1 and last.tflops > 10 * first.tflops
-    assert best.share(roofs[gpu]) < 0.8
 
 # %% [markdown]
 # ## Summary, and what is left to explore

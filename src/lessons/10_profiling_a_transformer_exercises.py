@@ -12,8 +12,8 @@
 # Fill in each cell that says `# YOUR CODE HERE`, run it, then run the check below it. A check that fails says in one sentence what is
 # wrong. `hint("10.1")` gives the next hint, `progress()` shows where you are.
 #
-# Eight exercises. None needs a GPU: profiles are made on the CPU, Triton kernels are interpreted, and the two
-# exercises about timing use a GPU with a simulated clock.
+# None needs a GPU: profiles are made on the CPU, Triton kernels are interpreted, and the exercises about timing use a GPU with a
+# simulated clock.
 
 # %%
 import os
@@ -27,7 +27,9 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from flashlab.exercises import check, hint, progress
+from flashlab.exercises.phase_10_trace import OPTIONAL, trace
 from flashlab.exercises.simulated_gpu import SimulatedGpu
+from flashlab.figures import profiles
 from flashlab.models.layer import RotaryAttention
 from flashlab.models.rope import fused_rope, rope, rope_table
 
@@ -328,6 +330,45 @@ def fast_attention(q, k, v, prepared):
 # %% tags=["check"]
 # hint("10.8")
 check("10.8", prepare, fast_attention)
+
+# %% [markdown]
+# ## 10.9 Who keeps the GPU waiting?
+#
+# *Stretch · 25 min*
+#
+# A colleague's step, as a profiler saw it: eight layers, a large last product, a loss. It is slower than it should be, and the two tables do not say why. Four of its operations are not needed for the result:
+
+# %%
+for name, what_for in OPTIONAL.items():
+    print(f"{name}: {what_for}")
+
+# %%
+bars = profiles.operations(trace())  # ("CPU" or "GPU", name, begin, length), in microseconds
+for unit in ("CPU", "GPU"):
+    names = {name for u, name, _, _ in bars if u == unit}
+    took = {x: sum(length for u, name, _, length in bars if (u, name) == (unit, x)) for x in names}
+    print(unit, {name: round(took[name]) for name in sorted(took, key=took.get, reverse=True)[:6]})
+
+# %% [markdown]
+# You may open it in a browser, as the lecture does, draw it with `profiles.timeline`, or go through `bars`. For that: `json.dump(trace(), open("step.json", "w"))`.
+#
+# Which of the four would you take out **first**, and how many milliseconds does the step take then, to 2 %? Nothing else changes: the CPU launches in the same order, and each kernel begins when it is launched and the one before it is done.
+
+# %% tags=["exercise"]
+def first_out(bars):
+    """(name, milliseconds): the operation to take out, and what the step takes then."""
+    # BEGIN SOLUTION
+    # The GPU's line has a gap behind each all_finite: the CPU waits there for everything, and begins to
+    # launch again when nothing is left to do. next_batch and statistics are long too, and hidden behind
+    # kernels. Without the wait there are no gaps: all kernels, one behind the other, the launch of the
+    # first, and the wait at the end.
+    kernels = sum(length for unit, name, _, length in bars if unit == "GPU" and name != "all_finite")
+    return "all_finite", (kernels + 11 + 20) / 1000
+    # END SOLUTION
+
+# %% tags=["check"]
+# hint("10.9")
+check("10.9", first_out)
 
 # %% [markdown]
 # ## Where you are

@@ -41,6 +41,7 @@ RULE = re.compile(r"^# RULE (?P<module>\w+(?:\.\w+)*): *(?P<symbols>\w+(?: *, *\
 UNTITLED = re.compile(r"^## (?P<id>\d+b?\.\d+)\s*$")
 REGION = re.compile(r"^\s*# (region:.*|endregion)\s*$")  # flashlab.kernels.regions: never shown
 HEADING = re.compile(r"^## (?P<id>\d+b?\.\d+)\s+(?P<title>\S.*?)\s*$")
+PHASE = re.compile(r"\bPhase (\d+)\b")
 EFFORT = re.compile(r"^\*(?P<difficulty>[^·*]+?) · (?P<minutes>\d+) min\*$")
 
 Line = tuple[int | None, str]  # the number it has in the lesson (None: written by the build), and the text
@@ -169,8 +170,16 @@ def read_lesson(path: Path, *, linked: bool = True) -> Lesson:
     return lesson
 
 
+def _to_lecture(mention: re.Match[str], names: dict[str, str]) -> str:
+    name = names.get(mention[1])
+    return f"[{mention[0]}](../notebooks/{name}.ipynb)" if name else mention[0]
+
+
 def add_links(lesson: Lesson) -> None:
-    """Behind the title a line with the page's hours and its other halves, and a last cell that leads on."""
+    """Behind the title a line with the page's hours and its other halves, and a last cell that leads on.
+
+    A lecture's list of what is needed leads to the phases that it names.
+    """
     here = next((i for i, p in enumerate(PHASES) if p.name == lesson.name), None)
     beside = lesson.path.with_name(f"{lesson.name}{'' if lesson.is_exercises else '_exercises'}.py")
     if here is None or not beside.is_file():
@@ -190,6 +199,9 @@ def add_links(lesson: Lesson) -> None:
     else:
         top = f"**Time:** {reading} to read and run; [the exercises]({page}) take {taken}."
         end = f"**Next:** [the exercises of this phase]({page})" + (f", then {following}." if after else ".")
+        needed = next(c for c in lesson.cells if c.lines[0][1] == "## What you need first")
+        names = {str(p.number): p.name for p in PHASES if lesson.path.with_name(f"{p.name}.py").is_file()}
+        needed.lines = [(n, PHASE.sub(lambda m: _to_lecture(m, names), line)) for n, line in needed.lines]
     key = lesson.name.partition("_")[0]
     lesson.cells.insert(1, Cell("markdown", [(None, top)], [], lesson.cells[0].line, f"{key}-links"))
     lesson.cells.append(Cell("markdown", [(None, end)], [], lesson.cells[-1].line, f"{key}-next"))
@@ -218,8 +230,8 @@ def from_rules(lesson: Lesson, lines: list[Line], root: Path) -> list[Line]:
 def registered(lesson: Lesson, exercise_id: str, root: Path, line: int | None) -> dict[str, Any]:
     """Title, minutes and difficulty of a rule, read from its decorator."""
     path = module_file(root, f"flashlab.exercises.phase_{lesson.number:0>2}")
-    calls = ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if path else ()
-    for call in calls:
+    paths = [path, *sorted(path.parent.glob(f"{path.stem}_*.py"))] if path else []
+    for call in (node for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))):
         if isinstance(call, ast.Call) and getattr(call.func, "id", "") in ("rule", "tensor_rule", "kernel_rule"):
             if isinstance(call.args[0], ast.Constant) and call.args[0].value == exercise_id:
                 told = {k.arg: k.value.value for k in call.keywords if isinstance(k.value, ast.Constant)}

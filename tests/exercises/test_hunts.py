@@ -68,7 +68,7 @@ HALF = params([
     ("0.5", [("l = l * correction", "l = l * torch.exp(m - m_new)")], "o-correction-inverted"),
     ("0.5", [("range(BLOCK_N, len", "range(0, len")], "correction-inverted"),  # and the first block twice
     ("0.5", [("p = torch.exp(x - m_new)", "p = torch.exp(x - m)")], "correction-inverted"),
-    ("1.7", [("offs_m[:, None] < M, s", "offs_n[None, :] < M, s")], "mask-uses-seq-q"),
+    ("1.7", [("offs_m[:, None] < M, 0.0", "offs_n[None, :] < M, 0.0")], "mask-uses-seq-q"),
     ("2.5", [("row[:, None]", "row[:, None] + M - N")], "causal-offset-sign"),
     ("2.5", [("row[:, None]", "row[:, None] + abs(N - M)")], "wrong-keys"),
     ("2.6", [("s.amax(dim=1))", "s.amax(dim=1)).clamp(min=-1e30)")], "finite-sentinel"),

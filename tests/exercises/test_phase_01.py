@@ -276,7 +276,7 @@ def test_the_quarters_that_are_held_are_named():
         run("1.6", solution("quarter_kernel", ("if J < 2", "if J <= 2")))
 
 
-MASKED = "s = tl.where(offs_n[None, :] {} N, s, float('-inf'))".replace("'", '"')
+MASKED = "s += tl.where(offs_n[None, :] {} N, 0.0, float('-inf'))".replace("'", '"')
 LOADED = "k = tl.load(k_ptrs, mask=offs_n[None, :] < N, other={})"
 
 

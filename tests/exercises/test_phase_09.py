@@ -46,6 +46,9 @@ ANSWERS = {
     "9.5": "kernel",
     "9.6": ("before_loop", "in_loop"),
     "9.7": "my_kernel",
+    "9.8": "store",
+    "9.9": "output",
+    "9.12": "my_kernel_128",
 }
 
 

@@ -21,7 +21,7 @@ from flashlab.models import memory
 from flashlab.models.language_model import Config
 from flashlab.models.rope import fused_rope, rope, rope_table
 
-IDS = [f"10.{i}" for i in range(1, 9)]
+IDS = [f"10.{i}" for i in range(1, 10)]
 
 
 def failed(id, *answers):

@@ -528,7 +528,7 @@ def _(quarter_kernel: Any) -> str:
     title="Right at 128, wrong at 100",
     minutes=15,
     difficulty="Bug hunt",
-    untouched="0798636dde1d",
+    untouched="334f72b92670",
     history="a common mistake; a masked load looks like a mask",
     hints=[
         "It is right whenever N is a power of two. What is different about the tile when N is not?",

@@ -33,6 +33,7 @@ from flashlab.check.cuda_answer import (
 from flashlab.check.lookup import Row
 from flashlab.check.mistakes import weights
 from flashlab.cuda import CudaModule
+from flashlab.exercises import phase_09_ladder as _ladder  # noqa: F401  9.8 to 9.12
 from flashlab.exercises.registry import exercise
 from flashlab.exercises.rule import rule
 from flashlab.figures.ladder import wavefronts
@@ -825,6 +826,10 @@ _BUDGET = 1.25  # wavefronts per MMA: 1 for K and V with 32 rows per warp, and r
         "the division by the sums; the store. A barrier before the next copy, too.",
         "32 rows per warp: s[2][...][4] and acc[2][...][4], and for each ldmatrix_x4 of K or V a loop over two "
         "fragments of Q or P. Phase 9's section 16 has every line of a larger kernel.",
+        "The scores: for (int k = 0; k < HEAD_DIM / 16; k++) for (int n = 0; n < S_TILES / 2; n++) { uint32_t b[4]; "
+        "ldmatrix_x4(b, k_smem + at(n * 16 + lane % 8 + lane / 16 * 8, k * 16 + lane / 8 % 2 * 8)); for (int m = 0; "
+        "m < 2; m++) mma_m16n8k16<T>(s[m][2 * n], q[k][m], b[0], b[1]), mma_m16n8k16<T>(s[m][2 * n + 1], q[k][m], "
+        "b[2], b[3]); }. Row r of a lane is s[r / 2][n][r % 2 * 2 + e], and stands in the tile at g + r * 8.",
     ],
 )
 def _(my_kernel: str) -> str:

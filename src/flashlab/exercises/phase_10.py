@@ -20,6 +20,7 @@ from flashlab.check import CheckFailed, expect, expect_all_close, expect_close, 
 from flashlab.check.lookup import Row
 from flashlab.check.slips import explained
 from flashlab.check.symptoms import watched
+from flashlab.exercises import phase_10_trace as _trace  # noqa: F401  10.9
 from flashlab.exercises.answers import in_words
 from flashlab.exercises.registry import exercise
 from flashlab.exercises.rule import rule

@@ -22,22 +22,27 @@ _HEADS = ("sky", "orange", "green", "purple", "yellow", "grey")
 
 def tile_map(
     ax: Axes, seen: torch.Tensor, walks: Sequence[Sequence[tuple[int, int, bool]]], BLOCK_M: int, title: str,
-    *, legend: bool = False,
+    *, legend: bool = False, order: bool = False,
 ) -> None:  # fmt: skip
     """Draws each visited tile in the colour of its kind, and a dot for each pair of query and key that is seen.
 
     Args:
         seen: boolean [queries, keys].
         walks: for each block of BLOCK_M queries the tiles that it visits, (first key, end, is masked).
+        order: number the tiles of a block in the order of its walk.
     """
     rows, keys = seen.shape
     ax.add_patch(Rectangle((-0.5, -0.5), keys, rows, facecolor=COLORS["light"], edgecolor="none"))
     for block, walk in enumerate(walks):
         top = block * BLOCK_M
-        for start, end, masked in walk:
+        for number, (start, end, masked) in enumerate(walk, 1):
             size = (end - start, min(BLOCK_M, rows - top))
             hue = COLORS["orange" if masked else "sky"]
             ax.add_patch(Rectangle((start - 0.5, top - 0.5), *size, facecolor=hue, edgecolor="white", linewidth=1.2))
+            if order:
+                middle = (start + size[0] / 2 - 0.5, top + size[1] / 2 - 0.5)
+                box = {"boxstyle": "circle,pad=0.15", "facecolor": "white", "edgecolor": "none"}
+                ax.text(*middle, str(number), ha="center", va="center", fontsize=8, bbox=box, zorder=3)
     i, j = seen.nonzero(as_tuple=True)
     ax.plot(j, i, ".", color="black", markersize=2.2)
     ax.set(xlim=(-0.5, keys - 0.5), ylim=(rows - 0.5, -0.5), aspect="equal", xlabel="key", ylabel="query", title=title)

@@ -1,0 +1,359 @@
+"""Checks of 5.12 to 5.14, the ladder to gradients in a model: dK and dV of a group, dQ under a soft-cap, autograd."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from flashlab import runtime
+from flashlab.attention import reference
+from flashlab.check import Report, expect, verify
+from flashlab.check.training import wanted, worst
+from flashlab.exercises.kernel_rule import apart, empty, kernel_rule
+from flashlab.exercises.registry import exercise
+from flashlab.exercises.tensor_rule import normal
+from flashlab.exercises.triton_answers import in_bounds
+from flashlab.triton_tools.watch import watched as watched_memory
+
+# ---- 5.12, 5.13 -----------------------------------------------------------------------------------------------------
+
+
+def _launch_of(
+    kernel: str, kv_heads: int, group: int, M: int, N: int, BLOCK_M: int, BLOCK_N: int, causal: bool,
+    softcap: float = 0.0, dtype: torch.dtype = torch.float16, seed: int = 0,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The arguments of grouped_dkdv_kernel ("dkdv") or of capped_dq_kernel ("dq"), with rows apart in memory."""
+    r, heads = random.Random(seed), kv_heads * group
+    D, scale, gap = r.choice((16, 32)), r.choice((0.3, 0.5)), r.choice((0, 4))
+    q, do = (normal(r, heads, M, D, dtype=dtype) + shift for shift in (0, 0.25))
+    k, v = (normal(r, kv_heads, N, D, dtype=dtype) + shift for shift in (0, 0.5))
+    o, lse = reference.attention(*(x[None] for x in (q, k, v)), causal=causal, scale=scale, softcap=softcap or None)
+    delta = (o[0] * do.double()).sum(2)
+    read = [apart(x, gap + more) for x, more in zip((q, k, v, do), (4, 8, 12, 20), strict=True)]
+    rows = ((heads, M),) if kernel == "dq" else ((kv_heads, N), (kv_heads, N))
+    results = [empty(*n, D, gap=gap + more, dtype=dtype) for n, more in zip(rows, (32, 40), strict=False)]
+    strides = [step for x in (*read, *results) for step in x.stride()[:2]]
+    sizes = (scale, softcap, M, N, group) if kernel == "dq" else (scale, M, N, group)
+    constants = (causal, softcap > 0, D, BLOCK_M, BLOCK_N) if kernel == "dq" else (causal, D, BLOCK_M, BLOCK_N)
+    return *read, lse[0].float(), delta.float(), *results, *strides, *sizes, *constants
+
+
+def _some_launch(kernel: str) -> Callable[[random.Random], tuple[Any, ...]]:
+    return lambda r: _launch_of(
+        kernel, r.randint(1, 2), r.randint(1, 3), r.randint(1, 50), r.randint(1, 50), r.choice((16, 32)),
+        r.choice((16, 32)), r.random() < 0.7, r.choice((0.0, 2.0, 5.0)), seed=r.randrange(2**20),
+    )  # fmt: skip
+
+
+_SHAPES = (
+    (2, 2, 20, 33, 16, 16, False), (2, 3, 33, 20, 16, 16, True), (1, 2, 40, 40, 16, 32, True),
+    (2, 1, 17, 50, 32, 16, True), (2, 2, 7, 18, 16, 16, False),
+)  # fmt: skip
+_SEES = "query i sees key j if j <= i + N - M"
+_GROUP = "query head h reads key head h // group"
+_OF_A_HEAD = "each tensor has strides of its own: from head to head, from row to row"
+_NOTES = {
+    "delta[:, None]": "dS is P (dP - delta)", "delta[None, :]": "dS is P (dP - delta)",
+    "lse[:, None]": "P is exp(score - lse)", "lse[None, :]": "P is exp(score - lse)",
+    "N - M": _SEES, "scale": "the scores are scale · Q K^T, and the gradient has it once",
+    "member": _GROUP, "group": _GROUP, "head": _GROUP, "tl.exp": "the base is e",
+    "k.T": "the scores come from Q and K", "q.T": "the scores come from Q and K",
+    "v.T": "the output is P times V", "do.T": "the output is P times V",
+    "dtype": "tl.dot takes float32 as TF32 unless it has input_precision='ieee'; or is something converted to 16 bits?",
+    **{f"stride_{x}{axis}": _OF_A_HEAD for x in ("q", "k", "v", "do", "dq", "dk", "dv") for axis in "hmn"},
+}  # fmt: skip
+_HIDDEN = "a pair that is hidden, or a row that sees no key, has to get P = 0 behind the exponential: lse is -inf there"
+
+
+def _named(kernel: str, *given: Any) -> str:
+    kv_heads, group, M, N, BLOCK_M, BLOCK_N, causal, *softcap = given
+    cap = f", softcap={softcap[0]}" if softcap else ""
+    return (f"{kv_heads * group} query and {kv_heads} key heads, {M} queries, {N} keys, BLOCK_M={BLOCK_M}, "
+            f"BLOCK_N={BLOCK_N}, causal={causal}{cap}")  # fmt: skip
+
+
+def _of_few_tiles(kernel: Any) -> None:
+    """CheckFailed where a causal launch reads as much as one without a mask."""
+    __tracebackhide__ = True
+    if not runtime.INTERPRETED:
+        return
+    read = []
+    for causal in (False, True):
+        given = _launch_of("dkdv", 1, 1, 128, 128, 16, 16, causal)
+        with watched_memory(q=given[0]) as traffic:
+            kernel[(8,)](*given)
+        read.append(traffic.read_from["q"])
+    expect(
+        read[1] < 0.7 * read[0],
+        f"right, but causal it reads {read[1]} bytes of Q, and {read[0]} without a mask: begin at the first query that "
+        "sees one of the block's keys",
+        diagnosis="causal-tiles-not-skipped",
+        case="128 queries and keys, tiles of 16",
+    )
+
+
+@kernel_rule(
+    "5.12",
+    title="dK and dV of a group, causal",
+    minutes=35,
+    hints=[
+        "Three things are new beside 5.11: which key head the program works for, a loop over the query heads that read "
+        "it, and the mask with its first tile.",
+        "Program i: block i % n_blocks of key head i // n_blocks, with n_blocks = tl.cdiv(N, BLOCK_N). The query heads "
+        "are kv_head * group + member. dk and dv are made once, before the loop over the members.",
+        "Causal, key j is seen by the queries i >= j - (N - M): the walk begins at tl.maximum(start_n - (N - M), 0). "
+        "The mask of a tile: offs_n[:, None] <= offs_m[None, :] + N - M.",
+        "p_t = tl.where(seen, tl.exp(s_t - lse[None, :]), 0.0): behind the exponential, since lse may be -inf.",
+    ],
+    writes="DK_ptr, DV_ptr",
+    returns="dk, dv",
+    programs=lambda K_ptr, N, BLOCK_N, **_: K_ptr.shape[0] * -(-N // BLOCK_N),
+    inputs={_named("dkdv", *given): _launch_of("dkdv", *given, seed=i)
+            for i, given in enumerate((*_SHAPES, (2, 3, 14, 33, 16, 32, True)))}  # key 32: seen by one query
+    | {"float32, " + _named("dkdv", *given): _launch_of("dkdv", *given, dtype=torch.float32)
+       for given in ((1, 2, 20, 20, 16, 16, True),)},
+    draw=_some_launch("dkdv"),
+    nan={"": _HIDDEN},
+    notes=_NOTES,
+    then=_of_few_tiles,
+)  # fmt: skip
+@triton.jit
+def grouped_dkdv_kernel(
+    Q_ptr, K_ptr, V_ptr, DO_ptr, LSE_ptr, DELTA_ptr, DK_ptr, DV_ptr,
+    stride_qh, stride_qm, stride_kh, stride_kn, stride_vh, stride_vn, stride_doh, stride_dom,
+    stride_dkh, stride_dkn, stride_dvh, stride_dvn,
+    scale, M, N, group, CAUSAL: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    # BEGIN SOLUTION
+    n_blocks = tl.cdiv(N, BLOCK_N)
+    kv_head, start_n = tl.program_id(0) // n_blocks, tl.program_id(0) % n_blocks * BLOCK_N
+    offs_n = start_n + tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, HEAD_DIM)
+    keys = offs_n[:, None] < N
+    k_ptrs = K_ptr + kv_head * stride_kh + offs_n[:, None] * stride_kn + offs_d[None, :]
+    v_ptrs = V_ptr + kv_head * stride_vh + offs_n[:, None] * stride_vn + offs_d[None, :]
+    k = tl.load(k_ptrs, mask=keys, other=0.0)
+    v = tl.load(v_ptrs, mask=keys, other=0.0)
+    dk = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
+    dv = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
+    begin = tl.maximum(start_n - (N - M), 0) if CAUSAL else 0  # the first query that sees a key of the block
+    for member in range(group):
+        head = kv_head * group + member
+        for start_m in range(begin, M, BLOCK_M):
+            offs_m = start_m + tl.arange(0, BLOCK_M)
+            rows = offs_m[:, None] < M
+            q_ptrs = Q_ptr + head * stride_qh + offs_m[:, None] * stride_qm + offs_d[None, :]
+            do_ptrs = DO_ptr + head * stride_doh + offs_m[:, None] * stride_dom + offs_d[None, :]
+            q = tl.load(q_ptrs, mask=rows, other=0.0)
+            do = tl.load(do_ptrs, mask=rows, other=0.0)
+            lse = tl.load(LSE_ptr + head * M + offs_m, mask=offs_m < M, other=float("inf"))
+            delta = tl.load(DELTA_ptr + head * M + offs_m, mask=offs_m < M, other=0.0)
+            s_t = tl.dot(k, q.T, input_precision="ieee") * scale
+            p_t = tl.exp(s_t - lse[None, :])
+            if CAUSAL:
+                p_t = tl.where(offs_n[:, None] <= offs_m[None, :] + N - M, p_t, 0.0)
+            dv = tl.dot(p_t.to(do.dtype), do, dv, input_precision="ieee")
+            dp_t = tl.dot(v, do.T, input_precision="ieee")
+            ds_t = p_t * (dp_t - delta[None, :])
+            dk = tl.dot(ds_t.to(q.dtype), q, dk, input_precision="ieee")
+    dk_ptrs = DK_ptr + kv_head * stride_dkh + offs_n[:, None] * stride_dkn + offs_d[None, :]
+    dv_ptrs = DV_ptr + kv_head * stride_dvh + offs_n[:, None] * stride_dvn + offs_d[None, :]
+    tl.store(dk_ptrs, (dk * scale).to(DK_ptr.dtype.element_ty), mask=keys)
+    tl.store(dv_ptrs, dv.to(DV_ptr.dtype.element_ty), mask=keys)
+    # END SOLUTION
+
+
+_CAPPED = tuple((*shape, cap) for shape, cap in zip(_SHAPES, (0.0, 2.0, 5.0, 2.0, 5.0), strict=True))
+
+
+@kernel_rule(
+    "5.13",
+    title="dQ under a soft-cap",
+    minutes=30,
+    hints=[
+        "On paper first. The capped score is s' = c · tanh(s / c), and P is made of s'. What is ds' / ds?",
+        "1 - tanh². So dS gets one factor more; P and delta are what they were. tanh(x) is 2 / (1 + exp(-2 x)) - 1, "
+        "which is right up to infinity.",
+        "t = 2.0 / (1.0 + tl.exp(-2.0 * s / softcap)) - 1.0; s = softcap * t for the probabilities; and at the end "
+        "ds *= 1.0 - t * t.",
+        "The mask comes behind the exponential: ds = tl.where(seen, ds, 0.0), with seen = offs_n[None, :] < N and, "
+        "causal, offs_n[None, :] <= offs_m[:, None] + N - M. The walk may end at the last key that the block's last "
+        "row sees.",
+    ],
+    writes="DQ_ptr",
+    returns="dq",
+    programs=lambda Q_ptr, M, BLOCK_M, **_: Q_ptr.shape[0] * -(-M // BLOCK_M),
+    inputs={_named("dq", *given): _launch_of("dq", *given, seed=i) for i, given in enumerate(_CAPPED)}
+    | {"float32, " + _named("dq", *given): _launch_of("dq", *given, dtype=torch.float32)
+       for given in ((1, 2, 20, 20, 16, 16, True, 5.0),)},
+    draw=_some_launch("dq"),
+    nan={"": _HIDDEN},
+    notes=_NOTES | {
+        "softcap": "the capped score is softcap · tanh(score / softcap)",
+        "1.0 - t * t": "the slope of tanh is 1 - tanh²", "t": "the slope of tanh is 1 - tanh²",
+    },
+)  # fmt: skip
+@triton.jit
+def capped_dq_kernel(
+    Q_ptr, K_ptr, V_ptr, DO_ptr, LSE_ptr, DELTA_ptr, DQ_ptr,
+    stride_qh, stride_qm, stride_kh, stride_kn, stride_vh, stride_vn, stride_doh, stride_dom,
+    stride_dqh, stride_dqm,
+    scale, softcap, M, N, group, CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    m_blocks = tl.cdiv(M, BLOCK_M)
+    head, start_m = tl.program_id(0) // m_blocks, tl.program_id(0) % m_blocks * BLOCK_M
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, HEAD_DIM)
+    rows = offs_m[:, None] < M
+    q_ptrs = Q_ptr + head * stride_qh + offs_m[:, None] * stride_qm + offs_d[None, :]
+    do_ptrs = DO_ptr + head * stride_doh + offs_m[:, None] * stride_dom + offs_d[None, :]
+    q = tl.load(q_ptrs, mask=rows, other=0.0)
+    do = tl.load(do_ptrs, mask=rows, other=0.0)
+    lse = tl.load(LSE_ptr + head * M + offs_m, mask=offs_m < M, other=float("inf"))
+    delta = tl.load(DELTA_ptr + head * M + offs_m, mask=offs_m < M, other=0.0)
+    dq = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    # BEGIN SOLUTION
+    kv_head = head // group
+    for start_n in range(0, N, BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        keys = offs_n[:, None] < N
+        k_ptrs = K_ptr + kv_head * stride_kh + offs_n[:, None] * stride_kn + offs_d[None, :]
+        v_ptrs = V_ptr + kv_head * stride_vh + offs_n[:, None] * stride_vn + offs_d[None, :]
+        k = tl.load(k_ptrs, mask=keys, other=0.0)
+        v = tl.load(v_ptrs, mask=keys, other=0.0)
+        s = tl.dot(q, k.T, input_precision="ieee") * scale
+        if SOFTCAP:
+            t = 2.0 / (1.0 + tl.exp(-2.0 * s / softcap)) - 1.0
+            s = softcap * t
+        p = tl.exp(s - lse[:, None])
+        dp = tl.dot(do, v.T, input_precision="ieee")
+        ds = p * (dp - delta[:, None])
+        if SOFTCAP:
+            ds = ds * (1.0 - t * t)  # the slope of the cap
+        seen = offs_n[None, :] < N
+        if CAUSAL:
+            seen = seen & (offs_n[None, :] <= offs_m[:, None] + N - M)
+        ds = tl.where(seen, ds, 0.0)
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+    dq_ptrs = DQ_ptr + head * stride_dqh + offs_m[:, None] * stride_dqm + offs_d[None, :]
+    tl.store(dq_ptrs, (dq * scale).to(DQ_ptr.dtype.element_ty), mask=rows)
+    # END SOLUTION
+
+
+# ---- 5.14 -----------------------------------------------------------------------------------------------------------
+
+
+def _inputs(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    r = random.Random(14)
+    return [(normal(r, *shape, dtype=torch.float32)).to(runtime.device()) for shape in shapes]
+
+
+def _kept(attention: Callable[..., Any], N: int) -> int:
+    """Bytes that autograd saves for N queries and keys; what shares memory counts once."""
+    storages = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    q, k, v = (x.requires_grad_() for x in _inputs(*[(1, 1, N, 16)] * 3))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        attention(q, k, v)
+    return sum(storages.values())
+
+
+def _expect_gradient_of_lse(attention: Callable[..., Any]) -> None:
+    """CheckFailed where a loss of lse has another gradient than that of the formula."""
+    __tracebackhide__ = True
+    case = "a loss of o and of lse: heads=4, kv_heads=2, seq_q=20, seq_k=33, head_dim=16, float32, causal"
+    q, k, v, do, dlse = _inputs((1, 4, 20, 16), (1, 2, 33, 16), (1, 2, 33, 16), (1, 4, 20, 16), (1, 4, 20))
+    ours = [x.clone().requires_grad_() for x in (q, k, v)]
+    with torch.enable_grad():
+        o, lse = attention(*ours, causal=True, scale=0.3)
+        found = "lse has no gradient: a loss that uses it trains without that term, and nothing is raised"
+        expect(lse.requires_grad, found, diagnosis="lse-not-differentiable", case=case)
+        got = torch.autograd.grad((do * o).sum() + (dlse * lse).sum(), ours)
+    right = reference.attention_backward(do, q, k, v, causal=True, scale=0.3, grad_lse=dlse)
+    without = reference.attention_backward(do, q, k, v, causal=True, scale=0.3)
+    opposite = reference.attention_backward(do, q, k, v, causal=True, scale=0.3, grad_lse=-dlse)
+
+    def fits(model: Any) -> bool:
+        return all(
+            bool(((x.cpu().double() - y.cpu()).abs() <= 1e-3 * y.cpu().abs().max()).all())
+            for x, y in zip(got, model, strict=True)
+        )
+
+    expect(not fits(without), "the gradient of lse is dropped: dS is P (dP - delta + dlse), so it goes into delta",
+           diagnosis="dlse-dropped", case=case)  # fmt: skip
+    expect(not fits(opposite), "the gradient of lse has the wrong sign: dS is P (dP - delta + dlse), so delta - dlse",
+           diagnosis="dlse-sign", case=case)  # fmt: skip
+    expect(fits(right), "dq, dk and dv are wrong for a loss of o and of lse, and right for a loss of o alone",
+           diagnosis="dlse-wrong", case=case)  # fmt: skip
+
+
+def _expect_strides(attention: Callable[..., Any]) -> None:
+    """CheckFailed where the gradient of o is taken to lie in memory as o does."""
+    __tracebackhide__ = True
+    case = "dO stored by columns: heads=2, seq_q=20, seq_k=33, head_dim=16, float32"
+    q, k, v, do = _inputs((1, 2, 20, 16), (1, 2, 33, 16), (1, 2, 33, 16), (1, 2, 20, 16))
+    ours = [x.requires_grad_() for x in (q, k, v)]
+    with torch.enable_grad(), in_bounds(case):
+        o, _ = attention(*ours)
+        got = torch.autograd.grad(o, ours, do.mT.contiguous().mT)
+    _, error = worst(wanted(q, k, v, do), **dict(zip(("dq", "dk", "dv"), got, strict=True)))
+    expect(
+        error <= 1,
+        "right for a dO that is contiguous, wrong for one that is not: your kernels take neighbours in a row to lie "
+        "side by side. What follows an attention hands in what it likes: make dO contiguous",
+        diagnosis="strides-of-do",
+        case=case,
+    )
+
+
+@exercise(
+    "5.14",
+    title="Your kernels, in autograd",
+    minutes=40,
+    difficulty="Stretch",
+    hints=[
+        "Three pieces: a launcher that returns dq, dk and dv; a torch.autograd.Function with forward and backward; "
+        "attention, which fills in the scale and calls apply.",
+        "Your kernels have heads, and no batch. q.flatten(0, 1) makes one dimension of both, and query head h still "
+        "reads key head h // group. dO may have any strides, 0 too: .contiguous() first.",
+        "forward returns (o, lse); then backward(ctx, do, dlse) gets a gradient for each, and returns five things: dq, "
+        "dk, dv, None, None. delta = (o.float() * do.float()).sum(-1) - dlse.",
+        "grouped_dkdv_kernel[(batch * kv_heads * n_blocks,)](q, k, v, do, lse, delta, dk, dv, *strides, ...) with "
+        "strides = [s for x in (q, k, v, do, dk, dv) for s in x.stride()[:2]]. N = 0 and M = 0 do not come.",
+    ],
+)
+def _(attention: Callable[..., Any]) -> Report:
+    case = "heads=2, seq_q=20, seq_k=20, head_dim=16"
+    q, k, v = (x.requires_grad_() for x in _inputs(*[(1, 2, 20, 16)] * 3))
+    with torch.enable_grad(), in_bounds(case) as traffic:
+        result = attention(q, k, v, causal=True)
+        pair = isinstance(result, tuple) and len(result) == 2 and all(isinstance(x, torch.Tensor) for x in result)
+        expect(pair, "return two tensors, (o, lse)", diagnosis="wrong-type", case=case)
+        forward = traffic.loads if traffic else 0
+        expect(result[0].requires_grad, "the output has no gradient: nothing leads back to q, k and v",
+               diagnosis="no-gradient", case=case)  # fmt: skip
+        torch.autograd.grad(result[0].sum(), (q, k, v), allow_unused=True)
+    expect(traffic is None or traffic.loads > forward, "no Triton kernel reads anything in the backward pass",
+           diagnosis="no-kernel", case=case)  # fmt: skip
+    kept = [_kept(attention, N) for N in (64, 256)]
+    expect(
+        kept[1] <= 4.5 * kept[0],
+        f"right or not, {kept[1]} bytes are kept for 256 tokens and {kept[0]} for 64: that grows with the square",
+        diagnosis="memory-quadratic",
+    )
+    with in_bounds(None):
+        report = verify(attention, causal=True, gqa=True, grads=True, head_dims=(32,), max_seq=90)
+    _expect_strides(attention)
+    _expect_gradient_of_lse(attention)
+    return report

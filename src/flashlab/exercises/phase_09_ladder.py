@@ -1,0 +1,303 @@
+"""Checks of 9.8 to 9.12, beyond a first kernel of one's own: addresses, prefetch, order, splits, and D = 128."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+
+import torch
+
+from flashlab.check import CheckFailed, expect
+from flashlab.check.cuda_answer import (
+    Source,
+    built,
+    examine,
+    expect_wide,
+    probe,
+    ran,
+    replaced,
+    text_of,
+    whole_kernel,
+)
+from flashlab.check.lookup import Row
+from flashlab.exercises.registry import exercise
+from flashlab.exercises.rule import rule
+from flashlab.figures.ladder import wavefronts
+from flashlab.kernels.series import step
+
+
+def _said(whole: Source, before: str, after: str, seq_q: int, seq_k: int, head_dim: int = 64) -> str:
+    """What the learner's lines print on one head, between two texts that define macros around them."""
+    lines, first, last = whole.text.splitlines(), whole.first or 1, whole.last or 0
+    own = [before, *lines[first - 1 : last], after]
+    text = "\n".join([*lines[: first - 1], *own, *lines[last:], ""])
+    module = built(Source(text, whole.name), check=False, head_dim=head_dim)
+    q, k = (torch.zeros(1, 1, n, head_dim).half() for n in (seq_q, seq_k))
+    ran(module, whole, None, partial(module.forward, q, k, k, causal=False, echo=False))
+    assert module.report is not None, "every run in the emulator leaves a report"
+    return module.report.printed
+
+
+# ---- 9.8 ------------------------------------------------------------------------------------------------------------
+
+
+def _expect_columns(whole: Source, head_dim: int) -> None:
+    """CheckFailed where O is stored in other columns: with equal scores and V[n, c] = c, O[m, c] is c."""
+    __tracebackhide__ = True
+    module, q = built(whole, check=False, head_dim=head_dim), torch.zeros(1, 1, 64, head_dim).half()
+    v = torch.arange(head_dim).half().expand_as(q)
+    case = f"64 queries and keys, head_dim={head_dim}"
+    o = ran(module, whole, case, partial(module.forward, q, q, v.contiguous(), causal=False, echo=False))[0][0, 0]
+    moved = (o != v[0, 0]).nonzero()
+    if len(moved):
+        row, column = moved[0].tolist()
+        raise CheckFailed(
+            f"O[{row}, {column}] holds what belongs to column {o[row, column]:g}, and {len(moved)} of {o.numel()} "
+            "elements lie in a wrong column: O is written and read back by one swizzle, (column / 8) ^ (row % 8)",
+            diagnosis="columns-moved",
+            case=case,
+        )
+
+
+@exercise(
+    "9.8",
+    title="Addresses of the store",
+    minutes=25,
+    difficulty="Core",
+    hints=[
+        "Of each of the two loops ask: what does the address of its first turn depend on, and what changes from turn "
+        "to turn? The swizzle looks at row % 8 and column / 8, and an XOR of the two parts may be taken one by one.",
+        "Writing: row g + 8 r has row % 8 == g for every r, so r adds r * 8 * ROW_BYTES. Column 8 n has column / 8 == "
+        "n: an XOR of n * 16. Reading: a pass of the warp is WARP_SIZE / CHUNKS rows; lane and pass fill different "
+        "bits of row % 8.",
+        "const int o_lane = at(warp_row + g, 0) + t * 4; and then shared + (o_lane ^ n * 16) + r * 8 * ROW_BYTES. "
+        "With ROWS = WARP_SIZE / CHUNKS and from = at(warp_row + lane / CHUNKS, lane % CHUNKS * 8): "
+        "shared + (from ^ pass * ROWS % 8 * 16) + pass * ROWS * ROW_BYTES.",
+    ],
+)
+def _(store: str) -> str:
+    whole = replaced(step("p9_2_addresses"), "store", text_of(store, "store"))
+    try:
+        verdict = examine(whole)
+        wide = examine(whole, head_dim=128, probes=((1, 1, 1, 70, 70, False),), fast=False, max_seq=70)
+    except CheckFailed as failed:
+        if failed.diagnosis in ("values-moved", "wrong-value", "wrong-weights", "nan-everywhere"):
+            for head_dim in (64, 128):
+                _expect_columns(whole, head_dim)
+        raise
+    count = '#define at(...) ((void)printf("a"), at(__VA_ARGS__))'
+    for head_dim in (64, 128):
+        calls = _said(whole, count, "#undef at", 64, 64, head_dim).count("a") / 128
+        expect(
+            calls <= 2,
+            f"right, but each lane calls `at` {calls:.3g} times where it stores O: one call before each loop will do, "
+            "and constants inside of it",
+            diagnosis="addresses-in-the-loop",
+            case=f"head_dim={head_dim}, 64 query rows",
+        )
+    return f"{verdict.cases + wide.cases} cases right, head_dim 64 and 128"
+
+
+# ---- 9.9 ------------------------------------------------------------------------------------------------------------
+
+_ORDER = (
+    '#define ldmatrix_x4_trans(...) ((void)(threadIdx.x == 0 && printf("L")), ldmatrix_x4_trans(__VA_ARGS__))\n'
+    '#define mma_m16n8k16 (void)(threadIdx.x == 0 && printf("m")), mma_m16n8k16'
+)
+
+
+@exercise(
+    "9.9",
+    title="V one step ahead",
+    minutes=25,
+    difficulty="Core",
+    hints=[
+        "Number the steps: step = k * (O_TILES / 2) + n, through both loops. Which k and n has step + 1?",
+        "b becomes b[2][4]. Before the loops the first fragment is loaded into b[0]; in step i the fragment of step "
+        "i + 1 goes into b[(i + 1) % 2], before the MMAs of step i are issued with b[i % 2].",
+        "if (next_k < BLOCK_N / MMA_K) ldmatrix_x4_trans(b[(step + 1) % 2], (v_lane ^ (next_n * 32)) + stage + next_k "
+        "* MMA_K * ROW_BYTES); with next_k = (step + 1) / (O_TILES / 2), next_n = (step + 1) % (O_TILES / 2).",
+    ],
+)
+def _(output: str) -> str:
+    whole = replaced(step("p9_5_prefetch"), "output", text_of(output, "output"))
+    verdict = examine(whole)
+    said = _said(whole, _ORDER, "#undef ldmatrix_x4_trans\n#undef mma_m16n8k16", 128, 64)
+    loads, case = said.count("L"), "seq_q=128, seq_k=64, head_dim=64: one tile, as thread 0 goes through it"
+    expect(
+        loads == 16,
+        f"right, but a tile of V takes {loads} ldmatrix, and 16 before: each fragment is loaded once",
+        diagnosis="fragments-loaded-again",
+        case=case,
+    )
+    mmas = 0
+    for at, letter in enumerate(said):
+        mmas += letter == "m"
+        ahead = said[:at].count("L")
+        wanted = min((mmas - 1) // 4 + 2, 16)
+        if letter == "m" and ahead < wanted:
+            raise CheckFailed(
+                f"right, but step {(mmas - 1) // 4} issues its MMAs when {ahead} fragments of V have been asked for: "
+                f"it should be {wanted}, its own and the next",
+                diagnosis="not-ahead",
+                case=case,
+            )
+    return f"{verdict.cases} cases right, every fragment asked for a step before its MMAs"
+
+
+# ---- 9.10 -----------------------------------------------------------------------------------------------------------
+
+
+def _launch(m_blocks: int, kv_heads: int, group: int, together: int) -> list[tuple[int, ...]]:
+    return [(n, m_blocks, kv_heads * group, group, together) for n in range(m_blocks * kv_heads * group)]
+
+
+def _some_block(r: random.Random) -> tuple[int, ...]:
+    return r.choice(_launch(r.randint(1, 6), r.randint(1, 7), r.randint(1, 4), r.randint(1, 4)))
+
+
+@rule(
+    "9.10",
+    title="Long blocks first",
+    minutes=15,
+    hints=[
+        "How many query heads are worked on together? How many blocks have they? So to which portion of heads does a "
+        "number belong, and which is its place in the portion?",
+        "In a portion the last blocks of rows of all its heads come first, then the last but one. So the place modulo "
+        "the portion's heads is the head, and the quotient counts blocks from the end.",
+        "The last portion may be smaller: share = min(kv_together * group, heads - first), where first is the "
+        "portion's first head. head = first + place % share, m_block = m_blocks - 1 - place // share.",
+    ],
+    returns="head, m_block",
+    whole=True,
+    inputs=_launch(3, 4, 2, 2) + _launch(4, 5, 1, 2) + _launch(2, 3, 3, 2) + _launch(5, 2, 2, 4) + _launch(1, 3, 2, 1),
+    draw=_some_block,
+    words={"together": "kv_together * group"},
+    notes={
+        "group": "K and V have to fit in the cache: key heads are counted, and each has `group` query heads",
+        "m_blocks - 1": "the last rows see the most keys, so their blocks go first",
+        "heads": "the last portion may have fewer heads",
+    },
+    rows=[
+        Row("portion-not-short", "the last portion is taken to be as large as the others; it may have fewer heads",
+            [("min(together, heads - first)", "together")]),
+        Row("short-first", "the order is turned around: the last rows see the most keys, so their blocks go first",
+            [("m_blocks - 1 - place // share", "place // share")]),
+        Row("head-by-head", "one head's blocks come one behind the other; the long ones of all heads go first",
+            [("first + place % share, m_blocks - 1 - place // share",
+              "first + place // m_blocks, m_blocks - 1 - place % m_blocks")]),
+    ],
+)  # fmt: skip
+def block_of(number, m_blocks, heads, group, kv_together):
+    """(head, m_block) of block `number` of a causal launch: the query head, and which block of its rows."""
+    # BEGIN SOLUTION
+    together = kv_together * group
+    first = number // (m_blocks * together) * together
+    share = min(together, heads - first)
+    place = number - first * m_blocks
+    return first + place % share, m_blocks - 1 - place // share
+    # END SOLUTION
+
+
+# ---- 9.11 -----------------------------------------------------------------------------------------------------------
+
+
+def _few_rows(r: random.Random) -> tuple[int, ...]:
+    return r.randint(1, 200), r.randint(1, 300), r.choice((132, 264, 108)), r.randint(1, 9000), r.choice((64, 128))
+
+
+@rule(
+    "9.11",
+    title="How many shares?",
+    minutes=20,
+    hints=[
+        "With s shares there are blocks * s blocks. How many rounds do they take, if `places` run at a time? And how "
+        "many tiles has the longest share?",
+        "The time is rounds times tiles: ceil(blocks * s / places) * ceil(tiles / s). s goes from 1 to tiles // 4, and "
+        "1 is always allowed.",
+        "min(range(1, max(1, tiles // 4) + 1), key=...) takes the first of the best, so the smallest. A part has "
+        "head_dim floats of O and one of lse for each row; without a split there is none.",
+    ],
+    returns="splits, floats",
+    whole=True,
+    inputs=[(1, 64, 264, 128, 64), (8, 16, 132, 1024, 64), (264, 64, 264, 4096, 128), (300, 64, 264, 4096, 128),
+            (100, 7, 132, 100, 64), (5, 3, 132, 70, 128), (40, 128, 132, 640, 128), (131, 200, 132, 9000, 64)]
+    + [_few_rows(random.Random(i)) for i in range(40)],
+    draw=_few_rows,
+    notes={
+        "places": "so many blocks run at a time: count whole rounds", "tiles": "the longest share decides",
+        "head_dim + 1": "a part has O and its lse", "4": "a share has at least four tiles",
+    },
+    rows=[
+        Row("fill-the-places", "splits: as many shares as fill the places. That a round more costs as much as "
+            "the shares save is not looked at",
+            [("min(range(1, most + 1), key=lambda s: -(-blocks * s // places) * -(-tiles // s))",
+              "max(1, min(most, places // blocks))")]),
+        Row("workspace-without-splits", "floats: without a split nothing is kept, so the workspace has no floats",
+            [(" if splits > 1 else 0", "")]),
+    ],
+)  # fmt: skip
+def splits_of(blocks, tiles, places, rows, head_dim):
+    """(splits, floats): the fewest shares with the least time, and the floats that their parts need."""
+    # BEGIN SOLUTION
+    most = max(1, tiles // 4)
+    splits = min(range(1, most + 1), key=lambda s: -(-blocks * s // places) * -(-tiles // s))
+    return splits, splits * rows * (head_dim + 1) if splits > 1 else 0
+    # END SOLUTION
+
+
+# ---- 9.12 -----------------------------------------------------------------------------------------------------------
+
+_BUDGET = 1.5  # wavefronts per MMA: 1 for K and V, 1/4 for Q again in each tile, and room for the store
+_ROOM = 113 * 1024  # bytes of shared memory per block, so that two fit in an SM of an H100 or H200
+
+
+@exercise(
+    "9.12",
+    title="A kernel of your own, at D = 128",
+    minutes=90,
+    difficulty="Stretch",
+    hints=[
+        "Begin with your kernel of 9.7, and compile it for HEAD_DIM 128: it is right, and wants 64 registers for Q "
+        "beside 128 for O and 64 for S. A lane has 255.",
+        "Q stays in shared memory. In the loop over k load its fragments, one for each MMA tile of rows, and use them "
+        "for all fragments of K: uint32_t a[M_TILES][4]; inside of the loop over k, before the one over n.",
+        "for (int k ...) { uint32_t a[M_TILES][4]; for (int m ...) ldmatrix_x4(a[m], q_smem + at(warp_row + m * MMA_M "
+        "+ lane % 16, k * MMA_K + lane / 16 * 8)); for (int n ...) { ... mma_m16n8k16<T>(s[m][2 * n], a[m], b[0], "
+        "b[1]); ... } }. Nothing may write over the tile of Q until the last tile of keys is done.",
+        "Shared memory: Q takes 32 KiB, a stage of K and V 32 KiB. One stage or two leave room for two blocks, three "
+        "do not. If two stages hurt, begin with one, as in 9.7.",
+    ],
+)
+def _(my_kernel_128: str) -> str:
+    whole = whole_kernel(my_kernel_128, "my_kernel_128")
+    verdict = examine(whole, head_dim=128, max_seq=200)
+    module = built(whole, check=True, head_dim=128)
+    shorter, report = (probe(module, whole, (1, 1, 1, 256, seq_k, False), head_dim=128, sms=1) for seq_k in (256, 512))
+    c, case = report.counters, "seq_q=256, seq_k=512, head_dim=128, float16"
+    expect(c["mma"] > 0, "the result is right, but no MMA was issued: use the tensor cores",
+           diagnosis="no-tensor-cores", case=case)  # fmt: skip
+    spent, conflicts = wavefronts(report) / c["mma"], c.bank_conflicts / c["mma"]
+    right = f"the result is right, but it takes {spent:.2f} wavefronts per MMA, where {_BUDGET} are the budget"
+    if spent > _BUDGET >= spent - conflicts:
+        raise CheckFailed(f"{right}: {conflicts:.2f} of them are bank conflicts", diagnosis="bank-conflicts", case=case)
+    expect(spent <= _BUDGET, f"{right}: with 16 rows per warp a fragment of K or V feeds two MMAs, with 32 rows four",
+           diagnosis="too-few-rows-per-warp", case=case)  # fmt: skip
+    more = [report.counters[name] - shorter.counters[name] for name in ("ldmatrix", "mma")]
+    expect(
+        more[0] > 0.27 * more[1],
+        "right, but Q's fragments stay in registers: 64 beside the 128 of O and the 64 of S, where a lane has 255. The "
+        "compiler would spill. Load them again in every tile",
+        diagnosis="q-in-registers",
+        case=case,
+    )
+    bytes_ = report.launches[0].shared_bytes
+    expect(
+        bytes_ <= _ROOM,
+        f"right, but a block asks for {bytes_} bytes of shared memory: with more than {_ROOM} an SM holds one block, "
+        "and has nothing to do while that one waits",
+        diagnosis="one-block-per-sm",
+        case=case,
+    )
+    expect_wide(whole, head_dim=128)
+    return f"{verdict.cases} cases right, {spent:.2f} wavefronts per MMA, {bytes_ // 1024} KiB per block"

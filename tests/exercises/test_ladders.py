@@ -1,0 +1,79 @@
+"""The exercises between a phase's fill-ins and a kernel from an empty page: what their checks alone tell."""
+
+import pytest
+from lesson_answers import cell_of, namespace, run
+
+from flashlab.check import CheckFailed
+from flashlab.exercises import check
+from flashlab.exercises import phase_10_trace as traced
+
+pytestmark = pytest.mark.slow
+
+
+def changed(id, *changes):
+    """What an exercise's solution defines, after changes of its text."""
+    names, answers = namespace(int(id.split(".")[0]), "solutions")
+    cell, scope = cell_of(id, "solutions"), dict(names)
+    for old, new in changes:
+        assert cell.count(old) >= 1, f"{old!r} does not occur"
+        cell = cell.replace(old, new)
+    run(cell, f"<{id} {hash(cell)}>", scope)
+    return [scope[x] for x in answers[id]]
+
+
+def told(id, *answers):
+    with pytest.raises(CheckFailed) as caught:
+        check(id, *answers)
+    return caught.value.diagnosis
+
+
+@pytest.mark.parametrize(
+    ("change", "slug"),
+    [
+        ((" - dlse", ""), "dlse-dropped"),
+        ((" - dlse", " + dlse"), "dlse-sign"),
+        (("        return o, lse\n", "        ctx.mark_non_differentiable(lse)\n        return o, lse\n"),
+         "lse-not-differentiable"),
+        (("    return Attention.apply(", "    q = q.detach()\n    return Attention.apply("), "no-gradient"),
+        (("causal, q.shape[3]", "False, q.shape[3]"), "causal-ignored"),
+    ],
+)  # fmt: skip
+def test_gradients_that_are_lost_on_the_way(change, slug):
+    got = told("5.14", *changed("5.14", change))
+    assert got == slug or (slug in ("no-gradient", "causal-ignored") and got)
+
+
+@pytest.mark.parametrize(
+    ("id", "change", "slug"),
+    [
+        ("9.8", ("(o_lane ^ n * 16)", "at(warp_row + g, n * MMA_N) + t * 4"), "addresses-in-the-loop"),
+        ("9.8", ("pass * ROWS % 8 * 16", "0"), "columns-moved"),
+        ("9.9", (
+            "v_rmem[(step + 1) % 2], next);", "v_rmem[(step + 1) % 2], next);\nldmatrix_x4_trans(v_rmem[step % 2], "
+                 "(v_lane ^ (n * 32)) + stage + k * MMA_K * ROW_BYTES);"), "fragments-loaded-again"),
+        ("9.12", ("constexpr int WARPS = 4,", "constexpr int SPARE = 64 * 1024, WARPS = 4,"), None),
+        ("9.12", ("(column / 8 ^ row % 8) * 16", "column * 2"), "bank-conflicts"),
+    ],
+)  # fmt: skip
+def test_right_and_not_what_was_asked_for(id, change, slug):
+    answers = changed(id, change)
+    assert check(id, *answers) if slug is None else told(id, *answers) == slug
+
+
+def test_a_step_without_one_of_its_operations_is_simulated():
+    """The gap that is looked for is there, and no table has it on top."""
+    gone = {name: traced._milliseconds(name) for name in traced.OPTIONAL}
+    assert min(gone, key=gone.get) == "all_finite" and gone["next_batch"] == traced._milliseconds()
+    cpu = {name: traced._time_of("CPU", name) for name in traced.OPTIONAL}
+    assert max(cpu, key=cpu.get) == "next_batch"
+
+
+@pytest.mark.parametrize(
+    ("answer", "slug"),
+    [
+        (("next_batch", 2.55), "not-the-first"), (("statistics", 3.18), "not-the-first"), (("mm", 1.0), "wrong-word"),
+        (("all_finite", 2.61), "wrong-time"), (("all_finite", 2848.0), "wrong-time"), ("all_finite", "wrong-type"),
+    ],
+)  # fmt: skip
+def test_what_is_found_in_a_trace(answer, slug):
+    assert told("10.9", lambda bars: answer) == slug
