@@ -340,40 +340,6 @@ producer = r"""
 check("11.8", producer)
 
 # %% [markdown]
-# ## 11.9 2 to the x, by multiplications
-#
-# *Stretch · 30 min*
-#
-# Exponentials have units of their own, and few of them: with `head_dim` 64 they take as long as both products. Multiply-adds go eight
-# times as fast. Compute $2^x$ with multiply-adds and integer operations (the lecture's page closed), for any $x$. The relative
-# error is at most $2^{-12}$ from −126 to 126. Below that the result is from 0 to $2^{-120}$, for $-\infty$ too. Above 126 it is $2^{126}$ or
-# more, or infinity: with trust (step 14) the maximum may be far too low, and a huge number is what tells. NaN stays NaN. You may use +, −, ×, `fmaf`,
-# `fminf`, `fmaxf`, `rintf`, comparisons, `__float_as_uint`, `__uint_as_float`, conversions.
-
-# %% tags=["exercise"]
-# BEGIN STARTER
-exp2_polynomial = r"""
-__device__ __forceinline__ float exp2_polynomial(float x) {
-    return // YOUR CODE HERE
-}
-"""
-# END STARTER
-# BEGIN SOLUTION
-exp2_polynomial = r"""
-__device__ __forceinline__ float exp2_polynomial(float x) {
-    x = x < -127.f ? -127.f : x > 128.f ? 128.f : x;           // NaN stays NaN
-    const float n = rintf(x), f = x - n;                       // 2^x = 2^n 2^f
-    const float power = __uint_as_float((uint32_t)((int)n + 127) << 23);
-    return fmaf(f, fmaf(f, fmaf(f, 0.0550089516f, 0.242211014f), 0.693282902f), 1.f) * power;
-}
-"""
-# END SOLUTION
-
-# %% tags=["check"]
-# hint("11.9")
-check("11.9", exp2_polynomial)
-
-# %% [markdown]
 # ## Where you are
 #
 # You can divide a kernel into a producer and consumers, say at each barrier who waits for whom, name a tile for the tensor cores, and

@@ -1075,7 +1075,7 @@ _ALLOWED = 2.0**-12  # half of what P's rounding to fp16 does
 
 
 @exercise(
-    "11.9",
+    "11c.1",
     title="2 to the x, by multiplications",
     minutes=30,
     difficulty="Stretch",
