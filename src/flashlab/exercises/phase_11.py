@@ -22,6 +22,7 @@ from flashlab.check import CheckFailed, expect
 from flashlab.check.cuda_answer import PROBES, Source, built, examine, probe, ran, replaced, source_of, text_of
 from flashlab.check.lookup import Row
 from flashlab.cuda import CudaModule
+from flashlab.exercises import phase_11_ladder as _ladder  # noqa: F401  11.9 to 11.14
 from flashlab.exercises.registry import exercise
 from flashlab.exercises.rule import rule
 from flashlab.kernels import step
