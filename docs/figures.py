@@ -125,14 +125,14 @@ def bricks(ax, x, y, width, height, color):
 
 def course_map():
     """The phases as stations of one road, and the two walls on it."""
-    fig, ax = plt.subplots(figsize=(12, 4.7), dpi=150)
-    ax.set(xlim=(-0.75, 13.1), ylim=(-2.75, 2.65), aspect="equal")
+    fig, ax = plt.subplots(figsize=(12, 5.0), dpi=150)
+    ax.set(xlim=(-0.75, 13.1), ylim=(-3.25, 2.65), aspect="equal")
     ax.axis("off")
     # Phase: (x, y); two rows, so that the titles have room.
     upper, lower = 1.0, -1.35
     at = {0: (0.1, upper), 1: (2.0, upper), 2: (7.5, upper), 3: (9.5, upper), 4: (11.4, upper)}
     at.update({5 + k: (11.7 - 1.43 * k, lower) for k in range(9)})
-    at["11b"], at["11c"] = (3.4, lower + 0.85), (2.2, lower + 0.85)
+    at["11b"], at["11c"] = (2.4, lower + 0.85), (2.4, lower - 1.1)
     road = "#C9C9C9"
     ax.plot([at[0][0], 12.1], [upper, upper], color=road, linewidth=7, solid_capstyle="round", zorder=0)
     bend = [(12.1, upper), (12.75, upper), (12.75, lower), (12.1, lower)]

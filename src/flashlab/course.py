@@ -87,8 +87,7 @@ PHASES = (
     ),
     Phase(
         11, "hopper", "Hopper: TMA and wgmma", "hopper",
-        "TMA, mbarriers, wgmma, warp specialisation: a kernel with a producer and consumers, written from an empty page",
-        120,
+        "TMA, mbarriers, wgmma, warp specialisation: a producer and its consumers, written from an empty page", 120,
     ),
     Phase(
         "11b", "gluon", "Optional: phase 4's loop in Gluon", "gluon",
@@ -96,7 +95,7 @@ PHASES = (
     ),
     Phase(
         "11c", "tuned", "Optional: tuned on an H200", "hopper",
-        "what took the Hopper kernel past cuDNN and FlashAttention-4, what each idea gained and cost, and what limits it", 105,
+        "what took the kernel past cuDNN and FlashAttention-4, what each idea gained and cost, and what limits it", 105,
     ),
     Phase(12, "decoding", "Decoding: split-KV and paged caches", "triton", "one query against a long cache"),
     Phase(

@@ -208,8 +208,8 @@ print("row 0 of the box holds chunks", plain[0].tolist(), "of the matrix")
 
 # %% [markdown]
 # Boxes may stick out. Half of this one lies above the matrix, and becomes zeros. So a kernel needs no special case for the
-# last rows of a tensor. The zeros count: always announce the bytes of the whole box. (The mask is needed all the same: a row of
-# zeros in K has score 0, and $e^0 = 1$ would be added.)
+# last rows of a tensor. The zeros count: always announce the bytes of the whole box. (A mask is needed all the same: a row of
+# zeros in K has score 0, and $e^0 = 1$.)
 
 # %%
 above = tile(NONE, row=-4)
@@ -232,7 +232,7 @@ plt.show()
 # %% [markdown]
 # *Shared memory as it lies: a line is 128 bytes, a box is a chunk of 16. It says the row and the chunk of the matrix; the
 # colour is the chunk's. Right: each column of the picture shows all eight colours. So the same chunk of eight rows lies in
-# eight different groups of banks, and can be read at once.*
+# eight groups of banks, and is read at once.*
 
 # %% [markdown]
 # There are three such patterns. A row of the box must fit into the pattern: 128, 64 or 32 bytes. The XOR is taken from
@@ -405,8 +405,7 @@ print("(X Y^T) Z: two products, P never left the registers")
 # Ordinary loads and stores go one way to shared memory; TMA and wgmma go another. The manual calls the ways **proxies**,
 # the *generic* and the *async* one. A barrier orders accesses of one proxy. It does not make an ordinary store visible to
 # the async proxy. For that there is `fence_proxy_async()`. Each thread that has stored executes it, after its last store and
-# before the barrier; behind the barrier one thread issues the copy. (The manual, in "Causality order", asks for a proxy fence
-# on the way from the store to the copy; the emulator accepts one anywhere on that way.) Two others look alike:
+# before the barrier; behind the barrier one thread issues the copy. (The manual has this in "Causality order".) Two others look alike:
 # `fence_mbarrier_init` publishes barriers that have just been made, `wgmma_fence` registers.
 
 # %% [markdown]
@@ -527,14 +526,14 @@ grow("p11_4_producer")
 #
 # </details>
 #
-# The producer alone gains hardly anything, and at $D = 64$ it loses; why, we did not look into. (The copies were one tile ahead before, too.) But now
-# consumers can be several, and none of them has to think of copies.
+# The producer alone gains hardly anything (the copies were one tile ahead before, too), and at $D = 64$ it loses; why, we did not look into. But now
+# there can be several consumers, without a thought of copies.
 
 # %% [markdown]
 # ### Step 5: several consumers, and registers that move
 #
 # A block gets two consumers (three for $D = 64$), each with 64 rows of its own. All of them use the same tiles of K and V,
-# so a tile is copied for more rows at once. And while one consumer computes exponentials, the tensor cores can work for
+# so a copied tile serves more rows. And while one consumer computes exponentials, the tensor cores can work for
 # another. Tiles have 128 keys now.
 
 # %% [markdown]
@@ -552,16 +551,15 @@ assert 128 * (24 + 2 * 240) <= 65536 and 128 * (32 + 3 * 160) <= 65536
 # %% [markdown]
 # ### Who works when
 #
-# The emulator has no clock. But it keeps what each warp issued and what it waited for. A small model gives these events a
-# time:
+# The emulator has no clock, but keeps what each warp issued and waited for. A small model gives these events a time:
 #
 # - the tensor cores are one queue; an m64nNk16 takes $N / 2$ clocks;
-# - exponentials are 16 per clock, shared by the consumers that compute some;
+# - exponentials are 16 per clock, shared by the consumers;
 # - copies are one queue too, of 64 bytes per clock, and 600 clocks on the way;
 # - everything else takes no time at all.
 #
-# That is a **model**, and a kind one: maxima, sums and roundings cost nothing in it. It is for seeing who waits for whom, not
-# for predicting speed: a real SM holds several blocks of steps 3 and 4 at once. One block, 1024 keys, $D = 64$:
+# That is a **model**, and a kind one: maxima, sums and roundings cost nothing in it. It shows who waits for whom; it does not predict
+# speed: a real SM may hold several blocks. One block, 1024 keys, $D = 64$:
 
 # %%
 REPLAYED = {s.name: draw.replayed(s.name) for s in steps(11)[2:7]}

@@ -138,13 +138,13 @@ check("11.4", most_stages, consumer_registers, widest_tile)
 # ## 11.5
 #
 # The emulator keeps a log of what each warp does. Here is that of a small pipeline with two stages: warps 0 and 1 consume, warp 2
-# produces. An event is (warp, what it did, the barrier's address, the parity it waits for). An arrival has in the last place the
-# bytes that it announces. Two events stand in a line, behind the number of the first.
+# produces. An event is (warp, what it did, the barrier's address). Which phase a wait was for, only the order says. Three events stand in a
+# line, behind the number of the first.
 
 # %%
 events, arrivals = log(stages=2, consumers=2, tiles=3)
-for i in range(0, len(events), 2):
-    print(f"{i:2}", *events[i : i + 2])
+for i in range(0, len(events), 3):
+    print(f"{i:2}", *events[i : i + 3])
 print("arrivals per phase, of each barrier:", arrivals)
 
 # %% [markdown]

@@ -12,6 +12,7 @@ import functools
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -219,7 +220,11 @@ def _turns_failed(failed: CheckFailed, events: Sequence[Event], goes: Sequence[i
         said = "two consumers had their turn at the same time"
     elif failed.diagnosis == "deadlock":
         went = [e.warp // 4 for e in events if e.did == "barrier-passed" and e.values[0] and e.warp % 4 == 0]
-        if not went:
+        if not went and any(e.did == "barrier-arrive" for e in events):
+            said = (
+                "nobody has had a turn, though one was passed on: to which barrier, and how many threads does it count?"
+            )
+        elif not went:
             said = "nobody has had a turn: the first one has to be passed on by somebody, before the first round"
         elif went[: len(goes)] == list(goes):
             said = "all turns went right; then somebody waits for one that nobody passes on"
@@ -316,7 +321,7 @@ def _(hand: str) -> str:
 
 # ---- 11.12 ----------------------------------------------------------------------------------------------------------
 _BLOCK_M = 192  # of step 5 with HEAD_DIM 64
-_LAUNCHED = ((1, 1, 1, 400, 130, False), (1, 2, 1, 200, 200, True), (2, 1, 1, 70, 24, True))
+_LAUNCHED = ((1, 1, 1, 400, 130, False), (1, 2, 1, 200, 200, True), (2, 1, 1, 260, 24, True))
 _BLOCK = """// What a block does; `shared` is its dynamic shared memory.
 template <bool CAUSAL>
 __device__ __forceinline__ void flash_forward_block(const Problem& p, const CUtensorMap& q_map,
@@ -373,21 +378,21 @@ def _(launch: str) -> str:
 
 
 def _grid_story(whole: Source) -> str | None:
-    """What is wrong with the grid of a launch for two batches of two heads, 200 rows each; None where nothing is."""
+    """What is wrong with the grid of a launch for two batches of four heads, 200 rows each; None where nothing is."""
     module = built(whole, check=True)
     with contextlib.suppress(CheckFailed):
-        probe(module, whole, (2, 2, 2, 200, 64, False))
+        probe(module, whole, (2, 4, 2, 200, 64, False))
     launches = module.report.launches if module.report is not None else []
     if not launches:
         return None
     x, y, z = launches[0].grid
     if y * z > 1:
         return f"the block takes its head and its rows from blockIdx.x alone, and the grid is ({x}, {y}, {z})"
-    wanted = 2 * 2 * -(-200 // _BLOCK_M)
+    wanted = 2 * 4 * -(-200 // _BLOCK_M)
     if x == wanted:
         return None
     return (
-        f"{x} blocks are launched for 2 batches of 2 heads of 200 rows. A block has {_BLOCK_M} rows of one head of one "
+        f"{x} blocks are launched for 2 batches of 4 heads of 200 rows. A block has {_BLOCK_M} rows of one head of one "
         f"batch, so there should be {wanted}"
     )
 
@@ -395,6 +400,7 @@ def _grid_story(whole: Source) -> str | None:
 # ---- 11.13 ----------------------------------------------------------------------------------------------------------
 _HEAD_DIM, _SLOTS, _CONSUMERS, _BLOCK_N = 128, 3, 2, 64
 _LONG = (1, 1, 1, 128, 330, False)  # several tiles; the last one is not full
+_NO_KEYS = (2, 1, 1, 200, 24, True)  # a block none of whose rows sees a key
 _ITEMS = 2 * -(-_LONG[4] // _BLOCK_N)  # tiles of K and of V that come
 _FULL = (64 * _CONSUMERS + _SLOTS * _BLOCK_N) * _HEAD_DIM * 2 + 8  # where the barriers `full` begin, then `empty`
 
@@ -540,7 +546,7 @@ def _(loop: str) -> str:
     text = _filled_in(loop, "loop")
     whole = replaced(Source(RING.read_text(encoding="utf-8"), RING.stem), "loop", text)
     try:
-        verdict = examine(whole, head_dim=_HEAD_DIM, fast=False, probes=(_LONG, *PROBES[::2]), max_seq=150)
+        verdict = examine(whole, head_dim=_HEAD_DIM, fast=False, probes=(_LONG, PROBES[0], _NO_KEYS), max_seq=150)
     except CheckFailed as failed:
         said = _in_the_ring(failed.sentence)
         if failed.diagnosis in _OF_THE_RING:
@@ -555,8 +561,25 @@ def _(loop: str) -> str:
 
 
 # ---- 11.14 ----------------------------------------------------------------------------------------------------------
-_ALONE = (1, 1, 1, 384, 384, False)
+_ALONE = (1, 1, 1, 384, 1024, False)
 _ROWS_PER_TILE = 128  # two consumers
+_SLOW = "[&] { for (int late = 0; late < 50 && threadIdx.x / 128 == %d; late++) __nanosleep(1000); }(), wgmma_wait<"
+
+
+def _expect_to_wait_for_the_slow(whole: Source) -> None:
+    """Raises CheckFailed where a stage is filled again though one of the consumers, which is slow, still reads it."""
+    __tracebackhide__ = True
+    for consumer in (0, 1):
+        slow = replace(whole, text=re.sub(r"\bwgmma_wait\s*<", _SLOW % consumer, whole.text))
+        try:
+            probe(built(slow, check=True), whole, (1, 1, 1, 128, 700, False))  # every stage is filled often
+        except CheckFailed as failed:
+            raise CheckFailed(
+                f"right as long as the consumers are equally fast; wrong where consumer {consumer} comes late to its "
+                f"wgmma_wait. How many arrivals does `empty` wait for?\n{failed.sentence}",
+                diagnosis=failed.diagnosis,
+                case=failed.case,
+            ) from None
 
 
 @exercise(
@@ -582,10 +605,11 @@ _ROWS_PER_TILE = 128  # two consumers
 )
 def _(my_kernel: str) -> str:
     whole = whole_kernel(_filled_in(my_kernel, "my_kernel"), "my_kernel")
-    verdict = examine(whole, fast=False, max_seq=150)
+    verdict = examine(whole, fast=False, probes=(*PROBES[:2], _NO_KEYS), max_seq=150)
+    _expect_to_wait_for_the_slow(whole)
     report = probe(built(whole, check=True), whole, _ALONE, timeline=2)
     expect_launched(report)
-    c, case = report.counters, "seq_q=384, seq_k=384, head_dim=64, float16"
+    c, case = report.counters, "seq_q=384, seq_k=1024, head_dim=64, float16"
     wrong = functools.partial(expect, case=case)
     wrong(c["wgmma"] > 0, "the result is right, but no wgmma was issued", diagnosis="no-wgmma")
     wrong(
@@ -624,13 +648,12 @@ def _(my_kernel: str) -> str:
         "and each consumer takes more (setmaxnreg_inc)",
         diagnosis="registers-kept",
     )
-    first = next((i for i, e in enumerate(events) if e.did == "arrive" and (e.block, e.warp) in issue), len(events))
-    asked = sum(e.values[1] for e in events[:first] if e.did == "load" and e.block == events[0].block)
-    tile = max((e.values[1] for e in events if e.did == "load"), default=0)
+    places = Counter(e.values[0] for e in events if e.did == "load" and e.block == events[0].block)
+    again = sum(times > 1 for times in places.values())
     wrong(
-        asked > 3 * tile,
-        "the result is right, but the producer does not run ahead: before a consumer gives anything back, it has asked "
-        f"for {asked // 1024} KB, Q and one tile of K and of V. With two stages the next tiles come meanwhile",
+        again == 0 or again > 2,
+        f"the result is right, but the producer does not run ahead: K and V of all tiles are brought to {again} "
+        "places. With two stages the next tiles come while the consumers read these",
         diagnosis="one-stage",
     )
     return f"{verdict.cases} cases right, {c['wgmma']} wgmma, nothing found by the emulator"
