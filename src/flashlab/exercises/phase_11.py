@@ -1074,7 +1074,7 @@ _ALLOWED = 2.0**-12  # half of what P's rounding to fp16 does
     "11c.1",
     title="2 to the x, by multiplications",
     minutes=30,
-    difficulty="Stretch",
+    difficulty="Core",
     hints=[
         "2^x = 2^n * 2^f, with n the nearest whole number and f = x - n in [-0.5, 0.5]. 2^n needs no arithmetic: a "
         "float keeps its exponent, with 127 added, in bits 23 to 30.",
