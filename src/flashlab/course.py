@@ -13,7 +13,7 @@ class Phase:
     """One phase of the course.
 
     Attributes:
-        number, slug: of its files, `NN_slug`. The number of an optional notebook behind phase 11 is "11b".
+        number, slug: of its files, `NN_slug`. The number of an optional notebook behind phase 11 is "11b" or "11c".
         title: what pages call it.
         kind: what it runs on: torch, triton, gluon, cuda, profiler, hopper or distributed.
         summary: what the learner ends with, in Markdown.
@@ -85,10 +85,17 @@ PHASES = (
         10, "profiling_a_transformer", "Profiling a transformer", "profiler",
         "a real layer and a language model under the profiler, before and after", 180,
     ),
-    Phase(11, "hopper", "Hopper: TMA and wgmma", "hopper", "TMA, mbarriers, wgmma, warp specialisation", 195),
+    Phase(
+        11, "hopper", "Hopper: TMA and wgmma", "hopper",
+        "TMA, mbarriers, wgmma, warp specialisation: a producer and its consumers, written from an empty page", 120,
+    ),
     Phase(
         "11b", "gluon", "Optional: phase 4's loop in Gluon", "gluon",
         "layouts, barriers and waits in Triton's lower layer, compiled and read anywhere, run on Hopper", 60,
+    ),
+    Phase(
+        "11c", "tuned", "Optional: tuned on an H200", "hopper",
+        "what took the kernel past cuDNN and FlashAttention-4, what each idea gained and cost, and what limits it", 105,
     ),
     Phase(
         12, "decoding", "Decoding: split-KV and paged caches", "triton",

@@ -18,6 +18,7 @@
 # %%
 from flashlab.exercises import check, hint, progress
 from flashlab.exercises.phase_11 import log
+from flashlab.exercises.phase_11_ladder import PARTS, RING, TURNS, launchless
 from flashlab.figures import show
 from flashlab.kernels import path
 
@@ -137,13 +138,13 @@ check("11.4", most_stages, consumer_registers, widest_tile)
 # ## 11.5
 #
 # The emulator keeps a log of what each warp does. Here is that of a small pipeline with two stages: warps 0 and 1 consume, warp 2
-# produces. An event is (warp, what it did, the barrier's address, the parity it waits for). An arrival has in the last place the
-# bytes that it announces. Two events stand in a line, behind the number of the first.
+# produces. An event is (warp, what it did, the barrier's address). Which phase a wait was for, only the order says. Three events stand in a
+# line, behind the number of the first.
 
 # %%
 events, arrivals = log(stages=2, consumers=2, tiles=3)
-for i in range(0, len(events), 2):
-    print(f"{i:2}", *events[i : i + 2])
+for i in range(0, len(events), 3):
+    print(f"{i:2}", *events[i : i + 3])
 print("arrivals per phase, of each barrier:", arrivals)
 
 # %% [markdown]
@@ -340,43 +341,467 @@ producer = r"""
 check("11.8", producer)
 
 # %% [markdown]
-# ## 11.9 2 to the x, by multiplications
+# ## 11.9 A map of your own
 #
-# *Stretch · 30 min*
+# *Core · 25 min*
 #
-# Exponentials have units of their own, and few of them: with `head_dim` 64 they take as long as both products. Multiply-adds go eight
-# times as fast. Compute $2^x$ with multiply-adds and integer operations (the lecture's page closed), for any $x$. The relative
-# error is at most $2^{-12}$ from −126 to 126. Below that the result is from 0 to $2^{-120}$, for $-\infty$ too. Above 126 it is $2^{126}$ or
-# more, or infinity: with trust (step 14) the maximum may be far too low, and a huge number is what tells. NaN stays NaN. You may use +, −, ×, `fmaf`,
-# `fminf`, `fmaxf`, `rintf`, comparisons, `__float_as_uint`, `__uint_as_float`, conversions.
+# A model's projection gives Q, K and V in one tensor: `qkv[batch, seq, 3, heads, HEAD_DIM]`, fp16, dense, and `HEAD_DIM` is 128. Describe the K in
+# it to the copy engine, so that
+#
+#     tma_load(tile, &map, barrier, column, row, head, batch)
+#
+# brings 32 rows of 64 columns (`SLAB`) of that head, with the 128-byte swizzle. Rows that the sequence does not have become zeros: the next batch
+# begins right behind the last row.
+#
+# `tensor_map(base, type, rank, dims, strides_bytes, box, swizzle)` counts dimensions from the innermost one. The check copies boxes, and says which
+# element lies where.
 
 # %% tags=["exercise"]
 # BEGIN STARTER
-exp2_polynomial = r"""
-__device__ __forceinline__ float exp2_polynomial(float x) {
-    return // YOUR CODE HERE
+map_of_k = r"""
+CUtensorMap map_of_k(const T* qkv, int batch, int seq, int heads) {
+    // YOUR CODE HERE
 }
 """
 # END STARTER
 # BEGIN SOLUTION
-exp2_polynomial = r"""
-__device__ __forceinline__ float exp2_polynomial(float x) {
-    x = x < -127.f ? -127.f : x > 128.f ? 128.f : x;           // NaN stays NaN
-    const float n = rintf(x), f = x - n;                       // 2^x = 2^n 2^f
-    const float power = __uint_as_float((uint32_t)((int)n + 127) << 23);
-    return fmaf(f, fmaf(f, fmaf(f, 0.0550089516f, 0.242211014f), 0.693282902f), 1.f) * power;
+map_of_k = r"""
+CUtensorMap map_of_k(const T* qkv, int batch, int seq, int heads) {
+    const uint64_t row_bytes = 3ull * heads * HEAD_DIM * 2;                // Q, K and V of all heads
+    const uint64_t dims[] = {HEAD_DIM, (uint64_t)seq, (uint64_t)heads, (uint64_t)batch};
+    const uint64_t strides[] = {row_bytes, HEAD_DIM * 2, seq * row_bytes};
+    const uint32_t box[] = {SLAB, 32, 1, 1};
+    return tensor_map(qkv + heads * HEAD_DIM, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4, dims, strides, box,
+                      CU_TENSOR_MAP_SWIZZLE_128B);
 }
 """
 # END SOLUTION
 
 # %% tags=["check"]
 # hint("11.9")
-check("11.9", exp2_polynomial)
+check("11.9", map_of_k)
+
+# %% [markdown]
+# ## 11.10 Turns, backwards
+#
+# *Core · 20 min*
+#
+# Two or three consumers take turns, as in step 7, but from the last to the first: `CONSUMERS - 1`, ..., 1, 0, and again. Here is the kernel. Whoever
+# has the turn writes its number into a list that nothing else guards.
+
+# %%
+show.region(TURNS, "kernel", whole_file=False)
+
+# %% [markdown]
+# Write the four functions. Barriers 1 to 3 are taken by others: turns use the numbers from 4 on. `named_barrier_sync(number, threads)` counts and
+# waits, `named_barrier_arrive(number, threads)` counts and goes on. Who passes a turn on does not wait until the next has come for it. When the
+# kernel ends, nobody may have arrived at a barrier at which nobody waits.
+
+# %% tags=["exercise"]
+# BEGIN STARTER
+turns = r"""
+__device__ void take_turn(int consumer) {
+    // YOUR CODE HERE
+}
+__device__ void pass_turn(int consumer) {
+    // YOUR CODE HERE
+}
+__device__ void begin(int consumer) {
+    // YOUR CODE HERE
+}
+__device__ void end(int consumer) {
+    // YOUR CODE HERE
+}
+"""
+# END STARTER
+# BEGIN SOLUTION
+turns = r"""
+// barrier 4 + c: consumer c's turn
+__device__ void take_turn(int consumer) { named_barrier_sync(4 + consumer, 2 * GROUP); }
+__device__ void pass_turn(int consumer) {
+    named_barrier_arrive(4 + (consumer + CONSUMERS - 1) % CONSUMERS, 2 * GROUP);
+}
+__device__ void begin(int consumer) {
+    if (consumer == 0) pass_turn(consumer);                    // the last consumer begins
+}
+__device__ void end(int consumer) {
+    if (consumer == CONSUMERS - 1) take_turn(consumer);        // the turn that consumer 0 has passed on last
+}
+"""
+# END SOLUTION
+
+# %% tags=["check"]
+# hint("11.10")
+check("11.10", turns)
+
+# %% [markdown]
+# ## 11.11 Who hands on the parts
+#
+# *Core · 30 min*
+#
+# The blocks of this kernel stay, and take part after part, as in step 9. One thread of the producer takes the next number from a counter in global
+# memory, and hands it on through one of three places in shared memory. All threads of the consumers read it there.
+
+# %%
+show.region(PARTS, "constants", "kernel", whole_file=False)
+
+# %% [markdown]
+# Write both sides, for the nth number, n = 0, 1, 2, ... `hand_on` takes a number from the counter, hands it on and returns it. `take` is called by
+# every thread of every consumer: it returns the nth number, and says that the place is free again.
+
+# %% tags=["exercise"]
+# BEGIN STARTER
+hand = r"""
+__device__ int hand_on(const Hand& h, int n) {
+    // YOUR CODE HERE
+}
+__device__ int take(const Hand& h, int n) {
+    // YOUR CODE HERE
+}
+"""
+# END STARTER
+# BEGIN SOLUTION
+hand = r"""
+__device__ int hand_on(const Hand& h, int n) {
+    const int at = n % PLACES;
+    mbarrier_wait(h.empty + 8 * at, (n / PLACES + 1) % 2);     // all threads have read what was there
+    const int part = atomicAdd(h.counter, 1);
+    h.place[at] = part;
+    mbarrier_arrive(h.full + 8 * at);
+    return part;
+}
+__device__ int take(const Hand& h, int n) {
+    const int at = n % PLACES;
+    mbarrier_wait(h.full + 8 * at, n / PLACES % 2);
+    const int part = h.place[at];
+    mbarrier_arrive(h.empty + 8 * at);
+    return part;
+}
+"""
+# END SOLUTION
+
+# %% tags=["check"]
+# hint("11.11")
+check("11.11", hand)
+
+# %% [markdown]
+# ## 11.12 The launch
+#
+# *Core · 25 min*
+#
+# Here is step 5 without its kernel: what a block does is a function, and nothing calls it.
+
+# %%
+show.region(launchless(), "constants", whole_file=False)
+show.region(launchless(), "shared memory", whole_file=False)
+show.region(path("tiles.cuh"), "tensor maps", whole_file=False)
+
+# %% [markdown]
+# Write the rest of the file. A kernel, for causal and not, which takes the problem and the three maps as its parameters, has the dynamic shared
+# memory that the block needs, and calls the function. Tiles are swizzled: how has the memory to be aligned? And
+#
+#     extern "C" int forward(const Problem* p, void* stream)
+#
+# which makes the maps, launches the kernel on that stream, and returns `(int)cudaGetLastError()`. The check compiles it for `HEAD_DIM` 64, where a block has 192 rows.
+
+# %% tags=["exercise"]
+# BEGIN STARTER
+launch = r"""
+// YOUR CODE HERE
+"""
+# END STARTER
+# BEGIN SOLUTION
+launch = r"""
+constexpr int SHARED_BYTES = Q_BYTES + 2 * STAGES * KV_BYTES + BARRIERS * 8;
+
+template <bool CAUSAL>
+__global__ void __launch_bounds__(THREADS, 1)
+attention(const Problem p, const __grid_constant__ CUtensorMap q_map,
+          const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map) {
+    extern __shared__ __align__(1024) char shared[];           // where a swizzle's pattern may begin
+    flash_forward_block<CAUSAL>(p, q_map, k_map, v_map, shared);
+}
+
+extern "C" int forward(const Problem* p, void* stream) {
+    const auto attend = p->causal ? attention<true> : attention<false>;
+    cudaFuncSetAttribute(attend, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES);
+    const int blocks = p->batch * p->heads * ceil_div(p->seq_q, BLOCK_M);
+    attend<<<blocks, THREADS, SHARED_BYTES, (cudaStream_t)stream>>>(
+        *p, map_of(p->q, p->q_stride, p->batch, p->heads, p->seq_q, BLOCK_M),
+        map_of(p->k, p->k_stride, p->batch, p->kv_heads, p->seq_k, BLOCK_N),
+        map_of(p->v, p->v_stride, p->batch, p->kv_heads, p->seq_k, BLOCK_N));
+    return (int)cudaGetLastError();
+}
+"""
+# END SOLUTION
+
+# %% tags=["check"]
+# hint("11.12")
+check("11.12", launch)
+
+# %% [markdown]
+# ## 11.13 The consumer, from a blank page
+#
+# *Stretch · 75 min*
+#
+# Here is a kernel without its consumers' loop. Its producer is another one than the lecture's: K and V share **one ring** of three slots, and the keys
+# are walked forwards, 64 at a time. So the items K₀, V₀, K₁, V₁, ... lie in slots 0, 1, 2, 0, ...
+
+# %%
+show.region(RING, "constants", "shared memory", "producer", "state", whole_file=False)
+
+# %% [markdown]
+# Write the loop: for each tile wait, fence, issue, commit, wait, softmax, and give back what has been read. After it `acc`, `m_i` and `l_i` are what the
+# store expects: `m_i` the rows' maxima of the raw scores, `l_i` each lane's part of the sums. `tiles` is the number of tiles, `last_key[r]` the last key
+# that the lane's row r sees: row g for r = 0, row g + 8 for r = 1.
+
+# %% [markdown]
+# One thread of each consumer says for its warpgroup, at `empty` of the slot, that an item has been read: as early as that is true. The lecture's helpers
+# are there: `descriptor`, `columns_on`, `descriptor_of_rows`, `rows_on`, and those of phase 9, `exp2_approx` and `pack`.
+
+# %%
+show.region(path("tiles.cuh"), "operands", whole_file=False)
+show.region(path("wgmma.cuh"), "wgmma order", "wgmma", whole_file=False)
+
+# %% tags=["exercise"]
+# BEGIN STARTER
+loop = r"""
+// YOUR CODE HERE
+"""
+# END STARTER
+# BEGIN SOLUTION
+loop = r"""
+    for (int j = 0; j < tiles; j++) {
+        // S = Q K^T
+        int slot = 2 * j % SLOTS;
+        mbarrier_wait(full + 8 * slot, 2 * j / SLOTS % 2);     // K of tile j is here
+        const uint64_t k_tile = descriptor(ring_smem + slot * SLOT_BYTES);
+        float s[S_TILES * 4];
+        wgmma_fence();                                         // s belongs to the tensor cores from here on
+        for (int k = 0; k < HEAD_DIM / MMA_K; k++)
+            wgmma_ss<BLOCK_N, T>(s, q_operand + columns_on<BLOCK_M>(k), k_tile + columns_on<BLOCK_N>(k),
+                                 k > 0);
+        wgmma_commit();
+        wgmma_wait<0>();                                       // and to us again; nobody reads K any more
+        if (first_thread) mbarrier_arrive(empty + 8 * slot);
+
+        // softmax, row by row: c0 c1 of tile n are s[4 n], s[4 n + 1], row g; c2 c3 are row g + 8
+        for (int r = 0; r < 2; r++) {
+            float x = m_i[r];
+            for (int n = 0; n < S_TILES; n++)
+                for (int e = 0; e < 2; e++) {
+                    float& c = s[4 * n + 2 * r + e];
+                    if (j * BLOCK_N + n * MMA_N + 2 * t + e > last_key[r]) c = -INFINITY;
+                    x = fmaxf(x, c);
+                }
+            x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));          // a row lies in four neighbouring lanes
+            x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+            const float base = x == -INFINITY ? 0.f : x;       // -inf - (-inf) would be NaN
+            const float correction = exp2_approx((m_i[r] - base) * scale_log2);
+            m_i[r] = x, l_i[r] *= correction;
+            for (int n = 0; n < O_TILES; n++)
+                for (int e = 0; e < 2; e++) acc[4 * n + 2 * r + e] *= correction;
+            for (int n = 0; n < S_TILES; n++)
+                for (int e = 0; e < 2; e++) {
+                    float& c = s[4 * n + 2 * r + e];
+                    c = exp2_approx((c - base) * scale_log2);
+                    l_i[r] += c;
+                }
+        }
+        uint32_t a[BLOCK_N / MMA_K][4];  // P: two neighbouring tiles of S are a fragment of A
+        for (int i = 0; i < BLOCK_N / 4; i++) a[i / 4][i % 4] = pack<T>(s[2 * i], s[2 * i + 1]);
+
+        // O += P V
+        slot = (2 * j + 1) % SLOTS;
+        mbarrier_wait(full + 8 * slot, (2 * j + 1) / SLOTS % 2);
+        const uint64_t v_tile = descriptor_of_rows<BLOCK_N>(ring_smem + slot * SLOT_BYTES);
+        wgmma_fence();  // acc and a were written by ordinary instructions
+        for (int k = 0; k < BLOCK_N / MMA_K; k++)
+            wgmma_rs<HEAD_DIM, T, true>(acc, a[k], v_tile + rows_on(k));
+        wgmma_commit();
+        wgmma_wait<0>();
+        if (first_thread) mbarrier_arrive(empty + 8 * slot);
+    }
+"""
+# END SOLUTION
+
+# %% tags=["check"]
+# hint("11.13")
+check("11.13", loop)
+
+# %% [markdown]
+# ## 11.14 The whole kernel, from a blank page
+#
+# *Stretch · 150 min*
+#
+# An empty page, and the lecture closed. Write a whole source that includes `p11_hopper/tiles.cuh` (with `load_tile`, `descriptor` and its kin, `map_of`; and
+# by it `problem.cuh`), and has
+#
+#     extern "C" int forward(const Problem* p, void* stream)
+#
+# It computes attention for `HEAD_DIM` 64 in fp16: causal and not, grouped heads, any length, any strides, rows that see no key.
+
+# %% [markdown]
+# Any right kernel is accepted that is made as step 5 is: all tiles come by TMA; both products are `wgmma`; a producer of its own runs at least one
+# tile ahead; every tile of K and V serves two consumers, 128 rows, or more; and registers move from the producer to the consumers. Your answers to 11.8,
+# 11.12 and 11.13 are parts of it. No turns, no parts, no store by TMA.
+
+# %% tags=["exercise"]
+# BEGIN STARTER
+my_kernel = r"""
+// YOUR CODE HERE
+"""
+# END STARTER
+# BEGIN SOLUTION
+my_kernel = r"""
+#include "p11_hopper/tiles.cuh"
+
+constexpr int CONSUMERS = 2, THREADS = 128 * (CONSUMERS + 1), STAGES = 2;
+constexpr int BLOCK_M = 64 * CONSUMERS, BLOCK_N = 128;
+constexpr int S_TILES = BLOCK_N / MMA_N, O_TILES = HEAD_DIM / MMA_N;
+constexpr int Q_BYTES = BLOCK_M * HEAD_DIM * 2, TILE_BYTES = BLOCK_N * HEAD_DIM * 2;
+constexpr int SHARED = Q_BYTES + 2 * STAGES * TILE_BYTES + 8 * (1 + 4 * STAGES);
+
+__global__ void __launch_bounds__(THREADS, 1)
+attention(const Problem p, const __grid_constant__ CUtensorMap q_map,
+          const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map) {
+    extern __shared__ __align__(1024) char memory[];
+    const uint32_t q_smem = smem_u32(memory), k_smem = q_smem + Q_BYTES;
+    const uint32_t v_smem = k_smem + STAGES * TILE_BYTES;
+    const uint32_t full_q = v_smem + STAGES * TILE_BYTES;      // mbarriers; then four for each stage
+    const auto full_k = [=](int stage) { return full_q + 8 + 32 * stage; };
+    const auto full_v = [=](int stage) { return full_k(stage) + 8; };
+    const auto empty_k = [=](int stage) { return full_k(stage) + 16; };
+    const auto empty_v = [=](int stage) { return full_k(stage) + 24; };
+
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    const int blocks = ceil_div(p.seq_q, BLOCK_M), head_index = blockIdx.x / blocks;
+    const int m_start = blockIdx.x % blocks * BLOCK_M;
+    const int batch = head_index / p.heads, head = head_index % p.heads;
+    const int kv_head = head / (p.heads / p.kv_heads);
+    const int diagonal = p.seq_k - p.seq_q;
+    int tiles = ceil_div(p.seq_k, BLOCK_N);
+    if (p.causal) tiles = max(0, min(tiles, ceil_div(m_start + BLOCK_M + diagonal, BLOCK_N)));
+
+    if (threadIdx.x == 0) {
+        mbarrier_init(full_q, 1);
+        for (int i = 0; i < STAGES; i++) {
+            mbarrier_init(full_k(i), 1), mbarrier_init(full_v(i), 1);
+            mbarrier_init(empty_k(i), CONSUMERS), mbarrier_init(empty_v(i), CONSUMERS);
+        }
+        fence_mbarrier_init();
+    }
+    __syncthreads();                                           // the barriers are made
+
+    if (warp >= 4 * CONSUMERS) {                               // the producer
+        setmaxnreg_dec<24>();
+        if (warp == 4 * CONSUMERS && elect_one()) {
+            load_tile<BLOCK_M>(q_smem, q_map, full_q, m_start, head, batch);
+            for (int j = 0; j < tiles; j++) {
+                const int stage = j % STAGES, free = j / STAGES % 2 ^ 1;
+                mbarrier_wait(empty_k(stage), free);
+                load_tile<BLOCK_N>(k_smem + stage * TILE_BYTES, k_map, full_k(stage), j * BLOCK_N, kv_head,
+                                   batch);
+                mbarrier_wait(empty_v(stage), free);
+                load_tile<BLOCK_N>(v_smem + stage * TILE_BYTES, v_map, full_v(stage), j * BLOCK_N, kv_head,
+                                   batch);
+            }
+        }
+        return;
+    }
+    setmaxnreg_inc<240>();
+
+    float acc[O_TILES * 4] = {}, m_i[2] = {-INFINITY, -INFINITY}, l_i[2] = {};
+    const float scale_log2 = p.scale * LOG2E;
+    const bool speaks = threadIdx.x % 128 == 0;                // for its warpgroup
+    const uint64_t q_tile = descriptor(q_smem + threadIdx.x / 128 * 64 * SLAB_ROW);
+    mbarrier_wait(full_q, 0);
+    for (int j = 0; j < tiles; j++) {
+        const int stage = j % STAGES, parity = j / STAGES % 2;
+        float s[S_TILES * 4];
+        mbarrier_wait(full_k(stage), parity);
+        const uint64_t k_tile = descriptor(k_smem + stage * TILE_BYTES);
+        wgmma_fence();
+        for (int k = 0; k < HEAD_DIM / MMA_K; k++)
+            wgmma_ss<BLOCK_N, T>(s, q_tile + columns_on<BLOCK_M>(k), k_tile + columns_on<BLOCK_N>(k),
+                                 k > 0);
+        wgmma_commit();
+        wgmma_wait<0>();
+        if (speaks) mbarrier_arrive(empty_k(stage));
+
+        for (int r = 0; r < 2; r++) {
+            const int row = m_start + warp * MMA_M + g + 8 * r;
+            const int last_key = p.causal ? min(p.seq_k - 1, row + diagonal) : p.seq_k - 1;
+            float x = m_i[r];
+            for (int n = 0; n < S_TILES; n++)
+                for (int e = 0; e < 2; e++) {
+                    float& c = s[4 * n + 2 * r + e];
+                    if (j * BLOCK_N + n * MMA_N + 2 * t + e > last_key) c = -INFINITY;
+                    x = fmaxf(x, c);
+                }
+            x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+            x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+            const float base = x == -INFINITY ? 0.f : x;
+            const float correction = exp2_approx((m_i[r] - base) * scale_log2);
+            m_i[r] = x, l_i[r] *= correction;
+            for (int n = 0; n < O_TILES; n++)
+                for (int e = 0; e < 2; e++) acc[4 * n + 2 * r + e] *= correction;
+            for (int n = 0; n < S_TILES; n++)
+                for (int e = 0; e < 2; e++) {
+                    float& c = s[4 * n + 2 * r + e];
+                    c = exp2_approx((c - base) * scale_log2);
+                    l_i[r] += c;
+                }
+        }
+        uint32_t a[BLOCK_N / MMA_K][4];
+        for (int i = 0; i < BLOCK_N / 4; i++) a[i / 4][i % 4] = pack<T>(s[2 * i], s[2 * i + 1]);
+
+        mbarrier_wait(full_v(stage), parity);
+        const uint64_t v_tile = descriptor_of_rows<BLOCK_N>(v_smem + stage * TILE_BYTES);
+        wgmma_fence();
+        for (int k = 0; k < BLOCK_N / MMA_K; k++)
+            wgmma_rs<HEAD_DIM, T, true>(acc, a[k], v_tile + rows_on(k));
+        wgmma_commit();
+        wgmma_wait<0>();
+        if (speaks) mbarrier_arrive(empty_v(stage));
+    }
+
+    T* o_gmem = rows_of(p.o, p.o_stride, batch, head, m_start);
+    for (int r = 0; r < 2; r++) {
+        const int row = warp * MMA_M + g + 8 * r;
+        float sum = l_i[r];
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        const float inverse = sum > 0.f ? 1.f / sum : sum;
+        if (m_start + row >= p.seq_q) continue;
+        if (t == 0)
+            p.lse[(int64_t)head_index * p.seq_q + m_start + row] =
+                sum == 0.f ? -INFINITY : (m_i[r] * scale_log2 + log2f(sum)) * LN2;
+        for (int n = 0; n < O_TILES; n++)
+            *(uint32_t*)(o_gmem + row * p.o_stride.row + n * MMA_N + 2 * t) =
+                pack<T>(acc[4 * n + 2 * r] * inverse, acc[4 * n + 2 * r + 1] * inverse);
+    }
+}
+
+extern "C" int forward(const Problem* p, void* stream) {
+    cudaFuncSetAttribute(attention, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED);
+    attention<<<p->batch * p->heads * ceil_div(p->seq_q, BLOCK_M), THREADS, SHARED, (cudaStream_t)stream>>>(
+        *p, map_of(p->q, p->q_stride, p->batch, p->heads, p->seq_q, BLOCK_M),
+        map_of(p->k, p->k_stride, p->batch, p->kv_heads, p->seq_k, BLOCK_N),
+        map_of(p->v, p->v_stride, p->batch, p->kv_heads, p->seq_k, BLOCK_N));
+    return (int)cudaGetLastError();
+}
+"""
+# END SOLUTION
+
+# %% tags=["check"]
+# hint("11.14")
+check("11.14", my_kernel)
 
 # %% [markdown]
 # ## Where you are
 #
-# You can divide a kernel into a producer and consumers, say at each barrier who waits for whom, name a tile for the tensor cores, and
+# You can write a Hopper kernel from an empty page: a producer and its consumers, each wait with who ends it, each tile by its name. And you can
 # find the mistakes that a GPU does not show.
 
 # %% tags=["nbval-ignore-output"]

@@ -38,9 +38,9 @@ QUOTE = re.compile(
     r"(?P<bare> +\(no docstrings\))?\s*$"
 )
 RULE = re.compile(r"^# RULE (?P<module>\w+(?:\.\w+)*): *(?P<symbols>\w+(?: *, *\w+)*)\s*$")
-UNTITLED = re.compile(r"^## (?P<id>\d+b?\.\d+)\s*$")
+UNTITLED = re.compile(r"^## (?P<id>\d+[a-z]?\.\d+)\s*$")
 REGION = re.compile(r"^\s*# (region:.*|endregion)\s*$")  # flashlab.kernels.regions: never shown
-HEADING = re.compile(r"^## (?P<id>\d+b?\.\d+)\s+(?P<title>\S.*?)\s*$")
+HEADING = re.compile(r"^## (?P<id>\d+[a-z]?\.\d+)\s+(?P<title>\S.*?)\s*$")
 PHASE = re.compile(r"\bPhase (\d+)\b")
 EFFORT = re.compile(r"^\*(?P<difficulty>[^·*]+?) · (?P<minutes>\d+) min\*$")
 

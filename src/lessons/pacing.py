@@ -56,6 +56,9 @@ PYTHON_KERNELS: dict[int | str, tuple[str, ...]] = {
     10: ("flashlab.models.rope", "rotate_heads", "rope_kernel"),
 }
 
+# A phase whose series is spread over two lectures: the last step of each.
+LAST_STEPS: dict[int | str, str] = {11: "p11_10_epilogue", "11c": "p11_flash"}
+
 # ---------------------------------------------------------------- counting
 
 
@@ -228,8 +231,11 @@ def kernel_lines(lesson: Lesson, root: Path, cells) -> tuple[str, list[str], set
         module, *names = PYTHON_KERNELS[lesson.number]
         quote = Quote(0, "FROM", module, tuple(names), True)
         name, text = ", ".join(names), "\n".join(symbol_source(lesson, root, quote, one) for one in names)
-    elif steps := series.steps(lesson.number):
-        name, text = f"{steps[-1].name}.cu", steps[-1].path.read_text(encoding="utf-8")
+    elif lesson.number in LAST_STEPS or series.steps(lesson.number):
+        last = (
+            series.step(LAST_STEPS[lesson.number]) if lesson.number in LAST_STEPS else series.steps(lesson.number)[-1]
+        )
+        name, text = f"{last.name}.cu", last.path.read_text(encoding="utf-8")
     else:
         return "", [], set()
     seen: set[str] = set()

@@ -22,6 +22,7 @@ from flashlab.check import CheckFailed, expect
 from flashlab.check.cuda_answer import PROBES, Source, built, examine, probe, ran, replaced, source_of, text_of
 from flashlab.check.lookup import Row
 from flashlab.cuda import CudaModule
+from flashlab.exercises import phase_11_ladder as _ladder  # noqa: F401  11.9 to 11.14
 from flashlab.exercises.registry import exercise
 from flashlab.exercises.rule import rule
 from flashlab.kernels import step
@@ -518,15 +519,15 @@ LOGGED = ("arrive", "mbarrier-wait", "mbarrier-passed")
 
 def log(
     stages: int = 2, consumers: int = 2, tiles: int = 6, seed: int = 0, producers: int = 1
-) -> tuple[list[tuple[int, str, int, int]], dict[int, int]]:
+) -> tuple[list[tuple[int, str, int]], dict[int, int]]:
     """What the warps of a small pipeline did at its barriers, as the emulator saw it; and each barrier's arrivals.
 
     Warps 0 to consumers - 1 consume, warp `consumers` produces; of several producers each asks for a tile in its
-    turn, and with fewer than two stages they would lose count. An event is (warp, what, barrier, parity); for an
-    arrival, in place of the parity, the bytes that it announces.
+    turn, and with fewer than two stages they would lose count. An event is (warp, what, barrier): whose phase it is,
+    the order alone says.
     """
     events, count = _log(stages, consumers, tiles, seed, producers)
-    return [(e.warp, e.did, *e.values) for e in events], dict(count)
+    return [(e.warp, e.did, e.values[0]) for e in events], dict(count)
 
 
 # (stages, consumers, producers). With two producers and an odd number of stages the phases of one barrier are made up
@@ -580,7 +581,7 @@ def _pipeline_in_words(of: Sequence[int], _: None) -> str:
             "arrivals waits for all who make it up", [(_WHO, "set(arrived[bar][-1:])")]),
         Row("everybody", "you name everybody who ever arrives at the barrier. The producer's first waits pass at a new "
             "barrier: nobody has arrived, and it waits for nobody",
-            [(_WHO, "{w for w, d, b, _ in events if d == 'arrive' and b == bar}")]),
+            [(_WHO, "{w for w, d, b in events if d == 'arrive' and b == bar}")]),
         Row("so-far", "you name everybody who has arrived at the barrier so far. A wait is for one phase: where "
             "producers take turns, each phase of `full` has the arrival of one of them", [(_WHO, "set(arrived[bar])")]),
         Row("between", "you name who arrived between the beginning of the wait and its end. Who arrived before the "
@@ -596,19 +597,14 @@ def _pipeline_in_words(of: Sequence[int], _: None) -> str:
             "same phase, and the second one finds nobody there",
             [(_TURNS, "phase = 0 if len(arrived[bar]) >= arrivals[bar] else -1"),
              ("else set()))", "else set()))\n            del arrived[bar][: (phase + 1) * arrivals[bar]]")]),
-        Row("bytes-alone", "arrivals without bytes are left out. A consumer's arrival at `empty` announces none, and "
-            "is what the producer waits for",
-            [("bar, _ in", "bar, number in"), ('== "arrive"', '== "arrive" and number')]),
         Row("same-count", "every barrier has the same number of arrivals per phase here. `arrivals` has one for each: "
             "those of `full` and of `empty` differ",
             [("found = []", "found, arrivals = [], dict.fromkeys(arrivals, max(arrivals.values()))")]),
-        Row("parity-for-phase", "you take a wait's parity for its phase: phases 0, 2, 4 have parity 0, and their "
-            "arrivals are others", [("bar, _ in", "bar, parity in"), (_TURNS, "phase = parity")]),
         Row("by-turns", _BY_TURNS,
             [("found = []", "found, turn = [], {}"),
              (_TURNS, "phase = turn[warp, bar] = turn.get((warp, bar), -1) + 1")]),
         Row("by-turns", _BY_TURNS,
-            [("found = []", "found, turn = [], {}\n    later = {b: [w for w, d, at, _ in events if d == 'arrive' and "
+            [("found = []", "found, turn = [], {}\n    later = {b: [w for w, d, at in events if d == 'arrive' and "
               "at == b] for b in arrivals}"),
              (_TURNS, "phase = turn[warp, bar] = turn.get((warp, bar), -1) + 1"),
              ("set(arrived[bar][first :", "set(later[bar][first :")]),
@@ -619,7 +615,7 @@ def waited_for(events, arrivals):
     # BEGIN SOLUTION
     arrived: dict[int, list[int]] = {bar: [] for bar in arrivals}
     found = []
-    for warp, did, bar, _ in events:
+    for warp, did, bar in events:
         if did == "arrive":
             arrived[bar].append(warp)
         if did == "mbarrier-passed":
@@ -1075,10 +1071,10 @@ _ALLOWED = 2.0**-12  # half of what P's rounding to fp16 does
 
 
 @exercise(
-    "11.9",
+    "11c.1",
     title="2 to the x, by multiplications",
     minutes=30,
-    difficulty="Stretch",
+    difficulty="Core",
     hints=[
         "2^x = 2^n * 2^f, with n the nearest whole number and f = x - n in [-0.5, 0.5]. 2^n needs no arithmetic: a "
         "float keeps its exponent, with 127 added, in bits 23 to 30.",

@@ -54,7 +54,7 @@ class Exercise:
     @property
     def order(self) -> tuple[int, str, int]:
         phase, number = self.id.split(".")
-        return int(phase.rstrip("b")), phase, int(number)
+        return int(phase.rstrip("bc")), phase, int(number)
 
 
 def exercise(
@@ -72,7 +72,7 @@ def exercise(
     The annotation of a parameter says what is handed in: `str` is CUDA text, `Any` a Triton kernel, anything else a
     function; `Callable[..., float]` also says, in a sentence for the learner, what it should return.
     """
-    if not re.fullmatch(r"\d+b?\.\d+", id):
+    if not re.fullmatch(r"\d+[a-z]?\.\d+", id):
         raise ValueError(f'an exercise id is "phase.number", for instance "2.3", not {id!r}')
     if difficulty not in DIFFICULTIES:
         raise ValueError(f"difficulty is one of {', '.join(DIFFICULTIES)}, not {difficulty!r}")
@@ -101,7 +101,7 @@ def _replaces(new: Callable[..., Any], old: Callable[..., Any]) -> bool:
 
 def find(id: str) -> Exercise | None:
     """The exercise `id`, or None. Only the module of its phase is imported."""
-    if id not in _registry and (match := re.fullmatch(r"(\d+b?)\.\d+", id)):
+    if id not in _registry and (match := re.fullmatch(r"(\d+[a-z]?)\.\d+", id)):
         name = f"phase_{number_of(match[1]):0>2}"
         if name in _modules():
             _import(name)
@@ -116,7 +116,8 @@ def exercises() -> dict[str, Exercise]:
 
 
 def _modules() -> list[str]:
-    return [m.name for m in pkgutil.iter_modules([str(Path(__file__).parent)]) if re.fullmatch(r"phase_\d\db?", m.name)]
+    names = (m.name for m in pkgutil.iter_modules([str(Path(__file__).parent)]))
+    return [name for name in names if re.fullmatch(r"phase_\d\d[a-z]?", name)]
 
 
 def _import(name: str) -> None:
