@@ -1204,7 +1204,7 @@ for gpu, found in roofs.items():
 # Which ceiling counts for a kernel? That of the unit that multiplies for it, or the memory's slope, if that is lower. Triton emits `wgmma` on Hopper, so its kernels have the higher roof. For `wgmma` only the
 # documented rate is known here: 4096 FLOPs per clock and multiprocessor.
 #
-# All roofs are of one clock, the highest (1980 MHz; the datasheet's 989 TFLOP/s are that rate at 1830). Under such kernels it falls: lecture 11, section 10.
+# All roofs are of one clock, the highest (1980 MHz; the datasheet's 989 TFLOP/s are that rate at 1830). Under such kernels it falls: lecture 11c, section 11.
 
 # %%
 GROUPS = {"PyTorch and phase 1": ((1,), "grey", "s"), "Triton, phases 3 and 4": ((3, 4), "blue", "D"),
