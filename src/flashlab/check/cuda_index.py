@@ -136,6 +136,9 @@ class Trials:
         slug, said, cost, _ = fitting[0]
         if not cost:
             return slug, said
+        numbers = [x for x in got if not isinstance(x, str)]
+        if numbers and not any(any(x[4::_KEPT]) for x in numbers):
+            return None  # NaN or 0 everywhere, as of many changes
         said = f"it gives just what a right kernel gives in which {said}"
         other = next((x[1] for x in fitting[1:] if x[0] != slug and x[2] <= cost + _ALMOST), None)
         return slug, f"{said}. Or: {other}" if other and len(said + other) < _LONGEST else said
