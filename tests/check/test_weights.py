@@ -102,6 +102,7 @@ def test_how_often_slices_count():
     design = torch.randn(128, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     assert counted(design, design.sum(1), 1e-6) is None
     assert counted(design, design[:, :5].sum(1), 1e-6) == "dimensions 40 to 47 are missing from the sum"
+    assert counted(design, 0 * design.sum(1), 1e-6) == "every sum is 0"
     assert counted(design, design.sum(1) / 8, 1e-6) == "every sum is 0.125 times what it should be"
     assert counted(design, design.sum(1) + design[:, 0] ** 2, 1e-6) is None
 

@@ -90,27 +90,13 @@ def test_a_compilers_message_quotes_the_line():
 # ---- 6.1 and 6.2 ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "replacements, diagnosis",
-    [
-        ([("    if (row >= rows || col >= cols) return;\n", "")], "global-out-of-bounds"),
-        ([("row >= rows || ", "")], "global-out-of-bounds"),
-        ([("+ bias[col]", "+ bias[0]")], "one-bias"),
-        ([(" + bias[col]", "")], "no-bias"),
-        ([("blockIdx.x * blockDim.x + threadIdx.x", "threadIdx.x")], "another-element"),
-        ([("row * cols + col] =", "row * rows + col] =")], "global-race"),
-        ([("+ bias[col]", "+ bias[row]")], "bias-of-the-row"),
-        (
-            [
-                ("* blockDim.x + threadIdx.x", "* 32 + threadIdx.y * 8 + threadIdx.x % 8"),
-                ("* blockDim.y + threadIdx.y", "* 4 + threadIdx.x / 8"),
-            ],
-            "not-coalesced",
-        ),
-    ],
-)
-def test_wrong_indices(replacements, diagnosis):
-    assert rejected("6.1", changed("add_bias", *replacements))[0] == diagnosis
+def test_neighbouring_threads_have_neighbouring_columns():
+    source = changed(
+        "add_bias",
+        ("* blockDim.x + threadIdx.x", "* 32 + threadIdx.y * 8 + threadIdx.x % 8"),
+        ("* blockDim.y + threadIdx.y", "* 4 + threadIdx.x / 8"),
+    )
+    assert rejected("6.1", source)[0] == "not-coalesced"
 
 
 def test_a_strided_walk_is_told():
@@ -156,10 +142,7 @@ def test_one_thread_that_adds_everything_is_no_tree():
     "replacements, diagnosis",
     [
         ([("[32][33]", "[32][32]")], "bank-conflicts"),
-        ([("        if (col + i < cols && row + lane < rows) y", "        if (false) y")], "nothing-stored"),
         ([("    __syncthreads();", "    //")], "race"),
-        ([("tile_smem[lane][i];", "tile_smem[i][lane];")], "tiles-only"),
-        ([("if (row + i < rows && col + lane < cols) tile", "tile")], "global-out-of-bounds"),
         (
             [
                 ("if (col + i < cols && row + lane < rows) y[(col + i) * rows + row + lane] = tile_smem[lane][i]",
@@ -173,29 +156,10 @@ def test_wrong_transposes(replacements, diagnosis):
     assert rejected("6.3", changed("transpose", *replacements))[0] == diagnosis
 
 
-@pytest.mark.parametrize(
-    "replacements, diagnosis",
-    [
-        ([("l = l * expf(m - m_new) + expf(value - m_new)", "l = l + expf(value - m_new)")], "no-rescale"),
-        ([("base = m_new == -INFINITY ? 0.f : m_new", "base = m_new")], "nan-from-empty-lanes"),
-        ([("step < 32", "step < 1")], "lanes-not-merged"),
-        ([("step < 32", "step < 16")], "one-round-short"),
-        ([("step *= 2", "step *= 4")], "rounds-missing"),
-        ([("l * expf(m - base) + l_other * expf(m_other - base)", "l + l_other")], "merge-not-rescaled"),
-        ([("if (threadIdx.x == 0) lse[blockIdx.x] = m + logf(l);", "")], "nothing-stored"),
-        ([("i < n;", "i < (n + 31) / 32 * 32;")], None),
-        (
-            [
-                ("    for (int i = threadIdx.x",
-                 "    for (int i = threadIdx.x; i < n; i += 32) m = fmaxf(m, row[i]);\n    for (int i = threadIdx.x"),
-            ],
-            "read-twice",
-        ),
-    ],
-)  # fmt: skip
-def test_wrong_rows(replacements, diagnosis):
-    found = rejected("6.4", changed("row_lse", *replacements))[0]
-    assert found == diagnosis if diagnosis else found in ("tail-not-masked", "global-out-of-bounds")
+def test_a_row_is_read_once():
+    loop = "    for (int i = threadIdx.x"
+    twice = f"{loop}; i < n; i += 32) m = fmaxf(m, row[i]);\n{loop}"
+    assert rejected("6.4", changed("row_lse", (loop, twice)))[0] == "read-twice"
 
 
 def test_a_row_in_pieces_is_not_coalesced():
@@ -211,39 +175,13 @@ def test_a_row_in_pieces_is_not_coalesced():
 # ---- 6.5 and 6.6 ----------------------------------------------------------------------------------------------------
 
 
-def test_a_mask_after_the_maximum_is_not_taken_for_a_wrong_start():
-    late = "s[n] *= scale_log2; m_new = fmaxf(m_new, s[n]); if (n >= keys) s[n] = -INFINITY;"
-    loop = re.sub(r"s\[n\] = n < keys.*?m_new = fmaxf\(m_new, s\[n\]\);", late, text("inner_loop"), flags=re.S)
-    assert late in loop
-    assert rejected("6.6", loop)[0] in ("mask-after-maximum", "padding-in-the-maximum")
-
-
-def test_a_finite_minus_infinity_is_found():
-    loop = text("inner_loop").replace("s[n] * scale_log2 : -INFINITY", "s[n] * scale_log2 : -10000.f")
-    assert loop != text("inner_loop") and rejected("6.6", loop)[0]
-
-
 @pytest.mark.parametrize(
     "replacements, diagnosis",
     [
         ([("acc[c] = scaled(correction, acc[c]);", "")], "o-not-rescaled"),
         ([("l_i = l_i * correction + l_tile", "l_i = l_i + l_tile")], "l-not-rescaled"),
-        pytest.param([("exp2_approx(m_i - base)", "exp2_approx(base - m_i)")], None, marks=pytest.mark.long),
-        ([("row + diagonal + 1", "row + diagonal")], None),
-        pytest.param([("base = m_new == -INFINITY ? 0.f : m_new", "base = m_new")], None, marks=pytest.mark.long),
-        ([("s[n] * scale_log2", "s[n] * p.scale")], "exp2-without-log2e"),
-        ([("s[n] * scale_log2", "s[n]")], "scale-missing"),
-        ([("n < keys ? s[n] * scale_log2 : -INFINITY", "s[n] * scale_log2")], "tail-not-masked"),
-        ([(" - n_start : p.seq_k - n_start", " : p.seq_k")], "n-start-forgotten"),
-        (
-            [("v_smem[n][c], acc[c]);", "v_smem[n][c], acc[c]);\n            acc[c] = scaled(1 / l_i, acc[c]);")],
-            "divided-twice",
-        ),
+        ([("n < keys ? s[n] * scale_log2 : -INFINITY", "s[n] * scale_log2")], "always-one-branch"),
         ([("v_smem[n][c]", "v_smem[n + 1][c]")], "index-out-of-bounds"),
-        ([("n < BLOCK_N; n++) acc[c]", "n < BLOCK_N - 1; n++) acc[c]")], "value-not-added"),
-        pytest.param(
-            [("l_i = l_i * correction + l_tile", "l_i = (l_i + l_tile) * correction")], "l-is-0", marks=pytest.mark.long
-        ),
     ],
 )
 def test_wrong_inner_loops(replacements, diagnosis):
@@ -269,19 +207,6 @@ def test_the_counts_are_those_of_the_emulator():
         module = load_inline(step, check=True)
         module.forward(q, k, v, causal=True)
         assert module.report.counters["global_load_bytes"] == bytes_read
-
-
-@pytest.mark.parametrize(
-    "replacements, diagnosis",
-    [
-        ([("l * expf(m - base) + l_other", "l + l_other")], "own-not-rescaled"),
-        ([("l_other * expf(m_other - base)", "l_other")], "other-not-rescaled"),
-        ([("m = -INFINITY", "m = 0.f")], "m-starts-at-zero"),
-        ([("l = l * expf(m - m_new)", "if (value != m) l = l * expf(m - m_new)")], "equal-scores-left-out"),
-    ],
-)
-def test_mistakes_of_the_merge(replacements, diagnosis):
-    assert rejected("6.4", changed("row_lse", *replacements))[0] == diagnosis
 
 
 # ---- 6.8 ------------------------------------------------------------------------------------------------------------
@@ -386,23 +311,13 @@ def edited(*replacements, source=STEP2):
 
 @pytest.mark.parametrize(
     "answer, diagnosis",
-    [  # those that other rows, or 6.6's loops, are told by the same means are left to -m long
+    [
         (without_barriers(STEP2), "race"),
-        pytest.param(edited(("acc[c] = scaled(correction, acc[c]);", "")), "o-not-rescaled", marks=pytest.mark.long),
         (edited(("acc[c] = make_float4(0, 0, 0, 0);", "")), "uninitialised-local"),
         pytest.param(edited((", o[d] = 0;", ";"), source=ONE_WARP), "uninitialised-local", marks=pytest.mark.long),
-        pytest.param(edited(("l_i = l_i * correction + l_tile", "l_i = l_i + l_tile")), "l-not-rescaled",
-                     marks=pytest.mark.long),
         (edited(("row < rows ? *from : make_float4(0, 0, 0, 0)", "*from")), "global-out-of-bounds"),
-        pytest.param(edited(("    if (m_start + row >= p.seq_q) return;\n", "")), "global-out-of-bounds",
-                     marks=pytest.mark.long),
-        pytest.param(edited(("n < keys ? s[n] * scale_log2 : -INFINITY", "s[n] * scale_log2")), None,
-                     marks=pytest.mark.long),
-        pytest.param(edited(("(m_i + log2f(l_i)) * LN2", "m_i + log2f(l_i)")), None, marks=pytest.mark.long),
-        pytest.param(edited(("head / (p.heads / p.kv_heads)", "head")), "global-out-of-bounds", marks=pytest.mark.long),
         (edited((LAUNCH, "    (void)grid;\n")), "no-launch"),
         (edited(("THREADS, 0, (cudaStream_t)stream>>>", "THREADS>>>")), "wrong-stream"),
-        pytest.param(edited(("(cudaStream_t)stream>>>", "0>>>")), "wrong-stream", marks=pytest.mark.long),
         (edited(("void* stream)", "cudaStream_t stream, int more)"), ("(cudaStream_t)", "")), "wrong-entry"),
         (edited(("extern \"C\" int forward", "extern \"C\" int forwards")), "wrong-entry"),
         (edited(('#include "problem.cuh"', "")), "does-not-compile"),

@@ -19,47 +19,12 @@ UPWARDS = """    int j = 0;
     for (; j < full; j++) tile(j, std::false_type{});
     for (; j < end; j++) tile(j, std::true_type{});
 """
-COL, ROW = "blockIdx.x * blockDim.x + threadIdx.x", "blockIdx.y * blockDim.y + threadIdx.y"
 AT_8_6 = [("return row * ROW_BYTES + column * 2;", "return row * ROW_BYTES + (column / 8 ^ row / 8) * 16;")]
 
 V_8_8 = "at(n * 16 + lane % 16, i * 16 + lane / 16 * 8)"
 
 TOLD = {
-    # 6.1: the element of a thread
-    "rows and columns exchanged": ("6.1", [(COL, "@"), (ROW, COL), ("@", ROW)], "another-element", "are exchanged"),
-    "rows of blocks of 32": (
-        "6.1", [(ROW, "blockIdx.y * blockDim.x + threadIdx.y")], "another-element",
-        "blockDim.x + threadIdx.y for the row",
-    ),
-    "the bias subtracted": ("6.1", [("+ bias[col]", "- bias[col]")], "bias-subtracted", "is subtracted"),
-    "by columns": (
-        "6.1", [("y[row * cols + col] = x[row * cols + col]", "y[col * rows + row] = x[col * rows + row]")],
-        "by-columns", "number col * rows + row",
-    ),
-    "the limits of rows and columns exchanged": (
-        "6.1", [("row >= rows || col >= cols", "row >= cols || col >= rows")], "wrong-guard", "limits are exchanged"
-    ),
-    # 6.2: what is in the sum
-    "a quarter at a time": (
-        "6.2", [("half /= 2", "half /= 4")], "partial-sum", "has elements 0, 1, 4, 5, 16, 17, ... in it, 112 of"
-    ),
-    "a sum of each thread's own": (
-        "6.2", [("/ part_smem[0]", "/ part_smem[threadIdx.x]")], "partial-sum", "thread 1 has the odd elements in it"
-    ),
-    # 6.3: the place of a tile
-    "tiles in place": (
-        "6.3",
-        [("if (col + i < cols && row + lane < rows) y[(col + i) * rows + row + lane]",
-          "if (row + i < cols && col + lane < rows) y[(row + i) * rows + col + lane]")],
-        "tiles-in-place", "stored where it came from",
-    ),
-    # 6.4: which elements, and which lanes have the result
-    "stride of 33": ("6.4", [("i += 32", "i += 33")], "wrong-elements", "element 32 of the row is in no lane's sum"),
     "shuffles down": ("6.4", [("__shfl_xor_sync", "__shfl_down_sync")], "lane-0-alone", "lane 31"),
-    "a sum under another lane's maximum": (
-        "6.4", [("l * expf(m - base) + l_other * expf(m_other - base)", "(l + l_other) * expf(m - base)")],
-        "others-by-own-maximum", "exp(m_other - m_new)",
-    ),
     # 6.5 and 6.8: heads and strides, of an address out of bounds
     "heads of K by a remainder": (
         "6.5", [("head / (p.heads / p.kv_heads)", "head % (p.heads / p.kv_heads)")], "wrong-kv-head",
@@ -82,34 +47,11 @@ TOLD = {
         "row 127 does not see key 128",
     ),
     "a key past the end": ("6.8", [("n < keys", "n <= keys")], "weights-not-normalised", "one key with a score of 0"),
-    # 6.6
-    "the maximum of the tile": (
-        "6.6", [("float m_new = m_i, l_tile", "float m_new = -INFINITY, l_tile")], "maximum-of-the-tile",
-        "has to take in the old one",
-    ),
-    "a tail without n_start": ("6.6", [(": p.seq_k - n_start;", ": p.seq_k;")], "n-start-forgotten", "n_start"),
-    "the last four dimensions": (
-        "6.6",
-        [("for (int c = 0; c < CHUNKS; c++) {\n#pragma unroll\n            for (int n = 0; n < BLOCK_N; n++) s[n]",
-          "for (int c = 0; c < CHUNKS - 1; c++) {\n            for (int n = 0; n < BLOCK_N; n++) s[n]")],
-        "wrong-dimensions", "dimensions 60 to 63 are missing",
-    ),
-    "K in the place of V": ("6.6", [("axpy(s[n], v_smem", "axpy(s[n], k_smem")], "k-for-v", "where V belongs"),
-    # 7.4: whose lanes
-    "a sum of another quad": (
-        "7.4", [("l, 0b10)", "l, 0x10)")], "wrong-shuffle-mask", "the sum of row 0 is that of lanes 0, 1, 16, 17"
-    ),
-    "one lane asked twice": (
-        "7.4", [("m, 0b01)", "m, 0b11)"), ("m, 0b10)", "m, 0b11)")], "wrong-shuffle-mask",
-        "the maximum of row 0 is that of lanes 0, 3 alone",
-    ),
     # 7.5: registers
     "a register twice": (
         "7.5", [("a[3] = pack<T>(d[2], d[3])", "a[3] = pack<T>(d[0], d[1])")], "wrong-register",
         "a[3] holds d[0] and d[1], and should hold d[2] and d[3]",
     ),
-    # 7.6: values
-    "a row of V alone": ("7.6", [("i < keys * D ?", "i < keys ?")], "wrong-values-of-v", "only 13 of its 832 numbers"),
     # 7.7: corrections and scores
     "another row's correction": (
         "7.7",

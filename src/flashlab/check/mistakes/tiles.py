@@ -18,59 +18,53 @@ _LOG2E = math.log2(math.e)
 _ZERO_KEYS = "the keys that do not exist count as keys of zeros, with a score of 0"
 
 
-def adds_nothing(forward: Forward, head_dim: int, dtype: torch.dtype = torch.float16) -> Found | None:
+def _adds_nothing(forward: Forward, head_dim: int) -> Found | None:
     """Whether o is 0 everywhere: the slug and the sentence."""
-    o, lse = forward(*_tensors(16, 16, head_dim, dtype), causal=False, scale=None)
+    o, lse = forward(*_tensors(16, 16, head_dim), causal=False, scale=None)
     if bool((o == 0).all()) and bool((lse == -math.inf).all()):
         return (
             "l-is-0",
             "o is 0 and lse -inf everywhere: l is 0 in the end. Is something added to it, and not lost again?",
         )
     # With 16 keys all of a larger tile's other rows of V are zeros: other keys' values may be added.
-    more = forward(*_tensors(16, 128, head_dim, dtype), causal=False, scale=None)[0]
+    more = forward(*_tensors(16, 128, head_dim), causal=False, scale=None)[0]
     if bool((o == 0).all()) and bool((more == 0).all()):
         return "nothing-added", "o is 0 everywhere: nothing is added to acc, or it is multiplied by 0"
     return None
 
 
-def explain(forward: Forward, head_dim: int, dtype: torch.dtype = torch.float16) -> Found | None:
+def explain(forward: Forward, head_dim: int) -> Found | None:
     """The slug and the sentence of the slip that ``forward(q, k, v, causal=..., scale=...)`` makes, if it is known."""
-    near = _Near(dtype)
-    q, k, v = _tensors(16, 16, head_dim, dtype)
+    q, k, v = _tensors(16, 16, head_dim)
     o = forward(q, k, v, causal=False, scale=None)[0][0, 0].double()
     one = (q[0, 0].double(), k[0, 0].double(), v[0, 0].double())
-    if bool((o == 0).all()) and (found := adds_nothing(forward, head_dim, dtype)):
+    if bool((o == 0).all()) and (found := _adds_nothing(forward, head_dim)):
         return found
-    right = near(o, _softmax(*one))
+    right = _near(o, _softmax(*one))
     if not right:
         for slug, sentence, prediction in _one_tile(*one):
-            if near(o, prediction):
+            if _near(o, prediction):
                 return slug, sentence
     return (
-        _falling(forward, head_dim, dtype)
-        or _tail(forward, head_dim, dtype, right)
-        or _always_causal(forward, head_dim, dtype)
-        or _diagonal(forward, head_dim, dtype)
+        _falling(forward, head_dim)
+        or _tail(forward, head_dim, right)
+        or _always_causal(forward, head_dim)
+        or _diagonal(forward, head_dim)
     )
 
 
-class _Near:
-    """Whether two outputs are the same but for the rounding of a dtype."""
-
-    def __init__(self, dtype: torch.dtype):
-        self.relative = 1e-4 if dtype == torch.float32 else 0.012 if dtype == torch.float16 else 0.05
-
-    def __call__(self, got: Tensor, want: Tensor) -> bool:
-        return bool((got - want).abs().max() < self.relative * want.abs().max().clamp(max=1.0))
+def _near(got: Tensor, want: Tensor) -> bool:
+    """Whether two outputs are the same but for the rounding of fp16."""
+    return bool((got - want).abs().max() < 0.012 * want.abs().max().clamp(max=1.0))
 
 
-def _tensors(rows: int, keys: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _tensors(rows: int, keys: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(5)
 
     def normal(n: int) -> Tensor:
         return torch.randn(1, 1, n, head_dim, generator=generator)
 
-    return normal(rows).to(dtype), normal(keys).to(dtype), (normal(keys) + 0.5).to(dtype)
+    return normal(rows).half(), normal(keys).half(), (normal(keys) + 0.5).half()
 
 
 def _weights(s: Tensor) -> Tensor:
@@ -117,18 +111,17 @@ def _one_tile(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[str, str, Tenso
     yield "divided-twice", sentence, p @ v / own / total
 
 
-def _tail(forward: Forward, head_dim: int, dtype: torch.dtype, one_tile_right: bool) -> Found | None:
+def _tail(forward: Forward, head_dim: int, one_tile_right: bool) -> Found | None:
     """Keys past the end of the last tile."""
-    near = _Near(dtype)
     for keys, alone in ((5, True), (72, False)):
-        q, k, v = _tensors(16, keys, head_dim, dtype)
+        q, k, v = _tensors(16, keys, head_dim)
         o = forward(q, k, v, causal=False, scale=None)[0][0, 0].double()
         wide_q, wide_k, wide_v = (x[0, 0].double() for x in (q, k, v))
-        if near(o, _softmax(wide_q, wide_k, wide_v)):
+        if _near(o, _softmax(wide_q, wide_k, wide_v)):
             continue
         for tile in (16, 32, 64, 128):
             more = wide_k.new_zeros(-keys % tile, head_dim)
-            if near(o, _softmax(wide_q, torch.cat([wide_k, more]), torch.cat([wide_v, more]))):
+            if _near(o, _softmax(wide_q, torch.cat([wide_k, more]), torch.cat([wide_v, more]))):
                 if alone:
                     return "tail-not-masked", f"{_ZERO_KEYS}: their scores have to be -INFINITY"
                 return "n-start-forgotten", (
@@ -142,7 +135,7 @@ def _tail(forward: Forward, head_dim: int, dtype: torch.dtype, one_tile_right: b
 _HALF = 128  # keys: a multiple of any tile
 
 
-def _falling(forward: Forward, head_dim: int, dtype: torch.dtype) -> Found | None:
+def _falling(forward: Forward, head_dim: int) -> Found | None:
     """A maximum that is the tile's own: right until it falls so far that the correction is infinite."""
     generator = torch.Generator().manual_seed(6)
     right = {}
@@ -151,10 +144,10 @@ def _falling(forward: Forward, head_dim: int, dtype: torch.dtype) -> Found | Non
         k, v = (torch.randn(1, 1, 2 * _HALF, head_dim, generator=generator) for _ in range(2))
         q[..., 0], k[..., 0] = math.sqrt(head_dim), 0.0
         k[:, :, _HALF:, 0] = -fall
-        q, k, v = q.to(dtype), k.to(dtype), (v + 0.5).to(dtype)
+        q, k, v = q.half(), k.half(), (v + 0.5).half()
         o = forward(q, k, v, causal=False, scale=None)[0][0, 0].double()
         want = _softmax(q[0, 0].double(), k[0, 0].double(), v[0, 0].double())
-        right[fall] = bool(o.isfinite().all()) and _Near(dtype)(o, want)
+        right[fall] = bool(o.isfinite().all()) and _near(o, want)
         if fall == 150.0 and bool(o.isfinite().all()):
             return None
     if right == {20.0: True, 150.0: False, -20.0: True, -150.0: True}:
@@ -165,33 +158,33 @@ def _falling(forward: Forward, head_dim: int, dtype: torch.dtype) -> Found | Non
     return None
 
 
-def _always_causal(forward: Forward, head_dim: int, dtype: torch.dtype) -> Found | None:
-    q, k, v = _tensors(16, 16, head_dim, dtype)
+def _always_causal(forward: Forward, head_dim: int) -> Found | None:
+    q, k, v = _tensors(16, 16, head_dim)
     o = forward(q, k, v, causal=False, scale=None)[0][0, 0].double()
     seen = torch.ones(16, 16, dtype=torch.bool).tril()
-    if _Near(dtype)(o, _softmax(q[0, 0].double(), k[0, 0].double(), v[0, 0].double(), seen=seen)):
+    if _near(o, _softmax(q[0, 0].double(), k[0, 0].double(), v[0, 0].double(), seen=seen)):
         return "always-causal", "the causal mask is applied where none is asked for: is p.causal looked at?"
     return None
 
 
-def _diagonal(forward: Forward, head_dim: int, dtype: torch.dtype) -> Found | None:
+def _diagonal(forward: Forward, head_dim: int) -> Found | None:
     """Causal: the mask of the first tile in every tile, of the first rows in all, or aligned top-left."""
-    q, k, v = _tensors(32, 64, head_dim, dtype)
+    q, k, v = _tensors(32, 64, head_dim)
     o = forward(q, k, v, causal=True, scale=None)[0][0, 0].double()
     i, j = torch.arange(32)[:, None], torch.arange(64)[None, :]
-    if _Near(dtype)(o, _softmax(q[0, 0].double(), k[0, 0].double(), v[0, 0].double(), seen=j <= i)):
+    if _near(o, _softmax(q[0, 0].double(), k[0, 0].double(), v[0, 0].double(), seen=j <= i)):
         return "causal-top-left", (
             "causal: query i sees the keys up to i, as if the mask began at the first key. The last query sees the "
             "last key, query i those up to i + seq_k - seq_q"
         )
-    q, k, v = _tensors(128, 128, head_dim, dtype)
+    q, k, v = _tensors(128, 128, head_dim)
     o = forward(q, k, v, causal=True, scale=None)[0][0, 0].double()
     one, i = (q[0, 0].double(), k[0, 0].double(), v[0, 0].double()), torch.arange(128)
     for tile in (16, 32, 64):
         for block in (16, 32, 64, 128):  # rows of a block: it visits the tiles up to its last row
             visited = i[None, :] // tile <= (i[:, None] // block * block + block - 1) // tile
             seen = (i[None, :] % tile <= i[:, None]) & visited
-            if _Near(dtype)(o, _softmax(*one, seen=seen)):
+            if _near(o, _softmax(*one, seen=seen)):
                 return "n-start-forgotten", (
                     "causal: every tile is masked as if it were the first. Key n of a tile is key "
                     "n_start + n: is n_start "

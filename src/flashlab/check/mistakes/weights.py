@@ -423,8 +423,8 @@ def counted(design: Tensor, got: Tensor, bound: float, slice_width: int = _SLICE
         return f"every sum is {mean:.4g} times what it should be" if (times - mean).abs().max() < 0.02 else None
     if bool((whole == 1).all()):
         return None
-    if bool((whole == whole[0]).all()) and whole[0] != 0:
-        return f"every sum is {int(whole[0])} times what it should be"
+    if bool((whole == whole[0]).all()):  # 0: it is no dimension that is missing
+        return f"every sum is {int(whole[0])} times what it should be" if whole[0] else "every sum is 0"
     wrong = [i for i, x in enumerate(whole.tolist()) if x != 1]
     begin, count = wrong[0], whole[wrong[0]].item()
     end = next((i for i in range(begin, len(whole)) if whole[i] != count), len(whole))

@@ -1,0 +1,274 @@
+"""Which change of the right CUDA text gives all that a learner's gives? Looked up in what was computed ahead.
+
+    python tools/cuda_changes.py 6.1      # computes it anew; a test says when that is due
+
+All changes of a text (`flashlab.check.cuda_text`) go into one watched build, and run one after the other on a few
+inputs, the `Trials`. What came out is kept in `changes/ID.json`: for each input a finding, or some sums of the outputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flashlab.check import cuda_text
+from flashlab.check.changes import Change, changes
+from flashlab.check.cuda_text import CHOSEN, PRELUDE, CudaText
+from flashlab.check.failed import CheckFailed
+from flashlab.check.lookup import Row
+from flashlab.check.poison import MarkedEmpty, mark_unwritten, unwritten
+from flashlab.cuda import CompileError, CudaModule
+from flashlab.simt import SimtError
+from flashlab.simt.sentences import KINDS
+
+FOLDER = Path(__file__).parent / "changes"
+_SECONDS = 2.0  # that a change may take on one input
+_LONGEST = 200  # characters, or twice that with a finding
+_ALMOST = 0.35  # costs so near say nothing about which is likelier
+# What is told in its own words, which quote the lines.
+_PLAIN = (
+    "does-not-compile", "wrong-entry", "wrong-type", "nothing-stored", "lane-0-alone", "race", "uninitialised-shared",
+    "divergent", "deadlock", "not-coalesced", "bank-conflicts", "no-tree", "read-twice", "uses-shared-memory",
+)  # fmt: skip
+TRIALS: dict[str, Trials] = {}
+Seen = list[Any]  # for each input: a finding, or the sums of its outputs
+Outputs = Sequence[torch.Tensor]
+
+
+def calls(entry: str, *given: Any, out: Sequence[int]) -> Callable[[CudaModule], Outputs]:
+    """A run of an extern "C" function. given: its arguments, None for a float32 output of the shape `out`."""
+
+    def run(module: CudaModule) -> Outputs:
+        outputs = [mark_unwritten(torch.empty(*out)) for x in given if x is None]
+        fresh = iter(outputs)
+        module.launch(entry, *(next(fresh) if x is None else x for x in given), echo=False, timeout=_SECONDS)
+        return outputs
+
+    return run
+
+
+def forwards(
+    shape: tuple[int, int, int, int, int, bool], head_dim: int = 64, dtype: torch.dtype = torch.float32,
+    fall: float = 0.0,
+) -> Callable[[CudaModule], Outputs]:  # fmt: skip
+    """A run of a kernel of the series: (batch, heads, kv_heads, seq_q, seq_k, causal); from key 40 on scores fall."""
+    batch, heads, kv_heads, seq_q, seq_k, causal = shape
+    generator = torch.Generator().manual_seed(0)
+    sizes = (heads, seq_q), (kv_heads, seq_k), (kv_heads, seq_k)
+    q, k, v = (torch.randn(batch, h, n, head_dim, generator=generator) for h, n in sizes)
+    if fall:
+        q[..., 0], k[..., 0] = math.sqrt(head_dim), 0.0
+        k[:, :, 40:, 0] = -fall
+    q, k, v = (x.to(dtype) for x in (q, k, v + 0.5))
+
+    def run(module: CudaModule) -> Outputs:
+        with MarkedEmpty():
+            return module.forward(q, k, v, causal=causal, echo=False, timeout=_SECONDS)
+
+    return run
+
+
+@dataclass(frozen=True)
+class Trials:
+    """What an exercise's answers are run on where a cause is looked for.
+
+    Attributes:
+        id: of the exercise. build: makes a watched build of an answer's text, to be run by each of `runs`.
+        region: the text is statements. words: what the right text's names are called. tol: relative, of the outputs.
+        rows: mistakes that no single change makes. place: makes a whole file of an answer.
+        notes: {piece of the right text: why it is there}, told with a change of it. most: changes, the likeliest.
+    """
+
+    id: str
+    build: Callable[[str], CudaModule]
+    runs: Sequence[Callable[[CudaModule], Outputs]]
+    region: bool = False
+    words: dict[str, str] = field(default_factory=dict)
+    tol: float = 1e-4
+    rows: Sequence[Row] = ()
+    place: Callable[[str], str] = str
+    notes: Mapping[str, str] = field(default_factory=dict)
+    most: int = 500
+
+    def __post_init__(self) -> None:
+        TRIALS[self.id] = self
+
+    @property
+    def path(self) -> Path:
+        return FOLDER / f"{self.id}.json"
+
+    @cached_property
+    def known(self) -> list[tuple[str, str, float, Seen]]:
+        return [tuple(x) for x in json.loads(self.path.read_text())["changes"]]
+
+    # ---- a learner's -----------------------------------------------------------------------------------------------
+    def seen(self, module: CudaModule) -> Seen:
+        seen: Seen = []
+        for run in self.runs:
+            endless = seen and str(seen[-1]).startswith("timeout")
+            seen.append(seen[-1] if endless else self._one(module, run))
+        return seen
+
+    def _one(self, module: CudaModule, run: Callable[[CudaModule], Outputs]) -> Any:
+        try:
+            outputs = run(module)
+        except SimtError as error:
+            return _found(error.report) or type(error).__name__
+        return _found(module.report) or [number for x in outputs for number in _sums(x)]
+
+    def explain(self, module: CudaModule) -> tuple[str, str] | None:
+        """(slug, sentence) of the likeliest change that gives all of this, and of another one that is as likely."""
+        got = self.seen(module)
+        fitting = [x for x in self.known if self._same(x[3], got)]
+        if not fitting:
+            return None
+        slug, said, cost, _ = fitting[0]
+        if not cost:
+            return slug, said
+        numbers = [x for x in got if not isinstance(x, str)]
+        if numbers and not any(any(x[4::_KEPT]) for x in numbers):
+            return None  # NaN or 0 everywhere, as of many changes
+        said = f"it gives just what a right kernel gives in which {said}"
+        other = next((x[1] for x in fitting[1:] if x[0] != slug and x[2] <= cost + _ALMOST), None)
+        return slug, f"{said}. Or: {other}" if other and len(said + other) < _LONGEST else said
+
+    def _same(self, a: Seen, b: Seen) -> bool:
+        return len(a) == len(b) and all(self._alike(x, y) for x, y in zip(a, b, strict=True))
+
+    def _alike(self, x: Any, y: Any) -> bool:
+        if isinstance(x, str) or isinstance(y, str) or len(x) != len(y):
+            return bool(x == y)
+        for i in range(0, len(x), _KEPT):
+            (marks, nan, up, down, size, *sums), mine = x[i : i + _KEPT], y[i : i + _KEPT]
+            if [marks, nan, up, down] != mine[:4] or abs(size - mine[4]) > self.tol * size:
+                return False
+            if any(abs(s - m) > self.tol * max(size, 1e-6) for s, m in zip(sums, mine[5:], strict=True)):
+                return False
+        return True
+
+    # ---- computed ahead ----------------------------------------------------------------------------------------------
+    def digest(self, text: str) -> str:
+        """Of all that is run and said: what is kept is in sync while it is the same."""
+        whole, made = self._changes(text)
+        said = [*(self._noted(x) for x in made), *(f"{x.slug} {x.sentence} {x.edits}" for x in self.rows)]
+        return hashlib.sha256("\n".join([text, whole.all_in_one(made), *said]).encode()).hexdigest()[:16]
+
+    def _changes(self, text: str) -> tuple[CudaText, list[Change]]:
+        whole = CudaText(text, self.region, self.words)
+        likely = sorted(changes(whole, None, cuda_text), key=lambda x: x.cost)[: self.most]
+        return whole, [replace(x, said=x.said + whole.line_of(x)) for x in likely]
+
+    def compute(self, text: str) -> tuple[list[Any], list[str]]:
+        """(slug, sentence, cost, seen) of all changes that show, and what is said of those that do not."""
+        right = self.seen(self.build(self.place(text)))
+        found: list[Any] = []
+        for row in self.rows:
+            edited = text
+            for old, new in row.edits:
+                assert edited.count(old) == 1, f"{old!r} occurs {edited.count(old)} times in {self.id}"
+                edited = edited.replace(old, new)
+            found.append((row.slug, row.sentence, 0.0, self.seen(self.build(self.place(edited)))))
+            assert not self._same(found[-1][3], right), f"{self.id}: nothing shows {row.slug}"
+        whole, made = self._changes(text)
+        module, refused = self._built(whole, made)
+        assert self._same(self.seen(module), right), f"{self.id}: taken apart, the text is another one"
+        survivors = []
+        for number, change in enumerate(made, 1):
+            if number in refused:
+                continue
+            module.launch("flashlab_choose", number)
+            got = self.seen(module)
+            if self._same(got, right):
+                survivors.append(change.said)
+            else:
+                found.append((change.slug, self._noted(change), round(change.cost, 2), got))
+        found = sorted(found, key=lambda x: x[2])
+        ends = Counter(str(x[3]) for x in found if all(isinstance(y, str) for y in x[3]))
+        found = [x for x in found if ends[str(x[3])] < 2]  # several that end at one place: the finding says more
+        return [x for i, x in enumerate(found) if not any(self._told(y, x) for y in found[:i])], survivors
+
+    def _noted(self, change: Change) -> str:
+        """What is said of a change, and why that piece is there."""
+        note = next((self.notes[x] for x in change.about if x in self.notes), "")
+        return f"{change.said}: {note}" if note else change.said
+
+    def _told(self, before: Any, other: Any) -> bool:
+        """Whether what is likelier hides another one."""
+        near = before[2] and other[2] <= before[2] + _ALMOST and before[0] != other[0]
+        return not near and self._same(before[3], other[3])
+
+    def _built(self, whole: CudaText, made: Sequence[Any]) -> tuple[CudaModule, set[int]]:
+        """One build of all the changes, and the numbers of those that do not compile."""
+        refused: set[int] = set()
+        while True:
+            text = PRELUDE + self.place(whole.all_in_one(made, refused))
+            try:
+                return self.build(text), refused
+            except CheckFailed as failed:
+                error = failed.__context__
+                assert isinstance(error, CompileError), failed
+                more = {n for m in error.messages if m.line for n in _numbers(text, m.line)} - refused
+                if not more:
+                    raise
+                refused |= more
+
+
+_KEPT = 7  # numbers of an output: unwritten, NaN, inf, -inf, the size, two sums
+
+
+def _sums(x: torch.Tensor) -> list[Any]:
+    blank = unwritten(x)
+    x = x.detach().double().flatten()
+    missing = int(blank.sum())
+    counts = [missing, int(x.isnan().sum()) - missing, int((x == math.inf).sum()), int((x == -math.inf).sum())]
+    kept = torch.where(x.isfinite(), x, 0.0)
+    at = torch.arange(1, len(x) + 1, dtype=torch.float64)
+    size = kept.norm()
+    return counts + [float(f"{v:.6g}") for v in (size, kept @ torch.sin(3 * at), kept @ torch.cos(5 * at * at))]
+
+
+def _found(report: Any) -> str:
+    findings = [f for f in report.findings if f.severity == "error"] if report is not None else []
+    if not findings:
+        return ""
+    first = findings[0]
+    where = re.search(r"(?:element \d+|\d+ bytes \w+ the \w+) of \w+", first.message)
+    return f"{first.kind} {first.block} {first.thread} {where[0] if where else ''}"
+
+
+def _numbers(text: str, line: int) -> list[int]:
+    lines = text.splitlines()
+    return [int(n) for n in re.findall(rf"{CHOSEN} == (\d+)", lines[line - 1])[:1]] if line <= len(lines) else []
+
+
+@contextlib.contextmanager
+def explained(module: Callable[[], CudaModule], *trials: Trials, vague: Sequence[str] = ()) -> Iterator[None]:
+    """Have what a check finds in an answer told by the change of a right text that gives the same.
+
+    vague: the diagnoses that say no cause, where others do; findings do not.
+    """
+    __tracebackhide__ = True
+    try:
+        yield
+    except CheckFailed as failed:
+        if failed.diagnosis in _PLAIN or (vague and failed.diagnosis not in (*vague, *KINDS)):
+            raise
+        if (found := next(filter(None, (x.explain(module()) for x in trials)), None)) is None:
+            raise
+        slug, said = found
+        if failed.diagnosis.startswith("global"):  # a finding, which quotes the line
+            slug, said = failed.diagnosis, f"{failed.sentence}. {said[0].upper()}{said[1:]}"
+        if len(said) < 2 * _LONGEST:
+            raise CheckFailed(said, diagnosis=slug, case=failed.case) from None
+        raise
