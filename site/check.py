@@ -34,6 +34,8 @@ SEARCHES = {  # what is searched for, and what has to come first
 WHOLE = ("contributing.html", "lectures/03_minimal_triton_kernel.html", "exercises/08_pipelines_and_banks.html")
 SIDEWAYS = """() => Math.max(...[document.scrollingElement, document.querySelector('.content')]
     .map(box => box.scrollWidth - box.clientWidth))"""
+CUT_CODE = """() => [...document.querySelectorAll('div.cell_input pre')]
+    .filter(code => code.scrollWidth > code.clientWidth).length"""
 FORMULAS = """() => [document.querySelectorAll('.math').length,
     document.querySelectorAll('.math mjx-container').length, document.querySelectorAll('mjx-merror').length]"""
 # Code and formulas look alike on every page, and have ten thousand parts: axe sees them only where `whole` says so.
@@ -114,10 +116,14 @@ def weight(site: Path, name: str) -> int:
 class Quiet(http.server.SimpleHTTPRequestHandler):
     """Serves the site as GitHub Pages does: an address that is not there gets 404.html."""
 
+    prefix = urlparse(os.environ.get("SITE_URL", "")).path.rstrip("/")  # 404.html has it in its links
     extensions_map = {**http.server.SimpleHTTPRequestHandler.extensions_map, ".js": "text/javascript"}
 
     def log_message(self, *_: object) -> None:
         pass
+
+    def translate_path(self, path: str) -> str:
+        return super().translate_path(path.removeprefix(self.prefix))
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         body = (Path(self.directory) / "404.html").read_bytes()
@@ -153,6 +159,8 @@ class Reader:
                 self.open(name, size=size, dark=dark)
                 if (wide := self.page.evaluate(SIDEWAYS)) > 0:
                     self.note(f"{wide} pixels too wide at {size['width']}")
+                if size == LAPTOP and (cut := self.page.evaluate(CUT_CODE)):
+                    self.note(f"{cut} cells have code wider than a laptop's page")
                 there, rendered, errors = self.page.evaluate(FORMULAS)
                 if there != rendered or errors:
                     self.note(f"{rendered} of {there} formulas are rendered, {errors} with an error")
@@ -204,7 +212,7 @@ class Reader:
     def drawings(self) -> None:
         changes = {
             "softmax": ("scores", "3, 1, 9, -inf, 2, 2, 2, 50"), "fragments": ("operand", "C"),
-            "banks": ("order", "XOR swizzle"), "causal": ("N", "64"), "ring": ("order", "in a zigzag"),
+            "banks": ("order", "XOR swizzle"), "causal": ("N", "64"), "ring": ("order", "zigzag"),
         }  # fmt: skip
         self.open("drawings.html")
         for name, (field, value) in changes.items():
@@ -268,12 +276,12 @@ def main() -> int:
         chromium = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox", "--disable-gpu"])
         page = chromium.new_page()
         page.set_default_timeout(60_000)
-        reader = Reader(page, f"http://127.0.0.1:{server.server_port}/")
+        reader = Reader(page, f"http://127.0.0.1:{server.server_port}{Quiet.prefix}/")
         reader.every_page([name for name in pages if not options.only or options.only in name])
         if not options.only:
             reader.searches()
             reader.walk(course)
-            reader.folds(lectures[-1], course[-1])
+            reader.folds(next(x for x in lectures if 'class="later"' in (site / x).read_text()), course[-1])
             reader.drawings()
             reader.missing()
         shots = {

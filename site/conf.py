@@ -28,7 +28,8 @@ nb_merge_streams = True
 nb_output_stderr = "remove"
 nb_render_markdown_format = "myst"  # tables, regions and diffs are outputs in Markdown, with HTML in it
 nb_mime_priority_overrides = [
-    ("html", "text/markdown", 0), ("html", "image/svg+xml", 1), ("html", "image/png", 2), ("html", "text/plain", 10),
+    ("html", "text/markdown", 0), ("html", "text/html", 1), ("html", "image/svg+xml", 2), ("html", "image/png", 3),
+    ("html", "text/plain", 10),
 ]  # fmt: skip
 myst_enable_extensions = ["dollarmath", "amsmath", "html_image"]
 myst_heading_anchors = 4

@@ -29,15 +29,6 @@ ROOT = Path(__file__).resolve().parents[1]
 SITE = ROOT / "site"
 FOLD = 3000  # characters: a longer fold of an output becomes a page of its own, loaded when it is opened
 
-# Each drawing: the lecture and the section it belongs to, and what it shows.
-DRAWINGS = {
-    "softmax": (0, "A row, consumed in blocks", "The online softmax, step by step, on numbers of yours."),
-    "ring": (0, "9. From here to FlashAttention", "A ring of devices under a causal mask: who works when."),
-    "causal": (4, "5 · Tiles that need no mask", "Which tiles of a causal mask are whole, masked, or never loaded."),
-    "fragments": (7, "5 · The C fragment, and one product by hand", "Who holds which element of an MMA's operands."),
-    "banks": (8, "The XOR, derived", "Which banks eight rows of shared memory ask for."),
-}
-
 # The README's sections that have a page of their own; a file of docs/ with the page's name comes first.
 SECTIONS = {
     "What the kernels reach": "results",
@@ -104,7 +95,7 @@ class Site:
         self.target = target
         self.repository = repository()
         self.hours, self.phases = load_phases()
-        self.names = {p.number: p.name for p in self.phases}
+        self.names = {str(p.number): p.name for p in self.phases}
         self.hints = hints()
         self.readme = sections((ROOT / "README.md").read_text(encoding="utf-8"))
         self.pages = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
@@ -153,12 +144,12 @@ class Site:
 
         return re.sub(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)", exchanged, text)
 
-    def crossed(self, text: str, own: int, seen: set[str]) -> str:
+    def crossed(self, text: str, own: int | str, seen: set[str]) -> str:
         """A notebook's text: "phase 7" and the course's files as links, and the glossary's terms where first used."""
 
         def phase(match: re.Match[str]) -> str:
-            number = int(match[2])
-            here = number != own and number in self.names and match[0].lower() not in seen
+            number = match[2]
+            here = number != str(own) and number in self.names and match[0].lower() not in seen
             seen.add(match[0].lower())
             return f"[{match[0]}](../lectures/{self.names[number]}.ipynb)" if here else match[0]
 
@@ -172,7 +163,7 @@ class Site:
                 return f'<a class="term" href="../glossary.html#{self.terms[name]}">{shown}</a>'
             return match[0]
 
-        text = outside_code(text, lambda part: re.sub(r"\b([Pp]hase) (\d+)\b", phase, part))
+        text = outside_code(text, lambda part: re.sub(r"\b([Pp]hase) (\d+[a-z]?)\b", phase, part))
         fenced = re.split(r"(```.*?```|^[#|<].*?$|\$[^$]+\$|\[[^\]]*\]\([^)]*\))", text, flags=re.S | re.M)
         return "".join(
             part if i % 2 else re.sub(r"(?<!`)`([^`\n]+)`(?!`)", code, part) for i, part in enumerate(fenced)
@@ -206,11 +197,7 @@ class Site:
         rest = [t for t in self.readme if t and t not in SECTIONS and t not in NOT_SHOWN]
         setup = "".join(f"\n## {title}\n{self.readme[title]}" for title in rest)
         self.write("setup.md", self.linked(f"# Setting up, and what runs where\n{setup}", "README.md", "setup.md"))
-        drawings = "".join(
-            f"\n## {words[:-1]}\n\n{self.drawing(name)}\n\nOf [phase {number}](lectures/{self.names[number]}.ipynb).\n"
-            for name, (number, _, words) in DRAWINGS.items()
-        )
-        self.write("drawings.md", f"# Drawings to play with\n\nEach stands in its lecture too.\n{drawings}")
+        self.write("drawings.md", self.drawings())
         self.write("index.md", self.index())
         missing = (SITE / "404.md").read_text(encoding="utf-8")  # it is shown at any address
         self.write(
@@ -220,7 +207,11 @@ class Site:
     def index(self) -> str:
         """The first page: what the README begins with, the paths, and the map that Sphinx puts on the left."""
         begin = self.linked(self.readme[""], "README.md", "index.md")
-        course = "\n".join(f"{p.number} · {p.title} <lectures/{p.name}>" for p in self.phases)
+        whole = str.maketrans(" ", "\N{NO-BREAK SPACE}")  # a time is not broken across two lines
+        course = "\n".join(
+            f"{p.number} · {p.title} {f'· {self.hours(p.reading)}'.translate(whole)} <lectures/{p.name}>"
+            for p in self.phases
+        )
         table = "\n".join(
             f"| [{p.number}](lectures/{p.name}.ipynb) | {p.title} | {p.summary} | {self.hours(p.reading)} |"
             for p in self.phases
@@ -234,14 +225,19 @@ class Site:
         found = {"begin": begin, "course": course, "phases": table, "notes": notes, "beside": beside}
         for name, value in found.items():
             text = text.replace(f"@{name}@", value.rstrip())
-        return re.sub(r"\[phase (\d+)\]", lambda m: f"[phase {m[1]}](lectures/{self.names[int(m[1])]}.ipynb)", text)
+        return re.sub(r"\[phase (\w+)\]", lambda m: f"[phase {m[1]}](lectures/{self.names[m[1]]}.ipynb)", text)
 
-    def drawing(self, name: str) -> str:
-        words = html.escape(DRAWINGS[name][2])
-        return (
-            f'<div class="drawing" data-drawing="{name}" role="group" aria-label="{words}">\n'
-            f"<noscript>{words} It is drawn by JavaScript.</noscript>\n</div>"
-        )
+    def drawings(self) -> str:
+        """A page of all that is drawn by JavaScript: outputs of the lectures' cells."""
+        text = "# Drawings to play with\n\nEach stands in its lecture too.\n"
+        for phase in self.phases:
+            notebook = json.loads((ROOT / "notebooks" / f"{phase.name}.ipynb").read_text(encoding="utf-8"))
+            for output in (o for cell in notebook["cells"] for o in cell.get("outputs", [])):
+                drawn = "".join(output.get("data", {}).get("text/html", ""))
+                if named := re.search(r'data-drawing="\w+".*aria-label="(.+)\."', drawn):
+                    of = f"Of [phase {phase.number}](lectures/{phase.name}.ipynb)."
+                    text += f"\n## {named[1]}\n\n```{{raw}} html\n{drawn}\n```\n\n{of}\n"
+        return text
 
     # ---- notebooks
 
@@ -296,8 +292,9 @@ class Site:
                 for output in cell["outputs"]:
                     if told := output.get("data", {}).get("text/markdown"):
                         output["data"]["text/markdown"] = self.fold("".join(told))
-                if any("image/png" in output.get("data", {}) for output in cell["outputs"]):
-                    alt = f"{plain(heading)}. {words}".removeprefix(". ")
+                if pictures := [o for o in cell["outputs"] if "image/png" in o.get("data", {})]:
+                    told = plain(pictures[0]["metadata"].get("image/png", {}).get("alt", ""))  # by the figure itself
+                    alt = ". ".join(filter(None, (plain(heading), told, "" if len(told) > 40 else plain(words))))
                     cell["metadata"].setdefault("mystnb", {})["image"] = {"alt": alt}
             cell["source"] = source
         return cells
@@ -305,12 +302,7 @@ class Site:
     def lecture(self, phase: Any, toc: str) -> None:
         path = f"notebooks/{phase.name}.ipynb"
         notebook = json.loads((ROOT / path).read_text(encoding="utf-8"))
-        cells = titled(notebook["cells"], self.bar(phase, "notebooks"))
-        for name, (number, heading, words) in DRAWINGS.items():
-            if number == phase.number:
-                at = end_of_section(cells, heading)
-                cells.insert(at, markdown(f"**To play with.** {words}\n\n{self.drawing(name)}"))
-        cells = self.finish(cells, phase)
+        cells = self.finish(titled(notebook["cells"], self.bar(phase, "notebooks")), phase)
         cells.append(markdown(f"```{{toctree}}\n:hidden:\n\n{toc} <../exercises/{phase.name}>\n```"))
         self.write(f"lectures/{phase.name}.ipynb", json.dumps(notebook | {"cells": cells}, indent=1))
 
@@ -372,19 +364,6 @@ def titled(cells: list[dict[str, Any]], line: str) -> list[dict[str, Any]]:
         else ""
     )
     return [cells[0], markdown("\n\n".join(filter(None, (told, line)))), *cells[1 + bool(told) :]]
-
-
-def end_of_section(cells: list[dict[str, Any]], heading: str) -> int:
-    """Behind the first figure of the section with that heading, or its last code. ValueError: there is none."""
-    begin = next(
-        (i for i, c in enumerate(cells) if re.search(rf"^#+ {re.escape(heading)}$", "".join(c["source"]), re.M)), -1
-    )
-    if begin < 0:
-        raise ValueError(f"no section is called {heading!r}: site/stage.py names it for a drawing")
-    end = next((i for i, c in enumerate(cells) if i > begin and c["cell_type"] == "markdown"
-                and re.match(r"## ", "".join(c["source"]))), len(cells))  # fmt: skip
-    drawn = [i for i in range(begin, end) if '"image/png"' in json.dumps(cells[i].get("outputs", []))]
-    return (drawn[0] if drawn else max(i for i in range(begin, end) if cells[i]["cell_type"] == "code")) + 1
 
 
 def found_by(phase: Any) -> list[str]:

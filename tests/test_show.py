@@ -7,6 +7,8 @@ import re
 
 import matplotlib.pyplot as plt
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.core.pylabtools import select_figure_formats
 from PIL import Image as Picture
 
 from flashlab.attention import reference, schemes
@@ -253,3 +255,30 @@ def test_gif_keeps_the_colours():
 def test_an_animation_of_nothing():
     with pytest.raises(ValueError, match="at least one figure"):
         show.gif([])
+
+
+def test_a_figure_is_told_in_words_wherever_it_is_shown():
+    shell = InteractiveShell.instance()
+    try:
+        select_figure_formats(shell, {"png"})
+        for _ in range(2):  # a cell may be run again
+            show.style()
+        figure, ax = plt.subplots()
+        ax.plot([1, 2], label="ours")
+        ax.set(title="Forward", xlabel="N", ylabel="TFLOP/s")
+        ax.legend()
+        data, metadata = shell.display_formatter.format(figure)
+        assert data["image/png"] and metadata["image/png"]["alt"] == "Forward; TFLOP/s over N; ours"
+    finally:
+        InteractiveShell.clear_instance()
+        plt.close("all")
+
+
+def test_a_figure_without_titles_says_what_is_written_in_it():
+    figure, ax = plt.subplots()
+    ax.axis("off")
+    ax.set_xlabel("not seen")
+    for text in ("Q", "a block\nof K", "Q"):
+        ax.text(0, 0, text)
+    assert show.in_words(figure) == "Q. a block of K"
+    assert show.gif([figure]).alt == "Animation: Q. a block of K"

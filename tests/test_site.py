@@ -1,11 +1,13 @@
 """The website's staging, and the rules of its drawings beside the package's. Neither Sphinx nor a browser is needed:
 `make site` and `make site-check` have those."""
 
+import itertools
 import json
 import math
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from flashlab.attention import online_softmax
 from flashlab.attention.options import band
 from flashlab.attention.triton_forward import tile_edges
 from flashlab.exercises import exercises
-from flashlab.figures import banks, fragments
+from flashlab.figures import banks, drawings, fragments
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -104,7 +106,7 @@ def test_links_of_the_repository_become_those_of_the_site(site):
         "../exercises/03_minimal_triton_kernel.ipynb"
     )
     assert site.terms["lse"] == "term-lse" and 'id="term-lse"' in (site.target / "glossary.md").read_text()
-    lecture = "".join("".join(c["source"]) for c in cells(site, f"lectures/{site.names[3]}.ipynb"))
+    lecture = "".join("".join(c["source"]) for c in cells(site, f"lectures/{site.names['3']}.ipynb"))
     assert lecture.count('glossary.html#term-lse"><code class="literal">lse') == 1
 
 
@@ -128,19 +130,25 @@ def test_text_is_linked_once_and_never_in_code_or_formulas(site):
     said = site.crossed(text, 7, seen)
     assert said.count("](../lectures/03") == 1 and "04_" not in said
     assert site.crossed("see phase 7", 7, set()) == "see phase 7"
+    assert "](../lectures/11b_" in site.crossed("see phase 11b", 11, set())
     assert site.crossed("`exercises/03_minimal_triton_kernel.ipynb`", 7, set()).endswith(
         "](../exercises/03_minimal_triton_kernel.ipynb)"
     )
 
 
-def test_a_drawing_stands_behind_a_figure_of_its_lecture(site):
-    for name, (number, _, _) in stage.DRAWINGS.items():
-        assert (ROOT / "site" / "_static" / "drawings" / f"{name}.js").exists()
-        page = cells(site, f"lectures/{site.names[number]}.ipynb")
-        (at,) = [i for i, c in enumerate(page) if f'data-drawing="{name}"' in "".join(c["source"])]
-        assert name == "ring" or any("image/png" in o.get("data", {}) for o in page[at - 1]["outputs"])
-    with pytest.raises(ValueError, match="no section is called 'Nowhere'"):
-        stage.end_of_section([], "Nowhere")
+def test_each_drawing_stands_behind_a_picture_of_its_lecture(site):
+    found = []
+    for phase in site.phases:
+        outputs = [o for c in cells(site, f"lectures/{phase.name}.ipynb") for o in c.get("outputs", [])]
+        for before, data in itertools.pairwise(o["data"] for o in outputs if "data" in o):
+            if named := re.search(r'data-drawing="(\w+)"', "".join(data.get("text/html", ""))):
+                found.append(named[1])
+                assert "image/png" in before, f"{named[1]} has no static picture above it"
+                assert "".join(data["text/html"]) == drawings.play(named[1]).data, f"build phase {phase.number} again"
+    assert sorted(found) == sorted(drawings.WORDS)
+    assert (site.target / "drawings.md").read_text().count('class="drawing"') == len(found)
+    with pytest.raises(ValueError, match="no drawing 'rings'; there are softmax"):
+        drawings.play("rings")
 
 
 # ---- the drawings compute what the package computes
@@ -152,7 +160,7 @@ def drawn():
     node = shutil.which("node")
     if node is None:
         pytest.skip("the drawings run in a browser, and here in node, which is not installed")
-    folder = (ROOT / "site" / "_static" / "drawings").as_uri()
+    folder = Path(drawings.__file__).parent.as_uri()
 
     def evaluate(module, expression):
         script = f'import * as d from "{folder}/{module}.js"; console.log(JSON.stringify({expression}))'

@@ -1,8 +1,4 @@
-// What every page does: draws its drawings, loads a fold when it is opened, and lets keys scroll what is too wide.
-
-for (const place of document.querySelectorAll("[data-drawing]")) {
-  import(`./drawings/${place.dataset.drawing}.js`).then((drawing) => drawing.mount(place));
-}
+// What every page does: loads a fold when it is opened, and lets keys scroll what is too wide.
 
 for (const fold of document.querySelectorAll("details.later")) {
   fold.addEventListener("toggle", async () => {

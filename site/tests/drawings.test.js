@@ -2,11 +2,11 @@
 // tests/test_site.py compares them with the package's.
 import assert from "node:assert/strict";
 import test from "node:test";
-import { address, wavefronts } from "../_static/drawings/banks.js";
-import { walks } from "../_static/drawings/causal.js";
-import { holders, SHAPES } from "../_static/drawings/fragments.js";
-import { chunks, efficiency, work } from "../_static/drawings/ring.js";
-import { numbers, steps } from "../_static/drawings/softmax.js";
+import { address, wavefronts } from "../../src/flashlab/figures/drawings/banks.js";
+import { walks } from "../../src/flashlab/figures/drawings/causal.js";
+import { holders, SHAPES } from "../../src/flashlab/figures/drawings/fragments.js";
+import { chunks, efficiency, work } from "../../src/flashlab/figures/drawings/ring.js";
+import { numbers, steps } from "../../src/flashlab/figures/drawings/softmax.js";
 
 test("the online softmax ends where the softmax does, in blocks of any size", () => {
   const x = [1, -Infinity, 2, 40, 3, 1, 41];

@@ -45,7 +45,7 @@ from IPython.display import display
 
 from flashlab.attention import reference
 from flashlab.attention.inputs import check_qkv, scale_of
-from flashlab.figures import curves, rows, show
+from flashlab.figures import curves, drawings, rows, show
 from flashlab.attention.online_softmax import (
     online_softmax,
     require_block,
@@ -602,6 +602,13 @@ states = list(itertools.accumulate(blocks, merge, initial=identity(head_dim=2, d
 animation = show.gif(rows.block_frames(x, states), seconds_a_frame=1.2, dpi=100)
 assert len(animation.data) < 600_000
 display(animation)
+
+# %% [markdown]
+# The same on numbers of yours: change the scores, the blocks' size, and how many of them are read. Where does $m$ move, and what does the
+# correction do to $\ell$ and $o$ then?
+
+# %%
+drawings.play("softmax")
 
 # %% [markdown]
 # ## 6. Minus infinity minus minus infinity

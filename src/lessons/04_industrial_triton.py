@@ -56,7 +56,7 @@ from flashlab.attention.triton_plain import LOG2_E
 from flashlab.bench import industrial, timing
 from flashlab.check import verify
 from flashlab.check.training import wanted, worst
-from flashlab.figures import curves, masks, show
+from flashlab.figures import curves, drawings, masks, show
 from flashlab.figures.panels import panels
 from flashlab.triton_tools.compile_report import compile_reports
 from flashlab.triton_tools.watch import hbm_traffic
@@ -422,6 +422,12 @@ plt.show()
 # *Blue: every row sees the whole tile. Only the diagonal is masked. Where its offset is no multiple of the tile, as in both pictures, it crosses two tiles
 # of most blocks of queries.*
 #
+# Other lengths and tiles, to play with: which sizes leave the fewest orange tiles?
+
+# %%
+drawings.play("causal")
+
+# %% [markdown]
 # How many tiles still pay, at a real size?
 
 # %%

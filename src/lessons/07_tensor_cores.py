@@ -48,7 +48,7 @@ from flashlab.bench.published import load
 from flashlab.check import CheckFailed, verify
 from flashlab.check.cuda_answer import examine, region, replaced
 from flashlab.cuda import load_inline, missing
-from flashlab.figures import fragments, show
+from flashlab.figures import drawings, fragments, show
 from flashlab.kernels import path, step
 from flashlab.kernels.regions import regions
 
@@ -361,6 +361,12 @@ plt.show()
 # rows 1 and 9 of A and of C, and of column 1 of B. So the elements of C that it ends up with are not the product of what
 # it held: the lanes work together inside the instruction.*
 #
+# One operand at a time, to play with. A click on an element shows all that its lane holds:
+
+# %%
+drawings.play("fragments")
+
+# %% [markdown]
 # Now one product by hand. Small whole numbers, so that every sum is exact and "equal" means equal.
 
 # %%

@@ -39,7 +39,7 @@ from flashlab.bench import hardware
 from flashlab.bench.records import recorded
 from flashlab.bench.resources import recorded as resources
 from flashlab.cuda import load_inline
-from flashlab.figures import banks, ladder, show, traces
+from flashlab.figures import banks, drawings, ladder, show, traces
 from flashlab.figures.ladder import COLUMNS, counted, grow, row, wavefronts
 from flashlab.kernels import step, steps
 
@@ -325,6 +325,12 @@ plt.show()
 # Left, before: eight rows in the same four banks, so eight wavefronts (red: a bank asked for by several rows). Right, after: a diagonal,
 # and one wavefront (blue: asked for once).
 #
+# To play with: other chunks, and longer rows. With which number of bytes per row is there no conflict, swizzled or not?
+
+# %%
+drawings.play("banks")
+
+# %% [markdown]
 # The figure shows one tile. The count is about all of them: Q, K, and V through `.trans`, in every round.
 
 # %%

@@ -54,7 +54,7 @@ from flashlab.distributed import ring as ring_module, scaling, ulysses as ulysse
 from flashlab.distributed.layout import places
 from flashlab.distributed.scaling import Machine, critical_path, one_gpu, sent_bytes, simulate, work
 from flashlab.distributed.train import fit_split
-from flashlab.figures import curves, rings, show
+from flashlab.figures import curves, drawings, rings, show
 from flashlab.models.language_model import Config
 from flashlab.models.train import distance, fit
 from flashlab.table import Table
@@ -393,8 +393,12 @@ assert all(len(set(step)) == 1 for step in zigzag), "every rank has the same wor
 
 # %% [markdown]
 # Even in every step matters: ranks wait for each other at every hand-over, so a rank that has much now and little later still holds up
-# the ring.
-#
+# the ring. Watch it with up to eight ranks:
+
+# %%
+drawings.play("ring")
+
+# %% [markdown]
 # Stripes are nearly even: a rank whose keys stand behind its queries loses the diagonal. But the masks of all their steps are
 # triangles, and a kernel pays for tiles that a diagonal cuts. Zigzag has one triangle, in the first step.
 

@@ -15,6 +15,7 @@ timelines   what the units of a chip do at which time
 banks       which banks of shared memory are asked for
 traces      what a kernel does in which order, from print statements in a copy of it
 panels      several small plots of one kind, over sequence lengths
+drawings    pictures that answer to the reader, in the browser
 results     the README's figure
 ladder      the steps of the series side by side: counted, timed
 """

@@ -17,19 +17,21 @@ import inspect
 import io
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
+from IPython import get_ipython
 from IPython.display import Image, Markdown, display
 from matplotlib.figure import Figure
 
 from flashlab.kernels import regions
 from flashlab.table import Table
 
-__all__ = ["COLORS", "diff", "folded", "gif", "region", "shown", "source", "source_text", "style", "table"]
+__all__ = ["COLORS", "diff", "folded", "gif", "in_words", "region", "shown", "source", "source_text", "style", "table"]
 
 # Okabe & Ito's palette, but for red: theirs is an orange to most eyes, and this one, Paul Tol's, is called red by all.
 # Told apart by colour-blind readers, and in grey by their lightness.
@@ -49,7 +51,7 @@ _CYCLE = ["blue", "orange", "green", "red", "purple", "sky", "black"]
 
 
 def style() -> None:
-    """Set the course's look for every figure drawn after it: size, type, grid, colours."""
+    """Set the course's look for every figure drawn after it: size, type, grid, colours; and have it told in words."""
     plt.rcParams.update(
         {
             "figure.figsize": (7.0, 3.6),
@@ -69,6 +71,33 @@ def style() -> None:
             "axes.prop_cycle": plt.cycler(color=[COLORS[c] for c in _CYCLE]),
         }
     )
+    if shell := get_ipython():
+        plt.switch_backend(plt.get_backend())  # which says how figures are shown when it is first loaded
+        formatter = shell.display_formatter.formatters["image/png"]
+        if Figure in formatter:
+            formatter.for_type(Figure, partial(_told, formatter.lookup_by_type(Figure)))
+
+
+def _told(draw: Callable[[Figure], Any], figure: Figure) -> tuple[Any, dict[str, Any]]:
+    data = draw(figure)
+    data, metadata = data if isinstance(data, tuple) else (data, {})  # a tuple: retina, or `style` ran before
+    return data, metadata | {"alt": in_words(figure)}
+
+
+def in_words(figure: Figure) -> str:
+    """What a figure says of itself, for those who do not see it: titles, axes, legends, else what is written in it."""
+    parts = [figure.get_suptitle()]
+    for ax in figure.axes:
+        title = " ".join(filter(None, (ax.get_title(loc=place) for place in ("left", "center", "right"))))
+        across, up = (label if ax.axison else "" for label in (ax.get_xlabel(), ax.get_ylabel()))
+        axes = f"{up} over {across}" if up and across else up or across
+        keys = ", ".join(text.get_text() for text in legend.get_texts()) if (legend := ax.get_legend()) else ""
+        parts.append("; ".join(filter(None, (title, axes, keys))))
+    parts += [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+    if not any(parts):
+        parts = [text.get_text() for ax in figure.axes for text in ax.texts]
+    told = ". ".join(dict.fromkeys(" ".join(part.split()) for part in parts if part.strip()))
+    return textwrap.shorten(told, 400, placeholder=" ...")
 
 
 # ---- source, regions, diffs ------------------------------------------------------------------------------------------
@@ -388,8 +417,9 @@ def gif(figures: Iterable[Figure], *, seconds_a_frame: float = 0.8, hold_last: f
     """
     from PIL import Image as Picture
 
-    frames = []
+    frames, words = [], ""
     for figure in figures:
+        words = in_words(figure)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", dpi=dpi)
         plt.close(figure)
@@ -402,4 +432,4 @@ def gif(figures: Iterable[Figure], *, seconds_a_frame: float = 0.8, hold_last: f
     frames[0].save(out, "GIF", save_all=True, append_images=frames[1:], duration=durations, loop=0, optimize=True)
     # Labelled PNG on purpose: exporters and code hosts drop image/gif from a notebook, and every browser looks at the
     # bytes, not at the label. In JupyterLab, in exported HTML and on a code host it plays.
-    return Image(data=out.getvalue(), format="png")
+    return Image(data=out.getvalue(), format="png", alt=f"Animation: {words}")

@@ -1,10 +1,10 @@
 // Ring attention under a causal mask: who has work in which step, for two ways to deal out the sequence.
 import { COLORS, element, interactive } from "./dom.js";
 
-// The chunks of the sequence, 0 to 2 * ranks - 1, that a rank holds.
+// The pieces of the sequence, 0 to 2 * ranks - 1, that a rank holds.
 export const chunks = (rank, ranks, zigzag) => (zigzag ? [rank, 2 * ranks - 1 - rank] : [2 * rank, 2 * rank + 1]);
 
-// Work of a rank in a step, in pairs of chunks: 1 where all is seen, 1/2 on the diagonal. The keys come from rank - step.
+// Work of a rank in a step, in pairs of pieces: 1 where all is seen, 1/2 on the diagonal. The keys come from rank - step.
 export function work(rank, step, ranks, zigzag) {
   const from = (rank - step + ranks) % ranks;
   let sum = 0;
@@ -27,12 +27,12 @@ export function efficiency(ranks, zigzag) {
 
 export function mount(place) {
   const inputs = {
-    order: { label: "the sequence is dealt out", value: "in one piece each", options: ["in one piece each", "in a zigzag"] },
-    ranks: { label: "devices", value: 4, min: 1, max: 8 },
+    order: { label: "layout", value: "contiguous", options: ["contiguous", "zigzag"] },
+    ranks: { label: "ranks", value: 4, min: 1, max: 8 },
   };
   const [wide, high] = [58, 34];
   interactive(place, inputs, ({ order, ranks }) => {
-    const zigzag = order === "in a zigzag";
+    const zigzag = order === "zigzag";
     const cells = [];
     for (let rank = 0; rank < ranks; rank++) {
       cells.push(element("text", { x: 50, y: (rank + 1.5) * high, class: "label" }, `${rank}: ${chunks(rank, ranks, zigzag).join(", ")}`));
@@ -48,10 +48,10 @@ export function mount(place) {
         );
       }
     }
-    const said = `${Math.round(100 * efficiency(ranks, zigzag))} % of the devices' time is work; the rest waits for the busiest device of a step.`;
-    const label = `A line per device with its chunks, a column per step; the bar is the device's work in the step. ${said}`;
+    const said = `${Math.round(100 * efficiency(ranks, zigzag))} % of the ranks' time is used; the rest waits for the busiest rank of a step.`;
+    const label = `A line per rank with its pieces, a column per step; the bar is the rank's work in the step. ${said}`;
     const width = 100 + ranks * wide;
     const picture = element("svg", { viewBox: `0 0 ${width} ${(ranks + 1) * high}`, width, role: "img", "aria-label": label }, ...cells);
-    return [picture, element("output", {}, `${said} A line per device, with the chunks it holds; the bar is its work in the step, of at most 4 pairs of chunks.`)];
+    return [picture, element("output", {}, `${said} A line per rank, with the pieces it holds; the bar is its work in the step, of at most 4 units.`)];
   });
 }

@@ -42,7 +42,7 @@ export function mount(place) {
         "g", { onclick: () => set({ lane: held.lane }) },
         element("rect", {
           x: column * size + 1, y: row * size + 1, width: size - 2, height: size - 2, fill: HUES[held.register],
-          opacity: mine ? 1 : 0.45, stroke: mine ? "var(--color-foreground-primary)" : "none", "stroke-width": 2.5,
+          opacity: mine ? 1 : 0.45, stroke: mine ? "currentColor" : "none", "stroke-width": 2.5,
         }),
         element("text", mine ? { x: (column + 0.5) * size, y: (row + 0.5) * size } : { x: (column + 0.5) * size, y: (row + 0.5) * size, class: "label" }, `${held.lane} ${name}`),
         element("title", {}, `row ${row}, column ${column}: lane ${held.lane}, ${name}`),
