@@ -48,6 +48,7 @@ from flashlab.attention import decode as kernels, reference
 from flashlab.attention.online_softmax import merge_finished
 from flashlab.attention.tiles import cdiv
 from flashlab.attention.triton_forward import flash_attention_forward
+from flashlab.bench import decode as bench, records
 from flashlab.cuda import decoding, load_inline
 from flashlab.figures import curves, show
 from flashlab.kernels import source, step, steps
@@ -656,6 +657,60 @@ flop = 128 * 2 * (576 + 512)
 print(f"{per_token} bytes per token and layer; 128 heads of 128 would have {2 * 128 * 128 * 2}")
 print(f"{flop / per_token:.0f} FLOP per byte, and the ridge is at {ridge:.0f}")
 assert flop / per_token > ridge and 2 * 128 * 128 * 2 / per_token > 56
+
+# %% [markdown]
+# ## 15 · What an H200 says
+#
+# All of this was counted. The bench asks the GPU: `flashlab bench decode`. A step is timed as a model would run it, as a CUDA graph, over copies of the cache that do not fit into L2
+# together. FlashInfer reads pages of 16, as ours do. cuDNN and FlashAttention-2 have no pages: their cache is contiguous, and lengths are what the tensor says. Microseconds:
+
+# %%
+RUNS = records.recorded("decode")
+NAMES = {"p12_decode, pages of 16": "p12_decode", "Triton, pages of 16": "Triton", "FlashInfer, pages of 16": "FlashInfer",
+         "cuDNN, contiguous": "cuDNN", "FlashAttention-2, contiguous": "FlashAttention-2"}
+for run in RUNS:
+    rows = [[work, *(us.get(name, "") for name in NAMES)] for work, us in bench.side_by_side(run).items()]
+    show.table(rows, ["sequences x keys, heads, D", *NAMES.values()], align="lrrrrr")
+
+# %% [markdown]
+# How do they stand to each other, and what did the last steps gain?
+
+# %%
+for run in RUNS:
+    us = {work: {NAMES.get(name, name): t for name, t in row.items()} for work, row in bench.side_by_side(run).items()}
+    for peer in ("FlashInfer", "cuDNN", "Triton"):
+        ratios = {work: row[peer] / row["p12_decode"] for work, row in us.items() if peer in row}
+        print(f"p12_decode is {min(ratios.values()):.2f} to {max(ratios.values()):.2f} times as fast as {peer}; "
+              f"ahead at {sum(r > 1 for r in ratios.values())} of {len(ratios)}")
+    uneven = next(row for work, row in us.items() if "ragged" in work)
+    print(f"ragged: equal shares take {uneven['p12_decode']:.0f} us, a number of splits for all {uneven['Triton']:.0f}")
+    assert uneven["Triton"] > 2 * uneven["p12_decode"] < 2 * uneven["FlashInfer"]
+    large = [row for work, row in us.items() if row["p12_decode"] > 60]
+    assert all(0.92 < row["cuDNN"] / row["p12_decode"] < 1 for row in large)
+
+# %% [markdown]
+# So with pages it is ahead of FlashInfer nearly everywhere. It is not ahead of cuDNN, which has no pages to look up: 4 to 6 % behind on large caches. On small ones nearly all of the time is
+# waiting: for the launch, a length, a page, the first keys, then for the parts and the counter, one after the other. How long, if the reads went at the speed that the largest cache has?
+
+# %%
+for run in RUNS:
+    fastest = max(row.get("gb_s", 0) for row in run["rows"])
+    for case in bench.CASES[4:7]:
+        row = bench.side_by_side(run).get(bench.said(case), {})
+        print(bench.said(case), {NAMES[n]: f"{t - case.cache_bytes / fastest / 1e3:.1f} us" for n, t in row.items() if n in NAMES})
+
+# %% [markdown]
+# 6 to 8 µs for `p12_decode` and cuDNN, whatever the cache. A model of 32 layers waits that long 32 times for each token.
+#
+# Goals were set before the kernel was first timed:
+
+# %%
+for run in RUNS:
+    found = bench.goal_table(run)
+    show.table(found.rows, found.columns, align=found.align)
+
+# %% [markdown]
+# What pages cost, and what ragged lengths cost, is as was meant. The speed of cuDNN was not reached, nor the short times. `notes/phase_12_experiments.md` says what was tried, and what each attempt gained or lost.
 
 # %% [markdown]
 # ## Summary, and what is left to explore

@@ -239,25 +239,44 @@ def goals(data: Data) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _said(case: Case) -> str:
+def said(case: Case) -> str:
+    """The name of a case in tables."""
     keys = "ragged" if case.ragged else str(case.keys)
     return f"{case.batch} x {keys}, {case.heads}/{case.kv_heads}, D {case.head_dim}"
+
+
+def side_by_side(data: Data) -> dict[str, dict[str, float]]:
+    """Microseconds by work and name, in the record's order; {} where nothing was measured."""
+    found: dict[str, dict[str, float]] = {}
+    for row in where(data["rows"], part="work"):
+        if "ms" in row:
+            case = said(Case(**{name: row[name] for name in Case._fields}))
+            found.setdefault(case, {})[row["name"]] = 1e3 * row["ms"]
+    return found
+
+
+def goal_table(data: Data) -> Table:
+    """Each goal, what was found, and whether it is met."""
+    rows = [
+        [said(Case(*goal["case"])), goal["what"], f"{goal['wanted']:g}",
+         "not measured" if goal["found"] is None else f"{goal['found']:.3g}", "met" if goal["met"] else "not met"]
+        for goal in data.get("goals", [])
+    ]  # fmt: skip
+    return Table.of(rows, ["work, heads, D", "goal", "wanted", "is", ""], align="llrrl")
 
 
 def table(data: Data) -> Table:
     """Microseconds, the spread and GB/s of all; below them the goals."""
     cells = []
     for row in data["rows"]:
-        said = _said(Case(**{name: row[name] for name in Case._fields}))
+        work = said(Case(**{name: row[name] for name in Case._fields}))
         if "ms" not in row:
-            cells.append([said, row["name"], row["unavailable"][:50], "", ""])
+            cells.append([work, row["name"], row["unavailable"][:50], "", ""])
             continue
         spread = f"{1e3 * row['fastest']:.1f} to {1e3 * row['slowest']:.1f}"
-        cells.append([said, row["name"], f"{1e3 * row['ms']:.1f}", spread, f"{row['gb_s']:.0f}"])
-    for goal in data.get("goals", []):
-        value = "not measured" if goal["found"] is None else f"{goal['found']:.3f}"
-        met = "met" if goal["met"] else "not met"
-        cells.append([_said(Case(*goal["case"])), f"goal: {goal['what']}", value, f"{goal['wanted']:g}", met])
+        cells.append([work, row["name"], f"{1e3 * row['ms']:.1f}", spread, f"{row['gb_s']:.0f}"])
+    for work, what, goal, value, met in goal_table(data).rows:
+        cells.append([work, f"goal: {what}", value, goal, met])
     columns = ["work, heads, D", "name", "us, or found", "fastest to slowest, or wanted", "GB/s"]
     return Table.of(cells, columns, align="llrrr", caption="one query per sequence, bf16")
 

@@ -25,14 +25,15 @@ from typing import Any, NamedTuple
 
 import jinja2  # torch needs it, so it is there
 
-from flashlab.bench import hopper_inputs, hopper_jobs, hopper_results, layer, lm, peers, records
+from flashlab.bench import decode, hopper_inputs, hopper_jobs, hopper_results, layer, lm, peers, records
 from flashlab.bench.harness import Data, Row
 from flashlab.bench.rows import At, Missing, by, of, over, where
 from flashlab.table import Table
 
 ROOT = Path(__file__).parents[3]
 GPU = "h200"
-RECORDS = ("walls", "triton", "industrial", "scalar", "mma", "ablation", "validation", "layer", "lm", "hopper")
+RECORDS = ("walls", "triton", "industrial", "scalar", "mma", "ablation", "validation", "layer", "lm", "hopper",
+           "decode")  # fmt: skip
 BEGIN, END = "<!-- results: written by `flashlab bench readme` -->", "<!-- end of the results -->"
 COMMAND = "flashlab bench readme"
 
@@ -44,6 +45,7 @@ COLUMNS = {"triton": "Triton, ours", "gluon": "Gluon, ours", "CUDA": "CUDA, ours
 COLUMNS |= {name: name for name in ("FlashAttention-2", "cuDNN", "FlexAttention")} | {"eager": "eager PyTorch"}
 HOPPER = {hopper_jobs.OURS: "phase 11, ours", **ALONE}
 BEST = {hopper_jobs.OURS: "phase 11, ours", "triton": "Triton, ours", "p9_flash": "phase 9, ours", **ALONE}
+DECODE = (decode.OURS, "Triton, pages of 16", decode.FLASHINFER, decode.CUDNN, "FlashAttention-2, contiguous")
 All = Mapping[str, Data]
 
 
@@ -195,6 +197,13 @@ def input_table(found: All) -> str:
                           *(f"{x:.2f}" if x else "–" for x in ratios), *(f"{x:.1e}" for x in errors)])  # fmt: skip
     columns = ["scores", "D", "doubted", *HOPPER.values(), "over the best", "causal", "error, ours", "peers"]
     return Table.of(lines, columns, align="l" + "r" * (len(columns) - 1))._repr_markdown_()
+
+
+def decode_table(found: All) -> str:
+    """Phase 12's kernels beside their peers: microseconds of one query per sequence."""
+    rows = decode.side_by_side(found["decode"])
+    lines = [[work, *(f"{us[n]:.1f}" if n in us else "–" for n in DECODE)] for work, us in rows.items()]
+    return Table.of(lines, ["sequences x keys, heads, D", *DECODE], align="l" + "r" * len(DECODE))._repr_markdown_()
 
 
 def ladder_table(found: All) -> str:
@@ -538,7 +547,7 @@ def laid(name: str, found: All) -> str:
     """docs/NAME.jinja with its numbers, in lines that a diff can show; a paragraph that lacks one is left out."""
     questions = Questions(found)
     asked = {key: getattr(questions, key) for key in dir(Questions) if key[0] != "_"}
-    tables = (best_table, hopper_table, input_table, ladder_table, table)
+    tables = (best_table, decode_table, hopper_table, input_table, ladder_table, table)
     asked |= {make.__name__: functools.partial(make, found) for make in tables}
     asked |= {f.__name__: f for f in (span, share, speed_of, faster_than_ours, over, some, min, max)}
     asked |= {"machine": lambda: machine_words(found), "alternative": alternative(drawn(found)), "caption": CAPTION}
