@@ -689,6 +689,9 @@ for run in RUNS:
     assert all(0.92 < row["cuDNN"] / row["p12_decode"] < 1 for row in large)
 
 # %% [markdown]
+# With shares of equal tiles alone the ragged batch took 68 µs: its 128 pieces each cost some 24 tiles more, to begin and to merge, and a few blocks had most of them. So `p12_decode` counts
+# these in (`PIECE_TILES`). Section 10 does not.
+#
 # So with pages it is ahead of FlashInfer nearly everywhere. It is not ahead of cuDNN, which has no pages to look up: 4 to 6 % behind on large caches. On small ones nearly all of the time is
 # waiting: for the launch, a length, a page, the first keys, then for the parts and the counter, one after the other. How long, if the reads went at the speed that the largest cache has?
 
