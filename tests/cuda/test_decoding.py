@@ -203,7 +203,7 @@ def beside(c):
         ({}, columns_apart, {}, "k_cache has strides .* rows must be contiguous"),
         ({}, beside, {}, "k_cache begins 2 bytes behind a 16-byte boundary"),
     ],
-    ids=str,
+    ids=lambda x: getattr(x, "__name__", str(x)),
 )
 def test_what_it_does_not_take(sizes, change, options, said):
     x = Sequences([3], **{"head_dim": 64, "dtype": BF16} | sizes)
