@@ -28,8 +28,8 @@
 # %% [markdown]
 # ## What you need first
 #
-# Phase 0: `merge_finished`. Phase 4: grouped heads. Phase 9, section 10: keys split between blocks. This phase begins where that ends. Phase 10 for
-# the model of section 13.
+# Phase 0: `merge_finished`. Phase 4: grouped heads, and the loop that returns here. Phase 9, section 10: keys split between blocks; this phase begins where that ends. Phase 10
+# for the model of section 13. Who has not read CUDA's Phase 7 and Phase 8 (MMA fragments, copies in flight, swizzle) leaves sections 8, 9 and 11 for later: the Triton kernels stand without them.
 #
 # No GPU is needed: the kernels are interpreted, and what is counted is counted in any case. Then `exercises/12_decoding.ipynb`.
 
@@ -37,7 +37,6 @@
 import functools
 import heapq
 import math
-import re
 from unittest import mock
 
 import matplotlib.pyplot as plt
@@ -67,7 +66,7 @@ DEVICE = runtime.device()
 # %% [markdown]
 # ## 1 · One query, and phase 11's kernel
 #
-# The case to think of: one sequence, 8192 keys, 32 query heads over 8 key heads, head_dim 128, bf16. K and V are 33.5 MB. An H200 reads 4.8 TB per
+# The case to think of: one sequence, 8192 keys, 32 query heads over 8 key heads, head_dim 128, bf16. K and V are 33.6 MB. An H200 reads 4.8 TB per
 # second, so no kernel needs less than 7 µs, and none should need much more.
 #
 # Phase 11's kernel has a block per head and per 128 queries.
@@ -207,14 +206,15 @@ print("1, 3, 4 and 40 splits (of 4 tiles): the same")
 # %% [markdown]
 # ### How many?
 #
-# Count time in tiles: what one multiprocessor needs to read 32 KiB with its share of the bandwidth, 0.9 µs. A program starts by waiting, for its length, its
-# page, its first keys: 2 tiles. A merge costs 2 more, and the parts, written and read.
+# A *pair* is a sequence and a key head: what one program has, without splits. Count time in tiles: what one multiprocessor needs to read 32 KiB with its share of the bandwidth, 0.9 µs. A program starts by waiting, for its length, its
+# page, its first keys: 2 tiles. A merge costs 2 more. So do the parts: $s$ of them for each row of each pair, 4 bytes per column, written and read, against the 4 bytes
+# per column and key of a tile, by all multiprocessors together (`part` below).
 #
 # With $s$ splits a multiprocessor has $p = \lceil \text{pairs} \cdot s / \text{SMs} \rceil$ programs, each with $\lceil \text{tiles} / s \rceil$ tiles:
 #
 # $$t(s) = \max(p, 2)\,\big(\lceil \text{tiles} / s \rceil + 2\big) + [s > 1]\,\big(2 + s \cdot \text{part}\big)$$
 #
-# The 2 in the maximum: one program alone does not keep its multiprocessor's share of the memory busy.
+# Three different twos: the last is the wait at the start, the one behind $[s > 1]$ the merge. The one in the maximum: one program alone does not keep its multiprocessor's share of the memory busy.
 
 # %%
 # FROM flashlab.attention.decode: MAX_SPLITS, SMS, START_TILES, MERGE_TILES, PROGRAMS_AT_ONCE, splits_for (no docstrings)
@@ -400,10 +400,13 @@ for group in (1, 4, 8, 16):
 assert (8 / 2 + 0.5) / (scalar_ridge / 2) > 0.6  # and a unit that is nearly busy is late
 
 # %% [markdown]
+# A unit that is two thirds busy does not keep up with the memory: it is late wherever it has to wait. So from groups of eight on scalar units would be the wall. The rows of an MMA make
+# the question go away.
+
+# %% [markdown]
 # ## 9 · The last one merges
 #
-# From groups of eight on scalar units would be the wall; the rows of an MMA make the question go away. Next: a second kernel for the merge starts when the first has ended, 2
-# tiles later by section 4's count. Instead let the programs of a group of rows count. Whoever counts last knows that all parts are there, and merges them.
+# A second kernel for the merge starts when the first has ended, 2 tiles later by section 4's count. Instead let the programs of a group of rows count. Whoever counts last knows that all parts are there, and merges them.
 
 # %%
 show.region(kernels, "last to arrive")
@@ -411,9 +414,11 @@ show.region(step("p12_6_last_block"), "last to arrive")
 
 # %% [markdown]
 # Two things must not go wrong. The count may not become visible before the part that it stands for. That is *release*. And who sees the last count has
-# to see the parts behind all counts. That is *acquire*. In CUDA it is a `__threadfence()` on either side of the count.
+# to see the parts behind all counts. That is *acquire*. In CUDA it is a `__threadfence()` on either side of the count, in the thread that counts.
 #
-# `debug_barrier` comes first: one thread counts for its program, and it may do so only when the others have stored.
+# That thread counts for others. A fence orders what its own thread has written, *and what has been shown to it*: by `__syncthreads()` for a block, by `__syncwarp()` for a warp.
+# (`__shfl_sync` hands over a register and orders no memory.) So the chain is: the others store; a barrier; fence; count. And back: count; fence; a barrier; the others read. In
+# Triton `debug_barrier` is the first of these barriers.
 #
 # The parts are merged in their order, not in that of their arrival, so that the result is the same bit by bit. Atomic additions to o would not give that.
 
@@ -471,7 +476,7 @@ plt.show()
 # %% [markdown]
 # ## 11 · The kernel in CUDA
 #
-# The last step, for a serving engine, has all of this: a grid that stays, equal shares, pages, and MMA rows. Its block has 16 rows, of one key head, and four warps. Each
+# The last step, for a serving engine, has all of this: a grid that stays, equal shares, pages, and MMA rows. Its block has 16 rows, of one key head, and eight warps. Each
 # warp has its own tiles of 16 keys, its own stages and its own copies in flight, and waits for no other warp. For that is what counts here: always to have asked.
 
 # %%
@@ -492,8 +497,10 @@ show.region(CUDA, "main loop")
 show.region(CUDA, "state", "one tile")
 
 # %% [markdown]
-# Which tiles? Each block adds up all lengths, then takes its share of the row of tiles. A share may begin in one sequence and end in another: those are its **pieces**. While the
-# lengths are on their way, each warp asks for the pages that it will need if all sequences are full: a guess, which costs nothing where it is wrong.
+# Which tiles? Each block adds up all lengths, then takes its share of the row of tiles. A share may begin in one sequence and end in another: those are its **pieces**. A cut within a sequence costs
+# parts and a merge. So where all sequences are as long (`even`), the number of shares is one that cuts all *alike*: a multiple of the pieces, or a part of them. Where they are not, a sequence gets
+# `PIECE_TILES` of room more in the row of tiles, in which nothing is read, because to begin and to merge takes as long. `owner` says in whose share a tile is; `inverse` makes a product of its
+# division. While the lengths are on their way, each warp asks for the pages that it will need if all sequences are full: a guess, which costs nothing where it is wrong.
 
 # %%
 show.region(CUDA, "shares", "count the tiles", "guess", "which keys", "shared memory", "pieces")
@@ -531,17 +538,26 @@ assert (o - want).abs().max() < 2e-3 and o[1].abs().max() == 0 and lse[1].max() 
 print("three sequences, one of them empty: what the Triton kernel gives")
 
 # %% [markdown]
-# Now take the fences out. The numbers may well be right: a CPU, and mostly a GPU too, shows writes in time. The emulator's watched build knows which write is *ordered* before which read:
+# Now take the fences out, one and then both. The numbers may well be right: a CPU, and mostly a GPU too, shows writes in time. The emulator's watched build knows which write is *published* before
+# which read. Whether the reader *acquires*, it does not see: of the second fence alone it says nothing.
 
 # %%
-broken, fences = re.subn(r"(__threadfence|fence_gpu)\(\);", "", source("p12_decode"))
 macros = {"HEAD_DIM": 64, "ELEMENT": "__half", "PIECE_TILES": 0}  # small sequences, and yet cuts in them
-module = load_inline(broken, name="without_fences.cu", backend="emulator", check=True, defines=macros)
-with mock.patch.object(decoding, "compiled", lambda *_: module):
-    decoding.decode(batch[0], k16, v16, several, batch[1], **small)
-kinds = {finding.kind for finding in module.report.findings}
-print(f"{fences} fences less; found:", *kinds)
-assert fences == 2 and kinds == {"global-race"}
+FENCE = "__threadfence();"
+assert source("p12_decode").count(FENCE) == 2
+
+def found_without(text):
+    module = load_inline(text, name="without_fences.cu", backend="emulator", check=True, defines=macros)
+    with mock.patch.object(decoding, "compiled", lambda *_: module):
+        decoding.decode(batch[0], k16, v16, several, batch[1], **small)
+    return {finding.kind for finding in module.report.findings}
+
+before, between, after = source("p12_decode").split(FENCE)
+for name, text in (("the first", before + between + FENCE + after), ("both", before + between + after)):
+    kinds = found_without(text)
+    print(f"without {name}:", *kinds)
+    assert kinds == {"global-race"}
+assert not found_without(before + FENCE + between + after)
 
 # %% [markdown]
 # (Where a warp alone has to arrive, without a block's barrier, is exercise 12.6; which block has which pieces, 12.8.)

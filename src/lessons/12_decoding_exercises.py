@@ -111,10 +111,11 @@ check("12.5", packed_row)
 # `part_lse`. The same columns of the row have a warp in each split. What follows your lines is `if (!last) return;`, then the merge, which reads the
 # parts of *all* of these warps.
 #
-# Set `last`, a `bool` of each thread. `counter` points to an `int` that these warps share: 0 before the launch, and 0 again behind it, so that the
+# Set `last`, a `bool` of each thread that is declared already. `counter` points to an `int` that these warps share: 0 before the launch, and 0 again behind it, so that the
 # launch can be repeated. There are `lane` and `splits`; `atomicAdd(counter, 1)` returns what was there before. No barrier of the block, please.
 #
-# The check runs it in the emulator, whose watched build sees which writes are ordered before which reads.
+# The check runs it in the emulator, whose watched build sees which writes are published before which reads. What acquires them it does not see: that is looked for
+# in your lines. (The first check compiles, for some ten seconds.)
 
 # %% tags=["exercise"]
 # BEGIN STARTER
@@ -171,10 +172,10 @@ check("12.8", pieces_of)
 #
 # Close the lecture. One query per sequence, a group's heads as rows of the tile, pages, lengths on the device, and splits: a program computes the
 # part of one sequence, one key head and one split. The programs are numbered in that order, splits fastest. Here a page has the key heads side by
-# side: `[PAGE, kv_heads, HEAD_DIM]`. All tensors are contiguous, and float32: products with `input_precision="ieee"`.
+# side: `[PAGE, kv_heads, HEAD_DIM]`, other than in the lecture. All tensors are contiguous, and float32: products with `input_precision="ieee"`.
 #
 # Shares are whole tiles of `BLOCK_N` keys, equal and rounded up; tiles are counted from the sequence's first key. A share may be empty: o is 0
-# there, stored, and lse is $-\infty$. `BLOCK_M` is at least `group`. Scores times `scale_log2` are in units of log 2; lse is a natural logarithm.
+# there, stored, and lse is $-\infty$. `BLOCK_M` is at least `group`, and `HEAD_DIM` a power of two. Scores times `scale_log2` are in units of log 2; lse is a natural logarithm.
 # Entries of the table that no key needs are -1, and what no key has in the cache is NaN.
 
 # %% tags=["exercise"]

@@ -30,6 +30,8 @@ WRONG = {
     "counted before all have stored": (RIGHT.replace(BARRIER, "    unsigned"), "global-race"),
     "never 0 again": (RIGHT.replace("atomicInc((unsigned*)counter, splits - 1)", "atomicAdd(counter, 1)"),
                       "counter-not-reset"),
+    "not acquired": (RIGHT[: RIGHT.rindex(FENCE)] + RIGHT[RIGHT.rindex(FENCE) + len(FENCE) :], "acquire-missing"),
+    "a barrier of the block": (RIGHT.replace("__syncwarp", "__syncthreads"), "barrier-of-the-block"),
     "one too late": (RIGHT.replace("== splits;", "== splits + 1;"), "nobody-is-last"),
 }  # fmt: skip
 

@@ -157,11 +157,9 @@ def decode_kernel(
     page = page_of(table_ptr, batch, first, keys, last, PAGE, PAGED, BLOCK_N)
     for start in tl.range(first, last, BLOCK_N):
         key = start + keys
-        slot = key.to(tl.int64)
-        if PAGED:
-            slot = key % PAGE
+        slot = (key % PAGE if PAGED else key).to(tl.int64)
         kv_mask = (key < length)[:, None] & (d[None, :] < HEAD_DIM)
-        # int64, because batch and page are: page * stride passes 2^31.
+        # int64: page * stride passes 2^31, and so may slot * stride.
         begin_k = tl.multiple_of(page * stride_kb + kv_head * stride_kh + slot * stride_kn, ALIGN)
         begin_v = tl.multiple_of(page * stride_vb + kv_head * stride_vh + slot * stride_vn, ALIGN)
         k = tl.load(K_ptr + begin_k[:, None] + d[None, :] * stride_kd, mask=kv_mask, other=0.0)

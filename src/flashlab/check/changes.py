@@ -381,6 +381,7 @@ def _of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any
         yield from _of_number(text, parent, node)
     if isinstance(node, ast.BinOp):
         yield from _of_operation(text, node)
+    yield from _of_missing(text, node)
     if (up := _rounded_up(node)) is not None:
         yield from _of_rounding_up(text, *up)
         return
@@ -454,6 +455,14 @@ def _of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any
         for other in (*text.params, *text.locals):
             if not isinstance(node, ast.Name):
                 yield "wrong-result", f"it is {w(ast.Name(other))}", 2.2, ast.Name(other, ast.Load())
+
+
+def _of_missing(text: Text, node: ast.AST) -> Iterator[tuple[Any, ...]]:
+    """Of -a % b, what a lacks to a multiple of b."""
+    match node:
+        case ast.BinOp(left=ast.UnaryOp(op=ast.USub(), operand=a), op=ast.Mod(), right=b):
+            said = f"it is {text.say(b)} where {text.say(a)} is a multiple of it, and has to be 0 there"
+            yield "whole-for-none", said, 1.0, _expr("b - a % b", a=a, b=b)
 
 
 def _rounded_up(node: ast.AST) -> tuple[ast.expr, ast.expr] | None:

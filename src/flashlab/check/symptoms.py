@@ -59,8 +59,10 @@ class Symptoms:
         large = want.abs() > 100 * bound
         if large.sum() >= 3 and float(large.double().mean()) > 0.5:
             factors = got[large] / want[large]
-            if (factors.max() - factors.min()).abs() < 1e-4 * factors.abs().max() and factors.abs().max() > 1e-9:
-                return f"{what} is {_named(factors.mean().item())} times what it should be, in every case"
+            factor = factors.mean()
+            alike = (factors - factor).abs().max() < 5e-5 * factor.abs() and factor.abs() > 1e-9
+            if alike and ((got - factor * want).abs() <= 4 * bound + 1e-4 * (factor * want).abs()).all():
+                return f"{what} is {_named(factor.item())} times what it should be, in every case"
         shift = got - want
         if (shift.max() - shift.min()).item() <= max(4 * bound, 1e-9) and shift.abs().min() > 20 * bound:
             size = shift.mean().item()

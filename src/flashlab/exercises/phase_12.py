@@ -22,6 +22,7 @@ from flashlab.exercises.kernel_rule import empty, kernel_rule
 from flashlab.exercises.registry import exercise
 from flashlab.exercises.rule import rule
 from flashlab.exercises.tensor_rule import normal, tensor_rule
+from flashlab.simt.source import blank_comments
 
 # ---- 12.1 ------------------------------------------------------------------------------------------------------------
 
@@ -320,11 +321,25 @@ def _kernel() -> Source:
     ],
 )
 def _(arrive: str) -> str:
+    code = blank_comments(text_of(arrive, "arrive"))
+    if not code.strip():
+        raise NotImplementedError
+    expect(
+        "__syncthreads" not in code, "it waits at a barrier of the block: its other warps have nothing to do with this "
+        "counter", diagnosis="barrier-of-the-block",
+    )  # fmt: skip
     whole = replaced(_kernel(), "arrive", text_of(arrive, "arrive"))
     for check in (False, True):
         module = built(whole, check=check)
         for rows, N, splits in ((2, 37, 4), (1, 5, 1), (3, 9, 5)):
             _expect_merged(module, whole, rows, N, splits)
+    behind = code[code.rfind("atomic") :]  # the emulator knows what was published, not whether who reads it acquires
+    expect(
+        "__threadfence" in behind and "__syncwarp" in behind,
+        "nothing is acquired behind the count: a fence of the lane that counted, then a __syncwarp() that shows the "
+        "others what it has seen. The emulator does not see this: on a GPU old values may be read",
+        diagnosis="acquire-missing",
+    )  # fmt: skip
     return "three launches and each again with the same counters, nothing found by the emulator"
 
 
@@ -419,6 +434,10 @@ _FORKED = (("new", 0), *[("append", 0)] * 5, ("fork", 0), ("append", 1), ("appen
     rows=[
         Row("written-while-shared", "copied is always 0: a shared page that is part-filled would be written to, and "
             "the other sequence would read it", [("users[table[s][-1]] > 1", "False")]),
+        Row("fork-not-counted", "in_use: a fork adds no references to the pages that it shares: they look as if they "
+            "were the other sequence's alone", [("            users.update(table[s])\n", "")]),
+        Row("kept-by-nobody", "in_use: a page that was copied still has the reference of the sequence that has a copy "
+            "of its own now", [("                users[table[s][-1]] -= 1\n", "")]),
         Row("copied-at-once", "a fork takes pages at once: it shares all of them, and a page is copied when somebody "
             "appends to it", [("table.append(list(table[s]))", "table.append([next(fresh) for _ in table[s]])"),
                               ("users.update(table[s])", "users.update(table[-1])")]),
@@ -656,7 +675,8 @@ _FEW_BITS = "every offset is right up to a multiple of 2^32: the page's number h
     hints=[
         "Subtract what is stored from what should be stored. Of which number is it a multiple?",
         "2^32. Which factors make the large product, and how many bits has each? What is an entry of the table?",
-        "The page's number is loaded from an int32 table: .to(tl.int64) behind the load, before it is multiplied.",
+        "The page's number is loaded from an int32 table: .to(tl.int64) behind the load, before it is multiplied. And "
+        "is it the only product? A stride between keys may be large too.",
     ],
     writes="OUT_ptr",
     returns="the offset",

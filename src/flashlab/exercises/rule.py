@@ -229,9 +229,12 @@ class Rule:
             got.append(self.read(result, self.case(given)))
         for given, mine, right in zip(self.tried, got, self.index.right, strict=True):
             if self.each and len(mine[0]) != len(right[0]):
+                each = self.each if len(right[0]) == 1 else f"{self.each}s"
+                several = f"the result has {len(mine[0])} elements for {len(right[0])} {each}"
+                slug, said = self.index.explain(got) or ("wrong-shape", "")
                 raise CheckFailed(
-                    f"the result has {len(mine[0])} elements for {len(right[0])} {self.each}s: return one for each",
-                    diagnosis="wrong-shape", case=self.case(given),
+                    f"{said}.\n{several}" if said else f"{several}: return one for each",
+                    diagnosis=slug, case=self.case(given),
                 )  # fmt: skip
         wrong = self.index.wrong_parts(got) if got != self.index.right else []
         if wrong:
