@@ -163,6 +163,8 @@ class Site:
                 return f'<a class="term" href="../glossary.html#{self.terms[name]}">{shown}</a>'
             return match[0]
 
+        notebook = r"(?<=\]\()\.\./((?:notebooks|exercises|solutions)/\w+\.ipynb)(?=\))"
+        text = re.sub(notebook, lambda match: f"../{self.pages[match[1]]}", text)
         text = outside_code(text, lambda part: re.sub(r"\b([Pp]hase) (\d+[a-z]?)\b", phase, part))
         fenced = re.split(r"(```.*?```|^[#|<].*?$|\$[^$]+\$|\[[^\]]*\]\([^)]*\))", text, flags=re.S | re.M)
         return "".join(
