@@ -209,7 +209,8 @@ print("1, 3, 4 and 40 splits (of 4 tiles): the same")
 # A *pair* is a sequence and a key head: what one program has, without splits. Count time in tiles: what one multiprocessor needs to read 32 KiB with its share of the bandwidth, 0.9 µs. A program starts by waiting, for its length, its
 # page, its first keys: 2 tiles. A merge costs 2 more. So do the parts: $s$ of them for each row of each pair, 4 bytes per column, written and read, against the 4 bytes
 # per column and key of a tile, by all multiprocessors together (`part` below).
-#
+
+# %% [markdown]
 # With $s$ splits a multiprocessor has $p = \lceil \text{pairs} \cdot s / \text{SMs} \rceil$ programs, each with $\lceil \text{tiles} / s \rceil$ tiles:
 #
 # $$t(s) = \max(p, 2)\,\big(\lceil \text{tiles} / s \rceil + 2\big) + [s > 1]\,\big(2 + s \cdot \text{part}\big)$$
@@ -415,7 +416,8 @@ show.region(step("p12_6_last_block"), "last to arrive")
 # %% [markdown]
 # Two things must not go wrong. The count may not become visible before the part that it stands for. That is *release*. And who sees the last count has
 # to see the parts behind all counts. That is *acquire*. In CUDA it is a `__threadfence()` on either side of the count, in the thread that counts.
-#
+
+# %% [markdown]
 # That thread counts for others. A fence orders what its own thread has written, *and what has been shown to it*: by `__syncthreads()` for a block, by `__syncwarp()` for a warp.
 # (`__shfl_sync` hands over a register and orders no memory.) So the chain is: the others store; a barrier; fence; count. And back: count; fence; a barrier; the others read. In
 # Triton `debug_barrier` is the first of these barriers.
@@ -497,10 +499,13 @@ show.region(CUDA, "main loop")
 show.region(CUDA, "state", "one tile")
 
 # %% [markdown]
-# Which tiles? Each block adds up all lengths, then takes its share of the row of tiles. A share may begin in one sequence and end in another: those are its **pieces**. A cut within a sequence costs
-# parts and a merge. So where all sequences are as long (`even`), the number of shares is one that cuts all *alike*: a multiple of the pieces, or a part of them. Where they are not, a sequence gets
-# `PIECE_TILES` of room more in the row of tiles, in which nothing is read, because to begin and to merge takes as long. `owner` says in whose share a tile is; `inverse` makes a product of its
-# division. While the lengths are on their way, each warp asks for the pages that it will need if all sequences are full: a guess, which costs nothing where it is wrong.
+# Which tiles? Each block adds up all lengths, then takes its share of the row of tiles. A share may begin in one sequence and end in another: those are its **pieces**. A cut in a sequence costs
+# a merge. So where all sequences are as long (`even`), their number is one that cuts all *alike*. Where they are not, a sequence gets
+# `PIECE_TILES` of room more in the row of tiles, in which nothing is read, since to begin and to merge takes as long. `owner` says in whose share a tile is; `inverse` makes a product of its
+# division.
+
+# %% [markdown]
+# While the lengths are on their way, each warp asks for the pages that it will need if all sequences are full: a guess, which costs nothing where it is wrong.
 
 # %%
 show.region(CUDA, "shares", "count the tiles", "guess", "which keys", "shared memory", "pieces")
@@ -682,8 +687,9 @@ assert flop / per_token > ridge and 2 * 128 * 128 * 2 / per_token > 56
 
 # %%
 RUNS = records.recorded("decode")
-NAMES = {"p12_decode, pages of 16": "p12_decode", "Triton, pages of 16": "Triton", "FlashInfer, pages of 16": "FlashInfer",
-         "cuDNN, contiguous": "cuDNN", "FlashAttention-2, contiguous": "FlashAttention-2"}
+with_pages, without = ("p12_decode", "Triton", "FlashInfer"), ("cuDNN", "FlashAttention-2")
+NAMES = {f"{name}, pages of 16": name for name in with_pages}
+NAMES |= {f"{name}, contiguous": name for name in without}
 for run in RUNS:
     rows = [[work, *(us.get(name, "") for name in NAMES)] for work, us in bench.side_by_side(run).items()]
     show.table(rows, ["sequences x keys, heads, D", *NAMES.values()], align="lrrrrr")
@@ -693,13 +699,16 @@ for run in RUNS:
 
 # %%
 for run in RUNS:
-    us = {work: {NAMES.get(name, name): t for name, t in row.items()} for work, row in bench.side_by_side(run).items()}
+    us = {work: {NAMES[n]: t for n, t in row.items() if n in NAMES}
+          for work, row in bench.side_by_side(run).items()}
     for peer in ("FlashInfer", "cuDNN", "Triton"):
         ratios = {work: row[peer] / row["p12_decode"] for work, row in us.items() if peer in row}
-        print(f"p12_decode is {min(ratios.values()):.2f} to {max(ratios.values()):.2f} times as fast as {peer}; "
-              f"ahead at {sum(r > 1 for r in ratios.values())} of {len(ratios)}")
+        ahead = sum(r > 1 for r in ratios.values())
+        print(f"p12_decode is {min(ratios.values()):.2f} to {max(ratios.values()):.2f} times as fast",
+              f"as {peer}: ahead at {ahead} of {len(ratios)}")
     uneven = next(row for work, row in us.items() if "ragged" in work)
-    print(f"ragged: equal shares take {uneven['p12_decode']:.0f} us, a number of splits for all {uneven['Triton']:.0f}")
+    print(f"ragged: equal shares take {uneven['p12_decode']:.0f} us,",
+          f"one number of splits for all {uneven['Triton']:.0f}")
     assert uneven["Triton"] > 2 * uneven["p12_decode"] < 2 * uneven["FlashInfer"]
     large = [row for work, row in us.items() if row["p12_decode"] > 60]
     assert all(0.92 < row["cuDNN"] / row["p12_decode"] < 1 for row in large)
@@ -707,7 +716,8 @@ for run in RUNS:
 # %% [markdown]
 # With shares of equal tiles alone the ragged batch took 68 µs: its 128 pieces each cost some 24 tiles more, to begin and to merge, and a few blocks had most of them. So `p12_decode` counts
 # these in (`PIECE_TILES`). Section 10 does not.
-#
+
+# %% [markdown]
 # So with pages it is ahead of FlashInfer nearly everywhere. It is not ahead of cuDNN, which has no pages to look up: 4 to 6 % behind on large caches. On small ones nearly all of the time is
 # waiting: for the launch, a length, a page, the first keys, then for the parts and the counter, one after the other. How long, if the reads went at the speed that the largest cache has?
 
@@ -716,7 +726,8 @@ for run in RUNS:
     fastest = max(row.get("gb_s", 0) for row in run["rows"])
     for case in bench.CASES[4:7]:
         row = bench.side_by_side(run).get(bench.said(case), {})
-        print(bench.said(case), {NAMES[n]: f"{t - case.cache_bytes / fastest / 1e3:.1f} us" for n, t in row.items() if n in NAMES})
+        reads = case.cache_bytes / fastest / 1e3
+        print(bench.said(case), {NAMES[n]: f"{t - reads:.1f} us" for n, t in row.items() if n in NAMES})
 
 # %% [markdown]
 # 6 to 8 µs for `p12_decode` and cuDNN, whatever the cache. A model of 32 layers waits that long 32 times for each token.

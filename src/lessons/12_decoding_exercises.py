@@ -194,7 +194,9 @@ check("12.9", part_kernel)
 # %% tags=["exercise"]
 # BEGIN STARTER
 @triton.jit
-def key_offsets_kernel(OUT_ptr, TABLE_ptr, keys, stride_page, stride_slot, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+def key_offsets_kernel(
+    OUT_ptr, TABLE_ptr, keys, stride_page, stride_slot, PAGE: tl.constexpr, BLOCK: tl.constexpr
+):
     key = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     page = tl.load(TABLE_ptr + key // PAGE, mask=key < keys, other=0)
     slot = key % PAGE

@@ -79,7 +79,7 @@ def decode(
     Returns:
         o: like q. lse: [batch, heads, queries], float32. A row that sees no key gives 0 and -inf.
     """
-    assert left is None and softcap is None
+    assert left is None and softcap is None, "the kernels have neither window nor softcap: see `refusal`"
     number = [*STEPS].index(name) + 1
     batch, heads, queries, head_dim = q.shape
     kv_heads, page = k_cache.shape[1:3]

@@ -66,8 +66,9 @@ def _model(r: random.Random) -> tuple[int, ...]:
 def wall_of(heads, kv_heads, queries, itemsize, tflops, gb_s):
     """(intensity, ridge_queries) of attention over a long cache, of which each byte is read once.
 
-    intensity: operations per byte of K and V, with `queries` queries per sequence. ridge_queries: the fewest queries
-    per sequence at which a chip of so many 10^12 operations and 10^9 bytes per second is not bound by its memory.
+    intensity: operations per byte of K and V, with `queries` queries per sequence. ridge_queries: the fewest
+    queries per sequence at which a chip of so many 10^12 operations and 10^9 bytes per second is not bound by
+    its memory.
     """
     # BEGIN SOLUTION
     rows = heads // kv_heads * queries
@@ -120,10 +121,12 @@ _SEEN = random.Random(12)
     ],
 )  # fmt: skip
 def place_of(table, length, j, kv_head, page, kv_heads, head_dim):
-    """(offset, unused): of key j of a sequence in a cache [pages, kv_heads, page, head_dim], all of it in one piece.
+    """(offset, unused): of key j of a sequence in a cache [pages, kv_heads, page, head_dim], all of it in one
+    piece.
 
-    table: the numbers of its pages, in order; there may be more than `length` keys need. offset: in elements from the
-    cache's first. unused: rows per key head in the pages that hold the sequence's keys which no key of it takes.
+    table: the numbers of its pages, in order; there may be more than `length` keys need. offset: in elements
+    from the cache's first. unused: rows per key head in the pages that hold the sequence's keys which no key
+    of it takes.
     """
     # BEGIN SOLUTION
     number = table[j // page]
@@ -191,7 +194,8 @@ def _by_weights(os, lses):
 def merge_parts(os: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """o [rows, D] and lse [rows] of all splits together; a row without a key gives 0 and -inf.
 
-    os: [splits, rows, D]; lses: [splits, rows]. Of a part without keys lse is -inf, and o has never been written.
+    os: [splits, rows, D]; lses: [splits, rows]. Of a part without keys lse is -inf, and o has never been
+    written.
     """
     # BEGIN SOLUTION
     lse = torch.logsumexp(lses, 0)
@@ -236,9 +240,9 @@ def merge_parts(os: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, tor
 def one_wave(programs, tiles, slots, least):
     """(splits, share): as many splits as fit at once, and the tiles of the longest.
 
-    programs: blocks without a split, each with `tiles` tiles of keys; slots: so many blocks run at once. With more than
-    one split no split is to have fewer than `least` tiles on the average, and none is to be empty: the shares are
-    equal, rounded up.
+    programs: blocks without a split, each with `tiles` tiles of keys; slots: so many blocks run at once. With
+    more than one split no split is to have fewer than `least` tiles on the average, and none is to be empty:
+    the shares are equal, rounded up.
     """
     # BEGIN SOLUTION
     most = max(1, min(slots // programs, tiles // least))
@@ -285,9 +289,9 @@ def _packed(r: random.Random) -> tuple[int, ...]:
 def packed_row(r, kv_head, group, queries, length):
     """(head, query, seen, idle) of row r of a tile in which all that reads one key head is packed.
 
-    The rows go through the `group` heads of query 0, then through those of query 1, and so on. seen: how many of the
-    sequence's `length` keys the row sees, causal at the end. idle: rows of the tile's MMAs (16 rows each) that nobody
-    has.
+    The rows go through the `group` heads of query 0, then through those of query 1, and so on. seen: how many
+    of the sequence's `length` keys the row sees, causal at the end. idle: rows of the tile's MMAs (16 rows
+    each) that nobody has.
     """
     # BEGIN SOLUTION
     query = r // group
@@ -444,11 +448,12 @@ _FORKED = (("new", 0), *[("append", 0)] * 5, ("fork", 0), ("append", 1), ("appen
     ],
 )  # fmt: skip
 def pager(script, page_size):
-    """A list of (in_use, copied), one for each operation: pages that sequences refer to then, pages that it copied.
+    """A list of (in_use, copied), one for each operation: pages that sequences refer to then, pages that it
+    copied.
 
-    script: ("new", _) begins the next sequence, without tokens; ("fork", s) begins the next one with all tokens of
-    sequence s; ("append", s) adds one token to s; ("free", s) ends it. Sequences are numbered from 0, in the order in
-    which they begin. A part-filled page that is shared is copied before it is written to.
+    script: ("new", _) begins the next sequence, without tokens; ("fork", s) begins the next one with all
+    tokens of sequence s; ("append", s) adds one token to s; ("free", s) ends it. Sequences are numbered from
+    0, in the order in which they begin. A part-filled page that is shared is copied before it is written to.
     """
     # BEGIN SOLUTION
     table: list[list[int]] = []
@@ -518,10 +523,12 @@ def _ragged(r: random.Random) -> tuple[Any, ...]:
     },
 )  # fmt: skip
 def pieces_of(lengths, block_n, programs, p):
-    """A list of (sequence, first, end): the keys, from first to end - 1, that program p of a persistent grid reads.
+    """A list of (sequence, first, end): the keys, from first to end - 1, that program p of a persistent grid
+    reads.
 
-    The tiles of block_n keys of all sequences, one after the other, are dealt out in runs of equal length, rounded up;
-    a sequence's last tile may be shorter. Later programs may have fewer tiles, or none. No piece is empty.
+    The tiles of block_n keys of all sequences, one after the other, are dealt out in runs of equal length,
+    rounded up; a sequence's last tile may be shorter. Later programs may have fewer tiles, or none. No piece
+    is empty.
     """
     # BEGIN SOLUTION
     share = math.ceil(sum(math.ceil(n / block_n) for n in lengths) / programs)
@@ -543,7 +550,8 @@ def _cache_launch(
     r: random.Random, lengths: tuple[int, ...], *, kv_heads: int = 1, group: int = 2, page: int = 4, splits: int = 2,
     D: int = 16, spare: int = 1, scale: float = 0.3,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """part_kernel's arguments: pages in any order, NaN in what no key has, entries of -1 behind the last page."""
+    """part_kernel's arguments: pages in any order, NaN in what no key has, entries of -1 behind the last
+    page."""
     batch, width = len(lengths), -(-max(lengths) // page) + spare
     order = list(range(batch * width + 1))
     r.shuffle(order)
@@ -701,7 +709,9 @@ _FEW_BITS = "every offset is right up to a multiple of 2^32: the page's number h
     tol=0.5,
 )  # fmt: skip
 @triton.jit
-def key_offsets_kernel(OUT_ptr, TABLE_ptr, keys, stride_page, stride_slot, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+def key_offsets_kernel(
+    OUT_ptr, TABLE_ptr, keys, stride_page, stride_slot, PAGE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     key = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     # Repaired: 64 bits before anything is multiplied.
     page = tl.load(TABLE_ptr + key // PAGE, mask=key < keys, other=0).to(tl.int64)
