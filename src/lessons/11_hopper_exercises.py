@@ -116,16 +116,16 @@ check("11.3", descriptors)
 # %% [markdown]
 # ## 11.4
 #
-# Shared memory of a block holds Q, `block_m` rows; for each stage a tile of K and a tile of V, `block_n` rows each; and the barriers,
+# Shared memory of a block holds Q, `block_m` rows; for each stage tiles of K and V, `block_n` rows each; and the barriers,
 # 8 bytes each: one for Q, four a stage. Numbers have 16 bits. How many stages fit into `shared_bytes`?
 #
 # A block has `consumers` warpgroups and one for the producer, 128 threads each. At the launch every thread gets as many of
 # 65536 registers as it can, a multiple of 8. Then the producer's warpgroup keeps `producer` registers per thread. How many can each
-# consumer thread take with `setmaxnreg`? (What the launch leaves over is lost.)
+# consumer thread take with `setmaxnreg`? (The launch's rest is lost.)
 #
 # A consumer has 64 rows. O (`head_dim` columns, float), S of the next tile (`block_n` columns, float) and P of this tile (`block_n`
 # columns, 16 bits) are in its 128 threads' registers together, and `others` more per thread. How large can `block_n`, a multiple
-# of 16, be? (Not more than fits. What `wgmma` allows is no limit here.)
+# of 16, be? (What `wgmma` allows is no limit here.)
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_11: most_stages, consumer_registers, widest_tile

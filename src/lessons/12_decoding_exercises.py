@@ -107,15 +107,15 @@ check("12.5", packed_row)
 #
 # *Core · 30 min*
 #
-# A small CUDA kernel, in which each warp works for itself: its 32 lanes have just stored their part of 32 columns in global memory, `part_o` and
-# `part_lse`. The same columns of the row have a warp in each split. What follows your lines is `if (!last) return;`, then the merge, which reads the
+# In this small CUDA kernel each warp works for itself: its lanes have just stored their part of 32 columns in global memory, `part_o` and
+# `part_lse`. These columns have a warp in each split. What follows your lines is `if (!last) return;`, then the merge, which reads the
 # parts of *all* of these warps.
 #
 # Set `last`, a `bool` of each thread that is declared already. `counter` points to an `int` that these warps share: 0 before the launch, and 0 again behind it, so that the
-# launch can be repeated. There are `lane` and `splits`; `atomicAdd(counter, 1)` returns what was there before. No barrier of the block, please.
+# launch can be repeated. You have `lane` and `splits`; `atomicAdd(counter, 1)` returns the old value. No barrier of the block, please.
 #
 # The check runs it in the emulator, whose watched build sees which writes are published before which reads. What acquires them it does not see: that is looked for
-# in your lines. (The first check compiles, for some ten seconds.)
+# in your lines. (The first check compiles: ten seconds.)
 
 # %% tags=["exercise"]
 # BEGIN STARTER
@@ -170,8 +170,8 @@ check("12.8", pieces_of)
 # %% [markdown]
 # ## 12.9
 #
-# Close the lecture. One query per sequence, a group's heads as rows of the tile, pages, lengths on the device, and splits: a program computes the
-# part of one sequence, one key head and one split. The programs are numbered in that order, splits fastest. Here a page has the key heads side by
+# Close the lecture. One query per sequence, a group's heads as rows, pages, lengths on the device, splits: a program computes the
+# part of one sequence, key head and split. The programs are numbered in that order, splits fastest. Here a page has the key heads side by
 # side: `[PAGE, kv_heads, HEAD_DIM]`, other than in the lecture. All tensors are contiguous, and float32: products with `input_precision="ieee"`.
 #
 # Shares are whole tiles of `BLOCK_N` keys, equal and rounded up; tiles are counted from the sequence's first key. A share may be empty: o is 0
