@@ -7,6 +7,7 @@ import torch
 
 from flashlab.bench import decode
 from flashlab.bench.decode import CASES, CUDNN, EVEN, LARGE, MICROSECONDS, ONES, OURS, QUICK, UNEVEN, WHOLE
+from flashlab.models.language_model import SIZES, Config
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
@@ -21,6 +22,24 @@ def test_the_quick_form_measures_every_way_and_writes_a_record(tmp_path):
         assert 0 < rows[name]["fastest"] <= rows[name]["ms"] <= rows[name]["slowest"] and 0 < rows[name]["error"] <= 1
         assert rows[name]["gb_s"] == pytest.approx(2 * 2 * 2 * 70 * 2 * 64 / rows[name]["ms"] / 1e6)
     assert "unavailable" in rows[CUDNN] and not any(goal["met"] for goal in data["goals"])
+
+
+@no_gpu
+def test_a_model_writes_in_every_way(monkeypatch):
+    monkeypatch.setitem(SIZES, "small", Config(width=128, depth=1, heads=2, vocabulary=64))
+    rows = decode.generate({"part": "generate", "batch": 2, "keys": 20}, tokens=2, rounds=1)
+    assert [row["name"] for row in rows] == list(decode.WRITERS)
+    for row in rows:
+        if row["name"].endswith("graph"):
+            assert "CUDA" in row["unavailable"]
+        else:
+            assert row["same"] == 1 and row["ms"] > 0 and row["cache_bytes"] >= 2 * 2 * 2 * 24 * 128
+    data = {"rows": rows}
+    assert len(decode.table(data | {"goals": decode.goals(data)}).rows) > len(rows)
+    for row in rows:
+        row.update(batch=1, keys=1024, ms=1.3 if row["name"] == decode.GRAPH else 1.0)
+    found = [goal for goal in decode.goals(data) if goal["what"].startswith("a token")]
+    assert [goal["met"] for goal in found if goal["found"]] == [True] and len(found) == len(decode.WRITING)
 
 
 @no_gpu

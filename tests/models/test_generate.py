@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flashlab import runtime
 from flashlab.attention import reference
 from flashlab.models import caches
-from flashlab.models.caches import CACHES, DenseCache, PagedCache, StaticCache, attend, cache_memory
+from flashlab.models.caches import CACHES, DenseCache, PagedCache, StaticCache, attention_of, cache_memory
 from flashlab.models.generate import generate, step
 from flashlab.models.language_model import Config, LanguageModel
 from flashlab.models.pager import OutOfPages
@@ -49,14 +49,17 @@ def all_caches(batch, pages=64, page_size=4, capacity=40):
 
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("new", [1, 3])
-def test_attention_over_a_cache_is_the_formula_for_each_sequence(new, paged):
+@pytest.mark.parametrize("backend", ["auto", "reference", "sdpa", "triton"])
+def test_attention_over_a_cache_is_the_formula_for_each_sequence(backend, new, paged):
+    if backend == "sdpa" and paged:
+        pytest.skip("it cannot follow a page table")
     lengths, page, heads, kv_heads, dim = [0, 1, 4, 5, 11], 4, 6, 2, 8
     q, k, v = draw(5, heads, new, dim), draw(5, kv_heads, 12, dim, seed=1), draw(5, kv_heads, 12, dim, seed=2)
     kept, table = [], None
     for x in (k, v):
         x = x.clone()
         for b, length in enumerate(lengths):
-            x[b, :, length:] = torch.nan  # what is behind the length must not be read
+            x[b, :, length:] = 0.0 if backend == "sdpa" else torch.nan  # what is behind the length must not be read
         kept.append(x)
     if paged:  # the pages in another order, page 0 is nobody's
         order = torch.randperm(15, generator=torch.Generator().manual_seed(3)).to(DEVICE) + 1
@@ -69,7 +72,9 @@ def test_attention_over_a_cache_is_the_formula_for_each_sequence(new, paged):
             pool[order] = x.unflatten(2, (3, page)).transpose(1, 2).flatten(0, 1)
             pools.append(pool)
         kept = pools
-    o = attend(q, *kept, torch.tensor(lengths, dtype=torch.int32, device=DEVICE), table)
+    cache = StaticCache(SHAPE, 5, 12, device=DEVICE)
+    cache.lengths, cache.page_table = torch.tensor(lengths, dtype=torch.int32, device=DEVICE), table
+    o = attention_of(cache, new, backend)(q, *kept, cache.lengths, cache.page_table)
     for b, length in enumerate(lengths):
         want, _ = reference.attention(q[b : b + 1], k[b : b + 1, :, :length], v[b : b + 1, :, :length], causal=True)
         torch.testing.assert_close(o[b : b + 1].double(), want, rtol=1e-5, atol=1e-5)
@@ -106,6 +111,26 @@ def test_a_model_of_another_dtype_and_with_the_fused_rope(dtype, fused):
     assert torch.equal(tokens[0], tokens[1]) and torch.equal(tokens[0], tokens[2])
     if dtype != torch.bfloat16:  # which rounds where a cache does not
         assert torch.equal(tokens[0], generate(model, text, 6, cache=None))
+
+
+def test_the_same_tokens_from_every_attention():
+    model, texts = build(), prompts(5, 1, 9, seed=2)
+    want = generate(model, texts, 6, cache=None)
+    for cache, backend in (("dense", "sdpa"), ("static", "sdpa"), ("static", "triton"), ("paged", "triton")):
+        assert torch.equal(generate(model, texts, 6, cache=cache, backend=backend), want), (cache, backend)
+    with pytest.raises(ValueError, match="backend is 'sdpa', which cannot follow a page table"):
+        generate(model, texts, 6, cache="paged", backend="sdpa")
+
+
+@pytest.mark.parametrize("cache", ["static", "paged"])
+def test_the_same_tokens_from_the_cuda_kernel_and_from_a_graph(cache):
+    model, texts = build(torch.bfloat16, width=128, heads=2, kv_heads=1, positions=32), prompts(3, 1)
+    options = [dict(backend="p12_decode")]
+    if DEVICE.type == "cuda":
+        options += [dict(graph=True, backend=backend) for backend in ("reference", "triton", "p12_decode")]
+    want = generate(model, texts, 3, cache=cache, backend="reference")
+    for some in options:
+        assert torch.equal(generate(model, texts, 3, cache=cache, **some), want), some
 
 
 def test_drawn_tokens_depend_on_the_generator_alone():
@@ -234,6 +259,8 @@ def test_it_refuses():
             "cache is 'Paged'; it must be 'dense', 'static', 'paged' or None, or a cache",
         ),
         ((texts, 1), dict(cache="paged", page_size=0), "page_size is 0"),
+        ((texts, 1), dict(backend="Triton"), "backend is 'Triton'; it must be 'auto', 'sdpa', 'triton'"),
+        ((texts, 1), dict(cache="dense", graph=True), "graph is True: that takes a GPU, and a static or a paged cache"),
     ):
         with pytest.raises(ValueError, match=sentence):
             generate(model, *arguments, **options)

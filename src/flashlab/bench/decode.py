@@ -1,7 +1,8 @@
 """Phase 12: one query per sequence over long caches, paged and contiguous, beside SDPA, FlexAttention, FlashInfer.
 
     flashlab bench decode                    # writes recorded/decode_<gpu>.json; some minutes
-    flashlab bench decode --only work        # without "steps", the ladder, and "tune", the last kernel's three numbers
+    flashlab bench decode --only work        # without "generate", a model that writes; "steps", the ladder; and "tune",
+                                             # the last kernel's three numbers
     flashlab bench decode --quick            # tiny, on any machine
 
 bf16; CUDA graphs that go through copies of the cache which together exceed the L2. Before it is timed, each way is
@@ -12,11 +13,17 @@ p12_decode, Triton               flashlab.flash_attention_with_cache; pages of 1
 cuDNN, FlashAttention-2          SDPA over a contiguous cache
 FlexAttention                    the same, compiled
 FlashInfer                       its decode wrapper over pages of 16, planned beforehand, where it can be imported
+
+generate: GPT-2 small in bf16 behind `keys` tokens of each text. ms of a token for the whole batch, by the wall clock,
+launches and all; cache_bytes; `same`: the share of SDPA's tokens that it writes too. Ways differ in attention alone:
+the same kernel appends to every cache.
 """
 
 from __future__ import annotations
 
 import functools
+import random
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -31,6 +38,9 @@ from flashlab.bench.rows import where
 from flashlab.check.training import wanted, worst
 from flashlab.cuda import decoding
 from flashlab.kernels.series import DECODING
+from flashlab.models.caches import PagedCache, StaticCache
+from flashlab.models.generate import recorded, step
+from flashlab.models.language_model import LanguageModel, config
 from flashlab.table import Table
 
 OURS, WHOLE, ONES = "p12_decode, pages of 16", "p12_decode, contiguous", "p12_decode, pages of 1"
@@ -79,10 +89,25 @@ KNOBS = tuple(
 """Of head_dim 128: how many of these blocks fit on a multiprocessor follows from their shared memory."""
 
 
+WRITING = ((1, 8192), (1, 1024), (16, 8192))
+"""Texts, and tokens that each has already, of the part "generate"."""
+GRAPH = "SDPA, static cache, compiled, graph"
+OURS_WRITES = "p12_decode, paged cache, compiled, graph"
+_WRITE = {"SDPA, static": ("sdpa", "static"), "p12_decode, static": ("p12_decode", "static"),
+          "p12_decode, paged": ("p12_decode", "paged"), "Triton, paged": ("triton", "paged")}  # fmt: skip
+WRITERS = {GRAPH: (*_WRITE["SDPA, static"], "compiled"), OURS_WRITES: (*_WRITE["p12_decode, paged"], "compiled")} | {
+    f"{name} cache{', ' * bool(how)}{how}": (*way, how) for how in ("graph", "") for name, way in _WRITE.items()
+}
+"""By name: the backend of `flashlab.models.generate`, the cache, and what is recorded in a graph."""
+OF_SDPA = 1.2  # the goal of p12_decode with a paged cache, in GRAPH's speed
+
+
 def jobs(cases: tuple[Case, ...] = CASES, tuned: tuple[Case, ...] = TUNED) -> list[Row]:
     """What counts first."""
     parts = (("work", cases), ("steps", tuned), ("tune", tuned))
-    return [{"part": part} | case._asdict() for part, some in parts for case in some]
+    found: list[Row] = [{"part": part} | case._asdict() for part, some in parts for case in some]
+    writing: list[Row] = [{"part": "generate", "batch": batch, "keys": keys} for batch, keys in WRITING]
+    return found[: len(cases)] + (writing if tuned else []) + found[len(cases) :]
 
 
 # ---- inputs ----------------------------------------------------------------------------------------------------------
@@ -172,6 +197,8 @@ def _flashinfer(q: torch.Tensor, x: Filled) -> Way:
 # ---- measuring -------------------------------------------------------------------------------------------------------
 def measure(job: Row) -> list[Row]:
     """The rows of a job."""
+    if job["part"] == "generate":
+        return generate(job)
     case = Case(**{name: job[name] for name in Case._fields})
     generator = torch.Generator(runtime.device()).manual_seed(0)
     shape = (case.batch, case.heads, 1, case.head_dim)
@@ -198,6 +225,72 @@ def measure(job: Row) -> list[Row]:
         rows[name] |= (
             found | {"gb_s": case.cache_bytes / found["ms"] / 1e6} if found else {"unavailable": reasons[name]}
         )
+    return list(rows.values())
+
+
+class Writer:
+    """A model behind `keys` random tokens of each of `batch` texts, with room for `more`."""
+
+    def __init__(self, model: LanguageModel, name: str, batch: int, keys: int, more: int) -> None:
+        self.backend, kind, self.how = WRITERS[name]
+        options: dict[str, Any] = dict(dtype=torch.bfloat16, device=runtime.device(), capacity=keys + more)
+        if kind == "paged":
+            self.cache: StaticCache = PagedCache(model.config, batch, batch * cdiv(keys + more, 16), **options)
+        else:
+            self.cache = StaticCache(model.config, batch, **options)
+        self.model, self.batch = model, batch
+        self.further: Callable[..., torch.Tensor] = functools.partial(
+            step, model, cache=self.cache, backend=self.backend
+        )
+        shape = (batch, model.config.key_heads, keys, model.config.head_dim)
+        generator = torch.Generator(runtime.device()).manual_seed(0)
+        self.cache.reserve([keys] * batch)
+        for layer in range(model.config.depth):
+            k, v = (torch.randn(shape, generator=generator, device=runtime.device()).bfloat16() for _ in "kv")
+            self.cache.write(layer, k, v)
+
+    def write(self, last: torch.Tensor, tokens: int) -> tuple[torch.Tensor, float]:
+        """[batch, tokens], on the CPU, behind `last`, [batch, 1] there; and the seconds that they took."""
+        written = [last.to(runtime.device())]
+        start = time.perf_counter()
+        for _ in range(tokens):
+            self.cache.reserve([1] * self.batch)
+            if self.how:
+                compiled = self.how == "compiled"
+                self.further = recorded(self.model, written[-1], self.cache, self.backend, compiled=compiled)
+                self.how = ""
+            written.append(self.further(written[-1]).argmax(-1, keepdim=True))
+        return torch.cat(written[1:], 1).cpu(), time.perf_counter() - start
+
+
+@torch.no_grad()
+def generate(job: Row, size: str = "small", tokens: int = 32, rounds: int = 7) -> list[Row]:
+    """The rows of a part "generate": each way goes on with its text, in turns."""
+    batch, keys = job["batch"], job["keys"]
+    most = tokens * (rounds + 1)
+    peers.many_shapes()
+    torch.manual_seed(0)
+    model = LanguageModel(config(size, positions=keys + most))
+    for weight in model.parameters():
+        weight.mul_(4 if weight.ndim == 2 else 1)  # as a model starts, all tokens are nearly as likely
+    model = model.to(runtime.device(), torch.bfloat16)
+    rows = {name: job | {"name": name} for name in WRITERS}
+    writers, texts = {}, {}
+    for name, row in rows.items():
+        try:
+            writers[name] = writer = Writer(model, name, batch, keys, most)
+            row["cache_bytes"] = sum(x.numel() * x.element_size() for x in (*writer.cache.k, *writer.cache.v))
+            texts[name], _ = writer.write(torch.zeros(batch, 1, dtype=torch.long), tokens)  # and compiles
+            row["same"] = (texts[name] == texts.get(GRAPH, texts[name])).double().mean().item()
+        except Exception as error:
+            row["unavailable"] = timing.reason(error)
+    times: dict[str, list[float]] = {name: [] for name in texts}
+    for _ in range(rounds):
+        for name in random.sample(list(texts), len(texts)):
+            texts[name], seconds = writers[name].write(texts[name][:, -1:], tokens)
+            times[name].append(1e3 * seconds / tokens)
+    for name, took in times.items():
+        rows[name] |= timing.summary(took).row()
     return list(rows.values())
 
 
@@ -231,6 +324,12 @@ def goals(data: Data) -> list[dict[str, Any]]:
     for case, most in MICROSECONDS.items():
         ours = ms(case, OURS)
         found.append((case, "microseconds", ours and 1e3 * ours, most, False))
+    by_job = {(row["batch"], row["keys"], row["name"]): row.get("ms") for row in where(data["rows"], part="generate")}
+    for batch, keys in WRITING if by_job else ():
+        sdpa, ours = (by_job.get((batch, keys, name)) for name in (GRAPH, OURS_WRITES))
+        small = config("small")
+        case = Case(batch, small.heads, small.key_heads, keys, small.head_dim)
+        found.append((case, "a token's speed, of SDPA's in a graph", ratio(sdpa, ours), OF_SDPA, True))
     found.append((UNEVEN, "time, of its even twin's", ratio(ms(UNEVEN, OURS), ms(EVEN, OURS)), OF_EVEN, False))
     return [
         {"case": list(case), "what": what, "found": value, "wanted": goal,
@@ -269,7 +368,11 @@ def table(data: Data) -> Table:
     """Microseconds, the spread and GB/s of all; below them the goals."""
     cells = []
     for row in data["rows"]:
-        work = said(Case(**{name: row[name] for name in Case._fields}))
+        if row["part"] == "generate":
+            work = f"{row['batch']} x {row['keys']}, a token"
+            row = row | ({"gb_s": row["batch"] / row["ms"] * 1e3} if "ms" in row else {})  # tokens in a second
+        else:
+            work = said(Case(**{name: row[name] for name in Case._fields}))
         if "ms" not in row:
             cells.append([work, row["name"], row["unavailable"][:50], "", ""])
             continue
@@ -277,7 +380,7 @@ def table(data: Data) -> Table:
         cells.append([work, row["name"], f"{1e3 * row['ms']:.1f}", spread, f"{row['gb_s']:.0f}"])
     for work, what, goal, value, met in goal_table(data).rows:
         cells.append([work, f"goal: {what}", value, goal, met])
-    columns = ["work, heads, D", "name", "us, or found", "fastest to slowest, or wanted", "GB/s"]
+    columns = ["work, heads, D", "name", "us, or found", "fastest to slowest, or wanted", "GB/s, or tokens/s"]
     return Table.of(cells, columns, align="llrrr", caption="one query per sequence, bf16")
 
 

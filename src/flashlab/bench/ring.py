@@ -6,10 +6,10 @@
     flashlab bench ring --quick                                  # tiny, two ranks as threads with gloo, on any machine
     flashlab bench ring --graphs                                 # the ring recorded in a CUDA graph too
 
-Rows: heads, kv_heads, n (the whole sequence), causal, pass, name; ms (of the slowest rank, median of the rounds, all
-names in turns), fastest, slowest; of_ideal: one GPU's time over the ranks and over this; peak_bytes of a rank. `pass`
-is "forward" or "both". The part "link" has what a rank sends to the next while it receives as much, in the same run.
-"error" of a forward row is the rms error of sampled rows against float64.
+Rows: heads, kv_heads, n (the whole sequence), causal, pass, name; ms (of the slowest rank, of calls in a row that take
+40 ms, median of the rounds, all names in turns), fastest, slowest; of_ideal: one GPU's time over the ranks and over
+this; peak_bytes of a rank. `pass` is "forward" or "both". The part "link" has what a rank sends to the next while it
+receives as much, in the same run. "error" of a forward row is the rms error of sampled rows against float64.
 
 one GPU                          the whole sequence, by the same kernels
 ring, zigzag / contiguous        flashlab.distributed.ring_attention; contiguous alone without a mask
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import os
 import statistics
 import subprocess
@@ -155,23 +156,30 @@ def _context_parallel(case: Case, backend: SDPBackend, whole: Sequence[torch.Ten
 
 
 # ---- time, over ranks ------------------------------------------------------------------------------------------------
-def milliseconds(link: Link, work: Way) -> float:
-    """Of the slowest rank; all begin together."""
+def milliseconds(link: Link, work: Way, times: int = 1) -> float:
+    """Of the slowest rank, one of `times` calls in a row; all begin together."""
     device = _device()
     link.all_gather(torch.zeros(1, device=device))
     if device.type == "cuda":
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
         begin.record()
-        work()
+        for _ in range(times):
+            work()
         end.record()
         end.synchronize()
         took = begin.elapsed_time(end)
     else:
         start = time.perf_counter()
-        work()
+        for _ in range(times):
+            work()
         took = 1e3 * (time.perf_counter() - start)
-    return link.all_gather(torch.tensor([took], device=device)).max().item()
+    return link.all_gather(torch.tensor([took / times], device=device)).max().item()
+
+
+def repeats(link: Link, work: Way, at_least_ms: float = 40.0) -> int:
+    """How many calls in a row take so long: a start that ranks do not share to 0.1 ms then counts for little."""
+    return max(1, math.ceil(at_least_ms / milliseconds(link, work))) if _device().type == "cuda" else 1
 
 
 def _device() -> torch.device:
@@ -219,7 +227,8 @@ def measure(link: Link, alone: Link, case: Case, rounds: int, graphs: bool = Fal
             if case.which == "forward" and name in (ONE, OURS[case.causal]):
                 row["error"] = _error(link, case, whole, work(), name)
             if hasattr(work, "close"):  # it changes SDPA for all: timed by itself
-                row |= _times([milliseconds(link, work) for _ in range(rounds)])
+                often = repeats(link, work)
+                row |= _times([milliseconds(link, work, often) for _ in range(rounds)])
             else:
                 able[name] = work
         except Exception as error:  # of all ranks alike
@@ -229,9 +238,10 @@ def measure(link: Link, alone: Link, case: Case, rounds: int, graphs: bool = Fal
                 work.close()  # type: ignore[union-attr]
         rows.append(row)
     times: dict[str, list[float]] = {name: [] for name in able}
+    often = {name: repeats(link, work) for name, work in able.items()}
     for number in range(rounds):
         for name in timing.order(able, number):
-            times[name].append(milliseconds(link, able[name]))
+            times[name].append(milliseconds(link, able[name], often[name]))
     by_name = {row["name"]: row for row in rows}
     for name, found in times.items():
         by_name[name] |= _times(found)

@@ -4,8 +4,7 @@
     o, lse = attention("p9_flash", q, k, v, causal=True)          # with the log-sum-exp; torch.ops.flashlab.p9_flash
 
 The forward pass is the kernel's: on the GPU built by nvcc, on CPU tensors emulated. p11_flash has a backward pass of
-its own (flashlab.cuda.hopper_backward), here emulated, for the head sizes of HOPPER_BACKWARD. Else the gradient is that
-of phase 5's Triton kernels, or of PyTorch's own products in blocks of queries where those are interpreted, or do not
+its own (flashlab.cuda.hopper_backward) for the head sizes of HOPPER_BACKWARD. Else the gradient is that of phase 5's Triton kernels, or of PyTorch's own products in blocks of queries where those are interpreted, or do not
 take the inputs. Phase 12's last kernel is a backend of `flash_attention_with_cache`.
 """
 
@@ -92,7 +91,7 @@ def _backend(this: Step) -> Backend:
 
 
 def _hopper_backward(grad_o, grad_lse, q, k, v, o, lse, *, left, right, softcap, scale):
-    if q.is_cuda or q.shape[-1] not in HOPPER_BACKWARD:  # on a GPU not before it has been checked and timed there
+    if q.shape[-1] not in HOPPER_BACKWARD:
         options = dict(left=left, right=right, softcap=softcap, scale=scale)
         return best_backward(grad_o, grad_lse, q, k, v, o, lse, **options)
     how = dict(causal=right == 0, scale=scale, backend="nvcc" if q.is_cuda else "emulator")

@@ -8,7 +8,7 @@ A step goes the same way through each of them:
 
     cache.reserve(counts)            on the host: room for the new tokens; lengths and page table are written
     cache.write(layer, k, v)         on the device, for each layer
-    attend(q, *cache.read(layer))    likewise
+    attend(q, *cache.read(layer))    likewise; attend = attention_of(cache, new, backend), once a step
 
 `write` and `read` of a static and of a paged cache look at tensors on the device alone, and these stay where they are.
 So a step may be captured in a CUDA graph, and replayed after each `reserve`.
@@ -20,52 +20,41 @@ and for memory that is reserved against memory that is used.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional as F
 
+from flashlab.attention.cache_door import decode_reference, flash_attention_with_cache
 from flashlab.attention.inputs import one_of
 from flashlab.models.language_model import Config
 from flashlab.models.pager import Pager, pages_for
 
-__all__ = ["CACHES", "CacheMemory", "DenseCache", "PagedCache", "StaticCache", "attend", "cache_memory"]
+__all__ = ["CACHES", "CacheMemory", "DenseCache", "PagedCache", "StaticCache", "attention_of", "cache_memory"]
 
 CACHES = ("dense", "static", "paged")
 
 
-def attend(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, lengths: torch.Tensor,
-    page_table: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """Attention of the newest queries of each sequence over its cache: gathered, then line by line, in float32.
+def attention_of(cache: StaticCache, new: int, backend: str) -> Callable[..., torch.Tensor]:
+    """What gives o of (q, *cache.read(layer)) for the last `new` tokens of each sequence, in every layer of one step.
 
-    Args:
-        q: [batch, heads, new, head_dim]; the last query of a sequence stands at its last key, so query i sees the keys
-            j <= i + lengths - new.
-        k_cache, v_cache: [batch, kv_heads, capacity, head_dim], or [pages, kv_heads, page, head_dim] with a table.
-        lengths: [batch], int32: the keys of each sequence, the new ones among them.
-        page_table: [batch, most_pages], int32; entries behind a sequence's last page are not looked at.
-    Returns:
-        o: like q. A query that sees no key is 0. What lies behind the length, NaN too, changes nothing.
+    q, o: [batch, heads, new, head_dim]. backend: of `flashlab.flash_attention_with_cache`; or "sdpa", PyTorch's, which
+    reads all that there is room for, under a mask. A query that sees no key gives 0.
     """
-    if page_table is not None:
-        # [batch, most_pages, kv_heads, page, head_dim] -> [batch, kv_heads, most_pages * page, head_dim]
-        k_cache, v_cache = (
-            x[page_table.clamp(min=0).long()].transpose(1, 2).flatten(2, 3) for x in (k_cache, v_cache)
-        )  # fmt: skip
-    new, group = q.shape[2], q.shape[1] // k_cache.shape[1]
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    column = torch.arange(k_cache.shape[2], device=q.device)
-    last_seen = lengths[:, None] - new + torch.arange(new, device=q.device)  # [batch, new]
-    seen = (column <= last_seen[:, :, None])[:, None]  # [batch, 1, new, capacity]
-    unused = (column >= lengths[:, None])[:, None, :, None]
-    k = k_cache.to(dtype).repeat_interleave(group, dim=1)
-    v = v_cache.to(dtype).masked_fill(unused, 0.0).repeat_interleave(group, dim=1)  # 0 * NaN is NaN
-    scores = (q.to(dtype) @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])).masked_fill(~seen, -math.inf)
-    p = torch.softmax(scores, dim=-1).masked_fill(~seen, 0.0)  # a row without a key is NaN before
-    return (p @ v).to(q.dtype)
+    if backend == "sdpa":
+        if cache.page_table is not None:
+            raise ValueError("backend is 'sdpa', which cannot follow a page table; take a dense or a static cache")
+        columns = torch.arange(cache.capacity, device=cache.lengths.device)
+        mask = (columns <= cache.positions(new)[:, :, None])[:, None]  # [batch, 1, new, capacity]
+        return lambda q, k, v, *others: F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1]
+        )
+    if backend == "reference" or (backend == "auto" and cache.lengths.device.type == "cpu"):  # its places are right
+        options = dict(left=None, softcap=None, new=0)
+        return lambda q, *kept: decode_reference(q, *kept, scale=q.shape[-1] ** -0.5, **options)[0]  # type: ignore[arg-type]
+    return functools.partial(flash_attention_with_cache, backend=backend)
 
 
 class StaticCache:
@@ -87,7 +76,9 @@ class StaticCache:
         dtype: torch.dtype = torch.float32, device: torch.device | str | None = None,
     ) -> None:  # fmt: skip
         shape = (batch, config.key_heads, capacity, config.head_dim)
-        self.k, self.v = ([torch.empty(shape, dtype=dtype, device=device) for _ in range(config.depth)] for _ in "kv")
+        self.k, self.v = (  # SDPA multiplies what its mask hides by 0, so that it may be no NaN
+            [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.depth)] for _ in "kv"
+        )
         self.capacity, self.tokens = capacity, [0] * batch
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self._new: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -119,7 +110,14 @@ class StaticCache:
             k, v: [batch, kv_heads, new, head_dim]. Of each sequence the last counts[b] rows are written: where the
                 counts differ, shorter pieces are filled up in front.
         """
-        rows, columns = self._reserved(k.shape[2])
+        if self._new is None:
+            k, v = (x.to(self.k[layer].dtype) for x in (k, v))
+            kernel = "triton" if k.is_cuda else "reference"
+            torch.ops.flashlab.append_to_cache(
+                self.k[layer], self.v[layer], k, v, self.lengths - k.shape[2], self.page_table, kernel
+            )
+            return
+        rows, columns = self._new
         first, second = self._place(rows, self.positions(k.shape[2])[rows, columns])
         for cache, x in ((self.k[layer], k), (self.v[layer], v)):
             cache[first, :, second] = x[rows, :, columns].to(cache.dtype)
@@ -140,13 +138,6 @@ class StaticCache:
             real = torch.tensor([[column >= new - count for column in range(new)] for count in counts])
             rows, columns = real.nonzero(as_tuple=True)
             self._new = rows.to(self.lengths.device), columns.to(self.lengths.device)
-
-    def _reserved(self, new: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sequence and the row among the new ones, for each token that is to be written."""
-        if self._new is not None:
-            return self._new
-        batch, device = self.lengths.shape[0], self.lengths.device
-        return torch.arange(batch, device=device).repeat_interleave(new), torch.arange(new, device=device).repeat(batch)
 
     def _place(self, rows: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The first and the third index in K and V of the tokens at these positions."""
@@ -173,7 +164,7 @@ class DenseCache(StaticCache):
         for caches in (self.k, self.v):
             old = caches[layer]
             batch, heads, there, head_dim = old.shape
-            caches[layer] = torch.cat([old, old.new_empty(batch, heads, self.capacity - there, head_dim)], dim=2)
+            caches[layer] = torch.cat([old, old.new_zeros(batch, heads, self.capacity - there, head_dim)], dim=2)
         super().write(layer, k, v)
 
 

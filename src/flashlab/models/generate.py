@@ -12,21 +12,25 @@ what fills them up is written nowhere, and no query sees it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
 
+from flashlab.attention.cache_door import CACHE_BACKENDS
 from flashlab.attention.inputs import one_of
-from flashlab.models.caches import CACHES, DenseCache, PagedCache, StaticCache, attend
+from flashlab.models.caches import CACHES, DenseCache, PagedCache, StaticCache, attention_of
 from flashlab.models.language_model import Block, LanguageModel
 from flashlab.models.pager import pages_for
 from flashlab.models.rope import fused_rope, rope
 
-__all__ = ["generate", "step"]
+__all__ = ["generate", "recorded", "step"]
 
 
-def step(model: LanguageModel, tokens: torch.Tensor, cache: StaticCache) -> torch.Tensor:
+def step(
+    model: LanguageModel, tokens: torch.Tensor, cache: StaticCache, *, backend: str = "auto"
+) -> torch.Tensor:  # fmt: skip
     """Scores of the token that comes after each sequence; K and V of `tokens` are written to the cache.
 
     Reserve first: `cache.reserve(counts)`. A step of a static or a paged cache reads nothing on the host, so it may be
@@ -35,10 +39,12 @@ def step(model: LanguageModel, tokens: torch.Tensor, cache: StaticCache) -> torc
     Args:
         tokens: [batch, new], int64: the last `new` tokens of each sequence. Where fewer have been reserved for it, its
             first entries count for nothing.
+        backend: of the attention, see `flashlab.models.caches.attention_of`.
     Returns:
         [batch, vocabulary].
     """
     batch, new = tokens.shape
+    attend = attention_of(cache, new, backend)
     at = cache.positions(new).flatten()  # below 0 for what fills up, and counts from the end: any angle will do
     cos, sin = model.cos[at], model.sin[at]  # [batch * new, head_dim / 2]
     x = model.embedding(tokens)
@@ -58,9 +64,37 @@ def step(model: LanguageModel, tokens: torch.Tensor, cache: StaticCache) -> torc
 
 
 @torch.no_grad()
+def recorded(
+    model: LanguageModel, tokens: torch.Tensor, cache: StaticCache, backend: str = "auto", *, compiled: bool = False
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """`step` for as many tokens, as a CUDA graph: a function of tokens. Each call overwrites the scores of the last.
+
+    Reserve room for `tokens` first: they are read once while the kernels are compiled, and again by the first call.
+    compiled: by torch.compile, which makes one kernel of what stands between the products.
+    """
+    one_step = torch.compile(step, fullgraph=True, dynamic=False) if compiled else step
+    given = tokens.clone()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        one_step(model, given, cache, backend=backend)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        scores = one_step(model, given, cache, backend=backend)
+
+    def replayed(tokens: torch.Tensor) -> torch.Tensor:
+        given.copy_(tokens)
+        graph.replay()
+        return scores
+
+    return replayed
+
+
+@torch.no_grad()
 def generate(
     model: LanguageModel, prompts: Sequence[torch.Tensor] | torch.Tensor, new_tokens: int, *,
-    cache: str | StaticCache | None = "static", page_size: int = 16,
+    cache: str | StaticCache | None = "static", page_size: int = 16, backend: str = "auto", graph: bool = False,
     temperature: float = 0.0, generator: torch.Generator | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Write `new_tokens` tokens behind each prompt.
@@ -70,13 +104,16 @@ def generate(
         cache: "dense", "static", "paged"; None computes the whole text again for every token; or a cache of your own
             (an empty one, or one with the tokens before the prompts).
         page_size: tokens per page of a paged cache.
+        backend: of the attention over the cache: "sdpa", or one of `flashlab.flash_attention_with_cache`.
+        graph: record the step into a CUDA graph, which is replayed for every token: no time goes into launches.
         temperature: scores are divided by it before a token is drawn; 0 takes the likeliest.
         generator: draws the tokens, on the model's device; PyTorch's own unless given.
     Returns:
         [batch, new_tokens], int64: the new tokens alone.
     Raises:
         ValueError: no prompt, an empty one, more tokens than the model has positions, another cache, a temperature
-            below 0. flashlab.models.pager.OutOfPages: the pool of a cache of your own is too small.
+            below 0, another backend; a graph of a dense cache, of none, or without a GPU.
+        flashlab.models.pager.OutOfPages: the pool of a cache of your own is too small.
     """
     prompts = list(prompts)
     lengths = [len(prompt) for prompt in prompts]
@@ -95,17 +132,24 @@ def generate(
             f"{longest} tokens and {new_tokens} new ones, the last of which is not read, need {most} positions; "
             f"this model has {model.config.positions}"
         )
+    if backend not in (known := ["auto", "sdpa", *CACHE_BACKENDS]):
+        raise ValueError(f"backend is {backend!r}; it must be {one_of([*map(repr, known)])}")
     kept = _cache_of(model, cache, lengths, new_tokens, page_size)
+    if graph and (kept is None or isinstance(kept, DenseCache) or kept.lengths.device.type != "cuda"):
+        raise ValueError("graph is True: that takes a GPU, and a static or a paged cache, whose tensors stay in place")
+    further = functools.partial(step, model, cache=kept, backend=backend) if kept else None
     written: list[torch.Tensor] = []
     for _ in range(new_tokens):
         if kept is None:
             scores = _without_cache(model, prompts, written)
         elif not written:
             kept.reserve(lengths)
-            scores = step(model, _filled_up(prompts), kept)
+            scores = step(model, _filled_up(prompts), kept, backend=backend)
         else:
             kept.reserve([1] * len(prompts))
-            scores = step(model, written[-1][:, None], kept)
+            if graph and len(written) == 1:
+                further = recorded(model, written[-1][:, None], kept, backend)
+            scores = further(written[-1][:, None])
         written.append(_choose(scores, temperature, generator))
     return torch.stack(written, 1) if written else prompts[0].new_empty(len(prompts), 0)
 
