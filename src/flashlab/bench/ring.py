@@ -227,8 +227,7 @@ def measure(link: Link, alone: Link, case: Case, rounds: int, graphs: bool = Fal
             if case.which == "forward" and name in (ONE, OURS[case.causal]):
                 row["error"] = _error(link, case, whole, work(), name)
             if hasattr(work, "close"):  # it changes SDPA for all: timed by itself
-                often = repeats(link, work)
-                row |= _times([milliseconds(link, work, often) for _ in range(rounds)])
+                row |= _times([milliseconds(link, work, repeats(link, work)) for _ in range(rounds)])
             else:
                 able[name] = work
         except Exception as error:  # of all ranks alike

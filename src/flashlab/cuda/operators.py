@@ -4,8 +4,9 @@
     o, lse = attention("p9_flash", q, k, v, causal=True)          # with the log-sum-exp; torch.ops.flashlab.p9_flash
 
 The forward pass is the kernel's: on the GPU built by nvcc, on CPU tensors emulated. p11_flash has a backward pass of
-its own (flashlab.cuda.hopper_backward) for the head sizes of HOPPER_BACKWARD. Else the gradient is that of phase 5's Triton kernels, or of PyTorch's own products in blocks of queries where those are interpreted, or do not
-take the inputs. Phase 12's last kernel is a backend of `flash_attention_with_cache`.
+its own (flashlab.cuda.hopper_backward) for the head sizes of HOPPER_BACKWARD. Else the gradient is that of phase 5's
+Triton kernels, or of PyTorch's own products in blocks of queries where those are interpreted, or do not take the
+inputs. Phase 12's last kernel is a backend of `flash_attention_with_cache`.
 """
 
 from __future__ import annotations

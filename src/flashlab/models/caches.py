@@ -20,7 +20,6 @@ and for memory that is reserved against memory that is used.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -54,7 +53,7 @@ def attention_of(cache: StaticCache, new: int, backend: str) -> Callable[..., to
     if backend == "reference" or (backend == "auto" and cache.lengths.device.type == "cpu"):  # its places are right
         options = dict(left=None, softcap=None, new=0)
         return lambda q, *kept: decode_reference(q, *kept, scale=q.shape[-1] ** -0.5, **options)[0]  # type: ignore[arg-type]
-    return functools.partial(flash_attention_with_cache, backend=backend)
+    return lambda q, *kept: flash_attention_with_cache(q, *kept, backend=backend)  # type: ignore[return-value]
 
 
 class StaticCache:

@@ -12,7 +12,6 @@ what fills them up is written nowhere, and no query sees it.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -137,8 +136,8 @@ def generate(
     kept = _cache_of(model, cache, lengths, new_tokens, page_size)
     if graph and (kept is None or isinstance(kept, DenseCache) or kept.lengths.device.type != "cuda"):
         raise ValueError("graph is True: that takes a GPU, and a static or a paged cache, whose tensors stay in place")
-    further = functools.partial(step, model, cache=kept, backend=backend) if kept else None
     written: list[torch.Tensor] = []
+    replayed: Callable[[torch.Tensor], torch.Tensor] | None = None
     for _ in range(new_tokens):
         if kept is None:
             scores = _without_cache(model, prompts, written)
@@ -147,9 +146,10 @@ def generate(
             scores = step(model, _filled_up(prompts), kept, backend=backend)
         else:
             kept.reserve([1] * len(prompts))
-            if graph and len(written) == 1:
-                further = recorded(model, written[-1][:, None], kept, backend)
-            scores = further(written[-1][:, None])
+            last = written[-1][:, None]
+            if graph and replayed is None:
+                replayed = recorded(model, last, kept, backend)
+            scores = replayed(last) if replayed else step(model, last, kept, backend=backend)
         written.append(_choose(scores, temperature, generator))
     return torch.stack(written, 1) if written else prompts[0].new_empty(len(prompts), 0)
 
