@@ -217,6 +217,31 @@ def test_the_exhibit_beside_the_last_step(head_dim):
         run(HOPPER_SIDE[0], case, head_dim=head_dim, dtype=torch.bfloat16, sms=2, check=True)
 
 
+@pytest.mark.parametrize("head_dim", [64, pytest.param(192, marks=pytest.mark.long)])
+def test_the_exhibit_that_adds_gives_what_all_keys_give(head_dim):
+    """In three parts, of which the second has keys for the last rows alone, in a state of another layout."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, h, n, head_dim).bfloat16() for h, n in ((2, 150), (1, 300), (1, 300)))
+    want, want_lse = reference.attention(q, k, v, causal=True)
+    o = torch.full((1, 150, 2, head_dim), torch.nan).transpose(1, 2)
+    lse = torch.full((1, 2, 150), -torch.inf)
+    kernel = load_inline(HOPPER_SIDE[1], backend="emulator", check=True, head_dim=head_dim, dtype=torch.bfloat16)
+    for keys, causal in ((slice(0, 150), False), (slice(150, 300), True)):
+        kernel.forward(q, k[:, :, keys], v[:, :, keys], causal=causal, sms=2, into=(o, lse))
+        assert not kernel.report.findings
+    assert (lse - want_lse).abs().max() < 1e-4
+    rounded = want.bfloat16().double()
+    assert (o - want).square().mean() < (rounded - want).square().mean()  # P was rounded, o was not
+    with pytest.raises(ValueError, match="p11_side_part.cu adds: pass `into`"):
+        kernel.forward(q, k, v)
+    with pytest.raises(ValueError, match="p11_flash.cu adds to nothing: no `into`"):
+        load_inline(FLASH, backend="emulator", dtype=torch.bfloat16).forward(
+            q[..., :64], k[..., :64], v[..., :64], into=(o, lse)
+        )
+    with pytest.raises(TypeError, match="out is torch.bfloat16; what a kernel adds to is torch.float32"):
+        kernel.forward(q, k, v, into=(o.bfloat16(), lse))
+
+
 def test_one_polynomial_for_all():
     """Other steps than the last are not run with scores that jump: they have its 2^x."""
     kernels = [s.path.read_text() for s in HOPPER if "POLYNOMIAL" in s.defines]

@@ -51,10 +51,10 @@ class CudaModule:
         self, text: Text, *, backend: str, check: bool = False, defines: dict[str, Any] | None = None,
         include_dirs: Sequence[Path] = (), arch: str | None = None, functions: Sequence[str] | None = None,
         head_dim: int | None = None, dtype: torch.dtype | None = None, head_dims: tuple[int, ...] = (),
-        verbose: bool = False,
+        adds: bool = False, verbose: bool = False,
     ):  # fmt: skip
         self._text, self._check, self._defines, self._verbose = text, check, dict(defines or {}), verbose
-        self._include_dirs, self._arch = list(include_dirs), arch
+        self._include_dirs, self._arch, self._adds = list(include_dirs), arch, adds
         self.backend = backend
         self.report: Report | None = None
         unknown = [f for f in functions or () if f not in text.entries]
@@ -175,7 +175,8 @@ class CudaModule:
     # ---- a kernel of the series -----------------------------------------------------------------------------------
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, scale: float | None = None,
-        sms: int | None = None, out: torch.Tensor | None = None, **launch: Any,
+        sms: int | None = None, out: torch.Tensor | None = None,
+        into: tuple[torch.Tensor, torch.Tensor] | None = None, **launch: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """softmax(scale * q k^T) v, by a source that defines ``forward(const Problem*, void* stream)``.
 
@@ -186,6 +187,8 @@ class CudaModule:
             scale: head_dim ** -0.5, if None; zero or negative, q is multiplied by it first.
             sms: multiprocessors that the kernel is told of; the GPU's, or 132 in the emulator, if None.
             out: where o is stored, shaped like q, its rows as the kernels want them; a new tensor, if None.
+            into: of p11_side_part alone: o, shaped like q, and lse, contiguous, both float32, into which it merges what
+                it finds; where lse is -inf, o need not hold anything.
             launch: options of the emulator's launch: ``timeout``, ``shared_limit``, ``threads``, ``echo``.
 
         Returns:
@@ -204,11 +207,17 @@ class CudaModule:
             raise ValueError(f"sms is {sms!r}; it is a number of multiprocessors, at least 1")
         if self.backend != "emulator" and q.device.type != "cuda":
             raise ValueError(f"q is on {q.device}, and the kernel runs on a GPU: pass q.cuda(), k.cuda(), v.cuda()")
-        if out is not None:
-            _problem.check_out(out, q, k, v)
-        o = new_output(q) if out is None else out
-        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-        if o.numel() == 0:
+        if self._adds != (into is not None):
+            raise ValueError(f"{self._text.name} {'adds: pass `into`' if self._adds else 'adds to nothing: no `into`'}")
+        if into is not None:
+            o, lse = into
+            _problem.check_out(o, q, k, v, lse)
+        else:
+            if out is not None:
+                _problem.check_out(out, q, k, v)
+            o = new_output(q) if out is None else out
+            lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        if o.numel() == 0 or (into is not None and k.shape[2] == 0):
             return o, lse
         if k.shape[2] == 0:
             return o.zero_(), lse.fill_(-math.inf)
@@ -221,7 +230,8 @@ class CudaModule:
         workspace = torch.empty(max(1, self._workspace_floats(built, p)), device=q.device)
         entry, given = self._text.every_entry["forward_arrays"], [q, k, v, o, lse, workspace, p]
         if isinstance(built, Module):
-            self._launch(built, entry, given, {"unwritten": ("o", "lse", "workspace"), **launch})
+            unwritten = ("workspace",) if into else ("o", "lse", "workspace")
+            self._launch(built, entry, given, {"unwritten": unwritten, **launch})
         else:
             built.call(entry, [*given, None], q.device.index)  # checked above; the stream is the last
         return o, lse
@@ -295,7 +305,7 @@ def load_inline(
     return CudaModule(
         text, backend=backend, check=check, defines=defines, include_dirs=[Path(d).resolve() for d in include_dirs],
         arch=arch, functions=functions, head_dim=head_dim, dtype=dtype or (step.dtypes[0] if step else None),
-        head_dims=step.head_dims if step else (), verbose=verbose,
+        head_dims=step.head_dims if step else (), adds=bool(step and step.adds), verbose=verbose,
     )  # fmt: skip
 
 

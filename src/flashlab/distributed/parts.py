@@ -1,9 +1,10 @@
 """One block of the ring by any kernel of the door, and the merge of its part into what is there already.
 
 A *part* is a finished result over some of the keys: o and lse. The state of a rank is one more of them, and the merge
-is phase 0's. A part is in float32, and float64 for float64: a part that was rounded to 16 bits adds its rounding to the
-result's. PyTorch's products and the Triton kernels give it so; the CUDA kernels of phases 6 to 11 write o in the
-dtype of q, and are wrong by that rounding, once per block.
+is phase 0's. A part is in float32, and float64 for float64: one that was rounded to 16 bits adds its rounding to the
+result's. PyTorch's products and the Triton kernels give it so. Beside phase 11's last kernel stands an exhibit that
+merges while it stores, p11_side_part: a ring runs it where p11_flash is asked for. The other CUDA kernels write o in
+the dtype of q, and are wrong by that rounding, once per block.
 
 The gradient of a block needs o and lse of the *whole* row: p = exp(score - lse) is then the probability among all keys,
 and what the block's keys are due of the gradient comes out without the other blocks.
@@ -24,10 +25,10 @@ from flashlab.attention.blockwise import attention_backward_blockwise
 from flashlab.attention.door import HOPPER, choose_backend
 from flashlab.attention.online_softmax import merge_finished
 from flashlab.attention.triton_forward import current_device
-from flashlab.cuda import operators  # noqa: F401  (the CUDA series among the backends)
+from flashlab.cuda import operators
 from flashlab.cuda.hopper_backward import HEAD_DIMS, hopper_backward
 
-__all__ = ["Part", "backend_for", "block_backward", "begun", "block_forward", "merged", "merge_kernel"]
+__all__ = ["Part", "added", "backend_for", "begun", "block_backward", "block_forward", "merged", "merge_kernel"]
 
 Part = tuple[torch.Tensor, torch.Tensor]
 """o [batch, heads, rows, head_dim] and lse [batch, heads, rows], of some of the keys."""
@@ -69,6 +70,30 @@ def block_backward(
         return attention_backward_blockwise(grad_o, None, q, k, v, o, lse, partial=True, **options)
     dq, dk, dv = BACKENDS["triton"].backward(grad_o, None, q, k, v, o, lse, **options)
     return dq, dk, dv
+
+
+# region: add
+def added(
+    state: Part | None, backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: slice, keys: slice, *,
+    causal: bool, scale: float, first: bool, last: bool,
+) -> Part:  # fmt: skip
+    """The state with the part of these keys merged into these rows, in place. first: they are the rank's own."""
+    some = q[:, :, rows], k[:, :, keys], v[:, :, keys]
+    if backend != HOPPER:
+        part = block_forward(backend, *some, causal=causal, scale=scale)
+        return begun(state, q, rows, part) if first else merged(state, rows, part, last=last)
+    if state is None:
+        lse = torch.full(q.shape[:3], float("-inf"), device=q.device)
+        state = torch.empty(q.shape, dtype=torch.float32, device=q.device), lse
+    o, lse = state
+    lse_rows = lse[:, :, rows].contiguous()
+    kernel = operators.module("p11_side_part", head_dim=q.shape[-1], dtype=q.dtype, on_gpu=q.is_cuda)
+    kernel.forward(*some, causal=causal, scale=scale, into=(o[:, :, rows], lse_rows))
+    lse[:, :, rows] = lse_rows
+    return state
+
+
+# endregion
 
 
 # region: merge

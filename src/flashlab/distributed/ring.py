@@ -24,7 +24,7 @@ import torch
 from flashlab.attention.inputs import check_causal, refuse_words, scale_of
 from flashlab.distributed.layout import LAYOUTS, Block, blocks, local_lengths, pairs
 from flashlab.distributed.link import Group, Link, connect
-from flashlab.distributed.parts import backend_for, begun, block_backward, block_forward, merged
+from flashlab.distributed.parts import added, backend_for, block_backward
 
 __all__ = ["Plan", "plan_of", "ring_attention", "ring_backward", "ring_forward"]
 
@@ -103,16 +103,11 @@ def ring_forward(
     """o [batch, heads, n, head_dim] and lse [batch, heads, n] of this rank's queries, as the state has them."""
     state = None
     for kv, todo in _round(link, torch.stack([k, v]), plan):
-        for block in todo:
-            rows, keys = block.rows, block.keys
-            part = block_forward(
-                plan.backend, q[:, :, rows], kv[0][:, :, keys], kv[1][:, :, keys],
-                causal=block.causal, scale=plan.scale,
+        for block in todo:  # the rank's own keys first: each row sees one at least
+            state = added(
+                state, plan.backend, q, *kv, block.rows, block.keys, causal=block.causal, scale=plan.scale,
+                first=link.step == 0, last=link.step + 1 == link.world,
             )  # fmt: skip
-            if link.step == 0:  # the rank's own keys: each row sees one at least
-                state = begun(state, q, rows, part)
-            else:
-                state = merged(state, rows, part, last=link.step + 1 == link.world)
     assert state is not None, "a rank has rows, and they see its own keys"
     return state
 

@@ -55,9 +55,19 @@ def check(
         raise ValueError(f"{batch * heads * seq_q} query rows are too many for one launch (2^31): split the batch")
 
 
-def check_out(out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Raises TypeError or ValueError where o cannot be stored in ``out``, which is like q, and its rows its own."""
-    check_results(q, {"out": out}, {}, no_grad=True)
+def check_out(
+    out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor | None = None
+) -> None:
+    """Raises TypeError or ValueError where o cannot be stored in ``out``, which is like q, and its rows its own.
+
+    With ``lse`` both are what a kernel adds to: float32, and lse contiguous.
+    """
+    check_results(q, {"out": out}, {} if lse is None else {"lse": lse}, dtypes=lse is None, no_grad=True)
+    for name, x in {} if lse is None else {"out": out, "lse": lse}.items():
+        if x.dtype != torch.float32:
+            raise TypeError(f"{name} is {x.dtype}; what a kernel adds to is torch.float32")
+    if lse is not None and not lse.is_contiguous():
+        raise ValueError(f"lse has strides {lse.stride()}; it must be contiguous")
     shared = any(step == 0 for step, size in zip(out.stride(), out.shape, strict=True) if size > 1)
     if shared or not rows_fit(out) or out.data_ptr() % 16:
         raise ValueError(f"out has strides {out.stride()}; its rows must be contiguous, on 16 bytes, and each its own")

@@ -33,6 +33,7 @@ class Step:
         defines: macros it knows besides HEAD_DIM and ELEMENT, with the values to try; the first is the default.
         dtypes: of its tensors; the first is the default.
         beside: of an exhibit, the step from which it differs; "" for a step of the ladder.
+        adds: o and lse are float32, and merged with what is there.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Step:
     defines: dict[str, tuple[int, ...]] = field(default_factory=dict)
     dtypes: tuple[torch.dtype, ...] = HALVES
     beside: str = ""
+    adds: bool = False
 
     @property
     def phase(self) -> int:
@@ -135,6 +137,8 @@ HOPPER = (
 HOPPER_SIDE = (
     Step("p11_side_rounded", "O is divided by the sum of the rounded weights", beside="p11_flash",
          head_dims=HOPPER[-1].head_dims, defines=HOPPER[-1].defines),
+    Step("p11_side_part", "o and lse are float32, and what is there is added to", beside="p11_flash",
+         head_dims=HOPPER[-1].head_dims, defines=HOPPER[-1].defines, adds=True),
 )  # fmt: skip
 """The exhibits beside that one."""
 
