@@ -55,6 +55,7 @@ from flashlab.distributed.layout import places
 from flashlab.distributed.scaling import Machine, critical_path, one_gpu, sent_bytes, simulate, work
 from flashlab.distributed.train import fit_split
 from flashlab.figures import curves, drawings, rings, show
+from flashlab.kernels import step
 from flashlab.models.language_model import Config
 from flashlab.models.train import distance, fit
 from flashlab.table import Table
@@ -317,8 +318,8 @@ show.source(ring_module._round)
 show.source(ring_module.ring_forward)
 
 # %% [markdown]
-# `block_forward` is any kernel behind the door of phase 4: Triton's, phase 11's last, or PyTorch's products, as here. `blocks` says which
-# part of my queries meets which part of their keys. Without a mask that is all against all. With one it is the subject of the next two
+# `added` does a block by any kernel behind the door of phase 4 (Triton's, phase 11's last, or PyTorch's products, as here) and merges it
+# in. `blocks` says which part of my queries meets which part of their keys. Without a mask that is all against all. With one it is the subject of the next two
 # sections.
 
 # %% [markdown]
@@ -645,10 +646,11 @@ Table.of(rows, ["parts", "float32 parts", "parts in bf16", "state in bf16"], ali
 
 # %% [markdown]
 # In float32 the error is that of rounding the result once, whatever the number of parts. So the ring keeps its state in float32, and takes
-# parts in float32 where a kernel gives them. Triton's needs no more than a wider output tensor. The CUDA kernels of this course round
-# o, so on them the middle column holds.
+# parts in float32 where a kernel gives them. Triton's needs no more than a wider output tensor. `p11_flash` rounds o, so on it the middle
+# column would hold. A ring runs an exhibit beside it, which differs in its last region: it merges while it stores, from the registers.
 
 # %%
+show.region(step("p11_side_part"), "store", whole_file=False)
 assert error_of(32) < 1.05 * error_of(1) and 1.2 < error_of(32, low) / error_of(1) < 2
 assert error_of(32, round_state=low) > 3 * error_of(1)
 print("float32: no loss; a state in bf16: more than three times the error at 32 parts")

@@ -92,8 +92,8 @@ def test_a_kernel_of_phase_11_does_the_blocks_and_its_parts_are_merged_where_the
         return ring_forward(link, q, k, v, plan_of(link, q, k, v, causal=True, backend="p11_flash"))[0]
 
     found = run(2, rank, *([shard(x, r, 2) for r in range(2)] for x in whole[:3]))
-    assert found[0].dtype == torch.float16, "two parts: rounded in the one merge"
-    assert (unshard(found).double() - attention(*whole[:3], causal=True)[0]).abs().max() < 2e-3
+    assert found[0].dtype == torch.float32, "the kernel adds to a state that is wide"
+    assert (unshard(found).double() - attention(*whole[:3], causal=True)[0]).abs().max() < 1e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -105,7 +105,7 @@ def ring_forward(
     for kv, todo in _round(link, torch.stack([k, v]), plan):
         for block in todo:  # the rank's own keys first: each row sees one at least
             state = added(
-                state, plan.backend, q, *kv, block.rows, block.keys, causal=block.causal, scale=plan.scale,
+                state, plan.backend, q, kv[0], kv[1], block.rows, block.keys, causal=block.causal, scale=plan.scale,
                 first=link.step == 0, last=link.step + 1 == link.world,
             )  # fmt: skip
     assert state is not None, "a rank has rows, and they see its own keys"
