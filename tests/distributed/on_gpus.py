@@ -76,7 +76,8 @@ def main(few):
         for what, mine_, right, alone in zip(("o", "dq", "dk", "dv"), found, want, one, strict=True):
             right, alone = (shard(torch.cat(x, 2).double(), link.rank, link.world, **cut) for x in (right, alone))
             far, near = ((x.double() - right).abs().max().item() for x in (mine_, alone))
-            fine = far <= 2 * near + 1e-5  # a NaN is not
+            # A NaN is not. In 16 bits a rank's parts of a gradient are rounded, one per block, and then their sum
+            fine = far <= (2 if what == "o" or dtype == torch.float32 else 3) * near + 1e-5
             wrong += not fine
             said.append(f"{what} {far:.1e} ({near:.1e} on one){'' if fine else ' WRONG'}")
         said.append("ok" if not wrong else "wrong")

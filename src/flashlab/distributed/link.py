@@ -75,23 +75,27 @@ class Link:
 
     # ---- what it may ask for
 
-    def pass_on(self, x: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
-        """Start sending x to the next rank of the ring. Returns the tensor that the previous one's will be in, and a
-        function that waits for both. Until then neither tensor may be touched."""
+    def pass_on(self, x: Any) -> tuple[Any, Callable[[], None]]:
+        """Start sending x, a tensor or a tuple of them, to the next rank of the ring. Returns what the previous one's
+        will be in, and a function that waits for both. Until then none of the tensors may be touched."""
         if self.world == 1:
             return x, lambda: None
-        coming = torch.empty_like(x)
+        going = [y.contiguous() for y in (x if isinstance(x, tuple) else (x,))]
+        coming = [torch.empty_like(y) for y in going]
         to, source = (self.rank + 1) % self.world, (self.rank - 1) % self.world
-        self.counts.sent += x.nbytes
+        sent = sum(y.nbytes for y in going)
+        self.counts.sent += sent
         begin, step = time.perf_counter(), self.step
         with self._heard(source):
-            if isinstance(self.group, dist.ProcessGroup):  # NCCL wants both at once, or each would wait for the other
-                sends = dist.P2POp(dist.isend, x, group=self.group, group_peer=to)
-                gets = dist.P2POp(dist.irecv, coming, group=self.group, group_peer=source)
-                works = dist.batch_isend_irecv([sends, gets])
+            if isinstance(self.group, dist.ProcessGroup):  # NCCL wants all at once, or each would wait for the other
+                sends = [dist.P2POp(dist.isend, y, group=self.group, group_peer=to) for y in going]
+                gets = [dist.P2POp(dist.irecv, y, group=self.group, group_peer=source) for y in coming]
+                works = dist.batch_isend_irecv(sends + gets)
             else:
-                self._tag += 1
-                works = [self.group.recv([coming], source, self._tag), self.group.send([x], to, self._tag)]
+                works = []
+                for y, into in zip(going, coming, strict=True):
+                    self._tag += 1
+                    works += [self.group.recv([into], source, self._tag), self.group.send([y], to, self._tag)]
         self._pending.append(works)  # the list itself: see `close`
 
         def arrived() -> None:
@@ -101,10 +105,10 @@ class Link:
                     works[-1].wait()
                     works.pop()
             self._pending.remove(works)
-            self.note("send", begin, x.nbytes, step)
+            self.note("send", begin, sent, step)
             self.note("wait", asked, 0, step)
 
-        return coming, arrived
+        return tuple(coming) if isinstance(x, tuple) else coming[0], arrived
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """x of every rank: [world, ...]."""

@@ -12,6 +12,7 @@ and what the block's keys are due of the gradient comes out without the other bl
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -25,8 +26,10 @@ from flashlab.attention.blockwise import attention_backward_blockwise
 from flashlab.attention.door import HOPPER, choose_backend
 from flashlab.attention.online_softmax import merge_finished
 from flashlab.attention.triton_forward import current_device
-from flashlab.cuda import operators
+from flashlab.cuda import operators  # noqa: F401  (the CUDA series among the backends)
 from flashlab.cuda.hopper_backward import HEAD_DIMS, hopper_backward
+from flashlab.cuda.inline import CudaModule, load_inline
+from flashlab.kernels import step
 
 __all__ = ["Part", "added", "backend_for", "begun", "block_backward", "block_forward", "merged", "merge_kernel"]
 
@@ -72,6 +75,14 @@ def block_backward(
     return dq, dk, dv
 
 
+@functools.cache
+def adding(head_dim: int, dtype: torch.dtype, on_gpu: bool) -> CudaModule:
+    """p11_side_part, compiled. Its blocks take part after part, causal or not: those whose multiprocessor is sending
+    when they begin then take fewer."""
+    backend = "nvcc" if on_gpu else "emulator"
+    return load_inline(step("p11_side_part"), backend=backend, head_dim=head_dim, dtype=dtype, defines={"DYNAMIC": 2})
+
+
 # region: add
 def added(
     state: Part | None, backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: slice, keys: slice, *,
@@ -87,7 +98,7 @@ def added(
         state = torch.empty(q.shape, dtype=torch.float32, device=q.device), lse
     o, lse = state
     lse_rows = lse[:, :, rows].contiguous()
-    kernel = operators.module("p11_side_part", head_dim=q.shape[-1], dtype=q.dtype, on_gpu=q.is_cuda)
+    kernel = adding(q.shape[-1], q.dtype, q.is_cuda)
     kernel.forward(*some, causal=causal, scale=scale, into=(o[:, :, rows], lse_rows))
     lse[:, :, rows] = lse_rows
     return state

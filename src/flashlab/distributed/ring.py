@@ -102,7 +102,7 @@ def ring_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o [batch, heads, n, head_dim] and lse [batch, heads, n] of this rank's queries, as the state has them."""
     state = None
-    for kv, todo in _round(link, torch.stack([k, v]), plan):
+    for kv, todo in _round(link, (k, v), plan):
         for block in todo:  # the rank's own keys first: each row sees one at least
             state = added(
                 state, plan.backend, q, kv[0], kv[1], block.rows, block.keys, causal=block.causal, scale=plan.scale,
@@ -116,7 +116,9 @@ def ring_forward(
 
 
 # region: round
-def _round(link: Link, kv: torch.Tensor, plan: Plan) -> Iterator[tuple[torch.Tensor, list[Block]]]:
+def _round(
+    link: Link, kv: tuple[torch.Tensor, torch.Tensor], plan: Plan
+) -> Iterator[tuple[tuple[torch.Tensor, torch.Tensor], list[Block]]]:
     """Step by step the keys and values that are there, and what to compute with them; meanwhile they travel on."""
     for step in range(link.world):
         link.step = step
@@ -148,25 +150,27 @@ def ring_backward(
     """dq, dk and dv of this rank's shards, as wide as the state; o and lse are of the whole rows."""
     dq = q.new_empty(q.shape, dtype=lse.dtype)
     came: tuple[torch.Tensor, Callable[[], None]] | None = None
-    for kv, todo in _round(link, torch.stack([k, v]), plan):
-        all_keys = sum(block.keys.stop - block.keys.start for block in todo) == kv.shape[3]
-        mine = (torch.empty_like if all_keys else torch.zeros_like)(kv, dtype=lse.dtype)
-        for block in todo:
-            rows, keys = block.rows, block.keys
-            found = block_backward(
+    for kv, todo in _round(link, (k, v), plan):
+        found = [
+            block_backward(
                 plan.backend, grad_o[:, :, rows], q[:, :, rows], kv[0][:, :, keys], kv[1][:, :, keys],
-                o[:, :, rows], lse[:, :, rows], causal=block.causal, scale=plan.scale,
-            )  # fmt: skip
-            if link.step == 0:  # all of the rank's rows, each once
-                dq[:, :, rows] = found[0]
-            else:
-                dq[:, :, rows] += found[0]
-            mine[0][:, :, keys], mine[1][:, :, keys] = found[1:]
-        if came is not None:  # what the ranks before have found for the same keys
+                o[:, :, rows], lse[:, :, rows], causal=causal, scale=plan.scale,
+            )
+            for rows, keys, causal in todo
+        ]  # fmt: skip
+        if came is None:
+            dkv = k.new_zeros((2, *k.shape), dtype=lse.dtype)
+        else:  # what the ranks before have found for the same keys
             dkv, arrived = came
             arrived()
-            mine += dkv
-        came = link.pass_on(mine)  # to whom these keys go next; at the end that is whose they are
+        for block, (dq_part, *dkv_part) in zip(todo, found, strict=True):
+            for whole, part in zip(dkv, dkv_part, strict=True):
+                whole[:, :, block.keys] += part
+            if link.step == 0:  # all of the rank's rows, each once
+                dq[:, :, block.rows] = dq_part
+            else:
+                dq[:, :, block.rows] += dq_part
+        came = link.pass_on(dkv)  # to whom these keys go next; at the end that is whose they are
     assert came is not None, "there is at least one rank"
     dkv, arrived = came
     arrived()
