@@ -153,7 +153,7 @@ assert rows[0][1:] == [False, True] and rows[1][1:] == [True, False]
 
 # %% [markdown]
 # The only arrival was there after the first line, but the phase was not complete: bytes were missing. After the wait
-# they are there. (In between nobody looks: a GPU might say either, since a copy takes as long as it takes.)
+# they are there. (In between nobody looks: a GPU might say either.)
 #
 # What if the numbers do not add up? On a GPU the kernel hangs. The emulator says why:
 
@@ -611,7 +611,7 @@ draw.timelines({name: REPLAYED[name] for name in list(REPLAYED)[2:]}, clocks=(10
 plt.show()
 
 # %% [markdown]
-# *The model's clocks again. Without turns (the two upper panels) the first scores of all three consumers are multiplied in
+# *Without turns (the two upper panels) the first scores of all three consumers are multiplied in
 # small pieces, alternately. So all get them late and at the same time. Then all compute exponentials, and the tensor cores
 # pause. With turns (below) consumer 0 has its scores early, and its exponentials begin while consumer 1's are multiplied. Black
 # marks are waits for a turn, drawn wider than they are. In the final kernel turns are worth 2 % at* $D = 64$, *and nothing elsewhere (11c).*
@@ -637,7 +637,7 @@ show.diff(step("p11_7_ping_pong"), step("p11_8_persistent"), "which rows", "prod
 grow("p11_8_persistent")
 
 # %% [markdown]
-# Note what "the n-th use of a stage" has become: `nth` counts tiles over *all* parts. Both sides must count the same way, or
+# "The n-th use of a stage" has changed: `nth` counts tiles over *all* parts. Both sides must count the same way, or
 # their parities part company (exercise 11.2).
 
 # %% [markdown]
@@ -652,7 +652,7 @@ grow("p11_9_scheduler")
 # ### Step 10: O leaves by TMA
 #
 # A lane holds pairs of columns of O. `stmatrix`, the way back of `ldmatrix`, puts them into shared memory in the swizzled
-# order. Then one thread has the copy engine store the consumer's 64 rows. Nobody waits until the buffer is needed again.
+# order. Then one thread has the copy engine store the consumer's 64 rows.
 
 # %% [markdown]
 # There are two waits. `bulk_wait_read` ends when the engine has *read* the buffer, so that it may be filled again; `bulk_wait` ends when
