@@ -668,7 +668,7 @@ grow("p11_10_epilogue")
 # %% [markdown]
 # ### Steps 11 and 14: look at a maximum only when a sum says so
 #
-# What follows is tuning: no exercise needs it. (Steps 12 and 13 are 11c's.) Step 11 is phase 9's idea once more: O is rescaled only where a maximum
+# These two are tuning: no exercise needs them. (12 and 13 are 11c's.) Step 11 is phase 9's idea once more: O is rescaled only where a maximum
 # has grown by more than 8, in units of $\log 2$. It still *looks* at every maximum: 64 comparisons per lane, then shuffles, and only then can the
 # first exponential begin. But after the first tiles a maximum usually moves little.
 
