@@ -13,8 +13,8 @@
 # its instruction, `mma.sync`, cannot feed them faster. Hopper has another one, `wgmma`, and two machines around it: an engine
 # that copies whole tiles, and barriers in shared memory that can wait for bytes.
 #
-# This lecture looks at each of the three alone. Then it builds FlashAttention from them, step by step. What was tuned beyond that, and how
-# fast it is beside others, is in a notebook of its own: [11c](11c_tuned.ipynb), which nothing later needs.
+# This lecture looks at each of the three alone. Then it builds FlashAttention from them, step by step. What was tuned beyond that
+# is in a notebook of its own: [11c](11c_tuned.ipynb), which nothing later needs.
 
 # %% [markdown]
 # ## What you will be able to do
@@ -105,8 +105,8 @@ show.region(PTX, "mbarrier")
 # A wait names a **parity**, the last bit of the phase's number. `mbarrier_wait(barrier, 0)` waits until phase 0 (or 2, or
 # 4 ...) is complete. One bit is enough as long as nobody falls two phases behind, and in a right kernel nobody does: the
 # next phase needs an arrival of the one who still waits, or of somebody who waits for that one. (A consumer waits for a tile's bytes.
-# The stage is filled again only when this consumer has said that it is through: after its wait.)
-#
+# The stage is filled again only when this consumer has said that it is through: after its wait.) In the
+# kernels' code `phase` is the parity.
 # %% [markdown]
 # The barrier that has just been made is in phase 0. So phase 0 is not complete, and "phase −1" counts as complete:
 # a wait for parity 1 returns at once. Remember that; a producer's first wait uses it.
@@ -137,8 +137,8 @@ assert seen == [[False, True], [True, False], [True, False], [False, True]]
 
 # %% [markdown]
 # Two arrivals complete phase 0: parity 0 turns true, parity 1 turns false. Two more complete phase 1, and everything is as
-# in the beginning. (A thread that wanted to wait for phase 0 and only looks now waits for phase 2. If nobody arrives any
-# more, it waits for ever. In exercise 11.1 you follow the parities.)
+# in the beginning. (A thread that wanted to wait for phase 0 and only looks now waits for phase 2: if nobody arrives any
+# more, for ever.)
 
 # %% [markdown]
 # Now bytes. `mbarrier_arrive_expect_tx(barrier, n)` arrives *and* adds n bytes to what the phase has to wait for. The copy
@@ -153,7 +153,7 @@ assert rows[0][1:] == [False, True] and rows[1][1:] == [True, False]
 
 # %% [markdown]
 # The only arrival was there after the first line, but the phase was not complete: bytes were missing. After the wait
-# they are there. (In between nobody looks: a GPU might say either, since a copy takes as long as it takes.)
+# they are there. (In between nobody looks: a GPU might say either.)
 #
 # What if the numbers do not add up? On a GPU the kernel hangs. The emulator says why:
 
@@ -358,7 +358,7 @@ for as_it_is, given, name in ((0, B.T, "K-major, as K lies"), (1, B, "MN-major, 
 
 # %% [markdown]
 # In phase 7 V needed `ldmatrix.trans`. Here one bit of the instruction says that B is MN-major, and the tensor cores
-# read it that way. (For 16-bit numbers only. FP8 has no such bit.) Draw it from a run: the tile holds the number of its row,
+# read it that way. Draw it from a run: the tile holds the number of its row,
 # and A is the identity, so D is the operand B as the tensor cores have read it.
 
 # %%
@@ -420,9 +420,9 @@ print("(X Y^T) Z: two products, P never left the registers")
 # ## 7 · The ladder
 #
 # Each step is a whole file, from phase 8's loop to a kernel that is made for Hopper. Most bring one idea; step 5 brings
-# several that need each other, and the ladder cannot tell those apart. Every step runs in the emulator's watched build, is compared
-# with the oracle, and is counted: one head, $N = 384$, $D = 64$, no mask, one SM. Below the counts stands what the step reached
-# on a GPU, from the record: heads × D is 2048, batch × N 16384. In brackets: how many times as fast as the step before.
+# several that need each other. Every step runs in the emulator's watched build, is compared
+# with the oracle, and is counted: one head, $N = 384$, $D = 64$, no mask, one SM. Below the counts stand the step's TFLOP/s
+# on a GPU, from the record (heads × D is 2048, batch × N 16384). In brackets: how many times as fast as the step before.
 
 # %%
 prepare(["p9_flash", *(s.name for s in steps(11)[:10]), "p11_14_trust"])
@@ -466,9 +466,7 @@ grow("p11_1_tma")
 # %% [markdown]
 # One thread asks, in one line per slab. Look at the head of the loop. All threads wait at the barrier `full_k`: it says that
 # the bytes are there. The `__syncthreads` is still needed: it says that nobody reads tile $j + 1$ any more (keys are walked
-# backwards: it is the tile before), whose stage the next copy fills. That second half of every pipeline will get mbarriers of its own in step 4.
-#
-# (The step is slower than `p9_flash`, of course: it has none of the other ideas of phase 9.)
+# backwards: it is the tile before), whose stage the next copy fills. That second half gets mbarriers of its own in step 4.
 
 # %% [markdown]
 # The tensor maps are made by the launcher. A tensor has four dimensions. So the engine knows which rows exist *per head*,
@@ -500,16 +498,17 @@ grow("p11_3_operands")
 assert TABLE[-1][draw.COLUMNS.index("ldmatrix")] == 0
 
 # %% [markdown]
-# So far the kernel waits for everything it starts: a copy, a product, the next product. The tensor cores work, then the
-# warps compute exponentials, then the tensor cores work again. Nearly all further steps are about one question: **who has
-# something to do while the others wait?**
+# So far the kernel waits for everything it starts: a copy, a product, the next product. Nearly all further steps are about
+# one question: **who has something to do while the others wait?**
 
 # %% [markdown]
 # ### Step 4: a producer
 #
 # A fifth warp does nothing but ask for tiles. It runs ahead of the **consumer**, the four warps that compute, until both
 # stages are full. Each stage has two barriers for K and two for V. At `full` the consumer waits for the bytes. At `empty` the producer waits
-# until the consumer is through. One lane of the warp asks: `elect_one` is true in one lane, and lets the compiler know that it is one.
+# until the consumer is through. One lane of the warp asks: `elect_one` is true in one lane, and the compiler knows it.
+#
+# One thread says that the consumer is through, after its own wait: a `wgmma` is one operation of all four warps, so it has ended for all.
 
 # %%
 before, after = step("p11_3_operands"), step("p11_4_producer")
@@ -526,8 +525,8 @@ grow("p11_4_producer")
 #
 # </details>
 #
-# The producer alone gains hardly anything (the copies were one tile ahead before, too), and at $D = 64$ it loses; why, we did not look into. But now
-# there can be several consumers, without a thought of copies.
+# The producer alone gains hardly anything (the copies were one tile ahead before, too), and at $D = 64$ it loses. But now
+# there can be several consumers.
 
 # %% [markdown]
 # ### Step 5: several consumers, and registers that move
@@ -538,10 +537,9 @@ grow("p11_4_producer")
 
 # %% [markdown]
 # A consumer's accumulators need registers: 64 × 128 of S are 64 per thread, O of $D = 128$ as many, P half. A block of 384
-# threads gets 65536 / 384 = 170 per thread, rounded down to 168. The producer needs hardly any. With `setmaxnreg` it gives
-# them away: 24 for it, 240 for each consumer. (160 of them are accumulators and P. Addresses, maxima, sums and what the compiler keeps at hand
-# need the rest.) Registers change hands by warpgroups, so the producer is a whole warpgroup
-# now, though a single thread of it works. From here on `tiles.cuh` has the operands, copies and tensor maps.
+# threads gets 65536 / 384 = 170 per thread, in multiples of 8: 168. The producer needs hardly any. With `setmaxnreg` it gives
+# them away: 24 for it, 240 for each consumer. (160 of them are accumulators and P.) Registers change hands by warpgroups, so the producer
+# is a whole warpgroup now, though a single thread of it works. From here on `tiles.cuh` has the operands, copies and tensor maps.
 
 # %%
 show.diff(step("p11_4_producer"), step("p11_5_consumers"), "constants", "barriers", "producer")
@@ -613,7 +611,7 @@ draw.timelines({name: REPLAYED[name] for name in list(REPLAYED)[2:]}, clocks=(10
 plt.show()
 
 # %% [markdown]
-# *The model's clocks again. Without turns (the two upper panels) the first scores of all three consumers are multiplied in
+# *Without turns (the two upper panels) the first scores of all three consumers are multiplied in
 # small pieces, alternately. So all get them late and at the same time. Then all compute exponentials, and the tensor cores
 # pause. With turns (below) consumer 0 has its scores early, and its exponentials begin while consumer 1's are multiplied. Black
 # marks are waits for a turn, drawn wider than they are. In the final kernel turns are worth 2 % at* $D = 64$, *and nothing elsewhere (11c).*
@@ -639,7 +637,7 @@ show.diff(step("p11_7_ping_pong"), step("p11_8_persistent"), "which rows", "prod
 grow("p11_8_persistent")
 
 # %% [markdown]
-# Note what "the n-th use of a stage" has become: `nth` counts tiles over *all* parts. Both sides must count the same way, or
+# "The n-th use of a stage" has changed: `nth` counts tiles over *all* parts. Both sides must count the same way, or
 # their parities part company (exercise 11.2).
 
 # %% [markdown]
@@ -654,13 +652,12 @@ grow("p11_9_scheduler")
 # ### Step 10: O leaves by TMA
 #
 # A lane holds pairs of columns of O. `stmatrix`, the way back of `ldmatrix`, puts them into shared memory in the swizzled
-# order. Then one thread has the copy engine store the consumer's 64 rows. Nobody waits until the buffer is needed again.
+# order. Then one thread has the copy engine store the consumer's 64 rows.
 
 # %% [markdown]
 # There are two waits. `bulk_wait_read` ends when the engine has *read* the buffer, so that it may be filled again; `bulk_wait` ends when
 # the bytes are *written*. The first is enough before the next O, and before a block ends, when its shared memory goes to another block. What was
-# written is there for the next kernel in any case; the second is for a thread that reads it back. (Our kernels end with the second, which is more
-# than they need.)
+# written is there for the next kernel in any case; the second is for a thread that reads it back.
 #
 # This is the place of section 6: ordinary stores, then the async proxy. Find the fence.
 
@@ -671,9 +668,9 @@ grow("p11_10_epilogue")
 # %% [markdown]
 # ### Steps 11 and 14: look at a maximum only when a sum says so
 #
-# Step 11 is phase 9's idea once more: O is rescaled only where a maximum has grown by more than 8, in units of $\log 2$. It still *looks* at every
-# maximum: 64 comparisons per lane, then shuffles, and only then can the first exponential begin. But after the first tiles a maximum usually
-# moves little.
+# These two are tuning: no exercise needs them. (12 and 13 are 11c's.) Step 11 is phase 9's idea once more: O is rescaled only where a maximum
+# has grown by more than 8, in units of $\log 2$. It still *looks* at every maximum: 64 comparisons per lane, then shuffles, and only then can the
+# first exponential begin. But after the first tiles a maximum usually moves little.
 
 # %% [markdown]
 # So step 14 computes a full tile under the maximum of the tiles before (`TRUST`). If that was too low, a sum tells: a lane adds up its own part of a
@@ -681,17 +678,17 @@ grow("p11_10_epilogue")
 # been overwritten. So the warp computes it again, alone, with phase 8's `ldmatrix` and `mma.sync`, and takes the usual way.
 
 # %% [markdown]
-# What makes that right is the online softmax itself: in exact arithmetic any reference gives the same result. In floats it must not be above the
-# maximum so far, where everything might become 0; the maximum of tiles before never is. And it must not be so far below that sums overflow or digits
-# are lost. The idea is from FlashDecoding++ (its "unified maximum value"), which takes a constant.
+# In exact arithmetic any reference gives the same result. In floats it must not be above the maximum so far, where everything might become 0; the
+# maximum of tiles before never is. And it must not be so far below that sums overflow or digits are lost. The idea is from FlashDecoding++, which
+# takes a constant.
 
 # %%
 show.region(step("p11_14_trust"), "trust", "scores again")
 grow("p11_14_trust")
 
 # %% [markdown]
-# (Its TFLOP/s are those of step 14 over step 13, which 11c tells of. The counts are over step 10.) What does it cost when trust is misplaced? Scores
-# that grow from tile to tile, against random ones: `mma` are the products of warps that computed S again.
+# (In brackets: over step 13.) What does it cost when trust is misplaced? Scores that grow from tile to tile, against random ones: `mma` are the
+# products of warps that computed S again.
 
 # %%
 def products(kind):
@@ -711,14 +708,12 @@ for kind in ("random", "growing"):
 assert products("random")["mma"] == 0 < products("growing")["mma"]
 
 # %% [markdown]
-# 10240 is all of them: 40 warps have 4 trusted tiles each. On random scores nothing is computed twice. What such scores cost on the GPU, how often two
-# language models make a warp doubt, and what a reference that lags costs in range and in digits: 11c measures each.
+# 10240 is all of them: 40 warps have 4 trusted tiles each. On random scores nothing is computed twice. What it costs on a GPU, 11c measures.
 
 # %% [markdown]
 # ## 8 · Who finds the mistakes
 #
-# Four mistakes, planted one at a time in the kernels of this lecture. (The package's zoo has more, `check/zoo/hopper.py`; its
-# tests say that each is found.) What does the emulator's watched build say?
+# Four mistakes, planted one at a time in the kernels of this lecture. What does the emulator's watched build say?
 
 # %%
 FOUND = {}
@@ -736,14 +731,13 @@ print("\nOne of them:", FOUND["K is released before the wgmma are waited for"].m
 # %% [markdown]
 # And on a GPU? NVIDIA's tool is `compute-sanitizer`. Its *racecheck* follows the loads and stores of threads. A tile that TMA
 # brings has no thread that stores it, and an operand of `wgmma` no thread that loads it. On the H200, on the day of the record, all four kernels
-# computed right results, and *racecheck* saw nothing; *synccheck* complained of one, the wait for V that is missing (11c has its words). For
-# kernels in Gluon there is Triton's *concurrency sanitizer*. For CUDA C++ we know of no tool but the emulator.
+# computed right results, and *racecheck* saw nothing; *synccheck* complained of one, the wait for V that is missing. For
+# kernels in Gluon there is Triton's *concurrency sanitizer*; for CUDA C++ we know of no tool but the emulator.
 
 # %% [markdown]
 # ## 9 · The whole kernel
 #
-# You have met nearly every line of `p11_10_epilogue.cu`, and of its header `tiles.cuh`. Read them once from top to bottom. **The constants**, and how a
-# tile lies and is asked for:
+# You have met nearly every line of `p11_10_epilogue.cu`. Read it once from top to bottom. **The constants**, and how a tile lies and is asked for:
 
 # %%
 show.region(step("p11_10_epilogue"), "constants")
@@ -807,8 +801,8 @@ for run in RUNS:
 
 # %% [markdown]
 # *TFLOP/s over the length; upper row without a mask, lower row causal.* `p11` *is* `p11_flash`. *It is far above FlashAttention-2 and* `p9_flash`, *which
-# feed the tensor cores by* `mma.sync`, *and ahead of cuDNN and FlashAttention-4 at nearly all shapes.* At how many, by how much, and where it is behind,
-# 11c says. Of it the ladder up to step 10 has this share:
+# feed the tensor cores by* `mma.sync`, *and ahead of cuDNN and FlashAttention-4 at nearly all shapes* (11c has the numbers). Of it the ladder up to
+# step 10 has this share:
 
 # %%
 for run in RUNS:
@@ -837,8 +831,8 @@ for run in RUNS:
 # might every test pass?
 
 # %% [markdown]
-# Left to explore: FP8, whose operands must be K-major; clusters, in which one copy serves several SMs; and what 11c has: exponentials by
-# multiplications, parts that overlap, portions, doubts that are remembered. On your own GPU: `flashlab bench hopper`.
+# Left to explore: FP8, whose operands must be K-major; clusters, in which one copy serves several SMs; and 11c. On your own GPU:
+# `flashlab bench hopper`.
 
 # %% [markdown]
 # ## References

@@ -308,8 +308,8 @@ show.region(path("p11_5_consumers"), "constants", "shared memory", "which rows",
 # `empty_k` when its warpgroup has read K, and at `empty_v` when it has read V.
 #
 # Close the lecture first: it shows such a producer. Write what the warps from `WARPS` on do. They give registers away, and one thread
-# of them works. The check compiles it for `HEAD_DIM` 128, with 3 stages instead of 2. It wants each tile to
-# be asked for as soon as there is room for it: no K waits for the place of the V of its own tile.
+# of them works. The check compiles it for `HEAD_DIM` 128, with 3 stages instead of 2. It wants each tile to be asked for as soon as there is
+# room for it: a K is asked for before the wait for its own V's place.
 
 # %% tags=["exercise"]
 # BEGIN STARTER
@@ -353,8 +353,8 @@ check("11.8", producer)
 # brings 32 rows of 64 columns (`SLAB`) of that head, with the 128-byte swizzle. Rows that the sequence does not have become zeros: the next batch
 # begins right behind the last row.
 #
-# `tensor_map(base, type, rank, dims, strides_bytes, box, swizzle)` counts dimensions from the innermost one. The check copies boxes, and says which
-# element lies where.
+# `tensor_map(base, type, rank, dims, strides_bytes, box, swizzle)` counts dimensions from the innermost one; the type is
+# `CU_TENSOR_MAP_DATA_TYPE_FLOAT16`, the swizzle `CU_TENSOR_MAP_SWIZZLE_128B`. The check copies boxes, and says which element lies where.
 
 # %% tags=["exercise"]
 # BEGIN STARTER
@@ -495,6 +495,7 @@ check("11.11", hand)
 show.region(launchless(), "constants", whole_file=False)
 show.region(launchless(), "shared memory", whole_file=False)
 show.region(path("tiles.cuh"), "tensor maps", whole_file=False)
+show.source(path("problem.cuh"))
 
 # %% [markdown]
 # Write the rest of the file. A kernel, for causal and not, which takes the problem and the three maps as its parameters, has the dynamic shared
@@ -553,7 +554,7 @@ show.region(RING, "constants", "shared memory", "producer", "state", whole_file=
 # %% [markdown]
 # Write the loop: for each tile wait, fence, issue, commit, wait, softmax, and give back what has been read. After it `acc`, `m_i` and `l_i` are what the
 # store expects: `m_i` the rows' maxima of the raw scores, `l_i` each lane's part of the sums. `tiles` is the number of tiles, `last_key[r]` the last key
-# that the lane's row r sees: row g for r = 0, row g + 8 for r = 1.
+# that the lane's row r sees: row g for r = 0, row g + 8 for r = 1. As in every kernel, `g` is lane / 4 and `t` lane % 4.
 
 # %% [markdown]
 # One thread of each consumer says for its warpgroup, at `empty` of the slot, that an item has been read: as early as that is true. The lecture's helpers
@@ -639,7 +640,8 @@ check("11.13", loop)
 #
 #     extern "C" int forward(const Problem* p, void* stream)
 #
-# It computes attention for `HEAD_DIM` 64 in fp16: causal and not, grouped heads, any length, any strides, rows that see no key.
+# It computes O and lse for `HEAD_DIM` 64 in fp16: causal and not, grouped heads, any length, any strides. A row that sees no key has O = 0 and
+# lse = $-\infty$. `Problem` stands at 11.12.
 
 # %% [markdown]
 # Any right kernel is accepted that is made as step 5 is: all tiles come by TMA; both products are `wgmma`; a producer of its own runs at least one
