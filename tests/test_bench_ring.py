@@ -20,14 +20,14 @@ def test_the_quick_form_measures_every_way_and_writes_a_record(tmp_path, capsys)
     data = json.loads(out.read_text())
     assert data["ranks"] == 2 and data["rows"][0]["part"] == "link" and data["rows"][0]["gb_s"] > 0
     for case in QUICK:
-        rows = ring._of(data, case)
+        rows = ring.of(data, case)
         assert {ONE, CONTIGUOUS, "ring, one after the other", "all-gather", "Ulysses"} <= set(rows)
         assert (ZIGZAG in rows) == case.causal
         for name, row in rows.items():
             assert 0 < row["fastest"] <= row["ms"] <= row["slowest"], row
             share = rows[ONE]["ms"] / 2 / row["ms"]
             assert name == ONE or row["of_ideal"] == pytest.approx(share)
-    errors = [ring._of(data, QUICK[1])[name]["error"] for name in (ONE, CONTIGUOUS)]
+    errors = [ring.of(data, QUICK[1])[name]["error"] for name in (ONE, CONTIGUOUS)]
     assert all(0 < error < 1e-6 for error in errors)
     assert "each sends" in capsys.readouterr().out
 

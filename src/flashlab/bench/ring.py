@@ -266,7 +266,8 @@ def _error(link: Link, case: Case, whole: Sequence[torch.Tensor], o: torch.Tenso
 
 
 # ---- what a record says ----------------------------------------------------------------------------------------------
-def _of(data: Data, case: Case) -> dict[str, Row]:
+def of(data: Data, case: Case) -> dict[str, Row]:
+    """The rows of a case, by name."""
     rows = [row for row in data["rows"] if row["part"] == "ring"]
     return {row["name"]: row for row in rows if all(row[k] == v for k, v in case.row.items())}
 
@@ -280,7 +281,7 @@ def goals(data: Data) -> list[tuple[str, float | None, float, bool]]:
         found.append((what, value, wanted, met))
 
     for case, wanted in GOALS.items():
-        rows = _of(data, case)
+        rows = of(data, case)
         mask = "causal" if case.causal else "full"
         what = f"{case.heads} heads, N {case.n}, {mask}, {case.which}"
         add(f"{what}: of the ideal", rows.get(OURS[case.causal], {}).get("of_ideal"), wanted)
