@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 from ranks import inputs
 
 import flashlab
@@ -55,6 +56,37 @@ def each(world, function, *of_ranks, timeout=600):
 def test_what_is_wrong_on_all_ranks_is_said_on_all(function, words):
     errors = each(3, function)
     assert len(errors) == 3 and all(words in str(error) for error in errors.values()), errors
+
+
+def penalty(function):
+    """A gradient of a gradient's square; the first has no grad_fn by itself: the loss is linear in o."""
+
+    def rank(link):
+        x = X.clone().requires_grad_()
+        o = function(x, x, x, group=link)
+        (first,) = torch.autograd.grad(o.sum(), x, create_graph=True)
+        assert first.requires_grad
+        (o.sum() + first.square().sum()).backward()
+
+    return rank
+
+
+def dual(function):
+    def rank(link):
+        with forward_ad.dual_level():
+            function(forward_ad.make_dual(X, X), X, X, group=link)
+
+    return rank
+
+
+@pytest.mark.parametrize("function", [ring_attention, all_gather_attention, ulysses_attention])
+def test_derivatives_that_there_are_not_are_refused(function):
+    """Forward mode is tried with one rank: PyTorch has one level of it for all threads."""
+    for world, rank, words in ((2, penalty(function), "no second deriv"), (1, dual(function), "no forward-mode deriv")):
+        with pytest.raises((RanksFailed, NotImplementedError), match=words) as caught:
+            run(world, rank)
+        errors = caught.value.errors.values() if isinstance(caught.value, RanksFailed) else [caught.value]
+        assert all(isinstance(error, NotImplementedError) for error in errors)
 
 
 def test_ranks_that_differ_are_told_which_and_how():
