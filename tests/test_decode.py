@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 from huge_tensors import NO_ROOM, REASON, far_apart
 from sequences import DEVICE, FLOAT32, NAN, Sequences
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -12,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from flashlab import flash_attention_with_cache, runtime
 from flashlab.attention import cache_door, decode
 from flashlab.attention.tiles import Tile
+from flashlab.cuda import decoding
 from flashlab.triton_tools.compile_report import compile_reports
 from flashlab.triton_tools.watch import watched
 
@@ -240,6 +242,19 @@ def test_there_is_no_gradient_and_it_says_so():
     o = flash_attention_with_cache(x.q.requires_grad_(), *x.given[1:])
     with pytest.raises(NotImplementedError, match="flash_attention_with_cache has no gradient"):
         o.sum().backward()
+
+
+def test_the_bare_kernels_refuse_what_wants_a_derivative():
+    x = Sequences([5], head_dim=64, dtype=BF16)
+    lengths = x.lengths - 1
+    for function in (decode.decode, decoding.decode):
+        with pytest.raises(ValueError, match="k_cache requires a gradient, and this kernel's result has none"):
+            function(x.q, x.k_cache.clone().requires_grad_(), *x.given[2:], scale=0.1)
+        with forward_ad.dual_level(), pytest.raises(ValueError, match="q has a tangent"):
+            function(forward_ad.make_dual(x.q, x.q), *x.given[1:], scale=0.1)
+    new = torch.ones(1, x.k_cache.shape[1], 1, 64, dtype=BF16, device=DEVICE, requires_grad=True)
+    with pytest.raises(ValueError, match="k_new requires a gradient"):
+        decode.append(x.k_cache, x.v_cache, new, new, lengths, x.table)
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="a CUDA graph is recorded on a GPU")

@@ -1,8 +1,10 @@
 """flash_attention: every backend, gradients, operators under torch.compile, autocast, vmap, clear refusals."""
 
+import contextlib
 import math
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from unittest import mock
 
@@ -147,6 +149,31 @@ def test_torch_compile_takes_it_as_one_graph(backend):
     torch.testing.assert_close(got, want)
     for a, b in zip(*(torch.autograd.grad(x.sum(), inputs) for x in (got, want)), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("backend", ["p6_1_fa1", "p9_flash", "p11_flash"])
+def test_cuda_kernels_from_several_threads(backend):
+    """Each thread on a stream of its own where there is a GPU; else the smallest kernel stands for all, emulated."""
+    gpu, kernel = DEVICE.type == "cuda", ALL[backend]
+    if not gpu and backend != "p6_1_fa1":
+        pytest.skip("natively, on a GPU")
+    dtype = torch.float32 if backend == "p6_1_fa1" else torch.float16
+    calls, repeats = (8, 20) if gpu else (3, 1)
+    if why := kernel.refusal(torch.empty(1, 2, 8, 64, dtype=dtype, device=DEVICE)):
+        pytest.skip(why)
+
+    def work(number):
+        with torch.cuda.stream(torch.cuda.Stream()) if gpu else contextlib.nullcontext():
+            for _ in range(repeats):
+                inputs = make(seq_q=16 * number + 5, seq_k=16 * number + 9, head_dim=64, dtype=dtype)
+                o = flash_attention(*inputs, causal=True, backend=backend)
+                grad_o = torch.ones_like(o)
+                found = dict(o=o, **backward(o, inputs, grad_o))
+                assert worst(wanted(*inputs, grad_o, causal=True), **found)[1] <= 1
+
+    with ThreadPoolExecutor(4) as pool:
+        for each in [pool.submit(work, number) for number in range(calls)]:
+            each.result()
 
 
 def test_torch_compile_with_lengths_that_change():

@@ -114,8 +114,7 @@ check("12.5", packed_row)
 # Set `last`, a `bool` of each thread that is declared already. `counter` points to an `int` that these warps share: 0 before the launch, and 0 again behind it, so that the
 # launch can be repeated. You have `lane` and `splits`; `atomicAdd(counter, 1)` returns the old value. No barrier of the block, please.
 #
-# The check runs it in the emulator, whose watched build sees which writes are published before which reads. What acquires them it does not see: that is looked for
-# in your lines. (The first check compiles: ten seconds.)
+# The check runs it in the emulator, whose watched build sees which writes are published before which reads, and who acquires them. (The first check compiles: ten seconds.)
 
 # %% tags=["exercise"]
 # BEGIN STARTER

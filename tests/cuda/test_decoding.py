@@ -229,14 +229,25 @@ def outside_of_the_barriers(text):
     return text.replace("        for (int i = threadIdx.x; is_last", FENCE + "for (int i = threadIdx.x; is_last")
 
 
-@pytest.mark.parametrize("change", [without_fences, outside_of_the_barriers])
-def test_the_emulator_finds_a_merge_without_its_fence(change, monkeypatch):
+def without_the_second(text):
+    return "".join(text.rsplit(FENCE, 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (without_fences, "global-race"),
+        (outside_of_the_barriers, "global-race"),
+        (without_the_second, "acquire-missing"),
+    ],
+)
+def test_the_emulator_finds_a_merge_without_its_fence(change, kind, monkeypatch):
     text, macros = source(LAST), {"HEAD_DIM": 64, "ELEMENT": ELEMENTS[BF16]}
     module = load_inline(change(text), backend="emulator", check=True, defines=macros)
     monkeypatch.setattr(decoding, "compiled", lambda *arguments: module)
     x = Sequences([900], group=4, head_dim=64, dtype=BF16, kv_heads=1)
     decoding.decode(*x.given, scale=0.125, sms=3)
-    assert "global-race" in {finding.kind for finding in module.report.findings}
+    assert kind in {finding.kind for finding in module.report.findings}
 
 
 DEPENDENT = """#include <cuda_runtime.h>

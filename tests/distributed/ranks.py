@@ -30,7 +30,7 @@ def over_ranks(world, whole, function=None, *, layout="zigzag", documents=None, 
     options = dict(layout=layout, **options) | ({} if documents is None else {"documents": documents})
     cut = dict(layout=layout, documents=documents, heads=heads)
     shards = [[shard(x, rank, world, **cut) for rank in range(world)] for x in whole]
-    found = run(world, both_passes, *shards, [function] * world, [options] * world, [heads] * world, timeout=20)
+    found = run(world, both_passes, *shards, [function] * world, [options] * world, [heads] * world, timeout=600)
     return [unshard([o[i] for o, _ in found], **cut) for i in range(4)], [sent for _, sent in found]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 from ranks import inputs
 
 import flashlab
@@ -27,7 +28,7 @@ from flashlab.distributed import (
 X = inputs(16, kv_heads=4, dtype=torch.float32)[0]
 
 
-def each(world, function, *of_ranks, timeout=20):
+def each(world, function, *of_ranks, timeout=600):
     """The error of each rank."""
     with pytest.raises((RanksFailed, ValueError, TypeError, RankLost)) as caught:
         run(world, function, *of_ranks, timeout=timeout)
@@ -57,6 +58,37 @@ def test_what_is_wrong_on_all_ranks_is_said_on_all(function, words):
     assert len(errors) == 3 and all(words in str(error) for error in errors.values()), errors
 
 
+def penalty(function):
+    """A gradient of a gradient's square; the first has no grad_fn by itself: the loss is linear in o."""
+
+    def rank(link):
+        x = X.clone().requires_grad_()
+        o = function(x, x, x, group=link)
+        (first,) = torch.autograd.grad(o.sum(), x, create_graph=True)
+        assert first.requires_grad
+        (o.sum() + first.square().sum()).backward()
+
+    return rank
+
+
+def dual(function):
+    def rank(link):
+        with forward_ad.dual_level():
+            function(forward_ad.make_dual(X, X), X, X, group=link)
+
+    return rank
+
+
+@pytest.mark.parametrize("function", [ring_attention, all_gather_attention, ulysses_attention])
+def test_derivatives_that_there_are_not_are_refused(function):
+    """Forward mode is tried with one rank: PyTorch has one level of it for all threads."""
+    for world, rank, words in ((2, penalty(function), "no second deriv"), (1, dual(function), "no forward-mode deriv")):
+        with pytest.raises((RanksFailed, NotImplementedError), match=words) as caught:
+            run(world, rank)
+        errors = caught.value.errors.values() if isinstance(caught.value, RanksFailed) else [caught.value]
+        assert all(isinstance(error, NotImplementedError) for error in errors)
+
+
 def test_ranks_that_differ_are_told_which_and_how():
     rows = [X, X, X[:, :, :8]]
     errors = each(3, lambda link, x: ring_attention(x, x, x, group=link), rows)
@@ -76,7 +108,7 @@ def test_a_rank_that_dies_ends_all_with_a_sentence():
         for _ in range(3):
             ring_attention(X, X, X, group=link)
 
-    errors = each(4, rank, timeout=60)
+    errors = each(4, rank, timeout=600)
     assert isinstance(errors.pop(2), KeyError) and set(errors) == {0, 1, 3}
     assert all(isinstance(error, RankLost) and "in vain" in str(error) for error in errors.values())
 
@@ -122,7 +154,7 @@ def test_without_ranks_it_is_said_how_to_start_them(monkeypatch):
 KILLED = """
 import os, signal, torch
 from flashlab.distributed import RankLost, ring_attention, start
-link = start(timeout=30)
+link = start(timeout=600)
 x = torch.randn(1, 2, 16, 8)
 ring_attention(x, x, x)
 if link.rank == 1:
@@ -145,7 +177,7 @@ def processes(world, *arguments, port):
                          env=os.environ | more | {"RANK": str(r), "LOCAL_RANK": str(r)})
         for r in range(world)
     ]  # fmt: skip
-    return [(*p.communicate(timeout=120), p.returncode) for p in started]
+    return [(*p.communicate(), p.returncode) for p in started]
 
 
 @pytest.mark.slow

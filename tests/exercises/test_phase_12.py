@@ -31,6 +31,7 @@ WRONG = {
     "never 0 again": (RIGHT.replace("atomicInc((unsigned*)counter, splits - 1)", "atomicAdd(counter, 1)"),
                       "counter-not-reset"),
     "not acquired": (RIGHT[: RIGHT.rindex(FENCE)] + RIGHT[RIGHT.rindex(FENCE) + len(FENCE) :], "acquire-missing"),
+    "not shown to the others": ("".join(RIGHT.rsplit("    __syncwarp();\n", 1)), "global-race"),
     "a barrier of the block": (RIGHT.replace("__syncwarp", "__syncthreads"), "barrier-of-the-block"),
     "one too late": (RIGHT.replace("== splits;", "== splits + 1;"), "nobody-is-last"),
 }  # fmt: skip

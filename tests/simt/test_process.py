@@ -396,10 +396,10 @@ threading.Event().wait()
         time.sleep(0.05)
 
 
-def test_a_constructor_that_does_not_end_is_given_up():
+def test_a_constructor_that_does_not_end_is_given_up(little_patience):
     built = simt.compile_cuda(TEXT + CONSTRUCTOR, name="process.cu")
     with pytest.raises(simt.KernelTimeout, match="when the time was up: the constructor of a global variable"):
-        built.run_count(ints(), timeout=0.3)
+        built.run_count(ints())
     assert str(built.build.library) not in process._processes
 
 

@@ -102,10 +102,10 @@ extern "C" void run(int* a, int* count, int blocks) { arrive<<<blocks, 1>>>(a, c
 """
 
 
-def test_who_waits_for_a_lost_update_and_for_which_word_is_told():
+def test_who_waits_for_a_lost_update_and_for_which_word_is_told(little_patience):
     built = simt.compile_cuda(LOST, check=True)
     with pytest.raises(simt.KernelTimeout) as caught:
-        built.run(np.zeros(1, np.int32), np.zeros(1, np.int32), 2, threads=2, timeout=1)
+        built.run(np.zeros(1, np.int32), np.zeros(1, np.int32), 2, threads=2)
     late, race = caught.value.report.findings
     wait, store = (LOST[: LOST.index(f"<- {what}")].count("\n") + 1 for what in ("wait", "store"))
     assert (late.kind, late.line, late.other_line) == ("timeout", wait, store)

@@ -29,7 +29,7 @@ from flashlab.attention.simulation import flash_attention_sim
 from flashlab.attention.simulation_backward import flash_attention_backward_sim
 from flashlab.runtime.dispatch import operator
 
-__all__ = ["BACKENDS", "DTYPES", "Backend", "attend", "best_backward", "quick", "register"]
+__all__ = ["BACKENDS", "DTYPES", "INSTEAD", "Backend", "attend", "best_backward", "quick", "register"]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -113,7 +113,7 @@ class Backend:
 BACKENDS: dict[str, Backend] = {}
 """Every backend by its name; `register` adds to it."""
 _CALLS: dict[str, Callable[..., Tensors]] = {}
-_INSTEAD = "flashlab.attention.reference.attention has every derivative, the formula in operations of PyTorch"
+INSTEAD = "flashlab.attention.reference.attention has every derivative, the formula in operations of PyTorch"
 
 _OPTIONS = "float scale, SymInt? left, SymInt? right, float? softcap"
 _FORWARD = f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)"
@@ -187,7 +187,7 @@ def register(backend: Backend) -> None:
         grad_o = torch.zeros_like(o) if grad_o is None else grad_o
         return *gradient(grad_o, grad_lse, q, k, v, o, lse, *ctx.options), None, None, None, None
 
-    sentence: Any = {"who": f"flash_attention by {backend.name!r}", "instead": _INSTEAD}
+    sentence: Any = {"who": f"flash_attention by {backend.name!r}", "instead": INSTEAD}
     gradient = operator(
         f"{backend.name}_backward", _BACKWARD, run_backward, fake=fake_backward, compute=compute_backward,
         tensors=7, **sentence,

@@ -26,6 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
+from flashlab.attention.inputs import check_no_gradient
 from flashlab.attention.tiles import Tile, cdiv
 from flashlab.attention.triton_forward import (
     alignment,
@@ -323,6 +324,7 @@ def decode(
     Returns:
         o: like q. lse: [batch, heads, queries], float32. A row that sees no key gives 0 and -inf.
     """
+    check_no_gradient(q=q, k_cache=k_cache, v_cache=v_cache)
     batch, heads, queries, head_dim = q.shape
     o = torch.empty_like(q)
     lse = q.new_empty((batch, heads, queries), dtype=torch.float32)
@@ -368,6 +370,7 @@ def append(
 
     What a sequence has no room for is not written.
     """
+    check_no_gradient(k_cache=k_cache, v_cache=v_cache, k_new=k_new, v_new=v_new)
     batch, kv_heads, new, head_dim = k_new.shape
     if k_new.numel() == 0 or k_cache.numel() == 0:
         return

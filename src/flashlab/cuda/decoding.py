@@ -16,6 +16,7 @@ import torch
 
 from flashlab.attention import decode as kernels
 from flashlab.attention.cache_door import append_reference
+from flashlab.attention.inputs import check_no_gradient
 from flashlab.attention.tiles import cdiv
 from flashlab.cuda.inline import CudaModule, load_inline
 from flashlab.kernels.problem import ELEMENTS, Strides, rows_fit
@@ -80,6 +81,7 @@ def decode(
         o: like q. lse: [batch, heads, queries], float32. A row that sees no key gives 0 and -inf.
     """
     assert left is None and softcap is None, "the kernels have neither window nor softcap: see `refusal`"
+    check_no_gradient(q=q, k_cache=k_cache, v_cache=v_cache)
     number = [*STEPS].index(name) + 1
     batch, heads, queries, head_dim = q.shape
     kv_heads, page = k_cache.shape[1:3]

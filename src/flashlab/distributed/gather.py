@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 
+from flashlab.attention.backends import INSTEAD
 from flashlab.distributed.layout import Block, places, shard, unshard
 from flashlab.distributed.link import Group, Link, connect
 from flashlab.distributed.parts import block_backward, block_forward
 from flashlab.distributed.ring import Plan, plan_of
+from flashlab.runtime.dispatch import no_forward_mode, once
 
 __all__ = ["all_gather_attention"]
 
@@ -57,6 +59,8 @@ def _runs(link: Link, plan: Plan, documents: Sequence[int] | None) -> list[Block
 class _Gathered(torch.autograd.Function):
     """Backward, every rank gets the sum of what all have found for its keys."""
 
+    jvp = staticmethod(no_forward_mode("all_gather_attention", INSTEAD))
+
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, link: Link, plan: Plan,
                 documents: Sequence[int] | None) -> torch.Tensor:  # fmt: skip
@@ -75,7 +79,7 @@ class _Gathered(torch.autograd.Function):
         return o
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once("all_gather_attention", INSTEAD)
     def backward(ctx: Any, grad_o: torch.Tensor) -> Any:
         (q, whole, o, lse), link = ctx.saved_tensors, ctx.link
         dq, dkv = q.new_empty(q.shape), torch.zeros_like(whole, dtype=lse.dtype)

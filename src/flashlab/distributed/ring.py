@@ -21,10 +21,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flashlab.attention.backends import INSTEAD
 from flashlab.attention.inputs import check_causal, refuse_words, scale_of
 from flashlab.distributed.layout import LAYOUTS, Block, blocks, local_lengths, pairs
 from flashlab.distributed.link import Group, Link, connect
 from flashlab.distributed.parts import added, backend_for, block_backward
+from flashlab.runtime.dispatch import no_forward_mode, once
 
 __all__ = ["Plan", "plan_of", "ring_attention", "ring_backward", "ring_forward"]
 
@@ -181,6 +183,8 @@ def ring_backward(
 
 
 class _Ring(torch.autograd.Function):
+    jvp = staticmethod(no_forward_mode("ring_attention", INSTEAD))
+
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, link: Link, plan: Plan) -> torch.Tensor:
         o, lse = ring_forward(link, q, k, v, plan)
@@ -190,7 +194,7 @@ class _Ring(torch.autograd.Function):
         return o
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once("ring_attention", INSTEAD)
     def backward(ctx: Any, grad_o: torch.Tensor) -> Any:
         q, k, v, o, lse = ctx.saved_tensors
         found = ring_backward(ctx.link, grad_o, q, k, v, o, lse, ctx.plan)

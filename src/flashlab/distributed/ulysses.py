@@ -18,10 +18,12 @@ from typing import Any
 
 import torch
 
+from flashlab.attention.backends import INSTEAD
 from flashlab.attention.door import flash_attention
 from flashlab.distributed.layout import local_lengths, shard, unshard
 from flashlab.distributed.link import Group, Link, connect
 from flashlab.distributed.ring import ring_attention
+from flashlab.runtime.dispatch import no_forward_mode
 
 __all__ = ["exchange", "mesh_attention", "ulysses_attention"]
 
@@ -81,6 +83,8 @@ def _check_heads(link: Link, q: torch.Tensor, k: torch.Tensor) -> None:
 
 
 class _Exchange(torch.autograd.Function):
+    jvp = staticmethod(no_forward_mode("ulysses_attention", INSTEAD))
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, link: Link, to_heads: bool, layout: str) -> torch.Tensor:
         ctx.link, ctx.to_heads, ctx.layout = link, to_heads, layout
@@ -91,6 +95,5 @@ class _Exchange(torch.autograd.Function):
         return torch.cat(list(theirs), dim=1)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _Exchange.forward(ctx, grad, ctx.link, not ctx.to_heads, ctx.layout), None, None, None
+        return _Exchange.apply(grad, ctx.link, not ctx.to_heads, ctx.layout), None, None, None

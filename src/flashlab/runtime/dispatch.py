@@ -20,7 +20,7 @@ from torch._C._functorch import is_legacy_batchedtensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.nested._internal.nested_tensor import NestedTensor
 
-__all__ = ["operator", "unwatched"]
+__all__ = ["no_forward_mode", "once", "operator", "unwatched"]
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 _KEYS = ("CompositeExplicitAutograd", "NestedTensorCPU", "NestedTensorCUDA")  # nested ones, for run to refuse them
@@ -83,9 +83,7 @@ def operator(
         keep(ctx, inputs, output)
         return output
 
-    second = f"{who} has no second derivative (of a gradient penalty, jacrev of jacrev): {instead}"
-    gradient = backward or _refused(second)
-    no_jvp = _refused(f"{who} has no forward-mode derivative (jvp, jacfwd, hessian, a dual tensor): {instead}")
+    gradient, no_jvp = backward or _no_second(who, instead), no_forward_mode(who, instead)
     plain = _function(name, plain_forward, gradient, no_jvp)
     # None: of the keyset
     watched = _function(name, operator_forward, lambda ctx, *grads: (None, *gradient(ctx, *grads)), no_jvp)
@@ -128,6 +126,36 @@ def _function(
     """A class of torch.autograd.Function with these methods."""
     methods = {"forward": forward, "backward": backward, "jvp": jvp}
     return type(f"flashlab::{name}", (torch.autograd.Function,), {key: staticmethod(f) for key, f in methods.items()})
+
+
+def once(who: str, instead: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A decorator for the backward of an autograd.Function, which is computed without a graph.
+
+    PyTorch's once_differentiable gives gradients that look like constants where grad_o is one, as that of a sum: a
+    penalty on them would be lost without a word. Here they have a derivative, which raises NotImplementedError.
+    """
+    refused = _function(
+        who, lambda ctx, witness, *found: found, _no_second(who, instead), no_forward_mode(who, instead)
+    )
+
+    def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
+        def first(ctx: Any, *grads: Any) -> Any:
+            with torch.no_grad():
+                found = backward(ctx, *grads)
+            return refused.apply(torch.empty(0, requires_grad=True), *found) if torch.is_grad_enabled() else found
+
+        return first
+
+    return decorate
+
+
+def no_forward_mode(who: str, instead: str) -> Callable[..., NoReturn]:
+    """The jvp of an autograd.Function that has none."""
+    return _refused(f"{who} has no forward-mode derivative (jvp, jacfwd, hessian, a dual tensor): {instead}")
+
+
+def _no_second(who: str, instead: str) -> Callable[..., NoReturn]:
+    return _refused(f"{who} has no second derivative (of a gradient penalty, jacrev of jacrev): {instead}")
 
 
 def _refused(sentence: str) -> Callable[..., NoReturn]:

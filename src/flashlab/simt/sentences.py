@@ -277,7 +277,10 @@ def _global_race(f: Facts) -> str:
     elif f.how == "store" and f.words == "store":
         between = "only one of the two is kept. Is the index that of this thread and block alone?"
     elif " of block" in f.whom:
-        between = "nothing orders two blocks of a launch but a __threadfence() and an atomic"
+        between = (
+            "nothing orders two blocks of a launch but a __threadfence() and an atomic on each side, and barriers to "
+            "the threads that did not execute them"
+        )
     else:
         between = "with no barrier between"
     same = " Both store the same value, so that it may do no harm" if f.warning else ""
@@ -285,6 +288,14 @@ def _global_race(f: Facts) -> str:
     did = _GLOBAL_DID.get(f.words) or _DID.get(f.words, f.words)
     does = _does_globally(f.how)
     return f"{f.who} {does}{f.here} {_place(f)}, which {f.whom} {did}{f.there}{joint}{between}{same}"
+
+
+def _acquire_missing(f: Facts) -> str:
+    return (
+        f"{f.who} {_does_globally(f.how)}{f.here} {_place(f)}, which {f.whom} "
+        f"{_GLOBAL_DID.get(f.words) or _DID[f.words]}{f.there} and published: the flag or count was looked at, but no "
+        "__threadfence() stands behind that look (acquire), so an old value may be read"
+    )
 
 
 def _uninitialised_global(f: Facts) -> str:
@@ -651,6 +662,7 @@ _SENTENCES = {
     "race": _race,
     "lanes-disagree": _lanes_disagree,
     "global-race": _global_race,
+    "acquire-missing": _acquire_missing,
     "uninitialised-global": _uninitialised_global,
     "uninitialised-local": _uninitialised_local,
     "exited-threads": _exited_threads,

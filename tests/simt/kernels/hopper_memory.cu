@@ -202,6 +202,59 @@ __global__ void memory(const __grid_constant__ Maps maps, const CUtensorMap* in_
             __syncthreads();
         }                                                                                         // right
         break;
+    // ---- what has been published, and who acquires it
+    case 83:
+        if (blockIdx.x == 0) { FIRST { y[7] = 1; __threadfence(); *FLAG = 1; } }
+        else { FIRST { while (*FLAG == 0) {} y[8 + blockIdx.x] = y[7]; } }                        // expect: acquire-missing; behind that look
+        break;
+    case 84:
+        FIRST { y[blockIdx.x] = 1; __threadfence(); tile[0] = atomicAdd(z, 1) + 1 == (int)gridDim.x; }
+        __syncthreads();
+        if (tile[0] != 0 && threadIdx.x < gridDim.x) y[64 + threadIdx.x] = y[threadIdx.x];            // expect: acquire-missing; (acquire)
+        break;
+    case 85:
+        if (blockIdx.x == 0) { WRITE_Y; __syncthreads(); FIRST { __threadfence(); *FLAG = 1; } }  // expect: global-race; nothing orders
+        else { FIRST { while (*FLAG == 0) {} __threadfence(); } y[64 + threadIdx.x] = y[threadIdx.x]; }  // and no barrier
+        break;
+    case 86:
+        if (blockIdx.x == 0) { WRITE_Y; __syncthreads(); FIRST { __threadfence(); atomicExch(z, 1); } }
+        else { FIRST while (atomicAdd(z, 0) == 0) {} z[1] = 0; __syncthreads(); z[2 + threadIdx.x] = y[threadIdx.x]; }  // <- by the atomic
+        break;                                                                                    // expect: acquire-missing at by the atomic; (acquire)
+    case 87:
+        if (blockIdx.x == 0) { WRITE_Y; __syncthreads(); FIRST { __threadfence(); *FLAG = 1; } }
+        else { FIRST while (*FLAG == 0) {} __syncthreads(); __threadfence(); y[64 + threadIdx.x] = y[threadIdx.x]; }  // right
+        break;
+    case 88:
+        FIRST {
+            while (*FLAG != (int)blockIdx.x) {}
+            __threadfence();
+            for (int i = 0; i < (int)blockIdx.x; i++) y[8 + blockIdx.x] += y[i];
+            y[blockIdx.x] = 1;
+            __threadfence();
+            *FLAG = blockIdx.x + 1;
+        }                                                                                         // right
+        break;
+    case 89:
+        if (blockIdx.x == 0) { FIRST { while (*FLAG == 0) {} y[7] = 1; } }
+        else { FIRST { y[8] = y[7]; __threadfence(); *FLAG = 1; } }                               // right
+        break;
+    case 90: FIRST { y[blockIdx.x] = 1; __threadfence(); if (atomicAdd(z, 1) + 1 == (int)gridDim.x) *z = 0; } break;  // right
+    // ---- an update in two steps, with a fence between
+    case 91: FIRST { int x = *FLAG; __threadfence(); *FLAG = x + 1; } break;                      // expect: global-race; Use atomicAdd
+    case 92: FIRST { int x = *FLAG; __threadfence(); y[blockIdx.x] = x; __threadfence(); z[0] = x + 1; } break;  // expect: global-race; Use atomicAdd
+    case 93: FIRST { volatile int* own = z + blockIdx.x; for (int i = 0; i < 5; i++) { int x = *own; __threadfence(); *own = x + 1; } } break;  // right
+    case 94:
+        FIRST {
+            while (atomicCAS(z, 0, 1) != 0) {}
+            __threadfence();
+            int x = FLAG[1];
+            __threadfence();
+            FLAG[1] = x + 1;
+            __threadfence();
+            atomicExch(z, 0);
+        }                                                                                         // right
+        break;
+    case 95: if (threadIdx.x % 32 == 0 && blockIdx.x == 0) { int x = *FLAG; __threadfence(); *FLAG = x + 1; } break;  // expect: global-race; Use atomicAdd
     default: break;
     }
 }

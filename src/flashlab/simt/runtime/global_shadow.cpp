@@ -166,7 +166,8 @@ bool GlobalShadow::touch(Lane* lane, uintptr_t address, int bytes, Access access
 
     auto conflicts = [&](const GlobalStamp& s, bool wrote) {
         Conflict c{};
-        c.kind = "global-race", c.how = how;
+        c.kind = s.block != block && known(lane, s, LOOKED) ? "acquire-missing" : "global-race";
+        c.how = how;
         c.other_how = s.loose ? "store" : s.atomic ? "atomic" : wrote ? "store" : "load";
         if ((s.update || now.update) && s.atomic && now.atomic)
             c.how = now.loose ? "volatile" : how, c.other_how = s.loose ? "volatile" : "atomic";
@@ -221,8 +222,12 @@ bool GlobalShadow::touch(Lane* lane, uintptr_t address, int bytes, Access access
         for (GlobalStamp* s : {&cell.low_write, &cell.high_write, &cell.low_read, &cell.high_read}) {
             const bool wrote = s == &cell.low_write || s == &cell.high_write;
             if (!s->pc || s->block == block || (!wrote && !writes)) continue;
-            if (known(lane, *s)) {
-                if (wrote) unseen(*s, known(lane, *s, true));
+            // A copy needs a fence of its proxy, which stands for the acquire; a store does not come before the look
+            // that it depends on, and so after what was read before; and one word's atomics come one after the other.
+            const Knowledge needed = async ? BY_BLOCK : wrote ? ACQUIRED : LOOKED;
+            if (known(lane, *s, needed) ||
+                (s->atomic && !now.update && published_by(*s, address, known_of_word(lane, address)))) {
+                if (wrote) unseen(*s, known(lane, *s, needed, true));
                 if (writes) *s = GlobalStamp();  // who is ordered after this access is ordered after that one
             } else if (meets(*s)) {
                 conflicts(*s, wrote);
@@ -233,7 +238,7 @@ bool GlobalShadow::touch(Lane* lane, uintptr_t address, int bytes, Access access
         if (last.pc && last.block == block) {
             if (same_block_ordered(last, lane))
                 unseen(last, visible_to_async(lane, GLOBAL, last.thread, last.time, last.fences, 0xff));
-            else if (meets(last) && !(last.loose && now.loose && known(lane, last))) conflicts(last, true);
+            else if (meets(last) && !(last.loose && now.loose && known(lane, last, BY_BLOCK))) conflicts(last, true);
         }
         if (access == WRITE) {
             if (!cell.low_write.pc) cell.full &= 0xf;  // it comes after all of the other blocks'

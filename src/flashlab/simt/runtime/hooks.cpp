@@ -29,12 +29,13 @@ static bool stores_a_constant(uintptr_t pc) {
 static bool updates(Lane* me, uintptr_t a, uintptr_t pc) {
     const auto load = me->volatile_loads.find(a);
     if (load == me->volatile_loads.end()) return false;
-    const bool at_once = load->second.call + 1 == me->calls;
+    const bool update = load->second.call + 1 == me->calls || !stores_a_constant(pc);
     // A __threadfence() between: its turn may be what it has waited for, and what it has seen then comes before it.
     const bool fenced = me->fence.time >= load->second.time;
+    if (update && fenced) let_another_update(me, a);
     me->volatile_known = fenced ? known_of_word(me, a) : load->second.known;
     me->volatile_loads.erase(load);
-    return at_once || !stores_a_constant(pc);
+    return update;
 }
 
 static void access(Lane* me, uintptr_t a, int bytes, bool write, Style style, uintptr_t pc) {

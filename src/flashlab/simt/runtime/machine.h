@@ -217,7 +217,9 @@ struct Block {
     Registers registers;
     std::vector<struct Event>* events;  // events.h; null: they are not kept
     typedef std::vector<std::pair<struct Word*, uint32_t>> Learnt;
-    Learnt learnt;          // of other blocks (ordering.h)
+    Learnt learnt;          // of other blocks, by whichever thread (ordering.h)
+    struct Look { struct Word* word; uint32_t count, thread, time; };
+    std::vector<Look> looked, acquired;  // by which thread, and when: acquired by a fence behind the look
     uint8_t published = 0;  // how often, more or less
     std::atomic<bool> holds{false};  // until the others have looked (ordering.cpp)
     bool fences = false;    // there was a fence_proxy_async, of any kind

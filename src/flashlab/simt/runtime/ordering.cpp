@@ -1,5 +1,6 @@
 // Fences and the words that threads meet at: see ordering.h.
 #include "ordering.h"
+#include "clocks.h"
 #include "faults.h"
 #include <sched.h>
 #include <algorithm>
@@ -27,6 +28,8 @@ struct Word {
     };
     std::vector<Watcher> watchers;
     Lane* arriving = nullptr;  // its turn has come to publish, and it has not yet
+    int updating = 0;          // blocks before such a store
+    bool met = false;          // it has been waited for
 };
 
 constexpr std::chrono::milliseconds PATIENCE(200);  // of who publishes, with those that watch
@@ -34,13 +37,8 @@ constexpr std::chrono::milliseconds PATIENCE(200);  // of who publishes, with th
 static std::mutex mutex;
 static std::map<uintptr_t, Word> words;
 static std::atomic<bool> any{false};
-
-void fence(Lane* lane) {
-    Warp* w = lane->warp;
-    lane->fence.time = w->time;
-    lane->fence.known.assign(w->known, w->known + lane->block->warps);
-    w->time++;  // what the lane does from here on is not covered
-}
+static uint64_t updating;   // of all words
+static bool nobody_comes;   // in this launch
 
 static void learn_of(Block::Learnt& learnt, Word* word, uint32_t count) {
     for (auto& l : learnt)
@@ -49,6 +47,43 @@ static void learn_of(Block::Learnt& learnt, Word* word, uint32_t count) {
             return;
         }
     learnt.push_back({word, count});
+}
+// What a lane knows of these: its own looks, and those that barriers have handed on to it.
+static Block::Learnt known_to(const Lane* lane, const std::vector<Block::Look>& looks) {
+    Block::Learnt learnt;
+    for (auto& l : looks)
+        if (before(l.thread, l.time, lane)) learn_of(learnt, l.word, l.count);
+    return learnt;
+}
+static void add_look(std::vector<Block::Look>& looks, const Lane* lane, Word* word, uint32_t count) {
+    constexpr size_t MANY = 64;
+    const Block* block = lane->block;
+    auto covers = [&](const Block::Look& l, Word* of, uint32_t up_to) { return l.word == of && l.count >= up_to; };
+    for (auto& l : looks)
+        if (covers(l, word, count) && before(l.thread, l.time, lane)) return;
+    auto known_to_all = [&](const Block::Look& l) {
+        return std::all_of(block->warp, block->warp + block->warps,
+                           [&](const Warp& w) { return l.time <= w.known[l.thread / WARP]; });
+    };
+    if (looks.size() >= MANY) {  // all that every warp knows is one look for each word
+        const auto all = looks;
+        looks.clear();
+        for (size_t i = 0; i < all.size(); i++) {
+            bool needed = true;
+            for (size_t j = i + 1; j < all.size() && needed; j++)
+                needed = !covers(all[j], all[i].word, all[i].count) || !known_to_all(all[j]);
+            if (needed) looks.push_back(all[i]);
+        }
+    }
+    looks.push_back({word, count, (uint32_t)lane->id, lane->warp->time});
+}
+
+void fence(Lane* lane) {
+    Warp* w = lane->warp;
+    for (auto& l : known_to(lane, lane->block->looked)) add_look(lane->block->acquired, lane, l.first, l.second);
+    lane->fence.time = w->time;
+    lane->fence.known.assign(w->known, w->known + lane->block->warps);
+    w->time++;  // what the lane does from here on is not covered
 }
 
 static void note_look(Word& word, Lane* lane, bool published) {
@@ -80,10 +115,10 @@ static bool all_have_looked(Word& word, const Lane* publisher) {
     });
 }
 
-// What the lane's block has learnt at other words; and whether it has news to publish at this one, or merely spins.
+// What the lane has learnt at other words; and whether it has news to publish at this one, or merely spins.
 static Block::Learnt learnt_elsewhere(const Word& word, const Lane* lane) {
     Block::Learnt elsewhere;
-    for (auto& l : lane->block->learnt)
+    for (auto& l : known_to(lane, lane->block->acquired))
         if (l.first != &word) elsewhere.push_back(l);
     return elsewhere;
 }
@@ -112,6 +147,34 @@ void let_others_look(Lane* lane, uintptr_t address) {
     word.arriving = lane;
 }
 
+void let_another_update(Lane* lane, uintptr_t address) {
+    Block* block = lane->block;
+    Launch* launch = block->launch;
+    std::unique_lock<std::mutex> lock(mutex);
+    Word& word = words[address];
+    if (word.met) return;
+    any = true;
+    lock.unlock();
+    for (int turn = 0; turn < 2; turn++) let_others_run(lane);  // of its warp, then of its block
+    lock.lock();
+    auto looked = [&] {
+        return std::any_of(word.watchers.begin(), word.watchers.end(),
+                           [&](const Word::Watcher& w) { return w.lane->block != block; });
+    };
+    auto alone = [&] { return launch->next >= launch->blocks && launch->done + updating >= launch->blocks; };
+    const auto begin = std::chrono::steady_clock::now();
+    block->holds = true, word.updating++, updating++;
+    while (!word.met && word.updating < 2 && !looked() && !alone() && !nobody_comes && !cancelled() &&
+           launch->stop >= block->number) {
+        nobody_comes = std::chrono::steady_clock::now() - begin > 5 * PATIENCE;
+        lock.unlock();
+        block->worker->in_vain++;
+        sched_yield();
+        lock.lock();
+    }
+    block->holds = false, word.met = true, word.updating--, updating--;
+}
+
 void meet(Lane* lane, uintptr_t address, bool learn, bool publish) {
     publish &= lane->fence.time != 0;
     const bool polls = learn && lane->in_vain > 0 && lane->polled == address;
@@ -125,7 +188,8 @@ void meet(Lane* lane, uintptr_t address, bool learn, bool publish) {
     any = true;
     Word& word = it->second;
     Block* block = lane->block;
-    if (learn && word.count) learn_of(block->learnt, &word, word.count);
+    auto looks = [&] { learn_of(block->learnt, &word, word.count), add_look(block->looked, lane, &word, word.count); };
+    if (learn && word.count) looks();
     if (learn) note_look(word, lane, false);
     if (!publish) return;
     if (word.arriving == lane) word.arriving = nullptr;
@@ -136,7 +200,7 @@ void meet(Lane* lane, uintptr_t address, bool learn, bool publish) {
     word.by_block[(uint32_t)block->number].push_back({(uint32_t)block->number, ++word.count, (uint32_t)lane->id,
                                                       lane->fence.time, lane->warp->time, block->global_fences,
                                                       lane->fence.known, elsewhere});
-    if (learn) learn_of(block->learnt, &word, word.count);
+    if (learn) looks();
 }
 
 // Among what was published at these words (up to these numbers), and what their publishers had learnt?
@@ -165,12 +229,15 @@ static bool search(const Block::Learnt& learnt, const GlobalStamp& s, std::map<W
     }
     return false;
 }
-bool known(const Lane* lane, const GlobalStamp& s, bool fenced) {
-    if (lane->block->learnt.empty()) return false;
+bool known(const Lane* lane, const GlobalStamp& s, Knowledge how, bool fenced) {
+    const Block* block = lane->block;
+    if (block->learnt.empty()) return false;
+    const Block::Learnt learnt = how == BY_BLOCK ? block->learnt
+                                                 : known_to(lane, how == ACQUIRED ? block->acquired : block->looked);
     std::lock_guard<std::mutex> lock(mutex);
     std::map<Word*, uint32_t> seen;
     int patience = 10000;
-    return search(lane->block->learnt, s, seen, patience, fenced && !lane->block->global_fences);
+    return search(learnt, s, seen, patience, fenced && !block->global_fences);
 }
 uint32_t known_of_word(const Lane* lane, uintptr_t address) {
     if (lane->block->learnt.empty()) return 0;
@@ -193,7 +260,7 @@ bool published_by(const GlobalStamp& s, uintptr_t address, uint32_t known) {
 void forget_order() {
     std::lock_guard<std::mutex> lock(mutex);
     words.clear();
-    any = false;
+    any = nobody_comes = false;
 }
 
 }  // namespace simt

@@ -1,7 +1,7 @@
 // What orders threads of different blocks. Nothing does, but for this: a thread that has passed a
-// __threadfence() publishes with an atomic (or a volatile store) all that was visible to it at the fence, and
-// a thread whose atomic (or volatile load) comes to the same word later sees it. What one thread of a block
-// has learnt counts for the block.
+// __threadfence() publishes with an atomic (or a volatile store) all that was visible to it at the fence. A
+// thread whose atomic (or volatile load) comes to the same word later looks at it, and acquires it with a
+// __threadfence() of its own. The barriers of its block hand that on to the other threads.
 #pragma once
 #include "machine.h"
 #include <memory>
@@ -24,17 +24,22 @@ struct GlobalStamp {
 };
 
 void fence(Lane* lane);  // __threadfence()
+// By whom: the lane, or one that it is ordered after, with a fence behind the look or without; or any of its block.
+enum Knowledge { ACQUIRED, LOOKED, BY_BLOCK };
 // The lane's atomic access to this word: what was published there becomes known to its block, and what its
 // last fence covers is published. A volatile load only learns, a volatile store only publishes.
 void meet(Lane* lane, uintptr_t address, bool learn, bool publish);
-// Is an access of another block known to the lane's block? fenced: with a fence_proxy_async_global on the way.
-bool known(const Lane* lane, const GlobalStamp& s, bool fenced = false);
+// Is an access of another block known to the lane? fenced: with a fence_proxy_async_global on the way.
+bool known(const Lane* lane, const GlobalStamp& s, Knowledge how, bool fenced = false);
 // Up to which number the lane's block knows what was published at this word.
 uint32_t known_of_word(const Lane* lane, uintptr_t address);
 // Is it an access to this word that published, with a number up to that?
 bool published_by(const GlobalStamp& s, uintptr_t address, uint32_t known);
 // Before an access that publishes there: those of other blocks that watch this word look at it once.
 void let_others_look(Lane* lane, uintptr_t address);
+// Before the store of an update whose fence may stand behind a turn: the first at a word waits until another block has
+// looked at it, or has come as far, or none can. So two that both update in two steps meet every time.
+void let_another_update(Lane* lane, uintptr_t address);
 void forget_order();  // a launch begins
 
 }  // namespace simt

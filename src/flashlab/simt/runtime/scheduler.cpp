@@ -155,7 +155,7 @@ static void prepare_block(Worker* worker, Launch* launch, uint64_t number) {
     block.warps = (block.threads + WARP - 1) / WARP;
     block.clocks = block.warps;
     block.ended = block.fences = block.global_fences = false;
-    block.learnt.clear();
+    block.learnt.clear(), block.looked.clear(), block.acquired.clear();
     block.writing.clear();
     block.published = 0;
     block.warp = worker->warps.data();

@@ -17,7 +17,7 @@ void file_conflict(Lane* lane, const Conflict& c, uintptr_t pc, bool warning) {
     f.text = c.other_how;
     f.warning = warning;
     for (int i = 0; i < 3; i++) f.value[i] = c.value[i];
-    if (c.other_block >= 0) {
+    if (c.other_block >= 0 && strcmp(c.kind, "acquire-missing")) {
         // Which block came first is a matter of luck: the one that writes is told of, or the later line, or block.
         const bool i_read = strstr(c.how, "load") || !strcmp(c.how, "cp.async");
         f.other_block = c.other_block;
