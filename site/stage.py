@@ -249,9 +249,8 @@ class Site:
         path = f"{kind}/{phase.name}.ipynb"
         links = [f"[{word}](../{other}/{phase.name}.ipynb)"]
         if self.repository:
-            links.append(
-                f"[Open in Colab](https://colab.research.google.com/github/{self.repository}/blob/main/{path})"
-            )
+            colab = f"https://colab.research.google.com/github/{self.repository}/blob/main"
+            links.append(f"[Open in Colab]({colab}/{path}), below the [cell that installs]({colab}/docs/colab.ipynb)")
         links.append(f"{{download}}`The notebook <../{kind}/{phase.name}.ipynb>`")
         links.append(f"in your own Jupyter: `make lab PHASE={phase.number}`")
         (self.target / kind).mkdir(exist_ok=True)
