@@ -108,6 +108,8 @@ def test_links_of_the_repository_become_those_of_the_site(site):
     assert site.terms["lse"] == "term-lse" and 'id="term-lse"' in (site.target / "glossary.md").read_text()
     lecture = "".join("".join(c["source"]) for c in cells(site, f"lectures/{site.names['3']}.ipynb"))
     assert lecture.count('glossary.html#term-lse"><code class="literal">lse') == 1
+    model = "".join("".join(c["source"]) for c in cells(site, f"lectures/{site.names['10']}.ipynb"))
+    assert model.count('glossary.html#term-mha">GQA<') == 1 and ">generation</a>" not in model
 
 
 def test_with_a_repository_lectures_open_in_colab_and_sources_are_linked(tmp_path, monkeypatch):
