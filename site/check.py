@@ -26,6 +26,7 @@ from playwright.sync_api import Page, sync_playwright
 BUILD = Path(__file__).resolve().parents[1] / "build"
 AXE = BUILD / "site-npm" / "node_modules" / "axe-core" / "axe.min.js"
 LAPTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+LAPTOPS = (1280, 1366, 1440)  # the contents of the page have a column from 1312 pixels on
 LIMIT = 1_500_000  # bytes of a page with all that it loads, scripts and fonts of every page apart
 SEARCHES = {  # what is searched for, and what has to come first
     "online softmax": "lectures/00_", "swizzle": "lectures/08_", "p11_flash": "lectures/11_",
@@ -109,8 +110,9 @@ def static(site: Path, pages: list[str]) -> list[str]:
 def weight(site: Path, name: str) -> int:
     """Bytes of a page and its images, text packed as a server packs it."""
     page = Parsed((site / name).read_text(encoding="utf-8"))
-    images = {unquote(urljoin(name, load)) for load in page.loads if load.endswith((".png", ".svg"))}
-    return len(gzip.compress((site / name).read_bytes())) + sum((site / image).stat().st_size for image in images)
+    loaded = {site / unquote(urljoin(name, load)) for load in page.loads if load.endswith((".png", ".svg"))}
+    files = {site / name, *loaded}
+    return sum(len(file.read_bytes() if file.suffix == ".png" else gzip.compress(file.read_bytes())) for file in files)
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
@@ -159,8 +161,10 @@ class Reader:
                 self.open(name, size=size, dark=dark)
                 if (wide := self.page.evaluate(SIDEWAYS)) > 0:
                     self.note(f"{wide} pixels too wide at {size['width']}")
-                if size == LAPTOP and (cut := self.page.evaluate(CUT_CODE)):
-                    self.note(f"{cut} cells have code wider than a laptop's page")
+                for width in LAPTOPS if size == LAPTOP else ():
+                    self.page.set_viewport_size(LAPTOP | {"width": width})
+                    if cut := self.page.evaluate(CUT_CODE):
+                        self.note(f"{cut} cells have code wider than the page at {width}")
                 there, rendered, errors = self.page.evaluate(FORMULAS)
                 if there != rendered or errors:
                     self.note(f"{rendered} of {there} formulas are rendered, {errors} with an error")

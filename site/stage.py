@@ -27,6 +27,7 @@ from urllib.parse import urlparse
 
 ROOT = Path(__file__).resolve().parents[1]
 SITE = ROOT / "site"
+WORDS = re.compile("[A-Z][A-Za-z]+(-[A-Z]\\w+)?|[a-z]+[- ][A-Za-z]+")  # the glossary's that mean the same in any text
 FOLD = 3000  # characters: a longer fold of an output becomes a page of its own, loaded when it is opened
 
 # The README's sections that have a page of their own; a file of docs/ with the page's name comes first.
@@ -157,15 +158,18 @@ class Site:
             name = match[1]
             if page := self.pages.get(name):
                 return f"[`{name}`](../{page})"
-            if name in self.terms and name not in seen:
-                seen.add(name)
-                shown = f'<code class="literal">{name}</code>'
-                return f'<a class="term" href="../glossary.html#{self.terms[name]}">{shown}</a>'
-            return match[0]
+            return term(name, f'<code class="literal">{name}</code>') if name in self.terms else match[0]
+
+        def term(name: str, shown: str) -> str:
+            first = name not in seen
+            seen.add(name)
+            return f'<a class="term" href="../glossary.html#{self.terms[name]}">{shown}</a>' if first else shown
 
         notebook = r"(?<=\]\()\.\./((?:notebooks|exercises|solutions)/\w+\.ipynb)(?=\))"
         text = re.sub(notebook, lambda match: f"../{self.pages[match[1]]}", text)
         text = outside_code(text, lambda part: re.sub(r"\b([Pp]hase) (\d+[a-z]?)\b", phase, part))
+        words = r"\b(" + "|".join(w for w in self.terms if WORDS.fullmatch(w)) + r")\b"
+        text = outside_code(text, lambda part: re.sub(words, lambda match: term(match[0], match[0]), part))
         fenced = re.split(r"(```.*?```|^[#|<].*?$|\$[^$]+\$|\[[^\]]*\]\([^)]*\))", text, flags=re.S | re.M)
         return "".join(
             part if i % 2 else re.sub(r"(?<!`)`([^`\n]+)`(?!`)", code, part) for i, part in enumerate(fenced)
@@ -177,7 +181,8 @@ class Site:
         """The glossary with an anchor at each row; fills `terms`, what the course calls it -> its anchor."""
 
         def row(match: re.Match[str]) -> str:
-            names = re.findall(r"`([^`]+)`", match[2])
+            words = [word for word in re.split("[,;] ", match[1].strip()) if WORDS.fullmatch(word)]
+            names = [*re.findall(r"`([^`]+)`", match[2]), *words]
             if not names:
                 return match[0]
             anchor = f"term-{slug(names[0])}"
@@ -249,9 +254,8 @@ class Site:
         path = f"{kind}/{phase.name}.ipynb"
         links = [f"[{word}](../{other}/{phase.name}.ipynb)"]
         if self.repository:
-            links.append(
-                f"[Open in Colab](https://colab.research.google.com/github/{self.repository}/blob/main/{path})"
-            )
+            colab = f"https://colab.research.google.com/github/{self.repository}/blob/main"
+            links.append(f"[Open in Colab]({colab}/{path}), below the [cell that installs]({colab}/docs/colab.ipynb)")
         links.append(f"{{download}}`The notebook <../{kind}/{phase.name}.ipynb>`")
         links.append(f"in your own Jupyter: `make lab PHASE={phase.number}`")
         (self.target / kind).mkdir(exist_ok=True)

@@ -39,7 +39,7 @@ EXERCISES = [p for p in LESSONS if p.stem.endswith("_exercises")]
 BUILT = sorted(p for folder in ("notebooks", "solutions") for p in (ROOT / folder).glob("[0-9][0-9]*_*.ipynb"))
 
 MOST_OUTPUT_LINES = 15
-MOST_BYTES = 1_500_000
+MOST_BYTES = 2_000_000
 FRAME = [
     "## What you will be able to do",
     "## What you need first",

@@ -263,12 +263,20 @@ def test_a_figure_is_told_in_words_wherever_it_is_shown():
         select_figure_formats(shell, {"png"})
         for _ in range(2):  # a cell may be run again
             show.style()
-        figure, ax = plt.subplots()
-        ax.plot([1, 2], label="ours")
-        ax.set(title="Forward", xlabel="N", ylabel="TFLOP/s")
-        ax.legend()
-        data, metadata = shell.display_formatter.format(figure)
-        assert data["image/png"] and metadata["image/png"]["alt"] == "Forward; TFLOP/s over N; ours"
+        drawn = []
+        for _ in range(2):
+            figure, ax = plt.subplots()
+            ax.plot([1, 2], label="ours")
+            ax.set(title="Forward", xlabel="N", ylabel="TFLOP/s")
+            ax.legend()
+            data, metadata = shell.display_formatter.format(figure)
+            words = "Forward; TFLOP/s over N; ours"
+            assert data["image/png"] and metadata["image/png"]["alt"] == words
+            assert f"<title>{words}</title>" in data["image/svg+xml"], "line art is sharp at any size"
+            drawn.append(data["image/svg+xml"])
+        assert drawn[0] == drawn[1], "a lecture that is built again has the same bytes"
+        ax.imshow([[1, 2]])
+        assert set(shell.display_formatter.format(figure)[0]) == {"image/png", "text/plain"}
     finally:
         InteractiveShell.clear_instance()
         plt.close("all")

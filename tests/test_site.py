@@ -108,14 +108,19 @@ def test_links_of_the_repository_become_those_of_the_site(site):
     assert site.terms["lse"] == "term-lse" and 'id="term-lse"' in (site.target / "glossary.md").read_text()
     lecture = "".join("".join(c["source"]) for c in cells(site, f"lectures/{site.names['3']}.ipynb"))
     assert lecture.count('glossary.html#term-lse"><code class="literal">lse') == 1
+    model = "".join("".join(c["source"]) for c in cells(site, f"lectures/{site.names['10']}.ipynb"))
+    assert model.count('glossary.html#term-mha">GQA<') == 1 and ">generation</a>" not in model
 
 
 def test_with_a_repository_lectures_open_in_colab_and_sources_are_linked(tmp_path, monkeypatch):
     monkeypatch.setenv("GITHUB_REPOSITORY", "someone/course")
     made = stage.Site(tmp_path)
-    assert "(https://colab.research.google.com/github/someone/course/blob/main/notebooks/0" in made.bar(
-        made.phases[0], "notebooks"
-    )
+    colab = "https://colab.research.google.com/github/someone/course/blob/main/"
+    for phase in made.phases:
+        for kind in ("notebooks", "exercises"):
+            paths = re.findall(re.escape(f"({colab}") + r"(.+?)\)", made.bar(phase, kind))
+            assert paths == [f"{kind}/{phase.name}.ipynb", "docs/colab.ipynb"]
+            assert all((ROOT / path).is_file() for path in paths)
     assert made.link("src/flashlab/cli.py", "README.md", "index.md") == (
         "https://github.com/someone/course/blob/main/src/flashlab/cli.py"
     )

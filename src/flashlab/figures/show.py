@@ -1,6 +1,6 @@
 """What the notebooks show: named regions of a source, diffs between two, tables, animations; and the look of figures.
 
-Everything here returns or displays standard Jupyter output (Markdown, PNG, GIF), so that a notebook reads the same
+Everything here returns or displays standard Jupyter output (Markdown, PNG, SVG, GIF), so that a notebook reads the same
 in JupyterLab, on a code host and in print. Nothing here knows any one kernel.
 
     show.region(step, "main loop")         a named region of a file, the whole file one fold away
@@ -25,8 +25,11 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 from IPython import get_ipython
+from IPython.core.pylabtools import print_figure
 from IPython.display import Image, Markdown, display
+from matplotlib.collections import QuadMesh
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 
 from flashlab.kernels import regions
 from flashlab.table import Table
@@ -73,15 +76,29 @@ def style() -> None:
     )
     if shell := get_ipython():
         plt.switch_backend(plt.get_backend())  # which says how figures are shown when it is first loaded
-        formatter = shell.display_formatter.formatters["image/png"]
-        if Figure in formatter:
-            formatter.for_type(Figure, partial(_told, formatter.lookup_by_type(Figure)))
+        formats = shell.display_formatter.formatters
+        if Figure in formats["image/png"]:
+            formats["image/png"].for_type(Figure, partial(_told, formats["image/png"].lookup_by_type(Figure)))
+            formats["image/svg+xml"].for_type(Figure, _lines)
 
 
 def _told(draw: Callable[[Figure], Any], figure: Figure) -> tuple[Any, dict[str, Any]]:
     data = draw(figure)
     data, metadata = data if isinstance(data, tuple) else (data, {})  # a tuple: retina, or `style` ran before
     return data, metadata | {"alt": in_words(figure)}
+
+
+def _lines(figure: Figure) -> str | None:
+    """Line art as SVG, sharp at any size, beside the PNG, which JupyterLab shows of a notebook that it does not trust.
+
+    None of a figure that has an image in it, or more parts than an SVG is good for.
+    """
+    parts = figure.findobj()
+    if len(parts) > 1500 or any(isinstance(part, (AxesImage, QuadMesh)) for part in parts):
+        return None
+    told = {"Title": in_words(figure), "Creator": None, "Date": None}
+    with plt.rc_context({"svg.hashsalt": "flashlab"}):  # the same names in it at each drawing
+        return print_figure(figure, "svg", metadata=told)
 
 
 def in_words(figure: Figure) -> str:
