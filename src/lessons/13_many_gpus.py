@@ -55,7 +55,7 @@ from flashlab.distributed.layout import places
 from flashlab.distributed.scaling import Machine, critical_path, one_gpu, sent_bytes, simulate, work
 from flashlab.distributed.train import fit_split
 from flashlab.figures import curves, drawings, rings, show
-from flashlab.kernels import step
+from flashlab.kernels import path
 from flashlab.models.language_model import Config
 from flashlab.models.train import distance, fit
 from flashlab.table import Table
@@ -650,7 +650,7 @@ Table.of(rows, ["parts", "float32 parts", "parts in bf16", "state in bf16"], ali
 # column would hold. A ring runs an exhibit beside it, which differs in its last region: it merges while it stores, from the registers.
 
 # %%
-show.region(step("p11_side_part"), "store", whole_file=False)
+show.region(path("p11_side_part"), "store", whole_file=False)
 assert error_of(32) < 1.05 * error_of(1) and 1.2 < error_of(32, low) / error_of(1) < 2
 assert error_of(32, round_state=low) > 3 * error_of(1)
 print("float32: no loss; a state in bf16: more than three times the error at 32 parts")
