@@ -69,13 +69,6 @@ def test_what_tells_most_comes_first():
     assert [job["part"] for job in hopper_jobs.jobs()[-4:]] == ["sanitizer"] * 4
 
 
-def test_what_will_not_be_measured_in_this_run_is_not_built_for_it():
-    todo = hopper_jobs.jobs()
-    some = hopper_jobs.fitting(todo, 30.0)
-    assert some == todo[: len(some)] and 0 < len(some) < 20
-    assert hopper_jobs.fitting(todo, float("inf")) == todo and hopper_jobs.fitting(todo, 0.0) == []
-
-
 def test_every_kernel_that_a_job_needs_is_built_once(steps):
     keys = hopper.wanted_modules(hopper_jobs.jobs())
     assert len(set(keys)) == len(keys)
@@ -126,25 +119,6 @@ def test_who_is_not_there_says_why(no_steps):
         hopper.module_of("p9_1_masks", 256, torch.float16)
     with pytest.raises(KeyError, match="no step 'p11_nothing'"):
         hopper_jobs.chosen("p11_nothing")
-
-
-def test_a_kernel_that_was_not_built_is_not_built_again(steps, monkeypatch):
-    tried = []
-    monkeypatch.setattr(hopper, "load_inline", lambda *a, **o: tried.append(a) or (_ for _ in ()).throw(OSError("no")))
-    for _ in range(3):
-        with pytest.raises(OSError, match="no"):
-            hopper.module_of("p9_flash", 64, torch.float16)
-    assert len(tried) == 1
-
-
-def test_one_that_cannot_be_recorded_leaves_the_others_their_graphs(monkeypatch):
-    def times_of(ways, rounds):
-        graph = {} if FA4 not in ways else {"graph": False}
-        return {name: {"ms": 1.0} | graph for name in ways}, {"x": "no"}
-
-    monkeypatch.setattr(harness, "times_of", times_of)
-    found, reasons = hopper.times({OURS: [], CUDNN: [], FA4: []}, 9)
-    assert found == {OURS: {"ms": 1.0}, CUDNN: {"ms": 1.0}, FA4: {"ms": 1.0, "graph": False}} and reasons == {"x": "no"}
 
 
 def test_a_kernel_is_varied_by_its_macros(monkeypatch):
@@ -347,15 +321,6 @@ def test_a_wrong_gradient_is_seen():
     assert hopper_backward.different(lambda: next(gradients), right, 3) == 1
 
 
-def test_a_build_of_the_backward_pass_is_tried_first(monkeypatch):
-    assert hopper_backward.builds([128]) == ["128 bf16", *(f"128 bf16 {x}" for x in hopper_backward.VARIANTS[128])]
-    assert hopper_backward.defines_of("64 bf16 KEY_STEP=64 A=1") == (("KEY_STEP", 64), ("A", 1))
-    monkeypatch.setattr(hopper_backward, "_TRIED", (((1, 2, 17), 2),))
-    monkeypatch.setattr(hopper_backward, "hopper_backward", lambda grad_o, q, k, v, o, lse, **options: (q, k, v))
-    with pytest.raises(ValueError, match="at 64 fp16, N = 17, whole, 2 key heads it is wrong"):
-        hopper_backward.try_out(["64 fp16"])
-
-
 def test_gradients_beside_those_of_the_peers():
     data = record(lambda job: job["part"] == "backward")
     found = hopper_results.backward_table(data)
@@ -369,14 +334,6 @@ def test_gradients_beside_those_of_the_peers():
 
 
 # ---- counters ------------------------------------------------------------------------------------------------------
-def test_only_metrics_that_ncu_knows_are_asked_for(monkeypatch):
-    listing = "Device NVIDIA H200\n---\ndram__bytes_read   Counter  byte  # of bytes\nsm__cycles   Counter\n"
-    monkeypatch.setattr(ncu, "available", lambda: True)
-    monkeypatch.setattr(ncu.subprocess, "run", lambda *a, **o: types.SimpleNamespace(stdout=listing))
-    asked = {"read": "dram__bytes_read.sum", "no": "dram__nothing.sum", "registers": "launch__registers_per_thread"}
-    assert list(ncu.known(asked)) == ["read", "registers"]
-    listing = ""
-    assert ncu.known(asked) == asked
 
 
 def test_counts_stand_beside_the_emulators(steps, monkeypatch):
@@ -396,12 +353,6 @@ def test_counts_stand_beside_the_emulators(steps, monkeypatch):
     emulated = row["counters"]["global write sectors"][0]
     assert emulated > 0 and row["counters"]["global write sectors"] == [emulated, 7.0]
     assert row["counters"]["wgmma, by warp"] == [0, 7.0]  # it has none
-
-
-def test_the_small_launch_is_of_every_step_and_the_last_at_each_head_dim(steps):
-    assert [(s.name, d) for s, d in hopper.launched()] == [
-        ("p9_1_masks", 64), ("p9_flash", 64), ("p9_flash", 128), ("p9_flash", 256),
-    ]  # fmt: skip
 
 
 def test_one_tool_of_the_sanitizer_is_one_row(steps, monkeypatch):
@@ -474,28 +425,6 @@ def test_a_record_that_is_not_whole_says_so():
     assert set(said(record(lambda job: False)).values()) == {"not measured"}
 
 
-def test_without_flash_attention_4_a_goal_is_not_simply_met():
-    speeds = {name: x for name, x in SPEEDS.items() if name != FA4}
-    found = said(record(lambda job: job["part"] == "shapes", speeds))
-    assert found["each of them"] == f"met, without {FA4}"
-
-
-def test_what_validation_found():
-    data = record(lambda job: job["part"] in ("validate", "sanitizer"))
-    names = ("the same bits again", "within the rule", "compute-sanitizer finds nothing")
-    assert [said(data)[name] for name in names] == ["met"] * 3
-    for row in data["rows"]:
-        if row.get("what") == "repeats":
-            row["different"] = 3
-        if row.get("tool") == "racecheck":
-            row["said"] = "RACECHECK SUMMARY: 1 hazard displayed"
-        if row.get("what") == "cases":
-            row["unavailable"] = "no"
-    found = {v.goal: v for v in hopper_results.verdicts(data)}
-    assert [found[name].said for name in names] == ["missed", "met so far", "missed"]
-    assert "racecheck" in found[names[2]].at and "4x16x4096x128" in found[names[0]].at
-
-
 def test_the_ladder_says_what_each_step_gained(monkeypatch):
     monkeypatch.setattr(hopper_jobs, "ladder", lambda: STEPS)
     found = hopper_results.ladder_table(record(lambda job: job["part"] == "ladder"))
@@ -562,12 +491,6 @@ def test_captured_heads_fill_a_shape_and_a_model_that_is_not_there_is_named(tmp_
         hopper_inputs.captured(job["inputs"], 1, [2, 4, 4, 16], tmp_path / "x.pt")
 
 
-def test_the_courses_own_model_is_captured_as_attention_sees_it(monkeypatch):
-    layers, loss = hopper_inputs.trained.__wrapped__(width=32, heads=2, positions=24, steps=2)
-    assert len(layers) == hopper_inputs.LAYERS[hopper_inputs.OWN] and loss < 6
-    assert all(x.shape == (4, 2, 24, 16) and x.dtype == torch.bfloat16 for inputs in layers for x in inputs)
-
-
 def test_each_kernel_runs_alone_for_the_clock(steps, monkeypatch):
     def sustained(functions):
         return {name: {"ms": 1.0, "clock": {"median": 1600}} for name in functions}
@@ -592,23 +515,6 @@ def test_inputs_have_their_speeds_errors_and_doubts():
     clock = hopper_results.clock_table(data).rows[0]
     assert clock[3:] == ("700", "1600 (1590 to 1700)", "690", f"{700 / (4.096e-3 * 132 * 1600):.0%}", "65%")
     assert hopper_results.against_best(record(lambda job: job["part"] == "shapes"))[1:] == (123, 123, 0)
-
-
-def test_a_variant_is_another_value_than_the_one_of_its_head_dim():
-    ours = hopper_jobs.Kernel("p11_flash")
-    for head_dim, others in ((64, ("TRUST=0", "LATE_TURN=0")), (128, ("TRUST=0", "LATE_TURN=1")), (256, ("TRUST=1",))):
-        names = hopper_jobs.varied(ours, head_dim=head_dim)
-        assert all(f"p11_flash {other}" in names for other in others)
-        assert not any(name.endswith(("TRUST=1", "LATE_TURN=0")) for name in names) or head_dim != 128
-
-
-def test_variants_stand_beside_the_kernel_as_it_is():
-    found = hopper_results.variant_table(record(lambda job: job["part"] == "variants"))
-    assert [row[:2] for row in found.rows] == [
-        ("p11_flash", "700"),
-        ("p11_flash STAGES=3", "630 (0.90)"),
-        (CUDNN, "600"),
-    ]
 
 
 def test_means_by_class():
@@ -645,11 +551,3 @@ def test_without_a_step_the_peers_are_measured_all_the_same(no_steps, monkeypatc
     for job in hopper_jobs.jobs():
         if job["part"] in ("counters", "profile", "sanitizer", "validate"):
             assert all(row["unavailable"] == hopper_jobs.NO_STEP for row in hopper.measure(job))
-
-
-@gpu
-def test_a_quick_run_on_this_gpu(tmp_path):
-    out = tmp_path / "x.json"
-    hopper.main(["--quick", "--out", str(out)])
-    rows = json.loads(out.read_text())["rows"]
-    assert {row["name"] for row in rows if "ms" in row} >= {FA2, P9, TRITON, "matmul"}

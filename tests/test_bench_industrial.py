@@ -163,14 +163,6 @@ def test_the_table_and_the_ratios():
     assert "412" in text and "206" in text and "causal" in text
 
 
-@gpu
-def test_a_quick_run_on_this_gpu(tmp_path):
-    out = tmp_path / "x.json"
-    industrial.main(["--quick", "--out", str(out)])
-    rows = json.loads(out.read_text())["rows"]
-    assert {row["name"] for row in rows if "ms" in row} >= {OURS, "eager", "FlashAttention-2"}
-
-
 # ---- reading a record ----------------------------------------------------------------------------------------------
 def test_speeds_over_lengths():
     data = record(["shapes"])
@@ -203,18 +195,3 @@ def test_times_of_tiles():
     assert list(found) == [(d, causal) for d in (64, 128, 256) for causal in (False, True)]
     assert all(len(times) == len(tiles.SEARCH["dq"]) - 1 for times in found.values())
     assert all(times == sorted(times, key=lambda pair: pair[1]) for times in found.values())
-
-
-def test_the_published_rows_beside_ours():
-    lines = industrial.beside_published(record(["published"]), "backward", 64, "f32")
-    assert set(lines) == {"ours", "eager, beside ours", "published", "eager, beside it"}
-    assert lines["eager, beside it"][0][-1] == 16384 and lines["ours"][0][-1] == 32768  # theirs ran out of memory
-    assert lines["published"][1][0] == 0.165
-
-
-def test_a_record_that_has_none_of_it():
-    data = record(["gluon"])
-    assert industrial.over_lengths(data, "both", 64, False) == industrial.peak_over_lengths(data, 64, False) == {}
-    assert industrial.ratios_over_lengths(data, "cuDNN", "both") == industrial.backward_of_forward(data, OURS) == {}
-    assert industrial.tile_times(data, "dkdv") == {}
-    assert set(industrial.beside_published(data, "both", 64, "bf16")) == {"published", "eager, beside it"}

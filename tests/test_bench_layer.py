@@ -168,28 +168,6 @@ def test_kernels_are_told_by_their_stream_and_what_is_before_the_call_is_left_ou
     assert left_out == 15 and kept == sorted(kept, key=lambda e: e.start_us) and min(e.us for e in kept) >= 5
 
 
-@pytest.mark.parametrize(
-    "op, said",
-    [
-        ("aten::mul", "aten::mul"),
-        ("flash_attention_kernel", "flash_attention_kernel"),
-        ("ampere_sgemm_128x128_nn", "matrix product: ampere_sgemm_128x128_nn"),
-        ("void (anonymous namespace)::softmax_warp_forward<float, float>", "softmax: softmax_warp_forward"),
-        (
-            "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, array<char*, 3>>",
-            "elementwise: add",
-        ),
-        (
-            "void at::native::elementwise_kernel<128, 2, at::native::gpu_kernel_impl<at::native::BinaryFunctor<float, "
-            "at::native::binary_internal::MulFunctor<float>>>>",
-            "elementwise: mul",
-        ),
-    ],
-)
-def test_names_of_kernels_are_shortened(op, said):
-    assert layer.short(op) == said
-
-
 def test_the_kernel_that_answers_the_published_one_is_ours():
     assert triton_forward.flash_attention_kernel.fn.__name__ == layer.OUR_KERNEL
 

@@ -64,16 +64,6 @@ def test_the_memory_of_a_step_rises_in_the_forward_pass_and_has_its_scores():
     assert highest < row["ends"]["backward"]
 
 
-def test_a_trace_of_the_allocator_is_added_up():
-    trace = [
-        {"action": "segment_alloc", "size": 2**21, "time_us": 1}, {"action": "alloc", "size": 512, "time_us": 2},
-        {"action": "alloc", "size": 1024, "time_us": 3}, {"action": "free_requested", "size": 512, "time_us": 4},
-        {"action": "free_completed", "size": 512, "time_us": 5},
-    ]  # fmt: skip
-    changes = lm.changes_in(trace)
-    assert list(lm._running(changes, 100)) == [(2.0, 612), (3.0, 1636), (5.0, 1124)]
-
-
 def test_on_a_gpu_the_allocators_trace_begins_at_what_was_allocated_before(monkeypatch):
     recording, cuda = [], torch.cuda
     monkeypatch.setattr(harness, "on_gpu", lambda: True)
@@ -94,15 +84,6 @@ def test_on_a_gpu_the_allocators_trace_begins_at_what_was_allocated_before(monke
     assert recording == ["all", None] and list(row["ends"]) == list(PASSES) and all(us >= 0 for us in row["us"])
 
 
-def test_no_peak_is_lost_where_points_are():
-    points = [(float(i), i % 7) for i in range(1000)]
-    points[501] = (501.0, 10_000)
-    us, held = lm.condensed(points)
-    assert len(us) == len(held) <= lm.SERIES and us == sorted(us)
-    assert (501.0, 10_000) in zip(us, held, strict=True) and held.count(10_000) == 1
-    assert lm.condensed(points[:3]) == ([0.0, 1.0, 2.0], [0, 1, 2]) and lm.condensed([]) == ([], [])
-
-
 def limit(monkeypatch, most, reason="CUDA out of memory. Tried to allocate 32 GiB", kind=torch.OutOfMemoryError):
     right = lm.Training
 
@@ -121,12 +102,6 @@ def test_out_of_memory_is_the_last_row_of_a_limit(monkeypatch):
     assert rows[-1]["unavailable"].startswith("out of memory") and "stopped" not in rows[-1]
     data = {"rows": rows, "machine": {"gpu": None}}
     assert lm.runs_out(data) == {"eager": 64} and "out of memory" in repr(lm.limit_table(data))
-
-
-def test_what_fails_for_another_reason_is_not_told_as_memory(monkeypatch):
-    rows = limit(monkeypatch, 16, "CUDA error: invalid configuration argument", RuntimeError)
-    assert rows[-1]["unavailable"].startswith("CUDA error") and len(rows) == 2
-    assert lm.runs_out({"rows": rows}) == {"eager": None}
 
 
 @pytest.mark.long

@@ -1,7 +1,6 @@
 """The cache of builds: whole or not at all, one key a build, the user's own."""
 
 import errno
-import json
 import os
 import signal
 import threading
@@ -84,35 +83,6 @@ def test_what_is_not_as_it_was_built_is_built_again(own, name, how):
     assert [p.name for p in (own / "cuda").iterdir()] == ["key"]
 
 
-@pytest.mark.parametrize(
-    "manifest",
-    ["[]", "7", "null", '"text"', "{", "", "[" * 100_000, "{}", '{"built": [], "digest": ""}',
-     '{"files": [], "notes": {}}',
-     '{"files": ["kernel.so"], "notes": {"text": "planted"}}', '{"built": {"files": {}, "notes": {}}, "digest": 0}'],
-    ids=range(12),
-)  # fmt: skip
-def test_a_manifest_that_is_none_is_a_build_that_is_none(own, manifest):
-    done = cache.kept("cuda", "key", write("first")).folder
-    (done / "manifest.json").write_text(manifest)
-    again = cache.kept("cuda", "key", write("second"))
-    assert not again.from_cache and again.notes == {"text": "second"}
-    assert (done / "kernel.so").read_text() == "second"
-
-
-def test_notes_that_were_changed_are_no_notes(own):
-    done = cache.kept("cuda", "key", write("first")).folder
-    manifest = json.loads((done / "manifest.json").read_text())
-    manifest["built"]["notes"]["text"] = "changed"
-    (done / "manifest.json").write_text(json.dumps(manifest))
-    assert cache.kept("cuda", "key", write("second")).notes == {"text": "second"}
-
-
-def test_a_file_in_a_builds_place_is_replaced(own):
-    cache.folder("cuda").joinpath("key").write_text("no folder")
-    found = cache.kept("cuda", "key", write("first"))
-    assert (found.folder / "kernel.so").read_text() == "first"
-
-
 def test_who_repairs_a_damaged_build_takes_nobody_elses_away(own):
     (cache.kept("cuda", "key", write("first")).folder / "kernel.so").write_text("cut")
     found, failed = [], []
@@ -132,14 +102,6 @@ def test_who_repairs_a_damaged_build_takes_nobody_elses_away(own):
         t.join()
     assert not failed and all(text.startswith("by ") for text in found)
     assert [p.name for p in (own / "cuda").iterdir()] == ["key"]
-
-
-@pytest.mark.parametrize("lost", ["kernel.so", "manifest.json"])
-def test_a_build_that_lost_a_file_is_made_again(own, lost):
-    done = cache.kept("cuda", "key", write("first")).folder
-    (done / lost).unlink()
-    assert not cache.kept("cuda", "key", write("second")).from_cache
-    assert (done / "kernel.so").read_text() == "second"
 
 
 def test_old_builds_are_removed(own):
@@ -198,20 +160,6 @@ def test_keys_differ():
     assert cache.key("a", 1) == cache.key("a", 1) != cache.key("a", 2)
 
 
-def test_the_cache_is_the_users_own(own, monkeypatch):
-    assert cache.folder("cuda") == own / "cuda" and cache.folder("cuda").stat().st_mode & 0o077 == 0
-    monkeypatch.setattr(os, "getuid", lambda: 12345)
-    with pytest.raises(cache.CacheError, match="belongs to another user: set FLASHLAB_CACHE"):
-        cache.folder("cuda")
-
-
-def test_a_cache_that_cannot_be_made(own, monkeypatch):
-    (own / "file").touch()
-    monkeypatch.setenv("FLASHLAB_CACHE", str(own / "file"))
-    with pytest.raises(cache.CacheError, match="cannot be used .*: set FLASHLAB_CACHE to a folder of yours"):
-        cache.folder("cuda")
-
-
 @pytest.mark.parametrize(
     ("variables", "sentence"),
     [
@@ -233,25 +181,6 @@ def test_a_place_that_is_no_place_is_a_sentence(own, monkeypatch, variables, sen
         cache.folder("cuda")
     assert sentence in str(caught.value) and "\n" not in str(caught.value)
     assert not list(own.iterdir())
-
-
-def test_the_users_own_home(own, monkeypatch):
-    monkeypatch.setenv("HOME", str(own))
-    monkeypatch.setenv("FLASHLAB_CACHE", "~/builds")
-    assert cache.folder("cuda") == own / "builds" / "cuda"
-    monkeypatch.setenv("FLASHLAB_CACHE", " ")
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # the specification says: to be ignored
-    assert cache.folder("cuda") == own / ".cache" / "flashlab" / "cuda"
-    assert (own / ".cache" / "flashlab").stat().st_mode & 0o077 == 0
-
-
-def test_no_home_at_all(monkeypatch):
-    monkeypatch.delenv("HOME")
-    monkeypatch.delenv("FLASHLAB_CACHE")
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
-    with pytest.raises(cache.CacheError, match="cannot be used .*: set FLASHLAB_CACHE to a folder of yours"):
-        cache.folder("cuda")
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o777])

@@ -281,10 +281,3 @@ extern "C" int run(float* x) { add<<<A, 32>>>(x); return D; }
     with pytest.raises(simt.LaunchError, match=f"run returned {macros['D']}"):
         built.run(x)
     assert not built.warnings
-
-
-def test_small_letters_and_min_are_the_readers():
-    macros = dict.fromkeys([*string.ascii_lowercase, "min", "max"], "??")
-    text = EVERY_HEADER + '__global__ void nothing() {}\nextern "C" int run() { nothing<<<1, 32>>>(); return 0; }\n'
-    built = simt.compile_cuda(text, defines=macros, include_dirs=[Path(kernels.__file__).parent])
-    assert built.run().ok

@@ -145,21 +145,6 @@ def test_only_work_counts(monkeypatch, ticks, awake, want):
     assert [work.seconds() for _ in ticks][-1] == want
 
 
-def test_what_the_system_says_of_a_process():
-    spinning, asleep = (subprocess.Popen(x) for x in ([sys.executable, "-c", "while True: pass"], ["sleep", "1000"]))
-    try:
-        work = process._Work(spinning.pid)
-        first, _ = work._look()
-        while work._look()[0] == first or not work._look()[1]:  # without an end, where it is not seen to compute
-            time.sleep(0.01)
-        while process._Work(asleep.pid)._look()[1]:  # until it sleeps
-            time.sleep(0.01)
-    finally:
-        for child in (spinning, asleep):
-            child.kill()
-            child.wait()
-
-
 def test_a_report_that_comes_late_is_waited_for(built, monkeypatch):
     """And what one call says is never taken for the next one's."""
     wait = process.Process._wait

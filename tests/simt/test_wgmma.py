@@ -50,15 +50,6 @@ def test_descriptors_name_what_the_canonical_layouts_say(operand, trans):
         assert (got == decoded(words, desc, 64, trans)).all(), (SWIZZLES[desc[1]], desc)
 
 
-@pytest.mark.parametrize("n", [8, 24, 176, 256])
-@pytest.mark.parametrize("trans", [False, True])
-def test_descriptors_of_b_for_other_shapes(trans, n):
-    words = np.arange(BYTES // 2)
-    some = [(0, 1, 16, 1024, 0), (64, 2, 2048, 512, 0), (0, 3, 512, 256, 0), (0, 0, 128, 256, 0), (0, 1, 2048, 1024, 0)]
-    for desc, got in zip(some, asked("b", some, trans, n), strict=True):
-        assert (got == decoded(words, desc, n, trans)).all(), desc
-
-
 @pytest.mark.parametrize("swizzle", SWIZZLES)
 def test_a_tile_as_tma_stores_it_is_read_as_it_was(swizzle):
     """The layouts that kernels use, built without any address: pieces exchanged by the number of the row."""
