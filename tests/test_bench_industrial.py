@@ -164,14 +164,6 @@ def test_the_table_and_the_ratios():
 
 
 # ---- reading a record ----------------------------------------------------------------------------------------------
-def test_speeds_over_lengths():
-    data = record(["shapes"])
-    lines = industrial.over_lengths(data, "backward", 128, True)
-    assert list(lines) == [OURS, *industrial.PEERS]
-    assert lines[OURS][0] == [512, 1024, 2048, 4096, 8192, 16384] and lines["eager"][0][-1] == industrial.EAGER_MOST
-    assert lines[OURS][1] == sorted(lines[OURS][1]) and all(0 < y < 401 for y in lines[OURS][1])
-    assert "cuDNN" not in industrial.over_lengths(data, "backward", 256, True)
-    assert industrial.over_lengths(data, "backward", 80, True) == {}
 
 
 def test_ratios_over_lengths_and_of_forward():
@@ -182,16 +174,3 @@ def test_ratios_over_lengths_and_of_forward():
     times = industrial.backward_of_forward(data, OURS)
     assert {key[1] for key in times} == {1024, 2048, 4096, 8192, 16384} and all(2.3 < x <= 2.5 for x in times.values())
     assert industrial.span(times.values()).endswith(" to 2.50") and industrial.span([]) == ""
-
-
-def test_peaks_over_lengths():
-    peaks = industrial.peak_over_lengths(record(["shapes"]), 64, True)
-    assert peaks[OURS][1] == [256.0] * 6 and peaks["FlashAttention-2"][1] == [384.0] * 6
-    assert peaks["eager"][1] == sorted(peaks["eager"][1]) and len(peaks["eager"][1]) == 4
-
-
-def test_times_of_tiles():
-    found = industrial.tile_times(record(["tune"]), "dq")
-    assert list(found) == [(d, causal) for d in (64, 128, 256) for causal in (False, True)]
-    assert all(len(times) == len(tiles.SEARCH["dq"]) - 1 for times in found.values())
-    assert all(times == sorted(times, key=lambda pair: pair[1]) for times in found.values())

@@ -177,57 +177,6 @@ def row(name, ms, part="time", which="forward", scope="layer"):
     return {"part": part, "case": "present", "scope": scope, "pass": which, "name": name, "ms": ms, "peak_bytes": 2**21}
 
 
-def test_readers_of_times():
-    rows = [
-        row("original", 8.0),
-        row(OURS, 2.0),
-        row("SDPA", 3.0),
-        row("SDPA, cuDNN", 1.0),
-        row("original", 8.0, which="both"),
-    ]
-    rows += [row("original", 9.0, "compiled"), row("original, compiled", 3.0, "compiled"), row(OURS, 2.1, "compiled")]
-    data = {"rows": rows, "machine": {"gpu": "NVIDIA Stand-in"}}
-    assert layer.times(data, "present") == {
-        "original": 8.0, "original, compiled": 3.0, OURS: 2.0, "SDPA": 3.0, "SDPA, cuDNN": 1.0
-    }  # fmt: skip
-    assert layer.best_sdpa(data, "present") == "SDPA, cuDNN"
-    assert layer.ratio(data, "present", OURS, "original") == 4.0
-    assert layer.ratio(data, "present", "original, compiled", "original") == 3.0, "beside what was timed with it"
-    assert layer.ratio(data, "present", OURS, "SDPA, compiled") is None
-    text = repr(layer.times_table(data, "present"))
-    assert "NVIDIA Stand-in" in text and "8.000" in text and layer.times(data, "published") == {}
-
-
-def test_readers_of_profiles():
-    about = {"part": "profile", "case": "published", "pass": "forward", "layer": OURS, "runs": 10, "total_ms": 40.0}
-    about |= {"cpu_ms": 1.0, "self_cpu_ms": 1.0, "device_bytes": 2**20 * 10, "self_device_bytes": 0, "cpu_bytes": 0}
-    rows = [
-        about | {"op": op, "kernel": kernel, "calls": calls, "device_ms": ms, "self_device_ms": ms, "flops": flops}
-        for op, kernel, calls, ms, flops in (
-            ("flashlab::triton", False, 10, 30.0, None), ("flash_attention_kernel", True, 10, 30.0, None),
-            ("aten::mm", False, 10, 10.0, 2e10), ("sm90_gemm_a<1>", True, 5, 6.0, None),
-            ("sm90_gemm_a<2>", True, 5, 4.0, None),
-        )
-    ]  # fmt: skip
-    data = {"rows": rows, "machine": {"gpu": "NVIDIA Stand-in"}}
-    text = repr(layer.profile_table(data, "published", OURS))
-    assert "75.0%" in text and "3.0000" in text and "2.00" in text and "aten::mm" in text
-    assert "aten::mm" not in repr(layer.profile_table(data, "published", OURS, kernels=True))
-    assert layer.kernel_shares(data, "published", OURS) == [
-        ("flash_attention_kernel", 3.0, 1), ("matrix product: sm90_gemm_a", pytest.approx(1.0), 0)
-    ]  # fmt: skip
-    timeline = {
-        "part": "timeline",
-        "case": "published",
-        "pass": "forward",
-        "layer": OURS,
-        "events": [["a", 0, 2, "stream 7"]],
-    }
-    data["rows"].append(timeline)
-    assert layer.timeline(data, "published", OURS) == [Event("a", 0, 2, "stream 7")]
-    assert "15.8000" in repr(layer.published_table("original")) and "4.4492" in repr(layer.published_table("flash"))
-
-
 @no_gpu
 def test_the_quick_bench_runs_here_and_its_record_is_read(tmp_path, capsys):
     out = tmp_path / "layer.json"

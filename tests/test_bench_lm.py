@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flashlab.bench import harness, lm, peers, published
-from flashlab.bench.lm import NOISE, PASSES, TINY, WAYS
+from flashlab.bench.lm import PASSES, TINY, WAYS
 from flashlab.models.language_model import SIZES
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -140,24 +140,6 @@ def data():
     return {"rows": rows, "machine": {"gpu": "NVIDIA Stand-in"}}
 
 
-def test_readers_of_steps(data):
-    text = repr(lm.step_table(data))
-    assert "NVIDIA Stand-in" in text and "out of memory" in text and "512 000" in text and "8.0" in text
-    assert lm.over_sizes(data) == {"eager": (["small"], [8.0]), "flash": (["small", "xl"], [4.0, 32.0])}
-    assert lm.ratio(data, "small", "flash") == 2.0 and lm.ratio(data, "xl", "flash") is None
-    assert lm.warm_up(data)["eager"] == ([72.0, 8.0, 8.0, 8.0, 8.0], 8.0)
-    assert "2.6" in repr(lm.warm_up_table(data))
-    assert "40.0" in repr(lm.published_table(data)) and "10.0" in repr(lm.published_table(data))
-    assert "float32" in repr(lm.table(data))
-
-
-def test_readers_of_memory_and_losses(data):
-    assert lm.memory(data) == {"flash": lm.Series([0.0, 2.0], [1.0, 2.0], {"forward": 1.0}, 2.0)}
-    assert lm.limits(data) == {"flash": ([1024], [2.0])} and "2.0" in repr(lm.limit_table(data))
-    assert set(lm.losses(data)) == {"eager", "flash", NOISE}
-    assert lm.apart(data) == {"flash": 0.25, NOISE: 0.125} and lm.apart(data, "bfloat16") == {}
-
-
 @no_gpu
 def test_the_quick_bench_runs_here(tmp_path, capsys):
     out = tmp_path / "lm.json"
@@ -213,23 +195,3 @@ def test_a_way_that_fails_does_not_cost_the_others(monkeypatch):
     monkeypatch.setattr(lm, "timed_step", timed)
     rows = {row["attention"]: row for row in lm.measure(TURNS)}
     assert rows["flash"]["unavailable"].startswith("out of memory") and "ms" in rows["sdpa"]
-
-
-def test_readers_of_turns():
-    took = {"eager": 8.0, "sdpa": 3.0, "flash": 4.0, "sdpa, fused RoPE": 2.0, "flash, fused RoPE": 2.5}
-    job = TURNS | {"size": "small", "dtype": "bfloat16"}
-    rows = [job | {"attention": way, "compiled": False, "ms": ms, "graph_ms": ms / 2} for way, ms in took.items()]
-    told = {"compiled": True, "warm_up_ms": [9e3, 1.0], "replaced": False}
-    for way, ms in (("eager", 4.0), ("sdpa", 5.0)):
-        row = job | {"what": "compiled", "attention": way, "ms": took[way], "graph_ms": 1.0, "compiled": False}
-        rows += [row, row | told | {"ms": ms, "graph_ms": 8 - ms}]
-    rows += [job | {"what": "compiled", "attention": "flash", "compiled": True, "unavailable": "out of memory: 1"}]
-    data = {"rows": rows, "machine": {"gpu": "A GPU"}}
-    assert list(lm.exchanged(data, "small").values()) == [0.75, 0.8, 1.2]
-    assert "0.75" in repr(lm.exchanged_table(data)) and lm.exchanged(data, "xl") == {}
-    assert lm.graph_table(data).rows[0] == ("small", "eager", "8.0", "4.0", "50%")
-    eager, sdpa, flash = lm.compiled_table(data).rows
-    assert eager == ("small", "eager", "8.0", "1.0", "4.0", "4.0", "2.00", "no", "9.0") and sdpa[6] == "0.60"
-    assert "out of memory" in flash
-    assert lm.quickest(data, "small") == ("sdpa", False, 3.0)
-    assert lm.quickest({**data, "rows": [r for r in rows if r["compiled"]]}, "small", "graph_ms") == ("sdpa", True, 3.0)

@@ -8,13 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import nbformat
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from flashlab import cli, doctor
-from flashlab.bench import verdicts
+from flashlab import bench, cli, doctor
 from flashlab.exercises import record
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -288,36 +286,10 @@ def test_the_course_works_on_this_machine(name):
     assert dict(cli.CHECKS)[name]()
 
 
-def solution(folder, body):
-    """A solution notebook with an exercise of its own, below a course at `folder`."""
-    (folder / "solutions").mkdir()
-    cells = [
-        "from flashlab.exercises import check\nfrom flashlab.exercises import exercise",
-        '@exercise("99.1", title="Double", minutes=1)\ndef _(fn):\n    assert fn(2) == 4, "no"',
-        body,
-        'check("99.1", double)',
-    ]
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    nbformat.write(notebook, folder / "solutions" / "99_double.ipynb")
-
-
-@pytest.mark.slow
-def test_bench_verdicts_times_each_check_and_keeps_the_figures(tmp_path, monkeypatch):
-    solution(tmp_path, "def double(x):\n    return 2 * x")
-    monkeypatch.setattr(verdicts, "ROOT", tmp_path)
-    result = invoke("bench", "verdicts")
-    assert result.exit_code == 0, result.output
-    kept = json.loads((tmp_path / ".flashlab" / "bench" / "verdicts.json").read_text())
-    (row,) = kept["checks"]
-    assert row["id"] == "99.1" and row["passed"] and row["seconds"] >= 0
-    assert kept["machine"]["torch"]
-    assert not (tmp_path / ".flashlab" / "progress.jsonl").exists()
-
-
 def test_every_bench_has_a_row_and_options_of_its_own():
     found = re.compile(r"^(def main\(|main = )", re.M)
     modules = {
-        p.stem for p in Path(verdicts.__file__).parent.glob("*.py")
+        p.stem for p in Path(bench.__file__).parent.glob("*.py")
         if found.search(p.read_text()) and p.stem not in ("harness", "hopper_backward")  # parts of others
     }  # fmt: skip
     assert modules == {row.module or name for name, row in cli.BENCHES.items()}

@@ -165,7 +165,7 @@ def test_a_report_that_comes_late_is_waited_for(built, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["kernel", "host"])
+@pytest.mark.parametrize("what", ["kernel", pytest.param("host", marks=pytest.mark.long)])
 def test_ctrl_c_at_any_time(what):
     """In the terminal as in a notebook: KeyboardInterrupt at once, and the module can be called again."""
     entry = "run_late(p, 1)" if what == "kernel" else "run_launches_without_end(p)"
@@ -350,12 +350,13 @@ CONSTRUCTOR = """
 struct Slow { Slow() { for (volatile int i = 0;; i = i + 1) {} } } slow;
 """
 HOST_LOOP = 'extern "C" int run_host(int* p) { for (volatile int i = 0;; i = i + 1) {} return p[0]; }\n'
+OTHER_MOMENTS = (("run_count(p)", ""), ("run_host(p)", HOST_LOOP), ("run_count(p)", CONSTRUCTOR))
 
 
 @pytest.mark.parametrize(
     "entry, more",
-    [("run_count(p)", ""), ("run_late(p, 1)", ""), ("run_host(p)", HOST_LOOP), ("run_count(p)", CONSTRUCTOR)],
-    ids=["between calls", "in a kernel", "in a host part", "as it is loaded"],
+    [("run_late(p, 1)", ""), *(pytest.param(*x, marks=pytest.mark.long) for x in OTHER_MOMENTS)],
+    ids=["in a kernel", "between calls", "in a host part", "as it is loaded"],
 )
 def test_the_process_ends_with_python(entry, more):
     program = f"""

@@ -41,7 +41,7 @@ def asked(operand: str, descriptors: list[tuple[int, int, int, int, int]], trans
     return (found[0] + 2048 * found[1]).astype(int)
 
 
-@pytest.mark.parametrize("trans", [False, True])
+@pytest.mark.parametrize("trans", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("operand", ["a", "b"])
 def test_descriptors_name_what_the_canonical_layouts_say(operand, trans):
     words = np.arange(BYTES // 2)

@@ -46,7 +46,6 @@ BENCHES = {
                         "a GPU, nvcc, ncu", object=""),
     "resources": Named("Registers, spills, shared memory and instructions of the compiled kernels.", "nvcc", object=""),
     "schedule": Named("How far ahead of its MMA each ldmatrix stands in the compiled loop.", "nvcc", object=""),
-    "verdicts": Named("How long the check of every solved exercise takes on this machine.", "nothing more", object=""),
     "readme": Named("Nothing: writes README's results and docs/results.md, from the records.", "nothing more",
                     object=""),
     "all": Named("Every bench that times kernels, one after the other.", "nothing more", "everything", object=""),
