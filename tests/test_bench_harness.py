@@ -254,7 +254,7 @@ def test_every_bench_is_one_entry(name):
 @pytest.mark.parametrize("name", HARNESSED)
 def test_the_records_are_read_as_they_are(name):
     bench = bench_of(name)
-    for data in records.recorded(bench.record or name):
+    for data in records.recorded(name):
         rows = data["rows"]
         labels = [harness.describe({k: r[k] for k in ("part", *bench.keys) if k in r}) for r in rows if "ms" in r]
         assert len(set(labels)) == len(labels), "a row is not told from another"

@@ -106,12 +106,6 @@ def test_the_tiles_are_measured_first_and_what_comes_after_takes_them(monkeypatc
     assert len(data["rows"]) == len(todo) and data["left"] == 0 and data["dtype"] == "bfloat16"
 
 
-def test_the_backward_passes_alone_go_to_the_same_record():
-    found = industrial.BACKWARD.jobs()
-    assert industrial.BACKWARD.record == "industrial" and all(job in industrial.jobs() for job in found)
-    assert {job["pass"] for job in found} == {"backward", "both"}
-
-
 # ---- the tiles -----------------------------------------------------------------------------------------------------
 def tuned(kernel, head_dim, causal, **times):
     job = {"part": "tune", "kernel": kernel, "head_dim": head_dim, "causal": causal}

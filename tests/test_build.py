@@ -150,8 +150,8 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("jobs", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_ctrl_c_stops_the_build(root, jobs):
+def test_ctrl_c_stops_the_build(root):
+    jobs = 2
     marks = [root / f"mark{i}" for i in range(4)]
     (root / "src" / "lessons" / "02_tiny.py").unlink()
     (root / "src" / "lessons" / "02_tiny_exercises.py").unlink()
@@ -555,90 +555,21 @@ def test_an_exercise_cell_is_not_filled_for_the_learner(root, no_kernel, capsys)
 
 
 MALFORMED = {
-    "no end": (
-        '    # END SOLUTION\n\n# %% tags=["check"]\ncheck("2.1"',
-        '\n# %% tags=["check"]\ncheck("2.1"',
-        "    # BEGIN SOLUTION",
-        "BEGIN SOLUTION has no END SOLUTION",
-    ),
-    "nested": (
-        "    y = x + x",
-        "    # BEGIN SOLUTION\n    y = x + x",
-        "    # BEGIN SOLUTION\n    y",
-        "BEGIN SOLUTION inside the SOLUTION that begins on line",
-    ),
+    "nested": ("    y = x + x", "    # BEGIN SOLUTION\n    y = x + x", "    # BEGIN SOLUTION\n    y",
+               "BEGIN SOLUTION inside the SOLUTION that begins on line"),
     "end only": ("    # BEGIN SOLUTION\n", "", "    # END SOLUTION", "END SOLUTION without BEGIN SOLUTION"),
-    "crossed": (
-        "# END STARTER\n",
-        "# END SOLUTION\n",
-        "# END SOLUTION\n# BEGIN",
-        "END SOLUTION without BEGIN SOLUTION",
-    ),
     "empty": ("    y = x + x\n    return y\n", "", "    # BEGIN SOLUTION", "the SOLUTION is empty"),
-    "starter alone": (
-        "# BEGIN SOLUTION\ndef buggy(x):\n    return 2 * x\n# END SOLUTION\n",
-        "",
-        "# BEGIN STARTER",
-        "a STARTER is followed at once by its SOLUTION",
-    ),
     "no such symbol": (":double", ":triple", "# MILESTONE flashlab.tinymod:triple", "defines no triple"),
-    "no such module": (
-        "tinymod:double",
-        "nomod:double",
-        "# MILESTONE flashlab.nomod:double",
-        "no module flashlab.nomod",
-    ),
     "odd milestone": ("flashlab.tinymod:double", "double", "# MILESTONE double", "should read"),
-    "late milestone": (
-        '    """Twice x."""\n',
-        "# MILESTONE flashlab.tinymod:LIMIT\n",
-        "# MILESTONE flashlab.tinymod:LIMIT",
-        "MILESTONE lines come first",
-    ),
-    "no starter": (
-        'def double(x):\n    """Twice x."""\n    raise NotImplementedError\n',
-        "",
-        "# MILESTONE flashlab.tinymod:traced",
-        "needs a starter below it",
-    ),
-    "marker in a plain cell": (
-        '    """Stands',
-        '    # BEGIN SOLUTION\n    """Stands',
-        '    # BEGIN SOLUTION\n    """Stands',
-        'needs tags=["exercise"]',
-    ),
-    "nothing to fill": (
-        "# BEGIN STARTER\ndef buggy(x):\n    return x * x\n# END STARTER\n"
-        "# BEGIN SOLUTION\ndef buggy(x):\n    return 2 * x\n# END SOLUTION\n",
-        "def buggy(x):\n    return 2 * x\n",
-        '# %% tags=["exercise"]\ndef buggy',
-        "an exercise cell needs",
-    ),
+    "marker in a plain cell": ('    """Stands', '    # BEGIN SOLUTION\n    """Stands',
+                               '    # BEGIN SOLUTION\n    """Stands', 'needs tags=["exercise"]'),
     "no check": ('# %% tags=["check"]\ncheck("2.2", double)\n', "", "## 2.2", "exercise 2.2 has no check cell"),
-    "checked twice": (
-        'check("2.2", double)',
-        'check("2.1", double)',
-        '# %% tags=["check"]\ncheck("2.1", double)',
-        "exercise 2.1 is checked twice",
-    ),
     "no heading": ("## 2.3 Find", "Find", '# %% tags=["check"]\ncheck("2.3"', "has no heading"),
     "out of order": ("## 2.2 The", "## 2.4 The", "# ## 2.4", "should be 2.2"),
     "no minutes": ("*Core · 10 min*", "*Core*", "# ## 2.2", "such as *Core · 20 min*"),
-    "odd difficulty": ("*Core · 10 min*", "*Hard · 10 min*", "# ## 2.2", "one of Warm-up, Core"),
-    "two checks in a cell": (
-        'check("2.2", double)',
-        'check("2.2", double)\ncheck("2.2", double)',
-        '# %% tags=["check"]\ncheck("2.2"',
-        "a check cell makes one call",
-    ),
-    "unknown tag": (
-        'tags=["check"]\ncheck("2.2"',
-        'tags=["chek"]\ncheck("2.2"',
-        '# %% tags=["chek"]',
-        "unknown tag 'chek'",
-    ),
-    "a cell title": ("# %%\nimport", "# %% The checker\nimport", "# %% The checker", "takes tags=[...]"),
-}
+    "unknown tag": ('tags=["check"]\ncheck("2.2"', 'tags=["chek"]\ncheck("2.2"', '# %% tags=["chek"]',
+                    "unknown tag 'chek'"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("old, new, where, sentence", MALFORMED.values(), ids=MALFORMED)

@@ -108,7 +108,7 @@ def test_the_json_holds_what_pytorch_collects_and_no_home_folder():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["torch", "triton", "numpy"])
+@pytest.mark.parametrize("name", ["torch", *(pytest.param(x, marks=pytest.mark.long) for x in ("triton", "numpy"))])
 def test_a_package_that_does_not_load_is_one_sentence(tmp_path, name):
     place = package(tmp_path, name, "raise OSError('libbroken.so.1: cannot open shared object file')")
     report = json.loads(run_doctor(options=["--json"], PYTHONPATH=place))

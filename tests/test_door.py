@@ -23,6 +23,7 @@ from flashlab.cuda import operators
 
 DEVICE = runtime.device()
 BACKENDS = ("reference", "simulation", "torch", "triton")
+SOME = [*(pytest.param(x, marks=pytest.mark.long) for x in BACKENDS[:2]), *BACKENDS[2:]]
 QUICK = "torch" if runtime.INTERPRETED else "triton"
 OPTIONS = [dict(), dict(causal=True), dict(window=(5, 3)), dict(causal=True, window=6, softcap=4.0), dict(scale=-0.2)]
 
@@ -125,7 +126,7 @@ def test_only_some_inputs_want_a_gradient():
     assert not flash_attention(*(x.detach() for x in (q, k, v))).requires_grad
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", SOME)
 def test_torch_compile_takes_it_as_one_graph(backend):
     options = dict(causal=True) if backend == "simulation" else dict(causal=True, window=6, softcap=4.0)
 
@@ -140,7 +141,7 @@ def test_torch_compile_takes_it_as_one_graph(backend):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", SOME)
 def test_pytorch_finds_nothing_wrong_with_the_operators(backend):
     operator = getattr(torch.ops.flashlab, backend).default
     sizes = dict(heads=2, kv_heads=1, seq_q=5, seq_k=7)

@@ -37,10 +37,7 @@ CANARIES = {
     "patching": ["patched_once"],  # speed: right without it, and slow
 }
 # Right without them too, and have to stay so.
-RIGHT_ANYWAY = [
-    "nan_to_bf16", "bf16_to_f32", "bf16_to_int", "f16_to_bf16", "maximum", "load_other", "abs", "argmax", "cumsum",
-    "dot_f16", "dot_ieee",
-]  # fmt: skip
+RIGHT_ANYWAY = ["nan_to_bf16", "bf16_to_f32", "maximum", "abs", "dot_f16"]
 NUMPY = tuple(int(part) for part in np.__version__.split(".")[:2])
 # Repairs that only some of the versions need on which the course runs, and whether these are they.
 NEEDED_HERE = {"index": triton.__version__.startswith("3.6.") and NUMPY >= (2, 4)}

@@ -83,7 +83,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
         failed += [name] if run_one(name, options) else []
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
-
-
-if __name__ == "__main__":
-    records.entry(main)
