@@ -2,7 +2,7 @@
 
     python interpreter_cases.py plain      Triton's interpreter as it comes
     python interpreter_cases.py repaired   with flashlab's repairs
-    python interpreter_cases.py without    with all of them but one, for each
+    python interpreter_cases.py without '{"cast_impl": ["f32_to_bf16"]}'    with all but one, for each: these cases
 
 prints one JSON object, case -> [right, what was wrong], or repair left out -> such an object.
 """
@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import warnings
+from collections.abc import Iterable
 
 MODE = sys.argv[1] if len(sys.argv) > 1 else "plain"
 if MODE == "plain":
@@ -267,25 +268,25 @@ CASES = {
 }
 
 
-def answers() -> dict[str, list]:
+def answers(names: Iterable[str] = CASES) -> dict[str, list]:
     found = {}
-    for name, case in CASES.items():
+    for name in names:
         try:
-            wrong = difference(*case())
+            wrong = difference(*CASES[name]())
         except Exception as error:
             wrong = f"{type(error).__name__}: {error}"
         found[name] = [wrong is None, wrong]
     return found
 
 
-def answers_without(name: str) -> dict[str, list]:
+def answers_without(name: str, cases: Iterable[str]) -> dict[str, list]:
     """In a process of its own: what is repaired stays so."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         repairs.install_repairs(without=[name])
         with os.fdopen(writing, "w") as pipe:
-            json.dump(answers(), pipe)
+            json.dump(answers(cases), pipe)
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading) as pipe:
@@ -296,6 +297,7 @@ def answers_without(name: str) -> dict[str, list]:
 
 if __name__ == "__main__":
     if MODE == "without":
-        print(json.dumps({name: answers_without(name) for name in repairs.REPAIRS}))
+        asked = json.loads(sys.argv[2])
+        print(json.dumps({name: answers_without(name, asked.get(name, ())) for name in repairs.REPAIRS}))
     else:
         print(json.dumps(answers()))

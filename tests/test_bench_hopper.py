@@ -439,7 +439,7 @@ def test_inputs_are_what_they_are_called(job):
     assert s.std().item() == pytest.approx(3, rel=0.1) or job["inputs"] != hopper_inputs.WIDE
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", ["random", "three tiles rise", "every tile rises at its start", hopper_inputs.WIDE])
 def test_as_many_tiles_are_doubted_as_the_kernel_computes_again(kind, head_dim):
     module = load_inline(kernels.step("p11_15_portions"), backend="emulator", head_dim=head_dim, dtype=torch.bfloat16)

@@ -253,7 +253,7 @@ NOTEBOOK = """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("interpret", ["0", "1"])
+@pytest.mark.parametrize("interpret", ["1", pytest.param("0", marks=pytest.mark.long)])
 def test_kernels_of_notebook_cells(interpret):
     """Both kinds of process: in one @triton.jit makes a JITFunction, in the other an InterpretedFunction."""
     pytest.importorskip("IPython")

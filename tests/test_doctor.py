@@ -95,6 +95,7 @@ def test_the_report_of_this_machine_is_json_and_complete():
     assert all(phase["mode"] != "cannot run" for phase in report["phases"][:4])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_json_holds_what_pytorch_collects_and_no_home_folder():
     text = run_doctor(options=["--json"], HOME=str(ROOT.parent), FLASHLAB_INTERPRET="")

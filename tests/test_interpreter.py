@@ -48,7 +48,9 @@ class Answers(dict):
 
     def __missing__(self, mode):
         environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "FLASHLAB_INTERPRET")}
-        done = subprocess.run([sys.executable, str(CASES), mode], env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, str(CASES), mode, json.dumps(CANARIES)], env=environment, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
         self[mode] = json.loads(done.stdout)
         return self[mode]

@@ -197,6 +197,7 @@ def test_the_launcher_asks_the_compiler_first():
         schemes.scheme_a(q, k, v, as_if_on="RTX 5060 Ti")
 
 
+@pytest.mark.long
 def test_the_published_byte_count_is_one_way_to_write_scheme_a():
     ways = [(False, False, False), (True, False, False), (True, True, True)]
     arguments = [
@@ -220,12 +221,14 @@ def test_a_slice_is_refused_compiled_and_interpreted():
         schemes.scheme_b(*one_head(16, 128, 64), how="slice")
 
 
+@pytest.mark.long
 def test_the_hatches_compile_and_need_q_and_k():
     arguments = [scheme_b_arguments(how) for how in schemes.ESCAPE_HATCHES]
     for report in compile_reports(schemes.scheme_b_kernel, arguments, targets=["sm_90", "sm_120"], num_stages=1):
         assert report.ok and report.shared_bytes == schemes.scheme_b_shared_bytes(128, 64), report
 
 
+@pytest.mark.long
 def test_two_passes_fit_everywhere():
     for report in compile_reports(
         schemes.two_pass_kernel,
