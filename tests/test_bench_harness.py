@@ -353,19 +353,6 @@ def test_all_fails_where_one_failed(monkeypatch):
         everything.main(["--quick"])
 
 
-def test_all_compares_folders(called, tmp_path):
-    for folder in ("a", "b"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "mma.json").write_text("{}")
-    (tmp_path / "a" / "scalar.json").write_text("{}")
-    with pytest.raises(SystemExit) as ended:
-        everything.main(["--compare", str(tmp_path / "a"), str(tmp_path / "b")])
-    assert ended.value.code == 0
-    assert called == [("mma", "--compare", str(tmp_path / "a/mma.json"), str(tmp_path / "b/mma.json"))]
-    with pytest.raises(SystemExit, match="no bench has a file in both"):
-        everything.main(["--compare", str(tmp_path), str(tmp_path)])
-
-
 @pytest.mark.slow
 def test_a_bench_runs_in_a_process_of_its_own(capfd):
     assert everything.run_one("readme", ["--json"]) == 0

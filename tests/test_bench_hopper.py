@@ -106,21 +106,6 @@ def test_everyone_computes_the_same_attention(steps, monkeypatch):
         peers.fa4.cache_clear()
 
 
-def test_who_is_not_there_says_why(no_steps):
-    peers.fa4.cache_clear()
-    q = torch.zeros(1, 1, 8, 64, dtype=torch.float16)
-    if peers.fa4()[0] is None:
-        with pytest.raises(RuntimeError, match="not installed"):
-            hopper.forward_of(FA4, q, q, q, causal=False)
-        assert hopper.fa4_version().startswith("not installed")
-    with pytest.raises(RuntimeError, match="phase 11 has no step yet"):
-        hopper.forward_of(OURS, q, q, q, causal=False)
-    with pytest.raises(ValueError, match="p9_1_masks is not written for .* 256"):
-        hopper.module_of("p9_1_masks", 256, torch.float16)
-    with pytest.raises(KeyError, match="no step 'p11_nothing'"):
-        hopper_jobs.chosen("p11_nothing")
-
-
 def test_a_kernel_is_varied_by_its_macros(monkeypatch):
     one = hopper_jobs.Kernel("p8_6_store")
     assert hopper_jobs.varied(one) == ["p8_6_store", "p8_6_store STAGES=1", "p8_6_store STAGES=3"]
@@ -229,27 +214,6 @@ def test_the_list_of_shapes_is_compared_and_what_is_wrong_named(steps, monkeypat
 
     found = validated(hopper_jobs._listed(64, "fp16", True, most=513), monkeypatch, spoil)
     assert found["wrong"] == ["batch 1, heads 6 of 2, 127 queries, 513 keys"] and found["of_bound"] > 1
-
-
-def test_the_checkers_cases(steps, monkeypatch):
-    seen = {}
-
-    def verify(fn, **options):
-        seen.update(options)
-        q = torch.randn(1, 1, 20, 64, dtype=torch.float16)
-        fn(q, q, q, causal=True, scale=0.3)
-        return types.SimpleNamespace(cases=7, worst=1.5)
-
-    monkeypatch.setattr(hopper, "verify", verify)
-    found = validated({"part": "validate", "what": "cases"}, monkeypatch)
-    assert found == {"step": "p9_flash", "cases": 7, "wrong": [], "worst_of_twin": 1.5}
-    assert seen["full"] and seen["gqa"] and seen["deterministic"] and seen["head_dims"] == (64, 128, 256)
-
-    def fails(fn, **options):
-        raise hopper.CheckFailed("row 3 is wrong\nand more")
-
-    monkeypatch.setattr(hopper, "verify", fails)
-    assert validated({"part": "validate", "what": "cases"}, monkeypatch)["wrong"] == ["row 3 is wrong"]
 
 
 def test_a_trial_says_where_a_result_is_wrong(steps, monkeypatch):
@@ -450,35 +414,6 @@ def test_as_many_tiles_are_doubted_as_the_kernel_computes_again(kind, head_dim):
         module.forward(q, k, v, causal=causal, echo=False)
         assert found.doubted == module.report.counters.get("mma", 0) / (head_dim // 16 * 16)  # all of a tile's S
         assert (found.doubted > 0) == (kind != "random") and found.doubted < found.trusted == (80 if causal else 160)
-
-
-def test_captured_heads_fill_a_shape_and_a_model_that_is_not_there_is_named(tmp_path):
-    q, k, v = torch.arange(6.0).view(1, 6, 1, 1) * torch.ones(1, 6, 4, 8), *torch.randn(2, 1, 2, 4, 8)
-    torch.save({"doubts": {0: (3, 40), 1: (0, 40)}, "inputs": {1: (q, k, v)}}, tmp_path / "x.pt")
-    job = hopper_jobs.captured_jobs()[-1] | {"shape": [2, 4, 4, 8]}
-    (big, keys, _), found = hopper_inputs.captured(job["inputs"], 1, job["shape"], tmp_path / "x.pt")
-    assert big[..., 0, 0].tolist() == [[0, 1, 2, 3], [4, 5, 0, 1]] and found == (0, 40)
-    assert torch.equal(keys[0, 3], k[0, 1].bfloat16()) and torch.equal(keys[0, 2], k[0, 0].bfloat16())
-    (row,) = hopper.measure(job | {"layer": 0}, captured=tmp_path / "x.pt")
-    assert hopper_results.doubted(row) == 3 / 40 and "ms" not in row
-    with pytest.raises(FileNotFoundError, match="run tools/capture_scores.py"):
-        hopper.measure(job, captured=None)
-    with pytest.raises(ValueError, match=r"heads of \[4, 8\], and heads of \[4, 16\]"):
-        hopper_inputs.captured(job["inputs"], 1, [2, 4, 4, 16], tmp_path / "x.pt")
-
-
-def test_each_kernel_runs_alone_for_the_clock(steps, monkeypatch):
-    def sustained(functions):
-        return {name: {"ms": 1.0, "clock": {"median": 1600}} for name in functions}
-
-    monkeypatch.setattr(timing, "sustained", sustained)
-    monkeypatch.setattr(timing, "able", lambda ways: (ways, {"x": "no"}))
-    monkeypatch.setattr(hopper, "forward_of", lambda name, *qkv, **options: {FA4: None}[name])
-    monkeypatch.setattr(torch, "zeros", lambda *size, **options: torch.empty(2, 2))
-    (job,) = [job for job in hopper_jobs.clock_jobs()[:2] if job["inputs"] == "zeros"]
-    rows = {row["name"]: row for row in hopper.measure(job | {"shape": [1, 1, 8, 64]})}
-    assert rows[FA4]["clock"] and rows[FA4]["tflops"] == 4 * 64 * 64 / 1e9 and rows["x"]["unavailable"] == "no"
-    assert rows["matmul"]["tflops"] == 2 * 8192**3 / 1e9 and "unavailable" in rows[CUDNN]
 
 
 # ---- a run ---------------------------------------------------------------------------------------------------------

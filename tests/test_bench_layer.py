@@ -1,15 +1,13 @@
 """The bench of the attention layer, on a CPU: what it times, what a profile and a trace keep, what reads a record."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.autograd import DeviceType
 
 from flashlab.attention import triton_forward
 from flashlab.bench import harness, layer, peers, published
-from flashlab.bench.layer import CASES, NAMES, OURS, PASSES, SCOPES, Event
+from flashlab.bench.layer import CASES, NAMES, OURS, PASSES, SCOPES
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 SHAPES = ["tiny", "tiny, projections"]
@@ -70,15 +68,6 @@ def test_every_layer_computes_the_same(case, scope):
             torch.testing.assert_close(a, b, atol=2e-4, rtol=0)
 
 
-def test_a_backend_that_refuses_grouped_heads_gets_repeated_ones(monkeypatch):
-    monkeypatch.setattr(layer, "_takes_groups", lambda backend, case: False)
-    module, about = layer.build("SDPA, FlashAttention-2", CASES["tiny"], "attention")
-    assert about == {"backend": "FLASH_ATTENTION", "repeated": True}
-    plain, _ = layer.build("original", CASES["tiny"], "attention")
-    inputs = layer.draw(CASES["tiny"], "attention")
-    torch.testing.assert_close(module(*inputs), plain(*inputs), atol=1e-5, rtol=0)
-
-
 def test_a_job_has_a_row_for_each_name_and_out_of_memory_is_one(monkeypatch):
     right = layer.build
 
@@ -126,46 +115,12 @@ def test_a_profile_counts_calls_flops_and_bytes():
     assert "ms on the CPU" in text and "aten::mm" in text
 
 
-def test_a_profile_of_the_original_shows_what_ours_replaces():
-    original = {r["op"] for r in layer.measure(layer._of("profile", "tiny", "forward", "original"))}
-    ours = {r["op"] for r in layer.measure(layer._of("profile", "tiny", "forward", OURS))}
-    assert {"aten::softmax", "aten::bmm", "aten::repeat_interleave", "aten::mul", "aten::cat"} <= original
-    assert {"flashlab::fused_rope"} <= ours and not {"aten::softmax", "aten::repeat_interleave", "aten::cat"} & ours
-
-
 def test_one_call_is_told_by_its_outermost_operations():
     a = torch.randn(64, 64)
     events = layer.one_call(lambda: (a @ a).softmax(-1))
     assert [e.name for e in events] == ["aten::matmul", "aten::softmax"]
     assert events[0].start_us == 0 and events[0].us > 0 and events[1].start_us >= events[0].us
     assert all(e.where.startswith("thread ") for e in events)
-
-
-def pretended(name, start, us, kernel=False, parent=None, **more):
-    where = DeviceType.CUDA if kernel else DeviceType.CPU
-    span = SimpleNamespace(start=start, end=start + us, elapsed_us=lambda: us)
-    above = parent and SimpleNamespace(name=parent)
-    return SimpleNamespace(name=name, time_range=span, device_type=where, cpu_parent=above, thread=3,
-                           device_resource_id=7, is_user_annotation=more.get("annotation", False))  # fmt: skip
-
-
-def test_kernels_are_told_by_their_stream_and_what_is_before_the_call_is_left_out():
-    events = [
-        pretended("warm", 10, 5, kernel=True),
-        pretended(layer.CALL, 100, 500, annotation=True),
-        pretended(layer.CALL, 105, 400, kernel=True, annotation=True),
-        pretended("aten::mm", 110, 20, parent=layer.CALL),
-        pretended("aten::empty", 112, 3, parent="aten::mm"),
-        pretended("gemm", 150, 300, kernel=True),
-        pretended("MmBackward0", 200, 30),
-        pretended("cudaDeviceSynchronize", 210, 300, parent=layer.CALL),
-        pretended("later", 700, 30),
-    ]
-    kept = [("aten::mm", 0, 20, "thread 3"), ("gemm", 40, 300, "stream 7"), ("MmBackward0", 90, 30, "thread 3")]
-    assert layer.events_of(events) == [Event(*one) for one in kept]
-    many = [Event(str(i), float(i), float(i % 7), "stream 7") for i in range(20)]
-    kept, left_out = layer._longest(many, 5)
-    assert left_out == 15 and kept == sorted(kept, key=lambda e: e.start_us) and min(e.us for e in kept) >= 5
 
 
 def test_the_kernel_that_answers_the_published_one_is_ours():

