@@ -8,19 +8,7 @@ import pytest
 import torch
 
 from flashlab.attention import reference
-from flashlab.bench import (
-    BENCHES,
-    OF_ALL,
-    everything,
-    mma,
-    peers,
-    records,
-    scalar,
-    timing,
-    triton,
-    validation,
-    walls,
-)
+from flashlab.bench import BENCHES, OF_ALL, everything, mma, peers, records, scalar, timing, triton, validation, walls
 from flashlab.bench import resources as resources_bench
 from flashlab.kernels import SERIES, steps
 from flashlab.table import Table

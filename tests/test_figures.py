@@ -14,17 +14,7 @@ from lesson_source import find_lessons
 from pacing import ROOT
 
 from flashlab.attention.online_softmax import block_state, identity, merge
-from flashlab.figures import (
-    curves,
-    fragments,
-    hopper,
-    implementations,
-    profiles,
-    rings,
-    rooflines,
-    rows,
-    show,
-)
+from flashlab.figures import curves, fragments, hopper, implementations, profiles, rings, rooflines, rows, show
 from flashlab.figures.panels import panels
 from flashlab.figures.tiles import walk
 from flashlab.simt.replay import Replay, Span

@@ -75,8 +75,7 @@ def test_device_agrees_with_this_process():
 
 # The limits that decide which tile sizes run, as the CUDA programming guide gives them.
 @pytest.mark.parametrize(
-    "target, block",
-    [("sm_80", 166912), ("sm_86", 101376), ("sm_89", 101376), ("sm_90", 232448), ("sm_120", 101376)],
+    "target, block", [("sm_80", 166912), ("sm_86", 101376), ("sm_89", 101376), ("sm_90", 232448), ("sm_120", 101376)]
 )
 def test_shared_memory_of_the_targets(target, block):
     gpu = runtime.limits(target)

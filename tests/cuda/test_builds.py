@@ -281,10 +281,7 @@ FACTOR = SCALE.replace("factor * x[i]", "FACTOR * x[i]")
 
 
 @needs_nvcc
-@pytest.mark.parametrize(
-    "folder",
-    ["$HOME and $(pwd) #", pytest.param("usr/include", marks=pytest.mark.long)],
-)
+@pytest.mark.parametrize("folder", ["$HOME and $(pwd) #", pytest.param("usr/include", marks=pytest.mark.long)])
 def test_a_header_that_was_edited_is_built_again_wherever_it_is(cache, tmp_path, folder):
     header = tmp_path / "headers" / folder / "factor.cuh"
     header.parent.mkdir(parents=True)

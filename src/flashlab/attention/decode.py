@@ -27,12 +27,7 @@ import triton
 import triton.language as tl
 
 from flashlab.attention.tiles import Tile, cdiv
-from flashlab.attention.triton_forward import (
-    alignment,
-    current_device,
-    score_arguments,
-    soft_capped,
-)
+from flashlab.attention.triton_forward import alignment, current_device, score_arguments, soft_capped
 
 __all__ = ["append", "append_kernel", "decode", "decode_kernel", "decode_merge_kernel", "splits_for", "tile_of"]
 
