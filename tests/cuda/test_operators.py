@@ -50,7 +50,6 @@ def test_every_step_is_registered_with_all_that_pytorch_asks():
 
 
 def test_a_hopper_kernel_says_where_it_runs(monkeypatch):
-    assert "capability 9.0, built by nvcc" in BACKENDS["p11_flash"].where
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
     refusal = BACKENDS["p11_flash"].unfit(torch.device("cuda:0"))
     assert refusal == "it needs compute capability 9.0, and this GPU has 12.0"

@@ -52,14 +52,6 @@ def test_the_sizes_are_those_of_gpt_2():
         assert config(size).head_dim == 64
 
 
-def test_a_size_is_changed_by_name():
-    assert config("small", attention="flash", kv_heads=4).kv_heads == 4
-    with pytest.raises(ValueError, match="size is 'huge'; it must be 'small', 'medium', 'large' or 'xl'"):
-        config("huge")
-    with pytest.raises(TypeError, match="colour"):
-        config("small", colour="red")
-
-
 # ---- the model
 
 
@@ -89,13 +81,6 @@ def test_no_token_sees_what_comes_after_it():
     a, b = model(x), model(other)
     assert torch.equal(a[:, :12], b[:, :12]) and not torch.equal(a[:, 12:], b[:, 12:])
     assert a.shape == (2, 20, BYTES)
-
-
-def test_tied_is_one_matrix():
-    model = build(TINY)
-    assert model.head.weight is model.embedding.weight
-    loose = build(Config(**vars(TINY) | dict(tied=False)))
-    assert loose.head.weight is not loose.embedding.weight
 
 
 def test_it_refuses_more_tokens_than_positions():
