@@ -163,15 +163,7 @@ def course_map():
         )
         number_color = "white" if written and phase.kind == "torch" else "black"
         ax.text(
-            x,
-            y,
-            str(phase.number),
-            ha="center",
-            va="center",
-            fontsize=13,
-            weight="bold",
-            color=number_color,
-            zorder=4,
+            x, y, str(phase.number), ha="center", va="center", fontsize=13, weight="bold", color=number_color, zorder=4
         )
         ax.text(x, y - 0.5, names[phase.number], ha="center", va="top", fontsize=9.5, linespacing=1.15)
     for k, (name, color) in enumerate(STACKS.values()):

@@ -1,6 +1,5 @@
 """The benches, as far as no GPU is needed: what would be measured, what is recorded, and the tables."""
 
-import contextlib
 import importlib
 import json
 import math
@@ -9,21 +8,7 @@ import pytest
 import torch
 
 from flashlab.attention import reference
-from flashlab.bench import (
-    BENCHES,
-    OF_ALL,
-    everything,
-    mma,
-    peers,
-    published,
-    records,
-    scalar,
-    timing,
-    triton,
-    validation,
-    verdicts,
-    walls,
-)
+from flashlab.bench import BENCHES, OF_ALL, everything, mma, peers, records, scalar, timing, triton, validation, walls
 from flashlab.bench import resources as resources_bench
 from flashlab.kernels import SERIES, steps
 from flashlab.table import Table
@@ -55,15 +40,6 @@ def test_interleaved_orders_what_is_plainly_slower():
     assert 2 < times["four"].ms / times["one"].ms < 8 and times["one"].rounds == 15
     assert all(t.fastest <= t.ms <= t.slowest for t in times.values())
     assert timing.input_sets(1) == 8 and timing.input_sets(10**12) == 1
-
-
-@gpu
-def test_the_clock_is_sampled_while_something_is_measured():
-    with timing.measured() as machine:
-        torch.cuda._sleep(2_000_000_000)
-        torch.cuda.synchronize()
-    clock = machine["sm_clock_mhz"]
-    assert clock["lowest"] <= clock["median"] <= clock["highest"] <= clock["max"]
 
 
 @no_gpu
@@ -158,26 +134,6 @@ def test_every_step_and_every_define_of_each_is_measured():
     assert len(mma.variants((torch.float16, torch.bfloat16))) == 2 * len(found)
 
 
-def test_a_part_builds_and_checks_what_it_measures_and_no_more(monkeypatch):
-    monkeypatch.setattr(mma, "build", lambda wanted: [(v, None) for v in wanted])
-    checked = []
-    monkeypatch.setattr(mma, "verify", lambda v, module: float(checked.append(v) or 0.5))
-    mma._built.cache_clear()
-    try:
-        assert mma.prepare([{"part": "published"}], 0.0, 9) == {"rounds": 9}
-        kernels = set(mma.STAGES_ADA.values()) - {"unfused", "fa2"}
-        assert sorted((v.name, v.head_dim) for v in checked) == sorted((n, d) for n in kernels for d in (64, 128))
-        checked.clear()
-        mma.prepare([{"part": "final"}, {"part": "published"}], 0.0, 9)
-        assert {v.step.name for v in checked} == {"p7_naive", "p8_6_store", SERIES[-1].name}
-        checked.clear()
-        facts = mma.prepare([{"part": part} for part in mma.PARTS if part != "exhibits"], 0.0, 9)
-        assert facts == {"rounds": 9, "worst_error_of_bound": 0.5}
-        assert checked == mma.variants((torch.float16, torch.bfloat16))
-    finally:
-        mma._built.cache_clear()
-
-
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_moving_inputs_move_every_rows_maximum_in_every_tile(head_dim):
     torch.manual_seed(0)
@@ -206,31 +162,7 @@ def test_the_kernel_of_a_large_grid():
     assert mma.main_kernel([], False) is None
 
 
-def test_rows_say_their_inputs_and_their_share_of_the_peer():
-    times = {"fa2": timing.summary([2.0, 4.0, 6.0]).row(), "p9_flash": timing.summary([1.0, 2.0, 3.0]).row()}
-    fa2, ours, none = mma.rows_of(((1, 2, 64, 64), True, "moving"), times, {"cudnn": "no backend"})
-    assert none["unavailable"] == "no backend" and "ms" not in none
-    assert ours["inputs"] == "moving" and ours["vs_fa2"] == 2.0 and fa2["vs_fa2"] == 1.0
-    assert (ours["ms"], ours["fastest"], ours["slowest"]) == (2.0, 1.0, 3.0)
-    assert ours["tflops"] == timing.attention_flops(1, 2, 64, 64, True) / 2e9
-
-
-def test_the_cases():
-    assert {kind for _, _, kind in mma.LADDER} == {"randn", "moving"}
-    cases = mma.final_cases((64, 128, 256))
-    assert {(table, case[2]) for table, case in cases} == {
-        ("mma_stages_ada", "randn"), ("fa1_f32_fa2_mma_ada", "randn"), ("big", "randn"), ("big", "moving"),
-    }  # fmt: skip
-    assert len({case for table, case in cases if table == "mma_stages_ada"}) == 36
-    assert len(mma.final_cases((64,), quick=True)) == 2 * len(mma.BIG)
-
-
 # ---- the other benches ---------------------------------------------------------------------------------------------
-def test_the_published_shapes_are_all_measured():
-    rows = scalar.published_rows()
-    assert {(r["batch"], r["heads"], r["seq_len"], r["head_dim"], False) for r in rows} < set(scalar.shapes())
-    assert {r["variant"] for r in rows} == {"fa1_f32", "torch_naive_f32"}
-    assert set(published.NAMES) >= {"fa1_f32_fa2_mma_ada", "mma_stages_ada"}
 
 
 def test_the_recorded_float32_run_is_whole_and_keeps_the_promise():
@@ -257,19 +189,6 @@ def test_the_recorded_runs_have_a_table(bench):
         assert len(found.rows) >= 5 and len(repr(found).splitlines()) > 6
 
 
-def test_the_checks_table_names_what_failed():
-    row = {"id": "1.1", "seconds": 1.5, "cpu_seconds": 2.0, "passed": True}
-    data = {"checks": [row, row | {"id": "1.2", "passed": False}], "errors": {"02.ipynb": "KeyError: 'x'"}}
-    text = repr(verdicts.table(data))
-    assert "1.1" in text and "failed" in text and "the slowest 1.5 s" in text and "✗ 02.ipynb: KeyError: 'x'" in text
-
-
-def test_validation_takes_every_step_and_the_last_of_each_phase_wider():
-    found = [(v.step.name, v.head_dim) for v in validation.variants()]
-    assert {name for name, d in found if d == 64} == {s.name for s in SERIES}
-    assert {name for name, d in found if d == 128} == {steps(phase)[-1].name for phase in {s.phase for s in SERIES}}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["p6_1_fa1", "p6_5_overlap", "p7_naive", "p9_flash"])
 def test_the_emulator_still_counts_what_was_compared_with_the_hardware(name):
@@ -277,14 +196,3 @@ def test_the_emulator_still_counts_what_was_compared_with_the_hardware(name):
     recorded = next(r for r in records.recorded("validation")[0]["rows"] if r["kernel"] == name)
     _, counted = validation.emulate(variant)
     assert {k: counted[k] for k in recorded["counters"]} == {k: pair[0] for k, pair in recorded["counters"].items()}
-
-
-@gpu
-@pytest.mark.parametrize("bench", ["walls", "triton", "scalar", "mma"])
-def test_a_quick_run_on_this_gpu(bench, tmp_path):
-    module = {"walls": walls, "triton": triton, "scalar": scalar, "mma": mma}[bench]
-    out = tmp_path / "x.json"
-    options = ["--only", "final", "--rounds", "3"] if bench == "mma" else []
-    with contextlib.suppress(SystemExit):
-        module.main(["--quick", "--out", str(out), *options])
-    assert json.loads(out.read_text())["machine"]["gpu"]

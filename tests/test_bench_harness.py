@@ -110,15 +110,6 @@ def test_figures_of_two_stacks_are_not_mixed(things, tmp_path, capsys):
     assert "another torch" in capsys.readouterr().err
 
 
-def test_another_driver_goes_on_and_the_record_tells_both(things, tmp_path):
-    out = tmp_path / "x.json"
-    again(things, out, "--minutes", "0.3")
-    things["machine"] = {"driver": "2"}
-    data = again(things, out)
-    assert things["measured"] == [0, 1, 2, 3, 4] and data["machine"]["driver"] == "2"
-    assert [session["driver"] for session in data["machine"]["earlier"]] == ["1"]
-
-
 def test_a_killed_run_is_gone_on_with_and_a_job_that_kills_is_left_behind(things, tmp_path):
     class Killed(BaseException):
         pass
@@ -134,14 +125,6 @@ def test_a_killed_run_is_gone_on_with_and_a_job_that_kills_is_left_behind(things
     assert things["measured"] == [0, 1, 2, 2, 3, 4] and data["left"] == 0
     things["at"] = {}
     assert len(again(things, out, "--retry")["rows"]) == 10 and things["measured"][-1] == 2
-
-
-def test_an_interrupt_costs_no_attempt(things, tmp_path):
-    out = tmp_path / "x.json"
-    things["at"] = {1: KeyboardInterrupt()}
-    with pytest.raises(KeyboardInterrupt):
-        again(things, out)
-    assert len(json.loads(out.read_text())["rows"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -271,7 +254,7 @@ def test_every_bench_is_one_entry(name):
 @pytest.mark.parametrize("name", HARNESSED)
 def test_the_records_are_read_as_they_are(name):
     bench = bench_of(name)
-    for data in records.recorded(bench.record or name):
+    for data in records.recorded(name):
         rows = data["rows"]
         labels = [harness.describe({k: r[k] for k in ("part", *bench.keys) if k in r}) for r in rows if "ms" in r]
         assert len(set(labels)) == len(labels), "a row is not told from another"
@@ -332,21 +315,6 @@ def test_without_git_the_commit_is_what_was_said_or_none(monkeypatch):
     assert records.commit() is None
 
 
-def test_a_repository_around_the_package_is_not_its_commit(monkeypatch):
-    found = []
-
-    def git(command, **kwargs):
-        found.append(command)
-        return subprocess.CompletedProcess(command, 1 if "ls-files" in command else 0, "1234567", "")
-
-    monkeypatch.setattr(subprocess, "run", git)
-    monkeypatch.setattr(records, "_installed_from", lambda: None)
-    monkeypatch.delenv("FLASHLAB_COMMIT", raising=False)
-    assert records.commit() is None and len(found) == 1
-    monkeypatch.setenv("FLASHLAB_COMMIT", "39c61b8aa01f")  # a copy may have a .git of another commit
-    assert records.commit() == "39c61b8aa01f" and len(found) == 1
-
-
 def test_the_sources_have_a_name_of_their_own():
     assert len(records.sources()) == 12 and records.sources() == records.sources() == records.machine()["sources"]
 
@@ -383,19 +351,6 @@ def test_all_fails_where_one_failed(monkeypatch):
     monkeypatch.setattr(everything, "run_one", lambda name, options: int(name == "mma"))
     with pytest.raises(SystemExit, match="failed: mma"):
         everything.main(["--quick"])
-
-
-def test_all_compares_folders(called, tmp_path):
-    for folder in ("a", "b"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "mma.json").write_text("{}")
-    (tmp_path / "a" / "scalar.json").write_text("{}")
-    with pytest.raises(SystemExit) as ended:
-        everything.main(["--compare", str(tmp_path / "a"), str(tmp_path / "b")])
-    assert ended.value.code == 0
-    assert called == [("mma", "--compare", str(tmp_path / "a/mma.json"), str(tmp_path / "b/mma.json"))]
-    with pytest.raises(SystemExit, match="no bench has a file in both"):
-        everything.main(["--compare", str(tmp_path), str(tmp_path)])
 
 
 @pytest.mark.slow

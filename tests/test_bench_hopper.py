@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from hopper_stand_in import SPEEDS, STEPS, record
+from hopper_stand_in import STEPS, record
 
 from flashlab import kernels
 from flashlab.attention import reference
@@ -69,13 +69,6 @@ def test_what_tells_most_comes_first():
     assert [job["part"] for job in hopper_jobs.jobs()[-4:]] == ["sanitizer"] * 4
 
 
-def test_what_will_not_be_measured_in_this_run_is_not_built_for_it():
-    todo = hopper_jobs.jobs()
-    some = hopper_jobs.fitting(todo, 30.0)
-    assert some == todo[: len(some)] and 0 < len(some) < 20
-    assert hopper_jobs.fitting(todo, float("inf")) == todo and hopper_jobs.fitting(todo, 0.0) == []
-
-
 def test_every_kernel_that_a_job_needs_is_built_once(steps):
     keys = hopper.wanted_modules(hopper_jobs.jobs())
     assert len(set(keys)) == len(keys)
@@ -111,40 +104,6 @@ def test_everyone_computes_the_same_attention(steps, monkeypatch):
                 assert ("lse_of_bound" in found) == (name not in (FA2, FA4))
     finally:
         peers.fa4.cache_clear()
-
-
-def test_who_is_not_there_says_why(no_steps):
-    peers.fa4.cache_clear()
-    q = torch.zeros(1, 1, 8, 64, dtype=torch.float16)
-    if peers.fa4()[0] is None:
-        with pytest.raises(RuntimeError, match="not installed"):
-            hopper.forward_of(FA4, q, q, q, causal=False)
-        assert hopper.fa4_version().startswith("not installed")
-    with pytest.raises(RuntimeError, match="phase 11 has no step yet"):
-        hopper.forward_of(OURS, q, q, q, causal=False)
-    with pytest.raises(ValueError, match="p9_1_masks is not written for .* 256"):
-        hopper.module_of("p9_1_masks", 256, torch.float16)
-    with pytest.raises(KeyError, match="no step 'p11_nothing'"):
-        hopper_jobs.chosen("p11_nothing")
-
-
-def test_a_kernel_that_was_not_built_is_not_built_again(steps, monkeypatch):
-    tried = []
-    monkeypatch.setattr(hopper, "load_inline", lambda *a, **o: tried.append(a) or (_ for _ in ()).throw(OSError("no")))
-    for _ in range(3):
-        with pytest.raises(OSError, match="no"):
-            hopper.module_of("p9_flash", 64, torch.float16)
-    assert len(tried) == 1
-
-
-def test_one_that_cannot_be_recorded_leaves_the_others_their_graphs(monkeypatch):
-    def times_of(ways, rounds):
-        graph = {} if FA4 not in ways else {"graph": False}
-        return {name: {"ms": 1.0} | graph for name in ways}, {"x": "no"}
-
-    monkeypatch.setattr(harness, "times_of", times_of)
-    found, reasons = hopper.times({OURS: [], CUDNN: [], FA4: []}, 9)
-    assert found == {OURS: {"ms": 1.0}, CUDNN: {"ms": 1.0}, FA4: {"ms": 1.0, "graph": False}} and reasons == {"x": "no"}
 
 
 def test_a_kernel_is_varied_by_its_macros(monkeypatch):
@@ -257,27 +216,6 @@ def test_the_list_of_shapes_is_compared_and_what_is_wrong_named(steps, monkeypat
     assert found["wrong"] == ["batch 1, heads 6 of 2, 127 queries, 513 keys"] and found["of_bound"] > 1
 
 
-def test_the_checkers_cases(steps, monkeypatch):
-    seen = {}
-
-    def verify(fn, **options):
-        seen.update(options)
-        q = torch.randn(1, 1, 20, 64, dtype=torch.float16)
-        fn(q, q, q, causal=True, scale=0.3)
-        return types.SimpleNamespace(cases=7, worst=1.5)
-
-    monkeypatch.setattr(hopper, "verify", verify)
-    found = validated({"part": "validate", "what": "cases"}, monkeypatch)
-    assert found == {"step": "p9_flash", "cases": 7, "wrong": [], "worst_of_twin": 1.5}
-    assert seen["full"] and seen["gqa"] and seen["deterministic"] and seen["head_dims"] == (64, 128, 256)
-
-    def fails(fn, **options):
-        raise hopper.CheckFailed("row 3 is wrong\nand more")
-
-    monkeypatch.setattr(hopper, "verify", fails)
-    assert validated({"part": "validate", "what": "cases"}, monkeypatch)["wrong"] == ["row 3 is wrong"]
-
-
 def test_a_trial_says_where_a_result_is_wrong(steps, monkeypatch):
     monkeypatch.setattr(hopper, "_TRIED", (((1, 2, 1), 2), ((1, 6, 30), 2)))
     monkeypatch.setattr(hopper, "module_of", lambda *key: Module())
@@ -347,15 +285,6 @@ def test_a_wrong_gradient_is_seen():
     assert hopper_backward.different(lambda: next(gradients), right, 3) == 1
 
 
-def test_a_build_of_the_backward_pass_is_tried_first(monkeypatch):
-    assert hopper_backward.builds([128]) == ["128 bf16", *(f"128 bf16 {x}" for x in hopper_backward.VARIANTS[128])]
-    assert hopper_backward.defines_of("64 bf16 KEY_STEP=64 A=1") == (("KEY_STEP", 64), ("A", 1))
-    monkeypatch.setattr(hopper_backward, "_TRIED", (((1, 2, 17), 2),))
-    monkeypatch.setattr(hopper_backward, "hopper_backward", lambda grad_o, q, k, v, o, lse, **options: (q, k, v))
-    with pytest.raises(ValueError, match="at 64 fp16, N = 17, whole, 2 key heads it is wrong"):
-        hopper_backward.try_out(["64 fp16"])
-
-
 def test_gradients_beside_those_of_the_peers():
     data = record(lambda job: job["part"] == "backward")
     found = hopper_results.backward_table(data)
@@ -369,14 +298,6 @@ def test_gradients_beside_those_of_the_peers():
 
 
 # ---- counters ------------------------------------------------------------------------------------------------------
-def test_only_metrics_that_ncu_knows_are_asked_for(monkeypatch):
-    listing = "Device NVIDIA H200\n---\ndram__bytes_read   Counter  byte  # of bytes\nsm__cycles   Counter\n"
-    monkeypatch.setattr(ncu, "available", lambda: True)
-    monkeypatch.setattr(ncu.subprocess, "run", lambda *a, **o: types.SimpleNamespace(stdout=listing))
-    asked = {"read": "dram__bytes_read.sum", "no": "dram__nothing.sum", "registers": "launch__registers_per_thread"}
-    assert list(ncu.known(asked)) == ["read", "registers"]
-    listing = ""
-    assert ncu.known(asked) == asked
 
 
 def test_counts_stand_beside_the_emulators(steps, monkeypatch):
@@ -396,12 +317,6 @@ def test_counts_stand_beside_the_emulators(steps, monkeypatch):
     emulated = row["counters"]["global write sectors"][0]
     assert emulated > 0 and row["counters"]["global write sectors"] == [emulated, 7.0]
     assert row["counters"]["wgmma, by warp"] == [0, 7.0]  # it has none
-
-
-def test_the_small_launch_is_of_every_step_and_the_last_at_each_head_dim(steps):
-    assert [(s.name, d) for s, d in hopper.launched()] == [
-        ("p9_1_masks", 64), ("p9_flash", 64), ("p9_flash", 128), ("p9_flash", 256),
-    ]  # fmt: skip
 
 
 def test_one_tool_of_the_sanitizer_is_one_row(steps, monkeypatch):
@@ -463,39 +378,6 @@ def test_the_goals_are_met_or_missed_by_what_is_recorded():
     assert "missed" in text and "NVIDIA Stand-in" in text
 
 
-def test_a_record_that_is_not_whole_says_so():
-    some = record(lambda job: job.get("kind") == "standard" and job["dtype"] == "bf16")
-    found = said(some)
-    assert found["each of them"] == "met so far" and found["the same bits again"] == "not measured"
-    slow = record(lambda job: job.get("kind") == "odd", SPEEDS | {OURS: 600.0})
-    assert said(slow)["each of them"] == "missed"  # one shape is enough for that
-    slow = record(lambda job: job.get("kind") == "odd", SPEEDS | {OURS: 600.0})
-    assert said(slow)["geometric mean of all shapes"] == "missed so far"
-    assert set(said(record(lambda job: False)).values()) == {"not measured"}
-
-
-def test_without_flash_attention_4_a_goal_is_not_simply_met():
-    speeds = {name: x for name, x in SPEEDS.items() if name != FA4}
-    found = said(record(lambda job: job["part"] == "shapes", speeds))
-    assert found["each of them"] == f"met, without {FA4}"
-
-
-def test_what_validation_found():
-    data = record(lambda job: job["part"] in ("validate", "sanitizer"))
-    names = ("the same bits again", "within the rule", "compute-sanitizer finds nothing")
-    assert [said(data)[name] for name in names] == ["met"] * 3
-    for row in data["rows"]:
-        if row.get("what") == "repeats":
-            row["different"] = 3
-        if row.get("tool") == "racecheck":
-            row["said"] = "RACECHECK SUMMARY: 1 hazard displayed"
-        if row.get("what") == "cases":
-            row["unavailable"] = "no"
-    found = {v.goal: v for v in hopper_results.verdicts(data)}
-    assert [found[name].said for name in names] == ["missed", "met so far", "missed"]
-    assert "racecheck" in found[names[2]].at and "4x16x4096x128" in found[names[0]].at
-
-
 def test_the_ladder_says_what_each_step_gained(monkeypatch):
     monkeypatch.setattr(hopper_jobs, "ladder", lambda: STEPS)
     found = hopper_results.ladder_table(record(lambda job: job["part"] == "ladder"))
@@ -503,19 +385,6 @@ def test_the_ladder_says_what_each_step_gained(monkeypatch):
     assert found.rows[0][2] == "300" and found.rows[1][2] == "330 (1.10)" and len(found.columns) == 6
     assert found.rows[1][1] == STEPS[1].idea
     assert hopper_results.ladder_table(record(lambda job: False)).rows == ()
-
-
-def test_gains_and_lines_are_what_the_rows_say(monkeypatch):
-    monkeypatch.setattr(hopper_jobs, "ladder", lambda: STEPS)
-    data = record(lambda job: job["part"] in ("ladder", "shapes"))
-    found = hopper_results.gains(data)
-    assert list(found) == [one.name for one in STEPS[1:]]
-    assert all(gain == pytest.approx(1.1) for gains in [*found.values()][:-1] for gain in gains)
-    drawn = hopper_results.lines(data, (OURS, CUDNN, "nobody"))
-    assert list(drawn)[:4] == ["D = 64", "D = 128", "D = 256", "D = 64, causal"]
-    assert drawn["D = 64"][CUDNN] == ([512, 1024, 2048, 4096, 8192, 16384, 32768], [SPEEDS[CUDNN]] * 7)
-    wrong = hopper_results.lines(record(lambda job: job["part"] == "shapes", of_bound=2.0), (OURS,))
-    assert wrong == {}
 
 
 RISES = {"random": 0, "every 8th tile rises": 1, "three tiles rise": 3, "a sink": 1, hopper_inputs.WIDE: 0}
@@ -534,7 +403,7 @@ def test_inputs_are_what_they_are_called(job):
     assert s.std().item() == pytest.approx(3, rel=0.1) or job["inputs"] != hopper_inputs.WIDE
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", ["random", "three tiles rise", "every tile rises at its start", hopper_inputs.WIDE])
 def test_as_many_tiles_are_doubted_as_the_kernel_computes_again(kind, head_dim):
     module = load_inline(kernels.step("p11_15_portions"), backend="emulator", head_dim=head_dim, dtype=torch.bfloat16)
@@ -545,80 +414,6 @@ def test_as_many_tiles_are_doubted_as_the_kernel_computes_again(kind, head_dim):
         module.forward(q, k, v, causal=causal, echo=False)
         assert found.doubted == module.report.counters.get("mma", 0) / (head_dim // 16 * 16)  # all of a tile's S
         assert (found.doubted > 0) == (kind != "random") and found.doubted < found.trusted == (80 if causal else 160)
-
-
-def test_captured_heads_fill_a_shape_and_a_model_that_is_not_there_is_named(tmp_path):
-    q, k, v = torch.arange(6.0).view(1, 6, 1, 1) * torch.ones(1, 6, 4, 8), *torch.randn(2, 1, 2, 4, 8)
-    torch.save({"doubts": {0: (3, 40), 1: (0, 40)}, "inputs": {1: (q, k, v)}}, tmp_path / "x.pt")
-    job = hopper_jobs.captured_jobs()[-1] | {"shape": [2, 4, 4, 8]}
-    (big, keys, _), found = hopper_inputs.captured(job["inputs"], 1, job["shape"], tmp_path / "x.pt")
-    assert big[..., 0, 0].tolist() == [[0, 1, 2, 3], [4, 5, 0, 1]] and found == (0, 40)
-    assert torch.equal(keys[0, 3], k[0, 1].bfloat16()) and torch.equal(keys[0, 2], k[0, 0].bfloat16())
-    (row,) = hopper.measure(job | {"layer": 0}, captured=tmp_path / "x.pt")
-    assert hopper_results.doubted(row) == 3 / 40 and "ms" not in row
-    with pytest.raises(FileNotFoundError, match="run tools/capture_scores.py"):
-        hopper.measure(job, captured=None)
-    with pytest.raises(ValueError, match=r"heads of \[4, 8\], and heads of \[4, 16\]"):
-        hopper_inputs.captured(job["inputs"], 1, [2, 4, 4, 16], tmp_path / "x.pt")
-
-
-def test_the_courses_own_model_is_captured_as_attention_sees_it(monkeypatch):
-    layers, loss = hopper_inputs.trained.__wrapped__(width=32, heads=2, positions=24, steps=2)
-    assert len(layers) == hopper_inputs.LAYERS[hopper_inputs.OWN] and loss < 6
-    assert all(x.shape == (4, 2, 24, 16) and x.dtype == torch.bfloat16 for inputs in layers for x in inputs)
-
-
-def test_each_kernel_runs_alone_for_the_clock(steps, monkeypatch):
-    def sustained(functions):
-        return {name: {"ms": 1.0, "clock": {"median": 1600}} for name in functions}
-
-    monkeypatch.setattr(timing, "sustained", sustained)
-    monkeypatch.setattr(timing, "able", lambda ways: (ways, {"x": "no"}))
-    monkeypatch.setattr(hopper, "forward_of", lambda name, *qkv, **options: {FA4: None}[name])
-    monkeypatch.setattr(torch, "zeros", lambda *size, **options: torch.empty(2, 2))
-    (job,) = [job for job in hopper_jobs.clock_jobs()[:2] if job["inputs"] == "zeros"]
-    rows = {row["name"]: row for row in hopper.measure(job | {"shape": [1, 1, 8, 64]})}
-    assert rows[FA4]["clock"] and rows[FA4]["tflops"] == 4 * 64 * 64 / 1e9 and rows["x"]["unavailable"] == "no"
-    assert rows["matmul"]["tflops"] == 2 * 8192**3 / 1e9 and "unavailable" in rows[CUDNN]
-
-
-def test_inputs_have_their_speeds_errors_and_doubts():
-    data = record(lambda job: job["part"] in ("inputs", "captured", "clock"))
-    speeds = hopper_results.input_table(data)
-    assert len(speeds.rows) == len(hopper_jobs.input_jobs())
-    assert speeds.rows[0][:5] == ("random", "128", "", "25.0%", "700") and speeds.rows[0][-1] == "1.08 (1.06 to 1.10)"
-    assert hopper_results.input_table(data, "captured").rows[-1][0].endswith("layer 29")
-    assert hopper_results.error_table(data).rows[0][3] == "0.001 (1.0e-04)"
-    clock = hopper_results.clock_table(data).rows[0]
-    assert clock[3:] == ("700", "1600 (1590 to 1700)", "690", f"{700 / (4.096e-3 * 132 * 1600):.0%}", "65%")
-    assert hopper_results.against_best(record(lambda job: job["part"] == "shapes"))[1:] == (123, 123, 0)
-
-
-def test_a_variant_is_another_value_than_the_one_of_its_head_dim():
-    ours = hopper_jobs.Kernel("p11_flash")
-    for head_dim, others in ((64, ("TRUST=0", "LATE_TURN=0")), (128, ("TRUST=0", "LATE_TURN=1")), (256, ("TRUST=1",))):
-        names = hopper_jobs.varied(ours, head_dim=head_dim)
-        assert all(f"p11_flash {other}" in names for other in others)
-        assert not any(name.endswith(("TRUST=1", "LATE_TURN=0")) for name in names) or head_dim != 128
-
-
-def test_variants_stand_beside_the_kernel_as_it_is():
-    found = hopper_results.variant_table(record(lambda job: job["part"] == "variants"))
-    assert [row[:2] for row in found.rows] == [
-        ("p11_flash", "700"),
-        ("p11_flash STAGES=3", "630 (0.90)"),
-        (CUDNN, "600"),
-    ]
-
-
-def test_means_by_class():
-    found = {row[:4]: row for row in hopper_results.mean_table(record()).rows}
-    assert found["standard", "bf16", "128", "causal"][4] == "7" and found["all", "", "", ""][-1] == f"{700 / 650:.2f}"
-    assert found["grouped", "all", "", ""][5] == f"{700 / 600:.2f}"
-    assert (
-        hopper_results.geometric_mean([2.0, 8.0]) == pytest.approx(4.0)
-        and hopper_results.geometric_mean([1.0, 0.0]) == 0.0
-    )
 
 
 # ---- a run ---------------------------------------------------------------------------------------------------------
@@ -645,11 +440,3 @@ def test_without_a_step_the_peers_are_measured_all_the_same(no_steps, monkeypatc
     for job in hopper_jobs.jobs():
         if job["part"] in ("counters", "profile", "sanitizer", "validate"):
             assert all(row["unavailable"] == hopper_jobs.NO_STEP for row in hopper.measure(job))
-
-
-@gpu
-def test_a_quick_run_on_this_gpu(tmp_path):
-    out = tmp_path / "x.json"
-    hopper.main(["--quick", "--out", str(out)])
-    rows = json.loads(out.read_text())["rows"]
-    assert {row["name"] for row in rows if "ms" in row} >= {FA2, P9, TRITON, "matmul"}

@@ -106,12 +106,6 @@ def test_the_tiles_are_measured_first_and_what_comes_after_takes_them(monkeypatc
     assert len(data["rows"]) == len(todo) and data["left"] == 0 and data["dtype"] == "bfloat16"
 
 
-def test_the_backward_passes_alone_go_to_the_same_record():
-    found = industrial.BACKWARD.jobs()
-    assert industrial.BACKWARD.record == "industrial" and all(job in industrial.jobs() for job in found)
-    assert {job["pass"] for job in found} == {"backward", "both"}
-
-
 # ---- the tiles -----------------------------------------------------------------------------------------------------
 def tuned(kernel, head_dim, causal, **times):
     job = {"part": "tune", "kernel": kernel, "head_dim": head_dim, "causal": causal}
@@ -163,23 +157,7 @@ def test_the_table_and_the_ratios():
     assert "412" in text and "206" in text and "causal" in text
 
 
-@gpu
-def test_a_quick_run_on_this_gpu(tmp_path):
-    out = tmp_path / "x.json"
-    industrial.main(["--quick", "--out", str(out)])
-    rows = json.loads(out.read_text())["rows"]
-    assert {row["name"] for row in rows if "ms" in row} >= {OURS, "eager", "FlashAttention-2"}
-
-
 # ---- reading a record ----------------------------------------------------------------------------------------------
-def test_speeds_over_lengths():
-    data = record(["shapes"])
-    lines = industrial.over_lengths(data, "backward", 128, True)
-    assert list(lines) == [OURS, *industrial.PEERS]
-    assert lines[OURS][0] == [512, 1024, 2048, 4096, 8192, 16384] and lines["eager"][0][-1] == industrial.EAGER_MOST
-    assert lines[OURS][1] == sorted(lines[OURS][1]) and all(0 < y < 401 for y in lines[OURS][1])
-    assert "cuDNN" not in industrial.over_lengths(data, "backward", 256, True)
-    assert industrial.over_lengths(data, "backward", 80, True) == {}
 
 
 def test_ratios_over_lengths_and_of_forward():
@@ -190,31 +168,3 @@ def test_ratios_over_lengths_and_of_forward():
     times = industrial.backward_of_forward(data, OURS)
     assert {key[1] for key in times} == {1024, 2048, 4096, 8192, 16384} and all(2.3 < x <= 2.5 for x in times.values())
     assert industrial.span(times.values()).endswith(" to 2.50") and industrial.span([]) == ""
-
-
-def test_peaks_over_lengths():
-    peaks = industrial.peak_over_lengths(record(["shapes"]), 64, True)
-    assert peaks[OURS][1] == [256.0] * 6 and peaks["FlashAttention-2"][1] == [384.0] * 6
-    assert peaks["eager"][1] == sorted(peaks["eager"][1]) and len(peaks["eager"][1]) == 4
-
-
-def test_times_of_tiles():
-    found = industrial.tile_times(record(["tune"]), "dq")
-    assert list(found) == [(d, causal) for d in (64, 128, 256) for causal in (False, True)]
-    assert all(len(times) == len(tiles.SEARCH["dq"]) - 1 for times in found.values())
-    assert all(times == sorted(times, key=lambda pair: pair[1]) for times in found.values())
-
-
-def test_the_published_rows_beside_ours():
-    lines = industrial.beside_published(record(["published"]), "backward", 64, "f32")
-    assert set(lines) == {"ours", "eager, beside ours", "published", "eager, beside it"}
-    assert lines["eager, beside it"][0][-1] == 16384 and lines["ours"][0][-1] == 32768  # theirs ran out of memory
-    assert lines["published"][1][0] == 0.165
-
-
-def test_a_record_that_has_none_of_it():
-    data = record(["gluon"])
-    assert industrial.over_lengths(data, "both", 64, False) == industrial.peak_over_lengths(data, 64, False) == {}
-    assert industrial.ratios_over_lengths(data, "cuDNN", "both") == industrial.backward_of_forward(data, OURS) == {}
-    assert industrial.tile_times(data, "dkdv") == {}
-    assert set(industrial.beside_published(data, "both", 64, "bf16")) == {"published", "eager, beside it"}

@@ -1,15 +1,13 @@
 """The bench of the attention layer, on a CPU: what it times, what a profile and a trace keep, what reads a record."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.autograd import DeviceType
 
 from flashlab.attention import triton_forward
 from flashlab.bench import harness, layer, peers, published
-from flashlab.bench.layer import CASES, NAMES, OURS, PASSES, SCOPES, Event
+from flashlab.bench.layer import CASES, NAMES, OURS, PASSES, SCOPES
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 SHAPES = ["tiny", "tiny, projections"]
@@ -70,15 +68,6 @@ def test_every_layer_computes_the_same(case, scope):
             torch.testing.assert_close(a, b, atol=2e-4, rtol=0)
 
 
-def test_a_backend_that_refuses_grouped_heads_gets_repeated_ones(monkeypatch):
-    monkeypatch.setattr(layer, "_takes_groups", lambda backend, case: False)
-    module, about = layer.build("SDPA, FlashAttention-2", CASES["tiny"], "attention")
-    assert about == {"backend": "FLASH_ATTENTION", "repeated": True}
-    plain, _ = layer.build("original", CASES["tiny"], "attention")
-    inputs = layer.draw(CASES["tiny"], "attention")
-    torch.testing.assert_close(module(*inputs), plain(*inputs), atol=1e-5, rtol=0)
-
-
 def test_a_job_has_a_row_for_each_name_and_out_of_memory_is_one(monkeypatch):
     right = layer.build
 
@@ -126,68 +115,12 @@ def test_a_profile_counts_calls_flops_and_bytes():
     assert "ms on the CPU" in text and "aten::mm" in text
 
 
-def test_a_profile_of_the_original_shows_what_ours_replaces():
-    original = {r["op"] for r in layer.measure(layer._of("profile", "tiny", "forward", "original"))}
-    ours = {r["op"] for r in layer.measure(layer._of("profile", "tiny", "forward", OURS))}
-    assert {"aten::softmax", "aten::bmm", "aten::repeat_interleave", "aten::mul", "aten::cat"} <= original
-    assert {"flashlab::fused_rope"} <= ours and not {"aten::softmax", "aten::repeat_interleave", "aten::cat"} & ours
-
-
 def test_one_call_is_told_by_its_outermost_operations():
     a = torch.randn(64, 64)
     events = layer.one_call(lambda: (a @ a).softmax(-1))
     assert [e.name for e in events] == ["aten::matmul", "aten::softmax"]
     assert events[0].start_us == 0 and events[0].us > 0 and events[1].start_us >= events[0].us
     assert all(e.where.startswith("thread ") for e in events)
-
-
-def pretended(name, start, us, kernel=False, parent=None, **more):
-    where = DeviceType.CUDA if kernel else DeviceType.CPU
-    span = SimpleNamespace(start=start, end=start + us, elapsed_us=lambda: us)
-    above = parent and SimpleNamespace(name=parent)
-    return SimpleNamespace(name=name, time_range=span, device_type=where, cpu_parent=above, thread=3,
-                           device_resource_id=7, is_user_annotation=more.get("annotation", False))  # fmt: skip
-
-
-def test_kernels_are_told_by_their_stream_and_what_is_before_the_call_is_left_out():
-    events = [
-        pretended("warm", 10, 5, kernel=True),
-        pretended(layer.CALL, 100, 500, annotation=True),
-        pretended(layer.CALL, 105, 400, kernel=True, annotation=True),
-        pretended("aten::mm", 110, 20, parent=layer.CALL),
-        pretended("aten::empty", 112, 3, parent="aten::mm"),
-        pretended("gemm", 150, 300, kernel=True),
-        pretended("MmBackward0", 200, 30),
-        pretended("cudaDeviceSynchronize", 210, 300, parent=layer.CALL),
-        pretended("later", 700, 30),
-    ]
-    kept = [("aten::mm", 0, 20, "thread 3"), ("gemm", 40, 300, "stream 7"), ("MmBackward0", 90, 30, "thread 3")]
-    assert layer.events_of(events) == [Event(*one) for one in kept]
-    many = [Event(str(i), float(i), float(i % 7), "stream 7") for i in range(20)]
-    kept, left_out = layer._longest(many, 5)
-    assert left_out == 15 and kept == sorted(kept, key=lambda e: e.start_us) and min(e.us for e in kept) >= 5
-
-
-@pytest.mark.parametrize(
-    "op, said",
-    [
-        ("aten::mul", "aten::mul"),
-        ("flash_attention_kernel", "flash_attention_kernel"),
-        ("ampere_sgemm_128x128_nn", "matrix product: ampere_sgemm_128x128_nn"),
-        ("void (anonymous namespace)::softmax_warp_forward<float, float>", "softmax: softmax_warp_forward"),
-        (
-            "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, array<char*, 3>>",
-            "elementwise: add",
-        ),
-        (
-            "void at::native::elementwise_kernel<128, 2, at::native::gpu_kernel_impl<at::native::BinaryFunctor<float, "
-            "at::native::binary_internal::MulFunctor<float>>>>",
-            "elementwise: mul",
-        ),
-    ],
-)
-def test_names_of_kernels_are_shortened(op, said):
-    assert layer.short(op) == said
 
 
 def test_the_kernel_that_answers_the_published_one_is_ours():
@@ -197,57 +130,6 @@ def test_the_kernel_that_answers_the_published_one_is_ours():
 # ---- reading ---------------------------------------------------------------------------------------------------------
 def row(name, ms, part="time", which="forward", scope="layer"):
     return {"part": part, "case": "present", "scope": scope, "pass": which, "name": name, "ms": ms, "peak_bytes": 2**21}
-
-
-def test_readers_of_times():
-    rows = [
-        row("original", 8.0),
-        row(OURS, 2.0),
-        row("SDPA", 3.0),
-        row("SDPA, cuDNN", 1.0),
-        row("original", 8.0, which="both"),
-    ]
-    rows += [row("original", 9.0, "compiled"), row("original, compiled", 3.0, "compiled"), row(OURS, 2.1, "compiled")]
-    data = {"rows": rows, "machine": {"gpu": "NVIDIA Stand-in"}}
-    assert layer.times(data, "present") == {
-        "original": 8.0, "original, compiled": 3.0, OURS: 2.0, "SDPA": 3.0, "SDPA, cuDNN": 1.0
-    }  # fmt: skip
-    assert layer.best_sdpa(data, "present") == "SDPA, cuDNN"
-    assert layer.ratio(data, "present", OURS, "original") == 4.0
-    assert layer.ratio(data, "present", "original, compiled", "original") == 3.0, "beside what was timed with it"
-    assert layer.ratio(data, "present", OURS, "SDPA, compiled") is None
-    text = repr(layer.times_table(data, "present"))
-    assert "NVIDIA Stand-in" in text and "8.000" in text and layer.times(data, "published") == {}
-
-
-def test_readers_of_profiles():
-    about = {"part": "profile", "case": "published", "pass": "forward", "layer": OURS, "runs": 10, "total_ms": 40.0}
-    about |= {"cpu_ms": 1.0, "self_cpu_ms": 1.0, "device_bytes": 2**20 * 10, "self_device_bytes": 0, "cpu_bytes": 0}
-    rows = [
-        about | {"op": op, "kernel": kernel, "calls": calls, "device_ms": ms, "self_device_ms": ms, "flops": flops}
-        for op, kernel, calls, ms, flops in (
-            ("flashlab::triton", False, 10, 30.0, None), ("flash_attention_kernel", True, 10, 30.0, None),
-            ("aten::mm", False, 10, 10.0, 2e10), ("sm90_gemm_a<1>", True, 5, 6.0, None),
-            ("sm90_gemm_a<2>", True, 5, 4.0, None),
-        )
-    ]  # fmt: skip
-    data = {"rows": rows, "machine": {"gpu": "NVIDIA Stand-in"}}
-    text = repr(layer.profile_table(data, "published", OURS))
-    assert "75.0%" in text and "3.0000" in text and "2.00" in text and "aten::mm" in text
-    assert "aten::mm" not in repr(layer.profile_table(data, "published", OURS, kernels=True))
-    assert layer.kernel_shares(data, "published", OURS) == [
-        ("flash_attention_kernel", 3.0, 1), ("matrix product: sm90_gemm_a", pytest.approx(1.0), 0)
-    ]  # fmt: skip
-    timeline = {
-        "part": "timeline",
-        "case": "published",
-        "pass": "forward",
-        "layer": OURS,
-        "events": [["a", 0, 2, "stream 7"]],
-    }
-    data["rows"].append(timeline)
-    assert layer.timeline(data, "published", OURS) == [Event("a", 0, 2, "stream 7")]
-    assert "15.8000" in repr(layer.published_table("original")) and "4.4492" in repr(layer.published_table("flash"))
 
 
 @no_gpu

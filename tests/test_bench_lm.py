@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flashlab.bench import harness, lm, peers, published
-from flashlab.bench.lm import NOISE, PASSES, TINY, WAYS
+from flashlab.bench.lm import PASSES, TINY, WAYS
 from flashlab.models.language_model import SIZES
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -64,45 +64,6 @@ def test_the_memory_of_a_step_rises_in_the_forward_pass_and_has_its_scores():
     assert highest < row["ends"]["backward"]
 
 
-def test_a_trace_of_the_allocator_is_added_up():
-    trace = [
-        {"action": "segment_alloc", "size": 2**21, "time_us": 1}, {"action": "alloc", "size": 512, "time_us": 2},
-        {"action": "alloc", "size": 1024, "time_us": 3}, {"action": "free_requested", "size": 512, "time_us": 4},
-        {"action": "free_completed", "size": 512, "time_us": 5},
-    ]  # fmt: skip
-    changes = lm.changes_in(trace)
-    assert list(lm._running(changes, 100)) == [(2.0, 612), (3.0, 1636), (5.0, 1124)]
-
-
-def test_on_a_gpu_the_allocators_trace_begins_at_what_was_allocated_before(monkeypatch):
-    recording, cuda = [], torch.cuda
-    monkeypatch.setattr(harness, "on_gpu", lambda: True)
-    monkeypatch.setattr(cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(cuda, "memory_allocated", iter([1000, 1024]).__next__)
-    monkeypatch.setattr(cuda.memory, "_record_memory_history", lambda enabled="all", **more: recording.append(enabled))
-    training = type("Training", (), {"step": lambda self, done: [done(which) for which in PASSES]})()
-
-    def snapshot():
-        now = lm.time.time_ns() / 1e3
-        changes = (("alloc", 512), ("alloc", 64), ("free_completed", 552))
-        return {"device_traces": [[], [{"action": a, "size": n, "time_us": now} for a, n in changes]]}
-
-    monkeypatch.setattr(cuda.memory, "_snapshot", snapshot)
-    row = lm.traced(training)
-    assert row["bytes"] == [1512, 1576, 1024] and (row["peak_bytes"], row["drift"]) == (1576, 0)
-    assert recording == ["all", None] and list(row["ends"]) == list(PASSES) and all(us >= 0 for us in row["us"])
-
-
-def test_no_peak_is_lost_where_points_are():
-    points = [(float(i), i % 7) for i in range(1000)]
-    points[501] = (501.0, 10_000)
-    us, held = lm.condensed(points)
-    assert len(us) == len(held) <= lm.SERIES and us == sorted(us)
-    assert (501.0, 10_000) in zip(us, held, strict=True) and held.count(10_000) == 1
-    assert lm.condensed(points[:3]) == ([0.0, 1.0, 2.0], [0, 1, 2]) and lm.condensed([]) == ([], [])
-
-
 def limit(monkeypatch, most, reason="CUDA out of memory. Tried to allocate 32 GiB", kind=torch.OutOfMemoryError):
     right = lm.Training
 
@@ -121,21 +82,6 @@ def test_out_of_memory_is_the_last_row_of_a_limit(monkeypatch):
     assert rows[-1]["unavailable"].startswith("out of memory") and "stopped" not in rows[-1]
     data = {"rows": rows, "machine": {"gpu": None}}
     assert lm.runs_out(data) == {"eager": 64} and "out of memory" in repr(lm.limit_table(data))
-
-
-def test_what_fails_for_another_reason_is_not_told_as_memory(monkeypatch):
-    rows = limit(monkeypatch, 16, "CUDA error: invalid configuration argument", RuntimeError)
-    assert rows[-1]["unavailable"].startswith("CUDA error") and len(rows) == 2
-    assert lm.runs_out({"rows": rows}) == {"eager": None}
-
-
-@pytest.mark.long
-def test_a_limit_that_is_not_reached_says_why_it_stopped(monkeypatch):
-    rows = limit(monkeypatch, 1000)
-    assert rows[-1]["stopped"] == "64 is the longest that is tried" and lm.runs_out({"rows": rows}) == {"eager": None}
-    monkeypatch.setattr(lm, "STEP_SECONDS", 0.0)
-    rows = limit(monkeypatch, 1000)
-    assert len(rows) == 1 and "a step at 32 would take about" in rows[0]["stopped"]
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -163,24 +109,6 @@ def data():
     rows += [{"part": "limit", "attention": "flash", "dtype": "bfloat16", "seq_len": 1024, "once_ms": 1.0,
               "peak_bytes": 2**31}]  # fmt: skip
     return {"rows": rows, "machine": {"gpu": "NVIDIA Stand-in"}}
-
-
-def test_readers_of_steps(data):
-    text = repr(lm.step_table(data))
-    assert "NVIDIA Stand-in" in text and "out of memory" in text and "512 000" in text and "8.0" in text
-    assert lm.over_sizes(data) == {"eager": (["small"], [8.0]), "flash": (["small", "xl"], [4.0, 32.0])}
-    assert lm.ratio(data, "small", "flash") == 2.0 and lm.ratio(data, "xl", "flash") is None
-    assert lm.warm_up(data)["eager"] == ([72.0, 8.0, 8.0, 8.0, 8.0], 8.0)
-    assert "2.6" in repr(lm.warm_up_table(data))
-    assert "40.0" in repr(lm.published_table(data)) and "10.0" in repr(lm.published_table(data))
-    assert "float32" in repr(lm.table(data))
-
-
-def test_readers_of_memory_and_losses(data):
-    assert lm.memory(data) == {"flash": lm.Series([0.0, 2.0], [1.0, 2.0], {"forward": 1.0}, 2.0)}
-    assert lm.limits(data) == {"flash": ([1024], [2.0])} and "2.0" in repr(lm.limit_table(data))
-    assert set(lm.losses(data)) == {"eager", "flash", NOISE}
-    assert lm.apart(data) == {"flash": 0.25, NOISE: 0.125} and lm.apart(data, "bfloat16") == {}
 
 
 @no_gpu
@@ -225,36 +153,3 @@ def test_a_compiled_step_takes_turns_with_the_plain_one(monkeypatch):
     plain, compiled = lm.measure(TURNS | {"what": "compiled"})
     assert (plain["compiled"], compiled["compiled"], compiled["replaced"]) == (False, True, False)
     assert plain["ms"] > 0 and len(compiled["warm_up_ms"]) == 2
-
-
-def test_a_way_that_fails_does_not_cost_the_others(monkeypatch):
-    right = lm.timed_step
-
-    def timed(training):
-        if training.model.blocks[0].attention.core.attention == "flash":
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return right(training)
-
-    monkeypatch.setattr(lm, "timed_step", timed)
-    rows = {row["attention"]: row for row in lm.measure(TURNS)}
-    assert rows["flash"]["unavailable"].startswith("out of memory") and "ms" in rows["sdpa"]
-
-
-def test_readers_of_turns():
-    took = {"eager": 8.0, "sdpa": 3.0, "flash": 4.0, "sdpa, fused RoPE": 2.0, "flash, fused RoPE": 2.5}
-    job = TURNS | {"size": "small", "dtype": "bfloat16"}
-    rows = [job | {"attention": way, "compiled": False, "ms": ms, "graph_ms": ms / 2} for way, ms in took.items()]
-    told = {"compiled": True, "warm_up_ms": [9e3, 1.0], "replaced": False}
-    for way, ms in (("eager", 4.0), ("sdpa", 5.0)):
-        row = job | {"what": "compiled", "attention": way, "ms": took[way], "graph_ms": 1.0, "compiled": False}
-        rows += [row, row | told | {"ms": ms, "graph_ms": 8 - ms}]
-    rows += [job | {"what": "compiled", "attention": "flash", "compiled": True, "unavailable": "out of memory: 1"}]
-    data = {"rows": rows, "machine": {"gpu": "A GPU"}}
-    assert list(lm.exchanged(data, "small").values()) == [0.75, 0.8, 1.2]
-    assert "0.75" in repr(lm.exchanged_table(data)) and lm.exchanged(data, "xl") == {}
-    assert lm.graph_table(data).rows[0] == ("small", "eager", "8.0", "4.0", "50%")
-    eager, sdpa, flash = lm.compiled_table(data).rows
-    assert eager == ("small", "eager", "8.0", "1.0", "4.0", "4.0", "2.00", "no", "9.0") and sdpa[6] == "0.60"
-    assert "out of memory" in flash
-    assert lm.quickest(data, "small") == ("sdpa", False, 3.0)
-    assert lm.quickest({**data, "rows": [r for r in rows if r["compiled"]]}, "small", "graph_ms") == ("sdpa", True, 3.0)

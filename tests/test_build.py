@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 from pathlib import Path
 
@@ -151,8 +150,8 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("jobs", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_ctrl_c_stops_the_build(root, jobs):
+def test_ctrl_c_stops_the_build(root):
+    jobs = 2
     marks = [root / f"mark{i}" for i in range(4)]
     (root / "src" / "lessons" / "02_tiny.py").unlink()
     (root / "src" / "lessons" / "02_tiny_exercises.py").unlink()
@@ -332,24 +331,6 @@ def test_an_expected_exception_is_kept_without_paths_and_must_be_raised(root, ca
     assert "tagged raises-exception, but nothing was raised" in capsys.readouterr().out
 
 
-def test_the_kernel_is_this_interpreter_in_the_notebooks_folder(root, tmp_path):
-    (root / "src/lessons/02_tiny_exercises.py").unlink()
-    lesson(
-        root,
-        "02_tiny",
-        textwrap.dedent("""
-        # %%
-        import os, pathlib, sys
-
-        here = dict(executable=sys.executable, cwd=os.getcwd(), progress=os.environ["FLASHLAB_PROGRESS"])
-        _ = pathlib.Path("../seen.txt").write_text(repr(here))
-    """),
-    )
-    assert run(root) == 0
-    seen = eval((root / "seen.txt").read_text())
-    assert seen == {"executable": os.sys.executable, "cwd": str(root / "notebooks"), "progress": "off"}
-
-
 # ---------------------------------------------------------------- when a lesson is executed
 
 
@@ -379,16 +360,6 @@ def test_only_what_changed_is_executed(root, no_kernel):
     no_kernel.clear()
     assert run(root, "--force", "--only", "02_tiny_exercises") == 0
     assert no_kernel == ["solutions/02_tiny"]
-
-
-def test_a_lecture_run_by_hand_in_another_order_is_executed_again(root, no_kernel):
-    run(root)
-    built = notebook(root, "notebooks/02_tiny")
-    built.cells[-1].execution_count = 17
-    nbformat.write(built, root / "notebooks/02_tiny.ipynb")
-    no_kernel.clear()
-    run(root)
-    assert no_kernel == ["notebooks/02_tiny"]
 
 
 def test_imports_are_followed(root):
@@ -468,16 +439,6 @@ def test_a_new_cell_leaves_the_ids_of_the_others(root):
     assert len(after) == len(before) + 1 and set(before) < set(after)
 
 
-def test_a_milestone_of_several_symbols(root, no_kernel):
-    edit(root, "02_tiny_exercises", "# MILESTONE flashlab.tinymod:traced\n", "")
-    edit(root, "02_tiny_exercises", "tinymod:double", "tinymod: LIMIT, traced, double (no docstrings)")
-    assert run(root) == 0
-    assert sources(notebook(root, "solutions/02_tiny"), "exercise")[1] == (
-        "LIMIT: int = 4\n\n\ndef traced(fn):\n    return functools.wraps(fn)(lambda x: fn(x))\n\n\n"
-        "@traced\ndef double(x):\n    return 2 * x  # the milestone"
-    )
-
-
 # ---------------------------------------------------------------- cells that the build fills
 
 
@@ -497,18 +458,6 @@ def test_a_cell_is_filled_with_the_code_it_names_and_runs_it(root, capsys):
         "print(double(21))"
     )
     assert cell.outputs[0].text == "42\n"
-
-
-def test_a_filled_cell_follows_the_package(root, no_kernel, capsys):
-    lecture_of(root, "import functools", "# FROM flashlab.tinymod: traced, double")
-    assert run(root) == 0 and run(root) == 0 and run(root, "--check") == 0
-    assert len(no_kernel) == 1
-    (root / "src/flashlab/tinymod.py").write_text(TINYMOD.replace("2 * x", "x + x"))
-    capsys.readouterr()
-    assert run(root, "--check") == 1
-    assert "cell 2 is not as in its lesson" in capsys.readouterr().out
-    assert run(root) == 0
-    assert len(no_kernel) == 2 and "x + x" in notebook(root, "notebooks/02_tiny").cells[1].source
 
 
 def test_several_from_lines_and_no_docstrings(root, no_kernel, capsys):
@@ -594,11 +543,6 @@ def test_a_malformed_from_line(root, no_kernel, capsys, cell, sentence):
     assert run(root, "--check") == 1
 
 
-def test_a_comment_that_begins_with_from_is_none(root, no_kernel):
-    lecture_of(root, "# From here on it is slow.\nx = 1  # FROM flashlab.tinymod: LIMIT")
-    assert run(root) == 0
-
-
 def test_an_exercise_cell_is_not_filled_for_the_learner(root, no_kernel, capsys):
     edit(root, "02_tiny_exercises", "# MILESTONE flashlab.tinymod:traced", "# FROM flashlab.tinymod: traced")
     assert run(root) == 1
@@ -610,113 +554,22 @@ def test_an_exercise_cell_is_not_filled_for_the_learner(root, no_kernel, capsys)
         assert "def traced" in sources(notebook(root, f"{kind}/02_tiny"))[1]
 
 
-def test_a_triton_kernel_in_a_filled_cell_runs_and_compiles(tmp_path, capsys):
-    """In a cell the kernel is interpreted, and the compiler's process finds its source."""
-    pytest.importorskip("triton")
-    (tmp_path / "src" / "lessons").mkdir(parents=True)
-    (tmp_path / "src" / "flashlab").symlink_to(build.ROOT / "src" / "flashlab")
-    imports = "from flashlab import runtime\nimport torch, triton\nimport triton.language as tl"
-    calls = """
-from flashlab.attention.triton_minimal import compile_arguments
-from flashlab.triton_tools.compile_report import compile_report
-
-report = compile_report(flash_attention_forward_kernel, compile_arguments(torch.float16, 64), target="sm_90")
-print(report.ok)
-q = torch.ones(16, 64, dtype=torch.float16, device=runtime.device())
-o, lse = torch.empty_like(q), torch.empty(16, device=q.device)
-strides = [s for x in (q, q, q, o) for s in x.stride()]
-flash_attention_forward_kernel[(1,)](q, q, q, o, lse, *strides, 0.1, 16, 16, 64, 16, 16)
-print((o == 1).all().item())"""
-    lecture_of(tmp_path, imports, f"# FROM flashlab.attention.triton_minimal: flash_attention_forward_kernel\n{calls}")
-    assert run(tmp_path) == 0, capsys.readouterr().out
-    assert notebook(tmp_path, "notebooks/02_tiny").cells[1].outputs[0].text == "True\nTrue\n"
-
-
 MALFORMED = {
-    "no end": (
-        '    # END SOLUTION\n\n# %% tags=["check"]\ncheck("2.1"',
-        '\n# %% tags=["check"]\ncheck("2.1"',
-        "    # BEGIN SOLUTION",
-        "BEGIN SOLUTION has no END SOLUTION",
-    ),
-    "nested": (
-        "    y = x + x",
-        "    # BEGIN SOLUTION\n    y = x + x",
-        "    # BEGIN SOLUTION\n    y",
-        "BEGIN SOLUTION inside the SOLUTION that begins on line",
-    ),
+    "nested": ("    y = x + x", "    # BEGIN SOLUTION\n    y = x + x", "    # BEGIN SOLUTION\n    y",
+               "BEGIN SOLUTION inside the SOLUTION that begins on line"),
     "end only": ("    # BEGIN SOLUTION\n", "", "    # END SOLUTION", "END SOLUTION without BEGIN SOLUTION"),
-    "crossed": (
-        "# END STARTER\n",
-        "# END SOLUTION\n",
-        "# END SOLUTION\n# BEGIN",
-        "END SOLUTION without BEGIN SOLUTION",
-    ),
     "empty": ("    y = x + x\n    return y\n", "", "    # BEGIN SOLUTION", "the SOLUTION is empty"),
-    "starter alone": (
-        "# BEGIN SOLUTION\ndef buggy(x):\n    return 2 * x\n# END SOLUTION\n",
-        "",
-        "# BEGIN STARTER",
-        "a STARTER is followed at once by its SOLUTION",
-    ),
     "no such symbol": (":double", ":triple", "# MILESTONE flashlab.tinymod:triple", "defines no triple"),
-    "no such module": (
-        "tinymod:double",
-        "nomod:double",
-        "# MILESTONE flashlab.nomod:double",
-        "no module flashlab.nomod",
-    ),
     "odd milestone": ("flashlab.tinymod:double", "double", "# MILESTONE double", "should read"),
-    "late milestone": (
-        '    """Twice x."""\n',
-        "# MILESTONE flashlab.tinymod:LIMIT\n",
-        "# MILESTONE flashlab.tinymod:LIMIT",
-        "MILESTONE lines come first",
-    ),
-    "no starter": (
-        'def double(x):\n    """Twice x."""\n    raise NotImplementedError\n',
-        "",
-        "# MILESTONE flashlab.tinymod:traced",
-        "needs a starter below it",
-    ),
-    "marker in a plain cell": (
-        '    """Stands',
-        '    # BEGIN SOLUTION\n    """Stands',
-        '    # BEGIN SOLUTION\n    """Stands',
-        'needs tags=["exercise"]',
-    ),
-    "nothing to fill": (
-        "# BEGIN STARTER\ndef buggy(x):\n    return x * x\n# END STARTER\n"
-        "# BEGIN SOLUTION\ndef buggy(x):\n    return 2 * x\n# END SOLUTION\n",
-        "def buggy(x):\n    return 2 * x\n",
-        '# %% tags=["exercise"]\ndef buggy',
-        "an exercise cell needs",
-    ),
+    "marker in a plain cell": ('    """Stands', '    # BEGIN SOLUTION\n    """Stands',
+                               '    # BEGIN SOLUTION\n    """Stands', 'needs tags=["exercise"]'),
     "no check": ('# %% tags=["check"]\ncheck("2.2", double)\n', "", "## 2.2", "exercise 2.2 has no check cell"),
-    "checked twice": (
-        'check("2.2", double)',
-        'check("2.1", double)',
-        '# %% tags=["check"]\ncheck("2.1", double)',
-        "exercise 2.1 is checked twice",
-    ),
     "no heading": ("## 2.3 Find", "Find", '# %% tags=["check"]\ncheck("2.3"', "has no heading"),
     "out of order": ("## 2.2 The", "## 2.4 The", "# ## 2.4", "should be 2.2"),
     "no minutes": ("*Core · 10 min*", "*Core*", "# ## 2.2", "such as *Core · 20 min*"),
-    "odd difficulty": ("*Core · 10 min*", "*Hard · 10 min*", "# ## 2.2", "one of Warm-up, Core"),
-    "two checks in a cell": (
-        'check("2.2", double)',
-        'check("2.2", double)\ncheck("2.2", double)',
-        '# %% tags=["check"]\ncheck("2.2"',
-        "a check cell makes one call",
-    ),
-    "unknown tag": (
-        'tags=["check"]\ncheck("2.2"',
-        'tags=["chek"]\ncheck("2.2"',
-        '# %% tags=["chek"]',
-        "unknown tag 'chek'",
-    ),
-    "a cell title": ("# %%\nimport", "# %% The checker\nimport", "# %% The checker", "takes tags=[...]"),
-}
+    "unknown tag": ('tags=["check"]\ncheck("2.2"', 'tags=["chek"]\ncheck("2.2"', '# %% tags=["chek"]',
+                    "unknown tag 'chek'"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("old, new, where, sentence", MALFORMED.values(), ids=MALFORMED)
@@ -855,16 +708,6 @@ def test_a_learners_exercise_is_compared_only_in_ci_or_on_request(root, no_kerne
     assert "notebooks/99_scratch.ipynb: no lesson" in out
     (root / "notebooks" / "99_scratch.ipynb").unlink()
     assert run(root, "--check", "--no-exercises") == 0
-
-
-def test_an_executed_exercise_is_out_of_date_in_ci(root, no_kernel, capsys):
-    run(root)
-    path = root / "exercises" / "02_tiny.ipynb"
-    opened = nbformat.read(path, as_version=4)
-    opened.cells[1].execution_count = 1
-    nbformat.write(opened, path)
-    assert run(root, "--check", "--exercises") == 1
-    assert "did not write" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------- small parts

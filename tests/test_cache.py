@@ -1,11 +1,8 @@
 """The cache of builds: whole or not at all, one key a build, the user's own."""
 
 import errno
-import json
 import os
 import signal
-import threading
-import time
 
 import pytest
 
@@ -84,80 +81,12 @@ def test_what_is_not_as_it_was_built_is_built_again(own, name, how):
     assert [p.name for p in (own / "cuda").iterdir()] == ["key"]
 
 
-@pytest.mark.parametrize(
-    "manifest",
-    ["[]", "7", "null", '"text"', "{", "", "[" * 100_000, "{}", '{"built": [], "digest": ""}',
-     '{"files": [], "notes": {}}',
-     '{"files": ["kernel.so"], "notes": {"text": "planted"}}', '{"built": {"files": {}, "notes": {}}, "digest": 0}'],
-    ids=range(12),
-)  # fmt: skip
-def test_a_manifest_that_is_none_is_a_build_that_is_none(own, manifest):
-    done = cache.kept("cuda", "key", write("first")).folder
-    (done / "manifest.json").write_text(manifest)
-    again = cache.kept("cuda", "key", write("second"))
-    assert not again.from_cache and again.notes == {"text": "second"}
-    assert (done / "kernel.so").read_text() == "second"
-
-
-def test_notes_that_were_changed_are_no_notes(own):
-    done = cache.kept("cuda", "key", write("first")).folder
-    manifest = json.loads((done / "manifest.json").read_text())
-    manifest["built"]["notes"]["text"] = "changed"
-    (done / "manifest.json").write_text(json.dumps(manifest))
-    assert cache.kept("cuda", "key", write("second")).notes == {"text": "second"}
-
-
-def test_a_file_in_a_builds_place_is_replaced(own):
-    cache.folder("cuda").joinpath("key").write_text("no folder")
-    found = cache.kept("cuda", "key", write("first"))
-    assert (found.folder / "kernel.so").read_text() == "first"
-
-
-def test_who_repairs_a_damaged_build_takes_nobody_elses_away(own):
-    (cache.kept("cuda", "key", write("first")).folder / "kernel.so").write_text("cut")
-    found, failed = [], []
-
-    def work(i):
-        try:
-            for _ in range(20):
-                done = cache.kept("cuda", "key", write(f"by {i}"))
-                found.append((done.folder / "kernel.so").read_text())
-        except Exception as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=work, args=[i]) for i in range(4)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert not failed and all(text.startswith("by ") for text in found)
-    assert [p.name for p in (own / "cuda").iterdir()] == ["key"]
-
-
-@pytest.mark.parametrize("lost", ["kernel.so", "manifest.json"])
-def test_a_build_that_lost_a_file_is_made_again(own, lost):
-    done = cache.kept("cuda", "key", write("first")).folder
-    (done / lost).unlink()
-    assert not cache.kept("cuda", "key", write("second")).from_cache
-    assert (done / "kernel.so").read_text() == "second"
-
-
 def test_old_builds_are_removed(own):
     for i in range(6):
         done = cache.kept("cuda", str(i), write("")).folder
         os.utime(done / "manifest.json", (i, i) if i < 4 else None)
     cache.prune(own / "cuda", keep=3)
     assert sorted(p.name for p in (own / "cuda").iterdir()) == ["3", "4", "5"]
-
-
-def test_leftovers_of_killed_runs_are_swept(own):
-    builds, hour = cache.folder("cuda"), 3600
-    for name, age in (("build-old", 4 * hour), ("build-new", 0), ("x.part", 4 * hour), ("key", 4 * hour)):
-        (builds / name).mkdir()
-        (builds / name / "kernel.o").touch()
-        os.utime(builds / name, (time.time() - age,) * 2)
-    cache.kept("cuda", "another", write(""))
-    assert sorted(p.name for p in builds.iterdir()) == ["another", "build-new", "key"]
 
 
 def test_what_a_killed_process_left_half_built_is_swept_at_the_next_start(own):
@@ -198,20 +127,6 @@ def test_keys_differ():
     assert cache.key("a", 1) == cache.key("a", 1) != cache.key("a", 2)
 
 
-def test_the_cache_is_the_users_own(own, monkeypatch):
-    assert cache.folder("cuda") == own / "cuda" and cache.folder("cuda").stat().st_mode & 0o077 == 0
-    monkeypatch.setattr(os, "getuid", lambda: 12345)
-    with pytest.raises(cache.CacheError, match="belongs to another user: set FLASHLAB_CACHE"):
-        cache.folder("cuda")
-
-
-def test_a_cache_that_cannot_be_made(own, monkeypatch):
-    (own / "file").touch()
-    monkeypatch.setenv("FLASHLAB_CACHE", str(own / "file"))
-    with pytest.raises(cache.CacheError, match="cannot be used .*: set FLASHLAB_CACHE to a folder of yours"):
-        cache.folder("cuda")
-
-
 @pytest.mark.parametrize(
     ("variables", "sentence"),
     [
@@ -235,25 +150,6 @@ def test_a_place_that_is_no_place_is_a_sentence(own, monkeypatch, variables, sen
     assert not list(own.iterdir())
 
 
-def test_the_users_own_home(own, monkeypatch):
-    monkeypatch.setenv("HOME", str(own))
-    monkeypatch.setenv("FLASHLAB_CACHE", "~/builds")
-    assert cache.folder("cuda") == own / "builds" / "cuda"
-    monkeypatch.setenv("FLASHLAB_CACHE", " ")
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # the specification says: to be ignored
-    assert cache.folder("cuda") == own / ".cache" / "flashlab" / "cuda"
-    assert (own / ".cache" / "flashlab").stat().st_mode & 0o077 == 0
-
-
-def test_no_home_at_all(monkeypatch):
-    monkeypatch.delenv("HOME")
-    monkeypatch.delenv("FLASHLAB_CACHE")
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
-    with pytest.raises(cache.CacheError, match="cannot be used .*: set FLASHLAB_CACHE to a folder of yours"):
-        cache.folder("cuda")
-
-
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o777])
 @pytest.mark.parametrize("place", ["", "cuda"])
 def test_a_cache_that_others_can_write_is_refused(own, place, mode):
@@ -263,18 +159,6 @@ def test_a_cache_that_others_can_write_is_refused(own, place, mode):
         cache.kept("cuda", "key", write(""))
     (own / place).chmod(0o700)
     cache.kept("cuda", "key", write(""))
-
-
-def test_below_a_sticky_folder_what_is_ones_own_is_safe(own):
-    own.chmod(0o1777)
-    assert cache.folder("cuda") == own / "cuda"
-
-
-def test_a_cache_that_cannot_be_written(own, monkeypatch):
-    cache.folder("cuda")
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
-    with pytest.raises(cache.CacheError, match=r"cannot be used \(it cannot be written\): set FLASHLAB_CACHE"):
-        cache.kept("cuda", "key", write(""))
 
 
 def test_a_disk_from_which_no_code_is_loaded(own, monkeypatch):

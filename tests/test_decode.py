@@ -8,7 +8,6 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from huge_tensors import NO_ROOM, REASON, far_apart
 from sequences import DEVICE, FLOAT32, NAN, Sequences
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flashlab import flash_attention_with_cache, runtime
 from flashlab.attention import cache_door, decode
@@ -114,15 +113,6 @@ def test_any_strides(backend):
     x.expect(*flash_attention_with_cache(q, k, v, lengths, table, backend=backend, return_lse=True))
 
 
-def test_nothing_at_all():
-    for x in (Sequences([0, 0]), Sequences([0], page=None, spare=-1)):
-        for backend in TWO:
-            o, lse = flash_attention_with_cache(*x.given, backend=backend, return_lse=True)
-            assert (o == 0).all() and torch.isneginf(lse).all()
-    none = Sequences([4])
-    assert flash_attention_with_cache(none.q[:, :, :0], *none.given[1:], backend="triton").shape == (1, 4, 0, 16)
-
-
 def test_a_length_beyond_the_room_is_cut_by_the_kernel():
     x = Sequences([32, 16], spare=0, page=16)
     x.table[1] = x.table[1].clamp(min=0)
@@ -226,22 +216,6 @@ def test_one_graph_under_compile():
     o = torch.compile(step, fullgraph=True, backend="aot_eager")(*first)
     torch.testing.assert_close(o, step(*second))
     assert torch.equal(first[1], second[1])
-
-
-def test_shapes_without_computing():
-    with FakeTensorMode():
-        q, cache = torch.empty(2, 8, 1, 64), torch.empty(9, 2, 16, 64)
-        lengths, table = torch.empty(2, dtype=torch.int32), torch.empty(2, 4, dtype=torch.int32)
-        new = torch.empty(2, 2, 1, 64)
-        o, lse = flash_attention_with_cache(q, cache, cache, lengths, table, k_new=new, v_new=new, return_lse=True)
-    assert o.shape == (2, 8, 1, 64) and lse.shape == (2, 8, 1)
-
-
-def test_there_is_no_gradient_and_it_says_so():
-    x = Sequences([5])
-    o = flash_attention_with_cache(x.q.requires_grad_(), *x.given[1:])
-    with pytest.raises(NotImplementedError, match="flash_attention_with_cache has no gradient"):
-        o.sum().backward()
 
 
 def test_the_bare_kernels_refuse_what_wants_a_derivative():

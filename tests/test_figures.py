@@ -14,19 +14,7 @@ from lesson_source import find_lessons
 from pacing import ROOT
 
 from flashlab.attention.online_softmax import block_state, identity, merge
-from flashlab.figures import (
-    curves,
-    fragments,
-    hopper,
-    implementations,
-    memory,
-    profiles,
-    rings,
-    rooflines,
-    rows,
-    show,
-    timelines,
-)
+from flashlab.figures import curves, fragments, hopper, implementations, profiles, rings, rooflines, rows, show
 from flashlab.figures.panels import panels
 from flashlab.figures.tiles import walk
 from flashlab.simt.replay import Replay, Span
@@ -51,18 +39,6 @@ def test_curves_on_logarithmic_axes_are_marked_with_plain_numbers(ax):
     assert not ax.xaxis.get_minorticklocs().size and ax.get_xscale() == "log"
     assert [t.get_text() for t in ax.get_legend().get_texts()] == ["formula"]
     assert ax.lines[1].get_linestyle() == "None"
-
-
-def test_a_level_is_named_at_its_line(ax):
-    curves.curves(ax, [("a", [1, 2], [1, 2], "blue", "-")])
-    curves.level(ax, 1.5, "limit")
-    assert ax.texts[0].get_text() == "limit" and ax.texts[0].xy == (1, 1.5)
-
-
-def test_stacked_bars_have_every_part(ax):
-    curves.stacked(ax, {"one": [("Q", 1, "sky"), ("write S", 30, "blue")], "two": [("read S", 60, "blue")]})
-    assert [round(bar.get_width()) for bar in ax.patches] == [1, 30, 60]
-    assert [t.get_text() for t in ax.texts] == ["Q", "write S", "read S"] and labels(ax.yaxis) == ["one", "two"]
 
 
 def test_columns_side_by_side(ax):
@@ -120,11 +96,6 @@ def test_memory_in_use_over_time():
     assert profiles.allocated(trace, device=True) == ([0], [99])
 
 
-def test_dots_show_every_value(ax):
-    curves.dots(ax, {"fp16": [1, 1, 2], "fp32": [0]})
-    assert len(set(ax.lines[0].get_xdata())) == 3 and labels(ax.xaxis) == ["fp16", "fp32"]
-
-
 def test_matrices_number_by_number():
     figure = rows.matrices({"Q": torch.eye(2), "V": torch.tensor([[0.5], [2]])}, rows={"Q": 1})
     texts = [[t.get_text() for t in ax.texts] for ax in figure.axes]
@@ -143,33 +114,6 @@ def test_a_row_in_blocks_has_a_frame_for_each():
         titles.append(figure.axes[0].get_title(loc="left"))
         plt.close(figure)
     assert [t.split("   ")[:2] for t in titles] == [[f"block {b} of 4", f"m = {2 * b - 1}.00"] for b in range(1, 5)]
-
-
-def test_sectors_of_a_strided_load(ax):
-    counts = {}
-    for stride in (1, 2, 8):
-        memory.sectors(ax, stride)
-        faces = [patch.get_facecolor() for patch in ax.patches[-80:]]
-        counts[stride] = sum(face == matplotlib.colors.to_rgba(show.COLORS["blue"]) for face in faces)
-    assert counts == {1: 32, 2: 32, 8: 10}
-
-
-@pytest.mark.parametrize("keys_outside, arrivals", [(True, 4 + 16 + 16), (False, 16 + 4 + 4)])
-def test_which_tile_arrives_when(ax, keys_outside, arrivals):
-    memory.loop_order(ax, "", keys_outside=keys_outside)
-    assert len(ax.texts) == arrivals
-
-
-def test_words_and_quads(ax):
-    memory.words(ax, [10, 11, 12], {1}, "")
-    fragments.quads(ax, torch.arange(32).reshape(8, 4), torch.full((8, 4), 3), "")
-    assert [t.get_text() for t in ax.texts][:4] == ["10", "11", "12", "0"]
-
-
-def test_memories_are_named():
-    figure = memory.hierarchy("HBM", "shared", "threads")
-    assert [t.get_text() for t in figure.axes[0].texts].count("shared") == 3
-    plt.close(figure)
 
 
 # Machado, Oliveira, Fernandes (2009): what a viewer without one kind of cone sees, in linear RGB.
@@ -297,12 +241,6 @@ def test_the_holders_of_a_tile(ax):
     assert [text.get_color() == "white" for text in ax.texts] == [False] * 6 + [True] * 2
 
 
-def test_units_over_time(ax):
-    timelines.units(ax, [("copies", "K0", 0, 10), ("products", "S0a", 10, 5), ("products", "S0b", 15, 5)], "")
-    assert [(bar.get_x(), bar.get_width()) for bar in ax.patches] == [(0, 10), (10, 5), (15, 5)]
-    assert [text.get_text() for text in ax.get_yticklabels()] == ["copies", "products"]
-
-
 def test_who_works_when():
     spans = [Span(1, "copy", 0, 10), Span(0, "bytes", 0, 10), Span(0, "scores", 10, 20), Span(1, "release", 2, 30),
              Span(0, "exponentials", 20, 30), Span(0, "output", 30, 40)]  # fmt: skip
@@ -326,16 +264,6 @@ def test_who_works_when():
     ]
     assert len({matplotlib.colors.to_hex(hue, keep_alpha=True) for hue in shown}) == len(shown)
     plt.close(figure)
-
-
-def test_a_matrix_of_ratios(ax):
-    curves.matrix(ax, ["a", "b"], ["x"], {("a", "x"): 1.0, ("b", "y"): 2.0}, "")
-    assert [text.get_text() for text in ax.texts] == ["1.00", "–"]
-
-
-def test_columns_of_ratios_have_no_bar_for_what_is_not_known(ax):
-    curves.ratio_columns(ax, ["a", "b"], {"x": ([0.5, float("nan")], "blue")})
-    assert [line.get_ydata()[0] for line in ax.lines] == [1] and ax.texts[0].get_text() == "0.50"
 
 
 def test_a_ring_is_drawn_by_rank_and_step(ax):

@@ -99,14 +99,6 @@ def test_the_sentence_uses_the_callers_names():
         check_qkv(ONE, ONE[:, :8], ONE, rank=2, names=("Q_block", "K", "V"))
 
 
-def test_gradients_that_nobody_asks_for_are_no_matter():
-    wanted = K.clone().requires_grad_()
-    check_qkv(X, wanted, K)
-    with torch.no_grad():
-        check_qkv(X, wanted, K, no_grad=True)
-    check_qkv(X, wanted.detach(), K, no_grad=True)
-
-
 @pytest.mark.parametrize("scale", [1, 0.5, -2.0, 0, np.float32(0.25), torch.tensor(0.125), 1e-300, 2.0**104])
 def test_a_scale_that_float32_holds_is_taken_as_it_is(scale):
     assert scale_of(scale, 64) == float(scale)

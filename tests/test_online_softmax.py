@@ -245,11 +245,7 @@ def test_merging_does_not_change_its_inputs():
         (lambda: block_state(t(1, 2), t([1], [2]).half()), TypeError, "scores is float64, v is float16"),
         (lambda: block_state(torch.tensor([1]), torch.tensor([[1]])), TypeError, "scores is int64"),
         (lambda: merge(identity(3, head_dim=2), identity(4, head_dim=2)), ValueError, "(3, 2), b.o is (4, 2)"),
-        (
-            lambda: merge(identity(head_dim=2), State(t(0), t(0), t(0))),
-            ValueError,
-            "b: m and l",
-        ),
+        (lambda: merge(identity(head_dim=2), State(t(0), t(0), t(0))), ValueError, "b: m and l"),
         (
             lambda: merge(identity(head_dim=2), identity(head_dim=2, dtype=torch.float64)),
             TypeError,

@@ -33,12 +33,6 @@ def test_no_code_of_an_exercise_page_is_cut_off(folder):
     assert not long, "\n".join(long)
 
 
-def test_the_table(capsys):
-    assert pacing.main(["03", "-v"]) == 0
-    out = capsys.readouterr().out
-    assert "of flash_attention_forward_kernel" in out and "text cells per code cell" in out
-
-
 # ---------------------------------------------------------------- what is counted
 
 
@@ -90,20 +84,6 @@ def test_output_lines_are_those_of_text():
     figure = nbformat.v4.new_output("display_data", {"image/png": "x", "text/plain": "<Figure>"})
     plain = nbformat.v4.new_output("execute_result", {"text/plain": "1\n2\n3"})
     assert pacing.output_lines(nbformat.v4.new_code_cell("", outputs=[stream, figure, plain])) == 5
-
-
-@pytest.mark.parametrize(
-    "line, squeezed",
-    [
-        ("    for (int i = 0;  i < n; i++) {   // over the rows", "for(inti=0;i<n;i++){"),
-        ("x = y  # a comment", "x=y"),
-        ("#pragma unroll", "#pragmaunroll"),
-        ("// all of it", ""),
-        ("# all of it", ""),
-    ],
-)
-def test_lines_are_compared_without_comments_and_blanks(line, squeezed):
-    assert pacing.squeezed(line) == squeezed
 
 
 def test_what_is_seen_of_a_kernel():

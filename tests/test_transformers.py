@@ -83,12 +83,6 @@ def test_the_room_of_a_static_cache():
         transformers_door.no_mask(1, 2, 16, q_offset=5, mask_function=lambda b, h, q, k: torch.ones_like(q + k) > 0)
 
 
-def test_another_backend():
-    transformers_door.register("by_formula", backend="reference")
-    logits = [model_of("Llama", name)(tokens()).logits for name in ("by_formula", "sdpa")]
-    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-5)
-
-
 def test_what_it_cannot_do_is_said():
     with pytest.raises(ValueError, match="the name is 'flashlab'; transformers takes a name with"):
         transformers_door.register("flashlab")

@@ -211,17 +211,6 @@ def test_the_formula_that_the_sentence_names_has_it(transform):
     assert all(torch.isfinite(x).all() for x in torch.utils._pytree.tree_leaves(found))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_fake_and_meta_tensors_have_shapes_and_gradients_too(way):
-    with torch._subclasses.FakeTensorMode():
-        q = torch.empty(1, 2, 5, 16, device=DEVICE, requires_grad=True)
-        assert torch.autograd.grad(WAYS[way](q, q, q).sum(), q)[0].shape == q.shape
-    q = torch.empty(1, 2, 5, 16, dtype=torch.float16, device="meta", requires_grad=True)
-    o = WAYS[way](q, q, q)
-    assert (o.shape, o.dtype, o.device) == (q.shape, q.dtype, q.device)
-    assert torch.autograd.grad(o.sum(), q)[0].shape == q.shape
-
-
 @pytest.mark.parametrize("way", ["triton", "operator triton"])
 def test_a_dual_tensor_into_a_compiled_function_is_refused(way):
     with pytest.raises(NotImplementedError, match=NO_FORWARD):
@@ -237,12 +226,6 @@ def test_a_bare_kernel_in_a_compiled_function_computes_and_has_no_tangent():
     torch.testing.assert_close(compiled_bare(*inputs()), bare(*inputs()))
     with pytest.raises(ValueError, match="q has a tangent, and this kernel's result has none"):
         dual(compiled_bare, *inputs())
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_compiled_function_has_no_double_backward(way):
-    with pytest.raises(RuntimeError, match="does not currently support double backward"):
-        penalty(compiled_of(WAYS[way]), *inputs())
 
 
 def test_the_doors_page_lists_each_transform():

@@ -79,15 +79,6 @@ def test_any_strides():
         torch.testing.assert_close(a, b, rtol=0, atol=5e-6)
 
 
-def test_no_keys_and_no_queries():
-    q, k, v = make(5, 0, 16)
-    o, lse = flash_attention_forward(q, k, v)
-    assert (o == 0).all() and (lse == -math.inf).all()
-    q, k, v = make(0, 5, 16)
-    o, lse = flash_attention_forward(q, k, v)
-    assert o.shape == (0, 16) and lse.shape == (0,)
-
-
 def test_rows_of_minus_infinity():
     q, k, v = make(20, 40, 16, torch.float32)
     k[:, 0] = -math.inf
@@ -97,31 +88,6 @@ def test_rows_of_minus_infinity():
     o, lse = flash_attention_forward(q, k, v)
     assert (o[:3] == 0).all() and (lse[:3] == -math.inf).all()
     assert o[3:].isnan().all() and lse[3:].isnan().all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("scale", [-0.3, -1e5, 0.0, 1e-46, -1e-300])
-def test_any_scale_that_float32_holds(scale, dtype):
-    q, k, v = make(20, 90, 16, dtype)
-    o, lse = flash_attention_forward(q, k, v, scale)
-    want, want_lse = attention(*(x[None, None] for x in (q, k, v)), scale=scale)
-    torch.testing.assert_close(o.double(), want[0, 0], rtol=0, atol=2e-3)
-    torch.testing.assert_close(lse.double(), want_lse[0, 0], rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.skipif(not runtime.INTERPRETED, reason="a GPU has to have this memory; an untouched page has none")
-def test_rows_that_lie_past_32_bits():
-    q, k, v = make(40, 40, 16)
-    apart = torch.empty(39 * 2**26 + 16, dtype=torch.float16).as_strided((40, 16), (2**26, 1))  # 5 GB, of which 160 KB
-    apart.copy_(k)
-    for got, want in zip(flash_attention_forward(q, apart, v), flash_attention_forward(q, k, v), strict=True):
-        assert torch.equal(got, want)
-
-
-def test_blocks_of_minus_16_rows():
-    for ask in (lambda: compile_arguments(torch.float16, 64, BLOCK_M=-16), lambda: hbm_bytes(8, 8, 16, 2, -16)):
-        with pytest.raises(ValueError, match="BLOCK_M is -16"):
-            ask()
 
 
 def test_nan_stays_in_its_row():
@@ -146,16 +112,6 @@ def test_minus_infinity_in_one_key_is_a_mask():
     want, want_lse = attention(*(x[None, None] for x in (q, k[seen], v[seen])))
     torch.testing.assert_close(o.double(), want[0, 0], rtol=0, atol=5e-6)
     torch.testing.assert_close(lse.double(), want_lse[0, 0], rtol=0, atol=5e-6)
-
-
-def test_the_inputs_are_read_only_and_the_run_repeats():
-    q, k, v = make(100, 100, 64)
-    before = [x.clone() for x in (q, k, v)]
-    first = flash_attention_forward(q, k, v)
-    second = flash_attention_forward(q, k, v)
-    assert all(torch.equal(a, b) for a, b in zip((q, k, v), before, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    assert first[0].data_ptr() != second[0].data_ptr()
 
 
 Q = torch.zeros(8, 16, device=DEVICE)
@@ -188,12 +144,6 @@ def test_clear_errors(arguments, error, sentence):
         flash_attention_forward(*arguments)
 
 
-@pytest.mark.skipif(runtime.INTERPRETED, reason="interpreted kernels take CPU tensors")
-def test_cpu_tensors_where_kernels_are_compiled():
-    with pytest.raises(ValueError, match="q is on cpu, but kernels are compiled for the GPU: move it to cuda"):
-        flash_attention_forward(Q.cpu(), Q.cpu(), Q.cpu())
-
-
 @pytest.mark.parametrize("M, N", [(128, 128), (100, 150)])
 def test_bytes_are_what_the_formula_says(M, N):
     q, k, v = make(M, N, 32)
@@ -217,11 +167,12 @@ FLOAT32_TARGETS = ("sm_86", "sm_90")  # the tightest and the newest kind; float3
 @pytest.mark.parametrize(
     "dtype, head_dims, targets",
     [
-        (torch.float16, (16, 64, 256), TARGETS),
+        (torch.float16, (64,), TARGETS),
+        pytest.param(torch.float16, (16, 256), TARGETS, marks=pytest.mark.long),
         (torch.bfloat16, (128,), ("sm_86", "sm_90")),
         pytest.param(torch.float32, (64, 128, 256), FLOAT32_TARGETS, marks=pytest.mark.long),
     ],
-    ids=["float16", "bfloat16", "float32"],
+    ids=["float16", "its other sizes", "bfloat16", "float32"],
 )
 def test_it_compiles_and_fits_everywhere(dtype, head_dims, targets):
     arguments = [compile_arguments(dtype, head_dim) for head_dim in head_dims]

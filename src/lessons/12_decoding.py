@@ -50,7 +50,7 @@ from flashlab.attention.triton_forward import flash_attention_forward
 from flashlab.bench import decode as bench, records
 from flashlab.cuda import decoding, load_inline
 from flashlab.figures import curves, show
-from flashlab.kernels import source, step, steps
+from flashlab.kernels import path, source, step, steps
 from flashlab.models.caches import PagedCache, cache_memory
 from flashlab.models.generate import generate
 from flashlab.models.language_model import Config, LanguageModel
@@ -145,7 +145,8 @@ plt.show()
 
 # %%
 show.region(kernels, "programs")
-show.region(step("p12_1_groups"), "load a row", "main loop")
+show.region(path("lanes.cuh"), "load a row", whole_file=False)
+show.region(step("p12_1_groups"), "main loop")
 
 # %% [markdown]
 # `r` is a row of the tile: a head of the group, and one of its queries (for now there is one). `BLOCK_M` is 16, the fewest rows that `tl.dot` takes.

@@ -168,9 +168,7 @@ def cuts_out(source: str) -> bool:
     for node in ast.walk(ast.parse(plain_python(source))):
         if isinstance(node, ast.Call):
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            if name in ("part", "_between") or (
-                name == "source" and any(k.arg in ("start", "end") for k in node.keywords)
-            ):
+            if name == "part" or (name == "source" and any(k.arg in ("start", "end") for k in node.keywords)):
                 return True
     return False
 

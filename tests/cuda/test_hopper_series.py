@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 
 import pytest
 import torch
@@ -25,6 +24,7 @@ SOME_STEPS = pytest.mark.parametrize(
     "step", [pytest.param(s, id=s.name, marks=[] if s.name in SOME else pytest.mark.long) for s in HOPPER]
 )
 FLASH = step("p11_flash")
+SHAPED = ((96, True), (128, False), (256, True))  # head_dim, and whether in float16
 # heads, kv_heads, seq_q, seq_k, causal: more parts than blocks; several tiles and parts, whose first tile some
 # consumers may not see at all; no row sees a key; a sequence that ends where a tile does
 MORE = ((4, 2, 300, 450, True), (3, 1, 200, 200, True), (1, 1, 64, 8, True), (2, 2, 192, 256, False))
@@ -53,7 +53,7 @@ def test_clean_in_the_check_build(step):
 @pytest.mark.parametrize(
     ("head_dim", "dtype"),
     [
-        pytest.param(d, t, marks=pytest.mark.long if (t == torch.float16) == (d == 128) or d % 32 else [])
+        pytest.param(d, t, marks=[] if (d, t == torch.float16) in SHAPED else pytest.mark.long)
         for d in FLASH.head_dims for t in FLASH.dtypes
     ],
     ids=str,
@@ -240,19 +240,6 @@ def test_the_exhibit_that_adds_gives_what_all_keys_give(head_dim):
         )
     with pytest.raises(TypeError, match="out is torch.bfloat16; what a kernel adds to is torch.float32"):
         kernel.forward(q, k, v, into=(o.bfloat16(), lse))
-
-
-def test_one_polynomial_for_all():
-    """Other steps than the last are not run with scores that jump: they have its 2^x."""
-    kernels = [s.path.read_text() for s in HOPPER if "POLYNOMIAL" in s.defines]
-    bodies = {re.search(r"float exp2_polynomial.*?\n}\n", text, re.S)[0] for text in kernels}
-    assert len(bodies) == 1 < len(kernels)
-
-
-def test_no_rows_is_no_work():
-    q, k = torch.zeros(1, 1, 0, 64).half(), torch.zeros(1, 1, 8, 64).half()
-    o, lse = load_inline(FLASH, backend="emulator").forward(q, k, k)
-    assert o.shape == q.shape and lse.shape == (1, 1, 0)
 
 
 # What ptxas is known to leave over: a few bytes, outside of the inner loop.

@@ -95,12 +95,6 @@ def test_the_last_step_has_two_blocks_on_every_gpu():
     assert [re.findall(r"\d+", name)[:2] for name in tiles.values()] == [["2", "32"], ["2", "64"], ["2", "16"]]
 
 
-@pytest.mark.parametrize("gpu, blocks, limit", [("A100", 1, "shared memory"), ("H200", 2, "registers")])
-def test_what_ends_it(gpu, blocks, limit):
-    (found,) = bench.occupancy(gpu, ["p9_5_prefetch"], 128)
-    assert (found.blocks, found.limit) == (blocks, limit)
-
-
 def test_a_warps_registers_come_from_one_quarter():
     kernel = resources.Resources("x", "k", "sm_90", 64, "__half", 208, 0, 0, 0, {})
     assert bench.fits(kernel, runtime.limits("H200")).warps == 8  # 9 warps' worth, but two in each quarter
@@ -111,20 +105,6 @@ def test_a_warps_registers_come_from_one_quarter():
 
 
 # ---- where the compiler puts the loads -------------------------------------------------------------------------------
-LOOP = """
-        /*0000*/                   LDSM.16.M88.4 R20, [R2] ;
-        /*0010*/                   LDSM.16.M88.4 R24, [R2+0x10] ;
-        /*0020*/                   HMMA.16816.F32 R4, R8, R20, R4 ;
-        /*0030*/                   FFMA R3, R3, R4, R5 ;
-        /*0040*/                   HMMA.16816.F32 R4, R8, R26, R4 ;
-        /*0050*/              @!P0 BRA `(.L_x_1) 0x0000 ;
-"""
-
-
-def test_distances_are_read_from_the_listing():
-    (body,) = schedule.loops(LOOP)
-    assert len(body) == 6
-    assert schedule.distances(body) == [(2, 0), (3, 1)]
 
 
 @pytest.mark.skipif(not resources.available(), reason="no nvcc, or no cuobjdump")

@@ -81,7 +81,7 @@ def test_the_last_step_chooses_its_blocks(sms):
 
 
 @pytest.mark.parametrize("limit", [99, 163, 227], ids=["GeForce", "A100", "H100"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, *(pytest.param(d, marks=pytest.mark.long) for d in (128, 256))])
 def test_the_tiles_fit_the_device(head_dim, limit):
     """As many blocks per SM as registers have room for: two, or one at HEAD_DIM = 256. 1 KB of each is the system's."""
     for sms in (1, 132):  # a large grid, whose blocks are tall; a small one, whose keys are split

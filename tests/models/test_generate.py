@@ -6,7 +6,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashlab import runtime
 from flashlab.attention import reference
-from flashlab.models import caches
 from flashlab.models.caches import CACHES, DenseCache, PagedCache, StaticCache, attention_of, cache_memory
 from flashlab.models.generate import generate, step
 from flashlab.models.language_model import Config, LanguageModel
@@ -102,15 +101,6 @@ def test_the_same_tokens_with_every_cache_and_without(changes):
         assert torch.equal(generate(model, texts, 12, cache="paged", page_size=page_size), want), page_size
     alone = [generate(model, [text], 12) for text in texts]
     assert torch.equal(torch.cat(alone), want)  # no text depends on those beside it
-
-
-@pytest.mark.parametrize("dtype, fused", [(torch.float64, False), (torch.bfloat16, False), (torch.float32, True)])
-def test_a_model_of_another_dtype_and_with_the_fused_rope(dtype, fused):
-    model, text = build(dtype, fused_rope=fused), torch.stack(prompts(6, 6))
-    tokens = [generate(model, text, 6, cache=cache) for cache in CACHES]
-    assert torch.equal(tokens[0], tokens[1]) and torch.equal(tokens[0], tokens[2])
-    if dtype != torch.bfloat16:  # which rounds where a cache does not
-        assert torch.equal(tokens[0], generate(model, text, 6, cache=None))
 
 
 def test_the_same_tokens_from_every_attention():
@@ -312,19 +302,3 @@ def test_pages_waste_less_than_a_page_of_each_sequence():
         assert paged.table == 64 * (1024 // page_size) * 4
         before = paged.share
     assert cache_memory(shape, [], "dense") == (0, 0, 0) and cache_memory(shape, [0], "paged").share == 1.0
-
-
-def test_the_memory_of_a_cache_that_cannot_be():
-    for lengths, kind, options, sentence in (
-        ([1], "Dense", {}, "kind is 'Dense'; it must be 'dense', 'static' or 'paged'"),
-        (
-            [5],
-            "static",
-            dict(capacity=4),
-            "lengths go from 5 to 5; each is 0 to the capacity, 4",
-        ),
-        ([-1], "dense", {}, "lengths go from -1"),
-        ([1], "paged", dict(page_size=0), "page_size is 0"),
-    ):
-        with pytest.raises(ValueError, match=sentence):
-            caches.cache_memory(SHAPE, lengths, kind, **options)

@@ -138,16 +138,6 @@ def test_of_two_that_share_a_page_one_takes_a_copy_and_the_other_keeps_it():
     assert (pager.pages(first), pager.pages(second), pager.free_pages) == ((1,), (0,), 0)
 
 
-def test_a_full_page_is_shared_for_good_and_a_part_of_it_is_not():
-    pager = Pager(8, 4)
-    first = pager.allocate()
-    pager.append([first], [8])
-    whole, part = pager.fork(first), pager.fork(first, 5)
-    assert pager.append([whole], [1]) == [] and pager.pages(whole) == (0, 1, 2)
-    assert pager.append([part], [1]) == [(1, 3)] and pager.pages(part) == (0, 3)
-    assert pager.append([first], [1]) == [] and pager.pages(first) == (0, 1, 4)
-
-
 def test_the_tensors_are_what_a_kernel_reads():
     pager = Pager(8, 2)
     long, empty = pager.allocate(), pager.allocate()

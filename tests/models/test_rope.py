@@ -57,13 +57,6 @@ def test_by_hand():
     torch.testing.assert_close(rope(x, cos, sin)[0, 0], torch.stack((angle.cos(), angle.sin()), 1))
 
 
-def test_angles_of_far_positions():
-    cos, sin = rope_table(100_001, 64, base=5e5)
-    angle = 100_000 * 5e5 ** (-torch.arange(0, 64, 2, dtype=torch.float64) / 64)
-    torch.testing.assert_close(cos[-1].double(), angle.cos(), rtol=0, atol=1e-7)
-    torch.testing.assert_close(sin[-1].double(), angle.sin(), rtol=0, atol=1e-7)
-
-
 def test_the_formula():
     cos, sin = rope_table(40, 16, device=DEVICE)
     x = draw(2, 3, 21, 16).double()
@@ -137,14 +130,6 @@ def test_tables_of_any_layout_and_of_the_inputs_dtype():
         expect(y, q, cos, sin)
 
 
-@pytest.mark.parametrize("shape", [(0, 2, 4, 8), (1, 2, 0, 8)])
-def test_nothing_to_turn(shape):
-    q = torch.empty(shape, device=DEVICE, requires_grad=True)
-    turned_q, turned_k = fused_rope(q, q, *rope_table(4, 8, device=DEVICE))
-    assert turned_q.shape == turned_k.shape == shape
-    assert torch.autograd.grad(turned_q.sum(), q)[0].shape == shape
-
-
 @pytest.mark.skipif(not runtime.INTERPRETED, reason="the interpreter counts")
 def test_memory_is_read_once_and_written_once_and_nothing_beside_it():
     q, k = draw(2, 6, 37, 24, dtype=torch.float16), draw(2, 3, 37, 24, dtype=torch.float16)
@@ -205,15 +190,6 @@ def test_it_refuses(changes, error, sentence):
     offset = arguments.pop("offset")
     with pytest.raises(error, match=sentence):
         fused_rope(*arguments.values(), offset=offset)
-
-
-def test_the_formula_refuses_what_the_tables_do_not_have():
-    for changes, sentence in ((dict(offset=1), "the offset is 1"), (dict(x=X[..., :15]), "head_dim is 15")):
-        with pytest.raises(ValueError, match=sentence):
-            rope(**dict(x=X, cos=TABLE, sin=TABLE) | changes)
-    for positions, head_dim in ((0, 8), (8, 7), (8, 0)):
-        with pytest.raises(ValueError, match=f"positions is {positions} and head_dim is {head_dim}"):
-            rope_table(positions, head_dim)
 
 
 # ---- in PyTorch, and compiled

@@ -18,9 +18,7 @@ EVERY = np.arange(65536, dtype=np.uint16)
 def halves(request):
     """With the CPU's conversion instructions, where it has them, and without."""
     return module(
-        "halves.cu",
-        check=False,
-        **({} if request.param == "vector unit" else {"defines": {"SIMT_NO_F16C": 1}}),
+        "halves.cu", check=False, **({} if request.param == "vector unit" else {"defines": {"SIMT_NO_F16C": 1}})
     )
 
 

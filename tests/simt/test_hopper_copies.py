@@ -415,6 +415,7 @@ extern "C" void run() {}
             compile_cuda(kernel.replace("PLACE", place))
 
 
+@pytest.mark.long
 @pytest.mark.skipif(find_nvcc() is None or shutil.which("g++") is None, reason="there is no nvcc")
 @pytest.mark.parametrize("name", ["hopper_copies.cu", "hopper_broken.cu", "hopper_memory.cu"])
 def test_nvcc_compiles_it_for_hopper(tmp_path, name):

@@ -98,8 +98,7 @@ def test_an_answer_that_is_dropped_is_a_warning_of_the_compiler():
 
 
 @pytest.mark.parametrize(
-    ("mode", "line", "others"),
-    [(0, "not left", set()), (1, "not left", {"registers-warps"}), (2, "too many", set())],
+    ("mode", "line", "others"), [(0, "not left", set()), (1, "not left", {"registers-warps"}), (2, "too many", set())]
 )
 def test_who_waits_for_registers_is_told_first(mode, line, others):
     found = findings("run_registers", np.zeros(384, np.float32), mode)

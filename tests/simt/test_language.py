@@ -201,25 +201,6 @@ def test_entries_take_c_types(language):
     assert out.tolist() == [78, 101376]
 
 
-def test_arguments_that_do_not_fit(language):
-    f = np.zeros(64, np.float32)
-    for args, words in (
-        ((f, f), "takes 3 arguments"),
-        ((f, f.astype(np.float64), 1), "points to float"),
-        ((f, f, 1.5), "blocks is declared int"),
-        ((f, 3.0, 1), "pass a numpy array"),
-        ((f, f, f), "got an array"),
-    ):
-        with pytest.raises(TypeError, match=words):
-            language.run_reverse(*args)
-    frozen = np.zeros(64, np.float32)
-    frozen.flags.writeable = False
-    with pytest.raises(TypeError, match="may not be written"):
-        language.run_reverse(f, frozen, 1)
-    with pytest.raises(AttributeError, match="no extern"):
-        language.nothing(f)
-
-
 def test_tensors_are_arguments_too(language):
     torch = pytest.importorskip("torch")
     a = torch.arange(64.0)
@@ -281,10 +262,3 @@ extern "C" int run(float* x) { add<<<A, 32>>>(x); return D; }
     with pytest.raises(simt.LaunchError, match=f"run returned {macros['D']}"):
         built.run(x)
     assert not built.warnings
-
-
-def test_small_letters_and_min_are_the_readers():
-    macros = dict.fromkeys([*string.ascii_lowercase, "min", "max"], "??")
-    text = EVERY_HEADER + '__global__ void nothing() {}\nextern "C" int run() { nothing<<<1, 32>>>(); return 0; }\n'
-    built = simt.compile_cuda(text, defines=macros, include_dirs=[Path(kernels.__file__).parent])
-    assert built.run().ok

@@ -145,21 +145,6 @@ def test_only_work_counts(monkeypatch, ticks, awake, want):
     assert [work.seconds() for _ in ticks][-1] == want
 
 
-def test_what_the_system_says_of_a_process():
-    spinning, asleep = (subprocess.Popen(x) for x in ([sys.executable, "-c", "while True: pass"], ["sleep", "1000"]))
-    try:
-        work = process._Work(spinning.pid)
-        first, _ = work._look()
-        while work._look()[0] == first or not work._look()[1]:  # without an end, where it is not seen to compute
-            time.sleep(0.01)
-        while process._Work(asleep.pid)._look()[1]:  # until it sleeps
-            time.sleep(0.01)
-    finally:
-        for child in (spinning, asleep):
-            child.kill()
-            child.wait()
-
-
 def test_a_report_that_comes_late_is_waited_for(built, monkeypatch):
     """And what one call says is never taken for the next one's."""
     wait = process.Process._wait
@@ -180,7 +165,7 @@ def test_a_report_that_comes_late_is_waited_for(built, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["kernel", "host"])
+@pytest.mark.parametrize("what", ["kernel", pytest.param("host", marks=pytest.mark.long)])
 def test_ctrl_c_at_any_time(what):
     """In the terminal as in a notebook: KeyboardInterrupt at once, and the module can be called again."""
     entry = "run_late(p, 1)" if what == "kernel" else "run_launches_without_end(p)"
@@ -365,12 +350,13 @@ CONSTRUCTOR = """
 struct Slow { Slow() { for (volatile int i = 0;; i = i + 1) {} } } slow;
 """
 HOST_LOOP = 'extern "C" int run_host(int* p) { for (volatile int i = 0;; i = i + 1) {} return p[0]; }\n'
+OTHER_MOMENTS = (("run_count(p)", ""), ("run_host(p)", HOST_LOOP), ("run_count(p)", CONSTRUCTOR))
 
 
 @pytest.mark.parametrize(
     "entry, more",
-    [("run_count(p)", ""), ("run_late(p, 1)", ""), ("run_host(p)", HOST_LOOP), ("run_count(p)", CONSTRUCTOR)],
-    ids=["between calls", "in a kernel", "in a host part", "as it is loaded"],
+    [("run_late(p, 1)", ""), *(pytest.param(*x, marks=pytest.mark.long) for x in OTHER_MOMENTS)],
+    ids=["in a kernel", "between calls", "in a host part", "as it is loaded"],
 )
 def test_the_process_ends_with_python(entry, more):
     program = f"""

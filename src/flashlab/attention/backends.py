@@ -53,7 +53,6 @@ class Backend:
             None.
         dtypes, head_dims: which it takes; one number is the largest head_dim, None is any.
         masks: whether it has windows and soft-caps beside the causal mask.
-        where: it runs, in words.
         unfit: why it cannot run on a device, as a clause; None where it can.
     """
 
@@ -64,17 +63,7 @@ class Backend:
     dtypes: tuple[torch.dtype, ...] = DTYPES
     head_dims: int | tuple[int, ...] | None = None
     masks: bool = True
-    where: str = "on any device"
     unfit: Callable[[torch.device], str | None] = anywhere
-
-    @property
-    def accepts(self) -> str:
-        """What it takes, in a sentence."""
-        masks = "with windows and soft-caps" if self.masks else "without windows and soft-caps"
-        return (
-            f"{self.name}, {self.what}, takes {self._dtypes()}, {self._head_dims()}, causal or not, {masks}, "
-            f"{self.where}."
-        )
 
     def refusal(
         self, q: torch.Tensor, left: int | None = None, right: int | None = None, softcap: float | None = None
@@ -309,7 +298,6 @@ register(
         _triton_backward,
         dtypes=triton_forward.DTYPES,
         head_dims=triton_forward.MAX_HEAD_DIM,
-        where="on a GPU from compute capability 8.0 on, or interpreted on the CPU",
         unfit=_triton_unfit,
     )
 )

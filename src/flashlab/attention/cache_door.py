@@ -308,5 +308,5 @@ def _append(
 
 
 @_append.register_fake
-def _(k_cache, v_cache, k_new, v_new, lengths, page_table, backend) -> None:
+def _append_shapes(k_cache, v_cache, k_new, v_new, lengths, page_table, backend) -> None:
     check_cache(k_new, k_cache, v_cache, lengths, page_table, k_new, v_new)

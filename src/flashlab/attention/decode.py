@@ -28,12 +28,7 @@ import triton.language as tl
 
 from flashlab.attention.inputs import check_no_gradient
 from flashlab.attention.tiles import Tile, cdiv
-from flashlab.attention.triton_forward import (
-    alignment,
-    current_device,
-    score_arguments,
-    soft_capped,
-)
+from flashlab.attention.triton_forward import alignment, current_device, score_arguments, soft_capped
 
 __all__ = ["append", "append_kernel", "decode", "decode_kernel", "decode_merge_kernel", "splits_for", "tile_of"]
 
@@ -299,20 +294,11 @@ def tile_of(rows: int, head_dim: int, dtype: torch.dtype, pairs: int = 1, sms: i
 
 
 def decode(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    lengths: torch.Tensor,
-    page_table: torch.Tensor | None = None,
-    *,
-    scale: float | None = None,
-    left: int | None = None,
-    softcap: float | None = None,
-    new: int = 0,
-    splits: int | None = None,
-    fused: bool = False,
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, lengths: torch.Tensor,
+    page_table: torch.Tensor | None = None, *, scale: float | None = None, left: int | None = None,
+    softcap: float | None = None, new: int = 0, splits: int | None = None, fused: bool = False,
     tile: Tile | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attention over a cache, causal at the end, of inputs that `flashlab.attention.cache_door` has checked.
 
     Args:

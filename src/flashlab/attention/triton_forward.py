@@ -233,22 +233,11 @@ def flash_attention_kernel(
 
 
 def flash_attention_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    window: Window = None,
-    softcap: float | None = None,
-    allow_tf32: bool = False,
-    split: bool = True,
-    tma: bool = False,
-    tile: Tile | None = None,
-    tune_tile: bool = False,
-    out_dtype: torch.dtype | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, scale: float | None = None,
+    window: Window = None, softcap: float | None = None, allow_tf32: bool = False, split: bool = True,
+    tma: bool = False, tile: Tile | None = None, tune_tile: bool = False, out_dtype: torch.dtype | None = None,
     kernel=flash_attention_kernel,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """softmax(scale * q k^T + mask) v in one kernel launch.
 
     Args:
@@ -278,10 +267,8 @@ def flash_attention_forward(
     if q.numel() == 0:
         return o, lse  # a grid of 0 programs cannot be launched
 
-    scores = positive_scale(score_arguments(q, k, causal, scale, window, softcap, allow_tf32)) | {
-        "SPLIT": split,
-        "TMA": tma,
-    }
+    scores = positive_scale(score_arguments(q, k, causal, scale, window, softcap, allow_tf32))
+    scores |= {"SPLIT": split, "TMA": tma}
     if tma:
         check_boxes(k=k, v=v)
     masked = scores["HAS_FIRST"] or scores["HAS_LAST"]

@@ -105,7 +105,3 @@ BENCH = harness.Bench(
     quick=lambda: jobs()[:1], needs=harness.gpu_for("the ablation is"), prepare=prepare,
 )  # fmt: skip
 main = BENCH.main
-
-
-if __name__ == "__main__":
-    records.entry(main)

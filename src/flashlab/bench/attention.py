@@ -39,7 +39,6 @@ BATCH = 8  # by the published figures of memory
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 APART = 2**28
 """Bytes of scores from which the ways are timed one after the other, in plain launches: a graph would hold them all."""
-KEPT = ("held_bytes", "saved_bytes", "replaced")
 
 
 def jobs() -> list[Row]:
@@ -210,7 +209,3 @@ BENCH = harness.Bench(
     minutes=8.0,
 )  # fmt: skip
 main = BENCH.main
-
-
-if __name__ == "__main__":
-    records.entry(main)

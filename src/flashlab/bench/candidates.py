@@ -31,7 +31,7 @@ import torch
 
 from flashlab.attention import tiles, triton_backward, triton_forward
 from flashlab.attention.triton_backward import Tiles
-from flashlab.bench import harness, industrial, peers, records
+from flashlab.bench import harness, industrial, peers
 from flashlab.bench.harness import Row, Way
 from flashlab.check.training import wanted, worst
 from flashlab.runtime import cache
@@ -257,7 +257,3 @@ BENCH = harness.Bench(
     minutes=8.0,
 )  # fmt: skip
 main = BENCH.main
-
-
-if __name__ == "__main__":
-    records.entry(main)

@@ -32,7 +32,7 @@ import torch
 from flashlab import flash_attention_with_cache, runtime
 from flashlab.attention.cache_door import gathered
 from flashlab.attention.tiles import cdiv
-from flashlab.bench import harness, peers, records, timing
+from flashlab.bench import harness, peers, timing
 from flashlab.bench.harness import Data, Row, Way
 from flashlab.bench.rows import where
 from flashlab.check.training import wanted, worst
@@ -390,7 +390,3 @@ BENCH = harness.Bench(
     facts={"phase": 12, "dtype": "bfloat16"}, derive=lambda data: {"goals": goals(data)},
 )  # fmt: skip
 main = BENCH.main
-
-
-if __name__ == "__main__":
-    records.entry(main)

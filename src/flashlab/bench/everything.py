@@ -4,7 +4,6 @@ flashlab bench all                       # the records of this GPU
 flashlab bench all --quick               # a little of each, on whatever is there; `make bench`
 flashlab bench all --minutes 25          # in all; run it again to go on
 flashlab bench all --quick --out FOLDER  # FOLDER/mma.json, ...
-flashlab bench all --compare A B         # two such folders, or two of records
 """
 
 from __future__ import annotations
@@ -37,31 +36,11 @@ def run_one(name: str, arguments: Sequence[str]) -> int:
     return subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}).returncode
 
 
-def pairs(before: Path, after: Path) -> dict[str, tuple[Path, Path]]:
-    """By bench: the two files of it, in two folders; NAME.json, or NAME_<gpu>.json where that is the only one."""
-
-    def find(folder: Path, name: str) -> list[Path]:
-        return [path for path in [folder / f"{name}.json"] if path.exists()] or sorted(folder.glob(f"{name}_*.json"))
-
-    found = {name: (find(before, name), find(after, name)) for name in OF_ALL if BENCHES[name].object}
-    return {name: (a[0], b[0]) for name, (a, b) in found.items() if len(a) == len(b) == 1}
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = records.parser(__doc__, "all")
     parser.add_argument("--minutes", type=float, help="stop after about so many, in all; run it again to go on")
     parser.add_argument("--without", nargs="+", default=(), choices=OF_ALL, help="benches to leave out")
-    parser.add_argument("--compare", nargs=2, type=Path, metavar=("A", "B"), help="two folders: what is slower in B")
     given = parser.parse_args(arguments)
-    if given.compare:
-        found = pairs(*given.compare)
-        if not found:
-            raise SystemExit(f"no bench has a file in both {given.compare[0]} and {given.compare[1]}")
-        results = {}
-        for name, files in found.items():
-            print(f"{name}", flush=True)
-            results[name] = run_one(name, ["--compare", *map(str, files)])
-        raise SystemExit(int(any(results.values())))
     end = time.monotonic() + 60 * (given.minutes or 0)
     failed = []
     for name in OF_ALL:
@@ -83,7 +62,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
         failed += [name] if run_one(name, options) else []
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
-
-
-if __name__ == "__main__":
-    records.entry(main)

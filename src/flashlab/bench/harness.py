@@ -80,7 +80,7 @@ class Bench:
     first: parts that are measured before the others, with after(rows, machine) behind them.
     prepare(jobs, until): before the jobs, on a GPU: builds and checks, until a time of time.monotonic(); more facts.
     options: arguments of `measure` and `prepare` that the command line offers, as argparse wants them.
-    minutes: the default of --minutes. record: the name of the record, where it is not the bench's.
+    minutes: the default of --minutes.
     """
 
     name: str
@@ -98,7 +98,6 @@ class Bench:
     prepare: Callable[..., Mapping[str, Any] | None] = lambda jobs, until, **options: None
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     minutes: float = math.inf
-    record: str = ""
 
     def main(self, arguments: Sequence[str] | None = None) -> None:
         """The bench as a program. Raises NoGpu, SystemExit."""
@@ -119,7 +118,7 @@ def is_of(row: Row, job: Row) -> bool:
 
 def record_of(bench: Bench, machine: Data, rows: Sequence[Row], facts: Mapping[str, Any], left: int) -> Data:
     """The record of some rows. left: how many jobs wait."""
-    data: Data = {"bench": bench.record or bench.name, "machine": machine, **bench.facts, **facts, "left": left}
+    data: Data = {"bench": bench.name, "machine": machine, **bench.facts, **facts, "left": left}
     data["rows"] = list(rows)
     return data | dict(bench.derive(data))
 
@@ -436,7 +435,7 @@ def main(bench: Bench, arguments: Sequence[str] | None = None) -> None:
     if given.merge:
         try:
             new = json.loads(given.merge.read_text(encoding="utf-8"))
-            path = given.out or records.default_path(bench.record or bench.name, new["machine"]["gpu"])
+            path = given.out or records.default_path(bench.name, new["machine"]["gpu"])
             data = merged(bench, json.loads(path.read_text(encoding="utf-8")), new)
         except (OSError, ValueError, KeyError) as error:
             raise SystemExit(f"{given.merge} is not merged: {error}") from None
@@ -448,7 +447,7 @@ def main(bench: Bench, arguments: Sequence[str] | None = None) -> None:
         raise NoGpu(reason)
     path = given.out
     if path is None and not given.quick:
-        path = records.default_path(bench.record or bench.name, runtime.limits().name)
+        path = records.default_path(bench.name, runtime.limits().name)
     known = None if given.quick else known_rows(bench, path, todo, given)
     if known and not waiting(todo, known["rows"]):
         print(f"{path} has all of it; --anew measures it again", file=sys.stderr)

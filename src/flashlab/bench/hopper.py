@@ -384,12 +384,7 @@ def _ways(
 
 
 def compared(
-    job: Row,
-    names: Sequence[str],
-    step: str | None,
-    rounds: int,
-    several: Sequence[Inputs],
-    whole: int | None = None,
+    job: Row, names: Sequence[str], step: str | None, rounds: int, several: Sequence[Inputs], whole: int | None = None
 ) -> list[Row]:
     """A row for each of the names: their times in turns, and how far from right each is. several: sets of inputs."""
     ways, reasons = _ways(names, several, job["causal"], step)

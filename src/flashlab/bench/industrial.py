@@ -30,7 +30,6 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -645,14 +644,4 @@ BENCH = harness.Bench(
     facts={"dtype": "bfloat16"}, first=TUNED, after=_after, prepare=prepare_all, minutes=8.0,
     options={"without": {"nargs": "+", "default": (), "metavar": "NAME", "help": "implementations to leave out"}},
 )  # fmt: skip
-BACKWARD = replace(
-    BENCH, name="backward", record="industrial", first=(),
-    jobs=lambda: [job for job in jobs(("shapes", "published")) if job["pass"] != "forward"],
-    quick=lambda: [job for job in quick_jobs() if job["pass"] != "forward"],
-)  # fmt: skip
-"""The passes of phase 5 alone; they go to the same record."""
 main = BENCH.main
-
-
-if __name__ == "__main__":
-    records.entry(main)

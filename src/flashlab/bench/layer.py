@@ -615,7 +615,3 @@ BENCH = harness.Bench(
     needs=harness.gpu_for("the layer is", quick_too=False), minutes=5.0,
 )  # fmt: skip
 main = BENCH.main
-
-
-if __name__ == "__main__":
-    records.entry(main)

@@ -748,7 +748,3 @@ BENCH = harness.Bench(
     facts={"batch": BATCH, "seq_len": SEQ_LEN}, minutes=8.0,
 )  # fmt: skip
 main = BENCH.main
-
-
-if __name__ == "__main__":
-    records.entry(main)

@@ -162,6 +162,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 __all__ = ["RECORDED", "Occupancy", "fits", "main", "measure", "occupancy", "recorded", "table"]
-
-if __name__ == "__main__":
-    records.entry(main)

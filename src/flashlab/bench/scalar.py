@@ -137,7 +137,3 @@ BENCH = harness.Bench(
     options={"rounds": {"type": int, "default": 15}},
 )  # fmt: skip
 main = BENCH.main
-
-
-if __name__ == "__main__":
-    records.entry(main)

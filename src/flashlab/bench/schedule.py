@@ -107,7 +107,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
         records.write_json(out, facts | {"loops": rows})
     print(Table.of(cells(rows, 128), [f"{TARGET}, D = 128", *COLUMNS]))
     print(f"nvcc {nvcc_version()}, {TARGET}: " + (f"written to {out}" if out else "not written: a quick run"))
-
-
-if __name__ == "__main__":
-    records.entry(main)

@@ -113,7 +113,3 @@ BENCH = harness.Bench(
     facts={"phase": 3, "dtype": "float16", "batch": 1, "heads": 1},
 )  # fmt: skip
 main = BENCH.main
-
-
-if __name__ == "__main__":
-    records.entry(main)

@@ -87,10 +87,7 @@ def emulate(v: Variant) -> tuple[torch.Tensor, dict[str, float]]:
     def over(*kinds: str) -> int:
         return sum(c.get(f"{kind}_wavefronts", 0) - c.get(f"{kind}_ideal", 0) for kind in kinds)
 
-    c |= {
-        "conflicts_read": over("ldmatrix", "shared_load"),
-        "conflicts_write": over("stmatrix", "shared_store"),
-    }
+    c |= {"conflicts_read": over("ldmatrix", "shared_load"), "conflicts_write": over("stmatrix", "shared_store")}
     return o, {name: sum(c.get(part, 0) for part in parts) for name, (_, parts) in METRICS.items()}
 
 

@@ -150,7 +150,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = records.parser(__doc__, "walls").parse_args(arguments)
     result = run(seq_lens=(512, 2048)) if given.quick else run()
     records.keep(records.place("walls", given), result, table, given)
-
-
-if __name__ == "__main__":
-    records.entry(main)

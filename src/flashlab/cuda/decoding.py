@@ -70,13 +70,11 @@ def decode(
         q: [batch, heads, queries, head_dim], fp16 or bf16, head_dim 64, 128 or 256.
         k_cache, v_cache: [pages, kv_heads, page, head_dim]; without a table [batch, kv_heads, keys, head_dim].
         lengths: [batch]; a sequence has lengths + new keys. page_table: [batch, width]. int32; others are converted.
-        left, softcap: None; the kernels have neither.
         name: of the step. Those before the last take one query and a head_dim of 64 or 128; those before p12_3_pages a
             contiguous cache that is full, whatever lengths says.
         splits: of steps 2 to 6; what `flashlab.attention.decode.splits_for` says, if None.
         sms: multiprocessors to plan for; the GPU's own, if None.
         backend, check, defines: of the build, see `compiled`. launch: options of the emulator's launch.
-
     Returns:
         o: like q. lse: [batch, heads, queries], float32. A row that sees no key gives 0 and -inf.
     """
@@ -92,20 +90,11 @@ def decode(
         return out, lse
     if page * width == 0 or k_cache.numel() == 0:
         return out.zero_(), lse.fill_(float("-inf"))
-    for what, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if x.data_ptr() % 16:
-            raise ValueError(
-                f"{what} begins {x.data_ptr() % 16} bytes behind a 16-byte boundary: the kernel copies 16 bytes at once"
-            )
     multiprocessors, shared = _device(q.device)
     sms = sms or multiprocessors
     group = heads // kv_heads
-    row_blocks = cdiv(group * queries, ROWS)
-    pairs = batch * kv_heads * row_blocks
-    if name != LAST and (queries > 1 or group > ROWS or head_dim not in STEPS[name].head_dims):
-        raise ValueError(f"{name} takes one query per sequence, up to 16 heads of a group, and a head_dim of 64 or 128")
-    if number < 3 and page_table is not None:
-        raise ValueError(f"{name} takes a contiguous cache: pages begin with p12_3_pages")
+    pairs = batch * kv_heads * cdiv(group * queries, ROWS)
+    _expect_taken(name, q, k_cache, v_cache, page_table)
     if number < 5:
         defines = (*defines, ("ROWS", group))
     elif name == LAST and not defines and (pairs > 2 * sms or shared < SHARED):
@@ -113,17 +102,9 @@ def decode(
     built = compiled(name, head_dim, q.dtype, backend or backend_for(q, check), check, defines)
     q, o = (x if _fits(x) else x.clone(memory_format=torch.contiguous_format) for x in (q.resolve_neg(), out))
     lengths = lengths.to(torch.int32).contiguous()
-    table = page_table if page_table is None else page_table.to(torch.int32)
-    if table is not None and table.stride(1) != 1:
-        table = table.contiguous()
-    if pairs * (cdiv(page * width, TILE) + 2 * TILE) >= 2**31:
-        raise ValueError(
-            f"{batch} sequences of up to {page * width} keys are too many tiles for one launch: split them"
-        )
-    if number in (1, 7, 8):
-        splits = 1
-    elif splits is None:
-        splits = kernels.splits_for(pairs, page * width, group, 64, q.element_size(), sms)
+    table = page_table if page_table is None else _with_rows(page_table.to(torch.int32))
+    planned = functools.partial(kernels.splits_for, pairs, page * width, group, 64, q.element_size(), sms)
+    splits = 1 if number in (1, 7, 8) else splits or planned()
     shift = 31 if table is None else page.bit_length() - 1 if page & (page - 1) == 0 else -1
     shapes = Cache(
         *[None] * 10, *(Strides(*x.stride()[:3]) for x in (q, k_cache, v_cache, o)),
@@ -138,6 +119,30 @@ def decode(
         launch = {"unwritten": ("o", "lse", "part_o", "part_lse"), **launch}
     built.launch("decode", q, k_cache, v_cache, table, lengths, o, lse, part_o, part_lse, counters, shapes, **launch)
     return o if o is out else out.copy_(o), lse
+
+
+def _with_rows(table: torch.Tensor) -> torch.Tensor:
+    return table if table.stride(1) == 1 else table.contiguous()
+
+
+def _expect_taken(
+    name: str, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor | None
+) -> None:
+    """Raise ValueError where a step does not take these tensors."""
+    for what, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if x.data_ptr() % 16:
+            raise ValueError(
+                f"{what} begins {x.data_ptr() % 16} bytes behind a 16-byte boundary: the kernel copies 16 bytes at once"
+            )
+    batch, heads, queries, head_dim = q.shape
+    kv_heads, page = k_cache.shape[1:3]
+    group, keys = heads // kv_heads, page * (1 if page_table is None else page_table.shape[1])
+    if name != LAST and (queries > 1 or group > ROWS or head_dim not in STEPS[name].head_dims):
+        raise ValueError(f"{name} takes one query per sequence, up to 16 heads of a group, and a head_dim of 64 or 128")
+    if [*STEPS].index(name) < 2 and page_table is not None:
+        raise ValueError(f"{name} takes a contiguous cache: pages begin with p12_3_pages")
+    if batch * kv_heads * cdiv(group * queries, ROWS) * (cdiv(keys, TILE) + 2 * TILE) >= 2**31:
+        raise ValueError(f"{batch} sequences of up to {keys} keys are too many tiles for one launch: split them")
 
 
 def append(k_cache, v_cache, k_new, v_new, lengths, page_table) -> None:

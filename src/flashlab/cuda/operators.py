@@ -85,8 +85,6 @@ def _backend(this: Step) -> Backend:
         dtypes=this.dtypes,
         head_dims=this.head_dims,
         masks=False,
-        where=f"on a GPU{' of compute capability 9.0' if hopper else ''}, built by nvcc at the first call, "
-        "or emulated on the CPU",
         unfit=_unfit_but_hopper if hopper else _unfit,
     )
 

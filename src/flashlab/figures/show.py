@@ -144,16 +144,6 @@ def source(obj: Any) -> None:
     _show(read.caption([("", lines)]), _listing([lines], read.language))
 
 
-def _between(path: Path, start: str, end: str) -> None:
-    """Show a file from the first line that contains one text to the next that contains the other: for the lectures
-    whose sources have no regions yet."""
-    read = _read(path)
-    lines = read.lines()
-    first = next(i for i, (_, text) in enumerate(lines) if start in text)
-    last = next(i for i, (_, text) in enumerate(lines) if i >= first and end in text)
-    _show(read.caption([("", lines[first : last + 1])]), _listing([lines[first : last + 1]], read.language))
-
-
 def region(source: Any, *names: str, whole_file: bool = True) -> None:
     """Show named regions of a source, highlighted and with the file's line numbers; the whole file in a fold.
 

@@ -18,13 +18,7 @@ from flashlab.figures.show import COLORS
 
 __all__ = ["tile_figure", "tile_frames", "walk"]
 
-_TILE = {
-    "Q": COLORS["blue"],
-    "K": COLORS["orange"],
-    "V": COLORS["green"],
-    "S": COLORS["purple"],
-    "O": COLORS["red"],
-}
+_TILE = {"Q": COLORS["blue"], "K": COLORS["orange"], "V": COLORS["green"], "S": COLORS["purple"], "O": COLORS["red"]}
 _EMPTY, _CELL = "#FFFFFF", 1.0
 _GRID, _SIDE = (3.4, 2.3), 7.6  # lower left corner and side of S
 _CHIP = 15.0  # where the chip begins
@@ -112,16 +106,7 @@ def _hbm(ax: Axes, M: int, N: int, BLOCK_M: int, BLOCK_N: int, start_m: int, sta
             color = _TILE[name] if live else "#F0C2B8" if old else _EMPTY
             h = min(BLOCK_M, M - m) * row
             _box(ax, x, top - m * row - h, 0.9, h, color)
-        ax.text(
-            x + 0.45,
-            top + 0.45,
-            name,
-            fontsize=11,
-            ha="center",
-            va="center",
-            color=_TILE[name],
-            weight="bold",
-        )
+        ax.text(x + 0.45, top + 0.45, name, fontsize=11, ha="center", va="center", color=_TILE[name], weight="bold")
 
     across("K", top + 0.95, 0.8, top + 1.35)
     across("V", low - 1.05, 0.8, low - 0.65)

@@ -65,13 +65,7 @@ def attention_bytes(config: Config, batch: int, seq_len: int, *, itemsize: int =
             "o, its heads side by side, for the last projection": q,
         }
     elif config.attention == "flash":
-        kept |= {
-            "q, turned": q,
-            "K, turned": kv,
-            "V": kv,
-            "o": q,
-            "lse, float32": config.heads * batch * seq_len * 4,
-        }
+        kept |= {"q, turned": q, "K, turned": kv, "V": kv, "o": q, "lse, float32": config.heads * batch * seq_len * 4}
         if not config.fused_rope:  # it keeps the order in memory in which the heads lie side by side already
             kept["o again, its heads side by side, for the last projection"] = q
     else:

@@ -189,20 +189,6 @@ class Report:
             raise KernelFindings(str(errors[0]) + (f" ... and {more} more" if more else ""), self)
         return self
 
-    def annotated(self, *names: str) -> str:
-        """The source lines that counted something, with their counters (``names``, or all but the bytes)."""
-        lines = self.source.splitlines()
-        rows = []
-        for line, counters in self.by_line.items():
-            chosen = {
-                k: v for k, v in sorted(counters.items()) if v and (k in names if names else not k.endswith("_bytes"))
-            }
-            if chosen and 0 < line <= len(lines):
-                rows.append(
-                    f"{line:4}  {lines[line - 1].strip()}\n      {', '.join(f'{k} {v}' for k, v in chosen.items())}"
-                )
-        return "\n".join(rows)
-
     def __str__(self) -> str:
         head = f"{self.name}: {f'{len(self.findings)} findings' if self.findings else 'no findings in its kernels'}"
         return "\n".join([head, *(f"  {f}" for f in self.findings)])

@@ -7,57 +7,16 @@
 // Compile with -DHEAD_DIM=64 or 128, -DELEMENT=__half or __nv_bfloat16, -DROWS=heads of a group.
 
 // region: constants
-#include "p12_decoding/cache.cuh"
+#include "p12_decoding/lanes.cuh"
 #ifndef ROWS
 #define ROWS 4
 #endif
 
 constexpr int WARPS = 4, THREADS = WARPS * WARP_SIZE;
-constexpr int COLUMNS = HEAD_DIM / WARP_SIZE;                  // of a lane: 2 lane, 2 lane + 1, and 64, 128 ... further
 // New: a tile is 16 keys of K and of V; a chunk is 16 bytes, 8 numbers
 constexpr int TILE = 16, STAGES = HEAD_DIM == 128 ? 3 : 6, CHUNKS = HEAD_DIM / 8;
 constexpr int TILE_BYTES = TILE * HEAD_DIM * 2, WARP_BYTES = STAGES * 2 * TILE_BYTES, SHARED = WARPS * WARP_BYTES;
 static_assert(sizeof(float) * (COLUMNS + 2) * WARP_SIZE * ROWS <= WARP_BYTES, "a warp's sums go where its tiles were");
-// endregion
-
-// region: merge
-// What keys of a row add up to: m is the maximum of their scores in log2 units, l the sum of their weights.
-struct Sum {
-    float m, l, o[COLUMNS];
-};
-__device__ __forceinline__ void add(Sum& sum, float m, float l, const float (&o)[COLUMNS]) {
-    const float most = fmaxf(sum.m, m), base = most == -INFINITY ? 0.f : most;     // -inf - (-inf) would be NaN
-    const float old = exp2_approx(sum.m - base), now = exp2_approx(m - base);
-    sum.m = most, sum.l = sum.l * old + l * now;
-#pragma unroll
-    for (int i = 0; i < COLUMNS; i++) sum.o[i] = sum.o[i] * old + o[i] * now;
-}
-// Divided by its weights; and its lse, in log2 units. A row that saw no key is 0 and -inf.
-__device__ __forceinline__ float finish(Sum& sum) {
-    const float inverse = sum.l == 0.f ? 0.f : 1.f / sum.l;
-#pragma unroll
-    for (int i = 0; i < COLUMNS; i++) sum.o[i] *= inverse;
-    return sum.m + log2f(sum.l);
-}
-__device__ __forceinline__ void store(const Cache& c, int b, int kv_head, int row, int lane, Sum& sum) {
-    const float lse = finish(sum);
-    T* o_gmem = o_row(c, b, kv_head, row);                     // [HEAD_DIM]
-#pragma unroll
-    for (int i = 0; i < COLUMNS; i += 2)
-        *(uint32_t*)(o_gmem + i * WARP_SIZE + lane * 2) = pack<T>(sum.o[i], sum.o[i + 1]);
-    if (lane == 0) c.lse[lse_row(c, b, kv_head, row)] = lse * LN2;
-}
-// endregion
-
-// region: load a row
-// A lane's columns: a warp's loads are of 128 bytes that lie together.
-__device__ __forceinline__ void load(float (&x)[COLUMNS], const T* row, int lane) {
-#pragma unroll
-    for (int i = 0; i < COLUMNS; i += 2) {
-        const float2 two = unpack<T>(*(const uint32_t*)(row + i * WARP_SIZE + lane * 2));
-        x[i] = two.x, x[i + 1] = two.y;
-    }
-}
 // endregion
 
 // region: copy a tile

@@ -8,49 +8,10 @@
 // Compile with -DHEAD_DIM=64 or 128, and -DELEMENT=__half or __nv_bfloat16.
 
 // region: constants
-#include "p12_decoding/cache.cuh"
+#include "p12_decoding/fragments.cuh"
 
-constexpr int WARPS = 4, THREADS = WARPS * WARP_SIZE;
-constexpr int ROWS = MMA_M, TILE = 16;                         // rows of a block, of which `group` exist; keys
-constexpr int STAGES = HEAD_DIM == 128 ? 3 : 6, CHUNKS = HEAD_DIM / 8, ROW_BYTES = HEAD_DIM * 2;
-constexpr int TILE_BYTES = TILE * ROW_BYTES, WARP_BYTES = STAGES * 2 * TILE_BYTES, SHARED = WARPS * WARP_BYTES;
-constexpr int O_TILES = HEAD_DIM / MMA_N, QUADS = HEAD_DIM / 4;        // accumulators; a quad is 4 columns
-constexpr int SUM_ROW = HEAD_DIM + 8;                          // floats: rows 32 bytes apart in the banks
-static_assert(ROWS * SUM_ROW * 4 <= WARP_BYTES, "a warp's sums go where its tiles were");
 constexpr int BLOCKS_PER_SM = 2, LEAST_TILES = 8;              // New: of a share: a part costs more than some tiles
 constexpr int AT_ONCE = 16;                                    // New: parts that are loaded before one is added
-// endregion
-
-// region: swizzle
-// Element (row, column) of a tile of shared memory, in bytes from its start; column is a multiple of 8.
-__device__ __forceinline__ int at(int row, int column) { return row * ROW_BYTES + (column / 8 ^ row % 8) * 16; }
-// endregion
-
-// region: merge
-// Four columns of a row and what they weigh: m is the maximum in log2 units, l the sum, of parts that were merged.
-struct Sum {
-    float m, l;
-    float4 o;
-};
-__device__ __forceinline__ void add(Sum& sum, float m, float l, const float4& o) {
-    const float most = fmaxf(sum.m, m), base = most == -INFINITY ? 0.f : most;     // -inf - (-inf) would be NaN
-    const float old = exp2_approx(sum.m - base), now = exp2_approx(m - base);
-    sum.m = most, sum.l = sum.l * old + l * now;
-    sum.o.x = sum.o.x * old + o.x * now, sum.o.y = sum.o.y * old + o.y * now;
-    sum.o.z = sum.o.z * old + o.z * now, sum.o.w = sum.o.w * old + o.w * now;
-}
-// Divided by its weight; and its lse, in log2 units. A row that saw no key is 0 and -inf.
-__device__ __forceinline__ float finish(Sum& sum) {
-    const float inverse = sum.l == 0.f ? 0.f : 1.f / sum.l;
-    sum.o.x *= inverse, sum.o.y *= inverse, sum.o.z *= inverse, sum.o.w *= inverse;
-    return sum.m + log2f(sum.l);
-}
-__device__ __forceinline__ void store(const Cache& c, int b, int kv_head, int r, int quad, Sum& sum) {
-    const float lse = finish(sum);
-    const uint2 o = make_uint2(pack<T>(sum.o.x, sum.o.y), pack<T>(sum.o.z, sum.o.w));
-    *(uint2*)(o_row(c, b, kv_head, r) + quad * 4) = o;
-    if (quad == 0) c.lse[lse_row(c, b, kv_head, r)] = lse * LN2;
-}
 // endregion
 
 // region: shares
@@ -112,112 +73,6 @@ __device__ __forceinline__ Piece piece_at(const Cache& c, const int* before_smem
     p.begin = before_smem[low] * c.kv_heads + p.kv_head * p.all;
     p.first = at - p.begin, p.last = min(p.all, end - p.begin);
     return p;
-}
-// endregion
-
-// region: copy a tile
-// A warp copies tiles of K and V. A lane copies the chunk in `column` of each ROWS_PER_PASS-th row.
-constexpr int ROWS_PER_PASS = WARP_SIZE / CHUNKS;
-struct Copier {
-    const Cache& c;
-    int b, kv_head, end, lane;                                 // keys before `end` are asked for
-    uint32_t to;                                               // the warp's stage 0
-
-    // Of key `lane` of a tile. Read one tile ahead: a copy whose page is on its way would wait for two latencies.
-    __device__ int page(int start) const {
-        const int key = start + lane % TILE;
-        return key < end ? page_of(c, b, key) : 0;
-    }
-    __device__ void copy(int stage, int start, int page) const {
-        const int slot = slot_of(c, start + lane % TILE), column = lane % CHUNKS * 8;
-#pragma unroll
-        for (int pass = 0; pass < TILE; pass += ROWS_PER_PASS) {
-            const int row = pass + lane / CHUNKS;
-            const int of_page = __shfl_sync(~0u, page, row), in_page = __shfl_sync(~0u, slot, row);
-            const bool there = start + row < end;              // what is not becomes zeros
-            const T* k_from = key_row(c.k, c.k_stride, of_page, kv_head, in_page) + column;
-            const T* v_from = key_row(c.v, c.v_stride, of_page, kv_head, in_page) + column;
-            const uint32_t chunk = to + stage * 2 * TILE_BYTES + at(row, column);      // swizzled
-            cp_async<16>(chunk, there ? k_from : (const T*)c.k, there ? 16 : 0);
-            cp_async<16>(chunk + TILE_BYTES, there ? v_from : (const T*)c.v, there ? 16 : 0);
-        }
-    }
-};
-// endregion
-
-// region: state
-struct State {                                                 // c0 c1 | c2 c3: columns 2t, 2t + 1 of row g | g + 8
-    float acc[O_TILES][4];                                     // O, not yet divided by l_i
-    float m_i[2], l_i[2];                                      // of rows g, g + 8: maxima in log2 units; a lane's sums
-};
-// endregion
-
-// region: one tile
-// 16 keys for 16 rows, from shared memory by ldmatrix
-__device__ __forceinline__ void take(State& x, const uint32_t (&q_rmem)[HEAD_DIM / MMA_K][4], uint32_t k_lane,
-                                     uint32_t v_lane, int start, int end, float scale_log2, int t) {
-    // region: scores
-    float s[2][4] = {};                                        // 16 rows x 16 keys
-#pragma unroll
-    for (int k = 0; k < HEAD_DIM / MMA_K; k++) {
-        uint32_t b[4];                                         // B twice: 16 columns x 16 keys
-        ldmatrix_x4(b, k_lane ^ (k * 32));
-        mma_m16n8k16<T>(s[0], q_rmem[k], b[0], b[1]);
-        mma_m16n8k16<T>(s[1], q_rmem[k], b[2], b[3]);
-    }
-    // endregion
-    // region: row maxima
-    float m_new[2];
-    bool moved = false;
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        m_new[r] = x.m_i[r];
-#pragma unroll
-        for (int n = 0; n < 4; n++) {
-            float& e = s[n / 2][r * 2 + n % 2];
-            e = start + n / 2 * MMA_N + t * 2 + n % 2 < end ? e * scale_log2 : -INFINITY;
-            m_new[r] = fmaxf(m_new[r], e);
-        }
-        m_new[r] = fmaxf(m_new[r], __shfl_xor_sync(~0u, m_new[r], 1));         // a row lives in four lanes
-        m_new[r] = fmaxf(m_new[r], __shfl_xor_sync(~0u, m_new[r], 2));
-        moved |= m_new[r] > x.m_i[r];
-    }
-    // endregion
-    // region: rescale
-    if (__any_sync(~0u, moved)) {                              // seldom, after the first tiles
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            const float base = m_new[r] == -INFINITY ? 0.f : m_new[r];         // -inf - (-inf) would be NaN
-            const float correction = exp2_approx(x.m_i[r] - base);
-            x.m_i[r] = m_new[r], x.l_i[r] *= correction;
-#pragma unroll
-            for (int n = 0; n < O_TILES; n++) x.acc[n][r * 2] *= correction, x.acc[n][r * 2 + 1] *= correction;
-        }
-    }
-    // endregion
-    // region: probabilities
-    // P = exp(S - maximum), in place. Two neighbouring accumulators, rounded, are the A fragment of P.
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        const float base = x.m_i[r] == -INFINITY ? 0.f : x.m_i[r];
-#pragma unroll
-        for (int n = 0; n < 4; n++) {
-            float& e = s[n / 2][r * 2 + n % 2];
-            e = exp2_approx(e - base), x.l_i[r] += e;
-        }
-    }
-    const uint32_t a[4] = {pack<T>(s[0][0], s[0][1]), pack<T>(s[0][2], s[0][3]), pack<T>(s[1][0], s[1][1]),
-                           pack<T>(s[1][2], s[1][3])};
-    // endregion
-    // region: output
-#pragma unroll
-    for (int n = 0; n < O_TILES / 2; n++) {
-        uint32_t b[4];                                         // B twice: 16 keys x 16 columns of V
-        ldmatrix_x4_trans(b, v_lane ^ (n * 32));
-        mma_m16n8k16<T>(x.acc[2 * n], a, b[0], b[1]);
-        mma_m16n8k16<T>(x.acc[2 * n + 1], a, b[2], b[3]);
-    }
-    // endregion
 }
 // endregion
 
