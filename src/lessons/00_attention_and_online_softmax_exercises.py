@@ -194,8 +194,7 @@ def merge_finished(
 check("0.6", merge_finished)
 
 # %% [markdown]
-# ## 0.7 Merge as a tree
-# *Stretch · 20 min*
+# ## 0.7
 #
 # A loop merges $n$ states one after another: $n - 1$ merges, each waiting for the one before it. Because `merge` is associative,
 # pairs can be merged at the same time, then pairs of the results. These are $n - 1$ merges too, but only $\lceil \log_2 n \rceil$ deep.

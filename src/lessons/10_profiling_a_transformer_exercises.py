@@ -87,9 +87,7 @@ check("10.1", bottleneck)
 check("10.2", worth)
 
 # %% [markdown]
-# ## 10.3 The first one wins
-#
-# *Bug hunt · 15 min*
+# ## 10.3
 #
 # `compare` times several functions. Its table looks sensible, until somebody lists the same functions in another order: then another one
 # is the fastest. Find the mistake and repair it.
@@ -143,9 +141,7 @@ def compare(runs, gpu, warmup=10, rounds=20):
 check("10.3", compare)
 
 # %% [markdown]
-# ## 10.4 Two milliseconds in five microseconds
-#
-# *Bug hunt · 15 min*
+# ## 10.4
 #
 # Another timing function, on the same simulated GPU. It says that a kernel of 2 ms takes 0.005 ms. For a model's step of 300 small kernels it
 # is right, if it is given rounds enough. Find the mistake and repair it.
@@ -211,9 +207,7 @@ check("10.4", milliseconds)
 check("10.5", training_bytes)
 
 # %% [markdown]
-# ## 10.6 Rotary embedding in one kernel
-#
-# *Core · 30 min*
+# ## 10.6
 #
 # `rope` is seven small operations, and each of them reads and writes memory. Write them as one kernel, which reads each number of X once and
 # writes each number of Y once.
@@ -278,9 +272,7 @@ check("10.6", turn_kernel)
 check("10.7", choose_tile)
 
 # %% [markdown]
-# ## 10.8 Make the layer faster
-#
-# *Stretch · 30 min*
+# ## 10.8
 #
 # This attention gives the right result. Look at what it runs for it:
 
@@ -332,9 +324,7 @@ def fast_attention(q, k, v, prepared):
 check("10.8", prepare, fast_attention)
 
 # %% [markdown]
-# ## 10.9 Who keeps the GPU waiting?
-#
-# *Stretch · 25 min*
+# ## 10.9
 #
 # A colleague's step, as a profiler saw it: eight layers, a large last product, a loss. It is slower than it should be, and the two tables do not say why. Four of its operations are not needed for the result:
 

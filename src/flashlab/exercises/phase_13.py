@@ -391,7 +391,10 @@ def to_heads(x: torch.Tensor) -> torch.Tensor:
     title="It trained, but worse",
     minutes=20,
     difficulty="Bug hunt",
-    untouched="20c72ce47ea5",
+    bug=Row(
+        "first-keys", "every step uses the keys and values with which the rank began: take those that are there",
+        [("q @ there_k.mT", "q @ k.mT"), ("do @ there_v.mT", "do @ v.mT"), ("ds @ there_k", "ds @ k")],
+    ),
     history="huggingface/diffusers, issue 14265: the backward pass of its ring used the first iteration's K and V",
     hints=[
         "With which number of ranks is dq right? What is the same there in all steps?",
@@ -407,8 +410,6 @@ def to_heads(x: torch.Tensor) -> torch.Tensor:
         "delta": "dS is P * (dO V^T - delta)",
     },
     rows=[
-        Row("first-keys", "every step uses the keys and values with which the rank began: take those that are there",
-            [("q @ there_k.mT", "q @ k.mT"), ("do @ there_v.mT", "do @ v.mT"), ("ds @ there_k", "ds @ k")]),
         Row("first-keys-in-p", "the probabilities are of the keys with which the rank began: take those that are there "
             "now, as in the other lines", [("q @ there_k.mT", "q @ k.mT")]),
         Row("first-values", "dP is with the values with which the rank began: take those that are there now",
@@ -444,7 +445,11 @@ def _ring(r: random.Random, world: int, half: int, causal: bool) -> tuple[Any, .
     title="Balanced, for images too",
     minutes=20,
     difficulty="Bug hunt",
-    untouched="d302b76fa487",
+    bug=Row(
+        "balanced-without-mask", "the zigzag's blocks are taken without a mask too: then every step needs all rows and "
+        "all keys", [("half if causal and source > rank else 0", "half if source > rank else 0"),
+                     ("half if causal and source < rank else n", "half if source < rank else n")],
+    ),
     history="pytorch/pytorch, issue 141429: context_parallel balanced its load whether there was a causal mask or not",
     hints=[
         "Which cases are right? What have they in common?",
@@ -462,9 +467,6 @@ def _ring(r: random.Random, world: int, half: int, causal: bool) -> tuple[Any, .
         "source == rank": "its own keys alone have a diagonal",
     },
     rows=[
-        Row("balanced-without-mask", "the zigzag's blocks are taken without a mask too: then every step needs all rows "
-            "and all keys", [("half if causal and source > rank else 0", "half if source > rank else 0"),
-                             ("half if causal and source < rank else n", "half if source < rank else n")]),
         Row("rows-left-out", "without a mask late ranks' keys meet half of the rows only: all rows see all keys",
             [("half if causal and source > rank else 0", "half if source > rank else 0")]),
         Row("keys-left-out", "without a mask half of the early ranks' keys is left out: all rows see all keys",

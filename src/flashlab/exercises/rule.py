@@ -38,7 +38,7 @@ from flashlab.check import CheckFailed, running
 from flashlab.check.changes import Text, edited
 from flashlab.check.lookup import Index, Row, Values, in_units, where_right
 from flashlab.check.symptoms import Symptoms
-from flashlab.exercises.answers import in_words
+from flashlab.exercises.answers import in_words, python_fingerprint
 from flashlab.exercises.registry import exercise, find
 
 RULES: dict[str, Rule] = {}
@@ -376,14 +376,18 @@ def _short(value: Any) -> str:
 
 def rule(
     id: str, *, returns: str, title: str = "", minutes: int = 0, hints: Sequence[str] = (), difficulty: str = "Core",
-    make: Callable[..., Rule] = Rule, untouched: str = "", history: str = "", **data: Any,
+    make: Callable[..., Rule] = Rule, untouched: str = "", history: str = "", bug: Row | None = None, **data: Any,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # fmt: skip
     """Register the decorated function as the right answer of exercise `id`; `data` is the rest of `Rule`'s fields.
 
-    Where an exercise asks for several functions, the first alone has a title.
+    Where an exercise asks for several functions, the first alone has a title. bug: what a hunt begins with, a row.
     """
 
     def register(fn: Callable[..., Any]) -> Callable[..., Any]:
+        if bug is not None:
+            data["rows"] = (bug, *data.get("rows", ()))
+        head = "@triton.jit\n" if "\n@triton.jit\n" in inspect.getsource(fn) else ""
+        begun = python_fingerprint(head + edited(fn, bug.edits)) if bug is not None else untouched
         lists = {k: v if isinstance(v, Mapping) else tuple(v) for k, v in data.items() if k in (
             "inputs", "rows", "also", "parts")}  # fmt: skip
         for key in [key for key, it in RULES.items() if title and it.id == id]:
@@ -391,7 +395,7 @@ def rule(
         it = make(fn, tuple(returns.split(", ")), id=id, **{**data, **lists})
         RULES[id if title else f"{id} {fn.__name__}"] = it
         if title:
-            exercise(id, title=title, minutes=minutes, difficulty=difficulty, hints=hints, untouched=untouched,
+            exercise(id, title=title, minutes=minutes, difficulty=difficulty, hints=hints, untouched=begun,
                      history=history)(_run(id, fn))  # fmt: skip
         _sign(find(id).run, id)  # type: ignore[union-attr]
         return fn
