@@ -74,15 +74,7 @@ check("1.2", least_time)
 # `trace_ops(frugal_attention, q, k, v)`.
 
 # %% tags=["exercise"]
-def frugal_attention(q, k, v):
-    """q, k, v: [N, D] float32. Returns o [N, D]; no two tensors of N × N numbers are alive at a time."""
-    # BEGIN SOLUTION
-    scores = (q / math.sqrt(q.shape[-1])) @ k.T
-    scores -= scores.amax(dim=-1, keepdim=True)
-    scores.exp_()
-    scores /= scores.sum(dim=-1, keepdim=True)
-    return scores @ v
-    # END SOLUTION
+# RULE flashlab.exercises.phase_01: frugal_attention
 
 # %% tags=["check"]
 # hint("1.3")
@@ -152,24 +144,7 @@ check("1.5", first_failing)
 # `J` is a `tl.constexpr`, so Python's `if` works on it.
 
 # %% tags=["exercise"]
-@triton.jit
-def quarter_kernel(x_ptr, y_ptr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, J: tl.constexpr):
-    """y [ROWS, COLUMNS // 4] = x[:, J * COLUMNS // 4 : (J + 1) * COLUMNS // 4], both contiguous."""
-    rows = tl.arange(0, ROWS)
-    x = tl.load(x_ptr + rows[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :])
-    # BEGIN SOLUTION
-    left, right = tl.split(tl.permute(tl.reshape(x, [ROWS, 2, COLUMNS // 2]), (0, 2, 1)))
-    if J < 2:
-        half = left
-    else:
-        half = right
-    first, second = tl.split(tl.permute(tl.reshape(half, [ROWS, 2, COLUMNS // 4]), (0, 2, 1)))
-    if J % 2 == 0:
-        quarter = first
-    else:
-        quarter = second
-    # END SOLUTION
-    tl.store(y_ptr + rows[:, None] * (COLUMNS // 4) + tl.arange(0, COLUMNS // 4)[None, :], quarter)
+# RULE flashlab.exercises.phase_01: quarter_kernel
 
 # %% tags=["check"]
 # hint("1.6")

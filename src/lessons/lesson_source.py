@@ -32,7 +32,9 @@ HEADER = """\
 TAGS = {"exercise", "check", "raises-exception", "nbval-ignore-output"}
 DIFFICULTIES = ("Warm-up", "Core", "Stretch", "Bug hunt")
 
-MARKER = re.compile(r"^(?P<indent>[ \t]*)(?P<word>#|//)\s*(?P<edge>BEGIN|END) (?P<name>SOLUTION|STARTER)\b(?P<said>:.*)?")
+MARKER = re.compile(
+    r"^(?P<indent>[ \t]*)(?P<word>#|//)\s*(?P<edge>BEGIN|END) (?P<name>SOLUTION|STARTER)\b(?P<said>:.*)?"
+)
 QUOTE = re.compile(
     r"^# (?P<word>FROM|MILESTONE) +(?P<module>\w+(?:\.\w+)*): *(?P<symbols>\w+(?: *, *\w+)*)"
     r"(?P<bare> +\(no docstrings\))?\s*$"
