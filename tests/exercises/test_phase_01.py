@@ -15,7 +15,7 @@ from flashlab.attention import schemes
 from flashlab.attention.naive import naive_attention
 from flashlab.check import CheckFailed
 from flashlab.exercises import check
-from flashlab.exercises.registry import exercises, find
+from flashlab.exercises.registry import find
 from flashlab.figures import show
 
 import triton  # isort: skip
@@ -56,13 +56,6 @@ def solution(name, *replacements):
         assert old in source, f"{name} has no {old!r}"
         source = source.replace(old, new)
     return made(source, name)
-
-
-def test_every_exercise_is_registered():
-    mine = {id: e for id, e in exercises().items() if e.phase == 1}
-    assert sorted(mine) == sorted([*IDS, "1.1", "1.2", "1.5"])  # the rules: test_rules.py
-    assert {"Warm-up", "Core", "Stretch", "Bug hunt"} == {e.difficulty for e in mine.values()}
-    assert all(len(e.hints) >= 3 for e in mine.values())
 
 
 @pytest.mark.parametrize(("id", "name"), IDS.items())
@@ -212,11 +205,8 @@ def test_an_lse_that_is_never_stored_and_padding_in_the_maximum_are_told():
 
 
 def test_a_reduction_is_no_slice():
-    pick = (
-        "left, right = tl.split(",
-        "left, right = tl.sum(tl.reshape(x, [ROWS, 2, COLUMNS // 2]), axis=1), tl.split(",
-    )
-    assert rejected("1.6", solution("quarter_kernel", pick)) == "sum-used"
+    summed = ("left, right = tl.split(", "tl.sum(x)\n    left, right = tl.split(")
+    assert rejected("1.6", solution("quarter_kernel", summed)) == "sum-used"
 
 
 MASKED = "s += tl.where(offs_n[None, :] {} N, 0.0, float('-inf'))".replace("'", '"')

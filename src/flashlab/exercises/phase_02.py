@@ -548,6 +548,9 @@ _UNLIKE = "a part weighs exp(its lse - the whole lse), and these weights sum to 
         Row("keys-dropped", "O and lse: keys left over by the division are lost: N need not be a multiple of splits",
             [("K.chunk(splits), V.chunk(splits)", "*(x[: max(1, len(K) // splits) * splits].split(max(1, len(K) // "
               "splits)) for x in (K, V))")]),
+        Row("last-part-only", "lse is that of the last part alone: the others have keys too",
+            [("torch.logsumexp(lses, dim=0)\n    weights = torch.exp(lses - lse)",
+              "lses[-1]\n    weights = torch.softmax(lses, 0)")]),
     ],
     on_device=True,
     then=_expect_split,
