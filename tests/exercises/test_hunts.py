@@ -159,6 +159,13 @@ def test_its_fingerprint_is_that_of_the_lesson(id):
     assert found == find(id).untouched, f'write untouched="{found}" into the registration of {id}'
 
 
+def test_a_rule_s_hunt_begins_with_its_bug():
+    starter, repaired = (cell_of("13.7", kind) for kind in ("exercises", "solutions"))
+    old, new = RULES["13.7"].rows[0].edits[0]
+    assert new in starter and old not in starter and old in repaired
+    assert "BEGIN" not in starter + repaired
+
+
 def test_comments_and_blank_space_are_no_change():
     old = answers_of("2.5", "exercises")
     text = "    q = Q.float()\n"

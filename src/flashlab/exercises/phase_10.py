@@ -212,7 +212,7 @@ def _on_other_gpus(id: str) -> Callable[[Callable[..., Any]], tuple[str, str] | 
         for slug, gpu, why in _OTHER_GPUS:
             steady = [x for x in it.tried if not (isinstance(x[0][0], str) and isinstance(x[0][1], tuple))]
             inputs = [(programs, gpu, *counts) for programs, _, *counts in steady]
-            if it.index.same_outcome(*(it.index.run(fn, inputs) for fn in (answer, it.fn))):
+            if it.index.same_outcome(it.index.run(answer, inputs), it.index.run(it.fn, inputs)):
                 return slug, why
         return None
 
@@ -505,7 +505,7 @@ def turn_kernel(
     heads, M, offset,
     HALF: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Y = X turned; both [batch, heads, M, 2 * HALF]. A program for each block of BLOCK_M rows of each head."""
+    """Y = X turned; both [batch, heads, M, 2 * HALF]. One program per BLOCK_M rows of a head."""
     blocks = tl.cdiv(M, BLOCK_M)
     rows = tl.program_id(0) % blocks * BLOCK_M + tl.arange(0, BLOCK_M)
     batch, head = tl.program_id(0) // blocks // heads, tl.program_id(0) // blocks % heads
@@ -515,8 +515,10 @@ def turn_kernel(
     angle = (rows[:, None] + offset) * HALF + pairs[None, :]
     cos = tl.load(COS_ptr + angle, mask=inside, other=0.0)
     sin = tl.load(SIN_ptr + angle, mask=inside, other=0.0)
-    x_ptrs = X_ptr + batch * stride_xb + head * stride_xh + rows[:, None] * stride_xm + pairs[None, :] * stride_xd
-    y_ptrs = Y_ptr + batch * stride_yb + head * stride_yh + rows[:, None] * stride_ym + pairs[None, :] * stride_yd
+    x_ptrs = X_ptr + batch * stride_xb + head * stride_xh
+    x_ptrs += rows[:, None] * stride_xm + pairs[None, :] * stride_xd
+    y_ptrs = Y_ptr + batch * stride_yb + head * stride_yh
+    y_ptrs += rows[:, None] * stride_ym + pairs[None, :] * stride_yd
     x1 = tl.load(x_ptrs, mask=inside, other=0.0).to(tl.float32)
     x2 = tl.load(x_ptrs + HALF * stride_xd, mask=inside, other=0.0).to(tl.float32)
     tl.store(y_ptrs, (x1 * cos - x2 * sin).to(Y_ptr.dtype.element_ty), mask=inside)

@@ -137,9 +137,10 @@ class Rule:
         exec(f"from __future__ import annotations\n{source}", names)
         return names[self.fn.__name__]
 
-    def drawn(self, count: int | None = None, seed: int = 0) -> list[tuple[Any, ...]]:
+    def drawn(self, count: int = -1, seed: int = 0) -> list[tuple[Any, ...]]:
+        """So many inputs; `trials` of them where nothing is said."""
         source = random.Random(seed)
-        return [self.draw(source) for _ in range(self.trials if count is None else count)]
+        return [self.draw(source) for _ in range(self.trials if count < 0 else count)]
 
     def survivors(self) -> list[tuple[str, tuple[Any, ...] | None]]:
         """What the check does not tell from the right rule, and a drawn input that does, or None: the same there."""
