@@ -768,3 +768,11 @@ def test_a_failing_write_leaves_the_old_notebook(root, no_kernel, monkeypatch):
         assert run(root) == 1
     assert snapshot(root) == before
     assert not list(root.glob("notebooks/.*"))
+
+
+def test_the_blank_of_cuda_text_is_a_comment_that_says_which():
+    text = ['x = r"""', "  // BEGIN SOLUTION: the sum", "  y += x;", "  // END SOLUTION", '"""']
+    cell = lesson_source.Cell("code", list(enumerate(text)), ["exercise"], 1)
+    lesson = lesson_source.Lesson(Path("a.py"), "a", True, [cell])
+    assert [t for _, t in lesson_source.unsolved(lesson, cell)] == ['x = r"""', "  // YOUR CODE HERE: the sum", '"""']
+    assert [t for _, t in lesson_source.solved(lesson, cell, Path())] == ['x = r"""', "  y += x;", '"""']

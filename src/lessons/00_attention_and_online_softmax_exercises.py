@@ -133,26 +133,7 @@ check("0.4", merge)
 # Read the symptoms in the cell after it before you read the code a second time: **for which rows is it right?** Then repair it.
 
 # %% tags=["exercise"]
-def attention_in_blocks(scores: torch.Tensor, v: torch.Tensor, BLOCK_N: int) -> torch.Tensor:
-    """softmax(scores) @ v for one row: scores [N], v [N, D] -> [D]. The last block may be shorter."""
-    x = scores[:BLOCK_N]
-    m = x.max()
-    p = torch.exp(x - m)
-    l, o = p.sum(), p @ v[:BLOCK_N]
-    for start in range(BLOCK_N, len(scores), BLOCK_N):
-        x, v_block = scores[start : start + BLOCK_N], v[start : start + BLOCK_N]
-        m_new = torch.maximum(m, x.max())
-        # BEGIN STARTER
-        correction = torch.exp(m_new - m)
-        # END STARTER
-        # BEGIN SOLUTION
-        correction = torch.exp(m - m_new)
-        # END SOLUTION
-        p = torch.exp(x - m_new)
-        l = l * correction + p.sum()
-        o = o * correction + p @ v_block
-        m = m_new
-    return o / l
+# RULE flashlab.exercises.phase_00: attention_in_blocks
 
 # %% [markdown]
 # The symptoms: the same eight scores in two orders, with the same values moved along. The output must not depend on the
@@ -194,8 +175,7 @@ def merge_finished(
 check("0.6", merge_finished)
 
 # %% [markdown]
-# ## 0.7 Merge as a tree
-# *Stretch · 20 min*
+# ## 0.7
 #
 # A loop merges $n$ states one after another: $n - 1$ merges, each waiting for the one before it. Because `merge` is associative,
 # pairs can be merged at the same time, then pairs of the results. These are $n - 1$ merges too, but only $\lceil \log_2 n \rceil$ deep.

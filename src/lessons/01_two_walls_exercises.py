@@ -65,9 +65,7 @@ check("1.1", count)
 check("1.2", least_time)
 
 # %% [markdown]
-# ## 1.3 One matrix instead of two
-#
-# *Core · 15 min*
+# ## 1.3
 #
 # `naive_attention` of the lecture holds two $N \times N$ matrices at its worst moment. Write the four lines in plain torch so that there
 # is never more than one. Same result, `q`, `k` and `v` unchanged, scale $1/\sqrt D$, no overflow for large scores.
@@ -76,24 +74,14 @@ check("1.2", least_time)
 # `trace_ops(frugal_attention, q, k, v)`.
 
 # %% tags=["exercise"]
-def frugal_attention(q, k, v):
-    """q, k, v: [N, D] float32. Returns o [N, D]; no two tensors of N × N numbers are alive at a time."""
-    # BEGIN SOLUTION
-    scores = (q / math.sqrt(q.shape[-1])) @ k.T
-    scores -= scores.amax(dim=-1, keepdim=True)
-    scores.exp_()
-    scores /= scores.sum(dim=-1, keepdim=True)
-    return scores @ v
-    # END SOLUTION
+# RULE flashlab.exercises.phase_01: frugal_attention
 
 # %% tags=["check"]
 # hint("1.3")
 check("1.3", frugal_attention)
 
 # %% [markdown]
-# ## 1.4 Scheme A
-#
-# *Core · 30 min*
+# ## 1.4
 #
 # **The milestone of this phase.** One program takes `BLOCK_M` rows of Q and all the keys. The pointers are given: `stride_qm` is the step
 # from one row of Q to the next, `stride_qd` that from one column to the next, and so on for K (`kn`, `kd`), V and O.
@@ -148,9 +136,7 @@ check("1.4", scheme_a_kernel)
 check("1.5", first_failing)
 
 # %% [markdown]
-# ## 1.6 A slice without a slice
-#
-# *Core · 20 min*
+# ## 1.6
 #
 # `x` is a tile `[ROWS, COLUMNS]`. Get its quarter `J` (0 to 3): the columns `J * COLUMNS // 4` up to `(J + 1) * COLUMNS // 4`. Use
 # `tl.reshape`, `tl.permute` and `tl.split`, as in appendix B of the lecture. No gather, no reduction, and no second load from `x_ptr`.
@@ -158,33 +144,14 @@ check("1.5", first_failing)
 # `J` is a `tl.constexpr`, so Python's `if` works on it.
 
 # %% tags=["exercise"]
-@triton.jit
-def quarter_kernel(x_ptr, y_ptr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, J: tl.constexpr):
-    """y [ROWS, COLUMNS // 4] = x[:, J * COLUMNS // 4 : (J + 1) * COLUMNS // 4], both contiguous."""
-    rows = tl.arange(0, ROWS)
-    x = tl.load(x_ptr + rows[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :])
-    # BEGIN SOLUTION
-    left, right = tl.split(tl.permute(tl.reshape(x, [ROWS, 2, COLUMNS // 2]), (0, 2, 1)))
-    if J < 2:
-        half = left
-    else:
-        half = right
-    first, second = tl.split(tl.permute(tl.reshape(half, [ROWS, 2, COLUMNS // 4]), (0, 2, 1)))
-    if J % 2 == 0:
-        quarter = first
-    else:
-        quarter = second
-    # END SOLUTION
-    tl.store(y_ptr + rows[:, None] * (COLUMNS // 4) + tl.arange(0, COLUMNS // 4)[None, :], quarter)
+# RULE flashlab.exercises.phase_01: quarter_kernel
 
 # %% tags=["check"]
 # hint("1.6")
 check("1.6", quarter_kernel)
 
 # %% [markdown]
-# ## 1.7 Right at 128, wrong at 100
-#
-# *Bug hunt · 15 min*
+# ## 1.7
 #
 # A colleague's scheme A. The tests at $N = 64$, 128 and 256 pass. A user reports that at $N = 100$ "the model got a bit worse". There is one
 # bug. Tests that try only round numbers do not notice it. Find it, repair it.
@@ -235,9 +202,7 @@ def masked_kernel(
 check("1.7", masked_kernel)
 
 # %% [markdown]
-# ## 1.8 Both walls, in two passes
-#
-# *Stretch · 40 min*
+# ## 1.8
 #
 # The kernel of the lecture's section 10. K and V come in blocks of `BLOCK_N`, for any $N$. Pass 1 finds `m_i` and `l_i`, the maximum and the
 # sum of each row (phase 0's recurrence, for a block instead of one key). Pass 2 computes the scores again and accumulates `o` in `acc`.

@@ -65,9 +65,7 @@ check("2.1", one_step)
 check("2.2", block_state)
 
 # %% [markdown]
-# ## 2.3 flash_attention_forward_sim
-#
-# *Core · 30 min*
+# ## 2.3
 #
 # **The milestone of this phase.** FlashAttention's forward pass for one block of query rows. Write it without looking at the
 # lecture; the five steps are in the comments. `check_inputs` is given: it refuses bad shapes and dtypes, and returns the scale.
@@ -97,9 +95,7 @@ def flash_attention_forward_sim(Q_block, K, V, BLOCK_N, scale=None):
 check("2.3", flash_attention_forward_sim)
 
 # %% [markdown]
-# ## 2.4 The whole matrix
-#
-# *Core · 10 min*
+# ## 2.4
 #
 # One block of rows is done; now all M of them. Loop over blocks of BLOCK_M query rows and call `flash_attention_forward_sim` for
 # each. M need not be a multiple of BLOCK_M.
@@ -123,9 +119,7 @@ def flash_attention_one_head_sim(Q, K, V, BLOCK_M=64, BLOCK_N=64, scale=None):
 check("2.4", flash_attention_one_head_sim)
 
 # %% [markdown]
-# ## 2.5 Right without a past
-#
-# *Bug hunt · 15 min*
+# ## 2.5
 #
 # A causal simulation: each query may see the keys up to its own position. It passed every test with as many queries as keys, and
 # a model was trained with it. Then the model had to write a text, with the keys of what it had written before kept in a cache:
@@ -169,9 +163,7 @@ def hunted_5(Q, K, V, BLOCK_N, scale=None):
 check("2.5", hunted_5)
 
 # %% [markdown]
-# ## 2.6 The walk from the other end
-#
-# *Bug hunt · 20 min*
+# ## 2.6
 #
 # The same causal attention, and its mask is right. Its author had read that FlashAttention-2 walks over the keys from the last tile
 # to the first, and turned the loop round. The order of the tiles cannot matter: the online softmax is associative (phase 0). Yet the
@@ -262,9 +254,7 @@ from flashlab.attention.simulation import flash_attention_forward_sim as worker
 check("2.8", split_kv_sim)
 
 # %% [markdown]
-# ## 2.9 Causal, and skipping tiles
-#
-# *Stretch · 35 min*
+# ## 2.9
 #
 # In a language model a query may only see the keys up to its own position. With M queries and N keys the last query sees the
 # last key: query $i$ sees key $j$ if $j \le i + N - M$. A row that sees no key (the first rows, if M > N) gets O = 0 and

@@ -87,9 +87,7 @@ check("10.1", bottleneck)
 check("10.2", worth)
 
 # %% [markdown]
-# ## 10.3 The first one wins
-#
-# *Bug hunt · 15 min*
+# ## 10.3
 #
 # `compare` times several functions. Its table looks sensible, until somebody lists the same functions in another order: then another one
 # is the fastest. Find the mistake and repair it.
@@ -106,79 +104,20 @@ check("10.2", worth)
 # the time of a call in the long run. `warmup` calls are enough to get there.
 
 # %% tags=["exercise"]
-# BEGIN STARTER
-def compare(runs, gpu, warmup=10, rounds=20):
-    """{name: milliseconds of one call}, for the functions of `runs`, {name: function without arguments}."""
-    first = next(iter(runs.values()))
-    for _ in range(warmup):
-        first()
-    gpu.synchronize()
-    times = {}
-    for name, run in runs.items():
-        start = gpu.clock()
-        for _ in range(rounds):
-            run()
-        gpu.synchronize()
-        times[name] = (gpu.clock() - start) / rounds
-    return times
-# END STARTER
-# BEGIN SOLUTION
-def compare(runs, gpu, warmup=10, rounds=20):
-    """{name: milliseconds of one call}, for the functions of `runs`, {name: function without arguments}."""
-    times = {}
-    for name, run in runs.items():
-        for _ in range(warmup):  # repaired: each function needs a warm-up of its own
-            run()
-        gpu.synchronize()
-        start = gpu.clock()
-        for _ in range(rounds):
-            run()
-        gpu.synchronize()
-        times[name] = (gpu.clock() - start) / rounds
-    return times
-# END SOLUTION
+# RULE flashlab.exercises.phase_10: compare
 
 # %% tags=["check"]
 # hint("10.3")
 check("10.3", compare)
 
 # %% [markdown]
-# ## 10.4 Two milliseconds in five microseconds
-#
-# *Bug hunt · 15 min*
+# ## 10.4
 #
 # Another timing function, on the same simulated GPU. It says that a kernel of 2 ms takes 0.005 ms. For a model's step of 300 small kernels it
 # is right, if it is given rounds enough. Find the mistake and repair it.
 
 # %% tags=["exercise"]
-# BEGIN STARTER
-def milliseconds(run, gpu, warmup=5, rounds=20):
-    """Milliseconds of one call of `run` in the long run: the median of `rounds` calls."""
-    for _ in range(warmup):
-        run()
-    gpu.synchronize()
-    samples = []
-    for _ in range(rounds):
-        start = gpu.clock()
-        run()
-        samples.append(gpu.clock() - start)
-    gpu.synchronize()
-    return statistics.median(samples)
-# END STARTER
-# BEGIN SOLUTION
-def milliseconds(run, gpu, warmup=5, rounds=20):
-    """Milliseconds of one call of `run` in the long run: the median of `rounds` calls."""
-    for _ in range(warmup):
-        run()
-    gpu.synchronize()
-    samples = []
-    for _ in range(rounds):
-        start = gpu.clock()
-        run()
-        gpu.synchronize()  # repaired: a launch comes back at once, so wait for the work before reading
-        samples.append(gpu.clock() - start)
-    return statistics.median(samples)
-# END SOLUTION
+# RULE flashlab.exercises.phase_10: milliseconds
 
 # %% tags=["check"]
 # hint("10.4")
@@ -211,9 +150,7 @@ check("10.4", milliseconds)
 check("10.5", training_bytes)
 
 # %% [markdown]
-# ## 10.6 Rotary embedding in one kernel
-#
-# *Core · 30 min*
+# ## 10.6
 #
 # `rope` is seven small operations, and each of them reads and writes memory. Write them as one kernel, which reads each number of X once and
 # writes each number of Y once.
@@ -226,32 +163,7 @@ check("10.5", training_bytes)
 # float32 and round once, when you store. `M` is any number: mind the rows past it.
 
 # %% tags=["exercise"]
-@triton.jit
-def turn_kernel(
-    X_ptr, Y_ptr, COS_ptr, SIN_ptr,
-    stride_xb, stride_xh, stride_xm, stride_xd,
-    stride_yb, stride_yh, stride_ym, stride_yd,
-    heads, M, offset,
-    HALF: tl.constexpr, BLOCK_M: tl.constexpr,
-):
-    """Y = X turned; both [batch, heads, M, 2 * HALF]. The grid is (blocks of BLOCK_M rows, batch * heads)."""
-    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
-    pairs = tl.arange(0, HALF)
-    # BEGIN SOLUTION
-    inside = rows[:, None] < M
-    angle = (rows[:, None] + offset) * HALF + pairs[None, :]
-    cos = tl.load(COS_ptr + angle, mask=inside, other=0.0)
-    sin = tl.load(SIN_ptr + angle, mask=inside, other=0.0)
-    x_ptrs = X_ptr + batch * stride_xb + head * stride_xh
-    x_ptrs += rows[:, None] * stride_xm + pairs[None, :] * stride_xd
-    y_ptrs = Y_ptr + batch * stride_yb + head * stride_yh
-    y_ptrs += rows[:, None] * stride_ym + pairs[None, :] * stride_yd
-    x1 = tl.load(x_ptrs, mask=inside, other=0.0).to(tl.float32)
-    x2 = tl.load(x_ptrs + HALF * stride_xd, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y_ptrs, (x1 * cos - x2 * sin).to(Y_ptr.dtype.element_ty), mask=inside)
-    tl.store(y_ptrs + HALF * stride_yd, (x1 * sin + x2 * cos).to(Y_ptr.dtype.element_ty), mask=inside)
-    # END SOLUTION
+# RULE flashlab.exercises.phase_10: turn_kernel
 
 # %% tags=["check"]
 # hint("10.6")
@@ -278,9 +190,7 @@ check("10.6", turn_kernel)
 check("10.7", choose_tile)
 
 # %% [markdown]
-# ## 10.8 Make the layer faster
-#
-# *Stretch · 30 min*
+# ## 10.8
 #
 # This attention gives the right result. Look at what it runs for it:
 
@@ -332,9 +242,7 @@ def fast_attention(q, k, v, prepared):
 check("10.8", prepare, fast_attention)
 
 # %% [markdown]
-# ## 10.9 Who keeps the GPU waiting?
-#
-# *Stretch · 25 min*
+# ## 10.9
 #
 # A colleague's step, as a profiler saw it: eight layers, a large last product, a loss. It is slower than it should be, and the two tables do not say why. Four of its operations are not needed for the result:
 

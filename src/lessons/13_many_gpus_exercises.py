@@ -121,30 +121,7 @@ check("13.6", to_heads)
 # The check shows the symptoms, and no cause, until you change the code. Ask yourself first: **with how many ranks is it right?**
 
 # %% tags=["exercise"]
-# BEGIN STARTER
-def hunted_dq(q, k, v, do, lse, delta):
-    """dq [ranks, n, D] of a ring without a mask, scale 1; arguments as in 13.5."""
-    dq, world = torch.zeros_like(q), len(q)
-    there_k, there_v = k, v
-    for _ in range(world):
-        p = torch.exp(q @ k.mT - lse[..., None])
-        ds = p * (do @ v.mT - delta[..., None])
-        dq = dq + ds @ k
-        there_k, there_v = there_k.roll(1, 0), there_v.roll(1, 0)  # to the next rank
-    return dq
-# END STARTER
-# BEGIN SOLUTION
-def hunted_dq(q, k, v, do, lse, delta):
-    """dq [ranks, n, D] of a ring without a mask, scale 1; arguments as in 13.5."""
-    dq, world = torch.zeros_like(q), len(q)
-    there_k, there_v = k, v
-    for _ in range(world):
-        p = torch.exp(q @ there_k.mT - lse[..., None])  # repaired, here and below: what is there
-        ds = p * (do @ there_v.mT - delta[..., None])
-        dq = dq + ds @ there_k
-        there_k, there_v = there_k.roll(1, 0), there_v.roll(1, 0)  # to the next rank
-    return dq
-# END SOLUTION
+# RULE flashlab.exercises.phase_13: hunted_dq
 
 # %% tags=["check"]
 # hint("13.7")
@@ -157,30 +134,7 @@ check("13.7", hunted_dq)
 # every patch sees every other.
 
 # %% tags=["exercise"]
-def hunted_ring(q, k, v, causal):
-    """o [ranks, n, D], scale 1; q, k, v: [ranks, n, D], index 0 the rank that has it, dealt out in zigzag."""
-    world, n, _ = q.shape
-    half = n // 2
-    o, lse = torch.zeros_like(q), torch.full_like(q[..., 0], float("-inf"))
-    for step in range(world):
-        for rank in range(world):
-            source = (rank - step) % world
-            # BEGIN STARTER
-            first = half if source > rank else 0
-            end = half if source < rank else n
-            # END STARTER
-            # BEGIN SOLUTION
-            first = half if causal and source > rank else 0  # repaired: a mask alone hides pairs
-            end = half if causal and source < rank else n
-            # END SOLUTION
-            s = q[rank, first:] @ k[source, :end].T
-            if causal and source == rank:
-                s = s.masked_fill(torch.ones_like(s).triu(1) > 0, float("-inf"))
-            part, part_lse = torch.softmax(s, -1) @ v[source, :end], torch.logsumexp(s, -1)
-            share = torch.sigmoid(part_lse - lse[rank, first:])[:, None]
-            o[rank, first:] += share * (part - o[rank, first:])
-            lse[rank, first:] = torch.logaddexp(lse[rank, first:], part_lse)
-    return o
+# RULE flashlab.exercises.phase_13: hunted_ring
 
 # %% tags=["check"]
 # hint("13.8")

@@ -10,7 +10,7 @@ import builtins
 import hashlib
 import re
 import symtable
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,9 @@ HEADER = """\
 TAGS = {"exercise", "check", "raises-exception", "nbval-ignore-output"}
 DIFFICULTIES = ("Warm-up", "Core", "Stretch", "Bug hunt")
 
-MARKER = re.compile(r"^(?P<indent>[ \t]*)#\s*(?P<edge>BEGIN|END) (?P<name>SOLUTION|STARTER)\b")
+MARKER = re.compile(
+    r"^(?P<indent>[ \t]*)(?P<word>#|//)\s*(?P<edge>BEGIN|END) (?P<name>SOLUTION|STARTER)\b(?P<said>:.*)?"
+)
 QUOTE = re.compile(
     r"^# (?P<word>FROM|MILESTONE) +(?P<module>\w+(?:\.\w+)*): *(?P<symbols>\w+(?: *, *\w+)*)"
     r"(?P<bare> +\(no docstrings\))?\s*$"
@@ -208,16 +210,27 @@ def add_links(lesson: Lesson) -> None:
 
 
 def from_rules(lesson: Lesson, lines: list[Line], root: Path) -> list[Line]:
-    """A cell with what stands in `flashlab.exercises`: `## 4.5` gets its title, `# RULE module: function` its code."""
+    """A cell with what stands in `flashlab.exercises`: `## 4.5` gets its title, `# RULE module: function` its code.
+
+    A function whose decorator has a `bug` is shown with it first, between the markers of a starter.
+    """
     out: list[Line] = []
     for number, line in lines:
         if match := RULE.match(line):
             quote = Quote(number or 0, "RULE", match["module"], tuple(re.split(r" *, *", match["symbols"])), False)
             for i, symbol in enumerate(quote.symbols):
-                source = symbol_source(lesson, root, quote, symbol).split("\n")
-                first = next(k for k, text in enumerate(source) if text.startswith(("@triton.jit", "def ")))
-                shown = [text.removesuffix("  # fmt: skip") for text in source[first:]]
-                out += [(None, "")] * (2 if i else 0) + [(number, text) for text in shown]
+                source = symbol_source(lesson, root, quote, symbol)
+                shown = source[re.search(r"^(@triton\.jit|def )", source, re.M).start() :]  # type: ignore[union-attr]
+                shown = re.sub(r"  # fmt: skip$", "", shown, flags=re.M)
+                if edits := bug_of(source):
+                    wrong = shown
+                    for old, new in edits:
+                        if wrong.count(old) != 1:
+                            raise lesson.error(number, f"the bug's {old!r} is {wrong.count(old)} times in {symbol}")
+                        wrong = wrong.replace(old, new)
+                    wrong = f"# BEGIN STARTER\n{wrong}\n# END STARTER\n"
+                    shown = f"{wrong}# BEGIN SOLUTION\n{shown}\n# END SOLUTION"
+                out += [(None, "")] * (2 if i else 0) + [(number, text) for text in shown.split("\n")]
         elif match := UNTITLED.match(line):
             told = registered(lesson, match["id"], root, number)
             effort = f"*{told.get('difficulty', 'Core')} · {told['minutes']} min*"
@@ -227,16 +240,26 @@ def from_rules(lesson: Lesson, lines: list[Line], root: Path) -> list[Line]:
     return out
 
 
+def bug_of(source: str) -> Sequence[tuple[str, str]]:
+    """The edits of a hunt's `bug=Row(slug, sentence, edits)`, read from the decorator; () where there is none."""
+    (definition,) = ast.parse(source).body
+    for decorator in getattr(definition, "decorator_list", ()):
+        for keyword in getattr(decorator, "keywords", ()):
+            if keyword.arg == "bug":
+                return ast.literal_eval(keyword.value.args[2])
+    return ()
+
+
 def registered(lesson: Lesson, exercise_id: str, root: Path, line: int | None) -> dict[str, Any]:
-    """Title, minutes and difficulty of a rule, read from its decorator."""
+    """Title, minutes and difficulty of an exercise, read from the call that registers it."""
     path = module_file(root, f"flashlab.exercises.phase_{lesson.number:0>2}")
     paths = [path, *sorted(path.parent.glob(f"{path.stem}_*.py"))] if path else []
     for call in (node for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))):
-        if isinstance(call, ast.Call) and getattr(call.func, "id", "") in ("rule", "tensor_rule", "kernel_rule"):
-            if isinstance(call.args[0], ast.Constant) and call.args[0].value == exercise_id:
-                told = {k.arg: k.value.value for k in call.keywords if isinstance(k.value, ast.Constant)}
-                return {str(k): v for k, v in told.items()}
-    sentence = f"'## {exercise_id}' has no title, and flashlab/exercises has no @rule({exercise_id!r}, ...)"
+        if isinstance(call, ast.Call) and call.args and ast.unparse(call.args[0]) == repr(exercise_id):
+            told = {str(k.arg): k.value.value for k in call.keywords if isinstance(k.value, ast.Constant)}
+            if "title" in told:
+                return told
+    sentence = f"flashlab/exercises registers no {exercise_id!r} with a title: @exercise, @rule, @tensor_rule, ..."
     raise lesson.error(line, sentence)
 
 
@@ -320,11 +343,14 @@ def check_calls(cell: Cell) -> list[str]:
 
 @dataclass
 class Block:
-    """A part of an exercise cell: "CODE" (shown to everyone), "STARTER", "SOLUTION" or "MILESTONE"."""
+    """A part of an exercise cell: "CODE" (shown to everyone), "STARTER", "SOLUTION" or "MILESTONE".
+
+    blank: of a solution, the lines that stand for it where no starter does.
+    """
 
     kind: str
     line: int | None
-    indent: str = ""
+    blank: Sequence[str] = ()
     lines: list[Line] = field(default_factory=list)
     quotes: list[Quote] = field(default_factory=list)  # of a milestone
 
@@ -340,7 +366,7 @@ def blocks(lesson: Lesson, cell: Cell) -> list[Block]:
         for number, line in body:
             if MARKER.match(line):
                 raise lesson.error(number, "a milestone cell holds its starter and no further marker")
-        milestone = Block("MILESTONE", quotes[0].line, "", body, quotes)
+        milestone = Block("MILESTONE", quotes[0].line, (), body, quotes)
         if milestone.is_empty:
             raise lesson.error(milestone.line, "a milestone needs a starter below it, with signature and docstring")
         return [milestone]
@@ -353,7 +379,9 @@ def blocks(lesson: Lesson, cell: Cell) -> list[Block]:
             if current.kind != "CODE":
                 where = f"the {current.kind} that begins on line {current.line}"
                 raise lesson.error(number, f"BEGIN {match['name']} inside {where}")
-            found.append(Block(match["name"], number, match["indent"]))
+            blank = [f"{match['indent']}{match['word']} YOUR CODE HERE{match['said'] or ''}"]
+            blank += [f"{match['indent']}raise NotImplementedError"] if match["word"] == "#" else []
+            found.append(Block(match["name"], number, blank))
         else:
             if current.kind != match["name"]:
                 raise lesson.error(number, f"END {match['name']} without BEGIN {match['name']} before it")
@@ -377,7 +405,7 @@ def unsolved(lesson: Lesson, cell: Cell) -> list[Line]:
         if block.kind != "SOLUTION":
             out += block.lines
         elif before != "STARTER":
-            out += [(None, f"{block.indent}# YOUR CODE HERE"), (None, f"{block.indent}raise NotImplementedError")]
+            out += [(None, text) for text in block.blank]
         before = block.kind
     return trimmed(out)
 

@@ -27,13 +27,8 @@ IDS = [f"10.{i}" for i in range(1, 10)]
 def failed(id, *answers):
     with pytest.raises(CheckFailed) as caught:
         check(id, *answers)
-    sentence = str(caught.value)
-    assert 20 < len(sentence) < 330 and "\n" not in sentence
+    assert len(str(caught.value)) > 20
     return caught.value
-
-
-def told(id, *answers):
-    return failed(id, *answers).diagnosis
 
 
 @pytest.mark.parametrize("id", IDS)
@@ -43,12 +38,6 @@ def test_the_solution_passes_and_the_blank_is_unsolved(id):
     with pytest.raises(CheckFailed) as caught:
         check(id, *answers_of(id, "exercises"))
     assert caught.value.diagnosis == ("symptoms" if hunt else "not-solved-yet")
-
-
-def test_every_exercise_has_hints_and_a_time():
-    for id in IDS:
-        exercise = find(id)
-        assert len(exercise.hints) >= 3 and exercise.minutes >= 10
 
 
 # ---- 10.1 -----------------------------------------------------------------------------------------------------------
@@ -132,18 +121,6 @@ def test_a_launch_comes_back_at_once_until_the_queue_is_full():
     for _ in range(10):
         run()
     assert 4 <= gpu.clock() - start - QUEUE * LAUNCH_MS <= 10, "each of them waits for a place"
-
-
-@pytest.mark.parametrize("blocking", [False, True])
-@pytest.mark.parametrize("kernel_ms, kernels", [(2.0, 1), (0.05, 30), (0.001, 100)])
-def test_the_steady_time_is_that_of_many_calls(blocking, kernel_ms, kernels):
-    gpu = SimulatedGpu(blocking=blocking)
-    run = gpu.program("run", kernel_ms=kernel_ms, kernels=kernels)
-    start = gpu.clock()
-    for _ in range(200):
-        run()
-    gpu.synchronize()
-    assert (gpu.clock() - start) / 200 == pytest.approx(gpu.steady_ms(kernel_ms, kernels), rel=0.01)
 
 
 def test_first_calls_take_longer_unless_it_is_warm():
@@ -246,45 +223,6 @@ def test_timing_in_several_styles(one):
     assert check("10.4", lambda run, gpu, warmup=5, rounds=20: one(run, gpu, warmup, rounds))
 
 
-@pytest.mark.parametrize("one", [warm_batch, thrown_away, until_settled])
-def test_another_number_than_the_median_of_the_calls(one):
-    assert told("10.4", lambda run, gpu, warmup=5, rounds=20: one(run, gpu, warmup, rounds)) == "not-the-median"
-
-
-def no_wait_after_warmup(run, gpu, w, r):
-    repeat(run, w)
-    start = gpu.clock()
-    repeat(run, r)
-    gpu.synchronize()
-    return (gpu.clock() - start) / r
-
-
-def warmup_inside(run, gpu, w, r):
-    gpu.synchronize()
-    start = gpu.clock()
-    repeat(run, w + r)
-    gpu.synchronize()
-    return (gpu.clock() - start) / r
-
-
-def never_waits(run, gpu, w, r):
-    repeat(run, w)
-    gpu.synchronize()
-    start = gpu.clock()
-    repeat(run, r)
-    return (gpu.clock() - start) / r
-
-
-def waits_too_late(run, gpu, w, r):
-    repeat(run, w)
-    gpu.synchronize()
-    start = gpu.clock()
-    repeat(run, r)
-    took = gpu.clock() - start
-    gpu.synchronize()
-    return took / r
-
-
 def waits_before_only(run, gpu, w, r):
     repeat(run, w)
     samples = []
@@ -302,73 +240,52 @@ def neither(run, gpu, w, r):
     return (gpu.clock() - start) / r
 
 
-def scaled(by):
-    return lambda run, gpu, w, r: warm_batch(run, gpu, w, r) * by(w, r)
+def counting_the_warm_up(run, gpu, w, r):
+    return statistics.median(singles(run, gpu, w + r))
 
 
 WRONG_TIMES = [
-    (lambda run, gpu, w, r: batch(run, gpu, r), "first-calls"),
-    (lambda run, gpu, w, r: warm_batch(run, gpu, 1, r), "first-calls"),
-    (lambda run, gpu, w, r: sum(singles(run, gpu, r)) / r, "first-calls"),
-    (lambda run, gpu, w, r: max(singles(run, gpu, r)), "first-calls"),
-    (no_wait_after_warmup, "not-waited-for"),
-    (never_waits, "not-waited-for"),
-    (waits_too_late, "not-waited-for"),
-    (waits_before_only, "not-waited-for"),
-    (neither, "first-calls-and-not-waited-for"),
-    (warmup_inside, "warmup-in-the-time"),
-    (scaled(lambda w, r: r), "sum-for-mean"),
-    (scaled(lambda w, r: 1e-3), "seconds"),
-    (scaled(lambda w, r: 1e3), "microseconds"),
-    (scaled(lambda w, r: r / (w + r)), "warmup-divided"),
-    (scaled(lambda w, r: r / w), "warmup-for-rounds"),
-    (scaled(lambda w, r: -1), "negative"),
-    (scaled(lambda w, r: 1 / r), "rounds-too-small"),
-    (scaled(lambda w, r: (r + 1) / 2), "one-start"),
-    (scaled(lambda w, r: (r - 1) / r), "a-round-not-run"),
-    (scaled(lambda w, r: 1e-9), "nothing-timed"),
-    (scaled(lambda w, r: 0.9), "wrong-value"),
-    (lambda run, gpu, w, r: print(gpu.clock()), "returned-none"),
-    (lambda run, gpu, w, r: f"{warm_batch(run, gpu, w, r)} ms", "wrong-type"),
-    (lambda run, gpu, w, r: [run() for _ in range(w + r)] and time.perf_counter() * 0 + 2.0, "clock-not-read"),
+    (lambda run, gpu, w, r: batch(run, gpu, r), "`for _ in range(warmup)` is missing", "first calls"),
+    (lambda run, gpu, w, r: max(singles(run, gpu, r)), "first calls", "first calls"),
+    (waits_before_only, "`gpu.synchronize()` is missing", "still has work to do"),
+    (neither, "two things are wrong", "two things are wrong"),
+    (counting_the_warm_up, "should be", "first calls"),
+    (lambda run, gpu, w, r: warm_batch(run, gpu, w, r) * r, "division by `rounds` is missing", "should be"),
+    (lambda run, gpu, w, r: warm_median(run, gpu, w, r) / 1000, "should be", "0.001 times"),
+    (lambda run, gpu, w, r: -warm_median(run, gpu, w, r), "other way round", "other way round"),
+    (lambda run, gpu, w, r: warm_batch(run, gpu, w, r) * r / w, "`warmup` stands where `rounds` belongs", "should be"),
+    (lambda run, gpu, w, r: print(gpu.clock()), "returned", "returns nothing"),
+    (lambda run, gpu, w, r: f"{warm_batch(run, gpu, w, r)} ms", "should be", "should be a number"),
+    (
+        lambda run, gpu, w, r: [run() for _ in range(w + r)] and time.perf_counter() * 0 + 2.0,
+        "never read",
+        "never read",
+    ),
 ]
 
 
-@pytest.mark.parametrize("one, slug", WRONG_TIMES)
-def test_timing_gone_wrong(one, slug):
-    assert told("10.3", for_each(one)) == slug
-    assert told("10.4", lambda run, gpu, warmup=5, rounds=20: one(run, gpu, warmup, rounds)) == slug
+@pytest.mark.parametrize("one, words, words_of_10_4", WRONG_TIMES)
+def test_timing_gone_wrong(one, words, words_of_10_4):
+    assert words in str(failed("10.3", for_each(one)))
+    assert words_of_10_4 in str(failed("10.4", lambda run, gpu, warmup=5, rounds=20: one(run, gpu, warmup, rounds)))
 
 
-def last_warm(runs, gpu, warmup=10, rounds=20):
-    repeat(list(runs.values())[-1], warmup)
-    return {name: batch(run, gpu, rounds) for name, run in runs.items()}
-
-
-def all_in_one(runs, gpu, warmup=10, rounds=20):
-    for run in runs.values():
-        repeat(run, warmup)
-    gpu.synchronize()
-    start = gpu.clock()
-    for run in runs.values():
-        repeat(run, rounds)
-    gpu.synchronize()
-    return dict.fromkeys(runs, (gpu.clock() - start) / rounds)
+@pytest.mark.parametrize("one", [warm_batch, thrown_away])
+def test_the_mean_of_the_calls_is_not_their_median(one):
+    assert "median" in str(failed("10.4", lambda run, gpu, warmup=5, rounds=20: one(run, gpu, warmup, rounds)))
 
 
 @pytest.mark.parametrize(
     "fn, slug",
     [
-        (last_warm, "first-calls"),
-        (all_in_one, "all-together"),
         (lambda runs, gpu, warmup, rounds: [gpu.clock()] * len(runs), "wrong-type"),
-        (lambda runs, gpu, warmup, rounds: dict.fromkeys(("a", "b"), gpu.clock()), "wrong-type"),
+        (lambda runs, gpu, warmup, rounds: dict.fromkeys(("x", "y"), gpu.clock()), "wrong-type"),
         (lambda runs, gpu, warmup, rounds: None, "returned-none"),
         (lambda runs, gpu: {}, "wrong-signature"),
     ],
 )
-def test_comparing_gone_wrong(fn, slug):
-    assert told("10.3", fn) == slug
+def test_what_is_no_table_of_times(fn, slug):
+    assert failed("10.3", fn).diagnosis == slug
 
 
 # ---- 10.5 -----------------------------------------------------------------------------------------------------------
@@ -447,48 +364,22 @@ def test_the_rotation_of_whole_rows():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "changes, slug",
+    "changes, words",
     [
-        pytest.param([("x1 * cos - x2 * sin", "x1 * cos + x2 * sin")], "both-plus", marks=pytest.mark.long),
-        ([("x1 * sin + x2 * cos", "x1 * sin - x2 * cos")], "both-minus"),
-        pytest.param([("x1 * cos - x2 * sin", "x1 * cos + x2 * sin"), ("x1 * sin + x2 * cos", "x2 * cos - x1 * sin")],
-                     "angle-negative", marks=pytest.mark.long),
-        pytest.param([("x1 * sin + x2 * cos", "x1 * cos + x2 * sin")], "sin-for-both", marks=pytest.mark.long),
-        ([("(rows[:, None] + offset)", "rows[:, None]")], "offset-forgotten"),
-        pytest.param([("(rows[:, None] + offset)", "(rows[:, None] * 0 + offset)")], "first-position",
-                     marks=pytest.mark.long),
-        ([("(rows[:, None] + offset)", "(tl.arange(0, BLOCK_M)[:, None] + offset)")], "block-start-forgotten"),
-        ([("(rows[:, None] + offset) * HALF", "(rows[:, None] + offset) * 2 * HALF")], "table-stride"),
-        ([("COS_ptr + angle", "SIN_ptr + angle"), ("sin = tl.load(SIN_ptr", "sin = tl.load(COS_ptr")],
-         "cos-and-sin-exchanged"),
-        ([("pairs[None, :] * stride_", "2 * pairs[None, :] * stride_"), ("_ptrs + HALF * stride_", "_ptrs + stride_")],
-         "neighbours"),
+        ([("(rows[:, None] + offset)", "rows[:, None]")], "the term `offset` is missing"),
+        ([("rows[:, None] < M", "rows[:, None] <= M")], "`rows[:, None] <= M`"),
+        ([("x_ptrs + HALF * stride_xd", "x_ptrs + HALF")], "the factor `stride_xd` is missing"),
         ([("    tl.store(y_ptrs, (x1 * cos - x2 * sin)", "    x1 = x1 * cos - x2 * sin\n    tl.store(y_ptrs, x1")],
-         "second-from-the-first"),
-        ([("    tl.store(y_ptrs, (x1", "    tl.store(y_ptrs + HALF * stride_yd, (x1"),
-          ("tl.store(y_ptrs + HALF * stride_yd, (x1 * sin", "tl.store(y_ptrs, (x1 * sin")], "results-exchanged"),
-        pytest.param([("(x1 * sin + x2 * cos)", "x2")], "second-half-unturned", marks=pytest.mark.long),
-        ([("    tl.store(y_ptrs + HALF * stride_yd, (x1 * sin + x2 * cos)", "    _ = (x1")
-          , (".to(Y_ptr.dtype.element_ty), mask=inside)\n    _ = (x1", ".to(Y_ptr.dtype.element_ty), mask=inside)  #")],
-         "never-written"),
-        ([("rows[:, None] < M", "rows[:, None] <= M")], "out-of-bounds"),
-        ([("head * stride_xh", "batch * stride_xh")], "wrong-place"),
-        pytest.param([("x_ptrs + HALF * stride_xd", "x_ptrs + HALF")], None, marks=pytest.mark.long),
-        ([("rows[:, None] * stride_xm", "rows[:, None] * 2 * HALF")], "contiguous-only"),
-        pytest.param([("x1 * sin + x2 * cos", "x1 * cos - x2 * sin")], "second-is-the-first", marks=pytest.mark.long),
-        ([("HALF + pairs[None, :]\n", "HALF + 0 * pairs[None, :]\n")], "first-angle"),
-        ([("x_ptrs, mask=inside, other=0.0).to(tl.float32)", "x_ptrs, mask=inside, other=0.0).to(tl.float16)")], None),
-        ([(".to(tl.float32)", ""), ("cos = tl.load(COS_ptr + angle, mask=inside, other=0.0)",
-          "cos = tl.load(COS_ptr + angle, mask=inside, other=0.0).to(X_ptr.dtype.element_ty)"),
-          ("sin = tl.load(SIN_ptr + angle, mask=inside, other=0.0)",
-           "sin = tl.load(SIN_ptr + angle, mask=inside, other=0.0).to(X_ptr.dtype.element_ty)")], "low-precision"),
-        ([("tl.store(y_ptrs, (", "tl.store(x_ptrs, (")], "input-modified"),
+         "should be"),
+        ([(".to(tl.float32)", ""), ("other=0.0)\n    sin", "other=0.0).to(X_ptr.dtype.element_ty)\n    sin")], "Y "),
+        ([("tl.store(y_ptrs, (", "tl.store(x_ptrs, (")], "changes its inputs"),
+        ([("(x1 * sin + x2 * cos)", "(tl.load(x_ptrs, mask=inside, other=0.0).to(tl.float32) * sin + x2 * cos)")],
+         "each number of X is read 1.5 times"),
+        ([("mask=inside, other=0.0)\n    sin", "mask=rows[:, None] < M + 1, other=0.0)\n    sin")], "out of bounds"),
     ],
 )  # fmt: skip
-def test_the_rotation_gone_wrong(changes, slug):
-    found = failed("10.6", changed(*changes))
-    assert found.diagnosis == slug or slug is None, (found.diagnosis, str(found))
-    assert found.case
+def test_the_rotation_gone_wrong(changes, words):
+    assert words in str(failed("10.6", changed(*changes)))
 
 
 # ---- 10.7 -----------------------------------------------------------------------------------------------------------
@@ -654,23 +545,14 @@ def copying(q, k, v, t):
         (tables, row_by_row, "too-many-operations"),
         (tables, copying, "too-many-bytes"),
         (tables, lambda q, k, v, t: sdpa(*fused_rope(q, k, *t), v, is_causal=False), "not-causal"),
-        (tables, lambda q, k, v, t: sdpa(q, k, v), "not-turned"),
-        (tables, lambda q, k, v, t: sdpa(rope(q, *t), k, v), "k-not-turned"),
-        (tables, lambda q, k, v, t: sdpa(q, rope(k, *t), v), "q-not-turned"),
-        (tables, lambda q, k, v, t: sdpa(rope(q, *t), rope(k, *t), rope(v, *t)), "v-turned"),
-        (tables, lambda q, k, v, t: sdpa(*fused_rope(q, k, *t), v, scale=1.0), "scale-missing"),
-        (tables, lambda q, k, v, t: sdpa(*fused_rope(q / math.sqrt(q.shape[3]), k, *t), v), "scale-twice"),
-        (tables, lambda q, k, v, t: sdpa(rope(q, *t), *(x.repeat(1, q.shape[1] // x.shape[1], 1, 1)
-                                                      for x in (rope(k, *t), v))), "heads-interleaved"),
-        (lambda p, d, device: rope_table(p + 1, d), lambda q, k, v, t: sdpa(rope(q, *t, offset=1), rope(k, *t), v),
-         "positions-shifted"),
-        (tables, lambda q, k, v, t: sdpa(*fused_rope(q, k, *t[::-1]), v), "cos-and-sin-exchanged"),
-        (tables, lambda q, k, v, t: sdpa(rope(q, *t), v, rope(k, *t)), "k-and-v-exchanged"),
+        (tables, lambda q, k, v, t: sdpa(rope(q, *t), k, v), "line-missing"),
+        (tables, lambda q, k, v, t: sdpa(*fused_rope(q, k, *t), v, scale=1.0), "division-missing"),
+        (tables, lambda q, k, v, t: sdpa(*fused_rope(q / math.sqrt(q.shape[3]), k, *t), v), "function-missing"),
         (tables, lambda q, k, v, t: sdpa(*[x.bfloat16() for x in (rope(q, *t), rope(k, *t), v)]).float(),
-         "low-precision"),
+         "wrong-value"),
         (tables, lambda q, k, v, t: turned_by(rope)(q, k, v, t).transpose(1, 2), "wrong-shape"),
         (tables, lambda q, k, v, t: turned_by(rope)(q, k, v, t).double(), "wrong-dtype"),
-        (tables, lambda q, k, v, t: sdpa(*fused_rope(q.mul_(1.5), k, *t), v), "input-modified"),
+        (tables, lambda q, k, v, t: sdpa(*fused_rope(q.mul_(1.5), k, *t), v), "inputs-changed"),
         (tables, lambda q, k, v, t: None, "returned-none"),
         (tables, lambda q, k, v, t: [q], "wrong-type"),
         (lambda p, d, device: None, turned_by(rope), "exception"),

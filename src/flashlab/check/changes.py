@@ -50,7 +50,7 @@ _FUNCTIONS: Mapping[str, tuple[str, ...]] = {
     "log": ("log2", "log10"), "log2": ("log", "log10"), "log10": ("log",), "exp": ("exp2",), "exp2": ("exp",),
     "min": ("max",), "max": ("min",), "maximum": ("minimum",), "minimum": ("maximum",), "ceil": ("floor",),
     "floor": ("ceil",), "amax": ("amin", "sum"), "amin": ("amax",), "sum": ("mean", "amax"), "sqrt": (),
-    "abs": (), "tiny": ("max",),
+    "abs": (), "tiny": ("max",), "median": ("mean",),
 }  # fmt: skip
 _SYMBOLS: Mapping[type, str] = {
     ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%", ast.Pow: "**",
@@ -286,25 +286,30 @@ def changes(text: Text, values: Mapping[str, Sequence[Any]] | None = None, more:
             one = same[0]
             edits = tuple(edit for c in same for edit in c.edits)
             found.append(Change(one.slug, f"{one.said}, {where}", one.cost + 0.2, edits, about=one.about))
+    return [*found, *_of_parameters(text, values or {})]
+
+
+def _of_parameters(text: Text, values: Mapping[str, Sequence[Any]]) -> Iterator[Change]:
+    """Another attribute, two parameters exchanged everywhere, one taken for a value that it has in some inputs."""
     reads: dict[str, list[Slot]] = defaultdict(list)
     for slot, node in _slots(text.tree):
         if isinstance(node, ast.Name) and node.id in text.params:
             reads[node.id].append(slot)
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in (values or {}):
-            one = (values or {})[node.value.id][0]
-            of: type = type(getattr(one, node.attr))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in values:
+            one = values[node.value.id][0]
+            of: type = type(getattr(one, node.attr, None))
             kind: Any = (int, float) if issubclass(of, (int, float)) else of if isinstance(one, tuple) else ()
             for other in dir(one) if kind else ():
                 if other != node.attr and isinstance(getattr(one, other, None), kind) and other[0] != "_":
                     said = f"`{node.value.id}.{other}` stands where {text.say(node)} belongs"
                     new = _new(ast.Attribute(node.value, other, ast.Load()))
-                    found.append(Change("wrong-name", said, 2.1, ((slot, new),), about=(ast.unparse(node),)))
+                    yield Change("wrong-name", said, 2.1, ((slot, new),), about=(ast.unparse(node),))
     for a, b in itertools.combinations(reads, 2):
         if not text.are_alike(a, b):
             continue
         edits = tuple((slot, _new(ast.Name(y, ast.Load()))) for x, y in ((a, b), (b, a)) for slot in reads[x])
-        found.append(Change("names-exchanged", f"`{a}` and `{b}` are exchanged, everywhere", 1.9, edits))
-    for name, seen in (values or {}).items():
+        yield Change("names-exchanged", f"`{a}` and `{b}` are exchanged, everywhere", 1.9, edits)
+    for name, seen in values.items():
         plain_ones = all(isinstance(x, (int, float, str)) or not hasattr(x, "__len__") for x in seen)
         several = list(dict.fromkeys(seen)) if plain_ones else []
         for i, value in enumerate(several if len(several) <= _FEW else ()):
@@ -314,8 +319,7 @@ def changes(text: Text, values: Mapping[str, Sequence[Any]] | None = None, more:
             new = ast.Constant(value) if plain else ast.Name(f"_{name}_{i}", ast.Load())
             edits = tuple((slot, _new(new)) for slot in reads[name])
             cost = 0.9 if isinstance(value, bool) else 2.2
-            found.append(Change("taken-as-fixed", said.replace("torch.", ""), cost, edits, about=(name,)))
-    return found
+            yield Change("taken-as-fixed", said.replace("torch.", ""), cost, edits, about=(name,))
 
 
 def _about(node: ast.expr, new: ast.AST) -> tuple[str, ...]:
@@ -352,31 +356,9 @@ def _is_number(value: Any) -> bool:
 
 def _of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any, ...]]:
     """(slug, words, cost, new node, key...) of one expression."""
-    parent, w = slot[0], text.say
-    often = Counter(n.id for n in ast.walk(text.tree) if isinstance(n, ast.Name))
-    root = id(node) in text.results
-    mixed = text.whole and not text.kinds  # of numbers alone: what is mixed up there is more
-    if isinstance(node, ast.Name) and node.id in (*text.params, *text.locals):
-        for other in (*text.params, *text.locals):
-            if other != node.id and (other in text.lists) == (node.id in text.lists):
-                name = ast.Name(other, ast.Load())
-                within = ast.BinOp if not text.kinds else (ast.BinOp, ast.Call)
-                where = f", in {w(parent)}" if isinstance(parent, within) and often[node.id] > 1 else ""
-                of = f".{parent.attr}" if isinstance(parent, ast.Attribute) else ""
-                said = f"it is {w(name)}" if root else f"{w(name)} stands where {w(node)} belongs{where}"
-                said = f"`{other}{of}` stands where `{node.id}{of}` belongs" if of else said
-                yield "wrong-name", said, 2.0, name, node.id, other
-                beside = isinstance(parent, ast.BinOp) and other not in ast.unparse(parent)
-                if mixed and other in text.params and node.id in text.params and beside:
-                    said = f"the middle of `{node.id}` and `{other}` stands where {w(node)} belongs"
-                    yield "wrong-name", said, 2.5, _expr("(x + y) // 2", x=node, y=name)
-                for sign in "-+" if mixed and other in text.params and beside else "":
-                    said = f"`{other} {sign} 1` stands where {w(node)} belongs"
-                    yield "wrong-name", said, 2.4, _expr(f"x {sign} 1", x=name), node.id, other, sign
-    if isinstance(node, ast.Name) and node.id in text.numbers and isinstance(parent, ast.BinOp):
-        for part in text.parts if not text.kinds else ():  # such as heads // kv_heads for heads
-            if part is not parent:
-                yield "wrong-name", f"{w(part)} stands where {w(node)} belongs, in {w(parent)}", 2.5, part
+    parent, w, root = slot[0], text.say, id(node) in text.results
+    if isinstance(node, ast.Name):
+        yield from _of_name(text, parent, node)
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         yield from _of_number(text, parent, node)
     if isinstance(node, ast.BinOp):
@@ -403,6 +385,39 @@ def _of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any
         for other in _FUNCTIONS.get(node.attr, ()):
             yield "wrong-function", f"`{other}` is taken for `{node.attr}`", 2.4, ast.Attribute(
                 node.value, other, ast.Load()), node.attr, other  # fmt: skip
+    yield from _one_off(text, parent, node)
+
+
+def _of_name(text: Text, parent: ast.AST, node: ast.Name) -> Iterator[tuple[Any, ...]]:
+    """Another name, or what is near it, in its place."""
+    w, root = text.say, id(node) in text.results
+    often = Counter(n.id for n in ast.walk(text.tree) if isinstance(n, ast.Name))
+    mixed = text.whole and not text.kinds  # of numbers alone: what is mixed up there is more
+    if node.id in (*text.params, *text.locals):
+        for other in (*text.params, *text.locals):
+            if other != node.id and (other in text.lists) == (node.id in text.lists):
+                name = ast.Name(other, ast.Load())
+                within = ast.BinOp if not text.kinds else (ast.BinOp, ast.Call)
+                where = f", in {w(parent)}" if isinstance(parent, within) and often[node.id] > 1 else ""
+                of = f".{parent.attr}" if isinstance(parent, ast.Attribute) else ""
+                said = f"it is {w(name)}" if root else f"{w(name)} stands where {w(node)} belongs{where}"
+                said = f"`{other}{of}` stands where `{node.id}{of}` belongs" if of else said
+                yield "wrong-name", said, 2.0, name, node.id, other
+                beside = isinstance(parent, ast.BinOp) and other not in ast.unparse(parent)
+                if mixed and other in text.params and node.id in text.params and beside:
+                    said = f"the middle of `{node.id}` and `{other}` stands where {w(node)} belongs"
+                    yield "wrong-name", said, 2.5, _expr("(x + y) // 2", x=node, y=name)
+                for sign in "-+" if mixed and other in text.params and beside else "":
+                    said = f"`{other} {sign} 1` stands where {w(node)} belongs"
+                    yield "wrong-name", said, 2.4, _expr(f"x {sign} 1", x=name), node.id, other, sign
+    if node.id in text.numbers and isinstance(parent, ast.BinOp):
+        for part in text.parts if not text.kinds else ():  # such as heads // kv_heads for heads
+            if part is not parent:
+                yield "wrong-name", f"{w(part)} stands where {w(node)} belongs, in {w(parent)}", 2.5, part
+
+
+def _one_off(text: Text, parent: ast.AST, node: ast.expr) -> Iterator[tuple[Any, ...]]:
+    w, root = text.say, id(node) in text.results
     number = isinstance(node, (ast.BinOp, ast.Name, ast.Call, ast.IfExp))
     if isinstance(node, ast.Name) and node.id not in (*text.numbers, *text.locals):
         number = False
@@ -560,6 +575,14 @@ def _of_operation(text: Text, node: ast.BinOp) -> Iterator[tuple[Any, ...]]:
         ways = {"a / b": "is not rounded", "-(-a // b)": "is rounded up", "a // b + 1": "is one too large"}
         for way, said in (ways | {"round(a / b)": "is rounded to the nearest"}).items():
             yield "wrong-rounding", f"{w(node)} {said}", 1.4, _expr(way, a=left, b=right), way
+    yield from _of_brackets(text, node)
+    if isinstance(op, (ast.FloorDiv, ast.Mod)) and isinstance(left, ast.BinOp) and isinstance(left.op, ast.FloorDiv):
+        yield "division-missing", f"the division by {w(left.right)} is missing", 1.2, ast.BinOp(left.left, op, right)
+
+
+def _of_brackets(text: Text, node: ast.BinOp) -> Iterator[tuple[Any, ...]]:
+    """A factor or a divisor of one term alone that belongs to both, or of both that belongs to one."""
+    w, left, right, op, signs = text.say, node.left, node.right, node.op, (ast.Add, ast.Sub)
     if isinstance(op, (ast.Div, ast.FloorDiv)) and isinstance(left, ast.BinOp) and isinstance(left.op, signs):
         halves: tuple[tuple[ast.expr, ast.expr, ast.expr], ...] = (
             (left.left, left.right, ast.BinOp(ast.BinOp(left.left, op, right), left.op, left.right)),
@@ -587,8 +610,6 @@ def _of_operation(text: Text, node: ast.BinOp) -> Iterator[tuple[Any, ...]]:
                 first, second = (other_side, others) if product is right else (others, other_side)
                 said = f"{w(factor)} multiplies {w(other_side)} as well"
                 yield "brackets-too-wide", said, 1.6, ast.BinOp(ast.BinOp(first, op, second), ast.Mult(), factor)
-    if isinstance(op, (ast.FloorDiv, ast.Mod)) and isinstance(left, ast.BinOp) and isinstance(left.op, ast.FloorDiv):
-        yield "division-missing", f"the division by {w(left.right)} is missing", 1.2, ast.BinOp(left.left, op, right)
 
 
 def _factors(node: ast.expr) -> list[ast.expr]:
@@ -659,11 +680,11 @@ def _of_statements(text: Text) -> Iterator[Change]:
                 if "_tick" in ast.dump(line) and not isinstance(line, (ast.For, ast.While)):
                     continue
                 slot = (holder, field, at)
-                if isinstance(line, (ast.Assign, ast.AugAssign, ast.If, ast.Expr)):
+                if isinstance(line, (ast.Assign, ast.AugAssign, ast.If, ast.Expr, ast.For)):
                     said = text.plain(line).splitlines()[0].rstrip(":")
-                    yield Change(
-                        "line-missing", f"the line `{said}` is missing", 1.6, ((slot, _new(ast.Pass())),), about=(said,)
-                    )
+                    what = "loop" if isinstance(line, ast.For) else "line"
+                    gone = ((slot, _new(ast.Pass())),)
+                    yield Change(f"{what}-missing", f"the {what} `{said}` is missing", 1.6, gone, about=(said,))
                 if isinstance(line, ast.AugAssign):
                     for op in _OPERATORS.get(type(line.op), ()):
                         new = _new(ast.AugAssign(line.target, op(), line.value))

@@ -56,6 +56,8 @@ def same(a: Any, b: Any, tol: float) -> bool:
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         numbers = all(isinstance(x, (torch.Tensor, int, float)) for x in (a, b))
         return numbers and is_close(a, b, None if tol <= 1e-9 else tol)
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(same(x, y, tol) for x, y in zip(a, b, strict=True))
     if not (isinstance(a, (int, float)) and isinstance(b, (int, float))):
         return type(a) is type(b) and bool(a == b)
     if a == b or (a != a and b != b):
@@ -101,7 +103,7 @@ class Index:
         notes: {piece of the text: why it is there}, told with every change of it.
         kinds: further changes, see `changes`. tries: how many pairs of changes are tried. copied: makes a copy of an
             input that a change may write to. without: slugs of changes that are not made.
-        given: makes the arguments of one call of an input. longest: characters that a sentence may have.
+        called: calls a function with one input. longest: characters that a sentence may have.
     """
 
     def __init__(
@@ -110,12 +112,12 @@ class Index:
         alike: Callable[..., Values] = lambda *values: values, more: Sequence[tuple[Any, ...]] = (),
         notes: Mapping[str, str] | None = None, kinds: Any = None, tries: int = _TRIES,
         copied: Callable[[Any], Any] | None = None, without: Sequence[str] = (),
-        given: Callable[..., Sequence[Any]] = lambda *values: values, longest: int = 200,
+        called: Callable[..., Any] = lambda fn, *given: fn(*given), longest: int = 200,
     ):  # fmt: skip
         self.copied, self.without = copied, without
         self.texts, self.inputs, self.names, self.read, self.tol, self.rows = texts, inputs, names, read, tol, rows
         self.alike, self.more, self.notes, self.kinds, self.tries = alike, more, notes or {}, kinds, tries
-        self.given, self.longest = given, longest
+        self.called, self.longest = called, longest
         self.right: list[Any] = list(self.run(texts[0].compiled()))
 
     def run(self, fn: Callable[..., Any], inputs: Sequence[tuple[Any, ...]] | None = None) -> Outcome:
@@ -123,8 +125,7 @@ class Index:
 
     def _one(self, fn: Callable[..., Any], given: tuple[Any, ...]) -> Values | str:
         try:
-            arguments = self.given(*given)
-            return self.read(fn(*(map(self.copied, arguments) if self.copied else arguments)))
+            return self.read(self.called(fn, *(map(self.copied, given) if self.copied else given)))
         except (Exception, EndlessError) as error:
             return outcome_of(error)
 

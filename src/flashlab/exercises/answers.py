@@ -209,10 +209,18 @@ def fingerprint(*answers: Any) -> str:
             texts.append(re.sub(r"\s+", "", blank_comments(answer)))
             continue
         try:
-            source = inspect.getsource(inspect.unwrap(getattr(answer, "fn", answer)))
-            texts.append(_python_tokens(source))
+            texts.append(_python_tokens(inspect.getsource(inspect.unwrap(getattr(answer, "fn", answer)))))
         except (OSError, TypeError, ValueError, SyntaxError, tokenize.TokenError):
             return ""
+    return _digest(texts)
+
+
+def python_fingerprint(source: str) -> str:
+    """The `fingerprint` of a Python function with this text."""
+    return _digest([_python_tokens(source)])
+
+
+def _digest(texts: list[str]) -> str:
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:12]
 
 

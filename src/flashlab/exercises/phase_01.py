@@ -12,14 +12,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 
 from flashlab import runtime
 from flashlab.attention import reference, schemes
-from flashlab.attention.cost import fused_cost, naive_cost, naive_peak_bytes, trace_ops
-from flashlab.check import CheckFailed, expect, expect_all_close, expect_close, running, verify_one_head
+from flashlab.attention.cost import fused_cost, naive_cost, trace_ops
+from flashlab.check import CheckFailed, expect, verify_one_head
 from flashlab.check.lookup import Row
+from flashlab.exercises.kernel_rule import empty, kernel_rule
 from flashlab.exercises.registry import exercise
 from flashlab.exercises.rule import rule
+from flashlab.exercises.tensor_rule import copied, normal, tensor_rule
 from flashlab.exercises.triton_answers import calls, compiles, explain_undefined, in_bounds, kernel_of
 from flashlab.triton_tools.watch import watched
 
@@ -50,12 +54,6 @@ from flashlab.triton_tools.watch import watched
         "flops": "a multiply-add is two operations; a score is scaled, has the mask added, and takes 5 in the softmax",
     },
     also=["((5 * N * N + 3 * N * D) * itemsize, (4 * N * N + N * D) * itemsize, 4 * N * N * D + 7 * N * N)"],
-    rows=[
-        Row("softmax-per-row", "flops has 5 per row for the softmax: it takes 5 for each score",
-            [("5 * N * N", "5 * N")]),
-        Row("vector-read", "bytes_read counts N numbers as well: every matrix has two sides",
-            [("2 * tall + matrix", "2 * tall + N * itemsize")]),
-    ],
 )  # fmt: skip
 def count(N, D, itemsize):
     """Return (bytes_read, bytes_written, flops)."""
@@ -104,8 +102,6 @@ _GPUS = tuple(runtime.GPUS[name] for name in ("H200", "A100", "RTX 4090", "RTX 5
             [("max(compute, memory)", "memory"), ("memory > compute", "True")]),
         Row("wrong-units", "the units are forgotten: TFLOP/s are 10¹² operations per second, GB/s 10⁹ bytes",
             [(" * 1e12", ""), (" * 1e9", "")]),
-        Row("binary-units", "tera and giga are powers of ten here: 10¹² and 10⁹",
-            [("1e12", "2**40"), ("1e9", "2**30")]),
     ],
 )  # fmt: skip
 def least_time(flops, bytes_moved, gpu):
@@ -120,137 +116,88 @@ def least_time(flops, bytes_moved, gpu):
 # ---- 1.3 ------------------------------------------------------------------------------------------------------------
 
 
-@exercise(
-    "1.3",
-    title="One matrix instead of two",
-    minutes=15,
-    difficulty="Core",
-    hints=[
-        "The scores have to exist once: N × N. Which lines of naive_attention make a second matrix of that size?",
-        "Scaling: scale q instead, it is small, or scale in place with `scores.mul_(scale)`. The softmax: "
-        "its three steps, "
-        "shift, exp and divide, can each be done in place.",
-        "`scores -= scores.amax(dim=-1, keepdim=True)`, `scores.exp_()`, `scores /= scores.sum(dim=-1, "
-        "keepdim=True)`. "
-        "The statistics have one number a row.",
-    ],
-)
-def _(frugal_attention: Callable[..., torch.Tensor]) -> str:
-    device = runtime.device()
-    generator = torch.Generator().manual_seed(13)
-    for n, d, size in ((7, 16, 1), (96, 32, 1), (64, 64, 40), (512, 64, 1)):
-        case = f"N={n}, D={d}" + (", large scores" if size > 1 else "")
-        q, k, v = (torch.randn(n, d, generator=generator).to(device) for _ in range(3))
-        q = q * size
-        before = [x.clone() for x in (q, k, v)]
-        with running(case):
-            got = frugal_attention(q, k, v)
-        expect(
-            all(torch.equal(x, y) for x, y in zip((q, k, v), before, strict=True)),
-            "the function changed its inputs: q, k and v belong to the caller, work in place on your own tensors only",
-            diagnosis="inputs-changed",
-            case=case,
-        )
-        want, _ = reference.attention(*(x[None, None] for x in (q, k, v)))
-        expect(
-            size == 1 or not isinstance(got, torch.Tensor) or bool(got.isfinite().all()),
-            "not finite where the scores are large: subtract the row's maximum before the exp",
-            diagnosis="no-max-subtraction",
-            case=case,
-        )
-        tol = 1e-4 if size == 1 else 1e-3
-        mistakes = _naive_mistakes(q.double(), k.double(), v.double()) if size == 1 else {}
-        if isinstance(got, torch.Tensor) and got.shape == q.shape:
-            off = (got.double() - want[0, 0]).abs().max().item()
-            rounded = "nearly right: is something in 16 bits? The matrix has to stay in float32"
-            if tol < off < 0.02:
-                mistakes["low-precision"] = (got, rounded)
-        expect_close(got, want[0, 0].float(), what="o", case=case, tol=tol, mistakes=mistakes)
-    _expect_a_maximum_per_row(frugal_attention)
-    # Few columns, so that what has N rows weighs little: only a second N x N tensor may count.
-    ops = trace_ops(frugal_attention, *(torch.randn(512, 16, generator=generator).to(device) for _ in range(3)))
+def _expect_one_matrix(frugal_attention: Callable[..., torch.Tensor]) -> None:
+    """No second N x N tensor; few columns, so that what has N rows weighs little."""
+    __tracebackhide__ = True
+    ops = trace_ops(frugal_attention, *(copied(x, True) for x in _three(random.Random(13), 512, 16)))
     worst = max(ops, key=lambda op: op.live_bytes)
     matrices = worst.live_bytes / (512 * 512 * 4)
     expect(
         matrices < 1.3,
         f"right, but it holds {matrices:.2f} matrices of N × N when `{worst.name}` ends; one is enough",
-        diagnosis="second-matrix-alive",
-        case="N=512, D=16",
-    )
-    naive = naive_peak_bytes(512, 16, itemsize=4) / (512 * 512 * 4)
-    return f"peak {matrices:.2f} matrices of N × N, naive_attention has {naive:.2f}"
+        diagnosis="second-matrix-alive", case="N=512, D=16",
+    )  # fmt: skip
 
 
-def _naive_mistakes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, tuple[torch.Tensor, str]]:
-    """What slips in the four lines would give, for small scores."""
-    n, d = q.shape
-    s = q @ k.T
-    scales = {
-        "scale-missing": (1.0, "the scores are not scaled by 1 / sqrt(D)"),
-        "scale-one-over-d": (
-            1 / d,
-            "the scores are scaled by 1 / D, or twice; it is 1 / sqrt(D), once",
-        ),
-        "scale-inverted": (math.sqrt(d), "the scores are multiplied by sqrt(D); divide them by it"),
-        "scale-of-n": (n**-0.5, "the scores are scaled by 1 / sqrt(N); it is 1 / sqrt(D)"),
-        "scale-hard-coded": (1 / 8, "the scores are always scaled by 1/8, which is right for D = 64 only"),
-    }
-    told = {slug: (torch.softmax(s * scale, 1) @ v, why) for slug, (scale, why) in scales.items()}
-    late = torch.softmax(s, 1) @ v
-    s = s * d**-0.5
-    p = torch.exp(s - s.amax(1, keepdim=True))
-    lost = "sum(dim=1) without keepdim divides column j by the sum of row j: keep the axis, keepdim=True"
-    shifts = {
-        "of each column": s.amax(0, keepdim=True),
-        "of column j for row j (max without keepdim)": s.amax(1)[None],
-        "of the whole matrix": s.amax(),
-        "of nothing, or none": torch.zeros((), dtype=s.dtype, device=s.device),
-    }
-    sums = {
-        "": lambda x: x.sum(1, keepdim=True),
-        lost: lambda x: x.sum(1),
-        "the sum runs along the columns: each row has its own": lambda x: x.sum(0, keepdim=True),
-        "one sum was taken for the whole matrix: each row has its own": lambda x: x.sum(),
-    }
-    for of, shift in shifts.items():
-        x = torch.exp(s - shift)
-        for why, total in sums.items():
-            if why or "column" in of:
-                also = f"the maximum that is subtracted is that {of}: each row has its own" if "column" in of else ""
-                words = "; and ".join(x for x in (also, why) if x)
-                told[f"wrong-axis {of} {why[:12]}"] = (x / total(x) @ v, words)
-    return told | {
-        "scale-after-softmax": (
-            late * d**-0.5,
-            "1 / sqrt(D) is a factor of o; it scales the scores, before the softmax",
-        ),
-        "not-normalised": (p @ v, "the exponentials are not divided by their row's sum"),
-        "wrong-axis": (torch.softmax(s, 0) @ v, "the softmax runs along the columns: a row's keys lie along dim=-1"),
-        "sum-of-columns": (p / p.sum(0, keepdim=True) @ v, "the sum runs along the columns: each row has its own"),
-        "keepdim-missing": (p / p.sum(1) @ v, lost),
-        "one-sum": (p / p.sum() @ v, "one sum was taken for the whole matrix: each row has its own"),
-        "base-2": (torch.softmax(s * math.log(2), 1) @ v, "2 is raised to the scores: the exponential is e^x"),
-    }
+def _three(r: random.Random, n: int, d: int, size: float = 1.0) -> tuple[torch.Tensor, ...]:
+    q, k, v = (normal(r, n, d, dtype=torch.float32) for _ in range(3))
+    return q * size, k, v
 
 
-def _expect_a_maximum_per_row(fn: Callable[..., torch.Tensor]) -> None:
+def _two_heights() -> tuple[torch.Tensor, ...]:
     """Rows whose scores are 400 apart: against one maximum for all, every exponential of the lower row is 0."""
-    __tracebackhide__ = True
-    case = "two rows of scores, near +200 and near -200"
-    q, k = torch.ones(2, 16, device=runtime.device()), torch.full((2, 16), 50.0, device=runtime.device())
+    q, k = torch.ones(2, 16), torch.full((2, 16), 50.0)
     q[1], k[1] = -1.0, 49.5
-    v = torch.arange(32.0, device=q.device).view(2, 16)
-    with running(case):
-        got = fn(q, k, v)
-    want, _ = reference.attention(*(x[None, None] for x in (q, k, v)))
-    lower = torch.as_tensor(got)[1]
-    expect(
-        bool(lower.isfinite().all()) and bool(lower.abs().sum() > 0),
-        "one maximum was taken for the whole matrix: a row far below it has only zeros; take each row's own",
-        diagnosis="global-max",
-        case=case,
-    )
-    expect_close(got, want[0, 0].float(), what="o", case=case, tol=1e-3)
+    return q, k, torch.arange(32.0).view(2, 16)
+
+
+_ROW_MAXIMUM = "each row has its own maximum: take it along the keys, and keep the axis"
+
+_ROWS_SUM = "each row's weights sum to 1: take the sum along the keys, and keep the axis"
+
+
+@tensor_rule(
+    "1.3",
+    title="One matrix instead of two",
+    minutes=15,
+    hints=[
+        "The scores have to exist once: N × N. Which lines of naive_attention make a second matrix of that size?",
+        "Scaling: scale q instead, it is small, or scale in place with `scores.mul_(scale)`. The softmax: its three "
+        "steps, shift, exp and divide, can each be done in place.",
+        "`scores -= scores.amax(dim=-1, keepdim=True)`, `scores.exp_()`, `scores /= scores.sum(dim=-1, "
+        "keepdim=True)`. The statistics have one number a row.",
+    ],
+    returns="o",
+    inputs={
+        "N=7, D=16": _three(random.Random(1), 7, 16), "N=16, D=16": _three(random.Random(2), 16, 16),
+        "N=64, D=64, large scores": _three(random.Random(3), 64, 64, 40.0),
+        "two rows, near +200 and -200": _two_heights(),
+    },
+    draw=lambda r: _three(r, r.randint(1, 40), r.choice((8, 16, 32, 64))),
+    also=[
+        "torch.softmax(q @ k.T / math.sqrt(q.shape[-1]), dim=-1) @ v",
+        "(lambda p: p @ v / p.sum(-1, keepdim=True))((lambda s: torch.exp(s - s.amax(-1, keepdim=True)))(q @ k.T / "
+        "math.sqrt(q.shape[-1])))",
+    ],
+    nan={"": "not finite where the scores are large: subtract the row's maximum before the exp"},
+    notes={
+        "math.sqrt(q.shape[-1])": "the scores are scaled by 1 / sqrt(D), once", "math.sqrt": "it is 1 / sqrt(D)",
+        "scores -= scores.amax(dim=-1, keepdim=True)": _ROW_MAXIMUM, "scores.amax": _ROW_MAXIMUM,
+        "scores /= scores.sum(dim=-1, keepdim=True)": _ROWS_SUM, "scores.sum": _ROWS_SUM,
+        "dtype": "is something in 16 bits? The matrix has to stay in float32",
+    },
+    rows=[
+        Row("scale-hard-coded", "the scores are always scaled by 1/8, which is right for D = 64 only",
+            [("math.sqrt(q.shape[-1])", "8")]),
+        Row("scale-of-n", "the scores are scaled by 1 / sqrt(N); it is 1 / sqrt(D)",
+            [("math.sqrt(q.shape[-1])", "math.sqrt(len(q))")]),
+        Row("base-2", "2 is raised to the scores: the exponential is e^x", [("scores.exp_()", "scores.exp2_()")]),
+        Row("scale-after-softmax", "1 / sqrt(D) is a factor of o; it scales the scores, before the softmax",
+            instead="torch.softmax(q @ k.T, dim=-1) @ v / math.sqrt(q.shape[-1])"),
+    ],
+    on_device=True,
+    tol=3e-4,
+    then=_expect_one_matrix,
+)  # fmt: skip
+def frugal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """q, k, v: [N, D] float32. Returns o [N, D]; no two tensors of N × N numbers are alive at a time."""
+    # BEGIN SOLUTION
+    scores = (q / math.sqrt(q.shape[-1])) @ k.T
+    scores -= scores.amax(dim=-1, keepdim=True)
+    scores.exp_()
+    scores /= scores.sum(dim=-1, keepdim=True)
+    return scores @ v
+    # END SOLUTION
 
 
 # ---- 1.4 ------------------------------------------------------------------------------------------------------------
@@ -330,7 +277,7 @@ def _verify_padded(kernel: Any, **options: Any) -> Any:
         "`o.to(o_ptr.dtype.element_ty)`.",
     ],
 )
-def _(scheme_a_kernel: Any) -> str:
+def scheme_a(scheme_a_kernel: Any) -> str:
     kernel = kernel_of(scheme_a_kernel)
     report = _verify_padded(kernel, dtypes=(torch.float16, torch.bfloat16), head_dims=(64, 32))
     compiles(kernel, schemes.kernel_arguments(64, 64, BLOCK_N=64), num_stages=1)
@@ -386,16 +333,10 @@ _POWER = "that is the first power of two that fails: lengths below it are padded
     rows=[
         Row("padding-forgotten", _PADDED, instead="max(0, (limit // (HEAD_DIM * itemsize) - BLOCK_M) // 2) + 1"),
         Row("padding-forgotten", _PADDED, instead="(limit // (HEAD_DIM * itemsize) - BLOCK_M) // 2 + 1"),
-        Row("padding-forgotten", _PADDED, instead="(limit // (HEAD_DIM * itemsize) - BLOCK_M) // 2"),
         Row("first-power-not-first-length", _POWER, [("return runs_up_to + 1", "return block_n")]),
         Row("first-power-not-first-length", _POWER, [("return runs_up_to + 1", "return 2 * runs_up_to or 1")]),
-        Row("first-power-not-first-length", _POWER, [("return runs_up_to + 1", "return block_n + 1")]),
-        Row("last-that-runs", "that is the largest length that runs: the next one is the first that fails",
-            [("return runs_up_to + 1", "return runs_up_to")]),
         Row("nothing-fits", "where not even the smallest tile fits, every length fails, and the first is 1",
             [("return runs_up_to + 1", "return max(16, runs_up_to) + 1")]),
-        Row("nothing-fits", "where not even the smallest tile fits, every length fails, and the first is 1",
-            [("return runs_up_to + 1", "return runs_up_to and runs_up_to + 1")]),
         Row("scores-counted", "a tile of scores is counted: only Q, K and V are kept there",
             [("itemsize <= limit", "itemsize + BLOCK_M * block_n * itemsize <= limit")]),
         Row("padded-to-16", "N is padded to a multiple of 16 there: it is padded to a power of two",
@@ -417,107 +358,81 @@ def first_failing(limit, HEAD_DIM, BLOCK_M, itemsize):
 
 
 FORBIDDEN = {"gather", "sum", "max", "min", "reduce", "dot", "associative_scan", "cumsum", "sort", "histogram"}
+_HALVES = "tl.permute(tl.reshape(x, [ROWS, 2, COLUMNS // 2]), (0, 2, 1))"
+_QUARTERS = "tl.permute(tl.reshape(half, [ROWS, 2, COLUMNS // 4]), (0, 2, 1))"
+_EVEN = "reshaping to [.., COLUMNS // 2, 2] separates even from odd columns; the axis of length 2 has to come first"
 
 
-def _explain_quarters(answers: list[tuple[str, torch.Tensor, torch.Tensor]], x: torch.Tensor) -> None:
-    """Compare the quarters J = 0 to 3; say which quarter stands where another should."""
+def _expect_one_load(kernel: Any) -> None:
+    """CheckFailed where the quarter is not cut out of one load, by reshape, permute and split."""
     __tracebackhide__ = True
-    quarters = [want for _, _, want in answers]
-    rows, columns = x.shape
-
-    def halves(t: torch.Tensor, way: str) -> tuple[torch.Tensor, torch.Tensor]:
-        if way == "interleaved":
-            return t[:, ::2], t[:, 1::2]
-        if way == "rows":  # the flat tile's first and second half
-            first, second = t.reshape(2, rows, -1)
-            return first, second
-        first, second = t.chunk(2, dim=1)
-        return first, second
-
-    mistakes: dict[str, tuple[list[torch.Tensor], str]] = {}
-    for slug, ways, why in (
-        ("interleaved-columns", ("interleaved", "interleaved"), "both times"),
-        ("interleaved-columns-first", ("interleaved", "right"), "in the first cut"),
-        ("interleaved-columns-second", ("right", "interleaved"), "in the second cut"),
-    ):
-        cut = [part for half in halves(x, ways[0]) for part in halves(half, ways[1])]
-        told = (
-            "reshaping to [.., COLUMNS // 2, 2] separates even from odd columns; the axis of length 2 has to come first"
-        )
-        mistakes[slug] = (cut, f"y holds columns that are not neighbours in x, {why}: {told}")
-    for slug, ways in (("rows-cut", ("rows", "right")), ("rows-cut-second", ("right", "rows"))):
-        cut = [part for half in halves(x, ways[0]) for part in halves(half, ways[1])]
-        why = "y holds rows of x, cut in two: in the reshape ROWS comes first, so that the new axis cuts the columns"
-        mistakes[slug] = (cut, why)
-    held = [next((i for i, quarter in enumerate(quarters) if torch.equal(y, quarter)), None) for _, y, _ in answers]
-    if None not in held and held != [0, 1, 2, 3]:
-        slug, why = "another-quarter", "J // 2 says which half, J % 2 which half of that"
-        for known, order, words in (
-            ("left-and-right-swapped", [3, 2, 1, 0], "left and right are swapped, both times"),
-            ("halves-swapped", [2, 3, 0, 1], "tl.split gives the left half first, and J >= 2 is right"),
-            ("quarters-swapped", [1, 0, 3, 2], "the two quarters of each half are swapped"),
-            ("halves-mixed", [0, 2, 1, 3], why),
-            ("always-the-first", [0, 0, 0, 0], "J has no effect"),
-        ):
-            if held == order:
-                slug, why = known, words
-        at = next(j for j in range(4) if held[j] != j)
-        sentence = f"for J = 0, 1, 2, 3 y holds the quarters {', '.join(map(str, held))}: {why}"
-        raise CheckFailed(sentence, diagnosis=slug, case=answers[at][0])
-    expect_all_close(answers, what="y", mistakes=mistakes)
+    called = calls(kernel)
+    for name in sorted(FORBIDDEN & set(called)):
+        said = f"tl.{name} is not allowed here: use reshape, permute and split"
+        raise CheckFailed(said, diagnosis=f"{name}-used")
+    sentence = f"the kernel calls tl.load {called.count('load')} times; it should load x once, and cut what it loaded"
+    expect(called.count("load") == 1, sentence, diagnosis="loaded-again")
 
 
-@exercise(
+def _quarter(rows: int, columns: int, j: int) -> tuple[Any, ...]:
+    x = torch.arange(rows * columns, dtype=torch.float32).reshape(rows, columns)
+    return x, empty(rows, columns // 4), rows, columns, j
+
+
+@kernel_rule(
     "1.6",
     title="A slice without a slice",
     minutes=20,
-    difficulty="Core",
     hints=[
-        "`tl.split` cuts a tensor whose last axis has length 2 into two without that axis. So make such an "
-        "axis: which "
+        "`tl.split` cuts a tensor whose last axis has length 2 into two without that axis. So make such an axis: which "
         "reshape puts the left half at index 0 and the right half at index 1 of a new axis?",
-        "`tl.reshape(x, [ROWS, 2, COLUMNS // 2])` has the halves on axis 1; `tl.permute(..., (0, 2, 1))` "
-        "brings that axis to "
-        "the end. Reshaping to [ROWS, COLUMNS // 2, 2] directly would separate even from odd columns.",
-        "Split once: left and right half. J >= 2 lies in the right half. Split that half again: J % 2 says "
-        "which part. J is "
-        "a constant, so `if` on it is decided by the compiler.",
+        "`tl.reshape(x, [ROWS, 2, COLUMNS // 2])` has the halves on axis 1; `tl.permute(..., (0, 2, 1))` brings that "
+        "axis to the end. Reshaping to [ROWS, COLUMNS // 2, 2] directly would separate even from odd columns.",
+        "Split once: left and right half. J >= 2 lies in the right half. Split that half again: J % 2 says which part. "
+        "J is a constant, so `if` on it is decided by the compiler.",
     ],
-)
-def _(quarter_kernel: Any) -> str:
-    kernel = kernel_of(quarter_kernel)
-    called = calls(kernel)
-    used = sorted(FORBIDDEN & set(called))
-    expect(
-        not used,
-        f"tl.{used[0] if used else ''} is not allowed here: use reshape, permute and split",
-        diagnosis=f"{used[0] if used else ''}-used",
-    )
-    expect(
-        called.count("load") == 1,
-        f"the kernel calls tl.load {called.count('load')} times; it should load x once, and cut what it loaded",
-        diagnosis="loaded-again",
-    )
-    device = runtime.device()
-    for rows, columns in ((16, 64), (32, 16)):
-        x = torch.arange(rows * columns, device=device, dtype=torch.float32).reshape(rows, columns)
-        answers = []
-        for j in range(4):
-            case = f"x [{rows}, {columns}], J={j}"
-            y = torch.full((rows, columns // 4), math.nan, device=device)
-            with in_bounds(case, x=x, y=y) as traffic:
-                kernel[(1,)](x, y, ROWS=rows, COLUMNS=columns, J=j)
-            expect(
-                traffic is None or traffic.read_from["x"] <= x.nbytes,
-                "x is read more than once; load it once, and cut what was loaded",
-                diagnosis="loaded-again",
-                case=case,
-            )
-            answers.append((case, y, x[:, j * columns // 4 : (j + 1) * columns // 4]))
-        _explain_quarters(answers, x)
-    arguments = {"x_ptr": torch.float32, "y_ptr": torch.float32, "ROWS": 64, "COLUMNS": 256, "J": 2}
-    compiles(kernel, arguments, target="sm_120", num_stages=1)
-    return "all four quarters at two sizes; compiled for sm_120"
+    writes="y_ptr",
+    returns="y",
+    inputs={
+        f"x [{rows}, {columns}], J={j}": _quarter(rows, columns, j)
+        for rows, columns in ((16, 64), (32, 16)) for j in range(4)
+    },
+    draw=lambda r: _quarter(r.choice((4, 16)), r.choice((8, 16)), r.randrange(4)),
+    notes={"J < 2": "J // 2 says which half", "J % 2 == 0": "J % 2 says which part of the half", "tl.permute": _EVEN},
+    rows=[
+        Row("interleaved-columns", f"y holds columns that are not neighbours in x: {_EVEN}", [
+            (_HALVES, "tl.reshape(x, [ROWS, COLUMNS // 2, 2])"),
+            (_QUARTERS, "tl.reshape(half, [ROWS, COLUMNS // 4, 2])")]),
+        Row("interleaved-columns", f"y holds columns that are not neighbours in x, in the first cut: {_EVEN}", [
+            (_HALVES, "tl.reshape(x, [ROWS, COLUMNS // 2, 2])")]),
+        Row("interleaved-columns", f"y holds columns that are not neighbours in x, in the second cut: {_EVEN}", [
+            (_QUARTERS, "tl.reshape(half, [ROWS, COLUMNS // 4, 2])")]),
+        Row("halves-mixed", "J // 2 says which half, and J % 2 which half of that: the two are mixed up", [
+            ("if J < 2", "if J % 2 == 0"), ("if J % 2 == 0:\n        quarter", "if J < 2:\n        quarter")]),
+        Row("rows-cut", "y holds rows of x, cut in two: in the reshape ROWS comes first, so that the new axis cuts the "
+            "columns", [("tl.permute(tl.reshape(x, [ROWS, 2, COLUMNS // 2]), (0, 2, 1))",
+                         "tl.permute(tl.reshape(x, [2, ROWS, COLUMNS // 2]), (1, 2, 0))")]),
+    ],
+    then=_expect_one_load,
+)  # fmt: skip
+@triton.jit
+def quarter_kernel(x_ptr, y_ptr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, J: tl.constexpr):
+    """y [ROWS, COLUMNS // 4] = x[:, J * COLUMNS // 4 : (J + 1) * COLUMNS // 4], both contiguous."""
+    rows = tl.arange(0, ROWS)
+    x = tl.load(x_ptr + rows[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :])
+    # BEGIN SOLUTION
+    left, right = tl.split(tl.permute(tl.reshape(x, [ROWS, 2, COLUMNS // 2]), (0, 2, 1)))
+    if J < 2:
+        half = left
+    else:
+        half = right
+    first, second = tl.split(tl.permute(tl.reshape(half, [ROWS, 2, COLUMNS // 4]), (0, 2, 1)))
+    if J % 2 == 0:
+        quarter = first
+    else:
+        quarter = second
+    # END SOLUTION
+    tl.store(y_ptr + rows[:, None] * (COLUMNS // 4) + tl.arange(0, COLUMNS // 4)[None, :], quarter)
 
 
 # ---- 1.7 ------------------------------------------------------------------------------------------------------------
@@ -539,7 +454,7 @@ def _(quarter_kernel: Any) -> str:
         "limit goes with it?",
     ],
 )
-def _(masked_kernel: Any) -> str:
+def masked(masked_kernel: Any) -> str:
     kernel = kernel_of(masked_kernel)
     report = _verify_padded(kernel, head_dims=(64, 32))
     return f"found: {report.verdict}"
@@ -585,7 +500,7 @@ def _expect_two_passes(run: Callable[..., Any]) -> None:
         "scores of rows >= N set to -inf.",
     ],
 )
-def _(two_pass_kernel: Any) -> str:
+def two_passes(two_pass_kernel: Any) -> str:
     kernel = kernel_of(two_pass_kernel)
     run = _one_head(kernel, BLOCK_N=lambda n: 32)
     report = verify_one_head(run, head_dims=(64, 32), max_tile=128)

@@ -5,60 +5,30 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, no_type_check
 
 import torch
 import triton
+import triton.language as tl
 from torch.autograd.profiler_util import EventList, FunctionEventAvg
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from flashlab import runtime
-from flashlab.check import CheckFailed, expect, expect_all_close, expect_close, running
+from flashlab.check import expect, running
 from flashlab.check.lookup import Row
 from flashlab.check.symptoms import watched
 from flashlab.exercises import phase_10_trace as _trace  # noqa: F401  10.9
 from flashlab.exercises.answers import in_words
+from flashlab.exercises.kernel_rule import empty, kernel_rule
 from flashlab.exercises.registry import exercise
-from flashlab.exercises.rule import rule
+from flashlab.exercises.rule import RULES, rule
 from flashlab.exercises.simulated_gpu import SimulatedGpu
-from flashlab.exercises.triton_answers import compiles, explain_undefined, in_bounds, kernel_of
-from flashlab.models.layer import eager_attention
+from flashlab.exercises.tensor_rule import copied, normal, part
 from flashlab.models.rope import rope, rope_table
-
-
-def _random(*shapes: tuple[int, ...], seed: int = 0, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(*shape, generator=generator).to(runtime.device(), dtype) for shape in shapes]
-
-
-def _number(value: Any, what: str, case: str) -> float:
-    """A learner's number as a float; CheckFailed where it is none."""
-    __tracebackhide__ = True
-    expect(value is not None, f"{what} is None: is a `return` missing?", diagnosis="returned-none", case=case)
-    try:
-        if isinstance(value, (str, bytes)):
-            raise TypeError
-        return float(value)
-    except (TypeError, ValueError, RuntimeError):
-        sentence = f"{what} should be a number, and it is {in_words(value, article=True)}"
-        raise CheckFailed(sentence, diagnosis="wrong-type", case=case) from None
-
-
-def _several(value: Any, names: Sequence[str], case: str) -> tuple[Any, ...]:
-    """A learner's tuple; CheckFailed where it has not as many elements as there are names."""
-    __tracebackhide__ = True
-    expect(value is not None, "the function returns None: is a `return` missing?", diagnosis="returned-none", case=case)
-    right = isinstance(value, (tuple, list)) and len(value) == len(names)
-    expect(
-        right,
-        f"({', '.join(names)}) should be returned, and this is {in_words(value, article=True)}",
-        diagnosis="wrong-type", case=case,
-    )  # fmt: skip
-    return tuple(value)
-
+from flashlab.triton_tools.watch import watched as watched_memory
 
 # ---- 10.1 -----------------------------------------------------------------------------------------------------------
 
@@ -113,7 +83,7 @@ def _lines(r: random.Random) -> tuple[Lines, str]:
           ("aten::matmul", 4, 8.0, 368.0), ("aten::mul", 6, 12.0, 12.0)), "parts"),
     ],
     draw=_lines,
-    given=_profile,
+    called=lambda fn, lines, parts: fn(*_profile(lines, parts)),
     shown=lambda rows, parts: "a profile of " + ", ".join(f"{key} {own:.3g} µs" for key, _, own, _ in rows),
     words={"slowest": "the slowest part", "times": "times", "calls": "calls", "row": "row", "part": "part"},
     notes={
@@ -126,8 +96,6 @@ def _lines(r: random.Random) -> tuple[Lines, str]:
             "twice", [("row.self_cpu_time_total", "row.cpu_time_total")]),
         Row("total-times", "share: the part's time is divided by a sum of cpu_time_total, which counts some time twice",
             [("sum(times.values())", "sum(row.cpu_time_total for row in rows)")]),
-        Row("total-times", "share: the part's own time is divided by the largest cpu_time_total of a row: the whole is "
-            "the sum of all own times", [("sum(times.values())", "max(row.cpu_time_total for row in rows)")]),
         Row("times-count", "the times are multiplied by count: a row's time is that of all its calls already",
             [("+ row.self_cpu_time_total", "+ row.self_cpu_time_total * row.count")]),
         Row("one-call", "the times are divided by count: the part with the most time in all its calls is wanted",
@@ -135,36 +103,11 @@ def _lines(r: random.Random) -> tuple[Lines, str]:
         Row("other-left-out", 'operations that `parts` does not have are left out: they are the part "other"',
             [('        part = parts.get(row.key, "other")\n',
               '        if row.key not in parts:\n            continue\n        part = parts[row.key]\n')]),
-        Row("other-left-out", 'the part "other" is never the answer: it is a part like the others',
-            [("max(times, key=times.get)", 'max((p for p in times if p != "other"), key=times.get)')]),
-        Row("other-left-out", "share: the operations that `parts` does not have are missing in the whole",
-            [("sum(times.values())", '(sum(t for p, t in times.items() if p != "other") or 1)')]),
-        Row("one-operation", "of each part only its last operation counts: each replaces the one before, and they add "
-            "up", [("times.get(part, 0.0) + row", "row"), ("calls.get(part, 0) + row", "row")]),
         Row("one-operation", "chosen by the slowest operation: add up the operations of each part first",
             [("max(times, key=times.get)",
               'parts.get(max(rows, key=lambda row: row.self_cpu_time_total).key, "other")')]),
-        Row("one-operation", "of each part only its slowest operation counts: its operations add up",
-            [("times.get(part, 0.0) + row.self_cpu_time_total",
-              "max(times.get(part, 0.0), row.self_cpu_time_total)")]),
-        Row("one-operation", "share: it is that of the part's slowest operation alone: the part has others",
-            [("return slowest, times[slowest]", 'return slowest, max(row.self_cpu_time_total for row in rows if '
-              'parts.get(row.key, "other") == slowest)')]),
-        Row("most-calls", "chosen by the calls: the part with the most time is wanted",
-            [("max(times, key=times.get)", "max(calls, key=calls.get)")]),
         Row("rows-for-calls", "calls: it is how many rows the part has: a row says in `count` how often it was called",
             [("+ row.count", "+ 1")]),
-        Row("all-calls", "calls: it is the calls of the whole profile: those of the part are wanted",
-            [("calls[slowest]", "sum(calls.values())")]),
-        Row("share-of-the-calls", "share: it is the part's share of the calls: its share of the time is wanted",
-            [("times[slowest] / sum(times.values())", "calls[slowest] / sum(calls.values())")]),
-        Row("share-of-the-rest", "share: it is the share of all the other parts",
-            [("times[slowest] / sum(times.values())", "1 - times[slowest] / sum(times.values())")]),
-        Row("part-by-rest", "share: the part's time is divided by that of the others: the whole has the part in it too",
-            [("sum(times.values()),", "((sum(times.values()) - times[slowest]) or 1),")]),
-        Row("time-for-calls", "calls: it is the part's time: how often was it called?",
-            [("calls[slowest]\n", "times[slowest]\n")]),
-        Row("least", "it is the part with the least time", [("max(times", "min(times")]),
     ],
     tol=0.006,  # two decimals will do
 )  # fmt: skip
@@ -183,37 +126,6 @@ def bottleneck(rows, parts):
 
 
 # ---- 10.2 -----------------------------------------------------------------------------------------------------------
-
-
-def _of_a_factor(name: str, share: str) -> list[Row]:
-    """The mistakes of one of the two factors, whose share of the time gets faster."""
-    wrong = {
-        "time-for-factor": (f"1 - {share} + {share} / faster", "is the new time as a share of the old one: it is its "
-                            "inverse"),
-        "share-times-factor": (f"{share} * faster", "is the share times `faster`"),
-        "weighted-mean": (f"1 - {share} + {share} * faster", "is a weighted mean of 1 and `faster`: times add up, "
-                          "factors do not"),
-        "faster": ("faster", "is `faster` itself: all the rest keeps its time"),
-        "time-saved": (f"{share} * (1 - 1 / faster)", "is the share of the time that is saved: the factor is old by "
-                       "new time"),
-        "the-rest-faster": (f"1 / ({share} + (1 - {share}) / faster)", "has everything but attention get faster: it is "
-                            "attention that does"),
-    }  # fmt: skip
-    if name == "step":
-        wrong |= {
-            "factor-in-the-share": ("1 / (1 - layers + layers / faster)", "has the layers get faster as a whole: only "
-                                    "attention does"),
-            "layer-again": ("layer", "is that of the layer: of the step attention has the share attention · layers"),
-            "product-of-factors": ("layer / (1 - layers + layers / faster)", "multiplies two factors: attention is one "
-                                   "share of the step, attention · layers"),
-            "factors-averaged": ("1 - layers + layers * layer", "is a weighted mean of factors: times add up, factors "
-                                 "do not"),
-            "factor-of-a-share": ("layer * layers", "is layer · layers: times add up, factors do not"),
-            "shares-averaged": ("2 / (2 - attention - layers + (attention + layers) / faster)", "has the mean of the "
-                                "two shares: a share of a share is a product"),
-        }  # fmt: skip
-    old = f"1 / (1 - {share} + {share} / faster)"
-    return [Row(slug, f"{name} {said}", [(old, new)]) for slug, (new, said) in wrong.items()]
 
 
 @rule(
@@ -235,17 +147,8 @@ def _of_a_factor(name: str, share: str) -> list[Row]:
     words={"layer": "layer", "step": "step", "limit": "limit"},
     notes={"of_step": "attention has the share attention · layers of the step", "faster": "attention alone is faster"},
     rows=[
-        *_of_a_factor("layer", "attention"), *_of_a_factor("step", "of_step"),
-        Row("time-for-factor", "limit is the time that is left as a share of the old one: the factor is its inverse",
-            [("1 / (1 - of_step) if of_step < 1 else math.inf", "1 - of_step")]),
-        Row("layers-for-the-limit", "limit has the layers take no time at all: only attention does",
-            [("1 / (1 - of_step) if of_step < 1", "1 / (1 - layers) if layers < 1")]),
-        Row("attention-for-the-limit", "limit is that of a layer: of the step attention has attention · layers",
-            [("1 / (1 - of_step) if of_step < 1", "1 / (1 - attention) if attention < 1")]),
         Row("limit-finite", "limit is right but where attention is the whole step: no time is left then, math.inf",
             [("math.inf", "1e9")]),
-        Row("limit-finite", "limit is right but where attention is the whole step: no time is left then, math.inf",
-            [("math.inf", "1e12")]),
     ],
     tol=0.004,  # two decimals will do
 )  # fmt: skip
@@ -262,149 +165,85 @@ def worth(attention, layers, faster):
 
 # ---- 10.3, 10.4: bug hunts on a simulated GPU -----------------------------------------------------------------------
 
-_TIMING = 0.03  # of a time: launches, and reading the clock, cost a little
-Programs = dict[str, dict[str, Any]]
-# (what is wrong, sentence) where a timing function gets it right on a GPU without the first calls' time, or on one
-# whose launches wait.
-_FIRST_CALLS = (
-    "first-calls",
-    "with programs whose first calls take no longer than the others, your function gives the right times: so what the "
-    "first calls take longer is in the time of {name}",
-)
-_NOT_WAITED = (
-    "not-waited-for",
-    "on a GPU whose launches wait for their kernels, your function gives the right times; a launch comes back at once, "
-    "so look at what the GPU still has to do whenever gpu.clock() is read",
-)
-_BOTH = (
-    "first-calls-and-not-waited-for",
-    "two things are wrong: your function gives the right times only if first calls take no longer than the others, and "
-    "launches wait for their kernels",
-)
+Program = tuple[str, "float | tuple[float, ...]", int, tuple[float, ...]]  # name, kernel_ms, kernels, first_calls_ms
+_GPU = SimulatedGpu()
+_OTHER_GPUS = (
+    ("first-calls", SimulatedGpu(warm=True), "what first calls take longer is in the time: with programs whose first "
+     "calls take no longer, your function gives the right times"),
+    ("not-waited-for", SimulatedGpu(blocking=True), "the GPU still has work to do when gpu.clock() is read: on one "
+     "whose launches wait for their kernels, your function gives the right times"),
+    ("first-calls-and-not-waited-for", SimulatedGpu(warm=True, blocking=True), "two things are wrong: it is right only "
+     "if first calls take no longer than the others, and launches wait for their kernels"),
+)  # fmt: skip
 
 
-def _timed(
-    answer: Callable[..., Any], case: str, programs: Programs, options: dict[str, int], *,
-    single: bool, blocking: bool = False, warm: bool = False,
-) -> dict[str, tuple[float, float]]:  # fmt: skip
-    """{name: (time told, right time)} of one case on a GPU of this kind."""
+def _timed(answer: Callable[..., Any], programs: Any, gpu: SimulatedGpu, warmup: int, rounds: int) -> Any:
+    """The time told of one program, or (time,) for each of several, on a new GPU like `gpu`."""
     __tracebackhide__ = True
-    gpu = SimulatedGpu(blocking=blocking, warm=warm)
-    runs = {name: gpu.program(name, **how) for name, how in programs.items()}
-    with running(case):
-        given = answer(next(iter(runs.values())) if single else dict(runs), gpu, **options)
-    if watched() is None and gpu.readings == 0 and given is not None:
-        sentence = "gpu.clock() is never read: other clocks do not know what the simulated GPU does"
-        raise CheckFailed(sentence, diagnosis="clock-not-read", case=case)
-    if single:
-        given = {next(iter(runs)): given}
-    expect(given is not None, "the function returns None: is a `return` missing?", diagnosis="returned-none", case=case)
+    gpu = SimulatedGpu(blocking=gpu.blocking, warm=gpu.warm)
+    alone = isinstance(programs[0], str)
+    runs = {name: gpu.program(name, kernel_ms=ms, kernels=count, first_calls_ms=first)
+            for name, ms, count, first in ([programs] if alone else programs)}  # fmt: skip
+    times = answer(*runs.values() if alone else [dict(runs)], gpu, warmup, rounds)
     expect(
-        isinstance(given, dict) and set(given) == set(runs),
-        f"{{name: time}} for each of {', '.join(runs)} should be returned, and this is "
-        + (
-            f"a dict of {', '.join(map(repr, list(given)[:4]))}"
-            if isinstance(given, dict) and all(isinstance(x, (str, int)) for x in given)
-            else in_words(given, article=True)
-        ),
-        diagnosis="wrong-type", case=case,
-    )  # fmt: skip
-    steady = {n: gpu.steady_ms(how["kernel_ms"], how.get("kernels", 1)) for n, how in programs.items()}
-    return {n: (_number(given[n], f"the time of {n}" if not single else "the time", case), steady[n]) for n in runs}
+        watched() is not None or gpu.readings > 0 or times is None,
+        "gpu.clock() is never read: other clocks do not know what the simulated GPU does",
+        diagnosis="clock-not-read",
+    )
+    if alone or times is None:
+        return times
+    right = isinstance(times, dict) and set(times) == set(runs)
+    right = right and not any(isinstance(x, str) or not hasattr(x, "__float__") for x in times.values())
+    words = f"a dict with the keys {', '.join(map(repr, list(times)[:4]))}" if isinstance(times, dict) else ""
+    words = words or in_words(times, article=True)
+    expect(
+        right,
+        f"{{name: time}} for each of {', '.join(runs)} should be returned, and this is {words}",
+        diagnosis="wrong-type",
+    )
+    return [(times[name],) for name in runs]
 
 
-def _expect_times(answer: Callable[..., Any], cases: Mapping[str, tuple[Programs, dict]], *, single: bool) -> None:
-    """CheckFailed unless every time is right; the reason is found by trying the same on other kinds of GPU."""
-    __tracebackhide__ = True
+def _on_other_gpus(id: str) -> Callable[[Callable[..., Any]], tuple[str, str] | None]:
+    """On which kind of GPU an answer would be right."""
 
-    def times(**world: bool) -> dict[tuple[str, str], tuple[float, float]]:
-        return {
-            (case, name): both
-            for case, (programs, options) in cases.items()
-            for name, both in _timed(answer, case, programs, options, single=single, **world).items()
-        }
+    def symptom(answer: Callable[..., Any]) -> tuple[str, str] | None:
+        it = RULES[id]
+        for slug, gpu, why in _OTHER_GPUS:
+            steady = [x for x in it.tried if not (isinstance(x[0][0], str) and isinstance(x[0][1], tuple))]
+            inputs = [(programs, gpu, *counts) for programs, _, *counts in steady]
+            if it.index.same_outcome(it.index.run(answer, inputs), it.index.run(it.fn, inputs)):
+                return slug, why
+        return None
 
-    def is_right(got: float, want: float) -> bool:
-        return abs(got - want) <= _TIMING * want
-
-    seen = times()
-    if watched() is None and not all(is_right(*both) for both in seen.values()):
-        case, name = next(at for at, both in seen.items() if not is_right(*both))
-        for world, (slug, why) in (
-            ({"warm": True}, _FIRST_CALLS), ({"blocking": True}, _NOT_WAITED),
-            ({"warm": True, "blocking": True}, _BOTH),
-        ):  # fmt: skip
-            if all(is_right(*both) for both in times(**world).values()):
-                raise CheckFailed(why.format(name=name), diagnosis=slug, case=case)
-        _explain_arithmetic(times(warm=True, blocking=True), cases)
-    for (case, name), (got, want) in seen.items():
-        what = "the time of a call" if single else f"the time of {name}"
-        expect_close(got, want, what=f"{what} in milliseconds", case=case, tol=_TIMING * want)
+    return symptom
 
 
-def _explain_arithmetic(
-    seen: Mapping[tuple[str, str], tuple[float, float]], cases: Mapping[str, tuple[Programs, dict]]
-) -> None:
-    """CheckFailed if every time is wrong by a known factor, where neither first calls nor waiting matter."""
-    __tracebackhide__ = True
-    factors: dict[str, tuple[Callable[[int, int], float], str]] = {
-        "sum-for-mean": (
-            lambda r, w: r,
-            "each time is `rounds` times too large: that is all the rounds together",
-        ),
-        "seconds": (lambda r, w: 0.001, "the times are 1000 times too small: gpu.clock() is in milliseconds already"),
-        "microseconds": (lambda r, w: 1000, "the times are 1000 times too large: gpu.clock() is in milliseconds"),
-        "warmup-divided": (
-            lambda r, w: r / (r + w),
-            "the time of the rounds is divided by the rounds and the warm-up together",
-        ),
-        "warmup-in-the-time": (
-            lambda r, w: (r + w) / r,
-            "the warm-up is in the time, which is divided by the rounds alone: read the clock after the warm-up",
-        ),
-        "warmup-for-rounds": (lambda r, w: r / w, "the time is divided by `warmup`; it is that of `rounds` calls"),
-        "rounds-too-small": (
-            lambda r, w: 1 / r,
-            "each time is `rounds` times too small: how many calls are timed, and what is it divided by?",
-        ),
-        "one-start": (
-            lambda r, w: (r + 1) / 2,
-            "each time is (rounds + 1) / 2 times too large, as if every round were timed from the first one's start",
-        ),
-        "a-round-not-run": (lambda r, w: (r - 1) / r, "the time of rounds - 1 calls is divided by rounds"),
-        "one-round-less": (lambda r, w: r / (r - 1) if r > 1 else math.nan, "the time is divided by rounds - 1"),
-        "one-round-more": (lambda r, w: r / (r + 1), "the time is divided by rounds + 1"),
-        "negative": (lambda r, w: -1, "the times are negative: the later reading minus the earlier one"),
-    }
-    for slug, (factor, why) in factors.items():
-        expected = [
-            factor(cases[case][1].get("rounds", 20), cases[case][1].get("warmup", 10)) * want
-            for (case, _), (_, want) in seen.items()
-        ]
-        if all(abs(got - x) <= _TIMING * abs(x) for (got, _), x in zip(seen.values(), expected, strict=True)):
-            case, _ = next(iter(seen))
-            raise CheckFailed(why, diagnosis=slug, case=case)
-    if all(abs(got) < 1e-4 * want for got, want in seen.values()):
-        case, _ = next(iter(seen))
-        sentence = "the times are nearly 0: nothing runs between the two readings of the clock"
-        raise CheckFailed(sentence, diagnosis="nothing-timed", case=case)
-    sums: dict[str, float] = {}
-    for (case, _), (_, want) in seen.items():
-        sums[case] = sums.get(case, 0.0) + want
-    if max(len(programs) for programs, _ in cases.values()) > 1 and all(
-        abs(got - sums[case]) <= _TIMING * sums[case] for (case, _), (got, _) in seen.items()
-    ):
-        case = next(case for case, (programs, _) in cases.items() if len(programs) > 1)
-        sentence = "each function is given the time of all of them: read the clock before and after each"
-        raise CheckFailed(sentence, diagnosis="all-together", case=case)
+def _programs(programs: Any, gpu: SimulatedGpu, warmup: int, rounds: int) -> str:
+    of = [programs] if isinstance(programs[0], str) else programs
+    listed = [f"{count} kernels of {ms} ms" if count > 1 else f"a kernel of {ms} ms" for _, ms, count, _ in of]
+    return f"{', '.join(listed)}; warmup={warmup}, rounds={rounds}"
 
 
-@exercise(
+def _program(r: random.Random, name: str = "run") -> Program:
+    first = tuple(r.choice((20.0, 80.0, 300.0)) for _ in range(r.randint(1, 4)))
+    return (name, *r.choice(((2.0, 1), (1.0, 1), (0.4, 4), (0.05, 30), (8.0, 1))), first)
+
+
+_EAGER, _FLASH = ("eager", 8.0, 1, (40.0,)), ("flash", 1.0, 1, (300.0, 80.0, 20.0))
+_COMPILED = ("compiled", 0.05, 30, (900.0, 200.0, 60.0))
+
+
+@rule(
     "10.3",
     title="The first one wins",
     minutes=15,
     difficulty="Bug hunt",
-    untouched="829079d2aa27",
+    bug=Row("first-calls", "only the first function is warmed up: the first calls of the others are in their times", [
+        ("    times = {}\n    for name, run in runs.items():\n        for _ in range(warmup):\n            run()\n"
+         "        gpu.synchronize()\n",
+         "    first = next(iter(runs.values()))\n    for _ in range(warmup):\n        first()\n    gpu.synchronize()\n"
+         "    times = {}\n    for name, run in runs.items():\n")]),
     history="a common mistake: a benchmark warms up the GPU, or the first of its peers, and the others carry the time "
     "of their compilation",
     hints=[
@@ -412,68 +251,81 @@ def _explain_arithmetic(
         "What do the first calls of a function cost, and when does each of them happen?",
         "Warm up each function, and wait for the GPU, before the clock is read for it.",
     ],
-)
-def _(compare: Callable[..., dict]) -> str:
-    eager = {"kernel_ms": 8.0, "first_calls_ms": (40.0,)}
-    flash = {"kernel_ms": 1.0, "first_calls_ms": (300.0, 80.0, 20.0)}
-    graph = {"kernel_ms": 0.05, "kernels": 30, "first_calls_ms": (900.0, 200.0, 60.0)}
-    cases: dict[str, tuple[Programs, dict]] = {
-        "one function": ({"flash": flash}, {"warmup": 10, "rounds": 20}),
-        "eager, flash": ({"eager": eager, "flash": flash}, {"warmup": 10, "rounds": 20}),
-        "flash, eager": ({"flash": flash, "eager": eager}, {"warmup": 10, "rounds": 20}),
-        "three functions, 3 rounds": ({"eager": eager, "compiled": graph, "flash": flash}, {"warmup": 4, "rounds": 3}),
-        "two functions with the same kernel": ({"a": flash, "b": dict(flash)}, {"warmup": 5, "rounds": 7}),
-    }
-    _expect_times(compare, cases, single=False)
-    return f"{len(cases)} lists, in any order"
+    returns="the time",
+    each="function",
+    item=float,
+    inputs=[
+        ((_EAGER, _FLASH), _GPU, 10, 20), ((_FLASH, _EAGER), _GPU, 10, 20), ((_EAGER, _COMPILED, _FLASH), _GPU, 4, 3),
+        ((_FLASH,), _GPU, 10, 20), ((("a", *_FLASH[1:]), ("b", *_FLASH[1:])), _GPU, 5, 7),
+        ((_FLASH, _EAGER), _GPU, 3, 1),
+    ],
+    draw=lambda r: (
+        tuple(_program(r, name) for name in "abc"[: r.randint(1, 3)]), _GPU, r.randint(4, 9), r.randint(1, 9)),
+    called=_timed,
+    shown=_programs,
+    symptom=_on_other_gpus("10.3"),
+    notes={"rounds": "the time is that of `rounds` calls", "gpu": "a launch comes back at once"},
+    tol=0.04,
+    trials=60,
+)  # fmt: skip
+@no_type_check
+def compare(runs, gpu, warmup=10, rounds=20):
+    """{name: milliseconds of one call}, for the functions of `runs`, {name: function without arguments}."""
+    times = {}
+    for name, run in runs.items():
+        for _ in range(warmup):
+            run()
+        gpu.synchronize()
+        start = gpu.clock()
+        for _ in range(rounds):
+            run()
+        gpu.synchronize()
+        times[name] = (gpu.clock() - start) / rounds
+    return times
 
 
-@exercise(
+@rule(
     "10.4",
     title="Two milliseconds in five microseconds",
     minutes=15,
     difficulty="Bug hunt",
-    untouched="9f419c915389",
+    bug=Row("not-waited-for", "the clock's second reading does not wait for the GPU: a launch comes back at once", [
+        ("        gpu.synchronize()\n        samples.append(gpu.clock() - start)\n",
+         "        samples.append(gpu.clock() - start)\n    gpu.synchronize()\n")]),
     history="a common mistake; PyTorch's notes on CUDA semantics warn of it, under asynchronous execution",
     hints=[
         "Who is working while the clock is read, the CPU or the GPU? What does the CPU do in run()?",
         "A launch takes 0.005 ms and comes back. Up to 1024 launches may be under way; the next one waits for a place.",
         "Between run() and the second reading of the clock the GPU has to end its work: gpu.synchronize().",
     ],
-)
-def _(milliseconds: Callable[..., float]) -> str:
-    small = {"kernel_ms": 0.05, "kernels": 300, "first_calls_ms": (50.0,)}
-    cases: dict[str, tuple[Programs, dict]] = {
-        "a kernel of 2 ms": ({"run": {"kernel_ms": 2.0, "first_calls_ms": (200.0,)}}, {"warmup": 5, "rounds": 20}),
-        "a step of 300 kernels of 0.05 ms, 20 rounds": ({"run": small}, {"warmup": 5, "rounds": 20}),
-        "the same step, 3 rounds": ({"run": small}, {"warmup": 2, "rounds": 3}),
-        "4 kernels of 0.4 ms": (
-            {"run": {"kernel_ms": 0.4, "kernels": 4, "first_calls_ms": (100.0, 30.0)}}, {"warmup": 4, "rounds": 5},
-        ),
-        "100 kernels of 0.001 ms, each shorter than its launch": (
-            {"run": {"kernel_ms": 0.001, "kernels": 100}}, {"warmup": 3, "rounds": 9},
-        ),
-    }  # fmt: skip
-    _expect_times(milliseconds, cases, single=True)
-    _expect_median(milliseconds)
-    return f"{len(cases) + 1} programs"
-
-
-def _expect_median(milliseconds: Callable[..., float]) -> None:
-    """CheckFailed unless a program whose calls differ is given the median of its times."""
-    __tracebackhide__ = True
-    calls = (2.0, 1.6, 2.0, 9.0)
-    case = "a kernel whose calls take 2, 1.6, 2 and 9 ms in turn, 20 rounds"
-    options = {"warmup": 4, "rounds": 20}
-    ((got, want),) = _timed(milliseconds, case, {"run": {"kernel_ms": calls}}, options, single=True).values()
-    others = {"mean": statistics.mean(calls), "smallest": min(calls), "largest": max(calls)}
-    for name, value in others.items():
-        expect(
-            abs(got - value) > _TIMING * value,
-            f"{got:.3g} ms is returned, the {name} of the calls' times; their median is {want:g}",
-            diagnosis="not-the-median", case=case,
-        )  # fmt: skip
-    expect_close(got, want, what="the time of a call in milliseconds", case=case, tol=_TIMING * want)
+    returns="the time",
+    inputs=[
+        (("run", 2.0, 1, (200.0,)), _GPU, 5, 20), (("run", 0.05, 300, (50.0,)), _GPU, 5, 20),
+        (("run", 0.05, 300, (50.0,)), _GPU, 2, 3), (("run", 0.4, 4, (100.0, 30.0)), _GPU, 4, 5),
+        (("run", 0.001, 100, ()), _GPU, 3, 9), (("run", 2.0, 1, (200.0, 150.0, 100.0, 80.0)), _GPU, 4, 2),
+        (("run", (2.0, 1.6, 2.0, 9.0), 1, ()), _GPU, 4, 20),
+    ],
+    draw=lambda r: (_program(r), _GPU, r.randint(4, 9), r.randint(1, 9)),
+    called=_timed,
+    shown=_programs,
+    symptom=_on_other_gpus("10.4"),
+    notes={"statistics.median": "it is the median of the calls' times"},
+    tol=0.04,
+    trials=60,
+)  # fmt: skip
+@no_type_check
+def milliseconds(run, gpu, warmup=5, rounds=20):
+    """Milliseconds of one call of `run` in the long run: the median of `rounds` calls."""
+    for _ in range(warmup):
+        run()
+    gpu.synchronize()
+    samples = []
+    for _ in range(rounds):
+        start = gpu.clock()
+        run()
+        gpu.synchronize()
+        samples.append(gpu.clock() - start)
+    return statistics.median(samples)
 
 
 # ---- 10.5 -----------------------------------------------------------------------------------------------------------
@@ -546,12 +398,6 @@ _PER_BATCH = "depth * batch * seq_len"
     rows=[
         Row("mask-for-each-head", "activations: the mask counts for each batch and head: there is one for all",
             [("+ seq_len * seq_len", "+ P")]),
-        Row("mask-in-numbers", "activations: the mask counts 4 bytes for each pair: it is one byte",
-            [("+ seq_len * seq_len", "+ 4 * seq_len * seq_len")]),
-        Row("not-repeated", "activations: the original repeats K and V for every query head",
-            [("(x + q + q + q + P + q)", "(x + q + kv + kv + P + q)")]),
-        Row("all-heads", "parameters and gradients and optimizer: keys and values are projected to `heads` heads: "
-            "there are `kv_heads` of each", [("2 * heads + 2 * kv_heads", "4 * heads")]),
     ],
 )  # fmt: skip
 def training_bytes(width, depth, heads, kv_heads, hidden, vocabulary, batch, seq_len, flash):
@@ -576,143 +422,38 @@ def training_bytes(width, depth, heads, kv_heads, hidden, vocabulary, batch, seq
 
 # ---- 10.6 -----------------------------------------------------------------------------------------------------------
 
-_TURN = (
-    "X_ptr", "Y_ptr", "COS_ptr", "SIN_ptr", "stride_xb", "stride_xh", "stride_xm", "stride_xd",
-    "stride_yb", "stride_yh", "stride_ym", "stride_yd", "heads", "M", "offset", "HALF", "BLOCK_M",
-)  # fmt: skip
 
-
-def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, offset: int, mistake: str = "") -> torch.Tensor:
-    """`rope` in float64, with a mistake or none. x: [batch, heads, M, 2 HALF]."""
+def _turn(x: torch.Tensor, y: torch.Tensor, offset: int, spare: int = 0) -> tuple[Any, ...]:
+    """The kernel's arguments; tables end with the last position, or some positions later."""
     M, half = x.shape[2], x.shape[3] // 2
-    rows = torch.arange(M, device=x.device)
-    position = rows + offset
-    if mistake == "offset-forgotten":
-        position = rows
-    elif mistake == "offset-subtracted":
-        position = (rows - offset).clamp(min=0)
-    elif mistake == "first-position":
-        position = torch.full_like(rows, offset)
-    elif mistake == "block-start-forgotten":
-        position = rows % 16 + offset
-    elif mistake == "one-position-on":
-        position = (position + 1).clamp(max=len(cos) - 1)
-    c, s = cos.double()[position], sin.double()[position]
-    if mistake == "table-stride":
-        flat = torch.arange(half, device=x.device) + position[:, None] * 2 * half
-        c, s = (t.double().flatten()[flat.clamp(max=t.numel() - 1)] for t in (cos, sin))
-    elif mistake == "cos-and-sin-exchanged":
-        c, s = s, c
-    elif mistake == "first-angle":
-        c, s = c[:, :1], s[:, :1]
-    elif mistake == "angle-negative":
-        s = -s
-    x1, x2 = x.double().chunk(2, -1)
-    if mistake == "neighbours":
-        x1, x2 = x.double()[..., ::2], x.double()[..., 1::2]
-    elif mistake == "halves-exchanged":
-        x1, x2 = x2, x1
-    y1, y2 = x1 * c - x2 * s, x1 * s + x2 * c
-    if mistake == "both-minus":
-        y2 = x1 * s - x2 * c
-    elif mistake == "both-plus":
-        y1 = x1 * c + x2 * s
-    elif mistake == "second-half-unturned":
-        y2 = x2
-    elif mistake == "first-half-unturned":
-        y1 = x1
-    elif mistake == "second-from-the-first":
-        y2 = y1 * s + x2 * c
-    elif mistake == "own-half-only":
-        y1, y2 = x1 * c, x2 * c
-    elif mistake == "sin-for-both":
-        y1, y2 = x1 * c - x2 * s, x1 * c + x2 * s
-    elif mistake == "second-is-the-first":
-        y2 = y1
-    elif mistake == "results-exchanged":
-        y1, y2 = y2, y1
-    elif mistake == "not-turned":
-        y1, y2 = x1, x2
-    if mistake == "neighbours":
-        return torch.stack((y1, y2), -1).flatten(-2)
-    return torch.cat((y1, y2), -1)
+    return x, y, *rope_table(M + offset + spare, 2 * half), *x.stride(), *y.stride(), x.shape[1], M, offset, half, 16
 
 
-_TURN_MISTAKES = {
-    "not-turned": "Y is X: nothing is turned",
-    "angle-negative": "every pair is turned by the negative angle: look at the signs before sin",
-    "neighbours": "neighbouring numbers are paired, as in the paper; here pair i is x[i] and x[i + HALF]",
-    "both-minus": "y2 has a minus: it is x1 sin + x2 cos",
-    "both-plus": "y1 has a plus: it is x1 cos - x2 sin",
-    "second-from-the-first": "y2 is computed from y1; it needs the x1 that was loaded",
-    "second-half-unturned": "the second half of each row is as it was",
-    "first-half-unturned": "the first half of each row is as it was",
-    "cos-and-sin-exchanged": "cos and sin are exchanged",
-    "sin-for-both": "y2 is x1 cos + x2 sin; it is x1 sin + x2 cos",
-    "second-is-the-first": "y2 is x1 cos - x2 sin, as y1 is; it is x1 sin + x2 cos",
-    "first-angle": "every pair is turned by the angle of pair 0",
-    "own-half-only": "each number is multiplied by cos, and the other of its pair is missing",
-    "results-exchanged": "y1 is stored where y2 belongs, and y2 where y1 does",
-    "halves-exchanged": "x1 is taken from the second half of the row, and x2 from the first",
-    "offset-forgotten": "offset is ignored: row m stands at position offset + m",
-    "offset-subtracted": "offset is subtracted; row m stands at position offset + m",
-    "first-position": "every row is turned as the first one is: its position has to move with the row",
-    "block-start-forgotten": "right in the first BLOCK_M rows: after them the angles begin again at the block's start",
-    "one-position-on": "every row is turned as if it stood one position further on",
-    "table-stride": "the tables are read with rows of 2 · HALF numbers; they have HALF",
-}
+def _vectors(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return normal(random.Random(seed), *shape, dtype=dtype)
 
 
-def _layouts(x: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """x and a tensor of its shape to write to, with strides of three kinds."""
-    return {
-        "contiguous": (x, torch.empty_like(x)),
-        "[batch, M, heads, D] in memory": (
-            x.transpose(1, 2).contiguous().transpose(1, 2), torch.empty_like(x).transpose(-1, -2).contiguous().mT,
-        ),
-        "every second column of a wider tensor": (
-            torch.stack([x, torch.full_like(x, math.nan)], -1).flatten(-2)[..., ::2],
-            torch.empty_like(x.transpose(0, 1).contiguous()).transpose(0, 1),
-        ),
-    }  # fmt: skip
+_X, _HALF = _vectors(2, 3, 20, 16), _vectors(1, 2, 33, 64, dtype=torch.float16)
+_WIDE = torch.stack([_X, torch.full_like(_X, math.nan)], -1).flatten(-2)[..., ::2]
+_OWN_STRIDES = "X and Y have strides of their own, a tensor and an axis each"
 
 
-def _turn(
-    kernel: Any,
-    case: str,
-    source: torch.Tensor,
-    target: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    offset: int,
-) -> None:
-    """CheckFailed unless the kernel fills all of `target` and nothing else."""
+def _read_once(kernel: Any) -> None:
+    """CheckFailed where it reads a number of X more often than once."""
     __tracebackhide__ = True
-    batch, heads, M, width = source.shape
-    target.fill_(math.nan)
-    before = source.clone()
-    with in_bounds(case, X=source, Y=target, COS=cos, SIN=sin) as traffic:
-        kernel[(triton.cdiv(M, 16), batch * heads)](
-            source, target, cos, sin, *source.stride(), *target.stride(), heads, M, offset,
-            HALF=width // 2, BLOCK_M=16,
-        )  # fmt: skip
-    same = torch.equal(before, source)
-    expect(same, "X was overwritten: load from X, store to Y", diagnosis="input-modified", case=case)
-    explain_undefined(traffic, target, case)
-    missing = int(target.isnan().sum())
-    expect(
-        not missing,
-        "nothing is ever stored to Y" if missing == target.numel()
-        else f"{missing} of {target.numel()} numbers of Y are never stored",
-        diagnosis="never-written", case=case,
-    )  # fmt: skip
+    it = RULES["10.6"]
+    given = {name: copied(x, True) for name, x in zip(it.params, it.inputs[0], strict=True)}
+    with watched_memory() as traffic:
+        kernel[(it.programs(**given),)](*given.values())  # type: ignore[attr-defined]
+    read = traffic.read_from["X_ptr"] / (given["X_ptr"].numel() * given["X_ptr"].element_size())
+    sentence = f"each number of X is read {read:g} times: load x1 and x2 once, and use both for y1 and for y2"
+    expect(read <= 1, sentence, diagnosis="read-twice")
 
 
-@exercise(
+@kernel_rule(
     "10.6",
     title="Rotary embedding in one kernel",
     minutes=30,
-    difficulty="Core",
     hints=[
         "Five tiles of [BLOCK_M, HALF]: cos, sin, x1, x2, and the mask that says which rows there are.",
         "An address of X: X_ptr + batch * stride_xb + head * stride_xh + rows[:, None] * stride_xm + pairs[None, :] * "
@@ -720,117 +461,69 @@ def _turn(
         "Load x1 and x2 with mask=rows[:, None] < M, other=0.0 and .to(tl.float32). Store with the same mask, "
         "(x1 * cos - x2 * sin).to(Y_ptr.dtype.element_ty) and (x1 * sin + x2 * cos) HALF * stride_yd further on.",
     ],
-)
-def _(turn_kernel: Any) -> str:
-    kernel = kernel_of(turn_kernel, _TURN)
-    shapes = (
-        (1, 1, 16, 8, 0, torch.float32), (2, 3, 37, 16, 5, torch.float32), (1, 4, 20, 32, 40, torch.float32),
-        (2, 2, 33, 16, 3, torch.float16),
-    )  # fmt: skip
-    answers, inputs = [], []
-    for batch, heads, M, half, offset, dtype in shapes:
-        cos, sin = rope_table(2 * (M + offset) + 3, 2 * half, device=runtime.device())
-        (x,) = _random((batch, heads, M, 2 * half), seed=M, dtype=dtype)
-        for words, (source, target) in _layouts(x).items():
-            case = (
-                f"batch {batch}, {heads} heads, {M} rows, HALF={half}, offset {offset}, "
-                f"{str(dtype).removeprefix('torch.')}, {words}"
-            )
-            _turn(kernel, case, source, target, cos, sin, offset)
-            answers.append((case, target, _turned(source, cos, sin, offset)))
-            inputs.append((source, cos, sin, offset))
-
-    def models(which: slice) -> dict[str, tuple[list[torch.Tensor], str]]:
-        return {s: ([_turned(*one, s) for one in inputs[which]], why) for s, why in _TURN_MISTAKES.items()}
-
-    exact = sum(case.find("float32") > 0 for case, *_ in answers)
-    off = [case for case, got, want in answers[:exact] if (got.double() - want).abs().max().item() > 3e-6]
-    expect(
-        not off or any(case.endswith(", contiguous") for case in off),
-        "right where X and Y are contiguous, wrong where they are not: which strides are used, and which are taken for "
-        "granted?",
-        diagnosis="contiguous-only", case=off[0] if off else None,
-    )  # fmt: skip
-    try:
-        expect_all_close(answers[:exact], what="Y", mistakes=lambda: models(slice(exact)), tol=3e-6)
-    except CheckFailed as failed:
-        failed.explain = failed.explain or (lambda: _explain_turn(kernel))
-        raise
-    for case, got, want in answers[exact:]:
-        rounding = (want.half().double() - want).abs().max().item()
-        expect(
-            (got.double() - want).abs().max().item() <= 1.3 * rounding or watched() is not None,
-            "the values of float16 rows are right to fewer digits than one rounding leaves: is everything computed in "
-            "float32, and rounded when it is stored?",
-            diagnosis="low-precision", case=case,
-        )  # fmt: skip
-    pointers = {"X_ptr": torch.float16, "Y_ptr": torch.float16, "COS_ptr": torch.float32, "SIN_ptr": torch.float32}
-    strides = {name: 64 for name in _TURN if name.startswith("stride_")} | {"stride_xd": 1, "stride_yd": 1}
-    compiles(kernel, pointers | strides | {"heads": 4, "M": 100, "offset": 3, "HALF": 32, "BLOCK_M": 16})
-    return f"{len(answers)} tensors, and it compiles"
-
-
-def _explain_turn(kernel: Any) -> tuple[str, str] | None:
-    """What of X, and what of the tables, reaches a number of Y: known tables first, then X of ones."""
-    batch, heads, M, half, offset = 2, 3, 20, 8, 4
-    shape, positions = (batch, heads, M, 2 * half), 3 * (M + offset) + 3
-    # From 1 to 2, so that no sum or difference of two of them is a third.
-    numbers = torch.linspace(1, 2, math.prod(shape), device=runtime.device()).view(shape)
-    ones, zeros = (torch.full((positions, half), float(x), device=numbers.device) for x in (1, 0))
-    table = torch.linspace(1, 2, positions * half, device=numbers.device).view(positions, half)
-
-    def run(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        y = torch.full(shape, math.nan, device=x.device)
-        x = x.contiguous()
-        kernel[(triton.cdiv(M, 16), batch * heads)](
-            x, y, cos, sin, *x.stride(), *y.stride(), heads, M, offset, HALF=half, BLOCK_M=16
-        )
-        return y
-
-    def place(value: float, of: Sequence[int]) -> list[int] | None:
-        at = (abs(value) - 1) * (math.prod(of) - 1)
-        if abs(at - round(at)) > 0.01 or not 0 <= round(at) < math.prod(of):
-            return None
-        at = round(at)
-        return [int(i) for i in torch.unravel_index(torch.tensor(at), tuple(of))]
-
-    x1, x2 = numbers.chunk(2, -1)
-    for words, cos, sin, want in (
-        ("where every cosine is 1 and every sine 0", ones, zeros, numbers),
-        ("where every cosine is 0 and every sine 1", zeros, ones, torch.cat((-x2, x1), -1)),
-    ):
-        y = run(numbers, cos, sin)
-        if (at := _first_off(y, want)) is None:
-            continue
-        mine, right = y[tuple(at)].item(), place(want[tuple(at)].item(), shape)
-        held, sign = place(mine, shape), "-" if mine < 0 else ""
-        wanted = f"{'-' if want[tuple(at)] < 0 else ''}X{right}"
-        if mine == 0:
-            return "wrong-place", f"Y{at} is 0 {words}; it should be {wanted}"
-        if held is None:
-            pair = [x[tuple(at[:-1] + [at[-1] % half])].item() for x in (x1, x2)]
-            sums = {"x1 + x2": sum(pair), "x1 - x2": pair[0] - pair[1], "x2 - x1": pair[1] - pair[0]}
-            said = next((name for name, x in sums.items() if abs(mine - x) < 1e-5), "no single number of X")
-            return "wrong-terms", f"Y{at} is {said} {words}; it should be {wanted}"
-        return "wrong-place", f"Y{at} is {sign}X{held} {words}; it should be {wanted}"
-    for name, cos, sin in (("COS", table, zeros), ("SIN", zeros, table)):
-        position = torch.arange(M, device=table.device) + offset
-        half_turned = table[position].expand(batch, heads, M, half)
-        first, second = (half_turned, half_turned) if name == "COS" else (-half_turned, half_turned)
-        want = torch.cat((first, second), -1)
-        y = run(torch.ones(shape, device=table.device), cos, sin)
-        if (at := _first_off(y, want)) is None:
-            continue
-        held, right = place(y[tuple(at)].item(), table.shape), place(want[tuple(at)].item(), table.shape)
-        if held is None:
-            return "wrong-angle", f"Y{at} takes no number of {name} as it is; it should take {name}{right}"
-        return "wrong-angle", f"Y{at} takes {name}{held} of the table; it should take {name}{right}"
-    return None
-
-
-def _first_off(y: torch.Tensor, want: torch.Tensor) -> list[int] | None:
-    off = ((y - want).abs() > 1e-5).nonzero() if bool(y.isfinite().all()) else (~y.isfinite()).nonzero()
-    return off[0].tolist() if len(off) else None
+    writes="Y_ptr",
+    returns="Y",
+    programs=lambda X_ptr, heads, M, BLOCK_M, **_: -(-M // BLOCK_M) * heads * X_ptr.shape[0],
+    inputs={
+        "contiguous, 20 rows, offset 5": _turn(_X, empty(2, 3, 20, 16), 5, spare=40),
+        "tables that end with the last row": _turn(_X, empty(2, 3, 20, 16, gap=3), 5),
+        "[batch, M, heads, D] in memory": _turn(
+            _X.transpose(1, 2).contiguous().transpose(1, 2), empty(2, 3, 16, 20).mT, 40),
+        "every second column of a wider tensor": _turn(_WIDE, empty(3, 2, 20, 16).transpose(0, 1), 0),
+        "a whole number of blocks": _turn(_vectors(1, 1, 16, 16), empty(1, 1, 16, 16), 0),
+        "2 heads, 31 rows": _turn(_vectors(2, 2, 31, 16), empty(2, 2, 31, 16), 0),
+        "HALF=32, float16": _turn(_HALF, empty(1, 2, 33, 64, dtype=torch.float16), 3),
+        "X in float16, Y in float32": _turn(_HALF, empty(1, 2, 33, 64), 3),
+    },
+    draw=lambda r: (lambda x: _turn(x, empty(*x.shape), r.randint(0, 9)))(
+        _vectors(r.randint(1, 2), r.randint(1, 4), r.randint(1, 40), 16)),
+    notes={
+        **dict.fromkeys(("stride_xb", "stride_xh", "stride_xm", "stride_xd", "stride_yb", "stride_yh", "stride_ym",
+                         "stride_yd"), _OWN_STRIDES),
+        "offset": "row m stands at position offset + m", "HALF": "the tables have rows of HALF numbers",
+        "tl.float32": "compute in float32, and round once", "x1 * cos - x2 * sin": "y1 is x1 cos - x2 sin",
+        "x1 * sin + x2 * cos": "y2 is x1 sin + x2 cos",
+    },
+    rows=[
+        Row("neighbours", "neighbouring numbers are paired, as in the paper; here pair i is x[i] and x[i + HALF]", [
+            ("pairs[None, :] * stride_xd", "2 * pairs[None, :] * stride_xd"), ("x_ptrs + HALF * stride_xd",
+            "x_ptrs + stride_xd"), ("pairs[None, :] * stride_yd", "2 * pairs[None, :] * stride_yd"),
+            ("y_ptrs + HALF * stride_yd", "y_ptrs + stride_yd")]),
+        Row("angle-negative", "every pair is turned by the negative angle: look at the signs before sin", [
+            ("x1 * cos - x2 * sin", "x1 * cos + x2 * sin"), ("x1 * sin + x2 * cos", "x2 * cos - x1 * sin")]),
+        Row("results-exchanged", "y1 is stored where y2 belongs, and y2 where y1 does", [
+            ("tl.store(y_ptrs, (x1 * cos - x2 * sin)", "tl.store(y_ptrs, (x1 * sin + x2 * cos)"),
+            ("stride_yd, (x1 * sin + x2 * cos)", "stride_yd, (x1 * cos - x2 * sin)")]),
+    ],
+    then=lambda kernel: _read_once(kernel) if runtime.INTERPRETED else None,
+)  # fmt: skip
+@triton.jit
+def turn_kernel(
+    X_ptr, Y_ptr, COS_ptr, SIN_ptr,
+    stride_xb, stride_xh, stride_xm, stride_xd,
+    stride_yb, stride_yh, stride_ym, stride_yd,
+    heads, M, offset,
+    HALF: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Y = X turned; both [batch, heads, M, 2 * HALF]. One program per BLOCK_M rows of a head."""
+    blocks = tl.cdiv(M, BLOCK_M)
+    rows = tl.program_id(0) % blocks * BLOCK_M + tl.arange(0, BLOCK_M)
+    batch, head = tl.program_id(0) // blocks // heads, tl.program_id(0) // blocks % heads
+    pairs = tl.arange(0, HALF)
+    # BEGIN SOLUTION
+    inside = rows[:, None] < M
+    angle = (rows[:, None] + offset) * HALF + pairs[None, :]
+    cos = tl.load(COS_ptr + angle, mask=inside, other=0.0)
+    sin = tl.load(SIN_ptr + angle, mask=inside, other=0.0)
+    x_ptrs = X_ptr + batch * stride_xb + head * stride_xh
+    x_ptrs += rows[:, None] * stride_xm + pairs[None, :] * stride_xd
+    y_ptrs = Y_ptr + batch * stride_yb + head * stride_yh
+    y_ptrs += rows[:, None] * stride_ym + pairs[None, :] * stride_yd
+    x1 = tl.load(x_ptrs, mask=inside, other=0.0).to(tl.float32)
+    x2 = tl.load(x_ptrs + HALF * stride_xd, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y_ptrs, (x1 * cos - x2 * sin).to(Y_ptr.dtype.element_ty), mask=inside)
+    tl.store(y_ptrs + HALF * stride_yd, (x1 * sin + x2 * cos).to(Y_ptr.dtype.element_ty), mask=inside)
+    # END SOLUTION
 
 
 # ---- 10.7 -----------------------------------------------------------------------------------------------------------
@@ -895,16 +588,6 @@ _CHIPS = (  # FLOP/s, bytes/s, bytes of shared memory
     rows=[
         Row("scores-in-shared", "BLOCK_N: a tile of scores counts in the shared memory: it stays in registers",
             [("* HEAD_DIM * itemsize <=", "* HEAD_DIM * itemsize + BLOCK_M * B * itemsize <=")]),
-        Row("kv-only", "BLOCK_M and BLOCK_N: the bytes are those of K and V alone: Q is read and O is written as well",
-            [("M + N + N + M", "N + N")]),
-        Row("q-left-out", "BLOCK_M and BLOCK_N: the reading of Q, or the writing of O, is missing in the bytes",
-            [("M + N + N + M", "M + N + N")]),
-        Row("one-of-kv", "BLOCK_M and BLOCK_N: the bytes have one of K and V: both are read",
-            [("M + N + N + M", "M + N + M")]),
-        Row("o-in-shared", "BLOCK_N: O counts in the shared memory: it stays in registers",
-            [("(BLOCK_M + 2 *", "(2 * BLOCK_M + 2 *")]),
-        Row("one-tile", "BLOCK_N: the shared memory has STAGES tiles of one of K and V: both have them",
-            [("2 * STAGES * B", "STAGES * B")]),
     ],
 )  # fmt: skip
 def choose_tile(peak_flops, bytes_per_s, shared_bytes, N, HEAD_DIM, itemsize, STAGES):
@@ -971,60 +654,75 @@ class _Waiting(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _attention(q, k, v, cos, sin, mistake: str = "") -> torch.Tensor:
-    """Causal attention with rotary embedding in float64, with a mistake or none."""
-    q, k, v, cos, sin = (x.detach().cpu().double() for x in (q, k, v, cos, sin))
-    N, D, group = q.shape[2], q.shape[3], q.shape[1] // k.shape[1]
-    if mistake == "positions-shifted":
-        q, k = rope(q, cos, sin, offset=1), rope(k, cos, sin)
-    elif mistake == "cos-and-sin-exchanged":
-        q, k = rope(q, sin, cos), rope(k, sin, cos)
-    elif mistake == "angle-negative-of-k":
-        q, k = rope(q, cos, sin), rope(k, cos, -sin)
-    elif mistake == "neighbours":
-        q, k = (_turned(x, cos, sin, 0, "neighbours") for x in (q, k))
-    else:
-        q = q if mistake in ("q-not-turned", "not-turned") else rope(q, cos, sin)
-        k = k if mistake in ("k-not-turned", "not-turned") else rope(k, cos, sin)
-    if mistake == "v-turned":
-        v = rope(v, cos, sin)
-    if mistake == "heads-interleaved":
-        k, v = (x.repeat(1, group, 1, 1) for x in (k, v))
-    elif mistake == "first-key-head":
-        k, v = k[:, :1], v[:, :1]
-    if mistake == "scale-missing":
-        q = q * math.sqrt(D)
-    elif mistake == "scale-twice":
-        q = q / math.sqrt(D)
-    if mistake == "k-and-v-exchanged":
-        k, v = v, k
-    if mistake in ("strictly-causal", "one-key-too-many"):
-        group = q.shape[1] // k.shape[1]
-        s = q @ k.repeat_interleave(group, 1).mT / math.sqrt(D)
-        s = s.masked_fill(torch.ones(N, N, dtype=torch.bool).triu(0 if mistake == "strictly-causal" else 2), -math.inf)
-        return torch.softmax(s, -1).nan_to_num() @ v.repeat_interleave(group, 1)
-    o = eager_attention(q, k, v, causal=mistake != "not-causal")
-    return o.transpose(1, 2) if mistake == "transposed" else o
+def _layer(r: random.Random, batch: int, heads: int, kv_heads: int, N: int, D: int, positions: int) -> tuple[Any, ...]:
+    shapes = ((batch, heads, N, D), (batch, kv_heads, N, D), (batch, kv_heads, N, D))
+    return *(normal(r, *shape, dtype=_LAYER_DTYPE) for shape in shapes), positions
 
 
-_LAYER_MISTAKES = {
-    "not-causal": "queries see the keys that come after them: slow_attention is causal",
-    "strictly-causal": "a query does not see the key at its own position; it should",
-    "one-key-too-many": "a query sees the key after its own position",
-    "k-and-v-exchanged": "k and v are exchanged in the attention",
-    "cos-and-sin-exchanged": "q and k are turned with cos and sin exchanged",
-    "not-turned": "q and k are not turned: the rotary embedding is missing",
-    "q-not-turned": "q is not turned: its rotary embedding is missing",
-    "k-not-turned": "k is not turned: its rotary embedding is missing",
-    "v-turned": "v is turned as well; only q and k are",
-    "angle-negative-of-k": "k is turned by the negative angle; q is not",
-    "positions-shifted": "q stands one position further on than k: both begin at 0",
-    "neighbours": "neighbouring numbers are paired; `rope` pairs x[i] with x[i + D / 2]",
-    "heads-interleaved": "the query heads read the key heads in another order: head h reads key head h // group",
-    "first-key-head": "every query head reads the first key head; head h reads key head h // group",
-    "scale-missing": "the scores are not divided by the square root of D",
-    "scale-twice": "the scores are divided by the square root of D twice",
-}  # fmt: skip
+def _some_layer(r: random.Random) -> tuple[Any, ...]:
+    kv_heads, N = r.randint(1, 3), r.randint(1, 24)
+    return _layer(r, r.randint(1, 2), kv_heads * r.randint(1, 3), kv_heads, N, r.choice((16, 32)), N + r.randint(1, 20))
+
+
+_LAYER_DTYPE = torch.float32 if runtime.INTERPRETED else torch.float16
+_LAYERS = (
+    (2, 8, 2, 33, 16, 64),
+    (1, 2, 2, 5, 16, 8),
+    (2, 4, 1, 20, 32, 20),
+    (1, 6, 3, 1, 16, 4),
+    (1, 3, 3, 40, 16, 50),
+)
+
+
+@part(
+    "10.8",
+    returns="o",
+    inputs={f"batch {b}, {h} query heads, {kv} key heads, N={N}, D={D}, positions={p}": _layer(
+        random.Random(N), b, h, kv, N, D, p) for b, h, kv, N, D, p in _LAYERS},
+    draw=_some_layer,
+    on_device=True,
+    tol=2e-5 if runtime.INTERPRETED else 1e-2,
+    tries=0,
+    words={"turn_q": "the rotary embedding of q", "turn_k": "the rotary embedding of k"},
+    notes={
+        "k.shape[1]": "head h reads key head h // group", "math.sqrt(D)": "scores are divided by the square root of D",
+        "1": "a query sees its own position, and none after it", "dtype": "float32 gives more digits",
+    },
+    rows=[
+        Row("not-causal", "queries see the keys that come after them: slow_attention is causal", [
+            ("torch.ones(N, N).triu(1)", "torch.zeros(N, N)")]),
+        Row("not-turned", "q and k are not turned: the rotary embedding is missing", [
+            ("torch.cat((q1 * cos - q2 * sin, q1 * sin + q2 * cos), -1)", "q"),
+            ("torch.cat((k1 * cos - k2 * sin, k1 * sin + k2 * cos), -1)", "k")]),
+        Row("cos-and-sin-exchanged", "q and k are turned with cos and sin exchanged", [
+            ("cos, sin = torch.cos(angle), torch.sin(angle)", "sin, cos = torch.cos(angle), torch.sin(angle)")]),
+        Row("v-turned", "v is turned as well; only q and k are", [
+            ("    group =", "    v = torch.cat((v[..., :half] * cos - v[..., half:] * sin, v[..., :half] * sin + "
+             "v[..., half:] * cos), -1)\n    group =")]),
+        Row("heads-interleaved", "query heads read the key heads in another order: head h reads key head h // group",
+            [("k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)",
+              "k.repeat(1, group, 1, 1), v.repeat(1, group, 1, 1)")]),
+        Row("k-and-v-exchanged", "k and v are exchanged in the attention", [("k, v = k.repeat", "v, k = k.repeat")]),
+        Row("positions-shifted", "q stands one position further on than k: both begin at 0", [
+            ("    k1, k2 =", "    cos, sin = torch.cos(angle - frequency), torch.sin(angle - frequency)\n    k1, k2 ="
+             )]),
+    ],
+)  # fmt: skip
+def layer(q, k, v, positions):
+    dtype, N, D, half = q.dtype, q.shape[2], q.shape[3], q.shape[3] // 2
+    q, k, v = q.double(), k.double(), v.double()
+    frequency = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+    angle = torch.arange(N)[:, None] * frequency
+    cos, sin = torch.cos(angle), torch.sin(angle)
+    q1, q2 = q[..., :half], q[..., half:]
+    q = torch.cat((q1 * cos - q2 * sin, q1 * sin + q2 * cos), -1)
+    k1, k2 = k[..., :half], k[..., half:]
+    k = torch.cat((k1 * cos - k2 * sin, k1 * sin + k2 * cos), -1)
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    s = q @ k.mT / math.sqrt(D)
+    s = s.masked_fill(torch.ones(N, N).triu(1) > 0, -math.inf)
+    return (torch.softmax(s, -1) @ v).to(dtype)
 
 
 @exercise(
@@ -1041,99 +739,49 @@ _LAYER_MISTAKES = {
         "return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).",
     ],
 )
-def _(prepare: Callable[..., Any], fast_attention: Callable[..., torch.Tensor]) -> str:
-    dtype = torch.float32 if runtime.INTERPRETED else torch.float16
-    shapes = (
-        (1, 2, 2, 5, 16, 8),
-        (2, 8, 2, 33, 16, 64),
-        (2, 4, 1, 20, 32, 20),
-        (1, 6, 3, 1, 16, 4),
-        (1, 3, 3, 40, 16, 50),
-    )
-    answers, inputs = [], []
-    for batch, heads, kv_heads, N, D, positions in shapes:
-        case = f"batch {batch}, {heads} query heads, {kv_heads} key heads, N={N}, D={D}, positions={positions}"
-        q, k, v = _random(
-            (batch, heads, N, D), (batch, kv_heads, N, D), (batch, kv_heads, N, D), seed=N, dtype=dtype
-        )  # fmt: skip
-        before = [x.clone() for x in (q, k, v)]
-        with running(case):
-            o = fast_attention(q, k, v, prepare(positions, D, q.device))
-        same = all(map(torch.equal, before, (q, k, v)))
-        expect(same, "q, k or v is written to: they are inputs", diagnosis="input-modified", case=case)
-        words = f"a tensor should be returned, and this is {in_words(o, article=True)}"
-        expect(isinstance(o, torch.Tensor), words, diagnosis="returned-none" if o is None else "wrong-type", case=case)
-        tables = rope_table(max(positions, N + 1), D)
-        inputs.append((q, k, v, *tables))
-        answers.append((case, o, _attention(*inputs[-1])))
-    shaped = all(o.shape == want.shape for _, o, want in answers)
-    if shaped and dtype == torch.float32:
-        errors = [(o.double().cpu() - want).abs().max().item() for _, o, want in answers]
-        expect(
-            not 2e-5 < max(errors) < 0.05,
-            f"o is right to within {max(errors):.1g} only, and float32 gives more digits",
-            diagnosis="low-precision", case=answers[errors.index(max(errors))][0],
-        )  # fmt: skip
-    expect_all_close(
-        answers, what="o", tol=2e-5 if dtype == torch.float32 else 1e-2,
-        mistakes=lambda: {s: ([_attention(*one, s) for one in inputs], why) for s, why in _LAYER_MISTAKES.items()},
-    )  # fmt: skip
-    for case, o, _ in answers:
-        expect(o.dtype == dtype, f"o should be {dtype} as q is, it is {o.dtype}", diagnosis="wrong-dtype", case=case)
-    _expect_lean(prepare, fast_attention, dtype)
-    return f"{len(shapes)} layers, and a call runs no more than it needs"
+def lean_layer(prepare: Callable[..., Any], fast_attention: Callable[..., torch.Tensor]) -> str:
+    __tracebackhide__ = True
+    it = RULES["10.8 layer"]
+    it.compare(lambda q, k, v, positions: fast_attention(q, k, v, prepare(positions, q.shape[3], q.device)))  # type: ignore[attr-defined]
+    _expect_lean(prepare, fast_attention)
+    return f"{len(_LAYERS)} layers, and a call runs no more than it needs"
 
 
-def _expect_lean(prepare: Callable[..., Any], fast: Callable[..., Any], dtype: torch.dtype) -> None:
+def _expect_lean(prepare: Callable[..., Any], fast: Callable[..., Any]) -> None:
     """CheckFailed where a call runs what it need not."""
     __tracebackhide__ = True
-    batch, heads, kv_heads, N, D = 2, 8, 2, 72, 16
+    heads, kv_heads, N, D = 8, 2, 72, 16
     case = f"what a call runs with {heads} query heads, {kv_heads} key heads, N={N}, D={D}"
-    q, k, v = _random((batch, heads, N, D), (batch, kv_heads, N, D), (batch, kv_heads, N, D), dtype=dtype)
+    q, k, v = (x.to(runtime.device()) for x in _layer(random.Random(0), 2, heads, kv_heads, N, D, 128)[:3])
     prepared = prepare(128, D, q.device)
     with running(case), torch.no_grad():
         fast(q, k, v, prepared)  # a first call may fill a cache
         with _Waiting() as waiting, _Seen() as seen:
             fast(q, k, v, prepared)
-    count, size = len(seen.made), q.element_size() * (q.numel() + k.numel())
+    size = q.element_size() * (q.numel() + k.numel())
     moved = sum(x.numel() * x.element_size() for _, made in seen.made for x in made) / size
-    ran = f"{count} operations, whose results take {moved:.1f} times the bytes of q and k"
+    ran = f"{len(seen.made)} operations, whose results take {moved:.1f} times the bytes of q and k"
+    names = [name for name, _ in seen.made]
+    squares = [f"`{name}` makes a tensor {list(x.shape)}" for name, made in seen.made for x in made
+               if list(x.shape).count(N) > 1]  # fmt: skip
     waits = [*waiting.names, *(["item"] if seen.waits else [])]
-    for name, made in seen.made:
-        for x in made:
-            expect(
-                list(x.shape).count(N) < 2,
-                f"`{name}` makes a tensor {list(x.shape)}: a number for each pair of query and key ({ran})",
-                diagnosis="scores-in-memory", case=case,
-            )  # fmt: skip
-    expect(
-        not waits,
-        f"`{(waits or [''])[0]}` hands a value of a tensor to Python: there the CPU waits for the GPU",
-        diagnosis="waits", case=case,
-    )  # fmt: skip
-    trigonometry = [name for name, _ in seen.made if name in ("cos", "sin", "polar", "cos_", "sin_", "tan")]
-    expect(
-        not trigonometry,
-        f"`{(trigonometry or [''])[0]}` is computed in each call: prepare is called once, and its result is handed in",
-        diagnosis="tables-rebuilt", case=case,
-    )  # fmt: skip
+    tables = [name for name in names if name in ("cos", "sin", "polar", "cos_", "sin_", "tan")]
     cos, sin = rope_table(128, D, device=q.device)
+    repeated = []
     for word, x in (("K", k), ("K", rope(k, cos, sin)), ("V", v)):
         copies = [y.repeat_interleave(heads // kv_heads, 1).float().flatten() for y in (x, x.transpose(-1, -2))]
-        for name, made in seen.made:
-            whole = [y.float().flatten() for y in made if y.numel() == q.numel() and y.is_floating_point()]
-            if any(torch.allclose(y, copy, atol=1e-2) for y in whole for copy in copies):
-                raise CheckFailed(
-                    f"`{name}` copies {word} for every query head ({ran})", diagnosis="kv-repeated", case=case
-                )
-    names = sorted({name for name, _ in seen.made})
-    expect(
-        count <= _MOST_OPERATIONS,
-        f"a call runs {count} operations, {_MOST_OPERATIONS} are allowed: {', '.join(names)[:120]}",
-        diagnosis="too-many-operations", case=case,
-    )  # fmt: skip
-    expect(
-        moved <= _MOST_BYTES,
-        f"the results of a call's operations take {moved:.1f} times the bytes of q and k, {_MOST_BYTES} are allowed",
-        diagnosis="too-many-bytes", case=case,
-    )  # fmt: skip
+        repeated += [
+            f"`{name}` copies {word}" for name, made in seen.made for y in made
+            if y.numel() == q.numel() and y.is_floating_point()
+            and any(torch.allclose(y.float().flatten(), copy, atol=1e-2) for copy in copies)
+        ]  # fmt: skip
+    for wrong, slug, sentence in (
+        (squares, "scores-in-memory", "{}: a number for each pair of query and key ({ran})"),
+        (waits, "waits", "`{}` hands a value of a tensor to Python: there the CPU waits for the GPU"),
+        (tables, "tables-rebuilt", "`{}` is computed in each call: prepare is called once, its result is handed in"),
+        (repeated, "kv-repeated", "{} for every query head ({ran})"),
+        ([ran] if len(names) > _MOST_OPERATIONS else [], "too-many-operations",
+         f"a call runs {{}}; {_MOST_OPERATIONS} operations are allowed: {', '.join(sorted(set(names)))[:120]}"),
+        ([ran] if moved > _MOST_BYTES else [], "too-many-bytes", f"a call runs {{}}; {_MOST_BYTES} times are allowed"),
+    ):  # fmt: skip
+        expect(not wrong, sentence.format(*wrong[:1] or [""], ran=ran), diagnosis=slug, case=case)

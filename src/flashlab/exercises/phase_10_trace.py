@@ -102,7 +102,7 @@ def _busy_during(name: str) -> float:
         "long as its kernels, one behind the other, and what stands before the first and behind the last.",
     ],
 )
-def _(first_out: Callable[..., tuple[str, float]]) -> str:
+def first_to_go(first_out: Callable[..., tuple[str, float]]) -> str:
     result = first_out(operations(trace()))
     pair = isinstance(result, (tuple, list)) and len(result) == 2 and isinstance(result[1], (int, float))
     expect(pair, "return two things: a name, and a number of milliseconds", diagnosis="wrong-type")

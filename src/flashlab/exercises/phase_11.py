@@ -110,7 +110,7 @@ _STANDS = (
         ((("expect_tx", 32), ("expect_tx", 32), ("copy", 32), ("arrive", 0), ("copy", 32)), 1),
     ],
     draw=_script,
-    given=lambda script, arrivals: (list(script), arrivals),
+    called=lambda fn, script, arrivals: fn(list(script), arrivals),
     shown=_in_words,
     also=[[("missing == 0 and bytes_under_way == 0", "missing <= 0 and bytes_under_way <= 0")]],
     notes={
@@ -570,7 +570,7 @@ def _pipeline_in_words(of: Sequence[int], _: None) -> str:
     item=lambda x: frozenset(map(int, x)) if hasattr(x, "__iter__") else int(x),
     inputs=[((s, c, 3 * s + 1, seed, p), None) for seed, (s, c, p) in enumerate(_PIPELINES)],
     draw=_pipeline,
-    given=lambda of, _: log(*of),
+    called=lambda fn, of, _: fn(*log(*of)),
     shown=_pipeline_in_words,
     notes={
         _TURNS.removeprefix("phase = "): "the wait was for the latest phase that has all its arrivals",

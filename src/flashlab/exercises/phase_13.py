@@ -43,8 +43,6 @@ def _row(r: random.Random) -> tuple[int, ...]:
         "row * world + rank": "stripes are dealt out one token to each rank in turn",
     },
     rows=[
-        Row("contiguous", "zigzag: both pieces are taken from one place: the second is number 2 * world - 1 - rank",
-            [("2 * world - 1 - rank", "rank")]),
         Row("neighbours", "zigzag: the second piece is number world + rank, which is as late for all: it is "
             "2 * world - 1 - rank", [("2 * world - 1 - rank", "world + rank")]),
     ],
@@ -119,8 +117,6 @@ _R = random.Random(13)
         "o_part - o": "o moves by share * (o_part - o)",
     },
     rows=[
-        Row("share-of-the-first", "the share is of the state, not of the part: it is sigmoid(lse_part - lse)",
-            [("torch.sigmoid(lse_part - lse)", "torch.sigmoid(lse - lse_part)")]),
         Row("averaged", "o is the plain mean of the parts: each is as heavy as exp(lse)",
             instead="(os.mean(0), torch.logsumexp(lses, 0))"),
         Row("weighted-by-the-last", "lse does not move along: the next part is weighed against all parts before it",
@@ -173,8 +169,6 @@ def _step(r: random.Random) -> tuple[int, ...]:
         "n // 2": "a piece is half of a shard",
     },
     rows=[
-        Row("all-of-both", "every step takes all rows and all keys: in each but the own one just half of the pairs is "
-            "seen", [("n // 2 if source > rank else 0", "0"), ("n // 2 if source < rank else n", "n")]),
         Row("other-way-round", "the two halves are exchanged: smaller ranks give half of the keys, larger ones meet "
             "half of the rows",
             instead="(n // 2 if source < rank else 0, n // 2 if source > rank else n, source == rank)"),
@@ -232,8 +226,6 @@ def _link(r: random.Random) -> tuple[int, ...]:
         "heads": "every query head computes",
     },
     rows=[
-        Row("no-mask", "a zigzag step computes half of the pairs of a shard: n * n / 2, not n * n",
-            [("(2 * gb_s * heads)", "(4 * gb_s * heads)")]),
         Row("not-two-pieces", "the length is no multiple of 2 * world: each rank has two equal pieces",
             [("math.ceil(tflops * 1000 * itemsize * kv_heads / (2 * gb_s * heads))",
               "math.ceil(tflops * 1000 * itemsize * kv_heads / (gb_s * heads))"),
@@ -308,7 +300,6 @@ _SHARES = "what a rank finds is added to the gradients of the keys that it has"
             [("(k, v, dk, dv)", "(dk, dv)"), ("k, v, dk, dv = (", "dk, dv = (")]),
         Row("not-home", "dk and dv end on a neighbour: after the last step they go on once more",
             [("return dk, dv", "return dk.roll(-1, 0), dv.roll(-1, 0)")]),
-        Row("delta-forgotten", "dk: delta is missing, dS is P * (dO V^T - delta)", [(" - delta[..., None]", "")]),
     ],
 )  # fmt: skip
 def backward_ring(
@@ -363,9 +354,6 @@ def _heads(r: random.Random, world: int, each: int, n: int) -> tuple[torch.Tenso
         "permute": "the axes are [to, heads per rank, from, n, D] afterwards", "2": "the tokens of all ranks join",
     },
     rows=[
-        Row("heads-dealt-out", "the heads are dealt out one by one: rank i gets a run of heads, i * heads / W and "
-            "following", [("unflatten(1, (world, -1)).permute(1, 2, 0, 3, 4)",
-                           "unflatten(1, (-1, world)).permute(2, 1, 0, 3, 4)")]),
         Row("tokens-interleaved", "the tokens of the ranks are interleaved: all of rank 0 come first, then those of "
             "rank 1", [("permute(1, 2, 0, 3, 4)", "permute(1, 2, 3, 0, 4)")]),
         Row("only-reshaped", "nothing was sent: a reshape alone leaves the numbers where they are",
@@ -391,7 +379,10 @@ def to_heads(x: torch.Tensor) -> torch.Tensor:
     title="It trained, but worse",
     minutes=20,
     difficulty="Bug hunt",
-    untouched="20c72ce47ea5",
+    bug=Row(
+        "first-keys", "every step uses the keys and values with which the rank began: take those that are there",
+        [("q @ there_k.mT", "q @ k.mT"), ("do @ there_v.mT", "do @ v.mT"), ("ds @ there_k", "ds @ k")],
+    ),
     history="huggingface/diffusers, issue 14265: the backward pass of its ring used the first iteration's K and V",
     hints=[
         "With which number of ranks is dq right? What is the same there in all steps?",
@@ -406,20 +397,8 @@ def to_heads(x: torch.Tensor) -> torch.Tensor:
         "roll": "K and V go on to the next rank", "lse": "P is exp(score - lse)",
         "delta": "dS is P * (dO V^T - delta)",
     },
-    rows=[
-        Row("first-keys", "every step uses the keys and values with which the rank began: take those that are there",
-            [("q @ there_k.mT", "q @ k.mT"), ("do @ there_v.mT", "do @ v.mT"), ("ds @ there_k", "ds @ k")]),
-        Row("first-keys-in-p", "the probabilities are of the keys with which the rank began: take those that are there "
-            "now, as in the other lines", [("q @ there_k.mT", "q @ k.mT")]),
-        Row("first-values", "dP is with the values with which the rank began: take those that are there now",
-            [("do @ there_v.mT", "do @ v.mT")]),
-        Row("first-keys-in-dq", "dq adds dS times the keys with which the rank began: take those that are there now",
-            [("ds @ there_k", "ds @ k")]),
-    ],
 )  # fmt: skip
-def hunted_dq(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor
-) -> torch.Tensor:
+def hunted_dq(q, k, v, do, lse, delta):
     """dq [ranks, n, D] of a ring without a mask, scale 1; arguments as in 13.5."""
     dq, world = torch.zeros_like(q), len(q)
     there_k, there_v = k, v
@@ -444,7 +423,11 @@ def _ring(r: random.Random, world: int, half: int, causal: bool) -> tuple[Any, .
     title="Balanced, for images too",
     minutes=20,
     difficulty="Bug hunt",
-    untouched="d302b76fa487",
+    bug=Row(
+        "balanced-without-mask", "the zigzag's blocks are taken without a mask too: then every step needs all rows and "
+        "all keys", [("half if causal and source > rank else 0", "half if source > rank else 0"),
+                     ("half if causal and source < rank else n", "half if source < rank else n")],
+    ),
     history="pytorch/pytorch, issue 141429: context_parallel balanced its load whether there was a causal mask or not",
     hints=[
         "Which cases are right? What have they in common?",
@@ -462,9 +445,6 @@ def _ring(r: random.Random, world: int, half: int, causal: bool) -> tuple[Any, .
         "source == rank": "its own keys alone have a diagonal",
     },
     rows=[
-        Row("balanced-without-mask", "the zigzag's blocks are taken without a mask too: then every step needs all rows "
-            "and all keys", [("half if causal and source > rank else 0", "half if source > rank else 0"),
-                             ("half if causal and source < rank else n", "half if source < rank else n")]),
         Row("rows-left-out", "without a mask late ranks' keys meet half of the rows only: all rows see all keys",
             [("half if causal and source > rank else 0", "half if source > rank else 0")]),
         Row("keys-left-out", "without a mask half of the early ranks' keys is left out: all rows see all keys",
@@ -526,9 +506,6 @@ def _window(r: random.Random) -> tuple[int, ...]:
         "1": "a query sees its own key too",
     },
     rows=[
-        Row("own-key", "pairs: a query sees its own key too", [("min(i, window) + 1", "min(i, window)")]),
-        Row("rounded-down", "fetched: a part of a shard is fetched too: round up",
-            [("math.ceil(window / n)", "window // n")]),
         Row("as-causal", "pairs: the window is forgotten: a query sees at most window + 1 keys",
             [("min(i, window) + 1", "i + 1")]),
     ],

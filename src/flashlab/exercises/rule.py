@@ -36,16 +36,17 @@ import torch
 
 from flashlab.check import CheckFailed, running
 from flashlab.check.changes import Text, edited
-from flashlab.check.lookup import Index, Row, Values, in_units, where_right
-from flashlab.check.symptoms import Symptoms
-from flashlab.exercises.answers import in_words
+from flashlab.check.expect import allowed_error
+from flashlab.check.lookup import Index, Row, Values, in_units, same, where_right
+from flashlab.check.symptoms import Symptoms, watched
+from flashlab.exercises.answers import in_words, python_fingerprint
 from flashlab.exercises.registry import exercise, find
 
 RULES: dict[str, Rule] = {}
 
 _COUNTS = ("no", "one", "two", "three", "four", "five", "six")
 _BESIDE = 40  # drawn inputs that the check runs beside its own
-_DRAWN = 3000  # inputs on which a change that the check accepts is compared with the right rule
+_DRAWN = 3000
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,12 @@ class Rule:
         alike: makes one of results that are as good as each other. tol: relative.
         then: asked last, with the learner's function; raises CheckFailed.
         judged: says in place of the values what is right, where more than one is; raises CheckFailed.
-        given: makes the arguments of one call of an input. shown: an input in words.
+        called: calls a function with an input, where that is no plain call. shown: an input in words.
+        symptom: asked where no change explains the answer: (slug, sentence) in numbers, or None.
         each: the results come as a list, a tuple for each of these ("operation"). item: makes one value of a tuple.
         id: of the exercise, which may ask for several functions.
         parts: further functions of the answer, rules `"ID NAME"` without an `id`, which are judged first.
+        trials: inputs on which a change that the check accepts is compared with the right rule.
         answer: what the learner hands in where that is no such function: a kernel, which `through` makes one.
     """
 
@@ -86,13 +89,15 @@ class Rule:
     tol: float = 1e-9
     then: Callable[[Callable[..., Any]], Any] | None = None
     judged: Callable[[Callable[..., Any]], Any] | None = None
-    given: Callable[..., Sequence[Any]] = lambda *values: values
+    called: Callable[..., Any] = lambda fn, *given: fn(*given)
+    symptom: Callable[[Callable[..., Any]], tuple[str, str] | None] | None = None
     shown: Callable[..., str] | None = None
     each: str = ""
     item: Callable[[Any], Any] = bool
     id: str = ""
     parts: tuple[str, ...] = ()
     answer: str = ""
+    trials: int = _DRAWN
 
     @property
     def prefix(self) -> str:
@@ -106,7 +111,7 @@ class Rule:
 
     @property
     def params(self) -> list[str]:
-        return list(inspect.signature(self.fn).parameters)
+        return list(self.fn.__code__.co_varnames[: self.fn.__code__.co_argcount])
 
     @cached_property
     def index(self) -> Index:
@@ -115,7 +120,7 @@ class Rule:
         rows = [(row, self.with_row(row)) for row in self.rows]
         return Index(
             texts, self.tried, self.returns, self._values, self.tol, rows, self.alike, self.drawn(300), self.notes,
-            given=self.given, longest=200 - len(self.prefix),
+            called=self.called, longest=200 - len(self.prefix),
         )  # fmt: skip
 
     @cached_property
@@ -132,9 +137,10 @@ class Rule:
         exec(f"from __future__ import annotations\n{source}", names)
         return names[self.fn.__name__]
 
-    def drawn(self, count: int = _DRAWN, seed: int = 0) -> list[tuple[Any, ...]]:
+    def drawn(self, count: int = -1, seed: int = 0) -> list[tuple[Any, ...]]:
+        """So many inputs; `trials` of them where nothing is said."""
         source = random.Random(seed)
-        return [self.draw(source) for _ in range(count)]
+        return [self.draw(source) for _ in range(self.trials if count < 0 else count)]
 
     def survivors(self) -> list[tuple[str, tuple[Any, ...] | None]]:
         """What the check does not tell from the right rule, and a drawn input that does, or None: the same there."""
@@ -225,7 +231,7 @@ class Rule:
         got = []
         for given in self.tried:
             with running(self.case(given)):
-                result = learners(*self.given(*given))
+                result = self.called(learners, *given)
             got.append(self.read(result, self.case(given)))
         for given, mine, right in zip(self.tried, got, self.index.right, strict=True):
             if self.each and len(mine[0]) != len(right[0]):
@@ -236,6 +242,9 @@ class Rule:
                     f"{said}.\n{several}" if said else f"{several}: return one for each",
                     diagnosis=slug, case=self.case(given),
                 )  # fmt: skip
+        if watched() is not None:
+            self._note_symptoms(got)
+            return ""
         wrong = self.index.wrong_parts(got) if got != self.index.right else []
         if wrong:
             self._expect_the_same_again(learners, got)
@@ -243,6 +252,15 @@ class Rule:
         if self.then is not None:
             self.then(learners)
         return f"{len(got)} inputs"
+
+    def _note_symptoms(self, got: Sequence[Values | str]) -> None:
+        """Of a hunt's own code: what is wrong, without a cause."""
+        for given, mine, right in zip(self.tried, got, self.index.right, strict=True):
+            for name, x, y in zip(self.returns, mine, right, strict=True) if not isinstance(mine, str) else ():
+                a, b = (torch.as_tensor(z, dtype=torch.float64) for z in (x, y))
+                allowed = allowed_error(y) if isinstance(y, torch.Tensor) else self.tol * float(b.abs().max())
+                if a.shape == b.shape and (seen := watched()) is not None:
+                    seen.compared(self.case(given), name, a, b, allowed)
 
     def _judge(self, learners: Callable[..., Any], judged: Callable[[Callable[..., Any]], Any]) -> str:
         """The verdict of `judged`; a change of the right text is told beside what is wrong, where one gives this."""
@@ -278,7 +296,7 @@ class Rule:
         evidence += f". {' and '.join(well)} {'are' if len(well) > 1 else 'is'} right in every case" if well else ""
         said = (
             (self.hint and self._counted(got, wrong)) or index.explain(got) or self._counted(got, wrong)
-            or self._common(got, wrong)
+            or (self.symptom(learners) if self.symptom else None) or self._common(got, wrong)
             or index.explain_as_two(got) or index.explain(got, some=True) or self._where(learners, wrong, off)
         )  # fmt: skip
         if said is None:
@@ -288,8 +306,8 @@ class Rule:
     def _beside(self, name: str, mine: Any, right: Any) -> str:
         if not self.each:
             return f"{name} is {_short(mine)}, it should be {_short(right)}"
-        at = next(i for i, (x, y) in enumerate(zip(mine, right, strict=True)) if x != y)
-        one, other = (str(set(x) if isinstance(x, frozenset) else x) for x in (mine[at], right[at]))
+        at = next(i for i, (x, y) in enumerate(zip(mine, right, strict=True)) if not same(x, y, self.tol))
+        one, other = (_short(set(x) if isinstance(x, frozenset) else x) for x in (mine[at], right[at]))
         return f"{name} is {one} for {self.each} {at + 1}, it should be {other}"
 
     def _counted(self, got: list[Values], wrong: list[int]) -> tuple[str, str] | None:
@@ -376,14 +394,18 @@ def _short(value: Any) -> str:
 
 def rule(
     id: str, *, returns: str, title: str = "", minutes: int = 0, hints: Sequence[str] = (), difficulty: str = "Core",
-    make: Callable[..., Rule] = Rule, untouched: str = "", history: str = "", **data: Any,
+    make: Callable[..., Rule] = Rule, untouched: str = "", history: str = "", bug: Row | None = None, **data: Any,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # fmt: skip
     """Register the decorated function as the right answer of exercise `id`; `data` is the rest of `Rule`'s fields.
 
-    Where an exercise asks for several functions, the first alone has a title.
+    Where an exercise asks for several functions, the first alone has a title. bug: what a hunt begins with, a row.
     """
 
     def register(fn: Callable[..., Any]) -> Callable[..., Any]:
+        if bug is not None:
+            data["rows"] = (bug, *data.get("rows", ()))
+        head = "@triton.jit\n" if "\n@triton.jit\n" in inspect.getsource(fn) else ""
+        begun = python_fingerprint(head + edited(fn, bug.edits)) if bug is not None else untouched
         lists = {k: v if isinstance(v, Mapping) else tuple(v) for k, v in data.items() if k in (
             "inputs", "rows", "also", "parts")}  # fmt: skip
         for key in [key for key, it in RULES.items() if title and it.id == id]:
@@ -391,7 +413,7 @@ def rule(
         it = make(fn, tuple(returns.split(", ")), id=id, **{**data, **lists})
         RULES[id if title else f"{id} {fn.__name__}"] = it
         if title:
-            exercise(id, title=title, minutes=minutes, difficulty=difficulty, hints=hints, untouched=untouched,
+            exercise(id, title=title, minutes=minutes, difficulty=difficulty, hints=hints, untouched=begun,
                      history=history)(_run(id, fn))  # fmt: skip
         _sign(find(id).run, id)  # type: ignore[union-attr]
         return fn

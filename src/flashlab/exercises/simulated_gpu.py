@@ -14,7 +14,6 @@ clock.
 from __future__ import annotations
 
 import itertools
-import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -32,11 +31,11 @@ class SimulatedGpu:
         blocking: each launch waits for its kernel, which no real GPU does unless CUDA_LAUNCH_BLOCKING=1 is set.
         warm: what a program's first calls take longer is left out.
     Attributes:
-        readings: how often the clock was read.
+        blocking, warm; readings: how often the clock was read.
     """
 
     def __init__(self, *, blocking: bool = False, warm: bool = False) -> None:
-        self._blocking, self._warm = blocking, warm
+        self.blocking, self.warm = blocking, warm
         self._now = 0.0  # of the CPU
         self.readings = 0
         self._ends: deque[float] = deque()  # of the kernels under way
@@ -65,7 +64,7 @@ class SimulatedGpu:
             kernel_ms: a sequence holds those of one call after another, and begins anew at its end.
             first_calls_ms: so much longer its first calls keep the CPU: they compile, tune, record a graph.
         """
-        longer = [] if self._warm else list(reversed(first_calls_ms))
+        longer = [] if self.warm else list(reversed(first_calls_ms))
         each_call = itertools.cycle(_several(kernel_ms))
 
         def run() -> None:
@@ -78,16 +77,6 @@ class SimulatedGpu:
         run.__name__ = run.__qualname__ = name
         return run
 
-    def steady_ms(self, kernel_ms: float | Sequence[float], kernels: int = 1) -> float:
-        """What a call of such a program takes in the long run: the slower of the GPU and the CPU sets the pace.
-
-        Of calls that differ, the median.
-        """
-        kernel_ms = statistics.median(_several(kernel_ms))
-        if self._blocking:
-            return kernels * (kernel_ms + LAUNCH_MS)
-        return kernels * max(kernel_ms, LAUNCH_MS)
-
     def _launch(self, ms: float) -> None:
         self._now += LAUNCH_MS
         while self._ends and self._ends[0] <= self._now:
@@ -95,7 +84,7 @@ class SimulatedGpu:
         if len(self._ends) == QUEUE:
             self._now = self._ends.popleft()
         self._ends.append(max(self._now, self._ends[-1] if self._ends else 0.0) + ms)
-        if self._blocking:
+        if self.blocking:
             self.synchronize()
 
 

@@ -50,7 +50,6 @@ class TensorRule(Rule):
         through: makes a function of the inputs of what the learner hands in: a kernel's launch, an iterator for a list.
         on_device: inputs are handed in where kernels run, results are looked at on the CPU.
         nan: {part of a case's name, or "": what a result that is not finite there comes of}.
-        symptom: asked where no change explains the answer: (slug, sentence) in numbers, or None.
         beside: how many drawn inputs the check runs beside its own. tries: pairs of changes that are tried.
         without: slugs of changes that say too much: on one input alone some of them fit by chance.
     """
@@ -59,10 +58,10 @@ class TensorRule(Rule):
     through: Callable[[Any], Callable[..., Any]] = lambda answer: answer
     on_device: bool = False
     nan: Mapping[str, str] = field(default_factory=dict)
-    symptom: Callable[[Callable[..., Any]], tuple[str, str] | None] | None = None
     beside: int = _BESIDE
     tries: int = _TRIES
     without: tuple[str, ...] = ()
+    trials: int = _DRAWN
 
     @cached_property
     def index(self) -> Index:
@@ -81,9 +80,6 @@ class TensorRule(Rule):
     @cached_property
     def tried(self) -> tuple[tuple[Any, ...], ...]:
         return (*self.inputs, *self.drawn(self.beside, seed=1))
-
-    def drawn(self, count: int = _DRAWN, seed: int = 0) -> list[tuple[Any, ...]]:
-        return super().drawn(count, seed)
 
     def case(self, given: tuple[Any, ...]) -> str:
         for name, mine in zip(self.names, self.inputs, strict=True):
@@ -186,14 +182,6 @@ class TensorRule(Rule):
                 failed = self._failure(learners, got, errors)
             raise failed
 
-    def _note_symptoms(self, got: Sequence[Values | str]) -> None:
-        """Of a hunt's own code: what is wrong, without a cause."""
-        for given, mine, right in zip(self.tried, got, self.index.right, strict=True):
-            for name, x, y in zip(self.returns, mine, right, strict=True) if not isinstance(mine, str) else ():
-                a, b = (torch.as_tensor(z, dtype=torch.float64) for z in (x, y))
-                if a.shape == b.shape and (seen := watched()) is not None:
-                    seen.compared(self.case(given), name, a, b, allowed_error(y))
-
     def _failure(self, learners: Callable[..., Any], got: list[Any], errors: Sequence[Exception]) -> CheckFailed:
         index, names = self.index, self.returns
         off = [not index.same_outcome([x], [y]) for x, y in zip(got, index.right, strict=True)]
@@ -229,7 +217,9 @@ class TensorRule(Rule):
         return CheckFailed(f"{_ended(found[1])}\n{evidence}", diagnosis=found[0], case=case)
 
     def _of_errors(self, got: Sequence[Any], errors: Sequence[Exception]) -> tuple[str, str] | None:
-        return self.index.explain(got)
+        """Nothing, where every case raises what a name or an argument too many does: many changes do."""
+        vague = all(isinstance(x, str) for x in got) and isinstance(errors[0], (TypeError, AttributeError, NameError))
+        return None if vague else self.index.explain(got)
 
     def _seen(self, part: int, got: Sequence[Values]) -> str:
         """Where a result is wrong in the first case in which it is, with two of its numbers."""

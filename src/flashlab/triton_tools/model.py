@@ -137,6 +137,17 @@ class Model:
     def where(self, condition: Any, a: Any, b: Any) -> Any:
         return _tile(np.where(condition, a, b))
 
+    def reshape(self, x: Any, shape: Any) -> Any:
+        return np.reshape(x, shape)
+
+    def permute(self, x: Any, dims: Any) -> Any:
+        return np.transpose(x, dims)
+
+    def split(self, x: Any) -> Any:
+        if x.shape[-1] != 2:
+            raise ValueError("the last axis of what is split has length 2")
+        return x[..., 0], x[..., 1]
+
     def cdiv(self, a: Any, b: Any) -> Any:
         return (a + b - 1) // b
 
