@@ -42,7 +42,7 @@ import torch
 from flashlab.bench import hardware, hopper_results
 from flashlab.bench.hopper_jobs import PLANTED
 from flashlab.check import verify
-from flashlab.check.zoo.hopper import MUTANTS
+from flashlab.check.mistakes.hopper import MUTANTS
 from flashlab.cuda import load_inline, missing
 from flashlab.figures import hopper as draw
 from flashlab.figures import show
@@ -717,7 +717,7 @@ assert products("random")["mma"] == 0 < products("growing")["mma"]
 # %% [markdown]
 # ## 8 · Who finds the mistakes
 #
-# Four mistakes, planted one at a time in the kernels of this lecture. (The package's zoo has more, `check/zoo/hopper.py`; its
+# Four mistakes, planted one at a time in the kernels of this lecture. (The package's zoo has more, `check/mistakes/hopper.py`; its
 # tests say that each is found.) What does the emulator's watched build say?
 
 # %%
