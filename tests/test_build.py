@@ -9,6 +9,7 @@ import sys
 import tempfile
 import textwrap
 import time
+import types
 from pathlib import Path
 
 import build
@@ -925,3 +926,12 @@ def test_a_failing_write_leaves_the_old_notebook(root, no_kernel, monkeypatch):
         assert run(root) == 1
     assert snapshot(root) == before
     assert not list(root.glob("notebooks/.*"))
+
+
+def test_a_hunt_is_the_right_code_but_for_some_lines():
+    right = ["def f(x):", "    y = 2 * x  # repaired", "    z = y", "    return z"]
+    edits = ["# -     y = 2 * x  # repaired", "# +     y = x", "# ...", "# -     z = y"]
+    assert lesson_source.hunted(None, 1, right, edits) == ["def f(x):", "    y = x", "    return z"]
+    lesson = types.SimpleNamespace(error=lambda line, said: ValueError(said))
+    with pytest.raises(ValueError, match="fits 0 times"):
+        lesson_source.hunted(lesson, 1, right, ["# -     y = 3 * x"])

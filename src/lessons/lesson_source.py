@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import builtins
 import hashlib
+import itertools
 import re
 import symtable
 from collections.abc import Iterator
@@ -37,6 +38,8 @@ QUOTE = re.compile(
     r"^# (?P<word>FROM|MILESTONE) +(?P<module>\w+(?:\.\w+)*): *(?P<symbols>\w+(?: *, *\w+)*)"
     r"(?P<bare> +\(no docstrings\))?\s*$"
 )
+EDIT = re.compile(r"^# (- |\+ |\.\.\.$)")
+HUNT = re.compile(r"^# HUNT (?P<module>\w+(?:\.\w+)*): *(?P<symbols>\w+)\s*$")
 RULE = re.compile(r"^# RULE (?P<module>\w+(?:\.\w+)*): *(?P<symbols>\w+(?: *, *\w+)*)\s*$")
 UNTITLED = re.compile(r"^## (?P<id>\d+[a-z]?\.\d+)\s*$")
 REGION = re.compile(r"^\s*# (region:.*|endregion)\s*$")  # flashlab.kernels.regions: never shown
@@ -208,23 +211,45 @@ def add_links(lesson: Lesson) -> None:
 
 
 def from_rules(lesson: Lesson, lines: list[Line], root: Path) -> list[Line]:
-    """A cell with what stands in `flashlab.exercises`: `## 4.5` gets its title, `# RULE module: function` its code."""
+    """A cell with what stands in `flashlab.exercises`: `## 4.5` gets its title, `# RULE module: function` its code.
+
+    `# HUNT module: function` is a bug hunt: its solution is that code, its starter the same with the lines behind
+    `# -` replaced by those behind `# +`; `# ...` stands between two such edits.
+    """
     out: list[Line] = []
-    for number, line in lines:
-        if match := RULE.match(line):
+    for at, (number, line) in enumerate(lines):
+        if match := RULE.match(line) or HUNT.match(line):
+            shown: list[Line] = []
             quote = Quote(number or 0, "RULE", match["module"], tuple(re.split(r" *, *", match["symbols"])), False)
             for i, symbol in enumerate(quote.symbols):
                 source = symbol_source(lesson, root, quote, symbol).split("\n")
                 first = next(k for k, text in enumerate(source) if text.startswith(("@triton.jit", "def ")))
-                shown = [text.removesuffix("  # fmt: skip") for text in source[first:]]
-                out += [(None, "")] * (2 if i else 0) + [(number, text) for text in shown]
+                shown += [(None, "")] * (2 if i else 0)
+                shown += [(number, text.removesuffix("  # fmt: skip")) for text in source[first:]]
+            if match.re is HUNT:
+                edits = itertools.takewhile(EDIT.match, (text for _, text in lines[at + 1 :]))
+                wrong = hunted(lesson, number, [text for _, text in shown], list(edits))
+                starter = ["# BEGIN STARTER", *wrong, "# END STARTER", "# BEGIN SOLUTION"]
+                shown = [*((number, text) for text in starter), *shown, (number, "# END SOLUTION")]
+            out += shown
         elif match := UNTITLED.match(line):
             told = registered(lesson, match["id"], root, number)
             effort = f"*{told.get('difficulty', 'Core')} · {told['minutes']} min*"
             out += [(number, f"{line.rstrip()} {told['title']}"), (None, ""), (None, effort)]
-        else:
+        elif not EDIT.match(line):
             out.append((number, line))
     return out
+
+
+def hunted(lesson: Lesson, line: int | None, right: list[str], edits: list[str]) -> list[str]:
+    """A hunt's wrong code: the right one with these edits."""
+    text = "\n".join(right) + "\n"
+    for edit in "\n".join(edits).split("# ..."):
+        old, new = ("".join(f"{x[4:]}\n" for x in edit.split("\n") if x.startswith(f"# {sign}")) for sign in "-+")
+        if not old or text.count(old) != 1:
+            raise lesson.error(line, f"a hunt's edit fits {text.count(old) if old else 0} times: {old!r}")
+        text = text.replace(old, new)
+    return text.removesuffix("\n").split("\n")
 
 
 def registered(lesson: Lesson, exercise_id: str, root: Path, line: int | None) -> dict[str, Any]:

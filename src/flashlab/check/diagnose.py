@@ -23,6 +23,7 @@ from flashlab.check.observation import Observation
 from flashlab.check.tolerance import excess
 
 ENOUGH = 0.7  # the share of failing cases that a hypothesis has to explain
+PERFECT = 1.01 - 1e-9  # the score of a mistake that explains each o and each lse
 PROBED = 3  # failing cases on which all hypotheses are tried; all others only for those that fit
 
 
@@ -278,6 +279,8 @@ def _hypotheses(observations: Sequence[Observation], wrong: Sequence[Observation
             score = _score(row, size, observations, wrong) if fits else 0.0
             if score > best_score + 1e-9:
                 best, best_score, best_size = row, score, size
+        if best_score >= PERFECT:
+            break
     if best is None:
         return None
     seen = next(s for s in wrong if _explains(best, best_size, s))

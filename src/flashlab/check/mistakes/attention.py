@@ -299,8 +299,7 @@ ROWS: tuple[Mistake, ...] = (
     *_rows("m-starts-at-zero", "wrong where all scores of a row are negative: the running maximum starts at 0; it has "
            "to start at minus infinity", [(_START, "m_i = q.new_zeros(q.shape[:3])")]),
     *_rows("one-maximum", "one maximum is taken for all rows of a tile; a row far below it underflows: each row has "
-           "its own", *([(_M_NEW, "m_new = torch.maximum(m_i, of_the_block(s, BLOCK_M))"), *more] for more in (
-               [], [_LOW])), sizes=BLOCKS),
+           "its own", [(_M_NEW, "m_new = torch.maximum(m_i, of_the_block(s, BLOCK_M))")], sizes=BLOCKS),
     *_rows("padding-in-the-maximum", f"{_RAGGED[:-2]} and all scores are negative: the padded keys, with scores of 0, "
            "take part in the row maximum; mask the scores with minus infinity before the maximum",
            [(_M_NEW, "m_new = torch.maximum(m_i, torch.where(j < N, s, 0.0).amax(-1))")], sizes=PADDED),
