@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 from pathlib import Path
 
 import build
@@ -776,3 +777,12 @@ def test_the_blank_of_cuda_text_is_a_comment_that_says_which():
     lesson = lesson_source.Lesson(Path("a.py"), "a", True, [cell])
     assert [t for _, t in lesson_source.unsolved(lesson, cell)] == ['x = r"""', "  // YOUR CODE HERE: the sum", '"""']
     assert [t for _, t in lesson_source.solved(lesson, cell, Path())] == ['x = r"""', "  y += x;", '"""']
+
+
+def test_a_hunt_is_the_right_code_but_for_some_lines():
+    right = ["def f(x):", "    y = 2 * x  # repaired", "    z = y", "    return z"]
+    edits = ["# -     y = 2 * x  # repaired", "# +     y = x", "# ...", "# -     z = y"]
+    assert lesson_source.hunted(None, 1, right, edits) == ["def f(x):", "    y = x", "    return z"]
+    lesson = types.SimpleNamespace(error=lambda line, said: ValueError(said))
+    with pytest.raises(ValueError, match="fits 0 times"):
+        lesson_source.hunted(lesson, 1, right, ["# -     y = 3 * x"])

@@ -12,7 +12,7 @@ The rooms, in the order in which they may import each other (a later one an earl
     kernels         the CUDA series: one .cu file a step
     simt            the emulator that runs CUDA C++ on a CPU
     cuda            load_inline, operators, compiled resources
-    check           verify, diagnose, the mistakes it knows, the zoo of broken kernels
+    check           verify, diagnose, the catalogue of mistakes
     figures         what notebooks show: source, diffs, tables, plots
     models          an attention layer, and a language model that trains
     distributed     one sequence over many GPUs: ring, all-gather, Ulysses

@@ -36,25 +36,13 @@ import triton  # after flashlab, which decides whether kernels are interpreted h
 import triton.language as tl
 
 # %% [markdown]
-# ## 3.1 A tile's addresses
-#
-# *Warm-up · 10 min*
+# ## 3.1
 #
 # Copy the ROWS × COLS matrix `x` to `y`. It is `stride_xr` elements from one row of x to the next, and `stride_xc` from one column
 # to the next; likewise for y. One program, no masks: the tile is exactly the matrix.
 
 # %% tags=["exercise"]
-@triton.jit
-def copy_tile_kernel(
-    x_ptr, y_ptr, stride_xr, stride_xc, stride_yr, stride_yc, ROWS: tl.constexpr, COLS: tl.constexpr
-):
-    rows = tl.arange(0, ROWS)
-    cols = tl.arange(0, COLS)
-    # BEGIN SOLUTION
-    x_ptrs = x_ptr + rows[:, None] * stride_xr + cols[None, :] * stride_xc
-    y_ptrs = y_ptr + rows[:, None] * stride_yr + cols[None, :] * stride_yc
-    tl.store(y_ptrs, tl.load(x_ptrs))
-    # END SOLUTION
+# RULE flashlab.exercises.phase_03: copy_tile_kernel
 
 # %% tags=["check"]
 # hint("3.1")
@@ -82,20 +70,7 @@ check("3.2", scale_log2, natural_lse)
 # over the end. This is the online softmax without V: the state is two numbers, `m` and `l`. The base is $e$ here.
 
 # %% tags=["exercise"]
-@triton.jit
-def row_lse_kernel(x_ptr, lse_ptr, stride, N, BLOCK: tl.constexpr):
-    row = tl.program_id(0)
-    m = float("-inf")
-    l = 0.0
-    for start in range(0, N, BLOCK):
-        offs = start + tl.arange(0, BLOCK)
-        # BEGIN SOLUTION
-        x = tl.load(x_ptr + row * stride + offs, mask=offs < N, other=float("-inf"))
-        m_new = tl.maximum(m, tl.max(x, axis=0))
-        l = l * tl.exp(m - m_new) + tl.sum(tl.exp(x - m_new), axis=0)
-        m = m_new
-        # END SOLUTION
-    tl.store(lse_ptr + row, m + tl.log(l))
+# RULE flashlab.exercises.phase_03: row_lse_kernel
 
 # %% tags=["check"]
 # hint("3.3")

@@ -146,42 +146,13 @@ check("4.6", cap_kernel)
 # repair it.
 
 # %% tags=["exercise"]
-# BEGIN STARTER
-@triton.jit
-def capped_causal_kernel(
-    Q_ptr, K_ptr, V_ptr, O_ptr, M, N, scale, cap,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):
-    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_d = tl.arange(0, HEAD_DIM)
-    at_m = offs_m[:, None] * HEAD_DIM + offs_d[None, :]
-    q = tl.load(Q_ptr + at_m, mask=offs_m[:, None] < M, other=0.0)
-    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l_i = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
-    for start_n in range(0, N, BLOCK_N):
-        offs_n = start_n + tl.arange(0, BLOCK_N)
-        at_n = offs_n[:, None] * HEAD_DIM + offs_d[None, :]
-        k = tl.load(K_ptr + at_n, mask=offs_n[:, None] < N, other=0.0)
-        s = tl.dot(q, k.T) * scale
-        seen = (offs_n[None, :] < N) & (offs_n[None, :] <= offs_m[:, None] + N - M)
-        s = tl.where(seen, s, float("-inf"))
-        s = cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * s / cap)))
-        m_new = tl.maximum(m_i, tl.max(s, axis=1))
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.exp(s - m_safe[:, None])
-        correction = tl.exp(m_i - m_safe)
-        l_i = l_i * correction + tl.sum(p, axis=1)
-        acc = acc * correction[:, None]
-        v = tl.load(V_ptr + at_n, mask=offs_n[:, None] < N, other=0.0)
-        acc = tl.dot(p.to(v.dtype), v, acc)
-        m_i = m_new
-    o = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
-    tl.store(O_ptr + at_m, o.to(O_ptr.dtype.element_ty), mask=offs_m[:, None] < M)
-# END STARTER
-# BEGIN SOLUTION
-# RULE flashlab.exercises.phase_04: capped_causal_kernel
-# END SOLUTION
+# HUNT flashlab.exercises.phase_04: capped_causal_kernel
+# -         # Repaired: the cap first. Of a score of -inf it would make -cap, which has a share of the softmax.
+# -         s = cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * s / cap)))
+# ...
+# -         s = tl.where(seen, s, float("-inf"))
+# +         s = tl.where(seen, s, float("-inf"))
+# +         s = cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * s / cap)))
 
 # %% tags=["check"]
 # hint("4.7")
@@ -196,19 +167,17 @@ check("4.7", capped_causal_kernel)
 # symptoms, repair the kernel.
 
 # %% tags=["exercise"]
-# BEGIN STARTER
-@triton.jit
-def row_offsets_kernel(out_ptr, heads, stride_b, stride_h, stride_n, BLOCK: tl.constexpr):
-    pid = tl.program_id(0)
-    batch = pid // heads
-    head = pid % heads
-    rows = tl.arange(0, BLOCK)
-    offsets = batch * stride_b + head * stride_h + rows * stride_n
-    tl.store(out_ptr + pid * BLOCK + tl.arange(0, BLOCK), offsets.to(tl.int64))
-# END STARTER
-# BEGIN SOLUTION
-# RULE flashlab.exercises.phase_04: row_offsets_kernel
-# END SOLUTION
+# HUNT flashlab.exercises.phase_04: row_offsets_kernel
+# -     # Repaired: 64 bits before anything is multiplied. int64 times int32 is int64.
+# -     batch = (pid // heads).to(tl.int64)
+# -     head = (pid % heads).to(tl.int64)
+# -     rows = tl.arange(0, BLOCK).to(tl.int64)
+# +     batch = pid // heads
+# +     head = pid % heads
+# +     rows = tl.arange(0, BLOCK)
+# ...
+# -     tl.store(out_ptr + pid * BLOCK + tl.arange(0, BLOCK), offsets)
+# +     tl.store(out_ptr + pid * BLOCK + tl.arange(0, BLOCK), offsets.to(tl.int64))
 
 # %% tags=["check"]
 # hint("4.8")
@@ -245,27 +214,20 @@ check("4.9", sink_attention_kernel)
 # %% tags=["exercise"]
 # BEGIN STARTER
 # The kernel here.
-
-
-def my_attention(q, k, v, *, causal=False, scale=None):
-    """(o, lse): o like q, contiguous; lse [batch, heads, seq_q], float32, natural logarithm.
-
-    scale: 1 / sqrt(head_dim) unless given.
-    """
-    raise NotImplementedError  # YOUR CODE HERE
 # END STARTER
 # BEGIN SOLUTION
-# RULE flashlab.exercises.phase_04: my_kernel, my_attention
+# RULE flashlab.exercises.phase_04: my_kernel
 # END SOLUTION
+
+
+# RULE flashlab.exercises.phase_04: my_attention
 
 # %% tags=["check"]
 # hint("4.10")
 check("4.10", my_attention)
 
 # %% [markdown]
-# ## 4.11 From one head to all of them
-#
-# *Core · 35 min*
+# ## 4.11
 #
 # The cell below is phase 3's kernel: one head, no mask. Make of it a kernel for a whole model, and write its launcher: batch and heads on the grid, shared
 # key heads by index, all four strides. The layout is that of most projections, `[batch, seq, heads, head_dim]`. No mask, and `head_dim` is 16, 32, 64 or 128.
@@ -276,80 +238,20 @@ check("4.10", my_attention)
 # %% tags=["exercise"]
 # BEGIN STARTER
 # The kernel here.
-
-
-def heads_attention(q, k, v, *, scale=None):
-    """(o, lse): o like q, in shape and dtype; lse [batch, heads, seq_q], float32, natural logarithm.
-
-    q: [batch, seq_q, heads, head_dim]; k, v: [batch, seq_k, kv_heads, head_dim], fp16, with any strides.
-    scale: 1 / sqrt(head_dim) unless given.
-    """
-    raise NotImplementedError  # YOUR CODE HERE
 # END STARTER
 # BEGIN SOLUTION
-@triton.jit
-def heads_kernel(
-    Q_ptr, K_ptr, V_ptr, O_ptr, LSE_ptr,
-    stride_qb, stride_qm, stride_qh, stride_qd, stride_kb, stride_kn, stride_kh, stride_kd,
-    stride_vb, stride_vn, stride_vh, stride_vd, stride_ob, stride_om, stride_oh, stride_od,
-    scale_log2, M, N, heads, group,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):
-    batch_head = tl.program_id(0).to(tl.int64) // tl.cdiv(M, BLOCK_M)
-    batch, head = batch_head // heads, batch_head % heads
-    offs_m = (tl.program_id(0) % tl.cdiv(M, BLOCK_M) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
-    offs_d = tl.arange(0, HEAD_DIM)[None, :]
-    Q_ptr += batch * stride_qb + head * stride_qh
-    K_ptr += batch * stride_kb + head // group * stride_kh
-    V_ptr += batch * stride_vb + head // group * stride_vh
-    O_ptr += batch * stride_ob + head * stride_oh
-    q = tl.load(Q_ptr + offs_m * stride_qm + offs_d * stride_qd, mask=offs_m < M, other=0.0)
-    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l_i = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
-    for start_n in range(0, N, BLOCK_N):
-        offs_n = (start_n + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
-        k = tl.load(K_ptr + offs_n * stride_kn + offs_d * stride_kd, mask=offs_n < N, other=0.0)
-        s = tl.where((offs_n < N).T, tl.dot(q, k.T) * scale_log2, float("-inf"))
-        m_new = tl.maximum(m_i, tl.max(s, axis=1))
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p, correction = tl.exp2(s - m_safe[:, None]), tl.exp2(m_i - m_safe)
-        l_i = l_i * correction + tl.sum(p, axis=1)
-        v = tl.load(V_ptr + offs_n * stride_vn + offs_d * stride_vd, mask=offs_n < N, other=0.0)
-        acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None])
-        m_i = m_new
-    o = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
-    tl.store(O_ptr + offs_m * stride_om + offs_d * stride_od, o.to(O_ptr.dtype.element_ty), mask=offs_m < M)
-    lse = ((m_i + tl.log2(l_i)) * 0.6931471805599453)[:, None]
-    tl.store(LSE_ptr + batch_head * M + offs_m, lse, mask=offs_m < M)
-
-
-def heads_attention(q, k, v, *, scale=None):
-    """(o, lse): o like q, in shape and dtype; lse [batch, heads, seq_q], float32, natural logarithm.
-
-    q: [batch, seq_q, heads, head_dim]; k, v: [batch, seq_k, kv_heads, head_dim], fp16, with any strides.
-    scale: 1 / sqrt(head_dim) unless given.
-    """
-    batch, M, heads, head_dim = q.shape
-    N, kv_heads = k.shape[1:3]
-    scale = head_dim**-0.5 if scale is None else scale
-    o = torch.empty_like(q)
-    lse = torch.empty((batch, heads, M), dtype=torch.float32, device=q.device)
-    heads_kernel[(triton.cdiv(M, 64) * batch * heads,)](
-        q, k, v, o, lse, *q.stride(), *k.stride(), *v.stride(), *o.stride(), scale * 1.4426950408889634,
-        M, N, heads, heads // kv_heads, HEAD_DIM=head_dim, BLOCK_M=64, BLOCK_N=64,
-    )
-    return o, lse
+# RULE flashlab.exercises.phase_04_ladder: heads_kernel
 # END SOLUTION
+
+
+# RULE flashlab.exercises.phase_04_ladder: heads_attention
 
 # %% tags=["check"]
 # hint("4.11")
 check("4.11", heads_attention)
 
 # %% [markdown]
-# ## 4.12 The mask, and where the loop ends
-#
-# *Core · 30 min*
+# ## 4.12
 #
 # Begin with your kernel of 4.11, now in the lecture's layout `[batch, heads, seq, head_dim]`. Give it the mask of 4.2 and 4.3: every query sees the first
 # `prefix` keys, and beyond them those up to its own position, aligned at the end. A row that sees no key gives o = 0 and lse = −inf. **The loop ends
@@ -358,81 +260,20 @@ check("4.11", heads_attention)
 # %% tags=["exercise"]
 # BEGIN STARTER
 # The kernel here.
-
-
-def prefix_attention(q, k, v, *, prefix=0, scale=None):
-    """(o, lse): o like q; lse [batch, heads, seq_q], float32, natural logarithm. prefix: 0 to seq_k.
-
-    q: [batch, heads, seq_q, head_dim]; k, v: [batch, kv_heads, seq_k, head_dim], fp16, with any strides.
-    """
-    raise NotImplementedError  # YOUR CODE HERE
 # END STARTER
 # BEGIN SOLUTION
-@triton.jit
-def prefix_kernel(
-    Q_ptr, K_ptr, V_ptr, O_ptr, LSE_ptr,
-    stride_qb, stride_qh, stride_qm, stride_qd, stride_kb, stride_kh, stride_kn, stride_kd,
-    stride_vb, stride_vh, stride_vn, stride_vd, stride_ob, stride_oh, stride_om, stride_od,
-    scale_log2, M, N, prefix, heads, group,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):
-    block = tl.program_id(0) % tl.cdiv(M, BLOCK_M)
-    batch_head = tl.program_id(0).to(tl.int64) // tl.cdiv(M, BLOCK_M)
-    batch, head = batch_head // heads, batch_head % heads
-    offs_m = (block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
-    offs_d = tl.arange(0, HEAD_DIM)[None, :]
-    Q_ptr += batch * stride_qb + head * stride_qh
-    K_ptr += batch * stride_kb + head // group * stride_kh
-    V_ptr += batch * stride_vb + head // group * stride_vh
-    O_ptr += batch * stride_ob + head * stride_oh
-    q = tl.load(Q_ptr + offs_m * stride_qm + offs_d * stride_qd, mask=offs_m < M, other=0.0)
-    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l_i = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
-    end = tl.minimum(N, tl.maximum(prefix, tl.minimum((block + 1) * BLOCK_M, M) + N - M))
-    for start_n in range(0, end, BLOCK_N):
-        offs_n = (start_n + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
-        k = tl.load(K_ptr + offs_n * stride_kn + offs_d * stride_kd, mask=offs_n < N, other=0.0)
-        seen = (offs_n.T < prefix) | ((offs_n.T <= offs_m + N - M) & (offs_n.T < N))
-        s = tl.where(seen, tl.dot(q, k.T) * scale_log2, float("-inf"))
-        m_new = tl.maximum(m_i, tl.max(s, axis=1))
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p, correction = tl.exp2(s - m_safe[:, None]), tl.exp2(m_i - m_safe)
-        l_i = l_i * correction + tl.sum(p, axis=1)
-        v = tl.load(V_ptr + offs_n * stride_vn + offs_d * stride_vd, mask=offs_n < N, other=0.0)
-        acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None])
-        m_i = m_new
-    o = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
-    tl.store(O_ptr + offs_m * stride_om + offs_d * stride_od, o.to(O_ptr.dtype.element_ty), mask=offs_m < M)
-    lse = ((m_i + tl.log2(l_i)) * 0.6931471805599453)[:, None]
-    tl.store(LSE_ptr + batch_head * M + offs_m, lse, mask=offs_m < M)
-
-
-def prefix_attention(q, k, v, *, prefix=0, scale=None):
-    """(o, lse): o like q; lse [batch, heads, seq_q], float32, natural logarithm. prefix: 0 to seq_k.
-
-    q: [batch, heads, seq_q, head_dim]; k, v: [batch, kv_heads, seq_k, head_dim], fp16, with any strides.
-    """
-    batch, heads, M, head_dim = q.shape
-    kv_heads, N = k.shape[1:3]
-    scale = head_dim**-0.5 if scale is None else scale
-    o = torch.empty_like(q)
-    lse = torch.empty((batch, heads, M), dtype=torch.float32, device=q.device)
-    prefix_kernel[(triton.cdiv(M, 64) * batch * heads,)](
-        q, k, v, o, lse, *q.stride(), *k.stride(), *v.stride(), *o.stride(), scale * 1.4426950408889634,
-        M, N, prefix, heads, heads // kv_heads, HEAD_DIM=head_dim, BLOCK_M=64, BLOCK_N=64,
-    )
-    return o, lse
+# RULE flashlab.exercises.phase_04_ladder: prefix_kernel
 # END SOLUTION
+
+
+# RULE flashlab.exercises.phase_04_ladder: prefix_attention
 
 # %% tags=["check"]
 # hint("4.12")
 check("4.12", prefix_attention)
 
 # %% [markdown]
-# ## 4.13 Two head sizes, no power of two
-#
-# *Core · 30 min*
+# ## 4.13
 #
 # DeepSeek's models multiply Q and K of 192 columns, and V of 128. Begin with your kernel of 4.12, without the prefix: causal or not. Q and K have
 # `head_dim` columns, V and O have `value_dim`, and neither need be a power of two. The check takes both up to 128.
@@ -440,84 +281,13 @@ check("4.12", prefix_attention)
 # %% tags=["exercise"]
 # BEGIN STARTER
 # The kernel here.
-
-
-def two_sizes_attention(q, k, v, *, causal=False, scale=None):
-    """(o, lse): o [batch, heads, seq_q, value_dim]; lse [batch, heads, seq_q], float32, natural logarithm.
-
-    q: [batch, heads, seq_q, head_dim]; k: [batch, kv_heads, seq_k, head_dim];
-    v: [batch, kv_heads, seq_k, value_dim]; fp16, with any strides.
-    scale: 1 / sqrt(head_dim) unless given. causal: aligned at the end.
-    """
-    raise NotImplementedError  # YOUR CODE HERE
 # END STARTER
 # BEGIN SOLUTION
-@triton.jit
-def two_sizes_kernel(
-    Q_ptr, K_ptr, V_ptr, O_ptr, LSE_ptr,
-    stride_qb, stride_qh, stride_qm, stride_qd, stride_kb, stride_kh, stride_kn, stride_kd,
-    stride_vb, stride_vh, stride_vn, stride_vd, stride_ob, stride_oh, stride_om, stride_od,
-    scale_log2, M, N, heads, group, CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):
-    block = tl.program_id(0) % tl.cdiv(M, BLOCK_M)
-    batch_head = tl.program_id(0).to(tl.int64) // tl.cdiv(M, BLOCK_M)
-    batch, head = batch_head // heads, batch_head % heads
-    offs_m = (block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
-    offs_d, offs_v = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_V)[None, :]
-    Q_ptr += batch * stride_qb + head * stride_qh
-    K_ptr += batch * stride_kb + head // group * stride_kh
-    V_ptr += batch * stride_vb + head // group * stride_vh
-    O_ptr += batch * stride_ob + head * stride_oh
-    real = (offs_m < M) & (offs_d < HEAD_DIM)
-    q = tl.load(Q_ptr + offs_m * stride_qm + offs_d * stride_qd, mask=real, other=0.0)
-    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l_i = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    end = N
-    if CAUSAL:
-        end = tl.minimum(N, tl.minimum((block + 1) * BLOCK_M, M) + N - M)
-    for start_n in range(0, end, BLOCK_N):
-        offs_n = (start_n + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
-        real = (offs_n < N) & (offs_d < HEAD_DIM)
-        k = tl.load(K_ptr + offs_n * stride_kn + offs_d * stride_kd, mask=real, other=0.0)
-        seen = offs_n.T < N
-        if CAUSAL:
-            seen = seen & (offs_n.T <= offs_m + N - M)
-        s = tl.where(seen, tl.dot(q, k.T) * scale_log2, float("-inf"))
-        m_new = tl.maximum(m_i, tl.max(s, axis=1))
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p, correction = tl.exp2(s - m_safe[:, None]), tl.exp2(m_i - m_safe)
-        l_i = l_i * correction + tl.sum(p, axis=1)
-        real = (offs_n < N) & (offs_v < VALUE_DIM)
-        v = tl.load(V_ptr + offs_n * stride_vn + offs_v * stride_vd, mask=real, other=0.0)
-        acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None])
-        m_i = m_new
-    o = (acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]).to(O_ptr.dtype.element_ty)
-    tl.store(O_ptr + offs_m * stride_om + offs_v * stride_od, o, mask=(offs_m < M) & (offs_v < VALUE_DIM))
-    lse = ((m_i + tl.log2(l_i)) * 0.6931471805599453)[:, None]
-    tl.store(LSE_ptr + batch_head * M + offs_m, lse, mask=offs_m < M)
-
-
-def two_sizes_attention(q, k, v, *, causal=False, scale=None):
-    """(o, lse): o [batch, heads, seq_q, value_dim]; lse [batch, heads, seq_q], float32, natural logarithm.
-
-    q: [batch, heads, seq_q, head_dim]; k: [batch, kv_heads, seq_k, head_dim];
-    v: [batch, kv_heads, seq_k, value_dim]; fp16, with any strides.
-    scale: 1 / sqrt(head_dim) unless given. causal: aligned at the end.
-    """
-    (batch, heads, M, head_dim), (_, kv_heads, N, value_dim) = q.shape, v.shape
-    scale = head_dim**-0.5 if scale is None else scale
-    o = torch.empty((batch, heads, M, value_dim), dtype=q.dtype, device=q.device)
-    lse = torch.empty((batch, heads, M), dtype=torch.float32, device=q.device)
-    two_sizes_kernel[(triton.cdiv(M, 64) * batch * heads,)](
-        q, k, v, o, lse, *q.stride(), *k.stride(), *v.stride(), *o.stride(), scale * 1.4426950408889634,
-        M, N, heads, heads // kv_heads, causal, HEAD_DIM=head_dim, VALUE_DIM=value_dim,
-        BLOCK_D=max(16, triton.next_power_of_2(head_dim)), BLOCK_V=max(16, triton.next_power_of_2(value_dim)),
-        BLOCK_M=64, BLOCK_N=64,
-    )
-    return o, lse
+# RULE flashlab.exercises.phase_04_ladder: two_sizes_kernel
 # END SOLUTION
+
+
+# RULE flashlab.exercises.phase_04_ladder: two_sizes_attention
 
 # %% tags=["check"]
 # hint("4.13")

@@ -50,7 +50,7 @@ from flashlab.attention.tiles import Tile
 from flashlab.bench import industrial, published
 from flashlab.check import CheckFailed, verify
 from flashlab.check.training import wanted, worst
-from flashlab.check.zoo.gradients import MUTANTS, attention_with
+from flashlab.check.mistakes.gradients import MUTANTS, attention_with
 from flashlab.figures import curves, masks, show
 from flashlab.figures.panels import panels
 from flashlab.figures.tiles import walk

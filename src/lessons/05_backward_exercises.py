@@ -165,26 +165,12 @@ check("5.8", group_sum)
 # The check shows the symptoms, and no cause, until you change the code. **Which cases are right, and which are not?**
 
 # %% tags=["exercise"]
-# BEGIN STARTER
-def hunted_9(q, k, v, do, lse, delta, BLOCK, scale, causal):
-    """dk, dv of one head, as many queries as keys. q, k, v, do: [N, HEAD_DIM]; lse, delta: [N]; float32."""
-    N = len(q)
-    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-    for start_n in range(0, N, BLOCK):
-        keys = slice(start_n, start_n + BLOCK)
-        for start_m in range(start_n, N, BLOCK):
-            rows = slice(start_m, start_m + BLOCK)
-            p = torch.exp(scale * (q[rows] @ k[keys].T) - lse[rows, None])
-            if start_m == start_n:
-                p = torch.tril(p)
-            dv[keys] += p.T @ do[rows]
-            ds = p * (do[rows] @ v[keys].T - delta[rows, None])
-            dk[keys] += scale * (ds.T @ q[rows])
-    return dk, dv
-# END STARTER
-# BEGIN SOLUTION
-# RULE flashlab.exercises.phase_05: hunted_9
-# END SOLUTION
+# HUNT flashlab.exercises.phase_05: hunted_9
+# -         for start_m in range(start_n if causal else 0, N, BLOCK):  # repaired: without a mask all see them
+# +         for start_m in range(start_n, N, BLOCK):
+# ...
+# -             if causal and start_m == start_n:  # repaired: and nothing is masked
+# +             if start_m == start_n:
 
 # %% tags=["check"]
 # hint("5.9")
@@ -199,28 +185,10 @@ check("5.9", hunted_9)
 # The functions of `lecture` are those of its section 6, and right. What is wrong stands around them.
 
 # %% tags=["exercise"]
-# BEGIN STARTER
-def hunted_10(q, k, v, o, lse, do, BLOCK_M, BLOCK_N, scale):
-    """dq, dk and dv of one head, no mask. q, o, do: [M, HEAD_DIM]; k, v: [N, HEAD_DIM]; lse: [M]; float32."""
-    M, N = len(q), len(k)
-    delta = lecture.delta_sim(o, do)
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for program in range(math.ceil(M / BLOCK_M)):
-        start_m, start_n = program * BLOCK_M, program * BLOCK_N
-        rows, keys = slice(start_m, start_m + BLOCK_M), slice(start_n, start_n + BLOCK_N)
-        if start_m < M:
-            dq[rows] = lecture.query_block_sim(
-                q[rows], do[rows], start_m, k, v, lse[rows], delta[rows], M, BLOCK_N, scale, False
-            )
-        if start_n < N:
-            dk[keys], dv[keys] = lecture.key_block_sim(
-                k[keys], v[keys], start_n, q, do, lse, delta, N, BLOCK_M, scale, False
-            )
-    return dq, dk, dv
-# END STARTER
-# BEGIN SOLUTION
-# RULE flashlab.exercises.phase_05: hunted_10
-# END SOLUTION
+# HUNT flashlab.exercises.phase_05: hunted_10
+# -     # Repaired: enough programs for the blocks of queries and for the blocks of keys.
+# -     for program in range(max(math.ceil(M / BLOCK_M), math.ceil(N / BLOCK_N))):
+# +     for program in range(math.ceil(M / BLOCK_M)):
 
 # %% tags=["check"]
 # hint("5.10")

@@ -42,7 +42,7 @@ import torch
 from flashlab.bench import hardware, hopper_results
 from flashlab.bench.hopper_jobs import PLANTED
 from flashlab.check import verify
-from flashlab.check.zoo.hopper import MUTANTS
+from flashlab.check.mistakes.hopper import MUTANTS
 from flashlab.cuda import load_inline, missing
 from flashlab.figures import hopper as draw
 from flashlab.figures import show

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import builtins
 import hashlib
+import itertools
 import re
 import symtable
 from collections.abc import Iterator, Sequence
@@ -39,6 +40,8 @@ QUOTE = re.compile(
     r"^# (?P<word>FROM|MILESTONE) +(?P<module>\w+(?:\.\w+)*): *(?P<symbols>\w+(?: *, *\w+)*)"
     r"(?P<bare> +\(no docstrings\))?\s*$"
 )
+EDIT = re.compile(r"^# (- |\+ |\.\.\.$)")
+HUNT = re.compile(r"^# HUNT (?P<module>\w+(?:\.\w+)*): *(?P<symbols>\w+)\s*$")
 RULE = re.compile(r"^# RULE (?P<module>\w+(?:\.\w+)*): *(?P<symbols>\w+(?: *, *\w+)*)\s*$")
 UNTITLED = re.compile(r"^## (?P<id>\d+[a-z]?\.\d+)\s*$")
 REGION = re.compile(r"^\s*# (region:.*|endregion)\s*$")  # flashlab.kernels.regions: never shown
@@ -213,29 +216,38 @@ def from_rules(lesson: Lesson, lines: list[Line], root: Path) -> list[Line]:
     """A cell with what stands in `flashlab.exercises`: `## 4.5` gets its title, `# RULE module: function` its code.
 
     A function whose decorator has a `bug` is shown with it first, between the markers of a starter.
+    `# HUNT module: function` is a bug hunt: its solution is that code, its starter the same with the lines behind
+    `# -` replaced by those behind `# +`; `# ...` stands between two such edits.
     """
     out: list[Line] = []
-    for number, line in lines:
-        if match := RULE.match(line):
+    for at, (number, line) in enumerate(lines):
+        if match := RULE.match(line) or HUNT.match(line):
+            shown: list[Line] = []
             quote = Quote(number or 0, "RULE", match["module"], tuple(re.split(r" *, *", match["symbols"])), False)
             for i, symbol in enumerate(quote.symbols):
                 source = symbol_source(lesson, root, quote, symbol)
-                shown = source[re.search(r"^(@triton\.jit|def )", source, re.M).start() :]  # type: ignore[union-attr]
-                shown = re.sub(r"  # fmt: skip$", "", shown, flags=re.M)
+                code = source[re.search(r"^(@triton\.jit|def )", source, re.M).start() :]  # type: ignore[union-attr]
+                code = re.sub(r"  # fmt: skip$", "", code, flags=re.M)
                 if edits := bug_of(source):
-                    wrong = shown
+                    wrong = code
                     for old, new in edits:
                         if wrong.count(old) != 1:
                             raise lesson.error(number, f"the bug's {old!r} is {wrong.count(old)} times in {symbol}")
                         wrong = wrong.replace(old, new)
                     wrong = f"# BEGIN STARTER\n{wrong}\n# END STARTER\n"
-                    shown = f"{wrong}# BEGIN SOLUTION\n{shown}\n# END SOLUTION"
-                out += [(None, "")] * (2 if i else 0) + [(number, text) for text in shown.split("\n")]
+                    code = f"{wrong}# BEGIN SOLUTION\n{code}\n# END SOLUTION"
+                shown += [(None, "")] * (2 if i else 0) + [(number, text) for text in code.split("\n")]
+            if match.re is HUNT:
+                hunt = itertools.takewhile(EDIT.match, (text for _, text in lines[at + 1 :]))
+                starter = hunted(lesson, number, [text for _, text in shown], list(hunt))
+                starter = ["# BEGIN STARTER", *starter, "# END STARTER", "# BEGIN SOLUTION"]
+                shown = [*((number, text) for text in starter), *shown, (number, "# END SOLUTION")]
+            out += shown
         elif match := UNTITLED.match(line):
             told = registered(lesson, match["id"], root, number)
             effort = f"*{told.get('difficulty', 'Core')} · {told['minutes']} min*"
             out += [(number, f"{line.rstrip()} {told['title']}"), (None, ""), (None, effort)]
-        else:
+        elif not EDIT.match(line):
             out.append((number, line))
     return out
 
@@ -248,6 +260,17 @@ def bug_of(source: str) -> Sequence[tuple[str, str]]:
             if keyword.arg == "bug":
                 return ast.literal_eval(keyword.value.args[2])
     return ()
+
+
+def hunted(lesson: Lesson, line: int | None, right: list[str], edits: list[str]) -> list[str]:
+    """A hunt's wrong code: the right one with these edits."""
+    text = "\n".join(right) + "\n"
+    for edit in "\n".join(edits).split("# ..."):
+        old, new = ("".join(f"{x[4:]}\n" for x in edit.split("\n") if x.startswith(f"# {sign}")) for sign in "-+")
+        if not old or text.count(old) != 1:
+            raise lesson.error(line, f"a hunt's edit fits {text.count(old) if old else 0} times: {old!r}")
+        text = text.replace(old, new)
+    return text.removesuffix("\n").split("\n")
 
 
 def registered(lesson: Lesson, exercise_id: str, root: Path, line: int | None) -> dict[str, Any]:

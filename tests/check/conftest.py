@@ -8,5 +8,5 @@ from flashlab import runtime
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    """Give the cases' inputs on the CPU, where the zoo's tile loops run, whatever this machine has."""
+    """Give the cases' inputs on the CPU, where the catalogue runs, whatever this machine has."""
     monkeypatch.setattr(runtime, "device", lambda: torch.device("cpu"))

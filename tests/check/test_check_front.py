@@ -78,7 +78,7 @@ def test_the_line_of_a_verified_function_is_the_same_on_every_machine(on_cpu):
     def _(fn):
         return verify(fn, max_seq=16)
 
-    from flashlab.check.zoo.attention import flash_forward
+    from flashlab.check.mistakes.attention import flash_forward
 
     first, second = repr(check("97.3", flash_forward)), repr(check("97.3", lambda q, k, v: flash_forward(q, k, v)))
     assert first == "✓ 97.3 Kernel — 3 cases, all within their bounds"

@@ -1,6 +1,7 @@
 """verify and its fronts: right implementations pass, whatever their tiles; the form of an answer is checked too."""
 
 import importlib.util
+from functools import partial
 
 import pytest
 import torch
@@ -11,10 +12,10 @@ from flashlab import runtime
 from flashlab.attention import reference
 from flashlab.check import CheckFailed, verify, verify_block, verify_one_head
 from flashlab.check.cases import Case, case_list, make_inputs
+from flashlab.check.mistakes.attention import flash_forward
 from flashlab.check.poison import MarkedEmpty, unwritten
 from flashlab.check.tolerance import excess, truth, within
 from flashlab.check.verification import run
-from flashlab.check.zoo.attention import build, flash_forward
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -42,7 +43,7 @@ def test_the_full_list_passes():
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_tiled_forward_pass_passes_whatever_its_tiles(on_cpu, block_m, block_n, dtype):
-    forward = build(BLOCK_M=block_m, BLOCK_N=block_n)
+    forward = partial(flash_forward, BLOCK_M=block_m, BLOCK_N=block_n)
     assert verify(forward, causal=True, gqa=True, dtypes=(dtype,), head_dims=(64, 32)).worst < 2.5
 
 
@@ -105,7 +106,7 @@ def test_no_right_answer_is_rejected(on_cpu, seq_q, seq_k, head_dim, block_m, bl
         dtype=dtype,
         causal=causal,
     )
-    forward = build(BLOCK_M=block_m, BLOCK_N=block_n)
+    forward = partial(flash_forward, BLOCK_M=block_m, BLOCK_N=block_n)
     run(lambda c, q, k, v: forward(q, k, v, causal=c.causal, scale=c.softmax_scale), [case])
 
 

@@ -7,7 +7,7 @@ from flashlab import flash_attention, runtime
 from flashlab.attention import simulation_backward
 from flashlab.attention.reference import attention, attention_low_precision
 from flashlab.check import CheckFailed, verify
-from flashlab.check.zoo.gradients import MUTANTS, attention_with
+from flashlab.check.mistakes.gradients import MUTANTS, attention_with
 
 BOTH = (torch.float32, torch.float16)
 

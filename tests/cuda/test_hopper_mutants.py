@@ -6,9 +6,9 @@ import pytest
 
 from flashlab.check import CheckFailed
 from flashlab.check.cuda_answer import examine
-from flashlab.check.zoo.hopper import MUTANTS
-from flashlab.check.zoo.joint import CHOICE, joint
-from flashlab.check.zoo.kernels import Mutant
+from flashlab.check.mistakes.hopper import MUTANTS
+from flashlab.check.mistakes.joint import CHOICE, joint
+from flashlab.check.mistakes.series import Mutant
 from flashlab.kernels.series import step
 from flashlab.simt import find_compiler
 from flashlab.simt.errors import SimtError

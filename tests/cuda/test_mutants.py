@@ -8,7 +8,7 @@ import torch
 from flashlab.check import CheckFailed
 from flashlab.check import cuda_answer as trial
 from flashlab.check.mistakes.kernels import _blocks_transposed, _quadrants, _swizzled, explain
-from flashlab.check.zoo.kernels import MUTANTS
+from flashlab.check.mistakes.series import MUTANTS
 from flashlab.kernels.series import SERIES, step
 from flashlab.simt import find_compiler
 from flashlab.simt.errors import SimtError

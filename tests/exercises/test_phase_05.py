@@ -11,7 +11,6 @@ from flashlab import runtime
 from flashlab.attention import simulation_backward
 from flashlab.check import CheckFailed
 from flashlab.exercises import check
-from flashlab.exercises.registry import find
 
 IDS = [f"5.{i}" for i in range(1, 15)]
 
@@ -27,12 +26,6 @@ def told(id, *answers):
 @pytest.mark.parametrize("id", IDS)
 def test_the_solution_passes(id):
     assert check(id, *answers_of(id, "solutions"))
-
-
-def test_every_exercise_has_hints_and_a_time():
-    for id in IDS:
-        exercise = find(id)
-        assert len(exercise.hints) >= 3 and exercise.minutes >= 10
 
 
 # ---- 5.1 ------------------------------------------------------------------------------------------------------------
@@ -171,9 +164,6 @@ def kernel(tmp_path):
 
 
 INTERPRETED = pytest.mark.skipif(not runtime.INTERPRETED, reason="addresses are watched where kernels are interpreted")
-SUM = "tl.sum(o * do, axis=1)"
-
-
 IEEE = ', input_precision="ieee"'
 MASKED = "ds = tl.where(in_range[None, :], p * (dp - delta[:, None]), 0.0)"
 

@@ -99,9 +99,9 @@ from flashlab.bench.hopper_jobs import (
 from flashlab.bench.hopper_results import right
 from flashlab.bench.peers import fa4
 from flashlab.check import CheckFailed, verify
+from flashlab.check.mistakes.hopper import MUTANTS
 from flashlab.check.poison import MarkedEmpty
 from flashlab.check.tolerance import Truth, bounded, excess
-from flashlab.check.zoo.hopper import MUTANTS
 from flashlab.cuda import CudaModule, load_inline
 from flashlab.kernels import Step
 

@@ -43,7 +43,7 @@ PLANTED = (
     "K is waited for, V is not", "K is released before the wgmma are waited for",
     "no wgmma_fence after P is written", "no proxy fence before O is stored",
 )  # fmt: skip
-"""Mistakes of flashlab.check.zoo.hopper that leave nobody waiting for ever."""
+"""Mistakes of flashlab.check.mistakes.hopper that leave nobody waiting for ever."""
 RULE = 1.0  # the largest part of its bound that an error may be
 
 

@@ -1,4 +1,4 @@
-"""Why an output is wrong: compare it with what every known mistake would have given, then describe what is left.
+"""Why an output is wrong: compare it with what every known mistake gives, then describe what is left.
 
 Three steps, each only if the one before found nothing: what can be read from the output's structure (rows nobody
 wrote, another head's result, NaN where a row sees no key); the hypotheses, which must explain the cases that fail and
@@ -17,12 +17,13 @@ import torch
 from flashlab.check import pattern
 from flashlab.check.cases import Case
 from flashlab.check.failed import CheckFailed
-from flashlab.check.mistakes.attention import CALM, HYPOTHESES, TILES, Hypothesis
-from flashlab.check.models import Prediction, Problem, attend, problem
+from flashlab.check.mistakes.attention import CALM, ROWS, Mistake, Size
+from flashlab.check.models import Problem, attend, problem
 from flashlab.check.observation import Observation
 from flashlab.check.tolerance import excess
 
 ENOUGH = 0.7  # the share of failing cases that a hypothesis has to explain
+PERFECT = 1.01 - 1e-9  # the score of a mistake that explains each o and each lse
 PROBED = 3  # failing cases on which all hypotheses are tried; all others only for those that fit
 
 
@@ -262,104 +263,96 @@ def _other_heads(seen: Observation, p: Problem) -> tuple[str, str] | None:
 def _hypotheses(observations: Sequence[Observation], wrong: Sequence[Observation]) -> Found | None:
     calm = [s for s in wrong if s.case.content in CALM]
     lse_alone = all(s.o_ok for s in wrong)
-    # Lengths of a few tiles tell the most hypotheses apart for the least work.
+    # Lengths of a few tiles tell the most mistakes apart for the least work.
     probes = sorted(calm or wrong, key=lambda s: abs(s.case.seq_k - 120) + abs(s.case.seq_q - 40))[:PROBED]
     clear = [s for s in calm or wrong if _clearly_wrong(s)][:PROBED]
     nearly = all(_is_nearly_right(s) for s in calm or wrong)
-    best, best_score, best_size = None, 0.0, 0
-    for hypothesis in HYPOTHESES:
-        if hypothesis.close and not nearly:
+    best, best_score, best_size = None, 0.0, (0, 0, 0)
+    for row in ROWS:
+        if (row.close and not nearly) or (_is_of_lse(row) and not lse_alone):
             continue
-        sizes = hypothesis.sizes
-        if TILES == tuple(sizes)[-len(TILES) :] and observations[0].case.block_n is not None:
-            sizes = [0]  # each case says its own
-        for size in sizes:
-            tried = clear if hypothesis.close else probes
-            verdicts = (_explains(hypothesis, size, s, lse_alone) for s in tried)
-            fits = any(verdicts) if hypothesis.close or not calm else all(v != 0 for v in verdicts)
-            if not fits:
-                continue
-            score = _score(hypothesis, size, observations, wrong)
+        # Where each case says its own BLOCK_N, the sizes differ in the rest alone.
+        given = observations[0].case.block_n is not None
+        for size in dict.fromkeys((m, bool(n) if given else n, count) for m, n, count in row.sizes):
+            verdicts = (_explains(row, size, s, lse_alone) for s in (clear if row.close else probes))
+            fits = any(verdicts) if row.close or not calm else all(v != 0 for v in verdicts)
+            score = _score(row, size, observations, wrong) if fits else 0.0
             if score > best_score + 1e-9:
-                best, best_score, best_size = hypothesis, score, size
+                best, best_score, best_size = row, score, size
+        if best_score >= PERFECT:
+            break
     if best is None:
         return None
     seen = next(s for s in wrong if _explains(best, best_size, s))
-    return best.slug, best.sentence.format(size=best_size), seen
+    return best.slug, best.sentence.format(size=best_size[2]), seen
 
 
-def _score(
-    hypothesis: Hypothesis,
-    size: int,
-    observations: Sequence[Observation],
-    wrong: Sequence[Observation],
-) -> float:
+def _is_of_lse(row: Mistake) -> bool:
+    """Whether it makes lse wrong, and nothing else."""
+    return row.slug.startswith("lse-")
+
+
+def _score(row: Mistake, size: Size, observations: Sequence[Observation], wrong: Sequence[Observation]) -> float:
     """The share of failing cases that are explained; 0 when that is too little, or when a right case contradicts it."""
     explained = opinions = agreeing_lse = 0
     lse_alone = all(s.o_ok for s in wrong)
     for seen in wrong:
-        verdict = _explains(hypothesis, size, seen, lse_alone)
-        if verdict is None or (hypothesis.close and not _clearly_wrong(seen)):
+        verdict = _explains(row, size, seen, lse_alone)
+        if verdict is None or (row.close and not _clearly_wrong(seen)):
             continue
         opinions += 1
         explained += bool(verdict)
         agreeing_lse += verdict == 2
-        if not verdict and seen.case.content in CALM and not hypothesis.close:
+        if not verdict and seen.case.content in CALM and not row.close:
             return 0.0
     if not opinions or explained / opinions < ENOUGH:
         return 0.0
-    contradicted = 0
-    for seen in observations:
-        if seen.ok:
-            prediction = _predict(hypothesis, size, seen)
-            if prediction is not None and _visibly_wrong(prediction, seen):
-                contradicted += 1
-    if contradicted and not (hypothesis.close and contradicted < explained):
+    contradicted = sum(seen.ok and _visibly_wrong(row, size, seen) for seen in observations)
+    if contradicted and not (row.close and contradicted < explained):
         return 0.0
     return explained / opinions + 0.01 * agreeing_lse / opinions
 
 
-def _predict(hypothesis: Hypothesis, size: int, seen: Observation) -> Prediction | None:
-    tile = size
-    if seen.case.block_n is not None and TILES == tuple(hypothesis.sizes)[-len(TILES) :]:
-        tile = seen.case.block_n
-    return _prediction(hypothesis, tile, seen.case)
-
-
 @lru_cache(maxsize=1024)  # of some 50 KB: asked for twice in a diagnosis, and again when the learner tries again
-def _prediction(hypothesis: Hypothesis, tile: int, case: Case) -> Prediction | None:
-    return hypothesis.predict(problem(case), tile)
+def _predictions(row: Mistake, size: Size, case: Case) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+    """o and lse, and the same with NaN in rows that see no key; nothing where there is no opinion."""
+    found = row.predict(case, size)
+    if found is None:
+        return ()
+    o, lse = found
+    empty = (lse == -math.inf) & (o == 0).all(-1)
+    if not empty.any():
+        return (found,)
+    return found, (o.masked_fill(empty[..., None], math.nan), lse.masked_fill(empty, math.nan))
 
 
-def _explains(hypothesis: Hypothesis, size: int, seen: Observation, lse_alone: bool = False) -> int | None:
+def _explains(row: Mistake, size: Size, seen: Observation, lse_alone: bool = False) -> int | None:
     """2: o and lse are as predicted; 1: a wrong o is; 0: not; None: no opinion.
 
-    lse_alone: o is right in every case, so that a hypothesis has lse to explain, and nothing else.
+    lse_alone: o is right in every case, so that a mistake has lse to explain, and nothing else.
     """
-    prediction = _predict(hypothesis, size, seen)
-    if prediction is None:
+    predicted = _predictions(row, size, seen.case)
+    if not predicted:
         return None
-    truth, close = seen.truth, hypothesis.close
-    o_options = prediction.o or (truth.o,)
-    lse_options = prediction.lse or (truth.lse,)
+    truth, close = seen.truth, row.close
     if seen.o_ok:
         # In a matter of rounding, an error that stays below the bound says nothing.
-        o_match = close or any(bool((excess(seen.o, o, truth.o_bound) <= 4).all()) for o in o_options)
+        o_match = close or any(bool((excess(seen.o, o, truth.o_bound) <= 4).all()) for o, _ in predicted)
     else:
-        o_match = any(_same(seen.o, o, truth.o, truth.o_bound, seen.case.dtype, close) for o in o_options)
+        o_match = any(_same(seen.o, o, truth.o, truth.o_bound, seen.case.dtype, close) for o, _ in predicted)
     if not o_match:
         return 0
     if seen.lse is None:
         lse_match = True
     elif seen.lse_ok:
-        lse_match = close or any(bool((excess(seen.lse, x, truth.lse_bound) <= 4).all()) for x in lse_options)
+        lse_match = close or any(bool((excess(seen.lse, x, truth.lse_bound) <= 4).all()) for _, x in predicted)
     else:
-        lse_match = any(_same(seen.lse, x, truth.lse, truth.lse_bound, torch.float32, close) for x in lse_options)
+        lse_match = any(_same(seen.lse, x, truth.lse, truth.lse_bound, torch.float32, close) for _, x in predicted)
     if lse_match:
         return 2
-    if prediction.o is None or close or lse_alone:
+    if close or lse_alone:
         return 0
-    # Where o is as predicted, lse may be computed in a way the model does not know; a right o proves nothing then.
+    # Where o is as predicted, lse may be computed in a way the row does not know; a right o proves nothing then.
     return None if seen.o_ok else 1
 
 
@@ -400,15 +393,13 @@ def _same(
     return bool(part <= 0.5) if close or tight else bool(part <= 0.1)
 
 
-def _visibly_wrong(prediction: Prediction, seen: Observation) -> bool:
-    """Whether every alternative of the prediction is far outside the bounds: then a right output contradicts it."""
-    if prediction.o is not None:
-        options, right, bound = prediction.o, seen.truth.o, seen.truth.o_bound
-    elif prediction.lse is not None and seen.lse is not None:
-        options, right, bound = prediction.lse, seen.truth.lse, seen.truth.lse_bound
-    else:
-        return False
-    return all(not bool((excess(x, right, bound) <= 4).all()) for x in options)
+def _visibly_wrong(row: Mistake, size: Size, seen: Observation) -> bool:
+    """Whether all that is predicted is far outside the bounds: then a right output contradicts it."""
+    predicted = _predictions(row, size, seen.case)
+    bounds, truth = (seen.truth.o_bound, seen.truth.lse_bound), (seen.truth.o, seen.truth.lse)
+    of = int(_is_of_lse(row))
+    pairs = [(both[of], truth[of], bounds[of]) for both in predicted]
+    return bool(pairs) and all(not bool((excess(*pair) <= 4).all()) for pair in pairs)
 
 
 # ---- which contents, which order, which factor ----------------------------------------------------------------------

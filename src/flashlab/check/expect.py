@@ -99,18 +99,10 @@ def expect_close(
             failed.known, failed.otherwise = known, general
         raise failed
 
-    if got is None:
-        fail(f"{what} is None: is a `return` missing?", "returned-none")
     expected = _tensor(want)
-    try:
-        actual = _tensor(got)
-    except (TypeError, ValueError, RuntimeError):
-        fail(f"{what} should be a number or a tensor, not {type(got).__name__}", "wrong-type")
-    if dtype is not None and (not isinstance(got, torch.Tensor) or got.dtype != dtype):
-        kind = got.dtype if isinstance(got, torch.Tensor) else type(got).__name__
-        fail(f"{what} should be of dtype {dtype}, not {kind}", "wrong-dtype")
-    if actual.shape != expected.shape:
-        fail(f"{what} has shape {list(actual.shape)}, it should be {list(expected.shape)}", "wrong-shape")
+    if (strange := _strange(got, expected, what, dtype)) is not None:
+        fail(*strange)
+    actual = _tensor(got)
     if expected.numel() == 0:
         return 0.0
     if (seen := watched()) is not None:  # a bug hunt that is as it was given: no cause, and the next case
@@ -141,6 +133,22 @@ def expect_close(
         + (f"; {common}" if common else "")
     )
     raise AssertionError("unreachable")
+
+
+def _strange(got: Any, expected: torch.Tensor, what: str, dtype: torch.dtype | None) -> tuple[str, str] | None:
+    """(sentence, slug) of what cannot be compared."""
+    if got is None:
+        return f"{what} is None: is a `return` missing?", "returned-none"
+    try:
+        actual = _tensor(got)
+    except (TypeError, ValueError, RuntimeError):
+        return f"{what} should be a number or a tensor, not {type(got).__name__}", "wrong-type"
+    if dtype is not None and (not isinstance(got, torch.Tensor) or got.dtype != dtype):
+        kind = got.dtype if isinstance(got, torch.Tensor) else type(got).__name__
+        return f"{what} should be of dtype {dtype}, not {kind}", "wrong-dtype"
+    if actual.shape != expected.shape:
+        return f"{what} has shape {list(actual.shape)}, it should be {list(expected.shape)}", "wrong-shape"
+    return None
 
 
 def _contradicted(

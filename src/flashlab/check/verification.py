@@ -98,11 +98,7 @@ def verify(
 
     def call(case: Case, q, k, v):
         __tracebackhide__ = True
-        options = {"causal": case.causal, "scale": case.softmax_scale}
-        options = {name: value for name, value in options.items() if name in takes}
-        if case.omit_defaults:
-            options = {name: value for name, value in options.items() if not takes[name]}
-        return fn(q, k, v, **options)
+        return fn(q, k, v, **_options(case, takes))
 
     common: dict[str, Any] = dict(
         causal=causal,
@@ -148,11 +144,7 @@ def verify_one_head(
 
     def call(case: Case, q, k, v):
         __tracebackhide__ = True
-        options = {"causal": case.causal, "scale": case.softmax_scale}
-        options = {name: value for name, value in options.items() if name in takes}
-        if case.omit_defaults:
-            options = {name: value for name, value in options.items() if not takes[name]}
-        return _as_batch(fn(q[0, 0], k[0, 0], v[0, 0], **options))
+        return _as_batch(fn(q[0, 0], k[0, 0], v[0, 0], **_options(case, takes)))
 
     cases = case_list(
         causal=causal or always_causal,
@@ -191,12 +183,11 @@ def verify_block(
     the telling ones with all of them. A function with a parameter `scale` is given it by name.
     """
     __tracebackhide__ = True
-    takes = _parameters(fn)
+    takes = {name: left for name, left in _parameters(fn).items() if name == "scale"}
 
     def call(case: Case, q, k, v):
         __tracebackhide__ = True
-        options = {} if case.omit_defaults or "scale" not in takes else {"scale": case.softmax_scale}
-        return _as_batch(fn(q[0, 0], k[0, 0], v[0, 0], case.block_n, **options))
+        return _as_batch(fn(q[0, 0], k[0, 0], v[0, 0], case.block_n, **_options(case, takes)))
 
     cases = case_list(
         dtypes=dtypes,
@@ -214,6 +205,12 @@ def verify_block(
         chosen = block_sizes if everything else [block_sizes[i % len(block_sizes)]]
         tiled += [replace(case, block_n=block_n) for block_n in chosen]
     return run(call, tiled, lse=lse, one_head=True)
+
+
+def _options(case: Case, takes: dict[str, bool]) -> dict[str, Any]:
+    """What a function with these parameters is called with; those that have a default may be left out."""
+    options = {"causal": case.causal, "scale": case.softmax_scale}
+    return {x: value for x, value in options.items() if x in takes and not (case.omit_defaults and takes[x])}
 
 
 def run(

@@ -193,7 +193,8 @@ def _wanted(run: Callable[..., Any]) -> str:
 def _type_in_words(kind: Any) -> str:
     parts = typing.get_args(kind)
     if typing.get_origin(kind) is tuple and parts and Ellipsis not in parts:
-        return f"a tuple of {len(parts)} ({', '.join(_type_in_words(p) for p in parts)})"
+        listed = "" if Any in parts else f" ({', '.join(map(_type_in_words, parts))})"
+        return f"a tuple of {len(parts)}{listed}"
     name = str(getattr(typing.get_origin(kind) or kind, "__name__", kind))
     return _PLAIN.get(kind, f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}")
 

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 
 from flashlab import runtime
 from flashlab.attention import reference
@@ -24,9 +26,10 @@ from flashlab.attention.triton_minimal import (
     flash_attention_forward,
     flash_attention_forward_kernel,
 )
-from flashlab.check import CheckFailed, expect, expect_close, verify_one_head
+from flashlab.check import expect, expect_close, verify_one_head
 from flashlab.check.lookup import Row
 from flashlab.check.verification import Report
+from flashlab.exercises.kernel_rule import apart, empty, kernel_rule
 from flashlab.exercises.registry import exercise
 from flashlab.exercises.rule import rule
 from flashlab.exercises.tensor_rule import normal, part, tensor_rule
@@ -67,7 +70,22 @@ def _launcher(kernel: Any) -> Callable[..., Any]:
 # ---- 3.1 ------------------------------------------------------------------------------------------------------------
 
 
-@exercise(
+def _layouts(r: random.Random, rows: int, cols: int, which: str) -> tuple[Any, ...]:
+    """copy_tile_kernel's arguments, x and y laid out in memory as `which` says."""
+    x = normal(r, rows, cols, dtype=torch.float32)
+    y = empty(cols, rows).T if "transposed destination" in which else empty(rows, cols)
+    if "transposed source" in which:
+        x = x.T.contiguous().T
+    if "every second column" in which:
+        x = torch.stack([x, torch.full_like(x, math.nan)], dim=2).reshape(rows, 2 * cols)[:, ::2]
+    return x, y, *x.stride(), *y.stride(), rows, cols
+
+
+_ORDERS = ("contiguous", "a transposed source", "a transposed destination", "every second column of a wider matrix")
+_OWN = "each matrix has strides of its own, and each stride its own index"
+
+
+@kernel_rule(
     "3.1",
     title="A tile's addresses",
     minutes=10,
@@ -79,50 +97,32 @@ def _launcher(kernel: Any) -> Callable[..., Any]:
         "x_ptrs = x_ptr + rows[:, None] * stride_xr + cols[None, :] * stride_xc, and the same for y. Then "
         "tl.store(y_ptrs, tl.load(x_ptrs)).",
     ],
-)
-def _(copy_tile_kernel: Any) -> str:
-    names = ("x_ptr", "y_ptr", "stride_xr", "stride_xc", "stride_yr", "stride_yc", "ROWS", "COLS")
-    kernel = kernel_of(copy_tile_kernel, names)
-    cases: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-    for rows, cols in ((8, 16), (32, 4)):
-        (x,) = _random((rows, cols))
-        layouts = {
-            "a contiguous matrix": (x, torch.zeros_like(x)),
-            "a transposed source": (x.T.contiguous().T, torch.zeros_like(x)),
-            "a transposed destination": (x, torch.zeros_like(x.T.contiguous()).T),
-            "every second column of a wider matrix": (
-                torch.stack([x, torch.full_like(x, math.nan)], dim=2).reshape(rows, 2 * cols)[:, ::2],
-                torch.zeros_like(x),
-            ),
-        }
-        cases |= {f"{words}, {rows} × {cols}": both for words, both in layouts.items()}
-    for case, (source, target) in cases.items():
-        target.fill_(math.nan)
-        before = source.clone()
-        with in_bounds(case, x=source, y=target):
-            kernel[(1,)](source, target, *source.stride(), *target.stride(), ROWS=len(source), COLS=source.shape[1])
-        same = torch.equal(source.nan_to_num(), before.nan_to_num())
-        expect(same, "x was overwritten: load from x, store to y", diagnosis="input-modified", case=case)
-        expect(not target.isnan().all(), "nothing is ever stored to y", diagnosis="never-written", case=case)
-        missing = int(target.isnan().sum())
-        expect(
-            not missing,
-            f"{missing} of {target.numel()} elements of y are never stored",
-            diagnosis="never-written",
-            case=case,
-        )
-        moved = (target != before).nonzero()
-        if len(moved):
-            i, j = moved[0].tolist()
-            source_at = (before == target[i, j]).nonzero()
-            held = f"x[{', '.join(map(str, source_at[0].tolist()))}]" if len(source_at) else "no element of x"
-            raise CheckFailed(
-                f"y[{i}, {j}] holds {held}, it should hold x[{i}, {j}] ({len(moved)} of {target.numel()} elements are "
-                "wrong): is each stride with its own index, x's for the load and y's for the store?",
-                diagnosis="wrong-place",
-                case=case,
-            )
-    return f"{len(cases) // 2} layouts at two sizes"
+    writes="y_ptr",
+    returns="y",
+    inputs={f"{which}, {rows} × {cols}": _layouts(random.Random(rows), rows, cols, which)
+            for rows, cols in ((8, 16), (32, 4)) for which in _ORDERS},
+    draw=lambda r: _layouts(r, r.choice((4, 8, 16)), r.choice((4, 8, 16)), r.choice(_ORDERS)),
+    notes=dict.fromkeys(("stride_xr", "stride_xc", "stride_yr", "stride_yc"), _OWN),
+    rows=[
+        Row("strides-exchanged", "x's strides are exchanged: a row's number goes with the stride from row to row",
+            [("rows[:, None] * stride_xr", "rows[:, None] * stride_xc"),
+             ("cols[None, :] * stride_xc", "cols[None, :] * stride_xr")]),
+        Row("columns-side-by-side", "the strides from column to column are taken for 1, in x and in y",
+            [(" * stride_xc", ""), (" * stride_yc", "")]),
+        Row("never-written", "nothing is ever stored to y", [("tl.store(y_ptrs, tl.load(x_ptrs))", "tl.load(x_ptrs)")]),
+    ],
+)  # fmt: skip
+@triton.jit
+def copy_tile_kernel(
+    x_ptr, y_ptr, stride_xr, stride_xc, stride_yr, stride_yc, ROWS: tl.constexpr, COLS: tl.constexpr
+):  # fmt: skip
+    rows = tl.arange(0, ROWS)
+    cols = tl.arange(0, COLS)
+    # BEGIN SOLUTION
+    x_ptrs = x_ptr + rows[:, None] * stride_xr + cols[None, :] * stride_xc
+    y_ptrs = y_ptr + rows[:, None] * stride_yr + cols[None, :] * stride_yc
+    tl.store(y_ptrs, tl.load(x_ptrs))
+    # END SOLUTION
 
 
 # ---- 3.2 ------------------------------------------------------------------------------------------------------------
@@ -175,7 +175,6 @@ def natural_lse(m, l):
            "math.log2(math.e)": "2^(scale · qk) is not exp(scale · qk)", "math.log2": "the factor is log2(e) = 1.4427",
            "math.log(2)": "the factor is log2(e) = 1 / ln 2 = 1.4427"},
     rows=[
-        Row("rounded", "log2(e) has more digits: use math.log2(math.e)", instead="1.44 * scale"),
         Row("exponential", "that is 2^scale; the scale is multiplied by log2(e)", instead="2.0**scale"),
     ],
     tol=1e-6,
@@ -189,33 +188,19 @@ def scale_log2(scale):
 # ---- 3.3 ------------------------------------------------------------------------------------------------------------
 
 
-def _row_lse_of(kernel: Any) -> Callable[..., Any]:
-    kernel = kernel_of(kernel, ("x_ptr", "lse_ptr", "stride", "N", "BLOCK"))
-
-    def launch(wide: torch.Tensor, N: int, BLOCK: int) -> torch.Tensor:
-        __tracebackhide__ = True
-        lse, values = torch.full((len(wide),), math.nan, device=wide.device), wide[:, :N]
-        with in_bounds(f"N={N}, BLOCK={BLOCK}, rows apart in memory", x=values) as traffic:
-            kernel[(len(wide),)](values, lse, values.stride(0), N, BLOCK=BLOCK)
-        explain_undefined(traffic, lse, f"N={N}, BLOCK={BLOCK}")
-        return lse
-
-    return launch
-
-
-def _rows_apart(r: random.Random, rows: int, N: int, level: str = "near 0") -> tuple[torch.Tensor, int, int]:
-    """Rows of N scores in a wider matrix of 1e4."""
+def _rows_apart(r: random.Random, rows: int, N: int, level: str = "near 0") -> tuple[Any, ...]:
+    """row_lse_kernel's arguments: rows of N scores, apart in memory."""
     x = normal(r, rows, N, dtype=torch.float32)
     x = {"falling by 300": x + torch.linspace(300, 0, N), "all 2": torch.full_like(x, 2.0)}.get(level, 3 * x)
-    wide = torch.full((rows, N + 39), 1e4)
-    wide[:, :N] = x + (float(level.removeprefix("near ")) if level.startswith("near") else 0.0)
-    return wide, N, 32
+    x = apart(x + (float(level.removeprefix("near ")) if level.startswith("near") else 0.0), 39)
+    return x, empty(rows), x.stride(0), N, 32
 
 
+_LEVELS = ("near 0", "near -5", "near 300", "falling by 300", "near -3.39e38", "all 2")
 _AGAIN = "the address has to move with start"
 
 
-@tensor_rule(
+@kernel_rule(
     "3.3",
     title="The log-sum-exp of a row of any length",
     minutes=20,
@@ -227,58 +212,47 @@ _AGAIN = "the address has to move with start"
         "Keep m and l as scalars: m starts at -inf (given), l at 0. Set m = m_new last. After the loop store "
         "m + tl.log(l).",
     ],
-    answer="row_lse_kernel",
+    writes="lse_ptr",
     returns="lse",
+    programs=lambda x_ptr, **_: len(x_ptr),
     inputs={
         f"N={n}, BLOCK=32, {rows} rows apart in memory, scores {level}": _rows_apart(random.Random(n), rows, n, level)
-        for level in ("near 0", "near -5", "near 300", "falling by 300", "near -3.39e38", "all 2")
-        for rows, n in ((3, 96), (2, 100), (4, 5), (2, 129), (1, 1))
+        for level in _LEVELS for rows, n in ((3, 96), (2, 100), (4, 5), (2, 129), (1, 1))
     },
     draw=lambda r: _rows_apart(r, r.randint(1, 3), r.randint(1, 80)),
-    beside=0,
-    through=_row_lse_of,
-    on_device=True,
     notes={
-        "torch.exp(m - m_new)": "the old terms must be rescaled when the maximum moves, by exp(m - m_new)",
+        "tl.exp(m - m_new)": "the old terms must be rescaled when the maximum moves, by exp(m - m_new)",
         "m - m_new": "the correction is exp(m - m_new), old minus new",
         "m_new": "the new terms are exp(x - m_new), with the maximum that has seen them",
-        "-math.inf": "elements past the end, and m before the first block, are -inf", "torch.exp": "the base is e here",
-        "torch.log": "the base is e here", "m = m_new": "each block starts from the first maximum again",
+        "tl.exp": "the base is e here", "tl.log": "the base is e here", "start": _AGAIN,
+        "float('-inf')": "elements past the end, and m before the first block, are -inf",
+        "m = m_new": "each block starts from the first maximum again",
     },
     rows=[
         Row("correction-inverted", "the correction is upside down: it is exp(m - m_new), old minus new",
             [("m - m_new", "m_new - m")]),
         Row("m-of-this-block-only", "m_new is the block's own maximum, also where that is lower: it should be the "
-            "larger of that and m", [("torch.maximum(m, x.amax(dim=1))", "x.amax(dim=1)")]),
-        Row("tail-not-masked", "the elements past the end count as zeros, and exp(0) is 1: they have to be -inf",
-            [("offs < N, -math.inf", "offs < N, 0.0")]),
+            "larger of that and m", [("tl.maximum(m, tl.max(x, axis=0))", "tl.max(x, axis=0)")]),
         Row("first-block-again", f"the first block is read again and again: {_AGAIN}",
-            [("wide[:, start : start + BLOCK]", "wide[:, :BLOCK]")]),
-        Row("first-block-again", f"the first block is read again and again, masks too: {_AGAIN}",
-            [("wide[:, start : start + BLOCK]", "wide[:, :BLOCK]"),
-             ("torch.arange(start, start + BLOCK)", "torch.arange(BLOCK)")]),
-        Row("wrong-stride", "only the first row is right: its neighbours start at row * stride, and not at row * N",
-            [("x = wide", "x = wide.as_strided(wide.shape, (N, 1))")]),
-        Row("wrong-stride", "every row is the first: its neighbours start at row * stride",
-            [("x = wide", "x = wide.as_strided(wide.shape, (0, 1))")]),
+            [("+ offs, mask", "+ tl.arange(0, BLOCK), mask")]),
         Row("equal-scores-left-out", "a score that equals the maximum so far is left out: its term is exp(0) = 1",
-            [("torch.exp(x - m_new[:, None])", "(torch.exp(x - m_new[:, None]) * (x != m[:, None]))")]),
-        Row("lse-in-base-2", "that is in base 2; the base is e here", [
-            ("return m + torch.log(l)", "return (m + torch.log(l)) / math.log(2)")]),
+            [("tl.sum(tl.exp(x - m_new)", "tl.sum(tl.where(x == m, 0.0, tl.exp(x - m_new))")]),
     ],
-    then=lambda kernel: compiles(
-        kernel, {"x_ptr": torch.float32, "lse_ptr": torch.float32, "stride": 100, "N": 100, "BLOCK": 32}),
 )  # fmt: skip
-def row_lse(wide, N, BLOCK):
-    m = wide.new_full((len(wide),), -math.inf)
-    l = wide.new_zeros(len(wide))
+@triton.jit
+def row_lse_kernel(x_ptr, lse_ptr, stride, N, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    m = float("-inf")
+    l = 0.0
     for start in range(0, N, BLOCK):
-        offs = torch.arange(start, start + BLOCK)
-        x = wide[:, start : start + BLOCK].where(offs < N, -math.inf)
-        m_new = torch.maximum(m, x.amax(dim=1))
-        l = l * torch.exp(m - m_new) + torch.exp(x - m_new[:, None]).sum(dim=1)
+        offs = start + tl.arange(0, BLOCK)
+        # BEGIN SOLUTION
+        x = tl.load(x_ptr + row * stride + offs, mask=offs < N, other=float("-inf"))
+        m_new = tl.maximum(m, tl.max(x, axis=0))
+        l = l * tl.exp(m - m_new) + tl.sum(tl.exp(x - m_new), axis=0)
         m = m_new
-    return m + torch.log(l)
+        # END SOLUTION
+    tl.store(lse_ptr + row, m + tl.log(l))
 
 
 # ---- 3.4, and the two bug hunts that repair the same kernel ---------------------------------------------------------
@@ -326,7 +300,7 @@ def _expect_strides_of_o(kernel: Any) -> None:
         "float32 inputs wrong in the fourth digit? That is TF32: tl.dot(..., input_precision='ieee').",
     ],
 )
-def _(flash_attention_forward_kernel: Any) -> Report:
+def of_any_length(flash_attention_forward_kernel: Any) -> Report:
     dtypes = (torch.float16, torch.bfloat16, torch.float32)
     return _verify_forward(flash_attention_forward_kernel, dtypes=dtypes)
 
@@ -346,7 +320,7 @@ def _(flash_attention_forward_kernel: Any) -> Report:
         "times ln 2 = 0.6931.",
     ],
 )
-def _(flash_attention_forward_kernel: Any) -> Report:
+def half_right(flash_attention_forward_kernel: Any) -> Report:
     return _verify_forward(flash_attention_forward_kernel)
 
 
@@ -365,7 +339,7 @@ def _(flash_attention_forward_kernel: Any) -> Report:
         "the one subtraction that can be -inf - (-inf), as the lecture's m_safe does.",
     ],
 )
-def _(flash_attention_forward_kernel: Any) -> Report:
+def no_infinity(flash_attention_forward_kernel: Any) -> Report:
     return _verify_forward(flash_attention_forward_kernel)
 
 
@@ -434,7 +408,7 @@ def bytes_read(M, N, HEAD_DIM, BLOCK_M, itemsize):
         "range takes a computed end: range(0, tl.minimum(N, last), BLOCK_N), with an end below 0 for no iteration.",
     ],
 )
-def _(flash_attention_causal_kernel: Any) -> Report:
+def causal_tiles(flash_attention_causal_kernel: Any) -> Report:
     kernel = kernel_of(flash_attention_causal_kernel, FORWARD_PARAMETERS)
     forward = _forward(kernel)
     report = verify_one_head(forward, always_causal=True, head_dims=(64, 32), max_seq=200, max_tile=128)

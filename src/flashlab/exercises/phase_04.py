@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import random
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -18,14 +17,13 @@ import triton
 import triton.language as tl
 
 from flashlab import runtime
-from flashlab.check import CheckFailed, Report, expect, expect_close, verify
+from flashlab.check import CheckFailed, Report, expect, verify
 from flashlab.check.lookup import Row
-from flashlab.exercises import phase_04_ladder as _ladder  # noqa: F401  4.11 to 4.13
 from flashlab.exercises.kernel_rule import apart, empty, kernel_rule
+from flashlab.exercises.phase_04_ladder import expect_64_bits, expect_scales, expect_tiles_skipped
 from flashlab.exercises.rule import rule
 from flashlab.exercises.tensor_rule import normal, tensor_rule
 from flashlab.exercises.triton_answers import compiles, in_bounds, kernel_of
-from flashlab.triton_tools.watch import watched as watched_memory
 
 Numbers = tuple[int, ...]
 
@@ -65,8 +63,6 @@ def _grid(r: random.Random) -> Numbers:
         Row("order-of-the-lecture", "that is the lecture's order, the blocks of a head side by side: here it is the "
             "heads of a group", [("m_blocks - 1 - rest % m_blocks", "pid % m_blocks"),
                         ("kv_head * group + pid % group", "pid // m_blocks % heads")]),
-        Row("first-block-first", "the blocks of a group come in the opposite order: the first program has the last",
-            [("m_blocks - 1 - rest % m_blocks", "rest % m_blocks")]),
     ],
 )  # fmt: skip
 def whose(pid, m_blocks, heads, kv_heads):
@@ -190,16 +186,8 @@ _ALIGNED = "the last query, M - 1, sees the last key, N - 1, so query i sees the
     rows=[
         Row("one-too-many", "each query sees one key too many, the one behind its own position",
             [("+ (N - M)", "+ (N - M) + 1")]),
-        Row("prefix-forgotten", "the prefix is forgotten: every query sees the first `prefix` keys",
-            [(" | (offs_n[None, :] < prefix)", "")]),
-        Row("both-wanted", "a key is seen if it is not later *or* in the prefix: & asks for both",
-            [(" | (offs_n", " & (offs_n")]),
-        Row("starts-forgotten", "row 0 of the tile is query start_m, and column 0 is key start_n",
-            [("start_m + r", "r"), ("start_n + c", "c")]),
         Row("starts-exchanged", "start_m and start_n are exchanged: row 0 is query start_m, and column 0 key start_n",
             [("start_m + r", "start_n + r"), ("start_n + c", "start_m + c")]),
-        Row("start-n-forgotten", "the comparison with the query uses c: the first column is number start_n, not 0",
-            [("(offs_n[None, :] <=", "(c[None, :] <=")]),
         Row("start-times-block", "start_m is multiplied by BLOCK_M; it is a row's number already", [
             ("start_m + r", "start_m * 16 + r")]),
         Row("start-times-block", "start_n is multiplied by BLOCK_N; it is a key's number already", [
@@ -254,8 +242,6 @@ def _of_scores(r: random.Random, M: int, N: int, D: int, BLOCK_D: int) -> tuple[
     rows=[
         Row("half-the-columns", "only the first BLOCK_D / 2 columns count; HEAD_DIM of them exist",
             [("< HEAD_DIM", "< BLOCK_D // 2")]),
-        *(Row("scaled", "these are the scaled scores; no scale here", [("dot(q, k.T)", f"dot(q, k.T) * {size}**-0.5")])
-          for size in ("HEAD_DIM", "BLOCK_D")),
     ],
 )  # fmt: skip
 @triton.jit
@@ -309,8 +295,6 @@ def scores_kernel(
         "stop": "the last key, stop - 1, is seen from furthest below",
     },
     rows=[
-        Row("sides-exchanged", "left and right are exchanged: a query that looks `left` to a key stands after it",
-            [("start - right", "start - left"), ("stop + left", "stop + right")]),
         Row("a-length", "the second number is how many queries there are: `end` is wanted, one past the last",
             [("return begin, end", "return begin, end - begin")]),
     ],
@@ -374,18 +358,10 @@ def _to_be_capped(r: random.Random, cap: float) -> tuple[torch.Tensor, float]:
         "torch.exp": "exp2(z * log2(e)) is exp(z)", "x": "it is cap * tanh(x / cap)",
     },
     rows=[
-        Row("cap-not-restored", "y stays between -1 and 1: that is tanh(x / cap), and cap times it is wanted",
-            instead="torch.tanh(x / cap)"),
         Row("log2e-twice", "log2(e) is multiplied in, and then e is raised to the power: it belongs to exp2",
             instead="cap * torch.tanh(x / cap * math.log2(math.e))"),
         Row("clipped", "that is x, cut off at the cap; tanh bends it softly: near the cap it is well below x",
             instead="x.clamp(-cap, cap)"),
-        Row("not-capped", "y is x: nothing is capped", instead="x"),
-        Row("wrong-sign", "every y has the wrong sign", instead="-cap * torch.tanh(x / cap)"),
-        Row("sigmoid", "that is cap times the sigmoid, between 0 and cap; tanh(z) is 2 sigmoid(2z) - 1",
-            instead="cap * torch.sigmoid(x / cap)"),
-        Row("sign-lost", "y is right for x > 0; for x < 0 it has the sign of x > 0",
-            instead="cap * torch.tanh((x / cap).abs())"),
         Row("x-times-tanh", "that is x * tanh(x / cap): it is cap * tanh(x / cap)", instead="x * torch.tanh(x / cap)"),
     ],
     tol=6e-5,
@@ -449,7 +425,6 @@ _TOO_LATE = [(_CAP, ""), (_MASK, _MASK + _CAP)]
         Row("hidden-in-the-sum", "a hidden key is not in the product with V, but its weight is in the sum that O is "
             "divided by", [*_TOO_LATE, ("dot(p.to", "dot(tl.where(seen, p, 0.0).to")]),
         Row("capped-twice", "the scores are capped twice", [(_CAP, _CAP + _CAP)]),
-        Row("top-left", f"the mask is aligned at the first key: {_ALIGNED}", [("[:, None] + N - M", "[:, None]")]),
         Row("offset-sign", "the offset of the mask has the wrong sign: it is N - M", [("+ N - M", "+ M - N")]),
         Row("scaled-after-cap", "the scale is multiplied in after the cap; it comes before",
             [("tl.dot(q, k.T) * scale", "tl.dot(q, k.T)"), (_CAP, _CAP + "        s = s * scale\n")]),
@@ -506,11 +481,9 @@ _NARROW = [*_WIDE.values()]
 
 
 def _still(*names: str) -> Row:
-    """These have 32 bits."""
+    """These have 32 bits. Of one alone the engine tells."""
     said = " and ".join(f"{name} * stride_{'n' if name == 'rows' else name[0]}" for name in names)
-    return Row("-and-".join(names) + f"-overflow{'s' * (names in (('batch',), ('head',)))}",
-               f"{said} still {'have' if len(names) > 1 else 'has'} 32 bits",
-               [_WIDE[name] for name in names])  # fmt: skip
+    return Row("-and-".join(names) + "-overflow", f"{said} still have 32 bits", [_WIDE[name] for name in names])
 
 
 @kernel_rule(
@@ -540,8 +513,7 @@ def _still(*names: str) -> Row:
     rows=[
         Row("offset-overflow", "every offset is right up to a multiple of 2^32: products and sums of 32-bit numbers "
             "have 32 bits, and the conversion comes when they are already wrong", _NARROW),
-        *(_still(*names) for names in (("batch",), ("head",), ("rows",), ("batch", "head"), ("head", "rows"),
-                                       ("batch", "rows"))),
+        *(_still(*names) for names in (("batch", "head"), ("head", "rows"), ("batch", "rows"))),
         Row("products-overflow", "the sums have 64 bits now, but each product still has 32: convert an index before it "
             "is multiplied", [*_NARROW, (_OFFSETS, "(batch * stride_b).to(tl.int64) + (head * stride_h).to(tl.int64) + "
                                          "(rows * stride_n).to(tl.int64)")]),
@@ -549,9 +521,6 @@ def _still(*names: str) -> Row:
             [*_NARROW, (_OFFSETS, "(batch * stride_b + head * stride_h).to(tl.int64) + rows * stride_n")]),
         Row("unsigned", "no offset is negative, but each is right only up to a multiple of 2^32: unsigned, 32 bits "
             "hold one bit more, and 64 are needed", [*_NARROW, (_OFFSETS, f"({_OFFSETS}).to(tl.uint32)")]),
-        Row("float-offsets", "the offsets are rounded: an address needs every bit, and float32 has 24 of them",
-            [(_OFFSETS, "(batch.to(tl.float32) * stride_b + head.to(tl.float32) * stride_h + rows.to(tl.float32) * "
-                        "stride_n).to(tl.int64)")]),
         Row("rows-of-the-program", "the rows count on from program to program; every program writes down the *first* "
             "BLOCK rows of its head", [("+ rows * stride_n", "+ (pid * BLOCK + rows) * stride_n")]),
     ],
@@ -620,13 +589,11 @@ def _taken_for(sink: str) -> list[tuple[str, str]]:
     },
     also=[[*_NO_SINK, (_O, _JOINED), (_LSE, "lse = m_new + tl.log(l_i)")]],
     rows=[
-        Row("sink-ignored", "the result is that without a sink: does l_i hold its term, exp(sink - m_i)?", _NO_SINK),
         Row("sink-ignored", "the result is that without a sink: l_i begins at exp(sink - m_i) = 1, not at 0",
             [_NO_SINK[1]]),
         Row("lse-without-sink", "o is right; lse is the logarithm of the sum without the sink",
             [(_LSE, "lse = m_i + tl.log(tl.where(m_i == sink, l_i - 1.0, l_i - tl.exp(sink - m_i)))")]),
         *(Row(slug, said, _taken_for(sink)) for slug, said, sink in (
-            ("sink-is-zero", "the sink counts as 0, whatever it is: its term is exp(sink - m_i)", "0.0"),
             ("sink-is-one", "the sink counts as 1, whatever it is: its term is exp(sink - m_i)", "1.0"),
             ("sink-scaled", "the sink is multiplied by the scale: it is a score already", "sink * scale"),
             ("sink-negated", "the sink counts with the wrong sign", "-sink"),
@@ -741,10 +708,10 @@ def _told_by_verify(launch: Any) -> tuple[str, str] | None:
 
 def _verified(my_attention: Callable[..., Any]) -> Report:
     report = _verify(my_attention)
-    _expect_scales(my_attention)
+    expect_scales(my_attention)
     if runtime.INTERPRETED:
-        _expect_tiles_skipped(my_attention)
-        _expect_64_bits(my_attention)
+        expect_tiles_skipped(my_attention)
+        expect_64_bits(my_attention)
     return report
 
 
@@ -857,6 +824,7 @@ def my_attention(q, k, v, *, causal=False, scale=None):
 
     scale: 1 / sqrt(head_dim) unless given.
     """
+    # BEGIN SOLUTION
     batch, heads, M, head_dim = q.shape
     N = k.shape[2]
     scale = head_dim**-0.5 if scale is None else scale
@@ -868,83 +836,4 @@ def my_attention(q, k, v, *, causal=False, scale=None):
         HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)), BLOCK_M=64, BLOCK_N=64,
     )  # fmt: skip
     return o, lse
-
-
-def _expect_scales(fn: Callable[..., Any]) -> None:
-    """The default scale at a head_dim that is no power of two, and a scale of 0."""
-    __tracebackhide__ = True
-    q, k, v = (normal(random.Random(i), 1, heads, seq, 40, dtype=torch.float16).to(runtime.device())
-               for i, (heads, seq) in enumerate(((2, 20), (1, 30), (1, 30))))  # fmt: skip
-
-    def o(**scale: float) -> torch.Tensor:
-        return fn(q, k, v, **scale)[0].float().cpu()
-
-    def near(x: torch.Tensor, y: torch.Tensor) -> bool:
-        return bool((x - y).abs().max() < 0.01)
-
-    default, zero = o(), o(scale=0.0)
-    if not near(default, o(scale=40**-0.5)):
-        raise CheckFailed(
-            "right where a scale is given; without one o is not that of scale = 1 / sqrt(head_dim)"
-            + (": it is that of 1 / sqrt(64), the padded head_dim" if near(default, o(scale=64**-0.5)) else ""),
-            diagnosis="default-scale",
-            case="head_dim=40, no scale given",
-        )
-    if not near(zero, v.float().cpu().mean(2, keepdim=True).expand_as(zero)):
-        raise CheckFailed(
-            "with scale=0 every key counts the same, and o is the mean of v"
-            + ("; here o is that of the default scale: 0 is a scale, and not None" if near(zero, default) else ""),
-            diagnosis="scale-zero",
-            case="head_dim=40, scale=0",
-        )
-
-
-def _expect_tiles_skipped(fn: Callable[..., Any]) -> None:
-    """A causal mask has to save reads of K; a block whose rows see no key reads nothing of it."""
-    __tracebackhide__ = True
-
-    def bytes_of_k(M: int, N: int, causal: bool) -> int:
-        q, k = (normal(random.Random(0), 1, 1, seq, 16, dtype=torch.float16) for seq in (M, N))
-        with watched_memory(q=q, k=k) as traffic:
-            fn(q, k, torch.zeros_like(k), causal=causal, scale=0.25)
-        return traffic.read_from["k"]
-
-    whole, read = bytes_of_k(512, 512, False), bytes_of_k(512, 512, True)
-    expect(
-        read < 0.85 * whole,
-        f"right, but with the causal mask it reads {read} bytes of K of {whole} for 512 queries and keys: end the loop "
-        "where the block's last row stops seeing keys",
-        diagnosis="causal-tiles-not-skipped",
-        case="seq_q=512, seq_k=512, causal",
-    )
-    expect(
-        bytes_of_k(257, 1, True) <= 32,
-        "right, but tiles are read that no row sees: of 257 queries only the last sees the one key, and more than one "
-        "block reads it. The loop ends where the block's last row stops seeing keys",
-        diagnosis="one-tile-too-many",
-        case="seq_q=257, seq_k=1, causal",
-    )
-
-
-def _expect_64_bits(fn: Callable[..., Any]) -> None:
-    """Rows, heads and batches that lie 2^31 elements apart; of the file behind them only what is touched is there."""
-    __tracebackhide__ = True
-    case = "elements 2^31 apart: batches of k, heads of v, rows of q"
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            far = torch.from_file(f"{folder}/far", shared=True, size=2**31 + 2**14, dtype=torch.float16)
-        except (RuntimeError, OSError):
-            return  # no room for it here
-        q, k, v = (
-            far.as_strided(shape, stride, at) for at, shape, stride in (
-                (0, (3, 3, 17, 16), (768, 256, 2**27, 1)), (2**12, (3, 3, 5, 16), (2**30, 80, 16, 1)),
-                (2**13, (3, 3, 5, 16), (80, 2**30, 16, 1)))
-        )  # fmt: skip
-        small = [normal(random.Random(i), *x.shape, dtype=torch.float16) for i, x in enumerate((q, k, v))]
-        for x, values in zip((q, k, v), small, strict=True):
-            x.copy_(values)
-        want = fn(*small, causal=False, scale=0.3)[0]
-        with in_bounds(case):
-            o = fn(q, k, v, causal=False, scale=0.3)[0]
-        expect_close(o, want, what="o", case=case, diagnosis="offset-overflow",
-                     because="which products of an index and a stride have 32 bits?")  # fmt: skip
+    # END SOLUTION

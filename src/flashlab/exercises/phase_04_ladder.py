@@ -1,83 +1,204 @@
-"""Checks of 4.11 to 4.13, the ladder to a kernel from an empty page: heads, a mask's end, two head sizes."""
+"""Checks of 4.11 to 4.13, the ladder to a kernel from an empty page, and what theirs and 4.10's ask of a launcher."""
 
 from __future__ import annotations
 
 import math
+import random
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 
 from flashlab import runtime
-from flashlab.check import CheckFailed, Report, expect, verify
-from flashlab.exercises.registry import exercise
-from flashlab.exercises.triton_answers import explain_undefined, in_bounds
+from flashlab.check import CheckFailed, Report, expect, expect_close, verify
+from flashlab.exercises.kernel_rule import apart, empty, kernel_rule
+from flashlab.exercises.tensor_rule import normal
+from flashlab.exercises.triton_answers import in_bounds
 from flashlab.triton_tools.watch import watched as watched_memory
 
-Attention = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+# ---- what is asked of a launcher, fn(q, k, v, causal=..., scale=...), beside its values -----------------------------
 
 
-def _random(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
-    """fp16, and no two neighbours in memory: strides that are not used show."""
-    generator = torch.Generator().manual_seed(4)
-    drawn = [0.5 * torch.randn(*shape[:-1], shape[-1] + 8, generator=generator) for shape in shapes]
-    return [x.to(runtime.device(), torch.float16)[..., :-8] for x in drawn]
-
-
-def _formula(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """o and lse in float64 of q [B, H, M, D], k and v [B, H_kv, N, ...], under a mask [M, N]."""
-    q, k, v = (x.cpu().double() for x in (q, k, v))
-    group = q.shape[1] // k.shape[1]
-    s = q @ k.repeat_interleave(group, 1).mT * scale
-    s = s.masked_fill(~seen, -math.inf)
-    lse = s.logsumexp(-1)
-    p = torch.exp(s - lse.where(lse.isfinite(), torch.zeros(()).double())[..., None])
-    return p @ v.repeat_interleave(group, 1), lse
-
-
-def _watched(fn: Attention, case: str, **inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The answer's results, every address checked where kernels are interpreted; CheckFailed if it is no kernel's."""
+def expect_scales(fn: Callable[..., Any], head_dim: int = 40, value_dim: int = 0) -> None:
+    """The default scale, at a head_dim that is no power of two where there may be one, and a scale of 0."""
     __tracebackhide__ = True
-    tensors = {name: x for name, x in inputs.items() if name in "qkv"}
-    options = {name: x for name, x in inputs.items() if name not in "qkv"}
-    before = {name: x.clone() for name, x in tensors.items()}
-    with in_bounds(case, **tensors) as traffic:
-        result = fn(*tensors.values(), **options)
-    changed = [name for name, x in tensors.items() if not torch.equal(x, before[name])]
-    expect(not changed, f"the function changes its input {', '.join(changed)}", diagnosis="input-modified", case=case)
+    sizes = (2, 20, head_dim), (1, 30, head_dim), (1, 30, value_dim or head_dim)
+    q, k, v = (normal(random.Random(i), 1, *size, dtype=torch.float16).to(runtime.device())
+               for i, size in enumerate(sizes))  # fmt: skip
+
+    def o(**scale: float) -> torch.Tensor:
+        return fn(q, k, v, **scale)[0].float().cpu()
+
+    def near(x: torch.Tensor, y: torch.Tensor) -> bool:
+        return bool((x - y).abs().max() < 0.01)
+
+    default, zero = o(), o(scale=0.0)
+    if not near(default, o(scale=head_dim**-0.5)):
+        raise CheckFailed(
+            "right where a scale is given; without one o is not that of scale = 1 / sqrt(head_dim)"
+            + (": it is that of 1 / sqrt(64), the padded head_dim" if near(default, o(scale=64**-0.5)) else ""),
+            diagnosis="default-scale",
+            case=f"head_dim={head_dim}, no scale given",
+        )
+    if not near(zero, v.float().cpu().mean(2, keepdim=True).expand_as(zero)):
+        raise CheckFailed(
+            "with scale=0 every key counts the same, and o is the mean of v"
+            + ("; here o is that of the default scale: 0 is a scale, and not None" if near(zero, default) else ""),
+            diagnosis="scale-zero",
+            case=f"head_dim={head_dim}, scale=0",
+        )
+
+
+def expect_tiles_skipped(fn: Callable[..., Any]) -> None:
+    """A causal mask has to save reads of K; a block whose rows see no key reads nothing of it."""
+    __tracebackhide__ = True
+
+    def bytes_of_k(M: int, N: int, causal: bool) -> int:
+        q, k = (normal(random.Random(0), 1, 1, seq, 16, dtype=torch.float16) for seq in (M, N))
+        with watched_memory(q=q, k=k) as traffic:
+            fn(q, k, torch.zeros_like(k), causal=causal, scale=0.25)
+        return traffic.read_from["k"]
+
+    whole, read = bytes_of_k(512, 512, False), bytes_of_k(512, 512, True)
     expect(
-        traffic is None or traffic.loads > 0,
-        "no Triton kernel reads anything here: the work should be done in a kernel of yours",
-        diagnosis="no-kernel",
-        case=case,
+        read < 0.85 * whole,
+        f"right, but with the causal mask it reads {read} bytes of K of {whole} for 512 queries and keys: end the loop "
+        "where the block's last row stops seeing keys",
+        diagnosis="causal-tiles-not-skipped",
+        case="seq_q=512, seq_k=512, causal",
     )
-    pair = isinstance(result, (tuple, list)) and len(result) == 2 and all(isinstance(x, torch.Tensor) for x in result)
-    expect(pair, "return two tensors, (o, lse)", diagnosis="wrong-type", case=case)
-    explain_undefined(traffic, result[0], case)
-    return result[0], result[1]
+    expect(
+        bytes_of_k(257, 1, True) <= 32,
+        "right, but tiles are read that no row sees: of 257 queries only the last sees the one key, and more than one "
+        "block reads it. The loop ends where the block's last row stops seeing keys",
+        diagnosis="one-tile-too-many",
+        case="seq_q=257, seq_k=1, causal",
+    )
 
 
-def _expect_both(got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...], case: str) -> None:
-    """o and lse of their shapes and within their bounds, -inf where it is wanted."""
+def expect_64_bits(fn: Callable[..., Any]) -> None:
+    """Rows, heads and batches that lie 2^31 elements apart; of the file behind them only what is touched is there."""
     __tracebackhide__ = True
-    for name, x, y, bound in zip(("o", "lse"), got, want, (0.01, 2e-3), strict=True):
-        shapes = f"{name} has the shape {list(x.shape)}, it should be {list(y.shape)}"
-        expect(x.shape == y.shape, shapes, diagnosis="wrong-shape", case=case)
-        x = x.cpu().double()
-        near = (x == y) | ((x - y).abs() <= bound)  # -inf equals itself
-        if not near.all():
-            at = [int(i) for i in (~near).nonzero()[0]]
-            raise CheckFailed(
-                f"{name}{at} is {float(x[tuple(at)]):.4g}, it should be {float(y[tuple(at)]):.4g}; "
-                f"{int(near.sum())} of {near.numel()} are right",
-                diagnosis="wrong-value",
-                case=case,
-            )
+    case = "elements 2^31 apart: batches of k, heads of v, rows of q"
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            far = torch.from_file(f"{folder}/far", shared=True, size=2**31 + 2**14, dtype=torch.float16)
+        except (RuntimeError, OSError):
+            return  # no room for it here
+        q, k, v = (
+            far.as_strided(shape, stride, at) for at, shape, stride in (
+                (0, (3, 3, 17, 16), (768, 256, 2**27, 1)), (2**12, (3, 3, 5, 16), (2**30, 80, 16, 1)),
+                (2**13, (3, 3, 5, 16), (80, 2**30, 16, 1)))
+        )  # fmt: skip
+        small = [normal(random.Random(i), *x.shape, dtype=torch.float16) for i, x in enumerate((q, k, v))]
+        for x, values in zip((q, k, v), small, strict=True):
+            x.copy_(values)
+        want = fn(*small, causal=False, scale=0.3)[0]
+        with in_bounds(case):
+            o = fn(q, k, v, causal=False, scale=0.3)[0]
+        expect_close(o, want, what="o", case=case, diagnosis="offset-overflow",
+                     because="which products of an index and a stride have 32 bits?")  # fmt: skip
 
 
-@exercise(
+# ---- the ladder -----------------------------------------------------------------------------------------------------
+
+Shape = tuple[int, int, int, int, int, int, int]  # batch, kv_heads, group, M, N, D, and of V
+
+
+def _tensors(r: random.Random, shape: Shape, by_token: bool = False) -> tuple[Any, ...]:
+    """q, k, v, o, lse and the strides: fp16, with room behind each row, so that a stride taken for another shows."""
+    batch, kv_heads, group, M, N, D, DV = shape
+    sizes = [(kv_heads * group, M, D), (kv_heads, N, D), (kv_heads, N, DV), (kv_heads * group, M, DV)]
+    sizes = [(rows, heads, d) for heads, rows, d in sizes] if by_token else sizes
+    q, k, v = (apart(0.5 * normal(r, batch, *size, dtype=torch.float16), gap)
+               for size, gap in zip(sizes[:3], (8, 16, 24), strict=True))  # fmt: skip
+    o, lse = empty(batch, *sizes[3], dtype=torch.float16), empty(batch, kv_heads * group, M)
+    return q, k, v, o, lse, *(step for x in (q, k, v, o) for step in x.stride())
+
+
+def _of_heads(r: random.Random, shape: Shape) -> tuple[Any, ...]:
+    """heads_kernel's arguments."""
+    _, kv_heads, group, M, N, D, _ = shape
+    return *_tensors(r, shape, by_token=True), 0.3 / math.log(2), M, N, kv_heads * group, group, D, 64, 64
+
+
+def _of_a_prefix(r: random.Random, shape: Shape, prefix: int) -> tuple[Any, ...]:
+    """prefix_kernel's arguments."""
+    _, kv_heads, group, M, N, D, _ = shape
+    return *_tensors(r, shape), 0.3 / math.log(2), M, N, prefix, kv_heads * group, group, D, 64, 64
+
+
+def _of_two(r: random.Random, shape: Shape, causal: bool) -> tuple[Any, ...]:
+    """two_sizes_kernel's arguments."""
+    _, kv_heads, group, M, N, D, DV = shape
+    wide = (max(16, 1 << (size - 1).bit_length()) for size in (D, DV))
+    return *_tensors(r, shape), 0.3 / math.log(2), M, N, kv_heads * group, group, causal, D, DV, *wide, 64, 64
+
+
+def _some_shape(r: random.Random, D: int, DV: int) -> Shape:
+    return r.randint(1, 2), r.randint(1, 2), r.randint(1, 3), r.randint(1, 80), r.randint(1, 80), D, DV
+
+
+def _named(shape: Shape, **more: Any) -> str:
+    batch, kv_heads, group, M, N, D, DV = shape
+    said = f"batch={batch}, heads={kv_heads * group}, kv_heads={kv_heads}, seq_q={M}, seq_k={N}, head_dim={D}"
+    return said + "".join(f", {name}={x}" for name, x in (({"value_dim": DV} if D != DV else {}) | more).items())
+
+
+def _called(
+    fn: Callable[..., Any], Q_ptr: Any, K_ptr: Any, V_ptr: Any, scale_log2: float, CAUSAL: bool | None = None,
+    prefix: int | None = None, **_: Any,
+) -> Any:  # fmt: skip
+    options = {"causal": CAUSAL, "prefix": prefix, "scale": scale_log2 * math.log(2)}
+    return fn(Q_ptr, K_ptr, V_ptr, **{name: x for name, x in options.items() if x is not None})
+
+
+def _programs(Q_ptr: Any, LSE_ptr: Any, BLOCK_M: int, **_: Any) -> int:
+    return LSE_ptr.shape[0] * LSE_ptr.shape[1] * -(-LSE_ptr.shape[2] // BLOCK_M)
+
+
+_HEAD = "query head h reads key head h // group"
+_ALIGNED = "the last query, M - 1, sees the last key, N - 1, so query i sees the keys j <= i + N - M"
+_NOTES = {
+    "head // group": _HEAD, "group": _HEAD, "N - M": _ALIGNED, "offs_n < N": "keys from N on do not exist",
+    "prefix": "every query sees the first `prefix` keys",
+    **{f"stride_{x}{axis}": "each tensor has strides of its own" for x in "qkvo" for axis in "bhmnd"},
+}  # fmt: skip
+_EMPTY = {"": "NaN in a row that sees no key: where is -inf - (-inf), or 0 / 0?"}
+
+
+def _by_token(heads_attention: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of tensors whose heads come before their rows."""
+
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None, **_: Any) -> Any:
+        with in_bounds(None, q=q, k=k, v=v):
+            o, lse = heads_attention(*(x.transpose(1, 2) for x in (q, k, v)), scale=scale)
+        return o.transpose(1, 2).contiguous(), lse
+
+    return forward
+
+
+def _all_heads(heads_attention: Callable[..., Any]) -> Report:
+    __tracebackhide__ = True
+    forward = _by_token(heads_attention)
+    report = verify(lambda q, k, v, *, scale=None: forward(q, k, v, scale=scale), gqa=True, max_seq=150)
+    expect_scales(forward, 64)
+    if runtime.INTERPRETED:
+        expect_64_bits(forward)
+    return report
+
+
+_HEADS = (
+    (1, 2, 1, 5, 20, 16, 16), (2, 2, 3, 20, 50, 32, 32), (1, 1, 2, 70, 20, 16, 16), (2, 2, 1, 5, 70, 16, 16),
+    # What tells a stride from a length, or from the side of a tile:
+    (2, 1, 2, 66, 67, 32, 32), (1, 2, 2, 72, 13, 16, 16), (2, 2, 1, 42, 9, 16, 16), (2, 1, 1, 41, 66, 16, 16),
+)  # fmt: skip
+
+
+@kernel_rule(
     "4.11",
     title="From one head to all of them",
     minutes=35,
@@ -89,26 +210,96 @@ def _expect_both(got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...], 
         "The strides come in the order of the layout: `*q.stride()` gives stride_qb, stride_qm, stride_qh, stride_qd. "
         "lse has another layout, [batch, heads, seq_q]: LSE_ptr + (batch * heads + head) * M + offs_m.",
     ],
-)
-def _(heads_attention: Attention) -> Report:
-    case = "batch=2, heads=6, kv_heads=2, seq_q=20, seq_k=50, head_dim=32"
-    q, k, v = _random((2, 20, 6, 32), (2, 50, 2, 32), (2, 50, 2, 32))
-    o, lse = _watched(heads_attention, case, q=q, k=k, v=v, scale=0.3)
-    expect(o.shape == q.shape, f"o has the shape {list(o.shape)}, q has {list(q.shape)}: they are alike",
-           diagnosis="wrong-shape", case=case)  # fmt: skip
-    by_head = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-    want = _formula(*by_head, torch.ones(20, 50, dtype=torch.bool), 0.3)
-    _expect_both((o.transpose(1, 2), lse), want, case)
+    answer="heads_attention",
+    call=_called,
+    writes="O_ptr, LSE_ptr",
+    returns="o, lse",
+    programs=_programs,
+    inputs={_named(x): _of_heads(random.Random(i), x) for i, x in enumerate(_HEADS)},
+    draw=lambda r: _of_heads(r, _some_shape(r, *(2 * [r.choice((16, 32))]))),
+    notes=_NOTES,
+    tries=100,
+    then=_all_heads,
+)  # fmt: skip
+@triton.jit
+def heads_kernel(
+    Q_ptr, K_ptr, V_ptr, O_ptr, LSE_ptr,
+    stride_qb, stride_qm, stride_qh, stride_qd, stride_kb, stride_kn, stride_kh, stride_kd,
+    stride_vb, stride_vn, stride_vh, stride_vd, stride_ob, stride_om, stride_oh, stride_od,
+    scale_log2, M, N, heads, group,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    batch_head = tl.program_id(0).to(tl.int64) // tl.cdiv(M, BLOCK_M)
+    batch, head = batch_head // heads, batch_head % heads
+    offs_m = (tl.program_id(0) % tl.cdiv(M, BLOCK_M) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+    offs_d = tl.arange(0, HEAD_DIM)[None, :]
+    Q_ptr += batch * stride_qb + head * stride_qh
+    K_ptr += batch * stride_kb + head // group * stride_kh
+    V_ptr += batch * stride_vb + head // group * stride_vh
+    O_ptr += batch * stride_ob + head * stride_oh
+    q = tl.load(Q_ptr + offs_m * stride_qm + offs_d * stride_qd, mask=offs_m < M, other=0.0)
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    for start_n in range(0, N, BLOCK_N):
+        offs_n = (start_n + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
+        k = tl.load(K_ptr + offs_n * stride_kn + offs_d * stride_kd, mask=offs_n < N, other=0.0)
+        s = tl.where((offs_n < N).T, tl.dot(q, k.T) * scale_log2, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(s, axis=1))
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p, correction = tl.exp2(s - m_safe[:, None]), tl.exp2(m_i - m_safe)
+        l_i = l_i * correction + tl.sum(p, axis=1)
+        v = tl.load(V_ptr + offs_n * stride_vn + offs_d * stride_vd, mask=offs_n < N, other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None])
+        m_i = m_new
+    o = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
+    tl.store(O_ptr + offs_m * stride_om + offs_d * stride_od, o.to(O_ptr.dtype.element_ty), mask=offs_m < M)
+    lse = ((m_i + tl.log2(l_i)) * 0.6931471805599453)[:, None]
+    tl.store(LSE_ptr + batch_head * M + offs_m, lse, mask=offs_m < M)
 
-    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None) -> Any:
+
+def heads_attention(q, k, v, *, scale=None):
+    """(o, lse): o like q, in shape and dtype; lse [batch, heads, seq_q], float32, natural logarithm.
+
+    q: [batch, seq_q, heads, head_dim]; k, v: [batch, seq_k, kv_heads, head_dim], fp16, with any strides.
+    scale: 1 / sqrt(head_dim) unless given.
+    """
+    # BEGIN SOLUTION
+    batch, M, heads, head_dim = q.shape
+    N, kv_heads = k.shape[1:3]
+    scale = head_dim**-0.5 if scale is None else scale
+    o = torch.empty_like(q)
+    lse = torch.empty((batch, heads, M), dtype=torch.float32, device=q.device)
+    heads_kernel[(triton.cdiv(M, 64) * batch * heads,)](
+        q, k, v, o, lse, *q.stride(), *k.stride(), *v.stride(), *o.stride(), scale * 1.4426950408889634,
+        M, N, heads, heads // kv_heads, HEAD_DIM=head_dim, BLOCK_M=64, BLOCK_N=64,
+    )  # fmt: skip
+    return o, lse
+    # END SOLUTION
+
+
+def _with_a_prefix(prefix_attention: Callable[..., Any]) -> Report:
+    __tracebackhide__ = True
+
+    def forward(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, scale: float | None = None
+    ) -> Any:
         with in_bounds(None, q=q, k=k, v=v):
-            o, lse = heads_attention(*(x.transpose(1, 2) for x in (q, k, v)), scale=scale)
-        return o.transpose(1, 2).contiguous(), lse
+            return prefix_attention(q, k, v, prefix=0 if causal else k.shape[2], scale=scale)
 
-    return verify(forward, gqa=True, max_seq=150)
+    report = verify(forward, causal=True, gqa=True, max_seq=150)
+    expect_scales(forward, 64)
+    if runtime.INTERPRETED:
+        expect_tiles_skipped(forward)
+        expect_64_bits(forward)
+    return report
 
 
-@exercise(
+_PREFIXES = (((1, 2, 1, 20, 50, 16, 16), 40), ((1, 1, 1, 100, 100, 16, 16), 70), ((1, 2, 1, 90, 30, 16, 16), 0),
+             ((1, 1, 2, 70, 40, 32, 32), 40), ((2, 2, 2, 20, 50, 16, 16), 0))  # fmt: skip
+
+
+@kernel_rule(
     "4.12",
     title="The mask, and where the loop ends",
     minutes=30,
@@ -118,61 +309,189 @@ def _(heads_attention: Attention) -> Report:
         "end = tl.minimum(N, tl.maximum(prefix, tl.minimum((block + 1) * BLOCK_M, M) + N - M)), and a row that sees no "
         "key needs m_safe, and a division by 1 where l_i is 0.",
     ],
-)
-def _(prefix_attention: Attention) -> Report:
-    for M, N, prefix in ((20, 50, 40), (100, 100, 70), (90, 30, 0), (70, 40, 40), (20, 50, 0)):
-        case = f"batch=2, heads=4, kv_heads=2, seq_q={M}, seq_k={N}, head_dim=32, prefix={prefix}"
-        q, k, v = _random((2, 4, M, 32), (2, 2, N, 32), (2, 2, N, 32))
-        i, j = torch.arange(M)[:, None], torch.arange(N)[None, :]
-        want = _formula(q, k, v, (j <= i + N - M) | (j < prefix), 0.3)
-        _expect_both(_watched(prefix_attention, case, q=q, k=k, v=v, prefix=prefix, scale=0.3), want, case)
+    answer="prefix_attention",
+    call=_called,
+    writes="O_ptr, LSE_ptr",
+    returns="o, lse",
+    programs=_programs,
+    inputs={_named(x, prefix=n): _of_a_prefix(random.Random(i), x, n) for i, (x, n) in enumerate(_PREFIXES)},
+    draw=lambda r: (lambda x: _of_a_prefix(r, x, r.randint(0, x[4])))(_some_shape(r, *(2 * [r.choice((16, 32))]))),
+    nan=_EMPTY,
+    notes=_NOTES,
+    tries=100,
+    then=_with_a_prefix,
+)  # fmt: skip
+@triton.jit
+def prefix_kernel(
+    Q_ptr, K_ptr, V_ptr, O_ptr, LSE_ptr,
+    stride_qb, stride_qh, stride_qm, stride_qd, stride_kb, stride_kh, stride_kn, stride_kd,
+    stride_vb, stride_vh, stride_vn, stride_vd, stride_ob, stride_oh, stride_om, stride_od,
+    scale_log2, M, N, prefix, heads, group,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0) % tl.cdiv(M, BLOCK_M)
+    batch_head = tl.program_id(0).to(tl.int64) // tl.cdiv(M, BLOCK_M)
+    batch, head = batch_head // heads, batch_head % heads
+    offs_m = (block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+    offs_d = tl.arange(0, HEAD_DIM)[None, :]
+    Q_ptr += batch * stride_qb + head * stride_qh
+    K_ptr += batch * stride_kb + head // group * stride_kh
+    V_ptr += batch * stride_vb + head // group * stride_vh
+    O_ptr += batch * stride_ob + head * stride_oh
+    q = tl.load(Q_ptr + offs_m * stride_qm + offs_d * stride_qd, mask=offs_m < M, other=0.0)
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    end = tl.minimum(N, tl.maximum(prefix, tl.minimum((block + 1) * BLOCK_M, M) + N - M))
+    for start_n in range(0, end, BLOCK_N):
+        offs_n = (start_n + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
+        k = tl.load(K_ptr + offs_n * stride_kn + offs_d * stride_kd, mask=offs_n < N, other=0.0)
+        seen = (offs_n.T < prefix) | ((offs_n.T <= offs_m + N - M) & (offs_n.T < N))
+        s = tl.where(seen, tl.dot(q, k.T) * scale_log2, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(s, axis=1))
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p, correction = tl.exp2(s - m_safe[:, None]), tl.exp2(m_i - m_safe)
+        l_i = l_i * correction + tl.sum(p, axis=1)
+        v = tl.load(V_ptr + offs_n * stride_vn + offs_d * stride_vd, mask=offs_n < N, other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None])
+        m_i = m_new
+    o = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
+    tl.store(O_ptr + offs_m * stride_om + offs_d * stride_od, o.to(O_ptr.dtype.element_ty), mask=offs_m < M)
+    lse = ((m_i + tl.log2(l_i)) * 0.6931471805599453)[:, None]
+    tl.store(LSE_ptr + batch_head * M + offs_m, lse, mask=offs_m < M)
 
-    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float | None = None) -> Any:
+
+def prefix_attention(q, k, v, *, prefix=0, scale=None):
+    """(o, lse): o like q; lse [batch, heads, seq_q], float32, natural logarithm. prefix: 0 to seq_k.
+
+    q: [batch, heads, seq_q, head_dim]; k, v: [batch, kv_heads, seq_k, head_dim], fp16, with any strides.
+    """
+    # BEGIN SOLUTION
+    batch, heads, M, head_dim = q.shape
+    kv_heads, N = k.shape[1:3]
+    scale = head_dim**-0.5 if scale is None else scale
+    o = torch.empty_like(q)
+    lse = torch.empty((batch, heads, M), dtype=torch.float32, device=q.device)
+    prefix_kernel[(triton.cdiv(M, 64) * batch * heads,)](
+        q, k, v, o, lse, *q.stride(), *k.stride(), *v.stride(), *o.stride(), scale * 1.4426950408889634,
+        M, N, prefix, heads, heads // kv_heads, HEAD_DIM=head_dim, BLOCK_M=64, BLOCK_N=64,
+    )  # fmt: skip
+    return o, lse
+    # END SOLUTION
+
+
+def _of_two_sizes(two_sizes_attention: Callable[..., Any]) -> Report:
+    __tracebackhide__ = True
+
+    def forward(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, scale: float | None = None
+    ) -> Any:
         with in_bounds(None, q=q, k=k, v=v):
-            return prefix_attention(q, k, v, prefix=0 if causal else k.shape[2], scale=scale)
+            return two_sizes_attention(q, k, v, causal=causal, scale=scale)
 
-    report = verify(forward, causal=True, gqa=True, max_seq=150)
+    report = verify(forward, causal=True, gqa=True, head_dims=(64, 40), max_seq=150)
+    expect_scales(forward, 40, 24)
     if runtime.INTERPRETED:
-        q, k, v = _random((1, 1, 512, 16), (1, 1, 512, 16), (1, 1, 512, 16))
-        read = []
-        for prefix in (512, 64):
-            with watched_memory(q=q, k=k, v=v) as traffic:
-                prefix_attention(q, k, v, prefix=prefix, scale=0.25)
-            read.append(sum(traffic.read_from.values()))
-        expect(
-            read[1] < 0.85 * read[0],
-            f"right, but with prefix=64 it reads {read[1]} bytes of the {read[0]} that it reads without a mask: end "
-            "the loop where the block's last row stops seeing keys",
-            diagnosis="causal-tiles-not-skipped",
-            case="seq_q=512, seq_k=512, prefix=64",
-        )
+        expect_64_bits(forward)
     return report
 
 
-@exercise(
+_TWO_SIZES = (
+    ((1, 2, 1, 5, 20, 24, 40), True),
+    ((2, 2, 2, 20, 50, 40, 24), False),
+    ((1, 1, 2, 70, 90, 24, 80), True),
+    ((1, 2, 1, 40, 20, 96, 64), True),
+)
+
+
+@kernel_rule(
     "4.13",
     title="Two head sizes, no power of two",
     minutes=30,
     hints=[
-        "Tiles have BLOCK_D and BLOCK_V columns, the next powers of two, at least 16 each. Every load and "
-        "store of such "
-        "a tile needs a second condition.",
+        "Tiles have BLOCK_D and BLOCK_V columns, the next powers of two, at least 16 each. Every load and store of "
+        "such a tile needs a second condition.",
         "Q and K are loaded with offs_d < HEAD_DIM, V is loaded and O stored with offs_v < VALUE_DIM, all with "
         "other=0.0. acc has BLOCK_V columns.",
         "o = torch.empty((batch, heads, M, value_dim), ...) has strides of its own: pass them. The default scale is "
         "head_dim**-0.5, of the real head_dim.",
     ],
-)
-def _(two_sizes_attention: Attention) -> Report:
-    for M, N, D, DV, causal in ((20, 50, 40, 24, False), (70, 90, 24, 80, True), (40, 20, 96, 64, True)):
-        case = f"batch=2, heads=4, kv_heads=2, seq_q={M}, seq_k={N}, head_dim={D}, value_dim={DV}, causal={causal}"
-        q, k, v = _random((2, 4, M, D), (2, 2, N, D), (2, 2, N, DV))
-        i, j = torch.arange(M)[:, None], torch.arange(N)[None, :]
-        want = _formula(q, k, v, (j <= i + N - M) | torch.tensor(not causal), D**-0.5)
-        _expect_both(_watched(two_sizes_attention, case, q=q, k=k, v=v, causal=causal), want, case)
+    answer="two_sizes_attention",
+    call=_called,
+    writes="O_ptr, LSE_ptr",
+    returns="o, lse",
+    programs=_programs,
+    inputs={_named(x, causal=causal): _of_two(random.Random(i), x, causal) for i, (x, causal) in enumerate(_TWO_SIZES)},
+    draw=lambda r: _of_two(r, _some_shape(r, r.choice((16, 24, 40)), r.choice((16, 24, 40))), r.random() < 0.5),
+    nan=_EMPTY,
+    notes=_NOTES,
+    tries=100,
+    then=_of_two_sizes,
+)  # fmt: skip
+@triton.jit
+def two_sizes_kernel(
+    Q_ptr, K_ptr, V_ptr, O_ptr, LSE_ptr,
+    stride_qb, stride_qh, stride_qm, stride_qd, stride_kb, stride_kh, stride_kn, stride_kd,
+    stride_vb, stride_vh, stride_vn, stride_vd, stride_ob, stride_oh, stride_om, stride_od,
+    scale_log2, M, N, heads, group, CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0) % tl.cdiv(M, BLOCK_M)
+    batch_head = tl.program_id(0).to(tl.int64) // tl.cdiv(M, BLOCK_M)
+    batch, head = batch_head // heads, batch_head % heads
+    offs_m = (block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+    offs_d, offs_v = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_V)[None, :]
+    Q_ptr += batch * stride_qb + head * stride_qh
+    K_ptr += batch * stride_kb + head // group * stride_kh
+    V_ptr += batch * stride_vb + head // group * stride_vh
+    O_ptr += batch * stride_ob + head * stride_oh
+    real = (offs_m < M) & (offs_d < HEAD_DIM)
+    q = tl.load(Q_ptr + offs_m * stride_qm + offs_d * stride_qd, mask=real, other=0.0)
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    end = N
+    if CAUSAL:
+        end = tl.minimum(N, tl.minimum((block + 1) * BLOCK_M, M) + N - M)
+    for start_n in range(0, end, BLOCK_N):
+        offs_n = (start_n + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
+        real = (offs_n < N) & (offs_d < HEAD_DIM)
+        k = tl.load(K_ptr + offs_n * stride_kn + offs_d * stride_kd, mask=real, other=0.0)
+        seen = offs_n.T < N
+        if CAUSAL:
+            seen = seen & (offs_n.T <= offs_m + N - M)
+        s = tl.where(seen, tl.dot(q, k.T) * scale_log2, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(s, axis=1))
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p, correction = tl.exp2(s - m_safe[:, None]), tl.exp2(m_i - m_safe)
+        l_i = l_i * correction + tl.sum(p, axis=1)
+        real = (offs_n < N) & (offs_v < VALUE_DIM)
+        v = tl.load(V_ptr + offs_n * stride_vn + offs_v * stride_vd, mask=real, other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None])
+        m_i = m_new
+    o = (acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]).to(O_ptr.dtype.element_ty)
+    tl.store(O_ptr + offs_m * stride_om + offs_v * stride_od, o, mask=(offs_m < M) & (offs_v < VALUE_DIM))
+    lse = ((m_i + tl.log2(l_i)) * 0.6931471805599453)[:, None]
+    tl.store(LSE_ptr + batch_head * M + offs_m, lse, mask=offs_m < M)
 
-    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float | None = None) -> Any:
-        with in_bounds(None, q=q, k=k, v=v):
-            return two_sizes_attention(q, k, v, causal=causal, scale=scale)
 
-    return verify(forward, causal=True, gqa=True, head_dims=(64, 40), max_seq=150)
+def two_sizes_attention(q, k, v, *, causal=False, scale=None):
+    """(o, lse): o [batch, heads, seq_q, value_dim]; lse [batch, heads, seq_q], float32, natural logarithm.
+
+    q: [batch, heads, seq_q, head_dim]; k: [batch, kv_heads, seq_k, head_dim];
+    v: [batch, kv_heads, seq_k, value_dim]; fp16, with any strides.
+    scale: 1 / sqrt(head_dim) unless given. causal: aligned at the end.
+    """
+    # BEGIN SOLUTION
+    (batch, heads, M, head_dim), (_, kv_heads, N, value_dim) = q.shape, v.shape
+    scale = head_dim**-0.5 if scale is None else scale
+    o = torch.empty((batch, heads, M, value_dim), dtype=q.dtype, device=q.device)
+    lse = torch.empty((batch, heads, M), dtype=torch.float32, device=q.device)
+    two_sizes_kernel[(triton.cdiv(M, 64) * batch * heads,)](
+        q, k, v, o, lse, *q.stride(), *k.stride(), *v.stride(), *o.stride(), scale * 1.4426950408889634,
+        M, N, heads, heads // kv_heads, causal, HEAD_DIM=head_dim, VALUE_DIM=value_dim,
+        BLOCK_D=max(16, triton.next_power_of_2(head_dim)), BLOCK_V=max(16, triton.next_power_of_2(value_dim)),
+        BLOCK_M=64, BLOCK_N=64,
+    )  # fmt: skip
+    return o, lse
+    # END SOLUTION

@@ -1,11 +1,11 @@
-"""The zoo: kernels of the series with one mistake each, and the words in which the mistake has to be found.
+"""Kernels of the series with one mistake each, and the words in which the mistake has to be found.
 
 A mutant is a textual edit of one of the files p8_*.cu and p9_*.cu, named after what a person would have done wrong.
 ``found`` holds the diagnoses that name it: the emulator's slugs where the mistake is in how threads share memory, the
 checker's where it is in the arithmetic. A newly met bug is first added here.
 
 The mistakes come from this project's own history, from public kernels, and from the issue trackers that the checker's
-zoo (flashlab.check.zoo.attention) names.
+attention (flashlab.check.mistakes.attention) names.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from flashlab.check.cuda_answer import Source
-from flashlab.check.zoo.kernels import Mutant
+from flashlab.check.mistakes.series import Mutant
 from flashlab.kernels.series import source
 
 CHOICE = 1000

@@ -1,6 +1,6 @@
-"""The zoo of phase 11: Hopper kernels with one mistake each, and the words in which the mistake has to be found.
+"""Hopper kernels with one mistake each, and the words in which the mistake has to be found.
 
-As in flashlab.check.zoo.kernels, a mutant is a textual edit of a step of the series. Most of these mistakes a GPU
+As in flashlab.check.mistakes.series, a mutant is a textual edit of a step of the series. Most of these mistakes a GPU
 forgives nearly always: a barrier that is waited for with the wrong parity, a fence that is missing, a stage that is
 released too early. Some make it wait for ever. So nearly all are the emulator's to find; what is wrong with a
 descriptor, a mask or a weight is the checker's.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flashlab.check.zoo.kernels import Mutant
+from flashlab.check.mistakes.series import Mutant
 
 _PRODUCER, _LAST = "p11_4_producer", "p11_flash"
 

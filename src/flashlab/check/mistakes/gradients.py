@@ -1,4 +1,4 @@
-"""The zoo of the backward pass: the simulation with one mistake each, as a kernel's author makes them.
+"""The simulation with one mistake each, as a kernel's author makes them.
 
 A mutant is an edit of `flashlab.attention.simulation_backward` by its exact text. ``found`` is the diagnosis that
 `verify(..., grads=True)` has to give, or None where any will do.

@@ -1,1 +1,0 @@
-"""Broken on purpose: kernels with one mistake each, every one of which the checker has to reject by name."""
