@@ -228,11 +228,12 @@ def from_rules(lesson: Lesson, lines: list[Line], root: Path) -> list[Line]:
 
 
 def registered(lesson: Lesson, exercise_id: str, root: Path, line: int | None) -> dict[str, Any]:
-    """Title, minutes and difficulty of a rule, read from its decorator."""
+    """Title, minutes and difficulty of an exercise, read from its decorator."""
     path = module_file(root, f"flashlab.exercises.phase_{lesson.number:0>2}")
     paths = [path, *sorted(path.parent.glob(f"{path.stem}_*.py"))] if path else []
     for call in (node for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))):
-        if isinstance(call, ast.Call) and getattr(call.func, "id", "") in ("rule", "tensor_rule", "kernel_rule"):
+        decorators = ("exercise", "rule", "tensor_rule", "kernel_rule")
+        if isinstance(call, ast.Call) and getattr(call.func, "id", "") in decorators:
             if isinstance(call.args[0], ast.Constant) and call.args[0].value == exercise_id:
                 told = {k.arg: k.value.value for k in call.keywords if isinstance(k.value, ast.Constant)}
                 return {str(k): v for k, v in told.items()}

@@ -608,10 +608,10 @@ def of_expression(text: CudaText, slot: Slot, node: ast.expr) -> Iterator[tuple[
         for step, words in ((ast.Add(), "large"), (ast.Sub(), "small")):
             said = f"{w(node)} is one too {words}"
             yield "off-by-one", said, 1.5, ast.BinOp(node, step, ast.Constant(1)), ast.unparse(node), words
-    for other in (x for group in _CONSTANTS for x in group if isinstance(node, ast.Name) and node.id in group):
-        if other != node.id:
-            new = ast.Name(other, ast.Load())
-            yield "wrong-name", f"{w(new)} stands where {w(node)} belongs", 1.5, new, node.id, other
+    called = node.id if isinstance(node, ast.Name) else ""
+    for other in (x for group in _CONSTANTS for x in group if called in group and x != called):
+        constant = ast.Name(other, ast.Load())
+        yield "wrong-name", f"{w(constant)} stands where {w(node)} belongs", 1.5, constant, called, other
     if isinstance(node, ast.Name) and node.id == "INFINITY":
         for value in (0.0, 1e4, 1e30):
             said = f"{value:g} stands where {w(node)} belongs"
@@ -633,9 +633,9 @@ def of_statements(text: CudaText) -> Iterator[Change]:
     for holder in ast.walk(text.tree):
         for name in ("body", "orelse"):
             block = getattr(holder, name, None)
-            for at, (one, after) in enumerate(itertools.pairwise(block) if isinstance(block, list) else ()):
+            for i, (one, after) in enumerate(itertools.pairwise(block) if isinstance(block, list) else ()):
                 if isinstance(one, _LINES) and isinstance(after, _LINES) and ast.Expr in (type(one), type(after)):
-                    edits = ((holder, name, at), after), ((holder, name, at + 1), one)
+                    edits = ((holder, name, i), after), ((holder, name, i + 1), one)
                     said = f"the line `{text.plain(one)}` comes too late, after `{text.plain(after)}`"
                     yield Change("lines-exchanged", said, 1.5, edits)
             yield from _of_registers(text, block if isinstance(block, list) else [])
@@ -655,7 +655,7 @@ def _of_registers(text: CudaText, block: Sequence[ast.AST]) -> Iterator[Change]:
 
 def _exchanged(text: CudaText, slots: Sequence[Slot]) -> Iterator[Change]:
     for a, b in itertools.combinations(slots, 2):
-        x, y = (getattr(node, name) if at is None else getattr(node, name)[at] for node, name, at in (a, b))
+        x, y = (getattr(node, field) if at is None else getattr(node, field)[at] for node, field, at in (a, b))
         if ast.dump(x) != ast.dump(y):
             said = f"{text.say(x)} and {text.say(y)} are exchanged"
             yield Change("elements-exchanged", said, 1.0, ((a, y), (b, x)))
@@ -664,14 +664,14 @@ def _exchanged(text: CudaText, slots: Sequence[Slot]) -> Iterator[Change]:
 def _of_call(text: CudaText, node: ast.Call, called: str) -> Iterator[tuple[object, ...]]:
     w, args = text.say, node.args
     name, _, inside = called.removesuffix(" >").partition(" < ")
-    for other in {"": (), "T": ("__half",)}.get(inside, (f"{inside} + 1", f"{inside} - 1")):
-        said = f"`{name}<{other}>` stands where `{name}<{inside}>` belongs"
-        said += ": it is right in float16 alone" if other == "__half" else ""
-        slug = "fp16-alone" if other == "__half" else "off-by-one"
-        yield slug, said, 1.2, ast.Call(ast.Name(text._other(f"{name} < {other} >"), ast.Load()), args, []), other
-    for name in _FUNCTIONS.get(called, ()):
-        new = ast.Call(ast.Name(name, ast.Load()), args, [])
-        yield "wrong-function", f"`{name}` stands where `{called}` belongs", 1.5, new, called, name
+    for instead in ("__half",) if inside == "T" else (f"{inside} + 1", f"{inside} - 1") * ("STAGES" in inside):
+        said, slug = f"`{name}<{instead}>` stands where `{name}<{inside}>` belongs", "off-by-one"
+        if instead == "__half":
+            said, slug = f"{said}: it is right in float16 alone", "fp16-alone"
+        yield slug, said, 1.2, ast.Call(ast.Name(text._other(f"{name} < {instead} >"), ast.Load()), args, []), instead
+    for instead in _FUNCTIONS.get(called, ()):
+        new = ast.Call(ast.Name(instead, ast.Load()), args, [])
+        yield "wrong-function", f"`{instead}` stands where `{called}` belongs", 1.5, new, called, instead
     if called in ("fmaxf", "fminf") and len(args) == 2:
         for kept, gone in (args, args[::-1]):
             yield "limit-missing", f"{w(gone)} does not count: it is {w(kept)}, in {w(node)}", 1.0, kept
@@ -685,7 +685,8 @@ def _of_call(text: CudaText, node: ast.Call, called: str) -> Iterator[tuple[obje
         )
     for other in ast.walk(text.tree) if len(args) > 1 else ():
         if isinstance(other, ast.Call) and ast.dump(other.func) == ast.dump(node.func) and w(other) != w(node):
-            yield "wrong-call", f"{w(other)} stands where {w(node)} belongs", 1.7, other
+            likely = 0.9 if name == "pack" else 1.7  # registers are easily confused
+            yield "wrong-call", f"{w(other)} stands where {w(node)} belongs", likely, other
     if called.startswith("__shfl") and isinstance(args[-1], ast.Constant):
         right = args[-1].value
         for lane in (x for x in range(1, 32) if x != right):
