@@ -242,7 +242,7 @@ _KINDS = ("random", "rising", "near -200", "near 300", "all 2", "a peak", "near 
 def _scores(n: int, kind: str) -> torch.Tensor:
     x = 3 * normal(4, n, seed=n) + {"near -200": -200, "near 300": 300, "near -100000": -1e5}.get(kind, 0)
     if kind == "a peak":
-        x[:, 0] += 200
+        x[:, n // 2] += 200
     return x.sort(1).values if kind == "rising" else torch.full_like(x, 2.0) if kind == "all 2" else x
 
 
@@ -256,7 +256,7 @@ ROW_LSE = Trials(
         (100, "random"), (257, "rising"), (5, "random"), (64, "near -200"), (64, "near 300"), (64, "all 2"))],
     words={x: x for x in ("m_new", "base", "value", "m_other", "l_other")}, most=400,
     equal={
-        **dict.fromkeys(("`threadIdx.x ==", "`threadIdx.x !=", "`threadIdx.x <=", "`threadIdx.x >=", "threadIdx.x == 0`"),
+        **dict.fromkeys(("`threadIdx.x ==", "`threadIdx.x !=", "`threadIdx.x <=", "`threadIdx.x >=", "x == 0`"),
                         "every lane has the row's state"),
         "__expf": "it differs by a rounding", "in `step < 32`": "the steps are powers of two",
         "__shfl_down_sync": "the check has lane 31 store too", "arguments of `fmaxf`": "a maximum has no order",
@@ -349,6 +349,14 @@ WHICH_ROWS = Trials(
 INNER_LOOP = Trials(
     "6.6", _in_float32, _RUNS, region=True, place=lambda text: replaced(FRAME, "one tile", text).text,
     words={x: x for x in ("m_new", "base", "correction", "keys")},
+    equal={
+        "above `p.seq_k`": "no row sees a key past the last one", "`m_start` is": "the check runs two blocks",
+        "<= -INFINITY": "nothing is below -infinity", "are exchanged, in `dot": "a product has no order",
+        "`m_i` is one too": "P and what is summed are under one number", "1e+30": "no score is below -1e30",
+        "10000 stands": "the check runs scores below it", "`m_i = m_new` comes": "neither line needs the other",
+        "cut off at 0": "no key is below 0", "taken as positive": "a tile that is there has keys",
+        "1 stands where 0": "without a key P is 0 under any number",
+    },
     notes={
         "n_start": "key n of a tile is key n_start + n", "correction": "older sums are rescaled",
         "scale_log2": "2^x is taken of scores times the scale and log2(e)", "m_i": "it takes in the old maximum",
