@@ -26,7 +26,7 @@ from flashlab.exercises import registry  # noqa: E402
 def judged(id: str, text: str) -> str:
     """What the check says against a text; nothing where it accepts it."""
     try:
-        registry.find(id).run(*parted(text))
+        registry.exercises()[id].run(*parted(text))
     except CheckFailed as failed:
         return f"the check tells it: {failed.diagnosis}"
     return ""
