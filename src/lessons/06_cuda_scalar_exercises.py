@@ -26,37 +26,25 @@ from flashlab.exercises import check, hint, progress
 from flashlab.figures import show
 
 # %% [markdown]
-# ## 6.1 Which element is mine?
-#
-# *Warm-up · 10 min*
+# ## 6.1
 #
 # `y = x + bias` for a matrix `x [rows][cols]`, stored row by row, and a `bias [cols]`. The launch is given: blocks of 32 × 4 threads, and a
 # grid that covers the matrix and, at its edges, more. Write the body: this thread's row and column, the guard, the sum. Neighbouring threads
 # (`threadIdx.x`) should have neighbouring columns.
 
 # %% tags=["exercise"]
-# BEGIN STARTER
 add_bias = r"""
 #include "simt.h"
 
 __global__ void add_bias(const float* x, const float* bias, float* y, int rows, int cols) {
+# BEGIN STARTER
     // YOUR CODE HERE
-}
-extern "C" int run(const float* x, const float* bias, float* y, int rows, int cols, void* stream) {
-    const dim3 threads(32, 4), blocks((cols + 31) / 32, (rows + 3) / 4);
-    add_bias<<<blocks, threads, 0, (cudaStream_t)stream>>>(x, bias, y, rows, cols);
-    return (int)cudaGetLastError();
-}
-"""
 # END STARTER
 # BEGIN SOLUTION
-add_bias = r"""
-#include "simt.h"
-
-__global__ void add_bias(const float* x, const float* bias, float* y, int rows, int cols) {
     const int col = blockIdx.x * blockDim.x + threadIdx.x, row = blockIdx.y * blockDim.y + threadIdx.y;
     if (row >= rows || col >= cols) return;
     y[row * cols + col] = x[row * cols + col] + bias[col];
+# END SOLUTION
 }
 extern "C" int run(const float* x, const float* bias, float* y, int rows, int cols, void* stream) {
     const dim3 threads(32, 4), blocks((cols + 31) / 32, (rows + 3) / 4);
@@ -64,23 +52,19 @@ extern "C" int run(const float* x, const float* bias, float* y, int rows, int co
     return (int)cudaGetLastError();
 }
 """
-# END SOLUTION
 
 # %% tags=["check"]
 # hint("6.1")
 check("6.1", add_bias)
 
 # %% [markdown]
-# ## 6.2 The sum that is sometimes right
-#
-# *Bug hunt · 10 min*
+# ## 6.2
 #
 # A block of 128 threads divides 128 numbers by their sum. It computes the sum in a tree: 64 threads add the upper half to the lower, then 32,
 # and so on. On its author's GPU the result is nearly always right. Run the check and read the symptoms: **by which factors are the quotients wrong, and
 # do all warps have the same one?** Then repair the kernel. Keep the tree.
 
 # %% tags=["exercise"]
-# BEGIN STARTER
 block_sum = r"""
 #include "simt.h"
 
@@ -92,30 +76,13 @@ __global__ void fractions(const float* x, float* y) {      // x and y [blocks][1
     for (int half = 64; half > 0; half /= 2) {
         if (threadIdx.x < half) {
             part_smem[threadIdx.x] += part_smem[threadIdx.x + half];
+# BEGIN STARTER
         }
-    }
-    y[blockIdx.x * 128 + threadIdx.x] = value / part_smem[0];
-}
-extern "C" int run(const float* x, float* y, int blocks, void* stream) {
-    fractions<<<blocks, 128, 0, (cudaStream_t)stream>>>(x, y);
-    return (int)cudaGetLastError();
-}
-"""
 # END STARTER
 # BEGIN SOLUTION
-block_sum = r"""
-#include "simt.h"
-
-__global__ void fractions(const float* x, float* y) {      // x and y [blocks][128]
-    __shared__ float part_smem[128];
-    const float value = x[blockIdx.x * 128 + threadIdx.x];
-    part_smem[threadIdx.x] = value;
-    __syncthreads();
-    for (int half = 64; half > 0; half /= 2) {
-        if (threadIdx.x < half) {
-            part_smem[threadIdx.x] += part_smem[threadIdx.x + half];
         }
         __syncthreads();                         // this round is written; outside of the if: all 128 get here
+# END SOLUTION
     }
     y[blockIdx.x * 128 + threadIdx.x] = value / part_smem[0];
 }
@@ -124,16 +91,13 @@ extern "C" int run(const float* x, float* y, int blocks, void* stream) {
     return (int)cudaGetLastError();
 }
 """
-# END SOLUTION
 
 # %% tags=["check"]
 # hint("6.2")
 check("6.2", block_sum)
 
 # %% [markdown]
-# ## 6.3 A transpose that wastes nothing
-#
-# *Core · 25 min*
+# ## 6.3
 #
 # `y [cols][rows]` is the transpose of `x [rows][cols]`. Straight from `x` to `y`, either the loads or the stores of a warp have the stride of a
 # row. So go through shared memory: a block of 32 × 8 threads brings in a tile of 32 × 32 numbers along the rows of `x`, and writes it out along the
@@ -142,28 +106,16 @@ check("6.2", block_sum)
 # The check wants the right result on any size, no sector more than needed, no race, and no bank conflict.
 
 # %% tags=["exercise"]
-# BEGIN STARTER
 transpose = r"""
 #include "simt.h"
 
 // Block (bx, by): rows 32 by to 32 by + 31, columns 32 bx to 32 bx + 31.
 __global__ void transpose(const float* x, float* y, int rows, int cols) {
+# BEGIN STARTER
     __shared__ float tile_smem[32][32];
     // YOUR CODE HERE
-}
-extern "C" int run(const float* x, float* y, int rows, int cols, void* stream) {
-    const dim3 threads(32, 8), blocks((cols + 31) / 32, (rows + 31) / 32);
-    transpose<<<blocks, threads, 0, (cudaStream_t)stream>>>(x, y, rows, cols);
-    return (int)cudaGetLastError();
-}
-"""
 # END STARTER
 # BEGIN SOLUTION
-transpose = r"""
-#include "simt.h"
-
-// Block (bx, by): rows 32 by to 32 by + 31, columns 32 bx to 32 bx + 31.
-__global__ void transpose(const float* x, float* y, int rows, int cols) {
     __shared__ float tile_smem[32][33];                    // one word of padding: a column lies in 32 banks
     const int row = 32 * blockIdx.y, col = 32 * blockIdx.x, lane = threadIdx.x;
     for (int i = threadIdx.y; i < 32; i += 8)
@@ -171,6 +123,7 @@ __global__ void transpose(const float* x, float* y, int rows, int cols) {
     __syncthreads();                                       // the tile is complete
     for (int i = threadIdx.y; i < 32; i += 8)
         if (col + i < cols && row + lane < rows) y[(col + i) * rows + row + lane] = tile_smem[lane][i];
+# END SOLUTION
 }
 extern "C" int run(const float* x, float* y, int rows, int cols, void* stream) {
     const dim3 threads(32, 8), blocks((cols + 31) / 32, (rows + 31) / 32);
@@ -178,16 +131,13 @@ extern "C" int run(const float* x, float* y, int rows, int cols, void* stream) {
     return (int)cudaGetLastError();
 }
 """
-# END SOLUTION
 
 # %% tags=["check"]
 # hint("6.3")
 check("6.3", transpose)
 
 # %% [markdown]
-# ## 6.4 Online softmax of a row, in one warp
-#
-# *Core · 30 min*
+# ## 6.4
 #
 # A warp has a row of `n` numbers, any `n`. Lane $t$ takes the elements $t, t + 32, t + 64, \ldots$ and keeps its own state $(m, \ell)$, updated
 # online: the row is read **once**. Then five rounds of `__shfl_xor_sync` merge the 32 states, by phase 0's merge. No shared memory. At the end every
@@ -196,29 +146,16 @@ check("6.3", transpose)
 # Mind the lanes that got no element: what is $-\infty - (-\infty)$?
 
 # %% tags=["exercise"]
-# BEGIN STARTER
 row_lse = r"""
 #include "simt.h"
 
 __global__ void row_lse(const float* x, float* lse, int n) {      // x [rows][n]; a block is one warp, one row
     const float* row = x + blockIdx.x * n;
     float m = -INFINITY, l = 0.f;                          // this lane's state
+# BEGIN STARTER
     // YOUR CODE HERE
-    if (threadIdx.x == 0) lse[blockIdx.x] = m + logf(l);
-}
-extern "C" int run(const float* x, float* lse, int rows, int n, void* stream) {
-    row_lse<<<rows, 32, 0, (cudaStream_t)stream>>>(x, lse, n);
-    return (int)cudaGetLastError();
-}
-"""
 # END STARTER
 # BEGIN SOLUTION
-row_lse = r"""
-#include "simt.h"
-
-__global__ void row_lse(const float* x, float* lse, int n) {      // x [rows][n]; a block is one warp, one row
-    const float* row = x + blockIdx.x * n;
-    float m = -INFINITY, l = 0.f;                          // this lane's state
     for (int i = threadIdx.x; i < n; i += 32) {
         const float value = row[i], m_new = fmaxf(m, value);
         l = l * expf(m - m_new) + expf(value - m_new);
@@ -230,6 +167,7 @@ __global__ void row_lse(const float* x, float* lse, int n) {      // x [rows][n]
         l = l * expf(m - base) + l_other * expf(m_other - base);
         m = m_new;
     }
+# END SOLUTION
     if (threadIdx.x == 0) lse[blockIdx.x] = m + logf(l);
 }
 extern "C" int run(const float* x, float* lse, int rows, int n, void* stream) {
@@ -237,16 +175,13 @@ extern "C" int run(const float* x, float* lse, int rows, int n, void* stream) {
     return (int)cudaGetLastError();
 }
 """
-# END SOLUTION
 
 # %% tags=["check"]
 # hint("6.4")
 check("6.4", row_lse)
 
 # %% [markdown]
-# ## 6.5 Right for two kinds of model
-#
-# *Bug hunt · 15 min*
+# ## 6.5
 #
 # These are the lines of the lecture's step 2 in which a block finds out what is its own. Somebody wrote them anew. Models with as many heads
 # of K and V as of Q: every test passed. Models with a single head of K and V: every test passed. Then came a model with 8 heads of Q and 2 of K
@@ -298,9 +233,7 @@ which_rows = r"""
 check("6.5", which_rows)
 
 # %% [markdown]
-# ## 6.6 FlashAttention-2's inner loop
-#
-# *Core · 45 min*
+# ## 6.6
 #
 # The frame of step 2 is given. The state of this thread's row is in registers, and tile $j$ of K and V has just arrived in shared memory. Write
 # what happens with the tile. The check puts your lines into step 2, and then it is FlashAttention-2 in float32: any length, causal or not,
@@ -326,19 +259,16 @@ for name in ("state", "load K and V"):
 # row` sees the keys up to `m_start + row + diagonal` if `p.causal` (`diagonal` is `seq_k - seq_q`), and never more than `p.seq_k`.
 
 # %% tags=["exercise"]
-# BEGIN STARTER
 inner_loop = r"""
         // 1. How many keys of this tile does this row see?
+# BEGIN STARTER
         // 2. S_ij: BLOCK_N scores in a float s[BLOCK_N]; unseen ones become -INFINITY. Their maximum.
         // 3. The new maximum and the correction. A row that has seen no key has -INFINITY: no NaN, please.
         // 4. The probabilities, and their sum. Then m_i and l_i.
         // 5. acc = correction * acc + P_ij V_j.
         // YOUR CODE HERE
-"""
 # END STARTER
 # BEGIN SOLUTION
-inner_loop = r"""
-        // 1. How many keys of this tile does this row see?
         const int keys = p.causal ? min(p.seq_k, m_start + row + diagonal + 1) - n_start : p.seq_k - n_start;
         // 2. S_ij
         float s[BLOCK_N] = {};
@@ -366,8 +296,8 @@ inner_loop = r"""
 #pragma unroll
             for (int n = 0; n < BLOCK_N; n++) acc[c] = axpy(s[n], v_smem[n][c], acc[c]);
         }
-"""
 # END SOLUTION
+"""
 
 # %% tags=["check"]
 # hint("6.6")
@@ -407,9 +337,7 @@ check("6.7", causal_bytes_read)
 # </details>
 
 # %% [markdown]
-# ## 6.8 FlashAttention on an empty page
-#
-# *Stretch · 90 min*
+# ## 6.8
 #
 # Write a whole float32 FlashAttention: launch, shared memory, copy, loop, store. All you get is the signature,
 #

@@ -68,9 +68,7 @@ check("7.1", holder_of_b, holder_of_c)
 check("7.2", k_address, v_address)
 
 # %% [markdown]
-# ## 7.3 One tile of S
-#
-# *Core · 20 min*
+# ## 7.3
 #
 # The first product of attention for 16 queries and 8 keys: $S = Q K^\mathsf{T}$, with D dimensions, D a multiple of 16.
 # The tiles are in shared memory already. Sum over D with `ldmatrix_x4`, `ldmatrix_x2` and `mma_m16n8k16<T>`, then let
@@ -122,9 +120,7 @@ extern "C" int run(const T* q, const T* k, float* s, void* stream) {
 check("7.3", one_tile)
 
 # %% [markdown]
-# ## 7.4 Four lanes, one maximum
-#
-# *Bug hunt · 15 min*
+# ## 7.4
 #
 # This kernel takes a C tile of scores, 16 × 8, and returns each row's maximum and its sum of exponentials. The author
 # knew that a row lives in four lanes, wrote the masks of the two exchanges as bits, and tested with scores that fall
@@ -167,9 +163,7 @@ extern "C" int run(const float* s, float* row_max, float* row_sum, void* stream)
 check("7.4", row_statistics)
 
 # %% [markdown]
-# ## 7.5 P becomes A
-#
-# *Core · 15 min*
+# ## 7.5
 #
 # Two C tiles of P are in registers: `c` holds columns 0–7, `d` columns 8–15. Make the A fragment of the 16 × 16 matrix
 # P, in four registers of two 16-bit numbers each. `pack<T>(low, high)` rounds two floats and packs them. No shuffles,
@@ -218,9 +212,7 @@ extern "C" int run(const float* p, const T* v, float* o, void* stream) {
 check("7.5", second_product)
 
 # %% [markdown]
-# ## 7.6 Two bugs in P V
-#
-# *Bug hunt · 20 min*
+# ## 7.6
 #
 # $O = P V$ for 16 queries and up to 16 keys, 64 dimensions. If there are fewer keys than 16, the columns of P that
 # belong to none are 0, so that, the author says, it does not matter what stands in the missing rows of V. All tests
@@ -271,9 +263,7 @@ extern "C" int run(const T* p, const T* v, float* o, int keys, void* stream) {
 check("7.6", pv)
 
 # %% [markdown]
-# ## 7.7 The loop of the kernel
-#
-# *Core · 40 min*
+# ## 7.7
 #
 # **The milestone of this phase.** Write the inside of the loop of `p7_naive.cu`. The tiles of K and V are in shared
 # memory. S, the maxima, the correction, P and O are yours. What stands before your lines:
@@ -327,9 +317,7 @@ loop = naive_loop()  # the lines of p7_naive.cu; section 10 of the lecture shows
 check("7.7", loop)
 
 # %% [markdown]
-# ## 7.8 Row sums on the tensor core
-#
-# *Stretch · 20 min*
+# ## 7.8
 #
 # The sum of P's rows costs an addition an element and shuffles at the end. A matrix product can do it:
 # $P \cdot \mathbf{1}$, with a B that is all ones, has the sum of row $i$ in every column of row $i$. The A fragment is
@@ -382,9 +370,7 @@ check("7.8", row_sums)
 # </details>
 
 # %% [markdown]
-# ## 7.9 A head dimension of 40
-#
-# *Stretch · 25 min*
+# ## 7.9
 #
 # Some image models have heads of 40 dimensions. $40 = 16 + 16 + 8$, and for the last eight there is
 # `mma_m16n8k8<T>(c, a, b0)`, with the A fragment `a[2]` (rows $g$ and $g + 8$, columns $2t$ and $2t + 1$) and one
@@ -436,9 +422,7 @@ extern "C" int run(const T* q, const T* k, float* s, void* stream) {
 check("7.9", any_eight)
 
 # %% [markdown]
-# ## 7.10 An empty page
-#
-# *Stretch · 120 min*
+# ## 7.10
 #
 # Write a whole FlashAttention forward pass on the tensor cores: launch, shared memory, copies, loop, store. You get the
 # signature and nothing else. One warp and 16 query rows per block are enough. Any kernel that does the following is right:
@@ -472,21 +456,13 @@ show.source(path("problem.cuh"))
 # ```
 
 # %% tags=["exercise"]
-# BEGIN STARTER
 kernel = r"""
 #include "problem.cuh"
 
+# BEGIN STARTER
 // YOUR CODE HERE
-
-extern "C" int forward(const Problem* p, void* stream) {
-    return (int)cudaGetLastError();                             // what a launch before it had to say
-}
-"""
 # END STARTER
 # BEGIN SOLUTION
-kernel = r"""
-#include "problem.cuh"
-
 constexpr int PITCH = HEAD_DIM + 8;                  // of a row of shared memory: 16 bytes more, no conflicts
 
 // 16 rows from global to shared memory; those from `exist` on become zeros.
@@ -575,14 +551,19 @@ __global__ void __launch_bounds__(32) attention(const Problem p) {
         if (t == 0) p.lse[(int64_t)blockIdx.y * p.seq_q + first + row] = m[r] + logf(sum);     // no key: -inf
     }
 }
+# END SOLUTION
 
 extern "C" int forward(const Problem* p, void* stream) {
+# BEGIN STARTER
+    return (int)cudaGetLastError();                             // what a launch before it had to say
+# END STARTER
+# BEGIN SOLUTION
     const dim3 grid(ceil_div(p->seq_q, 16), p->batch * p->heads);
     attention<<<grid, 32, 0, (cudaStream_t)stream>>>(*p);
     return (int)cudaGetLastError();
+# END SOLUTION
 }
 """
-# END SOLUTION
 
 # %% tags=["check"]
 # hint("7.10")

@@ -54,9 +54,7 @@ check("8.1", wavefronts)
 check("8.2", place)
 
 # %% [markdown]
-# ## 8.3 The swizzle in CUDA
-#
-# *Core · 10 min*
+# ## 8.3
 #
 # Now as a line of the kernel. `at(row, column)` is the byte at which element (row, column) of a tile lies, counted from the tile's start; `column`
 # is a multiple of 8, an element has 2 bytes, a row `ROW_BYTES`. In `p8_4_swizzle.cu` all who write and all who read go through it. The check wants
@@ -83,9 +81,7 @@ __device__ __forceinline__ int at(int row, int column) {
 check("8.3", at)
 
 # %% [markdown]
-# ## 8.4 How many groups may be in flight?
-#
-# *Core · 20 min*
+# ## 8.4
 #
 # The lecture's pipeline has one group per tile. Here K and V of a tile are a group each, so that $S = QK^\top$ can begin
 # before V has arrived. For 2, 3 or 4 stages:
@@ -116,67 +112,47 @@ constexpr int IN_FLIGHT_V = 2 * STAGES - 2;  // STAGES - 1 later tiles: the refi
 check("8.4", in_flight)
 
 # %% [markdown]
-# ## 8.5 One run in some thousands
-#
-# *Bug hunt · 15 min*
+# ## 8.5
 #
 # These lines are what tile $j$'s round begins with in `p8_3_stages.cu`, which has `STAGES` buffers for K and V, 2 or 3. On a GPU they passed every test of the day on which they were written, and failed one run
 # in some thousands. The emulator's values are right too; but it watches every access, and it objects. Run the check: **which two threads
 # does it name, and are they of one warp?** Repair the lines. All copies of later tiles should still go on while tile $j$ is worked on.
 
 # %% tags=["exercise"]
-# BEGIN STARTER
 loop_head = r"""
         const int n_start = j * BLOCK_N, stage = j % STAGES * KV_BYTES;
+# BEGIN STARTER
         load_kv(j + STAGES - 1);
         cp_async_wait<STAGES - 1>();
         __syncthreads();
-"""
 # END STARTER
 # BEGIN SOLUTION
-loop_head = r"""
-        const int n_start = j * BLOCK_N, stage = j % STAGES * KV_BYTES;
         cp_async_wait<STAGES - 2>();
         __syncthreads();        // every thread's part of tile j is here, and nobody reads tile j - 1 any more
         load_kv(j + STAGES - 1);           // repaired: so only now may its stage be filled again
-"""
 # END SOLUTION
+"""
 
 # %% tags=["check"]
 # hint("8.5")
 check("8.5", loop_head)
 
 # %% [markdown]
-# ## 8.6 Right threads, wrong numbers
-#
-# *Bug hunt · 15 min*
+# ## 8.6
 #
 # No race, no address out of bounds, every copy waited for. And every number is wrong. `at` is what the `ldmatrix` of the kernel use. Repair it so
 # that the result is right *and* no bank is asked twice.
 
 # %% tags=["exercise"]
-# BEGIN STARTER
 tile_addresses = r"""
+# BEGIN STARTER
 __device__ __forceinline__ int at(int row, int column) { return row * ROW_BYTES + column * 2; }
-
-template <int ROWS>
-__device__ __forceinline__ void load_tile(char* tile_smem, const T* tile_gmem, int64_t row_stride, int rows) {
-#pragma unroll
-    for (int i = 0; i < ROWS * CHUNKS; i += THREADS) {
-        const int row = (i + threadIdx.x) / CHUNKS, column = (i + threadIdx.x) % CHUNKS * 8;
-        const bool exists = row < rows;
-        const T* from = tile_gmem + (exists ? row : 0) * row_stride + column;
-        const int to = row * ROW_BYTES + (column / 8 ^ row % 8) * 16;
-        cp_async<16>(smem_u32(tile_smem + to), from, exists ? 16 : 0);
-    }
-}
-"""
 # END STARTER
 # BEGIN SOLUTION
-tile_addresses = r"""
 __device__ __forceinline__ int at(int row, int column) {
     return row * ROW_BYTES + (column / 8 ^ row % 8) * 16;  // repaired
 }
+# END SOLUTION
 
 template <int ROWS>
 __device__ __forceinline__ void load_tile(char* tile_smem, const T* tile_gmem, int64_t row_stride, int rows) {
@@ -185,20 +161,23 @@ __device__ __forceinline__ void load_tile(char* tile_smem, const T* tile_gmem, i
         const int row = (i + threadIdx.x) / CHUNKS, column = (i + threadIdx.x) % CHUNKS * 8;
         const bool exists = row < rows;
         const T* from = tile_gmem + (exists ? row : 0) * row_stride + column;
+# BEGIN STARTER
+        const int to = row * ROW_BYTES + (column / 8 ^ row % 8) * 16;
+        cp_async<16>(smem_u32(tile_smem + to), from, exists ? 16 : 0);
+# END STARTER
+# BEGIN SOLUTION
         cp_async<16>(smem_u32(tile_smem + at(row, column)), from, exists ? 16 : 0);  // repaired
+# END SOLUTION
     }
 }
 """
-# END SOLUTION
 
 # %% tags=["check"]
 # hint("8.6")
 check("8.6", tile_addresses)
 
 # %% [markdown]
-# ## 8.7 Put the kernel together
-#
-# *Core · 30 min*
+# ## 8.7
 #
 # The milestone of this phase. Below are the seventeen parts of `p8_6_store.cu`, in no order, without their comments. Put
 # them together: a line `@K` in your text stands for part K. The parts bring every brace of theirs. Only the loop over the
@@ -243,9 +222,7 @@ for (int j = 0; j < tiles; j++) {
 check("8.7", kernel)
 
 # %% [markdown]
-# ## 8.8 A pipelined kernel, from a blank page
-#
-# *Stretch · 180 min*
+# ## 8.8
 #
 # Write a whole forward kernel: launch, shared memory, copies, loop, store. The page is empty; the signature is all that is
 # given:

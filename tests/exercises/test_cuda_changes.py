@@ -7,7 +7,7 @@ from lesson_answers import answers_of
 
 from flashlab.check import CheckFailed, cuda_text
 from flashlab.check.changes import changes
-from flashlab.check.cuda_index import TRIALS
+from flashlab.check.cuda_index import TRIALS, joined, parted
 from flashlab.check.cuda_text import CudaText
 from flashlab.exercises.registry import exercises, find
 
@@ -26,9 +26,9 @@ extern "C" int run(const float* x, const float* bias, float* y, int rows, int co
 """
 
 
-def told(id, text):
+def told(id, *texts):
     with pytest.raises(CheckFailed) as caught:
-        find(id).run(text)
+        find(id).run(*texts)
     assert "\n" not in caught.value.sentence and len(caught.value.sentence) < 400
     return caught.value.sentence
 
@@ -36,16 +36,42 @@ def told(id, text):
 @pytest.mark.parametrize("id", TRIALS)
 def test_what_was_run_ahead_is_in_sync(id):
     kept = json.loads(TRIALS[id].path.read_text())
-    assert kept["digest"] == TRIALS[id].digest(answers_of(id, "solutions")[0]), f"python tools/cuda_changes.py {id}"
+    assert kept["digest"] == TRIALS[id].digest(joined(answers_of(id, "solutions"))), (
+        f"python tools/cuda_changes.py {id}"
+    )
 
 
-@pytest.mark.parametrize("id", [pytest.param(x, marks=[] if x == "6.1" else pytest.mark.long) for x in TRIALS])
-def test_a_row_is_told(id):
-    text = answers_of(id, "solutions")[0]
-    for row in TRIALS[id].rows[:1]:
-        for old, new in row.edits:
-            text = text.replace(old, new)
-        assert row.sentence in told(id, text)
+@pytest.mark.parametrize("id", TRIALS)
+def test_it_is_known_why_a_change_does_not_show(id):
+    assert [said for said, why in TRIALS[id].survivors(TRIALS[id].kept).items() if not why] == []
+
+
+ROWS = [(id, row) for id, it in TRIALS.items() for row in it.rows]
+QUICK = [next(x for x in ROWS if x[0] == id) for id in ("6.1", "7.8") if id in TRIALS]
+
+
+@pytest.mark.parametrize(
+    "id, row",
+    [pytest.param(*x, id=f"{x[0]} {x[1].slug}", marks=[] if x in QUICK else pytest.mark.long) for x in ROWS],
+)
+def test_a_row_is_told(id, row):
+    text = joined(answers_of(id, "solutions"))
+    for old, new in row.edits:
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    assert row.sentence in told(id, *parted(text))
+
+
+@pytest.mark.parametrize("id", [pytest.param(x, marks=[] if x in ("6.1", "7.5") else pytest.mark.long) for x in TRIALS])
+def test_a_change_is_told(id):
+    """The one in the middle of those that are kept, as a learner would have it."""
+    it, text = TRIALS[id], joined(answers_of(id, "solutions"))
+    whole, made = it._changes(text)
+    kept = {(x[0], x[1]) for x in it.kept["changes"] if x[2] and not any(isinstance(y, str) for y in x[3])}
+    shown = [x for x in made if (x.slug, it._noted(x)) in kept]
+    change = shown[len(shown) // 2]
+    with whole.changed(change):
+        told(id, *parted(whole.all_in_one([])))
 
 
 @pytest.mark.parametrize(

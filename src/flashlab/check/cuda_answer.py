@@ -11,6 +11,7 @@ Whatever goes wrong is raised as ``flashlab.check.CheckFailed``: its diagnosis i
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import mmap
@@ -47,9 +48,9 @@ HOLE = "YOUR CODE HERE"
 PROBES = ((1, 2, 1, 200, 200, True), (1, 1, 1, 64, 330, False), (2, 1, 1, 70, 24, True))
 # Diagnoses that a mistake of a fragment, a lane or a merge may hide behind.
 _ROUNDING = ("l-in-low-precision", "o-accumulated-in-low-precision")
-_VAGUE = (
-    "wrong-value", "nan-everywhere", "output-scaled", "p-columns-exchanged", "low-precision", *_ROUNDING,
-    *weights.SLUGS,
+VAGUE = (
+    "wrong-value", "nan-everywhere", "output-scaled", "rows-scaled", "p-columns-exchanged", "low-precision",
+    "wrong-weights", *_ROUNDING, *weights.SLUGS,
 )  # fmt: skip
 _QUOTED = 64  # characters of a line
 
@@ -72,14 +73,29 @@ def text_of(answer: Any, name: str) -> str:
         CheckFailed: it is no text.
     """
     __tracebackhide__ = True
-    expect(
-        isinstance(answer, str),
-        f"{name} should be the CUDA text, a string, not a {type(answer).__name__}",
-        diagnosis="wrong-type",
-    )
+    said = f"{name} should be the CUDA text, a string, not a {type(answer).__name__}"
+    expect(isinstance(answer, str), said, diagnosis="wrong-type")
     if HOLE in answer:
         raise NotImplementedError
     return answer
+
+
+def lines_of(answer: Any, name: str) -> str:
+    """The same of lines that may all have been deleted, which is a blank too."""
+    __tracebackhide__ = True
+    text = text_of(answer, name)
+    if not text.strip():
+        raise NotImplementedError
+    return text
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Random numbers, always the same."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def spelled(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -183,9 +199,7 @@ def whole_kernel(answer: Any, name: str) -> Source:
         CheckFailed: it is no text, or has no ``forward`` of that signature.
     """
     __tracebackhide__ = True
-    text = text_of(answer, name)
-    if not text.strip():
-        raise NotImplementedError
+    text = lines_of(answer, name)
     forward = entries(text).get("forward")
     fits = forward is not None and len(forward.parameters) == 2 and takes_problem(forward) and forward.returns == "int"
     expect(fits, f"the text should define `{SIGNATURE}`", diagnosis="wrong-entry")
@@ -299,8 +313,8 @@ def _conversions(whole: Source, macros: dict[str, Any], passed: bool) -> list[st
 # ---- what nobody has set ---------------------------------------------------------------------------------------------
 _DECLARED = re.compile(r"(?:^|(?<=[;{}]))[ \t]*(?:T|float[234]?|half2?|__half2?|__nv_bfloat162?)\s+(\w[^;]*);", re.M)
 _FILL = (
-    "template <class T> inline void flashlab_unset(T& x) { for (unsigned i = 0; i + 2 <= sizeof(T); i += 2) "
-    "((unsigned short*)&x)[i / 2] = 0x7fc0; } "
+    "template <class T> inline void flashlab_unset(T& x) { for (unsigned i = 0; i + 2 <= sizeof(T); i += 2) ((unsigned "
+    "short*)&x)[i / 2] = 0x7fc0; } "
 )
 
 
@@ -355,18 +369,15 @@ def expect_set(whole: Source, *, head_dim: int = 64, dtype: torch.dtype = torch.
         module = built(replace(whole, text=filled), check=False, head_dim=head_dim, dtype=dtype)
     except CheckFailed:  # a declaration that was not understood
         return
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 1, 200, head_dim, generator=generator).to(dtype) for _ in range(3))
-    o, lse = module.forward(q, k, v, causal=True, echo=False)
-    for name, x in (("o", o), ("lse", lse)):
+    outputs = module.forward(*normal(3, 1, 1, 200, head_dim).to(dtype), causal=True, echo=False)
+    for name, x in zip(("o", "lse"), outputs, strict=True):
         at = x.isnan().nonzero()[:1].flatten().tolist()
-        expect(
-            not at,
-            f"right in the emulator, but a local variable is read before it is set: with NaN in all that are declared "
-            f"without a value, {name} is NaN at {at}. On a GPU a register may hold anything",
-            diagnosis="uninitialised-local",
-            case=f"{str(dtype).removeprefix('torch.')}, seq_q=200, seq_k=200, causal",
+        said = (
+            "right in the emulator, but a local variable is read before it is set: with NaN in all that are declared "
         )
+        said += f"without a value, {name} is NaN at {at}. On a GPU a register may hold anything"
+        case = f"{spelled(dtype)}, seq_q=200, seq_k=200, causal"
+        expect(not at, said, diagnosis="uninitialised-local", case=case)
 
 
 # ---- tensors of more than 2^31 elements ------------------------------------------------------------------------------
@@ -385,8 +396,7 @@ def expect_wide(whole: Source, *, head_dim: int = 64, dtype: torch.dtype = torch
     for axis, length, apart, name in _FAR_APART:
         shape = [1, 1, 16, head_dim]
         shape[axis] = length
-        generator = torch.Generator().manual_seed(0)
-        values = [torch.randn(shape, generator=generator).to(dtype) for _ in range(3)]
+        values = [*normal(3, *shape).to(dtype)]
         want = module.forward(*values, causal=False, echo=False)[0]
         for far in range(4):
             case = f"{'qkvo'[far]} with its {name}s {apart} elements apart, seq_q={shape[2]}, seq_k={shape[2]}"
@@ -421,13 +431,11 @@ def _laid_out(x: torch.Tensor, axis: int, apart: int) -> torch.Tensor:
 
 
 def _of_32_bits(tensor: str, name: str, length: int, case: str, what: str) -> CheckFailed:
-    return CheckFailed(
+    said = (
         f"right in small tensors, but not where {name} {length - 1} of {tensor} begins more than 2^31 elements behind "
-        f"the first{what}. Some offset is computed, or kept, in 32 bits: the strides are int64_t, and so has to be "
-        "whatever they are multiplied to",
-        diagnosis="offset-in-32-bits",
-        case=case,
     )
+    said += f"the first{what}. Some offset is computed, or kept, in 32 bits: the strides are int64_t, and so has to be "
+    return CheckFailed(f"{said}whatever they are multiplied to", diagnosis="offset-in-32-bits", case=case)
 
 
 # Of a right kernel too. What is left is worth a look: a variable that is used before it is set, a missing return.
@@ -493,11 +501,8 @@ class Answer:
         __tracebackhide__ = True
         key = (check, *sorted(defines.items()))
         if key not in self._modules:
-            expect(
-                self.entry in entries(self.whole.text),
-                f'the source has lost its extern "C" function `{self.entry}`',
-                diagnosis="wrong-entry",
-            )
+            said = f'the source has lost its extern "C" function `{self.entry}`'
+            expect(self.entry in entries(self.whole.text), said, diagnosis="wrong-entry")
             self._modules[key] = built(self.whole, check=check, **defines)
         return self._modules[key]
 
@@ -535,11 +540,8 @@ def probe(
     """One run of a check build on random tensors. Raises CheckFailed with what was found."""
     __tracebackhide__ = True
     batch, heads, kv_heads, seq_q, seq_k, causal = shape
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (
-        torch.randn(batch, h, n, head_dim, generator=generator).to(dtype)
-        for h, n in ((heads, seq_q), (kv_heads, seq_k), (kv_heads, seq_k))
-    )
+    sizes = (heads, seq_q), (kv_heads, seq_k), (kv_heads, seq_k)
+    q, k, v = (normal(batch, *size, head_dim, seed=i).to(dtype) for i, size in enumerate(sizes))
     case = f"heads={heads}, kv_heads={kv_heads}, seq_q={seq_q}, seq_k={seq_k}{', causal' if causal else ''}"
     ran(module, whole, case, lambda: module.forward(q, k, v, causal=causal, echo=False, **options))
     assert module.report is not None, "every run in the emulator leaves a report"
@@ -586,41 +588,31 @@ def _by_layouts(
 
     Each of q, k and v is dense or has its rows twice as far apart; o is dense.
     """
-    whole = source_of(kernel)
+    whole, values = source_of(kernel), normal(3, 2, 2, 40, head_dim).to(dtype)
     module = built(kernel, check=False, head_dim=head_dim, dtype=dtype, **defines)
-    generator = torch.Generator().manual_seed(0)
-    values = [torch.randn(2, 2, 40, head_dim, generator=generator).to(dtype) for _ in range(3)]
-    want = reference.attention(*values)[0]
-    right = {}
+    want, right = reference.attention(*values)[0], {}
     for apart in itertools.product((False, True), repeat=3):
-        given = [
-            guarded(x, "rows apart" if far else "contiguous", x.device) for x, far in zip(values, apart, strict=True)
-        ]
-        try:
+        layouts = ["rows apart" if far else "contiguous" for far in apart]
+        given = [guarded(x, layout, x.device) for x, layout in zip(values, layouts, strict=True)]
+        right[apart] = False
+        with contextlib.suppress(CheckFailed):
             o = ran(module, whole, None, partial(module.forward, *given, sms=sms, echo=False))[0]
-        except CheckFailed:
-            right[apart] = False
-            continue
-        right[apart] = bool(((o.double() - want).abs() < 0.03).all())
+            right[apart] = bool(((o.double() - want).abs() < 0.03).all())
     if not right[False, False, False] or all(right.values()):
         return None
-    names = "qkv"
-    for i, name in enumerate(names):
+    if all(ok != apart[0] for apart, ok in right.items()):
+        owner = next((x for x in ("q", "o") if f" of {x} (shape" in said), "one of the two")
+        same = "It is right where q and o have the same strides, and wrong where not"
+        return f"{same}: {owner} is addressed with the other's"
+    for i, name in ((1, "k"), (2, "v")):
         if all(ok != apart[i] for apart, ok in right.items()):
-            if name == "q":
-                owner = next((x for x in ("q", "o") if f" of {x} (shape" in said), None)
-                by = f": {owner} is addressed" if owner else ": one of the two is addressed"
-                return f"It is right where q and o have the same strides, and wrong where not{by} with the other's"
             return (
                 f"It is right where {name} is dense, and wrong where its rows lie further apart: are its strides used?"
             )
     for i, j in itertools.combinations(range(3), 2):
         if all(ok == (apart[i] == apart[j]) for apart, ok in right.items()):
-            pair = f"{names[i]} and {names[j]}"
-            return (
-                f"It is right where {pair} have the same strides, and wrong where not: one of them is addressed "
-                "with the other's"
-            )
+            same = f"It is right where {'qkv'[i]} and {'qkv'[j]} have the same strides, and wrong where not"
+            return f"{same}: one of them is addressed with the other's"
     return None
 
 
@@ -639,9 +631,7 @@ def _by_heads(
         return None
     whole = source_of(kernel)
     module = built(kernel, check=False, head_dim=head_dim, dtype=dtype, **defines)
-    right: list[tuple[int, int, int]] = []
-    wrong: list[tuple[int, int, int]] = []
-    other: tuple[int, int, list[float], list[float]] | None = None
+    wrong: dict[tuple[int, int, int], str] = {}  # and what the heads of Q have used
     for batch, heads, kv_heads in _GROUPS:
         q, k = (torch.zeros(batch, h, 40, head_dim, dtype=dtype) for h in (heads, kv_heads))
         number = torch.arange(float(batch * kv_heads)).reshape(batch, kv_heads)
@@ -650,23 +640,19 @@ def _by_heads(
         try:
             o = ran(module, whole, None, partial(module.forward, q, k, v, sms=sms, echo=False))[0]
         except CheckFailed:
-            wrong.append((batch, heads, kv_heads))
+            wrong[batch, heads, kv_heads] = ""
             continue
         got = o.float().round()
         if (got - o.float()).abs().max() > 0.02 or not torch.equal(got, got[..., :1, :1].expand_as(got)):
             return None  # not one head's values for one head
-        used = got[..., 0, 0].flatten().tolist()
-        (right if used == want else wrong).append((batch, heads, kv_heads))
-        if used != want and other is None and batch == 1:
-            other = (heads, kv_heads, used, want)
-    if (1, 1, 1) not in right or not wrong:
+        if (used := got[..., 0, 0].flatten().tolist()) != want:
+            mine, right = (", ".join(f"{x:g}" for x in numbers) for numbers in (used, want))
+            wrong[batch, heads, kv_heads] = f"heads {mine} of K and V, and should use {right}"
+    if (1, 1, 1) in wrong or not wrong:
         return None
-    if other is not None:
-        heads, kv_heads, used, want = other
-        return (
-            f"With heads={heads}, kv_heads={kv_heads} the heads of Q use heads {', '.join(f'{x:g}' for x in used)} of "
-            f"K and V, and should use {', '.join(f'{x:g}' for x in want)}"
-        )
+    for (batch, heads, kv_heads), used_heads in wrong.items():
+        if used_heads and batch == 1:
+            return f"With heads={heads}, kv_heads={kv_heads} the heads of Q use {used_heads}"
     if all(batch > 1 for batch, _, _ in wrong):
         return "It is right with one batch: is the batch counted twice, in the number of the head of K and V too?"
     if all(heads != kv_heads for _, heads, kv_heads in wrong):
@@ -697,11 +683,13 @@ def _examined(
         )
     except CheckFailed as failed:
         # The emulator's findings stand as they are; of the numbers, fragments and lanes may tell more.
-        vague = failed.diagnosis in _VAGUE and dtype != torch.float32
+        vague = failed.diagnosis in VAGUE and dtype != torch.float32
         if failed.diagnosis == "no-max-subtraction":
             _expect_in_range(forward, head_dim, dtype)
         if failed.diagnosis == "rows-not-written" and RIGHT_AS_WRITTEN in failed.sentence:
             raise _rows_twice(failed, module, whole, head_dim, dtype, sms) from None
+        if failed.diagnosis == "low-precision":  # a key too few in a row's many may look like a rounding
+            _expect_last_key(forward, head_dim, dtype)
         known = explain(forward, head_dim) if vague else None
         if known is None or (known[0] == "wrong-with-many-keys" and failed.diagnosis in weights.SLUGS):
             raise _honest(failed) from None
@@ -738,16 +726,12 @@ _FAR = 4  # times what is allowed: no rounding errs by so much
 
 def _honest(failed: CheckFailed) -> CheckFailed:
     """The checker's verdict on a kernel: a rounding is blamed only for an error that a rounding can make."""
-    sentence = failed.sentence.replace("start_n", "n_start")  # as the series calls it
+    sentence, slug = failed.sentence.replace("start_n", "n_start"), failed.diagnosis  # as the series calls it
     times = re.match(r"nearly right, but (\w+) errs by ([\d.e+]+) times", sentence)
-    if failed.diagnosis == "low-precision" and times and float(times[2]) > _FAR:
-        sentence = (
-            f"close, but {times[1]} errs by {float(times[2]):.0f} times what is allowed, more than any rounding does: "
-            "a factor or a weight is wrong (exp or exp2? LOG2E, the scale, a correction twice or not at all), or a "
-            "maximum is not subtracted"
-        )
-        return CheckFailed(sentence, diagnosis="wrong-weights", case=failed.case)
-    return CheckFailed(sentence, diagnosis=failed.diagnosis, case=failed.case)
+    if slug == "low-precision" and times and float(times[2]) > _FAR:
+        sentence, slug = f"close, but {times[1]} errs by {float(times[2]):.0f} times what is allowed", "wrong-weights"
+        sentence += ", more than any rounding does"
+    return CheckFailed(sentence, diagnosis=slug, case=failed.case)
 
 
 def _expect_in_range(forward: Callable[..., Any], head_dim: int, dtype: torch.dtype) -> None:
@@ -767,39 +751,38 @@ def _rows_twice(
     stored = report.counters["global_store_bytes"]
     if stored < rows * (head_dim * dtype.itemsize + 4):
         return failed
-    sentence = (
+    said = (
         f"{failed.sentence}. Yet as many numbers are stored as there are in o, so some rows are stored twice: do two "
-        "warps, or two blocks, have rows in common? The first row of a warp is the number of rows per warp times its "
-        "number"
     )
-    return CheckFailed(sentence, diagnosis="rows-in-common", case=failed.case)
+    said += "warps, or two blocks, have rows in common? The first row of a warp is the rows per warp times its number"
+    return CheckFailed(said, diagnosis="rows-in-common", case=failed.case)
 
 
 def _expect_last_key(forward: Callable[..., Any], head_dim: int, dtype: torch.dtype) -> None:
     """Raises CheckFailed where a block's last row alone sees a tile, one key of it, and that tile is left out."""
     __tracebackhide__ = True
-    rows, ahead = 128, 1
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 1, n, head_dim, generator=generator) for n in (rows, rows + ahead, rows + ahead))
+    rows = 128
+    q, k, v = (normal(1, 1, n, head_dim, seed=n) for n in (rows, rows + 1, rows + 1))
     q[..., 0], k[..., 0] = math.sqrt(head_dim), 0.0
     k[:, :, -1, 0], v[:, :, -1] = 4.0, 4.0  # the last key shows among many others
     q, k, v = (x.to(dtype) for x in (q, k, v))
     o = forward(q, k, v, causal=True, scale=None)[0][0, 0].double().cpu()
-    want = reference.attention(q, k, v, causal=True)[0][0, 0].double()
-    off = ~((o - want).abs() < 0.03).all(1)
+    off = ~((o - reference.attention(q, k, v, causal=True)[0][0, 0].double()).abs() < 0.03).all(1)
     if not off.any():
         return
-    row = int(off.nonzero()[-1])
+    row, slug, case = int(off.nonzero()[-1]), "wrong-value", f"seq_q={rows}, seq_k={rows + 1}, causal"
     said = f"{int(off.sum())} of {rows} rows of o are wrong, causal with seq_k = seq_q + 1; the last one is row {row}"
     one_q, one_k, one_v = (x.double()[0, 0] for x in (q, k, v))
     if row == rows - 1 and _near_row(o[row], one_q[row], one_k[:rows], one_v[:rows]):
-        said = (
-            f"causal with seq_q={rows} and seq_k={rows + ahead}: row {row} does not see key {rows}, its last one, and "
-            "the only one that the block sees of its tile. How many keys does the block's last row see, and does the "
-            "loop over tiles reach the last of them?"
+        slug, said = (
+            "causal-loop-too-short",
+            f"causal with seq_q={rows} and seq_k={rows + 1}: row {row} does not see key ",
         )
-        raise CheckFailed(said, diagnosis="causal-loop-too-short", case=f"seq_q={rows}, seq_k={rows + ahead}, causal")
-    raise CheckFailed(said, diagnosis="wrong-value", case=f"seq_q={rows}, seq_k={rows + ahead}, causal")
+        said += (
+            f"{rows}, its last one, and the only one that the block sees of its tile. How many keys does the block's "
+        )
+        said += "last row see, and does the loop over tiles reach the last of them?"
+    raise CheckFailed(said, diagnosis=slug, case=case)
 
 
 def _near_row(got: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
@@ -820,12 +803,11 @@ def _expect_few_keys(forward: Callable[..., Any], head_dim: int, dtype: torch.dt
     try:
         verification.run(call, [last])
     except CheckFailed as failed:
-        raise CheckFailed(
+        said = (
             f"wrong only where a tile has keys for some rows of a warp and none for others: {failed}; what does a row "
-            "give whose maximum is still -inf after a tile?",
-            diagnosis="masked-rows-nan",
-            case=str(last),
-        ) from None
+        )
+        said += "give whose maximum is still -inf after a tile?"
+        raise CheckFailed(said, diagnosis="masked-rows-nan", case=str(last)) from None
 
 
 def _expect_moving_maxima(forward: Callable[..., Any], head_dim: int, dtype: torch.dtype) -> None:
@@ -834,10 +816,9 @@ def _expect_moving_maxima(forward: Callable[..., Any], head_dim: int, dtype: tor
     A head for each of the moves, upwards from the first keys to the last; and as many downwards.
     """
     __tracebackhide__ = True
-    generator = torch.Generator().manual_seed(0)
     moves = torch.tensor([*_MOVES, *(-x for x in _MOVES)], dtype=torch.float32) * math.log(2)
-    q = 0.05 * torch.randn(1, len(moves), 16, head_dim, generator=generator)
-    k, v = (torch.randn(1, len(moves), 2 * _MOVED_AT, head_dim, generator=generator) for _ in range(2))
+    q = 0.05 * normal(1, len(moves), 16, head_dim)
+    k, v = normal(2, 1, len(moves), 2 * _MOVED_AT, head_dim, seed=1)
     q[..., 0] = math.sqrt(head_dim)
     k[..., 0] = 0.0
     k[:, :, _MOVED_AT:, 0] = moves[:, None]
@@ -853,18 +834,10 @@ def _expect_moving_maxima(forward: Callable[..., Any], head_dim: int, dtype: tor
     at = wrong[0]
     move, way = _MOVES[at % len(_MOVES)], "the keys from 128 on" if at < len(_MOVES) else "the keys before 128"
     case = f"seq_q=16, seq_k={2 * _MOVED_AT}, the scores of {way} higher by {move:g} in powers of two"
+    said = f"where a row's maximum rises by {move:g} (powers of two) from one tile to the next, o is "
+    said += f"{o[0, at, 0, 0].item():.3g} instead of {want_o[0, at, 0, 0].item():.3g}: "
     if all(_MOVES[i % len(_MOVES)] > 15 for i in wrong) and dtype == torch.float16:
-        raise CheckFailed(
-            f"where a row's maximum rises by {move:g} (powers of two) from one tile to the next, o is "
-            f"{o[0, at, 0, 0].item():.3g} instead of {want_o[0, at, 0, 0].item():.3g}: P reaches 2^{move:g} under the "
-            "old maximum, and fp16 ends at 65504, below 2^16; rescale before the maximum lags so far behind",
-            diagnosis="p-overflows",
-            case=case,
-        )
-    raise CheckFailed(
-        f"where a row's maximum rises by {move:g} (powers of two) from one tile to the next, o is "
-        f"{o[0, at, 0, 0].item():.3g} instead of {want_o[0, at, 0, 0].item():.3g}: what was summed under it, "
-        "acc and l, has to be multiplied by exp(old - new) whenever the maximum that P uses changes",
-        diagnosis="o-not-rescaled",
-        case=case,
-    )
+        said += f"P reaches 2^{move:g} under the old maximum, and fp16 ends at 65504, below 2^16; rescale before the "
+        raise CheckFailed(f"{said}maximum lags so far behind", diagnosis="p-overflows", case=case)
+    said += "what was summed under it, acc and l, has to be multiplied by exp(old - new) whenever the maximum that P "
+    raise CheckFailed(f"{said}uses changes", diagnosis="o-not-rescaled", case=case)

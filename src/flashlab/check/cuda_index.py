@@ -24,6 +24,7 @@ import torch
 
 from flashlab.check import cuda_text
 from flashlab.check.changes import Change, changes
+from flashlab.check.cuda_answer import VAGUE, Source, Verdict, examine
 from flashlab.check.cuda_text import CHOSEN, PRELUDE, CudaText
 from flashlab.check.failed import CheckFailed
 from flashlab.check.lookup import Row
@@ -38,21 +39,23 @@ _LONGEST = 200  # characters, or twice that with a finding
 _ALMOST = 0.35  # costs so near say nothing about which is likelier
 # What is told in its own words, which quote the lines.
 _PLAIN = (
-    "does-not-compile", "wrong-entry", "wrong-type", "nothing-stored", "lane-0-alone", "race", "uninitialised-shared",
-    "divergent", "deadlock", "not-coalesced", "bank-conflicts", "no-tree", "read-twice", "uses-shared-memory",
+    "does-not-compile", "wrong-entry", "wrong-type", "nothing-stored", "lane-0-alone", "divergent", "deadlock",
+    "not-coalesced", "bank-conflicts", "no-tree", "read-twice", "uses-shared-memory",
 )  # fmt: skip
+# Findings that may come of another mistake: where the values are wrong too, what gives both is told.
+_HAZARDS = ("race", "stage-overwritten", "read-before-wait", "uninitialised-shared", "never-waited")
 TRIALS: dict[str, Trials] = {}
-Seen = list[Any]  # for each input: a finding, or the sums of its outputs
+Seen = list[Any]  # for each input: a finding, or the sums of its outputs, behind a hazard that was found
 Outputs = Sequence[torch.Tensor]
 
 
-def calls(entry: str, *given: Any, out: Sequence[int]) -> Callable[[CudaModule], Outputs]:
+def calls(entry: str, *given: Any, out: Sequence[int], **options: Any) -> Callable[[CudaModule], Outputs]:
     """A run of an extern "C" function. given: its arguments, None for a float32 output of the shape `out`."""
 
     def run(module: CudaModule) -> Outputs:
         outputs = [mark_unwritten(torch.empty(*out)) for x in given if x is None]
         fresh = iter(outputs)
-        module.launch(entry, *(next(fresh) if x is None else x for x in given), echo=False, timeout=_SECONDS)
+        module.launch(entry, *(next(fresh) if x is None else x for x in given), echo=False, timeout=_SECONDS, **options)
         return outputs
 
     return run
@@ -60,7 +63,7 @@ def calls(entry: str, *given: Any, out: Sequence[int]) -> Callable[[CudaModule],
 
 def forwards(
     shape: tuple[int, int, int, int, int, bool], head_dim: int = 64, dtype: torch.dtype = torch.float32,
-    fall: float = 0.0,
+    fall: float = 0.0, **options: Any,
 ) -> Callable[[CudaModule], Outputs]:  # fmt: skip
     """A run of a kernel of the series: (batch, heads, kv_heads, seq_q, seq_k, causal); from key 40 on scores fall."""
     batch, heads, kv_heads, seq_q, seq_k, causal = shape
@@ -74,7 +77,7 @@ def forwards(
 
     def run(module: CudaModule) -> Outputs:
         with MarkedEmpty():
-            return module.forward(q, k, v, causal=causal, echo=False, timeout=_SECONDS)
+            return module.forward(q, k, v, causal=causal, echo=False, timeout=_SECONDS, **options)
 
     return run
 
@@ -88,10 +91,12 @@ class Trials:
         region: the text is statements. words: what the right text's names are called. tol: relative, of the outputs.
         rows: mistakes that no single change makes. place: makes a whole file of an answer.
         notes: {piece of the right text: why it is there}, told with a change of it. most: changes, the likeliest.
+        equal: {piece of what is said of a change: why it is as right}.
+        read: the statements of an answer, where it is not these alone.
     """
 
     id: str
-    build: Callable[[str], CudaModule]
+    build: Callable[..., CudaModule]
     runs: Sequence[Callable[[CudaModule], Outputs]]
     region: bool = False
     words: dict[str, str] = field(default_factory=dict)
@@ -99,7 +104,9 @@ class Trials:
     rows: Sequence[Row] = ()
     place: Callable[[str], str] = str
     notes: Mapping[str, str] = field(default_factory=dict)
-    most: int = 500
+    most: int = 250
+    equal: Mapping[str, str] = field(default_factory=dict)
+    read: Callable[[str], str] = str
 
     def __post_init__(self) -> None:
         TRIALS[self.id] = self
@@ -109,8 +116,8 @@ class Trials:
         return FOLDER / f"{self.id}.json"
 
     @cached_property
-    def known(self) -> list[tuple[str, str, float, Seen]]:
-        return [tuple(x) for x in json.loads(self.path.read_text())["changes"]]
+    def kept(self) -> Mapping[str, Any]:
+        return json.loads(self.path.read_text())
 
     # ---- a learner's -----------------------------------------------------------------------------------------------
     def seen(self, module: CudaModule) -> Seen:
@@ -125,18 +132,23 @@ class Trials:
             outputs = run(module)
         except SimtError as error:
             return _found(error.report) or type(error).__name__
-        return _found(module.report) or [number for x in outputs for number in _sums(x)]
+        if outputs and not isinstance(outputs[0], torch.Tensor):
+            return list(outputs)  # a run that says by itself what is kept of it
+        found, sums = _found(module.report), [number for x in outputs for number in _sums(x)]
+        return (sums if not found else [found, *sums] if found.startswith(_HAZARDS) else found) or [0]
 
     def explain(self, module: CudaModule) -> tuple[str, str] | None:
         """(slug, sentence) of the likeliest change that gives all of this, and of another one that is as likely."""
         got = self.seen(module)
-        fitting = [x for x in self.known if self._same(x[3], got)]
+        if self._same(self.kept.get("right", ()), [x[1:] if _hazard(x) else x for x in got]):
+            return None  # the values are right
+        fitting = [x for x in self.kept["changes"] if self._same(x[3], got)]
         if not fitting:
             return None
         slug, said, cost, _ = fitting[0]
         if not cost:
             return slug, said
-        numbers = [x for x in got if not isinstance(x, str)]
+        numbers = [x[1:] if _hazard(x) else x for x in got if not isinstance(x, str)]
         if numbers and not any(any(x[4::_KEPT]) for x in numbers):
             return None  # NaN or 0 everywhere, as of many changes
         said = f"it gives just what a right kernel gives in which {said}"
@@ -147,7 +159,11 @@ class Trials:
         return len(a) == len(b) and all(self._alike(x, y) for x, y in zip(a, b, strict=True))
 
     def _alike(self, x: Any, y: Any) -> bool:
-        if isinstance(x, str) or isinstance(y, str) or len(x) != len(y):
+        if _hazard(x) and _hazard(y):  # of another thread, where the kernel is laid out in another way
+            return x[0].split()[0] == y[0].split()[0] and self._alike(x[1:], y[1:])
+        if isinstance(x, str) and _hazard(y):
+            return bool(x == y[0])
+        if isinstance(x, str) or isinstance(y, str) or _hazard(x) or _hazard(y) or len(x) != len(y):
             return bool(x == y)
         for i in range(0, len(x), _KEPT):
             (marks, nan, up, down, size, *sums), mine = x[i : i + _KEPT], y[i : i + _KEPT]
@@ -159,18 +175,27 @@ class Trials:
 
     # ---- computed ahead ----------------------------------------------------------------------------------------------
     def digest(self, text: str) -> str:
-        """Of all that is run and said: what is kept is in sync while it is the same."""
-        whole, made = self._changes(text)
-        said = [*(self._noted(x) for x in made), *(f"{x.slug} {x.sentence} {x.edits}" for x in self.rows)]
-        return hashlib.sha256("\n".join([text, whole.all_in_one(made), *said]).encode()).hexdigest()[:16]
+        """Of the text and of what is said of it: what is kept is in sync while it is the same. A further kind of change
+        makes nothing of it wrong.
+        """
+        said = [f"{x.slug} {x.sentence} {x.edits}" for x in self.rows]
+        of = [text, str(self.region), *map(str, (*self.words.items(), *self.notes.items())), *said]
+        return hashlib.sha256("\n".join(of).encode()).hexdigest()[:16]
 
     def _changes(self, text: str) -> tuple[CudaText, list[Change]]:
-        whole = CudaText(text, self.region, self.words)
-        likely = sorted(changes(whole, None, cuda_text), key=lambda x: x.cost)[: self.most]
-        return whole, [replace(x, said=x.said + whole.line_of(x)) for x in likely]
+        whole = CudaText(self.read(text), self.region, self.words)
+        made: dict[str, Change] = {whole.all_in_one([]): Change("", "", 0.0, ())}  # by the text that it makes
+        for change in sorted(changes(whole, None, cuda_text), key=lambda x: x.cost):
+            with contextlib.suppress(cuda_text.UnreadableError, KeyError, RecursionError), whole.changed(change):
+                made.setdefault(whole.all_in_one([]), change)
+            if len(made) > self.most:
+                break
+        return whole, [replace(x, said=x.said + whole.line_of(x)) for x in [*made.values()][1:]]
 
-    def compute(self, text: str) -> tuple[list[Any], list[str]]:
-        """(slug, sentence, cost, seen) of all changes that show, and what is said of those that do not."""
+    def compute(self, text: str) -> dict[str, Any]:
+        """What is kept: the right text's outcome; [slug, sentence, cost, outcome] of the changes that show; and of
+        those that do not [what is said, ""].
+        """
         right = self.seen(self.build(self.place(text)))
         found: list[Any] = []
         for row in self.rows:
@@ -183,20 +208,38 @@ class Trials:
         whole, made = self._changes(text)
         module, refused = self._built(whole, made)
         assert self._same(self.seen(module), right), f"{self.id}: taken apart, the text is another one"
-        survivors = []
+        same = []
         for number, change in enumerate(made, 1):
             if number in refused:
                 continue
             module.launch("flashlab_choose", number)
             got = self.seen(module)
             if self._same(got, right):
-                survivors.append(change.said)
+                same.append((change.said, ""))
             else:
                 found.append((change.slug, self._noted(change), round(change.cost, 2), got))
         found = sorted(found, key=lambda x: x[2])
         ends = Counter(str(x[3]) for x in found if all(isinstance(y, str) for y in x[3]))
         found = [x for x in found if ends[str(x[3])] < 2]  # several that end at one place: the finding says more
-        return [x for i, x in enumerate(found) if not any(self._told(y, x) for y in found[:i])], survivors
+        found = [x for i, x in enumerate(found) if not any(self._told(y, x) for y in found[:i])]
+        return {"digest": self.digest(text), "right": right, "same": same, "changes": found}
+
+    def why_equal(self, said: str) -> str:
+        """Why a change is as right, or nothing."""
+        return next((why for piece, why in self.equal.items() if piece in said), "")
+
+    def survivors(self, kept: Mapping[str, Any]) -> dict[str, str]:
+        """{what is said of a change: why it does not show}; nothing where that is open: a hole in the check?"""
+        return {said: self.why_equal(said) or verdict for said, verdict in kept.get("same", ())}
+
+    def judge(self, text: str, kept: dict[str, Any], verdict: Callable[[str], str]) -> None:
+        """Notes what the whole check says of the texts that these few inputs do not tell from the right one."""
+        whole, made = self._changes(text)
+        texts = {}
+        for change in made:
+            with whole.changed(change):
+                texts[change.said] = whole.all_in_one([])
+        kept["same"] = [(x, said if said or self.why_equal(x) else verdict(texts[x])) for x, said in kept["same"]]
 
     def _noted(self, change: Change) -> str:
         """What is said of a change, and why that piece is there."""
@@ -224,6 +267,18 @@ class Trials:
                 refused |= more
 
 
+_OTHER = "flashlab_other text;"  # between two texts of one answer: a declaration, which stays as it is
+
+
+def joined(answers: Sequence[str]) -> str:
+    """The texts of an answer as one, of which `parted` makes them again."""
+    return f"\n{_OTHER}\n".join(answers)
+
+
+def parted(text: str) -> list[str]:
+    return re.split(r"\s*".join(map(re.escape, re.findall(r"\w+|;", _OTHER))), text)
+
+
 _KEPT = 7  # numbers of an output: unwritten, NaN, inf, -inf, the size, two sums
 
 
@@ -236,6 +291,10 @@ def _sums(x: torch.Tensor) -> list[Any]:
     at = torch.arange(1, len(x) + 1, dtype=torch.float64)
     size = kept.norm()
     return counts + [float(f"{v:.6g}") for v in (size, kept @ torch.sin(3 * at), kept @ torch.cos(5 * at * at))]
+
+
+def _hazard(x: Any) -> bool:
+    return isinstance(x, list) and isinstance(x[0], str)
 
 
 def _found(report: Any) -> str:
@@ -269,6 +328,16 @@ def explained(module: Callable[[], CudaModule], *trials: Trials, vague: Sequence
         slug, said = found
         if failed.diagnosis.startswith("global"):  # a finding, which quotes the line
             slug, said = failed.diagnosis, f"{failed.sentence}. {said[0].upper()}{said[1:]}"
+        elif failed.diagnosis in _HAZARDS:
+            both = f"{said}. With it: {failed.sentence}"
+            slug, said = failed.diagnosis, both if len(both) < 2 * _LONGEST else said
         if len(said) < 2 * _LONGEST:
             raise CheckFailed(said, diagnosis=slug, case=failed.case) from None
         raise
+
+
+def examined(source: Source | str, *trials: Trials, **options: Any) -> Verdict:
+    """`cuda_answer.examine` of a kernel; where it finds no cause, the change of a right text that gives the same."""
+    __tracebackhide__ = True
+    with explained(lambda: trials[0].build(source), *trials, vague=VAGUE):
+        return examine(source, **options)

@@ -7,6 +7,7 @@ What is no Python has another form in the tree: a cast, a dereference or a templ
 from __future__ import annotations
 
 import ast
+import itertools
 import keyword
 import re
 from collections import Counter, defaultdict
@@ -34,6 +35,7 @@ _TYPES = (
     r"(?:(?:unsigned|signed) )?(?:int|float|double|char|bool|auto|T|half2?|long|short|size_t|u?int\d+_t|uint|unsigned"
     r"|dim3|(?:float|int|uint)[234]|__half2?|__nv_bfloat162?)"
 )
+_CHANGED = {"__global__", "__device__", "Problem", "CUtensorMap"}  # of a head: the last two are of host functions
 _CAST = re.compile(rf"(?:const )?{_TYPES}(?: const)?(?: \*)*")
 _OPENS, _CLOSES = "([{", ")]}"
 _PRECEDENCE: dict[type, int] = {
@@ -60,9 +62,10 @@ class Opaque(ast.stmt):
 
 
 class Body(ast.stmt):
-    """Statements in brackets of their own, or a function's."""
+    """Statements in brackets of their own, or a function's; a lambda's have a head before the brackets."""
 
     body: list[ast.stmt]
+    head = ""
     _fields = ("body",)
 
 
@@ -132,13 +135,13 @@ class CudaText(Text):
         bodies, start, i, depth = [], 0, 0, 0
         while i < len(tokens):
             head = tokens[start:i]
-            if tokens[i] == "{" and not depth and i and tokens[i - 1] == ")" and {"__global__", "__device__"} & {*head}:
+            if tokens[i] == "{" and not depth and i and tokens[i - 1] == ")" and _CHANGED & {*head}:
                 end = _closing(tokens, i)
                 at = i - 1
                 while _closing(tokens, at) != i - 1 or tokens[at] != "(":
                     at -= 1
                 for part in _split(tokens[at + 1 : i - 1], ","):
-                    if len(part) > 1:
+                    if len(part) > 1 and part[-1].isidentifier():
                         self.types[part[-1]] = " ".join(part[:-1])
                         self.params.append(part[-1])
                 self.before.append(_joined(tokens[start : i + 1]))
@@ -189,6 +192,10 @@ class CudaText(Text):
             if after < len(tokens) and tokens[after] == "else":
                 orelse, after = self._body(tokens, after + 1)
             return [ast.If(test, body, orelse)], after
+        if (begin := self._lambda(tokens, at)) and "".join(tokens[(end := _closing(tokens, begin)) + 1 :][:1]) == ";":
+            named = Body(body=self._block(tokens[begin + 1 : end]))  # type: ignore[call-arg]
+            named.head = _joined(tokens[at:begin]) + " "
+            return [named], end + 2
         end = at
         depth = 0
         while end < len(tokens) and (tokens[end] != ";" or depth):
@@ -197,6 +204,17 @@ class CudaText(Text):
         if first.startswith("#") or first in ("if", "switch", "do", "else"):
             raise UnreadableError(first)
         return self._simple(tokens[at:end]), end + 1
+
+    @staticmethod
+    def _lambda(tokens: Sequence[str], at: int) -> int:
+        """Where the brackets of `auto name = [...](...) {` open; 0 where it is none."""
+        if at + 4 >= len(tokens) or (tokens[at], tokens[at + 2], tokens[at + 3]) != ("auto", "=", "["):
+            return 0
+        after = _closing(tokens, at + 3) + 1
+        if after >= len(tokens) or tokens[after] != "(":
+            return 0
+        begin = _closing(tokens, after) + 1
+        return begin if begin < len(tokens) and tokens[begin] == "{" else 0
 
     def _simple(self, tokens: Sequence[str]) -> list[ast.stmt]:
         """A statement without its semicolon, or several with commas between."""
@@ -240,6 +258,14 @@ class CudaText(Text):
             dimensions = "[" if len(part) > part.index(name) + 1 and part[part.index(name) + 1] == "[" else ""
             self.types[name] = f"{of} {stars}{dimensions}"
             value = None
+            if not plain and (listed := self._list(of, part)):
+                head, *elements = listed
+                texts[-1] += head
+                for x in elements:
+                    values.append(x)
+                    texts.append(", ")
+                texts[-1] = "}" + _NEXT
+                continue
             if "=" in part and not plain and part[part.index("=") + 1] != "{":
                 value = self._expression(part[part.index("=") + 1 :])
             if value is None:
@@ -252,6 +278,13 @@ class CudaText(Text):
         node = Declaration(values=values)  # type: ignore[call-arg]
         node.of, node.texts = of, texts
         return node
+
+    def _list(self, of: str, part: Sequence[str]) -> list[Any]:
+        """Of `name[] = {a, b}` the text before, and its elements; nothing of what is no such list."""
+        if "=" not in part or part[part.index("=") + 1] != "{" or part[-1] != "}" or "{" in part[part.index("=") + 2 :]:
+            return []
+        inside = part[part.index("=") + 2 : -1]
+        return [_joined(part[: part.index("=") + 2]), *map(self._expression, _split(inside, ","))] if inside else []
 
     def _assignment(self, tokens: Sequence[str]) -> ast.stmt:
         for step in ("++", "--"):
@@ -344,7 +377,7 @@ class CudaText(Text):
         for i in range(at + 2, len(tokens) - 1):
             if tokens[i] == ">" and tokens[i + 1] == "(":
                 return i + 1
-            if not re.fullmatch(r"[\w:*,]+", tokens[i]):
+            if not re.fullmatch(r"[\w:*,+-]+", tokens[i]):
                 return 0
         return 0
 
@@ -395,7 +428,8 @@ class CudaText(Text):
             if isinstance(node, (ast.If, ast.While)):
                 word = "for" if isinstance(node, Loop) else type(node).__name__.lower()
                 return f"{word} ({self.c(node.test, words=True)})"
-            return self.c(node, words=True) if isinstance(node, ast.expr) else self.written(node).rstrip(";")
+            said = self.c(node, words=True) if isinstance(node, ast.expr) else self.written(node).rstrip(";")
+            return re.sub(r" < ([\w:, +-]+) >\(", r"<\1>(", said)
         except UnreadableError:
             return ast.unparse(node) if isinstance(node, (ast.expr, ast.stmt)) else ""
 
@@ -407,8 +441,8 @@ class CudaText(Text):
         if isinstance(holder, (ast.AugAssign, ast.Compare)):
             return f", in `{self.plain(holder)}`"
         if isinstance(holder, Declaration) and at is not None:
-            name = re.search(r"(\w+)[^\w]*=", holder.texts[at])
-            return f", where `{name[1]}` is made" if name else ""
+            names = re.findall(r"(\w+)\s*=", re.sub(r"\[.*?\]", "", "".join(holder.texts[: at + 1])))
+            return f", where `{names[-1]}` is made" if names else ""
         return ""
 
     def written(self, node: ast.AST) -> str:
@@ -442,9 +476,17 @@ class CudaText(Text):
 
         def value(holder: ast.AST, field: str, at: int | None, one: ast.expr) -> str:
             said = self.c(one, 1)
-            for number, instead in other[id(holder), field, at]:
-                said = f"{CHOSEN} == {number} ? (flashlab_as<decltype({self.c(one)})>)({instead})\n : {said}"
+            if other[id(holder), field, at] and isinstance(holder, Declaration) and "&" in holder.texts[at or 0]:
+                for number, instead in other[id(holder), field, at]:  # a reference
+                    said = f"*({CHOSEN} == {number} ? &({instead})\n : &({said}))"
+            else:
+                said = chosen(said, other[id(holder), field, at], one)
             return f"({said})" if CHOSEN in said else said
+
+        def chosen(said: str, instead_of: Sequence[tuple[int, str]], one: ast.expr) -> str:
+            for number, instead in instead_of:
+                said = f"{CHOSEN} == {number} ? (flashlab_as<decltype({self.c(one)})>)({instead})\n : {said}"
+            return said
 
         def lines(holder: ast.AST, field: str) -> str:
             return "\n".join(line(holder, field, i, x) for i, x in enumerate(getattr(holder, field)))
@@ -454,7 +496,7 @@ class CudaText(Text):
             mine = list(other[id(holder), field, at])
             if not isinstance(one, (Body, ast.If, ast.While)):
                 mine += other[id(one), "", None]
-            if isinstance(one, (Declaration, Opaque)):
+            if isinstance(one, (Declaration, Opaque)) or (isinstance(one, Body) and one.head):
                 return said
             for number, instead in mine:
                 said = f"if ({CHOSEN} == {number}) {{ {instead} }}\nelse {{ {said} }}"
@@ -471,12 +513,17 @@ class CudaText(Text):
         if isinstance(node, ast.While):
             return f"while ({value(node, 'test', None, node.test)}) {{ {lines(node, 'body')} }}"
         if isinstance(node, Body) or (isinstance(node, ast.If) and isinstance(node.test, ast.Constant)):
-            return f"{{ {lines(node, 'body')} }}"
+            head = node.head if isinstance(node, Body) else ""
+            return f"{head}{{ {lines(node, 'body')} }}{';' if head else ''}"
         if isinstance(node, ast.If):
             orelse = f" else {{ {lines(node, 'orelse')} }}" if node.orelse else ""
             return f"if ({value(node, 'test', None, node.test)}) {{ {lines(node, 'body')} }}{orelse}"
         if isinstance(node, Declaration):
             values = [value(node, "values", i, x) for i, x in enumerate(node.values)]
+            values = [
+                f"({node.of}){v}" if text.rstrip().endswith(("{", ",")) and CHOSEN in v else v
+                for text, v in zip(node.texts, values, strict=False)
+            ]
             said = "".join(t + v for t, v in zip(node.texts, [*values, ""], strict=True))
             return said.replace(_NEXT, f"; {node.of} " if apart else ", ")
         return self.written(node)
@@ -508,7 +555,7 @@ class CudaText(Text):
                         told[id(node), name, k] = (
                             self.c(value if k is None else value[k], 1) if name else self.written(node)
                         )
-                except (UnreadableError, KeyError):
+                except (UnreadableError, KeyError, RecursionError):  # the last: a node that is put into itself
                     continue
             for slot, text in told.items():
                 other[slot].append((number, text.replace("\n", " ")))
@@ -522,6 +569,9 @@ def _joined(tokens: Sequence[str]) -> str:
     return " ".join(f"\n{x}\n" if x.startswith("#") else x for x in tokens)
 
 
+_LINES = (ast.Expr, ast.Assign, ast.AugAssign)
+
+
 # ---- what else goes wrong in CUDA ------------------------------------------------------------------------------------
 _AXES = ("x", "y", "z")
 _INDICES = ("threadIdx", "blockIdx", "blockDim", "gridDim")
@@ -529,6 +579,7 @@ _FIELDS = (
     ("batch", "heads", "kv_heads", "seq_q", "seq_k"), ("q", "k", "v", "o"), ("batch", "head", "row"),
     ("q_stride", "k_stride", "v_stride", "o_stride"),
 )  # fmt: skip
+_CONSTANTS = (("BLOCK_M", "BLOCK_N"), ("S_TILES", "O_TILES"))
 _FUNCTIONS = {
     "fmaxf": ("fminf",), "fminf": ("fmaxf",), "expf": ("exp2f", "__expf"), "exp2f": ("expf",), "logf": ("log2f",),
     "log2f": ("logf",), "ldmatrix_x2": ("ldmatrix_x2_trans",), "ldmatrix_x4": ("ldmatrix_x4_trans",),
@@ -553,10 +604,14 @@ def of_expression(text: CudaText, slot: Slot, node: ast.expr) -> Iterator[tuple[
                 new = ast.Attribute(ast.Name(other, ast.Load()), attr, ast.Load())
                 yield "wrong-name", f"{w(new)} stands where {w(node)} belongs", 2.0, new, owner, other, attr
     if isinstance(node, (ast.Name, ast.Attribute, ast.BinOp, ast.Subscript)) and _counts(text, node) and isinstance(
-        parent, (ast.Compare, ast.Subscript, Declaration)):  # fmt: skip
+        parent, (ast.Compare, ast.Subscript, Declaration)) and (slot[1] != "value"):  # fmt: skip
         for step, words in ((ast.Add(), "large"), (ast.Sub(), "small")):
             said = f"{w(node)} is one too {words}"
             yield "off-by-one", said, 1.5, ast.BinOp(node, step, ast.Constant(1)), ast.unparse(node), words
+    called = node.id if isinstance(node, ast.Name) else ""
+    for other in (x for group in _CONSTANTS for x in group if called in group and x != called):
+        constant = ast.Name(other, ast.Load())
+        yield "wrong-name", f"{w(constant)} stands where {w(node)} belongs", 1.5, constant, called, other
     if isinstance(node, ast.Name) and node.id == "INFINITY":
         for value in (0.0, 1e4, 1e30):
             said = f"{value:g} stands where {w(node)} belongs"
@@ -567,21 +622,56 @@ def of_expression(text: CudaText, slot: Slot, node: ast.expr) -> Iterator[tuple[
         for index in (ast.Constant(0), *ints, thread):
             said = f"{w(ast.Subscript(parent.value, index))} stands where {w(parent)} belongs"
             if not (isinstance(node, ast.Name) and isinstance(index, ast.Name)) and w(node) != w(index):
-                yield "wrong-element", said, 1.6, index
+                yield "wrong-element", said, 1.6 if isinstance(index, ast.Constant) else 2.0, index
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        yield from _of_call(text, node, node.func.id)
+        yield from _of_call(text, node, text.others.get(node.func.id, node.func.id))
 
 
 def of_statements(text: CudaText) -> Iterator[Change]:
     for slug, said, cost, slot, new in of_lines(text):
         yield Change(slug, said, cost, ((slot, _new(new)),))
+    for holder in ast.walk(text.tree):
+        for name in ("body", "orelse"):
+            block = getattr(holder, name, None)
+            for i, (one, after) in enumerate(itertools.pairwise(block) if isinstance(block, list) else ()):
+                if isinstance(one, _LINES) and isinstance(after, _LINES) and ast.Expr in (type(one), type(after)):
+                    edits = ((holder, name, i), after), ((holder, name, i + 1), one)
+                    said = f"the line `{text.plain(one)}` comes too late, after `{text.plain(after)}`"
+                    yield Change("lines-exchanged", said, 1.5, edits)
+            yield from _of_registers(text, block if isinstance(block, list) else [])
+        if isinstance(holder, Declaration) and len(holder.texts) > 2 and ", " in holder.texts:
+            yield from _exchanged(text, [(holder, "values", i) for i in range(len(holder.values))])
+
+
+def _of_registers(text: CudaText, block: Sequence[ast.AST]) -> Iterator[Change]:
+    """What two elements of one array are set to, exchanged."""
+    set_to: dict[str, list[Slot]] = defaultdict(list)
+    for line in block:
+        if isinstance(line, ast.Assign) and isinstance(line.targets[0], ast.Subscript):
+            set_to[ast.dump(line.targets[0].value)].append((line, "value", None))
+    for slots in set_to.values():
+        yield from _exchanged(text, slots)
+
+
+def _exchanged(text: CudaText, slots: Sequence[Slot]) -> Iterator[Change]:
+    for a, b in itertools.combinations(slots, 2):
+        x, y = (getattr(node, field) if at is None else getattr(node, field)[at] for node, field, at in (a, b))
+        if ast.dump(x) != ast.dump(y):
+            said = f"{text.say(x)} and {text.say(y)} are exchanged"
+            yield Change("elements-exchanged", said, 1.0, ((a, y), (b, x)))
 
 
 def _of_call(text: CudaText, node: ast.Call, called: str) -> Iterator[tuple[object, ...]]:
     w, args = text.say, node.args
-    for name in _FUNCTIONS.get(called, ()):
-        new = ast.Call(ast.Name(name, ast.Load()), args, [])
-        yield "wrong-function", f"`{name}` stands where `{called}` belongs", 1.5, new, called, name
+    name, _, inside = called.removesuffix(" >").partition(" < ")
+    for instead in ("__half",) if inside == "T" else (f"{inside} + 1", f"{inside} - 1") * ("STAGES" in inside):
+        said, slug = f"`{name}<{instead}>` stands where `{name}<{inside}>` belongs", "off-by-one"
+        if instead == "__half":
+            said, slug = f"{said}: it is right in float16 alone", "fp16-alone"
+        yield slug, said, 1.2, ast.Call(ast.Name(text._other(f"{name} < {instead} >"), ast.Load()), args, []), instead
+    for instead in _FUNCTIONS.get(called, ()):
+        new = ast.Call(ast.Name(instead, ast.Load()), args, [])
+        yield "wrong-function", f"`{instead}` stands where `{called}` belongs", 1.5, new, called, instead
     if called in ("fmaxf", "fminf") and len(args) == 2:
         for kept, gone in (args, args[::-1]):
             yield "limit-missing", f"{w(gone)} does not count: it is {w(kept)}, in {w(node)}", 1.0, kept
@@ -595,12 +685,18 @@ def _of_call(text: CudaText, node: ast.Call, called: str) -> Iterator[tuple[obje
         )
     for other in ast.walk(text.tree) if len(args) > 1 else ():
         if isinstance(other, ast.Call) and ast.dump(other.func) == ast.dump(node.func) and w(other) != w(node):
-            yield "wrong-call", f"{w(other)} stands where {w(node)} belongs", 1.7, other
+            likely = 0.9 if name == "pack" else 1.7  # registers are easily confused
+            yield "wrong-call", f"{w(other)} stands where {w(node)} belongs", likely, other
     if called.startswith("__shfl") and isinstance(args[-1], ast.Constant):
         right = args[-1].value
         for lane in (x for x in range(1, 32) if x != right):
             said = f"an exchange asks lane ^ {lane}, where lane ^ {right!r} belongs, in {w(node)}"
-            yield "wrong-shuffle-mask", said, 1.4, ast.Call(node.func, [*args[:-1], ast.Constant(lane)], [])
+            yield (
+                "wrong-shuffle-mask",
+                said,
+                1.4 if lane & (lane - 1) == 0 else 2.4,
+                ast.Call(node.func, [*args[:-1], ast.Constant(lane)], []),
+            )
 
 
 def _counts(text: CudaText, node: ast.expr) -> bool:

@@ -6,14 +6,16 @@ not stored yet, before anything is said about numbers.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from flashlab.attention import reference
-from flashlab.check import CheckFailed
-from flashlab.check.cuda_answer import Source, built, expect_launched, ran
+from flashlab.check import CheckFailed, expect_close
+from flashlab.check.cuda_answer import Answer, Source, built, expect_launched, ran
 from flashlab.check.poison import MarkedEmpty, mark_unwritten, unwritten
+from flashlab.simt import Counters
 
 # (batch, heads, kv_heads, seq_q, seq_k): several heads; then more rows than any tile has
 _SHAPES = ((2, 2, 1, 40, 72), (1, 1, 1, 200, 48))
@@ -49,6 +51,34 @@ def expect_written(x: torch.Tensor, what: str, *, case: str | None = None, becau
             diagnosis="elements-missing",
             case=case,
         )
+
+
+def expect_results(
+    answer: Answer, given: Sequence[Any], want: Mapping[str, torch.Tensor], case: str, *,
+    checks: Sequence[bool] = (True, False), tol: float | None = None, because: str = "",
+    said: Callable[[torch.Tensor], str | None] = lambda got: None, **options: Any,
+) -> Counters:  # fmt: skip
+    """Calls an answer's function in each of the builds, the watched one and the fast one, and compares its results.
+
+    Args:
+        given: its arguments, None for a float32 output. want: {an output's name: what it should be}, in their order.
+        because: see `expect_written`. said: words for wrong numbers. options: of `Answer.run`.
+
+    Returns what the first build's run counted. Raises CheckFailed.
+    """
+    __tracebackhide__ = True
+    first = None
+    for check in checks:
+        outputs = [marked(*x.shape) for x in want.values()]
+        fresh = iter(outputs)
+        arguments = [next(fresh) if x is None else x for x in given]
+        counters = answer.run(*arguments, case=case, check=check, **options)
+        first = first or counters
+        for (name, right), got in zip(want.items(), outputs, strict=True):
+            expect_written(got, name, case=case, because=because)
+            expect_close(got, right, what=name, case=case, tol=tol, because=said(got))
+    assert first is not None, "there is a build"
+    return first
 
 
 def _where(missing: torch.Tensor) -> str:
