@@ -14,7 +14,7 @@ sys.path[:0] = [str(ROOT / "tests" / "exercises"), str(ROOT / "src" / "lessons")
 
 from lesson_answers import answers_of  # noqa: E402
 
-from flashlab.check.cuda_index import TRIALS  # noqa: E402
+from flashlab.check.cuda_index import TRIALS, joined  # noqa: E402
 from flashlab.exercises import registry  # noqa: E402
 
 
@@ -22,7 +22,7 @@ def main(arguments: list[str]) -> int:
     registry.exercises()
     due = 0
     for id in [x for x in arguments if x in TRIALS] or TRIALS:
-        text = answers_of(id, "solutions")[0]
+        text = joined(answers_of(id, "solutions"))
         found, survivors = TRIALS[id].compute(text)
         print(f"{id}: {len(found)} changes show, {len(survivors)} do not: {'; '.join(survivors)}", flush=True)
         lines = ",\n".join(json.dumps(x, separators=(",", ":")) for x in found)

@@ -46,13 +46,13 @@ Seen = list[Any]  # for each input: a finding, or the sums of its outputs
 Outputs = Sequence[torch.Tensor]
 
 
-def calls(entry: str, *given: Any, out: Sequence[int]) -> Callable[[CudaModule], Outputs]:
+def calls(entry: str, *given: Any, out: Sequence[int], **options: Any) -> Callable[[CudaModule], Outputs]:
     """A run of an extern "C" function. given: its arguments, None for a float32 output of the shape `out`."""
 
     def run(module: CudaModule) -> Outputs:
         outputs = [mark_unwritten(torch.empty(*out)) for x in given if x is None]
         fresh = iter(outputs)
-        module.launch(entry, *(next(fresh) if x is None else x for x in given), echo=False, timeout=_SECONDS)
+        module.launch(entry, *(next(fresh) if x is None else x for x in given), echo=False, timeout=_SECONDS, **options)
         return outputs
 
     return run
@@ -60,7 +60,7 @@ def calls(entry: str, *given: Any, out: Sequence[int]) -> Callable[[CudaModule],
 
 def forwards(
     shape: tuple[int, int, int, int, int, bool], head_dim: int = 64, dtype: torch.dtype = torch.float32,
-    fall: float = 0.0,
+    fall: float = 0.0, **options: Any,
 ) -> Callable[[CudaModule], Outputs]:  # fmt: skip
     """A run of a kernel of the series: (batch, heads, kv_heads, seq_q, seq_k, causal); from key 40 on scores fall."""
     batch, heads, kv_heads, seq_q, seq_k, causal = shape
@@ -74,7 +74,7 @@ def forwards(
 
     def run(module: CudaModule) -> Outputs:
         with MarkedEmpty():
-            return module.forward(q, k, v, causal=causal, echo=False, timeout=_SECONDS)
+            return module.forward(q, k, v, causal=causal, echo=False, timeout=_SECONDS, **options)
 
     return run
 
@@ -88,6 +88,7 @@ class Trials:
         region: the text is statements. words: what the right text's names are called. tol: relative, of the outputs.
         rows: mistakes that no single change makes. place: makes a whole file of an answer.
         notes: {piece of the right text: why it is there}, told with a change of it. most: changes, the likeliest.
+        read: the statements of an answer, where it is not these alone.
     """
 
     id: str
@@ -100,6 +101,7 @@ class Trials:
     place: Callable[[str], str] = str
     notes: Mapping[str, str] = field(default_factory=dict)
     most: int = 500
+    read: Callable[[str], str] = str
 
     def __post_init__(self) -> None:
         TRIALS[self.id] = self
@@ -125,6 +127,8 @@ class Trials:
             outputs = run(module)
         except SimtError as error:
             return _found(error.report) or type(error).__name__
+        if outputs and not isinstance(outputs[0], torch.Tensor):
+            return list(outputs)  # a run that says by itself what is kept of it
         return _found(module.report) or [number for x in outputs for number in _sums(x)]
 
     def explain(self, module: CudaModule) -> tuple[str, str] | None:
@@ -165,7 +169,7 @@ class Trials:
         return hashlib.sha256("\n".join([text, whole.all_in_one(made), *said]).encode()).hexdigest()[:16]
 
     def _changes(self, text: str) -> tuple[CudaText, list[Change]]:
-        whole = CudaText(text, self.region, self.words)
+        whole = CudaText(self.read(text), self.region, self.words)
         likely = sorted(changes(whole, None, cuda_text), key=lambda x: x.cost)[: self.most]
         return whole, [replace(x, said=x.said + whole.line_of(x)) for x in likely]
 
@@ -222,6 +226,18 @@ class Trials:
                 if not more:
                     raise
                 refused |= more
+
+
+_OTHER = "flashlab_other text;"  # between two texts of one answer: a declaration, which stays as it is
+
+
+def joined(answers: Sequence[str]) -> str:
+    """The texts of an answer as one, of which `parted` makes them again."""
+    return f"\n{_OTHER}\n".join(answers)
+
+
+def parted(text: str) -> list[str]:
+    return re.split(r"\s*".join(map(re.escape, re.findall(r"\w+|;", _OTHER))), text)
 
 
 _KEPT = 7  # numbers of an output: unwritten, NaN, inf, -inf, the size, two sums

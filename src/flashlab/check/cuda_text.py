@@ -34,6 +34,7 @@ _TYPES = (
     r"(?:(?:unsigned|signed) )?(?:int|float|double|char|bool|auto|T|half2?|long|short|size_t|u?int\d+_t|uint|unsigned"
     r"|dim3|(?:float|int|uint)[234]|__half2?|__nv_bfloat162?)"
 )
+_CHANGED = {"__global__", "__device__", "Problem", "CUtensorMap"}  # of a head: the last two are of host functions
 _CAST = re.compile(rf"(?:const )?{_TYPES}(?: const)?(?: \*)*")
 _OPENS, _CLOSES = "([{", ")]}"
 _PRECEDENCE: dict[type, int] = {
@@ -60,9 +61,10 @@ class Opaque(ast.stmt):
 
 
 class Body(ast.stmt):
-    """Statements in brackets of their own, or a function's."""
+    """Statements in brackets of their own, or a function's; a lambda's have a head before the brackets."""
 
     body: list[ast.stmt]
+    head = ""
     _fields = ("body",)
 
 
@@ -132,7 +134,7 @@ class CudaText(Text):
         bodies, start, i, depth = [], 0, 0, 0
         while i < len(tokens):
             head = tokens[start:i]
-            if tokens[i] == "{" and not depth and i and tokens[i - 1] == ")" and {"__global__", "__device__"} & {*head}:
+            if tokens[i] == "{" and not depth and i and tokens[i - 1] == ")" and _CHANGED & {*head}:
                 end = _closing(tokens, i)
                 at = i - 1
                 while _closing(tokens, at) != i - 1 or tokens[at] != "(":
@@ -189,6 +191,10 @@ class CudaText(Text):
             if after < len(tokens) and tokens[after] == "else":
                 orelse, after = self._body(tokens, after + 1)
             return [ast.If(test, body, orelse)], after
+        if (begin := self._lambda(tokens, at)) and "".join(tokens[(end := _closing(tokens, begin)) + 1 :][:1]) == ";":
+            named = Body(body=self._block(tokens[begin + 1 : end]))  # type: ignore[call-arg]
+            named.head = _joined(tokens[at:begin]) + " "
+            return [named], end + 2
         end = at
         depth = 0
         while end < len(tokens) and (tokens[end] != ";" or depth):
@@ -197,6 +203,17 @@ class CudaText(Text):
         if first.startswith("#") or first in ("if", "switch", "do", "else"):
             raise UnreadableError(first)
         return self._simple(tokens[at:end]), end + 1
+
+    @staticmethod
+    def _lambda(tokens: Sequence[str], at: int) -> int:
+        """Where the brackets of `auto name = [...](...) {` open; 0 where it is none."""
+        if at + 4 >= len(tokens) or (tokens[at], tokens[at + 2], tokens[at + 3]) != ("auto", "=", "["):
+            return 0
+        after = _closing(tokens, at + 3) + 1
+        if after >= len(tokens) or tokens[after] != "(":
+            return 0
+        begin = _closing(tokens, after) + 1
+        return begin if begin < len(tokens) and tokens[begin] == "{" else 0
 
     def _simple(self, tokens: Sequence[str]) -> list[ast.stmt]:
         """A statement without its semicolon, or several with commas between."""
@@ -240,6 +257,14 @@ class CudaText(Text):
             dimensions = "[" if len(part) > part.index(name) + 1 and part[part.index(name) + 1] == "[" else ""
             self.types[name] = f"{of} {stars}{dimensions}"
             value = None
+            if not plain and (listed := self._list(of, part)):
+                head, *elements = listed
+                texts[-1] += head
+                for x in elements:
+                    values.append(x)
+                    texts.append(", ")
+                texts[-1] = "}" + _NEXT
+                continue
             if "=" in part and not plain and part[part.index("=") + 1] != "{":
                 value = self._expression(part[part.index("=") + 1 :])
             if value is None:
@@ -252,6 +277,13 @@ class CudaText(Text):
         node = Declaration(values=values)  # type: ignore[call-arg]
         node.of, node.texts = of, texts
         return node
+
+    def _list(self, of: str, part: Sequence[str]) -> list[Any]:
+        """Of `name[] = {a, b}` the text before, and its elements; nothing of what is no such list."""
+        if "=" not in part or part[part.index("=") + 1] != "{" or part[-1] != "}" or "{" in part[part.index("=") + 2 :]:
+            return []
+        inside = part[part.index("=") + 2 : -1]
+        return [_joined(part[: part.index("=") + 2]), *map(self._expression, _split(inside, ","))] if inside else []
 
     def _assignment(self, tokens: Sequence[str]) -> ast.stmt:
         for step in ("++", "--"):
@@ -442,9 +474,17 @@ class CudaText(Text):
 
         def value(holder: ast.AST, field: str, at: int | None, one: ast.expr) -> str:
             said = self.c(one, 1)
-            for number, instead in other[id(holder), field, at]:
-                said = f"{CHOSEN} == {number} ? (flashlab_as<decltype({self.c(one)})>)({instead})\n : {said}"
+            if other[id(holder), field, at] and isinstance(holder, Declaration) and "&" in holder.texts[at or 0]:
+                for number, instead in other[id(holder), field, at]:  # a reference
+                    said = f"*({CHOSEN} == {number} ? &({instead})\n : &({said}))"
+            else:
+                said = chosen(said, other[id(holder), field, at], one)
             return f"({said})" if CHOSEN in said else said
+
+        def chosen(said: str, instead_of: Sequence[tuple[int, str]], one: ast.expr) -> str:
+            for number, instead in instead_of:
+                said = f"{CHOSEN} == {number} ? (flashlab_as<decltype({self.c(one)})>)({instead})\n : {said}"
+            return said
 
         def lines(holder: ast.AST, field: str) -> str:
             return "\n".join(line(holder, field, i, x) for i, x in enumerate(getattr(holder, field)))
@@ -454,7 +494,7 @@ class CudaText(Text):
             mine = list(other[id(holder), field, at])
             if not isinstance(one, (Body, ast.If, ast.While)):
                 mine += other[id(one), "", None]
-            if isinstance(one, (Declaration, Opaque)):
+            if isinstance(one, (Declaration, Opaque)) or (isinstance(one, Body) and one.head):
                 return said
             for number, instead in mine:
                 said = f"if ({CHOSEN} == {number}) {{ {instead} }}\nelse {{ {said} }}"
@@ -471,12 +511,17 @@ class CudaText(Text):
         if isinstance(node, ast.While):
             return f"while ({value(node, 'test', None, node.test)}) {{ {lines(node, 'body')} }}"
         if isinstance(node, Body) or (isinstance(node, ast.If) and isinstance(node.test, ast.Constant)):
-            return f"{{ {lines(node, 'body')} }}"
+            head = node.head if isinstance(node, Body) else ""
+            return f"{head}{{ {lines(node, 'body')} }}{';' if head else ''}"
         if isinstance(node, ast.If):
             orelse = f" else {{ {lines(node, 'orelse')} }}" if node.orelse else ""
             return f"if ({value(node, 'test', None, node.test)}) {{ {lines(node, 'body')} }}{orelse}"
         if isinstance(node, Declaration):
             values = [value(node, "values", i, x) for i, x in enumerate(node.values)]
+            values = [
+                f"({node.of}){v}" if text.rstrip().endswith(("{", ",")) and CHOSEN in v else v
+                for text, v in zip(node.texts, values, strict=False)
+            ]
             said = "".join(t + v for t, v in zip(node.texts, [*values, ""], strict=True))
             return said.replace(_NEXT, f"; {node.of} " if apart else ", ")
         return self.written(node)
@@ -508,7 +553,7 @@ class CudaText(Text):
                         told[id(node), name, k] = (
                             self.c(value if k is None else value[k], 1) if name else self.written(node)
                         )
-                except (UnreadableError, KeyError):
+                except (UnreadableError, KeyError, RecursionError):  # the last: a node that is put into itself
                     continue
             for slot, text in told.items():
                 other[slot].append((number, text.replace("\n", " ")))
