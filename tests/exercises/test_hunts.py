@@ -56,7 +56,7 @@ TOUCHED = params([
     ("10.3", "times = {}", "times = dict()", "first-calls"),
     ("10.4", "samples = []", "samples = list()", "not-waited-for"),
     ("11.6", "uint32_t o_rmem[4];", "; uint32_t o_rmem[4];", "proxy-fence"),
-    ("11.7", "if (!FIRST) add_output();", "; if (!FIRST) add_output();", "released-too-early"),
+    ("11.7", "if (!FIRST) add_output();", "; if (!FIRST) add_output();", "stage-overwritten"),
     ("12.10", "slot = key % PAGE", "slot = key % PAGE + 0", "page-overflow"),
     ("12.11", "sequence_stride = ", "sequence_stride = 0 + ", "all-on-the-first"),
     ("13.7", "len(q)\n", "len(q) + 0\n", "first-keys"),
