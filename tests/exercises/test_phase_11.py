@@ -227,7 +227,7 @@ TOLD = [
     ("11.12", [("p->batch * p->heads * ceil", "p->heads * ceil")], "the grid is (8, 1, 1) for 2 batches of 4 heads"),
     ("11.12", [("__align__(1024) ", "__align__(128) ")], "the shared memory is aligned to 128 bytes"),
     ("11.12", [("__align__(1024) ", "")], "aligned to 1 byte"),
-    ("11.13", [("acc[4 * n + 2 * r + e] *= correction;", ";")], "is missing"),
+    ("11.13", [("acc[4 * n + 2 * r + e] *= correction;", ";")], "O is not rescaled"),
     ("11.14", [(COUNTS, COUNTS.replace("CONSUMERS", "1"))], "How many arrivals does `empty` wait for?"),
     ("11.14", [("STAGES = 2", "STAGES = 1")], "the producer does not run ahead"),
     ("11.14", [("        setmaxnreg_dec<24>();\n", ""), ("    setmaxnreg_inc<240>();\n", "")], "registers do not move"),
