@@ -54,7 +54,7 @@ TOUCHED = params([
     ("8.6", "return row", "; return row", "two-formulas"),
     ("9.3", "m_i[r] = m_new[r];", "m_i[r] = m_new[r]; ;", "l-not-rescaled"),
     ("11.6", "uint32_t o_rmem[4];", "; uint32_t o_rmem[4];", "proxy-fence"),
-    ("11.7", "if (!FIRST) add_output();", "; if (!FIRST) add_output();", "released-too-early"),
+    ("11.7", "if (!FIRST) add_output();", "; if (!FIRST) add_output();", "stage-overwritten"),
     ("12.10", "slot = key % PAGE", "slot = key % PAGE + 0", "page-overflow"),
     ("12.11", "sequence_stride = ", "sequence_stride = 0 + ", "all-on-the-first"),
 ])  # fmt: skip

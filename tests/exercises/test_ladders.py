@@ -43,23 +43,6 @@ def test_gradients_that_are_lost_on_the_way(change, slug):
     assert got == slug or (slug in ("no-gradient", "causal-ignored") and got)
 
 
-@pytest.mark.parametrize(
-    ("id", "change", "slug"),
-    [
-        ("9.8", ("(o_lane ^ n * 16)", "at(warp_row + g, n * MMA_N) + t * 4"), "addresses-in-the-loop"),
-        ("9.8", ("pass * ROWS % 8 * 16", "0"), "columns-moved"),
-        ("9.9", (
-            "v_rmem[(step + 1) % 2], next);", "v_rmem[(step + 1) % 2], next);\nldmatrix_x4_trans(v_rmem[step % 2], "
-                 "(v_lane ^ (n * 32)) + stage + k * MMA_K * ROW_BYTES);"), "fragments-loaded-again"),
-        ("9.12", ("constexpr int WARPS = 4,", "constexpr int SPARE = 64 * 1024, WARPS = 4,"), None),
-        ("9.12", ("(column / 8 ^ row % 8) * 16", "column * 2"), "bank-conflicts"),
-    ],
-)  # fmt: skip
-def test_right_and_not_what_was_asked_for(id, change, slug):
-    answers = changed(id, change)
-    assert check(id, *answers) if slug is None else told(id, *answers) == slug
-
-
 def test_a_step_without_one_of_its_operations_is_simulated():
     """The gap that is looked for is there, and no table has it on top."""
     gone = {name: traced._milliseconds(name) for name in traced.OPTIONAL}

@@ -5,40 +5,35 @@ CUDA answers are text, as in phase 8.
 
 from __future__ import annotations
 
-import math
 import random
 import re
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
-from flashlab.attention import reference
-from flashlab.check import CheckFailed, expect
+from flashlab.check import CheckFailed, expect, expect_close
 from flashlab.check.cuda_answer import (
     PROBES,
-    WALKED,
     Source,
     built,
     examine,
-    expect_wide,
-    listed,
     probe,
     ran,
     region,
     replaced,
     text_of,
-    walk,
 )
+from flashlab.check.cuda_index import Outputs, Trials, forwards, parted
+from flashlab.check.cuda_trace import told_first
 from flashlab.check.lookup import Row
-from flashlab.check.mistakes import weights
+from flashlab.check.poison import mark_unwritten
 from flashlab.cuda import CudaModule
-from flashlab.exercises import phase_09_ladder as _ladder  # noqa: F401  9.8 to 9.12
+from flashlab.exercises.phase_09_ladder import said_by  # which registers 9.7 to 9.12
 from flashlab.exercises.registry import exercise
 from flashlab.exercises.rule import rule
-from flashlab.figures.ladder import wavefronts
 from flashlab.kernels.series import step
-from flashlab.simt.source import blank_comments, entries
 
 # ---- 9.1 -------------------------------------------------------------------------------------------------------------
 
@@ -179,7 +174,55 @@ def blocks_per_sm(registers, shared_bytes, threads, shared_per_sm, warps_per_sm)
     # END SOLUTION
 
 
+# ---- CUDA texts: told by changes of the right text ------------------------------------------------------------------
+
+
+def _watched(text: Any) -> CudaModule:
+    __tracebackhide__ = True
+    return built(text, check=True)
+
+
+_halves = partial(forwards, dtype=torch.float16)
+# Several heads and tiles; rows that see no key
+_RUNS = [_halves((1, 2, 1, 70, 90, True)), _halves((1, 1, 1, 40, 24, True))]
+
+
 # ---- 9.3 -------------------------------------------------------------------------------------------------------------
+
+
+def _with_rescaling(text: str) -> Source:
+    return replaced(step("p9_3_rescale"), "rescale", text)
+
+
+def _fifths(module: CudaModule) -> Outputs:
+    """Where the maxima of each fifth row move, by 40, in the tile that is walked last."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, n, 64, generator=generator).half() for n in (64, 128, 128))
+    q[..., 0], k[..., 0] = 0.0, 0.0
+    q[:, :, ::5, 0], k[:, :, :64, 0] = 8.0, 40.0
+    return module.forward(q, k, v, causal=False, echo=False)
+
+
+RESCALE = Trials(
+    "9.3", _watched, region=True,
+    runs=[_fifths, *(_halves((1, 1, 1, 64, 130, False), fall=x) for x in (3.0, 8.0)), _RUNS[1]],
+    place=lambda text: _with_rescaling(text).text, tol=1e-3,
+    words={"base": "base", "correction": "correction"},
+    notes={
+        "l_i[r] *= correction": "m_i, l_i and acc of a row belong to one maximum",
+        "m_i[r] = m_new[r]": "m_i, l_i and acc of a row belong to one maximum", "base": "-inf - (-inf) would be NaN",
+        "scale_log2": "2^x is taken of scores times the scale and log2(e)",
+    },
+    rows=[
+        Row("row-not-moved", "the warp rescales only where all of its rows move far: it has to as soon as any does",
+            [("__any_sync(", "__all_sync(")]),
+        Row("maximum-moved-alone", "the maximum is moved where nothing is rescaled",
+            [("if (__any_sync(~0u, moved)) {", "for (int r = 0; r < 2; r++) if (!__any_sync(~0u, moved)) m_i[r] = "
+              "m_new[r];\n        if (__any_sync(~0u, moved)) {")]),
+        Row("wrong-correction", "log2(e) is missing in the correction", [("* scale_log2", "* p.scale")]),
+        Row("never-rescaled", "nothing is ever rescaled", [("if (__any_sync(~0u, moved)) {", "if (false) {")]),
+    ],
+)  # fmt: skip
 
 
 @exercise(
@@ -196,33 +239,10 @@ def blocks_per_sm(registers, shared_bytes, threads, shared_per_sm, warps_per_sm)
         "All three. l_i[r] *= correction; beside m_i[r] = m_new[r].",
     ],
 )
-def _(rescale: str) -> str:
-    text = text_of(rescale, "rescale")
-    whole = replaced(step("p9_3_rescale"), "rescale", text)
-    try:
+def right_on_random_numbers(rescale: str) -> str:
+    whole = _with_rescaling(text_of(rescale, "rescale"))
+    with told_first(lambda: _watched(whole), RESCALE):
         verdict = examine(whole)
-    except CheckFailed as failed:
-        if failed.diagnosis == "no-max-subtraction":
-            raise CheckFailed(
-                "not finite where the maximum moves far: some row is not moved to its new maximum. The warp has to "
-                "rescale as soon as any of its rows moves far",
-                diagnosis="row-not-moved",
-                case=failed.case,
-            ) from None
-        vague = ("wrong-value", "low-precision", "nan-everywhere", "rows-scaled", *weights.SLUGS)
-        if failed.diagnosis not in vague:
-            raise
-        _expect_vote(whole)
-        factors = _factors(whole)
-        if factors is None:
-            raise
-        row = max(range(len(factors)), key=lambda i: abs(factors[i] - 1))
-        raise CheckFailed(
-            "where the maximum moves far in a late tile, all numbers of a row are wrong by one and the same factor "
-            f"(row {row}: {factors[row]:.2f}): acc is under the new maximum, and what it is divided by is not",
-            diagnosis="l-not-rescaled",
-            case="seq_q=128, seq_k=128, head_dim=64, float16, the largest scores in the tile that is walked last",
-        ) from None
     _expect_lazy(whole)
     return f"{verdict.cases} cases, late maxima among them"
 
@@ -233,114 +253,19 @@ _SEEN = ("exp2_approx", "exp2f", "exp2", "expf", "__expf")  # functions that a c
 def _expect_lazy(whole: Source) -> None:
     """Counts the corrections where no maximum moves after the first tile: scores of 0, four tiles of keys."""
     __tracebackhide__ = True
-    lines, first, last = whole.text.splitlines(), whole.first or 1, whole.last or 0
-    count = [f'#define {name}(...) (printf("r"), {name}(__VA_ARGS__))' for name in _SEEN]
-    own = [*count, *lines[first - 1 : last], *(f"#undef {name}" for name in _SEEN)]
-    module = built(Source("\n".join([*lines[: first - 1], *own, *lines[last:], ""]), whole.name), check=False)
-    q, k = torch.zeros(1, 1, 64, 64).half(), torch.zeros(1, 1, 256, 64).half()
-    module.forward(q, k, k, echo=False)
-    assert module.report is not None, "every run in the emulator leaves a report"
-    times = module.report.printed.count("r") / (4 * 64)  # the four lanes of a row
+    count = "\n".join(f'#define {name}(...) (printf("r"), {name}(__VA_ARGS__))' for name in _SEEN)
+    said = said_by(whole, count, "\n".join(f"#undef {name}" for name in _SEEN), 64, 256)
+    times = said.count("r") / (4 * 64)  # the four lanes of a row
     expect(
         times < 2,
         f"the result is right, but not lazy: each row computes its correction {times:.3g} times in 4 tiles, though its "
-        "maximum moves in the first tile only. Keep the vote: it spares the other tiles the multiplications",
+        "maximum moves in the first tile only. Keep the vote",
         diagnosis="not-lazy",
         case="seq_q=64, seq_k=256, head_dim=64, float16, all scores 0",
     )
 
 
-def _moving(whole: Source, every: int = 1, far: float = 10.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """o and what it should be, [128, 64]: in each `every`-th row the tile walked last has scores of about `far`."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 1, 128, 64, generator=generator).half() for _ in range(3))
-    q[..., 0], k[..., 0] = 0.0, 0.0
-    q[:, :, ::every, 0] = 8.0
-    k[:, :, :64, 0] = far  # in the first tile, in which the walk ends
-    o = built(whole, check=True).forward(q, k, v, causal=False, echo=False)[0][0, 0].double()
-    return o, reference.attention(q, k, v)[0][0, 0].double()
-
-
-def _expect_vote(whole: Source) -> None:
-    """Right where the maxima of all rows move, wrong where those of some do."""
-    __tracebackhide__ = True
-    (every, want), (some, of_some) = _moving(whole, far=40.0), _moving(whole, every=5, far=40.0)
-    all_right = bool(((every - want).abs() < 1e-2).all())
-    off = ~((some - of_some).abs().amax(1) < 1e-2)
-    elsewhere = bool(off[torch.arange(128) % 5 > 0].any())
-    expect(
-        not all_right or not bool(off.any()) or elsewhere,
-        "right where the maxima of all rows move far, wrong in a row whose maximum moves far while those of other rows "
-        "of its warp do not: the warp has to rescale as soon as any of its rows moves",
-        diagnosis="row-not-moved",
-        case="seq_q=128, seq_k=128, head_dim=64, float16, the largest scores of each fifth row in the tile walked last",
-    )
-
-
-def _factors(whole: Source) -> list[float] | None:
-    """The factor by which each row is wrong, if it is one per row, and not 1 everywhere."""
-    o, want = _moving(whole)
-    factors = (o * want).sum(1) / want.square().sum(1)
-    one = (o - factors[:, None] * want).abs().max() < 1e-2 and (factors - 1).abs().max() > 0.02
-    return factors.tolist() if one else None
-
-
 # ---- 9.4 ------------------------------------------------------------------------------------------------------------
-
-
-@exercise(
-    "9.4",
-    title="Merge the parts",
-    minutes=25,
-    difficulty="Core",
-    hints=[
-        "Part s is a finished attention over its share of the keys: o_s is normalised, lse_s = log of the sum of its "
-        "exponentials. With which weight does o_s enter the whole?",
-        "Its share of the total sum: exp(lse_s) / sum of exp(lse_s'). Subtract the largest lse first, as "
-        "in any softmax; a part "
-        "without a key has lse = -inf, and if all have, -inf - (-inf) must not arise.",
-        "weight = exp2_approx((part_lse[s * rows + row] - base) * LOG2E) with base = m_i, or 0 where m_i "
-        "is -inf; l_i += weight; "
-        "acc[i] += weight * the part's element.",
-    ],
-)
-def _(merge_loop: str) -> str:
-    text = text_of(merge_loop, "merge_loop")
-    whole = _low_tiles_alone(replaced(step("p9_flash"), "weighted sum", text))
-    probes = ((1, 1, 1, 16, 1024, False), (1, 2, 1, 70, 700, True))
-    try:
-        verdict = examine(whole, probes=probes, fast=False, max_seq=1100)
-    except CheckFailed as failed:
-        if failed.diagnosis in _OF_PARTS:
-            _expect_own_parts(whole)
-        raise
-    _rows_without_a_key(whole)
-    _other_head_dim(whole)
-    return f"{verdict.cases} cases, split keys among them"
-
-
-# What p9_flash has for many rows and for a small GPU, and what stands there instead.
-_OTHER_TILES = (
-    ("using Tall = Tile<HEAD_DIM == 256 ? 1 : 2>;", "using Tall = Low;"),
-    ("if constexpr (NEEDED > 100 * 1024)", "if constexpr (NEEDED > 228 * 1024)"),
-)
-
-
-def _low_tiles_alone(whole: Source) -> Source:
-    """p9_flash without the tiles that no problem of this check uses: they are two thirds of what g++ compiles."""
-    text = whole.text
-    for old, new in _OTHER_TILES:
-        if text.count(old) != 1:
-            raise ValueError(f"{old!r} is no longer in p9_flash")
-        text = text.replace(old, new)
-    return replace(whole, text=text)
-
-
-# Diagnoses of whole kernels that a mistake of the merge may hide behind.
-_OF_PARTS = (
-    "wrong-with-many-keys", "wrong-value", "rows-scaled", "low-precision", "wrong-weights", "l-in-low-precision",
-    "o-accumulated-in-low-precision",
-)  # fmt: skip
 _MERGE_ALONE = """
 extern "C" int merge_alone(T* o, float* lse, const float* part_o, const float* part_lse, int splits, int rows) {
     Problem p{};
@@ -352,201 +277,112 @@ extern "C" int merge_alone(T* o, float* lse, const float* part_o, const float* p
 """
 
 
-def _expect_own_parts(whole: Source) -> None:
-    """Raises CheckFailed where a part's weight, or its part of O, is that of another part or row.
+def _merging(text: str) -> Source:
+    """The second kernel of p9_flash by itself, with a learner's loop."""
+    flash = step("p9_flash").path.read_text()
+    constants, merge = flash.partition("// region: swizzle")[0], flash[flash.index("// region: merge") :]
+    alone = constants + merge.partition("// region: launch")[0] + _MERGE_ALONE
+    return replaced(Source(alone, "p9_flash"), "weighted sum", text)
 
-    The merge alone, of 3 parts of 8 rows: with one part of O that is 1 and others of 0, O is that part's weight.
-    """
-    __tracebackhide__ = True
-    splits, rows = 3, 8
-    count = splits * rows
-    module = built(Source(whole.text + _MERGE_ALONE, whole.name, whole.first, whole.last), check=False)
-    case = f"the merge alone, {splits} parts of {rows} rows"
 
-    def weights_of(part_lse: torch.Tensor) -> torch.Tensor | None:
-        """[rows, count]: the weight that each row of the result gives to each part; None if columns differ in it."""
-        found = torch.zeros(rows, count)
-        for number in range(count):
-            parts = torch.zeros(count, 64)
-            parts[number] = 1
-            o, lse = torch.zeros(rows, 64).half(), torch.zeros(rows)
-            try:
-                given = (o, lse, parts, part_lse, splits, rows)
-                ran(module, whole, None, partial(module.launch, "merge_alone", *given, echo=False))
-            except CheckFailed:
-                return None
-            if not o.isfinite().all() or not torch.equal(o, o[:, :1].expand_as(o)):
-                return None
-            found[:, number] = o[:, 0].float()
-        return found
+def _parts(splits: int, rows: int, head_dim: int, how: str = "") -> tuple[torch.Tensor, torch.Tensor]:
+    """part_o [splits, rows, head_dim] and part_lse [splits, rows], float32."""
+    generator = torch.Generator().manual_seed(splits)
+    part_o = torch.randn(splits, rows, head_dim, generator=generator)
+    part_lse = 2 * torch.randn(splits, rows, generator=generator) + {"near 200": 200, "near -200": -200}.get(how, 0)
+    if how == "parts without a key":
+        none = torch.rand(splits, rows, generator=generator) < 0.5
+        none[:, 0] = True
+        part_lse[none], part_o[none] = -torch.inf, 0.0
+    if how == "a weight of 1.5e-6":
+        part_lse[:], part_lse[0] = 0.0, -13.4  # of such a weight fp16 has five bits
+        part_o[:], part_o[0] = 0.0, 3e4
+    return part_o, part_lse
 
-    plain = weights_of(torch.zeros(count))
-    if plain is None:
-        return
-    row_of = torch.arange(count) % rows
-    for r in range(rows):
-        if not torch.equal(plain[r] > 0, row_of == r):
-            taken = ", ".join(
-                f"part {x // rows} of row {x % rows}" for x in (plain[r] > 0).nonzero().flatten().tolist()
-            )
-            raise CheckFailed(
-                f"row {r} adds up {taken or 'nothing of part_o'}: it should add parts 0 to {splits - 1} of row {r}, "
-                "the elements from (s * rows + row) * HEAD_DIM on",
-                diagnosis="wrong-part",
-                case=case,
-            )
-    for number in (1, rows, rows + 1, 2 * rows + 2):
-        raised = torch.zeros(count)
-        raised[number] = 4
-        after = weights_of(raised)
-        if after is None:
-            return
-        own = after[row_of, torch.arange(count)] > 1.2 * plain[row_of, torch.arange(count)]
-        fallen = after[row_of[number], number] < 0.8 * plain[row_of[number], number]
-        expect(
-            not fallen,
-            "a part with a larger lse gets a smaller weight: it is exp(lse - the largest lse)",
-            diagnosis="split-sign",
-            case=case,
+
+def _merged(module: CudaModule, part_o: torch.Tensor, part_lse: torch.Tensor) -> Outputs:
+    splits, rows, head_dim = part_o.shape
+    o, lse = mark_unwritten(torch.empty(rows, head_dim).half()), mark_unwritten(torch.empty(rows))
+    module.launch("merge_alone", o, lse, part_o, part_lse, splits, rows, echo=False)
+    return [o, lse]
+
+
+MERGE = Trials(
+    "9.4", lambda text: built(text, check=True, HEAD_DIM=128), region=True, place=lambda text: _merging(text).text,
+    runs=[partial(_merged, part_o=o, part_lse=lse) for o, lse in (
+        _parts(3, 9, 128), _parts(4, 8, 128, "parts without a key"), _parts(3, 8, 128, "near 200"))],
+    tol=5e-4, words={"base": "base", "weight": "the weight", "x": "x"},
+    notes={
+        "exp2_approx((part_lse[s * rows + row] - base) * LOG2E)": "o of a part counts with exp(lse - the largest lse)",
+        "part_lse[s * rows + row] - base": "only differences of lse go into an exponential",
+        "LOG2E": "exp2 of a number times log2(e) is its exp", "weight": "o of a part counts with its weight",
+        "base": "-inf - (-inf) would be NaN", "s * rows + row": "the parts lie [splits, rows]",
+        "l_i += weight": "acc is divided by the sum of the weights",
+    },
+    rows=[
+        Row("no-exponential", "the weight is 1 for every part: the exponential of its lse is forgotten",
+            [("exp2_approx((part_lse[s * rows + row] - base) * LOG2E)", "1.f")]),
+        Row("no-exponential", "the weight is the difference of two lse: the exponential of it is forgotten",
+            [("exp2_approx((part_lse[s * rows + row] - base) * LOG2E)", "(part_lse[s * rows + row] - base) * LOG2E")]),
+        Row("no-exponential", "the weight is the part's lse itself: the exponential of it is forgotten",
+            [("exp2_approx((part_lse[s * rows + row] - base) * LOG2E)", "part_lse[s * rows + row]")]),
+        Row("no-max-subtraction", "the largest lse is not subtracted in the exponent: exp overflows, or is 0",
+            [("m_i == -INFINITY ? 0.f : m_i", "0.f")]),
+        Row("summed-per-pair", "l_i is summed once per pair of a lane's columns: there are several at head_dim 128",
+            [("        l_i += weight;\n", ""), ("    acc[i] +=", "    l_i += weight;\n    acc[i] +=")]),
+        Row("split-not-weighted", "the parts are added as they are: o of a part counts with its weight",
+            [("weight * x.x", "x.x"), ("weight * x.y", "x.y")]),
+        Row("part-of-another", "parts are taken in the order [rows, splits], and they lie [splits, rows]",
+            [("exp2_approx((part_lse[s * rows + row]", "exp2_approx((part_lse[row * splits + s]")]),
+    ],
+)  # fmt: skip
+
+
+@exercise(
+    "9.4",
+    title="Merge the parts",
+    minutes=25,
+    difficulty="Core",
+    hints=[
+        "Part s is a finished attention over its share of the keys: o_s is normalised, lse_s = log of the sum of its "
+        "exponentials. With which weight does o_s enter the whole?",
+        "Its share of the total sum: exp(lse_s) / sum of exp(lse_s'). Subtract the largest lse first, as in any "
+        "softmax; a part without a key has lse = -inf, and if all have, -inf - (-inf) must not arise.",
+        "weight = exp2_approx((part_lse[s * rows + row] - base) * LOG2E) with base = m_i, or 0 where m_i is -inf; "
+        "l_i += weight; acc[i] += weight * the part's element.",
+    ],
+)
+def merge_of_parts(merge_loop: str) -> str:
+    whole = _merging(text_of(merge_loop, "merge_loop"))
+    cases = [
+        (splits, rows, head_dim, how)
+        for head_dim in (64, 128)
+        for splits, rows, how in (
+            (3, 8, ""), (1, 5, ""), (7, 18, ""), (4, 8, "parts without a key"), (3, 8, "near 200"), (3, 8, "near -200"),
+            (2, 4, "a weight of 1.5e-6"),
         )
-        gained = own.nonzero().flatten().tolist()
-        if gained and number not in gained:
-            s, r = divmod(gained[0], rows)
-            raise CheckFailed(
-                f"the weight of part {s}, row {r} is made of the lse of part {number // rows}, row {number % rows}: "
-                "the lse of part s of a row is part_lse[s * rows + row]",
-                diagnosis="wrong-lse",
-                case=case,
-            )
-    raised = torch.zeros(splits, rows)
-    raised[0] = 1
-    after = weights_of(raised.flatten())
-    if after is None:
-        return
-    first, second = after[0, 0].item(), after[0, rows].item()
-    ratio, total = first / max(second, 1e-6), after[0].sum().item()
-    expect(
-        abs(ratio / math.e - 1) < 0.02,
-        f"where the lse of part 0 is 1 above that of the others, its weight is {ratio:.4g} times theirs: it should be "
-        f"exp(1), {math.e:.4g} times",
-        diagnosis="wrong-weight",
-        case=case,
-    )
-    expect(
-        abs(total - 1) < 0.01,
-        f"the parts are added in the right ratio, but with lse of 1, 0, 0 their weights add up to {total:.4g}, "
-        "not to 1: l_i, which acc is divided by, is not the sum of the weights",
-        diagnosis="weights-not-normalised",
-        case=case,
-    )
-    o, lse = torch.zeros(rows, 64).half(), torch.zeros(rows)
-    given = (o, lse, torch.zeros(splits * rows, 64), torch.ones(splits * rows), splits, rows)
-    ran(module, whole, None, partial(module.launch, "merge_alone", *given, echo=False))
-    expect(
-        bool((lse - (1 + math.log(splits))).abs().max() < 1e-3),
-        f"o is right for parts of any lse, but of {splits} parts with an lse of 1 each the merged lse is {lse[0]:.5g}: "
-        f"it should be 1 + log({splits}), {1 + math.log(splits):.5g}. What is subtracted in the exponent is added to "
-        "lse after the loop",
-        diagnosis="wrong-lse",
-        case=case,
-    )
+    ]  # fmt: skip
+    with told_first(lambda: built(whole, check=True, HEAD_DIM=128), MERGE):
+        for given in cases:
+            _expect_merge(whole, *given)
+    return f"{len(cases)} cases, parts without a key among them"
 
 
-def _other_head_dim(whole: Source) -> None:
-    """Split keys at head_dim 128, where the loop over a lane's columns has two rounds."""
+def _expect_merge(whole: Source, splits: int, rows: int, head_dim: int, how: str) -> None:
     __tracebackhide__ = True
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 1, n, 128, generator=generator).half() for n in (16, 1024, 1024))
-    module = built(whole, check=False, head_dim=128)
-    o, lse = module.forward(q, k, v, echo=False)
-    want_o, want_lse = reference.attention(q, k, v)
-    case = "head_dim=128, seq_q=16, seq_k=1024"
-    expect(
-        bool((lse - want_lse).abs().max() < 1e-2),
-        f"right at head_dim 64, but at 128 lse[0, 0, 0] is {lse[0, 0, 0]:.4g} instead of {want_lse[0, 0, 0]:.4g}: a "
-        "lane has four columns there, and goes through the inner loop twice. What must be summed once per part?",
-        diagnosis="wrong-at-head-dim-128",
-        case=case,
-    )
-    off = (o - want_o).abs().amax((0, 1, 2))
-    column = int(off.argmax())
-    expect(
-        bool(off.max() < 5e-3),
-        f"right at head_dim 64, but at 128 o[0, 0, 0, {column}] is {o[0, 0, 0, column]:.4g} instead of "
-        f"{want_o[0, 0, 0, column]:.4g}: a lane has four columns there, two pairs 64 apart",
-        diagnosis="wrong-at-head-dim-128",
-        case=case,
-    )
-    _in_float32(module, (o, lse), (want_o, want_lse), case)
-    for level in (200.0, -200.0):
-        q[..., 0], k[..., 0] = 8.0, level * math.sqrt(128) / 8
-        o, lse = module.forward(q, k, v, echo=False)
-        want_o, want_lse = reference.attention(q, k, v)
-        right = (o - want_o).abs().max() < 2e-2 and (lse - want_lse).abs().max() < 1e-1
-        expect(
-            bool(right),
-            f"right while the scores are small, but near {level:+.0f} lse[0, 0, 0] is {lse[0, 0, 0]:.4g} instead of "
-            f"{want_lse[0, 0, 0]:.4g}: exp of a part's lse overflows, or is 0; subtract the largest lse first",
-            diagnosis="no-max-subtraction",
-            case=f"{case}, every score near {level:+.0f}",
-        )
-
-
-Pair = tuple[torch.Tensor, torch.Tensor]  # o and lse
-
-
-def _in_float32(module: CudaModule, got: Pair, want: Pair, case: str) -> None:
-    """Raises CheckFailed where the weights, or what is summed with them, have less than float32's digits.
-
-    Of 16 bits lse shows as much, which is float32. o is 16 bits itself: there a weight far below 1 shows, of which
-    fp16 has few digits, with a V as far above the others.
-    """
-    __tracebackhide__ = True
-    off = (got[1] - want[1]).abs()
-    at = int(off.argmax())
-    expect(
-        bool(off.max() < 3e-5),
-        f"nearly right, but lse[0, 0, {at}] is {got[1].flatten()[at]:.7g} instead of {want[1].flatten()[at]:.7g}: the "
-        "parts and their lse are float32, and float32 errs by a hundredth of that. Is something on the way narrower?",
-        diagnosis="merge-in-low-precision",
-        case=case,
-    )
-    generator = torch.Generator().manual_seed(1)
-    q, k = (0.3 * torch.randn(1, 1, n, 128, generator=generator) for n in (16, 1024))
-    q[..., 0], k[..., 0] = 8.0, 0.0
-    k[:, :, 512:, 0] = 13 * math.sqrt(128) / 8  # scores higher by 13: the weight of what comes before is 2e-6
-    v = torch.zeros(1, 1, 1024, 128)
-    v[:, :, :512] = 3e4
-    q, k, v = q.half(), k.half(), v.half()
-    o = module.forward(q, k, v, echo=False)[0].float()
-    want_o = reference.attention(q, k, v)[0].float()
-    error = ((o - want_o) / want_o).abs().amax((0, 1, 3))
-    row = int(error.argmax())
-    expect(
-        bool(error.max() < 2e-3),
-        f"nearly right, but where a part's weight is about 2e-6 and its V is 30000, o[0, 0, {row}, 0] is "
-        f"{o[0, 0, row, 0]:.5g} instead of {want_o[0, 0, row, 0]:.5g}: so small a weight has lost its digits, which "
-        "float32 would keep",
-        diagnosis="merge-in-low-precision",
-        case="head_dim=128, seq_q=16, seq_k=1024, the scores of the keys from 512 on higher by 13",
-    )
-
-
-def _rows_without_a_key(whole: Source) -> None:
-    """Split keys, causal, and more queries than keys: the first rows have no key in any part."""
-    __tracebackhide__ = True
-    q, k = torch.ones(1, 1, 640, 64).half(), torch.ones(1, 1, 520, 64).half()
-    o, lse = built(whole, check=True).forward(q, k, k, causal=True)
-    expect(
-        o[0, 0, :120].eq(0).all() and lse[0, 0, :120].eq(-torch.inf).all(),
-        "rows that no part has seen a key for should be o = 0 and lse = -inf: mind -inf - (-inf), and 0 / 0",
-        diagnosis="masked-rows-nan",
-        case="seq_q=640, seq_k=520, causal",
-    )
+    case = f"{splits} parts of {rows} rows, head_dim={head_dim}{', ' * bool(how)}{how}"
+    module, (part_o, part_lse) = built(whole, check=True, HEAD_DIM=head_dim), _parts(splits, rows, head_dim, how)
+    o, lse = ran(module, whole, case, partial(_merged, module, part_o, part_lse))
+    want = torch.logsumexp(part_lse.double(), 0)
+    share = torch.exp(part_lse.double() - want.masked_fill(want == -torch.inf, 0.0))
+    light = how == "a weight of 1.5e-6"
+    digits = "fp16 has no such digits, and float32 has: is something on the way narrower?" if light else None
+    expect_close(lse, want, what="lse", case=case, tol=1e-4 if "near" in how else 3e-5)
+    want_o = (share[..., None] * part_o).sum(0)
+    expect_close(o, want_o, what="o", case=case, tol=1.3e-4 if light else 3e-3, because=digits)
 
 
 # ---- 9.5 -------------------------------------------------------------------------------------------------------------
-
 _TOGETHER = "p9_5_prefetch"
 PARTS = dict(zip("ABCDEFGHIJKLMNOPQR", (
     "row maxima", "which keys", "store", "copy a tile", "scores", "constants", "first copies", "probabilities",
@@ -555,39 +391,53 @@ PARTS = dict(zip("ABCDEFGHIJKLMNOPQR", (
 ), strict=True))  # fmt: skip
 """The parts of p9_5_prefetch, which are its regions, by the letters that the exercise gives them."""
 
-# What a part needs of others: {part: {the other: what for}}.
+# What a part needs of others, as {letter: (why, letters)}.
+_INSIDE = "it stands inside of the kernel, which begins there"
 _NEEDS = {
-    "swizzle": {"constants": "it uses ROW_BYTES"},
-    "copy a tile": {"constants": "it uses CHUNKS and THREADS"},
-    "shared memory": {
-        "constants": "it uses the constants",
-        "swizzle": "it begins the kernel, and a function cannot stand inside of one",
-        "copy a tile": "it begins the kernel, and a function cannot stand inside of one",
-    },
-    "which rows": {"shared memory": "it stands inside of the kernel, which begins there"},
-    "which keys": {"which rows": "it uses m_start"},
-    "state": {"shared memory": "it stands inside of the kernel, which begins there"},
-    "addresses": {"which rows": "it uses lane and warp_row", "which keys": "it uses end"},
-    "first copies": {"addresses": "it uses the places to copy from and to"},
-    "Q in registers": {"first copies": "Q has to be on its way before it can be waited for"},
-    "load K and V": {"first copies": "the first tile has to be on its way before the loop waits for it"},
-    "scores": {
-        "load K and V": "the tile of K has to be waited for, and `stage` says where it lies",
-        "Q in registers": "it multiplies with Q's fragments",
-    },
-    "row maxima": {"scores": "it looks for the maxima of the scores", "state": "it begins with m_i"},
-    "rescale": {"row maxima": "it uses m_new and moved"},
-    "probabilities": {"rescale": "only then m_i is the reference of this tile"},
-    "output": {"probabilities": "it multiplies P, not S", "rescale": "acc has to be under the tile's reference"},
-    "store": {"output": "it stores what the loop has summed"},
-    "launch": {"store": "the kernel ends there, and a launch cannot stand inside of it"},
-}
-_PLACE = re.compile(r"^\s*// PART ([A-Z])\s*$", re.M)
+    "N": [("it uses ROW_BYTES", "F")], "D": [("it uses CHUNKS and THREADS", "F")],
+    "Q": [("it uses the constants", "F"), ("it begins the kernel, and a function cannot stand inside of one", "ND")],
+    "I": [(_INSIDE, "Q")], "B": [("it uses m_start", "I")], "L": [(_INSIDE, "Q")],
+    "R": [("it uses lane, warp_row and end", "IB")], "G": [("it uses the places to copy from and to", "R")],
+    "O": [("Q has to be on its way before it can be waited for", "G")],
+    "K": [("the first tile has to be on its way before the loop waits for it", "G")],
+    "E": [("the tile of K has to be waited for, and `stage` says where it lies", "K"),
+          ("it multiplies with Q's fragments", "O")],
+    "A": [("it looks for the maxima of the scores, and begins with m_i", "EL")],
+    "P": [("it uses m_new and moved", "A")], "H": [("only then m_i is the reference of this tile", "P")],
+    "M": [("it multiplies P, under the tile's reference", "HP")], "C": [("it stores what the loop has summed", "M")],
+    "J": [("the kernel ends there, and a launch cannot stand inside of it", "C")],
+}  # fmt: skip
+# A line that stands for a part; as a declaration where changes are made, which leave it alone.
+_PLACE = re.compile(r"^\s*// PART ([A-Z])\s*$|\bflashlab_part ([A-Z]) ?;", re.M)
 
 
 def part(letter: str) -> str:
     """One of the parts of exercise 9.5, under the line that stands for it."""
     return f"// PART {letter}\n{region(step(_TOGETHER), PARTS[letter])}"
+
+
+def _together(text: str) -> str:
+    return _PLACE.sub(lambda m: "\n" + region(step(_TOGETHER), PARTS[m[1] or m[2]]).rstrip("\n") + "\n", text)
+
+
+_DOWN = "for (; j >= {}; j--) tile(j, std::{}_type{{}});\n"
+_MASKED, _PLAIN_TILES = _DOWN.format("full", "true"), _DOWN.format(0, "false")
+GLUE = Trials(
+    "9.5", _watched, [_RUNS[0], _halves((1, 1, 1, 64, 200, False))], region=True, place=_together, tol=1e-3,
+    read=lambda text: _PLACE.sub(lambda m: f"flashlab_part {m[1]};", text),
+    rows=[
+        Row("never-masked", "no tile is masked: the tiles from `full` on need it", [(_MASKED, "")]),
+        Row("tiles-left-out", "the tiles below `full` are left out: the loop goes on to tile 0", [(_PLAIN_TILES, "")]),
+        Row("wrong-walk", "the tiles are walked upwards, and part K asks for tile j - 1: it is from end - 1 down to 0",
+            [(f"    int j = end - 1;\n    {_MASKED}    {_PLAIN_TILES}", "    int j = 0;\n    for (; j < full; j++) "
+              "tile(j, std::false_type{});\n    for (; j < end; j++) tile(j, std::true_type{});\n")]),
+        Row("wrong-walk", "the walk begins with tile `end`, which is none: the first copies are of tile end - 1",
+            [("int j = end - 1;", "int j = end;")]),
+        Row("masks-exchanged", "the tiles that need no mask have it, and those from `full` on have none",
+            [("true_type", "bool_constant<false>"), ("std::false_type", "std::true_type"), ("bool_constant<false>",
+              "false_type")]),
+    ],
+)  # fmt: skip
 
 
 @exercise(
@@ -604,32 +454,12 @@ def part(letter: str) -> str:
         "std::false_type{}.",
     ],
 )
-def _(kernel: str) -> str:
+def kernel_of_parts(kernel: str) -> str:
     text = text_of(kernel, "kernel")
-    places = [match[1] for match in _PLACE.finditer(text)]
-    for letter in places:
-        known = letter in PARTS
-        expect(known, f"there is no part {letter}: they are A to {list(PARTS)[-1]}", diagnosis="part-unknown")
-        sentence = f"part {letter}, {PARTS.get(letter)}, stands there {places.count(letter)} times"
-        expect(places.count(letter) == 1, sentence, diagnosis="part-twice")
-    for letter, name in PARTS.items():
-        expect(letter in places, f"part {letter}, {name}, is missing", diagnosis="part-missing")
-    for at, letter in enumerate(places):
-        for other, why in _NEEDS.get(PARTS[letter], {}).items():
-            first = next(x for x in PARTS if PARTS[x] == other)
-            expect(
-                places.index(first) < at,
-                f"part {letter}, {PARTS[letter]}, is out of place: {why}, so part {first}, {other}, comes before it",
-                diagnosis="part-out-of-place",
-            )
-    whole = _PLACE.sub(lambda match: region(step(_TOGETHER), PARTS[match[1]]).rstrip("\n"), text)
-    expect("MASKED" in _PLACE.sub("", text), "the glue should define MASKED, for the two bodies", diagnosis="no-flag")
-    try:
+    _expect_parts(text)
+    whole = _together(text)
+    with told_first(lambda: _watched(whole), GLUE):
         verdict = examine(Source(whole, "kernel"))
-    except CheckFailed as failed:
-        if failed.diagnosis != "does-not-compile":
-            _expect_downwards(text)
-        raise
     masked, plain = _bodies(whole)
     expect(
         masked < plain,
@@ -640,28 +470,27 @@ def _(kernel: str) -> str:
     return f"{verdict.cases} cases right, nothing found by the emulator"
 
 
-_BODY = ("load K and V", "scores", "row maxima", "rescale", "probabilities", "output")
-
-
-def _expect_downwards(text: str) -> None:
-    """Raises CheckFailed where a wrong answer does not walk the tiles from the last one down to 0, each once."""
+def _expect_parts(text: str) -> None:
+    """That each part stands there once, behind those that it needs."""
     __tracebackhide__ = True
-
-    def said(match: re.Match[str]) -> str:
-        name = PARTS[match[1]]
-        if name == "load K and V":
-            return 'if (threadIdx.x == 0) printf("%d ", (int)j);'
-        return "" if name in _BODY else region(step(_TOGETHER), name).rstrip("\n")
-
-    walked, last = walk(Source(_PLACE.sub(said, text), "kernel")), -(-WALKED // 64) - 1
-    if walked is None or walked == [str(j) for j in range(last, -1, -1)]:
-        return
-    raise CheckFailed(
-        f"with {last + 1} tiles of keys j is {listed(walked)}. It has to be {last} down to 0: the first copies are of "
-        "tile end - 1, and each round asks for tile j - 1",
-        diagnosis="wrong-walk",
-        case=f"seq_q=64, seq_k={WALKED}, head_dim=64, float16",
-    )
+    places = [m[1] or m[2] for m in _PLACE.finditer(text)]
+    for letter in places:
+        known = letter in PARTS
+        expect(known, f"there is no part {letter}: they are A to {list(PARTS)[-1]}", diagnosis="part-unknown")
+        sentence = f"part {letter}, {PARTS.get(letter)}, stands there {places.count(letter)} times"
+        expect(places.count(letter) == 1, sentence, diagnosis="part-twice")
+    for letter, name in PARTS.items():
+        expect(letter in places, f"part {letter}, {name}, is missing", diagnosis="part-missing")
+    for at, letter in enumerate(places):
+        for why, others in _NEEDS.get(letter, ()):
+            for first in others:
+                expect(
+                    places.index(first) < at,
+                    f"part {letter}, {PARTS[letter]}, is out of place: {why}, so part {first}, {PARTS[first]}, comes "
+                    "before it",
+                    diagnosis="part-out-of-place",
+                )
+    expect("MASKED" in _PLACE.sub("", text), "the glue should define MASKED, for the two bodies", diagnosis="no-flag")
 
 
 def _bodies(whole: str) -> tuple[int, int]:
@@ -677,9 +506,8 @@ def _bodies(whole: str) -> tuple[int, int]:
         module = built(Source(whole.replace(scores, said + scores), "kernel"), check=False)
     except CheckFailed:  # it compiled without these lines
         raise CheckFailed(
-            "right, but MASKED is a variable that is looked at while the kernel runs: the body is compiled once, and "
-            "every tile pays for the mask. Make it a constant of each of two bodies: constexpr bool MASKED = "
-            "decltype(is_masked)::value",
+            "right, but MASKED is a variable that is looked at while the kernel runs: every tile pays for the mask. "
+            "Make it a constant of each of two bodies: constexpr bool MASKED = decltype(is_masked)::value",
             diagnosis="not-a-constant",
         ) from None
     q = torch.zeros(1, 1, 768, 64).half()
@@ -692,53 +520,45 @@ def _bodies(whole: str) -> tuple[int, int]:
 # ---- 9.6 ------------------------------------------------------------------------------------------------------------
 
 
-def _expect_earlier_tile(in_loop: str) -> None:
-    """Raises CheckFailed where a round asks for a tile that the walk has been through: load_kv(j + something)."""
-    __tracebackhide__ = True
-    for asked in re.findall(r"\bload_kv\(\s*j\s*\+\s*(\w+)\s*\)", blank_comments(in_loop)):
-        sentence = f"load_kv(j + {asked}) asks for a tile that has been worked on: the walk goes from end - 1 down to 0"
-        raise CheckFailed(sentence, diagnosis="wrong-tile")
+def _third_stage(before: str, in_loop: str, more: str = "") -> Source:
+    """p9_1_masks with three stages, and these lines; more: behind those in the loop."""
+    whole = replaced(step("p9_1_masks"), "first copies", before)
+    whole = replaced(replaced(whole, "Q in registers", "// (above)"), "load K and V", in_loop)
+    lines = whole.text.splitlines()
+    text = "\n".join([*lines[: whole.last], more, *lines[whole.last or 0 :]]) + "\n"
+    return replace(whole, text=text.replace("STAGES = 2;", "STAGES = 3;"))
 
 
-_ASKED = (
-    '__device__ inline int flashlab_asked(int j) { if (threadIdx.x == 0 && blockIdx.x == 0) printf("%d ", j); '
-    "return j; }\n#define load_kv(...) load_kv(flashlab_asked(__VA_ARGS__))\n"
-)
-
-
-def _tiles_asked(whole: Source) -> list[int] | None:
-    """The arguments of the calls of load_kv, in their order, for one block of 64 queries; None where it cannot run.
-
-    The macro takes calls alone: where load_kv is defined, no bracket follows.
-    """
-    if not re.search(
-        r"\bauto\s+load_kv\s*=\s*\[&\]\(int (\w+)\)\s*\{\s*const int n_start = \1 \* BLOCK_N\b", whole.text
-    ):
-        return None  # another function, whose argument may count otherwise
-    at = re.search(r'#include "problem.cuh"\n', whole.text).end()  # type: ignore[union-attr]
-    words = walk(Source(whole.text[:at] + _ASKED + whole.text[at:], whole.name))
-    return None if words is None else [int(word) for word in words]
-
-
-def _expect_order(whole: Source, failed: CheckFailed) -> None:
-    """Raises CheckFailed where the tiles are not asked for in the order in which the loop takes them."""
-    __tracebackhide__ = True
-    asked = _tiles_asked(whole)
-    if asked is None:
-        return
-    end = -(-WALKED // 64)
-    there = [j for j in asked if 0 <= j < end]
-    if there == list(range(end - 1, -1, -1)):
-        return
-    numbers = listed([str(j) for j in asked])
-    raise CheckFailed(
-        f"with {end} tiles of keys load_kv is called for {numbers}: the loop takes tile {end - 1} first, then down to "
-        "0, so they have to be asked for in that order, two before the loop and one more in each round",
-        diagnosis="wrong-order",
-        case=failed.case,
-    ) from None
-
-
+_FIRST_TILES, _NEXT_TILE = "for (int i = 1; i < STAGES; i++) load_kv(end - i);", "load_kv(j - STAGES + 1);"
+_STAGE = "const int n_start = j * BLOCK_N, stage = (end - 1 - j) % STAGES * KV_BYTES;"
+_IN_LOOP = f"                  // tile j - 1's group may still be under way\n        {_STAGE}"
+THIRD_STAGE = Trials(
+    "9.6", _watched, [_halves((1, 1, 1, 64, 330, False)), _RUNS[1]], region=True, tol=1e-3, most=110,
+    place=lambda text: _third_stage(*parted(text)).text,
+    notes={
+        "j - STAGES + 1": "it goes into the stage of tile j + 1, which has been worked on",
+        "(end - 1 - j) % STAGES": "tile j lies in stage (end - 1 - j) % STAGES, where it was copied to",
+    },
+    rows=[
+        Row("wrong-stage", "the loop looks for tile j in another stage than load_kv has copied it to",
+            [(_IN_LOOP, _IN_LOOP.replace("(end - 1 - j)", "j"))]),
+        Row("wrong-stage", "load_kv copies tile j to another stage than the loop looks for it in",
+            [("    auto load_kv = [&](int j) {\n        " + _STAGE,
+              "    auto load_kv = [&](int j) {\n        " + _STAGE.replace("(end - 1 - j)", "j"))]),
+        Row("wrong-tile", "each round asks for tile j - 1, which is under way: the next one is j - STAGES + 1",
+            [(_NEXT_TILE, "load_kv(j - 1);")]),
+        Row("wrong-tile", "each round asks for a tile that has been worked on: the walk goes down to 0",
+            [(_NEXT_TILE, "load_kv(j + STAGES - 1);")]),
+        Row("wrong-order", "the first tiles are asked for from 0 upwards: the walk begins at end - 1",
+            [(_FIRST_TILES, "for (int i = 0; i < STAGES - 1; i++) load_kv(i);")]),
+        Row("one-tile-before", "one tile is on its way before the loop, and STAGES - 1 have to be",
+            [(_FIRST_TILES, "load_kv(end - 1);")]),
+        Row("read-before-wait", "Q is read when its copy may still be under way: STAGES - 1 groups are younger",
+            [("cp_async_wait<STAGES - 1>", "cp_async_wait<STAGES>")]),
+        Row("read-before-wait", "tile j is read when its copy may still be under way: STAGES - 2 groups are younger",
+            [("IN_FLIGHT = STAGES - 2", "IN_FLIGHT = STAGES - 1")]),
+    ],
+)  # fmt: skip
 _WAIT = re.compile(r"\bcp_async_wait<([^;]*)>\(\)\s*;")
 
 
@@ -748,8 +568,7 @@ def _expect_q_alone(wait: re.Match[str]) -> str:
     A learner who puts Q into the first tile's group has to wait for that one too.
     """
     own_group = wait.string[: wait.start()].count("cp_async_commit()") >= 2
-    test = f'static_assert(({wait[1]}) >= STAGES - 1, "Q_WAIT"); ' if own_group else ""
-    return test + wait[0]
+    return (f'static_assert(({wait[1]}) >= STAGES - 1, "Q_WAIT"); ' if own_group else "") + wait[0]
 
 
 @exercise(
@@ -758,105 +577,35 @@ def _expect_q_alone(wait: re.Match[str]) -> str:
     minutes=30,
     difficulty="Stretch",
     hints=[
-        "Before the loop Q and the first STAGES - 1 tiles have to be on their way: end - 1, end - 2, "
-        "... Past the first tile "
-        "load_kv commits an empty group, so that the count goes on.",
-        "Q may be read when all but the latest STAGES - 1 groups have arrived; tile j when all but "
-        "STAGES - 2 have. Which tile "
-        "goes into the stage that tile j + 1 has left?",
-        "for (int i = 1; i < STAGES; i++) load_kv(end - i); wait for Q with STAGES - 1; IN_FLIGHT = "
-        "STAGES - 2; after the "
-        "barrier load_kv(j - STAGES + 1).",
+        "Before the loop Q and the first STAGES - 1 tiles have to be on their way: end - 1, end - 2, ... Past the "
+        "first tile load_kv commits an empty group, so that the count goes on.",
+        "Q may be read when all but the latest STAGES - 1 groups have arrived; tile j when all but STAGES - 2 have. "
+        "Which tile goes into the stage that tile j + 1 has left?",
+        "for (int i = 1; i < STAGES; i++) load_kv(end - i); wait for Q with STAGES - 1; IN_FLIGHT = STAGES - 2; after "
+        "the barrier load_kv(j - STAGES + 1).",
     ],
 )
-def _(before_loop: str, in_loop: str) -> str:
-    before = _WAIT.sub(_expect_q_alone, text_of(before_loop, "before_loop"))
-    whole = replaced(step("p9_1_masks"), "first copies", before)
-    whole = replaced(replaced(whole, "Q in registers", "// (above)"), "load K and V", text_of(in_loop, "in_loop"))
-    lines = whole.text.splitlines()
-    test = 'static_assert(IN_FLIGHT == STAGES - 2, "IN_FLIGHT");'
-    text = "\n".join([*lines[: whole.last], f"        {test}", *lines[whole.last or 0 :]]) + "\n"
-    whole = Source(text.replace("STAGES = 2;", "STAGES = 3;"), whole.name, whole.first, whole.last)
-    try:
+def third_stage(before_loop: str, in_loop: str) -> str:
+    texts = text_of(before_loop, "before_loop"), text_of(in_loop, "in_loop")
+    whole = _third_stage(*texts)
+    with told_first(lambda: _watched(whole), THIRD_STAGE):
         verdict = examine(whole)
-    except CheckFailed as failed:
-        if failed.diagnosis == "does-not-compile" and "Q_WAIT" in str(failed):
-            raise CheckFailed(
-                "where Q is waited for, STAGES - 1 groups should be left in flight, those of the first tiles: Q's "
-                "group is older, and nobody needs a tile yet. Are that many tiles on their way before the loop?",
-                diagnosis="waits-too-long",
-            ) from None
-        _expect_earlier_tile(in_loop)
-        if failed.diagnosis == "does-not-compile" and "static assertion" in str(failed):
-            raise CheckFailed(
-                "IN_FLIGHT should leave the copies of all later tiles in flight, and wait for tile j's: "
-                "with three stages "
-                "that is one group",
-                diagnosis="wrong-wait-count",
-            ) from None
-        if failed.diagnosis != "does-not-compile":
-            _expect_order(whole, failed)
-        raise
-    shared = built(whole, check=True)
-    report = probe(shared, whole, PROBES[1])
-    bytes_ = report.launches[0].shared_bytes
+    test = 'static_assert(IN_FLIGHT == STAGES - 2, "IN_FLIGHT");'
+    try:
+        _watched(_third_stage(_WAIT.sub(_expect_q_alone, texts[0]), texts[1], test))
+    except CheckFailed as failed:  # it compiled without these lines
+        for_q = "Q_WAIT" in failed.sentence
+        raise CheckFailed(
+            "right, but where Q is waited for, STAGES - 1 groups should be left in flight, those of the first tiles"
+            if for_q
+            else "right, but IN_FLIGHT should leave the copies of all later tiles in flight: with three stages that is "
+            "one group",
+            diagnosis="waits-too-long" if for_q else "wrong-wait-count",
+        ) from None
+    bytes_ = probe(_watched(whole), whole, PROBES[1]).launches[0].shared_bytes
     expect(
         bytes_ == (64 + 6 * 64) * 64 * 2,
         f"the kernel asks for {bytes_} bytes of shared memory; Q and three stages of K and V are {(64 + 6 * 64) * 128}",
         diagnosis="wrong-shared-size",
     )
     return f"{verdict.cases} cases, {bytes_} bytes of shared memory"
-
-
-# ---- 9.7 -------------------------------------------------------------------------------------------------------------
-
-_BUDGET = 1.25  # wavefronts per MMA: 1 for K and V with 32 rows per warp, and room for Q, the store and small things
-
-
-@exercise(
-    "9.7",
-    title="A kernel of your own",
-    minutes=120,
-    difficulty="Stretch",
-    hints=[
-        "Make it right before you make it fast: one warp, 16 rows, no mask; then causal, lengths, four warps. Between "
-        "two steps run the check: it says what is wrong first.",
-        "Its parts: at(), the swizzle; a copy with cp.async that makes rows past the end zeros; in the kernel the "
-        "block's rows and keys; Q's fragments; a loop of copy, wait, barrier, scores, maxima, probabilities, output; "
-        "the division by the sums; the store. A barrier before the next copy, too.",
-        "32 rows per warp: s[2][...][4] and acc[2][...][4], and for each ldmatrix_x4 of K or V a loop over two "
-        "fragments of Q or P. Phase 9's section 16 has every line of a larger kernel.",
-        "The scores: for (int k = 0; k < HEAD_DIM / 16; k++) for (int n = 0; n < S_TILES / 2; n++) { uint32_t b[4]; "
-        "ldmatrix_x4(b, k_smem + at(n * 16 + lane % 8 + lane / 16 * 8, k * 16 + lane / 8 % 2 * 8)); for (int m = 0; "
-        "m < 2; m++) mma_m16n8k16<T>(s[m][2 * n], q[k][m], b[0], b[1]), mma_m16n8k16<T>(s[m][2 * n + 1], q[k][m], "
-        "b[2], b[3]); }. Row r of a lane is s[r / 2][n][r % 2 * 2 + e], and stands in the tile at g + r * 8.",
-    ],
-)
-def _(my_kernel: str) -> str:
-    text = text_of(my_kernel, "my_kernel")
-    if not text.strip():
-        raise NotImplementedError
-    whole = Source(text, "my_kernel", 1, len(text.splitlines()))
-    signature = 'extern "C" int forward(const Problem* p, void* stream)'
-    expect("forward" in entries(text), f"the source has no `{signature}`", diagnosis="wrong-entry")
-    verdict = examine(whole)
-    report = probe(built(whole, check=True), whole, (1, 1, 1, 256, 256, False), sms=1)
-    c, case = report.counters, "seq_q=256, seq_k=256, head_dim=64, float16"
-    expect(
-        c["mma"] > 0,
-        "the result is right, but no MMA was issued: use the tensor cores",
-        diagnosis="no-tensor-cores",
-        case=case,
-    )
-    spent, conflicts = wavefronts(report) / c["mma"], c.bank_conflicts / c["mma"]
-    right = f"the result is right, but it takes {spent:.2f} wavefronts per MMA, where {_BUDGET} are the budget"
-    if spent > _BUDGET >= spent - conflicts:
-        raise CheckFailed(f"{right}: {conflicts:.2f} of them are bank conflicts", diagnosis="bank-conflicts", case=case)
-    expect(
-        spent <= _BUDGET,
-        f"{right}: with 16 rows per warp a fragment of K or V feeds two MMAs, with 32 rows four",
-        diagnosis="too-few-rows-per-warp",
-        case=case,
-    )
-    expect_wide(whole)
-    return f"{verdict.cases} cases right, {spent:.2f} wavefronts per MMA"

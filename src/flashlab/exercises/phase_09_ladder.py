@@ -1,4 +1,4 @@
-"""Checks of 9.8 to 9.12, beyond a first kernel of one's own: addresses, prefetch, order, splits, and D = 128."""
+"""Checks of 9.7 to 9.12: a first kernel of one's own, addresses, prefetch, order, splits, and D = 128."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from flashlab.check import CheckFailed, expect
+from flashlab.check import expect
 from flashlab.check.cuda_answer import (
     Source,
     built,
@@ -19,14 +19,17 @@ from flashlab.check.cuda_answer import (
     text_of,
     whole_kernel,
 )
+from flashlab.check.cuda_index import Trials, forwards
+from flashlab.check.cuda_trace import VAGUE, told_first
 from flashlab.check.lookup import Row
 from flashlab.exercises.registry import exercise
 from flashlab.exercises.rule import rule
 from flashlab.figures.ladder import wavefronts
 from flashlab.kernels.series import step
+from flashlab.simt import Report
 
 
-def _said(whole: Source, before: str, after: str, seq_q: int, seq_k: int, head_dim: int = 64) -> str:
+def said_by(whole: Source, before: str, after: str, seq_q: int, seq_k: int, head_dim: int = 64) -> str:
     """What the learner's lines print on one head, between two texts that define macros around them."""
     lines, first, last = whole.text.splitlines(), whole.first or 1, whole.last or 0
     own = [before, *lines[first - 1 : last], after]
@@ -38,25 +41,86 @@ def _said(whole: Source, before: str, after: str, seq_q: int, seq_k: int, head_d
     return module.report.printed
 
 
+def expect_budget(report: Report, budget: float, case: str) -> float:
+    """The wavefronts that a right kernel takes per MMA. CheckFailed where they are more, or it issues no MMA."""
+    __tracebackhide__ = True
+    c = report.counters
+    sentence = "the result is right, but no MMA was issued: use the tensor cores"
+    expect(c["mma"] > 0, sentence, diagnosis="no-tensor-cores", case=case)
+    spent, conflicts = wavefronts(report) / c["mma"], c.bank_conflicts / c["mma"]
+    banks = spent - conflicts <= budget
+    expect(
+        spent <= budget,
+        f"the result is right, but it takes {spent:.2f} wavefronts per MMA, where {budget} are the budget: "
+        + (f"{conflicts:.2f} of them are bank conflicts" if banks else
+           "with 16 rows per warp a fragment of K or V feeds two MMAs, with 32 rows four"),
+        diagnosis="bank-conflicts" if banks else "too-few-rows-per-warp",
+        case=case,
+    )  # fmt: skip
+    return spent
+
+
+# ---- 9.7 -------------------------------------------------------------------------------------------------------------
+_OWN_WORDS = ("diagonal", "end", "base", "correction", "last_key", "row", "kv_head", "warp_row", "m_start", "exists")
+OWN_KERNEL = Trials(
+    "9.7", partial(built, check=True), tol=1e-3, most=170,
+    runs=[forwards(shape, dtype=torch.float16) for shape in ((1, 2, 1, 70, 90, True), (1, 1, 1, 40, 24, True))],
+    words={x: x for x in _OWN_WORDS},
+    notes={"base": "-inf - (-inf) would be NaN", "scale_log2": "2^x is taken of scores times the scale and log2(e)"},
+)  # fmt: skip
+
+
+@exercise(
+    "9.7",
+    title="A kernel of your own",
+    minutes=120,
+    difficulty="Stretch",
+    hints=[
+        "Make it right before you make it fast: one warp, 16 rows, no mask; then causal, lengths, four warps. Between "
+        "two steps run the check: it says what is wrong first.",
+        "Its parts: at(), the swizzle; a copy with cp.async that makes rows past the end zeros; in the kernel the "
+        "block's rows and keys; Q's fragments; a loop of copy, wait, barrier, scores, maxima, probabilities, output; "
+        "the division by the sums; the store. A barrier before the next copy, too.",
+        "32 rows per warp: s[2][...][4] and acc[2][...][4], and for each ldmatrix_x4 of K or V a loop over two "
+        "fragments of Q or P. Phase 9's section 16 has every line of a larger kernel.",
+        "The scores: for (int k = 0; k < HEAD_DIM / 16; k++) for (int n = 0; n < S_TILES / 2; n++) { uint32_t b[4]; "
+        "ldmatrix_x4(b, k_smem + at(n * 16 + lane % 8 + lane / 16 * 8, k * 16 + lane / 8 % 2 * 8)); for (int m = 0; "
+        "m < 2; m++) mma_m16n8k16<T>(s[m][2 * n], q[k][m], b[0], b[1]), mma_m16n8k16<T>(s[m][2 * n + 1], q[k][m], "
+        "b[2], b[3]); }. Row r of a lane is s[r / 2][n][r % 2 * 2 + e], and stands in the tile at g + r * 8.",
+    ],
+)
+def own_kernel(my_kernel: str) -> str:
+    whole = whole_kernel(my_kernel, "my_kernel")
+    with told_first(lambda: built(whole, check=True), OWN_KERNEL, vague=VAGUE):
+        verdict = examine(whole)
+    report = probe(built(whole, check=True), whole, (1, 1, 1, 256, 256, False), sms=1)
+    # Wavefronts per MMA: 1 for K and V with 32 rows per warp, and room for Q, the store and small things
+    spent = expect_budget(report, 1.25, "seq_q=256, seq_k=256, head_dim=64, float16")
+    expect_wide(whole)
+    return f"{verdict.cases} cases right, {spent:.2f} wavefronts per MMA"
+
+
 # ---- 9.8 ------------------------------------------------------------------------------------------------------------
 
 
-def _expect_columns(whole: Source, head_dim: int) -> None:
-    """CheckFailed where O is stored in other columns: with equal scores and V[n, c] = c, O[m, c] is c."""
-    __tracebackhide__ = True
-    module, q = built(whole, check=False, head_dim=head_dim), torch.zeros(1, 1, 64, head_dim).half()
-    v = torch.arange(head_dim).half().expand_as(q)
-    case = f"64 queries and keys, head_dim={head_dim}"
-    o = ran(module, whole, case, partial(module.forward, q, q, v.contiguous(), causal=False, echo=False))[0][0, 0]
-    moved = (o != v[0, 0]).nonzero()
-    if len(moved):
-        row, column = moved[0].tolist()
-        raise CheckFailed(
-            f"O[{row}, {column}] holds what belongs to column {o[row, column]:g}, and {len(moved)} of {o.numel()} "
-            "elements lie in a wrong column: O is written and read back by one swizzle, (column / 8) ^ (row % 8)",
-            diagnosis="columns-moved",
-            case=case,
-        )
+_WRITTEN, _READ_BACK = "(o_lane ^ n * 16)", "(from ^ pass * ROWS % 8 * 16)"
+STORE = Trials(
+    "9.8", partial(built, check=True, head_dim=128), [forwards((1, 2, 1, 70, 70, False), 128, torch.float16)],
+    region=True, tol=1e-3, most=150, read=lambda text: text.rstrip().removesuffix("}"),  # that of the kernel
+    place=lambda text: _storing(text if text.count("}") > text.count("{") else text + "}").text,
+    notes={"n * 16": "column 8 n is chunk n: the swizzle's XOR takes it", "ROWS": "a pass of the warp is ROWS rows",
+           "pass * ROWS % 8 * 16": "the swizzle looks at row % 8 too"},
+    rows=[
+        Row("columns-moved", "the passes forget that the swizzle looks at row % 8: rows of a later pass have another",
+            [(_READ_BACK, "from")]),
+        Row("columns-moved", "O is written without the swizzle, and read back with it",
+            [(_WRITTEN, "(o_lane + n * 16)")]),
+    ],
+)  # fmt: skip
+
+
+def _storing(text: str) -> Source:
+    return replaced(step("p9_2_addresses"), "store", text)
 
 
 @exercise(
@@ -75,19 +139,14 @@ def _expect_columns(whole: Source, head_dim: int) -> None:
         "shared + (from ^ pass * ROWS % 8 * 16) + pass * ROWS * ROW_BYTES.",
     ],
 )
-def _(store: str) -> str:
-    whole = replaced(step("p9_2_addresses"), "store", text_of(store, "store"))
-    try:
+def addresses_of_the_store(store: str) -> str:
+    whole = _storing(text_of(store, "store"))
+    with told_first(lambda: built(whole, check=True, head_dim=128), STORE):
         verdict = examine(whole)
         wide = examine(whole, head_dim=128, probes=((1, 1, 1, 70, 70, False),), fast=False, max_seq=70)
-    except CheckFailed as failed:
-        if failed.diagnosis in ("values-moved", "wrong-value", "wrong-weights", "nan-everywhere"):
-            for head_dim in (64, 128):
-                _expect_columns(whole, head_dim)
-        raise
     count = '#define at(...) ((void)printf("a"), at(__VA_ARGS__))'
     for head_dim in (64, 128):
-        calls = _said(whole, count, "#undef at", 64, 64, head_dim).count("a") / 128
+        calls = said_by(whole, count, "#undef at", 64, 64, head_dim).count("a") / 128
         expect(
             calls <= 2,
             f"right, but each lane calls `at` {calls:.3g} times where it stores O: one call before each loop will do, "
@@ -100,6 +159,25 @@ def _(store: str) -> str:
 
 # ---- 9.9 ------------------------------------------------------------------------------------------------------------
 
+
+def _putting_out(text: str) -> Source:
+    return replaced(step("p9_5_prefetch"), "output", text)
+
+
+OUTPUT = Trials(
+    "9.9", partial(built, check=True), [forwards((1, 2, 1, 70, 90, False), dtype=torch.float16)], region=True,
+    place=lambda text: _putting_out(text).text, tol=1e-3, most=150,
+    notes={"step + 1": "the fragment that is loaded is the next step's", "O_TILES / 2": "k has O_TILES / 2 steps"},
+    rows=[
+        Row("wrong-buffer", "the next fragment is loaded over the one that this step multiplies",
+            [("v_rmem[(step + 1) % 2], next", "v_rmem[step % 2], next")]),
+        Row("wrong-buffer", "a step multiplies the fragment of the next one",
+            [("= v_rmem[step % 2]", "= v_rmem[(step + 1) % 2]")]),
+        Row("not-transposed", "V is loaded without trans: B wants two keys of one column in a register",
+            [("ldmatrix_x4_trans(v_rmem[0]", "ldmatrix_x4(v_rmem[0]"),
+             ("ldmatrix_x4_trans(v_rmem[(step", "ldmatrix_x4(v_rmem[(step")]),
+    ],
+)  # fmt: skip
 _ORDER = (
     '#define ldmatrix_x4_trans(...) ((void)(threadIdx.x == 0 && printf("L")), ldmatrix_x4_trans(__VA_ARGS__))\n'
     '#define mma_m16n8k16 (void)(threadIdx.x == 0 && printf("m")), mma_m16n8k16'
@@ -119,10 +197,11 @@ _ORDER = (
         "* MMA_K * ROW_BYTES); with next_k = (step + 1) / (O_TILES / 2), next_n = (step + 1) % (O_TILES / 2).",
     ],
 )
-def _(output: str) -> str:
-    whole = replaced(step("p9_5_prefetch"), "output", text_of(output, "output"))
-    verdict = examine(whole)
-    said = _said(whole, _ORDER, "#undef ldmatrix_x4_trans\n#undef mma_m16n8k16", 128, 64)
+def v_ahead(output: str) -> str:
+    whole = _putting_out(text_of(output, "output"))
+    with told_first(lambda: built(whole, check=True), OUTPUT):
+        verdict = examine(whole)
+    said = said_by(whole, _ORDER, "#undef ldmatrix_x4_trans\n#undef mma_m16n8k16", 128, 64)
     loads, case = said.count("L"), "seq_q=128, seq_k=64, head_dim=64: one tile, as thread 0 goes through it"
     expect(
         loads == 16,
@@ -135,13 +214,13 @@ def _(output: str) -> str:
         mmas += letter == "m"
         ahead = said[:at].count("L")
         wanted = min((mmas - 1) // 4 + 2, 16)
-        if letter == "m" and ahead < wanted:
-            raise CheckFailed(
-                f"right, but step {(mmas - 1) // 4} issues its MMAs when {ahead} fragments of V have been asked for: "
-                f"it should be {wanted}, its own and the next",
-                diagnosis="not-ahead",
-                case=case,
-            )
+        expect(
+            letter != "m" or ahead >= wanted,
+            f"right, but step {(mmas - 1) // 4} issues its MMAs when {ahead} fragments of V have been asked for: it "
+            f"should be {wanted}, its own and the next",
+            diagnosis="not-ahead",
+            case=case,
+        )
     return f"{verdict.cases} cases right, every fragment asked for a step before its MMAs"
 
 
@@ -248,7 +327,6 @@ def splits_of(blocks, tiles, places, rows, head_dim):
 
 # ---- 9.12 -----------------------------------------------------------------------------------------------------------
 
-_BUDGET = 1.5  # wavefronts per MMA: 1 for K and V, 1/4 for Q again in each tile, and room for the store
 _ROOM = 113 * 1024  # bytes of shared memory per block, so that two fit in an SM of an H100 or H200
 
 
@@ -269,25 +347,21 @@ _ROOM = 113 * 1024  # bytes of shared memory per block, so that two fit in an SM
         "do not. If two stages hurt, begin with one, as in 9.7.",
     ],
 )
-def _(my_kernel_128: str) -> str:
+def own_kernel_128(my_kernel_128: str) -> str:
     whole = whole_kernel(my_kernel_128, "my_kernel_128")
-    verdict = examine(whole, head_dim=128, max_seq=200)
     module = built(whole, check=True, head_dim=128)
+    # At 64 too the kernel is the right one of 9.7, but for Q's fragments
+    with told_first(lambda: built(whole, check=True), OWN_KERNEL, vague=VAGUE):
+        verdict = examine(whole, head_dim=128, max_seq=200)
     shorter, report = (probe(module, whole, (1, 1, 1, 256, seq_k, False), head_dim=128, sms=1) for seq_k in (256, 512))
-    c, case = report.counters, "seq_q=256, seq_k=512, head_dim=128, float16"
-    expect(c["mma"] > 0, "the result is right, but no MMA was issued: use the tensor cores",
-           diagnosis="no-tensor-cores", case=case)  # fmt: skip
-    spent, conflicts = wavefronts(report) / c["mma"], c.bank_conflicts / c["mma"]
-    right = f"the result is right, but it takes {spent:.2f} wavefronts per MMA, where {_BUDGET} are the budget"
-    if spent > _BUDGET >= spent - conflicts:
-        raise CheckFailed(f"{right}: {conflicts:.2f} of them are bank conflicts", diagnosis="bank-conflicts", case=case)
-    expect(spent <= _BUDGET, f"{right}: with 16 rows per warp a fragment of K or V feeds two MMAs, with 32 rows four",
-           diagnosis="too-few-rows-per-warp", case=case)  # fmt: skip
+    case = "seq_q=256, seq_k=512, head_dim=128, float16"
+    # Wavefronts per MMA: 1 for K and V, 1/4 for Q again in each tile, and room for the store
+    spent = expect_budget(report, 1.5, case)
     more = [report.counters[name] - shorter.counters[name] for name in ("ldmatrix", "mma")]
     expect(
         more[0] > 0.27 * more[1],
-        "right, but Q's fragments stay in registers: 64 beside the 128 of O and the 64 of S, where a lane has 255. The "
-        "compiler would spill. Load them again in every tile",
+        "right, but Q's fragments stay in registers: 64 beside the 128 of O and the 64 of S, where a lane has 255. "
+        "Load them again in every tile",
         diagnosis="q-in-registers",
         case=case,
     )

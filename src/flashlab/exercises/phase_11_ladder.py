@@ -1,8 +1,7 @@
-"""Checks of 11.9 to 11.14, the ladder to a Hopper kernel from an empty page.
+"""Checks of 11.6 to 11.14: CUDA texts in the place of a part of a kernel, or of all of it.
 
-A CUDA answer takes the place of a named region of a kernel beside this file, which runs in the emulator: first what the
-emulator finds, then what the numbers say. Where a wait or a release is wrong, the order in which the warps came to the
-barriers says which.
+What the emulator finds comes first, then what the numbers say. A change of the right text that gives all of that, in
+the order of the barriers too, is told before either.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import contextlib
 import functools
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,17 +28,31 @@ from flashlab.check.cuda_answer import (
     probe,
     ran,
     replaced,
+    source_of,
     text_of,
     whole_kernel,
 )
+from flashlab.check.cuda_index import Outputs, Trials, forwards, parted
+from flashlab.check.cuda_trace import VAGUE, told_first, traced
+from flashlab.check.lookup import Row
 from flashlab.cuda import CudaModule
 from flashlab.exercises.registry import exercise
 from flashlab.kernels import step
 from flashlab.simt.report import Event
 from flashlab.simt.source import blank_comments
 
-RING = Path(__file__).parent / "phase_11_ring.cu"
+_HERE = Path(__file__).parent
+RING = _HERE / "phase_11_ring.cu"
 """The kernel of exercise 11.13, but for the consumers' loop."""
+TURNS = _HERE / "phase_11_turns.cu"
+"""The kernel of exercise 11.10, but for the turns."""
+PARTS = _HERE / "phase_11_parts.cu"
+"""The kernel of exercise 11.11, but for the two functions between producer and consumers."""
+_MAP = _HERE / "phase_11_map.cu"
+
+_SHORT = PROBES[:2]
+_LONG = (1, 1, 1, 64, 700, False)
+_NO_KEYS = (2, 1, 1, 200, 24, True)  # a block none of whose rows sees a key
 
 
 def _filled_in(answer: Any, name: str) -> str:
@@ -49,6 +62,28 @@ def _filled_in(answer: Any, name: str) -> str:
     if not blank_comments(text).strip():
         raise NotImplementedError
     return text
+
+
+def _in_file(path: Path, region: str, text: str) -> Source:
+    return replaced(Source(path.read_text(encoding="utf-8"), path.stem), region, text)
+
+
+def _changed(whole: Source, old: str, new: str) -> Source:
+    """The source with one line of it changed; the learner's own lines stay where they are if the lines do."""
+    assert whole.text.count(old) == 1, f"{old!r} occurs {whole.text.count(old)} times in {whole.name}.cu"
+    return replace(whole, text=whole.text.replace(old, new))
+
+
+def _watched(head_dim: int = 64, **defines: Any) -> Callable[[Any], CudaModule]:
+    def build(text: Any) -> CudaModule:
+        __tracebackhide__ = True
+        return built(text, check=True, head_dim=head_dim, **defines)
+
+    return build
+
+
+def _halves(*shape: Any, head_dim: int = 64, **options: Any) -> Callable[[CudaModule], Outputs]:
+    return forwards(shape, head_dim, torch.float16, timeline=1, **options)
 
 
 def _ran(module: CudaModule, whole: Source, case: str, entry: str, *arguments: Any, **options: Any) -> None:
@@ -63,7 +98,7 @@ def _ran(module: CudaModule, whole: Source, case: str, entry: str, *arguments: A
         raise CheckFailed(said, diagnosis=failed.diagnosis, case=case) from None
 
 
-def _events(whole: Source, shape: Sequence[Any], head_dim: int) -> list[Event]:
+def _events(whole: Source, shape: Sequence[Any], head_dim: int = 64) -> list[Event]:
     """What each warp of the first block did; of a run that goes wrong, as far as it went."""
     module = built(whole, check=True, head_dim=head_dim)
     with contextlib.suppress(CheckFailed):
@@ -72,16 +107,301 @@ def _events(whole: Source, shape: Sequence[Any], head_dim: int) -> list[Event]:
     return launches[0].events if launches else []
 
 
+@contextlib.contextmanager
+def _by_name(name: Callable[[int], str | None]) -> Any:
+    """Failures with `bytes 8 to 15 of the dynamic shared memory` by the name of what lies there."""
+    __tracebackhide__ = True
+    try:
+        yield
+    except CheckFailed as failed:
+        said = re.sub(
+            r"bytes (\d+) to \d+ of the dynamic shared memory", lambda m: name(int(m[1])) or m[0], failed.sentence
+        )
+        raise CheckFailed(said, diagnosis=failed.diagnosis, case=failed.case) from None
+
+
+def _expect_given_back(events: Sequence[Event], kinds: Sequence[str], case: str) -> None:
+    """CheckFailed where a consumer does not give back each stage of `kinds` once, in the order of the tiles."""
+    __tracebackhide__ = True
+    given: dict[int, list[int]] = {}
+    for e in events:
+        if e.did == "arrive" and not e.values[1]:
+            given.setdefault(e.warp // 4, []).append(e.values[0])
+    places = sorted({bar for bars in given.values() for bar in bars})
+    stages = len(places) // len(kinds)
+    for i, kind in enumerate(kinds if stages and len(places) % len(kinds) == 0 else ()):
+        bars = places[i * stages : (i + 1) * stages]
+        for group, order in given.items():
+            got = [bars.index(bar) for bar in order if bar in bars]
+            want = [n % stages for n in range(len(got))]
+            expect(
+                got == want,
+                f"consumer {group} gives back stages {_listed(got)} of {kind}, and its tiles 0, 1, 2, ... lie in "
+                f"{_listed(want)}",
+                diagnosis="wrong-stage",
+                case=case,
+            )
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
+
+
+# ---- 11.6 -----------------------------------------------------------------------------------------------------------
+
+
+def _with_epilogue(text: str) -> Source:
+    """Step 10 with a learner's lines from the first wait of the epilogue to where its last brace closes."""
+    whole = source_of(step("p11_10_epilogue"))
+    lines = whole.text.splitlines()
+    begin = next(i for i, line in enumerate(lines) if "if (first_thread) bulk_wait_read<0>();" in line)
+    end = next(i for i in range(begin, len(lines)) if "bulk_commit();" in lines[i])
+    while (cut := "".join(lines[begin : end + 1])).count("{") > cut.count("}"):
+        end += 1
+    own = text.strip("\n").splitlines()
+    return Source("\n".join([*lines[:begin], *own, *lines[end + 1 :]]) + "\n", whole.name, begin + 1, begin + len(own))
+
+
+EPILOGUE = Trials(
+    "11.6", _watched(), [traced(_halves(1, 2, 1, 130, 70, False, sms=1))], region=True,
+    place=lambda text: _with_epilogue(text).text, tol=1e-3, most=130,
+    rows=[
+        Row("fenced-by-one", "the first thread fences alone: each thread that has stored fences, after its last store",
+            [("fence_proxy_async()", "if (first_thread) fence_proxy_async()")]),
+        Row("other-fence", "a fence of threads orders nothing for the copy engine, which reads through the async proxy",
+            [("fence_proxy_async()", "__threadfence_block()")]),
+    ],
+)  # fmt: skip
+
+
+@exercise(
+    "11.6",
+    title="The last mile of O",
+    minutes=20,
+    difficulty="Bug hunt",
+    untouched="06c44aff40ae",
+    history="a common mistake where threads store what TMA or wgmma reads",
+    hints=[
+        "Follow one number of O: a lane stores it to shared memory with stmatrix; then the copy engine reads it. Both "
+        "see the same memory, but they come to it on two different ways.",
+        "The barrier orders the threads: all have stored when the first thread goes on. Does it also say that the "
+        "other way, the async proxy, sees what they have stored?",
+        "fence_proxy_async(), by each thread that has stored, after its last stmatrix and before the barrier.",
+    ],
+)
+def last_mile(epilogue: str) -> str:
+    whole = _with_epilogue(text_of(epilogue, "epilogue"))
+    with told_first(lambda: _watched()(whole), EPILOGUE):
+        # One block, which uses its buffer again
+        verdict = examine(whole, fast=False, probes=_SHORT, max_seq=150, sms=1)
+    sentence = "the result is right, but no O leaves by tma_store: the copy engine should do it"
+    case = "heads=2, kv_heads=1, seq_q=200, seq_k=200, causal"
+    expect(verdict.counters["tma_stores"] > 0, sentence, diagnosis="no-tma-store", case=case)
+    return f"{verdict.cases} cases right, nothing found by the emulator"
+
+
+# ---- 11.7 -----------------------------------------------------------------------------------------------------------
+_RELEASE = """
+        if (first_thread) mbarrier_arrive(empty_v + 8 * ((nth - 1) % STAGES));
+    };"""
+
+
+def _overlapping(scores: str, after_probabilities: str) -> Source:
+    base = _changed(source_of(step("p11_6_overlap")), _RELEASE, "\n    };")
+    return replaced(replaced(base, "rescale O", after_probabilities), "scores", scores)
+
+
+_GIVEN_V = "            if (first_thread) mbarrier_arrive(empty_v + 8 * ((nth - 1) % STAGES));     // repaired\n"
+_GIVEN_K = "        if (first_thread) mbarrier_arrive(empty_k + 8 * stage);\n"
+ROOM = Trials(
+    "11.7", _watched(), [traced(_halves(*_LONG))], region=True, tol=1e-3, most=170,
+    place=lambda text: _overlapping(*parted(text)).text,
+    rows=[
+        Row("released-too-early", "K is given back before its product has been waited for",
+            [(_GIVEN_K, ""), ("        wgmma_wait<FIRST", f"{_GIVEN_K}        wgmma_wait<FIRST")]),
+        Row("released-too-early", "V is given back while O += P V of its tile is still under way",
+            [(_GIVEN_V, ""), ("output_is_there();\n", f"{_GIVEN_V.strip()}\n            output_is_there();\n")]),
+        Row("never-released", "nobody gives V back: each consumer arrives at empty_v when O += P V of a tile is there",
+            [(_GIVEN_V, "")]),
+        Row("released-twice", "V of a tile is given back twice", [(_GIVEN_V, 2 * _GIVEN_V)]),
+        Row("not-waited-for", "the first tile's scores are not waited for: no group is committed after them",
+            [("wgmma_wait<FIRST ? 0 : 1>", "wgmma_wait<1>")]),
+        Row("released-at-the-first", "V is given back at the first tile too, where there is no tile before",
+            [(_GIVEN_K, f"{_GIVEN_K}if (FIRST) {_GIVEN_V.strip()}\n")]),
+    ],
+)  # fmt: skip
+
+
+@exercise(
+    "11.7",
+    title="Room for the next tile",
+    minutes=25,
+    difficulty="Bug hunt",
+    untouched="7d7ce3738bf0",
+    history="a common mistake in kernels that have two products under way",
+    hints=[
+        "Two groups are committed in a round: the scores of this tile, then O += P V of the tile before. Which of them "
+        "has wgmma_wait<1> waited for, and which is still under way?",
+        "Who arrives at empty_v says: nobody reads this tile of V any more, the producer may fill its stage again. "
+        "From which line on is that true?",
+        "The arrival at empty_v belongs behind wgmma_wait<0>, which is in output_is_there(). The one at empty_k may "
+        "stay: the scores have been waited for.",
+    ],
+)
+def room_for_a_tile(scores: str, after_probabilities: str) -> str:
+    texts = text_of(scores, "scores"), text_of(after_probabilities, "after_probabilities")
+    whole, case = _overlapping(*texts), "seq_q=64, seq_k=700"
+    with told_first(lambda: _watched()(whole), ROOM):
+        verdict = examine(whole, fast=False, probes=(PROBES[0], _LONG), max_seq=150)
+        events = _events(whole, _LONG)
+        _expect_given_back(events, "KV", case)
+    waits = any(e.did == "wait" and e.values[1] > 0 for e in events)
+    expect(
+        waits and "output_is_there" not in blank_comments(texts[0]),
+        "the result is right, and nothing is released too early; but the softmax runs only when O += P V of the tile "
+        f"before is done: {'output_is_there() comes before it' if waits else 'each wait waits for all products'}",
+        diagnosis="no-overlap",
+        case=case,
+    )
+    return f"{verdict.cases} cases right, nothing found by the emulator"
+
+
+# ---- 11.8 -----------------------------------------------------------------------------------------------------------
+_AFTER = "    setmaxnreg_inc<CONSUMER_REGISTERS>();\n"
+# Stages that are used three times and more; a causal block's few tiles; a block without a key.
+_PRODUCED = ((1, 1, 1, 64, 1000, False), PROBES[0], (1, 1, 1, 200, 24, True))
+_HEAD_DIM, _STAGES, _CONSUMERS, _BLOCK_N = 128, 3, 2, 128
+_OF_K, _OF_V = "mbarrier_wait(empty_k + 8 * stage, free);", "mbarrier_wait(empty_v + 8 * stage, free);"
+_OF_Q = "load_tile<BLOCK_M>(q_smem, q_map, full_q, m_start, head, batch);"
+
+
+def _with_producer(text: str) -> Source:
+    whole = replaced(step("p11_5_consumers"), "producer", text.strip("\n") + "\n" + _AFTER)
+    return _changed(whole, "STAGES = 2;", f"STAGES = {_STAGES};")
+
+
+def _stage_at(byte: int) -> str | None:
+    """What lies at this byte of the dynamic shared memory of `_with_producer`."""
+    barrier = (byte - (64 * _CONSUMERS + 2 * _STAGES * _BLOCK_N) * _HEAD_DIM * 2) // 8
+    if barrier == 0:
+        return "`full_q`"
+    if not 0 < barrier <= 4 * _STAGES:
+        return None
+    kind, stage = divmod(barrier - 1, _STAGES)
+    return f"`{('full_k', 'full_v', 'empty_k', 'empty_v')[kind]}` of stage {stage}"
+
+
+PRODUCER = Trials(
+    "11.8", _watched(_HEAD_DIM), region=True, place=lambda text: _with_producer(text).text, tol=1e-3, most=230,
+    runs=[traced(_halves(*_PRODUCED[0], head_dim=_HEAD_DIM), (8, 9, 10, 11)),
+          traced(_halves(2, 2, 1, 130, 200, True, head_dim=_HEAD_DIM), (8, 9, 10, 11))],
+    notes={
+        "n / STAGES": "each use of a stage is a phase, and the parity is the phase's last bit",
+        "n / STAGES + 1": "a place that nobody has used is free: the first round's parity is 1",
+        "stage": "the nth tile lies in stage n % STAGES", "kv_head": "tiles of K and V come from kv_head",
+        "end - 1 - n": "the consumers take tile end - 1 first", "KV_BYTES": "a stage is KV_BYTES long",
+    },
+    rows=[
+        Row("waits-for-itself", "the producer waits at `full`, for its own copies: where there is room for a tile, "
+            "`empty` says", [(_OF_K, _OF_K.replace("empty", "full")), (_OF_V, _OF_V.replace("empty", "full"))]),
+        Row("q-with-every-tile", "Q is asked for with every tile: it is one tile, and comes once",
+            [(_OF_Q, ""), (_OF_K, f"{_OF_Q}\n{_OF_K}")]),
+        Row("half-a-stage", "the stages of K and V are half as long as a tile: two tiles lie one on the other",
+            [("k_smem + stage * KV_BYTES", "k_smem + stage * KV_BYTES / 2"),
+             ("v_smem + stage * KV_BYTES", "v_smem + stage * KV_BYTES / 2")]),
+        Row("one-warp", "one warp of the producer's warpgroup gives its registers back and returns: all four have to",
+            [("warp >= WARPS", "warp == WARPS")]),
+        Row("tiles-upwards", "the tiles are asked for upwards, and the consumers go from end - 1 down to 0",
+            [("(end - 1 - n) * BLOCK_N", "n * BLOCK_N")]),
+        Row("kv-head", "the tiles of K and of V come from `head`: heads of Q share those of kv_head",
+            [("full_k + 8 * stage, key, kv_head", "full_k + 8 * stage, key, head"),
+             ("full_v + 8 * stage, key, kv_head", "full_v + 8 * stage, key, head")]),
+        Row("no-waits", "nothing is waited for: a stage is filled again while the consumers read it",
+            [(_OF_K, ""), (_OF_V, "")]),
+        Row("stage-from-the-end", "the stage is counted from the last tile: the nth tile that comes lies in n % STAGES",
+            [("stage = n % STAGES", "stage = (end - 1 - n) % STAGES")]),
+        Row("two-stages", "two stages are used, and there are STAGES", [("stage = n % STAGES", "stage = n % 2")]),
+    ],
+)  # fmt: skip
+
+
+@exercise(
+    "11.8",
+    title="The producer, from a blank page",
+    minutes=60,
+    difficulty="Stretch",
+    hints=[
+        "Warps WARPS and later are the producer's warpgroup. All of its threads give their registers back; one thread "
+        "of one warp does the rest; and none of them may go on to the consumers' code.",
+        "Q first, to full_q: one tile, for which nobody has to make room. Then the tiles of keys in the order in which "
+        "the consumers take them: from end - 1 down to 0. The nth of them, n = 0, 1, ..., goes to stage n % STAGES.",
+        "Before K of the nth tile: mbarrier_wait(empty_k + 8 * stage, ...), with the producer's parity of exercise "
+        "11.2. Then load_tile, which announces the bytes itself. Then the same for V, with empty_v and full_v.",
+        "if (warp >= WARPS) { setmaxnreg_dec<PRODUCER_REGISTERS>(); if (warp == WARPS && elect_one()) { Q; the loop } "
+        "return; }",
+    ],
+)
+def producer_of_tiles(producer: str) -> str:
+    whole = _with_producer(_filled_in(producer, "producer"))
+    case = f"seq_q=64, seq_k=1000, head_dim={_HEAD_DIM}, STAGES={_STAGES}"
+    with told_first(lambda: _watched(_HEAD_DIM)(whole), PRODUCER), _by_name(_stage_at):
+        verdict = examine(whole, head_dim=_HEAD_DIM, fast=False, probes=_PRODUCED, max_seq=150)
+        sentence = "the result is right, but no tile comes by tma_load: the copy engine should bring them"
+        expect(verdict.counters["tma_loads"] > 0, sentence, diagnosis="no-tma-load", case=case)
+        _expect_early(_events(whole, _PRODUCED[0], _HEAD_DIM), case)
+    return f"{verdict.cases} cases right with {_STAGES} stages, and each tile is asked for as soon as there is room"
+
+
+def _expect_early(events: Sequence[Event], case: str) -> None:
+    """CheckFailed where the producer waits for more than the stage that it fills next: each slab is a load."""
+    __tracebackhide__ = True
+    slabs = _HEAD_DIM // 64
+    producers = [e for e in events if e.warp >= 4 * _CONSUMERS]
+    released = sorted({e.values[0] for e in events if e.did == "arrive" and e.warp < 4 * _CONSUMERS})  # K's, then V's
+    places = sorted({e.values[0] for e in producers if e.did == "load"})[-2 * _STAGES * slabs :: slabs]  # the same
+    arrivals = Counter[int]()
+    asked, waited = [0, 0], [-1, -1]  # of K, of V: tiles asked for, the last one whose release was waited for
+    said = "the result is right, but"
+    for e in events:
+        at = e.values[0]
+        if e.warp < 4 * _CONSUMERS:
+            arrivals[at] += e.did == "arrive"
+        elif e.did == "mbarrier-passed":
+            expect(at in released, f"{said} the producer waits for its own copies: that is the consumers' wait",
+                   diagnosis="no-overlap", case=case)  # fmt: skip
+            kind, stage = divmod(released.index(at), _STAGES)
+            if arrivals[at] >= _CONSUMERS:
+                waited[kind] = max(waited[kind], (arrivals[at] // _CONSUMERS - 1) * _STAGES + stage)
+        elif e.did == "load" and at in places:
+            kind = int(at >= places[_STAGES])
+            n = asked[kind]
+            asked[kind] += 1
+            # K of the next tile may come before V
+            seen = max(waited[kind], waited[1] if kind == 0 else waited[0] - 1)
+            for_v = kind == 0 and waited[1] >= max(0, n - _STAGES)
+            free = f"when {'KV'[kind]} of tile {n - _STAGES} has been read" if n >= _STAGES else "from the beginning"
+            expect(
+                seen <= max(-1, n - _STAGES) and not for_v,
+                f"{said} {'KV'[kind]} of tile {n} (from 0) is asked for only when {'V of ' * for_v}tile "
+                f"{waited[1] if for_v else seen} has been read: its place is free {free}",
+                diagnosis="no-overlap",
+                case=case,
+            )
+
+
 # ---- 11.9 -----------------------------------------------------------------------------------------------------------
-_MAP = Path(__file__).parent / "phase_11_map.cu"
 _BOX_ROWS, _PACKED_DIM = 32, 128
-# (batch, seq, heads): no two sizes alike; rows that are no multiple of the box.
-_PACKED = (2, 26, 3)
+_PACKED = (3, 14, 4)  # (batch, seq, heads): no two sizes alike
+# Of each head, and beyond each end
+_CORNERS = torch.tensor(
+    [(c, r, h, b) for b in range(4) for h in range(5) for r, c in ((0, 64), (8, 0), (-8, 0))] + [(128, 0, 1, 1)],
+    dtype=torch.int32,
+)
 
 
-def _where(number: int, shape: Sequence[int]) -> str:
+def _where(number: int) -> str:
     """Which element of qkv [batch, seq, 3, heads, 128] has this number."""
-    batch, seq, heads = shape
+    _, seq, heads = _PACKED
     rest, column = divmod(number - 1, _PACKED_DIM)
     rest, head = divmod(rest, heads)
     rest, which = divmod(rest, 3)
@@ -89,18 +409,31 @@ def _where(number: int, shape: Sequence[int]) -> str:
     return f"{'QKV'[which]}, batch {b}, head {head}, row {row}, column {column}"
 
 
-def _boxes(module: CudaModule, whole: Source, shape: Sequence[int], corners: torch.Tensor) -> torch.Tensor:
-    """What the boxes at these corners hold: [corners, rows, columns], numbers of 16 bits, -1 where nothing came."""
-    __tracebackhide__ = True
-    batch, seq, heads = shape
-    count = batch * seq * 3 * heads * _PACKED_DIM
-    assert count < 2**16 - 1, "each element has a number of its own, from 1"
-    numbers = torch.arange(1, count + 1).to(torch.uint16)  # 0 is what does not exist
-    numbers = numbers.view(torch.float16)
-    out = torch.full((len(corners), _BOX_ROWS, 64), -1, dtype=torch.int16)
-    case = f"batch={batch}, seq={seq}, heads={heads}"
-    _ran(module, whole, case, "boxes", numbers, corners, out, *shape, len(corners))
-    return out.view(torch.uint16).long()
+def _boxes() -> tuple[Any, ...]:
+    """The arguments of `boxes`: each element has a number of its own, from 1; -1 is where nothing came."""
+    batch, seq, heads = _PACKED
+    numbers = torch.arange(1, batch * seq * 3 * heads * _PACKED_DIM + 1).to(torch.uint16).view(torch.float16)
+    out = torch.full((len(_CORNERS), _BOX_ROWS, 64), -1, dtype=torch.int16)
+    return numbers, _CORNERS, out, batch, seq, heads, len(_CORNERS)
+
+
+def _look(module: CudaModule) -> Outputs:
+    given = _boxes()
+    module.launch("boxes", *given, echo=False)
+    return [given[2].view(torch.uint16).float()]
+
+
+OWN_MAP = Trials(
+    "11.9", _watched(HEAD_DIM=_PACKED_DIM), [_look], tol=1e-6,
+    place=lambda text: _in_file(_MAP, "map", text).text,
+    words={"row_bytes": "the bytes of a row"},
+    notes={
+        "heads * HEAD_DIM": "K begins behind Q of the first row", "3": "Q, K and V of all heads lie in a row",
+        "2": "an element has 2 bytes",
+    },
+    rows=[Row("no-swizzle", "the map has no swizzle: the tile is asked for with that of 128 bytes",
+              [("CU_TENSOR_MAP_SWIZZLE_128B", "CU_TENSOR_MAP_SWIZZLE_NONE")])],
+)  # fmt: skip
 
 
 @exercise(
@@ -118,41 +451,77 @@ def _boxes(module: CudaModule, whole: Source, shape: Sequence[int], corners: tor
         "HEAD_DIM * 2}; box {SLAB, 32, 1, 1}; base qkv + heads * HEAD_DIM; CU_TENSOR_MAP_SWIZZLE_128B.",
     ],
 )
-def _(map_of_k: str) -> str:
+def own_map(map_of_k: str) -> str:
     text = _filled_in(map_of_k, "map_of_k")
     expect("map_of_k(" in text, "the text should still define `map_of_k`", diagnosis="wrong-entry")
-    whole = replaced(Source(_MAP.read_text(encoding="utf-8"), _MAP.stem), "map", text)
-    module = built(whole, check=True, HEAD_DIM=_PACKED_DIM)
+    whole = _in_file(_MAP, "map", text)
+    module, (batch, seq, heads) = _watched(HEAD_DIM=_PACKED_DIM)(whole), _PACKED
+    case = f"batch={batch}, seq={seq}, heads={heads}"
+    given = _boxes()
+    with told_first(lambda: module, OWN_MAP):
+        _ran(module, whole, case, "boxes", *given)
+        _expect_boxes(given[2].view(torch.uint16).long(), case)
+    return f"{len(_CORNERS)} boxes of 32 rows, most of them beyond an end"
+
+
+def _expect_boxes(got: torch.Tensor, case: str) -> None:
+    __tracebackhide__ = True
     batch, seq, heads = _PACKED
-    corners = torch.tensor(
-        [(c, r, h, b) for b in range(batch) for h in range(heads) for r in (0, 16, -8) for c in (0, 64)],
-        dtype=torch.int32,
-    )
-    got = _boxes(module, whole, _PACKED, corners)
-    row = corners[:, 1, None, None] + torch.arange(_BOX_ROWS)[:, None]
-    column = corners[:, 0, None, None] + torch.arange(64)
-    head, b = corners[:, 2, None, None], corners[:, 3, None, None]
-    want = (((b * seq + row) * 3 + 1) * heads + head) * _PACKED_DIM + column + 1
-    want = torch.where((row >= 0) & (row < seq), want, 0)
+    column, row, head, b = (_CORNERS[:, i, None, None] for i in range(4))
+    row = row + torch.arange(_BOX_ROWS)[:, None]
+    want = (((b * seq + row) * 3 + 1) * heads + head) * _PACKED_DIM + column + torch.arange(64) + 1
+    want = torch.where((row >= 0) & (row < seq) & (column < _PACKED_DIM) & (head < heads) & (b < batch), want, 0)
     off = (got != want).nonzero()
-    if len(off):
-        box, line, place = off[0].tolist()
-        c, r, h, n = corners[box].tolist()
-        found, wanted = int(got[box, line, place]), int(want[box, line, place])
-        what = "zeros" if found == 0 else "nothing that came" if found == 2**16 - 1 else _where(found, _PACKED)
-        right = _where(wanted, _PACKED) if wanted else "0: that row does not exist"
-        raise CheckFailed(
-            f"tma_load at column {c}, row {r}, head {h}, batch {n}: element [{line}, {place}] of the box is {what}, "
-            f"and should be {right} ({len(off)} of {got.numel()} elements are wrong)",
-            diagnosis="wrong-element",
-            case=f"batch={batch}, seq={seq}, heads={heads}",
-        )
-    return f"{len(corners)} boxes of 32 rows, of them {2 * batch * heads * 2} beyond an end"
+    if not len(off):
+        return
+    box, line, place = off[0].tolist()
+    c, r, h, n = _CORNERS[box].tolist()
+    found, wanted = int(got[box, line, place]), int(want[box, line, place])
+    what = "zeros" if found == 0 else "nothing that came" if found == 2**16 - 1 else _where(found)
+    raise CheckFailed(
+        f"element [{line}, {place}] of a box is {what}, and should be "
+        f"{_where(wanted) if wanted else '0: it does not exist'}.\n"
+        f"tma_load at column {c}, row {r}, head {h}, batch {n}; {len(off)} of {got.numel()} elements are wrong",
+        diagnosis="wrong-element",
+        case=case,
+    )
 
 
 # ---- 11.10 ----------------------------------------------------------------------------------------------------------
-TURNS = Path(__file__).parent / "phase_11_turns.cu"
-"""The kernel of exercise 11.10, but for the turns."""
+
+
+def _turns(module: CudaModule) -> Outputs:
+    order = torch.full((9,), -1, dtype=torch.int32)
+    module.launch("run", order, 3, echo=False, timeline=1, timeout=2.0)
+    return [order.float()]
+
+
+_PASS, _TAKE = "if (consumer == 0) pass_turn(consumer);", "if (consumer == CONSUMERS - 1) take_turn(consumer);"
+_TO = "named_barrier_arrive(4 + (consumer + CONSUMERS - 1) % CONSUMERS, 2 * GROUP);"
+OWN_TURNS = Trials(
+    "11.10", _watched(CONSUMERS=3), [traced(_turns)], place=lambda text: _in_file(TURNS, "turns", text).text,
+    notes={
+        "consumer == 0": "the last consumer begins, so consumer 0 passes on, as if its turn had just been",
+        "2 * GROUP": "two consumers meet at a barrier: who waits, and who arrives",
+        "consumer == CONSUMERS - 1": "consumer 0's last turn was passed on to consumer CONSUMERS - 1",
+    },
+    rows=[
+        Row("forwards", "the turns go forwards: consumer c passes on to c + 1, and they go backwards", [
+            (_TO, _TO.replace("consumer + CONSUMERS - 1", "consumer + 1"))]),
+        Row("all-are-counted", "the barriers count all consumers: two meet there, who waits and who arrives",
+            [("sync(4 + consumer, 2 *", "sync(4 + consumer, CONSUMERS *"),
+             (_TO, _TO.replace("2 * GROUP", "CONSUMERS * GROUP"))]),
+        Row("waits-to-pass", "who passes a turn on waits until the next has come for it: arriving counts, and goes on",
+            [("named_barrier_arrive(", "named_barrier_sync(")]),
+        Row("one-barrier", "all turns are taken at one barrier: each consumer has one of its own",
+            [("sync(4 + consumer", "sync(4"), (_TO, "named_barrier_arrive(4, 2 * GROUP);")]),
+        Row("barrier-zero", "barrier 0 is that of __syncthreads: turns need barriers of their own, from 4 on",
+            [("sync(4 + consumer", "sync(consumer"), (_TO, _TO.replace("4 + ", ""))]),
+        Row("nobody-begins", "nobody passes the first turn on: begin has nothing to do here", [(_PASS, "")]),
+        Row("turn-left-over", "the last turn is passed on, and nobody takes it: consumer CONSUMERS - 1 has to", [
+            (_TAKE, "")]),
+    ],
+)  # fmt: skip
 
 
 @exercise(
@@ -169,102 +538,85 @@ TURNS = Path(__file__).parent / "phase_11_turns.cu"
         "CONSUMERS - 1, which takes that turn and does nothing with it.",
     ],
 )
-def _(turns: str) -> str:
+def turns_backwards(turns: str) -> str:
     text = _filled_in(turns, "turns")
     for name in ("begin", "take_turn", "pass_turn", "end"):
         expect(f"{name}(" in text, f"the text should still define `{name}`", diagnosis="wrong-entry")
-    whole = replaced(Source(TURNS.read_text(encoding="utf-8"), TURNS.stem), "turns", text)
-    for consumers in (2, 3):
-        module = built(whole, check=True, CONSUMERS=consumers)
-        for rounds in (3, 1):
-            case = f"CONSUMERS={consumers}, {rounds} round{'s' * (rounds > 1)}"
-            order = torch.full((consumers * rounds,), -1, dtype=torch.int32)
-            failed = None
-            try:
-                _ran(module, whole, case, "run", order, rounds, timeline=1)
-            except CheckFailed as found:
-                failed = found
-            launches = module.report.launches if module.report is not None else []
-            events = launches[0].events if launches else []
-            goes = [*range(consumers)][::-1] * rounds
-            if failed is not None:
-                raise _turns_failed(failed, events, goes)
-            went = order.tolist()
-            expect(
-                went == goes,
-                f"the turns went {_numbers(went)}; they should go {_numbers(goes)}",
-                diagnosis="wrong-order",
-                case=case,
-            )
-            expect(
-                any(e.did == "barrier-arrive" for e in events),
-                "the order is right, but who passes a turn on waits until the next has come for it: "
-                "named_barrier_arrive counts, and goes on",
-                diagnosis="waits-to-pass",
-                case=case,
-            )
-            _expect_none_left(module, case)
+    whole = _in_file(TURNS, "turns", text)
+    with told_first(lambda: _watched(CONSUMERS=3)(whole), OWN_TURNS):
+        for consumers in (2, 3):
+            _expect_turns(_watched(CONSUMERS=consumers)(whole), whole, consumers)
     return "2 and 3 consumers take their turns, and none is left over"
 
 
-def _numbers(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))
-
-
-def _turns_failed(failed: CheckFailed, events: Sequence[Event], goes: Sequence[int]) -> CheckFailed:
-    """What the consumers had done at the named barriers by the time when the run failed; the finding below."""
-    if any(e.did == "barrier-arrive" and e.values[0] == 0 for e in events):
-        said = "barrier 0 is that of __syncthreads: turns need barriers of their own, of 1 to 15"
-        return CheckFailed(f"{said}\n{failed.sentence}", diagnosis="barrier-zero", case=failed.case)
-    if failed.diagnosis == "race":
-        said = "two consumers had their turn at the same time"
-    elif failed.diagnosis == "deadlock":
-        went = [e.warp // 4 for e in events if e.did == "barrier-passed" and e.values[0] and e.warp % 4 == 0]
-        if not went and any(e.did == "barrier-arrive" for e in events):
-            said = (
-                "nobody has had a turn, though one was passed on: to which barrier, and how many threads does it count?"
-            )
-        elif not went:
-            said = "nobody has had a turn: the first one has to be passed on by somebody, before the first round"
-        elif went[: len(goes)] == list(goes):
-            said = "all turns went right; then somebody waits for one that nobody passes on"
-        else:
-            said = f"the turns that were taken: {_numbers(went)}; they should go {_numbers(goes)}"
-    else:
-        return failed
-    return CheckFailed(f"{said}\n{failed.sentence}", diagnosis=failed.diagnosis, case=failed.case)
-
-
-def _expect_none_left(module: CudaModule, case: str) -> None:
-    """Raises CheckFailed where threads have arrived at a named barrier that nobody has waited for."""
+def _expect_turns(module: CudaModule, whole: Source, consumers: int) -> None:
     __tracebackhide__ = True
-    assert module.report is not None, "every run in the emulator leaves a report"
-    came: dict[int, int] = {}
-    for e in module.report.launches[0].events:
-        if e.did in ("barrier", "barrier-arrive") and e.values[0]:
-            came[e.values[0]] = (came.get(e.values[0], 0) + 32) % e.values[1]
-    left = {number: threads for number, threads in came.items() if threads}
-    expect(
-        not left,
-        "the order is right, but when the block ends a turn is left over: "
-        + ", ".join(f"{threads} threads have arrived at barrier {number}" for number, threads in left.items())
-        + ", and nobody takes that turn",
-        diagnosis="turn-left-over",
-        case=case,
-    )
+    for rounds in (3, 1):
+        case = f"CONSUMERS={consumers}, {rounds} round{'s' * (rounds > 1)}"
+        order, goes = torch.full((consumers * rounds,), -1, dtype=torch.int32), [*range(consumers)][::-1] * rounds
+        try:
+            _ran(module, whole, case, "run", order, rounds, timeline=1)
+        except CheckFailed as failed:
+            events = module.report.launches[0].events if module.report and module.report.launches else []
+            went = [e.warp // 4 for e in events if e.did == "barrier-passed" and e.values[0] and e.warp % 4 == 0]
+            said = f"turns were taken by {_listed(went) or 'nobody'}, and should be by {_listed(goes)}"
+            raise CheckFailed(f"{said}\n{failed.sentence}", diagnosis=failed.diagnosis, case=case) from None
+        said = f"the turns went {_listed(order.tolist())}; they should go {_listed(goes)}"
+        expect(order.tolist() == goes, said, diagnosis="wrong-order", case=case)
+        assert module.report is not None, "every run in the emulator leaves a report"
+        came, events = Counter[int](), module.report.launches[0].events
+        for e in events:
+            if e.did in ("barrier", "barrier-arrive") and e.values[0]:
+                came[e.values[0]] = (came[e.values[0]] + 32) % e.values[1]
+        left = ", ".join(f"{threads} threads at barrier {number}" for number, threads in came.items() if threads)
+        expect(not left, f"the order is right, but a turn is left over at the end, which nobody takes: {left}",
+               diagnosis="turn-left-over", case=case)  # fmt: skip
+        said = "the order is right, but who passes a turn on waits until the next has come for it"
+        expect(any(e.did == "barrier-arrive" for e in events), said, diagnosis="waits-to-pass", case=case)
 
 
 # ---- 11.11 ----------------------------------------------------------------------------------------------------------
-PARTS = Path(__file__).parent / "phase_11_parts.cu"
-"""The kernel of exercise 11.11, but for the two functions between producer and consumers."""
-
-
 _PLACES = 3
 
 
-def _barrier(byte: int) -> str:
-    """The name of the mbarrier at this byte of `barriers`."""
-    number = byte // 8
+def _part_runs(parts: int, blocks: int) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    return torch.zeros(1, dtype=torch.int32), torch.zeros(max(1, parts), 2, dtype=torch.int32), parts, blocks
+
+
+def _hand_out(parts: int, blocks: int) -> Callable[[CudaModule], Outputs]:
+    def run(module: CudaModule) -> Outputs:
+        given = _part_runs(parts, blocks)
+        module.launch("run", *given, echo=False, timeline=1, timeout=2.0)
+        return [given[0].float(), given[1].float()]
+
+    return run
+
+
+_STORED = "    h.place[at] = part;\n    mbarrier_arrive(h.full + 8 * at);"
+_READ = "    const int part = h.place[at];\n    mbarrier_arrive(h.empty + 8 * at);\n    return part;"
+HAND = Trials(
+    "11.11", _watched(), [traced(_hand_out(7, 1))], most=200,
+    place=lambda text: _in_file(PARTS, "hand", text).text,
+    notes={
+        "n / PLACES": "each use of a place is a phase, and the parity is the phase's last bit",
+        "n / PLACES + 1": "a place that nobody has used is free: the first wait's parity is 1",
+    },
+    rows=[
+        Row("arrives-before-it-stores", "hand_on arrives before it stores the number: the arrival shows what came "
+            "before it", [(_STORED, "\n".join(_STORED.splitlines()[::-1]))]),
+        Row("arrives-before-it-reads", "take says that the place is free, and reads it after that: read first",
+            [(_READ, "    mbarrier_arrive(h.empty + 8 * at);\n    return h.place[at];")]),
+        Row("not-from-the-counter", "the number is n, and not the counter's: blocks would work on the same parts",
+            [("atomicAdd(h.counter, 1)", "n")]),
+        Row("one-place", "every number goes through place 0: there are PLACES of them", [
+            ("on(const Hand& h, int n) {\n    const int at = n % PLACES;", "on(const Hand& h, int n) {\n    "
+             "const int at = 0;")]),
+    ],
+)  # fmt: skip
+
+
+def _place_named(m: re.Match[str]) -> str:
+    number = int(m[1]) // 8
     return f"`{'full' if number < _PLACES else 'empty'}` of place {number % _PLACES}"
 
 
@@ -283,40 +635,39 @@ def _barrier(byte: int) -> str:
         "like the others: they tell the consumers to stop.",
     ],
 )
-def _(hand: str) -> str:
+def hands_on(hand: str) -> str:
     text = _filled_in(hand, "hand")
     for name in ("hand_on", "take"):
         expect(f"{name}(" in text, f"the text should still define `{name}`", diagnosis="wrong-entry")
-    whole = replaced(Source(PARTS.read_text(encoding="utf-8"), PARTS.stem), "hand", text)
-    module = built(whole, check=True)
-    for parts, blocks in ((7, 1), (20, 3), (1, 2), (0, 1)):
-        case = f"{parts} parts, {blocks} block{'s' * (blocks > 1)}"
-        counter, done = torch.zeros(1, dtype=torch.int32), torch.zeros(max(1, parts), 2, dtype=torch.int32)
-        try:
-            _ran(module, whole, case, "run", counter, done, parts, blocks)
-        except CheckFailed as failed:
-            said = re.sub(r"barriers at byte (\d+)", lambda m: _barrier(int(m[1])), failed.sentence)
-            raise CheckFailed(said, diagnosis=failed.diagnosis, case=case) from None
-        wrong = (done[:parts] != 1).nonzero()
-        if len(wrong):
-            part, consumer = wrong[0].tolist()
-            times = int(done[part, consumer])
-            raise CheckFailed(
-                f"consumer {consumer} works {times} times on part {part}, and should once ({len(wrong)} of {2 * parts} "
-                "counts are wrong). Is a number handed on as it came from the counter, and is a place filled again "
-                "only when all threads have read it?",
-                diagnosis="wrong-parts",
-                case=case,
-            )
-        taken = parts + blocks
-        expect(
-            int(counter) == taken,
-            f"the parts are right, but the counter ends at {int(counter)}: {blocks} producer{'s' * (blocks > 1)} "
-            f"should take {parts} parts, and each one number more, which says that there are none: {taken}",
-            diagnosis="wrong-count",
-            case=case,
-        )
+    whole = _in_file(PARTS, "hand", text)
+    module = _watched()(whole)
+    with told_first(lambda: module, HAND):
+        for parts, blocks in ((7, 1), (20, 3), (1, 2), (0, 1)):
+            _expect_parts(module, whole, parts, blocks)
     return "every part once, by every consumer, with 1 to 3 blocks"
+
+
+def _expect_parts(module: CudaModule, whole: Source, parts: int, blocks: int) -> None:
+    __tracebackhide__ = True
+    case = f"{parts} parts, {blocks} block{'s' * (blocks > 1)}"
+    counter, done, *sizes = _part_runs(parts, blocks)
+    try:
+        _ran(module, whole, case, "run", counter, done, *sizes)
+    except CheckFailed as failed:
+        said = re.sub(r"barriers at byte (\d+)", _place_named, failed.sentence)
+        raise CheckFailed(said, diagnosis=failed.diagnosis, case=case) from None
+    wrong = (done[:parts] != 1).nonzero()
+    part, consumer = wrong[0].tolist() if len(wrong) else (0, 0)
+    expect(
+        not len(wrong),
+        f"consumer {consumer} works {int(done[part, consumer])} times on part {part}, and should once ({len(wrong)} of "
+        f"{2 * parts} counts are wrong)",
+        diagnosis="wrong-parts",
+        case=case,
+    )
+    taken = parts + blocks
+    said = f"the counter ends at {int(counter)}, and should at {taken}: {parts} parts, and a number more per producer"
+    expect(int(counter) == taken, f"the parts are right, but {said}", diagnosis="wrong-count", case=case)
 
 
 # ---- 11.12 ----------------------------------------------------------------------------------------------------------
@@ -341,6 +692,36 @@ def launchless() -> str:
     return replaced(text, "launch", "// The kernel and its launch:").text
 
 
+_MAPS = (
+    "p->batch, p->heads, p->seq_q, BLOCK_M)",
+    "map_of(p->k, p->k_stride, p->batch, p->kv_heads, p->seq_k, BLOCK_N)",
+    "map_of(p->v, p->v_stride, p->batch, p->kv_heads, p->seq_k, BLOCK_N)",
+)
+LAUNCH = Trials(
+    "11.12", _watched(), [_halves(2, 4, 2, 200, 140, False), _halves(1, 2, 1, 200, 200, True)], tol=1e-3,
+    place=lambda text: launchless() + text,
+    notes={"ceil_div(p->seq_q, BLOCK_M)": "a block has BLOCK_M rows of one head of one batch"},
+    rows=[
+        Row("no-attribute", "more than 48 KB of dynamic shared memory have to be asked for, by cudaFuncSetAttribute",
+            [("    cudaFuncSetAttribute(attend, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES);\n", "")]),
+        Row("wrong-attribute", "the attribute is that of one kernel, and another one is launched where it is causal",
+            [("cudaFuncSetAttribute(attend", "cudaFuncSetAttribute(attention<false>")]),
+        Row("box-of-q", "a box of Q has BLOCK_M rows, as many as its tile",
+            [(_MAPS[0], _MAPS[0].replace("BLOCK_M", "BLOCK_N"))]),
+        Row("boxes-of-k", "boxes of K and V have BLOCK_N rows, as many as their tiles",
+            [(x, x.replace("BLOCK_N", "BLOCK_M")) for x in _MAPS[1:]]),
+        Row("rows-of-k", "K and V have seq_k rows", [(x, x.replace("seq_k", "seq_q")) for x in _MAPS[1:]]),
+        Row("k-and-v", "the maps of K and V are exchanged", [("p->k, p->k_stride", "p->v, p->k_stride"),
+                                                             ("p->v, p->v_stride", "p->k, p->v_stride")]),
+        Row("always-causal", "the causal kernel is launched whether it is asked for or not",
+            [("p->causal ? attention<true> : attention<false>", "attention<true>")]),
+        Row("never-causal", "the kernel without a mask is launched where a causal one is asked for",
+            [("p->causal ? attention<true> : attention<false>", "attention<false>")]),
+        Row("one-stage", "the shared memory is that of one stage", [("2 * STAGES * KV_BYTES", "2 * KV_BYTES")]),
+    ],
+)  # fmt: skip
+
+
 @exercise(
     "11.12",
     title="The launch",
@@ -357,21 +738,26 @@ def launchless() -> str:
         "for whichever of the two kernels is launched. The stream is a parameter.",
     ],
 )
-def _(launch: str) -> str:
-    text = _filled_in(launch, "launch")
-    before = launchless()
+def launch_of_a_kernel(launch: str) -> str:
+    text, before = _filled_in(launch, "launch"), launchless()
     lines = len(before.splitlines())
     whole = Source(before + text, "p11_5_consumers", lines + 1, lines + len(text.splitlines()))
     expect(SIGNATURE in re.sub(r"\s+", " ", text), f"the text should define `{SIGNATURE}`", diagnosis="wrong-entry")
-    try:
-        verdict = examine(whole, fast=False, probes=_LAUNCHED, max_seq=100)
-    except CheckFailed as failed:
-        if failed.diagnosis in ("rows-in-common", "rows-not-written", "global-out-of-bounds", "launch-configuration"):
-            story = _grid_story(whole)
-            if story is not None:
-                below = failed.sentence.partition(". Yet as many")[0]
-                raise CheckFailed(f"{story}\n{below}", diagnosis="wrong-grid", case=failed.case) from None
-        raise
+    aligned = re.findall(r"(?:__align__|alignas)\s*\(\s*(\d+)\s*\)", blank_comments(text))
+    expect(
+        not aligned or any(int(x) >= 1024 for x in aligned),
+        f"the shared memory is aligned to {max(map(int, aligned or ['0']))} bytes: a swizzle's pattern begins at a "
+        "multiple of 1024. (In the emulator it lies at one by itself)",
+        diagnosis="bulk-misaligned",
+    )
+    with told_first(lambda: _watched()(whole), LAUNCH):
+        try:
+            verdict = examine(whole, fast=False, probes=_LAUNCHED, max_seq=100)
+        except CheckFailed as failed:
+            story = _grid_story(whole) if failed.diagnosis not in ("does-not-compile", "wrong-entry") else None
+            if story is None:
+                raise
+            raise CheckFailed(f"{story}\n{failed.sentence}", diagnosis="wrong-grid", case=failed.case) from None
     story = _grid_story(whole)
     expect(story is None, f"the result is right, but {story}", diagnosis="wrong-grid", case="seq_q=200, heads=2")
     return f"{verdict.cases} cases right, nothing found by the emulator"
@@ -383,139 +769,73 @@ def _grid_story(whole: Source) -> str | None:
     with contextlib.suppress(CheckFailed):
         probe(module, whole, (2, 4, 2, 200, 64, False))
     launches = module.report.launches if module.report is not None else []
-    if not launches:
-        return None
-    x, y, z = launches[0].grid
-    if y * z > 1:
-        return f"the block takes its head and its rows from blockIdx.x alone, and the grid is ({x}, {y}, {z})"
     wanted = 2 * 4 * -(-200 // _BLOCK_M)
-    if x == wanted:
+    if not launches or launches[0].grid == (wanted, 1, 1):
         return None
     return (
-        f"{x} blocks are launched for 2 batches of 4 heads of 200 rows. A block has {_BLOCK_M} rows of one head of one "
-        f"batch, so there should be {wanted}"
+        f"the grid is {launches[0].grid} for 2 batches of 4 heads of 200 rows, and should be ({wanted}, 1, 1): a block "
+        f"has {_BLOCK_M} rows of one head of one batch, all on x"
     )
 
 
 # ---- 11.13 ----------------------------------------------------------------------------------------------------------
-_HEAD_DIM, _SLOTS, _CONSUMERS, _BLOCK_N = 128, 3, 2, 64
-_LONG = (1, 1, 1, 128, 330, False)  # several tiles; the last one is not full
-_NO_KEYS = (2, 1, 1, 200, 24, True)  # a block none of whose rows sees a key
-_ITEMS = 2 * -(-_LONG[4] // _BLOCK_N)  # tiles of K and of V that come
-_FULL = (64 * _CONSUMERS + _SLOTS * _BLOCK_N) * _HEAD_DIM * 2 + 8  # where the barriers `full` begin, then `empty`
+_SLOTS, _KEYS = 3, 64  # slots of the ring; keys of a tile
+_SEVERAL = (1, 1, 1, 128, 330, False)  # several tiles; the last one is not full
 
 
-def _item(i: int) -> str:
-    return f"{'KV'[i % 2]} of tile {i // 2}"
+def _slot_at(byte: int) -> str | None:
+    """What lies at this byte of the dynamic shared memory of the ring's kernel."""
+    slot, behind = divmod(byte - 64 * _CONSUMERS * _HEAD_DIM * 2, _KEYS * _HEAD_DIM * 2)
+    if 0 <= slot < _SLOTS:
+        return f"slot {slot} of the ring"
+    number = behind // 8 - 1  # behind full_q
+    if slot != _SLOTS or not -1 <= number < 2 * _SLOTS:
+        return None
+    return f"`{('full', 'empty')[number // _SLOTS]}` of slot {number % _SLOTS}" if number >= 0 else "`full_q`"
 
 
-def _slots(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
+_GIVE_K, _GIVE = "        if (first_thread) mbarrier_arrive(empty + 8 * slot);\n\n", "mbarrier_arrive(empty + 8 * slot)"
+_OF_S = "        wgmma_wait<0>();                                       // and to us"
+LOOP = Trials(
+    "11.13", _watched(_HEAD_DIM), region=True, place=lambda text: _in_file(RING, "loop", text).text, tol=1e-3, most=230,
+    runs=[traced(_halves(*_SEVERAL, head_dim=_HEAD_DIM), (0, 4)), _halves(1, 2, 1, 40, 24, True, head_dim=_HEAD_DIM)],
+    notes={
+        "2 * j": "K of tile j is item 2 j of the ring", "2 * j + 1": "V of tile j is item 2 j + 1",
+        "SLOTS": "item i lies in slot i % SLOTS, and is use i / SLOTS of it", "base": "-inf - (-inf) would be NaN",
+        "last_key[r]": "a row sees the keys up to its last one",
+    },
+    rows=[
+        Row("released-too-early", "K is given back before its product has been waited for",
+            [(_GIVE_K, "\n"), (_OF_S, f"        if (first_thread) {_GIVE};\n{_OF_S}")]),
+        Row("k-kept", "K is never given back: each consumer arrives once for each item of the ring", [(_GIVE_K, "\n")]),
+        Row("by-every-warp", "K is given back by each of a consumer's four warps: one thread of it arrives",
+            [(_GIVE_K, _GIVE_K.replace("first_thread", "lane == 0"))]),
+        Row("k-released-late", "K is given back after O += P V: nobody reads it after the scores",
+            [(_GIVE_K, "\n"), (f"if (first_thread) {_GIVE};\n    }}", f"if (first_thread) {_GIVE}, mbarrier_arrive("
+              "empty + 8 * (2 * j % SLOTS));\n    }")]),
+        Row("v-by-columns", "V's descriptor is that of K: its rows are the keys, so it is descriptor_of_rows",
+            [("descriptor_of_rows<BLOCK_N>(ring", "descriptor(ring")]),
+    ],
+)  # fmt: skip
 
 
-class _Walk:
-    """What the consumers' first warps did at the ring's barriers, in terms of slots."""
-
-    def __init__(self, events: Sequence[Event]):
-        at = sorted({e.values[0] for e in events if e.did in ("mbarrier-wait", "arrive")})
-        loads = sorted({e.values[0] for e in events if e.did == "load"})
-        self.base = loads[0] if loads else 0  # where Q lies: the shared memory's begin
-        self.known = bool(at) and bool(loads)
-        self.events = events
-
-    def slot(self, address: int) -> tuple[str, int] | None:
-        number = (address - self.base - _FULL) // 8
-        if not 0 <= number < 2 * _SLOTS:
-            return None
-        return ("full", "empty")[number // _SLOTS], number % _SLOTS
-
-    def waits(self, warp: int) -> list[tuple[str, int, int]]:
-        """(barrier, slot, parity) of each wait of a warp."""
-        found = [(self.slot(e.values[0]), e.values[1]) for e in self.events
-                 if e.warp == warp and e.did == "mbarrier-wait"]  # fmt: skip
-        return [(*where, parity) for where, parity in found if where is not None]
-
-    def arrivals(self, consumer: int) -> list[tuple[str, int]]:
-        """(barrier, slot) of each arrival of a consumer's warps."""
-        mine = range(4 * consumer, 4 * consumer + 4)
-        found = [self.slot(e.values[0]) for e in self.events if e.warp in mine and e.did == "arrive"]
-        return [where for where in found if where is not None]
-
-
-def _ring_story(walk: _Walk) -> str | None:
-    """What a consumer's waits or releases say, where they are not those of the ring; None where they are."""
-    waits = walk.waits(0)
-    wrong = next((w for w in waits if w[0] == "empty"), None)
-    if wrong is not None:
-        return "a consumer waits at `empty`. That is the producer's wait; a consumer waits for bytes, at `full`"
-    for i, (_, slot, parity) in enumerate(waits[:_ITEMS]):
-        if (slot, parity) == (i % _SLOTS, i // _SLOTS % 2):
-            continue
-        seen = f"a consumer's wait number {i} (from 0) is for slot {slot}, parity {parity}"
-        return (
-            f"{seen}. Item {i} of the ring, {_item(i)}, is in slot {i} % {_SLOTS} = {i % _SLOTS}, and that is use "
-            f"{i // _SLOTS} of the slot: parity {i // _SLOTS % 2}"
-        )
-    for consumer in range(_CONSUMERS):
-        arrivals = walk.arrivals(consumer)
-        name = f"consumer {consumer}"
-        if any(what == "full" for what, _ in arrivals):
-            return f"{name} arrives at `full`. A slot is given back at `empty`: there the producer waits"
-        if not arrivals and len(waits) > 1:
-            return f"{name} gives no slot back: each consumer arrives once at `empty` for each item that it has read"
-        per_slot = Counter(slot for _, slot in arrivals)
-        for slot, times in per_slot.items():
-            if times > len(range(slot, _ITEMS, _SLOTS)):
-                return (
-                    f"{name} arrives {times} times at `empty` of slot {slot}, which holds "
-                    f"{len(range(slot, _ITEMS, _SLOTS))} items: one thread of a consumer arrives, once for each item"
-                )
-        for i, (_, slot) in enumerate(arrivals):
-            if slot != i % _SLOTS:
-                return (
-                    f"{name} gives back, in this order, slots {_slots([s for _, s in arrivals])}. The items K, V, K, "
-                    f"V, ... lie in slots {_slots([n % _SLOTS for n in range(_ITEMS)])}"
-                )
-    return None
-
-
-def _in_the_ring(sentence: str) -> str:
-    """The sentence, with what lies at an offset in the dynamic shared memory by its name."""
-
-    def name(m: re.Match[str]) -> str:
-        byte = int(m[1])
-        if byte >= _FULL:
-            number = (byte - _FULL) // 8
-            return f"`{('full', 'empty')[number // _SLOTS % 2]}` of slot {number % _SLOTS}"
-        slot = (byte - 64 * _CONSUMERS * _HEAD_DIM * 2) // (_BLOCK_N * _HEAD_DIM * 2)
-        return m[0] if slot < 0 or byte >= _FULL - 8 else f"slot {slot} of the ring"
-
-    return re.sub(r"bytes (\d+) to \d+ of the dynamic shared memory", name, sentence)
-
-
-_OF_THE_RING = ("deadlock", "stage-overwritten", "read-before-wait", "mbarrier-arrivals", "never-waited",
-                "uninitialised-shared", "race")  # fmt: skip
-
-
-def _expect_given_back_early(walk: _Walk) -> None:
+def _expect_given_back_early(events: Sequence[Event]) -> None:
     """Raises CheckFailed where a consumer keeps K's slot until its tile's product with V has been issued."""
     __tracebackhide__ = True
+    empty = sorted({e.values[0] for e in events if e.did == "arrive" and not e.values[1]})
     for consumer in range(_CONSUMERS):
         given, issued = Counter[int](), 0
-        for e in walk.events:
+        for e in events:
             if e.warp // 4 != consumer:
                 continue
-            where = walk.slot(e.values[0]) if e.did == "arrive" else None
-            if where is not None:
-                given[where[1]] += 1
+            if e.did == "arrive":
+                given[empty.index(e.values[0])] += 1
             if e.did == "wgmma" and e.values[1] == _HEAD_DIM and e.warp == 4 * consumer:
-                j, issued = issued // (_BLOCK_N // 16), issued + 1
-                item = 2 * j
+                j, issued = issued // (_KEYS // 16), issued + 1
                 expect(
-                    given[item % _SLOTS] > item // _SLOTS,
+                    given[2 * j % _SLOTS] > 2 * j // _SLOTS,
                     f"the result is right, but when the product with V of tile {j} is issued, K of the tile has not "
-                    "been given back. Nobody reads it after the scores: the producer could bring the next tile there "
-                    "during the softmax",
+                    "been given back: nobody reads it after the scores",
                     diagnosis="released-late",
                     case="seq_q=128, seq_k=330",
                 )
@@ -542,21 +862,16 @@ def _expect_given_back_early(walk: _Walk) -> None:
         "= descriptor_of_rows<BLOCK_N>(address of the slot); commit, wait.",
     ],
 )
-def _(loop: str) -> str:
-    text = _filled_in(loop, "loop")
-    whole = replaced(Source(RING.read_text(encoding="utf-8"), RING.stem), "loop", text)
-    try:
-        verdict = examine(whole, head_dim=_HEAD_DIM, fast=False, probes=(_LONG, PROBES[0], _NO_KEYS), max_seq=150)
-    except CheckFailed as failed:
-        said = _in_the_ring(failed.sentence)
-        if failed.diagnosis in _OF_THE_RING:
-            walk = _Walk(_events(whole, _LONG, _HEAD_DIM))
-            if walk.known and (story := _ring_story(walk)) is not None:
-                said = f"{story}\n{said}"
-        if failed.diagnosis == "values-moved":
-            said += " Or have P's fragments another order: a[k] is that of keys 16 k to 16 k + 15?"
-        raise CheckFailed(said, diagnosis=failed.diagnosis, case=failed.case) from None
-    _expect_given_back_early(_Walk(_events(whole, _LONG, _HEAD_DIM)))
+def consumer_of_a_ring(loop: str) -> str:
+    whole = _in_file(RING, "loop", _filled_in(loop, "loop"))
+    with told_first(lambda: _watched(_HEAD_DIM)(whole), LOOP), _by_name(_slot_at):
+        try:
+            probes = (_SEVERAL, PROBES[0], _NO_KEYS)
+            verdict = examine(whole, head_dim=_HEAD_DIM, fast=False, probes=probes, max_seq=150)
+        except CheckFailed:
+            _expect_given_back(_events(whole, _SEVERAL, _HEAD_DIM), ["the ring"], "seq_q=128, seq_k=330")
+            raise
+        _expect_given_back_early(_events(whole, _SEVERAL, _HEAD_DIM))
     return f"{verdict.cases} cases right, nothing found by the emulator"
 
 
@@ -564,6 +879,11 @@ def _(loop: str) -> str:
 _ALONE = (1, 1, 1, 384, 1024, False)
 _ROWS_PER_TILE = 128  # two consumers
 _SLOW = "[&] { for (int late = 0; late < 50 && threadIdx.x / 128 == 1; late++) __nanosleep(1000); }(), wgmma_wait<"
+
+HOPPER_KERNEL = Trials(
+    "11.14", _watched(), [_halves(1, 2, 1, 130, 200, True), _halves(1, 1, 1, 40, 24, True)], tol=1e-3, most=120,
+    words={x: x for x in ("diagonal", "tiles", "stage", "base", "correction", "last_key", "row", "kv_head")},
+)  # fmt: skip
 
 
 def _expect_to_wait_for_the_slow(whole: Source) -> None:
@@ -602,57 +922,38 @@ def _expect_to_wait_for_the_slow(whole: Source) -> None:
         "kernel<<<blocks, THREADS, SHARED, (cudaStream_t)stream>>>(*p, q_map, k_map, v_map).",
     ],
 )
-def _(my_kernel: str) -> str:
+def hopper_kernel(my_kernel: str) -> str:
     whole = whole_kernel(_filled_in(my_kernel, "my_kernel"), "my_kernel")
-    verdict = examine(whole, fast=False, probes=(*PROBES[:2], _NO_KEYS), max_seq=150)
+    with told_first(lambda: _watched()(whole), HOPPER_KERNEL, vague=VAGUE):
+        verdict = examine(whole, fast=False, probes=(*_SHORT, _NO_KEYS), max_seq=150)
     _expect_to_wait_for_the_slow(whole)
     report = probe(built(whole, check=True), whole, _ALONE, timeline=2)
     expect_launched(report)
-    c, case = report.counters, "seq_q=384, seq_k=1024, head_dim=64, float16"
-    wrong = functools.partial(expect, case=case)
-    wrong(c["wgmma"] > 0, "the result is right, but no wgmma was issued", diagnosis="no-wgmma")
-    wrong(
-        c["mma"] == 0,
-        f"the result is right, but {c['mma']} of the products are mma.sync: both should be wgmma",
-        diagnosis="no-wgmma",
-    )
-    n, m, d = _ALONE[4], _ALONE[3], 64
-    wrong(
-        c["tma_load_bytes"] >= (m + 2 * n) * d * 2,
-        f"the result is right, but TMA brings {c['tma_load_bytes'] // 1024} KB, where Q, K and V have "
-        f"{(m + 2 * n) * d * 2 // 1024}: all three should come by it",
-        diagnosis="no-tma",
-    )
-    most = (m + m // _ROWS_PER_TILE * 2 * n) * d * 2
-    wrong(
-        c["tma_load_bytes"] <= most,
-        f"the result is right, but TMA brings {c['tma_load_bytes'] // 1024} KB. Where every tile of K and V serves "
-        f"{_ROWS_PER_TILE} rows, two consumers, {most // 1024} are enough",
-        diagnosis="too-few-rows-per-tile",
-    )
-    events = report.launches[0].events
-    issue = {(e.block, e.warp) for e in events if e.did == "wgmma"}
-    ask = {(e.block, e.warp) for e in events if e.did == "load"}
-    wrong(
-        not issue & ask,
-        f"the result is right, but warp {min(w for _, w in issue & ask) if issue & ask else 0} both asks for tiles and "
-        "multiplies: the producer should be a warpgroup of its own, which can run ahead",
-        diagnosis="no-producer",
-    )
-    moved = {(e.warp // 4, e.values[0]) for e in events if e.did == "registers" and e.block == 0}
-    groups = {w // 4 for _, w in issue | ask}
-    wrong(
-        {group for group, _ in moved} >= groups,
-        "the result is right, but registers do not move: the producer's warpgroup gives some back (setmaxnreg_dec), "
-        "and each consumer takes more (setmaxnreg_inc)",
-        diagnosis="registers-kept",
-    )
+    _expect_as_step_5(report.counters, report.launches[0].events)
+    return f"{verdict.cases} cases right, {report.counters['wgmma']} wgmma, nothing found by the emulator"
+
+
+def _expect_as_step_5(c: Any, events: Sequence[Event]) -> None:
+    """That both products are wgmma, TMA brings the tiles, for two consumers, ahead, and registers move."""
+    __tracebackhide__ = True
+    (n, m, d), kb = (_ALONE[4], _ALONE[3], 64), c["tma_load_bytes"] // 1024
+    least, most = (m + 2 * n) * d * 2 // 1024, (m + m // _ROWS_PER_TILE * 2 * n) * d * 2 // 1024
+    issue, ask = ({(e.block, e.warp) for e in events if e.did == did} for did in ("wgmma", "load"))
+    moved = {e.warp // 4 for e in events if e.did == "registers" and e.block == 0}
     places = Counter(e.values[0] for e in events if e.did == "load" and e.block == events[0].block)
     again = sum(times > 1 for times in places.values())
-    wrong(
-        again == 0 or again > 2,
-        f"the result is right, but the producer does not run ahead: K and V of all tiles are brought to {again} "
-        "places. With two stages the next tiles come while the consumers read these",
-        diagnosis="one-stage",
-    )
-    return f"{verdict.cases} cases right, {c['wgmma']} wgmma, nothing found by the emulator"
+    for holds, sentence, slug in (
+        (c["wgmma"] > 0, "no wgmma was issued", "no-wgmma"),
+        (c["mma"] == 0, f"{c['mma']} of the products are mma.sync: both should be wgmma", "no-wgmma"),
+        (kb >= least, f"TMA brings {kb} KB, and Q, K and V have {least}: all three should come by it", "no-tma"),
+        (kb <= most, f"TMA brings {kb} KB: where every tile of K and V serves {_ROWS_PER_TILE} rows, two consumers, "
+         f"{most} are enough", "too-few-rows-per-tile"),
+        (not issue & ask, "a warp both asks for tiles and multiplies: the producer should be a warpgroup of its own, "
+         "which can run ahead", "no-producer"),
+        (moved >= {w // 4 for _, w in issue | ask}, "registers do not move: the producer's warpgroup gives some back "
+         "(setmaxnreg_dec), and each consumer takes more (setmaxnreg_inc)", "registers-kept"),
+        (again == 0 or again > 2, f"the producer does not run ahead: K and V of all tiles are brought to {again} "
+         "places. With two stages the next tiles come while the consumers read these", "one-stage"),
+    ):  # fmt: skip
+        said = f"the result is right, but {sentence}"
+        expect(holds, said, diagnosis=slug, case="seq_q=384, seq_k=1024, head_dim=64, float16")

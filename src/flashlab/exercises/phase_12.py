@@ -1,5 +1,4 @@
-"""Checks of phase 12: intensity, places in pages, empty parts, splits, packed rows, a fence, forks, shares, a "
-"kernel."""
+"""Checks of phase 12: intensity, places in pages, empty parts, splits, packed rows, a fence, forks, a kernel."""
 
 from __future__ import annotations
 
@@ -17,7 +16,10 @@ import triton.language as tl
 
 from flashlab.check import CheckFailed, expect
 from flashlab.check.cuda_answer import Source, built, ran, replaced, text_of
+from flashlab.check.cuda_index import Trials
+from flashlab.check.cuda_trace import told_first
 from flashlab.check.lookup import Row
+from flashlab.cuda import CudaModule
 from flashlab.exercises.kernel_rule import empty, kernel_rule
 from flashlab.exercises.registry import exercise
 from flashlab.exercises.rule import rule
@@ -303,9 +305,41 @@ def packed_row(r, kv_head, group, queries, length):
 # ---- 12.6 ------------------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def _kernel() -> Source:
-    return Source((Path(__file__).parent / "phase_12.cu").read_text(), "phase_12")
+def _arriving(text: str) -> Source:
+    return replaced(Source((Path(__file__).parent / "phase_12.cu").read_text(), "phase_12"), "arrive", text)
+
+
+def _launched(rows: int, N: int, splits: int) -> list[Any]:
+    """The arguments of a launch: scores and V of random numbers; NaN where nothing has been written."""
+    r = random.Random(N)
+    s, v = 3 * normal(r, rows, N, dtype=torch.float32), normal(r, N, 64, dtype=torch.float32)
+    empty_ones = (torch.full(shape, math.nan) for shape in ((rows, 64), (splits, rows, 64), (splits, rows, 2)))
+    return [s, v, *empty_ones, torch.zeros(rows, 2, dtype=torch.int32), rows, N, splits]
+
+
+def _twice(module: CudaModule) -> list[torch.Tensor]:
+    given, outputs = _launched(2, 37, 4), []
+    for _ in range(2):
+        given[2].fill_(math.nan)
+        module.launch("run", *given, echo=False, timeout=2.0)
+        outputs += [given[2].clone(), given[5].float()]
+    return outputs
+
+
+_SHOWN = "every warp's lane 0 shows what its warp has written, to all that see its count"
+ARRIVE = Trials(
+    "12.6", lambda text: built(text, check=True), [_twice], region=True, place=lambda text: _arriving(text).text,
+    words={"before": "before"},
+    notes={"splits - 1": "the last of `splits` warps sees splits - 1 before it", "lane == 0": "one lane counts"},
+    rows=[
+        Row("no-fence", f"no fence stands between the parts and the count: {_SHOWN}",
+            [(f"__threadfence();{' ' * 39}// and", "// and")]),
+        Row("counted-too-early", "lane 0 counts before all lanes of its warp have stored: a __syncwarp() comes first",
+            [(f"__syncwarp();{' ' * 46}// lane 0", "// lane 0")]),
+        Row("counter-not-reset", "nobody puts the counter back to 0 for the next launch",
+            [("if (before == splits - 1) *counter = 0;", "")]),
+    ],
+)  # fmt: skip
 
 
 @exercise(
@@ -324,7 +358,7 @@ def _kernel() -> Source:
         "1; __syncwarp();",
     ],
 )
-def _(arrive: str) -> str:
+def last_to_arrive(arrive: str) -> str:
     code = blank_comments(text_of(arrive, "arrive"))
     if not code.strip():
         raise NotImplementedError
@@ -332,32 +366,30 @@ def _(arrive: str) -> str:
         "__syncthreads" not in code, "it waits at a barrier of the block: its other warps have nothing to do with this "
         "counter", diagnosis="barrier-of-the-block",
     )  # fmt: skip
-    whole = replaced(_kernel(), "arrive", text_of(arrive, "arrive"))
-    for check in (False, True):
-        module = built(whole, check=check)
-        for rows, N, splits in ((2, 37, 4), (1, 5, 1), (3, 9, 5)):
-            _expect_merged(module, whole, rows, N, splits)
+    whole = _arriving(text_of(arrive, "arrive"))
+    with told_first(lambda: built(whole, check=True), ARRIVE):
+        for check in (False, True):
+            module = built(whole, check=check)
+            for rows, N, splits in ((2, 37, 4), (1, 5, 1), (3, 9, 5)):
+                _expect_merged(module, whole, rows, N, splits)
     return "three launches and each again with the same counters, nothing found by the emulator"
 
 
-def _expect_merged(module: Any, whole: Source, rows: int, N: int, splits: int) -> None:
+def _expect_merged(module: CudaModule, whole: Source, rows: int, N: int, splits: int) -> None:
     """Two launches, one after the other, as in a CUDA graph that is replayed."""
     __tracebackhide__ = True
-    r = random.Random(N)
-    s, v = 3 * normal(r, rows, N, dtype=torch.float32), normal(r, N, 64, dtype=torch.float32)
-    counters = torch.zeros(rows, 2, dtype=torch.int32)
+    given = _launched(rows, N, splits)
+    s, v, o, *parts, counters = given[:6]
     for launch in ("first", "second"):
         case = f"rows={rows}, N={N}, splits={splits}, {launch} launch"
-        o = torch.full((rows, 64), math.nan)
-        parts = torch.full((splits, rows, 64), math.nan), torch.full((splits, rows, 2), math.nan)
-        arguments = "run", s, v, o, *parts, counters, rows, N, splits
-        ran(module, whole, case, functools.partial(module.launch, *arguments, echo=False))
+        for x in (o, *parts):
+            x.fill_(math.nan)
+        ran(module, whole, case, functools.partial(module.launch, "run", *given, echo=False))
         untouched = int(o.isnan().unflatten(1, (2, 32)).all(2).any(1).sum())
         expect(
             not untouched or launch == "first",
             f"right in the first launch, but in the second nobody merges {untouched} of {rows} rows: their counters "
-            "are "
-            f"{counters.tolist()} after it, and have to be 0 again",
+            f"are {counters.tolist()} after it, and have to be 0 again",
             diagnosis="counter-not-reset", case=case,
         )  # fmt: skip
         expect(

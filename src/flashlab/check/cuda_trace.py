@@ -1,0 +1,67 @@
+"""A run by what its warps did at their barriers: how changes that end in a finding are told apart (see cuda_index)."""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+from flashlab.check.cuda_index import Outputs, Trials, _sums
+from flashlab.check.failed import CheckFailed
+from flashlab.check.mistakes import weights
+from flashlab.cuda import CudaModule
+from flashlab.simt import SimtError
+from flashlab.simt.sentences import KINDS
+
+# Diagnoses of a whole kernel's numbers that say no cause.
+VAGUE = (
+    "wrong-value", "nan-everywhere", "low-precision", "wrong-weights", "rows-scaled", "output-scaled", *weights.SLUGS,
+)  # fmt: skip
+_LONGEST = 200  # characters of a conclusion
+# What needs no cause, or is its own.
+_TOLD = ("does-not-compile", "wrong-type", "wrong-entry", "no-launch", "launch-failed")
+_DONE = ("arrive", "mbarrier-wait", "load", "store", "barrier", "barrier-arrive", "wgmma", "wait", "registers")
+
+
+def traced(run: Callable[[CudaModule], Outputs], warps: Collection[int] = range(64)) -> Callable[[CudaModule], Any]:
+    """A run, with timeline=1, of which is kept: the finding, what some warps of the first block did, and its outputs.
+
+    Of each warp by itself, so that the order in which the emulator runs them does not count.
+    """
+
+    def kept(module: CudaModule) -> list[Any]:
+        outputs: Outputs = []
+        with contextlib.suppress(SimtError):
+            outputs = run(module)
+        report = module.report
+        errors = [f.kind for f in report.findings if f.severity == "error"] if report is not None else []
+        events = report.launches[0].events if report is not None and report.launches else []
+        did = [[e.did, *e.values] for w in warps for e in events if e.warp == w and e.did in _DONE]
+        marks = [zlib.crc32(repr(x).encode()) for x in (errors[:1], did)]
+        return [*marks, 0, 0, 1.0, 0.0, 0.0, *(n for x in outputs if not errors for n in _sums(x))]
+
+    return kept
+
+
+@contextlib.contextmanager
+def told_first(module: Callable[[], CudaModule], *trials: Trials, vague: Sequence[str] = ()) -> Iterator[None]:
+    """Have a change of the right text that gives all that an answer gives be told first, and below it what was found.
+
+    vague: the diagnoses that say no cause, where others do; findings always are.
+    """
+    __tracebackhide__ = True
+    try:
+        yield
+    except CheckFailed as failed:
+        if failed.diagnosis in _TOLD or (vague and failed.diagnosis not in (*vague, *KINDS)):
+            raise
+        found = None
+        with contextlib.suppress(CheckFailed):  # it does not compile as it is looked at
+            found = next(filter(None, (x.explain(module()) for x in trials)), None)
+        if found is None:
+            raise
+        slug, said = found
+        slug = failed.diagnosis if failed.diagnosis in KINDS else slug
+        said = said if len(said) <= _LONGEST else said.partition(". Or: ")[0]
+        raise CheckFailed(f"{said}\n{failed.sentence}", diagnosis=slug, case=failed.case) from None
