@@ -16,6 +16,9 @@ for (const fold of document.querySelectorAll("details.later")) {
 // Sphinx marks what was searched for, in a picture too, whose titles have no box: without one it would stop there.
 SVGTitleElement.prototype.getBBox = () => new DOMRect();
 
+// A fold of a solution says itself what it does; myst-nb's label hides that from who hears the page.
+for (const fold of document.querySelectorAll("summary[aria-label]")) fold.removeAttribute("aria-label");
+
 // A keyboard scrolls only what can have the focus.
 function reachable(root) {
   for (const box of root.querySelectorAll("pre, .table-wrapper, .scroll, div.cell_output, mjx-container[display=true], .wide")) {

@@ -98,7 +98,7 @@ def _lines(figure: Figure) -> str | None:
         return None
     told = {"Title": in_words(figure), "Creator": None, "Date": None}
     with plt.rc_context({"svg.hashsalt": "flashlab"}):  # the same names in it at each drawing
-        return print_figure(figure, "svg", metadata=told)
+        return re.sub(r"\s*\n\s*", " ", print_figure(figure, "svg", metadata=told))  # a line of a notebook has its cost
 
 
 def in_words(figure: Figure) -> str:
