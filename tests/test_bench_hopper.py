@@ -416,6 +416,25 @@ def test_as_many_tiles_are_doubted_as_the_kernel_computes_again(kind, head_dim):
         assert (found.doubted > 0) == (kind != "random") and found.doubted < found.trusted == (80 if causal else 160)
 
 
+def test_means_by_class():
+    found = {row[:4]: row for row in hopper_results.mean_table(record()).rows}
+    assert found["standard", "bf16", "128", "causal"][4] == "7" and found["all", "", "", ""][-1] == f"{700 / 650:.2f}"
+    assert found["grouped", "all", "", ""][5] == f"{700 / 600:.2f}"
+    without = record()
+    for row in without["rows"]:
+        if row["name"] == FA4 and row.get("kind") == "odd":
+            del row["ms"]
+    table = hopper_results.mean_table(without)
+    cells = {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows if row[1] in ("", "all")}
+    odd, every = (int(cells[kind]["shapes"]) for kind in ("odd", "all"))
+    assert cells["odd"]["/ " + FA4] == "" and cells["all"]["/ " + FA4].endswith(f" ({every - odd})")
+    assert "(" not in cells["all"]["/ " + CUDNN] + cells["standard"]["/ " + FA4]
+    assert (
+        hopper_results.geometric_mean([2.0, 8.0]) == pytest.approx(4.0)
+        and hopper_results.geometric_mean([1.0, 0.0]) == 0.0
+    )
+
+
 # ---- a run ---------------------------------------------------------------------------------------------------------
 @pytest.mark.slow
 def test_a_quick_run_in_the_emulator(steps, tmp_path, capsys):

@@ -340,9 +340,9 @@ plt.show()
 # diagonal itself). A step takes as long as its busiest rank. What is added up so is the **critical path**:
 
 # %%
-path = critical_path(4, N, causal=True, layout="contiguous") / unit
+busy = critical_path(4, N, causal=True, layout="contiguous") / unit
 even = sum(map(sum, table)) / 4 / unit
-print(f"critical path {path:.2f} units, even share {even:.2f}: {even / path:.0%} of the ranks' time is used")
+print(f"critical path {busy:.2f} units, even share {even:.2f}: {even / busy:.0%} of the ranks' time is used")
 large = [critical_path(4, 2**16, causal=True, layout="contiguous") / (2**13) ** 2,
          sum(map(sum, work(4, 2**16, causal=True, layout="contiguous"))) / 4 / (2**13) ** 2]
 print(f"where the diagonal counts for nothing: {large[0]:.1f} and {large[1]:.1f}")
@@ -752,7 +752,8 @@ errors = [found["ring, zigzag"]["error"] / found["one GPU"]["error"] for case in
           if "error" in (found := bench.of(run_of_two, case)).get("ring, zigzag", {})]
 print("error, of one GPU's:", [f"{error:.2f}" for error in errors])
 longest, shortest = (at[min((c for c in cases if c.causal), key=lambda c: sign * c.n)] for sign in (-1, 1))
-assert max(errors) < 1.1 and longest["ring, zigzag"] > 0.98 and longest["ring, zigzag"] > 1.2 * longest[bench.CUDNN]
+assert max(errors) < 1.1 and longest["ring, zigzag"] > 0.98
+assert longest["ring, zigzag"] > 1.2 * longest[bench.CUDNN]
 assert shortest["ring, as a graph"] > 1.3 * shortest["ring, zigzag"]
 
 # %% [markdown]

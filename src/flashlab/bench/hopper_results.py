@@ -216,7 +216,8 @@ def _where(data: Row) -> str:
 
 
 def mean_table(data: Row) -> Table:
-    """Geometric means of the speed over each peer's and over the best one's, by class."""
+    """Geometric means of the speed over each peer's and over the best one's, by class; in brackets at how many shapes,
+    where that peer was not at all."""
     classes: dict[tuple[str, str, str, str], list[Standing]] = {}
     for s in standings(data):
         if s.ratio is not None:
@@ -238,9 +239,10 @@ def mean_table(data: Row) -> Table:
 
 def _mean_over(some: Sequence[Standing], peer: str) -> str:
     pairs = [(s.rows[peer]["ms"], s.rows[OURS]) for s in some if "ms" in s.rows.get(peer, {})]
-    return (
-        f"{geometric_mean(theirs / ours['ms'] if right(ours) else 0.0 for theirs, ours in pairs):.2f}" if pairs else ""
-    )
+    if not pairs:
+        return ""
+    mean = geometric_mean(theirs / ours["ms"] if right(ours) else 0.0 for theirs, ours in pairs)
+    return f"{mean:.2f}" + f" ({len(pairs)})" * (len(pairs) < len(some))
 
 
 def ladder_speeds(data: Row, part: str = "ladder") -> dict[tuple[tuple[int, ...], bool], dict[str, Row]]:

@@ -331,10 +331,17 @@ class Questions:
     # ---- phase 11
     def hopper_means(self) -> Known:
         data = self.found["hopper"]
-        worst = min(some(s for s in hopper_results.standings(data) if s.ratio), key=lambda s: s.ratio)
+        held = some(s for s in hopper_results.standings(data) if s.ratio)
+        worst = min(held, key=lambda s: s.ratio)
+        without = [s for s in held if "ms" not in s.rows.get(hopper_jobs.FA4, {})]
+        beside = [s.ratio for s in held if s not in without]
+        mean = f"{hopper_results.geometric_mean(beside):.2f}" if beside else ""
         counts = zip(("n", "ahead", "beyond", "behind"), hopper_results.against_best(data), strict=True)
         means = hopper_results.mean_table(data)
-        return Known(zip(means.columns, means.rows[-1], strict=True), **dict(counts), worst=worst.said)
+        return Known(
+            zip(means.columns, means.rows[-1], strict=True), **dict(counts), worst=worst.said, without=len(without),
+            sizes=sorted({s.job["shape"][3] for s in without}), beside=beside, mean_beside=mean,
+        )  # fmt: skip
 
     def hopper_goals(self) -> list[bool]:
         some(self.rows["hopper"])
