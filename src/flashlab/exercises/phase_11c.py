@@ -49,6 +49,7 @@ POWERS = Trials(
         "127": "a float keeps its exponent with 127 added", "23": "the exponent of a float is in bits 23 to 30",
         "n": "2^x = 2^n 2^f with f = x - n", "f": "2^x = 2^n 2^f with f = x - n",
     },
+    most=40,  # further ones are far-fetched, and loop for minutes
     rows=[
         Row("other-power", "it is e^x: x is to be split as it is, without a factor",
             [(_CUT, f"(1.44269504f * x); x = {_CUT}")]),
