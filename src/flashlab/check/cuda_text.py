@@ -493,12 +493,10 @@ class CudaText(Text):
 
         def line(holder: ast.AST, field: str, at: int, one: ast.stmt) -> str:
             said = self.built(one, other)
-            mine = list(other[id(holder), field, at])
-            if not isinstance(one, (Body, ast.If, ast.While)):
-                mine += other[id(one), "", None]
+            own = [] if isinstance(one, (Body, ast.If, ast.While)) else other[id(one), "", None]
             if isinstance(one, (Declaration, Opaque)) or (isinstance(one, Body) and one.head):
                 return said
-            for number, instead in mine:
+            for number, instead in [*other[id(holder), field, at], *own]:
                 said = f"if ({CHOSEN} == {number}) {{ {instead} }}\nelse {{ {said} }}"
             return said
 

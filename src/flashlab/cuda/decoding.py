@@ -83,8 +83,7 @@ def decode(
     number = [*STEPS].index(name) + 1
     batch, heads, queries, head_dim = q.shape
     kv_heads, page = k_cache.shape[1:3]
-    out = torch.empty_like(q)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     width = 1 if page_table is None else page_table.shape[1]
     if q.numel() == 0:
         return out, lse

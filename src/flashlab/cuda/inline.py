@@ -221,17 +221,15 @@ class CudaModule:
             return o, lse
         if k.shape[2] == 0:
             return o.zero_(), lse.fill_(-math.inf)
-        if sms is None:
-            on_gpu = self.backend != "emulator"
-            sms = torch.cuda.get_device_properties(q.device).multi_processor_count if on_gpu else 132
+        gpu = None if self.backend == "emulator" else torch.cuda.get_device_properties(q.device)
+        sms = sms or (gpu.multi_processor_count if gpu else 132)
         q, k, v, factor = _problem.fitted(q, k, v, scale)
         p = _problem.problem(q, k, v, o, lse, causal=causal, scale=factor, sms=sms)
         built = self._variant((q.shape[-1], _problem.ELEMENTS[q.dtype]))
         workspace = torch.empty(max(1, self._workspace_floats(built, p)), device=q.device)
         entry, given = self._text.every_entry["forward_arrays"], [q, k, v, o, lse, workspace, p]
         if isinstance(built, Module):
-            unwritten = ("workspace",) if into else ("o", "lse", "workspace")
-            self._launch(built, entry, given, {"unwritten": unwritten, **launch})
+            self._launch(built, entry, given, {"unwritten": ("o", "lse", "workspace")[2 if into else 0 :], **launch})
         else:
             built.call(entry, [*given, None], q.device.index)  # checked above; the stream is the last
         return o, lse

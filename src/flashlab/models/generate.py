@@ -123,14 +123,7 @@ def generate(
         )
     if not temperature >= 0:
         raise ValueError(f"temperature is {temperature}; it must be at least 0, which takes the likeliest token")
-    before = cache.tokens if isinstance(cache, StaticCache) else [0] * len(prompts)
-    longest = max(map(sum, zip(before, lengths, strict=False)), default=0)
-    most = longest + new_tokens - 1  # the last token is not read again
-    if most > model.config.positions:
-        raise ValueError(
-            f"{longest} tokens and {new_tokens} new ones, the last of which is not read, need {most} positions; "
-            f"this model has {model.config.positions}"
-        )
+    _expect_room(model, cache, lengths, new_tokens)
     if backend not in (known := ["auto", "sdpa", *CACHE_BACKENDS]):
         raise ValueError(f"backend is {backend!r}; it must be {one_of([*map(repr, known)])}")
     kept = _cache_of(model, cache, lengths, new_tokens, page_size)
@@ -152,6 +145,19 @@ def generate(
             scores = replayed(last) if replayed else step(model, last, kept, backend=backend)
         written.append(_choose(scores, temperature, generator))
     return torch.stack(written, 1) if written else prompts[0].new_empty(len(prompts), 0)
+
+
+def _expect_room(
+    model: LanguageModel, cache: str | StaticCache | None, lengths: Sequence[int], new_tokens: int
+) -> None:  # fmt: skip
+    before = cache.tokens if isinstance(cache, StaticCache) else [0] * len(lengths)
+    longest = max(map(sum, zip(before, lengths, strict=False)), default=0)
+    most = longest + new_tokens - 1  # the last token is not read again
+    if most > model.config.positions:
+        raise ValueError(
+            f"{longest} tokens and {new_tokens} new ones, the last of which is not read, need {most} positions; "
+            f"this model has {model.config.positions}"
+        )
 
 
 def _cache_of(
