@@ -144,7 +144,8 @@ def test_every_hunt_has_a_bug_of_its_own():
     slugs = {p.values[0]: p.values[-1] for p in TOUCHED}
     slugs |= {id: RULES[id].rows[0].slug for id in set(HUNTS) - set(slugs)}  # a rule's `bug`, tested as all rows are
     assert set(slugs) == set(HUNTS)
-    assert len(set(slugs.values())) == len(slugs)
+    bugs = {(slug, id.startswith("11.")) for id, slug in slugs.items()}  # a stage of cp.async is not one of TMA
+    assert len(bugs) == len(slugs)
 
 
 @pytest.mark.parametrize("id, changes, slug", HALF)

@@ -25,12 +25,10 @@ def failed(id, *changes):
 
 
 SLIPS = [
-    ("1.3", [("scores.amax(dim=-1, keepdim=True)", "scores.amax(dim=0, keepdim=True)")], "is that of each column"),
+    ("1.3", [("scores.amax(dim=-1, keepdim=True)", "scores.amax(dim=0, keepdim=True)")], "`amax` runs along dim=0: it is dim=-1"),
     ("4.9", [("m_i = tl.full([BLOCK_M], sink, tl.float32)", "m_i = tl.full([BLOCK_M], 0.0, tl.float32)")],
-     "the sink counts as 0"),
-    ("10.6", [("pairs[None, :] * stride_xd\n", "2 * pairs[None, :] * stride_xd\n"), ("x_ptrs + HALF * stride_xd",
-     "x_ptrs + stride_xd")], "Y[0, 0, 0, 1] is X[0, 0, 0, 2]"),
-    ("10.6", [("x1 * sin + x2 * cos", "x1 * cos + x2 * cos")], "is x1 + x2 where every cosine is 1"),
+     "`sink` is taken for 0.0, whatever it is"),
+    ("10.6", [("x1 * sin + x2 * cos", "x1 * cos + x2 * cos")], "`cos` stands where `sin` belongs, in `x1 * sin`"),
 ]  # fmt: skip
 
 

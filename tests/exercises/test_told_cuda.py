@@ -81,7 +81,7 @@ TOLD = [
     ("6.8", [("rows_of(p.o, p.o_stride", "rows_of(p.o, p.q_stride")], "wrong-stride", "q and o have the same strides"),
     ("6.8", [("m_start + BLOCK_M + diagonal)", "m_start + BLOCK_M - 1 + diagonal)")], "causal-loop-too-short",
      "row 127 does not see key 128"),
-    ("6.8", [("n < keys", "n <= keys")], "weights-not-normalised", "one key with a score of 0"),
+    ("6.8", [("n < keys", "n <= keys")], "wrong-comparison", "the comparison is `n <= keys`: it is `<`"),
     ("7.3", [("    __syncwarp();", "    ")], "race", "of your code, `ldmatrix_x4(a"),
     ("7.3", [("ldmatrix_x4(a", "ldmatrix_x4(b")], "does-not-compile", "of your code"),
     ("7.3", [(SLICE_7_3, f"        mma_m16n8k16<T>(c, a, 0, 0);\n{SLICE_7_3}")], "wrong-count", "6 m16n8k16 where 3"),

@@ -180,5 +180,5 @@ MUTANTS: tuple[Mutant, ...] = (
             found=["masked-rows-nan"], words=["-inf - (-inf)"]),
     _mutant("the lazy rescaling leaves l as it is", _LAST,
             ("m_i[r] = m_new[r], l_i[r] *= correction[r];", "m_i[r] = m_new[r];"),
-            found=["rows-scaled"], words=["one factor per row", "l alone is not"]),
+            found=["l-not-rescaled"], words=["acc is rescaled and l is not"]),
 )  # fmt: skip
