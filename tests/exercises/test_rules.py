@@ -189,7 +189,7 @@ TOLD = [
     ("5.2 delta_over_columns", lambda o, do: (o.float() * do).sum(0), "`sum` runs along dim=0: it is dim=1"),
     ("5.7", lambda p, v, o, do, dl: p * (do @ v.T - (o * do).sum(1)[:, None]), "`dlse[:, None]` is missing"),
     ("13.1", lambda row, rank, n, world: (rank * n + row, row * world + rank), "the division by `2` is missing"),
-    ("13.3", lambda rank, source, n, world: (0, n, rank == source), "the division by `2` is missing: it is `n` as it stands"),
+    ("13.3", lambda rank, source, n, world: (0, n, rank == source), "the division by `2` is missing: it is `n`"),
     ("13.4", lambda t, g, h, kv, e, w: 2 * w * (t * 1000 * e * kv // (2 * g * h)), "rounded down: it is rounded up"),
     ("13.6", lambda x: x.reshape(len(x), x.shape[1] // len(x), -1, x.shape[3]), "a reshape alone leaves the numbers"),
     ("13.9", lambda r, w, n, k: (min(r, k // n + 1), RULES["13.9"].fn(r, w, n, k)[1]), "rounded down, plus 1"),
