@@ -50,6 +50,8 @@ COLORS = {
     "grey": "#8C8C8C",
     "light": "#E6E6E6",
 }
+MOST_SVG = 40_000
+"""Characters of a figure as SVG: every clone carries them."""
 _CYCLE = ["blue", "orange", "green", "red", "purple", "sky", "black"]
 
 
@@ -91,14 +93,15 @@ def _told(draw: Callable[[Figure], Any], figure: Figure) -> tuple[Any, dict[str,
 def _lines(figure: Figure) -> str | None:
     """Line art as SVG, sharp at any size, beside the PNG, which JupyterLab shows of a notebook that it does not trust.
 
-    None of a figure that has an image in it, or more parts than an SVG is good for.
+    None of a figure that has an image in it, or whose lines would weigh more than MOST_SVG.
     """
     parts = figure.findobj()
     if len(parts) > 1500 or any(isinstance(part, (AxesImage, QuadMesh)) for part in parts):
         return None
     told = {"Title": in_words(figure), "Creator": None, "Date": None}
     with plt.rc_context({"svg.hashsalt": "flashlab"}):  # the same names in it at each drawing
-        return re.sub(r"\s*\n\s*", " ", print_figure(figure, "svg", metadata=told))  # a line of a notebook has its cost
+        lines = re.sub(r"\s*\n\s*", " ", print_figure(figure, "svg", metadata=told))  # a line has its cost
+    return lines if len(lines) <= MOST_SVG else None
 
 
 def in_words(figure: Figure) -> str:
