@@ -329,8 +329,8 @@ def explained(module: Callable[[], CudaModule], *trials: Trials, vague: Sequence
         if failed.diagnosis.startswith("global"):  # a finding, which quotes the line
             slug, said = failed.diagnosis, f"{failed.sentence}. {said[0].upper()}{said[1:]}"
         elif failed.diagnosis in _HAZARDS:
-            both = f"{said}. With it: {failed.sentence}"
-            slug, said = failed.diagnosis, both if len(both) < 2 * _LONGEST else said
+            both, row = f"{said}. With it: {failed.sentence}", any(y.sentence == said for x in trials for y in x.rows)
+            slug, said = slug if row else failed.diagnosis, both if len(both) < 2 * _LONGEST else said
         if len(said) < 2 * _LONGEST:
             raise CheckFailed(said, diagnosis=slug, case=failed.case) from None
         raise

@@ -62,6 +62,7 @@ def told_first(module: Callable[[], CudaModule], *trials: Trials, vague: Sequenc
         if found is None:
             raise
         slug, said = found
-        slug = failed.diagnosis if failed.diagnosis in KINDS else slug
+        if failed.diagnosis in KINDS and not any(row.sentence == said for x in trials for row in x.rows):
+            slug = failed.diagnosis
         said = said if len(said) <= _LONGEST else said.partition(". Or: ")[0]
         raise CheckFailed(f"{said}\n{failed.sentence}", diagnosis=slug, case=failed.case) from None
