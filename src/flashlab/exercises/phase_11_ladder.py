@@ -166,7 +166,8 @@ EPILOGUE = Trials(
     "11.6", _watched(), [traced(_halves(1, 2, 1, 130, 70, False, sms=1))], region=True,
     place=lambda text: _with_epilogue(text).text, tol=1e-3, most=130,
     rows=[
-        Row("fenced-by-one", "the first thread fences alone: each thread that has stored fences, after its last store",
+        # Without a fence, or with one too early, it looks the same: what is said is true of all three.
+        Row("proxy-fence", "each thread that has stored has to fence by itself, after its last store",
             [("fence_proxy_async()", "if (first_thread) fence_proxy_async()")]),
         Row("other-fence", "a fence of threads orders nothing for the copy engine, which reads through the async proxy",
             [("fence_proxy_async()", "__threadfence_block()")]),
