@@ -223,7 +223,7 @@ show.diff(step("p8_2_cp_async"), step("p8_3_stages"), "load K and V", context=0)
 # Two details carry the weight.
 #
 # **One barrier does two jobs.** It makes every thread's part of tile $j$ visible. And it says that every warp is through with tile
-# $j - 1$, whose stage the next copy fills. So `load_kv` comes after it: before it would be a race (exercise 8.5).
+# $j - 1$, whose stage the next copy fills. So `load_kv` comes after it: before it would be a race.
 #
 # **The wait leaves `STAGES - 2` groups under way:** those of the tiles after $j$ that have been asked for by then.
 
@@ -313,7 +313,7 @@ assert all(sorted(line) == list(range(8)) for line in [*square, *zip(*square)])
 
 # %% [markdown]
 # In the kernel it is one line. Writer and reader both go through it. If only one of them does, no alarm is raised, and all numbers are
-# wrong (exercise 8.6).
+# wrong.
 
 # %%
 show.diff(step("p8_3_stages"), step("p8_4_swizzle"), "swizzle", context=0)

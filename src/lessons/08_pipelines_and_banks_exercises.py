@@ -140,41 +140,25 @@ check("8.5", loop_head)
 # %% [markdown]
 # ## 8.6
 #
-# No race, no address out of bounds, every copy waited for. And every number is wrong. `at` is what the `ldmatrix` of the kernel use. Repair it so
-# that the result is right *and* no bank is asked twice.
+# With `head_dim` 64 and 128 this line is right, and no bank is asked twice. Here the same `p8_4_swizzle.cu` is compiled with `head_dim` 32:
+# `ROW_BYTES` is 64, a row has four chunks, and the 128 bytes of all banks hold two rows. Nearly every number is wrong. Repair the line for
+# such rows, so that the result is right *and* no bank is asked twice: the first is not yet the second.
 
 # %% tags=["exercise"]
-tile_addresses = r"""
-# BEGIN STARTER
-__device__ __forceinline__ int at(int row, int column) { return row * ROW_BYTES + column * 2; }
-# END STARTER
-# BEGIN SOLUTION
+short_rows = r"""
 __device__ __forceinline__ int at(int row, int column) {
-    return row * ROW_BYTES + (column / 8 ^ row % 8) * 16;  // repaired
-}
-# END SOLUTION
-
-template <int ROWS>
-__device__ __forceinline__ void load_tile(char* tile_smem, const T* tile_gmem, int64_t row_stride, int rows) {
-#pragma unroll
-    for (int i = 0; i < ROWS * CHUNKS; i += THREADS) {
-        const int row = (i + threadIdx.x) / CHUNKS, column = (i + threadIdx.x) % CHUNKS * 8;
-        const bool exists = row < rows;
-        const T* from = tile_gmem + (exists ? row : 0) * row_stride + column;
 # BEGIN STARTER
-        const int to = row * ROW_BYTES + (column / 8 ^ row % 8) * 16;
-        cp_async<16>(smem_u32(tile_smem + to), from, exists ? 16 : 0);
+    return row * ROW_BYTES + (column / 8 ^ row % 8) * 16;
 # END STARTER
 # BEGIN SOLUTION
-        cp_async<16>(smem_u32(tile_smem + at(row, column)), from, exists ? 16 : 0);  // repaired
+    return row * ROW_BYTES + (column / 8 ^ row / 2 % 4) * 16;  // repaired: two rows are beside each other
 # END SOLUTION
-    }
 }
 """
 
 # %% tags=["check"]
 # hint("8.6")
-check("8.6", tile_addresses)
+check("8.6", short_rows)
 
 # %% [markdown]
 # ## 8.7
@@ -241,6 +225,9 @@ check("8.7", kernel)
 show.source(path("problem.cuh"))
 
 # %% [markdown]
+# It includes `ptx.cuh` (phase 7): `smem_u32(p)`, `cp_async<16>(smem, gmem, bytes)`, `cp_async_commit()`, `cp_async_wait<N>()`,
+# `ldmatrix_x4(r, smem)` and `ldmatrix_x4_trans`, `mma_m16n8k16<T>(c, a, b0, b1)`, `pack<T>(low, high)`, `exp2_approx(x)`.
+#
 # Try it on a tiny case before the check. `printf` works in a kernel: `if (blockIdx.x == 0 && threadIdx.x == 5) printf(...)`.
 #
 # ```python

@@ -57,6 +57,11 @@ def test_the_parts_are_the_whole_kernel_and_say_nothing():
     assert lines <= {line.strip() for line in joined.split("\n")} and "//" not in joined
 
 
+def test_a_comment_behind_a_part_is_no_other_part():
+    parts = answers_of("8.7", "solutions")[0]
+    assert phase_08._put_together(parts.replace("@K", "@K  // sizes")) == phase_08._put_together(parts)
+
+
 @pytest.mark.parametrize(
     "name",
     ["p9_5_prefetch", *(pytest.param(x, marks=pytest.mark.long) for x in ("p8_6_store", "p8_side_shuffle_store"))],

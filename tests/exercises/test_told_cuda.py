@@ -120,7 +120,9 @@ TOLD = [
     ("8.3", [(AT, "row * ROW_BYTES + (column / 8 + row) % 8 * 16")], "not-a-permutation", "in one place"),
     ("8.4", [("2 * STAGES - 3;", "STAGES - 1;")], "waits-too-long", "younger"),
     ("8.4", [("2 * STAGES - 3;", "2 * STAGES - 5;")], "wrong-value", "not negative"),
-    ("8.4", [("2 * STAGES - 2;", "2 * STAGES - 1;")], "read-before-wait", ""),
+    ("8.4", [("2 * STAGES - 2;", "2 * STAGES - 1;")], "read-before-wait", "3, and behind V_j's group are 2 y"),
+    ("8.5", [(REFILL, "load_kv(j + 1);")], None, "right with 2 stages, and not with 3"),
+    ("8.5", [("cp_async_wait<STAGES - 2>", "cp_async_wait<STAGES - 1>")], None, "`cp_async_wait<STAGES - 1>` stands"),
     ("8.5", [(REFILL, f"{REFILL}\n        cp_async_wait<0>();\n        __syncthreads();")], "no-overlap", "every copy"),
     ("8.5", [("cp_async_wait<STAGES - 2>", "cp_async_wait<0>")], "waits-too-long", "not needed yet"),
     ("8.5", [("        __syncthreads();", "        //")], None, "__syncthreads"),
@@ -134,6 +136,9 @@ TOLD = [
     ("8.7", [("int j = 0", "int i = 0")], "does-not-compile", "j"),
     ("8.7", [(LOOP_8_7, "for (int j = tiles - 1; j >= 0; j--) {")], "wrong-walk", "is 5, 4, 3, 2, 1, 0"),
     ("8.7", [("j < tiles; j++", "j <= tiles; j++")], "wrong-walk", "0, 1, 2, 3, 4, 5, 6. It"),
+    ("8.8", [("> last) x = -INFINITY;", "> last) {}")], "tail-not-masked", "be -INFINITY. And causal: each row sees"),
+    ("8.8", [("at(key, d * 16 + lane / 8 % 2 * 8)", "at(n * 16 + lane % 16, d * 16 + lane / 16 * 8)")],
+     "fragment-swapped", "b1 of the first 8 keys"),
     ("8.8", [(COPY, PLAIN)], "no-cp-async", "hold up their thread"),
     ("8.8", [("    __syncwarp();", "    //")], "race", "of your code"),
     ("8.8", [("    cp_async_wait<0>();\n    __syncthreads();  ", "    //")], "never-waited", "of your code"),
@@ -193,13 +198,6 @@ def test_text_is_wanted(id):
 def test_a_deleted_text_is_not_solved_yet(id, page):
     with pytest.raises(CheckFailed, match="not solved yet"):
         check(id, page)
-
-
-def test_where_a_chunk_is_written_and_where_it_is_read():
-    at = ("return row * ROW_BYTES + column * 2;", "return row * ROW_BYTES + (column / 8 ^ row / 8) * 16;")
-    with pytest.raises(CheckFailed, match="byte 144 of the tile, and at\\(1, 0\\)") as caught:
-        check("8.6", *slipped("8.6", [at], "exercises"))
-    assert caught.value.diagnosis == "two-formulas"
 
 
 def swapped(a, b):

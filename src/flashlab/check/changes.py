@@ -380,7 +380,8 @@ def _of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any
             said = f"it is {w(branch)} always" if root else f"{w(branch)} is taken always"
             yield "always-one-branch", f"{said}: {w(node.test)} is not asked", 1.6, branch
     if isinstance(node, ast.Call):
-        yield from _of_call(text, node)
+        alone = isinstance(parent, ast.Expr)  # its arguments are no statement
+        yield from (x for x in _of_call(text, node) if not (alone and x[0] == "function-missing"))
     if isinstance(node, ast.Attribute):
         for other in _FUNCTIONS.get(node.attr, ()):
             yield "wrong-function", f"`{other}` is taken for `{node.attr}`", 2.4, ast.Attribute(

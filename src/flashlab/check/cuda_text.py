@@ -662,7 +662,9 @@ def _exchanged(text: CudaText, slots: Sequence[Slot]) -> Iterator[Change]:
 def _of_call(text: CudaText, node: ast.Call, called: str) -> Iterator[tuple[object, ...]]:
     w, args = text.say, node.args
     name, _, inside = called.removesuffix(" >").partition(" < ")
-    for instead in ("__half",) if inside == "T" else (f"{inside} + 1", f"{inside} - 1") * ("STAGES" in inside):
+    less = re.fullmatch(r"(.*STAGES) - (\d)", inside)
+    near = [f"{less[1]} - {int(less[2]) + n}".removesuffix(" - 0") for n in (-1, 1)] if less else []
+    for instead in ("__half",) if inside == "T" else near:
         said, slug = f"`{name}<{instead}>` stands where `{name}<{inside}>` belongs", "off-by-one"
         if instead == "__half":
             said, slug = f"{said}: it is right in float16 alone", "fp16-alone"

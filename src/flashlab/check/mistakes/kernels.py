@@ -48,7 +48,10 @@ def explain(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> tup
         if _near(o, truth):
             if rows < ROWS:  # right in a tile of 16 keys, wrong in four of them
                 return tiles.explain(forward, head_dim) or _tiles(forward, head_dim, sizes=(16, 32))
-            found = _causal(forward, head_dim) or _tiles(forward, head_dim) or _split(forward, head_dim)
+            causal = _causal(forward, head_dim)
+            if causal and (tail := tiles.tail(forward, head_dim)):  # there may be no mask at all
+                return tail[0], f"{tail[1]}. And {causal[1]}"
+            found = causal or _tiles(forward, head_dim) or _split(forward, head_dim)
             return found or tiles.explain(forward, head_dim) or _many_keys(forward, head_dim)
         for slug, sentence, prediction in _predictions(*one):
             if not _near(prediction, truth) and _near(o, prediction):
@@ -226,6 +229,8 @@ def _predictions(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[str, str, Te
     apart += "or S's tiles"
     yield "fragment-swapped", apart, _columns(p, 8) @ v / total
     yield "fragment-swapped", "b0 and b1 of K change places: columns 8 apart", _attend(q, _columns(k, 8), v)
+    sentence = "K comes by the addresses of an A fragment: b1 of the first 8 keys and b0 of the next 8 change places"
+    yield "fragment-swapped", sentence, _attend(q, _quadrants(k, (0, 2, 1, 3)), v)
     for order in itertools.permutations(range(4)):
         names = ", ".join(f"a{i}" for i in order)
         sentence = f"the registers of the A fragment of P are in the wrong order, {names}: which quarter is which?"

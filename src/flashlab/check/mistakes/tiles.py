@@ -47,7 +47,7 @@ def explain(forward: Forward, head_dim: int) -> Found | None:
                 return slug, sentence
     return (
         _falling(forward, head_dim)
-        or _tail(forward, head_dim, right)
+        or tail(forward, head_dim)
         or _always_causal(forward, head_dim)
         or _diagonal(forward, head_dim)
     )
@@ -111,7 +111,7 @@ def _one_tile(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[str, str, Tenso
     yield "divided-twice", sentence, p @ v / own / total
 
 
-def _tail(forward: Forward, head_dim: int, one_tile_right: bool) -> Found | None:
+def tail(forward: Forward, head_dim: int) -> Found | None:
     """Keys past the end of the last tile."""
     for keys, alone in ((5, True), (72, False)):
         q, k, v = _tensors(16, keys, head_dim)
