@@ -56,25 +56,23 @@ check("8.2", place)
 # %% [markdown]
 # ## 8.3
 #
-# Now as a line of the kernel. `at(row, column)` is the byte at which element (row, column) of a tile lies, counted from the tile's start; `column`
-# is a multiple of 8, an element has 2 bytes, a row `ROW_BYTES`. In `p8_4_swizzle.cu` all who write and all who read go through it. The check wants
-# the right result, and as many wavefronts as the ideal.
+# Now in the kernel. `at(row, column)` is the byte at which element (row, column) of a tile lies, counted from the tile's start; `column`
+# is a multiple of 8, an element has 2 bytes, a row `ROW_BYTES`. In `p8_4_swizzle.cu` all who write and all who read go through it. The lecture's
+# line moves chunks. CUTLASS writes a swizzle as one XOR of the *byte offset*: do so. The check wants the right result, and as many wavefronts as
+# the ideal.
 
 # %% tags=["exercise"]
-# BEGIN STARTER
 at = r"""
 __device__ __forceinline__ int at(int row, int column) {
-    return // YOUR CODE HERE
-}
-"""
+    const int offset = row * ROW_BYTES + column * 2;
+# BEGIN STARTER
+    return offset ^ // YOUR CODE HERE
 # END STARTER
 # BEGIN SOLUTION
-at = r"""
-__device__ __forceinline__ int at(int row, int column) {
-    return row * ROW_BYTES + (column / 8 ^ row % 8) * 16;
+    return offset ^ row % 8 * 16;
+# END SOLUTION
 }
 """
-# END SOLUTION
 
 # %% tags=["check"]
 # hint("8.3")

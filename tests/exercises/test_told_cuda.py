@@ -23,7 +23,7 @@ LAUNCH_6_8 = "    flash_forward<<<grid, THREADS, 0, (cudaStream_t)stream>>>(*p);
 SLICE_7_3 = "        mma_m16n8k16<T>(c"
 READY = "__syncwarp();                                           // K and V are here"
 OUT = "T* o_gmem = rows_of(p.o, p.o_stride, batch, head, first);"
-AT = "row * ROW_BYTES + (column / 8 ^ row % 8) * 16"
+AT = "offset ^ row % 8 * 16"
 LOOP_8_7 = "for (int j = 0; j < tiles; j++) {"
 REFILL = "        load_kv(j + STAGES - 1);"
 V_8_8 = "at(n * 16 + lane % 16, i * 16 + lane / 16 * 8)"
@@ -116,6 +116,7 @@ TOLD = [
     ("7.10", [(OUT, f"float x[4] = {{}};\n    mma_m16n8k16<T>(x, q[0], 0, 0);\n    {OUT}")], "wrong-count", "beside"),
     ("7.10", [("__shared__ __align__(16) T", "__shared__ T")], "misaligned", "align"),
     ("8.3", [(AT, "row * ROW_BYTES + (column / 8 ^ row / 8 % 8) * 16")], "bank-conflicts", "rows 0, 1, 2, 3, 4, 5, 6"),
+    ("8.3", [(AT, "offset ^ row % 8")], None, "the factor `16` is missing"),
     ("8.3", [(AT, "row * (ROW_BYTES + 16) + column * 2")], "outside-the-tile", "no room"),
     ("8.3", [(AT, "row * ROW_BYTES + (column / 8 + row) % 8 * 16")], "not-a-permutation", "in one place"),
     ("8.4", [("2 * STAGES - 3;", "STAGES - 1;")], "waits-too-long", "younger"),

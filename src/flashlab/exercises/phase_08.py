@@ -193,9 +193,10 @@ def place(row, chunk):
     minutes=10,
     difficulty="Core",
     hints=[
-        "A row is ROW_BYTES bytes, a chunk 16 bytes and 8 columns. Where does chunk column / 8 of this row go?",
-        "In C++, ^ binds less tightly than + and *: put the XOR in parentheses.",
-        "return row * ROW_BYTES + (column / 8 ^ row % 8) * 16;",
+        "offset is a number of bytes. Its bits 0 to 3 say where in a chunk of 16 bytes, bits 4 to 6 which chunk of "
+        "eight. Which of them must change from row to row?",
+        "Bits 4 to 6: eight rows have eight different values of row % 8. How far to the left must its three bits move?",
+        "By four: a chunk has 16 bytes. In C++, ^ binds less tightly than + and *.",
     ],
 )
 def swizzle(at: str) -> str:
@@ -234,14 +235,14 @@ def _all_places(module: CudaModule) -> list[torch.Tensor]:
 
 
 _EIGHT_ROWS = "the chunks of eight rows lie in eight groups of banks"
+_NOTES = {
+    "row % 8": _EIGHT_ROWS, "row * ROW_BYTES": "rows lie ROW_BYTES apart", "16": "a chunk has 16 bytes",
+    "column / 8": "a chunk has 8 columns",
+}  # fmt: skip
 AT = Trials(
-    "8.3", partial(built, check=True), [_all_places], tol=1e-5,
+    "8.3", partial(built, check=True), [_all_places], tol=1e-5, words={"offset": "offset"},
     place=lambda text: replaced(step("p8_4_swizzle"), "swizzle", text).text + _CALLED,
-    notes={
-        "row % 8": _EIGHT_ROWS, "row * ROW_BYTES": "rows lie ROW_BYTES apart", "16": "a chunk has 16 bytes",
-        "column / 8": "a chunk has 8 columns",
-    },
-    equal={"-8 stands": "row is not negative"},
+    notes=_NOTES | {"column * 2": "an element has 2 bytes"}, equal={"-8 stands": "row is not negative"},
 )  # fmt: skip
 
 
@@ -412,8 +413,8 @@ def head_of_the_loop(loop_head: str) -> str:
 # ---- 8.6 ------------------------------------------------------------------------------------------------------------
 
 AT_64_BYTES = replace(
-    AT, id="8.6", build=partial(built, check=True, head_dim=32),
-    notes=AT.notes | {"row / 2": "two rows of 64 bytes share 128", "row / 2 % 4": "four pairs of rows, four places"},
+    AT, id="8.6", build=partial(built, check=True, head_dim=32), words={},
+    notes=_NOTES | {"row / 2": "two rows of 64 bytes share 128", "row / 2 % 4": "four pairs of rows, four places"},
     equal={"-4 stands": "row is not negative", "7 stands": "the columns are 0, 8, 16 and 24"},
 )  # fmt: skip
 
