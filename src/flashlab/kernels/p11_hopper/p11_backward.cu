@@ -433,10 +433,12 @@ __global__ void __launch_bounds__(CONSUMERS * GROUP)
 convert(const Backward p, const float* sums, const __grid_constant__ CUtensorMap dq_map) {
     extern __shared__ __align__(1024) char shared[];           // [BLOCK, HEAD_DIM]
     const int blocks = padded(p.seq_q) / BLOCK, head_index = blockIdx.x / blocks;
-    const int64_t first_row = (int64_t)blockIdx.x * BLOCK + threadIdx.x / GROUP * 64;
-    const float4* rows = (const float4*)(sums + first_row * COLUMNS) + threadIdx.x % GROUP;
-    // Tiles that see no key at all have no sums
-    const bool summed = !p.causal || first_row % padded(p.seq_q) >= (p.seq_q - p.seq_k) / QUERIES * QUERIES;
+    const int m_start = blockIdx.x % blocks * BLOCK, first_row = m_start + threadIdx.x / GROUP * 64;
+    const int64_t in_sums = (int64_t)head_index * padded(p.seq_q) + first_row;
+    const float4* rows = (const float4*)(sums + in_sums * COLUMNS) + threadIdx.x % GROUP;
+    // Tiles that see no key at all, or are behind the last row, have no sums
+    const int begin = p.causal ? (p.seq_q - p.seq_k) / QUERIES * QUERIES : 0;
+    const bool summed = first_row >= begin && first_row < p.seq_q;
     float dq[HEAD_DIM / 2];
 #pragma unroll
     for (int n = 0; n < HEAD_DIM / MMA_N; n++) {
@@ -444,7 +446,7 @@ convert(const Backward p, const float* sums, const __grid_constant__ CUtensorMap
         dq[4 * n] = c.x, dq[4 * n + 1] = c.y, dq[4 * n + 2] = c.z, dq[4 * n + 3] = c.w;
     }
     const int batch = head_index / p.heads, head = head_index % p.heads;
-    store_tile(dq, p.scale, smem_u32(shared), dq_map, blockIdx.x % blocks * BLOCK, head, batch);
+    store_tile(dq, p.scale, smem_u32(shared), dq_map, m_start, head, batch);
     if (threadIdx.x % GROUP == 0) bulk_wait<0>();
 }
 // endregion
