@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 
@@ -10,6 +11,7 @@ import torch
 
 from flashlab.attention import reference
 from flashlab.check.training import wanted, worst
+from flashlab.cuda import hopper_backward as launcher
 from flashlab.cuda.builds import build
 from flashlab.cuda.hopper_backward import HEAD_DIMS, SOURCE, compiled, hopper_backward
 from flashlab.cuda.resources import available, resources
@@ -27,6 +29,8 @@ CASES = (
 )  # fmt: skip
 BUILDS = [(64, FP16), (128, BF16), pytest.param(64, BF16, marks=pytest.mark.long),
           pytest.param(128, FP16, marks=pytest.mark.long)]  # fmt: skip
+FIVE = (("PRODUCTS", 5),)
+each_way = pytest.mark.parametrize("products", [7, 5])
 
 
 def make(batch, heads, kv_heads, seq_q, seq_k, head_dim=64, dtype=FP16):
@@ -38,11 +42,13 @@ def make(batch, heads, kv_heads, seq_q, seq_k, head_dim=64, dtype=FP16):
     )
 
 
-def gradients(q, k, v, grad_o, *, check=False, defines=(), **options):
+def gradients(q, k, v, grad_o, *, check=False, defines=(), products=7, threads=None, **options):
     """From an o that is rounded, as a forward pass gives it; nothing may be found."""
     o, lse = reference.attention(q, k, v, **options)
-    results = o.to(q.dtype), lse.float()
-    found = hopper_backward(grad_o, q, k, v, *results, backend="emulator", check=check, defines=defines, **options)
+    how = dict(backend="emulator", check=check, defines=defines, products=products)
+    how |= {} if threads is None else {"threads": threads}
+    found = hopper_backward(grad_o, q, k, v, o.to(q.dtype), lse.float(), **how, **options)
+    defines = defines if products == 7 else FIVE + defines
     report = compiled(q.shape[3], q.dtype, "emulator", check, defines).report
     assert not report.findings, report.findings[0]
     return found
@@ -59,42 +65,84 @@ def expect(q, k, v, grad_o, **options):
     return found
 
 
+@each_way
 @pytest.mark.parametrize(("head_dim", "dtype"), BUILDS, ids=str)
-def test_right_in_the_fast_build(head_dim, dtype):
+def test_right_in_the_fast_build(head_dim, dtype, products):
     for case, causal in itertools.product(CASES, (False, True)):
-        expect(*make(*case, head_dim, dtype), causal=causal)
+        expect(*make(*case, head_dim, dtype), causal=causal, products=products)
 
 
+@each_way
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, FP16), pytest.param(128, BF16, marks=pytest.mark.long)], ids=str)
-def test_clean_in_the_check_build(head_dim, dtype):
+def test_clean_in_the_check_build(head_dim, dtype, products):
     for case in ((1, 2, 1, 100, 130), (1, 2, 2, 300, 450), (1, 1, 1, 70, 33)):
         for causal in (False, True):
-            expect(*make(*case, head_dim, dtype), causal=causal, check=True)
+            expect(*make(*case, head_dim, dtype), causal=causal, check=True, products=products)
 
 
+@each_way
 @pytest.mark.parametrize(
     "head_dim", [96, pytest.param(80, marks=pytest.mark.long), pytest.param(112, marks=pytest.mark.long)]
 )
-def test_head_sizes_between(head_dim):
+def test_head_sizes_between(head_dim, products):
     for case in ((1, 2, 1, 100, 130), (1, 1, 1, 70, 33)):
         for causal in (False, True):
-            expect(*make(*case, head_dim, BF16), causal=causal, check=True)
+            expect(*make(*case, head_dim, BF16), causal=causal, check=True, products=products)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("head_dim", "define"), [(64, ("KEY_STEP", 64)), (64, ("DK_LAGS", 0)), (64, ("MOST_STAGES", 2)),
-                             (128, ("KEY_STEP", 64)), (128, ("QUERY_STEP", 32))], ids=str,
+    ("head_dim", "define", "products"),
+    [(64, ("KEY_STEP", 64), 7), (64, ("DK_LAGS", 0), 7), (64, ("MOST_STAGES", 2), 7), (128, ("KEY_STEP", 64), 7),
+     (128, ("QUERY_STEP", 32), 7), (128, ("QUERY_STEP", 32), 5), (64, ("ORDERED", 0), 5)], ids=str,
 )  # fmt: skip
-def test_every_define(head_dim, define):
+def test_every_define(head_dim, define, products):
     for causal in (False, True):
-        expect(*make(1, 2, 1, 300, 450, head_dim, FP16), causal=causal, check=True, defines=(define,))
+        inputs = make(1, 2, 1, 300, 450, head_dim, FP16)
+        expect(*inputs, causal=causal, check=True, defines=(define,), products=products)
 
 
-def test_the_same_bits_again():
+@each_way
+def test_the_same_bits_again(products):
+    """However many blocks of keys are resident: they add to dq in their order."""
     inputs = make(1, 4, 2, 300, 300)
-    first, again = (gradients(*inputs, causal=True) for _ in range(2))
-    assert all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(first, again, strict=True))
+    for causal in (False, True):
+        first, again, alone = (gradients(*inputs, causal=causal, products=products, threads=n) for n in (4, 4, 1))
+        for a, b, c in zip(first, again, alone, strict=True):
+            assert torch.equal(a.view(torch.int16), b.view(torch.int16)) and torch.equal(a, c)
+
+
+# What the summing of dq rests on, each taken away: the emulator says so, though the results are right.
+PLANTED = {
+    "dS^T without a proxy fence": ("fence_proxy_async();                               // or the tensor", "// or",
+                                   "proxy-fence"),
+    "dS^T of one consumer": ("        named_barrier_sync(1 + CONSUMERS, CONSUMERS * GROUP);", "", "race"),
+    "dS^T in one place": ("nth % 2", "nth % 1", "stage-overwritten"),
+    "a square that may still be read": ("bulk_wait_read<0>();", "", "race"),
+    "a square without a proxy fence": ("        fence_proxy_async();\n        __syncwarp();", "__syncwarp();",
+                                       "proxy-fence"),
+    "dK over K that is read": ("named_barrier_sync(1 + (FIVE ? CONSUMERS : consumer), (FIVE ? CONSUMERS : 1) * GROUP)",
+                               "named_barrier_sync(1 + consumer, GROUP)", "stage-overwritten"),
+    "a turn that is not waited for": ("while (*turn != part.block) {}", "", "global-race"),
+    "a turn that is told too early": ("bulk_wait<0>();                            // it is added", "", "global-race"),
+    "a turn without a fence": ("                    __threadfence();\n", "", "global-race"),
+}  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("what", PLANTED)
+def test_what_the_sums_rest_on(what, tmp_path, monkeypatch):
+    right, wrong, kind = PLANTED[what]
+    text = SOURCE.read_text()
+    assert right in text
+    (tmp_path / SOURCE.name).write_text(text.replace(right, wrong))
+    fresh = functools.cache(compiled.__wrapped__)
+    monkeypatch.setattr(launcher, "SOURCE", tmp_path / SOURCE.name)
+    monkeypatch.setattr(launcher, "compiled", fresh)
+    q, k, v, grad_o = make(1, 2, 1, 200, 300)
+    o, lse = reference.attention(q, k, v)
+    hopper_backward(grad_o, q, k, v, o.half(), lse.float(), backend="emulator", check=True, products=5)
+    assert kind in {f.kind for f in fresh(64, FP16, "emulator", True, FIVE).report.findings}
 
 
 @pytest.mark.parametrize("scale", [0.3, -0.2, 0.0])
@@ -130,15 +178,20 @@ def test_layouts():
     expect(q, odd, v, grad_o)
 
 
-def test_what_lies_behind_a_tensor_is_not_touched():
-    """Rows beyond the end are not read, as NaN: the tiles are larger than the tensors."""
+@each_way
+def test_what_lies_behind_a_tensor_is_not_touched(products):
+    """Rows beyond the end are not read, as NaN: the tiles are larger than the tensors. Nor have keys that are not there
+    a part in dq, where every score is so low that theirs, of 0, would be infinitely likely."""
 
     def framed(x):
         around = torch.full((*x.shape[:2], x.shape[2] + 100, x.shape[3]), math.nan, dtype=x.dtype)
         around[:, :, : x.shape[2]] = x
         return around[:, :, : x.shape[2]]
 
-    expect(*map(framed, make(1, 2, 1, 70, 90)), causal=True)
+    q, k, v, grad_o = map(framed, make(1, 2, 1, 70, 90))
+    expect(q, k, v, grad_o, causal=True, products=products)
+    for causal in (False, True):
+        expect(4 * q.abs(), -4 * k.abs(), v, grad_o, causal=causal, products=products)
 
 
 def test_large_scores():
@@ -146,8 +199,9 @@ def test_large_scores():
     expect(10 * q, k, v, grad_o, causal=True)
 
 
-def test_a_row_without_keys_has_no_gradient():
-    dq, _, _ = expect(*make(1, 1, 1, 70, 33), causal=True)
+@each_way
+def test_a_row_without_keys_has_no_gradient(products):
+    dq, _, _ = expect(*make(1, 1, 1, 70, 33), causal=True, products=products)
     assert not dq[:, :, : 70 - 33].any() and dq[:, :, 70 - 33 + 1 :].any()
 
 
@@ -158,20 +212,22 @@ def test_what_does_not_belong_together_is_said():
         hopper_backward(grad_o, q, k, v, q, lse[..., :7], backend="emulator")
     with pytest.raises(TypeError, match="grad_o is torch.float32; it must be"):
         hopper_backward(grad_o.float(), q, k, v, q, lse, backend="emulator")
+    with pytest.raises(ValueError, match="products is 6; it must be 5 or 7"):
+        hopper_backward(grad_o, q, k, v, q, lse, backend="emulator", products=6)
     with pytest.raises((TypeError, ValueError), match="head_dim|head dim"):
         short = q[..., :32]
         hopper_backward(short, short, short, short, short, lse, backend="emulator")
 
 
 @pytest.mark.skipif(not HOPPER, reason="no GPU of capability 9.0")
+@each_way
 @pytest.mark.parametrize(("head_dim", "dtype"), [*itertools.product(HEAD_DIMS, (FP16, BF16))], ids=str)
-def test_right_on_a_gpu(head_dim, dtype):
+def test_right_on_a_gpu(head_dim, dtype, products):
+    how = dict(backend="nvcc", products=products)
     for case, causal in itertools.product((*CASES, (2, 8, 2, 1000, 1000)), (False, True)):
         q, k, v, grad_o = (x.cuda() for x in make(*case, head_dim, dtype))
         o, lse = reference.attention(q, k, v, causal=causal)
-        runs = [
-            hopper_backward(grad_o, q, k, v, o.to(dtype), lse.float(), causal=causal, backend="nvcc") for _ in range(5)
-        ]
+        runs = [hopper_backward(grad_o, q, k, v, o.to(dtype), lse.float(), causal=causal, **how) for _ in range(5)]
         named = dict(zip(("dq", "dk", "dv"), runs[0], strict=True))
         name, error = worst(wanted(q, k, v, grad_o, causal=causal), **named)
         assert error <= 1, f"{case}, causal {causal}: {name} is off by {error:.3g} times its bound"
@@ -182,11 +238,13 @@ def test_right_on_a_gpu(head_dim, dtype):
 @pytest.mark.long
 @pytest.mark.skipif(not available(), reason="needs nvcc")
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_nothing_is_spilled_or_serialised(head_dim):
-    text, defines = read(SOURCE), {"HEAD_DIM": head_dim, "ELEMENT": ELEMENTS[BF16]}
+@each_way
+def test_nothing_is_spilled_or_serialised(head_dim, products):
+    text, defines = read(SOURCE), {"HEAD_DIM": head_dim, "ELEMENT": ELEMENTS[BF16], "PRODUCTS": products}
     flags = nvcc_flags(arch_for("sm_90", text.code), macros(defines, None), text.folders())
     log = build(text, flags, "nvcc", folders=text.folders()).log
     assert "Potential Performance Loss" not in log and "setmaxnreg" not in log  # what ptxas says if it has to
     found = resources(SOURCE, target="sm_90", launches=False, **defines)
-    assert len(found) == 5 and not any(kernel.spill_bytes for kernel in found), found
-    assert sum("HGMMA" in kernel.instructions for kernel in found) == 4
+    assert not any(kernel.spill_bytes for kernel in found), found
+    with_wgmma = sum("HGMMA" in kernel.instructions for kernel in found)
+    assert (len(found), with_wgmma) == ((5, 4) if products == 7 else (4, 2))

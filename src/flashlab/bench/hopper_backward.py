@@ -31,10 +31,12 @@ from flashlab.check.training import wanted, worst
 from flashlab.cuda.hopper_backward import compiled, hopper_backward
 
 _AGAIN = ("-m", "flashlab.bench.hopper_backward")  # this program in a process of its own
-VARIANTS = {64: ("KEY_STEP=64", "DK_LAGS=0", "MOST_STAGES=2"), 128: ("KEY_STEP=64", "DK_LAGS=0", "MOST_STAGES=4")}
+FIVE = "PRODUCTS=5"
+"""dq is summed over the blocks of keys: in their order, or, with ORDERED=0, in any."""
+VARIANTS = dict.fromkeys((64, 128), (FIVE, f"{FIVE} ORDERED=0", "KEY_STEP=64", "DK_LAGS=0"))
 """Macros set otherwise, by head_dim."""
 ALONE = {"statistics": 1, "statistics, keys": 3, "statistics, queries": 5}
-"""Which kernels a row is of: `launches` of flashlab.cuda.hopper_backward."""
+"""Which kernels a row is of: `launches` of flashlab.cuda.hopper_backward. Of five products the last is `convert`."""
 DOOR = "flash_attention"
 """What a model calls, by autograd: whatever backend that takes."""
 REPEATS = 20
@@ -135,7 +137,7 @@ def ready(head_dim: int, dtype: str) -> dict[str, str | None]:
             return timing.reason(error)
         return harness.trial(*_AGAIN, "--trial", name, seconds=90.0) if harness.on_gpu() else None
 
-    names = builds([head_dim], [dtype]) if harness.on_gpu() else builds([head_dim], [dtype])[:1]
+    names = builds([head_dim], [dtype])[: None if harness.on_gpu() else 2]
     with ThreadPoolExecutor(4) as threads:
         return dict(zip(names, threads.map(tried, names), strict=True))
 
@@ -150,8 +152,8 @@ def ways_of(job: Row, given: Given, o: torch.Tensor, lse: torch.Tensor) -> dict[
     for name, why in ready(q.shape[3], dtype).items():
         label = " ".join([OURS, *name.split()[2:]])
         found[label] = industrial._refuse(why) if why else functools.partial(ours, defines=defines_of(name))
-        if label == OURS and not why and harness.on_gpu():
-            found |= {f"{OURS}: {what}": functools.partial(ours, launches=n) for what, n in ALONE.items()}
+        if label in (OURS, f"{OURS} {FIVE}") and not why and harness.on_gpu():
+            found |= {f"{label}: {what}": functools.partial(found[label], launches=n) for what, n in ALONE.items()}
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     backends = {CUDNN: "CUDNN_ATTENTION", FA2: "FLASH_ATTENTION"}
     with_gradient: dict[str, Way] = {name: peers.sdpa(b, q, k, v, causal) for name, b in backends.items()}
@@ -178,7 +180,7 @@ def measure(job: Row, rounds: int = 9) -> list[Row]:
         gradients: Any = ways[name]()
         row |= {"tflops": work / (row["ms"] * 1e9)}
         row |= judged(gradients, given, causal, 2 if shape[2] <= JUDGED else 1)
-        if name == OURS:
+        if name.startswith(OURS):
             row |= {"different": different(ways[name], gradients, REPEATS if harness.on_gpu() else 1)}
     rows = [job | {"name": name} | row for name, row in found.items()]
     return rows + [job | {"name": name, "unavailable": why} for name, why in reasons.items()]

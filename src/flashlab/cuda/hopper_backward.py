@@ -41,7 +41,7 @@ def compiled(
     head_dim: int, dtype: torch.dtype, backend: str | None = None, check: bool = False,
     defines: tuple[tuple[str, int], ...] = (),
 ) -> CudaModule:  # fmt: skip
-    """The compiled source. backend, check: as in `load_inline`; defines: its macros QUERY_STEP, KEY_STEP, STAGES."""
+    """The compiled source. backend, check: as in `load_inline`; defines: its macros, as its head names them."""
     macros: dict[str, Any] = {"HEAD_DIM": head_dim, "ELEMENT": ELEMENTS[dtype], **dict(defines)}
     return load_inline(SOURCE, backend=backend or default_backend(), check=check, defines=macros)
 
@@ -49,18 +49,20 @@ def compiled(
 def hopper_backward(
     grad_o: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, *,
     grad_lse: torch.Tensor | None = None, causal: bool = False, scale: float | None = None,
-    backend: str | None = None, check: bool = False, defines: tuple[tuple[str, int], ...] = (), launches: int = 7,
-    **launch: Any,
+    products: int = 7, backend: str | None = None, check: bool = False, defines: tuple[tuple[str, int], ...] = (),
+    launches: int = 7, **launch: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """dq, dk and dv of o = softmax(scale * q k^T) v. Two runs agree in every bit.
 
     Args:
         grad_o: like q. q: [batch, heads, seq_q, head_dim]; k, v: [batch, kv_heads, seq_k, head_dim], fp16 or bf16, with
-            a head_dim of 64 or 128. Any strides: a tensor whose rows are not contiguous, or not on 16-byte boundaries,
+            a head_dim of HEAD_DIMS. Any strides: a tensor whose rows are not contiguous, or not on 16-byte boundaries,
             is copied first.
         o, lse: what a forward pass gave: like q, and [batch, heads, seq_q], float32, with -inf for a row without keys.
         grad_lse: like lse; None where no loss depends on lse.
         causal: query i sees the keys up to i + seq_k - seq_q. scale: head_dim ** -0.5, if None.
+        products: 7, where dq has a kernel of its own that computes the scores again; or 5, where the blocks of keys add
+            their parts of dq one after the other.
         backend, check, defines: of the build, see `compiled`. launches: which kernels, to time them: 1 for the rows'
             statistics + 2 for dk and dv + 4 for dq. launch: options of the emulator's launch.
 
@@ -75,6 +77,9 @@ def hopper_backward(
     check_qkv(q, k, v, dtypes=HALVES, head_dims=HEAD_DIMS, same_v=True, no_grad=True)
     check_causal(causal)
     check_results(q, {"grad_o": grad_o, "o": o}, {"lse": lse, "grad_lse": grad_lse}, no_grad=True)
+    if products not in (5, 7):
+        raise ValueError(f"products is {products}; it must be 5 or 7")
+    defines = (("PRODUCTS", 5), *defines) if products == 5 else defines
     built = compiled(q.shape[3], q.dtype, backend, check, defines)
     dq, dk, dv = (new_output(x) for x in (q, k, v))
     if q.numel() == 0 or k.numel() == 0:
@@ -87,10 +92,18 @@ def hopper_backward(
         *(Strides(*x.stride()[:3]) for x in (*fitting, dq, dk, dv)), *q.shape[:2], k.shape[1], q.shape[2], k.shape[2],
         int(causal), scale_of(scale, q.shape[3]), launches,
     )  # fmt: skip
-    rows = -(-q.shape[2] // BLOCK) * BLOCK
-    statistics = torch.empty(2 * q.shape[0] * q.shape[1] * rows, device=q.device)
+    rows = q.shape[0] * q.shape[1] * -(-q.shape[2] // BLOCK) * BLOCK
+    statistics = torch.empty(2 * rows, device=q.device)
+    sums = turns = None
+    if ("PRODUCTS", 5) in defines:  # squares of 64 rows and 64 columns
+        turns = torch.zeros(rows // 64 * -(-q.shape[3] // 64), dtype=torch.int32, device=q.device)
+        sums = torch.empty(turns.numel() * 64 * 64, device=q.device)
+        if ("ORDERED", 0) in defines:  # else the first block stores
+            sums.zero_()
     if built.backend == "emulator":
-        launch = {"unwritten": ("dq", "dk", "dv", "row_statistics"), **launch}
+        unwritten = ("sums",) if sums is not None and ("ORDERED", 0) not in defines else ()
+        launch = {"unwritten": ("dq", "dk", "dv", "row_statistics", *unwritten), **launch}
     grad_lse = grad_lse if grad_lse is None else grad_lse.contiguous()
-    built.launch("backward", *fitting, lse.contiguous(), grad_lse, dq, dk, dv, statistics, shapes, **launch)
+    results = dq, dk, dv, statistics, sums, turns
+    built.launch("backward", *fitting, lse.contiguous(), grad_lse, *results, shapes, **launch)
     return dq, dk, dv

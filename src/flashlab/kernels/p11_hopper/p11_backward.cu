@@ -10,8 +10,13 @@
 // A block has two consumers of 64 rows each, and a producer. In `keys` the scores are computed transposed, K Q^T: so
 // P^T and dS^T lie in registers as the A operands of dV and dK, and no tile is ever transposed.
 //
+// With -DPRODUCTS=5 there is no `queries`: the consumers of `keys` bring dS^T to shared memory, and compute what their
+// 128 keys give to dQ. Threads beside the producer add that to fp32 sums in memory, by TMA: at each tile the blocks of
+// keys in their order, so the bits are the same each time; -DORDERED=0 adds in any order, to see what order costs.
+// `convert` makes dQ of the sums.
+//
 // Compile with -DHEAD_DIM=64, 80, 96, 112 or 128, and -DELEMENT=__half or __nv_bfloat16, -DQUERY_STEP=queries at a time
-// in `keys`, -DKEY_STEP=keys at a time in `queries`, -DMOST_STAGES=2 or more, -DDK_LAGS=0 or 1.
+// in `keys`, -DMOST_STAGES=2 or more; for seven products -DKEY_STEP=keys at a time in `queries`, -DDK_LAGS=0 or 1.
 
 // region: constants
 #include "p11_hopper/tiles.cuh"
@@ -27,24 +32,36 @@
 #ifndef DK_LAGS                                                // dK of a tile while S^T of the next one is computed
 #define DK_LAGS 1
 #endif
+#ifndef PRODUCTS
+#define PRODUCTS 7
+#endif
+#ifndef ORDERED
+#define ORDERED 1
+#endif
 
+constexpr bool FIVE = PRODUCTS == 5;
 constexpr int GROUP = 128, CONSUMERS = 2;                      // threads of a warpgroup; the producer's is the third
 constexpr int WARPS = 4 * CONSUMERS, THREADS = (CONSUMERS + 1) * GROUP;
 constexpr int CONSUMER_REGISTERS = 240, PRODUCER_REGISTERS = 24;       // per thread
 constexpr int BLOCK = WARPS * MMA_M;                           // rows that a block keeps: keys in `keys`, else queries
 constexpr int ROWS_PER_LANE = 2;                               // of an accumulator: g and g + 8
 constexpr int KEPT_BYTES = BLOCK * COLUMNS * 2;                // of a tile that stays
+// Queries of a stage of `keys`. Five products: dQ of a stage is a square of 64 x 64 for each consumer.
+constexpr int QUERIES = FIVE ? CONSUMERS * 64 * SLAB / COLUMNS : QUERY_STEP;
+constexpr int SQUARE_BYTES = 64 * 64 * 4, DS_BYTES = QUERIES * BLOCK * 2;      // of dQ, of dS^T: there are two of each
+constexpr int SUMS_BYTES = FIVE ? CONSUMERS * SQUARE_BYTES + 2 * DS_BYTES : 0;
 // Of a kernel that takes STEP rows at a time: a stage holds STEP rows of two tensors, and two numbers a row.
 template <int STEP> constexpr int STEP_BYTES = STEP * COLUMNS * 2;
 template <int STEP> constexpr int STAGE_BYTES = 2 * STEP_BYTES<STEP> + 1024;       // a multiple of 1024
 // As many stages as there is room for; then the barriers, 8 bytes each
-template <int STEP> constexpr int ROOM = ((226 << 10) - 2 * KEPT_BYTES) / STAGE_BYTES<STEP>;
+template <int STEP> constexpr int ROOM = ((226 << 10) - 2 * KEPT_BYTES - SUMS_BYTES) / STAGE_BYTES<STEP>;
 template <int STEP> constexpr int STAGES_OF = ROOM<STEP> < MOST_STAGES ? ROOM<STEP> : MOST_STAGES;
-template <int STEP> constexpr int BARRIERS = 1 + 2 * STAGES_OF<STEP>;
+template <int STEP> constexpr int BARRIERS = 1 + 2 * STAGES_OF<STEP> + (FIVE ? 2 * CONSUMERS : 0);
 template <int STEP>
-constexpr int SHARED = 2 * KEPT_BYTES + STAGES_OF<STEP> * STAGE_BYTES<STEP> + 8 * BARRIERS<STEP>;
-static_assert(STAGES_OF<QUERY_STEP> > 1 && STAGES_OF<KEY_STEP> > 1, "a stage is free when the next one is in use");
-static_assert(BLOCK % QUERY_STEP == 0 && QUERY_STEP <= 128, "two numbers for each of so many queries are 1024 bytes");
+constexpr int SHARED = 2 * KEPT_BYTES + STAGES_OF<STEP> * STAGE_BYTES<STEP> + SUMS_BYTES + 8 * BARRIERS<STEP>;
+static_assert(STAGES_OF<QUERIES> > 1 && (FIVE || STAGES_OF<KEY_STEP> > 1), "a stage is free when the next is in use");
+static_assert(BLOCK % QUERIES == 0 && QUERIES <= 128, "two numbers for each of so many queries are 1024 bytes");
+static_assert(QUERIES % QUERY_STEP == 0 && (!FIVE || 64 % QUERY_STEP == 0), "a stage is taken in equal steps");
 // endregion
 
 // region: shapes
@@ -62,12 +79,12 @@ __host__ __device__ __forceinline__ constexpr int padded(int rows) { return ceil
 // endregion
 
 // region: products
-// c = A B^T, with 64 rows of a tile of BLOCK rows, and a tile of N rows. Issued, not waited for.
-template <int N> __device__ __forceinline__ void scores(float (&c)[N / 2], uint64_t a, uint64_t b) {
+// c = A B^T, with 64 rows of a tile of BLOCK rows, and N rows of a tile of ROWS. Issued, not waited for.
+template <int N, int ROWS = N> __device__ __forceinline__ void scores(float (&c)[N / 2], uint64_t a, uint64_t b) {
     wgmma_fence();                                             // the registers of c are the tensor cores' from here on
 #pragma unroll
     for (int k = 0; k < HEAD_DIM / MMA_K; k++)                 // the first one overwrites c
-        wgmma_ss<N, T>(c, a + columns_on<BLOCK>(k), b + columns_on<N>(k), k > 0);
+        wgmma_ss<N, T>(c, a + columns_on<BLOCK>(k), b + columns_on<ROWS>(k), k > 0);
     wgmma_commit();
 }
 // acc += A B, with A in registers, and a tile of N rows.
@@ -86,19 +103,23 @@ template <int N> __device__ __forceinline__ void round_to(uint32_t (&a)[N / MMA_
 // endregion
 
 // region: store a tile
+// Writes 16 rows x 16 columns, an A fragment of a warp, into its rows of a tile of BLOCK rows: columns 16 k and on.
+__device__ __forceinline__ void place(uint32_t tile_smem, int k, const uint32_t (&a)[4]) {
+    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
+    const int column = k * MMA_K + lane / 16 * 8, chunk = column % SLAB / 8 ^ lane % 8 / LINE;
+    stmatrix_x4(tile_smem + (column / SLAB * BLOCK + warp * MMA_M + lane % 16) * SLAB_ROW + chunk * 16, a);
+}
 // Writes factor * acc, the 64 rows of a consumer, into its rows of a tile that nobody else reads, and from there to
 // memory by TMA. To be called by all of its threads, after their last product.
 __device__ __forceinline__ void store_tile(const float (&acc)[HEAD_DIM / 2], float factor, uint32_t tile_smem,
                                            const CUtensorMap& map, int row, int head, int batch) {
-    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, consumer = threadIdx.x / GROUP;
-    const uint32_t lane_smem = tile_smem + (warp * MMA_M + lane % 16) * SLAB_ROW;      // its row for stmatrix
+    const int consumer = threadIdx.x / GROUP;
 #pragma unroll
-    for (int n = 0; n < HEAD_DIM / MMA_N; n += 2) {            // two MMA tiles, 16 rows x 16 columns, per warp
+    for (int k = 0; k < HEAD_DIM / MMA_K; k++) {
         uint32_t rounded[4];
         for (int i = 0; i < 4; i++)
-            rounded[i] = pack<T>(acc[4 * n + 2 * i] * factor, acc[4 * n + 2 * i + 1] * factor);
-        const int column = n * MMA_N + lane / 16 * 8, chunk = column % SLAB / 8 ^ lane % 8 / LINE;
-        stmatrix_x4(lane_smem + column / SLAB * BLOCK * SLAB_ROW + chunk * 16, rounded);
+            rounded[i] = pack<T>(acc[8 * k + 2 * i] * factor, acc[8 * k + 2 * i + 1] * factor);
+        place(tile_smem, k, rounded);
     }
     fence_proxy_async();                                       // or the copy engine might not see what was stored
     named_barrier_sync(1 + consumer, GROUP);
@@ -162,30 +183,45 @@ __global__ void __launch_bounds__(THREADS, 1)
 keys(const Backward p, int heads_together, const float* lse_log2, const float* delta,
      const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
      const __grid_constant__ CUtensorMap v_map, const __grid_constant__ CUtensorMap grad_o_map,
-     const __grid_constant__ CUtensorMap dk_map, const __grid_constant__ CUtensorMap dv_map) {
-    constexpr int STEP = QUERY_STEP, Q_BYTES = STEP_BYTES<STEP>, STAGE = STAGE_BYTES<STEP>, STAGES = STAGES_OF<STEP>;
+     const __grid_constant__ CUtensorMap dk_map, const __grid_constant__ CUtensorMap dv_map,
+     const __grid_constant__ CUtensorMap sums_map, int* turns) {
+    constexpr int STEP = QUERY_STEP, TILE = QUERIES;           // queries at a time, of a stage
+    constexpr int Q_BYTES = STEP_BYTES<TILE>, STAGE = STAGE_BYTES<TILE>, STAGES = STAGES_OF<TILE>;
     extern __shared__ __align__(1024) char shared[];
     const uint32_t k_smem = smem_u32(shared);                  // [BLOCK, HEAD_DIM], and at last dK
     const uint32_t v_smem = k_smem + KEPT_BYTES;               // [BLOCK, HEAD_DIM], and at last dV
-    const uint32_t stages = v_smem + KEPT_BYTES;               // Q [STEP, HEAD_DIM], dO, lse [STEP], delta [STEP]
-    const uint32_t full_kept = stages + STAGES * STAGE, full = full_kept + 8, empty = full + 8 * STAGES;
+    const uint32_t stages = v_smem + KEPT_BYTES;               // Q [TILE, HEAD_DIM], dO, lse [TILE], delta [TILE]
+    const uint32_t ds_smem = stages + STAGES * STAGE;          // five products: twice dS^T [BLOCK, TILE],
+    const uint32_t dq_smem = ds_smem + 2 * DS_BYTES;           // and dQ, a square for each consumer
+    const uint32_t full_kept = ds_smem + SUMS_BYTES, full = full_kept + 8, empty = full + 8 * STAGES;
+    const uint32_t dq_full = empty + 8 * STAGES, dq_empty = dq_full + 8 * CONSUMERS;
     // endregion
 
     // region: which keys
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, g = lane / 4, t = lane % 4;
     const int consumer = threadIdx.x / GROUP;
-    const Part part = part_of<CAUSAL>(ceil_div(p.seq_k, BLOCK), p.batch * p.kv_heads, heads_together);
+    const Part part = part_of<CAUSAL || FIVE>(ceil_div(p.seq_k, BLOCK), p.batch * p.kv_heads, heads_together);
     const int batch = part.head_index / p.kv_heads, kv_head = part.head_index % p.kv_heads;
     const int group = p.heads / p.kv_heads, n_start = part.block * BLOCK;
     // Queries are taken by tiles: begin .. end - 1. Causal: key j is seen from query j - diagonal on.
-    const int diagonal = p.seq_k - p.seq_q, end = ceil_div(p.seq_q, STEP);
-    const int begin = CAUSAL ? max(0, n_start - diagonal) / STEP : 0, tiles = max(0, end - begin);
+    const int diagonal = p.seq_k - p.seq_q, end = ceil_div(p.seq_q, TILE);
+    const int begin = CAUSAL ? max(0, n_start - diagonal) / TILE : 0, tiles = max(0, end - begin);
+    // Five products: from the last tile to the first. All blocks see the last one, so they walk side by side, each
+    // behind the block whose turn is before its own; causal too, where the first blocks have most to do.
+    auto tile_of = [&](int nth) { return FIVE ? end - 1 - nth % tiles : begin + nth % tiles; };
+    auto row_of = [&](int nth) {                               // its first row, of all heads' in row_statistics
+        const int head_index = batch * p.heads + kv_head * group + nth / tiles;
+        return (int64_t)head_index * padded(p.seq_q) + tile_of(nth) * TILE;
+    };
     // endregion
 
     // region: barriers of keys
     if (threadIdx.x == 0) {                                    // a full one waits for one arrival, and for bytes
         // Every warp says that it has read lse and delta
-        for (int i = 0; i < BARRIERS<STEP>; i++) mbarrier_init(full_kept + 8 * i, i < 1 + STAGES ? 1 : WARPS);
+        for (int i = 0; i < 1 + 2 * STAGES; i++) mbarrier_init(full_kept + 8 * i, i < 1 + STAGES ? 1 : WARPS);
+        if constexpr (FIVE)
+            for (int i = 0; i < 2 * CONSUMERS; i++)
+                mbarrier_init(dq_full + 8 * i, i < CONSUMERS ? GROUP / WARP_SIZE : 1);
         tma_prefetch(&q_map), tma_prefetch(&k_map), tma_prefetch(&v_map), tma_prefetch(&grad_o_map);
         fence_mbarrier_init();                                 // or the copy engine might not see them yet
     }
@@ -200,16 +236,44 @@ keys(const Backward p, int heads_together, const float* lse_log2, const float* d
             copy_tile<BLOCK>(k_smem, k_map, full_kept, n_start, kv_head, batch);
             copy_tile<BLOCK>(v_smem, v_map, full_kept, n_start, kv_head, batch);
             for (int nth = 0; nth < tiles * group; nth++) {
-                const int stage = nth % STAGES, m_start = (begin + nth % tiles) * STEP;
-                const int head = kv_head * group + nth / tiles;
+                const int stage = nth % STAGES, m_start = tile_of(nth) * TILE, head = kv_head * group + nth / tiles;
                 const uint32_t bar = full + 8 * stage, q_smem = stages + stage * STAGE, lse_smem = q_smem + 2 * Q_BYTES;
-                const int64_t row = (int64_t)(batch * p.heads + head) * padded(p.seq_q) + m_start;
                 mbarrier_wait(empty + 8 * stage, nth / STAGES & 1 ^ 1);    // a new barrier passes this at once
-                mbarrier_arrive_expect_tx(bar, 2 * Q_BYTES + 8 * STEP);
-                copy_tile<STEP>(q_smem, q_map, bar, m_start, head, batch);
-                copy_tile<STEP>(q_smem + Q_BYTES, grad_o_map, bar, m_start, head, batch);
-                bulk_load(lse_smem, lse_log2 + row, 4 * STEP, bar);
-                bulk_load(lse_smem + 4 * STEP, delta + row, 4 * STEP, bar);
+                mbarrier_arrive_expect_tx(bar, 2 * Q_BYTES + 8 * TILE);
+                copy_tile<TILE>(q_smem, q_map, bar, m_start, head, batch);
+                copy_tile<TILE>(q_smem + Q_BYTES, grad_o_map, bar, m_start, head, batch);
+                bulk_load(lse_smem, lse_log2 + row_of(nth), 4 * TILE, bar);
+                bulk_load(lse_smem + 4 * TILE, delta + row_of(nth), 4 * TILE, bar);
+            }
+        }
+        // endregion
+
+        // region: sum dQ
+        // A thread for each consumer adds its squares to the sums, after the blocks of smaller numbers. Those were
+        // launched before, and wait for none that was launched later: so the first of all that are not done goes on,
+        // however few of the grid are resident, and nobody waits for ever.
+        if (FIVE && warp > WARPS && warp <= WARPS + CONSUMERS && elect_one()) {
+            const int of = warp - WARPS - 1;
+            for (int nth = 0; nth < tiles * group; nth++) {
+                const int square = (int)(row_of(nth) * (COLUMNS / SLAB) / 64) + of;
+                volatile int* turn = turns + square;           // how many blocks have added to this square
+                if (ORDERED) {
+                    while (*turn != part.block) {}
+                    fence_proxy_async_global();                // their sums come before what is copied now
+                }
+                mbarrier_wait(dq_full + 8 * of, nth & 1);
+                const uint32_t from = dq_smem + of * SQUARE_BYTES;
+                const int to = square * (SQUARE_BYTES / 1024); // rows of sums_map
+                if (ORDERED && part.block == 0) tma_store(&sums_map, from, 0, to);     // over what lies there
+                else tma_reduce_add(&sums_map, from, 0, to);
+                bulk_commit();
+                bulk_wait_read<0>();
+                mbarrier_arrive(dq_empty + 8 * of);
+                if (ORDERED) {
+                    bulk_wait<0>();                            // it is added
+                    __threadfence();
+                    *turn = part.block + 1;
+                }
             }
         }
         return;
@@ -226,35 +290,68 @@ keys(const Backward p, int heads_together, const float* lse_log2, const float* d
     const bool first_thread = threadIdx.x % GROUP == 0;        // it says that its warpgroup is through
     const float scale_log2 = p.scale * LOG2E;                  // exp(x) is computed as exp2(x * log2(e))
     const int first_row = n_start + warp * MMA_M + g, last_row = n_start + consumer * 64 + 63;     // keys
-    mbarrier_wait(full_kept, 0);
     // endregion
 
-    // region: main loop of keys
-    for (int nth = 0; nth < tiles * group; nth++) {            // of every query head that reads this key head
-        // region: transposed scores
-        // S^T = K Q^T and dP^T = V dO^T: rows are keys, columns are queries
-        const int stage = nth % STAGES, m_start = (begin + nth % tiles) * STEP;
-        const uint32_t q_smem = stages + stage * STAGE, grad_o_smem = q_smem + Q_BYTES;
-        const float* lse_row = (const float*)(shared + (q_smem - k_smem) + 2 * Q_BYTES);
-        const float* delta_row = lse_row + STEP;
-        float s[STEP / 2], dp[STEP / 2];
-        mbarrier_wait(full + 8 * stage, nth / STAGES & 1);     // all of it is here, for every thread that waits
-        scores<STEP>(s, k_operand, descriptor(q_smem));
-        wgmma_wait<1>();                                       // dK of the tile before is summed
-        __syncwarp();                                          // and its lse and delta have been read
-        if (nth > 0 && lane == 0) mbarrier_arrive(empty + 8 * ((nth - 1) % STAGES));
-        scores<STEP>(dp, v_operand, descriptor(grad_o_smem));
+    // region: dQ of a square
+    float dq[32];                                              // 64 queries, 64 columns: over all keys of the block
+    // dQ = dS K: D = 64 has 128 queries in a stage, 64 for each consumer; else each has 64 columns, and all queries
+    const uint64_t ds_operand = descriptor_of_rows<BLOCK>(ds_smem + (TILE > 64 ? consumer * (DS_BYTES / 2) : 0));
+    const uint64_t dq_operand = descriptor_of_rows<BLOCK>(k_smem + (TILE > 64 ? 0 : consumer * BLOCK * SLAB_ROW));
+    auto multiply_dq = [&](int nth) {
+        named_barrier_sync(1 + CONSUMERS, CONSUMERS * GROUP);  // dS^T of both consumers is there
+        const uint64_t ds = ds_operand + nth % 2 * (DS_BYTES / 16);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < BLOCK / MMA_K; k++)                // dS^T lies there: M-major
+            wgmma_ss<64, T, true, true>(dq, ds + rows_on(k), dq_operand + rows_on(k), k > 0);
+        wgmma_commit();
+    };
+    auto hand_dq_on = [&](int nth) {                           // as it lies in registers: `convert` knows
+        float4* square = (float4*)(shared + (dq_smem - k_smem) + consumer * SQUARE_BYTES) + threadIdx.x % GROUP;
+        mbarrier_wait(dq_empty + 8 * consumer, nth & 1 ^ 1);   // the one before has been read
+#pragma unroll
+        for (int n = 0; n < 64 / MMA_N; n++)
+            square[n * GROUP] = make_float4(dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
+        fence_proxy_async();
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(dq_full + 8 * consumer);
+    };
+    // endregion
+
+    // region: transposed scores
+    float s[STEP / 2], dp[STEP / 2];
+    // Of a step: Q's rows, and its lse; dO is behind Q, and delta behind lse.
+    auto q_of = [&](int nth, int first) { return stages + nth % STAGES * STAGE + first * SLAB_ROW; };
+    auto lse_of = [&](int nth, int first) {
+        return (const float*)(shared + (stages - k_smem) + nth % STAGES * STAGE + 2 * Q_BYTES) + first;
+    };
+    // Is some key not seen by every query, or (what dQ must not have) does it not exist?
+    auto is_masked = [&](int row) { return (CAUSAL && row < last_row - diagonal) || (FIVE && last_row >= p.seq_k); };
+    auto hide = [&](float (&c)[STEP / 2], int row) {           // what belongs to a key that its query does not see is 0
+        if (!is_masked(row)) return;
+#pragma unroll
+        for (int i = 0; i < STEP / 2; i++) {
+            const int key = first_row + i / 2 % 2 * 8, query = row + i / 4 * MMA_N + t * 2 + i % 2;
+            if ((CAUSAL && query + diagonal < key) || (FIVE && key >= p.seq_k)) c[i] = 0.f;
+        }
+    };
+    // S^T = K Q^T and dP^T = V dO^T: rows are keys, columns are queries: STEP of a stage, from `first` on
+    auto begin_step = [&](int nth, int first) {
+        const float* lse_row = lse_of(nth, first);
+        if (first == 0) mbarrier_wait(full + 8 * (nth % STAGES), nth / STAGES & 1);    // for every thread that waits
+        scores<STEP, TILE>(s, k_operand, descriptor(q_of(nth, first)));
+        wgmma_wait<1>();                                       // dK of the queries before is summed
+        if (first == 0) {
+            __syncwarp();                                      // and their lse and delta have been read
+            if (nth > 0 && lane == 0) mbarrier_arrive(empty + 8 * ((nth - 1) % STAGES));
+            if (FIVE && nth > 0) hand_dq_on(nth - 1);
+        }
+        scores<STEP, TILE>(dp, v_operand, descriptor(q_of(nth, first) + Q_BYTES));
         wgmma_wait<1>();                                       // S^T is ours
         // endregion
 
         // region: transposed probabilities
         // P^T = exp(S^T - lse), in place, while dP^T is computed
-        const bool masked = CAUSAL && m_start < last_row - diagonal;       // does some query not see every key?
-        auto hide = [&](float (&c)[STEP / 2]) {                // what belongs to a key that its query does not see is 0
-#pragma unroll
-            for (int i = 0; i < STEP / 2; i++)
-                if (m_start + i / 4 * MMA_N + t * 2 + i % 2 + diagonal < first_row + i / 2 % 2 * 8) c[i] = 0.f;
-        };
 #pragma unroll
         for (int n = 0; n < STEP / MMA_N; n++) {
             const float2 lse = *(const float2*)(lse_row + n * MMA_N + t * 2);
@@ -262,13 +359,16 @@ keys(const Backward p, int heads_together, const float* lse_log2, const float* d
             for (int i = 0; i < 4; i++)
                 s[4 * n + i] = exp2_approx(fmaf(s[4 * n + i], scale_log2, i % 2 ? -lse.y : -lse.x));
         }
-        if (masked) hide(s);
-        // endregion
+        hide(s, tile_of(nth) * TILE + first);
+    };
+    // endregion
 
-        // region: dV and dK
-        // dV += P^T dO. Meanwhile dS^T = P^T * (dP^T - delta), then dK += dS^T Q.
+    // region: dV and dK
+    // dV += P^T dO. Meanwhile dS^T = P^T * (dP^T - delta), then dK += dS^T Q.
+    auto end_step = [&](int nth, int first) {
+        const float* delta_row = lse_of(nth, first) + TILE;
         round_to<STEP>(p_rmem, s);
-        add_product<STEP>(dv, p_rmem, descriptor_of_rows<STEP>(grad_o_smem));
+        add_product<STEP>(dv, p_rmem, descriptor_of_rows<TILE>(q_of(nth, first) + Q_BYTES));
         wgmma_wait<1>();                                       // dP^T is ours; dv and p_rmem are not
 #pragma unroll
         for (int n = 0; n < STEP / MMA_N; n++) {
@@ -276,23 +376,81 @@ keys(const Backward p, int heads_together, const float* lse_log2, const float* d
 #pragma unroll
             for (int i = 0; i < 4; i++) dp[4 * n + i] = s[4 * n + i] * (dp[4 * n + i] - (i % 2 ? d.y : d.x));
         }
-        if (masked) hide(dp);                                  // again: 0 times a hidden NaN is NaN
+        hide(dp, tile_of(nth) * TILE + first);                 // again: 0 times a hidden NaN is NaN
         round_to<STEP>(ds_rmem, dp);
-        add_product<STEP>(dk, ds_rmem, descriptor_of_rows<STEP>(q_smem));
-        wgmma_wait<DK_LAGS>();                                 // dV is summed
-        // endregion
+        if constexpr (FIVE) {                                  // both have dQ of the tile before last: it is read
+#pragma unroll
+            for (int k = 0; k < STEP / MMA_K; k++)
+                place(ds_smem + nth % 2 * DS_BYTES, first / MMA_K + k, ds_rmem[k]);
+            fence_proxy_async();                               // or the tensor cores might not see it
+        }
+        add_product<STEP>(dk, ds_rmem, descriptor_of_rows<TILE>(q_of(nth, first)));
+        if constexpr (!FIVE) wgmma_wait<DK_LAGS>();            // dV is summed
+    };
+    // endregion
+
+    // region: main loop of keys
+    const int count = tiles * group;                           // of every query head that reads this key head
+    mbarrier_wait(full_kept, 0);
+    if constexpr (!FIVE) {
+        for (int nth = 0; nth < count; nth++) begin_step(nth, 0), end_step(nth, 0);
+    } else if (count) {
+        // An iteration is the end of a step and the beginning of the next: between them no product is under way, or
+        // ptxas would serialise all of them.
+        auto tile = [&](int nth, auto is_last) {
+#pragma unroll
+            for (int first = 0; first < TILE; first += STEP) {
+                end_step(nth, first);
+                if (first + STEP < TILE) begin_step(nth, first + STEP), wgmma_wait<0>();
+            }
+            multiply_dq(nth);                                  // until S^T of the next tile is computed
+            wgmma_wait<1>();                                   // dK is summed: its registers of dS^T are wanted
+            if constexpr (!decltype(is_last)::value) begin_step(nth + 1, 0);
+            wgmma_wait<0>();
+        };
+        begin_step(0, 0), wgmma_wait<0>();
+        for (int nth = 0; nth < count - 1; nth++) tile(nth, std::false_type{});
+        tile(count - 1, std::true_type{});
+        hand_dq_on(count - 1);
     }
     // endregion
 
     // region: store dK and dV
-    // Of K and V a consumer reads its own 64 rows alone: they become dK and dV
+    // Of K and V a consumer reads its own 64 rows alone: they become dK and dV. But dQ is of all rows of K
     wgmma_wait<0>();
-    named_barrier_sync(1 + consumer, GROUP);                   // all of its warps have waited
+    named_barrier_sync(1 + (FIVE ? CONSUMERS : consumer), (FIVE ? CONSUMERS : 1) * GROUP);     // all have waited
     store_tile(dv, 1.f, v_smem, dv_map, n_start, kv_head, batch);
     store_tile(dk, p.scale, k_smem, dk_map, n_start, kv_head, batch);
     if (first_thread) bulk_wait<0>();                          // they are written
 }
 // endregion
+
+#if PRODUCTS == 5
+// region: convert
+// dQ, scaled and rounded: a warpgroup takes 64 rows. Their squares lie one after the other, and in each what the lanes
+// of a warpgroup had in registers: MMA tile after MMA tile, 16 bytes per lane.
+__global__ void __launch_bounds__(CONSUMERS * GROUP)
+convert(const Backward p, const float* sums, const __grid_constant__ CUtensorMap dq_map) {
+    extern __shared__ __align__(1024) char shared[];           // [BLOCK, HEAD_DIM]
+    const int blocks = padded(p.seq_q) / BLOCK, head_index = blockIdx.x / blocks;
+    const int m_start = blockIdx.x % blocks * BLOCK, first_row = m_start + threadIdx.x / GROUP * 64;
+    const int64_t in_sums = (int64_t)head_index * padded(p.seq_q) + first_row;
+    const float4* rows = (const float4*)(sums + in_sums * COLUMNS) + threadIdx.x % GROUP;
+    // Tiles that see no key at all, or are behind the last row, have no sums
+    const int begin = p.causal ? (p.seq_q - p.seq_k) / QUERIES * QUERIES : 0;
+    const bool summed = first_row >= begin && first_row < p.seq_q;
+    float dq[HEAD_DIM / 2];
+#pragma unroll
+    for (int n = 0; n < HEAD_DIM / MMA_N; n++) {
+        const float4 c = summed ? rows[n * GROUP] : make_float4(0, 0, 0, 0);
+        dq[4 * n] = c.x, dq[4 * n + 1] = c.y, dq[4 * n + 2] = c.z, dq[4 * n + 3] = c.w;
+    }
+    const int batch = head_index / p.heads, head = head_index % p.heads;
+    store_tile(dq, p.scale, smem_u32(shared), dq_map, m_start, head, batch);
+    if (threadIdx.x % GROUP == 0) bulk_wait<0>();
+}
+// endregion
+#else
 
 // region: shared memory of queries
 template <bool CAUSAL>
@@ -421,14 +579,18 @@ queries(const Backward p, int heads_together, const float* lse_log2, const float
 }
 // endregion
 
+#endif
+
 // region: launch
 // As many heads as have two tensors in half of a 50 MB L2
 static int fit_together(int rows, int heads) {
     return (int)min((int64_t)heads, max((int64_t)1, 24000000 / ((int64_t)rows * HEAD_DIM * 4 + 1)));
 }
+// For five products, sums: what dQ is summed in, and turns: how many blocks have added to each square of it. turns are
+// zeros; sums as well if they are not ORDERED, else the first block stores.
 extern "C" int backward(const void* q, const void* k, const void* v, const void* o, const void* grad_o,
                         const float* lse, const float* grad_lse, void* dq, void* dk, void* dv, float* row_statistics,
-                        const void* shapes, void* stream) {
+                        float* sums, int* turns, const void* shapes, void* stream) {
     const Backward p = *(const Backward*)shapes;
     const auto map = [&](const void* x, const Strides& stride, bool of_queries, int box_rows) {
         return map_of(x, stride, p.batch, of_queries ? p.heads : p.kv_heads, of_queries ? p.seq_q : p.seq_k, box_rows);
@@ -438,20 +600,31 @@ extern "C" int backward(const void* q, const void* k, const void* v, const void*
     float* delta = row_statistics + rows;
     const int blocks = (int)(rows / STATISTICS_ROWS);
     if (p.launches & 1) statistics<<<blocks, 256, 0, s>>>(p, o, grad_o, lse, grad_lse, row_statistics, delta);
+    CUtensorMap sums_map{};                                    // squares one after the other, as rows of 1 KB
+    if constexpr (FIVE) {
+        const uint64_t dims[] = {256, (uint64_t)rows * COLUMNS / 256}, strides[] = {1024};
+        const uint32_t box[] = {256, SQUARE_BYTES / 1024};
+        sums_map = tensor_map(sums, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_NONE);
+    }
     // More than 48 KB of shared memory have to be asked for. A refusal is what cudaGetLastError then returns.
     const auto of_keys = p.causal ? keys<true> : keys<false>;
-    cudaFuncSetAttribute(of_keys, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED<QUERY_STEP>);
-    if (p.launches & 2) of_keys<<<p.batch * p.kv_heads * ceil_div(p.seq_k, BLOCK), THREADS, SHARED<QUERY_STEP>, s>>>(
+    cudaFuncSetAttribute(of_keys, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED<QUERIES>);
+    if (p.launches & 2) of_keys<<<p.batch * p.kv_heads * ceil_div(p.seq_k, BLOCK), THREADS, SHARED<QUERIES>, s>>>(
         p, fit_together(p.seq_q, p.batch * p.kv_heads), row_statistics, delta,
-        map(q, p.q_stride, true, QUERY_STEP), map(k, p.k_stride, false, BLOCK), map(v, p.v_stride, false, BLOCK),
-        map(grad_o, p.grad_o_stride, true, QUERY_STEP), map(dk, p.dk_stride, false, 64),
-        map(dv, p.dv_stride, false, 64));
+        map(q, p.q_stride, true, QUERIES), map(k, p.k_stride, false, BLOCK), map(v, p.v_stride, false, BLOCK),
+        map(grad_o, p.grad_o_stride, true, QUERIES), map(dk, p.dk_stride, false, 64),
+        map(dv, p.dv_stride, false, 64), sums_map, turns);
+#if PRODUCTS == 5
+    if (p.launches & 4)
+        convert<<<(int)(rows / BLOCK), CONSUMERS * GROUP, KEPT_BYTES, s>>>(p, sums, map(dq, p.dq_stride, true, 64));
+#else
     const auto of_queries = p.causal ? queries<true> : queries<false>;
     cudaFuncSetAttribute(of_queries, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED<KEY_STEP>);
     if (p.launches & 4) of_queries<<<p.batch * p.heads * ceil_div(p.seq_q, BLOCK), THREADS, SHARED<KEY_STEP>, s>>>(
         p, fit_together(p.seq_k, p.batch * p.heads), row_statistics, delta,
         map(q, p.q_stride, true, BLOCK), map(k, p.k_stride, false, KEY_STEP), map(v, p.v_stride, false, KEY_STEP),
         map(grad_o, p.grad_o_stride, true, BLOCK), map(dq, p.dq_stride, true, 64));
+#endif
     return (int)cudaGetLastError();
 }
 // endregion
