@@ -405,7 +405,7 @@ print("(X Y^T) Z: two products, P never left the registers")
 # Ordinary loads and stores go one way to shared memory; TMA and wgmma go another. The manual calls the ways **proxies**,
 # the *generic* and the *async* one. A barrier orders accesses of one proxy. It does not make an ordinary store visible to
 # the async proxy. For that there is `fence_proxy_async()`. Each thread that has stored executes it, after its last store and
-# before the barrier; behind the barrier one thread issues the copy. (The manual has this in "Causality order".) Two others look alike:
+# before the barrier; behind the barrier one thread issues the copy (or fences there, alone, and then issues). (The manual has this in "Causality order".) Two others look alike:
 # `fence_mbarrier_init` publishes barriers that have just been made, `wgmma_fence` registers.
 
 # %% [markdown]

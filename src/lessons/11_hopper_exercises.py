@@ -296,7 +296,8 @@ check("11.7", scores, after_probabilities)
 # *Stretch · 60 min*
 #
 # Here is `p11_5_consumers.cu` up to the place where the roles part. What follows is the consumers' code: it begins with
-# `setmaxnreg_inc<CONSUMER_REGISTERS>()`.
+# `setmaxnreg_inc<CONSUMER_REGISTERS>()`. Here and below `SLAB` is 64 columns, `SLAB_ROW` their 128 bytes, and `COLUMNS` is `HEAD_DIM` in
+# whole slabs.
 
 # %%
 show.region(path("tiles.cuh"), "copy a tile")
@@ -645,7 +646,7 @@ check("11.13", loop)
 
 # %% [markdown]
 # Any right kernel is accepted that is made as step 5 is: all tiles come by TMA; both products are `wgmma`; a producer of its own runs at least one
-# tile ahead; every tile of K and V serves two consumers, 128 rows, or more; and registers move from the producer to the consumers. Your answers to 11.8,
+# tile ahead (a tile is asked for before the consumers are through with the one before); every tile of K and V serves two consumers, 128 rows, or more; and registers move from the producer to the consumers. Your answers to 11.8,
 # 11.12 and 11.13 are parts of it. No turns, no parts, no store by TMA.
 
 # %% tags=["exercise"]

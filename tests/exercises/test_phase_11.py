@@ -211,6 +211,10 @@ def test_blames_of_other_shapes():
 OF_K, OF_V = "mbarrier_wait(empty_k + 8 * stage, free);", "mbarrier_wait(empty_v + 8 * stage, free);"
 BEFORE = "mbarrier_wait(empty_v + 8 * ((n - 2) % STAGES), (n - 2) / STAGES % 2);"
 FREE, SPIN = "(n / STAGES + 1) % 2", "while (!mbarrier_test_wait(empty_k + 8 * stage, free)) {}"
+STORE, ROOM = "h.place[at] = part;", "mbarrier_wait(h.empty + 8 * at, (n / PLACES + 1) % 2);"
+HEADS, Q_IS_HERE = "p->k_stride, p->batch, p->kv_heads", "mbarrier_wait(full_q, 0);"
+NEXT = "            for (int j = 0; j < tiles; j++) {"
+LATE = "if (j > 0) mbarrier_wait(empty_v((j - 1) % STAGES), (j - 1) / STAGES % 2);"
 COUNTS = "mbarrier_init(empty_k(i), CONSUMERS), mbarrier_init(empty_v(i), CONSUMERS)"
 TOLD = [
     ("11.6", [("            bulk_commit();\n", "            bulk_commit(;\n")], "it does not compile"),
@@ -223,12 +227,21 @@ TOLD = [
     ("11.8", [("n < end;", "n < end - 1;")], "`end` is one too small"),
     ("11.9", [("{row_bytes, HEAD", "{2, row_bytes, HEAD")], "of your code, `return tensor_map("),
     ("11.10", [("consumer + CONSUMERS - 1)", "consumer + 1)")], "the turns go forwards"),
+    ("11.10", [("sync(4", "sync(1"), ("arrive(4", "arrive(1")], "these barriers are in use: 1, 2"),
+    ("11.10", [("sync(4", "sync(14"), ("arrive(4", "arrive(14")], "thread 383 of block 0 uses barrier 16"),
     ("11.11", [("(n / PLACES + 1) % 2", "n / PLACES % 2")], "the term `1` is missing"),
+    ("11.11", [(ROOM, ""), (STORE, f"{STORE}\n    {ROOM}")], "a place is filled that somebody still reads"),
+    ("11.12", [("(int)cudaGetLastError()", "0")], "does not return cudaGetLastError()"),
+    ("11.12", [(HEADS, HEADS.replace("kv_", ""))], "told of kv_heads heads"),
+    ("11.12", [(" + BARRIERS * 8", "")], "the shared memory is too small"),
     ("11.12", [("p->batch * p->heads * ceil", "p->heads * ceil")], "the grid is (8, 1, 1) for 2 batches of 4 heads"),
     ("11.12", [("__align__(1024) ", "__align__(128) ")], "the shared memory is aligned to 128 bytes"),
     ("11.12", [("__align__(1024) ", "")], "aligned to 1 byte"),
     ("11.13", [("acc[4 * n + 2 * r + e] *= correction;", ";")], "O is not rescaled"),
     ("11.14", [(COUNTS, COUNTS.replace("CONSUMERS", "1"))], "How many arrivals does `empty` wait for?"),
+    ("11.14", [(HEADS, HEADS.replace("kv_", ""))], "told of kv_heads heads"),
+    ("11.14", [(Q_IS_HERE, f"{Q_IS_HERE}\n    if (tiles == 0) return;")], "128 of the first 176 rows"),
+    ("11.14", [(NEXT, NEXT + LATE)], "7 times it asks for a tile only when"),
     ("11.14", [("STAGES = 2", "STAGES = 1")], "the producer does not run ahead"),
     ("11.14", [("        setmaxnreg_dec<24>();\n", ""), ("    setmaxnreg_inc<240>();\n", "")], "registers do not move"),
     ("11c.1", [("return fmaf", "return exp2f(x); return fmaf")], "`exp2f` is what this function should do without"),

@@ -152,7 +152,8 @@ class Trials:
         if numbers and not any(any(x[4::_KEPT]) for x in numbers):
             return None  # NaN or 0 everywhere, as of many changes
         said = f"it gives just what a right kernel gives in which {said}"
-        other = next((x[1] for x in fitting[1:] if x[0] != slug and x[2] <= cost + _ALMOST), None)
+        near = (x[1] for x in fitting[1:] if x[0] != slug and x[2] <= cost + _ALMOST)
+        other = next((x for x in near if x.partition(":")[0] != fitting[0][1].partition(":")[0]), None)
         return slug, f"{said}. Or: {other}" if other and len(said + other) < _LONGEST else said
 
     def _same(self, a: Seen, b: Seen) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -18,9 +19,10 @@ from flashlab.simt.sentences import KINDS
 VAGUE = (
     "wrong-value", "nan-everywhere", "low-precision", "wrong-weights", "rows-scaled", "output-scaled", *weights.SLUGS,
 )  # fmt: skip
+_ACCESS = re.compile(r"\b(?:reads?|writes?|wrote|fills?)\b(?: with \w+)?")  # of a race: which came first
 _LONGEST = 200  # characters of a conclusion
 # What needs no cause, or is its own.
-_TOLD = ("does-not-compile", "wrong-type", "wrong-entry", "no-launch", "launch-failed")
+_TOLD = ("does-not-compile", "wrong-type", "wrong-entry", "no-launch", "launch-failed", "barrier-arguments")
 _DONE = ("arrive", "mbarrier-wait", "load", "store", "barrier", "barrier-arrive", "wgmma", "wait", "registers")
 
 
@@ -35,10 +37,11 @@ def traced(run: Callable[[CudaModule], Outputs], warps: Collection[int] = range(
         with contextlib.suppress(SimtError):
             outputs = run(module)
         report = module.report
-        errors = [f.kind for f in report.findings if f.severity == "error"] if report is not None else []
+        found = [f for f in report.findings if f.severity == "error"] if report is not None else []
+        errors = [" ".join((f.kind, *_ACCESS.findall(f.message * (f.kind == "race")))) for f in found[:1]]
         events = report.launches[0].events if report is not None and report.launches else []
         did = [[e.did, *e.values] for w in warps for e in events if e.warp == w and e.did in _DONE]
-        marks = [zlib.crc32(repr(x).encode()) for x in (errors[:1], did)]
+        marks = [zlib.crc32(repr(x).encode()) for x in (errors, did)]
         return [*marks, 0, 0, 1.0, 0.0, 0.0, *(n for x in outputs if not errors for n in _sums(x))]
 
     return kept
@@ -54,7 +57,8 @@ def told_first(module: Callable[[], CudaModule], *trials: Trials, vague: Sequenc
     try:
         yield
     except CheckFailed as failed:
-        if failed.diagnosis in _TOLD or (vague and failed.diagnosis not in (*vague, *KINDS)):
+        told = (*_TOLD, "deadlock") if vague else _TOLD  # of a whole kernel no trace is kept
+        if failed.diagnosis in told or (vague and failed.diagnosis not in (*vague, *KINDS)):
             raise
         found = None
         with contextlib.suppress(CheckFailed):  # it does not compile as it is looked at
@@ -63,6 +67,8 @@ def told_first(module: Callable[[], CudaModule], *trials: Trials, vague: Sequenc
             raise
         slug, said = found
         if failed.diagnosis in KINDS and not any(row.sentence == said for x in trials for row in x.rows):
+            if failed.diagnosis == "uninitialised-local":
+                raise
             slug = failed.diagnosis
         said = said if len(said) <= _LONGEST else said.partition(". Or: ")[0]
         raise CheckFailed(f"{said}\n{failed.sentence}", diagnosis=slug, case=failed.case) from None

@@ -106,7 +106,7 @@ _STANDS = (
     also=[[("missing == 0 and bytes_under_way == 0", "missing <= 0 and bytes_under_way <= 0")]],
     notes={
         "missing == 0 and bytes_under_way == 0": "a phase waits for its arrivals, and for the bytes announced",
-        "operation in ('arrive', 'arrive_expect_tx')": "arrive_expect_tx announces bytes, and arrives",
+        "operation in ('arrive', 'arrive_expect_tx')": "arrive and arrive_expect_tx arrive, the two others do not",
         "operation in ('expect_tx', 'arrive_expect_tx')": "both announce bytes",
         "operation == 'copy'": "a copy delivers bytes, and nobody arrives",
         "arrivals": "the next phase waits for as many arrivals again",
@@ -364,7 +364,8 @@ def _stages(r: random.Random) -> tuple[int, ...]:
     m, n, d = r.choice((64, 128, 192)), 16 * r.randint(1, 16), r.choice((64, 128, 256))
     fit = r.randint(0, 5)
     exact = m * d * 2 + fit * n * d * 4 + 8 + 32 * fit
-    return m, n, d, max(0, r.choice((exact, exact - 1, exact - 8 * r.randint(0, 4 * fit), r.randint(0, 233472))))
+    near = (exact, exact + 4, exact - 1, exact - 8 * r.randint(0, 4 * fit), r.randint(0, 233472))
+    return m, n, d, max(0, r.choice(near))
 
 
 @rule(
@@ -403,6 +404,8 @@ def _stages(r: random.Random) -> tuple[int, ...]:
             [("head_dim * 2 + 8", "head_dim + 8"), ("head_dim * 2 + 4", "head_dim + 4")]),
         Row("floats", "an element has 2 bytes, and here it has 4",
             [("head_dim * 2 + 8", "head_dim * 4 + 8"), ("head_dim * 2 + 4", "head_dim * 4 + 4")]),
+        Row("exact-fit", "what fits exactly is left out: all the bytes may be used",
+            [("(shared_bytes - once)", "(shared_bytes - once - 1)")]),
     ],
 )  # fmt: skip
 def most_stages(block_m, block_n, head_dim, shared_bytes):
@@ -421,13 +424,16 @@ def most_stages(block_m, block_n, head_dim, shared_bytes):
     inputs=[(consumers, producer) for consumers in (2, 1, 3, 4, 5) for producer in (24, 32, 40)],
     draw=lambda r: (r.randint(1, 7), 8 * r.randint(3, 8)),
     notes={
-        "256": "a thread has at most 256 registers", "128 * producer": "the producer keeps registers too, all four "
-        "warps of it", "producer": "the producer keeps registers too", "at_launch * threads": "what the launch's "
-        "rounding leaves over belongs to nobody",
+        "256": "a thread has at most 256 registers", "1": "the producer's warpgroup is launched too",
+        "128 * producer": "the producer keeps registers too, all four warps of it",
+        "producer": "the producer keeps registers too",
+        "at_launch * threads": "what the launch's rounding leaves over belongs to nobody",
     },
     rows=[
         Row("rounded-at-the-launch", "all 65536 are dealt out: the launch gives each thread a multiple of 8, and what "
             "that rounding leaves over belongs to nobody", [("at_launch * threads", "65536")]),
+        Row("not-rounded-at-the-launch", "the launch's registers are not rounded: each thread gets a multiple of 8",
+            [("// threads // 8 * 8", "// threads")]),
         Row("as-at-the-launch", "it is the registers at the launch: the consumers can take those too that the producer "
             "gives away", instead="65536 // (128 * (consumers + 1)) // 8 * 8"),
         Row("a-warp-for-the-producer", "the producer counts as one warp: setmaxnreg is an instruction of a warpgroup, "
@@ -469,6 +475,8 @@ def consumer_registers(consumers, producer):
             "one", [("left * 4 // 3", "left * 4 // 5")]),
         Row("a-row-per-thread", "each accumulator is that of a whole row: 64 rows are shared by 128 threads, half a "
             "row for each", [("head_dim // 2", "head_dim"), ("left * 4 // 3", "left * 2 // 3")]),
+        Row("exact-fit", "what fits exactly is left out: all the registers may be used",
+            [("left * 4 // 3", "(left - 1) * 4 // 3")]),
         Row("not-a-multiple-of-16", "it is no multiple of 16 everywhere: keys are the K of the second product, which "
             "goes by 16", [("// 16 * 16", "")]),
         Row("multiple-of-8", "it is a multiple of 8: keys are the K of the second product, which goes by 16",
@@ -575,6 +583,8 @@ def _pipeline_in_words(of: Sequence[int], _: None) -> str:
             [(_WHO, "{w for w, d, b in events if d == 'arrive' and b == bar}")]),
         Row("so-far", "you name everybody who has arrived at the barrier so far. A wait is for one phase: where "
             "producers take turns, each phase of `full` has the arrival of one of them", [(_WHO, "set(arrived[bar])")]),
+        Row("phase-0-alone", "every wait is for phase 0 here: a barrier's second wait is for the phase after it",
+            [(_TURNS, "phase = min(len(arrived[bar]) // arrivals[bar], 1) - 1")]),
         Row("between", "you name who arrived between the beginning of the wait and its end. Who arrived before the "
             "wait began belongs to the phase as well",
             [("found = []", "found, began = [], {}"),

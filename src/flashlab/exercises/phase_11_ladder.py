@@ -10,7 +10,7 @@ import contextlib
 import functools
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from flashlab.check.cuda_answer import (
 from flashlab.check.cuda_index import Outputs, Trials, forwards, parted
 from flashlab.check.cuda_trace import VAGUE, told_first, traced
 from flashlab.check.lookup import Row
+from flashlab.check.poison import MarkedEmpty
 from flashlab.cuda import CudaModule
 from flashlab.exercises.registry import exercise
 from flashlab.kernels import step
@@ -169,6 +170,8 @@ EPILOGUE = Trials(
         # Without a fence, or with one too early, it looks the same: what is said is true of all three.
         Row("proxy-fence", "each thread that has stored has to fence by itself, after its last store",
             [("fence_proxy_async()", "if (first_thread) fence_proxy_async()")]),
+        Row("not-read-yet", "nobody waits until the copy engine has read the O of the part before",
+            [("if (first_thread) bulk_wait_read<0>();", "")]),
         Row("other-fence", "a fence of threads orders nothing for the copy engine, which reads through the async proxy",
             [("fence_proxy_async()", "__threadfence_block()")]),
     ],
@@ -214,6 +217,7 @@ def _overlapping(scores: str, after_probabilities: str) -> Source:
 
 _GIVEN_V = "            if (first_thread) mbarrier_arrive(empty_v + 8 * ((nth - 1) % STAGES));     // repaired\n"
 _GIVEN_K = "        if (first_thread) mbarrier_arrive(empty_k + 8 * stage);\n"
+_PACKED_P = "#pragma unroll\n        for (int i = 0; i < BLOCK_N / 4"
 ROOM = Trials(
     "11.7", _watched(), [traced(_halves(*_LONG))], region=True, tol=1e-3, most=170,
     place=lambda text: _overlapping(*parted(text)).text,
@@ -229,6 +233,11 @@ ROOM = Trials(
             [("wgmma_wait<FIRST ? 0 : 1>", "wgmma_wait<1>")]),
         Row("released-at-the-first", "V is given back at the first tile too, where there is no tile before",
             [(_GIVEN_K, f"{_GIVEN_K}if (FIRST) {_GIVEN_V.strip()}\n")]),
+        Row("released-at-the-first", "V is given back at the first tile too, where there is no tile before",
+            [(_GIVEN_V, ""), (_PACKED_P, f"{_GIVEN_V}{_PACKED_P}")]),
+        Row("k-for-v", "K is given back a second time, and V never", [(_GIVEN_V, _GIVEN_V.replace("_v", "_k"))]),
+        Row("k-at-the-second", "K of the first tile is never given back: nothing is, where FIRST holds",
+            [(_GIVEN_K, ""), (_GIVEN_V, _GIVEN_K + _GIVEN_V)]),
     ],
 )  # fmt: skip
 
@@ -317,6 +326,10 @@ PRODUCER = Trials(
         Row("kv-head", "the tiles of K and of V come from `head`: heads of Q share those of kv_head",
             [("full_k + 8 * stage, key, kv_head", "full_k + 8 * stage, key, head"),
              ("full_v + 8 * stage, key, kv_head", "full_v + 8 * stage, key, head")]),
+        Row("kv-head", "the tiles of V come from `head`: heads of Q share those of kv_head",
+            [("full_v + 8 * stage, key, kv_head", "full_v + 8 * stage, key, head")]),
+        Row("kv-head", "the tiles of K come from `head`: heads of Q share those of kv_head",
+            [("full_k + 8 * stage, key, kv_head", "full_k + 8 * stage, key, head")]),
         Row("no-waits", "nothing is waited for: a stage is filled again while the consumers read it",
             [(_OF_K, ""), (_OF_V, "")]),
         Row("stage-from-the-end", "the stage is counted from the last tile: the nth tile that comes lies in n % STAGES",
@@ -395,7 +408,7 @@ _BOX_ROWS, _PACKED_DIM = 32, 128
 _PACKED = (3, 14, 4)  # (batch, seq, heads): no two sizes alike
 # Of each head, and beyond each end
 _CORNERS = torch.tensor(
-    [(c, r, h, b) for b in range(4) for h in range(5) for r, c in ((0, 64), (8, 0), (-8, 0))] + [(128, 0, 1, 1)],
+    [(c, r, h, b) for b in range(4) for h in range(6) for r, c in ((0, 64), (8, 0), (-8, 0))] + [(128, 0, 1, 1)],
     dtype=torch.int32,
 )
 
@@ -521,6 +534,12 @@ OWN_TURNS = Trials(
         Row("nobody-begins", "nobody passes the first turn on: begin has nothing to do here", [(_PASS, "")]),
         Row("turn-left-over", "the last turn is passed on, and nobody takes it: consumer CONSUMERS - 1 has to", [
             (_TAKE, "")]),
+        Row("last-passes-on", "begin: consumer CONSUMERS - 1 passes a turn on, as if it had had one: it is to have the "
+            "first, which consumer 0 passes on", [(_PASS, _PASS.replace("== 0", "== CONSUMERS - 1"))]),
+        Row("first-takes", "end: consumer 0 takes a turn, and the one left over is that of consumer CONSUMERS - 1",
+            [(_TAKE, _TAKE.replace("CONSUMERS - 1", "0"))]),
+        Row("one-thread", "one thread of a consumer passes the turn on: the barrier waits for all 128",
+            [("    named_barrier_arrive(", "    if (threadIdx.x % GROUP == 0) named_barrier_arrive(")]),
     ],
 )  # fmt: skip
 
@@ -572,6 +591,9 @@ def _expect_turns(module: CudaModule, whole: Source, consumers: int) -> None:
         left = ", ".join(f"{threads} threads at barrier {number}" for number, threads in came.items() if threads)
         expect(not left, f"the order is right, but a turn is left over at the end, which nobody takes: {left}",
                diagnosis="turn-left-over", case=case)  # fmt: skip
+        taken = _listed(sorted({1, 2, 3} & {*came}))
+        expect(not taken, f"the order is right, but these barriers are in use: {taken}. Turns begin at 4",
+               diagnosis="barrier-taken", case=case)  # fmt: skip
         said = "the order is right, but who passes a turn on waits until the next has come for it"
         expect(any(e.did == "barrier-arrive" for e in events), said, diagnosis="waits-to-pass", case=case)
 
@@ -605,8 +627,13 @@ HAND = Trials(
     rows=[
         Row("arrives-before-it-stores", "hand_on arrives before it stores the number: the arrival shows what came "
             "before it", [(_STORED, "\n".join(_STORED.splitlines()[::-1]))]),
-        Row("arrives-before-it-reads", "take says that the place is free, and reads it after that: read first",
+        Row("arrives-before-it-reads", "a place is filled that somebody still reads: take arrives at `empty` before it "
+            "has read the number, or hand_on stores one before its wait",
             [(_READ, "    mbarrier_arrive(h.empty + 8 * at);\n    return h.place[at];")]),
+        Row("one-thread", "one thread of a consumer says that the place is free: `empty` waits for all 128",
+            [("    mbarrier_arrive(h.empty", "    if (threadIdx.x % GROUP == 0) mbarrier_arrive(h.empty")]),
+        Row("parity-of-n", "the parity is that of n: each use of a place is a phase, and the parity is that of "
+            "n / PLACES", [("(n / PLACES + 1) % 2", "(n + 1) % 2"), ("n / PLACES % 2", "n % 2")]),
         Row("not-from-the-counter", "the number is n, and not the counter's: blocks would work on the same parts",
             [("atomicAdd(h.counter, 1)", "n")]),
         Row("one-place", "every number goes through place 0: there are PLACES of them", [
@@ -699,7 +726,7 @@ _MAPS = (
     "map_of(p->v, p->v_stride, p->batch, p->kv_heads, p->seq_k, BLOCK_N)",
 )
 LAUNCH = Trials(
-    "11.12", _watched(), [_halves(2, 4, 2, 200, 140, False), _halves(1, 2, 1, 200, 200, True)], tol=1e-3,
+    "11.12", _watched(), [traced(_halves(2, 4, 1, 400, 40, False)), _halves(1, 2, 1, 200, 200, True)], tol=1e-3,
     place=lambda text: launchless() + text,
     notes={"ceil_div(p->seq_q, BLOCK_M)": "a block has BLOCK_M rows of one head of one batch"},
     rows=[
@@ -718,7 +745,8 @@ LAUNCH = Trials(
             [("p->causal ? attention<true> : attention<false>", "attention<true>")]),
         Row("never-causal", "the kernel without a mask is launched where a causal one is asked for",
             [("p->causal ? attention<true> : attention<false>", "attention<false>")]),
-        Row("one-stage", "the shared memory is that of one stage", [("2 * STAGES * KV_BYTES", "2 * KV_BYTES")]),
+        Row("too-small", "the shared memory is too small: Q, STAGES tiles of K and as many of V, and BARRIERS barriers "
+            "of 8 bytes have to fit", [("2 * STAGES * KV_BYTES", "2 * KV_BYTES")]),
     ],
 )  # fmt: skip
 
@@ -761,7 +789,37 @@ def launch_of_a_kernel(launch: str) -> str:
             raise CheckFailed(f"{story}\n{failed.sentence}", diagnosis="wrong-grid", case=failed.case) from None
     story = _grid_story(whole)
     expect(story is None, f"the result is right, but {story}", diagnosis="wrong-grid", case="seq_q=200, heads=2")
+    _expect_few_heads(whole)
+    said = "the result is right, but `forward` does not return cudaGetLastError(): nobody hears of a launch refused"
+    expect(re.search(r"\bcuda(Get|PeekAt)LastError\b", blank_comments(text)), said, diagnosis="error-not-returned")
     return f"{verdict.cases} cases right, nothing found by the emulator"
+
+
+def _expect_few_heads(whole: Source) -> None:
+    """CheckFailed where K and V with one head, whose head stride means nothing, are refused."""
+    __tracebackhide__ = True
+    q, k, v = torch.zeros(1, 2, 40, 64, dtype=torch.float16), *torch.zeros(2, 1, 1, 40, 64, dtype=torch.float16)
+    k, v = (x.as_strided(x.shape, (x.stride(0), 4, 64, 1)) for x in (k, v))
+    module, case = built(whole, check=True), "heads=2, kv_heads=1, seq_q=40, seq_k=40"
+    try:
+        ran(module, whole, case, lambda: module.forward(q, k, v, causal=False, echo=False))
+    except CheckFailed as failed:
+        raise CheckFailed(
+            "the result is right; but where K and V have one head, its stride means nothing (here it is 8 bytes), and "
+            f"the map is refused. map_of leaves it out where it is told of kv_heads heads ({failed.sentence})",
+            diagnosis="heads-of-a-map", case=case,
+        ) from None  # fmt: skip
+
+
+def _expect_zeros(whole: Source) -> None:
+    """CheckFailed where a block none of whose rows sees a key leaves O or lse as they were."""
+    __tracebackhide__ = True
+    q, k = torch.ones(1, 1, 200, 64, dtype=torch.float16), torch.ones(1, 1, 24, 64, dtype=torch.float16)
+    with MarkedEmpty():
+        o, lse = built(whole, check=True).forward(q, k, k, causal=True, echo=False)
+    wrong = ((o != 0).any(-1) | (lse != -torch.inf))[0, 0, :176].sum()
+    said = f"{wrong} of the first 176 rows have another O or lse: they see no key, so they are 0 and -infinity"
+    expect(not wrong, said, diagnosis="rows-without-keys", case="seq_q=200, seq_k=24, causal")
 
 
 def _grid_story(whole: Source) -> str | None:
@@ -814,6 +872,8 @@ LOOP = Trials(
         Row("k-released-late", "K is given back after O += P V: nobody reads it after the scores",
             [(_GIVE_K, "\n"), (f"if (first_thread) {_GIVE};\n    }}", f"if (first_thread) {_GIVE}, mbarrier_arrive("
               "empty + 8 * (2 * j % SLOTS));\n    }")]),
+        Row("no-maximum", "m_i stays -infinity: the new maximum is not kept, or no score enters it",
+            [("m_i[r] = x, l_i[r] *= correction;", "l_i[r] *= correction;")]),
         Row("v-by-columns", "V's descriptor is that of K: its rows are the keys, so it is descriptor_of_rows",
             [("descriptor_of_rows<BLOCK_N>(ring", "descriptor(ring")]),
     ],
@@ -845,7 +905,7 @@ def _expect_given_back_early(events: Sequence[Event]) -> None:
 @exercise(
     "11.13",
     title="The consumer, from a blank page",
-    minutes=75,
+    minutes=90,
     difficulty="Stretch",
     hints=[
         "One round of the loop is one tile of keys: wait for K; S; give K back; the softmax; wait for V; O += P V; "
@@ -921,6 +981,9 @@ def _expect_to_wait_for_the_slow(whole: Source) -> None:
         "The launcher: map_of(p->q, p->q_stride, p->batch, p->heads, p->seq_q, BLOCK_M), and of K and V with kv_heads, "
         "seq_k and BLOCK_N; cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED); "
         "kernel<<<blocks, THREADS, SHARED, (cudaStream_t)stream>>>(*p, q_map, k_map, v_map).",
+        "The store: the sum of a row is l_i[r] of its four lanes (shuffles 1 and 2). Where it is 0, O is 0 and lse "
+        "-INFINITY; else O is acc / sum, and lse (m_i[r] * scale_log2 + log2f(sum)) * LN2, at head_index * seq_q + "
+        "row. Only rows before seq_q are stored.",
     ],
 )
 def hopper_kernel(my_kernel: str) -> str:
@@ -928,10 +991,30 @@ def hopper_kernel(my_kernel: str) -> str:
     with told_first(lambda: _watched()(whole), HOPPER_KERNEL, vague=VAGUE):
         verdict = examine(whole, fast=False, probes=(*_SHORT, _NO_KEYS), max_seq=150)
     _expect_to_wait_for_the_slow(whole)
+    _expect_few_heads(whole)
+    _expect_zeros(whole)
     report = probe(built(whole, check=True), whole, _ALONE, timeline=2)
     expect_launched(report)
     _expect_as_step_5(report.counters, report.launches[0].events)
     return f"{verdict.cases} cases right, {report.counters['wgmma']} wgmma, nothing found by the emulator"
+
+
+def _asked_late(events: Sequence[Event], producers: Collection[int], places: Counter[int]) -> int:
+    """How often K or V was asked for after a wait for a consumer that had issued all products with what came before."""
+    rows = {place for place, times in places.items() if 2 * times > max(places.values())}  # of keys: not Q
+    products, all_tiles = Counter(e.warp for e in events if e.did == "wgmma"), sum(places[x] for x in rows)
+    issued, reached, through, asked, late = Counter[int](), Counter[int](), 0.0, 0, 0
+    for e in events:
+        if e.did == "wgmma":
+            issued[e.warp] += 1
+        elif e.did == "arrive" and e.warp in products:
+            reached[e.values[0]] = max(reached[e.values[0]], issued[e.warp] * all_tiles / products[e.warp])
+        elif e.did == "mbarrier-passed" and e.warp in producers:
+            through = max(through, reached[e.values[0]])
+        elif e.did == "load" and e.values[0] in rows:
+            late += 0 < asked <= through
+            asked += 1
+    return late
 
 
 def _expect_as_step_5(c: Any, events: Sequence[Event]) -> None:
@@ -943,6 +1026,7 @@ def _expect_as_step_5(c: Any, events: Sequence[Event]) -> None:
     moved = {e.warp // 4 for e in events if e.did == "registers" and e.block == 0}
     places = Counter(e.values[0] for e in events if e.did == "load" and e.block == events[0].block)
     again = sum(times > 1 for times in places.values())
+    late = _asked_late([e for e in events if e.block == events[0].block], {w for _, w in ask}, places)
     for holds, sentence, slug in (
         (c["wgmma"] > 0, "no wgmma was issued", "no-wgmma"),
         (c["mma"] == 0, f"{c['mma']} of the products are mma.sync: both should be wgmma", "no-wgmma"),
@@ -955,6 +1039,8 @@ def _expect_as_step_5(c: Any, events: Sequence[Event]) -> None:
          "(setmaxnreg_dec), and each consumer takes more (setmaxnreg_inc)", "registers-kept"),
         (again == 0 or again > 2, f"the producer does not run ahead: K and V of all tiles are brought to {again} "
          "places. With two stages the next tiles come while the consumers read these", "one-stage"),
+        (late < 3, f"the producer does not run ahead: {late} times it asks for a tile only when a consumer is through "
+         "with all that was asked for before", "never-ahead"),
     ):  # fmt: skip
         said = f"the result is right, but {sentence}"
         expect(holds, said, diagnosis=slug, case="seq_q=384, seq_k=1024, head_dim=64, float16")
