@@ -29,9 +29,8 @@ extern "C" int run(const float* x, const float* bias, float* y, int rows, int co
 def told(id, *texts):
     with pytest.raises(CheckFailed) as caught:
         find(id).run(*texts)
-    sentence, *_evidence = caught.value.sentence.split("\n")
-    assert len(sentence) < 400
-    return sentence
+    assert len(caught.value.sentence.partition("\n")[0]) < 400
+    return caught.value.sentence
 
 
 @pytest.mark.parametrize("id", TRIALS)
@@ -60,7 +59,7 @@ def test_a_row_is_told(id, row):
     for old, new in row.edits:
         assert text.count(old) == 1
         text = text.replace(old, new)
-    assert row.sentence in told(id, *parted(text))
+    assert row.sentence in told(id, *parted(text)).partition("\n")[0]
 
 
 @pytest.mark.parametrize("id", [pytest.param(x, marks=[] if x in ("6.1", "7.5") else pytest.mark.long) for x in TRIALS])

@@ -16,8 +16,7 @@ import triton.language as tl
 
 from flashlab.check import CheckFailed, expect
 from flashlab.check.cuda_answer import Source, built, ran, replaced, text_of
-from flashlab.check.cuda_index import Trials
-from flashlab.check.cuda_trace import told_first
+from flashlab.check.cuda_index import Trials, explained
 from flashlab.check.lookup import Row
 from flashlab.cuda import CudaModule
 from flashlab.exercises.kernel_rule import empty, kernel_rule
@@ -367,7 +366,7 @@ def last_to_arrive(arrive: str) -> str:
         "counter", diagnosis="barrier-of-the-block",
     )  # fmt: skip
     whole = _arriving(text_of(arrive, "arrive"))
-    with told_first(lambda: built(whole, check=True), ARRIVE):
+    with explained(lambda: built(whole, check=True), ARRIVE):
         for check in (False, True):
             module = built(whole, check=check)
             for rows, N, splits in ((2, 37, 4), (1, 5, 1), (3, 9, 5)):
