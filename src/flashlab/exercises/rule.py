@@ -406,6 +406,7 @@ def rule(
             data["rows"] = (bug, *data.get("rows", ()))
         head = "@triton.jit\n" if "\n@triton.jit\n" in inspect.getsource(fn) else ""
         begun = python_fingerprint(head + edited(fn, bug.edits)) if bug is not None else untouched
+        edits = bug.edits if bug is not None else ()
         lists = {k: v if isinstance(v, Mapping) else tuple(v) for k, v in data.items() if k in (
             "inputs", "rows", "also", "parts")}  # fmt: skip
         for key in [key for key, it in RULES.items() if title and it.id == id]:
@@ -413,8 +414,8 @@ def rule(
         it = make(fn, tuple(returns.split(", ")), id=id, **{**data, **lists})
         RULES[id if title else f"{id} {fn.__name__}"] = it
         if title:
-            exercise(id, title=title, minutes=minutes, difficulty=difficulty, hints=hints, untouched=begun,
-                     history=history)(_run(id, fn))  # fmt: skip
+            exercise(id, title=title, minutes=minutes, difficulty=difficulty, hints=hints, bug=edits,
+                     untouched=begun, history=history)(_run(id, fn))  # fmt: skip
         _sign(find(id).run, id)  # type: ignore[union-attr]
         return fn
 
