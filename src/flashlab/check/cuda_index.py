@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from flashlab.check import cuda_text
-from flashlab.check.changes import Change, changes
+from flashlab.check.changes import Change, changes, edited
 from flashlab.check.cuda_answer import VAGUE, Source, Verdict, examine
 from flashlab.check.cuda_text import CHOSEN, PRELUDE, CudaText
 from flashlab.check.failed import CheckFailed
@@ -218,11 +218,8 @@ class Trials:
         right = self.seen(self.build(self.place(text)))
         found: list[Any] = []
         for row in self.rows:
-            edited = text
-            for old, new in row.edits:
-                assert edited.count(old) == 1, f"{old!r} occurs {edited.count(old)} times in {self.id}"
-                edited = edited.replace(old, new)
-            found.append((row.slug, row.sentence, 0.0, self.seen(self.build(self.place(edited)))))
+            wrong = self.place(edited(text, row.edits, self.id))
+            found.append((row.slug, row.sentence, 0.0, self.seen(self.build(wrong))))
             assert not self._same(found[-1][3], right), f"{self.id}: nothing shows {row.slug}"
         whole, made = self._changes(text)
         module, refused = self._built(whole, made)
