@@ -779,6 +779,18 @@ def test_the_blank_of_cuda_text_is_a_comment_that_says_which():
     assert [t for _, t in lesson_source.solved(lesson, cell, Path())] == ['x = r"""', "  y += x;", '"""']
 
 
+def test_a_hunt_begins_with_its_bug_and_no_word_on_the_repair():
+    text = ["#: twice", "def f(x):", "    #: Repaired.", "    y = 2 * x  #: not x", "    return y  # as ever"]
+    lesson = types.SimpleNamespace(error=lambda line, said: ValueError(said), bug=[("2 * x", "x")])
+    cell = lesson_source.Cell("code", lesson_source.with_bug(lesson, list(enumerate(text))), ["exercise"], 1)
+    wrong = ["def f(x):", "    y = x", "    return y  # as ever"]
+    assert [t for _, t in lesson_source.unsolved(lesson, cell)] == wrong
+    right = [t.replace("#: ", "# ") for t in text]
+    assert [t for _, t in lesson_source.solved(lesson, cell, Path())] == right
+    with pytest.raises(ValueError, match="'2 \\* x' is 0 times"):
+        lesson_source.with_bug(lesson, list(enumerate(wrong)))
+
+
 def test_a_hunt_is_the_right_code_but_for_some_lines():
     right = ["def f(x):", "    y = 2 * x  # repaired", "    z = y", "    return z"]
     edits = ["# -     y = 2 * x  # repaired", "# +     y = x", "# ...", "# -     z = y"]

@@ -176,23 +176,13 @@ def masked_kernel(
     k = tl.load(k_ptrs, mask=offs_n[None, :] < N, other=0.0)
     v = tl.load(v_ptrs, mask=offs_n[:, None] < N, other=0.0)
     s = tl.dot(q, k) * scale
-# BEGIN STARTER
-    s += tl.where(offs_m[:, None] < M, 0.0, float("-inf"))
-    m_i = tl.max(s, axis=1)
-    m_i = tl.where(m_i == float("-inf"), 0.0, m_i)
-    p = tl.exp(s - m_i[:, None])
-    l_i = tl.sum(p, axis=1)
-    o = tl.dot(p.to(v.dtype), v) / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
-# END STARTER
-# BEGIN SOLUTION
-    # The columns of s are keys: padded ones must get no weight. (The mask was on the other axis. It silenced
-    # rows that are never stored, and left the padded keys with a score of 0 and a share of every row.)
+    #: The columns of s are keys: padded ones must get no weight. (The mask was on the other axis. It silenced
+    #: rows that are never stored, and left the padded keys with a score of 0 and a share of every row.)
     s += tl.where(offs_n[None, :] < N, 0.0, float("-inf"))
     m_i = tl.max(s, axis=1)
     p = tl.exp(s - m_i[:, None])
     l_i = tl.sum(p, axis=1)
     o = tl.dot(p.to(v.dtype), v) / l_i[:, None]
-# END SOLUTION
     o_ptrs = o_ptr + offs_m[:, None] * stride_om + offs_d[None, :] * stride_od
     tl.store(o_ptrs, o.to(o_ptr.dtype.element_ty), mask=offs_m[:, None] < M)
     tl.store(lse_ptr + offs_m, m_i + tl.log(l_i), mask=offs_m < M)

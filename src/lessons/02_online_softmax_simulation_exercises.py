@@ -142,12 +142,7 @@ def hunted_5(Q, K, V, BLOCK_N, scale=None):
         k, v = K[start_n : start_n + BLOCK_N].float(), V[start_n : start_n + BLOCK_N].float()
         key = torch.arange(start_n, start_n + len(k), device=Q.device)
         s = scale * (q @ k.T)
-# BEGIN STARTER
-        s = s.masked_fill(key[None, :] > row[:, None], -math.inf)
-# END STARTER
-# BEGIN SOLUTION
-        s = s.masked_fill(key[None, :] > row[:, None] + N - M, -math.inf)  # row M - 1 sees key N - 1
-# END SOLUTION
+        s = s.masked_fill(key[None, :] > row[:, None] + N - M, -math.inf)  #: row M - 1 sees key N - 1
         m_new = torch.maximum(m_i, s.amax(dim=1))
         m_safe = torch.where(m_new == -math.inf, 0.0, m_new)  # -inf - (-inf) would be NaN
         p = torch.exp(s - m_safe[:, None])
@@ -188,15 +183,9 @@ def hunted_6(Q, K, V, BLOCK_N, scale=None):
         s = scale * (q @ k.T)
         s = s.masked_fill(key[None, :] > row[:, None] + N - M, -math.inf)
         m_new = torch.maximum(m_i, s.amax(dim=1))
-# BEGIN STARTER
-        p = torch.exp(s - m_new[:, None])
-        correction = torch.exp(m_i - m_new)
-# END STARTER
-# BEGIN SOLUTION
-        m_safe = torch.where(m_new == -math.inf, 0.0, m_new)  # -inf - (-inf) would be NaN: repaired
+        m_safe = torch.where(m_new == -math.inf, 0.0, m_new)  #: -inf - (-inf) would be NaN: repaired
         p = torch.exp(s - m_safe[:, None])
         correction = torch.exp(m_i - m_safe)
-# END SOLUTION
         l_i = l_i * correction + p.sum(dim=1)
         acc = acc * correction[:, None] + p.to(V.dtype).float() @ v
         m_i = m_new

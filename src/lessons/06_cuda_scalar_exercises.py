@@ -37,14 +37,11 @@ add_bias = r"""
 #include "simt.h"
 
 __global__ void add_bias(const float* x, const float* bias, float* y, int rows, int cols) {
-# BEGIN STARTER
-    // YOUR CODE HERE
-# END STARTER
-# BEGIN SOLUTION
+    // BEGIN SOLUTION
     const int col = blockIdx.x * blockDim.x + threadIdx.x, row = blockIdx.y * blockDim.y + threadIdx.y;
     if (row >= rows || col >= cols) return;
     y[row * cols + col] = x[row * cols + col] + bias[col];
-# END SOLUTION
+    // END SOLUTION
 }
 extern "C" int run(const float* x, const float* bias, float* y, int rows, int cols, void* stream) {
     const dim3 threads(32, 4), blocks((cols + 31) / 32, (rows + 3) / 4);
@@ -76,13 +73,8 @@ __global__ void fractions(const float* x, float* y) {      // x and y [blocks][1
     for (int half = 64; half > 0; half /= 2) {
         if (threadIdx.x < half) {
             part_smem[threadIdx.x] += part_smem[threadIdx.x + half];
-# BEGIN STARTER
         }
-# END STARTER
-# BEGIN SOLUTION
-        }
-        __syncthreads();                         // this round is written; outside of the if: all 128 get here
-# END SOLUTION
+        __syncthreads();                         //: this round is written; outside of the if: all 128 get here
     }
     y[blockIdx.x * 128 + threadIdx.x] = value / part_smem[0];
 }
@@ -152,10 +144,7 @@ row_lse = r"""
 __global__ void row_lse(const float* x, float* lse, int n) {      // x [rows][n]; a block is one warp, one row
     const float* row = x + blockIdx.x * n;
     float m = -INFINITY, l = 0.f;                          // this lane's state
-# BEGIN STARTER
-    // YOUR CODE HERE
-# END STARTER
-# BEGIN SOLUTION
+    // BEGIN SOLUTION
     for (int i = threadIdx.x; i < n; i += 32) {
         const float value = row[i], m_new = fmaxf(m, value);
         l = l * expf(m - m_new) + expf(value - m_new);
@@ -167,7 +156,7 @@ __global__ void row_lse(const float* x, float* lse, int n) {      // x [rows][n]
         l = l * expf(m - base) + l_other * expf(m_other - base);
         m = m_new;
     }
-# END SOLUTION
+    // END SOLUTION
     if (threadIdx.x == 0) lse[blockIdx.x] = m + logf(l);
 }
 extern "C" int run(const float* x, float* lse, int rows, int n, void* stream) {
@@ -190,26 +179,7 @@ check("6.4", row_lse)
 # The check puts the lines into the file and runs it. It shows which heads of which case are wrong. Whose keys do they see?
 
 # %% tags=["exercise"]
-# BEGIN STARTER
-which_rows = r"""
-    // A block is one tile of Q. Causal: the last rows see the most keys, so they start first.
-    const int m_blocks = ceil_div(p.seq_q, BLOCK_M), head_index = blockIdx.x / m_blocks;
-    const int m_block = blockIdx.x % m_blocks;
-    const int m_start = (p.causal ? m_blocks - 1 - m_block : m_block) * BLOCK_M;
-    const int batch = head_index / p.heads, head = head_index % p.heads;
-    const int kv_head = head % p.kv_heads;
-    const int diagonal = p.seq_k - p.seq_q;                // causal: row i sees the keys up to i + diagonal
-    const float scale_log2 = p.scale * LOG2E;              // exp(x) is computed as exp2(x * log2(e))
-    const float* q_gmem = rows_of(p.q, p.q_stride, batch, head, m_start);    // [BLOCK_M, HEAD_DIM]
-    const float* k_gmem = rows_of(p.k, p.k_stride, batch, kv_head, 0);       // [seq_k, HEAD_DIM]
-    const float* v_gmem = rows_of(p.v, p.v_stride, batch, kv_head, 0);       // [seq_k, HEAD_DIM]
-    float* o_gmem = rows_of(p.o, p.o_stride, batch, head, m_start);          // [BLOCK_M, HEAD_DIM]
-    float* lse_gmem = p.lse + (int64_t)head_index * p.seq_q + m_start;       // [BLOCK_M]
-    const int row = threadIdx.x;                           // this thread's, of the tile
-"""
-# END STARTER
-# BEGIN SOLUTION
-# Neighbouring heads of Q share a head of K and V: with 8 and 2, heads 0 to 3 have the first; % took turns.
+#: Neighbouring heads of Q share a head of K and V: with 8 and 2, heads 0 to 3 have the first; % took turns.
 which_rows = r"""
     // A block is one tile of Q. Causal: the last rows see the most keys, so they start first.
     const int m_blocks = ceil_div(p.seq_q, BLOCK_M), head_index = blockIdx.x / m_blocks;
@@ -226,7 +196,6 @@ which_rows = r"""
     float* lse_gmem = p.lse + (int64_t)head_index * p.seq_q + m_start;       // [BLOCK_M]
     const int row = threadIdx.x;                           // this thread's, of the tile
 """
-# END SOLUTION
 
 # %% tags=["check"]
 # hint("6.5")

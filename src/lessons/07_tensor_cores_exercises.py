@@ -92,21 +92,15 @@ __global__ void __launch_bounds__(32) one_tile(const T* q_gmem, const T* k_gmem,
     float c[4] = {};
     for (int d = 0; d < D; d += 16) {               // the product of 16 dimensions, added to c
         uint32_t a[4], b[2];
-# BEGIN STARTER
-        // YOUR CODE HERE
-# END STARTER
-# BEGIN SOLUTION
+        // BEGIN SOLUTION
         ldmatrix_x4(a, smem_u32(q_smem + lane % 16 * D + d + lane / 16 * 8));
         ldmatrix_x2(b, smem_u32(k_smem + lane % 8 * D + d + lane / 8 % 2 * 8));
         mma_m16n8k16<T>(c, a, b[0], b[1]);
-# END SOLUTION
+        // END SOLUTION
     }
-# BEGIN STARTER
-    // YOUR CODE HERE: s_gmem
-# END STARTER
-# BEGIN SOLUTION
+    // BEGIN SOLUTION: s_gmem
     for (int i = 0; i < 4; i++) s_gmem[(g + i / 2 * 8) * 8 + t * 2 + i % 2] = c[i];
-# END SOLUTION
+    // END SOLUTION
 }
 
 extern "C" int run(const T* q, const T* k, float* s, void* stream) {
@@ -139,12 +133,7 @@ __global__ void __launch_bounds__(32) statistics(const float* s_gmem, float* max
     for (int h = 0; h < 2; h++) {                                       // row g, row g + 8
         float m = fmaxf(c[2 * h], c[2 * h + 1]);
         m = fmaxf(m, __shfl_xor_sync(~0u, m, 0b01));
-# BEGIN STARTER
-        m = fmaxf(m, __shfl_xor_sync(~0u, m, 0x10));
-# END STARTER
-# BEGIN SOLUTION
-        m = fmaxf(m, __shfl_xor_sync(~0u, m, 0b10));             // 2: 0x10 would be lane ^ 16, four rows away
-# END SOLUTION
+        m = fmaxf(m, __shfl_xor_sync(~0u, m, 0b10));             //: 2: 0x10 would be lane ^ 16, four rows away
         float l = expf(c[2 * h] - m) + expf(c[2 * h + 1] - m);
         l += __shfl_xor_sync(~0u, l, 0b01);
         l += __shfl_xor_sync(~0u, l, 0b10);
@@ -186,15 +175,12 @@ __global__ void __launch_bounds__(32) second_product(const float* p_gmem, const 
         d[i] = p_gmem[(g + i / 2 * 8) * 16 + t * 2 + i % 2 + 8];
     }
     uint32_t a[4], b[2];
-# BEGIN STARTER
-    // YOUR CODE HERE: a[0] to a[3]
-# END STARTER
-# BEGIN SOLUTION
+    // BEGIN SOLUTION: a[0] to a[3]
     a[0] = pack<T>(c[0], c[1]);          // row g,     columns 2t, 2t + 1
     a[1] = pack<T>(c[2], c[3]);          // row g + 8
     a[2] = pack<T>(d[0], d[1]);          // row g,     columns 2t + 8, 2t + 9
     a[3] = pack<T>(d[2], d[3]);          // row g + 8
-# END SOLUTION
+    // END SOLUTION
     ldmatrix_x2_trans(b, smem_u32(v_smem + lane % 16 * 8));
     float o[4] = {};
     mma_m16n8k16<T>(o, a, b[0], b[1]);
@@ -229,23 +215,13 @@ __global__ void __launch_bounds__(32) pv(const T* p_gmem, const T* v_gmem, float
     __shared__ __align__(16) T p_smem[16 * 16], v_smem[16 * D];
     const int lane = threadIdx.x, g = lane / 4, t = lane % 4;
     for (int i = lane; i < 16 * 16; i += 32) p_smem[i] = p_gmem[i];     // 0 from column `keys` on
-# BEGIN STARTER
-    for (int i = lane; i < keys * D; i += 32) v_smem[i] = v_gmem[i];
-# END STARTER
-# BEGIN SOLUTION
-    for (int i = lane; i < 16 * D; i += 32) v_smem[i] = i < keys * D ? v_gmem[i] : T(0.f);   // 0 * NaN is NaN
-# END SOLUTION
+    for (int i = lane; i < 16 * D; i += 32) v_smem[i] = i < keys * D ? v_gmem[i] : T(0.f);   //: 0 * NaN is NaN
     __syncwarp();                                                       // P and V are here
     uint32_t a[4];
     ldmatrix_x4(a, smem_u32(p_smem + lane % 16 * 16 + lane / 16 * 8));
     for (int n = 0; n < D / 8; n++) {                                   // 8 columns of O
         uint32_t b[2];
-# BEGIN STARTER
-        ldmatrix_x2(b, smem_u32(v_smem + lane % 16 * D + n * 8));
-# END STARTER
-# BEGIN SOLUTION
-        ldmatrix_x2_trans(b, smem_u32(v_smem + lane % 16 * D + n * 8));  // two keys of one column
-# END SOLUTION
+        ldmatrix_x2_trans(b, smem_u32(v_smem + lane % 16 * D + n * 8));  //: two keys of one column
         float o[4] = {};
         mma_m16n8k16<T>(o, a, b[0], b[1]);
         for (int i = 0; i < 4; i++) o_gmem[(g + i / 2 * 8) * D + n * 8 + t * 2 + i % 2] = o[i];
@@ -338,15 +314,12 @@ __global__ void __launch_bounds__(32) row_sums(const T* p_gmem, float* sum_gmem)
     __syncwarp();                                                       // P is here
     uint32_t a[4];
     ldmatrix_x4(a, smem_u32(p_smem + lane % 16 * 16 + lane / 16 * 8));
-# BEGIN STARTER
-    // YOUR CODE HERE
-# END STARTER
-# BEGIN SOLUTION
+    // BEGIN SOLUTION
     const uint32_t ones = pack<T>(1.f, 1.f);
     float l[4] = {};
     mma_m16n8k16<T>(l, a, ones, ones);
     if (t == 0) sum_gmem[g] = l[0], sum_gmem[g + 8] = l[2];             // every column holds the sum
-# END SOLUTION
+    // END SOLUTION
 }
 
 extern "C" int run(const T* p, float* sum, void* stream) {
@@ -391,10 +364,7 @@ __global__ void __launch_bounds__(32) any_eight(const T* q_gmem, const T* k_gmem
     for (int i = lane; i < 8 * D; i += 32) k_smem[i] = k_gmem[i];
     __syncwarp();                                                       // both tiles are here
     float c[4] = {};
-# BEGIN STARTER
-    // YOUR CODE HERE
-# END STARTER
-# BEGIN SOLUTION
+    // BEGIN SOLUTION
     for (int d = 0; d + 16 <= D; d += 16) {
         uint32_t a[4], b[2];
         ldmatrix_x4(a, smem_u32(q_smem + lane % 16 * D + d + lane / 16 * 8));
@@ -407,7 +377,7 @@ __global__ void __launch_bounds__(32) any_eight(const T* q_gmem, const T* k_gmem
         ldmatrix_x1(b, smem_u32(k_smem + lane % 8 * D + D - 8));
         mma_m16n8k8<T>(c, a, b[0]);
     }
-# END SOLUTION
+    // END SOLUTION
     for (int i = 0; i < 4; i++) s_gmem[(g + i / 2 * 8) * 8 + t * 2 + i % 2] = c[i];
 }
 
@@ -459,10 +429,7 @@ show.source(path("problem.cuh"))
 kernel = r"""
 #include "problem.cuh"
 
-# BEGIN STARTER
-// YOUR CODE HERE
-# END STARTER
-# BEGIN SOLUTION
+// BEGIN SOLUTION
 constexpr int PITCH = HEAD_DIM + 8;                  // of a row of shared memory: 16 bytes more, no conflicts
 
 // 16 rows from global to shared memory; those from `exist` on become zeros.
@@ -551,7 +518,7 @@ __global__ void __launch_bounds__(32) attention(const Problem p) {
         if (t == 0) p.lse[(int64_t)blockIdx.y * p.seq_q + first + row] = m[r] + logf(sum);     // no key: -inf
     }
 }
-# END SOLUTION
+// END SOLUTION
 
 extern "C" int forward(const Problem* p, void* stream) {
 # BEGIN STARTER

@@ -103,9 +103,7 @@ check("12.4", one_wave)
 check("12.5", packed_row)
 
 # %% [markdown]
-# ## 12.6 The last one to arrive
-#
-# *Core · 30 min*
+# ## 12.6
 #
 # In this small CUDA kernel each warp works for itself: its lanes have just stored their part of 32 columns in global memory, `part_o` and
 # `part_lse`. These columns have a warp in each split. What follows your lines is `if (!last) return;`, then the merge, which reads the
@@ -117,13 +115,8 @@ check("12.5", packed_row)
 # The check runs it in the emulator, whose watched build sees which writes are published before which reads, and who acquires them. (The first check compiles: ten seconds.)
 
 # %% tags=["exercise"]
-# BEGIN STARTER
 arrive = r"""
-// YOUR CODE HERE
-"""
-# END STARTER
-# BEGIN SOLUTION
-arrive = r"""
+// BEGIN SOLUTION
     __syncwarp();                                              // lane 0 is shown what its warp has written,
     int before = 0;
     if (lane == 0) {
@@ -134,8 +127,8 @@ arrive = r"""
     }
     last = __shfl_sync(~0u, before, 0) == splits - 1;
     __syncwarp();                                              // what lane 0 sees, all see
+// END SOLUTION
 """
-# END SOLUTION
 
 # %% tags=["check"]
 # hint("12.6")
@@ -191,19 +184,7 @@ check("12.9", part_kernel)
 # some hours of traffic other kernels crashed, here and there.
 
 # %% tags=["exercise"]
-# BEGIN STARTER
-@triton.jit
-def key_offsets_kernel(
-    OUT_ptr, TABLE_ptr, keys, stride_page, stride_slot, PAGE: tl.constexpr, BLOCK: tl.constexpr
-):
-    key = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    page = tl.load(TABLE_ptr + key // PAGE, mask=key < keys, other=0)
-    slot = key % PAGE
-    tl.store(OUT_ptr + key, page * stride_page + slot * stride_slot, mask=key < keys)
-# END STARTER
-# BEGIN SOLUTION
 # RULE flashlab.exercises.phase_12: key_offsets_kernel
-# END SOLUTION
 
 # %% tags=["check"]
 # hint("12.10")
@@ -216,26 +197,7 @@ check("12.10", key_offsets_kernel)
 # are padded, as that is simpler. Without splits the kernel was right in every test; with them in the first sequence only.
 
 # %% tags=["exercise"]
-# BEGIN STARTER
-def hunted_merge(part_o, part_lse, starts):
-    """o [rows, D] of all sequences, packed: sequence b has rows starts[b] to starts[b + 1] - 1.
-
-    part_o: [splits, batch, queries, D], part_lse: [splits, batch, queries], padded to the most queries.
-    """
-    _, batch, queries, head_dim = part_o.shape
-    o = torch.full((starts[-1], head_dim), float("nan"), dtype=part_o.dtype)  # whatever was in memory
-    sequence_stride = o.stride(0) if o.ndim == 3 else 0
-    for b in range(batch):
-        rows = starts[b + 1] - starts[b]
-        weight = torch.softmax(part_lse[:, b, :rows], dim=0)
-        merged = (weight[:, :, None] * part_o[:, b, :rows]).sum(dim=0)
-        first = b * sequence_stride
-        o.view(-1)[first : first + merged.numel()] = merged.flatten()
-    return o
-# END STARTER
-# BEGIN SOLUTION
 # RULE flashlab.exercises.phase_12: hunted_merge
-# END SOLUTION
 
 # %% tags=["check"]
 # hint("12.11")

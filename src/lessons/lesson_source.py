@@ -44,6 +44,7 @@ EDIT = re.compile(r"^# (- |\+ |\.\.\.$)")
 HUNT = re.compile(r"^# HUNT (?P<module>\w+(?:\.\w+)*): *(?P<symbols>\w+)\s*$")
 RULE = re.compile(r"^# RULE (?P<module>\w+(?:\.\w+)*): *(?P<symbols>\w+(?: *, *\w+)*)\s*$")
 UNTITLED = re.compile(r"^## (?P<id>\d+[a-z]?\.\d+)\s*$")
+ASIDE = re.compile(r"^[ \t]*(?:#|//): .*\n|[ \t]+(?:#|//): .*$", re.M)  # said of a repair
 REGION = re.compile(r"^\s*# (region:.*|endregion)\s*$")  # flashlab.kernels.regions: never shown
 HEADING = re.compile(r"^## (?P<id>\d+[a-z]?\.\d+)\s+(?P<title>\S.*?)\s*$")
 PHASE = re.compile(r"\bPhase (\d+)\b")
@@ -97,6 +98,7 @@ class Lesson:
     is_exercises: bool
     cells: list[Cell]
     exercises: list[Exercise] = field(default_factory=list)
+    bug: Sequence[tuple[str, str]] = ()  # of the hunt that is read
 
     @property
     def number(self) -> int | str:
@@ -161,6 +163,8 @@ def read_lesson(path: Path, *, linked: bool = True) -> Lesson:
             first += 1
         lines: list[Line] = [(first + i, line) for i, line in enumerate(cell.source.split("\n"))]
         lines = from_rules(lesson, lines, path.parents[2])
+        if lesson.bug and "exercise" in tags:
+            lines = with_bug(lesson, lines)
         digest = hashlib.sha256("\n".join(line for _, line in lines).encode()).hexdigest()[:10]
         seen[digest] = seen.get(digest, 0) + 1
         # From the content, so that a new cell does not change the ids of those after it.
@@ -215,7 +219,6 @@ def add_links(lesson: Lesson) -> None:
 def from_rules(lesson: Lesson, lines: list[Line], root: Path) -> list[Line]:
     """A cell with what stands in `flashlab.exercises`: `## 4.5` gets its title, `# RULE module: function` its code.
 
-    A function whose decorator has a `bug` is shown with it first, between the markers of a starter.
     `# HUNT module: function` is a bug hunt: its solution is that code, its starter the same with the lines behind
     `# -` replaced by those behind `# +`; `# ...` stands between two such edits.
     """
@@ -228,14 +231,6 @@ def from_rules(lesson: Lesson, lines: list[Line], root: Path) -> list[Line]:
                 source = symbol_source(lesson, root, quote, symbol)
                 code = source[re.search(r"^(@triton\.jit|def )", source, re.M).start() :]  # type: ignore[union-attr]
                 code = re.sub(r"  # fmt: skip$", "", code, flags=re.M)
-                if edits := bug_of(source):
-                    wrong = code
-                    for old, new in edits:
-                        if wrong.count(old) != 1:
-                            raise lesson.error(number, f"the bug's {old!r} is {wrong.count(old)} times in {symbol}")
-                        wrong = wrong.replace(old, new)
-                    wrong = f"# BEGIN STARTER\n{wrong}\n# END STARTER\n"
-                    code = f"{wrong}# BEGIN SOLUTION\n{code}\n# END SOLUTION"
                 shown += [(None, "")] * (2 if i else 0) + [(number, text) for text in code.split("\n")]
             if match.re is HUNT:
                 hunt = itertools.takewhile(EDIT.match, (text for _, text in lines[at + 1 :]))
@@ -245,6 +240,7 @@ def from_rules(lesson: Lesson, lines: list[Line], root: Path) -> list[Line]:
             out += shown
         elif match := UNTITLED.match(line):
             told = registered(lesson, match["id"], root, number)
+            lesson.bug = told.get("bug", ())
             effort = f"*{told.get('difficulty', 'Core')} · {told['minutes']} min*"
             out += [(number, f"{line.rstrip()} {told['title']}"), (None, ""), (None, effort)]
         elif not EDIT.match(line):
@@ -252,14 +248,17 @@ def from_rules(lesson: Lesson, lines: list[Line], root: Path) -> list[Line]:
     return out
 
 
-def bug_of(source: str) -> Sequence[tuple[str, str]]:
-    """The edits of a hunt's `bug=Row(slug, sentence, edits)`, read from the decorator; () where there is none."""
-    (definition,) = ast.parse(source).body
-    for decorator in getattr(definition, "decorator_list", ()):
-        for keyword in getattr(decorator, "keywords", ()):
-            if keyword.arg == "bug":
-                return ast.literal_eval(keyword.value.args[2])
-    return ()
+def with_bug(lesson: Lesson, lines: list[Line]) -> list[Line]:
+    """A hunt's cell: the right code, and as its starter the same with the bug, without comments behind `#:`, `//:`."""
+    number, right = lines[0][0], "\n".join(text for _, text in lines)
+    wrong = ASIDE.sub("", right)
+    for old, new in lesson.bug:
+        if wrong.count(old) != 1:
+            raise lesson.error(number, f"the bug's {old!r} is {wrong.count(old)} times in this cell")
+        wrong = wrong.replace(old, new)
+    right = re.sub(r"(?<!\S)(#|//): ", r"\1 ", right)
+    text = f"# BEGIN STARTER\n{wrong}\n# END STARTER\n# BEGIN SOLUTION\n{right}\n# END SOLUTION"
+    return [(number, line) for line in text.split("\n")]
 
 
 def hunted(lesson: Lesson, line: int | None, right: list[str], edits: list[str]) -> list[str]:
@@ -274,12 +273,14 @@ def hunted(lesson: Lesson, line: int | None, right: list[str], edits: list[str])
 
 
 def registered(lesson: Lesson, exercise_id: str, root: Path, line: int | None) -> dict[str, Any]:
-    """Title, minutes and difficulty of an exercise, read from the call that registers it."""
+    """Title, minutes, difficulty and bug of an exercise, read from the call that registers it."""
     path = module_file(root, f"flashlab.exercises.phase_{lesson.number:0>2}")
     paths = [path, *sorted(path.parent.glob(f"{path.stem}_*.py"))] if path else []
     for call in (node for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))):
         if isinstance(call, ast.Call) and call.args and ast.unparse(call.args[0]) == repr(exercise_id):
             told = {str(k.arg): k.value.value for k in call.keywords if isinstance(k.value, ast.Constant)}
+            for bug in (k.value for k in call.keywords if k.arg == "bug"):
+                told["bug"] = ast.literal_eval(bug.args[2] if isinstance(bug, ast.Call) else bug)
             if "title" in told:
                 return told
     sentence = f"flashlab/exercises registers no {exercise_id!r} with a title: @exercise, @rule, @tensor_rule, ..."

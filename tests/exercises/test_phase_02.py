@@ -9,6 +9,7 @@ from lesson_answers import cell_of
 from flashlab.attention import reference, simulation
 from flashlab.attention.simulation import check_inputs, flash_attention_forward_sim
 from flashlab.check import CheckFailed
+from flashlab.check.changes import edited
 from flashlab.exercises.registry import find
 
 
@@ -21,20 +22,14 @@ def rejected(id, answer):
 
 def changed(name, *changes):
     """A function of the simulation with pieces of its text replaced."""
-    text = inspect.getsource(getattr(simulation, name))
-    for old, new in changes:
-        assert text.count(old) == 1, f"{old!r} occurs {text.count(old)} times"
-        text = text.replace(old, new)
+    text = edited(inspect.getsource(getattr(simulation, name)), changes)
     scope = dict(vars(simulation))
     exec(text, scope)
     return scope[name]
 
 
 def hunted_6(*changes):
-    text = cell_of("2.6", "solutions")
-    for old, new in changes:
-        assert text.count(old) == 1
-        text = text.replace(old, new)
+    text = edited(cell_of("2.6", "solutions"), changes)
     scope = {"torch": torch, "math": __import__("math"), "check_inputs": check_inputs}
     exec(text, scope)
     return scope["hunted_6"]

@@ -10,6 +10,7 @@ import triton
 from flashlab.attention import triton_minimal
 from flashlab.attention.triton_minimal import LOG2_E
 from flashlab.check import CheckFailed
+from flashlab.check.changes import edited
 from flashlab.exercises import check
 from flashlab.triton_tools.watch import watched
 
@@ -18,9 +19,7 @@ MILESTONE = inspect.getsource(triton_minimal.flash_attention_forward_kernel.fn)
 
 def kernel_from(tmp_path, text, *changes):
     """The kernel that `text` defines, with pieces of it replaced; in a file, since Triton reads the source."""
-    for old, new in changes:
-        assert text.count(old) == 1, f"{old!r} occurs {text.count(old)} times"
-        text = text.replace(old, new)
+    text = edited(text, changes)
     path = tmp_path / "answer.py"
     path.write_text(f"import triton\nimport triton.language as tl\n\n\n{text}")
     spec = importlib.util.spec_from_file_location("answer", path)

@@ -8,6 +8,7 @@ from lesson_answers import answers_of, cell_of, namespace, run
 
 from flashlab import runtime
 from flashlab.check import CheckFailed
+from flashlab.check.changes import edited
 from flashlab.exercises import check
 
 WATCHED = pytest.mark.skipif(not runtime.INTERPRETED, reason="addresses are watched where kernels are interpreted")
@@ -23,10 +24,7 @@ def diagnosis(id, *answers):
 def solved(id, *changes):
     """The solution of an exercise, as its cell gives it after some changes."""
     names, answers = namespace(4, "solutions")
-    cell = cell_of(id, "solutions")
-    for old, new in changes:
-        assert cell.count(old) == 1, f"{old!r} occurs {cell.count(old)} times"
-        cell = cell.replace(old, new)
+    cell = edited(cell_of(id, "solutions"), changes)
     scope = dict(names)
     run(cell, f"<{id} {hash(cell)}>", scope)
     return [scope[x] for x in answers[id]]

@@ -7,15 +7,13 @@ import pytest
 import torch
 
 from flashlab.check import CheckFailed
+from flashlab.check.changes import edited
 from flashlab.exercises import check
 
 
 def failed(id, *changes):
     """The failure of the solution with pieces of its text replaced."""
-    text = lesson_answers.cell_of(id, "solutions")
-    for old, new in changes:
-        assert text.count(old) == 1, f"{old!r} occurs {text.count(old)} times"
-        text = text.replace(old, new)
+    text = edited(lesson_answers.cell_of(id, "solutions"), changes)
     names, answers = lesson_answers.namespace(int(id.split(".")[0]), "solutions")
     names = dict(names)
     lesson_answers.run(text, f"<slip {id} {abs(hash(changes))}>", names)

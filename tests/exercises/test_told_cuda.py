@@ -184,7 +184,8 @@ def test_what_is_wrong_is_told(id, edits, slug, words):
     with pytest.raises(CheckFailed) as caught:
         check(id, *slipped(id, edits))
     sentence = caught.value.sentence
-    assert "\n" not in sentence and 20 < len(sentence) < 600
+    conclusion, *evidence = sentence.split("\n")
+    assert 20 < len(conclusion) < 600 and len(evidence) < 2
     assert (caught.value.diagnosis, words in sentence) == (slug or caught.value.diagnosis, True), caught.value
 
 

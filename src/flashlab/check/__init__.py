@@ -2,12 +2,11 @@
 
 On any attention function: `verify(fn)`, with its gradient `verify(fn, grads=True)`; and its fronts `verify_one_head`
 and `verify_block`.
-In an exercise's own check: `expect`, `expect_close`, `expect_all_close`, `expect_raises`, `CheckFailed`, and
-`with running("the case"):` around a call of the learner's function, so that an exception of theirs says what it was run
-on.
+In an exercise's own check: `expect`, `expect_close`, `CheckFailed`, and `with running("the case"):` around a call of
+the learner's function, so that an exception of theirs says what it was run on.
 """
 
-from flashlab.check.expect import expect, expect_all_close, expect_close, expect_raises
+from flashlab.check.expect import expect, expect_close
 from flashlab.check.failed import CheckFailed
 from flashlab.check.running import running
 from flashlab.check.verification import Report, verify, verify_block, verify_one_head
@@ -16,9 +15,7 @@ __all__ = [
     "CheckFailed",
     "Report",
     "expect",
-    "expect_all_close",
     "expect_close",
-    "expect_raises",
     "running",
     "verify",
     "verify_block",

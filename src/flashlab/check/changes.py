@@ -74,15 +74,20 @@ class Change:
         return any(a == b for (a, _), (b, _) in itertools.product(self.edits, other.edits))
 
 
-def edited(fn: Callable[..., Any], edits: Edits) -> str:
-    """The function's text without its decorator, with these edits; ValueError where one does not fit once."""
+def edited(text: str, edits: Edits, name: str = "the text") -> str:
+    """The text with these edits; ValueError where one does not fit once."""
+    for old, new in edits:
+        if text.count(old) != 1:
+            raise ValueError(f"{old!r} occurs {text.count(old)} times in {name}")
+        text = text.replace(old, new)
+    return text
+
+
+def edited_function(fn: Callable[..., Any], edits: Edits) -> str:
+    """The function's text without its decorator, with these edits."""
     source = textwrap.dedent(inspect.getsource(fn))
     source = source[source.index("\ndef ") + 1 :] if not source.startswith("def ") else source
-    for old, new in edits:
-        if source.count(old) != 1:
-            raise ValueError(f"{old!r} occurs {source.count(old)} times in {fn.__name__}")
-        source = source.replace(old, new)
-    return source
+    return edited(source, edits, fn.__name__)
 
 
 class EndlessError(Exception):
@@ -102,7 +107,11 @@ class Text:
         whole: bool = True,
     ):  # fmt: skip
         instead = other if isinstance(other, str) else None
-        source = edited(fn, other) if other and not isinstance(other, str) else textwrap.dedent(inspect.getsource(fn))
+        source = (
+            edited_function(fn, other)
+            if other and not isinstance(other, str)
+            else textwrap.dedent(inspect.getsource(fn))
+        )
         tree = ast.parse(source).body[0]
         assert isinstance(tree, ast.FunctionDef), "a right text is one function"
         tree.decorator_list, tree.returns = [], None

@@ -13,8 +13,9 @@ import hashlib
 import json
 import math
 import re
+import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 
 from flashlab.check import cuda_text
-from flashlab.check.changes import Change, changes
+from flashlab.check.changes import Change, changes, edited
 from flashlab.check.cuda_answer import VAGUE, Source, Verdict, examine
 from flashlab.check.cuda_text import CHOSEN, PRELUDE, CudaText
 from flashlab.check.failed import CheckFailed
@@ -35,18 +36,20 @@ from flashlab.simt.sentences import KINDS
 
 FOLDER = Path(__file__).parent / "changes"
 _SECONDS = 2.0  # that a change may take on one input
-_LONGEST = 200  # characters, or twice that with a finding
+_LONGEST = 200  # characters of two causes
 _ALMOST = 0.35  # costs so near say nothing about which is likelier
-# What is told in its own words, which quote the lines.
+# What needs no cause, or is its own.
 _PLAIN = (
-    "does-not-compile", "wrong-entry", "wrong-type", "nothing-stored", "lane-0-alone", "divergent", "deadlock",
-    "not-coalesced", "bank-conflicts", "no-tree", "read-twice", "uses-shared-memory",
+    "does-not-compile", "wrong-type", "wrong-entry", "no-launch", "launch-failed", "nothing-stored",
+    "barrier-arguments",
 )  # fmt: skip
-# Findings that may come of another mistake: where the values are wrong too, what gives both is told.
+# Findings that may come of another mistake: the outputs behind them are kept too.
 _HAZARDS = ("race", "stage-overwritten", "read-before-wait", "uninitialised-shared", "never-waited")
 TRIALS: dict[str, Trials] = {}
 Seen = list[Any]  # for each input: a finding, or the sums of its outputs, behind a hazard that was found
 Outputs = Sequence[torch.Tensor]
+_ACCESS = re.compile(r"\b(?:reads?|writes?|wrote|fills?)\b(?: with \w+)?")  # of a race: which came first
+_DONE = ("arrive", "mbarrier-wait", "load", "store", "barrier", "barrier-arrive", "wgmma", "wait", "registers")
 
 
 def calls(entry: str, *given: Any, out: Sequence[int], **options: Any) -> Callable[[CudaModule], Outputs]:
@@ -80,6 +83,27 @@ def forwards(
             return module.forward(q, k, v, causal=causal, echo=False, timeout=_SECONDS, **options)
 
     return run
+
+
+def traced(run: Callable[[CudaModule], Outputs], warps: Collection[int] = range(64)) -> Callable[[CudaModule], Any]:
+    """A run, with timeline=1, of which is kept: the finding, what some warps of the first block did, and its outputs.
+
+    It tells changes apart that end in a finding. Each warp by itself: in which order they are run does not count.
+    """
+
+    def kept(module: CudaModule) -> list[Any]:
+        outputs: Outputs = []
+        with contextlib.suppress(SimtError):
+            outputs = run(module)
+        report = module.report
+        found = [f for f in report.findings if f.severity == "error"] if report is not None else []
+        errors = [" ".join((f.kind, *_ACCESS.findall(f.message * (f.kind == "race")))) for f in found[:1]]
+        events = report.launches[0].events if report is not None and report.launches else []
+        did = [[e.did, *e.values] for w in warps for e in events if e.warp == w and e.did in _DONE]
+        marks = [zlib.crc32(repr(x).encode()) for x in (errors, did)]
+        return [*marks, 0, 0, 1.0, 0.0, 0.0, *(n for x in outputs if not errors for n in _sums(x))]
+
+    return kept
 
 
 @dataclass(frozen=True)
@@ -200,11 +224,8 @@ class Trials:
         right = self.seen(self.build(self.place(text)))
         found: list[Any] = []
         for row in self.rows:
-            edited = text
-            for old, new in row.edits:
-                assert edited.count(old) == 1, f"{old!r} occurs {edited.count(old)} times in {self.id}"
-                edited = edited.replace(old, new)
-            found.append((row.slug, row.sentence, 0.0, self.seen(self.build(self.place(edited)))))
+            wrong = self.place(edited(text, row.edits, self.id))
+            found.append((row.slug, row.sentence, 0.0, self.seen(self.build(wrong))))
             assert not self._same(found[-1][3], right), f"{self.id}: nothing shows {row.slug}"
         whole, made = self._changes(text)
         module, refused = self._built(whole, made)
@@ -314,27 +335,27 @@ def _numbers(text: str, line: int) -> list[int]:
 
 @contextlib.contextmanager
 def explained(module: Callable[[], CudaModule], *trials: Trials, vague: Sequence[str] = ()) -> Iterator[None]:
-    """Have what a check finds in an answer told by the change of a right text that gives the same.
+    """Have a change of a right text that gives all that an answer gives be told first, and below it what was found.
 
-    vague: the diagnoses that say no cause, where others do; findings do not.
+    vague: the diagnoses that say no cause, where others do; findings never do.
     """
     __tracebackhide__ = True
     try:
         yield
     except CheckFailed as failed:
-        if failed.diagnosis in _PLAIN or (vague and failed.diagnosis not in (*vague, *KINDS)):
-            raise
-        if (found := next(filter(None, (x.explain(module()) for x in trials)), None)) is None:
+        found = None
+        plain = (*_PLAIN, "deadlock") if vague else _PLAIN  # of a whole kernel no trace is kept
+        if failed.diagnosis not in plain and (not vague or failed.diagnosis in (*vague, *KINDS)):
+            with contextlib.suppress(CheckFailed):  # it does not compile as it is looked at
+                found = next(filter(None, (x.explain(module()) for x in trials)), None)
+        if found is None:
             raise
         slug, said = found
-        if failed.diagnosis.startswith("global"):  # a finding, which quotes the line
-            slug, said = failed.diagnosis, f"{failed.sentence}. {said[0].upper()}{said[1:]}"
-        elif failed.diagnosis in _HAZARDS:
-            both, row = f"{said}. With it: {failed.sentence}", any(y.sentence == said for x in trials for y in x.rows)
-            slug, said = slug if row else failed.diagnosis, both if len(both) < 2 * _LONGEST else said
-        if len(said) < 2 * _LONGEST:
-            raise CheckFailed(said, diagnosis=slug, case=failed.case) from None
-        raise
+        if failed.diagnosis in KINDS and not any(row.sentence == said for x in trials for row in x.rows):
+            if failed.diagnosis == "uninitialised-local":
+                raise
+            slug = failed.diagnosis
+        raise CheckFailed(f"{said}\n{failed.sentence}", diagnosis=slug, case=failed.case) from None
 
 
 def examined(source: Source | str, *trials: Trials, **options: Any) -> Verdict:

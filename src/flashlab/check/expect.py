@@ -1,8 +1,7 @@
-"""Small assertions for an exercise's check: a value, a condition, an exception; each fails with one plain sentence."""
+"""Small assertions for an exercise's check: a value, a condition; each fails with one plain sentence."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +9,6 @@ import torch
 from flashlab.check import pattern
 from flashlab.check.failed import CheckFailed
 from flashlab.check.symptoms import watched
-
-AllMistakes = Mapping[str, tuple[Sequence[Any], str]]
 
 # Relative to the size of the expected values; a few hundred roundings of each dtype, far below any real mistake.
 _DEFAULT_TOLERANCE = {
@@ -29,37 +26,6 @@ def expect(condition: Any, sentence: str, *, diagnosis: str, case: str | None = 
         raise CheckFailed(sentence, diagnosis=diagnosis, case=case)
 
 
-def expect_raises(
-    exception: type[BaseException] | tuple[type[BaseException], ...],
-    fn: Callable[..., Any],
-    *args: Any,
-    what: str,
-    diagnosis: str,
-    case: str | None = None,
-    **kwargs: Any,
-) -> str:
-    """Raise `CheckFailed` unless `fn(*args, **kwargs)` raises `exception`; return the message it raised with.
-
-    A NotImplementedError of the learner's is passed on, so that an unsolved exercise is reported as unsolved.
-    """
-    __tracebackhide__ = True
-    kinds = exception if isinstance(exception, tuple) else (exception,)
-    names = " or ".join(kind.__name__ for kind in kinds)
-    try:
-        fn(*args, **kwargs)
-    except kinds as error:
-        return str(error)
-    except NotImplementedError:
-        raise
-    except Exception as error:
-        raise CheckFailed(
-            f"{what} should raise {names}, but it raised {type(error).__name__}: {error}",
-            diagnosis=diagnosis,
-            case=case,
-        ) from error
-    raise CheckFailed(f"{what} should raise {names}, but nothing was raised", diagnosis=diagnosis, case=case)
-
-
 def expect_close(
     got: Any,
     want: Any,
@@ -70,7 +36,6 @@ def expect_close(
     tol: float | None = None,
     dtype: torch.dtype | None = None,
     because: str | None = None,
-    mistakes: Mapping[str, tuple[Any, str]] | None = None,
 ) -> float:
     """Compare a learner's value with the right one; raise `CheckFailed`, or return the largest absolute error.
 
@@ -81,22 +46,13 @@ def expect_close(
                 dtypes, times max(1, max|want|).
     dtype       when given, `got` must be a tensor of this dtype.
     because     words for the end of the sentence: what to look at.
-    mistakes    {slug: (value, sentence)}: what known mistakes would have produced. If `got` is one of them, that slug
-                and that sentence are raised in place of the general ones. Two ways to one mistake: "slug 1", "slug 2".
-                `check` then looks at the other cases, and takes the general ones if the mistake does not give those.
     """
     __tracebackhide__ = True
-
-    known: list[tuple[str, str, str]] = []
 
     def fail(sentence: str, slug: str = diagnosis) -> None:
         __tracebackhide__ = True
         failed = CheckFailed(sentence + (f"; {because}" if because else ""), diagnosis=slug, case=case)
         failed.unexplained, failed.what = slug == "wrong-value", what
-        if known:
-            general, (_, slug, sentence) = failed, known[0]
-            failed = CheckFailed(sentence, diagnosis=slug, case=case)
-            failed.known, failed.otherwise = known, general
         raise failed
 
     expected = _tensor(want)
@@ -105,20 +61,12 @@ def expect_close(
     actual = _tensor(got)
     if expected.numel() == 0:
         return 0.0
+    bound = _bound(expected, got, want, tol)
     if (seen := watched()) is not None:  # a bug hunt that is as it was given: no cause, and the next case
-        bound = _bound(expected, got, want, tol)
         seen.compared(case, what, actual, expected, bound)
         seen.compared_with.append((what, actual, expected, bound))
-        seen.contradicted.update((what, sentence) for sentence in _contradicted(actual, got, mistakes or {}, tol))
         return _worst(actual, expected)[0]
 
-    for slug, (value, sentence) in (mistakes or {}).items():
-        wrong = _tensor(value)
-        if wrong.shape == actual.shape and _agrees(actual, wrong, _bound(wrong, got, value, tol)):
-            if not _agrees(wrong, expected, _bound(expected, got, want, tol)):
-                known.append((what, slug.partition(" ")[0], sentence))
-
-    bound = _bound(expected, got, want, tol)
     error, at = _worst(actual, expected)
     if error <= bound:  # NaN and inf fail here: the comparison is false
         return error
@@ -149,51 +97,6 @@ def _strange(got: Any, expected: torch.Tensor, what: str, dtype: torch.dtype | N
     if actual.shape != expected.shape:
         return f"{what} has shape {list(actual.shape)}, it should be {list(expected.shape)}", "wrong-shape"
     return None
-
-
-def _contradicted(
-    actual: torch.Tensor, got: Any, mistakes: Mapping[str, tuple[Any, str]], tol: float | None
-) -> set[str]:
-    """The sentences of mistakes that give other values here. What overflows in one of the two says nothing."""
-    verdicts: dict[str, list[bool]] = {}
-    for value, sentence in mistakes.values():
-        wrong = _tensor(value)
-        if actual.isfinite().all() and wrong.isfinite().all():
-            agrees = wrong.shape == actual.shape and _agrees(actual, wrong, _bound(wrong, got, value, tol))
-            verdicts.setdefault(sentence, []).append(agrees)
-    return {sentence for sentence, agree in verdicts.items() if not any(agree)}
-
-
-def expect_all_close(
-    answers: Sequence[tuple[str, Any, Any]],
-    *,
-    what: str,
-    mistakes: AllMistakes | Callable[[], AllMistakes] | None = None,
-    tol: float | None = None,
-    diagnosis: str = "wrong-value",
-) -> None:
-    """`expect_close` of several (case, got, want) at once; a known mistake is told only if it gives every answer.
-
-    On one case alone two mistakes often agree. mistakes is {slug: (a value per answer, sentence)}, or a function that
-    gives that, called only where an answer is wrong; see `expect_close`.
-    """
-    __tracebackhide__ = True
-
-    def all_close(values: Sequence[Any]) -> bool:
-        try:
-            return all(is_close(got, value, tol) for (_, got, _), value in zip(answers, values, strict=True))
-        except (TypeError, ValueError, RuntimeError):
-            return False  # not a number or a tensor: expect_close says so
-
-    # A bug hunt that is as it was given is told no cause: expect_close notes its symptoms.
-    if watched() is None and not all_close([want for _, _, want in answers]):
-        for slug, (values, sentence) in (mistakes() if callable(mistakes) else mistakes or {}).items():
-            if all_close(values):
-                telling = (not is_close(value, want, tol) for value, (_, _, want) in zip(values, answers, strict=True))
-                case = next(case for (case, _, _), tells in zip(answers, telling, strict=True) if tells)
-                raise CheckFailed(sentence, diagnosis=slug.partition(" ")[0], case=case)
-    for case, got, want in answers:
-        expect_close(got, want, what=what, diagnosis=diagnosis, case=case, tol=tol)
 
 
 def is_close(got: Any, want: Any, tol: float | None = None) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 
 class CheckFailed(Exception):
     """A learner's answer is not right yet.
@@ -21,11 +19,6 @@ class CheckFailed(Exception):
         self.case = case
         self.unexplained = False  # one comparison of several said where the values differ, and nothing more
         self.what = ""  # what was compared
-        self.known: list[tuple[str, str, str]] = []  # what was compared, slug, sentence: known mistakes that give this
-        self.otherwise: CheckFailed | None = None  # what to raise where the other cases speak against all of them
-        self.explain: Callable[[], tuple[str, str] | None] | None = (
-            None  # asked for (slug, sentence) if no cause is known
-        )
 
     def __reduce__(self):
         return _rebuild, (type(self), self.sentence, self.diagnosis, self.case)

@@ -111,7 +111,7 @@ class Index:
         read: Callable[[Any], Values], tol: float, rows: Sequence[tuple[Row, Callable[..., Any]]] = (),
         alike: Callable[..., Values] = lambda *values: values, more: Sequence[tuple[Any, ...]] = (),
         notes: Mapping[str, str] | None = None, kinds: Any = None, tries: int = _TRIES,
-        copied: Callable[[Any], Any] | None = None, without: Sequence[str] = (),
+        copied: Callable[[Any], Any] = lambda x: x, without: Sequence[str] = (),
         called: Callable[..., Any] = lambda fn, *given: fn(*given), longest: int = 200,
     ):  # fmt: skip
         self.copied, self.without = copied, without
@@ -125,7 +125,7 @@ class Index:
 
     def _one(self, fn: Callable[..., Any], given: tuple[Any, ...]) -> Values | str:
         try:
-            return self.read(self.called(fn, *(map(self.copied, given) if self.copied else given)))
+            return self.read(self.called(fn, *map(self.copied, given)))
         except (Exception, EndlessError) as error:
             return outcome_of(error)
 
@@ -137,7 +137,7 @@ class Index:
             found.append((None, Change(row.slug, row.sentence, 0.0, ()), self.run(fn)))
         for text in self.texts:
             if self.kinds:
-                text.kinds = self.kinds.kinds_of(text, self._copies()[:3])
+                text.kinds = self.kinds.kinds_of(text, [tuple(map(self.copied, x)) for x in self.inputs[:3]])
             seen = {name: [given[i] for given in self.inputs] for i, name in enumerate(text.params)}
             for change in changes(text, seen, self.kinds):
                 if change.slug in self.without:
@@ -149,9 +149,6 @@ class Index:
                 found.append((text, change, self.run(fn)))
         beside = 0.3 if self.kinds else 0.0  # other texts are other functions then: one's own is likelier
         return sorted(found, key=lambda x: x[1].cost + beside * (x[0] not in (None, self.texts[0])))
-
-    def _copies(self) -> list[tuple[Any, ...]]:
-        return [tuple(map(self.copied, given) if self.copied else given) for given in self.inputs]
 
     def same_outcome(self, a: Outcome, b: Outcome, part: int | None = None) -> bool:
         return all(self._same_values(x, y, part) for x, y in zip(a, b, strict=True))

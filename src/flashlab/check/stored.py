@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from flashlab.attention import reference
-from flashlab.check import CheckFailed, expect_close
+from flashlab.check import CheckFailed, expect_close, pattern
 from flashlab.check.cuda_answer import Answer, Source, built, expect_launched, ran
 from flashlab.check.poison import MarkedEmpty, mark_unwritten, unwritten
 from flashlab.simt import Counters
@@ -46,7 +46,7 @@ def expect_written(x: torch.Tensor, what: str, *, case: str | None = None, becau
         )
     if missing.any():
         raise CheckFailed(
-            f"{int(missing.sum())} of {x.numel()} elements of {what} were never written, {_where(missing)}"
+            f"{int(missing.sum())} of {x.numel()} elements of {what} were never written, {_places(missing)}"
             + (f": {because}" if because else ""),
             diagnosis="elements-missing",
             case=case,
@@ -81,24 +81,8 @@ def expect_results(
     return first
 
 
-def _where(missing: torch.Tensor) -> str:
-    """Words for the elements of a vector or a matrix: "columns 32 to 63"."""
-    for axis, name in enumerate(("row", "column")[: missing.ndim]):
-        other = [d for d in range(missing.ndim) if d != axis]
-        lines = missing.all(dim=other[0]) if other else missing
-        if torch.equal(missing, lines.unsqueeze(other[0]).expand_as(missing) if other else lines):
-            return _spans(lines, name if other else "element")
-    return f"the first at {missing.nonzero()[0].tolist()}"
-
-
-def _spans(lines: torch.Tensor, name: str) -> str:
-    """Words for a boolean vector: "rows 64 to 99", "32 columns, the first number 1"."""
-    at = lines.nonzero().flatten().tolist()
-    if len(at) == 1:
-        return f"{name} {at[0]}"
-    if at[-1] - at[0] + 1 == len(at):
-        return f"{name}s {at[0]} to {at[-1]}"
-    return f"{len(at)} {name}s, the first of them number {at[0]}"
+def _places(missing: torch.Tensor) -> str:
+    return pattern.where(missing) or f"the first at {missing.nonzero()[0].tolist()}"
 
 
 def expect_stored(whole: Source, *, head_dim: int = 64, dtype: torch.dtype = torch.float16) -> None:
@@ -183,4 +167,5 @@ def _partly(name: str, missing: torch.Tensor, case: str) -> CheckFailed:
     slug = "rows-not-written"
     if one.ndim == 2 and torch.equal(one, one.all(0).expand_as(one)):
         slug = "columns-not-written"
-    return CheckFailed(f"{name} is stored in part: {_where(one)} were never written {there}", diagnosis=slug, case=case)
+    sentence = f"{name} is stored in part: {_places(one)} were never written {there}"
+    return CheckFailed(sentence, diagnosis=slug, case=case)

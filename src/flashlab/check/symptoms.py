@@ -25,9 +25,6 @@ class Symptoms:
     right: dict[str, None] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
     compared_with: list[tuple[str, torch.Tensor, torch.Tensor, float]] = field(default_factory=list)
-    contradicted: set[tuple[str, str]] = field(
-        default_factory=set
-    )  # what was compared, the sentence of a mistake that it is not
 
     def compared(
         self, case: str | None, what: str, got: torch.Tensor, want: torch.Tensor, bound: torch.Tensor | float,

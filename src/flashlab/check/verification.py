@@ -236,13 +236,9 @@ def _run(call: Call, cases: Sequence[Case], lse: bool, deterministic: bool, one_
     for case in cases:
         try:
             observation, o = _observe(call, case, lse, one_head)
-        except CheckFailed:
-            if wrong:
-                break  # the earlier case tells the simpler story
-            raise
         except Exception:
             if wrong:
-                break
+                break  # the earlier case tells the simpler story
             raise
         observations.append(observation)
         if (seen := watched()) is not None:

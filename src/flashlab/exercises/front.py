@@ -26,12 +26,6 @@ _LONG = 30.0  # seconds after which a check that still runs says how to stop it
 
 _WARNINGS = 3  # of a compiler that are told
 
-# Diagnoses that name no cause.
-_GENERAL = (
-    "wrong-value", "wrong-count", "wrong-part", "below-the-ridge", "not-the-smallest", "not-the-largest", "too-large",
-    "tile-not-found",
-)  # fmt: skip
-
 _shown_hints: dict[str, int] = {}
 
 
@@ -88,7 +82,6 @@ def _checked(exercise: registry.Exercise, answers: tuple[Any, ...]) -> Passed:
         if failed.diagnosis == "not-solved-yet":
             raise failed.with_traceback(None) from None
         record.failed_try(exercise.id)
-        failed = _borne_out(exercise, answers, failed)
         case = failed.case or (last_case() if called.call else None)
         also = _contrast(exercise, answers, failed.case, failed.what) if failed.unexplained else ""
         if failed.diagnosis == "wrong-value":
@@ -138,25 +131,6 @@ def _on_all_cases(exercise: registry.Exercise, answers: tuple[Any, ...]) -> tupl
             exercise.run(*answers)
             whole = True
     return seen, whole
-
-
-def _borne_out(exercise: registry.Exercise, answers: tuple[Any, ...], failed: CheckFailed) -> CheckFailed:
-    """The failure, with a cause that all of the check's cases bear out, or without one."""
-    cause, sources = failed.__cause__, any(isinstance(answer, str) for answer in answers)
-    explain = failed.explain
-    if failed.known and failed.otherwise is not None and not sources:
-        against = _on_all_cases(exercise, answers)[0].contradicted
-        left = [(slug, sentence) for what, slug, sentence in failed.known if (what, sentence) not in against]
-        if left:
-            slug, sentence = left[0]
-            return CheckFailed(sentence, diagnosis=slug, case=failed.case).with_traceback(None)
-        failed = failed.otherwise
-    if explain is not None and failed.diagnosis in _GENERAL:
-        with contextlib.suppress(Exception, SystemExit), contextlib.redirect_stdout(io.StringIO()):
-            if found := explain():
-                failed = CheckFailed(found[1], diagnosis=found[0], case=failed.case)
-    failed.__cause__ = cause
-    return failed
 
 
 def _contrast(exercise: registry.Exercise, answers: tuple[Any, ...], case: str | None, what: str = "") -> str:

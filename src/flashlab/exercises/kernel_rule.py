@@ -83,7 +83,7 @@ class KernelRule(TensorRule):
         rows = [(row, self.with_row(row)) for row in self.rows]
         return Index(
             [self.text(other) for other in (None, *self.also)], self.tried, self.returns, self._values, self.tol, rows,
-            self.alike, self.drawn(4), self.notes, kernel_changes, self.tries, None, self.without,
+            self.alike, self.drawn(4), self.notes, kernel_changes, self.tries, without=self.without,
         )  # fmt: skip
 
     def launched(self, kernel: Any) -> Callable[..., Any]:

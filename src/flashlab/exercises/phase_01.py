@@ -443,6 +443,11 @@ def quarter_kernel(x_ptr, y_ptr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, J: t
     title="Right at 128, wrong at 100",
     minutes=15,
     difficulty="Bug hunt",
+    bug=[
+        ("offs_n[None, :] < N, 0.0", "offs_m[:, None] < M, 0.0"),
+        ("axis=1)\n    p = ", 'axis=1)\n    m_i = tl.where(m_i == float("-inf"), 0.0, m_i)\n    p = '),
+        ("/ l_i[:, None]", "/ tl.where(l_i == 0.0, 1.0, l_i)[:, None]"),
+    ],
     untouched="334f72b92670",
     history="a common mistake; a masked load looks like a mask",
     hints=[

@@ -362,6 +362,7 @@ def _verify_causal(hunted: Callable[..., Any]) -> Report:
     title="Right without a past",
     minutes=15,
     difficulty="Bug hunt",
+    bug=[("row[:, None] + N - M", "row[:, None]")],
     untouched="10cf5f0cbfe8",
     history="Dao-AILab/flash-attention, issue 282 (2023); its version 2.1 changed the alignment",
     hints=[
@@ -380,6 +381,11 @@ def hunt_without_a_past(hunted: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     title="The walk from the other end",
     minutes=20,
     difficulty="Bug hunt",
+    bug=[
+        ("        m_safe = torch.where(m_new == -math.inf, 0.0, m_new)\n", ""),
+        ("s - m_safe", "s - m_new"),
+        ("m_i - m_safe", "m_i - m_new"),
+    ],
     untouched="3b7a9eee7ed5",
     history="flashinfer-ai/flashinfer, pull request 4401 (2026), and many before it",
     hints=[

@@ -310,6 +310,7 @@ def of_any_length(flash_attention_forward_kernel: Any) -> Report:
     title="The half that is never looked at",
     minutes=15,
     difficulty="Bug hunt",
+    bug=[("(m_i + tl.log2(l_i)) * 0.6931471805599453", "m_i + tl.log2(l_i)")],
     untouched="0301d4112ed1",
     history="flashinfer-ai/flashinfer, issue 2113 (2025), and sgl-project/sglang, pull request 35045 (2026)",
     hints=[
@@ -329,6 +330,15 @@ def half_right(flash_attention_forward_kernel: Any) -> Report:
     title="A very small number",
     minutes=15,
     difficulty="Bug hunt",
+    bug=[
+        ('[BLOCK_M], float("-inf")', "[BLOCK_M], -1e6"),
+        ('N, s, float("-inf")', "N, s, -1e6"),
+        ('        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)\n', ""),
+        ("s - m_safe", "s - m_new"),
+        ("m_i - m_safe", "m_i - m_new"),
+        ("tl.where(l_i == 0.0, 1.0, l_i)", "tl.maximum(l_i, 1e-20)"),
+        ("tl.log2(l_i)", "tl.log2(tl.maximum(l_i, 1e-20))"),
+    ],
     untouched="91615cf68108",
     history="TransformerLensOrg/TransformerLens, issue 318 (2023); flashinfer-ai/flashinfer, pull request 4401 (2026)",
     hints=[

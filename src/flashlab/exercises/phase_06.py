@@ -122,6 +122,7 @@ def _row_sectors(rows: int, cols: int, bias: bool = True) -> int:
     title="The sum that is sometimes right",
     minutes=10,
     difficulty="Bug hunt",
+    bug=[("        __syncthreads();\n", "")],
     untouched="a802e116fc57",
     history="a common mistake, in reductions of every library; for one, ORNL/HeCBench, issue 253 (2026)",
     hints=[
@@ -390,6 +391,7 @@ def _examined(source: Source, *trials: Trials) -> Verdict:
     title="Right for two kinds of model",
     minutes=15,
     difficulty="Bug hunt",
+    bug=[("head / (p.heads / p.kv_heads)", "head % p.kv_heads")],
     untouched="daa139947b0c",
     history="HazyResearch/HipKittens, pull request 22 (2025): a mapping that was right for 64 and 8 heads alone",
     hints=[

@@ -342,6 +342,7 @@ STATISTICS = Trials(
     title="Four lanes, one maximum",
     minutes=15,
     difficulty="Bug hunt",
+    bug=[("m, 0b10", "m, 0x10")],
     untouched="f25b4eb82615",
     history="a common mistake",
     hints=[
@@ -410,6 +411,10 @@ def fragment_of_p(second_product: str) -> str:
     title="Two bugs in P V",
     minutes=20,
     difficulty="Bug hunt",
+    bug=[
+        ("16 * D; i += 32) v_smem[i] = i < keys * D ? v_gmem[i] : T(0.f)", "keys * D; i += 32) v_smem[i] = v_gmem[i]"),
+        ("ldmatrix_x2_trans(b", "ldmatrix_x2(b"),
+    ],
     untouched="28d61c57e0a1",
     history="0 times NaN: pytorch/pytorch, issue 101967 (2023); .trans is a common mistake",
     hints=[

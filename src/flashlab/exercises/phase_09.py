@@ -25,8 +25,7 @@ from flashlab.check.cuda_answer import (
     replaced,
     text_of,
 )
-from flashlab.check.cuda_index import Outputs, Trials, forwards, parted
-from flashlab.check.cuda_trace import told_first
+from flashlab.check.cuda_index import Outputs, Trials, explained, forwards, parted
 from flashlab.check.lookup import Row
 from flashlab.check.poison import mark_unwritten
 from flashlab.cuda import CudaModule
@@ -241,7 +240,7 @@ RESCALE = Trials(
 )
 def right_on_random_numbers(rescale: str) -> str:
     whole = _with_rescaling(text_of(rescale, "rescale"))
-    with told_first(lambda: _watched(whole), RESCALE):
+    with explained(lambda: _watched(whole), RESCALE):
         verdict = examine(whole)
     _expect_lazy(whole)
     return f"{verdict.cases} cases, late maxima among them"
@@ -362,7 +361,7 @@ def merge_of_parts(merge_loop: str) -> str:
             (2, 4, "a weight of 1.5e-6"),
         )
     ]  # fmt: skip
-    with told_first(lambda: built(whole, check=True, HEAD_DIM=128), MERGE):
+    with explained(lambda: built(whole, check=True, HEAD_DIM=128), MERGE):
         for given in cases:
             _expect_merge(whole, *given)
     return f"{len(cases)} cases, parts without a key among them"
@@ -458,7 +457,7 @@ def kernel_of_parts(kernel: str) -> str:
     text = text_of(kernel, "kernel")
     _expect_parts(text)
     whole = _together(text)
-    with told_first(lambda: _watched(whole), GLUE):
+    with explained(lambda: _watched(whole), GLUE):
         verdict = examine(Source(whole, "kernel"))
     masked, plain = _bodies(whole)
     expect(
@@ -588,7 +587,7 @@ def _expect_q_alone(wait: re.Match[str]) -> str:
 def third_stage(before_loop: str, in_loop: str) -> str:
     texts = text_of(before_loop, "before_loop"), text_of(in_loop, "in_loop")
     whole = _third_stage(*texts)
-    with told_first(lambda: _watched(whole), THIRD_STAGE):
+    with explained(lambda: _watched(whole), THIRD_STAGE):
         verdict = examine(whole)
     test = 'static_assert(IN_FLIGHT == STAGES - 2, "IN_FLIGHT");'
     try:

@@ -9,6 +9,7 @@ import torch
 
 from flashlab.check import expect
 from flashlab.check.cuda_answer import (
+    VAGUE,
     Source,
     built,
     examine,
@@ -19,8 +20,7 @@ from flashlab.check.cuda_answer import (
     text_of,
     whole_kernel,
 )
-from flashlab.check.cuda_index import Trials, forwards
-from flashlab.check.cuda_trace import VAGUE, told_first
+from flashlab.check.cuda_index import Trials, explained, forwards
 from flashlab.check.lookup import Row
 from flashlab.exercises.registry import exercise
 from flashlab.exercises.rule import rule
@@ -91,7 +91,7 @@ OWN_KERNEL = Trials(
 )
 def own_kernel(my_kernel: str) -> str:
     whole = whole_kernel(my_kernel, "my_kernel")
-    with told_first(lambda: built(whole, check=True), OWN_KERNEL, vague=VAGUE):
+    with explained(lambda: built(whole, check=True), OWN_KERNEL, vague=VAGUE):
         verdict = examine(whole)
     report = probe(built(whole, check=True), whole, (1, 1, 1, 256, 256, False), sms=1)
     # Wavefronts per MMA: 1 for K and V with 32 rows per warp, and room for Q, the store and small things
@@ -141,7 +141,7 @@ def _storing(text: str) -> Source:
 )
 def addresses_of_the_store(store: str) -> str:
     whole = _storing(text_of(store, "store"))
-    with told_first(lambda: built(whole, check=True, head_dim=128), STORE):
+    with explained(lambda: built(whole, check=True, head_dim=128), STORE):
         verdict = examine(whole)
         wide = examine(whole, head_dim=128, probes=((1, 1, 1, 70, 70, False),), fast=False, max_seq=70)
     count = '#define at(...) ((void)printf("a"), at(__VA_ARGS__))'
@@ -199,7 +199,7 @@ _ORDER = (
 )
 def v_ahead(output: str) -> str:
     whole = _putting_out(text_of(output, "output"))
-    with told_first(lambda: built(whole, check=True), OUTPUT):
+    with explained(lambda: built(whole, check=True), OUTPUT):
         verdict = examine(whole)
     said = said_by(whole, _ORDER, "#undef ldmatrix_x4_trans\n#undef mma_m16n8k16", 128, 64)
     loads, case = said.count("L"), "seq_q=128, seq_k=64, head_dim=64: one tile, as thread 0 goes through it"
@@ -351,7 +351,7 @@ def own_kernel_128(my_kernel_128: str) -> str:
     whole = whole_kernel(my_kernel_128, "my_kernel_128")
     module = built(whole, check=True, head_dim=128)
     # At 64 too the kernel is the right one of 9.7, but for Q's fragments
-    with told_first(lambda: built(whole, check=True), OWN_KERNEL, vague=VAGUE):
+    with explained(lambda: built(whole, check=True), OWN_KERNEL, vague=VAGUE):
         verdict = examine(whole, head_dim=128, max_seq=200)
     shorter, report = (probe(module, whole, (1, 1, 1, 256, seq_k, False), head_dim=128, sms=1) for seq_k in (256, 512))
     case = "seq_q=256, seq_k=512, head_dim=128, float16"

@@ -21,6 +21,7 @@ from flashlab.check import CheckFailed, expect
 from flashlab.check.cuda_answer import (
     PROBES,
     SIGNATURE,
+    VAGUE,
     Source,
     built,
     examine,
@@ -32,8 +33,7 @@ from flashlab.check.cuda_answer import (
     text_of,
     whole_kernel,
 )
-from flashlab.check.cuda_index import Outputs, Trials, forwards, parted
-from flashlab.check.cuda_trace import VAGUE, told_first, traced
+from flashlab.check.cuda_index import Outputs, Trials, explained, forwards, parted, traced
 from flashlab.check.lookup import Row
 from flashlab.check.poison import MarkedEmpty
 from flashlab.cuda import CudaModule
@@ -195,7 +195,7 @@ EPILOGUE = Trials(
 )
 def last_mile(epilogue: str) -> str:
     whole = _with_epilogue(text_of(epilogue, "epilogue"))
-    with told_first(lambda: _watched()(whole), EPILOGUE):
+    with explained(lambda: _watched()(whole), EPILOGUE):
         # One block, which uses its buffer again
         verdict = examine(whole, fast=False, probes=_SHORT, max_seq=150, sms=1)
     sentence = "the result is right, but no O leaves by tma_store: the copy engine should do it"
@@ -261,7 +261,7 @@ ROOM = Trials(
 def room_for_a_tile(scores: str, after_probabilities: str) -> str:
     texts = text_of(scores, "scores"), text_of(after_probabilities, "after_probabilities")
     whole, case = _overlapping(*texts), "seq_q=64, seq_k=700"
-    with told_first(lambda: _watched()(whole), ROOM):
+    with explained(lambda: _watched()(whole), ROOM):
         verdict = examine(whole, fast=False, probes=(PROBES[0], _LONG), max_seq=150)
         events = _events(whole, _LONG)
         _expect_given_back(events, "KV", case)
@@ -358,7 +358,7 @@ PRODUCER = Trials(
 def producer_of_tiles(producer: str) -> str:
     whole = _with_producer(_filled_in(producer, "producer"))
     case = f"seq_q=64, seq_k=1000, head_dim={_HEAD_DIM}, STAGES={_STAGES}"
-    with told_first(lambda: _watched(_HEAD_DIM)(whole), PRODUCER), _by_name(_stage_at):
+    with explained(lambda: _watched(_HEAD_DIM)(whole), PRODUCER), _by_name(_stage_at):
         verdict = examine(whole, head_dim=_HEAD_DIM, fast=False, probes=_PRODUCED, max_seq=150)
         sentence = "the result is right, but no tile comes by tma_load: the copy engine should bring them"
         expect(verdict.counters["tma_loads"] > 0, sentence, diagnosis="no-tma-load", case=case)
@@ -472,7 +472,7 @@ def own_map(map_of_k: str) -> str:
     module, (batch, seq, heads) = _watched(HEAD_DIM=_PACKED_DIM)(whole), _PACKED
     case = f"batch={batch}, seq={seq}, heads={heads}"
     given = _boxes()
-    with told_first(lambda: module, OWN_MAP):
+    with explained(lambda: module, OWN_MAP):
         _ran(module, whole, case, "boxes", *given)
         _expect_boxes(given[2].view(torch.uint16).long(), case)
     return f"{len(_CORNERS)} boxes of 32 rows, most of them beyond an end"
@@ -563,7 +563,7 @@ def turns_backwards(turns: str) -> str:
     for name in ("begin", "take_turn", "pass_turn", "end"):
         expect(f"{name}(" in text, f"the text should still define `{name}`", diagnosis="wrong-entry")
     whole = _in_file(TURNS, "turns", text)
-    with told_first(lambda: _watched(CONSUMERS=3)(whole), OWN_TURNS):
+    with explained(lambda: _watched(CONSUMERS=3)(whole), OWN_TURNS):
         for consumers in (2, 3):
             _expect_turns(_watched(CONSUMERS=consumers)(whole), whole, consumers)
     return "2 and 3 consumers take their turns, and none is left over"
@@ -669,7 +669,7 @@ def hands_on(hand: str) -> str:
         expect(f"{name}(" in text, f"the text should still define `{name}`", diagnosis="wrong-entry")
     whole = _in_file(PARTS, "hand", text)
     module = _watched()(whole)
-    with told_first(lambda: module, HAND):
+    with explained(lambda: module, HAND):
         for parts, blocks in ((7, 1), (20, 3), (1, 2), (0, 1)):
             _expect_parts(module, whole, parts, blocks)
     return "every part once, by every consumer, with 1 to 3 blocks"
@@ -779,7 +779,7 @@ def launch_of_a_kernel(launch: str) -> str:
         "multiple of 1024. (In the emulator it lies at one by itself)",
         diagnosis="bulk-misaligned",
     )
-    with told_first(lambda: _watched()(whole), LAUNCH):
+    with explained(lambda: _watched()(whole), LAUNCH):
         try:
             verdict = examine(whole, fast=False, probes=_LAUNCHED, max_seq=100)
         except CheckFailed as failed:
@@ -925,7 +925,7 @@ def _expect_given_back_early(events: Sequence[Event]) -> None:
 )
 def consumer_of_a_ring(loop: str) -> str:
     whole = _in_file(RING, "loop", _filled_in(loop, "loop"))
-    with told_first(lambda: _watched(_HEAD_DIM)(whole), LOOP), _by_name(_slot_at):
+    with explained(lambda: _watched(_HEAD_DIM)(whole), LOOP), _by_name(_slot_at):
         try:
             probes = (_SEVERAL, PROBES[0], _NO_KEYS)
             verdict = examine(whole, head_dim=_HEAD_DIM, fast=False, probes=probes, max_seq=150)
@@ -988,7 +988,7 @@ def _expect_to_wait_for_the_slow(whole: Source) -> None:
 )
 def hopper_kernel(my_kernel: str) -> str:
     whole = whole_kernel(_filled_in(my_kernel, "my_kernel"), "my_kernel")
-    with told_first(lambda: _watched()(whole), HOPPER_KERNEL, vague=VAGUE):
+    with explained(lambda: _watched()(whole), HOPPER_KERNEL, vague=VAGUE):
         verdict = examine(whole, fast=False, probes=(*_SHORT, _NO_KEYS), max_seq=150)
     _expect_to_wait_for_the_slow(whole)
     _expect_few_heads(whole)

@@ -9,8 +9,7 @@ import torch
 
 from flashlab.check import expect
 from flashlab.check.cuda_answer import Source, built, ran, replaced, text_of
-from flashlab.check.cuda_index import Trials, calls
-from flashlab.check.cuda_trace import told_first
+from flashlab.check.cuda_index import Trials, calls, explained
 from flashlab.check.lookup import Row
 from flashlab.cuda import CudaModule
 from flashlab.exercises.registry import exercise
@@ -93,7 +92,7 @@ def powers_of_two(exp2_polynomial: str) -> str:
     _expect_by_hand(blank_comments(text))
     whole = _whole(text)
     module = built(whole, check=True)
-    with told_first(lambda: module, POWERS):
+    with explained(lambda: module, POWERS):
         _expect_powers(module, whole)
     return f"{len(_X)} numbers, the largest error {_ALLOWED:.1e} or less; both infinities and NaN too"
 

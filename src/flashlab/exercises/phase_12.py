@@ -16,8 +16,7 @@ import triton.language as tl
 
 from flashlab.check import CheckFailed, expect
 from flashlab.check.cuda_answer import Source, built, ran, replaced, text_of
-from flashlab.check.cuda_index import Trials
-from flashlab.check.cuda_trace import told_first
+from flashlab.check.cuda_index import Trials, explained
 from flashlab.check.lookup import Row
 from flashlab.cuda import CudaModule
 from flashlab.exercises.kernel_rule import empty, kernel_rule
@@ -367,7 +366,7 @@ def last_to_arrive(arrive: str) -> str:
         "counter", diagnosis="barrier-of-the-block",
     )  # fmt: skip
     whole = _arriving(text_of(arrive, "arrive"))
-    with told_first(lambda: built(whole, check=True), ARRIVE):
+    with explained(lambda: built(whole, check=True), ARRIVE):
         for check in (False, True):
             module = built(whole, check=check)
             for rows, N, splits in ((2, 37, 4), (1, 5, 1), (3, 9, 5)):
@@ -702,7 +701,8 @@ _FEW_BITS = "every offset is right up to a multiple of 2^32: the page's number h
     title="The cache grew",
     minutes=15,
     difficulty="Bug hunt",
-    untouched="e199e4e5b4cd",
+    bug=Row("page-overflow", _FEW_BITS,
+            [(").to(tl.int64)\n    slot", ")\n    slot"), ("(key % PAGE).to(tl.int64)", "key % PAGE")]),
     history="vllm-project/vllm, pull request 47671 (2026), in its Triton decode kernels; issue 50427 (2026), in "
     "FlexAttention's",
     hints=[
@@ -723,8 +723,6 @@ _FEW_BITS = "every offset is right up to a multiple of 2^32: the page's number h
     draw=lambda r: _places(tuple(r.randrange(200_000) for _ in range(r.randint(1, 4))), r.randint(1, 2**19),
                            r.randint(1, 2**28), r.choice((1, 3, 16))),
     rows=[
-        Row("page-overflow", _FEW_BITS,
-            [(").to(tl.int64)\n    slot", ")\n    slot"), ("(key % PAGE).to(tl.int64)", "key % PAGE")]),
         Row("page-only", "the page has 64 bits now, but keys within a page may lie far apart too: their product has 32",
             [("(key % PAGE).to(tl.int64)", "key % PAGE")]),
         Row("slot-only", "the key's place in its page has 64 bits, but the page's number, loaded from the table, has "
@@ -738,7 +736,7 @@ def key_offsets_kernel(
     OUT_ptr, TABLE_ptr, keys, stride_page, stride_slot, PAGE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     key = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    # Repaired: 64 bits before anything is multiplied.
+    #: Repaired: 64 bits before anything is multiplied.
     page = tl.load(TABLE_ptr + key // PAGE, mask=key < keys, other=0).to(tl.int64)
     slot = (key % PAGE).to(tl.int64)
     tl.store(OUT_ptr + key, page * stride_page + slot * stride_slot, mask=key < keys)
@@ -759,7 +757,11 @@ def _padded(r: random.Random, splits: int, queries: tuple[int, ...]) -> tuple[An
     title="The first one is always right",
     minutes=20,
     difficulty="Bug hunt",
-    untouched="0c89631ef44c",
+    bug=Row("all-on-the-first", "every sequence is written from row 0 on: the last one stays there, and later rows are "
+            "never written",
+            [(": torch.Tensor, part_lse: torch.Tensor, starts: list[int]) -> torch.Tensor", ", part_lse, starts)"),
+             ("row_stride = o.stride(0)", "sequence_stride = o.stride(0) if o.ndim == 3 else 0"),
+             ("starts[b] * row_stride", "b * sequence_stride")]),
     history="pytorch/pytorch, issue 194167 (2026): with split keys, a stride that was left at 0 let every sequence "
     "write over the first; also Dao-AILab/flash-attention, pull requests 2542 and 2812",
     hints=[
@@ -779,8 +781,6 @@ def _padded(r: random.Random, splits: int, queries: tuple[int, ...]) -> tuple[An
         "weight": "a part counts with its share of the sum", "rows": "a sequence has so many rows",
     },
     rows=[
-        Row("all-on-the-first", "every sequence is written from row 0 on: the last one stays there, and later rows are "
-            "never written", [("starts[b] * row_stride", "b * 0")]),
         Row("one-row-each", "sequence b is written from row b on: that is right where each has one query",
             [("starts[b] * row_stride", "b * row_stride")]),
     ],
@@ -797,6 +797,6 @@ def hunted_merge(part_o: torch.Tensor, part_lse: torch.Tensor, starts: list[int]
         rows = starts[b + 1] - starts[b]
         weight = torch.softmax(part_lse[:, b, :rows], dim=0)
         merged = (weight[:, :, None] * part_o[:, b, :rows]).sum(dim=0)
-        first = starts[b] * row_stride  # repaired: o has no axis of sequences
+        first = starts[b] * row_stride  #: repaired: o has no axis of sequences
         o.view(-1)[first : first + merged.numel()] = merged.flatten()
     return o

@@ -33,8 +33,9 @@ _imported: set[str] = set()  # phase modules that were run to their end
 class Exercise:
     """One exercise: `id` is "phase.number", `minutes` an estimate, `hints` go from a nudge to nearly the answer.
 
-    untouched: of a bug hunt, the `answers.fingerprint` of the code that it begins with; history: where the bug has
-    been seen, told to those who have mended it.
+    bug: of a hunt, the edits (right, wrong) of the page's code that make what it begins with; a rule has a `Row` of
+    them. untouched: the `answers.fingerprint` of that; history: where the bug has been seen, told to those who have
+    mended it.
     """
 
     id: str
@@ -43,6 +44,7 @@ class Exercise:
     difficulty: str
     hints: tuple[str, ...]
     run: Callable[..., Any] = field(repr=False, compare=False)
+    bug: Sequence[tuple[str, str]] = ()
     untouched: str = ""
     history: str = ""
 
@@ -64,6 +66,7 @@ def exercise(
     minutes: int,
     difficulty: str = "Core",
     hints: Sequence[str] = (),
+    bug: Sequence[tuple[str, str]] = (),
     untouched: str = "",
     history: str = "",
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -85,7 +88,7 @@ def exercise(
         before = _registry.get(id)
         if before is not None and not _replaces(run, before.run):
             raise ValueError(f"exercise {id} is registered twice: {before.title!r} and {title!r}")
-        _registry[id] = Exercise(id, title, minutes, difficulty, tuple(hints), run, untouched, history)
+        _registry[id] = Exercise(id, title, minutes, difficulty, tuple(hints), run, bug, untouched, history)
         return run
 
     return register

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 from flashlab.check import CheckFailed, running
-from flashlab.check.changes import Text, edited
+from flashlab.check.changes import Text, edited_function
 from flashlab.check.expect import allowed_error
 from flashlab.check.lookup import Index, Row, Values, in_units, same, where_right
 from flashlab.check.symptoms import Symptoms, watched
@@ -132,7 +132,7 @@ class Rule:
         """The function as a learner with this mistake has it."""
         if row.instead:
             return Text(self.fn, other=row.instead).compiled()
-        source = edited(self.fn, row.edits)
+        source = edited_function(self.fn, row.edits)
         names = dict(self.fn.__globals__)
         exec(f"from __future__ import annotations\n{source}", names)
         return names[self.fn.__name__]
@@ -405,7 +405,8 @@ def rule(
         if bug is not None:
             data["rows"] = (bug, *data.get("rows", ()))
         head = "@triton.jit\n" if "\n@triton.jit\n" in inspect.getsource(fn) else ""
-        begun = python_fingerprint(head + edited(fn, bug.edits)) if bug is not None else untouched
+        begun = python_fingerprint(head + edited_function(fn, bug.edits)) if bug is not None else untouched
+        edits = bug.edits if bug is not None else ()
         lists = {k: v if isinstance(v, Mapping) else tuple(v) for k, v in data.items() if k in (
             "inputs", "rows", "also", "parts")}  # fmt: skip
         for key in [key for key, it in RULES.items() if title and it.id == id]:
@@ -413,8 +414,8 @@ def rule(
         it = make(fn, tuple(returns.split(", ")), id=id, **{**data, **lists})
         RULES[id if title else f"{id} {fn.__name__}"] = it
         if title:
-            exercise(id, title=title, minutes=minutes, difficulty=difficulty, hints=hints, untouched=begun,
-                     history=history)(_run(id, fn))  # fmt: skip
+            exercise(id, title=title, minutes=minutes, difficulty=difficulty, hints=hints, bug=edits,
+                     untouched=begun, history=history)(_run(id, fn))  # fmt: skip
         _sign(find(id).run, id)  # type: ignore[union-attr]
         return fn
 

@@ -17,7 +17,7 @@ import torch
 from torch.nn.functional import pad
 
 from flashlab.check.cases import Case
-from flashlab.check.changes import edited
+from flashlab.check.changes import edited_function
 from flashlab.check.lookup import Row
 from flashlab.check.models import problem
 
@@ -126,7 +126,7 @@ class Mistake(Row):
 def build(*edits: tuple[str, str]) -> Callable[..., Any]:
     """`flash_forward` with pieces of its text replaced; ValueError when a piece does not occur exactly once."""
     names = dict(globals())
-    exec(edited(flash_forward, edits), names)
+    exec(edited_function(flash_forward, edits), names)
     return names["flash_forward"]
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from flashlab.attention import reference, simulation_backward
+from flashlab.check.changes import edited
 
 __all__ = ["MUTANTS", "Mutant", "attention_with"]
 
@@ -32,11 +33,7 @@ class Mutant:
 
     def module(self) -> types.ModuleType:
         """The edited simulation. Raises ValueError where it has changed and an edit no longer fits."""
-        text = SOURCE.read_text(encoding="utf-8")
-        for old, new in self.edits:
-            if text.count(old) != 1:
-                raise ValueError(f"{self.name}: {old!r} occurs {text.count(old)} times in {SOURCE.name}")
-            text = text.replace(old, new)
+        text = edited(SOURCE.read_text(encoding="utf-8"), self.edits, f"{SOURCE.name}, {self.name}")
         module = types.ModuleType("mutant")
         exec(compile(text, f"{SOURCE.name} ({self.name})", "exec"), vars(module))
         return module

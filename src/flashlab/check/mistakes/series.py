@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from flashlab.check.changes import edited
 from flashlab.check.cuda_answer import PROBES, Source, Verdict, examine
 from flashlab.kernels.series import source
 
@@ -39,12 +40,7 @@ class Mutant:
 
     def source(self) -> Source:
         """The edited text. Raises ValueError where the series has changed and an edit no longer fits."""
-        text = source(self.file)
-        for old, new in self.edits:
-            if text.count(old) != 1:
-                raise ValueError(f"{self.name}: {old!r} occurs {text.count(old)} times in {self.file}.cu")
-            text = text.replace(old, new)
-        return Source(text, self.file)
+        return Source(edited(source(self.file), self.edits, f"{self.file}.cu, {self.name}"), self.file)
 
     def examine(self) -> Verdict:
         """Raises CheckFailed: with a diagnosis of ``found``, if the tools are as good as they should be."""
