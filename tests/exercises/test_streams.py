@@ -11,18 +11,21 @@ from flashlab.simt.source import blank_comments
 
 ROOT = Path(__file__).resolve().parents[2]
 STREAM = re.compile(r"\(cudaStream_t\)\s*stream(?=\s*>>>)")
+# A list, as to find them runs five notebooks: where tests are collected, each process would, and build the emulator.
 LAUNCHING = [
-    id
-    for phase in (6, 7, 8, 9, 11)
-    for id in namespace(phase, "solutions")[1]
-    if any(isinstance(text, str) and STREAM.search(text) for text in answers_of(id, "solutions"))
-]
+    "6.1", "6.2", "6.3", "6.4", "6.8", "7.3", "7.4", "7.5", "7.6", "7.8", "7.9", "7.10", "8.8", "9.7", "9.12",
+    "11.12", "11.14",
+]  # fmt: skip
 # The first of each way to be judged; the rest launch in the same lines.
 SHORT = {"6.1", "7.2", "7.10", "8.8", "9.7"}
 
 
 def test_the_exercises_that_launch():
-    assert set(LAUNCHING) >= {"6.1", "6.8", "7.8", "7.9", "7.10", "8.8", "9.7"}
+    def launches(id):
+        return any(isinstance(text, str) and STREAM.search(text) for text in answers_of(id, "solutions"))
+
+    of_phases = (id for phase in (6, 7, 8, 9, 11) for id in namespace(phase, "solutions")[1])
+    assert LAUNCHING == list(filter(launches, of_phases))
 
 
 @pytest.mark.parametrize(
