@@ -22,10 +22,10 @@ from lesson_source import (
     check_calls,
     find_lessons,
     lesson_name,
-    make_notebook,
     quoted,
-    read_lesson,
 )
+from lesson_source import make_notebook as new_notebook
+from lesson_source import read_lesson as new_lesson
 from pacing import output_lines, reading_minutes, squeezed
 
 from flashlab.course import number_of, phase
@@ -33,9 +33,7 @@ from flashlab.exercises import registry as registry
 from flashlab.figures import show
 
 ROOT = Path(__file__).resolve().parents[1]
-LESSONS = find_lessons(ROOT)
-LECTURES = [p for p in LESSONS if not p.stem.endswith("_exercises")]
-EXERCISES = [p for p in LESSONS if p.stem.endswith("_exercises")]
+PATHS = find_lessons(ROOT)
 BUILT = sorted(p for folder in ("notebooks", "solutions") for p in (ROOT / folder).glob("[0-9][0-9]*_*.ipynb"))
 
 MOST_OUTPUT_LINES = 15
@@ -48,35 +46,39 @@ FRAME = [
 ]
 
 
-def stem(path):
-    return path.stem
+read_lesson = functools.cache(new_lesson)
+
+
+@functools.cache
+def make_notebook(path, kind):
+    return new_notebook(read_lesson(path), kind, ROOT)[0]
+
+
+def of(path, *more, id):
+    """A parameter of a lesson: all of one phase are run by one process, which reads its lessons once."""
+    return pytest.param(path, *more, id=id, marks=pytest.mark.xdist_group(lesson_name(path)))
 
 
 def exercise_ids():
     """One parameter for each exercise of each lesson; a lesson that cannot be read is reported by its own test."""
-    for path in EXERCISES:
+    for path in PATHS:
         try:
             found = read_lesson(path).exercises
         except LessonError:
             continue
         for exercise in found:
-            yield pytest.param(path, exercise, id=exercise.id, marks=pytest.mark.xdist_group(path.stem))
+            yield of(path, exercise, id=exercise.id)
 
 
 EXERCISE_IDS = list(exercise_ids())
-# In the process that runs the notebook for its exercises.
-UNSOLVED = [pytest.param(path, id=path.stem, marks=pytest.mark.xdist_group(path.stem)) for path in EXERCISES]
-
-
-@functools.cache
-def lecture(path):
-    return make_notebook(read_lesson(path), "notebooks", ROOT)[0]
+LESSONS = [of(path, id=path.stem) for path in PATHS]
+LECTURES, EXERCISES = ([x for x in LESSONS if x.id.endswith("_exercises") == y] for y in (False, True))
 
 
 @functools.cache
 def run_unsolved(path):
     """Run an exercise notebook as a learner first meets it. Returns [(cell, its error output or None)]."""
-    notebook, _ = make_notebook(read_lesson(path), "exercises", ROOT)
+    notebook = make_notebook(path, "exercises")
     with kernel_for(notebook, ROOT / "exercises", ROOT) as (client, _):
         client.allow_errors = True
         for i, cell in enumerate(notebook.cells):
@@ -98,7 +100,7 @@ def headings(notebook, marks):
 # ---------------------------------------------------------------- exercises
 
 
-@pytest.mark.parametrize("path", UNSOLVED)
+@pytest.mark.parametrize("path", EXERCISES)
 def test_nothing_but_the_checks_fails_before_an_exercise_is_solved(path):
     for cell, error in run_unsolved(path):
         if "check" not in cell.metadata.get("tags", []):
@@ -133,7 +135,7 @@ def test_an_exercise_is_registered_as_it_is_announced(path, exercise):
     assert all(hint.strip() for hint in registered.hints)
 
 
-@pytest.mark.parametrize("path", EXERCISES, ids=stem)
+@pytest.mark.parametrize("path", EXERCISES)
 def test_a_phase_has_five_exercises_and_a_bug_hunt(path):
     found = read_lesson(path).exercises
     if type(number_of(path.stem)) is str:  # an optional one
@@ -145,17 +147,17 @@ def test_a_phase_has_five_exercises_and_a_bug_hunt(path):
     assert "Bug hunt" in difficulties
 
 
-@pytest.mark.parametrize("path", EXERCISES, ids=stem)
+@pytest.mark.parametrize("path", EXERCISES)
 def test_no_registered_exercise_is_missing_from_its_notebook(path):
     phase = number_of(path.stem)
     registered = {e.id for e in registry.exercises().values() if e.phase == phase}
     assert registered == {e.id for e in read_lesson(path).exercises}
 
 
-@pytest.mark.parametrize("path", EXERCISES, ids=stem)
+@pytest.mark.parametrize("path", EXERCISES)
 def test_the_learner_does_not_get_the_answers(path):
     lesson = read_lesson(path)
-    exercise, solution = (make_notebook(lesson, kind, ROOT)[0] for kind in ("exercises", "solutions"))
+    exercise, solution = (make_notebook(path, kind) for kind in ("exercises", "solutions"))
     for shown, solved, cell in zip(exercise.cells, solution.cells, lesson.cells, strict=True):
         assert not re.search(r"# (BEGIN|END) |# MILESTONE", shown.source + solved.source)
         if "exercise" in cell.tags:
@@ -163,7 +165,7 @@ def test_the_learner_does_not_get_the_answers(path):
 
 
 def test_every_lecture_has_exercises_and_the_reverse():
-    assert [lesson_name(p) for p in LECTURES] == [lesson_name(p) for p in EXERCISES]
+    assert [x.id for x in EXERCISES] == [f"{x.id}_exercises" for x in LECTURES]
 
 
 # ---------------------------------------------------------------- a lecture does not print the answers
@@ -194,7 +196,7 @@ def told(cell):
     return {squeezed(line) for line in [*cell.source.split("\n"), *(x for text in texts for x in text)]}
 
 
-@pytest.mark.parametrize("path", EXERCISES, ids=stem)
+@pytest.mark.parametrize("path", EXERCISES)
 def test_a_lecture_does_not_print_the_answers_of_its_exercises(path):
     built = ROOT / "notebooks" / f"{lesson_name(path)}.ipynb"
     cells = [told(cell) for cell in code_cells(nbformat.read(built, as_version=4))]
@@ -211,7 +213,7 @@ def _imported(module, name):
     return getattr(package, name) if hasattr(package, name) else importlib.import_module(f"{module}.{name}")
 
 
-@pytest.mark.parametrize("path", LESSONS, ids=stem)
+@pytest.mark.parametrize("path", LESSONS)
 def test_what_a_lesson_takes_from_our_modules_is_there(path):
     """Branches for a GPU are not run here: a function that was renamed would be missed there first."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -234,9 +236,9 @@ def test_what_a_lesson_takes_from_our_modules_is_there(path):
     assert not missing
 
 
-@pytest.mark.parametrize("path", LECTURES, ids=stem)
+@pytest.mark.parametrize("path", LECTURES)
 def test_the_frame_of_a_lecture(path):
-    notebook = lecture(path)
+    notebook = make_notebook(path, "notebooks")
     number = number_of(path.stem)
     assert notebook.cells[0].source.startswith(f"# Phase {number} · ")
     assert len(headings(notebook, "#")) == 1, "one title"
@@ -246,13 +248,13 @@ def test_the_frame_of_a_lecture(path):
     assert len(found) > 4, "and a body between them"
 
 
-@pytest.mark.parametrize("path", LECTURES, ids=stem)
+@pytest.mark.parametrize("path", LECTURES)
 def test_the_course_table_has_the_hours_of_a_lecture(path):
     counted, stated = reading_minutes(read_lesson(path)), phase(number_of(path.stem)).reading
     assert abs(counted - stated) <= 15, f"write reading={counted} in flashlab/course.py"
 
 
-@pytest.mark.parametrize("path", LESSONS, ids=stem)
+@pytest.mark.parametrize("path", LESSONS)
 def test_a_page_states_its_hours_and_leads_to_its_other_half(path):
     lesson = read_lesson(path)
     top, end = lesson.cells[1].source, lesson.cells[-1].source
@@ -261,10 +263,10 @@ def test_a_page_states_its_hours_and_leads_to_its_other_half(path):
     assert all(f"](../{folder}/{lesson.name}.ipynb)" in top for folder in wanted)
 
 
-@pytest.mark.parametrize("path", LESSONS, ids=stem)
+@pytest.mark.parametrize("path", LESSONS)
 def test_markdown_links_resolve(path):
     kind = "solutions" if path.stem.endswith("_exercises") else "notebooks"
-    notebook = make_notebook(read_lesson(path), kind, ROOT)[0]
+    notebook = make_notebook(path, kind)
     text = "\n".join(c.source for c in notebook.cells if c.cell_type == "markdown")
     targets = re.findall(r"\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)", text) + re.findall(r"(?:src|href)=[\"']([^\"']+)", text)
     for target in targets:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 import hashlib
 import itertools
 import re
@@ -276,15 +277,28 @@ def registered(lesson: Lesson, exercise_id: str, root: Path, line: int | None) -
     """Title, minutes, difficulty and bug of an exercise, read from the call that registers it."""
     path = module_file(root, f"flashlab.exercises.phase_{lesson.number:0>2}")
     paths = [path, *sorted(path.parent.glob(f"{path.stem}_*.py"))] if path else []
-    for call in (node for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))):
-        if isinstance(call, ast.Call) and call.args and ast.unparse(call.args[0]) == repr(exercise_id):
+    for path in paths:
+        if told := _announced(path.read_text(encoding="utf-8")).get(exercise_id):
+            return told
+    sentence = f"flashlab/exercises registers no {exercise_id!r} with a title: @exercise, @rule, @tensor_rule, ..."
+    raise lesson.error(line, sentence)
+
+
+@functools.cache
+def _announced(text: str) -> dict[str, dict[str, Any]]:
+    """Of the calls in a module with a title, the constants and the bug, by the first argument: the id."""
+    found: dict[str, dict[str, Any]] = {}
+    for call in ast.walk(_parsed(text)):
+        if isinstance(call, ast.Call) and call.args and isinstance(call.args[0], ast.Constant):
             told = {str(k.arg): k.value.value for k in call.keywords if isinstance(k.value, ast.Constant)}
             for bug in (k.value for k in call.keywords if k.arg == "bug"):
                 told["bug"] = ast.literal_eval(bug.args[2] if isinstance(bug, ast.Call) else bug)
             if "title" in told:
-                return told
-    sentence = f"flashlab/exercises registers no {exercise_id!r} with a title: @exercise, @rule, @tensor_rule, ..."
-    raise lesson.error(line, sentence)
+                found.setdefault(str(call.args[0].value), told)
+    return found
+
+
+_parsed = functools.cache(ast.parse)  # the same modules for each lesson and exercise; nobody changes a tree
 
 
 def check_lecture(lesson: Lesson) -> None:
@@ -527,7 +541,7 @@ def symbol_source(lesson: Lesson, root: Path, quote: Quote, symbol: str) -> str:
     if path is None:
         raise lesson.error(quote.line, f"{quote.name}: there is no module {quote.module} in src/")
     text = path.read_text(encoding="utf-8")
-    for node in ast.parse(text).body:
+    for node in _parsed(text).body:
         if symbol in bound_by(node) and not isinstance(node, (ast.Import, ast.ImportFrom)):
             decorators = getattr(node, "decorator_list", [])
             first = min([node.lineno, *(d.lineno for d in decorators)])
