@@ -544,7 +544,7 @@ check("11.12", launch)
 # %% [markdown]
 # ## 11.13 The consumer, from a blank page
 #
-# *Stretch · 75 min*
+# *Stretch · 90 min*
 #
 # Here is a kernel without its consumers' loop. Its producer is another one than the lecture's: K and V share **one ring** of three slots, and the keys
 # are walked forwards, 64 at a time. So the items K₀, V₀, K₁, V₁, ... lie in slots 0, 1, 2, 0, ...
