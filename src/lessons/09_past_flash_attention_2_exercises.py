@@ -656,7 +656,7 @@ check("9.11", splits_of)
 # %% [markdown]
 # ## 9.12 A kernel of your own, at D = 128
 #
-# *Stretch · 90 min*
+# *Stretch · 30 min*
 #
 # Your kernel of 9.7 at `HEAD_DIM` 128 asks for more registers than a lane has: 128 for O, 64 for the scores, 64 for Q's fragments. So Q goes back to shared memory (section 5). Write the whole source once more, from
 # 9.7 or from an empty page, for `HEAD_DIM` 128 in fp16.
@@ -671,141 +671,39 @@ my_kernel_128 = r"""
 """
 # END STARTER
 # BEGIN SOLUTION
-my_kernel_128 = r"""
-#include "problem.cuh"
-
-constexpr int WARPS = 4, THREADS = WARPS * WARP_SIZE, M_TILES = 2;
-constexpr int BLOCK_M = WARPS * M_TILES * MMA_M, BLOCK_N = 64;
-constexpr int CHUNKS = HEAD_DIM / 8, ROW_BYTES = HEAD_DIM * 2;
-constexpr int S_TILES = BLOCK_N / MMA_N, O_TILES = HEAD_DIM / MMA_N, ROWS_PER_LANE = 2 * M_TILES;
-constexpr int SHARED = (BLOCK_M + 2 * BLOCK_N) * ROW_BYTES;            // Q, K and V: one stage
-
-__device__ int at(int row, int column) { return row * ROW_BYTES + (column / 8 ^ row % 8) * 16; }
-
-__device__ void copy(uint32_t to, const T* from, int64_t row_stride, int tile_rows, int rows) {
-    for (int i = threadIdx.x; i < tile_rows * CHUNKS; i += THREADS) {
-        const int row = i / CHUNKS, column = i % CHUNKS * 8;
-        const bool exists = row < rows;
-        cp_async<16>(to + at(row, column), from + (exists ? row : 0) * row_stride + column, exists ? 16 : 0);
-    }
-}
-
-__global__ void __launch_bounds__(THREADS) attention(const Problem p) {
-    extern __shared__ __align__(1024) char shared[];
-    const uint32_t q_smem = smem_u32(shared);
-    const uint32_t k_smem = q_smem + BLOCK_M * ROW_BYTES, v_smem = k_smem + BLOCK_N * ROW_BYTES;
-    const int lane = threadIdx.x % WARP_SIZE, g = lane / 4, t = lane % 4;
-    const int warp_row = threadIdx.x / WARP_SIZE * M_TILES * MMA_M;
-    const int blocks = ceil_div(p.seq_q, BLOCK_M);
-    const int head_index = blockIdx.x / blocks, m_start = blockIdx.x % blocks * BLOCK_M;
-    const int batch = head_index / p.heads, head = head_index % p.heads;
-    const int kv_head = head / (p.heads / p.kv_heads);
-    const T* k_gmem = rows_of(p.k, p.k_stride, batch, kv_head, 0);
-    const T* v_gmem = rows_of(p.v, p.v_stride, batch, kv_head, 0);
-    const int diagonal = p.seq_k - p.seq_q;
-    int end = ceil_div(p.seq_k, BLOCK_N);
-    if (p.causal) end = max(0, min(end, ceil_div(m_start + BLOCK_M + diagonal, BLOCK_N)));
-
-    float acc[M_TILES][O_TILES][4] = {}, m_i[ROWS_PER_LANE], l_i[ROWS_PER_LANE] = {};
-    for (int r = 0; r < ROWS_PER_LANE; r++) m_i[r] = -INFINITY;
-    const float scale_log2 = p.scale * LOG2E;
-
-    copy(q_smem, rows_of(p.q, p.q_stride, batch, head, m_start), p.q_stride.row, BLOCK_M, p.seq_q - m_start);
-    cp_async_commit();                               // waited for with the first tile of K and V
-
-    for (int j = 0; j < end; j++) {
-        const int n_start = j * BLOCK_N;
-        __syncthreads();                                               // nobody reads tile j - 1 any more
-        copy(k_smem, k_gmem + n_start * p.k_stride.row, p.k_stride.row, BLOCK_N, p.seq_k - n_start);
-        copy(v_smem, v_gmem + n_start * p.v_stride.row, p.v_stride.row, BLOCK_N, p.seq_k - n_start);
-        cp_async_commit();
-        cp_async_wait<0>();
-        __syncthreads();                                              // K and V are here, every thread's part
-
-        float s[M_TILES][S_TILES][4] = {};
+my_kernel_128 = my_kernel                            # 9.7's, less the fragments of Q that stayed in registers
+for old, new in (
+    ("""
+    cp_async_wait<0>();
+    __syncthreads();                                                   // Q is here
+    uint32_t q_rmem[HEAD_DIM / MMA_K][M_TILES][4];
+    for (int k = 0; k < HEAD_DIM / MMA_K; k++)
+        for (int m = 0; m < M_TILES; m++)
+            ldmatrix_x4(q_rmem[k][m],
+                        q_smem + at(warp_row + m * MMA_M + lane % 16, k * MMA_K + lane / 16 * 8));
+""", "                               // waited for with the first tile of K and V\n"),
+    ("""
+        for (int k = 0; k < HEAD_DIM / MMA_K; k++)
+            for (int n = 0; n < S_TILES / 2; n++) {
+""", """
         for (int k = 0; k < HEAD_DIM / MMA_K; k++) {
             uint32_t a[M_TILES][4];                                    // Q again, in every tile
             for (int m = 0; m < M_TILES; m++)
                 ldmatrix_x4(a[m], q_smem + at(warp_row + m * MMA_M + lane % 16, k * MMA_K + lane / 16 * 8));
             for (int n = 0; n < S_TILES / 2; n++) {
-                uint32_t b[4];
-                ldmatrix_x4(b, k_smem + at(n * 16 + lane % 8 + lane / 16 * 8, k * MMA_K + lane / 8 % 2 * 8));
-                for (int m = 0; m < M_TILES; m++) {
-                    mma_m16n8k16<T>(s[m][2 * n], a[m], b[0], b[1]);
-                    mma_m16n8k16<T>(s[m][2 * n + 1], a[m], b[2], b[3]);
+"""),
+    ("q_rmem[k][m], b[0], b[1]);", "a[m], b[0], b[1]);"),
+    ("""q_rmem[k][m], b[2], b[3]);
+                }
+            }
+""", """a[m], b[2], b[3]);
                 }
             }
         }
-
-        for (int r = 0; r < ROWS_PER_LANE; r++) {
-            const int row = m_start + warp_row + g + r * 8;
-            const int last_key = p.causal ? min(p.seq_k - 1, row + diagonal) : p.seq_k - 1;
-            float x = m_i[r];
-            for (int n = 0; n < S_TILES; n++)
-                for (int e = 0; e < 2; e++) {
-                    float& c = s[r / 2][n][r % 2 * 2 + e];
-                    if (n_start + n * MMA_N + t * 2 + e > last_key) c = -INFINITY;
-                    x = fmaxf(x, c);
-                }
-            x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-            x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-            const float base = x == -INFINITY ? 0.f : x;
-            const float correction = exp2_approx((m_i[r] - base) * scale_log2);
-            m_i[r] = x, l_i[r] *= correction;
-            for (int n = 0; n < O_TILES; n++)
-                for (int e = 0; e < 2; e++) acc[r / 2][n][r % 2 * 2 + e] *= correction;
-            for (int n = 0; n < S_TILES; n++)
-                for (int e = 0; e < 2; e++) {
-                    float& c = s[r / 2][n][r % 2 * 2 + e];
-                    c = exp2_approx((c - base) * scale_log2);
-                    l_i[r] += c;
-                }
-        }
-
-        for (int k = 0; k < BLOCK_N / MMA_K; k++) {
-            uint32_t a[M_TILES][4];
-            for (int m = 0; m < M_TILES; m++)
-                for (int i = 0; i < 4; i++) {
-                    const float* c = s[m][2 * k + i / 2] + i % 2 * 2;
-                    a[m][i] = pack<T>(c[0], c[1]);
-                }
-            for (int n = 0; n < O_TILES / 2; n++) {
-                uint32_t b[4];
-                ldmatrix_x4_trans(b, v_smem + at(k * MMA_K + lane % 16, n * 16 + lane / 16 * 8));
-                for (int m = 0; m < M_TILES; m++) {
-                    mma_m16n8k16<T>(acc[m][2 * n], a[m], b[0], b[1]);
-                    mma_m16n8k16<T>(acc[m][2 * n + 1], a[m], b[2], b[3]);
-                }
-            }
-        }
-    }
-
-    T* o_gmem = rows_of(p.o, p.o_stride, batch, head, m_start);
-    for (int r = 0; r < ROWS_PER_LANE; r++) {
-        const int row = warp_row + g + r * 8;
-        float sum = l_i[r];
-        sum += __shfl_xor_sync(~0u, sum, 1);
-        sum += __shfl_xor_sync(~0u, sum, 2);
-        const float inverse = sum > 0.f ? 1.f / sum : sum;
-        if (m_start + row >= p.seq_q) continue;
-        if (t == 0)
-            p.lse[(int64_t)head_index * p.seq_q + m_start + row] =
-                sum == 0.f ? -INFINITY : (m_i[r] * scale_log2 + log2f(sum)) * LN2;
-        for (int n = 0; n < O_TILES; n++) {
-            const float* c = acc[r / 2][n] + r % 2 * 2;
-            *(uint32_t*)(o_gmem + row * p.o_stride.row + n * MMA_N + t * 2) =
-                pack<T>(c[0] * inverse, c[1] * inverse);
-        }
-    }
-}
-
-extern "C" int forward(const Problem* p, void* stream) {
-    cudaFuncSetAttribute(attention, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED);
-    const int blocks = p->batch * p->heads * ceil_div(p->seq_q, BLOCK_M);
-    attention<<<blocks, THREADS, SHARED, (cudaStream_t)stream>>>(*p);
-    return (int)cudaGetLastError();
-}
-"""
+"""),
+):  # fmt: skip
+    assert my_kernel_128.count(old) == 1, old
+    my_kernel_128 = my_kernel_128.replace(old, new)
 # END SOLUTION
 
 # %% tags=["check"]

@@ -60,3 +60,16 @@ def test_a_step_without_one_of_its_operations_is_simulated():
 )  # fmt: skip
 def test_what_is_found_in_a_trace(answer, slug):
     assert told("10.9", lambda bars: answer) == slug
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("-(-blocks * s // places)", "(blocks * s // places)"), "splits is 1 always, and floats with it"),
+        (("range(1, most + 1)", "range(1, max(2, most))"), "splits is one too small, before it is limited, and floats"),
+    ],
+)
+def test_what_is_said_of_one_result_is_not_said_of_what_follows(change, words):
+    with pytest.raises(CheckFailed) as caught:
+        check("9.11", *changed("9.11", change))
+    assert words in caught.value.sentence

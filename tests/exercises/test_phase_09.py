@@ -6,6 +6,7 @@ import pytest
 from lesson_answers import answers_of
 
 from flashlab.check import CheckFailed
+from flashlab.check.cuda_index import TRIALS
 from flashlab.exercises import check
 from flashlab.exercises.phase_09 import PARTS
 from flashlab.kernels import step
@@ -43,6 +44,8 @@ TOLD = [
     ("9.4", [("l_i += weight;", "l_i += __half2float(__float2half(weight));")], "lse is"),
     ("9.4", [("acc[i] += weight * x.x", "const float w = __half2float(__float2half(weight)); acc[i] += w * x.x")],
      "fp16 has no such digits"),
+    ("9.4", [("fmaxf(m_i, part_lse[s * rows + row])", "part_lse[s * rows + row]")], "lse is"),
+    ("9.4", [("row] - base) * LOG2E", "row] - m_i) * LOG2E")], "m_i is subtracted, and not base"),
     ("9.4", [("const float weight", "const int weight")], "lse is"),
     ("9.4", [(WEIGHT, "part_lse[s * rows + row]")], "the exponential of it is forgotten"),
     ("9.3", [("m_new[r] == -INFINITY ? 0.f : m_new[r]", "m_new[r]")], "-inf - (-inf) is NaN"),
@@ -50,9 +53,12 @@ TOLD = [
     ("9.5", [("auto is_masked", "bool MASKED"), ("        constexpr bool MASKED = decltype(is_masked)::value;\n", ""),
              ("std::true_type{}", "true"), ("std::false_type{}", "false")], "MASKED is a variable"),
     ("9.6", [("IN_FLIGHT = STAGES - 2", "IN_FLIGHT = 0")], "IN_FLIGHT should leave"),
-    ("9.6", [("cp_async_wait<STAGES - 1>", "cp_async_wait<1>")], "where Q is waited for"),
+    ("9.6", [("cp_async_wait<STAGES - 1>", "cp_async_wait <1>")], "where Q is waited for"),
     ("9.6", [("(end - 1 - j) % STAGES * KV_BYTES;\n        cp", "j % STAGES * KV_BYTES;\n        cp")],
-     "looks for tile j in another stage"),
+     "take two stages for one tile"),
+    ("9.6", [("IN_FLIGHT = STAGES - 2", "IN_FLIGHT = 2")], "tile j is read when its copy may still be under way"),
+    ("9.6", [("load_kv(j - STAGES + 1)", "load_kv(j - STAGES)")], "`1` is missing"),
+    ("9.8", [("o_lane ^ n * 16", "o_lane ^ n * 8")], "has each thread a place of its own"),
     ("9.7", [("(column / 8 ^ row % 8) * 16", "column * 2")], "are bank conflicts"),
     ("9.7", [('extern "C" int forward', "int forward")], "the text should define"),
     ("9.7", [("constexpr int WARPS = 4,", "constexpr int WARPS = 4")], "it does not compile"),
@@ -70,6 +76,12 @@ _FIRST = {id: i for i, (id, *_) in reversed([*enumerate(TOLD)])}
 )
 def test_what_no_single_change_says(id, changes, words):
     assert words in failure(id, *changed(id, *changes)).sentence
+
+
+@pytest.mark.parametrize("id", [id for id in TRIALS if id.startswith("9.")])
+def test_no_row_hides_another(id):
+    told = {said for _, said, *_ in TRIALS[id].kept["changes"]}
+    assert [row.sentence for row in TRIALS[id].rows if row.sentence not in told] == []
 
 
 @pytest.mark.long

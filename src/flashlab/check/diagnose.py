@@ -639,7 +639,7 @@ def _rows_by_factors(observations: Sequence[Observation], wrong: Sequence[Observ
     each = torch.cat(factors)
     why = ": what is each row divided by, and does its sum go with it?"
     if of_lse and all(bool((off + factor.log()).abs().max() < 0.02) for off, factor in of_lse):
-        why = ". o times exp(lse) is right, so acc is, and l alone is not: it is rescaled once too often, or not at all"
+        why = ". o times exp(lse) is right, so acc is, and l alone is not: is it rescaled when acc is, and once?"
     elif of_lse and all(bool(off.abs().max() < 0.005) for off, _ in of_lse):
         why = ". lse is right, so l is; acc has this factor: is it rescaled exactly when l is?"
     rows = _wrong_rows(calm[0])

@@ -250,8 +250,9 @@ class Index:
             came, wanted = ", ".join(order), ", ".join(self.names)
             return f"the results are right, but exchanged: they come as ({came}): return ({wanted})"
         names = " and ".join(self.names[i] for i in wrong).replace(" and ", ", ", max(0, len(wrong) - 2))
-        if said.startswith("it is "):
-            return f"{names} {'is' if len(wrong) == 1 else 'are'} {said[6:]}"
+        if said.startswith("it is "):  # of the first: the others are computed of it
+            follow = f", and {names.partition(' and ' if len(wrong) == 2 else ', ')[2]} with it" if wrong[1:] else ""
+            return f"{self.names[wrong[0]]} {said[3:]}{follow}"
         return f"{names}: {said}"
 
     def _pair(self, got: Outcome, part: int | None) -> tuple[Change, Change] | None:

@@ -29,7 +29,7 @@ from flashlab.check.cuda_index import Outputs, Trials, explained, forwards, part
 from flashlab.check.lookup import Row
 from flashlab.check.poison import mark_unwritten
 from flashlab.cuda import CudaModule
-from flashlab.exercises.phase_09_ladder import said_by  # which registers 9.7 to 9.12
+from flashlab.exercises.phase_09_ladder import all_found, said_by  # which registers 9.7 to 9.12
 from flashlab.exercises.registry import exercise
 from flashlab.exercises.rule import rule
 from flashlab.kernels.series import step
@@ -78,6 +78,11 @@ def _block_of_queries(r: random.Random) -> tuple[int, ...]:
             [("m_start + 1 + diagonal", "m_start + diagonal")]),
         Row("full-is-end", "full is end: a tile of which the first row sees only a part needs the mask",
             [("return end, full", "return end, end")]),
+        Row("keys-without-end", "end: causal, it is not limited by the tiles that seq_k has",
+            [("max(0, min(end, -(-(m_start + block_m + diagonal) // block_n)))",
+              "max(0, -(-(m_start + block_m + diagonal) // block_n))")]),
+        Row("ragged-tile-full", "full counts the last tile as whole where seq_k ends within it: seq_k // block_n is "
+            "rounded down", [("full = -(-seq_k // block_n), seq_k // block_n", "full = (-(-seq_k // block_n),) * 2")]),
     ],
 )  # fmt: skip
 def tiles(m_start, block_m, block_n, seq_q, seq_k, causal):
@@ -289,6 +294,9 @@ def _parts(splits: int, rows: int, head_dim: int, how: str = "") -> tuple[torch.
     generator = torch.Generator().manual_seed(splits)
     part_o = torch.randn(splits, rows, head_dim, generator=generator)
     part_lse = 2 * torch.randn(splits, rows, generator=generator) + {"near 200": 200, "near -200": -200}.get(how, 0)
+    if how == "near 200 and near -200":
+        part_lse[1:2] += 400
+        part_lse -= 200
     if how == "parts without a key":
         none = torch.rand(splits, rows, generator=generator) < 0.5
         none[:, 0] = True
@@ -311,11 +319,15 @@ MERGE = Trials(
     runs=[partial(_merged, part_o=o, part_lse=lse) for o, lse in (
         _parts(3, 9, 128), _parts(4, 8, 128, "parts without a key"), _parts(3, 8, 128, "near 200"))],
     tol=5e-4, words={"base": "base", "weight": "the weight", "x": "x"},
+    equal={
+        "arguments of `fmaxf` are exchanged": "of two the larger", "in `l_i > 0`": "l_i is 0, or at least 1",
+        "in `i < HEAD_DIM / 32`": "i goes up by two, to an even number",
+    },
     notes={
         "exp2_approx((part_lse[s * rows + row] - base) * LOG2E)": "o of a part counts with exp(lse - the largest lse)",
         "part_lse[s * rows + row] - base": "only differences of lse go into an exponential",
         "LOG2E": "exp2 of a number times log2(e) is its exp", "weight": "o of a part counts with its weight",
-        "base": "-inf - (-inf) would be NaN", "s * rows + row": "the parts lie [splits, rows]",
+        "s * rows + row": "the parts lie [splits, rows]",
         "l_i += weight": "acc is divided by the sum of the weights",
     },
     rows=[
@@ -333,6 +345,15 @@ MERGE = Trials(
             [("weight * x.x", "x.x"), ("weight * x.y", "x.y")]),
         Row("part-of-another", "parts are taken in the order [rows, splits], and they lie [splits, rows]",
             [("exp2_approx((part_lse[s * rows + row]", "exp2_approx((part_lse[row * splits + s]")]),
+        Row("part-of-another", "`part_lse[s]` is taken for every row: a part has as many lse as there are rows",
+            [("exp2_approx((part_lse[s * rows + row]", "exp2_approx((part_lse[s]")]),
+        Row("overwritten", "acc is set by each part, and not added to: the last one is all that is left",
+            [("acc[i] += weight", "acc[i] = weight"), ("acc[i + 1] += weight", "acc[i + 1] = weight")]),
+        Row("empty-part-nan", "m_i is subtracted, and not base: where no part has a key, -inf - (-inf) is NaN",
+            [("row] - base) * LOG2E", "row] - m_i) * LOG2E")]),
+        Row("stops-at-an-empty-part", "the parts behind one that has seen no key are left out",
+            [("        const float weight", "        if (part_lse[s * rows + row] == -INFINITY) break;\n        "
+              "const float weight")]),
     ],
 )  # fmt: skip
 
@@ -358,7 +379,7 @@ def merge_of_parts(merge_loop: str) -> str:
         for head_dim in (64, 128)
         for splits, rows, how in (
             (3, 8, ""), (1, 5, ""), (7, 18, ""), (4, 8, "parts without a key"), (3, 8, "near 200"), (3, 8, "near -200"),
-            (2, 4, "a weight of 1.5e-6"),
+            (2, 4, "a weight of 1.5e-6"), (3, 8, "near 200 and near -200"),
         )
     ]  # fmt: skip
     with explained(lambda: built(whole, check=True, HEAD_DIM=128), MERGE):
@@ -422,19 +443,15 @@ def _together(text: str) -> str:
 _DOWN = "for (; j >= {}; j--) tile(j, std::{}_type{{}});\n"
 _MASKED, _PLAIN_TILES = _DOWN.format("full", "true"), _DOWN.format(0, "false")
 GLUE = Trials(
-    "9.5", _watched, [_RUNS[0], _halves((1, 1, 1, 64, 200, False))], region=True, place=_together, tol=1e-3,
+    "9.5", _watched, [*map(all_found, (_RUNS[0], _halves((1, 1, 1, 64, 200, False))))], region=True, tol=1e-3,
+    place=_together,
     read=lambda text: _PLACE.sub(lambda m: f"flashlab_part {m[1]};", text),
     rows=[
-        Row("never-masked", "no tile is masked: the tiles from `full` on need it", [(_MASKED, "")]),
+        Row("never-masked", "the tiles from `full` on run without a mask, and need it", [(_MASKED, "")]),
         Row("tiles-left-out", "the tiles below `full` are left out: the loop goes on to tile 0", [(_PLAIN_TILES, "")]),
         Row("wrong-walk", "the tiles are walked upwards, and part K asks for tile j - 1: it is from end - 1 down to 0",
             [(f"    int j = end - 1;\n    {_MASKED}    {_PLAIN_TILES}", "    int j = 0;\n    for (; j < full; j++) "
               "tile(j, std::false_type{});\n    for (; j < end; j++) tile(j, std::true_type{});\n")]),
-        Row("wrong-walk", "the walk begins with tile `end`, which is none: the first copies are of tile end - 1",
-            [("int j = end - 1;", "int j = end;")]),
-        Row("masks-exchanged", "the tiles that need no mask have it, and those from `full` on have none",
-            [("true_type", "bool_constant<false>"), ("std::false_type", "std::true_type"), ("bool_constant<false>",
-              "false_type")]),
     ],
 )  # fmt: skip
 
@@ -532,18 +549,16 @@ _FIRST_TILES, _NEXT_TILE = "for (int i = 1; i < STAGES; i++) load_kv(end - i);",
 _STAGE = "const int n_start = j * BLOCK_N, stage = (end - 1 - j) % STAGES * KV_BYTES;"
 _IN_LOOP = f"                  // tile j - 1's group may still be under way\n        {_STAGE}"
 THIRD_STAGE = Trials(
-    "9.6", _watched, [_halves((1, 1, 1, 64, 330, False)), _RUNS[1]], region=True, tol=1e-3, most=110,
+    "9.6", _watched, [*map(all_found, (_halves((1, 1, 1, 64, 330, False)), _RUNS[1]))], region=True, tol=1e-3, most=110,
     place=lambda text: _third_stage(*parted(text)).text,
+    equal={"sign, both times": "any place will do, if load_kv and the loop take the same", "`BLOCK_M`": "both are 64"},
     notes={
         "j - STAGES + 1": "it goes into the stage of tile j + 1, which has been worked on",
         "(end - 1 - j) % STAGES": "tile j lies in stage (end - 1 - j) % STAGES, where it was copied to",
     },
     rows=[
-        Row("wrong-stage", "the loop looks for tile j in another stage than load_kv has copied it to",
+        Row("wrong-stage", "load_kv and the loop take two stages for one tile: tile j lies in (end - 1 - j) % STAGES",
             [(_IN_LOOP, _IN_LOOP.replace("(end - 1 - j)", "j"))]),
-        Row("wrong-stage", "load_kv copies tile j to another stage than the loop looks for it in",
-            [("    auto load_kv = [&](int j) {\n        " + _STAGE,
-              "    auto load_kv = [&](int j) {\n        " + _STAGE.replace("(end - 1 - j)", "j"))]),
         Row("wrong-tile", "each round asks for tile j - 1, which is under way: the next one is j - STAGES + 1",
             [(_NEXT_TILE, "load_kv(j - 1);")]),
         Row("wrong-tile", "each round asks for a tile that has been worked on: the walk goes down to 0",
@@ -558,7 +573,7 @@ THIRD_STAGE = Trials(
             [("IN_FLIGHT = STAGES - 2", "IN_FLIGHT = STAGES - 1")]),
     ],
 )  # fmt: skip
-_WAIT = re.compile(r"\bcp_async_wait<([^;]*)>\(\)\s*;")
+_WAIT = re.compile(r"\bcp_async_wait\s*<([^;]*)>\s*\(\s*\)\s*;")
 
 
 def _expect_q_alone(wait: re.Match[str]) -> str:
