@@ -308,7 +308,7 @@ assert "ex2" not in both[0].ptx and "ex2" in both[1].ptx
 show.table([[step.name, step.idea] for step in STEPS], ["step", "idea"])
 
 # %% [markdown]
-# The first step does what the plain kernel does. The lines that made addresses and masks have become functions, so that Q, K, V and O share them:
+# The first step computes what the plain kernel does. The lines that made addresses and masks have become functions, so that Q, K, V and O share them:
 
 # %%
 # FROM flashlab.attention.triton_forward: tile_ptrs, load_tile (no docstrings)
@@ -597,8 +597,7 @@ for kind, report in zip(KINDS[1:], capped):
 # One instruction would do, and FlashAttention takes it. So the price of a soft-cap in section 9 is that of *our choice*. It buys accuracy. NVIDIA's manual lets `tanh.approx` be off by $2^{-11}$ of its value: with a cap of 30 by 0.015 in the score, so 1.5 % in a weight, which bf16 rounds by 0.2 %.
 
 # %% [markdown]
-# A mask and a cap have an order: first the cap, then the mask. The other way round $-\infty$ becomes $-c$, and every masked key gets a share. (FlashAttention's
-# pull request 1025 discusses it. The ONNX standard had it wrong until its issue 7865.)
+# A mask and a cap have an order: exercise 4.7.
 #
 # The remaining options are arguments. A scale may be anything, also negative or 0 (0 makes every key equal). fp16, bf16 and fp32 are one kernel. TF32, with
 # its 10 bits, is for those who ask for it:
@@ -711,7 +710,7 @@ for run in industrial.having(runs, "shapes"):
 # %% [markdown]
 # ## 9 · What each step costs to have
 #
-# Four of the steps, for an A100 (`sm_80`) and an H100 or H200 (`sm_90`), with a head size of 128 and the tile of 128 × 64. It is one tile for all, so that
+# The kernel with one option more in each row, for an A100 (`sm_80`) and an H100 or H200 (`sm_90`), with a head size of 128 and the tile of 128 × 64. It is one tile for all, so that
 # they compare; section 10 chooses others for Hopper. A thread has at most 255 registers. What does not fit is *spilled* to slow memory. (Numbers differ
 # between compilers, so the tests do not compare this table. They do hold that next to nothing spills.)
 

@@ -76,9 +76,8 @@ def tile_mask_kernel(seen_ptr, start_m, start_n, M, N, prefix, BLOCK_M: tl.const
     r = tl.arange(0, BLOCK_M)
     c = tl.arange(0, BLOCK_N)
     # BEGIN SOLUTION
-    offs_m = start_m + r
-    offs_n = start_n + c
-    seen = (offs_n[None, :] <= offs_m[:, None] + N - M) | (offs_n[None, :] < prefix)
+    query, key = start_m + r[:, None], start_n + c[None, :]
+    seen = (key <= query + N - M) | (key < prefix)
     # END SOLUTION
     tl.store(seen_ptr + r[:, None] * BLOCK_N + c[None, :], seen.to(tl.int32))
 
@@ -89,7 +88,7 @@ check("4.3", tile_mask_kernel)
 # %% [markdown]
 # ## 4.4
 #
-# One program computes `s` = Q Kᵀ for M ≤ BLOCK_M queries and N ≤ BLOCK_N keys, without a scale. The matrices have HEAD_DIM
+# One program computes `s` = Q Kᵀ for M ≤ BLOCK_M queries and N ≤ BLOCK_N keys, in fp16, without a scale. The matrices have HEAD_DIM
 # columns, the tiles BLOCK_D, which is the next power of two. A row of Q begins `stride_q` elements after the one before, and
 # what lies between the rows is not yours to read. S is float32, and its rows follow one another without a gap.
 
@@ -204,23 +203,24 @@ check("4.9", sink_attention_kernel)
 # %% [markdown]
 # ## 4.10
 #
-# Write a kernel and its launcher, from nothing. It takes q `[batch, heads, seq_q, head_dim]` and k, v
-# `[batch, kv_heads, seq_k, head_dim]`, in fp16, with any strides, any lengths, any `head_dim` up to 128, and heads a multiple of
-# kv_heads. `causal` is aligned at the end. A row that sees no key gives o = 0 and lse = −inf. Tiles that no row sees are not
-# loaded: the check counts.
+# *Do 4.11 to 4.13 first: they are the ladder to this page.* Then close them and the lecture, and write a kernel and its launcher from nothing. It takes q
+# `[batch, heads, seq_q, head_dim]` and k, v `[batch, kv_heads, seq_k, head_dim]`, in fp16, with any strides, any lengths, any `head_dim` up to 128,
+# and heads a multiple of kv_heads. `causal` is aligned at the end. A row that sees no key gives o = 0 and lse = −inf. Tiles that
+# no row sees are not loaded: the check counts.
 #
-# It does not have to be the lecture's last kernel. One loop with one mask is enough. Do 4.11 to 4.13 first: they are the ladder to this page.
+# It need not be the lecture's last kernel: one loop with one mask is enough. (It asks no more than 4.13. What is new is that nothing is there.)
 
 # %% tags=["exercise"]
 # BEGIN STARTER
 # The kernel here.
 # END STARTER
 # BEGIN SOLUTION
-# RULE flashlab.exercises.phase_04: my_kernel
+# The kernel of 4.13, whose two head sizes may be one.
+# RULE flashlab.exercises.phase_04_ladder: two_sizes_kernel
 # END SOLUTION
 
 
-# RULE flashlab.exercises.phase_04: my_attention
+# RULE flashlab.exercises.phase_04_ladder: my_attention
 
 # %% tags=["check"]
 # hint("4.10")

@@ -550,7 +550,9 @@ def _of_operation(text: Text, node: ast.BinOp) -> Iterator[tuple[Any, ...]]:
     noun = {ast.Add: "the term", ast.Sub: "the term", ast.Mult: "the factor"}.get(type(op), "")
     if noun:
         slug = noun.split()[1] + "-missing"
-        back = f"-{text.plain(right)}" if isinstance(op, ast.Sub) else text.plain(right)
+        back = text.plain(right)
+        if isinstance(op, ast.Sub):
+            back = f"-({back})" if " + " in back or " - " in back else f"-{back}"
         where = [f", in {w(node)}" if isinstance(side, ast.Name) and text.reads[side.id] > 1 else ""
                  for side in (left, right)]  # fmt: skip
         yield slug, f"{noun} `{back}` is missing{where[1]}", 0.9 + _weight(right), left, text.plain(right)
@@ -566,7 +568,9 @@ def _of_operation(text: Text, node: ast.BinOp) -> Iterator[tuple[Any, ...]]:
     elif isinstance(op, (ast.Div, ast.FloorDiv, ast.Mod)):
         what = "remainder by" if isinstance(op, ast.Mod) else "division by"
         yield "division-missing", f"the {what} {w(right)} is missing: it is {w(left)} as it stands", 1.0, left
-        yield "dividend-missing", f"it is {w(right)} instead of {w(node)}", 1.8, right
+        inside = text.results and id(node) not in text.results
+        said = f"{w(right)} stands where {w(node)} belongs" if inside else f"it is {w(right)} instead of {w(node)}"
+        yield "dividend-missing", said, 1.8, right
         if isinstance(op, ast.Div):
             yield "twice", f"the division by {w(right)} is there twice", 2.1, ast.BinOp(node, op, right)
             said = f"1 is divided by {w(right)} where {w(left)} belongs"

@@ -1,4 +1,4 @@
-"""Checks of phase 4: who computes what, which keys a block sees, padding, caps, offsets, and a kernel from nothing.
+"""Checks of 4.1 to 4.9: who computes what, which keys a block sees, padding, caps, offsets and sinks.
 
 A formula is asked on many cases at once, and a known mistake is told only if it gives every answer. A kernel runs with
 every address checked where kernels are interpreted; its inputs lie in wider buffers of NaN, so that what is read beside
@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 
 from flashlab import runtime
-from flashlab.check import CheckFailed, Report, expect, verify
+from flashlab.check import expect
 from flashlab.check.lookup import Row
 from flashlab.exercises.kernel_rule import apart, empty, kernel_rule
-from flashlab.exercises.phase_04_ladder import expect_64_bits, expect_scales, expect_tiles_skipped
+from flashlab.exercises.phase_04_ladder import ALIGNED
 from flashlab.exercises.rule import rule
 from flashlab.exercises.tensor_rule import normal, tensor_rule
 from flashlab.exercises.triton_answers import compiles, in_bounds, kernel_of
@@ -60,9 +60,15 @@ def _grid(r: random.Random) -> Numbers:
     rows=[
         Row("modulo-kv-heads", "head is dealt out like cards: the query heads that share a key head are neighbours",
             [("kv_head * group + pid % group", "pid % group * kv_heads + kv_head")]),
-        Row("order-of-the-lecture", "that is the lecture's order, the blocks of a head side by side: here it is the "
-            "heads of a group", [("m_blocks - 1 - rest % m_blocks", "pid % m_blocks"),
-                        ("kv_head * group + pid % group", "pid // m_blocks % heads")]),
+        *(Row("order-of-the-lecture", "that is the lecture's order, the blocks of a head side by side: here it is the "
+              "heads of a group", [("m_blocks - 1 - rest % m_blocks", f"{first}pid % m_blocks"),
+                                   ("kv_head * group + pid % group", "pid // m_blocks % heads")])
+          for first in ("", "m_blocks - 1 - ")),
+        Row("key-heads-first", "the key heads run before the blocks: here come first all blocks of a group, and then "
+            "the next key head", [("rest % m_blocks\n", "rest // kv_heads % m_blocks\n"),
+                                  ("rest // m_blocks % kv_heads", "rest % kv_heads")]),
+        Row("kv-head-modulo", "kv_head is head % kv_heads: the query heads that share a key head are neighbours",
+            [("pid % group, kv_head", "pid % group, (kv_head * group + pid % group) % kv_heads")]),
     ],
 )  # fmt: skip
 def whose(pid, m_blocks, heads, kv_heads):
@@ -119,8 +125,11 @@ def _rows(r: random.Random) -> Numbers:
             [("start + 1 + offset)) // BLOCK_N", "start + 1 + offset) + BLOCK_N - 1) // BLOCK_N")]),
         Row("end-rounded", "end is rounded up to a tile: it is one past the last key that a row sees",
             [("return whole_end, end", "return whole_end, min(seq_k, -(-end // BLOCK_N) * BLOCK_N)")]),
-        Row("prefix-forgotten", "the prefix is forgotten: every row sees the first `prefix` keys",
-            [("max(prefix, stop", "max(0, stop"), ("max(prefix, start", "max(0, start")]),
+        Row("whole-by-the-last-row", "whole_end is that of the last row: all rows see what the first sees, which sees "
+            "least", [("start + 1 + offset", "stop + offset")]),
+        *(Row("prefix-forgotten", f"the prefix is forgotten{where}: every row sees the first `prefix` keys",
+              [(f"max(prefix, {row}", f"max(0, {row}") for row in rows])
+          for where, rows in (("", ("stop", "start")), (" in end", ("stop",)), (" in whole_end", ("start",)))),
     ],
 )  # fmt: skip
 def prefix_edges(start, stop, seq_q, seq_k, prefix, BLOCK_N):
@@ -152,9 +161,6 @@ def _mask_of(kernel: Any) -> Callable[..., Any]:
     return launch
 
 
-_ALIGNED = "the last query, M - 1, sees the last key, N - 1, so query i sees the keys j <= i + N - M"
-
-
 @tensor_rule(
     "4.3",
     title="The mask of a tile",
@@ -163,7 +169,7 @@ _ALIGNED = "the last query, M - 1, sees the last key, N - 1, so query i sees the
         "Row r of the tile is query start_m + r, column c is key start_n + c. Make these two as vectors first.",
         "Queries run down, so they get [:, None]; keys run across, so they get [None, :]. The comparison of the two is "
         "a tile.",
-        "seen = (offs_n[None, :] <= offs_m[:, None] + N - M) | (offs_n[None, :] < prefix)",
+        "seen = (start_n + c[None, :] <= start_m + r[:, None] + N - M) | (start_n + c[None, :] < prefix)",
     ],
     answer="tile_mask_kernel",
     returns="seen",
@@ -176,14 +182,17 @@ _ALIGNED = "the last query, M - 1, sees the last key, N - 1, so query i sees the
     draw=lambda r: (lambda M, N: (r.randrange(M) // 16 * 16, r.randrange(N) // 32 * 32, M, N, r.randint(0, N)))(
         r.randint(1, 90), r.randint(1, 90)),
     through=_mask_of,
+    words={"offs_m": "(start_m + r)", "offs_n": "(start_n + c)"},  # the page has no such names
     notes={
         "start_m": "the first row of the tile is number start_m, not 0",
-        **dict.fromkeys(("N - M", "N", "M"), _ALIGNED),
+        **dict.fromkeys(("N - M", "N", "M"), ALIGNED),
         "start_n": "the first column of the tile is number start_n, not 0", "r": "row r is query start_m + r",
         "offs_n[None, :] < prefix": "every query sees the first `prefix` keys", "c": "column c is key start_n + c",
         "offs_n[None, :] <= offs_m[:, None] + (N - M)": "a query sees the keys up to its own position, that one too",
     },
     rows=[
+        Row("prefix-of-queries", "the first `prefix` keys are hidden from the queries from `prefix` on; every query "
+            "sees them", [("(offs_n[None, :] < prefix)", "((offs_n[None, :] < prefix) & (offs_m[:, None] < prefix))")]),
         Row("one-too-many", "each query sees one key too many, the one behind its own position",
             [("+ (N - M)", "+ (N - M) + 1")]),
         Row("starts-exchanged", "start_m and start_n are exchanged: row 0 is query start_m, and column 0 key start_n",
@@ -295,6 +304,9 @@ def scores_kernel(
         "stop": "the last key, stop - 1, is seen from furthest below",
     },
     rows=[
+        Row("the-other-question", "that is which keys the *queries* start to stop - 1 see: asked is which queries see "
+            "the *keys* start to stop - 1", [("start - right - offset", "start + offset - left"),
+                                             ("seq_q, stop + left - offset", "seq_k, stop + offset + right")]),
         Row("a-length", "the second number is how many queries there are: `end` is wanted, one past the last",
             [("return begin, end", "return begin, end - begin")]),
     ],
@@ -405,14 +417,15 @@ _TOO_LATE = [(_CAP, ""), (_MASK, _MASK + _CAP)]
     inputs={
         f"M={M}, N={N}, cap={cap:g}, scale={scale:g}": _one_head(random.Random(M + N), M, N, scale, cap)
         for M, N, cap, scale in ((20, 70, 2.0, 0.5), (40, 40, 50.0, 0.25), (48, 48, 1.0, 0.5), (33, 33, 3.0, 0.25),
-                                 (50, 33, 2.0, 0.5), (55, 25, 20.0, 0.5), (60, 1, 2.0, 0.5))
+                                 (50, 33, 2.0, 0.5), (55, 25, 20.0, 0.5), (60, 1, 2.0, 0.5), (18, 20, 1.0, 8.0))
     },
     draw=lambda r: _one_head(r, r.randint(1, 60), r.randint(1, 60), r.choice((0.25, 0.5)), r.choice((1.0, 2.0, 20.0))),
-    nan={"M=50": "the rows that see no key hold NaN: where is -inf - (-inf), or 0 / 0?"},
+    nan={"M=50": "the rows that see no key hold NaN: where is -inf - (-inf), or 0 / 0?",
+         "scale=8": "NaN where scores are far above the cap: an exponential is infinite there, as in 4.6"},
     notes={
         "seen": "a hidden key has the score -inf", "scale": "the scale comes before the cap",
         "cap": "it is cap * tanh(score / cap)", "2.0": "the exponential in tanh is that of twice its argument",
-        "offs_n[None, :] < N": "keys from N on do not exist", "N": _ALIGNED, "M": _ALIGNED,
+        "offs_n[None, :] < N": "keys from N on do not exist", "N": ALIGNED, "M": ALIGNED,
         "offs_n[None, :] <= offs_m[:, None] + N - M": "a query sees the keys up to its own position, that one too",
     },
     rows=[
@@ -426,6 +439,7 @@ _TOO_LATE = [(_CAP, ""), (_MASK, _MASK + _CAP)]
             "divided by", [*_TOO_LATE, ("dot(p.to", "dot(tl.where(seen, p, 0.0).to")]),
         Row("capped-twice", "the scores are capped twice", [(_CAP, _CAP + _CAP)]),
         Row("offset-sign", "the offset of the mask has the wrong sign: it is N - M", [("+ N - M", "+ M - N")]),
+        Row("top-left", f"the mask is aligned at the first key: {ALIGNED}", [(" + N - M", "")]),
         Row("scaled-after-cap", "the scale is multiplied in after the cap; it comes before",
             [("tl.dot(q, k.T) * scale", "tl.dot(q, k.T)"), (_CAP, _CAP + "        s = s * scale\n")]),
         Row("clipped", "the scores are cut off at the cap; tanh bends them softly",
@@ -592,7 +606,7 @@ def _taken_for(sink: str) -> list[tuple[str, str]]:
         Row("sink-ignored", "the result is that without a sink: l_i begins at exp(sink - m_i) = 1, not at 0",
             [_NO_SINK[1]]),
         Row("lse-without-sink", "o is right; lse is the logarithm of the sum without the sink",
-            [(_LSE, "lse = m_i + tl.log(tl.where(m_i == sink, l_i - 1.0, l_i - tl.exp(sink - m_i)))")]),
+            [*_NO_SINK, (_LSE, ""), (_O, f"{_LSE}\n    {_JOINED}")]),
         *(Row(slug, said, _taken_for(sink)) for slug, said, sink in (
             ("sink-is-one", "the sink counts as 1, whatever it is: its term is exp(sink - m_i)", "1.0"),
             ("sink-scaled", "the sink is multiplied by the scale: it is a score already", "sink * scale"),
@@ -652,188 +666,3 @@ def sink_attention_kernel(
     # END SOLUTION
     tl.store(O_ptr + at_m, o.to(O_ptr.dtype.element_ty), mask=offs_m[:, None] < M)
     tl.store(LSE_ptr + offs_m, lse, mask=offs_m < M)
-
-
-# ---- 4.10 -----------------------------------------------------------------------------------------------------------
-
-
-def _of_attention(
-    r: random.Random, batch: int, heads: int, kv_heads: int, M: int, N: int, D: int, causal: bool, scale: float = 0.3,
-    by_columns: bool = False,
-) -> tuple[Any, ...]:  # fmt: skip
-    """my_kernel's arguments, in tiles of 64; k and v with their heads side by side in a row."""
-    q = normal(r, batch, heads, M, D, dtype=torch.float16)
-    q = q.mT.contiguous().mT if by_columns else q
-    k, v = (normal(r, batch, N, kv_heads, D, dtype=torch.float16).transpose(1, 2) for _ in "kv")
-    o, lse = empty(batch, heads, M, D, dtype=torch.float16), empty(batch, heads, M)
-    strides = *q.stride(), *k.stride(), *v.stride()
-    wide = max(16, 1 << (D - 1).bit_length())
-    return q, k, v, o, lse, *strides, heads, heads // kv_heads, M, N, scale / math.log(2), causal, D, wide, 64, 64
-
-
-def _in_small_steps() -> tuple[Any, ...]:
-    """What each tile but the first adds to column 0 of acc is lost if acc has 16 bits."""
-    q, k, v, *rest = _of_attention(random.Random(0), 1, 1, 1, 1, 1600, 16, False, 1.0)
-    q[:] = 0
-    q[..., 0], k[..., 0], v[..., 0] = 1, -6, 2.85
-    k[..., :64, 0], v[..., :64, 0] = 0, 30
-    return q, k, v, *rest
-
-
-def _called(
-    fn: Callable[..., Any], Q_ptr: Any, K_ptr: Any, V_ptr: Any, scale_log2: float, CAUSAL: bool, **_: Any
-) -> Any:
-    __tracebackhide__ = True
-    result = fn(Q_ptr, K_ptr, V_ptr, causal=CAUSAL, scale=scale_log2 * math.log(2))
-    if isinstance(result, (tuple, list)) and result and isinstance(result[0], torch.Tensor):
-        expect(result[0].is_contiguous(), "o should be contiguous, however q lies in memory: empty_like(q) is as q is",
-               diagnosis="not-contiguous")  # fmt: skip
-    return result
-
-
-def _verify(fn: Callable[..., Any]) -> Report:
-    __tracebackhide__ = True
-    return verify(fn, causal=True, gqa=True, head_dims=(64, 40), max_seq=150, max_tile=128)
-
-
-def _told_by_verify(launch: Any) -> tuple[str, str] | None:
-    """Where no change of the text gives the values, which tiles of another size may do: what is known of attention."""
-    try:
-        _verify(getattr(launch, "answer", launch))
-    except CheckFailed as failed:
-        if failed.diagnosis != "wrong-value":
-            return failed.diagnosis, failed.sentence
-    return None
-
-
-def _verified(my_attention: Callable[..., Any]) -> Report:
-    report = _verify(my_attention)
-    expect_scales(my_attention)
-    if runtime.INTERPRETED:
-        expect_tiles_skipped(my_attention)
-        expect_64_bits(my_attention)
-    return report
-
-
-_HEAD = "query head h reads key head h // group"
-
-
-@kernel_rule(
-    "4.10",
-    title="From an empty page",
-    minutes=75,
-    difficulty="Stretch",
-    hints=[
-        "Begin with phase 3's kernel, and with one program for each block of each head of each batch, as in 4.1. Run "
-        "the check: it says which case fails first.",
-        "Four strides per tensor. The pointer of a head is Q_ptr + batch * stride_qb + head * stride_qh; from there on "
-        "it is phase 3.",
-        "head_dim: BLOCK_D = triton.next_power_of_2(head_dim), and a second condition in every load and store (4.4). "
-        "Causal: the mask of 4.3, and range(0, end, BLOCK_N) with the end of 4.2.",
-        "A row that sees no key: m_safe = tl.where(m_new == float('-inf'), 0.0, m_new), and a division by 1 where l_i "
-        "is 0.",
-    ],
-    answer="my_attention",
-    call=_called,
-    writes="O_ptr, LSE_ptr",
-    returns="o, lse",
-    programs=lambda M, BLOCK_M, Q_ptr, **_: -(-M // BLOCK_M) * Q_ptr.shape[0] * Q_ptr.shape[1],
-    inputs={
-        f"batch={batch}, heads={heads}, kv_heads={kv}, seq_q={M}, seq_k={N}, head_dim={D}" + ", causal" * causal
-        + ", q stored by columns" * by_columns:
-            _of_attention(random.Random(M + N), batch, heads, kv, M, N, D, causal, scale, by_columns)
-        for batch, heads, kv, M, N, D, causal, by_columns, scale in (
-            (1, 2, 1, 20, 50, 16, False, False, 0.3), (1, 6, 2, 5, 9, 16, False, False, 0.3),
-            (1, 2, 1, 34, 9, 16, True, False, 0.3),
-            (2, 2, 1, 34, 66, 24, True, False, 0.2), (1, 1, 1, 100, 70, 16, True, False, 0.3),
-            (1, 2, 2, 10, 65, 16, False, True, 0.3), (2, 6, 2, 20, 70, 40, False, False, 0.1))
-    } | {"one query, 1600 keys, of which the first 64 weigh most": _in_small_steps()},
-    draw=lambda r: (lambda kv, group: _of_attention(
-        r, r.randint(1, 2), kv * group, kv, r.randint(1, 100), r.randint(1, 100), r.choice((16, 24, 40)),
-        r.random() < 0.5, r.choice((0.1, 0.3)), r.random() < 0.5))(r.randint(1, 2), r.randint(1, 2)),
-    nan={"causal": "NaN in a row that sees no key: where is -inf - (-inf), or 0 / 0?"},
-    notes={"head // group": _HEAD, "group": _HEAD, "N": _ALIGNED, "M": _ALIGNED,
-           "offs_n[None, :] < N": "keys from N on do not exist"},
-    rows=[
-        *(Row("wrong-kv-head", f"{x} is that of head % kv_heads: {_HEAD}",
-              [(f"stride_{x}b + head // group", f"stride_{x}b + head % (heads // group)")]) for x in "kv"),
-        Row("causal-loop-top-left", f"the loop's end is right for M = N only: {_ALIGNED}",
-            [("BLOCK_M + N - M)", "BLOCK_M)")]),
-        Row("causal-top-left", f"the causal mask is aligned at the first key, and so is the loop's end: {_ALIGNED}",
-            [("BLOCK_M + N - M)", "BLOCK_M)"), ("offs_m[:, None] + N - M)", "offs_m[:, None])")]),
-    ],
-    symptom=_told_by_verify,
-    tries=100,
-    then=_verified,
-)  # fmt: skip
-@triton.jit
-def my_kernel(
-    Q_ptr, K_ptr, V_ptr, O_ptr, LSE_ptr,
-    stride_qb, stride_qh, stride_qm, stride_qd,
-    stride_kb, stride_kh, stride_kn, stride_kd,
-    stride_vb, stride_vh, stride_vn, stride_vd,
-    heads, group, M, N, scale_log2, CAUSAL: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    m_blocks = tl.cdiv(M, BLOCK_M)
-    block = tl.program_id(0) % m_blocks
-    batch_head = (tl.program_id(0) // m_blocks).to(tl.int64)
-    batch, head = batch_head // heads, batch_head % heads
-    Q_ptr += batch * stride_qb + head * stride_qh
-    K_ptr += batch * stride_kb + head // group * stride_kh
-    V_ptr += batch * stride_vb + head // group * stride_vh
-
-    offs_m = block * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
-    offs_d = tl.arange(0, BLOCK_D).to(tl.int64)
-    rows, real = offs_m[:, None] < M, offs_d[None, :] < HEAD_DIM
-    q_ptrs = Q_ptr + offs_m[:, None] * stride_qm + offs_d[None, :] * stride_qd
-    q = tl.load(q_ptrs, mask=rows & real, other=0.0)
-    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l_i = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    end = N
-    if CAUSAL:
-        end = tl.minimum(N, (block + 1) * BLOCK_M + N - M)
-    for start_n in range(0, end, BLOCK_N):
-        offs_n = start_n + tl.arange(0, BLOCK_N).to(tl.int64)
-        keys = (offs_n[:, None] < N) & real
-        k_ptrs = K_ptr + offs_n[:, None] * stride_kn + offs_d[None, :] * stride_kd
-        s = tl.dot(q, tl.load(k_ptrs, mask=keys, other=0.0).T) * scale_log2
-        seen = offs_n[None, :] < N
-        if CAUSAL:
-            seen = seen & (offs_n[None, :] <= offs_m[:, None] + N - M)
-        s = tl.where(seen, s, float("-inf"))
-        m_new = tl.maximum(m_i, tl.max(s, axis=1))
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.exp2(s - m_safe[:, None])
-        correction = tl.exp2(m_i - m_safe)
-        l_i = l_i * correction + tl.sum(p, axis=1)
-        v_ptrs = V_ptr + offs_n[:, None] * stride_vn + offs_d[None, :] * stride_vd
-        v = tl.load(v_ptrs, mask=keys, other=0.0)
-        acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None])
-        m_i = m_new
-
-    o = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
-    o_ptrs = O_ptr + (batch_head * M + offs_m[:, None]) * HEAD_DIM + offs_d[None, :]  # contiguous
-    tl.store(o_ptrs, o.to(O_ptr.dtype.element_ty), mask=rows & real)
-    tl.store(LSE_ptr + batch_head * M + offs_m, (m_i + tl.log2(l_i)) * 0.6931471805599453, mask=offs_m < M)
-
-
-def my_attention(q, k, v, *, causal=False, scale=None):
-    """(o, lse): o like q, contiguous; lse [batch, heads, seq_q], float32, natural logarithm.
-
-    scale: 1 / sqrt(head_dim) unless given.
-    """
-    # BEGIN SOLUTION
-    batch, heads, M, head_dim = q.shape
-    N = k.shape[2]
-    scale = head_dim**-0.5 if scale is None else scale
-    o = torch.empty((batch, heads, M, head_dim), dtype=q.dtype, device=q.device)
-    lse = torch.empty((batch, heads, M), dtype=torch.float32, device=q.device)
-    my_kernel[(triton.cdiv(M, 64) * batch * heads,)](
-        q, k, v, o, lse, *q.stride(), *k.stride(), *v.stride(),
-        heads, heads // k.shape[1], M, N, scale * 1.4426950408889634, causal,
-        HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)), BLOCK_M=64, BLOCK_N=64,
-    )  # fmt: skip
-    return o, lse
-    # END SOLUTION

@@ -1,4 +1,4 @@
-"""Checks of 4.11 to 4.13, the ladder to a kernel from an empty page, and what theirs and 4.10's ask of a launcher."""
+"""Checks of 4.11 to 4.13, the ladder to a kernel from an empty page, and of 4.10, that page."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import triton.language as tl
 
 from flashlab import runtime
 from flashlab.check import CheckFailed, Report, expect, expect_close, verify
+from flashlab.check.lookup import Row
 from flashlab.exercises.kernel_rule import apart, empty, kernel_rule
 from flashlab.exercises.tensor_rule import normal
 from flashlab.exercises.triton_answers import in_bounds
@@ -131,11 +132,11 @@ def _of_a_prefix(r: random.Random, shape: Shape, prefix: int) -> tuple[Any, ...]
     return *_tensors(r, shape), 0.3 / math.log(2), M, N, prefix, kv_heads * group, group, D, 64, 64
 
 
-def _of_two(r: random.Random, shape: Shape, causal: bool) -> tuple[Any, ...]:
+def _of_two(r: random.Random, shape: Shape, causal: bool, scale: float = 0.3) -> tuple[Any, ...]:
     """two_sizes_kernel's arguments."""
     _, kv_heads, group, M, N, D, DV = shape
     wide = (max(16, 1 << (size - 1).bit_length()) for size in (D, DV))
-    return *_tensors(r, shape), 0.3 / math.log(2), M, N, kv_heads * group, group, causal, D, DV, *wide, 64, 64
+    return *_tensors(r, shape), scale / math.log(2), M, N, kv_heads * group, group, causal, D, DV, *wide, 64, 64
 
 
 def _some_shape(r: random.Random, D: int, DV: int) -> Shape:
@@ -161,12 +162,22 @@ def _programs(Q_ptr: Any, LSE_ptr: Any, BLOCK_M: int, **_: Any) -> int:
 
 
 _HEAD = "query head h reads key head h // group"
-_ALIGNED = "the last query, M - 1, sees the last key, N - 1, so query i sees the keys j <= i + N - M"
+ALIGNED = "the last query, M - 1, sees the last key, N - 1, so query i sees the keys j <= i + N - M"
 _NOTES = {
-    "head // group": _HEAD, "group": _HEAD, "N - M": _ALIGNED, "offs_n < N": "keys from N on do not exist",
+    "head // group": _HEAD, "group": _HEAD, "N - M": ALIGNED, "offs_n < N": "keys from N on do not exist",
     "prefix": "every query sees the first `prefix` keys",
     **{f"stride_{x}{axis}": "each tensor has strides of its own" for x in "qkvo" for axis in "bhmnd"},
 }  # fmt: skip
+_KV_HEADS = [
+    Row("wrong-kv-head", f"the head of {' and '.join(x)} is head % kv_heads: {_HEAD}",
+        [(f"stride_{name}b + head // group", f"stride_{name}b + head % (heads // group)") for name in x])
+    for x in ("kv", "k", "v")
+]  # fmt: skip
+_TOP_LEFT = [
+    Row("causal-loop-top-left", f"the loop's end fits M = N only: {ALIGNED}", [("BLOCK_M + N - M)", "BLOCK_M)")]),
+    Row("causal-top-left", f"the mask is aligned at the first key: {ALIGNED}",  # whatever ends the loop
+        [("BLOCK_M + N - M)", "BLOCK_M)"), ("offs_m + N - M)", "offs_m)")]),
+]  # fmt: skip
 _EMPTY = {"": "NaN in a row that sees no key: where is -inf - (-inf), or 0 / 0?"}
 
 
@@ -218,6 +229,7 @@ _HEADS = (
     inputs={_named(x): _of_heads(random.Random(i), x) for i, x in enumerate(_HEADS)},
     draw=lambda r: _of_heads(r, _some_shape(r, *(2 * [r.choice((16, 32))]))),
     notes=_NOTES,
+    rows=_KV_HEADS,
     tries=100,
     then=_all_heads,
 )  # fmt: skip
@@ -295,8 +307,10 @@ def _with_a_prefix(prefix_attention: Callable[..., Any]) -> Report:
     return report
 
 
-_PREFIXES = (((1, 2, 1, 20, 50, 16, 16), 40), ((1, 1, 1, 100, 100, 16, 16), 70), ((1, 2, 1, 90, 30, 16, 16), 0),
-             ((1, 1, 2, 70, 40, 32, 32), 40), ((2, 2, 2, 20, 50, 16, 16), 0))  # fmt: skip
+_PREFIXES = (
+    ((1, 2, 1, 20, 50, 16, 16), 40), ((1, 1, 1, 100, 100, 16, 16), 70), ((1, 2, 1, 90, 30, 16, 16), 0),
+    ((1, 1, 2, 70, 40, 32, 32), 40), ((2, 2, 2, 20, 50, 16, 16), 0), ((1, 1, 1, 10, 90, 16, 16), 0),
+)  # fmt: skip
 
 
 @kernel_rule(
@@ -305,9 +319,9 @@ _PREFIXES = (((1, 2, 1, 20, 50, 16, 16), 40), ((1, 1, 1, 100, 100, 16, 16), 70),
     minutes=30,
     hints=[
         "Two changes in the kernel: which scores are -inf (4.3), and what stands in `range(0, ..., BLOCK_N)` (4.2).",
-        "The last row of the block is min((block + 1) * BLOCK_M, M) - 1: rows that do not exist must not move the end.",
-        "end = tl.minimum(N, tl.maximum(prefix, tl.minimum((block + 1) * BLOCK_M, M) + N - M)), and a row that sees no "
-        "key needs m_safe, and a division by 1 where l_i is 0.",
+        "The last row of the block is (block + 1) * BLOCK_M - 1, and `end` is at most N, also where it is past M.",
+        "end = tl.minimum(N, tl.maximum(prefix, (block + 1) * BLOCK_M + N - M)), and a row that sees no key needs "
+        "m_safe, and a division by 1 where l_i is 0.",
     ],
     answer="prefix_attention",
     call=_called,
@@ -318,6 +332,7 @@ _PREFIXES = (((1, 2, 1, 20, 50, 16, 16), 40), ((1, 1, 1, 100, 100, 16, 16), 70),
     draw=lambda r: (lambda x: _of_a_prefix(r, x, r.randint(0, x[4])))(_some_shape(r, *(2 * [r.choice((16, 32))]))),
     nan=_EMPTY,
     notes=_NOTES,
+    rows=[*_KV_HEADS, *_TOP_LEFT],
     tries=100,
     then=_with_a_prefix,
 )  # fmt: skip
@@ -342,7 +357,7 @@ def prefix_kernel(
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
-    end = tl.minimum(N, tl.maximum(prefix, tl.minimum((block + 1) * BLOCK_M, M) + N - M))
+    end = tl.minimum(N, tl.maximum(prefix, (block + 1) * BLOCK_M + N - M))
     for start_n in range(0, end, BLOCK_N):
         offs_n = (start_n + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
         k = tl.load(K_ptr + offs_n * stride_kn + offs_d * stride_kd, mask=offs_n < N, other=0.0)
@@ -425,6 +440,7 @@ _TWO_SIZES = (
     draw=lambda r: _of_two(r, _some_shape(r, r.choice((16, 24, 40)), r.choice((16, 24, 40))), r.random() < 0.5),
     nan=_EMPTY,
     notes=_NOTES,
+    rows=[*_KV_HEADS, *_TOP_LEFT],
     tries=100,
     then=_of_two_sizes,
 )  # fmt: skip
@@ -452,7 +468,7 @@ def two_sizes_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     end = N
     if CAUSAL:
-        end = tl.minimum(N, tl.minimum((block + 1) * BLOCK_M, M) + N - M)
+        end = tl.minimum(N, (block + 1) * BLOCK_M + N - M)
     for start_n in range(0, end, BLOCK_N):
         offs_n = (start_n + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
         real = (offs_n < N) & (offs_d < HEAD_DIM)
@@ -492,6 +508,116 @@ def two_sizes_attention(q, k, v, *, causal=False, scale=None):
         M, N, heads, heads // kv_heads, causal, HEAD_DIM=head_dim, VALUE_DIM=value_dim,
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)), BLOCK_V=max(16, triton.next_power_of_2(value_dim)),
         BLOCK_M=64, BLOCK_N=64,
+    )  # fmt: skip
+    return o, lse
+    # END SOLUTION
+
+
+# ---- 4.10: the kernel of 4.13 is the right text ---------------------------------------------------------------------
+
+
+def _in_small_steps() -> tuple[Any, ...]:
+    """What each tile but the first adds to column 0 of acc is lost if acc has 16 bits."""
+    q, k, v, *rest = _of_two(random.Random(0), (1, 1, 1, 1, 1600, 16, 16), False, 1.0)
+    q[:] = 0
+    q[..., 0], k[..., 0], v[..., 0] = 1, -6, 2.85
+    k[..., :64, 0], v[..., :64, 0] = 0, 30
+    return q, k, v, *rest
+
+
+def _by_columns(q: torch.Tensor, *rest: Any) -> tuple[Any, ...]:
+    q = q.mT.contiguous().mT
+    return q, *rest[:4], *q.stride(), *rest[8:]
+
+
+def _contiguous(fn: Callable[..., Any], **arguments: Any) -> Any:
+    __tracebackhide__ = True
+    result = _called(fn, **arguments)
+    if isinstance(result, (tuple, list)) and result and isinstance(result[0], torch.Tensor):
+        expect(result[0].is_contiguous(), "o should be contiguous, however q lies in memory: empty_like(q) is as q is",
+               diagnosis="not-contiguous")  # fmt: skip
+    return result
+
+
+def _verify(fn: Callable[..., Any]) -> Report:
+    __tracebackhide__ = True
+    return verify(fn, causal=True, gqa=True, head_dims=(64, 40), max_seq=150, max_tile=128)
+
+
+def _told_by_verify(launch: Any) -> tuple[str, str] | None:
+    """Where no change of the text gives the values, which tiles of another size may do: what is known of attention."""
+    try:
+        _verify(getattr(launch, "answer", launch))
+    except CheckFailed as failed:
+        if failed.diagnosis != "wrong-value":
+            return failed.diagnosis, failed.sentence
+    return None
+
+
+def _verified(my_attention: Callable[..., Any]) -> Report:
+    report = _verify(my_attention)
+    expect_scales(my_attention)
+    if runtime.INTERPRETED:
+        expect_tiles_skipped(my_attention)
+        expect_64_bits(my_attention)
+    return report
+
+
+_EMPTY_PAGE = (
+    ((1, 1, 2, 20, 50, 16, 16), False, 0.3), ((1, 2, 3, 5, 9, 16, 16), False, 0.3),
+    ((1, 1, 2, 34, 9, 16, 16), True, 0.3), ((2, 1, 2, 34, 66, 24, 24), True, 0.2),
+    ((1, 1, 1, 100, 70, 16, 16), True, 0.3), ((2, 2, 3, 20, 70, 40, 40), False, 0.1),
+)  # fmt: skip
+
+kernel_rule(
+    "4.10",
+    title="From an empty page",
+    minutes=60,
+    difficulty="Stretch",
+    hints=[
+        "Write the launcher's call first: what must the kernel be told? Then the grid, one program for each block of "
+        "each head of each batch, and phase 3's loop. Run the check early: it says which case fails first.",
+        "Four strides per tensor. The pointer of a head is Q_ptr + batch * stride_qb + head * stride_qh; from there on "
+        "it is phase 3.",
+        "head_dim: BLOCK_D = triton.next_power_of_2(head_dim), and a second condition in every load and store (4.4). "
+        "Causal: the mask of 4.3, and range(0, end, BLOCK_N) with the end of 4.2.",
+        "A row that sees no key: m_safe = tl.where(m_new == float('-inf'), 0.0, m_new), and a division by 1 where l_i "
+        "is 0.",
+    ],
+    answer="my_attention",
+    call=_contiguous,
+    writes="O_ptr, LSE_ptr",
+    returns="o, lse",
+    programs=_programs,
+    inputs={_named(x, causal=causal): _of_two(random.Random(x[3] + x[4]), x, causal, scale)
+            for x, causal, scale in _EMPTY_PAGE}
+    | {"q stored by columns": _by_columns(*_of_two(random.Random(75), (1, 2, 1, 10, 65, 16, 16), False)),
+       "one query, 1600 keys, of which the first 64 weigh most": _in_small_steps()},
+    draw=lambda r: _of_two(r, _some_shape(r, *(2 * [r.choice((16, 24, 40))])), r.random() < 0.5, r.choice((0.1, 0.3))),
+    nan={"causal=True": _EMPTY[""]},
+    notes=_NOTES,
+    rows=[*_KV_HEADS, *_TOP_LEFT],
+    symptom=_told_by_verify,
+    tries=100,
+    then=_verified,
+)(two_sizes_kernel)  # fmt: skip
+
+
+def my_attention(q, k, v, *, causal=False, scale=None):
+    """(o, lse): o like q, contiguous; lse [batch, heads, seq_q], float32, natural logarithm.
+
+    scale: 1 / sqrt(head_dim) unless given.
+    """
+    # BEGIN SOLUTION
+    batch, heads, M, head_dim = q.shape
+    kv_heads, N = k.shape[1:3]
+    scale = head_dim**-0.5 if scale is None else scale
+    o = torch.empty((batch, heads, M, head_dim), dtype=q.dtype, device=q.device)
+    lse = torch.empty((batch, heads, M), dtype=torch.float32, device=q.device)
+    BLOCK_D = max(16, triton.next_power_of_2(head_dim))
+    two_sizes_kernel[(triton.cdiv(M, 64) * batch * heads,)](
+        q, k, v, o, lse, *q.stride(), *k.stride(), *v.stride(), *o.stride(), scale * 1.4426950408889634,
+        M, N, heads, heads // kv_heads, causal, head_dim, head_dim, BLOCK_D, BLOCK_D, BLOCK_M=64, BLOCK_N=64,
     )  # fmt: skip
     return o, lse
     # END SOLUTION
