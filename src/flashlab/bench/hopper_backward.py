@@ -153,7 +153,10 @@ def ways_of(job: Row, given: Given, o: torch.Tensor, lse: torch.Tensor) -> dict[
         label = " ".join([OURS, *name.split()[2:]])
         found[label] = industrial._refuse(why) if why else functools.partial(ours, defines=defines_of(name))
         if label in (OURS, f"{OURS} {FIVE}") and not why and harness.on_gpu():
-            found |= {f"{label}: {what}": functools.partial(found[label], launches=n) for what, n in ALONE.items()}
+            found |= {
+                f"{label}: {what}": functools.partial(ours, defines=defines_of(name), launches=n)
+                for what, n in ALONE.items()
+            }
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     backends = {CUDNN: "CUDNN_ATTENTION", FA2: "FLASH_ATTENTION"}
     with_gradient: dict[str, Way] = {name: peers.sdpa(b, q, k, v, causal) for name, b in backends.items()}

@@ -54,7 +54,7 @@ def all_found(run: Callable[[CudaModule], Outputs]) -> Callable[[CudaModule], An
     def kept(module: CudaModule) -> Any:
         outputs, report = run(module), module.report
         hazards = [(f.kind, f.thread, f.times) for f in report.findings if f.severity == "error"] if report else []
-        if not hazards or hazards[0][0] not in _HAZARDS:
+        if report is None or not hazards or hazards[0][0] not in _HAZARDS:
             return outputs
         did = [(name, report.counters[name]) for name in ("cp_async", "mma_during_copies", "mma_copy_groups")]
         marks = [zlib.crc32(repr(x).encode()) for x in (hazards, did)]

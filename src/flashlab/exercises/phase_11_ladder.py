@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -1003,7 +1003,7 @@ def _asked_late(events: Sequence[Event], producers: Collection[int], places: Cou
     """How often K or V was asked for after a wait for a consumer that had issued all products with what came before."""
     rows = {place for place, times in places.items() if 2 * times > max(places.values())}  # of keys: not Q
     products, all_tiles = Counter(e.warp for e in events if e.did == "wgmma"), sum(places[x] for x in rows)
-    issued, reached, through, asked, late = Counter[int](), Counter[int](), 0.0, 0, 0
+    issued, reached, through, asked, late = Counter[int](), defaultdict[int, float](float), 0.0, 0, 0
     for e in events:
         if e.did == "wgmma":
             issued[e.warp] += 1
