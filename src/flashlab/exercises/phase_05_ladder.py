@@ -144,7 +144,12 @@ def _of_few_tiles(kernel: Any) -> None:
     draw=_some_launch("dkdv"),
     nan={"": _HIDDEN},
     notes=_NOTES,
-    rows=[mixed_bases("dk and dv", "s_t", "lse[None, :]")],
+    rows=[
+        mixed_bases("dk and dv", "s_t", "lse[None, :]"),
+        Row("causal-aligned-top-left", "dk and dv: the causal mask and the begin of the walk are aligned at the first "
+            f"key: {_SEES}", [("tl.maximum(start_n - (N - M), 0)", "start_n"), ("<= offs_m[None, :] + N - M",
+                                                                               "<= offs_m[None, :]")]),
+    ],
     then=_of_few_tiles,
 )  # fmt: skip
 @triton.jit
