@@ -316,8 +316,8 @@ assert torch.allclose(torch.exp(s - lse[:, None]).sum(1), torch.ones(6, dtype=s.
 print("a tile of P from q, k and lse alone is the tile of the whole P: True")
 
 # %% [markdown]
-# No maximum, no correction, no state. No overflow either: a score is never larger than its row's lse, so the exponent is at most 0.
-# (Section 9 shows what can break that: a key that is not there.)
+# No maximum, no correction, no state. No overflow either: a score that is part of its row's lse is never larger than that, so the exponent is
+# at most 0. A score that is *no* part of it may be: that of a key that a mask hides, or that is not there (section 9).
 #
 # ### Why recomputing wins
 #
@@ -465,7 +465,7 @@ assert meter.matmul_flops == 7 * 2 * M * N * D
 print(f"counted: {meter.matmul_flops / (2 * M * N * D):.0f} products of {M} x {N} x {D}")
 
 # %% [markdown]
-# So the second walk costs 7/5 of the arithmetic. What does it buy? In one walk, many programs add to the *same* rows of dQ at the same
+# So two walks cost 7/5 of the arithmetic of one. What does the second one buy? In one walk, many programs add to the *same* rows of dQ at the same
 # time. That needs atomic additions, which the hardware carries out in whatever order they arrive. And a float sum depends on its order:
 
 # %%
@@ -1171,8 +1171,7 @@ for run in runs:
     print({name: round(mib[0] / 64, 1) for name, (_, mib) in peaks.items() if name != "eager"})
 
 # %% [markdown]
-# Four are the theory. A fifth of ours was none of it: our operator made an empty tensor, only to compare its order in memory with a result's. It is gone, and a record with
-# five is from before. The float32 buffer of FlashAttention-2 is two of its tensors. What else the others have was not looked into.
+# Four are the theory. The float32 buffer of FlashAttention-2 is two of its tensors. What else the others have was not looked into.
 #
 # ### Which tiles
 #
@@ -1358,7 +1357,7 @@ plt.show()
 # - Test what others forgot: non-causal, strides of 0, lengths below a tile, tails with a very negative lse.
 
 # %% [markdown]
-# Left to explore: one walk with atomics, measured beside two (is 7/5 of the arithmetic dearer than the traffic of dQ?). Computing $\delta$
+# Left to explore: one walk with atomics, measured beside two (are 2/5 more arithmetic dearer than the traffic of dQ?). Computing $\delta$
 # inside the dQ kernel. A dQ kernel that keeps dS for the other one.
 #
 # **What you can now do:** derive a gradient and check it without trusting the derivation; write its kernels, their launcher and the `autograd.Function`; say what

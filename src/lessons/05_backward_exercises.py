@@ -121,7 +121,7 @@ check("5.5", delta_kernel)
 # scale multiplies the scores, and once more the result. Use `tl.exp`; the statistics are natural logarithms.
 #
 # The check has float32 inputs too, and refuses TF32 for them: every `tl.dot` takes `input_precision="ieee"`. In some cases every lse is near −120, or near
-# −20000. Think of the last tile there.
+# −12000. Think of the last tile there.
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_05: dq_kernel

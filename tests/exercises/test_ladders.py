@@ -36,6 +36,8 @@ def told(id, *answers):
          "lse-not-differentiable"),
         (("    return Attention.apply(", "    q = q.detach()\n    return Attention.apply("), "no-gradient"),
         (("causal, q.shape[3]", "False, q.shape[3]"), "causal-ignored"),
+        (("q.shape[3] ** -0.5", "q.shape[2] ** -0.5"), "scale-not-its-default"),
+        (("options), None, None", "options), None"), "wrong-gradients"),
     ],
 )  # fmt: skip
 def test_gradients_that_are_lost_on_the_way(change, slug):

@@ -18,9 +18,14 @@ IDS = [f"5.{i}" for i in range(1, 15)]
 def told(id, *answers):
     with pytest.raises(CheckFailed) as caught:
         check(id, *answers)
-    sentence = str(caught.value).partition("\n")[0]
-    assert 20 < len(sentence) < 330
+    assert 20 < len(caught.value.sentence.partition("\n")[0]) < 330
     return caught.value.diagnosis
+
+
+def said(id, *answers):
+    with pytest.raises(CheckFailed) as caught:
+        check(id, *answers)
+    return caught.value.sentence.partition("\n")[0]
 
 
 @pytest.mark.parametrize("id", IDS)
@@ -68,6 +73,7 @@ def test_delta_in_other_styles():
 def test_delta_of_16_bit_inputs():
     assert told("5.2", keys, lambda o, do: (o * do).sum(1)) == "wrong-dtype"
     assert told("5.2", keys, lambda o, do: (o * do).float().sum(1)) == "low-precision"
+    assert "digits" not in said("5.2", keys, lambda o, do: (o.double() * do.double()).sum(1))
 
 
 # ---- 5.3 ------------------------------------------------------------------------------------------------------------
@@ -144,6 +150,12 @@ def test_key_block_in_several_styles(changes):
     assert check("5.4", keys_walk(*changes))
 
 
+def test_a_begin_that_is_one_too_late_is_no_result_that_is_one_too_large():
+    assert "`start_n - (N - M)` is one too large" in said(
+        "5.4", keys_walk((BEGIN, BEGIN.replace(")) if", ") + 1) if")))
+    )
+
+
 # ---- 5.5, 5.6, 5.11: kernels ----------------------------------------------------------------------------------------
 
 
@@ -199,6 +211,24 @@ def test_dkdv_kernel_in_several_styles(kernel, changes):
     assert check("5.11", kernel("5.11", *changes))
 
 
+@pytest.mark.slow
+@INTERPRETED
+@pytest.mark.parametrize(
+    ("id", "old", "new", "words"),
+    [
+        ("5.11", "* stride_dvn", "* stride_dkn", "`stride_dkn` stands where `stride_dvn`"),
+        ("5.11", "* stride_dom", "* stride_qm", "`stride_qm` stands where `stride_dom`"),
+        ("5.11", "range(0, M, BLOCK_M)", "range(0, M, BLOCK_N)", "`BLOCK_N` stands where `BLOCK_M`"),
+        ("5.11", "dk = tl.dot(", "dk += tl.dot(", "it doubles in every turn"),
+        ("5.12", "p_t = tl.where(offs_n[:, None] <= offs_m[None, :] + N - M, p_t, 0.0)",
+         "p_t = p_t * (offs_n[:, None] <= offs_m[None, :] + N - M)", "inf · 0 is NaN"),
+        ("5.13", "ds = tl.where(seen, ds, 0.0)", "ds = ds * seen", "inf · 0 is NaN"),
+    ],
+)  # fmt: skip
+def test_what_is_said_of_kernels(kernel, id, old, new, words):
+    assert words in said(id, kernel(id, (old, new)))
+
+
 # ---- 5.7 ------------------------------------------------------------------------------------------------------------
 
 
@@ -243,7 +273,7 @@ def one_by_one(dk, n):
 
 
 def test_group_sums_in_16_bit():
-    assert told("5.8", one_by_one) == "low-precision"
+    assert told("5.8", one_by_one) == "low-precision" and "2048" in said("5.8", one_by_one)
 
 
 # ---- 5.9, 5.10 ------------------------------------------------------------------------------------------------------
@@ -273,3 +303,7 @@ def test_the_second_hunt_is_mended_in_other_ways():
     assert check("5.10", hunted("5.10", (GRID, "math.ceil(M / BLOCK_M) + math.ceil(N / BLOCK_N)")))
     assert check("5.10", hunted("5.10", (GRID, "max(M, N)")))
     assert check("5.10", hunted("5.10", (GRID, "math.ceil(max(M, N) / min(BLOCK_M, BLOCK_N))")))
+
+
+def test_causes_that_contradict_each_other_are_not_told_together():
+    assert "exchanged" not in said("5.10", hunted("5.10", (GRID, "math.ceil(N / BLOCK_M)")))

@@ -439,8 +439,8 @@ def _one_off(text: Text, parent: ast.AST, node: ast.expr) -> Iterator[tuple[Any,
     bare = isinstance(node, ast.Name) or (isinstance(node, ast.Call) and not root)
     limited = isinstance(parent, ast.Call) and getattr(parent.func, "id", "") in ("min", "max") and not bare
     for sign, size in (("+", "large"), ("-", "small")) if text.whole else ():
-        said = f"it is one too {size}" + (", before it is limited" if limited else "")
-        said = said if root or limited else f"{w(node)} is one too {size}"
+        of_result = root or (limited and id(parent) in text.results)
+        said = f"{'it' if of_result else w(node)} is one too {size}" + (", before it is limited" if limited else "")
         yield "off-by-one", said, (0.9 if root else 1.2 if limited else 1.5 + _weight(node)), _expr(
             f"x {sign} 1", x=node)  # fmt: skip
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub):

@@ -124,6 +124,8 @@ def of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any,
         if len(node.args) == 3:
             yield "overwritten", f"{w(node.args[2])} is not added to: each turn begins anew", 1.2, _with(
                 node, args=node.args[:2])  # fmt: skip
+            said = f"{w(node.args[2])} is added to what `dot` has added it to: it doubles in every turn"
+            yield "added-twice", said, 1.2, _expr("x + y", x=node.args[2], y=node), "twice"
             said = f"the sum {w(node)} is rounded to 16 bits in every turn of the loop"
             yield "rounded-in-every-turn", said, 1.5, _expr("x.to(tl.float16).to(tl.float32)", x=node), "per turn"
         swapped = _with(node, args=[node.args[1], node.args[0], *node.args[2:]])

@@ -180,7 +180,9 @@ class Index:
         wrong = self.wrong_parts(got)
         parts = {i: [x for x in self.outcomes if self._may_be(x, i) and self.same_outcome(x[2], got, i)] for i in wrong}
         told = {i: self._told(parts[i], i) for i in wrong if parts[i]}
-        if told and len(told) == len(wrong):
+        alone = {i: [x for x in parts[i] if self._leaves(x[2], got, {*wrong} - {i})] for i in wrong}
+        if wrong and all(alone.values()):
+            parts, told = alone, {i: self._told(alone[i], i) for i in wrong}
             both = "; and ".join(said for _, said in told.values())
             if len(both) > self.longest:
                 both = "; and ".join(self._told(parts[i], i, noted=False)[1] for i in wrong)
@@ -192,6 +194,10 @@ class Index:
             others = [self.names[k] for k in wrong if k != i]
             return slug, f"{said}; {' and '.join(others)} {'is' if len(others) == 1 else 'are'} wrong too"
         return None
+
+    def _leaves(self, outcome: Outcome, got: Outcome, others: set[int]) -> bool:
+        """Whether the other wrong results are then right, or as they are: else the causes contradict each other."""
+        return all(any(self.same_outcome(outcome, x, i) for x in (got, self.right)) for i in others)
 
     def _may_be(self, found: Found, part: int) -> bool:
         """Whether it may be told of one result alone: a row, only if that is all it is about."""

@@ -170,6 +170,8 @@ def _kind(value: Any) -> Any:
 def of_statements(text: Text) -> Iterator[Change]:
     """Where a loop begins and ends, what is done in every turn of it instead of once at the end, what is always 0."""
     yield from (Change(slug, said, cost, ((slot, _new(new)),)) for slug, said, cost, slot, new in of_lines(text))
+    sets = [t.id for n in ast.walk(text.tree) if isinstance(n, ast.Assign) for t in ast.walk(n.targets[0])
+            if isinstance(t, ast.Name)]  # fmt: skip
     for line in ast.walk(text.tree):
         if isinstance(line, ast.Assign) and isinstance(line.value, ast.Tuple) and len(line.value.elts) == 2:
             said = f"{' and '.join(map(text.say, line.value.elts))} are exchanged"
@@ -177,7 +179,8 @@ def of_statements(text: Text) -> Iterator[Change]:
             yield Change("names-exchanged", said, 1.4, (((line, "value", None), turned),))
         if isinstance(line, ast.Assign) and isinstance(line.targets[0], ast.Name):
             zero = _expr("0 * x", x=line.value)
-            yield Change("always-0", f"{text.say(line.targets[0])} is 0 always", 2.0, (((line, "value", None), zero),))
+            what = line.value if sets.count(line.targets[0].id) > 1 else line.targets[0]
+            yield Change("always-0", f"{text.say(what)} is 0 always", 2.0, (((line, "value", None), zero),))
     for loop in [n for n in ast.walk(text.tree) if isinstance(n, ast.For)]:
         if isinstance(loop.iter, ast.Call) and getattr(loop.iter.func, "id", "") == "range":
             yield from _of_range(text, loop)

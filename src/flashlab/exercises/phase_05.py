@@ -16,8 +16,8 @@ from flashlab.attention import simulation_backward as lecture
 from flashlab.attention.cost import Meter
 from flashlab.check import expect
 from flashlab.check.lookup import Row
-from flashlab.exercises import phase_05_ladder as _ladder  # noqa: F401  5.12 to 5.14
 from flashlab.exercises.kernel_rule import apart, empty, kernel_rule
+from flashlab.exercises.phase_05_ladder import mixed_bases  # which registers 5.12 to 5.14
 from flashlab.exercises.tensor_rule import normal, part, tensor_rule
 
 # ---- 5.1 ------------------------------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ _TILES = {f"{M} rows, {N} keys, {D} columns": _tile(random.Random(M), M, N, D) f
     (3, 5, 4), (6, 6, 6), (9, 20, 16))}  # fmt: skip
 _COLUMNS: dict[str, tuple[torch.Tensor, ...]] = {case: (x["o"], x["do"]) for case, x in _TILES.items()}
 _COLUMNS["float16, 256 columns"] = tuple(normal(random.Random(7), 2, 5, 256, dtype=torch.float16))
-_DELTA_NOTES = {"mean": "delta is the sum", "dtype": "convert before you multiply, or digits are lost"}
+_DELTA_NOTES = {"mean": "delta is the sum", "digits": "convert before you multiply, or digits are lost"}
 
 
 @part(
@@ -360,6 +360,8 @@ tensor_rule(
             [(_DISTANCE, "start_m - N + M - start_n if causal else None"), (_BEGIN, "0")]),
         Row("causal-aligned-top-left", f"dk and dv: the causal mask is aligned at the first key: {_SEES}", [
             (_DISTANCE, "start_m - start_n if causal else None"), (_BEGIN, "0")]),
+        Row("causal-aligned-top-left", f"dk and dv: the mask of a tile is aligned at the first key: {_SEES}", [
+            (_DISTANCE, "start_m - start_n if causal else None")]),
         Row("begins-late", "dk and dv: the walk begins a block too late: the first queries that see these keys are "
             "left out", [(_BEGIN, f"-(-({_BEGIN}) // BLOCK_M) * BLOCK_M")]),
         Row("begins-at-its-row", "dk and dv: the walk begins at the query with the number of the block's first key; "
@@ -414,6 +416,11 @@ _OWN = "each tensor has its own strides, and each stride its own index"
         "stride_om": _OWN, "stride_od": _OWN, "stride_dom": _OWN, "stride_dod": _OWN,
         "to": "the products are rounded before they are summed", "tl.float32": "the products would be rounded",
     },
+    rows=[
+        Row("strides-of-o", f"dO is read with O's strides: {_OWN}", [
+            ("offs_m[:, None] * stride_dom + offs_d[None, :] * stride_dod",
+             "offs_m[:, None] * stride_om + offs_d[None, :] * stride_od")]),
+    ],
 )  # fmt: skip
 @triton.jit
 def delta_kernel(
@@ -436,13 +443,17 @@ def delta_kernel(
 
 def _launch_of(
     kernel: str, M: int, N: int, BLOCK_M: int, BLOCK_N: int, D: int = 16, scale: float = 0.3, seed: int = 0,
-    dtype: torch.dtype = torch.float16, change: Callable[..., None] | None = None,
+    dtype: torch.dtype = torch.float16, change: Callable[..., None] | None = None, apart_by: int = 4,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """The arguments of dq_kernel, or of dkdv_kernel, with rows apart in memory."""
+    """The arguments of dq_kernel, or of dkdv_kernel, with rows apart in memory.
+
+    apart_by: 0 where rows are contiguous: tensors exchanged give other values there than strides exchanged, which are
+    one stray address elsewhere.
+    """
     q, k, v, do, _, lse, delta = _head(M, N, D, scale, dtype=dtype, seed=seed, change=change)
-    read = [apart(x, gap) for x, gap in zip((q, k, v, do), (4, 8, 12, 20), strict=True)]
+    read = [apart(x, apart_by * gap) for x, gap in zip((q, k, v, do), (1, 2, 3, 5), strict=True)]
     rows = (M,) if kernel == "dq" else (N, N)
-    results = [empty(n, D, gap=gap, dtype=dtype) for n, gap in zip(rows, (32, 40), strict=False)]
+    results = [empty(n, D, gap=apart_by * gap, dtype=dtype) for n, gap in zip(rows, (8, 10), strict=False)]
     strides = [x.stride(0) for x in (*read, *results)]
     return *read, lse, delta, *results, *strides, scale, M, N, D, BLOCK_M, BLOCK_N
 
@@ -484,11 +495,12 @@ def _launches(kernel: str) -> dict[str, tuple[Any, ...]]:
         (7, 20, 16, 32, 16, 0.3, torch.float32), (20, 7, 32, 16, 16, 0.5, torch.float16),
         (17, 33, 16, 16, 16, 0.3, torch.float16),
         (32, 48, 32, 16, 16, 0.3, torch.float16), (48, 32, 16, 32, 32, 0.2, torch.float16),
-        (40, 50, 16, 16, 16, 0.4, torch.float32), (7, 70, 16, 32, 16, 0.3, torch.float16),
-        (70, 7, 32, 16, 16, 0.3, torch.float16),
+        (40, 50, 16, 16, 16, 0.4, torch.float32), (7, 70, 16, 32, 64, 0.3, torch.float16),
+        (70, 7, 32, 16, 64, 0.3, torch.float16),
     ):  # fmt: skip
         case = f"{M} queries, {N} keys, BLOCK_M={BLOCK_M}, BLOCK_N={BLOCK_N}, {str(dtype).removeprefix('torch.')}"
         found[case] = _launch_of(kernel, M, N, BLOCK_M, BLOCK_N, D, scale, M, dtype)
+    found["20 queries and keys, tiles of 16, contiguous"] = _launch_of(kernel, 20, 20, 16, 16, apart_by=0)
     for score in (120.0, 12000.0):
         case = f"20 queries and keys, tiles of 16, every score near -{score:g}"
         found[case] = _launch_of(kernel, 20, 20, 16, 16, scale=1.0, change=_near(score))
@@ -546,6 +558,7 @@ _KERNEL_NOTES = {
     draw=_some_launch("dq"),
     nan=_TAIL,
     notes=_KERNEL_NOTES,
+    rows=[mixed_bases("dq", "s", "lse[:, None]")],
 )  # fmt: skip
 @triton.jit
 def dq_kernel(
@@ -598,6 +611,12 @@ def dq_kernel(
     draw=_some_launch("dkdv"),
     nan=_TAIL,
     notes=_KERNEL_NOTES,
+    rows=[
+        mixed_bases("dk and dv", "s_t", "lse[None, :]"),
+        Row("ds-for-p", "dv: dS stands where P belongs: dV is P transposed times dO",
+            [("tl.dot(p_t.to(do.dtype), do", "tl.dot((p_t * (tl.dot(v, do.T, input_precision='ieee') - "
+              "delta[None, :])).to(do.dtype), do")]),
+    ],
 )  # fmt: skip
 @triton.jit
 def dkdv_kernel(
@@ -697,6 +716,7 @@ def _by_loops(dk, kv_heads):
 
 _MANY_SMALL = torch.ones(1, 8, 1, 1, dtype=torch.float16)
 _MANY_SMALL[0, 0] = 2048.0
+_IN_16_BITS = "in float16, 2048 + 1 is 2048: add up in float32"
 
 
 @tensor_rule(
@@ -718,7 +738,7 @@ _MANY_SMALL[0, 0] = 2048.0
     also=[_by_loops],
     words={"h": "head", "group": "group"},
     notes={
-        "float": "in float16, 2048 + 1 is 2048: add up in float32", "dtype": "dk should have its input's dtype",
+        "float": _IN_16_BITS, "digits": _IN_16_BITS, "dtype": "dk should have its input's dtype",
         "h // group": "query head h reads key head h // group",
     },
     rows=[
@@ -726,6 +746,8 @@ _MANY_SMALL[0, 0] = 2048.0
             [("(kv_heads, -1)", "(-1, kv_heads)"), ("dim=2", "dim=1")]),
         Row("first-head-only", "that is the gradient of the group's first head alone: all of them add up",
             [(".float().sum(dim=2).to(dk.dtype)", "[:, :, 0]")]),
+        Row("last-head-only", "that is the gradient of the group's last head alone: all of them add up",
+            [(".float().sum(dim=2).to(dk.dtype)", "[:, :, -1]")]),
         Row("first-heads", "those are the first heads; nothing is summed", instead="dk[:, :kv_heads]"),
         Row("all-heads", "every key head has the sum over all query heads; it has that of its own group",
             instead="dk.sum(1, keepdim=True).expand(-1, kv_heads, -1, -1)"),
@@ -773,6 +795,8 @@ def _of_a_hunt(n: int, block: int, causal: bool, scale: float = 0.4) -> tuple[An
     rows=[
         Row("causal-always", "without causal the walk still begins at the diagonal, and its tile is still masked",
             [("start_n if causal else 0", "start_n"), ("causal and start_m == start_n", "start_m == start_n")]),
+        Row("diagonal-left-out", "the tiles on the diagonal are left out: causal, the walk begins a block too late",
+            [("start_n if causal else 0", "start_n + BLOCK if causal else 0")]),
         Row("causal-off-by-one", "a query does not see its own position", [("torch.tril(p)", "torch.tril(p, -1)")]),
         Row("diagonal-always-masked", "all tiles are visited, those on the diagonal are masked, whatever causal says",
             [("start_n if causal else 0", "0"), ("causal and start_m == start_n", "start_m == start_n")]),

@@ -13,6 +13,7 @@ import triton.language as tl
 from flashlab import runtime
 from flashlab.attention import reference
 from flashlab.check import Report, expect, verify
+from flashlab.check.lookup import Row
 from flashlab.check.training import wanted, worst
 from flashlab.exercises.kernel_rule import apart, empty, kernel_rule
 from flashlab.exercises.registry import exercise
@@ -25,18 +26,23 @@ from flashlab.triton_tools.watch import watched as watched_memory
 
 def _launch_of(
     kernel: str, kv_heads: int, group: int, M: int, N: int, BLOCK_M: int, BLOCK_N: int, causal: bool,
-    softcap: float = 0.0, dtype: torch.dtype = torch.float16, seed: int = 0,
+    softcap: float = 0.0, dtype: torch.dtype = torch.float16, seed: int = 0, loud: bool = False, apart_by: int = 4,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """The arguments of grouped_dkdv_kernel ("dkdv") or of capped_dq_kernel ("dq"), with rows apart in memory."""
+    """The arguments of grouped_dkdv_kernel ("dkdv") or of capped_dq_kernel ("dq"), with rows apart in memory.
+
+    loud: exp(score - lse) overflows where a causal mask hides the last key. apart_by: 0 if rows are contiguous.
+    """
     r, heads = random.Random(seed), kv_heads * group
-    D, scale, gap = r.choice((16, 32)), r.choice((0.3, 0.5)), r.choice((0, 4))
+    D, scale, gap = r.choice((16, 32)), r.choice((0.3, 0.5)), r.choice((0, apart_by))
     q, do = (normal(r, heads, M, D, dtype=dtype) + shift for shift in (0, 0.25))
     k, v = (normal(r, kv_heads, N, D, dtype=dtype) + shift for shift in (0, 0.5))
+    if loud:
+        q[..., 0], k[:, -1, 0] = 16.0, 64.0
     o, lse = reference.attention(*(x[None] for x in (q, k, v)), causal=causal, scale=scale, softcap=softcap or None)
     delta = (o[0] * do.double()).sum(2)
-    read = [apart(x, gap + more) for x, more in zip((q, k, v, do), (4, 8, 12, 20), strict=True)]
+    read = [apart(x, gap + apart_by * more) for x, more in zip((q, k, v, do), (1, 2, 3, 5), strict=True)]
     rows = ((heads, M),) if kernel == "dq" else ((kv_heads, N), (kv_heads, N))
-    results = [empty(*n, D, gap=gap + more, dtype=dtype) for n, more in zip(rows, (32, 40), strict=False)]
+    results = [empty(*n, D, gap=gap + apart_by * more, dtype=dtype) for n, more in zip(rows, (8, 10), strict=False)]
     strides = [step for x in (*read, *results) for step in x.stride()[:2]]
     sizes = (scale, softcap, M, N, group) if kernel == "dq" else (scale, M, N, group)
     constants = (causal, softcap > 0, D, BLOCK_M, BLOCK_N) if kernel == "dq" else (causal, D, BLOCK_M, BLOCK_N)
@@ -67,7 +73,25 @@ _NOTES = {
     "dtype": "tl.dot takes float32 as TF32 unless it has input_precision='ieee'; or is something converted to 16 bits?",
     **{f"stride_{x}{axis}": _OF_A_HEAD for x in ("q", "k", "v", "do", "dq", "dk", "dv") for axis in "hmn"},
 }  # fmt: skip
-_HIDDEN = "a pair that is hidden, or a row that sees no key, has to get P = 0 behind the exponential: lse is -inf there"
+_HIDDEN = (
+    "P of a hidden pair may be infinite, and inf · 0 is NaN; lse of a row that sees no key is -inf, and -inf + inf is "
+    "NaN: set P to 0 there with tl.where, behind the exponential"
+)
+
+
+def _two_more(kernel: str) -> dict[str, tuple[Any, ...]]:
+    """A hidden score that is far too large, and rows that are contiguous: see `phase_05._launch_of`."""
+    shape = (1, 2, 20, 20, 16, 16, True)
+    return {f"{what}, {_named(kernel, *shape)}": _launch_of(kernel, *shape, **more) for what, more in (
+        ("the last key far too large for the rows that it is hidden from", {"loud": True}),
+        ("contiguous", {"apart_by": 0}))}  # fmt: skip
+
+
+def mixed_bases(results: str, score: str, lse: str) -> Row:
+    return Row(
+        "mixed-bases", f"{results}: of the score and lse one alone has the factor log2(e): 2^x needs it in both",
+        [(f"tl.exp({score} - {lse})", f"tl.exp2({score} * 1.4426950408889634 - {lse})")],
+    )  # fmt: skip
 
 
 def _named(kernel: str, *given: Any) -> str:
@@ -116,10 +140,16 @@ def _of_few_tiles(kernel: Any) -> None:
     inputs={_named("dkdv", *given): _launch_of("dkdv", *given, seed=i)
             for i, given in enumerate((*_SHAPES, (2, 3, 14, 33, 16, 32, True)))}  # key 32: seen by one query
     | {"float32, " + _named("dkdv", *given): _launch_of("dkdv", *given, dtype=torch.float32)
-       for given in ((1, 2, 20, 20, 16, 16, True),)},
+       for given in ((1, 2, 20, 20, 16, 16, True),)} | _two_more("dkdv"),
     draw=_some_launch("dkdv"),
     nan={"": _HIDDEN},
     notes=_NOTES,
+    rows=[
+        mixed_bases("dk and dv", "s_t", "lse[None, :]"),
+        Row("causal-aligned-top-left", "dk and dv: the causal mask and the begin of the walk are aligned at the first "
+            f"key: {_SEES}", [("tl.maximum(start_n - (N - M), 0)", "start_n"), ("<= offs_m[None, :] + N - M",
+                                                                               "<= offs_m[None, :]")]),
+    ],
     then=_of_few_tiles,
 )  # fmt: skip
 @triton.jit
@@ -191,13 +221,14 @@ _CAPPED = tuple((*shape, cap) for shape, cap in zip(_SHAPES, (0.0, 2.0, 5.0, 2.0
     programs=lambda Q_ptr, M, BLOCK_M, **_: Q_ptr.shape[0] * -(-M // BLOCK_M),
     inputs={_named("dq", *given): _launch_of("dq", *given, seed=i) for i, given in enumerate(_CAPPED)}
     | {"float32, " + _named("dq", *given): _launch_of("dq", *given, dtype=torch.float32)
-       for given in ((1, 2, 20, 20, 16, 16, True, 5.0),)},
+       for given in ((1, 2, 20, 20, 16, 16, True, 5.0),)} | _two_more("dq"),
     draw=_some_launch("dq"),
     nan={"": _HIDDEN},
     notes=_NOTES | {
         "softcap": "the capped score is softcap · tanh(score / softcap)",
         "1.0 - t * t": "the slope of tanh is 1 - tanh²", "t": "the slope of tanh is 1 - tanh²",
     },
+    rows=[mixed_bases("dq", "s", "lse[:, None]")],
 )  # fmt: skip
 @triton.jit
 def capped_dq_kernel(
@@ -304,17 +335,17 @@ def _expect_strides(attention: Callable[..., Any]) -> None:
     case = "dO stored by columns: heads=2, seq_q=20, seq_k=33, head_dim=16, float32"
     q, k, v, do = _inputs((1, 2, 20, 16), (1, 2, 33, 16), (1, 2, 33, 16), (1, 2, 20, 16))
     ours = [x.requires_grad_() for x in (q, k, v)]
-    with torch.enable_grad(), in_bounds(case):
-        o, _ = attention(*ours)
-        got = torch.autograd.grad(o, ours, do.mT.contiguous().mT)
-    _, error = worst(wanted(q, k, v, do), **dict(zip(("dq", "dk", "dv"), got, strict=True)))
-    expect(
-        error <= 1,
-        "right for a dO that is contiguous, wrong for one that is not: your kernels take neighbours in a row to lie "
-        "side by side. What follows an attention hands in what it likes: make dO contiguous",
-        diagnosis="strides-of-do",
-        case=case,
-    )
+    said = {
+        "scale-not-its-default": "dq, dk and dv are right where `scale` is given, and wrong without it: it is "
+        "1 / sqrt(head_dim) then",
+        "strides-of-do": "right for a dO that is contiguous, wrong for one that is not: your kernels take neighbours "
+        "in a row to lie side by side. What follows an attention hands in what it likes: make dO contiguous",
+    }
+    for (diagnosis, sentence), given in zip(said.items(), (do, do.mT.contiguous().mT), strict=True):
+        with torch.enable_grad(), in_bounds(case):
+            got = torch.autograd.grad(attention(*ours)[0], ours, given)
+        _, error = worst(wanted(q, k, v, do), **dict(zip(("dq", "dk", "dv"), got, strict=True)))
+        expect(error <= 1, sentence, diagnosis=diagnosis, case=case)
 
 
 @exercise(
@@ -343,7 +374,12 @@ def _(attention: Callable[..., Any]) -> Report:
         forward = traffic.loads if traffic else 0
         expect(result[0].requires_grad, "the output has no gradient: nothing leads back to q, k and v",
                diagnosis="no-gradient", case=case)  # fmt: skip
-        torch.autograd.grad(result[0].sum(), (q, k, v), allow_unused=True)
+        try:
+            torch.autograd.grad(result[0].sum(), (q, k, v), allow_unused=True)
+        except RuntimeError as error:
+            expect("Backward returned an" not in str(error), f"backward does not fit forward: {error}",
+                   diagnosis="wrong-gradients", case=case)  # fmt: skip
+            raise
     expect(traffic is None or traffic.loads > forward, "no Triton kernel reads anything in the backward pass",
            diagnosis="no-kernel", case=case)  # fmt: skip
     kept = [_kept(attention, N) for N in (64, 256)]

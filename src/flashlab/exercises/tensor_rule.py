@@ -260,7 +260,7 @@ class TensorRule(Rule):
             few = all(not isinstance(y[i], torch.Tensor) or y[i].dtype != torch.float64 or bool((a == b).all())
                       for (a, b), y in zip(pairs, self.index.right, strict=True))  # fmt: skip
             if few and all(bool(((a - b).abs() <= 5e-3 * b.abs().max()).all()) for a, b in pairs if b.numel()):
-                why = self.notes.get("dtype", "what is rounded on the way?")
+                why = self.notes.get("digits") or self.notes.get("dtype", "what is rounded on the way?")
                 return "low-precision", f"{self.returns[i]} is right to a few digits only: {why}"
             for (a, b), y in zip(pairs, self.index.right, strict=True):
                 seen.compared_with.append((self.returns[i], a, b, allowed_error(y[i], self.tol)))
