@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import random
-import zlib
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -23,9 +20,8 @@ from flashlab.check.cuda_answer import (
     text_of,
     whole_kernel,
 )
-from flashlab.check.cuda_index import _HAZARDS, Outputs, Trials, _sums, explained, forwards
+from flashlab.check.cuda_index import Trials, all_found, explained, forwards
 from flashlab.check.lookup import Row
-from flashlab.cuda import CudaModule
 from flashlab.exercises.registry import exercise
 from flashlab.exercises.rule import rule
 from flashlab.figures.ladder import wavefronts
@@ -43,24 +39,6 @@ def said_by(whole: Source, before: str, after: str, seq_q: int, seq_k: int, head
     ran(module, whole, None, partial(module.forward, q, k, k, causal=False, echo=False))
     assert module.report is not None, "every run in the emulator leaves a report"
     return module.report.printed
-
-
-def all_found(run: Callable[[CudaModule], Outputs]) -> Callable[[CudaModule], Any]:
-    """A run of which, where threads met, is kept how often each hazard was seen, and what the warps did.
-
-    A hazard spoils the numbers. By its kind alone one mistake would be told for another.
-    """
-
-    def kept(module: CudaModule) -> Any:
-        outputs, report = run(module), module.report
-        hazards = [(f.kind, f.thread, f.times) for f in report.findings if f.severity == "error"] if report else []
-        if report is None or not hazards or hazards[0][0] not in _HAZARDS:
-            return outputs
-        did = [(name, report.counters[name]) for name in ("cp_async", "mma_during_copies", "mma_copy_groups")]
-        marks = [zlib.crc32(repr(x).encode()) for x in (hazards, did)]
-        return [*marks, 0, 0, 1.0, 0.0, 0.0, *(n for x in outputs for n in _sums(x))]
-
-    return kept
 
 
 def expect_budget(report: Report, budget: float, case: str) -> float:
