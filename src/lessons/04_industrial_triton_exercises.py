@@ -145,13 +145,7 @@ check("4.6", cap_kernel)
 # repair it.
 
 # %% tags=["exercise"]
-# HUNT flashlab.exercises.phase_04: capped_causal_kernel
-# -         # Repaired: the cap first. Of a score of -inf it would make -cap, which has a share of the softmax.
-# -         s = cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * s / cap)))
-# ...
-# -         s = tl.where(seen, s, float("-inf"))
-# +         s = tl.where(seen, s, float("-inf"))
-# +         s = cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * s / cap)))
+# RULE flashlab.exercises.phase_04: capped_causal_kernel
 
 # %% tags=["check"]
 # hint("4.7")
@@ -166,17 +160,7 @@ check("4.7", capped_causal_kernel)
 # symptoms, repair the kernel.
 
 # %% tags=["exercise"]
-# HUNT flashlab.exercises.phase_04: row_offsets_kernel
-# -     # Repaired: 64 bits before anything is multiplied. int64 times int32 is int64.
-# -     batch = (pid // heads).to(tl.int64)
-# -     head = (pid % heads).to(tl.int64)
-# -     rows = tl.arange(0, BLOCK).to(tl.int64)
-# +     batch = pid // heads
-# +     head = pid % heads
-# +     rows = tl.arange(0, BLOCK)
-# ...
-# -     tl.store(out_ptr + pid * BLOCK + tl.arange(0, BLOCK), offsets)
-# +     tl.store(out_ptr + pid * BLOCK + tl.arange(0, BLOCK), offsets.to(tl.int64))
+# RULE flashlab.exercises.phase_04: row_offsets_kernel
 
 # %% tags=["check"]
 # hint("4.8")

@@ -165,12 +165,7 @@ check("5.8", group_sum)
 # The check shows the symptoms, and no cause, until you change the code. **Which cases are right, and which are not?**
 
 # %% tags=["exercise"]
-# HUNT flashlab.exercises.phase_05: hunted_9
-# -         for start_m in range(start_n if causal else 0, N, BLOCK):  # repaired: without a mask all see them
-# +         for start_m in range(start_n, N, BLOCK):
-# ...
-# -             if causal and start_m == start_n:  # repaired: and nothing is masked
-# +             if start_m == start_n:
+# RULE flashlab.exercises.phase_05: hunted_9
 
 # %% tags=["check"]
 # hint("5.9")
@@ -185,10 +180,7 @@ check("5.9", hunted_9)
 # The functions of `lecture` are those of its section 6, and right. What is wrong stands around them.
 
 # %% tags=["exercise"]
-# HUNT flashlab.exercises.phase_05: hunted_10
-# -     # Repaired: enough programs for the blocks of queries and for the blocks of keys.
-# -     for program in range(max(math.ceil(M / BLOCK_M), math.ceil(N / BLOCK_N))):
-# +     for program in range(math.ceil(M / BLOCK_M)):
+# RULE flashlab.exercises.phase_05: hunted_10
 
 # %% tags=["check"]
 # hint("5.10")

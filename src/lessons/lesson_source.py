@@ -9,7 +9,6 @@ import ast
 import builtins
 import functools
 import hashlib
-import itertools
 import re
 import symtable
 from collections.abc import Iterator, Sequence
@@ -41,8 +40,6 @@ QUOTE = re.compile(
     r"^# (?P<word>FROM|MILESTONE) +(?P<module>\w+(?:\.\w+)*): *(?P<symbols>\w+(?: *, *\w+)*)"
     r"(?P<bare> +\(no docstrings\))?\s*$"
 )
-EDIT = re.compile(r"^# (- |\+ |\.\.\.$)")
-HUNT = re.compile(r"^# HUNT (?P<module>\w+(?:\.\w+)*): *(?P<symbols>\w+)\s*$")
 RULE = re.compile(r"^# RULE (?P<module>\w+(?:\.\w+)*): *(?P<symbols>\w+(?: *, *\w+)*)\s*$")
 UNTITLED = re.compile(r"^## (?P<id>\d+[a-z]?\.\d+)\s*$")
 ASIDE = re.compile(r"^[ \t]*(?:#|//): .*\n|[ \t]+(?:#|//): .*$", re.M)  # said of a repair
@@ -218,14 +215,10 @@ def add_links(lesson: Lesson) -> None:
 
 
 def from_rules(lesson: Lesson, lines: list[Line], root: Path) -> list[Line]:
-    """A cell with what stands in `flashlab.exercises`: `## 4.5` gets its title, `# RULE module: function` its code.
-
-    `# HUNT module: function` is a bug hunt: its solution is that code, its starter the same with the lines behind
-    `# -` replaced by those behind `# +`; `# ...` stands between two such edits.
-    """
+    """A cell with what stands in `flashlab.exercises`: `## 4.5` gets its title, `# RULE module: function` its code."""
     out: list[Line] = []
-    for at, (number, line) in enumerate(lines):
-        if match := RULE.match(line) or HUNT.match(line):
+    for number, line in lines:
+        if match := RULE.match(line):
             shown: list[Line] = []
             quote = Quote(number or 0, "RULE", match["module"], tuple(re.split(r" *, *", match["symbols"])), False)
             for i, symbol in enumerate(quote.symbols):
@@ -233,18 +226,13 @@ def from_rules(lesson: Lesson, lines: list[Line], root: Path) -> list[Line]:
                 code = source[re.search(r"^(@triton\.jit|def )", source, re.M).start() :]  # type: ignore[union-attr]
                 code = re.sub(r"  # fmt: skip$", "", code, flags=re.M)
                 shown += [(None, "")] * (2 if i else 0) + [(number, text) for text in code.split("\n")]
-            if match.re is HUNT:
-                hunt = itertools.takewhile(EDIT.match, (text for _, text in lines[at + 1 :]))
-                starter = hunted(lesson, number, [text for _, text in shown], list(hunt))
-                starter = ["# BEGIN STARTER", *starter, "# END STARTER", "# BEGIN SOLUTION"]
-                shown = [*((number, text) for text in starter), *shown, (number, "# END SOLUTION")]
             out += shown
         elif match := UNTITLED.match(line):
             told = registered(lesson, match["id"], root, number)
             lesson.bug = told.get("bug", ())
             effort = f"*{told.get('difficulty', 'Core')} · {told['minutes']} min*"
             out += [(number, f"{line.rstrip()} {told['title']}"), (None, ""), (None, effort)]
-        elif not EDIT.match(line):
+        else:
             out.append((number, line))
     return out
 
@@ -260,17 +248,6 @@ def with_bug(lesson: Lesson, lines: list[Line]) -> list[Line]:
     right = re.sub(r"(?<!\S)(#|//): ", r"\1 ", right)
     text = f"# BEGIN STARTER\n{wrong}\n# END STARTER\n# BEGIN SOLUTION\n{right}\n# END SOLUTION"
     return [(number, line) for line in text.split("\n")]
-
-
-def hunted(lesson: Lesson, line: int | None, right: list[str], edits: list[str]) -> list[str]:
-    """A hunt's wrong code: the right one with these edits."""
-    text = "\n".join(right) + "\n"
-    for edit in "\n".join(edits).split("# ..."):
-        old, new = ("".join(f"{x[4:]}\n" for x in edit.split("\n") if x.startswith(f"# {sign}")) for sign in "-+")
-        if not old or text.count(old) != 1:
-            raise lesson.error(line, f"a hunt's edit fits {text.count(old) if old else 0} times: {old!r}")
-        text = text.replace(old, new)
-    return text.removesuffix("\n").split("\n")
 
 
 def registered(lesson: Lesson, exercise_id: str, root: Path, line: int | None) -> dict[str, Any]:

@@ -395,7 +395,6 @@ def _one_head(r: random.Random, M: int, N: int, *numbers: float, lse: bool = Fal
 _CAP = "        s = cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * s / cap)))\n"
 _MASK = '        s = tl.where(seen, s, float("-inf"))\n'
 _LEAK = "a hidden key has the score -cap, and with it a share of the softmax"
-_TOO_LATE = [(_CAP, ""), (_MASK, _MASK + _CAP)]
 
 
 @kernel_rule(
@@ -403,7 +402,12 @@ _TOO_LATE = [(_CAP, ""), (_MASK, _MASK + _CAP)]
     title="Nobody looks ahead",
     minutes=20,
     difficulty="Bug hunt",
-    untouched="46c8718cd8b4",
+    bug=Row(
+        "capped-after-mask", f"{_LEAK}: only -inf silences it, and a cap after the mask makes -cap of that",
+        [("        s = cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * s / cap)))\n", ""),
+         ('s = tl.where(seen, s, float("-inf"))', 's = tl.where(seen, s, float("-inf"))\n'
+          "        s = cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * s / cap)))")],
+    ),
     history="Dao-AILab/flash-attention, pull request 1025 (2024), where the review caught it; onnx/onnx, issue 7865 "
     "(2026), where the standard itself had it",
     hints=[
@@ -429,14 +433,12 @@ _TOO_LATE = [(_CAP, ""), (_MASK, _MASK + _CAP)]
         "offs_n[None, :] <= offs_m[:, None] + N - M": "a query sees the keys up to its own position, that one too",
     },
     rows=[
-        Row("capped-after-mask", f"{_LEAK}: only -inf silences it, and a cap after the mask makes -cap of that",
-            _TOO_LATE),
         Row("capped-after-mask", f"{_LEAK}: the cap is applied before the mask now, and after it as well",
             [(_MASK, _MASK + _CAP)]),
         Row("tail-alone-silenced", f"{_LEAK}: the keys past the end are silenced after the cap, the others before it",
             [(_CAP, ""), (_MASK, _MASK + _CAP + _MASK.replace("seen", "offs_n[None, :] < N"))]),
         Row("hidden-in-the-sum", "a hidden key is not in the product with V, but its weight is in the sum that O is "
-            "divided by", [*_TOO_LATE, ("dot(p.to", "dot(tl.where(seen, p, 0.0).to")]),
+            "divided by", [(_CAP, ""), (_MASK, _MASK + _CAP), ("dot(p.to", "dot(tl.where(seen, p, 0.0).to")]),
         Row("capped-twice", "the scores are capped twice", [(_CAP, _CAP + _CAP)]),
         Row("offset-sign", "the offset of the mask has the wrong sign: it is N - M", [("+ N - M", "+ M - N")]),
         Row("top-left", f"the mask is aligned at the first key: {ALIGNED}", [(" + N - M", "")]),
@@ -463,7 +465,7 @@ def capped_causal_kernel(
         at_n = offs_n[:, None] * HEAD_DIM + offs_d[None, :]
         k = tl.load(K_ptr + at_n, mask=offs_n[:, None] < N, other=0.0)
         s = tl.dot(q, k.T) * scale
-        # Repaired: the cap first. Of a score of -inf it would make -cap, which has a share of the softmax.
+        #: Repaired: the cap first. Of a score of -inf it would make -cap, which has a share of the softmax.
         s = cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * s / cap)))
         seen = (offs_n[None, :] < N) & (offs_n[None, :] <= offs_m[:, None] + N - M)
         s = tl.where(seen, s, float("-inf"))
@@ -505,7 +507,12 @@ def _still(*names: str) -> Row:
     title="Far apart in memory",
     minutes=15,
     difficulty="Bug hunt",
-    untouched="90c7a4e9a493",
+    bug=Row(
+        "offset-overflow", "every offset is right up to a multiple of 2^32: products and sums of 32-bit numbers "
+        "have 32 bits, and the conversion comes when they are already wrong",
+        [("(pid // heads).to(tl.int64)", "pid // heads"), ("(pid % heads).to(tl.int64)", "pid % heads"),
+         ("BLOCK).to(tl.int64)", "BLOCK)"), ("offsets)", "offsets.to(tl.int64))")],
+    ),
     history="thu-ml/SageAttention, issue 386 (2026); fla-org/flash-linear-attention, issue 1080 (2026); "
     "pytorch/pytorch, issue 190857 (2026), in FlexAttention's backward",
     hints=[
@@ -525,8 +532,6 @@ def _still(*names: str) -> Row:
     },
     draw=lambda r: _layout(r.randint(1, 8), r.randint(1, 2**30), r.randint(1, 2**30), r.randint(1, 2**28)),
     rows=[
-        Row("offset-overflow", "every offset is right up to a multiple of 2^32: products and sums of 32-bit numbers "
-            "have 32 bits, and the conversion comes when they are already wrong", _NARROW),
         *(_still(*names) for names in (("batch", "head"), ("head", "rows"), ("batch", "rows"))),
         Row("products-overflow", "the sums have 64 bits now, but each product still has 32: convert an index before it "
             "is multiplied", [*_NARROW, (_OFFSETS, "(batch * stride_b).to(tl.int64) + (head * stride_h).to(tl.int64) + "
@@ -543,7 +548,7 @@ def _still(*names: str) -> Row:
 @triton.jit
 def row_offsets_kernel(out_ptr, heads, stride_b, stride_h, stride_n, BLOCK: tl.constexpr):
     pid = tl.program_id(0)
-    # Repaired: 64 bits before anything is multiplied. int64 times int32 is int64.
+    #: Repaired: 64 bits before anything is multiplied. int64 times int32 is int64.
     batch = (pid // heads).to(tl.int64)
     head = (pid % heads).to(tl.int64)
     rows = tl.arange(0, BLOCK).to(tl.int64)

@@ -774,7 +774,10 @@ def _of_a_hunt(n: int, block: int, causal: bool, scale: float = 0.4) -> tuple[An
     title="It was only ever asked for one",
     minutes=20,
     difficulty="Bug hunt",
-    untouched="cf361babfb33",
+    bug=Row(
+        "causal-always", "without causal the walk still begins at the diagonal, and its tile is still masked",
+        [("start_n if causal else 0", "start_n"), ("causal and start_m == start_n", "start_m == start_n")],
+    ),
     history="the tutorial of Triton: triton-lang/triton, issues 4541 (2024) and 5660 (2025), pull request 5241",
     hints=[
         "Which cases are right? What have they in common?",
@@ -793,8 +796,6 @@ def _of_a_hunt(n: int, block: int, causal: bool, scale: float = 0.4) -> tuple[An
         "start_m == start_n": "tiles below the diagonal are seen whole",
     },
     rows=[
-        Row("causal-always", "without causal the walk still begins at the diagonal, and its tile is still masked",
-            [("start_n if causal else 0", "start_n"), ("causal and start_m == start_n", "start_m == start_n")]),
         Row("diagonal-left-out", "the tiles on the diagonal are left out: causal, the walk begins a block too late",
             [("start_n if causal else 0", "start_n + BLOCK if causal else 0")]),
         Row("causal-off-by-one", "a query does not see its own position", [("torch.tril(p)", "torch.tril(p, -1)")]),
@@ -809,10 +810,10 @@ def hunted_9(q, k, v, do, lse, delta, BLOCK, scale, causal):
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
     for start_n in range(0, N, BLOCK):
         keys = slice(start_n, start_n + BLOCK)
-        for start_m in range(start_n if causal else 0, N, BLOCK):  # repaired: without a mask all see them
+        for start_m in range(start_n if causal else 0, N, BLOCK):  #: repaired: without a mask all see them
             rows = slice(start_m, start_m + BLOCK)
             p = torch.exp(scale * (q[rows] @ k[keys].T) - lse[rows, None])
-            if causal and start_m == start_n:  # repaired: and nothing is masked
+            if causal and start_m == start_n:  #: repaired: and nothing is masked
                 p = torch.tril(p)
             dv[keys] += p.T @ do[rows]
             ds = p * (do[rows] @ v[keys].T - delta[rows, None])
@@ -834,7 +835,10 @@ _QUERIES, _KEYS = (f"there are more blocks of {x} than of {y}, and no program fo
     title="One grid for both",
     minutes=20,
     difficulty="Bug hunt",
-    untouched="a64327b5c93b",
+    bug=Row(
+        "limit-missing", f"the number of programs is that of the blocks of queries: {_KEYS}",
+        [("max(math.ceil(M / BLOCK_M), math.ceil(N / BLOCK_N))", "math.ceil(M / BLOCK_M)")],
+    ),
     history="the tutorial of Triton in 2023: its backward pass was launched with the forward pass's grid "
     "(triton-lang/triton, issue 1975)",
     hints=[
@@ -862,7 +866,7 @@ def hunted_10(q, k, v, o, lse, do, BLOCK_M, BLOCK_N, scale):
     M, N = len(q), len(k)
     delta = lecture.delta_sim(o, do)
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    # Repaired: enough programs for the blocks of queries and for the blocks of keys.
+    #: Repaired: enough programs for the blocks of queries and for the blocks of keys.
     for program in range(max(math.ceil(M / BLOCK_M), math.ceil(N / BLOCK_N))):
         start_m, start_n = program * BLOCK_M, program * BLOCK_N
         rows, keys = slice(start_m, start_m + BLOCK_M), slice(start_n, start_n + BLOCK_N)
