@@ -968,11 +968,11 @@ print("four devices, four orders, one result:", tuple(ring.shape))
 #
 # <details><summary>Answer</summary>
 #
-# The scores have to be computed twice: $2N^2D$ operations on top of $4N^2D$, half of the forward pass's products again, and $K$ is read a
-# second time. It saves the corrections, $D + 1$ multiplications per row and block: 0.4 % of the operations at $B = D = 64$. (They do not
+# The scores have to be computed twice: $2N^2D$ operations on top of $4N^2D$, half of the forward pass's products again, and $K$ is read
+# twice. It saves the corrections, $D + 1$ multiplications per row and block: 0.4 % of the operations at $B = D = 64$. (They do not
 # run on the tensor cores, so their share of the *time* is larger than that.)
 #
-# A good *bound* on the maximum is another matter. By Cauchy–Schwarz $x_j \le \|q\| \max_j \|k_j\| / \sqrt{D}$ costs nearly nothing, and by
+# A good *bound* on the maximum is another matter: by Cauchy–Schwarz $x_j \le \|q\| \max_j \|k_j\| / \sqrt{D}$ costs nearly nothing, and by
 # section 8 any reference will do that is close enough. But if the bound is more than 103 too high, every exponential of the row is 0 in
 # float32.
 #

@@ -777,8 +777,8 @@ for fn in (low_precision_acc, padded_tail):
 #
 # <details><summary>Answer</summary>
 #
-# The reduction over the keys, in each row. The textbook order is: *all* scores, then their maximum, then all exponentials, then their sum, then the
-# division, then the product with V. Each step waits for the whole row. So the whole row has to be somewhere: in HBM (naive) or on chip (scheme A).
+# The reduction over the keys, in each row. The textbook order is: *all* scores, their maximum, all exponentials, their sum, the division, the product
+# with V. Each step waits for the whole row, which has to be somewhere: in HBM (naive) or on chip (scheme A).
 #
 # FlashAttention carries the keys block by block through *all* of these steps. The result is a partial state $(m, l, \mathrm{acc})$, and partial
 # states merge: `correction` re-expresses the older one relative to the newer maximum. The merge is associative and has an identity (phase 0), so the
@@ -794,13 +794,13 @@ for fn in (low_precision_acc, padded_tail):
 #
 # <details><summary>Answer</summary>
 #
-# Scheme B computes P `[BLOCK_M, N]` whole, because its softmax needs the whole row. Then it multiplies P with V one block of keys at a time. So in step
-# `j` it needs the *columns* `P[:, j*BLOCK_N : (j+1)*BLOCK_N]`. P is a tensor on chip, spread over the registers of all threads: it has no address. Triton
-# refuses to slice it (phase 1). And P still has N in its shape, so the physical wall of scheme A stands right behind.
+# Scheme B computes P `[BLOCK_M, N]` whole, because its softmax needs the whole row. Then it multiplies P with V by blocks of keys: step `j` needs the
+# *columns* `P[:, j*BLOCK_N : (j+1)*BLOCK_N]`. P lies on chip, spread over the registers of all threads: it has no address. Triton refuses to slice it
+# (phase 1). And P still has N in its shape, so the physical wall of scheme A stands right behind.
 #
-# The online softmax never needs P whole. The block of P that meets `v` in step `j` was computed from `k` in the same step. Only K and V are ever cut, and
-# they are cut *while being loaded*, by pointer arithmetic on HBM addresses. What crosses from one step to the next is `m_i`, `l_i` and `acc`, whose
-# shapes do not depend on N. Nothing is left to slice, and nothing grows with N: both walls are gone.
+# The online softmax never needs P whole. The block of P that meets `v` in step `j` was computed from `k` in the same step. Only K and V are cut,
+# *while being loaded*, by pointer arithmetic on HBM addresses. What crosses from one step to the next is `m_i`, `l_i` and `acc`, whose
+# shapes do not depend on N: both walls are gone.
 #
 # </details>
 
