@@ -68,7 +68,7 @@ def test_what_is_found_in_a_trace(answer, slug):
     ("change", "words"),
     [
         (("-(-blocks * s // places)", "(blocks * s // places)"), "splits is 1 always, and floats with it"),
-        (("range(1, most + 1)", "range(1, max(2, most))"), "splits is one too small, before it is limited, and floats"),
+        (("range(1, most + 1)", "range(1, max(2, most))"), "splits and floats: `tiles // 4` is one too small"),
     ],
 )
 def test_what_is_said_of_one_result_is_not_said_of_what_follows(change, words):

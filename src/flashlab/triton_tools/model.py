@@ -36,7 +36,7 @@ class Tile(np.ndarray):
 
 
 def _as_triton_promotes(name: str) -> Callable[[Any, Any], Any]:
-    """An operator: of a float and a whole number the float's dtype, float32 for a quotient of whole numbers."""
+    """An operator: of a float and a whole number the float's dtype; float32 of Python's, and of a quotient of two."""
     plain = getattr(np.ndarray, name)
 
     def operator(self: Any, other: Any) -> Any:
@@ -45,6 +45,8 @@ def _as_triton_promotes(name: str) -> Callable[[Any, Any], Any]:
                 other = other.astype(self.dtype)
             elif other.dtype.kind == "f":
                 self = self.astype(other.dtype)
+        elif isinstance(other, float) and self.dtype.kind in "iu":
+            self = self.astype(np.float32)
         result = plain(self, other)
         whole = "truediv" in name and self.dtype.kind in "iu"
         return result.astype(np.float32) if whole else result
