@@ -267,8 +267,8 @@ def test_gradients_are_measured_and_compared():
     assert hopper_jobs.work_of(job) == timing.attention_flops(*job["shape"], causal=True)
     rows = {row["name"]: row for row in hopper.measure(job | {"shape": [1, 2, 40, 64]})}
     assert rows[OURS]["of_bound"] <= 1 and rows[OURS]["different"] == 0 and "unavailable" in rows[CUDNN]
-    five = rows[f"{OURS} {hopper_backward.FIVE}"]
-    assert five["of_bound"] <= 1 and five["different"] == 0
+    seven = rows[f"{OURS} {hopper_backward.SEVEN}"]
+    assert seven["of_bound"] <= 1 and seven["different"] == 0
     assert all(hopper_results.right(rows[name]) for name in (FA2, TRITON))
     assert hopper.wanted_modules([job]) == []
 

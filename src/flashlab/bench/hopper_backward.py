@@ -31,12 +31,11 @@ from flashlab.check.training import wanted, worst
 from flashlab.cuda.hopper_backward import compiled, hopper_backward
 
 _AGAIN = ("-m", "flashlab.bench.hopper_backward")  # this program in a process of its own
-FIVE = "PRODUCTS=5"
-"""dq is summed over the blocks of keys: in their order, or, with ORDERED=0, in any."""
-VARIANTS = dict.fromkeys((64, 128), (FIVE, f"{FIVE} ORDERED=0", "KEY_STEP=64", "DK_LAGS=0"))
+SEVEN = "PRODUCTS=7"
+VARIANTS = dict.fromkeys((64, 128), (SEVEN, "ORDERED=0", f"{SEVEN} KEY_STEP=64"))
 """Macros set otherwise, by head_dim."""
-ALONE = {"statistics": 1, "statistics, keys": 3, "statistics, queries": 5}
-"""Which kernels a row is of: `launches` of flashlab.cuda.hopper_backward. Of five products the last is `convert`."""
+ALONE = {"statistics": 1, "statistics, keys": 3}
+"""Which kernels a row is of: `launches` of flashlab.cuda.hopper_backward."""
 DOOR = "flash_attention"
 """What a model calls, by autograd: whatever backend that takes."""
 REPEATS = 20
@@ -152,7 +151,7 @@ def ways_of(job: Row, given: Given, o: torch.Tensor, lse: torch.Tensor) -> dict[
     for name, why in ready(q.shape[3], dtype).items():
         label = " ".join([OURS, *name.split()[2:]])
         found[label] = industrial._refuse(why) if why else functools.partial(ours, defines=defines_of(name))
-        if label in (OURS, f"{OURS} {FIVE}") and not why and harness.on_gpu():
+        if label in (OURS, f"{OURS} {SEVEN}") and not why and harness.on_gpu():
             found |= {
                 f"{label}: {what}": functools.partial(ours, defines=defines_of(name), launches=n)
                 for what, n in ALONE.items()

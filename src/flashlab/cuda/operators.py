@@ -4,7 +4,7 @@
     o, lse = attention("p9_flash", q, k, v, causal=True)          # with the log-sum-exp; torch.ops.flashlab.p9_flash
 
 The forward pass is the kernel's: on the GPU built by nvcc, on CPU tensors emulated. p11_flash has a backward pass of
-its own (flashlab.cuda.hopper_backward) for the head sizes of HOPPER_BACKWARD. Else the gradient is that of phase 5's
+its own (flashlab.cuda.hopper_backward) for its HEAD_DIMS. Else the gradient is that of phase 5's
 Triton kernels, or of PyTorch's own products in blocks of queries where those are interpreted, or do not take the
 inputs. Phase 12's last kernel is a backend of `flash_attention_with_cache`.
 """
@@ -20,14 +20,10 @@ from flashlab.attention.cache_door import CACHE_BACKENDS, CacheBackend
 from flashlab.attention.inputs import check_qkv, scale_of
 from flashlab.attention.options import window_of
 from flashlab.cuda import decoding
-from flashlab.cuda.hopper_backward import hopper_backward
+from flashlab.cuda.hopper_backward import HEAD_DIMS, hopper_backward
 from flashlab.cuda.inline import CudaModule, load_inline
 from flashlab.cuda.toolchain import find_nvcc, missing
 from flashlab.kernels.series import DECODING, HOPPER, SERIES, Step, step
-
-HOPPER_BACKWARD = (80, 96, 112, 128)
-"""Head sizes whose gradient is p11_backward's: at 128 it is faster than the Triton kernels (recorded/hopper_h200.json),
-at 64 these are; between, they compute 128 columns."""
 
 
 @functools.cache
@@ -90,7 +86,7 @@ def _backend(this: Step) -> Backend:
 
 
 def _hopper_backward(grad_o, grad_lse, q, k, v, o, lse, *, left, right, softcap, scale):
-    if q.shape[-1] not in HOPPER_BACKWARD:
+    if q.shape[-1] not in HEAD_DIMS:
         options = dict(left=left, right=right, softcap=softcap, scale=scale)
         return best_backward(grad_o, grad_lse, q, k, v, o, lse, **options)
     how = dict(causal=right == 0, scale=scale, backend="nvcc" if q.is_cuda else "emulator")

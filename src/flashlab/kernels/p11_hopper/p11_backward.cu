@@ -4,16 +4,17 @@
 //   dV = P^T dO,  dS = P * (dO V^T - delta),  dK = scale * dS^T Q,  dQ = scale * dS K.
 // fp16 or bf16 in and out, fp32 accumulators. Three kernels: `statistics` makes of each row the two numbers that P and
 // dS need. `keys` keeps 128 keys in a block and walks over the queries that see them, those of every head that shares
-// the keys; `queries` keeps 128 queries and walks over the keys that they see. Nobody adds to what another block
-// writes: the same bits each time. The price is that P and dO V^T are computed twice: seven products, not five.
+// the keys. Its consumers bring dS to shared memory, and compute what their 128 keys give to dQ. Threads beside the
+// producer add that to fp32 sums in memory, by TMA: at each tile the blocks of keys in their order, so the bits are the
+// same each time; -DORDERED=0 adds in any order, to see what order costs. `convert` makes dQ of the sums.
 //
 // A block has two consumers of 64 rows each, and a producer. In `keys` the scores are computed transposed, K Q^T: so
 // P^T and dS^T lie in registers as the A operands of dV and dK, and no tile is ever transposed.
 //
-// With -DPRODUCTS=5 there is no `queries`: the consumers of `keys` bring dS^T to shared memory, and compute what their
-// 128 keys give to dQ. Threads beside the producer add that to fp32 sums in memory, by TMA: at each tile the blocks of
-// keys in their order, so the bits are the same each time; -DORDERED=0 adds in any order, to see what order costs.
-// `convert` makes dQ of the sums.
+// At D = 64 the fragments of K and V stay in registers: shared memory is what the products wait for.
+//
+// With -DPRODUCTS=7 `queries` keeps 128 queries in a block and walks over the keys that they see: nobody adds to what
+// another block writes. The price is that P and dO V^T are computed twice.
 //
 // Compile with -DHEAD_DIM=64, 80, 96, 112 or 128, and -DELEMENT=__half or __nv_bfloat16, -DQUERY_STEP=queries at a time
 // in `keys`, -DMOST_STAGES=2 or more; for seven products -DKEY_STEP=keys at a time in `queries`, -DDK_LAGS=0 or 1.
@@ -33,7 +34,7 @@
 #define DK_LAGS 1
 #endif
 #ifndef PRODUCTS
-#define PRODUCTS 7
+#define PRODUCTS 5
 #endif
 #ifndef ORDERED
 #define ORDERED 1
@@ -46,17 +47,18 @@ constexpr int CONSUMER_REGISTERS = 240, PRODUCER_REGISTERS = 24;       // per th
 constexpr int BLOCK = WARPS * MMA_M;                           // rows that a block keeps: keys in `keys`, else queries
 constexpr int ROWS_PER_LANE = 2;                               // of an accumulator: g and g + 8
 constexpr int KEPT_BYTES = BLOCK * COLUMNS * 2;                // of a tile that stays
+constexpr bool KV_IN_REGISTERS = FIVE && HEAD_DIM <= 64;       // as A operands: half as much is read from shared memory
 // Queries of a stage of `keys`. Five products: dQ of a stage is a square of 64 x 64 for each consumer.
 constexpr int QUERIES = FIVE ? CONSUMERS * 64 * SLAB / COLUMNS : QUERY_STEP;
-constexpr int SQUARE_BYTES = 64 * 64 * 4, DS_BYTES = QUERIES * BLOCK * 2;      // of dQ, of dS^T: there are two of each
-constexpr int SUMS_BYTES = FIVE ? CONSUMERS * SQUARE_BYTES + 2 * DS_BYTES : 0;
+constexpr int DQ_BYTES = CONSUMERS * 64 * 64 * 4, DS_BYTES = QUERIES * BLOCK * 2;
+constexpr int SUMS_BYTES = FIVE ? 2 * (DQ_BYTES + DS_BYTES) : 0;       // those of a tile, while the next is computed
 // Of a kernel that takes STEP rows at a time: a stage holds STEP rows of two tensors, and two numbers a row.
 template <int STEP> constexpr int STEP_BYTES = STEP * COLUMNS * 2;
 template <int STEP> constexpr int STAGE_BYTES = 2 * STEP_BYTES<STEP> + 1024;       // a multiple of 1024
 // As many stages as there is room for; then the barriers, 8 bytes each
 template <int STEP> constexpr int ROOM = ((226 << 10) - 2 * KEPT_BYTES - SUMS_BYTES) / STAGE_BYTES<STEP>;
 template <int STEP> constexpr int STAGES_OF = ROOM<STEP> < MOST_STAGES ? ROOM<STEP> : MOST_STAGES;
-template <int STEP> constexpr int BARRIERS = 1 + 2 * STAGES_OF<STEP> + (FIVE ? 2 * CONSUMERS : 0);
+template <int STEP> constexpr int BARRIERS = 1 + 2 * STAGES_OF<STEP> + (FIVE ? 4 : 0);
 template <int STEP>
 constexpr int SHARED = 2 * KEPT_BYTES + STAGES_OF<STEP> * STAGE_BYTES<STEP> + SUMS_BYTES + 8 * BARRIERS<STEP>;
 static_assert(STAGES_OF<QUERIES> > 1 && (FIVE || STAGES_OF<KEY_STEP> > 1), "a stage is free when the next is in use");
@@ -87,6 +89,14 @@ template <int N, int ROWS = N> __device__ __forceinline__ void scores(float (&c)
         wgmma_ss<N, T>(c, a + columns_on<BLOCK>(k), b + columns_on<ROWS>(k), k > 0);
     wgmma_commit();
 }
+// The same with A in registers.
+template <int N, int ROWS>
+__device__ __forceinline__ void scores(float (&c)[N / 2], const uint32_t (&a)[HEAD_DIM / MMA_K][4], uint64_t b) {
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < HEAD_DIM / MMA_K; k++) wgmma_rs<N, T>(c, a[k], b + columns_on<ROWS>(k), k > 0);
+    wgmma_commit();
+}
 // acc += A B, with A in registers, and a tile of N rows.
 template <int N>
 __device__ __forceinline__ void add_product(float (&acc)[HEAD_DIM / 2], const uint32_t (&a)[N / MMA_K][4], uint64_t b) {
@@ -103,11 +113,18 @@ template <int N> __device__ __forceinline__ void round_to(uint32_t (&a)[N / MMA_
 // endregion
 
 // region: store a tile
-// Writes 16 rows x 16 columns, an A fragment of a warp, into its rows of a tile of BLOCK rows: columns 16 k and on.
-__device__ __forceinline__ void place(uint32_t tile_smem, int k, const uint32_t (&a)[4]) {
+// Where 16 rows x 16 columns, an A fragment of a warp, lie among its rows of a tile of BLOCK rows: columns 16 k and on.
+__device__ __forceinline__ uint32_t fragment_at(uint32_t tile_smem, int k) {
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
     const int column = k * MMA_K + lane / 16 * 8, chunk = column % SLAB / 8 ^ lane % 8 / LINE;
-    stmatrix_x4(tile_smem + (column / SLAB * BLOCK + warp * MMA_M + lane % 16) * SLAB_ROW + chunk * 16, a);
+    return tile_smem + (column / SLAB * BLOCK + warp * MMA_M + lane % 16) * SLAB_ROW + chunk * 16;
+}
+// Writes it transposed, into a tile of ROWS rows and BLOCK columns: the warp's 16 columns, rows 16 k and on.
+template <int ROWS>
+__device__ __forceinline__ void place_transposed(uint32_t tile_smem, int k, const uint32_t (&a)[4]) {
+    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
+    const int row = k * MMA_K + lane / 16 * 8 + lane % 8, column = warp * MMA_M + lane / 8 % 2 * 8;
+    stmatrix_x4_trans(tile_smem + (column / 64 * ROWS + row) * 128 + (column % 64 / 8 ^ lane % 8) * 16, a);
 }
 // Writes factor * acc, the 64 rows of a consumer, into its rows of a tile that nobody else reads, and from there to
 // memory by TMA. To be called by all of its threads, after their last product.
@@ -119,7 +136,7 @@ __device__ __forceinline__ void store_tile(const float (&acc)[HEAD_DIM / 2], flo
         uint32_t rounded[4];
         for (int i = 0; i < 4; i++)
             rounded[i] = pack<T>(acc[8 * k + 2 * i] * factor, acc[8 * k + 2 * i + 1] * factor);
-        place(tile_smem, k, rounded);
+        stmatrix_x4(fragment_at(tile_smem, k), rounded);
     }
     fence_proxy_async();                                       // or the copy engine might not see what was stored
     named_barrier_sync(1 + consumer, GROUP);
@@ -191,10 +208,10 @@ keys(const Backward p, int heads_together, const float* lse_log2, const float* d
     const uint32_t k_smem = smem_u32(shared);                  // [BLOCK, HEAD_DIM], and at last dK
     const uint32_t v_smem = k_smem + KEPT_BYTES;               // [BLOCK, HEAD_DIM], and at last dV
     const uint32_t stages = v_smem + KEPT_BYTES;               // Q [TILE, HEAD_DIM], dO, lse [TILE], delta [TILE]
-    const uint32_t ds_smem = stages + STAGES * STAGE;          // five products: twice dS^T [BLOCK, TILE],
-    const uint32_t dq_smem = ds_smem + 2 * DS_BYTES;           // and dQ, a square for each consumer
+    const uint32_t ds_smem = stages + STAGES * STAGE;          // five products: twice dS [TILE, BLOCK],
+    const uint32_t dq_smem = ds_smem + 2 * DS_BYTES;           // and twice dQ, a square for each consumer
     const uint32_t full_kept = ds_smem + SUMS_BYTES, full = full_kept + 8, empty = full + 8 * STAGES;
-    const uint32_t dq_full = empty + 8 * STAGES, dq_empty = dq_full + 8 * CONSUMERS;
+    const uint32_t dq_full = empty + 8 * STAGES, dq_empty = dq_full + 16;
     // endregion
 
     // region: which keys
@@ -220,8 +237,7 @@ keys(const Backward p, int heads_together, const float* lse_log2, const float* d
         // Every warp says that it has read lse and delta
         for (int i = 0; i < 1 + 2 * STAGES; i++) mbarrier_init(full_kept + 8 * i, i < 1 + STAGES ? 1 : WARPS);
         if constexpr (FIVE)
-            for (int i = 0; i < 2 * CONSUMERS; i++)
-                mbarrier_init(dq_full + 8 * i, i < CONSUMERS ? GROUP / WARP_SIZE : 1);
+            for (int i = 0; i < 4; i++) mbarrier_init(dq_full + 8 * i, i < 2 ? WARPS : 1);
         tma_prefetch(&q_map), tma_prefetch(&k_map), tma_prefetch(&v_map), tma_prefetch(&grad_o_map);
         fence_mbarrier_init();                                 // or the copy engine might not see them yet
     }
@@ -249,26 +265,25 @@ keys(const Backward p, int heads_together, const float* lse_log2, const float* d
         // endregion
 
         // region: sum dQ
-        // A thread for each consumer adds its squares to the sums, after the blocks of smaller numbers. Those were
-        // launched before, and wait for none that was launched later: so the first of all that are not done goes on,
-        // however few of the grid are resident, and nobody waits for ever.
-        if (FIVE && warp > WARPS && warp <= WARPS + CONSUMERS && elect_one()) {
-            const int of = warp - WARPS - 1;
-            for (int nth = 0; nth < tiles * group; nth++) {
-                const int square = (int)(row_of(nth) * (COLUMNS / SLAB) / 64) + of;
-                volatile int* turn = turns + square;           // how many blocks have added to this square
+        // Two threads, one for every other tile, add a tile's squares to the sums, after the blocks of smaller numbers.
+        // Those were launched before, and wait for none that was launched later: so the first of all that are not done
+        // goes on, however few of the grid are resident, and nobody waits for ever.
+        if (FIVE && warp > WARPS && warp <= WARPS + 2 && elect_one()) {
+            const int which = warp - WARPS - 1;
+            const uint32_t from = dq_smem + which * DQ_BYTES;
+            for (int nth = which; nth < tiles * group; nth += 2) {
+                const int index = (int)(row_of(nth) / TILE), to = index * (DQ_BYTES / 1024);
+                volatile int* turn = turns + index;            // how many blocks have added to this tile
                 if (ORDERED) {
                     while (*turn != part.block) {}
                     fence_proxy_async_global();                // their sums come before what is copied now
                 }
-                mbarrier_wait(dq_full + 8 * of, nth & 1);
-                const uint32_t from = dq_smem + of * SQUARE_BYTES;
-                const int to = square * (SQUARE_BYTES / 1024); // rows of sums_map
+                mbarrier_wait(dq_full + 8 * which, nth / 2 & 1);
                 if (ORDERED && part.block == 0) tma_store(&sums_map, from, 0, to);     // over what lies there
                 else tma_reduce_add(&sums_map, from, 0, to);
                 bulk_commit();
                 bulk_wait_read<0>();
-                mbarrier_arrive(dq_empty + 8 * of);
+                mbarrier_arrive(dq_empty + 8 * which);
                 if (ORDERED) {
                     bulk_wait<0>();                            // it is added
                     __threadfence();
@@ -295,26 +310,29 @@ keys(const Backward p, int heads_together, const float* lse_log2, const float* d
     // region: dQ of a square
     float dq[32];                                              // 64 queries, 64 columns: over all keys of the block
     // dQ = dS K: D = 64 has 128 queries in a stage, 64 for each consumer; else each has 64 columns, and all queries
-    const uint64_t ds_operand = descriptor_of_rows<BLOCK>(ds_smem + (TILE > 64 ? consumer * (DS_BYTES / 2) : 0));
+    const uint64_t ds_operand = descriptor(ds_smem + (TILE > 64 ? consumer * 64 * SLAB_ROW : 0));
     const uint64_t dq_operand = descriptor_of_rows<BLOCK>(k_smem + (TILE > 64 ? 0 : consumer * BLOCK * SLAB_ROW));
     auto multiply_dq = [&](int nth) {
-        named_barrier_sync(1 + CONSUMERS, CONSUMERS * GROUP);  // dS^T of both consumers is there
-        const uint64_t ds = ds_operand + nth % 2 * (DS_BYTES / 16);
+        named_barrier_sync(1 + CONSUMERS, CONSUMERS * GROUP);  // dS of both consumers is there
+        const uint64_t ds = ds_operand + nth % 2 * DS_BYTES / 16;
         wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < BLOCK / MMA_K; k++)                // dS^T lies there: M-major
-            wgmma_ss<64, T, true, true>(dq, ds + rows_on(k), dq_operand + rows_on(k), k > 0);
+        for (int k = 0; k < BLOCK / MMA_K; k++)
+            wgmma_ss<64, T, false, true>(dq, ds + columns_on<TILE>(k), dq_operand + rows_on(k), k > 0);
         wgmma_commit();
     };
-    auto hand_dq_on = [&](int nth) {                           // as it lies in registers: `convert` knows
-        float4* square = (float4*)(shared + (dq_smem - k_smem) + consumer * SQUARE_BYTES) + threadIdx.x % GROUP;
-        mbarrier_wait(dq_empty + 8 * consumer, nth & 1 ^ 1);   // the one before has been read
+    auto write_dq = [&](int nth) {                             // as it lies in registers: `convert` knows
+        const uint32_t square_smem = dq_smem + nth % 2 * DQ_BYTES + consumer * (DQ_BYTES / CONSUMERS);
+        float4* square = (float4*)(shared + (square_smem - k_smem)) + threadIdx.x % GROUP;
+        mbarrier_wait(dq_empty + nth % 2 * 8, nth / 2 & 1 ^ 1);            // the one before the last has been read
 #pragma unroll
         for (int n = 0; n < 64 / MMA_N; n++)
             square[n * GROUP] = make_float4(dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
+    };
+    auto hand_dq_on = [&](int nth) {                           // later, when the fence has nothing to wait for
         fence_proxy_async();
         __syncwarp();
-        if (lane == 0) mbarrier_arrive(dq_full + 8 * consumer);
+        if (lane == 0) mbarrier_arrive(dq_full + nth % 2 * 8);
     };
     // endregion
 
@@ -335,18 +353,32 @@ keys(const Backward p, int heads_together, const float* lse_log2, const float* d
             if ((CAUSAL && query + diagonal < key) || (FIVE && key >= p.seq_k)) c[i] = 0.f;
         }
     };
+    uint32_t k_rmem[HEAD_DIM / MMA_K][4], v_rmem[HEAD_DIM / MMA_K][4];     // if KV_IN_REGISTERS
+    auto product = [&](float (&c)[STEP / 2], const auto& a_rmem, uint64_t a, uint64_t b) {
+        if constexpr (KV_IN_REGISTERS) scores<STEP, TILE>(c, a_rmem, b);
+        else scores<STEP, TILE>(c, a, b);
+    };
+    // Of a lane's two queries of each n. Loaded before the products that follow keep shared memory busy; of delta, a
+    // lane loads what one n needs, and the others get it from there: there are no registers for more.
+    float2 lse[STEP / MMA_N], delta_of_g;
+    auto load_lse = [&](int nth, int first) {
+#pragma unroll
+        for (int n = 0; n < STEP / MMA_N; n++) lse[n] = *(const float2*)(lse_of(nth, first) + n * MMA_N + t * 2);
+    };
     // S^T = K Q^T and dP^T = V dO^T: rows are keys, columns are queries: STEP of a stage, from `first` on
     auto begin_step = [&](int nth, int first) {
-        const float* lse_row = lse_of(nth, first);
         if (first == 0) mbarrier_wait(full + 8 * (nth % STAGES), nth / STAGES & 1);    // for every thread that waits
-        scores<STEP, TILE>(s, k_operand, descriptor(q_of(nth, first)));
+        product(s, k_rmem, k_operand, descriptor(q_of(nth, first)));
+        if (!CAUSAL) load_lse(nth, first);
+        delta_of_g = *(const float2*)(lse_of(nth, first) + TILE + g % (STEP / MMA_N) * MMA_N + t * 2);
         wgmma_wait<1>();                                       // dK of the queries before is summed
         if (first == 0) {
             __syncwarp();                                      // and their lse and delta have been read
             if (nth > 0 && lane == 0) mbarrier_arrive(empty + 8 * ((nth - 1) % STAGES));
-            if (FIVE && nth > 0) hand_dq_on(nth - 1);
+            if (FIVE && nth > 0) write_dq(nth - 1);
         }
-        scores<STEP, TILE>(dp, v_operand, descriptor(q_of(nth, first) + Q_BYTES));
+        if (CAUSAL) load_lse(nth, first);                      // its masks need the registers that dQ has left
+        product(dp, v_rmem, v_operand, descriptor(q_of(nth, first) + Q_BYTES));
         wgmma_wait<1>();                                       // S^T is ours
         // endregion
 
@@ -354,37 +386,36 @@ keys(const Backward p, int heads_together, const float* lse_log2, const float* d
         // P^T = exp(S^T - lse), in place, while dP^T is computed
 #pragma unroll
         for (int n = 0; n < STEP / MMA_N; n++) {
-            const float2 lse = *(const float2*)(lse_row + n * MMA_N + t * 2);
 #pragma unroll
             for (int i = 0; i < 4; i++)
-                s[4 * n + i] = exp2_approx(fmaf(s[4 * n + i], scale_log2, i % 2 ? -lse.y : -lse.x));
+                s[4 * n + i] = exp2_approx(fmaf(s[4 * n + i], scale_log2, i % 2 ? -lse[n].y : -lse[n].x));
         }
         hide(s, tile_of(nth) * TILE + first);
+        if (FIVE && nth > 0 && first == 0) hand_dq_on(nth - 1);
     };
     // endregion
 
     // region: dV and dK
     // dV += P^T dO. Meanwhile dS^T = P^T * (dP^T - delta), then dK += dS^T Q.
     auto end_step = [&](int nth, int first) {
-        const float* delta_row = lse_of(nth, first) + TILE;
         round_to<STEP>(p_rmem, s);
         add_product<STEP>(dv, p_rmem, descriptor_of_rows<TILE>(q_of(nth, first) + Q_BYTES));
         wgmma_wait<1>();                                       // dP^T is ours; dv and p_rmem are not
 #pragma unroll
         for (int n = 0; n < STEP / MMA_N; n++) {
-            const float2 d = *(const float2*)(delta_row + n * MMA_N + t * 2);
+            const int from = n * 4 + t;
+            const float delta[] = {__shfl_sync(~0u, delta_of_g.x, from), __shfl_sync(~0u, delta_of_g.y, from)};
 #pragma unroll
-            for (int i = 0; i < 4; i++) dp[4 * n + i] = s[4 * n + i] * (dp[4 * n + i] - (i % 2 ? d.y : d.x));
+            for (int i = 0; i < 4; i++) dp[4 * n + i] = s[4 * n + i] * (dp[4 * n + i] - delta[i % 2]);
         }
         hide(dp, tile_of(nth) * TILE + first);                 // again: 0 times a hidden NaN is NaN
         round_to<STEP>(ds_rmem, dp);
-        if constexpr (FIVE) {                                  // both have dQ of the tile before last: it is read
+        if constexpr (FIVE)                                    // both have dQ of the tile before last: it is read
 #pragma unroll
             for (int k = 0; k < STEP / MMA_K; k++)
-                place(ds_smem + nth % 2 * DS_BYTES, first / MMA_K + k, ds_rmem[k]);
-            fence_proxy_async();                               // or the tensor cores might not see it
-        }
+                place_transposed<TILE>(ds_smem + nth % 2 * DS_BYTES, first / MMA_K + k, ds_rmem[k]);
         add_product<STEP>(dk, ds_rmem, descriptor_of_rows<TILE>(q_of(nth, first)));
+        if (FIVE) fence_proxy_async();                         // or the tensor cores might not see dS
         if constexpr (!FIVE) wgmma_wait<DK_LAGS>();            // dV is summed
     };
     // endregion
@@ -392,6 +423,10 @@ keys(const Backward p, int heads_together, const float* lse_log2, const float* d
     // region: main loop of keys
     const int count = tiles * group;                           // of every query head that reads this key head
     mbarrier_wait(full_kept, 0);
+    if constexpr (KV_IN_REGISTERS)
+#pragma unroll
+        for (int k = 0; k < HEAD_DIM / MMA_K; k++)
+            ldmatrix_x4(k_rmem[k], fragment_at(k_smem, k)), ldmatrix_x4(v_rmem[k], fragment_at(v_smem, k));
     if constexpr (!FIVE) {
         for (int nth = 0; nth < count; nth++) begin_step(nth, 0), end_step(nth, 0);
     } else if (count) {
@@ -411,7 +446,7 @@ keys(const Backward p, int heads_together, const float* lse_log2, const float* d
         begin_step(0, 0), wgmma_wait<0>();
         for (int nth = 0; nth < count - 1; nth++) tile(nth, std::false_type{});
         tile(count - 1, std::true_type{});
-        hand_dq_on(count - 1);
+        write_dq(count - 1), hand_dq_on(count - 1);
     }
     // endregion
 
@@ -586,7 +621,7 @@ queries(const Backward p, int heads_together, const float* lse_log2, const float
 static int fit_together(int rows, int heads) {
     return (int)min((int64_t)heads, max((int64_t)1, 24000000 / ((int64_t)rows * HEAD_DIM * 4 + 1)));
 }
-// For five products, sums: what dQ is summed in, and turns: how many blocks have added to each square of it. turns are
+// For five products, sums: what dQ is summed in, and turns: how many blocks have added to each tile of it. turns are
 // zeros; sums as well if they are not ORDERED, else the first block stores.
 extern "C" int backward(const void* q, const void* k, const void* v, const void* o, const void* grad_o,
                         const float* lse, const float* grad_lse, void* dq, void* dk, void* dv, float* row_statistics,
@@ -603,17 +638,18 @@ extern "C" int backward(const void* q, const void* k, const void* v, const void*
     CUtensorMap sums_map{};                                    // squares one after the other, as rows of 1 KB
     if constexpr (FIVE) {
         const uint64_t dims[] = {256, (uint64_t)rows * COLUMNS / 256}, strides[] = {1024};
-        const uint32_t box[] = {256, SQUARE_BYTES / 1024};
+        const uint32_t box[] = {256, DQ_BYTES / 1024};
         sums_map = tensor_map(sums, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_NONE);
     }
+    // Blocks that wait for one another walk over the same tiles side by side: the fewer of a head, the less they wait
+    const int heads = p.batch * p.kv_heads, together = max(FIVE ? min(16, heads) : 1, fit_together(p.seq_q, heads));
     // More than 48 KB of shared memory have to be asked for. A refusal is what cudaGetLastError then returns.
     const auto of_keys = p.causal ? keys<true> : keys<false>;
     cudaFuncSetAttribute(of_keys, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED<QUERIES>);
     if (p.launches & 2) of_keys<<<p.batch * p.kv_heads * ceil_div(p.seq_k, BLOCK), THREADS, SHARED<QUERIES>, s>>>(
-        p, fit_together(p.seq_q, p.batch * p.kv_heads), row_statistics, delta,
-        map(q, p.q_stride, true, QUERIES), map(k, p.k_stride, false, BLOCK), map(v, p.v_stride, false, BLOCK),
-        map(grad_o, p.grad_o_stride, true, QUERIES), map(dk, p.dk_stride, false, 64),
-        map(dv, p.dv_stride, false, 64), sums_map, turns);
+        p, together, row_statistics, delta, map(q, p.q_stride, true, QUERIES),
+        map(k, p.k_stride, false, BLOCK), map(v, p.v_stride, false, BLOCK), map(grad_o, p.grad_o_stride, true, QUERIES),
+        map(dk, p.dk_stride, false, 64), map(dv, p.dv_stride, false, 64), sums_map, turns);
 #if PRODUCTS == 5
     if (p.launches & 4)
         convert<<<(int)(rows / BLOCK), CONSUMERS * GROUP, KEPT_BYTES, s>>>(p, sums, map(dq, p.dq_stride, true, 64));
