@@ -93,7 +93,7 @@ def test_head_sizes_between(head_dim, products):
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("head_dim", "define", "products"),
-    [(64, ("KEY_STEP", 64), 7), (64, ("DK_LAGS", 0), 7), (64, ("MOST_STAGES", 2), 7), (128, ("KEY_STEP", 64), 7),
+    [(64, ("KEY_STEP", 64), 7), (64, ("MOST_STAGES", 2), 7), (128, ("KEY_STEP", 64), 7),
      (128, ("QUERY_STEP", 32), 7), (128, ("QUERY_STEP", 32), 5), (64, ("ORDERED", 0), 5)], ids=str,
 )  # fmt: skip
 def test_every_define(head_dim, define, products):

@@ -11,13 +11,13 @@
 // A block has two consumers of 64 rows each, and a producer. In `keys` the scores are computed transposed, K Q^T: so
 // P^T and dS^T lie in registers as the A operands of dV and dK, and no tile is ever transposed.
 //
-// At D = 64 the fragments of K and V stay in registers: shared memory is what the products wait for.
+// Up to D = 96 the fragments of K and V stay in registers: shared memory is what the products wait for.
 //
 // With -DPRODUCTS=7 `queries` keeps 128 queries in a block and walks over the keys that they see: nobody adds to what
 // another block writes. The price is that P and dO V^T are computed twice.
 //
 // Compile with -DHEAD_DIM=64, 80, 96, 112 or 128, and -DELEMENT=__half or __nv_bfloat16, -DQUERY_STEP=queries at a time
-// in `keys`, -DMOST_STAGES=2 or more; for seven products -DKEY_STEP=keys at a time in `queries`, -DDK_LAGS=0 or 1.
+// in `keys`, -DMOST_STAGES=2 or more; for seven products -DKEY_STEP=keys at a time in `queries`.
 
 // region: constants
 #include "p11_hopper/tiles.cuh"
@@ -29,9 +29,6 @@
 #endif
 #ifndef MOST_STAGES
 #define MOST_STAGES 3
-#endif
-#ifndef DK_LAGS                                                // dK of a tile while S^T of the next one is computed
-#define DK_LAGS 1
 #endif
 #ifndef PRODUCTS
 #define PRODUCTS 5
@@ -47,7 +44,7 @@ constexpr int CONSUMER_REGISTERS = 240, PRODUCER_REGISTERS = 24;       // per th
 constexpr int BLOCK = WARPS * MMA_M;                           // rows that a block keeps: keys in `keys`, else queries
 constexpr int ROWS_PER_LANE = 2;                               // of an accumulator: g and g + 8
 constexpr int KEPT_BYTES = BLOCK * COLUMNS * 2;                // of a tile that stays
-constexpr bool KV_IN_REGISTERS = FIVE && HEAD_DIM <= 64;       // as A operands: half as much is read from shared memory
+constexpr bool ROOMY = FIVE && HEAD_DIM <= 96;                 // there are registers for the fragments of K and V
 // Queries of a stage of `keys`. Five products: dQ of a stage is a square of 64 x 64 for each consumer.
 constexpr int QUERIES = FIVE ? CONSUMERS * 64 * SLAB / COLUMNS : QUERY_STEP;
 constexpr int DQ_BYTES = CONSUMERS * 64 * 64 * 4, DS_BYTES = QUERIES * BLOCK * 2;
@@ -216,7 +213,7 @@ keys(const Backward p, int heads_together, const float* lse_log2, const float* d
 
     // region: which keys
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, g = lane / 4, t = lane % 4;
-    const int consumer = threadIdx.x / GROUP;
+    const int consumer = __shfl_sync(~0u, threadIdx.x / GROUP, 0);     // one number for a warp: so are its descriptors
     const Part part = part_of<CAUSAL || FIVE>(ceil_div(p.seq_k, BLOCK), p.batch * p.kv_heads, heads_together);
     const int batch = part.head_index / p.kv_heads, kv_head = part.head_index % p.kv_heads;
     const int group = p.heads / p.kv_heads, n_start = part.block * BLOCK;
@@ -321,15 +318,13 @@ keys(const Backward p, int heads_together, const float* lse_log2, const float* d
             wgmma_ss<64, T, false, true>(dq, ds + columns_on<TILE>(k), dq_operand + rows_on(k), k > 0);
         wgmma_commit();
     };
-    auto write_dq = [&](int nth) {                             // as it lies in registers: `convert` knows
+    auto hand_dq_on = [&](int nth) {                           // as it lies in registers: `convert` knows
         const uint32_t square_smem = dq_smem + nth % 2 * DQ_BYTES + consumer * (DQ_BYTES / CONSUMERS);
         float4* square = (float4*)(shared + (square_smem - k_smem)) + threadIdx.x % GROUP;
         mbarrier_wait(dq_empty + nth % 2 * 8, nth / 2 & 1 ^ 1);            // the one before the last has been read
 #pragma unroll
         for (int n = 0; n < 64 / MMA_N; n++)
             square[n * GROUP] = make_float4(dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
-    };
-    auto hand_dq_on = [&](int nth) {                           // later, when the fence has nothing to wait for
         fence_proxy_async();
         __syncwarp();
         if (lane == 0) mbarrier_arrive(dq_full + nth % 2 * 8);
@@ -343,41 +338,35 @@ keys(const Backward p, int heads_together, const float* lse_log2, const float* d
     auto lse_of = [&](int nth, int first) {
         return (const float*)(shared + (stages - k_smem) + nth % STAGES * STAGE + 2 * Q_BYTES) + first;
     };
-    // Is some key not seen by every query, or (what dQ must not have) does it not exist?
-    auto is_masked = [&](int row) { return (CAUSAL && row < last_row - diagonal) || (FIVE && last_row >= p.seq_k); };
-    auto hide = [&](float (&c)[STEP / 2], int row) {           // what belongs to a key that its query does not see is 0
-        if (!is_masked(row)) return;
+    // P and dS of a key that its query does not see, or (what dQ must not have) that does not exist, are 0. Not while a
+    // product is under way: with A in registers, ptxas 13.0 makes of that branch a kernel whose results are wrong.
+    auto hide = [&](int row) {
+        if (!(CAUSAL && row < last_row - diagonal) && !(FIVE && last_row >= p.seq_k)) return;
 #pragma unroll
         for (int i = 0; i < STEP / 2; i++) {
             const int key = first_row + i / 2 % 2 * 8, query = row + i / 4 * MMA_N + t * 2 + i % 2;
-            if ((CAUSAL && query + diagonal < key) || (FIVE && key >= p.seq_k)) c[i] = 0.f;
+            if ((CAUSAL && query + diagonal < key) || (FIVE && key >= p.seq_k)) s[i] = dp[i] = 0.f;
         }
     };
-    uint32_t k_rmem[HEAD_DIM / MMA_K][4], v_rmem[HEAD_DIM / MMA_K][4];     // if KV_IN_REGISTERS
+    uint32_t k_rmem[HEAD_DIM / MMA_K][4], v_rmem[HEAD_DIM / MMA_K][4];     // if ROOMY
     auto product = [&](float (&c)[STEP / 2], const auto& a_rmem, uint64_t a, uint64_t b) {
-        if constexpr (KV_IN_REGISTERS) scores<STEP, TILE>(c, a_rmem, b);
+        if constexpr (ROOMY) scores<STEP, TILE>(c, a_rmem, b);
         else scores<STEP, TILE>(c, a, b);
     };
-    // Of a lane's two queries of each n. Loaded before the products that follow keep shared memory busy; of delta, a
-    // lane loads what one n needs, and the others get it from there: there are no registers for more.
-    float2 lse[STEP / MMA_N], delta_of_g;
-    auto load_lse = [&](int nth, int first) {
+    // Two numbers for each n of a lane, loaded before the next products keep shared memory busy. Where there are no
+    // registers for all, a lane loads those of one n, and the others get them from there.
+    float2 numbers[STEP / MMA_N], of_g;
+    auto load_numbers = [&](const float* row) {
 #pragma unroll
-        for (int n = 0; n < STEP / MMA_N; n++) lse[n] = *(const float2*)(lse_of(nth, first) + n * MMA_N + t * 2);
+        for (int n = 0; n < STEP / MMA_N; n++) numbers[n] = *(const float2*)(row + n * MMA_N + t * 2);
     };
     // S^T = K Q^T and dP^T = V dO^T: rows are keys, columns are queries: STEP of a stage, from `first` on
     auto begin_step = [&](int nth, int first) {
+        const float* lse_row = lse_of(nth, first);
         if (first == 0) mbarrier_wait(full + 8 * (nth % STAGES), nth / STAGES & 1);    // for every thread that waits
         product(s, k_rmem, k_operand, descriptor(q_of(nth, first)));
-        if (!CAUSAL) load_lse(nth, first);
-        delta_of_g = *(const float2*)(lse_of(nth, first) + TILE + g % (STEP / MMA_N) * MMA_N + t * 2);
-        wgmma_wait<1>();                                       // dK of the queries before is summed
-        if (first == 0) {
-            __syncwarp();                                      // and their lse and delta have been read
-            if (nth > 0 && lane == 0) mbarrier_arrive(empty + 8 * ((nth - 1) % STAGES));
-            if (FIVE && nth > 0) write_dq(nth - 1);
-        }
-        if (CAUSAL) load_lse(nth, first);                      // its masks need the registers that dQ has left
+        load_numbers(lse_row);
+        if (!ROOMY) of_g = *(const float2*)(lse_row + TILE + g % (STEP / MMA_N) * MMA_N + t * 2);
         product(dp, v_rmem, v_operand, descriptor(q_of(nth, first) + Q_BYTES));
         wgmma_wait<1>();                                       // S^T is ours
         // endregion
@@ -386,68 +375,54 @@ keys(const Backward p, int heads_together, const float* lse_log2, const float* d
         // P^T = exp(S^T - lse), in place, while dP^T is computed
 #pragma unroll
         for (int n = 0; n < STEP / MMA_N; n++) {
+            const float2 lse = numbers[n];
 #pragma unroll
             for (int i = 0; i < 4; i++)
-                s[4 * n + i] = exp2_approx(fmaf(s[4 * n + i], scale_log2, i % 2 ? -lse[n].y : -lse[n].x));
+                s[4 * n + i] = exp2_approx(fmaf(s[4 * n + i], scale_log2, i % 2 ? -lse.y : -lse.x));
         }
-        hide(s, tile_of(nth) * TILE + first);
-        if (FIVE && nth > 0 && first == 0) hand_dq_on(nth - 1);
+        if (ROOMY) load_numbers(lse_row + TILE);
     };
     // endregion
 
     // region: dV and dK
-    // dV += P^T dO. Meanwhile dS^T = P^T * (dP^T - delta), then dK += dS^T Q.
+    // dS^T = P^T * (dP^T - delta); then all products in one row: dV += P^T dO, dQ = dS K, dK += dS^T Q.
     auto end_step = [&](int nth, int first) {
-        round_to<STEP>(p_rmem, s);
-        add_product<STEP>(dv, p_rmem, descriptor_of_rows<TILE>(q_of(nth, first) + Q_BYTES));
-        wgmma_wait<1>();                                       // dP^T is ours; dv and p_rmem are not
+        wgmma_wait<0>();                                       // dP^T is ours
 #pragma unroll
         for (int n = 0; n < STEP / MMA_N; n++) {
             const int from = n * 4 + t;
-            const float delta[] = {__shfl_sync(~0u, delta_of_g.x, from), __shfl_sync(~0u, delta_of_g.y, from)};
+            const float delta[] = {ROOMY ? numbers[n].x : __shfl_sync(~0u, of_g.x, from),
+                                   ROOMY ? numbers[n].y : __shfl_sync(~0u, of_g.y, from)};
 #pragma unroll
             for (int i = 0; i < 4; i++) dp[4 * n + i] = s[4 * n + i] * (dp[4 * n + i] - delta[i % 2]);
         }
-        hide(dp, tile_of(nth) * TILE + first);                 // again: 0 times a hidden NaN is NaN
-        round_to<STEP>(ds_rmem, dp);
+        hide(tile_of(nth) * TILE + first);
+        round_to<STEP>(p_rmem, s), round_to<STEP>(ds_rmem, dp);
         if constexpr (FIVE)                                    // both have dQ of the tile before last: it is read
 #pragma unroll
             for (int k = 0; k < STEP / MMA_K; k++)
                 place_transposed<TILE>(ds_smem + nth % 2 * DS_BYTES, first / MMA_K + k, ds_rmem[k]);
-        add_product<STEP>(dk, ds_rmem, descriptor_of_rows<TILE>(q_of(nth, first)));
+        add_product<STEP>(dv, p_rmem, descriptor_of_rows<TILE>(q_of(nth, first) + Q_BYTES));
         if (FIVE) fence_proxy_async();                         // or the tensor cores might not see dS
-        if constexpr (!FIVE) wgmma_wait<DK_LAGS>();            // dV is summed
+        const bool dq_too = FIVE && first + STEP == TILE;      // dS of the whole stage is there
+        if (dq_too) multiply_dq(nth), wgmma_wait<1>();         // dV is summed
+        add_product<STEP>(dk, ds_rmem, descriptor_of_rows<TILE>(q_of(nth, first)));
+        if (dq_too) wgmma_wait<1>(), hand_dq_on(nth);          // while dK is computed
+        wgmma_wait<0>();
+        __syncwarp();                                          // lse and delta have been read too
+        if (first + STEP == TILE && lane == 0) mbarrier_arrive(empty + 8 * (nth % STAGES));
     };
     // endregion
 
     // region: main loop of keys
-    const int count = tiles * group;                           // of every query head that reads this key head
     mbarrier_wait(full_kept, 0);
-    if constexpr (KV_IN_REGISTERS)
+    if constexpr (ROOMY)
 #pragma unroll
         for (int k = 0; k < HEAD_DIM / MMA_K; k++)
             ldmatrix_x4(k_rmem[k], fragment_at(k_smem, k)), ldmatrix_x4(v_rmem[k], fragment_at(v_smem, k));
-    if constexpr (!FIVE) {
-        for (int nth = 0; nth < count; nth++) begin_step(nth, 0), end_step(nth, 0);
-    } else if (count) {
-        // An iteration is the end of a step and the beginning of the next: between them no product is under way, or
-        // ptxas would serialise all of them.
-        auto tile = [&](int nth, auto is_last) {
+    for (int nth = 0; nth < tiles * group; nth++)              // of every query head that reads this key head
 #pragma unroll
-            for (int first = 0; first < TILE; first += STEP) {
-                end_step(nth, first);
-                if (first + STEP < TILE) begin_step(nth, first + STEP), wgmma_wait<0>();
-            }
-            multiply_dq(nth);                                  // until S^T of the next tile is computed
-            wgmma_wait<1>();                                   // dK is summed: its registers of dS^T are wanted
-            if constexpr (!decltype(is_last)::value) begin_step(nth + 1, 0);
-            wgmma_wait<0>();
-        };
-        begin_step(0, 0), wgmma_wait<0>();
-        for (int nth = 0; nth < count - 1; nth++) tile(nth, std::false_type{});
-        tile(count - 1, std::true_type{});
-        write_dq(count - 1), hand_dq_on(count - 1);
-    }
+        for (int first = 0; first < TILE; first += STEP) begin_step(nth, first), end_step(nth, first);
     // endregion
 
     // region: store dK and dV
