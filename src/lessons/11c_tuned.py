@@ -33,10 +33,12 @@ import re
 import matplotlib.pyplot as plt
 import torch
 
+from flashlab.attention import reference
 from flashlab.bench import hopper_results
 from flashlab.bench.hopper_jobs import PLANTED
 from flashlab.check import verify
 from flashlab.cuda import load_inline, missing
+from flashlab.cuda.hopper_backward import hopper_backward
 from flashlab.figures import hopper as draw
 from flashlab.figures import show
 from flashlab.figures.ladder import prepare
@@ -587,16 +589,63 @@ for run in RUNS:
 # gain nothing (section 9). Why the mask costs our kernel more than FlashAttention-4 there, we do not know.
 
 # %% [markdown]
-# **The backward pass.** The package has one in this style, `flashlab.cuda.hopper_backward`: two large kernels, no atomics, so
-# that the bits are the same each time. `notes/phase_11_experiments.md` has its design. It
-# computes seven products where five would do, is slower than cuDNN at every shape, and at $D = 64$ slower than the course's own Triton
-# kernel too. FlashAttention-4's was not measured. First the whole, then its three kernels alone (in µs), then variants of it and the peers. TFLOP/s count 2.5 times the forward pass:
+# ### The backward pass
+#
+# `flashlab.cuda.hopper_backward` is this phase's way back, by the same means. A block of `keys` keeps 128 keys and walks over the queries that
+# see them, a tile at a time. The scores are computed transposed, $S^\top = K Q^\top$ and $dP^\top = V\,dO^\top$: so $P^\top$ and $dS^\top$
+# lie in registers just as $dV$ and $dK$ want their A operand. $dS$ goes to shared memory too, for $dQ = dS\,K$. Five products, all of a tile
+# in one row:
+
+# %%
+show.region(path("p11_backward"), "dV and dK")
+
+# %% [markdown]
+# Every block of keys has a part of each query's $dQ$. Atomic additions would take them as they come, and the last bits would differ from run to run:
+# a float sum depends on its order. So each tile has a *turn*. Block $j$ adds after block $j - 1$, and the copy engine does the adding. Nobody waits
+# for a block that was launched later; so the first of all that are not done goes on, and nobody waits for ever.
+
+# %%
+show.region(path("p11_backward"), "sum dQ")
+
+# %% [markdown]
+# The same bits, however many blocks run at a time:
+
+# %%
+q, k, v, grad_o = (torch.randn(1, 2, 200, 64).half() for _ in range(4))
+o, lse = reference.attention(q, k, v, causal=True)
+given = grad_o, q, k, v, o.half(), lse.float()
+four, one = (hopper_backward(*given, causal=True, backend="emulator", threads=n) for n in (4, 1))
+right = reference.attention_backward(grad_o, q, k, v, causal=True)
+for name, a, b, x in zip(("dq", "dk", "dv"), four, one, right, strict=True):
+    assert torch.equal(a, b)
+    print(f"{name}: the same bits; off by at most {(a - x).abs().max() / x.abs().max():.1e} of the largest")
+
+# %% [markdown]
+# What does order cost, and what does the fifth product save? `ORDERED=0` adds in any order. `PRODUCTS=7` is the design before: no block adds to what
+# another writes, as a second kernel keeps 128 queries, and computes $S$ and $dP$ again.
+
+# %%
+for run in RUNS:
+    found = hopper_results.ladder_speeds(run, "backward")
+    for who in ("p11 ORDERED=0", "p11 PRODUCTS=7", "cuDNN", "FlashAttention-2", "FlashAttention-4"):
+        r = [rows[who]["ms"] / rows["p11"]["ms"] for rows in found.values() if "ms" in rows.get(who, {})]
+        if r:
+            print(f"{who:16} takes {min(r):.2f} to {max(r):.2f} times as long")
+
+# %% [markdown]
+# So the same bits each time are nearly free, and cuDNN is behind at every shape; FlashAttention-4, which has no order, is ahead of us. TFLOP/s, by 2.5 times the forward
+# pass, "≠" where the bits differ, and the smaller kernels alone in µs:
 
 # %%
 for backward in map(hopper_results.backward_table, RUNS):
     if backward.rows:
         show.table(backward.rows, backward.columns, align=backward.align)
     print(backward.caption)
+
+# %% [markdown]
+# Two things were learnt on the way (`notes/phase_11_experiments.md`). Shared memory is the narrowest: up to $D = 96$ there are registers for the
+# fragments of $K$ and $V$, which then need not be read again for every tile. And a schedule by hand, with each product begun as early as its operands
+# allow, lost to this plain one: a block's two consumers overlap by themselves.
 
 # %% [markdown]
 # ## 11 · What limits it now
@@ -796,7 +845,7 @@ show.region(step("p11_flash"), "store", "launch")
 
 # %% [markdown]
 # Left to explore: $D = 64$, where the exponentials and the products each need 71 % of the time and overlap only in part; $D = 256$ with a mask, where
-# trust gained nothing; a backward pass with five products instead of seven. On your own GPU: `flashlab bench hopper`.
+# trust gained nothing; a backward pass whose tiles have 80 queries, as FlashAttention-4's have at $D = 128$. On your own GPU: `flashlab bench hopper`.
 
 # %% [markdown]
 # ## References

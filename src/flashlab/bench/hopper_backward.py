@@ -28,6 +28,7 @@ from flashlab.bench import harness, hopper_jobs, industrial, peers, records, tim
 from flashlab.bench.harness import Row, Way
 from flashlab.bench.hopper_jobs import CUDNN, DTYPES, FA2, FA4, OURS, TRITON
 from flashlab.check.training import wanted, worst
+from flashlab.cuda import operators  # noqa: F401  (the door takes p11_flash once this is imported)
 from flashlab.cuda.hopper_backward import compiled, hopper_backward
 
 _AGAIN = ("-m", "flashlab.bench.hopper_backward")  # this program in a process of its own
