@@ -40,7 +40,7 @@ def told(id, fn):
 
 
 # Hundreds of changes of a kernel each: minutes in all. Their solutions are checked with the notebooks.
-LARGE = ("4.9", "4.10", "4.11", "4.12", "4.13", "5.4", "5.10", "5.11", "5.12", "5.13")
+LARGE = ("4.9", "4.10", "4.11", "4.12", "4.13", "5.4", "5.10", "5.11", "5.12", "5.13", "12.9")
 ONCE = [pytest.param(id, marks=pytest.mark.long) if id.split()[0] in LARGE else id for id in RULES]
 
 
