@@ -67,9 +67,12 @@ def test_clean_in_the_check_build(step):
 
 @pytest.mark.parametrize(
     ("step", "define", "value"),
-    [(s, d, v) for s in KERNELS for d, values in s.defines.items() for v in values[1:]],
+    [  # by default of the first step that has stages, and of the last one that can be told how many
+        pytest.param(s, d, v, marks=[] if s.name in ("p8_3_stages", "p8_6_store") else pytest.mark.long)
+        for s in KERNELS for d, values in s.defines.items() for v in values[1:]
+    ],
     ids=lambda x: getattr(x, "name", str(x)),
-)
+)  # fmt: skip
 def test_every_define(step, define, value):
     run(step, CASES[0], check=True, **{define: value})
 

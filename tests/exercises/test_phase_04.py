@@ -30,11 +30,6 @@ def solved(id, *changes):
     return [scope[x] for x in answers[id]]
 
 
-@pytest.mark.parametrize("id", [f"4.{i}" for i in range(1, 14)])
-def test_the_solutions_pass(id):
-    assert check(id, *answers_of(id, "solutions"))
-
-
 # ---- 4.1 ------------------------------------------------------------------------------------------------------------
 
 

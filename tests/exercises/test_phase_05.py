@@ -5,14 +5,12 @@ import re
 
 import pytest
 import torch
-from lesson_answers import answers_of, cell_of
+from lesson_answers import cell_of
 
 from flashlab import runtime
 from flashlab.attention import simulation_backward
 from flashlab.check import CheckFailed
 from flashlab.exercises import check
-
-IDS = [f"5.{i}" for i in range(1, 15)]
 
 
 def told(id, *answers):
@@ -26,11 +24,6 @@ def said(id, *answers):
     with pytest.raises(CheckFailed) as caught:
         check(id, *answers)
     return caught.value.sentence.partition("\n")[0]
-
-
-@pytest.mark.parametrize("id", IDS)
-def test_the_solution_passes(id):
-    assert check(id, *answers_of(id, "solutions"))
 
 
 # ---- 5.1 ------------------------------------------------------------------------------------------------------------
