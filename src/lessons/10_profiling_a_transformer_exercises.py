@@ -89,26 +89,26 @@ check("10.2", worth)
 # %% [markdown]
 # ## 10.3
 #
-# `compare` times several functions. Its table looks sensible, until somebody lists the same functions in another order: then another one
-# is the fastest. Find the mistake and repair it.
+# A kernel that is used once is not worth compiling. So `first_cost` tells, for each function, how many milliseconds its first `warmup` calls
+# take longer, all together, than as many usual calls. Its table looks sensible, until somebody asks for fewer `rounds`: then the same first
+# calls cost less. Find the mistake and repair it.
 #
 # `gpu` is simulated: `gpu.clock()` reads the CPU's clock in milliseconds, `gpu.synchronize()` waits for the GPU, and a call such as
 # `runs["flash"]()` launches kernels. You may try it:
 #
 #     gpu = SimulatedGpu()
 #     a = gpu.program("a", kernel_ms=2.0, first_calls_ms=(300.0, 80.0))
-#     b = gpu.program("b", kernel_ms=2.0, first_calls_ms=(300.0, 80.0))
-#     compare({"a": a, "b": b}, gpu)
+#     first_cost({"a": a}, gpu)
 #
-# `first_calls_ms` are the milliseconds that its first calls take longer: a kernel is compiled, then a graph is recorded. The result wanted is
-# the time of a call in the long run. `warmup` calls are enough to get there.
+# `first_calls_ms` are the milliseconds that its first calls take longer: a kernel is compiled, then a graph is recorded. After `warmup` calls
+# every call is a usual one. Each call is waited for, and timed, alone.
 
 # %% tags=["exercise"]
-# RULE flashlab.exercises.phase_10: compare
+# RULE flashlab.exercises.phase_10: first_cost
 
 # %% tags=["check"]
 # hint("10.3")
-check("10.3", compare)
+check("10.3", first_cost)
 
 # %% [markdown]
 # ## 10.4

@@ -151,8 +151,31 @@ def repeat(run, times):
 
 
 def for_each(one):
-    """A `compare` that times one function after the other: one(run, gpu, warmup, rounds)."""
+    """A `first_cost` that takes one function after the other: one(run, gpu, warmup, rounds)."""
     return lambda runs, gpu, warmup=10, rounds=20: {n: one(run, gpu, warmup, rounds) for n, run in runs.items()}
+
+
+def cost(usual):
+    """A `first_cost` by the usual time that usual(times, warmup) gives."""
+
+    def one(run, gpu, w, r):
+        took = singles(run, gpu, w + r)
+        return sum(took[:w]) - w * usual(took, w)
+
+    return for_each(one)
+
+
+def one_by_one(run, gpu, w, r):
+    first, later = singles(run, gpu, w), singles(run, gpu, r)
+    return sum(x - min(later) for x in first)
+
+
+def in_turns(runs, gpu, warmup=10, rounds=20):
+    took = {name: [] for name in runs}
+    for _ in range(warmup + rounds):
+        for name, run in runs.items():
+            took[name] += singles(run, gpu, 1)
+    return {name: torch.tensor(sum(x[:warmup]) - warmup * x[-1]) for name, x in took.items()}
 
 
 def warm_batch(run, gpu, w, r):
@@ -169,35 +192,30 @@ def thrown_away(run, gpu, w, r):
     return statistics.mean(singles(run, gpu, w + r)[w:])
 
 
-def until_settled(run, gpu, w, r):
-    start = gpu.clock()
-    while gpu.clock() - start < 2000:
-        run()
-    return min(singles(run, gpu, r))
+RIGHT_COSTS = [cost(lambda took, w: statistics.median(took[w:])), for_each(one_by_one), in_turns]
 
 
-def all_warm_first(runs, gpu, warmup=10, rounds=20):
-    for run in runs.values():
-        repeat(run, warmup)
-    return {name: batch(run, gpu, rounds) for name, run in runs.items()}
-
-
-def in_turns(runs, gpu, warmup=10, rounds=20):
-    samples = {name: [] for name in runs}
-    for i in range(warmup + rounds):
-        for name, run in runs.items():
-            took = singles(run, gpu, 1)
-            if i >= warmup:
-                samples[name] += took
-    return {name: sum(x) / len(x) for name, x in samples.items()}
-
-
-STYLES = [warm_batch, warm_median, thrown_away, until_settled]
-
-
-@pytest.mark.parametrize("fn", [*map(for_each, STYLES), all_warm_first, in_turns])
-def test_comparing_in_several_styles(fn):
+@pytest.mark.parametrize("fn", RIGHT_COSTS, ids=["median", "one by one", "in turns"])
+def test_the_cost_of_first_calls_in_several_styles(fn):
     assert check("10.3", fn)
+
+
+COSTS = [
+    ("all calls", lambda t, w, r: sum(t[:w]) - w * statistics.mean(t), "mean over all calls"),
+    ("not times warmup", lambda t, w, r: sum(t[:w]) - statistics.mean(t[w:]), "the factor `warmup` is missing"),
+    ("not scaled", lambda t, w, r: sum(t[:w]) - sum(t[w:]), "`rounds` stands where `warmup` belongs"),
+    ("nothing less", lambda t, w, r: sum(t[:w]), "the term"),
+    ("negative", lambda t, w, r: w * t[-1] - sum(t[:w]), "other way round"),
+    ("first alone", lambda t, w, r: t[0] - t[-1], "should be"),
+    ("per call", lambda t, w, r: sum(t[:w]) / w - t[-1], "should be"),
+    ("no number", lambda t, w, r: f"{sum(t[:w])} ms", "returned"),
+]
+
+
+@pytest.mark.parametrize("of, words", [row[1:] for row in COSTS], ids=[row[0] for row in COSTS])
+def test_the_cost_of_first_calls_gone_wrong(of, words):
+    wrong = for_each(lambda run, gpu, w, r: of(singles(run, gpu, w + r), w, r))
+    assert words in str(failed("10.3", wrong))
 
 
 def warm_median_by_sorting(run, gpu, w, r):
@@ -233,29 +251,24 @@ def counting_the_warm_up(run, gpu, w, r):
 
 
 WRONG_TIMES = [
-    (lambda run, gpu, w, r: batch(run, gpu, r), "`for _ in range(warmup)` is missing", "first calls"),
-    (lambda run, gpu, w, r: max(singles(run, gpu, r)), "first calls", "first calls"),
-    (waits_before_only, "`gpu.synchronize()` is missing", "still has work to do"),
-    (neither, "two things are wrong", "two things are wrong"),
-    (counting_the_warm_up, "should be", "first calls"),
-    (lambda run, gpu, w, r: warm_batch(run, gpu, w, r) * r, "division by `rounds` is missing", "should be"),
-    (lambda run, gpu, w, r: warm_median(run, gpu, w, r) / 1000, "should be", "0.001 times"),
-    (lambda run, gpu, w, r: -warm_median(run, gpu, w, r), "other way round", "other way round"),
-    (lambda run, gpu, w, r: warm_batch(run, gpu, w, r) * r / w, "`warmup` stands where `rounds` belongs", "should be"),
-    (lambda run, gpu, w, r: print(gpu.clock()), "returned", "returns nothing"),
-    (lambda run, gpu, w, r: f"{warm_batch(run, gpu, w, r)} ms", "should be", "should be a number"),
-    (
-        lambda run, gpu, w, r: [run() for _ in range(w + r)] and time.perf_counter() * 0 + 2.0,
-        "never read",
-        "never read",
-    ),
+    (lambda run, gpu, w, r: batch(run, gpu, r), "first calls"),
+    (lambda run, gpu, w, r: max(singles(run, gpu, r)), "first calls"),
+    (waits_before_only, "still has work to do"),
+    (neither, "two things are wrong"),
+    (counting_the_warm_up, "first calls"),
+    (lambda run, gpu, w, r: warm_batch(run, gpu, w, r) * r, "should be"),
+    (lambda run, gpu, w, r: warm_median(run, gpu, w, r) / 1000, "0.001 times"),
+    (lambda run, gpu, w, r: -warm_median(run, gpu, w, r), "other way round"),
+    (lambda run, gpu, w, r: warm_batch(run, gpu, w, r) * r / w, "should be"),
+    (lambda run, gpu, w, r: print(gpu.clock()), "returns nothing"),
+    (lambda run, gpu, w, r: f"{warm_batch(run, gpu, w, r)} ms", "should be a number"),
+    (lambda run, gpu, w, r: [run() for _ in range(w + r)] and time.perf_counter() * 0 + 2.0, "never read"),
 ]
 
 
-@pytest.mark.parametrize("one, words, words_of_10_4", WRONG_TIMES)
-def test_timing_gone_wrong(one, words, words_of_10_4):
-    assert words in str(failed("10.3", for_each(one)))
-    assert words_of_10_4 in str(failed("10.4", lambda run, gpu, warmup=5, rounds=20: one(run, gpu, warmup, rounds)))
+@pytest.mark.parametrize("one, words", WRONG_TIMES)
+def test_timing_gone_wrong(one, words):
+    assert words in str(failed("10.4", lambda run, gpu, warmup=5, rounds=20: one(run, gpu, warmup, rounds)))
 
 
 @pytest.mark.parametrize("one", [warm_batch, thrown_away])

@@ -236,22 +236,19 @@ _COMPILED = ("compiled", 0.05, 30, (900.0, 200.0, 60.0))
 
 @rule(
     "10.3",
-    title="The first one wins",
+    title="What do first calls cost?",
     minutes=15,
     difficulty="Bug hunt",
-    bug=Row("first-calls", "only the first function is warmed up: the first calls of the others are in their times", [
-        ("    times = {}\n    for name, run in runs.items():\n        for _ in range(warmup):\n            run()\n"
-         "        gpu.synchronize()\n",
-         "    first = next(iter(runs.values()))\n    for _ in range(warmup):\n        first()\n    gpu.synchronize()\n"
-         "    times = {}\n    for name, run in runs.items():\n")]),
-    history="a common mistake: a benchmark warms up the GPU, or the first of its peers, and the others carry the time "
-    "of their compilation",
+    bug=Row("first-calls", "the usual time is a mean over all calls: the first calls are in it, and hide a part of "
+            "their own cost", [("statistics.mean(took[warmup:])", "statistics.mean(took)")]),
+    history="a common mistake: the mean over all the calls of a benchmark, the first among them, as the usual time",
     hints=[
-        "Which times are right? Where do those functions stand in the list?",
-        "What do the first calls of a function cost, and when does each of them happen?",
-        "Warm up each function, and wait for the GPU, before the clock is read for it.",
+        "Take a function whose only first call takes 300 ms longer, warmup=1 and rounds=1. What should be told, and "
+        "what is? And with 99 rounds?",
+        "What is told is a difference. Which of its two sides has something in it that does not belong there?",
+        "The usual time is that of the calls behind the first `warmup` ones.",
     ],
-    returns="the time",
+    returns="the cost",
     each="function",
     item=float,
     inputs=[
@@ -263,25 +260,25 @@ _COMPILED = ("compiled", 0.05, 30, (900.0, 200.0, 60.0))
         tuple(_program(r, name) for name in "abc"[: r.randint(1, 3)]), _GPU, r.randint(4, 9), r.randint(1, 9)),
     called=_timed,
     shown=_programs,
-    symptom=_on_other_gpus("10.3"),
-    notes={"rounds": "the time is that of `rounds` calls", "gpu": "a launch comes back at once"},
-    tol=0.04,
+    words={"took": "took", "usual": "usual"},
+    notes={"warmup * usual": "as many usual calls as first ones are taken away"},
+    tol=0.02,
     trials=60,
 )  # fmt: skip
 @no_type_check
-def compare(runs, gpu, warmup=10, rounds=20):
-    """{name: milliseconds of one call}, for the functions of `runs`, {name: function without arguments}."""
-    times = {}
+def first_cost(runs, gpu, warmup=10, rounds=20):
+    """{name: milliseconds that the first `warmup` calls take longer than usual ones}; runs: {name: function}."""
+    costs = {}
     for name, run in runs.items():
-        for _ in range(warmup):
+        took = []
+        for _ in range(warmup + rounds):
+            start = gpu.clock()
             run()
-        gpu.synchronize()
-        start = gpu.clock()
-        for _ in range(rounds):
-            run()
-        gpu.synchronize()
-        times[name] = (gpu.clock() - start) / rounds
-    return times
+            gpu.synchronize()
+            took.append(gpu.clock() - start)
+        usual = statistics.mean(took[warmup:])
+        costs[name] = sum(took[:warmup]) - warmup * usual
+    return costs
 
 
 @rule(
