@@ -265,7 +265,8 @@ def test_pytorch_is_no_kernel():
         (("o = torch.empty((batch, heads, M, value_dim), dtype=q.dtype, device=q.device)", "o = torch.empty_like(q)"),
          "not-contiguous"),
         pytest.param(("BLOCK_M + N - M)\n", "BLOCK_M + N - M + BLOCK_N)\n"), "one-tile-too-many", marks=WATCHED),
-        pytest.param(("tl.program_id(0).to(tl.int64) // tl", "tl.program_id(0) // tl"), "offset-overflow", marks=WATCHED),
+        pytest.param(("tl.program_id(0).to(tl.int64) // tl", "tl.program_id(0) // tl"), "offset-overflow",
+                     marks=WATCHED),
     ],
 )  # fmt: skip
 def test_from_an_empty_page_wrong(change, slug):
@@ -300,8 +301,8 @@ SCALE = ("head_dim**-0.5 if scale is None else scale", "scale or head_dim**-0.5"
         ("4.11", ("+ tl.arange(0, BLOCK_M)).to(tl.int64)", "+ tl.arange(0, BLOCK_M))"), "offset-overflow"),
         ("4.11", ("LSE_ptr + batch_head * M", "LSE_ptr + head * M"), "wrong-name"),
         ("4.11", ("triton.cdiv(M, 64) * batch", "triton.cdiv(M, 64)"), "never-written"),
-        ("4.11", ("    N, kv_heads = k.shape[1:3]", "    k, v = (x.repeat_interleave(heads // k.shape[2], 2) for x in (k, v))"
-                  "\n    N, kv_heads = k.shape[1:3]"), "key-heads-copied"),
+        ("4.11", ("    N, kv_heads = k.shape[1:3]", "    k, v = (x.repeat_interleave(heads // k.shape[2], 2) for x in "
+                  "(k, v))\n    N, kv_heads = k.shape[1:3]"), "key-heads-copied"),
         ("4.12", ("    lse = ((m_i", "    lse = tl.where(l_i == 0.0, 0.0, (m_i"), "wrong-value"),
         ("4.13", ("BLOCK_D=max(16, triton.next_power_of_2(head_dim))", "BLOCK_D=triton.next_power_of_2(head_dim)"),
          "tile-too-small"),

@@ -105,8 +105,8 @@ class KernelRule(TensorRule):
                 self.traffic.undefined |= traffic.undefined
                 expect(
                     traffic.loads > 0 or self.call is None,
-                    "no Triton kernel reads anything here: the work should be done in a kernel of yours, and of a grid of "
-                    "0 programs none runs",
+                    "no Triton kernel reads anything here: the work should be done in a kernel of yours, and of a grid "
+                    "of 0 programs none runs",
                     diagnosis="no-kernel",
                 )
             if self.call is not None and isinstance(results, (tuple, list)):  # what the learner's torch.empty made

@@ -436,7 +436,8 @@ def capped(s, cap):
          "scale=8": "NaN where scores are far above the cap: an exponential is infinite there, as in 4.6"},
     notes={
         "seen": "a hidden key has the score -inf", "scale": "the scale comes before the cap",
-        "cap": "it is cap * tanh(score / cap)", "offs_n[None, :] < N": "keys from N on do not exist", "N": ALIGNED, "M": ALIGNED,
+        "cap": "it is cap * tanh(score / cap)", "offs_n[None, :] < N": "keys from N on do not exist",
+        "N": ALIGNED, "M": ALIGNED,
         "offs_n[None, :] <= offs_m[:, None] + N - M": "a query sees the keys up to its own position, that one too",
     },
     rows=[
@@ -620,7 +621,8 @@ def _taken_for(sink: str) -> list[tuple[str, str]]:
         Row("lse-without-sink", "lse is the logarithm of the sum without the sink",
             [*_NO_SINK, (_LSE, ""), (_O, f"{_LSE}\n    {_JOINED}")]),
         Row("o-without-sink", "o is that without a sink: the sum that it is divided by has the sink's term too",
-            [*_NO_SINK, (_O, f"{_O}\n    " + _JOINED.rpartition("\n")[0]), (_LSE, "lse = m_new + tl.log(l_i)")]),
+            [*_NO_SINK, (_O, f"{_O}\n    " + _JOINED.rpartition("\n")[0]),
+             (_LSE, "lse = m_new + tl.log(l_i)")]),
         *(Row(slug, said, _taken_for(sink)) for slug, said, sink in (
             ("sink-is-one", "the sink counts as 1, whatever it is: its term is exp(sink - m_i)", "1.0"),
             ("sink-scaled", "the sink is multiplied by the scale: it is a score already", "sink * scale"),

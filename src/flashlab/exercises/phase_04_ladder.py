@@ -108,9 +108,7 @@ def expect_small_heads(fn: Callable[..., Any]) -> None:
     except Exception as error:
         if "Input shapes should have" not in str(error):
             raise
-        sentence = (
-            "with a head_dim of 8 the compiler refuses `tl.dot`, which multiplies 16 columns or more: pad the tiles"
-        )
+        sentence = "with a head_dim of 8 the compiler refuses `tl.dot`: pad its tiles to 16 columns at least"
         raise CheckFailed(sentence, diagnosis="tile-too-small", case="head_dim=8") from error
 
 
@@ -224,7 +222,7 @@ _SHARED = [
         [("* scale_log2", "* (scale_log2 * 0.6931471805599453)")]),
     Row("scale-ignored", "the scale that is given does not count: these are the values of 1 / sqrt(head_dim)",
         [("* scale_log2", "* (HEAD_DIM**-0.5 * 1.4426950408889634)")]),
-    *(Row("strides-of-another", f"`{mine.upper()}_ptr` is read with the strides of {other.upper()}: each tensor has its own",
+    *(Row("strides-of-another", f"`{mine.upper()}_ptr` is read with {other.upper()}'s strides: each has its own",
           [(f"{mine.upper()}_ptr += batch * stride_{mine}b + head // group * stride_{mine}h",
             f"{mine.upper()}_ptr += batch * stride_{other}b + head // group * stride_{other}h"),
            (f"offs_n * stride_{mine}n", f"offs_n * stride_{other}n"), (f"* stride_{mine}d", f"* stride_{other}d")])

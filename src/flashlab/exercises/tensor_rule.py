@@ -210,7 +210,8 @@ class TensorRule(Rule):
         evidence += f". {sum(off)} of {len(off)} cases are wrong" if len(off) > 1 else ""
         evidence += f"; right: {'; '.join(right[:2])}{'; ...' if len(right) > 2 else ''}" if right else ""
         found = (
-            self._not_finite(got, wrong) or self._all_nan(got, wrong) or index.explain(got) or (self.symptom(learners) if self.symptom else None)
+            self._not_finite(got, wrong) or self._all_nan(got, wrong) or index.explain(got)
+            or (self.symptom(learners) if self.symptom else None)
             or self._common(got, wrong) or index.explain_as_two(got) or index.explain(got, some=True)
             or self._pattern(got, wrong)
         )  # fmt: skip
@@ -259,9 +260,12 @@ class TensorRule(Rule):
         return ("not-finite", words[0]) if words else None
 
     def _all_nan(self, got: Sequence[Values], wrong: Sequence[int]) -> tuple[str, str] | None:
-        """Many changes give nothing but NaN: which one did cannot be told."""
+        """Many changes give nothing but NaN: which one did cannot be told, if it is none of the rows."""
         if not all(torch.as_tensor(mine[i], dtype=torch.float64).isnan().all() for mine in got for i in wrong):
             return None
+        for text, row, outcome in self.index.outcomes:
+            if text is None and self.index.same_outcome(outcome, got):
+                return row.slug, row.said
         return "not-finite", f"{self.returns[wrong[0]]} is NaN everywhere: inf - inf, 0 * inf and 0 / 0 are"
 
     def _common(self, got: Sequence[Values], wrong: Sequence[int]) -> tuple[str, str] | None:
