@@ -88,7 +88,7 @@ check("4.3", tile_mask_kernel)
 # %% [markdown]
 # ## 4.4
 #
-# One program computes `s` = Q Kᵀ for M ≤ BLOCK_M queries and N ≤ BLOCK_N keys, in fp16, without a scale. The matrices have HEAD_DIM
+# One program computes `s` = Q Kᵀ for M ≤ BLOCK_M queries and N ≤ BLOCK_N keys, without a scale. Q and K are fp16, and have HEAD_DIM
 # columns, the tiles BLOCK_D, which is the next power of two. A row of Q begins `stride_q` elements after the one before, and
 # what lies between the rows is not yours to read. S is float32, and its rows follow one another without a gap.
 
@@ -142,7 +142,10 @@ check("4.6", cap_kernel)
 #
 # A causal kernel with a soft-cap, one head. With a cap of 50 its outputs agree with the reference, so it was merged. With a cap
 # of 2 a language model that was trained with it knew the next token suspiciously well. Read the symptoms, find the mistake,
-# repair it.
+# repair it. (`capped` does 4.6's work for a tile, and is right.)
+
+# %%
+from flashlab.exercises.phase_04 import capped
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_04: capped_causal_kernel
@@ -187,12 +190,13 @@ check("4.9", sink_attention_kernel)
 # %% [markdown]
 # ## 4.10
 #
-# *Do 4.11 to 4.13 first: they are the ladder to this page.* Then close them and the lecture, and write a kernel and its launcher from nothing. It takes q
-# `[batch, heads, seq_q, head_dim]` and k, v `[batch, kv_heads, seq_k, head_dim]`, in fp16, with any strides, any lengths, any `head_dim` up to 128,
+# **Write this one last, after 4.11 to 4.13:** they are the ladder to it. Then close them and the lecture, and write a kernel and its launcher from nothing. It takes q
+# `[batch, heads, seq_q, head_dim]` and k, v `[batch, kv_heads, seq_k, head_dim]`, in fp16, with any strides, any lengths, any `head_dim` from 8 to 128,
 # and heads a multiple of kv_heads. `causal` is aligned at the end. A row that sees no key gives o = 0 and lse = −inf. Tiles that
 # no row sees are not loaded: the check counts.
 #
-# It need not be the lecture's last kernel: one loop with one mask is enough. (It asks no more than 4.13. What is new is that nothing is there.)
+# It need not be the lecture's last kernel: one loop with one mask is enough. It asks for 4.13's kernel with one head size and 4.12's end of the
+# loop, for a contiguous `o`, and for an empty page: nothing else is new.
 
 # %% tags=["exercise"]
 # BEGIN STARTER
@@ -238,7 +242,7 @@ check("4.11", heads_attention)
 # ## 4.12
 #
 # Begin with your kernel of 4.11, now in the lecture's layout `[batch, heads, seq, head_dim]`. Give it the mask of 4.2 and 4.3: every query sees the first
-# `prefix` keys, and beyond them those up to its own position, aligned at the end. A row that sees no key gives o = 0 and lse = −inf. **The loop ends
+# `prefix` keys, and beyond them those up to its own position, aligned at the end. (`head_dim` is as in 4.11.) A row that sees no key gives o = 0 and lse = −inf. **The loop ends
 # where the last row of the block stops seeing keys**: the check counts what is loaded.
 
 # %% tags=["exercise"]
@@ -260,7 +264,7 @@ check("4.12", prefix_attention)
 # ## 4.13
 #
 # DeepSeek's models multiply Q and K of 192 columns, and V of 128. Begin with your kernel of 4.12, without the prefix: causal or not. Q and K have
-# `head_dim` columns, V and O have `value_dim`, and neither need be a power of two. The check takes both up to 128.
+# `head_dim` columns, V and O have `value_dim`, and neither need be a power of two. The check takes both from 8 to 128.
 
 # %% tags=["exercise"]
 # BEGIN STARTER

@@ -165,7 +165,7 @@ def test_a_cap_wrong(wrong, slug):
 
 # ---- 4.7 ------------------------------------------------------------------------------------------------------------
 
-CAPPED = "        s = cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * s / cap)))\n"
+CAPPED = "        s = capped(s, cap)\n"
 MASKED = '        s = tl.where(seen, s, float("-inf"))\n'
 
 
@@ -207,7 +207,7 @@ def test_far_apart_in_other_styles(changes):
 # ---- 4.9 ------------------------------------------------------------------------------------------------------------
 
 START = "m_i = tl.full([BLOCK_M], sink, tl.float32)"
-TERM = 'l_i = tl.where(m_i == float("-inf"), 0.0, 1.0)  # exp(sink - m_i)'
+TERM = "l_i = tl.full([BLOCK_M], 1.0, tl.float32)  # exp(sink - m_i)"
 ORDINARY = [
     (START, 'm_i = tl.full([BLOCK_M], float("-inf"), tl.float32)'),
     (TERM, "l_i = tl.zeros([BLOCK_M], tl.float32)"),
@@ -260,11 +260,12 @@ def test_pytorch_is_no_kernel():
         (("o = torch.empty((batch, heads, M, value_dim), dtype=q.dtype, device=q.device)", "o = torch.empty_like(q)"),
          "not-contiguous"),
         pytest.param(("BLOCK_M + N - M)\n", "BLOCK_M + N - M + BLOCK_N)\n"), "one-tile-too-many", marks=WATCHED),
-        pytest.param(("tl.program_id(0).to(tl.int64) // tl", "tl.program_id(0) // tl"), "out-of-bounds", marks=WATCHED),
+        pytest.param(("tl.program_id(0).to(tl.int64) // tl", "tl.program_id(0) // tl"), "offset-overflow",
+                     marks=WATCHED),
     ],
 )  # fmt: skip
 def test_from_an_empty_page_wrong(change, slug):
-    if slug in ("out-of-bounds", "causal-tiles-not-skipped") and not runtime.INTERPRETED:
+    if slug in ("offset-overflow", "causal-tiles-not-skipped") and not runtime.INTERPRETED:
         pytest.skip("such a kernel must not run on a GPU, or nobody counts its loads there")
     found = diagnosis("4.10", *solved("4.13", *([change] if isinstance(change, tuple) else change)))
     assert found == slug or (slug is None and found not in ("exception", "not-solved-yet"))
@@ -292,7 +293,14 @@ SCALE = ("head_dim**-0.5 if scale is None else scale", "scale or head_dim**-0.5"
         ("4.11", ("    return o, lse", "    return o"), "wrong-type"),
         ("4.11", ("    batch, M, heads, head_dim = q.shape", "    batch, M, heads, head_dim = q.mul_(2).shape"),
          "inputs-changed"),
-        ("4.11", ("+ tl.arange(0, BLOCK_M)).to(tl.int64)", "+ tl.arange(0, BLOCK_M))"), "out-of-bounds"),
+        ("4.11", ("+ tl.arange(0, BLOCK_M)).to(tl.int64)", "+ tl.arange(0, BLOCK_M))"), "offset-overflow"),
+        ("4.11", ("LSE_ptr + batch_head * M", "LSE_ptr + head * M"), "wrong-name"),
+        ("4.11", ("triton.cdiv(M, 64) * batch", "triton.cdiv(M, 64)"), "never-written"),
+        ("4.11", ("    N, kv_heads = k.shape[1:3]", "    k, v = (x.repeat_interleave(heads // k.shape[2], 2) for x in "
+                  "(k, v))\n    N, kv_heads = k.shape[1:3]"), "key-heads-copied"),
+        ("4.12", ("    lse = ((m_i", "    lse = tl.where(l_i == 0.0, 0.0, (m_i"), "wrong-value"),
+        ("4.13", ("BLOCK_D=max(16, triton.next_power_of_2(head_dim))", "BLOCK_D=triton.next_power_of_2(head_dim)"),
+         "tile-too-small"),
         ("4.12", ("    for start_n in range(0, end, BLOCK_N):", "    for start_n in range(0, N, BLOCK_N):"),
          "causal-tiles-not-skipped"),
         ("4.13", ("scale = head_dim**-0.5", "scale = value_dim**-0.5"), "default-scale"),
@@ -350,6 +358,21 @@ def test_what_is_not_for_kernels():
 def test_a_row_that_sees_nothing_is_told_what_is_there():
     finite = told("4.7", *solved("4.7", (MASKED, "        s = tl.where(seen, s, -1.0e4)\n")))
     assert "-10000 stands where `float(.-inf.)` belongs" in str(finite).replace(chr(39), ".")
+    everywhere = told("4.7", *solved("4.7", (MASKED, MASKED.replace("-inf", "inf"))))
+    assert "that see no key" not in str(everywhere) and "o is NaN everywhere" in str(everywhere)
+
+
+def test_a_condition_is_missing_rather_than_a_term_of_it():
+    alone = told("4.3", *solved("4.3", (MASK, "seen = (key < prefix) & (query >= 0)")))
+    assert alone.diagnosis == "condition-missing"
+    other = told("4.3", *solved("4.3", (MASK, "seen = (key < N) & (query >= 0)")))
+    assert "`N` stands where `prefix` belongs" in str(other)
+
+
+def test_a_sink_in_one_of_two_results():
+    late = "    o = acc / l_i[:, None]\n    lse = m_i + tl.log(l_i + tl.exp(sink - m_i))\n"
+    in_lse = str(told("4.9", *solved("4.9", *ORDINARY, (AFTER, late))))
+    assert "o is that without a sink" in in_lse and "lse is `m_i` always" not in in_lse
 
 
 def test_the_scales_of_an_empty_page():

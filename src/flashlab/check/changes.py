@@ -317,7 +317,7 @@ def _of_parameters(text: Text, values: Mapping[str, Sequence[Any]]) -> Iterator[
         if not text.are_alike(a, b):
             continue
         edits = tuple((slot, _new(ast.Name(y, ast.Load()))) for x, y in ((a, b), (b, a)) for slot in reads[x])
-        yield Change("names-exchanged", f"`{a}` and `{b}` are exchanged, everywhere", 1.9, edits)
+        yield Change("names-exchanged", f"`{a}` and `{b}` are exchanged, everywhere", 2.05, edits)
     for name, seen in values.items():
         plain_ones = all(isinstance(x, (int, float, str)) or not hasattr(x, "__len__") for x in seen)
         several = list(dict.fromkeys(seen)) if plain_ones else []
@@ -640,14 +640,16 @@ def _of_call(text: Text, node: ast.Call) -> Iterator[tuple[Any, ...]]:
     w = text.say
     name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
     if isinstance(node.func, ast.Attribute) and not isinstance(node.func.value, ast.Name):
-        yield "function-missing", f"`{name}` is missing: it is {w(node.func.value)}", 1.7, node.func.value
+        said = f"`.{ast.unparse(node).removeprefix(ast.unparse(node.func.value) + '.')}` is missing behind "
+        yield "function-missing", said + w(node.func.value), 1.7, node.func.value
     if name in ("min", "max", "maximum", "minimum") and len(node.args) == 2:
         for kept, gone in (node.args, node.args[::-1]):
             if isinstance(gone, ast.Constant) or isinstance(kept, (ast.BinOp, ast.Call)):
                 side = "below" if name.startswith("max") else "above"
                 yield "limit-missing", f"nothing keeps it from going {side} {w(gone)}", 1.0, kept, text.plain(gone)
             else:
-                yield "always-the-limit", f"it is {w(kept)} always: {w(gone)} does not count", 1.1, kept
+                it = "it" if not text.results or id(node) in text.results else w(node)
+                yield "always-the-limit", f"{it} is {w(kept)} always: {w(gone)} does not count", 1.1, kept
         either = f"{w(node.args[0])} and {w(node.args[1])}"
         for mixed, how in (("a + b", "added"), ("(a + b) / 2", "averaged")):
             said = f"{either} are {how} where one of them belongs"

@@ -671,10 +671,11 @@ def _nearly_right(observations: Sequence[Observation], wrong: Sequence[Observati
         return "o-in-16-bit", sentence, seen
     if name == "lse" and all(s.o_ok for s in wrong):
         return "low-precision", _nearly_lse(calm or wrong, times), seen
-    sentence = (
-        f"nearly right, but {name} errs by {times:.3g} times what is allowed: something is rounded that should stay "
-    )
-    sentence += "in float32 (the scores, m, l or acc)"
+    rows = _wrong_rows(seen)
+    why = "is something rounded that should stay in float32 (the scores, m, l or acc)?"
+    if 8 * rows.sum() < rows.numel():
+        why = f"{_rows(rows)} alone err: do they see a key too many or too few? Or {why}"
+    sentence = f"nearly right, but {name} errs by {times:.3g} times what is allowed: {why}"
     return "low-precision", sentence, seen
 
 

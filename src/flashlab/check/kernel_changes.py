@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy as np
 from flashlab.check import tensor_changes
 from flashlab.check.changes import Change, Edits, Slot, Text, _expr, _new
 from flashlab.triton_tools.model import Model, Pointer, launch
+from flashlab.triton_tools.portable import jit_function
 
 
 class KernelText(Text):
@@ -32,7 +33,11 @@ class KernelText(Text):
         super().__init__(fn, words, other)
         self.outputs, self.programs, self.model = outputs, programs, Model()
         triton = SimpleNamespace(cdiv=self.model.cdiv, jit=lambda fn: fn, language=self.model)
-        self.globals = {**self.globals, "tl": self.model, "triton": triton}
+        ours: dict[str, Any] = {"tl": self.model, "triton": triton}
+        for name, x in self.globals.items():
+            if (called := jit_function(x)) is not None:  # a function that the kernel may call
+                ours[name] = FunctionType(called.fn.__code__, {**called.fn.__globals__, **ours})
+        self.globals = {**self.globals, **ours}
         self.constants = {name for name, kind in fn.__annotations__.items() if "constexpr" in str(kind)}
         stored = [n.args[1] for n in ast.walk(self.tree) if isinstance(n, ast.Call) and _name(n) == "store"]
         self.results = {id(x) for x in stored}
@@ -99,7 +104,8 @@ def of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any,
     keywords = {k.arg: k.value for k in node.keywords}
     if getattr(node.func, "id", "") == "float" and "inf" in ast.unparse(node):
         for value in (0.0, -1e4, -1e6, -1e9, -1e30, 1e9) if "-" in ast.unparse(node) else (0.0, -1000.0, 1.0):
-            yield "finite-number", f"{value:g} stands where {w(node)} belongs", 1.4, ast.Constant(value), "inf", value
+            said = f"{f'a number such as {value:g}' if value else '0'} stands where {w(node)} belongs"
+            yield "finite-number", said, 1.4, ast.Constant(value), "inf", value
         turned = "inf" if "-" in ast.unparse(node) else "-inf"
         yield "wrong-sign", f"{w(node)} has the wrong sign", 1.4, _expr(f"float('{turned}')"), "inf", turned
     if name in ("load", "store") and "mask" in keywords:

@@ -30,7 +30,7 @@ Found = tuple["Text | None", Change, Outcome]  # None: a row
 _PLAIN = (  # what may be told together with another one; two rare ones give too much by chance
     "term-missing", "factor-missing", "division-missing", "wrong-sign", "off-by-one", "wrong-name", "wrong-number",
     "limit-missing", "wrong-rounding", "wrong-function", "function-missing", "brackets-missing", "upside-down",
-    "wrong-operator", "wrong-comparison", "taken-as-fixed",
+    "wrong-operator", "wrong-comparison", "taken-as-fixed", "condition-missing",
 )  # fmt: skip
 _ENDLESS = EndlessError.__name__
 _ALMOST = 0.35  # costs so near say nothing about which is likelier

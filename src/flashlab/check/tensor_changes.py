@@ -53,7 +53,7 @@ def of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any,
             yield "not-transposed", f"{w(value)} is not transposed", 1.3, value, "T"
         case ast.BinOp(left=left, op=ast.BitAnd() | ast.BitOr() as both, right=right):
             for alone, gone in ((left, right), (right, left)):
-                yield "condition-missing", f"the condition {w(gone)} is missing", 1.0, alone
+                yield "condition-missing", f"the condition {w(gone)} is missing", 0.85, alone
             other_way = ast.BitOr() if isinstance(both, ast.BitAnd) else ast.BitAnd()
             yield "wrong-operator", f"the conditions are joined by {'|&'[isinstance(other_way, ast.BitAnd)]}", 1.5, (
                 ast.BinOp(left, other_way, right))  # fmt: skip

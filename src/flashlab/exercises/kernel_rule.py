@@ -26,6 +26,7 @@ from flashlab import runtime
 from flashlab.check import CheckFailed, expect, kernel_changes
 from flashlab.check.kernel_changes import KernelText
 from flashlab.check.lookup import Index, Values
+from flashlab.check.poison import MarkedEmpty, unwritten
 from flashlab.exercises.rule import rule
 from flashlab.exercises.tensor_rule import TensorRule, copied
 from flashlab.exercises.triton_answers import compiles, explain_undefined, kernel_of
@@ -96,16 +97,20 @@ class KernelRule(TensorRule):
             results: Any = list(outputs.values()) if len(outputs) > 1 else outputs[self.writes[0]]
             with watched_memory() if runtime.INTERPRETED else contextlib.nullcontext() as traffic:
                 if self.call is not None:
-                    results = self.call(kernel, **arguments)
+                    with MarkedEmpty():
+                        results = self.call(kernel, **arguments)
                 else:
                     kernel[(self.programs(**arguments),)](*(arguments | outputs).values())
             if traffic is not None:
                 self.traffic.undefined |= traffic.undefined
                 expect(
                     traffic.loads > 0 or self.call is None,
-                    "no Triton kernel reads anything here: the work should be done in a kernel of yours",
+                    "no Triton kernel reads anything here: the work should be done in a kernel of yours, and of a grid "
+                    "of 0 programs none runs",
                     diagnosis="no-kernel",
                 )
+            if self.call is not None and isinstance(results, (tuple, list)):  # what the learner's torch.empty made
+                results = [x.masked_fill(unwritten(x), NOTHING) if isinstance(x, torch.Tensor) else x for x in results]
             return results
 
         launch.answer = kernel  # type: ignore[attr-defined]
@@ -146,6 +151,9 @@ class KernelRule(TensorRule):
             if super()._not_finite(got, wrong, {"": failed.sentence}):
                 return failed.diagnosis, failed.sentence
         return super()._not_finite(got, wrong)
+
+    def _seen(self, part: int, got: Sequence[Values]) -> str:
+        return super()._seen(part, got).replace(f"is {NOTHING:.4g}", "is never stored")
 
     def _common(self, got: Sequence[Values], wrong: Sequence[int]) -> tuple[str, str] | None:
         for given, mine in zip(self.tried, got, strict=True):

@@ -7,6 +7,7 @@ them shows on a GPU too. Then the compiler is asked.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from flashlab.check.lookup import Row
 from flashlab.exercises.kernel_rule import apart, empty, kernel_rule
 from flashlab.exercises.phase_04_ladder import ALIGNED
 from flashlab.exercises.rule import rule
-from flashlab.exercises.tensor_rule import normal, tensor_rule
+from flashlab.exercises.tensor_rule import EMPTY_ROWS, normal, tensor_rule
 from flashlab.exercises.triton_answers import compiles, in_bounds, kernel_of
 
 Numbers = tuple[int, ...]
@@ -211,7 +212,7 @@ def mask_of_a_tile(start_m, start_n, M, N, prefix):
     offs_m = start_m + r
     offs_n = start_n + c
     seen = (offs_n[None, :] <= offs_m[:, None] + (N - M)) | (offs_n[None, :] < prefix)
-    return seen.int()
+    return seen.broadcast_to(len(r), 32).int()  # as a store does
 
 
 # ---- 4.4 ------------------------------------------------------------------------------------------------------------
@@ -247,6 +248,7 @@ def _of_scores(r: random.Random, M: int, N: int, D: int, BLOCK_D: int) -> tuple[
     notes={"dtype": "products of float16 are added up in float32"}
     | dict.fromkeys(("HEAD_DIM", "real"), "columns 0 to HEAD_DIM - 1 exist")
     | dict.fromkeys(("stride_q", "stride_k"), "each matrix has a stride of its own, from one row to the next"),
+    words={"real": "(offs_d[None, :] < HEAD_DIM)"},  # the page has no such name
     nan={"": "not finite, though every address was right: what do the masked-off elements hold? -inf times 0 is NaN"},
     rows=[
         Row("half-the-columns", "only the first BLOCK_D / 2 columns count; HEAD_DIM of them exist",
@@ -360,6 +362,7 @@ def _to_be_capped(r: random.Random, cap: float) -> tuple[torch.Tensor, float]:
     inputs={f"cap={cap:g}, x up to infinity": _to_be_capped(random.Random(int(cap)), cap) for cap in (2.0, 1.0, 3.0)},
     draw=lambda r: _to_be_capped(r, r.choice((0.5, 1.0, 2.5))),
     beside=1,
+    words={"torch": "tl"},
     also=["cap * torch.tanh(x / cap)", "cap * (2.0 * torch.sigmoid(2.0 * x / cap) - 1.0)"],
     through=_cap_of,
     on_device=True,
@@ -392,9 +395,15 @@ def _one_head(r: random.Random, M: int, N: int, *numbers: float, lse: bool = Fal
     return q, k, v, empty(M, 64, dtype=torch.float16), *([empty(M)] if lse else []), M, N, *numbers, 64, 16, 32
 
 
-_CAP = "        s = cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * s / cap)))\n"
+_CAP = "        s = capped(s, cap)\n"
 _MASK = '        s = tl.where(seen, s, float("-inf"))\n'
 _LEAK = "a hidden key has the score -cap, and with it a share of the softmax"
+
+
+@triton.jit
+def capped(s, cap):
+    """cap * tanh(s / cap): exercise 4.6's, for the kernel of 4.7."""
+    return cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * s / cap)))
 
 
 @kernel_rule(
@@ -404,9 +413,8 @@ _LEAK = "a hidden key has the score -cap, and with it a share of the softmax"
     difficulty="Bug hunt",
     bug=Row(
         "capped-after-mask", f"{_LEAK}: only -inf silences it, and a cap after the mask makes -cap of that",
-        [("        s = cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * s / cap)))\n", ""),
-         ('s = tl.where(seen, s, float("-inf"))', 's = tl.where(seen, s, float("-inf"))\n'
-          "        s = cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * s / cap)))")],
+        [("        s = capped(s, cap)\n", ""),
+         ('s = tl.where(seen, s, float("-inf"))', 's = tl.where(seen, s, float("-inf"))\n        s = capped(s, cap)')],
     ),
     history="Dao-AILab/flash-attention, pull request 1025 (2024), where the review caught it; onnx/onnx, issue 7865 "
     "(2026), where the standard itself had it",
@@ -424,12 +432,12 @@ _LEAK = "a hidden key has the score -cap, and with it a share of the softmax"
                                  (50, 33, 2.0, 0.5), (55, 25, 20.0, 0.5), (60, 1, 2.0, 0.5), (18, 20, 1.0, 8.0))
     },
     draw=lambda r: _one_head(r, r.randint(1, 60), r.randint(1, 60), r.choice((0.25, 0.5)), r.choice((1.0, 2.0, 20.0))),
-    nan={"M=50": "the rows that see no key hold NaN: where is -inf - (-inf), or 0 / 0?",
+    nan={EMPTY_ROWS: "the rows that see no key hold NaN: where is -inf - (-inf), or 0 / 0?",
          "scale=8": "NaN where scores are far above the cap: an exponential is infinite there, as in 4.6"},
     notes={
         "seen": "a hidden key has the score -inf", "scale": "the scale comes before the cap",
-        "cap": "it is cap * tanh(score / cap)", "2.0": "the exponential in tanh is that of twice its argument",
-        "offs_n[None, :] < N": "keys from N on do not exist", "N": ALIGNED, "M": ALIGNED,
+        "cap": "it is cap * tanh(score / cap)", "offs_n[None, :] < N": "keys from N on do not exist",
+        "N": ALIGNED, "M": ALIGNED,
         "offs_n[None, :] <= offs_m[:, None] + N - M": "a query sees the keys up to its own position, that one too",
     },
     rows=[
@@ -466,7 +474,7 @@ def capped_causal_kernel(
         k = tl.load(K_ptr + at_n, mask=offs_n[:, None] < N, other=0.0)
         s = tl.dot(q, k.T) * scale
         #: Repaired: the cap first. Of a score of -inf it would make -cap, which has a share of the softmax.
-        s = cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * s / cap)))
+        s = capped(s, cap)
         seen = (offs_n[None, :] < N) & (offs_n[None, :] <= offs_m[:, None] + N - M)
         s = tl.where(seen, s, float("-inf"))
         m_new = tl.maximum(m_i, tl.max(s, axis=1))
@@ -497,9 +505,9 @@ _NARROW = [*_WIDE.values()]
 
 
 def _still(*names: str) -> Row:
-    """These have 32 bits. Of one alone the engine tells."""
     said = " and ".join(f"{name} * stride_{'n' if name == 'rows' else name[0]}" for name in names)
-    return Row("-and-".join(names) + "-overflow", f"{said} still have 32 bits", [_WIDE[name] for name in names])
+    have = "have" if names[1:] else "has"
+    return Row("-and-".join(names) + "-overflow", f"{said} still {have} 32 bits", [_WIDE[name] for name in names])
 
 
 @kernel_rule(
@@ -532,7 +540,7 @@ def _still(*names: str) -> Row:
     },
     draw=lambda r: _layout(r.randint(1, 8), r.randint(1, 2**30), r.randint(1, 2**30), r.randint(1, 2**28)),
     rows=[
-        *(_still(*names) for names in (("batch", "head"), ("head", "rows"), ("batch", "rows"))),
+        *(_still(*names) for n in (1, 2) for names in itertools.combinations(_WIDE, n)),
         Row("products-overflow", "the sums have 64 bits now, but each product still has 32: convert an index before it "
             "is multiplied", [*_NARROW, (_OFFSETS, "(batch * stride_b).to(tl.int64) + (head * stride_h).to(tl.int64) + "
                                          "(rows * stride_n).to(tl.int64)")]),
@@ -559,7 +567,7 @@ def row_offsets_kernel(out_ptr, heads, stride_b, stride_h, stride_n, BLOCK: tl.c
 # ---- 4.9 ------------------------------------------------------------------------------------------------------------
 
 _START = "m_i = tl.full([BLOCK_M], sink, tl.float32)"
-_TERM = 'l_i = tl.where(m_i == float("-inf"), 0.0, 1.0)  # exp(sink - m_i)'
+_TERM = "l_i = tl.full([BLOCK_M], 1.0, tl.float32)  # exp(sink - m_i)"
 _O, _LSE = "o = acc / l_i[:, None]", "lse = m_i + tl.log(l_i)"
 _NO_SINK = [(_START, 'm_i = tl.full([BLOCK_M], float("-inf"), tl.float32)'),
             (_TERM, "l_i = tl.zeros([BLOCK_M], tl.float32)")]  # fmt: skip
@@ -610,8 +618,11 @@ def _taken_for(sink: str) -> list[tuple[str, str]]:
     rows=[
         Row("sink-ignored", "the result is that without a sink: l_i begins at exp(sink - m_i) = 1, not at 0",
             [_NO_SINK[1]]),
-        Row("lse-without-sink", "o is right; lse is the logarithm of the sum without the sink",
+        Row("lse-without-sink", "lse is the logarithm of the sum without the sink",
             [*_NO_SINK, (_LSE, ""), (_O, f"{_LSE}\n    {_JOINED}")]),
+        Row("o-without-sink", "o is that without a sink: the sum that it is divided by has the sink's term too",
+            [*_NO_SINK, (_O, f"{_O}\n    " + _JOINED.rpartition("\n")[0]),
+             (_LSE, "lse = m_new + tl.log(l_i)")]),
         *(Row(slug, said, _taken_for(sink)) for slug, said, sink in (
             ("sink-is-one", "the sink counts as 1, whatever it is: its term is exp(sink - m_i)", "1.0"),
             ("sink-scaled", "the sink is multiplied by the scale: it is a score already", "sink * scale"),
@@ -620,7 +631,7 @@ def _taken_for(sink: str) -> list[tuple[str, str]]:
             ("sink-in-base-2", "2 is raised to the sink; its term is e^(sink - m_i)", "0.693147181 * sink"),
         )),
         *(Row("sink-in-every-tile", f"the sink is counted {how}: it is one key",
-              [(_TERM, _TERM.replace("1.0)", f"{n})"))])
+              [(_TERM, _TERM.replace("1.0,", f"{n},"))])
           for how, n in (("once in every tile", "1.0 * tl.cdiv(N, BLOCK_N)"), ("once for each key", "1.0 * N"),
                          ("before the loop and in every tile", "1.0 + tl.cdiv(N, BLOCK_N)"), ("twice", "2.0"))),
         Row("sink-not-shifted", "the sink's term is exp(sink), those of the keys are relative to m_i: all need one m",
@@ -647,7 +658,7 @@ def sink_attention_kernel(
     # m_i, l_i and acc before the first tile:
     # BEGIN SOLUTION
     m_i = tl.full([BLOCK_M], sink, tl.float32)
-    l_i = tl.where(m_i == float("-inf"), 0.0, 1.0)  # exp(sink - m_i)
+    l_i = tl.full([BLOCK_M], 1.0, tl.float32)  # exp(sink - m_i)
     acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
     # END SOLUTION
     for start_n in range(0, N, BLOCK_N):

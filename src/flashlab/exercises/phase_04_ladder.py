@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import tempfile
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.interpreter import interpreter_builder
 
 from flashlab import runtime
 from flashlab.check import CheckFailed, Report, expect, expect_close, verify
 from flashlab.check.lookup import Row
 from flashlab.exercises.kernel_rule import apart, empty, kernel_rule
-from flashlab.exercises.tensor_rule import normal
+from flashlab.exercises.tensor_rule import EMPTY_ROWS, normal
 from flashlab.exercises.triton_answers import in_bounds
 from flashlab.triton_tools.watch import watched as watched_memory
 
@@ -80,6 +83,38 @@ def expect_tiles_skipped(fn: Callable[..., Any]) -> None:
     )
 
 
+def expect_no_copies(fn: Callable[..., Any], head_dim: int = 16) -> None:
+    """Key heads are shared where they lie: a copy for each query head is right, and `group` times as large."""
+    __tracebackhide__ = True
+    q, k, v = (normal(random.Random(0), 1, heads, 16, head_dim, dtype=torch.float16) for heads in (4, 2, 2))
+    with watched_memory(k=k, v=v) as traffic:
+        fn(q, k, v, scale=0.25)
+    copied = [x for x in "kv" if not traffic.read_from[x]]
+    expect(
+        not copied,
+        f"right, but the kernel reads copies of {' and '.join(copied)}: key heads are shared by index, head // group",
+        diagnosis="key-heads-copied", case="heads=4, kv_heads=2",
+    )  # fmt: skip
+
+
+def expect_small_heads(fn: Callable[..., Any]) -> None:
+    """A head_dim below what the compiler takes for a product's inner side. The interpreter takes any."""
+    __tracebackhide__ = True
+    q, k, v = (normal(random.Random(i), 1, 1, 20, 8, dtype=torch.float16).to(runtime.device()) for i in range(3))
+    asked: Any = mock.patch.dict(interpreter_builder.codegen_fns, {"min_dot_size": lambda *_: (1, 1, 16)})
+    try:
+        with asked if runtime.INTERPRETED else contextlib.nullcontext():
+            fn(q, k, v)
+    except Exception as error:
+        if "Input shapes should have" not in str(error):
+            raise
+        sentence = "with a head_dim of 8 the compiler refuses `tl.dot`: pad its tiles to 16 columns at least"
+        raise CheckFailed(sentence, diagnosis="tile-too-small", case="head_dim=8") from error
+
+
+_NARROW = "which products of an index and a stride have 32 bits?"
+
+
 def expect_64_bits(fn: Callable[..., Any]) -> None:
     """Rows, heads and batches that lie 2^31 elements apart; of the file behind them only what is touched is there."""
     __tracebackhide__ = True
@@ -98,10 +133,16 @@ def expect_64_bits(fn: Callable[..., Any]) -> None:
         for x, values in zip((q, k, v), small, strict=True):
             x.copy_(values)
         want = fn(*small, causal=False, scale=0.3)[0]
-        with in_bounds(case):
-            o = fn(q, k, v, causal=False, scale=0.3)[0]
+        try:
+            with in_bounds(case):
+                o = fn(q, k, v, causal=False, scale=0.3)[0]
+        except CheckFailed as failed:
+            if "before the first" not in failed.sentence:
+                raise
+            sentence = f"{failed.sentence}. Here an offset is 2^31, which wraps around in 32 bits: {_NARROW}"
+            raise CheckFailed(sentence, diagnosis="offset-overflow", case=case) from None
         expect_close(o, want, what="o", case=case, diagnosis="offset-overflow",
-                     because="which products of an index and a stride have 32 bits?")  # fmt: skip
+                     because=_NARROW)  # fmt: skip
 
 
 # ---- the ladder -----------------------------------------------------------------------------------------------------
@@ -173,12 +214,26 @@ _KV_HEADS = [
         [(f"stride_{name}b + head // group", f"stride_{name}b + head % (heads // group)") for name in x])
     for x in ("kv", "k", "v")
 ]  # fmt: skip
+_SHARED = [
+    *_KV_HEADS,
+    Row("group-for-kv-heads", "key head and `group` are mixed up: heads // (heads // group) divides head. " + _HEAD,
+        [(f"stride_{name}b + head // group", f"stride_{name}b + head // (heads // group)") for name in "kv"]),
+    Row("log2e-missing", "the scores are not multiplied by log2(e): exp(x) is exp2(x * log2(e))",
+        [("* scale_log2", "* (scale_log2 * 0.6931471805599453)")]),
+    Row("scale-ignored", "the scale that is given does not count: these are the values of 1 / sqrt(head_dim)",
+        [("* scale_log2", "* (HEAD_DIM**-0.5 * 1.4426950408889634)")]),
+    *(Row("strides-of-another", f"`{mine.upper()}_ptr` is read with {other.upper()}'s strides: each has its own",
+          [(f"{mine.upper()}_ptr += batch * stride_{mine}b + head // group * stride_{mine}h",
+            f"{mine.upper()}_ptr += batch * stride_{other}b + head // group * stride_{other}h"),
+           (f"offs_n * stride_{mine}n", f"offs_n * stride_{other}n"), (f"* stride_{mine}d", f"* stride_{other}d")])
+      for mine, other in ("kv", "vk")),
+]  # fmt: skip
 _TOP_LEFT = [
     Row("causal-loop-top-left", f"the loop's end fits M = N only: {ALIGNED}", [("BLOCK_M + N - M)", "BLOCK_M)")]),
     Row("causal-top-left", f"the mask is aligned at the first key: {ALIGNED}",  # whatever ends the loop
         [("BLOCK_M + N - M)", "BLOCK_M)"), ("offs_m + N - M)", "offs_m)")]),
 ]  # fmt: skip
-_EMPTY = {"": "NaN in a row that sees no key: where is -inf - (-inf), or 0 / 0?"}
+_EMPTY = {EMPTY_ROWS: "NaN in a row that sees no key: where is -inf - (-inf), or 0 / 0?"}
 
 
 def _by_token(heads_attention: Callable[..., Any]) -> Callable[..., Any]:
@@ -198,6 +253,7 @@ def _all_heads(heads_attention: Callable[..., Any]) -> Report:
     report = verify(lambda q, k, v, *, scale=None: forward(q, k, v, scale=scale), gqa=True, max_seq=150)
     expect_scales(forward, 64)
     if runtime.INTERPRETED:
+        expect_no_copies(lambda q, k, v, scale: heads_attention(*(x.transpose(1, 2) for x in (q, k, v)), scale=scale))
         expect_64_bits(forward)
     return report
 
@@ -229,7 +285,7 @@ _HEADS = (
     inputs={_named(x): _of_heads(random.Random(i), x) for i, x in enumerate(_HEADS)},
     draw=lambda r: _of_heads(r, _some_shape(r, *(2 * [r.choice((16, 32))]))),
     notes=_NOTES,
-    rows=_KV_HEADS,
+    rows=_SHARED,
     tries=100,
     then=_all_heads,
 )  # fmt: skip
@@ -302,6 +358,7 @@ def _with_a_prefix(prefix_attention: Callable[..., Any]) -> Report:
     report = verify(forward, causal=True, gqa=True, max_seq=150)
     expect_scales(forward, 64)
     if runtime.INTERPRETED:
+        expect_no_copies(prefix_attention)
         expect_tiles_skipped(forward)
         expect_64_bits(forward)
     return report
@@ -332,7 +389,7 @@ _PREFIXES = (
     draw=lambda r: (lambda x: _of_a_prefix(r, x, r.randint(0, x[4])))(_some_shape(r, *(2 * [r.choice((16, 32))]))),
     nan=_EMPTY,
     notes=_NOTES,
-    rows=[*_KV_HEADS, *_TOP_LEFT],
+    rows=[*_SHARED, *_TOP_LEFT],
     tries=100,
     then=_with_a_prefix,
 )  # fmt: skip
@@ -406,7 +463,9 @@ def _of_two_sizes(two_sizes_attention: Callable[..., Any]) -> Report:
 
     report = verify(forward, causal=True, gqa=True, head_dims=(64, 40), max_seq=150)
     expect_scales(forward, 40, 24)
+    expect_small_heads(forward)
     if runtime.INTERPRETED:
+        expect_no_copies(two_sizes_attention)
         expect_64_bits(forward)
     return report
 
@@ -440,7 +499,11 @@ _TWO_SIZES = (
     draw=lambda r: _of_two(r, _some_shape(r, r.choice((16, 24, 40)), r.choice((16, 24, 40))), r.random() < 0.5),
     nan=_EMPTY,
     notes=_NOTES,
-    rows=[*_KV_HEADS, *_TOP_LEFT],
+    rows=[
+        *_SHARED, *_TOP_LEFT,
+        Row("columns-cut", "the scores lack the columns of Q and K from 64 on: BLOCK_D is head_dim's next power of two",
+            [("tl.arange(0, BLOCK_D)", "tl.arange(0, 64)")]),
+    ],
     tries=100,
     then=_of_two_sizes,
 )  # fmt: skip
@@ -557,7 +620,9 @@ def _told_by_verify(launch: Any) -> tuple[str, str] | None:
 def _verified(my_attention: Callable[..., Any]) -> Report:
     report = _verify(my_attention)
     expect_scales(my_attention)
+    expect_small_heads(my_attention)
     if runtime.INTERPRETED:
+        expect_no_copies(my_attention)
         expect_tiles_skipped(my_attention)
         expect_64_bits(my_attention)
     return report
@@ -594,9 +659,9 @@ kernel_rule(
     | {"q stored by columns": _by_columns(*_of_two(random.Random(75), (1, 2, 1, 10, 65, 16, 16), False)),
        "one query, 1600 keys, of which the first 64 weigh most": _in_small_steps()},
     draw=lambda r: _of_two(r, _some_shape(r, *(2 * [r.choice((16, 24, 40))])), r.random() < 0.5, r.choice((0.1, 0.3))),
-    nan={"causal=True": _EMPTY[""]},
+    nan=_EMPTY,
     notes=_NOTES,
-    rows=[*_KV_HEADS, *_TOP_LEFT],
+    rows=[*_SHARED, *_TOP_LEFT],
     symptom=_told_by_verify,
     tries=100,
     then=_verified,

@@ -33,6 +33,7 @@ from flashlab.exercises.answers import in_words
 from flashlab.exercises.rule import RULES, Rule, rule
 
 _BESIDE, _DRAWN, _DIFFERING, _TRIES = 6, 60, 30, 2_000
+EMPTY_ROWS = "empty rows"  # a key of `nan`: all that is lost should be 0, or -inf
 
 
 def normal(r: random.Random, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -49,7 +50,8 @@ class TensorRule(Rule):
         names: of the inputs; what is drawn has none.
         through: makes a function of the inputs of what the learner hands in: a kernel's launch, an iterator for a list.
         on_device: inputs are handed in where kernels run, results are looked at on the CPU.
-        nan: {part of a case's name, or "": what a result that is not finite there comes of}.
+        nan: {part of a case's name, "", or EMPTY_ROWS: what a result that is not finite there comes of}.
+            Of several cases each needs one.
         beside: how many drawn inputs the check runs beside its own. tries: pairs of changes that are tried.
         without: slugs of changes that say too much: on one input alone some of them fit by chance.
     """
@@ -208,7 +210,8 @@ class TensorRule(Rule):
         evidence += f". {sum(off)} of {len(off)} cases are wrong" if len(off) > 1 else ""
         evidence += f"; right: {'; '.join(right[:2])}{'; ...' if len(right) > 2 else ''}" if right else ""
         found = (
-            self._not_finite(got, wrong) or index.explain(got) or (self.symptom(learners) if self.symptom else None)
+            self._not_finite(got, wrong) or self._all_nan(got, wrong) or index.explain(got)
+            or (self.symptom(learners) if self.symptom else None)
             or self._common(got, wrong) or index.explain_as_two(got) or index.explain(got, some=True)
             or self._pattern(got, wrong)
         )  # fmt: skip
@@ -238,18 +241,32 @@ class TensorRule(Rule):
         """What is said of results that are wrong only where they are not finite."""
         words: list[str] = []
         for given, mine, right in zip(self.tried, got, self.index.right, strict=True):
-            lost = False
+            lost, empty = False, True
             for i in (i for i in wrong if not self.index.same_outcome([mine], [right], i)):
                 x, y = (torch.as_tensor(z[i], dtype=torch.float64) for z in (mine, right))
                 off = ~((x - y).abs() <= allowed_error(right[i], self.tol)) & (x != y) & ~(x.isnan() & y.isnan())
                 lost |= not bool(x[off].isfinite().any())
+                empty &= bool(((y[off] == 0) | y[off].isneginf()).all())
                 if bool(x[off].isfinite().any()) and not isinstance(right[i], int):  # a count goes with the others
                     return None
             if lost:
-                words += [said for part, said in (nan or self.nan).items() if part in self.case(given)][:1]
+                fits = [said for part, said in (nan or self.nan).items()
+                        if (empty if part == EMPTY_ROWS else part in self.case(given))]  # fmt: skip
+                if not fits:
+                    return None  # and so it is not what is told of another case
+                words += fits[:1]
             elif not self.index.same_outcome([mine], [right]):
                 return None
         return ("not-finite", words[0]) if words else None
+
+    def _all_nan(self, got: Sequence[Values], wrong: Sequence[int]) -> tuple[str, str] | None:
+        """Many changes give nothing but NaN: which one did cannot be told, if it is none of the rows."""
+        if not all(torch.as_tensor(mine[i], dtype=torch.float64).isnan().all() for mine in got for i in wrong):
+            return None
+        for text, row, outcome in self.index.outcomes:
+            if text is None and self.index.same_outcome(outcome, got):
+                return row.slug, row.said
+        return "not-finite", f"{self.returns[wrong[0]]} is NaN everywhere: inf - inf, 0 * inf and 0 / 0 are"
 
     def _common(self, got: Sequence[Values], wrong: Sequence[int]) -> tuple[str, str] | None:
         """Few digits; or one factor, one difference or one value in every case."""
@@ -259,8 +276,8 @@ class TensorRule(Rule):
                      for x, y in zip(got, self.index.right, strict=True)]  # fmt: skip
             few = all(not isinstance(y[i], torch.Tensor) or y[i].dtype != torch.float64 or bool((a == b).all())
                       for (a, b), y in zip(pairs, self.index.right, strict=True))  # fmt: skip
-            if few and all(bool(((a - b).abs() <= 5e-3 * b.abs().max()).all()) for a, b in pairs if b.numel()):
-                why = self.notes.get("digits") or self.notes.get("dtype", "what is rounded on the way?")
+            if few and all(_few_digits(a, b) for a, b in pairs if b.numel()):
+                why = self.notes.get("digits") or self.notes.get("dtype", "is something rounded, or cut off?")
                 return "low-precision", f"{self.returns[i]} is right to a few digits only: {why}"
             for (a, b), y in zip(pairs, self.index.right, strict=True):
                 seen.compared_with.append((self.returns[i], a, b, allowed_error(y[i], self.tol)))
@@ -293,6 +310,12 @@ def copied(x: Any, on_device: bool = False) -> Any:
 
 def _ended(sentence: str) -> str:
     return sentence if sentence.endswith(("?", ".")) else sentence + "."
+
+
+def _few_digits(x: torch.Tensor, right: torch.Tensor) -> bool:
+    some = right.isfinite()
+    return bool(((x - right).abs()[some] <= 5e-3 * right[some].abs().max()).all() if some.any() else True) and bool(
+        ((x == right) | (x.isnan() & right.isnan()))[~some].all())  # fmt: skip
 
 
 def _same_input(mine: Any, given: Any) -> bool:
