@@ -73,18 +73,47 @@ _NOTES = {
     "dtype": "tl.dot takes float32 as TF32 unless it has input_precision='ieee'; or is something converted to 16 bits?",
     **{f"stride_{x}{axis}": _OF_A_HEAD for x in ("q", "k", "v", "do", "dq", "dk", "dv") for axis in "hmn"},
 }  # fmt: skip
+CUT = ".to(k.dtype).to(tl.float32)"
 _HIDDEN = (
     "P of a hidden pair may be infinite, and inf · 0 is NaN; lse of a row that sees no key is -inf, and -inf + inf is "
     "NaN: set P to 0 there with tl.where, behind the exponential"
 )
 
 
-def _two_more(kernel: str) -> dict[str, tuple[Any, ...]]:
-    """A hidden score that is far too large, and rows that are contiguous: see `phase_05._launch_of`."""
+def in_small_steps(given: tuple[Any, ...], walked: tuple[int, ...]) -> tuple[Any, ...]:
+    """The arguments, with P and dS all 1: the first tile gives 2048, the others 1 each, lost in 16 bits, the last 0.
+
+    given: its first six tensors are q, k, v and do in some order, lse and delta. walked: which of them the walk reads.
+    """
+    tensors = [x for x in given if isinstance(x, torch.Tensor)][:6]
+    for x in tensors:
+        x.zero_()
+    tensors[5] -= 1
+    for x in (tensors[i] for i in walked):
+        x[..., ::16, 3] = 1.0
+        heads = x if x.ndim == 3 else x[None]
+        heads[-1, -16:, 3], heads[0, 0, 3] = 0.0, 2048.0
+    return given
+
+
+def _three_more(kernel: str) -> dict[str, tuple[Any, ...]]:
+    """A hidden score that is far too large; rows that are contiguous: see `phase_05._launch_of`; and many tiles."""
     shape = (1, 2, 20, 20, 16, 16, True)
-    return {f"{what}, {_named(kernel, *shape)}": _launch_of(kernel, *shape, **more) for what, more in (
+    found = {f"{what}, {_named(kernel, *shape)}": _launch_of(kernel, *shape, **more) for what, more in (
         ("the last key far too large for the rows that it is hidden from", {"loud": True}),
         ("contiguous", {"apart_by": 0}))}  # fmt: skip
+    shape, walked = ((1, 40, 1, 2), (0, 3)) if kernel == "dkdv" else ((1, 1, 1, 640), (1,))
+    found["40 tiles: 2048, then 38 times 1"] = in_small_steps(_launch_of(kernel, *shape, 16, 16, False), walked)
+    return found
+
+
+def rounded_sums(**edits: tuple[str, str]) -> list[Row]:
+    """Of sums that are rounded to the inputs' 16 bits in each turn: one of them, or all."""
+    return [
+        Row("sums-in-16-bits", f"{' and '.join(of)}: the sum is rounded to 16 bits in each turn: keep it in float32",
+            [edits[name] for name in of])
+        for of in dict.fromkeys([*((name,) for name in edits), tuple(edits)])
+    ]  # fmt: skip
 
 
 def mixed_bases(results: str, score: str, lse: str) -> Row:
@@ -140,12 +169,13 @@ def _of_few_tiles(kernel: Any) -> None:
     inputs={_named("dkdv", *given): _launch_of("dkdv", *given, seed=i)
             for i, given in enumerate((*_SHAPES, (2, 3, 14, 33, 16, 32, True)))}  # key 32: seen by one query
     | {"float32, " + _named("dkdv", *given): _launch_of("dkdv", *given, dtype=torch.float32)
-       for given in ((1, 2, 20, 20, 16, 16, True),)} | _two_more("dkdv"),
+       for given in ((1, 2, 20, 20, 16, 16, True),)} | _three_more("dkdv"),
     draw=_some_launch("dkdv"),
     nan={"": _HIDDEN},
     notes=_NOTES,
     rows=[
         mixed_bases("dk and dv", "s_t", "lse[None, :]"),
+        *rounded_sums(dk=(", dk, input", f", dk{CUT}, input"), dv=(", dv, input", f", dv{CUT}, input")),
         Row("causal-aligned-top-left", "dk and dv: the causal mask and the begin of the walk are aligned at the first "
             f"key: {_SEES}", [("tl.maximum(start_n - (N - M), 0)", "start_n"), ("<= offs_m[None, :] + N - M",
                                                                                "<= offs_m[None, :]")]),
@@ -221,14 +251,14 @@ _CAPPED = tuple((*shape, cap) for shape, cap in zip(_SHAPES, (0.0, 2.0, 5.0, 2.0
     programs=lambda Q_ptr, M, BLOCK_M, **_: Q_ptr.shape[0] * -(-M // BLOCK_M),
     inputs={_named("dq", *given): _launch_of("dq", *given, seed=i) for i, given in enumerate(_CAPPED)}
     | {"float32, " + _named("dq", *given): _launch_of("dq", *given, dtype=torch.float32)
-       for given in ((1, 2, 20, 20, 16, 16, True, 5.0),)} | _two_more("dq"),
+       for given in ((1, 2, 20, 20, 16, 16, True, 5.0),)} | _three_more("dq"),
     draw=_some_launch("dq"),
     nan={"": _HIDDEN},
     notes=_NOTES | {
         "softcap": "the capped score is softcap · tanh(score / softcap)",
         "1.0 - t * t": "the slope of tanh is 1 - tanh²", "t": "the slope of tanh is 1 - tanh²",
     },
-    rows=[mixed_bases("dq", "s", "lse[:, None]")],
+    rows=[mixed_bases("dq", "s", "lse[:, None]"), *rounded_sums(dq=(", dq, input", f", dq{CUT}, input"))],
 )  # fmt: skip
 @triton.jit
 def capped_dq_kernel(
