@@ -244,6 +244,8 @@ def test_dkdv_kernel_in_several_styles(kernel, changes):
         ("5.13", "        s = tl.dot(", f"        dq = dq{CUT}\n        s = tl.dot(", "16 bits in each turn"),
         ("5.12", "p_t = tl.where(offs_n[:, None] <= offs_m[None, :] + N - M, p_t, 0.0)",
          "p_t = p_t * (offs_n[:, None] <= offs_m[None, :] + N - M)", "inf · 0 is NaN"),
+        ("5.13", "t = 2.0 / (1.0 + tl.exp(-2.0 * s / softcap)) - 1.0",
+         "t = (tl.exp(2.0 * s / softcap) - 1.0) / (tl.exp(2.0 * s / softcap) + 1.0)", "inf / inf"),
         ("5.13", "ds = tl.where(seen, ds, 0.0)", "ds = ds * seen", "inf · 0 is NaN"),
     ],
 )  # fmt: skip

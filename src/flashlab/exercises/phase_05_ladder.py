@@ -30,14 +30,15 @@ def _launch_of(
 ) -> tuple[Any, ...]:  # fmt: skip
     """The arguments of grouped_dkdv_kernel ("dkdv") or of capped_dq_kernel ("dq"), with rows apart in memory.
 
-    loud: exp(score - lse) overflows where a causal mask hides the last key. apart_by: 0 if rows are contiguous.
+    loud: exp(score - lse) overflows where a causal mask hides the last key; tanh is -1 and 1. apart_by: 0 if rows
+    are contiguous.
     """
     r, heads = random.Random(seed), kv_heads * group
     D, scale, gap = r.choice((16, 32)), r.choice((0.3, 0.5)), r.choice((0, apart_by))
     q, do = (normal(r, heads, M, D, dtype=dtype) + shift for shift in (0, 0.25))
     k, v = (normal(r, kv_heads, N, D, dtype=dtype) + shift for shift in (0, 0.5))
     if loud:
-        q[..., 0], k[:, -1, 0] = 16.0, 64.0
+        q[..., 0], k[:, -1, 0], k[:, 0, 0] = 16.0, 64.0, -64.0
     o, lse = reference.attention(*(x[None] for x in (q, k, v)), causal=causal, scale=scale, softcap=softcap or None)
     delta = (o[0] * do.double()).sum(2)
     read = [apart(x, gap + apart_by * more) for x, more in zip((q, k, v, do), (1, 2, 3, 5), strict=True)]
@@ -251,9 +252,10 @@ _CAPPED = tuple((*shape, cap) for shape, cap in zip(_SHAPES, (0.0, 2.0, 5.0, 2.0
     programs=lambda Q_ptr, M, BLOCK_M, **_: Q_ptr.shape[0] * -(-M // BLOCK_M),
     inputs={_named("dq", *given): _launch_of("dq", *given, seed=i) for i, given in enumerate(_CAPPED)}
     | {"float32, " + _named("dq", *given): _launch_of("dq", *given, dtype=torch.float32)
-       for given in ((1, 2, 20, 20, 16, 16, True, 5.0),)} | _three_more("dq"),
+       for given in ((1, 2, 20, 20, 16, 16, True, 5.0),)} | _three_more("dq")
+    | {"tanh of scores far from 0": _launch_of("dq", 1, 2, 20, 20, 16, 16, True, 2.0, loud=True)},
     draw=_some_launch("dq"),
-    nan={"": _HIDDEN},
+    nan={"tanh": "tanh of a large score is NaN: its exponential is infinite, and inf / inf is NaN", "": _HIDDEN},
     notes=_NOTES | {
         "softcap": "the capped score is softcap · tanh(score / softcap)",
         "1.0 - t * t": "the slope of tanh is 1 - tanh²", "t": "the slope of tanh is 1 - tanh²",
