@@ -328,7 +328,10 @@ def _kept(attention: Callable[..., Any], N: int) -> int:
 
     q, k, v = (x.requires_grad_() for x in _inputs(*[(1, 1, N, 16)] * 3))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        attention(q, k, v)
+        o, _ = attention(q, k, v)
+    for x in vars(o.grad_fn).values() if hasattr(o.grad_fn, "__dict__") else ():  # ctx.x = ..., which no hook sees
+        if isinstance(x, torch.Tensor):
+            keep(x)
     return sum(storages.values())
 
 
@@ -359,6 +362,21 @@ def _expect_gradient_of_lse(attention: Callable[..., Any]) -> None:
            diagnosis="dlse-sign", case=case)  # fmt: skip
     expect(fits(right), "dq, dk and dv are wrong for a loss of o and of lse, and right for a loss of o alone",
            diagnosis="dlse-wrong", case=case)  # fmt: skip
+
+
+def _expect_own_options(attention: Callable[..., Any]) -> None:
+    """CheckFailed where a second forward pass changes what the backward pass of the first takes."""
+    __tracebackhide__ = True
+    case = "two forward passes, the first causal, then the backward pass of the first"
+    q, k, v, do = _inputs(*[(1, 2, 20, 16)] * 4)
+    ours = [x.requires_grad_() for x in (q, k, v)]
+    with torch.enable_grad():
+        first, _ = attention(*ours, causal=True, scale=0.3)
+        attention(*ours, scale=0.5)
+        got = torch.autograd.grad(first, ours, do)
+    _, error = worst(wanted(q, k, v, do, causal=True, scale=0.3), **dict(zip(("dq", "dk", "dv"), got, strict=True)))
+    expect(error <= 1, "right alone, wrong where attention is called again before the backward pass: what is of one "
+           "call is kept in its ctx", diagnosis="state-shared", case=case)  # fmt: skip
 
 
 def _expect_strides(attention: Callable[..., Any]) -> None:
@@ -423,5 +441,6 @@ def _(attention: Callable[..., Any]) -> Report:
     with in_bounds(None):
         report = verify(attention, causal=True, gqa=True, grads=True, head_dims=(32,), max_seq=90)
     _expect_strides(attention)
+    _expect_own_options(attention)
     _expect_gradient_of_lse(attention)
     return report
