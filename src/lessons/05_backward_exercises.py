@@ -29,7 +29,6 @@ import math
 import torch
 
 from flashlab.attention import simulation_backward as lecture
-from flashlab.attention.simulation_backward import probabilities_sim
 from flashlab.attention.triton_forward import flash_attention_forward
 from flashlab.exercises import check, hint, progress
 
@@ -78,28 +77,19 @@ check("5.3", dq_block)
 # %% [markdown]
 # ## 5.4
 #
-# **The milestone of this phase.** A block of keys walks down over the queries, BLOCK_M at a time, causal or not. The last query sees
-# the last key. A block of queries that sees none of these keys is not visited.
+# **The milestone of this phase**: the walk down a column, under a sliding window. Query i sees the `window` keys up to its own, which is
+# i + N − M: the last query sees the last key. So j is seen if i + N − M − window < j ≤ i + N − M. A window longer than N is the causal mask.
+# A block of keys walks down over the queries, BLOCK_M at a time. It visits no block of queries in which none sees one of these keys, at neither end.
 #
-# `probabilities_sim(q, k, lse, distance, scale)` gives a tile of P in float32. `distance` is None without a mask; else row i of the tile
-# sees its columns j ≤ i + distance.
+# `lecture.probabilities_sim(q, k, lse, distance, scale)` gives a tile of P in float32, of which row i sees its columns j ≤ i + distance. The
+# other edge is yours. A score that is hidden there may be much larger than lse.
 
 # %% tags=["exercise"]
-# MILESTONE flashlab.attention.simulation_backward: key_block_sim
-def key_block_sim(K_block, V_block, start_n, Q, dO, lse, delta, N, BLOCK_M, scale, causal):
-    """dK and dV of the block of keys that begins at row start_n of N; float32 [rows, HEAD_DIM] each.
-
-    K_block, V_block: [rows, HEAD_DIM]; Q, dO: [M, HEAD_DIM]; lse, delta: [M].
-    """
-    # 1. Two accumulators. Where does the walk over the queries begin?
-    # 2. For each block of queries: q, do, a tile of p.
-    # 3. dv, then ds, then dk. (P and dS may be rounded to the inputs' dtype before they are multiplied.)
-    # YOUR CODE HERE
-    raise NotImplementedError
+# RULE flashlab.exercises.phase_05: window_block_sim
 
 # %% tags=["check"]
 # hint("5.4")
-check("5.4", key_block_sim)
+check("5.4", window_block_sim)
 
 # %% [markdown]
 # ## 5.5
@@ -121,7 +111,7 @@ check("5.5", delta_kernel)
 # scale multiplies the scores, and once more the result. Use `tl.exp`; the statistics are natural logarithms.
 #
 # The check has float32 inputs too, and refuses TF32 for them: every `tl.dot` takes `input_precision="ieee"`. In some cases every lse is near −120, or near
-# −12000. Think of the last tile there.
+# −10³⁰. Think of the last tile there.
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_05: dq_kernel

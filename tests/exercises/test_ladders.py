@@ -38,6 +38,8 @@ def told(id, *answers):
         (("causal, q.shape[3]", "False, q.shape[3]"), "causal-ignored"),
         (("q.shape[3] ** -0.5", "q.shape[2] ** -0.5"), "scale-not-its-default"),
         (("options), None, None", "options), None"), "wrong-gradients"),
+        (("        return o, lse\n", "        ctx.s = q @ k[:, :1].mT\n        return o, lse\n"), "memory-quadratic"),
+        (("ctx.options", "Attention.options"), "state-shared"),
     ],
 )  # fmt: skip
 def test_gradients_that_are_lost_on_the_way(change, slug):

@@ -100,6 +100,10 @@ def test_dq_in_several_styles(changes):
     assert check("5.3", walk(**changes))
 
 
+def test_dq_by_a_quotient_of_exponentials():
+    assert "infinite in float32" in said("5.3", walk(p="exp(s) / exp(lse)[:, None]"))
+
+
 def test_dq_without_tiles():
     def whole(q, do, lse, delta, K, V, BLOCK_N, scale):
         p = torch.exp(scale * q @ K.T - lse[:, None])
@@ -119,34 +123,45 @@ def changed(source, *changes):
 
 
 def keys_walk(*changes):
-    """The milestone as the lesson fills it, with pieces of its text replaced."""
-    scope = dict(vars(simulation_backward))
-    source = changed(cell_of("5.4", "solutions"), *changes)
-    exec("from __future__ import annotations\n" + source, scope)
-    return scope["key_block_sim"]
+    """The solution's walk with pieces of its text replaced."""
+    scope = {"torch": torch, "lecture": simulation_backward}
+    exec(changed(cell_of("5.4", "solutions"), *changes), scope)
+    return scope["window_block_sim"]
 
 
-BEGIN = "max(0, start_n - (N - M)) if causal else 0"
-DISTANCE = "start_m + N - M - start_n if causal else None"
+BEGIN, END = "max(0, start_n - (N - M))", "min(M, start_n + len(k) - 1 - (N - M) + window)"
+LOWER = "p = torch.triu(p, distance - window + 1)"
+SEEN = "torch.arange(len(k)) > torch.arange(len(q))[:, None] + distance - window"
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         [("p.to(dO.dtype).float()", "p"), ("ds.to(Q.dtype).float()", "ds")],
-        [(BEGIN, f"({BEGIN}) // BLOCK_M * BLOCK_M")],
+        [(BEGIN, f"{BEGIN} // BLOCK_M * BLOCK_M")],
         [("dk = dk + ", "dk += "), ("dv = dv + ", "dv += ")],
         [("return scale * dk, dv", "return [dk * scale, dv]")],
+        [(LOWER, f"p = torch.where({SEEN}, p, 0.0)")],
     ],
 )
-def test_key_block_in_several_styles(changes):
+def test_window_blocks_in_several_styles(changes):
     assert check("5.4", keys_walk(*changes))
 
 
-def test_a_begin_that_is_one_too_late_is_no_result_that_is_one_too_large():
-    assert "`start_n - (N - M)` is one too large" in said(
-        "5.4", keys_walk((BEGIN, BEGIN.replace(")) if", ") + 1) if")))
-    )
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ([(BEGIN, "max(0, start_n - (N - M) + 1)")], "`start_n - (N - M)` is one too large"),
+        ([("        q, do =", "        dk, dv = dk.to(Q.dtype).float(), dv.to(Q.dtype).float()\n        q, do =")],
+         "16 bits in each turn"),
+        ([(LOWER, f"p = p * ({SEEN})")], "inf · 0 is NaN"),
+        ([(LOWER, LOWER + "\n        if p.max() < 1e-4:\n            break")], ""),
+        ([(END, "M")], "end behind the last"),
+        ([(BEGIN, "0")], "begin at the first query"),
+    ],
+)  # fmt: skip
+def test_what_is_said_of_window_blocks(changes, words):
+    assert words in said("5.4", keys_walk(*changes))
 
 
 # ---- 5.5, 5.6, 5.11: kernels ----------------------------------------------------------------------------------------
@@ -170,6 +185,7 @@ def kernel(tmp_path):
 
 INTERPRETED = pytest.mark.skipif(not runtime.INTERPRETED, reason="addresses are watched where kernels are interpreted")
 IEEE = ', input_precision="ieee"'
+CUT = ".to(k.dtype).to(tl.float32)"
 MASKED = "ds = tl.where(in_range[None, :], p * (dp - delta[:, None]), 0.0)"
 
 
@@ -213,8 +229,16 @@ def test_dkdv_kernel_in_several_styles(kernel, changes):
         ("5.11", "* stride_dom", "* stride_qm", "`stride_qm` stands where `stride_dom`"),
         ("5.11", "range(0, M, BLOCK_M)", "range(0, M, BLOCK_N)", "`BLOCK_N` stands where `BLOCK_M`"),
         ("5.11", "dk = tl.dot(", "dk += tl.dot(", "it doubles in every turn"),
+        ("5.6", MASKED, 'p = tl.exp(tl.where(in_range[None, :], s, -1.0e6) - lse[:, None])\n        '
+         "ds = p * (dp - delta[:, None])", "NaN in the last tile"),
+        ("5.6", "        s = tl.dot(", f"        dq = dq{CUT}\n        s = tl.dot(", "16 bits in each turn"),
+        ("5.11", "        s_t = tl.dot(", f"        dv = dv{CUT}\n        s_t = tl.dot(", "16 bits in each turn"),
+        ("5.12", "head = kv_head *", f"dk = dk{CUT}\n        head = kv_head *", "16 bits in each turn"),
+        ("5.13", "        s = tl.dot(", f"        dq = dq{CUT}\n        s = tl.dot(", "16 bits in each turn"),
         ("5.12", "p_t = tl.where(offs_n[:, None] <= offs_m[None, :] + N - M, p_t, 0.0)",
          "p_t = p_t * (offs_n[:, None] <= offs_m[None, :] + N - M)", "inf · 0 is NaN"),
+        ("5.13", "t = 2.0 / (1.0 + tl.exp(-2.0 * s / softcap)) - 1.0",
+         "t = (tl.exp(2.0 * s / softcap) - 1.0) / (tl.exp(2.0 * s / softcap) + 1.0)", "inf / inf"),
         ("5.13", "ds = tl.where(seen, ds, 0.0)", "ds = ds * seen", "inf · 0 is NaN"),
     ],
 )  # fmt: skip
@@ -296,6 +320,11 @@ def test_the_second_hunt_is_mended_in_other_ways():
     assert check("5.10", hunted("5.10", (GRID, "math.ceil(M / BLOCK_M) + math.ceil(N / BLOCK_N)")))
     assert check("5.10", hunted("5.10", (GRID, "max(M, N)")))
     assert check("5.10", hunted("5.10", (GRID, "math.ceil(max(M, N) / min(BLOCK_M, BLOCK_N))")))
+
+
+def test_of_programs_too_few_it_says_which_blocks_have_none():
+    bug = hunted("5.10", (GRID, "math.ceil(len(q) / BLOCK_M)"))
+    assert "each block of keys needs a program" in said("5.10", bug)
 
 
 def test_causes_that_contradict_each_other_are_not_told_together():

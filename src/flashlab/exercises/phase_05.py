@@ -17,7 +17,7 @@ from flashlab.attention.cost import Meter
 from flashlab.check import expect
 from flashlab.check.lookup import Row
 from flashlab.exercises.kernel_rule import apart, empty, kernel_rule
-from flashlab.exercises.phase_05_ladder import mixed_bases  # which registers 5.12 to 5.14
+from flashlab.exercises.phase_05_ladder import CUT, in_small_steps, mixed_bases, rounded_sums
 from flashlab.exercises.tensor_rule import normal, part, tensor_rule
 
 # ---- 5.1 ------------------------------------------------------------------------------------------------------------
@@ -128,36 +128,50 @@ def delta_over_keys(p, dp):
 
 
 def _head(
-    M: int, N: int, D: int, scale: float, *, causal: bool = False, dtype: torch.dtype = torch.float32, seed: int = 0,
+    M: int, N: int, D: int, scale: float, *, window: int = 0, dtype: torch.dtype = torch.float32, seed: int = 0,
     change: Callable[..., None] | None = None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """q, k, v, do, o, lse and delta of one head; o and the statistics in float32. lse is +inf where no key is seen.
 
-    change: writes into q, k, v and do before the rest is made of them.
+    window: how many keys a query sees, up to its own; 0: all. change: writes into q, k, v and do before the rest is
+    made of them.
     """
     r = random.Random(seed)
     q, k, v, do = (normal(r, rows, D, dtype=dtype) + shift for rows, shift in ((M, 0), (N, 0), (N, 0.5), (M, 0.25)))
     if change:
         change(q, k, v, do)
-    s, o, lse, delta = _statistics(q, k, v, do, scale, causal)
+    o, lse, delta = _statistics(q, k, v, do, scale, window)
     return q, k, v, do, o.float(), lse.float(), delta.float()
 
 
 def _statistics(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, scale: float, causal: bool = False
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, scale: float, window: int
 ) -> tuple[torch.Tensor, ...]:
     q, k, v, do = (x.double() for x in (q, k, v, do))
     s = scale * q @ k.T
-    if causal:
-        s = s.masked_fill(torch.arange(len(k)) > torch.arange(len(q))[:, None] + len(k) - len(q), -math.inf)
+    if window:
+        before = torch.arange(len(q))[:, None] + len(k) - len(q) - torch.arange(len(k))
+        s = s.masked_fill((before < 0) | (before >= window), -math.inf)
     lse = torch.logsumexp(s, 1)
     lse = lse.masked_fill(lse == -math.inf, math.inf)
     o = torch.exp(s - lse[:, None]) @ v
-    return s, o, lse, (o * do).sum(1)
+    return o, lse, (o * do).sum(1)
 
 
-def _of_dq(M: int, N: int, D: int, scale: float, block: int, seed: int) -> tuple[Any, ...]:
-    q, k, v, do, _, lse, delta = _head(M, N, D, scale, seed=seed)
+def _near(score: float) -> Callable[..., None]:
+    """Every score near this one."""
+
+    def change(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor) -> None:
+        q[:, 0], k[:, 0] = abs(score), math.copysign(1.0, score)
+        do *= 0.25
+
+    return change
+
+
+def _of_dq(
+    M: int, N: int, D: int, scale: float, block: int, seed: int, change: Callable[..., None] | None = None
+) -> tuple[Any, ...]:
+    q, k, v, do, _, lse, delta = _head(M, N, D, scale, seed=seed, change=change)
     return q, do, lse, delta, k, v, block, scale
 
 
@@ -216,10 +230,12 @@ _WALK_NOTES = {
     returns="dq",
     inputs={f"{M} queries, {N} keys, BLOCK_N={block}, scale={scale}": _of_dq(M, N, D, scale, block, N)
             for M, N, D, scale, block in (
-                (4, 12, 8, 0.3, 4), (5, 30, 8, 0.5, 8), (7, 7, 16, 0.2, 7), (3, 20, 8, 1.0, 64))},
+                (4, 12, 8, 0.3, 4), (5, 30, 8, 0.5, 8), (7, 7, 16, 0.2, 7), (3, 20, 8, 1.0, 64))}
+    | {"every score near 120": _of_dq(4, 12, 8, 1.0, 4, 0, _near(120.0))},
     draw=lambda r: _of_dq(r.randint(1, 6), r.randint(1, 30), 8, r.choice((0.3, 0.5, 0.7)), r.choice((1, 4, 8)),
                           r.randrange(2**20)),
     also=[_dq_in_base_2],
+    nan={"120": "exp(120) is infinite in float32: subtract lse from the score, then take the exponential"},
     notes=_WALK_NOTES,
     rows=[
         Row("softmax-per-tile", "dq: P is a softmax over the keys of one tile; exp(score - lse) knows the whole row",
@@ -251,96 +267,111 @@ def dq_block(q, do, lse, delta, K, V, BLOCK_N, scale):
 
 
 def _of_a_block_of_keys(
-    M: int, N: int, block: int, start_n: int, scale: float, causal: bool, seed: int, dtype: torch.dtype = torch.float32
-) -> tuple[Any, ...]:
-    q, k, v, do, _, lse, delta = _head(M, N, 8, scale, causal=causal, seed=seed, dtype=dtype)
-    keys = slice(start_n, start_n + 8)
-    return k[keys], v[keys], start_n, q, do, lse, delta, N, block, scale, causal
+    M: int, N: int, block: int, start_n: int, scale: float, window: int, seed: int,
+    dtype: torch.dtype = torch.float32, rows: int = 8, change: Callable[..., None] | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    q, k, v, do, _, lse, delta = _head(M, N, 8, scale, window=window, seed=seed, dtype=dtype, change=change)
+    keys = slice(start_n, start_n + rows)
+    return k[keys], v[keys], start_n, q, do, lse, delta, N, block, scale, window
 
 
 def _some_block_of_keys(r: random.Random) -> tuple[Any, ...]:
     N = r.randint(1, 30)
     return _of_a_block_of_keys(r.randint(1, 30), N, r.choice((1, 4, 8)), r.randrange(N), r.choice((0.3, 0.5)),
-                               r.random() < 0.6, r.randrange(2**20))  # fmt: skip
+                               r.randint(1, 40), r.randrange(2**20))  # fmt: skip
 
 
-def _key_block_with_a_mask(K_block, V_block, start_n, Q, dO, lse, delta, N, BLOCK_M, scale, causal):
+def _window_with_a_mask(K_block, V_block, start_n, Q, dO, lse, delta, N, BLOCK_M, scale, window):
     k, v = K_block.float(), V_block.float()
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
     M = len(Q)
-    begin = max(0, start_n + M - N) if causal else 0
-    for start_m in range(begin, M, BLOCK_M):
+    begin = max(0, start_n + M - N)
+    end = min(M, start_n + len(k) - 1 + M - N + window)
+    for start_m in range(begin, end, BLOCK_M):
         q, do = Q[start_m : start_m + BLOCK_M].float(), dO[start_m : start_m + BLOCK_M].float()
         lse_i, delta_i = lse[start_m : start_m + BLOCK_M], delta[start_m : start_m + BLOCK_M]
         p = torch.exp(scale * (q @ k.T) - lse_i[:, None])
-        if causal:
-            i, j = torch.arange(len(q)) + start_m, torch.arange(len(k)) + start_n
-            p = p.masked_fill(j[None, :] > i[:, None] + N - M, 0.0)
+        i, j = torch.arange(len(q))[:, None] + start_m + N - M, torch.arange(len(k))[None, :] + start_n
+        p = torch.where((j <= i) & (j > i - window), p, 0.0)
         dv = dv + p.T @ do
         ds = p * (do @ v.T - delta_i[:, None])
         dk = dk + ds.T @ q
     return scale * dk, dv
 
 
-def _of_few_tiles(key_block_sim: Callable[..., Any]) -> None:
+def _far_too_old(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor) -> None:
+    """P of key 4 overflows for the queries that do not see it any more; queries 8 to 11 hardly see keys 4 to 7."""
+    q[16:, 0], k[4, 0] = 16.0, 64.0
+    q[8:12, 1], k[:, 1], k[4:8, 1] = 4.0, 8.0, -8.0
+
+
+def _of_few_tiles(window_block_sim: Callable[..., Any]) -> None:
     """CheckFailed where tiles are computed that no query sees."""
     __tracebackhide__ = True
-    given = _of_a_block_of_keys(128, 128, 16, 64, 0.3, True, 0)
-    keys = slice(64, 80)
-    _, k, v, *_ = _head(128, 128, 8, 0.3, causal=True)
-    given = (k[keys], v[keys], *given[2:])
+    given = _of_a_block_of_keys(128, 128, 16, 32, 0.3, 20, 0, rows=16)
     with Meter() as meter:
-        key_block_sim(*(x.to(runtime.device()) if isinstance(x, torch.Tensor) else x for x in given))
+        window_block_sim(*(x.to(runtime.device()) if isinstance(x, torch.Tensor) else x for x in given))
     tiles = meter.matmul_flops / (4 * 2 * 16 * 16 * 8)
     expect(
-        tiles <= 4,
-        f"right, but {tiles:g} tiles are computed for keys 64 to 79 of 128, causal, BLOCK_M=16, where 4 have a query "
-        "that sees one of them: begin at the first query that does",
-        diagnosis="causal-tiles-not-skipped",
+        tiles <= 3,
+        f"right, but {tiles:g} tiles are computed for keys 32 to 47 of 128, window 20, BLOCK_M=16, where 3 have a "
+        "query that sees one of them: begin at the first query that does, end behind the last",
+        diagnosis="hidden-tiles-not-skipped",
     )
 
 
 _BLOCKS = {
-    f"{M} queries, {N} keys, keys {start} to {min(N, start + 8) - 1}, BLOCK_M={block}, causal={causal}":
-        _of_a_block_of_keys(M, N, block, start, scale, causal, M)
-    for M, N, block, start, scale, causal in (
-        (12, 8, 4, 0, 0.3, False), (30, 20, 8, 8, 0.5, False), (17, 40, 4, 20, 0.2, False),
-        (24, 24, 8, 8, 0.4, True), (10, 25, 4, 20, 0.6, True), (10, 25, 4, 8, 0.6, True), (25, 10, 4, 4, 0.6, True),
-        (22, 17, 4, 5, 0.6, True), (15, 20, 4, 10, 0.6, True), (11, 18, 8, 6, 0.5, True), (4, 1, 8, 0, 0.3, True),
-        (4, 27, 1, 19, 0.3, True), (5, 29, 1, 26, 0.3, False), (20, 2, 8, 1, 0.5, True),
+    f"{M} queries, {N} keys, keys {start} to {min(N, start + 8) - 1}, BLOCK_M={block}, window={window}":
+        _of_a_block_of_keys(M, N, block, start, scale, window, M)
+    for M, N, block, start, scale, window in (
+        (24, 24, 8, 8, 0.4, 99), (30, 30, 4, 8, 0.4, 6), (30, 30, 8, 0, 0.5, 1), (10, 25, 4, 20, 0.6, 9),
+        (10, 25, 4, 8, 0.6, 25), (25, 10, 4, 4, 0.6, 5), (22, 17, 4, 5, 0.6, 3), (15, 20, 4, 10, 0.6, 30),
+        (11, 18, 8, 6, 0.5, 11), (4, 1, 8, 0, 0.3, 2), (4, 27, 1, 19, 0.3, 7), (4, 27, 4, 0, 0.3, 5),
+        (20, 2, 8, 1, 0.5, 40),
     )
+} | {
+    "float16, 64 queries, 64 keys, BLOCK_M=8, window=40": _of_a_block_of_keys(64, 64, 8, 8, 0.3, 40, 1, torch.float16),
+    "float16, 64 blocks of 16 queries: 2048, then 62 times 1":
+        in_small_steps(_of_a_block_of_keys(1024, 1025, 16, 0, 0.3, 2000, 1, torch.float16, rows=2), (2, 3)),
+    "28 queries and keys, window 12, key 4 far too large for the queries from 16 on, which do not see it":
+        _of_a_block_of_keys(28, 28, 4, 4, 0.5, 12, 3, rows=4, change=_far_too_old),
 }  # fmt: skip
-_SEES = "the last query sees the last key: query i sees key j if j <= i + N - M"
-_BEGIN = "max(0, start_n - (N - M)) if causal else 0"
-_DISTANCE = "start_m + N - M - start_n if causal else None"
+_SEES = "query i sees key j if i + N - M - window < j <= i + N - M"
+_BEGIN = "max(0, start_n - (N - M))"
+_END = "min(M, start_n + len(k) - 1 - (N - M) + window)"
+_DISTANCE = "start_m + N - M - start_n"
+_UPPER, _LOWER = f"distance = {_DISTANCE}", "p = torch.triu(p, distance - window + 1)"
 
-tensor_rule(
+
+@tensor_rule(
     "5.4",
-    title="key_block_sim",
-    minutes=30,
+    title="A block of keys under a window",
+    minutes=35,
     hints=[
-        "Two accumulators, dk and dv, like K_block and V_block, in float32. The loop runs over blocks of BLOCK_M "
-        "queries; it needs their rows of Q, dO, lse and delta.",
-        "Causal: query i sees key j if j <= i + N - M. Which is the first query that sees start_n? Begin there. The "
-        "tile's distance is that of its corner: start_m + N - M - start_n.",
-        "In float32: q, do = Q[rows].float(), dO[rows].float(), and k, v likewise of the blocks. p = "
-        "probabilities_sim(q, k, lse[rows], distance if causal else None, scale); dv += p.T @ do; ds = p * (do @ v.T - "
-        "delta[rows, None]); dk += ds.T @ q. Return scale * dk, dv. (A distance of 0 is a mask too: the diagonal "
-        "tile's.)",
-        "p.to(dO.dtype).float() and ds.to(Q.dtype).float() round as a tensor core would.",
+        "The lecture's key_block_sim, causal, has the walk, one edge of the mask and the four products. Two things are "
+        "new: where the walk ends, and the other edge of the mask.",
+        "Key j is seen by `window` queries: the first is j - (N - M), the last j - (N - M) + window - 1. Begin at the "
+        "first that sees the block's first key; end behind the last that sees its last key, and at M.",
+        "The tile's distance is that of its corner: start_m + N - M - start_n. Row i of the tile sees its columns "
+        "i + distance - window < j <= i + distance. Set p to 0 in the others: torch.triu, torch.where or masked_fill. "
+        "A product with a mask of zeros is NaN where p is infinite.",
+        "p = torch.triu(probabilities_sim(q, k, lse[rows], distance, scale), distance - window + 1); dv += p.T @ do; "
+        "ds = p * (do @ v.T - delta[rows, None]); dk += ds.T @ q. All in float32; return scale * dk, dv.",
     ],
     returns="dk, dv",
-    inputs=_BLOCKS | {"float16, 64 queries, 16 keys, BLOCK_M=8":
-                      _of_a_block_of_keys(64, 16, 8, 0, 0.3, False, 1, torch.float16)},
+    inputs=_BLOCKS,
     draw=_some_block_of_keys,
-    also=[_key_block_with_a_mask, [(_BEGIN, f"({_BEGIN}) // BLOCK_M * BLOCK_M")]],
+    also=[_window_with_a_mask, [(_BEGIN, f"{_BEGIN} // BLOCK_M * BLOCK_M")]],
     words={"lse_i": "lse[rows]", "delta_i": "delta[rows]"},
+    nan={"far too large": "P of a hidden pair may be infinite, and inf · 0 is NaN: set P to 0 there, do not multiply"},
     notes=_WALK_NOTES | {
-        "max(0, start_n - (N - M))": "the first query that sees the block's first key is 0 at least",
-        "start_n": _SEES, "start_m": _SEES, "N - M": _SEES, "start_n - (N - M)": "begin at the first query that sees "
-        "the block's first key", "causal": "without `causal` there is no mask", "dk": "each block adds to the sum",
-        "dv": "each block adds to the sum", "q": "the scores come from Q and K", "do": "the output is P times V",
-        "dtype": "in which dtype are the sums kept?", "delta[rows": "each block has its own rows",
+        "start_n": _SEES, "start_m": _SEES, "N - M": _SEES, "window": _SEES, "distance": _SEES,
+        "start_n - (N - M)": "begin at the first query that sees the block's first key",
+        _BEGIN: "the first query that sees the block's first key is 0 at least",
+        _END: "the walk ends behind the last query that sees the block's last key",
+        "dk": "each block adds to the sum", "dv": "each block adds to the sum", "q": "the scores come from Q and K",
+        "do": "the output is P times V", "dtype": "in which dtype are the sums kept?",
+        "delta[rows": "each block has its own rows",
     },
     rows=[
         Row("ds-for-p", "dv: dS stands where P belongs: dV is P transposed times dO",
@@ -349,29 +380,58 @@ tensor_rule(
             [("ds = p * (do @ v.T - delta[rows, None])", "ds = do @ v.T")]),
         Row("delta-not-weighted", "dk: delta is subtracted from P · dP; it is subtracted from dP, before P multiplies",
             [("p * (do @ v.T - delta[rows, None])", "p * (do @ v.T) - delta[rows, None]")]),
+        *rounded_sums(dk=("dk = dk + ds", "dk = dk.to(Q.dtype).float() + ds"),
+                      dv=("dv = dv + p", "dv = dv.to(Q.dtype).float() + p")),
         Row("delta-of-the-first-rows", "dk: delta is that of the first block's rows in every block",
             [("delta[rows, None]", "delta[: len(q), None]")]),
         Row("statistics-of-the-first-rows", "dk and dv: lse and delta are those of the first block's rows in "
             "every block", [("lse[rows]", "lse[: len(q)]"), ("delta[rows, None]", "delta[: len(q), None]")]),
-        Row("causal-mask-missing", f"dk and dv: the tiles have no causal mask: {_SEES}", [(_DISTANCE, "None")]),
-        Row("causal-mask-missing", f"dk and dv: the tiles have no causal mask: {_SEES}",
-            [(_DISTANCE, "None"), (_BEGIN, f"({_BEGIN}) // BLOCK_M * BLOCK_M")]),
-        Row("causal-shifted-back", f"dk and dv: the causal mask is shifted in the wrong direction: {_SEES}",
-            [(_DISTANCE, "start_m - N + M - start_n if causal else None"), (_BEGIN, "0")]),
-        Row("causal-aligned-top-left", f"dk and dv: the causal mask is aligned at the first key: {_SEES}", [
-            (_DISTANCE, "start_m - start_n if causal else None"), (_BEGIN, "0")]),
-        Row("causal-aligned-top-left", f"dk and dv: the mask of a tile is aligned at the first key: {_SEES}", [
-            (_DISTANCE, "start_m - start_n if causal else None")]),
+        Row("window-edge-missing", f"dk and dv: keys that are too old are not hidden: {_SEES}", [(_LOWER, "pass")]),
+        Row("window-edge-missing", f"dk and dv: keys that are too old are not hidden, and the walk goes on to the last "
+            f"query: {_SEES}", [(_LOWER, "pass"), (_END, "M")]),
+        Row("causal-mask-missing", f"dk and dv: later keys are not hidden: {_SEES}",
+            [("lse[rows], distance", "lse[rows], None")]),
+        Row("causal-aligned-top-left", f"dk and dv: both edges of the mask are aligned at the first key: {_SEES}",
+            [(_UPPER, "distance = start_m - start_n")]),
+        Row("causal-aligned-top-left", f"dk and dv: mask and walk are aligned at the first key: {_SEES}",
+            [(_UPPER, "distance = start_m - start_n"), (_BEGIN, "start_n"), (_END, _END.replace(" - (N - M)", ""))]),
         Row("begins-late", "dk and dv: the walk begins a block too late: the first queries that see these keys are "
-            "left out", [(_BEGIN, f"-(-({_BEGIN}) // BLOCK_M) * BLOCK_M")]),
+            "left out", [(_BEGIN, f"-(-{_BEGIN} // BLOCK_M) * BLOCK_M")]),
         Row("begins-at-its-row", "dk and dv: the walk begins at the query with the number of the block's first key; "
-            f"{_SEES}", [(_BEGIN, "start_n if causal else 0")]),
+            f"{_SEES}", [(_BEGIN, "start_n")]),
+        Row("ends-with-the-first-key", "dk and dv: the walk ends behind the last query that sees the block's first "
+            "key; its last key is seen by later ones", [("start_n + len(k) - 1 - (N - M)", "start_n - (N - M)")]),
     ],
     tol=2e-3,
     tries=500,
     on_device=True,
     then=_of_few_tiles,
-)(lecture.key_block_sim)  # fmt: skip
+)  # fmt: skip
+def window_block_sim(K_block, V_block, start_n, Q, dO, lse, delta, N, BLOCK_M, scale, window):
+    """dK and dV of the block of keys that begins at row start_n of N; float32 [rows, HEAD_DIM] each.
+
+    K_block, V_block: [rows, HEAD_DIM]; Q, dO: [M, HEAD_DIM]; lse, delta: [M].
+    """
+    # 1. Two accumulators. Where does the walk over the queries begin, and where does it end?
+    # 2. For each block of queries: q, do, a tile of p with both edges of the window.
+    # 3. dv, then ds, then dk. (P and dS may be rounded to the inputs' dtype before they are multiplied.)
+    # BEGIN SOLUTION
+    k, v = K_block.float(), V_block.float()
+    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    M = len(Q)
+    begin = max(0, start_n - (N - M))  # the first query that sees the block's first key
+    end = min(M, start_n + len(k) - 1 - (N - M) + window)  # behind the last one that sees its last key
+    for start_m in range(begin, end, BLOCK_M):
+        rows = slice(start_m, min(start_m + BLOCK_M, M))
+        q, do = Q[rows].float(), dO[rows].float()
+        distance = start_m + N - M - start_n
+        p = lecture.probabilities_sim(q, k, lse[rows], distance, scale)
+        p = torch.triu(p, distance - window + 1)
+        dv = dv + p.to(dO.dtype).float().T @ do
+        ds = p * (do @ v.T - delta[rows, None])
+        dk = dk + ds.to(Q.dtype).float().T @ q
+    return scale * dk, dv
+    # END SOLUTION
 
 
 # ---- 5.5 ------------------------------------------------------------------------------------------------------------
@@ -458,37 +518,6 @@ def _launch_of(
     return *read, lse, delta, *results, *strides, scale, M, N, D, BLOCK_M, BLOCK_N
 
 
-def _near(score: float) -> Callable[..., None]:
-    """Every score near -score: the exponential of a key or a query that is not there overflows."""
-
-    def change(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor) -> None:
-        q[:, 0], k[:, 0] = score, -1.0
-        do *= 0.25
-
-    return change
-
-
-def _in_small_steps(kept: int) -> Callable[..., None]:
-    """The first of 100 tiles gives nearly all of column 3; what each of the others adds is lost in 16 bits.
-
-    kept: 0 if the queries are kept and the keys walked over, else 1.
-    """
-
-    def change(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor) -> None:
-        (q, k)[kept][:, 3] = 0
-        v[:, 3] = 0
-        s, _, lse, delta = _statistics(q, k, v, do, 1.0)
-        p = torch.exp(s - lse[:, None])
-        ds = p * (do.double() @ v.double().T - delta[:, None])
-        ds, walked = (ds[0], k) if kept == 0 else (ds[:, 0], q)
-        size = torch.full((len(walked),), 0.25).double()
-        size[:16] = 1000.0
-        walked[:, 3] = (size / len(walked) ** 0.5 * ds.sign()).to(q.dtype)
-        do[:, 3] = size.to(q.dtype) if kept == 1 else 0
-
-    return change
-
-
 def _launches(kernel: str) -> dict[str, tuple[Any, ...]]:
     found = {}
     for M, N, BLOCK_M, BLOCK_N, D, scale, dtype in (
@@ -501,12 +530,13 @@ def _launches(kernel: str) -> dict[str, tuple[Any, ...]]:
         case = f"{M} queries, {N} keys, BLOCK_M={BLOCK_M}, BLOCK_N={BLOCK_N}, {str(dtype).removeprefix('torch.')}"
         found[case] = _launch_of(kernel, M, N, BLOCK_M, BLOCK_N, D, scale, M, dtype)
     found["20 queries and keys, tiles of 16, contiguous"] = _launch_of(kernel, 20, 20, 16, 16, apart_by=0)
-    for score in (120.0, 12000.0):
-        case = f"20 queries and keys, tiles of 16, every score near -{score:g}"
-        found[case] = _launch_of(kernel, 20, 20, 16, 16, scale=1.0, change=_near(score))
-    M, N = (1, 1600) if kernel == "dq" else (1600, 2)
-    found[f"{M} queries, {N} keys, 100 tiles"] = _launch_of(
-        kernel, M, N, 16, 16, scale=1.0, change=_in_small_steps(kernel != "dq"))  # fmt: skip
+    # The second is lower than what some write for -inf.
+    for score, dtype in ((-120.0, torch.float16), (-(2.0**100), torch.float32)):
+        case = f"20 queries and keys, tiles of 16, every score near {score:.3g}"
+        found[case] = _launch_of(kernel, 20, 20, 16, 16, scale=1.0, dtype=dtype, change=_near(score))
+    M, N, walked = (1, 1600, (1,)) if kernel == "dq" else (1600, 2, (0, 3))
+    found[f"{M} queries, {N} keys, 100 tiles: 2048, then 98 times 1"] = in_small_steps(
+        _launch_of(kernel, M, N, 16, 16, scale=1.0), walked)  # fmt: skip
     return found
 
 
@@ -558,7 +588,7 @@ _KERNEL_NOTES = {
     draw=_some_launch("dq"),
     nan=_TAIL,
     notes=_KERNEL_NOTES,
-    rows=[mixed_bases("dq", "s", "lse[:, None]")],
+    rows=[mixed_bases("dq", "s", "lse[:, None]"), *rounded_sums(dq=(", dq, input", f", dq{CUT}, input"))],
 )  # fmt: skip
 @triton.jit
 def dq_kernel(
@@ -613,6 +643,7 @@ def dq_kernel(
     notes=_KERNEL_NOTES,
     rows=[
         mixed_bases("dk and dv", "s_t", "lse[None, :]"),
+        *rounded_sums(dk=(", dk, input", f", dk{CUT}, input"), dv=(", dv, input", f", dv{CUT}, input")),
         Row("ds-for-p", "dv: dS stands where P belongs: dV is P transposed times dO",
             [("tl.dot(p_t.to(do.dtype), do", "tl.dot((p_t * (tl.dot(v, do.T, input_precision='ieee') - "
               "delta[None, :])).to(do.dtype), do")]),
@@ -765,7 +796,7 @@ def group_sum(dk, kv_heads):
 
 
 def _of_a_hunt(n: int, block: int, causal: bool, scale: float = 0.4) -> tuple[Any, ...]:
-    q, k, v, do, _, lse, delta = _head(n, n, 8, scale, causal=causal, seed=n)
+    q, k, v, do, _, lse, delta = _head(n, n, 8, scale, window=n if causal else 0, seed=n)
     return q, k, v, do, lse, delta, block, scale, causal
 
 
@@ -826,8 +857,7 @@ def _of_a_grid(M: int, N: int, BLOCK_M: int, BLOCK_N: int, scale: float = 0.3) -
     return q, k, v, o, lse, do, BLOCK_M, BLOCK_N, scale
 
 
-_QUERIES, _KEYS = (f"there are more blocks of {x} than of {y}, and no program for the rest of them" for x, y in (
-    ("keys", "queries"), ("queries", "keys")))  # fmt: skip
+_QUERIES, _KEYS = (f"each block of {x} needs a program" for x in ("queries", "keys"))
 
 
 @tensor_rule(
@@ -836,7 +866,7 @@ _QUERIES, _KEYS = (f"there are more blocks of {x} than of {y}, and no program fo
     minutes=20,
     difficulty="Bug hunt",
     bug=Row(
-        "limit-missing", f"the number of programs is that of the blocks of queries: {_KEYS}",
+        "limit-missing", f"the number of programs is that of the blocks of queries: {_KEYS} too",
         [("max(math.ceil(M / BLOCK_M), math.ceil(N / BLOCK_N))", "math.ceil(M / BLOCK_M)")],
     ),
     history="the tutorial of Triton in 2023: its backward pass was launched with the forward pass's grid "
@@ -853,7 +883,7 @@ _QUERIES, _KEYS = (f"there are more blocks of {x} than of {y}, and no program fo
         (32, 32, 16, 16), (64, 64, 32, 16), (40, 40, 8, 16), (17, 50, 16, 16), (50, 17, 16, 8), (64, 16, 8, 32),
         (33, 16, 16, 16), (16, 33, 16, 16))},
     draw=lambda r: _of_a_grid(r.randint(1, 60), r.randint(1, 60), r.choice((8, 16, 32)), r.choice((8, 16, 32)), 0.5),
-    notes=_WALK_NOTES | {"math.ceil(M / BLOCK_M)": _KEYS, "math.ceil(N / BLOCK_N)": _QUERIES},
+    notes=_WALK_NOTES | {"math.ceil(M / BLOCK_M)": _QUERIES, "math.ceil(N / BLOCK_N)": _KEYS},
     rows=[
         Row("sizes-exchanged", "BLOCK_M and BLOCK_N are exchanged in the number of programs",
             [("max(math.ceil(M / BLOCK_M), math.ceil(N / BLOCK_N))",

@@ -30,14 +30,15 @@ def _launch_of(
 ) -> tuple[Any, ...]:  # fmt: skip
     """The arguments of grouped_dkdv_kernel ("dkdv") or of capped_dq_kernel ("dq"), with rows apart in memory.
 
-    loud: exp(score - lse) overflows where a causal mask hides the last key. apart_by: 0 if rows are contiguous.
+    loud: exp(score - lse) overflows where a causal mask hides the last key; tanh is -1 and 1. apart_by: 0 if rows
+    are contiguous.
     """
     r, heads = random.Random(seed), kv_heads * group
     D, scale, gap = r.choice((16, 32)), r.choice((0.3, 0.5)), r.choice((0, apart_by))
     q, do = (normal(r, heads, M, D, dtype=dtype) + shift for shift in (0, 0.25))
     k, v = (normal(r, kv_heads, N, D, dtype=dtype) + shift for shift in (0, 0.5))
     if loud:
-        q[..., 0], k[:, -1, 0] = 16.0, 64.0
+        q[..., 0], k[:, -1, 0], k[:, 0, 0] = 16.0, 64.0, -64.0
     o, lse = reference.attention(*(x[None] for x in (q, k, v)), causal=causal, scale=scale, softcap=softcap or None)
     delta = (o[0] * do.double()).sum(2)
     read = [apart(x, gap + apart_by * more) for x, more in zip((q, k, v, do), (1, 2, 3, 5), strict=True)]
@@ -73,18 +74,47 @@ _NOTES = {
     "dtype": "tl.dot takes float32 as TF32 unless it has input_precision='ieee'; or is something converted to 16 bits?",
     **{f"stride_{x}{axis}": _OF_A_HEAD for x in ("q", "k", "v", "do", "dq", "dk", "dv") for axis in "hmn"},
 }  # fmt: skip
+CUT = ".to(k.dtype).to(tl.float32)"
 _HIDDEN = (
     "P of a hidden pair may be infinite, and inf · 0 is NaN; lse of a row that sees no key is -inf, and -inf + inf is "
     "NaN: set P to 0 there with tl.where, behind the exponential"
 )
 
 
-def _two_more(kernel: str) -> dict[str, tuple[Any, ...]]:
-    """A hidden score that is far too large, and rows that are contiguous: see `phase_05._launch_of`."""
+def in_small_steps(given: tuple[Any, ...], walked: tuple[int, ...]) -> tuple[Any, ...]:
+    """The arguments, with P and dS all 1: the first tile gives 2048, the others 1 each, lost in 16 bits, the last 0.
+
+    given: its first six tensors are q, k, v and do in some order, lse and delta. walked: which of them the walk reads.
+    """
+    tensors = [x for x in given if isinstance(x, torch.Tensor)][:6]
+    for x in tensors:
+        x.zero_()
+    tensors[5] -= 1
+    for x in (tensors[i] for i in walked):
+        x[..., ::16, 3] = 1.0
+        heads = x if x.ndim == 3 else x[None]
+        heads[-1, -16:, 3], heads[0, 0, 3] = 0.0, 2048.0
+    return given
+
+
+def _three_more(kernel: str) -> dict[str, tuple[Any, ...]]:
+    """A hidden score that is far too large; rows that are contiguous: see `phase_05._launch_of`; and many tiles."""
     shape = (1, 2, 20, 20, 16, 16, True)
-    return {f"{what}, {_named(kernel, *shape)}": _launch_of(kernel, *shape, **more) for what, more in (
+    found = {f"{what}, {_named(kernel, *shape)}": _launch_of(kernel, *shape, **more) for what, more in (
         ("the last key far too large for the rows that it is hidden from", {"loud": True}),
         ("contiguous", {"apart_by": 0}))}  # fmt: skip
+    shape, walked = ((1, 40, 1, 2), (0, 3)) if kernel == "dkdv" else ((1, 1, 1, 640), (1,))
+    found["40 tiles: 2048, then 38 times 1"] = in_small_steps(_launch_of(kernel, *shape, 16, 16, False), walked)
+    return found
+
+
+def rounded_sums(**edits: tuple[str, str]) -> list[Row]:
+    """Of sums that are rounded to the inputs' 16 bits in each turn: one of them, or all."""
+    return [
+        Row("sums-in-16-bits", f"{' and '.join(of)}: the sum is rounded to 16 bits in each turn: keep it in float32",
+            [edits[name] for name in of])
+        for of in dict.fromkeys([*((name,) for name in edits), tuple(edits)])
+    ]  # fmt: skip
 
 
 def mixed_bases(results: str, score: str, lse: str) -> Row:
@@ -140,12 +170,13 @@ def _of_few_tiles(kernel: Any) -> None:
     inputs={_named("dkdv", *given): _launch_of("dkdv", *given, seed=i)
             for i, given in enumerate((*_SHAPES, (2, 3, 14, 33, 16, 32, True)))}  # key 32: seen by one query
     | {"float32, " + _named("dkdv", *given): _launch_of("dkdv", *given, dtype=torch.float32)
-       for given in ((1, 2, 20, 20, 16, 16, True),)} | _two_more("dkdv"),
+       for given in ((1, 2, 20, 20, 16, 16, True),)} | _three_more("dkdv"),
     draw=_some_launch("dkdv"),
     nan={"": _HIDDEN},
     notes=_NOTES,
     rows=[
         mixed_bases("dk and dv", "s_t", "lse[None, :]"),
+        *rounded_sums(dk=(", dk, input", f", dk{CUT}, input"), dv=(", dv, input", f", dv{CUT}, input")),
         Row("causal-aligned-top-left", "dk and dv: the causal mask and the begin of the walk are aligned at the first "
             f"key: {_SEES}", [("tl.maximum(start_n - (N - M), 0)", "start_n"), ("<= offs_m[None, :] + N - M",
                                                                                "<= offs_m[None, :]")]),
@@ -221,14 +252,15 @@ _CAPPED = tuple((*shape, cap) for shape, cap in zip(_SHAPES, (0.0, 2.0, 5.0, 2.0
     programs=lambda Q_ptr, M, BLOCK_M, **_: Q_ptr.shape[0] * -(-M // BLOCK_M),
     inputs={_named("dq", *given): _launch_of("dq", *given, seed=i) for i, given in enumerate(_CAPPED)}
     | {"float32, " + _named("dq", *given): _launch_of("dq", *given, dtype=torch.float32)
-       for given in ((1, 2, 20, 20, 16, 16, True, 5.0),)} | _two_more("dq"),
+       for given in ((1, 2, 20, 20, 16, 16, True, 5.0),)} | _three_more("dq")
+    | {"tanh of scores far from 0": _launch_of("dq", 1, 2, 20, 20, 16, 16, True, 2.0, loud=True)},
     draw=_some_launch("dq"),
-    nan={"": _HIDDEN},
+    nan={"tanh": "tanh of a large score is NaN: its exponential is infinite, and inf / inf is NaN", "": _HIDDEN},
     notes=_NOTES | {
         "softcap": "the capped score is softcap · tanh(score / softcap)",
         "1.0 - t * t": "the slope of tanh is 1 - tanh²", "t": "the slope of tanh is 1 - tanh²",
     },
-    rows=[mixed_bases("dq", "s", "lse[:, None]")],
+    rows=[mixed_bases("dq", "s", "lse[:, None]"), *rounded_sums(dq=(", dq, input", f", dq{CUT}, input"))],
 )  # fmt: skip
 @triton.jit
 def capped_dq_kernel(
@@ -296,7 +328,10 @@ def _kept(attention: Callable[..., Any], N: int) -> int:
 
     q, k, v = (x.requires_grad_() for x in _inputs(*[(1, 1, N, 16)] * 3))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        attention(q, k, v)
+        o, _ = attention(q, k, v)
+    for x in vars(o.grad_fn).values() if hasattr(o.grad_fn, "__dict__") else ():  # ctx.x = ..., which no hook sees
+        if isinstance(x, torch.Tensor):
+            keep(x)
     return sum(storages.values())
 
 
@@ -327,6 +362,21 @@ def _expect_gradient_of_lse(attention: Callable[..., Any]) -> None:
            diagnosis="dlse-sign", case=case)  # fmt: skip
     expect(fits(right), "dq, dk and dv are wrong for a loss of o and of lse, and right for a loss of o alone",
            diagnosis="dlse-wrong", case=case)  # fmt: skip
+
+
+def _expect_own_options(attention: Callable[..., Any]) -> None:
+    """CheckFailed where a second forward pass changes what the backward pass of the first takes."""
+    __tracebackhide__ = True
+    case = "two forward passes, the first causal, then the backward pass of the first"
+    q, k, v, do = _inputs(*[(1, 2, 20, 16)] * 4)
+    ours = [x.requires_grad_() for x in (q, k, v)]
+    with torch.enable_grad():
+        first, _ = attention(*ours, causal=True, scale=0.3)
+        attention(*ours, scale=0.5)
+        got = torch.autograd.grad(first, ours, do)
+    _, error = worst(wanted(q, k, v, do, causal=True, scale=0.3), **dict(zip(("dq", "dk", "dv"), got, strict=True)))
+    expect(error <= 1, "right alone, wrong where attention is called again before the backward pass: what is of one "
+           "call is kept in its ctx", diagnosis="state-shared", case=case)  # fmt: skip
 
 
 def _expect_strides(attention: Callable[..., Any]) -> None:
@@ -391,5 +441,6 @@ def _(attention: Callable[..., Any]) -> Report:
     with in_bounds(None):
         report = verify(attention, causal=True, gqa=True, grads=True, head_dims=(32,), max_seq=90)
     _expect_strides(attention)
+    _expect_own_options(attention)
     _expect_gradient_of_lse(attention)
     return report
