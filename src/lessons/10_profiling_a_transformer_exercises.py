@@ -101,7 +101,7 @@ check("10.2", worth)
 #     first_cost({"a": a}, gpu)
 #
 # `first_calls_ms` are the milliseconds that its first calls take longer: a kernel is compiled, then a graph is recorded. After `warmup` calls
-# every call is a usual one. Each call is waited for, and timed, alone.
+# every call is a usual one. Each call is timed alone.
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_10: first_cost
