@@ -735,10 +735,11 @@ from flashlab.bench import ring as bench
 kept = ("ring, zigzag", "ring, contiguous", "ring, as a graph", "all-gather", "Ulysses", bench.CUDNN)
 cases = [case for case in bench.CASES if case.heads == case.kv_heads]
 at = {}  # by GPU, case and name
-for run in records.recorded("ring"):
-    gpu = run["machine"]["gpu"].split()[1]
-    at[gpu] = {c: {name: bench.of(run, c).get(name, {}).get("of_ideal") for name in kept} for c in cases}
-rows = [[gpu, f"{c.n}, {'causal' if c.causal else 'full'}, {c.which}", *(f"{x:.2f}" if x else "" for x in shares.values())]
+for of_two in records.recorded("ring"):
+    gpu = of_two["machine"]["gpu"].split()[1]
+    at[gpu] = {c: {name: bench.of(of_two, c).get(name, {}).get("of_ideal") for name in kept} for c in cases}
+rows = [[gpu, f"{c.n}, {'causal' if c.causal else 'full'}, {c.which}",
+         *(f"{x:.2f}" if x else "" for x in shares.values())]
         for gpu, found in at.items() for c, shares in found.items()]
 Table.of(rows, ["two of", "tokens, mask, pass", *kept], align="ll" + "r" * len(kept))
 
@@ -749,16 +750,18 @@ Table.of(rows, ["two of", "tokens, mask, pass", *kept], align="ll" + "r" * len(k
 # ring is.
 
 # %%
-errors = [found["ring, zigzag"]["error"] / found["one GPU"]["error"] for run in records.recorded("ring") for c in cases
-          if "error" in (found := bench.of(run, c)).get("ring, zigzag", {})]
+errors = [found["ring, zigzag"]["error"] / found["one GPU"]["error"]
+          for of_two in records.recorded("ring") for c in cases
+          if "error" in (found := bench.of(of_two, c)).get("ring, zigzag", {})]
 print("error, of one GPU's:", [f"{error:.2f}" for error in errors])
 assert max(errors) < 1.1
 for gpu, found in at.items():
     longest = found[max((c for c in cases if c.causal), key=lambda c: c.n)]
     assert longest["ring, zigzag"] > 0.96 and longest["ring, zigzag"] > 1.2 * longest[bench.CUDNN]
     both = next(shares for c, shares in found.items() if c.which == "both")
-    print(f"{gpu}: forward and backward, {both['ring, zigzag'] / both[bench.CUDNN]:.2f} times as fast as context_parallel")
-    assert (both["ring, zigzag"] > both[bench.CUDNN]) == (gpu == "H200")
+    ratio = both["ring, zigzag"] / both[bench.CUDNN]
+    print(f"{gpu}: forward and backward, {ratio:.2f} times as fast as context_parallel")
+    assert (ratio > 1) == (gpu == "H200")
 shortest = at["H100"][min((c for c in cases if c.causal), key=lambda c: c.n)]
 assert shortest["ring, as a graph"] > 1.3 * shortest["ring, zigzag"]
 
@@ -798,7 +801,7 @@ assert shortest["ring, as a graph"] > 1.3 * shortest["ring, zigzag"]
 #
 # - H. Liu, M. Zaharia, P. Abbeel, *Ring Attention with Blockwise Transformers for Near-Infinite Context*, 2023, arXiv:2310.01889.
 # - W. Brandon et al., *Striped Attention: Faster Ring Attention for Causal Transformers*, 2023, arXiv:2311.09431.
-# - Zilin Zhu, *ring-flash-attention*, GitHub, 2024. Zigzag, packed documents, and the measured shares above.
+# - Zilin Zhu, *ring-flash-attention*, GitHub, 2024. Zigzag, packed documents, and the of_two shares above.
 # - A. Dubey et al., *The Llama 3 Herd of Models*, 2024, arXiv:2407.21783. Section 3.3.2: all-gather with two pieces per rank.
 # - S. A. Jacobs et al., *DeepSpeed Ulysses*, 2023, arXiv:2309.14509.
 # - J. Fang, S. Zhao, *USP: A Unified Sequence Parallelism Approach for Long Context Generative AI*, 2024, arXiv:2405.07719.

@@ -103,8 +103,9 @@ def _three_more(kernel: str) -> dict[str, tuple[Any, ...]]:
     found = {f"{what}, {_named(kernel, *shape)}": _launch_of(kernel, *shape, **more) for what, more in (
         ("the last key far too large for the rows that it is hidden from", {"loud": True}),
         ("contiguous", {"apart_by": 0}))}  # fmt: skip
-    shape, walked = ((1, 40, 1, 2), (0, 3)) if kernel == "dkdv" else ((1, 1, 1, 640), (1,))
-    found["40 tiles: 2048, then 38 times 1"] = in_small_steps(_launch_of(kernel, *shape, 16, 16, False), walked)
+    group, M, N, walked = (40, 1, 2, (0, 3)) if kernel == "dkdv" else (1, 1, 640, (1,))
+    given = _launch_of(kernel, 1, group, M, N, 16, 16, False)
+    found["40 tiles: 2048, then 38 times 1"] = in_small_steps(given, walked)
     return found
 
 
