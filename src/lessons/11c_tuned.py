@@ -633,7 +633,7 @@ for run in RUNS:
             print(f"{who:16} takes {min(r):.2f} to {max(r):.2f} times as long")
 
 # %% [markdown]
-# So the same bits each time are nearly free, and cuDNN is behind at every shape; FlashAttention-4, which has no order, is ahead of us. TFLOP/s, by 2.5 times the forward
+# So the same bits each time are nearly free, and cuDNN is behind at every shape; FlashAttention-4, here without its option for the same bits, is ahead of us. TFLOP/s, by 2.5 times the forward
 # pass, "≠" where the bits differ, and the smaller kernels alone in µs:
 
 # %%
@@ -645,7 +645,7 @@ for backward in map(hopper_results.backward_table, RUNS):
 # %% [markdown]
 # Two things were learnt on the way (`notes/phase_11_experiments.md`). Shared memory is the narrowest: up to $D = 96$ there are registers for the
 # fragments of $K$ and $V$, which then need not be read again for every tile. And a schedule by hand, with each product begun as early as its operands
-# allow, lost to this plain one: a block's two consumers overlap by themselves.
+# allow, lost to this plain one. Why, nothing isolates.
 
 # %% [markdown]
 # ## 11 · What limits it now
