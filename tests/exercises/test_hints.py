@@ -85,17 +85,17 @@ def test_the_fragments_that_a_page_offers_run_there(phase, capsys):
 
 SAID = [  # exercise, hint, a line of the solution, the words of the hint that say it
     ("2.2", 2, "m = s.amax(dim=1)", "m = s.amax(dim=1)"),
-    ("4.9", 3, 'l_i = tl.where(m_i == float("-inf"), 0.0, 1.0)', "l_i = tl.full([BLOCK_M], 1.0, tl.float32)"),
+    ("4.9", 3, "l_i = tl.full([BLOCK_M], 1.0, tl.float32)", "l_i = tl.full([BLOCK_M], 1.0, tl.float32)"),
     ("5.1", 3, "delta = (p * dp).sum(dim=1, keepdim=True)", "delta = (p * dp).sum(dim=1, keepdim=True)"),
-    ("5.4", 3, "start_m + N - M - start_n if causal else None", "distance if causal else None"),
-    ("5.4", 3, "q, do = Q[rows].float(), dO[rows].float()", "q, do = Q[rows].float(), dO[rows].float()"),
+    ("5.4", 3, "start_m + N - M - start_n", "start_m + N - M - start_n"),
+    ("5.4", 4, "ds = p * (do @ v.T - delta[rows, None])", "ds = p * (do @ v.T - delta[rows, None])"),
     ("5.6", 3, "tl.where(in_range[None, :], p * (dp - delta[:, None]), 0.0)",
      "tl.where(in_range[None, :], ds, 0.0)"),
     ("5.7", 3, "return p * (do @ v.T - delta[:, None] + dlse[:, None])",
      "return p * (do @ v.T - delta[:, None] + dlse[:, None])"),
     ("8.2", 3, "return chunk ^ (row % 8)", "return chunk ^ (row % 8)"),
 ]  # fmt: skip
-SHORT = {"distance": "(start_m + N - M - start_n)", " ds,": " p * (dp - delta[:, None]),"}
+SHORT = {" ds,": " p * (dp - delta[:, None]),"}
 """What a hint has called by a name before."""
 
 

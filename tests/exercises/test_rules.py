@@ -164,7 +164,7 @@ TOLD = [
     ("0.3", lambda xs: by_steps(xs, "l * exp(m - m_new) ** 2"), "l: `math.exp(m - m_new)` counts twice, as its square"),
     ("0.3", lambda xs: by_steps(xs, "l * exp(m - m_new)", start=0.0), "0 stands where -inf belongs"),
     ("0.3", lambda xs: by_steps(xs, "0"), "l: the term `l * math.exp(m - m_new)` is missing"),
-    ("0.4", lambda a, b: merge(a, b)._replace(m=a.m), "m is `a.m` always"),
+    ("0.4", lambda a, b: merge(a, b)._replace(m=a.m), "`torch.maximum(a.m, b.m)` is `a.m` always"),
     ("0.4", lambda a, b: merge(a, b)._replace(l=a.l), "l"),
     ("0.6", lambda *x: (merge_finished(*x)[0], torch.maximum(x[1], x[3])), "`torch.log(w1 + w2)` is missing"),
     ("1.1", lambda n, d, e: (e * (4 * n * n + 3 * n * d), e * (4 * n * n + n * d), n * n * (4 * d + 7)),

@@ -29,7 +29,7 @@ from flashlab.check import expect, expect_close, running
 from flashlab.check.lookup import Row
 from flashlab.exercises.registry import exercise
 from flashlab.exercises.rule import rule
-from flashlab.exercises.tensor_rule import normal, part, tensor_rule
+from flashlab.exercises.tensor_rule import EMPTY_ROWS, normal, part, tensor_rule
 
 INF = math.inf
 
@@ -114,7 +114,7 @@ part(
     },
     draw=lambda r: (lambda x: (x, x.amax(dim=-1, keepdim=True)))(_some_scores(r)),
     also=["torch.exp(x - m).nan_to_num(0.0)"],
-    nan={"masked": _MINUS_INFINITY, "1000": "exp overflowed: the exponent is x - m"},
+    nan={EMPTY_ROWS: _MINUS_INFINITY, "1000": "exp overflowed: the exponent is x - m"},
 )(shifted_exp)  # fmt: skip
 
 tensor_rule(

@@ -267,7 +267,7 @@ _COMPILED = ("compiled", 0.05, 30, (900.0, 200.0, 60.0))
 )  # fmt: skip
 @no_type_check
 def first_cost(runs, gpu, warmup=10, rounds=20):
-    """{name: milliseconds that the first `warmup` calls take longer than usual ones}; runs: {name: function}."""
+    """{name: ms that its first `warmup` calls take longer than usual ones}; runs: {name: function}."""
     costs = {}
     for name, run in runs.items():
         took = []

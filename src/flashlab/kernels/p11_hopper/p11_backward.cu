@@ -189,6 +189,10 @@ template <bool CAUSAL> __device__ __forceinline__ Part part_of(int blocks, int h
     const int group_heads = min(heads_together, heads - group * heads_together);
     return {group * heads_together + in_group % group_heads, in_group / group_heads};
 }
+// As many heads as have two tensors in half of a 50 MB L2
+static int fit_together(int rows, int heads) {
+    return (int)min((int64_t)heads, max((int64_t)1, 24000000 / ((int64_t)rows * HEAD_DIM * 4 + 1)));
+}
 // endregion
 
 // region: shared memory of keys
@@ -592,10 +596,6 @@ queries(const Backward p, int heads_together, const float* lse_log2, const float
 #endif
 
 // region: launch
-// As many heads as have two tensors in half of a 50 MB L2
-static int fit_together(int rows, int heads) {
-    return (int)min((int64_t)heads, max((int64_t)1, 24000000 / ((int64_t)rows * HEAD_DIM * 4 + 1)));
-}
 // For five products, sums: what dQ is summed in, and turns: how many blocks have added to each tile of it. turns are
 // zeros; sums as well if they are not ORDERED, else the first block stores.
 extern "C" int backward(const void* q, const void* k, const void* v, const void* o, const void* grad_o,
