@@ -49,7 +49,7 @@ def compiled(
 def hopper_backward(
     grad_o: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, *,
     grad_lse: torch.Tensor | None = None, causal: bool = False, scale: float | None = None,
-    products: int = 5, backend: str | None = None, check: bool = False, defines: tuple[tuple[str, int], ...] = (),
+    backend: str | None = None, check: bool = False, defines: tuple[tuple[str, int], ...] = (),
     launches: int = 7, **launch: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """dq, dk and dv of o = softmax(scale * q k^T) v. Two runs agree in every bit.
@@ -61,8 +61,6 @@ def hopper_backward(
         o, lse: what a forward pass gave: like q, and [batch, heads, seq_q], float32, with -inf for a row without keys.
         grad_lse: like lse; None where no loss depends on lse.
         causal: query i sees the keys up to i + seq_k - seq_q. scale: head_dim ** -0.5, if None.
-        products: 5, where the blocks of keys add their parts of dq one after the other; or 7, where dq has a kernel of
-            its own that computes the scores again.
         backend, check, defines: of the build, see `compiled`. launches: which kernels, to time them: 1 for the rows'
             statistics + 2 for dk and dv, and the sums of dq + 4 for dq. launch: options of the emulator's launch.
 
@@ -77,10 +75,6 @@ def hopper_backward(
     check_qkv(q, k, v, dtypes=HALVES, head_dims=HEAD_DIMS, same_v=True, no_grad=True)
     check_causal(causal)
     check_results(q, {"grad_o": grad_o, "o": o}, {"lse": lse, "grad_lse": grad_lse}, no_grad=True)
-    if products not in (5, 7):
-        raise ValueError(f"products is {products}; it must be 5 or 7")
-    five = products == 5 and ("PRODUCTS", 7) not in defines
-    defines = defines if products == 5 else (("PRODUCTS", 7), *defines)
     built = compiled(q.shape[3], q.dtype, backend, check, defines)
     dq, dk, dv = (new_output(x) for x in (q, k, v))
     if q.numel() == 0 or k.numel() == 0:
@@ -96,7 +90,7 @@ def hopper_backward(
     rows = q.shape[0] * q.shape[1] * -(-q.shape[2] // BLOCK) * BLOCK
     statistics = torch.empty(2 * rows, device=q.device)
     sums = turns = None
-    if five:  # tiles of two squares of 64 rows and 64 columns
+    if ("PRODUCTS", 7) not in defines:  # tiles of two squares of 64 rows and 64 columns
         turns = torch.zeros(rows // 128 * -(-q.shape[3] // 64), dtype=torch.int32, device=q.device)
         sums = torch.empty(turns.numel() * 2 * 64 * 64, device=q.device)
         if ("ORDERED", 0) in defines:  # else the first block stores
