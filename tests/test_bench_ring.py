@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from flashlab.bench import ring
-from flashlab.bench.ring import BACKENDS, CASES, CONTIGUOUS, GOALS, ONE, OURS, QUICK, ZIGZAG
+from flashlab.bench.ring import BACKENDS, CASES, CONTIGUOUS, GOALS, MANY, ONE, OURS, QUICK, ZIGZAG
 from flashlab.distributed import run
+from flashlab.distributed.scaling import Machine
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
@@ -46,15 +47,15 @@ def test_an_error_is_seen_and_a_way_that_fails_is_a_row(monkeypatch):
     assert "no such kernel" in by_name["all-gather"]["unavailable"] and "ms" not in by_name["all-gather"]
 
 
-def record(ours=None, peer=2.0):
+def record(ours=None, peer=2.0, ranks=2):
     rows = [{"part": "link", "gb_s": 326.0}]
-    for case in CASES:
+    for case in CASES if ranks == 2 else MANY:
         base = {"part": "ring"} | case.row
         rows += [base | {"name": ONE, "ms": 2.0, "error": 2e-3, "peak_bytes": 2 << 30},
                  base | {"name": OURS[case.causal], "ms": 1 / 0.98, "of_ideal": 0.98, "error": 2e-3,
                          "peak_bytes": 1 << 30} | (ours or {}),
                  *({"part": "ring", **case.row, "name": name, "ms": peer} for name in BACKENDS)]  # fmt: skip
-    return {"machine": {"gpu": "Pretended"}, "ranks": 2, "rows": rows}
+    return {"machine": {"gpu": "Pretended"}, "ranks": ranks, "rows": rows}
 
 
 def test_goals_are_judged_from_the_record():
@@ -74,6 +75,22 @@ def test_goals_are_judged_from_the_record():
     assert nothing and not any(met for *_, met in nothing)
     assert "not measured" in str(ring.goals_table({"machine": {}, "ranks": 2, "rows": []}))
     assert "each sends 326.0 GB/s" in str(ring.table(record()))
+
+
+def test_more_gpus_have_goals_of_their_own():
+    found = {what: (value, met) for what, value, _, met in ring.goals(record({"of_ideal": 0.94}, ranks=4))}
+    share = "8 heads, N 262144, causal, forward: of the ideal"
+    assert found[share] == (0.94, False) and not any("65536" in what for what in found)
+    assert {what: met for what, *_, met in ring.goals(record({"of_ideal": 0.94}, ranks=8))}[share]
+    assert sum("times context_parallel" in what for what in found) == 4
+
+
+def test_the_simulation_is_set_beside_what_it_knows():
+    machine = Machine({4096: 600.0}, backward={4096: 300.0})
+    case = MANY[0]._replace(n=2**22)
+    assert ring.simulated(machine, case, ZIGZAG, 4) == pytest.approx(1, abs=1e-3)
+    assert ring.simulated(machine, case, CONTIGUOUS, 4) == pytest.approx(4 / 7, rel=0.01)
+    assert ring.simulated(machine, case, ring.CUDNN, 4) is None
 
 
 @no_gpu

@@ -1,6 +1,6 @@
 """Phase 13 on several GPUs of one host: one sequence over all of them, beside one GPU and PyTorch's context_parallel.
 
-    flashlab bench ring                                          # on all GPUs here; writes recorded/ring_<gpu>.json
+    flashlab bench ring                                   # on all GPUs here; writes recorded/ring_<gpu>[_x<GPUs>].json
     flashlab bench ring --ranks 2 --out x.json
     torchrun --nproc-per-node 2 -m flashlab.bench.ring           # the same, started by hand
     flashlab bench ring --quick                                  # tiny, two ranks as threads with gloo, on any machine
@@ -16,6 +16,7 @@ ring, zigzag / contiguous        flashlab.distributed.ring_attention; contiguous
 ring, one after the other        not sending while computing
 ring, as a graph                 with --graphs
 all-gather, Ulysses              flashlab.distributed
+rings of pairs                   on more than two GPUs: pairs exchange heads, and rings go through the pairs
 context_parallel, cuDNN          torch.distributed.tensor.experimental, SDPA by that backend
 context_parallel, FlashAttention-2
 """
@@ -42,16 +43,29 @@ import flashlab
 from flashlab.bench import records, timing
 from flashlab.bench.harness import Data, Row, Way
 from flashlab.bench.records import NoGpu
-from flashlab.distributed import all_gather_attention, ring_attention, run, shard, start, ulysses_attention
+from flashlab.distributed import (
+    all_gather_attention,
+    mesh_attention,
+    ring_attention,
+    run,
+    shard,
+    start,
+    ulysses_attention,
+)
 from flashlab.distributed.layout import places
 from flashlab.distributed.link import Link
+from flashlab.distributed.scaling import Machine, one_gpu, simulate
 from flashlab.table import Table
 
 ONE, ZIGZAG, CONTIGUOUS = "one GPU", "ring, zigzag", "ring, contiguous"
 CUDNN, FA2 = "context_parallel, cuDNN", "context_parallel, FlashAttention-2"
 BACKENDS = {CUDNN: SDPBackend.CUDNN_ATTENTION, FA2: SDPBackend.FLASH_ATTENTION}
+ALTERNATELY, GATHER, ULYSSES, PAIRS = "ring, one after the other", "all-gather", "Ulysses", "rings of pairs"
 OURS = {True: ZIGZAG, False: CONTIGUOUS}
 """What counts, causal or not."""
+SIMULATED = {ZIGZAG: ("ring", "zigzag"), CONTIGUOUS: ("ring", "contiguous"), GATHER: ("gather", "zigzag"),
+             ULYSSES: ("ulysses", "zigzag"), PAIRS: ("mesh", "zigzag")}  # fmt: skip
+"""How flashlab.distributed.scaling names the ways."""
 
 
 class Case(NamedTuple):
@@ -74,11 +88,16 @@ CASES = (
     Case(32, 8, 65536, True, "both"),
 )  # fmt: skip
 QUICK = (Case(4, 2, 64, True, "both"), Case(4, 2, 64, False, "forward"))
+MANY = tuple(Case(heads, heads, n, True, which) for n in (2**16, 2**18, 2**20) for heads in (16, 8)
+             for which in ("forward", "both"))  # fmt: skip
+"""On more than two GPUs."""
 GOALS: dict[Case, float] = {CASES[0]: 0.97, CASES[1]: 0.80, CASES[2]: 0.93, CASES[3]: 0.985, CASES[4]: 0.985}
 """The share of the ideal that the ring is to reach on two GPUs; set before anything was measured."""
+GOALS_OF_MANY = {4: 0.95, 8: 0.92}
+"""The same on so many, at 262144 tokens."""
 OVER_PEER, ERROR, LONGEST = 1.2, 1.1, 0.975
-"""Both passes at 65536: times as fast as context_parallel. The error, of one GPU's. The longest sequence, of as many
-times one GPU's as there are ranks: 1.95 of 2."""
+"""Both passes, at 65536 on two GPUs and at 262144 on more: times as fast as context_parallel. The error, of one GPU's.
+The longest sequence, of as many times one GPU's as there are ranks: 1.95 of 2."""
 
 
 # ---- what is timed ---------------------------------------------------------------------------------------------------
@@ -91,34 +110,44 @@ def ways(
         q, k, v, grad_o = inputs
         if case.which == "forward":
             return lambda: attention(q, k, v)
-        leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         return lambda: (o := attention(*leaves), torch.autograd.grad(o, leaves, grad_o))[0]
 
-    def over_ranks(function: Callable[..., torch.Tensor], layout: str, **options: Any) -> Callable[[], Way]:
-        def prepare() -> Way:
-            mine = [shard(x, link.rank, link.world, layout=layout) for x in whole]
-            return passes(mine, functools.partial(function, group=link, causal=case.causal, layout=layout, **options))
+    @functools.cache  # a layout's shards are the same for every way
+    def mine(layout: str, heads: int) -> list[torch.Tensor]:
+        return [shard(x, link.rank, link.world, layout=layout, heads=heads) for x in whole]
 
-        return prepare
+    def over_ranks(function: Callable[..., torch.Tensor], layout: str, heads: int = 1, **options: Any) -> Way:
+        if heads > 1:
+            options["mesh"] = link.split(heads)
+        else:
+            options["group"] = link
+        return passes(mine(layout, heads), functools.partial(function, causal=case.causal, layout=layout, **options))
 
     def on_one() -> Way:
         if case.which == "forward":
             return passes(whole, functools.partial(flashlab.flash_attention, causal=case.causal))
         return passes(whole, functools.partial(ring_attention, group=alone, causal=case.causal))  # the same kernels
 
-    found = {ONE: on_one, CONTIGUOUS: over_ranks(ring_attention, "contiguous")}
     best = "zigzag" if case.causal else "contiguous"
-    if case.causal:
-        found[ZIGZAG] = over_ranks(ring_attention, "zigzag")
-    found["ring, one after the other"] = over_ranks(ring_attention, best, overlap=False)
+    ring = functools.partial(over_ranks, ring_attention)
+    brief = case.n <= 2**18  # where a call takes seconds, what says nothing new is left out
+    found: dict[str, Callable[[], Way]] = {
+        ONE: on_one,
+        CONTIGUOUS: functools.partial(ring, "contiguous"),
+        OURS[case.causal]: lambda: ring(best),
+    }
+    if brief:
+        found[ALTERNATELY] = lambda: ring(best, overlap=False)
     if graphs:
-        found["ring, as a graph"] = lambda: _recorded(over_ranks(ring_attention, best)())
-    found["all-gather"] = over_ranks(all_gather_attention, best)
-    found["Ulysses"] = over_ranks(ulysses_attention, "contiguous")
+        found["ring, as a graph"] = lambda: _recorded(ring(best))
+    found[GATHER] = lambda: over_ranks(all_gather_attention, best)
+    found[ULYSSES] = lambda: over_ranks(ulysses_attention, "contiguous")
+    if link.world > 2 and link.world % 2 == 0:
+        found[PAIRS] = lambda: over_ranks(mesh_attention, best, heads=2)
     if whole[0].is_cuda and case.heads == case.kv_heads:
-        found |= {
-            name: functools.partial(_context_parallel, case, backend, whole) for name, backend in BACKENDS.items()
-        }
+        peers = BACKENDS if brief else {CUDNN: BACKENDS[CUDNN]}
+        found |= {name: functools.partial(_context_parallel, case, backend, whole) for name, backend in peers.items()}
     return found
 
 
@@ -156,6 +185,11 @@ def _context_parallel(case: Case, backend: SDPBackend, whole: Sequence[torch.Ten
 
 
 # ---- time, over ranks ------------------------------------------------------------------------------------------------
+AT_LEAST_MS, MOST_MS = 40.0, 25e3
+"""Calls in a row take so long, that a start which ranks do not share to 0.1 ms counts for little; the rounds of a case
+together no longer than that, if two do."""
+
+
 def milliseconds(link: Link, work: Way, times: int = 1) -> float:
     """Of the slowest rank, one of `times` calls in a row; all begin together."""
     device = _device()
@@ -175,11 +209,6 @@ def milliseconds(link: Link, work: Way, times: int = 1) -> float:
             work()
         took = 1e3 * (time.perf_counter() - start)
     return link.all_gather(torch.tensor([took / times], device=device)).max().item()
-
-
-def repeats(link: Link, work: Way, at_least_ms: float = 40.0) -> int:
-    """How many calls in a row take so long: a start that ranks do not share to 0.1 ms then counts for little."""
-    return max(1, math.ceil(at_least_ms / milliseconds(link, work))) if _device().type == "cuda" else 1
 
 
 def _device() -> torch.device:
@@ -221,13 +250,13 @@ def measure(link: Link, alone: Link, case: Case, rounds: int, graphs: bool = Fal
         work = None
         try:
             work = prepare()
-            work()  # compiles
+            peak = timing.allocated(work) if device.type == "cuda" else work()  # the first call: it compiles
             if device.type == "cuda":
-                row["peak_bytes"] = timing.allocated(work)
+                row["peak_bytes"] = peak
             if case.which == "forward" and name in (ONE, OURS[case.causal]):
                 row["error"] = _error(link, case, whole, work(), name)
             if hasattr(work, "close"):  # it changes SDPA for all: timed by itself
-                row |= _times([milliseconds(link, work, repeats(link, work)) for _ in range(rounds)])
+                row |= _times(_timed(link, {name: work}, rounds)[name])
             else:
                 able[name] = work
         except Exception as error:  # of all ranks alike
@@ -236,18 +265,26 @@ def measure(link: Link, alone: Link, case: Case, rounds: int, graphs: bool = Fal
             if hasattr(work, "close"):
                 work.close()  # type: ignore[union-attr]
         rows.append(row)
-    times: dict[str, list[float]] = {name: [] for name in able}
-    often = {name: repeats(link, work) for name, work in able.items()}
-    for number in range(rounds):
-        for name in timing.order(able, number):
-            times[name].append(milliseconds(link, able[name], often[name]))
     by_name = {row["name"]: row for row in rows}
-    for name, found in times.items():
+    for name, found in _timed(link, able, rounds).items():
         by_name[name] |= _times(found)
     for row in rows:
         if "ms" in row and "ms" in by_name[ONE] and row["name"] != ONE:
             row["of_ideal"] = by_name[ONE]["ms"] / link.world / row["ms"]
     return rows
+
+
+def _timed(link: Link, able: Mapping[str, Way], rounds: int) -> dict[str, list[float]]:
+    """Milliseconds by name, a round after the other; no more rounds than `MOST_MS` allows, but two."""
+    first = {name: milliseconds(link, work) for name, work in able.items()}
+    often = {name: max(1, math.ceil(AT_LEAST_MS / ms)) if _device().type == "cuda" else 1 for name, ms in first.items()}
+    a_round = sum(often[name] * ms for name, ms in first.items())
+    long = a_round * rounds > MOST_MS
+    times = {name: [ms] if long else [] for name, ms in first.items()}
+    for number in range(max(1, int(MOST_MS / a_round) - 1) if long else rounds):
+        for name in timing.order(able, number):
+            times[name].append(milliseconds(link, able[name], often[name]))
+    return times
 
 
 def _error(link: Link, case: Case, whole: Sequence[torch.Tensor], o: torch.Tensor, name: str, many: int = 64) -> float:
@@ -273,32 +310,53 @@ def of(data: Data, case: Case) -> dict[str, Row]:
 
 
 def goals(data: Data) -> list[tuple[str, float | None, float, bool]]:
-    """(what, found, wanted, met) of the goals; they were set for two GPUs."""
+    """(what, found, wanted, met) of the goals for so many GPUs."""
     found: list[tuple[str, float | None, float, bool]] = []
 
     def add(what: str, value: float | None, wanted: float, most: bool = False) -> None:
         met = value is not None and (value <= wanted if most else value >= wanted)
         found.append((what, value, wanted, met))
 
-    for case, wanted in GOALS.items():
+    wanted_of = GOALS
+    if (ranks := data["ranks"]) > 2:
+        wanted_of = {case: GOALS_OF_MANY.get(ranks, 0.9) for case in MANY if case.n == 2**18}
+    for case, wanted in wanted_of.items():
         rows = of(data, case)
         mask = "causal" if case.causal else "full"
         what = f"{case.heads} heads, N {case.n}, {mask}, {case.which}"
-        add(f"{what}: of the ideal", rows.get(OURS[case.causal], {}).get("of_ideal"), wanted)
         ours, one = rows.get(OURS[case.causal], {}), rows.get(ONE, {})
+        add(f"{what}: of the ideal", ours.get("of_ideal"), wanted)
         if "error" in ours and "error" in one:
             add(f"{what}: error, of one GPU's", ours["error"] / one["error"], ERROR, most=True)
         peers = [rows[name]["ms"] for name in BACKENDS if "ms" in rows.get(name, {})]
-        if case.which == "both":
-            add(
-                f"{what}: times context_parallel",
-                min(peers) / ours["ms"] if peers and "ms" in ours else None,
-                OVER_PEER,
-            )
-            if "peak_bytes" in ours and "peak_bytes" in one:
-                add(f"{what}: longest sequence by memory, of one GPU's times the ranks",
-                    _memory(one, case, 1) / _memory(ours, case, data["ranks"]) / data["ranks"], LONGEST)  # fmt: skip
+        if case.which == "both" or ranks > 2:
+            ratio = min(peers) / ours["ms"] if peers and "ms" in ours else None
+            add(f"{what}: times context_parallel", ratio, OVER_PEER)
+        if case.which == "both" and "peak_bytes" in ours and "peak_bytes" in one:
+            add(f"{what}: longest sequence by memory, of one GPU's times the ranks",
+                _memory(one, case, 1) / _memory(ours, case, ranks) / ranks, LONGEST)  # fmt: skip
     return found
+
+
+def simulated_machine(hopper: Data) -> Machine:
+    """The machine that scaling.simulate takes, from phase 11's record: its kernels' speeds, causal, at head_dim 128."""
+    rows = [row for row in hopper["rows"] if row.get("causal") and row.get("shape", [0])[-1] == 128]
+
+    def speeds(part: str, name: str) -> dict[int, float]:
+        return {row["shape"][2]: row["tflops"] for row in rows if row["part"] == part and row["name"] == name}
+
+    return Machine(speeds("variants", "p11_flash"), backward=speeds("backward", "p11"))
+
+
+def simulated(machine: Machine, case: Case, name: str, ranks: int) -> float | None:
+    """The share of the ideal that the simulation gives; None for a way that it does not know."""
+    if name not in SIMULATED or not case.causal:
+        return None
+    way, layout = SIMULATED[name]
+    both = case.which == "both"
+    alone = one_gpu(machine, case.n, heads=case.heads, head_dim=128, both=both)
+    options: dict[str, Any] = dict(heads=case.heads, kv_heads=case.kv_heads, head_dim=128, layout=layout, group=2)
+    return alone / ranks / simulate(way, machine, ranks, case.n, both=both, **options)
 
 
 def _memory(row: Row, case: Case, ranks: int) -> float:
@@ -330,7 +388,7 @@ def goals_table(data: Data) -> Table:
     """The goals, and which are met."""
     cells = [[what, "not measured" if value is None else f"{value:.3f}", f"{wanted:g}", "yes" if met else "no"]
              for what, value, wanted, met in goals(data)]  # fmt: skip
-    return Table.of(cells, ["goal, set for two GPUs", "found", "wanted", "met"], align="lrrl")
+    return Table.of(cells, [f"goal, set for {data['ranks']} GPUs", "found", "wanted", "met"], align="lrrl")
 
 
 # ---- as a program ----------------------------------------------------------------------------------------------------
@@ -338,7 +396,7 @@ def measure_all(link: Link, quick: bool, graphs: bool = False, save: Callable[[l
     """All rows, on every rank; rank 0 saves after each case."""
     _, alone = link.split(1)
     rows = [link_speed(link, 1 if quick else 512, 2 if quick else 9)]
-    for case in QUICK if quick else CASES:
+    for case in QUICK if quick else CASES if link.world == 2 else MANY:
         rows += measure(link, alone, case, 2 if quick else 9, graphs)
         if link.rank == 0:
             save(rows)
@@ -385,6 +443,8 @@ def _as_rank(link: Link, given: argparse.Namespace) -> None:
             records.keep(given.out, _record(records.machine(), link.world, rows), table, given)
         return
     path = records.place("ring", given)
+    if path is not None and given.out is None and link.world > 2:
+        path = path.with_stem(f"{path.stem}_x{link.world}")
 
     with timing.measured() as machine:
 

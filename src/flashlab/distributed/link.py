@@ -72,6 +72,7 @@ class Link:
         self.step = 0
         self.agreed: set[tuple[int, ...]] = set()
         self._tag, self._pending = 0, list[list[Any]]()
+        self._meshes = dict[int, tuple[Link, Link]]()
 
     # ---- what it may ask for
 
@@ -136,16 +137,19 @@ class Link:
     def split(self, heads: int) -> tuple[Link, Link]:
         """Two links of this rank on a mesh of world / heads by heads ranks: of the ring, and of the `heads` neighbours.
 
-        Every rank has to call it. Raises ValueError where the ranks form no such mesh.
+        Every rank has to call it; the groups are made once. Raises ValueError where the ranks form no such mesh.
         """
         if heads < 1 or self.world % heads:
             raise ValueError(
                 f"{self.world} ranks form no mesh with groups of {heads}: start a multiple of {heads}, or take a "
                 f"divisor of {self.world}"
             )
+        if heads in self._meshes:
+            return self._meshes[heads]
         at = self.rank // heads
         beside = self._of("heads", heads, at, [list(range(i, i + heads)) for i in range(0, self.world, heads)])
         around = self._of("ring", heads, self.rank % heads, [list(range(i, self.world, heads)) for i in range(heads)])
+        self._meshes[heads] = around, beside
         return around, beside
 
     def _of(self, name: str, heads: int, mine: int, groups: list[list[int]]) -> Link:

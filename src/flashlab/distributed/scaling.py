@@ -11,6 +11,7 @@ The simulation knows three things: how fast a kernel is at a length (measured on
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -73,6 +74,7 @@ class Machine:
 
     Attributes:
         tflops: measured speed of a kernel by its length, 10^12 FLOP/s; between two lengths it is interpolated.
+        backward: the same of the backward kernel, with 2.5 times the FLOP; None: as fast as tflops.
         node: GPUs that are linked to each other directly. inside, between: 10^9 bytes per second that a GPU sends
             within its node and out of it.
         step_us: what a step takes beside the kernel and the link: launches, the merge.
@@ -83,50 +85,60 @@ class Machine:
     inside: float = 450.0
     between: float = 50.0
     step_us: float = 20.0
+    backward: Mapping[int, float] | None = None
 
-    def speed(self, n: float) -> float:
+    def speed(self, n: float, backward: bool = False) -> float:
         """FLOP/s of a kernel over n rows; no faster than measured beyond the longest."""
-        known = sorted(self.tflops)
-        return 1e12 * float(np.interp(math.log(n), [math.log(x) for x in known], [self.tflops[x] for x in known]))
+        tflops = self.backward if backward and self.backward else self.tflops
+        known = sorted(tflops)
+        return 1e12 * float(np.interp(math.log(n), [math.log(x) for x in known], [tflops[x] for x in known]))
+
+    def seconds(self, flop: float, n: float, backward: bool = False) -> float:
+        """Of so many FLOP of a forward pass over n rows, or of the backward pass that belongs to it."""
+        return flop * (2.5 if backward else 1) / self.speed(n, backward)
 
 
-def one_gpu(machine: Machine, n: int, *, heads: int, head_dim: int, causal: bool = True) -> float:
-    """Seconds of one GPU with the whole sequence."""
-    return 4 * heads * head_dim * n * n / (2 if causal else 1) / machine.speed(n)
+def one_gpu(
+    machine: Machine, n: int, *, heads: int, head_dim: int, causal: bool = True, both: bool = False
+) -> float:  # fmt: skip
+    """Seconds of one GPU with the whole sequence, of a forward pass; `both`: and of its backward pass."""
+    flop = 4 * heads * head_dim * n * n / (2 if causal else 1)
+    return sum(machine.seconds(flop, n, backward) for backward in (False, True)[: 1 + both])
 
 
 def simulate(
     way: str, machine: Machine, world: int, n: int, *, heads: int, kv_heads: int, head_dim: int, itemsize: int = 2,
-    causal: bool = True, layout: str = "zigzag", group: int = 8,
+    causal: bool = True, layout: str = "zigzag", group: int = 8, both: bool = False,
 ) -> float:  # fmt: skip
     """Seconds of a forward pass over the whole sequence of n tokens; infinity where the way has no room for the ranks.
 
     Args:
-        way: of `WAYS`. group: ranks of a mesh that share heads; they are in one node.
+        way: of `WAYS`. group: ranks of a mesh that share heads; they are in one node. both: and of the backward pass,
+            whose gradients of keys and values travel in float32.
     """
     if way not in WAYS:
         raise ValueError(f"way is {way!r}; it must be {one_of([repr(x) for x in WAYS])}")
-    flop = 4 * heads * head_dim
-    local = n // world
+    flop, local, group = 4 * heads * head_dim, n // world, min(group, machine.node, world)
     kv, q = 2 * kv_heads * local * head_dim * itemsize, heads * local * head_dim * itemsize
+    wide = kv // itemsize * 4
     across = machine.between if world > machine.node else machine.inside
-    if way == "gather":  # a ring of NCCL's own, then the busiest rank's kernel
-        busiest = max(map(sum, zip(*work(world, n, causal=causal, layout=layout), strict=True)))
-        return (world - 1) * kv / (across * 1e9) + flop * busiest / machine.speed(local) + machine.step_us / 1e6
-    if way == "ulysses":
-        if world > kv_heads:
-            return math.inf
-        work_each = one_gpu(machine, n, heads=heads, head_dim=head_dim, causal=causal) / world
-        return _exchange(machine, world, 2 * q + kv) + work_each + machine.step_us / 1e6
-    if way == "mesh":
-        group = min(group, machine.node, world)
-        if group > kv_heads or world % group:
-            return math.inf
-        ring = world // group
-        return _exchange(machine, group, 2 * q + kv) + _ring(
-            machine, ring, n, flop // group, kv, causal, layout, apart=group
-        )
-    return _ring(machine, world, n, flop, kv, causal, layout, apart=1)
+    if way == "ulysses" and world > kv_heads or way == "mesh" and (group > kv_heads or world % group):
+        return math.inf
+
+    def one_pass(backward: bool) -> float:
+        if way == "gather":  # a ring of NCCL's own, then the busiest rank's kernel; backward, gradients come home
+            busiest = max(map(sum, zip(*work(world, n, causal=causal, layout=layout), strict=True)))
+            sent = (world - 1) * (wide if backward else kv) / (across * 1e9)
+            return sent + machine.seconds(flop * busiest, local, backward) + machine.step_us / 1e6
+        if way == "ulysses":
+            each = machine.seconds(flop * n * n / (2 if causal else 1) / world, n, backward)
+            return _exchange(machine, world, 2 * q + kv) + each + machine.step_us / 1e6
+        if way == "mesh":
+            ring = _ring(machine, world // group, n, flop // group, kv, wide, causal, layout, group, backward)
+            return _exchange(machine, group, 2 * q + kv) + ring
+        return _ring(machine, world, n, flop, kv, wide, causal, layout, 1, backward)
+
+    return sum(one_pass(backward) for backward in (False, True)[: 1 + both])
 
 
 def _exchange(machine: Machine, world: int, sent: float) -> float:
@@ -136,10 +148,13 @@ def _exchange(machine: Machine, world: int, sent: float) -> float:
 
 
 def _ring(
-    machine: Machine, world: int, n: int, flop: int, kv: int, causal: bool, layout: str, apart: int
+    machine: Machine, world: int, n: int, flop: int, kv: int, wide: int, causal: bool, layout: str, apart: int,
+    backward: bool,
 ) -> float:  # fmt: skip
-    """Rank by rank: a step begins when the one before has ended and its keys are there; they are sent meanwhile."""
-    seconds = flop * np.array(work(world, n, causal=causal, layout=layout)) / machine.speed(n // world)
+    """Rank by rank: a step begins when the one before has ended and its keys are there; they are sent meanwhile.
+    Backward the gradients follow a step behind their keys, and nothing hides their last step."""
+    flops = flop * np.array(work(world, n, causal=causal, layout=layout))
+    seconds = np.vectorize(functools.partial(machine.seconds, n=n // world, backward=backward))(flops)
     nodes = np.arange(world) * apart // machine.node
     link = np.where(nodes == np.roll(nodes, 1), machine.inside, machine.between) * 1e9  # from the previous rank
     begin = np.zeros(world)
@@ -147,6 +162,10 @@ def _ring(
         ended = begin + seconds[step] + machine.step_us / 1e6
         if step + 1 == world:
             break
-        arrives = np.maximum(begin, np.roll(begin, 1)) + kv / link
+        sent = kv + (wide if backward and step else 0)
+        arrives = np.maximum(begin, np.roll(begin, 1)) + sent / link
         begin = np.maximum(ended, arrives)
+    if backward and world > 1:
+        home = wide / link
+        ended = np.maximum(ended, begin + home) + home
     return float(ended.max())
