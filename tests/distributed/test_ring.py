@@ -9,9 +9,17 @@ from flashlab.attention.cost import Meter
 from flashlab.attention.online_softmax import merge_finished
 from flashlab.attention.reference import attention
 from flashlab.cuda.hopper_backward import hopper_backward
-from flashlab.distributed import LAYOUTS, all_gather_attention, ring_attention, run, shard, ulysses_attention, unshard
+from flashlab.distributed import (
+    LAYOUTS,
+    all_gather_attention,
+    ring_attention,
+    run,
+    shard,
+    ulysses_attention,
+    unshard,
+)
 from flashlab.distributed.parts import block_backward, block_forward, merge_kernel, merged
-from flashlab.distributed.ring import plan_of, ring_forward
+from flashlab.distributed.ring import _together, plan_of, ring_forward
 from flashlab.distributed.scaling import sent_bytes
 from flashlab.triton_tools.compile_report import compile_reports
 
@@ -185,3 +193,28 @@ def test_a_ring_holds_two_shards_of_keys_and_a_gather_all_of_them():
     shards = [[shard(x, r, 8) for r in range(8)] for x in whole[:3]]
     ring, gather = (run(8, peak, *shards, [way] * 8) for way in (ring_attention, all_gather_attention))
     assert max(ring) < 8 * shard_bytes and 16 * shard_bytes <= min(gather)
+
+
+def test_few_heads_at_a_time_need_less_memory_for_the_same_result():
+    whole = inputs(256, heads=8, kv_heads=4, head_dim=16, seed=12)
+    want, sent = over_ranks(2, whole, ring_attention, causal=True)
+    found, again = over_ranks(2, whole, ring_attention, causal=True, together=1)
+    assert furthest(found, want) < 1e-13 and sent == again
+
+    def peak(link, q, k, v, grad_o, together):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        with Meter() as meter:
+            torch.autograd.grad(ring_attention(*leaves, group=link, together=together), leaves, grad_o)
+        return meter.peak_bytes
+
+    shards = [[shard(x, r, 2) for r in range(2)] for x in whole]
+    few, many = (max(run(2, peak, *shards, [together] * 2)) for together in (1, 4))
+    assert few < many / 2
+    refused = r"together is 3; it must divide the 4 key heads"
+    with pytest.raises(ValueError, match=refused):
+        run(2, lambda link, x: ring_attention(x, x, x, group=link, together=3), [x[:, :4] for x in shards[0]])
+
+
+def test_how_many_heads_keep_a_gpu_busy():
+    assert _together(1, 16, 32768, 16) == 4 and _together(1, 16, 2**18, 16) == 1
+    assert _together(1, 32, 32768, 8) == 1 and _together(4, 16, 1024, 16) == 16 == _together(1, 16, 64, 16)

@@ -14,6 +14,7 @@ receives as much, in the same run. "error" of a forward row is the rms error of 
 one GPU                          the whole sequence, by the same kernels
 ring, zigzag / contiguous        flashlab.distributed.ring_attention; contiguous alone without a mask
 ring, one after the other        not sending while computing
+ring, all heads at once          not as few at a time as keep a GPU busy
 ring, as a graph                 with --graphs
 all-gather, Ulysses              flashlab.distributed
 rings of pairs                   on more than two GPUs: pairs exchange heads, and rings go through the pairs
@@ -61,6 +62,7 @@ ONE, ZIGZAG, CONTIGUOUS = "one GPU", "ring, zigzag", "ring, contiguous"
 CUDNN, FA2 = "context_parallel, cuDNN", "context_parallel, FlashAttention-2"
 BACKENDS = {CUDNN: SDPBackend.CUDNN_ATTENTION, FA2: SDPBackend.FLASH_ATTENTION}
 ALTERNATELY, GATHER, ULYSSES, PAIRS = "ring, one after the other", "all-gather", "Ulysses", "rings of pairs"
+AT_ONCE = "ring, all heads at once"
 OURS = {True: ZIGZAG, False: CONTIGUOUS}
 """What counts, causal or not."""
 SIMULATED = {ZIGZAG: ("ring", "zigzag"), CONTIGUOUS: ("ring", "contiguous"), GATHER: ("gather", "zigzag"),
@@ -85,8 +87,10 @@ class Case(NamedTuple):
 CASES = (
     Case(16, 16, 65536, True, "forward"), Case(16, 16, 16384, True, "forward"), Case(16, 16, 65536, True, "both"),
     Case(16, 16, 65536, False, "forward"), Case(8, 8, 262144, True, "forward"), Case(32, 8, 65536, True, "forward"),
-    Case(32, 8, 65536, True, "both"),
+    Case(32, 8, 65536, True, "both"), Case(16, 16, 2**19, True, "both"),
 )  # fmt: skip
+LONG = CASES[-1]
+"""Of this the memory counts: only one GPU and the ring are measured."""
 QUICK = (Case(4, 2, 64, True, "both"), Case(4, 2, 64, False, "forward"))
 MANY = tuple(Case(heads, heads, n, True, which) for n in (2**16, 2**18, 2**20) for heads in (16, 8)
              for which in ("forward", "both"))  # fmt: skip
@@ -101,9 +105,7 @@ The longest sequence, of as many times one GPU's as there are ranks: 1.95 of 2."
 
 
 # ---- what is timed ---------------------------------------------------------------------------------------------------
-def ways(
-    link: Link, alone: Link, case: Case, whole: Sequence[torch.Tensor], graphs: bool
-) -> dict[str, Callable[[], Way]]:
+def ways(link: Link, case: Case, whole: Sequence[torch.Tensor], graphs: bool) -> dict[str, Callable[[], Way]]:
     """By name a function that prepares one, and returns what is to be timed; whole: q, k, v and dO."""
 
     def passes(inputs: Sequence[torch.Tensor], attention: Callable[..., torch.Tensor]) -> Way:
@@ -125,9 +127,7 @@ def ways(
         return passes(mine(layout, heads), functools.partial(function, causal=case.causal, layout=layout, **options))
 
     def on_one() -> Way:
-        if case.which == "forward":
-            return passes(whole, functools.partial(flashlab.flash_attention, causal=case.causal))
-        return passes(whole, functools.partial(ring_attention, group=alone, causal=case.causal))  # the same kernels
+        return passes(whole, functools.partial(flashlab.flash_attention, causal=case.causal))
 
     best = "zigzag" if case.causal else "contiguous"
     ring = functools.partial(over_ranks, ring_attention)
@@ -137,8 +137,11 @@ def ways(
         CONTIGUOUS: functools.partial(ring, "contiguous"),
         OURS[case.causal]: lambda: ring(best),
     }
+    if case == LONG:
+        return {name: found[name] for name in (ONE, OURS[case.causal])}
     if brief:
         found[ALTERNATELY] = lambda: ring(best, overlap=False)
+        found[AT_ONCE] = lambda: ring(best, together=case.kv_heads)
     if graphs:
         found["ring, as a graph"] = lambda: _recorded(ring(best))
     found[GATHER] = lambda: over_ranks(all_gather_attention, best)
@@ -235,7 +238,7 @@ def _times(times: Sequence[float]) -> Row:
     return {"ms": statistics.median(times), "fastest": min(times), "slowest": max(times), "rounds": len(times)}
 
 
-def measure(link: Link, alone: Link, case: Case, rounds: int, graphs: bool = False) -> list[Row]:
+def measure(link: Link, case: Case, rounds: int, graphs: bool = False) -> list[Row]:
     """The rows of a case; the same on every rank."""
     device = _device()
     generator = torch.Generator(device).manual_seed(case.n)
@@ -245,7 +248,7 @@ def measure(link: Link, alone: Link, case: Case, rounds: int, graphs: bool = Fal
     whole = [torch.randn(1, h, case.n, head_dim, device=device, generator=generator).to(dtype) for h in heads]
     rows: list[Row] = []
     able: dict[str, Way] = {}
-    for name, prepare in ways(link, alone, case, whole, graphs).items():
+    for name, prepare in ways(link, case, whole, graphs).items():
         row: Row = {"part": "ring"} | case.row | {"name": name}
         work = None
         try:
@@ -332,9 +335,11 @@ def goals(data: Data) -> list[tuple[str, float | None, float, bool]]:
         if case.which == "both" or ranks > 2:
             ratio = min(peers) / ours["ms"] if peers and "ms" in ours else None
             add(f"{what}: times context_parallel", ratio, OVER_PEER)
-        if case.which == "both" and "peak_bytes" in ours and "peak_bytes" in one:
-            add(f"{what}: longest sequence by memory, of one GPU's times the ranks",
-                _memory(one, case, 1) / _memory(ours, case, ranks) / ranks, LONGEST)  # fmt: skip
+    longest = LONG if ranks == 2 else max(wanted_of, key=lambda case: (case.which == "both", case.heads))
+    rows = of(data, longest)
+    if all("peak_bytes" in rows.get(name, {}) for name in (ONE, ZIGZAG)):
+        ratio = _memory(rows[ONE], longest, 1) / _memory(rows[ZIGZAG], longest, ranks) / ranks
+        add(f"N {longest.n}, both: longest sequence by memory, of one GPU's times the ranks", ratio, LONGEST)
     return found
 
 
@@ -394,10 +399,9 @@ def goals_table(data: Data) -> Table:
 # ---- as a program ----------------------------------------------------------------------------------------------------
 def measure_all(link: Link, quick: bool, graphs: bool = False, save: Callable[[list[Row]], None] = print) -> list[Row]:
     """All rows, on every rank; rank 0 saves after each case."""
-    _, alone = link.split(1)
     rows = [link_speed(link, 1 if quick else 512, 2 if quick else 9)]
     for case in QUICK if quick else CASES if link.world == 2 else MANY:
-        rows += measure(link, alone, case, 2 if quick else 9, graphs)
+        rows += measure(link, case, 2 if quick else 9, graphs)
         if link.rank == 0:
             save(rows)
     return rows

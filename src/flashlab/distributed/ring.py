@@ -32,7 +32,7 @@ __all__ = ["Plan", "plan_of", "ring_attention", "ring_backward", "ring_forward"]
 
 
 class Plan(NamedTuple):
-    """What all ranks agree on. lengths: a rank's tokens of each document."""
+    """What all ranks agree on. lengths: a rank's tokens of each document; together: key heads that go round at once."""
 
     lengths: list[int]
     causal: bool
@@ -40,12 +40,17 @@ class Plan(NamedTuple):
     scale: float
     backend: str
     overlap: bool = True
+    together: int = 1
+
+
+FILLED = 1024
+"""Blocks of 128 rows that keep a GPU busy: eight for each multiprocessor, four where a step is half of the rows."""
 
 
 def ring_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, group: Group = None, causal: bool = False,
     layout: str = "zigzag", documents: Sequence[int] | None = None, scale: float | None = None, backend: str = "auto",
-    overlap: bool = True, **others: Any,
+    overlap: bool = True, together: int | None = None, **others: Any,
 ) -> torch.Tensor:  # fmt: skip
     """softmax(scale * q k^T + mask) v of one sequence that lies on all ranks, with its gradient.
 
@@ -58,6 +63,8 @@ def ring_attention(
         documents: the lengths of packed documents, of the whole sequence; a query sees keys of its own alone.
         scale: 1 / sqrt(head_dim) unless given. backend: of the door, for each block; "auto" as there.
         overlap: False waits for the next keys before it computes: to see what sending meanwhile is worth.
+        together: key heads that go round at a time, a divisor of their number. What is on its way, and the gradients'
+            float32, are of those alone: the fewer, the less memory. None: on a GPU as few as keep it busy, else all.
     Returns:
         o: like q. State and parts are in float32 (see flashlab.distributed.parts).
     Raises:
@@ -70,32 +77,43 @@ def ring_attention(
                 f"ring_attention has no {next(iter(others))}: its layouts balance a causal mask or none, and with a "
                 "window most blocks are empty: give each rank a contiguous piece and its neighbours' last keys"
             )
-        refuse_words("ring_attention", others, "group, causal, layout, documents, scale, backend and overlap")
+        refuse_words("ring_attention", others, "group, causal, layout, documents, scale, backend, overlap and together")
     link = connect(group)
-    plan = plan_of(link, q, k, v, causal, layout, documents, scale, backend, overlap)
+    plan = plan_of(link, q, k, v, causal, layout, documents, scale, backend, overlap, together)
     return _Ring.apply(q, k, v, link, plan)
 
 
 def plan_of(
     link: Link, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, layout: str = "zigzag",
     documents: Sequence[int] | None = None, scale: float | None = None, backend: str = "auto", overlap: bool = True,
+    together: int | None = None,
 ) -> Plan:  # fmt: skip
     """The plan of `ring_attention`; raises what that raises, before anything is sent."""
     check_causal(causal)
     chosen = backend_for(q, k, v, causal, backend)
-    n = q.shape[2]
+    batch, heads, n, head_dim = q.shape
     if k.shape[2] != n:
         raise ValueError(f"q has {n} rows and k has {k.shape[2]}: both are the rank's shard of one sequence")
     lengths = local_lengths(n * link.world, link.world, layout, documents)
-    numbers = (*q.shape, k.shape[1], q.element_size(), causal, LAYOUTS.index(layout), *lengths)
+    if together is None:
+        together = _together(batch, heads, n, k.shape[1]) if q.is_cuda else k.shape[1]
+    elif together < 1 or k.shape[1] % together:
+        raise ValueError(f"together is {together}; it must divide the {k.shape[1]} key heads")
+    numbers = (*q.shape, k.shape[1], q.element_size(), causal, LAYOUTS.index(layout), together, *lengths)
     link.agree("what ring_attention is asked for", numbers, _said)
-    return Plan(lengths, causal, layout, scale_of(scale, q.shape[-1]), chosen, overlap)
+    return Plan(lengths, causal, layout, scale_of(scale, head_dim), chosen, overlap, together)
+
+
+def _together(batch: int, heads: int, n: int, kv_heads: int) -> int:
+    """The fewest key heads whose query heads have FILLED blocks of rows."""
+    blocks_each = batch * heads // kv_heads * (n // 128)
+    return next((h for h in range(1, kv_heads) if kv_heads % h == 0 and h * blocks_each >= FILLED), kv_heads)
 
 
 def _said(numbers: tuple[int, ...]) -> str:
-    shape, (kv_heads, itemsize, causal, layout) = list(numbers[:4]), numbers[4:8]
-    causal_or_not = "causal" if causal else "not causal"
-    return f"q {shape}, {kv_heads} key heads, {itemsize} bytes per number, {causal_or_not}, {LAYOUTS[layout]!r}"
+    shape, (kv_heads, itemsize, causal, layout, together) = list(numbers[:4]), numbers[4:9]
+    said = f"{kv_heads} key heads, {together} together, {itemsize} bytes per number"
+    return f"q {shape}, {said}, {'causal' if causal else 'not causal'}, {LAYOUTS[layout]!r}"
 
 
 # region: forward
@@ -187,8 +205,12 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, link: Link, plan: Plan) -> torch.Tensor:
-        o, lse = ring_forward(link, q, k, v, plan)
-        o = o.to(q.dtype)
+        o, lse = torch.empty_like(q), None
+        for heads, kv_heads in _groups(q, k, plan):
+            of_heads, lse_of_heads = ring_forward(link, q[:, heads], k[:, kv_heads], v[:, kv_heads], plan)
+            lse = lse_of_heads.new_empty(q.shape[:3]) if lse is None else lse
+            o[:, heads], lse[:, heads] = of_heads, lse_of_heads
+        assert lse is not None, "there is at least one head"
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.link, ctx.plan = link, plan
         return o
@@ -197,5 +219,18 @@ class _Ring(torch.autograd.Function):
     @once("ring_attention", INSTEAD)
     def backward(ctx: Any, grad_o: torch.Tensor) -> Any:
         q, k, v, o, lse = ctx.saved_tensors
-        found = ring_backward(ctx.link, grad_o, q, k, v, o, lse, ctx.plan)
-        return *(x.to(like.dtype) for x, like in zip(found, (q, k, v), strict=True)), None, None
+        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+        for heads, kv_heads in _groups(q, k, ctx.plan):
+            dq[:, heads], dk[:, kv_heads], dv[:, kv_heads] = ring_backward(
+                ctx.link, grad_o[:, heads], q[:, heads], k[:, kv_heads], v[:, kv_heads], o[:, heads], lse[:, heads],
+                ctx.plan,
+            )  # fmt: skip
+        return dq, dk, dv, None, None
+
+
+def _groups(q: torch.Tensor, k: torch.Tensor, plan: Plan) -> Iterator[tuple[slice, slice]]:
+    """The query heads and the key heads that go round together."""
+    shared = q.shape[1] // k.shape[1]
+    for first in range(0, k.shape[1], plan.together):
+        end = first + plan.together
+        yield slice(first * shared, end * shared), slice(first, end)
