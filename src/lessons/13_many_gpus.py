@@ -481,6 +481,25 @@ assert found[0][3] == back
 print(f"here in float64: expected {back} bytes, counted {found[0][3]}")
 
 # %% [markdown]
+# It costs memory too: dK and dV in float32, those that arrive, K and V that arrive, and the sums of dQ are several times the shard. But heads
+# do not see each other. So a ring may take a few at a time, and all that is temporary is of those alone: `together` key heads.
+
+# %%
+def held(link, q, k, v, do, together):
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    with Meter() as meter:
+        torch.autograd.grad(ring_attention(*leaves, group=link, causal=True, together=together), leaves, do)
+    return meter.peak_bytes
+
+peaks = {together: max(run(WORLD, held, *map(shards, (q, k, v, do)), [together] * WORLD)) for together in (4, 2, 1)}
+print({f"{together} heads": f"{peak // 1024} KiB" for together, peak in peaks.items()})
+assert peaks[1] < peaks[4] / 2
+
+# %% [markdown]
+# The same bytes are sent, in more and shorter steps. On a GPU `ring_attention` takes as few heads as keep it busy for 10 ms a step: all of them
+# on short sequences, one where memory is scarce.
+
+# %% [markdown]
 # A mistake to remember: K and V of the block that is *there*, not those with which the rank began. A widely used library had its backward
 # pass use the first ones in every step (diffusers, issue 14265). The forward pass was right, losses went down, and the gradients were wrong.
 

@@ -215,6 +215,7 @@ def test_few_heads_at_a_time_need_less_memory_for_the_same_result():
         run(2, lambda link, x: ring_attention(x, x, x, group=link, together=3), [x[:, :4] for x in shards[0]])
 
 
-def test_how_many_heads_keep_a_gpu_busy():
-    assert _together(1, 16, 32768, 16) == 4 and _together(1, 16, 2**18, 16) == 1
-    assert _together(1, 32, 32768, 8) == 1 and _together(4, 16, 1024, 16) == 16 == _together(1, 16, 64, 16)
+@pytest.mark.parametrize(("n", "heads", "kv_heads", "few"), [
+    (2**10, 16, 16, 16), (2**15, 16, 16, 16), (2**17, 16, 16, 2), (2**18, 16, 16, 1), (2**17, 32, 8, 1)])  # fmt: skip
+def test_only_long_sequences_go_round_by_few_heads(n, heads, kv_heads, few):
+    assert _together(heads * n * n * 128, kv_heads) == few

@@ -43,8 +43,8 @@ class Plan(NamedTuple):
     together: int = 1
 
 
-FILLED = 1024
-"""Blocks of 128 rows that keep a GPU busy: eight for each multiprocessor, four where a step is half of the rows."""
+ENOUGH = 5e12
+"""FLOP of a step, half of its pairs masked, beside which its own start and end count little: 10 ms of a Hopper GPU."""
 
 
 def ring_attention(
@@ -64,7 +64,8 @@ def ring_attention(
         scale: 1 / sqrt(head_dim) unless given. backend: of the door, for each block; "auto" as there.
         overlap: False waits for the next keys before it computes: to see what sending meanwhile is worth.
         together: key heads that go round at a time, a divisor of their number. What is on its way, and the gradients'
-            float32, are of those alone: the fewer, the less memory. None: on a GPU as few as keep it busy, else all.
+            float32, are of those alone: the fewer, the less memory. None: on a GPU as few as keep it busy for 10 ms,
+            which on short sequences is all of them; else all.
     Returns:
         o: like q. State and parts are in float32 (see flashlab.distributed.parts).
     Raises:
@@ -96,7 +97,7 @@ def plan_of(
         raise ValueError(f"q has {n} rows and k has {k.shape[2]}: both are the rank's shard of one sequence")
     lengths = local_lengths(n * link.world, link.world, layout, documents)
     if together is None:
-        together = _together(batch, heads, n, k.shape[1]) if q.is_cuda else k.shape[1]
+        together = _together(batch * heads * n * n * head_dim, k.shape[1]) if q.is_cuda else k.shape[1]
     elif together < 1 or k.shape[1] % together:
         raise ValueError(f"together is {together}; it must divide the {k.shape[1]} key heads")
     numbers = (*q.shape, k.shape[1], q.element_size(), causal, LAYOUTS.index(layout), together, *lengths)
@@ -104,10 +105,10 @@ def plan_of(
     return Plan(lengths, causal, layout, scale_of(scale, head_dim), chosen, overlap, together)
 
 
-def _together(batch: int, heads: int, n: int, kv_heads: int) -> int:
-    """The fewest key heads whose query heads have FILLED blocks of rows."""
-    blocks_each = batch * heads // kv_heads * (n // 128)
-    return next((h for h in range(1, kv_heads) if kv_heads % h == 0 and h * blocks_each >= FILLED), kv_heads)
+def _together(products: int, kv_heads: int) -> int:
+    """The fewest key heads whose share of so many products of two numbers, in Q K^T and in P V, is ENOUGH."""
+    each = 2 * products / kv_heads
+    return next((h for h in range(1, kv_heads) if kv_heads % h == 0 and h * each >= ENOUGH), kv_heads)
 
 
 def _said(numbers: tuple[int, ...]) -> str:

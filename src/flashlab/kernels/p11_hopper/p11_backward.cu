@@ -617,7 +617,8 @@ extern "C" int backward(const void* q, const void* k, const void* v, const void*
         sums_map = tensor_map(sums, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_NONE);
     }
     // Blocks that wait for one another walk over the same tiles side by side: the fewer of a head, the less they wait
-    const int heads = p.batch * p.kv_heads, together = max(FIVE ? min(16, heads) : 1, fit_together(p.seq_q, heads));
+    const int heads = p.batch * p.kv_heads, asked = p.launches >> 8;
+    const int together = asked ? min(asked, heads) : max(FIVE ? min(16, heads) : 1, fit_together(p.seq_q, heads));
     // More than 48 KB of shared memory have to be asked for. A refusal is what cudaGetLastError then returns.
     const auto of_keys = p.causal ? keys<true> : keys<false>;
     cudaFuncSetAttribute(of_keys, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED<QUERIES>);
