@@ -335,7 +335,7 @@ def goals(data: Data) -> list[tuple[str, float | None, float, bool]]:
         if case.which == "both" or ranks > 2:
             ratio = min(peers) / ours["ms"] if peers and "ms" in ours else None
             add(f"{what}: times context_parallel", ratio, OVER_PEER)
-    longest = LONG if ranks == 2 else max(wanted_of, key=lambda case: (case.which == "both", case.heads))
+    longest = LONG if ranks == 2 else max(MANY, key=lambda case: (case.which == "both", case.n, case.heads))
     rows = of(data, longest)
     if all("peak_bytes" in rows.get(name, {}) for name in (ONE, ZIGZAG)):
         ratio = _memory(rows[ONE], longest, 1) / _memory(rows[ZIGZAG], longest, ranks) / ranks

@@ -20,6 +20,7 @@ stripes: Brandon et al., "Striped Attention" (2023), arXiv 2311.09431.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -114,8 +115,8 @@ def shard(
     heads: int = 1, dim: int = -2,
 ) -> torch.Tensor:  # fmt: skip
     """A rank's rows of x, contiguous in memory; `dim` is the sequence, the rest as `places`."""
-    mine = places(x.shape[dim], rank, world, layout=layout, documents=documents, heads=heads)
-    return x.index_select(dim, mine.to(x.device))
+    cut = None if documents is None else tuple(documents)
+    return x.index_select(dim, _places_on(x.device, x.shape[dim], rank, world, layout, cut, heads))
 
 
 def unshard(
@@ -127,10 +128,19 @@ def unshard(
     shape = list(parts[0].shape)
     shape[dim] = n
     whole = parts[0].new_empty(shape)
+    cut = None if documents is None else tuple(documents)
     for rank, part in enumerate(parts):
-        where = places(n, rank, world, layout=layout, documents=documents, heads=heads)
-        whole.index_copy_(dim, where.to(part.device), part)
+        whole.index_copy_(dim, _places_on(part.device, n, rank, world, layout, cut, heads), part)
     return whole
+
+
+@functools.lru_cache(maxsize=64)
+def _places_on(
+    device: torch.device, n: int, rank: int, world: int, layout: str, documents: tuple[int, ...] | None, heads: int
+) -> torch.Tensor:
+    """`places` on a device: kept, since a GPU that waits for them from the CPU stands still in every exchange."""
+    with torch.inference_mode(False):
+        return places(n, rank, world, layout=layout, documents=documents, heads=heads).to(device)
 
 
 # region: blocks

@@ -23,6 +23,9 @@ import torch.distributed as dist
 
 __all__ = ["TIMEOUT", "Counts", "Event", "Group", "Link", "RankLost", "connect", "start"]
 
+HEAD_START = 20_000
+"""Cycles, 10 us, that a GPU's next kernel waits for after a transfer was begun. NCCL copies by blocks of its own: they
+find no place once a kernel has blocks on every multiprocessor, and then nothing is sent while that computes."""
 TIMEOUT = 60.0
 """Seconds that a rank waits for another before it gives up."""
 
@@ -92,6 +95,8 @@ class Link:
                 sends = [dist.P2POp(dist.isend, y, group=self.group, group_peer=to) for y in going]
                 gets = [dist.P2POp(dist.irecv, y, group=self.group, group_peer=source) for y in coming]
                 works = dist.batch_isend_irecv(sends + gets)
+                if going[0].is_cuda:
+                    torch.cuda._sleep(HEAD_START)
             else:
                 works = []
                 for y, into in zip(going, coming, strict=True):
