@@ -228,6 +228,7 @@ RESCALE = Trials(
     title="Right on random numbers",
     minutes=15,
     difficulty="Bug hunt",
+    bug=[("m_i[r] = m_new[r], l_i[r] *= correction;", "m_i[r] = m_new[r];")],
     untouched="f6c43c9aea9b",
     history="a common mistake; a related one, in a lazy rescaling too, is meta-pytorch/MSLK, pull request 242 (2026)",
     hints=[
