@@ -223,9 +223,7 @@ check("5.12", grouped_dkdv_kernel)
 check("5.13", capped_dq_kernel)
 
 # %% [markdown]
-# ## 5.14 Your kernels, in autograd
-#
-# *Stretch · 40 min*
+# ## 5.14
 #
 # Make an attention that trains, with your kernels of 5.12 and 5.13 behind it. The forward pass is the package's: `flash_attention_forward(q, k, v, causal=..., scale=...)` gives (o, lse).
 # For delta two lines of torch will do.

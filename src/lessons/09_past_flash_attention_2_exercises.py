@@ -56,16 +56,13 @@ check("9.1", tiles)
 check("9.2", blocks_per_sm)
 
 # %% [markdown]
-# ## 9.3 Right on random numbers
-#
-# *Bug hunt · 15 min*
+# ## 9.3
 #
 # Somebody made the rescaling of `p9_3_rescale` lazy. It passed a thousand tests with `torch.randn`, and was shipped. Then some rows of a
 # model's output came out too small, always rows whose large scores come late in the walk. Run the check: **in which cases is it right, and by
 # which factor is a row wrong?** Repair the text. It has to stay lazy: where no maximum moves, nothing is multiplied.
 
 # %% tags=["exercise"]
-# BEGIN STARTER
 rescale = r"""
         // When some row needs it, what was summed under the old maximum is brought under the new one
         if (__any_sync(~0u, moved)) {
@@ -73,39 +70,20 @@ rescale = r"""
             for (int r = 0; r < ROWS_PER_LANE; r++) {
                 const float base = m_new[r] == -INFINITY ? 0.f : m_new[r];     // -inf - (-inf) would be NaN
                 const float correction = exp2_approx((m_i[r] - base) * scale_log2);
-                m_i[r] = m_new[r];
+                m_i[r] = m_new[r], l_i[r] *= correction;             //: repaired: the sum too
 #pragma unroll
                 for (int n = 0; n < O_TILES; n++)
                     acc[n][2 * r] *= correction, acc[n][2 * r + 1] *= correction;
             }
         }
 """
-# END STARTER
-# BEGIN SOLUTION
-rescale = r"""
-        // When some row needs it, what was summed under the old maximum is brought under the new one
-        if (__any_sync(~0u, moved)) {
-#pragma unroll
-            for (int r = 0; r < ROWS_PER_LANE; r++) {
-                const float base = m_new[r] == -INFINITY ? 0.f : m_new[r];     // -inf - (-inf) would be NaN
-                const float correction = exp2_approx((m_i[r] - base) * scale_log2);
-                m_i[r] = m_new[r], l_i[r] *= correction;             // repaired: the sum too
-#pragma unroll
-                for (int n = 0; n < O_TILES; n++)
-                    acc[n][2 * r] *= correction, acc[n][2 * r + 1] *= correction;
-            }
-        }
-"""
-# END SOLUTION
 
 # %% tags=["check"]
 # hint("9.3")
 check("9.3", rescale)
 
 # %% [markdown]
-# ## 9.4 Merge the parts
-#
-# *Core · 25 min*
+# ## 9.4
 #
 # With few rows, several blocks share the keys (split-KV), and each leaves a part: `part_o`, normalised over its keys, and `part_lse`. A second
 # kernel merges them, one warp per row; a lane holds `HEAD_DIM / 32` columns, in pairs. Phase 0 called this operation `merge`. Fill in the loop over
@@ -151,9 +129,7 @@ merge_loop = r"""
 check("9.4", merge_loop)
 
 # %% [markdown]
-# ## 9.5 Put the kernel together
-#
-# *Core · 40 min*
+# ## 9.5
 #
 # Here is `p9_5_prefetch.cu` in 18 parts, in no order. Each begins with the line that stands for it.
 
@@ -209,9 +185,7 @@ kernel = r"""
 check("9.5", kernel)
 
 # %% [markdown]
-# ## 9.6 A third stage, backwards
-#
-# *Stretch · 30 min*
+# ## 9.6
 #
 # From `p9_1_masks` on the kernel walks its tiles backwards, from `end - 1` to 0, and has two stages. Give it three: two tiles are on their way while one
 # is worked on. The check sets `STAGES = 3`, and the size of shared memory follows from it. What has to change is below: what is under way before the
@@ -289,9 +263,7 @@ in_loop = r"""
 check("9.6", before_loop, in_loop)
 
 # %% [markdown]
-# ## 9.7 A kernel of your own
-#
-# *Stretch · 120 min*
+# ## 9.7
 #
 # An empty page. Write a whole source: it includes `problem.cuh`, and it has
 #
@@ -472,9 +444,7 @@ extern "C" int forward(const Problem* p, void* stream) {
 check("9.7", my_kernel)
 
 # %% [markdown]
-# ## 9.8 Addresses of the store
-#
-# *Core · 25 min*
+# ## 9.8
 #
 # Section 3 took the addresses out of the main loop: an XOR and a constant were left. The store of `p9_2_addresses` still calls `at` for every element. Do there what was
 # done for K and V: each lane calls `at` once before each of the two loops, and inside of them an address is that offset, an XOR with a constant, and a constant. It has to be
@@ -551,9 +521,7 @@ store = r"""
 check("9.8", store)
 
 # %% [markdown]
-# ## 9.9 V one step ahead
-#
-# *Core · 25 min*
+# ## 9.9
 #
 # Section 6 loads K's fragments one step ahead. Do it for V, in `p9_5_prefetch`: when a step issues its MMAs, the next step's `ldmatrix` has been issued. No fragment is loaded twice, and none behind the
 # last one. (It gained nothing on an H200, as section 15 says. The compiler had done it. On another GPU, or with another compiler, you now know how.)
@@ -654,9 +622,7 @@ check("9.10", block_of)
 check("9.11", splits_of)
 
 # %% [markdown]
-# ## 9.12 A kernel of your own, at D = 128
-#
-# *Stretch · 30 min*
+# ## 9.12
 #
 # Your kernel of 9.7 at `HEAD_DIM` 128 asks for more registers than a lane has: 128 for O, 64 for the scores, 64 for Q's fragments. So Q goes back to shared memory (section 5). Write the whole source once more, from
 # 9.7 or from an empty page, for `HEAD_DIM` 128 in fp16.

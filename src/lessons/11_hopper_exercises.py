@@ -63,9 +63,7 @@ check("11.1", complete)
 check("11.2", waits, tile_bytes)
 
 # %% [markdown]
-# ## 11.3 Name the tile
-#
-# *Core · 30 min*
+# ## 11.3
 #
 # Three tiles of 16-bit numbers lie in shared memory, as TMA has written them. Each begins at `tile`, a multiple of 1024 bytes.
 #
@@ -161,16 +159,13 @@ print("arrivals per phase, of each barrier:", arrivals)
 check("11.5", waited_for)
 
 # %% [markdown]
-# ## 11.6 The last mile of O
-#
-# *Bug hunt · 20 min*
+# ## 11.6
 #
 # These lines of `p11_10_epilogue.cu` bring a consumer's 64 rows of O to global memory: `stmatrix` into shared memory, from there by TMA.
 # On a GPU the kernel passed all its tests. The emulator gives the right numbers too, but it objects. Run the check, look for
 # what is wrong, repair it.
 
 # %% tags=["exercise"]
-# BEGIN STARTER
 epilogue = r"""
         if (first_thread) bulk_wait_read<0>();                 // the O before it has been read
         named_barrier_sync(1 + CONSUMERS + consumer, GROUP);
@@ -184,6 +179,7 @@ epilogue = r"""
             stmatrix_x4(o_lane + column / SLAB * BLOCK_M * SLAB_ROW + (column % SLAB / 8 ^ lane % 8) * 16,
                         o_rmem);
         }
+        fence_proxy_async();                                   //: repaired
         named_barrier_sync(1 + CONSUMERS + consumer, GROUP);   // all 64 rows are stored
         if (first_thread) {
             for (int column = 0; column < HEAD_DIM; column += SLAB)
@@ -192,40 +188,13 @@ epilogue = r"""
             bulk_commit();
         }
 """
-# END STARTER
-# BEGIN SOLUTION
-epilogue = r"""
-        if (first_thread) bulk_wait_read<0>();                 // the O before it has been read
-        named_barrier_sync(1 + CONSUMERS + consumer, GROUP);
-#pragma unroll
-        for (int n = 0; n < O_TILES; n += 2) {     // two MMA tiles, 16 rows x 16 columns, per warp
-            uint32_t o_rmem[4];
-            for (int i = 0; i < 4; i++)
-                o_rmem[i] = pack<T>(acc[4 * n + 2 * i] * inverse[i % 2],
-                                    acc[4 * n + 2 * i + 1] * inverse[i % 2]);
-            const int column = n * MMA_N + lane / 16 * 8;
-            stmatrix_x4(o_lane + column / SLAB * BLOCK_M * SLAB_ROW + (column % SLAB / 8 ^ lane % 8) * 16,
-                        o_rmem);
-        }
-        fence_proxy_async();                                   // repaired
-        named_barrier_sync(1 + CONSUMERS + consumer, GROUP);   // all 64 rows are stored
-        if (first_thread) {
-            for (int column = 0; column < HEAD_DIM; column += SLAB)
-                tma_store(&o_map, o_smem + (column / SLAB * BLOCK_M + consumer * 64) * SLAB_ROW, column,
-                          m_start + consumer * 64, head_index % p.heads, head_index / p.heads);
-            bulk_commit();
-        }
-"""
-# END SOLUTION
 
 # %% tags=["check"]
 # hint("11.6")
 check("11.6", epilogue)
 
 # %% [markdown]
-# ## 11.7 Room for the next tile
-#
-# *Bug hunt · 25 min*
+# ## 11.7
 #
 # In `p11_6_overlap.cu` two products are under way at once: the scores of this tile, and O of the tile before, which runs on during the
 # softmax. `add_output()` waits for V of the tile before, issues O += P V and commits it. `output_is_there()` is
@@ -233,7 +202,6 @@ check("11.6", epilogue)
 # kernel became a little faster. Find out at what price, and repair it. The softmax should still run while O is under way.
 
 # %% tags=["exercise"]
-# BEGIN STARTER
 scores = r"""
         float s[S_TILES * 4];
         const uint64_t k_operand = descriptor(k_smem + stage * KV_BYTES);
@@ -244,56 +212,26 @@ scores = r"""
                                  k > 0);
         wgmma_commit();
         if (!FIRST) add_output();
-        wgmma_wait<FIRST ? 0 : 1>();
-        if (first_thread) {
-            mbarrier_arrive(empty_k + 8 * stage);
-            if (!FIRST) mbarrier_arrive(empty_v + 8 * ((nth - 1) % STAGES));
-        }
-"""
-after_probabilities = r"""
-        if (!FIRST) {
-            output_is_there();
-#pragma unroll
-            for (int i = 0; i < O_TILES * 4; i++) acc[i] *= correction[i / 2 % 2];
-        }
-#pragma unroll
-        for (int i = 0; i < BLOCK_N / 4; i++) p_rmem[i / 4][i % 4] = pack<T>(s[2 * i], s[2 * i + 1]);
-"""
-# END STARTER
-# BEGIN SOLUTION
-scores = r"""
-        float s[S_TILES * 4];
-        const uint64_t k_operand = descriptor(k_smem + stage * KV_BYTES);
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < HEAD_DIM / MMA_K; k++)
-            wgmma_ss<BLOCK_N, T>(s, q_operand + columns_on<BLOCK_M>(k), k_operand + columns_on<BLOCK_N>(k),
-                                 k > 0);
-        wgmma_commit();
-        if (!FIRST) add_output();
-        wgmma_wait<FIRST ? 0 : 1>();                           // the scores are there, O is still under way
+        wgmma_wait<FIRST ? 0 : 1>();                           //: the scores are there, O is still under way
         if (first_thread) mbarrier_arrive(empty_k + 8 * stage);
 """
 after_probabilities = r"""
         if (!FIRST) {
             output_is_there();
-            if (first_thread) mbarrier_arrive(empty_v + 8 * ((nth - 1) % STAGES));     // repaired
+            if (first_thread) mbarrier_arrive(empty_v + 8 * ((nth - 1) % STAGES));     //: repaired
 #pragma unroll
             for (int i = 0; i < O_TILES * 4; i++) acc[i] *= correction[i / 2 % 2];
         }
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 4; i++) p_rmem[i / 4][i % 4] = pack<T>(s[2 * i], s[2 * i + 1]);
 """
-# END SOLUTION
 
 # %% tags=["check"]
 # hint("11.7")
 check("11.7", scores, after_probabilities)
 
 # %% [markdown]
-# ## 11.8 The producer, from a blank page
-#
-# *Stretch · 60 min*
+# ## 11.8
 #
 # Here is `p11_5_consumers.cu` up to the place where the roles part. What follows is the consumers' code: it begins with
 # `setmaxnreg_inc<CONSUMER_REGISTERS>()`. Here and below `SLAB` is 64 columns, `SLAB_ROW` their 128 bytes, and `COLUMNS` is `HEAD_DIM` in
@@ -342,9 +280,7 @@ producer = r"""
 check("11.8", producer)
 
 # %% [markdown]
-# ## 11.9 A map of your own
-#
-# *Core · 25 min*
+# ## 11.9
 #
 # A model's projection gives Q, K and V in one tensor: `qkv[batch, seq, 3, heads, HEAD_DIM]`, fp16, dense, and `HEAD_DIM` is 128. Describe the K in
 # it to the copy engine, so that
@@ -383,9 +319,7 @@ CUtensorMap map_of_k(const T* qkv, int batch, int seq, int heads) {
 check("11.9", map_of_k)
 
 # %% [markdown]
-# ## 11.10 Turns, backwards
-#
-# *Core · 20 min*
+# ## 11.10
 #
 # Two or three consumers take turns, as in step 7, but from the last to the first: `CONSUMERS - 1`, ..., 1, 0, and again. Here is the kernel. Whoever
 # has the turn writes its number into a list that nothing else guards.
@@ -436,9 +370,7 @@ __device__ void end(int consumer) {
 check("11.10", turns)
 
 # %% [markdown]
-# ## 11.11 Who hands on the parts
-#
-# *Core · 30 min*
+# ## 11.11
 #
 # The blocks of this kernel stay, and take part after part, as in step 9. One thread of the producer takes the next number from a counter in global
 # memory, and hands it on through one of three places in shared memory. All threads of the consumers read it there.
@@ -486,9 +418,7 @@ __device__ int take(const Hand& h, int n) {
 check("11.11", hand)
 
 # %% [markdown]
-# ## 11.12 The launch
-#
-# *Core · 25 min*
+# ## 11.12
 #
 # Here is step 5 without its kernel: what a block does is a function, and nothing calls it.
 
@@ -542,9 +472,7 @@ extern "C" int forward(const Problem* p, void* stream) {
 check("11.12", launch)
 
 # %% [markdown]
-# ## 11.13 The consumer, from a blank page
-#
-# *Stretch · 90 min*
+# ## 11.13
 #
 # Here is a kernel without its consumers' loop. Its producer is another one than the lecture's: K and V share **one ring** of three slots, and the keys
 # are walked forwards, 64 at a time. So the items K₀, V₀, K₁, V₁, ... lie in slots 0, 1, 2, 0, ...
@@ -632,9 +560,7 @@ loop = r"""
 check("11.13", loop)
 
 # %% [markdown]
-# ## 11.14 The whole kernel, from a blank page
-#
-# *Stretch · 150 min*
+# ## 11.14
 #
 # An empty page, and the lecture closed. Write a whole source that includes `p11_hopper/tiles.cuh` (with `load_tile`, `descriptor` and its kin, `map_of`; and
 # by it `problem.cuh`), and has

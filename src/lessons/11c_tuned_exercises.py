@@ -16,9 +16,7 @@
 from flashlab.exercises import check, hint, progress
 
 # %% [markdown]
-# ## 11c.1 2 to the x, by multiplications
-#
-# *Core · 30 min*
+# ## 11c.1
 #
 # Exponentials have units of their own, and few of them: with `head_dim` 64 they take as long as both products. Multiply-adds go eight
 # times as fast. Compute $2^x$ with multiply-adds and integer operations (the lecture's page closed: its section 3 does it), for any $x$. The relative

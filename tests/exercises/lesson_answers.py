@@ -5,9 +5,13 @@ import functools
 import linecache
 from pathlib import Path
 
+import pytest
 from lesson_source import find_lessons, make_notebook, read_lesson
 
+from flashlab.check import CheckFailed
+from flashlab.check.changes import edited
 from flashlab.course import number_of
+from flashlab.exercises import check
 
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = {number_of(p.stem): p for p in find_lessons(ROOT) if p.stem.endswith("_exercises")}
@@ -56,3 +60,32 @@ def cell_of(id: str, kind: str) -> str:
             if wanted in found:
                 return cell.source
     raise LookupError(id)
+
+
+def changed(id: str, *changes: tuple[str, str], kind: str = "solutions") -> list:
+    """The answers after some changes of their cell, which is run as a cell would be."""
+    names, answers = namespace(number_of(id.split(".")[0]), kind)
+    cell, scope = edited(cell_of(id, kind), changes, id), dict(names)
+    run(cell, f"<{id} {hash(cell)}>", scope)
+    return [scope[x] for x in answers[id]]
+
+
+def changed_texts(id: str, *changes: tuple[str, str]) -> list[str]:
+    """The solution's texts, with these changes."""
+    texts = answers_of(id, "solutions")
+    for old, new in changes:
+        assert sum(text.count(old) for text in texts) == 1, old
+        texts = [text.replace(old, new) for text in texts]
+    return texts
+
+
+def failure(id: str, *answers) -> CheckFailed:
+    """What the check says against these answers."""
+    with pytest.raises(CheckFailed) as caught:
+        check(id, *answers)
+    assert len(caught.value.sentence.partition("\n")[0]) > 20
+    return caught.value
+
+
+def diagnosis(id: str, *answers) -> str:
+    return failure(id, *answers).diagnosis

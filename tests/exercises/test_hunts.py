@@ -3,9 +3,8 @@
 import re
 
 import pytest
-from lesson_answers import answers_of, cell_of, namespace, run
+from lesson_answers import answers_of, cell_of, changed, failure
 
-from flashlab.check import CheckFailed
 from flashlab.exercises import check
 from flashlab.exercises.answers import fingerprint
 from flashlab.exercises.registry import exercises, find
@@ -101,27 +100,9 @@ CAUSES = re.compile(
 )
 
 
-def changed(id, *changes):
-    """The hunt's answers after some changes of its cell, which is run as a cell would be."""
-    names, answers = namespace(int(id.split(".")[0]), "exercises")
-    cell = cell_of(id, "exercises")
-    for old, new in changes:
-        assert old in cell, f"{id} has no {old!r}"
-        cell = cell.replace(old, new)
-    scope = dict(names)
-    run(cell, f"<{id} {hash(cell)}>", scope)
-    return [scope[x] for x in answers[id]]
-
-
-def failure(id, answers):
-    with pytest.raises(CheckFailed) as caught:
-        check(id, *answers)
-    return caught.value
-
-
 @pytest.mark.parametrize("id", HUNTS_BY_SPEED)
 def test_untouched_it_shows_symptoms_and_no_cause(id):
-    failed = failure(id, answers_of(id, "exercises"))
+    failed = failure(id, *answers_of(id, "exercises"))
     said = str(failed).partition("without a cause.")[2]
     assert failed.diagnosis == "symptoms"
     assert not CAUSES.search(re.sub(r"\(.*?\)", "", said)), said
@@ -137,7 +118,7 @@ def test_a_solution_is_told_the_bugs_history():  # nbval compares it for every h
 
 @pytest.mark.parametrize("id, old, new, slug", TOUCHED)
 def test_touched_it_is_told_its_bug(id, old, new, slug):
-    assert failure(id, changed(id, (old, new))).diagnosis == slug
+    assert failure(id, *changed(id, (old, new), kind="exercises")).diagnosis == slug
 
 
 def test_every_hunt_has_a_bug_of_its_own():
@@ -149,7 +130,7 @@ def test_every_hunt_has_a_bug_of_its_own():
 
 @pytest.mark.parametrize("id, changes, slug", HALF)
 def test_half_a_repair_is_told_why_it_is_none(id, changes, slug):
-    failed = failure(id, changed(id, *changes))
+    failed = failure(id, *changed(id, *changes, kind="exercises"))
     assert failed.diagnosis == slug and len(str(failed)) > 20 and failed.case
 
 
@@ -169,10 +150,12 @@ def test_a_hunt_begins_with_its_bug(id):
 def test_comments_and_blank_space_are_no_change():
     old = answers_of("2.5", "exercises")
     text = "    q = Q.float()\n"
-    same = changed("2.5", (text, "    # a thought\n\n    q = Q . float( )  # another\n"))
+    same = changed("2.5", (text, "    # a thought\n\n    q = Q . float( )  # another\n"), kind="exercises")
     assert fingerprint(*same) == fingerprint(*old)
     loop = "        m_i = m_new\n"
-    assert fingerprint(*changed("2.5", (loop, "    m_i = m_new\n"))) != fingerprint(*old), "out of the loop is a change"
+    assert fingerprint(*changed("2.5", (loop, "    m_i = m_new\n"), kind="exercises")) != fingerprint(*old), (
+        "out of the loop is a change"
+    )
     cuda = answers_of("6.2", "exercises")[0]
     assert fingerprint(cuda) == fingerprint(cuda.replace("__shared__ float", "__shared__   float  /* here */"))
     assert fingerprint(cuda) != fingerprint(cuda.replace("half > 0", "half > 1"))

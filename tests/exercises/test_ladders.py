@@ -1,30 +1,13 @@
 """The exercises between a phase's fill-ins and a kernel from an empty page: what their checks alone tell."""
 
 import pytest
-from lesson_answers import cell_of, namespace, run
+from lesson_answers import changed, diagnosis
 
 from flashlab.check import CheckFailed
 from flashlab.exercises import check
 from flashlab.exercises import phase_10_trace as traced
 
 pytestmark = pytest.mark.slow
-
-
-def changed(id, *changes):
-    """What an exercise's solution defines, after changes of its text."""
-    names, answers = namespace(int(id.split(".")[0]), "solutions")
-    cell, scope = cell_of(id, "solutions"), dict(names)
-    for old, new in changes:
-        assert cell.count(old) >= 1, f"{old!r} does not occur"
-        cell = cell.replace(old, new)
-    run(cell, f"<{id} {hash(cell)}>", scope)
-    return [scope[x] for x in answers[id]]
-
-
-def told(id, *answers):
-    with pytest.raises(CheckFailed) as caught:
-        check(id, *answers)
-    return caught.value.diagnosis
 
 
 @pytest.mark.parametrize(
@@ -43,7 +26,7 @@ def told(id, *answers):
     ],
 )  # fmt: skip
 def test_gradients_that_are_lost_on_the_way(change, slug):
-    got = told("5.14", *changed("5.14", change))
+    got = diagnosis("5.14", *changed("5.14", change))
     assert got == slug or (slug in ("no-gradient", "causal-ignored") and got)
 
 
@@ -63,7 +46,7 @@ def test_a_step_without_one_of_its_operations_is_simulated():
     ],
 )  # fmt: skip
 def test_what_is_found_in_a_trace(answer, slug):
-    assert told("10.9", lambda bars: answer) == slug
+    assert diagnosis("10.9", lambda bars: answer) == slug
 
 
 @pytest.mark.parametrize(

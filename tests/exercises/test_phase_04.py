@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from lesson_answers import answers_of, cell_of, namespace, run
+from lesson_answers import answers_of, cell_of, diagnosis, failure, namespace, run
 
 from flashlab import runtime
 from flashlab.check import CheckFailed
@@ -12,13 +12,6 @@ from flashlab.check.changes import edited
 from flashlab.exercises import check
 
 WATCHED = pytest.mark.skipif(not runtime.INTERPRETED, reason="addresses are watched where kernels are interpreted")
-
-
-def diagnosis(id, *answers):
-    with pytest.raises(CheckFailed) as caught:
-        check(id, *answers)
-    assert 20 < len(str(caught.value).partition("\n")[0])
-    return caught.value.diagnosis
 
 
 def solved(id, *changes):
@@ -326,28 +319,22 @@ def test_pytorch_is_no_step_of_the_ladder():
 # ---- classes of answers ---------------------------------------------------------------------------------------------
 
 
-def told(id, *answers):
-    with pytest.raises(CheckFailed) as caught:
-        check(id, *answers)
-    return caught.value
-
-
 def test_tensors_hold_numbers_too():
     assert check("4.2", lambda *x: torch.tensor(edges()(*x))) and check("4.5", lambda *x: torch.tensor(queries()(*x)))
 
 
 def test_two_mistakes_at_once():
-    strict = told("4.3", *solved("4.3", ("key <= query", "key < query"), (" + N - M) |", ") |")))
+    strict = failure("4.3", *solved("4.3", ("key <= query", "key < query"), (" + N - M) |", ") |")))
     assert strict.diagnosis == "two-slips" and "`N - M` is missing" in str(strict)
 
 
 @WATCHED
 def test_a_tile_is_not_one_number():
     both = (MASK, MASK.replace(" | ", " or "))
-    assert "where one number is wanted" in str(told("4.3", *solved("4.3", both)))
+    assert "where one number is wanted" in str(failure("4.3", *solved("4.3", both)))
     chained = (MASK, "seen = key - N + M <= query < M")
-    assert "where one number is wanted" in str(told("4.3", *solved("4.3", chained)))
-    assert "where one number is wanted" in str(told("4.6", *solved("4.6", (CAP, "y = cap * float(x / cap)"))))
+    assert "where one number is wanted" in str(failure("4.3", *solved("4.3", chained)))
+    assert "where one number is wanted" in str(failure("4.6", *solved("4.6", (CAP, "y = cap * float(x / cap)"))))
 
 
 def test_what_is_not_for_kernels():
@@ -356,22 +343,22 @@ def test_what_is_not_for_kernels():
 
 
 def test_a_row_that_sees_nothing_is_told_what_is_there():
-    finite = told("4.7", *solved("4.7", (MASKED, "        s = tl.where(seen, s, -1.0e4)\n")))
+    finite = failure("4.7", *solved("4.7", (MASKED, "        s = tl.where(seen, s, -1.0e4)\n")))
     assert "-10000 stands where `float(.-inf.)` belongs" in str(finite).replace(chr(39), ".")
-    everywhere = told("4.7", *solved("4.7", (MASKED, MASKED.replace("-inf", "inf"))))
+    everywhere = failure("4.7", *solved("4.7", (MASKED, MASKED.replace("-inf", "inf"))))
     assert "that see no key" not in str(everywhere) and "o is NaN everywhere" in str(everywhere)
 
 
 def test_a_condition_is_missing_rather_than_a_term_of_it():
-    alone = told("4.3", *solved("4.3", (MASK, "seen = (key < prefix) & (query >= 0)")))
+    alone = failure("4.3", *solved("4.3", (MASK, "seen = (key < prefix) & (query >= 0)")))
     assert alone.diagnosis == "condition-missing"
-    other = told("4.3", *solved("4.3", (MASK, "seen = (key < N) & (query >= 0)")))
+    other = failure("4.3", *solved("4.3", (MASK, "seen = (key < N) & (query >= 0)")))
     assert "`N` stands where `prefix` belongs" in str(other)
 
 
 def test_a_sink_in_one_of_two_results():
     late = "    o = acc / l_i[:, None]\n    lse = m_i + tl.log(l_i + tl.exp(sink - m_i))\n"
-    in_lse = str(told("4.9", *solved("4.9", *ORDINARY, (AFTER, late))))
+    in_lse = str(failure("4.9", *solved("4.9", *ORDINARY, (AFTER, late))))
     assert "o is that without a sink" in in_lse and "lse is `m_i` always" not in in_lse
 
 
@@ -393,17 +380,17 @@ def test_the_scales_of_an_empty_page():
 
 
 def test_a_sentence_names_the_part_that_is_changed():
-    ahead = told("4.5", lambda a, z, m, n, left, right: queries()(a, z, m, m, left, right))
+    ahead = failure("4.5", lambda a, z, m, n, left, right: queries()(a, z, m, m, left, right))
     assert "the term `-(seq_k - seq_q)` is missing" in str(ahead)
-    groups = told("4.1", lambda pid, blocks, heads, kv_heads: by_divmod(pid, blocks, kv_heads * kv_heads, kv_heads))
+    groups = failure("4.1", lambda pid, blocks, heads, kv_heads: by_divmod(pid, blocks, kv_heads * kv_heads, kv_heads))
     assert "`kv_heads` stands where `heads // kv_heads` belongs" in str(groups)
-    assert told("4.2", edges(whole=lambda a, z, d, n, p, t: cut(z + d, n, p) // t * t)).diagnosis == (
+    assert failure("4.2", edges(whole=lambda a, z, d, n, p, t: cut(z + d, n, p) // t * t)).diagnosis == (
         "whole-by-the-last-row")  # fmt: skip
-    assert "offs_" not in str(told("4.3", *solved("4.3", ("key < prefix", "c[None, :] < prefix"))))
+    assert "offs_" not in str(failure("4.3", *solved("4.3", ("key < prefix", "c[None, :] < prefix"))))
 
 
 def test_two_names_in_one_difference_are_no_cause():
-    swapped = told("4.5", lambda a, z, m, n, left, right: queries()(a, z, m, m, right, left))
+    swapped = failure("4.5", lambda a, z, m, n, left, right: queries()(a, z, m, m, right, left))
     assert "`left` stands where `seq_k` belongs" not in str(swapped)
 
 

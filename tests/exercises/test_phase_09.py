@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from lesson_answers import answers_of
+from lesson_answers import answers_of, failure
+from lesson_answers import changed_texts as changed
 
-from flashlab.check import CheckFailed
 from flashlab.check.cuda_index import TRIALS
 from flashlab.exercises import check
 from flashlab.exercises.phase_09 import PARTS
@@ -16,22 +16,6 @@ try:
     find_compiler()
 except SimtError as error:
     pytest.skip(str(error), allow_module_level=True)
-
-
-def changed(id, *changes):
-    """The solution's texts, with these changes."""
-    texts = answers_of(id, "solutions")
-    for old, new in changes:
-        assert sum(text.count(old) for text in texts) == 1, old
-        texts = [text.replace(old, new) for text in texts]
-    return texts
-
-
-def failure(id, *answers):
-    with pytest.raises(CheckFailed) as caught:
-        check(id, *answers)
-    assert len(str(caught.value).partition("\n")[0]) > 20
-    return caught.value
 
 
 @pytest.mark.parametrize("id", ["9.3", "9.4", "9.5", "9.6", "9.7", "9.8", "9.9", "9.12"])

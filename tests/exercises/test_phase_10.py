@@ -7,26 +7,17 @@ import time
 
 import pytest
 import torch
-from lesson_answers import cell_of, namespace
+from lesson_answers import cell_of, failure, namespace
 from lesson_answers import run as run_cell
 from torch.nn import functional as F
 
 import flashlab
-from flashlab.check import CheckFailed
 from flashlab.exercises import check
 from flashlab.exercises.phase_10 import _MOST_BYTES, _MOST_OPERATIONS, _Seen
 from flashlab.exercises.simulated_gpu import LAUNCH_MS, QUEUE, SimulatedGpu
 from flashlab.models import memory
 from flashlab.models.language_model import Config
 from flashlab.models.rope import fused_rope, rope, rope_table
-
-
-def failed(id, *answers):
-    with pytest.raises(CheckFailed) as caught:
-        check(id, *answers)
-    assert len(str(caught.value)) > 20
-    return caught.value
-
 
 # ---- 10.1 -----------------------------------------------------------------------------------------------------------
 
@@ -215,7 +206,7 @@ COSTS = [
 @pytest.mark.parametrize("of, words", [row[1:] for row in COSTS], ids=[row[0] for row in COSTS])
 def test_the_cost_of_first_calls_gone_wrong(of, words):
     wrong = for_each(lambda run, gpu, w, r: of(singles(run, gpu, w + r), w, r))
-    assert words in str(failed("10.3", wrong))
+    assert words in str(failure("10.3", wrong))
 
 
 def warm_median_by_sorting(run, gpu, w, r):
@@ -268,12 +259,12 @@ WRONG_TIMES = [
 
 @pytest.mark.parametrize("one, words", WRONG_TIMES)
 def test_timing_gone_wrong(one, words):
-    assert words in str(failed("10.4", lambda run, gpu, warmup=5, rounds=20: one(run, gpu, warmup, rounds)))
+    assert words in str(failure("10.4", lambda run, gpu, warmup=5, rounds=20: one(run, gpu, warmup, rounds)))
 
 
 @pytest.mark.parametrize("one", [warm_batch, thrown_away])
 def test_the_mean_of_the_calls_is_not_their_median(one):
-    assert "median" in str(failed("10.4", lambda run, gpu, warmup=5, rounds=20: one(run, gpu, warmup, rounds)))
+    assert "median" in str(failure("10.4", lambda run, gpu, warmup=5, rounds=20: one(run, gpu, warmup, rounds)))
 
 
 @pytest.mark.parametrize(
@@ -286,7 +277,7 @@ def test_the_mean_of_the_calls_is_not_their_median(one):
     ],
 )
 def test_what_is_no_table_of_times(fn, slug):
-    assert failed("10.3", fn).diagnosis == slug
+    assert failure("10.3", fn).diagnosis == slug
 
 
 # ---- 10.5 -----------------------------------------------------------------------------------------------------------
@@ -383,7 +374,7 @@ def test_the_rotation_of_whole_rows():
     ],
 )  # fmt: skip
 def test_the_rotation_gone_wrong(changes, words):
-    assert words in str(failed("10.6", changed(*changes)))
+    assert words in str(failure("10.6", changed(*changes)))
 
 
 # ---- 10.7 -----------------------------------------------------------------------------------------------------------
@@ -565,5 +556,5 @@ def copying(q, k, v, t):
     ],
 )  # fmt: skip
 def test_a_layer_that_is_not_faster(prepared, fast, slug):
-    found = failed("10.8", prepared, fast)
+    found = failure("10.8", prepared, fast)
     assert found.diagnosis == slug and found.case, (found.diagnosis, str(found))

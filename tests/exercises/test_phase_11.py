@@ -6,9 +6,9 @@ import re
 
 import pytest
 import torch
-from lesson_answers import answers_of
+from lesson_answers import answers_of, diagnosis, failure
+from lesson_answers import changed_texts as changed
 
-from flashlab.check import CheckFailed
 from flashlab.check.cuda_answer import PROBES, built, probe, source_of
 from flashlab.cuda import load_inline
 from flashlab.exercises import check, phase_11
@@ -20,26 +20,6 @@ try:
     find_compiler()
 except SimtError as error:
     pytest.skip(str(error), allow_module_level=True)
-
-
-def changed(id, *changes):
-    """The solution's texts, with these changes."""
-    texts = answers_of(id, "solutions")
-    for old, new in changes:
-        assert sum(text.count(old) for text in texts) == 1, old
-        texts = [text.replace(old, new) for text in texts]
-    return texts
-
-
-def failure(id, *answers):
-    with pytest.raises(CheckFailed) as caught:
-        check(id, *answers)
-    assert len(str(caught.value)) > 20
-    return caught.value
-
-
-def diagnosis(id, *answers):
-    return failure(id, *answers).diagnosis
 
 
 IDS = [*(f"11.{i}" for i in range(1, 15)), "11c.1"]

@@ -2,25 +2,9 @@
 
 import math
 
-import lesson_answers
 import pytest
 import torch
-
-from flashlab.check import CheckFailed
-from flashlab.check.changes import edited
-from flashlab.exercises import check
-
-
-def failed(id, *changes):
-    """The failure of the solution with pieces of its text replaced."""
-    text = edited(lesson_answers.cell_of(id, "solutions"), changes)
-    names, answers = lesson_answers.namespace(int(id.split(".")[0]), "solutions")
-    names = dict(names)
-    lesson_answers.run(text, f"<slip {id} {abs(hash(changes))}>", names)
-    with pytest.raises(CheckFailed) as caught:
-        check(id, *(names[name] for name in answers[id]))
-    return caught.value
-
+from lesson_answers import changed, failure
 
 SLIPS = [
     ("1.3", [("scores.amax(dim=-1, keepdim=True)", "scores.amax(dim=0, keepdim=True)")], "`amax` runs along dim=0"),
@@ -32,7 +16,7 @@ SLIPS = [
 
 @pytest.mark.parametrize("id, changes, words", SLIPS, ids=[f"{id}-{words[:24]}" for id, _, words in SLIPS])
 def test_a_slip_is_told_by_the_piece_that_it_is_in(id, changes, words):
-    assert words in str(failed(id, *changes))
+    assert words in str(failure(id, *changed(id, *changes)))
 
 
 # ---- causes that are not said ----------------------------------------------------------------------------------------
@@ -41,7 +25,7 @@ def test_a_slip_is_told_by_the_piece_that_it_is_in(id, changes, words):
 def test_one_maximum_for_a_tile_is_not_a_start_at_zero():
     """Rows past the end have scores of 0, which hold up the maximum of a tile as a start at 0 does."""
     one = ("m_i = tl.max(s, axis=1)", "m_i = tl.max(tl.max(s, axis=1), axis=0) + tl.zeros([BLOCK_M], tl.float32)")
-    assert failed("1.4", one).diagnosis == "one-maximum"
+    assert failure("1.4", *changed("1.4", one)).diagnosis == "one-maximum"
 
 
 def test_one_factor_in_all_cases_is_told_with_the_constant_that_it_is():

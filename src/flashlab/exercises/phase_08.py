@@ -105,8 +105,6 @@ def _shared_banks(source: Source, head_dim: int) -> str | None:
             "decides", [("max(groups.count(g) for g in groups)", "len(set(groups))")]),
         Row("words-for-chunks", "it tells two groups of banks apart, not eight: a group is 16 bytes wide",
             [("row * row_bytes // 16 % 8", "row * row_bytes // 4 % 8")]),
-        Row("banks-for-rows", "it counts banks: a row takes four of them at once, in one wavefront",
-            instead="math.gcd(row_bytes // 4, 32)"),
         Row("whole-lines-alone", "rows may meet without lying whole lines of 128 bytes apart: at 64, every second row "
             "begins at the same bank", instead="8 if row_bytes % 128 == 0 else 1"),
     ],

@@ -310,6 +310,7 @@ def _few_rows(r: random.Random) -> tuple[int, ...]:
     notes={
         "places": "so many blocks run at a time: count whole rounds", "tiles": "the longest share decides",
         "head_dim + 1": "a part has O and its lse", "4": "a share has at least four tiles",
+        "splits > 1": "without a split nothing is kept",
     },
     rows=[
         Row("fill-the-places", "splits: as many shares as fill the places. That a round more costs as much as "
@@ -318,8 +319,6 @@ def _few_rows(r: random.Random) -> tuple[int, ...]:
               "max(1, min(most, places // blocks))")]),
         Row("largest-of-several", "splits: of several shares with the least time the largest is taken, and not the "
             "smallest", [("* -(-tiles // s))", "* -(-tiles // s) - s / 1e6)")]),
-        Row("workspace-without-splits", "floats: without a split nothing is kept, so the workspace has no floats",
-            [(" if splits > 1 else 0", "")]),
     ],
 )  # fmt: skip
 def splits_of(blocks, tiles, places, rows, head_dim):

@@ -686,15 +686,12 @@ _LAYERS = (
         Row("not-turned", "q and k are not turned: the rotary embedding is missing", [
             ("torch.cat((q1 * cos - q2 * sin, q1 * sin + q2 * cos), -1)", "q"),
             ("torch.cat((k1 * cos - k2 * sin, k1 * sin + k2 * cos), -1)", "k")]),
-        Row("cos-and-sin-exchanged", "q and k are turned with cos and sin exchanged", [
-            ("cos, sin = torch.cos(angle), torch.sin(angle)", "sin, cos = torch.cos(angle), torch.sin(angle)")]),
         Row("v-turned", "v is turned as well; only q and k are", [
             ("    group =", "    v = torch.cat((v[..., :half] * cos - v[..., half:] * sin, v[..., :half] * sin + "
              "v[..., half:] * cos), -1)\n    group =")]),
         Row("heads-interleaved", "query heads read the key heads in another order: head h reads key head h // group",
             [("k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)",
               "k.repeat(1, group, 1, 1), v.repeat(1, group, 1, 1)")]),
-        Row("k-and-v-exchanged", "k and v are exchanged in the attention", [("k, v = k.repeat", "v, k = k.repeat")]),
         Row("positions-shifted", "q stands one position further on than k: both begin at 0", [
             ("    k1, k2 =", "    cos, sin = torch.cos(angle - frequency), torch.sin(angle - frequency)\n    k1, k2 ="
              )]),

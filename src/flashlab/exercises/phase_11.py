@@ -164,7 +164,6 @@ def complete(script, arrivals):
 
 # ---- 11.2 -----------------------------------------------------------------------------------------------------------
 
-_EACH = "return i % stages, use % 2, (use - 1) % 2"
 _PRODUCERS = "(use - 1) % 2"
 
 
@@ -188,28 +187,18 @@ _PRODUCERS = "(use - 1) % 2"
     words={"use": "i // stages"},
     notes={
         "i % stages": "iteration i uses stage i % stages",
+        "i // stages": "a stage is used once in `stages` iterations, and each use is one phase",
         "use % 2": "a wait takes the phase's parity, its last bit",
         _PRODUCERS: "the stage was used `stages` iterations before: use - 1, whose parity a new barrier has complete",
     },
     rows=[
         Row("same-parity", "producer's parity: it is the consumer's. In iteration 0 nobody has used the stage: phase 0 "
             "of `empty` ends with a tile that never comes", [(_PRODUCERS, "use % 2")]),
-        Row("parities-exchanged", "the two parities are exchanged: the consumer waits for the first tile, phase 0 of "
-            "`full`; the producer has nobody to wait for in the first round",
-            [("use % 2, (use - 1) % 2", "(use - 1) % 2, use % 2")]),
-        Row("parity-of-the-iteration", "these parities change with every iteration: a stage is used once in `stages` "
-            "iterations, and each use is one phase", [(_EACH, "return i % stages, i % 2, (i - 1) % 2")]),
-        Row("parity-of-the-stage", "these parities depend on the stage alone: a stage is used again and again, and its "
-            "parity changes each time", [(_EACH, "return i % stages, i % stages % 2, (i % stages - 1) % 2")]),
-        *(Row("phase-not-parity", "these are the numbers of phases: a wait takes a phase's parity, its last bit",
-              [(_EACH, f"return i % stages, use, {other}")]) for other in ("1 - use", "use ^ 1", "use - 1")),
         *(Row("iteration-before", "producer's parity: it is that of iteration i - 1: the stage was used `stages` "
               "iterations before", [(_PRODUCERS, f"{before} // stages % 2")])
           for before in ("(i - 1)", "max(i - 1, 0)")),
         Row("first-round-waits", "producer's parity: in the first round it waits for phase 0 of `empty`. Nobody has "
             "used the stage: it is phase -1, parity 1", [(_PRODUCERS, "max(use - 1, 0) % 2")]),
-        Row("always-parity-1", "producer's parity: it is 1 each time: in the second round it waits until the consumers "
-            "are through with the tile of the first, phase 0 of `empty`", [(_PRODUCERS, "1")]),
         Row("negative", "producer's parity: it is -1 in the first round: a parity is 0 or 1",
             [(_PRODUCERS, "use % 2 - 1")]),
     ],
@@ -394,8 +383,8 @@ def _stages(r: random.Random) -> tuple[int, ...]:
         "2 * block_n": "a stage has a tile of K and one of V", "4 * 8": "a stage has four barriers of 8 bytes",
         "8": "a barrier has 8 bytes: one for Q, four for a stage", "0": "where not even Q fits, no stage does",
         "block_m * head_dim * 2": "Q's tile stays in shared memory",
-        "once": "Q's tile stays in shared memory", "4": "a stage has four barriers",
-        "2": "an element has 2 bytes; a stage has a tile of K and one of V",
+        "once": "Q's tile stays in shared memory", "shared_bytes": "what fits exactly fits",
+        "4": "a stage has four barriers", "2": "an element has 2 bytes; a stage has a tile of K and one of V",
     },
     rows=[
         Row("barriers-forgotten", "the tiles are right, the barriers are missing: 8 bytes each, one for Q and four for "
@@ -404,8 +393,6 @@ def _stages(r: random.Random) -> tuple[int, ...]:
             [("head_dim * 2 + 8", "head_dim + 8"), ("head_dim * 2 + 4", "head_dim + 4")]),
         Row("floats", "an element has 2 bytes, and here it has 4",
             [("head_dim * 2 + 8", "head_dim * 4 + 8"), ("head_dim * 2 + 4", "head_dim * 4 + 4")]),
-        Row("exact-fit", "what fits exactly is left out: all the bytes may be used",
-            [("(shared_bytes - once)", "(shared_bytes - once - 1)")]),
     ],
 )  # fmt: skip
 def most_stages(block_m, block_n, head_dim, shared_bytes):
@@ -426,7 +413,8 @@ def most_stages(block_m, block_n, head_dim, shared_bytes):
     notes={
         "256": "a thread has at most 256 registers", "1": "the producer's warpgroup is launched too",
         "128 * producer": "the producer keeps registers too, all four warps of it",
-        "producer": "the producer keeps registers too",
+        "8": "registers come in multiples of 8",
+        "producer": "the producer keeps registers too, all four warps of it",
         "at_launch * threads": "what the launch's rounding leaves over belongs to nobody",
     },
     rows=[
@@ -436,10 +424,6 @@ def most_stages(block_m, block_n, head_dim, shared_bytes):
             [("// threads // 8 * 8", "// threads")]),
         Row("as-at-the-launch", "it is the registers at the launch: the consumers can take those too that the producer "
             "gives away", instead="65536 // (128 * (consumers + 1)) // 8 * 8"),
-        Row("a-warp-for-the-producer", "the producer counts as one warp: setmaxnreg is an instruction of a warpgroup, "
-            "and all four warps have those registers", [("128 * producer", "32 * producer")]),
-        Row("not-a-multiple-of-8", "it is no multiple of 8 everywhere: setmaxnreg takes multiples of 8 only",
-            [("(128 * consumers) // 8 * 8", "(128 * consumers)")]),
     ],
 )  # fmt: skip
 def consumer_registers(consumers, producer):
@@ -467,8 +451,6 @@ def consumer_registers(consumers, producer):
         "3": "a key takes 1/2 register for S and 1/4 for P",
     },
     rows=[
-        Row("p-forgotten", "P of the tile before is not counted: it is kept while S is computed",
-            [("left * 4 // 3", "left * 2")]),
         Row("p-as-floats", "P counts as floats: it has 16-bit numbers, two of them in a register",
             [("left * 4 // 3", "left")]),
         Row("s-a-row-per-thread", "S takes a register per key: 64 rows are shared by 128 threads, so it takes half of "
@@ -477,10 +459,6 @@ def consumer_registers(consumers, producer):
             "row for each", [("head_dim // 2", "head_dim"), ("left * 4 // 3", "left * 2 // 3")]),
         Row("exact-fit", "what fits exactly is left out: all the registers may be used",
             [("left * 4 // 3", "(left - 1) * 4 // 3")]),
-        Row("not-a-multiple-of-16", "it is no multiple of 16 everywhere: keys are the K of the second product, which "
-            "goes by 16", [("// 16 * 16", "")]),
-        Row("multiple-of-8", "it is a multiple of 8: keys are the K of the second product, which goes by 16",
-            [("// 16 * 16", "// 8 * 8")]),
     ],
 )  # fmt: skip
 def widest_tile(head_dim, registers, others):
@@ -590,8 +568,6 @@ def _pipeline_in_words(of: Sequence[int], _: None) -> str:
             [("found = []", "found, began = [], {}"),
              (_ADDED, _ADDED + "\n        if did == 'mbarrier-wait':\n            began[warp] = len(arrived[bar])"),
              (_WHO, "set(arrived[bar][began[warp] :])")]),
-        Row("under-way", "every wait is for nobody here. In the phase that is under way when a wait has passed, nobody "
-            "has arrived yet. The wait was for the one before, the latest complete one", [(_WHO, "set()")]),
         Row("at-its-beginning", "you look at the barrier when the wait begins. Its phase may end only while it waits: "
             "look when it has passed", [('did == "mbarrier-passed"', 'did == "mbarrier-wait"')]),
         Row("used-up", "you take a phase's arrivals away when the first warp has passed. All consumers wait for the "

@@ -183,6 +183,7 @@ EPILOGUE = Trials(
     title="The last mile of O",
     minutes=20,
     difficulty="Bug hunt",
+    bug=[("        fence_proxy_async();\n", "")],
     untouched="06c44aff40ae",
     history="a common mistake where threads store what TMA or wgmma reads",
     hints=[
@@ -247,6 +248,15 @@ ROOM = Trials(
     title="Room for the next tile",
     minutes=25,
     difficulty="Bug hunt",
+    bug=[
+        (
+            "if (first_thread) mbarrier_arrive(empty_k + 8 * stage);",
+            "if (first_thread) {\n"
+            "            mbarrier_arrive(empty_k + 8 * stage);\n"
+            "            if (!FIRST) mbarrier_arrive(empty_v + 8 * ((nth - 1) % STAGES));\n        }",
+        ),
+        ("            if (first_thread) mbarrier_arrive(empty_v + 8 * ((nth - 1) % STAGES));\n", ""),
+    ],
     untouched="7d7ce3738bf0",
     history="a common mistake in kernels that have two products under way",
     hints=[

@@ -31,8 +31,6 @@ from flashlab.exercises.rule import rule
         "column // 8": "every 8 columns a thread has four more registers",
     },
     rows=[
-        Row("rows-of-a-warp-in-eights", "a warp has 16 rows, not 8: rows r and r + 8 are in the same thread",
-            [("row // 16", "row // 8")]),
         Row("warps-of-one-group", "the warps are counted over all warpgroups: row 64 is in warp 4",
             [("row // 16", "row // 16 % 4")]),
     ],
@@ -71,10 +69,6 @@ def _box(r: random.Random) -> tuple[int, int, int, int]:
     draw=_box,
     notes={"done": "places go on being used in turn over all blocks of queries", "1": "the first wait has to pass"},
     rows=[
-        Row("parity-of-ready", "that is the parity for `ready`; a place that was never used is free, and a new barrier "
-            "passes parity 1", [("at // stages % 2 ^ 1", "at // stages % 2")]),
-        Row("done-forgotten", "places and parities begin anew with each block of queries here: they go on from `done`",
-            [("at = done + tile", "at = tile")]),
         Row("last-box-is-k", "the last box is V of the last tile",
             [("b > 0 and (b % 2 == 0 or b == 2 * tiles - 1)", "b > 0 and b % 2 == 0")]),
         Row("k-and-v-in-turn", "that is the order K, V, K, V: K of a tile comes before V of the tile before it",

@@ -168,11 +168,6 @@ def _step(r: random.Random) -> tuple[int, ...]:
         "source == rank": "its own keys alone have a diagonal",
         "n // 2": "a piece is half of a shard",
     },
-    rows=[
-        Row("other-way-round", "the two halves are exchanged: smaller ranks give half of the keys, larger ones meet "
-            "half of the rows",
-            instead="(n // 2 if source < rank else 0, n // 2 if source > rank else n, source == rank)"),
-    ],
 )  # fmt: skip
 def zigzag_block(rank, source, n, world):
     """(first_row, end_of_keys, causal) of a step's block.
@@ -505,10 +500,6 @@ def _window(r: random.Random) -> tuple[int, ...]:
         "rank": "no more ranks stand before this one", "window": "a query sees `window` keys before its own",
         "1": "a query sees its own key too",
     },
-    rows=[
-        Row("as-causal", "pairs: the window is forgotten: a query sees at most window + 1 keys",
-            [("min(i, window) + 1", "i + 1")]),
-    ],
 )  # fmt: skip
 def with_window(rank, world, n, window):
     """(fetched, pairs) of a rank with n contiguous tokens, causal, when token i sees keys i - window to i.
