@@ -90,7 +90,7 @@ check("11c.2", additions)
 
 # %% tags=["exercise"]
 dq_of_a_square = r"""
-    float dq[32];                                              // 64 queries, 64 columns: over all keys of the block
+    float dq[32];                                          // 64 queries, 64 columns: over the block's keys
     auto multiply_dq = [&](int nth) {                          // dq = dS K
 # BEGIN STARTER
         // 1. Who has to have stored dS? 2. A is dS, B is K: which descriptor has each? 3. Issued, not waited for.

@@ -301,21 +301,21 @@ _LAST = "min(M, min(N, (block + 1) * BLOCK_N) - 1 - (N - M) + window)"
         "reversed(": "downwards each block is one tile behind the one before it, and none stands still",
     },
     rows=[
-        Row("turns-from-block-0", "the turn is the block's number, and under a window the first blocks do not add to "
+        Row("waits-for-ever", "the turn is the block's number, and under a window the first blocks do not add to "
             "late tiles: nobody takes their turns", [("block - max(0, oldest) // BLOCK_N", "block")]),
-        Row("walks-to-the-end", "the walk ends at the last query: under a window it ends behind the last one that sees "
+        Row("wrong-tiles", "the walk ends at the last query: under a window it ends behind the last one that sees "
             "the block's last key", [(_LAST, "M")]),
-        Row("ends-with-the-first-key", "the walk ends behind the last query that sees the block's first key: later "
+        Row("wrong-tiles", "the walk ends behind the last query that sees the block's first key: later "
             "ones see its last key", [("min(N, (block + 1) * BLOCK_N) - 1", "block * BLOCK_N")]),
-        Row("begins-at-query-0", "the walk begins at query 0: the first ones see none of these keys",
+        Row("wrong-tiles", "the walk begins at query 0: the first ones see none of these keys",
             [("max(0, block * BLOCK_N - (N - M))", "0")]),
-        Row("aligned-at-the-first-key", "query i is taken to see the keys up to i: up to i + N - M", [
+        Row("wrong-tiles", "query i is taken to see the keys up to i: up to i + N - M", [
             ("block * BLOCK_N - (N - M)", "block * BLOCK_N"), ("- 1 - (N - M) + window", "- 1 + window"),
             ("BLOCK_M + N - M - window", "BLOCK_M - window")]),
-        Row("walks-upwards", "the walk goes from the first tile to the last: each block begins where the one before it "
-            "comes a step later", [("reversed(range(begin // BLOCK_M, -(-end // BLOCK_M)))",
+        Row("waits-too-long", "the walk goes from the first tile to the last: each block begins where the one before "
+            "it comes a step later", [("reversed(range(begin // BLOCK_M, -(-end // BLOCK_M)))",
                                     "range(begin // BLOCK_M, -(-end // BLOCK_M))")]),
-        Row("last-block-first", "the last of a tile's blocks begins: it is launched last, and may have no place before "
+        Row("waits-for-ever", "the last of a tile's blocks begins: it is launched last, and may have no place before "
             "the others end", [("block - max(0, oldest) // BLOCK_N", "min(N - 1, min(M, (tile + 1) * BLOCK_M) - 1 + "
                                 "N - M) // BLOCK_N - block")]),
     ],
@@ -323,7 +323,7 @@ _LAST = "min(M, min(N, (block + 1) * BLOCK_N) - 1 - (N - M) + window)"
     trials=400,
 )  # fmt: skip
 def additions(block, M, N, BLOCK_M, BLOCK_N, window):
-    """[(tile, turn), ...] of this block of keys, in the order in which it adds to dQ; [] where nobody sees its keys."""
+    """[(tile, turn), ...] of this block, in the order in which it adds; [] where nobody sees its keys."""
     # BEGIN SOLUTION
     begin = max(0, block * BLOCK_N - (N - M))  # the first query that sees one of its keys
     end = min(M, min(N, (block + 1) * BLOCK_N) - 1 - (N - M) + window)  # behind the last one
