@@ -93,7 +93,7 @@ dq_of_a_square = r"""
     float dq[32];                                          // 64 queries, 64 columns: over the block's keys
     auto multiply_dq = [&](int nth) {                          // dq = dS K
 # BEGIN STARTER
-        // 1. Who has to have stored dS? 2. A is dS, B is K: which descriptor has each? 3. Issued, not waited for.
+        // 1. Who has to have stored dS? 2. A is dS, B is K: which descriptor has each? 3. Issue it.
         // YOUR CODE HERE
     };
     auto hand_dq_on = [&](int nth) {                           // dq is there
