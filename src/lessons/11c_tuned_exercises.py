@@ -97,7 +97,7 @@ dq_of_a_square = r"""
         // YOUR CODE HERE
     };
     auto hand_dq_on = [&](int nth) {                           // dq is there
-        // 4. When may the square be written? 5. Write it. 6. What does the copy engine need, and who tells it?
+        // 4. When may the square be written? 5. Write it. 6. What does the copy engine need? Who tells it?
     };
 # END STARTER
 # BEGIN SOLUTION
