@@ -591,18 +591,30 @@ for run in RUNS:
 # %% [markdown]
 # ### The backward pass
 #
-# `flashlab.cuda.hopper_backward` is this phase's way back, by the same means. A block of `keys` keeps 128 keys and walks over the queries that
-# see them, a tile at a time. The scores are computed transposed, $S^\top = K Q^\top$ and $dP^\top = V\,dO^\top$: so $P^\top$ and $dS^\top$
-# lie in registers just as $dV$ and $dK$ want their A operand. $dS$ goes to shared memory too, for $dQ = dS\,K$. Five products, all of a tile
-# in one row:
+# `flashlab.cuda.hopper_backward` is this phase's way back, by the same means. Of its three kernels `statistics` computes $\delta$ of each row, and `convert`
+# rounds the sums of $dQ$. Between them `keys` does nearly all of the work. One of its blocks keeps 128 keys, 64 for each of two consumers, and walks over the
+# queries that see them, a tile at a time. The scores are computed transposed, $S^\top = K Q^\top$ and $dP^\top = V\,dO^\top$: so $P^\top$ and
+# $dS^\top$ lie in registers just as $dV$ and $dK$ want their A operand.
+
+# %% [markdown]
+# That is two products of five, in `begin_step`. Here are the other three, in one row. $dQ = dS\,K$ sums over the keys of both consumers, so $dS$ goes to
+# shared memory too. `nth` counts tiles; at $D = 64$ a tile is taken in two steps, which begin at query `first` of it. `ROOMY` is $D \le 96$,
+# `hide` the mask; `multiply_dq` issues $dQ$, and `hand_dq_on` brings it to a place in shared memory:
 
 # %%
 show.region(path("p11_backward"), "dV and dK")
 
 # %% [markdown]
 # Every block of keys has a part of each query's $dQ$. Atomic additions would take them as they come, and the last bits would differ from run to run:
-# a float sum depends on its order. So each tile has a *turn*. Block $j$ adds after block $j - 1$, and the copy engine does the adding. Nobody waits
-# for a block that was launched later; so the first of all that are not done goes on, and nobody waits for ever.
+# a float sum depends on its order. So each tile has a *turn*, a number in global memory that says how many blocks have added. Block $j$ waits until it is
+# $j$, and then the copy engine does the adding, by `tma_reduce_add`. Blocks begin in the order of their numbers (GPUs do it so; CUDA does not promise it), and
+# wait for smaller numbers alone. So the first of all that are not done goes on: nobody waits for ever.
+
+# %% [markdown]
+# All walk from the last tile to the first; exercise 11c.2 is about that. Two threads add, each every other tile, from a place of its own: `dq_full` says that
+# $dQ$ lies there, `dq_empty` that it may be overwritten. Two waits, as in lecture 11: `bulk_wait_read` ends when the place has been read, `bulk_wait` when the sum is in
+# memory. Only then the turn is passed on. `fence_proxy_async_global` is lecture 11's proxy fence, for global memory: what was added before comes before this
+# copy. `part.block` is $j$.
 
 # %%
 show.region(path("p11_backward"), "sum dQ")
@@ -857,4 +869,6 @@ show.region(step("p11_flash"), "store", "launch")
 #   Asymmetric Hardware Scaling* (2026), arXiv 2603.05451: conditional rescaling, exponentials by polynomial.
 # - Shah, Bikshandi, Zhang, Thakkar, Ramani, Dao: *FlashAttention-3* (2024), arXiv 2407.08608.
 # - Dao and others: *flash-attention*, github.com/Dao-AILab/flash-attention: `AI/RACECHECK_TMA_HAZARD.md`: what racecheck makes of copies by TMA.
+# - The same, pull request 1839 (2025): turns that did not begin at 0. pytorch/FBGEMM, pull request 4982 (2025): turns under a window, which
+#   counted blocks that never come. Both waited for ever; exercise 11c.2 is the second.
 # - NVIDIA: *Compute Sanitizer*, docs.nvidia.com/compute-sanitizer.

@@ -15,7 +15,7 @@ HUNTS = [e.id for e in exercises().values() if e.difficulty == "Bug hunt" and e.
 try:
     find_compiler()
 except SimtError:
-    HUNTS = [id for id in HUNTS if int(id.split(".")[0]) < 6]
+    HUNTS = [id for id in HUNTS if find(id).order < (6,)]
 
 
 def params(table):
@@ -23,7 +23,7 @@ def params(table):
 
     def marks(id, *rest):
         long = [pytest.mark.long] if (id, rest[-1:]) in LONG else []
-        return long + ([pytest.mark.slow] if int(id.split(".")[0]) >= 6 else [])
+        return long + ([pytest.mark.slow] if find(id).order >= (6,) else [])
 
     return [pytest.param(*row, marks=marks(*row)) for row in table if row[0] in HUNTS]
 
@@ -54,6 +54,7 @@ TOUCHED = params([
     ("9.3", "m_i[r] = m_new[r];", "m_i[r] = m_new[r]; ;", "l-not-rescaled"),
     ("11.6", "uint32_t o_rmem[4];", "; uint32_t o_rmem[4];", "proxy-fence"),
     ("11.7", "if (!FIRST) add_output();", "; if (!FIRST) add_output();", "released-too-early"),
+    ("11c.4", "    wgmma_wait<0>();", "    ; wgmma_wait<0>();", "k-overwritten"),
     ("12.10", "slot = key % PAGE", "slot = key % PAGE + 0", "page-overflow"),
     ("12.11", "sequence_stride = ", "sequence_stride = 0 + ", "all-on-the-first"),
 ])  # fmt: skip
@@ -88,6 +89,7 @@ HALF = params([
      "not-lazy"),
     ("11.6", [("#pragma unroll\n", "        fence_proxy_async();\n#pragma unroll\n")], "proxy-fence"),
     ("11.7", [("wgmma_wait<FIRST ? 0 : 1>", "wgmma_wait<0>")], "no-overlap"),
+    ("11c.4", [("1 + consumer, GROUP", "1 + consumer, CONSUMERS * GROUP")], "deadlock"),
     ("12.10", [("other=0)", "other=0).to(tl.int64)")], "page-only"),
     ("12.11", [("first = b * sequence_stride", "first = b * head_dim")], "one-row-each"),
 ])  # fmt: skip

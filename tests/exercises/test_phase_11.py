@@ -11,7 +11,7 @@ from lesson_answers import changed_texts as changed
 
 from flashlab.check.cuda_answer import PROBES, built, probe, source_of
 from flashlab.cuda import load_inline
-from flashlab.exercises import check, phase_11
+from flashlab.exercises import check, phase_11, phase_11c
 from flashlab.exercises.rule import RULES
 from flashlab.kernels import step
 from flashlab.simt import SimtError, find_compiler
@@ -22,10 +22,12 @@ except SimtError as error:
     pytest.skip(str(error), allow_module_level=True)
 
 
-IDS = [*(f"11.{i}" for i in range(1, 15)), "11c.1"]
+IDS = [*(f"11.{i}" for i in range(1, 15)), *(f"11c.{i}" for i in range(1, 5))]
 
 
-@pytest.mark.parametrize("id", [id for id in IDS if id not in ("11.6", "11.7")])  # bug hunts, which have no blank
+@pytest.mark.parametrize(
+    "id", [id for id in IDS if id not in ("11.6", "11.7", "11c.4")]
+)  # bug hunts, which have no blank
 def test_a_blank_is_not_solved_yet(id):
     assert diagnosis(id, *answers_of(id, "exercises")) == "not-solved-yet"
 
@@ -188,6 +190,8 @@ STORE, ROOM = "h.place[at] = part;", "mbarrier_wait(h.empty + 8 * at, (n / PLACE
 HEADS, Q_IS_HERE = "p->k_stride, p->batch, p->kv_heads", "mbarrier_wait(full_q, 0);"
 NEXT = "            for (int j = 0; j < tiles; j++) {"
 LATE = "if (j > 0) mbarrier_wait(empty_v((j - 1) % STAGES), (j - 1) / STAGES % 2);"
+BOTH, OWN = "named_barrier_sync(1 + CONSUMERS, CONSUMERS * GROUP);", "named_barrier_sync(1 + consumer, GROUP);"
+STORE_DK = "    store_tile(dk, p.scale, k_smem, dk_map, n_start, kv_head, batch);"
 COUNTS = "mbarrier_init(empty_k(i), CONSUMERS), mbarrier_init(empty_v(i), CONSUMERS)"
 TOLD = [
     ("11.6", [("            bulk_commit();\n", "            bulk_commit(;\n")], "it does not compile"),
@@ -220,6 +224,8 @@ TOLD = [
     ("11c.1", [("return fmaf", "return exp2f(x); return fmaf")], "`exp2f` is what this function should do without"),
     ("11c.1", [("return fmaf", "return ldexpf(x, 1); return fmaf")], "`ldexpf` is what this"),
     ("11c.1", [("128.f ? 128.f", "120.f ? 120.f")], "exp2_polynomial(120.038) is"),
+    ("11c.3", [("wgmma_commit();", "wgmma_commit(); wgmma_wait<0>();")], "the product is waited for here"),
+    ("11c.4", [(BOTH, OWN), (STORE_DK, f"{STORE_DK}\n    {BOTH}")], "of K all 128 rows are read"),
 ]  # fmt: skip
 _FIRST = {id: i for i, (id, *_) in reversed([*enumerate(TOLD)])}
 
@@ -327,3 +333,31 @@ def test_other_powers():
         "fmaf(f, 0.00961813f, 0.0555041087f), 0.240226507f), 0.693147181f)",
     )
     assert check("11c.1", *changed("11c.1", taylor))
+
+
+def test_turns_in_other_words():
+    def additions(block, M, N, BLOCK_M, BLOCK_N, window):
+        pairs = phase_11c._pairs(M, N, BLOCK_M, BLOCK_N, window)
+        tiles = sorted({tile for tile, b in pairs if b == block}, reverse=True)
+        return [(tile, sum((tile, b) in pairs for b in range(block))) for tile in tiles]
+
+    assert check("11c.2", additions)
+    assert diagnosis("11c.2", lambda *given: iter(additions(*given))) == "wrong-type"
+    same = failure("11c.2", lambda *given: [(tile, 0) for tile, _ in additions(*given)])
+    assert "blocks 0 and 1 all have turn 0" in same.sentence and same.diagnosis == "order-open"
+    late = failure("11c.2", lambda *given: [(tile, turn + 1) for tile, turn in additions(*given)])
+    assert "turn 0 is nobody's" in late.sentence and late.diagnosis == "waits-for-ever"
+    slow = failure("11c.2", lambda *given: additions(*given)[::-1])
+    assert "takes 15 steps, where 8 are enough" in slow.sentence
+
+
+@pytest.mark.long
+def test_a_square_in_other_words():
+    assert check(
+        "11c.3", *changed("11c.3", (BOTH, "named_barrier_sync(7, 256);"), ("if (lane == 0)", "if (elect_one())"))
+    )
+
+
+@pytest.mark.long
+def test_both_consumers_may_meet_after_dv():
+    assert check("11c.4", *changed("11c.4", (BOTH, OWN), (STORE_DK, f"    {BOTH}\n{STORE_DK}")))

@@ -50,7 +50,7 @@ def hopper_backward(
     grad_o: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, *,
     grad_lse: torch.Tensor | None = None, causal: bool = False, scale: float | None = None,
     backend: str | None = None, check: bool = False, defines: tuple[tuple[str, int], ...] = (),
-    launches: int = 7, **launch: Any,
+    launches: int = 7, module: CudaModule | None = None, **launch: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """dq, dk and dv of o = softmax(scale * q k^T) v. Two runs agree in every bit.
 
@@ -61,8 +61,9 @@ def hopper_backward(
         o, lse: what a forward pass gave: like q, and [batch, heads, seq_q], float32, with -inf for a row without keys.
         grad_lse: like lse; None where no loss depends on lse.
         causal: query i sees the keys up to i + seq_k - seq_q. scale: head_dim ** -0.5, if None.
-        backend, check, defines: of the build, see `compiled`. launches: which kernels, to time them: 1 for the rows'
-            statistics + 2 for dk and dv, and the sums of dq + 4 for dq. launch: options of the emulator's launch.
+        backend, check, defines: of the build, see `compiled`. module: a build to take in its place.
+        launches: which kernels, to time them: 1 for the rows' statistics + 2 for dk and dv, and the sums of dq + 4 for
+            dq. launch: options of the emulator's launch.
 
     Returns:
         Each like its input. A key head's gradient is the sum over the query heads that read it; a row that sees no key
@@ -75,7 +76,7 @@ def hopper_backward(
     check_qkv(q, k, v, dtypes=HALVES, head_dims=HEAD_DIMS, same_v=True, no_grad=True)
     check_causal(causal)
     check_results(q, {"grad_o": grad_o, "o": o}, {"lse": lse, "grad_lse": grad_lse}, no_grad=True)
-    built = compiled(q.shape[3], q.dtype, backend, check, defines)
+    built = module or compiled(q.shape[3], q.dtype, backend, check, defines)
     dq, dk, dv = (new_output(x) for x in (q, k, v))
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()

@@ -251,6 +251,14 @@ _COMPILED = ("compiled", 0.05, 30, (900.0, 200.0, 60.0))
         ((_FLASH,), _GPU, 10, 20), ((("a", *_FLASH[1:]), ("b", *_FLASH[1:])), _GPU, 5, 7),
         ((_FLASH, _EAGER), _GPU, 3, 1),
     ],
+    rows=[
+        Row("first-calls", "the usual time is the median of all calls: with few rounds that is a first call",
+            [("mean(took[warmup:])", "median(took)")]),
+        Row("only-the-first-left-out", "the usual time leaves out the very first call alone: all of the first `warmup` "
+            "calls may take longer", [("took[warmup:]", "took[1:]")]),
+        Row("all-summed", "the later calls are summed too: the cost is that of the first `warmup` ones",
+            [("sum(took[:warmup])", "sum(took)")]),
+    ],
     draw=lambda r: (
         tuple(_program(r, name) for name in "abc"[: r.randint(1, 3)]), _GPU, r.randint(4, 9), r.randint(1, 9)),
     called=_timed,

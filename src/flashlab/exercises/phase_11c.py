@@ -1,18 +1,26 @@
-"""The check of phase 11c: an exponential by multiplications."""
+"""The checks of phase 11c: an exponential by multiplications, and parts of the backward pass."""
 
 from __future__ import annotations
 
+import random
 import re
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from flashlab.check import expect
-from flashlab.check.cuda_answer import Source, built, ran, replaced, text_of
-from flashlab.check.cuda_index import Trials, calls, explained
+from flashlab.attention import reference
+from flashlab.check import CheckFailed, expect, expect_close, running
+from flashlab.check.cuda_answer import Source, built, normal, ran, replaced, text_of
+from flashlab.check.cuda_index import Outputs, Trials, all_found, calls, explained, parted
 from flashlab.check.lookup import Row
+from flashlab.check.poison import MarkedEmpty
 from flashlab.cuda import CudaModule
+from flashlab.cuda.hopper_backward import SOURCE, hopper_backward
 from flashlab.exercises.registry import exercise
+from flashlab.exercises.rule import rule
 from flashlab.simt.source import blank_comments
 
 # What may be called or used as a function; whatever else the text does not define itself is by somebody else's hand.
@@ -150,3 +158,369 @@ def _powers(module: CudaModule, whole: Source, x: torch.Tensor) -> torch.Tensor:
     x, y = x.float().contiguous(), torch.zeros(len(x))
     ran(module, whole, None, lambda: module.launch("run", x, y, len(x), echo=False))
     return y
+
+
+# ---- 11c.2 ----------------------------------------------------------------------------------------------------------
+Additions = list[list[tuple[int, int]]]  # of each block: (tile, turn), in its order
+
+
+def _pairs(M: int, N: int, BLOCK_M: int, BLOCK_N: int, window: int) -> set[tuple[int, int]]:
+    """The (tile, block) of which some query sees some key."""
+    return {
+        (i // BLOCK_M, j // BLOCK_N)
+        for i in range(M) for j in range(max(0, i + N - M - window + 1), min(N, i + N - M + 1))
+    }  # fmt: skip
+
+
+def _steps(lists: Additions, resident: int, case: str) -> int:
+    """How many steps the grid takes; CheckFailed where blocks wait for ever. As many as are resident run at a time."""
+    __tracebackhide__ = True
+    done, added, steps = [0] * len(lists), Counter[int](), 0
+    while running_now := [b for b, todo in enumerate(lists) if done[b] < len(todo)][:resident]:
+        ready = [b for b in running_now if added[lists[b][done[b]][0]] == lists[b][done[b]][1]]
+        if not ready:
+            tile, turn = lists[running_now[0]][done[running_now[0]]]
+            turns = {at_turn: b for b, todo in enumerate(lists) for at, at_turn in todo if at == tile}
+            holder = turns.get(added[tile])
+            at = lists[holder][done[holder]][0] if holder is not None and done[holder] < len(lists[holder]) else tile
+            whose = (
+                f"turn {added[tile]} is nobody's" if holder is None else
+                f"turn {added[tile]} is block {holder}'s, which " + (
+                    f"waits at tile {at}" if holder in running_now else "is not launched before another one ends")
+            )  # fmt: skip
+            raise CheckFailed(
+                f"with {resident} block{'s' * (resident > 1)} at a time the grid waits for ever: block "
+                f"{running_now[0]} waits at tile {tile} for turn {turn}, and {added[tile]} of {len(turns)} blocks have "
+                f"added there: {whose}",
+                diagnosis="waits-for-ever", case=case,
+            )  # fmt: skip
+        for block in ready:
+            added[lists[block][done[block]][0]] += 1
+            done[block] += 1
+        steps += 1
+    return steps
+
+
+def _expect_turns(additions: Callable[..., Any]) -> str:
+    """CheckFailed where a block adds where it should not, where the order is open, or a grid waits too long."""
+    __tracebackhide__ = True
+    for shape in _GRIDS:
+        M, N, BLOCK_M, BLOCK_N, window = shape
+        case = f"M={M}, N={N}, BLOCK_M={BLOCK_M}, BLOCK_N={BLOCK_N}, window={window}"
+        blocks = -(-N // BLOCK_N)
+        lists, best = ([_listed_of(fn, b, shape, case) for b in range(blocks)] for fn in (additions, right_turns))
+        pairs = _pairs(*shape)
+        found = Counter((tile, b) for b, todo in enumerate(lists) for tile, _ in todo)
+        for tile, b in sorted(pairs | set(found)):
+            keys = f"keys {b * BLOCK_N} to {min(N, (b + 1) * BLOCK_N) - 1}"
+            queries = f"queries {tile * BLOCK_M} to {min(M, (tile + 1) * BLOCK_M) - 1}"
+            times = found[tile, b]
+            if not 0 <= tile < -(-M // BLOCK_M):
+                said = f"block {b} adds to tile {tile}, and there are {-(-M // BLOCK_M)} tiles, from 0"
+            elif (tile, b) not in pairs:
+                said = f"block {b} adds to tile {tile}, but none of its {queries} sees one of the {keys}"
+            elif times != 1:
+                said = f"block {b} adds {times} times to tile {tile}: its {queries} see some of the {keys}, so once"
+            else:
+                continue
+            raise CheckFailed(said, diagnosis="wrong-tiles", case=case)
+        for tile in sorted({tile for tile, _ in pairs}):
+            who = [(turn, b) for b, todo in enumerate(lists) for at, turn in todo if at == tile]
+            twice = next((t for t, n in Counter(t for t, _ in who).items() if n > 1), None)
+            expect(
+                twice is None,
+                f"at tile {tile} blocks {' and '.join(str(b) for t, b in who if t == twice)} all have turn {twice}: "
+                "which of them adds first is open, so the last bits of dQ may differ from run to run",
+                diagnosis="order-open", case=case,
+            )  # fmt: skip
+        for resident in (1, 2, 3):
+            _steps(lists, resident, case)
+        steps, fewest = (_steps(x, blocks, case) for x in (lists, best))
+        expect(
+            steps <= fewest,
+            f"right, and nobody waits for ever; but with all {blocks} blocks at a time it takes {steps} steps, where "
+            f"{fewest} are enough: in another order of the tiles fewer blocks stand still",
+            diagnosis="waits-too-long", case=case,
+        )  # fmt: skip
+    return f"{len(_GRIDS)} grids: the same order each time, nobody waits for ever, and no step is lost"
+
+
+def _listed_of(fn: Callable[..., Any], block: int, shape: Sequence[int], case: str) -> list[tuple[int, int]]:
+    __tracebackhide__ = True
+    case = f"block={block}, {case}"
+    with running(case):
+        got = fn(block, *shape)
+    said = "return a list of (tile, turn), two whole numbers for each addition"
+    expect(got is not None, f"the function returns nothing: {said}", diagnosis="returned-none", case=case)
+    plain = isinstance(got, list) and all(
+        isinstance(x, tuple) and len(x) == 2 and all(type(y) is int for y in x) for x in got
+    )
+    expect(plain, f"{got!r:.60} is returned: {said}", diagnosis="wrong-type", case=case)
+    return got
+
+
+_GRIDS = (
+    (8, 8, 1, 1, 99), (256, 256, 64, 128, 128), (12, 12, 2, 4, 5), (12, 12, 4, 2, 5), (10, 17, 3, 4, 6),
+    (17, 10, 4, 3, 4), (17, 10, 3, 4, 40), (9, 30, 2, 5, 3), (30, 9, 5, 2, 7), (7, 7, 3, 3, 1), (20, 20, 1, 1, 6),
+    (18, 2, 6, 1, 1),
+)  # fmt: skip
+
+
+def _drawn_grid(r: random.Random) -> tuple[Any, ...]:
+    M, N, BLOCK_N = r.randint(1, 40), r.randint(1, 40), r.randint(1, 6)
+    return r.randrange(-(-N // BLOCK_N)), M, N, r.randint(1, 6), BLOCK_N, r.choice((r.randint(1, 12), 50))
+
+
+_LAST = "min(M, min(N, (block + 1) * BLOCK_N) - 1 - (N - M) + window)"
+
+
+@rule(
+    "11c.2",
+    title="Whose turn under a window?",
+    minutes=30,
+    hints=[
+        "Which queries see a key of this block? The first one sees its first key as the newest that it sees; the last "
+        "one sees its last key as the oldest. Of these two you get the tiles. Both ends are cut at 0 and at M.",
+        "A turn says how many blocks have added to the tile before. Without a window block 0 adds to every tile that "
+        "block 3 adds to, so block 3's turn is 3. Under a window the first blocks no longer reach a late tile: count "
+        "from the first block that does.",
+        "Where does the tile's first query stop to see? Its oldest key is tile * BLOCK_M + N - M - window + 1, or 0. "
+        "That key's block is the first one to add to the tile.",
+        "Order: let two neighbouring blocks walk. Upwards, the later one begins at a tile where the one before it has "
+        "still to add to an earlier tile first. Downwards each is one tile behind: reversed(range(...)).",
+    ],
+    returns="tile, turn",
+    each="addition",
+    item=int,
+    inputs=[(b, *shape) for shape in _GRIDS for b in range(-(-shape[1] // shape[3]))],
+    draw=_drawn_grid,
+    words={"oldest": "the oldest key that the tile sees", "begin": "the first query", "end": "the end of the queries"},
+    notes={
+        "N - M": "the last query sees the last key", "window": "query i sees `window` keys, up to i + N - M",
+        "block - max(0, oldest) // BLOCK_N": "a turn counts from the first block that adds to the tile",
+        "reversed(": "downwards each block is one tile behind the one before it, and none stands still",
+    },
+    rows=[
+        Row("waits-for-ever", "the turn is the block's number, and under a window the first blocks do not add to "
+            "late tiles: nobody takes their turns", [("block - max(0, oldest) // BLOCK_N", "block")]),
+        Row("wrong-tiles", "the walk ends at the last query: under a window it ends behind the last one that sees "
+            "the block's last key", [(_LAST, "M")]),
+        Row("wrong-tiles", "the walk ends behind the last query that sees the block's first key: later "
+            "ones see its last key", [("min(N, (block + 1) * BLOCK_N) - 1", "block * BLOCK_N")]),
+        Row("wrong-tiles", "the walk begins at query 0: the first ones see none of these keys",
+            [("max(0, block * BLOCK_N - (N - M))", "0")]),
+        Row("wrong-tiles", "query i is taken to see the keys up to i: up to i + N - M", [
+            ("block * BLOCK_N - (N - M)", "block * BLOCK_N"), ("- 1 - (N - M) + window", "- 1 + window"),
+            ("BLOCK_M + N - M - window", "BLOCK_M - window")]),
+        Row("waits-too-long", "the walk goes from the first tile to the last: each block begins where the one before "
+            "it comes a step later", [("reversed(range(begin // BLOCK_M, -(-end // BLOCK_M)))",
+                                    "range(begin // BLOCK_M, -(-end // BLOCK_M))")]),
+        Row("waits-for-ever", "the last of a tile's blocks begins: it is launched last, and may have no place before "
+            "the others end", [("block - max(0, oldest) // BLOCK_N", "min(N - 1, min(M, (tile + 1) * BLOCK_M) - 1 + "
+                                "N - M) // BLOCK_N - block")]),
+    ],
+    judged=_expect_turns,
+    trials=400,
+)  # fmt: skip
+def additions(block, M, N, BLOCK_M, BLOCK_N, window):
+    """[(tile, turn), ...] of this block, in the order in which it adds; [] where nobody sees its keys."""
+    # BEGIN SOLUTION
+    begin = max(0, block * BLOCK_N - (N - M))  # the first query that sees one of its keys
+    end = min(M, min(N, (block + 1) * BLOCK_N) - 1 - (N - M) + window)  # behind the last one
+    todo = []
+    for tile in reversed(range(begin // BLOCK_M, -(-end // BLOCK_M))):
+        oldest = tile * BLOCK_M + N - M - window + 1
+        todo.append((tile, block - max(0, oldest) // BLOCK_N))
+    return todo
+    # END SOLUTION
+
+
+right_turns = additions
+
+
+# ---- 11c.3 and 11c.4: parts of the backward pass --------------------------------------------------------------------
+_BACKWARD_DIM = 128
+# (heads, kv_heads, seq_q, seq_k, causal): heads that share keys; two heads of keys; rows without a key; four tiles.
+_BACKWARD = ((3, 1, 40, 140, True), (2, 2, 70, 70, False), (1, 1, 200, 70, True), (1, 1, 250, 30, False))
+
+
+_SHARED = "    extern __shared__ __align__(1024) char shared[];\n    const uint32_t k_smem"
+_BEFORE = "    __shared__ char before[1024]; if (threadIdx.x == 0) *(volatile char*)before = 0;"
+
+
+def _inputs(heads: int, kv_heads: int, seq_q: int, seq_k: int, causal: bool) -> list[torch.Tensor]:
+    """grad_o, q, k, v, o and lse."""
+    sizes = (heads, seq_q), (heads, seq_q), (kv_heads, seq_k), (kv_heads, seq_k)
+    grad_o, q, k, v = (normal(1, *size, _BACKWARD_DIM, seed=i).half() for i, size in enumerate(sizes))
+    o, lse = reference.attention(q, k, v, causal=causal)
+    return [grad_o, q, k, v, o.half(), lse.float()]
+
+
+def _gradients(shape: Sequence[Any], **options: Any) -> Callable[[CudaModule], Outputs]:
+    given = _inputs(*shape)
+
+    def run(module: CudaModule) -> Outputs:
+        with MarkedEmpty():
+            return list(hopper_backward(*given, causal=shape[-1], module=module, echo=False, threads=1, **options))
+
+    return run
+
+
+def _backward(text: Any) -> CudaModule:
+    __tracebackhide__ = True
+    return built(text, check=True, HEAD_DIM=_BACKWARD_DIM, ELEMENT="__half")
+
+
+def _in_backward(**texts: str) -> Source:
+    """The backward pass with a learner's texts in the place of regions. Its shared memory does not begin at 0."""
+    text = SOURCE.read_text(encoding="utf-8")
+    assert text.count(_SHARED) == 1, "shared memory of keys is laid out in another way"
+    whole = Source(text.replace(_SHARED, _BEFORE + _SHARED), SOURCE.stem)
+    for name, text in texts.items():
+        whole = replaced(whole, name.replace("_", " "), text)
+    return whole
+
+
+def _expect_gradients(module: CudaModule, whole: Source) -> None:
+    __tracebackhide__ = True
+    for shape in _BACKWARD:
+        heads, kv_heads, seq_q, seq_k, causal = shape
+        case = f"heads={heads}, kv_heads={kv_heads}, seq_q={seq_q}, seq_k={seq_k}{', causal' * causal}"
+        got = ran(module, whole, case, lambda shape=shape: _gradients(shape)(module))
+        grad_o, q, k, v, *_ = _inputs(*shape)
+        want = reference.attention_backward(grad_o, q, k, v, causal=causal)
+        for name, x, right in zip(("dq", "dk", "dv"), got, want, strict=True):
+            expect_close(x, right, what=name, case=case, tol=6e-3 * float(right.abs().max()))
+
+
+def _dq_of_a_square(text: str) -> Source:
+    return _in_backward(dQ_of_a_square=text)
+
+
+_BOTH_STORED = "        named_barrier_sync(1 + CONSUMERS, CONSUMERS * GROUP);\n"
+_FENCE, _ARRIVE = "        fence_proxy_async();\n", "if (lane == 0) mbarrier_arrive"
+SQUARE = Trials(
+    "11c.3", _backward, [all_found(_gradients(_BACKWARD[0], timeout=4.0))], region=True, tol=1e-3, most=130,
+    place=lambda text: _dq_of_a_square(text).text,
+    equal={
+        "`1 + CONSUMERS`": "a named barrier that is free there", "the term `1`": "a named barrier that is free there",
+        "remainder by `2`": "a parity is the last bit", "lane <= 0": "no lane is below 0",
+    },
+    notes={
+        "1 + CONSUMERS": "dS of both consumers has to be there", "CONSUMERS * GROUP": "both consumers meet",
+        "nth % 2 * DS_BYTES": "dS of two tiles lies one behind the other", "which * DQ_BYTES": "there are two places "
+        "for dQ", "consumer * (DQ_BYTES / CONSUMERS)": "each consumer has its square",
+        "nth / 2 % 2 ^ 1": "a place that nobody has used is free", "k > 0": "the first product overwrites dq",
+        "consumer * BLOCK * SLAB_ROW": "a slab is BLOCK rows long, and a consumer takes one",
+    },
+    rows=[
+        Row("one-consumer", "multiply_dq waits for its own consumer: dQ sums over the keys of both, so dS of both has "
+            "to be there", [(_BOTH_STORED, "        named_barrier_sync(1 + consumer, GROUP);\n")]),
+        Row("no-barrier", "multiply_dq waits for nobody: dS of the other consumer may not be there",
+            [(_BOTH_STORED, "")]),
+        Row("by-first-thread", "one thread for each consumer arrives at dq_full, which waits for each of the 8 warps",
+            [(_ARRIVE, "if (first_thread) mbarrier_arrive")]),
+        Row("by-every-thread", "every thread arrives at dq_full, which waits for one of each warp",
+            [(_ARRIVE, "mbarrier_arrive")]),
+        Row("proxy-fence", "the copy engine reads the square by the async proxy: each thread that has stored fences",
+            [(_FENCE, "")]),
+        Row("proxy-fence", "each thread that has stored has to fence by itself", [
+            (_FENCE, "        if (lane == 0) fence_proxy_async();\n")]),
+        Row("proxy-fence", "the fence comes before the stores that it is for", [
+            (_FENCE, ""), ("#pragma unroll\n        for (int n", f"{_FENCE}#pragma unroll\n        for (int n")]),
+        Row("k-by-columns", "K is taken as its rows lie: the product's inner dimension is keys, rows of K, so it is "
+            "descriptor_of_rows, and true for B", [
+                ("descriptor_of_rows<BLOCK>(k_smem", "descriptor(k_smem"), ("false, true>", "false, false>")]),
+        Row("k-by-columns", "B is not said to lie by its rows: the second flag of wgmma_ss",
+            [("false, true>", "false, false>")]),
+        Row("a-row-per-lane", "a thread's 32 numbers lie in a row: convert reads MMA tile after MMA tile, of each the "
+            "128 threads' float4", [("n * GROUP + threadIdx.x % GROUP", "threadIdx.x % GROUP * 8 + n")]),
+        Row("other-parity", "dq_empty is waited for with the consumers' parity: a place that nobody has used is free",
+            [("nth / 2 % 2 ^ 1", "nth / 2 % 2")]),
+        Row("not-read-yet", "nobody waits until the square of the tile before last has been read",
+            [("        mbarrier_wait(dq_empty + 8 * which, nth / 2 % 2 ^ 1);", "")]),
+        Row("same-columns", "both consumers multiply with the first 64 columns of K", [
+            ("k_smem + consumer * BLOCK * SLAB_ROW", "k_smem")]),
+    ],
+)  # fmt: skip
+
+
+@exercise(
+    "11c.3",
+    title="dQ of a tile, handed on",
+    minutes=45,
+    difficulty="Stretch",
+    hints=[
+        "dQ of the tile sums over all 128 keys, and the two consumers have stored dS of 64 keys each. So before the "
+        "product both have to have come this far: a named barrier of both. Numbers 1 and 2 are in use for each alone.",
+        "A is dS [64 queries, BLOCK keys]: descriptor(...) of its place, columns_on<TILE>(k). B is K [BLOCK keys, the "
+        "consumer's 64 columns]: the inner dimension is its rows, so descriptor_of_rows<BLOCK>(...) of its slab, "
+        "rows_on(k), and wgmma_ss<64, T, false, true>(dq, a, b, k > 0). A slab is BLOCK * SLAB_ROW bytes long. "
+        "wgmma_fence() before, wgmma_commit() behind.",
+        "A ring of two places: the consumer's full and empty of exercise 11.2 with the parts exchanged. Here you are "
+        "the producer: mbarrier_wait(dq_empty + 8 * (nth % 2), nth / 2 % 2 ^ 1), since a new place is free.",
+        "float4* square = (float4*)(shared + (dq_smem + ... - k_smem)); square[n * GROUP + threadIdx.x % GROUP] = "
+        "make_float4(dq[4 * n], ...) for n < 8. Then each thread fence_proxy_async(), __syncwarp(), and one lane of "
+        "each warp mbarrier_arrive(dq_full + 8 * (nth % 2)).",
+    ],
+)
+def dq_of_a_tile(dq_of_a_square: str) -> str:
+    text = text_of(dq_of_a_square, "dq_of_a_square")
+    whole = _dq_of_a_square(text)
+    module = _backward(whole)
+    with explained(lambda: module, SQUARE):
+        _expect_gradients(module, whole)
+    expect(
+        "wgmma_wait" not in blank_comments(text),
+        "the results are right; but the product is waited for here. The loop waits, after it has issued dK: so that dQ "
+        "is handed on while dK is computed",
+        diagnosis="no-overlap",
+    )
+    return f"{len(_BACKWARD)} cases right, nothing found by the emulator"
+
+
+def _ending(main_loop: str, store: str) -> Source:
+    return _in_backward(main_loop_of_keys=main_loop, store_dK_and_dV=f"{store}}}\n")  # the kernel ends there
+
+
+_ALL_READ = "named_barrier_sync(1 + CONSUMERS, CONSUMERS * GROUP);"
+_OWN_READ = "named_barrier_sync(1 + consumer, GROUP);"
+ENDING = Trials(
+    "11c.4", _backward, [all_found(_gradients(x, timeout=4.0)) for x in _BACKWARD[:2]], region=True, tol=1e-3, most=100,
+    place=lambda text: _ending(*parted(text)).text,
+    equal={
+        "wgmma_wait<0>()": "end_step has waited for all products", "TILE": "at HEAD_DIM 128 a tile is one step",
+        "CONSUMERS": "a named barrier that is free there", "the term `1`": "a named barrier that is free there",
+        "first_thread": "the others have stored nothing",
+        "head, batch)` comes too late": "either may be stored first",
+    },
+    rows=[
+        Row("k-overwritten", "of K all 128 rows are read: by dQ = dS K of the other consumer too, which may be late. "
+            "So both have to have waited for their products before anybody stores where K lay",
+            [(_ALL_READ, _OWN_READ)]),
+    ],
+)  # fmt: skip
+
+
+@exercise(
+    "11c.4",
+    title="dK where K lay",
+    minutes=20,
+    difficulty="Bug hunt",
+    bug=[("(1 + CONSUMERS, CONSUMERS * GROUP)", "(1 + consumer, GROUP)")],
+    untouched="665e771d6b4d",
+    history="Dao-AILab/flash-attention, issue 359, mended in commit 1c41d2b (2023): dK over K, which dQ still reads",
+    hints=[
+        "Which lines write to shared memory here, and who has read what lay there? Go through the five products: which "
+        "rows of K and of V does each of them read?",
+        "S and dP of a consumer need its own 64 rows of K and V. Which product sums over keys?",
+        "dQ = dS K reads all 128 rows of K, and each consumer computes a part of dQ. So dK of one may be stored only "
+        "when the other has waited for its last product: a named barrier of both consumers, as multiply_dq has it.",
+    ],
+)
+def dk_where_k_lay(main_loop: str, store: str) -> str:
+    whole = _ending(text_of(main_loop, "main_loop"), text_of(store, "store"))
+    module = _backward(whole)
+    with explained(lambda: module, ENDING):
+        _expect_gradients(module, whole)
+    return f"{len(_BACKWARD)} cases right, nothing found by the emulator"

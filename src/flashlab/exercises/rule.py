@@ -268,6 +268,8 @@ class Rule:
         try:
             return judged(learners)
         except CheckFailed as symptom:
+            if symptom.diagnosis in ("wrong-type", "returned-none"):
+                raise
             with contextlib.redirect_stdout(io.StringIO()):
                 said = self.index.explain(self.index.run(learners, self.tried))
             if said is None:
