@@ -525,7 +525,7 @@ def _launches(kernel: str) -> dict[str, tuple[Any, ...]]:
         (17, 33, 16, 16, 16, 0.3, torch.float16),
         (32, 48, 32, 16, 16, 0.3, torch.float16), (48, 32, 16, 32, 32, 0.2, torch.float16),
         (40, 50, 16, 16, 16, 0.4, torch.float32), (7, 70, 16, 32, 64, 0.3, torch.float16),
-        (70, 7, 32, 16, 64, 0.3, torch.float16),
+        (70, 7, 32, 16, 64, 0.3, torch.float16), (5, 7, 16, 16, 16, 0.3, torch.float16),
     ):  # fmt: skip
         case = f"{M} queries, {N} keys, BLOCK_M={BLOCK_M}, BLOCK_N={BLOCK_N}, {str(dtype).removeprefix('torch.')}"
         found[case] = _launch_of(kernel, M, N, BLOCK_M, BLOCK_N, D, scale, M, dtype)

@@ -620,6 +620,7 @@ def _cache_launch(
         "2 key heads of 3 heads, 3 splits": _cache_launch(_SEEN, (33, 16), kv_heads=2, group=3, splits=3),
         "pages of 1 key, an empty sequence": _cache_launch(_SEEN, (0, 18), page=1),
         "pages of 32 keys, more splits than tiles": _cache_launch(_SEEN, (40, 3), page=32, group=1, splits=4),
+        "1 sequence of 9 keys, 1 split": _cache_launch(_SEEN, (9,), kv_heads=1, group=1, splits=1),
     },
     draw=lambda r: _cache_launch(
         r, tuple(r.randint(0, 40) for _ in range(r.randint(1, 2))), kv_heads=r.randint(1, 2), group=r.randint(1, 4),
