@@ -27,7 +27,7 @@ from flashlab.triton_tools.watch import watched as watched_memory
 
 
 def expect_scales(fn: Callable[..., Any], head_dim: int = 40, value_dim: int = 0) -> None:
-    """The default scale, at a head_dim that is no power of two where there may be one, and a scale of 0."""
+    """The default scale, at a head_dim that is no power of two where there may be one, a scale of 0, a negative one."""
     __tracebackhide__ = True
     sizes = (2, 20, head_dim), (1, 30, head_dim), (1, 30, value_dim or head_dim)
     q, k, v = (normal(random.Random(i), 1, *size, dtype=torch.float16).to(runtime.device())
@@ -54,6 +54,9 @@ def expect_scales(fn: Callable[..., Any], head_dim: int = 40, value_dim: int = 0
             diagnosis="scale-zero",
             case=f"head_dim={head_dim}, scale=0",
         )
+    p = torch.softmax(-0.2 * q.float() @ k.float().mT, 3)
+    expect(near(o(scale=-0.2), (p @ v.float()).cpu()), "o is wrong where the scale is negative",
+           diagnosis="scale-negative", case=f"head_dim={head_dim}, scale=-0.2")  # fmt: skip
 
 
 def expect_tiles_skipped(fn: Callable[..., Any]) -> None:

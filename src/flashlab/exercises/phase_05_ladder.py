@@ -400,6 +400,20 @@ def _expect_strides(attention: Callable[..., Any]) -> None:
         expect(error <= 1, sentence, diagnosis=diagnosis, case=case)
 
 
+def _expect_scales(attention: Callable[..., Any]) -> None:
+    """CheckFailed where a scale of 0 is taken for none, or a negative one for another."""
+    __tracebackhide__ = True
+    q, k, v, do = _inputs(*[(1, 2, 20, 16)] * 4)
+    ours = [x.requires_grad_() for x in (q, k, v)]
+    for scale, why in ((0.0, ": 0 is a scale, and not None"), (-0.3, "")):
+        with torch.enable_grad():
+            o, _ = attention(*ours, scale=scale)
+            got = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(o, ours, do), strict=True))
+        name, error = worst(wanted(q, k, v, do, scale=scale), o=o.detach(), **got)
+        expect(error <= 1, f"{name} is wrong where scale={scale:g}{why}", diagnosis="scale-zero" if why else
+               "scale-negative", case=f"scale={scale:g}")  # fmt: skip
+
+
 @exercise(
     "5.14",
     title="Your kernels, in autograd",
@@ -443,6 +457,7 @@ def _(attention: Callable[..., Any]) -> Report:
     with in_bounds(None):
         report = verify(attention, causal=True, gqa=True, grads=True, head_dims=(32,), max_seq=90)
     _expect_strides(attention)
+    _expect_scales(attention)
     _expect_own_options(attention)
     _expect_gradient_of_lse(attention)
     return report
