@@ -60,3 +60,29 @@ def test_what_is_said_of_one_result_is_not_said_of_what_follows(change, words):
     with pytest.raises(CheckFailed) as caught:
         check("9.11", *changed("9.11", change))
     assert words in caught.value.sentence
+
+
+@pytest.mark.parametrize("id", ["4.11", *(pytest.param(x, marks=pytest.mark.long) for x in ("4.10", "4.13", "5.14"))])
+def test_a_scale_of_0_is_a_scale(id):
+    change = ("if scale is None else scale", "if not scale else scale")
+    assert told(id, *changed(id, change)) == "scale-zero"
+
+
+def test_an_address_of_32_bits_is_told():
+    assert told("12.9", *changed("12.9", (".to(tl.int64)", ""))) == "offset-overflow"
+
+
+@pytest.mark.parametrize(
+    ("id", "change"),
+    [
+        ("5.1", ("p * (dp - delta)", "p * (dp.clamp(-30, 30) - delta)")),
+        ("5.3", ("    p = torch.exp(scale * (q @ k.T) - lse[:, None])",
+                 "    p = torch.exp((scale * (q @ k.T) - lse[:, None]).clamp(min=-50))")),
+        ("5.3", ("        ds = p", "        if p.max() < 1e-12:\n            continue\n        ds = p")),
+        ("5.3", ("    dq = torch.zeros_like(q)\n", "    dq = torch.zeros_like(q)\n    BLOCK_N = 64\n")),
+    ],
+    ids=["dp-clamped", "exponent-clamped", "faint-tile-skipped", "block-ignored"],
+)  # fmt: skip
+def test_what_only_far_values_and_memory_show(id, change):
+    with pytest.raises(CheckFailed):
+        check(id, *changed(id, change))

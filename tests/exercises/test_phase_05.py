@@ -93,7 +93,7 @@ def walk(
     [
         {}, {"add": "dq + scale * ds @ k", "end": "dq"}, {"keys": "reversed(range(0, len(K), B))"},
         {"p": "torch.exp2((s - lse[:, None]) * 1.4426950408889634)"}, {"ds": "p * dp - p * delta[:, None]"},
-        {"ds": "(p.half() * (dp - delta[:, None]).half()).float() * 0 + p * (dp - delta[:, None])"},
+        {"ds": "(p.double() * (dp - delta[:, None]).double()).float()"},
     ],
 )  # fmt: skip
 def test_dq_in_several_styles(changes):

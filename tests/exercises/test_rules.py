@@ -278,6 +278,28 @@ def test_a_change_that_makes_a_loop_endless_ends():
     assert any(list(outcome) == ["EndlessError"] * 2 for _, _, outcome in index.outcomes)
 
 
+@pytest.mark.parametrize("id", ["5.6", pytest.param("5.12", marks=pytest.mark.long)])
+def test_an_answer_of_which_no_cause_is_known_costs_a_bounded_number_of_runs(id, monkeypatch):
+    index, runs = dataclasses.replace(RULES[id]).index, []
+    one = Index._one
+    monkeypatch.setattr(Index, "_one", lambda self, fn, given: runs.append(id_of[given]) or one(self, fn, given))
+    id_of = {given: i for i, given in enumerate(index.inputs)}
+    waves = lambda x: x * (1 + 0.05 * torch.arange(x.numel()).reshape(x.shape).sin())  # noqa: E731
+    got = [tuple(map(waves, right)) for right in index.right]
+    told = index.explain(got), index.explain_as_two(got), index.explain(got, some=True)
+    assert told == (None, None, None)
+    beyond = max(index.work) * (2 + len(index.rows))  # the last run of each search, and the rows
+    assert sum(index.work[i] for i in runs) <= 2 * index.most + beyond
+    assert runs.count(index.order[0]) > 0.8 * len(runs), "the smallest input tells most of them apart"
+
+
+def test_all_changes_in_one_function_give_what_each_gives_alone():
+    text = Text(area)
+    index = Index([text], [(7, 3, 2), (4, 5, 1)], ["total", "tiles"], lambda x: x, 1e-9)
+    for _, change, got in index.outcomes:
+        assert [*got] == [*index.run(text.compiled(change))], change.said
+
+
 def test_a_sum_is_read_back_in_its_units():
     inputs = [(n, d) for n in (2, 5, 9) for d in (3, 4)]
     got = [4 * n * n + 2.5 * n * d for n, d in inputs]

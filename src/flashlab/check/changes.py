@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import copy
 import functools
 import inspect
 import itertools
 import math
 import re
 import textwrap
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -125,7 +125,7 @@ class Text:
         for loop in [n for n in ast.walk(tree) if isinstance(n, (ast.While, ast.For))]:
             loop.body.insert(0, ast.Expr(ast.Call(ast.Name("_tick", ast.Load()), [], [])))
         ast.fix_missing_locations(tree)
-        self.tree, self.globals = tree, fn.__globals__
+        self.tree, self.globals, self.turns = tree, fn.__globals__, 0  # turns: of its loops, in all that has been run
         self.numbers = self.params  # those that are numbers
         self.reads = Counter(n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load))
         halves = {ast.unparse(n): n for n in ast.walk(tree) if isinstance(n, ast.BinOp)}
@@ -162,6 +162,11 @@ class Text:
                     compound = isinstance(meant[0], (ast.BinOp, ast.IfExp, ast.Compare))
                     self.words[local] = f"({said})" if compound else said
 
+    @functools.cached_property
+    def often(self) -> Counter[str]:
+        """How often each name stands there."""
+        return Counter(n.id for n in ast.walk(self.tree) if isinstance(n, ast.Name))
+
     def are_alike(self, *names: Any) -> bool:
         """Whether one of these may be taken for the other, as far as it is known what they are."""
         kinds = [self.kinds[name] for name in names if name in self.kinds]
@@ -169,14 +174,13 @@ class Text:
 
     def plain(self, node: ast.AST) -> str:
         """A part of the text as a reader of the exercise would write it."""
-        words = self.words
-
-        class Named(ast.NodeTransformer):
-            def visit_Name(self, name: ast.Name) -> ast.Name:
-                stored = isinstance(getattr(name, "ctx", None), ast.Store)
-                return name if stored else ast.Name(words.get(name.id, name.id), ast.Load())
-
-        said = _short_numbers(ast.unparse(Named().visit(copy.deepcopy(node))))
+        read = (n for n in ast.walk(node) if isinstance(n, ast.Name) and n.id in self.words)
+        named = {n: n.id for n in read if not isinstance(getattr(n, "ctx", None), ast.Store)}
+        for n, name in named.items():
+            n.id = self.words[name]
+        said = _short_numbers(ast.unparse(node))
+        for n, name in named.items():
+            n.id = name
         whole = said.startswith("(") and said.endswith(")") and said.count("(") == 1
         return said[1:-1] if whole else said
 
@@ -205,27 +209,151 @@ class Text:
 
     def compiled(self, *changes: Change) -> Callable[..., Any]:
         """The function with these changes; SyntaxError where they make no sense."""
+        with self.changed(*changes):
+            return self.launched(self.function(self.tree)[0])
+
+    def launched(self, made: Callable[..., Any]) -> Callable[..., Any]:
+        """What is called with an input, of the function itself."""
+        return made
+
+    def function(self, tree: ast.FunctionDef) -> tuple[Callable[..., Any], dict[str, Any]]:
+        """The function of a tree, whose loops end, and the names that it looks up."""
         try:
-            with self.changed(*changes):
-                code = compile(ast.Module([self.tree], []), CHANGED, "exec")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # "'int' object is not callable"
+                code = compile(ast.Module([tree], []), CHANGED, "exec")
         except (ValueError, TypeError, RecursionError) as error:  # two changes, each of which is put into the other
             raise SyntaxError(str(error)) from error
-        steps = [0]
+        begun = 0
 
         def tick() -> None:
-            steps[0] += 1
-            if steps[0] > _MOST_STEPS:
+            self.turns += 1
+            if self.turns - begun > _MOST_STEPS:
                 raise EndlessError
 
         names = {**self.globals, **self.fixed, "math": math, "_tick": tick}
         exec(code, names)
-        made = names[self.tree.name]
+        made = names[tree.name]
 
         def run(*args: Any) -> Any:
-            steps[0] = 0
+            nonlocal begun
+            begun = self.turns
             return made(*args)
 
-        return run
+        return run, names
+
+
+class Variants:
+    """A text with its changes as one function, compiled once: a number for each place chooses what stands there.
+
+    `chosen` gives the function with some changes, or None where they make no sense.
+    """
+
+    def __init__(self, text: Text, changes: Sequence[Change]):
+        self.text = text
+        fixed = {id(n) for n in ast.walk(text.tree.args)}  # evaluated once, where the function is made
+        fixed |= {id(n) for n in ast.walk(text.tree) if isinstance(n, ast.JoinedStr)}
+        choosable = [c for c in changes if not _nested([c]) and all(
+            id(slot[0]) not in fixed and _fits(slot, new) for slot, new in c.edits)]  # fmt: skip
+        self.changes: dict[int, Change] = {}
+        self._put(choosable)
+
+    def _put(self, changes: list[Change]) -> None:
+        """Take these, less those that cannot be compiled."""
+        try:
+            self._make([*self.changes.values(), *changes])
+            self.changes |= {id(c): c for c in changes}
+        except SyntaxError:
+            if len(changes) > 1:
+                half = len(changes) // 2
+                self._put(changes[:half])
+                self._put(changes[half:])
+                self._make([*self.changes.values()])
+
+    def _make(self, changes: Sequence[Change]) -> None:
+        self.places: dict[tuple[int, str, int | None], tuple[str, dict[int, Any]]] = {}
+        for (node, name, at), new in (edit for change in changes for edit in change.edits):
+            variable, others = self.places.setdefault((id(node), name, at), (f"_at_{len(self.places)}", {}))
+            others.setdefault(id(new), new)
+        tree = self._with_choices(self.text.tree)
+        self.run, self.names = self.text.function(ast.fix_missing_locations(tree))
+        self.names |= {variable: 0 for variable, _ in self.places.values()}
+
+    def _with_choices(self, node: Any) -> Any:
+        new = type(node)()
+        for name, value in ast.iter_fields(node):
+            if isinstance(value, list):
+                setattr(new, name, [self._choice(node, name, at, x) for at, x in enumerate(value)])
+            else:
+                setattr(new, name, self._choice(node, name, None, value))
+        return ast.copy_location(new, node)
+
+    def _choice(self, holder: ast.AST, name: str, at: int | None, value: Any) -> Any:
+        if not isinstance(value, ast.AST):
+            return value
+        right = self._with_choices(value)
+        variable, others = self.places.get((id(holder), name, at), ("", {}))
+        if not others:
+            return right
+        chosen = ast.Name(variable, ast.Load())
+        one: Any = _If if isinstance(value, ast.stmt) else ast.IfExp
+
+        def among(new: Sequence[Any], first: int) -> Any:
+            if len(new) == 1:
+                return new[0]
+            half = len(new) // 2
+            low = ast.Compare(chosen, [ast.Lt()], [ast.Constant(first + half)])
+            return one(low, among(new[:half], first), among(new[half:], first + half))
+
+        return one(chosen, among([*others.values()], 1), right)
+
+    def chosen(self, *changes: Change) -> Callable[..., Any] | None:
+        if (len(changes) > 1 and _nested(changes)) or not all(id(c) in self.changes for c in changes):
+            try:
+                return self.text.compiled(*changes)
+            except SyntaxError:
+                return None
+        choice: dict[str, int] = {}
+        for (node, name, at), new in (edit for c in changes for edit in c.edits):
+            variable, others = self.places[id(node), name, at]
+            choice[variable] = [*others].index(id(new)) + 1
+        none = dict.fromkeys(choice, 0)
+
+        def run(*given: Any) -> Any:
+            self.names.update(choice)
+            try:
+                return self.run(*given)
+            finally:
+                self.names.update(none)
+
+        return self.text.launched(run)
+
+
+def _If(test: ast.expr, yes: ast.stmt, no: ast.stmt) -> ast.If:
+    return ast.If(test, [yes], [no])
+
+
+def _nested(changes: Sequence[Change]) -> bool:
+    """Whether an edit is made in what another one replaces, or puts there."""
+    edits = [edit for c in changes for edit in c.edits]
+    if len(edits) == 1:
+        return False
+    olds = [getattr(node, name) if at is None else getattr(node, name)[at] for (node, name, at), _ in edits]
+    inner = {id(n) for x in (*olds, *(new for _, new in edits)) for n in ast.walk(x)}
+    return any(id(node) in inner for (node, _, _), _ in edits)
+
+
+def _fits(slot: Slot, new: ast.AST) -> bool:
+    """Whether a conditional may stand in this place: of two statements or two expressions, and no slice."""
+    node, name, at = slot
+    old = getattr(node, name) if at is None else getattr(node, name)[at]
+    both = [old, new]
+    if all(isinstance(x, ast.stmt) for x in both):
+        return True
+    if any(isinstance(x, (ast.Slice, ast.Starred)) for y in both for x in (y, *getattr(y, "elts", ()))):
+        return False
+    stored = isinstance(getattr(old, "ctx", None), (ast.Store, ast.Del))
+    return all(isinstance(x, ast.expr) for x in both) and not stored
 
 
 def _slots(root: ast.AST) -> Iterator[tuple[Slot, ast.expr]]:
@@ -272,7 +400,7 @@ def changes(text: Text, values: Mapping[str, Sequence[Any]] | None = None, more:
             division = node.operand if isinstance(node, ast.UnaryOp) else node.args[0]  # type: ignore[attr-defined]
             negative = division.left if isinstance(node, ast.UnaryOp) else division  # type: ignore[union-attr]
             inner |= {id(division), id(negative)}
-        if id(node) not in inner and "_tick" not in ast.dump(node):
+        if id(node) not in inner and getattr(getattr(node, "func", None), "id", "") != "_tick":
             found += [
                 Change(slug, said, cost, ((slot, _new(new)),), (slug, *rest), _about(node, new))
                 for slug, said, cost, new, *rest in (
@@ -401,7 +529,7 @@ def _of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any
 def _of_name(text: Text, parent: ast.AST, node: ast.Name) -> Iterator[tuple[Any, ...]]:
     """Another name, or what is near it, in its place."""
     w, root = text.say, id(node) in text.results
-    often = Counter(n.id for n in ast.walk(text.tree) if isinstance(n, ast.Name))
+    often = text.often
     mixed = text.whole and not text.kinds  # of numbers alone: what is mixed up there is more
     if node.id in (*text.params, *text.locals):
         for other in (*text.params, *text.locals):
@@ -693,7 +821,8 @@ def _of_statements(text: Text) -> Iterator[Change]:
             if not isinstance(block, list):
                 continue
             for at, line in enumerate(block):
-                if "_tick" in ast.dump(line) and not isinstance(line, (ast.For, ast.While)):
+                ticks = any(isinstance(n, ast.Name) and n.id == "_tick" for n in ast.walk(line))
+                if ticks and not isinstance(line, (ast.For, ast.While)):
                     continue
                 slot = (holder, field, at)
                 if isinstance(line, (ast.Assign, ast.AugAssign, ast.If, ast.Expr, ast.For)):

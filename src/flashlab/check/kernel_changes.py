@@ -32,6 +32,7 @@ class KernelText(Text):
     ):  # fmt: skip
         super().__init__(fn, words, other)
         self.outputs, self.programs, self.model = outputs, programs, Model()
+        self.buffers: dict[Any, Any] = {}
         triton = SimpleNamespace(cdiv=self.model.cdiv, jit=lambda fn: fn, language=self.model)
         ours: dict[str, Any] = {"tl": self.model, "triton": triton}
         for name, x in self.globals.items():
@@ -42,12 +43,19 @@ class KernelText(Text):
         stored = [n.args[1] for n in ast.walk(self.tree) if isinstance(n, ast.Call) and _name(n) == "store"]
         self.results = {id(x) for x in stored}
 
-    def compiled(self, *changes: Change) -> Callable[..., Any]:
-        kernel = super().compiled(*changes)
+    def are_alike(self, *names: Any) -> bool:
+        """A stride is taken for one of the same tensor or axis, or for a size; a size for no stride."""
+        one, other = (str(name).removeprefix("stride_") if "stride_" in str(name) else "" for name in names)
+        if one and other:
+            return one[:-1] == other[:-1] or one[-1] == other[-1]
+        return not other and (not one or str(names[1]).isupper()) and super().are_alike(*names)
 
+    def launched(self, made: Callable[..., Any]) -> Callable[..., Any]:
         def run(*given: Any) -> Any:
             arguments = dict(zip(self.params, given, strict=True))
-            results = launch(kernel, self.model, self.programs(**arguments), arguments, self.outputs, self.constants)
+            programs = self.programs(**arguments)
+            self.turns += programs
+            results = launch(made, self.model, programs, arguments, self.outputs, self.constants, self.buffers)
             return list(results.values()) if len(results) > 1 else results[self.outputs[0]]
 
         return run

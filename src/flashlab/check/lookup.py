@@ -5,7 +5,8 @@ looked up in it. A cause is told only if it gives all of them, on every input; t
 different kinds do, both. Where none does: one cause for each of several results, or two slips in one of them.
 
 A rule's index is made when the first wrong answer comes: some 300 to 900 changes, 0.1 to 0.4 s on one core, and nothing
-that could be out of date. So is that of a Triton kernel, whose 500 to 4000 changes run on a model: 1 to 3 s, once.
+that could be out of date. So is that of a Triton kernel, whose 500 to 4000 changes run on a model. The input that takes
+least comes first, and a verdict runs only so much (`most`): seconds, of whatever is wrong.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from typing import Any
 
 import torch
 
-from flashlab.check.changes import Change, EndlessError, Text, changes
-from flashlab.check.expect import is_close
+from flashlab.check.changes import Change, EndlessError, Text, Variants, changes
+from flashlab.check.expect import allowed_error, is_close
 
 Values = tuple[Any, ...]  # the results of one call: numbers, texts or tensors
 Outcome = Sequence["Values | str"]  # for each input; a text: the exception that it raised
@@ -68,8 +69,18 @@ def same(a: Any, b: Any, tol: float) -> bool:
         return False
 
 
+def as_they_are(*values: Any) -> Values:
+    return values
+
+
+def _shape(x: Any) -> Any:
+    return x.shape if isinstance(x, torch.Tensor) else None
+
+
 def outcome_of(error: BaseException) -> str:
     """An exception as the result of a call: its name; of a stray address all that it says."""
+    if isinstance(error, UnboundLocalError):
+        return NameError.__name__  # a line is missing, here or there
     return str(error) if type(error).__name__ == "OutOfBounds" else type(error).__name__
 
 
@@ -103,22 +114,34 @@ class Index:
         notes: {piece of the text: why it is there}, told with every change of it.
         kinds: further changes, see `changes`. tries: how many pairs of changes are tried. copied: makes a copy of an
             input that a change may write to. without: slugs of changes that are not made.
-        called: calls a function with one input. longest: characters that a sentence may have.
+        called: calls a function with one input. longest: characters that a sentence may have. most: work of a verdict,
+            in turns of loops and programs.
     """
 
     def __init__(
         self, texts: Sequence[Text], inputs: Sequence[tuple[Any, ...]], names: Sequence[str],
         read: Callable[[Any], Values], tol: float, rows: Sequence[tuple[Row, Callable[..., Any]]] = (),
-        alike: Callable[..., Values] = lambda *values: values, more: Sequence[tuple[Any, ...]] = (),
+        alike: Callable[..., Values] = as_they_are, more: Sequence[tuple[Any, ...]] = (),
         notes: Mapping[str, str] | None = None, kinds: Any = None, tries: int = _TRIES,
         copied: Callable[[Any], Any] = lambda x: x, without: Sequence[str] = (),
-        called: Callable[..., Any] = lambda fn, *given: fn(*given), longest: int = 200,
+        called: Callable[..., Any] = lambda fn, *given: fn(*given), longest: int = 200, most: int = 10**6,
     ):  # fmt: skip
         self.copied, self.without = copied, without
         self.texts, self.inputs, self.names, self.read, self.tol, self.rows = texts, inputs, names, read, tol, rows
         self.alike, self.more, self.notes, self.kinds, self.tries = alike, more, notes or {}, kinds, tries
         self.called, self.longest = called, longest
-        self.right: list[Any] = list(self.run(texts[0].compiled()))
+        self.right: list[Any] = []
+        self.work: list[int] = []  # turns of loops and programs, on each input
+        right = texts[0].compiled()
+        for given in inputs:
+            before = texts[0].turns
+            self.right.append(self._one(right, given))
+            self.work.append(1 + texts[0].turns - before)
+        self.order = sorted(range(len(inputs)), key=lambda i: self.work[i])  # what takes least tells most of them apart
+        self.looked_up: Any = None  # an answer's outcome, and the changes that fit
+        self.variants: dict[int, Variants] = {}
+        self.most, self.spent = most, 0  # work of a verdict; what is left out costs a cause, and the symptom is told
+        self.paid: dict[tuple[int, int], Outcome] = {}
 
     def run(self, fn: Callable[..., Any], inputs: Sequence[tuple[Any, ...]] | None = None) -> Outcome:
         return Later(lambda given: self._one(fn, given), self.inputs if inputs is None else inputs)
@@ -139,25 +162,35 @@ class Index:
             if self.kinds:
                 text.kinds = self.kinds.kinds_of(text, [tuple(map(self.copied, x)) for x in self.inputs[:3]])
             seen = {name: [given[i] for given in self.inputs] for i, name in enumerate(text.params)}
-            for change in changes(text, seen, self.kinds):
-                if change.slug in self.without:
-                    continue
-                try:
-                    fn = text.compiled(change)
-                except SyntaxError:
-                    continue
-                found.append((text, change, self.run(fn)))
+            made = [c for c in changes(text, seen, self.kinds) if c.slug not in self.without]
+            variants = self.variants[id(text)] = Variants(text, made)
+            runs = ((c, variants.chosen(c)) for c in made)
+            found += [(text, c, self.run(run)) for c, run in runs if run is not None]
         beside = 0.3 if self.kinds else 0.0  # other texts are other functions then: one's own is likelier
         return sorted(found, key=lambda x: x[1].cost + beside * (x[0] not in (None, self.texts[0])))
 
     def same_outcome(self, a: Outcome, b: Outcome, part: int | None = None) -> bool:
-        return all(self._same_values(x, y, part) for x, y in zip(a, b, strict=True))
+        if len(a) != len(self.inputs):
+            return all(self._same_values(x, y, part) for x, y in zip(a, b, strict=True))
+        return all(self._same_values(a[i], b[i], part) for i in self.order)
+
+    def _fits(self, outcome: Outcome, got: Outcome, part: int | None = None, order: Sequence[int] = ()) -> bool:
+        """`same_outcome`, as long as this verdict may run changes; what has been run before costs the same."""
+        for i in order or self.order:
+            if (id(outcome), i) not in self.paid:
+                self.paid[id(outcome), i] = outcome
+                self.spent += self.work[i]
+            if self.spent > self.most or not self._same_values(outcome[i], got[i], part):
+                return False
+        return True
 
     def _same_values(self, x: Values | str, y: Values | str, part: int | None) -> bool:
         if isinstance(x, str) or isinstance(y, str):
             return isinstance(x, str) and isinstance(y, str) and x == y
         if part is not None and same(x[part], y[part], self.tol):
             return True
+        if part is not None and self.alike is as_they_are:
+            return False
         x, y = self.alike(*x), self.alike(*y)
         return len(x) == len(y) and all(same(a, b, self.tol) for a, b in zip(x, y, strict=True))
 
@@ -169,16 +202,21 @@ class Index:
 
         some: what gives those of one result will do, if it is a number: a word is right too often by chance.
         """
-        whole: list[Found] = []
-        for found in self.outcomes:  # the likelier first: one that is far less likely is not told
-            if whole and found[1].cost - whole[0][1].cost > _ALMOST:
-                break
-            if self.same_outcome(found[2], got):
-                whole.append(found)
+        if not (some and self.looked_up and self.looked_up[0] is got):
+            self.spent, self.paid = 0, {}
+            whole: list[Found] = []
+            for found in self.outcomes:  # the likelier first: one that is far less likely is not told
+                if whole and found[1].cost - whole[0][1].cost > _ALMOST:
+                    break
+                if self._fits(found[2], got):
+                    whole.append(found)
+            wrong = self.wrong_parts(got) if not whole else []
+            parts = {i: [x for x in self.outcomes if self._may_be(x, i) and self._fits(x[2], got, i)] for i in wrong}
+            self.looked_up = got, whole, parts
+        _, whole, parts = self.looked_up
         if whole:
             return self._told(whole)
-        wrong = self.wrong_parts(got)
-        parts = {i: [x for x in self.outcomes if self._may_be(x, i) and self.same_outcome(x[2], got, i)] for i in wrong}
+        wrong = [*parts]
         told = {i: self._told(parts[i], i) for i in wrong if parts[i]}
         alone = {i: [x for x in parts[i] if self._leaves(x[2], got, {*wrong} - {i})] for i in wrong}
         if wrong and all(alone.values()):
@@ -209,7 +247,10 @@ class Index:
         wrong = self.wrong_parts(got)
         if all(isinstance(x[i], str) for x in self.right for i in wrong):
             return None  # a word is right too often by chance
-        if pair := self._pair(got, wrong[0] if len(wrong) == 1 else None):
+        spent, self.spent = self.spent, 0
+        pair = self._pair(got, wrong[0] if len(wrong) == 1 else None)
+        self.spent = spent
+        if pair:
             said = self._of(wrong, pair[0].said)
             return "two-slips", f"two slips at once would give this: {said}; and {pair[1].said}"
         return None
@@ -262,28 +303,60 @@ class Index:
         return f"{names}: {said}"
 
     def _pair(self, got: Outcome, part: int | None) -> tuple[Change, Change] | None:
-        """Two of the likelier changes of one text that give all of these values together."""
-        differs = [i for i, (x, y) in enumerate(zip(got, self.right, strict=True)) if not self._same_values(x, y, None)]
-        order = [*differs[:2], *differs[-1:]] + [i for i in range(len(got)) if i not in (*differs[:2], *differs[-1:])]
+        """Two of the likelier changes of one text that give all of these values together.
+
+        Of two slips each mostly does to a result what it does alone: where one leaves it right, it is what the other
+        makes of it. Pairs of which that is so come first.
+        """
+        differs = [i for i in self.order if not self._same_values(got[i], self.right[i], None)]
+        telling, order = differs[:2], [*differs, *(i for i in self.order if i not in differs)]
         tries = 0
         for text in self.texts:
-            telling = [*differs[:2], *differs[-1:]]
-            mine = [c for t, c, o in self.outcomes if t is text and any(
-                not self._same_values(o[i], self.right[i], part) for i in telling)]  # fmt: skip
-            mine = [c for c in mine if c.slug in _PLAIN][:_PAIRED]
-            for a, b in sorted(itertools.combinations(mine, 2), key=lambda x: x[0].cost + x[1].cost):
-                tries += 1
-                if tries > self.tries:
-                    return None
+            mine: list[Found] = []
+            for found in (x for x in self.outcomes if x[0] is text and x[1].slug in _PLAIN):
+                if len(mine) == _PAIRED:
+                    break
+                if not all(self._fits(found[2], self.right, part, [i]) for i in telling):
+                    mine.append(found)
+            pairs = itertools.combinations(range(len(mine)), 2)
+            apart = self._contradict([x[2] for x in mine], got, telling, part)
+            for i, k in sorted(pairs, key=lambda x: (apart[x[0]][x[1]], mine[x[0]][1].cost + mine[x[1]][1].cost)):
+                a, b = mine[i][1], mine[k][1]
                 if a.clashes(b) or (a.slug == b.slug == "wrong-name" and a.edits[0][0][0] is b.edits[0][0][0]):
                     continue  # two other names in one operation give too much by chance
-                try:
-                    fn = text.compiled(a, b)
-                except SyntaxError:
-                    continue
-                if all(self._same_values(self._one(fn, self.inputs[i]), got[i], part) for i in order):
+                tries += 1
+                if tries > self.tries or self.spent > self.most:
+                    return None
+                fn = self.variants[id(text)].chosen(a, b)
+                if fn and self._fits(self.run(fn), got, part, order):
                     return a, b
         return None
+
+    def _contradict(
+        self, found: Sequence[Outcome], got: Outcome, at: Sequence[int], part: int | None
+    ) -> list[list[bool]]:
+        """For each two: whether an element that one of them leaves right is not what the other makes of it."""
+        parts = range(len(self.names)) if part is None else [part]
+        at = [i for i in at if not isinstance(got[i], str) and not isinstance(self.right[i], str)]
+        places = [(i, p) for i in at for p in parts if _shape(got[i][p]) == _shape(self.right[i][p])]
+        if not found or not places:
+            return [[False] * len(found) for _ in found]
+        right, mine = (
+            torch.stack([torch.cat([self._elements(x[i], p, wanted[i][p]) for i, p in places]) for x in found]).float()
+            for wanted in (self.right, got)
+        )
+        bad = right @ (1 - mine).T > 0
+        return (bad | bad.T).tolist()
+
+    def _elements(self, x: Values | str, part: int, wanted: Any) -> torch.Tensor:
+        """Of each number of a result whether it is what is wanted."""
+        mine: Any = None if isinstance(x, str) else x[part]
+        if not isinstance(wanted, torch.Tensor):
+            return torch.tensor([mine is not None and same(mine, wanted, self.tol)])
+        if _shape(mine) != wanted.shape:
+            return torch.zeros(wanted.numel(), dtype=torch.bool)
+        a, b = mine.double().flatten(), wanted.double().flatten()
+        return ((a - b).abs() <= allowed_error(wanted, self.tol)) | (a == b) | (a.isnan() & b.isnan())
 
     def survivors(self, more: Sequence[tuple[Any, ...]]) -> Iterator[tuple[Change, tuple[Any, ...] | None]]:
         """Changes that the check's inputs do not tell from the right text, and one of `more` that does, or None."""

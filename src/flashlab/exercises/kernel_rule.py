@@ -33,6 +33,7 @@ from flashlab.exercises.triton_answers import compiles, explain_undefined, kerne
 from flashlab.triton_tools.watch import OutOfBounds, Traffic
 from flashlab.triton_tools.watch import watched as watched_memory
 
+_WORK = 8_000  # turns of loops and programs of changes that a verdict runs: some seconds
 NOTHING = 12344.0
 """What a result holds before a kernel writes it: every float has this number, and no result here is as large."""
 
@@ -84,7 +85,7 @@ class KernelRule(TensorRule):
         rows = [(row, self.with_row(row)) for row in self.rows]
         return Index(
             [self.text(other) for other in (None, *self.also)], self.tried, self.returns, self._values, self.tol, rows,
-            self.alike, self.drawn(4), self.notes, kernel_changes, self.tries, without=self.without,
+            self.alike, self.drawn(4), self.notes, kernel_changes, self.tries, without=self.without, most=_WORK,
         )  # fmt: skip
 
     def launched(self, kernel: Any) -> Callable[..., Any]:

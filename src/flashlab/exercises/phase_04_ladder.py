@@ -27,7 +27,7 @@ from flashlab.triton_tools.watch import watched as watched_memory
 
 
 def expect_scales(fn: Callable[..., Any], head_dim: int = 40, value_dim: int = 0) -> None:
-    """The default scale, at a head_dim that is no power of two where there may be one, and a scale of 0."""
+    """The default scale, at a head_dim that is no power of two where there may be one, a scale of 0, a negative one."""
     __tracebackhide__ = True
     sizes = (2, 20, head_dim), (1, 30, head_dim), (1, 30, value_dim or head_dim)
     q, k, v = (normal(random.Random(i), 1, *size, dtype=torch.float16).to(runtime.device())
@@ -54,6 +54,9 @@ def expect_scales(fn: Callable[..., Any], head_dim: int = 40, value_dim: int = 0
             diagnosis="scale-zero",
             case=f"head_dim={head_dim}, scale=0",
         )
+    p = torch.softmax(-0.2 * q.float() @ k.float().mT, 3)
+    expect(near(o(scale=-0.2), (p @ v.float()).cpu()), "o is wrong where the scale is negative",
+           diagnosis="scale-negative", case=f"head_dim={head_dim}, scale=-0.2")  # fmt: skip
 
 
 def expect_tiles_skipped(fn: Callable[..., Any]) -> None:
@@ -262,6 +265,7 @@ _HEADS = (
     (1, 2, 1, 5, 20, 16, 16), (2, 2, 3, 20, 50, 32, 32), (1, 1, 2, 70, 20, 16, 16), (2, 2, 1, 5, 70, 16, 16),
     # What tells a stride from a length, or from the side of a tile:
     (2, 1, 2, 66, 67, 32, 32), (1, 2, 2, 72, 13, 16, 16), (2, 2, 1, 42, 9, 16, 16), (2, 1, 1, 41, 66, 16, 16),
+    (1, 1, 1, 3, 5, 16, 16),  # one tile: of some thousand changes most differ here
 )  # fmt: skip
 
 
@@ -367,6 +371,7 @@ def _with_a_prefix(prefix_attention: Callable[..., Any]) -> Report:
 _PREFIXES = (
     ((1, 2, 1, 20, 50, 16, 16), 40), ((1, 1, 1, 100, 100, 16, 16), 70), ((1, 2, 1, 90, 30, 16, 16), 0),
     ((1, 1, 2, 70, 40, 32, 32), 40), ((2, 2, 2, 20, 50, 16, 16), 0), ((1, 1, 1, 10, 90, 16, 16), 0),
+    ((1, 1, 1, 3, 5, 16, 16), 4),
 )  # fmt: skip
 
 
@@ -475,6 +480,7 @@ _TWO_SIZES = (
     ((2, 2, 2, 20, 50, 40, 24), False),
     ((1, 1, 2, 70, 90, 24, 80), True),
     ((1, 2, 1, 40, 20, 96, 64), True),
+    ((1, 1, 1, 3, 5, 24, 40), True),
 )
 
 
@@ -632,6 +638,7 @@ _EMPTY_PAGE = (
     ((1, 1, 2, 20, 50, 16, 16), False, 0.3), ((1, 2, 3, 5, 9, 16, 16), False, 0.3),
     ((1, 1, 2, 34, 9, 16, 16), True, 0.3), ((2, 1, 2, 34, 66, 24, 24), True, 0.2),
     ((1, 1, 1, 100, 70, 16, 16), True, 0.3), ((2, 2, 3, 20, 70, 40, 40), False, 0.1),
+    ((1, 1, 1, 3, 5, 16, 16), True, 0.3),
 )  # fmt: skip
 
 kernel_rule(

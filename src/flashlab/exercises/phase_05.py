@@ -53,6 +53,7 @@ _EXAMPLE = torch.tensor([[0.5, 0.25, 0.25]]), torch.tensor([[4.0, 0.0, 8.0]])
         "the lecture's row, p = (1/2, 1/4, 1/4)": _EXAMPLE, "3 rows of 5 keys": _rows(random.Random(1), 3, 5),
         "6 rows of 6 keys": _rows(random.Random(2), 6, 6),
         "4 rows, the last 3 of 9 keys hidden": _rows(random.Random(3), 4, 9, hidden=3),
+        "dp of some thousands": (_rows(random.Random(4), 3, 5)[0], 4096 * _rows(random.Random(4), 3, 5)[1]),
     },
     draw=lambda r: _rows(r, r.randint(1, 5), r.randint(2, 9)),
     also=["p * dp - p * (p * dp).sum(dim=1, keepdim=True)", _by_the_jacobian],
@@ -168,6 +169,12 @@ def _near(score: float) -> Callable[..., None]:
     return change
 
 
+def _faint(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor) -> None:
+    """The last tile of keys has scores of -60 beside the others, and V so large that it counts all the same."""
+    q[:, 0], k[:, 0] = 4.0, 0.0
+    k[8:, 0], v[8:] = -15.0, v[8:] * 1e25
+
+
 def _of_dq(
     M: int, N: int, D: int, scale: float, block: int, seed: int, change: Callable[..., None] | None = None
 ) -> tuple[Any, ...]:
@@ -178,16 +185,31 @@ def _of_dq(
 def _grows(fn: Callable[..., Any], small: Sequence[Any], large: Sequence[Any], matrix: int) -> None:
     """CheckFailed where four times the keys take more bytes at once than half of what a row of each would."""
     __tracebackhide__ = True
-    peaks = []
-    for given in (small, large):
-        with Meter() as meter:
-            fn(*(x.to(runtime.device()) if isinstance(x, torch.Tensor) else x for x in given))
-        peaks.append(meter.peak_bytes)
+    peaks = [_peak(fn, given) for given in (small, large)]
     expect(
         peaks[1] - peaks[0] < matrix // 2,
         f"the values are right, the memory is not: with four times the keys your function held {peaks[1]} bytes at "
         f"once instead of {peaks[0]}, so some tensor in it is [BLOCK_M, N]",
         diagnosis="memory-grows-with-n",
+    )
+
+
+def _peak(fn: Callable[..., Any], given: Sequence[Any]) -> int:
+    with Meter() as meter:
+        fn(*(x.to(runtime.device()) if isinstance(x, torch.Tensor) else x for x in given))
+    return meter.peak_bytes
+
+
+def _of_tiles(fn: Callable[..., Any]) -> None:
+    """CheckFailed where a tile is as wide as K is long, or not as wide as BLOCK_N says."""
+    __tracebackhide__ = True
+    _grows(fn, _of_dq(128, 256, 8, 0.3, 16, 0), _of_dq(128, 1024, 8, 0.3, 16, 0), 128 * 768 * 4)
+    narrow, wide = (_peak(fn, _of_dq(128, 1024, 8, 0.3, block, 0)) for block in (16, 512))
+    expect(
+        wide - narrow >= 128 * 496 * 4 // 2,
+        f"the values are right, but BLOCK_N does not count: {wide} bytes are held at once with tiles of 512 keys, and "
+        f"{narrow} with tiles of 16",
+        diagnosis="block-ignored",
     )
 
 
@@ -231,7 +253,9 @@ _WALK_NOTES = {
     inputs={f"{M} queries, {N} keys, BLOCK_N={block}, scale={scale}": _of_dq(M, N, D, scale, block, N)
             for M, N, D, scale, block in (
                 (4, 12, 8, 0.3, 4), (5, 30, 8, 0.5, 8), (7, 7, 16, 0.2, 7), (3, 20, 8, 1.0, 64))}
-    | {"every score near 120": _of_dq(4, 12, 8, 1.0, 4, 0, _near(120.0))},
+    | {"every score near 120": _of_dq(4, 12, 8, 1.0, 4, 0, _near(120.0)),
+       "every score near -120": _of_dq(4, 12, 8, 1.0, 4, 1, _near(-120.0)),
+       "a tile whose P is 1e-26 and whose V is 1e25": _of_dq(4, 12, 8, 1.0, 4, 2, _faint)},
     draw=lambda r: _of_dq(r.randint(1, 6), r.randint(1, 30), 8, r.choice((0.3, 0.5, 0.7)), r.choice((1, 4, 8)),
                           r.randrange(2**20)),
     also=[_dq_in_base_2],
@@ -248,7 +272,7 @@ _WALK_NOTES = {
             [("p * (do @ v.T - delta[:, None])", "do @ v.T")]),
     ],
     on_device=True,
-    then=lambda fn: _grows(fn, _of_dq(128, 256, 8, 0.3, 16, 0), _of_dq(128, 1024, 8, 0.3, 16, 0), 128 * 768 * 4),
+    then=_of_tiles,
 )  # fmt: skip
 def dq_block(q, do, lse, delta, K, V, BLOCK_N, scale):
     """dQ [BLOCK_M, HEAD_DIM] of a block of queries, no mask.
@@ -529,7 +553,7 @@ def _launches(kernel: str) -> dict[str, tuple[Any, ...]]:
         (17, 33, 16, 16, 16, 0.3, torch.float16),
         (32, 48, 32, 16, 16, 0.3, torch.float16), (48, 32, 16, 32, 32, 0.2, torch.float16),
         (40, 50, 16, 16, 16, 0.4, torch.float32), (7, 70, 16, 32, 64, 0.3, torch.float16),
-        (70, 7, 32, 16, 64, 0.3, torch.float16),
+        (70, 7, 32, 16, 64, 0.3, torch.float16), (5, 7, 16, 16, 16, 0.3, torch.float16),
     ):  # fmt: skip
         case = f"{M} queries, {N} keys, BLOCK_M={BLOCK_M}, BLOCK_N={BLOCK_N}, {str(dtype).removeprefix('torch.')}"
         found[case] = _launch_of(kernel, M, N, BLOCK_M, BLOCK_N, D, scale, M, dtype)

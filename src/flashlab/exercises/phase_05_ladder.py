@@ -60,6 +60,7 @@ def _some_launch(kernel: str) -> Callable[[random.Random], tuple[Any, ...]]:
 _SHAPES = (
     (2, 2, 20, 33, 16, 16, False), (2, 3, 33, 20, 16, 16, True), (1, 2, 40, 40, 16, 32, True),
     (2, 1, 17, 50, 32, 16, True), (2, 2, 7, 18, 16, 16, False),
+    (1, 1, 5, 7, 16, 16, True),  # one tile: of some thousand changes most differ here
 )  # fmt: skip
 _SEES = "query i sees key j if j <= i + N - M"
 _GROUP = "query head h reads key head h // group"
@@ -231,7 +232,7 @@ def grouped_dkdv_kernel(
     # END SOLUTION
 
 
-_CAPPED = tuple((*shape, cap) for shape, cap in zip(_SHAPES, (0.0, 2.0, 5.0, 2.0, 5.0), strict=True))
+_CAPPED = tuple((*shape, cap) for shape, cap in zip(_SHAPES, (0.0, 2.0, 5.0, 2.0, 5.0, 2.0), strict=True))
 
 
 @kernel_rule(
@@ -399,6 +400,20 @@ def _expect_strides(attention: Callable[..., Any]) -> None:
         expect(error <= 1, sentence, diagnosis=diagnosis, case=case)
 
 
+def _expect_scales(attention: Callable[..., Any]) -> None:
+    """CheckFailed where a scale of 0 is taken for none, or a negative one for another."""
+    __tracebackhide__ = True
+    q, k, v, do = _inputs(*[(1, 2, 20, 16)] * 4)
+    ours = [x.requires_grad_() for x in (q, k, v)]
+    for scale, why in ((0.0, ": 0 is a scale, and not None"), (-0.3, "")):
+        with torch.enable_grad():
+            o, _ = attention(*ours, scale=scale)
+            got = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(o, ours, do), strict=True))
+        name, error = worst(wanted(q, k, v, do, scale=scale), o=o.detach(), **got)
+        expect(error <= 1, f"{name} is wrong where scale={scale:g}{why}", diagnosis="scale-zero" if why else
+               "scale-negative", case=f"scale={scale:g}")  # fmt: skip
+
+
 @exercise(
     "5.14",
     title="Your kernels, in autograd",
@@ -442,6 +457,7 @@ def _(attention: Callable[..., Any]) -> Report:
     with in_bounds(None):
         report = verify(attention, causal=True, gqa=True, grads=True, head_dims=(32,), max_seq=90)
     _expect_strides(attention)
+    _expect_scales(attention)
     _expect_own_options(attention)
     _expect_gradient_of_lse(attention)
     return report

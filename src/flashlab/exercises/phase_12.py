@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 import random
+import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from flashlab import runtime
 from flashlab.check import CheckFailed, expect
 from flashlab.check.cuda_answer import Source, built, ran, replaced, text_of
 from flashlab.check.cuda_index import Trials, explained
@@ -23,6 +25,7 @@ from flashlab.exercises.kernel_rule import empty, kernel_rule
 from flashlab.exercises.registry import exercise
 from flashlab.exercises.rule import rule
 from flashlab.exercises.tensor_rule import normal, tensor_rule
+from flashlab.exercises.triton_answers import in_bounds
 from flashlab.simt.source import blank_comments
 
 # ---- 12.1 ------------------------------------------------------------------------------------------------------------
@@ -595,6 +598,36 @@ def _cache_launch(
             16, 16)  # fmt: skip
 
 
+def _of_far_pages(kernel: Any) -> None:
+    """CheckFailed where an address has 32 bits: page 2^23 begins 2^31 elements from the first. The file is empty."""
+    __tracebackhide__ = True
+    if not runtime.INTERPRETED:
+        return
+    near, case = list(_cache_launch(random.Random(0), (20,), group=1, page=16, splits=1)), "a page 2^31 elements away"
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            far = torch.from_file(f"{folder}/far", shared=True, size=2**31 + 2**13, dtype=torch.float32)
+        except (RuntimeError, OSError):
+            return  # no room for it here
+        given = list(near)
+        given[3] = near[3].clone()
+        given[3][0, 0], given[3][0, 1] = 2**23, 0
+        for i in (1, 2):
+            given[i] = far.as_strided((2**23 + 1, 16, 1, 16), (256, 16, 16, 1), 2**12 * (i - 1))
+            given[i][2**23], given[i][0] = near[i][near[3][0, 0]], near[i][near[3][0, 1]]
+        try:
+            for arguments in (near, given):
+                arguments[5], arguments[6] = (torch.full_like(x, math.nan) for x in near[5:7])
+                with in_bounds(case):
+                    kernel[(1,)](*arguments)
+                found.append(arguments[5])
+            expect(torch.allclose(*found, atol=1e-4), "part_o is wrong", diagnosis="offset-overflow", case=case)
+        except CheckFailed as failed:
+            said = f"{failed.sentence}. Right in a small cache; here offsets reach 2^31: which products have 32 bits?"
+            raise CheckFailed(said, diagnosis="offset-overflow", case=case) from None
+
+
 @kernel_rule(
     "12.9",
     title="The decode kernel, from an empty page",
@@ -620,6 +653,7 @@ def _cache_launch(
         "2 key heads of 3 heads, 3 splits": _cache_launch(_SEEN, (33, 16), kv_heads=2, group=3, splits=3),
         "pages of 1 key, an empty sequence": _cache_launch(_SEEN, (0, 18), page=1),
         "pages of 32 keys, more splits than tiles": _cache_launch(_SEEN, (40, 3), page=32, group=1, splits=4),
+        "1 sequence of 9 keys, 1 split": _cache_launch(_SEEN, (9,), kv_heads=1, group=1, splits=1),
     },
     draw=lambda r: _cache_launch(
         r, tuple(r.randint(0, 40) for _ in range(r.randint(1, 2))), kv_heads=r.randint(1, 2), group=r.randint(1, 4),
@@ -635,6 +669,7 @@ def _cache_launch(
         "BLOCK_N": "shares are whole tiles",
     },
     tries=100,
+    then=_of_far_pages,
 )  # fmt: skip
 @triton.jit
 def part_kernel(

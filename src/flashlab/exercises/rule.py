@@ -37,7 +37,7 @@ import torch
 from flashlab.check import CheckFailed, running
 from flashlab.check.changes import Text, edited_function
 from flashlab.check.expect import allowed_error
-from flashlab.check.lookup import Index, Row, Values, in_units, same, where_right
+from flashlab.check.lookup import Index, Row, Values, as_they_are, in_units, same, where_right
 from flashlab.check.symptoms import Symptoms, watched
 from flashlab.exercises.answers import in_words, python_fingerprint
 from flashlab.exercises.registry import exercise, find
@@ -83,7 +83,7 @@ class Rule:
     also: tuple[Any, ...] = ()
     units: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     hint: Mapping[str, str] = field(default_factory=dict)
-    alike: Callable[..., Values] = lambda *values: values
+    alike: Callable[..., Values] = as_they_are
     whole: bool = False
     strict: bool = False
     tol: float = 1e-9

@@ -32,7 +32,7 @@ from flashlab.check.symptoms import Symptoms, seen_where, watched
 from flashlab.exercises.answers import in_words
 from flashlab.exercises.rule import RULES, Rule, rule
 
-_BESIDE, _DRAWN, _DIFFERING, _TRIES = 6, 60, 30, 2_000
+_BESIDE, _DRAWN, _DIFFERING, _TRIES, _WORK = 6, 60, 30, 2_000, 15_000
 EMPTY_ROWS = "empty rows"  # a key of `nan`: all that is lost should be 0, or -inf
 
 
@@ -76,7 +76,7 @@ class TensorRule(Rule):
         more = self.drawn(_DIFFERING)
         return Index(
             texts, self.tried, self.returns, self._values, self.tol, rows, self.alike, more, self.notes,
-            tensor_changes, self.tries, copied, self.without,
+            tensor_changes, self.tries, copied, self.without, most=_WORK,
         )  # fmt: skip
 
     @cached_property

@@ -232,15 +232,18 @@ def launch(
     arguments: Mapping[str, Any],
     outputs: tuple[str, ...],
     constants: Collection[str] = (),
+    known: dict[int, tuple[torch.Tensor, Buffer]] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Run a function whose `tl` is this model, over a grid of so many programs; the tensors that it has written.
 
-    constants: the arguments that are `tl.constexpr`; other whole numbers have 32 bits.
+    constants: the arguments that are `tl.constexpr`; other whole numbers have 32 bits. known: buffers of inputs, kept.
     """
-    buffers = {
-        name: Buffer(name, i, x, name in outputs)
-        for i, (name, x) in enumerate(arguments.items()) if isinstance(x, torch.Tensor)
-    }  # fmt: skip
+    known, buffers = {} if known is None else known, {}
+    for i, (name, x) in enumerate(arguments.items()):
+        if isinstance(x, torch.Tensor):
+            written = name in outputs
+            _, buffers[name] = (x, Buffer(name, i, x, True)) if written else known.setdefault(
+                id(x), known.get(id(x)) or (x, Buffer(name, i, x, False)))  # fmt: skip
     given: list[Any] = []
     for name, x in arguments.items():
         whole = isinstance(x, int) and name not in constants and abs(x) < 2**31
