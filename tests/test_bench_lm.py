@@ -112,6 +112,7 @@ def data():
 
 
 @no_gpu
+@pytest.mark.long
 def test_the_quick_bench_runs_here(tmp_path, capsys):
     out = tmp_path / "lm.json"
     lm.main(["--quick", "--out", str(out)])

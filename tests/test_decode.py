@@ -47,8 +47,9 @@ def test_a_group_and_its_queries_are_the_rows_of_one_tile(group, queries):
 
 
 @pytest.mark.slow
-def test_a_long_sequence_and_the_rules_own_splits():
-    x = Sequences([65537, 12], group=1, kv_heads=1, head_dim=64, dtype=BF16)
+@pytest.mark.parametrize("length", [8193, pytest.param(65537, marks=pytest.mark.long)])
+def test_a_long_sequence_and_the_rules_own_splits(length):
+    x = Sequences([length, 12], group=1, kv_heads=1, head_dim=64, dtype=BF16)
     x.expect(*decode.decode(*x.given))
 
 

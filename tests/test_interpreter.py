@@ -73,13 +73,10 @@ def judge_canary(repair, right_in_plain, right_without):
     assert not right_without, f"the repair {repair} changes nothing beside the others: take it out"
 
 
-@pytest.mark.slow
+@pytest.mark.long  # another release of Triton or numpy changes it, or a change of the repairs
 @pytest.mark.parametrize("repair", CANARIES)
 def test_each_repair_is_still_needed(answers, repair):
     plain, without = answers["plain"], answers["without"][repair]
-    for case in CANARIES[repair]:
-        right, wrong = answers["repaired"][case]
-        assert right, f"{case}: {wrong}"
     for case in CANARIES[repair]:
         judge_canary(repair, plain[case][0], without[case][0])
 
@@ -96,7 +93,8 @@ def test_a_canary_says_which_repair_a_release_does_without(monkeypatch):
         judge_canary("get_bf16", False, True)
 
 
-@pytest.mark.parametrize("case", RIGHT_ANYWAY)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*RIGHT_ANYWAY, *(case for cases in CANARIES.values() for case in cases)])
 def test_right_with_the_repairs(answers, case):
     right, wrong = answers["repaired"][case]
     assert right, wrong
@@ -104,7 +102,7 @@ def test_right_with_the_repairs(answers, case):
 
 @pytest.mark.slow
 def test_every_repair_has_a_canary_and_every_case_is_listed(answers):
-    assert set(CANARIES) == set(REPAIRS) == set(answers["without"])
+    assert set(CANARIES) == set(REPAIRS)
     assert set(answers["repaired"]) == {case for cases in CANARIES.values() for case in cases} | set(RIGHT_ANYWAY)
 
 

@@ -44,12 +44,13 @@ class Part:
 def parts(python: str = sys.executable) -> list[Part]:
     """The parts in the order in which they run: the quick ones first."""
     pytest = (python, "-m", "pytest", "--color=yes" if sys.stdout.isatty() else "--color=no")
+    tests = (*pytest, "-p", "no:nbval")  # its imports take seconds in each process
     # A process for each core, a file of tests in one process: what a file builds, it builds once. The files of the unit
     # tests come in the order of tests/conftest.py, the longest first; of the starters, a notebook is in one process.
     xdist = importlib.util.find_spec("xdist") is not None
     # One process that crashes is a failure; by itself xdist would run its file again, eight times.
     spread = ("-n", "auto", "--dist", "loadfile", "--max-worker-restart", "1") if xdist else ()
-    unit = (*pytest, *spread, *(("--no-loadscope-reorder",) if xdist else ()), "tests", f"--ignore={STARTERS}")
+    unit = (*tests, *spread, *(("--no-loadscope-reorder",) if xdist else ()), "tests", f"--ignore={STARTERS}")
     nbval = (*pytest, *spread, "--nbval", "--nbval-current-env", f"--nbval-cell-timeout={CELL_TIMEOUT}",
              "--nbval-sanitize-with", "nbval.cfg", "-p", "no:cacheprovider")  # fmt: skip
     lint = ((python, "-m", "ruff", "check", "."), (python, "-m", "ruff", "format", "--check", "--quiet", "."),
@@ -61,7 +62,7 @@ def parts(python: str = sys.executable) -> list[Part]:
 
     lectures, solutions = ours("notebooks"), ours("solutions")
     in_sync = (python, build, "--check")
-    starters = (*pytest, *(("-n", "auto", "--dist", "loadgroup") if xdist else ()), STARTERS)
+    starters = (*tests, *(("-n", "auto", "--dist", "loadgroup") if xdist else ()), STARTERS)
     return [
         Part("static", "ruff, mypy, and lessons in sync with the notebooks", (*lint, in_sync), "src/lessons/build.py",
              at_once=True),

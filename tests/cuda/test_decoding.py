@@ -237,7 +237,7 @@ def without_the_second(text):
     ("change", "kind"),
     [
         (without_fences, "global-race"),
-        (outside_of_the_barriers, "global-race"),
+        pytest.param(outside_of_the_barriers, "global-race", marks=pytest.mark.long),
         (without_the_second, "acquire-missing"),
     ],
 )

@@ -31,8 +31,10 @@ def tensors(batch, heads, kv_heads, seq_q, seq_k, head_dim, device="cpu"):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(
+    ("name", "head_dim"),
+    [(s, 64) for s in STEPS] + [pytest.param(s, 128, marks=[] if s == STEPS[-1] else pytest.mark.long) for s in STEPS],
+)
 def test_right_on_every_case(name, head_dim, device):
     loaded = module(name, head_dim=head_dim, dtype=torch.float32, on_gpu=device == "cuda")
     for *shape, causal in CASES:

@@ -65,11 +65,11 @@ def test_what_is_said_of_one_result_is_not_said_of_what_follows(change, words):
 @pytest.mark.parametrize("id", ["4.11", *(pytest.param(x, marks=pytest.mark.long) for x in ("4.10", "4.13", "5.14"))])
 def test_a_scale_of_0_is_a_scale(id):
     change = ("if scale is None else scale", "if not scale else scale")
-    assert told(id, *changed(id, change)) == "scale-zero"
+    assert diagnosis(id, *changed(id, change)) == "scale-zero"
 
 
 def test_an_address_of_32_bits_is_told():
-    assert told("12.9", *changed("12.9", (".to(tl.int64)", ""))) == "offset-overflow"
+    assert diagnosis("12.9", *changed("12.9", (".to(tl.int64)", ""))) == "offset-overflow"
 
 
 @pytest.mark.parametrize(

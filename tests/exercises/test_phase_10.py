@@ -364,13 +364,14 @@ def test_the_rotation_of_whole_rows():
         ([("(rows[:, None] + offset)", "rows[:, None]")], "the term `offset` is missing"),
         ([("rows[:, None] < M", "rows[:, None] <= M")], "`rows[:, None] <= M`"),
         ([("x_ptrs + HALF * stride_xd", "x_ptrs + HALF")], "the factor `stride_xd` is missing"),
-        ([("    tl.store(y_ptrs, (x1 * cos - x2 * sin)", "    x1 = x1 * cos - x2 * sin\n    tl.store(y_ptrs, x1")],
-         "should be"),
+        pytest.param([("    tl.store(y_ptrs, (x1 * cos - x2 * sin)",
+                       "    x1 = x1 * cos - x2 * sin\n    tl.store(y_ptrs, x1")], "should be", marks=pytest.mark.long),
         ([(".to(tl.float32)", ""), ("other=0.0)\n    sin", "other=0.0).to(X_ptr.dtype.element_ty)\n    sin")], "Y "),
         ([("tl.store(y_ptrs, (", "tl.store(x_ptrs, (")], "changes its inputs"),
         ([("(x1 * sin + x2 * cos)", "(tl.load(x_ptrs, mask=inside, other=0.0).to(tl.float32) * sin + x2 * cos)")],
          "each number of X is read 1.5 times"),
-        ([("mask=inside, other=0.0)\n    sin", "mask=rows[:, None] < M + 1, other=0.0)\n    sin")], "out of bounds"),
+        pytest.param([("mask=inside, other=0.0)\n    sin", "mask=rows[:, None] < M + 1, other=0.0)\n    sin")],
+                     "out of bounds", marks=pytest.mark.long),
     ],
 )  # fmt: skip
 def test_the_rotation_gone_wrong(changes, words):

@@ -81,7 +81,7 @@ def test_a_right_grid_barrier_is_silent(build, how):
         assert right and report.findings == [], report
 
 
-@pytest.mark.parametrize("how", POLLS)
+@pytest.mark.parametrize("how", ["volatile", "atomic", pytest.param("asleep", marks=pytest.mark.long)])
 def test_a_barrier_one_arrival_short_is_found_every_time(how):
     """Whether or not the last block is late in this run."""
     built = module(how, True, missing=1)

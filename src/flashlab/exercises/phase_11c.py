@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 from collections import Counter
@@ -386,7 +387,7 @@ def _expect_gradients(module: CudaModule, whole: Source) -> None:
     for shape in _BACKWARD:
         heads, kv_heads, seq_q, seq_k, causal = shape
         case = f"heads={heads}, kv_heads={kv_heads}, seq_q={seq_q}, seq_k={seq_k}{', causal' * causal}"
-        got = ran(module, whole, case, lambda shape=shape: _gradients(shape)(module))
+        got = ran(module, whole, case, functools.partial(_gradients(shape), module))
         grad_o, q, k, v, *_ = _inputs(*shape)
         want = reference.attention_backward(grad_o, q, k, v, causal=causal)
         for name, x, right in zip(("dq", "dk", "dv"), got, want, strict=True):

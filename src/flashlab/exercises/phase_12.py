@@ -622,7 +622,9 @@ def _of_far_pages(kernel: Any) -> None:
                 with in_bounds(case):
                     kernel[(1,)](*arguments)
                 found.append(arguments[5])
-            expect(torch.allclose(*found, atol=1e-4), "part_o is wrong", diagnosis="offset-overflow", case=case)
+            expect(
+                torch.allclose(found[0], found[1], atol=1e-4), "part_o is wrong", diagnosis="offset-overflow", case=case
+            )
         except CheckFailed as failed:
             said = f"{failed.sentence}. Right in a small cache; here offsets reach 2^31: which products have 32 bits?"
             raise CheckFailed(said, diagnosis="offset-overflow", case=case) from None
