@@ -753,8 +753,8 @@ assert share[2**20, "Ulysses", 16] == 0, "16 GPUs, 8 key heads"
 kept = ("ring, zigzag", "ring, contiguous", "ring, as a graph", "all-gather", "Ulysses", bench.CUDNN)
 cases = [case for case in bench.CASES if case.heads == case.kv_heads and case != bench.LONG]
 runs = {(r["machine"]["gpu"].split()[1], r["ranks"]): r for r in records.recorded("ring")}
-at = {gpu: {c: {name: bench.of(run, c).get(name, {}).get("of_ideal") for name in kept} for c in cases}
-      for (gpu, ranks), run in runs.items() if ranks == 2}
+at = {gpu: {c: {name: bench.of(data, c).get(name, {}).get("of_ideal") for name in kept} for c in cases}
+      for (gpu, ranks), data in runs.items() if ranks == 2}
 rows = [[gpu, f"{c.n}, {'causal' if c.causal else 'full'}, {c.which}",
          *(f"{x:.2f}" if x else "" for x in shares.values())]
         for gpu, found in at.items() for c, shares in found.items()]
@@ -766,8 +766,8 @@ Table.of(rows, ["two of", "tokens, mask, pass", *kept], align="ll" + "r" * len(k
 # what helps. And the sequence may be more than twice as long as on one GPU, since a few heads go round at a time:
 
 # %%
-errors = [found["ring, zigzag"]["error"] / found["one GPU"]["error"] for run in runs.values() for c in cases
-          if "error" in (found := bench.of(run, c)).get("ring, zigzag", {})]
+errors = [found["ring, zigzag"]["error"] / found["one GPU"]["error"] for data in runs.values() for c in cases
+          if "error" in (found := bench.of(data, c)).get("ring, zigzag", {})]
 print("error, of one GPU's:", [f"{error:.2f}" for error in errors])
 assert max(errors) < 1.1
 for gpu, found in at.items():
@@ -779,8 +779,8 @@ for gpu, found in at.items():
     assert (ratio > 1) == (gpu == "H200")
 shortest = at["H100"][min((c for c in cases if c.causal), key=lambda c: c.n)]
 assert shortest["ring, as a graph"] > 1.3 * shortest["ring, zigzag"]
-for (gpu, ranks), run in runs.items():
-    for what, value, wanted, met in bench.goals(run):
+for (gpu, ranks), data in runs.items():
+    for what, value, wanted, met in bench.goals(data):
         if "longest" in what and value is not None:
             print(f"{ranks} {gpu}: by memory {value * ranks:.2f} times as long as on one")
             assert met
