@@ -492,7 +492,8 @@ def held(link, q, k, v, do, together):
         torch.autograd.grad(ring_attention(*leaves, group=link, causal=True, together=together), leaves, do)
     return meter.peak_bytes
 
-peaks = {together: max(run(WORLD, held, *map(shards, (q, k, v, do)), [together] * WORLD)) for together in (4, 2, 1)}
+peaks = {together: max(run(WORLD, held, *map(shards, (q, k, v, do)), [together] * WORLD))
+         for together in (4, 2, 1)}
 print({f"{together} heads": f"{peak // 1024} KiB" for together, peak in peaks.items()})
 assert peaks[1] < peaks[4] / 2
 
@@ -706,8 +707,8 @@ for n in (2**17, 2**20):
             share[n, name, gpus] = alone / gpus / seconds
 
 # %% [markdown]
-# What to see: a ring falls when the shard of a rank is shorter than what its slowest link can hide. From two nodes on that is the link
-# between nodes, and section 5 says at how many tokens. Ulysses has one point: there are 8 key heads.
+# What to see: a ring falls when the shard of a rank is shorter than what its slowest link can hide, or its steps so short that their 200 µs
+# count. From two nodes on the link is that between nodes, and section 5 says at how many tokens. Ulysses has one point: there are 8 key heads.
 
 # %%
 fig, axes = plt.subplots(1, 2, figsize=(11, 3.8), sharey=True)
@@ -807,7 +808,8 @@ Table.of(rows, ["heads, tokens, pass", "zigzag, before", *ways, bench.CUDNN], al
 # The simulation was too kind: by a tenth at 262 144 tokens, by a third at 65 536. Steps take longer, since the slowest of four ranks sets each, and a
 # block that merges is slower than a whole kernel. With both in it, a million tokens agree, and so do two GPUs. What is still missing at 65 536 had
 # another cause.
-#
+
+# %% [markdown]
 # A transfer is a kernel too: NCCL copies by blocks of its own. On step two of this run the next attention kernel was in the queue already, took every
 # multiprocessor, and the copy began when it ended: **nothing was hidden**. So a transfer now begins 10 µs before the kernel that is to hide it.
 # Tried once, on four H200: 8.9 to 7.1 ms at 65 536 tokens, 107 to 104 ms at 262 144 (`notes/phase_13_experiments.md`). The table is of
@@ -831,7 +833,7 @@ print(f"{min(ratios):.2f} to {max(ratios):.2f} times as fast as context_parallel
 #
 # - Parts over different keys merge, whoever computed them. That is all that ring attention needs.
 # - It sends what an all-gather sends, and holds two shards of keys, not all.
-# - From some tokens per rank on, sending is hidden, on any number of ranks.
+# - From some tokens per rank on, sending is hidden: if it begins before the kernel.
 # - Causal work has to be dealt out: contiguous pieces idle half of the ranks, zigzag none.
 # - Backward, dK and dV travel with their keys, in float32, and one step further.
 # - Ulysses needs no balance, up to as many ranks as key heads; a mesh goes beyond.

@@ -309,6 +309,7 @@ class Index:
         makes of it. Pairs of which that is so come first.
         """
         differs = [i for i in self.order if not self._same_values(got[i], self.right[i], None)]
+        # One of two may do nothing to the first inputs. On those that differ further, both may touch one element.
         telling, order = differs[:2], [*differs, *(i for i in self.order if i not in differs)]
         tries = 0
         for text in self.texts:
@@ -316,7 +317,7 @@ class Index:
             for found in (x for x in self.outcomes if x[0] is text and x[1].slug in _PLAIN):
                 if len(mine) == _PAIRED:
                     break
-                if not all(self._fits(found[2], self.right, part, [i]) for i in telling):
+                if not all(self._fits(found[2], self.right, part, [i]) for i in differs[:4]):
                     mine.append(found)
             pairs = itertools.combinations(range(len(mine)), 2)
             apart = self._contradict([x[2] for x in mine], got, telling, part)

@@ -616,8 +616,8 @@ extern "C" int backward(const void* q, const void* k, const void* v, const void*
         const uint32_t box[] = {256, DQ_BYTES / 1024};
         sums_map = tensor_map(sums, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_NONE);
     }
-    // Blocks that wait for one another walk over the same tiles side by side: the fewer of a head, the less they wait. On
-    // long rows that counts for little, and tiles that many share come from L2.
+    // Blocks that wait for one another walk over the same tiles side by side: the fewer of a head, the less they wait.
+    // On long rows that counts for little, and tiles that many share come from L2.
     const int heads = p.batch * p.kv_heads, apart = min(heads, max(2, min(16, (1 << 18) / p.seq_q)));
     const int together = max(FIVE ? apart : 1, fit_together(p.seq_q, heads));
     // More than 48 KB of shared memory have to be asked for. A refusal is what cudaGetLastError then returns.
