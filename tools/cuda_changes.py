@@ -34,6 +34,10 @@ def judged(id: str, text: str) -> str:
 
 def main(arguments: list[str]) -> int:
     registry.exercises()
+    unknown = [x for x in arguments if x not in (*TRIALS, "--check", "--quick", "--judge")]
+    if unknown:
+        print(__doc__, f"{unknown[0]} is none of {', '.join(TRIALS)} and no option", sep="\n", file=sys.stderr)
+        return 2
     due = 0
     for id in [x for x in arguments if x in TRIALS] or TRIALS:
         it, begin, text = TRIALS[id], time.monotonic(), joined(answers_of(id, "solutions"))
