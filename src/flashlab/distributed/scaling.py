@@ -11,10 +11,10 @@ The simulation knows three things: how fast a kernel is at a length (measured on
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -29,13 +29,13 @@ WAYS = ("gather", "ring", "ulysses", "mesh")
 def work(world: int, n: int, *, causal: bool, layout: str) -> list[list[int]]:
     """Pairs of a query and a key by step of the ring and rank; n is the whole sequence."""
     lengths = local_lengths(n, world, layout)
-    return [
-        [
-            sum(map(pairs, blocks(rank, (rank - step) % world, world, lengths, causal=causal, layout=layout)))
-            for rank in range(world)
-        ]
-        for step in range(world)
-    ]
+    same, before, after = (  # a block depends on nothing but which of the two comes first
+        sum(map(pairs, blocks(rank, source, world, lengths, causal=causal, layout=layout)))
+        for rank, source in ((0, 0), (1, 0), (0, 1))
+    )
+    # The keys that are there at a step are of rank - step: an earlier one, until the ring has gone round.
+    return [[before if rank >= step else after for rank in range(world)] if step else [same] * world
+            for step in range(world)]  # fmt: skip
 
 
 def critical_path(world: int, n: int, *, causal: bool, layout: str) -> int:
@@ -96,8 +96,8 @@ class Machine:
         known = sorted(tflops)
         return 1e12 * float(np.interp(math.log(n), [math.log(x) for x in known], [tflops[x] for x in known]))
 
-    def seconds(self, flop: float, n: float, backward: bool = False) -> float:
-        """Of so many FLOP of a forward pass over n rows, or of the backward pass that belongs to it."""
+    def seconds(self, flop: Any, n: float, backward: bool = False) -> Any:
+        """Of so many FLOP, a number or an array, of a forward pass over n rows, or of its backward pass."""
         return flop * (2.5 if backward else 1) / self.speed(n, backward)
 
 
@@ -157,7 +157,7 @@ def _ring(
     """Rank by rank: a step begins when the one before has ended and its keys are there; they are sent meanwhile.
     Backward the gradients follow a step behind their keys, and nothing hides their last step."""
     flops = machine.in_ring * flop * np.array(work(world, n, causal=causal, layout=layout))
-    seconds = np.vectorize(functools.partial(machine.seconds, n=n // world, backward=backward))(flops)
+    seconds = machine.seconds(flops, n // world, backward)
     nodes = np.arange(world) * apart // machine.node
     link = np.where(nodes == np.roll(nodes, 1), machine.inside, machine.between) * 1e9  # from the previous rank
     begin = np.zeros(world)
