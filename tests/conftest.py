@@ -1,5 +1,6 @@
 """flashlab comes before triton, in whatever order a test imports them: it decides whether kernels are interpreted."""
 
+import collections
 import os
 import signal
 from pathlib import Path
@@ -43,6 +44,13 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 
 def pytest_collection_modifyitems(config, items):
+    seen = collections.Counter()
+    for item in items:
+        every = item.get_closest_marker("every")
+        if every and not item.get_closest_marker("long"):
+            if seen[item.function] % every.args[0]:
+                item.add_marker(pytest.mark.long)
+            seen[item.function] += 1
     for mark in ("gpu", "long", "multi_gpu"):  # thousands of cases, minutes of compiling: only where they are asked for
         if mark not in config.option.markexpr:
             config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker(mark)])

@@ -40,7 +40,7 @@ from flashlab.bench.records import recorded
 from flashlab.bench.resources import recorded as resources
 from flashlab.cuda import load_inline
 from flashlab.figures import banks, drawings, ladder, show, traces
-from flashlab.figures.ladder import COLUMNS, counted, grow, row, wavefronts
+from flashlab.figures.ladder import COLUMNS, counted, grow, row
 from flashlab.kernels import step, steps
 
 show.style()
@@ -78,7 +78,7 @@ show.table(TABLE, COLUMNS)
 N, D = 256, 64
 needed = 4 * N * N * D // 4096
 assert report.counters["mma"] == needed
-per_mma = wavefronts(report) / needed
+per_mma = report.counters.wavefronts / needed
 loads = report.counters["ldmatrix"] / needed
 print(f"{needed} MMAs; with each come {per_mma:.1f} wavefronts and {loads:.2f} ldmatrix")
 
@@ -423,7 +423,7 @@ names = ["p8_5_registers", "p8_side_shuffle_store", "p8_6_store"]
 for name, how in zip(names, ["lanes alone", "shuffles", "shared memory"]):
     c = counted(name).counters
     sectors = [c["global_stores"], c["global_store_sectors"], c["global_store_ideal"]]
-    rows.append([name, how, *sectors, c["shuffles"], wavefronts(counted(name))])
+    rows.append([name, how, *sectors, c["shuffles"], c.wavefronts])
 show.table(rows, ["step", "by", "store instructions", "sectors", "ideal", "shuffles", "shared wavefronts"])
 assert rows[0][3] > 1.9 * rows[2][3] and rows[1][3] == rows[2][3] == rows[2][4]
 
@@ -640,7 +640,7 @@ for name in ("p8_6_store", "p8_side_shared_kv", "p8_side_shared_qkv"):
     r, shared = counted(name), counted(name).launches[0].shared_bytes
     chips = [runtime.limits(gpu) for gpu in ("H200", "RTX 4090")]
     blocks = [chip.resident_blocks(128, shared, REGISTERS[name, chip.target]) for chip in chips]
-    counts = [r.counters["barriers"], wavefronts(r), r.counters["mma_during_copies"]]
+    counts = [r.counters["barriers"], r.counters.wavefronts, r.counters["mma_during_copies"]]
     rows.append([name, shared, *counts, REGISTERS[name, "sm_90"], *blocks])
 show.table(rows, ["D = 64", "shared bytes", "barriers", "wavefronts", "MMAs with a copy under way",
                   "registers, sm_90", "blocks per SM, H200", "RTX 4090"])

@@ -481,7 +481,7 @@ def speed_of_light(gpu, head_dim=128):
     for o in resources.occupancy(gpu, NAMES, head_dim):
         limit = runtime.limits(gpu).shared_per_block
         r = counted(o.kernel.step, head_dim=head_dim, shared_limit=limit)
-        allowed = min(1, MMA_CLOCKS.get(gpu, math.nan) * r.counters["mma"] / ladder.wavefronts(r))
+        allowed = min(1, MMA_CLOCKS.get(gpu, math.nan) * r.counters["mma"] / r.counters.wavefronts)
         yield [o.kernel.registers, f"{o.blocks}: {o.limit}", f"{allowed:.0%}"]
 
 # %% [markdown]

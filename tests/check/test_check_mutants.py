@@ -56,6 +56,7 @@ def one_head(fn):
     pytest.param(row, id=f"{row.slug}-{i}", marks=[] if row in FIRST else pytest.mark.long)
     for i, row in enumerate(CATALOGUE)
 ])  # fmt: skip
+@pytest.mark.every(3)
 def test_a_row_is_rejected_and_told(row):
     if row.slug == "keys-stepped-over":
         failed = failure(verify_block, of_blocks(wrong(row)))
@@ -82,6 +83,7 @@ def named(slug):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("slug", ["o-not-rescaled", "scale-one-over-d", "tail-not-masked", "lse-in-base-2"])
+@pytest.mark.every(3)
 def test_mistakes_are_named_in_other_dtypes(slug, dtype):
     assert failure(verify, build(*named(slug).edits), dtypes=(dtype,)).diagnosis == slug
 
@@ -90,6 +92,7 @@ SIMPLER = ["o-not-rescaled", "correction-inverted", "no-max-subtraction", "norma
 
 
 @pytest.mark.parametrize("slug", SIMPLER)
+@pytest.mark.every(3)
 def test_the_simpler_fronts_name_the_same_mistakes(slug):
     fn = build(*named(slug).edits)
     assert failure(verify_one_head, one_head(fn)).diagnosis == slug

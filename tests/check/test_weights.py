@@ -58,6 +58,7 @@ def some_rows_nan(o, lse):
         ({"after": some_rows_nan}, "wrong-value", "rows 0 to 2 are wrong"),
     ],
 )  # fmt: skip
+@pytest.mark.every(3)
 def test_what_is_read_off(mistake, slug, words):
     failed = failure(**mistake)
     assert failed.diagnosis == slug and words in str(failed)

@@ -114,6 +114,7 @@ KEYS_MASKED = '    s = tl.where(offs_n[None, :] < N, s, float("-inf"))  # a padd
         ([("s - m_i[:, None]", "s")], {"no-max-subtraction", "max-not-subtracted"}),
     ],
 )
+@pytest.mark.every(2)
 def test_scheme_a_s_mistakes_are_told(replacements, diagnoses):
     got = rejected("1.4", solution("scheme_a_kernel", *replacements))
     assert got in diagnoses, got

@@ -50,6 +50,7 @@ UNMASKED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.every(2)
 def test_a_wrong_kernel_is_told_its_mistake(tmp_path, mistake):
     assert diagnosis("3.4", kernel_from(tmp_path, MILESTONE, *MISTAKES[mistake])) == mistake
 

@@ -242,6 +242,7 @@ def test_dkdv_kernel_in_several_styles(kernel, changes):
         ("5.13", "ds = tl.where(seen, ds, 0.0)", "ds = ds * seen", "inf · 0 is NaN"),
     ],
 )  # fmt: skip
+@pytest.mark.every(3)
 def test_what_is_said_of_kernels(kernel, id, old, new, words):
     assert words in said(id, kernel(id, (old, new)))
 

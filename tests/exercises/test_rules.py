@@ -62,6 +62,7 @@ def test_the_right_rule_passes_and_no_change_of_it_is_accepted(id, few):
     pytest.param(id, row, marks=pytest.mark.long if id in LARGE and id not in ("4.13", "5.13", "12.9") else ())
     for id, rule in RULES.items() for row in rule.rows
 ])  # fmt: skip
+@pytest.mark.every(3)
 def test_a_row_is_told_by_its_sentence(id, row):
     failed = told(id, RULES[id].with_row(row))
     assert failed.diagnosis == row.slug and str(failed).startswith(RULES[id].prefix + row.sentence)
@@ -69,6 +70,7 @@ def test_a_row_is_told_by_its_sentence(id, row):
 
 @FEW
 @pytest.mark.parametrize("id", ONCE)
+@pytest.mark.every(2)
 def test_changes_are_told_in_one_short_sentence_with_the_numbers_below(id, few):
     rule = RULES[id]
     wrong = [
@@ -223,6 +225,7 @@ TOLD = [
 
 
 @pytest.mark.parametrize(("id", "wrong", "words"), TOLD)
+@pytest.mark.every(3)
 def test_a_slip_is_told_however_it_is_written(id, wrong, words):
     assert words in str(told(id, wrong))
 

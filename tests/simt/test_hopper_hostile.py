@@ -31,6 +31,7 @@ def run(case: int, check: bool) -> simt.Report:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.every(3)
 def test_a_check_build_says_what_is_wrong(case):
     line, kinds, words = CASES[case]
     findings = run(case, True).findings
@@ -43,6 +44,7 @@ def test_a_check_build_says_what_is_wrong(case):
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.every(3)
 def test_a_fast_build_survives_it(case):
     line, kinds, _ = CASES[case]
     for finding in run(case, False).findings[:1]:

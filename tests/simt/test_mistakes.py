@@ -46,6 +46,7 @@ def run(name: str, entry: str, check: bool) -> tuple[simt.Report, np.ndarray]:
 
 @pytest.mark.parametrize("build", ["check", "fast"])
 @pytest.mark.parametrize("kernel", MISTAKES)
+@pytest.mark.every(3)
 def test_a_mistake_is_found(kernel, build):
     expected, lines = MISTAKES[kernel]
     wanted = expected[build].split()
@@ -73,6 +74,7 @@ def test_what_is_right_is_let_through(kernel, check):
 
 @pytest.mark.parametrize("check", [True, False], ids=["check", "fast"])
 @pytest.mark.parametrize("entry", HOST)
+@pytest.mark.every(3)
 def test_python_survives_the_host_part(entry, check):
     expected, lines = HOST[entry]
     built, p = module("host.cu", check), np.zeros(64, np.float32)

@@ -24,7 +24,6 @@ from flashlab.check.cuda_index import Trials, all_found, explained, forwards
 from flashlab.check.lookup import Row
 from flashlab.exercises.registry import exercise
 from flashlab.exercises.rule import rule
-from flashlab.figures.ladder import wavefronts
 from flashlab.kernels.series import step
 from flashlab.simt import Report
 
@@ -47,7 +46,7 @@ def expect_budget(report: Report, budget: float, case: str) -> float:
     c = report.counters
     sentence = "the result is right, but no MMA was issued: use the tensor cores"
     expect(c["mma"] > 0, sentence, diagnosis="no-tensor-cores", case=case)
-    spent, conflicts = wavefronts(report) / c["mma"], c.bank_conflicts / c["mma"]
+    spent, conflicts = c.wavefronts / c["mma"], c.bank_conflicts / c["mma"]
     banks = spent - conflicts <= budget
     expect(
         spent <= budget,

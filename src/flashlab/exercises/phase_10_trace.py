@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from flashlab.check import CheckFailed, expect
 from flashlab.exercises.registry import exercise
-from flashlab.figures.profiles import operations
 
 __all__ = ["OPTIONAL", "trace"]
 
@@ -103,6 +102,8 @@ def _busy_during(name: str) -> float:
     ],
 )
 def first_to_go(first_out: Callable[..., tuple[str, float]]) -> str:
+    from flashlab.figures.profiles import operations  # matplotlib comes with it
+
     result = first_out(operations(trace()))
     pair = isinstance(result, (tuple, list)) and len(result) == 2 and isinstance(result[1], (int, float))
     expect(pair, "return two things: a name, and a number of milliseconds", diagnosis="wrong-type")

@@ -19,7 +19,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
 from flashlab.cuda import load_inline
-from flashlab.figures.ladder import counted, wavefronts
+from flashlab.figures.ladder import counted
 from flashlab.figures.show import COLORS
 from flashlab.kernels.regions import numbered
 from flashlab.kernels.series import step
@@ -42,7 +42,7 @@ def row(name: str, **options: Any) -> list[Any]:
     r = counted(name, **({"n": 384} | options))
     c = r.counters
     copies, stores = c["global_loads"] + c["cp_async"], c["global_stores"] + c["tma_stores"]
-    reads = [c["ldmatrix"], wavefronts(r), c["wgmma_bytes"] // 1024]
+    reads = [c["ldmatrix"], c.wavefronts, c["wgmma_bytes"] // 1024]
     waits = [c["barriers"], c["mbarrier_waits"]]
     return [name, c["mma"], c["wgmma"], *reads, copies, c["tma_load_bytes"] // 1024, *waits, stores]
 

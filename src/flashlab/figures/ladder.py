@@ -40,10 +40,7 @@ __all__ = [
     "small_multiples",
     "speeds",
     "times",
-    "wavefronts",
 ]
-
-SHARED = ("shared_load", "shared_store", "ldmatrix", "stmatrix")
 
 
 # ---- counted ---------------------------------------------------------------------------------------------------------
@@ -95,11 +92,6 @@ def prepare(names: Iterable[str]) -> None:
         list(pool.map(lambda name: load_inline(step(name), check=True), names))
 
 
-def wavefronts(report: Report) -> int:
-    """Passes through shared memory, of loads, stores and ldmatrix together."""
-    return sum(report.counters[f"{kind}_wavefronts"] for kind in SHARED)
-
-
 COLUMNS = ["step", "mma", "ldmatrix", "shared wavefronts", "conflicts", "barriers", "copies", "sectors read", "stores"]
 
 
@@ -112,7 +104,7 @@ def row(name: str, **options: Any) -> list[Any]:
     c = r.counters
     label = " ".join([name, *(f"{k}={v}" for k, v in options.items() if k.isupper())])
     copies, sectors = c["global_loads"] + c["cp_async"], c["global_load_sectors"] + c["cp_async_sectors"]
-    instructions = [c["mma"], c["ldmatrix"], wavefronts(r), c.bank_conflicts, c["barriers"]]
+    instructions = [c["mma"], c["ldmatrix"], c.wavefronts, c.bank_conflicts, c["barriers"]]
     return [label, *instructions, copies, sectors, c["global_stores"]]
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from flashlab.simt.errors import KernelFindings
 
+_SHARED = ("shared_load", "shared_store", "ldmatrix", "stmatrix")
+
 
 class Counters(Counter):
     """Counts by name; a name that never counted is 0.
@@ -36,10 +38,14 @@ class Counters(Counter):
     """
 
     @property
+    def wavefronts(self) -> int:
+        """Passes through shared memory, of loads, stores, ldmatrix and stmatrix."""
+        return sum(self[f"{n}_wavefronts"] for n in _SHARED)
+
+    @property
     def bank_conflicts(self) -> int:
-        """Wavefronts beyond the ideal, of loads, stores, ldmatrix and stmatrix."""
-        names = ("shared_load", "shared_store", "ldmatrix", "stmatrix")
-        return sum(self[f"{n}_wavefronts"] - self[f"{n}_ideal"] for n in names)
+        """Wavefronts beyond the ideal."""
+        return self.wavefronts - sum(self[f"{n}_ideal"] for n in _SHARED)
 
     def __repr__(self) -> str:
         return f"Counters({', '.join(f'{k}={v}' for k, v in sorted(self.items()) if v)})"
