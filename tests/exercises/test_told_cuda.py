@@ -19,6 +19,7 @@ LOOP_6_2 = """        if (threadIdx.x < half) {
         }
 """
 BARRIER = "__syncthreads();"
+ADDED_6_6 = "            s[n] += __shfl_xor_sync(~0u, s[n], 1); "
 LAUNCH_6_8 = "    flash_forward<<<grid, THREADS, 0, (cudaStream_t)stream>>>(*p);\n"
 SLICE_7_3 = "        mma_m16n8k16<T>(c"
 READY = "__syncwarp();                                           // K and V are here"
@@ -62,7 +63,10 @@ TOLD = [
      "use heads 0, 0, 0 of K and V, and should use 0, 1, 2"),
     ("6.5", [("ceil_div(p.seq_q, BLOCK_M)", "ceil_div(p.seq_q, BLOCK_N)")], None, ""),
     ("6.6", [("m_i = m_new,", "m_i = m_nwe,")], "does-not-compile", "of your code"),
-    ("6.6", [("v_smem[n][c]", "v_smem[n + 1][c]")], "index-out-of-bounds", "v_smem"),
+    ("6.6", [("v_smem[n][2 * c", "v_smem[n + 1][2 * c")], "index-out-of-bounds", "v_smem"),
+    ("6.6", [(ADDED_6_6, ""), ("s[n] * scale_log2 :", "(s[n] + __shfl_xor_sync(~0u, s[n], 1)) * scale_log2 :")],
+     "deadlock", "waits in a shuffle in line 14 of your code"),
+    ("6.6", [("v_smem[n][2 * c + odd]", "v_smem[n][c]")], "o-columns-repeated", "column 4 of o holds what belongs in"),
     ("6.8", [("acc[c] = make_float4(0, 0, 0, 0);", "")], "uninitialised-local", "before it is set"),
     ("6.8", [("row < rows ? *from : make_float4(0, 0, 0, 0)", "*from")], "global-out-of-bounds", "of your code"),
     ("6.8", [(LAUNCH_6_8, "    (void)grid;\n")], "no-launch", "launched no kernel"),

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from flashlab.check import CheckFailed, expect
+from flashlab.check.changes import edited
 from flashlab.check.cuda_answer import (
     Answer,
     Source,
@@ -347,8 +348,28 @@ WHICH_ROWS = Trials(
     place=lambda text: replaced(FRAME, "which rows", text).text,
     words={x: x for x in ("m_blocks", "m_start", "head_index", "kv_head", "diagonal")},
 )  # fmt: skip
+_TWO_LANES = [
+    ("BLOCK_M = 128, BLOCK_N = 32, THREADS = BLOCK_M;",
+     "BLOCK_M = 64, BLOCK_N = 32, THREADS = 2 * BLOCK_M, OWN = CHUNKS / 2;"),
+    ("row = threadIdx.x;  ", "row = threadIdx.x / 2, odd = threadIdx.x % 2;  "),
+    ("    // New: the row's state, in registers. Threads past the last row compute on zeros and store nothing.\n",
+     "    // Two neighbouring lanes share a row. Each has every second chunk of Q and of O: 2 c + odd, c < OWN.\n"
+     "    // Each has the row's m_i and l_i, the same numbers. Lanes past the last row compute on zeros.\n"),
+    ("float4 q_rmem[CHUNKS], acc[CHUNKS];\n#pragma unroll\n    for (int c = 0; c < CHUNKS;",
+     "float4 q_rmem[OWN], acc[OWN];\n#pragma unroll\n    for (int c = 0; c < OWN;"),
+    ("? q[c] :", "? q[2 * c + odd] :"),
+    ("for (int c = 0; c < CHUNKS; c++) o[c] =", "for (int c = 0; c < OWN; c++) o[2 * c + odd] ="),
+    ("    lse_gmem[row] =", "    if (odd == 0) lse_gmem[row] ="),
+]  # fmt: skip
+
+
+def two_lanes() -> Source:
+    """The frame of 6.6: step 2 with two lanes per row."""
+    return Source(edited(FRAME.path.read_text(), _TWO_LANES), "two_lanes")
+
+
 INNER_LOOP = Trials(
-    "6.6", _in_float32, _RUNS, region=True, place=lambda text: replaced(FRAME, "one tile", text).text,
+    "6.6", _in_float32, _RUNS, region=True, place=lambda text: replaced(two_lanes(), "one tile", text).text,
     words={x: x for x in ("m_new", "base", "correction", "keys")},
     equal={
         "above `p.seq_k`": "no row sees a key past the last one", "`m_start` is": "the check runs two blocks",
@@ -361,10 +382,16 @@ INNER_LOOP = Trials(
     notes={
         "n_start": "key n of a tile is key n_start + n", "correction": "older sums are rescaled",
         "scale_log2": "2^x is taken of scores times the scale and log2(e)", "m_i": "it takes in the old maximum",
+        "2 * c + odd": "a lane has every second chunk",
     },
     rows=[
+        Row("half-a-product", "a score is the product over half of the chunks: the other half is the neighbour's, one "
+            "__shfl_xor_sync away", [("s[n] += __shfl_xor_sync(~0u, s[n], 1);", "")]),
+        Row("counted-twice", "l counts every key twice: both lanes of a row have all of its probabilities, so there is "
+            "nothing to add up between them",
+            [("+ l_tile;", "+ l_tile + __shfl_xor_sync(~0u, l_tile, 1);")]),
         Row("divided-twice", "acc is divided by the sum inside of the loop, and again after it: leave the division to "
-            "the end", [("v_smem[n][c], acc[c]);", "v_smem[n][c], acc[c]); acc[c] = scaled(1 / l_i, acc[c]);")]),
+            "the end", [("+ odd], acc[c]);", "+ odd], acc[c]); acc[c] = scaled(1 / l_i, acc[c]);")]),
         Row("exp2-without-log2e", "exp2 is used on scores that were not multiplied by log2(e)",
             [("s[n] * scale_log2", "s[n] * p.scale")]),
         Row("always-causal", "the causal mask is applied where none is asked for: is p.causal looked at?",
@@ -407,24 +434,26 @@ def heads_of_a_block(which_rows: str) -> Verdict:
 
 @exercise(
     "6.6",
-    title="FlashAttention-2's inner loop",
+    title="Two lanes per row",
     minutes=45,
     difficulty="Core",
     hints=[
-        "Keep the simulation of phase 2 beside you. One thread has one row, so m_i and l_i are plain numbers, and a "
-        "tile of scores is float s[BLOCK_N].",
+        "Keep the simulation of phase 2 beside you. A tile of scores is float s[BLOCK_N], and both lanes of a row keep "
+        "all of it. What does a lane know of S = q . k, when it has half of the chunks of q?",
         "keys = (p.causal ? min(p.seq_k, m_start + row + diagonal + 1) : p.seq_k) - n_start. It may be 0 or negative: "
         "then n < keys is never true, and all scores are -INFINITY.",
-        "s[n] = dot(q_rmem[c], k_smem[n][c], s[n]) over all c; then s[n] = n < keys ? s[n] * scale_log2 : -INFINITY, "
-        "and the maximum of those.",
+        "s[n] = dot(q_rmem[c], k_smem[n][2 * c + odd], s[n]) over c < OWN is half of a score. s[n] += "
+        "__shfl_xor_sync(~0u, s[n], 1) makes it whole, in both lanes. All 32 lanes have to take part, so do it before "
+        "you ask whether n < keys.",
         "m_new = fmaxf(m_i, m_tile); base = m_new == -INFINITY ? 0 : m_new; correction = exp2_approx(m_i - base); s[n] "
         "= exp2_approx(s[n] - base). With base no difference is ever -INFINITY - (-INFINITY).",
-        "m_i = m_new, l_i = l_i * correction + the sum of s; for each chunk acc[c] = scaled(correction, acc[c]), then "
-        "acc[c] = axpy(s[n], v_smem[n][c], acc[c]) for all n. Do not divide: that is done after the loop.",
+        "m_i = m_new, l_i = l_i * correction + the sum of s: both lanes have the whole row, nothing is exchanged. For "
+        "each own chunk acc[c] = scaled(correction, acc[c]), then acc[c] = axpy(s[n], v_smem[n][2 * c + odd], acc[c]) "
+        "for all n. Do not divide: that is done after the loop.",
     ],
 )
 def one_tile(inner_loop: str) -> Verdict:
-    return _examined(replaced(FRAME, "one tile", lines_of(inner_loop, "inner_loop")), INNER_LOOP)
+    return _examined(replaced(two_lanes(), "one tile", lines_of(inner_loop, "inner_loop")), INNER_LOOP)
 
 
 # ---- 6.7 ------------------------------------------------------------------------------------------------------------
