@@ -58,9 +58,10 @@ check("6.1", add_bias)
 # %% [markdown]
 # ## 6.2
 #
-# A block of 128 threads divides 128 numbers by their sum. It computes the sum in a tree: 64 threads add the upper half to the lower, then 32,
-# and so on. On its author's GPU the result is nearly always right. Run the check and read the symptoms: **by which factors are the quotients wrong, and
-# do all warps have the same one?** Then repair the kernel. Keep the tree.
+# A block of 128 threads divides 128 numbers by their sum. It computes the sum in a tree: 64 threads add the upper half to the lower, then 32.
+# The 32 sums that are left are one warp's, so it adds them without the block's barrier. On the GPUs of 2007 the result was always
+# right. Run the check and read the symptoms: **are the quotients too large or too small, so which numbers are in the sum?** Then repair the
+# kernel. Keep the tree.
 
 # %% tags=["exercise"]
 block_sum = r"""
@@ -71,12 +72,21 @@ __global__ void fractions(const float* x, float* y) {      // x and y [blocks][1
     const float value = x[blockIdx.x * 128 + threadIdx.x];
     part_smem[threadIdx.x] = value;
     __syncthreads();
-    for (int half = 64; half > 0; half /= 2) {
+    for (int half = 64; half > 16; half /= 2) {
         if (threadIdx.x < half) {
             part_smem[threadIdx.x] += part_smem[threadIdx.x + half];
         }
-        __syncthreads();                         //: this round is written; outside of the if: all 128 get here
+        __syncthreads();                         // this round is written; outside of the if: all 128 get here
     }
+    if (threadIdx.x < 32) {                      // 32 sums are left
+        for (int half = 16; half > 0; half /= 2) {
+            const float other = part_smem[threadIdx.x + half];
+            __syncwarp();                        //: all lanes have read, before one writes
+            part_smem[threadIdx.x] += other;
+            __syncwarp();                        //: all have written, before one reads
+        }
+    }
+    __syncthreads();                             // the sum is there
     y[blockIdx.x * 128 + threadIdx.x] = value / part_smem[0];
 }
 extern "C" int run(const float* x, float* y, int blocks, void* stream) {
@@ -253,7 +263,7 @@ inner_loop = r"""
         float m_new = m_i, l_tile = 0.f;
 #pragma unroll
         for (int n = 0; n < BLOCK_N; n++) {
-            s[n] += __shfl_xor_sync(~0u, s[n], 1);         // all lanes take part, also those whose row sees less
+            s[n] += __shfl_xor_sync(~0u, s[n], 1);         // all lanes take part
             s[n] = n < keys ? s[n] * scale_log2 : -INFINITY;
             m_new = fmaxf(m_new, s[n]);
         }

@@ -76,7 +76,7 @@ HALF = params([
     ("5.9", [("if start_m == start_n:", "if causal and start_m == start_n:")], "always-one-branch"),
     ("5.9", [("range(start_n, N", "range(0, N")], "diagonal-always-masked"),
     ("5.10", [("math.ceil(M / BLOCK_M)", "math.ceil(N / BLOCK_N)")], "limit-missing"),
-    ("6.2", [("    y[blockIdx.x * 128", "    __syncthreads();\n    y[blockIdx.x * 128")], "race"),
+    ("6.2", [("x + half];\n        }\n    }", "x + half];\n            __syncwarp();\n        }\n    }")], "race"),
     ("6.5", [("head % p.kv_heads", "head / p.kv_heads")], "wrong-kv-head"),
     ("7.4", [("0x10", "0b01")], "limit-missing"),
     ("7.6", [("i < keys * D; i += 32) v_smem[i] = v_gmem[i]",

@@ -47,8 +47,10 @@ TOLD = [
     ("6.1", [("+ bias[col];", "+ bias[col]")], "does-not-compile", "expected"),
     ("6.1", [("* blockDim.x + threadIdx.x", "* 32 + threadIdx.y * 8 + threadIdx.x % 8"),
              ("* blockDim.y + threadIdx.y", "* 4 + threadIdx.x / 8")], "not-coalesced", "run along the row"),
-    ("6.2", [(LOOP_6_2, "        if (threadIdx.x == half)\n            for (int i = 1; i < 128 && half == 64; i++) "
-              "part_smem[0] += part_smem[i];\n")], "no-tree", "the tree is gone"),
+    ("6.2", [("half > 16", "half > 64"), ("    if (threadIdx.x < 32) {", "    if (threadIdx.x == 0)\n        for (int "
+              "i = 1; i < 128; i++) part_smem[0] += part_smem[i];\n    if (false) {")], "no-tree", "the tree is gone"),
+    ("6.2", [("            __syncwarp();                        // all lanes", "            // all lanes")], "race",
+     "part_smem[threadIdx.x] += other"),
     ("6.2", [(f"{LOOP_6_2}        {BARRIER}", LOOP_6_2.replace("half];", f"half];\n            {BARRIER}"))], "race",
      "wait at the barrier in line 12 of your code when others have ended"),
     ("6.3", [("[32][33]", "[32][32]")], "bank-conflicts", "in bank i * pitch % 32"),

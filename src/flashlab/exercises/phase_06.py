@@ -120,17 +120,23 @@ def _row_sectors(rows: int, cols: int, bias: bool = True) -> int:
 
 @exercise(
     "6.2",
-    title="The sum that is sometimes right",
-    minutes=10,
+    title="The sum that was right",
+    minutes=15,
     difficulty="Bug hunt",
-    bug=[("        __syncthreads();\n", "")],
-    untouched="a802e116fc57",
-    history="a common mistake, in reductions of every library; for one, ORNL/HeCBench, issue 253 (2026)",
+    bug=[
+        ("            const float other = part_smem[threadIdx.x + half];\n            __syncwarp();\n", ""),
+        ("+= other;\n            __syncwarp();\n", "+= part_smem[threadIdx.x + half];\n"),
+    ],
+    untouched="3990f2a4f798",
+    history="the last rounds of NVIDIA's Optimizing Parallel Reduction in CUDA (Mark Harris, 2007); since Volta (2017) "
+    "the lanes of a warp need not go in step",
     hints=[
-        "The check names one pair of lines that race; there is another. Who writes part_smem[40] in the first round of "
-        "the loop, and who reads it in the second? A barrier before the division alone would mend the first pair only.",
-        "Every round reads what other threads wrote in the round before. What has to come between two rounds?",
-        "One __syncthreads() in the loop. Careful where: inside the `if`, not every thread would reach it.",
+        "Nothing makes lane 16 wait for lane 0, also not in one warp. In the first round lane 0 reads part_smem[16], "
+        "and lane 16 writes it. Which of the two values does lane 0 get?",
+        "Every round has two dangers: a lane may read what is written in this round, and what has not been written in "
+        "the round before. What is to a warp what __syncthreads() is to a block?",
+        "Read into a register; __syncwarp(); add and write; __syncwarp(). (Or let only the lanes below half write: "
+        "then one __syncwarp() per round will do, behind the if, where all 32 lanes pass.)",
     ],
 )
 def fractions(block_sum: str) -> str:
@@ -146,7 +152,10 @@ def fractions(block_sum: str) -> str:
     return "no race, right fractions"
 
 
-BLOCK_SUM = Trials("6.2", _watched, [calls("run", 1 + normal(3, 128).abs(), None, 3, out=(3, 128))])
+BLOCK_SUM = Trials(
+    "6.2", _watched, [calls("run", 1 + normal(3, 128).abs(), None, 3, out=(3, 128))],
+    equal={"in `half > 16`": "half is a power of two"},
+)  # fmt: skip
 
 
 # ---- 6.3 ------------------------------------------------------------------------------------------------------------
