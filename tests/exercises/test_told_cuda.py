@@ -26,6 +26,7 @@ READY = "__syncwarp();                                           // K and V are 
 OUT = "T* o_gmem = rows_of(p.o, p.o_stride, batch, head, first);"
 AT = "offset ^ row % 8 * 16"
 LOOP_8_7 = "for (int j = 0; j < tiles; j++) {"
+V_8_7, K_8_7 = "copy_v(j);", "copy_k(j + 1);"
 REFILL = "        load_kv(j + STAGES - 1);"
 V_8_8 = "at(n * 16 + lane % 16, i * 16 + lane / 16 * 8)"
 COPY = "cp_async<16>(smem_u32(smem + at(row, column)), from, there ? 16 : 0);"
@@ -141,8 +142,15 @@ TOLD = [
     ("8.7", [("    @E\n}\n", "    @E\n")], "braces", "do not match"),
     ("8.7", [(f"@D\n{LOOP_8_7}\n", f"{LOOP_8_7}\n@D\n")], "inside-the-loop", "part D"),
     ("8.7", [("int j = 0", "int i = 0")], "does-not-compile", "j"),
-    ("8.7", [(LOOP_8_7, "for (int j = tiles - 1; j >= 0; j--) {")], "wrong-walk", "is 5, 4, 3, 2, 1, 0"),
+    ("8.7", [("j++", "j += 2")], "wrong-walk", "is 0, 2, 4. It"),
     ("8.7", [("j < tiles; j++", "j <= tiles; j++")], "wrong-walk", "0, 1, 2, 3, 4, 5, 6. It"),
+    # The lecture's order: what comes next sets out where a round begins.
+    ("8.7", [(V_8_7, "copy_k(j + 1), copy_v(j + 1);"), (K_8_7, ""), ("copy_k(0);", "copy_k(0), copy_v(0);"),
+             ("wait<1>", "wait<2>")], "stage-overwritten", "the stage is still in use"),
+    ("8.7", [("__syncthreads();         // all of V_j", "// all of V_j")], "stage-overwritten", "no barrier between"),
+    ("8.7", [("wait<0>();\n    __syncthreads();         // all of V_j", "wait<1>();\n    __syncthreads();  // V_j")],
+     "read-before-wait", "is still filling"),
+    ("8.7", [(V_8_7, ""), ("    @Q\n", "    @Q\n    copy_v(j);\n")], "no-overlap", "could be 15360"),
     ("8.8", [("> last) x = -INFINITY;", "> last) {}")], "tail-not-masked", "be -INFINITY. And causal: each row sees"),
     ("8.8", [("at(key, d * 16 + lane / 8 % 2 * 8)", "at(n * 16 + lane % 16, d * 16 + lane / 16 * 8)")],
      "fragment-swapped", "b1 of the first 8 keys"),
