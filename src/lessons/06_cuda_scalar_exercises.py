@@ -23,6 +23,7 @@ from flashlab import kernels
 from flashlab.check.cuda_answer import region
 from flashlab.cuda import load_inline
 from flashlab.exercises import check, hint, progress
+from flashlab.exercises.phase_06 import two_lanes
 from flashlab.figures import show
 
 # %% [markdown]
@@ -57,9 +58,10 @@ check("6.1", add_bias)
 # %% [markdown]
 # ## 6.2
 #
-# A block of 128 threads divides 128 numbers by their sum. It computes the sum in a tree: 64 threads add the upper half to the lower, then 32,
-# and so on. On its author's GPU the result is nearly always right. Run the check and read the symptoms: **by which factors are the quotients wrong, and
-# do all warps have the same one?** Then repair the kernel. Keep the tree.
+# A block of 128 threads divides 128 numbers by their sum. It computes the sum in a tree: 64 threads add the upper half to the lower, then 32.
+# The 32 sums that are left are one warp's, so it adds them without the block's barrier. On the GPUs of 2007 the result was always
+# right. Run the check and read the symptoms: **are the quotients too large or too small, so which numbers are in the sum?** Then repair the
+# kernel. Keep the tree.
 
 # %% tags=["exercise"]
 block_sum = r"""
@@ -70,12 +72,21 @@ __global__ void fractions(const float* x, float* y) {      // x and y [blocks][1
     const float value = x[blockIdx.x * 128 + threadIdx.x];
     part_smem[threadIdx.x] = value;
     __syncthreads();
-    for (int half = 64; half > 0; half /= 2) {
+    for (int half = 64; half > 16; half /= 2) {
         if (threadIdx.x < half) {
             part_smem[threadIdx.x] += part_smem[threadIdx.x + half];
         }
-        __syncthreads();                         //: this round is written; outside of the if: all 128 get here
+        __syncthreads();                         // this round is written; outside of the if: all 128 get here
     }
+    if (threadIdx.x < 32) {                      // 32 sums are left
+        for (int half = 16; half > 0; half /= 2) {
+            const float other = part_smem[threadIdx.x + half];
+            __syncwarp();                        //: all lanes have read, before one writes
+            part_smem[threadIdx.x] += other;
+            __syncwarp();                        //: all have written, before one reads
+        }
+    }
+    __syncthreads();                             // the sum is there
     y[blockIdx.x * 128 + threadIdx.x] = value / part_smem[0];
 }
 extern "C" int run(const float* x, float* y, int blocks, void* stream) {
@@ -204,21 +215,24 @@ check("6.5", which_rows)
 # %% [markdown]
 # ## 6.6
 #
-# The frame of step 2 is given. The state of this thread's row is in registers, and tile $j$ of K and V has just arrived in shared memory. Write
-# what happens with the tile. The check puts your lines into step 2, and then it is FlashAttention-2 in float32: any length, causal or not,
-# grouped heads. Before the loop stands the state; the loop begins with the copy of a tile; your lines come after it:
+# Step 2 has a thread per row, and at head_dim 128 it spills: Q and O of a row are 256 registers. Here **two neighbouring lanes share a row**. Each
+# has every second chunk of Q and of O; lanes `2i` and `2i + 1` of a warp have row `i`. The frame is given, and tile $j$ of K and V has just
+# arrived in shared memory. Write what happens with the tile. With your lines it is FlashAttention-2 in float32: any length, causal or not,
+# grouped heads.
 
 # %%
-for name in ("state", "load K and V"):
-    show.source(region(kernels.step("p6_2_loop_order"), name))
+for name in ("state", "store"):
+    show.source(region(two_lanes(), name))
 
 # %% [markdown]
-# What you have:
+# Two neighbours read two neighbouring chunks of a key: different banks, so one wavefront serves both. Had each lane one *half* of the row, they
+# would lie 128 bytes apart, in the same banks. What you have:
 #
 # | | |
 # |---|---|
 # | `k_smem[n][c]`, `v_smem[n][c]` | chunk `c` (a `float4`) of key `n`, `n < BLOCK_N`, `c < CHUNKS` |
-# | `q_rmem[c]`, `m_i`, `l_i`, `acc[c]` | your row and its state |
+# | `q_rmem[c]`, `acc[c]` | chunk `2 * c + odd` of your row, `c < OWN` |
+# | `m_i`, `l_i` | the row's state: the same in both lanes |
 # | `scale_log2`, `exp2_approx(x)` | the scale times $\log_2 e$; $2^x$ |
 # | `dot(a, b, sum)` | `sum` plus the product of two chunks |
 # | `axpy(x, b, c)`, `scaled(x, b)` | $x\,b + c$ and $x\,b$, `b` and `c` chunks |
@@ -231,7 +245,7 @@ for name in ("state", "load K and V"):
 inner_loop = r"""
         // 1. How many keys of this tile does this row see?
 # BEGIN STARTER
-        // 2. S_ij: BLOCK_N scores in a float s[BLOCK_N]; unseen ones become -INFINITY. Their maximum.
+        // 2. S_ij: BLOCK_N whole scores in a float s[BLOCK_N]; unseen ones become -INFINITY. Their maximum.
         // 3. The new maximum and the correction. A row that has seen no key has -INFINITY: no NaN, please.
         // 4. The probabilities, and their sum. Then m_i and l_i.
         // 5. acc = correction * acc + P_ij V_j.
@@ -239,16 +253,17 @@ inner_loop = r"""
 # END STARTER
 # BEGIN SOLUTION
         const int keys = p.causal ? min(p.seq_k, m_start + row + diagonal + 1) - n_start : p.seq_k - n_start;
-        // 2. S_ij
+        // 2. S_ij: of each score a lane has half, and its neighbour the other half
         float s[BLOCK_N] = {};
 #pragma unroll
-        for (int c = 0; c < CHUNKS; c++) {
+        for (int c = 0; c < OWN; c++) {
 #pragma unroll
-            for (int n = 0; n < BLOCK_N; n++) s[n] = dot(q_rmem[c], k_smem[n][c], s[n]);
+            for (int n = 0; n < BLOCK_N; n++) s[n] = dot(q_rmem[c], k_smem[n][2 * c + odd], s[n]);
         }
         float m_new = m_i, l_tile = 0.f;
 #pragma unroll
         for (int n = 0; n < BLOCK_N; n++) {
+            s[n] += __shfl_xor_sync(~0u, s[n], 1);         // all lanes take part
             s[n] = n < keys ? s[n] * scale_log2 : -INFINITY;
             m_new = fmaxf(m_new, s[n]);
         }
@@ -260,10 +275,10 @@ inner_loop = r"""
         m_i = m_new, l_i = l_i * correction + l_tile;
         // 5. O_i
 #pragma unroll
-        for (int c = 0; c < CHUNKS; c++) {
+        for (int c = 0; c < OWN; c++) {
             acc[c] = scaled(correction, acc[c]);
 #pragma unroll
-            for (int n = 0; n < BLOCK_N; n++) acc[c] = axpy(s[n], v_smem[n][c], acc[c]);
+            for (int n = 0; n < BLOCK_N; n++) acc[c] = axpy(s[n], v_smem[n][2 * c + odd], acc[c]);
         }
 # END SOLUTION
 """

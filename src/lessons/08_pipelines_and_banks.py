@@ -752,7 +752,7 @@ for d in (64, 128):
 # ## 10 · Milestone: the whole kernel
 #
 # This is `p8_6_store.cu`, every line of it, from top to bottom. You have met all of its parts. Read it once as a whole: after this page
-# you will put it together (exercise 8.7), and then write one from an empty page (8.8).
+# you will give its parts another pipeline (exercise 8.7), and then write one from an empty page (8.8).
 #
 # **Sizes first.** Everything that the compiler has to know is a `constexpr`, derived from `HEAD_DIM` and `STAGES`.
 

@@ -161,9 +161,14 @@ check("8.6", short_rows)
 # %% [markdown]
 # ## 8.7
 #
-# The milestone of this phase. Below are the seventeen parts of `p8_6_store.cu`, in no order, without their comments. Put
-# them together: a line `@K` in your text stands for part K. The parts bring every brace of theirs. Only the loop over the
-# tiles of keys is missing: its head and its closing brace are yours to write.
+# The milestone of this phase: the lecture's parts, and another pipeline. There is **one** buffer for K and one for V, half the shared memory of
+# two stages. So K's next tile is copied while V is used, and V's while K is used.
+#
+# Below are the sixteen parts in no order, without their comments. A line `@K` in your text stands for part K. The parts bring every brace of
+# theirs, and start no copy. `copy_q()`, `copy_k(j)` and `copy_v(j)` start one, and close its group; past the last tile the group is empty.
+#
+# Yours are the order, the loop over the tiles of keys, and each copy, each `cp_async_wait<N>()` and each `__syncthreads()` before it and in it.
+# The check wants a copy under way during both products; only the last $O \mathrel{+}= PV$ has none left.
 
 # %%
 show.source("\n\n".join(f"// ---- part {letter} ----\n{code}" for letter, code in parts().items()))
@@ -172,7 +177,7 @@ show.source("\n\n".join(f"// ---- part {letter} ----\n{code}" for letter, code i
 # BEGIN STARTER
 kernel = r"""
 @K
-// YOUR CODE HERE: sixteen more parts, and the loop
+// YOUR CODE HERE: fifteen more parts, the loop, its copies, waits and barriers
 """
 # END STARTER
 # BEGIN SOLUTION
@@ -185,10 +190,19 @@ kernel = r"""
 @A
 @J
 @M
+copy_q();
+copy_k(0);
+cp_async_wait<1>();          // Q is here, K_0 may be under way
+__syncthreads();
 @D
 for (int j = 0; j < tiles; j++) {
-    @G
+    cp_async_wait<0>();
+    __syncthreads();         // all of K_j is here, and nobody reads V_(j - 1) any more
+    copy_v(j);               // behind S = Q K_j^T
     @Q
+    cp_async_wait<0>();
+    __syncthreads();         // all of V_j is here, and nobody reads K_j any more
+    copy_k(j + 1);           // behind the softmax and O += P V_j
     @B
     @L
     @H
@@ -382,8 +396,8 @@ extern "C" int forward(const Problem* p, void* stream) {
 check("8.8", blank_page)
 
 # %% [markdown]
-# The course's own answer, in `solutions/`, is not the kernel of the series: it has one buffer for K and one for V, and copies each while the other is
-# used. It needs less shared memory, and one barrier more per tile.
+# The course's own answer, in `solutions/`, is not the kernel of the series: it has 8.7's pipeline. It needs less shared memory, and one barrier more per
+# tile.
 #
 # ## Where you are
 #

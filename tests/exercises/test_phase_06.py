@@ -1,7 +1,5 @@
 """Phase 6's checks: right answers in other styles pass. Wrong ones are in `test_told_cuda.py`."""
 
-import re
-
 import pytest
 import torch
 from lesson_answers import answers_of
@@ -36,11 +34,29 @@ def test_the_same_elements_computed_in_a_roundabout_way():
     assert find("6.1").run(roundabout)
 
 
-def test_the_solution_of_the_milestone_is_the_kernels_own_loop():
-    def code(text):
-        return sorted(" ".join(words) for line in text.splitlines() if (words := re.sub(r"//.*", "", line).split()))
+# Another way to write 6.6: one key after the other, the online softmax in steps of one.
+KEY_BY_KEY = """
+        const int last = p.causal ? min(p.seq_k - 1, m_start + row + diagonal) : p.seq_k - 1;
+        for (int n = 0; n < BLOCK_N; n++) {
+            float x = 0;
+            for (int c = 0; c < OWN; c++) x = dot(k_smem[n][odd + 2 * c], q_rmem[c], x);
+            x = (x + __shfl_sync(~0u, x, threadIdx.x % 32 ^ 1)) * p.scale * LOG2E;
+            if (n_start + n > last) continue;
+            const float m_new = fmaxf(m_i, x), old = exp2f(m_i - m_new), e = exp2f(x - m_new);
+            m_i = m_new, l_i = l_i * old + e;
+            for (int c = 0; c < OWN; c++) acc[c] = axpy(e, v_smem[n][odd + 2 * c], scaled(old, acc[c]));
+        }
+"""
 
-    assert code(region(steps(6)[1], "one tile")) == code(changed("6.6"))
+
+def test_two_lanes_that_go_key_by_key():
+    assert find("6.6").run(KEY_BY_KEY)
+
+
+def test_the_lectures_loop_is_not_the_answer():
+    """In it a thread has all chunks of its row."""
+    with pytest.raises(CheckFailed, match="index 8 of an array of type float4"):
+        find("6.6").run(region(steps(6)[1], "one tile"))
 
 
 def test_the_counts_are_those_of_the_emulator():

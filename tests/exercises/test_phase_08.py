@@ -48,13 +48,27 @@ def test_a_repair_with_two_barriers():
     assert check("8.5", two_barriers)
 
 
+def code(line):
+    return re.sub(r"//.*", "", line).strip()
+
+
 def test_the_parts_are_the_whole_kernel_and_say_nothing():
-    source = step("p8_6_store").path.read_text()
+    source = phase_08.one_buffer_each().text
     assert set(phase_08._LETTERS) <= set(regions.regions(source))
     joined = "\n".join(phase_08.parts().values())
-    left_out = {"", "}", "for (int j = 0; j < tiles; j++) {"}
-    lines = {re.sub(r"//.*", "", line).strip() for line in source.split("\n")} - left_out
+    left_out = ["", "}", "for (int j = 0; j < tiles; j++) {", *regions.region_text(source, "load K and V").split("\n")]
+    lines = {code(line) for line in source.split("\n")} - set(map(code, left_out))
     assert lines <= {line.strip() for line in joined.split("\n")} and "//" not in joined
+
+
+def test_v_may_be_waited_for_after_the_softmax():
+    """Three barriers per tile, and V_j has the softmax to arrive too."""
+    text, here = (
+        answers_of("8.7", "solutions")[0],
+        "    cp_async_wait<0>();\n    __syncthreads();         // all of V_j",
+    )
+    late = text.replace(here, "    __syncthreads();  // all of V_j")
+    assert check("8.7", late.replace("    @E\n", "    cp_async_wait<1>();\n    __syncthreads();\n    @E\n"))
 
 
 def test_a_comment_behind_a_part_is_no_other_part():

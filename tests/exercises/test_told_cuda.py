@@ -19,12 +19,14 @@ LOOP_6_2 = """        if (threadIdx.x < half) {
         }
 """
 BARRIER = "__syncthreads();"
+ADDED_6_6 = "            s[n] += __shfl_xor_sync(~0u, s[n], 1); "
 LAUNCH_6_8 = "    flash_forward<<<grid, THREADS, 0, (cudaStream_t)stream>>>(*p);\n"
 SLICE_7_3 = "        mma_m16n8k16<T>(c"
 READY = "__syncwarp();                                           // K and V are here"
 OUT = "T* o_gmem = rows_of(p.o, p.o_stride, batch, head, first);"
 AT = "offset ^ row % 8 * 16"
 LOOP_8_7 = "for (int j = 0; j < tiles; j++) {"
+V_8_7, K_8_7 = "copy_v(j);", "copy_k(j + 1);"
 REFILL = "        load_kv(j + STAGES - 1);"
 V_8_8 = "at(n * 16 + lane % 16, i * 16 + lane / 16 * 8)"
 COPY = "cp_async<16>(smem_u32(smem + at(row, column)), from, there ? 16 : 0);"
@@ -46,8 +48,10 @@ TOLD = [
     ("6.1", [("+ bias[col];", "+ bias[col]")], "does-not-compile", "expected"),
     ("6.1", [("* blockDim.x + threadIdx.x", "* 32 + threadIdx.y * 8 + threadIdx.x % 8"),
              ("* blockDim.y + threadIdx.y", "* 4 + threadIdx.x / 8")], "not-coalesced", "run along the row"),
-    ("6.2", [(LOOP_6_2, "        if (threadIdx.x == half)\n            for (int i = 1; i < 128 && half == 64; i++) "
-              "part_smem[0] += part_smem[i];\n")], "no-tree", "the tree is gone"),
+    ("6.2", [("half > 16", "half > 64"), ("    if (threadIdx.x < 32) {", "    if (threadIdx.x == 0)\n        for (int "
+              "i = 1; i < 128; i++) part_smem[0] += part_smem[i];\n    if (false) {")], "no-tree", "the tree is gone"),
+    ("6.2", [("            __syncwarp();                        // all lanes", "            // all lanes")], "race",
+     "part_smem[threadIdx.x] += other"),
     ("6.2", [(f"{LOOP_6_2}        {BARRIER}", LOOP_6_2.replace("half];", f"half];\n            {BARRIER}"))], "race",
      "wait at the barrier in line 12 of your code when others have ended"),
     ("6.3", [("[32][33]", "[32][32]")], "bank-conflicts", "in bank i * pitch % 32"),
@@ -62,7 +66,10 @@ TOLD = [
      "use heads 0, 0, 0 of K and V, and should use 0, 1, 2"),
     ("6.5", [("ceil_div(p.seq_q, BLOCK_M)", "ceil_div(p.seq_q, BLOCK_N)")], None, ""),
     ("6.6", [("m_i = m_new,", "m_i = m_nwe,")], "does-not-compile", "of your code"),
-    ("6.6", [("v_smem[n][c]", "v_smem[n + 1][c]")], "index-out-of-bounds", "v_smem"),
+    ("6.6", [("v_smem[n][2 * c", "v_smem[n + 1][2 * c")], "index-out-of-bounds", "v_smem"),
+    ("6.6", [(ADDED_6_6, ""), ("s[n] * scale_log2 :", "(s[n] + __shfl_xor_sync(~0u, s[n], 1)) * scale_log2 :")],
+     "deadlock", "waits in a shuffle in line 14 of your code"),
+    ("6.6", [("v_smem[n][2 * c + odd]", "v_smem[n][c]")], "o-columns-repeated", "column 4 of o holds what belongs in"),
     ("6.8", [("acc[c] = make_float4(0, 0, 0, 0);", "")], "uninitialised-local", "before it is set"),
     ("6.8", [("row < rows ? *from : make_float4(0, 0, 0, 0)", "*from")], "global-out-of-bounds", "of your code"),
     ("6.8", [(LAUNCH_6_8, "    (void)grid;\n")], "no-launch", "launched no kernel"),
@@ -135,8 +142,15 @@ TOLD = [
     ("8.7", [("    @E\n}\n", "    @E\n")], "braces", "do not match"),
     ("8.7", [(f"@D\n{LOOP_8_7}\n", f"{LOOP_8_7}\n@D\n")], "inside-the-loop", "part D"),
     ("8.7", [("int j = 0", "int i = 0")], "does-not-compile", "j"),
-    ("8.7", [(LOOP_8_7, "for (int j = tiles - 1; j >= 0; j--) {")], "wrong-walk", "is 5, 4, 3, 2, 1, 0"),
+    ("8.7", [("j++", "j += 2")], "wrong-walk", "is 0, 2, 4. It"),
     ("8.7", [("j < tiles; j++", "j <= tiles; j++")], "wrong-walk", "0, 1, 2, 3, 4, 5, 6. It"),
+    # The lecture's order: what comes next sets out where a round begins.
+    ("8.7", [(V_8_7, "copy_k(j + 1), copy_v(j + 1);"), (K_8_7, ""), ("copy_k(0);", "copy_k(0), copy_v(0);"),
+             ("wait<1>", "wait<2>")], "stage-overwritten", "the stage is still in use"),
+    ("8.7", [("__syncthreads();         // all of V_j", "// all of V_j")], "stage-overwritten", "no barrier between"),
+    ("8.7", [("wait<0>();\n    __syncthreads();         // all of V_j", "wait<1>();\n    __syncthreads();  // V_j")],
+     "read-before-wait", "is still filling"),
+    ("8.7", [(V_8_7, ""), ("    @Q\n", "    @Q\n    copy_v(j);\n")], "no-overlap", "could be 15360"),
     ("8.8", [("> last) x = -INFINITY;", "> last) {}")], "tail-not-masked", "be -INFINITY. And causal: each row sees"),
     ("8.8", [("at(key, d * 16 + lane / 8 % 2 * 8)", "at(n * 16 + lane % 16, d * 16 + lane / 16 * 8)")],
      "fragment-swapped", "b1 of the first 8 keys"),

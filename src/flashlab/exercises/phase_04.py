@@ -397,6 +397,7 @@ def _one_head(r: random.Random, M: int, N: int, *numbers: float, lse: bool = Fal
 
 _CAP = "        s = capped(s, cap)\n"
 _MASK = '        s = tl.where(seen, s, float("-inf"))\n'
+_CAP_AND_MASK = '        s = tl.where(seen, capped(s, cap), float("-inf"))\n'
 _LEAK = "a hidden key has the score -cap, and with it a share of the softmax"
 
 
@@ -413,8 +414,7 @@ def capped(s, cap):
     difficulty="Bug hunt",
     bug=Row(
         "capped-after-mask", f"{_LEAK}: only -inf silences it, and a cap after the mask makes -cap of that",
-        [("        s = capped(s, cap)\n", ""),
-         ('s = tl.where(seen, s, float("-inf"))', 's = tl.where(seen, s, float("-inf"))\n        s = capped(s, cap)')],
+        [('tl.where(seen, capped(s, cap), float("-inf"))', 'capped(tl.where(seen, s, float("-inf")), cap)')],
     ),
     history="Dao-AILab/flash-attention, pull request 1025 (2024), where the review caught it; onnx/onnx, issue 7865 "
     "(2026), where the standard itself had it",
@@ -442,18 +442,18 @@ def capped(s, cap):
     },
     rows=[
         Row("capped-after-mask", f"{_LEAK}: the cap is applied before the mask now, and after it as well",
-            [(_MASK, _MASK + _CAP)]),
+            [(_CAP_AND_MASK, _CAP + _MASK + _CAP)]),
         Row("tail-alone-silenced", f"{_LEAK}: the keys past the end are silenced after the cap, the others before it",
-            [(_CAP, ""), (_MASK, _MASK + _CAP + _MASK.replace("seen", "offs_n[None, :] < N"))]),
+            [(_CAP_AND_MASK, _MASK + _CAP + _MASK.replace("seen", "offs_n[None, :] < N"))]),
         Row("hidden-in-the-sum", "a hidden key is not in the product with V, but its weight is in the sum that O is "
-            "divided by", [(_CAP, ""), (_MASK, _MASK + _CAP), ("dot(p.to", "dot(tl.where(seen, p, 0.0).to")]),
-        Row("capped-twice", "the scores are capped twice", [(_CAP, _CAP + _CAP)]),
+            "divided by", [(_CAP_AND_MASK, _MASK + _CAP), ("dot(p.to", "dot(tl.where(seen, p, 0.0).to")]),
+        Row("capped-twice", "the scores are capped twice", [(_CAP_AND_MASK, _CAP + _CAP_AND_MASK)]),
         Row("offset-sign", "the offset of the mask has the wrong sign: it is N - M", [("+ N - M", "+ M - N")]),
         Row("top-left", f"the mask is aligned at the first key: {ALIGNED}", [(" + N - M", "")]),
         Row("scaled-after-cap", "the scale is multiplied in after the cap; it comes before",
-            [("tl.dot(q, k.T) * scale", "tl.dot(q, k.T)"), (_CAP, _CAP + "        s = s * scale\n")]),
+            [("tl.dot(q, k.T) * scale", "tl.dot(q, k.T)"), ("capped(s, cap),", "capped(s, cap) * scale,")]),
         Row("clipped", "the scores are cut off at the cap; tanh bends them softly",
-            [(_CAP, "        s = tl.minimum(tl.maximum(s, -cap), cap)\n")]),
+            [("capped(s, cap),", "tl.minimum(tl.maximum(s, -cap), cap),")]),
     ],
 )  # fmt: skip
 @triton.jit
@@ -473,10 +473,9 @@ def capped_causal_kernel(
         at_n = offs_n[:, None] * HEAD_DIM + offs_d[None, :]
         k = tl.load(K_ptr + at_n, mask=offs_n[:, None] < N, other=0.0)
         s = tl.dot(q, k.T) * scale
-        #: Repaired: the cap first. Of a score of -inf it would make -cap, which has a share of the softmax.
-        s = capped(s, cap)
         seen = (offs_n[None, :] < N) & (offs_n[None, :] <= offs_m[:, None] + N - M)
-        s = tl.where(seen, s, float("-inf"))
+        #: Repaired: the cap inside. Of a score of -inf it would make -cap, which has a share of the softmax.
+        s = tl.where(seen, capped(s, cap), float("-inf"))
         m_new = tl.maximum(m_i, tl.max(s, axis=1))
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
         p = tl.exp(s - m_safe[:, None])

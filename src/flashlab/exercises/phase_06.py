@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from flashlab.check import CheckFailed, expect
+from flashlab.check.changes import edited
 from flashlab.check.cuda_answer import (
     Answer,
     Source,
@@ -119,17 +120,23 @@ def _row_sectors(rows: int, cols: int, bias: bool = True) -> int:
 
 @exercise(
     "6.2",
-    title="The sum that is sometimes right",
-    minutes=10,
+    title="The sum that was right",
+    minutes=15,
     difficulty="Bug hunt",
-    bug=[("        __syncthreads();\n", "")],
-    untouched="a802e116fc57",
-    history="a common mistake, in reductions of every library; for one, ORNL/HeCBench, issue 253 (2026)",
+    bug=[
+        ("            const float other = part_smem[threadIdx.x + half];\n            __syncwarp();\n", ""),
+        ("+= other;\n            __syncwarp();\n", "+= part_smem[threadIdx.x + half];\n"),
+    ],
+    untouched="3990f2a4f798",
+    history="the last rounds of NVIDIA's Optimizing Parallel Reduction in CUDA (Mark Harris, 2007); since Volta (2017) "
+    "the lanes of a warp need not go in step",
     hints=[
-        "The check names one pair of lines that race; there is another. Who writes part_smem[40] in the first round of "
-        "the loop, and who reads it in the second? A barrier before the division alone would mend the first pair only.",
-        "Every round reads what other threads wrote in the round before. What has to come between two rounds?",
-        "One __syncthreads() in the loop. Careful where: inside the `if`, not every thread would reach it.",
+        "Nothing makes lane 16 wait for lane 0, also not in one warp. In the first round lane 0 reads part_smem[16], "
+        "and lane 16 writes it. Which of the two values does lane 0 get?",
+        "Every round has two dangers: a lane may read what is written in this round, and what has not been written in "
+        "the round before. What is to a warp what __syncthreads() is to a block?",
+        "Read into a register; __syncwarp(); add and write; __syncwarp(). (Or let only the lanes below half write: "
+        "then one __syncwarp() per round will do, behind the if, where all 32 lanes pass.)",
     ],
 )
 def fractions(block_sum: str) -> str:
@@ -145,7 +152,10 @@ def fractions(block_sum: str) -> str:
     return "no race, right fractions"
 
 
-BLOCK_SUM = Trials("6.2", _watched, [calls("run", 1 + normal(3, 128).abs(), None, 3, out=(3, 128))])
+BLOCK_SUM = Trials(
+    "6.2", _watched, [calls("run", 1 + normal(3, 128).abs(), None, 3, out=(3, 128))],
+    equal={"in `half > 16`": "half is a power of two"},
+)  # fmt: skip
 
 
 # ---- 6.3 ------------------------------------------------------------------------------------------------------------
@@ -347,8 +357,28 @@ WHICH_ROWS = Trials(
     place=lambda text: replaced(FRAME, "which rows", text).text,
     words={x: x for x in ("m_blocks", "m_start", "head_index", "kv_head", "diagonal")},
 )  # fmt: skip
+_TWO_LANES = [
+    ("BLOCK_M = 128, BLOCK_N = 32, THREADS = BLOCK_M;",
+     "BLOCK_M = 64, BLOCK_N = 32, THREADS = 2 * BLOCK_M, OWN = CHUNKS / 2;"),
+    ("row = threadIdx.x;  ", "row = threadIdx.x / 2, odd = threadIdx.x % 2;  "),
+    ("    // New: the row's state, in registers. Threads past the last row compute on zeros and store nothing.\n",
+     "    // Two neighbouring lanes share a row. Each has every second chunk of Q and of O: 2 c + odd, c < OWN.\n"
+     "    // Each has the row's m_i and l_i, the same numbers. Lanes past the last row compute on zeros.\n"),
+    ("float4 q_rmem[CHUNKS], acc[CHUNKS];\n#pragma unroll\n    for (int c = 0; c < CHUNKS;",
+     "float4 q_rmem[OWN], acc[OWN];\n#pragma unroll\n    for (int c = 0; c < OWN;"),
+    ("? q[c] :", "? q[2 * c + odd] :"),
+    ("for (int c = 0; c < CHUNKS; c++) o[c] =", "for (int c = 0; c < OWN; c++) o[2 * c + odd] ="),
+    ("    lse_gmem[row] =", "    if (odd == 0) lse_gmem[row] ="),
+]  # fmt: skip
+
+
+def two_lanes() -> Source:
+    """The frame of 6.6: step 2 with two lanes per row."""
+    return Source(edited(FRAME.path.read_text(), _TWO_LANES), "two_lanes")
+
+
 INNER_LOOP = Trials(
-    "6.6", _in_float32, _RUNS, region=True, place=lambda text: replaced(FRAME, "one tile", text).text,
+    "6.6", _in_float32, _RUNS, region=True, place=lambda text: replaced(two_lanes(), "one tile", text).text,
     words={x: x for x in ("m_new", "base", "correction", "keys")},
     equal={
         "above `p.seq_k`": "no row sees a key past the last one", "`m_start` is": "the check runs two blocks",
@@ -361,10 +391,16 @@ INNER_LOOP = Trials(
     notes={
         "n_start": "key n of a tile is key n_start + n", "correction": "older sums are rescaled",
         "scale_log2": "2^x is taken of scores times the scale and log2(e)", "m_i": "it takes in the old maximum",
+        "2 * c + odd": "a lane has every second chunk",
     },
     rows=[
+        Row("half-a-product", "a score is the product over half of the chunks: the other half is the neighbour's, one "
+            "__shfl_xor_sync away", [("s[n] += __shfl_xor_sync(~0u, s[n], 1);", "")]),
+        Row("counted-twice", "l counts every key twice: both lanes of a row have all of its probabilities, so there is "
+            "nothing to add up between them",
+            [("+ l_tile;", "+ l_tile + __shfl_xor_sync(~0u, l_tile, 1);")]),
         Row("divided-twice", "acc is divided by the sum inside of the loop, and again after it: leave the division to "
-            "the end", [("v_smem[n][c], acc[c]);", "v_smem[n][c], acc[c]); acc[c] = scaled(1 / l_i, acc[c]);")]),
+            "the end", [("+ odd], acc[c]);", "+ odd], acc[c]); acc[c] = scaled(1 / l_i, acc[c]);")]),
         Row("exp2-without-log2e", "exp2 is used on scores that were not multiplied by log2(e)",
             [("s[n] * scale_log2", "s[n] * p.scale")]),
         Row("always-causal", "the causal mask is applied where none is asked for: is p.causal looked at?",
@@ -407,24 +443,26 @@ def heads_of_a_block(which_rows: str) -> Verdict:
 
 @exercise(
     "6.6",
-    title="FlashAttention-2's inner loop",
+    title="Two lanes per row",
     minutes=45,
     difficulty="Core",
     hints=[
-        "Keep the simulation of phase 2 beside you. One thread has one row, so m_i and l_i are plain numbers, and a "
-        "tile of scores is float s[BLOCK_N].",
+        "Keep the simulation of phase 2 beside you. A tile of scores is float s[BLOCK_N], and both lanes of a row keep "
+        "all of it. What does a lane know of S = q . k, when it has half of the chunks of q?",
         "keys = (p.causal ? min(p.seq_k, m_start + row + diagonal + 1) : p.seq_k) - n_start. It may be 0 or negative: "
         "then n < keys is never true, and all scores are -INFINITY.",
-        "s[n] = dot(q_rmem[c], k_smem[n][c], s[n]) over all c; then s[n] = n < keys ? s[n] * scale_log2 : -INFINITY, "
-        "and the maximum of those.",
+        "s[n] = dot(q_rmem[c], k_smem[n][2 * c + odd], s[n]) over c < OWN is half of a score. s[n] += "
+        "__shfl_xor_sync(~0u, s[n], 1) makes it whole, in both lanes. All 32 lanes have to take part, so do it before "
+        "you ask whether n < keys.",
         "m_new = fmaxf(m_i, m_tile); base = m_new == -INFINITY ? 0 : m_new; correction = exp2_approx(m_i - base); s[n] "
         "= exp2_approx(s[n] - base). With base no difference is ever -INFINITY - (-INFINITY).",
-        "m_i = m_new, l_i = l_i * correction + the sum of s; for each chunk acc[c] = scaled(correction, acc[c]), then "
-        "acc[c] = axpy(s[n], v_smem[n][c], acc[c]) for all n. Do not divide: that is done after the loop.",
+        "m_i = m_new, l_i = l_i * correction + the sum of s: both lanes have the whole row, nothing is exchanged. For "
+        "each own chunk acc[c] = scaled(correction, acc[c]), then acc[c] = axpy(s[n], v_smem[n][2 * c + odd], acc[c]) "
+        "for all n. Do not divide: that is done after the loop.",
     ],
 )
 def one_tile(inner_loop: str) -> Verdict:
-    return _examined(replaced(FRAME, "one tile", lines_of(inner_loop, "inner_loop")), INNER_LOOP)
+    return _examined(replaced(two_lanes(), "one tile", lines_of(inner_loop, "inner_loop")), INNER_LOOP)
 
 
 # ---- 6.7 ------------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ the learner's line; a wrong result with the checker's diagnosis; a right result 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from functools import partial
 import torch
 
 from flashlab.check import CheckFailed, expect, running
+from flashlab.check.changes import edited
 from flashlab.check.cuda_answer import (
     PROBES,
     WALKED,
@@ -440,9 +442,9 @@ def swizzle_of_short_rows(short_rows: str) -> str:
 
 _BEFORE = ("constants", "swizzle", "copy a tile", "shared memory", "which rows", "which keys", "state", "first copies",
            "Q in registers")  # fmt: skip
-_LOOP = ("load K and V", "scores", "row maxima", "rescale", "probabilities", "output")
+_LOOP = ("scores", "row maxima", "rescale", "probabilities", "output")
 _AFTER = ("store", "launch")
-_LETTERS = dict(zip((*_BEFORE, *_LOOP, *_AFTER), "KCNFPAJMDGQBLHEOI", strict=True))
+_LETTERS = dict(zip((*_BEFORE, *_LOOP, *_AFTER), "KCNFPAJMDQBLHEOI", strict=True))
 _PART = re.compile(r"\s*@(\w+)\s*(?://.*)?")
 
 # (what comes first, what comes later, why). The first that an answer breaks is told.
@@ -456,10 +458,9 @@ _ORDER = (
     ("which rows", "first copies", "{b} copies from q_gmem, which {a} defines"),
     ("which keys", "first copies", "{b} asks how many `tiles` there are, which {a} says"),
     ("shared memory", "state", "{a} begins the kernel, and {b} is a part of it"),
-    ("first copies", "Q in registers", "{b} waits for Q, and {a} starts its copy"),
-    ("Q in registers", "load K and V", "{b} is done for each tile, and {a} once for all"),
-    ("state", "load K and V", "{b} is done for each tile, and {a} starts the sums from zero"),
-    ("load K and V", "scores", "{b} reads tile j of K, and {a} waits for it"),
+    ("first copies", "Q in registers", "{b} reads Q's tile, and {a} says how it is copied"),
+    ("Q in registers", "scores", "{b} is done for each tile, and {a} once for all"),
+    ("state", "scores", "{b} is done for each tile, and {a} starts the sums from zero"),
     ("scores", "row maxima", "{b} takes the maxima of `s`, which {a} computes"),
     ("row maxima", "rescale", "{b} needs m_new, which {a} computes"),
     ("rescale", "probabilities", "{b} subtracts m_i, which is this tile's maximum only after {a}"),
@@ -469,11 +470,42 @@ _ORDER = (
 )
 
 
+_COPIES = """    auto copy_q = [&] {
+        load_tile<BLOCK_M>(q_smem, q_gmem, p.q_stride.row, p.seq_q - m_start);
+        cp_async_commit();
+    };
+    auto copy_k = [&](int j) {
+        const int first = j * BLOCK_N;
+        if (j < tiles) load_tile<BLOCK_N>(k_smem, k_gmem + first * p.k_stride.row, p.k_stride.row, p.seq_k - first);
+        cp_async_commit();
+    };
+    auto copy_v = [&](int j) {
+        const int first = j * BLOCK_N;
+        if (j < tiles) load_tile<BLOCK_N>(v_smem, v_gmem + first * p.v_stride.row, p.v_stride.row, p.seq_k - first);
+        cp_async_commit();
+    };
+"""
+_ONE_BUFFER_EACH = [
+    ("#ifndef STAGES\n#define STAGES 2\n#endif\n", ""), ("2 * STAGES * KV_BYTES", "2 * KV_BYTES"),
+    ("k_smem + STAGES * KV_BYTES", "k_smem + KV_BYTES"), ("k_smem + stage + at", "k_smem + at"),
+    ("v_smem + stage + at", "v_smem + at"), ("n_start + n * MMA_N", "j * BLOCK_N + n * MMA_N"),
+]  # fmt: skip
+
+
+@functools.cache
+def one_buffer_each() -> Source:
+    """p8_6_store with a buffer of K and one of V, and none of the lines that start a copy or wait for one."""
+    whole = edited(step("p8_6_store").path.read_text(), _ONE_BUFFER_EACH)
+    waits = re.compile(r" *(?:cp_async_wait<STAGES - 1>|__syncthreads)\(\);.*\n")
+    whole = replaced(Source(whole, "kernel"), "Q in registers", waits.sub("", region(whole, "Q in registers")))
+    return replaced(whole, "first copies", _COPIES)
+
+
 def parts() -> dict[str, str]:
-    """The parts of p8_6_store.cu, each under a letter that says nothing, in the order of the letters; no comments."""
+    """The parts of that kernel, each under a letter that says nothing, in the order of the letters; no comments."""
     found = {}
     for name, letter in sorted(_LETTERS.items(), key=lambda item: item[1]):
-        lines = (re.sub(r"\s*//.*", "", line).rstrip() for line in region(step("p8_6_store"), name).split("\n"))
+        lines = (re.sub(r"\s*//.*", "", line).rstrip() for line in region(one_buffer_each(), name).split("\n"))
         found[letter] = "\n".join(line for line in lines if line)
     return found
 
@@ -518,16 +550,20 @@ def _put_together(text: str) -> str:
 
 @exercise(
     "8.7",
-    title="Put the kernel together",
-    minutes=30,
+    title="One buffer for K, one for V",
+    minutes=40,
     difficulty="Core",
     hints=[
         "Begin with what is outside of the kernel. One part has the constants, two are functions of the device, one "
         "begins with __global__, and one with extern.",
         "The part with __global__ opens the kernel's brace, and the part with p.lse closes it. Before the loop: which "
-        "rows, how many tiles, the state, the first copies, the fragments of Q.",
-        "The loop is for (int j = 0; j < tiles; j++) { ... }. In it: wait, S, maxima, rescale, P, O. Look for the two "
-        "ldmatrix: the one with trans reads V.",
+        "rows, how many tiles, the state, how to copy, the fragments of Q. In the loop: S, maxima, rescale, P, O. Of "
+        "the two ldmatrix the one with trans reads V.",
+        "When is K's buffer free? When all warps have computed S: a barrier says so. Then K_(j + 1) may set out, while "
+        "V_j is used. When is V's free? At the barrier of the next round, and V_j has all of S to arrive.",
+        "Before the loop: copy_q(), copy_k(0), a wait that leaves one group under way, a barrier, Q's fragments. In "
+        "the loop, twice: cp_async_wait<0>(); __syncthreads(); and a copy. First copy_v(j) and S, then copy_k(j + 1) "
+        "and all the rest.",
     ],
 )
 def put_together(kernel: str) -> str:
@@ -539,20 +575,25 @@ def put_together(kernel: str) -> str:
         verdict = examine(whole, max_seq=150)
     except CheckFailed as failed:
         if failed.diagnosis != "does-not-compile":
-            _expect_upwards(text)
+            _expect_walk(text)
         raise
-    c = verdict.counters
     _without_conflicts(verdict, 64)
-    case = "heads=2, kv_heads=1, seq_q=200, seq_k=200, head_dim=64, float16, causal"
-    expect(c["mma_during_copies"] > 0, "no copy is under way during any MMA", diagnosis="no-overlap", case=case)
-    return f"{len(_LETTERS)} parts, {verdict.verdict}"
+    *_, keys, _ = _COUNTED
+    c, tiles = probe(built(whole, check=True), Source(whole, "kernel"), _COUNTED).counters, 2 * keys // 64
+    during, most = c["mma_during_copies"], c["mma"] * (tiles - 1) // tiles
+    sentence = (
+        f"the result is right, but a copy is under way during {during} of {c['mma']} MMAs, and it could be {most}: "
+    )
+    sentence += "V_j's during S = Q K_j^T, K_(j + 1)'s during O += P V_j"
+    expect(during >= most, sentence, diagnosis="no-overlap", case=f"head_dim=64, N={keys}")
+    return f"{len(_LETTERS)} parts, {verdict.verdict}; a copy is under way during {during} of {c['mma']} MMAs"
 
 
-def _expect_upwards(text: str) -> None:
-    """Raises CheckFailed where the loop of a wrong answer does not walk the tiles from 0 upwards, each once."""
+def _expect_walk(text: str) -> None:
+    """Raises CheckFailed where the loop of a wrong answer does not walk the tiles upwards or downwards, each once."""
     __tracebackhide__ = True
     letters, loop = parts(), {_LETTERS[name] for name in _LOOP}
-    said = {_LETTERS["load K and V"]: 'if (threadIdx.x == 0) printf("%d ", (int)j);'}
+    said = {_LETTERS["scores"]: 'if (threadIdx.x == 0) printf("%d ", (int)j);'}
     lines = []
     for line in text.split("\n"):
         found = _PART.fullmatch(line)
@@ -560,12 +601,11 @@ def _expect_upwards(text: str) -> None:
         lines.append(line if not found else said.get(letter, "" if letter in loop else letters[letter]))
     walked = walk(Source("\n".join(lines), "kernel"))
     tiles = -(-WALKED // 64)
-    if walked is None or walked == [str(j) for j in range(tiles)]:
+    upwards = [str(j) for j in range(tiles)]
+    if walked is None or walked in (upwards, upwards[::-1]):
         return
     raise CheckFailed(
-        f"with {tiles} tiles of keys the j of your loop is {listed(walked)}. It has to be 0 to {tiles - 1}, upwards: "
-        f"part {_LETTERS['first copies']} copies the first tiles, and each round asks for the one that is "
-        "STAGES - 1 later",
+        f"with {tiles} tiles of keys the j of your loop is {listed(walked)}. It has to be 0 to {tiles - 1}, each once",
         diagnosis="wrong-walk",
         case=f"seq_q=64, seq_k={WALKED}, head_dim=64, float16",
     )
