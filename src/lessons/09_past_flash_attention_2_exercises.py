@@ -58,19 +58,23 @@ check("9.2", blocks_per_sm)
 # %% [markdown]
 # ## 9.3
 #
-# Somebody made the rescaling of `p9_3_rescale` lazy. It passed a thousand tests with `torch.randn`, and was shipped. Then some rows of a
-# model's output came out too small, always rows whose large scores come late in the walk. Run the check: **in which cases is it right, and by
-# which factor is a row wrong?** Repair the text. It has to stay lazy: where no maximum moves, nothing is multiplied.
+# In `p9_3_rescale` a row that moves far takes its whole warp with it, so a row's last bits depend on its neighbours. Somebody made *rescale* lazy row by
+# row: a row that has not moved far keeps its `m_i`, whatever the others do. It passed a thousand tests with `torch.randn`, and was shipped. Then some
+# rows of a model's output looked as if their largest scores hardly counted, always rows whose large scores come late in the walk. Run the check: **in
+# which cases is it right, and by which factor does what came before weigh too much?** Repair the text. It has to stay lazy, row by row: where no
+# maximum moves, nothing is multiplied.
 
 # %% tags=["exercise"]
 rescale = r"""
-        // When some row needs it, what was summed under the old maximum is brought under the new one
+        // A row that has moved far is brought under its new maximum; the others keep their reference
         if (__any_sync(~0u, moved)) {
 #pragma unroll
             for (int r = 0; r < ROWS_PER_LANE; r++) {
-                const float base = m_new[r] == -INFINITY ? 0.f : m_new[r];     // -inf - (-inf) would be NaN
-                const float correction = exp2_approx((m_i[r] - base) * scale_log2);
-                m_i[r] = m_new[r], l_i[r] *= correction;             //: repaired: the sum too
+                const float before = m_i[r];
+                if ((m_new[r] - m_i[r]) * scale_log2 > RESCALE_ABOVE) m_i[r] = m_new[r];
+                const float base = m_i[r] == -INFINITY ? 0.f : m_i[r];         // -inf - (-inf) would be NaN
+                const float correction = exp2_approx((before - base) * scale_log2);      //: repaired: not m_i[r]
+                l_i[r] *= correction;
 #pragma unroll
                 for (int n = 0; n < O_TILES; n++)
                     acc[n][2 * r] *= correction, acc[n][2 * r + 1] *= correction;

@@ -6,6 +6,7 @@ import pytest
 from lesson_answers import answers_of, failure
 from lesson_answers import changed_texts as changed
 
+from flashlab.check.cuda_answer import region
 from flashlab.check.cuda_index import TRIALS
 from flashlab.exercises import check
 from flashlab.exercises.phase_09 import PARTS
@@ -23,6 +24,7 @@ def test_text_is_wanted(id):
     assert failure(id, *[3] * len(answers_of(id, "solutions"))).diagnosis == "wrong-type"
 
 
+FAR = "(m_new[r] - m_i[r]) * scale_log2 > RESCALE_ABOVE"
 WEIGHT = "exp2_approx((part_lse[s * rows + row] - base) * LOG2E)"
 TOLD = [
     ("9.4", [("l_i += weight;", "l_i += __half2float(__float2half(weight));")], "lse is"),
@@ -32,7 +34,9 @@ TOLD = [
     ("9.4", [("row] - base) * LOG2E", "row] - m_i) * LOG2E")], "m_i is subtracted, and not base"),
     ("9.4", [("const float weight", "const int weight")], "lse is"),
     ("9.4", [(WEIGHT, "part_lse[s * rows + row]")], "the exponential of it is forgotten"),
-    ("9.3", [("m_new[r] == -INFINITY ? 0.f : m_new[r]", "m_new[r]")], "-inf - (-inf) is NaN"),
+    ("9.3", [("m_i[r] == -INFINITY ? 0.f : m_i[r]", "m_i[r]")], "-inf - (-inf) is NaN"),
+    ("9.3", [("(before - base)", "(before - m_new[r])")], "`base` is the reference that it has from now on"),
+    ("9.3", [(f"if ({FAR}) ", "")], "but not row by row"),
     ("9.5", [("for (; j >= full; j--)", "for (; j >= 0; j--)")], "42 tiles of a long causal problem are masked"),
     ("9.5", [("auto is_masked", "bool MASKED"), ("        constexpr bool MASKED = decltype(is_masked)::value;\n", ""),
              ("std::true_type{}", "true"), ("std::false_type{}", "false")], "MASKED is a variable"),
@@ -68,10 +72,20 @@ def test_no_row_hides_another(id):
     assert [row.sentence for row in TRIALS[id].rows if row.sentence not in told] == []
 
 
-@pytest.mark.long
-def test_a_vote_is_for_speed_alone():
+@pytest.mark.parametrize("changes", [
     # The four lanes of a quad wish the same, and nobody else has a part of their rows.
-    assert check("9.3", *changed("9.3", ("__any_sync(~0u, moved)", "moved")))
+    pytest.param([("__any_sync(~0u, moved)", "moved")], id="no vote", marks=pytest.mark.long),
+    pytest.param([(f"if ({FAR}) m_i[r] = m_new[r];", ""), ("before - base", "m_i[r] - base"),
+                  ("const float before = m_i[r];", f"const float m_next = {FAR} ? m_new[r] : m_i[r];"),
+                  ("m_i[r] == -INFINITY ? 0.f : m_i[r]", "m_next == -INFINITY ? 0.f : m_next"),
+                  ("l_i[r] *= correction;", "l_i[r] *= correction, m_i[r] = m_next;")], id="moved last"),
+])  # fmt: skip
+def test_other_repairs_of_a_row_alone(changes):
+    assert check("9.3", *changed("9.3", *changes))
+
+
+def test_the_lectures_rescaling_is_not_row_by_row():
+    assert failure("9.3", region(step("p9_3_rescale"), "rescale")).diagnosis == "rescaled-with-the-warp"
 
 
 def test_spare_shared_memory_is_allowed():

@@ -192,12 +192,12 @@ def _with_rescaling(text: str) -> Source:
     return replaced(step("p9_3_rescale"), "rescale", text)
 
 
-def _fifths(module: CudaModule) -> Outputs:
-    """Where the maxima of each fifth row move, by 40, in the tile that is walked last."""
+def _fifths(module: CudaModule, late: float = 8.0) -> Outputs:
+    """Where the maxima of each fifth row move in the tile that is walked last: by 40, or with late=0 as the others'."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, n, 64, generator=generator).half() for n in (64, 128, 128))
     q[..., 0], k[..., 0] = 0.0, 0.0
-    q[:, :, ::5, 0], k[:, :, :64, 0] = 8.0, 40.0
+    q[:, :, ::5, 0], k[:, :, :64, 0] = late, 40.0
     return module.forward(q, k, v, causal=False, echo=False)
 
 
@@ -205,19 +205,26 @@ RESCALE = Trials(
     "9.3", _watched, region=True,
     runs=[_fifths, *(_halves((1, 1, 1, 64, 130, False), fall=x) for x in (3.0, 8.0)), _RUNS[1]],
     place=lambda text: _with_rescaling(text).text, tol=1e-3,
-    words={"base": "base", "correction": "correction"},
+    words={"base": "base", "correction": "correction", "before": "the reference before"},
     notes={
-        "l_i[r] *= correction": "m_i, l_i and acc of a row belong to one maximum",
-        "m_i[r] = m_new[r]": "m_i, l_i and acc of a row belong to one maximum", "base": "-inf - (-inf) would be NaN",
+        "l_i[r] *= correction": "m_i, l_i and acc of a row belong to one reference",
+        "m_i[r] = m_new[r]": "m_i, l_i and acc of a row belong to one reference", "base": "-inf - (-inf) would be NaN",
         "scale_log2": "2^x is taken of scores times the scale and log2(e)",
     },
     rows=[
+        Row("moved-before-corrected", "m_i is moved before the correction is computed from it, which is then 1: it is "
+            "the old reference less the new one",
+            [("                const float before = m_i[r];\n", ""), ("(before - base)", "(m_i[r] - base)")]),
+        Row("kept-and-corrected", "a row that keeps its reference is corrected as if it moved: `base` is the reference "
+            "that it has from now on",
+            [("m_i[r] == -INFINITY ? 0.f : m_i[r]", "m_new[r] == -INFINITY ? 0.f : m_new[r]")]),
         Row("row-not-moved", "the warp rescales only where all of its rows move far: it has to as soon as any does",
             [("__any_sync(", "__all_sync(")]),
         Row("maximum-moved-alone", "the maximum is moved where nothing is rescaled",
             [("if (__any_sync(~0u, moved)) {", "for (int r = 0; r < 2; r++) if (!__any_sync(~0u, moved)) m_i[r] = "
               "m_new[r];\n        if (__any_sync(~0u, moved)) {")]),
-        Row("wrong-correction", "log2(e) is missing in the correction", [("* scale_log2", "* p.scale")]),
+        Row("wrong-correction", "log2(e) is missing in the correction",
+            [("(before - base) * scale_log2", "(before - base) * p.scale")]),
         Row("never-rescaled", "nothing is ever rescaled", [("if (__any_sync(~0u, moved)) {", "if (false) {")]),
     ],
 )  # fmt: skip
@@ -226,16 +233,17 @@ RESCALE = Trials(
 @exercise(
     "9.3",
     title="Right on random numbers",
-    minutes=15,
+    minutes=20,
     difficulty="Bug hunt",
-    bug=[("m_i[r] = m_new[r], l_i[r] *= correction;", "m_i[r] = m_new[r];")],
-    untouched="f6c43c9aea9b",
-    history="a common mistake; a related one, in a lazy rescaling too, is meta-pytorch/MSLK, pull request 242 (2026)",
+    bug=[("                const float before = m_i[r];\n", ""), ("(before - base)", "(m_i[r] - base)")],
+    untouched="a75e67e2aaa0",
+    history="a common mistake: phase 2's rescaling goes wrong in the same way, and as silently",
     hints=[
         "With random numbers only the first tile of a row rescales. What are acc and l_i then, before the correction?",
-        "Both are 0, and 0 times anything is 0: a forgotten correction does not show. Which of a row's three numbers, "
-        "m_i, l_i and acc, belong to one reference?",
-        "All three. l_i[r] *= correction; beside m_i[r] = m_new[r].",
+        "Both are 0, and 0 times anything is 0: a wrong correction does not show. Take a row whose reference moves "
+        "from 0 to 40, and compute its correction line by line. What is m_i[r] there?",
+        "The correction is 2 to the old reference less the new one. When it is computed the old one is gone: keep it "
+        "in a variable, before m_i[r] is set.",
     ],
 )
 def right_on_random_numbers(rescale: str) -> str:
@@ -243,6 +251,7 @@ def right_on_random_numbers(rescale: str) -> str:
     with explained(lambda: _watched(whole), RESCALE):
         verdict = examine(whole)
     _expect_lazy(whole)
+    _expect_each_row_alone(whole)
     return f"{verdict.cases} cases, late maxima among them"
 
 
@@ -261,6 +270,24 @@ def _expect_lazy(whole: Source) -> None:
         "maximum moves in the first tile only. Keep the vote",
         diagnosis="not-lazy",
         case="seq_q=64, seq_k=256, head_dim=64, float16, all scores 0",
+    )
+
+
+def _expect_each_row_alone(whole: Source) -> None:
+    """That rows which do not move far come out bit by bit the same, whether others of their warp do or not."""
+    __tracebackhide__ = True
+    module = built(whole, check=False)
+    moved, unmoved = (ran(module, whole, None, partial(_fifths, module, late)) for late in (8.0, 0.0))
+    others = [i for i in range(64) if i % 5]
+    off = torch.zeros(len(others), dtype=torch.bool)
+    for x, y in zip(moved, unmoved, strict=True):
+        off |= (x != y).reshape(64, -1)[others].any(1)
+    expect(
+        not off.any(),
+        f"the result is right, but not row by row: {int(off.sum())} of {len(off)} rows that do not move far change in "
+        "their last bits when others of their warp do. Such a row keeps its m_i, l_i and acc",
+        diagnosis="rescaled-with-the-warp",
+        case="seq_q=64, seq_k=128, head_dim=64, float16, each fifth row moves far in the second tile",
     )
 
 
