@@ -90,40 +90,47 @@ check("9.3", rescale)
 # ## 9.4
 #
 # With few rows, several blocks share the keys (split-KV), and each leaves a part: `part_o`, normalised over its keys, and `part_lse`. A second
-# kernel merges them, one warp per row; a lane holds `HEAD_DIM / 32` columns, in pairs. Phase 0 called this operation `merge`. Fill in the loop over
-# the parts. A part may have seen no key (`part_lse` is `-INFINITY`), and so may all of them. `exp2_approx` is $2^x$; `LOG2E` is there.
+# kernel merges them, one warp per row; a lane holds `HEAD_DIM / 32` columns, in pairs. The lecture's walks the parts twice, because it wants the
+# largest `part_lse` first. Write it in **one pass**: each part is merged into what there is, as phase 0's `merge` does, and may be forgotten. Such a
+# loop could begin before the last part has come. Every number of a part is read once.
+#
+# A part may have seen no key (`part_lse` is `-INFINITY`), also the first ones, and so may all of them. `exp2_approx` is $2^x$; `LOG2E` is there. Below
+# the loop `base`, `l_i` and `inverse` are what the kernel stores: keep them.
 
 # %% tags=["exercise"]
 # BEGIN STARTER
 merge_loop = r"""
-    float m_i = -INFINITY, l_i = 0.f, acc[HEAD_DIM / 32] = {};
-    for (int s = 0; s < splits; s++) m_i = fmaxf(m_i, part_lse[s * rows + row]);
-    const float base = m_i == -INFINITY ? 0.f : m_i;
+    float m_i = -INFINITY, l_i = 0.f, acc[HEAD_DIM / 32] = {};     // of the parts so far
     for (int s = 0; s < splits; s++) {
-        // YOUR CODE HERE: the weight of part s; l_i
+        // YOUR CODE HERE: m_i and l_i with part s, and what acc needs for it
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 32; i += 2) {
             const float2 x = *(const float2*)(part_o + (s * rows + row) * HEAD_DIM + i * 32 + lane * 2);
             // YOUR CODE HERE: acc[i] and acc[i + 1]
         }
     }
+    const float base = m_i == -INFINITY ? 0.f : m_i;
     const float inverse = l_i > 0.f ? 1.f / l_i : l_i;
 """
 # END STARTER
 # BEGIN SOLUTION
 merge_loop = r"""
-    float m_i = -INFINITY, l_i = 0.f, acc[HEAD_DIM / 32] = {};
-    for (int s = 0; s < splits; s++) m_i = fmaxf(m_i, part_lse[s * rows + row]);
-    const float base = m_i == -INFINITY ? 0.f : m_i;
+    float m_i = -INFINITY, l_i = 0.f, acc[HEAD_DIM / 32] = {};     // of the parts so far
     for (int s = 0; s < splits; s++) {
-        const float weight = exp2_approx((part_lse[s * rows + row] - base) * LOG2E);
-        l_i += weight;
+        const float lse = part_lse[s * rows + row], m_new = fmaxf(m_i, lse);
+        const float reference = m_new == -INFINITY ? 0.f : m_new;  // -inf - (-inf) would be NaN
+        const float correction = exp2_approx((m_i - reference) * LOG2E);
+        const float weight = exp2_approx((lse - reference) * LOG2E);
+        l_i = l_i * correction + weight;
+        m_i = m_new;
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 32; i += 2) {
             const float2 x = *(const float2*)(part_o + (s * rows + row) * HEAD_DIM + i * 32 + lane * 2);
-            acc[i] += weight * x.x, acc[i + 1] += weight * x.y;
+            acc[i] = acc[i] * correction + weight * x.x;
+            acc[i + 1] = acc[i + 1] * correction + weight * x.y;
         }
     }
+    const float base = m_i == -INFINITY ? 0.f : m_i;
     const float inverse = l_i > 0.f ? 1.f / l_i : l_i;
 """
 # END SOLUTION

@@ -25,15 +25,22 @@ def test_text_is_wanted(id):
 
 
 FAR = "(m_new[r] - m_i[r]) * scale_log2 > RESCALE_ABOVE"
-WEIGHT = "exp2_approx((part_lse[s * rows + row] - base) * LOG2E)"
+WEIGHT = "exp2_approx((lse - reference) * LOG2E)"
+ROUNDED = "const float w = __half2float(__float2half(weight)); "
 TOLD = [
-    ("9.4", [("l_i += weight;", "l_i += __half2float(__float2half(weight));")], "lse is"),
-    ("9.4", [("acc[i] += weight * x.x", "const float w = __half2float(__float2half(weight)); acc[i] += w * x.x")],
+    ("9.4", [("+ weight;", "+ __half2float(__float2half(weight));")], "lse is"),
+    ("9.4", [("acc[i] = acc[i] * correction + weight", f"{ROUNDED}acc[i] = acc[i] * correction + w")],
      "fp16 has no such digits"),
-    ("9.4", [("fmaxf(m_i, part_lse[s * rows + row])", "part_lse[s * rows + row]")], "lse is"),
-    ("9.4", [("row] - base) * LOG2E", "row] - m_i) * LOG2E")], "m_i is subtracted, and not base"),
+    ("9.4", [("exp2_approx((m_i - reference) * LOG2E);", "__half2float(__float2half(exp2_approx((m_i - reference) * "
+              "LOG2E)));"), ("l_i = l_i * correction", "l_i = l_i * exp2_approx((m_i - reference) * LOG2E)")],
+     "fp16 has no such digits"),
+    ("9.4", [("fmaxf(m_i, lse)", "lse")], "lse is"),
+    ("9.4", [("m_new == -INFINITY ? 0.f : m_new", "m_new")], "m_new is subtracted as it is"),
     ("9.4", [("const float weight", "const int weight")], "lse is"),
-    ("9.4", [(WEIGHT, "part_lse[s * rows + row]")], "the exponential of it is forgotten"),
+    ("9.4", [(WEIGHT, "lse")], "the exponential of it is forgotten"),
+    ("9.4", [("acc[i + 1] * correction", "acc[i + 1]")], "the factor `the correction` is missing"),
+    ("9.4", [("l_i * correction + weight", "l_i + weight")], "the factor `the correction` is missing"),
+    ("9.4", [(WEIGHT, "expf((lse - reference) * LOG2E)")], "`expf` stands where `exp2_approx` belongs"),
     ("9.3", [("m_i[r] == -INFINITY ? 0.f : m_i[r]", "m_i[r]")], "-inf - (-inf) is NaN"),
     ("9.3", [("(before - base)", "(before - m_new[r])")], "`base` is the reference that it has from now on"),
     ("9.3", [(f"if ({FAR}) ", "")], "but not row by row"),
@@ -86,6 +93,29 @@ def test_other_repairs_of_a_row_alone(changes):
 
 def test_the_lectures_rescaling_is_not_row_by_row():
     assert failure("9.3", region(step("p9_3_rescale"), "rescale")).diagnosis == "rescaled-with-the-warp"
+
+
+LSE = "const float lse = part_lse[s * rows + row], m_new = fmaxf(m_i, lse);"
+
+
+@pytest.mark.parametrize("changes", [
+    pytest.param([("const float reference =", "if (lse == -INFINITY) continue;\n        const float reference =")],
+                 id="empty parts skipped"),
+    pytest.param([("        const float correction = exp2_approx((m_i - reference) * LOG2E);\n", ""), (LSE, f"""
+        {LSE}
+        const float correction = m_new > m_i ? exp2_approx((m_i - m_new) * LOG2E) : 1.f;""")], id="where it moves"),
+    pytest.param([("    const float inverse = l_i > 0.f ? 1.f / l_i : l_i;", "    const float inverse = l_i > 0.f;"), (
+        "l_i = l_i * correction + weight;", "const float sum = l_i * correction + weight, part = sum > 0 ? 1 / sum : 0;"
+        "\n        const float old = l_i * correction * part, mine = weight * part;\n        l_i = sum;"),
+        ("acc[i] * correction + weight", "acc[i] * old + mine"),
+        ("acc[i + 1] * correction + weight", "acc[i + 1] * old + mine")], id="normalised after each part"),
+])  # fmt: skip
+def test_other_ways_to_merge_in_one_pass(changes):
+    assert check("9.4", *changed("9.4", *changes))
+
+
+def test_the_lectures_merge_has_two_passes():
+    assert failure("9.4", region(step("p9_flash"), "weighted sum")).diagnosis == "two-passes"
 
 
 def test_spare_shared_memory_is_allowed():

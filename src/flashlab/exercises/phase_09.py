@@ -237,7 +237,7 @@ RESCALE = Trials(
     difficulty="Bug hunt",
     bug=[("                const float before = m_i[r];\n", ""), ("(before - base)", "(m_i[r] - base)")],
     untouched="a75e67e2aaa0",
-    history="a common mistake: phase 2's rescaling goes wrong in the same way, and as silently",
+    history="a common mistake in any online softmax: the maximum is set before its correction is computed",
     hints=[
         "With random numbers only the first tile of a row rescales. What are acc and l_i then, before the correction?",
         "Both are 0, and 0 times anything is 0: a wrong correction does not show. Take a row whose reference moves "
@@ -311,6 +311,9 @@ def _merging(text: str) -> Source:
     return replaced(Source(alone, "p9_flash"), "weighted sum", text)
 
 
+_LIGHT = "a weight of 1.5e-6"
+
+
 def _parts(splits: int, rows: int, head_dim: int, how: str = "") -> tuple[torch.Tensor, torch.Tensor]:
     """part_o [splits, rows, head_dim] and part_lse [splits, rows], float32."""
     generator = torch.Generator().manual_seed(splits)
@@ -323,9 +326,10 @@ def _parts(splits: int, rows: int, head_dim: int, how: str = "") -> tuple[torch.
         none = torch.rand(splits, rows, generator=generator) < 0.5
         none[:, 0] = True
         part_lse[none], part_o[none] = -torch.inf, 0.0
-    if how == "a weight of 1.5e-6":
-        part_lse[:], part_lse[0] = 0.0, -13.4  # of such a weight fp16 has five bits
-        part_o[:], part_o[0] = 0.0, 3e4
+    if how.startswith(_LIGHT):
+        light = -1 if how.endswith("last") else 0
+        part_lse[:], part_lse[light] = 0.0, -13.4  # of such a weight fp16 has five bits
+        part_o[:], part_o[light] = 0.0, 3e4
     return part_o, part_lse
 
 
@@ -339,59 +343,68 @@ def _merged(module: CudaModule, part_o: torch.Tensor, part_lse: torch.Tensor) ->
 MERGE = Trials(
     "9.4", lambda text: built(text, check=True, HEAD_DIM=128), region=True, place=lambda text: _merging(text).text,
     runs=[partial(_merged, part_o=o, part_lse=lse) for o, lse in (
-        _parts(3, 9, 128), _parts(4, 8, 128, "parts without a key"), _parts(3, 8, 128, "near 200"))],
-    tol=5e-4, words={"base": "base", "weight": "the weight", "x": "x"},
+        _parts(3, 9, 128), _parts(4, 8, 128, "parts without a key"), _parts(3, 8, 128, "near 200"),
+        _parts(2, 8, 128, "near -200"))],
+    tol=5e-4,
+    words={"reference": "the reference", "weight": "the weight", "correction": "the correction", "x": "x",
+           "lse": "the part's lse", "m_new": "the new maximum"},
     equal={
         "arguments of `fmaxf` are exchanged": "of two the larger", "in `l_i > 0`": "l_i is 0, or at least 1",
         "in `i < HEAD_DIM / 32`": "i goes up by two, to an even number",
     },
     notes={
-        "exp2_approx((part_lse[s * rows + row] - base) * LOG2E)": "o of a part counts with exp(lse - the largest lse)",
-        "part_lse[s * rows + row] - base": "only differences of lse go into an exponential",
+        "exp2_approx((lse - reference) * LOG2E)": "o of a part counts with exp(lse - the largest lse)",
+        "exp2_approx((m_i - reference) * LOG2E)": "what was merged before is brought under the new maximum",
+        "lse - reference": "only differences of lse go into an exponential",
         "LOG2E": "exp2 of a number times log2(e) is its exp", "weight": "o of a part counts with its weight",
         "s * rows + row": "the parts lie [splits, rows]",
-        "l_i += weight": "acc is divided by the sum of the weights",
+        "correction": "what was merged before is brought under the new maximum",
     },
     rows=[
         Row("no-exponential", "the weight is 1 for every part: the exponential of its lse is forgotten",
-            [("exp2_approx((part_lse[s * rows + row] - base) * LOG2E)", "1.f")]),
+            [("exp2_approx((lse - reference) * LOG2E)", "1.f")]),
         Row("no-exponential", "the weight is the difference of two lse: the exponential of it is forgotten",
-            [("exp2_approx((part_lse[s * rows + row] - base) * LOG2E)", "(part_lse[s * rows + row] - base) * LOG2E")]),
+            [("exp2_approx((lse - reference) * LOG2E)", "(lse - reference) * LOG2E")]),
         Row("no-exponential", "the weight is the part's lse itself: the exponential of it is forgotten",
-            [("exp2_approx((part_lse[s * rows + row] - base) * LOG2E)", "part_lse[s * rows + row]")]),
+            [("exp2_approx((lse - reference) * LOG2E)", "lse")]),
         Row("no-max-subtraction", "the largest lse is not subtracted in the exponent: exp overflows, or is 0",
-            [("m_i == -INFINITY ? 0.f : m_i", "0.f")]),
+            [("m_new == -INFINITY ? 0.f : m_new", "0.f"), ("        m_i = m_new;\n", ""),
+             ("exp2_approx((m_i - reference) * LOG2E)", "1.f")]),
+        Row("never-rescaled", "the correction is 1 always, as where m_i is set before it is computed: what was merged "
+            "before a new maximum counts too much", [("exp2_approx((m_i - reference) * LOG2E)", "1.f")]),
+        Row("correction-upside-down", "the correction is upside down: it is 2 to the old maximum less the new one",
+            [("(m_i - reference) * LOG2E", "(reference - m_i) * LOG2E")]),
         Row("summed-per-pair", "l_i is summed once per pair of a lane's columns: there are several at head_dim 128",
-            [("        l_i += weight;\n", ""), ("    acc[i] +=", "    l_i += weight;\n    acc[i] +=")]),
+            [("        l_i = l_i * correction + weight;\n", "        l_i *= correction;\n"),
+             ("            acc[i] =", "            l_i += weight;\n            acc[i] =")]),
         Row("split-not-weighted", "the parts are added as they are: o of a part counts with its weight",
             [("weight * x.x", "x.x"), ("weight * x.y", "x.y")]),
         Row("part-of-another", "parts are taken in the order [rows, splits], and they lie [splits, rows]",
-            [("exp2_approx((part_lse[s * rows + row]", "exp2_approx((part_lse[row * splits + s]")]),
+            [("lse = part_lse[s * rows + row]", "lse = part_lse[row * splits + s]")]),
         Row("part-of-another", "`part_lse[s]` is taken for every row: a part has as many lse as there are rows",
-            [("exp2_approx((part_lse[s * rows + row]", "exp2_approx((part_lse[s]")]),
+            [("lse = part_lse[s * rows + row]", "lse = part_lse[s]")]),
         Row("overwritten", "acc is set by each part, and not added to: the last one is all that is left",
-            [("acc[i] += weight", "acc[i] = weight"), ("acc[i + 1] += weight", "acc[i + 1] = weight")]),
-        Row("empty-part-nan", "m_i is subtracted, and not base: where no part has a key, -inf - (-inf) is NaN",
-            [("row] - base) * LOG2E", "row] - m_i) * LOG2E")]),
+            [("acc[i] * correction + ", ""), ("acc[i + 1] * correction + ", "")]),
+        Row("empty-part-nan", "m_new is subtracted as it is: where no part so far has a key, -inf - (-inf) is NaN",
+            [("m_new == -INFINITY ? 0.f : m_new", "m_new")]),
         Row("stops-at-an-empty-part", "the parts behind one that has seen no key are left out",
-            [("        const float weight", "        if (part_lse[s * rows + row] == -INFINITY) break;\n        "
-              "const float weight")]),
+            [("        const float reference", "        if (lse == -INFINITY) break;\n        const float reference")]),
     ],
 )  # fmt: skip
 
 
 @exercise(
     "9.4",
-    title="Merge the parts",
-    minutes=25,
+    title="Merge the parts in one pass",
+    minutes=30,
     difficulty="Core",
     hints=[
-        "Part s is a finished attention over its share of the keys: o_s is normalised, lse_s = log of the sum of its "
-        "exponentials. With which weight does o_s enter the whole?",
-        "Its share of the total sum: exp(lse_s) / sum of exp(lse_s'). Subtract the largest lse first, as in any "
-        "softmax; a part without a key has lse = -inf, and if all have, -inf - (-inf) must not arise.",
-        "weight = exp2_approx((part_lse[s * rows + row] - base) * LOG2E) with base = m_i, or 0 where m_i is -inf; "
-        "l_i += weight; acc[i] += weight * the part's element.",
+        "It is the online softmax of phase 0, with parts in the place of scores: part s has the score lse_s, and o_s "
+        "in the place of a row of V. What has to happen to acc and l_i when lse_s is larger than all before?",
+        "Both times exp(old - new): acc and l_i are multiplied by exp(old maximum - new maximum), part s by exp(lse_s "
+        "- new maximum). As long as no part has had a key, -inf - (-inf) must not arise: subtract 0 in its place.",
+        "m_new = fmaxf(m_i, lse); correction = exp2_approx((m_i - reference) * LOG2E), weight = exp2_approx((lse - "
+        "reference) * LOG2E); l_i = l_i * correction + weight; acc[i] = acc[i] * correction + weight * x.x; m_i last.",
     ],
 )
 def merge_of_parts(merge_loop: str) -> str:
@@ -401,13 +414,30 @@ def merge_of_parts(merge_loop: str) -> str:
         for head_dim in (64, 128)
         for splits, rows, how in (
             (3, 8, ""), (1, 5, ""), (7, 18, ""), (4, 8, "parts without a key"), (3, 8, "near 200"), (3, 8, "near -200"),
-            (2, 4, "a weight of 1.5e-6"), (3, 8, "near 200 and near -200"),
+            (2, 4, f"{_LIGHT}, first"), (2, 4, f"{_LIGHT}, last"), (3, 8, "near 200 and near -200"),
         )
     ]  # fmt: skip
     with explained(lambda: built(whole, check=True, HEAD_DIM=128), MERGE):
         for given in cases:
             _expect_merge(whole, *given)
+    _expect_one_pass(whole)
     return f"{len(cases)} cases, parts without a key among them"
+
+
+def _expect_one_pass(whole: Source) -> None:
+    """Counts the bytes that a warp reads, of which each lane may read the lse of a part."""
+    __tracebackhide__ = True
+    module, (splits, rows, head_dim) = built(whole, check=True, HEAD_DIM=64), (3, 8, 64)
+    ran(module, whole, None, partial(_merged, module, *_parts(splits, rows, head_dim)))
+    assert module.report is not None, "every run in the emulator leaves a report"
+    read = module.report.counters["global_load_bytes"] / (splits * rows)
+    expect(
+        read <= 4 * (head_dim + 32),
+        f"the result is right, but the lanes of a warp read {read / 4:g} numbers of each part and row: o has "
+        f"{head_dim}, and each of 32 lanes needs lse once. Walk the parts once, and keep what you have read",
+        diagnosis="two-passes",
+        case=f"{splits} parts of {rows} rows, head_dim={head_dim}",
+    )
 
 
 def _expect_merge(whole: Source, splits: int, rows: int, head_dim: int, how: str) -> None:
@@ -417,7 +447,7 @@ def _expect_merge(whole: Source, splits: int, rows: int, head_dim: int, how: str
     o, lse = ran(module, whole, case, partial(_merged, module, part_o, part_lse))
     want = torch.logsumexp(part_lse.double(), 0)
     share = torch.exp(part_lse.double() - want.masked_fill(want == -torch.inf, 0.0))
-    light = how == "a weight of 1.5e-6"
+    light = how.startswith(_LIGHT)
     digits = "fp16 has no such digits, and float32 has: is something on the way narrower?" if light else None
     expect_close(lse, want, what="lse", case=case, tol=1e-4 if "near" in how else 3e-5)
     want_o = (share[..., None] * part_o).sum(0)
