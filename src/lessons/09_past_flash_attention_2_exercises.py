@@ -142,18 +142,23 @@ check("9.4", merge_loop)
 # %% [markdown]
 # ## 9.5
 #
-# Here is `p9_5_prefetch.cu` in 18 parts, in no order. Each begins with the line that stands for it.
+# Here is `p9_5_prefetch.cu` for a sliding window, in 18 parts, in no order. Each begins with the line that stands for it. As in phase 4, row $i$ sees no
+# key before $i$ + `diagonal - LEFT`. Three parts have been changed for it: F has `LEFT`, A masks at both borders, and K asks for tiles down to `begin`.
 
 # %%
 for letter in PARTS:
     show.source(part(letter))
 
 # %% [markdown]
-# Write the kernel: a line `// PART A` stands for the part A. Put all of them in an order that works, each once. What is missing between them is
-# yours to write: the loop. Its body is a lambda `tile(j, is_masked)` that is compiled twice, with `MASKED` as a constant in it; then the tiles
-# are walked backwards, from `end - 1` to 0, those from `full` on with a mask.
+# Write the kernel: a line `// PART A` stands for the part A. Put all of them in an order that works, each once; more than one order is right. What is
+# missing between them is yours to write:
 #
-# More than one order is right.
+# - `begin`, the first tile of which some row of the block sees a key, and behind it the first tile that the left border does not cut;
+# - the loop. Its body is a lambda `tile(j, is_masked)` that is compiled twice, with `MASKED` as a constant in it. The tiles are walked backwards,
+#   from `end - 1` to `begin`. With a window there are masked ones at both ends, and the full ones lie between.
+#
+# Where the window is narrow no tile is full. The check counts: no tile of which nobody sees a key is visited, and none pays for a mask that every
+# row sees whole.
 
 # %% tags=["exercise"]
 # BEGIN STARTER
@@ -170,6 +175,9 @@ kernel = r"""
 // PART Q
 // PART I
 // PART B
+    // The first row sees furthest to the left; from tile `whole` on the last row sees all as well
+    const int begin = max(0, m_start + diagonal - LEFT) / BLOCK_N;
+    const int whole = ceil_div(max(0, m_start + BLOCK_M - 1 + diagonal - LEFT), BLOCK_N);
 // PART L
 // PART R
 // PART G
@@ -185,7 +193,8 @@ kernel = r"""
     };
     int j = end - 1;
     for (; j >= full; j--) tile(j, std::true_type{});
-    for (; j >= 0; j--) tile(j, std::false_type{});
+    for (; j >= whole; j--) tile(j, std::false_type{});
+    for (; j >= begin; j--) tile(j, std::true_type{});
 // PART C
 // PART J
 """

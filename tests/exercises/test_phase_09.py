@@ -44,9 +44,13 @@ TOLD = [
     ("9.3", [("m_i[r] == -INFINITY ? 0.f : m_i[r]", "m_i[r]")], "-inf - (-inf) is NaN"),
     ("9.3", [("(before - base)", "(before - m_new[r])")], "`base` is the reference that it has from now on"),
     ("9.3", [(f"if ({FAR}) ", "")], "but not row by row"),
-    ("9.5", [("for (; j >= full; j--)", "for (; j >= 0; j--)")], "42 tiles of a long causal problem are masked"),
+    ("9.5", [("for (; j >= full; j--)", "for (; j >= begin; j--)")], "10 lie between the borders"),
     ("9.5", [("auto is_masked", "bool MASKED"), ("        constexpr bool MASKED = decltype(is_masked)::value;\n", ""),
-             ("std::true_type{}", "true"), ("std::false_type{}", "false")], "MASKED is a variable"),
+             *((f"j >= {x}; j--) tile(j, std::{y}_type{{}})", f"j >= {x}; j--) tile(j, {y})")
+               for x, y in (("full", "true"), ("whole", "false"), ("begin", "true")))], "MASKED is a variable"),
+    ("9.5", [("begin = max(0, m_start + diagonal - LEFT) / BLOCK_N", "begin = 0")], "some row sees a key of"),
+    ("9.5", [("m_start + diagonal - LEFT) /", "m_start + diagonal - LEFT + 1) /")], "first row sees furthest"),
+    ("9.5", [("BLOCK_M - 1 + diagonal", "diagonal")], "the last row begins to see later"),
     ("9.6", [("IN_FLIGHT = STAGES - 2", "IN_FLIGHT = 0")], "IN_FLIGHT should leave"),
     ("9.6", [("cp_async_wait<STAGES - 1>", "cp_async_wait <1>")], "where Q is waited for"),
     ("9.6", [("(end - 1 - j) % STAGES * KV_BYTES;\n        cp", "j % STAGES * KV_BYTES;\n        cp")],
@@ -154,8 +158,33 @@ def test_parts_left_out_or_used_twice():
         assert failure("9.5", *changed("9.5", (line, new))).diagnosis == f"part-{slug}"
 
 
-def test_other_orders_are_right():
-    assert check("9.5", swapped("state", "which keys"))
+@pytest.mark.parametrize("borders, walk", [
+    pytest.param("""
+    const int first = m_start + diagonal - LEFT, last = first + BLOCK_M - 1;
+    const int begin = first > 0 ? first / BLOCK_N : 0;
+    int uncut = begin;
+    while (uncut * BLOCK_N < last) uncut++;""", """
+    while (j >= max(full, uncut)) tile(j--, std::true_type{});
+    while (j >= uncut) tile(j--, std::false_type{});
+    while (j >= begin) tile(j--, std::true_type{});""", id="by search"),
+    pytest.param("""
+    const int begin = max(0, m_start + diagonal - LEFT) / BLOCK_N;""", """
+    for (; j >= begin; j--)
+        if (j >= full || j * BLOCK_N < m_start + BLOCK_M - 1 + diagonal - LEFT) tile(j, std::true_type{});
+        else tile(j, std::false_type{});""", id="one loop"),
+])  # fmt: skip
+def test_other_orders_and_walks_are_right(borders, walk):
+    text = swapped("addresses", "state")  # the one does not need the other
+    before, _, behind = text.partition("    // The first row")
+    middle = behind.partition("// PART")
+    begin, _, end = (borders + "\n" + "".join(middle[1:])).partition("    for (; j >= full;")
+    assert check("9.5", before + begin + walk + "\n// PART" + end.partition("// PART")[2])
+
+
+def test_the_lectures_walk_is_told_the_window():
+    full, whole, begin = (f"for (; j >= {x}; j--)" for x in ("full", "whole", "begin"))
+    lecture = [(whole, full.replace("full", "0")), (f"    {begin} tile(j, std::true_type{{}});\n", "")]
+    assert "of a kernel without a window" in failure("9.5", *changed("9.5", *lecture)).sentence
 
 
 # ---- 9.7: a kernel of one's own --------------------------------------------------------------------------------------

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 
 from flashlab.check import CheckFailed, expect, expect_close
+from flashlab.check.changes import edited
 from flashlab.check.cuda_answer import (
     PROBES,
     Source,
     built,
     examine,
+    normal,
     probe,
     ran,
     region,
@@ -455,7 +458,6 @@ def _expect_merge(whole: Source, splits: int, rows: int, head_dim: int, how: str
 
 
 # ---- 9.5 -------------------------------------------------------------------------------------------------------------
-_TOGETHER = "p9_5_prefetch"
 PARTS = dict(zip("ABCDEFGHIJKLMNOPQR", (
     "row maxima", "which keys", "store", "copy a tile", "scores", "constants", "first copies", "probabilities",
     "which rows", "launch", "load K and V", "state", "output", "swizzle", "Q in registers", "rescale",
@@ -483,59 +485,154 @@ _NEEDS = {
 _PLACE = re.compile(r"^\s*// PART ([A-Z])\s*$|\bflashlab_part ([A-Z]) ?;", re.M)
 
 
+_WINDOW = 300
+
+
+@cache
+def _windowed() -> str:
+    """p9_5_prefetch with the window's constant, its left border in the mask, and the last tile that is asked for."""
+    return edited(step("p9_5_prefetch").path.read_text(), [
+        ("constexpr int SHARED =", f"constexpr int LEFT = {_WINDOW};{' ' * 32}// keys that a row sees before its own "
+         "position\nconstexpr int SHARED ="),
+        ("        if (j > 0) {   ", "        if (j > begin) {"),
+        ("            float x = m_i[r];\n",
+         "            const int first_key = row + diagonal - LEFT;\n            float x = m_i[r];\n"),
+        ("                    if (MASKED && j * BLOCK_N + n * MMA_N + t * 2 + e > last_key) c = -INFINITY;\n",
+         "                    const int key = j * BLOCK_N + n * MMA_N + t * 2 + e;\n"
+         "                    if (MASKED && (key < first_key || key > last_key)) c = -INFINITY;\n"),
+    ])  # fmt: skip
+
+
 def part(letter: str) -> str:
     """One of the parts of exercise 9.5, under the line that stands for it."""
-    return f"// PART {letter}\n{region(step(_TOGETHER), PARTS[letter])}"
+    return f"// PART {letter}\n{region(_windowed(), PARTS[letter])}"
 
 
 def _together(text: str) -> str:
-    return _PLACE.sub(lambda m: "\n" + region(step(_TOGETHER), PARTS[m[1] or m[2]]).rstrip("\n") + "\n", text)
+    return _PLACE.sub(lambda m: "\n" + region(_windowed(), PARTS[m[1] or m[2]]).rstrip("\n") + "\n", text)
 
 
-_DOWN = "for (; j >= {}; j--) tile(j, std::{}_type{{}});\n"
-_MASKED, _PLAIN_TILES = _DOWN.format("full", "true"), _DOWN.format(0, "false")
+_DOWN = "    for (; j >= {}; j--) tile(j, std::{}_type{{}});\n"
+_RIGHT, _BETWEEN, _LEFT = _DOWN.format("full", "true"), _DOWN.format("whole", "false"), _DOWN.format("begin", "true")
+_FIRST_ROW, _LAST_ROW = "max(0, m_start + diagonal - LEFT)", "max(0, m_start + BLOCK_M - 1 + diagonal - LEFT)"
+# (queries, keys): where the window begins with a tile, ends one, and where it does for the last row
+_BORDERS = (128, 492), (128, 491), (128, 493), (128, 494)
+
+
+def _walked(seq_q: int, seq_k: int, causal: bool = True) -> Callable[[CudaModule], Any]:
+    """A run of a text that says its tiles: they are kept behind its outputs."""
+    run = _halves((1, 1, 1, seq_q, seq_k, causal))
+
+    def kept(module: CudaModule) -> Outputs:
+        outputs = run(module)
+        assert module.report is not None, "every run in the emulator leaves a report"
+        return [*outputs, torch.tensor([float(x) for x in module.report.printed.split()])]
+
+    return all_found(kept)
+
+
 GLUE = Trials(
-    "9.5", _watched, [*map(all_found, (_RUNS[0], _halves((1, 1, 1, 64, 200, False))))], region=True, tol=1e-3,
-    place=_together,
+    "9.5", _watched, [*(_walked(*x) for x in ((200, 520), *_BORDERS)), _walked(64, 200, causal=False)],
+    region=True, tol=1e-3, place=lambda text: _telling(_together(text)),
     read=lambda text: _PLACE.sub(lambda m: f"flashlab_part {m[1]};", text),
+    words={"begin": "begin", "whole": "whole"},
+    notes={
+        "m_start + diagonal - LEFT": "the first row sees furthest to the left",
+        "m_start + BLOCK_M - 1 + diagonal - LEFT": "the last row begins to see last",
+    },
     rows=[
-        Row("never-masked", "the tiles from `full` on run without a mask, and need it", [(_MASKED, "")]),
-        Row("tiles-left-out", "the tiles below `full` are left out: the loop goes on to tile 0", [(_PLAIN_TILES, "")]),
-        Row("wrong-walk", "the tiles are walked upwards, and part K asks for tile j - 1: it is from end - 1 down to 0",
-            [(f"    int j = end - 1;\n    {_MASKED}    {_PLAIN_TILES}", "    int j = 0;\n    for (; j < full; j++) "
-              "tile(j, std::false_type{});\n    for (; j < end; j++) tile(j, std::true_type{});\n")]),
+        Row("never-masked", "the tiles from `full` on run without a mask, and need it", [(_RIGHT, "")]),
+        Row("tiles-left-out", "the tiles at the left border are left out: the loop goes on to `begin`", [(_LEFT, "")]),
+        Row("no-window", "the walk is that of a kernel without a window, down to tile 0 and there without a mask: the "
+            "left border cuts tiles too", [(_BETWEEN, _DOWN.format(0, "false")), (_LEFT, "")]),
+        Row("left-border-unmasked", "the tiles at the left border run without a mask, and need it",
+            [(_LEFT, _LEFT.replace("true", "false"))]),
+        Row("wrong-walk", "the tiles are walked upwards, and part K asks for tile j - 1: it is down to `begin`",
+            [(f"    int j = end - 1;\n{_RIGHT}{_BETWEEN}{_LEFT}", "    for (int j = begin; j < end; j++) if (j < whole "
+              "|| j >= full) tile(j, std::true_type{}); else tile(j, std::false_type{});\n")]),
+        Row("wrong-row", "`begin` is that of the block's last row: the first row sees furthest to the left",
+            [(f"begin = {_FIRST_ROW}", f"begin = {_LAST_ROW}")]),
+        Row("wrong-row", "the tiles that the left border cuts end where the first row sees all: the last row begins to "
+            "see later", [(f"whole = ceil_div({_LAST_ROW}", f"whole = ceil_div({_FIRST_ROW}")]),
+        Row("rounded-down", "the first tile that the left border does not cut is rounded down, into one that it cuts",
+            [(f"ceil_div({_LAST_ROW}, BLOCK_N)", f"{_LAST_ROW} / BLOCK_N")]),
+        Row("rounded-up", "`begin` is rounded up: a part of the tile before it is seen",
+            [(f"{_FIRST_ROW} / BLOCK_N", f"ceil_div({_FIRST_ROW}, BLOCK_N)")]),
     ],
 )  # fmt: skip
 
 
 @exercise(
     "9.5",
-    title="Put the kernel together",
-    minutes=40,
+    title="Put a kernel with a window together",
+    minutes=50,
     difficulty="Core",
     hints=[
         "Begin with the constants and the functions; then the part that begins the kernel; what each lane computes "
-        "once before the loop; the body of the loop in the order of the algorithm; the store; the launch.",
-        "The body is a lambda: auto tile = [&](int j, auto is_masked) { constexpr bool MASKED = "
-        "decltype(is_masked)::value; ... }; with six parts in it.",
-        "After it: int j = end - 1; for (; j >= full; j--) tile(j, std::true_type{}); and the same down to 0 with "
-        "std::false_type{}.",
+        "once before the loop; the body of the loop in the order of the algorithm; the store; the launch. The body is "
+        "a lambda with six parts in it, behind constexpr bool MASKED = decltype(is_masked)::value.",
+        "The first row sees the keys from m_start + diagonal - LEFT on, the last one from BLOCK_M - 1 further on: the "
+        "tile of the one, rounded down, is begin; that of the other, rounded up, is the first that is not cut. Neither "
+        "is below 0.",
+        "Three loops over one j, from end - 1 on: down to full with std::true_type{}, down to the first tile that is "
+        "not cut with std::false_type{}, down to begin with std::true_type{}. Where nothing is full the second one "
+        "does not run.",
     ],
 )
 def kernel_of_parts(kernel: str) -> str:
     text = text_of(kernel, "kernel")
     _expect_parts(text)
-    whole = _together(text)
-    with explained(lambda: _watched(whole), GLUE):
-        verdict = examine(Source(whole, "kernel"))
-    masked, plain = _bodies(whole)
+    whole = Source(_together(text), "kernel")
+    cases = [(1, 1, 1, 200, 520, True), (1, 2, 1, 130, 700, False), (2, 1, 1, 600, 450, True)]
+    cases += [(1, 1, 1, *sizes, True) for sizes in _BORDERS]
+    with explained(lambda: _watched(_telling(whole.text)), GLUE):
+        verdict = examine(whole)  # of cases that are shorter than the window
+        for shape in cases:
+            _expect_window(whole, *shape)
+        for sizes in ((768, 768), *_BORDERS):
+            _expect_few_tiles(whole.text, *sizes)
+    return f"{verdict.cases + len(cases)} cases right, nothing found by the emulator"
+
+
+def _expect_window(whole: Source, batch: int, heads: int, kv_heads: int, seq_q: int, seq_k: int, causal: bool) -> None:
+    """One run on more keys than the window has, beside the definition."""
+    __tracebackhide__ = True
+    case = f"heads={heads}, seq_q={seq_q}, seq_k={seq_k}, LEFT={_WINDOW}{', causal' * causal}"
+    sizes = (heads, seq_q), (kv_heads, seq_k), (kv_heads, seq_k)
+    q, k, v = (normal(batch, *size, 64, seed=i).half() for i, size in enumerate(sizes))
+    module = built(whole, check=False)
+    o, lse = ran(module, whole, case, partial(module.forward, q, k, v, causal=causal, echo=False))
+    scores = q.double() @ k.double().mT / 8
+    ahead = torch.arange(seq_k) - torch.arange(seq_q)[:, None] - (seq_k - seq_q)  # of the row's own position
+    scores[..., (ahead < -_WINDOW) | (causal & (ahead > 0))] = -torch.inf
+    want = scores.logsumexp(-1)
+    p = torch.exp(scores - want.masked_fill(want == -torch.inf, 0.0)[..., None])
+    expect_close(lse, want, what="lse", case=case, tol=1e-4)
+    expect_close(o, p @ v.double(), what="o", case=case, tol=4e-3)
+
+
+def _expect_few_tiles(whole: str, seq_q: int, seq_k: int) -> None:
+    """Counts the tiles of one causal head, and those of them that run with a mask."""
+    __tracebackhide__ = True
+    tall, wide, visited, full = 128, 64, 0, 0
+    for first in range(seq_k - seq_q, seq_k, tall):  # the position of a block's first row
+        visited += -(-min(seq_k, first + tall) // wide) - max(0, first - _WINDOW) // wide
+        full += max(0, (first + 1) // wide - -(-max(0, first + tall - 1 - _WINDOW) // wide))
+    masked, plain = _bodies(whole, seq_q, seq_k)
+    case = f"seq_q={seq_q}, seq_k={seq_k}, causal, LEFT={_WINDOW}"
     expect(
-        masked < plain,
-        f"right, but {masked} tiles of a long causal problem are masked, and {plain} are not: only the tiles from "
-        "`full` on need a mask",
-        diagnosis="everything-masked",
+        masked + plain <= visited,
+        f"right, but {masked + plain} tiles are visited, and some row sees a key of {visited} of them: the walk ends "
+        "at `begin`",
+        diagnosis="tiles-outside",
+        case=case,
     )
-    return f"{verdict.cases} cases right, nothing found by the emulator"
+    expect(
+        plain >= full,
+        f"right, but {masked} tiles are masked, and {plain} are not: {full} lie between the borders, and need no mask",
+        diagnosis="everything-masked",
+        case=case,
+    )
 
 
 def _expect_parts(text: str) -> None:
@@ -561,28 +658,32 @@ def _expect_parts(text: str) -> None:
     expect("MASKED" in _PLACE.sub("", text), "the glue should define MASKED, for the two bodies", diagnosis="no-flag")
 
 
-def _bodies(whole: str) -> tuple[int, int]:
-    """How many tiles of one causal head of 768 rows run with a mask, and how many without.
+def _telling(whole: str, more: str = "") -> str:
+    """The text, and each of its tiles prints 2 j, and 1 more if it has a mask."""
+    scores = region(_windowed(), "scores").rstrip("\n")
+    return whole.replace(scores, f'if (threadIdx.x == 0) printf("%d\\n", 2 * j + (int)MASKED);\n{more}{scores}')
+
+
+def _bodies(whole: str, seq_q: int, seq_k: int) -> tuple[int, int]:
+    """How many tiles of one causal head run with a mask, and how many without.
 
     Raises CheckFailed where MASKED is no constant.
     """
     __tracebackhide__ = True
-    scores = region(step(_TOGETHER), "scores").rstrip("\n")
-    said = 'if (threadIdx.x == 0) printf("%d\\n", (int)MASKED);\n'
-    said += 'static_assert(MASKED || !MASKED, "MASKED");\n'
+    text = _telling(whole, 'static_assert(MASKED || !MASKED, "MASKED");\n')
     try:
-        module = built(Source(whole.replace(scores, said + scores), "kernel"), check=False)
+        module = built(Source(text, "kernel"), check=False)
     except CheckFailed:  # it compiled without these lines
         raise CheckFailed(
             "right, but MASKED is a variable that is looked at while the kernel runs: every tile pays for the mask. "
             "Make it a constant of each of two bodies: constexpr bool MASKED = decltype(is_masked)::value",
             diagnosis="not-a-constant",
         ) from None
-    q = torch.zeros(1, 1, 768, 64).half()
-    module.forward(q, q, q, causal=True, echo=False)
+    q, k = (torch.zeros(1, 1, n, 64).half() for n in (seq_q, seq_k))
+    module.forward(q, k, k, causal=True, echo=False)
     assert module.report is not None, "every run in the emulator leaves a report"
-    words = module.report.printed.split()
-    return words.count("1"), words.count("0")
+    tiles = [int(x) % 2 for x in module.report.printed.split()]
+    return sum(tiles), len(tiles) - sum(tiles)
 
 
 # ---- 9.6 ------------------------------------------------------------------------------------------------------------
