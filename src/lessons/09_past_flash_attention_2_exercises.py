@@ -58,19 +58,23 @@ check("9.2", blocks_per_sm)
 # %% [markdown]
 # ## 9.3
 #
-# Somebody made the rescaling of `p9_3_rescale` lazy. It passed a thousand tests with `torch.randn`, and was shipped. Then some rows of a
-# model's output came out too small, always rows whose large scores come late in the walk. Run the check: **in which cases is it right, and by
-# which factor is a row wrong?** Repair the text. It has to stay lazy: where no maximum moves, nothing is multiplied.
+# In `p9_3_rescale` a row that moves far takes its whole warp with it, so a row's last bits depend on its neighbours. Somebody made *rescale* lazy row by
+# row: a row that has not moved far keeps its `m_i`, whatever the others do. It passed a thousand tests with `torch.randn`, and was shipped. Then some
+# rows of a model's output looked as if their largest scores hardly counted, always rows whose large scores come late in the walk. Run the check: **in
+# which cases is it right, and by which factor does what came before weigh too much?** Repair the text. It has to stay lazy, row by row: where no
+# maximum moves, nothing is multiplied.
 
 # %% tags=["exercise"]
 rescale = r"""
-        // When some row needs it, what was summed under the old maximum is brought under the new one
+        // A row that has moved far is brought under its new maximum; the others keep their reference
         if (__any_sync(~0u, moved)) {
 #pragma unroll
             for (int r = 0; r < ROWS_PER_LANE; r++) {
-                const float base = m_new[r] == -INFINITY ? 0.f : m_new[r];     // -inf - (-inf) would be NaN
-                const float correction = exp2_approx((m_i[r] - base) * scale_log2);
-                m_i[r] = m_new[r], l_i[r] *= correction;             //: repaired: the sum too
+                const float before = m_i[r];
+                if ((m_new[r] - m_i[r]) * scale_log2 > RESCALE_ABOVE) m_i[r] = m_new[r];
+                const float base = m_i[r] == -INFINITY ? 0.f : m_i[r];         // -inf - (-inf) would be NaN
+                const float correction = exp2_approx((before - base) * scale_log2);      //: repaired: not m_i[r]
+                l_i[r] *= correction;
 #pragma unroll
                 for (int n = 0; n < O_TILES; n++)
                     acc[n][2 * r] *= correction, acc[n][2 * r + 1] *= correction;
@@ -86,40 +90,47 @@ check("9.3", rescale)
 # ## 9.4
 #
 # With few rows, several blocks share the keys (split-KV), and each leaves a part: `part_o`, normalised over its keys, and `part_lse`. A second
-# kernel merges them, one warp per row; a lane holds `HEAD_DIM / 32` columns, in pairs. Phase 0 called this operation `merge`. Fill in the loop over
-# the parts. A part may have seen no key (`part_lse` is `-INFINITY`), and so may all of them. `exp2_approx` is $2^x$; `LOG2E` is there.
+# kernel merges them, one warp per row; a lane holds `HEAD_DIM / 32` columns, in pairs. The lecture's walks the parts twice, because it wants the
+# largest `part_lse` first. Write it in **one pass**: each part is merged into what there is, as phase 0's `merge` does, and may be forgotten. Such a
+# loop could begin before the last part has come. Every number of a part is read once.
+#
+# A part may have seen no key (`part_lse` is `-INFINITY`), also the first ones, and so may all of them. `exp2_approx` is $2^x$; `LOG2E` is there. Below
+# the loop `base`, `l_i` and `inverse` are what the kernel stores: keep them.
 
 # %% tags=["exercise"]
 # BEGIN STARTER
 merge_loop = r"""
-    float m_i = -INFINITY, l_i = 0.f, acc[HEAD_DIM / 32] = {};
-    for (int s = 0; s < splits; s++) m_i = fmaxf(m_i, part_lse[s * rows + row]);
-    const float base = m_i == -INFINITY ? 0.f : m_i;
+    float m_i = -INFINITY, l_i = 0.f, acc[HEAD_DIM / 32] = {};     // of the parts so far
     for (int s = 0; s < splits; s++) {
-        // YOUR CODE HERE: the weight of part s; l_i
+        // YOUR CODE HERE: m_i and l_i with part s, and what acc needs for it
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 32; i += 2) {
             const float2 x = *(const float2*)(part_o + (s * rows + row) * HEAD_DIM + i * 32 + lane * 2);
             // YOUR CODE HERE: acc[i] and acc[i + 1]
         }
     }
+    const float base = m_i == -INFINITY ? 0.f : m_i;
     const float inverse = l_i > 0.f ? 1.f / l_i : l_i;
 """
 # END STARTER
 # BEGIN SOLUTION
 merge_loop = r"""
-    float m_i = -INFINITY, l_i = 0.f, acc[HEAD_DIM / 32] = {};
-    for (int s = 0; s < splits; s++) m_i = fmaxf(m_i, part_lse[s * rows + row]);
-    const float base = m_i == -INFINITY ? 0.f : m_i;
+    float m_i = -INFINITY, l_i = 0.f, acc[HEAD_DIM / 32] = {};     // of the parts so far
     for (int s = 0; s < splits; s++) {
-        const float weight = exp2_approx((part_lse[s * rows + row] - base) * LOG2E);
-        l_i += weight;
+        const float lse = part_lse[s * rows + row], m_new = fmaxf(m_i, lse);
+        const float reference = m_new == -INFINITY ? 0.f : m_new;  // -inf - (-inf) would be NaN
+        const float correction = exp2_approx((m_i - reference) * LOG2E);
+        const float weight = exp2_approx((lse - reference) * LOG2E);
+        l_i = l_i * correction + weight;
+        m_i = m_new;
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 32; i += 2) {
             const float2 x = *(const float2*)(part_o + (s * rows + row) * HEAD_DIM + i * 32 + lane * 2);
-            acc[i] += weight * x.x, acc[i + 1] += weight * x.y;
+            acc[i] = acc[i] * correction + weight * x.x;
+            acc[i + 1] = acc[i + 1] * correction + weight * x.y;
         }
     }
+    const float base = m_i == -INFINITY ? 0.f : m_i;
     const float inverse = l_i > 0.f ? 1.f / l_i : l_i;
 """
 # END SOLUTION
@@ -131,18 +142,23 @@ check("9.4", merge_loop)
 # %% [markdown]
 # ## 9.5
 #
-# Here is `p9_5_prefetch.cu` in 18 parts, in no order. Each begins with the line that stands for it.
+# Here is `p9_5_prefetch.cu` for a sliding window, in 18 parts, in no order. Each begins with the line that stands for it. As in phase 4, row $i$ sees no
+# key before $i$ + `diagonal - LEFT`. Three parts have been changed for it: F has `LEFT`, A masks at both borders, and K asks for tiles down to `begin`.
 
 # %%
 for letter in PARTS:
     show.source(part(letter))
 
 # %% [markdown]
-# Write the kernel: a line `// PART A` stands for the part A. Put all of them in an order that works, each once. What is missing between them is
-# yours to write: the loop. Its body is a lambda `tile(j, is_masked)` that is compiled twice, with `MASKED` as a constant in it; then the tiles
-# are walked backwards, from `end - 1` to 0, those from `full` on with a mask.
+# Write the kernel: a line `// PART A` stands for the part A. Put all of them in an order that works, each once; more than one order is right. What is
+# missing between them is yours to write:
 #
-# More than one order is right.
+# - `begin`, the first tile of which some row of the block sees a key, and behind it the first tile that the left border does not cut;
+# - the loop. Its body is a lambda `tile(j, is_masked)` that is compiled twice, with `MASKED` as a constant in it. The tiles are walked backwards,
+#   from `end - 1` to `begin`. With a window there are masked ones at both ends, and the full ones lie between.
+#
+# Where the window is narrow no tile is full. The check counts: no tile of which nobody sees a key is visited, and none pays for a mask that every
+# row sees whole.
 
 # %% tags=["exercise"]
 # BEGIN STARTER
@@ -159,6 +175,9 @@ kernel = r"""
 // PART Q
 // PART I
 // PART B
+    // The first row sees furthest to the left; from tile `whole` on the last row sees all as well
+    const int begin = max(0, m_start + diagonal - LEFT) / BLOCK_N;
+    const int whole = ceil_div(max(0, m_start + BLOCK_M - 1 + diagonal - LEFT), BLOCK_N);
 // PART L
 // PART R
 // PART G
@@ -174,7 +193,8 @@ kernel = r"""
     };
     int j = end - 1;
     for (; j >= full; j--) tile(j, std::true_type{});
-    for (; j >= 0; j--) tile(j, std::false_type{});
+    for (; j >= whole; j--) tile(j, std::false_type{});
+    for (; j >= begin; j--) tile(j, std::true_type{});
 // PART C
 // PART J
 """

@@ -6,6 +6,7 @@ import pytest
 from lesson_answers import answers_of, failure
 from lesson_answers import changed_texts as changed
 
+from flashlab.check.cuda_answer import region
 from flashlab.check.cuda_index import TRIALS
 from flashlab.exercises import check
 from flashlab.exercises.phase_09 import PARTS
@@ -23,19 +24,33 @@ def test_text_is_wanted(id):
     assert failure(id, *[3] * len(answers_of(id, "solutions"))).diagnosis == "wrong-type"
 
 
-WEIGHT = "exp2_approx((part_lse[s * rows + row] - base) * LOG2E)"
+FAR = "(m_new[r] - m_i[r]) * scale_log2 > RESCALE_ABOVE"
+WEIGHT = "exp2_approx((lse - reference) * LOG2E)"
+ROUNDED = "const float w = __half2float(__float2half(weight)); "
 TOLD = [
-    ("9.4", [("l_i += weight;", "l_i += __half2float(__float2half(weight));")], "lse is"),
-    ("9.4", [("acc[i] += weight * x.x", "const float w = __half2float(__float2half(weight)); acc[i] += w * x.x")],
+    ("9.4", [("+ weight;", "+ __half2float(__float2half(weight));")], "lse is"),
+    ("9.4", [("acc[i] = acc[i] * correction + weight", f"{ROUNDED}acc[i] = acc[i] * correction + w")],
      "fp16 has no such digits"),
-    ("9.4", [("fmaxf(m_i, part_lse[s * rows + row])", "part_lse[s * rows + row]")], "lse is"),
-    ("9.4", [("row] - base) * LOG2E", "row] - m_i) * LOG2E")], "m_i is subtracted, and not base"),
+    ("9.4", [("exp2_approx((m_i - reference) * LOG2E);", "__half2float(__float2half(exp2_approx((m_i - reference) * "
+              "LOG2E)));"), ("l_i = l_i * correction", "l_i = l_i * exp2_approx((m_i - reference) * LOG2E)")],
+     "fp16 has no such digits"),
+    ("9.4", [("fmaxf(m_i, lse)", "lse")], "lse is"),
+    ("9.4", [("m_new == -INFINITY ? 0.f : m_new", "m_new")], "m_new is subtracted as it is"),
     ("9.4", [("const float weight", "const int weight")], "lse is"),
-    ("9.4", [(WEIGHT, "part_lse[s * rows + row]")], "the exponential of it is forgotten"),
-    ("9.3", [("m_new[r] == -INFINITY ? 0.f : m_new[r]", "m_new[r]")], "-inf - (-inf) is NaN"),
-    ("9.5", [("for (; j >= full; j--)", "for (; j >= 0; j--)")], "42 tiles of a long causal problem are masked"),
+    ("9.4", [(WEIGHT, "lse")], "the exponential of it is forgotten"),
+    ("9.4", [("acc[i + 1] * correction", "acc[i + 1]")], "the factor `the correction` is missing"),
+    ("9.4", [("l_i * correction + weight", "l_i + weight")], "the factor `the correction` is missing"),
+    ("9.4", [(WEIGHT, "expf((lse - reference) * LOG2E)")], "`expf` stands where `exp2_approx` belongs"),
+    ("9.3", [("m_i[r] == -INFINITY ? 0.f : m_i[r]", "m_i[r]")], "-inf - (-inf) is NaN"),
+    ("9.3", [("(before - base)", "(before - m_new[r])")], "`base` is the reference that it has from now on"),
+    ("9.3", [(f"if ({FAR}) ", "")], "but not row by row"),
+    ("9.5", [("for (; j >= full; j--)", "for (; j >= begin; j--)")], "10 lie between the borders"),
     ("9.5", [("auto is_masked", "bool MASKED"), ("        constexpr bool MASKED = decltype(is_masked)::value;\n", ""),
-             ("std::true_type{}", "true"), ("std::false_type{}", "false")], "MASKED is a variable"),
+             *((f"j >= {x}; j--) tile(j, std::{y}_type{{}})", f"j >= {x}; j--) tile(j, {y})")
+               for x, y in (("full", "true"), ("whole", "false"), ("begin", "true")))], "MASKED is a variable"),
+    ("9.5", [("begin = max(0, m_start + diagonal - LEFT) / BLOCK_N", "begin = 0")], "some row sees a key of"),
+    ("9.5", [("m_start + diagonal - LEFT) /", "m_start + diagonal - LEFT + 1) /")], "first row sees furthest"),
+    ("9.5", [("BLOCK_M - 1 + diagonal", "diagonal")], "the last row begins to see later"),
     ("9.6", [("IN_FLIGHT = STAGES - 2", "IN_FLIGHT = 0")], "IN_FLIGHT should leave"),
     ("9.6", [("cp_async_wait<STAGES - 1>", "cp_async_wait <1>")], "where Q is waited for"),
     ("9.6", [("(end - 1 - j) % STAGES * KV_BYTES;\n        cp", "j % STAGES * KV_BYTES;\n        cp")],
@@ -68,10 +83,43 @@ def test_no_row_hides_another(id):
     assert [row.sentence for row in TRIALS[id].rows if row.sentence not in told] == []
 
 
-@pytest.mark.long
-def test_a_vote_is_for_speed_alone():
+@pytest.mark.parametrize("changes", [
     # The four lanes of a quad wish the same, and nobody else has a part of their rows.
-    assert check("9.3", *changed("9.3", ("__any_sync(~0u, moved)", "moved")))
+    pytest.param([("__any_sync(~0u, moved)", "moved")], id="no vote", marks=pytest.mark.long),
+    pytest.param([(f"if ({FAR}) m_i[r] = m_new[r];", ""), ("before - base", "m_i[r] - base"),
+                  ("const float before = m_i[r];", f"const float m_next = {FAR} ? m_new[r] : m_i[r];"),
+                  ("m_i[r] == -INFINITY ? 0.f : m_i[r]", "m_next == -INFINITY ? 0.f : m_next"),
+                  ("l_i[r] *= correction;", "l_i[r] *= correction, m_i[r] = m_next;")], id="moved last"),
+])  # fmt: skip
+def test_other_repairs_of_a_row_alone(changes):
+    assert check("9.3", *changed("9.3", *changes))
+
+
+def test_the_lectures_rescaling_is_not_row_by_row():
+    assert failure("9.3", region(step("p9_3_rescale"), "rescale")).diagnosis == "rescaled-with-the-warp"
+
+
+LSE = "const float lse = part_lse[s * rows + row], m_new = fmaxf(m_i, lse);"
+
+
+@pytest.mark.parametrize("changes", [
+    pytest.param([("const float reference =", "if (lse == -INFINITY) continue;\n        const float reference =")],
+                 id="empty parts skipped"),
+    pytest.param([("        const float correction = exp2_approx((m_i - reference) * LOG2E);\n", ""), (LSE, f"""
+        {LSE}
+        const float correction = m_new > m_i ? exp2_approx((m_i - m_new) * LOG2E) : 1.f;""")], id="where it moves"),
+    pytest.param([("    const float inverse = l_i > 0.f ? 1.f / l_i : l_i;", "    const float inverse = l_i > 0.f;"), (
+        "l_i = l_i * correction + weight;", "const float sum = l_i * correction + weight, part = sum > 0 ? 1 / sum : 0;"
+        "\n        const float old = l_i * correction * part, mine = weight * part;\n        l_i = sum;"),
+        ("acc[i] * correction + weight", "acc[i] * old + mine"),
+        ("acc[i + 1] * correction + weight", "acc[i + 1] * old + mine")], id="normalised after each part"),
+])  # fmt: skip
+def test_other_ways_to_merge_in_one_pass(changes):
+    assert check("9.4", *changed("9.4", *changes))
+
+
+def test_the_lectures_merge_has_two_passes():
+    assert failure("9.4", region(step("p9_flash"), "weighted sum")).diagnosis == "two-passes"
 
 
 def test_spare_shared_memory_is_allowed():
@@ -110,8 +158,33 @@ def test_parts_left_out_or_used_twice():
         assert failure("9.5", *changed("9.5", (line, new))).diagnosis == f"part-{slug}"
 
 
-def test_other_orders_are_right():
-    assert check("9.5", swapped("state", "which keys"))
+@pytest.mark.parametrize("borders, walk", [
+    pytest.param("""
+    const int first = m_start + diagonal - LEFT, last = first + BLOCK_M - 1;
+    const int begin = first > 0 ? first / BLOCK_N : 0;
+    int uncut = begin;
+    while (uncut * BLOCK_N < last) uncut++;""", """
+    while (j >= max(full, uncut)) tile(j--, std::true_type{});
+    while (j >= uncut) tile(j--, std::false_type{});
+    while (j >= begin) tile(j--, std::true_type{});""", id="by search"),
+    pytest.param("""
+    const int begin = max(0, m_start + diagonal - LEFT) / BLOCK_N;""", """
+    for (; j >= begin; j--)
+        if (j >= full || j * BLOCK_N < m_start + BLOCK_M - 1 + diagonal - LEFT) tile(j, std::true_type{});
+        else tile(j, std::false_type{});""", id="one loop"),
+])  # fmt: skip
+def test_other_orders_and_walks_are_right(borders, walk):
+    text = swapped("addresses", "state")  # the one does not need the other
+    before, _, behind = text.partition("    // The first row")
+    middle = behind.partition("// PART")
+    begin, _, end = (borders + "\n" + "".join(middle[1:])).partition("    for (; j >= full;")
+    assert check("9.5", before + begin + walk + "\n// PART" + end.partition("// PART")[2])
+
+
+def test_the_lectures_walk_is_told_the_window():
+    full, whole, begin = (f"for (; j >= {x}; j--)" for x in ("full", "whole", "begin"))
+    lecture = [(whole, full.replace("full", "0")), (f"    {begin} tile(j, std::true_type{{}});\n", "")]
+    assert "of a kernel without a window" in failure("9.5", *changed("9.5", *lecture)).sentence
 
 
 # ---- 9.7: a kernel of one's own --------------------------------------------------------------------------------------

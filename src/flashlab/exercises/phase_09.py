@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 
 from flashlab.check import CheckFailed, expect, expect_close
+from flashlab.check.changes import edited
 from flashlab.check.cuda_answer import (
     PROBES,
     Source,
     built,
     examine,
+    normal,
     probe,
     ran,
     region,
@@ -192,12 +195,12 @@ def _with_rescaling(text: str) -> Source:
     return replaced(step("p9_3_rescale"), "rescale", text)
 
 
-def _fifths(module: CudaModule) -> Outputs:
-    """Where the maxima of each fifth row move, by 40, in the tile that is walked last."""
+def _fifths(module: CudaModule, late: float = 8.0) -> Outputs:
+    """Where the maxima of each fifth row move in the tile that is walked last: by 40, or with late=0 as the others'."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, n, 64, generator=generator).half() for n in (64, 128, 128))
     q[..., 0], k[..., 0] = 0.0, 0.0
-    q[:, :, ::5, 0], k[:, :, :64, 0] = 8.0, 40.0
+    q[:, :, ::5, 0], k[:, :, :64, 0] = late, 40.0
     return module.forward(q, k, v, causal=False, echo=False)
 
 
@@ -205,19 +208,26 @@ RESCALE = Trials(
     "9.3", _watched, region=True,
     runs=[_fifths, *(_halves((1, 1, 1, 64, 130, False), fall=x) for x in (3.0, 8.0)), _RUNS[1]],
     place=lambda text: _with_rescaling(text).text, tol=1e-3,
-    words={"base": "base", "correction": "correction"},
+    words={"base": "base", "correction": "correction", "before": "the reference before"},
     notes={
-        "l_i[r] *= correction": "m_i, l_i and acc of a row belong to one maximum",
-        "m_i[r] = m_new[r]": "m_i, l_i and acc of a row belong to one maximum", "base": "-inf - (-inf) would be NaN",
+        "l_i[r] *= correction": "m_i, l_i and acc of a row belong to one reference",
+        "m_i[r] = m_new[r]": "m_i, l_i and acc of a row belong to one reference", "base": "-inf - (-inf) would be NaN",
         "scale_log2": "2^x is taken of scores times the scale and log2(e)",
     },
     rows=[
+        Row("moved-before-corrected", "m_i is moved before the correction is computed from it, which is then 1: it is "
+            "the old reference less the new one",
+            [("                const float before = m_i[r];\n", ""), ("(before - base)", "(m_i[r] - base)")]),
+        Row("kept-and-corrected", "a row that keeps its reference is corrected as if it moved: `base` is the reference "
+            "that it has from now on",
+            [("m_i[r] == -INFINITY ? 0.f : m_i[r]", "m_new[r] == -INFINITY ? 0.f : m_new[r]")]),
         Row("row-not-moved", "the warp rescales only where all of its rows move far: it has to as soon as any does",
             [("__any_sync(", "__all_sync(")]),
         Row("maximum-moved-alone", "the maximum is moved where nothing is rescaled",
             [("if (__any_sync(~0u, moved)) {", "for (int r = 0; r < 2; r++) if (!__any_sync(~0u, moved)) m_i[r] = "
               "m_new[r];\n        if (__any_sync(~0u, moved)) {")]),
-        Row("wrong-correction", "log2(e) is missing in the correction", [("* scale_log2", "* p.scale")]),
+        Row("wrong-correction", "log2(e) is missing in the correction",
+            [("(before - base) * scale_log2", "(before - base) * p.scale")]),
         Row("never-rescaled", "nothing is ever rescaled", [("if (__any_sync(~0u, moved)) {", "if (false) {")]),
     ],
 )  # fmt: skip
@@ -226,16 +236,17 @@ RESCALE = Trials(
 @exercise(
     "9.3",
     title="Right on random numbers",
-    minutes=15,
+    minutes=20,
     difficulty="Bug hunt",
-    bug=[("m_i[r] = m_new[r], l_i[r] *= correction;", "m_i[r] = m_new[r];")],
-    untouched="f6c43c9aea9b",
-    history="a common mistake; a related one, in a lazy rescaling too, is meta-pytorch/MSLK, pull request 242 (2026)",
+    bug=[("                const float before = m_i[r];\n", ""), ("(before - base)", "(m_i[r] - base)")],
+    untouched="a75e67e2aaa0",
+    history="a common mistake in any online softmax: the maximum is set before its correction is computed",
     hints=[
         "With random numbers only the first tile of a row rescales. What are acc and l_i then, before the correction?",
-        "Both are 0, and 0 times anything is 0: a forgotten correction does not show. Which of a row's three numbers, "
-        "m_i, l_i and acc, belong to one reference?",
-        "All three. l_i[r] *= correction; beside m_i[r] = m_new[r].",
+        "Both are 0, and 0 times anything is 0: a wrong correction does not show. Take a row whose reference moves "
+        "from 0 to 40, and compute its correction line by line. What is m_i[r] there?",
+        "The correction is 2 to the old reference less the new one. When it is computed the old one is gone: keep it "
+        "in a variable, before m_i[r] is set.",
     ],
 )
 def right_on_random_numbers(rescale: str) -> str:
@@ -243,6 +254,7 @@ def right_on_random_numbers(rescale: str) -> str:
     with explained(lambda: _watched(whole), RESCALE):
         verdict = examine(whole)
     _expect_lazy(whole)
+    _expect_each_row_alone(whole)
     return f"{verdict.cases} cases, late maxima among them"
 
 
@@ -261,6 +273,24 @@ def _expect_lazy(whole: Source) -> None:
         "maximum moves in the first tile only. Keep the vote",
         diagnosis="not-lazy",
         case="seq_q=64, seq_k=256, head_dim=64, float16, all scores 0",
+    )
+
+
+def _expect_each_row_alone(whole: Source) -> None:
+    """That rows which do not move far come out bit by bit the same, whether others of their warp do or not."""
+    __tracebackhide__ = True
+    module = built(whole, check=False)
+    moved, unmoved = (ran(module, whole, None, partial(_fifths, module, late)) for late in (8.0, 0.0))
+    others = [i for i in range(64) if i % 5]
+    off = torch.zeros(len(others), dtype=torch.bool)
+    for x, y in zip(moved, unmoved, strict=True):
+        off |= (x != y).reshape(64, -1)[others].any(1)
+    expect(
+        not off.any(),
+        f"the result is right, but not row by row: {int(off.sum())} of {len(off)} rows that do not move far change in "
+        "their last bits when others of their warp do. Such a row keeps its m_i, l_i and acc",
+        diagnosis="rescaled-with-the-warp",
+        case="seq_q=64, seq_k=128, head_dim=64, float16, each fifth row moves far in the second tile",
     )
 
 
@@ -284,6 +314,9 @@ def _merging(text: str) -> Source:
     return replaced(Source(alone, "p9_flash"), "weighted sum", text)
 
 
+_LIGHT = "a weight of 1.5e-6"
+
+
 def _parts(splits: int, rows: int, head_dim: int, how: str = "") -> tuple[torch.Tensor, torch.Tensor]:
     """part_o [splits, rows, head_dim] and part_lse [splits, rows], float32."""
     generator = torch.Generator().manual_seed(splits)
@@ -296,9 +329,10 @@ def _parts(splits: int, rows: int, head_dim: int, how: str = "") -> tuple[torch.
         none = torch.rand(splits, rows, generator=generator) < 0.5
         none[:, 0] = True
         part_lse[none], part_o[none] = -torch.inf, 0.0
-    if how == "a weight of 1.5e-6":
-        part_lse[:], part_lse[0] = 0.0, -13.4  # of such a weight fp16 has five bits
-        part_o[:], part_o[0] = 0.0, 3e4
+    if how.startswith(_LIGHT):
+        light = -1 if how.endswith("last") else 0
+        part_lse[:], part_lse[light] = 0.0, -13.4  # of such a weight fp16 has five bits
+        part_o[:], part_o[light] = 0.0, 3e4
     return part_o, part_lse
 
 
@@ -312,59 +346,68 @@ def _merged(module: CudaModule, part_o: torch.Tensor, part_lse: torch.Tensor) ->
 MERGE = Trials(
     "9.4", lambda text: built(text, check=True, HEAD_DIM=128), region=True, place=lambda text: _merging(text).text,
     runs=[partial(_merged, part_o=o, part_lse=lse) for o, lse in (
-        _parts(3, 9, 128), _parts(4, 8, 128, "parts without a key"), _parts(3, 8, 128, "near 200"))],
-    tol=5e-4, words={"base": "base", "weight": "the weight", "x": "x"},
+        _parts(3, 9, 128), _parts(4, 8, 128, "parts without a key"), _parts(3, 8, 128, "near 200"),
+        _parts(2, 8, 128, "near -200"))],
+    tol=5e-4,
+    words={"reference": "the reference", "weight": "the weight", "correction": "the correction", "x": "x",
+           "lse": "the part's lse", "m_new": "the new maximum"},
     equal={
         "arguments of `fmaxf` are exchanged": "of two the larger", "in `l_i > 0`": "l_i is 0, or at least 1",
         "in `i < HEAD_DIM / 32`": "i goes up by two, to an even number",
     },
     notes={
-        "exp2_approx((part_lse[s * rows + row] - base) * LOG2E)": "o of a part counts with exp(lse - the largest lse)",
-        "part_lse[s * rows + row] - base": "only differences of lse go into an exponential",
+        "exp2_approx((lse - reference) * LOG2E)": "o of a part counts with exp(lse - the largest lse)",
+        "exp2_approx((m_i - reference) * LOG2E)": "what was merged before is brought under the new maximum",
+        "lse - reference": "only differences of lse go into an exponential",
         "LOG2E": "exp2 of a number times log2(e) is its exp", "weight": "o of a part counts with its weight",
         "s * rows + row": "the parts lie [splits, rows]",
-        "l_i += weight": "acc is divided by the sum of the weights",
+        "correction": "what was merged before is brought under the new maximum",
     },
     rows=[
         Row("no-exponential", "the weight is 1 for every part: the exponential of its lse is forgotten",
-            [("exp2_approx((part_lse[s * rows + row] - base) * LOG2E)", "1.f")]),
+            [("exp2_approx((lse - reference) * LOG2E)", "1.f")]),
         Row("no-exponential", "the weight is the difference of two lse: the exponential of it is forgotten",
-            [("exp2_approx((part_lse[s * rows + row] - base) * LOG2E)", "(part_lse[s * rows + row] - base) * LOG2E")]),
+            [("exp2_approx((lse - reference) * LOG2E)", "(lse - reference) * LOG2E")]),
         Row("no-exponential", "the weight is the part's lse itself: the exponential of it is forgotten",
-            [("exp2_approx((part_lse[s * rows + row] - base) * LOG2E)", "part_lse[s * rows + row]")]),
+            [("exp2_approx((lse - reference) * LOG2E)", "lse")]),
         Row("no-max-subtraction", "the largest lse is not subtracted in the exponent: exp overflows, or is 0",
-            [("m_i == -INFINITY ? 0.f : m_i", "0.f")]),
+            [("m_new == -INFINITY ? 0.f : m_new", "0.f"), ("        m_i = m_new;\n", ""),
+             ("exp2_approx((m_i - reference) * LOG2E)", "1.f")]),
+        Row("never-rescaled", "the correction is 1 always, as where m_i is set before it is computed: what was merged "
+            "before a new maximum counts too much", [("exp2_approx((m_i - reference) * LOG2E)", "1.f")]),
+        Row("correction-upside-down", "the correction is upside down: it is 2 to the old maximum less the new one",
+            [("(m_i - reference) * LOG2E", "(reference - m_i) * LOG2E")]),
         Row("summed-per-pair", "l_i is summed once per pair of a lane's columns: there are several at head_dim 128",
-            [("        l_i += weight;\n", ""), ("    acc[i] +=", "    l_i += weight;\n    acc[i] +=")]),
+            [("        l_i = l_i * correction + weight;\n", "        l_i *= correction;\n"),
+             ("            acc[i] =", "            l_i += weight;\n            acc[i] =")]),
         Row("split-not-weighted", "the parts are added as they are: o of a part counts with its weight",
             [("weight * x.x", "x.x"), ("weight * x.y", "x.y")]),
         Row("part-of-another", "parts are taken in the order [rows, splits], and they lie [splits, rows]",
-            [("exp2_approx((part_lse[s * rows + row]", "exp2_approx((part_lse[row * splits + s]")]),
+            [("lse = part_lse[s * rows + row]", "lse = part_lse[row * splits + s]")]),
         Row("part-of-another", "`part_lse[s]` is taken for every row: a part has as many lse as there are rows",
-            [("exp2_approx((part_lse[s * rows + row]", "exp2_approx((part_lse[s]")]),
+            [("lse = part_lse[s * rows + row]", "lse = part_lse[s]")]),
         Row("overwritten", "acc is set by each part, and not added to: the last one is all that is left",
-            [("acc[i] += weight", "acc[i] = weight"), ("acc[i + 1] += weight", "acc[i + 1] = weight")]),
-        Row("empty-part-nan", "m_i is subtracted, and not base: where no part has a key, -inf - (-inf) is NaN",
-            [("row] - base) * LOG2E", "row] - m_i) * LOG2E")]),
+            [("acc[i] * correction + ", ""), ("acc[i + 1] * correction + ", "")]),
+        Row("empty-part-nan", "m_new is subtracted as it is: where no part so far has a key, -inf - (-inf) is NaN",
+            [("m_new == -INFINITY ? 0.f : m_new", "m_new")]),
         Row("stops-at-an-empty-part", "the parts behind one that has seen no key are left out",
-            [("        const float weight", "        if (part_lse[s * rows + row] == -INFINITY) break;\n        "
-              "const float weight")]),
+            [("        const float reference", "        if (lse == -INFINITY) break;\n        const float reference")]),
     ],
 )  # fmt: skip
 
 
 @exercise(
     "9.4",
-    title="Merge the parts",
-    minutes=25,
+    title="Merge the parts in one pass",
+    minutes=30,
     difficulty="Core",
     hints=[
-        "Part s is a finished attention over its share of the keys: o_s is normalised, lse_s = log of the sum of its "
-        "exponentials. With which weight does o_s enter the whole?",
-        "Its share of the total sum: exp(lse_s) / sum of exp(lse_s'). Subtract the largest lse first, as in any "
-        "softmax; a part without a key has lse = -inf, and if all have, -inf - (-inf) must not arise.",
-        "weight = exp2_approx((part_lse[s * rows + row] - base) * LOG2E) with base = m_i, or 0 where m_i is -inf; "
-        "l_i += weight; acc[i] += weight * the part's element.",
+        "It is the online softmax of phase 0, with parts in the place of scores: part s has the score lse_s, and o_s "
+        "in the place of a row of V. What has to happen to acc and l_i when lse_s is larger than all before?",
+        "Both times exp(old - new): acc and l_i are multiplied by exp(old maximum - new maximum), part s by exp(lse_s "
+        "- new maximum). As long as no part has had a key, -inf - (-inf) must not arise: subtract 0 in its place.",
+        "m_new = fmaxf(m_i, lse); correction = exp2_approx((m_i - reference) * LOG2E), weight = exp2_approx((lse - "
+        "reference) * LOG2E); l_i = l_i * correction + weight; acc[i] = acc[i] * correction + weight * x.x; m_i last.",
     ],
 )
 def merge_of_parts(merge_loop: str) -> str:
@@ -374,13 +417,30 @@ def merge_of_parts(merge_loop: str) -> str:
         for head_dim in (64, 128)
         for splits, rows, how in (
             (3, 8, ""), (1, 5, ""), (7, 18, ""), (4, 8, "parts without a key"), (3, 8, "near 200"), (3, 8, "near -200"),
-            (2, 4, "a weight of 1.5e-6"), (3, 8, "near 200 and near -200"),
+            (2, 4, f"{_LIGHT}, first"), (2, 4, f"{_LIGHT}, last"), (3, 8, "near 200 and near -200"),
         )
     ]  # fmt: skip
     with explained(lambda: built(whole, check=True, HEAD_DIM=128), MERGE):
         for given in cases:
             _expect_merge(whole, *given)
+    _expect_one_pass(whole)
     return f"{len(cases)} cases, parts without a key among them"
+
+
+def _expect_one_pass(whole: Source) -> None:
+    """Counts the bytes that a warp reads, of which each lane may read the lse of a part."""
+    __tracebackhide__ = True
+    module, (splits, rows, head_dim) = built(whole, check=True, HEAD_DIM=64), (3, 8, 64)
+    ran(module, whole, None, partial(_merged, module, *_parts(splits, rows, head_dim)))
+    assert module.report is not None, "every run in the emulator leaves a report"
+    read = module.report.counters["global_load_bytes"] / (splits * rows)
+    expect(
+        read <= 4 * (head_dim + 32),
+        f"the result is right, but the lanes of a warp read {read / 4:g} numbers of each part and row: o has "
+        f"{head_dim}, and each of 32 lanes needs lse once. Walk the parts once, and keep what you have read",
+        diagnosis="two-passes",
+        case=f"{splits} parts of {rows} rows, head_dim={head_dim}",
+    )
 
 
 def _expect_merge(whole: Source, splits: int, rows: int, head_dim: int, how: str) -> None:
@@ -390,7 +450,7 @@ def _expect_merge(whole: Source, splits: int, rows: int, head_dim: int, how: str
     o, lse = ran(module, whole, case, partial(_merged, module, part_o, part_lse))
     want = torch.logsumexp(part_lse.double(), 0)
     share = torch.exp(part_lse.double() - want.masked_fill(want == -torch.inf, 0.0))
-    light = how == "a weight of 1.5e-6"
+    light = how.startswith(_LIGHT)
     digits = "fp16 has no such digits, and float32 has: is something on the way narrower?" if light else None
     expect_close(lse, want, what="lse", case=case, tol=1e-4 if "near" in how else 3e-5)
     want_o = (share[..., None] * part_o).sum(0)
@@ -398,7 +458,6 @@ def _expect_merge(whole: Source, splits: int, rows: int, head_dim: int, how: str
 
 
 # ---- 9.5 -------------------------------------------------------------------------------------------------------------
-_TOGETHER = "p9_5_prefetch"
 PARTS = dict(zip("ABCDEFGHIJKLMNOPQR", (
     "row maxima", "which keys", "store", "copy a tile", "scores", "constants", "first copies", "probabilities",
     "which rows", "launch", "load K and V", "state", "output", "swizzle", "Q in registers", "rescale",
@@ -426,59 +485,154 @@ _NEEDS = {
 _PLACE = re.compile(r"^\s*// PART ([A-Z])\s*$|\bflashlab_part ([A-Z]) ?;", re.M)
 
 
+_WINDOW = 300
+
+
+@cache
+def _windowed() -> str:
+    """p9_5_prefetch with the window's constant, its left border in the mask, and the last tile that is asked for."""
+    return edited(step("p9_5_prefetch").path.read_text(), [
+        ("constexpr int SHARED =", f"constexpr int LEFT = {_WINDOW};{' ' * 32}// keys that a row sees before its own "
+         "position\nconstexpr int SHARED ="),
+        ("        if (j > 0) {   ", "        if (j > begin) {"),
+        ("            float x = m_i[r];\n",
+         "            const int first_key = row + diagonal - LEFT;\n            float x = m_i[r];\n"),
+        ("                    if (MASKED && j * BLOCK_N + n * MMA_N + t * 2 + e > last_key) c = -INFINITY;\n",
+         "                    const int key = j * BLOCK_N + n * MMA_N + t * 2 + e;\n"
+         "                    if (MASKED && (key < first_key || key > last_key)) c = -INFINITY;\n"),
+    ])  # fmt: skip
+
+
 def part(letter: str) -> str:
     """One of the parts of exercise 9.5, under the line that stands for it."""
-    return f"// PART {letter}\n{region(step(_TOGETHER), PARTS[letter])}"
+    return f"// PART {letter}\n{region(_windowed(), PARTS[letter])}"
 
 
 def _together(text: str) -> str:
-    return _PLACE.sub(lambda m: "\n" + region(step(_TOGETHER), PARTS[m[1] or m[2]]).rstrip("\n") + "\n", text)
+    return _PLACE.sub(lambda m: "\n" + region(_windowed(), PARTS[m[1] or m[2]]).rstrip("\n") + "\n", text)
 
 
-_DOWN = "for (; j >= {}; j--) tile(j, std::{}_type{{}});\n"
-_MASKED, _PLAIN_TILES = _DOWN.format("full", "true"), _DOWN.format(0, "false")
+_DOWN = "    for (; j >= {}; j--) tile(j, std::{}_type{{}});\n"
+_RIGHT, _BETWEEN, _LEFT = _DOWN.format("full", "true"), _DOWN.format("whole", "false"), _DOWN.format("begin", "true")
+_FIRST_ROW, _LAST_ROW = "max(0, m_start + diagonal - LEFT)", "max(0, m_start + BLOCK_M - 1 + diagonal - LEFT)"
+# (queries, keys): where the window begins with a tile, ends one, and where it does for the last row
+_BORDERS = (128, 492), (128, 491), (128, 493), (128, 494)
+
+
+def _walked(seq_q: int, seq_k: int, causal: bool = True) -> Callable[[CudaModule], Any]:
+    """A run of a text that says its tiles: they are kept behind its outputs."""
+    run = _halves((1, 1, 1, seq_q, seq_k, causal))
+
+    def kept(module: CudaModule) -> Outputs:
+        outputs = run(module)
+        assert module.report is not None, "every run in the emulator leaves a report"
+        return [*outputs, torch.tensor([float(x) for x in module.report.printed.split()])]
+
+    return all_found(kept)
+
+
 GLUE = Trials(
-    "9.5", _watched, [*map(all_found, (_RUNS[0], _halves((1, 1, 1, 64, 200, False))))], region=True, tol=1e-3,
-    place=_together,
+    "9.5", _watched, [*(_walked(*x) for x in ((200, 520), *_BORDERS)), _walked(64, 200, causal=False)],
+    region=True, tol=1e-3, place=lambda text: _telling(_together(text)),
     read=lambda text: _PLACE.sub(lambda m: f"flashlab_part {m[1]};", text),
+    words={"begin": "begin", "whole": "whole"},
+    notes={
+        "m_start + diagonal - LEFT": "the first row sees furthest to the left",
+        "m_start + BLOCK_M - 1 + diagonal - LEFT": "the last row begins to see last",
+    },
     rows=[
-        Row("never-masked", "the tiles from `full` on run without a mask, and need it", [(_MASKED, "")]),
-        Row("tiles-left-out", "the tiles below `full` are left out: the loop goes on to tile 0", [(_PLAIN_TILES, "")]),
-        Row("wrong-walk", "the tiles are walked upwards, and part K asks for tile j - 1: it is from end - 1 down to 0",
-            [(f"    int j = end - 1;\n    {_MASKED}    {_PLAIN_TILES}", "    int j = 0;\n    for (; j < full; j++) "
-              "tile(j, std::false_type{});\n    for (; j < end; j++) tile(j, std::true_type{});\n")]),
+        Row("never-masked", "the tiles from `full` on run without a mask, and need it", [(_RIGHT, "")]),
+        Row("tiles-left-out", "the tiles at the left border are left out: the loop goes on to `begin`", [(_LEFT, "")]),
+        Row("no-window", "the walk is that of a kernel without a window, down to tile 0 and there without a mask: the "
+            "left border cuts tiles too", [(_BETWEEN, _DOWN.format(0, "false")), (_LEFT, "")]),
+        Row("left-border-unmasked", "the tiles at the left border run without a mask, and need it",
+            [(_LEFT, _LEFT.replace("true", "false"))]),
+        Row("wrong-walk", "the tiles are walked upwards, and part K asks for tile j - 1: it is down to `begin`",
+            [(f"    int j = end - 1;\n{_RIGHT}{_BETWEEN}{_LEFT}", "    for (int j = begin; j < end; j++) if (j < whole "
+              "|| j >= full) tile(j, std::true_type{}); else tile(j, std::false_type{});\n")]),
+        Row("wrong-row", "`begin` is that of the block's last row: the first row sees furthest to the left",
+            [(f"begin = {_FIRST_ROW}", f"begin = {_LAST_ROW}")]),
+        Row("wrong-row", "the tiles that the left border cuts end where the first row sees all: the last row begins to "
+            "see later", [(f"whole = ceil_div({_LAST_ROW}", f"whole = ceil_div({_FIRST_ROW}")]),
+        Row("rounded-down", "the first tile that the left border does not cut is rounded down, into one that it cuts",
+            [(f"ceil_div({_LAST_ROW}, BLOCK_N)", f"{_LAST_ROW} / BLOCK_N")]),
+        Row("rounded-up", "`begin` is rounded up: a part of the tile before it is seen",
+            [(f"{_FIRST_ROW} / BLOCK_N", f"ceil_div({_FIRST_ROW}, BLOCK_N)")]),
     ],
 )  # fmt: skip
 
 
 @exercise(
     "9.5",
-    title="Put the kernel together",
-    minutes=40,
+    title="Put a kernel with a window together",
+    minutes=50,
     difficulty="Core",
     hints=[
         "Begin with the constants and the functions; then the part that begins the kernel; what each lane computes "
-        "once before the loop; the body of the loop in the order of the algorithm; the store; the launch.",
-        "The body is a lambda: auto tile = [&](int j, auto is_masked) { constexpr bool MASKED = "
-        "decltype(is_masked)::value; ... }; with six parts in it.",
-        "After it: int j = end - 1; for (; j >= full; j--) tile(j, std::true_type{}); and the same down to 0 with "
-        "std::false_type{}.",
+        "once before the loop; the body of the loop in the order of the algorithm; the store; the launch. The body is "
+        "a lambda with six parts in it, behind constexpr bool MASKED = decltype(is_masked)::value.",
+        "The first row sees the keys from m_start + diagonal - LEFT on, the last one from BLOCK_M - 1 further on: the "
+        "tile of the one, rounded down, is begin; that of the other, rounded up, is the first that is not cut. Neither "
+        "is below 0.",
+        "Three loops over one j, from end - 1 on: down to full with std::true_type{}, down to the first tile that is "
+        "not cut with std::false_type{}, down to begin with std::true_type{}. Where nothing is full the second one "
+        "does not run.",
     ],
 )
 def kernel_of_parts(kernel: str) -> str:
     text = text_of(kernel, "kernel")
     _expect_parts(text)
-    whole = _together(text)
-    with explained(lambda: _watched(whole), GLUE):
-        verdict = examine(Source(whole, "kernel"))
-    masked, plain = _bodies(whole)
+    whole = Source(_together(text), "kernel")
+    cases = [(1, 1, 1, 200, 520, True), (1, 2, 1, 130, 700, False), (2, 1, 1, 600, 450, True)]
+    cases += [(1, 1, 1, *sizes, True) for sizes in _BORDERS]
+    with explained(lambda: _watched(_telling(whole.text)), GLUE):
+        verdict = examine(whole)  # of cases that are shorter than the window
+        for shape in cases:
+            _expect_window(whole, *shape)
+        for sizes in ((768, 768), *_BORDERS):
+            _expect_few_tiles(whole.text, *sizes)
+    return f"{verdict.cases + len(cases)} cases right, nothing found by the emulator"
+
+
+def _expect_window(whole: Source, batch: int, heads: int, kv_heads: int, seq_q: int, seq_k: int, causal: bool) -> None:
+    """One run on more keys than the window has, beside the definition."""
+    __tracebackhide__ = True
+    case = f"heads={heads}, seq_q={seq_q}, seq_k={seq_k}, LEFT={_WINDOW}{', causal' * causal}"
+    sizes = (heads, seq_q), (kv_heads, seq_k), (kv_heads, seq_k)
+    q, k, v = (normal(batch, *size, 64, seed=i).half() for i, size in enumerate(sizes))
+    module = built(whole, check=False)
+    o, lse = ran(module, whole, case, partial(module.forward, q, k, v, causal=causal, echo=False))
+    scores = q.double() @ k.double().mT / 8
+    ahead = torch.arange(seq_k) - torch.arange(seq_q)[:, None] - (seq_k - seq_q)  # of the row's own position
+    scores[..., (ahead < -_WINDOW) | (causal & (ahead > 0))] = -torch.inf
+    want = scores.logsumexp(-1)
+    p = torch.exp(scores - want.masked_fill(want == -torch.inf, 0.0)[..., None])
+    expect_close(lse, want, what="lse", case=case, tol=1e-4)
+    expect_close(o, p @ v.double(), what="o", case=case, tol=4e-3)
+
+
+def _expect_few_tiles(whole: str, seq_q: int, seq_k: int) -> None:
+    """Counts the tiles of one causal head, and those of them that run with a mask."""
+    __tracebackhide__ = True
+    tall, wide, visited, full = 128, 64, 0, 0
+    for first in range(seq_k - seq_q, seq_k, tall):  # the position of a block's first row
+        visited += -(-min(seq_k, first + tall) // wide) - max(0, first - _WINDOW) // wide
+        full += max(0, (first + 1) // wide - -(-max(0, first + tall - 1 - _WINDOW) // wide))
+    masked, plain = _bodies(whole, seq_q, seq_k)
+    case = f"seq_q={seq_q}, seq_k={seq_k}, causal, LEFT={_WINDOW}"
     expect(
-        masked < plain,
-        f"right, but {masked} tiles of a long causal problem are masked, and {plain} are not: only the tiles from "
-        "`full` on need a mask",
-        diagnosis="everything-masked",
+        masked + plain <= visited,
+        f"right, but {masked + plain} tiles are visited, and some row sees a key of {visited} of them: the walk ends "
+        "at `begin`",
+        diagnosis="tiles-outside",
+        case=case,
     )
-    return f"{verdict.cases} cases right, nothing found by the emulator"
+    expect(
+        plain >= full,
+        f"right, but {masked} tiles are masked, and {plain} are not: {full} lie between the borders, and need no mask",
+        diagnosis="everything-masked",
+        case=case,
+    )
 
 
 def _expect_parts(text: str) -> None:
@@ -504,28 +658,32 @@ def _expect_parts(text: str) -> None:
     expect("MASKED" in _PLACE.sub("", text), "the glue should define MASKED, for the two bodies", diagnosis="no-flag")
 
 
-def _bodies(whole: str) -> tuple[int, int]:
-    """How many tiles of one causal head of 768 rows run with a mask, and how many without.
+def _telling(whole: str, more: str = "") -> str:
+    """The text, and each of its tiles prints 2 j, and 1 more if it has a mask."""
+    scores = region(_windowed(), "scores").rstrip("\n")
+    return whole.replace(scores, f'if (threadIdx.x == 0) printf("%d\\n", 2 * j + (int)MASKED);\n{more}{scores}')
+
+
+def _bodies(whole: str, seq_q: int, seq_k: int) -> tuple[int, int]:
+    """How many tiles of one causal head run with a mask, and how many without.
 
     Raises CheckFailed where MASKED is no constant.
     """
     __tracebackhide__ = True
-    scores = region(step(_TOGETHER), "scores").rstrip("\n")
-    said = 'if (threadIdx.x == 0) printf("%d\\n", (int)MASKED);\n'
-    said += 'static_assert(MASKED || !MASKED, "MASKED");\n'
+    text = _telling(whole, 'static_assert(MASKED || !MASKED, "MASKED");\n')
     try:
-        module = built(Source(whole.replace(scores, said + scores), "kernel"), check=False)
+        module = built(Source(text, "kernel"), check=False)
     except CheckFailed:  # it compiled without these lines
         raise CheckFailed(
             "right, but MASKED is a variable that is looked at while the kernel runs: every tile pays for the mask. "
             "Make it a constant of each of two bodies: constexpr bool MASKED = decltype(is_masked)::value",
             diagnosis="not-a-constant",
         ) from None
-    q = torch.zeros(1, 1, 768, 64).half()
-    module.forward(q, q, q, causal=True, echo=False)
+    q, k = (torch.zeros(1, 1, n, 64).half() for n in (seq_q, seq_k))
+    module.forward(q, k, k, causal=True, echo=False)
     assert module.report is not None, "every run in the emulator leaves a report"
-    words = module.report.printed.split()
-    return words.count("1"), words.count("0")
+    tiles = [int(x) % 2 for x in module.report.printed.split()]
+    return sum(tiles), len(tiles) - sum(tiles)
 
 
 # ---- 9.6 ------------------------------------------------------------------------------------------------------------

@@ -168,19 +168,23 @@ def worth(attention, layers, faster):
 Program = tuple[str, "float | tuple[float, ...]", int, tuple[float, ...]]  # name, kernel_ms, kernels, first_calls_ms
 _GPU = SimulatedGpu()
 _OTHER_GPUS = (
-    ("first-calls", SimulatedGpu(warm=True), "what first calls take longer is in the time: with programs whose first "
-     "calls take no longer, your function gives the right times"),
-    ("not-waited-for", SimulatedGpu(blocking=True), "the GPU still has work to do when gpu.clock() is read: on one "
-     "whose launches wait for their kernels, your function gives the right times"),
-    ("first-calls-and-not-waited-for", SimulatedGpu(warm=True, blocking=True), "two things are wrong: it is right only "
-     "if first calls take no longer than the others, and launches wait for their kernels"),
+    ("first-calls", {"warm": True}, "what first calls take longer is in the time: with programs whose first calls take "
+     "no longer, your function gives the right times"),
+    ("launch-in-the-time", {"launch_ms": 0.0}, "a launch that no kernel hides is in the time: on a GPU whose launches "
+     "take no time, your function gives the right times"),
+    ("not-waited-for", {"blocking": True}, "the GPU still has work to do when gpu.clock() is read: on one whose "
+     "launches wait for their kernels, your function gives the right times"),
+    ("first-calls-and-launch-in-the-time", {"warm": True, "launch_ms": 0.0}, "two things are wrong: it is right only "
+     "if first calls take no longer than the others, and launches take no time"),
+    ("first-calls-and-not-waited-for", {"warm": True, "blocking": True}, "two things are wrong: it is right only if "
+     "first calls take no longer than the others, and launches wait for their kernels"),
 )  # fmt: skip
 
 
 def _timed(answer: Callable[..., Any], programs: Any, gpu: SimulatedGpu, warmup: int, rounds: int) -> Any:
     """The time told of one program, or (time,) for each of several, on a new GPU like `gpu`."""
     __tracebackhide__ = True
-    gpu = SimulatedGpu(blocking=gpu.blocking, warm=gpu.warm)
+    gpu = SimulatedGpu(blocking=gpu.blocking, warm=gpu.warm, launch_ms=gpu.launch_ms)
     alone = isinstance(programs[0], str)
     runs = {name: gpu.program(name, kernel_ms=ms, kernels=count, first_calls_ms=first)
             for name, ms, count, first in ([programs] if alone else programs)}  # fmt: skip
@@ -207,8 +211,8 @@ def _timed(answer: Callable[..., Any], programs: Any, gpu: SimulatedGpu, warmup:
 def _on_other_gpus(answer: Callable[..., Any]) -> tuple[str, str] | None:
     """On which kind of GPU an answer to 10.4 would be right."""
     it = RULES["10.4"]
-    for slug, gpu, why in _OTHER_GPUS:
-        inputs = [(programs, gpu, *counts) for programs, _, *counts in it.tried if not isinstance(programs[1], tuple)]
+    for slug, other, why in _OTHER_GPUS:
+        inputs = [(programs, SimulatedGpu(**other), *counts) for programs, _, *counts in it.tried]
         if it.index.same_outcome(it.index.run(answer, inputs), it.index.run(it.fn, inputs)):
             return slug, why
     return None
@@ -286,45 +290,52 @@ def first_cost(runs, gpu, warmup=10, rounds=20):
 
 @rule(
     "10.4",
-    title="Two milliseconds in five microseconds",
-    minutes=15,
+    title="Twenty microseconds in twenty-five",
+    minutes=20,
     difficulty="Bug hunt",
-    bug=Row("not-waited-for", "the clock's second reading does not wait for the GPU: a launch comes back at once", [
-        ("        gpu.synchronize()\n        samples.append(gpu.clock() - start)\n",
-         "        samples.append(gpu.clock() - start)\n    gpu.synchronize()\n")]),
-    history="a common mistake; PyTorch's notes on CUDA semantics warn of it, under asynchronous execution",
+    bug=Row("launch-in-each-time", "each sample is one call that is waited for: its launch, which in a row of calls is "
+            "hidden behind the kernel before, is in the time", [
+        ("        for _ in range(50):\n            run()\n", "        run()\n"),
+        ("samples.append((gpu.clock() - start) / 50)", "samples.append(gpu.clock() - start)")]),
+    history="a common mistake; beside Triton's do_bench there is do_bench_cudagraph, which times a graph of many calls",
     hints=[
-        "Who is working while the clock is read, the CPU or the GPU? What does the CPU do in run()?",
-        "A launch takes 0.005 ms and comes back. Up to 1024 launches may be under way; the next one waits for a place.",
-        "Between run() and the second reading of the clock the GPU has to end its work: gpu.synchronize().",
+        "Take a kernel of 0.02 ms, call it once and wait, then twice and wait. Which part of the time doubles?",
+        "A launch takes the CPU 0.005 ms. While a kernel runs the next one is launched. When is nothing there to hide "
+        "a launch behind?",
+        "Only the first launch behind a wait is seen. So let many calls, say 50, stand between two waits, and divide "
+        "by their number; `rounds` may be small, so it is not that number.",
     ],
     returns="the time",
     inputs=[
-        (("run", 2.0, 1, (200.0,)), _GPU, 5, 20), (("run", 0.05, 300, (50.0,)), _GPU, 5, 20),
+        (("run", 0.02, 1, (50.0,)), _GPU, 5, 20), (("run", 0.016, 1, (50.0,)), _GPU, 5, 20),
+        (("run", 0.01, 1, (50.0,)), _GPU, 5, 1), (("run", 2.0, 1, (200.0,)), _GPU, 5, 20),
         (("run", 0.05, 300, (50.0,)), _GPU, 2, 3), (("run", 0.4, 4, (100.0, 30.0)), _GPU, 4, 5),
-        (("run", 0.001, 100, ()), _GPU, 3, 9), (("run", 2.0, 1, (200.0, 150.0, 100.0, 80.0)), _GPU, 4, 2),
-        (("run", (2.0, 1.6, 2.0, 9.0), 1, ()), _GPU, 4, 20),
+        (("run", 0.001, 100, ()), _GPU, 3, 9), (("run", 0.02, 1, (200.0, 150.0, 100.0, 80.0)), _GPU, 4, 2),
     ],
     draw=lambda r: (_program(r), _GPU, r.randint(4, 9), r.randint(1, 9)),
     called=_timed,
     shown=_programs,
     symptom=_on_other_gpus,
-    notes={"statistics.median": "it is the median of the calls' times"},
-    tol=0.04,
+    rows=[
+        Row("sum-of-calls", "what is told is the time of all calls between two waits: divide by their number",
+            [("(gpu.clock() - start) / 50", "gpu.clock() - start")]),
+    ],
+    tol=0.02,
     trials=60,
 )  # fmt: skip
 @no_type_check
 def milliseconds(run, gpu, warmup=5, rounds=20):
-    """Milliseconds of one call of `run` in the long run: the median of `rounds` calls."""
+    """Milliseconds of one call of `run` in a long row of calls: the median of `rounds` samples."""
     for _ in range(warmup):
         run()
-    gpu.synchronize()
     samples = []
     for _ in range(rounds):
-        start = gpu.clock()
-        run()
         gpu.synchronize()
-        samples.append(gpu.clock() - start)
+        start = gpu.clock()
+        for _ in range(50):
+            run()
+        gpu.synchronize()
+        samples.append((gpu.clock() - start) / 50)
     return statistics.median(samples)
 
 

@@ -30,12 +30,13 @@ class SimulatedGpu:
     Args:
         blocking: each launch waits for its kernel, which no real GPU does unless CUDA_LAUNCH_BLOCKING=1 is set.
         warm: what a program's first calls take longer is left out.
+        launch_ms: the CPU's time for one launch.
     Attributes:
-        blocking, warm; readings: how often the clock was read.
+        blocking, warm, launch_ms; readings: how often the clock was read.
     """
 
-    def __init__(self, *, blocking: bool = False, warm: bool = False) -> None:
-        self.blocking, self.warm = blocking, warm
+    def __init__(self, *, blocking: bool = False, warm: bool = False, launch_ms: float = LAUNCH_MS) -> None:
+        self.blocking, self.warm, self.launch_ms = blocking, warm, launch_ms
         self._now = 0.0  # of the CPU
         self.readings = 0
         self._ends: deque[float] = deque()  # of the kernels under way
@@ -78,7 +79,7 @@ class SimulatedGpu:
         return run
 
     def _launch(self, ms: float) -> None:
-        self._now += LAUNCH_MS
+        self._now += self.launch_ms
         while self._ends and self._ends[0] <= self._now:
             self._ends.popleft()
         if len(self._ends) == QUEUE:
