@@ -401,7 +401,7 @@ def _dq_of_a_square(text: str) -> Source:
 _BOTH_STORED = "        named_barrier_sync(1 + CONSUMERS, CONSUMERS * GROUP);\n"
 _FENCE, _ARRIVE = "        fence_proxy_async();\n", "if (lane == 0) mbarrier_arrive"
 SQUARE = Trials(
-    "11c.3", _backward, [all_found(_gradients(_BACKWARD[0], timeout=4.0))], region=True, tol=1e-3, most=130,
+    "11c.3", _backward, [all_found(_gradients(_BACKWARD[0], timeout=4.0), ended=True)], region=True, tol=1e-3, most=130,
     place=lambda text: _dq_of_a_square(text).text,
     equal={
         "`1 + CONSUMERS`": "a named barrier that is free there", "the term `1`": "a named barrier that is free there",
@@ -423,12 +423,8 @@ SQUARE = Trials(
             [(_ARRIVE, "if (first_thread) mbarrier_arrive")]),
         Row("by-every-thread", "every thread arrives at dq_full, which waits for one of each warp",
             [(_ARRIVE, "mbarrier_arrive")]),
-        Row("proxy-fence", "the copy engine reads the square by the async proxy: each thread that has stored fences",
-            [(_FENCE, "")]),
-        Row("proxy-fence", "each thread that has stored has to fence by itself", [
-            (_FENCE, "        if (lane == 0) fence_proxy_async();\n")]),
-        Row("proxy-fence", "the fence comes before the stores that it is for", [
-            (_FENCE, ""), ("#pragma unroll\n        for (int n", f"{_FENCE}#pragma unroll\n        for (int n")]),
+        Row("proxy-fence", "the copy engine reads the square by the async proxy: each thread that has stored fences, "
+            "after its stores", [(_FENCE, "")]),
         Row("k-by-columns", "K is taken as its rows lie: the product's inner dimension is keys, rows of K, so it is "
             "descriptor_of_rows, and true for B", [
                 ("descriptor_of_rows<BLOCK>(k_smem", "descriptor(k_smem"), ("false, true>", "false, false>")]),
@@ -442,6 +438,31 @@ SQUARE = Trials(
             [("        mbarrier_wait(dq_empty + 8 * which, nth / 2 % 2 ^ 1);", "")]),
         Row("same-columns", "both consumers multiply with the first 64 columns of K", [
             ("k_smem + consumer * BLOCK * SLAB_ROW", "k_smem")]),
+        *(Row(slug, sentence, [edit]) for slug, sentence, edit in (
+            ("own-keys", "the second consumer's K begins 64 rows on, at its own keys: its columns are a slab, of BLOCK "
+             "rows", ("consumer * BLOCK * SLAB_ROW", "consumer * 64 * SLAB_ROW")),
+            ("other-slab", "columns_on of A has another height: dS has TILE rows",
+             ("columns_on<TILE>", "columns_on<BLOCK>")),
+            ("a-transposed", "A is said to lie by its rows, the first flag of wgmma_ss: only B does",
+             ("false, true>", "true, true>")),
+            ("k-by-columns", "B goes on by columns: its inner dimension is keys, rows of K, so by rows_on",
+             ("k_rows + rows_on(k)", "k_rows + columns_on<BLOCK>(k)")),
+            ("overwritten", "each product overwrites dq: all but the first are added, by k > 0", ("k > 0", "false")),
+            ("half-of-the-keys", "dQ is summed over 64 keys: it is all BLOCK of them",
+             ("k < BLOCK / MMA_K", "k < TILE / MMA_K")),
+            ("never-committed", "the products are not committed, so that end_step's wgmma_wait waits for none of them",
+             ("        wgmma_commit();\n", "")),
+            ("of-both", "threadIdx.x counts the threads of both consumers: a square is one consumer's",
+             ("threadIdx.x % GROUP", "threadIdx.x")),
+            ("of-a-warp", "the warps store at the same places: lane counts the threads of a warp, a square is for 128",
+             ("threadIdx.x % GROUP", "lane")),
+            ("other-parity", "dq_empty's parity changes with every tile here: a place is used for every other one",
+             ("nth / 2 % 2 ^ 1", "nth % 2 ^ 1")),
+            ("one-place", "dq_empty of the first place is waited for, by both: each has its own",
+             ("dq_empty + 8 * which", "dq_empty")),
+            ("one-place", "dq_full of the first place is arrived at, by both: each has its own",
+             ("dq_full + 8 * which", "dq_full")),
+        )),
     ],
 )  # fmt: skip
 
@@ -487,7 +508,8 @@ def _ending(main_loop: str, store: str) -> Source:
 _ALL_READ = "named_barrier_sync(1 + CONSUMERS, CONSUMERS * GROUP);"
 _OWN_READ = "named_barrier_sync(1 + consumer, GROUP);"
 ENDING = Trials(
-    "11c.4", _backward, [all_found(_gradients(x, timeout=4.0)) for x in _BACKWARD[:2]], region=True, tol=1e-3, most=100,
+    "11c.4", _backward, [all_found(_gradients(x, timeout=4.0), ended=True) for x in _BACKWARD[:2]], region=True,
+    tol=1e-3, most=100,
     place=lambda text: _ending(*parted(text)).text,
     equal={
         "wgmma_wait<0>()": "end_step has waited for all products", "TILE": "at HEAD_DIM 128 a tile is one step",
@@ -499,6 +521,8 @@ ENDING = Trials(
         Row("k-overwritten", "of K all 128 rows are read: by dQ = dS K of the other consumer too, which may be late. "
             "So both have to have waited for their products before anybody stores where K lay",
             [(_ALL_READ, _OWN_READ)]),
+        Row("not-waited-for", "nobody waits for the copies: a block may end, and its shared memory with it, before "
+            "they are read", [("if (first_thread) bulk_wait<0>();", "")]),
     ],
 )  # fmt: skip
 
