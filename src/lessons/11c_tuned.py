@@ -611,7 +611,7 @@ show.region(path("p11_backward"), "dV and dK")
 # wait for smaller numbers alone. So the first of all that are not done goes on: nobody waits for ever.
 
 # %% [markdown]
-# All walk from the last tile to the first; exercise 11c.2 is about that. Two threads add, each every other tile, from a place of its own: `dq_full` says that
+# In which order a block takes its tiles, exercise 11c.2 asks. Two threads add, each every other tile, from a place of its own: `dq_full` says that
 # $dQ$ lies there, `dq_empty` that it may be overwritten. Two waits, as in lecture 11: `bulk_wait_read` ends when the place has been read, `bulk_wait` when the sum is in
 # memory. Only then the turn is passed on. `fence_proxy_async_global` is lecture 11's proxy fence, for global memory: what was added before comes before this
 # copy. `part.block` is $j$.

@@ -31,8 +31,7 @@
 # Phase 0: `merge_finished`. Phase 5: what a backward pass keeps. Phase 10 for the model of section 11.
 #
 # No GPU is needed, and one process is enough: here the *ranks* (what others call workers, one per GPU) are threads. They talk through
-# `torch.distributed` with gloo, as processes on several machines would. On GPUs the same functions run with NCCL. About two hours to
-# read, then `exercises/13_many_gpus.ipynb`.
+# `torch.distributed` with gloo, as processes on several machines would. On GPUs the same functions run with NCCL.
 
 # %%
 import math
@@ -502,8 +501,8 @@ assert peaks[1] < peaks[4] / 2
 # on short sequences, one where memory is scarce.
 
 # %% [markdown]
-# A mistake to remember: K and V of the block that is *there*, not those with which the rank began. A widely used library had its backward
-# pass use the first ones in every step (diffusers, issue 14265). The forward pass was right, losses went down, and the gradients were wrong.
+# A widely used library had a mistake in this for months. The forward pass was right, losses went down, and the gradients were wrong: you will
+# hunt it in exercise 13.7.
 
 # %% [markdown]
 # ## 9 · Ulysses: heads for tokens
@@ -681,7 +680,7 @@ print("float32: no loss; a state in bf16: more than three times the error at 32 
 #
 # What follows is a **simulation**, no measurement. It has three inputs: the speed of phase 11's last kernel by length, measured on one
 # H200; the links of published machines, 450 GB/s within a node of eight and 50 GB/s per GPU between nodes; and what a step costs beside
-# them, 200 µs and 3.5 % of its kernels' time, as measured on four GPUs (below). No congestion.
+# them, 200 µs and 3.5 % of its kernels' time, fitted to the runs below. No congestion.
 
 # %%
 (record,) = [r for r in records.recorded("hopper") if r["machine"]["gpu"] == "NVIDIA H200"]
@@ -748,7 +747,7 @@ assert share[2**20, "Ulysses", 16] == 0, "16 GPUs, 8 key heads"
 #
 # `flashlab bench ring`, started by torchrun, measures the same on real links: one GPU, the ring in its layouts, and PyTorch's
 # `context_parallel` beside it. The share of the ideal, 16 heads (8 at 262 144 tokens). The H100's run has the backward pass of seven
-# products, the H200's that of five ([lecture 11c](11c_tuned.ipynb)):
+# products, the H200's that of five ([lecture 11c](11c_tuned.ipynb)). *As a graph*: all steps are launched at once, as one CUDA graph.
 
 # %%
 kept = ("ring, zigzag", "ring, contiguous", "ring, as a graph", "all-gather", "Ulysses", bench.CUDNN)
@@ -790,7 +789,7 @@ for (gpu, ranks), data in runs.items():
 # ### Measured on four GPUs
 #
 # The same on four H200, to a million tokens. Behind the arrow stands what the simulation above gives; "before" is what it said before the run,
-# with 20 µs per step and blocks as fast as one GPU's kernel.
+# with 20 µs per step and blocks as fast as one GPU's kernel. *Rings of pairs* are the mesh: two share the heads, and rings join the pairs.
 
 # %%
 four = runs["H200", 4]
@@ -805,9 +804,9 @@ for c in bench.MANY:
 Table.of(rows, ["heads, tokens, pass", "zigzag, before", *ways, bench.CUDNN], align="l" + "r" * 7)
 
 # %% [markdown]
-# The simulation was too kind: by a tenth at 262 144 tokens, by a third at 65 536. Steps take longer, since the slowest of four ranks sets each, and a
-# block that merges is slower than a whole kernel. With both in it, a million tokens agree, and so do two GPUs. What is still missing at 65 536 had
-# another cause.
+# What it said before was too kind: by a tenth at 262 144 tokens, by a third at 65 536. Steps take longer, since the slowest of four ranks sets each, and a
+# block that merges is slower than a whole kernel. Both numbers were then fitted to the records, so it is no test that a million tokens agree now. What is
+# still missing at 65 536 had another cause.
 
 # %% [markdown]
 # A transfer is a kernel too: NCCL copies by blocks of its own. On step two of this run the next attention kernel was in the queue already, took every
@@ -864,6 +863,5 @@ print(f"{min(ratios):.2f} to {max(ratios):.2f} times as fast as context_parallel
 # - A. Dubey et al., *The Llama 3 Herd of Models*, 2024, arXiv:2407.21783. Section 3.3.2: all-gather with two pieces per rank.
 # - S. A. Jacobs et al., *DeepSpeed Ulysses*, 2023, arXiv:2309.14509.
 # - J. Fang, S. Zhao, *USP: A Unified Sequence Parallelism Approach for Long Context Generative AI*, 2024, arXiv:2405.07719.
-# - Issues: huggingface/diffusers 14265 (the first K and V in every step of the backward pass); pytorch/pytorch 141429 (load balancing
-#   without a causal mask).
+# - Issues: huggingface/diffusers 14265 (exercise 13.7); pytorch/pytorch 141429 (exercise 13.8).
 # - NVIDIA, *H100 Tensor Core GPU* data sheet: NVLink 900 GB/s, both ways together; ConnectX-7, 400 Gb/s.

@@ -224,6 +224,7 @@ TOLD = [
     ("11c.1", [("return fmaf", "return exp2f(x); return fmaf")], "`exp2f` is what this function should do without"),
     ("11c.1", [("return fmaf", "return ldexpf(x, 1); return fmaf")], "`ldexpf` is what this"),
     ("11c.1", [("128.f ? 128.f", "120.f ? 120.f")], "exp2_polynomial(120.038) is"),
+    ("11c.3", [("nth / 2 % 2 ^ 1", "(nth / 2 & 1)")], "with the consumers' parity"),
     ("11c.3", [("wgmma_commit();", "wgmma_commit(); wgmma_wait<0>();")], "the product is waited for here"),
     ("11c.4", [(BOTH, OWN), (STORE_DK, f"{STORE_DK}\n    {BOTH}")], "of K all 128 rows are read"),
 ]  # fmt: skip
@@ -326,13 +327,36 @@ def test_the_ladders_own_kernels_pass(name):
 
 def test_other_powers():
     kernel = step("p11_12_polynomial").path.read_text()
-    own = re.search(r"__device__ __forceinline__ float exp2_polynomial.*?\n}\n", kernel, re.S)[0]
-    assert check("11c.1", own)
-    taylor = (
-        "0.0550089516f, 0.242211014f), 0.693282902f)",
-        "fmaf(f, 0.00961813f, 0.0555041087f), 0.240226507f), 0.693147181f)",
-    )
-    assert check("11c.1", *changed("11c.1", taylor))
+    lecture = re.search(r"__device__ __forceinline__ float exp2_polynomial.*?\n}\n", kernel, re.S)[0]
+    assert failure("11c.1", lecture).diagnosis == "not-exact-enough"
+    polynomial = "fmaf(f, fmaf(f, fmaf(f, 0.0550089516f, 0.242211014f), 0.693282902f), 1.f)"
+    exact = "0.00133335581f"
+    for k in ("0.00961812911f", "0.0555041087f", "0.240226507f", "0.693147181f", "1.f"):
+        exact = f"fmaf(f, {exact}, {k})"
+    assert check("11c.1", lecture.replace(polynomial, exact))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ([("rintf(x)", "truncf(x)")], "x is cut towards 0"),
+        ([("rintf(x)", "floorf(x)")], "x is rounded down"),
+        ([("+ 127)", "+ 126)")], "every value is 2^-1 times"),
+        ([("f = x - n", "f = n - x")], "f has the wrong sign"),
+        ([("y = 0.00133335581f", "y = 0.f")], "Taylor's up to f^4"),
+        ([("y = 0.00133335581f", "y = 0.f"), ("0.00961812911f", "0.f")], "Taylor's up to f^3"),
+        ([("y = 0.00133335581f", "y = 0.f"), ("0.00961812911f", "0.0416666667f"), ("0.0555041087f", "0.166666667f"),
+          ("0.240226507f", "0.5f"), ("0.693147181f", "1.f")], "that of e^f"),
+        ([("-127.f ? -127.f", "-100.f ? -100.f")], "the same at -126 and -125.7: x is limited"),
+        ([("128.f ? 128.f", "100.f ? 100.f")], "to 99.968, but"),
+        ([("f = x - n;", "f = given - n;"), ("    x = x <", "    const float given = x;\n    x = x <")],
+         "Limit x before"),
+        ([("-127.f ? -127.f", "-129.f ? -129.f")], "runs over into the sign"),
+        ([("128.f ? 128.f", "1000.f ? 1000.f")], "from 129 on runs over"),
+    ],
+)  # fmt: skip
+def test_a_power_is_told_why(changes, words):
+    assert words in failure("11c.1", *changed("11c.1", *changes)).sentence
 
 
 def test_turns_in_other_words():
@@ -349,13 +373,14 @@ def test_turns_in_other_words():
     assert "turn 0 is nobody's" in late.sentence and late.diagnosis == "waits-for-ever"
     slow = failure("11c.2", lambda *given: additions(*given)[::-1])
     assert "takes 15 steps, where 8 are enough" in slow.sentence
+    wide = failure("11c.2", lambda *given: additions(*given[:-1], given[-1] + 1)[::-1])
+    assert wide.diagnosis == "wrong-tiles" and "right" not in wide.sentence
 
 
-@pytest.mark.long
 def test_a_square_in_other_words():
-    assert check(
-        "11c.3", *changed("11c.3", (BOTH, "named_barrier_sync(7, 256);"), ("if (lane == 0)", "if (elect_one())"))
-    )
+    as_in_the_lecture = ("nth / 2 % 2 ^ 1", "nth / 2 & 1 ^ 1"), ("if (lane == 0)", "if (elect_one())")
+    passed = check("11c.3", *changed("11c.3", (BOTH, "named_barrier_sync(7, 256);"), *as_in_the_lecture))
+    assert "The compiler warns" not in str(passed)
 
 
 @pytest.mark.long

@@ -16,7 +16,7 @@ from lesson_source import make_notebook, read_lesson
 from flashlab import runtime
 from flashlab.attention.online_softmax import merge, merge_finished
 from flashlab.check import CheckFailed
-from flashlab.check.changes import EndlessError, Text
+from flashlab.check.changes import EndlessError, Text, changes
 from flashlab.check.lookup import Index, in_units, where_right
 from flashlab.exercises import check, exercises, find
 from flashlab.exercises.kernel_rule import KernelRule
@@ -217,6 +217,7 @@ TOLD = [
     ("5.7", lambda p, v, o, do, dl: p * (do @ v.T - (o * do).sum(1)[:, None]), "`dlse[:, None]` is missing"),
     ("13.1", lambda row, rank, n, world: (rank * n + row, row * world + rank), "the division by `2` is missing"),
     ("13.3", lambda rank, source, n, world: (0, n, rank == source), "the division by `2` is missing: it is `n`"),
+    ("13.3", lambda rank, source, n, world: (*RULES["13.3"].fn(rank, source, n, world)[:2], True), "is True always"),
     ("13.4", lambda t, g, h, kv, e, w: 2 * w * (t * 1000 * e * kv // (2 * g * h)), "rounded down: it is rounded up"),
     ("13.6", lambda x: x.reshape(len(x), x.shape[1] // len(x), -1, x.shape[3]), "a reshape alone leaves the numbers"),
     ("13.9", lambda r, w, n, k: (min(r, k // n + 1), RULES["13.9"].fn(r, w, n, k)[1]), "rounded down, plus 1"),
@@ -304,6 +305,11 @@ def test_an_answer_of_which_no_cause_is_known_costs_a_bounded_number_of_runs(id,
     beyond = max(index.work) * (2 + len(index.rows))  # the last run of each search, and the rows
     assert sum(index.work[i] for i in runs) <= 2 * index.most + beyond
     assert runs.count(index.order[0]) > 0.8 * len(runs), "the smallest input tells most of them apart"
+
+
+def test_what_is_missing_behind_brackets_is_named_without_them():
+    said = [x.said for text in RULES["12.10"].index.texts for x in changes(text, None)]
+    assert "`.to(tl.int64)` is missing behind `key % PAGE`" in said and not any(".(" in x for x in said)
 
 
 def test_all_changes_in_one_function_give_what_each_gives_alone():

@@ -507,6 +507,8 @@ def _of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and not isinstance(node.operand, ast.Constant):
         yield "wrong-sign", f"{w(node.operand)} has the wrong sign", 1.2, node.operand
     if isinstance(node, ast.Compare) and len(node.ops) == 1:
+        for value in (True, False) if root else ():
+            yield "always-the-same", f"it is {value} always", 0.8, ast.Constant(value)
         for op in _OPERATORS.get(type(node.ops[0]), ()):
             new = ast.Compare(node.left, [op()], node.comparators)
             yield "wrong-comparison", f"the comparison is {w(new)}: it is `{_SYMBOLS[type(node.ops[0])]}`", 1.4, new
@@ -767,9 +769,15 @@ def _product(factors: Sequence[ast.expr]) -> ast.expr:
 def _of_call(text: Text, node: ast.Call) -> Iterator[tuple[Any, ...]]:
     w = text.say
     name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-    if isinstance(node.func, ast.Attribute) and not isinstance(node.func.value, ast.Name):
-        said = f"`.{ast.unparse(node).removeprefix(ast.unparse(node.func.value) + '.')}` is missing behind "
-        yield "function-missing", said + w(node.func.value), 1.7, node.func.value
+    behind = ast.unparse(node.func.value) if isinstance(node.func, ast.Attribute) else ""
+    if behind := not re.fullmatch(r"\w*|(torch|math|tl)[.\w]*", behind):
+        alone = ast.Call(ast.Name(name), node.args, node.keywords)
+        yield (
+            "function-missing",
+            f"`.{ast.unparse(alone)}` is missing behind {w(node.func.value)}",
+            1.7,
+            node.func.value,
+        )
     if name in ("min", "max", "maximum", "minimum") and len(node.args) == 2:
         for kept, gone in (node.args, node.args[::-1]):
             if isinstance(gone, ast.Constant) or isinstance(kept, (ast.BinOp, ast.Call)):
@@ -782,7 +790,7 @@ def _of_call(text: Text, node: ast.Call) -> Iterator[tuple[Any, ...]]:
         for mixed, how in (("a + b", "added"), ("(a + b) / 2", "averaged")):
             said = f"{either} are {how} where one of them belongs"
             yield "sum-for-one", said, 1.9, _expr(mixed, a=node.args[0], b=node.args[1])
-    elif len(node.args) == 1 and not node.keywords:
+    elif len(node.args) == 1 and not node.keywords and not behind:
         yield "function-missing", f"`{name}` is missing: it is {w(node.args[0])} as it stands", 1.3, node.args[0], name
         inner = node.args[0]
         if isinstance(inner, ast.BinOp):

@@ -445,7 +445,7 @@ _NOISE = ("sign-compare", "unused", "comment", "unknown-pragmas", "reorder", "at
 def _heed_warnings(said: str, whole: Source) -> None:
     """Note the warnings about somebody's own lines, but for those that are noise."""
     for m in re.finditer(rf"^{re.escape(whole.name)}\.cu:(\d+): (.*?)(?: \[-W([\w=-]+)\])?$", said, re.M):
-        if whole.own(int(m[1])) and not (m[3] or "").startswith(_NOISE):
+        if whole.own(int(m[1])) and not (m[3] or "").startswith(_NOISE) and "parentheses around arith" not in m[2]:
             compiler_warned(f"{whole.place(int(m[1]))} {m[2]}")
 
 

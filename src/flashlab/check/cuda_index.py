@@ -49,6 +49,7 @@ TRIALS: dict[str, Trials] = {}
 Seen = list[Any]  # for each input: a finding, or the sums of its outputs, behind a hazard that was found
 Outputs = Sequence[torch.Tensor]
 _ACCESS = re.compile(r"\b(?:reads?|writes?|wrote|fills?)\b(?: with \w+)?")  # of a race: which came first
+_MISSING = re.compile(r"(?:bytes|parity|phase|Barrier) \d+|\d+(?: of \d+)? arrivals? missing|has \d+ of the \d+")
 _DONE = ("arrive", "mbarrier-wait", "load", "store", "barrier", "barrier-arrive", "wgmma", "wait", "registers")
 
 
@@ -105,17 +106,24 @@ def traced(run: Callable[[CudaModule], Outputs], warps: Collection[int] = range(
     return kept
 
 
-def all_found(run: Callable[[CudaModule], Outputs]) -> Callable[[CudaModule], Any]:
+def all_found(run: Callable[[CudaModule], Outputs], ended: bool = False) -> Callable[[CudaModule], Any]:
     """A run of which, where threads met, is kept how often each hazard was seen, and what the warps did.
 
+    ended: so with all findings; and where the run broke off, which barriers lacked whom.
     A hazard spoils the numbers. By its kind alone one mistake would be told for another.
     """
 
     def kept(module: CudaModule) -> Any:
-        outputs, report = run(module), module.report
+        outputs: Outputs = []
+        with contextlib.suppress(*[SimtError] * ended):
+            outputs = run(module)
+        report = module.report
         hazards = [(f.kind, f.thread, f.times) for f in report.findings if f.severity == "error"] if report else []
-        if report is None or not hazards or hazards[0][0] not in _HAZARDS:
+        if report is None or not hazards or (not ended and hazards[0][0] not in _HAZARDS):
             return outputs
+        if not outputs:
+            found = next(f for f in report.findings if f.severity == "error")
+            return _marked([found.kind], _MISSING.findall(found.message), [])
         did = [(name, report.counters[name]) for name in ("cp_async", "mma_during_copies", "mma_copy_groups")]
         return _marked(hazards, did, outputs)
 

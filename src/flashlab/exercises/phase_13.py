@@ -45,6 +45,16 @@ def _row(r: random.Random) -> tuple[int, ...]:
     rows=[
         Row("neighbours", "zigzag: the second piece is number world + rank, which is as late for all: it is "
             "2 * world - 1 - rank", [("2 * world - 1 - rank", "world + rank")]),
+        Row("one-piece-late", "zigzag: the late rows lie one piece too far behind: its number is 2 * world - 1 - rank, "
+            "and the rows in it are counted from 0", [("2 * world - 1 - rank", "2 * world - rank")]),
+        Row("one-piece-early", "zigzag: the late rows lie one piece too early: its number is 2 * world - 1 - rank",
+            [("2 * world - 1 - rank", "2 * world - 2 - rank")]),
+        Row("mirrored", "zigzag: the late piece is turned round: its tokens have the order that they had",
+            [("row % half, row", "(row % half if row < half else n - 1 - row), row")]),
+        Row("not-striped", "striped: these are whole shards, one behind the other: it is token by token, in turns",
+            [("row * world + rank", "rank * n + row")]),
+        Row("last-of-the-first", "zigzag: row n // 2 is the first one of the late piece, not the last of the early one",
+            [("row < half", "row <= half"), ("row % half", "(row if row <= half else row - half)")]),
     ],
 )  # fmt: skip
 def position(row, rank, n, world):
@@ -119,6 +129,15 @@ _R = random.Random(13)
     rows=[
         Row("averaged", "o is the plain mean of the parts: each is as heavy as exp(lse)",
             instead="(os.mean(0), torch.logsumexp(lses, 0))"),
+        Row("half-and-half", "o is the mean of state and part, whatever their lse: the heavier counts for more",
+            [("torch.sigmoid(lse_part - lse)", "torch.sigmoid(0 * lse)")]),
+        Row("lse-first", "lse has the part in it already when the share is taken: o first, then lse", [
+            ("        share", "        lse = torch.logaddexp(lse, lse_part)\n        share"),
+            ("* (o_part - o)\n        lse = torch.logaddexp(lse, lse_part)", "* (o_part - o)")]),
+        Row("weight-for-share", "the share is exp(lse_part - lse): that is the part's weight over the state's, not "
+            "over the sum of both", [("torch.sigmoid", "torch.exp")]),
+        Row("last-left-out", "the last part is left out", [("zip(os[1:], lses[1:]", "zip(os[1:-1], lses[1:-1]")]),
+        Row("in-powers-of-2", "lse is summed in powers of 2: it is a natural logarithm", [("logaddexp", "logaddexp2")]),
         Row("weighted-by-the-last", "lse does not move along: the next part is weighed against all parts before it",
             [("lse = torch.logaddexp(lse, lse_part)", "lse = lse_part")]),
     ],
@@ -225,6 +244,12 @@ def _link(r: random.Random) -> tuple[int, ...]:
             [("math.ceil(tflops * 1000 * itemsize * kv_heads / (2 * gb_s * heads))",
               "math.ceil(tflops * 1000 * itemsize * kv_heads / (gb_s * heads))"),
              ("return piece * 2 * world", "return piece * world")]),
+        Row("without-a-mask", "half of it: as without a mask, where a step computes n * n pairs; or K or V alone is "
+            "sent", [("(2 * gb_s", "(4 * gb_s")]),
+        Row("pieces-not-whole", "the whole is rounded up to a token, and each of 2 * world pieces has whole ones",
+            [("math.ceil(tflops * 1000 * itemsize * kv_heads / (2 * gb_s * heads))",
+              "-(-tflops * 1000 * itemsize * kv_heads * 2 * world // (2 * gb_s * heads))"),
+             ("return piece * 2 * world", "return piece")]),
     ],
 )  # fmt: skip
 def hiding_length(tflops, gb_s, heads, kv_heads, itemsize, world):
@@ -293,6 +318,14 @@ _SHARES = "what a rank finds is added to the gradients of the keys that it has"
             "with them", [("(k, v, dk, dv)", "(k, v)"), ("k, v, dk, dv = (", "k, v = (")]),
         Row("keys-stay", "k and v never move: after a step a rank has those of the rank before",
             [("(k, v, dk, dv)", "(dk, dv)"), ("k, v, dk, dv = (", "dk, dv = (")]),
+        Row("only-k-moves", "k moves and v stays: both of a key belong together",
+            [("(k, v, dk, dv)", "(k, dk, dv)"), ("k, v, dk, dv = (", "k, dk, dv = (")]),
+        Row("only-v-moves", "v moves and k stays: both of a key belong together",
+            [("(k, v, dk, dv)", "(v, dk, dv)"), ("k, v, dk, dv = (", "v, dk, dv = (")]),
+        Row("q-moves", "q goes on too: it stays, with its rank's do, lse and delta",
+            [("(k, v, dk, dv)", "(q, k, v, dk, dv)"), ("k, v, dk, dv = (", "q, k, v, dk, dv = (")]),
+        Row("softmax-of-a-block", "P is a softmax over the keys of a step: it is exp(score - lse), with lse of the "
+            "whole row", [("torch.exp(q @ k.mT - lse[..., None])", "torch.softmax(q @ k.mT, -1)")]),
         Row("not-home", "dk and dv end on a neighbour: after the last step they go on once more",
             [("return dk, dv", "return dk.roll(-1, 0), dv.roll(-1, 0)")]),
     ],
@@ -353,6 +386,13 @@ def _heads(r: random.Random, world: int, each: int, n: int) -> tuple[torch.Tenso
             "rank 1", [("permute(1, 2, 0, 3, 4)", "permute(1, 2, 3, 0, 4)")]),
         Row("only-reshaped", "nothing was sent: a reshape alone leaves the numbers where they are",
             instead="x.reshape(len(x), x.shape[1] // len(x), -1, x.shape[3])"),
+        Row("only-reshaped", "nothing was sent: rank i still has what it had", [("permute(1, 2,", "permute(0, 2,"),
+                                                                         ("2, 0, 3, 4)", "2, 1, 3, 4)")]),
+        Row("heads-in-turns", "the heads are dealt out in turns: rank i gets i * heads / W and following, in a row",
+            [("(1, (world, -1)).permute(1, 2, 0, 3, 4)", "(1, (-1, world)).permute(2, 1, 0, 3, 4)")]),
+        Row("own-heads", "every rank has its own tokens as often as there are ranks: those of the others are missing",
+            instead="torch.stack([torch.cat([y] * len(x), 1) for y in "
+                    "x.unflatten(1, (len(x), -1)).diagonal().movedim(-1, 0)])"),
     ],
 )  # fmt: skip
 def to_heads(x: torch.Tensor) -> torch.Tensor:
@@ -383,6 +423,24 @@ def to_heads(x: torch.Tensor) -> torch.Tensor:
         "With which number of ranks is dq right? What is the same there in all steps?",
         "List for rank 0 and each step which keys are there, and which ones the lines of the step use.",
         "`p` and `ds` of a step belong to the keys that are there in this step, not to the first ones.",
+    ],
+    rows=[
+        Row("half-repaired", f"only {what} is of the keys that are there: {rest}",
+            [(f"{a} @ there_{b}", f"{a} @ {b}") for a, b in left])
+        for what, rest, left in (
+            ("P", "dO V^T and dS K belong to them too", (("do", "v.mT"), ("ds", "k"))),
+            ("dO V^T", "P and dS K belong to them too", (("q", "k.mT"), ("ds", "k"))),
+            ("dS K", "P and dO V^T belong to them too", (("q", "k.mT"), ("do", "v.mT"))),
+        )
+    ] + [
+        Row("old-values", "the values are those with which the rank began, in every step",
+            [("do @ there_v", "do @ v")]),
+        Row("one-step", "only the first step is there", [("range(world)", "range(1)")]),
+        Row("dq-moves", "dq goes on too: it stays with its queries",
+            [("to the next rank", "\n        dq = dq.roll(1, 0)")]),
+        Row("q-moves", "q goes on too: queries stay", [("to the next rank", "\n        q = q.roll(1, 0)")]),
+        Row("softmax-of-a-block", "P is a softmax over the keys of a step: it is exp(score - lse), with lse of the "
+            "whole row", [("torch.exp(q @ there_k.mT - lse[..., None])", "torch.softmax(q @ there_k.mT, -1)")]),
     ],
     returns="dq",
     inputs={f"{world} ranks of {n} rows": _saved(_R, world, n) for world, n in ((1, 4), (2, 3), (3, 2), (4, 4))},
@@ -500,6 +558,12 @@ def _window(r: random.Random) -> tuple[int, ...]:
         "rank": "no more ranks stand before this one", "window": "a query sees `window` keys before its own",
         "1": "a query sees its own key too",
     },
+    rows=[
+        Row("all-pairs", "pairs are those of whole blocks: mask and window hide some",
+            [("return fetched, pairs", "return fetched, (fetched + 1) * n * n")]),
+        Row("round-the-ring", "fetched is limited by world - 1: no more than `rank` ranks stand before this one",
+            [("min(rank,", "min(world - 1,")]),
+    ],
 )  # fmt: skip
 def with_window(rank, world, n, window):
     """(fetched, pairs) of a rank with n contiguous tokens, causal, when token i sees keys i - window to i.
