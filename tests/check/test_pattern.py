@@ -72,6 +72,15 @@ def test_zeros_are_not_called_right_values_of_another_place():
     assert shown(got, want) == "wrong are rows 4 to 7, and are 0 everywhere, all of the others are right"
 
 
+def test_what_says_nothing_is_not_said():
+    scattered = X.clone()
+    scattered[[0, 1, 2, 4, 5, 7, 9]] += torch.arange(1.0, 8.0)[:, None] * X[0]
+    assert shown(scattered) is None  # no run of rows
+    assert "times what" not in (pattern.observe(1.006 * X, X, 0.01) or "")  # most of them are within the bound
+    mask = torch.ones(4, 6, dtype=torch.float64).tril()
+    assert shown(mask.index_fill(1, torch.tensor([3]), 0.0), mask) is None  # row 3 is then like row 2, by chance
+
+
 def test_a_few_values_may_be_near_others_by_chance():
     y = X.clone()
     y[2, 3] = X[7, 7]

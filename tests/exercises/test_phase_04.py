@@ -297,6 +297,13 @@ SCALE = ("head_dim**-0.5 if scale is None else scale", "scale or head_dim**-0.5"
         ("4.13", ("scale = head_dim**-0.5", "scale = value_dim**-0.5"), "default-scale"),
         ("4.13", SCALE, "scale-zero"),
         *(pytest.param(id, SCALE, "scale-zero", marks=LONG) for id in ("4.11", "4.12")),
+        ("4.11", ("offs_d * stride_kd", "offs_d"), "factor-missing"),
+        *(pytest.param(id, ("offs_d * stride_kd", "offs_d"), "factor-missing", marks=LONG) for id in ("4.12", "4.13")),
+        *(pytest.param("4.11", [("BLOCK_N=64", "BLOCK_N=32"), change], slug, marks=marks) for change, slug, marks in (
+            (("acc * correction[:, None])", "acc)"), "o-not-rescaled", LONG),
+            (("s = tl.where((offs_n < N).T, ", "s = tl.where((offs_n >= 0).T, "), "tail-not-masked", LONG),
+            (("        m_i = m_new", "        acc = acc.to(tl.float16).to(tl.float32)\n        m_i = m_new"),
+             "rounded-in-every-turn", ()))),
     ],
 )  # fmt: skip
 @WATCHED
@@ -304,7 +311,7 @@ def test_the_ladder(id, change, slug):
     if slug is None:
         assert check(id, *solved(id, change))
     else:
-        assert diagnosis(id, *solved(id, change)) == slug
+        assert diagnosis(id, *solved(id, *([change] if isinstance(change, tuple) else change))) == slug
 
 
 @WATCHED

@@ -240,6 +240,8 @@ def test_dkdv_kernel_in_several_styles(kernel, changes):
         ("5.13", "t = 2.0 / (1.0 + tl.exp(-2.0 * s / softcap)) - 1.0",
          "t = (tl.exp(2.0 * s / softcap) - 1.0) / (tl.exp(2.0 * s / softcap) + 1.0)", "inf / inf"),
         ("5.13", "ds = tl.where(seen, ds, 0.0)", "ds = ds * seen", "inf · 0 is NaN"),
+        ("5.13", "        if SOFTCAP:\n            ds = ds * (1.0 - t * t)",
+         "        ds = ds * (1.0 - (s / softcap) * (s / softcap))", "no soft-cap and nothing is hidden"),
     ],
 )  # fmt: skip
 @pytest.mark.every(3)

@@ -251,6 +251,10 @@ def _of_scores(r: random.Random, M: int, N: int, D: int, BLOCK_D: int) -> tuple[
     words={"real": "(offs_d[None, :] < HEAD_DIM)"},  # the page has no such name
     nan={"": "not finite, though every address was right: what do the masked-off elements hold? -inf times 0 is NaN"},
     rows=[
+        *(Row("scaled", f"the scores are multiplied by {what}: Q K^T is asked as it stands",
+              [("s = tl.dot(q, k.T)", f"s = tl.dot(q, k.T) * {factor}")]) for what, factor in (
+            ("1 / sqrt(HEAD_DIM)", "HEAD_DIM**-0.5"), ("1 / HEAD_DIM", "(1 / HEAD_DIM)"),
+            ("log2(e) / sqrt(HEAD_DIM)", "HEAD_DIM**-0.5 * 1.4426950408889634"))),
         Row("half-the-columns", "only the first BLOCK_D / 2 columns count; HEAD_DIM of them exist",
             [("< HEAD_DIM", "< BLOCK_D // 2")]),
     ],
@@ -306,9 +310,10 @@ def scores_kernel(
         "stop": "the last key, stop - 1, is seen from furthest below",
     },
     rows=[
-        Row("the-other-question", "that is which keys the *queries* start to stop - 1 see: asked is which queries see "
-            "the *keys* start to stop - 1", [("start - right - offset", "start + offset - left"),
-                                             ("seq_q, stop + left - offset", "seq_k, stop + offset + right")]),
+        *(Row("the-other-question", "that is which keys the *queries* start to stop - 1 see: asked is which queries "
+              "see the *keys* start to stop - 1", [("start - right - offset", "start + offset - left"),
+                                                   ("seq_q, stop + left - offset", f"{size}, stop + offset + right")])
+          for size in ("seq_k", "seq_q")),
         Row("a-length", "the second number is how many queries there are: `end` is wanted, one past the last",
             [("return begin, end", "return begin, end - begin")]),
     ],
@@ -633,6 +638,8 @@ def _taken_for(sink: str) -> list[tuple[str, str]]:
               [(_TERM, _TERM.replace("1.0,", f"{n},"))])
           for how, n in (("once in every tile", "1.0 * tl.cdiv(N, BLOCK_N)"), ("once for each key", "1.0 * N"),
                          ("before the loop and in every tile", "1.0 + tl.cdiv(N, BLOCK_N)"), ("twice", "2.0"))),
+        Row("sink-in-every-tile", "o: the sink is counted twice in the sum that o is divided by: l_i has it already",
+            [(_O, "o = acc / (l_i + tl.exp(sink - m_i))[:, None]")]),
         Row("sink-not-shifted", "the sink's term is exp(sink), those of the keys are relative to m_i: all need one m",
             [*_NO_SINK, (_O, "l_i = l_i + tl.exp(sink + 0.0 * m_i)\n    " + _O)]),
         Row("sink-term-one", "the sink's term is 1 beside those of the keys: it is exp(sink - m_i)",

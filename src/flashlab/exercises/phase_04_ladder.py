@@ -148,6 +148,20 @@ def expect_64_bits(fn: Callable[..., Any]) -> None:
                      because=_NARROW)  # fmt: skip
 
 
+def _told_by(verified: Callable[..., Report]) -> Callable[[Any], tuple[str, str] | None]:
+    """Where no change of the text gives the values, which tiles of another size may do: what is known of attention."""
+
+    def told(launch: Any) -> tuple[str, str] | None:
+        try:
+            verified(getattr(launch, "answer", launch))
+        except CheckFailed as failed:
+            if failed.diagnosis not in ("wrong-value", "out-of-bounds"):
+                return failed.diagnosis, failed.sentence
+        return None
+
+    return told
+
+
 # ---- the ladder -----------------------------------------------------------------------------------------------------
 
 Shape = tuple[int, int, int, int, int, int, int]  # batch, kv_heads, group, M, N, D, and of V
@@ -162,6 +176,30 @@ def _tensors(r: random.Random, shape: Shape, by_token: bool = False) -> tuple[An
                for size, gap in zip(sizes[:3], (8, 16, 24), strict=True))  # fmt: skip
     o, lse = empty(batch, *sizes[3], dtype=torch.float16), empty(batch, kv_heads * group, M)
     return q, k, v, o, lse, *(step for x in (q, k, v, o) for step in x.stride())
+
+
+def _by_columns(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments, with q, k and v stored by columns."""
+    read = [x.mT.contiguous().mT for x in given[:3]]
+    return *read, *given[3:5], *(step for x in read for step in x.stride()), *given[17:]
+
+
+def _in_small_steps(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """One query's arguments, so that what each tile but the first adds to column 0 of acc is lost in 16 bits."""
+    q, k, v = (x.flatten(0, 2) for x in given[:3])  # one head
+    q[:] = 0
+    q[:, 0], k[:, 0], v[:, 0] = 1, -6 / (given[21] * math.log(2)), 2.85
+    k[:64, 0], v[:64, 0] = 0, 30
+    return given
+
+
+_COLUMNS, _MANY = "q, k and v stored by columns", "one query, 1600 keys, of which the first 64 weigh most"
+_TURNED, _LONG = (1, 2, 1, 10, 65, 16, 16), (1, 1, 1, 1, 1600, 16, 16)
+
+
+def _and_two_more(of: Callable[..., tuple[Any, ...]], *mask: Any) -> dict[str, tuple[Any, ...]]:
+    return {_COLUMNS: _by_columns(of(random.Random(75), _TURNED, *mask)),
+            _MANY: _in_small_steps(of(random.Random(0), _LONG, *mask))}  # fmt: skip
 
 
 def _of_heads(r: random.Random, shape: Shape) -> tuple[Any, ...]:
@@ -250,10 +288,15 @@ def _by_token(heads_attention: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _all_heads(heads_attention: Callable[..., Any]) -> Report:
+def _verify_heads(heads_attention: Callable[..., Any]) -> Report:
     __tracebackhide__ = True
     forward = _by_token(heads_attention)
-    report = verify(lambda q, k, v, *, scale=None: forward(q, k, v, scale=scale), gqa=True, max_seq=150)
+    return verify(lambda q, k, v, *, scale=None: forward(q, k, v, scale=scale), gqa=True, max_seq=150)
+
+
+def _all_heads(heads_attention: Callable[..., Any]) -> Report:
+    __tracebackhide__ = True
+    forward, report = _by_token(heads_attention), _verify_heads(heads_attention)
     expect_scales(forward, 64)
     if runtime.INTERPRETED:
         expect_no_copies(lambda q, k, v, scale: heads_attention(*(x.transpose(1, 2) for x in (q, k, v)), scale=scale))
@@ -286,10 +329,12 @@ _HEADS = (
     writes="O_ptr, LSE_ptr",
     returns="o, lse",
     programs=_programs,
-    inputs={_named(x): _of_heads(random.Random(i), x) for i, x in enumerate(_HEADS)},
+    inputs={_named(x): _of_heads(random.Random(i), x) for i, x in enumerate(_HEADS)}
+    | _and_two_more(_of_heads),
     draw=lambda r: _of_heads(r, _some_shape(r, *(2 * [r.choice((16, 32))]))),
     notes=_NOTES,
     rows=_SHARED,
+    symptom=_told_by(_verify_heads),
     tries=100,
     then=_all_heads,
 )  # fmt: skip
@@ -390,7 +435,8 @@ _PREFIXES = (
     writes="O_ptr, LSE_ptr",
     returns="o, lse",
     programs=_programs,
-    inputs={_named(x, prefix=n): _of_a_prefix(random.Random(i), x, n) for i, (x, n) in enumerate(_PREFIXES)},
+    inputs={_named(x, prefix=n): _of_a_prefix(random.Random(i), x, n) for i, (x, n) in enumerate(_PREFIXES)}
+    | _and_two_more(_of_a_prefix, 0),
     draw=lambda r: (lambda x: _of_a_prefix(r, x, r.randint(0, x[4])))(_some_shape(r, *(2 * [r.choice((16, 32))]))),
     nan=_EMPTY,
     notes=_NOTES,
@@ -501,7 +547,8 @@ _TWO_SIZES = (
     writes="O_ptr, LSE_ptr",
     returns="o, lse",
     programs=_programs,
-    inputs={_named(x, causal=causal): _of_two(random.Random(i), x, causal) for i, (x, causal) in enumerate(_TWO_SIZES)},
+    inputs={_named(x, causal=causal): _of_two(random.Random(i), x, causal) for i, (x, causal) in enumerate(_TWO_SIZES)}
+    | _and_two_more(_of_two, False),
     draw=lambda r: _of_two(r, _some_shape(r, r.choice((16, 24, 40)), r.choice((16, 24, 40))), r.random() < 0.5),
     nan=_EMPTY,
     notes=_NOTES,
@@ -585,20 +632,6 @@ def two_sizes_attention(q, k, v, *, causal=False, scale=None):
 # ---- 4.10: the kernel of 4.13 is the right text ---------------------------------------------------------------------
 
 
-def _in_small_steps() -> tuple[Any, ...]:
-    """What each tile but the first adds to column 0 of acc is lost if acc has 16 bits."""
-    q, k, v, *rest = _of_two(random.Random(0), (1, 1, 1, 1, 1600, 16, 16), False, 1.0)
-    q[:] = 0
-    q[..., 0], k[..., 0], v[..., 0] = 1, -6, 2.85
-    k[..., :64, 0], v[..., :64, 0] = 0, 30
-    return q, k, v, *rest
-
-
-def _by_columns(q: torch.Tensor, *rest: Any) -> tuple[Any, ...]:
-    q = q.mT.contiguous().mT
-    return q, *rest[:4], *q.stride(), *rest[8:]
-
-
 def _contiguous(fn: Callable[..., Any], **arguments: Any) -> Any:
     __tracebackhide__ = True
     result = _called(fn, **arguments)
@@ -611,16 +644,6 @@ def _contiguous(fn: Callable[..., Any], **arguments: Any) -> Any:
 def _verify(fn: Callable[..., Any]) -> Report:
     __tracebackhide__ = True
     return verify(fn, causal=True, gqa=True, head_dims=(64, 40), max_seq=150, max_tile=128)
-
-
-def _told_by_verify(launch: Any) -> tuple[str, str] | None:
-    """Where no change of the text gives the values, which tiles of another size may do: what is known of attention."""
-    try:
-        _verify(getattr(launch, "answer", launch))
-    except CheckFailed as failed:
-        if failed.diagnosis != "wrong-value":
-            return failed.diagnosis, failed.sentence
-    return None
 
 
 def _verified(my_attention: Callable[..., Any]) -> Report:
@@ -663,13 +686,12 @@ kernel_rule(
     programs=_programs,
     inputs={_named(x, causal=causal): _of_two(random.Random(x[3] + x[4]), x, causal, scale)
             for x, causal, scale in _EMPTY_PAGE}
-    | {"q stored by columns": _by_columns(*_of_two(random.Random(75), (1, 2, 1, 10, 65, 16, 16), False)),
-       "one query, 1600 keys, of which the first 64 weigh most": _in_small_steps()},
+    | _and_two_more(_of_two, False),
     draw=lambda r: _of_two(r, _some_shape(r, *(2 * [r.choice((16, 24, 40))])), r.random() < 0.5, r.choice((0.1, 0.3))),
     nan=_EMPTY,
     notes=_NOTES,
     rows=[*_SHARED, *_TOP_LEFT],
-    symptom=_told_by_verify,
+    symptom=_told_by(_verify),
     tries=100,
     then=_verified,
 )(two_sizes_kernel)  # fmt: skip

@@ -252,7 +252,8 @@ _WALK_NOTES = {
     returns="dq",
     inputs={f"{M} queries, {N} keys, BLOCK_N={block}, scale={scale}": _of_dq(M, N, D, scale, block, N)
             for M, N, D, scale, block in (
-                (4, 12, 8, 0.3, 4), (5, 30, 8, 0.5, 8), (7, 7, 16, 0.2, 7), (3, 20, 8, 1.0, 64))}
+                (4, 12, 8, 0.3, 4), (5, 30, 8, 0.5, 8), (7, 7, 16, 0.2, 7), (3, 20, 8, 1.0, 64),
+                (4, 10, 8, -0.4, 4))}
     | {"every score near 120": _of_dq(4, 12, 8, 1.0, 4, 0, _near(120.0)),
        "every score near -120": _of_dq(4, 12, 8, 1.0, 4, 1, _near(-120.0)),
        "a tile whose P is 1e-26 and whose V is 1e25": _of_dq(4, 12, 8, 1.0, 4, 2, _faint)},
@@ -262,6 +263,8 @@ _WALK_NOTES = {
     nan={"120": "exp(120) is infinite in float32: subtract lse from the score, then take the exponential"},
     notes=_WALK_NOTES,
     rows=[
+        Row("scale-positive", "dq: the scale of the scores is taken as positive: it may be negative",
+            [("scale * (q @ k.T)", "abs(scale) * (q @ k.T)")]),
         Row("softmax-per-tile", "dq: P is a softmax over the keys of one tile; exp(score - lse) knows the whole row",
             [("torch.exp(scale * (q @ k.T) - lse[:, None])", "torch.softmax(scale * (q @ k.T), 1)")]),
         Row("maximum-of-the-tile", "dq: P is recomputed with the maximum of the tile's scores in the place of lse",
@@ -349,7 +352,7 @@ _BLOCKS = {
         _of_a_block_of_keys(M, N, block, start, scale, window, M)
     for M, N, block, start, scale, window in (
         (24, 24, 8, 8, 0.4, 99), (30, 30, 4, 8, 0.4, 6), (30, 30, 8, 0, 0.5, 1), (10, 25, 4, 20, 0.6, 9),
-        (10, 25, 4, 8, 0.6, 25), (25, 10, 4, 4, 0.6, 5), (22, 17, 4, 5, 0.6, 3), (15, 20, 4, 10, 0.6, 30),
+        (10, 25, 4, 8, 0.6, 25), (25, 10, 4, 4, 0.6, 5), (22, 17, 4, 5, 0.6, 3), (15, 20, 4, 10, -0.6, 30),
         (11, 18, 8, 6, 0.5, 11), (4, 1, 8, 0, 0.3, 2), (4, 27, 1, 19, 0.3, 7), (4, 27, 4, 0, 0.3, 5),
         (20, 2, 8, 1, 0.5, 40),
     )
@@ -552,7 +555,7 @@ def _launches(kernel: str) -> dict[str, tuple[Any, ...]]:
         (7, 20, 16, 32, 16, 0.3, torch.float32), (20, 7, 32, 16, 16, 0.5, torch.float16),
         (17, 33, 16, 16, 16, 0.3, torch.float16),
         (32, 48, 32, 16, 16, 0.3, torch.float16), (48, 32, 16, 32, 32, 0.2, torch.float16),
-        (40, 50, 16, 16, 16, 0.4, torch.float32), (7, 70, 16, 32, 64, 0.3, torch.float16),
+        (40, 50, 16, 16, 16, -0.4, torch.float32), (7, 70, 16, 32, 64, 0.3, torch.float16),
         (70, 7, 32, 16, 64, 0.3, torch.float16), (5, 7, 16, 16, 16, 0.3, torch.float16),
     ):  # fmt: skip
         case = f"{M} queries, {N} keys, BLOCK_M={BLOCK_M}, BLOCK_N={BLOCK_N}, {str(dtype).removeprefix('torch.')}"
@@ -847,7 +850,7 @@ def _of_a_hunt(n: int, block: int, causal: bool, scale: float = 0.4) -> tuple[An
     returns="dk, dv",
     inputs={f"{n} queries and keys, blocks of {block}, causal={causal}": _of_a_hunt(n, block, causal, scale)
             for n, block, causal, scale in ((16, 8, True, 0.4), (16, 8, False, 0.4), (21, 8, True, 0.3),
-                                            (21, 8, False, 0.4), (5, 8, False, 0.5), (30, 4, True, 0.4))},
+                                            (21, 8, False, 0.4), (5, 8, False, 0.5), (30, 4, True, -0.4))},
     draw=lambda r: _of_a_hunt(r.randint(1, 30), r.choice((4, 8)), r.random() < 0.5, r.choice((0.3, 0.5))),
     notes=_WALK_NOTES | {
         "causal": "without a mask every query sees every key, and nothing is masked",
@@ -858,6 +861,8 @@ def _of_a_hunt(n: int, block: int, causal: bool, scale: float = 0.4) -> tuple[An
         Row("diagonal-left-out", "the tiles on the diagonal are left out: causal, the walk begins a block too late",
             [("start_n if causal else 0", "start_n + BLOCK if causal else 0")]),
         Row("causal-off-by-one", "a query does not see its own position", [("torch.tril(p)", "torch.tril(p, -1)")]),
+        Row("mask-inverted", "on the diagonal what a query sees is hidden, and what it does not see counts: tril keeps "
+            "j <= i", [("torch.tril(p)", "torch.triu(p)")]),
         Row("diagonal-always-masked", "all tiles are visited, those on the diagonal are masked, whatever causal says",
             [("start_n if causal else 0", "0"), ("causal and start_m == start_n", "start_m == start_n")]),
     ],

@@ -34,7 +34,7 @@ def _launch_of(
     are contiguous.
     """
     r, heads = random.Random(seed), kv_heads * group
-    D, scale, gap = r.choice((16, 32)), r.choice((0.3, 0.5)), r.choice((0, apart_by))
+    D, scale, gap = r.choice((16, 32)), r.choice((0.3, 0.5 if loud else -0.5)), r.choice((0, apart_by))
     q, do = (normal(r, heads, M, D, dtype=dtype) + shift for shift in (0, 0.25))
     k, v = (normal(r, kv_heads, N, D, dtype=dtype) + shift for shift in (0, 0.5))
     if loud:
@@ -174,11 +174,20 @@ def _of_few_tiles(kernel: Any) -> None:
     | {"float32, " + _named("dkdv", *given): _launch_of("dkdv", *given, dtype=torch.float32)
        for given in ((1, 2, 20, 20, 16, 16, True),)} | _three_more("dkdv"),
     draw=_some_launch("dkdv"),
-    nan={"": _HIDDEN},
+    nan={"causal=True": _HIDDEN},
     notes=_NOTES,
     rows=[
         mixed_bases("dk and dv", "s_t", "lse[None, :]"),
         *rounded_sums(dk=(", dk, input", f", dk{CUT}, input"), dv=(", dv, input", f", dv{CUT}, input")),
+        Row("heads-interleaved", f"dk and dv: the query heads of a group are taken kv_heads apart: {_GROUP}",
+            [("kv_head * group + member", "kv_head + member * (tl.num_programs(0) // n_blocks)")]),
+        *(Row("statistics-of-the-key-head", f"{said} of the query head with the key head's number: each query head has "
+              "its own", [(f"{x}_ptr + head * M", f"{x}_ptr + kv_head * M") for x in of])
+          for said, of in (("dk and dv: lse is that", ["LSE"]), ("dk: delta is that", ["DELTA"]),
+                           ("dk and dv: lse and delta are those", ["LSE", "DELTA"]))),
+        Row("last-head-only", "dk and dv: the sums begin anew with each query head: those of the last one are left",
+            [("head = kv_head * group + member", "head = kv_head * group + member\n        "
+              "dk, dv = (tl.zeros([BLOCK_N, HEAD_DIM], tl.float32) for _ in (0, 1))")]),
         Row("causal-aligned-top-left", "dk and dv: the causal mask and the begin of the walk are aligned at the first "
             f"key: {_SEES}", [("tl.maximum(start_n - (N - M), 0)", "start_n"), ("<= offs_m[None, :] + N - M",
                                                                                "<= offs_m[None, :]")]),
@@ -257,12 +266,20 @@ _CAPPED = tuple((*shape, cap) for shape, cap in zip(_SHAPES, (0.0, 2.0, 5.0, 2.0
        for given in ((1, 2, 20, 20, 16, 16, True, 5.0),)} | _three_more("dq")
     | {"tanh of scores far from 0": _launch_of("dq", 1, 2, 20, 20, 16, 16, True, 2.0, loud=True)},
     draw=_some_launch("dq"),
-    nan={"tanh": "tanh of a large score is NaN: its exponential is infinite, and inf / inf is NaN", "": _HIDDEN},
+    nan={"tanh": "tanh of a large score is NaN: its exponential is infinite, and inf / inf is NaN",
+         "causal=True": _HIDDEN, **dict.fromkeys(("causal=False, softcap=0.0", "40 tiles"), "not finite where there is "
+         "no soft-cap and nothing is hidden: `softcap` is 0 there. Is anything divided by it?")},
     notes=_NOTES | {
         "softcap": "the capped score is softcap · tanh(score / softcap)",
         "1.0 - t * t": "the slope of tanh is 1 - tanh²", "t": "the slope of tanh is 1 - tanh²",
     },
-    rows=[mixed_bases("dq", "s", "lse[:, None]"), *rounded_sums(dq=(", dq, input", f", dq{CUT}, input"))],
+    rows=[
+        mixed_bases("dq", "s", "lse[:, None]"), *rounded_sums(dq=(", dq, input", f", dq{CUT}, input")),
+        Row("slope-of-the-capped-score", "dq: the slope is taken as 1 - s², with the capped score s: it is 1 - tanh²",
+            [("1.0 - t * t", "1.0 - s * s")]),
+        Row("scale-after-the-cap", "dq: tanh is taken of the product of q and k: the scale comes before",
+            [("-2.0 * s / softcap", "-2.0 * s / scale / softcap")]),
+    ],
 )  # fmt: skip
 @triton.jit
 def capped_dq_kernel(
