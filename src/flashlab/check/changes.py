@@ -769,15 +769,12 @@ def _product(factors: Sequence[ast.expr]) -> ast.expr:
 def _of_call(text: Text, node: ast.Call) -> Iterator[tuple[Any, ...]]:
     w = text.say
     name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-    behind = ast.unparse(node.func.value) if isinstance(node.func, ast.Attribute) else ""
-    if behind := not re.fullmatch(r"\w*|(torch|math|tl)[.\w]*", behind):
+    behind = node.func.value if isinstance(node.func, ast.Attribute) else None  # x of x.sum(), and not tl of tl.sum(x)
+    if behind is not None and re.fullmatch(r"\w*|(torch|math|tl)[.\w]*", ast.unparse(behind)):
+        behind = None
+    if behind is not None:
         alone = ast.Call(ast.Name(name), node.args, node.keywords)
-        yield (
-            "function-missing",
-            f"`.{ast.unparse(alone)}` is missing behind {w(node.func.value)}",
-            1.7,
-            node.func.value,
-        )
+        yield "function-missing", f"`.{ast.unparse(alone)}` is missing behind {w(behind)}", 1.7, behind
     if name in ("min", "max", "maximum", "minimum") and len(node.args) == 2:
         for kept, gone in (node.args, node.args[::-1]):
             if isinstance(gone, ast.Constant) or isinstance(kept, (ast.BinOp, ast.Call)):
@@ -790,7 +787,7 @@ def _of_call(text: Text, node: ast.Call) -> Iterator[tuple[Any, ...]]:
         for mixed, how in (("a + b", "added"), ("(a + b) / 2", "averaged")):
             said = f"{either} are {how} where one of them belongs"
             yield "sum-for-one", said, 1.9, _expr(mixed, a=node.args[0], b=node.args[1])
-    elif len(node.args) == 1 and not node.keywords and not behind:
+    elif len(node.args) == 1 and not node.keywords and behind is None:
         yield "function-missing", f"`{name}` is missing: it is {w(node.args[0])} as it stands", 1.3, node.args[0], name
         inner = node.args[0]
         if isinstance(inner, ast.BinOp):

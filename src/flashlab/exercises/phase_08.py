@@ -495,9 +495,9 @@ _ONE_BUFFER_EACH = [
 @functools.cache
 def one_buffer_each() -> Source:
     """p8_6_store with a buffer of K and one of V, and none of the lines that start a copy or wait for one."""
-    whole = edited(step("p8_6_store").path.read_text(), _ONE_BUFFER_EACH)
+    text = edited(step("p8_6_store").path.read_text(), _ONE_BUFFER_EACH)
     waits = re.compile(r" *(?:cp_async_wait<STAGES - 1>|__syncthreads)\(\);.*\n")
-    whole = replaced(Source(whole, "kernel"), "Q in registers", waits.sub("", region(whole, "Q in registers")))
+    whole = replaced(Source(text, "kernel"), "Q in registers", waits.sub("", region(text, "Q in registers")))
     return replaced(whole, "first copies", _COPIES)
 
 
