@@ -905,7 +905,7 @@ show.region(step("p9_flash"), "merge", "launch")
 # is worth, when it came and at the end.
 
 # %% [markdown]
-# Left to explore: `stmatrix` for the store on sm_90; the mask of a sliding window, whose full tiles lie between two ragged ends; the same ladder on
+# Left to explore: `stmatrix` for the store on sm_90; the mask of a sliding window, whose full tiles lie between two ragged ends (exercise 9.5 begins it); the same ladder on
 # your own GPU, with `flashlab bench mma` and `flashlab bench ablation`.
 
 # %% [markdown]
