@@ -213,6 +213,13 @@ def patched_once():
     return torch.tensor([len(counted) - once]), torch.tensor([once])
 
 
+def described_once():
+    """Time again: tiles of one shape share its description."""
+    shapes = [tl.core.tensor(None, tl.block_type(dtype, [16, 32])).shape for dtype in (tl.float32, tl.int1)]
+    assert [n.value for n in shapes[0]] == [16, 32], "a shape has its numbers"
+    return torch.tensor([shapes[0] is shapes[1]]), torch.tensor([True])
+
+
 # ---- the cases: what a kernel gives, and what is right ---------------------------------------------------------------
 TIES = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 1.00390625 + 1e-4, -1.7, 3.4e38, 1e-40, float("inf"), -float("inf")] * 8)
 NANS = torch.full((N,), float("nan"))
@@ -265,6 +272,7 @@ CASES = {
     "range_over_an_argument": range_over_an_argument,
     "no_warnings": no_warnings,
     "patched_once": patched_once,
+    "described_once": described_once,
 }
 
 

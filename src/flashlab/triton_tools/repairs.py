@@ -4,12 +4,13 @@ Without a GPU, ``TRITON_INTERPRET=1`` makes Triton run a kernel's Python body on
 for tensors (triton/runtime/interpreter.py). It is the semantics of the language, but for a few points.
 ``install_repairs()`` makes it agree with compiled kernels in bfloat16 (it computes on the bit patterns), in float32
 ``tl.dot`` (TF32 unless ``input_precision="ieee"``), and in maximum and minimum of NaN; makes Triton 3.6 work with
-numpy >= 2.4; keeps numpy's warnings off; and takes a quarter off its time. Importing flashlab installs them. Launches
+numpy >= 2.4; keeps numpy's warnings off; and halves its time. Importing flashlab installs them. Launches
 from several threads run one after the other.
 """
 
 import functools
 import inspect
+import math
 import sys
 import threading
 import types
@@ -218,6 +219,38 @@ def _repair_patching() -> None:
     ti._patch_lang = patch_lang
 
 
+def _repair_types() -> None:
+    """Triton describes the type of every intermediate tile anew, its shape as a tuple that has a type too: that takes a
+    third of a launch's time. Nobody changes a shape, so tiles of one shape share its description."""
+    core, np_dtype = tl.core, functools.cache(ti._get_np_dtype)
+
+    @functools.cache
+    def of_type(shape):
+        described = core.tuple(shape)
+        return described, core.validate_block_shape(shape), str(described)
+
+    @functools.cache
+    def of_tensor(shape):
+        return core.constexpr(math.prod(shape)), core.tuple([core.constexpr(n) for n in shape])
+
+    def block_type(self, element_ty, shape):
+        shape = core._unwrap_if_constexpr(shape)
+        shape = tuple(core._unwrap_if_constexpr(n) for n in shape)
+        if not shape:
+            raise TypeError("0d block_type is forbidden")
+        if not all(isinstance(n, int) for n in shape):
+            core.validate_block_shape(shape)  # raises
+        self.element_ty, (self.shape, self.numel, said) = element_ty, of_type(shape)
+        self.name = f"<{said}, {element_ty}>"
+
+    def tensor(self, handle, type):
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = of_tensor(tuple(type.shape) if type.is_block() else ())
+
+    core.block_type.__init__, core.tensor.__init__ = block_type, tensor
+    ti._get_np_dtype = lambda type: np_dtype(tl.uint64 if isinstance(type.scalar, tl.pointer_type) else type.scalar)
+
+
 def _watch_launches() -> None:
     """Not a repair: what `flashlab.triton_tools.watch` sees of loads and stores, and its errors without a wrapper."""
     original_call = ti.GridExecutor.__call__
@@ -266,7 +299,7 @@ def _one_launch_at_a_time() -> None:
 _METHODS = {name: method for name, method in vars(_RepairedBuilder).items() if inspect.isfunction(method)}
 _OTHERS = {
     "reductions": _repair_reductions, "warnings": _repair_warnings, "index": _repair_index,
-    "patching": _repair_patching,
+    "patching": _repair_patching, "types": _repair_types,
 }  # fmt: skip
 REPAIRS = (*_METHODS, *_OTHERS)
 """The repairs by name. For each, tests/test_interpreter.py has a canary that says when Triton does without it."""
@@ -275,7 +308,7 @@ REPAIRS = (*_METHODS, *_OTHERS)
 def install_repairs(without: Collection[str] = ()) -> None:
     """Repair Triton's interpreter (see the module's docstring), but for those named. Calling it again does nothing.
 
-    Tried with Triton 3.6.0 and 3.7.1, numpy 2.3 to 2.5. It has no effect on compiled kernels.
+    Tried with Triton 3.6.0 and 3.7.1, numpy 2.3 to 2.5. Compiled kernels stay what they are.
     """
     if getattr(ti, "_repaired_by_flashlab", False):
         return
