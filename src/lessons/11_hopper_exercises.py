@@ -161,31 +161,33 @@ check("11.5", waited_for)
 # %% [markdown]
 # ## 11.6
 #
-# These lines of `p11_10_epilogue.cu` bring a consumer's 64 rows of O to global memory: `stmatrix` into shared memory, from there by TMA.
-# On a GPU the kernel passed all its tests. The emulator gives the right numbers too, but it objects. Run the check, look for
-# what is wrong, repair it.
+# In `p11_10_epilogue.cu` the warps wait until all of the O before has been read, and all of O leaves in one group. For `HEAD_DIM` 128 somebody
+# made it leave **slab by slab**: each slab of 64 columns has its own part of the buffer, its own store and its own group. So the first slab of a part
+# may be filled while the second one of the part before is still being read. On a GPU the kernel passed all its tests. In the emulator it does not. Run the
+# check, look for what is wrong, repair it. Slabs should still leave one by one, and nobody should wait for more than has to be over.
 
 # %% tags=["exercise"]
 epilogue = r"""
-        if (first_thread) bulk_wait_read<0>();                 // the O before it has been read
-        named_barrier_sync(1 + CONSUMERS + consumer, GROUP);
 #pragma unroll
-        for (int n = 0; n < O_TILES; n += 2) {     // two MMA tiles, 16 rows x 16 columns, per warp
-            uint32_t o_rmem[4];
-            for (int i = 0; i < 4; i++)
-                o_rmem[i] = pack<T>(acc[4 * n + 2 * i] * inverse[i % 2],
-                                    acc[4 * n + 2 * i + 1] * inverse[i % 2]);
-            const int column = n * MMA_N + lane / 16 * 8;
-            stmatrix_x4(o_lane + column / SLAB * BLOCK_M * SLAB_ROW + (column % SLAB / 8 ^ lane % 8) * 16,
-                        o_rmem);
-        }
-        fence_proxy_async();                                   //: repaired
-        named_barrier_sync(1 + CONSUMERS + consumer, GROUP);   // all 64 rows are stored
-        if (first_thread) {
-            for (int column = 0; column < HEAD_DIM; column += SLAB)
-                tma_store(&o_map, o_smem + (column / SLAB * BLOCK_M + consumer * 64) * SLAB_ROW, column,
+        for (int slab = 0; slab < HEAD_DIM / SLAB; slab++) {
+            const uint32_t slab_smem = slab * BLOCK_M * SLAB_ROW;              // where it lies, from o_smem on
+            if (first_thread) bulk_wait_read<HEAD_DIM / SLAB - 1>();           //: repaired
+            named_barrier_sync(1 + CONSUMERS + consumer, GROUP);
+#pragma unroll
+            for (int n = 0; n < SLAB / MMA_N; n += 2) {    // two MMA tiles, 16 rows x 16 columns, per warp
+                const float* c = acc + 4 * (slab * SLAB / MMA_N + n);
+                uint32_t o_rmem[4];
+                for (int i = 0; i < 4; i++)
+                    o_rmem[i] = pack<T>(c[2 * i] * inverse[i % 2], c[2 * i + 1] * inverse[i % 2]);
+                stmatrix_x4(o_lane + slab_smem + (n + lane / 16 ^ lane % 8) * 16, o_rmem);
+            }
+            fence_proxy_async();
+            named_barrier_sync(1 + CONSUMERS + consumer, GROUP);   // all 64 rows are stored
+            if (first_thread) {
+                tma_store(&o_map, o_smem + slab_smem + consumer * 64 * SLAB_ROW, slab * SLAB,
                           m_start + consumer * 64, head_index % p.heads, head_index / p.heads);
-            bulk_commit();
+                bulk_commit();
+            }
         }
 """
 

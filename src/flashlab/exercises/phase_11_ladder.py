@@ -52,6 +52,7 @@ PARTS = _HERE / "phase_11_parts.cu"
 _MAP = _HERE / "phase_11_map.cu"
 
 _SHORT = PROBES[:2]
+_HEAD_DIM = 128
 _LONG = (1, 1, 1, 64, 700, False)
 _NO_KEYS = (2, 1, 1, 200, 24, True)  # a block none of whose rows sees a key
 
@@ -163,19 +164,32 @@ def _with_epilogue(text: str) -> Source:
     return Source("\n".join([*lines[:begin], *own, *lines[end + 1 :]]) + "\n", whole.name, begin + 1, begin + len(own))
 
 
+_TWO_PARTS = (1, 2, 1, 130, 70, False)
 EPILOGUE = Trials(
-    "11.6", _watched(), [traced(_halves(1, 2, 1, 130, 70, False, sms=1))], region=True,
+    "11.6", _watched(_HEAD_DIM), [traced(_halves(*_TWO_PARTS, head_dim=_HEAD_DIM, sms=1))], region=True,
     place=lambda text: _with_epilogue(text).text, tol=1e-3, most=130,
     rows=[
-        # Without a fence, or with one too early, it looks the same: what is said is true of all three.
+        Row("not-read-yet", "a slab is filled while the store that reads its place may still be under way",
+            [("SLAB - 1>", "SLAB>")]),
+        # Without a fence, with one too early or of threads, it looks the same: what is said is true of all.
         Row("proxy-fence", "each thread that has stored has to fence by itself, after its last store",
             [("fence_proxy_async()", "if (first_thread) fence_proxy_async()")]),
-        Row("not-read-yet", "nobody waits until the copy engine has read the O of the part before",
-            [("if (first_thread) bulk_wait_read<0>();", "")]),
-        Row("other-fence", "a fence of threads orders nothing for the copy engine, which reads through the async proxy",
-            [("fence_proxy_async()", "__threadfence_block()")]),
     ],
 )  # fmt: skip
+
+
+def _expect_one_under_way(text: str, case: str) -> None:
+    """Raises CheckFailed where a wait leaves no group under way: the compiler knows what its number is."""
+    __tracebackhide__ = True
+    spied = re.sub(r"\b(bulk_wait(?:_read)?)\s*<([^;]*?)>\s*\(", r"\1<(1 / ((\2) > 0))>(", blank_comments(text))
+    try:
+        built(_with_epilogue(spied), check=True, head_dim=_HEAD_DIM)
+    except CheckFailed:
+        sentence = (
+            "the result is right, and no slab is filled too early; but a wait for 0 groups under way waits for the "
+            "other slab's store too, whose place is not needed yet"
+        )
+        raise CheckFailed(sentence, diagnosis="no-overlap", case=case) from None
 
 
 @exercise(
@@ -183,25 +197,27 @@ EPILOGUE = Trials(
     title="The last mile of O",
     minutes=20,
     difficulty="Bug hunt",
-    bug=[("        fence_proxy_async();\n", "")],
-    untouched="06c44aff40ae",
-    history="a common mistake where threads store what TMA or wgmma reads",
+    bug=[("bulk_wait_read<HEAD_DIM / SLAB - 1>", "bulk_wait_read<HEAD_DIM / SLAB>")],
+    untouched="62e00a752b1d",
+    history="a common mistake where a ring of buffers is stored: one group too many may be under way",
     hints=[
-        "Follow one number of O: a lane stores it to shared memory with stmatrix; then the copy engine reads it. Both "
-        "see the same memory, but they come to it on two different ways.",
-        "The barrier orders the threads: all have stored when the first thread goes on. Does it also say that the "
-        "other way, the async proxy, sees what they have stored?",
-        "fence_proxy_async(), by each thread that has stored, after its last stmatrix and before the barrier.",
+        "Shared memory is handed over twice: from the threads that store O to the copy engine, and back. "
+        "Who tells whom, each time? The emulator says at which of the two somebody comes too early.",
+        "Write down the groups that the first thread has committed: slab 0 and slab 1 of a part, slab 0 and slab 1 of "
+        "the next. At the wait for slab 0 of a part, which one has to be over, and how many are younger?",
+        "bulk_wait_read<N>() leaves the N youngest groups under way. At each slab's wait one group is younger than the "
+        "store that still reads its place: that of the other slab. So N = HEAD_DIM / SLAB - 1.",
     ],
 )
 def last_mile(epilogue: str) -> str:
-    whole = _with_epilogue(text_of(epilogue, "epilogue"))
-    with explained(lambda: _watched()(whole), EPILOGUE):
+    text = text_of(epilogue, "epilogue")
+    whole, case = _with_epilogue(text), "heads=2, kv_heads=1, seq_q=200, seq_k=200, causal, head_dim=128"
+    with explained(lambda: _watched(_HEAD_DIM)(whole), EPILOGUE):
         # One block, which uses its buffer again
-        verdict = examine(whole, fast=False, probes=_SHORT, max_seq=150, sms=1)
+        verdict = examine(whole, head_dim=_HEAD_DIM, fast=False, probes=_SHORT, max_seq=150, sms=1)
     sentence = "the result is right, but no O leaves by tma_store: the copy engine should do it"
-    case = "heads=2, kv_heads=1, seq_q=200, seq_k=200, causal"
     expect(verdict.counters["tma_stores"] > 0, sentence, diagnosis="no-tma-store", case=case)
+    _expect_one_under_way(text, case)
     return f"{verdict.cases} cases right, nothing found by the emulator"
 
 
@@ -290,7 +306,7 @@ def room_for_a_tile(scores: str, after_probabilities: str) -> str:
 _AFTER = "    setmaxnreg_inc<CONSUMER_REGISTERS>();\n"
 # Stages that are used three times and more; a causal block's few tiles; a block without a key.
 _PRODUCED = ((1, 1, 1, 64, 1000, False), PROBES[0], (1, 1, 1, 200, 24, True))
-_HEAD_DIM, _STAGES, _CONSUMERS, _BLOCK_N = 128, 3, 2, 128
+_STAGES, _CONSUMERS, _BLOCK_N = 3, 2, 128
 _OF_K, _OF_V = "mbarrier_wait(empty_k + 8 * stage, free);", "mbarrier_wait(empty_v + 8 * stage, free);"
 _OF_Q = "load_tile<BLOCK_M>(q_smem, q_map, full_q, m_start, head, batch);"
 
