@@ -199,14 +199,18 @@ check("11.6", epilogue)
 # ## 11.7
 #
 # In `p11_6_overlap.cu` two products are under way at once: the scores of this tile, and O of the tile before, which runs on during the
-# softmax. `add_output()` waits for V of the tile before, issues O += P V and commits it. `output_is_there()` is
-# `wgmma_wait<0>()`. Here are the lines before the softmax and those after it. Somebody made room for the producer, and the
+# softmax. In `p11_6_ring.cu`, as the check calls it, K and V share **one ring** of three slots: K of the nth tile is item 2 nth, V of it item 2 nth + 1, and item i lies in slot
+# i % `SLOTS`. `empty_slot` has a barrier for each slot, at which every consumer arrives once for each item.
+
+# %% [markdown]
+# `slot` is that of this tile's K. `add_output()` waits for V of the tile before, issues O += P V and commits it. `output_is_there()` is
+# `wgmma_wait<0>()`. Below are the lines before the softmax and those after it. Somebody made room for the producer, and the
 # kernel became a little faster. Find out at what price, and repair it. The softmax should still run while O is under way.
 
 # %% tags=["exercise"]
 scores = r"""
         float s[S_TILES * 4];
-        const uint64_t k_operand = descriptor(k_smem + stage * KV_BYTES);
+        const uint64_t k_operand = descriptor(ring_smem + slot * KV_BYTES);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < HEAD_DIM / MMA_K; k++)
@@ -215,12 +219,12 @@ scores = r"""
         wgmma_commit();
         if (!FIRST) add_output();
         wgmma_wait<FIRST ? 0 : 1>();                           //: the scores are there, O is still under way
-        if (first_thread) mbarrier_arrive(empty_k + 8 * stage);
+        if (first_thread) mbarrier_arrive(empty_slot + 8 * slot);
 """
 after_probabilities = r"""
         if (!FIRST) {
             output_is_there();
-            if (first_thread) mbarrier_arrive(empty_v + 8 * ((nth - 1) % STAGES));     //: repaired
+            if (first_thread) mbarrier_arrive(empty_slot + 8 * ((2 * nth - 1) % SLOTS));   //: repaired
 #pragma unroll
             for (int i = 0; i < O_TILES * 4; i++) acc[i] *= correction[i / 2 % 2];
         }
