@@ -411,7 +411,7 @@ print("(X Y^T) Z: two products, P never left the registers")
 # %% [markdown]
 # Where does a forward pass need it? TMA loads and wgmma are both async: no fence. But O goes out through shared memory: the
 # warps store it there, then TMA brings it to global memory. Between the two stands the fence. A kernel without it may be
-# right in every test on one GPU. The emulator finds it (section 8, exercise 11.6).
+# right in every test on one GPU. The emulator finds it (section 8).
 #
 # Reads need none. Step 1 reads a stage with `ldmatrix`, and then TMA fills it again: what has been read is in a register,
 # where no copy can change it, and the barrier says that it has been read.

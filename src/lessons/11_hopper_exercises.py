@@ -161,31 +161,33 @@ check("11.5", waited_for)
 # %% [markdown]
 # ## 11.6
 #
-# These lines of `p11_10_epilogue.cu` bring a consumer's 64 rows of O to global memory: `stmatrix` into shared memory, from there by TMA.
-# On a GPU the kernel passed all its tests. The emulator gives the right numbers too, but it objects. Run the check, look for
-# what is wrong, repair it.
+# In `p11_10_epilogue.cu` the warps wait until all of the O before has been read, and all of O leaves in one group. For `HEAD_DIM` 128 somebody
+# made it leave **slab by slab**: each slab of 64 columns has its own part of the buffer, its own store and its own group. So the first slab of a part
+# may be filled while the second one of the part before is still being read. On a GPU the kernel passed all its tests. In the emulator it does not. Run the
+# check, look for what is wrong, repair it. Slabs should still leave one by one, and nobody should wait for more than has to be over.
 
 # %% tags=["exercise"]
 epilogue = r"""
-        if (first_thread) bulk_wait_read<0>();                 // the O before it has been read
-        named_barrier_sync(1 + CONSUMERS + consumer, GROUP);
 #pragma unroll
-        for (int n = 0; n < O_TILES; n += 2) {     // two MMA tiles, 16 rows x 16 columns, per warp
-            uint32_t o_rmem[4];
-            for (int i = 0; i < 4; i++)
-                o_rmem[i] = pack<T>(acc[4 * n + 2 * i] * inverse[i % 2],
-                                    acc[4 * n + 2 * i + 1] * inverse[i % 2]);
-            const int column = n * MMA_N + lane / 16 * 8;
-            stmatrix_x4(o_lane + column / SLAB * BLOCK_M * SLAB_ROW + (column % SLAB / 8 ^ lane % 8) * 16,
-                        o_rmem);
-        }
-        fence_proxy_async();                                   //: repaired
-        named_barrier_sync(1 + CONSUMERS + consumer, GROUP);   // all 64 rows are stored
-        if (first_thread) {
-            for (int column = 0; column < HEAD_DIM; column += SLAB)
-                tma_store(&o_map, o_smem + (column / SLAB * BLOCK_M + consumer * 64) * SLAB_ROW, column,
+        for (int slab = 0; slab < HEAD_DIM / SLAB; slab++) {
+            const uint32_t slab_smem = slab * BLOCK_M * SLAB_ROW;              // where it lies, from o_smem on
+            if (first_thread) bulk_wait_read<HEAD_DIM / SLAB - 1>();           //: repaired
+            named_barrier_sync(1 + CONSUMERS + consumer, GROUP);
+#pragma unroll
+            for (int n = 0; n < SLAB / MMA_N; n += 2) {    // two MMA tiles, 16 rows x 16 columns, per warp
+                const float* c = acc + 4 * (slab * SLAB / MMA_N + n);
+                uint32_t o_rmem[4];
+                for (int i = 0; i < 4; i++)
+                    o_rmem[i] = pack<T>(c[2 * i] * inverse[i % 2], c[2 * i + 1] * inverse[i % 2]);
+                stmatrix_x4(o_lane + slab_smem + (n + lane / 16 ^ lane % 8) * 16, o_rmem);
+            }
+            fence_proxy_async();
+            named_barrier_sync(1 + CONSUMERS + consumer, GROUP);   // all 64 rows are stored
+            if (first_thread) {
+                tma_store(&o_map, o_smem + slab_smem + consumer * 64 * SLAB_ROW, slab * SLAB,
                           m_start + consumer * 64, head_index % p.heads, head_index / p.heads);
-            bulk_commit();
+                bulk_commit();
+            }
         }
 """
 
@@ -197,14 +199,18 @@ check("11.6", epilogue)
 # ## 11.7
 #
 # In `p11_6_overlap.cu` two products are under way at once: the scores of this tile, and O of the tile before, which runs on during the
-# softmax. `add_output()` waits for V of the tile before, issues O += P V and commits it. `output_is_there()` is
-# `wgmma_wait<0>()`. Here are the lines before the softmax and those after it. Somebody made room for the producer, and the
+# softmax. In `p11_6_ring.cu`, as the check calls it, K and V share **one ring** of three slots: K of the nth tile is item 2 nth, V of it item 2 nth + 1, and item i lies in slot
+# i % `SLOTS`. `empty_slot` has a barrier for each slot, at which every consumer arrives once for each item.
+
+# %% [markdown]
+# `slot` is that of this tile's K. `add_output()` waits for V of the tile before, issues O += P V and commits it. `output_is_there()` is
+# `wgmma_wait<0>()`. Below are the lines before the softmax and those after it. Somebody made room for the producer, and the
 # kernel became a little faster. Find out at what price, and repair it. The softmax should still run while O is under way.
 
 # %% tags=["exercise"]
 scores = r"""
         float s[S_TILES * 4];
-        const uint64_t k_operand = descriptor(k_smem + stage * KV_BYTES);
+        const uint64_t k_operand = descriptor(ring_smem + slot * KV_BYTES);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < HEAD_DIM / MMA_K; k++)
@@ -213,12 +219,12 @@ scores = r"""
         wgmma_commit();
         if (!FIRST) add_output();
         wgmma_wait<FIRST ? 0 : 1>();                           //: the scores are there, O is still under way
-        if (first_thread) mbarrier_arrive(empty_k + 8 * stage);
+        if (first_thread) mbarrier_arrive(empty_slot + 8 * slot);
 """
 after_probabilities = r"""
         if (!FIRST) {
             output_is_there();
-            if (first_thread) mbarrier_arrive(empty_v + 8 * ((nth - 1) % STAGES));     //: repaired
+            if (first_thread) mbarrier_arrive(empty_slot + 8 * ((2 * nth - 1) % SLOTS));   //: repaired
 #pragma unroll
             for (int i = 0; i < O_TILES * 4; i++) acc[i] *= correction[i / 2 % 2];
         }

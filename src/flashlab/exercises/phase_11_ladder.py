@@ -52,6 +52,7 @@ PARTS = _HERE / "phase_11_parts.cu"
 _MAP = _HERE / "phase_11_map.cu"
 
 _SHORT = PROBES[:2]
+_HEAD_DIM = 128
 _LONG = (1, 1, 1, 64, 700, False)
 _NO_KEYS = (2, 1, 1, 200, 24, True)  # a block none of whose rows sees a key
 
@@ -121,27 +122,24 @@ def _by_name(name: Callable[[int], str | None]) -> Any:
         raise CheckFailed(said, diagnosis=failed.diagnosis, case=failed.case) from None
 
 
-def _expect_given_back(events: Sequence[Event], kinds: Sequence[str], case: str) -> None:
-    """CheckFailed where a consumer does not give back each stage of `kinds` once, in the order of the tiles."""
+def _expect_given_back(events: Sequence[Event], case: str, items: Callable[[int], int] = int) -> None:
+    """CheckFailed where a consumer does not give back items(0), items(1), ... of the ring, nor 0, 1, ..."""
     __tracebackhide__ = True
     given: dict[int, list[int]] = {}
     for e in events:
         if e.did == "arrive" and not e.values[1]:
             given.setdefault(e.warp // 4, []).append(e.values[0])
     places = sorted({bar for bars in given.values() for bar in bars})
-    stages = len(places) // len(kinds)
-    for i, kind in enumerate(kinds if stages and len(places) % len(kinds) == 0 else ()):
-        bars = places[i * stages : (i + 1) * stages]
-        for group, order in given.items():
-            got = [bars.index(bar) for bar in order if bar in bars]
-            want = [n % stages for n in range(len(got))]
-            expect(
-                got == want,
-                f"consumer {group} gives back stages {_listed(got)} of {kind}, and its tiles 0, 1, 2, ... lie in "
-                f"{_listed(want)}",
-                diagnosis="wrong-stage",
-                case=case,
-            )
+    for group, order in given.items() if len(places) == _SLOTS else ():
+        got = [places.index(bar) for bar in order]
+        right = [[item(n) % _SLOTS for n in range(len(got))] for item in (items, int)]
+        expect(
+            got in right,
+            f"consumer {group} gives back slots {_listed(got)} of the ring, and what it has read lies in "
+            f"{_listed(right[0])}",
+            diagnosis="wrong-slot",
+            case=case,
+        )
 
 
 def _listed(numbers: Sequence[int]) -> str:
@@ -163,19 +161,32 @@ def _with_epilogue(text: str) -> Source:
     return Source("\n".join([*lines[:begin], *own, *lines[end + 1 :]]) + "\n", whole.name, begin + 1, begin + len(own))
 
 
+_TWO_PARTS = (1, 2, 1, 130, 70, False)
 EPILOGUE = Trials(
-    "11.6", _watched(), [traced(_halves(1, 2, 1, 130, 70, False, sms=1))], region=True,
+    "11.6", _watched(_HEAD_DIM), [traced(_halves(*_TWO_PARTS, head_dim=_HEAD_DIM, sms=1))], region=True,
     place=lambda text: _with_epilogue(text).text, tol=1e-3, most=130,
     rows=[
-        # Without a fence, or with one too early, it looks the same: what is said is true of all three.
+        Row("not-read-yet", "a slab is filled while the store that reads its place may still be under way",
+            [("SLAB - 1>", "SLAB>")]),
+        # Without a fence, with one too early or of threads, it looks the same: what is said is true of all.
         Row("proxy-fence", "each thread that has stored has to fence by itself, after its last store",
             [("fence_proxy_async()", "if (first_thread) fence_proxy_async()")]),
-        Row("not-read-yet", "nobody waits until the copy engine has read the O of the part before",
-            [("if (first_thread) bulk_wait_read<0>();", "")]),
-        Row("other-fence", "a fence of threads orders nothing for the copy engine, which reads through the async proxy",
-            [("fence_proxy_async()", "__threadfence_block()")]),
     ],
 )  # fmt: skip
+
+
+def _expect_one_under_way(text: str, case: str) -> None:
+    """Raises CheckFailed where a wait leaves no group under way: the compiler knows what its number is."""
+    __tracebackhide__ = True
+    spied = re.sub(r"\b(bulk_wait(?:_read)?)\s*<([^;]*?)>\s*\(", r"\1<(1 / ((\2) > 0))>(", blank_comments(text))
+    try:
+        built(_with_epilogue(spied), check=True, head_dim=_HEAD_DIM)
+    except CheckFailed:
+        sentence = (
+            "the result is right, and no slab is filled too early; but a wait for 0 groups under way waits for the "
+            "other slab's store too, whose place is not needed yet"
+        )
+        raise CheckFailed(sentence, diagnosis="no-overlap", case=case) from None
 
 
 @exercise(
@@ -183,41 +194,70 @@ EPILOGUE = Trials(
     title="The last mile of O",
     minutes=20,
     difficulty="Bug hunt",
-    bug=[("        fence_proxy_async();\n", "")],
-    untouched="06c44aff40ae",
-    history="a common mistake where threads store what TMA or wgmma reads",
+    bug=[("bulk_wait_read<HEAD_DIM / SLAB - 1>", "bulk_wait_read<HEAD_DIM / SLAB>")],
+    untouched="62e00a752b1d",
+    history="a common mistake where a ring of buffers is stored: one group too many may be under way",
     hints=[
-        "Follow one number of O: a lane stores it to shared memory with stmatrix; then the copy engine reads it. Both "
-        "see the same memory, but they come to it on two different ways.",
-        "The barrier orders the threads: all have stored when the first thread goes on. Does it also say that the "
-        "other way, the async proxy, sees what they have stored?",
-        "fence_proxy_async(), by each thread that has stored, after its last stmatrix and before the barrier.",
+        "Shared memory is handed over twice: from the threads that store O to the copy engine, and back. "
+        "Who tells whom, each time? The emulator says at which of the two somebody comes too early.",
+        "Write down the groups that the first thread has committed: slab 0 and slab 1 of a part, slab 0 and slab 1 of "
+        "the next. At the wait for slab 0 of a part, which one has to be over, and how many are younger?",
+        "bulk_wait_read<N>() leaves the N youngest groups under way. At each slab's wait one group is younger than the "
+        "store that still reads its place: that of the other slab. So N = HEAD_DIM / SLAB - 1.",
     ],
 )
 def last_mile(epilogue: str) -> str:
-    whole = _with_epilogue(text_of(epilogue, "epilogue"))
-    with explained(lambda: _watched()(whole), EPILOGUE):
+    text = text_of(epilogue, "epilogue")
+    whole, case = _with_epilogue(text), "heads=2, kv_heads=1, seq_q=200, seq_k=200, causal, head_dim=128"
+    with explained(lambda: _watched(_HEAD_DIM)(whole), EPILOGUE):
         # One block, which uses its buffer again
-        verdict = examine(whole, fast=False, probes=_SHORT, max_seq=150, sms=1)
+        verdict = examine(whole, head_dim=_HEAD_DIM, fast=False, probes=_SHORT, max_seq=150, sms=1)
     sentence = "the result is right, but no O leaves by tma_store: the copy engine should do it"
-    case = "heads=2, kv_heads=1, seq_q=200, seq_k=200, causal"
     expect(verdict.counters["tma_stores"] > 0, sentence, diagnosis="no-tma-store", case=case)
+    _expect_one_under_way(text, case)
     return f"{verdict.cases} cases right, nothing found by the emulator"
 
 
 # ---- 11.7 -----------------------------------------------------------------------------------------------------------
-_RELEASE = """
-        if (first_thread) mbarrier_arrive(empty_v + 8 * ((nth - 1) % STAGES));
-    };"""
+# Step 6 with K and V in one ring of three slots: K of the nth tile is item 2 nth, V of it is item 2 nth + 1.
+_IN_A_RING = (
+    ("STAGES = 2;", "SLOTS = 3;"),
+    ("1 + 4 * STAGES;", "1 + 2 * SLOTS;"),
+    ("2 * STAGES * KV_BYTES + 8", "SLOTS * KV_BYTES + 8"),
+    ("k_smem = q_smem", "ring_smem = q_smem"),
+    ("    const uint32_t v_smem = k_smem + STAGES * KV_BYTES;        // [STAGES, BLOCK_N, HEAD_DIM]\n", ""),
+    ("v_smem + STAGES * KV_BYTES, full_k = full_q + 8, full_v = full_k + 8 * STAGES;",
+     "ring_smem + SLOTS * KV_BYTES, full_slot = full_q + 8;"),
+    ("empty_k = full_v + 8 * STAGES, empty_v = empty_k + 8 * STAGES;", "empty_slot = full_slot + 8 * SLOTS;"),
+    ("< empty_k ?", "< empty_slot ?"),
+    ("int j = end - 1, nth = 0; j >= 0; j--, nth++", "int i = 0; i < 2 * end; i++"),
+    ("const int stage = nth % STAGES, phase = nth / STAGES & 1;\n", "const int slot = i % SLOTS;\n"),
+    ("mbarrier_wait(empty_k + 8 * stage, phase ^ 1);", "mbarrier_wait(empty_slot + 8 * slot, i / SLOTS & 1 ^ 1);"),
+    ("load_tile<BLOCK_N>(k_smem + stage * KV_BYTES, k_map, full_k + 8 * stage, j * BLOCK_N, kv_head, batch);",
+     "load_tile<BLOCK_N>(ring_smem + slot * KV_BYTES, i % 2 ? v_map : k_map, full_slot + 8 * slot,\n"
+     "                                   (end - 1 - i / 2) * BLOCK_N, kv_head, batch);"),
+    ("                mbarrier_wait(empty_v + 8 * stage, phase ^ 1);\n", ""),
+    ("                load_tile<BLOCK_N>(v_smem + stage * KV_BYTES, v_map, full_v + 8 * stage, j * BLOCK_N, kv_head, "
+     "batch);\n", ""),
+    ("const int stage = (nth - 1) % STAGES, phase = (nth - 1) / STAGES & 1;",
+     "const int slot = (2 * nth - 1) % SLOTS, phase = (2 * nth - 1) / SLOTS & 1;"),
+    ("full_v + 8 * stage", "full_slot + 8 * slot"),
+    ("v_smem + stage * KV_BYTES", "ring_smem + slot * KV_BYTES"),
+    ("\n        if (first_thread) mbarrier_arrive(empty_v + 8 * ((nth - 1) % STAGES));", ""),
+    ("const int stage = nth % STAGES, phase = nth / STAGES & 1;  // each use of a stage is a phase",
+     "const int slot = 2 * nth % SLOTS, phase = 2 * nth / SLOTS & 1;"),
+    ("full_k + 8 * stage", "full_slot + 8 * slot"),
+)  # fmt: skip
 
 
 def _overlapping(scores: str, after_probabilities: str) -> Source:
-    base = _changed(source_of(step("p11_6_overlap")), _RELEASE, "\n    };")
+    base = functools.reduce(lambda whole, edit: _changed(whole, *edit), _IN_A_RING, source_of(step("p11_6_overlap")))
+    base = replace(base, name="p11_6_ring")
     return replaced(replaced(base, "rescale O", after_probabilities), "scores", scores)
 
 
-_GIVEN_V = "            if (first_thread) mbarrier_arrive(empty_v + 8 * ((nth - 1) % STAGES));     // repaired\n"
-_GIVEN_K = "        if (first_thread) mbarrier_arrive(empty_k + 8 * stage);\n"
+_GIVEN_V = "            if (first_thread) mbarrier_arrive(empty_slot + 8 * ((2 * nth - 1) % SLOTS));   // repaired\n"
+_GIVEN_K = "        if (first_thread) mbarrier_arrive(empty_slot + 8 * slot);\n"
 _PACKED_P = "#pragma unroll\n        for (int i = 0; i < BLOCK_N / 4"
 ROOM = Trials(
     "11.7", _watched(), [traced(_halves(*_LONG))], region=True, tol=1e-3, most=170,
@@ -227,7 +267,7 @@ ROOM = Trials(
             [(_GIVEN_K, ""), ("        wgmma_wait<FIRST", f"{_GIVEN_K}        wgmma_wait<FIRST")]),
         Row("released-too-early", "V is given back while O += P V of its tile is still under way",
             [(_GIVEN_V, ""), ("output_is_there();\n", f"{_GIVEN_V.strip()}\n            output_is_there();\n")]),
-        Row("never-released", "nobody gives V back: each consumer arrives at empty_v when O += P V of a tile is there",
+        Row("never-released", "nobody gives V back: each consumer arrives at its slot when O += P V of a tile is there",
             [(_GIVEN_V, "")]),
         Row("released-twice", "V of a tile is given back twice", [(_GIVEN_V, 2 * _GIVEN_V)]),
         Row("not-waited-for", "the first tile's scores are not waited for: no group is committed after them",
@@ -236,9 +276,12 @@ ROOM = Trials(
             [(_GIVEN_K, f"{_GIVEN_K}if (FIRST) {_GIVEN_V.strip()}\n")]),
         Row("released-at-the-first", "V is given back at the first tile too, where there is no tile before",
             [(_GIVEN_V, ""), (_PACKED_P, f"{_GIVEN_V}{_PACKED_P}")]),
-        Row("k-for-v", "K is given back a second time, and V never", [(_GIVEN_V, _GIVEN_V.replace("_v", "_k"))]),
+        Row("k-for-v", "the slot of this tile's K is given back a second time, and that of V never",
+            [(_GIVEN_V, _GIVEN_K)]),
         Row("k-at-the-second", "K of the first tile is never given back: nothing is, where FIRST holds",
             [(_GIVEN_K, ""), (_GIVEN_V, _GIVEN_K + _GIVEN_V)]),
+        Row("as-if-apart", "the slot is counted as if V had a ring of its own: V of the tile before is item 2 nth - 1",
+            [("(2 * nth - 1) % SLOTS", "(nth - 1) % SLOTS")]),
     ],
 )  # fmt: skip
 
@@ -250,31 +293,33 @@ ROOM = Trials(
     difficulty="Bug hunt",
     bug=[
         (
-            "if (first_thread) mbarrier_arrive(empty_k + 8 * stage);",
+            "if (first_thread) mbarrier_arrive(empty_slot + 8 * slot);",
             "if (first_thread) {\n"
-            "            mbarrier_arrive(empty_k + 8 * stage);\n"
-            "            if (!FIRST) mbarrier_arrive(empty_v + 8 * ((nth - 1) % STAGES));\n        }",
+            "            mbarrier_arrive(empty_slot + 8 * slot);\n"
+            "            if (!FIRST) mbarrier_arrive(empty_slot + 8 * ((2 * nth - 1) % SLOTS));\n        }",
         ),
-        ("            if (first_thread) mbarrier_arrive(empty_v + 8 * ((nth - 1) % STAGES));\n", ""),
+        ("            if (first_thread) mbarrier_arrive(empty_slot + 8 * ((2 * nth - 1) % SLOTS));\n", ""),
     ],
-    untouched="7d7ce3738bf0",
+    untouched="65b12077bdf0",
     history="a common mistake in kernels that have two products under way",
     hints=[
         "Two groups are committed in a round: the scores of this tile, then O += P V of the tile before. Which of them "
         "has wgmma_wait<1> waited for, and which is still under way?",
-        "Who arrives at empty_v says: nobody reads this tile of V any more, the producer may fill its stage again. "
-        "From which line on is that true?",
-        "The arrival at empty_v belongs behind wgmma_wait<0>, which is in output_is_there(). The one at empty_k may "
-        "stay: the scores have been waited for.",
+        "Who arrives at empty_slot says: nobody reads what lies in this slot any more, the producer may fill it again, "
+        "with K or with V. From which line on is that true of each of the two?",
+        "The arrival for V, at slot (2 * nth - 1) % SLOTS, belongs behind wgmma_wait<0>, so behind output_is_there(). "
+        "The one for K may stay: the scores have been waited for.",
     ],
 )
 def room_for_a_tile(scores: str, after_probabilities: str) -> str:
     texts = text_of(scores, "scores"), text_of(after_probabilities, "after_probabilities")
     whole, case = _overlapping(*texts), "seq_q=64, seq_k=700"
     with explained(lambda: _watched()(whole), ROOM):
-        verdict = examine(whole, fast=False, probes=(PROBES[0], _LONG), max_seq=150)
-        events = _events(whole, _LONG)
-        _expect_given_back(events, "KV", case)
+        try:
+            verdict = examine(whole, fast=False, probes=(PROBES[0], _LONG), max_seq=150)
+        finally:  # another slot than that which was read is a cause; what is found comes of it
+            events = _events(whole, _LONG)
+            _expect_given_back(events, case, lambda n: n and n + n % 2 * 2 - 1)  # K of a tile, then V before it
     waits = any(e.did == "wait" and e.values[1] > 0 for e in events)
     expect(
         waits and "output_is_there" not in blank_comments(texts[0]),
@@ -290,7 +335,7 @@ def room_for_a_tile(scores: str, after_probabilities: str) -> str:
 _AFTER = "    setmaxnreg_inc<CONSUMER_REGISTERS>();\n"
 # Stages that are used three times and more; a causal block's few tiles; a block without a key.
 _PRODUCED = ((1, 1, 1, 64, 1000, False), PROBES[0], (1, 1, 1, 200, 24, True))
-_HEAD_DIM, _STAGES, _CONSUMERS, _BLOCK_N = 128, 3, 2, 128
+_STAGES, _CONSUMERS, _BLOCK_N = 3, 2, 128
 _OF_K, _OF_V = "mbarrier_wait(empty_k + 8 * stage, free);", "mbarrier_wait(empty_v + 8 * stage, free);"
 _OF_Q = "load_tile<BLOCK_M>(q_smem, q_map, full_q, m_start, head, batch);"
 
@@ -940,7 +985,7 @@ def consumer_of_a_ring(loop: str) -> str:
             probes = (_SEVERAL, PROBES[0], _NO_KEYS)
             verdict = examine(whole, head_dim=_HEAD_DIM, fast=False, probes=probes, max_seq=150)
         except CheckFailed:
-            _expect_given_back(_events(whole, _SEVERAL, _HEAD_DIM), ["the ring"], "seq_q=128, seq_k=330")
+            _expect_given_back(_events(whole, _SEVERAL, _HEAD_DIM), "seq_q=128, seq_k=330")
             raise
         _expect_given_back_early(_events(whole, _SEVERAL, _HEAD_DIM))
     return f"{verdict.cases} cases right, nothing found by the emulator"
