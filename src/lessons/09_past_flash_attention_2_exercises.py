@@ -73,7 +73,7 @@ rescale = r"""
                 const float before = m_i[r];
                 if ((m_new[r] - m_i[r]) * scale_log2 > RESCALE_ABOVE) m_i[r] = m_new[r];
                 const float base = m_i[r] == -INFINITY ? 0.f : m_i[r];         // -inf - (-inf) would be NaN
-                const float correction = exp2_approx((before - base) * scale_log2);      //: repaired: not m_i[r]
+                const float correction = exp2_approx((before - base) * scale_log2); //: repaired: not m_i[r]
                 l_i[r] *= correction;
 #pragma unroll
                 for (int n = 0; n < O_TILES; n++)
@@ -157,7 +157,7 @@ for letter in PARTS:
 # - the loop. Its body is a lambda `tile(j, is_masked)` that is compiled twice, with `MASKED` as a constant in it. The tiles are walked backwards,
 #   from `end - 1` to `begin`. With a window there are masked ones at both ends, and the full ones lie between.
 #
-# Where the window is narrow no tile is full. The check counts: no tile of which nobody sees a key is visited, and none pays for a mask that every
+# Where the window is narrow no tile is full: the check runs it with `LEFT` 40 too. And it counts: no tile of which nobody sees a key is visited, and none pays for a mask that every
 # row sees whole.
 
 # %% tags=["exercise"]

@@ -113,12 +113,12 @@ check("10.3", first_cost)
 # %% [markdown]
 # ## 10.4
 #
-# Another timing function, on the same simulated GPU. It waits at both ends, as the lecture does, and for a step of a model it is right. But somebody
+# Another timing function, on such a simulated GPU. It waits at both ends, as the lecture does, and for a step of a model it is right. But somebody
 # chose between two kernels of 0.02 and 0.016 ms by it. It says 0.025 and 0.021 ms; a model that calls the one a thousand times, and waits once, takes
 # 20 ms for it, and 16 for the other. Find out what is timed with the kernel, and repair it.
 #
 # Wanted is what a call takes in a long row of calls, to 2 %, for kernels from 0.01 ms on and also if there are few `rounds`. A call that launches many
-# very short kernels takes as long as its launches then.
+# very short kernels takes as long as its launches then. One launch takes longer on some CPUs than on others.
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_10: milliseconds

@@ -48,7 +48,10 @@ TOLD = [
     ("9.5", [("auto is_masked", "bool MASKED"), ("        constexpr bool MASKED = decltype(is_masked)::value;\n", ""),
              *((f"j >= {x}; j--) tile(j, std::{y}_type{{}})", f"j >= {x}; j--) tile(j, {y})")
                for x, y in (("full", "true"), ("whole", "false"), ("begin", "true")))], "MASKED is a variable"),
-    ("9.5", [("begin = max(0, m_start + diagonal - LEFT) / BLOCK_N", "begin = 0")], "some row sees a key of"),
+    ("9.5", [("begin = max(0, m_start + diagonal - LEFT) / BLOCK_N", "begin = 0")], "`begin` is 0 where"),
+    ("9.5", [("    for (; j >= whole;",
+             "    j = full - 1;\n    for (; j >= whole;"), ("    for (; j >= begin;",
+             "    j = whole - 1;\n    for (; j >= begin;")], "is none walked twice"),
     ("9.5", [("m_start + diagonal - LEFT) /", "m_start + diagonal - LEFT + 1) /")], "first row sees furthest"),
     ("9.5", [("BLOCK_M - 1 + diagonal", "diagonal")], "the last row begins to see later"),
     ("9.6", [("IN_FLIGHT = STAGES - 2", "IN_FLIGHT = 0")], "IN_FLIGHT should leave"),

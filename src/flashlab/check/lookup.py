@@ -208,10 +208,14 @@ class Index:
             for found in self.outcomes:  # the likelier first: one that is far less likely is not told
                 if whole and found[1].cost - whole[0][1].cost > _ALMOST:
                     break
-                if self._fits(found[2], got):
+                if self._fits(found[2], got) and self.wrong_parts(found[2]):  # what the check accepts is no cause
                     whole.append(found)
             wrong = self.wrong_parts(got) if not whole else []
-            parts = {i: [x for x in self.outcomes if self._may_be(x, i) and self._fits(x[2], got, i)] for i in wrong}
+            parts = {
+                i: [x for x in self.outcomes if self._may_be(x, i) and self._fits(x[2], got, i)
+                    and not self.same_outcome(x[2], self.right, i)]
+                for i in wrong
+            }  # fmt: skip
             self.looked_up = got, whole, parts
         _, whole, parts = self.looked_up
         if whole:

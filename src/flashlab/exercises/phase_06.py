@@ -155,6 +155,12 @@ def fractions(block_sum: str) -> str:
 BLOCK_SUM = Trials(
     "6.2", _watched, [calls("run", 1 + normal(3, 128).abs(), None, 3, out=(3, 128))],
     equal={"in `half > 16`": "half is a power of two"},
+    rows=[
+        Row("race", "the next round may read before this one's sums are written: a __syncwarp() belongs behind them",
+            [("__syncwarp();                        // all have", "// all have")]),
+        Row("first-numbers-alone", "the sum is that of the first 32 numbers: what the block's rounds added is lost",
+            [("half > 16", "half > 64")]),
+    ],
 )  # fmt: skip
 
 
@@ -396,6 +402,15 @@ INNER_LOOP = Trials(
     rows=[
         Row("half-a-product", "a score is the product over half of the chunks: the other half is the neighbour's, one "
             "__shfl_xor_sync away", [("s[n] += __shfl_xor_sync(~0u, s[n], 1);", "")]),
+        Row("halves-of-a-row", "chunks are read as if a lane had one half of the row: it has every second one",
+            [("k_smem[n][2 * c + odd]", "k_smem[n][odd * OWN + c]"),
+             ("v_smem[n][2 * c + odd]", "v_smem[n][odd * OWN + c]")]),
+        Row("chunk-of-another", "q_rmem[c] is multiplied with chunk c of the key: it is chunk 2 * c + odd of the row",
+            [("k_smem[n][2 * c + odd]", "k_smem[n][c]")]),
+        Row("old-maximum-lost", "the new maximum is that of this tile alone: the old one, m_i, belongs in it",
+            [("float m_new = m_i,", "float m_new = -INFINITY,")]),
+        Row("row-of-a-thread", "the mask is that of row threadIdx.x: two lanes share a row, which is threadIdx.x / 2",
+            [("m_start + row +", "m_start + threadIdx.x +")]),
         Row("counted-twice", "l counts every key twice: both lanes of a row have all of its probabilities, so there is "
             "nothing to add up between them",
             [("+ l_tile;", "+ l_tile + __shfl_xor_sync(~0u, l_tile, 1);")]),

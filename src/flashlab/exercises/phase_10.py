@@ -25,7 +25,7 @@ from flashlab.exercises.answers import in_words
 from flashlab.exercises.kernel_rule import empty, kernel_rule
 from flashlab.exercises.registry import exercise
 from flashlab.exercises.rule import RULES, rule
-from flashlab.exercises.simulated_gpu import SimulatedGpu
+from flashlab.exercises.simulated_gpu import LAUNCH_MS, SimulatedGpu
 from flashlab.exercises.tensor_rule import copied, normal, part
 from flashlab.models.rope import rope, rope_table
 from flashlab.triton_tools.watch import watched as watched_memory
@@ -212,7 +212,8 @@ def _on_other_gpus(answer: Callable[..., Any]) -> tuple[str, str] | None:
     """On which kind of GPU an answer to 10.4 would be right."""
     it = RULES["10.4"]
     for slug, other, why in _OTHER_GPUS:
-        inputs = [(programs, SimulatedGpu(**other), *counts) for programs, _, *counts in it.tried]
+        inputs = [(programs, SimulatedGpu(**{"launch_ms": gpu.launch_ms} | other), *counts)
+                  for programs, gpu, *counts in it.tried]  # fmt: skip
         if it.index.same_outcome(it.index.run(answer, inputs), it.index.run(it.fn, inputs)):
             return slug, why
     return None
@@ -221,7 +222,8 @@ def _on_other_gpus(answer: Callable[..., Any]) -> tuple[str, str] | None:
 def _programs(programs: Any, gpu: SimulatedGpu, warmup: int, rounds: int) -> str:
     of = [programs] if isinstance(programs[0], str) else programs
     listed = [f"{count} kernels of {ms} ms" if count > 1 else f"a kernel of {ms} ms" for _, ms, count, _ in of]
-    return f"{', '.join(listed)}; warmup={warmup}, rounds={rounds}"
+    other = f"; a launch of {gpu.launch_ms} ms" if gpu.launch_ms != LAUNCH_MS else ""
+    return f"{', '.join(listed)}{other}; warmup={warmup}, rounds={rounds}"
 
 
 def _program(r: random.Random, name: str = "run") -> Program:
@@ -311,6 +313,7 @@ def first_cost(runs, gpu, warmup=10, rounds=20):
         (("run", 0.01, 1, (50.0,)), _GPU, 5, 1), (("run", 2.0, 1, (200.0,)), _GPU, 5, 20),
         (("run", 0.05, 300, (50.0,)), _GPU, 2, 3), (("run", 0.4, 4, (100.0, 30.0)), _GPU, 4, 5),
         (("run", 0.001, 100, ()), _GPU, 3, 9), (("run", 0.02, 1, (200.0, 150.0, 100.0, 80.0)), _GPU, 4, 2),
+        (("run", 0.02, 1, (50.0,)), SimulatedGpu(launch_ms=0.009), 5, 20),
     ],
     draw=lambda r: (_program(r), _GPU, r.randint(4, 9), r.randint(1, 9)),
     called=_timed,
@@ -319,6 +322,15 @@ def first_cost(runs, gpu, warmup=10, rounds=20):
     rows=[
         Row("sum-of-calls", "what is told is the time of all calls between two waits: divide by their number",
             [("(gpu.clock() - start) / 50", "gpu.clock() - start")]),
+        Row("few-calls", "too few calls stand between two waits: the first launch, which nothing hides, weighs in each",
+            [("range(50)", "range(10)"), ("start) / 50", "start) / 10")]),
+        Row("not-waited-before", "what was launched before is in the time: wait first, and read the clock then",
+            [("        gpu.synchronize()\n        start = gpu.clock()\n", "        start = gpu.clock()\n")]),
+        Row("not-waited-for", "the clock is read while the GPU still works: wait before the second reading too",
+            [("        gpu.synchronize()\n        samples", "        samples")]),
+        Row("started-once", "the clock is started once, so a sample has in it all that came before",
+            [("    for _ in range(rounds):\n        gpu.synchronize()\n        start = gpu.clock()\n",
+              "    gpu.synchronize()\n    start = gpu.clock()\n    for _ in range(rounds):\n")]),
     ],
     tol=0.02,
     trials=60,
