@@ -338,4 +338,4 @@ def test_two_changes_that_would_stand_in_each_other_are_no_pair():
         piece = rank if row < half else 2 * world - 1 - rank
         return piece * half + row % half, rank * n + row
 
-    assert str(told("13.1", position)).startswith("striped is ")
+    assert str(told("13.1", position)).startswith("striped: these are whole shards, one behind the other")
