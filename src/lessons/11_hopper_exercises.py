@@ -170,7 +170,7 @@ check("11.5", waited_for)
 epilogue = r"""
 #pragma unroll
         for (int slab = 0; slab < HEAD_DIM / SLAB; slab++) {
-            const uint32_t slab_smem = slab * BLOCK_M * SLAB_ROW;              // where it lies, from o_smem on
+            const uint32_t slab_smem = slab * BLOCK_M * SLAB_ROW;      // where it lies, from o_smem on
             if (first_thread) bulk_wait_read<HEAD_DIM / SLAB - 1>();           //: repaired
             named_barrier_sync(1 + CONSUMERS + consumer, GROUP);
 #pragma unroll
