@@ -163,7 +163,7 @@ check("11.5", waited_for)
 #
 # In `p11_10_epilogue.cu` the warps wait until all of the O before has been read, and all of O leaves in one group. For `HEAD_DIM` 128 somebody
 # made it leave **slab by slab**: each slab of 64 columns has its own part of the buffer, its own store and its own group. So the first slab of a part
-# may be filled while the second one of the part before is still being read. On a GPU the kernel passed all its tests. In the emulator it does not. Run the
+# may be filled while the second one of the part before is still being read. On a GPU that may never show. In the emulator it does. Run the
 # check, look for what is wrong, repair it. Slabs should still leave one by one, and nobody should wait for more than has to be over.
 
 # %% tags=["exercise"]
