@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from flashlab.attention.backends import INSTEAD
-from flashlab.distributed.layout import Block, places, shard, unshard
+from flashlab.distributed.layout import Block, places, shards, unshard
 from flashlab.distributed.link import Group, Link, connect
 from flashlab.distributed.parts import block_backward, block_forward
 from flashlab.distributed.ring import Plan, plan_of
@@ -90,6 +90,6 @@ class _Gathered(torch.autograd.Function):
             )  # fmt: skip
             dkv[0][:, :, keys] += dk
             dkv[1][:, :, keys] += dv
-        theirs = link.all_to_all(torch.stack([shard(dkv, r, link.world, **ctx.cut) for r in range(link.world)]))
+        theirs = link.all_to_all(shards(dkv, link.world, **ctx.cut))
         dk, dv = theirs.sum(0).to(whole.dtype)
         return dq, dk, dv, None, None, None

@@ -20,15 +20,14 @@ stripes: Brandon et al., "Striped Attention" (2023), arXiv 2311.09431.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
 from flashlab.attention.inputs import one_of
 
-__all__ = ["LAYOUTS", "Block", "blocks", "local_lengths", "pairs", "places", "positions", "shard", "unshard"]
+__all__ = ["LAYOUTS", "Block", "blocks", "local_lengths", "pairs", "places", "positions", "shard", "shards", "unshard"]
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
 
@@ -78,6 +77,12 @@ def places(
     Raises:
         ValueError: as `local_lengths`; a rank or a number of heads that does not go with world.
     """
+    runs = _runs(n, rank, world, layout, documents, heads)
+    return torch.cat([torch.arange(run.start, run.stop, run.step) for run in runs])
+
+
+def _runs(n: int, rank: int, world: int, layout: str, documents: Sequence[int] | None, heads: int) -> list[range]:
+    """`places` as runs of rows, which one copy moves each."""
     if not 0 <= rank < world:
         raise ValueError(f"rank is {rank}; of {world} ranks it is 0 to {world - 1}")
     if heads < 1 or world % heads:
@@ -85,17 +90,22 @@ def places(
     ring, (at, part) = world // heads, divmod(rank, heads)
     found, start = [], 0
     for length in local_lengths(n, ring, layout, documents):
+        end = start + ring * length
         if layout == "striped":
-            found.append(start + at + ring * torch.arange(length))
+            found.append(range(start + at, end, ring))
         else:
             numbers = (at, 2 * ring - 1 - at) if layout == "zigzag" else (at,)
             size = length // len(numbers)
-            found += [start + i * size + torch.arange(size) for i in numbers]
-        start += ring * length
-    mine = torch.cat(found)
-    if len(mine) % heads:
-        raise ValueError(f"a shard of {len(mine)} tokens is not shared evenly by {heads} ranks: pad the sequence")
-    return mine.chunk(heads)[part]
+            found += [range(start + i * size, start + (i + 1) * size) for i in numbers]
+        start = end
+    rows = sum(map(len, found))
+    if rows % heads:
+        raise ValueError(f"a shard of {rows} tokens is not shared evenly by {heads} ranks: pad the sequence")
+    first, cut, before = part * rows // heads, [], 0
+    for run in found:
+        cut.append(run[max(0, first - before) : max(0, first + rows // heads - before)])
+        before += len(run)
+    return [run for run in cut if run]
 
 
 def positions(
@@ -115,8 +125,8 @@ def shard(
     heads: int = 1, dim: int = -2,
 ) -> torch.Tensor:  # fmt: skip
     """A rank's rows of x, contiguous in memory; `dim` is the sequence, the rest as `places`."""
-    cut = None if documents is None else tuple(documents)
-    return x.index_select(dim, _places_on(x.device, x.shape[dim], rank, world, layout, cut, heads))
+    runs = _runs(x.shape[dim], rank, world, layout, documents, heads)
+    return torch.cat([x[_at(x, dim, run)] for run in runs], dim)
 
 
 def unshard(
@@ -124,23 +134,40 @@ def unshard(
     dim: int = -2,
 ) -> torch.Tensor:  # fmt: skip
     """The whole sequence again, of the shards of all ranks in order; arguments as `shard`."""
-    world, n = len(parts), sum(x.shape[dim] for x in parts)
     shape = list(parts[0].shape)
-    shape[dim] = n
+    shape[dim] = sum(x.shape[dim] for x in parts)
     whole = parts[0].new_empty(shape)
-    cut = None if documents is None else tuple(documents)
-    for rank, part in enumerate(parts):
-        whole.index_copy_(dim, _places_on(part.device, n, rank, world, layout, cut, heads), part)
+    for there, rows in _matched(whole, parts, layout, documents, heads, dim):
+        there.copy_(rows)
     return whole
 
 
-@functools.lru_cache(maxsize=64)
-def _places_on(
-    device: torch.device, n: int, rank: int, world: int, layout: str, documents: tuple[int, ...] | None, heads: int
+def shards(
+    x: torch.Tensor, world: int, *, layout: str = "zigzag", documents: Sequence[int] | None = None, dim: int = -2
 ) -> torch.Tensor:
-    """`places` on a device: kept, since a GPU that waits for them from the CPU stands still in every exchange."""
-    with torch.inference_mode(False):
-        return places(n, rank, world, layout=layout, documents=documents, heads=heads).to(device)
+    """The rows of all ranks at once, [world, ...]; arguments as `shard`. It has no gradient."""
+    shape = list(x.shape)
+    shape[dim] //= world
+    parts = x.new_empty(world, *shape)
+    for there, rows in _matched(x, parts, layout, documents, 1, dim):
+        rows.copy_(there)
+    return parts
+
+
+def _matched(
+    whole: torch.Tensor, parts: Sequence[torch.Tensor] | torch.Tensor, layout: str, documents: Sequence[int] | None,
+    heads: int, dim: int,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
+    """Views of the same rows, in the whole sequence and in a shard."""
+    for rank, part in enumerate(parts):
+        runs = _runs(whole.shape[dim], rank, len(parts), layout, documents, heads)
+        for run, rows in zip(runs, part.split([len(run) for run in runs], dim), strict=True):
+            yield whole[_at(whole, dim, run)], rows
+
+
+def _at(x: torch.Tensor, dim: int, run: range) -> tuple[slice, ...]:
+    """The index of a run of rows."""
+    return (*[slice(None)] * (dim % x.ndim), slice(run.start, run.stop, run.step))
 
 
 # region: blocks

@@ -120,7 +120,7 @@ class Link:
         """x of every rank: [world, ...]."""
         found = x.new_empty(self.world, *x.shape)
         with self._heard():
-            self.group.allgather([list(found.unbind(0))], [x.contiguous()]).wait()
+            self.group._allgather_base(found.view(-1), x.reshape(-1)).wait()
         self.counts.sent += (self.world - 1) * x.nbytes
         return found
 

@@ -80,6 +80,7 @@ class Machine:
         step_us: what a step takes beside the kernel and the link: launches, the merge, waiting for the slowest rank.
         in_ring: times that a ring's blocks take of one kernel's time for the same work. Both as measured on four H200
             (lecture 13).
+        memory: 10^9 bytes per second that a copy reads and writes: what is fetched or exchanged is put in order.
     """
 
     tflops: Mapping[int, float]
@@ -88,6 +89,7 @@ class Machine:
     between: float = 50.0
     step_us: float = 200.0
     in_ring: float = 1.035
+    memory: float = 4000.0
     backward: Mapping[int, float] | None = None
 
     def speed(self, n: float, backward: bool = False) -> float:
@@ -132,7 +134,9 @@ def simulate(
         if way == "gather":  # a ring of NCCL's own, then the busiest rank's kernel; backward, gradients come home
             busiest = max(map(sum, zip(*work(world, n, causal=causal, layout=layout), strict=True)))
             sent = (world - 1) * (wide if backward else kv) / (across * 1e9)
-            return sent + machine.seconds(flop * busiest, local, backward) + machine.step_us / 1e6
+            # whole tensors: cleared, added to, dealt out and summed; or only put in order
+            copied = world * (6 * wide if backward else 2 * kv) / (machine.memory * 1e9)
+            return sent + copied + machine.seconds(flop * busiest, local, backward) + machine.step_us / 1e6
         if way == "ulysses":
             each = machine.seconds(flop * n * n / (2 if causal else 1) / world, n, backward)
             return _exchange(machine, world, 2 * q + kv) + each + machine.step_us / 1e6
@@ -145,9 +149,9 @@ def simulate(
 
 
 def _exchange(machine: Machine, world: int, sent: float) -> float:
-    """Seconds of the all-to-alls: what leaves the node goes by the slower link."""
+    """Seconds of the all-to-alls: what leaves the node goes by the slower link, and all is copied once."""
     out = max(0, world - machine.node) / world
-    return sent * ((1 - out - 1 / world) / machine.inside + out / machine.between) / 1e9
+    return sent * ((1 - out - 1 / world) / machine.inside + out / machine.between + 2 / machine.memory) / 1e9
 
 
 def _ring(

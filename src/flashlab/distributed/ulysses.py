@@ -20,7 +20,7 @@ import torch
 
 from flashlab.attention.backends import INSTEAD
 from flashlab.attention.door import flash_attention
-from flashlab.distributed.layout import local_lengths, shard, unshard
+from flashlab.distributed.layout import local_lengths, shards, unshard
 from flashlab.distributed.link import Group, Link, connect
 from flashlab.distributed.ring import ring_attention
 from flashlab.runtime.dispatch import no_forward_mode
@@ -89,10 +89,10 @@ class _Exchange(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, link: Link, to_heads: bool, layout: str) -> torch.Tensor:
         ctx.link, ctx.to_heads, ctx.layout = link, to_heads, layout
         if to_heads:
-            theirs = link.all_to_all(torch.stack(x.chunk(link.world, dim=1)))
+            theirs = link.all_to_all(x.unflatten(1, (link.world, -1)).movedim(1, 0))
             return unshard(list(theirs), layout=layout)
-        theirs = link.all_to_all(torch.stack([shard(x, r, link.world, layout=layout) for r in range(link.world)]))
-        return torch.cat(list(theirs), dim=1)
+        theirs = link.all_to_all(shards(x, link.world, layout=layout))
+        return theirs.movedim(0, 1).flatten(1, 2)  # in a batch of one nothing moves
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
