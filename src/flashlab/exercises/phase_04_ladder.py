@@ -577,8 +577,8 @@ def two_sizes_kernel(
     K_ptr += batch * stride_kb + head // group * stride_kh
     V_ptr += batch * stride_vb + head // group * stride_vh
     O_ptr += batch * stride_ob + head * stride_oh
-    real = (offs_m < M) & (offs_d < HEAD_DIM)
-    q = tl.load(Q_ptr + offs_m * stride_qm + offs_d * stride_qd, mask=real, other=0.0)
+    q_real = (offs_m < M) & (offs_d < HEAD_DIM)
+    q = tl.load(Q_ptr + offs_m * stride_qm + offs_d * stride_qd, mask=q_real, other=0.0)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
@@ -587,8 +587,8 @@ def two_sizes_kernel(
         end = tl.minimum(N, (block + 1) * BLOCK_M + N - M)
     for start_n in range(0, end, BLOCK_N):
         offs_n = (start_n + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
-        real = (offs_n < N) & (offs_d < HEAD_DIM)
-        k = tl.load(K_ptr + offs_n * stride_kn + offs_d * stride_kd, mask=real, other=0.0)
+        k_real = (offs_n < N) & (offs_d < HEAD_DIM)
+        k = tl.load(K_ptr + offs_n * stride_kn + offs_d * stride_kd, mask=k_real, other=0.0)
         seen = offs_n.T < N
         if CAUSAL:
             seen = seen & (offs_n.T <= offs_m + N - M)
@@ -597,8 +597,8 @@ def two_sizes_kernel(
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
         p, correction = tl.exp2(s - m_safe[:, None]), tl.exp2(m_i - m_safe)
         l_i = l_i * correction + tl.sum(p, axis=1)
-        real = (offs_n < N) & (offs_v < VALUE_DIM)
-        v = tl.load(V_ptr + offs_n * stride_vn + offs_v * stride_vd, mask=real, other=0.0)
+        v_real = (offs_n < N) & (offs_v < VALUE_DIM)
+        v = tl.load(V_ptr + offs_n * stride_vn + offs_v * stride_vd, mask=v_real, other=0.0)
         acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None])
         m_i = m_new
     o = (acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]).to(O_ptr.dtype.element_ty)

@@ -300,7 +300,7 @@ def copied(x: Any, on_device: bool = False) -> Any:
     if isinstance(x, torch.Tensor):
         if x.is_contiguous():
             return x.clone().to(runtime.device()) if on_device else x.clone()
-        storage = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage()).clone()
+        storage = torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage()).clone()
         storage = storage.to(runtime.device()) if on_device else storage
         return storage.as_strided(x.shape, x.stride(), x.storage_offset())
     if isinstance(x, tuple) and hasattr(x, "_fields"):

@@ -67,7 +67,7 @@ class Buffer:
     """A tensor's memory: `data` is all of its storage, `where` says at which place each element is."""
 
     def __init__(self, name: str, index: int, x: torch.Tensor, written: bool):
-        flat = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
+        flat = torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage()).cpu()
         self.name, self.first, self.written = name, int(x.storage_offset()), written
         self.data = flat.numpy().copy() if written else flat.numpy()
         places = torch.arange(len(flat)).as_strided(x.shape, x.stride(), self.first)
