@@ -26,7 +26,6 @@ BENCHES = {
     "walls": Named("Phase 1: naive attention, scheme A to its refusal, the escape hatches.", "a GPU", object=""),
     "triton": Named("Phase 3: the minimal Triton kernel against its peers.", "a GPU"),
     "industrial": Named("Phases 4 and 5: forward and backward against FlashAttention-2, cuDNN, Flex, eager.", "a GPU"),
-    "candidates": Named("Phase 5's backward kernels with other tiles and texts: the fastest of them.", "a GPU"),
     "scalar": Named("Phase 6: the float32 CUDA kernels against unfused PyTorch and SDPA.", "a GPU, nvcc"),
     "mma": Named("The tensor-core kernels against FlashAttention-2, cuDNN, unfused PyTorch.", "a GPU, nvcc"),
     "hopper": Named("Phase 11's kernels against cuDNN, FlashAttention-2 and 4, and the course's own.", "a GPU, nvcc"),

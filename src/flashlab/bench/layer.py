@@ -589,17 +589,6 @@ def milliseconds(text: Any) -> float:
     return float(number) * {"s": 1e3, "ms": 1.0, "us": 1e-3}[unit]
 
 
-def published_table(layer: str) -> Table:
-    """The published profile of "original" or "flash", per run of its 100."""
-    rows = [
-        [r["op"], f"{milliseconds(r['self_cuda']) / 100:.4f}", f"{milliseconds(r['cuda_total']) / 100:.4f}",
-         r["self_cuda_pct"], f"{int(str(r['calls'])) / 100:.4g}"]
-        for r in published.load("gqa_layer_profile") if r["layer"] == layer
-    ]  # fmt: skip
-    columns = ["", "ms on the GPU, itself", "with what it calls", "share", "calls"]
-    return Table.of(rows, columns, align="lrrrr", caption="per run, as published; an Ampere GPU")
-
-
 def table(data: Data) -> Table:
     """The times of every case of a record."""
     tables = [(case, times_table(data, case)) for case in dict.fromkeys(row["case"] for row in data["rows"])]

@@ -60,7 +60,7 @@ from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
 from flashlab import runtime
-from flashlab.bench import harness, peers, published, records, timing
+from flashlab.bench import harness, peers, records, timing
 from flashlab.bench.harness import Data, Row
 from flashlab.models.language_model import BYTES, SIZES, Config, LanguageModel, config, make_optimizer, train_step
 from flashlab.models.layer import RotaryAttention
@@ -656,17 +656,6 @@ def memory(data: Data, size: str = "small", dtype: str = "bfloat16") -> dict[str
     }  # fmt: skip
 
 
-def limits(data: Data) -> dict[str, tuple[list[int], list[float]]]:
-    """By attention: the lengths whose step fits, rising, and the GiB that it takes at the most."""
-    found: dict[str, tuple[list[int], list[float]]] = {}
-    for row in _rows(data, part="limit"):
-        if "peak_bytes" in row:
-            lengths, gib = found.setdefault(row["attention"], ([], []))
-            lengths.append(row["seq_len"])
-            gib.append(row["peak_bytes"] / 2**30)
-    return found
-
-
 def runs_out(data: Data) -> dict[str, int | None]:
     """By attention: the first length whose step runs out of memory; None where none did, as far as was tried."""
     found: dict[str, int | None] = {}
@@ -705,23 +694,6 @@ def apart(data: Data, dtype: str = "float32") -> dict[str, float]:
     if "eager" not in found:
         return {}
     return {name: distance(found["eager"], curve) for name, curve in found.items() if name != "eager"}
-
-
-def published_table(data: Data) -> Table:
-    """lm_forward_backward.csv, and the same passes of the same sizes here."""
-    rows = []
-    for row in published.load("lm_forward_backward"):
-        size = SIZE_NAMES[str(row["model"])]
-        found = passes(data, size, "eager", "float32")
-        for which in ("forward", "backward"):
-            said = row[f"avg_{which}_s"]
-            if said is not None:
-                ours = found.get(PUBLISHED_PASSES[str(row["run"]), which])
-                rows.append([size, PUBLISHED_PASSES[str(row["run"]), which], f"{1e3 * float(str(said)):.1f}",
-                             f"{ours['ms']:.1f}" if ours else NOT_YET])  # fmt: skip
-    columns = ["size", "pass", "there, ms", "here, ms"]
-    caption = f"There: a machine, batch and length without a name. Here: eager, float32, {_where(data)}."
-    return Table.of(rows, columns, align="llrr", caption=caption)
 
 
 PUBLISHED_PASSES = {

@@ -48,7 +48,6 @@ from flashlab.kernels import SIDE, Step, step
 from flashlab.table import Table
 
 SERIES = tuple(s for s in ALL if torch.float16 in s.dtypes)  # those on the tensor cores
-PARTS = ("ladder", "exhibits", "final", "published", "counters")
 STAGES_ADA = {
     "naive_unfused": "unfused", "mma_naive": "p7_naive", "mma_stage1": "p8_6_store STAGES=1",
     "mma_stage2": "p8_6_store", "flash_official": "fa2",
@@ -364,7 +363,7 @@ def launch_once() -> None:
 
 # ---- the whole -------------------------------------------------------------------------------------------------------
 def jobs() -> list[Row]:
-    """Every measurement, in the order of PARTS."""
+    """Every measurement, in the order of the docstring."""
     return _jobs(LADDER, final_cases(SERIES[-1].head_dims)) + [{"part": "counters"}]
 
 
