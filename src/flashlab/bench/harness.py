@@ -19,14 +19,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
+import itertools
 import json
 import math
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +49,7 @@ Way = Callable[[], Any]
 
 ATTEMPTS = 2
 """How often a job is begun that ends the whole process: once may be the user, twice is the job."""
+NOT_YET = "not measured yet"
 _NOT_FACTS = ("bench", "machine", "rows", "left")
 LEAST_CHANGE = 0.01
 """Medians that differ by less are the same, however small the spread of either."""
@@ -80,6 +85,7 @@ class Bench:
     first: parts that are measured before the others, with after(rows, machine) behind them.
     prepare(jobs, until): before the jobs, on a GPU: builds and checks, until a time of time.monotonic(); more facts.
     options: arguments of `measure` and `prepare` that the command line offers, as argparse wants them.
+    children: what "--name" and words do in a process of its own, for a profiler say, in the place of a run.
     minutes: the default of --minutes.
     """
 
@@ -97,11 +103,24 @@ class Bench:
     after: Callable[[Sequence[Row], Data], None] = lambda rows, machine: None
     prepare: Callable[..., Mapping[str, Any] | None] = lambda jobs, until, **options: None
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    children: Mapping[str, Callable[..., None]] = field(default_factory=dict)
     minutes: float = math.inf
 
     def main(self, arguments: Sequence[str] | None = None) -> None:
         """The bench as a program. Raises NoGpu, SystemExit."""
-        main(self, arguments)
+        first, *words = (sys.argv[1:] if arguments is None else arguments) or [""]
+        if child := self.children.get(first.removeprefix("--")):
+            child(*words)
+        else:
+            main(self, arguments)
+
+    def recorded(self) -> list[Data]:
+        """Every recorded run there is, in the order of their file names; [] where none is."""
+        return records.recorded(self.name)
+
+    def record(self) -> Data:
+        """The first of them, or one without rows: every reader takes it."""
+        return next(iter(self.recorded()), {"rows": [], "machine": {"gpu": None}})
 
     def run(self, jobs: Sequence[Row]) -> Data:
         """The record of some jobs, measured here and now. Raises NoGpu."""
@@ -153,7 +172,96 @@ def merged(bench: Bench, old: Data, new: Data) -> Data:
     return record_of(bench, new["machine"] | {"earlier": earlier}, found, facts, len(waiting(bench.jobs(), found)))
 
 
-# ---- timing ----------------------------------------------------------------------------------------------------------
+# ---- what a bench is made of -----------------------------------------------------------------------------------------
+def jobs_of(part: str, **axes: Iterable[Any]) -> list[Row]:
+    """A job for each combination of the axes' values; the last axis is the fastest."""
+    return [{"part": part} | dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+
+
+def rows_of(job: Row, found: Mapping[str, Row], reasons: Mapping[str, str], work: float = 0.0) -> list[Row]:
+    """The rows of a job: of who has a time, with TFLOP/s where the FLOPs of a call are given, and of who has none."""
+    rows = [job | {"name": name} | row for name, row in found.items()]
+    if work:
+        rows = [row | {"tflops": work / (row["ms"] * 1e9)} for row in rows]
+    return rows + [job | {"name": name, "unavailable": why} for name, why in reasons.items()]
+
+
+def made(names: Iterable[str], make: Callable[[str], Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """make(name) of each, and why the others have none."""
+    found: dict[str, Any] = {}
+    reasons: dict[str, str] = {}
+    for name in names:
+        try:
+            found[name] = make(name)
+        except Exception as error:
+            reasons[name] = timing.reason(error)
+    return found, reasons
+
+
+def draw(*shapes: Sequence[int], dtype: torch.dtype, seed: int | None = None, device: Any = None) -> list[torch.Tensor]:
+    """Tensors of random numbers, the same each time. They have a generator of their own: a recording of a CUDA graph
+    that failed leaves PyTorch's unusable."""
+    device = runtime.device() if device is None else device
+    generator = torch.Generator(device).manual_seed(sum(shapes[0]) if seed is None else seed)
+    return [torch.randn(tuple(x), device=device, dtype=dtype, generator=generator) for x in shapes]
+
+
+def sets_of(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """The tensors, and as many copies as exceed the L2 cache together with them; none without a GPU."""
+    most = timing.input_sets(sum(x.nbytes for x in tensors)) if on_gpu() else 1
+    copies = [[x.detach().clone().requires_grad_(x.requires_grad) for x in tensors] for _ in range(most - 1)]
+    return [list(tensors), *copies]
+
+
+def backward_of(way: Way, inputs: Sequence[torch.Tensor], grad_o: torch.Tensor) -> Way:
+    """The backward pass alone: the forward pass is run when it is first called."""
+    kept: list[torch.Tensor] = []
+
+    def run() -> Any:
+        if not kept:
+            kept.append(way())
+        return torch.autograd.grad(kept[0], inputs, grad_o, retain_graph=True)
+
+    return run
+
+
+def at_once(build: Callable[..., Any], wanted: Iterable[Any]) -> list[Any]:
+    """build(x) of each, by as many threads as there are cores: they wait for a compiler."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(build, wanted))
+
+
+def emptied() -> None:
+    """What nobody holds is given back to the GPU, and its peak counted anew."""
+    gc.collect()
+    if on_gpu():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def short(row: Row) -> str:
+    """Why a row has no time, in a word or two."""
+    return str(row["unavailable"]).partition(":")[0][:20]
+
+
+def compiled_by(workers: int, compile_one: Callable[..., None], tasks: Iterable[tuple[Any, ...]], until: float) -> int:
+    """Runs tasks in processes of their own, until a time of time.monotonic(). Returns how many were done.
+
+    What is not, or because its process crashed with the compiler, is compiled when it is
+    measured. Who still runs then is ended: it would disturb the clocks.
+    """
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        futures = [pool.submit(compile_one, *task) for task in tasks]
+        done, late = wait(futures, timeout=min(3600.0, max(1.0, until - time.monotonic())))
+        if late:
+            processes = [*(pool._processes or {}).values()]  # before the pool forgets them
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in processes:
+                process.kill()
+    return sum(1 for future in done if not future.exception())
+
+
 def times_of(ways: Mapping[str, timing.Work], rounds: int = 9, **options: Any) -> tuple[dict[str, Row], dict[str, str]]:
     """Rows of milliseconds by name, in turns, and why the others have none; on a CPU by the clock on the wall.
 

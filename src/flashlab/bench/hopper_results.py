@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import statistics
@@ -439,6 +440,4 @@ def lines(data: Row, names: Sequence[str], dtype: str = "bf16") -> dict[str, dic
     return found
 
 
-def recorded() -> list[Row]:
-    """Every recorded run there is, in the order of their file names; [] where none is."""
-    return records.recorded("hopper")
+recorded = functools.partial(records.recorded, "hopper")

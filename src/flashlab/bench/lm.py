@@ -47,7 +47,6 @@ What reads a record takes `record()`, and says "not measured yet" or gives nothi
 from __future__ import annotations
 
 import functools
-import gc
 import math
 import random
 import time
@@ -60,8 +59,9 @@ from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
 from flashlab import runtime
-from flashlab.bench import harness, peers, records, timing
-from flashlab.bench.harness import Data, Row
+from flashlab.bench import harness, peers, timing
+from flashlab.bench.harness import NOT_YET, Data, Row, jobs_of
+from flashlab.bench.rows import where
 from flashlab.models.language_model import BYTES, SIZES, Config, LanguageModel, config, make_optimizer, train_step
 from flashlab.models.layer import RotaryAttention
 from flashlab.models.train import distance, train
@@ -108,44 +108,42 @@ SIZE_NAMES = {"sm": "small", "md": "medium", "lg": "large"}
 # ---- what is measured ------------------------------------------------------------------------------------------------
 def jobs() -> list[Row]:
     """The most telling first."""
-    low, full = "bfloat16", "float32"
-    found = [_step("small", way, low) for way in WAYS]
-    found += [_step(size, "eager", full) for size in SIZE_NAMES.values()]  # the published ones
-    found += [_train(way, full, jitter) for way, jitter in (("eager", 0.0), ("flash", 0.0), ("eager", JITTER[full]))]
-    found += [_turns(size, "attention", low) for size in ("small", "medium", "large", "xl")]
-    found += [_turns(size, "compiled", low) for size in ("medium", "small")]
-    found += [{"part": "memory", "size": "small", "attention": way, "dtype": low} for way in ("eager", "flash")]
-    found += [{"part": "limit", "attention": way, "dtype": low} for way in ("eager", "flash")]
-    found += [_step("xl", way, low) for way in ("eager", "flash, fused RoPE", "sdpa")]
-    found += [_train(way, low, jitter) for way, jitter in (("eager", 0.0), ("flash", 0.0), ("eager", JITTER[low]))]
-    found += [_step(size, way, low) for size in ("large", "medium") for way in WAYS]
-    found += [_step("xl", "flash", low)]
-    found += [_step("small", way, full) for way in WAYS if way != "eager"]
-    found += [{"part": "memory", "size": "small", "attention": "sdpa", "dtype": low}]
-    found += [{"part": "limit", "attention": "sdpa", "dtype": low}]
-    found += [_step(size, way, full) for size in ("medium", "large") for way in WAYS if way != "eager"]
-    return [*found, *(_step("xl", way, full) for way in WAYS)]
+    low, full = ["bfloat16"], ["float32"]
+    steps = functools.partial(jobs_of, "step")
+    small, fused, but_eager = ["small"], "flash, fused RoPE", [way for way in WAYS if way != "eager"]
+    sizes = ("small", "medium", "large", "xl")
+    return [
+        *steps(size=small, attention=WAYS, dtype=low),
+        *steps(size=sizes[:3], attention=["eager"], dtype=full),  # the published ones
+        *_training("float32"),
+        *jobs_of("turns", size=sizes, dtype=low, what=["attention"]),
+        *jobs_of("turns", size=("medium", "small"), dtype=low, what=["compiled"]),
+        *jobs_of("memory", size=small, attention=("eager", "flash"), dtype=low),
+        *jobs_of("limit", attention=("eager", "flash"), dtype=low),
+        *steps(size=["xl"], attention=("eager", fused, "sdpa"), dtype=low),
+        *_training("bfloat16"),
+        *steps(size=("large", "medium"), attention=WAYS, dtype=low),
+        *steps(size=["xl"], attention=["flash"], dtype=low),
+        *steps(size=small, attention=but_eager, dtype=full),
+        *jobs_of("memory", size=small, attention=["sdpa"], dtype=low),
+        *jobs_of("limit", attention=["sdpa"], dtype=low),
+        *steps(size=("medium", "large"), attention=but_eager, dtype=full),
+        *steps(size=["xl"], attention=WAYS, dtype=full),
+    ]
+
+
+def _training(dtype: str) -> list[Row]:
+    ways = (("eager", 0.0), ("flash", 0.0), ("eager", JITTER[dtype]))
+    return [{"part": "training", "attention": way, "dtype": dtype, "jitter": jitter} for way, jitter in ways]
 
 
 def quick_jobs() -> list[Row]:
     """Of every part something, with a tiny model; without torch.compile, which takes its time."""
-    found = [_step("tiny", way, "float32") for way in ("eager", "flash, fused RoPE")]
-    found += [_turns("tiny", "attention", "float32")]
-    found += [{"part": "memory", "size": "tiny", "attention": "eager", "dtype": "float32"}]
-    found += [{"part": "limit", "size": "tiny", "attention": "eager", "dtype": "float32"}]
-    return [*found, _train("eager", "float32", 0.0) | {"size": "tiny"}]
-
-
-def _step(size: str, attention: str, dtype: str) -> Row:
-    return {"part": "step", "size": size, "attention": attention, "dtype": dtype}
-
-
-def _turns(size: str, what: str, dtype: str) -> Row:
-    return {"part": "turns", "size": size, "dtype": dtype, "what": what}
-
-
-def _train(attention: str, dtype: str, jitter: float) -> Row:
-    return {"part": "training", "attention": attention, "dtype": dtype, "jitter": jitter}
+    tiny, full, eager = ["tiny"], ["float32"], ["eager"]
+    found = jobs_of("step", size=tiny, attention=("eager", "flash, fused RoPE"), dtype=full)
+    found += jobs_of("turns", size=tiny, dtype=full, what=["attention"])
+    found += [job for part in ("memory", "limit") for job in jobs_of(part, size=tiny, attention=eager, dtype=full)]
+    return found + jobs_of("training", attention=eager, dtype=full, jitter=[0.0], size=tiny)
 
 
 def shape_of(size: str) -> Config:
@@ -241,14 +239,6 @@ def timed_forward(training: Training) -> dict[str, float]:
     return {"forward only": watch.read()["forward only"]}
 
 
-def _empty() -> None:
-    gc.collect()
-    if harness.on_gpu():
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
-
 _ran = False
 """Whether this process has run a step."""
 
@@ -257,7 +247,7 @@ def measure_step(job: Row) -> list[Row]:
     """A row for each pass of one model."""
     global _ran
     fresh, _ran = not _ran, True
-    _empty()
+    harness.emptied()
     shape = replace(shape_of(job["size"]), **WAYS[job["attention"]])
     length = min(SEQ_LEN, shape.positions)
     training = Training(shape, job["dtype"], _batch(job), length)
@@ -278,13 +268,13 @@ def measure_step(job: Row) -> list[Row]:
                     rows[-1]["peak_bytes"] = torch.cuda.max_memory_allocated()
                     rows[-1]["held_bytes"] = torch.cuda.memory_allocated()
     del training
-    _empty()
+    harness.emptied()
     return rows
 
 
 def measure_turns(job: Row) -> list[Row]:
     """A row for each way of the job: its steps in turns with those of the others, then alone as one CUDA graph."""
-    _empty()
+    harness.emptied()
     shape = shape_of(job["size"])
     options = (job["dtype"], _batch(job), min(SEQ_LEN, shape.positions))
     first, rounds = (WARM, ROUNDS) if job["size"] != "tiny" else (2, 1)
@@ -322,7 +312,7 @@ def _same(training: Training) -> Training:
 
 def _graph(training: Training) -> Row:
     """Milliseconds of a step as one CUDA graph, or why there is none."""
-    _empty()
+    harness.emptied()
     for group in training.optimizer.param_groups:
         group["capturable"] = True
     try:
@@ -355,14 +345,14 @@ class Series(NamedTuple):
 
 def measure_memory(job: Row) -> list[Row]:
     """One row: what is allocated during a step."""
-    _empty()
+    harness.emptied()
     shape = replace(shape_of(job["size"]), **WAYS[job["attention"]])
     training = Training(shape, job["dtype"], _batch(job), min(SEQ_LEN, shape.positions))
     for _ in range(3):
         training.step()
     row = traced(training)
     del training
-    _empty()
+    harness.emptied()
     return [job | row]
 
 
@@ -460,14 +450,14 @@ def measure_limit(job: Row) -> list[Row]:
 
 def _once(shape: Config, dtype: str, batch: int) -> Row:
     """One step: its bytes at the most and its time; or why there is none, which is memory most likely."""
-    _empty()
+    harness.emptied()
     try:
         found: Row = {"once_ms": timed_step(Training(shape, dtype, batch, shape.positions))["step"]}
         if harness.on_gpu():
             found["peak_bytes"] = torch.cuda.max_memory_allocated()
     except Exception as error:
         found = {"unavailable": timing.reason(error)}
-    _empty()
+    harness.emptied()
     return found
 
 
@@ -484,22 +474,7 @@ def measure_training(job: Row) -> list[Row]:
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
-NOT_YET = "not measured yet"
 Lines = dict[str, tuple[list[str], list[float]]]
-
-
-def recorded() -> list[Data]:
-    """Every recorded run there is, in the order of their file names; [] where none is."""
-    return records.recorded("lm")
-
-
-def record() -> Data:
-    """The first recorded run, or one without rows: every reader takes it."""
-    return next(iter(recorded()), {"rows": [], "machine": {"gpu": None}})
-
-
-def _rows(data: Data, **wanted: Any) -> list[Row]:
-    return [row for row in data["rows"] if all(row.get(k) == v for k, v in wanted.items())]
 
 
 def _where(data: Data) -> str:
@@ -512,17 +487,13 @@ def _all_sizes(data: Data) -> list[str]:
 
 def passes(data: Data, size: str, attention: str, dtype: str = "bfloat16") -> dict[str, Row]:
     """The rows of one model by pass; {} where it was not measured, or did not run."""
-    found = _rows(data, part="step", size=size, attention=attention, dtype=dtype)
+    found = where(data["rows"], part="step", size=size, attention=attention, dtype=dtype)
     return {row["pass"]: row for row in found if "ms" in row}
 
 
 def _why_not(data: Data, size: str, attention: str, dtype: str) -> str:
-    found = _rows(data, part="step", size=size, attention=attention, dtype=dtype)
-    return next((_short(row) for row in found if "unavailable" in row), "")
-
-
-def _short(row: Row) -> str:
-    return str(row["unavailable"]).partition(":")[0][:20]
+    found = where(data["rows"], part="step", size=size, attention=attention, dtype=dtype)
+    return next((harness.short(row) for row in found if "unavailable" in row), "")
 
 
 def step_table(data: Data, dtype: str = "bfloat16") -> Table:
@@ -566,7 +537,7 @@ def turns(
     data: Data, size: str, what: str = "attention", dtype: str = "bfloat16"
 ) -> dict[tuple[str, bool], Row]:  # fmt: skip
     """By attention and whether it was compiled: the rows of one job, which were timed in turns."""
-    found = _rows(data, part="turns", size=size, what=what, dtype=dtype)
+    found = where(data["rows"], part="turns", size=size, what=what, dtype=dtype)
     return {(row["attention"], row["compiled"]): row for row in found if "attention" in row}
 
 
@@ -601,7 +572,7 @@ def compiled_table(data: Data) -> Table:
                 put, begun = "yes" if with_it["replaced"] else "no", f"{with_it['warm_up_ms'][0] / 1e3:.1f}"
                 rows.append([size, way, *cells, f"{plain['ms'] / with_it['ms']:.2f}", put, begun])
             elif "unavailable" in with_it:
-                rows.append([size, way, "", "", _short(with_it), "", "", "", ""])
+                rows.append([size, way, "", "", harness.short(with_it), "", "", "", ""])
     columns = ["size", "attention", "step, ms", "its graph", "compiled, ms", "its graph", "times as fast", "replaced",
                "first step, s"]  # fmt: skip
     return Table.of(rows, columns, align="ll" + "r" * 5 + "lr",
@@ -652,14 +623,14 @@ def memory(data: Data, size: str = "small", dtype: str = "bfloat16") -> dict[str
             [us / 1e3 for us in row["us"]], [held / 2**20 for held in row["bytes"]],
             {which: us / 1e3 for which, us in row["ends"].items()}, row["peak_bytes"] / 2**20,
         )
-        for row in _rows(data, part="memory", size=size, dtype=dtype) if "us" in row
+        for row in where(data["rows"], part="memory", size=size, dtype=dtype) if "us" in row
     }  # fmt: skip
 
 
 def runs_out(data: Data) -> dict[str, int | None]:
     """By attention: the first length whose step runs out of memory; None where none did, as far as was tried."""
     found: dict[str, int | None] = {}
-    for row in _rows(data, part="limit"):
+    for row in where(data["rows"], part="limit"):
         if "seq_len" in row:
             out = row["seq_len"] if row.get("unavailable", "").startswith("out of memory") else None
             found[row["attention"]] = found.get(row["attention"]) or out
@@ -669,10 +640,10 @@ def runs_out(data: Data) -> dict[str, int | None]:
 def limit_table(data: Data) -> Table:
     """GiB of a step at its worst moment, by length; "out of memory" where it was."""
     cells: dict[int, dict[str, str]] = {}
-    for row in _rows(data, part="limit"):
+    for row in where(data["rows"], part="limit"):
         if "seq_len" in row:
             said = f"{row['peak_bytes'] / 2**30:.1f}" if "peak_bytes" in row else ""
-            said = _short(row) if "unavailable" in row else said
+            said = harness.short(row) if "unavailable" in row else said
             cells.setdefault(row["seq_len"], {})[row["attention"]] = said
     names = [way for way in WAYS if any(way in line for line in cells.values())]
     rows = [[n, *(line.get(way, "") for way in names)] for n, line in sorted(cells.items())]
@@ -684,7 +655,7 @@ def losses(data: Data, dtype: str = "float32") -> dict[str, list[float]]:
     """The loss of each step by attention, in nats per byte; NOISE is eager with other roundings."""
     return {
         NOISE if row["jitter"] else row["attention"]: row["losses"]
-        for row in _rows(data, part="training", dtype=dtype) if "losses" in row
+        for row in where(data["rows"], part="training", dtype=dtype) if "losses" in row
     }  # fmt: skip
 
 
@@ -719,4 +690,4 @@ BENCH = harness.Bench(
     needs=harness.gpu_for("the language model is", quick_too=False),
     facts={"batch": BATCH, "seq_len": SEQ_LEN}, minutes=8.0,
 )  # fmt: skip
-main = BENCH.main
+main, recorded, record = BENCH.main, BENCH.recorded, BENCH.record

@@ -77,11 +77,7 @@ def _table(rows: Sequence[Resources], opcodes: Sequence[str]) -> Table:
 
 # ---- what an SM holds of them ----------------------------------------------------------------------------------------
 RESERVED_SHARED = 1024  # bytes that the system adds to every block, from sm_80 on
-WARP, REGISTERS_AT_ONCE, SCHEDULERS = (
-    32,
-    256,
-    4,
-)  # a warp's registers come in units of 256, from one scheduler's quarter
+WARP, REGISTERS_AT_ONCE, SCHEDULERS = 32, 256, 4  # a warp's registers: in units of 256, of one scheduler's quarter
 
 
 @dataclass(frozen=True)
