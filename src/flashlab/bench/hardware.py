@@ -147,12 +147,12 @@ def _tensors(shape: Sequence[int], dtype: torch.dtype = torch.float16) -> list[t
     return [torch.randn(*shape, device="cuda").to(dtype) for _ in range(3)]
 
 
-def _last(*qkv: torch.Tensor) -> Any:
-    return load_inline(step(LAST), backend="nvcc").forward(*qkv)
+def _last(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+    return load_inline(step(LAST), backend="nvcc").forward(q, k, v)
 
 
-def _fa2(*qkv: torch.Tensor) -> torch.Tensor:
-    return peers.sdpa("FLASH_ATTENTION", *qkv)()
+def _fa2(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return peers.sdpa("FLASH_ATTENTION", q, k, v)()
 
 
 def _minimal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -170,7 +170,7 @@ LAUNCHES: dict[str, tuple[tuple[int, ...], torch.dtype, Callable[..., Any]]] = {
     "series": ((1, 1, 16384, 64), torch.float16, _last),
     "series, 64 heads": ((4, 16, 8192, 64), torch.float16, _last),
     "efficient, float32": (
-        (4, 16, 1024, 64), torch.float32, lambda *qkv: peers.sdpa("EFFICIENT_ATTENTION", *qkv)(),
+        (4, 16, 1024, 64), torch.float32, lambda q, k, v: peers.sdpa("EFFICIENT_ATTENTION", q, k, v)(),
     ),
     "math, float32": ((4, 16, 1024, 64), torch.float32, naive_attention),
     "stalls, D=128": ((4, 16, 4096, 128), torch.float16, _last),
