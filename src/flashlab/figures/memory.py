@@ -10,8 +10,6 @@ from matplotlib.patches import Rectangle
 from flashlab.figures.show import COLORS
 from flashlab.runtime import GpuLimits
 
-__all__ = ["hierarchy", "loop_order", "machine", "on_chip", "sectors"]
-
 
 def _box(ax: Axes, x: float, y: float, w: float, h: float, color: str, text: str = "", size: float = 9) -> None:
     ax.add_patch(Rectangle((x, y), w, h, facecolor=color, edgecolor="white", linewidth=1.5))
