@@ -24,7 +24,7 @@ from collections.abc import Sequence
 import torch
 
 from flashlab.attention.door import flash_attention
-from flashlab.bench import harness, peers
+from flashlab.bench import harness, peers, timing
 from flashlab.bench.harness import Data, Row, Way
 from flashlab.table import Table
 
@@ -123,7 +123,7 @@ def _pass(way: Way, which: str, qkv: Sequence[torch.Tensor], grad_o: torch.Tenso
 
 def measure(job: Row) -> list[Row]:
     """A row for each way and pass."""
-    about, reasons = harness.made(NAMES, lambda name: alone(name, job))
+    about, reasons = timing.made(NAMES, lambda name: alone(name, job))
     harness.emptied()
     scores = BATCH * job["seq_len"] ** 2 * DTYPES[job["dtype"]].itemsize
     groups = [[name] for name in about] if scores >= APART else [list(about)]

@@ -212,7 +212,7 @@ def measure(job: Row) -> list[Row]:
             raise ValueError(f"wrong: o is off by {errors[name]['error']:.3g} times its bound")
         return works
 
-    able, reasons = harness.made(known, make)
+    able, reasons = timing.made(known, make)
     times, more = harness.times_of(able)
     found = {name: row | {"gb_s": case.cache_bytes / row["ms"] / 1e6} for name, row in times.items()}
     rows = {row["name"]: row | errors.get(row["name"], {}) for row in harness.rows_of(job, found, reasons | more)}

@@ -186,18 +186,6 @@ def rows_of(job: Row, found: Mapping[str, Row], reasons: Mapping[str, str], work
     return rows + [job | {"name": name, "unavailable": why} for name, why in reasons.items()]
 
 
-def made(names: Iterable[str], make: Callable[[str], Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """make(name) of each, and why the others have none."""
-    found: dict[str, Any] = {}
-    reasons: dict[str, str] = {}
-    for name in names:
-        try:
-            found[name] = make(name)
-        except Exception as error:
-            reasons[name] = timing.reason(error)
-    return found, reasons
-
-
 def draw(*shapes: Sequence[int], dtype: torch.dtype, seed: int | None = None, device: Any = None) -> list[torch.Tensor]:
     """Tensors of random numbers, the same each time. They have a generator of their own: a recording of a CUDA graph
     that failed leaves PyTorch's unusable."""
@@ -553,10 +541,8 @@ def main(bench: Bench, arguments: Sequence[str] | None = None) -> None:
     todo = [job for job in (bench.quick() if given.quick else bench.jobs()) if not only or job["part"] in only]
     if reason := bench.needs(given.quick):
         raise NoGpu(reason)
-    path = given.out
-    if path is None and not given.quick:
-        path = records.default_path(bench.name, runtime.limits().name)
-    known = None if given.quick else known_rows(bench, path, todo, given)
+    path = records.place(bench.name, given)
+    known = None if given.quick or path is None else known_rows(bench, path, todo, given)
     if known and not waiting(todo, known["rows"]):
         print(f"{path} has all of it; --anew measures it again", file=sys.stderr)
         records.keep(path, known, bench.table, given)
@@ -584,9 +570,3 @@ def known_rows(bench: Bench, path: Path, todo: Sequence[Row], given: argparse.Na
         return (given.anew and any(is_of(row, job) for job in todo)) or (given.retry and row.get("name") == "all")
 
     return data | {"rows": [row for row in data["rows"] if not again(row)]}
-
-
-__all__ = [
-    "Bench", "Data", "Row", "Way", "changes", "compare", "describe", "failed", "gpu_for", "is_of", "main", "on_gpu",
-    "record_of", "run", "times_of", "waiting",
-]  # fmt: skip

@@ -350,7 +350,7 @@ def _ways(
     names: Sequence[str], several: Sequence[Inputs], causal: bool, step: str | None
 ) -> tuple[dict[str, list[Way]], dict[str, str]]:
     """Each one's functions, one for each set of inputs; and why the others have none."""
-    return harness.made(names, lambda name: [forward_of(name, *qkv, causal=causal, step=step) for qkv in several])
+    return timing.made(names, lambda name: [forward_of(name, *qkv, causal=causal, step=step) for qkv in several])
 
 
 def compared(

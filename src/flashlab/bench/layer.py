@@ -49,10 +49,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.autograd import DeviceType
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as torch_profile
 
@@ -66,9 +65,9 @@ from flashlab.table import Table
 
 ORIGINAL, APART, OURS, SDPA = "original", "ours, RoPE apart", "ours", "SDPA"
 BACKENDS = {
-    "SDPA, FlashAttention-2": SDPBackend.FLASH_ATTENTION,
-    "SDPA, cuDNN": SDPBackend.CUDNN_ATTENTION,
-    "SDPA, memory-efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "SDPA, FlashAttention-2": "FLASH_ATTENTION",
+    "SDPA, cuDNN": "CUDNN_ATTENTION",
+    "SDPA, memory-efficient": "EFFICIENT_ATTENTION",
 }
 COMPILED = {"original, compiled": ORIGINAL, "SDPA, compiled": SDPA}
 """What torch.compile was given."""
@@ -150,14 +149,13 @@ def names_of(part: str, scope: str) -> list[str]:
 Attention = Callable[..., torch.Tensor]  # (q, k, v, *, causal) -> o
 
 
-def sdpa_by(backend: SDPBackend, repeat: bool) -> Attention:
+def sdpa_by(backend: str, repeat: bool) -> Attention:
     """scaled_dot_product_attention by one backend, grouped heads too; repeat: K and V for every query head first."""
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> torch.Tensor:
         if repeat:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+        return peers.sdpa(backend, q, k, v, causal)()
 
     return attention
 
@@ -210,7 +208,7 @@ def build(name: str, case: Case, scope: str) -> tuple[nn.Module, Row]:
     if plain in BACKENDS:
         repeat = not _takes_groups(BACKENDS[plain], case)
         attention = sdpa_by(BACKENDS[plain], repeat)
-        about = {"backend": BACKENDS[plain].name} | ({"repeated": True} if repeat else {})
+        about = {"backend": BACKENDS[plain]} | ({"repeated": True} if repeat else {})
     else:
         attention = ATTENTIONS[{ORIGINAL: "eager", APART: "flash", OURS: "flash", SDPA: "sdpa"}[plain]]
         if name == SDPA:
@@ -253,7 +251,7 @@ def _few(case: Case) -> list[torch.Tensor]:
     return [torch.zeros(1, h, case.seq_len, case.head_dim, **options) for h in heads]
 
 
-def _takes_groups(backend: SDPBackend, case: Case) -> bool:
+def _takes_groups(backend: str, case: Case) -> bool:
     """Whether a backend takes fewer key heads than query heads here; True as well where it takes nothing."""
     try:
         sdpa_by(backend, repeat=False)(*_few(case), causal=case.causal)
@@ -324,7 +322,7 @@ def measure_times(job: Row) -> list[Row]:
             about[name]["replaced"] = peers.replaced() > already
         return several
 
-    ways, reasons = harness.made(names_of(job["part"], scope), make)
+    ways, reasons = timing.made(names_of(job["part"], scope), make)
     found, more = harness.times_of(ways)
     first = {name: ways[name][0] for name in found}
     if harness.on_gpu():

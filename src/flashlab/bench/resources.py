@@ -7,7 +7,6 @@ occupancy("A100", ["p9_flash"])  # how many blocks and warps an SM of it holds, 
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import re
@@ -19,12 +18,12 @@ from typing import Any
 from flashlab import runtime
 from flashlab.bench import records
 from flashlab.cuda.resources import TARGETS, Resources, resources
-from flashlab.cuda.toolchain import nvcc_version
 from flashlab.kernels.series import SERIES, SIDE, Step, step
 from flashlab.runtime import GpuLimits
 from flashlab.table import Table
 
 RECORDED = records.RECORDED / "resources.json"
+OPCODES = ("FFMA", "HMMA", "LDS", "LDSM", "LDGSTS", "MUFU")
 
 
 def measure(targets: Sequence[str] = TARGETS, steps: Sequence[Step] | None = None) -> list[Resources]:
@@ -44,7 +43,7 @@ def recorded() -> dict[str, Any]:
 
 def table(
     target: str = "sm_90", *, steps: Sequence[str] | None = None, head_dim: int | None = 64,
-    opcodes: Sequence[str] = ("FFMA", "HMMA", "LDS", "LDSM", "LDGSTS", "MUFU"), live: bool = False,
+    opcodes: Sequence[str] = OPCODES, live: bool = False,
 ) -> Table:  # fmt: skip
     """The kernels of the series beside each other, from the recorded figures (``live``: measured now).
 
@@ -149,12 +148,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = records.parser(__doc__, "resources").parse_args(arguments)
     targets, steps = (TARGETS[-1:], SERIES[-1:]) if given.quick else (TARGETS, SERIES + SIDE)
     found = measure(targets, steps)
-    out = given.out or (None if given.quick else RECORDED)
-    if out is not None:
-        facts = {"nvcc": nvcc_version(), "date": datetime.date.today().isoformat(), "targets": list(targets)}
-        records.write_json(out, facts | {"kernels": [asdict(r) for r in found]})
-    print(_table([r for r in found if r.target == targets[-1]], ("FFMA", "HMMA", "LDS", "LDSM", "LDGSTS", "MUFU")))
-    print(f"nvcc {nvcc_version()}, {targets[-1]}: " + (f"written to {out}" if out else "not written: a quick run"))
-
-
-__all__ = ["RECORDED", "Occupancy", "fits", "main", "measure", "occupancy", "recorded", "table"]
+    shown = [r for r in found if r.target == targets[-1]]
+    facts = {"targets": list(targets), "kernels": [asdict(r) for r in found]}
+    records.keep_compiled(RECORDED, given, targets[-1], facts, _table(shown, OPCODES))

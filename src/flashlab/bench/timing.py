@@ -69,19 +69,29 @@ def attention_flops(batch: int, heads: int, seq_len: int, head_dim: int, causal:
     return 4.0 * batch * heads * seq_len**2 * head_dim / (2 if causal else 1)
 
 
-def able(functions: Mapping[str, Work]) -> tuple[dict[str, Work], dict[str, str]]:
-    """Those of the functions that run here; and for the others why they do not, in a line: no memory, no backend."""
-    runs: dict[str, Work] = {}
+def made(names: Iterable[str], make: Callable[[str], Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """make(name) of each, and why the others have none, in a line: no memory, no backend."""
+    found: dict[str, Any] = {}
     reasons: dict[str, str] = {}
-    for name, given in functions.items():
+    for name in names:
         try:
-            for function in [given] if callable(given) else given:
-                function()
-            torch.cuda.synchronize()
-            runs[name] = given
+            found[name] = make(name)
         except Exception as error:  # Triton's want of shared memory is no RuntimeError
             reasons[name] = reason(error)
-    return runs, reasons
+    return found, reasons
+
+
+def able(functions: Mapping[str, Work]) -> tuple[dict[str, Work], dict[str, str]]:
+    """Those of the functions that run here; and for the others why they do not."""
+
+    def run(name: str) -> Work:
+        given = functions[name]
+        for function in [given] if callable(given) else given:
+            function()
+        torch.cuda.synchronize()
+        return given
+
+    return made(functions, run)
 
 
 def interleaved(
@@ -179,15 +189,14 @@ def _repeated(given: Work, stream: torch.cuda.Stream, target_ms: float, graphs: 
 
 def on_cpu(functions: Mapping[str, Work], *, rounds: int = 3) -> tuple[dict[str, Timing], dict[str, str]]:
     """Times functions by the clock on the wall, in turns, after a call that warms up; and why the others have none."""
-    runs: dict[str, Callable[[], Any]] = {}
-    reasons: dict[str, str] = {}
-    for name, given in functions.items():
+
+    def warmed(name: str) -> Callable[[], Any]:
+        given = functions[name]
         function = given if callable(given) else given[0]
-        try:
-            function()
-            runs[name] = function
-        except Exception as error:
-            reasons[name] = reason(error)
+        function()
+        return function
+
+    runs, reasons = made(functions, warmed)
     samples: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, function in runs.items():
@@ -347,9 +356,3 @@ def _number(said: str | None) -> int | None:
         return int(said, 0) if said else None  # reasons are hexadecimal
     except ValueError:
         return None
-
-
-__all__ = [
-    "Clock", "NoGpu", "THROTTLES", "Timing", "able", "allocated", "attention_flops", "input_sets", "interleaved",
-    "machine", "measured", "nvidia_smi", "on_cpu", "order", "reason", "summary", "sustained",
-]  # fmt: skip
