@@ -272,14 +272,9 @@ def test_each_round_has_an_order_of_its_own_and_the_same_one_in_every_run():
 
 
 def test_the_clock_says_what_held_it_down_and_when(monkeypatch):
-    said = itertools.cycle(["0x0000000000000004", "0x0000000000000001"])
-    answers = {
-        "clocks.max.sm": lambda: "1980",
-        "clocks.sm": lambda: "1500",
-        "clocks_throttle_reasons.active": lambda: next(said),
-    }
-    monkeypatch.setattr(timing, "nvidia_smi", lambda query: answers.get(query, lambda: None)())
-    monkeypatch.setattr(timing, "_nvml", lambda: None)
+    said = itertools.cycle([0x4, 0x1])
+    monkeypatch.setattr(timing, "nvidia_smi", lambda query: {"clocks.max.sm": "1980"}[query])
+    monkeypatch.setattr(timing, "_nvml", lambda: lambda: (1500, next(said), None))
     with timing.Clock(0.001) as clock:
         while len(clock.samples) < 3:
             time.sleep(0.001)

@@ -6,7 +6,8 @@
 A job is a dict that names one measurement: its part, a shape, what else it needs. ``measure(job)`` returns rows: the
 job's own items, the name of who was timed, and milliseconds, or ``unavailable`` with the reason. A run writes its
 record after every job, whole or not at all. So a run that is killed, or whose time is up, is gone on with by the next
-one. What runs out of memory, or fails, is a row; the other jobs do not notice.
+one. What runs out of memory, or fails, is a row; the other jobs do not notice. A reason that begins "out of memory: "
+is memory's. What reads a record takes `recorded()` or `record()`; where that has nothing, it gives nothing or NOT_YET.
 
     flashlab bench things                     # goes on where the record ends; writes recorded/things_<gpu>.json
     flashlab bench things --minutes 5         # stops after about so long, behind a whole measurement
@@ -236,8 +237,8 @@ def short(row: Row) -> str:
 def compiled_by(workers: int, compile_one: Callable[..., None], tasks: Iterable[tuple[Any, ...]], until: float) -> int:
     """Runs tasks in processes of their own, until a time of time.monotonic(). Returns how many were done.
 
-    What is not, or because its process crashed with the compiler, is compiled when it is
-    measured. Who still runs then is ended: it would disturb the clocks.
+    What is not, be it that its process crashed with the compiler, is compiled when it is measured. Who still runs then
+    is ended: it would disturb the clocks.
     """
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         futures = [pool.submit(compile_one, *task) for task in tasks]

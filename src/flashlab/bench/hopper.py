@@ -28,11 +28,11 @@ counters   Nsight Compute's counts of a small launch of each step, beside the em
 planted    kernels with one mistake each: is the result right, and what does compute-sanitizer say?
 sanitizer  what each tool of compute-sanitizer says of one launch of each step
 
-All of a row's kernels take turns, each as a CUDA graph (flashlab.bench.timing); where a set of tensors would stay in
-L2, several are gone through. Every o is compared with float64 by the checker's rule (flashlab.check.tolerance), on long
-rows a sample of it: `of_bound` is the largest error as a part of what is allowed. A kernel of phase 11 that is wrong
-has a time, but counts nowhere. FlashAttention-4 is measured where `flash_attn.cute` can be imported. It compiles for
-minutes: with FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 that is done by several processes before the first measurement.
+Where a set of tensors would stay in L2, several are gone through. Every o is compared with float64 by the checker's
+rule (flashlab.check.tolerance), on long rows a sample of it: `of_bound` is the largest error as a part of what is
+allowed. A kernel of phase 11 that is wrong has a time, but counts nowhere. FlashAttention-4 is measured where
+`flash_attn.cute` can be imported. It compiles for minutes: with FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 several
+processes do so beforehand.
 TFLOP/s count 4 Nq Nk D for each head, half if causal, and 2.5 times that backward.
 """
 
@@ -163,10 +163,7 @@ def try_out(step: str, *builds: str) -> None:
 
 
 def fa4_version() -> str:
-    """ "4.0.0b36", or why it is not measured."""
-    function, why = fa4()
-    if function is None:
-        return why
+    """ "4.0.0b36"."""
     try:
         return version("flash-attn-4")
     except PackageNotFoundError:

@@ -4,8 +4,6 @@
     flashlab bench industrial --only tune      # one part; --minutes 8: how long at most
     flashlab bench industrial --quick          # a little of it, on a CPU too, where it times the interpreter
 
-A run stops when its time is up, after a whole measurement, and says so; the next one goes on where it ended.
-
 tune        every tile of the search space of each Triton kernel; the best go to attention/tiles.json, which it reads
 one head    the same for one head, bf16 and float32; with 2048 rows large tiles would leave most multiprocessors idle
 shapes      16384 queries and 2048 columns in all heads together, bf16: N 512 ... 16384, D 64, 128, 256, causal and
@@ -17,7 +15,6 @@ options     the Triton forward with one thing more or less: masks, split, descri
 gluon       the three Gluon kernels and some of their tiles, forward at N = 4096
 published   the rows of published/triton_vs_torch.csv again: causal, one head; ours and eager
 
-Times are of the kernels, not of their launches from Python: CUDA graphs, replayed in turns (flashlab.bench.timing).
 TFLOP/s count 4 N^2 D for each head forward, half if causal, and 2.5 times that backward.
 """
 

@@ -33,10 +33,6 @@ profile    case, pass, layer (a name from above); op, kernel (true: it ran on th
 timeline   case, pass, layer; one row: span_us, kernels, left_out, and events [name, start us, duration us, where],
            where the last is "stream 7" for a kernel and "thread 1" for an operation that no other one called
 
-What did not run has `unavailable` with the reason in place of figures; "out of memory: ..." begins that of memory.
-
-What reads a record takes `record()`, and says "not measured yet" or gives nothing where it has nothing.
-
 Live, on any machine: `way_for(name, case)` gives the function that is timed; `profiled(way, runs)` the rows of its
 profile; `one_call(way)` its events.
 """

@@ -38,10 +38,6 @@ limit      attention, dtype, seq_len: one step of a small model that reads bytes
            or has `stopped`, the reason to go no further
 training   attention, dtype, jitter; one row: losses, in nats per byte, one per step; seconds. jitter not 0: the first
            weights are changed by about a rounding; how far that curve is from eager's own is the noise
-
-What did not run has `unavailable` with the reason in place of figures; "out of memory: ..." begins that of memory.
-
-What reads a record takes `record()`, and says "not measured yet" or gives nothing where it has nothing.
 """
 
 from __future__ import annotations

@@ -282,14 +282,15 @@ class Clock:
         self._every = every
 
     def __enter__(self) -> Clock:
-        self._most = _number(nvidia_smi("clocks.max.sm"))
+        most = nvidia_smi("clocks.max.sm") or ""
+        self._most = int(most) if most.isdecimal() else None
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._sample, args=(_nvml() or _smi(),), daemon=True)
+        self._thread = threading.Thread(target=self._sample, args=(_nvml(),), daemon=True)
         self._thread.start()
         return self
 
-    def _sample(self, read: Reader) -> None:
-        while not self._done.wait(self._every):
+    def _sample(self, read: Reader | None) -> None:
+        while read and not self._done.wait(self._every):
             found = read()
             if found[0] is None:
                 return
@@ -322,7 +323,7 @@ Reader = Callable[[], tuple[int | None, int | None, float | None]]  # MHz, the b
 
 
 def _nvml() -> Reader | None:
-    """Reads by nvidia-smi's own library, which takes a millisecond; None where it is not to be found."""
+    """Reads by nvidia-smi's own library; None where it is not to be found."""
     handle = ctypes.c_void_p()
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
@@ -341,18 +342,3 @@ def _nvml() -> Reader | None:
         return tuple(None if bad else x for bad, x in zip(failed, said, strict=True))  # type: ignore[return-value]
 
     return read
-
-
-def _smi() -> Reader:
-    """Reads by nvidia-smi, which takes half a second."""
-    # The newer name first; nvidia-smi refuses a query with a name that it does not know.
-    names = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
-    query = next((name for name in names if nvidia_smi(name) is not None), None)
-    return lambda: (_number(nvidia_smi("clocks.sm")), _number(nvidia_smi(query)) if query else None, None)
-
-
-def _number(said: str | None) -> int | None:
-    try:
-        return int(said, 0) if said else None  # reasons are hexadecimal
-    except ValueError:
-        return None

@@ -5,8 +5,7 @@
 
 One head is a small job for a big GPU: at N = 1024 and BLOCK_M = 64 it is 16 programs, and an H200 has 132
 multiprocessors. The figures say so; phase 4 fills the GPU with batch and heads. fp16 inputs, float32 accumulation in
-all three; inputs stay in L2, for all alike. Times are of the kernels, not of their launches from Python: CUDA graphs,
-replayed in turns (flashlab.bench.timing); the median, the fastest and the slowest of the rounds.
+all three; inputs stay in L2, for all alike.
 
 And the kernel's errors against float64 at lengths that the interpreter would take minutes for.
 """
