@@ -26,6 +26,7 @@ import torch
 from flashlab.attention.door import flash_attention
 from flashlab.bench import harness, peers, timing
 from flashlab.bench.harness import Data, Row, Way
+from flashlab.models.memory import kept_bytes
 from flashlab.table import Table
 
 NAMES = ("eager", "compiled eager", "ours")
@@ -71,19 +72,7 @@ def way_of(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Way:
 
 def saved_bytes(way: Way) -> int:
     """Bytes of all that a forward pass saves for its backward pass: each storage once, the inputs too if saved."""
-    found: dict[int, int] = {}
-    kept: list[torch.Tensor] = []  # alive, so that no address comes twice
-
-    def note(x: torch.Tensor) -> torch.Tensor:
-        x = x.detach()  # with its graph, what is saved would keep alive the graph that saves it: neither is ever freed
-        kept.append(x)
-        found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-        o = way()
-    del o
-    return sum(found.values())
+    return kept_bytes(torch.nn.Module(), way)
 
 
 def alone(name: str, job: Row) -> Row:

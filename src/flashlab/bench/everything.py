@@ -8,12 +8,9 @@ flashlab bench all --quick --out FOLDER  # FOLDER/mma.json, ...
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from flashlab.bench import OF_ALL, harness, module_of, records
 
@@ -27,9 +24,7 @@ def why_not(name: str, quick: bool) -> str | None:
 def run_one(name: str, arguments: Sequence[str]) -> int:
     """A bench in a process of its own, so that a GPU that one leaves broken is whole for the next. Its exit status."""
     code = "import sys; from flashlab.cli import main; sys.argv[0] = 'flashlab'; main()"
-    paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", code, "bench", name, *arguments]
-    return subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}).returncode
+    return harness.again("-c", code, "bench", name, *arguments).returncode
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -18,7 +18,6 @@ import argparse
 import functools
 import itertools
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ import torch
 from flashlab import runtime
 from flashlab.attention import cost
 from flashlab.attention.naive import naive_attention
-from flashlab.bench import ncu, peers, records, timing
+from flashlab.bench import harness, ncu, peers, records, timing
 from flashlab.cuda import load_inline
 from flashlab.figures import fragments
 from flashlab.kernels import SERIES, path, step
@@ -97,8 +96,8 @@ def zero_copy() -> dict[str, str]:
     """What cp.async of no bytes does at addresses that are nobody's; each in a process of its own, which it may end."""
     found = {}
     for name in ADDRESSES:
-        command = [sys.executable, "-m", "flashlab.bench.hardware", "--zero-copy", name]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        arguments = ("-m", "flashlab.bench.hardware", "--zero-copy", name)
+        done = harness.again(*arguments, capture_output=True, text=True, timeout=120)
         lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
         found[name] = lines[-1][:200] if lines else f"status {done.returncode}"
     return found

@@ -270,16 +270,20 @@ def times_of(ways: Mapping[str, timing.Work], rounds: int = 9, **options: Any) -
     return {name: t.row() | {"graph": False} for name, t in plain.items()}, reasons
 
 
+def again(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """This Python with these arguments, in a process of its own that finds this package. options: of subprocess.run."""
+    paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run([sys.executable, *arguments], env=os.environ | {"PYTHONPATH": paths}, **options)
+
+
 def trial(*arguments: str, seconds: float) -> str | None:
     """Why what a Python program tries is not to be done in this process, or None; it is run in one of its own.
 
     For kernels whose barriers are set by hand: one that waits for ever, or writes where it should not, would take the
     whole run with it. A result that is wrong, "ValueError: at ...", is no reason: that is measured.
     """
-    paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    command, env = [sys.executable, *arguments], os.environ | {"PYTHONPATH": paths}
     try:
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=seconds)
+        done = again(*arguments, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
         return f"its trial had not ended after {seconds:.0f} s"
     if done.returncode == 0:

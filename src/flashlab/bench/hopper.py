@@ -44,7 +44,6 @@ import json
 import math
 import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -546,7 +545,7 @@ def launch_planted(mistake: str) -> None:
 def planted(mistake: str) -> Row:
     """name: the step that was edited. result: of the broken kernel, "right", "wrong" or none. said: by each tool."""
     again = [*_AGAIN, "--launch-planted", mistake]
-    done = subprocess.run([sys.executable, *again], capture_output=True, text=True, timeout=240)
+    done = harness.again(*again, capture_output=True, text=True, timeout=240)
     result = re.findall(r"^RESULT (\w+)$", done.stdout, re.M)
     said = validation.sanitize(again, PLANTED_TOOLS, timeout=240)
     file = next(m.file for m in MUTANTS if m.name == mistake)

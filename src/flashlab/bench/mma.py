@@ -407,15 +407,14 @@ def prepare(todo: Sequence[Row], until: float, rounds: int) -> dict[str, Any]:
     return {"rounds": rounds} | ({"worst_error_of_bound": worst} if every else {})
 
 
-def geometric_mean(values: Sequence[float]) -> float:
-    return math.exp(statistics.fmean(math.log(v) for v in values))
-
-
 def summary(final: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Per table, on randn: the geometric mean of the last step's speed over FlashAttention-2's, and the worst shape."""
     last = [r for r in final if r["name"] == SERIES[-1].name and r.get("vs_fa2") and r["inputs"] == "randn"]
     by_table = {t: [r["vs_fa2"] for r in last if r["table"] == t] for t in dict.fromkeys(r["table"] for r in last)}
-    return {t: {"shapes": len(v), "geomean_vs_fa2": geometric_mean(v), "worst": min(v)} for t, v in by_table.items()}
+    return {
+        t: {"shapes": len(v), "geomean_vs_fa2": statistics.geometric_mean(v), "worst": min(v)}
+        for t, v in by_table.items()
+    }
 
 
 def table(data: Data) -> Table:
