@@ -27,8 +27,6 @@ from flashlab.bench.hopper_jobs import BOXES, CUDNN, FA2, FA4, OURS, P9, TRITON
 from flashlab.check.tolerance import bounded
 from flashlab.cuda import load_inline
 
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-
 
 @pytest.fixture
 def steps(monkeypatch):

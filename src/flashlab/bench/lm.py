@@ -331,12 +331,11 @@ def _graph(training: Training) -> Row:
 
 # ---- memory over a step ----------------------------------------------------------------------------------------------
 class Series(NamedTuple):
-    """Allocated MiB over milliseconds of one step; where each pass ended; the highest."""
+    """Allocated MiB over milliseconds of one step; where each pass ended."""
 
     ms: list[float]
     mib: list[float]
     ends: dict[str, float]
-    peak_mib: float
 
 
 def measure_memory(job: Row) -> list[Row]:
@@ -510,14 +509,13 @@ def step_table(data: Data, dtype: str = "bfloat16") -> Table:
     return Table.of(rows, columns, align="ll" + "r" * 6, caption=caption if rows else NOT_YET)
 
 
-def over_sizes(data: Data, which: str = "step", dtype: str = "bfloat16") -> Lines:
-    """ms of a pass by attention: the sizes where it ran, and a value for each."""
+def over_sizes(data: Data) -> Lines:
+    """ms of a step in bfloat16 by attention: the sizes where it ran, and a value for each."""
     found: Lines = {}
     for way in WAYS:
-        points = [(size, passes(data, size, way, dtype)) for size in _all_sizes(data)]
-        able = [(size, by_pass[which]["ms"]) for size, by_pass in points if which in by_pass]
-        if able:
-            found[way] = ([size for size, _ in able], [ms for _, ms in able])
+        ms = {size: steps["step"]["ms"] for size in _all_sizes(data) if (steps := passes(data, size, way))}
+        if ms:
+            found[way] = (list(ms), list(ms.values()))
     return found
 
 
@@ -529,11 +527,9 @@ def ratio(
     return a["ms"] / b["ms"] if a and b else None
 
 
-def turns(
-    data: Data, size: str, what: str = "attention", dtype: str = "bfloat16"
-) -> dict[tuple[str, bool], Row]:  # fmt: skip
+def turns(data: Data, size: str, what: str = "attention") -> dict[tuple[str, bool], Row]:
     """By attention and whether it was compiled: the rows of one job, which were timed in turns."""
-    found = where(data["rows"], part="turns", size=size, what=what, dtype=dtype)
+    found = where(data["rows"], part="turns", size=size, what=what, dtype="bfloat16")
     return {(row["attention"], row["compiled"]): row for row in found if "attention" in row}
 
 
@@ -594,33 +590,27 @@ def graph_table(data: Data) -> Table:
     return Table.of(rows, columns, align="llrrr", caption=f"bfloat16, {_where(data)}" if rows else NOT_YET)
 
 
-def warm_up(
-    data: Data, size: str = "small", dtype: str = "bfloat16", which: str = "step"
-) -> dict[str, tuple[list[float], float]]:
-    """By attention: ms of the first steps one by one, and the median of those after them."""
-    found = {way: passes(data, size, way, dtype).get(which) for way in WAYS}
-    return {way: (row["warm_up_ms"], row["ms"]) for way, row in found.items() if row}
-
-
-def warm_up_table(data: Data, size: str = "small", dtype: str = "bfloat16") -> Table:
-    """ms of a step: the first one, the mean of the first ones, the median after them; and how far off the mean is."""
+def warm_up_table(data: Data) -> Table:
+    """ms of a step, small, bfloat16: the first one, the mean of the first ones, the median after them; how far off that
+    mean is."""
     rows = []
-    for way, (first, ms) in warm_up(data, size, dtype).items():
-        mean = sum(first) / len(first)
-        rows.append([way, f"{first[0]:.1f}", f"{mean:.1f}", f"{ms:.1f}", f"{mean / ms:.1f}"])
+    for way in WAYS:
+        if row := passes(data, "small", way).get("step"):
+            first, ms = row["warm_up_ms"], row["ms"]
+            mean = sum(first) / len(first)
+            rows.append([way, f"{first[0]:.1f}", f"{mean:.1f}", f"{ms:.1f}", f"{mean / ms:.1f}"])
     columns = ["attention", "first step, ms", f"mean of {WARM}, no warm-up", "median after them", "times as long"]
-    return Table.of(rows, columns, align="lrrrr", caption=f"{size}, {dtype}, {_where(data)}" if rows else NOT_YET)
+    return Table.of(rows, columns, align="lrrrr", caption=f"small, bfloat16, {_where(data)}" if rows else NOT_YET)
 
 
-def memory(data: Data, size: str = "small", dtype: str = "bfloat16") -> dict[str, Series]:
-    """By attention: what was allocated during one step."""
-    return {
-        row["attention"]: Series(
-            [us / 1e3 for us in row["us"]], [held / 2**20 for held in row["bytes"]],
-            {which: us / 1e3 for which, us in row["ends"].items()}, row["peak_bytes"] / 2**20,
-        )
-        for row in where(data["rows"], part="memory", size=size, dtype=dtype) if "us" in row
-    }  # fmt: skip
+def memory(data: Data) -> dict[str, Series]:
+    """By attention: what was allocated during one step of the small model in bfloat16."""
+    found = {}
+    for row in where(data["rows"], part="memory", size="small", dtype="bfloat16"):
+        if "us" in row:
+            ms, mib = [us / 1e3 for us in row["us"]], [held / 2**20 for held in row["bytes"]]
+            found[row["attention"]] = Series(ms, mib, {which: us / 1e3 for which, us in row["ends"].items()})
+    return found
 
 
 def runs_out(data: Data) -> dict[str, int | None]:

@@ -18,7 +18,7 @@ from typing import Any
 from flashlab import runtime
 from flashlab.bench import records
 from flashlab.cuda.resources import TARGETS, Resources, resources
-from flashlab.kernels.series import SERIES, SIDE, Step, step
+from flashlab.kernels.series import SERIES, SIDE, Step
 from flashlab.runtime import GpuLimits
 from flashlab.table import Table
 
@@ -43,9 +43,9 @@ def recorded() -> dict[str, Any]:
 
 def table(
     target: str = "sm_90", *, steps: Sequence[str] | None = None, head_dim: int | None = 64,
-    opcodes: Sequence[str] = OPCODES, live: bool = False,
+    opcodes: Sequence[str] = OPCODES,
 ) -> Table:  # fmt: skip
-    """The kernels of the series beside each other, from the recorded figures (``live``: measured now).
+    """The kernels of the series beside each other, from the recorded figures.
 
     Args:
         target: "sm_80", "sm_89" or "sm_90".
@@ -53,9 +53,7 @@ def table(
         head_dim: 64 or 128; both, if None.
         opcodes: which instructions to count.
     """
-    chosen = None if steps is None else [step(name) for name in steps]
-    rows = measure([target], chosen) if live else recorded()["kernels"]
-    rows = [r for r in rows if r.target == target and (head_dim is None or r.head_dim == head_dim)]
+    rows = [r for r in recorded()["kernels"] if r.target == target and (head_dim is None or r.head_dim == head_dim)]
     if steps is not None:
         rows = [r for name in steps for r in rows if r.step == name]
     if not rows:
