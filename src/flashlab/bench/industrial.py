@@ -485,29 +485,24 @@ def rows_by_shape(data: Data, name: str, which: str) -> dict[Key, Row]:
     return {(r["D"], r["N"], r["causal"]): r for r in rows}
 
 
-def over_lengths(data: Data, which: str, head_dim: int, causal: bool, names: Sequence[str] = (OURS, *PEERS)) -> Lines:
-    """TFLOP/s in a pass of the part "shapes"; who has no row there has no line."""
-    return _lines(data, which, head_dim, causal, lambda row: row["tflops"], names)
+def over_lengths(
+    data: Data, which: str, head_dim: int, causal: bool, names: Sequence[str] = (OURS, *PEERS), column: str = "tflops",
+    unit: float = 1.0,
+) -> Lines:  # fmt: skip
+    """TFLOP/s (or another column in a unit) in a pass of the part "shapes"; who has no row there has no line."""
+    found: Lines = {}
+    for name in names:
+        rows = rows_by_shape(data, name, which).items()
+        here = [(n, r) for (d, n, mask), r in rows if (d, mask) == (head_dim, causal) and column in r]
+        points = sorted((n, r[column] * unit) for n, r in here)
+        if points:
+            found[name] = ([n for n, _ in points], [y for _, y in points])
+    return found
 
 
 def peak_over_lengths(data: Data, head_dim: int, causal: bool) -> Lines:
     """MiB that forward and backward together had allocated at their worst moment, beside their inputs."""
-    return _lines(
-        data, "both", head_dim, causal, lambda row: row["peak_bytes"] / 2**20 if "peak_bytes" in row else None
-    )
-
-
-def _lines(
-    data: Data, which: str, head_dim: int, causal: bool, value: Callable[[Row], Any],
-    names: Sequence[str] = (OURS, *PEERS),
-) -> Lines:  # fmt: skip
-    found = {}
-    for name in names:
-        rows = rows_by_shape(data, name, which)
-        points = sorted((n, value(r)) for (d, n, mask), r in rows.items() if (d, mask) == (head_dim, causal))
-        if any(y is not None for _, y in points):
-            found[name] = ([n for n, y in points if y is not None], [y for _, y in points if y is not None])
-    return found
+    return over_lengths(data, "both", head_dim, causal, column="peak_bytes", unit=2**-20)
 
 
 def ratios_over_lengths(data: Data, peer: str, which: str) -> Lines:
