@@ -86,7 +86,7 @@ class Bench:
     first: parts that are measured before the others, with after(rows, machine) behind them.
     prepare(jobs, until): before the jobs, on a GPU: builds and checks, until a time of time.monotonic(); more facts.
     options: arguments of `measure` and `prepare` that the command line offers, as argparse wants them.
-    children: what "--name" and words do in a process of its own, for a profiler say, in the place of a run.
+    children: by option, what it and the words behind it do in the place of a run: in a process for a profiler, say.
     minutes: the default of --minutes.
     """
 
@@ -110,7 +110,7 @@ class Bench:
     def main(self, arguments: Sequence[str] | None = None) -> None:
         """The bench as a program. Raises NoGpu, SystemExit."""
         first, *words = (sys.argv[1:] if arguments is None else arguments) or [""]
-        if child := self.children.get(first.removeprefix("--")):
+        if child := self.children.get(first):
             child(*words)
         else:
             main(self, arguments)

@@ -688,7 +688,7 @@ BENCH = harness.Bench(
     quick=quick_jobs, needs=harness.gpu_for("phase 11 is", quick_too=False), prepare=prepare, minutes=8.0,
     facts={"dtype": "bfloat16"},
     children={  # for ncu and compute-sanitizer, and of `prepare`
-        "launch-all": launch_all, "launch-planted": launch_planted, "launch-big": launch_big, "trial": try_out,
+        "--launch-all": launch_all, "--launch-planted": launch_planted, "--launch-big": launch_big, "--trial": try_out,
     },
     options={
         "step": {"metavar": "NAME", "help": "the kernel to measure in the place of the phase's last one"},

@@ -436,7 +436,7 @@ BENCH = harness.Bench(
     keys=("table", "exhibit", "shape", "causal", "inputs", "name"),
     needs=harness.gpu_for("the tensor-core kernels are"),
     derive=lambda data: {"summary": summary(where(data["rows"], part="final"))},
-    options={"rounds": {"type": int, "default": 9}}, children={"launch-once": launch_once},
+    options={"rounds": {"type": int, "default": 9}}, children={"--launch-once": launch_once},
 )  # fmt: skip
 
 
