@@ -1,6 +1,5 @@
 """The benches, as far as no GPU is needed: what would be measured, what is recorded, and the tables."""
 
-import importlib
 import json
 import math
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 
 from flashlab.attention import reference
-from flashlab.bench import BENCHES, OF_ALL, everything, mma, peers, records, scalar, timing, triton, validation, walls
+from flashlab.bench import OF_ALL, everything, mma, module_of, peers, records, scalar, timing, triton, validation, walls
 from flashlab.bench import resources as resources_bench
 from flashlab.kernels import SERIES, steps
 from flashlab.table import Table
@@ -51,8 +50,7 @@ def test_without_a_gpu_timing_says_so():
 @no_gpu
 @pytest.mark.parametrize("name", OF_ALL)
 def test_without_a_gpu_a_bench_measures_nothing_and_says_so(name, tmp_path):
-    row = BENCHES[name]
-    bench = importlib.import_module(f"flashlab.bench.{row.module or name}")
+    bench = module_of(name)
     with pytest.raises(records.NoGpu, match="GPU"):
         bench.main(["--out", str(tmp_path / "record.json")])
     assert not any(tmp_path.iterdir())

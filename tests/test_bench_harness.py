@@ -1,7 +1,6 @@
 """The harness of the benches, with the GPU left out: how a run ends and goes on, what it keeps, how two compare."""
 
 import contextlib
-import importlib
 import itertools
 import json
 import subprocess
@@ -11,16 +10,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flashlab.bench import BENCHES, OF_ALL, everything, harness, records, timing
+from flashlab.bench import BENCHES, OF_ALL, everything, harness, module_of, records, timing
 from flashlab.bench.harness import Bench
 from flashlab.table import Table
 
-HARNESSED = {name: row for name, row in BENCHES.items() if row.object}
-
-
-def bench_of(name):
-    row = BENCHES[name]
-    return getattr(importlib.import_module(f"flashlab.bench.{row.module or name}"), row.object)
+HARNESSED = {name: module_of(name).BENCH for name in BENCHES if hasattr(module_of(name), "BENCH")}
 
 
 def table(data):
@@ -240,9 +234,8 @@ def test_a_record_that_is_none_is_named_in_one_sentence(things, tmp_path, text, 
 
 
 # ---- every bench on it ---------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", HARNESSED)
-def test_every_bench_is_one_entry(name):
-    bench = bench_of(name)
+@pytest.mark.parametrize(("name", "bench"), HARNESSED.items(), ids=HARNESSED)
+def test_every_bench_is_one_entry(name, bench):
     todo = bench.jobs()
     assert bench.name == name and todo and len({json.dumps(j) for j in todo}) == len(todo)
     assert json.loads(json.dumps(todo)) == todo, "a job is found again in JSON"
@@ -251,9 +244,8 @@ def test_every_bench_is_one_entry(name):
     assert set(vars(harness.parser(bench).parse_args([]))) >= {"out", "quick", "json", "minutes", "compare", "anew"}
 
 
-@pytest.mark.parametrize("name", HARNESSED)
-def test_the_records_are_read_as_they_are(name):
-    bench = bench_of(name)
+@pytest.mark.parametrize(("name", "bench"), HARNESSED.items(), ids=HARNESSED)
+def test_the_records_are_read_as_they_are(name, bench):
     for data in records.recorded(name):
         rows = data["rows"]
         labels = [harness.describe({k: r[k] for k in ("part", *bench.keys) if k in r}) for r in rows if "ms" in r]
@@ -280,14 +272,9 @@ def test_each_round_has_an_order_of_its_own_and_the_same_one_in_every_run():
 
 
 def test_the_clock_says_what_held_it_down_and_when(monkeypatch):
-    said = itertools.cycle(["0x0000000000000004", "0x0000000000000001"])
-    answers = {
-        "clocks.max.sm": lambda: "1980",
-        "clocks.sm": lambda: "1500",
-        "clocks_throttle_reasons.active": lambda: next(said),
-    }
-    monkeypatch.setattr(timing, "nvidia_smi", lambda query: answers.get(query, lambda: None)())
-    monkeypatch.setattr(timing, "_nvml", lambda: None)
+    said = itertools.cycle([0x4, 0x1])
+    monkeypatch.setattr(timing, "nvidia_smi", lambda query: {"clocks.max.sm": "1980"}[query])
+    monkeypatch.setattr(timing, "_nvml", lambda: lambda: (1500, next(said), None))
     with timing.Clock(0.001) as clock:
         while len(clock.samples) < 3:
             time.sleep(0.001)

@@ -12,8 +12,6 @@ from flashlab.attention import reference, tiles
 from flashlab.bench import harness, industrial, peers, published
 from flashlab.bench.industrial import GLUON, OURS, PASSES
 
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-
 
 def test_the_jobs():
     found = industrial.jobs()

@@ -128,10 +128,6 @@ def test_the_kernel_that_answers_the_published_one_is_ours():
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
-def row(name, ms, part="time", which="forward", scope="layer"):
-    return {"part": part, "case": "present", "scope": scope, "pass": which, "name": name, "ms": ms, "peak_bytes": 2**21}
-
-
 @no_gpu
 def test_the_quick_bench_runs_here_and_its_record_is_read(tmp_path, capsys):
     out = tmp_path / "layer.json"

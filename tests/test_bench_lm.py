@@ -84,33 +84,7 @@ def test_out_of_memory_is_the_last_row_of_a_limit(monkeypatch):
     assert lm.runs_out(data) == {"eager": 64} and "out of memory" in repr(lm.limit_table(data))
 
 
-# ---- reading ---------------------------------------------------------------------------------------------------------
-def steps(size, attention, ms, dtype="bfloat16"):
-    job = STEP | {"size": size, "attention": attention, "dtype": dtype}
-    times = {"forward": ms, "backward": 2 * ms, "optimizer": ms, "step": 4 * ms, "forward only": ms / 2}
-    about = {"tokens": 4096, "peak_bytes": 2**33, "held_bytes": 2**31}
-    return [
-        job | {"pass": p, "ms": x, "warm_up_ms": [9 * x, x, x, x, x]} | (about if p == "step" else {})
-        for p, x in times.items()
-    ]
-
-
-@pytest.fixture
-def data():
-    rows = steps("small", "eager", 2.0) + steps("small", "flash", 1.0) + steps("xl", "flash", 8.0)
-    rows += steps("small", "eager", 20.0, "float32")
-    rows.append(STEP | {"size": "xl", "dtype": "bfloat16", "name": "all", "unavailable": "out of memory: 80 GiB"})
-    train = {"part": "training", "dtype": "float32"}
-    rows += [train | {"attention": "eager", "jitter": 0.0, "losses": [3.0, 2.0]}]
-    rows += [train | {"attention": "flash", "jitter": 0.0, "losses": [3.0, 2.25]}]
-    rows += [train | {"attention": "eager", "jitter": 1e-7, "losses": [3.125, 2.0]}]
-    rows += [{"part": "memory", "size": "small", "attention": "flash", "dtype": "bfloat16", "us": [0.0, 2000.0],
-              "bytes": [2**20, 2**21], "ends": {"forward": 1000.0}, "peak_bytes": 2**21, "drift": 0}]  # fmt: skip
-    rows += [{"part": "limit", "attention": "flash", "dtype": "bfloat16", "seq_len": 1024, "once_ms": 1.0,
-              "peak_bytes": 2**31}]  # fmt: skip
-    return {"rows": rows, "machine": {"gpu": "NVIDIA Stand-in"}}
-
-
+# ---- runs ------------------------------------------------------------------------------------------------------------
 @no_gpu
 @pytest.mark.long
 def test_the_quick_bench_runs_here(tmp_path, capsys):

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from flashlab import doctor as _doctor
-from flashlab.bench import BENCHES
+from flashlab.bench import BENCHES, module_of
 
 console = Console(highlight=False)
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="FlashAttention, wall by wall.")
@@ -176,9 +176,8 @@ def check() -> None:
 
 def _bench_command(name: str) -> Callable[[typer.Context], None]:
     def command(context: typer.Context) -> None:
-        chosen = importlib.import_module(f"flashlab.bench.{BENCHES[name].module or name}")
-        found = getattr(chosen, BENCHES[name].object) if BENCHES[name].object else chosen
-        importlib.import_module("flashlab.bench.records").entry(lambda: found.main(context.args))
+        chosen = module_of(name)
+        importlib.import_module("flashlab.bench.records").entry(lambda: chosen.main(context.args))
 
     return command
 

@@ -10,6 +10,7 @@ from flashlab.bench import resources as bench
 from flashlab.bench import schedule
 from flashlab.cuda import Unavailable, resources
 from flashlab.cuda.resources import TARGETS
+from flashlab.cuda.toolchain import nvcc_version
 from flashlab.kernels import SERIES, step
 
 PTXAS = """ptxas info    : 0 bytes gmem
@@ -62,8 +63,8 @@ def test_the_recorded_figures_say_what_the_lectures_say():
 )
 def test_measured_is_recorded(name):
     data, s = bench.recorded(), step(name)
-    if data["nvcc"] != bench.nvcc_version():
-        pytest.skip(f"recorded with nvcc {data['nvcc']}, here is {bench.nvcc_version()}")
+    if data["nvcc"] != nvcc_version():
+        pytest.skip(f"recorded with nvcc {data['nvcc']}, here is {nvcc_version()}")
     got = resources.resources(s.path, target="sm_90", head_dim=64, dtype=s.dtypes[0])
     want = [r for r in data["kernels"] if (r.step, r.head_dim, r.target) == (name, 64, "sm_90")]
     assert got == want

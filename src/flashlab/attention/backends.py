@@ -29,8 +29,6 @@ from flashlab.attention.simulation import flash_attention_sim
 from flashlab.attention.simulation_backward import flash_attention_backward_sim
 from flashlab.runtime.dispatch import operator
 
-__all__ = ["BACKENDS", "DTYPES", "INSTEAD", "Backend", "attend", "best_backward", "quick", "register"]
-
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 Tensors = tuple[torch.Tensor, ...]

@@ -19,8 +19,6 @@ import torch
 
 from flashlab.attention.options import Band, band
 
-__all__ = ["attention_backward_blockwise", "attention_blockwise"]
-
 ROWS = 128
 """Queries in a block; fewer where there are many keys."""
 SCORES = 2**19

@@ -26,8 +26,6 @@ from flashlab.attention.options import Window, softcap_of, window_of
 from flashlab.runtime import INTERPRETED
 from flashlab.runtime.dispatch import operator
 
-__all__ = ["CACHE_BACKENDS", "CacheBackend", "flash_attention_with_cache"]
-
 Tensors = tuple[torch.Tensor, torch.Tensor]
 _INTEGERS = (torch.int32, torch.int64)
 

@@ -24,12 +24,6 @@ from torch.utils._pytree import tree_leaves
 
 from flashlab.runtime import GpuLimits
 
-__all__ = [
-    "FA1_BLOCK_N", "FA2_BLOCK_M", "Cost", "Line", "Meter", "Op", "attainable_tflops", "fa1_cost", "fa2_cost",
-    "flash_cost", "fused_cost", "naive_cost", "naive_peak_bytes", "peak_bytes", "trace_ops",
-]  # fmt: skip
-
-
 # ---- formulas -------------------------------------------------------------------------------------------------------
 
 

@@ -30,8 +30,6 @@ from flashlab.attention.inputs import check_no_gradient
 from flashlab.attention.tiles import Tile, cdiv
 from flashlab.attention.triton_forward import alignment, current_device, score_arguments, soft_capped
 
-__all__ = ["append", "append_kernel", "decode", "decode_kernel", "decode_merge_kernel", "splits_for", "tile_of"]
-
 MAX_SPLITS = 256
 SMS = 132  # of the chip that an interpreted launch is planned for, an H200
 # In units of one tile's time, which is 32 KiB at a multiprocessor's share of an H200's bandwidth: 0.9 us. Counted: a

@@ -34,9 +34,6 @@ from flashlab.attention.backends import BACKENDS, DTYPES, attend, quick
 from flashlab.attention.inputs import check_qkv, one_of, refuse_words, scale_of
 from flashlab.attention.options import Window, softcap_of, window_of
 
-__all__ = ["Chosen", "choose_backend", "flash_attention"]
-
-
 _WORDS = "causal, scale, window, softcap and backend"
 HOPPER = "p11_flash"
 """The backend for compute capability 9.0."""

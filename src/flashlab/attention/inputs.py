@@ -15,11 +15,6 @@ import torch.autograd.forward_ad as forward_ad
 from torch._C._functorch import is_batchedtensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-__all__ = [
-    "TILE_SIDES", "check_block", "check_causal", "check_no_gradient", "check_qkv", "check_results", "number_of",
-    "one_of", "refuse_words", "scale_of",
-]  # fmt: skip
-
 TILE_SIDES = (16, 32, 64, 128, 256)
 """The head_dims that a Triton kernel takes whole: `tl.arange` wants powers of two, `tl.dot` at least 16."""
 

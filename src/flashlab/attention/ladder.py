@@ -18,8 +18,6 @@ from flashlab.attention import triton_forward
 from flashlab.triton_tools.portable import unwrap
 from flashlab.triton_tools.specialised import specialised
 
-__all__ = ["HELPERS", "STEPS", "Step", "text"]
-
 HELPERS = (
     triton_forward.tile_edges, triton_forward.in_band, triton_forward.tile_ptrs, triton_forward.tile_step,
     triton_forward.load_tile, triton_forward.store_tile, triton_forward.soft_capped, triton_forward.longest_first,

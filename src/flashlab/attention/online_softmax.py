@@ -19,26 +19,6 @@ import torch
 
 from flashlab.attention.inputs import check_qkv, scale_of
 
-__all__ = [
-    "State",
-    "attention_by_loops",
-    "block_state",
-    "finish",
-    "identity",
-    "merge",
-    "merge_finished",
-    "online_normalizer",
-    "online_softmax",
-    "require_block",
-    "require_mergeable",
-    "require_one_dtype",
-    "require_state",
-    "row_max",
-    "shifted_exp",
-    "softmax_naive",
-    "softmax_safe",
-]
-
 
 def attention_by_loops(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None

@@ -13,8 +13,6 @@ import torch
 
 from flashlab.attention.inputs import check_causal, number_of
 
-__all__ = ["Band", "Window", "band", "softcap_of", "visible", "window_of"]
-
 Window = int | tuple[int | None, int | None] | None
 """None: no window. (left, right): a query sees `left` keys before its own position and `right` after it; None or -1 is
 no bound. A number n is (n, n)."""

@@ -19,10 +19,6 @@ import torch
 from flashlab.attention.inputs import check_qkv, check_results, scale_of
 from flashlab.attention.options import Window, softcap_of, visible
 
-__all__ = [
-    "Gradients", "attention", "attention_backward", "attention_low_precision", "causal_mask", "low_precision_backward",
-]  # fmt: skip
-
 
 class Gradients(NamedTuple):
     """Of a loss with respect to q, k and v; each has its input's shape."""

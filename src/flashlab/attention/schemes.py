@@ -429,12 +429,3 @@ def two_pass(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of one head with two_pass_kernel, of any length; tensors and result as scheme_a's."""
     return launch(two_pass_kernel, q, k, v, scale=scale, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N)
-
-
-__all__ = [
-    "ESCAPE_HATCHES", "OutOfSharedMemory", "check_one_head", "first_failing_seq_len", "kernel_arguments", "launch",
-    "padded", "require_finite_rows", "require_shared_memory", "scheme_a", "scheme_a_kernel",
-    "scheme_a_report", "scheme_a_reports", "scheme_a_shared_bytes", "scheme_a_variant_kernel", "scheme_b",
-    "scheme_b_kernel", "scheme_b_shared_bytes", "slice_by_gather", "slice_by_reduction", "slice_by_split",
-    "two_pass", "two_pass_kernel",
-]  # fmt: skip

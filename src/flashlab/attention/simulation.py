@@ -24,15 +24,6 @@ import torch
 
 from flashlab.attention.inputs import check_block, check_causal, check_qkv, scale_of
 
-__all__ = [
-    "Step",
-    "check_inputs",
-    "flash_attention_causal_sim",
-    "flash_attention_forward_sim",
-    "flash_attention_one_head_sim",
-    "flash_attention_sim",
-]
-
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 

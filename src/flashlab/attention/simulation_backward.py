@@ -20,8 +20,6 @@ import torch
 
 from flashlab.attention.inputs import check_block, check_causal, check_qkv, check_results, scale_of
 
-__all__ = ["delta_sim", "flash_attention_backward_sim", "key_block_sim", "query_block_sim"]
-
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 

@@ -23,9 +23,6 @@ import triton
 from flashlab import runtime
 from flashlab.runtime import cache
 
-__all__ = ["SEARCH", "Choice", "Tile", "Work", "chip_class", "choose", "leaves_idle", "mask_name", "recorded", "search",
-           "tune"]  # fmt: skip
-
 
 class Tile(NamedTuple):
     """What a kernel is compiled with."""

@@ -25,8 +25,6 @@ import torch
 from flashlab.attention.cache_door import CACHE_BACKENDS, flash_attention_with_cache
 from flashlab.attention.door import flash_attention
 
-__all__ = ["attend", "no_mask", "register"]
-
 # What a layer may pass that changes the result, and that the door has not.
 _UNKNOWN = ("position_bias", "s_aux", "cache", "cu_seq_lens_q", "cu_seq_lens_k", "block_mask")
 

@@ -6,49 +6,46 @@ BENCHES names every bench; `flashlab bench NAME` runs it. A bench that times som
 
 from __future__ import annotations
 
+import importlib
+from types import ModuleType
 from typing import NamedTuple
 
 
 class Named(NamedTuple):
-    """A row of BENCHES.
-
-    what: it measures. needs: to do so. module: of this package, where its name is not the bench's; object: in it, a
-    harness.Bench, or "" where the module's ``main(arguments)`` is all there is.
-    """
+    """A row of BENCHES: what it measures, what that needs, and the module of this package, if of another name."""
 
     what: str
     needs: str
     module: str = ""
-    object: str = "BENCH"
 
 
 BENCHES = {
-    "walls": Named("Phase 1: naive attention, scheme A to its refusal, the escape hatches.", "a GPU", object=""),
+    "walls": Named("Phase 1: naive attention, scheme A to its refusal, the escape hatches.", "a GPU"),
     "triton": Named("Phase 3: the minimal Triton kernel against its peers.", "a GPU"),
     "industrial": Named("Phases 4 and 5: forward and backward against FlashAttention-2, cuDNN, Flex, eager.", "a GPU"),
-    "candidates": Named("Phase 5's backward kernels with other tiles and texts: the fastest of them.", "a GPU"),
     "scalar": Named("Phase 6: the float32 CUDA kernels against unfused PyTorch and SDPA.", "a GPU, nvcc"),
     "mma": Named("The tensor-core kernels against FlashAttention-2, cuDNN, unfused PyTorch.", "a GPU, nvcc"),
     "hopper": Named("Phase 11's kernels against cuDNN, FlashAttention-2 and 4, and the course's own.", "a GPU, nvcc"),
     "decode": Named("Phase 12: one query per sequence over paged caches, against cuDNN, FlashInfer, our Triton.",
                     "a GPU, nvcc"),
-    "ring": Named("Phase 13: one sequence over several GPUs, beside one and beside context_parallel.", "two GPUs",
-                  object=""),
+    "ring": Named("Phase 13: one sequence over several GPUs, beside one and beside context_parallel.", "two GPUs"),
     "attention": Named("Attention alone: forward, backward, memory; eager, compiled, ours.", "a GPU"),
     "layer": Named("Phase 10: an attention layer timed and profiled: original, ours, SDPA, compiled.", "a GPU"),
     "lm": Named("Phase 10: the language model's steps, memory, longest text and loss.", "a GPU"),
-    "hardware": Named("What the hardware itself does: rates, sums, traffic, workspaces, stalls.",
-                      "a GPU, nvcc, ncu", object=""),
+    "hardware": Named("What the hardware itself does: rates, sums, traffic, workspaces, stalls.", "a GPU, nvcc, ncu"),
     "ablation": Named("The last kernel with one idea at a time taken out.", "a GPU, nvcc"),
-    "validation": Named("The emulator against the hardware: results, counters, sanitizer.",
-                        "a GPU, nvcc, ncu", object=""),
-    "resources": Named("Registers, spills, shared memory and instructions of the compiled kernels.", "nvcc", object=""),
-    "schedule": Named("How far ahead of its MMA each ldmatrix stands in the compiled loop.", "nvcc", object=""),
-    "readme": Named("Nothing: writes README's results and docs/results.md, from the records.", "nothing more",
-                    object=""),
-    "all": Named("Every bench that times kernels, one after the other.", "nothing more", "everything", object=""),
+    "validation": Named("The emulator against the hardware: results, counters, sanitizer.", "a GPU, nvcc, ncu"),
+    "resources": Named("Registers, spills, shared memory and instructions of the compiled kernels.", "nvcc"),
+    "schedule": Named("How far ahead of its MMA each ldmatrix stands in the compiled loop.", "nvcc"),
+    "readme": Named("Nothing: writes README's results and docs/results.md, from the records.", "nothing more"),
+    "all": Named("Every bench that times kernels, one after the other.", "nothing more", "everything"),
 }  # fmt: skip
 """By the name on the command line."""
 
 OF_ALL = ("walls", "triton", "industrial", "scalar", "mma", "hopper", "decode", "attention", "layer", "lm", "ablation")
 """What `bench all` runs, in this order."""
+
+
+def module_of(name: str) -> ModuleType:
+    """The module of a bench. It has ``main(arguments)``, and one that is on the harness BENCH. Raises KeyError."""
+    return importlib.import_module(f"flashlab.bench.{BENCHES[name].module or name}")

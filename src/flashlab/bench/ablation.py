@@ -9,15 +9,13 @@ with random inputs and with maxima that move in every tile (`mma.inputs`).
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from flashlab.bench import harness, mma, peers, records
+from flashlab.bench import harness, mma, peers
 from flashlab.cuda import CudaModule, load_inline
 from flashlab.kernels.ablations import ABLATIONS, WHOLE
 from flashlab.table import Table
@@ -44,16 +42,12 @@ def build(head_dims: Sequence[int] = (64, 128)) -> list[Built]:
         name, text, head_dim = job
         return Built(name, head_dim, load_inline(text, backend="nvcc", head_dim=head_dim, dtype=torch.float16))
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(one, builds))
+    return harness.at_once(one, builds)
 
 
 def jobs() -> list[harness.Row]:
     """The large shapes, with maxima that hardly move and with such that move."""
-    return [
-        {"part": "ladder", "shape": list(shape), "causal": causal, "inputs": kind}
-        for kind in ("randn", "moving") for shape, causal in mma.BIG
-    ]  # fmt: skip
+    return [{"part": "ladder"} | mma.about((*big, kind)) for kind in ("randn", "moving") for big in mma.BIG]
 
 
 _built = functools.cache(build)
@@ -67,21 +61,15 @@ def prepare(todo: Sequence[harness.Row], until: float) -> dict[str, Any]:
 
 def measure(job: harness.Row) -> list[harness.Row]:
     """The rows of a job: the whole, each variant, FlashAttention-2."""
-    case = (tuple(job["shape"]), job["causal"], job["inputs"])
     torch.manual_seed(0)
-    q, k, v = mma.inputs(case[0], case[2])
-    functions = {"fa2": peers.sdpa("FLASH_ATTENTION", q, k, v, case[1])}
+    q, k, v = mma.inputs(job["shape"], job["inputs"])
+    functions = {"fa2": peers.sdpa("FLASH_ATTENTION", q, k, v, job["causal"])}
     functions |= {
-        b.name: mma.forward_of(b.module, q, k, v, causal=case[1]) for b in _built() if b.head_dim == case[0][3]
+        b.name: mma.forward_of(b.module, q, k, v, causal=job["causal"]) for b in _built() if b.head_dim == q.shape[3]
     }
-    found = mma.rows_of(case, *harness.times_of(functions, ROUNDS))
+    found = mma.rows_of(job, *harness.times_of(functions, ROUNDS))
     whole = next(r["ms"] for r in found if r["name"] == WHOLE.name)
-    return [job | r | ({"vs_whole": whole / r["ms"]} if "ms" in r else {}) for r in found]
-
-
-def recorded() -> list[dict[str, Any]]:
-    """The recorded runs, one per GPU."""
-    return records.recorded("ablation")
+    return [r | ({"vs_whole": whole / r["ms"]} if "ms" in r else {}) for r in found]
 
 
 def table(data: dict[str, Any], inputs: str | None = None) -> Table:
@@ -104,4 +92,4 @@ BENCH = harness.Bench(
     "ablation", __doc__, jobs=jobs, measure=measure, table=table, keys=("shape", "causal", "inputs", "name"),
     quick=lambda: jobs()[:1], needs=harness.gpu_for("the ablation is"), prepare=prepare,
 )  # fmt: skip
-main = BENCH.main
+main, recorded = BENCH.main, BENCH.recorded

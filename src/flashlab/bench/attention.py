@@ -19,16 +19,14 @@ small, and are timed one after the other where they are not.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
-from flashlab import runtime
 from flashlab.attention.door import flash_attention
-from flashlab.bench import harness, peers, records, timing
-from flashlab.bench.harness import Row, Way
+from flashlab.bench import harness, peers, timing
+from flashlab.bench.harness import Data, Row, Way
+from flashlab.models.memory import kept_bytes
 from flashlab.table import Table
 
 NAMES = ("eager", "compiled eager", "ours")
@@ -58,11 +56,8 @@ def _job(d_model: int, seq_len: int, dtype: str) -> Row:
 
 def inputs(job: Row) -> list[torch.Tensor]:
     """q, k, v, which want a gradient, and the gradient of o: [batch, 1, seq_len, d_model]."""
-    generator = torch.Generator(runtime.device()).manual_seed(job["seq_len"] + job["d_model"])
     shape = (BATCH, 1, job["seq_len"], job["d_model"])
-    drawn = [
-        torch.randn(shape, device=runtime.device(), generator=generator).to(DTYPES[job["dtype"]]) for _ in range(4)
-    ]
+    drawn = harness.draw(*[shape] * 4, dtype=DTYPES[job["dtype"]], seed=job["seq_len"] + job["d_model"])
     for x in drawn[:3]:
         x.requires_grad_()
     return drawn
@@ -77,24 +72,12 @@ def way_of(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Way:
 
 def saved_bytes(way: Way) -> int:
     """Bytes of all that a forward pass saves for its backward pass: each storage once, the inputs too if saved."""
-    found: dict[int, int] = {}
-    kept: list[torch.Tensor] = []  # alive, so that no address comes twice
-
-    def note(x: torch.Tensor) -> torch.Tensor:
-        x = x.detach()  # with its graph, what is saved would keep alive the graph that saves it: neither is ever freed
-        kept.append(x)
-        found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-        o = way()
-    del o
-    return sum(found.values())
+    return kept_bytes(torch.nn.Module(), way)
 
 
 def alone(name: str, job: Row) -> Row:
     """Both passes of one way once, with nothing else in memory: what it holds between them. Raises what it raises."""
-    _empty()
+    harness.emptied()
     q, k, v, grad_o = inputs(job)
     way = way_of(name, q, k, v)
     already = peers.replaced()
@@ -103,7 +86,7 @@ def alone(name: str, job: Row) -> Row:
     if name == "compiled eager":
         about["replaced"] = peers.replaced() > already
     if harness.on_gpu():
-        _empty()
+        harness.emptied()
         before = torch.cuda.memory_allocated()  # a library's workspace is there by now
         o = way()
         torch.cuda.synchronize()
@@ -113,83 +96,47 @@ def alone(name: str, job: Row) -> Row:
     return about
 
 
-def _empty() -> None:
-    gc.collect()
-    if harness.on_gpu():
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-
-
 def timed(names: Sequence[str], job: Row, which: str, graphs: bool) -> tuple[dict[str, Row], dict[str, str]]:
     """Rows of milliseconds of a pass by name, the ways in turns, and why others have none.
 
     Where several sets of tensors would still be in L2 together with one, they are gone through in turn.
     """
-    q, k, v, grad_o = inputs(job)
-    sets: list[tuple[torch.Tensor, ...]] = [(q, k, v, grad_o)]
-    if harness.on_gpu():
-        most = timing.input_sets(4 * q.numel() * q.element_size())
-        sets += [tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in sets[0]) for _ in range(most - 1)]
+    sets = harness.sets_of(inputs(job))
     ways = {name: [_pass(way_of(name, *one[:3]), which, one[:3], one[3]) for one in sets] for name in names}
     return harness.times_of(ways, **({"graphs": graphs} if harness.on_gpu() else {}))
 
 
-def _pass(way: Way, which: str, qkv: Sequence[torch.Tensor], grad_o: torch.Tensor) -> Callable[[], Any]:
-    if which == "forward":
-        return way
-    kept: list[torch.Tensor] = []
-
-    def backward() -> Any:
-        if not kept:
-            kept.append(way())
-        return torch.autograd.grad(kept[0], tuple(qkv), grad_o, retain_graph=True)
-
-    return backward
+def _pass(way: Way, which: str, qkv: Sequence[torch.Tensor], grad_o: torch.Tensor) -> Way:
+    return way if which == "forward" else harness.backward_of(way, qkv, grad_o)
 
 
 def measure(job: Row) -> list[Row]:
     """A row for each way and pass."""
-    about: dict[str, Row] = {}
-    reasons: dict[str, str] = {}
-    for name in NAMES:
-        try:
-            about[name] = alone(name, job)
-        except Exception as error:
-            reasons[name] = timing.reason(error)
-    _empty()
+    about, reasons = timing.made(NAMES, lambda name: alone(name, job))
+    harness.emptied()
     scores = BATCH * job["seq_len"] ** 2 * DTYPES[job["dtype"]].itemsize
     groups = [[name] for name in about] if scores >= APART else [list(about)]
     rows: list[Row] = []
     for which in PASSES:
+        about_pass = job | {"pass": which}
         for group in groups:
             found, more = timed(group, job, which, graphs=scores < APART)
-            _empty()
-            rows += [
-                _row(job, which, name, t | (about[name] if which == "forward" else {})) for name, t in found.items()
-            ]
-            rows += [_row(job, which, name, {"unavailable": why}) for name, why in more.items()]
-        rows += [_row(job, which, name, {"unavailable": why}) for name, why in reasons.items()]
+            harness.emptied()
+            kept = {name: t | (about[name] if which == "forward" else {}) for name, t in found.items()}
+            rows += harness.rows_of(about_pass, kept, more)
+        rows += harness.rows_of(about_pass, {}, reasons)
     return rows
 
 
-def _row(job: Row, which: str, name: str, more: Row) -> Row:
-    return job | {"pass": which, "name": name} | more
-
-
-def recorded() -> list[dict[str, Any]]:
-    """Every recorded run there is, in the order of their file names; [] where none is."""
-    return records.recorded("attention")
-
-
-def table(data: dict[str, Any]) -> Table:
+def table(data: Data) -> Table:
     """Milliseconds of both passes, and MiB held between them, of each way; a reason's first words where it has none."""
     cells: dict[tuple[str, int, int], dict[tuple[str, str], str]] = {}
     for r in data["rows"]:
         line = cells.setdefault((r["dtype"], r["d_model"], r["seq_len"]), {})
         if "pass" not in r:
-            line["eager", "forward"] = _short(r["unavailable"])
+            line["eager", "forward"] = harness.short(r)
             continue
-        line[r["name"], r["pass"]] = f"{r['ms']:.3f}" if "ms" in r else _short(r["unavailable"])
+        line[r["name"], r["pass"]] = f"{r['ms']:.3f}" if "ms" in r else harness.short(r)
         if r["pass"] == "forward" and "ms" in r:
             line[r["name"], "MiB"] = f"{r.get('held_bytes', r['saved_bytes']) / 2**20:.1f}"
     kinds = (*PASSES, "MiB")
@@ -199,13 +146,9 @@ def table(data: dict[str, Any]) -> Table:
     return Table.of(rows, columns, align="lrr" + "r" * 9, caption=f"ms forward and backward; MiB {held}")
 
 
-def _short(reason: str) -> str:
-    return reason.partition(":")[0][:20]
-
-
 BENCH = harness.Bench(
     "attention", __doc__, jobs=jobs, measure=measure, table=table, keys=("d_model", "seq_len", "dtype", "pass", "name"),
     quick=quick_jobs, needs=harness.gpu_for("attention alone is", quick_too=False), facts={"batch": BATCH, "heads": 1},
     minutes=8.0,
 )  # fmt: skip
-main = BENCH.main
+main, recorded = BENCH.main, BENCH.recorded

@@ -169,12 +169,12 @@ def counterparts(name: str, folder: Path | None = None) -> list[Found]:
 
 
 # ---- told ------------------------------------------------------------------------------------------------------------
-def overview(folder: Path | None = None) -> Table:
+def overview() -> Table:
     """Of each table: its figures, those that have a counterpart, those whose counterpart is a number, in which records,
     and what is not the same; the last row is all of them."""
     rows: list[list[Any]] = []
     for name in RULES:
-        found = counterparts(name, folder)
+        found = counterparts(name)
         ours = [o for _, o in found if o is not None]
         files = ", ".join(sorted({o.record for o in ours})) or "none yet"
         rows.append([name, len(found), len(ours), sum(map(is_number, ours)), files, UNLIKE.get(name, "")])
@@ -188,13 +188,13 @@ def is_number(ours: Ours | None) -> bool:
     return ours is not None and not isinstance(ours.value, str)
 
 
-def beside(name: str, folder: Path | None = None) -> Table:
+def beside(name: str) -> Table:
     """A table's figures, theirs beside ours, with the first values of our output where the record has them."""
     rows = []
-    for figure, ours in counterparts(name, folder):
+    for figure, ours in counterparts(name):
         first = " ".join(f"{x:.4f}" for x in ours.first) if ours else ""
         rows.append([figure.label, _text(figure.value), "not measured" if ours is None else _text(ours.value), first])
-    gpus = sorted({ours.gpu for _, ours in counterparts(name, folder) if ours})
+    gpus = sorted({ours.gpu for _, ours in counterparts(name) if ours})
     caption = f"there: see published/README.md; here: {', '.join(gpus) or 'nothing yet'}"
     columns = ["what", "there", "here", "first outputs here"]
     if not any(row[3] for row in rows):

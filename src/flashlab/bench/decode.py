@@ -116,21 +116,18 @@ class Filled:
 
     def __init__(self, case: Case, page: int | None, seed: int) -> None:
         device = runtime.device()
-        generator = torch.Generator(device).manual_seed(seed)
-        longest = max(case.lengths)
-        pages, rows, self.table = case.batch, longest, None
+        pages, rows, self.table = case.batch, max(case.lengths), None
         if page is not None:
             need = [cdiv(n, page) for n in case.lengths]
             pages, rows = sum(need), page
+            generator = torch.Generator(device).manual_seed(seed)
             order = torch.randperm(pages, generator=generator, device=device).int()
             self.table = torch.zeros(case.batch, max(need), dtype=torch.int32, device=device)
             for i, mine in enumerate(order.split(need)):
                 self.table[i, : len(mine)] = mine
             self.order, self.need = order, need
         shape = (pages, case.kv_heads, rows, case.head_dim)
-        self.k, self.v = (
-            torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16) for _ in "kv"
-        )  # fmt: skip
+        self.k, self.v = harness.draw(shape, shape, dtype=torch.bfloat16, seed=seed)
         self.lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
 
     def sequence(self, i: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -200,32 +197,26 @@ def measure(job: Row) -> list[Row]:
     if job["part"] == "generate":
         return generate(job)
     case = Case(**{name: job[name] for name in Case._fields})
-    generator = torch.Generator(runtime.device()).manual_seed(0)
-    shape = (case.batch, case.heads, 1, case.head_dim)
-    q = torch.randn(shape, generator=generator, device=runtime.device(), dtype=torch.bfloat16)
+    (q,) = harness.draw((case.batch, case.heads, 1, case.head_dim), dtype=torch.bfloat16, seed=0)
     sets = timing.input_sets(case.cache_bytes, most=64) if harness.on_gpu() else 1
     caches: dict[int | None, list[Filled]] = {}
-    rows = {}
-    able: dict[str, list[Way]] = {}
-    for name, (page, make) in ways(case, job["part"]).items():
+    known, errors = ways(case, job["part"]), {}
+
+    def make(name: str) -> list[Way]:
+        page, way = known[name]
         if page not in caches:
             caches[page] = [Filled(case, page, seed) for seed in range(sets)]
-        rows[name] = job | {"name": name}
-        try:
-            works = [make(q, x) for x in caches[page]]
-            rows[name]["error"] = error = off(case, q, caches[page][0], works[0]())
-            if not error <= 1:
-                raise ValueError(f"wrong: o is off by {error:.3g} times its bound")
-            able[name] = works
-        except Exception as error:
-            rows[name]["unavailable"] = timing.reason(error)
-    times, reasons = harness.times_of(able)
-    for name in able:
-        found = times.get(name)
-        rows[name] |= (
-            found | {"gb_s": case.cache_bytes / found["ms"] / 1e6} if found else {"unavailable": reasons[name]}
-        )
-    return list(rows.values())
+        works = [way(q, x) for x in caches[page]]
+        errors[name] = {"error": off(case, q, caches[page][0], works[0]())}
+        if not errors[name]["error"] <= 1:
+            raise ValueError(f"wrong: o is off by {errors[name]['error']:.3g} times its bound")
+        return works
+
+    able, reasons = timing.made(known, make)
+    times, more = harness.times_of(able)
+    found = {name: row | {"gb_s": case.cache_bytes / row["ms"] / 1e6} for name, row in times.items()}
+    rows = {row["name"]: row | errors.get(row["name"], {}) for row in harness.rows_of(job, found, reasons | more)}
+    return [rows[name] for name in known]
 
 
 class Writer:
@@ -243,11 +234,9 @@ class Writer:
             step, model, cache=self.cache, backend=self.backend
         )
         shape = (batch, model.config.key_heads, keys, model.config.head_dim)
-        generator = torch.Generator(runtime.device()).manual_seed(0)
         self.cache.reserve([keys] * batch)
         for layer in range(model.config.depth):
-            k, v = (torch.randn(shape, generator=generator, device=runtime.device()).bfloat16() for _ in "kv")
-            self.cache.write(layer, k, v)
+            self.cache.write(layer, *harness.draw(shape, shape, dtype=torch.bfloat16, seed=layer))
 
     def write(self, last: torch.Tensor, tokens: int) -> tuple[torch.Tensor, float]:
         """[batch, tokens], on the CPU, behind `last`, [batch, 1] there; and the seconds that they took."""

@@ -8,32 +8,23 @@ flashlab bench all --quick --out FOLDER  # FOLDER/mma.json, ...
 
 from __future__ import annotations
 
-import importlib
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
-from flashlab.bench import BENCHES, OF_ALL, harness, records
+from flashlab.bench import OF_ALL, harness, module_of, records
 
 
 def why_not(name: str, quick: bool) -> str | None:
     """Why a bench cannot run on this machine, or None."""
-    row = BENCHES[name]
-    if not row.object:
-        return harness.gpu_for(f"{name} is")(quick)
-    bench: harness.Bench = getattr(importlib.import_module(f"flashlab.bench.{row.module or name}"), row.object)
-    return bench.needs(quick)
+    bench: harness.Bench | None = getattr(module_of(name), "BENCH", None)
+    return (bench.needs if bench else harness.gpu_for(f"{name} is"))(quick)
 
 
 def run_one(name: str, arguments: Sequence[str]) -> int:
     """A bench in a process of its own, so that a GPU that one leaves broken is whole for the next. Its exit status."""
     code = "import sys; from flashlab.cli import main; sys.argv[0] = 'flashlab'; main()"
-    paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", code, "bench", name, *arguments]
-    return subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}).returncode
+    return harness.again("-c", code, "bench", name, *arguments).returncode
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -54,9 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             continue
         options = ["--quick"] if given.quick else []
         options += ["--json"] if given.json else []
-        options += (
-            ["--minutes", f"{(end - time.monotonic()) / 60:.2f}"] if given.minutes and BENCHES[name].object else []
-        )
+        timed = given.minutes and hasattr(module_of(name), "BENCH")
+        options += ["--minutes", f"{(end - time.monotonic()) / 60:.2f}"] if timed else []
         options += ["--out", str(given.out / f"{name}.json")] if given.out else []
         print(f"{name}", flush=True, file=sys.stderr)
         failed += [name] if run_one(name, options) else []

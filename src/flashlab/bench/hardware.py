@@ -15,20 +15,19 @@ stalls      where a kernel's issue slots go, by ncu
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashlab import runtime
 from flashlab.attention import cost
 from flashlab.attention.naive import naive_attention
-from flashlab.bench import ncu, records, timing
+from flashlab.bench import harness, ncu, peers, records, timing
 from flashlab.cuda import load_inline
 from flashlab.figures import fragments
 from flashlab.kernels import SERIES, path, step
@@ -97,8 +96,8 @@ def zero_copy() -> dict[str, str]:
     """What cp.async of no bytes does at addresses that are nobody's; each in a process of its own, which it may end."""
     found = {}
     for name in ADDRESSES:
-        command = [sys.executable, "-m", "flashlab.bench.hardware", "--zero-copy", name]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        arguments = ("-m", "flashlab.bench.hardware", "--zero-copy", name)
+        done = harness.again(*arguments, capture_output=True, text=True, timeout=120)
         lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
         found[name] = lines[-1][:200] if lines else f"status {done.returncode}"
     return found
@@ -147,14 +146,12 @@ def _tensors(shape: Sequence[int], dtype: torch.dtype = torch.float16) -> list[t
     return [torch.randn(*shape, device="cuda").to(dtype) for _ in range(3)]
 
 
-def _sdpa(backend: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False) -> torch.Tensor:
-    with sdpa_kernel(backend):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+def _last(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+    return load_inline(step(LAST), backend="nvcc").forward(q, k, v)
 
 
-def _series(name: str) -> Callable[..., Any]:
-    module = load_inline(step(name), backend="nvcc")
-    return lambda q, k, v: module.forward(q, k, v)
+def _fa2(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return peers.sdpa("FLASH_ATTENTION", q, k, v)()
 
 
 def _minimal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -168,18 +165,16 @@ LAUNCHES: dict[str, tuple[tuple[int, ...], torch.dtype, Callable[..., Any]]] = {
     "naive": ((1, 1, 16384, 64), torch.float16, naive_attention),
     "naive, in L2": ((1, 1, 2048, 64), torch.float16, naive_attention),
     "minimal": ((1, 1, 16384, 64), torch.float16, _minimal),
-    "fa2": ((1, 1, 16384, 64), torch.float16, lambda q, k, v: _sdpa(SDPBackend.FLASH_ATTENTION, q, k, v)),
-    "series": ((1, 1, 16384, 64), torch.float16, lambda q, k, v: _series(LAST)(q, k, v)),
-    "series, 64 heads": ((4, 16, 8192, 64), torch.float16, lambda q, k, v: _series(LAST)(q, k, v)),
+    "fa2": ((1, 1, 16384, 64), torch.float16, _fa2),
+    "series": ((1, 1, 16384, 64), torch.float16, _last),
+    "series, 64 heads": ((4, 16, 8192, 64), torch.float16, _last),
     "efficient, float32": (
-        (4, 16, 1024, 64), torch.float32, lambda q, k, v: _sdpa(SDPBackend.EFFICIENT_ATTENTION, q, k, v),
+        (4, 16, 1024, 64), torch.float32, lambda q, k, v: peers.sdpa("EFFICIENT_ATTENTION", q, k, v)(),
     ),
     "math, float32": ((4, 16, 1024, 64), torch.float32, naive_attention),
-    "stalls, D=128": ((4, 16, 4096, 128), torch.float16, lambda q, k, v: _series(LAST)(q, k, v)),
-    "stalls, D=64": ((4, 32, 4096, 64), torch.float16, lambda q, k, v: _series(LAST)(q, k, v)),
-    "stalls, fa2, D=128": (
-        (4, 16, 4096, 128), torch.float16, lambda q, k, v: _sdpa(SDPBackend.FLASH_ATTENTION, q, k, v),
-    ),
+    "stalls, D=128": ((4, 16, 4096, 128), torch.float16, _last),
+    "stalls, D=64": ((4, 32, 4096, 64), torch.float16, _last),
+    "stalls, fa2, D=128": ((4, 16, 4096, 128), torch.float16, _fa2),
 }  # fmt: skip
 
 
@@ -269,22 +264,15 @@ def naive_kernels() -> list[dict[str, Any]]:
 def workspace() -> list[dict[str, Any]]:
     """Bytes that a call allocates at most, beside its output and lse, by the number of heads and the length."""
     rows = []
-    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
-        for heads in (1, 4, 16, 64, 128):
-            for n in (512, 1024, 2048, 4096, 8192, 16384):
-                q, k, v = _tensors((1, heads, n, 64))
-                _sdpa(backend, q, k, v)
-                torch.cuda.synchronize()
-                torch.cuda.reset_peak_memory_stats()
-                before = torch.cuda.memory_allocated()
-                o = _sdpa(backend, q, k, v)
-                torch.cuda.synchronize()
-                peak = torch.cuda.max_memory_allocated() - before
-                own = o.numel() * o.element_size()
-                own += heads * n * 4 if backend == SDPBackend.FLASH_ATTENTION else 0  # lse; the other leaves it out
-                row = {"backend": backend.name, "heads": heads, "seq_len": n}
-                rows.append(row | {"peak_bytes": peak, "beside": peak - own})
-                del q, k, v, o
+    for backend, heads, n in itertools.product(
+        ("FLASH_ATTENTION", "EFFICIENT_ATTENTION"), (1, 4, 16, 64, 128), (512, 1024, 2048, 4096, 8192, 16384)
+    ):
+        q, k, v = _tensors((1, heads, n, 64))
+        way = peers.sdpa(backend, q, k, v)
+        way()
+        peak = timing.allocated(way)
+        own = q.nbytes + (heads * n * 4 if backend == "FLASH_ATTENTION" else 0)  # lse; the other leaves it out
+        rows.append({"backend": backend, "heads": heads, "seq_len": n, "peak_bytes": peak, "beside": peak - own})
     return rows
 
 
@@ -327,11 +315,7 @@ def table(result: dict[str, Any]) -> Table:
     return Table.of(rows, ["what", "measured", "unit"])
 
 
-def recorded() -> list[dict[str, Any]]:
-    """The recorded runs, one per GPU."""
-    return records.recorded("hardware")
-
-
+recorded = functools.partial(records.recorded, "hardware")
 STALL_COLUMNS = ("per issued instruction, warps wait", "ours, D = 64", "ours, D = 128", "FlashAttention-2, D = 128")
 _STALL_LAUNCHES = ("stalls, D=64", "stalls, D=128", "stalls, fa2, D=128")
 _OVERALL = {

@@ -6,7 +6,8 @@
 A job is a dict that names one measurement: its part, a shape, what else it needs. ``measure(job)`` returns rows: the
 job's own items, the name of who was timed, and milliseconds, or ``unavailable`` with the reason. A run writes its
 record after every job, whole or not at all. So a run that is killed, or whose time is up, is gone on with by the next
-one. What runs out of memory, or fails, is a row; the other jobs do not notice.
+one. What runs out of memory, or fails, is a row; the other jobs do not notice. A reason that begins "out of memory: "
+is memory's. What reads a record takes `recorded()` or `record()`; where that has nothing, it gives nothing or NOT_YET.
 
     flashlab bench things                     # goes on where the record ends; writes recorded/things_<gpu>.json
     flashlab bench things --minutes 5         # stops after about so long, behind a whole measurement
@@ -19,14 +20,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
+import itertools
 import json
 import math
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +50,7 @@ Way = Callable[[], Any]
 
 ATTEMPTS = 2
 """How often a job is begun that ends the whole process: once may be the user, twice is the job."""
+NOT_YET = "not measured yet"
 _NOT_FACTS = ("bench", "machine", "rows", "left")
 LEAST_CHANGE = 0.01
 """Medians that differ by less are the same, however small the spread of either."""
@@ -80,6 +86,7 @@ class Bench:
     first: parts that are measured before the others, with after(rows, machine) behind them.
     prepare(jobs, until): before the jobs, on a GPU: builds and checks, until a time of time.monotonic(); more facts.
     options: arguments of `measure` and `prepare` that the command line offers, as argparse wants them.
+    children: by option, what it and the words behind it do in the place of a run: in a process for a profiler, say.
     minutes: the default of --minutes.
     """
 
@@ -97,11 +104,24 @@ class Bench:
     after: Callable[[Sequence[Row], Data], None] = lambda rows, machine: None
     prepare: Callable[..., Mapping[str, Any] | None] = lambda jobs, until, **options: None
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    children: Mapping[str, Callable[..., None]] = field(default_factory=dict)
     minutes: float = math.inf
 
     def main(self, arguments: Sequence[str] | None = None) -> None:
         """The bench as a program. Raises NoGpu, SystemExit."""
-        main(self, arguments)
+        first, *words = (sys.argv[1:] if arguments is None else arguments) or [""]
+        if child := self.children.get(first):
+            child(*words)
+        else:
+            main(self, arguments)
+
+    def recorded(self) -> list[Data]:
+        """Every recorded run there is, in the order of their file names; [] where none is."""
+        return records.recorded(self.name)
+
+    def record(self) -> Data:
+        """The first of them, or one without rows: every reader takes it."""
+        return next(iter(self.recorded()), {"rows": [], "machine": {"gpu": None}})
 
     def run(self, jobs: Sequence[Row]) -> Data:
         """The record of some jobs, measured here and now. Raises NoGpu."""
@@ -153,7 +173,84 @@ def merged(bench: Bench, old: Data, new: Data) -> Data:
     return record_of(bench, new["machine"] | {"earlier": earlier}, found, facts, len(waiting(bench.jobs(), found)))
 
 
-# ---- timing ----------------------------------------------------------------------------------------------------------
+# ---- what a bench is made of -----------------------------------------------------------------------------------------
+def jobs_of(part: str, **axes: Iterable[Any]) -> list[Row]:
+    """A job for each combination of the axes' values; the last axis is the fastest."""
+    return [{"part": part} | dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+
+
+def rows_of(job: Row, found: Mapping[str, Row], reasons: Mapping[str, str], work: float = 0.0) -> list[Row]:
+    """The rows of a job: of who has a time, with TFLOP/s where the FLOPs of a call are given, and of who has none."""
+    rows = [job | {"name": name} | row for name, row in found.items()]
+    if work:
+        rows = [row | {"tflops": work / (row["ms"] * 1e9)} for row in rows]
+    return rows + [job | {"name": name, "unavailable": why} for name, why in reasons.items()]
+
+
+def draw(*shapes: Sequence[int], dtype: torch.dtype, seed: int | None = None, device: Any = None) -> list[torch.Tensor]:
+    """Tensors of random numbers, the same each time. They have a generator of their own: a recording of a CUDA graph
+    that failed leaves PyTorch's unusable."""
+    device = runtime.device() if device is None else device
+    generator = torch.Generator(device).manual_seed(sum(shapes[0]) if seed is None else seed)
+    return [torch.randn(tuple(x), device=device, dtype=dtype, generator=generator) for x in shapes]
+
+
+def sets_of(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """The tensors, and as many copies as exceed the L2 cache together with them; none without a GPU."""
+    most = timing.input_sets(sum(x.nbytes for x in tensors)) if on_gpu() else 1
+    copies = [[x.detach().clone().requires_grad_(x.requires_grad) for x in tensors] for _ in range(most - 1)]
+    return [list(tensors), *copies]
+
+
+def backward_of(way: Way, inputs: Sequence[torch.Tensor], grad_o: torch.Tensor) -> Way:
+    """The backward pass alone: the forward pass is run when it is first called."""
+    kept: list[torch.Tensor] = []
+
+    def run() -> Any:
+        if not kept:
+            kept.append(way())
+        return torch.autograd.grad(kept[0], inputs, grad_o, retain_graph=True)
+
+    return run
+
+
+def at_once(build: Callable[..., Any], wanted: Iterable[Any]) -> list[Any]:
+    """build(x) of each, by as many threads as there are cores: they wait for a compiler."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(build, wanted))
+
+
+def emptied() -> None:
+    """What nobody holds is given back to the GPU, and its peak counted anew."""
+    gc.collect()
+    if on_gpu():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def short(row: Row) -> str:
+    """Why a row has no time, in a word or two."""
+    return str(row["unavailable"]).partition(":")[0][:20]
+
+
+def compiled_by(workers: int, compile_one: Callable[..., None], tasks: Iterable[tuple[Any, ...]], until: float) -> int:
+    """Runs tasks in processes of their own, until a time of time.monotonic(). Returns how many were done.
+
+    What is not, be it that its process crashed with the compiler, is compiled when it is measured. Who still runs then
+    is ended: it would disturb the clocks.
+    """
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        futures = [pool.submit(compile_one, *task) for task in tasks]
+        done, late = wait(futures, timeout=min(3600.0, max(1.0, until - time.monotonic())))
+        if late:
+            processes = [*(pool._processes or {}).values()]  # before the pool forgets them
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in processes:
+                process.kill()
+    return sum(1 for future in done if not future.exception())
+
+
 def times_of(ways: Mapping[str, timing.Work], rounds: int = 9, **options: Any) -> tuple[dict[str, Row], dict[str, str]]:
     """Rows of milliseconds by name, in turns, and why the others have none; on a CPU by the clock on the wall.
 
@@ -173,16 +270,20 @@ def times_of(ways: Mapping[str, timing.Work], rounds: int = 9, **options: Any) -
     return {name: t.row() | {"graph": False} for name, t in plain.items()}, reasons
 
 
+def again(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """This Python with these arguments, in a process of its own that finds this package. options: of subprocess.run."""
+    paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run([sys.executable, *arguments], env=os.environ | {"PYTHONPATH": paths}, **options)
+
+
 def trial(*arguments: str, seconds: float) -> str | None:
     """Why what a Python program tries is not to be done in this process, or None; it is run in one of its own.
 
     For kernels whose barriers are set by hand: one that waits for ever, or writes where it should not, would take the
     whole run with it. A result that is wrong, "ValueError: at ...", is no reason: that is measured.
     """
-    paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    command, env = [sys.executable, *arguments], os.environ | {"PYTHONPATH": paths}
     try:
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=seconds)
+        done = again(*arguments, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
         return f"its trial had not ended after {seconds:.0f} s"
     if done.returncode == 0:
@@ -445,10 +546,8 @@ def main(bench: Bench, arguments: Sequence[str] | None = None) -> None:
     todo = [job for job in (bench.quick() if given.quick else bench.jobs()) if not only or job["part"] in only]
     if reason := bench.needs(given.quick):
         raise NoGpu(reason)
-    path = given.out
-    if path is None and not given.quick:
-        path = records.default_path(bench.name, runtime.limits().name)
-    known = None if given.quick else known_rows(bench, path, todo, given)
+    path = records.place(bench.name, given)
+    known = None if given.quick or path is None else known_rows(bench, path, todo, given)
     if known and not waiting(todo, known["rows"]):
         print(f"{path} has all of it; --anew measures it again", file=sys.stderr)
         records.keep(path, known, bench.table, given)
@@ -476,9 +575,3 @@ def known_rows(bench: Bench, path: Path, todo: Sequence[Row], given: argparse.Na
         return (given.anew and any(is_of(row, job) for job in todo)) or (given.retry and row.get("name") == "all")
 
     return data | {"rows": [row for row in data["rows"] if not again(row)]}
-
-
-__all__ = [
-    "Bench", "Data", "Row", "Way", "changes", "compare", "describe", "failed", "gpu_for", "is_of", "main", "on_gpu",
-    "record_of", "run", "times_of", "waiting",
-]  # fmt: skip

@@ -28,11 +28,11 @@ counters   Nsight Compute's counts of a small launch of each step, beside the em
 planted    kernels with one mistake each: is the result right, and what does compute-sanitizer say?
 sanitizer  what each tool of compute-sanitizer says of one launch of each step
 
-All of a row's kernels take turns, each as a CUDA graph (flashlab.bench.timing); where a set of tensors would stay in
-L2, several are gone through. Every o is compared with float64 by the checker's rule (flashlab.check.tolerance), on long
-rows a sample of it: `of_bound` is the largest error as a part of what is allowed. A kernel of phase 11 that is wrong
-has a time, but counts nowhere. FlashAttention-4 is measured where `flash_attn.cute` can be imported. It compiles for
-minutes: with FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 that is done by several processes before the first measurement.
+Where a set of tensors would stay in L2, several are gone through. Every o is compared with float64 by the checker's
+rule (flashlab.check.tolerance), on long rows a sample of it: `of_bound` is the largest error as a part of what is
+allowed. A kernel of phase 11 that is wrong has a time, but counts nowhere. FlashAttention-4 is measured where
+`flash_attn.cute` can be imported. It compiles for minutes: with FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 several
+processes do so beforehand.
 TFLOP/s count 4 Nq Nk D for each head, half if causal, and 2.5 times that backward.
 """
 
@@ -44,14 +44,12 @@ import json
 import math
 import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,10 +88,8 @@ from flashlab.bench.hopper_jobs import (
     chosen,
     fitting,
     jobs,
-    of_size,
     quick_jobs,
-    trusting,
-    varied,
+    steps_of,
     work_of,
 )
 from flashlab.bench.hopper_results import right
@@ -138,35 +134,23 @@ def wanted_modules(todo: Iterable[Row], step: str | None = None, variants: Seque
     """What these jobs need of nvcc, each once."""
     ours, found = chosen(step), []
     for job in todo:
-        dtype = DTYPES[job.get("dtype", "bf16")]
-        if job["part"] in ("shapes", "sizes"):
-            names = [*of_size(job, ours), P9]
-        elif job["part"] == "ladder":
-            names = [*(one.name for one in hopper_jobs.ladder()), P9]
-        elif job["part"] == "variants":
-            names = varied(ours, variants, job["shape"][3])
-        elif job["part"] in ("inputs", "captured", "clock"):
-            names = trusting(ours)
-        elif job["part"] == "backward":  # which builds its own
+        part, dtype = job["part"], DTYPES[job.get("dtype", "bf16")]
+        if part in ("ceiling", "planted", "backward"):  # the last builds its own
             continue
-        elif job["part"] == "validate" and job["what"] != "cases":
-            names = [ours.name] if ours else []
-        elif job["part"] == "validate":
+        if part in ("counters", "profile", "sanitizer"):
+            found += [(one.name, d, dtype_of(one)) for one, d in launched()]
+        elif job.get("what") == "cases":
             found += [(ours.name, d, t) for d in ours.step.head_dims for t in ours.step.dtypes] if ours else []
-            continue
         else:
-            some = job["part"] not in ("ceiling", "planted")
-            found += [(one.name, d, dtype_of(one)) for one, d in launched()] if some else []
-            continue
-        head_dim = job.get("head_dim") or job["shape"][3]
-        found += [(name, head_dim, dtype) for name in names]
+            names = steps_of(job, ours, variants) + ([P9] if part in ("shapes", "sizes", "ladder") else [])
+            found += [(name, job.get("head_dim") or job["shape"][3], dtype) for name in names]
     return [key for key in dict.fromkeys(found) if key[1] in Kernel(key[0]).step.head_dims]
 
 
 _TRIED = (((1, 2, 1), 2), ((2, 6, 300), 2), ((4, 16, 4096), 16))  # batch, heads, rows; key heads
 
 
-def try_out(step: str, builds: Sequence[str]) -> None:
+def try_out(step: str, *builds: str) -> None:
     """Launches builds of a step, such as "128 bf16", at a few shapes. Raises ValueError where a result is wrong."""
     for build, (size, kv_heads), causal in itertools.product(builds, _TRIED, (False, True)):
         d, dtype = build.split()
@@ -178,10 +162,7 @@ def try_out(step: str, builds: Sequence[str]) -> None:
 
 
 def fa4_version() -> str:
-    """ "4.0.0b36", or why it is not measured."""
-    function, why = fa4()
-    if function is None:
-        return why
+    """ "4.0.0b36"."""
     try:
         return version("flash-attn-4")
     except PackageNotFoundError:
@@ -216,16 +197,12 @@ def make(job: Row, sets: int = 1) -> list[Inputs]:
     """q, k, v of a job, so many times."""
     batch, heads, rows, head_dim = job["shape"]
     kv_heads, keys = job.get("kv_heads", heads), job.get("keys", rows)
-    # A generator of its own: a recording of a CUDA graph that failed leaves PyTorch's unusable.
-    generator = torch.Generator(runtime.device()).manual_seed(sum(job["shape"]))
-
-    def draw(h: int, n: int) -> torch.Tensor:
-        by_token = job.get("kind") == "by token"
-        size = (batch, n, h, head_dim) if by_token else (batch, h, n, head_dim)
-        x = torch.randn(size, device=runtime.device(), dtype=DTYPES[job.get("dtype", "bf16")], generator=generator)
-        return x.transpose(1, 2) if by_token else x
-
-    found = [(draw(heads, rows), draw(kv_heads, keys), draw(kv_heads, keys)) for _ in range(sets)]
+    by_token = job.get("kind") == "by token"
+    sizes = [(heads, rows), (kv_heads, keys), (kv_heads, keys)] * sets
+    shapes = [(batch, n, h, head_dim) if by_token else (batch, h, n, head_dim) for h, n in sizes]
+    drawn = harness.draw(*shapes, dtype=DTYPES[job.get("dtype", "bf16")], seed=sum(job["shape"]))
+    drawn = [x.transpose(1, 2) if by_token else x for x in drawn]
+    found: list[Inputs] = [(drawn[i], drawn[i + 1], drawn[i + 2]) for i in range(0, len(drawn), 3)]
     for inputs in found:
         hopper_inputs.shaped(job.get("inputs", "random"), *inputs)
     return found
@@ -304,36 +281,31 @@ def measure(
 ) -> list[Row]:
     """The rows of a job. step: of which kernel, in the place of the last step. variants: see `varied`. captured: the
     file of tools/capture_scores.py."""
-    if job["part"] == "ceiling":
+    part, ours = job["part"], chosen(step)
+    if part == "ceiling":
         return measure_ceiling(job, rounds)
-    if job["part"] == "backward":
+    if part == "backward":
         return hopper_backward.measure(job, rounds)
-    if job["part"] == "validate":
+    if part == "validate":
         return [job | {"name": OURS} | validate(job, step)]
-    if job["part"] in ("counters", "profile", "sanitizer") and not hopper_jobs.ladder():
-        return [harness.failed(job, NO_STEP)]
-    if job["part"] in ("counters", "profile", "sanitizer") and not sound():
-        return [harness.failed(job, "no step can be launched")]
-    if job["part"] in ("counters", "profile"):
-        return [job | row for row in (count() if job["part"] == "counters" else profile())]
-    if job["part"] == "planted":
+    if part == "planted":
         return [job | planted(job["what"])]
-    if job["part"] == "sanitizer":
-        said = validation.sanitize([*_AGAIN, "--launch-all", *sound()], [job["tool"]], timeout=180)
-        return [job | {"name": "all", "said": said[job["tool"]]}]
-    if job["part"] == "clock":
+    if part in ("counters", "profile", "sanitizer"):
+        if not sound():
+            return [harness.failed(job, "no step can be launched" if hopper_jobs.ladder() else NO_STEP)]
+        return [job | row for row in {"counters": count, "profile": profile, "sanitizer": sanitized}[part](job)]
+    if part == "clock":
         return measure_clock(job, step)
-    names = names_here()
-    if job["part"] in ("inputs", "captured"):
-        names = [OURS, *trusting(chosen(step))[1:], CUDNN, FA2, FA4]
-        return measure_inputs(job, names, step, rounds, captured)
-    if job["part"] == "sizes":
-        names += of_size(job, chosen(step))[1:]
-    elif job["part"] != "shapes":
-        steps = [one.name for one in hopper_jobs.ladder()]
-        some = steps if job["part"] == "ladder" else varied(chosen(step), variants, job["shape"][3])
-        names = [*some, P9, CUDNN]
+    names = steps_of(job, ours, variants)
+    if part in ("inputs", "captured"):
+        return measure_inputs(job, [OURS, *names[1:], CUDNN, FA2, FA4], step, rounds, captured)
+    names = [*names_here(), *names[1:]] if part in ("shapes", "sizes") else [*names, P9, CUDNN]
     return compared(job, names, step, rounds, make(job, sets_of(job)))
+
+
+def sanitized(job: Row) -> list[Row]:
+    said = validation.sanitize([*_AGAIN, "--launch-all", *sound()], [job["tool"]], timeout=180)
+    return [{"name": "all", "said": said[job["tool"]]}]
 
 
 def measure_ceiling(job: Row, rounds: int) -> list[Row]:
@@ -341,7 +313,7 @@ def measure_ceiling(job: Row, rounds: int) -> list[Row]:
     dtype = DTYPES[job["dtype"]]
     a, b = (torch.randn(size, device=runtime.device(), dtype=dtype) for size in ((m, k), (k, n)))
     found, reasons = harness.times_of({"matmul": lambda: a @ b}, rounds)
-    return _rows(job, found, reasons, 2.0 * m * n * k)
+    return harness.rows_of(job, found, reasons, 2.0 * m * n * k)
 
 
 def measure_inputs(job: Row, names: Sequence[str], step: str | None, rounds: int, captured: Path | None) -> list[Row]:
@@ -366,21 +338,15 @@ def measure_clock(job: Row, step: str | None) -> list[Row]:
     able, more = timing.able(ways | {"matmul": lambda: a @ a})
     found = timing.sustained(able)
     product = {"matmul": found.pop("matmul")} if "matmul" in found else {}
-    return _rows(job, found, reasons | more, work_of(job)) + _rows(job, product, {}, 2.0 * 8192**3)
+    rows = harness.rows_of(job, found, reasons | more, work_of(job))
+    return rows + harness.rows_of(job, product, {}, 2.0 * 8192**3)
 
 
 def _ways(
     names: Sequence[str], several: Sequence[Inputs], causal: bool, step: str | None
 ) -> tuple[dict[str, list[Way]], dict[str, str]]:
     """Each one's functions, one for each set of inputs; and why the others have none."""
-    ways: dict[str, list[Way]] = {}
-    reasons: dict[str, str] = {}
-    for name in names:
-        try:
-            ways[name] = [forward_of(name, *qkv, causal=causal, step=step) for qkv in several]
-        except Exception as error:
-            reasons[name] = timing.reason(error)
-    return ways, reasons
+    return timing.made(names, lambda name: [forward_of(name, *qkv, causal=causal, step=step) for qkv in several])
 
 
 def compared(
@@ -395,7 +361,7 @@ def compared(
     ours = chosen(step)
     if OURS in found and ours:
         found[OURS]["step"] = ours.name
-    return _rows(job, found, reasons | more, work_of(job))
+    return harness.rows_of(job, found, reasons | more, work_of(job))
 
 
 def times(ways: Mapping[str, Sequence[Way]], rounds: int) -> tuple[dict[str, Row], dict[str, str]]:
@@ -406,11 +372,6 @@ def times(ways: Mapping[str, Sequence[Way]], rounds: int) -> tuple[dict[str, Row
         found, _ = harness.times_of({name: way for name, way in ways.items() if name != FA4}, rounds)
         found[FA4] = alone
     return found, reasons
-
-
-def _rows(job: Row, found: Mapping[str, Row], reasons: Mapping[str, str], work: float) -> list[Row]:
-    rows = [job | {"name": name} | row | {"tflops": work / (row["ms"] * 1e9)} for name, row in found.items()]
-    return rows + [job | {"name": name, "unavailable": why} for name, why in reasons.items()]
 
 
 # ---- validation ------------------------------------------------------------------------------------------------------
@@ -443,18 +404,8 @@ def repeated(job: Row, ours: Kernel) -> Row:
     """different: how many of the repetitions gave other bits of o or lse than the first run."""
     ((q, k, v),) = make(job)
     module = module_of(ours.name, q.shape[3], q.dtype)
-    first = module.forward(q, k, v, causal=job["causal"])
-    different = 0
-    for _ in range(job["repeats"]):
-        again = module.forward(q, k, v, causal=job["causal"])
-        different += not all(same_bits(a, b) for a, b in zip(first, again, strict=True))
-    return {"different": different}
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one layout are the same, bit by bit: a NaN is itself, and -0 is not 0."""
-    integer = {2: torch.int16, 4: torch.int32}[a.element_size()]
-    return torch.equal(a.view(integer), b.view(integer))
+    way = functools.partial(module.forward, q, k, v, causal=job["causal"])
+    return {"different": hopper_backward.different(way, way(), job["repeats"])}
 
 
 def compare_listed(job: Row, ours: Kernel) -> Row:
@@ -550,8 +501,8 @@ def launched() -> list[tuple[Step, int]]:
 
 def small_inputs(step: Step, head_dim: int) -> list[torch.Tensor]:
     """q, k, v on the CPU, the same in every process."""
-    generator = torch.Generator().manual_seed(7)
-    return [torch.randn(*SMALL, head_dim, generator=generator).to(dtype_of(step)) for _ in range(3)]
+    shape = (*SMALL, head_dim)
+    return [x.to(dtype_of(step)) for x in harness.draw(*[shape] * 3, dtype=torch.float32, seed=7, device="cpu")]
 
 
 def dtype_of(step: Step) -> torch.dtype:
@@ -564,7 +515,7 @@ def sound() -> list[str]:
     return [one.name for one in hopper_jobs.ladder() if one.name not in _unsound]
 
 
-def launch_all(names: Sequence[str]) -> None:
+def launch_all(*names: str) -> None:
     """Each of these steps once, small; announced, for the profiler and the sanitizer."""
     for step, head_dim in launched():
         if step.name not in names:
@@ -583,8 +534,9 @@ def launch_planted(mistake: str) -> None:
     """A kernel of the zoo, once and small. Prints whether its result is within the rule."""
     mutant = next(m for m in MUTANTS if m.name == mistake)
     module = load_inline(mutant.source().text, backend="nvcc", head_dim=64, dtype=torch.bfloat16)
-    generator = torch.Generator().manual_seed(7)
-    q, k, v = (torch.randn(1, 2, 1000, 64, generator=generator).bfloat16().cuda() for _ in range(3))
+    q, k, v = (
+        x.bfloat16().cuda() for x in harness.draw(*[(1, 2, 1000, 64)] * 3, dtype=torch.float32, seed=7, device="cpu")
+    )
     out = module.forward(q, k, v, causal=False)
     torch.cuda.synchronize()
     print(f"RESULT {'right' if right(judged(out, pieces(q, k, v, False))) else 'wrong'}", flush=True)
@@ -593,14 +545,14 @@ def launch_planted(mistake: str) -> None:
 def planted(mistake: str) -> Row:
     """name: the step that was edited. result: of the broken kernel, "right", "wrong" or none. said: by each tool."""
     again = [*_AGAIN, "--launch-planted", mistake]
-    done = subprocess.run([sys.executable, *again], capture_output=True, text=True, timeout=240)
+    done = harness.again(*again, capture_output=True, text=True, timeout=240)
     result = re.findall(r"^RESULT (\w+)$", done.stdout, re.M)
     said = validation.sanitize(again, PLANTED_TOOLS, timeout=240)
     file = next(m.file for m in MUTANTS if m.name == mistake)
     return {"name": file, "result": result[-1] if result else "none", "said": said}
 
 
-def launch_big(names: Sequence[str]) -> None:
+def launch_big(*names: str) -> None:
     """Each of these steps, and cuDNN, once at the first shape of the ladder; for the profiler."""
     shape, causal = LADDER[0]
     ((q, k, v),) = make({"shape": shape})
@@ -619,11 +571,11 @@ def launch_big(names: Sequence[str]) -> None:
         torch.cuda.profiler.stop()
 
 
-def count() -> list[Row]:
+def count(job: Row) -> list[Row]:
     """A row for each step launched small: pairs [emulated, native], of what both count. Raises NoGpu without ncu."""
+    del job
     todo = launched()
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # the builds; to run is short
-        list(pool.map(lambda job: _checked_build(*job), todo))
+    harness.at_once(lambda build: _checked_build(*build), todo)  # to run is short
     metrics = ncu.known(_TIME | {name: m.metric for name, m in METRICS.items()})
     native = _by_launch(ncu.profile([*_AGAIN, "--launch-all", *sound()], metrics, timeout=300))
     found = []
@@ -644,8 +596,9 @@ def count() -> list[Row]:
     return found
 
 
-def profile() -> list[Row]:
+def profile(job: Row) -> list[Row]:
     """A row for each step, and cuDNN, at a large shape: where the time goes. Raises NoGpu without ncu."""
+    del job
     metrics = ncu.known(PROFILED)
     rows = ncu.profile([*_AGAIN, "--launch-big", *sound()], metrics, only_marked=True, timeout=300)
     return [{"name": json.loads(launch)} | row for launch, row in _by_launch(rows).items()]
@@ -685,25 +638,12 @@ def prepare(
         [FA4] if os.environ.get(CACHED) == "1" and fa4()[0] else []
     )
     tasks = [(name, *variant) for variant in sorted(compiled) for name in names]
-    workers = max(1, min(8, (os.cpu_count() or 2) // 2))
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as processes, \
-            ThreadPoolExecutor(os.cpu_count()) as threads:  # fmt: skip
-        warmed = [processes.submit(warm, *task) for task in tasks]
-        built = [threads.submit(_tried, key) for key in keys]
-        wait(built)
-        # What is not compiled then, or because its process crashed with the compiler, is compiled when it is measured.
-        _, late = wait(warmed, timeout=max(1.0, until - time.monotonic()))
-        if late:
-            running = [*(processes._processes or {}).values()]
-            processes.shutdown(wait=False, cancel_futures=True)
-            for process in running:
-                process.kill()
-    failed = [
-        f"{key[0]}, D = {key[1]}: {why}" for key, future in zip(keys, built, strict=True) if (why := future.result())
-    ]
-    print(
-        f"built {len(keys) - len(failed)} of {len(keys)} kernels in {time.monotonic() - start:.0f} s", file=sys.stderr
-    )
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        built = threads.map(_tried, keys)
+        harness.compiled_by(max(1, min(8, (os.cpu_count() or 2) // 2)), warm, tasks, until)
+        failed = [f"{key[0]}, D = {key[1]}: {why}" for key, why in zip(keys, built, strict=True) if why]
+    took = time.monotonic() - start
+    print(f"built {len(keys) - len(failed)} of {len(keys)} kernels in {took:.0f} s", file=sys.stderr)
     named = {t: name for name, t in DTYPES.items()}
     builds: dict[str, list[str]] = {}
     for name, head_dim, dtype in keys:
@@ -747,6 +687,9 @@ BENCH = harness.Bench(
           "name"),
     quick=quick_jobs, needs=harness.gpu_for("phase 11 is", quick_too=False), prepare=prepare, minutes=8.0,
     facts={"dtype": "bfloat16"},
+    children={  # for ncu and compute-sanitizer, and of `prepare`
+        "--launch-all": launch_all, "--launch-planted": launch_planted, "--launch-big": launch_big, "--trial": try_out,
+    },
     options={
         "step": {"metavar": "NAME", "help": "the kernel to measure in the place of the phase's last one"},
         "variants": {"nargs": "+", "default": (), "metavar": "MACRO=N,...", "help": "of the part of that name"},
@@ -756,19 +699,7 @@ BENCH = harness.Bench(
 )  # fmt: skip
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] == ["--launch-all"]:  # for ncu and compute-sanitizer
-        launch_all(given[1:])
-    elif given[:1] == ["--launch-planted"]:
-        launch_planted(given[1])
-    elif given[:1] == ["--launch-big"]:
-        launch_big(given[1:])
-    elif given[:1] == ["--trial"]:
-        try_out(given[1], given[2:])
-    else:
-        BENCH.main(arguments)
-
+main = BENCH.main
 
 if __name__ == "__main__":
     records.entry(main)

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from flashlab import runtime
 from flashlab.attention import reference, triton_backward, triton_forward
 from flashlab.attention.door import flash_attention
 from flashlab.bench import harness, hopper_jobs, industrial, peers, records, timing
@@ -66,13 +65,9 @@ def builds(head_dims: Sequence[int], dtypes: Sequence[str] = ("bf16",)) -> list[
 def make(shape: Sequence[int], kv_heads: int, dtype: torch.dtype) -> Given:
     """grad_o, q, k and v, the same each time."""
     batch, heads, rows, head_dim = shape
-    generator = torch.Generator(runtime.device()).manual_seed(sum(shape))
-
-    def draw(h: int) -> torch.Tensor:
-        size = (batch, h, rows, head_dim)
-        return torch.randn(size, device=runtime.device(), dtype=dtype, generator=generator)
-
-    return draw(heads), draw(heads), draw(kv_heads), draw(kv_heads)
+    of_q, of_k = ((batch, h, rows, head_dim) for h in (heads, kv_heads))
+    grad_o, q, k, v = harness.draw(of_q, of_q, of_k, of_k, dtype=dtype, seed=sum(shape))
+    return grad_o, q, k, v
 
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,12 +95,15 @@ def judged(found: Sequence[torch.Tensor], given: Given, causal: bool, most: int 
     return result
 
 
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one layout are the same, bit by bit: a NaN is itself, and -0 is not 0."""
+    integer = {2: torch.int16, 4: torch.int32}[a.element_size()]
+    return torch.equal(a.view(integer), b.view(integer))
+
+
 def different(way: Way, first: Sequence[torch.Tensor], repeats: int) -> int:
     """How many repetitions gave other bits."""
-    return sum(
-        not all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(way(), first, strict=True))
-        for _ in range(repeats)
-    )
+    return sum(not all(map(same_bits, way(), first)) for _ in range(repeats))
 
 
 _TRIED = (((1, 2, 1), 2), ((4, 6, 17), 2), ((2, 6, 300), 2), ((4, 8, 2048), 4))  # batch, heads, rows; key heads
@@ -185,8 +183,7 @@ def measure(job: Row, rounds: int = 9) -> list[Row]:
         row |= judged(gradients, given, causal, 2 if shape[2] <= JUDGED else 1)
         if name.startswith(OURS):
             row |= {"different": different(ways[name], gradients, REPEATS if harness.on_gpu() else 1)}
-    rows = [job | {"name": name} | row for name, row in found.items()]
-    return rows + [job | {"name": name, "unavailable": why} for name, why in reasons.items()]
+    return harness.rows_of(job, found, reasons)
 
 
 def main() -> None:

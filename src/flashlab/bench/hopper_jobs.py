@@ -10,7 +10,7 @@ import torch
 
 from flashlab import kernels
 from flashlab.bench import harness, hopper_inputs, validation
-from flashlab.bench.harness import Row
+from flashlab.bench.harness import Row, jobs_of
 from flashlab.kernels import Step
 
 PHASE = 11
@@ -93,10 +93,23 @@ def varied(ours: Kernel | None, others: Sequence[str] = (), head_dim: int = 128)
     return [ours.name, *(f"{ours.name} {x.replace(',', ' ')}" for x in others or known)]
 
 
-def of_size(job: Row, ours: Kernel | None) -> list[str]:
-    """The kernel for a job of "shapes" or "sizes", and of the latter the same with other macros."""
+def steps_of(job: Row, ours: Kernel | None, variants: Sequence[str] = ()) -> list[str]:
+    """The kernels of the phase that a job of a shape is about; of the ladder's every step, else ours first, and what
+    else it is set beside: with other macros, or without trust."""
+    if job["part"] == "ladder":
+        return [one.name for one in ladder()]
+    if ours is None:
+        return []
+    if job["part"] == "variants":
+        return varied(ours, variants, job["shape"][3])
+    if job["part"] in ("inputs", "captured", "clock"):
+        return [ours.name, f"{ours.name} TRUST=0", FORGETS, ROUNDED]
     others = SIZES[job["shape"][3]] if job["part"] == "sizes" and job["shape"][2] == 4096 else ()
-    return [ours.name, *(f"{ours.name} {x}" for x in others)] if ours else []
+    return [ours.name, *(f"{ours.name} {x}" for x in others)]
+
+
+FORGETS, ROUNDED = "p11_15_portions", "p11_side_rounded"
+"""The step that forgets its doubts, and the exhibit that divides by the sum of the rounded weights."""
 
 
 # ---- what is measured ------------------------------------------------------------------------------------------------
@@ -182,9 +195,8 @@ def repeat_jobs(repeats: int = REPEATS) -> list[Row]:
 
 def _listed(head_dim: int, dtype: str, causal: bool, most: int | None = None) -> Row:
     """most: of queries and keys; None for the whole list."""
-    return {
-        "part": "validate", "what": "shapes", "head_dim": head_dim, "dtype": dtype, "causal": causal, "most": most,
-    }  # fmt: skip
+    about = {"head_dim": head_dim, "dtype": dtype, "causal": causal, "most": most}
+    return {"part": "validate", "what": "shapes"} | about
 
 
 def quick_jobs() -> list[Row]:
@@ -206,39 +218,26 @@ def quick_jobs() -> list[Row]:
     ]
 
 
-def trusting(ours: Kernel | None) -> list[str]:
-    """The kernel, it where it looks at the maxima of every tile, the step that forgets its doubts, and the exhibit that
-    divides by the sum of the rounded weights."""
-    return [ours.name, f"{ours.name} TRUST=0", FORGETS, ROUNDED] if ours else []
-
-
-FORGETS, ROUNDED = "p11_15_portions", "p11_side_rounded"
-OF_INPUTS = ((4, 16, 4096, 128), (4, 32, 4096, 64))
+OF_INPUTS = ([4, 16, 4096, 128], [4, 32, 4096, 64])
 
 
 def input_jobs() -> list[Row]:
     """Scores that trust likes, and scores that it does not."""
-    return [
-        {"part": "inputs", "inputs": kind, "shape": list(shape), "causal": causal, "dtype": "bf16"}
-        for kind in hopper_inputs.MADE for shape in OF_INPUTS for causal in (False, True)
-    ]  # fmt: skip
+    return jobs_of("inputs", inputs=hopper_inputs.MADE, shape=OF_INPUTS, causal=(False, True), dtype=["bf16"])
 
 
 def captured_jobs() -> list[Row]:
     """Scores of language models, layer by layer."""
     return [
-        {"part": "captured", "inputs": model, "layer": layer, "shape": list(shape), "causal": True, "dtype": "bf16"}
-        for (model, layers), shape in zip(hopper_inputs.LAYERS.items(), OF_INPUTS, strict=True)
-        for layer in range(layers)
+        job for (model, layers), shape in zip(hopper_inputs.LAYERS.items(), OF_INPUTS, strict=True)
+        for job in jobs_of("captured", inputs=[model], layer=range(layers), shape=[shape], causal=[True],
+                           dtype=["bf16"])
     ]  # fmt: skip
 
 
 def clock_jobs() -> list[Row]:
     """Each kernel alone for seconds: random numbers, and zeros, on which no transistor of a multiplier switches."""
-    return [
-        {"part": "clock", "inputs": kind, "shape": list(shape), "causal": False, "dtype": "bf16"}
-        for shape in OF_INPUTS for kind in ("random", "zeros")
-    ]  # fmt: skip
+    return jobs_of("clock", shape=OF_INPUTS, inputs=("random", "zeros"), causal=[False], dtype=["bf16"])
 
 
 # ---- how long it takes -----------------------------------------------------------------------------------------------

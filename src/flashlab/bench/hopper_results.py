@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import statistics
@@ -12,6 +13,7 @@ from flashlab.bench import harness, hopper_jobs, records
 from flashlab.bench.harness import Row
 from flashlab.bench.hopper_jobs import CUDNN, FA4, KINDS, OURS, P9, PEERS, RULE, jobs
 from flashlab.bench.roofline import TENSOR_FLOPS
+from flashlab.bench.rows import At, by, names_in, where
 from flashlab.table import Table
 
 
@@ -194,13 +196,8 @@ def _validated(data: Row, text: str, wanted: Callable[[Row], bool], good: Callab
     todo = [job for job in jobs() if wanted(job)]
     rows = [r for job in todo for r in data["rows"] if harness.is_of(r, job) and "unavailable" not in r]
     bad = [r for r in rows if not good(r)]
-    at = (
-        harness.describe(
-            {k: bad[0][k] for k in bad[0].keys() & {"what", "tool", "shape", "head_dim", "dtype", "causal"}}
-        )
-        if bad
-        else ""
-    )
+    told = ("what", "tool", "shape", "head_dim", "dtype", "causal")
+    at = harness.describe({k: bad[0][k] for k in told if k in bad[0]}) if bad else ""
     said = _said(not bad, len(rows) >= len(todo)) if rows else "not measured"
     return Verdict(text, "", said, "", at, f"{len(rows)} of {len(todo)}")
 
@@ -245,13 +242,9 @@ def _mean_over(some: Sequence[Standing], peer: str) -> str:
     return f"{mean:.2f}" + f" ({len(pairs)})" * (len(pairs) < len(some))
 
 
-def ladder_speeds(data: Row, part: str = "ladder") -> dict[tuple[tuple[int, ...], bool], dict[str, Row]]:
+def ladder_speeds(data: Row, part: str = "ladder") -> At:
     """By shape and mask: the rows that have a time, by name; the steps in their order, then who stands beside them."""
-    found: dict[tuple[tuple[int, ...], bool], dict[str, Row]] = {}
-    for r in data["rows"]:
-        if r["part"] == part and "ms" in r:
-            found.setdefault((tuple(r["shape"]), r["causal"]), {})[r["name"]] = r
-    return found
+    return by([r for r in where(data["rows"], part=part) if "ms" in r], "shape", "causal")
 
 
 def _speed(rows: Mapping[str, Row], name: str, over: str) -> str:
@@ -262,7 +255,7 @@ def _speed(rows: Mapping[str, Row], name: str, over: str) -> str:
     return f"{row['tflops']:.0f}" + (f" ({old['ms'] / row['ms']:.2f})" if old else "") + ("" if right(row) else " !")
 
 
-def _shapes(found: Iterable[tuple[tuple[int, ...], bool]]) -> list[str]:
+def _shapes(found: Iterable[tuple]) -> list[str]:
     return [f"D {d}, N {n}{', causal' if causal else ''}" for (_, _, n, d), causal in found]
 
 
@@ -285,7 +278,7 @@ def ladder_table(data: Row) -> Table:
 def variant_table(data: Row) -> Table:
     """TFLOP/s of each variant at each shape, and in brackets how many times as fast as the kernel as it is."""
     found = ladder_speeds(data, "variants")
-    names = list(dict.fromkeys(name for rows in found.values() for name in rows))
+    names = names_in(found)
     base = min((n for n in names if n not in (P9, CUDNN)), key=len, default="")
 
     over = {name: "" if name in (base, P9, CUDNN) else base for name in names}
@@ -301,8 +294,8 @@ AT = tuple[str, int, bool]  # inputs, or a layer of a model; head_dim; causal
 def input_rows(data: Row, part: str = "inputs") -> dict[AT, dict[str, Row]]:
     """By what the inputs are like: the rows of everyone, by name; of "captured", by layer too."""
     found: dict[AT, dict[str, Row]] = {}
-    for r in data["rows"]:
-        if r["part"] == part and "unavailable" not in r:
+    for r in where(data["rows"], part=part):
+        if "unavailable" not in r:
             layer = f", layer {r['layer']}" if "layer" in r else ""
             found.setdefault((r["inputs"] + layer, r["shape"][3], r["causal"]), {})[r["name"]] = r
     return found
@@ -322,7 +315,7 @@ def doubted(row: Row) -> float:
 def input_table(data: Row, part: str = "inputs") -> Table:
     """TFLOP/s of everyone by what the inputs are like, how many tiles are doubted, and ours over the best peer."""
     found = {at: rows for at, rows in input_rows(data, part).items() if best_of(rows)}
-    names = list(dict.fromkeys(n for rows in found.values() for n in rows))
+    names = names_in(found)
     cells = []
     for (kind, d, causal), rows in found.items():
         ours, best = rows[OURS], best_of(rows) or ""
@@ -353,10 +346,10 @@ def error_table(data: Row) -> Table:
 def clock_table(data: Row) -> Table:
     """Each kernel alone for seconds: TFLOP/s, the SM clock and the power meanwhile, and of the tensor cores' peak at
     that clock and at the highest, what it reached."""
-    rows = [r for r in data["rows"] if r["part"] == "clock" and r.get("clock")]
     cells = []
-    for r in rows:
-        clock = r["clock"]
+    for r in where(data["rows"], part="clock"):
+        if not (clock := r.get("clock")):
+            continue
         at_1_mhz = TENSOR_FLOPS * data["machine"]["sms"] / 1e6
         shares = [f"{r['tflops'] / (at_1_mhz * mhz):.0%}" for mhz in (clock["median"], clock["max"])]
         mhz = f"{clock['median']:.0f} ({clock['lowest']:.0f} to {clock['highest']:.0f})"
@@ -389,7 +382,7 @@ def against_best(data: Row) -> tuple[int, int, int, int]:
 def backward_table(data: Row) -> Table:
     """TFLOP/s of everyone's backward pass, and ours over the best peer. A result beyond its bound has a "!"."""
     found = ladder_speeds(data, "backward")
-    names = list(dict.fromkeys(name for rows in found.values() for name in rows))
+    names = names_in(found)
 
     def cell(row: Row | None) -> str:
         if row is None:
@@ -410,7 +403,7 @@ def backward_table(data: Row) -> Table:
 
 def planted_rows(data: Row) -> dict[str, Row]:
     """Of each mistake that was planted: "result" of the broken kernel, and what each tool of the sanitizer "said"."""
-    return {r["what"]: r for r in data["rows"] if r["part"] == "planted" and "said" in r}
+    return {r["what"]: r for r in where(data["rows"], part="planted") if "said" in r}
 
 
 def gains(data: Row) -> dict[str, list[float]]:
@@ -439,6 +432,4 @@ def lines(data: Row, names: Sequence[str], dtype: str = "bf16") -> dict[str, dic
     return found
 
 
-def recorded() -> list[Row]:
-    """Every recorded run there is, in the order of their file names; [] where none is."""
-    return records.recorded("hopper")
+recorded = functools.partial(records.recorded, "hopper")

@@ -4,8 +4,6 @@
     flashlab bench industrial --only tune      # one part; --minutes 8: how long at most
     flashlab bench industrial --quick          # a little of it, on a CPU too, where it times the interpreter
 
-A run stops when its time is up, after a whole measurement, and says so; the next one goes on where it ended.
-
 tune        every tile of the search space of each Triton kernel; the best go to attention/tiles.json, which it reads
 one head    the same for one head, bf16 and float32; with 2048 rows large tiles would leave most multiprocessors idle
 shapes      16384 queries and 2048 columns in all heads together, bf16: N 512 ... 16384, D 64, 128, 256, causal and
@@ -17,7 +15,6 @@ options     the Triton forward with one thing more or less: masks, split, descri
 gluon       the three Gluon kernels and some of their tiles, forward at N = 4096
 published   the rows of published/triton_vs_torch.csv again: causal, one head; ours and eager
 
-Times are of the kernels, not of their launches from Python: CUDA graphs, replayed in turns (flashlab.bench.timing).
 TFLOP/s count 4 N^2 D for each head forward, half if causal, and 2.5 times that backward.
 """
 
@@ -29,8 +26,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +36,7 @@ from flashlab.attention import gluon_forward, tiles, triton_backward, triton_for
 from flashlab.attention.door import flash_attention
 from flashlab.attention.gluon_forward import GluonTile, flash_attention_gluon
 from flashlab.bench import harness, peers, published, records, timing
-from flashlab.bench.harness import Row, Way, times_of
+from flashlab.bench.harness import Data, Row, Way, backward_of, draw, jobs_of, times_of
 from flashlab.bench.rows import by, grid, of, where
 from flashlab.table import Table
 
@@ -72,87 +67,61 @@ OTHER_GLUON_TILES = {
 FEW = 2048  # rows of one head: with large tiles fewer programs than multiprocessors
 EAGER_MOST = 4096  # longer, its scores do not fit, or take the time of all the others
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
-Shape = tuple[int, int, int, int]  # batch, heads, seq_len, head_dim
 
 
 # ---- what is measured ------------------------------------------------------------------------------------------------
-def shapes() -> list[Shape]:
+def shapes() -> list[list[int]]:
     """The lengths at each head_dim, the most telling first: a run may end before the last."""
     lengths = (4096, 1024, 16384, 2048, 8192, 512)
-    return [(16384 // n, 2048 // d, n, d) for n in lengths for d in (128, 64, 256)]
+    return [[16384 // n, 2048 // d, n, d] for n in lengths for d in (128, 64, 256)]
 
 
 def jobs(parts: Sequence[str] = PARTS) -> list[Row]:
     """Every measurement, as what its rows will say of themselves."""
-    found: list[Row] = []
-    if "tune" in parts:
-        found += [
-            {"part": "tune", "kernel": kernel, "head_dim": d, "causal": causal}
-            for kernel in KERNELS for d in (128, 64, 256) for causal in (False, True)
-        ]  # fmt: skip
-    if "one head" in parts:
-        found += [
-            {"part": "one head", "kernel": kernel, "head_dim": d, "shape": [1, 1, n, d], "causal": causal,
-             "dtype": dtype}
-            for dtype, n in (("bf16", FEW), ("f32", FEW), ("f32", 16384))
-            for d in ((16, 32, 64, 128) if dtype == "f32" else (16, 32, 64))
-            for kernel in KERNELS for causal in (False, True)
-        ]  # fmt: skip
-    if "shapes" in parts:
-        found += [
-            {"part": "shapes", "shape": list(shape), "causal": causal, "pass": name}
-            for shape in shapes() for causal in (False, True) for name in PASSES
-        ]  # fmt: skip
-    if "flex" in parts:
-        # "shapes" has FlexAttention at N = 512, 8192, 1024 and 4096 (not D = 256), 2048 (D = 256), 16384 (D = 128)
-        without = [s for s in shapes() if (s[2] in (1024, 4096) and s[3] == 256) or (s[2] == 16384 and s[3] != 128)
-                   or (s[2] == 2048 and s[3] != 256)]  # fmt: skip
-        found += [
-            {"part": "flex", "shape": list(shape), "causal": causal, "pass": name}
-            for name in ("forward", "backward")
-            for shape in sorted(shapes(), key=lambda s: s not in without) for causal in (False, True)
-        ]  # fmt: skip
-    if "options" in parts:
-        found += [{"part": "options", "shape": [4, 2048 // d, 4096, d], "pass": "forward"} for d in (128, 64)]
-    if "streams" in parts:
-        found += [
-            {"part": "streams", "shape": shape, "causal": True, "pass": "backward"}
-            for shape in ([1, 1, 1024, 64], [1, 1, 4096, 64], [1, 16, 1024, 128], [4, 16, 4096, 128])
-        ]
-    if "gluon" in parts:
-        found += [
-            {"part": "gluon", "shape": [4, 2048 // d, 4096, d], "causal": causal, "pass": "forward"}
-            for d in (128, 64, 256) for causal in (False, True)
-        ]  # fmt: skip
-    if "published" in parts:
-        found += [
-            {"part": "published", "shape": [1, 1, r["seq_len"], r["d_model"]], "causal": True,
-             "dtype": r["precision"], "pass": name}
-            for r in published.load("triton_vs_torch") for name in PASSES
-        ]  # fmt: skip
-    return found
+    masks = (False, True)
+    # "shapes" has FlexAttention at N = 512, 8192, 1024 and 4096 (not D = 256), 2048 (D = 256), 16384 (D = 128)
+    without = [s for s in shapes() if (s[2] in (1024, 4096) and s[3] == 256) or (s[2] == 16384 and s[3] != 128)
+               or (s[2] == 2048 and s[3] != 256)]  # fmt: skip
+    flex = {"shape": sorted(shapes(), key=lambda s: s not in without), "causal": masks}
+    one_head = [
+        {"part": "one head", "kernel": kernel, "head_dim": d, "shape": [1, 1, n, d], "causal": causal, "dtype": dtype}
+        for dtype, n in (("bf16", FEW), ("f32", FEW), ("f32", 16384))
+        for d in ((16, 32, 64, 128) if dtype == "f32" else (16, 32, 64))
+        for kernel in KERNELS for causal in masks
+    ]  # fmt: skip
+    small = [[1, 1, 1024, 64], [1, 1, 4096, 64], [1, 16, 1024, 128], [4, 16, 4096, 128]]
+    large = [[4, 2048 // d, 4096, d] for d in (128, 64, 256)]
+    published_jobs = [
+        {"part": "published", "shape": [1, 1, r["seq_len"], r["d_model"]], "causal": True, "dtype": r["precision"],
+         "pass": name}
+        for r in published.load("triton_vs_torch") for name in PASSES
+    ]  # fmt: skip
+    found = [
+        *jobs_of("tune", kernel=KERNELS, head_dim=(128, 64, 256), causal=masks),
+        *one_head,
+        *jobs_of("shapes", shape=shapes(), causal=masks, **{"pass": PASSES}),
+        *(job | {"pass": name} for name in PASSES[:2] for job in jobs_of("flex", **flex)),
+        *jobs_of("options", shape=large[:2], **{"pass": ["forward"]}),
+        *jobs_of("streams", shape=small, causal=[True], **{"pass": ["backward"]}),
+        *jobs_of("gluon", shape=large, causal=masks, **{"pass": ["forward"]}),
+        *published_jobs,
+    ]
+    return [job for job in found if job["part"] in parts]
 
 
 def quick_jobs() -> list[Row]:
     """A few small measurements, of every part that this machine can run."""
     n = 64 if runtime.INTERPRETED else 1024
-    found: list[Row] = [
-        {"part": "shapes", "shape": [1, 2, n, 64], "causal": causal, "pass": name}
-        for causal in (False, True)
-        for name in PASSES
-    ]
-    row: Row = {"part": "published", "shape": [1, 1, 128, 16], "causal": True, "dtype": "f32"}
-    found += [row | {"pass": name} for name in PASSES]
+    found = jobs_of("shapes", shape=[[1, 2, n, 64]], causal=(False, True), **{"pass": PASSES})
+    found += jobs_of("published", shape=[[1, 1, 128, 16]], causal=[True], dtype=["f32"], **{"pass": PASSES})
     if not runtime.INTERPRETED:
-        found += [{"part": "gluon", "shape": [1, 16, n, 128], "causal": True, "pass": "forward"}]
+        found += jobs_of("gluon", shape=[[1, 16, n, 128]], causal=[True], **{"pass": ["forward"]})
     return found
 
 
 def make(shape: Sequence[int], dtype: torch.dtype = torch.bfloat16, grad: bool = False) -> list[torch.Tensor]:
     """q, k, v and the gradient of o, drawn anew, and the same each time."""
-    # A generator of its own: a recording of a CUDA graph that failed leaves PyTorch's unusable.
-    generator = torch.Generator(runtime.device()).manual_seed(sum(shape))
-    drawn = [torch.randn(tuple(shape), device=runtime.device(), dtype=dtype, generator=generator) for _ in range(4)]
+    drawn = draw(*[shape] * 4, dtype=dtype)
     for x in drawn[:3]:
         x.requires_grad_(grad)
     return drawn
@@ -193,20 +162,10 @@ def _refuse(reason: str) -> Way:
 def passes(name: str, forward: dict[str, Way], inputs: Sequence[torch.Tensor], grad_o: torch.Tensor) -> dict[str, Way]:
     """The functions to time for a pass, from those that compute o with a gradient."""
 
-    def backward(way: Way) -> Way:
-        kept: list[torch.Tensor] = []
-
-        def run() -> Any:
-            if not kept:
-                kept.append(way())
-            return torch.autograd.grad(kept[0], inputs, grad_o, retain_graph=True)
-
-        return run
-
     if name == "forward":
         return forward
     if name == "backward":
-        return {key: backward(way) for key, way in forward.items()}
+        return {key: backward_of(way, inputs, grad_o) for key, way in forward.items()}
     return {key: functools.partial(_both, way, inputs, grad_o) for key, way in forward.items()}
 
 
@@ -239,20 +198,14 @@ def trial(step: str) -> str | None:
 def rows_of(job: Row, found: dict[str, Row], reasons: dict[str, str]) -> list[Row]:
     batch, heads, seq_len, head_dim = job["shape"]
     work = timing.attention_flops(batch, heads, seq_len, head_dim, job["causal"]) * WORK_OF[job["pass"]]
-    rows = [job | {"name": name} | row | {"tflops": work / (row["ms"] * 1e9)} for name, row in found.items()]
-    return rows + [job | {"name": name, "unavailable": reason} for name, reason in reasons.items()]
+    return harness.rows_of(job, found, reasons, work)
 
 
 def measure(job: Row, without: Sequence[str] = ()) -> list[Row]:
     """The rows of one job. Its inputs are its own, and gone afterwards. without: implementations to leave out."""
-    if job["part"] in TUNED:
-        return tune(job)
-    if job["part"] == "gluon":
-        return measure_gluon(job)
-    if job["part"] == "options":
-        return measure_options(job)
-    if job["part"] == "streams":
-        return measure_streams(job)
+    own = {"gluon": measure_gluon, "options": measure_options, "streams": measure_streams} | dict.fromkeys(TUNED, tune)
+    if job["part"] in own:
+        return own[job["part"]](job)
     dtype = DTYPES[job.get("dtype", "bf16")]
     with_grad = job["pass"] != "forward"
     q, k, v, grad_o = make(job["shape"], dtype, with_grad)
@@ -283,9 +236,7 @@ def option_ways(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, 
 
 def measure_options(job: Row) -> list[Row]:
     """A row for each of OPTIONS; without TFLOP/s, since they compute different numbers of scores."""
-    found, reasons = times_of(option_ways(*make(job["shape"])[:3]))
-    rows = [job | {"name": name} | row for name, row in found.items()]
-    return rows + [job | {"name": name, "unavailable": why} for name, why in reasons.items()]
+    return harness.rows_of(job, *times_of(option_ways(*make(job["shape"])[:3])))
 
 
 def measure_streams(job: Row) -> list[Row]:
@@ -357,8 +308,7 @@ def tune(job: Row) -> list[Row]:
     """A row for each tile of the search space. Those of the backward hold delta and the other kernel, for all alike."""
     way = launcher(job)
     found, reasons = times_of({json.dumps(list(tile)): way(tile) for tile in tiles_of(job)}, rounds=5)
-    rows = [job | {"tile": json.loads(name)} | row for name, row in found.items()]
-    return rows + [job | {"tile": json.loads(name), "unavailable": why} for name, why in reasons.items()]
+    return [row | {"tile": json.loads(row.pop("name"))} for row in harness.rows_of(job, found, reasons)]
 
 
 def choices(rows: Sequence[Row], chip: str) -> dict[tuple[str, int], list[int]]:
@@ -413,49 +363,33 @@ def prepare_all(todo: Sequence[Row], until: float, without: Sequence[str] = ()) 
             tasks[harness.describe(job if every else job | {"shape": job["shape"][3]})] = (job, None, without)
     workers = max(1, min(12, (os.cpu_count() or 2) - 2))
     start = time.monotonic()
-    # What a worker does not compile, because it crashed with the compiler, say, is compiled later.
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        futures = [pool.submit(prepare, *task) for task in tasks.values()]
-        try:
-            rest = min(3600.0, max(1.0, until - time.monotonic()))
-            done = sum(1 for f in as_completed(futures, timeout=rest) if not f.exception())
-        except TimeoutError:
-            done = sum(f.done() for f in futures)
-            processes = [*(pool._processes or {}).values()]  # before the pool forgets them
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in processes:  # what is still being compiled would disturb the clocks
-                process.kill()
+    done = harness.compiled_by(workers, prepare, tasks.values(), until)
     print(f"compiled {done} of {len(tasks)} beforehand in {time.monotonic() - start:.0f} s", flush=True)
 
 
-def recorded() -> list[dict[str, Any]]:
-    """Every recorded run there is, in the order of their file names; [] where none is."""
-    return records.recorded("industrial")
-
-
-def having(runs: Sequence[dict[str, Any]], part: str) -> list[dict[str, Any]]:
+def having(runs: Sequence[Data], part: str) -> list[Data]:
     """The recorded runs in which something of a part was measured."""
     return [run for run in runs if timed(run, part=part)]
 
 
-def timed(data: dict[str, Any], **wanted: Any) -> list[Row]:
+def timed(data: Data, **wanted: Any) -> list[Row]:
     """The rows, in the schema of flashlab.bench.rows, that have a time."""
     return [r for r in where(of(data), **wanted) if "ms" in r]
 
 
-def gluon_speeds(data: dict[str, Any]) -> dict[tuple[int, bool], dict[str, float]]:
+def gluon_speeds(data: Data) -> dict[tuple[int, bool], dict[str, float]]:
     """By (head_dim, causal), rising: TFLOP/s of each row of the part "gluon", the steps, other tiles and cuDNN."""
     at = sorted(by(timed(data, part="gluon"), "D", "causal").items())
     return {(d, causal): {name: r["tflops"] for name, r in rows.items()} for (d, causal), rows in at}
 
 
-def option_times(data: dict[str, Any]) -> dict[int, dict[str, float]]:
+def option_times(data: Data) -> dict[int, dict[str, float]]:
     """By head_dim, rising: milliseconds of each of OPTIONS, where it ran."""
     at = sorted(by(timed(data, part="options"), "D").items())
     return {d: {name: r["ms"] for name, r in rows.items()} for (d,), rows in at}
 
 
-def flex_table(data: dict[str, Any], which: str = "forward") -> Table:
+def flex_table(data: Data, which: str = "forward") -> Table:
     """TFLOP/s of the part "flex"; a dash where one has no time, and the reasons in the caption."""
     names = ["cuDNN", *peers.FLEX]
     rows = where(of(data), part="flex", name=set(names), **{"pass": which})
@@ -469,7 +403,7 @@ def flex_table(data: dict[str, Any], which: str = "forward") -> Table:
     return grid(at, ("D", "mask", "N"), said, names, caption if rows else "not measured")
 
 
-def stream_table(data: dict[str, Any]) -> Table:
+def stream_table(data: Data) -> Table:
     """Microseconds of the backward pass, causal, bf16, with one stream and with two."""
     at = by([r | {"heads": math.prod(r["shape"][:2])} for r in timed(data, part="streams")], "heads", "N", "D")
     both = {key: [rows[name]["ms"] for name in STREAMS] for key, rows in at.items() if rows.keys() >= set(STREAMS)}
@@ -479,7 +413,7 @@ def stream_table(data: dict[str, Any]) -> Table:
     return Table.of(rows, columns, align="rrrrrr", caption=caption)
 
 
-def ratio_table(data: dict[str, Any], name: str, others: Sequence[str], which: str = "forward") -> Table:
+def ratio_table(data: Data, name: str, others: Sequence[str], which: str = "forward") -> Table:
     """How many times as fast as each of the others it is, by head_dim, mask and length."""
     found = {other: ratios(data, name, other, which) for other in others}
     keys = {key for by_shape in found.values() for key in by_shape}
@@ -495,7 +429,7 @@ def ratio_table(data: dict[str, Any], name: str, others: Sequence[str], which: s
     return Table.of(rows, columns, align="rll" + "r" * len(lengths), caption=caption if rows else "not measured")
 
 
-def published_table(data: dict[str, Any], which: str, head_dim: int, dtype: str) -> Table:
+def published_table(data: Data, which: str, head_dim: int, dtype: str) -> Table:
     """Milliseconds of triton_vs_torch.csv beside those of the same rows in this record, by length."""
     lines = beside_published(data, which, head_dim, dtype)
     found = {name: dict(zip(*line, strict=True)) for name, line in lines.items()}
@@ -512,7 +446,7 @@ def published_table(data: dict[str, Any], which: str, head_dim: int, dtype: str)
     return Table.of(rows, columns, align="r" * 7, caption=where if rows else "not measured")
 
 
-def eager_table(data: dict[str, Any], least: int = 1) -> Table:
+def eager_table(data: Data, least: int = 1) -> Table:
     """The part "published" at lengths from `least` on: how many times as fast as eager attention the kernels are."""
     rows = [r for r in timed(data, part="published") if r["N"] >= least]
     at = by(rows, "dtype", "D", "pass", "N")
@@ -525,13 +459,13 @@ def eager_table(data: dict[str, Any], least: int = 1) -> Table:
     return Table.of(cells, columns, align="lrl" + "r" * len(lengths), caption=caption if rows else "not measured")
 
 
-def ratios(data: dict[str, Any], name: str, peer: str, which: str) -> dict[tuple[int, int, bool], float]:
+def ratios(data: Data, name: str, peer: str, which: str) -> dict[tuple[int, int, bool], float]:
     """By (head_dim, seq_len, causal): how many times as fast as the peer it is in a pass of the part "shapes"."""
     at = by(timed(data, part="shapes", **{"pass": which}), "D", "N", "causal")
     return {key: r[peer]["ms"] / r[name]["ms"] for key, r in at.items() if {name, peer} <= r.keys()}
 
 
-def table(data: dict[str, Any]) -> Table:
+def table(data: Data) -> Table:
     """TFLOP/s of each implementation at each shape, for the part "shapes"."""
     at = by(where(of(data), part="shapes"), "pass", "D", "causal", "N")
     order = sorted(at.items(), key=lambda pair: (PASSES.index(pair[0][0]), *pair[0][1:]))
@@ -545,40 +479,33 @@ Key = tuple[int, int, bool]  # head_dim, seq_len, causal
 Lines = dict[str, tuple[list[int], list[float]]]  # by name: lengths, rising, and a value for each
 
 
-def rows_by_shape(data: dict[str, Any], name: str, which: str) -> dict[Key, Row]:
+def rows_by_shape(data: Data, name: str, which: str) -> dict[Key, Row]:
     """The rows of an implementation in a pass of the part "shapes", where it ran."""
     rows = timed(data, part="shapes", name=name, **{"pass": which})
     return {(r["D"], r["N"], r["causal"]): r for r in rows}
 
 
 def over_lengths(
-    data: dict[str, Any], which: str, head_dim: int, causal: bool, names: Sequence[str] = (OURS, *PEERS)
-) -> Lines:
-    """TFLOP/s in a pass of the part "shapes"; who has no row there has no line."""
-    return _lines(data, which, head_dim, causal, lambda row: row["tflops"], names)
-
-
-def peak_over_lengths(data: dict[str, Any], head_dim: int, causal: bool) -> Lines:
-    """MiB that forward and backward together had allocated at their worst moment, beside their inputs."""
-    return _lines(
-        data, "both", head_dim, causal, lambda row: row["peak_bytes"] / 2**20 if "peak_bytes" in row else None
-    )
-
-
-def _lines(
-    data: dict[str, Any], which: str, head_dim: int, causal: bool, value: Callable[[Row], Any],
-    names: Sequence[str] = (OURS, *PEERS),
+    data: Data, which: str, head_dim: int, causal: bool, names: Sequence[str] = (OURS, *PEERS), column: str = "tflops",
+    unit: float = 1.0,
 ) -> Lines:  # fmt: skip
-    found = {}
+    """TFLOP/s (or another column in a unit) in a pass of the part "shapes"; who has no row there has no line."""
+    found: Lines = {}
     for name in names:
-        rows = rows_by_shape(data, name, which)
-        points = sorted((n, value(r)) for (d, n, mask), r in rows.items() if (d, mask) == (head_dim, causal))
-        if any(y is not None for _, y in points):
-            found[name] = ([n for n, y in points if y is not None], [y for _, y in points if y is not None])
+        rows = rows_by_shape(data, name, which).items()
+        here = [(n, r) for (d, n, mask), r in rows if (d, mask) == (head_dim, causal) and column in r]
+        points = sorted((n, r[column] * unit) for n, r in here)
+        if points:
+            found[name] = ([n for n, _ in points], [y for _, y in points])
     return found
 
 
-def ratios_over_lengths(data: dict[str, Any], peer: str, which: str) -> Lines:
+def peak_over_lengths(data: Data, head_dim: int, causal: bool) -> Lines:
+    """MiB that forward and backward together had allocated at their worst moment, beside their inputs."""
+    return over_lengths(data, "both", head_dim, causal, column="peak_bytes", unit=2**-20)
+
+
+def ratios_over_lengths(data: Data, peer: str, which: str) -> Lines:
     """How many times as fast as the peer ours is in a pass; the names are "D = 64, whole", "D = 64, causal", ...."""
     found: Lines = {}
     for (d, n, causal), ratio in sorted(ratios(data, OURS, peer, which).items()):
@@ -588,7 +515,7 @@ def ratios_over_lengths(data: dict[str, Any], peer: str, which: str) -> Lines:
     return found
 
 
-def backward_of_forward(data: dict[str, Any], name: str, least: int = 1024) -> dict[Key, float]:
+def backward_of_forward(data: Data, name: str, least: int = 1024) -> dict[Key, float]:
     """How many times as long as its forward pass an implementation's backward pass takes, from seq_len `least` on."""
     forward = rows_by_shape(data, name, "forward")
     backward = rows_by_shape(data, name, "backward")
@@ -597,7 +524,7 @@ def backward_of_forward(data: dict[str, Any], name: str, least: int = 1024) -> d
     }
 
 
-def tile_times(data: dict[str, Any], kernel: str) -> dict[tuple[int, bool], list[tuple[tiles.Tile, float]]]:
+def tile_times(data: Data, kernel: str) -> dict[tuple[int, bool], list[tuple[tiles.Tile, float]]]:
     """By (head_dim, causal): each tile that ran in the part "tune" and its ms, the fastest first.
 
     A time of "dkdv" or "dq" is that of the whole backward pass, in which the other kernel keeps its tile.
@@ -609,7 +536,7 @@ def tile_times(data: dict[str, Any], kernel: str) -> dict[tuple[int, bool], list
     return {key: sorted(found[key], key=lambda pair: pair[1]) for key in sorted(found)}
 
 
-def beside_published(data: dict[str, Any], which: str, head_dim: int, dtype: str) -> Lines:
+def beside_published(data: Data, which: str, head_dim: int, dtype: str) -> Lines:
     """Milliseconds in a pass of published/triton_vs_torch.csv and in the same rows of this record: kernels and eager.
 
     What ran out of memory, there or here, has no point.
@@ -632,7 +559,7 @@ def span(values: Iterable[float]) -> str:
     return f"{found[0]:.2f} to {found[-1]:.2f}" if found else ""
 
 
-def _after(rows: Sequence[Row], machine: dict[str, Any]) -> None:
+def _after(rows: Sequence[Row], machine: Data) -> None:
     """Behind the parts that tune: the other parts are measured with the tiles that they found."""
     write_choices(rows, machine["target"])
 
@@ -644,4 +571,4 @@ BENCH = harness.Bench(
     facts={"dtype": "bfloat16"}, first=TUNED, after=_after, prepare=prepare_all, minutes=8.0,
     options={"without": {"nargs": "+", "default": (), "metavar": "NAME", "help": "implementations to leave out"}},
 )  # fmt: skip
-main = BENCH.main
+main, recorded = BENCH.main, BENCH.recorded

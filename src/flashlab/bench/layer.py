@@ -33,42 +33,37 @@ profile    case, pass, layer (a name from above); op, kernel (true: it ran on th
 timeline   case, pass, layer; one row: span_us, kernels, left_out, and events [name, start us, duration us, where],
            where the last is "stream 7" for a kernel and "thread 1" for an operation that no other one called
 
-What did not run has `unavailable` with the reason in place of figures; "out of memory: ..." begins that of memory.
-
-What reads a record takes `record()`, and says "not measured yet" or gives nothing where it has nothing.
-
 Live, on any machine: `way_for(name, case)` gives the function that is timed; `profiled(way, runs)` the rows of its
 profile; `one_call(way)` its events.
 """
 
 from __future__ import annotations
 
-import gc
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.autograd import DeviceType
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as torch_profile
 
 from flashlab import runtime
-from flashlab.bench import harness, peers, published, records, timing
-from flashlab.bench.harness import Data, Row, Way
+from flashlab.bench import harness, peers, published, timing
+from flashlab.bench.harness import NOT_YET, Data, Row, Way, jobs_of
+from flashlab.bench.rows import where
 from flashlab.models.layer import ATTENTIONS, AttentionLayer, RotaryAttention
 from flashlab.models.rope import rope, rope_table
 from flashlab.table import Table
 
 ORIGINAL, APART, OURS, SDPA = "original", "ours, RoPE apart", "ours", "SDPA"
 BACKENDS = {
-    "SDPA, FlashAttention-2": SDPBackend.FLASH_ATTENTION,
-    "SDPA, cuDNN": SDPBackend.CUDNN_ATTENTION,
-    "SDPA, memory-efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "SDPA, FlashAttention-2": "FLASH_ATTENTION",
+    "SDPA, cuDNN": "CUDNN_ATTENTION",
+    "SDPA, memory-efficient": "EFFICIENT_ATTENTION",
 }
 COMPILED = {"original, compiled": ORIGINAL, "SDPA, compiled": SDPA}
 """What torch.compile was given."""
@@ -117,7 +112,7 @@ def jobs() -> list[Row]:
     found += [_of("profile", "present", "both", name) for name in (ORIGINAL, APART, OURS, SDPA)]
     found += [_of("timeline", "published", "forward", name) for name in (ORIGINAL, APART, OURS)]
     found += [_of("timeline", "present", "both", name) for name in (ORIGINAL, APART, OURS)]
-    found += [_time(case, "attention", which) for case in ("published", "present") for which in PASSES]
+    found += jobs_of("time", case=("published", "present"), scope=["attention"], **{"pass": PASSES})
     found += [_time(case, "layer", which, "compiled") for which in PASSES for case in ("published", "present")]
     return found
 
@@ -150,14 +145,13 @@ def names_of(part: str, scope: str) -> list[str]:
 Attention = Callable[..., torch.Tensor]  # (q, k, v, *, causal) -> o
 
 
-def sdpa_by(backend: SDPBackend, repeat: bool) -> Attention:
+def sdpa_by(backend: str, repeat: bool) -> Attention:
     """scaled_dot_product_attention by one backend, grouped heads too; repeat: K and V for every query head first."""
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> torch.Tensor:
         if repeat:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+        return peers.sdpa(backend, q, k, v, causal)()
 
     return attention
 
@@ -191,15 +185,12 @@ def draw(case: Case, scope: str) -> list[torch.Tensor]:
         [x], [batch, seq_len, heads * head_dim], for a layer with projections; else [q, k, v], each
         [batch, heads or kv_heads, seq_len, head_dim].
     """
-    generator = torch.Generator(runtime.device()).manual_seed(case.seq_len + case.head_dim)
-    shapes: list[tuple[int, ...]]
+    heads = (case.heads, case.kv_heads, case.kv_heads)
+    shapes: list[tuple[int, ...]] = [(case.batch, h, case.seq_len, case.head_dim) for h in heads]
     if scope == "layer" and case.projections:
         shapes = [(case.batch, case.seq_len, case.heads * case.head_dim)]
-    else:
-        heads = (case.heads, case.kv_heads, case.kv_heads)
-        shapes = [(case.batch, h, case.seq_len, case.head_dim) for h in heads]
-    drawn = [torch.randn(shape, device=runtime.device(), generator=generator) for shape in shapes]
-    return [x.to(DTYPES[case.dtype]).requires_grad_() for x in drawn]
+    drawn = harness.draw(*shapes, dtype=DTYPES[case.dtype], seed=case.seq_len + case.head_dim)
+    return [x.requires_grad_() for x in drawn]
 
 
 def build(name: str, case: Case, scope: str) -> tuple[nn.Module, Row]:
@@ -213,7 +204,7 @@ def build(name: str, case: Case, scope: str) -> tuple[nn.Module, Row]:
     if plain in BACKENDS:
         repeat = not _takes_groups(BACKENDS[plain], case)
         attention = sdpa_by(BACKENDS[plain], repeat)
-        about = {"backend": BACKENDS[plain].name} | ({"repeated": True} if repeat else {})
+        about = {"backend": BACKENDS[plain]} | ({"repeated": True} if repeat else {})
     else:
         attention = ATTENTIONS[{ORIGINAL: "eager", APART: "flash", OURS: "flash", SDPA: "sdpa"}[plain]]
         if name == SDPA:
@@ -256,7 +247,7 @@ def _few(case: Case) -> list[torch.Tensor]:
     return [torch.zeros(1, h, case.seq_len, case.head_dim, **options) for h in heads]
 
 
-def _takes_groups(backend: SDPBackend, case: Case) -> bool:
+def _takes_groups(backend: str, case: Case) -> bool:
     """Whether a backend takes fewer key heads than query heads here; True as well where it takes nothing."""
     try:
         sdpa_by(backend, repeat=False)(*_few(case), causal=case.causal)
@@ -286,8 +277,7 @@ def pass_of(module: nn.Module, case: Case, scope: str, which: str, inputs: Seque
 
         return forward
     wanted = [*inputs, *module.parameters()]
-    generator = torch.Generator(runtime.device()).manual_seed(1)
-    grad = torch.randn(inputs[0].shape, device=runtime.device(), generator=generator).to(inputs[0].dtype)  # o is like q
+    (grad,) = harness.draw(inputs[0].shape, dtype=inputs[0].dtype, seed=1)  # o is like q
     return lambda: torch.autograd.grad(module(*inputs, *tables), wanted, grad)
 
 
@@ -316,41 +306,29 @@ def measure(job: Row) -> list[Row]:
 def measure_times(job: Row) -> list[Row]:
     """A row for each name, timed in turns. Where the inputs would stay in L2, a second set is gone through in turn."""
     case, scope, which = CASES[job["case"]], job["scope"], job["pass"]
-    sets = [draw(case, scope)]
-    if harness.on_gpu():
-        most = timing.input_sets(sum(x.numel() * x.element_size() for x in sets[0]))
-        sets += [[x.detach().clone().requires_grad_() for x in sets[0]] for _ in range(most - 1)]
-    ways: dict[str, timing.Work] = {}
+    sets = harness.sets_of(draw(case, scope))
     about: dict[str, Row] = {}
-    reasons: dict[str, str] = {}
-    for name in names_of(job["part"], scope):
-        try:
-            module, about[name] = build(name, case, scope)
-            already = peers.replaced()
-            several = [pass_of(module, case, scope, which, one) for one in sets]
-            if name in COMPILED:
-                several[0]()  # which compiles it
-                about[name]["replaced"] = peers.replaced() > already
-            ways[name] = several
-        except Exception as error:
-            reasons[name] = timing.reason(error)
+
+    def make(name: str) -> list[Way]:
+        module, about[name] = build(name, case, scope)
+        already = peers.replaced()
+        several = [pass_of(module, case, scope, which, one) for one in sets]
+        if name in COMPILED:
+            several[0]()  # which compiles it
+            about[name]["replaced"] = peers.replaced() > already
+        return several
+
+    ways, reasons = timing.made(names_of(job["part"], scope), make)
     found, more = harness.times_of(ways)
-    reasons |= more
-    first = {name: _first(ways[name]) for name in found}
+    first = {name: ways[name][0] for name in found}
     if harness.on_gpu():
         for name, way in first.items():
-            gc.collect()
             about[name]["peak_bytes"] = timing.allocated(way)
     if which == "forward" and ORIGINAL in first:
         want = first[ORIGINAL]().float()
         for name in first.keys() - {ORIGINAL}:
             about[name]["difference"] = (first[name]().float() - want).abs().max().item()
-    rows = [job | {"name": name} | row | about[name] for name, row in found.items()]
-    return rows + [job | {"name": name, "unavailable": why} for name, why in reasons.items()]
-
-
-def _first(work: timing.Work) -> Way:
-    return work if callable(work) else work[0]
+    return harness.rows_of(job, {name: row | about[name] for name, row in found.items()}, reasons | more)
 
 
 # ---- profiles --------------------------------------------------------------------------------------------------------
@@ -439,27 +417,10 @@ def _longest(events: list[Event], most: int = MOST_EVENTS) -> tuple[list[Event],
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
-NOT_YET = "not measured yet"
-
-
-def recorded() -> list[Data]:
-    """Every recorded run there is, in the order of their file names; [] where none is."""
-    return records.recorded("layer")
-
-
-def record() -> Data:
-    """The first recorded run, or one without rows: every reader takes it."""
-    return next(iter(recorded()), {"rows": [], "machine": {"gpu": None}})
-
-
-def _rows(data: Data, **wanted: Any) -> list[Row]:
-    return [row for row in data["rows"] if all(row.get(k) == v for k, v in wanted.items())]
-
-
 def _time_rows(data: Data, case: str, scope: str, which: str) -> dict[str, Row]:
     """By name, in NAMES' order; the compiled ones from their own part."""
     found = {}
-    for row in _rows(data, case=case, scope=scope):
+    for row in where(data["rows"], case=case, scope=scope):
         if row["pass"] == which and (row["part"] == "compiled") == (row["name"] in COMPILED):
             found[row["name"]] = row
     return {name: found[name] for name in NAMES if name in found}
@@ -476,7 +437,7 @@ def ratio(data: Data, case: str, name: str, over: str, scope: str = "layer", whi
     Both are from the same turns where there are such: a compiled one is compared with what was timed beside it.
     """
     part = "compiled" if name in COMPILED or over in COMPILED else "time"
-    found = {row["name"]: row["ms"] for row in _rows(data, part=part, case=case, scope=scope, **{"pass": which})
+    found = {row["name"]: row["ms"] for row in where(data["rows"], part=part, case=case, scope=scope, **{"pass": which})
              if "ms" in row}  # fmt: skip
     if name not in found or over not in found:
         found = times(data, case, scope, which)
@@ -511,12 +472,16 @@ def times_table(data: Data, case: str) -> Table:
 def _said(row: Row, column: str, unit: float) -> str:
     if column in row:
         return f"{row[column] * unit:.3f}" if column == "ms" else f"{row[column] * unit:.0f}"
-    return row["unavailable"].partition(":")[0][:20] if "unavailable" in row else ""
+    return harness.short(row) if "unavailable" in row else ""
 
 
 def profile(data: Data, case: str, layer: str, which: str = "forward") -> list[Row]:
     """The rows of a profile, the dearest first; [] where there is none."""
-    return [row for row in _rows(data, part="profile", case=case, layer=layer) if row["pass"] == which and "op" in row]
+    return [
+        row
+        for row in where(data["rows"], part="profile", case=case, layer=layer)
+        if row["pass"] == which and "op" in row
+    ]
 
 
 def profile_table(
@@ -579,7 +544,7 @@ def kernel_shares(data: Data, case: str, layer: str, which: str = "forward") -> 
 
 def timeline(data: Data, case: str, layer: str, which: str = "forward") -> list[Event]:
     """The events of one call, by their start; [] where it was not recorded."""
-    rows = [row for row in _rows(data, part="timeline", case=case, layer=layer) if row["pass"] == which]
+    rows = [row for row in where(data["rows"], part="timeline", case=case, layer=layer) if row["pass"] == which]
     return [Event(*event) for row in rows for event in row.get("events", [])]
 
 
@@ -587,17 +552,6 @@ def milliseconds(text: Any) -> float:
     """Of a time as torch.profiler prints it: "2.267s", "673.615ms", "400.000us"."""
     number, unit = re.fullmatch(r"([\d.]+)(s|ms|us)", str(text)).groups()  # type: ignore[union-attr]
     return float(number) * {"s": 1e3, "ms": 1.0, "us": 1e-3}[unit]
-
-
-def published_table(layer: str) -> Table:
-    """The published profile of "original" or "flash", per run of its 100."""
-    rows = [
-        [r["op"], f"{milliseconds(r['self_cuda']) / 100:.4f}", f"{milliseconds(r['cuda_total']) / 100:.4f}",
-         r["self_cuda_pct"], f"{int(str(r['calls'])) / 100:.4g}"]
-        for r in published.load("gqa_layer_profile") if r["layer"] == layer
-    ]  # fmt: skip
-    columns = ["", "ms on the GPU, itself", "with what it calls", "share", "calls"]
-    return Table.of(rows, columns, align="lrrrr", caption="per run, as published; an Ampere GPU")
 
 
 def table(data: Data) -> Table:
@@ -614,4 +568,4 @@ BENCH = harness.Bench(
     keys=("case", "scope", "pass", "layer", "name", "op"), quick=quick_jobs,
     needs=harness.gpu_for("the layer is", quick_too=False), minutes=5.0,
 )  # fmt: skip
-main = BENCH.main
+main, recorded, record = BENCH.main, BENCH.recorded, BENCH.record

@@ -38,16 +38,11 @@ limit      attention, dtype, seq_len: one step of a small model that reads bytes
            or has `stopped`, the reason to go no further
 training   attention, dtype, jitter; one row: losses, in nats per byte, one per step; seconds. jitter not 0: the first
            weights are changed by about a rounding; how far that curve is from eager's own is the noise
-
-What did not run has `unavailable` with the reason in place of figures; "out of memory: ..." begins that of memory.
-
-What reads a record takes `record()`, and says "not measured yet" or gives nothing where it has nothing.
 """
 
 from __future__ import annotations
 
 import functools
-import gc
 import math
 import random
 import time
@@ -60,8 +55,9 @@ from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
 from flashlab import runtime
-from flashlab.bench import harness, peers, published, records, timing
-from flashlab.bench.harness import Data, Row
+from flashlab.bench import harness, peers, timing
+from flashlab.bench.harness import NOT_YET, Data, Row, jobs_of
+from flashlab.bench.rows import where
 from flashlab.models.language_model import BYTES, SIZES, Config, LanguageModel, config, make_optimizer, train_step
 from flashlab.models.layer import RotaryAttention
 from flashlab.models.train import distance, train
@@ -108,44 +104,42 @@ SIZE_NAMES = {"sm": "small", "md": "medium", "lg": "large"}
 # ---- what is measured ------------------------------------------------------------------------------------------------
 def jobs() -> list[Row]:
     """The most telling first."""
-    low, full = "bfloat16", "float32"
-    found = [_step("small", way, low) for way in WAYS]
-    found += [_step(size, "eager", full) for size in SIZE_NAMES.values()]  # the published ones
-    found += [_train(way, full, jitter) for way, jitter in (("eager", 0.0), ("flash", 0.0), ("eager", JITTER[full]))]
-    found += [_turns(size, "attention", low) for size in ("small", "medium", "large", "xl")]
-    found += [_turns(size, "compiled", low) for size in ("medium", "small")]
-    found += [{"part": "memory", "size": "small", "attention": way, "dtype": low} for way in ("eager", "flash")]
-    found += [{"part": "limit", "attention": way, "dtype": low} for way in ("eager", "flash")]
-    found += [_step("xl", way, low) for way in ("eager", "flash, fused RoPE", "sdpa")]
-    found += [_train(way, low, jitter) for way, jitter in (("eager", 0.0), ("flash", 0.0), ("eager", JITTER[low]))]
-    found += [_step(size, way, low) for size in ("large", "medium") for way in WAYS]
-    found += [_step("xl", "flash", low)]
-    found += [_step("small", way, full) for way in WAYS if way != "eager"]
-    found += [{"part": "memory", "size": "small", "attention": "sdpa", "dtype": low}]
-    found += [{"part": "limit", "attention": "sdpa", "dtype": low}]
-    found += [_step(size, way, full) for size in ("medium", "large") for way in WAYS if way != "eager"]
-    return [*found, *(_step("xl", way, full) for way in WAYS)]
+    low, full = ["bfloat16"], ["float32"]
+    steps = functools.partial(jobs_of, "step")
+    small, fused, but_eager = ["small"], "flash, fused RoPE", [way for way in WAYS if way != "eager"]
+    sizes = ("small", "medium", "large", "xl")
+    return [
+        *steps(size=small, attention=WAYS, dtype=low),
+        *steps(size=sizes[:3], attention=["eager"], dtype=full),  # the published ones
+        *_training("float32"),
+        *jobs_of("turns", size=sizes, dtype=low, what=["attention"]),
+        *jobs_of("turns", size=("medium", "small"), dtype=low, what=["compiled"]),
+        *jobs_of("memory", size=small, attention=("eager", "flash"), dtype=low),
+        *jobs_of("limit", attention=("eager", "flash"), dtype=low),
+        *steps(size=["xl"], attention=("eager", fused, "sdpa"), dtype=low),
+        *_training("bfloat16"),
+        *steps(size=("large", "medium"), attention=WAYS, dtype=low),
+        *steps(size=["xl"], attention=["flash"], dtype=low),
+        *steps(size=small, attention=but_eager, dtype=full),
+        *jobs_of("memory", size=small, attention=["sdpa"], dtype=low),
+        *jobs_of("limit", attention=["sdpa"], dtype=low),
+        *steps(size=("medium", "large"), attention=but_eager, dtype=full),
+        *steps(size=["xl"], attention=WAYS, dtype=full),
+    ]
+
+
+def _training(dtype: str) -> list[Row]:
+    ways = (("eager", 0.0), ("flash", 0.0), ("eager", JITTER[dtype]))
+    return [{"part": "training", "attention": way, "dtype": dtype, "jitter": jitter} for way, jitter in ways]
 
 
 def quick_jobs() -> list[Row]:
     """Of every part something, with a tiny model; without torch.compile, which takes its time."""
-    found = [_step("tiny", way, "float32") for way in ("eager", "flash, fused RoPE")]
-    found += [_turns("tiny", "attention", "float32")]
-    found += [{"part": "memory", "size": "tiny", "attention": "eager", "dtype": "float32"}]
-    found += [{"part": "limit", "size": "tiny", "attention": "eager", "dtype": "float32"}]
-    return [*found, _train("eager", "float32", 0.0) | {"size": "tiny"}]
-
-
-def _step(size: str, attention: str, dtype: str) -> Row:
-    return {"part": "step", "size": size, "attention": attention, "dtype": dtype}
-
-
-def _turns(size: str, what: str, dtype: str) -> Row:
-    return {"part": "turns", "size": size, "dtype": dtype, "what": what}
-
-
-def _train(attention: str, dtype: str, jitter: float) -> Row:
-    return {"part": "training", "attention": attention, "dtype": dtype, "jitter": jitter}
+    tiny, full, eager = ["tiny"], ["float32"], ["eager"]
+    found = jobs_of("step", size=tiny, attention=("eager", "flash, fused RoPE"), dtype=full)
+    found += jobs_of("turns", size=tiny, dtype=full, what=["attention"])
+    found += [job for part in ("memory", "limit") for job in jobs_of(part, size=tiny, attention=eager, dtype=full)]
+    return found + jobs_of("training", attention=eager, dtype=full, jitter=[0.0], size=tiny)
 
 
 def shape_of(size: str) -> Config:
@@ -241,14 +235,6 @@ def timed_forward(training: Training) -> dict[str, float]:
     return {"forward only": watch.read()["forward only"]}
 
 
-def _empty() -> None:
-    gc.collect()
-    if harness.on_gpu():
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
-
 _ran = False
 """Whether this process has run a step."""
 
@@ -257,7 +243,7 @@ def measure_step(job: Row) -> list[Row]:
     """A row for each pass of one model."""
     global _ran
     fresh, _ran = not _ran, True
-    _empty()
+    harness.emptied()
     shape = replace(shape_of(job["size"]), **WAYS[job["attention"]])
     length = min(SEQ_LEN, shape.positions)
     training = Training(shape, job["dtype"], _batch(job), length)
@@ -278,13 +264,13 @@ def measure_step(job: Row) -> list[Row]:
                     rows[-1]["peak_bytes"] = torch.cuda.max_memory_allocated()
                     rows[-1]["held_bytes"] = torch.cuda.memory_allocated()
     del training
-    _empty()
+    harness.emptied()
     return rows
 
 
 def measure_turns(job: Row) -> list[Row]:
     """A row for each way of the job: its steps in turns with those of the others, then alone as one CUDA graph."""
-    _empty()
+    harness.emptied()
     shape = shape_of(job["size"])
     options = (job["dtype"], _batch(job), min(SEQ_LEN, shape.positions))
     first, rounds = (WARM, ROUNDS) if job["size"] != "tiny" else (2, 1)
@@ -322,7 +308,7 @@ def _same(training: Training) -> Training:
 
 def _graph(training: Training) -> Row:
     """Milliseconds of a step as one CUDA graph, or why there is none."""
-    _empty()
+    harness.emptied()
     for group in training.optimizer.param_groups:
         group["capturable"] = True
     try:
@@ -345,24 +331,23 @@ def _graph(training: Training) -> Row:
 
 # ---- memory over a step ----------------------------------------------------------------------------------------------
 class Series(NamedTuple):
-    """Allocated MiB over milliseconds of one step; where each pass ended; the highest."""
+    """Allocated MiB over milliseconds of one step; where each pass ended."""
 
     ms: list[float]
     mib: list[float]
     ends: dict[str, float]
-    peak_mib: float
 
 
 def measure_memory(job: Row) -> list[Row]:
     """One row: what is allocated during a step."""
-    _empty()
+    harness.emptied()
     shape = replace(shape_of(job["size"]), **WAYS[job["attention"]])
     training = Training(shape, job["dtype"], _batch(job), min(SEQ_LEN, shape.positions))
     for _ in range(3):
         training.step()
     row = traced(training)
     del training
-    _empty()
+    harness.emptied()
     return [job | row]
 
 
@@ -460,14 +445,14 @@ def measure_limit(job: Row) -> list[Row]:
 
 def _once(shape: Config, dtype: str, batch: int) -> Row:
     """One step: its bytes at the most and its time; or why there is none, which is memory most likely."""
-    _empty()
+    harness.emptied()
     try:
         found: Row = {"once_ms": timed_step(Training(shape, dtype, batch, shape.positions))["step"]}
         if harness.on_gpu():
             found["peak_bytes"] = torch.cuda.max_memory_allocated()
     except Exception as error:
         found = {"unavailable": timing.reason(error)}
-    _empty()
+    harness.emptied()
     return found
 
 
@@ -484,22 +469,7 @@ def measure_training(job: Row) -> list[Row]:
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
-NOT_YET = "not measured yet"
 Lines = dict[str, tuple[list[str], list[float]]]
-
-
-def recorded() -> list[Data]:
-    """Every recorded run there is, in the order of their file names; [] where none is."""
-    return records.recorded("lm")
-
-
-def record() -> Data:
-    """The first recorded run, or one without rows: every reader takes it."""
-    return next(iter(recorded()), {"rows": [], "machine": {"gpu": None}})
-
-
-def _rows(data: Data, **wanted: Any) -> list[Row]:
-    return [row for row in data["rows"] if all(row.get(k) == v for k, v in wanted.items())]
 
 
 def _where(data: Data) -> str:
@@ -512,17 +482,13 @@ def _all_sizes(data: Data) -> list[str]:
 
 def passes(data: Data, size: str, attention: str, dtype: str = "bfloat16") -> dict[str, Row]:
     """The rows of one model by pass; {} where it was not measured, or did not run."""
-    found = _rows(data, part="step", size=size, attention=attention, dtype=dtype)
+    found = where(data["rows"], part="step", size=size, attention=attention, dtype=dtype)
     return {row["pass"]: row for row in found if "ms" in row}
 
 
 def _why_not(data: Data, size: str, attention: str, dtype: str) -> str:
-    found = _rows(data, part="step", size=size, attention=attention, dtype=dtype)
-    return next((_short(row) for row in found if "unavailable" in row), "")
-
-
-def _short(row: Row) -> str:
-    return str(row["unavailable"]).partition(":")[0][:20]
+    found = where(data["rows"], part="step", size=size, attention=attention, dtype=dtype)
+    return next((harness.short(row) for row in found if "unavailable" in row), "")
 
 
 def step_table(data: Data, dtype: str = "bfloat16") -> Table:
@@ -543,14 +509,13 @@ def step_table(data: Data, dtype: str = "bfloat16") -> Table:
     return Table.of(rows, columns, align="ll" + "r" * 6, caption=caption if rows else NOT_YET)
 
 
-def over_sizes(data: Data, which: str = "step", dtype: str = "bfloat16") -> Lines:
-    """ms of a pass by attention: the sizes where it ran, and a value for each."""
+def over_sizes(data: Data) -> Lines:
+    """ms of a step in bfloat16 by attention: the sizes where it ran, and a value for each."""
     found: Lines = {}
     for way in WAYS:
-        points = [(size, passes(data, size, way, dtype)) for size in _all_sizes(data)]
-        able = [(size, by_pass[which]["ms"]) for size, by_pass in points if which in by_pass]
-        if able:
-            found[way] = ([size for size, _ in able], [ms for _, ms in able])
+        ms = {size: steps["step"]["ms"] for size in _all_sizes(data) if (steps := passes(data, size, way))}
+        if ms:
+            found[way] = (list(ms), list(ms.values()))
     return found
 
 
@@ -562,11 +527,9 @@ def ratio(
     return a["ms"] / b["ms"] if a and b else None
 
 
-def turns(
-    data: Data, size: str, what: str = "attention", dtype: str = "bfloat16"
-) -> dict[tuple[str, bool], Row]:  # fmt: skip
+def turns(data: Data, size: str, what: str = "attention") -> dict[tuple[str, bool], Row]:
     """By attention and whether it was compiled: the rows of one job, which were timed in turns."""
-    found = _rows(data, part="turns", size=size, what=what, dtype=dtype)
+    found = where(data["rows"], part="turns", size=size, what=what, dtype="bfloat16")
     return {(row["attention"], row["compiled"]): row for row in found if "attention" in row}
 
 
@@ -601,7 +564,7 @@ def compiled_table(data: Data) -> Table:
                 put, begun = "yes" if with_it["replaced"] else "no", f"{with_it['warm_up_ms'][0] / 1e3:.1f}"
                 rows.append([size, way, *cells, f"{plain['ms'] / with_it['ms']:.2f}", put, begun])
             elif "unavailable" in with_it:
-                rows.append([size, way, "", "", _short(with_it), "", "", "", ""])
+                rows.append([size, way, "", "", harness.short(with_it), "", "", "", ""])
     columns = ["size", "attention", "step, ms", "its graph", "compiled, ms", "its graph", "times as fast", "replaced",
                "first step, s"]  # fmt: skip
     return Table.of(rows, columns, align="ll" + "r" * 5 + "lr",
@@ -627,50 +590,33 @@ def graph_table(data: Data) -> Table:
     return Table.of(rows, columns, align="llrrr", caption=f"bfloat16, {_where(data)}" if rows else NOT_YET)
 
 
-def warm_up(
-    data: Data, size: str = "small", dtype: str = "bfloat16", which: str = "step"
-) -> dict[str, tuple[list[float], float]]:
-    """By attention: ms of the first steps one by one, and the median of those after them."""
-    found = {way: passes(data, size, way, dtype).get(which) for way in WAYS}
-    return {way: (row["warm_up_ms"], row["ms"]) for way, row in found.items() if row}
-
-
-def warm_up_table(data: Data, size: str = "small", dtype: str = "bfloat16") -> Table:
-    """ms of a step: the first one, the mean of the first ones, the median after them; and how far off the mean is."""
+def warm_up_table(data: Data) -> Table:
+    """ms of a step, small, bfloat16: the first one, the mean of the first ones, the median after them; how far off that
+    mean is."""
     rows = []
-    for way, (first, ms) in warm_up(data, size, dtype).items():
-        mean = sum(first) / len(first)
-        rows.append([way, f"{first[0]:.1f}", f"{mean:.1f}", f"{ms:.1f}", f"{mean / ms:.1f}"])
+    for way in WAYS:
+        if row := passes(data, "small", way).get("step"):
+            first, ms = row["warm_up_ms"], row["ms"]
+            mean = sum(first) / len(first)
+            rows.append([way, f"{first[0]:.1f}", f"{mean:.1f}", f"{ms:.1f}", f"{mean / ms:.1f}"])
     columns = ["attention", "first step, ms", f"mean of {WARM}, no warm-up", "median after them", "times as long"]
-    return Table.of(rows, columns, align="lrrrr", caption=f"{size}, {dtype}, {_where(data)}" if rows else NOT_YET)
+    return Table.of(rows, columns, align="lrrrr", caption=f"small, bfloat16, {_where(data)}" if rows else NOT_YET)
 
 
-def memory(data: Data, size: str = "small", dtype: str = "bfloat16") -> dict[str, Series]:
-    """By attention: what was allocated during one step."""
-    return {
-        row["attention"]: Series(
-            [us / 1e3 for us in row["us"]], [held / 2**20 for held in row["bytes"]],
-            {which: us / 1e3 for which, us in row["ends"].items()}, row["peak_bytes"] / 2**20,
-        )
-        for row in _rows(data, part="memory", size=size, dtype=dtype) if "us" in row
-    }  # fmt: skip
-
-
-def limits(data: Data) -> dict[str, tuple[list[int], list[float]]]:
-    """By attention: the lengths whose step fits, rising, and the GiB that it takes at the most."""
-    found: dict[str, tuple[list[int], list[float]]] = {}
-    for row in _rows(data, part="limit"):
-        if "peak_bytes" in row:
-            lengths, gib = found.setdefault(row["attention"], ([], []))
-            lengths.append(row["seq_len"])
-            gib.append(row["peak_bytes"] / 2**30)
+def memory(data: Data) -> dict[str, Series]:
+    """By attention: what was allocated during one step of the small model in bfloat16."""
+    found = {}
+    for row in where(data["rows"], part="memory", size="small", dtype="bfloat16"):
+        if "us" in row:
+            ms, mib = [us / 1e3 for us in row["us"]], [held / 2**20 for held in row["bytes"]]
+            found[row["attention"]] = Series(ms, mib, {which: us / 1e3 for which, us in row["ends"].items()})
     return found
 
 
 def runs_out(data: Data) -> dict[str, int | None]:
     """By attention: the first length whose step runs out of memory; None where none did, as far as was tried."""
     found: dict[str, int | None] = {}
-    for row in _rows(data, part="limit"):
+    for row in where(data["rows"], part="limit"):
         if "seq_len" in row:
             out = row["seq_len"] if row.get("unavailable", "").startswith("out of memory") else None
             found[row["attention"]] = found.get(row["attention"]) or out
@@ -680,10 +626,10 @@ def runs_out(data: Data) -> dict[str, int | None]:
 def limit_table(data: Data) -> Table:
     """GiB of a step at its worst moment, by length; "out of memory" where it was."""
     cells: dict[int, dict[str, str]] = {}
-    for row in _rows(data, part="limit"):
+    for row in where(data["rows"], part="limit"):
         if "seq_len" in row:
             said = f"{row['peak_bytes'] / 2**30:.1f}" if "peak_bytes" in row else ""
-            said = _short(row) if "unavailable" in row else said
+            said = harness.short(row) if "unavailable" in row else said
             cells.setdefault(row["seq_len"], {})[row["attention"]] = said
     names = [way for way in WAYS if any(way in line for line in cells.values())]
     rows = [[n, *(line.get(way, "") for way in names)] for n, line in sorted(cells.items())]
@@ -695,7 +641,7 @@ def losses(data: Data, dtype: str = "float32") -> dict[str, list[float]]:
     """The loss of each step by attention, in nats per byte; NOISE is eager with other roundings."""
     return {
         NOISE if row["jitter"] else row["attention"]: row["losses"]
-        for row in _rows(data, part="training", dtype=dtype) if "losses" in row
+        for row in where(data["rows"], part="training", dtype=dtype) if "losses" in row
     }  # fmt: skip
 
 
@@ -705,23 +651,6 @@ def apart(data: Data, dtype: str = "float32") -> dict[str, float]:
     if "eager" not in found:
         return {}
     return {name: distance(found["eager"], curve) for name, curve in found.items() if name != "eager"}
-
-
-def published_table(data: Data) -> Table:
-    """lm_forward_backward.csv, and the same passes of the same sizes here."""
-    rows = []
-    for row in published.load("lm_forward_backward"):
-        size = SIZE_NAMES[str(row["model"])]
-        found = passes(data, size, "eager", "float32")
-        for which in ("forward", "backward"):
-            said = row[f"avg_{which}_s"]
-            if said is not None:
-                ours = found.get(PUBLISHED_PASSES[str(row["run"]), which])
-                rows.append([size, PUBLISHED_PASSES[str(row["run"]), which], f"{1e3 * float(str(said)):.1f}",
-                             f"{ours['ms']:.1f}" if ours else NOT_YET])  # fmt: skip
-    columns = ["size", "pass", "there, ms", "here, ms"]
-    caption = f"There: a machine, batch and length without a name. Here: eager, float32, {_where(data)}."
-    return Table.of(rows, columns, align="llrr", caption=caption)
 
 
 PUBLISHED_PASSES = {
@@ -747,4 +676,4 @@ BENCH = harness.Bench(
     needs=harness.gpu_for("the language model is", quick_too=False),
     facts={"batch": BATCH, "seq_len": SEQ_LEN}, minutes=8.0,
 )  # fmt: skip
-main = BENCH.main
+main, recorded, record = BENCH.main, BENCH.recorded, BENCH.record

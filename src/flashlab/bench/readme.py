@@ -350,14 +350,10 @@ class Questions:
     def hopper_backward(self) -> At:
         return by(where(self.rows["hopper"], part="backward"), "work", "D", "N", "causal")
 
-    def over_best(self, part: str = "inputs", begin: str = "") -> dict[hopper_results.AT, float]:
-        """How many times as fast as the best peer ours is, by inputs, D and mask."""
-        at = hopper_results.input_rows(self.found["hopper"], part)
-        return {key: x for key, rows in at.items() if key[0].startswith(begin) and (x := _over_best(rows))}
-
     def costs(self) -> tuple[list[str], list[float], list[float]]:
         """The inputs on which it is behind the best peer somewhere; its speed over that one there, and elsewhere."""
-        made = self.over_best()
+        at = hopper_results.input_rows(self.found["hopper"])
+        made = {key: x for key, rows in at.items() if (x := _over_best(rows))}
         kinds = list(dict.fromkeys(kind for (kind, _, _), x in made.items() if x < 1))
         slow, fast = ([x for (kind, _, _), x in made.items() if (kind in kinds) == held] for held in (True, False))
         return [f"*{kind}*" for kind in kinds], slow, fast

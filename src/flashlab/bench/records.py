@@ -199,6 +199,15 @@ def keep(
     print(said, file=sys.stderr if given.json else sys.stdout)
 
 
+def keep_compiled(path: Path, given: argparse.Namespace, target: str, facts: dict[str, Any], table: Table) -> None:
+    """The same of what a compiler gives, which needs no GPU: the record is `path`, with the facts and which nvcc."""
+    out = given.out or (None if given.quick else path)
+    if out is not None:
+        write_json(out, {"nvcc": nvcc_version(), "date": datetime.date.today().isoformat()} | facts)
+    print(table)
+    print(f"nvcc {nvcc_version()}, {target}: " + (f"written to {out}" if out else "not written: a quick run"))
+
+
 def entry(main: Callable[[], None]) -> None:
     """Runs a bench's `main` as a program: what is missing is one sentence and the exit status 1."""
     try:

@@ -7,7 +7,6 @@ occupancy("A100", ["p9_flash"])  # how many blocks and warps an SM of it holds, 
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import re
@@ -19,12 +18,12 @@ from typing import Any
 from flashlab import runtime
 from flashlab.bench import records
 from flashlab.cuda.resources import TARGETS, Resources, resources
-from flashlab.cuda.toolchain import nvcc_version
-from flashlab.kernels.series import SERIES, SIDE, Step, step
+from flashlab.kernels.series import SERIES, SIDE, Step
 from flashlab.runtime import GpuLimits
 from flashlab.table import Table
 
 RECORDED = records.RECORDED / "resources.json"
+OPCODES = ("FFMA", "HMMA", "LDS", "LDSM", "LDGSTS", "MUFU")
 
 
 def measure(targets: Sequence[str] = TARGETS, steps: Sequence[Step] | None = None) -> list[Resources]:
@@ -44,9 +43,9 @@ def recorded() -> dict[str, Any]:
 
 def table(
     target: str = "sm_90", *, steps: Sequence[str] | None = None, head_dim: int | None = 64,
-    opcodes: Sequence[str] = ("FFMA", "HMMA", "LDS", "LDSM", "LDGSTS", "MUFU"), live: bool = False,
+    opcodes: Sequence[str] = OPCODES,
 ) -> Table:  # fmt: skip
-    """The kernels of the series beside each other, from the recorded figures (``live``: measured now).
+    """The kernels of the series beside each other, from the recorded figures.
 
     Args:
         target: "sm_80", "sm_89" or "sm_90".
@@ -54,9 +53,7 @@ def table(
         head_dim: 64 or 128; both, if None.
         opcodes: which instructions to count.
     """
-    chosen = None if steps is None else [step(name) for name in steps]
-    rows = measure([target], chosen) if live else recorded()["kernels"]
-    rows = [r for r in rows if r.target == target and (head_dim is None or r.head_dim == head_dim)]
+    rows = [r for r in recorded()["kernels"] if r.target == target and (head_dim is None or r.head_dim == head_dim)]
     if steps is not None:
         rows = [r for name in steps for r in rows if r.step == name]
     if not rows:
@@ -77,11 +74,7 @@ def _table(rows: Sequence[Resources], opcodes: Sequence[str]) -> Table:
 
 # ---- what an SM holds of them ----------------------------------------------------------------------------------------
 RESERVED_SHARED = 1024  # bytes that the system adds to every block, from sm_80 on
-WARP, REGISTERS_AT_ONCE, SCHEDULERS = (
-    32,
-    256,
-    4,
-)  # a warp's registers come in units of 256, from one scheduler's quarter
+WARP, REGISTERS_AT_ONCE, SCHEDULERS = 32, 256, 4  # a warp's registers: in units of 256, of one scheduler's quarter
 
 
 @dataclass(frozen=True)
@@ -153,12 +146,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = records.parser(__doc__, "resources").parse_args(arguments)
     targets, steps = (TARGETS[-1:], SERIES[-1:]) if given.quick else (TARGETS, SERIES + SIDE)
     found = measure(targets, steps)
-    out = given.out or (None if given.quick else RECORDED)
-    if out is not None:
-        facts = {"nvcc": nvcc_version(), "date": datetime.date.today().isoformat(), "targets": list(targets)}
-        records.write_json(out, facts | {"kernels": [asdict(r) for r in found]})
-    print(_table([r for r in found if r.target == targets[-1]], ("FFMA", "HMMA", "LDS", "LDSM", "LDGSTS", "MUFU")))
-    print(f"nvcc {nvcc_version()}, {targets[-1]}: " + (f"written to {out}" if out else "not written: a quick run"))
-
-
-__all__ = ["RECORDED", "Occupancy", "fits", "main", "measure", "occupancy", "recorded", "table"]
+    shown = [r for r in found if r.target == targets[-1]]
+    facts = {"targets": list(targets), "kernels": [asdict(r) for r in found]}
+    records.keep_compiled(RECORDED, given, targets[-1], facts, _table(shown, OPCODES))

@@ -28,7 +28,6 @@ import argparse
 import functools
 import math
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -228,14 +227,8 @@ def link_speed(link: Link, mib: int, rounds: int) -> Row:
         arrived()
 
     both_ways()
-    times = [milliseconds(link, both_ways) for _ in range(rounds)]
-    return {"part": "link", "mib": mib, "name": "pass_on", "gb_s": x.nbytes / statistics.median(times) / 1e6} | _times(
-        times
-    )
-
-
-def _times(times: Sequence[float]) -> Row:
-    return {"ms": statistics.median(times), "fastest": min(times), "slowest": max(times), "rounds": len(times)}
+    found = timing.summary([milliseconds(link, both_ways) for _ in range(rounds)])
+    return {"part": "link", "mib": mib, "name": "pass_on", "gb_s": x.nbytes / found.ms / 1e6} | found.row()
 
 
 def measure(link: Link, case: Case, rounds: int, graphs: bool = False) -> list[Row]:
@@ -260,7 +253,7 @@ def measure(link: Link, case: Case, rounds: int, graphs: bool = False) -> list[R
             if case.which == "forward" and name in (ONE, OURS[case.causal]):
                 row["error"] = _error(link, case, whole, work(), name)
             if hasattr(work, "close"):  # it changes SDPA for all: timed by itself
-                row |= _times(_timed(link, {name: work}, rounds)[name])
+                row |= _timed(link, {name: work}, rounds)[name]
             else:
                 able[name] = work
         except Exception as error:  # of all ranks alike
@@ -271,14 +264,14 @@ def measure(link: Link, case: Case, rounds: int, graphs: bool = False) -> list[R
         rows.append(row)
     by_name = {row["name"]: row for row in rows}
     for name, found in _timed(link, able, rounds).items():
-        by_name[name] |= _times(found)
+        by_name[name] |= found
     for row in rows:
         if "ms" in row and "ms" in by_name[ONE] and row["name"] != ONE:
             row["of_ideal"] = by_name[ONE]["ms"] / link.world / row["ms"]
     return rows
 
 
-def _timed(link: Link, able: Mapping[str, Way], rounds: int) -> dict[str, list[float]]:
+def _timed(link: Link, able: Mapping[str, Way], rounds: int) -> dict[str, Row]:
     """Milliseconds by name, a round after the other; no more rounds than `MOST_MS` allows, but two."""
     first = {name: milliseconds(link, work) for name, work in able.items()}
     often = {name: max(1, math.ceil(AT_LEAST_MS / ms)) if _device().type == "cuda" else 1 for name, ms in first.items()}
@@ -288,7 +281,7 @@ def _timed(link: Link, able: Mapping[str, Way], rounds: int) -> dict[str, list[f
     for number in range(max(1, int(MOST_MS / a_round) - 1) if long else rounds):
         for name in timing.order(able, number):
             times[name].append(milliseconds(link, able[name], often[name]))
-    return times
+    return {name: timing.summary(samples).row() for name, samples in times.items()}
 
 
 def _error(link: Link, case: Case, whole: Sequence[torch.Tensor], o: torch.Tensor, name: str, many: int = 64) -> float:

@@ -13,6 +13,7 @@ Source: Williams, Waterman and Patterson, "Roofline: An Insightful Visual Perfor
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 from flashlab.attention.cost import fused_cost, naive_cost
@@ -56,9 +57,8 @@ class Point(NamedTuple):
         return self.tflops / ceilings.at(self.intensity, self.unit)
 
 
-def recorded() -> list[dict[str, Any]]:
-    """The records of hardware: one for each GPU that has a roofline."""
-    return records.recorded("hardware")
+recorded = functools.partial(records.recorded, "hardware")
+"""The records of hardware: one for each GPU that has a roofline."""
 
 
 def ceilings(hardware: dict[str, Any]) -> Ceilings:

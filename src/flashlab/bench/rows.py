@@ -69,8 +69,14 @@ def by(some: Iterable[Row], *keys: str) -> At:
     """At each value of the keys its rows by name; of two with the same name the last."""
     found: At = {}
     for r in some:
-        found.setdefault(tuple(r[key] for key in keys), {})[r["name"]] = r
+        values = (r[key] for key in keys)
+        found.setdefault(tuple(tuple(x) if isinstance(x, list) else x for x in values), {})[r["name"]] = r
     return found
+
+
+def names_in(at: Mapping[Any, Mapping[str, Row]]) -> list[str]:
+    """Every name, in the order in which they come."""
+    return list(dict.fromkeys(name for rows in at.values() for name in rows))
 
 
 def over(at: At, name: str, peer: str) -> dict[tuple, float]:
@@ -85,7 +91,7 @@ def grid(
     at: At, keys: Sequence[str], cell: Callable[[Row], str], names: Iterable[str] = (), caption: str = ""
 ) -> Table:  # fmt: skip
     """A line for each key, a column for each name (by default for all in their order); "" where one has no row."""
-    names = list(names or dict.fromkeys(name for rows in at.values() for name in rows))
+    names = list(names) or names_in(at)
     lines = [
         [*(("whole", "causal")[x] if isinstance(x, bool) else x for x in key)]
         + [cell(rows[name]) if name in rows else "" for name in names]

@@ -15,15 +15,16 @@ p6_...              a step of the series
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from flashlab.bench import harness, peers, published, records, timing
+from flashlab.bench import harness, peers, published, timing
+from flashlab.bench.harness import Data, Row
+from flashlab.bench.rows import by, of
 from flashlab.cuda import CudaModule, load_inline
 from flashlab.kernels import steps
 from flashlab.table import Table
@@ -47,78 +48,62 @@ def shapes() -> list[Shape]:
     return [(*s, False) for s in (*ada, *wide)] + [(*s, True) for s in CAUSAL_SHAPES]
 
 
-def measure(modules: dict[str, CudaModule], shape: Shape, rounds: int = 15) -> list[dict[str, Any]]:
-    """One shape: a row for each variant, with its time, its speed and its largest error against float64."""
-    batch, heads, seq_len, head_dim, causal = shape
+def measure(job: Row, rounds: int = 15) -> list[Row]:
+    """A row for each variant, with its time, its speed and its largest error against float64."""
+    batch, heads, seq_len, head_dim, causal = (job[name] for name in SHAPE)
     torch.manual_seed(seq_len + head_dim)
-    sets = timing.input_sets(4 * batch * heads * seq_len * head_dim * 4)
-    inputs = [[torch.randn(batch, heads, seq_len, head_dim, device="cuda") for _ in range(3)] for _ in range(sets)]
+    inputs = harness.sets_of([torch.randn(batch, heads, seq_len, head_dim, device="cuda") for _ in range(3)])
     variants: dict[str, Callable[..., Callable[[], Any]]] = {
-        name: lambda q, k, v, m=m: lambda: m.forward(q, k, v, causal=causal)[0] for name, m in modules.items()
+        name: lambda q, k, v, m=m: lambda: m.forward(q, k, v, causal=causal)[0] for name, m in _modules().items()
     }
     variants |= {
         "torch_naive_f32": lambda q, k, v: peers.unfused(q, k, v, causal),
         "sdpa_efficient_f32": lambda q, k, v: peers.sdpa("EFFICIENT_ATTENTION", q, k, v, causal),
         "sdpa_math_f32": lambda q, k, v: peers.sdpa("MATH", q, k, v, causal),
     }
-    every = {name: [variant(*qkv) for qkv in inputs] for name, variant in variants.items()}
-    functions, reasons = timing.able(every)
-    q, k, v = (x.double() for x in inputs[0])
-    want = peers.unfused(q, k, v, causal)()
-    errors = {name: (every[name][0]().double() - want).abs().max().item() for name in functions}
-    del q, k, v, want
-    work = timing.attention_flops(*shape)
-    row = dict(zip(SHAPE, shape, strict=True))
-    times = timing.interleaved(functions, rounds=rounds)
-    rows: list[dict[str, Any]] = [
-        {**row, "variant": name, **t.row(), "tflops": t.tflops(work), "max_error": errors[name]}
-        for name, t in times.items()
-    ]
-    return rows + [row | {"variant": name, "unavailable": why} for name, why in reasons.items()]
+    functions = {name: [variant(*qkv) for qkv in inputs] for name, variant in variants.items()}
+    with _without_tf32():
+        times, reasons = harness.times_of(functions, rounds)
+        q, k, v = (x.double() for x in inputs[0])
+        want = peers.unfused(q, k, v, causal)()
+        for name in times:
+            times[name]["max_error"] = (functions[name][0]().double() - want).abs().max().item()
+    rows = harness.rows_of(job, times, reasons, timing.attention_flops(batch, heads, seq_len, head_dim, causal))
+    return [row | {"variant": row.pop("name")} for row in rows]
+
+
+@contextlib.contextmanager
+def _without_tf32() -> Iterator[None]:
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 @functools.cache
 def _modules(head_dims: Sequence[int] = (64, 128)) -> dict[str, CudaModule]:
     """Every step, for the head_dims that are measured; several nvcc at a time."""
-    with ThreadPoolExecutor(os.cpu_count() or 2) as pool:
-        builds = [(s, d, pool.submit(load_inline, s, backend="nvcc", head_dim=d)) for s in STEPS for d in head_dims]
-        built = {(s.name, d): job.result() for s, d, job in builds}
-    return {s.name: built[s.name, head_dims[0]] for s in STEPS}
+    wanted = [(s, d) for s in STEPS for d in head_dims]
+    built = harness.at_once(lambda one: load_inline(one[0], backend="nvcc", head_dim=one[1]), wanted)
+    return {s.name: module for (s, d), module in zip(wanted, built, strict=True) if d == head_dims[0]}
 
 
-def jobs() -> list[harness.Row]:
+def jobs() -> list[Row]:
     """Every shape."""
     return [{"part": "shapes"} | dict(zip(SHAPE, shape, strict=True)) for shape in shapes()]
 
 
-def measure_job(job: harness.Row, rounds: int = 15) -> list[harness.Row]:
-    """The rows of a job, with TF32 off."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    try:
-        shape: Shape = (job["batch"], job["heads"], job["seq_len"], job["head_dim"], job["causal"])
-        return [job | row for row in measure(_modules(), shape, rounds)]
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
-
-
-def recorded() -> list[dict[str, Any]]:
-    """The recorded runs, one per GPU; their rows as ``run`` makes them."""
-    return records.recorded("scalar")
-
-
-def ratios(data: dict[str, Any], variant: str, peer: str = "torch_naive_f32") -> dict[tuple, float]:
+def ratios(data: Data, variant: str, peer: str = "torch_naive_f32") -> dict[tuple, float]:
     """By shape (batch, heads, seq_len, head_dim, causal): how many times faster than the peer the variant is."""
-    times: dict[str, dict[tuple, float]] = {}
-    for r in data["rows"]:
-        shape = (r["batch"], r["heads"], r["seq_len"], r["head_dim"], r["causal"])
-        if "ms" in r:
-            times.setdefault(r["variant"], {})[shape] = r["ms"]
-    theirs = times.get(peer, {})
-    return {shape: theirs[shape] / ms for shape, ms in times.get(variant, {}).items() if shape in theirs}
+    at = by([r for r in of(data) if "ms" in r], "batch", "heads", "N", "D", "causal")
+    return {
+        shape: rows[peer]["ms"] / rows[variant]["ms"] for shape, rows in at.items() if {variant, peer} <= rows.keys()
+    }
 
 
-def table(data: dict[str, Any]) -> Table:
+def table(data: Data) -> Table:
     """How many times as fast as unfused PyTorch each variant is, over the shapes."""
     rows = []
     for name in (*(s.name for s in STEPS), *PEERS):
@@ -130,10 +115,10 @@ def table(data: dict[str, Any]) -> Table:
 
 
 BENCH = harness.Bench(
-    "scalar", __doc__, jobs=jobs, measure=measure_job, table=table, keys=(*SHAPE, "variant"),
+    "scalar", __doc__, jobs=jobs, measure=measure, table=table, keys=(*SHAPE, "variant"),
     quick=lambda: jobs()[:3], needs=harness.gpu_for("the float32 kernels are"),
     prepare=lambda todo, until, rounds: _modules() and None,
     facts={"dtype": "float32", "tf32": False, "timing": "CUDA graph replays, in turns; median, fastest, slowest"},
     options={"rounds": {"type": int, "default": 15}},
 )  # fmt: skip
-main = BENCH.main
+main, recorded = BENCH.main, BENCH.recorded

@@ -10,7 +10,6 @@ the instructions' order, not about time.
 
 from __future__ import annotations
 
-import datetime
 import json
 import re
 import statistics
@@ -19,7 +18,6 @@ from typing import Any
 
 from flashlab.bench import records
 from flashlab.cuda.resources import resources_listing
-from flashlab.cuda.toolchain import nvcc_version
 from flashlab.kernels.series import Step, step, steps
 from flashlab.table import Table
 
@@ -101,9 +99,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = records.parser(__doc__, "schedule").parse_args(arguments)
     names = [*steps(8)[4:], *steps(9)[:5]]
     rows = measure([step("p9_1_masks")] if given.quick else names)
-    out = given.out or (None if given.quick else RECORDED)
-    if out is not None:
-        facts = {"nvcc": nvcc_version(), "date": datetime.date.today().isoformat(), "target": TARGET}
-        records.write_json(out, facts | {"loops": rows})
-    print(Table.of(cells(rows, 128), [f"{TARGET}, D = 128", *COLUMNS]))
-    print(f"nvcc {nvcc_version()}, {TARGET}: " + (f"written to {out}" if out else "not written: a quick run"))
+    shown = Table.of(cells(rows, 128), [f"{TARGET}, D = 128", *COLUMNS])
+    records.keep_compiled(RECORDED, given, TARGET, {"target": TARGET, "loops": rows}, shown)

@@ -69,19 +69,29 @@ def attention_flops(batch: int, heads: int, seq_len: int, head_dim: int, causal:
     return 4.0 * batch * heads * seq_len**2 * head_dim / (2 if causal else 1)
 
 
-def able(functions: Mapping[str, Work]) -> tuple[dict[str, Work], dict[str, str]]:
-    """Those of the functions that run here; and for the others why they do not, in a line: no memory, no backend."""
-    runs: dict[str, Work] = {}
+def made(names: Iterable[str], make: Callable[[str], Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """make(name) of each, and why the others have none, in a line: no memory, no backend."""
+    found: dict[str, Any] = {}
     reasons: dict[str, str] = {}
-    for name, given in functions.items():
+    for name in names:
         try:
-            for function in [given] if callable(given) else given:
-                function()
-            torch.cuda.synchronize()
-            runs[name] = given
+            found[name] = make(name)
         except Exception as error:  # Triton's want of shared memory is no RuntimeError
             reasons[name] = reason(error)
-    return runs, reasons
+    return found, reasons
+
+
+def able(functions: Mapping[str, Work]) -> tuple[dict[str, Work], dict[str, str]]:
+    """Those of the functions that run here; and for the others why they do not."""
+
+    def run(name: str) -> Work:
+        given = functions[name]
+        for function in [given] if callable(given) else given:
+            function()
+        torch.cuda.synchronize()
+        return given
+
+    return made(functions, run)
 
 
 def interleaved(
@@ -179,15 +189,14 @@ def _repeated(given: Work, stream: torch.cuda.Stream, target_ms: float, graphs: 
 
 def on_cpu(functions: Mapping[str, Work], *, rounds: int = 3) -> tuple[dict[str, Timing], dict[str, str]]:
     """Times functions by the clock on the wall, in turns, after a call that warms up; and why the others have none."""
-    runs: dict[str, Callable[[], Any]] = {}
-    reasons: dict[str, str] = {}
-    for name, given in functions.items():
+
+    def warmed(name: str) -> Callable[[], Any]:
+        given = functions[name]
         function = given if callable(given) else given[0]
-        try:
-            function()
-            runs[name] = function
-        except Exception as error:
-            reasons[name] = reason(error)
+        function()
+        return function
+
+    runs, reasons = made(functions, warmed)
     samples: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, function in runs.items():
@@ -273,14 +282,15 @@ class Clock:
         self._every = every
 
     def __enter__(self) -> Clock:
-        self._most = _number(nvidia_smi("clocks.max.sm"))
+        most = nvidia_smi("clocks.max.sm") or ""
+        self._most = int(most) if most.isdecimal() else None
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._sample, args=(_nvml() or _smi(),), daemon=True)
+        self._thread = threading.Thread(target=self._sample, args=(_nvml(),), daemon=True)
         self._thread.start()
         return self
 
-    def _sample(self, read: Reader) -> None:
-        while not self._done.wait(self._every):
+    def _sample(self, read: Reader | None) -> None:
+        while read and not self._done.wait(self._every):
             found = read()
             if found[0] is None:
                 return
@@ -313,7 +323,7 @@ Reader = Callable[[], tuple[int | None, int | None, float | None]]  # MHz, the b
 
 
 def _nvml() -> Reader | None:
-    """Reads by nvidia-smi's own library, which takes a millisecond; None where it is not to be found."""
+    """Reads by nvidia-smi's own library; None where it is not to be found."""
     handle = ctypes.c_void_p()
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
@@ -332,24 +342,3 @@ def _nvml() -> Reader | None:
         return tuple(None if bad else x for bad, x in zip(failed, said, strict=True))  # type: ignore[return-value]
 
     return read
-
-
-def _smi() -> Reader:
-    """Reads by nvidia-smi, which takes half a second."""
-    # The newer name first; nvidia-smi refuses a query with a name that it does not know.
-    names = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
-    query = next((name for name in names if nvidia_smi(name) is not None), None)
-    return lambda: (_number(nvidia_smi("clocks.sm")), _number(nvidia_smi(query)) if query else None, None)
-
-
-def _number(said: str | None) -> int | None:
-    try:
-        return int(said, 0) if said else None  # reasons are hexadecimal
-    except ValueError:
-        return None
-
-
-__all__ = [
-    "Clock", "NoGpu", "THROTTLES", "Timing", "able", "allocated", "attention_flops", "input_sets", "interleaved",
-    "machine", "measured", "nvidia_smi", "on_cpu", "order", "reason", "summary", "sustained",
-]  # fmt: skip

@@ -5,8 +5,7 @@
 
 One head is a small job for a big GPU: at N = 1024 and BLOCK_M = 64 it is 16 programs, and an H200 has 132
 multiprocessors. The figures say so; phase 4 fills the GPU with batch and heads. fp16 inputs, float32 accumulation in
-all three; inputs stay in L2, for all alike. Times are of the kernels, not of their launches from Python: CUDA graphs,
-replayed in turns (flashlab.bench.timing); the median, the fastest and the slowest of the rounds.
+all three; inputs stay in L2, for all alike.
 
 And the kernel's errors against float64 at lengths that the interpreter would take minutes for.
 """
@@ -21,7 +20,7 @@ import torch
 from flashlab import runtime
 from flashlab.attention.naive import naive_attention
 from flashlab.attention.triton_minimal import flash_attention_forward
-from flashlab.bench import harness, peers, records, timing
+from flashlab.bench import harness, peers, timing
 from flashlab.bench.rows import where
 from flashlab.check.cases import Case, make_inputs
 from flashlab.check.tolerance import excess, truth
@@ -37,10 +36,8 @@ def jobs(
 ) -> list[harness.Row]:
     """lengths: what is timed. long: where the errors are taken."""
     timed = [{"part": "times", "seq_len": n, "head_dim": head_dim} for head_dim in head_dims for n in lengths]
-    return timed + [
-        {"part": "errors", "seq_len": n, "head_dim": d, "dtype": dtype, "content": content}
-        for d in head_dims for n in long for dtype in ("float16", "bfloat16") for content in ("plain", "rising")
-    ]  # fmt: skip
+    errors = {"dtype": ("float16", "bfloat16"), "content": ("plain", "rising")}
+    return timed + [job for d in head_dims for job in harness.jobs_of("errors", seq_len=long, head_dim=[d], **errors)]
 
 
 def measure_job(job: harness.Row) -> list[harness.Row]:
@@ -48,26 +45,21 @@ def measure_job(job: harness.Row) -> list[harness.Row]:
     n, head_dim = job["seq_len"], job["head_dim"]
     torch.manual_seed(n + head_dim)
     if job["part"] == "times":
-        return [job | row for row in measure(n, head_dim)]
+        return measure(job)
     return [job | {"name": NAMES[0]} | accuracy(n, head_dim, getattr(torch, job["dtype"]), job["content"])]
 
 
-def measure(n: int, head_dim: int) -> list[dict[str, Any]]:
+def measure(job: harness.Row) -> list[harness.Row]:
     """One row for each implementation: milliseconds and TFLOP/s, or why there are none."""
+    n, head_dim = job["seq_len"], job["head_dim"]
     q, k, v = (torch.randn(n, head_dim, device=runtime.device(), dtype=torch.float16) for _ in range(3))
     ways: list[Callable[[], Any]] = [
         lambda: flash_attention_forward(q, k, v),
         lambda: naive_attention(q, k, v),
         peers.sdpa("FLASH_ATTENTION", q[None, None], k[None, None], v[None, None]),
     ]
-    able, reasons = timing.able(dict(zip(NAMES, ways, strict=True)))
-    times, work = timing.interleaved(able), timing.attention_flops(1, 1, n, head_dim)
-    rows = []
-    for name in NAMES:
-        row: dict[str, Any] = {"name": name, "seq_len": n, "head_dim": head_dim}
-        found = times.get(name)
-        rows.append(row | (found.row() | {"tflops": found.tflops(work)} if found else {"unavailable": reasons[name]}))
-    return rows
+    times, reasons = harness.times_of(dict(zip(NAMES, ways, strict=True)), rounds=15)
+    return harness.rows_of(job, times, reasons, timing.attention_flops(1, 1, n, head_dim))
 
 
 def accuracy(n: int, head_dim: int, dtype: torch.dtype = torch.float16, content: str = "plain") -> dict[str, Any]:
@@ -92,11 +84,6 @@ def accuracy(n: int, head_dim: int, dtype: torch.dtype = torch.float16, content:
     }  # fmt: skip
 
 
-def recorded() -> list[dict[str, Any]]:
-    """Every recorded run there is, in the order of their file names; [] where none is."""
-    return records.recorded("triton")
-
-
 def table(data: dict[str, Any]) -> Table:
     """Microseconds of each implementation over the lengths."""
     lines: dict[tuple[int, int], dict[str, str]] = {}
@@ -112,4 +99,4 @@ BENCH = harness.Bench(
     quick=lambda: jobs((512, 4096), (64,), (512, 500)), needs=harness.gpu_for("phase 3's kernel is"),
     facts={"phase": 3, "dtype": "float16", "batch": 1, "heads": 1},
 )  # fmt: skip
-main = BENCH.main
+main, recorded = BENCH.main, BENCH.recorded

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from flashlab.bench import ncu, records, timing
+from flashlab.bench import harness, ncu, records, timing
 from flashlab.bench.mma import Variant, build
 from flashlab.cuda import load_inline
 from flashlab.kernels import SERIES, path
@@ -70,9 +70,8 @@ def variants() -> list[Variant]:
 
 def inputs(v: Variant) -> list[torch.Tensor]:
     """q, k, v on the CPU, the same in every process."""
-    generator = torch.Generator().manual_seed(7)
-    batch, heads, rows = SHAPE
-    return [torch.randn(batch, heads, rows, v.head_dim, generator=generator).to(v.dtype) for _ in range(3)]
+    shape = (*SHAPE, v.head_dim)
+    return [x.to(v.dtype) for x in harness.draw(*[shape] * 3, dtype=torch.float32, seed=7, device="cpu")]
 
 
 def emulate(v: Variant) -> tuple[torch.Tensor, dict[str, float]]:

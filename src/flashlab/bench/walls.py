@@ -8,8 +8,7 @@ fused     the same shapes through torch's FlashAttention-2 (the backend is force
 scheme_a  one head through scheme_a, N doubling until the GPU refuses; then what its error says
 scheme_b  one head through each escape hatch and through two_pass: milliseconds and error against float64
 
-Times are of the kernels, not of their launches from Python: CUDA graphs, replayed in turns (flashlab.bench.timing); the
-median, the fastest and the slowest of the rounds. Those of the schemes include filling their outputs first.
+Times are as flashlab.bench.timing takes them; those of the schemes include filling their outputs first.
 """
 
 from __future__ import annotations
@@ -130,9 +129,7 @@ def _tried(way: Callable[[], Any], q: torch.Tensor, k: torch.Tensor, v: torch.Te
     return {"ok": True, "max_error": (o.double() - want[0, 0]).abs().max().item()}
 
 
-def recorded() -> list[dict[str, Any]]:
-    """Every recorded run there is, in the order of their file names; [] where none is."""
-    return records.recorded("walls")
+recorded = functools.partial(records.recorded, "walls")
 
 
 def table(data: dict[str, Any]) -> Table:

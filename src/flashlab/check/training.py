@@ -23,8 +23,6 @@ from flashlab.check.failed import CheckFailed
 from flashlab.check.running import running
 from flashlab.check.tolerance import FLOAT32, bounded, excess
 
-__all__ = ["GradientReport", "Wanted", "gradient_cases", "run_gradients", "wanted", "worst"]
-
 
 class Wanted(NamedTuple):
     """A right result in float64, and the allowed error of each element."""

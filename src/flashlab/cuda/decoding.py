@@ -212,6 +212,3 @@ def counters_of(device: torch.device, count: int) -> torch.Tensor:
             return new
         kept.append(new)
     return kept[-1]
-
-
-__all__ = ["Cache", "append", "backend_for", "compiled", "counters_of", "decode", "refusal"]

@@ -305,6 +305,3 @@ def load_inline(
         arch=arch, functions=functions, head_dim=head_dim, dtype=dtype or (step.dtypes[0] if step else None),
         head_dims=step.head_dims if step else (), adds=bool(step and step.adds), verbose=verbose,
     )  # fmt: skip
-
-
-__all__ = ["CudaModule", "load_inline", "new_output"]

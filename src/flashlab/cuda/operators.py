@@ -123,5 +123,3 @@ def _has_nvcc() -> bool:
 for _step in SERIES + HOPPER:
     register(_backend(_step))
 CACHE_BACKENDS["p12_decode"] = CacheBackend(decoding.decode, decoding.append, decoding.refusal)
-
-__all__ = ["attention", "module"]

@@ -191,6 +191,3 @@ def _ptxas(log: str) -> dict[str, tuple[int, int, int, int]]:
         }
         found[name] = (number["registers"], number["spills"], number["shared"], number["stack"])
     return found
-
-
-__all__ = ["OPCODES", "TARGETS", "Resources", "available", "resources", "resources_listing"]

@@ -20,8 +20,6 @@ from flashlab.distributed.parts import block_backward, block_forward
 from flashlab.distributed.ring import Plan, plan_of
 from flashlab.runtime.dispatch import no_forward_mode, once
 
-__all__ = ["all_gather_attention"]
-
 
 def all_gather_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, group: Group = None, causal: bool = False,

@@ -21,8 +21,6 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-__all__ = ["TIMEOUT", "Counts", "Event", "Group", "Link", "RankLost", "connect", "start"]
-
 HEAD_START = 20_000
 """Cycles, 10 us, that a GPU's next kernel waits for after a transfer was begun. NCCL copies by blocks of its own: they
 find no place once a kernel has blocks on every multiprocessor, and then nothing is sent while that computes."""

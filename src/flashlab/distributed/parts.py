@@ -31,8 +31,6 @@ from flashlab.cuda.hopper_backward import HEAD_DIMS, hopper_backward
 from flashlab.cuda.inline import CudaModule, load_inline
 from flashlab.kernels import step
 
-__all__ = ["Part", "added", "backend_for", "begun", "block_backward", "block_forward", "merged", "merge_kernel"]
-
 Part = tuple[torch.Tensor, torch.Tensor]
 """o [batch, heads, rows, head_dim] and lse [batch, heads, rows], of some of the keys."""
 _WIDE = ("reference", "simulation", "torch")  # float32 costs them nothing, or they take it anyway

@@ -28,8 +28,6 @@ from flashlab.distributed.link import Group, Link, connect
 from flashlab.distributed.parts import added, backend_for, block_backward
 from flashlab.runtime.dispatch import no_forward_mode, once
 
-__all__ = ["Plan", "plan_of", "ring_attention", "ring_backward", "ring_forward"]
-
 
 class Plan(NamedTuple):
     """What all ranks agree on. lengths: a rank's tokens of each document; together: key heads that go round at once."""

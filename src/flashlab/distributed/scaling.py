@@ -21,8 +21,6 @@ import numpy as np
 from flashlab.attention.inputs import one_of
 from flashlab.distributed.layout import blocks, local_lengths, pairs
 
-__all__ = ["WAYS", "Machine", "critical_path", "one_gpu", "sent_bytes", "simulate", "work"]
-
 WAYS = ("gather", "ring", "ulysses", "mesh")
 
 

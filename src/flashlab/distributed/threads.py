@@ -17,8 +17,6 @@ import torch.distributed as dist
 
 from flashlab.distributed.link import TIMEOUT, Event, Link, RankLost
 
-__all__ = ["RanksFailed", "run"]
-
 
 class RanksFailed(RuntimeError):
     """Ranks that ended with different errors; `errors` has them by rank."""

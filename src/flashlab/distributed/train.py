@@ -30,8 +30,6 @@ from flashlab.models.language_model import BYTES, Block, Config, LanguageModel, 
 from flashlab.models.rope import rope
 from flashlab.models.train import distance, drawn, fit, rising
 
-__all__ = ["SMALL", "WAYS", "average_gradients", "fit_split", "main", "split_model"]
-
 SMALL = Config(width=256, depth=2, heads=16, kv_heads=8, vocabulary=BYTES, positions=1024, attention="flash")
 WAYS: dict[str, Callable[..., torch.Tensor]] = {
     "ring": ring_attention, "gather": all_gather_attention, "ulysses": ulysses_attention,

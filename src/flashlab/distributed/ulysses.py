@@ -25,8 +25,6 @@ from flashlab.distributed.link import Group, Link, connect
 from flashlab.distributed.ring import ring_attention
 from flashlab.runtime.dispatch import no_forward_mode
 
-__all__ = ["exchange", "mesh_attention", "ulysses_attention"]
-
 
 def exchange(x: torch.Tensor, link: Link, *, to_heads: bool, layout: str = "contiguous") -> torch.Tensor:
     """Heads for tokens: [batch, heads, n, head_dim] to [batch, heads / world, world * n, head_dim]; or back.

@@ -12,8 +12,6 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["shipped", "start", "update"]
-
 KINDS = ("notebooks", "exercises", "solutions")
 _WRITTEN = Path(".flashlab") / "written.json"
 

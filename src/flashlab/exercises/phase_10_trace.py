@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 from flashlab.check import CheckFailed, expect
 from flashlab.exercises.registry import exercise
 
-__all__ = ["OPTIONAL", "trace"]
-
 _COPY_BACK = 20.0  # microseconds from the end of the work that is waited for until the CPU goes on
 
 

@@ -17,8 +17,6 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 
-__all__ = ["LAUNCH_MS", "QUEUE", "SimulatedGpu"]
-
 LAUNCH_MS = 0.005  # the CPU's time for one launch
 QUEUE = 1024  # launches that may be under way; the next one has to wait
 _READING_MS = 1e-6  # so that a loop that waits for the clock ends

@@ -14,8 +14,6 @@ from matplotlib.patches import Rectangle
 from flashlab.figures.show import COLORS
 from flashlab.figures.traces import printed
 
-__all__ = ["BANKS", "addresses", "bank_map"]
-
 BANKS = 32
 
 

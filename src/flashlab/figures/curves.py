@@ -15,8 +15,6 @@ from matplotlib.axes import Axes
 from flashlab.figures.implementations import look
 from flashlab.figures.show import COLORS
 
-__all__ = ["columns", "curves", "dots", "level", "matrix", "ratio_columns", "roofline", "stacked", "ticks"]
-
 Line = tuple[str, Sequence[float], Sequence[float], str, str]
 
 

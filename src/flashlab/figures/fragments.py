@@ -173,21 +173,3 @@ def lanes(ax: Axes, holder: Holders, shape: Sequence[int], title: str, *, marked
                     color="white" if dark else "black")  # fmt: skip
     _frame(ax, shape)
     ax.set(title=title)
-
-
-__all__ = [
-    "A_SHAPE",
-    "B_SHAPE",
-    "C_SHAPE",
-    "a_position",
-    "addresses",
-    "b_position",
-    "c_position",
-    "draw",
-    "fragment",
-    "lanes",
-    "matrix",
-    "quads",
-    "slots",
-    "warps",
-]

@@ -25,8 +25,6 @@ from flashlab.kernels.regions import numbered
 from flashlab.kernels.series import step
 from flashlab.simt.replay import Replay, replay
 
-__all__ = ["COLUMNS", "chunks", "replayed", "row", "timelines"]
-
 COLUMNS = [
     "step", "mma", "wgmma", "ldmatrix", "wavefronts", "KB read by wgmma", "copies", "KB by TMA", "barriers", "waits",
     "stores",

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["LOOKS", "Look", "look", "looks"]
-
 
 class Look(NamedTuple):
     """color: a name of show.COLORS; marker: of matplotlib, so that colour is not all there is to tell lines apart."""

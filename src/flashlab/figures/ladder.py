@@ -26,22 +26,6 @@ from flashlab.figures.show import COLORS
 from flashlab.kernels.series import step
 from flashlab.simt import Report
 
-__all__ = [
-    "COLUMNS",
-    "conflicts_and_ideal",
-    "counted",
-    "flops",
-    "gains",
-    "grow",
-    "ladder_figure",
-    "prepare",
-    "row",
-    "run",
-    "small_multiples",
-    "speeds",
-    "times",
-]
-
 
 # ---- counted ---------------------------------------------------------------------------------------------------------
 @functools.lru_cache(maxsize=128)

@@ -14,8 +14,6 @@ from matplotlib.patches import Patch, Rectangle
 
 from flashlab.figures.show import COLORS
 
-__all__ = ["programs", "tile_map"]
-
 _KINDS = {"whole, no mask": "sky", "masked": "orange", "never loaded": "light"}
 _HEADS = ("sky", "orange", "green", "purple", "yellow", "grey")
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -11,8 +9,6 @@ from matplotlib.patches import Rectangle
 
 from flashlab.figures.show import COLORS
 from flashlab.runtime import GpuLimits
-
-__all__ = ["hierarchy", "loop_order", "machine", "on_chip", "sectors", "words"]
 
 
 def _box(ax: Axes, x: float, y: float, w: float, h: float, color: str, text: str = "", size: float = 9) -> None:
@@ -85,15 +81,6 @@ def on_chip(ax: Axes, title: str, *, k: float = 1.0, v: float = 1.0) -> None:
     _box(ax, 1.3, 2, 4, 1, orange, "S, P: BLOCK_M × N")
     ax.set(xlim=(-0.1, 6.8), ylim=(-0.1, 5.5), aspect="equal", title=title)
     ax.axis("off")
-
-
-def words(ax: Axes, values: Sequence[object], chosen: Collection[int], title: str) -> None:
-    """A stretch of memory, value by value; those at the offsets `chosen` are orange."""
-    for i, value in enumerate(values):
-        ax.bar(i, 1, width=0.94, color=COLORS["orange" if i in chosen else "light"])
-        ax.text(i, 0.5, str(value), ha="center", va="center", fontsize=9)
-    ax.set(title=title, xlabel="offset from the pointer (elements)", yticks=[], xticks=range(len(values)))
-    ax.grid(False)
 
 
 def sectors(ax: Axes, stride: int, *, lanes: int = 32, shown: int = 80) -> None:

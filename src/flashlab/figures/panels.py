@@ -15,8 +15,6 @@ from flashlab.figures import curves
 from flashlab.figures.implementations import looks
 from flashlab.figures.show import COLORS
 
-__all__ = ["panels"]
-
 Lines = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 
 

@@ -16,8 +16,6 @@ from matplotlib.patches import Patch
 
 from flashlab.figures.show import COLORS
 
-__all__ = ["KERNEL_KINDS", "allocated", "operations", "timeline"]
-
 Event = tuple[str, str, float, float]  # "CPU" or "GPU", its name, when it begins, how long it takes; microseconds
 
 KERNEL_KINDS = {

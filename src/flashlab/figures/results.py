@@ -16,8 +16,6 @@ from flashlab.figures import curves
 from flashlab.figures.implementations import look
 from flashlab.figures.show import COLORS
 
-__all__ = ["results"]
-
 Bar = Sequence[Any]  # words, the implementation whose colour it has, TFLOP/s
 
 

@@ -15,8 +15,6 @@ from matplotlib.patches import Patch
 
 from flashlab.figures.show import COLORS
 
-__all__ = ["dealt", "steps", "timeline"]
-
 HUES = ("blue", "orange", "green", "purple", "sky", "red", "light", "grey")
 
 

@@ -13,8 +13,6 @@ from matplotlib.axes import Axes
 
 from flashlab.figures.show import COLORS
 
-__all__ = ["draw"]
-
 Group = tuple[Sequence[float], Sequence[float], str, str]  # intensities, TFLOP/s, name of a colour, marker
 
 

@@ -11,8 +11,6 @@ from matplotlib.figure import Figure
 from flashlab.attention.online_softmax import State, shifted_exp
 from flashlab.figures.show import COLORS
 
-__all__ = ["block_frames", "matrices", "read_once"]
-
 
 def matrices(named: Mapping[str, torch.Tensor], *, rows: Mapping[str, int]) -> Figure:
     """Matrices side by side, number by number.

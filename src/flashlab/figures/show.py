@@ -34,8 +34,6 @@ from matplotlib.image import AxesImage
 from flashlab.kernels import regions
 from flashlab.table import Table
 
-__all__ = ["COLORS", "diff", "folded", "gif", "in_words", "region", "shown", "source", "source_text", "style", "table"]
-
 # Okabe & Ito's palette, but for red: theirs is an orange to most eyes, and this one, Paul Tol's, is called red by all.
 # Told apart by colour-blind readers, and in grey by their lightness.
 COLORS = {

@@ -16,8 +16,6 @@ from matplotlib.patches import Rectangle
 from flashlab.attention.simulation import Step, flash_attention_forward_sim
 from flashlab.figures.show import COLORS
 
-__all__ = ["tile_figure", "tile_frames", "walk"]
-
 _TILE = {"Q": COLORS["blue"], "K": COLORS["orange"], "V": COLORS["green"], "S": COLORS["purple"], "O": COLORS["red"]}
 _EMPTY, _CELL = "#FFFFFF", 1.0
 _GRID, _SIDE = (3.4, 2.3), 7.6  # lower left corner and side of S

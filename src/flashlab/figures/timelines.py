@@ -11,8 +11,6 @@ from matplotlib.axes import Axes
 
 from flashlab.figures.show import COLORS
 
-__all__ = ["units"]
-
 Bar = tuple[str, str, int, int]  # unit, name, when it begins, how long it takes
 
 

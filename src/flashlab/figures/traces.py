@@ -18,8 +18,6 @@ from flashlab.figures.show import COLORS
 from flashlab.kernels.regions import numbered, regions
 from flashlab.kernels.series import step
 
-__all__ = ["events", "printed", "rescales", "timeline"]
-
 
 def printed(
     name: str, *edits: tuple[str, str], n: int = 256, causal: bool = False,

@@ -13,8 +13,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-__all__ = ["Region", "edited", "numbered", "region_text", "regions", "replace"]
-
 _BEGIN = re.compile(r"\s*(?://|#)\s*region:\s*(?P<name>.*?)\s*")
 _END = re.compile(r"\s*(?://|#)\s*endregion\s*")
 

@@ -31,8 +31,6 @@ from flashlab.attention.inputs import one_of
 from flashlab.models.language_model import Config
 from flashlab.models.pager import Pager, pages_for
 
-__all__ = ["CACHES", "CacheMemory", "DenseCache", "PagedCache", "StaticCache", "attention_of", "cache_memory"]
-
 CACHES = ("dense", "static", "paged")
 
 

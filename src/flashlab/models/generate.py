@@ -24,8 +24,6 @@ from flashlab.models.language_model import Block, LanguageModel
 from flashlab.models.pager import pages_for
 from flashlab.models.rope import fused_rope, rope
 
-__all__ = ["generate", "recorded", "step"]
-
 
 def step(
     model: LanguageModel, tokens: torch.Tensor, cache: StaticCache, *, backend: str = "auto"

@@ -26,10 +26,6 @@ from flashlab.attention.inputs import one_of
 from flashlab.models.layer import AttentionLayer
 from flashlab.models.rope import rope_table
 
-__all__ = [
-    "BYTES", "GPT2_TOKENS", "SIZES", "Block", "Config", "LanguageModel", "config", "make_optimizer", "train_step",
-]  # fmt: skip
-
 BYTES = 256
 """The vocabulary of a model that reads bytes."""
 GPT2_TOKENS = 50257

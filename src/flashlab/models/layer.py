@@ -29,8 +29,6 @@ import flashlab
 from flashlab.attention.inputs import one_of
 from flashlab.models.rope import fused_rope, rope
 
-__all__ = ["ATTENTIONS", "AttentionLayer", "RotaryAttention", "eager_attention"]
-
 
 def eager_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True

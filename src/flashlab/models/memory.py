@@ -24,10 +24,6 @@ from torch import nn
 
 from flashlab.models.language_model import Config
 
-__all__ = [
-    "TrainingMemory", "attention_bytes", "block_bytes", "head_bytes", "kept_bytes", "kept_tensors", "training_memory",
-]  # fmt: skip
-
 
 class TrainingMemory(NamedTuple):
     """Bytes of a training step, when the forward pass has just ended."""

@@ -20,8 +20,6 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-__all__ = ["OutOfPages", "Pager", "pages_for"]
-
 
 class OutOfPages(RuntimeError):
     """The pool has too few free pages. Nothing has been changed: free a sequence, and ask again."""

@@ -34,8 +34,6 @@ from flashlab.attention.inputs import check_qkv
 from flashlab.attention.triton_forward import DTYPES, current_device
 from flashlab.runtime.dispatch import operator
 
-__all__ = ["fused_rope", "rope", "rope_table"]
-
 HEADS_PER_PROGRAM = 4  # they share one reading of cos and sin
 PAIRS_PER_PROGRAM = 1024  # of one head at a time: 8 per thread
 

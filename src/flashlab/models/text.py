@@ -16,8 +16,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["FILE", "SHA256", "batches", "collect", "load"]
-
 FILE = Path(__file__).parent / "lessons.txt"
 SHA256 = "e79a511921f0f901878fe11050f828a5370be20e4736da8cf03510a729514279"
 """Of the file: a run on another text is another run."""

@@ -16,8 +16,6 @@ from flashlab import runtime
 from flashlab.models import text
 from flashlab.models.language_model import Config, LanguageModel, make_optimizer, train_step
 
-__all__ = ["distance", "drawn", "fit", "rising", "train"]
-
 
 def train(config: Config, **options: Any) -> list[float]:
     """The losses of `fit`, whose options these are."""

@@ -20,8 +20,6 @@ from torch._C._functorch import is_legacy_batchedtensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.nested._internal.nested_tensor import NestedTensor
 
-__all__ = ["no_forward_mode", "once", "operator", "unwatched"]
-
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 _KEYS = ("CompositeExplicitAutograd", "NestedTensorCPU", "NestedTensorCUDA")  # nested ones, for run to refuse them
 _LIBRARY = torch.library.Library("flashlab", "FRAGMENT")

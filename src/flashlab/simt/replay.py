@@ -20,8 +20,6 @@ from dataclasses import dataclass, field
 
 from flashlab.simt.report import Event, Launch
 
-__all__ = ["Chip", "Replay", "Span", "replay"]
-
 ROWS = 64  # of a wgmma
 GROUP = 128  # threads of a warpgroup
 SLICE = 16  # clocks for which a warpgroup has the unit for exponentials, before another gets it

@@ -12,8 +12,6 @@ import textwrap
 
 from flashlab.triton_tools.portable import unwrap
 
-__all__ = ["specialised"]
-
 _Branch = tuple[bool | None, list[str], list[str]]  # of an if: its test, where it is known; header; body
 
 

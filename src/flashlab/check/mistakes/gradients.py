@@ -18,8 +18,6 @@ import torch
 from flashlab.attention import reference, simulation_backward
 from flashlab.check.changes import edited
 
-__all__ = ["MUTANTS", "Mutant", "attention_with"]
-
 SOURCE = Path(simulation_backward.__file__)
 
 
