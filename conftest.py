@@ -21,6 +21,14 @@ from kernel_environment import kernel_environment  # noqa: E402 (found through t
 # Unsolved on purpose: tests/test_notebooks.py runs them, made afresh from src/lessons.
 collect_ignore_glob = ["exercises/*.ipynb"]
 
+# Of a figure nothing is compared: it is drawn once, where a learner's is drawn four times, as a PNG and as an SVG, and
+# before each to find its edges.
+DRAWN_ONCE = """
+from IPython.core.formatters import DisplayFormatter
+c.DisplayFormatter.active_types = [kind for kind in DisplayFormatter().format_types if kind != "image/svg+xml"]
+c.InlineBackend.print_figure_kwargs = {"bbox_inches": None}
+"""
+
 _scratch = None
 
 
@@ -28,6 +36,9 @@ def pytest_configure(config):
     global _scratch
     if config.getoption("nbval", default=False):
         _scratch = tempfile.mkdtemp(prefix="flashlab-nbval-")
+        profile = Path(_scratch, "profile_default")
+        profile.mkdir()
+        (profile / "ipython_kernel_config.py").write_text(DRAWN_ONCE)
         os.environ.update(kernel_environment(ROOT, _scratch))
     else:
         os.environ["MPLBACKEND"] = "Agg"

@@ -121,9 +121,8 @@ def pace(path: Path, root: Path = ROOT) -> Pace:
 WORDS_A_MINUTE, MINUTES_A_CELL = 80, 1  # technical prose; a code cell with its output, run and looked at
 
 
-def reading_minutes(lesson: Lesson, root: Path = ROOT) -> int:
+def reading_minutes(cells) -> int:
     """How long a lecture takes, to a quarter of an hour: its words and its code cells at the stated rates."""
-    cells = make_notebook(lesson, "notebooks", root)[0].cells
     text = sum(words(c.source) for c in cells if c.cell_type == "markdown" and not is_references(c.source))
     code = sum(c.cell_type == "code" for c in cells)
     return 15 * round((text / WORDS_A_MINUTE + code * MINUTES_A_CELL) / 15)

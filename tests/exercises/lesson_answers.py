@@ -6,7 +6,7 @@ import linecache
 from pathlib import Path
 
 import pytest
-from lesson_source import find_lessons, make_notebook, read_lesson
+from lesson_source import Lesson, find_lessons, make_notebook, read_lesson
 
 from flashlab.check import CheckFailed
 from flashlab.check.changes import edited
@@ -18,15 +18,25 @@ PATHS = {number_of(p.stem): p for p in find_lessons(ROOT) if p.stem.endswith("_e
 
 
 @functools.cache
+def lesson_of(phase: int | str) -> Lesson:
+    return read_lesson(PATHS[phase])
+
+
+@functools.cache
+def cells_of(phase: int | str, kind: str) -> list:
+    """The code cells of a page: "exercises" or "solutions"."""
+    return [c for c in make_notebook(lesson_of(phase), kind, ROOT)[0].cells if c.cell_type == "code"]
+
+
+@functools.cache
 def namespace(phase: int | str, kind: str) -> tuple[dict, dict]:
     """Runs a notebook's cells but its checks. Returns its names, and {exercise id: names of the answers}.
 
     kind: "exercises" or "solutions".
     """
-    notebook, _ = make_notebook(read_lesson(PATHS[phase]), kind, ROOT)
     names: dict = {"__name__": "__main__"}
     answers = {}
-    for i, cell in enumerate(c for c in notebook.cells if c.cell_type == "code"):
+    for i, cell in enumerate(cells_of(phase, kind)):
         if "check" in cell.metadata.get("tags", []):
             for call in ast.walk(ast.parse(cell.source)):
                 if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "check":
@@ -48,10 +58,10 @@ def answers_of(id: str, kind: str) -> list:
 
 def cell_of(id: str, kind: str) -> str:
     """The source of the cell that defines an exercise's answers."""
-    notebook, _ = make_notebook(read_lesson(PATHS[number_of(id.split(".")[0])]), kind, ROOT)
-    wanted = namespace(number_of(id.split(".")[0]), kind)[1][id][0]
-    for cell in notebook.cells:
-        if cell.cell_type == "code" and "exercise" in cell.metadata.get("tags", []):
+    phase = number_of(id.split(".")[0])
+    wanted = namespace(phase, kind)[1][id][0]
+    for cell in cells_of(phase, kind):
+        if "exercise" in cell.metadata.get("tags", []):
             tree = ast.parse(cell.source)
             found = {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}
             found |= {

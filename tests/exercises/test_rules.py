@@ -10,8 +10,7 @@ import re
 
 import pytest
 import torch
-from lesson_answers import PATHS, ROOT
-from lesson_source import make_notebook, read_lesson
+from lesson_answers import cells_of, lesson_of
 
 from flashlab import runtime
 from flashlab.attention.online_softmax import merge, merge_finished
@@ -41,7 +40,8 @@ def told(id, fn):
 
 # Hundreds of changes of a kernel each: minutes in all. Their solutions are checked with the notebooks.
 LARGE = ("4.9", "4.10", "4.11", "4.12", "4.13", "5.4", "5.10", "5.11", "5.12", "5.13", "12.9")
-ONCE = [pytest.param(id, marks=pytest.mark.long) if id.split()[0] in LARGE else id for id in RULES]
+WIDE = ("4.7", "5.6", "10.6")  # kernels too, of five seconds each: 3.3, 4.4, 4.8, 5.5 and 12.10 stand for them
+ONCE = [pytest.param(id, marks=pytest.mark.long) if id.split()[0] in (*LARGE, *WIDE) else id for id in RULES]
 # By default on a part of what is drawn, or of the changes: the rest is for the night.
 FEW = pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.long)], ids=["few", "all"])
 
@@ -99,7 +99,7 @@ def test_changes_are_told_in_one_short_sentence_with_the_numbers_below(id, few):
 @pytest.mark.parametrize("everywhere", [False, pytest.param(True, marks=pytest.mark.long)], ids=["shown", "everywhere"])
 @pytest.mark.parametrize("id", [
     # 4.10 has the kernel of 4.13; the others differ from that, or from 5.13, by some lines: ten seconds each.
-    pytest.param(id, marks=pytest.mark.long if id in ("4.10", "4.11", "4.12", "5.12") else ())
+    pytest.param(id, marks=pytest.mark.long if id in ("4.9", "4.10", "4.11", "4.12", "5.11", "5.12") else ())
     for id, it in RULES.items() if isinstance(it, KernelRule)
 ])  # fmt: skip
 def test_an_interpreted_kernel_gives_what_its_model_gives(id, everywhere, tmp_path):
@@ -134,8 +134,8 @@ def test_an_interpreted_kernel_gives_what_its_model_gives(id, everywhere, tmp_pa
 @pytest.mark.parametrize("id", [id for id in RULES if " " not in id])
 def test_the_lesson_takes_its_heading_and_its_cell_from_the_rule(id):
     name, id = RULES[id].fn.__name__, RULES[id].id
-    lesson = read_lesson(PATHS[find(id).phase])
-    cells = [c for kind in ("exercises", "solutions") for c in make_notebook(lesson, kind, ROOT)[0].cells]
+    lesson = lesson_of(find(id).phase)
+    cells = [c for kind in ("exercises", "solutions") for c in cells_of(lesson.number, kind)]
     if name in inspect.signature(find(id).run).parameters and not find(id).untouched:
         unsolved, solved = (c.source for c in cells if re.search(rf"^def {name}\(", c.source, re.M))
         assert "raise NotImplementedError" in unsolved

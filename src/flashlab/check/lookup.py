@@ -12,8 +12,11 @@ least comes first, and a verdict runs only so much (`most`): seconds, of whateve
 from __future__ import annotations
 
 import ast
+import contextlib
 import itertools
 import math
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -77,6 +80,23 @@ def _shape(x: Any) -> Any:
     return x.shape if isinstance(x, torch.Tensor) else None
 
 
+@contextlib.contextmanager
+def _calls() -> Iterator[Counter[str]]:
+    """How often what runs in it calls a function of Python's or of C's: the same number every time."""
+    events: Counter[str] = Counter()
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event in ("call", "c_call"):
+            events[event] += 1
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield events
+    finally:
+        sys.setprofile(before if callable(before) else None)
+
+
 def outcome_of(error: BaseException) -> str:
     """An exception as the result of a call: its name; of a stray address all that it says."""
     if isinstance(error, UnboundLocalError):
@@ -115,7 +135,7 @@ class Index:
         kinds: further changes, see `changes`. tries: how many pairs of changes are tried. copied: makes a copy of an
             input that a change may write to. without: slugs of changes that are not made.
         called: calls a function with one input. longest: characters that a sentence may have. most: work of a verdict,
-            in turns of loops and programs.
+            in turns of loops and programs; so many calls of functions are a turn too.
     """
 
     def __init__(
@@ -125,18 +145,20 @@ class Index:
         notes: Mapping[str, str] | None = None, kinds: Any = None, tries: int = _TRIES,
         copied: Callable[[Any], Any] = lambda x: x, without: Sequence[str] = (),
         called: Callable[..., Any] = lambda fn, *given: fn(*given), longest: int = 200, most: int = 10**6,
+        calls: int = 30,
     ):  # fmt: skip
         self.copied, self.without = copied, without
         self.texts, self.inputs, self.names, self.read, self.tol, self.rows = texts, inputs, names, read, tol, rows
         self.alike, self.more, self.notes, self.kinds, self.tries = alike, more, notes or {}, kinds, tries
         self.called, self.longest = called, longest
         self.right: list[Any] = []
-        self.work: list[int] = []  # turns of loops and programs, on each input
+        self.work: list[int] = []  # turns on each input
         right = texts[0].compiled()
         for given in inputs:
             before = texts[0].turns
-            self.right.append(self._one(right, given))
-            self.work.append(1 + texts[0].turns - before)
+            with _calls() as counted:
+                self.right.append(self._one(right, given))
+            self.work.append(1 + max(texts[0].turns - before, counted.total() // calls))
         self.order = sorted(range(len(inputs)), key=lambda i: self.work[i])  # what takes least tells most of them apart
         self.looked_up: Any = None  # an answer's outcome, and the changes that fit
         self.variants: dict[int, Variants] = {}

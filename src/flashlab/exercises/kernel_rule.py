@@ -34,6 +34,7 @@ from flashlab.triton_tools.watch import OutOfBounds, Traffic
 from flashlab.triton_tools.watch import watched as watched_memory
 
 _WORK = 8_000  # turns of loops and programs of changes that a verdict runs: some seconds
+_CALLS = 200  # of the model's functions, small ones, in a turn
 NOTHING = 12344.0
 """What a result holds before a kernel writes it: every float has this number, and no result here is as large."""
 
@@ -86,6 +87,7 @@ class KernelRule(TensorRule):
         return Index(
             [self.text(other) for other in (None, *self.also)], self.tried, self.returns, self._values, self.tol, rows,
             self.alike, self.drawn(4), self.notes, kernel_changes, self.tries, without=self.without, most=_WORK,
+            calls=_CALLS,
         )  # fmt: skip
 
     def launched(self, kernel: Any) -> Callable[..., Any]:

@@ -37,19 +37,21 @@ class Tile(np.ndarray):
 
 def _as_triton_promotes(name: str) -> Callable[[Any, Any], Any]:
     """An operator: of a float and a whole number the float's dtype; float32 of Python's, and of a quotient of two."""
-    plain = getattr(np.ndarray, name)
+    plain, divides = getattr(np.ndarray, name), "truediv" in name
 
     def operator(self: Any, other: Any) -> Any:
-        if isinstance(other, np.ndarray) and other.dtype.kind != self.dtype.kind:
-            if self.dtype.kind == "f":
-                other = other.astype(self.dtype)
-            elif other.dtype.kind == "f":
-                self = self.astype(other.dtype)
-        elif isinstance(other, float) and self.dtype.kind in "iu":
-            self = self.astype(np.float32)
+        kind = self.dtype.kind
+        if isinstance(other, np.ndarray):
+            theirs = other.dtype.kind
+            if theirs != kind:
+                if kind == "f":
+                    other = other.astype(self.dtype)
+                elif theirs == "f":
+                    self, kind = self.astype(other.dtype), theirs
+        elif kind in "iu" and isinstance(other, float):
+            self, kind = self.astype(np.float32), "f"
         result = plain(self, other)
-        whole = "truediv" in name and self.dtype.kind in "iu"
-        return result.astype(np.float32) if whole else result
+        return result.astype(np.float32) if divides and kind in "iu" else result
 
     return operator
 
@@ -85,7 +87,10 @@ class Pointer:
 
     def __init__(self, buffer: Buffer, at: Any):
         self.buffer, self.at = buffer, at
-        self.dtype = SimpleNamespace(element_ty=buffer.data.dtype)
+
+    @property
+    def dtype(self) -> Any:
+        return SimpleNamespace(element_ty=self.buffer.data.dtype)
 
     def __add__(self, offsets: Any) -> Pointer:
         return Pointer(self.buffer, np.add(self.at, offsets, dtype=np.int64))
@@ -182,13 +187,14 @@ class Model:
 
     def _places(self, pointer: Pointer, mask: Any, doing: str) -> tuple[Any, Any]:
         """Where in the storage each element lies, those that the mask leaves out anywhere; and the mask."""
-        buffer, at = pointer.buffer, pointer.at + pointer.buffer.first
+        buffer = pointer.buffer
+        at = np.asarray(np.add(pointer.at, buffer.first, dtype=np.int64))
         if mask is not None:
-            at, mask = np.broadcast_arrays(at, mask)
-            at, mask = np.where(mask, at, buffer.first), mask != 0
-        low, high = (at.min(), at.max()) if at.size else (0, 0)
-        if low < 0 or high >= len(buffer.exists) or not buffer.exists[at].all():
-            used = (at if mask is None else at[mask]) - buffer.first
+            mask = np.asarray(mask) != 0
+            at = np.where(mask, at, buffer.first)
+        # As numbers without a sign those below 0 are the largest.
+        if at.size and (at.view(np.uint64).max() >= len(buffer.exists) or not buffer.exists[at].all()):
+            used = (at if mask is None else at[np.broadcast_to(mask, at.shape)]) - buffer.first
             window, itemsize = buffer.window, buffer.data.itemsize
             bad = window.missing(used.reshape(-1).astype(np.int64) * itemsize)
             if bad.any():
@@ -218,7 +224,10 @@ class Model:
         if not pointer.buffer.written:
             raise InputChangedError(f"{pointer.buffer.name} is written to: it is an input")
         value = np.broadcast_to(np.asarray(value).astype(pointer.buffer.data.dtype), at.shape)
-        return (at, value, pointer.buffer.data) if mask is None else (at[mask], value[mask], pointer.buffer.data)
+        if mask is None:
+            return at, value, pointer.buffer.data
+        mask = np.broadcast_to(mask, at.shape)
+        return at[mask], value[mask], pointer.buffer.data
 
 
 class InputChangedError(Exception):
