@@ -901,7 +901,8 @@ def _expect_moving_maxima(
     A head for each of the moves, upwards from the first keys to the last; and as many downwards.
     """
     __tracebackhide__ = True
-    moves = torch.tensor([*_MOVES, *(-x for x in _MOVES)], dtype=torch.float32) * math.log(2)
+    up = (*_MOVES, *[400] * bool(scale))  # by more than 1, before the scale
+    moves = torch.tensor([*up, *(-x for x in up)], dtype=torch.float32) * math.log(2)
     q = 0.05 * normal(1, len(moves), 16, head_dim)
     k, v = normal(2, 1, len(moves), 2 * _MOVED_AT, head_dim, seed=1)
     q[..., 0] = math.sqrt(head_dim)
@@ -918,11 +919,11 @@ def _expect_moving_maxima(
     if not wrong:
         return
     at = wrong[0]
-    move, way = _MOVES[at % len(_MOVES)], "the keys from 128 on" if at < len(_MOVES) else "the keys before 128"
+    move, way = up[at % len(up)], "the keys from 128 on" if at < len(up) else "the keys before 128"
     case = f"seq_q=16, seq_k={2 * _MOVED_AT}, the scores of {way} higher by {move:g} in powers of two"
     said = f"where a row's maximum rises by {move:g} (powers of two) from one tile to the next, o is "
     said += f"{o[0, at, 0, 0].item():.3g} instead of {want_o[0, at, 0, 0].item():.3g}: "
-    if all(_MOVES[i % len(_MOVES)] > 15 for i in wrong) and dtype == torch.float16:
+    if all(up[i % len(up)] > 15 for i in wrong) and dtype == torch.float16:
         said += f"P reaches 2^{move:g} under the old maximum, and fp16 ends at 65504, below 2^16; rescale before the "
         raise CheckFailed(f"{said}maximum lags so far behind", diagnosis="p-overflows", case=case)
     said += "what was summed under it, acc and l, has to be multiplied by exp(old - new) whenever the maximum that P "
