@@ -3,6 +3,10 @@
 Each change that the trials do not tell from the right text, and for which no reason stands in `equal`, is put to the
 exercise's check. What that accepts too is printed, as open: a hole in the check, or a text that is as right. With
 --check nothing is written; with --quick no check is asked; with --judge no change is run anew.
+
+With --survivors it is a table over all exercises, or over these, whatever their kind: how many changes their checks
+refuse, how many of the others are explained, and how many are open. (A change of a rule, a tensor function or a Triton
+kernel is explained by giving what the right one gives on all drawn inputs.) Nothing else is computed; minutes a kernel.
 """
 
 from __future__ import annotations
@@ -10,6 +14,8 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import defaultdict
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +27,7 @@ from lesson_answers import answers_of  # noqa: E402
 from flashlab.check import CheckFailed  # noqa: E402
 from flashlab.check.cuda_index import TRIALS, joined, parted  # noqa: E402
 from flashlab.exercises import registry  # noqa: E402
+from flashlab.exercises.rule import RULES  # noqa: E402
 
 
 def judged(id: str, text: str) -> str:
@@ -32,8 +39,44 @@ def judged(id: str, text: str) -> str:
     return ""
 
 
+def counted(id: str) -> tuple[int, int, list[str]]:
+    """Of an exercise's changes: how many there are, how many its check accepts, and those that nobody has explained."""
+    changes, accepted, silent = 0, 0, []
+    if id in TRIALS:
+        kept = TRIALS[id].kept
+        changes = len(kept["changes"]) + len(kept["same"])
+        accepted = sum(bool(TRIALS[id].why_equal(said)) or not verdict for said, verdict in kept["same"])
+        silent = [said for said, why in TRIALS[id].survivors(kept).items() if not why]
+    for it in (it for name, it in RULES.items() if name.split()[0] == id):
+        survivors = it.survivors()
+        changes += len(it.index.outcomes)
+        accepted += len(survivors)
+        silent += [said for said, told_by in survivors if told_by is not None]
+    return changes, accepted, silent
+
+
+def table(ids: Sequence[str]) -> int:
+    """Prints a line for each of these exercises of which changes are made, and the sums by phase."""
+    form = "{:>9} {:>9} {:>9} {:>9} {:>9} {:>7}".format
+    print(form("", "changes", "refused", "explained", "open", "seconds"))
+    phases: dict[str, list[float]] = defaultdict(lambda: [0, 0, 0, 0, 0])
+    for id in ids:
+        begin = time.monotonic()
+        changes, accepted, silent = counted(id)
+        if changes:
+            took = round(time.monotonic() - begin)
+            row = changes, changes - accepted, accepted - len(silent), len(silent), took
+            print(form(id, *row), *silent, sep="\n    ", flush=True)
+            phases[id.split(".")[0]] = [x + y for x, y in zip(phases[id.split(".")[0]], row, strict=True)]
+    for phase, row in phases.items():
+        print(form(f"phase {phase}", *row))
+    return sum(bool(row[3]) for row in phases.values())
+
+
 def main(arguments: list[str]) -> int:
-    registry.exercises()
+    exercises = registry.exercises()
+    if "--survivors" in arguments and not set(arguments) - {"--survivors", *exercises}:
+        return table([id for id in exercises if id in arguments or arguments == ["--survivors"]])
     unknown = [x for x in arguments if x not in (*TRIALS, "--check", "--quick", "--judge")]
     if unknown:
         print(__doc__, f"{unknown[0]} is none of {', '.join(TRIALS)} and no option", sep="\n", file=sys.stderr)

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from lesson_answers import answers_of
+from lesson_answers import answers_of, changed_texts, diagnosis
 
 from flashlab.check import CheckFailed, cuda_text
 from flashlab.check.changes import changes, edited
@@ -41,7 +41,7 @@ def test_what_was_run_ahead_is_in_sync(id):
     )
 
 
-@pytest.mark.parametrize("id", [id for id in TRIALS if id[0] in "678"])  # of the others not yet, one by one
+@pytest.mark.parametrize("id", TRIALS)
 def test_it_is_known_why_a_change_does_not_show(id):
     assert [said for said, why in TRIALS[id].survivors(TRIALS[id].kept).items() if not why] == []
 
@@ -67,8 +67,7 @@ def test_a_change_is_told(id):
     kept = {(x[0], x[1]) for x in it.kept["changes"] if x[2] and not any(isinstance(y, str) for y in x[3])}
     shown = [x for x in made if (x.slug, it._noted(x)) in kept]
     change = shown[len(shown) // 2]
-    with whole.changed(change):
-        told(id, *parted(whole.all_in_one([])))
+    told(id, *parted(it.answer(whole, change)))
 
 
 @pytest.mark.parametrize(
@@ -84,6 +83,29 @@ def test_a_change_is_told(id):
 def test_an_answer_in_other_words_is_told_why(old, new, words):
     assert find("6.1").run(ADD_BIAS)
     assert words in told("6.1", ADD_BIAS.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("id", "change", "slug"),
+    [
+        ("11.13", ("float x = m_i[r];", "float x = m_i[r] - 1;"), "wrong-with-a-large-scale"),
+        pytest.param("9.3", ("n < O_TILES", "n < S_TILES"), "head-dim-64-alone", marks=pytest.mark.long),
+        pytest.param("9.4", ("float m_i = -INFINITY", "float m_i = -1e30f"), "wrong-value", marks=pytest.mark.long),
+        pytest.param("11.7", ("pack<T>", "pack<__half>"), "fp16-alone", marks=pytest.mark.long),
+        pytest.param("11.8", ("n) * BLOCK_N", "n) * BLOCK_M"), "head-dim-128-alone", marks=pytest.mark.long),
+        pytest.param("11.12", ("(int)cudaGetLastError()", "(int)cudaGetLastError() / 2"), "error-not-returned",
+                     marks=pytest.mark.long),
+    ],
+)  # fmt: skip
+def test_what_another_scale_or_build_shows(id, change, slug):
+    assert diagnosis(id, *changed_texts(id, change)) == slug
+
+
+@pytest.mark.parametrize(
+    ("id", "change"), [("11.10", ("take_turn(int", "take_turn (int")), ("11.12", ("Problem* p,", "Problem *p,"))]
+)
+def test_a_space_more_is_as_right(id, change):
+    assert find(id).run(*changed_texts(id, change))
 
 
 def test_a_text_is_put_together_as_it_was():

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from flashlab.attention import reference
-from flashlab.check import CheckFailed, expect, verification, verify
+from flashlab.check import CheckFailed, expect, expect_close, verification, verify
 from flashlab.check.cases import Case
 from flashlab.check.diagnose import RIGHT_AS_WRITTEN
 from flashlab.check.mistakes import weights
@@ -204,6 +204,14 @@ def whole_kernel(answer: Any, name: str) -> Source:
     fits = forward is not None and len(forward.parameters) == 2 and takes_problem(forward) and forward.returns == "int"
     expect(fits, f"the text should define `{SIGNATURE}`", diagnosis="wrong-entry")
     return Source(text, name, 1, len(text.splitlines()))
+
+
+def expect_defined(text: str, *names: str) -> None:
+    """Raises CheckFailed where a function that the text was given with is gone."""
+    __tracebackhide__ = True
+    for name in names:
+        there = re.search(rf"\b{name}\s*\(", text)
+        expect(there, f"the text should still define `{name}`", diagnosis="wrong-entry")
 
 
 def expect_launched(report: Report) -> None:
@@ -697,7 +705,67 @@ def _examined(
     _expect_last_key(forward, head_dim, dtype)
     _expect_few_keys(forward, head_dim, dtype)
     _expect_moving_maxima(forward, head_dim, dtype)
+    _expect_any_scale(forward, head_dim, dtype)
     return Verdict(checked.cases + len(reports), reports[0].counters)
+
+
+def expect_variant(whole: Source, head_dim: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Raises CheckFailed where a kernel that is right as it was compiled, in float16, is not with these."""
+    __tracebackhide__ = True
+    q, (k, v) = normal(1, 2, 77, head_dim, seed=7), normal(2, 1, 2, 200, head_dim, seed=8)
+    q[..., 0], k[..., 0] = math.sqrt(head_dim), 0.0
+    q[..., ::2, 0], k[..., :100, 0] = -math.sqrt(head_dim), 12.0  # maxima move far, whatever the way
+    case = f"{spelled(dtype)}, head_dim={head_dim}, seq_q=77, seq_k=200, causal"
+
+    def compared(dtype: torch.dtype) -> None:
+        __tracebackhide__ = True
+        given, module = [x.to(dtype) for x in (q, k, v)], built(whole, check=False, head_dim=head_dim, dtype=dtype)
+        o, lse = ran(module, whole, case, lambda: module.forward(*given, causal=True, echo=False))
+        want, want_lse = reference.attention(*given, causal=True)
+        # Rounding of P and of the output, to 8 bits each.
+        expect_close(o, want, what="o", tol=2e-2, case=case)
+        expect_close(lse, want_lse, what="lse", tol=1e-4, case=case)
+
+    try:
+        compared(dtype)
+    except CheckFailed as failed:
+        raise of_a_variant(failed, head_dim, lambda: compared(torch.float16)) from None
+
+
+def expect_any_base(whole: Source) -> None:
+    """Raises CheckFailed where shared memory is addressed as if it began at 0, which on a GPU it does not."""
+    __tracebackhide__ = True
+    before = "\n__global__ void flashlab_before() { __shared__ volatile char first[1024]; first[threadIdx.x] = 0; }\n"
+    q, k, v = normal(3, 1, 1, 150, 64, seed=9).half()
+    try:
+        module = built(replace(whole, text=whole.text + before), check=False)
+        o, _ = ran(module, whole, None, lambda: module.forward(q, k, v, echo=False))
+        expect_close(o, reference.attention(q, k, v)[0], what="o", tol=4e-3)
+    except CheckFailed as failed:
+        said = "right where dynamic shared memory begins at address 0, and wrong where it does not, as on a GPU: "
+        said += f"smem_u32 says where it is; is each address made of that? ({failed})"
+        raise CheckFailed(said, diagnosis="shared-at-0", case="seq_q=seq_k=150") from None
+
+
+def of_a_variant(failed: CheckFailed, head_dim: int, in_fp16: Callable[[], Any]) -> CheckFailed:
+    """What fails in bf16 with this head_dim, and is right in fp16 with the other: which of the two is it?"""
+    case = failed.case or f"bfloat16, head_dim={head_dim}"
+    try:
+        in_fp16()
+    except CheckFailed as again:
+        if failed.diagnosis == "does-not-compile" and again.diagnosis != failed.diagnosis:
+            return failed
+        sentence = (
+            f"right with head_dim={192 - head_dim}, wrong with {head_dim}, in either dtype ({failed}): is there a "
+            f"number that should follow HEAD_DIM, {192 - head_dim}, or {24 - head_dim // 8} for HEAD_DIM / 8, or "
+            f"{12 - head_dim // 16} for HEAD_DIM / 16?"
+        )
+        return CheckFailed(sentence, diagnosis=f"head-dim-{192 - head_dim}-alone", case=case)
+    sentence = (
+        f"wrong in bfloat16, the same case is right in float16 ({failed}): is T used everywhere, as in pack<T>, or "
+        "__half somewhere?"
+    )
+    return CheckFailed(sentence, diagnosis="fp16-alone", case=case)
 
 
 WALKED = 330  # keys: several tiles of any size, and the last one is not full
@@ -740,6 +808,21 @@ def _expect_in_range(forward: Callable[..., Any], head_dim: int, dtype: torch.dt
     q = torch.full((1, 1, 16, head_dim), 5.0).to(dtype)  # scores of 200 and more, all the same
     if forward(q, q, q, causal=False, scale=None)[0].isfinite().all():
         _expect_moving_maxima(forward, head_dim, dtype)
+
+
+def _expect_any_scale(forward: Callable[..., Any], head_dim: int, dtype: torch.dtype) -> None:
+    """Raises CheckFailed where the same scores come of a large scale, and moving maxima are not followed.
+
+    A reference that changes by 1 from tile to tile spoils the next one there; with a scale of 1 / 8 it takes thousands
+    of keys.
+    """
+    __tracebackhide__ = True
+    try:
+        _expect_moving_maxima(forward, head_dim, dtype, scale=128.0)
+    except CheckFailed as failed:
+        said = "wrong where the scale is 128 and q is small, so that scores are as usual: does a maximum that does not "
+        said += f"move stay what it is, and is whatever it is compared with a score times the scale? ({failed})"
+        raise CheckFailed(said, diagnosis="wrong-with-a-large-scale", case=failed.case) from None
 
 
 def _rows_twice(
@@ -810,21 +893,25 @@ def _expect_few_keys(forward: Callable[..., Any], head_dim: int, dtype: torch.dt
         raise CheckFailed(said, diagnosis="masked-rows-nan", case=str(last)) from None
 
 
-def _expect_moving_maxima(forward: Callable[..., Any], head_dim: int, dtype: torch.dtype) -> None:
+def _expect_moving_maxima(
+    forward: Callable[..., Any], head_dim: int, dtype: torch.dtype, scale: float | None = None
+) -> None:
     """Raises CheckFailed where a maximum that moves by 2^9 to 2^20 from tile to tile is not followed.
 
     A head for each of the moves, upwards from the first keys to the last; and as many downwards.
     """
     __tracebackhide__ = True
-    moves = torch.tensor([*_MOVES, *(-x for x in _MOVES)], dtype=torch.float32) * math.log(2)
+    up = (*_MOVES, *[400] * bool(scale))  # by more than 1, before the scale
+    moves = torch.tensor([*up, *(-x for x in up)], dtype=torch.float32) * math.log(2)
     q = 0.05 * normal(1, len(moves), 16, head_dim)
     k, v = normal(2, 1, len(moves), 2 * _MOVED_AT, head_dim, seed=1)
     q[..., 0] = math.sqrt(head_dim)
     k[..., 0] = 0.0
     k[:, :, _MOVED_AT:, 0] = moves[:, None]
+    q /= math.sqrt(head_dim) * scale if scale else 1
     q, k, v = q.to(dtype), k.to(dtype), (v + 0.5).to(dtype)
-    o, lse = (x.cpu().double() for x in forward(q, k, v, causal=False, scale=None))
-    want_o, want_lse = (x.double() for x in reference.attention(q, k, v))
+    o, lse = (x.cpu().double() for x in forward(q, k, v, causal=False, scale=scale))
+    want_o, want_lse = (x.double() for x in reference.attention(q, k, v, scale=scale))
     # Twice the spacing of the dtype, for P and for O; wrong is wrong by much more here.
     off = ((o - want_o).abs().flatten(2).amax(2) > 8 * torch.finfo(dtype).eps + 1e-4) | ~o.isfinite().flatten(2).all(2)
     off |= ~((lse - want_lse).abs().amax(2) < 1e-2)
@@ -832,11 +919,11 @@ def _expect_moving_maxima(forward: Callable[..., Any], head_dim: int, dtype: tor
     if not wrong:
         return
     at = wrong[0]
-    move, way = _MOVES[at % len(_MOVES)], "the keys from 128 on" if at < len(_MOVES) else "the keys before 128"
+    move, way = up[at % len(up)], "the keys from 128 on" if at < len(up) else "the keys before 128"
     case = f"seq_q=16, seq_k={2 * _MOVED_AT}, the scores of {way} higher by {move:g} in powers of two"
     said = f"where a row's maximum rises by {move:g} (powers of two) from one tile to the next, o is "
     said += f"{o[0, at, 0, 0].item():.3g} instead of {want_o[0, at, 0, 0].item():.3g}: "
-    if all(_MOVES[i % len(_MOVES)] > 15 for i in wrong) and dtype == torch.float16:
+    if all(up[i % len(up)] > 15 for i in wrong) and dtype == torch.float16:
         said += f"P reaches 2^{move:g} under the old maximum, and fp16 ends at 65504, below 2^16; rescale before the "
         raise CheckFailed(f"{said}maximum lags so far behind", diagnosis="p-overflows", case=case)
     said += "what was summed under it, acc and l, has to be multiplied by exp(old - new) whenever the maximum that P "

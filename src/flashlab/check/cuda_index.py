@@ -44,6 +44,7 @@ _PLAIN = (
     "barrier-arguments",
 )  # fmt: skip
 # Findings that may come of another mistake: the outputs behind them are kept too.
+_EQUAL = {"<= -INFINITY`: it is `==`": "nothing is below -inf"}  # of every text
 _HAZARDS = ("race", "stage-overwritten", "read-before-wait", "uninitialised-shared", "never-waited")
 TRIALS: dict[str, Trials] = {}
 Seen = list[Any]  # for each input: a finding, or the sums of its outputs, behind a hazard that was found
@@ -146,7 +147,7 @@ class Trials:
         rows: mistakes that no single change makes. place: makes a whole file of an answer.
         notes: {piece of the right text: why it is there}, told with a change of it. most: changes, the likeliest.
         equal: {piece of what is said of a change: why it is as right}.
-        read: the statements of an answer, where it is not these alone.
+        read: the statements of an answer, where it is not these alone; unread: the answer of such statements.
     """
 
     id: str
@@ -161,6 +162,7 @@ class Trials:
     most: int = 250
     equal: Mapping[str, str] = field(default_factory=dict)
     read: Callable[[str], str] = str
+    unread: Callable[[str], str] = str
 
     def __post_init__(self) -> None:
         TRIALS[self.id] = self
@@ -237,6 +239,11 @@ class Trials:
         of = [text, str(self.region), *map(str, (*self.words.items(), *self.notes.items())), *said]
         return hashlib.sha256("\n".join(of).encode()).hexdigest()[:16]
 
+    def answer(self, whole: CudaText, *changes: Change) -> str:
+        """The text with these changes, as a learner would have it."""
+        with whole.changed(*changes):
+            return self.unread(whole.all_in_one([]))
+
     def _changes(self, text: str) -> tuple[CudaText, list[Change]]:
         whole = CudaText(self.read(text), self.region, self.words)
         made: dict[str, Change] = {whole.all_in_one([]): Change("", "", 0.0, ())}  # by the text that it makes
@@ -278,7 +285,7 @@ class Trials:
 
     def why_equal(self, said: str) -> str:
         """Why a change is as right, or nothing."""
-        return next((why for piece, why in self.equal.items() if piece in said), "")
+        return next((why for piece, why in {**_EQUAL, **self.equal}.items() if piece in said), "")
 
     def survivors(self, kept: Mapping[str, Any]) -> dict[str, str]:
         """{what is said of a change: why it does not show}; nothing where that is open: a hole in the check?"""
@@ -287,11 +294,12 @@ class Trials:
     def judge(self, text: str, kept: dict[str, Any], verdict: Callable[[str], str]) -> None:
         """Notes what the whole check says of the texts that these few inputs do not tell from the right one."""
         whole, made = self._changes(text)
-        texts = {}
+        texts: dict[str, list[str]] = {}  # the same may be said of several, one of which shows
         for change in made:
-            with whole.changed(change):
-                texts[change.said] = whole.all_in_one([])
-        kept["same"] = [(x, said if said or self.why_equal(x) else verdict(texts[x])) for x, said in kept["same"]]
+            texts.setdefault(change.said, []).append(self.answer(whole, change))
+        refused = verdict(self.answer(whole))
+        assert not refused, f"{self.id}: taken apart and put together, the right text is refused: {refused}"
+        kept["same"] = [(x, "" if self.why_equal(x) else min(map(verdict, texts[x]))) for x, _ in kept["same"]]
 
     def _noted(self, change: Change) -> str:
         """What is said of a change, and why that piece is there."""
@@ -307,7 +315,7 @@ class Trials:
         """One build of all the changes, and the numbers of those that do not compile."""
         refused: set[int] = set()
         while True:
-            text = PRELUDE + self.place(whole.all_in_one(made, refused))
+            text = PRELUDE + self.place(self.unread(whole.all_in_one(made, refused)))
             try:
                 return self.build(text), refused
             except CheckFailed as failed:

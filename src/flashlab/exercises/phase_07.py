@@ -24,9 +24,11 @@ from flashlab.check.cuda_answer import (
     built,
     examine,
     expect_set,
+    expect_variant,
     expect_wide,
     lines_of,
     normal,
+    of_a_variant,
     ran,
     region,
     replaced,
@@ -448,33 +450,13 @@ PV = Trials(
 )  # fmt: skip
 
 
-def _of_a_variant(failed: CheckFailed, in_fp16: Callable[[], Any]) -> CheckFailed:
-    """What fails in bf16 with head_dim = 128, and is right in fp16 with 64: which of the two is it?"""
-    case = failed.case or "bfloat16, head_dim=128"
-    try:
-        in_fp16()
-    except CheckFailed as again:
-        if failed.diagnosis == "does-not-compile" and again.diagnosis != failed.diagnosis:
-            return failed
-        sentence = (
-            f"right with head_dim=64, wrong with 128, in either dtype ({failed}): is there a number that should follow "
-            "HEAD_DIM, 64, or 8 for HEAD_DIM / 8, or 4 for HEAD_DIM / 16?"
-        )
-        return CheckFailed(sentence, diagnosis="head-dim-64-alone", case=case)
-    sentence = (
-        f"wrong in bfloat16, the same case is right in float16 ({failed}): is T used everywhere, mma_m16n8k16<T> and "
-        "pack<T>, or __half somewhere?"
-    )
-    return CheckFailed(sentence, diagnosis="fp16-alone", case=case)
-
-
 # ---- 7.7 ------------------------------------------------------------------------------------------------------------
 
 
 _OF_THE_MASK = dict.fromkeys(
     ("above `p.seq_k", "`-1` is missing", "`1` has the wrong sign", "before it is limited"),
     "no row that exists sees a key past the last one",
-) | {"__half": "the check runs bfloat16 too", "remainder by `16`": _LANES_16, "<= -INFINITY": "nothing is below -inf"}
+) | {"__half": "the check runs bfloat16 too", "remainder by `16`": _LANES_16}
 _SHAPES = ((1, 2, 1, 20, 40, True), (1, 1, 1, 16, 24, False), (1, 1, 1, 40, 20, True))
 _FALLS = forwards((1, 1, 1, 16, 80, False), dtype=torch.float16, fall=150)
 _RUNS = [*(forwards(x, dtype=torch.float16) for x in _SHAPES), _FALLS]
@@ -530,22 +512,7 @@ def loop_of_the_kernel(loop: str) -> str:
     verdict = examined(whole, LOOP)
     case = "heads=2, kv_heads=1, seq_q=200, seq_k=200, head_dim=64, float16, causal"
     expect(verdict.counters["mma"] > 0, f"{_RIGHT} there is no MMA in it: {_USE}", diagnosis="wrong-count", case=case)
-    q, k, v = normal(3, 1, 2, 77, 128, seed=7).bfloat16()
-    case = "bfloat16, head_dim=128, seq_q=seq_k=77, causal"
-
-    def compared(dtype: torch.dtype = torch.bfloat16) -> None:
-        __tracebackhide__ = True
-        given, module = [x.to(dtype) for x in (q, k, v)], built(whole, check=False, head_dim=128, dtype=dtype)
-        o, lse = ran(module, whole, case, lambda: module.forward(*given, causal=True, echo=False))
-        want, want_lse = reference.attention(*given, causal=True)
-        # Rounding of P and of the output, to 8 bits each.
-        expect_close(o, want, what="o", tol=2e-2, case=case)
-        expect_close(lse, want_lse, what="lse", tol=1e-4, case=case)
-
-    try:
-        compared()
-    except CheckFailed as failed:
-        raise _of_a_variant(failed, lambda: compared(torch.float16)) from None
+    expect_variant(whole, head_dim=128)
     return f"{verdict.cases + 1} cases right, nothing found by the emulator"
 
 
@@ -668,7 +635,7 @@ def whole_forward(kernel: str) -> str:
     try:
         cases += large()
     except CheckFailed as failed:
-        raise _of_a_variant(failed, lambda: large(torch.float16)) from None
+        raise of_a_variant(failed, 128, lambda: large(torch.float16)) from None
     for head_dim, dtype in ((64, torch.float16), (128, torch.bfloat16)):
         cases += 2
         share, causal, beside = _run_whole(whole, head_dim, dtype)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from flashlab.check import CheckFailed, expect
-from flashlab.check.cuda_answer import Source, built, ran, replaced, text_of
+from flashlab.check import CheckFailed
+from flashlab.check.cuda_answer import Source, built, expect_defined, ran, replaced, text_of
 from flashlab.check.lookup import Row
 from flashlab.cuda import CudaModule
 from flashlab.exercises import phase_11_ladder as _ladder  # noqa: F401  11.6 to 11.14
@@ -263,8 +263,7 @@ _SWIZZLES = ("no swizzle", "the 128-byte swizzle", "the 64-byte swizzle", "the 3
 )
 def _(descriptors: str) -> str:
     text = text_of(descriptors, "descriptors")
-    for name, *_ in _TILE_KINDS:
-        expect(f"{name}(" in text, f"the text should still define `{name}`", diagnosis="wrong-entry")
+    expect_defined(text, *(name for name, *_ in _TILE_KINDS))
     whole = replaced(_source("phase_11_tile"), "operands", text)
     module = built(whole, check=False)
     for which, (name, rows, columns, steps, n, *_) in enumerate(_TILE_KINDS):

@@ -20,12 +20,14 @@ import torch
 from flashlab.check import CheckFailed, expect
 from flashlab.check.cuda_answer import (
     PROBES,
-    SIGNATURE,
     VAGUE,
     Source,
     built,
     examine,
+    expect_any_base,
+    expect_defined,
     expect_launched,
+    expect_variant,
     probe,
     ran,
     replaced,
@@ -37,6 +39,7 @@ from flashlab.check.cuda_index import Outputs, Trials, explained, forwards, part
 from flashlab.check.lookup import Row
 from flashlab.check.poison import MarkedEmpty
 from flashlab.cuda import CudaModule
+from flashlab.exercises.phase_09_ladder import PAST_THE_LAST
 from flashlab.exercises.registry import exercise
 from flashlab.kernels import step
 from flashlab.simt.report import Event
@@ -172,6 +175,8 @@ EPILOGUE = Trials(
         Row("proxy-fence", "each thread that has stored has to fence by itself, after its last store",
             [("fence_proxy_async()", "if (first_thread) fence_proxy_async()")]),
     ],
+    equal={"in `n < SLAB / MMA_N`": "n goes up by two, to an even number",
+           "`BLOCK_N`": "where there are two slabs both are 128"},
 )  # fmt: skip
 
 
@@ -212,6 +217,7 @@ def last_mile(epilogue: str) -> str:
     with explained(lambda: _watched(_HEAD_DIM)(whole), EPILOGUE):
         # One block, which uses its buffer again
         verdict = examine(whole, head_dim=_HEAD_DIM, fast=False, probes=_SHORT, max_seq=150, sms=1)
+    expect_variant(whole, head_dim=64)
     sentence = "the result is right, but no O leaves by tma_store: the copy engine should do it"
     expect(verdict.counters["tma_stores"] > 0, sentence, diagnosis="no-tma-store", case=case)
     _expect_one_under_way(text, case)
@@ -262,6 +268,7 @@ _PACKED_P = "#pragma unroll\n        for (int i = 0; i < BLOCK_N / 4"
 ROOM = Trials(
     "11.7", _watched(), [traced(_halves(*_LONG))], region=True, tol=1e-3, most=170,
     place=lambda text: _overlapping(*parted(text)).text,
+    equal={"`slot * KV_BYTES` is one too large": "a descriptor leaves out the lowest four bits of an address"},
     rows=[
         Row("released-too-early", "K is given back before its product has been waited for",
             [(_GIVEN_K, ""), ("        wgmma_wait<FIRST", f"{_GIVEN_K}        wgmma_wait<FIRST")]),
@@ -328,6 +335,7 @@ def room_for_a_tile(scores: str, after_probabilities: str) -> str:
         diagnosis="no-overlap",
         case=case,
     )
+    expect_variant(whole, head_dim=128)
     return f"{verdict.cases} cases right, nothing found by the emulator"
 
 
@@ -366,6 +374,7 @@ PRODUCER = Trials(
         "stage": "the nth tile lies in stage n % STAGES", "kv_head": "tiles of K and V come from kv_head",
         "end - 1 - n": "the consumers take tile end - 1 first", "KV_BYTES": "a stage is KV_BYTES long",
     },
+    equal={"`warp <= WARPS`": "a warp below WARPS does not come there", "`end - 1": "n goes from 0 to end - 1"},
     rows=[
         Row("waits-for-itself", "the producer waits at `full`, for its own copies: where there is room for a tile, "
             "`empty` says", [(_OF_K, _OF_K.replace("empty", "full")), (_OF_V, _OF_V.replace("empty", "full"))]),
@@ -418,6 +427,7 @@ def producer_of_tiles(producer: str) -> str:
         sentence = "the result is right, but no tile comes by tma_load: the copy engine should bring them"
         expect(verdict.counters["tma_loads"] > 0, sentence, diagnosis="no-tma-load", case=case)
         _expect_early(_events(whole, _PRODUCED[0], _HEAD_DIM), case)
+    expect_variant(whole, head_dim=64)
     return f"{verdict.cases} cases right with {_STAGES} stages, and each tile is asked for as soon as there is room"
 
 
@@ -522,7 +532,7 @@ OWN_MAP = Trials(
 )
 def own_map(map_of_k: str) -> str:
     text = _filled_in(map_of_k, "map_of_k")
-    expect("map_of_k(" in text, "the text should still define `map_of_k`", diagnosis="wrong-entry")
+    expect_defined(text, "map_of_k")
     whole = _in_file(_MAP, "map", text)
     module, (batch, seq, heads) = _watched(HEAD_DIM=_PACKED_DIM)(whole), _PACKED
     case = f"batch={batch}, seq={seq}, heads={heads}"
@@ -574,6 +584,10 @@ OWN_TURNS = Trials(
         "2 * GROUP": "two consumers meet at a barrier: who waits, and who arrives",
         "consumer == CONSUMERS - 1": "consumer 0's last turn was passed on to consumer CONSUMERS - 1",
     },
+    equal={
+        "consumer <= 0": "consumers are 0 to CONSUMERS - 1", "consumer >=": "consumers are 0 to CONSUMERS - 1",
+        "it is negative": "it never is", "`CONSUMERS` is counted twice": "the remainder by CONSUMERS is the same",
+    },
     rows=[
         Row("forwards", "the turns go forwards: consumer c passes on to c + 1, and they go backwards", [
             (_TO, _TO.replace("consumer + CONSUMERS - 1", "consumer + 1"))]),
@@ -615,8 +629,7 @@ OWN_TURNS = Trials(
 )
 def turns_backwards(turns: str) -> str:
     text = _filled_in(turns, "turns")
-    for name in ("begin", "take_turn", "pass_turn", "end"):
-        expect(f"{name}(" in text, f"the text should still define `{name}`", diagnosis="wrong-entry")
+    expect_defined(text, "begin", "take_turn", "pass_turn", "end")
     whole = _in_file(TURNS, "turns", text)
     with explained(lambda: _watched(CONSUMERS=3)(whole), OWN_TURNS):
         for consumers in (2, 3):
@@ -720,8 +733,7 @@ def _place_named(m: re.Match[str]) -> str:
 )
 def hands_on(hand: str) -> str:
     text = _filled_in(hand, "hand")
-    for name in ("hand_on", "take"):
-        expect(f"{name}(" in text, f"the text should still define `{name}`", diagnosis="wrong-entry")
+    expect_defined(text, "hand_on", "take")
     whole = _in_file(PARTS, "hand", text)
     module = _watched()(whole)
     with explained(lambda: module, HAND):
@@ -756,6 +768,8 @@ def _expect_parts(module: CudaModule, whole: Source, parts: int, blocks: int) ->
 # ---- 11.12 ----------------------------------------------------------------------------------------------------------
 _BLOCK_M = 192  # of step 5 with HEAD_DIM 64
 _LAUNCHED = ((1, 1, 1, 400, 130, False), (1, 2, 1, 200, 200, True), (2, 1, 1, 260, 24, True))
+# Has a launch end as one does that asks for too much.
+_REFUSED = "".join(f"#define cuda{x}LastError() cudaErrorInvalidValue\n" for x in ("Get", "PeekAt"))
 _BLOCK = """// What a block does; `shared` is its dynamic shared memory.
 template <bool CAUSAL>
 __device__ __forceinline__ void flash_forward_block(const Problem& p, const CUtensorMap& q_map,
@@ -784,6 +798,8 @@ LAUNCH = Trials(
     "11.12", _watched(), [traced(_halves(2, 4, 1, 400, 40, False)), _halves(1, 2, 1, 200, 200, True)], tol=1e-3,
     place=lambda text: launchless() + text,
     notes={"ceil_div(p->seq_q, BLOCK_M)": "a block has BLOCK_M rows of one head of one batch"},
+    equal={"`cudaFuncSetAttribute(attend": "its value is not used"} | dict.fromkeys(
+        ("`cudaGetLastError()` has", "`cudaGetLastError()` is counted"), "any number but 0 is an error"),
     rows=[
         Row("no-attribute", "more than 48 KB of dynamic shared memory have to be asked for, by cudaFuncSetAttribute",
             [("    cudaFuncSetAttribute(attend, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES);\n", "")]),
@@ -823,10 +839,9 @@ LAUNCH = Trials(
     ],
 )
 def launch_of_a_kernel(launch: str) -> str:
-    text, before = _filled_in(launch, "launch"), launchless()
+    text, before = whole_kernel(_filled_in(launch, "launch"), "launch").text, launchless()
     lines = len(before.splitlines())
     whole = Source(before + text, "p11_5_consumers", lines + 1, lines + len(text.splitlines()))
-    expect(SIGNATURE in re.sub(r"\s+", " ", text), f"the text should define `{SIGNATURE}`", diagnosis="wrong-entry")
     aligned = re.findall(r"(?:__align__|alignas)\s*\(\s*(\d+)\s*\)", blank_comments(text))
     expect(
         not aligned or any(int(x) >= 1024 for x in aligned),
@@ -845,9 +860,12 @@ def launch_of_a_kernel(launch: str) -> str:
     story = _grid_story(whole)
     expect(story is None, f"the result is right, but {story}", diagnosis="wrong-grid", case="seq_q=200, heads=2")
     _expect_few_heads(whole)
+    try:
+        probe(built(replace(whole, text=before + _REFUSED + text), check=False), whole, _LAUNCHED[0])
+    except CheckFailed:
+        return f"{verdict.cases} cases right, nothing found by the emulator"
     said = "the result is right, but `forward` does not return cudaGetLastError(): nobody hears of a launch refused"
-    expect(re.search(r"\bcuda(Get|PeekAt)LastError\b", blank_comments(text)), said, diagnosis="error-not-returned")
-    return f"{verdict.cases} cases right, nothing found by the emulator"
+    raise CheckFailed(said, diagnosis="error-not-returned")
 
 
 def _expect_few_heads(whole: Source) -> None:
@@ -988,6 +1006,7 @@ def consumer_of_a_ring(loop: str) -> str:
             _expect_given_back(_events(whole, _SEVERAL, _HEAD_DIM), "seq_q=128, seq_k=330")
             raise
         _expect_given_back_early(_events(whole, _SEVERAL, _HEAD_DIM))
+    expect_variant(whole, head_dim=64)
     return f"{verdict.cases} cases right, nothing found by the emulator"
 
 
@@ -999,6 +1018,7 @@ _SLOW = "[&] { for (int late = 0; late < 50 && threadIdx.x / 128 == 1; late++) _
 HOPPER_KERNEL = Trials(
     "11.14", _watched(), [_halves(1, 2, 1, 130, 200, True), _halves(1, 1, 1, 40, 24, True)], tol=1e-3, most=120,
     words={x: x for x in ("diagonal", "tiles", "stage", "base", "correction", "last_key", "row", "kv_head")},
+    equal=PAST_THE_LAST,
 )  # fmt: skip
 
 
@@ -1048,6 +1068,7 @@ def hopper_kernel(my_kernel: str) -> str:
     _expect_to_wait_for_the_slow(whole)
     _expect_few_heads(whole)
     _expect_zeros(whole)
+    expect_any_base(whole)
     report = probe(built(whole, check=True), whole, _ALONE, timeline=2)
     expect_launched(report)
     _expect_as_step_5(report.counters, report.launches[0].events)

@@ -15,7 +15,7 @@ import torch
 
 from flashlab.attention import reference
 from flashlab.check import CheckFailed, expect, expect_close, running
-from flashlab.check.cuda_answer import Source, built, normal, ran, replaced, text_of
+from flashlab.check.cuda_answer import Source, built, expect_defined, normal, ran, replaced, text_of
 from flashlab.check.cuda_index import Outputs, Trials, all_found, explained, parted
 from flashlab.check.lookup import Row
 from flashlab.check.poison import MarkedEmpty
@@ -66,7 +66,7 @@ def _whole(text: str) -> Source:
 )
 def powers_of_two(exp2_polynomial: str) -> str:
     text = text_of(exp2_polynomial, "exp2_polynomial")
-    expect("exp2_polynomial(" in text, "the text should still define `exp2_polynomial`", diagnosis="wrong-entry")
+    expect_defined(text, "exp2_polynomial")
     _expect_by_hand(blank_comments(text))
     whole = _whole(text)
     _expect_powers(built(whole, check=True), whole)

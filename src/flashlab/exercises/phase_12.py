@@ -333,6 +333,11 @@ ARRIVE = Trials(
     "12.6", lambda text: built(text, check=True), [_twice], region=True, place=lambda text: _arriving(text).text,
     words={"before": "before"},
     notes={"splits - 1": "the last of `splits` warps sees splits - 1 before it", "lane == 0": "one lane counts"},
+    equal={
+        "`lane <= 0`": "no lane is below 0", ">= splits - 1": "no warp sees more", "it is negative": "it never is",
+        "where `before` is made": "lane 0 sets it, and no other is asked",
+        "comes too late, after `__syncwarp()`": "the lanes have waited for each other before the exchange, too",
+    },
     rows=[
         Row("no-fence", f"no fence stands between the parts and the count: {_SHOWN}",
             [(f"__threadfence();{' ' * 39}// and", "// and")]),
