@@ -202,6 +202,11 @@ class Link:
                 f"or has not answered within {self.timeout:g} s; what it said itself is the cause"
             ) from error
 
+    @property
+    def busy(self) -> bool:
+        """Whether something that it began to send was not waited for."""
+        return bool(self._pending) or any(link.busy for mesh in self._meshes.values() for link in mesh)
+
     def close(self) -> None:
         """Leave the group, so that the other ranks notice at once: what is still on its way holds its sockets too."""
         for works in self._pending:

@@ -3,11 +3,13 @@
     outputs = run(4, function, shards_of_q, shards_of_k)       # function(link, q, k) on each rank
 
 The threads talk by the same gloo as processes on CPUs would, over sockets of this machine. Eight ranks are there in a
-third of a second, because nobody imports torch again; the function may be defined in a notebook's cell.
+third of a second, because nobody imports torch again; the function may be defined in a notebook's cell. A group whose
+ranks all came to a good end serves the next run too.
 """
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -28,6 +30,34 @@ class RanksFailed(RuntimeError):
         super().__init__(f"rank {first} of {world} ended with {type(errors[first]).__name__}: {errors[first]}{others}")
 
 
+class _Groups:
+    """The connected groups of so many ranks: `whole` by rank, and those of some of them by (rank, name)."""
+
+    def __init__(self, world: int, timeout: float) -> None:
+        self.store, self.world, self.timeout = dist.HashStore(), world, timeout
+        self.known: dict[tuple[int, str], Any] = {}
+
+    def of(self, rank: int, name: str, place: int, size: int) -> Any:
+        if (rank, name) not in self.known:
+            options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._timeout = timedelta(seconds=self.timeout)
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+            store = dist.PrefixStore(name, self.store)
+            self.known[rank, name] = dist.ProcessGroupGloo(store, place, size, options)
+        return self.known[rank, name]
+
+    def link(self, rank: int, trace: list[Event] | None) -> Link:
+        def part(name: str, ranks: list[int]) -> Any:
+            return self.of(rank, name, ranks.index(rank), len(ranks))
+
+        return Link(self.of(rank, "all", rank, self.world), part, trace, self.timeout)
+
+
+_IDLE: dict[tuple[int, float], _Groups] = {}
+"""By world and timeout: groups that wait for the next run."""
+atexit.register(_IDLE.clear)  # while gloo's threads can still end
+
+
 def run(
     world: int, function: Callable[..., Any], *of_ranks: Sequence[Any], timeout: float = TIMEOUT,
     trace: list[Event] | None = None,
@@ -44,22 +74,14 @@ def run(
     for argument in of_ranks:
         if len(argument) != world:
             raise ValueError(f"there are {world} ranks, and an argument has {len(argument)} elements: one per rank")
-    store, results, errors = dist.HashStore(), [None] * world, dict[int, BaseException]()
+    results, errors = [None] * world, dict[int, BaseException]()
     links: list[Link | None] = [None] * world
     all_connected = threading.Barrier(world)
-
-    def connected(name: str, rank: int, size: int) -> Any:
-        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = timedelta(seconds=timeout)
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, options)
+    groups = _IDLE.pop((world, timeout), None) or _Groups(world, timeout)
 
     def work(rank: int) -> None:
         try:
-            link = Link(
-                connected("all", rank, world), lambda name, ranks: connected(name, ranks.index(rank), len(ranks)),
-                trace, timeout,
-            )  # fmt: skip
+            link = groups.link(rank, trace)
             links[rank] = link  # until all have ended: what it sent last may still be on its way
             all_connected.wait(timeout)  # gloo writes to stderr where a rank is gone before others have connected
             results[rank] = function(link, *(argument[rank] for argument in of_ranks))
@@ -82,4 +104,6 @@ def run(
         raise RanksFailed(dict(sorted(errors.items())), world) from next(
             (e for e in errors.values() if not isinstance(e, RankLost)), first
         )
+    if not any(link and link.busy for link in links):  # what nobody fetched would reach the next run
+        _IDLE[world, timeout] = groups
     return results
