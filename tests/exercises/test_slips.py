@@ -7,6 +7,16 @@ import torch
 from lesson_answers import changed, failure
 
 SLIPS = [
+    ("0.3", [("continue", "break")], "m and l: `break` stands where `continue` belongs."),
+    ("0.4", [("State(m, l, o)", "State(m, l, o / l.masked_fill(l == 0, 1.0)[..., None])")], "o is divided by l"),
+    ("0.5", [("torch.maximum(m, x.max())", "x.max()")], "exp overflowed"),
+    ("0.6", [("State(lse1, torch.ones_like(lse1), o1.to(lse1.dtype))", "State(*(x.to(o1.dtype) for x in (lse1, "
+      "torch.ones_like(lse1), o1)))"), ("State(lse2, torch.ones_like(lse2), o2.to(lse2.dtype))", "State(*(x.to("
+      "o2.dtype) for x in (lse2, torch.ones_like(lse2), o2)))"), ("return o.to(o1.dtype), lse",
+      "return o, lse.to(lse1.dtype)")], "the arithmetic is in the dtype of lse"),
+    ("2.8", [("K.chunk(splits), V.chunk(splits)", "K.split(splits), V.split(splits)")], "not as their length?"),
+    ("3.3", [("tl.exp(m - m_new) + tl.sum(tl.exp(x - m_new), axis=0)", "tl.exp2(m - m_new) + tl.sum(tl.exp2(x - "
+      "m_new), axis=0)"), ("tl.log(l)", "tl.log2(l)")], "`exp2` and `log2` stand where `exp` and `log` belong"),
     ("1.3", [("scores.amax(dim=-1, keepdim=True)", "scores.amax(dim=0, keepdim=True)")], "`amax` runs along dim=0"),
     ("4.9", [("m_i = tl.full([BLOCK_M], sink, tl.float32)", "m_i = tl.full([BLOCK_M], 0.0, tl.float32)")],
      "`sink` is taken for 0.0, whatever it is"),

@@ -230,12 +230,21 @@ class Index:
                 both = "; and ".join(self._told(parts[i], i, noted=False)[1] for i in wrong)
             if len(both) <= self.longest:
                 return told[wrong[0]][0], both
-        numbers = [i for i in told if not any(isinstance(x[i], str) for x in self.right)]
+        numbers = [i for i in told if not any(isinstance(x[i], str) for x in self.right) and self._some_finite(got, i)]
         for i in numbers if some else ():
             slug, said = told[i]
             others = [self.names[k] for k in wrong if k != i]
             return slug, f"{said}; {' and '.join(others)} {'is' if len(others) == 1 else 'are'} wrong too"
         return None
+
+    def _some_finite(self, got: Outcome, part: int) -> bool:
+        """Whether a wrong one of these values is a number at all: many changes have NaN in common."""
+        values = [torch.as_tensor(x[part]).flatten() for x in got if not isinstance(x, str)]
+        right = [torch.as_tensor(x[part]).flatten() for x in self.right if not isinstance(x, str)]
+        return any(
+            bool((~torch.isclose(x, y.to(x.dtype)) & x.isfinite()).any()) if x.shape == y.shape else True
+            for x, y in zip(values, right, strict=False)
+        )
 
     def _leaves(self, outcome: Outcome, got: Outcome, others: set[int]) -> bool:
         """Whether the other wrong results are then right, or as they are: else the causes contradict each other."""
