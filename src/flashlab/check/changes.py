@@ -687,7 +687,7 @@ def _of_operation(text: Text, node: ast.BinOp) -> Iterator[tuple[Any, ...]]:
         back = text.plain(right)
         if isinstance(op, ast.Sub):
             back = f"-({back})" if " + " in back or " - " in back else f"-{back}"
-        where = [f", in {w(node)}" if isinstance(side, ast.Name) and text.reads[side.id] > 1 else ""
+        where = [f", in {w(node)}" if text.reads[getattr(side, "id", "")] > 1 or isinstance(side, ast.Constant) else ""
                  for side in (left, right)]  # fmt: skip
         yield slug, f"{noun} `{back}` is missing{where[1]}", 0.9 + _weight(right), left, text.plain(right)
         alone = ast.UnaryOp(ast.USub(), right) if isinstance(op, ast.Sub) else right

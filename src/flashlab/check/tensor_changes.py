@@ -57,7 +57,7 @@ def of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any,
             other_way = ast.BitOr() if isinstance(both, ast.BitAnd) else ast.BitAnd()
             yield "wrong-operator", f"the conditions are joined by {'|&'[isinstance(other_way, ast.BitAnd)]}", 1.5, (
                 ast.BinOp(left, other_way, right))  # fmt: skip
-            yield "inverted", "1 and 0 are exchanged", 1.2, ast.UnaryOp(ast.Invert(), node)
+            yield "inverted", f"{w(node)} is asked the other way round", 1.2, ast.UnaryOp(ast.Invert(), node)
         case ast.UnaryOp(op=ast.USub(), operand=ast.Attribute(attr="inf")):
             for finite in (0.0, -1.0, -1e4, -1e5, -1e6, -1e9, -1e30, -3.4e38):
                 yield "finite-number", f"{finite:g} stands where -inf belongs", 1.4, ast.Constant(finite), id(node)

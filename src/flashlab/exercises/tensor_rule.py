@@ -284,7 +284,8 @@ class TensorRule(Rule):
             few = all(not isinstance(y[i], torch.Tensor) or y[i].dtype != torch.float64 or bool((a == b).all())
                       for (a, b), y in zip(pairs, self.index.right, strict=True))  # fmt: skip
             if few and all(_few_digits(a, b) for a, b in pairs if b.numel()):
-                why = self.notes.get("digits") or self.notes.get("dtype", "is something rounded, or cut off?")
+                noted = [self.notes[x] for x in ("digits", "tl.float32", "dtype") if x in self.notes]
+                why = noted[0] if noted else "is something rounded, or cut off?"
                 return "low-precision", f"{self.returns[i]} is right to a few digits only: {why}"
             for (a, b), y in zip(pairs, self.index.right, strict=True):
                 seen.compared_with.append((self.returns[i], a, b, allowed_error(y[i], self.tol)))
