@@ -140,6 +140,7 @@ def test_a_kernel_must_be_a_kernel():
     [
         ([("l_i * tl.exp(m_i - m_new) + ", "l_i + ")], {"l-not-rescaled"}),
         ([("tl.exp(s - m_i[:, None]) / l_i[:, None]", "tl.exp(s - m_i[:, None])")], {"not-normalised"}),
+        ([("        p = tl", "        s = tl.dot(q, k) * scale\n        p = tl")], {"m-starts-too-high"}),  # not masked
         ([("        m_i = m_new\n", "")], {"m-not-updated", "nan-everywhere"}),
     ],
 )

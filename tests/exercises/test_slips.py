@@ -20,6 +20,7 @@ SLIPS = [
     ("1.3", [("scores.amax(dim=-1, keepdim=True)", "scores.amax(dim=0, keepdim=True)")], "`amax` runs along dim=0"),
     ("4.9", [("m_i = tl.full([BLOCK_M], sink, tl.float32)", "m_i = tl.full([BLOCK_M], 0.0, tl.float32)")],
      "`sink` is taken for 0.0, whatever it is"),
+    ("4.7", [("capped(s, cap)", "s")], "`capped` is missing: "),
     ("10.4", [("statistics.median", "statistics.mean")], "`mean` stands where `median` belongs"),
     ("10.6", [("x1 * sin + x2 * cos", "x1 * cos + x2 * cos")], "`cos` stands where `sin` belongs, in `x1 * sin`"),
 ]  # fmt: skip

@@ -423,10 +423,6 @@ def changes(text: Text, values: Mapping[str, Sequence[Any]] | None = None, more:
             one = same[0]
             edits = tuple(edit for c in same for edit in c.edits)
             found.append(Change(one.slug, f"{one.said}, {where}", one.cost + 0.2, edits, about=one.about))
-    logs, exps = ([c for c in found if c.key[1:] == (name, f"{name}2")] for name in ("log", "exp"))
-    if logs and exps:
-        said = "`exp2` and `log2` stand where `exp` and `log` belong: the base is e"
-        found.append(Change("wrong-base", said, 1.7, tuple(edit for c in (*logs, *exps) for edit in c.edits)))
     return [*found, *_of_parameters(text, values or {})]
 
 
@@ -687,7 +683,7 @@ def _of_operation(text: Text, node: ast.BinOp) -> Iterator[tuple[Any, ...]]:
         back = text.plain(right)
         if isinstance(op, ast.Sub):
             back = f"-({back})" if " + " in back or " - " in back else f"-{back}"
-        where = [f", in {w(node)}" if text.reads[getattr(side, "id", "")] > 1 or isinstance(side, ast.Constant) else ""
+        where = [f", in {w(node)}" if isinstance(side, ast.Name) and text.reads[side.id] > 1 else ""
                  for side in (left, right)]  # fmt: skip
         yield slug, f"{noun} `{back}` is missing{where[1]}", 0.9 + _weight(right), left, text.plain(right)
         alone = ast.UnaryOp(ast.USub(), right) if isinstance(op, ast.Sub) else right
@@ -834,10 +830,6 @@ def _of_statements(text: Text) -> Iterator[Change]:
                 if ticks and not isinstance(line, (ast.For, ast.While)):
                     continue
                 slot = (holder, field, at)
-                for jump, here, there in ((ast.Continue, "continue", "break"), (ast.Break, "break", "continue")):
-                    if isinstance(line, jump):
-                        said = f"`{there}` stands where `{here}` belongs"
-                        yield Change("wrong-jump", said, 1.2, ((slot, ast.parse(there).body[0]),))
                 if isinstance(line, (ast.Assign, ast.AugAssign, ast.If, ast.Expr, ast.For)):
                     said = text.plain(line).splitlines()[0].rstrip(":")
                     what = "loop" if isinstance(line, ast.For) else "line"
