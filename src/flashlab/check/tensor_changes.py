@@ -61,7 +61,7 @@ def of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any,
         case ast.UnaryOp(op=ast.USub(), operand=ast.Attribute(attr="inf")):
             for finite in (0.0, -1.0, -1e4, -1e5, -1e6, -1e9, -1e30, -3.4e38):
                 yield "finite-number", f"{finite:g} stands where -inf belongs", 1.4, ast.Constant(finite), id(node)
-        case ast.Call(func=ast.Name(id=name), args=[first, _]) if name in text.globals and not isinstance(parent, ast.Expr):
+        case ast.Call(func=ast.Name(id=name), args=[first, _]) if name in text.globals and type(parent) is not ast.Expr:
             yield "function-missing", f"`{name}` is missing: {w(first)} is taken as it stands", 1.3, first, name
         case ast.Call(func=ast.Attribute(value=owner, attr=name)):
             yield from _of_method(text, node, owner, name)
