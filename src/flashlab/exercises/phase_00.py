@@ -463,7 +463,7 @@ tensor_rule(
         Row("added", "o: the outputs were added; each is already divided by its own sum, so they must be weighted",
             instead="(o1 + o2, torch.logaddexp(lse1, lse2))"),
         Row("weighted-by-lse", "o: the outputs are weighted by lse; the weight is exp(lse)",
-            instead="((o1 * lse1[..., None] + o2 * lse2[..., None]) / (lse1 + lse2)[..., None], "
+            instead="(((o1 * lse1[..., None] + o2 * lse2[..., None]) / (lse1 + lse2)[..., None]).to(o1.dtype), "
             "torch.logaddexp(lse1, lse2))"),
         Row("lse-added", "lse: the two lse were added; add their exponentials, then take the logarithm",
             [("return o.to(o1.dtype), lse", "return o, lse1 + lse2")]),
