@@ -45,7 +45,7 @@ def merge_by_finite_maximum(a, b):
 def from_scratch(o1, lse1, o2, lse2):
     lse = torch.logaddexp(lse1, lse2)
     w1, w2 = shifted_exp(lse1, lse), shifted_exp(lse2, lse)
-    return w1[..., None] * o1 + w2[..., None] * o2, lse
+    return (w1[..., None] * o1 + w2[..., None] * o2).to(o1.dtype), lse
 
 
 def recursive(states, merge, nothing):

@@ -140,6 +140,7 @@ def test_a_kernel_must_be_a_kernel():
     [
         ([("l_i * tl.exp(m_i - m_new) + ", "l_i + ")], {"l-not-rescaled"}),
         ([("tl.exp(s - m_i[:, None]) / l_i[:, None]", "tl.exp(s - m_i[:, None])")], {"not-normalised"}),
+        ([("        p = tl", "        s = tl.dot(q, k) * scale\n        p = tl")], {"m-starts-too-high"}),  # not masked
         ([("        m_i = m_new\n", "")], {"m-not-updated", "nan-everywhere"}),
     ],
 )
@@ -188,6 +189,14 @@ def test_a_load_without_mask_or_other_is_told(load, diagnosis, tensor):
 def test_a_second_load_is_no_slice():
     again = ("    x = tl.load(", "    again = tl.load(x_ptr)\n    x = tl.load(")
     assert rejected("1.6", solution("quarter_kernel", again)) == "loaded-again"
+    quarter = ("tl.arange(0, COLUMNS)[None, :])", "J * (COLUMNS // 4) + tl.arange(0, COLUMNS // 4)[None, :])")
+    halves = (
+        "left, right = tl.split(tl.permute(tl.reshape(x, [ROWS, 2, COLUMNS // 2]), (0, 2, 1)))",
+        "left, right = x, x",
+    )
+    quarters = ("first, second = tl.split(tl.permute(tl.reshape(half, [ROWS, 2, COLUMNS // 4]), (0, 2, 1)))",
+                "first, second = half, half")  # fmt: skip
+    assert rejected("1.6", solution("quarter_kernel", quarter, halves, quarters)) == "not-cut"
 
 
 @pytest.mark.slow

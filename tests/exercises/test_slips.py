@@ -7,9 +7,21 @@ import torch
 from lesson_answers import changed, failure
 
 SLIPS = [
+    ("0.3", [("continue", "break")], "m and l: `break` stands where `continue` belongs."),
+    ("0.4", [("State(m, l, o)", "State(m, l, o / l.masked_fill(l == 0, 1.0)[..., None])")], "o is divided by l"),
+    ("0.5", [("torch.maximum(m, x.max())", "x.max()")], "exp overflowed"),
+    ("0.6", [("State(lse1, torch.ones_like(lse1), o1.to(lse1.dtype))", "State(*(x.to(o1.dtype) for x in (lse1, "
+      "torch.ones_like(lse1), o1)))"), ("State(lse2, torch.ones_like(lse2), o2.to(lse2.dtype))", "State(*(x.to("
+      "o2.dtype) for x in (lse2, torch.ones_like(lse2), o2)))"), ("return o.to(o1.dtype), lse",
+      "return o, lse.to(lse1.dtype)")], "the arithmetic is in the dtype of lse"),
+    ("2.8", [("K.chunk(splits), V.chunk(splits)", "K.split(splits), V.split(splits)")], "not as their length?"),
+    ("3.3", [("tl.exp(m - m_new) + tl.sum(tl.exp(x - m_new), axis=0)", "tl.exp2(m - m_new) + tl.sum(tl.exp2(x - "
+      "m_new), axis=0)"), ("tl.log(l)", "tl.log2(l)")], "`exp2` and `log2` stand where `exp` and `log` belong"),
     ("1.3", [("scores.amax(dim=-1, keepdim=True)", "scores.amax(dim=0, keepdim=True)")], "`amax` runs along dim=0"),
     ("4.9", [("m_i = tl.full([BLOCK_M], sink, tl.float32)", "m_i = tl.full([BLOCK_M], 0.0, tl.float32)")],
      "`sink` is taken for 0.0, whatever it is"),
+    ("4.7", [("capped(s, cap)", "s")], "`capped` is missing: "),
+    ("10.4", [("statistics.median", "statistics.mean")], "`mean` stands where `median` belongs"),
     ("10.6", [("x1 * sin + x2 * cos", "x1 * cos + x2 * cos")], "`cos` stands where `sin` belongs, in `x1 * sin`"),
 ]  # fmt: skip
 
@@ -26,6 +38,18 @@ def test_one_maximum_for_a_tile_is_not_a_start_at_zero():
     """Rows past the end have scores of 0, which hold up the maximum of a tile as a start at 0 does."""
     one = ("m_i = tl.max(s, axis=1)", "m_i = tl.max(tl.max(s, axis=1), axis=0) + tl.zeros([BLOCK_M], tl.float32)")
     assert failure("1.4", *changed("1.4", one)).diagnosis == "one-maximum"
+
+
+MOVED = "            correction = torch.exp(m - top)\n            l, o, m = l * correction, o * correction, top\n"
+BY_CHANCE = [  # one result agrees with that of a change which does other things to the rest
+    ("0.8", MOVED, MOVED.replace("m - top", "-m.new_tensor(threshold)").replace(", top", ", m + threshold")),
+    ("10.7", "if not fitting:\n        return None", "if not fitting:\n        return BLOCK_M, 16"),
+]
+
+
+@pytest.mark.parametrize("id, old, new", BY_CHANCE, ids=[id for id, *_ in BY_CHANCE])
+def test_what_agrees_by_chance_is_no_cause(id, old, new):
+    assert failure(id, *changed(id, (old, new))).diagnosis == "wrong-value"
 
 
 def test_one_factor_in_all_cases_is_told_with_the_constant_that_it_is():

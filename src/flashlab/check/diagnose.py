@@ -352,8 +352,8 @@ def _explains(row: Mistake, size: Size, seen: Observation, lse_alone: bool = Fal
         return 2
     if close or lse_alone:
         return 0
-    # Where o is as predicted, lse may be computed in a way the row does not know; a right o proves nothing then.
-    return None if seen.o_ok else 1
+    # Where o is as predicted, lse may be computed in a way the row does not know; a right o, or NaN, proves nothing.
+    return 1 if not seen.o_ok and bool(seen.o[_wrong_rows(seen)].isfinite().any()) else None
 
 
 def _same(
@@ -413,7 +413,8 @@ def _contents(observations: Sequence[Observation], wrong: Sequence[Observation])
     if broken and all(_far_below_zero(s) for s in wrong) and not all(_far_below_zero(s) for s in observations):
         return (
             "m-starts-too-high",
-            "wrong where every score of a row is far below 0, right elsewhere: does m start at minus infinity?",
+            "wrong where every score of a row is far below 0, right elsewhere: does m start at minus infinity, and is "
+            "the padding masked in all scores that exp is taken of?",
             broken[0],
         )
     if broken:

@@ -254,7 +254,10 @@ class Index:
                 return told[wrong[0]][0], both
         numbers = [i for i in told if not any(isinstance(x[i], str) for x in self.right)]
         for i in numbers if some else ():
-            slug, said = told[i]
+            fitting = [x for x in parts[i] if self._spares(x[2], got, i)]
+            if not fitting:
+                continue
+            slug, said = self._told(fitting, i)
             others = [self.names[k] for k in wrong if k != i]
             return slug, f"{said}; {' and '.join(others)} {'is' if len(others) == 1 else 'are'} wrong too"
         return None
@@ -262,6 +265,21 @@ class Index:
     def _leaves(self, outcome: Outcome, got: Outcome, others: set[int]) -> bool:
         """Whether the other wrong results are then right, or as they are: else the causes contradict each other."""
         return all(any(self.same_outcome(outcome, x, i) for x in (got, self.right)) for i in others)
+
+    def _spares(self, outcome: Outcome, got: Outcome, part: int) -> bool:
+        """Whether all that is right in these values is right there too, and a wrong one of the part is a number.
+
+        Else it is by chance that they agree: many changes have NaN in common.
+        """
+        number = False
+        for x, y, right in zip(outcome, got, self.right, strict=True):
+            for i in range(len(self.names)) if not isinstance(y, str) else ():
+                well = self._same_values(y, right, i)
+                if well and (isinstance(x, str) or not self._same_values(x, right, i)):
+                    return False
+                lost = isinstance(y[i], (float, torch.Tensor)) and not torch.as_tensor(y[i]).isfinite().any()
+                number |= i == part and not well and not lost
+        return number
 
     def _may_be(self, found: Found, part: int) -> bool:
         """Whether it may be told of one result alone: a row, only if that is all it is about."""

@@ -57,10 +57,12 @@ def of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any,
             other_way = ast.BitOr() if isinstance(both, ast.BitAnd) else ast.BitAnd()
             yield "wrong-operator", f"the conditions are joined by {'|&'[isinstance(other_way, ast.BitAnd)]}", 1.5, (
                 ast.BinOp(left, other_way, right))  # fmt: skip
-            yield "inverted", "1 and 0 are exchanged", 1.2, ast.UnaryOp(ast.Invert(), node)
+            yield "inverted", f"{w(node)} is asked the other way round", 1.2, ast.UnaryOp(ast.Invert(), node)
         case ast.UnaryOp(op=ast.USub(), operand=ast.Attribute(attr="inf")):
             for finite in (0.0, -1.0, -1e4, -1e5, -1e6, -1e9, -1e30, -3.4e38):
                 yield "finite-number", f"{finite:g} stands where -inf belongs", 1.4, ast.Constant(finite), id(node)
+        case ast.Call(func=ast.Name(id=name), args=[first, _]) if name in text.globals and type(parent) is not ast.Expr:
+            yield "function-missing", f"`{name}` is missing: {w(first)} is taken as it stands", 1.3, first, name
         case ast.Call(func=ast.Attribute(value=owner, attr=name)):
             yield from _of_method(text, node, owner, name)
     if isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.MatMult) and not isinstance(node, ast.Attribute):
@@ -170,6 +172,20 @@ def _kind(value: Any) -> Any:
 def of_statements(text: Text) -> Iterator[Change]:
     """Where a loop begins and ends, what is done in every turn of it instead of once at the end, what is always 0."""
     yield from (Change(slug, said, cost, ((slot, _new(new)),)) for slug, said, cost, slot, new in of_lines(text))
+    of = {"exp": [], "log": []}  # type: dict[str, list[tuple[Slot, Any]]]
+    for node in ast.walk(text.tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in of:
+            new = _new(ast.Attribute(node.func.value, f"{node.func.attr}2", ast.Load()))
+            of[node.func.attr].append(((node, "func", None), new))
+    if all(of.values()):
+        said = "`exp2` and `log2` stand where `exp` and `log` belong: the base is e"
+        yield Change("wrong-base", said, 1.7, tuple(of["exp"] + of["log"]))
+    for slot in _places(text.tree):
+        line = getattr(slot[0], slot[1]) if slot[2] is None else getattr(slot[0], slot[1])[slot[2]]
+        for jump, here, there in ((ast.Continue, "continue", "break"), (ast.Break, "break", "continue")):
+            if isinstance(line, jump):
+                said = f"`{there}` stands where `{here}` belongs"
+                yield Change("wrong-jump", said, 1.2, ((slot, _new(ast.parse(there).body[0])),))
     sets = [t.id for n in ast.walk(text.tree) if isinstance(n, ast.Assign) for t in ast.walk(n.targets[0])
             if isinstance(t, ast.Name)]  # fmt: skip
     for line in ast.walk(text.tree):

@@ -370,6 +370,8 @@ def _expect_one_load(kernel: Any) -> None:
     for name in sorted(FORBIDDEN & set(called)):
         said = f"tl.{name} is not allowed here: use reshape, permute and split"
         raise CheckFailed(said, diagnosis=f"{name}-used")
+    sentence = "no tl.split is called: load the whole of x, and cut the quarter out of it"
+    expect("split" in called, sentence, diagnosis="not-cut")
     sentence = f"the kernel calls tl.load {called.count('load')} times; it should load x once, and cut what it loaded"
     expect(called.count("load") == 1, sentence, diagnosis="loaded-again")
 

@@ -166,7 +166,7 @@ def worth(attention, layers, faster):
 # ---- 10.3, 10.4: bug hunts on a simulated GPU -----------------------------------------------------------------------
 
 Program = tuple[str, "float | tuple[float, ...]", int, tuple[float, ...]]  # name, kernel_ms, kernels, first_calls_ms
-_GPU = SimulatedGpu()
+_GPU, _HICCUP = SimulatedGpu(), (*(0.02,) * 29, 20.0, *(0.02,) * 50_000)
 _OTHER_GPUS = (
     ("first-calls", {"warm": True}, "what first calls take longer is in the time: with programs whose first calls take "
      "no longer, your function gives the right times"),
@@ -221,7 +221,9 @@ def _on_other_gpus(answer: Callable[..., Any]) -> tuple[str, str] | None:
 
 def _programs(programs: Any, gpu: SimulatedGpu, warmup: int, rounds: int) -> str:
     of = [programs] if isinstance(programs[0], str) else programs
-    listed = [f"{count} kernels of {ms} ms" if count > 1 else f"a kernel of {ms} ms" for _, ms, count, _ in of]
+    of = [(f"{min(ms)} ms, {max(ms):g} ms in one call" if ms is _HICCUP else f"{ms} ms", count)
+          for _, ms, count, _ in of]  # fmt: skip
+    listed = [f"{count} kernels of {ms}" if count > 1 else f"a kernel of {ms}" for ms, count in of]
     other = f"; a launch of {gpu.launch_ms} ms" if gpu.launch_ms != LAUNCH_MS else ""
     return f"{', '.join(listed)}{other}; warmup={warmup}, rounds={rounds}"
 
@@ -313,7 +315,7 @@ def first_cost(runs, gpu, warmup=10, rounds=20):
         (("run", 0.01, 1, (50.0,)), _GPU, 5, 1), (("run", 2.0, 1, (200.0,)), _GPU, 5, 20),
         (("run", 0.05, 300, (50.0,)), _GPU, 2, 3), (("run", 0.4, 4, (100.0, 30.0)), _GPU, 4, 5),
         (("run", 0.001, 100, ()), _GPU, 3, 9), (("run", 0.02, 1, (200.0, 150.0, 100.0, 80.0)), _GPU, 4, 2),
-        (("run", 0.02, 1, (50.0,)), SimulatedGpu(launch_ms=0.009), 5, 20),
+        (("run", 0.02, 1, (50.0,)), SimulatedGpu(launch_ms=0.009), 5, 20), (("run", _HICCUP, 1, (50.0,)), _GPU, 5, 20),
     ],
     draw=lambda r: (_program(r), _GPU, r.randint(4, 9), r.randint(1, 9)),
     called=_timed,

@@ -271,13 +271,21 @@ class TensorRule(Rule):
     def _common(self, got: Sequence[Values], wrong: Sequence[int]) -> tuple[str, str] | None:
         """Few digits; or one factor, one difference or one value in every case."""
         seen = Symptoms()
+        for i in wrong[:1] if len(wrong) == 1 else ():
+            for k in range(len(self.returns)):
+                for way, done in ((torch.div, "divided"), (torch.mul, "multiplied")):
+                    if k != i and all(
+                        _is_made_so(way, x[i], y[i], y[k]) for x, y in zip(got, self.index.right, strict=True)
+                    ):
+                        return "wrong-factor", f"{self.returns[i]} is {done} by {self.returns[k]}: leave that out"
         for i in wrong:
             pairs = [[torch.as_tensor(z[i], dtype=torch.float64) for z in (x, y)]
                      for x, y in zip(got, self.index.right, strict=True)]  # fmt: skip
             few = all(not isinstance(y[i], torch.Tensor) or y[i].dtype != torch.float64 or bool((a == b).all())
                       for (a, b), y in zip(pairs, self.index.right, strict=True))  # fmt: skip
             if few and all(_few_digits(a, b) for a, b in pairs if b.numel()):
-                why = self.notes.get("digits") or self.notes.get("dtype", "is something rounded, or cut off?")
+                noted = [self.notes[x] for x in ("digits", "tl.float32", "dtype") if x in self.notes]
+                why = noted[0] if noted else "is something rounded, or cut off?"
                 return "low-precision", f"{self.returns[i]} is right to a few digits only: {why}"
             for (a, b), y in zip(pairs, self.index.right, strict=True):
                 seen.compared_with.append((self.returns[i], a, b, allowed_error(y[i], self.tol)))
@@ -306,6 +314,16 @@ def copied(x: Any, on_device: bool = False) -> Any:
     if isinstance(x, tuple) and hasattr(x, "_fields"):
         return type(x)(*(copied(y, on_device) for y in x))
     return [copied(y, on_device) for y in x] if isinstance(x, list) else x
+
+
+def _is_made_so(way: Callable[..., torch.Tensor], x: Any, of: Any, by: Any) -> bool:
+    """Whether x is `of` divided or multiplied by another result, wherever that is a number."""
+    x, of, by = (torch.as_tensor(z, dtype=torch.float64) for z in (x, of, by))
+    if x.shape != of.shape or of.shape[: by.ndim] != by.shape:
+        return False
+    want = way(of, by.reshape(*by.shape, *[1] * (of.ndim - by.ndim)))
+    some = want.isfinite()
+    return bool(torch.isclose(x[some], want[some], rtol=1e-5).all())
 
 
 def _ended(sentence: str) -> str:

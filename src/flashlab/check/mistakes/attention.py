@@ -310,6 +310,9 @@ ROWS: tuple[Mistake, ...] = (
     # The tail and the loop over keys.
     *_rows("tail-not-masked", f"{_RAGGED}the keys that fill up the last tile are not masked; their scores of 0 count "
            "in m and l", [(_TAIL, "pass")], sizes=PADDED),
+    *_rows("tail-not-masked", f"{_RAGGED}the keys that fill up the last tile count: what is added to their scores is a "
+           "small negative number, and has to be minus infinity",
+           *([(_TAIL, f"s = torch.where(j < N, s, s - {by})")] for by in (1, 10, 100)), sizes=PADDED),
     *_rows("tail-in-l", f"{_RAGGED}l counts the keys that fill up the last tile; mask the scores with minus infinity "
            "before P is summed", [(_L, _L + " + (j >= N).sum() * exp(-m_safe)")], sizes=PADDED),
     *_rows("read-past-the-end", f"NaN {_RAGGED[6:-2]}: what fills up the last tile of K or V is not 0; masked-out rows "
@@ -433,6 +436,7 @@ ROWS: tuple[Mistake, ...] = (
     *_rows("tf32", "nearly right: float32 inputs are multiplied in TF32, with ten bits; ask for full float32 products",
            *([(_S, f"s = tf32(q, {half}) @ tf32(k_j, {half}).mT * scale"), (_PV, values)] for half in (0x1000, 0)
              for values in (f"tf32(p, {half}) @ tf32(v_j, {half})", f"p @ tf32(v_j, {half})", _PV)),
+           [(_PV, "tf32(p, 0) @ tf32(v_j, 0)")],
            close=True, where=_float32),
 )  # fmt: skip
 
