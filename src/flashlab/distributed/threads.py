@@ -52,6 +52,11 @@ class _Groups:
 
         return Link(self.of(rank, "all", rank, self.world), part, trace, self.timeout)
 
+    def leave(self, rank: int) -> None:
+        """Forget a rank's groups: their sockets close, and the others know."""
+        for key in [key for key in self.known if key[0] == rank]:
+            del self.known[key]
+
 
 _IDLE: dict[tuple[int, float], _Groups] = {}
 """By world and timeout: groups that wait for the next run."""
@@ -87,6 +92,7 @@ def run(
             results[rank] = function(link, *(argument[rank] for argument in of_ranks))
         except BaseException as error:  # SystemExit too: a rank that leaves
             errors[rank] = error
+            groups.leave(rank)
             if (mine := links[rank]) is not None:
                 mine.close()
             else:
