@@ -261,3 +261,10 @@ def test_the_own_key_of_the_last_row_in_9_1():
 
     with pytest.raises(CheckFailed, match="end: `m_start` is one too small"):
         find("9.1").run(tiles)
+
+
+def test_no_cause_is_told_of_several_that_end_at_one_place():
+    """A guard left out reads past the end first where one that is one off does."""
+    with pytest.raises(CheckFailed) as caught:
+        check("7.6", *slipped("7.6", [("i < keys * D ? v_gmem[i] : T(0.f)", "v_gmem[i]")]))
+    assert caught.value.sentence.startswith("thread 0 of block 0 reads in line 10 of your code")

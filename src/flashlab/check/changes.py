@@ -50,7 +50,7 @@ _FUNCTIONS: Mapping[str, tuple[str, ...]] = {
     "log": ("log2", "log10"), "log2": ("log", "log10"), "log10": ("log",), "exp": ("exp2",), "exp2": ("exp",),
     "min": ("max",), "max": ("min",), "maximum": ("minimum",), "minimum": ("maximum",), "ceil": ("floor",),
     "floor": ("ceil",), "amax": ("amin", "sum"), "amin": ("amax",), "sum": ("mean", "amax"), "sqrt": (),
-    "abs": (), "tiny": ("max",), "median": ("mean",),
+    "abs": (), "tiny": ("max",), "median": ("mean",), "logaddexp": ("maximum",),
 }  # fmt: skip
 _SYMBOLS: Mapping[type, str] = {
     ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%", ast.Pow: "**",
@@ -625,9 +625,17 @@ def _rounded_up(node: ast.AST) -> tuple[ast.expr, ast.expr] | None:
     match node:
         case ast.Call(func=ast.Attribute(attr="ceil"), args=[ast.BinOp(left=a, op=ast.Div(), right=b)]):
             return a, b
-        case ast.UnaryOp(op=ast.USub(), operand=ast.BinOp(left=ast.UnaryOp(operand=a), op=ast.FloorDiv(), right=b)):
-            return a, b
+        case ast.UnaryOp(op=ast.USub(), operand=ast.BinOp(left=negative, op=ast.FloorDiv(), right=b)):
+            return (a, b) if (a := _positive(negative)) is not None else None
     return None
+
+
+def _positive(node: ast.expr) -> ast.expr | None:
+    """The a of -a, also where that is read as a product: -32 * n."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        left = _positive(node.left)
+        return ast.BinOp(left, node.op, node.right) if left is not None else None
+    return node.operand if isinstance(node, ast.UnaryOp) else None
 
 
 def _of_rounding_up(text: Text, a: ast.expr, b: ast.expr) -> Iterator[tuple[Any, ...]]:
@@ -720,6 +728,15 @@ def _of_operation(text: Text, node: ast.BinOp) -> Iterator[tuple[Any, ...]]:
         for way, said in (ways | {"round(a / b)": "is rounded to the nearest"}).items():
             yield "wrong-rounding", f"{w(node)} {said}", 1.4, _expr(way, a=left, b=right), way
     yield from _of_brackets(text, node)
+    match node:  # two terms, and two neighbouring axes of an address
+        case ast.BinOp(ast.BinOp(rest, ast.Add(), a), ast.Sub(), b) | ast.BinOp(
+            ast.BinOp(rest, ast.Sub(), b), ast.Add(), a
+        ):
+            both = ast.BinOp(a, ast.Sub(), b)
+            yield "term-missing", f"the term {w(both)} is missing", 1.1 + _weight(both), rest
+        case ast.BinOp(ast.BinOp(ast.BinOp(ast.BinOp(a, ast.Mult(), n), ast.Add(), b), ast.Mult(), c), ast.Add(), d):
+            said = f"{w(b)} changes faster than {w(d)}: it is the other way round"
+            yield "axes-exchanged", said, 1.3, _expr("(a * c + d) * n + b", a=a, n=n, b=b, c=c, d=d)
     if isinstance(op, (ast.FloorDiv, ast.Mod)) and isinstance(left, ast.BinOp) and isinstance(left.op, ast.FloorDiv):
         yield "division-missing", f"the division by {w(left.right)} is missing", 1.2, ast.BinOp(left.left, op, right)
 

@@ -1,7 +1,8 @@
 """Further changes of a right text, of what a loop or a state machine is made of (`flashlab.check.changes`).
 
-An element of a list left out or added, the first for the last of a list, one of several conditions left out, a bit
-operation left out, an assignment for an addition, a condition not asked or asked the other way round.
+An element of a list left out or added, an index for its entry, the first for the last of a list, one of several
+conditions left out, a bit operation left out, an assignment for an addition, a condition not asked or asked the other
+way round.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ def of_code(text: Any, node: ast.expr) -> Iterator[tuple[Any, ...]]:
             if ast.unparse(new) != ast.unparse(node):
                 said = f"`{text.plain(node.value)}[{at}]` stands where {w(node)} belongs"
                 yield "wrong-element", said, 1.1 + 0.2 * (at not in (0, -1)), new
+    if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and isinstance(node.slice, ast.BinOp):
+        yield "entry-missing", f"{w(node.slice)} itself stands where {w(node)} belongs", 1.3, node.slice
     if isinstance(node, (ast.ListComp, ast.GeneratorExp)) and node.generators[0].ifs:
         first = node.generators[0]
         left = [ast.comprehension(first.target, first.iter, [], 0), *node.generators[1:]]

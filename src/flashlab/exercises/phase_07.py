@@ -76,7 +76,6 @@ def _element(r: random.Random) -> tuple[int, int]:
         "2).",
     ],
     returns="lane, register, half",
-    whole=True,
     strict=True,
     inputs=_ELEMENTS,
     draw=_element,
@@ -107,7 +106,6 @@ def holder_of_b(row, column):
 @rule(
     "7.1",
     returns="lane, register",
-    whole=True,
     strict=True,
     inputs=_ELEMENTS,
     draw=_element,
@@ -150,7 +148,6 @@ def _lane(r: random.Random) -> tuple[int]:
         "K: (lane % 8 + lane // 16 * 8, lane // 8 % 2 * 8). V: (lane % 16, lane // 16 * 8), which are A's addresses.",
     ],
     returns="key, dimension",
-    whole=True,
     strict=True,
     inputs=[(lane,) for lane in range(32)],
     draw=_lane,
@@ -176,7 +173,6 @@ def k_address(lane):
 @rule(
     "7.2",
     returns="key, dimension",
-    whole=True,
     strict=True,
     inputs=[(lane,) for lane in range(32)],
     draw=_lane,

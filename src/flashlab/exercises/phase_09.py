@@ -59,7 +59,7 @@ def _block_of_queries(r: random.Random) -> tuple[int, ...]:
         "the first row's, rounded down; neither above what seq_k allows, nor below 0.",
     ],
     returns="end, full",
-    whole=True,
+    strict=True,
     inputs=[
         (m_start, block_m, block_n, seq_q, seq_k, causal)
         for seq_q, seq_k in (
@@ -138,7 +138,7 @@ def _kernel(r: random.Random) -> tuple[int, ...]:
     notes={
         "warps": "a block has threads // 32 warps", "1024": "each block takes 1024 bytes more for the system",
         "16384 // per_warp * 4": "an SM has four quarters", "4": "an SM has four quarters of 16384 registers",
-        "-32 * registers // 256": "a warp's registers are rounded up to a multiple of 256",
+        "-(-32 * registers // 256)": "a warp's registers are rounded up to a multiple of 256",
         "32": "a warp has 32 threads", "16384": "a warp takes its registers from one quarter",
         "warps_per_sm // warps": "an SM holds warps_per_sm warps",
     },
@@ -146,8 +146,6 @@ def _kernel(r: random.Random) -> tuple[int, ...]:
         Row("one-register-file", "registers: they are counted over the whole SM. A warp takes its registers from one "
             "quarter, 16384, so what is left over in the quarters makes no warp",
             [("16384 // per_warp * 4 // warps", "65536 // per_warp // warps")]),
-        Row("registers-rounded-down", "registers: a warp's registers are rounded up to a multiple of 256, and not down",
-            [("-(-32 * registers // 256) * 256", "max(256, 32 * registers // 256 * 256)")]),
         Row("by-threads", "registers: a block's are counted together and divided into 65536: they are handed out by "
             "warps, from quarters of 16384", [("16384 // per_warp * 4 // warps", "65536 // (registers * threads)")]),
         Row("whole-blocks-per-quarter", "registers: blocks are fitted into one quarter: a block's warps are spread "

@@ -249,7 +249,7 @@ def _some_block(r: random.Random) -> tuple[int, ...]:
         "portion's first head. head = first + place % share, m_block = m_blocks - 1 - place // share.",
     ],
     returns="head, m_block",
-    whole=True,
+    strict=True,
     inputs=_launch(3, 4, 2, 2) + _launch(4, 5, 1, 2) + _launch(2, 3, 3, 2) + _launch(5, 2, 2, 4) + _launch(1, 3, 2, 1),
     draw=_some_block,
     words={"together": "kv_together * group"},

@@ -107,7 +107,7 @@ _SEEN = random.Random(12)
         "to a multiple of page: -length % page rows are empty.",
     ],
     returns="offset, unused",
-    whole=True,
+    strict=True,
     inputs=[((5, 2, 9), 40, j, 1, 16, 2, 64) for j in (0, 15, 16, 17, 39)]
     + [((3,), 4, 3, 0, 4, 1, 8), ((3, 1), 5, 4, 2, 4, 3, 8), ((7, 6, 5), 3, 2, 1, 1, 2, 2)],
     draw=_paged,
@@ -117,9 +117,6 @@ _SEEN = random.Random(12)
         "-length": "what is missing to a whole number of pages",
     },
     rows=[
-        Row("heads-inside", "offset: the key heads stand side by side behind each key: in this layout each head has "
-            "its `page` rows in one piece",
-            [("(number * kv_heads + kv_head) * page + j % page", "(number * page + j % page) * kv_heads + kv_head")]),
         Row("reserved-table", "unused: the whole table is counted: entries behind the last page belong to nobody yet",
             [("-length % page", "len(table) * page - length")]),
     ],
@@ -276,13 +273,13 @@ def _packed(r: random.Random) -> tuple[int, ...]:
         "-(group * queries) % 16.",
     ],
     returns="head, query, seen, idle",
-    whole=True,
+    strict=True,
     inputs=[(r, 3, 4, 3, 20) for r in range(12)]
     + [(r, 1, 8, 1, 7) for r in (0, 5, 7)] + [(r, 0, 2, 4, 2) for r in range(8)]
     + [(0, 2, 1, 1, 0), (15, 1, 4, 4, 9), (16, 0, 17, 1, 9)],
     draw=_packed,
     notes={
-        "group": "a group has so many query heads for one key head", "queries": "the last query sees all keys",
+        "group": "a group has so many query heads for one key head", "seen: queries": "the last query sees all keys",
         "16": "an MMA has 16 rows", "query": "each query sees one key more than the one before it", "length": "keys",
     },
     rows=[

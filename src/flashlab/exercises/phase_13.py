@@ -33,7 +33,7 @@ def _row(r: random.Random) -> tuple[int, ...]:
         "position is piece * (n // 2) + row % (n // 2).",
     ],
     returns="zigzag, striped",
-    whole=True,
+    strict=True,
     inputs=[(row, rank, 4, 4) for row in range(4) for rank in range(4)] + [(0, 0, 2, 1), (1, 0, 2, 1), (5, 2, 8, 3)],
     draw=_row,
     words={"half": "n // 2", "piece": "the number of the piece"},
@@ -178,7 +178,7 @@ def _step(r: random.Random) -> tuple[int, ...]:
         "source = rank: all of both, causal.",
     ],
     returns="first_row, end_of_keys, causal",
-    whole=True,
+    strict=True,
     inputs=[(rank, source, 8, 4) for rank in range(4) for source in range(4)] + [(0, 0, 2, 1), (1, 0, 6, 2)],
     draw=_step,
     notes={
