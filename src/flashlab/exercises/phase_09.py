@@ -79,9 +79,6 @@ def _block_of_queries(r: random.Random) -> tuple[int, ...]:
     rows=[
         Row("full-is-end", "full is end: a tile of which the first row sees only a part needs the mask",
             [("return end, full", "return end, end")]),
-        Row("keys-without-end", "end: causal, it is not limited by the tiles that seq_k has",
-            [("max(0, min(end, -(-(m_start + block_m + diagonal) // block_n)))",
-              "max(0, -(-(m_start + block_m + diagonal) // block_n))")]),
         Row("ragged-tile-full", "full counts the last tile as whole where seq_k ends within it: seq_k // block_n is "
             "rounded down", [("full = -(-seq_k // block_n), seq_k // block_n", "full = (-(-seq_k // block_n),) * 2")]),
     ],
@@ -154,12 +151,6 @@ def _kernel(r: random.Random) -> tuple[int, ...]:
             "in two quarters holds a block of the next", [("* 4 // warps", "// -(-warps // 4)")]),
         Row("system-once", "shared memory: the 1024 bytes for the system are taken by each block, not once per SM",
             [("shared_per_sm // (shared_bytes + 1024)", "(shared_per_sm - 1024) // max(1, shared_bytes)")]),
-        Row("registers-ignored", "registers do not limit your number: the blocks share 65536 of them, in four quarters",
-            [("min(by_registers, by_shared,", "min(by_shared,")]),
-        Row("shared-ignored", "shared memory does not limit your number: shared_per_sm is shared by the blocks",
-            [("min(by_registers, by_shared,", "min(by_registers,")]),
-        Row("warps-ignored", "the warps do not limit your number: an SM holds warps_per_sm, a block has threads // 32",
-            [("by_shared, warps_per_sm // warps", "by_shared")]),
     ],
 )  # fmt: skip
 def blocks_per_sm(registers, shared_bytes, threads, shared_per_sm, warps_per_sm):

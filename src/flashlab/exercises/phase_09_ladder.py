@@ -259,8 +259,6 @@ def _some_block(r: random.Random) -> tuple[int, ...]:
         "heads": "the last portion may have fewer heads",
     },
     rows=[
-        Row("portion-not-short", "the last portion is taken to be as large as the others; it may have fewer heads",
-            [("min(together, heads - first)", "together")]),
         Row("short-first", "the order is turned around: the last rows see the most keys, so their blocks go first",
             [("m_blocks - 1 - place // share", "place // share")]),
         Row("head-by-head", "one head's blocks come one behind the other; the long ones of all heads go first",

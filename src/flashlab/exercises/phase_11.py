@@ -224,7 +224,6 @@ def waits(i, stages):
         Row("zeros-not-counted", "rows that do not exist are left out: the copy engine fills the whole box, with "
             "zeros there, and counts all of it", [("box_rows * head", "min(box_rows, rows_left) * head")]),
         Row("bits", "these are bits: expect_tx takes bytes", [("head_dim * 2", "head_dim * 16")]),
-        Row("floats", "an element has 2 bytes, and here it has 4", [("head_dim * 2", "head_dim * 4")]),
     ],
 )  # fmt: skip
 def tile_bytes(box_rows, head_dim, rows_left):

@@ -462,10 +462,6 @@ _FORKED = (("new", 0), *[("append", 0)] * 5, ("fork", 0), ("append", 1), ("appen
     rows=[
         Row("written-while-shared", "copied is always 0: a shared page that is part-filled would be written to, and "
             "the other sequence would read it", [("users[table[s][-1]] > 1", "False")]),
-        Row("fork-not-counted", "in_use: a fork adds no references to the pages that it shares: they look as if they "
-            "were the other sequence's alone", [("            users.update(table[s])\n", "")]),
-        Row("kept-by-nobody", "in_use: a page that was copied still has the reference of the sequence that has a copy "
-            "of its own now", [("                users[table[s][-1]] -= 1\n", "")]),
         Row("copied-at-once", "a fork takes pages at once: it shares all of them, and a page is copied when somebody "
             "appends to it", [("table.append(list(table[s]))", "table.append([next(fresh) for _ in table[s]])"),
                               ("users.update(table[s])", "users.update(table[-1])")]),
