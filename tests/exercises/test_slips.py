@@ -21,6 +21,8 @@ SLIPS = [
     ("12.2", [("(number * kv_heads + kv_head) * page + j % page", "(number * page + j % page) * kv_heads + kv_head")],
      "`kv_head` changes faster than `j % page`: it is the other way round"),
     ("12.3", [("torch.logsumexp(lses, 0)", "lses.exp().sum(0).log()")], "the exponentials are taken as they are"),
+    ("12.6", [("    if (lane == 0) {", "    {")], "where each of 4 warps counts once, the last sees 3"),
+    ("12.6", [("__shfl_sync(~0u, before, 0) == splits - 1", "before == splits - 1")], "never written: is `last`"),
     ("12.7", [("users.subtract(table[s])", "users.update(dict.fromkeys(table[s], -9))")],
      "operation 12, ('free', 0), it should be"),
     ("12.11", [("first = starts[b]", "first = starts[b + 1]")], "o: `b` is one too large"),

@@ -50,7 +50,7 @@ _FUNCTIONS: Mapping[str, tuple[str, ...]] = {
     "log": ("log2", "log10"), "log2": ("log", "log10"), "log10": ("log",), "exp": ("exp2",), "exp2": ("exp",),
     "min": ("max",), "max": ("min",), "maximum": ("minimum",), "minimum": ("maximum",), "ceil": ("floor",),
     "floor": ("ceil",), "amax": ("amin", "sum"), "amin": ("amax",), "sum": ("mean", "amax"), "sqrt": (),
-    "abs": (), "tiny": ("max",), "median": ("mean",), "logaddexp": ("maximum",),
+    "abs": (), "tiny": ("max",), "median": ("mean",), "logaddexp": ("maximum", "logaddexp2"),
 }  # fmt: skip
 _SYMBOLS: Mapping[type, str] = {
     ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%", ast.Pow: "**",

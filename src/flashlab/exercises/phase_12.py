@@ -20,6 +20,7 @@ from flashlab.check import CheckFailed, expect
 from flashlab.check.cuda_answer import Source, built, ran, replaced, text_of
 from flashlab.check.cuda_index import Trials, explained
 from flashlab.check.lookup import Row
+from flashlab.check.poison import mark_unwritten, unwritten
 from flashlab.cuda import CudaModule
 from flashlab.exercises.kernel_rule import empty, kernel_rule
 from flashlab.exercises.registry import exercise
@@ -383,6 +384,7 @@ def _expect_merged(module: CudaModule, whole: Source, rows: int, N: int, splits:
         case = f"rows={rows}, N={N}, splits={splits}, {launch} launch"
         for x in (o, *parts):
             x.fill_(math.nan)
+        mark_unwritten(o)
         ran(module, whole, case, functools.partial(module.launch, "run", *given, echo=False))
         untouched = int(o.isnan().unflatten(1, (2, 32)).all(2).any(1).sum())
         expect(
@@ -391,10 +393,11 @@ def _expect_merged(module: CudaModule, whole: Source, rows: int, N: int, splits:
             f"are {counters.tolist()} after it, and have to be 0 again",
             diagnosis="counter-not-reset", case=case,
         )  # fmt: skip
-        expect(
-            not untouched, f"nobody merges {untouched} of {rows} rows: of {splits} warps the last one to count sees "
-            f"{splits - 1}", diagnosis="nobody-is-last", case=case,
-        )  # fmt: skip
+        said = f"nobody merges {untouched} of {rows} rows: where each of {splits} warps counts once, the last sees "
+        expect(not untouched, f"{said}{splits - 1}", diagnosis="nobody-is-last", case=case)
+        blank = int(unwritten(o).sum())
+        said = f"{blank} of {o.numel()} elements of o are never written: is `last` true in every lane that merges?"
+        expect(not blank, said, diagnosis="last-in-one-lane", case=case)
         error = (o - torch.softmax(s, 1) @ v).abs()
         if not bool((error <= 1e-4).all()):
             raise CheckFailed(

@@ -137,7 +137,6 @@ _R = random.Random(13)
         Row("weight-for-share", "the share is exp(lse_part - lse): that is the part's weight over the state's, not "
             "over the sum of both", [("torch.sigmoid", "torch.exp")]),
         Row("last-left-out", "the last part is left out", [("zip(os[1:], lses[1:]", "zip(os[1:-1], lses[1:-1]")]),
-        Row("in-powers-of-2", "lse is summed in powers of 2: it is a natural logarithm", [("logaddexp", "logaddexp2")]),
         Row("weighted-by-the-last", "lse does not move along: the next part is weighed against all parts before it",
             [("lse = torch.logaddexp(lse, lse_part)", "lse = lse_part")]),
     ],
