@@ -50,7 +50,7 @@ _FUNCTIONS: Mapping[str, tuple[str, ...]] = {
     "log": ("log2", "log10"), "log2": ("log", "log10"), "log10": ("log",), "exp": ("exp2",), "exp2": ("exp",),
     "min": ("max",), "max": ("min",), "maximum": ("minimum",), "minimum": ("maximum",), "ceil": ("floor",),
     "floor": ("ceil",), "amax": ("amin", "sum"), "amin": ("amax",), "sum": ("mean", "amax"), "sqrt": (),
-    "abs": (), "tiny": ("max",), "median": ("mean",),
+    "abs": (), "tiny": ("max",), "median": ("mean",), "logaddexp": ("maximum", "logaddexp2"),
 }  # fmt: skip
 _SYMBOLS: Mapping[type, str] = {
     ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%", ast.Pow: "**",
@@ -517,7 +517,7 @@ def _of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any
             node.test, node.orelse, node.body)  # fmt: skip
         for branch in (node.body, node.orelse):
             said = f"it is {w(branch)} always" if root else f"{w(branch)} is taken always"
-            yield "always-one-branch", f"{said}: {w(node.test)} is not asked", 1.6, branch
+            yield "always-one-branch", f"{said}: {w(node.test)} is not asked", 1.3, branch
     if isinstance(node, ast.Call):
         alone = isinstance(parent, ast.Expr)  # its arguments are no statement
         yield from (x for x in _of_call(text, node) if not (alone and x[0] == "function-missing"))
@@ -625,9 +625,17 @@ def _rounded_up(node: ast.AST) -> tuple[ast.expr, ast.expr] | None:
     match node:
         case ast.Call(func=ast.Attribute(attr="ceil"), args=[ast.BinOp(left=a, op=ast.Div(), right=b)]):
             return a, b
-        case ast.UnaryOp(op=ast.USub(), operand=ast.BinOp(left=ast.UnaryOp(operand=a), op=ast.FloorDiv(), right=b)):
-            return a, b
+        case ast.UnaryOp(op=ast.USub(), operand=ast.BinOp(left=negative, op=ast.FloorDiv(), right=b)):
+            return (a, b) if (a := _positive(negative)) is not None else None
     return None
+
+
+def _positive(node: ast.expr) -> ast.expr | None:
+    """The a of -a, also where that is read as a product: -32 * n."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        left = _positive(node.left)
+        return ast.BinOp(left, node.op, node.right) if left is not None else None
+    return node.operand if isinstance(node, ast.UnaryOp) else None
 
 
 def _of_rounding_up(text: Text, a: ast.expr, b: ast.expr) -> Iterator[tuple[Any, ...]]:
@@ -720,6 +728,15 @@ def _of_operation(text: Text, node: ast.BinOp) -> Iterator[tuple[Any, ...]]:
         for way, said in (ways | {"round(a / b)": "is rounded to the nearest"}).items():
             yield "wrong-rounding", f"{w(node)} {said}", 1.4, _expr(way, a=left, b=right), way
     yield from _of_brackets(text, node)
+    match node:  # two terms, and two neighbouring axes of an address
+        case ast.BinOp(ast.BinOp(rest, ast.Add(), a), ast.Sub(), b) | ast.BinOp(
+            ast.BinOp(rest, ast.Sub(), b), ast.Add(), a
+        ):
+            both = ast.BinOp(a, ast.Sub(), b)
+            yield "term-missing", f"the term {w(both)} is missing", 1.1 + _weight(both), rest
+        case ast.BinOp(ast.BinOp(ast.BinOp(ast.BinOp(a, ast.Mult(), n), ast.Add(), b), ast.Mult(), c), ast.Add(), d):
+            said = f"{w(b)} changes faster than {w(d)}: it is the other way round"
+            yield "axes-exchanged", said, 1.3, _expr("(a * c + d) * n + b", a=a, n=n, b=b, c=c, d=d)
     if isinstance(op, (ast.FloorDiv, ast.Mod)) and isinstance(left, ast.BinOp) and isinstance(left.op, ast.FloorDiv):
         yield "division-missing", f"the division by {w(left.right)} is missing", 1.2, ast.BinOp(left.left, op, right)
 
@@ -754,6 +771,10 @@ def _of_brackets(text: Text, node: ast.BinOp) -> Iterator[tuple[Any, ...]]:
                 first, second = (other_side, others) if product is right else (others, other_side)
                 said = f"{w(factor)} multiplies {w(other_side)} as well"
                 yield "brackets-too-wide", said, 1.6, ast.BinOp(ast.BinOp(first, op, second), ast.Mult(), factor)
+                times = ast.BinOp(other_side, ast.Mult(), factor)
+                sides = (times, others) if product is right else (others, times)
+                said = f"{w(factor)} multiplies {w(other_side)}, and not {w(others)}"
+                yield "factor-elsewhere", said, 1.6, ast.BinOp(sides[0], op, sides[1])
 
 
 def _factors(node: ast.expr) -> list[ast.expr]:
@@ -769,6 +790,7 @@ def _product(factors: Sequence[ast.expr]) -> ast.expr:
 def _of_call(text: Text, node: ast.Call) -> Iterator[tuple[Any, ...]]:
     w = text.say
     name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    called = name if isinstance(node.func, ast.Attribute) else re.sub(r" < (.*) >$", r"<\1>", text.plain(node.func))
     behind = node.func.value if isinstance(node.func, ast.Attribute) else None  # x of x.sum(), and not tl of tl.sum(x)
     if behind is not None and re.fullmatch(r"\w*|(torch|math|tl)[.\w]*", ast.unparse(behind)):
         behind = None
@@ -787,23 +809,28 @@ def _of_call(text: Text, node: ast.Call) -> Iterator[tuple[Any, ...]]:
         for mixed, how in (("a + b", "added"), ("(a + b) / 2", "averaged")):
             said = f"{either} are {how} where one of them belongs"
             yield "sum-for-one", said, 1.9, _expr(mixed, a=node.args[0], b=node.args[1])
+    elif name in ("min", "max") and len(node.args) > 2:
+        for gone in node.args:
+            rest = [x for x in node.args if x is not gone]
+            yield "limit-missing", f"{w(gone)} does not count", 1.0, ast.Call(node.func, rest, []), text.plain(gone)
     elif len(node.args) == 1 and not node.keywords and behind is None:
-        yield "function-missing", f"`{name}` is missing: it is {w(node.args[0])} as it stands", 1.3, node.args[0], name
+        said = f"`{called}` is missing: it is {w(node.args[0])} as it stands"
+        yield "function-missing", said, 1.3, node.args[0], name
         inner = node.args[0]
         if isinstance(inner, ast.BinOp):
             moved = ast.BinOp(ast.Call(node.func, [inner.left], []), inner.op, inner.right)
             out = f"{_SYMBOLS[type(inner.op)]} {text.plain(inner.right)}"
-            said = f"`{out}` stands outside of `{name}`: it belongs inside the {name}"
+            said = f"`{out}` stands outside of `{called}`: it belongs inside the {called}"
             yield "outside-of-the-function", said, 1.5, moved
             both = ast.BinOp(ast.Call(node.func, [inner.left], []), inner.op, ast.Call(node.func, [inner.right], []))
-            yield "function-of-the-parts", f"`{name}` is taken of each part of {w(inner)}", 1.8, both
+            yield "function-of-the-parts", f"`{called}` is taken of each part of {w(inner)}", 1.8, both
     for other in _FUNCTIONS.get(name, ()):
         func = ast.Attribute(node.func.value, other, ast.Load()) if isinstance(node.func, ast.Attribute) else None
         new = ast.Call(func or ast.Name(other, ast.Load()), node.args, node.keywords)
         yield "wrong-function", f"`{other}` stands where `{name}` belongs", 1.5, new, name, other
     if len(node.args) == 2 and name not in ("min", "max", "maximum", "minimum"):
-        yield "arguments-exchanged", f"the arguments of `{name}` are exchanged", 1.9, ast.Call(
-            node.func, node.args[::-1], node.keywords)  # fmt: skip
+        yield "arguments-exchanged", f"the arguments of `{called}` are exchanged", 1.9, ast.Call(
+            node.func, node.args[::-1], node.keywords), name  # fmt: skip
     for i, keyword in enumerate(node.keywords):
         if keyword.arg == "other":
             continue  # of a load: what is undefined is told by itself

@@ -1,12 +1,15 @@
 """Further changes of a right text, of what a loop or a state machine is made of (`flashlab.check.changes`).
 
-An element of a list left out or added, the first for the last of a list, one of several conditions left out, a bit
-operation left out, an assignment for an addition, a condition not asked or asked the other way round.
+An element of a list left out or added, an index for its entry, the first for the last of a list, one of several
+conditions left out, a bit operation left out, an assignment for an addition, a condition not asked or asked the other
+way round.
 """
 
 from __future__ import annotations
 
 import ast
+import copy
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,6 +36,16 @@ def of_code(text: Any, node: ast.expr) -> Iterator[tuple[Any, ...]]:
             rest = node.values[:i] + node.values[i + 1 :]
             new = rest[0] if len(rest) == 1 else ast.BoolOp(node.op, rest)
             yield "condition-missing", f"{w(gone)} is not asked", 1.1, new, ast.unparse(gone)
+            turned_round = [*node.values[:i], ast.UnaryOp(ast.Not(), gone), *node.values[i + 1 :]]
+            said = f"{w(gone)} is asked the other way round"
+            yield "condition-inverted", said, 1.5, ast.BoolOp(node.op, turned_round), ast.unparse(gone)
+        names = dict.fromkeys(n.id for n in ast.walk(node) if isinstance(n, ast.Name) and n.id in text.params)
+        for a, b in itertools.combinations(names, 2):
+            new = copy.deepcopy(node)
+            for n in ast.walk(new):
+                if isinstance(n, ast.Name) and n.id in (a, b):
+                    n.id = b if n.id == a else a
+            yield "names-exchanged", f"`{a}` and `{b}` are exchanged, in {w(node)}", 1.7, new
     if isinstance(node, ast.Compare) and len(node.ops) == 1 and isinstance(node.comparators[0], (ast.Tuple, ast.List)):
         among = node.comparators[0]
         if isinstance(node.ops[0], ast.In) and all(isinstance(x, ast.Constant) for x in among.elts):
@@ -56,6 +69,8 @@ def of_code(text: Any, node: ast.expr) -> Iterator[tuple[Any, ...]]:
             if ast.unparse(new) != ast.unparse(node):
                 said = f"`{text.plain(node.value)}[{at}]` stands where {w(node)} belongs"
                 yield "wrong-element", said, 1.1 + 0.2 * (at not in (0, -1)), new
+    if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and isinstance(node.slice, ast.BinOp):
+        yield "entry-missing", f"{w(node.slice)} itself stands where {w(node)} belongs", 1.3, node.slice
     if isinstance(node, (ast.ListComp, ast.GeneratorExp)) and node.generators[0].ifs:
         first = node.generators[0]
         left = [ast.comprehension(first.target, first.iter, [], 0), *node.generators[1:]]
@@ -87,7 +102,7 @@ def of_lines(text: Any) -> Iterator[tuple[Any, ...]]:
                     yield "set-for-added", said, 1.4, slot, ast.Assign([line.target], line.value)
                 if isinstance(line, ast.If):
                     asked = text.say(line.test)
-                    yield "condition-missing", f"{asked} is not asked", 1.5, slot, ast.If(
+                    yield "condition-missing", f"{asked} is not asked", 1.0, slot, ast.If(
                         ast.Constant(True), line.body, [])  # fmt: skip
                     new = ast.If(ast.UnaryOp(ast.Not(), line.test), line.body, line.orelse)
                     yield "condition-inverted", f"{asked} is asked the other way round", 1.6, slot, new

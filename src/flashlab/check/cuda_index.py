@@ -195,8 +195,8 @@ class Trials:
 
     def explain(self, module: CudaModule) -> tuple[str, str] | None:
         """(slug, sentence) of the likeliest change that gives all of this, and of another one that is as likely."""
-        got = self.seen(module)
-        if self._same(self.kept.get("right", ()), [x[1:] if _hazard(x) else x for x in got]):
+        got, right = self.seen(module), self.kept.get("right", ())
+        if self._same(right, [x[1:] if _hazard(x) else x for x in got]):
             return None  # the values are right
         fitting = [x for x in self.kept["changes"] if self._same(x[3], got)]
         if not fitting:
@@ -204,6 +204,8 @@ class Trials:
         slug, said, cost, _ = fitting[0]
         if not cost:
             return slug, said
+        if fitting[1:] and all(isinstance(x, str) or self._alike(y, x) for x, y in zip(got, right, strict=False)):
+            return None  # several end at one place, in the runs that they end: the finding says more
         numbers = [x[1:] if _hazard(x) else x for x in got if not isinstance(x, str)]
         if numbers and not any(any(x[4::_KEPT]) for x in numbers):
             return None  # NaN or 0 everywhere, as of many changes

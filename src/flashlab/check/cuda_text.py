@@ -668,7 +668,8 @@ def _of_call(text: CudaText, node: ast.Call, called: str) -> Iterator[tuple[obje
         said, slug = f"`{name}<{instead}>` stands where `{name}<{inside}>` belongs", "off-by-one"
         if instead == "__half":
             said, slug = f"{said}: it is right in float16 alone", "fp16-alone"
-        yield slug, said, 1.2, ast.Call(ast.Name(text._other(f"{name} < {instead} >"), ast.Load()), args, []), instead
+        new = ast.Call(ast.Name(text._other(f"{name} < {instead} >"), ast.Load()), args, [])
+        yield slug, said, 1.2, new, name, instead
     for instead in _FUNCTIONS.get(called, ()):
         new = ast.Call(ast.Name(instead, ast.Load()), args, [])
         yield "wrong-function", f"`{instead}` stands where `{called}` belongs", 1.5, new, called, instead

@@ -98,10 +98,12 @@ def _calls() -> Iterator[Counter[str]]:
 
 
 def outcome_of(error: BaseException) -> str:
-    """An exception as the result of a call: its name; of a stray address all that it says."""
+    """An exception as the result of a call: its name; of a stray address and of torch, whose one exception stands for
+    all shapes that do not fit, all that it says.
+    """
     if isinstance(error, UnboundLocalError):
         return NameError.__name__  # a line is missing, here or there
-    return str(error) if type(error).__name__ == "OutOfBounds" else type(error).__name__
+    return str(error) if type(error) is RuntimeError or type(error).__name__ == "OutOfBounds" else type(error).__name__
 
 
 class Later(Sequence[Any]):

@@ -96,6 +96,10 @@ def _of_method(text: Text, node: ast.Call, owner: ast.expr, name: str) -> Iterat
     if not of_module and isinstance(owner, ast.Name):
         what = "is not converted" if name in _CASTS else "is taken as it stands"
         yield "function-missing", f"`.{name}` is missing: {w(owner)} {what}", 1.3, owner, name
+    unshifted = "the exponentials are taken as they are, in {}, and overflow, or are all 0: the maximum comes off first"
+    if name == "logaddexp":
+        new = _expr("torch.log(torch.exp(a) + torch.exp(b))", a=node.args[0], b=node.args[1])
+        yield "overflows", unshifted.format(w(node)), 1.2, new
     tensor = owner if not of_module else node.args[0] if node.args else None
     if tensor is None or name not in _REDUCTIONS:
         return
@@ -112,6 +116,8 @@ def _of_method(text: Text, node: ast.Call, owner: ast.expr, name: str) -> Iterat
     else:
         parts = "torch.exp(x).sum(d)", "without the logarithm"
         yield "function-missing", f"{w(node)} is {parts[1]}", 1.8, _expr(parts[0], x=tensor, d=options[0])
+        new = _expr(f"torch.log({parts[0]})", x=tensor, d=options[0])
+        yield "overflows", unshifted.format(w(node)), 1.2, new
     if name == "sum":
         new = copy.copy(node)
         swap = _expr("abs(x)", x=tensor)

@@ -88,7 +88,7 @@ def _checked(exercise: registry.Exercise, answers: tuple[Any, ...]) -> Passed:
             warnings.ask(passed=False)
         also += f". The compiler warns: {'; '.join(warnings[:_WARNINGS])}" if warnings else ""
         raise CheckFailed(
-            failed.sentence + also,
+            (failed.sentence + also).replace("?. ", "? "),
             diagnosis=failed.diagnosis,
             case=case,
         ).with_traceback(None) from failed.__cause__

@@ -95,8 +95,6 @@ ADD_BIAS = Trials(
     rows=[
         Row("another-element", f"row and column are exchanged: x runs along a row, so the column is {_COL}",
             [(f"col = {_COL}, row = {_ROW}", f"row = {_COL}, col = {_ROW}")]),
-        Row("wrong-guard", "the two limits are exchanged: a row is below rows, a column below cols",
-            [("row >= rows || col >= cols", "row >= cols || col >= rows")]),
         Row("by-columns", _BY_COLUMNS.format("x and y"),
             [("y[row * cols + col] = x[row * cols + col]", "y[col * rows + row] = x[col * rows + row]")]),
         Row("by-columns", _BY_COLUMNS.format("x"), [("x[row * cols + col]", "x[col * rows + row]")]),
@@ -145,7 +143,7 @@ def fractions(block_sum: str) -> str:
         for blocks in (1, 3):
             x, case = 1 + normal(blocks, 128, seed=blocks).abs(), f"blocks={blocks}"
             c = expect_results(answer, [x, None, blocks], {"y = x / sum": x / x.sum(1, keepdim=True)}, case, tol=1e-5)
-            tree = not c["shared_atomics"] + c["global_atomics"] and c["shared_loads"] < 60 * blocks
+            tree = not c["shared_atomics"] + c["global_atomics"] and c["shared_loads"] < 40 * blocks
             said = "right, but the tree is gone: half of the threads that are left should add, in each round, with a "
             said += "barrier after it, and nothing is added by atomics"
             expect(tree, said, diagnosis="no-tree", case=case)

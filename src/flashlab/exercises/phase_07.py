@@ -78,7 +78,6 @@ def _element(r: random.Random) -> tuple[int, int]:
         "2).",
     ],
     returns="lane, register, half",
-    whole=True,
     strict=True,
     inputs=_ELEMENTS,
     draw=_element,
@@ -109,7 +108,6 @@ def holder_of_b(row, column):
 @rule(
     "7.1",
     returns="lane, register",
-    whole=True,
     strict=True,
     inputs=_ELEMENTS,
     draw=_element,
@@ -119,8 +117,6 @@ def holder_of_b(row, column):
         "column // 2": "c0 and c1 are neighbours of one row",
     },
     rows=[
-        Row("c1-and-c2-exchanged", "c1 and c2 are exchanged: c0 and c1 are neighbours of one row, c2 and c3 lie 8 rows "
-            "below them", [("2 * (row // 8) + column % 2", "row // 8 + 2 * (column % 2)")]),
         Row("g-and-t-exchanged", _LANE, [("4 * (row % 8) + column // 2", "8 * (column // 2) + row % 8")]),
         Row("columns-apart", "a lane holds columns four apart: c0 and c1 are neighbours of one row",
             [("column // 2, 2 * (row // 8) + column % 2", "column % 4, 2 * (row // 8) + column // 4")]),
@@ -152,7 +148,6 @@ def _lane(r: random.Random) -> tuple[int]:
         "K: (lane % 8 + lane // 16 * 8, lane // 8 % 2 * 8). V: (lane % 16, lane // 16 * 8), which are A's addresses.",
     ],
     returns="key, dimension",
-    whole=True,
     strict=True,
     inputs=[(lane,) for lane in range(32)],
     draw=_lane,
@@ -178,7 +173,6 @@ def k_address(lane):
 @rule(
     "7.2",
     returns="key, dimension",
-    whole=True,
     strict=True,
     inputs=[(lane,) for lane in range(32)],
     draw=_lane,
@@ -373,6 +367,17 @@ SECOND_PRODUCT = Trials(
     "7.5", _with(), [calls("run", normal(16, 16).abs(), _brief(16, 8), None, out=(16, 8))],
     words={x: x for x in ("lane", "g", "t", "c", "d")},
     equal=_COPIES,
+    rows=[
+        Row("halves-exchanged", "the two numbers of each register are exchanged: it is pack<T>(low, high), and column "
+            "2t is the low one", [(f"pack<T>({x}[{i}], {x}[{i + 1}])", f"pack<T>({x}[{i + 1}], {x}[{i}])")
+                                  for x in "cd" for i in (0, 2)]),
+        Row("interleaved", "each register has a number of c and one of d: its two are neighbours of a row, c[0] and "
+            "c[1]", [(f"pack<T>({a})", f"pack<T>({b})") for a, b in (
+                ("c[0], c[1]", "c[0], d[0]"), ("c[2], c[3]", "c[1], d[1]"), ("d[0], d[1]", "c[2], d[2]"),
+                ("d[2], d[3]", "c[3], d[3]"))]),
+        Row("one-tile-twice", "columns 8 to 15 are columns 0 to 7 again: they are in d",
+            [("pack<T>(d[0], d[1])", "pack<T>(c[0], c[1])"), ("pack<T>(d[2], d[3])", "pack<T>(c[2], c[3])")]),
+    ],
 )  # fmt: skip
 
 

@@ -60,7 +60,7 @@ def _block_of_queries(r: random.Random) -> tuple[int, ...]:
         "the first row's, rounded down; neither above what seq_k allows, nor below 0.",
     ],
     returns="end, full",
-    whole=True,
+    strict=True,
     inputs=[
         (m_start, block_m, block_n, seq_q, seq_k, causal)
         for seq_q, seq_k in (
@@ -80,9 +80,6 @@ def _block_of_queries(r: random.Random) -> tuple[int, ...]:
     rows=[
         Row("full-is-end", "full is end: a tile of which the first row sees only a part needs the mask",
             [("return end, full", "return end, end")]),
-        Row("keys-without-end", "end: causal, it is not limited by the tiles that seq_k has",
-            [("max(0, min(end, -(-(m_start + block_m + diagonal) // block_n)))",
-              "max(0, -(-(m_start + block_m + diagonal) // block_n))")]),
         Row("ragged-tile-full", "full counts the last tile as whole where seq_k ends within it: seq_k // block_n is "
             "rounded down", [("full = -(-seq_k // block_n), seq_k // block_n", "full = (-(-seq_k // block_n),) * 2")]),
     ],
@@ -139,7 +136,7 @@ def _kernel(r: random.Random) -> tuple[int, ...]:
     notes={
         "warps": "a block has threads // 32 warps", "1024": "each block takes 1024 bytes more for the system",
         "16384 // per_warp * 4": "an SM has four quarters", "4": "an SM has four quarters of 16384 registers",
-        "-32 * registers // 256": "a warp's registers are rounded up to a multiple of 256",
+        "-(-32 * registers // 256)": "a warp's registers are rounded up to a multiple of 256",
         "32": "a warp has 32 threads", "16384": "a warp takes its registers from one quarter",
         "warps_per_sm // warps": "an SM holds warps_per_sm warps",
     },
@@ -147,8 +144,6 @@ def _kernel(r: random.Random) -> tuple[int, ...]:
         Row("one-register-file", "registers: they are counted over the whole SM. A warp takes its registers from one "
             "quarter, 16384, so what is left over in the quarters makes no warp",
             [("16384 // per_warp * 4 // warps", "65536 // per_warp // warps")]),
-        Row("registers-rounded-down", "registers: a warp's registers are rounded up to a multiple of 256, and not down",
-            [("-(-32 * registers // 256) * 256", "max(256, 32 * registers // 256 * 256)")]),
         Row("by-threads", "registers: a block's are counted together and divided into 65536: they are handed out by "
             "warps, from quarters of 16384", [("16384 // per_warp * 4 // warps", "65536 // (registers * threads)")]),
         Row("whole-blocks-per-quarter", "registers: blocks are fitted into one quarter: a block's warps are spread "
@@ -157,12 +152,6 @@ def _kernel(r: random.Random) -> tuple[int, ...]:
             "in two quarters holds a block of the next", [("* 4 // warps", "// -(-warps // 4)")]),
         Row("system-once", "shared memory: the 1024 bytes for the system are taken by each block, not once per SM",
             [("shared_per_sm // (shared_bytes + 1024)", "(shared_per_sm - 1024) // max(1, shared_bytes)")]),
-        Row("registers-ignored", "registers do not limit your number: the blocks share 65536 of them, in four quarters",
-            [("min(by_registers, by_shared,", "min(by_shared,")]),
-        Row("shared-ignored", "shared memory does not limit your number: shared_per_sm is shared by the blocks",
-            [("min(by_registers, by_shared,", "min(by_registers,")]),
-        Row("warps-ignored", "the warps do not limit your number: an SM holds warps_per_sm, a block has threads // 32",
-            [("by_shared, warps_per_sm // warps", "by_shared")]),
     ],
 )  # fmt: skip
 def blocks_per_sm(registers, shared_bytes, threads, shared_per_sm, warps_per_sm):

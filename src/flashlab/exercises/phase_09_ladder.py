@@ -261,7 +261,7 @@ def _some_block(r: random.Random) -> tuple[int, ...]:
         "portion's first head. head = first + place % share, m_block = m_blocks - 1 - place // share.",
     ],
     returns="head, m_block",
-    whole=True,
+    strict=True,
     inputs=_launch(3, 4, 2, 2) + _launch(4, 5, 1, 2) + _launch(2, 3, 3, 2) + _launch(5, 2, 2, 4) + _launch(1, 3, 2, 1),
     draw=_some_block,
     words={"together": "kv_together * group"},
@@ -271,8 +271,6 @@ def _some_block(r: random.Random) -> tuple[int, ...]:
         "heads": "the last portion may have fewer heads",
     },
     rows=[
-        Row("portion-not-short", "the last portion is taken to be as large as the others; it may have fewer heads",
-            [("min(together, heads - first)", "together")]),
         Row("short-first", "the order is turned around: the last rows see the most keys, so their blocks go first",
             [("m_blocks - 1 - place // share", "place // share")]),
         Row("head-by-head", "one head's blocks come one behind the other; the long ones of all heads go first",

@@ -180,7 +180,6 @@ _PRODUCERS = "(use - 1) % 2"
         "An element has 2 bytes; all slabs of a row belong to the tile.",
     ],
     returns="stage, consumer's parity, producer's parity",
-    whole=True,
     strict=True,
     inputs=[(i, stages) for stages in (1, 2, 3, 4, 5) for i in range(13)],
     draw=lambda r: (r.randint(0, 60), r.randint(1, 8)),
@@ -214,7 +213,6 @@ def waits(i, stages):
 @rule(
     "11.2",
     returns="bytes",
-    whole=True,
     strict=True,
     inputs=[(rows, d, left) for rows in (64, 128) for d in (64, 128, 256) for left in (rows, 300, 50, 1)],
     draw=lambda r: (r.choice((8, 64, 128, 176)), r.choice((16, 64, 80, 128, 256)), r.randint(1, 300)),
@@ -226,7 +224,6 @@ def waits(i, stages):
         Row("zeros-not-counted", "rows that do not exist are left out: the copy engine fills the whole box, with "
             "zeros there, and counts all of it", [("box_rows * head", "min(box_rows, rows_left) * head")]),
         Row("bits", "these are bits: expect_tx takes bytes", [("head_dim * 2", "head_dim * 16")]),
-        Row("floats", "an element has 2 bytes, and here it has 4", [("head_dim * 2", "head_dim * 4")]),
     ],
 )  # fmt: skip
 def tile_bytes(box_rows, head_dim, rows_left):

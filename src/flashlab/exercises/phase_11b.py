@@ -22,7 +22,7 @@ from flashlab.exercises.rule import rule
         "column // 8 * 4",
     ],
     returns="warp, lane, register",
-    whole=True,
+    strict=True,
     inputs=[(0, 0), (25, 3), (8, 0), (0, 8), (7, 7), (15, 9), (16, 64), (63, 127), (64, 1), (127, 255), (34, 22)],
     draw=lambda r: (r.randrange(192), r.randrange(256)),
     notes={
@@ -61,7 +61,7 @@ def _box(r: random.Random) -> tuple[int, int, int, int]:
         "1 passes at once, so the first round has parity 1: at // stages % 2 ^ 1.",
     ],
     returns="is_v, tile, place, parity",
-    whole=True,
+    strict=True,
     inputs=[
         (b, tiles, done, stages) for tiles, done, stages in ((1, 0, 2), (4, 0, 2), (3, 5, 2), (5, 7, 3))
         for b in range(2 * tiles)

@@ -20,6 +20,7 @@ from flashlab.check import CheckFailed, expect
 from flashlab.check.cuda_answer import Source, built, ran, replaced, text_of
 from flashlab.check.cuda_index import Trials, explained
 from flashlab.check.lookup import Row
+from flashlab.check.poison import mark_unwritten, unwritten
 from flashlab.cuda import CudaModule
 from flashlab.exercises.kernel_rule import empty, kernel_rule
 from flashlab.exercises.registry import exercise
@@ -107,7 +108,7 @@ _SEEN = random.Random(12)
         "to a multiple of page: -length % page rows are empty.",
     ],
     returns="offset, unused",
-    whole=True,
+    strict=True,
     inputs=[((5, 2, 9), 40, j, 1, 16, 2, 64) for j in (0, 15, 16, 17, 39)]
     + [((3,), 4, 3, 0, 4, 1, 8), ((3, 1), 5, 4, 2, 4, 3, 8), ((7, 6, 5), 3, 2, 1, 1, 2, 2)],
     draw=_paged,
@@ -117,9 +118,6 @@ _SEEN = random.Random(12)
         "-length": "what is missing to a whole number of pages",
     },
     rows=[
-        Row("heads-inside", "offset: the key heads stand side by side behind each key: in this layout each head has "
-            "its `page` rows in one piece",
-            [("(number * kv_heads + kv_head) * page + j % page", "(number * page + j % page) * kv_heads + kv_head")]),
         Row("reserved-table", "unused: the whole table is counted: entries behind the last page belong to nobody yet",
             [("-length % page", "len(table) * page - length")]),
     ],
@@ -276,13 +274,13 @@ def _packed(r: random.Random) -> tuple[int, ...]:
         "-(group * queries) % 16.",
     ],
     returns="head, query, seen, idle",
-    whole=True,
+    strict=True,
     inputs=[(r, 3, 4, 3, 20) for r in range(12)]
     + [(r, 1, 8, 1, 7) for r in (0, 5, 7)] + [(r, 0, 2, 4, 2) for r in range(8)]
     + [(0, 2, 1, 1, 0), (15, 1, 4, 4, 9), (16, 0, 17, 1, 9)],
     draw=_packed,
     notes={
-        "group": "a group has so many query heads for one key head", "queries": "the last query sees all keys",
+        "group": "a group has so many query heads for one key head", "seen: queries": "the last query sees all keys",
         "16": "an MMA has 16 rows", "query": "each query sees one key more than the one before it", "length": "keys",
     },
     rows=[
@@ -391,6 +389,7 @@ def _expect_merged(module: CudaModule, whole: Source, rows: int, N: int, splits:
         case = f"rows={rows}, N={N}, splits={splits}, {launch} launch"
         for x in (o, *parts):
             x.fill_(math.nan)
+        mark_unwritten(o)
         ran(module, whole, case, functools.partial(module.launch, "run", *given, echo=False))
         untouched = int(o.isnan().unflatten(1, (2, 32)).all(2).any(1).sum())
         expect(
@@ -399,10 +398,11 @@ def _expect_merged(module: CudaModule, whole: Source, rows: int, N: int, splits:
             f"are {counters.tolist()} after it, and have to be 0 again",
             diagnosis="counter-not-reset", case=case,
         )  # fmt: skip
-        expect(
-            not untouched, f"nobody merges {untouched} of {rows} rows: of {splits} warps the last one to count sees "
-            f"{splits - 1}", diagnosis="nobody-is-last", case=case,
-        )  # fmt: skip
+        said = f"nobody merges {untouched} of {rows} rows: where each of {splits} warps counts once, the last sees "
+        expect(not untouched, f"{said}{splits - 1}", diagnosis="nobody-is-last", case=case)
+        blank = int(unwritten(o).sum())
+        said = f"{blank} of {o.numel()} elements of o are never written: is `last` true in every lane that merges?"
+        expect(not blank, said, diagnosis="last-in-one-lane", case=case)
         error = (o - torch.softmax(s, 1) @ v).abs()
         if not bool((error <= 1e-4).all()):
             raise CheckFailed(
@@ -470,10 +470,6 @@ _FORKED = (("new", 0), *[("append", 0)] * 5, ("fork", 0), ("append", 1), ("appen
     rows=[
         Row("written-while-shared", "copied is always 0: a shared page that is part-filled would be written to, and "
             "the other sequence would read it", [("users[table[s][-1]] > 1", "False")]),
-        Row("fork-not-counted", "in_use: a fork adds no references to the pages that it shares: they look as if they "
-            "were the other sequence's alone", [("            users.update(table[s])\n", "")]),
-        Row("kept-by-nobody", "in_use: a page that was copied still has the reference of the sequence that has a copy "
-            "of its own now", [("                users[table[s][-1]] -= 1\n", "")]),
         Row("copied-at-once", "a fork takes pages at once: it shares all of them, and a page is copied when somebody "
             "appends to it", [("table.append(list(table[s]))", "table.append([next(fresh) for _ in table[s]])"),
                               ("users.update(table[s])", "users.update(table[-1])")]),

@@ -33,7 +33,7 @@ def _row(r: random.Random) -> tuple[int, ...]:
         "position is piece * (n // 2) + row % (n // 2).",
     ],
     returns="zigzag, striped",
-    whole=True,
+    strict=True,
     inputs=[(row, rank, 4, 4) for row in range(4) for rank in range(4)] + [(0, 0, 2, 1), (1, 0, 2, 1), (5, 2, 8, 3)],
     draw=_row,
     words={"half": "n // 2", "piece": "the number of the piece"},
@@ -137,7 +137,6 @@ _R = random.Random(13)
         Row("weight-for-share", "the share is exp(lse_part - lse): that is the part's weight over the state's, not "
             "over the sum of both", [("torch.sigmoid", "torch.exp")]),
         Row("last-left-out", "the last part is left out", [("zip(os[1:], lses[1:]", "zip(os[1:-1], lses[1:-1]")]),
-        Row("in-powers-of-2", "lse is summed in powers of 2: it is a natural logarithm", [("logaddexp", "logaddexp2")]),
         Row("weighted-by-the-last", "lse does not move along: the next part is weighed against all parts before it",
             [("lse = torch.logaddexp(lse, lse_part)", "lse = lse_part")]),
     ],
@@ -178,7 +177,7 @@ def _step(r: random.Random) -> tuple[int, ...]:
         "source = rank: all of both, causal.",
     ],
     returns="first_row, end_of_keys, causal",
-    whole=True,
+    strict=True,
     inputs=[(rank, source, 8, 4) for rank in range(4) for source in range(4)] + [(0, 0, 2, 1), (1, 0, 6, 2)],
     draw=_step,
     notes={

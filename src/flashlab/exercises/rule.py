@@ -54,7 +54,7 @@ class Rule:
     """A right function, the check's inputs, and what of its mistakes cannot be computed.
 
     Attributes:
-        returns: the names of the results. whole: they are whole numbers. strict: and no floats.
+        returns: the names of the results. whole: they are whole numbers. strict: so, and no floats: something's place.
         draw: one more input, from a random.Random: any that the exercise allows.
         rows: mistakes that no change of the text makes. words: what local names are called in a sentence.
         notes: {piece of the right text: why it is there}, told with whatever change of it fits.
@@ -193,7 +193,9 @@ class Rule:
             if texts and number not in texts:
                 listed = " or ".join(map(repr, texts))
                 raise CheckFailed(f"{name} is {listed}, not {number!r:.60}", diagnosis="wrong-word", case=case)
-            if self.whole and (isinstance(number, str) or not math.isfinite(number) or number != int(number)):
+            if (self.whole or self.strict) and (
+                isinstance(number, str) or not math.isfinite(number) or number != int(number)
+            ):
                 by = ": division by // gives one" if isinstance(value, float) and math.isfinite(value) else ""
                 raise CheckFailed(
                     f"{name} is {value!r:.40}, which is no whole number{by}", diagnosis="no-whole-number", case=case
@@ -291,7 +293,7 @@ class Rule:
         plain = [x and (isinstance(y, str) or self.alike(*y) == y) for x, y in zip(off, index.right, strict=True)]
         at = (plain if any(plain) else off).index(True)
         case = self.case(self.tried[at])
-        numbers = [self._beside(names[i], got[at][i], index.right[at][i]) for i in wrong
+        numbers = [self._beside(names[i], got[at][i], index.right[at][i], self.tried[at][0]) for i in wrong
                    if not index.same_outcome([got[at]], [index.right[at]], i)]  # fmt: skip
         well = [name for i, name in enumerate(names) if i not in wrong]
         evidence = "; ".join(numbers)
@@ -305,12 +307,14 @@ class Rule:
             return CheckFailed(f"{evidence}; {sum(off)} of {len(off)} cases are wrong", case=case)
         return CheckFailed(f"{said[1]}.\n{evidence}", diagnosis=said[0], case=case)
 
-    def _beside(self, name: str, mine: Any, right: Any) -> str:
+    def _beside(self, name: str, mine: Any, right: Any, script: Any) -> str:
         if not self.each:
             return f"{name} is {_short(mine)}, it should be {_short(right)}"
         at = next(i for i, (x, y) in enumerate(zip(mine, right, strict=True)) if not same(x, y, self.tol))
         one, other = (_short(set(x) if isinstance(x, frozenset) else x) for x in (mine[at], right[at]))
-        return f"{name} is {one} for {self.each} {at + 1}, it should be {other}"
+        listed = isinstance(script, tuple) and len(script) == len(right) and isinstance(script[at], tuple)
+        what = f", {script[at]}," if listed else ","
+        return f"{name} is {one} for {self.each} {at + 1}{what} it should be {other}"
 
     def _counted(self, got: list[Values], wrong: list[int]) -> tuple[str, str] | None:
         """A result that is a sum of the right units, and not as many of each."""
@@ -450,7 +454,7 @@ def _sign(run: Callable[..., Any], id: str) -> None:
     kinds: dict[str, Any] = {}
     for it in functions(id):
         count, tensor = len(it.returns), "Tensor" in str(it.fn.__annotations__.get("return"))
-        one: Any = list if it.each else int if it.whole else torch.Tensor if tensor else float
+        one: Any = list if it.each else int if it.whole or it.strict else torch.Tensor if tensor else float
         kind: Any = tuple[(Any,) * count] if count > 1 and not it.each else one  # type: ignore[misc]
         kinds[it.answer or it.fn.__name__] = Any if it.answer else Callable[..., kind]
     kinds |= {name: Callable[..., Any] for it in functions(id) for name in it.parts}

@@ -200,6 +200,11 @@ class Narrator:
             found, key=lambda f: f.kind in ("uninitialised-shared", "uninitialised-global") and f.line in in_a_race
         )
 
+    def _where(self, place) -> str:
+        line, *callers = self._own_lines(place) or [0]
+        called = f" (called from line {callers[0]})" if callers and callers[0] != line else ""
+        return f" in line {line}{called}" if line else ""
+
     @staticmethod
     def _lines(finding: Finding) -> frozenset:
         return frozenset((finding.line, finding.other_line))
@@ -216,9 +221,6 @@ class Narrator:
         them = _index(other, threads) if other >= 0 else None
         at = _index(block, blocks)
         line, other_line = self._own_line(place), self._own_line(other_place)
-        here = f" in line {line}" if line else ""
-        if (caller := next(iter(self._own_lines(place)[1:2]), line)) != line:
-            here += f" (called from line {caller})"
         facts = Facts(
             how=how,
             words=words,
@@ -226,8 +228,8 @@ class Narrator:
             who=f"thread {_show(me, threads)} of block {_show(at, blocks)}",
             whom=f"thread {_show(them, threads)}"
             + (f" of block {_show(_index(other_block, blocks), blocks)}" if other_block >= 0 else ""),
-            here=here,
-            there=f" in line {other_line}" if other_line else "",
+            here=self._where(place),
+            there=self._where(other_place),
             kernel=launch.kernel if launch else "a kernel",
             warning=warning,
             shared=self._shared,
