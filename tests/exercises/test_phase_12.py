@@ -117,7 +117,7 @@ def test_another_style_is_right(id, fn):
 
 TOLD = [
     ("12.1", lambda h, kv, q, e, t, g: (h * q / kv, -(-t * 500 * kv * e // (g * h))), "intensity"),
-    ("12.2", lambda t, n, j, h, p, kv, d: (((t[j // p] * p + j % p) * kv + h) * d, -n % p), "side by side behind each"),
+    ("12.2", lambda t, n, j, h, p, kv, d: (((t[j // p] * p + j % p) * kv + h) * d, -n % p), "`kv_head` changes faster"),
     ("12.3", lambda os, ls: ((torch.softmax(ls, 0)[..., None] * os).sum(0), ls.logsumexp(0)), "0 * NaN is NaN"),
     ("12.4", lambda n, t, s, least: (RULES["12.4"].fn(n, t, s, least)[0], 1), "share"),
     ("12.5", lambda r, h, g, m, n: (h * g + r // m, r % m, max(n - m + r % m + 1, 0), -g * m % 16), "heads of a query"),
