@@ -626,7 +626,7 @@ def _rounded_up(node: ast.AST) -> tuple[ast.expr, ast.expr] | None:
         case ast.Call(func=ast.Attribute(attr="ceil"), args=[ast.BinOp(left=a, op=ast.Div(), right=b)]):
             return a, b
         case ast.UnaryOp(op=ast.USub(), operand=ast.BinOp(left=negative, op=ast.FloorDiv(), right=b)):
-            return (a, b) if (a := _positive(negative)) is not None else None
+            return (of, b) if (of := _positive(negative)) is not None else None
     return None
 
 
@@ -811,8 +811,8 @@ def _of_call(text: Text, node: ast.Call) -> Iterator[tuple[Any, ...]]:
             yield "sum-for-one", said, 1.9, _expr(mixed, a=node.args[0], b=node.args[1])
     elif name in ("min", "max") and len(node.args) > 2:
         for gone in node.args:
-            rest = [x for x in node.args if x is not gone]
-            yield "limit-missing", f"{w(gone)} does not count", 1.0, ast.Call(node.func, rest, []), text.plain(gone)
+            others = [x for x in node.args if x is not gone]
+            yield "limit-missing", f"{w(gone)} does not count", 1.0, ast.Call(node.func, others, []), text.plain(gone)
     elif len(node.args) == 1 and not node.keywords and behind is None:
         said = f"`{called}` is missing: it is {w(node.args[0])} as it stands"
         yield "function-missing", said, 1.3, node.args[0], name

@@ -638,7 +638,7 @@ def choose_tile(peak_flops, bytes_per_s, shared_bytes, N, HEAD_DIM, itemsize, ST
 
 # ---- 10.8 -----------------------------------------------------------------------------------------------------------
 
-_MOST_OPERATIONS, _MOST_BYTES = 16, 6  # bytes: times those of q and k
+_MOST_OPERATIONS, _MOST_BYTES = 20, 6  # bytes: times those of q and k
 _WAITS = {
     "item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__", "equal", "allclose",
     "is_nonzero", "unique", "masked_select", "argwhere",
