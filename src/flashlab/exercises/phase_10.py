@@ -167,7 +167,7 @@ def worth(attention, layers, faster):
 
 Program = tuple[str, "float | tuple[float, ...]", int, tuple[float, ...]]  # name, kernel_ms, kernels, first_calls_ms
 _GPU, _HICCUP = SimulatedGpu(), (*(0.02,) * 29, 20.0, *(0.02,) * 50_000)
-_OTHER_GPUS = (
+_OTHER_GPUS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("not-the-median", {}, "one call that takes far longer than the others counts: with programs that have no "
      "such call, your function gives the right times"),
     ("first-calls", {"warm": True}, "what first calls take longer is in the time: with programs whose first calls take "
