@@ -67,8 +67,7 @@ def of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any,
             yield from _of_method(text, node, owner, name)
     if isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.MatMult) and not isinstance(node, ast.Attribute):
         yield "transposed", f"{w(node)} is transposed", 1.9, ast.Attribute(node, "mT", ast.Load()), "to T"
-    exp = isinstance(node, ast.Call) and ast.unparse(node.func).endswith("exp")
-    if exp and isinstance(node, ast.Call):
+    if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("exp"):
         yield "squared", f"{w(node)} counts twice, as its square", 1.8, _expr("x * x", x=node)
         yield "root", f"the square root of {w(node)} is taken", 2.2, _expr("x ** 0.5", x=node)
         yield "always-1", f"{w(node)} is taken for 1", 1.7, _expr("0 * x + 1", x=node)
