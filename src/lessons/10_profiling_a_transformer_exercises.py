@@ -221,7 +221,7 @@ def slow_attention(q, k, v):
 # - no copy of K or V for every query head;
 # - no cosines and sines: N never exceeds `positions`, so what `prepare` returned will do;
 # - nothing that makes the CPU wait for the GPU. Nobody reads the error about a NaN;
-# - at most 20 operations (views are free), and at most 6 times the bytes of q and k for their results.
+# - at most 16 operations (views and casts are free), and at most 6 times the bytes of q and k for their results.
 #
 # Everything that you have met in the course may be used. Two operations are possible.
 

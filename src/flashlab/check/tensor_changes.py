@@ -177,7 +177,7 @@ def _kind(value: Any) -> Any:
 def of_statements(text: Text) -> Iterator[Change]:
     """Where a loop begins and ends, what is done in every turn of it instead of once at the end, what is always 0."""
     yield from (Change(slug, said, cost, ((slot, _new(new)),)) for slug, said, cost, slot, new in of_lines(text))
-    of = {"exp": [], "log": []}  # type: dict[str, list[tuple[Slot, Any]]]
+    of: dict[str, list[tuple[Slot, Any]]] = {"exp": [], "log": []}
     for node in ast.walk(text.tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in of:
             new = _new(ast.Attribute(node.func.value, f"{node.func.attr}2", ast.Load()))

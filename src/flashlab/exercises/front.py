@@ -86,9 +86,11 @@ def _checked(exercise: registry.Exercise, answers: tuple[Any, ...]) -> Passed:
         also = _contrast(exercise, answers, failed.case, failed.what) if failed.unexplained else ""
         if failed.diagnosis == "wrong-value":
             warnings.ask(passed=False)
-        also += f". The compiler warns: {'; '.join(warnings[:_WARNINGS])}" if warnings else ""
+        said = failed.sentence + also
+        if warnings:
+            said += f"{'' if said.endswith('?') else '.'} The compiler warns: {'; '.join(warnings[:_WARNINGS])}"
         raise CheckFailed(
-            (failed.sentence + also).replace("?. ", "? "),
+            said,
             diagnosis=failed.diagnosis,
             case=case,
         ).with_traceback(None) from failed.__cause__
