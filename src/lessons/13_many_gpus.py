@@ -811,6 +811,7 @@ Table.of(rows, ["heads, tokens, pass", "zigzag, before", *ways, bench.CUDNN], al
 # What it said before was too kind. Three things were missing. Steps take longer, since the slowest of four ranks sets each, and a block that merges
 # is slower than a whole kernel: both numbers were fitted to the records, so it is no test that they agree now. The link gave two thirds of what is
 # published. And an all-gather and Ulysses copy what came, to put it in order: counted from their code, that is one more pass over memory each.
+# (In this run they did it row by row, which took longer; the run on two GPUs is newer.)
 
 # %% [markdown]
 # A transfer is a kernel too: NCCL copies by blocks of its own. At first the next attention kernel was in the queue already, took every
