@@ -27,6 +27,8 @@ from flashlab.bench.hopper_jobs import BOXES, CUDNN, FA2, FA4, OURS, P9, TRITON
 from flashlab.check.tolerance import bounded
 from flashlab.cuda import load_inline
 
+emulated = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
 
 @pytest.fixture
 def steps(monkeypatch):
@@ -260,6 +262,7 @@ def test_before_the_measurements_all_is_built_and_tried_and_what_fails_is_said(s
 
 
 # ---- the backward pass ---------------------------------------------------------------------------------------------
+@emulated
 def test_gradients_are_measured_and_compared():
     (job,) = [job for job in hopper_jobs.quick_jobs() if job["part"] == "backward"]
     assert hopper_jobs.work_of(job) == timing.attention_flops(*job["shape"], causal=True)
@@ -436,6 +439,7 @@ def test_means_by_class():
 
 
 # ---- a run ---------------------------------------------------------------------------------------------------------
+@emulated
 @pytest.mark.slow
 def test_a_quick_run_in_the_emulator(steps, tmp_path, capsys):
     out = tmp_path / "x.json"

@@ -46,6 +46,7 @@ def test_a_step_is_timed_by_its_passes():
     assert not any(row["fresh"] for row in lm.measure(STEP)), "something was run before"
 
 
+@no_gpu
 def test_a_pass_that_takes_long_is_seen_in_its_place(monkeypatch):
     training = lm.Training(TINY, "float32", 1, 16)
     ticks = iter([0.0, 1.0, 4.0, 10.0])
@@ -76,6 +77,7 @@ def limit(monkeypatch, most, reason="CUDA out of memory. Tried to allocate 32 Gi
     return lm.measure({"part": "limit", "size": "tiny", "attention": "eager", "dtype": "float32"})
 
 
+@no_gpu
 def test_out_of_memory_is_the_last_row_of_a_limit(monkeypatch):
     rows = limit(monkeypatch, 32)
     assert [r["seq_len"] for r in rows] == [16, 32, 64] and "once_ms" in rows[1]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flashlab import runtime
-from flashlab.runtime import gpus
+from flashlab.runtime import gpus, ptxas
 
 MODE = "import flashlab.runtime as r, triton; print(r.INTERPRETED, triton.knobs.runtime.interpret, r.device().type)"
 REPAIRED = "import flashlab, triton.runtime.interpreter as ti; print(hasattr(ti.InterpreterBuilder, 'get_bf16'))"
@@ -111,6 +111,30 @@ def test_this_gpu():
     assert gpu.capability == torch.cuda.get_device_capability()
     assert gpu.shared_per_block == runtime.SHARED_MEMORY[gpu.capability][0]
     assert gpu.sms > 0 and "driver" in gpu.source
+
+
+@pytest.mark.parametrize(
+    "bundled, others, driver, chosen",
+    [
+        ("12.8", ["13.0"], 13, 0),
+        ("12.8", ["12.9", "none", "13.1", "13.0"], 13, 2),
+        ("12.8", ["13.0"], 12, None),  # the driver may not load what it makes
+        ("12.8", ["14.0"], 13, None),
+        ("13.0", ["13.1"], 13, None),
+        ("none", ["13.0"], 13, None),
+    ],
+)
+def test_a_newer_ptxas_is_taken_where_the_bundled_one_is_old(tmp_path, bundled, others, driver, chosen):
+    def tool(name, of):
+        path = tmp_path / name
+        if of != "none":
+            path.write_text(f"#!/bin/sh\necho Cuda compilation tools, release {of}, V{of}.88\n")
+            path.chmod(0o755)
+        return str(path)
+
+    paths = [tool(str(i), of) for i, of in enumerate(others)]
+    found = ptxas.newer(tool("bundled", bundled), paths, driver)
+    assert found == (None if chosen is None else paths[chosen])
 
 
 @pytest.mark.parametrize(

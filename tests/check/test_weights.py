@@ -19,7 +19,8 @@ def attention(
     if moved and n % 16 == 0:
         s = s[:, torch.arange(n) ^ moved]
     if causal:
-        s = s.masked_fill(torch.arange(n)[None] > end(torch.arange(m)[:, None], m, n), -math.inf)
+        row, key = torch.arange(m, device=s.device)[:, None], torch.arange(n, device=s.device)
+        s = s.masked_fill(key > end(row, m, n), -math.inf)
     top = s.amax(1).nan_to_num(neginf=0.0)
     p = torch.exp(s - top[:, None])
     l_i = p.sum(1) * sums
@@ -37,8 +38,12 @@ def failure(**mistake):
     return caught.value
 
 
+def half_of_o(o, lse):
+    return o * (torch.arange(64, device=o.device) < 32), lse
+
+
 def some_rows_nan(o, lse):
-    rows = torch.arange(len(o)) < 3
+    rows = torch.arange(len(o), device=o.device) < 3
     return o.masked_fill(rows[:, None], 0.0), lse.masked_fill(rows, math.nan)
 
 
@@ -52,9 +57,9 @@ def some_rows_nan(o, lse):
         ({"moved": 8}, "values-exchanged", "the value of key 0 gets the weight of key 8"),
         ({"sums": 1.25}, "output-scaled", "0.8 times"),
         ({"after": lambda o, lse: (o, 0.995 * lse)}, "lse-scaled", "every lse is 0.995 times"),
-        ({"after": lambda o, lse: (o * (torch.arange(64) < 32), lse)}, "wrong-value",
+        ({"after": half_of_o}, "wrong-value",
          "columns 32 to 63 of o are wrong in every row"),
-        ({"after": lambda o, lse: (o * (torch.arange(64) < 32), lse)}, "wrong-value", "lse is right in every case"),
+        ({"after": half_of_o}, "wrong-value", "lse is right in every case"),
         ({"after": some_rows_nan}, "wrong-value", "rows 0 to 2 are wrong"),
     ],
 )  # fmt: skip
@@ -68,8 +73,8 @@ def test_a_nan_that_was_hidden_is_told():
     def hides(q, k, v, *, causal, scale):
         """-inf - (-inf) where the walk begins behind the keys that a query sees; 0 in place of NaN at the end."""
         o, lse = attention(q, k, v, causal, scale)
-        late = torch.arange(len(q)) + len(k) - len(q) < (len(k) - 1) // 16 * 16
-        blind = late if causal else torch.zeros(len(q), dtype=torch.bool)
+        late = torch.arange(len(q), device=q.device) + len(k) - len(q) < (len(k) - 1) // 16 * 16
+        blind = late if causal else torch.zeros_like(late)
         return o.masked_fill(blind[:, None], 0.0), lse.masked_fill(blind, math.nan)
 
     with pytest.raises(CheckFailed) as caught:
@@ -113,7 +118,8 @@ def one_tile_at_a_time(q, k, v, scale, tile=32, shift=None, wrong=lambda c: c):
     if shift:
         v = torch.cat([v[:shift], v[: max(0, len(v) - shift)]])
     s = scale * (q.float() @ k.float().T)
-    m, l_i, acc = torch.full((len(q),), -math.inf), torch.zeros(len(q)), torch.zeros(len(q), v.shape[1])
+    l_i, acc = s.new_zeros(len(q)), s.new_zeros(len(q), v.shape[1])
+    m = l_i - math.inf
     for start in range(0, len(k), tile):
         part = s[:, start : start + tile]
         m_new = torch.maximum(m, part.amax(1))
@@ -156,7 +162,7 @@ def test_an_lse_that_is_wrong_alone(of_m, of_dots, off, slug, words, causal):
         o, lse = attention(q, k, v, causal, scale)
         s = scale * (q.float() @ k.float().T)
         if causal:
-            row, key = torch.arange(len(q))[:, None], torch.arange(len(k))[None]
+            row, key = torch.arange(len(q), device=s.device)[:, None], torch.arange(len(k), device=s.device)
             s = s.masked_fill(key > row + len(k) - len(q), -math.inf)
         m = s.amax(1)
         return o, torch.where(m == -math.inf, lse, lse + (of_m - 1) * m + of_dots / scale * m + off)

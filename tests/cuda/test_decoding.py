@@ -19,6 +19,7 @@ from flashlab.kernels.series import DECODING, path, source
 FP16, BF16 = torch.float16, torch.bfloat16
 *EARLY, LAST = (s.name for s in DECODING)
 on_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="no GPU")
+counted = pytest.mark.skipif(DEVICE.type == "cuda", reason="the emulator counts")
 
 
 def run(x: Sequences, name=LAST, *, check=False, defines=(), **options):
@@ -96,6 +97,7 @@ def test_clean_in_the_check_build(page):
     x.expect(*run(x, sms=3, check=True))
 
 
+@counted
 @pytest.mark.parametrize("group", [1, 8])
 def test_a_key_is_read_once_for_a_whole_group_without_bank_conflicts_in_one_launch(group):
     x = Sequences([192, 33], group=group, page=None, head_dim=64, dtype=BF16, kv_heads=2)
@@ -106,6 +108,7 @@ def test_a_key_is_read_once_for_a_whole_group_without_bank_conflicts_in_one_laun
     assert counted["ldmatrix_wavefronts"] == counted["ldmatrix_ideal"] and len(report.launches) == 1
 
 
+@counted
 def test_an_even_batch_is_not_cut_for_the_sake_of_a_few_blocks():
     """11 sequences and 12 blocks, of which one stays idle; only where they are uneven is anything merged."""
     for lengths, merged in (([320] * 11, False), ([320] * 10 + [700], True)):

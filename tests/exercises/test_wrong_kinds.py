@@ -1,15 +1,19 @@
 """Every exercise, given every kind of answer that is none: a sentence, never a raw exception, never a pass."""
 
+import ast
 import asyncio
 import inspect
+import re
 
 import numpy as np
 import pytest
 import torch
 import triton
+from triton.compiler.errors import CompilationError
 
+from flashlab import runtime
 from flashlab.check import CheckFailed
-from flashlab.exercises import check
+from flashlab.exercises import answers, check
 from flashlab.exercises.registry import exercises, find
 from flashlab.simt import SimtError, find_compiler
 
@@ -147,6 +151,20 @@ def test_a_kernel_is_told_its_own_line():
     with pytest.raises(CheckFailed) as caught:
         check("3.1", copy)
     line = inspect.getsourcelines(copy.fn)[1] + 2
-    assert f"in line {line} of test_wrong_kinds.py, `missing + x_ptr" in str(caught.value)
-    assert "NameError: name 'missing'" in str(caught.value)
+    where = f"in line {line} of test_wrong_kinds.py" if runtime.INTERPRETED else "in its line 2"
+    assert f"{where}, `missing + x_ptr" in str(caught.value)
+    assert re.search("NameError.*missing", str(caught.value))
     assert caught.value.case == "every second column of a wider matrix, 32 × 4"
+
+
+def test_what_the_compiler_refuses_is_told_with_its_line():
+    """As a launch on a GPU raises it: the whole text, a node of it, and perhaps a reason, or one that it came from."""
+    text = "def f(x_ptr):\n    for i in range(3):\n        break\n"
+    node = ast.parse(text).body[0].body[0].body[0]
+    for error in (CompilationError(text, node, "unsupported AST node type: Break"), CompilationError(text, node, None)):
+        error.__cause__ = ValueError("unsupported AST node type: Break")
+        said = answers.told(error, lambda: None, answers.Called(), "a case")
+        assert said.sentence == (
+            "the compiler refuses your kernel: unsupported AST node type: Break, in its line 3, `break`"
+        )
+        assert said.diagnosis == "does-not-compile"

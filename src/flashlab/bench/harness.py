@@ -266,6 +266,8 @@ def times_of(ways: Mapping[str, timing.Work], rounds: int = 9, **options: Any) -
         print(f"  without CUDA graphs: {str(error).strip().splitlines()[0][:120]}", file=sys.stderr)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
+    drawn = torch.cuda.default_generators[torch.cuda.current_device()]
+    drawn.graphsafe_set_state(drawn.clone_state())  # a recording that failed leaves it as if one still went on
     plain = timing.interleaved(able, rounds=rounds, **options | {"graphs": False})
     return {name: t.row() | {"graph": False} for name, t in plain.items()}, reasons
 

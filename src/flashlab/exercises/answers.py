@@ -125,6 +125,11 @@ def expect_kinds(id: str, run: Callable[..., Any], answers: tuple[Any, ...]) -> 
 def told(error: BaseException, run: Callable[..., Any], called: Called, case: str | None) -> CheckFailed:
     """The exception as a sentence for the learner."""
     for raised in reversed(_chain(error)):
+        if hasattr(raised, "node") and hasattr(raised, "src"):  # Triton's CompilationError; interpreted, none is raised
+            why = " ".join(str(raised.error_message or raised.__cause__ or type(raised).__name__).split())[:_LONGEST]
+            line = raised.src.splitlines()[raised.node.lineno - 1].strip()[:_LINE]
+            sentence = f"the compiler refuses your kernel: {why}, in its line {raised.node.lineno}, `{line}`"
+            return CheckFailed(sentence, diagnosis="does-not-compile", case=case)
         if place := _learners_line(raised.__traceback__, run):
             return CheckFailed(f"your code raised {_words(raised)}, {place}", diagnosis="exception", case=case)
     wanted = _wanted(run)
