@@ -44,6 +44,7 @@ def test_what_is_saved_for_the_backward_pass(small):
     assert ours == inputs + 40 * 16 * 4 + 40 * 4, "q, k, v, o and the lse"
 
 
+@pytest.mark.long
 def test_a_job_has_a_row_for_each_way_and_pass_and_out_of_memory_is_one(small, monkeypatch):
     right = attention.way_of
 

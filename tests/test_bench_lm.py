@@ -78,6 +78,7 @@ def limit(monkeypatch, most, reason="CUDA out of memory. Tried to allocate 32 Gi
 
 
 @no_gpu
+@pytest.mark.long
 def test_out_of_memory_is_the_last_row_of_a_limit(monkeypatch):
     rows = limit(monkeypatch, 32)
     assert [r["seq_len"] for r in rows] == [16, 32, 64] and "once_ms" in rows[1]

@@ -163,6 +163,7 @@ def test_elsewhere_it_says_what_is_missing():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)], ids=str)
 @pytest.mark.parametrize("head_dim", [pytest.param(d, marks=pytest.mark.long if d != 128 else []) for d in TILES])
 @pytest.mark.parametrize("step", [*(pytest.param(s, marks=pytest.mark.long) for s in STEPS[:-1]), STEPS[-1]])
+@pytest.mark.long
 def test_compiled_for_hopper(step, head_dim, dtype):
     asked = [(head_dim, dtype, causal) for causal in (False, True)]
     arguments = [compile_arguments(step, dtype, d, causal=causal) for d, dtype, causal in asked]

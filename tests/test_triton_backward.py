@@ -246,6 +246,7 @@ KERNELS = {"dkdv": dkdv_kernel, "dq": dq_kernel}
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["dkdv", pytest.param("dq", marks=pytest.mark.long)])
 @pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.long
 def test_recorded_tiles_fit_and_spill_little(target, kernel):
     jobs = [
         (dtype, choice, masked)

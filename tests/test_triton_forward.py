@@ -327,6 +327,7 @@ TARGETS = [pytest.param(t, marks=[] if t == "sm_90" else pytest.mark.long) for t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.long
 def test_recorded_tiles_fit_and_spill_little(target):
     """Causal, the longest of the common kernels; each head_dim at which the choice changes."""
     jobs = [

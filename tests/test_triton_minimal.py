@@ -167,9 +167,9 @@ FLOAT32_TARGETS = ("sm_86", "sm_90")  # the tightest and the newest kind; float3
 @pytest.mark.parametrize(
     "dtype, head_dims, targets",
     [
-        (torch.float16, (64,), TARGETS),
-        pytest.param(torch.float16, (16, 256), TARGETS, marks=pytest.mark.long),
-        (torch.bfloat16, (128,), ("sm_86", "sm_90")),
+        (torch.float16, (64,), ("sm_86", "sm_90")),
+        pytest.param(torch.float16, (16, 64, 256), TARGETS, marks=pytest.mark.long),
+        pytest.param(torch.bfloat16, (128,), ("sm_86", "sm_90"), marks=pytest.mark.long),
         pytest.param(torch.float32, (64, 128, 256), FLOAT32_TARGETS, marks=pytest.mark.long),
     ],
     ids=["float16", "its other sizes", "bfloat16", "float32"],
@@ -186,7 +186,5 @@ def test_it_compiles_and_fits_everywhere(dtype, head_dims, targets):
 
 def test_shared_memory_does_not_depend_on_the_length():
     arguments = [compile_arguments(torch.float16, 64, N) for N in (128, 500, 2**20)]
-    targets = ("sm_86", "sm_90")
-    reports = compile_reports(flash_attention_forward_kernel, arguments, targets=targets)
-    for target in targets:
-        assert len({report.shared_bytes for report in reports if report.target == target}) == 1
+    reports = compile_reports(flash_attention_forward_kernel, arguments, targets=["sm_86"])
+    assert len({report.shared_bytes for report in reports}) == 1

@@ -37,6 +37,7 @@ FIRST = {m.found[0]: m for m in reversed(MUTANTS) if "max_seq" not in m.options}
         for m in MUTANTS
     ],
 )
+@pytest.mark.every(2)
 def test_a_broken_kernel_is_told_its_mistake(mutant):
     with pytest.raises(CheckFailed) as caught:
         mutant.examine()

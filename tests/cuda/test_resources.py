@@ -109,6 +109,7 @@ def test_a_warps_registers_come_from_one_quarter():
 
 
 @pytest.mark.skipif(not resources.available(), reason="no nvcc, or no cuobjdump")
+@pytest.mark.long
 def test_a_measured_schedule_is_the_recorded_one():
     recorded = [r for r in schedule.recorded() if r["step"] == "p9_2_addresses"]
     assert schedule.measure([step("p9_2_addresses")]) == recorded

@@ -61,6 +61,7 @@ def test_right_at_head_dim_128(step):
 
 
 @STEPS
+@pytest.mark.every(2)
 def test_clean_in_the_check_build(step):
     for case in CASES[:2]:
         run(step, case, check=True)

@@ -134,6 +134,7 @@ def test_every_hunt_has_a_bug_of_its_own():
 
 
 @pytest.mark.parametrize("id, changes, slug", HALF)
+@pytest.mark.every(2)
 def test_half_a_repair_is_told_why_it_is_none(id, changes, slug):
     failed = failure(id, *changed(id, *changes, kind="exercises"))
     assert failed.diagnosis == slug and len(str(failed)) > 20 and failed.case

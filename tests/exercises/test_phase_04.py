@@ -307,6 +307,7 @@ SCALE = ("head_dim**-0.5 if scale is None else scale", "scale or head_dim**-0.5"
     ],
 )  # fmt: skip
 @WATCHED
+@pytest.mark.every(2)
 def test_the_ladder(id, change, slug):
     if slug is None:
         assert check(id, *solved(id, change))

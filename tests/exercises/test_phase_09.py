@@ -76,6 +76,7 @@ _FIRST = {id: i for i, (id, *_) in reversed([*enumerate(TOLD)])}
     ("id", "changes", "words"),
     [pytest.param(*x, marks=[] if _FIRST[x[0]] == i else pytest.mark.long) for i, x in enumerate(TOLD)],
 )
+@pytest.mark.every(2)
 def test_what_no_single_change_says(id, changes, words):
     assert words in failure(id, *changed(id, *changes)).sentence
 

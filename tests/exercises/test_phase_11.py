@@ -117,6 +117,7 @@ def test_a_float_is_no_number_of_bytes():
         (("v_rows(", "v_row("), "wrong-entry"),
     ],
 )
+@pytest.mark.every(2)
 def test_a_wrong_descriptor(change, slug):
     assert diagnosis("11.3", *changed("11.3", change)) == slug
 
@@ -241,6 +242,7 @@ _FIRST = {id: i for i, (id, *_) in reversed([*enumerate(TOLD)])}
     ("id", "changes", "words"),
     [pytest.param(*x, marks=[] if _FIRST[x[0]] == i else pytest.mark.long) for i, x in enumerate(TOLD)],
 )
+@pytest.mark.every(2)
 def test_what_no_row_says(id, changes, words):
     failed = failure(id, *changed(id, *changes))
     assert failed.diagnosis not in ("exception", "wrong-type", "symptoms") and words in failed.sentence
