@@ -13,7 +13,7 @@ from flashlab.attention import reference
 from flashlab.check import CheckFailed, verify, verify_block, verify_one_head
 from flashlab.check.cases import Case, case_list, make_inputs
 from flashlab.check.mistakes.attention import flash_forward
-from flashlab.check.poison import MarkedEmpty, unwritten
+from flashlab.check.poison import MarkedEmpty, carried, guarded, memory, unwritten
 from flashlab.check.tolerance import excess, truth, within
 from flashlab.check.verification import run
 
@@ -348,3 +348,12 @@ def test_the_scale_is_tested_under_the_causal_mask_too(on_cpu):
     with pytest.raises(CheckFailed) as caught:
         verify(ignores, causal=True)
     assert caught.value.case and "causal" in caught.value.case
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "by token", "rows apart", "by columns"])
+def test_a_copy_on_another_device_keeps_its_strides_and_what_lies_between(layout):
+    x = guarded(torch.randn(2, 3, 5, 8), layout, torch.device("cpu"))
+    y = carried(x, "cpu")
+    assert torch.equal(x, y) and x.stride() == y.stride() and x.data_ptr() != y.data_ptr()
+    if layout != "contiguous":
+        assert torch.equal(memory(x).view(torch.float32).isnan(), memory(y).view(torch.float32).isnan())

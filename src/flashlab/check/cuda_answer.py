@@ -29,7 +29,7 @@ from flashlab.check.cases import Case
 from flashlab.check.diagnose import RIGHT_AS_WRITTEN
 from flashlab.check.mistakes import weights
 from flashlab.check.mistakes.kernels import explain
-from flashlab.check.poison import guarded
+from flashlab.check.poison import carried, guarded
 from flashlab.check.running import compiler_can_be_asked, compiler_warned
 from flashlab.check.symptoms import watched
 from flashlab.cuda import CompileError, CudaModule, load_inline
@@ -681,7 +681,7 @@ def _examined(
 
     def forward(q, k, v, *, causal, scale):
         __tracebackhide__ = True
-        given, options = [x.cpu() for x in (q, k, v)], {"causal": causal, "scale": scale, "sms": sms}
+        given, options = [carried(x, "cpu") for x in (q, k, v)], {"causal": causal, "scale": scale, "sms": sms}
         o, lse = ran(runs, whole, None, lambda: runs.forward(*given, **options, echo=False))
         return o.to(q.device), lse.to(q.device)
 

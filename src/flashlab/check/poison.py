@@ -80,6 +80,14 @@ def guarded(x: torch.Tensor, layout: str, device: torch.device) -> torch.Tensor:
     return view
 
 
+def carried(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """A copy of `x` on a device, with its strides and what lies between its rows: `x.to` would lay it out anew."""
+    if x.is_contiguous():
+        return x.to(device, copy=True)
+    storage = torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage())
+    return storage.to(device, copy=True).as_strided(x.shape, x.stride(), x.storage_offset())
+
+
 def memory(x: torch.Tensor) -> torch.Tensor:
     """A copy of all the bytes behind `x`, guard included, to tell later whether anything was written there."""
     return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage()).clone()

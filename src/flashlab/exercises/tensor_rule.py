@@ -27,6 +27,7 @@ from flashlab.check import CheckFailed, Report, pattern, running, tensor_changes
 from flashlab.check.changes import Text
 from flashlab.check.expect import allowed_error
 from flashlab.check.lookup import Index, Values, outcome_of
+from flashlab.check.poison import carried
 from flashlab.check.running import is_unsolved
 from flashlab.check.symptoms import Symptoms, seen_where, watched
 from flashlab.exercises.answers import in_words
@@ -306,11 +307,7 @@ class TensorRule(Rule):
 def copied(x: Any, on_device: bool = False) -> Any:
     """A copy, where kernels run; of a tensor with the same strides, and what lies between its rows."""
     if isinstance(x, torch.Tensor):
-        if x.is_contiguous():
-            return x.clone().to(runtime.device()) if on_device else x.clone()
-        storage = torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage()).clone()
-        storage = storage.to(runtime.device()) if on_device else storage
-        return storage.as_strided(x.shape, x.stride(), x.storage_offset())
+        return carried(x, runtime.device() if on_device else x.device)
     if isinstance(x, tuple) and hasattr(x, "_fields"):
         return type(x)(*(copied(y, on_device) for y in x))
     return [copied(y, on_device) for y in x] if isinstance(x, list) else x
