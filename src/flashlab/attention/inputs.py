@@ -15,6 +15,8 @@ import torch.autograd.forward_ad as forward_ad
 from torch._C._functorch import is_batchedtensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from flashlab.runtime.untraced import untraced
+
 TILE_SIDES = (16, 32, 64, 128, 256)
 """The head_dims that a Triton kernel takes whole: `tl.arange` wants powers of two, `tl.dot` at least 16."""
 
@@ -158,7 +160,7 @@ def check_causal(causal: bool) -> None:
         raise TypeError(f"causal is {what}; it must be True or False, and no mask of another kind is taken")
 
 
-@torch._disable_dynamo  # traced, a tangent is not seen
+@untraced  # traced, a tangent is not seen
 def check_no_gradient(**tensors: torch.Tensor) -> None:
     """Raise ValueError, by their names, where a tensor wants a derivative, or has no memory: a bare kernel reads that,
     and its result has none."""

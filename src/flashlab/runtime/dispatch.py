@@ -20,6 +20,8 @@ from torch._C._functorch import is_legacy_batchedtensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.nested._internal.nested_tensor import NestedTensor
 
+from flashlab.runtime.untraced import untraced
+
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 _KEYS = ("CompositeExplicitAutograd", "NestedTensorCPU", "NestedTensorCUDA")  # nested ones, for run to refuse them
 _LIBRARY = torch.library.Library("flashlab", "FRAGMENT")
@@ -107,7 +109,7 @@ def _defined(name: str, schema: str, run: Callable[..., Any], fake: Callable[...
     """The operator, as yet without a derivative."""
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     for key in _KEYS:
-        _LIBRARY.impl(name, torch._disable_dynamo(run), key)
+        _LIBRARY.impl(name, untraced(run), key)
     # A jagged one is a subclass of Tensor, which knows no such operator: run refuses it as it does the others.
     torch.library.register_torch_dispatch(
         f"flashlab::{name}", NestedTensor, lambda cls, func, types, args, kwargs: run(*args, **kwargs), lib=_LIBRARY

@@ -18,11 +18,11 @@ import warnings
 from collections.abc import Collection
 
 import numpy as np
-import torch
 import triton.language as tl
 import triton.runtime.interpreter as ti
 from triton._C.libtriton import ir
 
+from flashlab.runtime.untraced import untraced
 from flashlab.triton_tools.watch import OutOfBounds, WatchedMemory
 
 # ---- bfloat16 -------------------------------------------------------------------------------------------------------
@@ -293,7 +293,7 @@ def _one_launch_at_a_time() -> None:
         with under_way:
             return original_run(self, *args, **kwargs)
 
-    ti.InterpretedFunction.run = torch._disable_dynamo(run)  # nothing in it is for torch.compile to trace
+    ti.InterpretedFunction.run = untraced(run)  # nothing in it is for torch.compile to trace
 
 
 _METHODS = {name: method for name, method in vars(_RepairedBuilder).items() if inspect.isfunction(method)}
