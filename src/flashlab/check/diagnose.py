@@ -266,6 +266,7 @@ def _hypotheses(observations: Sequence[Observation], wrong: Sequence[Observation
     # Lengths of a few tiles tell the most mistakes apart for the least work.
     probes = sorted(calm or wrong, key=lambda s: abs(s.case.seq_k - 120) + abs(s.case.seq_q - 40))[:PROBED]
     clear = [s for s in calm or wrong if _clearly_wrong(s)][:PROBED]
+    cheap = sorted(wrong, key=lambda s: s.o.numel() * s.case.seq_k)
     nearly = all(_is_nearly_right(s) for s in calm or wrong)
     best, best_score, best_size = None, 0.0, (0, 0, 0)
     for row in ROWS:
@@ -276,7 +277,7 @@ def _hypotheses(observations: Sequence[Observation], wrong: Sequence[Observation
         for size in dict.fromkeys((m, bool(n) if given else n, count) for m, n, count in row.sizes):
             verdicts = (_explains(row, size, s, lse_alone) for s in (clear if row.close else probes))
             fits = any(verdicts) if row.close or not calm else all(v != 0 for v in verdicts)
-            score = _score(row, size, observations, wrong) if fits else 0.0
+            score = _score(row, size, observations, cheap, best_score) if fits else 0.0
             if score > best_score + 1e-9:
                 best, best_score, best_size = row, score, size
         if best_score >= PERFECT:
@@ -292,11 +293,17 @@ def _is_of_lse(row: Mistake) -> bool:
     return row.slug.startswith("lse-")
 
 
-def _score(row: Mistake, size: Size, observations: Sequence[Observation], wrong: Sequence[Observation]) -> float:
-    """The share of failing cases that are explained; 0 when that is too little, or when a right case contradicts it."""
+def _score(
+    row: Mistake, size: Size, observations: Sequence[Observation], wrong: Sequence[Observation], best: float
+) -> float:
+    """The share of failing cases that are explained; 0 when that is too little, or no better than the best so far, or
+    when a right case contradicts it."""
     explained = opinions = agreeing_lse = 0
     lse_alone = all(s.o_ok for s in wrong)
-    for seen in wrong:
+    for left, seen in zip(range(len(wrong), 0, -1), wrong, strict=True):
+        most = (explained + left) / (opinions + left)
+        if most < ENOUGH or most + 0.01 <= best:
+            return 0.0
         verdict = _explains(row, size, seen, lse_alone)
         if verdict is None or (row.close and not _clearly_wrong(seen)):
             continue
