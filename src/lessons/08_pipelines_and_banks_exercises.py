@@ -161,11 +161,12 @@ check("8.6", short_rows)
 # %% [markdown]
 # ## 8.7
 #
-# The milestone of this phase: the lecture's parts, and another pipeline. There is **one** buffer for K and one for V, half the shared memory of
-# two stages. So K's next tile is copied while V is used, and V's while K is used.
+# The milestone of this phase: the lecture's parts, and another pipeline. There is **one** buffer for K and one for V, half of what
+# two stages of them take. So K's next tile is copied while V is used, and V's while K is used.
 #
 # Below are the sixteen parts in no order, without their comments. A line `@K` in your text stands for part K. The parts bring every brace of
 # theirs, and start no copy. `copy_q()`, `copy_k(j)` and `copy_v(j)` start one, and close its group; past the last tile the group is empty.
+# Each tile is copied once.
 #
 # Yours are the order, the loop over the tiles of keys, and each copy, each `cp_async_wait<N>()` and each `__syncthreads()` before it and in it.
 # The check wants a copy under way during both products; only the last $O \mathrel{+}= PV$ has none left.

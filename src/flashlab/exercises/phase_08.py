@@ -510,16 +510,17 @@ def parts() -> dict[str, str]:
     return found
 
 
-def _put_together(text: str) -> str:
+def _put_together(text: str) -> Source:
     """The text with its lines @A, @B ... replaced by the parts. Raises CheckFailed, with what is out of place."""
     __tracebackhide__ = True
-    letters, out = parts(), []
+    letters, out, called = parts(), [], []
     places: dict[str, int] = {}
     depths: dict[str, int] = {}
     depth = 0  # of the learner's own braces
-    for line in text.split("\n"):
+    for number, line in enumerate(text.split("\n"), 1 - text.startswith("\n")):
         found = _PART.fullmatch(line)
         if not found:
+            called.append(f"line {number} of your code")
             own = line.split("//")[0]
             depth += own.count("{") - own.count("}")
             out.append(line)
@@ -530,6 +531,7 @@ def _put_together(text: str) -> str:
         expect(letter not in places, f"part {letter} is there twice", diagnosis="part-twice")
         places[letter], depths[letter] = len(places), depth
         out.append(letters[letter])
+        called += [f"part {letter}"] * len(letters[letter].split("\n"))
     more = "more { than }" if depth > 0 else "more } than {"
     sentence = f"the braces of your own lines do not match, {more}: the loop needs one of each, and the parts their own"
     expect(depth == 0, sentence, diagnosis="braces")
@@ -545,7 +547,7 @@ def _put_together(text: str) -> str:
         if not inside:
             sentence = f"part {letter} is done once: it does not belong between the braces of the loop"
         expect((depths[letter] > 0) == inside, sentence, diagnosis="outside-the-loop" if inside else "inside-the-loop")
-    return "\n".join(out)
+    return Source("\n".join(out), "kernel", called=tuple(called))
 
 
 @exercise(
@@ -571,15 +573,11 @@ def put_together(kernel: str) -> str:
     whole = _put_together(text)
     loop = re.search(r"\b(for|while)\b", blank_comments(text))
     expect(loop, "there is no loop: what stands between the braces is done once", diagnosis="no-loop")
-    try:
-        verdict = examine(whole, max_seq=150)
-    except CheckFailed as failed:
-        if failed.diagnosis != "does-not-compile":
-            _expect_walk(text)
-        raise
+    _expect_walk(text)
+    verdict = examine(whole, max_seq=150)
     _without_conflicts(verdict, 64)
     *_, keys, _ = _COUNTED
-    c, tiles = probe(built(whole, check=True), Source(whole, "kernel"), _COUNTED).counters, 2 * keys // 64
+    c, tiles = probe(built(whole, check=True), whole, _COUNTED).counters, 2 * keys // 64
     during, most = c["mma_during_copies"], c["mma"] * (tiles - 1) // tiles
     sentence = (
         f"the result is right, but a copy is under way during {during} of {c['mma']} MMAs, and it could be {most}: "
@@ -590,25 +588,37 @@ def put_together(kernel: str) -> str:
 
 
 def _expect_walk(text: str) -> None:
-    """Raises CheckFailed where the loop of a wrong answer does not walk the tiles upwards or downwards, each once."""
+    """Raises CheckFailed where the loop does not walk the tiles upwards or downwards, each once, where a product finds
+    another tile in its buffer than its own, or where a tile is copied twice.
+    """
     __tracebackhide__ = True
-    letters, loop = parts(), {_LETTERS[name] for name in _LOOP}
-    said = {_LETTERS["scores"]: 'if (threadIdx.x == 0) printf("%d ", (int)j);'}
-    lines = []
-    for line in text.split("\n"):
-        found = _PART.fullmatch(line)
-        letter = found[1] if found else ""
-        lines.append(line if not found else said.get(letter, "" if letter in loop else letters[letter]))
-    walked = walk(Source("\n".join(lines), "kernel"))
-    tiles = -(-WALKED // 64)
-    upwards = [str(j) for j in range(tiles)]
-    if walked is None or walked in (upwards, upwards[::-1]):
+    say = 'if (threadIdx.x == 0) printf("{} ", (int)j);'.format
+    copies = "auto copy_q = [] {};\n" + "".join(f"auto copy_{x} = [](int j) {{ {say(f'{x}%d')} }};\n" for x in "kv")
+    letters = parts() | {_LETTERS[name]: "" for name in _LOOP} | {_LETTERS["first copies"]: copies}
+    products = _LETTERS["scores"], _LETTERS["output"]
+    letters |= {letter: say(f"{letter}%d") for letter in products}
+    found = ((line, _PART.fullmatch(line)) for line in text.split("\n"))
+    words = walk(Source("\n".join(letters[part[1]] if part else line for line, part in found), "kernel"))
+    if words is None:
         return
-    raise CheckFailed(
-        f"with {tiles} tiles of keys the j of your loop is {listed(walked)}. It has to be 0 to {tiles - 1}, each once",
-        diagnosis="wrong-walk",
-        case=f"seq_q=64, seq_k={WALKED}, head_dim=64, float16",
-    )
+    case, tiles = f"seq_q=64, seq_k={WALKED}, head_dim=64, float16", -(-WALKED // 64)
+    walked, upwards = [x[1:] for x in words if x[0] == products[0]], [str(j) for j in range(tiles)]
+    sentence = f"with {tiles} tiles of keys the j of your loop is {listed(walked)}. It has to be 0 to {tiles - 1}, "
+    expect(walked in (upwards, upwards[::-1]), f"{sentence}each once", diagnosis="wrong-walk", case=case)
+    held: dict[str, str] = {}
+    for word in words:
+        kind, j = word[0], word[1:]
+        if kind in products:
+            copy = "kv"[products.index(kind)]
+            last = f"the last copy before it is copy_{copy}({held.get(copy)})"
+            last = last if copy in held else "there is no copy before it"
+            sentence = f"where j is {j}, part {kind} wants tile {j} of {copy.upper()}, and {last}"
+            expect(held.get(copy) == j, sentence, diagnosis="wrong-tile", case=case)
+        elif j in upwards:
+            held[kind] = j
+    twice = next((x for x in words if x[0] in "kv" and x[1:] in upwards and words.count(x) > 1), "")
+    sentence = f"copy_{twice[:1]}({twice[1:]}) is called twice, and once is enough"
+    expect(not twice, sentence, diagnosis="copied-twice", case=case)
 
 
 # ---- 8.8 ------------------------------------------------------------------------------------------------------------
