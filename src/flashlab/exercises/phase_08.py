@@ -341,7 +341,7 @@ def groups_in_flight(in_flight: str) -> str:
             sentence = f"{name}: the result is right, but the wait for {which}_j also waits for {more}, "
             sentence += "which nobody needs yet; the copies overlap with less work than they could"
             expect(got >= want, sentence, diagnosis="waits-too-long", case=case)
-            sentence = f"{name}, and behind {which}_j's group are {wanted} at this wait: {which}_j itself may "
+            sentence = f"{name}, and {which}_j's group has {wanted} behind it at this wait: {which}_j itself may "
             sentence += "still be on its way when it is read"
             expect(got <= want, sentence, diagnosis="read-before-wait", case=case)
         probe(module, ours)
