@@ -107,6 +107,8 @@ def _shared_banks(source: Source, head_dim: int) -> str | None:
             "decides", [("max(groups.count(g) for g in groups)", "len(set(groups))")]),
         Row("words-for-chunks", "it tells two groups of banks apart, not eight: a group is 16 bytes wide",
             [("row * row_bytes // 16 % 8", "row * row_bytes // 4 % 8")]),
+        Row("half-the-banks", "it tells four groups of banks apart, not eight: all 32 banks are 128 bytes",
+            [("row * row_bytes // 16 % 8", "row * row_bytes // 16 % 4")]),
         Row("whole-lines-alone", "rows may meet without lying whole lines of 128 bytes apart: at 64, every second row "
             "begins at the same bank", instead="8 if row_bytes % 128 == 0 else 1"),
     ],
@@ -123,7 +125,7 @@ def wavefronts(row_bytes):
 
 
 def _expect_a_swizzle(place: Callable[[int, int], int]) -> str:
-    """CheckFailed where two chunks meet; any swizzle without a conflict is right."""
+    """CheckFailed where two chunks meet; any swizzle without a conflict is right, but for the lecture's two."""
     __tracebackhide__ = True
     for chunks in (8, 16, 32):
         case = f"head_dim={8 * chunks}"
@@ -150,7 +152,15 @@ def _expect_a_swizzle(place: Callable[[int, int], int]) -> str:
                     diagnosis="bank-conflicts",
                     case=case,
                 )
+    xor, rotated = (
+        [[f(row, chunk) for chunk in range(chunks)] for row in range(64)]
+        for f in (lambda row, chunk: chunk ^ row % 8, lambda row, chunk: chunk // 8 * 8 + (chunk + row) % 8)
+    )
+    expect(table not in (xor, rotated), "no two chunks of it meet", diagnosis="of-the-lecture")
     return "no conflict in any ldmatrix, head_dim 64, 128 and 256"
+
+
+_TAKEN = "it is one of the lecture's two: find another"
 
 
 @rule(
@@ -160,27 +170,36 @@ def _expect_a_swizzle(place: Callable[[int, int], int]) -> str:
     hints=[
         "Unswizzled, chunk c is at place c in every row: eight rows, one group of banks. What must differ from row to "
         "row?",
-        "Rotating works: (chunk + row) % 8 inside each group of eight places. So does XOR, which costs one "
-        "instruction.",
-        "return chunk ^ (row % 8). XOR with a number below 8 changes only the lowest three bits: a chunk stays inside "
-        "its group of eight places, and no two chunks of a row meet.",
+        "Rotating by row works, inside each group of eight places. Rotate by a multiple of row: with which multiples "
+        "do eight rows have eight different rotations?",
+        "return chunk // 8 * 8 + (chunk + 3 * row) % 8. Of an odd multiple all eight remainders by 8 differ. So "
+        "chunk - row will do, and chunk ^ 3 * row % 8.",
     ],
     returns="place",
     whole=True,
     inputs=[(row, chunk) for row in range(64) for chunk in range(32)],
     draw=lambda r: (r.randrange(64), r.randrange(32)),
-    also=["chunk // 8 * 8 + (chunk + row) % 8"],
+    also=["chunk ^ 3 * row % 8"],
+    rows=[
+        Row("of-the-lecture", _TAKEN, instead="chunk ^ row % 8"),
+        Row("of-the-lecture", _TAKEN, instead="chunk // 8 * 8 + (chunk + row) % 8"),
+        *(Row("not-a-permutation", "the term `chunk // 8 * 8` is missing: a chunk stays in its group of eight",
+              instead=x) for x in ("(chunk + row) % 8", "(chunk ^ row) % 8")),
+        Row("not-a-permutation", "the remainder by `8` is missing: there are eight groups of banks",
+            instead="chunk ^ row"),
+    ],
     notes={
-        "row % 8": "a number below 8 keeps a chunk inside its group of eight", "chunk // 8 * 8": "a chunk stays in its "
-        "group of eight", "8": "there are eight groups of banks",
-        "(chunk + row) % 8": "a chunk stays in its group of eight",
+        "3 * row % 8": "a number below 8 keeps a chunk inside its group of eight", "chunk // 8 * 8": "a chunk stays in "
+        "its group of eight", "8": "there are eight groups of banks",
+        "3": "of an odd multiple all eight remainders differ",
+        "(chunk + 3 * row) % 8": "a chunk stays in its group of eight",
     },
     judged=_expect_a_swizzle,
 )  # fmt: skip
 def place(row, chunk):
     """The place, 0 to chunks - 1, of `chunk` in `row`; for 8, 16 and 32 chunks a row."""
     # BEGIN SOLUTION
-    return chunk ^ (row % 8)
+    return chunk // 8 * 8 + (chunk + 3 * row) % 8
     # END SOLUTION
 
 
