@@ -44,7 +44,8 @@ check("8.1", wavefronts)
 #
 # A row of `head_dim` 64 is eight chunks of 16 bytes, one of 128 is sixteen. `place(row, chunk)` says where in its row a chunk is kept. Two
 # things must hold: in every row each place is used once; and the same chunk of the eight rows $8i \dots 8i + 7$ is in eight different groups
-# of four banks (place $p$ is in group $p \bmod 8$). The course's answer is not the only one.
+# of four banks (place $p$ is in group $p \bmod 8$). The lecture's
+# two, $c \oplus (r \bmod 8)$ and $(c + r) \bmod 8$, are taken: find another.
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_08: place
@@ -161,11 +162,12 @@ check("8.6", short_rows)
 # %% [markdown]
 # ## 8.7
 #
-# The milestone of this phase: the lecture's parts, and another pipeline. There is **one** buffer for K and one for V, half the shared memory of
-# two stages. So K's next tile is copied while V is used, and V's while K is used.
+# The milestone of this phase: the lecture's parts, and another pipeline. There is **one** buffer for K and one for V, half of what
+# two stages of them take. So K's next tile is copied while V is used, and V's while K is used.
 #
 # Below are the sixteen parts in no order, without their comments. A line `@K` in your text stands for part K. The parts bring every brace of
 # theirs, and start no copy. `copy_q()`, `copy_k(j)` and `copy_v(j)` start one, and close its group; past the last tile the group is empty.
+# Each tile is copied once.
 #
 # Yours are the order, the loop over the tiles of keys, and each copy, each `cp_async_wait<N>()` and each `__syncthreads()` before it and in it.
 # The check wants a copy under way during both products; only the last $O \mathrel{+}= PV$ has none left.

@@ -93,7 +93,7 @@ SAID = [  # exercise, hint, a line of the solution, the words of the hint that s
      "tl.where(in_range[None, :], ds, 0.0)"),
     ("5.7", 3, "return p * (do @ v.T - delta[:, None] + dlse[:, None])",
      "return p * (do @ v.T - delta[:, None] + dlse[:, None])"),
-    ("8.2", 3, "return chunk ^ (row % 8)", "return chunk ^ (row % 8)"),
+    ("8.2", 3, "return chunk // 8 * 8 + (chunk + 3 * row) % 8", "return chunk // 8 * 8 + (chunk + 3 * row) % 8"),
 ]  # fmt: skip
 SHORT = {" ds,": " p * (dp - delta[:, None]),"}
 """What a hint has called by a name before."""

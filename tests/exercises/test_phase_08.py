@@ -22,6 +22,8 @@ def test_wavefronts():
         (lambda row, chunk: chunk ^ (row // 2 % 8), "bank-conflicts"),
         (lambda row, chunk: (chunk + row) % 8, "not-a-permutation"),  # at 16 chunks
         (lambda row, chunk: chunk ^ row, "not-a-permutation"),
+        (lambda row, chunk: chunk ^ row % 8, "of-the-lecture"),
+        (lambda row, chunk: chunk // 8 * 8 + (chunk + row) % 8, "of-the-lecture"),
     ],
 )
 def test_a_wrong_swizzle(place, slug):
@@ -31,8 +33,8 @@ def test_a_wrong_swizzle(place, slug):
 
 
 def test_other_swizzles_are_welcome():
-    assert check("8.2", lambda row, chunk: chunk ^ (row % 8))
-    assert check("8.2", lambda row, chunk: chunk // 8 * 8 + (chunk + row) % 8)
+    assert check("8.2", lambda row, chunk: chunk ^ row % 8 ^ row % 8 // 2)
+    assert check("8.2", lambda row, chunk: chunk // 8 * 8 + (chunk - row) % 8)
     at, other = answers_of("8.3", "solutions")[0], "row * ROW_BYTES + (column / 64 * 8 + (column / 8 + row) % 8) * 16"
     assert check("8.3", at.replace("offset ^ row % 8 * 16", other))
 

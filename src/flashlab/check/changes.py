@@ -421,8 +421,9 @@ def changes(text: Text, values: Mapping[str, Sequence[Any]] | None = None, more:
         if len(same) > 1 and len({repr(edit[0][0]) + str(edit[0][1:]) for c in same for edit in c.edits}) == len(same):
             where = "both times" if len(same) == 2 else "everywhere"
             one = same[0]
+            said = one.said if len({c.said for c in same}) == 1 else one.said.partition(", in ")[0]  # of several places
             edits = tuple(edit for c in same for edit in c.edits)
-            found.append(Change(one.slug, f"{one.said}, {where}", one.cost + 0.2, edits, about=one.about))
+            found.append(Change(one.slug, f"{said}, {where}", one.cost + 0.2, edits, about=one.about))
     return [*found, *_of_parameters(text, values or {})]
 
 

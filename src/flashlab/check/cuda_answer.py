@@ -106,12 +106,14 @@ class Source:
         text: all of it.
         name: the file's, without ``.cu``.
         first, last: 1-based, inclusive; None if nobody's lines are special.
+        called: what each line is called, where it is put together of pieces.
     """
 
     text: str
     name: str
     first: int | None = None
     last: int | None = None
+    called: tuple[str, ...] = ()
 
     def own(self, line: int) -> bool:
         """Whether it is one of somebody's own lines."""
@@ -122,7 +124,9 @@ class Source:
         lines = self.text.splitlines()
         code = lines[line - 1].split("//")[0].strip() if 0 < line <= len(lines) else ""
         code = code if len(code) <= _QUOTED else f"{code[: _QUOTED - 2].rstrip()} …"
-        if self.own(line):
+        if self.called and code:
+            where = self.called[line - 1]
+        elif self.own(line):
             where = f"line {line - (self.first or 1) + 1} of your code"
         else:
             where = f"line {line} of {self.name}.cu" if self.first is not None else f"line {line}"

@@ -665,11 +665,11 @@ def _of_call(text: CudaText, node: ast.Call, called: str) -> Iterator[tuple[obje
     less = re.fullmatch(r"(.*STAGES) - (\d)", inside)
     near = [f"{less[1]} - {int(less[2]) + n}".removesuffix(" - 0") for n in (-1, 1)] if less else []
     for instead in ("__half",) if inside == "T" else near:
-        said, slug = f"`{name}<{instead}>` stands where `{name}<{inside}>` belongs", "off-by-one"
+        said, slug, cost = f"`{name}<{instead}>` stands where `{name}<{inside}>` belongs", "off-by-one", 1.3
         if instead == "__half":
-            said, slug = f"{said}: it is right in float16 alone", "fp16-alone"
+            said, slug, cost = f"{said}: it is right in float16 alone", "fp16-alone", 1.2
         new = ast.Call(ast.Name(text._other(f"{name} < {instead} >"), ast.Load()), args, [])
-        yield slug, said, 1.2, new, name, instead
+        yield slug, said, cost, new, name, instead
     for instead in _FUNCTIONS.get(called, ()):
         new = ast.Call(ast.Name(instead, ast.Load()), args, [])
         yield "wrong-function", f"`{instead}` stands where `{called}` belongs", 1.5, new, called, instead

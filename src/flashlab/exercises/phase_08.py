@@ -107,6 +107,8 @@ def _shared_banks(source: Source, head_dim: int) -> str | None:
             "decides", [("max(groups.count(g) for g in groups)", "len(set(groups))")]),
         Row("words-for-chunks", "it tells two groups of banks apart, not eight: a group is 16 bytes wide",
             [("row * row_bytes // 16 % 8", "row * row_bytes // 4 % 8")]),
+        Row("half-the-banks", "it tells four groups of banks apart, not eight: all 32 banks are 128 bytes",
+            [("row * row_bytes // 16 % 8", "row * row_bytes // 16 % 4")]),
         Row("whole-lines-alone", "rows may meet without lying whole lines of 128 bytes apart: at 64, every second row "
             "begins at the same bank", instead="8 if row_bytes % 128 == 0 else 1"),
     ],
@@ -123,7 +125,7 @@ def wavefronts(row_bytes):
 
 
 def _expect_a_swizzle(place: Callable[[int, int], int]) -> str:
-    """CheckFailed where two chunks meet; any swizzle without a conflict is right."""
+    """CheckFailed where two chunks meet; any swizzle without a conflict is right, but for the lecture's two."""
     __tracebackhide__ = True
     for chunks in (8, 16, 32):
         case = f"head_dim={8 * chunks}"
@@ -150,7 +152,15 @@ def _expect_a_swizzle(place: Callable[[int, int], int]) -> str:
                     diagnosis="bank-conflicts",
                     case=case,
                 )
+    xor, rotated = (
+        [[f(row, chunk) for chunk in range(chunks)] for row in range(64)]
+        for f in (lambda row, chunk: chunk ^ row % 8, lambda row, chunk: chunk // 8 * 8 + (chunk + row) % 8)
+    )
+    expect(table not in (xor, rotated), "no two chunks of it meet", diagnosis="of-the-lecture")
     return "no conflict in any ldmatrix, head_dim 64, 128 and 256"
+
+
+_TAKEN = "it is one of the lecture's two: find another"
 
 
 @rule(
@@ -160,27 +170,36 @@ def _expect_a_swizzle(place: Callable[[int, int], int]) -> str:
     hints=[
         "Unswizzled, chunk c is at place c in every row: eight rows, one group of banks. What must differ from row to "
         "row?",
-        "Rotating works: (chunk + row) % 8 inside each group of eight places. So does XOR, which costs one "
-        "instruction.",
-        "return chunk ^ (row % 8). XOR with a number below 8 changes only the lowest three bits: a chunk stays inside "
-        "its group of eight places, and no two chunks of a row meet.",
+        "Rotating by row works, inside each group of eight places. Rotate by a multiple of row: with which multiples "
+        "do eight rows have eight different rotations?",
+        "return chunk // 8 * 8 + (chunk + 3 * row) % 8. Of an odd multiple all eight remainders by 8 differ. So "
+        "chunk - row will do, and chunk ^ 3 * row % 8.",
     ],
     returns="place",
     whole=True,
     inputs=[(row, chunk) for row in range(64) for chunk in range(32)],
     draw=lambda r: (r.randrange(64), r.randrange(32)),
-    also=["chunk // 8 * 8 + (chunk + row) % 8"],
+    also=["chunk ^ 3 * row % 8"],
+    rows=[
+        Row("of-the-lecture", _TAKEN, instead="chunk ^ row % 8"),
+        Row("of-the-lecture", _TAKEN, instead="chunk // 8 * 8 + (chunk + row) % 8"),
+        *(Row("not-a-permutation", "the term `chunk // 8 * 8` is missing: a chunk stays in its group of eight",
+              instead=x) for x in ("(chunk + row) % 8", "(chunk ^ row) % 8")),
+        Row("not-a-permutation", "the remainder by `8` is missing: there are eight groups of banks",
+            instead="chunk ^ row"),
+    ],
     notes={
-        "row % 8": "a number below 8 keeps a chunk inside its group of eight", "chunk // 8 * 8": "a chunk stays in its "
-        "group of eight", "8": "there are eight groups of banks",
-        "(chunk + row) % 8": "a chunk stays in its group of eight",
+        "3 * row % 8": "a number below 8 keeps a chunk inside its group of eight", "chunk // 8 * 8": "a chunk stays in "
+        "its group of eight", "8": "there are eight groups of banks",
+        "3": "of an odd multiple all eight remainders differ",
+        "(chunk + 3 * row) % 8": "a chunk stays in its group of eight",
     },
     judged=_expect_a_swizzle,
 )  # fmt: skip
 def place(row, chunk):
     """The place, 0 to chunks - 1, of `chunk` in `row`; for 8, 16 and 32 chunks a row."""
     # BEGIN SOLUTION
-    return chunk ^ (row % 8)
+    return chunk // 8 * 8 + (chunk + 3 * row) % 8
     # END SOLUTION
 
 
@@ -341,7 +360,7 @@ def groups_in_flight(in_flight: str) -> str:
             sentence = f"{name}: the result is right, but the wait for {which}_j also waits for {more}, "
             sentence += "which nobody needs yet; the copies overlap with less work than they could"
             expect(got >= want, sentence, diagnosis="waits-too-long", case=case)
-            sentence = f"{name}, and behind {which}_j's group are {wanted} at this wait: {which}_j itself may "
+            sentence = f"{name}, and {which}_j's group has {wanted} behind it at this wait: {which}_j itself may "
             sentence += "still be on its way when it is read"
             expect(got <= want, sentence, diagnosis="read-before-wait", case=case)
         probe(module, ours)
@@ -510,16 +529,17 @@ def parts() -> dict[str, str]:
     return found
 
 
-def _put_together(text: str) -> str:
+def _put_together(text: str) -> Source:
     """The text with its lines @A, @B ... replaced by the parts. Raises CheckFailed, with what is out of place."""
     __tracebackhide__ = True
-    letters, out = parts(), []
+    letters, out, called = parts(), [], []
     places: dict[str, int] = {}
     depths: dict[str, int] = {}
     depth = 0  # of the learner's own braces
-    for line in text.split("\n"):
+    for number, line in enumerate(text.split("\n"), 1 - text.startswith("\n")):
         found = _PART.fullmatch(line)
         if not found:
+            called.append(f"line {number} of your code")
             own = line.split("//")[0]
             depth += own.count("{") - own.count("}")
             out.append(line)
@@ -530,6 +550,7 @@ def _put_together(text: str) -> str:
         expect(letter not in places, f"part {letter} is there twice", diagnosis="part-twice")
         places[letter], depths[letter] = len(places), depth
         out.append(letters[letter])
+        called += [f"part {letter}"] * len(letters[letter].split("\n"))
     more = "more { than }" if depth > 0 else "more } than {"
     sentence = f"the braces of your own lines do not match, {more}: the loop needs one of each, and the parts their own"
     expect(depth == 0, sentence, diagnosis="braces")
@@ -545,7 +566,7 @@ def _put_together(text: str) -> str:
         if not inside:
             sentence = f"part {letter} is done once: it does not belong between the braces of the loop"
         expect((depths[letter] > 0) == inside, sentence, diagnosis="outside-the-loop" if inside else "inside-the-loop")
-    return "\n".join(out)
+    return Source("\n".join(out), "kernel", called=tuple(called))
 
 
 @exercise(
@@ -571,15 +592,11 @@ def put_together(kernel: str) -> str:
     whole = _put_together(text)
     loop = re.search(r"\b(for|while)\b", blank_comments(text))
     expect(loop, "there is no loop: what stands between the braces is done once", diagnosis="no-loop")
-    try:
-        verdict = examine(whole, max_seq=150)
-    except CheckFailed as failed:
-        if failed.diagnosis != "does-not-compile":
-            _expect_walk(text)
-        raise
+    _expect_walk(text)
+    verdict = examine(whole, max_seq=150)
     _without_conflicts(verdict, 64)
     *_, keys, _ = _COUNTED
-    c, tiles = probe(built(whole, check=True), Source(whole, "kernel"), _COUNTED).counters, 2 * keys // 64
+    c, tiles = probe(built(whole, check=True), whole, _COUNTED).counters, 2 * keys // 64
     during, most = c["mma_during_copies"], c["mma"] * (tiles - 1) // tiles
     sentence = (
         f"the result is right, but a copy is under way during {during} of {c['mma']} MMAs, and it could be {most}: "
@@ -590,25 +607,37 @@ def put_together(kernel: str) -> str:
 
 
 def _expect_walk(text: str) -> None:
-    """Raises CheckFailed where the loop of a wrong answer does not walk the tiles upwards or downwards, each once."""
+    """Raises CheckFailed where the loop does not walk the tiles upwards or downwards, each once, where a product finds
+    another tile in its buffer than its own, or where a tile is copied twice.
+    """
     __tracebackhide__ = True
-    letters, loop = parts(), {_LETTERS[name] for name in _LOOP}
-    said = {_LETTERS["scores"]: 'if (threadIdx.x == 0) printf("%d ", (int)j);'}
-    lines = []
-    for line in text.split("\n"):
-        found = _PART.fullmatch(line)
-        letter = found[1] if found else ""
-        lines.append(line if not found else said.get(letter, "" if letter in loop else letters[letter]))
-    walked = walk(Source("\n".join(lines), "kernel"))
-    tiles = -(-WALKED // 64)
-    upwards = [str(j) for j in range(tiles)]
-    if walked is None or walked in (upwards, upwards[::-1]):
+    say = 'if (threadIdx.x == 0) printf("{} ", (int)j);'.format
+    copies = "auto copy_q = [] {};\n" + "".join(f"auto copy_{x} = [](int j) {{ {say(f'{x}%d')} }};\n" for x in "kv")
+    letters = parts() | {_LETTERS[name]: "" for name in _LOOP} | {_LETTERS["first copies"]: copies}
+    products = _LETTERS["scores"], _LETTERS["output"]
+    letters |= {letter: say(f"{letter}%d") for letter in products}
+    found = ((line, _PART.fullmatch(line)) for line in text.split("\n"))
+    words = walk(Source("\n".join(letters[part[1]] if part else line for line, part in found), "kernel"))
+    if words is None:
         return
-    raise CheckFailed(
-        f"with {tiles} tiles of keys the j of your loop is {listed(walked)}. It has to be 0 to {tiles - 1}, each once",
-        diagnosis="wrong-walk",
-        case=f"seq_q=64, seq_k={WALKED}, head_dim=64, float16",
-    )
+    case, tiles = f"seq_q=64, seq_k={WALKED}, head_dim=64, float16", -(-WALKED // 64)
+    walked, upwards = [x[1:] for x in words if x[0] == products[0]], [str(j) for j in range(tiles)]
+    sentence = f"with {tiles} tiles of keys the j of your loop is {listed(walked)}. It has to be 0 to {tiles - 1}, "
+    expect(walked in (upwards, upwards[::-1]), f"{sentence}each once", diagnosis="wrong-walk", case=case)
+    held: dict[str, str] = {}
+    for word in words:
+        kind, j = word[0], word[1:]
+        if kind in products:
+            copy = "kv"[products.index(kind)]
+            last = f"the last copy before it is copy_{copy}({held.get(copy)})"
+            last = last if copy in held else "there is no copy before it"
+            sentence = f"where j is {j}, part {kind} wants tile {j} of {copy.upper()}, and {last}"
+            expect(held.get(copy) == j, sentence, diagnosis="wrong-tile", case=case)
+        elif j in upwards:
+            held[kind] = j
+    twice = next((x for x in words if x[0] in "kv" and x[1:] in upwards and words.count(x) > 1), "")
+    sentence = f"copy_{twice[:1]}({twice[1:]}) is called twice, and once is enough"
+    expect(not twice, sentence, diagnosis="copied-twice", case=case)
 
 
 # ---- 8.8 ------------------------------------------------------------------------------------------------------------
