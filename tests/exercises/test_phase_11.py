@@ -277,11 +277,9 @@ def test_output_that_is_waited_for_before_the_softmax():
 
 def test_output_that_is_issued_when_the_scores_are_there():
     """The softmax runs beside it, as the page wants; where it is issued behind the softmax, it does not."""
-    ask, wait = "        if (!FIRST) add_output();\n", "        wgmma_wait<FIRST ? 0 : 1>();\n"
-    assert check("11.7", *changed("11.7", (ask, ""), (wait, f"        wgmma_wait<0>();\n{ask}")))
-    late = changed(
-        "11.7", (ask, ""), (wait, "wgmma_wait<0>();\n"), ("output_is_there();", "add_output(), output_is_there();")
-    )
+    ask, wait, there = "if (!FIRST) add_output();", "wgmma_wait<FIRST ? 0 : 1>();", "output_is_there();"
+    assert check("11.7", *changed("11.7", (ask, ""), (wait, f"wgmma_wait<0>(); {ask}")))
+    late = changed("11.7", (ask, ""), (wait, "wgmma_wait<0>();"), (there, f"add_output(), {there}"))
     assert SOFTMAX_ALONE in failure("11.7", *late).sentence
 
 
