@@ -163,8 +163,8 @@ check("11.5", waited_for)
 #
 # In `p11_10_epilogue.cu` the warps wait until all of the O before has been read, and all of O leaves in one group. For `HEAD_DIM` 128 somebody
 # made it leave **slab by slab**: each slab of 64 columns has its own part of the buffer, its own store and its own group. So the first slab of a part
-# may be filled while the second one of the part before is still being read. On a GPU that may never show. In the emulator it does. Run the
-# check, look for what is wrong, repair it. Slabs should still leave one by one, and nobody should wait for more than has to be over.
+# may be filled, as it should, while the second one of the part before is still being read. But there is a mistake. On a GPU it may never show. In the
+# emulator it does. Run the check, look for what is wrong, repair it. Slabs should still leave one by one, and nobody should wait for more than has to be over.
 
 # %% tags=["exercise"]
 epilogue = r"""
@@ -386,7 +386,7 @@ show.region(PARTS, "constants", "kernel", whole_file=False)
 
 # %% [markdown]
 # Write both sides, for the nth number, n = 0, 1, 2, ... `hand_on` takes a number from the counter, hands it on and returns it. `take` is called by
-# every thread of every consumer: it returns the nth number, and says that the place is free again.
+# every thread of every consumer: it returns the nth number, and says that the place is free again. All three places are used.
 
 # %% tags=["exercise"]
 # BEGIN STARTER
@@ -436,7 +436,7 @@ show.source(path("problem.cuh"))
 
 # %% [markdown]
 # Write the rest of the file. A kernel, for causal and not, which takes the problem and the three maps as its parameters, has the dynamic shared
-# memory that the block needs, and calls the function. Tiles are swizzled: how has the memory to be aligned? And
+# memory that the block needs, says how many threads a block has (`setmaxnreg` wants `__launch_bounds__`), and calls the function. Tiles are swizzled: how has the memory to be aligned? And
 #
 #     extern "C" int forward(const Problem* p, void* stream)
 #

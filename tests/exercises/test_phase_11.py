@@ -188,6 +188,7 @@ OF_K, OF_V = "mbarrier_wait(empty_k + 8 * stage, free);", "mbarrier_wait(empty_v
 BEFORE = "mbarrier_wait(empty_v + 8 * ((n - 2) % STAGES), (n - 2) / STAGES % 2);"
 FREE, SPIN = "(n / STAGES + 1) % 2", "while (!mbarrier_test_wait(empty_k + 8 * stage, free)) {}"
 STORE, ROOM = "h.place[at] = part;", "mbarrier_wait(h.empty + 8 * at, (n / PLACES + 1) % 2);"
+BOUNDS = "__launch_bounds__(THREADS, 1)"
 HEADS, Q_IS_HERE = "p->k_stride, p->batch, p->kv_heads", "mbarrier_wait(full_q, 0);"
 NEXT = "            for (int j = 0; j < tiles; j++) {"
 LATE = "if (j > 0) mbarrier_wait(empty_v((j - 1) % STAGES), (j - 1) / STAGES % 2);"
@@ -201,6 +202,7 @@ TOLD = [
     ("11.6", [("if (first_thread) bulk", "if (threadIdx.x % GROUP == 32) bulk")], "may still be under way"),
     ("11.6", [(O_FENCE, ""), ("#pragma unroll\n            for", f"{O_FENCE}\n#pragma unroll\n            for")],
      "after its last store"),
+    ("11.6", [("bulk_wait_read", "bulk_wait")], "bulk_wait waits until O is written"),
     ("11.7", [(V_SLOT, "empty_v + 8 * ((nth - 1) % STAGES)")], "empty_v"),  # the lecture's line
     ("11.7", [("empty_slot + 8 * slot", "empty_slot + 8 * ((slot + 1) % SLOTS)")], "consumer 0 gives back slots 1, "),
     ("11.7", [(V_SLOT, "empty_slot + 8 * slot")], "the slot of this tile's K is given back a second time"),
@@ -208,6 +210,7 @@ TOLD = [
     ("11.8", [(OF_V, ""), (OF_K, f"{OF_V}\n{OF_K}")], "its place is free"),
     ("11.8", [(OF_K, f"if (n > 1) {BEFORE}\n                {OF_K}")], "its place is free"),
     ("11.8", [(FREE, "(n + 1) % 2")], ""),
+    ("11.8", [("        return;\n", "")], "of p11_5_consumers.cu, `setmaxnreg_inc"),
     ("11.8", [("n < end;", "n < end - 1;")], "`end` is one too small"),
     ("11.9", [("{row_bytes, HEAD", "{2, row_bytes, HEAD")], "of your code, `return tensor_map("),
     ("11.10", [("consumer + CONSUMERS - 1)", "consumer + 1)")], "the turns go forwards"),
@@ -215,6 +218,7 @@ TOLD = [
     ("11.10", [("sync(4", "sync(14"), ("arrive(4", "arrive(14")], "thread 383 of block 0 uses barrier 16"),
     ("11.11", [("(n / PLACES + 1) % 2", "n / PLACES % 2")], "the term `1` is missing"),
     ("11.11", [(ROOM, ""), (STORE, f"{STORE}\n    {ROOM}")], "a place is filled that somebody still reads"),
+    ("11.12", [(BOUNDS, "")], "no __launch_bounds__(THREADS, 1) says how many threads"),
     ("11.12", [("(int)cudaGetLastError()", "0")], "does not return cudaGetLastError()"),
     ("11.12", [(HEADS, HEADS.replace("kv_", ""))], "told of kv_heads heads"),
     ("11.12", [(" + BARRIERS * 8", "")], "the shared memory is too small"),
@@ -223,6 +227,7 @@ TOLD = [
     ("11.12", [("__align__(1024) ", "")], "aligned to 1 byte"),
     ("11.13", [("acc[4 * n + 2 * r + e] *= correction;", ";")], "O is not rescaled"),
     ("11.14", [(COUNTS, COUNTS.replace("CONSUMERS", "1"))], "How many arrivals does `empty` wait for?"),
+    ("11.14", [(BOUNDS, "")], "no __launch_bounds__(THREADS, 1) says how many threads"),
     ("11.14", [(HEADS, HEADS.replace("kv_", ""))], "told of kv_heads heads"),
     ("11.14", [(Q_IS_HERE, f"{Q_IS_HERE}\n    if (tiles == 0) return;")], "128 of the first 176 rows"),
     ("11.14", [(NEXT, NEXT + LATE)], "7 times it asks for a tile only when"),
@@ -262,12 +267,27 @@ def test_one_may_wait_as_soon_as_a_slab_is_on_its_way_and_fence_for_all():
     assert check("11.6", *changed("11.6", *steps, (store, f"{O_FENCE}\n{store}")))
 
 
+SOFTMAX_ALONE = "while the softmax of a tile runs, O += P V of the tile before is not under way"
+
+
 def test_output_that_is_waited_for_before_the_softmax():
     given = f"if (first_thread) mbarrier_arrive({V_SLOT});"
     scores, after = answers_of("11.7", "solutions")
     after = after.replace("output_is_there();", "").replace(given, "")
-    failed = failure("11.7", scores + f"if (!FIRST) {{ output_is_there(); {given} }}\n", after)
-    assert failed.diagnosis == "no-overlap"
+    assert SOFTMAX_ALONE in failure("11.7", scores + f"if (!FIRST) {{ output_is_there(); {given} }}\n", after).sentence
+
+
+def test_output_that_is_issued_when_the_scores_are_there():
+    """The softmax runs beside it, as the page wants; where it is issued behind the softmax, it does not."""
+    ask, wait, there = "if (!FIRST) add_output();", "wgmma_wait<FIRST ? 0 : 1>();", "output_is_there();"
+    assert check("11.7", *changed("11.7", (ask, ""), (wait, f"wgmma_wait<0>(); {ask}")))
+    late = changed("11.7", (ask, ""), (wait, "wgmma_wait<0>();"), (there, f"add_output(), {there}"))
+    assert SOFTMAX_ALONE in failure("11.7", *late).sentence
+
+
+def test_the_lectures_two_places_are_too_few():
+    text = answers_of("11.11", "solutions")[0].replace("PLACES", "2")
+    assert "2 of the 3 places are used" in failure("11.11", text).sentence
 
 
 @pytest.mark.long

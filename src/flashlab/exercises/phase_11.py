@@ -126,6 +126,8 @@ _STANDS = (
             "the phase that is under way, and is not complete", [(_PAIR, "(latest >= 0, True)")]),
         Row("phase-0-alone", "parity 0 is complete while phase 1 is under way, and never again: every second phase has "
             "parity 0", [(_PAIR, "(latest == 0, latest != 0)")]),
+        Row("bytes-not-counted", "bytes do not count here: a phase ends when all arrivals are there and all bytes have "
+            "come that were announced", [("missing == 0 and bytes_under_way == 0", "missing == 0")]),
         Row("one-copy-for-all", "a copy takes off all the bytes that are announced: it takes off its own, and others "
             "are still under way", [("bytes_under_way -= n", "bytes_under_way = 0")]),
         Row("not-ended-by-bytes", "a phase ends only when somebody arrives: where the arrivals are there already, the "
@@ -389,6 +391,8 @@ def _stages(r: random.Random) -> tuple[int, ...]:
             [("head_dim * 2 + 8", "head_dim + 8"), ("head_dim * 2 + 4", "head_dim + 4")]),
         Row("floats", "an element has 2 bytes, and here it has 4",
             [("head_dim * 2 + 8", "head_dim * 4 + 8"), ("head_dim * 2 + 4", "head_dim * 4 + 4")]),
+        Row("q-in-every-stage", "each stage has a tile of Q here: there is one, and it stays",
+            [("(shared_bytes - once) // per_stage", "(shared_bytes - 8) // (per_stage + once - 8)")]),
     ],
 )  # fmt: skip
 def most_stages(block_m, block_n, head_dim, shared_bytes):
@@ -559,6 +563,7 @@ def _pipeline_in_words(of: Sequence[int], _: None) -> str:
             "producers take turns, each phase of `full` has the arrival of one of them", [(_WHO, "set(arrived[bar])")]),
         Row("phase-0-alone", "every wait is for phase 0 here: a barrier's second wait is for the phase after it",
             [(_TURNS, "phase = min(len(arrived[bar]) // arrivals[bar], 1) - 1")]),
+        Row("itself", "you name the warp that waits too: it was for others", [(_WHO, f"{{warp}} | ({_WHO})")]),
         Row("between", "you name who arrived between the beginning of the wait and its end. Who arrived before the "
             "wait began belongs to the phase as well",
             [("found = []", "found, began = [], {}"),

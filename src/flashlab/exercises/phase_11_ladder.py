@@ -169,13 +169,17 @@ EPILOGUE = Trials(
     "11.6", _watched(_HEAD_DIM), [traced(_halves(*_TWO_PARTS, head_dim=_HEAD_DIM, sms=1))], region=True,
     place=lambda text: _with_epilogue(text).text, tol=1e-3, most=130,
     rows=[
-        Row("not-read-yet", "a slab is filled while the store that reads its place may still be under way",
-            [("SLAB - 1>", "SLAB>")]),
+        # So it looks with a wait behind the barrier, without one, or with one group for both slabs.
+        Row("not-read-yet", "a slab is filled while the store that reads its place may still be under way: first comes "
+            "a wait for that store's group, then the barrier that all threads meet at", [("SLAB - 1>", "SLAB>")]),
+        Row("same-place", "two stores go to one place of O: a coordinate of tma_store is not what it should be",
+            [("slab * SLAB,", "0,")]),
         # Without a fence, with one too early or of threads, it looks the same: what is said is true of all.
         Row("proxy-fence", "each thread that has stored has to fence by itself, after its last store",
             [("fence_proxy_async()", "if (first_thread) fence_proxy_async()")]),
     ],
     equal={"in `n < SLAB / MMA_N`": "n goes up by two, to an even number",
+           "`first_thread` is not": "a thread that has committed no group waits for none",
            "`BLOCK_N`": "where there are two slabs both are 128"},
 )  # fmt: skip
 
@@ -183,14 +187,14 @@ EPILOGUE = Trials(
 def _expect_one_under_way(text: str, case: str) -> None:
     """Raises CheckFailed where a wait leaves no group under way: the compiler knows what its number is."""
     __tracebackhide__ = True
+    sentence = "the result is right, and no slab is filled too early; but"
+    said = f"{sentence} bulk_wait waits until O is written: bulk_wait_read is over when the slab has been read"
+    expect(not re.search(r"\bbulk_wait\b", blank_comments(text)), said, diagnosis="no-overlap", case=case)
     spied = re.sub(r"\b(bulk_wait(?:_read)?)\s*<([^;]*?)>\s*\(", r"\1<(1 / ((\2) > 0))>(", blank_comments(text))
     try:
         built(_with_epilogue(spied), check=True, head_dim=_HEAD_DIM)
     except CheckFailed:
-        sentence = (
-            "the result is right, and no slab is filled too early; but a wait for 0 groups under way waits for the "
-            "other slab's store too, whose place is not needed yet"
-        )
+        sentence += " a wait for 0 groups under way waits for the other slab's store too, whose place is not needed yet"
         raise CheckFailed(sentence, diagnosis="no-overlap", case=case) from None
 
 
@@ -256,10 +260,37 @@ _IN_A_RING = (
 )  # fmt: skip
 
 
-def _overlapping(scores: str, after_probabilities: str) -> Source:
-    base = functools.reduce(lambda whole, edit: _changed(whole, *edit), _IN_A_RING, source_of(step("p11_6_overlap")))
+def _overlapping(scores: str, after_probabilities: str, *more: tuple[str, str]) -> Source:
+    edits = *_IN_A_RING, *more
+    base = functools.reduce(lambda whole, edit: _changed(whole, *edit), edits, source_of(step("p11_6_overlap")))
     base = replace(base, name="p11_6_ring")
     return replaced(replaced(base, "rescale O", after_probabilities), "scores", scores)
+
+
+# Marks in the events where a softmax begins: Q is there.
+_MARKED = "float m_new[ROWS_PER_LANE];", "mbarrier_wait(full_q, 0); float m_new[ROWS_PER_LANE];"
+
+
+def _expect_output_under_way(events: Sequence[Event], case: str) -> None:
+    """CheckFailed where at a softmax O += P V of the tile before has been waited for, or has not been issued."""
+    __tracebackhide__ = True
+    mine = [e for e in events if e.warp == 0]
+    full_q = next(e.values[0] for e in mine if e.did == "mbarrier-passed")
+    issued, over, tiles = 0, 0, -2  # the last product of O that was issued; that was waited for; tiles before
+    for e in mine:
+        if e.did == "wgmma" and e.values[1] == 64:  # columns of O; S has 128
+            issued = e.values[0]
+        elif e.did == "wait":
+            over = max(over, e.values[0])
+        elif e.did == "mbarrier-passed" and e.values[0] == full_q:
+            tiles += 1
+            expect(
+                tiles < 1 or issued > over,
+                "the result is right, and nothing is released too early; but while the softmax of a tile runs, O += P "
+                "V of the tile before is not under way: it has been waited for, or is issued later",
+                diagnosis="no-overlap",
+                case=case,
+            )
 
 
 _GIVEN_V = "            if (first_thread) mbarrier_arrive(empty_slot + 8 * ((2 * nth - 1) % SLOTS));   // repaired\n"
@@ -325,16 +356,9 @@ def room_for_a_tile(scores: str, after_probabilities: str) -> str:
         try:
             verdict = examine(whole, fast=False, probes=(PROBES[0], _LONG), max_seq=150)
         finally:  # another slot than that which was read is a cause; what is found comes of it
-            events = _events(whole, _LONG)
+            events = _events(_overlapping(*texts, _MARKED), _LONG)
             _expect_given_back(events, case, lambda n: n and n + n % 2 * 2 - 1)  # K of a tile, then V before it
-    waits = any(e.did == "wait" and e.values[1] > 0 for e in events)
-    expect(
-        waits and "output_is_there" not in blank_comments(texts[0]),
-        "the result is right, and nothing is released too early; but the softmax runs only when O += P V of the tile "
-        f"before is done: {'output_is_there() comes before it' if waits else 'each wait waits for all products'}",
-        diagnosis="no-overlap",
-        case=case,
-    )
+    _expect_output_under_way(events, case)
     expect_variant(whole, head_dim=128)
     return f"{verdict.cases} cases right, nothing found by the emulator"
 
@@ -350,6 +374,7 @@ _OF_Q = "load_tile<BLOCK_M>(q_smem, q_map, full_q, m_start, head, batch);"
 
 def _with_producer(text: str) -> Source:
     whole = replaced(step("p11_5_consumers"), "producer", text.strip("\n") + "\n" + _AFTER)
+    whole = replace(whole, last=(whole.last or 0) - 1)  # _AFTER is not the learner's
     return _changed(whole, "STAGES = 2;", f"STAGES = {_STAGES};")
 
 
@@ -378,6 +403,8 @@ PRODUCER = Trials(
     rows=[
         Row("waits-for-itself", "the producer waits at `full`, for its own copies: where there is room for a tile, "
             "`empty` says", [(_OF_K, _OF_K.replace("empty", "full")), (_OF_V, _OF_V.replace("empty", "full"))]),
+        Row("waits-for-itself", "before K of a tile the producer waits at `full`, for its own copy: where there is "
+            "room for a tile, `empty` says", [(_OF_K, _OF_K.replace("empty", "full"))]),
         Row("q-with-every-tile", "Q is asked for with every tile: it is one tile, and comes once",
             [(_OF_Q, ""), (_OF_K, f"{_OF_Q}\n{_OF_K}")]),
         Row("half-a-stage", "the stages of K and V are half as long as a tile: two tiles lie one on the other",
@@ -398,7 +425,8 @@ PRODUCER = Trials(
             [(_OF_K, ""), (_OF_V, "")]),
         Row("stage-from-the-end", "the stage is counted from the last tile: the nth tile that comes lies in n % STAGES",
             [("stage = n % STAGES", "stage = (end - 1 - n) % STAGES")]),
-        Row("two-stages", "two stages are used, and there are STAGES", [("stage = n % STAGES", "stage = n % 2")]),
+        *(Row("two-stages", "two stages are used, and there are STAGES", [("n % STAGES", "n % 2"), *more])
+          for more in ((), [("n / STAGES", "n / 2")])),
     ],
 )  # fmt: skip
 
@@ -473,7 +501,8 @@ _BOX_ROWS, _PACKED_DIM = 32, 128
 _PACKED = (3, 14, 4)  # (batch, seq, heads): no two sizes alike
 # Of each head, and beyond each end
 _CORNERS = torch.tensor(
-    [(c, r, h, b) for b in range(4) for h in range(6) for r, c in ((0, 64), (8, 0), (-8, 0))] + [(128, 0, 1, 1)],
+    [(c, r, h, b) for b in range(4) for h in range(6) for r, c in ((0, 64), (8, 0), (-8, 0))]
+    + [(128, 0, 1, 1), (0, 0, 12, 0)],
     dtype=torch.int32,
 )
 
@@ -510,8 +539,16 @@ OWN_MAP = Trials(
         "heads * HEAD_DIM": "K begins behind Q of the first row", "3": "Q, K and V of all heads lie in a row",
         "2": "an element has 2 bytes",
     },
-    rows=[Row("no-swizzle", "the map has no swizzle: the tile is asked for with that of 128 bytes",
-              [("CU_TENSOR_MAP_SWIZZLE_128B", "CU_TENSOR_MAP_SWIZZLE_NONE")])],
+    rows=[
+        Row("no-swizzle", "the map has no swizzle: the tile is asked for with that of 128 bytes",
+            [("CU_TENSOR_MAP_SWIZZLE_128B", "CU_TENSOR_MAP_SWIZZLE_NONE")]),
+        Row("a-slab-wide", "a row of the tensor ends behind 64 columns here: that is the box, a head has HEAD_DIM",
+            [("{HEAD_DIM, (uint64_t)seq", "{64, (uint64_t)seq")]),
+        Row("heads-of-all-three", "there are 3 * heads heads here: the map is of K alone",
+            [("(uint64_t)heads", "3ull * heads")]),
+        Row("batches-of-k", "from one batch to the next it is too near: Q, K and V of all rows lie between",
+            [("seq * row_bytes", "seq * row_bytes / 3")]),
+    ],
 )  # fmt: skip
 
 
@@ -591,6 +628,8 @@ OWN_TURNS = Trials(
     rows=[
         Row("forwards", "the turns go forwards: consumer c passes on to c + 1, and they go backwards", [
             (_TO, _TO.replace("consumer + CONSUMERS - 1", "consumer + 1"))]),
+        Row("two-alone", "a turn is passed on to 1 - consumer: that is right where there are two consumers",
+            [(_TO, _TO.replace("(consumer + CONSUMERS - 1) % CONSUMERS", "(1 - consumer)"))]),
         Row("all-are-counted", "the barriers count all consumers: two meet there, who waits and who arrives",
             [("sync(4 + consumer, 2 *", "sync(4 + consumer, CONSUMERS *"),
              (_TO, _TO.replace("2 * GROUP", "CONSUMERS * GROUP"))]),
@@ -667,7 +706,7 @@ def _expect_turns(module: CudaModule, whole: Source, consumers: int) -> None:
 
 
 # ---- 11.11 ----------------------------------------------------------------------------------------------------------
-_PLACES = 3
+_PLACES, _PRODUCER = 3, 8  # places; the producer's first warp
 
 
 def _part_runs(parts: int, blocks: int) -> tuple[torch.Tensor, torch.Tensor, int, int]:
@@ -686,7 +725,7 @@ def _hand_out(parts: int, blocks: int) -> Callable[[CudaModule], Outputs]:
 _STORED = "    h.place[at] = part;\n    mbarrier_arrive(h.full + 8 * at);"
 _READ = "    const int part = h.place[at];\n    mbarrier_arrive(h.empty + 8 * at);\n    return part;"
 HAND = Trials(
-    "11.11", _watched(), [traced(_hand_out(7, 1))], most=200,
+    "11.11", _watched(), [traced(_hand_out(7, 1))], most=200, equal={"`at` multiplies `h.full`": "h.full is 8 there"},
     place=lambda text: _in_file(PARTS, "hand", text).text,
     notes={
         "n / PLACES": "each use of a place is a phase, and the parity is the phase's last bit",
@@ -747,7 +786,7 @@ def _expect_parts(module: CudaModule, whole: Source, parts: int, blocks: int) ->
     case = f"{parts} parts, {blocks} block{'s' * (blocks > 1)}"
     counter, done, *sizes = _part_runs(parts, blocks)
     try:
-        _ran(module, whole, case, "run", counter, done, *sizes)
+        _ran(module, whole, case, "run", counter, done, *sizes, timeline=1)
     except CheckFailed as failed:
         said = re.sub(r"barriers at byte (\d+)", _place_named, failed.sentence)
         raise CheckFailed(said, diagnosis=failed.diagnosis, case=case) from None
@@ -763,6 +802,12 @@ def _expect_parts(module: CudaModule, whole: Source, parts: int, blocks: int) ->
     taken = parts + blocks
     said = f"the counter ends at {int(counter)}, and should at {taken}: {parts} parts, and a number more per producer"
     expect(int(counter) == taken, f"the parts are right, but {said}", diagnosis="wrong-count", case=case)
+    assert module.report is not None, "every run in the emulator leaves a report"
+    used = {e.values[0] for e in module.report.launches[0].events if e.did == "arrive" and e.warp >= _PRODUCER}
+    said = (
+        f"the parts are right, but {len(used)} of the {_PLACES} places are used: so many parts may be handed on ahead"
+    )
+    expect(blocks > 1 or parts < _PLACES or len(used) == _PLACES, said, diagnosis="too-few-places", case=case)
 
 
 # ---- 11.12 ----------------------------------------------------------------------------------------------------------
@@ -809,7 +854,15 @@ LAUNCH = Trials(
             [(_MAPS[0], _MAPS[0].replace("BLOCK_M", "BLOCK_N"))]),
         Row("boxes-of-k", "boxes of K and V have BLOCK_N rows, as many as their tiles",
             [(x, x.replace("BLOCK_N", "BLOCK_M")) for x in _MAPS[1:]]),
-        Row("rows-of-k", "K and V have seq_k rows", [(x, x.replace("seq_k", "seq_q")) for x in _MAPS[1:]]),
+        *(Row("rows-of-k", f"{who} seq_k rows", [(x, x.replace("seq_k", "seq_q")) for x in maps])
+          for who, maps in (("K and V have", _MAPS[1:]), ("K has", _MAPS[1:2]), ("V has", _MAPS[2:]))),
+        Row("no-producer", "the launch has no warps for the producer: a block has THREADS threads",
+            [("<<<blocks, THREADS,", "<<<blocks, 128 * CONSUMERS,")]),
+        Row("host-pointer", "the kernel gets a pointer to the host's Problem, which a GPU cannot read: by value it "
+            "gets a copy", [("const Problem p,", "const Problem* p,"), ("(p, q_map", "(*p, q_map"),
+                            ("*p, map_of", "p, map_of")]),
+        Row("not-aligned", "the shared memory is not aligned: a swizzle's pattern begins at a multiple of 1024",
+            [("__align__(1024) ", "")]),
         Row("k-and-v", "the maps of K and V are exchanged", [("p->k, p->k_stride", "p->v, p->k_stride"),
                                                              ("p->v, p->v_stride", "p->k, p->v_stride")]),
         Row("always-causal", "the causal kernel is launched whether it is asked for or not",
@@ -832,7 +885,8 @@ LAUNCH = Trials(
         "swizzled tile begins at a multiple of 1024: the declaration of the dynamic array can say so, extern "
         "__shared__ __align__(1024) char shared[].",
         "Three maps, by map_of. A box has as many rows as the tile that it fills; K and V have kv_heads heads, seq_k "
-        "rows. The kernel takes them as const __grid_constant__ CUtensorMap, and Problem by value.",
+        "rows. The kernel, behind __launch_bounds__(THREADS, 1), takes them as const __grid_constant__ CUtensorMap, "
+        "and Problem by value.",
         "A block for each BLOCK_M rows of each head of each batch, all on x, THREADS threads. More than 48 KB of "
         "dynamic shared memory need cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "
         "for whichever of the two kernels is launched. The stream is a parameter.",
@@ -860,12 +914,23 @@ def launch_of_a_kernel(launch: str) -> str:
     story = _grid_story(whole)
     expect(story is None, f"the result is right, but {story}", diagnosis="wrong-grid", case="seq_q=200, heads=2")
     _expect_few_heads(whole)
+    _expect_bounds(text)
     try:
         probe(built(replace(whole, text=before + _REFUSED + text), check=False), whole, _LAUNCHED[0])
     except CheckFailed:
         return f"{verdict.cases} cases right, nothing found by the emulator"
     said = "the result is right, but `forward` does not return cudaGetLastError(): nobody hears of a launch refused"
     raise CheckFailed(said, diagnosis="error-not-returned")
+
+
+def _expect_bounds(text: str) -> None:
+    """CheckFailed where the compiler does not know how many threads a block has. (The emulator needs no bound.)"""
+    __tracebackhide__ = True
+    said = (
+        "the result is right, but no __launch_bounds__(THREADS, 1) says how many threads a block has. A thread may get "
+        "more registers than a launch of so many has for it, and setmaxnreg may do nothing"
+    )
+    expect("__launch_bounds__" in blank_comments(text), said, diagnosis="no-launch-bounds")
 
 
 def _expect_few_heads(whole: Source) -> None:
@@ -947,6 +1012,16 @@ LOOP = Trials(
               "empty + 8 * (2 * j % SLOTS));\n    }")]),
         Row("no-maximum", "m_i stays -infinity: the new maximum is not kept, or no score enters it",
             [("m_i[r] = x, l_i[r] *= correction;", "l_i[r] *= correction;")]),
+        Row("v-transposed", "V is multiplied as K is, by columns: its rows are k, so wgmma_rs wants TRANS_B, true",
+            [("T, true>", "T>")]),
+        Row("parity-of-j", "V's parity is that of j / SLOTS: V of tile j is item 2 j + 1",
+            [("(2 * j + 1) / SLOTS % 2", "j / SLOTS % 2")]),
+        Row("parity-of-j", "both parities are those of j / SLOTS: K of tile j is item 2 j, V is item 2 j + 1",
+            [("(2 * j + 1) / SLOTS % 2", "j / SLOTS % 2"), ("slot, 2 * j / SLOTS % 2", "slot, j / SLOTS % 2")]),
+        Row("scaled-maximum", "m_i is kept times scale_log2: it is the maximum of the raw scores",
+            [("m_i[r] = x,", "m_i[r] = x * scale_log2,")]),
+        Row("rows-of-q", "K's step is columns_on<BLOCK_M>: its tile has BLOCK_N rows",
+            [("k_tile + columns_on<BLOCK_N>", "k_tile + columns_on<BLOCK_M>")]),
         Row("v-by-columns", "V's descriptor is that of K: its rows are the keys, so it is descriptor_of_rows",
             [("descriptor_of_rows<BLOCK_N>(ring", "descriptor(ring")]),
     ],
@@ -1068,6 +1143,7 @@ def hopper_kernel(my_kernel: str) -> str:
     _expect_to_wait_for_the_slow(whole)
     _expect_few_heads(whole)
     _expect_zeros(whole)
+    _expect_bounds(whole.text)
     expect_any_base(whole)
     report = probe(built(whole, check=True), whole, _ALONE, timeline=2)
     expect_launched(report)
