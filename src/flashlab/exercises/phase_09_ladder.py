@@ -186,6 +186,7 @@ OUTPUT = Trials(
     "9.9", partial(built, check=True), [all_found(forwards((1, 2, 1, 70, 90, False), dtype=torch.float16))],
     region=True, place=lambda text: _putting_out(text).text, tol=1e-3, most=250,
     notes={"step + 1": "the fragment that is loaded is the next step's", "O_TILES / 2": "k has O_TILES / 2 steps"},
+    equal={"a[m], b[0], b[1])` comes too late": "they add to two accumulators"},
     rows=[
         Row("wrong-buffer", "a step multiplies the fragment of the next one: two places take turns, and it "
             "is loaded into the other place", [("= v_rmem[step % 2]", "= v_rmem[(step + 1) % 2]")]),
