@@ -13,7 +13,8 @@
 # wrong. `hint("9.2")` gives the next hint, `progress()` shows where you are.
 #
 # CUDA answers are text in a Python string. The check builds it for the emulator, twice, and runs it. No GPU is needed. In CUDA text the mark
-# is `// YOUR CODE HERE`. Two exercises begin with an empty page, 9.7 and 9.12. What stands between them, 9.8 to 9.11, are the parts that a fast kernel has more.
+# is `// YOUR CODE HERE`: delete it when your code is there. Two exercises begin with an empty page, 9.7 and 9.12. Those between, 9.8 to 9.11, are
+# about what a fast kernel has beyond 9.7's.
 
 # %%
 from flashlab.exercises import check, hint, progress

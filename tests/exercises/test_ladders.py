@@ -52,15 +52,26 @@ def test_what_is_found_in_a_trace(answer, slug):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("id", "change", "words"),
     [
-        (("-(-blocks * s // places)", "(blocks * s // places)"), "splits is 1 always, and floats with it"),
-        (("range(1, most + 1)", "range(1, max(2, most))"), "splits and floats: `tiles // 4` is one too small"),
+        ("9.11", ("-(-blocks * s // places)", "(blocks * s // places)"), "splits is 1 always, and floats with it"),
+        ("9.11", ("range(1, most + 1)", "range(1, max(2, most))"), "splits and floats: `tiles // 4` is one too small"),
+        ("9.11", ("-(-blocks * s // places)", "-(-blocks // places)"), "the factor `s` is missing, in `blocks * s`"),
+        ("9.11", ("(head_dim + 1)", "(head_dim + 2)"), "`head_dim + 1` is one too large"),
+        ("9.11", ("rows * (head_dim + 1)", "4 * rows * (head_dim + 1)"), "floats is 4 times what it should be"),
+        (
+            "9.1",
+            ("m_start + block_m + d", "m_start + 1 + d"),
+            "`the first row's keys` stands where `the last row's keys`",
+        ),
+        ("9.1", ("min(seq_k, m_start + block_m + diagonal)", "m_start + block_m + diagonal"), "going above `seq_k`"),
+        ("9.2", ("min(by_registers, by_shared", "min(by_shared"), "`blocks by registers` does not count"),
+        ("9.10", ("min(together, heads - first)", "together"), "`heads - first` does not count"),
     ],
 )
-def test_what_is_said_of_one_result_is_not_said_of_what_follows(change, words):
+def test_what_a_slip_of_one_result_is_called(id, change, words):
     with pytest.raises(CheckFailed) as caught:
-        check("9.11", *changed("9.11", change))
+        check(id, *changed(id, change))
     assert words in caught.value.sentence
 
 

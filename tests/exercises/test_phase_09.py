@@ -68,6 +68,14 @@ TOLD = [
     ("9.9", [("v_rmem[(step + 1) % 2], next);", "v_rmem[(step + 1) % 2], next);\nldmatrix_x4_trans(v_rmem[step % 2], "
               "(v_lane ^ (n * 32)) + stage + k * MMA_K * ROW_BYTES);")], "each fragment is loaded once"),
     ("9.12", [("(column / 8 ^ row % 8) * 16", "column * 2")], "are bank conflicts"),
+    ("9.12", [("n < O_TILES; n++) {\n            const float* c", "n < 8; n++) {\n            const float* c")],
+     "written to columns 64 to 127 of 128, in rows"),
+    # What stands in the right text alone is no cause: another's loop or guard may be written in any way.
+    ("9.5", [("max(0, m_start + diagonal - LEFT) /", "max(0, m_start - LEFT) /")], "the term `diagonal` is missing"),
+    ("9.6", [("i < STAGES; i++) load_kv(end - i);", "i < 4; i++) load_kv(end - i);")], "has a turn more"),
+    ("9.8", [("(from ^ pass", "(from + pass")], "the passes add where"),
+    ("9.9", [("if (next_k < BLOCK_N / MMA_K) ld", "ld")], "`next_k < BLOCK_N / MMA_K` is not asked"),
+    ("9.9", [("(v_lane ^ (next_n", "(v_lane + (next_n")], "`+` stands where `^` belongs"),
 ]  # fmt: skip
 _FIRST = {id: i for i, (id, *_) in reversed([*enumerate(TOLD)])}
 
@@ -124,6 +132,17 @@ def test_other_ways_to_merge_in_one_pass(changes):
 
 def test_the_lectures_merge_has_two_passes():
     assert failure("9.4", region(step("p9_flash"), "weighted sum")).diagnosis == "two-passes"
+
+
+def test_a_mark_that_is_left_is_named():
+    before, loop = answers_of("9.6", "solutions")
+    failed = failure("9.6", before, loop + "// YOUR CODE HERE\n")
+    assert failed.diagnosis == "not-solved-yet" and "still stands in line" in failed.sentence
+
+
+def test_the_next_fragment_may_be_called_as_that_of_the_scores():
+    name = ("uint32_t v_rmem[2][4];", "uint32_t b[2][4]; uint32_t(&v_rmem)[2][4] = b;")
+    assert check("9.9", *changed("9.9", name))
 
 
 def test_spare_shared_memory_is_allowed():

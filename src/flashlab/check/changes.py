@@ -43,7 +43,7 @@ _OPERATORS: Mapping[type, tuple[type, ...]] = {
     ast.Pow: (ast.Mult,),
     ast.Lt: (ast.LtE, ast.Gt), ast.LtE: (ast.Lt, ast.GtE), ast.Gt: (ast.GtE, ast.Lt), ast.GtE: (ast.Gt, ast.LtE),
     ast.Eq: (ast.NotEq, ast.LtE, ast.GtE), ast.NotEq: (ast.Eq,),
-    ast.BitXor: (ast.BitAnd, ast.BitOr, ast.Add), ast.BitAnd: (ast.BitOr, ast.BitXor, ast.Mod),
+    ast.BitXor: (ast.Add, ast.BitAnd, ast.BitOr), ast.BitAnd: (ast.BitOr, ast.BitXor, ast.Mod),
     ast.BitOr: (ast.BitAnd, ast.BitXor), ast.LShift: (ast.RShift, ast.Mult), ast.RShift: (ast.LShift, ast.FloorDiv),
 }  # fmt: skip
 _FUNCTIONS: Mapping[str, tuple[str, ...]] = {
@@ -52,6 +52,7 @@ _FUNCTIONS: Mapping[str, tuple[str, ...]] = {
     "floor": ("ceil",), "amax": ("amin", "sum"), "amin": ("amax",), "sum": ("mean", "amax"), "sqrt": (),
     "abs": (), "tiny": ("max",), "median": ("mean",), "logaddexp": ("maximum", "logaddexp2"),
 }  # fmt: skip
+_TURNS = dict.fromkeys((ast.Lt, ast.Gt), "a turn more") | dict.fromkeys((ast.LtE, ast.GtE), "a turn less")
 _SYMBOLS: Mapping[type, str] = {
     ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%", ast.Pow: "**",
     ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!=", ast.MatMult: "@",
@@ -512,7 +513,11 @@ def _of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any
             yield "always-the-same", f"it is {value} always", 0.8, ast.Constant(value)
         for op in _OPERATORS.get(type(node.ops[0]), ()):
             new = ast.Compare(node.left, [op()], node.comparators)
-            yield "wrong-comparison", f"the comparison is {w(new)}: it is `{_SYMBOLS[type(node.ops[0])]}`", 1.4, new
+            said = f"the comparison is {w(new)}: it is `{_SYMBOLS[type(node.ops[0])]}`"
+            if isinstance(parent, ast.While) and type(node.ops[0]) in _TURNS:  # another loop may have none of this
+                first = op is _OPERATORS[type(node.ops[0])][0]
+                said = f"the loop {w(node)} has {_TURNS[type(node.ops[0])] if first else 'no turn'}"
+            yield "wrong-comparison", said, 1.4, new
     if isinstance(node, ast.IfExp):
         yield "branches-exchanged", f"{w(node.body)} and {w(node.orelse)} are exchanged", 1.5, ast.IfExp(
             node.test, node.orelse, node.body)  # fmt: skip
@@ -536,7 +541,8 @@ def _of_name(text: Text, parent: ast.AST, node: ast.Name) -> Iterator[tuple[Any,
     mixed = text.whole and not text.kinds  # of numbers alone: what is mixed up there is more
     if node.id in (*text.params, *text.locals):
         for other in (*text.params, *text.locals):
-            if other != node.id and (other in text.lists) == (node.id in text.lists):
+            flag = mixed and isinstance(parent, ast.BinOp) and other in text.params and other not in text.numbers
+            if other != node.id and not flag and (other in text.lists) == (node.id in text.lists):
                 name = ast.Name(other, ast.Load())
                 within = ast.BinOp if not text.kinds else (ast.BinOp, ast.Call)
                 where = f", in {w(parent)}" if isinstance(parent, within) and often[node.id] > 1 else ""
@@ -567,9 +573,10 @@ def _one_off(text: Text, parent: ast.AST, node: ast.expr) -> Iterator[tuple[Any,
     texts = any(isinstance(n, ast.Constant) and isinstance(n.value, str) for n in ast.walk(node))
     if not number or texts or isinstance(parent, ast.Attribute):
         return
+    in_sum = isinstance(parent, ast.BinOp) and isinstance(parent.op, (ast.Add, ast.Sub))  # which is itself one off
     bare = isinstance(node, ast.Name) or (isinstance(node, ast.Call) and not root)
     limited = isinstance(parent, ast.Call) and getattr(parent.func, "id", "") in ("min", "max") and not bare
-    for sign, size in (("+", "large"), ("-", "small")) if text.whole else ():
+    for sign, size in (("+", "large"), ("-", "small")) if text.whole and not in_sum else ():
         of_result = root or (limited and id(parent) in text.results)
         said = f"{'it' if of_result else w(node)} is one too {size}" + (", before it is limited" if limited else "")
         yield "off-by-one", said, (0.9 if root else 1.2 if limited else 1.5 + _weight(node)), _expr(
@@ -584,10 +591,11 @@ def _one_off(text: Text, parent: ast.AST, node: ast.expr) -> Iterator[tuple[Any,
             yield "half", f"{it} is half of what it should be", 2.4, _expr(way, x=node)
         if not isinstance(node, ast.Constant):
             yield "wrong-sign", f"{it} has the wrong sign", 2.3 if root else 1.9, _expr("-x", x=node)
-    if isinstance(node, ast.Name) and node.id in text.numbers:
+    if root or (isinstance(node, ast.Name) and node.id in text.numbers):
         for factor in _FACTORS if not text.kinds else ():
             for way, times in ((f"x * {factor}", f"{factor}"), (f"x / {factor}", f"1 / {factor}")):
-                yield "wrong-factor", f"{w(node)} is {times} times what it should be", 2.6, _expr(way, x=node)
+                said = f"{'it' if root else w(node)} is {times} times what it should be"
+                yield "wrong-factor", said, 2.5 if root else 2.6, _expr(way, x=node)
     sums, signs = isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Sub)), (ast.Add, ast.Sub)
     if sums and not (isinstance(parent, ast.BinOp) and isinstance(parent.op, signs)) or root:
         for other in text.numbers:
@@ -653,6 +661,10 @@ def _of_rounding_up(text: Text, a: ast.expr, b: ast.expr) -> Iterator[tuple[Any,
         instead = {"a": a, "b": b}.get(alone)
         what = text.say(instead) if instead else "`1`"
         yield "division-missing", f"{what} stands where {said}, rounded up, belongs", 1.3, _expr(alone, a=a, b=b), alone
+    if isinstance(a, ast.BinOp) and isinstance(a.op, ast.Mult):
+        for gone, left in ((a.left, a.right), (a.right, a.left)):
+            words = f"the factor {text.say(gone)} is missing, in {text.say(a)}"
+            yield "factor-missing", words, 0.95 + _weight(gone), _expr("-(-a // b)", a=left, b=b)
 
 
 def _weight(node: ast.AST) -> float:
@@ -692,8 +704,8 @@ def _of_operation(text: Text, node: ast.BinOp) -> Iterator[tuple[Any, ...]]:
         back = text.plain(right)
         if isinstance(op, ast.Sub):
             back = f"-({back})" if " + " in back or " - " in back else f"-{back}"
-        where = [f", in {w(node)}" if isinstance(side, ast.Name) and text.reads[side.id] > 1 else ""
-                 for side in (left, right)]  # fmt: skip
+        where = [f", in {w(node)}" if isinstance(x, ast.Constant) or text.reads[getattr(x, "id", "")] > 1 else ""
+                 for x in (left, right)]  # fmt: skip
         yield slug, f"{noun} `{back}` is missing{where[1]}", 0.9 + _weight(right), left, text.plain(right)
         alone = ast.UnaryOp(ast.USub(), right) if isinstance(op, ast.Sub) else right
         yield slug, f"{noun} {w(left)} is missing{where[0]}", 0.95 + _weight(left), alone, text.plain(left)
@@ -802,10 +814,10 @@ def _of_call(text: Text, node: ast.Call) -> Iterator[tuple[Any, ...]]:
         for kept, gone in (node.args, node.args[::-1]):
             if isinstance(gone, ast.Constant) or isinstance(kept, (ast.BinOp, ast.Call)):
                 side = "below" if name.startswith("max") else "above"
-                yield "limit-missing", f"nothing keeps it from going {side} {w(gone)}", 1.0, kept, text.plain(gone)
+                it = w(kept) if not text.results else "it"
+                yield "limit-missing", f"nothing keeps {it} from going {side} {w(gone)}", 1.0, kept, text.plain(gone)
             else:
-                it = "it" if not text.results or id(node) in text.results else w(node)
-                yield "always-the-limit", f"{it} is {w(kept)} always: {w(gone)} does not count", 1.1, kept
+                yield "always-the-limit", f"{w(gone)} does not count: it is {w(kept)} always", 1.1, kept
         either = f"{w(node.args[0])} and {w(node.args[1])}"
         for mixed, how in (("a + b", "added"), ("(a + b) / 2", "averaged")):
             said = f"{either} are {how} where one of them belongs"
@@ -813,7 +825,7 @@ def _of_call(text: Text, node: ast.Call) -> Iterator[tuple[Any, ...]]:
     elif name in ("min", "max") and len(node.args) > 2:
         for gone in node.args:
             others = [x for x in node.args if x is not gone]
-            yield "limit-missing", f"{w(gone)} does not count", 1.0, ast.Call(node.func, others, []), text.plain(gone)
+            yield "limit-missing", f"{w(gone)} does not count", 0.95, ast.Call(node.func, others, []), text.plain(gone)
     elif len(node.args) == 1 and not node.keywords and behind is None:
         said = f"`{called}` is missing: it is {w(node.args[0])} as it stands"
         yield "function-missing", said, 1.3, node.args[0], name

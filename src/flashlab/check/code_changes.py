@@ -102,8 +102,13 @@ def of_lines(text: Any) -> Iterator[tuple[Any, ...]]:
                     yield "set-for-added", said, 1.4, slot, ast.Assign([line.target], line.value)
                 if isinstance(line, ast.If):
                     asked = text.say(line.test)
-                    yield "condition-missing", f"{asked} is not asked", 1.0, slot, ast.If(
-                        ast.Constant(True), line.body, [])  # fmt: skip
+                    held = ast.If(ast.Constant(True), line.body, [])
+                    leaves = len(line.body) == 1 and isinstance(line.body[0], (ast.Continue, ast.Break, ast.Return))
+                    if leaves and not line.orelse:
+                        yield "condition-missing", f"{asked} is not asked", 0.9, slot, ast.Pass()
+                        yield "condition-missing", f"{asked} is taken to hold always", 1.0, slot, held
+                    else:
+                        yield "condition-missing", f"{asked} is not asked", 0.9, slot, held
                     new = ast.If(ast.UnaryOp(ast.Not(), line.test), line.body, line.orelse)
                     yield "condition-inverted", f"{asked} is asked the other way round", 1.6, slot, new
                     for after in (block or [])[at + 1 : at + 2]:

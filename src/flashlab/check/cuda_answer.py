@@ -30,7 +30,7 @@ from flashlab.check.diagnose import RIGHT_AS_WRITTEN
 from flashlab.check.mistakes import weights
 from flashlab.check.mistakes.kernels import explain
 from flashlab.check.poison import carried, guarded
-from flashlab.check.running import compiler_can_be_asked, compiler_warned
+from flashlab.check.running import Blank, compiler_can_be_asked, compiler_warned
 from flashlab.check.symptoms import watched
 from flashlab.cuda import CompileError, CudaModule, load_inline
 from flashlab.cuda.sources import takes_problem
@@ -69,14 +69,15 @@ def text_of(answer: Any, name: str) -> str:
     """The answer called ``name``, if it is CUDA text that has been filled in.
 
     Raises:
-        NotImplementedError: it is still a blank.
+        Blank: a mark is left.
         CheckFailed: it is no text.
     """
     __tracebackhide__ = True
     said = f"{name} should be the CUDA text, a string, not a {type(answer).__name__}"
     expect(isinstance(answer, str), said, diagnosis="wrong-type")
     if HOLE in answer:
-        raise NotImplementedError
+        line = answer[: answer.index(HOLE)].lstrip("\n").count("\n") + 1
+        raise Blank(f"`// {HOLE}` still stands in line {line} of {name}: delete it when your code is there")
     return answer
 
 

@@ -20,6 +20,7 @@ from flashlab.check.failed import CheckFailed
 from flashlab.check.mistakes.attention import CALM, ROWS, Mistake, Size
 from flashlab.check.models import Problem, attend, problem
 from flashlab.check.observation import Observation
+from flashlab.check.symptoms import spans
 from flashlab.check.tolerance import excess
 
 ENOUGH = 0.7  # the share of failing cases that a hypothesis has to explain
@@ -57,7 +58,11 @@ def _structure(observations: Sequence[Observation], wrong: Sequence[Observation]
     first = wrong[0]
     for seen in wrong:
         if seen.unwritten.any():
-            sentence = f"nothing is ever written to {_rows(seen.unwritten)} of o"
+            columns, rows = seen.unwritten.flatten(0, -2).any(0), seen.unwritten.any(-1)
+            some = (
+                "" if columns.all() else f"{spans(columns.nonzero().flatten().tolist(), 'columns', len(columns))}, in "
+            )
+            sentence = f"nothing is ever written to {some}{_rows(rows)} of o"
             return "rows-not-written", sentence + _stored_over(seen), seen
     if all(seen.lse_unwritten for seen in wrong):
         return "lse-not-written", "nothing is ever written to lse", first

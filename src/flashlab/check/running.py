@@ -13,6 +13,10 @@ _current_case: ContextVar[str | None] = ContextVar("flashlab_case", default=None
 _last_case: ContextVar[str | None] = ContextVar("flashlab_last_case", default=None)
 
 
+class Blank(NotImplementedError):
+    """A blank in a text, and where it is."""
+
+
 class Warnings(list[str]):
     """Sentences, and who can be asked for more of them: that takes a compiler another second."""
 

@@ -149,22 +149,22 @@ def _where(off: torch.Tensor, axes: Sequence[str]) -> str:
         others = [i for i in range(off.ndim) if i != axis]
         hit = off.any(dim=others) if others else off
         if size > 1:
-            parts.append(_spans(hit.nonzero().flatten().tolist(), name, size))
+            parts.append(spans(hit.nonzero().flatten().tolist(), name, size))
     whole = "" if bool(off.all()) else f" ({int(off.sum())} of {off.numel()} numbers)"
     return "wrong in " + ", ".join(parts or ["its one number"]) + whole
 
 
-def _spans(indices: Sequence[int], name: str, size: int) -> str:
+def spans(indices: Sequence[int], name: str, size: int) -> str:
     if len(indices) == size:
         return f"all {size} {name}"
-    spans: list[list[int]] = []
+    found: list[list[int]] = []
     for i in indices:
-        if spans and spans[-1][1] == i - 1:
-            spans[-1][1] = i
+        if found and found[-1][1] == i - 1:
+            found[-1][1] = i
         else:
-            spans.append([i, i])
-    said = [str(a) if a == b else f"{a} to {b}" for a, b in spans[:4]]
-    return f"{name} {', '.join(said)}{', ...' if len(spans) > 4 else ''} of {size}"
+            found.append([i, i])
+    said = [str(a) if a == b else f"{a} to {b}" for a, b in found[:4]]
+    return f"{name} {', '.join(said)}{', ...' if len(found) > 4 else ''} of {size}"
 
 
 def _examples(off: torch.Tensor, got: torch.Tensor, want: torch.Tensor) -> str:

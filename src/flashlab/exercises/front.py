@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flashlab.check.failed import CheckFailed
-from flashlab.check.running import Warnings, heeding_warnings, is_unsolved, last_case, ran_on, running
+from flashlab.check.running import Blank, Warnings, heeding_warnings, is_unsolved, last_case, ran_on, running
 from flashlab.check.symptoms import Symptoms, watching
 from flashlab.course import PHASES
 from flashlab.exercises import record, registry
@@ -96,7 +96,7 @@ def _checked(exercise: registry.Exercise, answers: tuple[Any, ...]) -> Passed:
         ).with_traceback(None) from failed.__cause__
     except (Exception, SystemExit) as error:
         if is_unsolved(error):
-            raise _not_solved(exercise) from None
+            raise _not_solved(exercise, f": {error}" if isinstance(error, Blank) else "") from None
         record.failed_try(exercise.id)
         raise told(error, exercise.run, called, last_case()) from error
     warnings.ask(passed=True)
@@ -212,8 +212,8 @@ def _check_count(exercise: registry.Exercise, answers: tuple[Any, ...]) -> None:
         raise _not_solved(exercise)
 
 
-def _not_solved(exercise: registry.Exercise) -> CheckFailed:
-    return CheckFailed(f"{exercise.id} {exercise.title}: not solved yet", diagnosis="not-solved-yet")
+def _not_solved(exercise: registry.Exercise, where: str = "") -> CheckFailed:
+    return CheckFailed(f"{exercise.id} {exercise.title}: not solved yet{where}", diagnosis="not-solved-yet")
 
 
 # ---- hint -----------------------------------------------------------------------------------------------------------

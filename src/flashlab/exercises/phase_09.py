@@ -72,6 +72,7 @@ def _block_of_queries(r: random.Random) -> tuple[int, ...]:
     ],
     draw=_block_of_queries,
     alike=lambda end, full: (end, min(end, full)),  # from end on no tile is visited
+    words={"most": "the last row's keys", "fewest": "the first row's keys"},
     notes={
         "diagonal": "the last query sees the last key",
         "block_m": "the block's last row, m_start + block_m - 1, sees most",
@@ -79,20 +80,20 @@ def _block_of_queries(r: random.Random) -> tuple[int, ...]:
     },
     rows=[
         Row("full-is-end", "full is end: a tile of which the first row sees only a part needs the mask",
-            [("return end, full", "return end, end")]),
+            [("max(0, fewest // block_n)", "max(0, -(-most // block_n))")]),
         Row("ragged-tile-full", "full counts the last tile as whole where seq_k ends within it: seq_k // block_n is "
-            "rounded down", [("full = -(-seq_k // block_n), seq_k // block_n", "full = (-(-seq_k // block_n),) * 2")]),
+            "rounded down", [("fewest // block_n)", "fewest // block_n if causal else -(-seq_k // block_n))")]),
     ],
 )  # fmt: skip
 def tiles(m_start, block_m, block_n, seq_q, seq_k, causal):
     """(end, full), not below 0: the block walks tiles end - 1 to 0; tiles full to end - 1 need a mask."""
     # BEGIN SOLUTION
-    end, full = -(-seq_k // block_n), seq_k // block_n
+    most = fewest = seq_k  # keys that the block's last row sees, and its first
     if causal:
         diagonal = seq_k - seq_q
-        end = max(0, min(end, -(-(m_start + block_m + diagonal) // block_n)))
-        full = max(0, min(full, (m_start + 1 + diagonal) // block_n))
-    return end, full
+        most = min(seq_k, m_start + block_m + diagonal)
+        fewest = min(seq_k, m_start + 1 + diagonal)
+    return max(0, -(-most // block_n)), max(0, fewest // block_n)
     # END SOLUTION
 
 
@@ -129,6 +130,7 @@ def _kernel(r: random.Random) -> tuple[int, ...]:
         for threads in (64, 128, 256)
     ] + [_kernel(random.Random(i)) for i in range(150)] + [
         (24, 16935, 160, 233472, 64), (98, 11894, 160, 167936, 64), (24, 16935, 96, 233472, 64),
+        (32, 32340, 128, 233472, 64),
     ],
     draw=_kernel,
     words={"warps": "(threads // 32)", "per_warp": "registers per warp", "by_registers": "blocks by registers",
@@ -152,6 +154,8 @@ def _kernel(r: random.Random) -> tuple[int, ...]:
             "in two quarters holds a block of the next", [("* 4 // warps", "// -(-warps // 4)")]),
         Row("system-once", "shared memory: the 1024 bytes for the system are taken by each block, not once per SM",
             [("shared_per_sm // (shared_bytes + 1024)", "(shared_per_sm - 1024) // max(1, shared_bytes)")]),
+        Row("1000-for-1024", "shared memory: the system takes 1024 bytes of each block, not 1000",
+            [("shared_bytes + 1024", "shared_bytes + 1000")]),
     ],
 )  # fmt: skip
 def blocks_per_sm(registers, shared_bytes, threads, shared_per_sm, warps_per_sm):
@@ -561,7 +565,7 @@ def _walked(seq_q: int, seq_k: int, causal: bool = True) -> Callable[[CudaModule
 
 
 GLUE = Trials(
-    "9.5", _watched, [*(_walked(*x) for x in ((200, 520), *_BORDERS)), _walked(64, 200, causal=False)],
+    "9.5", _watched, [*(_walked(*x) for x in ((200, 520), (400, 330), *_BORDERS)), _walked(64, 200, causal=False)],
     region=True, tol=1e-3, place=lambda text: _telling(_together(text)),
     read=lambda text: _PLACE.sub(lambda m: f"flashlab_part {m[1]};", text),
     words={"begin": "begin", "whole": "whole"},

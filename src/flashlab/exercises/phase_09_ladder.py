@@ -54,7 +54,8 @@ def expect_budget(report: Report, budget: float, case: str) -> float:
         spent <= budget,
         f"the result is right, but it takes {spent:.2f} wavefronts per MMA, where {budget} are the budget: "
         + (f"{conflicts:.2f} of them are bank conflicts" if banks else
-           "with 16 rows per warp a fragment of K or V feeds two MMAs, with 32 rows four"),
+           f"{c['ldmatrix'] / c['mma']:.2f} ldmatrix per MMA, of four each. With 16 rows per warp one of K or V feeds "
+           "two MMAs, with 32 rows four"),
         diagnosis="bank-conflicts" if banks else "too-few-rows-per-warp",
         case=case,
     )  # fmt: skip
@@ -117,17 +118,20 @@ _WRITTEN, _READ_BACK = "(o_lane ^ n * 16)", "(from ^ pass * ROWS % 8 * 16)"
 STORE = Trials(
     "9.8", partial(built, check=True, head_dim=128), region=True, tol=1e-3,
     runs=[all_found(forwards((1, 2, 1, 70, 70, False), 128, torch.float16))],
-    most=150, read=lambda text: text.rstrip().removesuffix("}"),  # that of the kernel
+    most=250, read=lambda text: text.rstrip().removesuffix("}"),  # that of the kernel
     unread=lambda text: text + "}", place=lambda text: _storing(text).text,
     notes={"n * 16": "column 8 n is chunk n: the swizzle's XOR takes it", "ROWS": "a pass of the warp is ROWS rows",
            "pass * ROWS % 8 * 16": "the swizzle looks at row % 8 too"},
     equal={"t == 0": "the four lanes of a row have one lse", "`t ": "the four lanes of a row have one lse",
-           "`sum <= 0`": "no sum is below 0"},
+           "`sum <= 0`": "no sum is below 0", "`sum == 0` is not asked": "log2(0) is -inf",
+           "`cp_async_wait<0>()` comes": "nothing is under way behind the loop"},
     rows=[
         Row("columns-moved", "the passes forget that the swizzle looks at row % 8: rows of a later pass have another",
             [(_READ_BACK, "from")]),
-        Row("columns-moved", "O is written without the swizzle, and read back with it",
+        Row("columns-moved", "O is written at `+ n * 16`, where the swizzle's XOR belongs",
             [(_WRITTEN, "(o_lane + n * 16)")]),
+        Row("columns-moved", "the passes add where the swizzle's XOR belongs",
+            [(_READ_BACK, "(from + pass * ROWS % 8 * 16)")]),
     ],
 )  # fmt: skip
 
@@ -175,13 +179,14 @@ def addresses_of_the_store(store: str) -> str:
 
 
 def _putting_out(text: str) -> Source:
-    return replaced(step("p9_5_prefetch"), "output", text)
+    return replaced(step("p9_5_prefetch"), "output", f"{{{text}}}")  # its b is not that of the scores
 
 
 OUTPUT = Trials(
     "9.9", partial(built, check=True), [all_found(forwards((1, 2, 1, 70, 90, False), dtype=torch.float16))],
-    region=True, place=lambda text: _putting_out(text).text, tol=1e-3, most=150,
+    region=True, place=lambda text: _putting_out(text).text, tol=1e-3, most=250,
     notes={"step + 1": "the fragment that is loaded is the next step's", "O_TILES / 2": "k has O_TILES / 2 steps"},
+    equal={"a[m], b[0], b[1])` comes too late": "they add to two accumulators"},
     rows=[
         Row("wrong-buffer", "a step multiplies the fragment of the next one: two places take turns, and it "
             "is loaded into the other place", [("= v_rmem[step % 2]", "= v_rmem[(step + 1) % 2]")]),
@@ -295,7 +300,7 @@ def block_of(number, m_blocks, heads, group, kv_together):
 
 
 def _few_rows(r: random.Random) -> tuple[int, ...]:
-    return r.randint(1, 200), r.randint(1, 300), r.choice((132, 264, 108)), r.randint(1, 9000), r.choice((64, 128))
+    return r.randint(1, 200), r.randint(1, 300), r.choice((132, 264, 108, 8)), r.randint(1, 9000), r.choice((64, 128))
 
 
 @rule(
@@ -313,7 +318,8 @@ def _few_rows(r: random.Random) -> tuple[int, ...]:
     returns="splits, floats",
     whole=True,
     inputs=[(1, 64, 264, 128, 64), (8, 16, 132, 1024, 64), (264, 64, 264, 4096, 128), (300, 64, 264, 4096, 128),
-            (100, 7, 132, 100, 64), (5, 3, 132, 70, 128), (40, 128, 132, 640, 128), (131, 200, 132, 9000, 64)]
+            (100, 7, 132, 100, 64), (3, 90, 8, 100, 64), (5, 3, 132, 70, 128), (40, 128, 132, 640, 128),
+            (131, 200, 132, 9000, 64)]
     + [_few_rows(random.Random(i)) for i in range(40)],
     draw=_few_rows,
     notes={
