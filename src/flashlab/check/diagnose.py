@@ -85,12 +85,12 @@ def _structure(observations: Sequence[Observation], wrong: Sequence[Observation]
         return _masked_rows(masked[0])
     lost = [seen for seen in wrong if _rows_of_zeros(seen)]
     if len(lost) == len(wrong):
-        rows = _rows(_wrong_rows(lost[0]) & (lost[0].truth.lse != -math.inf))
+        none = _rows(_wrong_rows(lost[0]) & (lost[0].truth.lse != -math.inf))
         if all(s.lse is not None and bool(s.lse[_wrong_rows(s)].isnan().all()) for s in lost):
-            sentence = f"{rows} of o are 0, and their lse is NaN, the others right: something turned a NaN into 0. "
+            sentence = f"{none} of o are 0, and their lse is NaN, the others right: something turned a NaN into 0. "
             sentence += "Where does the NaN arise? -inf - (-inf), inf * 0, or 0 / 0"
             return "nan-hidden", sentence, lost[0]
-        return "rows-not-computed", f"{rows} of o are 0, the others right: are they ever computed?", lost[0]
+        return "rows-not-computed", f"{none} of o are 0, the others right: are they ever computed?", lost[0]
     layouts = {seen.case.layout for seen in wrong}
     if "contiguous" not in layouts and any(s.ok and s.case.layout == "contiguous" for s in observations):
         return (

@@ -298,7 +298,7 @@ _GIVEN_K = "        if (first_thread) mbarrier_arrive(empty_slot + 8 * slot);\n"
 _PACKED_P = "#pragma unroll\n        for (int i = 0; i < BLOCK_N / 4"
 ROOM = Trials(
     "11.7", _watched(), [traced(_halves(*_LONG))], region=True, tol=1e-3, most=170,
-    place=lambda text: _overlapping(*parted(text)).text,
+    place=lambda text: _overlapping(parted(text)[0], parted(text)[1]).text,
     equal={"`slot * KV_BYTES` is one too large": "a descriptor leaves out the lowest four bits of an address"},
     rows=[
         Row("released-too-early", "K is given back before its product has been waited for",

@@ -7,7 +7,8 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def untraced(fn: Callable[P, R]) -> Callable[P, R]:
