@@ -75,7 +75,6 @@ TOLD = [
     ("9.6", [("i < STAGES; i++) load_kv(end - i);", "i < 4; i++) load_kv(end - i);")], "has a turn more"),
     ("9.8", [("(from ^ pass", "(from + pass")], "the passes add where"),
     ("9.9", [("if (next_k < BLOCK_N / MMA_K) ld", "ld")], "`next_k < BLOCK_N / MMA_K` is not asked"),
-    ("9.9", [("(v_lane ^ (next_n", "(v_lane + (next_n")], "`+` stands where `^` belongs"),
 ]  # fmt: skip
 _FIRST = {id: i for i, (id, *_) in reversed([*enumerate(TOLD)])}
 
