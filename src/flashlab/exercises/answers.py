@@ -126,7 +126,8 @@ def told(error: BaseException, run: Callable[..., Any], called: Called, case: st
     """The exception as a sentence for the learner."""
     for raised in reversed(_chain(error)):
         if hasattr(raised, "node") and hasattr(raised, "src"):  # Triton's CompilationError; interpreted, none is raised
-            why = " ".join(str(getattr(raised, "error_message", None) or raised.__cause__ or type(raised).__name__).split())[:_LONGEST]
+            why = getattr(raised, "error_message", None) or raised.__cause__ or type(raised).__name__
+            why = " ".join(str(why).split())[:_LONGEST]
             line = raised.src.splitlines()[raised.node.lineno - 1].strip()[:_LINE]
             sentence = f"the compiler refuses your kernel: {why}, in its line {raised.node.lineno}, `{line}`"
             return CheckFailed(sentence, diagnosis="does-not-compile", case=case)
