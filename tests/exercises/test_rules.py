@@ -29,6 +29,7 @@ exercises()  # imports every phase
 
 def there(fn):
     """What the text of a rule makes by itself, places or tables, a learner makes where kernels run."""
+
     @functools.wraps(fn)
     def call(*args, **kwargs):
         with torch.device(runtime.device()):
