@@ -225,7 +225,7 @@ def test_torch_compile_asks_for_the_device_while_it_traces(monkeypatch):
     monkeypatch.setattr(operators, "_has_nvcc", lambda: True)
     for capability, want in (((9, 0), 2.0), ((8, 0), 1.0)):
         torch._dynamo.reset()
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, is_=capability: is_)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None, is_=capability: is_)
         assert torch.compile(shifted, backend="eager", fullgraph=True)(torch.ones(())) == want
 
 

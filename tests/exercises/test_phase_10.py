@@ -269,7 +269,7 @@ WRONG_TIMES = [
     (neither, "two things are wrong"),
     (counting_the_warm_up, "two things are wrong"),
     (lambda run, gpu, w, r: in_batches(run, gpu, w, r) * 50, "should be"),
-    (lambda run, gpu, w, r: in_batches(run, gpu, w, r) / 1000, "0.001 times"),
+    (lambda run, gpu, w, r: in_batches(run, gpu, w, r) / 1000, "1 / 1000 times"),
     (lambda run, gpu, w, r: -in_batches(run, gpu, w, r), "other way round"),
     (lambda run, gpu, w, r: print(gpu.clock()), "returns nothing"),
     (lambda run, gpu, w, r: f"{in_batches(run, gpu, w, r)} ms", "should be a number"),
