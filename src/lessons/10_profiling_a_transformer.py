@@ -842,7 +842,7 @@ display(lm.exchanged_table(model_data))
 # Above 1, ours is faster. The last column is the same step as one CUDA graph, in which the GPU never waits for Python. Where the two columns differ, Python is what is measured.
 #
 # So *attention and RoPE*, launched by Python, are behind SDPA in three sizes of four, and attention alone in all. How far depends on the run, since it depends on how fast Python was: earlier ones had 0.76 to 0.88 and 0.85 to 1.01 where this one has 0.86 to 1.00.
-# As a graph the step gains 10 to 16 percent, nearly all of it by RoPE: attention is a small part of a step on 1024 tokens. Look at float32 too:
+# As a graph the step gains 10 to 16 percent, nearly all by RoPE. Look at float32 too:
 
 # %%
 display(lm.step_table(model_data, "float32"))
