@@ -566,7 +566,7 @@ for case in ("published", "present"):
 # The published shape first. On the H200 ours is ahead of everything, but look at who is behind. PyTorch *chooses* the unfused formula there: it has no fused kernel for float32 that
 # takes grouped heads. The best of its kernels needs K and V repeated first. So even the fair peer is not made for this shape.
 #
-# The shape of today has a peer that is made for it: SDPA takes cuDNN there. (Ours are phase 11's kernels, which this door opens to on an H200.) Attention alone is ahead by a fifth, forward. But our layer is ahead by half. Where does the rest come from?
+# The shape of today has a peer that is made for it: SDPA takes cuDNN there. (Ours are phase 11's kernels, which this door opens to on an H200.) Attention alone is ahead by a quarter, forward. But our layer is ahead by half. Where does the rest come from?
 
 # %%
 for which in layers.PASSES:
