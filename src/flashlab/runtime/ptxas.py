@@ -1,7 +1,7 @@
 """Which assembler turns Triton's PTX into machine code, decided at import, before Triton.
 
-The ptxas that Triton 3.6 and 3.7 bring (CUDA 12.8) makes wrong machine code of some kernels for a Hopper GPU: a load
-may lose its address to a wgmma that is already under way. Exercise 4.13's own solution read anywhere with head_dim 40,
+The ptxas that Triton 3.6 and 3.7 bring (CUDA 12.8) makes wrong machine code of some kernels for a Hopper GPU: it
+seems that a wgmma under way writes over the address of a load. Exercise 4.13's own solution was wrong with head_dim 40,
 value_dim 24 and tiles of 64 keys; that of CUDA 13.0 has it right, from the same PTX, at the same speed.
 notes/phase_04_experiments.md has the figures. So where there is a newer one, and a driver for it, Triton is told to
 take it; who sets TRITON_PTXAS_PATH decides for themselves.
