@@ -539,8 +539,8 @@ grow("p11_4_producer")
 # A consumer's accumulators need registers: 64 × 128 of S are 64 per thread, O of $D = 128$ as many, P half. A block of 384
 # threads gets 65536 / 384 = 170 per thread, in multiples of 8: 168. The producer needs hardly any. With `setmaxnreg` it gives
 # them away: 24 for it, 240 for each consumer. (160 of them are accumulators and P.) Registers change hands by warpgroups, so the producer
-# is a whole warpgroup now, though a single thread of it works. (`setmaxnreg` may do nothing
-# in a kernel without `__launch_bounds__(THREADS, 1)`.) From here on `tiles.cuh` has the operands, copies and tensor maps.
+# is a whole warpgroup now, though a single thread of it works. (Without `__launch_bounds__(THREADS, 1)`
+# ptxas leaves `setmaxnreg` out, and says so: C7508.) From here on `tiles.cuh` has the operands, copies and tensor maps.
 
 # %%
 show.diff(step("p11_4_producer"), step("p11_5_consumers"), "constants", "barriers", "producer")

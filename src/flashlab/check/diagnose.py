@@ -59,10 +59,10 @@ def _structure(observations: Sequence[Observation], wrong: Sequence[Observation]
     for seen in wrong:
         if seen.unwritten.any():
             columns, rows = seen.unwritten.flatten(0, -2).any(0), seen.unwritten.any(-1)
-            some = (
-                "" if columns.all() else f"{spans(columns.nonzero().flatten().tolist(), 'columns', len(columns))}, in "
-            )
-            sentence = f"nothing is ever written to {some}{_rows(rows)} of o"
+            where = _rows(rows)
+            if not columns.all():
+                where = f"{spans(columns.nonzero().flatten().tolist(), 'columns', len(columns))}, in {where}"
+            sentence = f"nothing is ever written to {where} of o"
             return "rows-not-written", sentence + _stored_over(seen), seen
     if all(seen.lse_unwritten for seen in wrong):
         return "lse-not-written", "nothing is ever written to lse", first

@@ -928,7 +928,7 @@ def _expect_bounds(text: str) -> None:
     __tracebackhide__ = True
     said = (
         "the result is right, but no __launch_bounds__(THREADS, 1) says how many threads a block has. A thread may get "
-        "more registers than a launch of so many has for it, and setmaxnreg may do nothing"
+        "more registers than a launch of so many has for it, and ptxas leaves setmaxnreg out (C7508)"
     )
     expect("__launch_bounds__" in blank_comments(text), said, diagnosis="no-launch-bounds")
 
