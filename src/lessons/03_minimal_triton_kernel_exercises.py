@@ -79,58 +79,22 @@ check("3.3", row_lse_kernel)
 # %% [markdown]
 # ## 3.4
 #
-# **The milestone of this phase.** The addresses and loads are written; the state, the loop's body and the end are yours. Translate
-# phase 2's loop: scores, mask, new maximum, `p`, correction, `l_i`, `acc`. The scores are in base 2, so use `tl.exp2`. Then
-# normalise, and store `o` and the natural `lse`.
+# **The milestone of this phase**: the lecture's kernel, for keys that do not all come at once. Of the keys before, `o` and `lse` have been
+# computed, and stand in O and LSE. The kernel takes its N keys into account as well, and leaves `o` and `lse` of all. Where no key came before, O is 0
+# and lse $-\infty$. (So the last phase sends keys from GPU to GPU, with the state of phase 0's `merge_finished`.)
+#
+# The addresses and loads are written; the state, the loop's body and the end are yours. Translate phase 2's loop. The scores are in base 2, so use
+# `tl.exp2`; lse is natural.
 #
 # The check runs lengths that no tile divides, maxima that rise in every block, scores near ±200, and three dtypes. In float32
 # `tl.dot` needs `input_precision="ieee"`, or it multiplies in TF32.
 
 # %% tags=["exercise"]
-# MILESTONE flashlab.attention.triton_minimal: flash_attention_forward_kernel
-@triton.jit
-def flash_attention_forward_kernel(
-    Q_ptr,  # [M, HEAD_DIM]
-    K_ptr,  # [N, HEAD_DIM]
-    V_ptr,  # [N, HEAD_DIM]
-    O_ptr,  # [M, HEAD_DIM]
-    LSE_ptr,  # [M], float32
-    stride_qm,
-    stride_qd,
-    stride_kn,
-    stride_kd,
-    stride_vn,
-    stride_vd,
-    stride_om,
-    stride_od,
-    scale_log2,  # scale * log2(e)
-    M,
-    N,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_d = tl.arange(0, HEAD_DIM).to(tl.int64)
-    q_ptrs = Q_ptr + offs_m[:, None] * stride_qm + offs_d[None, :] * stride_qd
-    q = tl.load(q_ptrs, mask=offs_m[:, None] < M, other=0.0)
-
-    # 1. The state: m_i, l_i, acc.
-    for start_n in range(0, N, BLOCK_N):
-        offs_n = start_n + tl.arange(0, BLOCK_N).to(tl.int64)
-        in_range = offs_n < N
-        k_ptrs = K_ptr + offs_n[:, None] * stride_kn + offs_d[None, :] * stride_kd
-        k = tl.load(k_ptrs, mask=in_range[:, None], other=0.0)
-        v_ptrs = V_ptr + offs_n[:, None] * stride_vn + offs_d[None, :] * stride_vd
-        v = tl.load(v_ptrs, mask=in_range[:, None], other=0.0)
-        # 2. Scores, masked; the new maximum; p and the correction; l_i, acc, m_i.
-    # 3. Normalise; lse. Store both, masked: o in O_ptr.dtype.element_ty.
-    # YOUR CODE HERE
-    raise NotImplementedError
+# RULE flashlab.exercises.phase_03: flash_attention_next_kernel
 
 # %% tags=["check"]
 # hint("3.4")
-check("3.4", flash_attention_forward_kernel)
+check("3.4", flash_attention_next_kernel)
 
 # %% [markdown]
 # ## 3.5

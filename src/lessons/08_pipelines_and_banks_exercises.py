@@ -113,7 +113,8 @@ check("8.4", in_flight)
 # %% [markdown]
 # ## 8.5
 #
-# These lines are what tile $j$'s round begins with in `p8_3_stages.cu`, which has `STAGES` buffers for K and V, 2 or 3. On a GPU they passed every test of the day on which they were written, and failed one run
+# These lines are what tile $j$'s round begins with in a kernel like `p8_3_stages.cu`, which has `STAGES` buffers for K and V, 2 or 3. Its `load_kv` closes **two
+# groups**: K's, then V's. On a GPU the lines passed every test of the day on which they were written, and failed one run
 # in some thousands. The emulator's values are right too; but it watches every access, and it objects. Run the check: **which two threads
 # does it name, and are they of one warp?** Repair the lines. All copies of later tiles should still go on while tile $j$ is worked on.
 
@@ -122,11 +123,11 @@ loop_head = r"""
         const int n_start = j * BLOCK_N, stage = j % STAGES * KV_BYTES;
 # BEGIN STARTER
         load_kv(j + STAGES - 1);
-        cp_async_wait<STAGES - 1>();
+        cp_async_wait<2 * STAGES - 2>();
         __syncthreads();
 # END STARTER
 # BEGIN SOLUTION
-        cp_async_wait<STAGES - 2>();
+        cp_async_wait<2 * STAGES - 4>();   // repaired: K and V of STAGES - 2 later tiles may be on their way
         __syncthreads();        // every thread's part of tile j is here, and nobody reads tile j - 1 any more
         load_kv(j + STAGES - 1);           // repaired: so only now may its stage be filled again
 # END SOLUTION

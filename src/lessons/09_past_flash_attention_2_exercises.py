@@ -25,8 +25,11 @@ from flashlab.kernels import path
 # %% [markdown]
 # ## 9.1
 #
-# A block owns the query rows `m_start` to `m_start + block_m - 1`. Tile $j$ holds the keys `j * block_n` to `j * block_n + block_n - 1`. Keys
-# from `seq_k` on do not exist. If `causal`, row $i$ sees the keys up to $i$ + `seq_k - seq_q`.
+# The lecture's blocks own queries of one head. Where `group` query heads share one head of K and V, a block can own queries of all of them, and read
+# each key once. Its rows go through the heads first: row $r$ is query $\lfloor r / \text{group} \rfloor$ of head $r \bmod \text{group}$ (phase 12 needs this).
+#
+# A block owns the rows `m_start` to `m_start + block_m - 1`. Tile $j$ holds the keys `j * block_n` to `j * block_n + block_n - 1`. Keys
+# from `seq_k` on do not exist. If `causal`, query $i$ sees the keys up to $i$ + `seq_k - seq_q`.
 #
 # Return `end`, one past the last tile of which some row sees a key, and `full`: all tiles before it are seen whole by every row.
 

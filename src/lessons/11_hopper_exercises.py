@@ -18,7 +18,7 @@
 # %%
 from flashlab.exercises import check, hint, progress
 from flashlab.exercises.phase_11 import log
-from flashlab.exercises.phase_11_ladder import PARTS, RING, TURNS, launchless
+from flashlab.exercises.phase_11_ladder import PARTS, RING, TURNS, UNEVEN, launchless
 from flashlab.figures import show
 from flashlab.kernels import path
 
@@ -239,22 +239,21 @@ check("11.7", scores, after_probabilities)
 # %% [markdown]
 # ## 11.8
 #
-# Here is `p11_5_consumers.cu` up to the place where the roles part. What follows is the consumers' code: it begins with
-# `setmaxnreg_inc<CONSUMER_REGISTERS>()`. Here and below `SLAB` is 64 columns, `SLAB_ROW` their 128 bytes, and `COLUMNS` is `HEAD_DIM` in
-# whole slabs.
+# Here is `p11_5_consumers.cu` with **three stages for K and two for V**, up to the place where the roles part. What follows is the consumers'
+# code: it begins with `setmaxnreg_inc<CONSUMER_REGISTERS>()`. Here and below `SLAB` is 64 columns, `SLAB_ROW` their 128 bytes, and `COLUMNS` is
+# `HEAD_DIM` in whole slabs.
 
 # %%
 show.region(path("tiles.cuh"), "copy a tile")
-show.region(path("p11_5_consumers"), "constants", "shared memory", "which rows", "which keys", "barriers")
+show.region(UNEVEN, "constants", "shared memory", "which rows", "which keys", "barriers")
 
 # %% [markdown]
-# The consumers wait for Q at `full_q`, phase 0. They walk the keys backwards, from tile `end - 1` to 0, and count them: the nth,
-# n = 0, 1, ..., lies in stage n % STAGES. They wait for `full_k`, then for `full_v` of the stage. One thread of each consumer arrives at
-# `empty_k` when its warpgroup has read K, and at `empty_v` when it has read V.
+# The consumers wait for Q at `full_q`, phase 0. They walk the keys backwards, from tile `end - 1` to 0, and count them: K of the nth,
+# n = 0, 1, ..., lies in stage n % K_STAGES, V of it in n % V_STAGES. They wait for `full_k`, then for `full_v` of the stage. One thread of each
+# consumer arrives at `empty_k` when its warpgroup has read K, and at `empty_v` when it has read V.
 #
-# Close the lecture first: it shows such a producer. Write what the warps from `WARPS` on do. They give registers away, and one thread
-# of them works. The check compiles it for `HEAD_DIM` 128, with 3 stages instead of 2. It wants each tile to be asked for as soon as there is
-# room for it: a K is asked for before the wait for its own V's place.
+# Write what the warps from `WARPS` on do. They give registers away, and one thread of them works. The check wants each tile to be asked for
+# **as soon as there is room for it**. The lecture's order does not do that here: which copy waits for which place, and which place is free first?
 
 # %% tags=["exercise"]
 # BEGIN STARTER
@@ -268,12 +267,19 @@ producer = r"""
         setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (warp == WARPS && elect_one()) {
             load_tile<BLOCK_M>(q_smem, q_map, full_q, m_start, head, batch);
-            for (int n = 0; n < end; n++) {
-                const int stage = n % STAGES, free = (n / STAGES + 1) % 2, key = (end - 1 - n) * BLOCK_N;
-                mbarrier_wait(empty_k + 8 * stage, free);      // all consumers have read the K that was there
-                load_tile<BLOCK_N>(k_smem + stage * KV_BYTES, k_map, full_k + 8 * stage, key, kv_head, batch);
-                mbarrier_wait(empty_v + 8 * stage, free);
-                load_tile<BLOCK_N>(v_smem + stage * KV_BYTES, v_map, full_v + 8 * stage, key, kv_head, batch);
+            for (int n = 0; n <= end; n++) {                   // K of tile n, then V of the tile before
+                if (n < end) {
+                    const int stage = n % K_STAGES;
+                    mbarrier_wait(empty_k + 8 * stage, (n / K_STAGES + 1) % 2);   // that K has been read
+                    load_tile<BLOCK_N>(k_smem + stage * KV_BYTES, k_map, full_k + 8 * stage,
+                                       (end - 1 - n) * BLOCK_N, kv_head, batch);
+                }
+                if (n > 0) {
+                    const int stage = (n - 1) % V_STAGES;
+                    mbarrier_wait(empty_v + 8 * stage, ((n - 1) / V_STAGES + 1) % 2);
+                    load_tile<BLOCK_N>(v_smem + stage * KV_BYTES, v_map, full_v + 8 * stage,
+                                       (end - n) * BLOCK_N, kv_head, batch);
+                }
             }
         }
         return;

@@ -11,10 +11,11 @@ from flashlab.attention import triton_minimal
 from flashlab.attention.triton_minimal import LOG2_E
 from flashlab.check import CheckFailed
 from flashlab.check.changes import edited
-from flashlab.exercises import check
+from flashlab.exercises import check, phase_03
 from flashlab.triton_tools.watch import watched
 
-MILESTONE = inspect.getsource(triton_minimal.flash_attention_forward_kernel.fn)
+LECTURE = inspect.getsource(triton_minimal.flash_attention_forward_kernel.fn)
+MILESTONE = inspect.getsource(phase_03.flash_attention_next_kernel.fn)
 
 
 def kernel_from(tmp_path, text, *changes):
@@ -32,18 +33,21 @@ def kernel_from(tmp_path, text, *changes):
 MISTAKES = {
     "tail-not-masked": [('s = tl.where(in_range[None, :], s, float("-inf"))', "s = s")],
     "l-not-rescaled": [("l_i = l_i * correction + tl.sum(p, axis=1)", "l_i = l_i + tl.sum(p, axis=1)")],
-    "correction-inverted": [("correction = tl.exp2(m_i - m_safe)", "correction = tl.exp2(m_safe - m_i)")],
-    "finite-sentinel": [('m_i = tl.full([BLOCK_M], float("-inf")', "m_i = tl.full([BLOCK_M], -1e6")],
+    "nan-everywhere": [("correction = tl.exp2(m_i - m_safe)", "correction = tl.exp2(m_safe - m_i)")],
+    "wrong-base": [(" * 1.4426950408889634", "")],
+    "l-starts-at-0": [("[BLOCK_M], 1.0", "[BLOCK_M], 0.0")],
+    "wrong-sum": [("tl.full([BLOCK_M], 1.0, tl.float32)", "tl.exp2(m_i)")],
+    "acc-starts-at-0": [("other=0.0).to(tl.float32)", "other=0.0).to(tl.float32) * 0.0")],
     "tf32": [  # TF32 where float32 is claimed
         ('k.T, input_precision="ieee")', "k.T)"),
-        ('v, acc, input_precision="ieee")', "v, acc)"),
+        ('correction[:, None], input_precision="ieee")', "correction[:, None])"),
     ],
     "wrong-parameters": [("scale_log2,  #", "scale,  #"), ('="ieee") * scale_log2', '="ieee") * scale')],
 }
 UNMASKED = {
     "k": ("k = tl.load(k_ptrs, mask=in_range[:, None], other=0.0)", "k = tl.load(k_ptrs)"),
     "q": ("q = tl.load(q_ptrs, mask=offs_m[:, None] < M, other=0.0)", "q = tl.load(q_ptrs)"),
-    "O_ptr": ("acc.to(O_ptr.dtype.element_ty), mask=offs_m[:, None] < M)", "acc.to(O_ptr.dtype.element_ty))"),
+    "o": ("acc.to(O_ptr.dtype.element_ty), mask=offs_m[:, None] < M)", "acc.to(O_ptr.dtype.element_ty))"),
 }
 
 
@@ -65,8 +69,9 @@ def test_a_missing_mask_names_the_tensor(tmp_path, tensor):
         check("3.4", kernel_from(tmp_path, MILESTONE, UNMASKED[tensor]))
 
 
-def test_the_milestone_passes():
-    assert check("3.4", triton_minimal.flash_attention_forward_kernel)
+def test_the_lectures_kernel_does_not_go_on():
+    assert check("3.4", phase_03.flash_attention_next_kernel)
+    assert diagnosis("3.4", triton_minimal.flash_attention_forward_kernel) == "starts-anew"
 
 
 def test_what_only_the_interpreter_accepts_does_not_pass(tmp_path):
@@ -106,10 +111,10 @@ SKIPPING = (
 
 @pytest.mark.slow
 def test_the_causal_kernel(tmp_path):
-    assert check("3.8", kernel_from(tmp_path, MILESTONE, *CAUSAL, SKIPPING))
-    assert diagnosis("3.8", kernel_from(tmp_path, MILESTONE, *CAUSAL)) == "causal-tiles-not-skipped"
+    assert check("3.8", kernel_from(tmp_path, LECTURE, *CAUSAL, SKIPPING))
+    assert diagnosis("3.8", kernel_from(tmp_path, LECTURE, *CAUSAL)) == "causal-tiles-not-skipped"
     top_left = (CAUSAL[1][0], CAUSAL[1][1].replace(" + N - M", ""))
-    slug = diagnosis("3.8", kernel_from(tmp_path, MILESTONE, top_left))
+    slug = diagnosis("3.8", kernel_from(tmp_path, LECTURE, top_left))
     assert "causal" in slug or slug == "wrong-value"
 
 

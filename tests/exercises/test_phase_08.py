@@ -44,7 +44,7 @@ def test_a_repair_with_two_barriers():
     two_barriers = """        const int n_start = j * BLOCK_N, stage = j % STAGES * KV_BYTES;
         __syncthreads();
         load_kv(j + STAGES - 1);
-        cp_async_wait<STAGES - 1>();
+        cp_async_wait<2 * STAGES - 2>();
         __syncthreads();
 """
     assert check("8.5", two_barriers)

@@ -131,10 +131,11 @@ TOLD = [
     ("8.4", [("2 * STAGES - 3;", "2 * STAGES - 5;")], "wrong-value", "not negative"),
     ("8.4", [("2 * STAGES - 2;", "2 * STAGES - 1;")], "read-before-wait", "3, and V_j's group has 2 younger"),
     ("8.5", [(REFILL, "load_kv(j + 1);")], None, "right with 2 stages, and not with 3"),
-    ("8.5", [("cp_async_wait<STAGES - 2>", "cp_async_wait<STAGES - 1>")], None, "`cp_async_wait<STAGES - 1>` stands"),
-    ("8.5", [("        cp_async_wait<STAGES - 2>();\n", "")], None, "the line `cp_async_wait<STAGES - 2>()` is miss"),
+    ("8.5", [("<2 * STAGES - 4>", "<2 * STAGES - 2>")], None, "`cp_async_wait<2 * STAGES - 2>` stands"),
+    ("8.5", [("<2 * STAGES - 4>", "<STAGES - 2>")], "waits-too-long", "not needed yet"),
+    ("8.5", [("        cp_async_wait<2 * STAGES - 4>();", "")], None, "`cp_async_wait<2 * STAGES - 4>()` is missing"),
     ("8.5", [(REFILL, f"{REFILL}\n        cp_async_wait<0>();\n        __syncthreads();")], "no-overlap", "every copy"),
-    ("8.5", [("cp_async_wait<STAGES - 2>", "cp_async_wait<0>")], "waits-too-long", "not needed yet"),
+    ("8.5", [("cp_async_wait<2 * STAGES - 4>", "cp_async_wait<0>")], "waits-too-long", "not needed yet"),
     ("8.5", [("        __syncthreads();", "        //")], None, "__syncthreads"),
     ("8.5", [("stage = j % STAGES", "stage = (j + 1) % STAGES")], "stage-overwritten", "stage is still in use"),
     ("8.7", [("@J\n", "")], "part-missing", "part J"),
@@ -258,14 +259,14 @@ def test_a_right_kernel_that_is_slow_is_told_why(id, name, slug):
 
 
 def test_the_own_key_of_the_last_row_in_9_1():
-    def tiles(m_start, block_m, block_n, seq_q, seq_k, causal):
+    def tiles(m_start, block_m, block_n, group, seq_q, seq_k, causal):
         end, full, shift = -(-seq_k // block_n), seq_k // block_n, seq_k - seq_q
         if causal:
-            end = max(0, min(end, -(-(m_start + block_m - 1 + shift) // block_n)))
-            full = max(0, min(full, (m_start + 1 + shift) // block_n))
+            end = max(0, min(end, -(-((m_start + block_m - 1) // group + shift) // block_n)))
+            full = max(0, min(full, (m_start // group + 1 + shift) // block_n))
         return end, full
 
-    with pytest.raises(CheckFailed, match=r"end: `.*` is one too small, before it is limited"):
+    with pytest.raises(CheckFailed, match=r"end: the term `1` is missing, in `the last row's query \+ 1`"):
         find("9.1").run(tiles)
 
 

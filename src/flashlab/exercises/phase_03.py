@@ -26,7 +26,7 @@ from flashlab.attention.triton_minimal import (
     flash_attention_forward,
     flash_attention_forward_kernel,
 )
-from flashlab.check import expect, expect_close, verify_one_head
+from flashlab.check import CheckFailed, expect, expect_close, verify_one_head
 from flashlab.check.lookup import Row
 from flashlab.check.verification import Report
 from flashlab.exercises.kernel_rule import apart, empty, kernel_rule
@@ -255,13 +255,13 @@ def row_lse_kernel(x_ptr, lse_ptr, stride, N, BLOCK: tl.constexpr):
     tl.store(lse_ptr + row, m + tl.log(l))
 
 
-# ---- 3.4, and the two bug hunts that repair the same kernel ---------------------------------------------------------
+# ---- 3.4, and the two bug hunts that repair the lecture's kernel -----------------------------------------------------
 
 
-def _verify_forward(kernel: Any, *, dtypes: tuple[torch.dtype, ...] = (torch.float16,)) -> Report:
+def _verify_forward(kernel: Any) -> Report:
     __tracebackhide__ = True
     kernel_of(kernel, FORWARD_PARAMETERS)
-    report = verify_one_head(_forward(kernel), dtypes=dtypes, head_dims=(64, 32), max_seq=300, max_tile=128)
+    report = verify_one_head(_forward(kernel), head_dims=(64, 32), max_seq=300, max_tile=128)
     _expect_strides_of_o(kernel)
     compiles(kernel, compile_arguments(torch.float16, 64))
     return report
@@ -272,27 +272,95 @@ def _expect_strides_of_o(kernel: Any) -> None:
     __tracebackhide__ = True
     q, k, v = _random((40, 32), (50, 32), (50, 32))
     case = "o stored by columns"
-    o, lse = torch.full((32, 40), math.nan, device=q.device).T, torch.full((40,), math.nan, device=q.device)
-    with in_bounds(case, q=q, k=k, v=v, o=o, lse=lse):
-        kernel[(2,)](
-            q, k, v, o, lse, *q.stride(), *k.stride(), *v.stride(), *o.stride(), 32**-0.5 * LOG2_E, 40, 50,
-            HEAD_DIM=32, BLOCK_M=32, BLOCK_N=32,
-        )  # fmt: skip
+    o, lse = _begun(40, 32, q.dtype, by_columns=True)
+    _goes_on(kernel, q, k, v, o, lse, case=case)
     want, _ = reference.attention(*(x[None, None] for x in (q, k, v)))
     because = "are the addresses of O made with stride_om and stride_od?"
     expect_close(o, want[0, 0], what="o", case=case, tol=1e-2, diagnosis="wrong-strides", because=because)
 
 
+def _begun(M: int, D: int, dtype: torch.dtype, by_columns: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """o and lse of no key yet."""
+    o = torch.zeros((D, M) if by_columns else (M, D), dtype=dtype, device=runtime.device())
+    return o.T if by_columns else o, torch.full((M,), -math.inf, device=o.device)
+
+
+def _goes_on(
+    kernel: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *, case: str, scale: float | None = None
+) -> None:  # fmt: skip
+    """Launches `kernel` with small tiles, o and lse as they are."""
+    __tracebackhide__ = True
+    scale = q.shape[1] ** -0.5 if scale is None else scale
+    with in_bounds(case, q=q, k=k, v=v, o=o, lse=lse) as traffic:
+        kernel[(triton.cdiv(len(q), 32),)](
+            q, k, v, o, lse, *q.stride(), *k.stride(), *v.stride(), *o.stride(), scale * LOG2_E, len(q), len(k),
+            HEAD_DIM=q.shape[1], BLOCK_M=32, BLOCK_N=32,
+        )  # fmt: skip
+    explain_undefined(traffic, o, case)
+
+
+def _from_nothing(kernel: Any) -> Callable[..., Any]:
+    """fn(q, k, v, *, scale) that launches `kernel` where no key has been seen."""
+
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None) -> Any:
+        __tracebackhide__ = True
+        o, lse = _begun(len(q), q.shape[1], q.dtype)
+        _goes_on(kernel, q, k, v, o, lse, case=f"M={len(q)}, N={len(k)}, BLOCK_M = BLOCK_N = 32", scale=scale)
+        return o, lse
+
+    return forward
+
+
+def _expect_it_goes_on(kernel: Any) -> None:
+    """CheckFailed where the earlier keys' o and lse are lost, or weighed wrongly."""
+    __tracebackhide__ = True
+    for case, first, second in (("scores alike", 1.0, 1.0), ("larger scores first", 30.0, 1.0),
+                                ("larger scores last", 1.0, 30.0)):  # fmt: skip
+        q, k, v = _random((40, 32), (90, 32), (90, 32))
+        k = torch.cat([first * k[:50], second * k[50:]])
+        (o, lse), new = (reference.attention(*(x[None, None] for x in (q, *kv)))
+                         for kv in ((k[:50], v[:50]), (k[50:], v[50:])))  # fmt: skip
+        o, lse, new_o, new_lse = (x[0, 0].float() for x in (o, lse, *new))
+        got_o, got_lse, case = o.clone(), lse.clone(), f"40 keys after 50 others, {case}"
+        _goes_on(kernel, q, k[50:], v[50:], got_o, got_lse, case=case)
+
+        def merged(of_l: Any = 0.0, lse: Any = lse, o: Any = o, new_o: Any = new_o, new_lse: Any = new_lse) -> Any:
+            """of_l: log of what l_i begins with, under m_i = lse."""
+            total = torch.logsumexp(torch.stack([lse + of_l, new_lse]), 0)
+            return torch.exp(lse - total)[:, None] * o + torch.exp(new_lse - total)[:, None] * new_o, total
+
+        def is_it(like: Any, got: Any = (got_o, got_lse)) -> bool:
+            return all(torch.allclose(*pair, atol=1e-3) for pair in zip(got, like, strict=True))
+
+        to_2 = "lse is a natural logarithm, and m_i is in base 2: it is lse times log2(e) = 1.4427"
+        sum_is_1 = "o is divided by the sum of its weights: with m_i of lse, and acc = o, that sum is 1"
+        for slug, said, wrong in (
+            ("starts-anew", "what O and LSE hold is not taken over: the keys before are lost", (new_o, new_lse)),
+            ("wrong-base", to_2, merged(lse=lse / LOG2_E)),
+            ("wrong-base", f"{to_2}, and not ln 2", merged(lse=lse / LOG2_E**2)),
+            ("l-starts-at-0", f"the keys before are in acc and not in l_i: {sum_is_1}", merged(-math.inf)),
+            ("wrong-sum", f"l_i begins with e^lse; {sum_is_1}", merged(lse)),
+            ("acc-starts-at-0", "the keys before are in l_i and not in acc: it starts from o", merged(o=0 * o)),
+        ):
+            if is_it(wrong) and not is_it(merged()):
+                raise CheckFailed(said, diagnosis=slug, case=case)
+        want_o, want_lse = merged()
+        expect_close(got_o, want_o, what="o", case=case, tol=1e-3)
+        expect_close(got_lse, want_lse, what="lse", case=case, tol=1e-3)
+
+
 @exercise(
     "3.4",
-    title="flash_attention_forward_kernel",
+    title="A kernel that goes on",
     minutes=40,
     difficulty="Core",
     hints=[
-        "Keep the simulation of phase 2 beside you: each of its lines has one line here. A slice becomes addresses, "
-        "a load and a mask.",
-        "Order within an iteration: scores, mask with -inf, m_new, p, correction, l_i, acc, then m_i = m_new. Scores: "
-        "`tl.dot(q, k.T) * scale_log2`; exponentials: `tl.exp2`.",
+        "Which m_i, l_i and acc belong to rows whose o and lse are known? Divided by l_i acc has to give o, and "
+        "m_i + log2(l_i) has to give lse, in base 2. Several do; with l_i = 1 they are simplest.",
+        "m_i is lse times log2(e) = 1.4427, l_i is 1, acc is o, in float32: two loads with the mask offs_m < M. Where "
+        "no key was seen m_i is -inf, and the first correction takes the 1 away.",
+        "Keep the simulation of phase 2 beside you: each of its lines has one line here. Order: scores, mask with "
+        "-inf, m_new, p, correction, l_i, acc, then m_i = m_new. Scores: `tl.dot(q, k.T) * scale_log2`.",
         "Mask the scores with `tl.where(in_range[None, :], s, float('-inf'))`: keys are the columns of s. The masked "
         "K rows are zeros, and a score of 0 is not nothing.",
         "acc = tl.dot(p.to(v.dtype), v, acc) after acc was multiplied by correction[:, None]. At the end acc / l_i, "
@@ -300,9 +368,75 @@ def _expect_strides_of_o(kernel: Any) -> None:
         "float32 inputs wrong in the fourth digit? That is TF32: tl.dot(..., input_precision='ieee').",
     ],
 )
-def of_any_length(flash_attention_forward_kernel: Any) -> Report:
+def of_any_length(flash_attention_next_kernel: Any) -> Report:
+    kernel = kernel_of(flash_attention_next_kernel, FORWARD_PARAMETERS)
     dtypes = (torch.float16, torch.bfloat16, torch.float32)
-    return _verify_forward(flash_attention_forward_kernel, dtypes=dtypes)
+    report = verify_one_head(_from_nothing(kernel), dtypes=dtypes, head_dims=(64, 32), max_seq=300, max_tile=128)
+    _expect_strides_of_o(kernel)
+    _expect_it_goes_on(kernel)
+    compiles(kernel, compile_arguments(torch.float16, 64))
+    return report
+
+
+@triton.jit
+def flash_attention_next_kernel(
+    Q_ptr,  # [M, HEAD_DIM]
+    K_ptr,  # [N, HEAD_DIM]
+    V_ptr,  # [N, HEAD_DIM]
+    O_ptr,  # [M, HEAD_DIM]: of the keys before; then of all
+    LSE_ptr,  # [M], float32, natural: likewise
+    stride_qm,
+    stride_qd,
+    stride_kn,
+    stride_kd,
+    stride_vn,
+    stride_vd,
+    stride_om,
+    stride_od,
+    scale_log2,  # scale * log2(e)
+    M,
+    N,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, HEAD_DIM).to(tl.int64)
+    q_ptrs = Q_ptr + offs_m[:, None] * stride_qm + offs_d[None, :] * stride_qd
+    q = tl.load(q_ptrs, mask=offs_m[:, None] < M, other=0.0)
+    o_ptrs = O_ptr + offs_m[:, None] * stride_om + offs_d[None, :] * stride_od
+
+    # 1. The state, m_i, l_i and acc: what O and LSE hold of the keys before.
+    # BEGIN SOLUTION
+    m_i = tl.load(LSE_ptr + offs_m, mask=offs_m < M, other=float("-inf")) * 1.4426950408889634
+    l_i = tl.full([BLOCK_M], 1.0, tl.float32)
+    acc = tl.load(o_ptrs, mask=offs_m[:, None] < M, other=0.0).to(tl.float32)
+    # END SOLUTION
+    for start_n in range(0, N, BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N).to(tl.int64)
+        in_range = offs_n < N
+        k_ptrs = K_ptr + offs_n[:, None] * stride_kn + offs_d[None, :] * stride_kd
+        k = tl.load(k_ptrs, mask=in_range[:, None], other=0.0)
+        v_ptrs = V_ptr + offs_n[:, None] * stride_vn + offs_d[None, :] * stride_vd
+        v = tl.load(v_ptrs, mask=in_range[:, None], other=0.0)
+        # 2. Scores, masked; the new maximum; p and the correction; l_i, acc, m_i.
+        # BEGIN SOLUTION
+        s = tl.dot(q, k.T, input_precision="ieee") * scale_log2
+        s = tl.where(in_range[None, :], s, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(s, axis=1))
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(s - m_safe[:, None])
+        correction = tl.exp2(m_i - m_safe)
+        l_i = l_i * correction + tl.sum(p, axis=1)
+        acc = tl.dot(p.to(v.dtype), v, acc * correction[:, None], input_precision="ieee")
+        m_i = m_new
+        # END SOLUTION
+    # 3. Normalise; lse. Store both, masked: o in O_ptr.dtype.element_ty.
+    # BEGIN SOLUTION
+    acc = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
+    tl.store(o_ptrs, acc.to(O_ptr.dtype.element_ty), mask=offs_m[:, None] < M)
+    tl.store(LSE_ptr + offs_m, (m_i + tl.log2(l_i)) * 0.6931471805599453, mask=offs_m < M)
+    # END SOLUTION
 
 
 @exercise(

@@ -372,12 +372,27 @@ def groups_in_flight(in_flight: str) -> str:
 _SHAPES = ((1, 2, 1, 70, 200, True), (1, 1, 1, 16, 100, False), (1, 1, 1, 70, 40, True))
 _FALLS = forwards((1, 1, 1, 16, 200, False), dtype=torch.float16, fall=150)
 _RUNS = [*(forwards(x, dtype=torch.float16) for x in _SHAPES), _FALLS]
+_V_IS_LOADED = "            load_tile<BLOCK_N>(v_smem"
+
+
+def _with_head(text: str | None = None) -> Source:
+    """Step 3, whose load_kv closes a group for K and one for V, with a learner's lines at the head of its loop."""
+    whole = source_of(step("p8_3_stages"))
+    apart = f"        }}\n        cp_async_commit();\n        if (j < tiles) {{\n{_V_IS_LOADED}"
+    whole = replace(whole, text=whole.text.replace(_V_IS_LOADED, apart))
+    if text is None:  # the right ones
+        whole = replace(whole, text=whole.text.replace("STAGES - 2>();", "2 * STAGES - 4>();"))
+    return whole if text is None else replaced(whole, "load K and V", text)
+
+
 LOOP_HEAD = Trials(
     "8.5", partial(built, check=True, STAGES=3), _RUNS, region=True, tol=1e-3,
     words={"n_start": "n_start", "stage": "stage"},
-    place=lambda text: replaced(step("p8_3_stages"), "load K and V", text).text,
+    place=lambda text: _with_head(text).text,
     rows=[
-        Row("commit-skipped", "past the last tile load_kv is not called, so it closes no empty group either, and the "
+        Row("v-not-there", "K of the tile is waited for, V of it is not: nothing waits for it later",
+            [("2 * STAGES - 4", "2 * STAGES - 3")]),
+        Row("commit-skipped", "past the last tile load_kv is not called, so it closes no empty groups either, and the "
             "wait counts as if it had: the last tiles may be on their way still",
             [("load_kv(j + STAGES - 1);", "if (j + STAGES - 1 < tiles) load_kv(j + STAGES - 1);")]),
     ],
@@ -394,20 +409,19 @@ LOOP_HEAD = Trials(
     title="One run in some thousands",
     minutes=15,
     difficulty="Bug hunt",
-    untouched="439f5987c60d",
+    untouched="4be0e8039114",
     history="a common mistake in pipelines written by hand",
     hints=[
         "The message names two lines: one reads a tile, the other fills the same bytes with the next copy. Which tile "
         "is in the stage that load_kv(j + STAGES - 1) fills?",
         "It is tile j - 1's. A warp that is ahead comes to round j while a slower one still works on tile j - 1. What "
         "keeps the fast one from starting the copy?",
-        "The barrier of round j says that every warp is through with tile j - 1. Start the copy after it; the wait "
-        "then has one group fewer to leave in flight.",
+        "The barrier of round j says that every warp is through with tile j - 1. Start the copies after it; the wait "
+        "then has one tile fewer to leave in flight, and a tile is two groups.",
     ],
 )
 def head_of_the_loop(loop_head: str) -> str:
-    whole = step("p8_3_stages")
-    source, cases = replaced(whole, "load K and V", text_of(loop_head, "loop_head")), 0
+    source, cases = _with_head(text_of(loop_head, "loop_head")), 0
     for stages in (2, 3):
         try:
             with explained(lambda: LOOP_HEAD.build(source), LOOP_HEAD):
@@ -417,7 +431,7 @@ def head_of_the_loop(loop_head: str) -> str:
                 raise
             sentence = f"right with 2 stages, and not with 3: {failed.sentence}"
             raise CheckFailed(sentence, diagnosis=failed.diagnosis, case=failed.case) from None
-        c, want = verdict.counters, probe(built(whole, check=True, STAGES=stages), source_of(whole)).counters
+        c, want = verdict.counters, probe(built(_with_head(), check=True, STAGES=stages), _with_head()).counters
         case, right = f"STAGES={stages}", "no race, and the result is right; but"
         sentence = f"{right} no copy is under way during any MMA: the block waits for every copy that it starts"
         expect(c["mma_during_copies"] > 0, sentence, diagnosis="no-overlap", case=case)

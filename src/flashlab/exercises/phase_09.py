@@ -41,10 +41,10 @@ from flashlab.kernels.series import step
 # ---- 9.1 -------------------------------------------------------------------------------------------------------------
 
 
-def _block_of_queries(r: random.Random) -> tuple[int, ...]:
-    seq_q, seq_k, block_m = r.randint(1, 300), r.randint(1, 300), r.choice((32, 64, 128))
-    start = block_m * r.randrange(-(-seq_q // block_m))
-    return start, block_m, r.choice((16, 32, 64)), seq_q, seq_k, r.random() < 0.8
+def _block_of_rows(r: random.Random) -> tuple[int, ...]:
+    seq_q, seq_k, block_m, group = r.randint(1, 300), r.randint(1, 300), r.choice((32, 64, 128)), r.choice((1, 3, 4, 8))
+    start = block_m * r.randrange(-(-seq_q * group // block_m))
+    return start, block_m, r.choice((16, 32, 64)), group, seq_q, seq_k, r.random() < 0.8
 
 
 @rule(
@@ -55,44 +55,51 @@ def _block_of_queries(r: random.Random) -> tuple[int, ...]:
     hints=[
         "Without a causal mask: how many tiles does seq_k need, rounded up, and how many of them are whole?",
         "Causal: the block's last row, m_start + block_m - 1, sees the most keys, its first row, m_start, the fewest. "
-        "How many keys does each see?",
-        "Row i sees i + 1 + seq_k - seq_q keys. end is the last row's number of keys over block_n, rounded up; full is "
-        "the first row's, rounded down; neither above what seq_k allows, nor below 0.",
+        "Of which queries are these rows? How many keys does a query see?",
+        "Row r is of query r // group, and query i sees i + 1 + seq_k - seq_q keys. end is the last row's number of "
+        "keys over block_n, rounded up; full is the first row's, rounded down; neither above what seq_k allows, nor "
+        "below 0.",
     ],
     returns="end, full",
     strict=True,
     inputs=[
-        (m_start, block_m, block_n, seq_q, seq_k, causal)
-        for seq_q, seq_k in (
-            (64, 64), (200, 200), (70, 330), (330, 70), (1, 129), (256, 512), (64, 127), (64, 65), (64, 97), (4, 700),
+        (m_start, block_m, block_n, group, seq_q, seq_k, causal)
+        for seq_q, seq_k, group in (
+            (64, 64, 1), (200, 200, 4), (70, 330, 3), (330, 70, 1), (1, 129, 8), (256, 512, 1), (64, 127, 4),
+            (64, 65, 1), (64, 97, 5), (4, 700, 8), (80, 230, 3), (1, 224, 1),
         )
         for block_m, block_n in ((64, 64), (128, 64), (64, 16))
         for causal in (False, True)
-        for m_start in range(0, seq_q, block_m)
+        for m_start in range(0, seq_q * group, block_m)
     ],
-    draw=_block_of_queries,
+    draw=_block_of_rows,
     alike=lambda end, full: (end, min(end, full)),  # from end on no tile is visited
-    words={"most": "the last row's keys", "fewest": "the first row's keys"},
+    words={"most": "the last row's keys", "fewest": "the first row's keys", "first": "the first row's query",
+           "last": "the last row's query"},
     notes={
         "diagonal": "the last query sees the last key",
         "block_m": "the block's last row, m_start + block_m - 1, sees most",
-        "1": "row i sees its own key too, i + 1 and not i",
+        "1": "query i sees its own key too, i + 1 and not i",
+        "group": "row r is of query r // group",
     },
     rows=[
         Row("full-is-end", "full is end: a tile of which the first row sees only a part needs the mask",
             [("max(0, fewest // block_n)", "max(0, -(-most // block_n))")]),
         Row("ragged-tile-full", "full counts the last tile as whole where seq_k ends within it: seq_k // block_n is "
             "rounded down", [("fewest // block_n)", "fewest // block_n if causal else -(-seq_k // block_n))")]),
+        Row("rows-for-queries", "a row's number is taken for its query's: row r is of query r // group",
+            [("m_start // group", "m_start"), ("(m_start + block_m - 1) // group", "m_start + block_m - 1")]),
     ],
 )  # fmt: skip
-def tiles(m_start, block_m, block_n, seq_q, seq_k, causal):
+def tiles(m_start, block_m, block_n, group, seq_q, seq_k, causal):
     """(end, full), not below 0: the block walks tiles end - 1 to 0; tiles full to end - 1 need a mask."""
     # BEGIN SOLUTION
     most = fewest = seq_k  # keys that the block's last row sees, and its first
     if causal:
         diagonal = seq_k - seq_q
-        most = min(seq_k, m_start + block_m + diagonal)
-        fewest = min(seq_k, m_start + 1 + diagonal)
+        first, last = m_start // group, (m_start + block_m - 1) // group
+        most = min(seq_k, last + 1 + diagonal)
+        fewest = min(seq_k, first + 1 + diagonal)
     return max(0, -(-most // block_n)), max(0, fewest // block_n)
     # END SOLUTION
 

@@ -364,29 +364,54 @@ def room_for_a_tile(scores: str, after_probabilities: str) -> str:
 
 
 # ---- 11.8 -----------------------------------------------------------------------------------------------------------
+# Step 5 with a stage more for K than for V.
+_K_STAGES, _V_STAGES, _CONSUMERS, _BLOCK_N = 3, 2, 2, 128
+_UNEVEN = (
+    ("STAGES = 2;", f"K_STAGES = {_K_STAGES}, V_STAGES = {_V_STAGES};"),
+    ("1 + 4 * STAGES;                       //", "1 + 2 * (K_STAGES + V_STAGES);         //"),
+    ("2 * STAGES * KV_BYTES", "(K_STAGES + V_STAGES) * KV_BYTES"),
+    ("+ Q_BYTES;                  // [STAGES,", "+ Q_BYTES;                  // [K_STAGES,"),
+    ("k_smem + STAGES * KV_BYTES;        // [STAGES,", "k_smem + K_STAGES * KV_BYTES;      // [V_STAGES,"),
+    ("v_smem + STAGES * KV_BYTES, full_k = full_q + 8, full_v = full_k + 8 * STAGES; // mbarriers",
+     "v_smem + V_STAGES * KV_BYTES, full_k = full_q + 8;       // mbarriers"),
+    ("    const uint32_t empty_k = full_v + 8 * STAGES, empty_v = empty_k + 8 * STAGES;      // of every stage",
+     "    const uint32_t full_v = full_k + 8 * K_STAGES, empty_k = full_v + 8 * V_STAGES;    // of every stage\n"
+     "    const uint32_t empty_v = empty_k + 8 * K_STAGES;"),
+    ("const int stage = nth % STAGES, phase = nth / STAGES & 1;  // each use of a stage is a phase",
+     "const int k_stage = nth % K_STAGES, v_stage = nth % V_STAGES;      // each use of a stage is a phase"),
+    ("mbarrier_wait(full_k + 8 * stage, phase);  ", "mbarrier_wait(full_k + 8 * k_stage, nth / K_STAGES & 1);"),
+    ("descriptor(k_smem + stage", "descriptor(k_smem + k_stage"),
+    ("mbarrier_arrive(empty_k + 8 * stage)", "mbarrier_arrive(empty_k + 8 * k_stage)"),
+    ("mbarrier_wait(full_v + 8 * stage, phase);", "mbarrier_wait(full_v + 8 * v_stage, nth / V_STAGES & 1);"),
+    ("descriptor_of_rows<BLOCK_N>(v_smem + stage", "descriptor_of_rows<BLOCK_N>(v_smem + v_stage"),
+    ("mbarrier_arrive(empty_v + 8 * stage)", "mbarrier_arrive(empty_v + 8 * v_stage)"),
+)  # fmt: skip
 _AFTER = "    setmaxnreg_inc<CONSUMER_REGISTERS>();\n"
 # Stages that are used three times and more; a causal block's few tiles; a block without a key.
 _PRODUCED = ((1, 1, 1, 64, 1000, False), PROBES[0], (1, 1, 1, 200, 24, True))
-_STAGES, _CONSUMERS, _BLOCK_N = 3, 2, 128
-_OF_K, _OF_V = "mbarrier_wait(empty_k + 8 * stage, free);", "mbarrier_wait(empty_v + 8 * stage, free);"
+_K_PLACE, _V_PLACE = "empty_k + 8 * stage", "empty_v + 8 * stage"
+_OF_K = f"mbarrier_wait({_K_PLACE}, (n / K_STAGES + 1) % 2);"
+_OF_V = f"mbarrier_wait({_V_PLACE}, ((n - 1) / V_STAGES + 1) % 2);"
 _OF_Q = "load_tile<BLOCK_M>(q_smem, q_map, full_q, m_start, head, batch);"
+_K_KEYS, _V_KEYS = "(end - 1 - n) * BLOCK_N, kv_head", "(end - n) * BLOCK_N, kv_head"
 
 
 def _with_producer(text: str) -> Source:
-    whole = replaced(step("p11_5_consumers"), "producer", text.strip("\n") + "\n" + _AFTER)
-    whole = replace(whole, last=(whole.last or 0) - 1)  # _AFTER is not the learner's
-    return _changed(whole, "STAGES = 2;", f"STAGES = {_STAGES};")
+    base = replaced(step("p11_5_consumers"), "producer", text.strip("\n") + "\n" + _AFTER)
+    whole = functools.reduce(lambda whole, edit: _changed(whole, *edit), _UNEVEN, base)
+    return replace(whole, last=(whole.last or 0) - 1)  # _AFTER is not the learner's
+
+
+UNEVEN = _with_producer("    // ...").text
+"""The kernel of exercise 11.8, but for the producer."""
 
 
 def _stage_at(byte: int) -> str | None:
     """What lies at this byte of the dynamic shared memory of `_with_producer`."""
-    barrier = (byte - (64 * _CONSUMERS + 2 * _STAGES * _BLOCK_N) * _HEAD_DIM * 2) // 8
-    if barrier == 0:
-        return "`full_q`"
-    if not 0 < barrier <= 4 * _STAGES:
-        return None
-    kind, stage = divmod(barrier - 1, _STAGES)
-    return f"`{('full_k', 'full_v', 'empty_k', 'empty_v')[kind]}` of stage {stage}"
+    barrier = (byte - (64 * _CONSUMERS + (_K_STAGES + _V_STAGES) * _BLOCK_N) * _HEAD_DIM * 2) // 8
+    kinds = {"full_k": _K_STAGES, "full_v": _V_STAGES, "empty_k": _K_STAGES, "empty_v": _V_STAGES}
+    names = ["`full_q`", *(f"`{kind}` of stage {stage}" for kind, stages in kinds.items() for stage in range(stages))]
+    return names[barrier] if 0 <= barrier < len(names) else None
 
 
 PRODUCER = Trials(
@@ -394,17 +419,21 @@ PRODUCER = Trials(
     runs=[traced(_halves(*_PRODUCED[0], head_dim=_HEAD_DIM), (8, 9, 10, 11)),
           traced(_halves(2, 2, 1, 130, 200, True, head_dim=_HEAD_DIM), (8, 9, 10, 11))],
     notes={
-        "n / STAGES": "each use of a stage is a phase, and the parity is the phase's last bit",
-        "n / STAGES + 1": "a place that nobody has used is free: the first round's parity is 1",
-        "stage": "the nth tile lies in stage n % STAGES", "kv_head": "tiles of K and V come from kv_head",
-        "end - 1 - n": "the consumers take tile end - 1 first", "KV_BYTES": "a stage is KV_BYTES long",
+        "n / K_STAGES": "each use of a stage is a phase, and the parity is the phase's last bit",
+        "n / K_STAGES + 1": "a place that nobody has used is free: the first round's parity is 1",
+        "(n - 1) / V_STAGES + 1": "a place that nobody has used is free: the first round's parity is 1",
+        "stage": "the nth tile of K lies in stage n % K_STAGES, that of V in n % V_STAGES",
+        "kv_head": "tiles of K and V come from kv_head", "end - 1 - n": "the consumers take tile end - 1 first",
+        "end - n": "the consumers take tile end - 1 first", "KV_BYTES": "a stage is KV_BYTES long",
     },
-    equal={"`warp <= WARPS`": "a warp below WARPS does not come there", "`end - 1": "n goes from 0 to end - 1"},
+    equal={"`warp <= WARPS`": "a warp below WARPS does not come there", "`end - ": "n goes from 0 to end",
+           "`1` has the wrong sign": "of two stages n + 1 and n - 1 take the same"},
     rows=[
         Row("waits-for-itself", "the producer waits at `full`, for its own copies: where there is room for a tile, "
-            "`empty` says", [(_OF_K, _OF_K.replace("empty", "full")), (_OF_V, _OF_V.replace("empty", "full"))]),
+            "`empty` says", [(_K_PLACE, _K_PLACE.replace("empty", "full")),
+                             (_V_PLACE, _V_PLACE.replace("empty", "full"))]),
         Row("waits-for-itself", "before K of a tile the producer waits at `full`, for its own copy: where there is "
-            "room for a tile, `empty` says", [(_OF_K, _OF_K.replace("empty", "full"))]),
+            "room for a tile, `empty` says", [(_K_PLACE, _K_PLACE.replace("empty", "full"))]),
         Row("q-with-every-tile", "Q is asked for with every tile: it is one tile, and comes once",
             [(_OF_Q, ""), (_OF_K, f"{_OF_Q}\n{_OF_K}")]),
         Row("half-a-stage", "the stages of K and V are half as long as a tile: two tiles lie one on the other",
@@ -413,20 +442,19 @@ PRODUCER = Trials(
         Row("one-warp", "one warp of the producer's warpgroup gives its registers back and returns: all four have to",
             [("warp >= WARPS", "warp == WARPS")]),
         Row("tiles-upwards", "the tiles are asked for upwards, and the consumers go from end - 1 down to 0",
-            [("(end - 1 - n) * BLOCK_N", "n * BLOCK_N")]),
-        Row("kv-head", "the tiles of K and of V come from `head`: heads of Q share those of kv_head",
-            [("full_k + 8 * stage, key, kv_head", "full_k + 8 * stage, key, head"),
-             ("full_v + 8 * stage, key, kv_head", "full_v + 8 * stage, key, head")]),
-        Row("kv-head", "the tiles of V come from `head`: heads of Q share those of kv_head",
-            [("full_v + 8 * stage, key, kv_head", "full_v + 8 * stage, key, head")]),
-        Row("kv-head", "the tiles of K come from `head`: heads of Q share those of kv_head",
-            [("full_k + 8 * stage, key, kv_head", "full_k + 8 * stage, key, head")]),
+            [(_K_KEYS, "n * BLOCK_N, kv_head"), (_V_KEYS, "(n - 1) * BLOCK_N, kv_head")]),
+        *(Row("kv-head", f"the tiles of {of} come from `head`: heads of Q share those of kv_head",
+              [(keys, keys.replace("kv_head", "head")) for keys in which])
+          for of, which in (("K and of V", (_K_KEYS, _V_KEYS)), ("V", (_V_KEYS,)), ("K", (_K_KEYS,)))),
         Row("no-waits", "nothing is waited for: a stage is filled again while the consumers read it",
             [(_OF_K, ""), (_OF_V, "")]),
-        Row("stage-from-the-end", "the stage is counted from the last tile: the nth tile that comes lies in n % STAGES",
-            [("stage = n % STAGES", "stage = (end - 1 - n) % STAGES")]),
-        *(Row("two-stages", "two stages are used, and there are STAGES", [("n % STAGES", "n % 2"), *more])
-          for more in ((), [("n / STAGES", "n / 2")])),
+        Row("stage-from-the-end", "the stage is counted from the last tile: the nth tile that comes lies in n % "
+            "K_STAGES, of V in n % V_STAGES",
+            [("= n % K_STAGES", "= (end - 1 - n) % K_STAGES"), ("= (n - 1) % V_STAGES", "= (end - n) % V_STAGES")]),
+        Row("two-stages", "two stages of K are used, and there are K_STAGES",
+            [("n % K_STAGES", "n % V_STAGES"), ("n / K_STAGES", "n / V_STAGES")]),
+        Row("three-stages", "V is put into K_STAGES stages, and there are V_STAGES",
+            [("(n - 1) % V_STAGES", "(n - 1) % K_STAGES"), ("(n - 1) / V_STAGES", "(n - 1) / K_STAGES")]),
     ],
 )  # fmt: skip
 
@@ -440,32 +468,32 @@ PRODUCER = Trials(
         "Warps WARPS and later are the producer's warpgroup. All of its threads give their registers back; one thread "
         "of one warp does the rest; and none of them may go on to the consumers' code.",
         "Q first, to full_q: one tile, for which nobody has to make room. Then the tiles of keys in the order in which "
-        "the consumers take them: from end - 1 down to 0. The nth of them, n = 0, 1, ..., goes to stage n % STAGES.",
-        "Before K of the nth tile: mbarrier_wait(empty_k + 8 * stage, ...), with the producer's parity of exercise "
-        "11.2. Then load_tile, which announces the bytes itself. Then the same for V, with empty_v and full_v.",
-        "if (warp >= WARPS) { setmaxnreg_dec<PRODUCER_REGISTERS>(); if (warp == WARPS && elect_one()) { Q; the loop } "
-        "return; }",
+        "the consumers take them: from end - 1 down to 0. The nth K, n = 0, 1, ..., goes to stage n % K_STAGES, the "
+        "nth V to n % V_STAGES. Before each: a wait at `empty` of its stage, with the producer's parity of 11.2.",
+        "In which order become places free? K of tile n when K of tile n - 3 has been read, V of tile n - 1 when V of "
+        "tile n - 3 has: just after it. So K is asked for one tile ahead of V.",
+        "for (int n = 0; n <= end; n++) { if (n < end) K of tile n; if (n > 0) V of tile n - 1; }",
     ],
 )
 def producer_of_tiles(producer: str) -> str:
     whole = _with_producer(_filled_in(producer, "producer"))
-    case = f"seq_q=64, seq_k=1000, head_dim={_HEAD_DIM}, STAGES={_STAGES}"
+    case = f"seq_q=64, seq_k=1000, head_dim={_HEAD_DIM}"
     with explained(lambda: _watched(_HEAD_DIM)(whole), PRODUCER), _by_name(_stage_at):
         verdict = examine(whole, head_dim=_HEAD_DIM, fast=False, probes=_PRODUCED, max_seq=150)
         sentence = "the result is right, but no tile comes by tma_load: the copy engine should bring them"
         expect(verdict.counters["tma_loads"] > 0, sentence, diagnosis="no-tma-load", case=case)
         _expect_early(_events(whole, _PRODUCED[0], _HEAD_DIM), case)
     expect_variant(whole, head_dim=64)
-    return f"{verdict.cases} cases right with {_STAGES} stages, and each tile is asked for as soon as there is room"
+    return f"{verdict.cases} cases right, and each tile is asked for as soon as there is room"
 
 
 def _expect_early(events: Sequence[Event], case: str) -> None:
     """CheckFailed where the producer waits for more than the stage that it fills next: each slab is a load."""
     __tracebackhide__ = True
-    slabs = _HEAD_DIM // 64
+    slabs, stages = _HEAD_DIM // 64, (_K_STAGES, _V_STAGES)
     producers = [e for e in events if e.warp >= 4 * _CONSUMERS]
     released = sorted({e.values[0] for e in events if e.did == "arrive" and e.warp < 4 * _CONSUMERS})  # K's, then V's
-    places = sorted({e.values[0] for e in producers if e.did == "load"})[-2 * _STAGES * slabs :: slabs]  # the same
+    places = sorted({e.values[0] for e in producers if e.did == "load"})[-sum(stages) * slabs :: slabs]  # the same
     arrivals = Counter[int]()
     asked, waited = [0, 0], [-1, -1]  # of K, of V: tiles asked for, the last one whose release was waited for
     said = "the result is right, but"
@@ -476,21 +504,22 @@ def _expect_early(events: Sequence[Event], case: str) -> None:
         elif e.did == "mbarrier-passed":
             expect(at in released, f"{said} the producer waits for its own copies: that is the consumers' wait",
                    diagnosis="no-overlap", case=case)  # fmt: skip
-            kind, stage = divmod(released.index(at), _STAGES)
+            kind, stage = divmod(released.index(at), _K_STAGES)
             if arrivals[at] >= _CONSUMERS:
-                waited[kind] = max(waited[kind], (arrivals[at] // _CONSUMERS - 1) * _STAGES + stage)
+                waited[kind] = max(waited[kind], (arrivals[at] // _CONSUMERS - 1) * stages[kind] + stage)
         elif e.did == "load" and at in places:
-            kind = int(at >= places[_STAGES])
+            kind = int(at >= places[_K_STAGES])
             n = asked[kind]
             asked[kind] += 1
-            # K of the next tile may come before V
-            seen = max(waited[kind], waited[1] if kind == 0 else waited[0] - 1)
-            for_v = kind == 0 and waited[1] >= max(0, n - _STAGES)
-            free = f"when {'KV'[kind]} of tile {n - _STAGES} has been read" if n >= _STAGES else "from the beginning"
+            free = n - stages[kind]  # the tile whose release makes room
+            # V of a tile is read after K of it, and before K of the next
+            late = max(waited[kind] - free, waited[1 - kind] - free + (kind == 0))
+            of = kind if waited[kind] > free else 1 - kind
             expect(
-                seen <= max(-1, n - _STAGES) and not for_v,
-                f"{said} {'KV'[kind]} of tile {n} (from 0) is asked for only when {'V of ' * for_v}tile "
-                f"{waited[1] if for_v else seen} has been read: its place is free {free}",
+                late <= 0 or max(waited) < 0,
+                f"{said} {'KV'[kind]} of tile {n} (from 0) is asked for only when {'KV'[of]} of tile {waited[of]} has "
+                f"been read: its place is free "
+                + (f"when {'KV'[kind]} of tile {free} has been read" if free >= 0 else "from the beginning"),
                 diagnosis="no-overlap",
                 case=case,
             )
