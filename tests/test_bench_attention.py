@@ -69,6 +69,7 @@ def test_a_job_has_a_row_for_each_way_and_pass_and_out_of_memory_is_one(small, m
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_compiled_eager_is_the_same_and_its_backward_pass_can_be_repeated():
     q, k, v, grad_o = attention.inputs(JOB)
     o = peers.compiled_unfused(q, k, v)()

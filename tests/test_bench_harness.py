@@ -306,6 +306,7 @@ def test_the_sources_have_a_name_of_their_own():
     assert len(records.sources()) == 12 and records.sources() == records.sources() == records.machine()["sources"]
 
 
+@pytest.mark.long
 def test_what_may_hang_or_crash_is_tried_in_a_process_of_its_own(capsys):
     def tried(text, seconds=60.0):
         return harness.trial("-c", text, "one", seconds=seconds)

@@ -73,6 +73,7 @@ def test_flex_is_measured_at_every_shape_and_who_cannot_run_says_why():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_quick_run_of_the_interpreter(tmp_path, capsys):
     out = tmp_path / "x.json"
     industrial.main(["--quick", "--out", str(out)])

@@ -35,6 +35,7 @@ def test_every_way_is_the_same_model():
         torch.testing.assert_close(loss, found[0][0], atol=1e-5, rtol=0)
 
 
+@pytest.mark.long
 def test_a_step_is_timed_by_its_passes():
     rows = lm.measure(STEP)
     by_pass = {row["pass"]: row for row in rows}
@@ -55,6 +56,7 @@ def test_a_pass_that_takes_long_is_seen_in_its_place(monkeypatch):
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
+@pytest.mark.long
 def test_the_memory_of_a_step_rises_in_the_forward_pass_and_has_its_scores():
     row = lm.measure({"part": "memory", "size": "tiny", "attention": "eager", "dtype": "float32"})[0]
     assert len(row["us"]) == len(row["bytes"]) <= lm.SERIES and row["us"] == sorted(row["us"])
@@ -99,6 +101,7 @@ def test_the_quick_bench_runs_here(tmp_path, capsys):
     assert "tiny" in capsys.readouterr().out and len(lm.losses(data)["eager"]) == 5
 
 
+@pytest.mark.long
 def test_what_is_exchanged_takes_turns_in_one_run(monkeypatch):
     """One model: of the five ways nothing but attention and RoPE differs, so that all compute the same loss."""
     made, right = [], lm.Training
@@ -125,6 +128,7 @@ def test_what_is_exchanged_takes_turns_in_one_run(monkeypatch):
         torch.testing.assert_close(loss, losses[0], atol=1e-5, rtol=0)
 
 
+@pytest.mark.long
 def test_a_compiled_step_takes_turns_with_the_plain_one(monkeypatch):
     monkeypatch.setitem(peers.COMPILE, "backend", "aot_eager")  # inductor takes minutes here
     monkeypatch.setitem(lm.TURNS, "compiled", {"sdpa": WAYS["sdpa"]})

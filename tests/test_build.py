@@ -151,6 +151,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.long
 def test_ctrl_c_stops_the_build(root):
     jobs = 2
     marks = [root / f"mark{i}" for i in range(4)]

@@ -63,6 +63,7 @@ def cache(tmp_path_factory, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_five_targets():
     reports = compile_reports(gemm_tile, [GEMM])
     assert [report.target for report in reports] == ["sm_80", "sm_86", "sm_89", "sm_90", "sm_120"]

@@ -40,6 +40,7 @@ def test_head_sizes_and_dtypes(head_dim, dtype):
 @pytest.mark.parametrize(
     "group, queries", [(1, 1), (1, 16), (2, 4), (3, 2), (4, 1), (5, 3), (8, 1), (8, 4), (16, 1), (16, 3), (3, 16)]
 )
+@pytest.mark.every(2)
 def test_a_group_and_its_queries_are_the_rows_of_one_tile(group, queries):
     """Also where they are more than a tile has, and where a sequence has fewer keys than queries."""
     x = Sequences([3, 50], kv_heads=1 if group > 3 else 2, group=group, queries=queries, page=5)
@@ -162,6 +163,7 @@ def test_the_split_rule():
 # ---- what the compiler makes of it
 
 
+@pytest.mark.long
 def test_pages_do_not_cost_the_second_tile_in_flight():
     """Triton keeps one tile in flight where addresses are loaded in the same turn: the table is read a turn ahead."""
     launches = [decode.compile_arguments("decode", BF16, 128, page=page) for page in (None, 16, 64)]
@@ -184,6 +186,7 @@ def test_the_last_to_arrive_sees_what_the_others_stored():
 
 
 @pytest.mark.parametrize("name, kernel", [("merge", decode.decode_merge_kernel), ("append", decode.append_kernel)])
+@pytest.mark.long
 def test_the_small_kernels_compile(name, kernel):
     for report in compile_reports(kernel, [decode.compile_arguments(name, BF16, 128)], targets=["sm_90", "sm_120"]):
         assert report.ok and report.spill_bytes == 0

@@ -118,6 +118,7 @@ def test_a_package_that_does_not_load_is_one_sentence(tmp_path, name):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_package_that_crashes_the_process_is_one_sentence(tmp_path):
     report = json.loads(run_doctor(options=["--json"], PYTHONPATH=package(tmp_path, "triton", "import os; os.abort()")))
     assert "ended the process" in report["software"]["triton"]["broken"]
@@ -283,6 +284,7 @@ def test_check_goes_on_after_a_failure_and_ends_with_status_1(monkeypatch):
 
 
 @pytest.mark.parametrize("name", [name for name, _ in cli.CHECKS])
+@pytest.mark.every(2)
 def test_the_course_works_on_this_machine(name):
     assert dict(cli.CHECKS)[name]()
 

@@ -65,6 +65,7 @@ def cpu():
 
 @pytest.mark.skipif(not runtime.INTERPRETED, reason="the checker's inputs are on the GPU")
 @pytest.mark.parametrize("step", STEPS)
+@pytest.mark.every(3)
 def test_the_logic_on_the_checkers_cases(cpu, step):
     def forward(q, k, v, *, causal, scale):
         return cpu.flash_attention_gluon(q, k, v, causal=causal, scale=scale, step=step)
@@ -75,6 +76,7 @@ def test_the_logic_on_the_checkers_cases(cpu, step):
 
 @pytest.mark.parametrize("causal", [False, True], ids=["whole", "causal"])
 @pytest.mark.parametrize("step", STEPS)
+@pytest.mark.every(2)
 def test_the_logic_at_many_lengths(cpu, step, causal):
     for seq_q, seq_k in LENGTHS:
         for tile in (cpu.GluonTile(2, 32, 2), cpu.GluonTile(3 if step == "specialised" else 1, 64, 3)):
@@ -83,6 +85,7 @@ def test_the_logic_at_many_lengths(cpu, step, causal):
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["whole", "causal"])
+@pytest.mark.every(2)
 def test_the_logic_of_programs_that_take_one_block_after_the_other(cpu, causal):
     for stages in (1, 2, 3, 4):
         q, k, v = make(1, 3, 1, 300, 290, 64)
@@ -179,6 +182,7 @@ def test_compiled_for_hopper(step, head_dim, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", STEPS[1:])
+@pytest.mark.every(2)
 def test_exponentials_stand_between_the_two_waits(step):
     """Where ptxas moves the softmax behind the wait for P V, the two are computed one after the other."""
     arguments = compile_arguments(step, torch.bfloat16, 128)

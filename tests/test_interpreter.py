@@ -364,6 +364,7 @@ COMPILING = """
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_hbm_traffic_in_a_process_that_compiles():
     """A launcher and kernels of notebook cells go to a child process that interprets."""
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(COMPILING)], capture_output=True, text=True)

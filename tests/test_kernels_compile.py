@@ -125,6 +125,7 @@ def test_every_kernel_has_a_launch_to_compile():
 
 @pytest.mark.parametrize("targets", [["sm_90"], pytest.param(TARGETS, marks=pytest.mark.long)], ids=["one", "all"])
 @pytest.mark.parametrize("name", LAUNCHES)
+@pytest.mark.every(4)
 def test_it_compiles_for_every_target(name, targets):
     if is_gluon(kernels()[name]):  # written for one chip
         targets = ["sm_90"]

@@ -61,6 +61,7 @@ def test_the_readme_says_what_is_recorded():
     "name", [pytest.param(n, marks=[] if n in ("industrial", "mma", "hopper") else pytest.mark.long)
              for n in readme.RECORDS]
 )  # fmt: skip
+@pytest.mark.every(3)
 def test_a_changed_record_is_noticed_and_the_command_named(name, copies):
     root, folder = copies
     assert readme.stale(root, folder) == []
@@ -119,6 +120,7 @@ def test_what_is_out_of_memory_or_not_measured_says_so():
     assert readme.cell({"unavailable": "not measured beyond N = 4096"}) == readme.cell(None) == "–"
 
 
+@pytest.mark.long
 def test_with_no_record_and_with_half_of_one(tmp_path):
     nothing = readme.laid("results.md", readme.load(tmp_path))
     assert nothing.count("Not measured yet.") == 3 and "Nothing is recorded yet." in nothing

@@ -87,6 +87,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("seq_q, seq_k", [(3, 5), (5, 3)])
+@pytest.mark.every(2)
 def test_the_gradient_is_the_derivative_of_the_formula(options, seq_q, seq_k):
     """Of both outputs; 5 causal queries on 3 keys have rows that see nothing."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
 
 import flashlab
@@ -14,6 +15,7 @@ ROOMS = (
 )  # fmt: skip
 
 
+@functools.cache
 def modules() -> dict[str, Path]:
     """Every module of the package by its dotted name below flashlab; the package's own face is left out."""
     found = {}
@@ -25,6 +27,7 @@ def modules() -> dict[str, Path]:
     return found
 
 
+@functools.cache
 def imports(name: str, path: Path) -> set[str]:
     """The modules of the package that a module imports, anywhere in it, as dotted names below flashlab."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]

@@ -50,7 +50,7 @@ PROCESSES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROCESSES)
-@pytest.mark.every(3)
+@pytest.mark.every(9)
 def test_the_mode_is_chosen_at_import(name):
     program, environment, want = PROCESSES[name]
     clean = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "FLASHLAB_INTERPRET")}

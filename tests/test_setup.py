@@ -247,6 +247,7 @@ MOMENTS = 4
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_cut_short_at_any_moment_and_resumed(tmp_path):
     begun = time.monotonic()
     assert Course(tmp_path / "whole", seconds=0.03).run().returncode == 0

@@ -39,6 +39,7 @@ def inputs(*shapes, dtype=torch.float32, seed=0):
 # ---- the simulation ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_checker_accepts_the_simulation():
     verify_block(flash_attention_forward_sim, dtypes=DTYPES, head_dims=(64, 40))
     verify_one_head(flash_attention_one_head_sim, dtypes=DTYPES)

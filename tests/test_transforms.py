@@ -180,6 +180,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("transform", RIGHT)
+@pytest.mark.every(2)
 def test_what_works_computes_what_the_formula_does(transform, way):
     if transform == "autocast" and way.startswith("operator"):
         pytest.skip("an operator takes one dtype; the door converts")
@@ -217,6 +218,7 @@ def test_a_dual_tensor_into_a_compiled_function_is_refused(way):
         dual(compiled_of(WAYS[way]), *inputs())
 
 
+@pytest.mark.long
 def test_a_bare_kernel_in_a_compiled_function_computes_and_has_no_tangent():
     def bare(q, k, v):
         return flash_attention_forward(q, k, v, causal=True)[0]

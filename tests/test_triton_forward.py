@@ -96,6 +96,7 @@ LENGTHS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True], ids=["whole", "causal"])
 @pytest.mark.parametrize("seq_q, seq_k", LENGTHS)
+@pytest.mark.every(2)
 def test_flash_attentions_list_of_lengths(seq_q, seq_k, causal):
     tile = Tile(128, 128, 8, 2) if seq_q * seq_k > 2**17 else Tile(64, 32, 4, 2)
     expect(*make(1, 2 - (seq_q > 256), 1, seq_q, seq_k, 32, SIXTEEN), tile=tile, causal=causal)
@@ -348,6 +349,7 @@ def test_recorded_tiles_fit_and_spill_little(target):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_float32_is_three_tf32_products():
     tile = Tile(32, 32, 4, 2)
     arguments = [compile_arguments(FLOAT32, 64, tile, allow_tf32=allowed) for allowed in (True, False)]

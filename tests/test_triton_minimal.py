@@ -184,6 +184,7 @@ def test_it_compiles_and_fits_everywhere(dtype, head_dims, targets):
         assert report.instructions["MUFU.EX2"] > 0
 
 
+@pytest.mark.long
 def test_shared_memory_does_not_depend_on_the_length():
     arguments = [compile_arguments(torch.float16, 64, N) for N in (128, 500, 2**20)]
     reports = compile_reports(flash_attention_forward_kernel, arguments, targets=["sm_86"])

@@ -38,6 +38,7 @@ def test_bad_input_is_refused():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_it_compiles():
     pointers = {f"{x}_ptr": torch.bfloat16 for x in "QKVO"} | {"LSE_ptr": torch.float32}
     strides = {f"stride_{x}{a}": 1 if a == "d" else 4096 for x in "qo" for a in "bhmd"}

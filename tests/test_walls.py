@@ -149,12 +149,14 @@ def test_offsets_past_32_bits_are_a_sentence(fn):
 
 
 @pytest.mark.parametrize("targets", [TARGETS[-1:], pytest.param(TARGETS, marks=pytest.mark.long)], ids=["one", "all"])
+@pytest.mark.long
 def test_the_compiler_agrees_with_the_formula(targets):
     for n, d in ((32, 64), (128, 128)):
         for report in schemes.scheme_a_reports([n], d, targets):
             assert report.shared_bytes == schemes.scheme_a_shared_bytes(n, d), report
 
 
+@pytest.mark.long
 def test_scheme_a_dies_where_the_limit_says():
     def dies_at(target):
         limit = runtime.limits(target).shared_per_block

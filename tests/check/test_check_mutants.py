@@ -84,6 +84,7 @@ def named(slug):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("slug", ["o-not-rescaled", "scale-one-over-d", "tail-not-masked", "lse-in-base-2"])
 @pytest.mark.every(3)
+@pytest.mark.long
 def test_mistakes_are_named_in_other_dtypes(slug, dtype):
     assert failure(verify, build(*named(slug).edits), dtypes=(dtype,)).diagnosis == slug
 

@@ -63,7 +63,7 @@ def some_rows_nan(o, lse):
         ({"after": some_rows_nan}, "wrong-value", "rows 0 to 2 are wrong"),
     ],
 )  # fmt: skip
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 def test_what_is_read_off(mistake, slug, words):
     failed = failure(**mistake)
     assert failed.diagnosis == slug and words in str(failed)
@@ -138,6 +138,7 @@ def one_tile_at_a_time(q, k, v, scale, tile=32, shift=None, wrong=lambda c: c):
         ({"shift": 16}, "values-exchanged", "weight on key 16 gets the value of key 0, and so on, for 24 of 40"),
     ],
 )
+@pytest.mark.every(3)
 def test_several_tiles_are_read_off(mistake, slug, words):
     def fn(q, k, v, *, scale):
         return one_tile_at_a_time(q, k, v, scale, **mistake)

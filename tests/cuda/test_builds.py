@@ -220,6 +220,7 @@ def test_pytorch_is_asked_for_the_same_build(cache, monkeypatch):
 
 # ---- builds by nvcc ------------------------------------------------------------------------------------------------
 @needs_nvcc
+@pytest.mark.long
 def test_a_build_by_nvcc(cache):
     text = sources.read(SCALE.replace("    if (i < n)", "    int unused;\n    if (i < n)", 1), "scale.cu")
     first, again = nvcc(text), nvcc(text)
@@ -258,6 +259,7 @@ def test_an_exception_of_a_launcher_ends_no_process(cache, monkeypatch):
 
 
 @needs_nvcc
+@pytest.mark.long
 def test_a_library_that_was_cut_is_built_again_and_never_loaded(cache):
     text = sources.read(SCALE)
     library = nvcc(text).library
@@ -332,6 +334,7 @@ LOG = {"log": "", "module": ""}
 
 
 @pytest.mark.skipif(not resources.available(), reason="no nvcc, or no cuobjdump")
+@pytest.mark.long
 def test_the_kernel_that_runs_and_its_registers_are_of_one_build(cache, monkeypatch):
     monkeypatch.setattr(inline, "missing", lambda backend: None)  # as on a machine with an H200
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")

@@ -54,6 +54,7 @@ def test_a_group_and_its_queries_are_the_rows(group, queries):
 
 
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, BF16), (128, FP16), (256, BF16)], ids=str)
+@pytest.mark.every(3)
 def test_head_sizes_and_dtypes(head_dim, dtype):
     for page in (16, 2, None):
         x = Sequences([130, 33], group=4, head_dim=head_dim, dtype=dtype, page=page, kv_heads=1)
@@ -62,6 +63,7 @@ def test_head_sizes_and_dtypes(head_dim, dtype):
 
 @pytest.mark.parametrize("check", [False, pytest.param(True, marks=pytest.mark.long)], ids=["fast", "watched"])
 @pytest.mark.parametrize("name", EARLY)
+@pytest.mark.every(2)
 def test_every_step(name, check):
     sizes = {"group": 4, "kv_heads": 2, "head_dim": 64, "dtype": BF16}
     if name in EARLY[:2]:
@@ -85,6 +87,7 @@ def test_a_step_says_what_it_does_not_take():
 
 
 @pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.every(2)
 def test_the_macros_of_a_large_gpu(head_dim):
     x = Sequences([400, 33], group=4, page=16, head_dim=head_dim, dtype=BF16, kv_heads=1)
     warps = 4 if head_dim == 256 else 8

@@ -67,6 +67,7 @@ def expect(q, k, v, grad_o, **options):
 
 @each_way
 @pytest.mark.parametrize(("head_dim", "dtype"), BUILDS, ids=str)
+@pytest.mark.every(2)
 def test_right_in_the_fast_build(head_dim, dtype, products):
     for case, causal in itertools.product(CASES, (False, True)):
         expect(*make(*case, head_dim, dtype), causal=causal, products=products)
@@ -74,6 +75,7 @@ def test_right_in_the_fast_build(head_dim, dtype, products):
 
 @each_way
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, FP16), pytest.param(128, BF16, marks=pytest.mark.long)], ids=str)
+@pytest.mark.every(2)
 def test_clean_in_the_check_build(head_dim, dtype, products):
     for case in ((1, 2, 1, 100, 130), (1, 2, 2, 300, 450), (1, 1, 1, 70, 33)):
         for causal in (False, True):

@@ -57,6 +57,7 @@ def test_clean_in_the_check_build(step):
     ],
     ids=str,
 )  # fmt: skip
+@pytest.mark.long
 def test_the_last_step_takes_every_shape(head_dim, dtype):
     for sms in (2, 132):  # several consumers; one
         for case in CASES + MORE[:3]:
@@ -197,6 +198,7 @@ def dominated(dtype=torch.bfloat16, n=1024):
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
+@pytest.mark.long
 def test_where_one_key_dominates_its_rounding_cancels():
     """Under an older maximum its weight is no power of two; its rounding is an error of the whole row, in o alone."""
     q, k, v = dominated()
@@ -218,6 +220,7 @@ def test_the_exhibit_beside_the_last_step(head_dim):
 
 
 @pytest.mark.parametrize("head_dim", [64, pytest.param(192, marks=pytest.mark.long)])
+@pytest.mark.long
 def test_the_exhibit_that_adds_gives_what_all_keys_give(head_dim):
     """In three parts, of which the second has keys for the last rows alone, in a state of another layout."""
     torch.manual_seed(0)

@@ -37,7 +37,7 @@ FIRST = {m.found[0]: m for m in reversed(MUTANTS) if "max_seq" not in m.options}
         for m in MUTANTS
     ],
 )
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_a_broken_kernel_is_told_its_mistake(mutant):
     with pytest.raises(CheckFailed) as caught:
         mutant.examine()
@@ -51,6 +51,7 @@ def test_the_kernels_they_come_from_pass(name):
     assert trial.examine(step(name), fast=False, max_seq=150).cases > 30
 
 
+@pytest.mark.long
 def test_the_last_kernel_passes_with_split_keys():
     assert trial.examine(step("p9_flash"), fast=False, max_seq=1100).cases > 30
 

@@ -63,6 +63,8 @@ def test_a_hopper_kernel_says_where_it_runs(monkeypatch):
 @runs_here
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", CHECKED)
+@pytest.mark.every(3)
+@pytest.mark.long
 def test_opcheck(name, device):
     q, k, v = inputs_of(name, device=device, grad=True)
     torch.library.opcheck(getattr(torch.ops.flashlab, name), (q, k, v, 0.125, None, 0, None))

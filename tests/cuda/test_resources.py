@@ -61,6 +61,7 @@ def test_the_recorded_figures_say_what_the_lectures_say():
 @pytest.mark.parametrize(
     "name", ["p8_6_store", *(pytest.param(n, marks=pytest.mark.long) for n in ("p6_1_fa1", "p6_5_overlap"))]
 )
+@pytest.mark.long
 def test_measured_is_recorded(name):
     data, s = bench.recorded(), step(name)
     if data["nvcc"] != nvcc_version():

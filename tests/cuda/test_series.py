@@ -56,12 +56,13 @@ def test_right_in_the_fast_build(step):
 @pytest.mark.parametrize(
     "step", [pytest.param(s, id=s.name, marks=[] if s is HALVES[-1] else pytest.mark.long) for s in KERNELS]
 )
+@pytest.mark.long
 def test_right_at_head_dim_128(step):
     run(step, CASES[0], head_dim=128)
 
 
 @STEPS
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_clean_in_the_check_build(step):
     for case in CASES[:2]:
         run(step, case, check=True)
@@ -96,6 +97,7 @@ def test_the_tiles_fit_the_device(head_dim, limit):
     assert limit < 227 or shared == {64: 40, 128: 80, 256: 192}[head_dim] << 10
 
 
+@pytest.mark.long
 def test_shared_memory_does_not_grow_with_head_dim():
     exhibit = step("p8_side_tile_d")
     sizes = {d: run(exhibit, (1, 1, 40, 70, True), head_dim=d).launches[0].shared_bytes for d in exhibit.head_dims}

@@ -188,6 +188,7 @@ def test_a_process_that_is_killed_ends_the_others(unused_port):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_training_program_has_the_same_losses_on_two_processes(unused_port):
     arguments = ("-m", "flashlab.distributed.train", "--steps", "3", "--seq-len", "64", "--check")
     (said, err, code), (silent, _, other) = processes(2, *arguments, port=unused_port)

@@ -85,6 +85,7 @@ def test_any_backend_does_a_block_and_its_part_is_wide(backend):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_kernel_of_phase_11_does_the_blocks_and_its_parts_are_merged_where_they_lie():
     whole = inputs(128, heads=2, kv_heads=1, head_dim=64, dtype=torch.float16, seed=12)
 
@@ -139,6 +140,7 @@ def test_the_merge_kernel_is_phase_0s_merge():
         torch.testing.assert_close(got[1][:, :, rows], want[1], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.long
 def test_the_merge_kernel_compiles_and_moves_16_bytes_at_once():
     names = [f"stride_{x}{y}" for x, axes in (("o", "bhn"), ("l", "bh"), ("p", "bhn"), ("q", "bh")) for y in axes]
     for part, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):

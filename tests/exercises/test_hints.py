@@ -100,6 +100,7 @@ SHORT = {" ds,": " p * (dp - delta[:, None]),"}
 
 
 @pytest.mark.parametrize(("id", "number", "line", "words"), SAID, ids=[row[0] for row in SAID])
+@pytest.mark.every(2)
 def test_a_hint_that_is_typed_as_it_stands_solves_the_exercise(id, number, line, words):
     assert words in registry.find(id).hints[number - 1]
     source = cell_of(id, "solutions")

@@ -122,6 +122,7 @@ def test_a_solution_is_told_the_bugs_history():  # nbval compares it for every h
 
 
 @pytest.mark.parametrize("id, old, new, slug", TOUCHED)
+@pytest.mark.every(2)
 def test_touched_it_is_told_its_bug(id, old, new, slug):
     assert failure(id, *changed(id, (old, new), kind="exercises")).diagnosis == slug
 
@@ -134,7 +135,7 @@ def test_every_hunt_has_a_bug_of_its_own():
 
 
 @pytest.mark.parametrize("id, changes, slug", HALF)
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_half_a_repair_is_told_why_it_is_none(id, changes, slug):
     failed = failure(id, *changed(id, *changes, kind="exercises"))
     assert failed.diagnosis == slug and len(str(failed)) > 20 and failed.case

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
         ("state-shared", [("ctx.options =", "Attention.options ="), ("*ctx.options)", "*Attention.options)")]),
     ],
 )  # fmt: skip
-@pytest.mark.every(3)
+@pytest.mark.every(9)
 def test_gradients_that_are_lost_on_the_way(slug, changes):
     got = diagnosis("5.14", *changed("5.14", *changes))
     assert got == slug or (slug in ("no-gradient", "causal-ignored") and got)

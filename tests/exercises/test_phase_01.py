@@ -144,7 +144,7 @@ def test_a_kernel_must_be_a_kernel():
         ([("        m_i = m_new\n", "")], {"m-not-updated", "nan-everywhere"}),
     ],
 )
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_two_pass_mistakes_are_told(replacements, diagnoses):
     got = rejected("1.8", solution("two_pass_kernel", *replacements))
     assert got in diagnoses, got
@@ -232,6 +232,7 @@ def test_the_padding_of_one_tile_is_told(change, diagnosis):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_p_from_the_lse_is_no_finite_sentinel():
     change = ("p = tl.exp(s - m_i[:, None]) / l_i[:, None]", "p = tl.exp(s - (m_i + tl.log(l_i))[:, None])")
     assert rejected("1.8", solution("two_pass_kernel", change)) == "weights-from-lse"

@@ -110,6 +110,7 @@ SKIPPING = (
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_causal_kernel(tmp_path):
     assert check("3.8", kernel_from(tmp_path, LECTURE, *CAUSAL, SKIPPING))
     assert diagnosis("3.8", kernel_from(tmp_path, LECTURE, *CAUSAL)) == "causal-tiles-not-skipped"

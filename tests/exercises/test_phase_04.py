@@ -83,6 +83,7 @@ MASK = "seen = (key <= query + N - M) | (key < prefix)"
         "seen = (tl.where(query + N >= key + M, 1, 0) + (key < prefix)) > 0",
     ],
 )
+@pytest.mark.every(3)
 def test_the_mask_of_a_tile_in_other_styles(right):
     assert check("4.3", *solved("4.3", (MASK, right)))
 
@@ -94,6 +95,7 @@ def test_the_mask_of_a_tile_wrong():
 # ---- 4.4 ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_head_size_of_40_in_other_styles():
     later = ("s = tl.dot(q, k.T)", "s = tl.dot(q, tl.trans(k)) + 0.0")
     assert check("4.4", *solved("4.4", later))
@@ -141,6 +143,7 @@ CAP = "y = cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * x / cap)))"
         "t = tl.exp(-2.0 * tl.abs(x) / cap)\n    y = tl.where(x < 0, -cap, cap) * (1.0 - t) / (1.0 + t)",
     ],
 )
+@pytest.mark.every(4)
 def test_a_cap_in_other_styles(right):
     assert check("4.6", *solved("4.6", (CAP, right)))
 
@@ -162,6 +165,7 @@ def test_a_cap_wrong(wrong, slug):
 MASKED = '        s = tl.where(seen, capped(s, cap), float("-inf"))\n'
 
 
+@pytest.mark.long
 def test_nobody_looks_ahead_in_other_styles():
     sigmoid = ("capped(s, cap)", "cap * (2.0 * tl.sigmoid(2.0 * s / cap) - 1.0)")
     assert check("4.7", *solved("4.7", sigmoid))
@@ -191,6 +195,7 @@ def without(*names):
                    " + tl.cast(stride_n, tl.int64) * rows")],
     ],
 )  # fmt: skip
+@pytest.mark.every(2)
 def test_far_apart_in_other_styles(changes):
     if len(changes) == 3:  # pid has 64 bits, and what is made of it
         changes = [changes[0], (BATCH, "batch = pid // heads"), (HEAD, "head = pid % heads")]
@@ -208,6 +213,7 @@ ORDINARY = [
 AFTER = "    o = acc / l_i[:, None]\n    lse = m_i + tl.log(l_i)\n"
 
 
+@pytest.mark.long
 def test_a_sink_in_other_styles():
     joined = """    m_new = tl.maximum(m_i, sink)
     total = l_i * tl.exp(m_i - m_new) + tl.exp(sink - m_new)
@@ -255,6 +261,7 @@ def test_pytorch_is_no_kernel():
                      marks=[WATCHED, LONG]),
     ],
 )  # fmt: skip
+@pytest.mark.every(3)
 def test_from_an_empty_page_wrong(change, slug):
     found = diagnosis("4.10", *solved("4.13", *([change] if isinstance(change, tuple) else change)))
     assert found == slug or (slug is None and found not in ("exception", "not-solved-yet"))
@@ -307,7 +314,7 @@ SCALE = ("head_dim**-0.5 if scale is None else scale", "scale or head_dim**-0.5"
     ],
 )  # fmt: skip
 @WATCHED
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_the_ladder(id, change, slug):
     if slug is None:
         assert check(id, *solved(id, change))
@@ -349,6 +356,7 @@ def test_what_is_not_for_kernels():
     assert diagnosis("4.6", *solved("4.6", (CAP, CAP + "\n    tl.store(x_ptr + i, y)"))) == "inputs-changed"
 
 
+@pytest.mark.long
 def test_a_row_that_sees_nothing_is_told_what_is_there():
     finite = failure("4.7", *solved("4.7", (MASKED, MASKED.replace('float("-inf")', "-1.0e4"))))
     assert "-10000 stands where `float(.-inf.)` belongs" in str(finite).replace(chr(39), ".")
@@ -410,5 +418,6 @@ def test_the_cap_of_a_bug_hunt_must_not_overflow():
 
 @WATCHED
 @pytest.mark.slow
+@pytest.mark.long
 def test_an_empty_page_needs_no_more_than_the_step_before():
     assert check("4.10", *answers_of("4.13", "solutions"))

@@ -160,6 +160,7 @@ def test_window_blocks_in_several_styles(changes):
         ([(BEGIN, "0")], "begin at the first query"),
     ],
 )  # fmt: skip
+@pytest.mark.long
 def test_what_is_said_of_window_blocks(changes, words):
     assert words in said("5.4", keys_walk(*changes))
 
@@ -201,6 +202,7 @@ MASKED = "ds = tl.where(in_range[None, :], p * (dp - delta[:, None]), 0.0)"
         [("* scale\n        p =", '* scale\n        s = tl.where(in_range[None, :], s, float("-inf"))\n        p =')],
     ],
 )  # fmt: skip
+@pytest.mark.every(4)
 def test_dq_kernel_in_several_styles(kernel, changes):
     assert check("5.6", kernel("5.6", *changes))
 
@@ -216,6 +218,7 @@ def test_dq_kernel_in_several_styles(kernel, changes):
         [('other=float("inf")', "other=0.0")],  # p is 1 for queries that are not there, and their do is 0
     ],
 )  # fmt: skip
+@pytest.mark.every(3)
 def test_dkdv_kernel_in_several_styles(kernel, changes):
     assert check("5.11", kernel("5.11", *changes))
 
@@ -244,7 +247,7 @@ def test_dkdv_kernel_in_several_styles(kernel, changes):
          "        ds = ds * (1.0 - (s / softcap) * (s / softcap))", "no soft-cap and nothing is hidden"),
     ],
 )  # fmt: skip
-@pytest.mark.every(3)
+@pytest.mark.every(9)
 def test_what_is_said_of_kernels(kernel, id, old, new, words):
     assert words in said(id, kernel(id, (old, new)))
 
@@ -330,5 +333,6 @@ def test_of_programs_too_few_it_says_which_blocks_have_none():
     assert "each block of keys needs a program" in said("5.10", bug)
 
 
+@pytest.mark.long
 def test_causes_that_contradict_each_other_are_not_told_together():
     assert "exchanged" not in said("5.10", hunted("5.10", (GRID, "math.ceil(N / BLOCK_M)")))

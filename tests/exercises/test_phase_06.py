@@ -25,6 +25,7 @@ def test_the_phase_has_its_exercises():
     assert [e.id for e in exercises().values() if e.phase == 6] == [f"6.{i}" for i in range(1, 9)]
 
 
+@pytest.mark.long
 def test_the_same_elements_computed_in_a_roundabout_way():
     roundabout = changed(
         "6.1",
@@ -59,6 +60,7 @@ def test_the_lectures_loop_is_not_the_answer():
         find("6.6").run(region(steps(6)[1], "one tile"))
 
 
+@pytest.mark.long
 def test_the_counts_are_those_of_the_emulator():
     q, k, v = (torch.randn(1, 1, 200, 64) for _ in range(3))
     counted = causal_bytes_read(200, 64, FA2_BLOCK_M, FA1_BLOCK_N)
@@ -138,6 +140,7 @@ NAMED = "    cudaStream_t queue = (cudaStream_t)stream;\n" + LAUNCH.replace("(cu
         pytest.param(changed("6.8", (LAUNCH, NAMED)), id="a named stream", marks=pytest.mark.long),
     ],
 )
+@pytest.mark.long
 def test_any_right_kernel_is_accepted(answer):
     assert "rows" in find("6.8").run(answer)
 

@@ -59,6 +59,7 @@ def test_fragments_may_be_loaded_by_hand_where_no_ldmatrix_is_asked_for():
 @pytest.mark.parametrize(
     "name", ["p8_5_registers", *(pytest.param(name, marks=pytest.mark.long) for name in ("p7_naive", "p9_flash"))]
 )
+@pytest.mark.long
 def test_any_right_kernel_is_accepted(name):
     """One warp, four warps, several blocks for a row with a workspace. The lesson's is tested with the solutions."""
     assert check("7.10", source(name))

@@ -32,6 +32,7 @@ def test_a_wrong_swizzle(place, slug):
     assert caught.value.diagnosis == slug
 
 
+@pytest.mark.long
 def test_other_swizzles_are_welcome():
     assert check("8.2", lambda row, chunk: chunk ^ row % 8 ^ row % 8 // 2)
     assert check("8.2", lambda row, chunk: chunk // 8 * 8 + (chunk - row) % 8)
@@ -82,6 +83,7 @@ def test_a_comment_behind_a_part_is_no_other_part():
     "name",
     ["p9_5_prefetch", *(pytest.param(x, marks=pytest.mark.long) for x in ("p8_6_store", "p8_side_shuffle_store"))],
 )
+@pytest.mark.long
 def test_other_right_kernels_are_welcome(name):
     assert check("8.8", step(name).path.read_text())
 
@@ -93,6 +95,7 @@ def test_shared_memory_that_was_not_asked_for():
     assert caught.value.diagnosis == "launch-configuration"
 
 
+@pytest.mark.long
 def test_a_loop_without_an_end_is_told_soon(monkeypatch):
     """After PATIENCE seconds of the kernel's own work, in which no block ends; others' work does not count."""
     assert emulator.PATIENCE <= 10

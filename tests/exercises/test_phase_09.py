@@ -83,7 +83,7 @@ _FIRST = {id: i for i, (id, *_) in reversed([*enumerate(TOLD)])}
     ("id", "changes", "words"),
     [pytest.param(*x, marks=[] if _FIRST[x[0]] == i else pytest.mark.long) for i, x in enumerate(TOLD)],
 )
-@pytest.mark.every(2)
+@pytest.mark.every(6)
 def test_what_no_single_change_says(id, changes, words):
     assert words in failure(id, *changed(id, *changes)).sentence
 
@@ -102,10 +102,12 @@ def test_no_row_hides_another(id):
                   ("m_i[r] == -INFINITY ? 0.f : m_i[r]", "m_next == -INFINITY ? 0.f : m_next"),
                   ("l_i[r] *= correction;", "l_i[r] *= correction, m_i[r] = m_next;")], id="moved last"),
 ])  # fmt: skip
+@pytest.mark.long
 def test_other_repairs_of_a_row_alone(changes):
     assert check("9.3", *changed("9.3", *changes))
 
 
+@pytest.mark.long
 def test_the_lectures_rescaling_is_not_row_by_row():
     assert failure("9.3", region(step("p9_3_rescale"), "rescale")).diagnosis == "rescaled-with-the-warp"
 
@@ -125,10 +127,12 @@ LSE = "const float lse = part_lse[s * rows + row], m_new = fmaxf(m_i, lse);"
         ("acc[i] * correction + weight", "acc[i] * old + mine"),
         ("acc[i + 1] * correction + weight", "acc[i + 1] * old + mine")], id="normalised after each part"),
 ])  # fmt: skip
+@pytest.mark.every(3)
 def test_other_ways_to_merge_in_one_pass(changes):
     assert check("9.4", *changed("9.4", *changes))
 
 
+@pytest.mark.long
 def test_the_lectures_merge_has_two_passes():
     assert failure("9.4", region(step("p9_flash"), "weighted sum")).diagnosis == "two-passes"
 
@@ -139,6 +143,7 @@ def test_a_mark_that_is_left_is_named():
     assert failed.diagnosis == "not-solved-yet" and "still stands in line" in failed.sentence
 
 
+@pytest.mark.long
 def test_the_next_fragment_may_be_called_as_that_of_the_scores():
     name = ("uint32_t v_rmem[2][4];", "uint32_t b[2][4]; uint32_t(&v_rmem)[2][4] = b;")
     assert check("9.9", *changed("9.9", name))
@@ -195,6 +200,7 @@ def test_parts_left_out_or_used_twice():
         if (j >= full || j * BLOCK_N < m_start + BLOCK_M - 1 + diagonal - LEFT) tile(j, std::true_type{});
         else tile(j, std::false_type{});""", id="one loop"),
 ])  # fmt: skip
+@pytest.mark.long
 def test_other_orders_and_walks_are_right(borders, walk):
     text = swapped("addresses", "state")  # the one does not need the other
     before, _, behind = text.partition("    // The first row")
@@ -203,6 +209,7 @@ def test_other_orders_and_walks_are_right(borders, walk):
     assert check("9.5", before + begin + walk + "\n// PART" + end.partition("// PART")[2])
 
 
+@pytest.mark.long
 def test_the_lectures_walk_is_told_the_window():
     full, whole, begin = (f"for (; j >= {x}; j--)" for x in ("full", "whole", "begin"))
     lecture = [(whole, full.replace("full", "0")), (f"    {begin} tile(j, std::true_type{{}});\n", "")]
@@ -211,6 +218,7 @@ def test_the_lectures_walk_is_told_the_window():
 
 # ---- 9.7: a kernel of one's own --------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", [pytest.param("p9_4_warp_tiles", marks=pytest.mark.long), "p9_flash"])
+@pytest.mark.long
 def test_the_series_own_kernels_are_accepted(name):
     assert check("9.7", step(name).path.read_text())
 
@@ -245,6 +253,7 @@ def lazy(above, base):
 FINITE = "x == -INFINITY ? 0.f : x"
 
 
+@pytest.mark.long
 def test_a_lazy_rescaling():
     assert check("9.7", *lazy(8, FINITE))
     assert failure("9.7", *lazy(8, "x")).diagnosis == "masked-rows-nan"

@@ -206,6 +206,7 @@ COSTS = [
 
 
 @pytest.mark.parametrize("of, words", [row[1:] for row in COSTS], ids=[row[0] for row in COSTS])
+@pytest.mark.every(2)
 def test_the_cost_of_first_calls_gone_wrong(of, words):
     wrong = for_each(lambda run, gpu, w, r: of(singles(run, gpu, w + r), w, r))
     assert words in str(failure("10.3", wrong))
@@ -278,6 +279,7 @@ WRONG_TIMES = [
 
 
 @pytest.mark.parametrize("one, words", WRONG_TIMES)
+@pytest.mark.every(2)
 def test_timing_gone_wrong(one, words):
     assert words in str(failure("10.4", lambda run, gpu, warmup=5, rounds=20: one(run, gpu, warmup, rounds)))
 
@@ -359,6 +361,7 @@ def changed(*changes):
         (("(x1 * cos - x2 * sin)", "tl.fma(x1, cos, -(x2 * sin))"),),
     ],
 )  # fmt: skip
+@pytest.mark.every(5)
 def test_the_rotation_in_several_styles(changes):
     assert check("10.6", changed(*changes))
 
@@ -375,6 +378,7 @@ COUNTED = pytest.mark.skipif(not runtime.INTERPRETED, reason="counted where kern
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_rotation_of_whole_rows():
     head, tail = lines().split("    x1 = tl.load(")
     tail = tail.split("\n", 2)[2]
@@ -400,6 +404,7 @@ def test_the_rotation_of_whole_rows():
                      "out of bounds", marks=pytest.mark.long),
     ],
 )  # fmt: skip
+@pytest.mark.every(3)
 def test_the_rotation_gone_wrong(changes, words):
     assert words in str(failure("10.6", changed(*changes)))
 
@@ -582,6 +587,7 @@ def copying(q, k, v, t):
         (lambda p, d, device: None, turned_by(rope), "exception"),
     ],
 )  # fmt: skip
+@pytest.mark.every(2)
 def test_a_layer_that_is_not_faster(prepared, fast, slug):
     found = failure("10.8", prepared, fast)
     assert found.diagnosis == slug and found.case, (found.diagnosis, str(found))

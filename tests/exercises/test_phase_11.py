@@ -122,6 +122,7 @@ def test_a_wrong_descriptor(change, slug):
     assert diagnosis("11.3", *changed("11.3", change)) == slug
 
 
+@pytest.mark.long
 def test_other_descriptors_of_the_same_tile():
     steps = (
         ("tile + 32 * k, SWIZZLE_128, 16, 8 * 128)", "tile, SWIZZLE_128, 0, 1024) + 2 * k"),
@@ -251,6 +252,7 @@ def test_what_no_row_says(id, changes, words):
     assert failed.diagnosis not in ("exception", "wrong-type", "symptoms") and words in failed.sentence
 
 
+@pytest.mark.long
 def test_the_lectures_own_epilogue_waits_for_too_much():
     kernel = step("p11_10_epilogue").path.read_text()
     own = re.search(r"^ +if \(first_thread\) bulk_wait_read<0>.*?bulk_commit\(\);\n +}\n", kernel, re.S | re.M)[0]
@@ -268,6 +270,7 @@ def test_one_may_wait_as_soon_as_a_slab_is_on_its_way_and_fence_for_all():
 SOFTMAX_ALONE = "while the softmax of a tile runs, O += P V of the tile before is not under way"
 
 
+@pytest.mark.long
 def test_output_that_is_waited_for_before_the_softmax():
     given = f"if (first_thread) mbarrier_arrive({V_SLOT});"
     scores, after = answers_of("11.7", "solutions")
@@ -275,6 +278,7 @@ def test_output_that_is_waited_for_before_the_softmax():
     assert SOFTMAX_ALONE in failure("11.7", scores + f"if (!FIRST) {{ output_is_there(); {given} }}\n", after).sentence
 
 
+@pytest.mark.long
 def test_output_that_is_issued_when_the_scores_are_there():
     """The softmax runs beside it, as the page wants; where it is issued behind the softmax, it does not."""
     ask, wait, there = "if (!FIRST) add_output();", "wgmma_wait<FIRST ? 0 : 1>();", "output_is_there();"
@@ -381,6 +385,7 @@ def test_other_powers():
         ([("128.f ? 128.f", "1000.f ? 1000.f")], "from 129 on runs over"),
     ],
 )  # fmt: skip
+@pytest.mark.every(2)
 def test_a_power_is_told_why(changes, words):
     assert words in failure("11c.1", *changed("11c.1", *changes)).sentence
 
@@ -403,6 +408,7 @@ def test_turns_in_other_words():
     assert wide.diagnosis == "wrong-tiles" and "right" not in wide.sentence
 
 
+@pytest.mark.long
 def test_a_square_in_other_words():
     as_in_the_lecture = ("nth / 2 % 2 ^ 1", "nth / 2 & 1 ^ 1"), ("if (lane == 0)", "if (elect_one())")
     passed = check("11c.3", *changed("11c.3", (BOTH, "named_barrier_sync(7, 256);"), *as_in_the_lecture))

@@ -44,6 +44,7 @@ def test_the_last_warp_to_arrive_in_another_style():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG)
+@pytest.mark.every(2)
 def test_an_arrival_that_is_wrong_is_told(name):
     text, slug = WRONG[name]
     with pytest.raises(CheckFailed) as caught:
@@ -167,5 +168,6 @@ def head_by_head(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_kernel_in_another_style():
     check("12.9", head_by_head)

@@ -62,7 +62,7 @@ FEW = pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mar
 
 @FEW
 @pytest.mark.parametrize("id", ONCE)
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_the_right_rule_passes_and_no_change_of_it_is_accepted(id, few):
     """What the check accepts is the same on thousands of drawn inputs too: another way to write the rule."""
     judge(id, RULES[id].right)
@@ -77,7 +77,7 @@ def test_the_right_rule_passes_and_no_change_of_it_is_accepted(id, few):
     pytest.param(id, row, marks=pytest.mark.long if id in LARGE and id not in ("4.13", "5.13", "12.9") else ())
     for id, rule in RULES.items() for row in rule.rows
 ])  # fmt: skip
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 def test_a_row_is_told_by_its_sentence(id, row):
     failed = told(id, RULES[id].with_row(row))
     assert failed.diagnosis == row.slug and str(failed).startswith(RULES[id].prefix + row.sentence)
@@ -85,7 +85,7 @@ def test_a_row_is_told_by_its_sentence(id, row):
 
 @FEW
 @pytest.mark.parametrize("id", ONCE)
-@pytest.mark.every(2)
+@pytest.mark.every(6)
 def test_changes_are_told_in_one_short_sentence_with_the_numbers_below(id, few):
     rule = RULES[id]
     wrong = [
@@ -117,6 +117,7 @@ def test_changes_are_told_in_one_short_sentence_with_the_numbers_below(id, few):
     pytest.param(id, marks=pytest.mark.long if id in ("4.9", "4.10", "4.11", "4.12", "5.11", "5.12") else ())
     for id, it in RULES.items() if isinstance(it, KernelRule)
 ])  # fmt: skip
+@pytest.mark.every(3)
 def test_an_interpreted_kernel_gives_what_its_model_gives(id, everywhere, tmp_path):
     """The changes run on the model alone: what a learner's kernel gives has to be the same, stray addresses too.
 

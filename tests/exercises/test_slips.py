@@ -46,6 +46,7 @@ SLIPS = [
 
 
 @pytest.mark.parametrize("id, changes, words", SLIPS, ids=[f"{id}-{words[:24]}" for id, _, words in SLIPS])
+@pytest.mark.every(3)
 def test_a_slip_is_told_by_the_piece_that_it_is_in(id, changes, words):
     assert words in str(failure(id, *changed(id, *changes)))
 
@@ -53,6 +54,7 @@ def test_a_slip_is_told_by_the_piece_that_it_is_in(id, changes, words):
 # ---- causes that are not said ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_one_maximum_for_a_tile_is_not_a_start_at_zero():
     """Rows past the end have scores of 0, which hold up the maximum of a tile as a start at 0 does."""
     one = ("m_i = tl.max(s, axis=1)", "m_i = tl.max(tl.max(s, axis=1), axis=0) + tl.zeros([BLOCK_M], tl.float32)")
@@ -67,6 +69,7 @@ BY_CHANCE = [  # one result agrees with that of a change which does other things
 
 
 @pytest.mark.parametrize("id, old, new", BY_CHANCE, ids=[id for id, *_ in BY_CHANCE])
+@pytest.mark.every(2)
 def test_what_agrees_by_chance_is_no_cause(id, old, new):
     assert failure(id, *changed(id, (old, new))).diagnosis == "wrong-value"
 

@@ -200,7 +200,7 @@ def one_of_each(table):
 
 
 @pytest.mark.parametrize("id, edits, slug, words", list(one_of_each(TOLD)), ids=lambda x: str(x)[:24] if x else "-")
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_what_is_wrong_is_told(id, edits, slug, words):
     with pytest.raises(CheckFailed) as caught:
         check(id, *slipped(id, edits))

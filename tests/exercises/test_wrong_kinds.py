@@ -116,7 +116,7 @@ WRONG = dict(wrong_answers())
 
 @pytest.mark.filterwarnings("ignore:coroutine", "ignore:Using a non-tuple")
 @pytest.mark.parametrize("id", IDS)
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 def test_a_wrong_kind_of_answer_gets_a_sentence(id):
     parameters = inspect.signature(find(id).run).parameters
     for kind, answer in WRONG.items():

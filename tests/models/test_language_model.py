@@ -97,6 +97,7 @@ def test_it_refuses_more_tokens_than_positions():
         ("flash", True),
     ],
 )
+@pytest.mark.every(2)
 def test_torch_compile_takes_it_as_one_graph(attention, fused):
     shape = Config(**vars(TINY) | dict(depth=1, attention=attention, fused_rope=fused))
     model = build(shape)

@@ -94,7 +94,7 @@ def test_only_the_distance_of_positions_matters():
 @pytest.mark.parametrize(
     "heads, kv_heads, seq, head_dim", [(1, 1, 1, 2), (4, 2, 17, 16), (6, 1, 33, 6), (5, 5, 37, 64), (9, 3, 3, 160)]
 )
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 def test_the_kernel_and_its_gradient(heads, kv_heads, seq, head_dim, dtype):
     cos, sin = rope_table(seq + 5, head_dim, device=DEVICE)
     for name, q, k in layouts(2, heads, kv_heads, seq, head_dim, dtype):
@@ -216,6 +216,7 @@ def test_torch_compile_takes_it_as_one_graph():
             torch.testing.assert_close(a, b)
 
 
+@pytest.mark.long
 def test_it_compiles():
     jobs = [compile_arguments(torch.bfloat16, 128), compile_arguments(torch.float32, 16, back=True)]
     for report in compile_reports(rope_kernel, jobs, targets=["sm_90", "sm_120"]):

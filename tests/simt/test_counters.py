@@ -163,6 +163,7 @@ def test_wavefronts_are_those_of_an_h200():
     assert not wrong
 
 
+@pytest.mark.long
 def test_a_lane_far_ahead_fills_no_memory():
     """What it asks for is not kept for the lanes that never come there."""
     loads = 500_000

@@ -243,6 +243,7 @@ def test_a_stack_that_overflows(check):
 
 
 @pytest.mark.parametrize("check", [False, True])
+@pytest.mark.every(2)
 def test_a_loop_that_does_not_end(check, little_patience):
     with pytest.raises(KernelTimeout, match="still running") as caught:
         run("run_for_ever", ints(), check=check)

@@ -74,7 +74,7 @@ def test_what_is_right_is_let_through(kernel, check):
 
 @pytest.mark.parametrize("check", [True, False], ids=["check", "fast"])
 @pytest.mark.parametrize("entry", HOST)
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 def test_python_survives_the_host_part(entry, check):
     expected, lines = HOST[entry]
     built, p = module("host.cu", check), np.zeros(64, np.float32)

@@ -90,6 +90,7 @@ def test_a_launch_that_is_cut_short_is_no_success(built, checked, build, timeout
     assert re.search("still running|had run|was up", str(caught.value))
 
 
+@pytest.mark.long
 def test_without_a_limit_a_call_ends_when_no_block_does(built, monkeypatch, capfd):
     monkeypatch.setattr(run, "PATIENCE", 3.0)
     with pytest.raises(simt.KernelTimeout, match=r"thread 0 of block 7 was still running in line \d+"):

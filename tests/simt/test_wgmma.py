@@ -43,6 +43,7 @@ def asked(operand: str, descriptors: list[tuple[int, int, int, int, int]], trans
 
 @pytest.mark.parametrize("trans", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("operand", ["a", "b"])
+@pytest.mark.every(2)
 def test_descriptors_name_what_the_canonical_layouts_say(operand, trans):
     words = np.arange(BYTES // 2)
     found = asked(operand, cases(), trans)
