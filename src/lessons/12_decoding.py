@@ -696,6 +696,27 @@ for run in RUNS:
     show.table(rows, ["sequences x keys, heads, D", *NAMES.values()], align="lrrrrr")
 
 # %% [markdown]
+# And the ladder, step by step, in microseconds (the first two without pages, the others with pages of 16):
+
+# %%
+for run in RUNS:
+    steps = bench.side_by_side(run, "steps")
+    names = list(next(iter(steps.values())))
+    rows = [[name, *(us[name] for us in steps.values())] for name in names]
+    show.table(rows, ["step", *steps], align="l" + "r" * len(steps))
+    one, many = steps["1 x 8192, 32/8, D 128"], steps["64 x 2048, 32/8, D 128"]
+    assert one["p12_1_groups"] > 20 * one["p12_2_splits"] and many["p12_1_groups"] < many["p12_2_splits"]
+    assert all(1.05 < us["p12_3_pages"] / us["p12_2_splits"] < 1.12 for us in steps.values())
+    assert all(us["p12_3_pages"] > 1.5 * us["p12_4_copies"] for us in steps.values())
+    assert all(us["p12_4_copies"] > 1.4 * us["p12_5_mma"] for us in steps.values())
+    assert all(us["p12_7_shares"] > us["p12_6_last_block"] for us in list(steps.values())[:3])
+
+# %% [markdown]
+# Splits gain 25 times where one sequence has the chip to itself, and nothing where 64 fill it. Looking pages up costs 6 to 11 %, as long as nobody looks ahead. Then 1.6 to 3 times by copies in
+# flight, and again up to 2.4 times by the tensor cores. Equal shares cost a little here, where all sequences are as long: the arithmetic of who owns which tile. They pay where lengths are
+# ragged, and `p12_decode` has made them cheap.
+
+# %% [markdown]
 # How do they stand to each other, and what did the last steps gain?
 
 # %%

@@ -333,10 +333,10 @@ def said(case: Case) -> str:
     return f"{case.batch} x {keys}, {case.heads}/{case.kv_heads}, D {case.head_dim}"
 
 
-def side_by_side(data: Data) -> dict[str, dict[str, float]]:
-    """Microseconds by work and name, in the record's order; {} where nothing was measured."""
+def side_by_side(data: Data, part: str = "work") -> dict[str, dict[str, float]]:
+    """Microseconds by work and name, in the record's order; {} where nothing was measured. "steps": of the ladder."""
     found: dict[str, dict[str, float]] = {}
-    for row in where(data["rows"], part="work"):
+    for row in where(data["rows"], part=part):
         if "ms" in row:
             case = said(Case(**{name: row[name] for name in Case._fields}))
             found.setdefault(case, {})[row["name"]] = 1e3 * row["ms"]
