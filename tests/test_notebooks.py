@@ -58,24 +58,18 @@ def make_notebook(path, kind):
     return new_notebook(read_lesson(path), kind, ROOT)[0]
 
 
-def of(path, *more, id):
-    """A parameter of a lesson: all of one phase are run by one process, which reads its lessons once."""
-    return pytest.param(path, *more, id=id, marks=pytest.mark.xdist_group(lesson_name(path)))
-
-
-LESSONS = [of(path, id=path.stem) for path in PATHS]
+LESSONS = [pytest.param(path, id=path.stem) for path in PATHS]
 LECTURES, EXERCISES = ([x for x in LESSONS if x.id.endswith("_exercises") == y] for y in (False, True))
-PAGES_AS_BUILT = [of(path, id=f"{path.parent.name}/{path.stem}") for path in BUILT]
+PAGES_AS_BUILT = [pytest.param(path, id=f"{path.parent.name}/{path.stem}") for path in BUILT]
 PAGES = {number_of(x.id): x.values[0] for x in EXERCISES}
 # As registered: every page would have to be read here. That it has the same ones is tested below.
-EXERCISE_IDS = [of(PAGES[e.phase], id, id=id) for id, e in registry.exercises().items()]
+EXERCISE_IDS = [pytest.param(PAGES[e.phase], id, id=id) for id, e in registry.exercises().items()]
 
 
 def announced(path, id):
     return next(exercise for exercise in read_lesson(path).exercises if exercise.id == id)
 
 
-@functools.cache
 def run_unsolved(path):
     """Run an exercise notebook as a learner first meets it. Returns [(cell, its error output or None)]."""
     notebook = make_notebook(path, "exercises")
@@ -101,28 +95,24 @@ def headings(notebook, marks):
 
 
 @pytest.mark.parametrize("path", EXERCISES)
-def test_nothing_but_the_checks_fails_before_an_exercise_is_solved(path):
+def test_a_page_fails_at_its_checks_and_nowhere_else_before_it_is_solved(path):
+    checked = set()
     for cell, error in run_unsolved(path):
         if "check" not in cell.metadata.get("tags", []):
             assert error is None, f"{error.ename}: {error.evalue}\n{cell.source}"
-
-
-@pytest.mark.parametrize("path, id", EXERCISE_IDS)
-def test_an_unsolved_exercise_fails_its_check(path, id):
-    cell, error = next(
-        (c, e)
-        for c, e in run_unsolved(path)
-        if "check" in c.metadata.get("tags", []) and f'"{id}"' in c.source.replace("'", '"')
-    )
-    assert error is not None, f"{cell.source} passes, though nothing was filled in"
-    assert error.ename == "CheckFailed", f"{cell.source} raises {error.ename}: {error.evalue}"
-    if announced(path, id).difficulty == "Bug hunt":
-        assert error.traceback[-1].endswith("(symptoms)"), "untouched code: what can be seen of it, and no cause"
-        assert len(error.traceback) <= 17
-    else:
-        assert len(error.traceback) == 1 and "\n" not in error.traceback[0], "CheckFailed is shown as one short line"
-        said = error.traceback[0]
-        assert "(not-solved-yet)" in said, f"{cell.source} should say 'not solved yet', it says: {said}"
+            continue
+        (id,) = check_calls(cell)
+        checked.add(id)
+        assert error is not None, f"{cell.source} passes, though nothing was filled in"
+        assert error.ename == "CheckFailed", f"{cell.source} raises {error.ename}: {error.evalue}"
+        if registry.find(id).difficulty == "Bug hunt":
+            assert error.traceback[-1].endswith("(symptoms)"), "untouched code: what can be seen of it, and no cause"
+            assert len(error.traceback) <= 17
+        else:
+            said = error.traceback[0]
+            assert len(error.traceback) == 1 and "\n" not in said, "CheckFailed is shown as one short line"
+            assert "(not-solved-yet)" in said, f"{cell.source} should say 'not solved yet', it says: {said}"
+    assert checked == {e.id for e in registry.exercises().values() if e.phase == number_of(path.stem)}
 
 
 @pytest.mark.parametrize("path, id", EXERCISE_IDS)

@@ -46,7 +46,7 @@ def parts(python: str = sys.executable) -> list[Part]:
     pytest = (python, "-m", "pytest", "--color=yes" if sys.stdout.isatty() else "--color=no")
     tests = (*pytest, "-p", "no:nbval")  # its imports take seconds in each process
     # A process for each core, a file of tests in one process: what a file builds, it builds once. The files of the unit
-    # tests come in the order of tests/conftest.py, the longest first; of the starters, a notebook is in one process.
+    # tests come in the order of tests/conftest.py, the longest first; of the starters each page is one test.
     xdist = importlib.util.find_spec("xdist") is not None
     # One process that crashes is a failure; by itself xdist would run its file again, eight times.
     spread = ("-n", "auto", "--dist", "loadfile", "--max-worker-restart", "1") if xdist else ()
@@ -62,7 +62,7 @@ def parts(python: str = sys.executable) -> list[Part]:
 
     lectures, solutions = ours("notebooks"), ours("solutions")
     in_sync = (python, build, "--check")
-    starters = (*tests, *(("-n", "auto", "--dist", "loadgroup") if xdist else ()), STARTERS)
+    starters = (*tests, *(("-n", "auto", "--dist", "worksteal") if xdist else ()), STARTERS)
     return [
         Part("static", "ruff, mypy, and lessons in sync with the notebooks", (*lint, in_sync), "src/lessons/build.py",
              at_once=True),

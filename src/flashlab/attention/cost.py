@@ -11,7 +11,6 @@ Algorithm 1 of it and of Dao, "FlashAttention-2" (2023); the roofline is William
 
 from __future__ import annotations
 
-import importlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -226,14 +225,17 @@ class Meter(TorchDispatchMode):
 
     def __init__(self, *hbm: torch.Tensor) -> None:
         super().__init__()
-        # torch imports this at the first dispatch, from inside the caller's frame, and the import's reference
-        # cycles then keep that frame's tensors alive: bytes that the measured code is not holding.
-        importlib.import_module("torch._dynamo")
         self.peak_bytes = self.now_bytes = self.matmul_flops = self.bytes_read = self.bytes_written = 0
         self.operations: Counter[str] = Counter()
         self.ops: list[Op] = []
         self._hbm = {_storage(x) for x in hbm}
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: torch would import torch._dynamo at the first dispatch, three seconds in which the import's reference
+        cycles keep the caller's tensors alive."""
+        return False
 
     @property
     def other_flops(self) -> int:
