@@ -63,6 +63,17 @@ def cache(tmp_path_factory, monkeypatch):
 
 
 @pytest.mark.slow
+def test_shared_memory_alone_is_that_of_the_whole_and_lengths_alike_are_compiled_once():
+    (alone, other), (whole,) = (
+        compile_reports(gemm_tile, some, targets=["sm_90"], num_stages=2, shared_only=only)
+        for some, only in (([GEMM, GEMM | {"k": 512}], True), ([GEMM], False))
+    )
+    assert alone.shared_bytes == whole.shared_bytes > 0 and alone.fits and whole.registers > 0
+    assert alone.registers is None and not alone.sass and not alone.from_cache
+    assert other.seconds == alone.seconds, "256 and 512 are both divisible by 16"
+    assert [module._alike(k) for k in (0, 1, 512, 250, 2**31, 2**63 + 3)] == [16, 1, 16, 17, 2**32 + 16, 2**63 + 17]
+
+
 @pytest.mark.long
 def test_five_targets():
     reports = compile_reports(gemm_tile, [GEMM])

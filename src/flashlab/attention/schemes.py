@@ -133,11 +133,12 @@ def scheme_a_reports(
     *,
     BLOCK_M: int = 64,
     dtype: torch.dtype = torch.float16,
+    shared_only: bool = True,
 ) -> list[CompileReport]:
-    """compile_reports of scheme_a_kernel: [length 0 on each target (or GPU name), length 1 on each, ...]."""
+    """compile_reports of scheme_a_kernel: [length 0 on each target or GPU, length 1, ...]."""
     targets = [runtime.limits(target).target for target in targets]
     arguments = [kernel_arguments(n, head_dim, BLOCK_M=BLOCK_M, dtype=dtype, BLOCK_N=padded(n)) for n in seq_lens]
-    return compile_reports(scheme_a_kernel, arguments, targets=targets, num_warps=4, num_stages=1)
+    return compile_reports(scheme_a_kernel, arguments, targets=targets, num_stages=1, shared_only=shared_only)
 
 
 def scheme_a_report(

@@ -164,10 +164,12 @@ def compile_reports(
     num_stages: int = 3,
     timeout: float = 300,
     workers: int = 2,
+    shared_only: bool = False,
 ) -> list[CompileReport]:
     """compile_report for every arguments and every target: [arguments 0 on each target, arguments 1 on each, ...].
 
     What is not in the cache is shared out to ``workers`` child processes; ``timeout`` is for one compilation.
+    shared_only: stop when the shared memory is known, in less than half of the time; the rest of a report is empty.
     """
     if jit_function(kernel) is None:
         raise TypeError(f"a report is for a @triton.jit kernel; this is {_describe(kernel)}")
@@ -183,6 +185,7 @@ def compile_reports(
                 "capability": capability[0] * 10 + capability[1],
                 "arguments": encoded,
                 "options": options,
+                "shared_only": shared_only,
             })  # fmt: skip
     keys = [_key(source, name, job) for job in jobs]
     stored = {key: outcome for key in set(keys) if (outcome := _cached(key))}
@@ -215,7 +218,18 @@ def _encode(kernel, arguments: Mapping[str, object], options: dict) -> tuple[dic
     ]
     if missing:
         raise TypeError(f"kernel {raw.__name__} also needs a value for {', '.join(missing)}")
+    for name, value in given.items():
+        if type(value) is int and "constexpr" not in str(parameters[name].annotation):
+            given[name] = _alike(value)
     return {name: _encode_value(raw.__name__, name, value) for name, value in given.items()}, options
+
+
+def _alike(value: int) -> int:
+    """An integer for which a launch compiles the same kernel: 1, or what is divisible by 16, or not, and as wide."""
+    if value == 1:
+        return 1
+    beyond = 0 if -(2**31) <= value < 2**31 else 2**32 if value < 2**63 else 2**63
+    return beyond + (16 if value % 16 == 0 else 17)
 
 
 def _encode_value(kernel: str, name: str, value):
@@ -279,14 +293,16 @@ def cache_folder() -> Path:
 
 
 def _key(source: str, name: str, job: dict) -> str:
-    parts = [_FORMAT, version("triton"), source, name, job["capability"], job["arguments"], job["options"]]
+    parts = [_FORMAT, version("triton"), source, name, job["capability"], job["arguments"], job["options"],
+             job["shared_only"]]  # fmt: skip
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def _cached(key: str) -> dict | None:
     try:
         outcome = json.loads(gzip.decompress((cache_folder() / f"{key}.json.gz").read_bytes()))
-        whole = outcome["key"] == key and outcome["seconds"] >= 0 and (outcome.get("refused") or outcome["sass"])
+        said = outcome.get("refused") or outcome["sass"] or outcome["registers"] is None  # shared_only
+        whole = outcome["key"] == key and outcome["seconds"] >= 0 and said
         return outcome if whole else None
     except (cache.CacheError, OSError, EOFError, ValueError, KeyError, TypeError):  # damaged: again
         return None
