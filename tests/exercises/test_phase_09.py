@@ -10,6 +10,7 @@ from flashlab.check.cuda_answer import region
 from flashlab.check.cuda_index import TRIALS
 from flashlab.exercises import check
 from flashlab.exercises.phase_09 import PARTS
+from flashlab.exercises.rule import RULES
 from flashlab.kernels import step
 from flashlab.simt import SimtError, find_compiler
 
@@ -54,6 +55,9 @@ TOLD = [
              "    j = whole - 1;\n    for (; j >= begin;")], "is none walked twice"),
     ("9.5", [("m_start + diagonal - LEFT) /", "m_start + diagonal - LEFT + 1) /")], "first row sees furthest"),
     ("9.5", [("BLOCK_M - 1 + diagonal", "diagonal")], "the last row begins to see later"),
+    ("9.5", [("begin = max(0, m_start + diagonal", "begin = max(0, m_start + BLOCK_M - 1 + diagonal"),
+             ("ceil_div(max(0, m_start + BLOCK_M -", "ceil_div(max(0, min(m_start + BLOCK_M, p.seq_q) -")],
+     "`begin` is that of the block's last row"),  # rows past the last are left out: as right
     ("9.6", [("IN_FLIGHT = STAGES - 2", "IN_FLIGHT = 0")], "IN_FLIGHT should leave"),
     ("9.6", [("cp_async_wait<STAGES - 1>", "cp_async_wait <1>")], "where Q is waited for"),
     ("9.6", [("(end - 1 - j) % STAGES * KV_BYTES;\n        cp", "j % STAGES * KV_BYTES;\n        cp")],
@@ -86,6 +90,11 @@ _FIRST = {id: i for i, (id, *_) in reversed([*enumerate(TOLD)])}
 @pytest.mark.every(2)
 def test_what_no_single_change_says(id, changes, words):
     assert words in failure(id, *changed(id, *changes)).sentence
+
+
+def test_a_name_divided_by_itself_is_no_cause():
+    said = [change.said for _, change, _ in RULES["9.2"].index.outcomes]
+    assert said and [x for x in said if "256 belongs, in `-32 * registers // 256`" in x and "`registers`" in x[:12]] == []
 
 
 @pytest.mark.parametrize("id", [id for id in TRIALS if id.startswith("9.")])
