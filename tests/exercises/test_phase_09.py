@@ -55,9 +55,6 @@ TOLD = [
              "    j = whole - 1;\n    for (; j >= begin;")], "is none walked twice"),
     ("9.5", [("m_start + diagonal - LEFT) /", "m_start + diagonal - LEFT + 1) /")], "first row sees furthest"),
     ("9.5", [("BLOCK_M - 1 + diagonal", "diagonal")], "the last row begins to see later"),
-    ("9.5", [("begin = max(0, m_start + diagonal", "begin = max(0, m_start + BLOCK_M - 1 + diagonal"),
-             ("ceil_div(max(0, m_start + BLOCK_M -", "ceil_div(max(0, min(m_start + BLOCK_M, p.seq_q) -")],
-     "`begin` is that of the block's last row"),  # rows past the last are left out: as right
     ("9.6", [("IN_FLIGHT = STAGES - 2", "IN_FLIGHT = 0")], "IN_FLIGHT should leave"),
     ("9.6", [("cp_async_wait<STAGES - 1>", "cp_async_wait <1>")], "where Q is waited for"),
     ("9.6", [("(end - 1 - j) % STAGES * KV_BYTES;\n        cp", "j % STAGES * KV_BYTES;\n        cp")],
