@@ -50,7 +50,7 @@ check("9.1", tiles)
 # - **shared memory**: what the block asks for, and 1024 bytes more for the system;
 # - **warps**: an SM holds `warps_per_sm` of them.
 #
-# An A100 has 164 KiB of shared memory and 64 warps per SM, an RTX 4090 100 KiB and 48.
+# An A100 has 164 KiB of shared memory and 64 warps per SM, an RTX 4090 100 KiB and 48. All sizes that are given are bytes.
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_09: blocks_per_sm

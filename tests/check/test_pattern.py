@@ -27,10 +27,10 @@ def changed(rows=slice(None), columns=slice(None), by: float = 1.0) -> torch.Ten
     [
         (2.5 * X, "every value is 2.5 times what it should be"),
         (X - 0.25, "every value is 0.25 too small"),
-        (changed(rows=slice(4, 8)), "wrong are rows 4 to 7, all of the others are right"),
-        (changed(rows=[3]), "wrong are row 3, all of the others are right"),
-        (changed(columns=slice(1, None, 2)), "wrong are the odd columns, all of the others are right"),
-        (changed(rows=[0, 5, 9]), "wrong are rows 0, 5, 9, all of the others are right"),
+        (changed(rows=slice(4, 8)), "wrong: rows 4 to 7; all of the others are right"),
+        (changed(rows=[3]), "wrong: row 3; all of the others are right"),
+        (changed(columns=slice(1, None, 2)), "wrong: the odd columns; all of the others are right"),
+        (changed(rows=[0, 5, 9]), "wrong: rows 0, 5, 9; all of the others are right"),
         (changed(rows=slice(4, 8), columns=slice(4, 8)), None),
         (changed(), None),
         (X * torch.nan, None),
@@ -69,7 +69,7 @@ def test_zeros_are_not_called_right_values_of_another_place():
     want[0] = 0.0  # a key that no query sees
     got = want.clone()
     got[4:8] = 0.0
-    assert shown(got, want) == "wrong are rows 4 to 7, and are 0 everywhere, all of the others are right"
+    assert shown(got, want) == "wrong: rows 4 to 7, and are 0 everywhere; all of the others are right"
 
 
 def test_what_says_nothing_is_not_said():

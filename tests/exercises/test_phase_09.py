@@ -10,6 +10,7 @@ from flashlab.check.cuda_answer import region
 from flashlab.check.cuda_index import TRIALS
 from flashlab.exercises import check
 from flashlab.exercises.phase_09 import PARTS
+from flashlab.exercises.rule import RULES
 from flashlab.kernels import step
 from flashlab.simt import SimtError, find_compiler
 
@@ -86,6 +87,11 @@ _FIRST = {id: i for i, (id, *_) in reversed([*enumerate(TOLD)])}
 @pytest.mark.every(6)
 def test_what_no_single_change_says(id, changes, words):
     assert words in failure(id, *changed(id, *changes)).sentence
+
+
+def test_a_name_divided_by_itself_is_no_cause():
+    said = [change.said for _, change, _ in RULES["9.2"].index.outcomes]
+    assert said and "`registers` stands where 256 belongs, in `-32 * registers // 256`" not in said
 
 
 @pytest.mark.parametrize("id", [id for id in TRIALS if id.startswith("9.")])

@@ -691,7 +691,9 @@ def _of_number(text: Text, parent: ast.AST, node: ast.Constant) -> Iterator[tupl
             said = f"{number} stands where {value:g} belongs".replace("e+0", "e").replace("e+", "e")
             said += f", in {whole}" if whole else ""
             yield "wrong-number", said, 1.6 + 0.1 * len(seen), ast.Constant(other), value, other
-    for name in text.numbers if whole and not isinstance(parent, ast.Call) else ():
+    ratio = isinstance(parent, ast.BinOp) and isinstance(parent.op, (ast.Div, ast.FloorDiv, ast.Mod))
+    used = {n.id for n in ast.walk(parent) if ratio and isinstance(n, ast.Name)}  # x / x is a number, not x
+    for name in [x for x in text.numbers if x not in used] if whole and not isinstance(parent, ast.Call) else ():
         said = f"`{name}` stands where {value:g} belongs, in {whole}"
         yield "wrong-name", said, 2.3, ast.Name(name, ast.Load()), value, name
 

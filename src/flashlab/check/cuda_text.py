@@ -429,7 +429,7 @@ class CudaText(Text):
                 word = "for" if isinstance(node, Loop) else type(node).__name__.lower()
                 return f"{word} ({self.c(node.test, words=True)})"
             said = self.c(node, words=True) if isinstance(node, ast.expr) else self.written(node).rstrip(";")
-            return re.sub(r" < ([\w:, +-]+) >\(", r"<\1>(", said)
+            return re.sub(r" < ([\w:, +*-]+) >\(", r"<\1>(", said)
         except UnreadableError:
             return ast.unparse(node) if isinstance(node, (ast.expr, ast.stmt)) else ""
 

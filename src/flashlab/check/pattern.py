@@ -30,7 +30,7 @@ def observe(actual: Tensor, expected: Tensor, bound: float) -> str | None:
         )
         if found is None and (places := where(wrong)) and not places.endswith("..."):  # no run of them
             zero = ", and are 0 everywhere" if not actual[wrong].any() else ""
-            found = f"wrong are {places}{zero}, all of the others are right"
+            found = f"wrong: {places}{zero}; all of the others are right"
     return found or _fewer_digits(actual, expected, bound)
 
 

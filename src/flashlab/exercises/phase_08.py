@@ -7,10 +7,11 @@ the learner's line; a wrong result with the checker's diagnosis; a right result 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -78,6 +79,19 @@ def _shared_banks(source: Source, head_dim: int) -> str | None:
     return None
 
 
+@contextlib.contextmanager
+def _beside(first: str, here: int, second: bool) -> Iterator[None]:
+    """second: what fails in it is right with the first size, which is told."""
+    __tracebackhide__ = True
+    try:
+        yield
+    except CheckFailed as failed:
+        if not second:
+            raise
+        sentence = f"right with {first}, and not with {here}: {failed.sentence}"
+        raise CheckFailed(sentence, diagnosis=failed.diagnosis, case=failed.case) from None
+
+
 # ---- 8.1 ------------------------------------------------------------------------------------------------------------
 
 
@@ -109,6 +123,8 @@ def _shared_banks(source: Source, head_dim: int) -> str | None:
             [("row * row_bytes // 16 % 8", "row * row_bytes // 4 % 8")]),
         Row("half-the-banks", "it tells four groups of banks apart, not eight: all 32 banks are 128 bytes",
             [("row * row_bytes // 16 % 8", "row * row_bytes // 16 % 4")]),
+        Row("two-groups-a-row", "a row is counted in two groups: it asks for 16 bytes, one group",
+            [("max(groups.count(g) for", "max(groups.count(g) + groups.count((g - 1) % 8) for")]),
         Row("whole-lines-alone", "rows may meet without lying whole lines of 128 bytes apart: at 64, every second row "
             "begins at the same bank", instead="8 if row_bytes % 128 == 0 else 1"),
     ],
@@ -179,7 +195,7 @@ _TAKEN = "it is one of the lecture's two: find another"
     whole=True,
     inputs=[(row, chunk) for row in range(64) for chunk in range(32)],
     draw=lambda r: (r.randrange(64), r.randrange(32)),
-    also=["chunk ^ 3 * row % 8"],
+    also=["chunk ^ 3 * row % 8", "chunk // 8 * 8 + (chunk - row) % 8"],
     rows=[
         Row("of-the-lecture", _TAKEN, instead="chunk ^ row % 8"),
         Row("of-the-lecture", _TAKEN, instead="chunk // 8 * 8 + (chunk + row) % 8"),
@@ -187,6 +203,9 @@ _TAKEN = "it is one of the lecture's two: find another"
               instead=x) for x in ("(chunk + row) % 8", "(chunk ^ row) % 8")),
         Row("not-a-permutation", "the remainder by `8` is missing: there are eight groups of banks",
             instead="chunk ^ row"),
+        Row("bank-conflicts", "row % 4 has four values, and eight rows need eight", instead="chunk ^ row % 4"),
+        Row("bank-conflicts", "rows 2i and 2i + 1 have one row // 2, and eight rows need eight values",
+            instead="chunk ^ row // 2 % 8"),
     ],
     notes={
         "3 * row % 8": "a number below 8 keeps a chunk inside its group of eight", "chunk // 8 * 8": "a chunk stays in "
@@ -228,7 +247,8 @@ def _swizzled(text: str, trials: Trials, *head_dims: int) -> str:
     source = replaced(step("p8_4_swizzle"), "swizzle", text)
     source = replace(source, text=source.text.replace("-DHEAD_DIM=64", "-DHEAD_DIM=32, 64"))
     for head_dim in head_dims:
-        with explained(lambda: trials.build(_calling(source, _CALLED)), trials):
+        only_here = _beside("head_dim 64", head_dim, head_dim > 64)
+        with only_here, explained(lambda: trials.build(_calling(source, _CALLED)), trials):
             if watched() is None:
                 _expect_places(source, head_dim)
             _without_conflicts(examine(source, head_dim=head_dim, fast=False, max_seq=150), head_dim, source)
@@ -390,6 +410,8 @@ LOOP_HEAD = Trials(
     words={"n_start": "n_start", "stage": "stage"},
     place=lambda text: _with_head(text).text,
     rows=[
+        Row("read-before-wait", "nothing is waited for: before load_kv at most 2 * STAGES - 2 groups are under way, "
+            "tile j's two among them", [("2 * STAGES - 4", "2 * STAGES - 2")]),
         Row("v-not-there", "K of the tile is waited for, V of it is not: nothing waits for it later",
             [("2 * STAGES - 4", "2 * STAGES - 3")]),
         Row("commit-skipped", "past the last tile load_kv is not called, so it closes no empty groups either, and the "
@@ -423,14 +445,8 @@ LOOP_HEAD = Trials(
 def head_of_the_loop(loop_head: str) -> str:
     source, cases = _with_head(text_of(loop_head, "loop_head")), 0
     for stages in (2, 3):
-        try:
-            with explained(lambda: LOOP_HEAD.build(source), LOOP_HEAD):
-                verdict = examine(source, STAGES=stages, max_seq=300)
-        except CheckFailed as failed:
-            if stages == 2:
-                raise
-            sentence = f"right with 2 stages, and not with 3: {failed.sentence}"
-            raise CheckFailed(sentence, diagnosis=failed.diagnosis, case=failed.case) from None
+        with _beside("2 stages", stages, stages == 3), explained(lambda: LOOP_HEAD.build(source), LOOP_HEAD):
+            verdict = examine(source, STAGES=stages, max_seq=300)
         c, want = verdict.counters, probe(built(_with_head(), check=True, STAGES=stages), _with_head()).counters
         case, right = f"STAGES={stages}", "no race, and the result is right; but"
         sentence = f"{right} no copy is under way during any MMA: the block waits for every copy that it starts"

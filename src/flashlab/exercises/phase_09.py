@@ -40,6 +40,8 @@ from flashlab.kernels.series import step
 
 # ---- 9.1 -------------------------------------------------------------------------------------------------------------
 
+_LAST_QUERY = "(m_start + block_m - 1) // group"
+
 
 def _block_of_rows(r: random.Random) -> tuple[int, ...]:
     seq_q, seq_k, block_m, group = r.randint(1, 300), r.randint(1, 300), r.choice((32, 64, 128)), r.choice((1, 3, 4, 8))
@@ -66,7 +68,7 @@ def _block_of_rows(r: random.Random) -> tuple[int, ...]:
         (m_start, block_m, block_n, group, seq_q, seq_k, causal)
         for seq_q, seq_k, group in (
             (64, 64, 1), (200, 200, 4), (70, 330, 3), (330, 70, 1), (1, 129, 8), (256, 512, 1), (64, 127, 4),
-            (64, 65, 1), (64, 97, 5), (4, 700, 8), (80, 230, 3), (1, 224, 1),
+            (64, 65, 1), (64, 97, 5), (4, 700, 8), (80, 230, 3), (1, 224, 1), (43, 107, 3), (49, 64, 7),
         )
         for block_m, block_n in ((64, 64), (128, 64), (64, 16))
         for causal in (False, True)
@@ -88,7 +90,13 @@ def _block_of_rows(r: random.Random) -> tuple[int, ...]:
         Row("ragged-tile-full", "full counts the last tile as whole where seq_k ends within it: seq_k // block_n is "
             "rounded down", [("fewest // block_n)", "fewest // block_n if causal else -(-seq_k // block_n))")]),
         Row("rows-for-queries", "a row's number is taken for its query's: row r is of query r // group",
-            [("m_start // group", "m_start"), ("(m_start + block_m - 1) // group", "m_start + block_m - 1")]),
+            [("m_start // group", "m_start"), (_LAST_QUERY, "m_start + block_m - 1")]),
+        Row("rows-for-queries", "the diagonal counts rows: there are seq_q queries, and seq_q * group rows",
+            [("seq_k - seq_q", "seq_k - seq_q * group")]),
+        Row("head-by-head", "the rows are taken head by head: row r is of query r // group, not r % seq_q",
+            [("m_start // group", "m_start % seq_q"), (_LAST_QUERY, "(m_start + block_m - 1) % seq_q")]),
+        Row("block-divided", "end: m_start and block_m are divided by group each for itself: it is the last row that "
+            "is divided, m_start + block_m - 1", [(_LAST_QUERY, "m_start // group + block_m // group - 1")]),
     ],
 )  # fmt: skip
 def tiles(m_start, block_m, block_n, group, seq_q, seq_k, causal):
@@ -155,6 +163,10 @@ def _kernel(r: random.Random) -> tuple[int, ...]:
             [("16384 // per_warp * 4 // warps", "65536 // per_warp // warps")]),
         Row("by-threads", "registers: a block's are counted together and divided into 65536: they are handed out by "
             "warps, from quarters of 16384", [("16384 // per_warp * 4 // warps", "65536 // (registers * threads)")]),
+        Row("by-blocks", "registers: a block's are rounded up together: it is each warp's that are",
+            [("16384 // per_warp * 4 // warps", "65536 // (-(-registers * threads // 256) * 256)")]),
+        Row("by-threads", "registers: a thread's are rounded up to a multiple of 256: it is a warp's, 32 * registers",
+            [("-(-32 * registers // 256) * 256", "-(-registers // 256) * 256 * 32")]),
         Row("whole-blocks-per-quarter", "registers: blocks are fitted into one quarter: a block's warps are spread "
             "over all four", [("16384 // per_warp * 4 // warps", "16384 // (per_warp * warps) * 4")]),
         Row("whole-blocks-per-quarter", "registers: each block takes as many warps of every quarter: what is left over "
@@ -572,7 +584,7 @@ def _walked(seq_q: int, seq_k: int, causal: bool = True) -> Callable[[CudaModule
 
 
 GLUE = Trials(
-    "9.5", _watched, [*(_walked(*x) for x in ((200, 520), (400, 330), *_BORDERS)), _walked(64, 200, causal=False)],
+    "9.5", _watched, [*(_walked(*x) for x in ((256, 520), (384, 330), *_BORDERS)), _walked(64, 200, causal=False)],
     region=True, tol=1e-3, place=lambda text: _telling(_together(text)),
     read=lambda text: _PLACE.sub(lambda m: f"flashlab_part {m[1]};", text),
     words={"begin": "begin", "whole": "whole"},

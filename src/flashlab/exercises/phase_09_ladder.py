@@ -128,6 +128,10 @@ STORE = Trials(
     rows=[
         Row("columns-moved", "the passes forget that the swizzle looks at row % 8: rows of a later pass have another",
             [(_READ_BACK, "from")]),
+        Row("columns-moved", "the passes' XOR is that of head_dim 64, where a pass is 4 rows: at 128 it is 2",
+            [(_READ_BACK, "(from ^ pass % 2 * 64)")]),
+        Row("rows-left-out", "a pass is taken for 4 rows at any head_dim: it is WARP_SIZE / CHUNKS",
+            [("ROWS = WARP_SIZE / CHUNKS", "ROWS = 4")]),
         Row("columns-moved", "O is written at `+ n * 16`, where the swizzle's XOR belongs",
             [(_WRITTEN, "(o_lane + n * 16)")]),
         Row("columns-moved", "the passes add where the swizzle's XOR belongs",
@@ -143,7 +147,7 @@ def _storing(text: str) -> Source:
 @exercise(
     "9.8",
     title="Addresses of the store",
-    minutes=25,
+    minutes=30,
     difficulty="Core",
     hints=[
         "Of each of the two loops ask: what does the address of its first turn depend on, and what changes from turn "
@@ -204,7 +208,7 @@ _ORDER = (
 @exercise(
     "9.9",
     title="V one step ahead",
-    minutes=25,
+    minutes=20,
     difficulty="Core",
     hints=[
         "Number the steps: step = k * (O_TILES / 2) + n, through both loops. Which k and n has step + 1?",
@@ -283,6 +287,9 @@ def _some_block(r: random.Random) -> tuple[int, ...]:
               "first + place // m_blocks, m_blocks - 1 - place % m_blocks")]),
         Row("heads-from-behind", "head: a portion's heads come from the last to the first: theirs is the heads' order",
             [("first + place % share", "first + share - 1 - place % share")]),
+        Row("heads-of-a-group-apart", "head: a portion's heads come one of each key head, and then the next: theirs is "
+            "the heads' order", [("first + place % share", "first + place % share % (share // group) * group + place % "
+                                  "share // (share // group)")]),
     ],
 )  # fmt: skip
 def block_of(number, m_blocks, heads, group, kv_together):
@@ -301,6 +308,10 @@ def block_of(number, m_blocks, heads, group, kv_together):
 
 def _few_rows(r: random.Random) -> tuple[int, ...]:
     return r.randint(1, 200), r.randint(1, 300), r.choice((132, 264, 108, 8)), r.randint(1, 9000), r.choice((64, 128))
+
+
+_TIME = "-(-blocks * {0} // places) * -(-tiles // {0})"
+_BEST = f"min(range(1, most + 1), key=lambda s: {_TIME.format('s')})"
 
 
 @rule(
@@ -330,8 +341,14 @@ def _few_rows(r: random.Random) -> tuple[int, ...]:
     rows=[
         Row("fill-the-places", "splits: as many shares as fill the places. That a round more costs as much as "
             "the shares save is not looked at",
-            [("min(range(1, most + 1), key=lambda s: -(-blocks * s // places) * -(-tiles // s))",
-              "max(1, min(most, places // blocks))")]),
+            [(_BEST, "max(1, min(most, places // blocks))")]),
+        Row("first-rise", "splits: the search ends where one share more is not better: a later one may be, up to tiles "
+            "// 4", [(_BEST, f"next((s for s in range(1, most) if {_TIME.format('(s + 1)')} >= {_TIME.format('s')}), "
+                        "most)")]),
+        Row("some-left-out", "splits: only shares that divide tiles are looked at: the last one may have fewer",
+            [("range(1, most + 1)", "[s for s in range(1, most + 1) if tiles % s == 0]")]),
+        Row("some-left-out", "splits: only powers of 2 are looked at",
+            [("range(1, most + 1)", "[s for s in range(1, most + 1) if s & (s - 1) == 0]")]),
         Row("largest-of-several", "splits: of several shares with the least time the largest is taken, and not the "
             "smallest", [("* -(-tiles // s))", "* -(-tiles // s) - s / 1e6)")]),
     ],

@@ -124,12 +124,12 @@ def _places_of_v(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -
         return "values-exchanged", (
             f"a query that has all of its weight on key {j} gets the value of key {j_used}{both}, and so on, for "
             f"{int(wrong.any(1).sum())} of {n} keys; lse is right, so it is V's rows, or P's columns: which row of the "
-            "tile does each lane give to ldmatrix, or which one does V's descriptor name (wgmma)?"
+            "tile does each lane give to ldmatrix, or V's descriptor name?"
         )
     return "values-moved", (
         f"where V[{j}, {c}] belongs (key, column), V[{j_used}, {c_used}] is multiplied{both}, and so on, for "
         f"{int(wrong.sum())} of {wrong.numel()} numbers; lse is right. Which 8 x 8 matrices of V does this product "
-        "read (ldmatrix's rows, or the offsets in V's descriptor for wgmma)? Or is O stored elsewhere?"
+        "read? Or is O stored elsewhere?"
     )
 
 
