@@ -33,7 +33,7 @@ from flashlab.exercises.triton_answers import compiles, explain_undefined, kerne
 from flashlab.triton_tools.watch import OutOfBounds, Traffic
 from flashlab.triton_tools.watch import watched as watched_memory
 
-_WORK = 8_000  # turns of loops and programs of changes that a verdict runs: some seconds
+_WORK = 16_000  # turns of loops and programs of changes that a verdict runs: some seconds
 _CALLS = 200  # of the model's functions, small ones, in a turn
 NOTHING = 12344.0
 """What a result holds before a kernel writes it: every float has this number, and no result here is as large."""

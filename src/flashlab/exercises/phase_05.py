@@ -17,7 +17,7 @@ from flashlab.attention.cost import Meter
 from flashlab.check import expect
 from flashlab.check.lookup import Row
 from flashlab.exercises.kernel_rule import apart, empty, kernel_rule
-from flashlab.exercises.phase_05_ladder import CUT, in_small_steps, mixed_bases, rounded_sums
+from flashlab.exercises.phase_05_ladder import CUT, TAIL, in_small_steps, mixed_bases, rounded_sums
 from flashlab.exercises.tensor_rule import normal, part, tensor_rule
 
 # ---- 5.1 ------------------------------------------------------------------------------------------------------------
@@ -255,12 +255,12 @@ _WALK_NOTES = {
                 (4, 12, 8, 0.3, 4), (5, 30, 8, 0.5, 8), (7, 7, 16, 0.2, 7), (3, 20, 8, 1.0, 64),
                 (4, 10, 8, -0.4, 4))}
     | {"every score near 120": _of_dq(4, 12, 8, 1.0, 4, 0, _near(120.0)),
-       "every score near -120": _of_dq(4, 12, 8, 1.0, 4, 1, _near(-120.0)),
+       "every score near -120": _of_dq(4, 14, 8, 1.0, 4, 1, _near(-120.0)),
        "a tile whose P is 1e-26 and whose V is 1e25": _of_dq(4, 12, 8, 1.0, 4, 2, _faint)},
     draw=lambda r: _of_dq(r.randint(1, 6), r.randint(1, 30), 8, r.choice((0.3, 0.5, 0.7)), r.choice((1, 4, 8)),
                           r.randrange(2**20)),
     also=[_dq_in_base_2],
-    nan={"120": "exp(120) is infinite in float32: subtract lse from the score, then take the exponential"},
+    nan={"-120": TAIL, "120": "exp(120) is infinite in float32: subtract lse, then take the exponential"},
     notes=_WALK_NOTES,
     rows=[
         Row("scale-positive", "dq: the scale of the scores is taken as positive: it may be negative",
@@ -506,6 +506,7 @@ _OWN = "each tensor has its own strides, and each stride its own index"
     notes={
         "stride_om": _OWN, "stride_od": _OWN, "stride_dom": _OWN, "stride_dod": _OWN,
         "to": "the products are rounded before they are summed", "tl.float32": "the products would be rounded",
+        "digits": "are the products, or their sum, rounded to 16 bits?",
     },
     rows=[
         Row("strides-of-o", f"dO is read with O's strides: {_OWN}", [
