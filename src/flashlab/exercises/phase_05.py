@@ -63,6 +63,10 @@ _EXAMPLE = torch.tensor([[0.5, 0.25, 0.25]]), torch.tensor([[4.0, 0.0, 8.0]])
         "(p * dp).sum": "delta is the sum over the keys, weighted by p",
         "p[:, :, None] * p[:, None, :]": "a score also moves the other elements of its row",
     },
+    rows=[
+        Row("mean-of-dp", "ds: delta is taken as the plain mean of dp: it is the sum over the keys, weighted by p",
+            [("(p * dp).sum(", "dp.mean(")]),
+    ],
     on_device=True,
 )  # fmt: skip
 def softmax_backward(p, dp):
@@ -862,6 +866,7 @@ def _of_a_hunt(n: int, block: int, causal: bool, scale: float = 0.4) -> tuple[An
         Row("diagonal-left-out", "the tiles on the diagonal are left out: causal, the walk begins a block too late",
             [("start_n if causal else 0", "start_n + BLOCK if causal else 0")]),
         Row("causal-off-by-one", "a query does not see its own position", [("torch.tril(p)", "torch.tril(p, -1)")]),
+        Row("causal-off-by-one", "a query sees one key behind its own", [("torch.tril(p)", "torch.tril(p, 1)")]),
         Row("mask-inverted", "on the diagonal what a query sees is hidden, and what it does not see counts: tril keeps "
             "j <= i", [("torch.tril(p)", "torch.triu(p)")]),
         Row("diagonal-always-masked", "all tiles are visited, those on the diagonal are masked, whatever causal says",
