@@ -178,6 +178,7 @@ def _of_few_tiles(kernel: Any) -> None:
     | {"float32, " + _named("dkdv", *given): _launch_of("dkdv", *given, dtype=torch.float32)
        for given in ((1, 2, 20, 20, 16, 16, True),)} | _three_more("dkdv"),
     draw=_some_launch("dkdv"),
+    work=16_000,
     nan={"causal=True": _HIDDEN},
     notes=_NOTES,
     rows=[
