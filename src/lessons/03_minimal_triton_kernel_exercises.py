@@ -83,7 +83,7 @@ check("3.3", row_lse_kernel)
 # computed, and stand in O and LSE. The kernel takes its N keys into account as well, and leaves `o` and `lse` of all. Where no key came before, O is 0
 # and lse $-\infty$. (So the last phase sends keys from GPU to GPU, with the state of phase 0's `merge_finished`.)
 #
-# The addresses and loads are written; the state, the loop's body and the end are yours. Translate phase 2's loop. The scores are in base 2, so use
+# The addresses, and the loads of Q, K and V, are written; the state, the loop's body and the end are yours. Translate phase 2's loop. The scores are in base 2, so use
 # `tl.exp2`; lse is natural.
 #
 # The check runs lengths that no tile divides, maxima that rise in every block, scores near ±200, and three dtypes. In float32
@@ -195,8 +195,8 @@ check("3.6", no_infinity_kernel)
 # %% [markdown]
 # ## 3.7
 #
-# How many bytes does one launch of the milestone kernel ask to *read* from HBM? Q is `[M, HEAD_DIM]`, K and V are `[N, HEAD_DIM]`,
-# with `itemsize` bytes per element. The check compares with what the interpreter counts, to the byte.
+# How many bytes does one launch of your kernel of 3.4 ask to *read* from HBM? Q and O are `[M, HEAD_DIM]`, K and V are
+# `[N, HEAD_DIM]`, with `itemsize` bytes per element; lse is in float32. The check compares with what the interpreter counts.
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_03: bytes_read

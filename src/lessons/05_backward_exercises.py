@@ -229,7 +229,7 @@ check("5.13", capped_dq_kernel)
 # For delta two lines of torch will do.
 #
 # The check asks autograd, as a training loop does: grouped heads, batches, causal or not, queries that see no key, a dO with any strides. `lse` is a result like `o`, and a loss may
-# use it. What is kept for the backward pass grows with N, not with its square.
+# use it. What is kept for the backward pass grows with N, not with its square. There is always a query and a key.
 
 # %% tags=["exercise"]
 # BEGIN STARTER

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from flashlab import runtime
 from flashlab.attention import reference
-from flashlab.check import CheckFailed, verify, verify_block, verify_one_head
+from flashlab.check import CheckFailed, diagnose, verify, verify_block, verify_one_head
 from flashlab.check.cases import Case, case_list, make_inputs
 from flashlab.check.mistakes.attention import flash_forward
 from flashlab.check.poison import MarkedEmpty, carried, guarded, memory, unwritten
@@ -226,6 +226,12 @@ def test_long_rows_with_small_outputs_are_not_let_through(wrong):
     want = truth(case, q, k, v)
     assert want.o_bound.max() < 2e-3
     assert not within(wrong(want.o), want.o, want.o_bound)
+
+
+def test_a_prediction_that_is_right_explains_nothing():
+    right, bound = torch.randn(8, 8, dtype=torch.float64), torch.full((8, 8), 1e-3, dtype=torch.float64)
+    got, predicted = right + 1.05e-3, right + 1e-4  # just outside; one tile, so that no correction matters
+    assert not diagnose._same(got, predicted, right, bound, torch.float64, False)
 
 
 def test_large_scores_do_not_widen_the_bound_to_the_twins_error():

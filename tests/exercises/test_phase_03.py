@@ -42,6 +42,10 @@ MISTAKES = {
         ('k.T, input_precision="ieee")', "k.T)"),
         ('correction[:, None], input_precision="ieee")', "correction[:, None])"),
     ],
+    "no-key-yet": [
+        ("[BLOCK_M], 1.0, tl.float32)", "[BLOCK_M], 0.0, tl.float32) + (m_i > -1e9)"),
+        ("tl.where(l_i == 0.0, 1.0, l_i)", "l_i"),
+    ],
     "wrong-parameters": [("scale_log2,  #", "scale,  #"), ('="ieee") * scale_log2', '="ieee") * scale')],
 }
 UNMASKED = {

@@ -267,6 +267,13 @@ def test_from_an_empty_page_wrong(change, slug):
     assert found == slug or (slug is None and found not in ("exception", "not-solved-yet"))
 
 
+@WATCHED
+def test_a_stray_address_is_told_whatever_the_tiles():
+    tiles = ("M, 64)", "M, 32)"), ("BLOCK_M=64, BLOCK_N=64", "BLOCK_M=32, BLOCK_N=16")
+    swapped = [(f"head // group * stride_{x}h", f"head % group * stride_{x}h") for x in "kv"]
+    assert diagnosis("4.12", *solved("4.12", *tiles, *swapped)) == "wrong-operator"
+
+
 # ---- all ------------------------------------------------------------------------------------------------------------
 
 

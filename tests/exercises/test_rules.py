@@ -205,7 +205,7 @@ TOLD = [
     ("2.2", lambda s, v: (s.amax(1), torch.exp(s - s.amax(1)[:, None]).mean(1), torch.exp(s - s.amax(1)[:, None]) @ v),
      "l: `mean` stands where `sum` belongs"),
     ("2.7", lambda M, N, D, B, e: ((M + (M // B + 1) * 2 * N) * D * e, M * D * e + 4 * M), "rounded down, plus 1"),
-    ("3.7", lambda M, N, D, B, e: (N + 2 * M * math.ceil(N / B)) * D * e, "`M` and `N` are exchanged, everywhere"),
+    ("3.7", lambda M, N, D, B, e: 2 * (N + M * -(-N // B)) * D * e + 4 * N, "`M` and `N` are exchanged, everywhere"),
     ("9.1", lambda *x: RULES["9.1"].fn(*x[:-1], True), "`causal` is not asked"),
     ("10.2", lambda a, b, s: (1 / (1 - a + a / s) - 1, *RULES["10.2"].fn(a, b, s)[1:]), "layer is 1 too small"),
     ("6.7", lambda N, D, M, B: RULES["6.7"].fn(N, D, M, B)[::-1], "come as (FA2, FA1): return (FA1, FA2)"),

@@ -384,7 +384,8 @@ def _same(
     as_it_should = ~got.isfinite() & (got == right)  # the lse of a row without a key: tells nothing
     got, predicted, right = (x.masked_fill(as_it_should & (got == predicted), 0.0) for x in (got, predicted, right))
     if not close and bool((excess(got, predicted, bound) <= 1).all()):
-        return True  # as near to the prediction as a right answer has to be to the truth
+        # As near to the prediction as a right answer has to be to the truth; but a right prediction explains nothing.
+        return not bool((excess(predicted, right, bound) <= 0.5).all())
     away = (got - predicted).square().sum()
     if away > 0.25 * (got - right).square().sum():  # false where either is NaN or infinite: the rest decides then
         return False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -118,8 +119,8 @@ def of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any,
         yield "wrong-sign", f"{w(node)} has the wrong sign", 1.4, _expr(f"float('{turned}')"), "inf", turned
     if name in ("load", "store") and "mask" in keywords:
         rest = [k for k in node.keywords if k.arg not in ("mask", "other")]
-        yield "mask-missing", f"`{_loaded(node)}` is {'read' if name == 'load' else 'written'} without a mask", 1.0, (
-            _with(node, keywords=rest))  # fmt: skip
+        said = f"`{_loaded(node)}` is {'read' if name == 'load' else 'written'} without a mask"
+        yield "mask-missing", f"{said}, or with one that is always true", 1.0, _with(node, keywords=rest)
     if "other" in keywords:
         right = ast.unparse(keywords["other"])
         for mine in ("1.0", "-1000.0", "float('-inf')", "float('inf')"):
@@ -146,7 +147,7 @@ def of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any,
         yield "arguments-exchanged", "the operands of `dot` are exchanged", 1.9, swapped
     if name == "where" and len(node.args) == 3:
         asked, yes, no = node.args
-        yield "mask-missing", f"{w(asked)} is not asked, in `where`", 1.1, yes
+        yield "mask-missing", f"{w(asked)} is not asked, in `where`", 0.9, yes  # likelier than one that is always true
         yield "inverted", f"{w(asked)} is asked the other way round", 1.3, _with(node, args=[asked, no, yes])
     other = {"sum": ("max",), "max": ("sum", "min"), "exp": ("log",)}.get(name, ())
     for better in other if name else ():
@@ -159,8 +160,12 @@ def of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any,
 
 
 def of_statements(text: Text) -> Iterator[Change]:
-    """The walk's begin and end; lines before or after the loop that are made lines of it."""
+    """The walk's begin and end; lines around the loop that are made lines of it; results in each other's place."""
     yield from tensor_changes.of_statements(text)
+    stores = [n for n in ast.walk(text.tree) if isinstance(n, ast.Call) and _name(n) == "store"]
+    for a, b in itertools.combinations(stores, 2):
+        said = f"what is stored at `{_loaded(a)}` and at `{_loaded(b)}` is exchanged"
+        yield Change("exchanged", said, 1.4, (((a, "args", 1), b.args[1]), ((b, "args", 1), a.args[1])))
     for loop in [n for n in text.tree.body if isinstance(n, ast.For)]:
         at = text.tree.body.index(loop)
         for i, line in enumerate(text.tree.body):

@@ -137,7 +137,7 @@ class Index:
         kinds: further changes, see `changes`. tries: how many pairs of changes are tried. copied: makes a copy of an
             input that a change may write to. without: slugs of changes that are not made.
         called: calls a function with one input. longest: characters that a sentence may have. most: work of a verdict,
-            in turns of loops and programs; so many calls of functions are a turn too.
+            in turns of loops and programs; so many calls of functions are a turn too. error: an exception as a result.
     """
 
     def __init__(
@@ -147,12 +147,12 @@ class Index:
         notes: Mapping[str, str] | None = None, kinds: Any = None, tries: int = _TRIES,
         copied: Callable[[Any], Any] = lambda x: x, without: Sequence[str] = (),
         called: Callable[..., Any] = lambda fn, *given: fn(*given), longest: int = 200, most: int = 10**6,
-        calls: int = 30,
+        calls: int = 30, error: Callable[[BaseException], str] = outcome_of,
     ):  # fmt: skip
         self.copied, self.without = copied, without
         self.texts, self.inputs, self.names, self.read, self.tol, self.rows = texts, inputs, names, read, tol, rows
         self.alike, self.more, self.notes, self.kinds, self.tries = alike, more, notes or {}, kinds, tries
-        self.called, self.longest = called, longest
+        self.called, self.longest, self.error = called, longest, error
         self.right: list[Any] = []
         self.work: list[int] = []  # turns on each input
         right = texts[0].compiled()
@@ -174,7 +174,7 @@ class Index:
         try:
             return self.read(self.called(fn, *map(self.copied, given)))
         except (Exception, EndlessError) as error:
-            return outcome_of(error)
+            return self.error(error)
 
     @cached_property
     def outcomes(self) -> list[Found]:

@@ -28,7 +28,10 @@ def observe(actual: Tensor, expected: Tensor, bound: float) -> str | None:
             or _repeated(actual, expected, wrong, bound)
             or _misplaced(actual, expected, wrong, bound)
         )
-        if found is None and (places := where(wrong)) and not places.endswith("..."):  # no run of them
+        # A 0 is right whatever is computed, but in a mask.
+        mask = bool(((expected == 0) | (expected == 1)).all())
+        telling = mask or bool((expected[~wrong].abs() > 100 * bound).any())
+        if found is None and telling and (places := where(wrong)) and not places.endswith("..."):  # no run of them
             zero = ", and are 0 everywhere" if not actual[wrong].any() else ""
             found = f"wrong: {places}{zero}; all of the others are right"
     return found or _fewer_digits(actual, expected, bound)
@@ -52,6 +55,8 @@ def _factor(actual: Tensor, expected: Tensor, bound: float) -> str | None:
     factor = ((actual * expected).sum() / square).item()
     if abs(factor - 1) < 1e-3 or abs(factor) < 1e-6 or expected.abs().max() < 100 * bound:
         return None
+    if len(expected[expected.abs() > 100 * bound].unique()) < 2:
+        return None  # one number is some multiple of any other
     if (actual - factor * expected).abs().max() > max(bound, bound * abs(factor)):
         return None
     if ((actual - expected).abs() <= bound)[expected.abs() > 100 * bound].any():

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,7 +26,7 @@ import torch
 from flashlab import runtime
 from flashlab.check import CheckFailed, expect, kernel_changes
 from flashlab.check.kernel_changes import KernelText
-from flashlab.check.lookup import Index, Values
+from flashlab.check.lookup import Index, Values, outcome_of
 from flashlab.check.poison import MarkedEmpty, unwritten
 from flashlab.exercises.rule import rule
 from flashlab.exercises.tensor_rule import TensorRule, copied
@@ -33,7 +34,6 @@ from flashlab.exercises.triton_answers import compiles, explain_undefined, kerne
 from flashlab.triton_tools.watch import OutOfBounds, Traffic
 from flashlab.triton_tools.watch import watched as watched_memory
 
-_WORK = 8_000  # turns of loops and programs of changes that a verdict runs: some seconds
 _CALLS = 200  # of the model's functions, small ones, in a turn
 NOTHING = 12344.0
 """What a result holds before a kernel writes it: every float has this number, and no result here is as large."""
@@ -48,6 +48,13 @@ def apart(x: torch.Tensor, gap: int, dtype: torch.dtype | None = None) -> torch.
     return wide[..., : x.shape[-1]]
 
 
+def _address_of(error: BaseException) -> str:
+    """`outcome_of`, less what tiles of another size make of a stray address: of its tile whether all is outside."""
+    said, _, tile = outcome_of(error).partition("; program")
+    outside = re.findall(r"(\d+) of (\d+) elements", tile)
+    return said.replace("_ptr", "").lower() + "".join(" in part" for part, whole in outside if part != whole)
+
+
 def empty(*shape: int, gap: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """A result that nothing has written yet."""
     return apart(torch.full(shape, NOTHING, dtype=dtype), gap)
@@ -59,12 +66,14 @@ class KernelRule(TensorRule):
 
     Attributes:
         writes: the parameters that it stores to, as `returns` names them. programs: of a launch, from its arguments.
+        work: turns of loops and programs of changes that a verdict runs: some seconds.
         call: calls what is handed in where that is a function around a kernel, with the arguments of the right one.
     """
 
     writes: tuple[str, ...] = ()
     programs: Callable[..., int] = lambda **_: 1
     tries: int = 600
+    work: int = 8_000
     call: Callable[..., Any] | None = None
 
     @property
@@ -86,8 +95,8 @@ class KernelRule(TensorRule):
         rows = [(row, self.with_row(row)) for row in self.rows]
         return Index(
             [self.text(other) for other in (None, *self.also)], self.tried, self.returns, self._values, self.tol, rows,
-            self.alike, self.drawn(4), self.notes, kernel_changes, self.tries, without=self.without, most=_WORK,
-            calls=_CALLS,
+            self.alike, self.drawn(4), self.notes, kernel_changes, self.tries, without=self.without, most=self.work,
+            calls=_CALLS, error=outcome_of if self.call is None else _address_of,
         )  # fmt: skip
 
     def launched(self, kernel: Any) -> Callable[..., Any]:

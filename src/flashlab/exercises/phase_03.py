@@ -290,13 +290,16 @@ def _goes_on(
 ) -> None:  # fmt: skip
     """Launches `kernel` with small tiles, o and lse as they are."""
     __tracebackhide__ = True
-    scale = q.shape[1] ** -0.5 if scale is None else scale
     with in_bounds(case, q=q, k=k, v=v, o=o, lse=lse) as traffic:
-        kernel[(triton.cdiv(len(q), 32),)](
-            q, k, v, o, lse, *q.stride(), *k.stride(), *v.stride(), *o.stride(), scale * LOG2_E, len(q), len(k),
-            HEAD_DIM=q.shape[1], BLOCK_M=32, BLOCK_N=32,
-        )  # fmt: skip
+        _launch_next(q, k, v, o, lse, q.shape[1] ** -0.5 if scale is None else scale, kernel)
     explain_undefined(traffic, o, case)
+
+
+def _launch_next(q: Any, k: Any, v: Any, o: Any, lse: Any, scale: float, kernel: Any = None) -> None:
+    (flash_attention_next_kernel if kernel is None else kernel)[(triton.cdiv(len(q), 32),)](
+        q, k, v, o, lse, *q.stride(), *k.stride(), *v.stride(), *o.stride(), scale * LOG2_E, len(q), len(k),
+        HEAD_DIM=q.shape[1], BLOCK_M=32, BLOCK_N=32,
+    )  # fmt: skip
 
 
 def _from_nothing(kernel: Any) -> Callable[..., Any]:
@@ -347,6 +350,12 @@ def _expect_it_goes_on(kernel: Any) -> None:
         want_o, want_lse = merged()
         expect_close(got_o, want_o, what="o", case=case, tol=1e-3)
         expect_close(got_lse, want_lse, what="lse", case=case, tol=1e-3)
+    (o, lse), case = _begun(len(q), q.shape[1], q.dtype), "no key before, and none now"
+    want = {"o": o.clone(), "lse": lse.clone()}
+    _goes_on(kernel, q, k[:0], v[:0], o, lse, case=case)
+    for what, got in (("o", o), ("lse", lse)):
+        because = "where no key came, o is 0 and lse -inf: what is 0 / 0 here?"
+        expect_close(got, want[what], what=what, case=case, tol=0.0, diagnosis="no-key-yet", because=because)
 
 
 @exercise(
@@ -493,7 +502,7 @@ def no_infinity(flash_attention_forward_kernel: Any) -> Report:
 def _as_the_interpreter_counts(bytes_read: Callable[..., Any]) -> None:
     __tracebackhide__ = True
     q, k, v = _random((100, 32), (150, 32), (150, 32), dtype=torch.float16)
-    counted = hbm_traffic(flash_attention_forward, q, k, v, BLOCK_M=32).bytes_read
+    counted = hbm_traffic(_launch_next, q, k, v, *_begun(100, 32, q.dtype), 0.2).bytes_read
     sentence = f"the interpreter counted {counted} bytes for M=100, N=150, HEAD_DIM=32, BLOCK_M=32"
     expect(bytes_read(100, 150, 32, 32, 2) == counted, sentence, diagnosis="wrong-value")
 
@@ -503,9 +512,9 @@ def _as_the_interpreter_counts(bytes_read: Callable[..., Any]) -> None:
     title="How many bytes?",
     minutes=10,
     hints=[
-        "How many programs are there? Each reads its own rows of Q once, and the whole of K and of V.",
-        "Rows of Q that do not exist are masked, so all programs together read M rows of Q, not P · BLOCK_M.",
-        "P = ceil(M / BLOCK_M); (M + 2 · N · P) · HEAD_DIM · itemsize.",
+        "How many programs are there? Each reads its own rows of Q, O and lse once, and the whole of K and of V.",
+        "Rows that do not exist are masked, so all programs together read M rows of Q, not P · BLOCK_M; likewise O.",
+        "P = ceil(M / BLOCK_M); (2 · M + 2 · N · P) · HEAD_DIM · itemsize, and 4 · M for lse.",
     ],
     returns="bytes_read",
     inputs=[(64, 64, 32, 32, 2), (150, 200, 32, 64, 2), (1, 40, 16, 64, 4), (90, 30, 64, 16, 2)],
@@ -513,16 +522,18 @@ def _as_the_interpreter_counts(bytes_read: Callable[..., Any]) -> None:
         r.randint(1, 400), r.randint(1, 400), r.choice((8, 16, 64, 80)), r.choice((16, 32, 64, 128)), r.choice((2, 4))
     ),
     notes={
-        "2": "K and V are two matrices", "programs": "each program reads all of K and V",
-        "itemsize": "an element has itemsize bytes", "M": "each block reads its own rows of Q once",
-        "HEAD_DIM": "a row has HEAD_DIM elements",
+        "2": "K and V are two matrices, Q and O as well", "programs": "each program reads all of K and V",
+        "itemsize": "an element has itemsize bytes", "M": "each block reads its own rows of Q, O and lse once",
+        "HEAD_DIM": "a row has HEAD_DIM elements", "4": "lse is in float32",
         "math.ceil(M / BLOCK_M)": "the last program counts too, and there is no fraction of one",
     },
     rows=[
-        Row("masked-rows", "rows of Q past the end are masked: they are not read",
-            [("(M + 2", "(programs * BLOCK_M + 2")]),
-        Row("o-read", "M rows too many: O is written, not read", [("(M + 2", "(2 * M + 2")]),
-        Row("lse-read", "4 · M bytes too many: lse is written, not read", [("* itemsize", "* itemsize + 4 * M")]),
+        Row("masked-rows", "rows past the end are masked: they are not read",
+            [("(2 * M + 2", "(2 * programs * BLOCK_M + 2"), ("4 * M", "4 * programs * BLOCK_M")]),
+        Row("o-not-read", "M rows too few: the keys before are in O, which is read too", [("(2 * M + 2", "(M + 2")]),
+        Row("lse-not-read", "4 · M bytes too few: the keys before are in lse, which is read too", [(" + 4 * M", "")]),
+        Row("like-the-lectures", "that is the lecture's kernel: this one reads O and lse as well",
+            [("(2 * M + 2", "(M + 2"), (" + 4 * M", "")]),
         Row("scores-read", "the scores are counted: they never leave the chip", [("* itemsize", "* itemsize + M * N * "
             "itemsize")]),
     ],
@@ -531,7 +542,7 @@ def _as_the_interpreter_counts(bytes_read: Callable[..., Any]) -> None:
 def bytes_read(M, N, HEAD_DIM, BLOCK_M, itemsize):
     # BEGIN SOLUTION
     programs = math.ceil(M / BLOCK_M)
-    return (M + 2 * N * programs) * HEAD_DIM * itemsize
+    return (2 * M + 2 * N * programs) * HEAD_DIM * itemsize + 4 * M
     # END SOLUTION
 
 

@@ -674,7 +674,7 @@ kernel_rule(
         "each head of each batch, and phase 3's loop. Run the check early: it says which case fails first.",
         "Four strides per tensor. The pointer of a head is Q_ptr + batch * stride_qb + head * stride_qh; from there on "
         "it is phase 3.",
-        "head_dim: BLOCK_D = triton.next_power_of_2(head_dim), and a second condition in every load and store (4.4). "
+        "head_dim: BLOCK_D = max(16, triton.next_power_of_2(head_dim)), and in each load and store a second condition. "
         "Causal: the mask of 4.3, and range(0, end, BLOCK_N) with the end of 4.2.",
         "A row that sees no key: m_safe = tl.where(m_new == float('-inf'), 0.0, m_new), and a division by 1 where l_i "
         "is 0.",

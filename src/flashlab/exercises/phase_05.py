@@ -17,7 +17,7 @@ from flashlab.attention.cost import Meter
 from flashlab.check import expect
 from flashlab.check.lookup import Row
 from flashlab.exercises.kernel_rule import apart, empty, kernel_rule
-from flashlab.exercises.phase_05_ladder import CUT, in_small_steps, mixed_bases, rounded_sums
+from flashlab.exercises.phase_05_ladder import CUT, TAIL, in_small_steps, mixed_bases, rounded_sums
 from flashlab.exercises.tensor_rule import normal, part, tensor_rule
 
 # ---- 5.1 ------------------------------------------------------------------------------------------------------------
@@ -63,6 +63,10 @@ _EXAMPLE = torch.tensor([[0.5, 0.25, 0.25]]), torch.tensor([[4.0, 0.0, 8.0]])
         "(p * dp).sum": "delta is the sum over the keys, weighted by p",
         "p[:, :, None] * p[:, None, :]": "a score also moves the other elements of its row",
     },
+    rows=[
+        Row("mean-of-dp", "ds: delta is taken as the plain mean of dp: it is the sum over the keys, weighted by p",
+            [("(p * dp).sum(", "dp.mean(")]),
+    ],
     on_device=True,
 )  # fmt: skip
 def softmax_backward(p, dp):
@@ -255,12 +259,12 @@ _WALK_NOTES = {
                 (4, 12, 8, 0.3, 4), (5, 30, 8, 0.5, 8), (7, 7, 16, 0.2, 7), (3, 20, 8, 1.0, 64),
                 (4, 10, 8, -0.4, 4))}
     | {"every score near 120": _of_dq(4, 12, 8, 1.0, 4, 0, _near(120.0)),
-       "every score near -120": _of_dq(4, 12, 8, 1.0, 4, 1, _near(-120.0)),
+       "every score near -120": _of_dq(4, 14, 8, 1.0, 4, 1, _near(-120.0)),
        "a tile whose P is 1e-26 and whose V is 1e25": _of_dq(4, 12, 8, 1.0, 4, 2, _faint)},
     draw=lambda r: _of_dq(r.randint(1, 6), r.randint(1, 30), 8, r.choice((0.3, 0.5, 0.7)), r.choice((1, 4, 8)),
                           r.randrange(2**20)),
     also=[_dq_in_base_2],
-    nan={"120": "exp(120) is infinite in float32: subtract lse from the score, then take the exponential"},
+    nan={"-120": TAIL, "120": "exp(120) is infinite in float32: subtract lse, then take the exponential"},
     notes=_WALK_NOTES,
     rows=[
         Row("scale-positive", "dq: the scale of the scores is taken as positive: it may be negative",
@@ -506,6 +510,7 @@ _OWN = "each tensor has its own strides, and each stride its own index"
     notes={
         "stride_om": _OWN, "stride_od": _OWN, "stride_dom": _OWN, "stride_dod": _OWN,
         "to": "the products are rounded before they are summed", "tl.float32": "the products would be rounded",
+        "digits": "are the products, or their sum, rounded to 16 bits?",
     },
     rows=[
         Row("strides-of-o", f"dO is read with O's strides: {_OWN}", [
@@ -861,6 +866,7 @@ def _of_a_hunt(n: int, block: int, causal: bool, scale: float = 0.4) -> tuple[An
         Row("diagonal-left-out", "the tiles on the diagonal are left out: causal, the walk begins a block too late",
             [("start_n if causal else 0", "start_n + BLOCK if causal else 0")]),
         Row("causal-off-by-one", "a query does not see its own position", [("torch.tril(p)", "torch.tril(p, -1)")]),
+        Row("causal-off-by-one", "a query sees one key behind its own", [("torch.tril(p)", "torch.tril(p, 1)")]),
         Row("mask-inverted", "on the diagonal what a query sees is hidden, and what it does not see counts: tril keeps "
             "j <= i", [("torch.tril(p)", "torch.triu(p)")]),
         Row("diagonal-always-masked", "all tiles are visited, those on the diagonal are masked, whatever causal says",

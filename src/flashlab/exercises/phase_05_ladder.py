@@ -27,18 +27,21 @@ from flashlab.triton_tools.watch import watched as watched_memory
 def _launch_of(
     kernel: str, kv_heads: int, group: int, M: int, N: int, BLOCK_M: int, BLOCK_N: int, causal: bool,
     softcap: float = 0.0, dtype: torch.dtype = torch.float16, seed: int = 0, loud: bool = False, apart_by: int = 4,
+    below: bool = False,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The arguments of grouped_dkdv_kernel ("dkdv") or of capped_dq_kernel ("dq"), with rows apart in memory.
 
-    loud: exp(score - lse) overflows where a causal mask hides the last key; tanh is -1 and 1. apart_by: 0 if rows
-    are contiguous.
+    loud: exp(score - lse) overflows where a causal mask hides the last key; tanh is -1 and 1. below: every score is
+    far below 0, and exp(0 - lse) overflows. apart_by: 0 if rows are contiguous.
     """
     r, heads = random.Random(seed), kv_heads * group
-    D, scale, gap = r.choice((16, 32)), r.choice((0.3, 0.5 if loud else -0.5)), r.choice((0, apart_by))
+    D, scale, gap = r.choice((16, 32)), r.choice((0.3, 0.5 if loud or below else -0.5)), r.choice((0, apart_by))
     q, do = (normal(r, heads, M, D, dtype=dtype) + shift for shift in (0, 0.25))
     k, v = (normal(r, kv_heads, N, D, dtype=dtype) + shift for shift in (0, 0.5))
     if loud:
         q[..., 0], k[:, -1, 0], k[:, 0, 0] = 16.0, 64.0, -64.0
+    if below:
+        q[..., 0], k[..., 0] = 16.0, -64.0
     o, lse = reference.attention(*(x[None] for x in (q, k, v)), causal=causal, scale=scale, softcap=softcap or None)
     delta = (o[0] * do.double()).sum(2)
     read = [apart(x, gap + apart_by * more) for x, more in zip((q, k, v, do), (1, 2, 3, 5), strict=True)]
@@ -75,6 +78,7 @@ _NOTES = {
     "dtype": "tl.dot takes float32 as TF32 unless it has input_precision='ieee'; or is something converted to 16 bits?",
     **{f"stride_{x}{axis}": _OF_A_HEAD for x in ("q", "k", "v", "do", "dq", "dk", "dv") for axis in "hmn"},
 }  # fmt: skip
+TAIL = "a key that is not there has a P too, exp(0 - lse): infinite where lse is very negative, and inf · 0 is NaN"
 CUT = ".to(k.dtype).to(tl.float32)"
 _HIDDEN = (
     "P of a hidden pair may be infinite, and inf · 0 is NaN; lse of a row that sees no key is -inf, and -inf + inf is "
@@ -174,6 +178,7 @@ def _of_few_tiles(kernel: Any) -> None:
     | {"float32, " + _named("dkdv", *given): _launch_of("dkdv", *given, dtype=torch.float32)
        for given in ((1, 2, 20, 20, 16, 16, True),)} | _three_more("dkdv"),
     draw=_some_launch("dkdv"),
+    work=16_000,
     nan={"causal=True": _HIDDEN},
     notes=_NOTES,
     rows=[
@@ -188,6 +193,20 @@ def _of_few_tiles(kernel: Any) -> None:
         Row("last-head-only", "dk and dv: the sums begin anew with each query head: those of the last one are left",
             [("head = kv_head * group + member", "head = kv_head * group + member\n        "
               "dk, dv = (tl.zeros([BLOCK_N, HEAD_DIM], tl.float32) for _ in (0, 1))")]),
+        Row("first-head-only", "dk and dv: one query head of each group counts: the gradient is the sum over all",
+            [("range(group)", "range(1)")]),
+        Row("causal-ignored", "dk and dv: `CAUSAL` is taken for False, whatever it is",
+            [("if CAUSAL else", "if False else"), ("if CAUSAL:", "if False:"),
+             ("- lse[None, :])", "- tl.where(lse == -float('inf'), float('inf'), lse)[None, :])")]),
+        Row("mean-of-the-group", "dk and dv: the mean over the query heads of a group is taken: it is the sum",
+            [("dk * scale)", "dk * scale / group)"), ("dv.to(DV_ptr", "(dv / group).to(DV_ptr")]),
+        *(Row("walk-begins-late", f"dk and dv: causal, the walk begins {late}: the first query that sees one of the "
+              "block's keys is start_n - (N - M)", [("tl.maximum(start_n - (N - M), 0)", begin)])
+          for late, begin in (
+              ("where the block's last key is seen", "tl.maximum(start_n + BLOCK_N - 1 - (N - M), 0)"),
+              ("at a multiple of BLOCK_M behind it", "tl.cdiv(tl.maximum(start_n - (N - M), 0), BLOCK_M) * BLOCK_M"))),
+        Row("mask-on-dv-alone", "dk: what the causal mask hides counts: P is 0 there for dV, and has to be in dS",
+            [("p_t = tl.exp(", "p_t = p_all = tl.exp("), ("ds_t = p_t", "ds_t = p_all")]),
         Row("causal-aligned-top-left", "dk and dv: the causal mask and the begin of the walk are aligned at the first "
             f"key: {_SEES}", [("tl.maximum(start_n - (N - M), 0)", "start_n"), ("<= offs_m[None, :] + N - M",
                                                                                "<= offs_m[None, :]")]),
@@ -264,10 +283,12 @@ _CAPPED = tuple((*shape, cap) for shape, cap in zip(_SHAPES, (0.0, 2.0, 5.0, 2.0
     inputs={_named("dq", *given): _launch_of("dq", *given, seed=i) for i, given in enumerate(_CAPPED)}
     | {"float32, " + _named("dq", *given): _launch_of("dq", *given, dtype=torch.float32)
        for given in ((1, 2, 20, 20, 16, 16, True, 5.0),)} | _three_more("dq")
-    | {"tanh of scores far from 0": _launch_of("dq", 1, 2, 20, 20, 16, 16, True, 2.0, loud=True)},
+    | {"tanh of scores far from 0": _launch_of("dq", 1, 2, 20, 20, 16, 16, True, 2.0, loud=True),
+       "every lse below -200, a short last tile": _launch_of("dq", 1, 1, 16, 20, 16, 16, False, below=True)},
     draw=_some_launch("dq"),
     nan={"tanh": "tanh of a large score is NaN: its exponential is infinite, and inf / inf is NaN",
-         "causal=True": _HIDDEN, **dict.fromkeys(("causal=False, softcap=0.0", "40 tiles"), "not finite where there is "
+         "below -200": f"{TAIL}: mask it, causal or not", "causal=True": _HIDDEN,
+         **dict.fromkeys(("causal=False, softcap=0.0", "40 tiles"), "not finite where there is "
          "no soft-cap and nothing is hidden: `softcap` is 0 there. Is anything divided by it?")},
     notes=_NOTES | {
         "softcap": "the capped score is softcap · tanh(score / softcap)",
@@ -444,7 +465,7 @@ def _expect_scales(attention: Callable[..., Any]) -> None:
         "forward returns (o, lse); then backward(ctx, do, dlse) gets a gradient for each, and returns five things: dq, "
         "dk, dv, None, None. delta = (o.float() * do.float()).sum(-1) - dlse.",
         "grouped_dkdv_kernel[(batch * kv_heads * n_blocks,)](q, k, v, do, lse, delta, dk, dv, *strides, ...) with "
-        "strides = [s for x in (q, k, v, do, dk, dv) for s in x.stride()[:2]]. N = 0 and M = 0 do not come.",
+        "strides = [s for x in (q, k, v, do, dk, dv) for s in x.stride()[:2]].",
     ],
 )
 def _(attention: Callable[..., Any]) -> Report:

@@ -26,7 +26,7 @@ from flashlab import runtime
 from flashlab.check import CheckFailed, Report, pattern, running, tensor_changes
 from flashlab.check.changes import Text
 from flashlab.check.expect import allowed_error
-from flashlab.check.lookup import Index, Values, outcome_of
+from flashlab.check.lookup import Index, Values
 from flashlab.check.poison import carried
 from flashlab.check.running import is_unsolved
 from flashlab.check.symptoms import Symptoms, seen_where, watched
@@ -169,7 +169,7 @@ class TensorRule(Rule):
                 if is_unsolved(error):
                     raise
                 errors.append(error)
-                got.append(outcome_of(error))
+                got.append(self.index.error(error))
                 continue
             if not all(_same_input(x, y) for x, y in zip(mine, given, strict=True)):
                 raise CheckFailed(
