@@ -416,7 +416,8 @@ def _corrections(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -
         if not o.isfinite().all() or not (lse - want).abs().max() < 2e-3:
             return None
         used = o * (torch.exp(lse - up) / (2 * ROWS))[:, None] - 0.25  # [rows, head_dim]
-        wrong = (used / corrections[:, None] - 1).abs() > 0.02
+        near = lambda value: (used - value).abs() < 0.02 * value + 5e-4  # noqa: E731, B023
+        wrong = ~near(corrections[:, None])
         if not wrong.any():
             continue
         known = {
@@ -426,7 +427,7 @@ def _corrections(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -
             "the corrections of both of the lane's rows": (corrections * corrections[torch.arange(rows) ^ 8])[:, None],
         }
         for words, value in known.items():
-            if bool(((used / value - 1).abs() < 0.02)[wrong].all()):
+            if bool(near(value)[wrong].all()):
                 where = _elements_of_c(wrong)
                 if where is None:
                     return None
