@@ -658,7 +658,8 @@ grow("p11_9_scheduler")
 # %% [markdown]
 # There are two waits. `bulk_wait_read` ends when the engine has *read* the buffer, so that it may be filled again; `bulk_wait` ends when
 # the bytes are *written*. The first is enough before the next O, and before a block ends, when its shared memory goes to another block. What was
-# written is there for the next kernel in any case; the second is for a thread that reads it back.
+# written is there for the next kernel in any case; the second is for a thread that reads it back. (The kernel's last line waits for it all
+# the same.)
 #
 # This is the place of section 6: ordinary stores, then the async proxy. Find the fence.
 

@@ -194,6 +194,8 @@ NEXT = "            for (int j = 0; j < tiles; j++) {"
 LATE = "if (j > 0) mbarrier_wait(empty_v((j - 1) % STAGES), (j - 1) / STAGES % 2);"
 BOTH, OWN = "named_barrier_sync(1 + CONSUMERS, CONSUMERS * GROUP);", "named_barrier_sync(1 + consumer, GROUP);"
 STORE_DK = "    store_tile(dk, p.scale, k_smem, dk_map, n_start, kv_head, batch);"
+K_READ = "        if (first_thread) mbarrier_arrive(empty + 8 * slot);\n\n"
+SLOT_OF_V = "        slot = (2 * j + 1) % SLOTS;\n"
 COUNTS = "mbarrier_init(empty_k(i), CONSUMERS), mbarrier_init(empty_v(i), CONSUMERS)"
 O_FENCE, V_SLOT = "fence_proxy_async();", "empty_slot + 8 * ((2 * nth - 1) % SLOTS)"
 TOLD = [
@@ -202,14 +204,14 @@ TOLD = [
     ("11.6", [("if (first_thread) bulk", "if (threadIdx.x % GROUP == 32) bulk")], "may still be under way"),
     ("11.6", [(O_FENCE, ""), ("#pragma unroll\n            for", f"{O_FENCE}\n#pragma unroll\n            for")],
      "after its last store"),
+    ("11.6", [("slab * SLAB,", "(1 - slab) * SLAB,")], "are in the wrong order: column 0 holds column 64"),
     ("11.6", [("bulk_wait_read", "bulk_wait")], "bulk_wait waits until O is written"),
     ("11.7", [(V_SLOT, "empty_v + 8 * ((nth - 1) % STAGES)")], "empty_v"),  # the lecture's line
     ("11.7", [("empty_slot + 8 * slot", "empty_slot + 8 * ((slot + 1) % SLOTS)")], "consumer 0 gives back slots 1, "),
     ("11.7", [(V_SLOT, "empty_slot + 8 * slot")], "the slot of this tile's K is given back a second time"),
-    ("11.7", [(V_SLOT, "empty_slot + 8 * ((nth - 1) % SLOTS)")], "as if V had a ring of its own"),
+    ("11.7", [(V_SLOT, "empty_slot + 8 * ((2 * nth - 2) % SLOTS)")], "the slot of another item is given back"),
     ("11.8", [(OF_K, f"if (n > 1) {BEFORE}\n                {OF_K}")], "its place is free"),
     ("11.8", [("(n / K_STAGES + 1) % 2", "(n + 1) % 2")], ""),
-    ("11.8", [("        return;\n", "")], "of p11_5_consumers.cu, `setmaxnreg_inc"),
     ("11.8", [("n <= end;", "n <= end - 1;")], "the loop `n <= end` has a turn less"),
     ("11.9", [("{row_bytes, HEAD", "{2, row_bytes, HEAD")], "of your code, `return tensor_map("),
     ("11.10", [("consumer + CONSUMERS - 1)", "consumer + 1)")], "the turns go forwards"),
@@ -225,6 +227,8 @@ TOLD = [
     ("11.12", [("__align__(1024) ", "__align__(128) ")], "the shared memory is aligned to 128 bytes"),
     ("11.12", [("__align__(1024) ", "")], "aligned to 1 byte"),
     ("11.13", [("acc[4 * n + 2 * r + e] *= correction;", ";")], "O is not rescaled"),
+    ("11.13", [(K_READ, ""), (SLOT_OF_V, K_READ + SLOT_OF_V)], "when the softmax of tile 0 begins, K of the tile has"),
+    ("11.13", [("(2 * j + 1) / SLOTS % 2", "2 * j / SLOTS % 2")], "V's parity is not that of its item"),
     ("11.14", [(COUNTS, COUNTS.replace("CONSUMERS", "1"))], "How many arrivals does `empty` wait for?"),
     ("11.14", [(BOUNDS, "")], "no __launch_bounds__(THREADS, 1) says how many threads"),
     ("11.14", [(HEADS, HEADS.replace("kv_", ""))], "told of kv_heads heads"),
@@ -341,6 +345,11 @@ def test_the_lectures_order_asks_too_late():
     ]  # V of tile n
     text = changed("11.8", *later)[0]
     assert "when V of tile 0 has been read: its place is free when K of tile 0" in failure("11.8", text).sentence
+
+
+def test_scores_of_another_tile_than_v_is_of_are_no_wrong_correction():
+    text = changed("11.8", ("(end - 1 - n) * BLOCK_N", "n * BLOCK_N"))[0]
+    assert "correction" not in failure("11.8", text).sentence
 
 
 @pytest.mark.long

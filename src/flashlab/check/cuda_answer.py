@@ -763,7 +763,7 @@ def of_a_variant(failed: CheckFailed, head_dim: int, in_fp16: Callable[[], Any])
         sentence = (
             f"right with head_dim={192 - head_dim}, wrong with {head_dim}, in either dtype ({failed}): is there a "
             f"number that should follow HEAD_DIM, {192 - head_dim}, or {24 - head_dim // 8} for HEAD_DIM / 8, or "
-            f"{12 - head_dim // 16} for HEAD_DIM / 16?"
+            f"{12 - head_dim // 16} for HEAD_DIM / 16, or a name for another that is the same with {192 - head_dim}?"
         )
         return CheckFailed(sentence, diagnosis=f"head-dim-{192 - head_dim}-alone", case=case)
     sentence = (

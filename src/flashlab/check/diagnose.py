@@ -483,7 +483,8 @@ def _permuted(observations: Sequence[Observation], wrong: Sequence[Observation])
                         continue
                     holds = f"{name[:-1]} {at} of o holds what belongs in {name[:-1]} {int(source[at])}"
                     return f"o-{name}-repeated", f"{holds}, and so on, for {int(moved.sum())} of {len(moved)}", seen
-                hint = " (the accumulator's fragments?)" if axis else ""
+                far = int((source - torch.arange(len(source))).abs().max()) >= 64  # farther than a fragment is wide
+                hint = " (the accumulator's fragments?)" if axis and not far else ""
                 sentence = f"the {name} of o are in the wrong order{hint}: "
                 sentence += f"{name[:-1]} {at} holds {name[:-1]} {int(source[at])}"
                 return f"o-{name}-exchanged", sentence, seen

@@ -132,6 +132,9 @@ _STANDS = (
             "are still under way", [("bytes_under_way -= n", "bytes_under_way = 0")]),
         Row("not-ended-by-bytes", "a phase ends only when somebody arrives: where the arrivals are there already, the "
             "last bytes end it", [("if missing == 0 and", 'if operation != "copy" and missing == 0 and')]),
+        Row("ended-by-a-copy", "a copy that brings the last bytes ends the phase, though arrivals are missing: it "
+            "waits for both", [("if missing == 0 and bytes_under_way == 0",
+                      'if bytes_under_way == 0 and (missing == 0 or operation == "copy")')]),
         Row("bytes-again", "each phase waits for as many bytes as were announced before: arrivals come back by "
             "themselves, announced bytes do not",
             [("arrivals, 0, []", "arrivals, 0, []\n    announced = 0"), ("+= n", "+= n\n            announced += n"),
@@ -373,7 +376,7 @@ def _stages(r: random.Random) -> tuple[int, ...]:
     inputs=[
         *((*tile, limit) for tile in ((128, 128, 64), (192, 128, 64), (128, 176, 128), (128, 80, 256), (64, 64, 64))
           for limit in (232448, 101376, 166912, 16384)),
-        (192, 32, 128, 31461), *(_stages(random.Random(i)) for i in range(150)),
+        (192, 32, 128, 31461), (64, 64, 64, 40996), *(_stages(random.Random(i)) for i in range(150)),
     ],
     draw=_stages,
     words={"once": "once", "per_stage": "per_stage"},
@@ -391,6 +394,12 @@ def _stages(r: random.Random) -> tuple[int, ...]:
             [("head_dim * 2 + 8", "head_dim + 8"), ("head_dim * 2 + 4", "head_dim + 4")]),
         Row("floats", "an element has 2 bytes, and here it has 4",
             [("head_dim * 2 + 8", "head_dim * 4 + 8"), ("head_dim * 2 + 4", "head_dim * 4 + 4")]),
+        Row("five-barriers", "there are five barriers here, whatever the stages: a stage has four of its own",
+            [("* 2 + 8", "* 2 + 5 * 8"), (" + 4 * 8", "")]),
+        Row("half-a-stage", "a stage has one tile here, and two barriers: it has a tile of K and one of V, with two "
+            "barriers each", [("2 * block_n * head_dim * 2 + 4 * 8", "block_n * head_dim * 2 + 2 * 8")]),
+        Row("barriers-of-4-bytes", "a barrier has 4 bytes here: it has 8",
+            [("* 2 + 8", "* 2 + 4"), ("4 * 8", "4 * 4")]),
         Row("q-in-every-stage", "each stage has a tile of Q here: there is one, and it stays",
             [("(shared_bytes - once) // per_stage", "(shared_bytes - 8) // (per_stage + once - 8)")]),
     ],
@@ -422,6 +431,8 @@ def most_stages(block_m, block_n, head_dim, shared_bytes):
             "that rounding leaves over belongs to nobody", [("at_launch * threads", "65536")]),
         Row("not-rounded-at-the-launch", "the launch's registers are not rounded: each thread gets a multiple of 8",
             [("// threads // 8 * 8", "// threads")]),
+        Row("fewer-than-256", "at most 248 registers are taken here: 256 is a multiple of 8 too, and a thread may "
+            "have so many", [("min(256,", "min(248,")]),
         Row("as-at-the-launch", "it is the registers at the launch: the consumers can take those too that the producer "
             "gives away", instead="65536 // (128 * (consumers + 1)) // 8 * 8"),
     ],
@@ -457,6 +468,8 @@ def consumer_registers(consumers, producer):
             "one", [("left * 4 // 3", "left * 4 // 5")]),
         Row("a-row-per-thread", "each accumulator is that of a whole row: 64 rows are shared by 128 threads, half a "
             "row for each", [("head_dim // 2", "head_dim"), ("left * 4 // 3", "left * 2 // 3")]),
+        Row("power-of-two", "block_n is a power of two here: any multiple of 16 will do",
+            [("left * 4 // 3 // 16 * 16", "2 ** ((left * 4 // 3).bit_length() - 1)")]),
         Row("exact-fit", "what fits exactly is left out: all the registers may be used",
             [("left * 4 // 3", "(left - 1) * 4 // 3")]),
     ],

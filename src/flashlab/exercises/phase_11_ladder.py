@@ -316,10 +316,11 @@ ROOM = Trials(
             [(_GIVEN_V, ""), (_PACKED_P, f"{_GIVEN_V}{_PACKED_P}")]),
         Row("k-for-v", "the slot of this tile's K is given back a second time, and that of V never",
             [(_GIVEN_V, _GIVEN_K)]),
-        Row("k-at-the-second", "K of the first tile is never given back: nothing is, where FIRST holds",
-            [(_GIVEN_K, ""), (_GIVEN_V, _GIVEN_K + _GIVEN_V)]),
-        Row("as-if-apart", "the slot is counted as if V had a ring of its own: V of the tile before is item 2 nth - 1",
-            [("(2 * nth - 1) % SLOTS", "(nth - 1) % SLOTS")]),
+        *(Row("k-at-the-second", "K of the first tile is never given back: nothing is, where FIRST holds",
+              [(_GIVEN_K, ""), (_GIVEN_V, both)]) for both in (_GIVEN_K + _GIVEN_V, _GIVEN_V + _GIVEN_K)),
+        # Of (2 nth + 1) % SLOTS and (2 nth - 2) % SLOTS too: all end at the second tile.
+        Row("as-if-apart", "the slot of another item is given back: V of the tile before is item 2 nth - 1, and K and "
+            "V share the ring", [("(2 * nth - 1) % SLOTS", "(nth - 1) % SLOTS")]),
     ],
 )  # fmt: skip
 
@@ -441,8 +442,9 @@ PRODUCER = Trials(
              ("v_smem + stage * KV_BYTES", "v_smem + stage * KV_BYTES / 2")]),
         Row("one-warp", "one warp of the producer's warpgroup gives its registers back and returns: all four have to",
             [("warp >= WARPS", "warp == WARPS")]),
-        Row("tiles-upwards", "the tiles are asked for upwards, and the consumers go from end - 1 down to 0",
-            [(_K_KEYS, "n * BLOCK_N, kv_head"), (_V_KEYS, "(n - 1) * BLOCK_N, kv_head")]),
+        *(Row("tiles-upwards", f"the tiles{of} are asked for upwards, and the consumers go from end - 1 down to 0",
+              [(keys, keys.replace("end - 1 - n", "n").replace("end - n", "n - 1")) for keys in which])
+          for of, which in (("", (_K_KEYS, _V_KEYS)), (" of K", (_K_KEYS,)), (" of V", (_V_KEYS,)))),
         *(Row("kv-head", f"the tiles of {of} come from `head`: heads of Q share those of kv_head",
               [(keys, keys.replace("kv_head", "head")) for keys in which])
           for of, which in (("K and of V", (_K_KEYS, _V_KEYS)), ("V", (_V_KEYS,)), ("K", (_K_KEYS,)))),
@@ -453,6 +455,15 @@ PRODUCER = Trials(
             [("= n % K_STAGES", "= (end - 1 - n) % K_STAGES"), ("= (n - 1) % V_STAGES", "= (end - n) % V_STAGES")]),
         Row("two-stages", "two stages of K are used, and there are K_STAGES",
             [("n % K_STAGES", "n % V_STAGES"), ("n / K_STAGES", "n / V_STAGES")]),
+        Row("parity-of-v", "K's parity is not that of its stage: K of tile n is the stage's use n / K_STAGES",
+            [("n / K_STAGES", "n / V_STAGES")]),
+        Row("nobody-returns", "the producer's warps go on to the consumers' code: they return when all is asked for",
+            [("    return;\n", "")]),
+        Row("q-comes-last", "Q is asked for when all other tiles are, and the consumers begin with it",
+            [(_OF_Q, ""), ("    return;\n", f"    if (warp == WARPS && elect_one()) {_OF_Q}\n    return;\n")]),
+        *(Row("not-announced", f"nobody announces the bytes of {of}: copy_tile only copies, load_tile announces too",
+              [(f"load_tile<{tile}", f"copy_tile<{tile}")])
+          for of, tile in (("K", "BLOCK_N>(k"), ("V", "BLOCK_N>(v"), ("Q", "BLOCK_M"))),
         Row("three-stages", "V is put into K_STAGES stages, and there are V_STAGES",
             [("(n - 1) % V_STAGES", "(n - 1) % K_STAGES"), ("(n - 1) / V_STAGES", "(n - 1) / K_STAGES")]),
     ],
@@ -745,6 +756,7 @@ def _part_runs(parts: int, blocks: int) -> tuple[torch.Tensor, torch.Tensor, int
 def _hand_out(parts: int, blocks: int) -> Callable[[CudaModule], Outputs]:
     def run(module: CudaModule) -> Outputs:
         given = _part_runs(parts, blocks)
+        given[0][0] = 2  # the number that comes is not n, as where there are several blocks
         module.launch("run", *given, echo=False, timeline=1, timeout=2.0)
         return [given[0].float(), given[1].float()]
 
@@ -754,7 +766,7 @@ def _hand_out(parts: int, blocks: int) -> Callable[[CudaModule], Outputs]:
 _STORED = "    h.place[at] = part;\n    mbarrier_arrive(h.full + 8 * at);"
 _READ = "    const int part = h.place[at];\n    mbarrier_arrive(h.empty + 8 * at);\n    return part;"
 HAND = Trials(
-    "11.11", _watched(), [traced(_hand_out(7, 1))], most=200, equal={"`at` multiplies `h.full`": "h.full is 8 there"},
+    "11.11", _watched(), [traced(_hand_out(9, 1))], most=200, equal={"`at` multiplies `h.full`": "h.full is 8 there"},
     place=lambda text: _in_file(PARTS, "hand", text).text,
     notes={
         "n / PLACES": "each use of a place is a phase, and the parity is the phase's last bit",
@@ -772,6 +784,12 @@ HAND = Trials(
             "n / PLACES", [("(n / PLACES + 1) % 2", "(n + 1) % 2"), ("n / PLACES % 2", "n % 2")]),
         Row("not-from-the-counter", "the number is n, and not the counter's: blocks would work on the same parts",
             [("atomicAdd(h.counter, 1)", "n")]),
+        Row("returns-n", "hand_on returns n: the caller asks of the number that was handed on whether it is the last",
+            [(_STORED + "\n    return part;", _STORED + "\n    return n;")]),
+        Row("stores-n", "n is stored in the place, and not the number that came from the counter",
+            [("h.place[at] = part", "h.place[at] = n")]),
+        Row("barriers-exchanged", "take waits at `empty`, and arrives at `full`: `full` says that there is a number",
+            [("wait(h.full", "wait(h.empty"), ("arrive(h.empty", "arrive(h.full")]),
         Row("one-place", "every number goes through place 0: there are PLACES of them", [
             ("on(const Hand& h, int n) {\n    const int at = n % PLACES;", "on(const Hand& h, int n) {\n    "
              "const int at = 0;")]),
@@ -1043,10 +1061,12 @@ LOOP = Trials(
             [("m_i[r] = x, l_i[r] *= correction;", "l_i[r] *= correction;")]),
         Row("v-transposed", "V is multiplied as K is, by columns: its rows are k, so wgmma_rs wants TRANS_B, true",
             [("T, true>", "T>")]),
-        Row("parity-of-j", "V's parity is that of j / SLOTS: V of tile j is item 2 j + 1",
-            [("(2 * j + 1) / SLOTS % 2", "j / SLOTS % 2")]),
-        Row("parity-of-j", "both parities are those of j / SLOTS: K of tile j is item 2 j, V is item 2 j + 1",
-            [("(2 * j + 1) / SLOTS % 2", "j / SLOTS % 2"), ("slot, 2 * j / SLOTS % 2", "slot, j / SLOTS % 2")]),
+        # Of each: with j, j / SLOTS, and the other's item the run ends at the same place.
+        *(Row("parity-of-j", f"{of}'s parity is not that of its item: {of} of tile j is item {item}, use ({item}) / "
+              "SLOTS of its slot", [(right, "j / SLOTS % 2")])
+          for of, item, right in (("V", "2 j + 1", "(2 * j + 1) / SLOTS % 2"), ("K", "2 j", "2 * j / SLOTS % 2"))),
+        Row("v-by-its-columns", "V's step is columns_on(k): its rows are the keys, and 16 of them on is rows_on(k)",
+            [("rows_on(k)", "columns_on<BLOCK_N>(k)")]),
         Row("scaled-maximum", "m_i is kept times scale_log2: it is the maximum of the raw scores",
             [("m_i[r] = x,", "m_i[r] = x * scale_log2,")]),
         Row("rows-of-q", "K's step is columns_on<BLOCK_M>: its tile has BLOCK_N rows",
@@ -1058,25 +1078,41 @@ LOOP = Trials(
 
 
 def _expect_given_back_early(events: Sequence[Event]) -> None:
-    """Raises CheckFailed where a consumer keeps K's slot until its tile's product with V has been issued."""
+    """Raises CheckFailed where scores have been waited for, and K has not been given back when more is done with them.
+
+    Asked of the warp that gives back, for only its own events are in order. Exponentials are marked by a wait for Q.
+    """
     __tracebackhide__ = True
-    empty = sorted({e.values[0] for e in events if e.did == "arrive" and not e.values[1]})
-    for consumer in range(_CONSUMERS):
-        given, issued = Counter[int](), 0
-        for e in events:
-            if e.warp // 4 != consumer:
-                continue
-            if e.did == "arrive":
-                given[empty.index(e.values[0])] += 1
-            if e.did == "wgmma" and e.values[1] == _HEAD_DIM and e.warp == 4 * consumer:
-                j, issued = issued // (_KEYS // 16), issued + 1
-                expect(
-                    given[2 * j % _SLOTS] > 2 * j // _SLOTS,
-                    f"the result is right, but when the product with V of tile {j} is issued, K of the tile has not "
-                    "been given back: nobody reads it after the scores",
-                    diagnosis="released-late",
-                    case="seq_q=128, seq_k=330",
-                )
+    given_back = [e for e in events if e.did == "arrive" and not e.values[1]]
+    empty, givers = sorted({e.values[0] for e in given_back}), sorted({e.warp for e in given_back})
+    for warp in givers:
+        if sum(other // 4 == warp // 4 for other in givers) > 1:
+            continue
+        mine, given = [e for e in events if e.warp == warp], Counter[int]()
+        full_q = next(e.values[0] for e in mine if e.did == "mbarrier-passed")
+        scores, over = list[int](), 0  # numbers of wgmma; the last one that was waited for
+        for e in mine:
+            given[e.values[0]] += e.did == "arrive"
+            over = max(over, e.values[0]) if e.did == "wait" else over
+            if e.did == "wgmma" and e.values[1] == _KEYS:
+                scores.append(e.values[0])
+            j = sum(x <= over for x in scores) // (_HEAD_DIM // 16) - 1  # the last tile whose scores are there
+            softmax = e.did == "mbarrier-passed" and e.values[0] == full_q
+            product = e.did == "wgmma" and e.values[1] == _HEAD_DIM
+            expect(
+                not (softmax or product) or j < 0 or given[empty[2 * j % _SLOTS]] > 2 * j // _SLOTS,
+                f"the result is right, but when the {'softmax' if softmax else 'product with V'} of tile {j} begins, "
+                "K of the tile has not been given back: nobody reads it after the scores",
+                diagnosis="released-late",
+                case="seq_q=128, seq_k=330",
+            )
+
+
+def _marked(loop: str) -> str:
+    """The text with a wait for Q, which is there, before each exponential."""
+    return re.sub(
+        r"\b(exp2_approx|exp2f|__expf|expf)(?=\s*\()", r"(mbarrier_wait(full_q, 0), \1)", blank_comments(loop)
+    )
 
 
 @exercise(
@@ -1109,7 +1145,7 @@ def consumer_of_a_ring(loop: str) -> str:
         except CheckFailed:
             _expect_given_back(_events(whole, _SEVERAL, _HEAD_DIM), "seq_q=128, seq_k=330")
             raise
-        _expect_given_back_early(_events(whole, _SEVERAL, _HEAD_DIM))
+        _expect_given_back_early(_events(_in_file(RING, "loop", _marked(loop)), _SEVERAL, _HEAD_DIM))
     expect_variant(whole, head_dim=64)
     return f"{verdict.cases} cases right, nothing found by the emulator"
 

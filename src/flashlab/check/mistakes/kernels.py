@@ -399,7 +399,8 @@ def _corrections(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -
     """Which row's correction each element of acc has been multiplied by, if lse is right.
 
     One half of the keys has scores of 0 and the value 1, the other half, which comes later, a higher score for each row
-    and the value 0: a row of O is its correction, divided by the sum, which lse tells.
+    and the value 1/4 (0 would not tell which half of V is multiplied by which of P): a row of O less a quarter is its
+    correction, divided by the sum, which lse tells.
     """
     rows, keys = 16, 4 * ROWS
     up = 1 + torch.arange(rows).double() / 8  # a row's maximum rises by so much
@@ -409,13 +410,14 @@ def _corrections(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -
         q[0, 0, :, 0] = 4 * up
         k[..., 0] = math.sqrt(head_dim) / 4
         k[:, :, first, 0] = 0
-        v[:, :, first] = 1
+        v[:], v[:, :, first] = 0.25, 1
         o, lse = (x[0, 0].double() for x in forward(q.half(), k.half(), v.half(), causal=False, scale=None))
         want = math.log(2 * ROWS) + torch.log1p(torch.exp(up))
         if not o.isfinite().all() or not (lse - want).abs().max() < 2e-3:
             return None
-        used = o * (torch.exp(lse - up) / (2 * ROWS))[:, None]  # [rows, head_dim]
-        wrong = (used / corrections[:, None] - 1).abs() > 0.02
+        used = o * (torch.exp(lse - up) / (2 * ROWS))[:, None] - 0.25  # [rows, head_dim]
+        near = lambda value: (used - value).abs() < 0.02 * value + 5e-4  # noqa: E731, B023
+        wrong = ~near(corrections[:, None])
         if not wrong.any():
             continue
         known = {
@@ -425,7 +427,7 @@ def _corrections(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -
             "the corrections of both of the lane's rows": (corrections * corrections[torch.arange(rows) ^ 8])[:, None],
         }
         for words, value in known.items():
-            if bool(((used / value - 1).abs() < 0.02)[wrong].all()):
+            if bool(near(value)[wrong].all()):
                 where = _elements_of_c(wrong)
                 if where is None:
                     return None
