@@ -83,7 +83,7 @@ HALF = params([
               "i < 16 * D; i += 32) v_smem[i] = i < keys * D ? v_gmem[i] : T(0.f)")], "wrong-function"),
     ("8.5", [("        load_kv(j + STAGES - 1);\n        cp_async_wait<2 * STAGES - 2>();\n",
               "        cp_async_wait<2 * STAGES - 4>();\n        load_kv(j + STAGES - 1);\n")], "stage-overwritten"),
-    ("8.6", [("row % 8", "row % 4")], "bank-conflicts"),
+    ("8.6", [("row % 8", "row % 4")], "division-missing"),
     ("8.6", [("row % 8", "row / 2")], "division-missing"),
     ("9.3", [("if (__any_sync(~0u, moved)) {", "{"), ("(m_i[r] - base)", "(before - base)"),
              ("                if (", "                const float before = m_i[r];\nif (")], "not-lazy"),

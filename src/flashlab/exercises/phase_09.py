@@ -584,7 +584,7 @@ def _walked(seq_q: int, seq_k: int, causal: bool = True) -> Callable[[CudaModule
 
 
 GLUE = Trials(
-    "9.5", _watched, [*(_walked(*x) for x in ((256, 520), (384, 330), *_BORDERS)), _walked(64, 200, causal=False)],
+    "9.5", _watched, [*(_walked(*x) for x in ((200, 520), (400, 330), *_BORDERS)), _walked(64, 200, causal=False)],
     region=True, tol=1e-3, place=lambda text: _telling(_together(text)),
     read=lambda text: _PLACE.sub(lambda m: f"flashlab_part {m[1]};", text),
     words={"begin": "begin", "whole": "whole"},

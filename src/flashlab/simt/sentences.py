@@ -278,8 +278,7 @@ def _global_race(f: Facts) -> str:
         between = "only one of the two is kept. Is the index that of this thread and block alone?"
     elif " of block" in f.whom:
         between = (
-            "nothing orders two blocks of a launch but a __threadfence() and an atomic on each side, and barriers to "
-            "the threads that did not execute them"
+            "nothing orders two blocks but a __threadfence() and an atomic on each side, with barriers to the others"
         )
     else:
         between = "with no barrier between"

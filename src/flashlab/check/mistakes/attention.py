@@ -243,9 +243,6 @@ ROWS: tuple[Mistake, ...] = (
                 "adding the new block", _NONE, "correction"),
     *_corrected("l-not-rescaled", f"{_WHERE_IT_MOVES}l is not rescaled; multiply l by exp(m_old - m_new) before adding "
                 "the new block's sum", "correction", _NONE),
-    *_rows("l-not-rescaled", f"{_WHERE_IT_MOVES}l, which begins with 1, is not rescaled; multiply l by exp(m_old - "
-           "m_new) before adding the new block's sum",
-           [("l_i = q.new_zeros", "l_i = q.new_ones"), (_L, "l_i = l_i + p.sum(-1)")], sizes=TILES),
     *_corrected("nothing-rescaled", f"{_WHERE_IT_MOVES}neither O nor l is rescaled; multiply both by exp(m_old - "
                 "m_new) before adding the new block", _NONE, _NONE),
     *_corrected("correction-inverted", f"the correction {_AROUND}", _INVERTED, _INVERTED),
