@@ -298,8 +298,8 @@ SCALE = ("head_dim**-0.5 if scale is None else scale", "scale or head_dim**-0.5"
         ("4.11", ("    batch, M, heads, head_dim = q.shape", "    batch, M, heads, head_dim = q.mul_(2).shape"),
          "inputs-changed"),
         ("4.11", ("+ tl.arange(0, BLOCK_M)).to(tl.int64)", "+ tl.arange(0, BLOCK_M))"), "offset-overflow"),
-        pytest.param("4.11", ("LSE_ptr + batch_head * M", "LSE_ptr + head * M"), "wrong-name", marks=LONG),
-        pytest.param("4.11", ("triton.cdiv(M, 64) * batch", "triton.cdiv(M, 64)"), "never-written", marks=LONG),
+        pytest.param("4.11", ("LSE_ptr + batch_head * M", "LSE_ptr + head * M"), "never-written", marks=LONG),
+        pytest.param("4.11", ("triton.cdiv(M, 64) * batch", "triton.cdiv(M, 64)"), "rows-not-written", marks=LONG),
         ("4.11", ("    N, kv_heads = k.shape[1:3]", "    k, v = (x.repeat_interleave(heads // k.shape[2], 2) for x in "
                   "(k, v))\n    N, kv_heads = k.shape[1:3]"), "key-heads-copied"),
         pytest.param("4.12", ("    lse = ((m_i", "    lse = tl.where(l_i == 0.0, 0.0, (m_i"), "wrong-value",
