@@ -44,7 +44,12 @@ constexpr int MOST_WARY = 63;                                  // tiles that a w
 constexpr int SECOND = S_TILES / (HEAD_DIM == 64 ? 8 : 2), THIRD = S_TILES * 3 / 4;    // portions, in MMA tiles
 constexpr bool O_IN_Q = HEAD_DIM > 128;                        // New: O takes the place of Q: there is no other
 constexpr int Q_STAGES = O_IN_Q ? 1 : 2, BARRIERS = 4 + 2 * Q_STAGES + 4 * STAGES;     // New; 8 bytes each
-struct __align__(16) Part { int batch, head, m_start, end; };  // a head's rows, and tiles of keys that some of them see
+// region: part
+struct __align__(16) Part {                                    // a head's rows, and tiles of keys that some of them see
+    int batch, head, m_start, end;
+    static constexpr int begin = 0;                            // the first of the tiles
+};
+// endregion
 template <int CONSUMERS_> struct Tile {                        // New: what depends on the number of consumers
     // A warpgroup each, and the producer's after them
     static constexpr int CONSUMERS = CONSUMERS_, WARPS = 4 * CONSUMERS, THREADS = (CONSUMERS + 1) * GROUP;
@@ -98,7 +103,10 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, g = lane / 4, t = lane % 4;
     // One for the whole warp, as the compiler sees of a shuffle: what follows from it needs no register of each lane
     const int consumer = __shfl_sync(~0u, threadIdx.x / GROUP, 0);
-    const int m_blocks = ceil_div(p.seq_q, BLOCK_M), parts = m_blocks * p.batch * p.heads;
+    const int m_blocks = ceil_div(p.seq_q, BLOCK_M);
+    // region: parts
+    const int parts = m_blocks * p.batch * p.heads;
+    // endregion
     const int warp_row = warp * MMA_M;                         // the warp's first, in the tile
     auto end_of = [&](int row) {                               // tiles that some row before this one sees
         const int tiles = ceil_div(p.seq_k, BLOCK_N);
@@ -137,7 +145,9 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
         if constexpr (CONSUMERS > 1) setmaxnreg_dec<Tile::PRODUCER_REGISTERS>();
         if (warp == WARPS && elect_one()) {
             for (int part = blockIdx.x, n = 0, nth = 0;; n++) {
+                // region: next part
                 const Part here = part < parts ? part_of(part) : Part{0, 0, 0, -1};
+                // endregion
                 mbarrier_wait(empty_part + 8 * (n % 2), n / 2 & 1 ^ 1);
                 next_part[n % 2] = here;
                 mbarrier_arrive(full_part + 8 * (n % 2));      // the consumers see it with the barrier's phase
@@ -150,7 +160,7 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
                                        here.batch);
                 };
                 if (here.end == 0) load_q();
-                for (int j = here.end - 1; j >= 0; j--, nth++) {
+                for (int j = here.end - 1; j >= here.begin; j--, nth++) {
                     const int stage = nth % STAGES, phase = nth / STAGES & 1, key = j * BLOCK_N;
                     // Tile j + STAGES has left the stage: a new barrier passes this at once
                     mbarrier_wait(empty_k + 8 * stage, phase ^ 1);
@@ -404,7 +414,7 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
         if (mine > 0) {
             tile(j--, std::true_type{}, std::true_type{});
             for (; j >= full; j--) tile(j, std::false_type{}, std::true_type{});       // the masked tiles
-            for (; j >= 0; j--) tile(j, std::false_type{}, std::false_type{});         // the full ones
+            for (; j >= at.begin; j--) tile(j, std::false_type{}, std::false_type{});  // the full ones
         }
         if (!O_IN_Q && lane == 0) mbarrier_arrive(empty_q + 8 * q_stage);           // a Q may come
         if (mine > 0) {
@@ -454,7 +464,9 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
 // endregion
 
 // region: launch
+// region: workspace
 extern "C" int64_t workspace_floats(const Problem* p) { return 1; }        // the counter
+// endregion
 // New
 template <class Tile> int parts(const Problem& p) { return p.batch * p.heads * ceil_div(p.seq_q, Tile::BLOCK_M); }
 template <class Tile> static int launch(const Problem& p, void* stream) {
@@ -469,7 +481,7 @@ template <class Tile> static int launch(const Problem& p, void* stream) {
     const int last = min(heads, ceil_div(2 * p.sms, max(1, ceil_div(p.seq_q, Tile::BLOCK_M))));
     const int groups = (heads - last) / heads_together, grid = min(p.sms, parts<Tile>(p));
     if (p.causal ? asks<true>(parts<Tile>(p), grid) : asks<false>(parts<Tile>(p), grid))
-        cudaMemsetAsync(p.workspace, 0, sizeof(int), (cudaStream_t)stream);
+        cudaMemsetAsync(p.workspace, 0, workspace_floats(&p) * 4, (cudaStream_t)stream);
     // More than 48 KB of shared memory have to be asked for. A refusal is what cudaGetLastError then returns.
     const auto kernel = p.causal ? flash_forward<Tile, true> : flash_forward<Tile, false>;
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::SHARED);

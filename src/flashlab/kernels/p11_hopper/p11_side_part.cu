@@ -5,37 +5,92 @@
 // stores both: nothing is rounded, nothing is launched, and no part is written to memory. An lse of -inf: no key was
 // seen so far, and whatever o holds does not count.
 //
+// Without a mask all parts are equal, and the last round of them rarely fills the GPU: 4096 parts are 31 rounds of 132
+// blocks, and one of 4. So the parts of the last rounds are cut by their keys: half of the tiles, a quarter, and so on,
+// the long pieces of all parts before the short ones. What merges into o can merge its pieces too, each in its turn.
+//
 // Compile with -DHEAD_DIM=64, 80, 96, 112, 128, 160, 192 or 256, and -DELEMENT=__half or __nv_bfloat16; the macros are
 // p11_flash's.
 
+// region: part
+struct __align__(16) Part {                                    // a head's rows, and tiles of keys that some of them see
+    int batch, head, m_start, end;
+    int begin = 0, piece = 0, place = -1;                      // New: where its turns are; -1: it has not been cut
+};
+#ifndef WHOLE
+#define WHOLE 64                                               // New: tiles; what has twice as many is cut
+#endif
+// endregion
+
+    // region: parts
+    const int all = m_blocks * p.batch * p.heads, rounds = all / (int)gridDim.x;
+    int halved = 0;                                            // New: how often the last parts are
+    if (!CAUSAL && asks<CAUSAL>(all, gridDim.x)) while (ceil_div(p.seq_k, BLOCK_N) >> halved >= 2 * WHOLE) halved++;
+    const int whole = halved ? (rounds - 1) * gridDim.x : all, cut = all - whole, parts = whole + cut * (halved + 1);
+    // endregion
+
+                // region: next part
+                Part here{0, 0, 0, -1};
+                if (part < whole) here = part_of(part);
+                else if (part < parts) {                       // New
+                    const int place = (part - whole) % cut, piece = (part - whole) / cut;
+                    here = part_of(whole + place);
+                    here.place = place, here.piece = piece;
+                    here.end >>= piece, here.begin = piece < halved ? here.end / 2 : 0;
+                }
+                // endregion
+
         // region: store
+        // New: a piece waits for the one before it, which began before it
+        int* turn = (int*)p.workspace + 1 + at.place * CONSUMERS + consumer;
+        if (at.place >= 0) {
+            if (first_thread) {
+                while (atomicAdd(turn, 0) != at.piece) {}
+                __threadfence();                               // its o and lse come before what is read now
+            }
+            named_barrier_sync(1 + CONSUMERS + consumer, GROUP);
+        }
+        // region: merge
         // O and lse
         float* lse = p.lse + ((int64_t)at.batch * p.heads + at.head) * p.seq_q + at.m_start;   // [batch, heads, seq_q]
         // New: straight from the registers: a quad's 8 columns are 32 bytes
         float* o = (float*)p.o + at.batch * p.o_stride.batch + at.head * p.o_stride.head;
+        float lse_before[ROWS_PER_LANE];                       // New: both on their way at once
+#pragma unroll
+        for (int r = 0; r < ROWS_PER_LANE; r++) {
+            const int row = warp_row + g + r * 8;
+            lse_before[r] = at.m_start + row < p.seq_q ? lse[row] : -INFINITY;
+        }
 #pragma unroll
         for (int r = 0; r < ROWS_PER_LANE; r++) {
             const int row = warp_row + g + r * 8;
             const bool there = at.m_start + row < p.seq_q;
+            const float before = lse_before[r];
             float sum = l_i[r];
             sum += __shfl_xor_sync(~0u, sum, 1);
             sum += __shfl_xor_sync(~0u, sum, 2);
             // New: two finished results, as weights of the sum of both
-            const float before = there ? lse[row] : -INFINITY;
             const float mine = sum == 0.f ? -INFINITY : (m_i[r] * scale_log2 + log2f(sum)) * LN2;
             const float top = fmaxf(before, mine), base = top == -INFINITY ? 0.f : top;        // -inf - (-inf) is NaN
             const float a = exp2_approx((before - base) * LOG2E), b = exp2_approx((mine - base) * LOG2E);
             const float keep = a > 0.f ? a / (a + b) : a, factor = sum > 0.f ? b / (a + b) / sum : sum;  // NaN stays
             __syncwarp();                                      // or a lane would read what another one stored
             if (t == 0 && there) lse[row] = top + log2f(a + b) * LN2;
-            float* o_row = o + (at.m_start + row) * p.o_stride.row + t * 2;
+            float2* o_row = (float2*)(o + (at.m_start + row) * p.o_stride.row) + t;
+            float2 was[O_TILES];                               // many loads, one latency: a store holds up the next
+#pragma unroll
+            for (int n = 0; n < O_TILES; n++) was[n] = there && a > 0.f ? o_row[n * MMA_N / 2] : float2{};
 #pragma unroll
             for (int n = 0; n < O_TILES; n++) {
-                float2 x = make_float2(acc[4 * n + 2 * r] * factor, acc[4 * n + 2 * r + 1] * factor);
-                float2* place = (float2*)(o_row + n * MMA_N);
-                if (there && a > 0.f) x.x += keep * place->x, x.y += keep * place->y;
-                if (there) *place = x;
+                const int i = 4 * n + 2 * r;
+                if (there) o_row[n * MMA_N / 2] = make_float2(fmaf(keep, was[n].x, acc[i] * factor),
+                                                              fmaf(keep, was[n].y, acc[i + 1] * factor));
             }
+        }
+        // endregion
+        if (at.place >= 0) {                                   // New
+            named_barrier_sync(1 + CONSUMERS + consumer, GROUP);
+            if (first_thread) __threadfence(), atomicAdd(turn, 1);
         }
         if (O_IN_Q) {
             named_barrier_sync(1 + CONSUMERS + consumer, GROUP);
@@ -44,4 +99,8 @@
     }
     if (consumer == 0) take_turn();                            // the last turn that was passed on to it
 }
+// endregion
+
+// region: workspace
+extern "C" int64_t workspace_floats(const Problem* p) { return 1 + 2 * TALL * p->sms; }    // the counter, and turns
 // endregion

@@ -81,13 +81,14 @@ __device__ __forceinline__ void store(const Cache& c, int b, int kv_head, int r,
 
 // region: shares
 // All tiles in a row, in shares as equal as can be, of LEAST_TILES at least: few tiles are not cut into many parts, and
-// some blocks have none. Where all pieces are `even`, as many shares as cut each of them alike, if they are not many
-// fewer than blocks: a cut within a piece costs parts, one between two pieces costs nothing.
+// some blocks have none. Half as many will do while all parts of a piece are merged at once. Where all pieces are
+// `even`, as many shares as cut each of them alike, if they are not many fewer than blocks: a cut within a piece costs
+// parts, one between two pieces costs nothing.
 struct Shares {
     int all, blocks, tiles, longer;
     unsigned inverse;                                          // 2^32 / blocks, rounded up: a product for a division
     __device__ Shares(int all, int grid, int pieces, bool even) : all(all) {
-        blocks = max(1, min(grid, all / LEAST_TILES));
+        blocks = max(1, min(grid, max(all / LEAST_TILES, min(2 * all / LEAST_TILES, AT_ONCE * pieces))));
         const int alike = pieces <= blocks ? blocks / pieces * pieces : ceil_div(pieces, ceil_div(pieces, blocks));
         if (even && alike * 8 >= blocks * 7) blocks = alike;
         tiles = all / blocks, longer = all % blocks, inverse = ~0u / blocks + 1;
