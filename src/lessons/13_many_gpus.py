@@ -468,7 +468,8 @@ for i, name in enumerate(("dq", "dk", "dv")):
 
 # %% [markdown]
 # What does it send? K and V again, $W - 1$ times, and dK and dV $W$ times. The gradients are sums over ranks, so they travel in float32,
-# twice as wide as bf16. On many ranks that is three times the bytes of the forward pass, for 2.5 times its operations.
+# twice as wide as bf16; on the way home nothing is added any more, and they are rounded before they go. On many ranks that is three times the
+# bytes of the forward pass, for 2.5 times its operations.
 
 # %%
 shape = dict(heads=32, kv_heads=8, head_dim=128)

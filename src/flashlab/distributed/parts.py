@@ -95,10 +95,12 @@ def added(
         lse = torch.full(q.shape[:3], float("-inf"), device=q.device)
         state = torch.empty(q.shape, dtype=torch.float32, device=q.device), lse
     o, lse = state
-    lse_rows = lse[:, :, rows].contiguous()
+    lse_rows = lse[:, :, rows]
+    together = lse_rows.contiguous()
     kernel = adding(q.shape[-1], q.dtype, q.is_cuda)
-    kernel.forward(*some, causal=causal, scale=scale, into=(o[:, :, rows], lse_rows))
-    lse[:, :, rows] = lse_rows
+    kernel.forward(*some, causal=causal, scale=scale, into=(o[:, :, rows], together))
+    if together is not lse_rows:
+        lse_rows.copy_(together)
     return state
 
 

@@ -166,9 +166,9 @@ def ring_backward(
     link: Link, grad_o: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
     lse: torch.Tensor, plan: Plan,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """dq, dk and dv of this rank's shards, as wide as the state; o and lse are of the whole rows."""
-    dq = q.new_empty(q.shape, dtype=lse.dtype)
-    came: tuple[torch.Tensor, Callable[[], None]] | None = None
+    """dq of this rank's queries, as wide as the state, dk and dv of its keys; o and lse are of the whole rows."""
+    dq = dk = dv = None
+    arrived: Callable[[], None] | None = None
     for kv, todo in _round(link, (k, v), plan):
         found = [
             block_backward(
@@ -177,23 +177,29 @@ def ring_backward(
             )
             for rows, keys, causal in todo
         ]  # fmt: skip
-        if came is None:
-            dkv = k.new_zeros((2, *k.shape), dtype=lse.dtype)
-        else:  # what the ranks before have found for the same keys
-            dkv, arrived = came
+        if arrived is not None:  # what the ranks before have found for the same keys
             arrived()
-        for block, (dq_part, *dkv_part) in zip(todo, found, strict=True):
-            for whole, part in zip(dkv, dkv_part, strict=True):
-                whole[:, :, block.keys] += part
-            if link.step == 0:  # all of the rank's rows, each once
-                dq[:, :, block.rows] = dq_part
-            else:
-                dq[:, :, block.rows] += dq_part
-        came = link.pass_on(dkv)  # to whom these keys go next; at the end that is whose they are
-    assert came is not None, "there is at least one rank"
-    dkv, arrived = came
+        for block, (dq_part, dk_part, dv_part) in zip(todo, found, strict=True):
+            dq = _summed(dq, q, block.rows, dq_part.to(lse.dtype))
+            dk = _summed(dk, k, block.keys, dk_part.to(lse.dtype))
+            dv = _summed(dv, v, block.keys, dv_part.to(lse.dtype))
+        assert dk is not None and dv is not None, "a rank's own keys come first"
+        if link.step + 1 == link.world:  # nothing is added any more: half of the bytes
+            dk, dv = dk.to(k.dtype), dv.to(v.dtype)
+        (dk, dv), arrived = link.pass_on((dk, dv))  # to whom these keys go next; at the end that is whose they are
+    assert arrived is not None and dq is not None and dk is not None and dv is not None
     arrived()
-    return dq, dkv[0], dkv[1]
+    return dq, dk, dv
+
+
+def _summed(whole: torch.Tensor | None, x: torch.Tensor, rows: slice, part: torch.Tensor) -> torch.Tensor:
+    """The gradient of x, with a part of some rows added. The first part of all rows is all there is."""
+    if whole is None:
+        if part.shape == x.shape:
+            return part
+        whole = x.new_zeros(x.shape, dtype=part.dtype)
+    whole[:, :, rows] += part
+    return whole
 
 
 # endregion

@@ -63,7 +63,7 @@ def sent_bytes(
         return forward
     if way == "gather":
         return (world - 1) * kv * wide
-    return forward + (world * kv * wide if world > 1 else 0)
+    return forward + (kv * ((world - 1) * wide + itemsize) if world > 1 else 0)  # the last step is no sum any more
 
 
 @dataclass(frozen=True)
@@ -171,6 +171,5 @@ def _ring(
         arrives = np.maximum(begin, np.roll(begin, 1)) + sent / link
         begin = np.maximum(ended, arrives)
     if backward and world > 1:
-        home = wide / link
-        ended = np.maximum(ended, begin + home) + home
+        ended = np.maximum(ended, begin + wide / link) + kv / link
     return float(ended.max())
