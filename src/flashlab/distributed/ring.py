@@ -180,9 +180,9 @@ def ring_backward(
         if arrived is not None:  # what the ranks before have found for the same keys
             arrived()
         for block, (dq_part, dk_part, dv_part) in zip(todo, found, strict=True):
-            dq = _summed(dq, q, block.rows, dq_part.to(lse.dtype))
-            dk = _summed(dk, k, block.keys, dk_part.to(lse.dtype))
-            dv = _summed(dv, v, block.keys, dv_part.to(lse.dtype))
+            dq = _summed(dq, q, block.rows, dq_part, lse.dtype)
+            dk = _summed(dk, k, block.keys, dk_part, lse.dtype)
+            dv = _summed(dv, v, block.keys, dv_part, lse.dtype)
         assert dk is not None and dv is not None, "a rank's own keys come first"
         if link.step + 1 == link.world:  # nothing is added any more: half of the bytes
             dk, dv = dk.to(k.dtype), dv.to(v.dtype)
@@ -192,12 +192,14 @@ def ring_backward(
     return dq, dk, dv
 
 
-def _summed(whole: torch.Tensor | None, x: torch.Tensor, rows: slice, part: torch.Tensor) -> torch.Tensor:
-    """The gradient of x, with a part of some rows added. The first part of all rows is all there is."""
+def _summed(
+    whole: torch.Tensor | None, x: torch.Tensor, rows: slice, part: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """The gradient of x, in dtype, with a part of some rows added. The first part of all rows is all there is."""
     if whole is None:
         if part.shape == x.shape:
-            return part
-        whole = x.new_zeros(x.shape, dtype=part.dtype)
+            return part.to(dtype)
+        whole = x.new_zeros(x.shape, dtype=dtype)
     whole[:, :, rows] += part
     return whole
 
