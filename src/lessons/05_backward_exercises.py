@@ -94,15 +94,19 @@ check("5.4", window_block_sim)
 # %% [markdown]
 # ## 5.5
 #
-# $\delta$ of BLOCK_M rows per program, in Triton. M need not be a multiple of BLOCK_M. O and dO each have their own two strides, and those of
-# dO may be anything, also 0. Multiply in float32.
+# Some models gate what a head gives (Qiu et al., *Gated Attention for Large Language Models*, 2025): $y_i = g_i\, o_i$, with a number $g_i$
+# per row. Then dY arrives, and dO has never been stored. In Triton, BLOCK_M rows per program: store $dg_i$, and the $\delta_i$ that the
+# attention's backward pass needs.
+#
+# M need not be a multiple of BLOCK_M. O and dY each have their own two strides, and those of dY may be anything, also 0. g and both
+# results are float32 and contiguous. Multiply in float32.
 
 # %% tags=["exercise"]
-# RULE flashlab.exercises.phase_05: delta_kernel
+# RULE flashlab.exercises.phase_05: gated_delta_kernel
 
 # %% tags=["check"]
 # hint("5.5")
-check("5.5", delta_kernel)
+check("5.5", gated_delta_kernel)
 
 # %% [markdown]
 # ## 5.6

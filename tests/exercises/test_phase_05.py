@@ -250,6 +250,7 @@ def test_dkdv_kernel_in_several_styles(kernel, changes):
         ("5.12", "head * stride_doh", "head * stride_qh", "`stride_qh` stands where `stride_doh`"),
         ("5.5", "tl.load(o_ptrs, mask=offs_m[:, None]", "tl.load(o_ptrs, mask=offs_d[None, :]",
          "a mask, or with one that is always true"),
+        ("5.5", "g * dg", "dg", "dO = g · dY"),
         ("5.13", "        if SOFTCAP:\n            ds = ds * (1.0 - t * t)",
          "        ds = ds * (1.0 - (s / softcap) * (s / softcap))", "no soft-cap and nothing is hidden"),
     ],

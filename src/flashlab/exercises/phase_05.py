@@ -472,65 +472,75 @@ def window_block_sim(K_block, V_block, start_n, Q, dO, lse, delta, N, BLOCK_M, s
 # ---- 5.5 ------------------------------------------------------------------------------------------------------------
 
 
-def _rows_of(o: torch.Tensor, do: torch.Tensor) -> tuple[Any, ...]:
-    """delta_kernel's arguments."""
-    return o, do, empty(len(o)), *o.stride(), *do.stride(), len(o), o.shape[1], 16
+def _rows_of(o: torch.Tensor, dy: torch.Tensor) -> tuple[Any, ...]:
+    """gated_delta_kernel's arguments."""
+    g = normal(random.Random(len(o)), len(o), dtype=torch.float32)
+    return o, dy, g, empty(len(o)), empty(len(o)), *o.stride(), *dy.stride(), len(o), o.shape[1], 16
 
 
 def _some_rows(r: random.Random) -> tuple[Any, ...]:
     M, D = r.randint(1, 60), r.choice((16, 32))
-    o, do = (normal(r, M, D, dtype=torch.float32) for _ in "od")
-    return _rows_of(r.choice((o, o.T.contiguous().T, apart(o, 5))), r.choice((do, do.T.contiguous().T, apart(do, 3))))
+    o, dy = (normal(r, M, D, dtype=torch.float32) for _ in "od")
+    return _rows_of(r.choice((o, o.T.contiguous().T, apart(o, 5))), r.choice((dy, dy.T.contiguous().T, apart(dy, 3))))
 
 
-_O, _DO = (normal(random.Random(seed), 50, 32, dtype=torch.float32) for seed in (3, 4))
+_O, _DY = (normal(random.Random(seed), 50, 32, dtype=torch.float32) for seed in (3, 4))
 _OWN = "each tensor has its own strides, and each stride its own index"
 
 
 @kernel_rule(
     "5.5",
-    title="delta_kernel",
-    minutes=20,
+    title="delta behind a gate",
+    minutes=25,
     hints=[
-        "As 3.1: rows down, columns across, and each tensor with its own two strides.",
-        "The last block reaches over the end: mask the loads and the store with offs_m < M, and say other=0.0.",
-        "tl.sum(o.to(tl.float32) * do.to(tl.float32), axis=1), stored at DELTA_ptr + offs_m.",
+        "On paper first. y = g · o, so dO is g · dY. And a row's g is in every column of y: what is dg?",
+        "dg is the sum of o · dY along the row, delta the sum of o · dO. How do the two differ?",
+        "The last block reaches over the end: mask the loads and the stores with offs_m < M, and say other=0.0. Each "
+        "matrix has its own two strides.",
+        "dg = tl.sum(o.to(tl.float32) * dy.to(tl.float32), axis=1), stored at DG_ptr + offs_m, and g * dg at DELTA_ptr "
+        "+ offs_m.",
     ],
-    writes="DELTA_ptr",
-    returns="delta",
+    writes="DELTA_ptr, DG_ptr",
+    returns="delta, dg",
     programs=lambda M, BLOCK_M, **_: -(-M // BLOCK_M),
     inputs={
-        f"{case}, {len(o)} rows of {o.shape[1]}, BLOCK_M=16": _rows_of(o, do) for case, o, do in (
-            ("contiguous, float32", _O, _DO), ("contiguous, float16", _O.half(), _DO.half()),
-            ("a whole number of blocks", _O[:48], _DO[:48]), ("half of the columns", _O[:17, :16], _DO[:17, 16:]),
-            ("dO stored by columns", _O, _DO.T.contiguous().T), ("O stored by columns", _O.T.contiguous().T, _DO),
-            ("dO with strides of 0, as o.sum().backward() gives", _O, torch.ones(()).expand(50, 32)))
+        f"{case}, {len(o)} rows of {o.shape[1]}, BLOCK_M=16": _rows_of(o, dy) for case, o, dy in (
+            ("contiguous, float32", _O, _DY), ("contiguous, float16", _O.half(), _DY.half()),
+            ("a whole number of blocks", _O[:48], _DY[:48]), ("half of the columns", _O[:17, :16], _DY[:17, 16:]),
+            ("dY stored by columns", _O, _DY.T.contiguous().T), ("O stored by columns", _O.T.contiguous().T, _DY),
+            ("dY with strides of 0, as y.sum().backward() gives", _O, torch.ones(()).expand(50, 32)))
     },
     draw=_some_rows,
     notes={
-        "stride_om": _OWN, "stride_od": _OWN, "stride_dom": _OWN, "stride_dod": _OWN,
+        "stride_om": _OWN, "stride_od": _OWN, "stride_dym": _OWN, "stride_dyd": _OWN,
+        "g": "the attention gave O, so its delta is the sum of o · dO, and dO = g · dY",
         "to": "the products are rounded before they are summed", "tl.float32": "the products would be rounded",
         "digits": "are the products, or their sum, rounded to 16 bits?",
     },
     rows=[
-        Row("strides-of-o", f"dO is read with O's strides: {_OWN}", [
-            ("offs_m[:, None] * stride_dom + offs_d[None, :] * stride_dod",
+        Row("strides-of-o", f"dY is read with O's strides: {_OWN}", [
+            ("offs_m[:, None] * stride_dym + offs_d[None, :] * stride_dyd",
              "offs_m[:, None] * stride_om + offs_d[None, :] * stride_od")]),
+        Row("gate-in-dg", "dg has a factor g: that is delta; y = g · o, so dg is the sum of o · dY alone",
+            [("DG_ptr + offs_m, dg", "DG_ptr + offs_m, g * dg")]),
     ],
 )  # fmt: skip
 @triton.jit
-def delta_kernel(
-    O_ptr, DO_ptr, DELTA_ptr, stride_om, stride_od, stride_dom, stride_dod, M,
+def gated_delta_kernel(
+    O_ptr, DY_ptr, G_ptr, DELTA_ptr, DG_ptr, stride_om, stride_od, stride_dym, stride_dyd, M,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, HEAD_DIM)
     # BEGIN SOLUTION
     o_ptrs = O_ptr + offs_m[:, None] * stride_om + offs_d[None, :] * stride_od
-    do_ptrs = DO_ptr + offs_m[:, None] * stride_dom + offs_d[None, :] * stride_dod
+    dy_ptrs = DY_ptr + offs_m[:, None] * stride_dym + offs_d[None, :] * stride_dyd
     o = tl.load(o_ptrs, mask=offs_m[:, None] < M, other=0.0).to(tl.float32)
-    do = tl.load(do_ptrs, mask=offs_m[:, None] < M, other=0.0).to(tl.float32)
-    tl.store(DELTA_ptr + offs_m, tl.sum(o * do, axis=1), mask=offs_m < M)
+    dy = tl.load(dy_ptrs, mask=offs_m[:, None] < M, other=0.0).to(tl.float32)
+    g = tl.load(G_ptr + offs_m, mask=offs_m < M, other=0.0)
+    dg = tl.sum(o * dy, axis=1)
+    tl.store(DELTA_ptr + offs_m, g * dg, mask=offs_m < M)
+    tl.store(DG_ptr + offs_m, dg, mask=offs_m < M)
     # END SOLUTION
 
 
