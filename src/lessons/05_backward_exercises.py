@@ -38,8 +38,9 @@ import triton.language as tl
 # %% [markdown]
 # ## 5.1
 #
-# `p` and `dp` are `[M, N]`; each row of p is a softmax of scores s. Return `ds`, the gradient with respect to the scores. No N × N
-# matrix is needed for it, and no loop.
+# Some models (gpt-oss is one) have a *sink* in each head, as 4.9 did: one more score in every row's softmax, the same learned number for
+# all rows, whose value is zero. `p` and `dp` are `[M, N]`, without the sink, so a row of p sums to less than 1. Return `ds`, the gradient
+# with respect to the scores, and `dsink`, that with respect to the sink, a single number. No N × N matrix is needed, and no loop.
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_05: softmax_backward

@@ -23,56 +23,71 @@ from flashlab.exercises.tensor_rule import normal, part, tensor_rule
 # ---- 5.1 ------------------------------------------------------------------------------------------------------------
 
 
-def _rows(r: random.Random, M: int, N: int, hidden: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def _rows(
+    r: random.Random, M: int, N: int, hidden: int = 0, sink: float = -math.inf
+) -> tuple[torch.Tensor, torch.Tensor]:
     """p and dp [M, N]; the last `hidden` keys have p = 0."""
     s, dp = normal(r, M, N, dtype=torch.float32), normal(r, M, N, dtype=torch.float32)
     s[:, N - hidden :] = -math.inf
-    return torch.softmax(s, 1), dp + 0.5
+    return torch.softmax(torch.cat([s, torch.full((M, 1), sink)], 1), 1)[:, :N], dp + 0.5
 
 
-def _by_the_jacobian(p, dp):
+def _by_one_more_column(p, dp):
+    p_sink = 1 - p.sum(dim=1, keepdim=True)
+    p, dp = torch.cat([p, p_sink], dim=1), torch.cat([dp, torch.zeros_like(p_sink)], dim=1)
     jacobian = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
-    return (jacobian @ dp[:, :, None])[:, :, 0]
+    ds = (jacobian @ dp[:, :, None])[:, :, 0]
+    return ds[:, :-1], ds[:, -1].sum()
 
 
-_EXAMPLE = torch.tensor([[0.5, 0.25, 0.25]]), torch.tensor([[4.0, 0.0, 8.0]])
+_EXAMPLE = torch.tensor([[0.5, 0.25, 0.125]]), torch.tensor([[4.0, 0.0, 8.0]])
 
 
 @tensor_rule(
     "5.1",
-    title="Through the softmax",
-    minutes=10,
+    title="Through a softmax with a sink",
+    minutes=15,
     difficulty="Warm-up",
     hints=[
-        "The Jacobian of a row is diag(p) - p pᵀ. Multiply it by dp on paper: which of the two products is a number?",
-        "p · dp is one number per row, delta. Then ds_j = p_j (dp_j - delta).",
-        "delta = (p * dp).sum(dim=1, keepdim=True); return p * (dp - delta).",
+        "Think of the sink as one more key. What is its p, from the others of its row? What is its dp, if its value is "
+        "zero?",
+        "p · dp is one number per row, delta, and ds_j = p_j (dp_j - delta), also for the sink. Which terms of delta "
+        "does the sink change?",
+        "delta = (p * dp).sum(dim=1, keepdim=True), as ever. The sink has p = 1 - p.sum(dim=1, keepdim=True) and "
+        "dp = 0. All rows share it: their gradients add up.",
     ],
-    returns="ds",
+    returns="ds, dsink",
     inputs={
-        "the lecture's row, p = (1/2, 1/4, 1/4)": _EXAMPLE, "3 rows of 5 keys": _rows(random.Random(1), 3, 5),
-        "6 rows of 6 keys": _rows(random.Random(2), 6, 6),
-        "4 rows, the last 3 of 9 keys hidden": _rows(random.Random(3), 4, 9, hidden=3),
-        "dp of some thousands": (_rows(random.Random(4), 3, 5)[0], 4096 * _rows(random.Random(4), 3, 5)[1]),
+        "one row, p = (1/2, 1/4, 1/8)": _EXAMPLE, "3 rows of 5 keys": _rows(random.Random(1), 3, 5, sink=0.5),
+        "6 rows of 6 keys": _rows(random.Random(2), 6, 6, sink=1.5),
+        "4 rows, the last 3 of 9 keys hidden": _rows(random.Random(3), 4, 9, hidden=3, sink=0.0),
+        "dp of some thousands": (_rows(random.Random(4), 3, 5, sink=1.0)[0], 4096 * _rows(random.Random(4), 3, 5)[1]),
     },
-    draw=lambda r: _rows(r, r.randint(1, 5), r.randint(2, 9)),
-    also=["p * dp - p * (p * dp).sum(dim=1, keepdim=True)", _by_the_jacobian],
+    draw=lambda r: _rows(r, r.randint(1, 5), r.randint(2, 9), sink=r.uniform(-1, 2)),
+    also=["(p * dp - p * (p * dp).sum(dim=1, keepdim=True), ((p.sum(dim=1) - 1) * (p * dp).sum(dim=1)).sum())",
+          _by_one_more_column],
     words={"delta": "delta", "jacobian": "the Jacobian"},
     notes={
-        "delta": "it is dp - delta", "dp - delta": "it is p (dp - delta)", "dim=1": "each row has a delta of its own",
+        "dp - delta": "it is p (dp - delta)", "dim=1": "each row has a delta of its own",
         "(p * dp).sum": "delta is the sum over the keys, weighted by p",
         "p[:, :, None] * p[:, None, :]": "a score also moves the other elements of its row",
+        "p_sink": "what is missing in a row's sum to 1 is the sink's p, and its ds is p (0 - delta)",
+        "(p_sink * delta).sum": "all rows share one sink: its gradient is the sum over them",
     },
     rows=[
-        Row("mean-of-dp", "ds: delta is taken as the plain mean of dp: it is the sum over the keys, weighted by p",
-            [("(p * dp).sum(", "dp.mean(")]),
+        Row("mean-of-dp", "ds and dsink: delta is taken as the plain mean of dp: it is the sum over the keys, weighted "
+            "by p", [("(p * dp).sum(", "dp.mean(")]),
+        Row("p-made-to-sum-to-1", "ds and dsink: p is divided by the sum of its row: it is right as given, the sink has "
+            "the rest", [("delta = ", "all_p, p = p, p / p.sum(dim=1, keepdim=True)\n    delta = "),
+                         ("1 - p.sum", "1 - all_p.sum")]),
     ],
     on_device=True,
 )  # fmt: skip
 def softmax_backward(p, dp):
     # BEGIN SOLUTION
     delta = (p * dp).sum(dim=1, keepdim=True)
-    return p * (dp - delta)
+    p_sink = 1 - p.sum(dim=1, keepdim=True)  # its dp is 0
+    return p * (dp - delta), -(p_sink * delta).sum()
     # END SOLUTION
 
 
