@@ -77,7 +77,7 @@ _EXAMPLE = torch.tensor([[0.5, 0.25, 0.125]]), torch.tensor([[4.0, 0.0, 8.0]])
     rows=[
         Row("mean-of-dp", "ds and dsink: delta is taken as the plain mean of dp: it is the sum over the keys, weighted "
             "by p", [("(p * dp).sum(", "dp.mean(")]),
-        Row("p-made-to-sum-to-1", "ds and dsink: p is divided by the sum of its row: it is right as given, the sink has "
+        Row("p-made-to-sum-to-1", "ds and dsink: p is divided by its row's sum: it is right as given, the sink has "
             "the rest", [("delta = ", "all_p, p = p, p / p.sum(dim=1, keepdim=True)\n    delta = "),
                          ("1 - p.sum", "1 - all_p.sum")]),
     ],
