@@ -65,8 +65,12 @@ check("5.2", delta_over_keys, delta_over_columns)
 # %% [markdown]
 # ## 5.3
 #
-# A block of queries walks along the keys, BLOCK_N at a time; the last block of keys may be shorter. Nothing in the function may have
-# all N keys in its shape, but K and V themselves.
+# A block of queries walks along the keys, BLOCK_N at a time; the last block of keys may be shorter. The forward pass had *dropout*, as in
+# GPT-2's training: after the softmax a part of P is set to 0, and the rest is divided by `keep`, the probability of being kept: O = (P ∘ `KEPT` / `keep`) V.
+# `KEPT` is True where an element was kept. (A kernel makes it again from a seed, a tile at a time.) lse and delta are what they were: the
+# log-sum-exp of the scores, and the sum of O ∘ dO.
+#
+# Nothing in the function may have all N keys in its shape, but K, V and KEPT themselves.
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_05: dq_block
@@ -112,7 +116,7 @@ check("5.5", gated_delta_kernel)
 # %% [markdown]
 # ## 5.6
 #
-# 5.3 as a Triton kernel: one head, no mask, any M and N. The addresses and loads are written. The loop's body and the end are yours. The
+# 5.3's walk as a Triton kernel, without dropout: one head, no mask, any M and N. The addresses and loads are written. The loop's body and the end are yours. The
 # scale multiplies the scores, and once more the result. Use `tl.exp`; the statistics are natural logarithms.
 #
 # The check has float32 inputs too, and refuses TF32 for them: every `tl.dot` takes `input_precision="ieee"`. In some cases every lse is near −120, or near

@@ -74,14 +74,14 @@ def test_delta_of_16_bit_inputs():
 
 
 def walk(
-    s="scale * (q @ k.T)", p="exp(s - lse[:, None])", dp="do @ v.T", ds="p * (dp - delta[:, None])",
+    s="scale * (q @ k.T)", p="exp(s - lse[:, None])", dp="kept * (do @ v.T) / keep", ds="p * (dp - delta[:, None])",
     add="dq + ds @ k", end="scale * dq", keys="range(0, len(K), B)",
 ):  # fmt: skip
-    def dq_block(q, do, lse, delta, K, V, B, scale):
-        names = dict(q=q, do=do, lse=lse, delta=delta, scale=scale, K=K, V=V, B=B, exp=torch.exp, torch=torch)
+    def dq_block(q, do, lse, delta, K, V, KEPT, keep, B, scale):
+        names = dict(q=q, do=do, lse=lse, delta=delta, keep=keep, scale=scale, K=K, B=B, exp=torch.exp, torch=torch)
         names["dq"] = torch.zeros_like(q)
         for start in eval(keys, names):
-            names |= dict(start=start, k=K[start : start + B], v=V[start : start + B])
+            names |= dict(k=K[start : start + B], v=V[start : start + B], kept=KEPT[:, start : start + B])
             for name, text in (("s", s), ("p", p), ("dp", dp), ("ds", ds), ("dq", add)):
                 names[name] = eval(text, names)
         return eval(end, names)
@@ -95,6 +95,7 @@ def walk(
         {}, {"add": "dq + scale * ds @ k", "end": "dq"}, {"keys": "reversed(range(0, len(K), B))"},
         {"p": "torch.exp2((s - lse[:, None]) * 1.4426950408889634)"}, {"ds": "p * dp - p * delta[:, None]"},
         {"ds": "(p.double() * (dp - delta[:, None]).double()).float()"},
+        {"dp": "torch.where(kept, do @ v.T / keep, 0)"}, {"dp": "do / keep @ v.T * kept.float()"},
     ],
 )  # fmt: skip
 def test_dq_in_several_styles(changes):
@@ -106,9 +107,9 @@ def test_dq_by_a_quotient_of_exponentials():
 
 
 def test_dq_without_tiles():
-    def whole(q, do, lse, delta, K, V, BLOCK_N, scale):
+    def whole(q, do, lse, delta, K, V, KEPT, keep, BLOCK_N, scale):
         p = torch.exp(scale * q @ K.T - lse[:, None])
-        return scale * (p * (do @ V.T - delta[:, None])) @ K
+        return scale * (p * (KEPT * (do @ V.T) / keep - delta[:, None])) @ K
 
     assert told("5.3", whole) == "memory-grows-with-n"
 

@@ -197,8 +197,12 @@ def _faint(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor) 
 def _of_dq(
     M: int, N: int, D: int, scale: float, block: int, seed: int, change: Callable[..., None] | None = None
 ) -> tuple[Any, ...]:
-    q, k, v, do, _, lse, delta = _head(M, N, D, scale, seed=seed, change=change)
-    return q, do, lse, delta, k, v, block, scale
+    """dq_block's arguments. Of P some two thirds are kept."""
+    q, k, v, do, _, lse, _ = _head(M, N, D, scale, seed=seed, change=change)
+    kept, keep = normal(random.Random(seed), M, N) < 0.4, 0.5 if seed % 2 else 0.75
+    p = torch.exp(scale * q.double() @ k.double().T - lse.double()[:, None])
+    delta = (p * kept / keep * (do.double() @ v.double().T)).sum(1)
+    return q, do, lse, delta.float(), k, v, kept, keep, block, scale
 
 
 def _grows(fn: Callable[..., Any], small: Sequence[Any], large: Sequence[Any], matrix: int) -> None:
@@ -232,12 +236,13 @@ def _of_tiles(fn: Callable[..., Any]) -> None:
     )
 
 
-def _dq_in_base_2(q, do, lse, delta, K, V, BLOCK_N, scale):
+def _dq_in_base_2(q, do, lse, delta, K, V, KEPT, keep, BLOCK_N, scale):
     dq = torch.zeros_like(q)
     for start_n in range(0, len(K), BLOCK_N):
         k, v = K[start_n : start_n + BLOCK_N], V[start_n : start_n + BLOCK_N]
+        kept = KEPT[:, start_n : start_n + BLOCK_N]
         p = torch.exp2(scale * (q @ k.T) * math.log2(math.e) - lse[:, None] * math.log2(math.e))
-        ds = p * (do @ v.T - delta[:, None])
+        ds = p * (kept * (do @ v.T) / keep - delta[:, None])
         dq = dq + scale * (ds @ k)
     return dq
 
@@ -261,12 +266,15 @@ _WALK_NOTES = {
 
 @tensor_rule(
     "5.3",
-    title="dQ of one block",
-    minutes=20,
+    title="dQ under dropout",
+    minutes=25,
     hints=[
-        "A loop over the keys as in phase 2, but without a state: lse is known, so each tile of P stands alone.",
-        "Per tile: p = exp(scale * q @ k.T - lse[:, None]), then ds = p * (do @ v.T - delta[:, None]).",
-        "dq starts at zeros; dq += ds @ k in each tile; return scale * dq.",
+        "Write the forward pass for one element: o_i has p_ij z_ij v_j in it, with z = KEPT / keep. How does the loss "
+        "change with p_ij? That is dp_ij.",
+        "dp has the factor z. The softmax knows nothing of the dropout: behind dp all is as without, with the whole P, "
+        "and delta is given.",
+        "Per tile: p = exp(scale * q @ k.T - lse[:, None]), dp = KEPT[:, keys] * (do @ v.T) / keep, then "
+        "ds = p * (dp - delta[:, None]). dq starts at zeros; dq += ds @ k in each tile; return scale * dq.",
     ],
     returns="dq",
     inputs={f"{M} queries, {N} keys, BLOCK_N={block}, scale={scale}": _of_dq(M, N, D, scale, block, N)
@@ -280,8 +288,22 @@ _WALK_NOTES = {
                           r.randrange(2**20)),
     also=[_dq_in_base_2],
     nan={"-120": TAIL, "120": "exp(120) is infinite in float32: subtract lse, then take the exponential"},
-    notes=_WALK_NOTES,
+    notes=_WALK_NOTES | {
+        **dict.fromkeys(("kept", "keep"), "O is P · KEPT / keep times V, so dP has both factors"),
+        "kept * (do @ v.T) / keep": "O is P · KEPT / keep times V, so dP has both factors",
+        "KEPT[:, start_n : start_n + BLOCK_N]": "each tile has columns of its own",
+    },
     rows=[
+        Row("dropout-ignored", "dq: the dropout is left out: O is P · KEPT / keep times V, so dP has both factors",
+            [("kept * (do @ v.T) / keep", "do @ v.T")]),
+        Row("dropout-of-ds", "dq: the dropout multiplies delta's part too: in dS = P (dP - delta), dP alone has it",
+            [("kept * (do @ v.T) / keep - delta[:, None]", "kept * (do @ v.T - delta[:, None]) / keep")]),
+        Row("zero-where-dropped", "dq: dS is 0 where P was dropped: dP is 0 there, P is whole, and dS is P (0 - delta)",
+            [("p * (kept", "p * kept * (kept")]),
+        Row("dropout-of-p", "dq: P has the dropout in dS too: the softmax came before, so P is whole; dP alone has it",
+            [("p * (kept", "p * kept / keep * (kept")]),
+        Row("rate-for-keep", "dq: dP is divided by 1 - keep: `keep` is the probability of being kept",
+            [("/ keep", "/ (1 - keep)")]),
         Row("scale-positive", "dq: the scale of the scores is taken as positive: it may be negative",
             [("scale * (q @ k.T)", "abs(scale) * (q @ k.T)")]),
         Row("softmax-per-tile", "dq: P is a softmax over the keys of one tile; exp(score - lse) knows the whole row",
@@ -289,24 +311,25 @@ _WALK_NOTES = {
         Row("maximum-of-the-tile", "dq: P is recomputed with the maximum of the tile's scores in the place of lse",
             [("lse[:, None]", "(scale * (q @ k.T)).amax(1, keepdim=True)")]),
         Row("delta-of-the-tile", "dq: delta is summed over the keys of one tile; it is a sum over all keys, and given",
-            [("delta[:, None]", "(p * (do @ v.T)).sum(1, keepdim=True)")]),
+            [("delta[:, None]", "(p * kept * (do @ v.T) / keep).sum(1, keepdim=True)")]),
         Row("dp-for-ds", "dq: dP stands where dS belongs: it is P · (dP - delta)",
-            [("p * (do @ v.T - delta[:, None])", "do @ v.T")]),
+            [("p * (kept * (do @ v.T) / keep - delta[:, None])", "kept * (do @ v.T) / keep")]),
     ],
     on_device=True,
     then=_of_tiles,
 )  # fmt: skip
-def dq_block(q, do, lse, delta, K, V, BLOCK_N, scale):
+def dq_block(q, do, lse, delta, K, V, KEPT, keep, BLOCK_N, scale):
     """dQ [BLOCK_M, HEAD_DIM] of a block of queries, no mask.
 
-    q, do: [BLOCK_M, HEAD_DIM]; lse, delta: [BLOCK_M]; K, V: [N, HEAD_DIM]. All float32.
+    q, do: [BLOCK_M, HEAD_DIM]; lse, delta: [BLOCK_M]; K, V: [N, HEAD_DIM]. All float32. KEPT: [BLOCK_M, N], bool.
     """
     # BEGIN SOLUTION
     dq = torch.zeros_like(q)
     for start_n in range(0, len(K), BLOCK_N):
         k, v = K[start_n : start_n + BLOCK_N], V[start_n : start_n + BLOCK_N]
+        kept = KEPT[:, start_n : start_n + BLOCK_N]
         p = torch.exp(scale * (q @ k.T) - lse[:, None])
-        ds = p * (do @ v.T - delta[:, None])
+        ds = p * (kept * (do @ v.T) / keep - delta[:, None])
         dq = dq + ds @ k
     return scale * dq
     # END SOLUTION
@@ -635,9 +658,9 @@ _KERNEL_NOTES = {
     title="dq_kernel",
     minutes=35,
     hints=[
-        "Your dq_block of 5.3, line by line. What the program keeps is loaded already: q, do, lse, delta.",
-        "Scores: tl.dot(q, k.T, input_precision='ieee') * scale. p = tl.exp(s - lse[:, None]); ds as in 5.3; "
-        "dq = tl.dot(ds.to(k.dtype), k, dq, input_precision='ieee').",
+        "The walk of 5.3, less the dropout. What the program keeps is loaded already: q, do, lse, delta.",
+        "Scores: tl.dot(q, k.T, input_precision='ieee') * scale. p = tl.exp(s - lse[:, None]); ds = p * (dp - "
+        "delta[:, None]); dq = tl.dot(ds.to(k.dtype), k, dq, input_precision='ieee').",
         "A key that is not there has k = 0, so its score is 0 and its p is exp(-lse), which may be infinite. Set ds to "
         "0 there with tl.where(in_range[None, :], ds, 0.0).",
         "Store (dq * scale).to(DQ_ptr.dtype.element_ty), masked by offs_m[:, None] < M.",
