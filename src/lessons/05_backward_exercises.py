@@ -188,24 +188,24 @@ check("5.10", hunted_10)
 # %% [markdown]
 # ## 5.11
 #
-# The other large kernel, with nothing written but its parameters. One head, no mask, any M and N; program i keeps the keys
-# i · BLOCK_N and following. Every row is contiguous; `stride_qm` and the others go from one row to the next. lse and delta are
-# contiguous, in float32.
+# The other large kernel, with nothing written but its parameters, and for K and V that are *one* matrix C: K = V = C. DeepSeek's latent attention
+# reads its keys and values so, but for 64 columns. Store dC, like C. One head, no mask, any M and N; program i keeps the rows i · BLOCK_N and
+# following of C. Every row is contiguous; `stride_qm` and the others go from one row to the next. lse and delta are contiguous, in float32.
 #
 # The check is that of 5.6: TF32 is refused here too. `tl.dot(tl.trans(p), ...)` is right in the interpreter; the lecture says why not to write it.
 
 # %% tags=["exercise"]
-# RULE flashlab.exercises.phase_05: dkdv_kernel
+# RULE flashlab.exercises.phase_05: dc_kernel
 
 # %% tags=["check"]
 # hint("5.11")
-check("5.11", dkdv_kernel)
+check("5.11", dc_kernel)
 
 # %% [markdown]
 # ## 5.12
 #
-# The last three exercises lead from one head to gradients in a model. Begin with your kernel of 5.11. Now K and V have `[kv_heads, N, HEAD_DIM]`, and Q and
-# dO `[kv_heads * group, M, HEAD_DIM]`. Query head h reads key head h // group. Program i is block i % n_blocks of key head i // n_blocks. Each tensor has a stride from head
+# The last three exercises lead from one head to gradients in a model. Begin with your kernel of 5.11. Now K and V are two again, `[kv_heads, N, HEAD_DIM]`, and Q and
+# dO have `[kv_heads * group, M, HEAD_DIM]`. Query head h reads key head h // group. Program i is block i % n_blocks of key head i // n_blocks. Each tensor has a stride from head
 # to head and one from row to row; columns lie side by side. `LSE_ptr` and `DELTA_ptr` are contiguous, `[heads, M]`.
 #
 # If `CAUSAL`, the last query sees the last key, and tiles that see none of the block's keys are not visited. A row that sees no key has an lse of $-\infty$, as the forward

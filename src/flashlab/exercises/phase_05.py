@@ -589,17 +589,24 @@ def _launch_of(
     kernel: str, M: int, N: int, BLOCK_M: int, BLOCK_N: int, D: int = 16, scale: float = 0.3, seed: int = 0,
     dtype: torch.dtype = torch.float16, change: Callable[..., None] | None = None, apart_by: int = 4,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """The arguments of dq_kernel, or of dkdv_kernel, with rows apart in memory.
+    """The arguments of dq_kernel, or of dc_kernel, whose K and V are one, with rows apart in memory.
 
     apart_by: 0 where rows are contiguous: tensors exchanged give other values there than strides exchanged, which are
     one stray address elsewhere.
     """
-    q, k, v, do, _, lse, delta = _head(M, N, D, scale, dtype=dtype, seed=seed, change=change)
-    read = [apart(x, apart_by * gap) for x, gap in zip((q, k, v, do), (1, 2, 3, 5), strict=True)]
-    rows = (M,) if kernel == "dq" else (N, N)
-    results = [empty(n, D, gap=apart_by * gap, dtype=dtype) for n, gap in zip(rows, (8, 10), strict=False)]
-    strides = [x.stride(0) for x in (*read, *results)]
-    return *read, lse, delta, *results, *strides, scale, M, N, D, BLOCK_M, BLOCK_N
+
+    def as_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor) -> None:
+        if change:
+            change(q, k, v, do)
+        if kernel == "dc":
+            v.copy_(k)
+
+    q, k, v, do, _, lse, delta = _head(M, N, D, scale, dtype=dtype, seed=seed, change=as_one)
+    tensors = (q, k, v, do) if kernel == "dq" else (q, k, do)
+    read = [apart(x, apart_by * gap) for x, gap in zip(tensors, (1, 2, 3, 5), strict=False)]
+    result = empty(M if kernel == "dq" else N, D, gap=apart_by * 8, dtype=dtype)
+    strides = [x.stride(0) for x in (*read, result)]
+    return *read, lse, delta, result, *strides, scale, M, N, D, BLOCK_M, BLOCK_N
 
 
 def _launches(kernel: str) -> dict[str, tuple[Any, ...]]:
@@ -618,9 +625,9 @@ def _launches(kernel: str) -> dict[str, tuple[Any, ...]]:
     for score, dtype in ((-120.0, torch.float16), (-(2.0**100), torch.float32)):
         case = f"20 queries and keys, tiles of 16, every score near {score:.3g}"
         found[case] = _launch_of(kernel, 20, 20, 16, 16, scale=1.0, dtype=dtype, change=_near(score))
-    M, N, walked = (1, 1600, (1,)) if kernel == "dq" else (1600, 2, (0, 3))
+    M, N, walked, delta = (1, 1600, (1,), 5) if kernel == "dq" else (1600, 2, (0, 2), 4)
     found[f"{M} queries, {N} keys, 100 tiles: 2048, then 98 times 1"] = in_small_steps(
-        _launch_of(kernel, M, N, 16, 16, scale=1.0), walked)  # fmt: skip
+        _launch_of(kernel, M, N, 16, 16, scale=1.0), walked, delta)  # fmt: skip
     return found
 
 
@@ -706,47 +713,53 @@ def dq_kernel(
 
 @kernel_rule(
     "5.11",
-    title="dkdv_kernel, from an empty page",
+    title="A kernel from an empty page",
     minutes=60,
     difficulty="Stretch",
     hints=[
-        "Program i keeps keys i * BLOCK_N ...: load its k and v once, masked. Two accumulators in float32. Then a loop "
-        "over the queries, as in 5.4.",
-        "Compute the tile transposed: s_t = tl.dot(k, q.T) is [BLOCK_N, BLOCK_M], and lse[None, :] belongs to its "
-        "columns. Then dv = tl.dot(p_t.to(do.dtype), do, dv) needs no transposition.",
+        "It is the lecture's walk of a block of keys over the queries, as in 5.4: load the tile of C once, masked. It "
+        "is k and v. C is used twice, and the gradient of C is the sum over its uses: one accumulator in float32.",
+        "Compute the tile transposed: s_t = tl.dot(c, q.T) is [BLOCK_N, BLOCK_M], and lse[None, :] belongs to its "
+        "columns. Then dc = tl.dot(p_t.to(do.dtype), do, dc) needs no transposition.",
         "Load lse with other=float('inf') and delta with other=0.0: then p is 0 for queries that are not there.",
-        "dp_t = tl.dot(v, do.T); ds_t = p_t * (dp_t - delta[None, :]); dk = tl.dot(ds_t.to(q.dtype), q, dk); at the "
-        "end dk * scale. All four products with input_precision='ieee'.",
+        "dp_t = tl.dot(c, do.T); ds_t = scale * p_t * (dp_t - delta[None, :]); dc = tl.dot(ds_t.to(q.dtype), q, dc). "
+        "What P gives has no scale, so the scale cannot wait for the end. All four products with "
+        "input_precision='ieee'.",
     ],
-    writes="DK_ptr, DV_ptr",
-    returns="dk, dv",
+    writes="DC_ptr",
+    returns="dc",
     programs=lambda N, BLOCK_N, **_: -(-N // BLOCK_N),
-    inputs=_launches("dkdv"),
-    draw=_some_launch("dkdv"),
+    inputs=_launches("dc"),
+    draw=_some_launch("dc"),
     nan=_TAIL,
-    notes=_KERNEL_NOTES,
+    notes=_KERNEL_NOTES | {"scale": "the scores are scale · Q C^T: the scale is in what dS gives, once, and not in "
+                           "what P gives"},
     rows=[
-        mixed_bases("dk and dv", "s_t", "lse[None, :]"),
-        *rounded_sums(dk=(", dk, input", f", dk{CUT}, input"), dv=(", dv, input", f", dv{CUT}, input")),
-        Row("ds-for-p", "dv: dS stands where P belongs: dV is P transposed times dO",
-            [("tl.dot(p_t.to(do.dtype), do", "tl.dot((p_t * (tl.dot(v, do.T, input_precision='ieee') - "
+        mixed_bases("dc", "s_t", "lse[None, :]"),
+        *rounded_sums(dc=("do, dc, input", "do, dc.to(c.dtype).to(tl.float32), input")),
+        Row("keys-alone", "dc: that is C's gradient as keys alone: C is the values too, and P^T dO adds to it",
+            [('dc = tl.dot(p_t.to(do.dtype), do, dc, input_precision="ieee")', "pass")]),
+        Row("values-alone", "dc: that is C's gradient as values alone: C is the keys too, and dS^T Q adds to it",
+            [('dc = tl.dot(ds_t.to(q.dtype), q, dc, input_precision="ieee")', "pass")]),
+        Row("scale-of-both", "dc: the whole sum is multiplied by scale: it belongs to what dS gives, not to P^T dO",
+            [("ds_t = scale * p_t", "ds_t = p_t"), ("dc.to(DC", "(dc * scale).to(DC")]),
+        Row("ds-for-p", "dc: dS stands where P belongs: as values C has the gradient P transposed times dO",
+            [("tl.dot(p_t.to(do.dtype), do", "tl.dot((p_t * (tl.dot(c, do.T, input_precision='ieee') - "
               "delta[None, :])).to(do.dtype), do")]),
     ],
 )  # fmt: skip
 @triton.jit
-def dkdv_kernel(
-    Q_ptr, K_ptr, V_ptr, DO_ptr, LSE_ptr, DELTA_ptr, DK_ptr, DV_ptr,
-    stride_qm, stride_kn, stride_vn, stride_dom, stride_dkn, stride_dvn,
+def dc_kernel(
+    Q_ptr, C_ptr, DO_ptr, LSE_ptr, DELTA_ptr, DC_ptr,
+    stride_qm, stride_cn, stride_dom, stride_dcn,
     scale, M, N, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # BEGIN SOLUTION
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, HEAD_DIM)
     keys = offs_n[:, None] < N
-    k = tl.load(K_ptr + offs_n[:, None] * stride_kn + offs_d[None, :], mask=keys, other=0.0)
-    v = tl.load(V_ptr + offs_n[:, None] * stride_vn + offs_d[None, :], mask=keys, other=0.0)
-    dk = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
-    dv = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
+    c = tl.load(C_ptr + offs_n[:, None] * stride_cn + offs_d[None, :], mask=keys, other=0.0)
+    dc = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
     for start_m in range(0, M, BLOCK_M):
         offs_m = start_m + tl.arange(0, BLOCK_M)
         rows = offs_m[:, None] < M
@@ -754,16 +767,14 @@ def dkdv_kernel(
         do = tl.load(DO_ptr + offs_m[:, None] * stride_dom + offs_d[None, :], mask=rows, other=0.0)
         lse = tl.load(LSE_ptr + offs_m, mask=offs_m < M, other=float("inf"))
         delta = tl.load(DELTA_ptr + offs_m, mask=offs_m < M, other=0.0)
-        s_t = tl.dot(k, q.T, input_precision="ieee") * scale  # transposed: keys down, queries across
+        s_t = tl.dot(c, q.T, input_precision="ieee") * scale  # transposed: keys down, queries across
         p_t = tl.exp(s_t - lse[None, :])
-        dv = tl.dot(p_t.to(do.dtype), do, dv, input_precision="ieee")
-        dp_t = tl.dot(v, do.T, input_precision="ieee")
-        ds_t = p_t * (dp_t - delta[None, :])
-        dk = tl.dot(ds_t.to(q.dtype), q, dk, input_precision="ieee")
-    dk_ptrs = DK_ptr + offs_n[:, None] * stride_dkn + offs_d[None, :]
-    dv_ptrs = DV_ptr + offs_n[:, None] * stride_dvn + offs_d[None, :]
-    tl.store(dk_ptrs, (dk * scale).to(DK_ptr.dtype.element_ty), mask=keys)
-    tl.store(dv_ptrs, dv.to(DV_ptr.dtype.element_ty), mask=keys)
+        dc = tl.dot(p_t.to(do.dtype), do, dc, input_precision="ieee")
+        dp_t = tl.dot(c, do.T, input_precision="ieee")
+        ds_t = scale * p_t * (dp_t - delta[None, :])  # scaled here: what P gives has no scale
+        dc = tl.dot(ds_t.to(q.dtype), q, dc, input_precision="ieee")
+    dc_ptrs = DC_ptr + offs_n[:, None] * stride_dcn + offs_d[None, :]
+    tl.store(dc_ptrs, dc.to(DC_ptr.dtype.element_ty), mask=keys)
     # END SOLUTION
 
 
