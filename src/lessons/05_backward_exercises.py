@@ -38,7 +38,7 @@ import triton.language as tl
 # %% [markdown]
 # ## 5.1
 #
-# Some models (gpt-oss is one) have a *sink* in each head, as 4.9 did: one more score in every row's softmax, the same learned number for
+# Some models (gpt-oss is one) have a *sink* in each head, as in 4.9: one more score in every row's softmax, the same learned number for
 # all rows, whose value is zero. `p` and `dp` are `[M, N]`, without the sink, so a row of p sums to less than 1. Return `ds`, the gradient
 # with respect to the scores, and `dsink`, that with respect to the sink, a single number. No N × N matrix is needed, and no loop.
 
@@ -189,7 +189,7 @@ check("5.10", hunted_10)
 # ## 5.11
 #
 # The other large kernel, with nothing written but its parameters, and for K and V that are *one* matrix C: K = V = C. DeepSeek's latent attention
-# reads its keys and values so, but for 64 columns. Store dC, like C. One head, no mask, any M and N; program i keeps the rows i · BLOCK_N and
+# does so, with 64 columns more in its keys. Store dC, like C. One head, no mask, any M and N; program i keeps the rows i · BLOCK_N and
 # following of C. Every row is contiguous; `stride_qm` and the others go from one row to the next. lse and delta are contiguous, in float32.
 #
 # The check is that of 5.6: TF32 is refused here too. `tl.dot(tl.trans(p), ...)` is right in the interpreter; the lecture says why not to write it.

@@ -713,7 +713,7 @@ def dq_kernel(
 
 @kernel_rule(
     "5.11",
-    title="A kernel from an empty page",
+    title="K and V in one, from an empty page",
     minutes=60,
     difficulty="Stretch",
     hints=[
