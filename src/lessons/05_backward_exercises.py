@@ -38,8 +38,9 @@ import triton.language as tl
 # %% [markdown]
 # ## 5.1
 #
-# `p` and `dp` are `[M, N]`; each row of p is a softmax of scores s. Return `ds`, the gradient with respect to the scores. No N × N
-# matrix is needed for it, and no loop.
+# Some models (gpt-oss is one) have a *sink* in each head, as in 4.9: one more score in every row's softmax, the same learned number for
+# all rows, whose value is zero. `p` and `dp` are `[M, N]`, without the sink, so a row of p sums to less than 1. Return `ds`, the gradient
+# with respect to the scores, and `dsink`, that with respect to the sink, a single number. No N × N matrix is needed, and no loop.
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_05: softmax_backward
@@ -64,8 +65,12 @@ check("5.2", delta_over_keys, delta_over_columns)
 # %% [markdown]
 # ## 5.3
 #
-# A block of queries walks along the keys, BLOCK_N at a time; the last block of keys may be shorter. Nothing in the function may have
-# all N keys in its shape, but K and V themselves.
+# A block of queries walks along the keys, BLOCK_N at a time; the last block of keys may be shorter. The forward pass had *dropout*, as in
+# GPT-2's training: after the softmax a part of P is set to 0, and the rest is divided by `keep`, the probability of being kept: O = (P ∘ `KEPT` / `keep`) V.
+# `KEPT` is True where an element was kept. (A kernel makes it again from a seed, a tile at a time.) lse and delta are what they were: the
+# log-sum-exp of the scores, and the sum of O ∘ dO.
+#
+# Nothing in the function may have all N keys in its shape, but K, V and KEPT themselves.
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_05: dq_block
@@ -94,20 +99,24 @@ check("5.4", window_block_sim)
 # %% [markdown]
 # ## 5.5
 #
-# $\delta$ of BLOCK_M rows per program, in Triton. M need not be a multiple of BLOCK_M. O and dO each have their own two strides, and those of
-# dO may be anything, also 0. Multiply in float32.
+# Some models gate what a head gives (Qiu et al., *Gated Attention for Large Language Models*, 2025): $y_i = g_i\, o_i$, with a number $g_i$
+# per row. Then dY arrives, and dO has never been stored. In Triton, BLOCK_M rows per program: store $dg_i$, and the $\delta_i$ that the
+# attention's backward pass needs.
+#
+# M need not be a multiple of BLOCK_M. O and dY each have their own two strides, and those of dY may be anything, also 0. g and both
+# results are float32 and contiguous. Multiply in float32.
 
 # %% tags=["exercise"]
-# RULE flashlab.exercises.phase_05: delta_kernel
+# RULE flashlab.exercises.phase_05: gated_delta_kernel
 
 # %% tags=["check"]
 # hint("5.5")
-check("5.5", delta_kernel)
+check("5.5", gated_delta_kernel)
 
 # %% [markdown]
 # ## 5.6
 #
-# 5.3 as a Triton kernel: one head, no mask, any M and N. The addresses and loads are written. The loop's body and the end are yours. The
+# 5.3's walk as a Triton kernel, without dropout: one head, no mask, any M and N. The addresses and loads are written. The loop's body and the end are yours. The
 # scale multiplies the scores, and once more the result. Use `tl.exp`; the statistics are natural logarithms.
 #
 # The check has float32 inputs too, and refuses TF32 for them: every `tl.dot` takes `input_precision="ieee"`. In some cases every lse is near −120, or near
@@ -179,24 +188,24 @@ check("5.10", hunted_10)
 # %% [markdown]
 # ## 5.11
 #
-# The other large kernel, with nothing written but its parameters. One head, no mask, any M and N; program i keeps the keys
-# i · BLOCK_N and following. Every row is contiguous; `stride_qm` and the others go from one row to the next. lse and delta are
-# contiguous, in float32.
+# The other large kernel, with nothing written but its parameters, and for K and V that are *one* matrix C: K = V = C. DeepSeek's latent attention
+# does so, with 64 columns more in its keys. Store dC, like C. One head, no mask, any M and N; program i keeps the rows i · BLOCK_N and
+# following of C. Every row is contiguous; `stride_qm` and the others go from one row to the next. lse and delta are contiguous, in float32.
 #
 # The check is that of 5.6: TF32 is refused here too. `tl.dot(tl.trans(p), ...)` is right in the interpreter; the lecture says why not to write it.
 
 # %% tags=["exercise"]
-# RULE flashlab.exercises.phase_05: dkdv_kernel
+# RULE flashlab.exercises.phase_05: dc_kernel
 
 # %% tags=["check"]
 # hint("5.11")
-check("5.11", dkdv_kernel)
+check("5.11", dc_kernel)
 
 # %% [markdown]
 # ## 5.12
 #
-# The last three exercises lead from one head to gradients in a model. Begin with your kernel of 5.11. Now K and V have `[kv_heads, N, HEAD_DIM]`, and Q and
-# dO `[kv_heads * group, M, HEAD_DIM]`. Query head h reads key head h // group. Program i is block i % n_blocks of key head i // n_blocks. Each tensor has a stride from head
+# The last three exercises lead from one head to gradients in a model. Begin with your kernel of 5.11. Now K and V are two again, `[kv_heads, N, HEAD_DIM]`, and Q and
+# dO have `[kv_heads * group, M, HEAD_DIM]`. Query head h reads key head h // group. Program i is block i % n_blocks of key head i // n_blocks. Each tensor has a stride from head
 # to head and one from row to row; columns lie side by side. `LSE_ptr` and `DELTA_ptr` are contiguous, `[heads, M]`.
 #
 # If `CAUSAL`, the last query sees the last key, and tiles that see none of the block's keys are not visited. A row that sees no key has an lse of $-\infty$, as the forward

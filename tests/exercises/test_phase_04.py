@@ -96,14 +96,14 @@ def test_the_mask_of_a_tile_wrong():
 
 
 @pytest.mark.long
-def test_a_head_size_of_40_in_other_styles():
-    later = ("s = tl.dot(q, k.T)", "s = tl.dot(q, tl.trans(k)) + 0.0")
+def test_a_wide_head_in_other_styles():
+    later = ("s = tl.dot(q, k.T, s)", "s += tl.dot(q, tl.trans(k))")
     assert check("4.4", *solved("4.4", later))
     products = "q.to(tl.float32)[:, None, :] * k.to(tl.float32)[None, :, :]"
-    assert check("4.4", *solved("4.4", ("s = tl.dot(q, k.T)", f"s = tl.sum({products}, axis=2)")))
-    pointers = ("    s = tl.dot(q, k.T)", "    k = tl.where(real, k, 0.0)\n    s = tl.dot(q, k.T)")
+    assert check("4.4", *solved("4.4", ("s = tl.dot(q, k.T, s)", f"s += tl.sum({products}, axis=2)")))
+    pointers = ("    s = tl.dot(", "    k = tl.where(real, k, 0.0)\n        s = tl.dot(")
     assert check("4.4", *solved("4.4", pointers))
-    rounded = ("s = tl.dot(q, k.T)", "s = tl.sum(q[:, None, :] * k[None, :, :], axis=2)")
+    rounded = ("s = tl.dot(q, k.T, s)", "s += tl.sum(q[:, None, :] * k[None, :, :], axis=2)")
     assert diagnosis("4.4", *solved("4.4", rounded)) == "low-precision"
 
 

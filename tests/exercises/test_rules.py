@@ -191,6 +191,7 @@ def times(flops, moved, gpu):
     return flops / (gpu.fp16_tflops * 1e12), moved / (gpu.memory_gb_s * 1e9)
 
 
+with_sink = RULES["5.1"].fn
 TOLD = [
     ("0.1", lambda t, n: math.log10(torch.finfo(t).max / n), "`log10` stands where `log` belongs"),
     ("0.1", lambda t, n: math.log(65504 / n), "`dtype` is taken for float16, whatever it is"),
@@ -232,10 +233,11 @@ TOLD = [
     ("4.5", window(begin=lambda a, d, hi: a - d - hi), "begin: nothing keeps it from going below `0`"),
     ("4.5", window(end=lambda z, d, m, lo: min(m, z - d)), "end: the term `left` is missing"),
     ("4.5", lambda *x: window()(*x)[::-1], "come as (end, begin): return (begin, end)"),
-    ("5.1", lambda p, dp: p * dp, "the term `-delta` is missing: it is dp - delta"),
-    ("5.1", lambda p, dp: p * (dp - (p * dp).sum()), "one `sum` is taken for all rows"),
-    ("5.1", lambda p, dp: p * (dp - (p * p * dp).sum(1, keepdim=True)), "the factor `p` is there twice"),
-    ("5.1", lambda p, dp: p * (dp - (p * dp).sum(1)), "`keepdim=True` is missing"),
+    ("5.1", lambda p, dp: (p * dp, with_sink(p, dp)[1]), "the term `-delta` is missing"),
+    ("5.1", lambda p, dp: (p * (dp - (p * dp).sum()), with_sink(p, dp)[1]), "one `sum` is taken for all rows"),
+    ("5.1", lambda p, dp: (p * (dp - (p * p * dp).sum(1, keepdim=True)), with_sink(p, dp)[1]), "`p` is there twice"),
+    ("5.1", lambda p, dp: (p * (dp - (p * dp).sum(1)), with_sink(p, dp)[1]), "`keepdim=True` is missing"),
+    ("5.1", lambda p, dp: (with_sink(p, dp)[0], -(p * dp).sum()), "the factor `p_sink` is missing: what is missing in"),
     ("5.2 delta_over_columns", lambda o, do: (o.float() * do).sum(0), "`sum` runs along dim=0: it is dim=1"),
     ("5.7", lambda p, v, o, do, dl: p * (do @ v.T - (o * do).sum(1)[:, None]), "`dlse[:, None]` is missing"),
     ("13.1", lambda row, rank, n, world: (rank * n + row, row * world + rank), "the division by `2` is missing"),

@@ -226,37 +226,45 @@ def _of_scores(r: random.Random, M: int, N: int, D: int, BLOCK_D: int) -> tuple[
 
 @kernel_rule(
     "4.4",
-    title="A head size of 40",
+    title="A head wider than a tile",
     minutes=20,
     hints=[
-        "A tile has BLOCK_D columns, the matrix HEAD_DIM. So a load needs two conditions: the row exists, and the "
-        "column does.",
-        "mask=(offs_m[:, None] < M) & (offs_d[None, :] < HEAD_DIM). What must `other` be, so that a column that does "
-        "not exist adds nothing to a product?",
-        "q = tl.load(Q_ptr + offs_m[:, None] * stride_q + offs_d[None, :], mask=..., other=0.0), k likewise with "
-        "offs_n and N, and s = tl.dot(q, k.T).",
+        "A score is a sum over HEAD_DIM columns. Split the sum: a loop over pieces of BLOCK_D columns, and one "
+        "accumulator for all of them.",
+        "Column offs_d of the piece at start_d is start_d + offs_d. A load needs two conditions: the row exists, and "
+        "the column does. What must `other` be, so that a column that does not exist adds nothing to a product?",
+        "In the loop: columns = start_d + offs_d[None, :]; q = tl.load(Q_ptr + offs_m[:, None] * stride_q + columns, "
+        "mask=(offs_m[:, None] < M) & (columns < HEAD_DIM), other=0.0), k likewise with offs_n and N, and s = "
+        "tl.dot(q, k.T, s). Before it: s = tl.zeros([BLOCK_M, BLOCK_N], tl.float32).",
     ],
     writes="S_ptr",
     returns="s",
     inputs={
         f"M={M}, N={N}, HEAD_DIM={D}, BLOCK_D={block}, rows apart in memory":
             _of_scores(random.Random(M + D), M, N, D, block)
-        for M, N, D, block in ((16, 32, 40, 64), (11, 20, 40, 64), (16, 32, 16, 16), (5, 32, 24, 32), (16, 9, 80, 128))
+        for M, N, D, block in ((16, 32, 80, 32), (11, 20, 49, 16), (16, 32, 16, 16), (5, 32, 24, 32), (16, 9, 144, 64))
     },
-    draw=lambda r: (lambda D: _of_scores(r, r.randint(1, 16), r.randint(1, 32), D, max(16, 1 << (D - 1).bit_length())))(
-        r.randint(1, 100)),
-    notes={"dtype": "products of float16 are added up in float32"}
+    draw=lambda r: _of_scores(
+        r, r.randint(1, 16), r.randint(1, 32), r.randint(1, 100), r.choice((16, 32, 64))),
+    notes={"dtype": "products of float16 are added up in float32", "s": "each piece adds to the scores"}
     | dict.fromkeys(("HEAD_DIM", "real"), "columns 0 to HEAD_DIM - 1 exist")
+    | dict.fromkeys(("start_d", "BLOCK_D"), "the pieces begin BLOCK_D columns apart")
     | dict.fromkeys(("stride_q", "stride_k"), "each matrix has a stride of its own, from one row to the next"),
-    words={"real": "(offs_d[None, :] < HEAD_DIM)"},  # the page has no such name
+    words={"real": "(columns < HEAD_DIM)", "columns": "start_d + offs_d[None, :]"},  # the page has no such names
     nan={"": "not finite, though every address was right: what do the masked-off elements hold? -inf times 0 is NaN"},
     rows=[
         *(Row("scaled", f"the scores are multiplied by {what}: Q K^T is asked as it stands",
-              [("s = tl.dot(q, k.T)", f"s = tl.dot(q, k.T) * {factor}")]) for what, factor in (
+              [("tl.dot(q, k.T, s)", f"s + tl.dot(q, k.T) * {factor}")]) for what, factor in (
             ("1 / sqrt(HEAD_DIM)", "HEAD_DIM**-0.5"), ("1 / HEAD_DIM", "(1 / HEAD_DIM)"),
             ("log2(e) / sqrt(HEAD_DIM)", "HEAD_DIM**-0.5 * 1.4426950408889634"))),
-        Row("half-the-columns", "only the first BLOCK_D / 2 columns count; HEAD_DIM of them exist",
-            [("< HEAD_DIM", "< BLOCK_D // 2")]),
+        Row("first-tile-only", "only the first BLOCK_D columns count: HEAD_DIM may be more, and a score sums over "
+            "all of them", [("range(0, HEAD_DIM,", "range(0, BLOCK_D,")]),
+        *(Row("first-piece-of-one", f"{x} gives its first columns to every piece: those of Q and K go together",
+              [(f"stride_{x.lower()} + columns", f"stride_{x.lower()} + offs_d[None, :]")]) for x in "QK"),
+        Row("last-tile-only", "each piece of columns begins the scores anew: those of the last one are left",
+            [("tl.dot(q, k.T, s)", "tl.dot(q, k.T)")]),
+        Row("last-tile-left-out", "the columns behind the last whole piece of BLOCK_D do not count",
+            [("range(0, HEAD_DIM,", "range(0, HEAD_DIM // BLOCK_D * BLOCK_D,")]),
     ],
 )  # fmt: skip
 @triton.jit
@@ -268,12 +276,13 @@ def scores_kernel(
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     # BEGIN SOLUTION
-    real = offs_d[None, :] < HEAD_DIM
-    q_ptrs = Q_ptr + offs_m[:, None] * stride_q + offs_d[None, :]
-    k_ptrs = K_ptr + offs_n[:, None] * stride_k + offs_d[None, :]
-    q = tl.load(q_ptrs, mask=(offs_m[:, None] < M) & real, other=0.0)
-    k = tl.load(k_ptrs, mask=(offs_n[:, None] < N) & real, other=0.0)
-    s = tl.dot(q, k.T)
+    s = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start_d in range(0, HEAD_DIM, BLOCK_D):
+        columns = start_d + offs_d[None, :]
+        real = columns < HEAD_DIM
+        q = tl.load(Q_ptr + offs_m[:, None] * stride_q + columns, mask=(offs_m[:, None] < M) & real, other=0.0)
+        k = tl.load(K_ptr + offs_n[:, None] * stride_k + columns, mask=(offs_n[:, None] < N) & real, other=0.0)
+        s = tl.dot(q, k.T, s)
     # END SOLUTION
     s_ptrs = S_ptr + offs_m[:, None] * N + offs_n[None, :]
     tl.store(s_ptrs, s, mask=(offs_m[:, None] < M) & (offs_n[None, :] < N))

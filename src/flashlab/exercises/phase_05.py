@@ -23,56 +23,71 @@ from flashlab.exercises.tensor_rule import normal, part, tensor_rule
 # ---- 5.1 ------------------------------------------------------------------------------------------------------------
 
 
-def _rows(r: random.Random, M: int, N: int, hidden: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def _rows(
+    r: random.Random, M: int, N: int, hidden: int = 0, sink: float = -math.inf
+) -> tuple[torch.Tensor, torch.Tensor]:
     """p and dp [M, N]; the last `hidden` keys have p = 0."""
     s, dp = normal(r, M, N, dtype=torch.float32), normal(r, M, N, dtype=torch.float32)
     s[:, N - hidden :] = -math.inf
-    return torch.softmax(s, 1), dp + 0.5
+    return torch.softmax(torch.cat([s, torch.full((M, 1), sink)], 1), 1)[:, :N], dp + 0.5
 
 
-def _by_the_jacobian(p, dp):
+def _by_one_more_column(p, dp):
+    p_sink = 1 - p.sum(dim=1, keepdim=True)
+    p, dp = torch.cat([p, p_sink], dim=1), torch.cat([dp, torch.zeros_like(p_sink)], dim=1)
     jacobian = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
-    return (jacobian @ dp[:, :, None])[:, :, 0]
+    ds = (jacobian @ dp[:, :, None])[:, :, 0]
+    return ds[:, :-1], ds[:, -1].sum()
 
 
-_EXAMPLE = torch.tensor([[0.5, 0.25, 0.25]]), torch.tensor([[4.0, 0.0, 8.0]])
+_EXAMPLE = torch.tensor([[0.5, 0.25, 0.125]]), torch.tensor([[4.0, 0.0, 8.0]])
 
 
 @tensor_rule(
     "5.1",
-    title="Through the softmax",
-    minutes=10,
+    title="Through a softmax with a sink",
+    minutes=15,
     difficulty="Warm-up",
     hints=[
-        "The Jacobian of a row is diag(p) - p pᵀ. Multiply it by dp on paper: which of the two products is a number?",
-        "p · dp is one number per row, delta. Then ds_j = p_j (dp_j - delta).",
-        "delta = (p * dp).sum(dim=1, keepdim=True); return p * (dp - delta).",
+        "Think of the sink as one more key. What is its p, from the others of its row? What is its dp, if its value is "
+        "zero?",
+        "p · dp is one number per row, delta, and ds_j = p_j (dp_j - delta), also for the sink. Which terms of delta "
+        "does the sink change?",
+        "delta = (p * dp).sum(dim=1, keepdim=True), as ever. The sink has p = 1 - p.sum(dim=1, keepdim=True) and "
+        "dp = 0. All rows share it: their gradients add up.",
     ],
-    returns="ds",
+    returns="ds, dsink",
     inputs={
-        "the lecture's row, p = (1/2, 1/4, 1/4)": _EXAMPLE, "3 rows of 5 keys": _rows(random.Random(1), 3, 5),
-        "6 rows of 6 keys": _rows(random.Random(2), 6, 6),
-        "4 rows, the last 3 of 9 keys hidden": _rows(random.Random(3), 4, 9, hidden=3),
-        "dp of some thousands": (_rows(random.Random(4), 3, 5)[0], 4096 * _rows(random.Random(4), 3, 5)[1]),
+        "one row, p = (1/2, 1/4, 1/8)": _EXAMPLE, "3 rows of 5 keys": _rows(random.Random(1), 3, 5, sink=0.5),
+        "6 rows of 6 keys": _rows(random.Random(2), 6, 6, sink=1.5),
+        "4 rows, the last 3 of 9 keys hidden": _rows(random.Random(3), 4, 9, hidden=3, sink=0.0),
+        "dp of some thousands": (_rows(random.Random(4), 3, 5, sink=1.0)[0], 4096 * _rows(random.Random(4), 3, 5)[1]),
     },
-    draw=lambda r: _rows(r, r.randint(1, 5), r.randint(2, 9)),
-    also=["p * dp - p * (p * dp).sum(dim=1, keepdim=True)", _by_the_jacobian],
+    draw=lambda r: _rows(r, r.randint(1, 5), r.randint(2, 9), sink=r.uniform(-1, 2)),
+    also=["(p * dp - p * (p * dp).sum(dim=1, keepdim=True), ((p.sum(dim=1) - 1) * (p * dp).sum(dim=1)).sum())",
+          _by_one_more_column],
     words={"delta": "delta", "jacobian": "the Jacobian"},
     notes={
-        "delta": "it is dp - delta", "dp - delta": "it is p (dp - delta)", "dim=1": "each row has a delta of its own",
+        "dp - delta": "it is p (dp - delta)", "dim=1": "each row has a delta of its own",
         "(p * dp).sum": "delta is the sum over the keys, weighted by p",
         "p[:, :, None] * p[:, None, :]": "a score also moves the other elements of its row",
+        "p_sink": "what is missing in a row's sum to 1 is the sink's p, and its ds is p (0 - delta)",
+        "(p_sink * delta).sum": "all rows share one sink: its gradient is the sum over them",
     },
     rows=[
-        Row("mean-of-dp", "ds: delta is taken as the plain mean of dp: it is the sum over the keys, weighted by p",
-            [("(p * dp).sum(", "dp.mean(")]),
+        Row("mean-of-dp", "ds and dsink: delta is taken as the plain mean of dp: it is the sum over the keys, weighted "
+            "by p", [("(p * dp).sum(", "dp.mean(")]),
+        Row("p-made-to-sum-to-1", "ds and dsink: p is divided by its row's sum: it is right as given, the sink has "
+            "the rest", [("delta = ", "all_p, p = p, p / p.sum(dim=1, keepdim=True)\n    delta = "),
+                         ("1 - p.sum", "1 - all_p.sum")]),
     ],
     on_device=True,
 )  # fmt: skip
 def softmax_backward(p, dp):
     # BEGIN SOLUTION
     delta = (p * dp).sum(dim=1, keepdim=True)
-    return p * (dp - delta)
+    p_sink = 1 - p.sum(dim=1, keepdim=True)  # its dp is 0
+    return p * (dp - delta), -(p_sink * delta).sum()
     # END SOLUTION
 
 
@@ -182,8 +197,12 @@ def _faint(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor) 
 def _of_dq(
     M: int, N: int, D: int, scale: float, block: int, seed: int, change: Callable[..., None] | None = None
 ) -> tuple[Any, ...]:
-    q, k, v, do, _, lse, delta = _head(M, N, D, scale, seed=seed, change=change)
-    return q, do, lse, delta, k, v, block, scale
+    """dq_block's arguments. Of P some two thirds are kept."""
+    q, k, v, do, _, lse, _ = _head(M, N, D, scale, seed=seed, change=change)
+    kept, keep = normal(random.Random(seed), M, N) < 0.4, 0.5 if seed % 2 else 0.75
+    p = torch.exp(scale * q.double() @ k.double().T - lse.double()[:, None])
+    delta = (p * kept / keep * (do.double() @ v.double().T)).sum(1)
+    return q, do, lse, delta.float(), k, v, kept, keep, block, scale
 
 
 def _grows(fn: Callable[..., Any], small: Sequence[Any], large: Sequence[Any], matrix: int) -> None:
@@ -217,12 +236,13 @@ def _of_tiles(fn: Callable[..., Any]) -> None:
     )
 
 
-def _dq_in_base_2(q, do, lse, delta, K, V, BLOCK_N, scale):
+def _dq_in_base_2(q, do, lse, delta, K, V, KEPT, keep, BLOCK_N, scale):
     dq = torch.zeros_like(q)
     for start_n in range(0, len(K), BLOCK_N):
         k, v = K[start_n : start_n + BLOCK_N], V[start_n : start_n + BLOCK_N]
+        kept = KEPT[:, start_n : start_n + BLOCK_N]
         p = torch.exp2(scale * (q @ k.T) * math.log2(math.e) - lse[:, None] * math.log2(math.e))
-        ds = p * (do @ v.T - delta[:, None])
+        ds = p * (kept * (do @ v.T) / keep - delta[:, None])
         dq = dq + scale * (ds @ k)
     return dq
 
@@ -246,12 +266,15 @@ _WALK_NOTES = {
 
 @tensor_rule(
     "5.3",
-    title="dQ of one block",
-    minutes=20,
+    title="dQ under dropout",
+    minutes=25,
     hints=[
-        "A loop over the keys as in phase 2, but without a state: lse is known, so each tile of P stands alone.",
-        "Per tile: p = exp(scale * q @ k.T - lse[:, None]), then ds = p * (do @ v.T - delta[:, None]).",
-        "dq starts at zeros; dq += ds @ k in each tile; return scale * dq.",
+        "Write the forward pass for one element: o_i has p_ij z_ij v_j in it, with z = KEPT / keep. How does the loss "
+        "change with p_ij? That is dp_ij.",
+        "dp has the factor z. The softmax knows nothing of the dropout: behind dp all is as without, with the whole P, "
+        "and delta is given.",
+        "Per tile: p = exp(scale * q @ k.T - lse[:, None]), dp = KEPT[:, keys] * (do @ v.T) / keep, then "
+        "ds = p * (dp - delta[:, None]). dq starts at zeros; dq += ds @ k in each tile; return scale * dq.",
     ],
     returns="dq",
     inputs={f"{M} queries, {N} keys, BLOCK_N={block}, scale={scale}": _of_dq(M, N, D, scale, block, N)
@@ -265,8 +288,22 @@ _WALK_NOTES = {
                           r.randrange(2**20)),
     also=[_dq_in_base_2],
     nan={"-120": TAIL, "120": "exp(120) is infinite in float32: subtract lse, then take the exponential"},
-    notes=_WALK_NOTES,
+    notes=_WALK_NOTES | {
+        **dict.fromkeys(("kept", "keep"), "O is P · KEPT / keep times V, so dP has both factors"),
+        "kept * (do @ v.T) / keep": "O is P · KEPT / keep times V, so dP has both factors",
+        "KEPT[:, start_n : start_n + BLOCK_N]": "each tile has columns of its own",
+    },
     rows=[
+        Row("dropout-ignored", "dq: the dropout is left out: O is P · KEPT / keep times V, so dP has both factors",
+            [("kept * (do @ v.T) / keep", "do @ v.T")]),
+        Row("dropout-of-ds", "dq: the dropout multiplies delta's part too: in dS = P (dP - delta), dP alone has it",
+            [("kept * (do @ v.T) / keep - delta[:, None]", "kept * (do @ v.T - delta[:, None]) / keep")]),
+        Row("zero-where-dropped", "dq: dS is 0 where P was dropped: dP is 0 there, P is whole, and dS is P (0 - delta)",
+            [("p * (kept", "p * kept * (kept")]),
+        Row("dropout-of-p", "dq: P has the dropout in dS too: the softmax came before, so P is whole; dP alone has it",
+            [("p * (kept", "p * kept / keep * (kept")]),
+        Row("rate-for-keep", "dq: dP is divided by 1 - keep: `keep` is the probability of being kept",
+            [("/ keep", "/ (1 - keep)")]),
         Row("scale-positive", "dq: the scale of the scores is taken as positive: it may be negative",
             [("scale * (q @ k.T)", "abs(scale) * (q @ k.T)")]),
         Row("softmax-per-tile", "dq: P is a softmax over the keys of one tile; exp(score - lse) knows the whole row",
@@ -274,24 +311,25 @@ _WALK_NOTES = {
         Row("maximum-of-the-tile", "dq: P is recomputed with the maximum of the tile's scores in the place of lse",
             [("lse[:, None]", "(scale * (q @ k.T)).amax(1, keepdim=True)")]),
         Row("delta-of-the-tile", "dq: delta is summed over the keys of one tile; it is a sum over all keys, and given",
-            [("delta[:, None]", "(p * (do @ v.T)).sum(1, keepdim=True)")]),
+            [("delta[:, None]", "(p * kept * (do @ v.T) / keep).sum(1, keepdim=True)")]),
         Row("dp-for-ds", "dq: dP stands where dS belongs: it is P · (dP - delta)",
-            [("p * (do @ v.T - delta[:, None])", "do @ v.T")]),
+            [("p * (kept * (do @ v.T) / keep - delta[:, None])", "kept * (do @ v.T) / keep")]),
     ],
     on_device=True,
     then=_of_tiles,
 )  # fmt: skip
-def dq_block(q, do, lse, delta, K, V, BLOCK_N, scale):
+def dq_block(q, do, lse, delta, K, V, KEPT, keep, BLOCK_N, scale):
     """dQ [BLOCK_M, HEAD_DIM] of a block of queries, no mask.
 
-    q, do: [BLOCK_M, HEAD_DIM]; lse, delta: [BLOCK_M]; K, V: [N, HEAD_DIM]. All float32.
+    q, do: [BLOCK_M, HEAD_DIM]; lse, delta: [BLOCK_M]; K, V: [N, HEAD_DIM]. All float32. KEPT: [BLOCK_M, N], bool.
     """
     # BEGIN SOLUTION
     dq = torch.zeros_like(q)
     for start_n in range(0, len(K), BLOCK_N):
         k, v = K[start_n : start_n + BLOCK_N], V[start_n : start_n + BLOCK_N]
+        kept = KEPT[:, start_n : start_n + BLOCK_N]
         p = torch.exp(scale * (q @ k.T) - lse[:, None])
-        ds = p * (do @ v.T - delta[:, None])
+        ds = p * (kept * (do @ v.T) / keep - delta[:, None])
         dq = dq + ds @ k
     return scale * dq
     # END SOLUTION
@@ -472,65 +510,75 @@ def window_block_sim(K_block, V_block, start_n, Q, dO, lse, delta, N, BLOCK_M, s
 # ---- 5.5 ------------------------------------------------------------------------------------------------------------
 
 
-def _rows_of(o: torch.Tensor, do: torch.Tensor) -> tuple[Any, ...]:
-    """delta_kernel's arguments."""
-    return o, do, empty(len(o)), *o.stride(), *do.stride(), len(o), o.shape[1], 16
+def _rows_of(o: torch.Tensor, dy: torch.Tensor) -> tuple[Any, ...]:
+    """gated_delta_kernel's arguments."""
+    g = normal(random.Random(len(o)), len(o), dtype=torch.float32)
+    return o, dy, g, empty(len(o)), empty(len(o)), *o.stride(), *dy.stride(), len(o), o.shape[1], 16
 
 
 def _some_rows(r: random.Random) -> tuple[Any, ...]:
     M, D = r.randint(1, 60), r.choice((16, 32))
-    o, do = (normal(r, M, D, dtype=torch.float32) for _ in "od")
-    return _rows_of(r.choice((o, o.T.contiguous().T, apart(o, 5))), r.choice((do, do.T.contiguous().T, apart(do, 3))))
+    o, dy = (normal(r, M, D, dtype=torch.float32) for _ in "od")
+    return _rows_of(r.choice((o, o.T.contiguous().T, apart(o, 5))), r.choice((dy, dy.T.contiguous().T, apart(dy, 3))))
 
 
-_O, _DO = (normal(random.Random(seed), 50, 32, dtype=torch.float32) for seed in (3, 4))
+_O, _DY = (normal(random.Random(seed), 50, 32, dtype=torch.float32) for seed in (3, 4))
 _OWN = "each tensor has its own strides, and each stride its own index"
 
 
 @kernel_rule(
     "5.5",
-    title="delta_kernel",
-    minutes=20,
+    title="delta behind a gate",
+    minutes=25,
     hints=[
-        "As 3.1: rows down, columns across, and each tensor with its own two strides.",
-        "The last block reaches over the end: mask the loads and the store with offs_m < M, and say other=0.0.",
-        "tl.sum(o.to(tl.float32) * do.to(tl.float32), axis=1), stored at DELTA_ptr + offs_m.",
+        "On paper first. y = g · o, so dO is g · dY. And a row's g is in every column of y: what is dg?",
+        "dg is the sum of o · dY along the row, delta the sum of o · dO. How do the two differ?",
+        "The last block reaches over the end: mask the loads and the stores with offs_m < M, and say other=0.0. Each "
+        "matrix has its own two strides.",
+        "dg = tl.sum(o.to(tl.float32) * dy.to(tl.float32), axis=1), stored at DG_ptr + offs_m, and g * dg at DELTA_ptr "
+        "+ offs_m.",
     ],
-    writes="DELTA_ptr",
-    returns="delta",
+    writes="DELTA_ptr, DG_ptr",
+    returns="delta, dg",
     programs=lambda M, BLOCK_M, **_: -(-M // BLOCK_M),
     inputs={
-        f"{case}, {len(o)} rows of {o.shape[1]}, BLOCK_M=16": _rows_of(o, do) for case, o, do in (
-            ("contiguous, float32", _O, _DO), ("contiguous, float16", _O.half(), _DO.half()),
-            ("a whole number of blocks", _O[:48], _DO[:48]), ("half of the columns", _O[:17, :16], _DO[:17, 16:]),
-            ("dO stored by columns", _O, _DO.T.contiguous().T), ("O stored by columns", _O.T.contiguous().T, _DO),
-            ("dO with strides of 0, as o.sum().backward() gives", _O, torch.ones(()).expand(50, 32)))
+        f"{case}, {len(o)} rows of {o.shape[1]}, BLOCK_M=16": _rows_of(o, dy) for case, o, dy in (
+            ("contiguous, float32", _O, _DY), ("contiguous, float16", _O.half(), _DY.half()),
+            ("a whole number of blocks", _O[:48], _DY[:48]), ("half of the columns", _O[:17, :16], _DY[:17, 16:]),
+            ("dY stored by columns", _O, _DY.T.contiguous().T), ("O stored by columns", _O.T.contiguous().T, _DY),
+            ("dY with strides of 0, as y.sum().backward() gives", _O, torch.ones(()).expand(50, 32)))
     },
     draw=_some_rows,
     notes={
-        "stride_om": _OWN, "stride_od": _OWN, "stride_dom": _OWN, "stride_dod": _OWN,
+        "stride_om": _OWN, "stride_od": _OWN, "stride_dym": _OWN, "stride_dyd": _OWN,
+        "g": "the attention gave O, so its delta is the sum of o · dO, and dO = g · dY",
         "to": "the products are rounded before they are summed", "tl.float32": "the products would be rounded",
         "digits": "are the products, or their sum, rounded to 16 bits?",
     },
     rows=[
-        Row("strides-of-o", f"dO is read with O's strides: {_OWN}", [
-            ("offs_m[:, None] * stride_dom + offs_d[None, :] * stride_dod",
+        Row("strides-of-o", f"dY is read with O's strides: {_OWN}", [
+            ("offs_m[:, None] * stride_dym + offs_d[None, :] * stride_dyd",
              "offs_m[:, None] * stride_om + offs_d[None, :] * stride_od")]),
+        Row("gate-in-dg", "dg has a factor g: that is delta; y = g · o, so dg is the sum of o · dY alone",
+            [("DG_ptr + offs_m, dg", "DG_ptr + offs_m, g * dg")]),
     ],
 )  # fmt: skip
 @triton.jit
-def delta_kernel(
-    O_ptr, DO_ptr, DELTA_ptr, stride_om, stride_od, stride_dom, stride_dod, M,
+def gated_delta_kernel(
+    O_ptr, DY_ptr, G_ptr, DELTA_ptr, DG_ptr, stride_om, stride_od, stride_dym, stride_dyd, M,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, HEAD_DIM)
     # BEGIN SOLUTION
     o_ptrs = O_ptr + offs_m[:, None] * stride_om + offs_d[None, :] * stride_od
-    do_ptrs = DO_ptr + offs_m[:, None] * stride_dom + offs_d[None, :] * stride_dod
+    dy_ptrs = DY_ptr + offs_m[:, None] * stride_dym + offs_d[None, :] * stride_dyd
     o = tl.load(o_ptrs, mask=offs_m[:, None] < M, other=0.0).to(tl.float32)
-    do = tl.load(do_ptrs, mask=offs_m[:, None] < M, other=0.0).to(tl.float32)
-    tl.store(DELTA_ptr + offs_m, tl.sum(o * do, axis=1), mask=offs_m < M)
+    dy = tl.load(dy_ptrs, mask=offs_m[:, None] < M, other=0.0).to(tl.float32)
+    g = tl.load(G_ptr + offs_m, mask=offs_m < M, other=0.0)
+    dg = tl.sum(o * dy, axis=1)
+    tl.store(DELTA_ptr + offs_m, g * dg, mask=offs_m < M)
+    tl.store(DG_ptr + offs_m, dg, mask=offs_m < M)
     # END SOLUTION
 
 
@@ -541,17 +589,24 @@ def _launch_of(
     kernel: str, M: int, N: int, BLOCK_M: int, BLOCK_N: int, D: int = 16, scale: float = 0.3, seed: int = 0,
     dtype: torch.dtype = torch.float16, change: Callable[..., None] | None = None, apart_by: int = 4,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """The arguments of dq_kernel, or of dkdv_kernel, with rows apart in memory.
+    """The arguments of dq_kernel, or of dc_kernel, whose K and V are one, with rows apart in memory.
 
     apart_by: 0 where rows are contiguous: tensors exchanged give other values there than strides exchanged, which are
     one stray address elsewhere.
     """
-    q, k, v, do, _, lse, delta = _head(M, N, D, scale, dtype=dtype, seed=seed, change=change)
-    read = [apart(x, apart_by * gap) for x, gap in zip((q, k, v, do), (1, 2, 3, 5), strict=True)]
-    rows = (M,) if kernel == "dq" else (N, N)
-    results = [empty(n, D, gap=apart_by * gap, dtype=dtype) for n, gap in zip(rows, (8, 10), strict=False)]
-    strides = [x.stride(0) for x in (*read, *results)]
-    return *read, lse, delta, *results, *strides, scale, M, N, D, BLOCK_M, BLOCK_N
+
+    def as_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor) -> None:
+        if change:
+            change(q, k, v, do)
+        if kernel == "dc":
+            v.copy_(k)
+
+    q, k, v, do, _, lse, delta = _head(M, N, D, scale, dtype=dtype, seed=seed, change=as_one)
+    tensors = (q, k, v, do) if kernel == "dq" else (q, k, do)
+    read = [apart(x, apart_by * gap) for x, gap in zip(tensors, (1, 2, 3, 5), strict=False)]
+    result = empty(M if kernel == "dq" else N, D, gap=apart_by * 8, dtype=dtype)
+    strides = [x.stride(0) for x in (*read, result)]
+    return *read, lse, delta, result, *strides, scale, M, N, D, BLOCK_M, BLOCK_N
 
 
 def _launches(kernel: str) -> dict[str, tuple[Any, ...]]:
@@ -570,9 +625,9 @@ def _launches(kernel: str) -> dict[str, tuple[Any, ...]]:
     for score, dtype in ((-120.0, torch.float16), (-(2.0**100), torch.float32)):
         case = f"20 queries and keys, tiles of 16, every score near {score:.3g}"
         found[case] = _launch_of(kernel, 20, 20, 16, 16, scale=1.0, dtype=dtype, change=_near(score))
-    M, N, walked = (1, 1600, (1,)) if kernel == "dq" else (1600, 2, (0, 3))
+    M, N, walked, delta = (1, 1600, (1,), 5) if kernel == "dq" else (1600, 2, (0, 2), 4)
     found[f"{M} queries, {N} keys, 100 tiles: 2048, then 98 times 1"] = in_small_steps(
-        _launch_of(kernel, M, N, 16, 16, scale=1.0), walked)  # fmt: skip
+        _launch_of(kernel, M, N, 16, 16, scale=1.0), walked, delta)  # fmt: skip
     return found
 
 
@@ -610,9 +665,9 @@ _KERNEL_NOTES = {
     title="dq_kernel",
     minutes=35,
     hints=[
-        "Your dq_block of 5.3, line by line. What the program keeps is loaded already: q, do, lse, delta.",
-        "Scores: tl.dot(q, k.T, input_precision='ieee') * scale. p = tl.exp(s - lse[:, None]); ds as in 5.3; "
-        "dq = tl.dot(ds.to(k.dtype), k, dq, input_precision='ieee').",
+        "The walk of 5.3, less the dropout. What the program keeps is loaded already: q, do, lse, delta.",
+        "Scores: tl.dot(q, k.T, input_precision='ieee') * scale. p = tl.exp(s - lse[:, None]); ds = p * (dp - "
+        "delta[:, None]); dq = tl.dot(ds.to(k.dtype), k, dq, input_precision='ieee').",
         "A key that is not there has k = 0, so its score is 0 and its p is exp(-lse), which may be infinite. Set ds to "
         "0 there with tl.where(in_range[None, :], ds, 0.0).",
         "Store (dq * scale).to(DQ_ptr.dtype.element_ty), masked by offs_m[:, None] < M.",
@@ -658,47 +713,53 @@ def dq_kernel(
 
 @kernel_rule(
     "5.11",
-    title="dkdv_kernel, from an empty page",
+    title="K and V in one, from an empty page",
     minutes=60,
     difficulty="Stretch",
     hints=[
-        "Program i keeps keys i * BLOCK_N ...: load its k and v once, masked. Two accumulators in float32. Then a loop "
-        "over the queries, as in 5.4.",
-        "Compute the tile transposed: s_t = tl.dot(k, q.T) is [BLOCK_N, BLOCK_M], and lse[None, :] belongs to its "
-        "columns. Then dv = tl.dot(p_t.to(do.dtype), do, dv) needs no transposition.",
+        "It is the lecture's walk of a block of keys over the queries, as in 5.4: load the tile of C once, masked. It "
+        "is k and v. C is used twice, and the gradient of C is the sum over its uses: one accumulator in float32.",
+        "Compute the tile transposed: s_t = tl.dot(c, q.T) is [BLOCK_N, BLOCK_M], and lse[None, :] belongs to its "
+        "columns. Then dc = tl.dot(p_t.to(do.dtype), do, dc) needs no transposition.",
         "Load lse with other=float('inf') and delta with other=0.0: then p is 0 for queries that are not there.",
-        "dp_t = tl.dot(v, do.T); ds_t = p_t * (dp_t - delta[None, :]); dk = tl.dot(ds_t.to(q.dtype), q, dk); at the "
-        "end dk * scale. All four products with input_precision='ieee'.",
+        "dp_t = tl.dot(c, do.T); ds_t = scale * p_t * (dp_t - delta[None, :]); dc = tl.dot(ds_t.to(q.dtype), q, dc). "
+        "What P gives has no scale, so the scale cannot wait for the end. All four products with "
+        "input_precision='ieee'.",
     ],
-    writes="DK_ptr, DV_ptr",
-    returns="dk, dv",
+    writes="DC_ptr",
+    returns="dc",
     programs=lambda N, BLOCK_N, **_: -(-N // BLOCK_N),
-    inputs=_launches("dkdv"),
-    draw=_some_launch("dkdv"),
+    inputs=_launches("dc"),
+    draw=_some_launch("dc"),
     nan=_TAIL,
-    notes=_KERNEL_NOTES,
+    notes=_KERNEL_NOTES | {"scale": "the scores are scale · Q C^T: the scale is in what dS gives, once, and not in "
+                           "what P gives"},
     rows=[
-        mixed_bases("dk and dv", "s_t", "lse[None, :]"),
-        *rounded_sums(dk=(", dk, input", f", dk{CUT}, input"), dv=(", dv, input", f", dv{CUT}, input")),
-        Row("ds-for-p", "dv: dS stands where P belongs: dV is P transposed times dO",
-            [("tl.dot(p_t.to(do.dtype), do", "tl.dot((p_t * (tl.dot(v, do.T, input_precision='ieee') - "
+        mixed_bases("dc", "s_t", "lse[None, :]"),
+        *rounded_sums(dc=("do, dc, input", "do, dc.to(c.dtype).to(tl.float32), input")),
+        Row("keys-alone", "dc: that is C's gradient as keys alone: C is the values too, and P^T dO adds to it",
+            [('dc = tl.dot(p_t.to(do.dtype), do, dc, input_precision="ieee")', "pass")]),
+        Row("values-alone", "dc: that is C's gradient as values alone: C is the keys too, and dS^T Q adds to it",
+            [('dc = tl.dot(ds_t.to(q.dtype), q, dc, input_precision="ieee")', "pass")]),
+        Row("scale-of-both", "dc: the whole sum is multiplied by scale: it belongs to what dS gives, not to P^T dO",
+            [("ds_t = scale * p_t", "ds_t = p_t"), ("dc.to(DC", "(dc * scale).to(DC")]),
+        Row("ds-for-p", "dc: dS stands where P belongs: as values C has the gradient P transposed times dO",
+            [("tl.dot(p_t.to(do.dtype), do", "tl.dot((p_t * (tl.dot(c, do.T, input_precision='ieee') - "
               "delta[None, :])).to(do.dtype), do")]),
     ],
 )  # fmt: skip
 @triton.jit
-def dkdv_kernel(
-    Q_ptr, K_ptr, V_ptr, DO_ptr, LSE_ptr, DELTA_ptr, DK_ptr, DV_ptr,
-    stride_qm, stride_kn, stride_vn, stride_dom, stride_dkn, stride_dvn,
+def dc_kernel(
+    Q_ptr, C_ptr, DO_ptr, LSE_ptr, DELTA_ptr, DC_ptr,
+    stride_qm, stride_cn, stride_dom, stride_dcn,
     scale, M, N, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # BEGIN SOLUTION
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, HEAD_DIM)
     keys = offs_n[:, None] < N
-    k = tl.load(K_ptr + offs_n[:, None] * stride_kn + offs_d[None, :], mask=keys, other=0.0)
-    v = tl.load(V_ptr + offs_n[:, None] * stride_vn + offs_d[None, :], mask=keys, other=0.0)
-    dk = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
-    dv = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
+    c = tl.load(C_ptr + offs_n[:, None] * stride_cn + offs_d[None, :], mask=keys, other=0.0)
+    dc = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
     for start_m in range(0, M, BLOCK_M):
         offs_m = start_m + tl.arange(0, BLOCK_M)
         rows = offs_m[:, None] < M
@@ -706,16 +767,14 @@ def dkdv_kernel(
         do = tl.load(DO_ptr + offs_m[:, None] * stride_dom + offs_d[None, :], mask=rows, other=0.0)
         lse = tl.load(LSE_ptr + offs_m, mask=offs_m < M, other=float("inf"))
         delta = tl.load(DELTA_ptr + offs_m, mask=offs_m < M, other=0.0)
-        s_t = tl.dot(k, q.T, input_precision="ieee") * scale  # transposed: keys down, queries across
+        s_t = tl.dot(c, q.T, input_precision="ieee") * scale  # transposed: keys down, queries across
         p_t = tl.exp(s_t - lse[None, :])
-        dv = tl.dot(p_t.to(do.dtype), do, dv, input_precision="ieee")
-        dp_t = tl.dot(v, do.T, input_precision="ieee")
-        ds_t = p_t * (dp_t - delta[None, :])
-        dk = tl.dot(ds_t.to(q.dtype), q, dk, input_precision="ieee")
-    dk_ptrs = DK_ptr + offs_n[:, None] * stride_dkn + offs_d[None, :]
-    dv_ptrs = DV_ptr + offs_n[:, None] * stride_dvn + offs_d[None, :]
-    tl.store(dk_ptrs, (dk * scale).to(DK_ptr.dtype.element_ty), mask=keys)
-    tl.store(dv_ptrs, dv.to(DV_ptr.dtype.element_ty), mask=keys)
+        dc = tl.dot(p_t.to(do.dtype), do, dc, input_precision="ieee")
+        dp_t = tl.dot(c, do.T, input_precision="ieee")
+        ds_t = scale * p_t * (dp_t - delta[None, :])  # scaled here: what P gives has no scale
+        dc = tl.dot(ds_t.to(q.dtype), q, dc, input_precision="ieee")
+    dc_ptrs = DC_ptr + offs_n[:, None] * stride_dcn + offs_d[None, :]
+    tl.store(dc_ptrs, dc.to(DC_ptr.dtype.element_ty), mask=keys)
     # END SOLUTION
 
 

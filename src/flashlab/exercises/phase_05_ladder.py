@@ -86,15 +86,15 @@ _HIDDEN = (
 )
 
 
-def in_small_steps(given: tuple[Any, ...], walked: tuple[int, ...]) -> tuple[Any, ...]:
+def in_small_steps(given: tuple[Any, ...], walked: tuple[int, ...], delta: int = 5) -> tuple[Any, ...]:
     """The arguments, with P and dS all 1: the first tile gives 2048, the others 1 each, lost in 16 bits, the last 0.
 
-    given: its first six tensors are q, k, v and do in some order, lse and delta. walked: which of them the walk reads.
+    given: its first tensors are q, k, v and do in some order, lse and, at `delta`, delta. walked: which the walk reads.
     """
-    tensors = [x for x in given if isinstance(x, torch.Tensor)][:6]
+    tensors = [x for x in given if isinstance(x, torch.Tensor)][: delta + 1]
     for x in tensors:
         x.zero_()
-    tensors[5] -= 1
+    tensors[delta] -= 1
     for x in (tensors[i] for i in walked):
         x[..., ::16, 3] = 1.0
         heads = x if x.ndim == 3 else x[None]
@@ -162,8 +162,8 @@ def _of_few_tiles(kernel: Any) -> None:
     title="dK and dV of a group, causal",
     minutes=35,
     hints=[
-        "Three things are new beside 5.11: which key head the program works for, a loop over the query heads that read "
-        "it, and the mask with its first tile.",
+        "K and V are two again, so there are two sums, and the scale may wait for the end. Three things are new beside "
+        "5.11: the program's key head, a loop over the query heads that read it, and the mask with its first tile.",
         "Program i: block i % n_blocks of key head i // n_blocks, with n_blocks = tl.cdiv(N, BLOCK_N). The query heads "
         "are kv_head * group + member. dk and dv are made once, before the loop over the members.",
         "Causal, key j is seen by the queries i >= j - (N - M): the walk begins at tl.maximum(start_n - (N - M), 0). "

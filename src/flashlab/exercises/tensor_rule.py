@@ -1,6 +1,6 @@
 """Rules whose inputs and results are tensors, lists or kernels' buffers: `flashlab.exercises.rule` with what they add.
 
-    @tensor_rule("5.1", title="Through the softmax", minutes=10, hints=[...], returns="ds",
+    @tensor_rule("5.1", title="Through a softmax with a sink", minutes=15, hints=[...], returns="ds, dsink",
                  inputs={"3 rows of 5 keys": (p, dp), ...}, draw=lambda r: ...)
     def softmax_backward(p, dp):
         ...
