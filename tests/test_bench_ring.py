@@ -86,7 +86,7 @@ def test_more_gpus_have_goals_of_their_own():
 
 
 def test_the_simulation_is_set_beside_what_it_knows():
-    machine = Machine({4096: 600.0}, backward={4096: 300.0}, step_us=20.0, in_ring=1.0)
+    machine = Machine({4096: 600.0}, backward={4096: 300.0}, step_us=20.0, in_ring=(1.0, 1.0))
     case = MANY[0]._replace(n=2**22)
     assert ring.simulated(machine, case, ZIGZAG, 4) == pytest.approx(1, abs=1e-3)
     assert ring.simulated(machine, case, CONTIGUOUS, 4) == pytest.approx(4 / 7, rel=0.01)

@@ -50,7 +50,7 @@ def test_work_is_what_a_run_computes_and_zigzag_is_even():
 
 
 def test_the_simulation_at_its_ends():
-    machine = Machine({1024: 500.0, 16384: 700.0}, inside=1e9, between=1e9, step_us=0.0, in_ring=1.0, memory=1e9)
+    machine = Machine({1024: 500.0, 16384: 700.0}, inside=1e9, between=1e9, step_us=0.0, in_ring=(1.0, 1.0), memory=1e9)
     shape = dict(heads=32, kv_heads=8, head_dim=128)
     n, world = 2**20, 8
     even = one_gpu(machine, n, heads=32, head_dim=128) / world
