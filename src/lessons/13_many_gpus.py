@@ -695,7 +695,7 @@ def busy(units, blocks=132):                                # whoever is free ta
 
 last = 132 + 4
 whole, cut = [256] * 4096, [256] * (4096 - last) + [128] * last + [64] * last * 2
-print(f"4096 parts of 256 tiles: busy {busy(whole):.3f} of the time; the last {last} of them cut: {busy(cut):.3f}")
+print(f"4096 parts of 256 tiles: busy {busy(whole):.3f} of the time; the last {last} cut: {busy(cut):.3f}")
 assert busy(whole) < 0.971 and busy(cut) > 0.99
 
 # %% [markdown]
