@@ -740,7 +740,7 @@ for run in RUNS:
 # these in (`PIECE_TILES`). Section 10 does not.
 
 # %% [markdown]
-# So with pages it is ahead of FlashInfer nearly everywhere. It is not ahead of cuDNN, which has no pages to look up: 4 to 6 % behind on large caches. On small ones nearly all of the time is
+# So with pages it is ahead of FlashInfer nearly everywhere. It is not ahead of cuDNN, which has no pages to look up: 3 to 5 % behind on large caches. On small ones nearly all of the time is
 # waiting: for the launch, a length, a page, the first keys, then for the parts and the counter, one after the other. How long, if the reads went at the speed that the largest cache has?
 
 # %%

@@ -785,8 +785,8 @@ Table.of(rows, ["two of", "tokens, mask, pass", *kept], align="ll" + "r" * len(k
 
 # %% [markdown]
 # As counted: contiguous pieces waste a third of two ranks' time (the critical path is 3 units where 2 are even), zigzag little, less the longer
-# the sequence. The error is that of one GPU. At 16 384 tokens a step takes half a millisecond: on the H100's host Python's launches took longer,
-# and a graph helped; on the H200's host they just fit. And the sequence may be more than twice as long as on one GPU, since a few heads go
+# the sequence. The error is that of one GPU. At 16 384 tokens a step takes half a millisecond: Python's launches take longer
+# on some hosts, and then a graph helps. And the sequence may be more than twice as long as on one GPU, since a few heads go
 # round at a time:
 
 # %%

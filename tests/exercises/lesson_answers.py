@@ -29,21 +29,27 @@ def cells_of(phase: int | str, kind: str) -> list:
 
 
 @functools.cache
+def asked(phase: int | str, kind: str) -> dict[str, list[str]]:
+    """{exercise id: the names of its answers}, as the checks of a page have them; nothing of it is run."""
+    checks = [cell.source for cell in cells_of(phase, kind) if "check" in cell.metadata.get("tags", [])]
+    calls = [x for source in checks for x in ast.walk(ast.parse(source)) if isinstance(x, ast.Call)]
+    return {
+        call.args[0].value: [ast.unparse(x) for x in call.args[1:]]
+        for call in calls if getattr(call.func, "id", "") == "check"
+    }  # fmt: skip
+
+
+@functools.cache
 def namespace(phase: int | str, kind: str) -> tuple[dict, dict]:
     """Runs a notebook's cells but its checks. Returns its names, and {exercise id: names of the answers}.
 
     kind: "exercises" or "solutions".
     """
     names: dict = {"__name__": "__main__"}
-    answers = {}
     for i, cell in enumerate(cells_of(phase, kind)):
-        if "check" in cell.metadata.get("tags", []):
-            for call in ast.walk(ast.parse(cell.source)):
-                if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "check":
-                    answers[call.args[0].value] = [ast.unparse(x) for x in call.args[1:]]
-        elif "matplotlib" not in cell.source:
+        if "check" not in cell.metadata.get("tags", []) and "matplotlib" not in cell.source:
             run(cell.source, f"<{kind} {phase} cell {i}>", names)
-    return names, answers
+    return names, asked(phase, kind)
 
 
 def run(source: str, name: str, names: dict) -> None:
@@ -59,7 +65,7 @@ def answers_of(id: str, kind: str) -> list:
 def cell_of(id: str, kind: str) -> str:
     """The source of the cell that defines an exercise's answers."""
     phase = number_of(id.split(".")[0])
-    wanted = namespace(phase, kind)[1][id][0]
+    wanted = asked(phase, kind)[id][0]
     for cell in cells_of(phase, kind):
         if "exercise" in cell.metadata.get("tags", []):
             tree = ast.parse(cell.source)

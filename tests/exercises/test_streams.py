@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from lesson_answers import answers_of, namespace
+from lesson_answers import answers_of, asked
 
 from flashlab.exercises.registry import find
 from flashlab.simt.source import blank_comments
@@ -24,7 +24,7 @@ def test_the_exercises_that_launch():
     def launches(id):
         return any(isinstance(text, str) and STREAM.search(text) for text in answers_of(id, "solutions"))
 
-    of_phases = (id for phase in (6, 7, 8, 9, 11) for id in namespace(phase, "solutions")[1])
+    of_phases = (id for phase in (6, 7, 8, 9, 11) for id in asked(phase, "solutions"))
     assert LAUNCHING == list(filter(launches, of_phases))
 
 
