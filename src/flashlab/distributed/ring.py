@@ -187,7 +187,7 @@ def ring_backward(
         if link.step + 1 == link.world:  # nothing is added any more: half of the bytes
             dk, dv = dk.to(k.dtype), dv.to(v.dtype)
         (dk, dv), arrived = link.pass_on((dk, dv))  # to whom these keys go next; at the end that is whose they are
-    assert arrived is not None and dq is not None and dk is not None and dv is not None
+    assert arrived and dq is not None and dk is not None and dv is not None, "there is at least one rank"
     arrived()
     return dq, dk, dv
 

@@ -280,8 +280,10 @@ def scores_kernel(
     for start_d in range(0, HEAD_DIM, BLOCK_D):
         columns = start_d + offs_d[None, :]
         real = columns < HEAD_DIM
-        q = tl.load(Q_ptr + offs_m[:, None] * stride_q + columns, mask=(offs_m[:, None] < M) & real, other=0.0)
-        k = tl.load(K_ptr + offs_n[:, None] * stride_k + columns, mask=(offs_n[:, None] < N) & real, other=0.0)
+        q_ptrs = Q_ptr + offs_m[:, None] * stride_q + columns
+        q = tl.load(q_ptrs, mask=(offs_m[:, None] < M) & real, other=0.0)
+        k_ptrs = K_ptr + offs_n[:, None] * stride_k + columns
+        k = tl.load(k_ptrs, mask=(offs_n[:, None] < N) & real, other=0.0)
         s = tl.dot(q, k.T, s)
     # END SOLUTION
     s_ptrs = S_ptr + offs_m[:, None] * N + offs_n[None, :]

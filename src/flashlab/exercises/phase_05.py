@@ -321,7 +321,7 @@ _WALK_NOTES = {
 def dq_block(q, do, lse, delta, K, V, KEPT, keep, BLOCK_N, scale):
     """dQ [BLOCK_M, HEAD_DIM] of a block of queries, no mask.
 
-    q, do: [BLOCK_M, HEAD_DIM]; lse, delta: [BLOCK_M]; K, V: [N, HEAD_DIM]. All float32. KEPT: [BLOCK_M, N], bool.
+    q, do: [BLOCK_M, HEAD_DIM]; lse, delta: [BLOCK_M]; K, V: [N, HEAD_DIM]; float32. KEPT: [BLOCK_M, N], bool.
     """
     # BEGIN SOLUTION
     dq = torch.zeros_like(q)

@@ -45,10 +45,7 @@ constexpr int SECOND = S_TILES / (HEAD_DIM == 64 ? 8 : 2), THIRD = S_TILES * 3 /
 constexpr bool O_IN_Q = HEAD_DIM > 128;                        // New: O takes the place of Q: there is no other
 constexpr int Q_STAGES = O_IN_Q ? 1 : 2, BARRIERS = 4 + 2 * Q_STAGES + 4 * STAGES;     // New; 8 bytes each
 // region: part
-struct __align__(16) Part {                                    // a head's rows, and tiles of keys that some of them see
-    int batch, head, m_start, end;
-    static constexpr int begin = 0;                            // the first of the tiles
-};
+struct __align__(16) Part { int batch, head, m_start, end; };  // a head's rows, and tiles of keys that some of them see
 // endregion
 template <int CONSUMERS_> struct Tile {                        // New: what depends on the number of consumers
     // A warpgroup each, and the producer's after them
@@ -103,9 +100,8 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, g = lane / 4, t = lane % 4;
     // One for the whole warp, as the compiler sees of a shuffle: what follows from it needs no register of each lane
     const int consumer = __shfl_sync(~0u, threadIdx.x / GROUP, 0);
-    const int m_blocks = ceil_div(p.seq_q, BLOCK_M);
     // region: parts
-    const int parts = m_blocks * p.batch * p.heads;
+    const int m_blocks = ceil_div(p.seq_q, BLOCK_M), parts = m_blocks * p.batch * p.heads;
     // endregion
     const int warp_row = warp * MMA_M;                         // the warp's first, in the tile
     auto end_of = [&](int row) {                               // tiles that some row before this one sees
@@ -160,7 +156,9 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
                                        here.batch);
                 };
                 if (here.end == 0) load_q();
-                for (int j = here.end - 1; j >= here.begin; j--, nth++) {
+                // region: tiles of a part
+                for (int j = here.end - 1; j >= 0; j--, nth++) {
+                    // endregion
                     const int stage = nth % STAGES, phase = nth / STAGES & 1, key = j * BLOCK_N;
                     // Tile j + STAGES has left the stage: a new barrier passes this at once
                     mbarrier_wait(empty_k + 8 * stage, phase ^ 1);
@@ -414,7 +412,9 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
         if (mine > 0) {
             tile(j--, std::true_type{}, std::true_type{});
             for (; j >= full; j--) tile(j, std::false_type{}, std::true_type{});       // the masked tiles
-            for (; j >= at.begin; j--) tile(j, std::false_type{}, std::false_type{});  // the full ones
+            // region: full tiles
+            for (; j >= 0; j--) tile(j, std::false_type{}, std::false_type{});         // the full ones
+            // endregion
         }
         if (!O_IN_Q && lane == 0) mbarrier_arrive(empty_q + 8 * q_stage);           // a Q may come
         if (mine > 0) {
@@ -481,7 +481,9 @@ template <class Tile> static int launch(const Problem& p, void* stream) {
     const int last = min(heads, ceil_div(2 * p.sms, max(1, ceil_div(p.seq_q, Tile::BLOCK_M))));
     const int groups = (heads - last) / heads_together, grid = min(p.sms, parts<Tile>(p));
     if (p.causal ? asks<true>(parts<Tile>(p), grid) : asks<false>(parts<Tile>(p), grid))
-        cudaMemsetAsync(p.workspace, 0, workspace_floats(&p) * 4, (cudaStream_t)stream);
+        // region: clear the counter
+        cudaMemsetAsync(p.workspace, 0, sizeof(int), (cudaStream_t)stream);
+        // endregion
     // More than 48 KB of shared memory have to be asked for. A refusal is what cudaGetLastError then returns.
     const auto kernel = p.causal ? flash_forward<Tile, true> : flash_forward<Tile, false>;
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::SHARED);

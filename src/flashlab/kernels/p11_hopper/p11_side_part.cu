@@ -23,7 +23,7 @@ struct __align__(16) Part {                                    // a head's rows,
 // endregion
 
     // region: parts
-    const int all = m_blocks * p.batch * p.heads, rounds = all / (int)gridDim.x;
+    const int m_blocks = ceil_div(p.seq_q, BLOCK_M), all = m_blocks * p.batch * p.heads, rounds = all / (int)gridDim.x;
     int halved = 0;                                            // New: how often the last parts are
     if (!CAUSAL && asks<CAUSAL>(all, gridDim.x)) while (ceil_div(p.seq_k, BLOCK_N) >> halved >= 2 * WHOLE) halved++;
     const int whole = halved ? (rounds - 1) * gridDim.x : all, cut = all - whole, parts = whole + cut * (halved + 1);
@@ -39,6 +39,14 @@ struct __align__(16) Part {                                    // a head's rows,
                     here.end >>= piece, here.begin = piece < halved ? here.end / 2 : 0;
                 }
                 // endregion
+
+                // region: tiles of a part
+                for (int j = here.end - 1; j >= here.begin; j--, nth++) {
+                    // endregion
+
+            // region: full tiles
+            for (; j >= at.begin; j--) tile(j, std::false_type{}, std::false_type{});  // the full ones
+            // endregion
 
         // region: store
         // New: a piece waits for the one before it, which began before it
@@ -104,3 +112,7 @@ struct __align__(16) Part {                                    // a head's rows,
 // region: workspace
 extern "C" int64_t workspace_floats(const Problem* p) { return 1 + 2 * TALL * p->sms; }    // the counter, and turns
 // endregion
+
+        // region: clear the counter
+        cudaMemsetAsync(p.workspace, 0, workspace_floats(&p) * sizeof(int), (cudaStream_t)stream);     // New: and turns
+        // endregion
