@@ -105,8 +105,8 @@ The longest sequence, of as many times one GPU's as there are ranks: 1.95 of 2."
 
 
 PAUSE = 4_000_000
-"""Cycles, 2 ms, for which a GPU waits before it is timed: in the middle of a model Python is as far ahead. What takes longer
-to issue than to run is timed so all the same: calls in a row."""
+"""Cycles, 2 ms, for which a GPU waits before it is timed: in the middle of a model Python is as far ahead. What takes
+longer to issue than to run is timed so all the same: calls in a row."""
 
 
 # ---- what is timed ---------------------------------------------------------------------------------------------------

@@ -13,10 +13,8 @@
 // p11_flash's.
 
 // region: part
-struct __align__(16) Part {                                    // a head's rows, and tiles of keys that some of them see
-    int batch, head, m_start, end;
-    int begin = 0, piece = 0, place = -1;                      // New: where its turns are; -1: it has not been cut
-};
+// A head's rows, and tiles of keys that some of them see. New: place, where its turns are; -1: it has not been cut
+struct __align__(16) Part { int batch, head, m_start, end, begin = 0, piece = 0, place = -1; };
 #ifndef WHOLE
 #define WHOLE 64                                               // New: tiles; what has twice as many is cut
 #endif
@@ -63,24 +61,23 @@ struct __align__(16) Part {                                    // a head's rows,
         float* lse = p.lse + ((int64_t)at.batch * p.heads + at.head) * p.seq_q + at.m_start;   // [batch, heads, seq_q]
         // New: straight from the registers: a quad's 8 columns are 32 bytes
         float* o = (float*)p.o + at.batch * p.o_stride.batch + at.head * p.o_stride.head;
-        float lse_before[ROWS_PER_LANE];                       // New: both on their way at once
+        float before[ROWS_PER_LANE];                           // New: both on their way at once
 #pragma unroll
         for (int r = 0; r < ROWS_PER_LANE; r++) {
             const int row = warp_row + g + r * 8;
-            lse_before[r] = at.m_start + row < p.seq_q ? lse[row] : -INFINITY;
+            before[r] = at.m_start + row < p.seq_q ? lse[row] : -INFINITY;
         }
 #pragma unroll
         for (int r = 0; r < ROWS_PER_LANE; r++) {
             const int row = warp_row + g + r * 8;
             const bool there = at.m_start + row < p.seq_q;
-            const float before = lse_before[r];
             float sum = l_i[r];
             sum += __shfl_xor_sync(~0u, sum, 1);
             sum += __shfl_xor_sync(~0u, sum, 2);
             // New: two finished results, as weights of the sum of both
             const float mine = sum == 0.f ? -INFINITY : (m_i[r] * scale_log2 + log2f(sum)) * LN2;
-            const float top = fmaxf(before, mine), base = top == -INFINITY ? 0.f : top;        // -inf - (-inf) is NaN
-            const float a = exp2_approx((before - base) * LOG2E), b = exp2_approx((mine - base) * LOG2E);
+            const float top = fmaxf(before[r], mine), base = top == -INFINITY ? 0.f : top;        // -inf - (-inf) is NaN
+            const float a = exp2_approx((before[r] - base) * LOG2E), b = exp2_approx((mine - base) * LOG2E);
             const float keep = a > 0.f ? a / (a + b) : a, factor = sum > 0.f ? b / (a + b) / sum : sum;  // NaN stays
             __syncwarp();                                      // or a lane would read what another one stored
             if (t == 0 && there) lse[row] = top + log2f(a + b) * LN2;
