@@ -76,7 +76,7 @@ struct __align__(16) Part { int batch, head, m_start, end, begin = 0, piece = 0,
             sum += __shfl_xor_sync(~0u, sum, 2);
             // New: two finished results, as weights of the sum of both
             const float mine = sum == 0.f ? -INFINITY : (m_i[r] * scale_log2 + log2f(sum)) * LN2;
-            const float top = fmaxf(before[r], mine), base = top == -INFINITY ? 0.f : top;        // -inf - (-inf) is NaN
+            const float top = fmaxf(before[r], mine), base = top == -INFINITY ? 0.f : top;    // -inf - (-inf) is NaN
             const float a = exp2_approx((before[r] - base) * LOG2E), b = exp2_approx((mine - base) * LOG2E);
             const float keep = a > 0.f ? a / (a + b) : a, factor = sum > 0.f ? b / (a + b) / sum : sum;  // NaN stays
             __syncwarp();                                      // or a lane would read what another one stored
