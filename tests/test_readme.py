@@ -25,8 +25,8 @@ def copies(tmp_path):
     """A checkout with the README and its figure, and a folder of records, both to be changed."""
     folder = tmp_path / "records"
     folder.mkdir()
-    for name in readme.RECORDS:
-        shutil.copy(records.RECORDED / f"{name}_h200.json", folder)
+    for path in records.RECORDED.glob("*_h200*.json"):
+        shutil.copy(path, folder)
     root = tmp_path / "root"
     (root / "docs").mkdir(parents=True)
     shutil.copy(readme.ROOT / "README.md", root)

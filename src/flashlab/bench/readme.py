@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import jinja2  # torch needs it, so it is there
 
-from flashlab.bench import decode, hopper_inputs, hopper_jobs, hopper_results, layer, lm, peers, records
+from flashlab.bench import decode, hopper_inputs, hopper_jobs, hopper_results, layer, lm, peers, records, ring
 from flashlab.bench.harness import Data, Row
 from flashlab.bench.rows import At, Missing, by, of, over, where
 from flashlab.table import Table
@@ -34,6 +34,8 @@ ROOT = Path(__file__).parents[3]
 GPU = "h200"
 RECORDS = ("walls", "triton", "industrial", "scalar", "mma", "ablation", "validation", "layer", "lm", "hopper",
            "decode")  # fmt: skip
+RINGS = ("ring", "ring_x4")
+"""Of several GPUs, each with machines of its own."""
 BEGIN, END = "<!-- results: written by `flashlab bench readme` -->", "<!-- end of the results -->"
 COMMAND = "flashlab bench readme"
 
@@ -45,13 +47,15 @@ COLUMNS = {"triton": "Triton, ours", "gluon": "Gluon, ours", "CUDA": "CUDA, ours
 COLUMNS |= {name: name for name in ("FlashAttention-2", "cuDNN", "FlexAttention")} | {"eager": "eager PyTorch"}
 HOPPER = {hopper_jobs.OURS: "phase 11, ours", **ALONE}
 BEST = {hopper_jobs.OURS: "phase 11, ours", "triton": "Triton, ours", "p9_flash": "phase 9, ours", **ALONE}
+RING = (ring.GATHER, ring.ULYSSES, ring.PAIRS, ring.CUDNN)
 DECODE = (decode.OURS, "Triton, pages of 16", decode.FLASHINFER, decode.CUDNN, "FlashAttention-2, contiguous")
 All = Mapping[str, Data]
 
 
 def load(folder: Path | None = None) -> dict[str, Data]:
     """The records of the README's GPU by the name of their bench, their rows in one schema; no rows where none is."""
-    paths = {name: (folder or records.RECORDED) / f"{name}_{GPU}.json" for name in RECORDS}
+    files = {name: name.replace("_", f"_{GPU}_") if "_" in name else f"{name}_{GPU}" for name in RECORDS + RINGS}
+    paths = {name: (folder or records.RECORDED) / f"{file}.json" for name, file in files.items()}
     found = {name: json.loads(path.read_text("utf-8")) if path.exists() else {} for name, path in paths.items()}
     return {name: data | {"rows": of(data)} for name, data in found.items()}
 
@@ -204,6 +208,21 @@ def decode_table(found: All) -> str:
     rows = decode.side_by_side(found["decode"])
     lines = [[work, *(f"{us[n]:.1f}" if n in us else "–" for n in DECODE)] for work, us in rows.items()]
     return Table.of(lines, ["sequences x keys, heads, D", *DECODE], align="l" + "r" * len(DECODE))._repr_markdown_()
+
+
+def ring_table(found: All) -> str:
+    """Phase 13's ring beside other ways to use several GPUs: shares of one GPU's time over their number."""
+    lines = []
+    for data in (found.get(name, {}) for name in RINGS):
+        for case in ring.MANY if data.get("ranks", 2) > 2 else ring.CASES:
+            rows = ring.of(data, case) if "rows" in data else {}
+            share = {name: f"{row['of_ideal']:.2f}" for name, row in rows.items() if "of_ideal" in row}
+            if ring.OURS[case.causal] in share:
+                heads = f"{case.heads}" if case.heads == case.kv_heads else f"{case.heads}/{case.kv_heads}"
+                lines.append([data["ranks"], heads, case.n, "causal" if case.causal else "none", case.which,
+                              *(share.get(name, "–") for name in (ring.OURS[case.causal], *RING))])  # fmt: skip
+    columns = ["GPUs", "heads", "tokens", "mask", "pass", "ring", *RING]
+    return Table.of(some([lines or None])[0], columns, align="rrrll" + "r" * (1 + len(RING)))._repr_markdown_()
 
 
 def ladder_table(found: All) -> str:
@@ -550,7 +569,7 @@ def laid(name: str, found: All) -> str:
     """docs/NAME.jinja with its numbers, in lines that a diff can show; a paragraph that lacks one is left out."""
     questions = Questions(found)
     asked = {key: getattr(questions, key) for key in dir(Questions) if key[0] != "_"}
-    tables = (best_table, decode_table, hopper_table, input_table, ladder_table, table)
+    tables = (best_table, decode_table, hopper_table, input_table, ladder_table, ring_table, table)
     asked |= {make.__name__: functools.partial(make, found) for make in tables}
     asked |= {f.__name__: f for f in (span, share, speed_of, faster_than_ours, over, some, min, max)}
     asked |= {"machine": lambda: machine_words(found), "alternative": alternative(drawn(found)), "caption": CAPTION}
