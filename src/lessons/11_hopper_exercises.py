@@ -432,7 +432,8 @@ check("11.11", hand)
 # %% [markdown]
 # ## 11.12
 #
-# Here is step 5 without its kernel: what a block does is a function, and nothing calls it.
+# Here is step 5 without its kernel: what a block does is a function, and nothing calls it. Its shared memory is not its own: as in a library,
+# all kernels of the file share one array, `pool`, and that begins at some multiple of 16 bytes.
 
 # %%
 show.region(launchless(), "constants", whole_file=False)
@@ -441,12 +442,12 @@ show.region(path("tiles.cuh"), "tensor maps", whole_file=False)
 show.source(path("problem.cuh"))
 
 # %% [markdown]
-# Write the rest of the file. A kernel, for causal and not, which takes the problem and the three maps as its parameters, has the dynamic shared
-# memory that the block needs, says how many threads a block has (`setmaxnreg` wants `__launch_bounds__`), and calls the function. Tiles are swizzled: how has the memory to be aligned? And
+# Write the rest of the file. A kernel, for causal and not, which takes the problem and the three maps as its parameters, says how many
+# threads a block has (`setmaxnreg` wants `__launch_bounds__`), and calls the function with memory out of `pool`: no array of your own. Tiles are swizzled: where may they begin, and what has the launch to ask for? And
 #
 #     extern "C" int forward(const Problem* p, void* stream)
 #
-# which makes the maps, launches the kernel on that stream, and returns `(int)cudaGetLastError()`. The check compiles it for `HEAD_DIM` 64, where a block has 192 rows.
+# which makes the maps, launches the kernel on that stream, on a grid of three dimensions (a head's rows on x, the heads on y, the batches on z), and returns `(int)cudaGetLastError()`. The check compiles it for `HEAD_DIM` 64, where a block has 192 rows.
 
 # %% tags=["exercise"]
 # BEGIN STARTER
@@ -456,20 +457,20 @@ launch = r"""
 # END STARTER
 # BEGIN SOLUTION
 launch = r"""
-constexpr int SHARED_BYTES = Q_BYTES + 2 * STAGES * KV_BYTES + BARRIERS * 8;
+constexpr int SHARED_BYTES = 1024 + Q_BYTES + 2 * STAGES * KV_BYTES + BARRIERS * 8;
 
 template <bool CAUSAL>
 __global__ void __launch_bounds__(THREADS, 1)
 attention(const Problem p, const __grid_constant__ CUtensorMap q_map,
           const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map) {
-    extern __shared__ __align__(1024) char shared[];           // where a swizzle's pattern may begin
-    flash_forward_block<CAUSAL>(p, q_map, k_map, v_map, shared);
+    char* shared = pool + -smem_u32(pool) % 1024;              // where a swizzle's pattern may begin
+    flash_forward_block<CAUSAL>(p, q_map, k_map, v_map, shared, blockIdx.x, blockIdx.y, blockIdx.z);
 }
 
 extern "C" int forward(const Problem* p, void* stream) {
     const auto attend = p->causal ? attention<true> : attention<false>;
     cudaFuncSetAttribute(attend, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES);
-    const int blocks = p->batch * p->heads * ceil_div(p->seq_q, BLOCK_M);
+    const dim3 blocks(ceil_div(p->seq_q, BLOCK_M), p->heads, p->batch);
     attend<<<blocks, THREADS, SHARED_BYTES, (cudaStream_t)stream>>>(
         *p, map_of(p->q, p->q_stride, p->batch, p->heads, p->seq_q, BLOCK_M),
         map_of(p->k, p->k_stride, p->batch, p->kv_heads, p->seq_k, BLOCK_N),

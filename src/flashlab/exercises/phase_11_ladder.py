@@ -862,10 +862,13 @@ _BLOCK_M = 192  # of step 5 with HEAD_DIM 64
 _LAUNCHED = ((1, 1, 1, 400, 130, False), (1, 2, 1, 200, 200, True), (2, 1, 1, 260, 24, True))
 # Has a launch end as one does that asks for too much.
 _REFUSED = "".join(f"#define cuda{x}LastError() cudaErrorInvalidValue\n" for x in ("Get", "PeekAt"))
-_BLOCK = """// What a block does; `shared` is its dynamic shared memory.
+_BLOCK = """extern __shared__ __align__(16) char pool[];                   // shared memory, of every kernel of the file
+
+// What a block does for BLOCK_M rows of a head, from row m_block * BLOCK_M on; `shared` is its memory.
 template <bool CAUSAL>
 __device__ __forceinline__ void flash_forward_block(const Problem& p, const CUtensorMap& q_map,
-                                                    const CUtensorMap& k_map, const CUtensorMap& v_map, char* shared) {
+                                                    const CUtensorMap& k_map, const CUtensorMap& v_map, char* shared,
+                                                    int m_block, int head, int batch) {
     const uint32_t q_smem = smem_u32(shared);                  // [BLOCK_M, HEAD_DIM]
     const uint32_t k_smem = q_smem + Q_BYTES;                  // [STAGES, BLOCK_N, HEAD_DIM]
     const uint32_t v_smem = k_smem + STAGES * KV_BYTES;        // [STAGES, BLOCK_N, HEAD_DIM]
@@ -877,6 +880,9 @@ __device__ __forceinline__ void flash_forward_block(const Problem& p, const CUte
 def launchless() -> str:
     """Step 5 of the ladder as a block's work, without a kernel that calls it and without a launch: 11.12's text."""
     text = replaced(step("p11_5_consumers"), "shared memory", _BLOCK).text
+    text = text.replace("blockIdx.x % m_blocks", "m_block")
+    text = text.replace("blockIdx.x / m_blocks", "batch * p.heads + head")
+    text = re.sub(r"(?m)^ *const int m_blocks = .*\n|batch = head_index.*, (?=kv_head)", "", text)
     text = re.sub(r"constexpr int SHARED = .*\n", "", text)
     return replaced(text, "launch", "// The kernel and its launch:").text
 
@@ -889,8 +895,10 @@ _MAPS = (
 LAUNCH = Trials(
     "11.12", _watched(), [traced(_halves(2, 4, 1, 400, 40, False)), _halves(1, 2, 1, 200, 200, True)], tol=1e-3,
     place=lambda text: launchless() + text,
-    notes={"ceil_div(p->seq_q, BLOCK_M)": "a block has BLOCK_M rows of one head of one batch"},
-    equal={"`cudaFuncSetAttribute(attend": "its value is not used"} | dict.fromkeys(
+    notes={"ceil_div(p->seq_q, BLOCK_M)": "a block has BLOCK_M rows of one head of one batch",
+           "1024": "a swizzle's pattern begins at a multiple of 1024, up to 1008 bytes behind the pool's beginning"},
+    equal={"`cudaFuncSetAttribute(attend": "its value is not used",
+           "it is `1024` where `smem_u32(pool)`": "1024 bytes more are asked for"} | dict.fromkeys(
         ("`cudaGetLastError()` has", "`cudaGetLastError()` is counted"), "any number but 0 is an error"),
     rows=[
         Row("no-attribute", "more than 48 KB of dynamic shared memory have to be asked for, by cudaFuncSetAttribute",
@@ -908,8 +916,14 @@ LAUNCH = Trials(
         Row("host-pointer", "the kernel gets a pointer to the host's Problem, which a GPU cannot read: by value it "
             "gets a copy", [("const Problem p,", "const Problem* p,"), ("(p, q_map", "(*p, q_map"),
                             ("*p, map_of", "p, map_of")]),
-        Row("not-aligned", "the shared memory is not aligned: a swizzle's pattern begins at a multiple of 1024",
-            [("__align__(1024) ", "")]),
+        Row("not-aligned", "the pool's beginning is not rounded up: a swizzle's pattern begins at a multiple of 1024",
+            [(" + -smem_u32(pool) % 1024", "")]),
+        Row("too-small", "rounded up, the memory begins up to 1008 bytes behind the pool's beginning, and the "
+            "launch asks for none more", [("= 1024 + ", "= ")]),
+        Row("a-fixed-distance", "1024 bytes behind the pool's beginning is no nearer to a multiple of 1024",
+            [("-smem_u32(pool) % 1024", "1024")]),
+        Row("rounded-down", "the pool's beginning is rounded down: what lies before it is not the block's",
+            [("pool + -smem_u32(pool) % 1024", "pool - smem_u32(pool) % 1024")]),
         Row("k-and-v", "the maps of K and V are exchanged", [("p->k, p->k_stride", "p->v, p->k_stride"),
                                                              ("p->v, p->v_stride", "p->k, p->v_stride")]),
         Row("always-causal", "the causal kernel is launched whether it is asked for or not",
@@ -929,26 +943,26 @@ LAUNCH = Trials(
     difficulty="Core",
     hints=[
         "How many bytes does a block need? Q, STAGES tiles of K and as many of V, BARRIERS barriers of 8 bytes. A "
-        "swizzled tile begins at a multiple of 1024: the declaration of the dynamic array can say so, extern "
-        "__shared__ __align__(1024) char shared[].",
+        "swizzled tile begins at a multiple of 1024, and the pool at one of 16: how far behind the pool's beginning is "
+        "the next multiple of 1024, at most?",
         "Three maps, by map_of. A box has as many rows as the tile that it fills; K and V have kv_heads heads, seq_k "
         "rows. The kernel, behind __launch_bounds__(THREADS, 1), takes them as const __grid_constant__ CUtensorMap, "
         "and Problem by value.",
-        "A block for each BLOCK_M rows of each head of each batch, all on x, THREADS threads. More than 48 KB of "
-        "dynamic shared memory need cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "
-        "for whichever of the two kernels is launched. The stream is a parameter.",
+        "A block for each BLOCK_M rows (x) of each head (y) of each batch (z), THREADS threads. It asks for 1024 bytes "
+        "more than it needs, and begins at pool + -smem_u32(pool) % 1024. More than 48 KB of dynamic shared memory need "
+        "cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), for whichever of the two "
+        "kernels is launched. The stream is a parameter.",
     ],
 )
 def launch_of_a_kernel(launch: str) -> str:
     text, before = whole_kernel(_filled_in(launch, "launch"), "launch").text, launchless()
     lines = len(before.splitlines())
     whole = Source(before + text, "p11_5_consumers", lines + 1, lines + len(text.splitlines()))
-    aligned = re.findall(r"(?:__align__|alignas)\s*\(\s*(\d+)\s*\)", blank_comments(text))
     expect(
-        not aligned or any(int(x) >= 1024 for x in aligned),
-        f"the shared memory is aligned to {max(map(int, aligned or ['0']))} bytes: a swizzle's pattern begins at a "
-        "multiple of 1024. (In the emulator it lies at one by itself)",
-        diagnosis="bulk-misaligned",
+        "__shared__" not in blank_comments(text),
+        "the shared memory is `pool`, which begins at a multiple of 16: declare no array beside it, and round its "
+        "address up to a multiple of 1024 by hand",
+        diagnosis="own-array",
     )
     with explained(lambda: _watched()(whole), LAUNCH):
         try:
@@ -962,6 +976,7 @@ def launch_of_a_kernel(launch: str) -> str:
     expect(story is None, f"the result is right, but {story}", diagnosis="wrong-grid", case="seq_q=200, heads=2")
     _expect_few_heads(whole)
     _expect_bounds(text)
+    _expect_any_pool(whole)
     try:
         probe(built(replace(whole, text=before + _REFUSED + text), check=False), whole, _LAUNCHED[0])
     except CheckFailed:
@@ -978,6 +993,24 @@ def _expect_bounds(text: str) -> None:
         "more registers than a launch of so many has for it, and ptxas leaves setmaxnreg out (C7508)"
     )
     expect("__launch_bounds__" in blank_comments(text), said, diagnosis="no-launch-bounds")
+
+
+def _expect_any_pool(whole: Source) -> None:
+    """CheckFailed where the memory begins at a multiple of 1024 only if the pool begins at 16, or never."""
+    __tracebackhide__ = True
+    before = "__global__ void flashlab_before() { __shared__ volatile char first[2048]; first[threadIdx.x] = 0; }\n"
+    text = whole.text.replace("__align__(16) char pool", "__align__(32) char pool") + before
+    first = "    const uint32_t q_smem = smem_u32(shared);"
+    text = text.replace(first, f'    if (threadIdx.x == 0) printf("%u ", smem_u32(shared) % 1024);{first}')
+    module, failed = built(replace(whole, text=text), check=True), ""
+    try:
+        probe(module, whole, _LAUNCHED[0])
+    except CheckFailed as error:
+        failed = f" ({error.sentence})"
+    beyond = max(map(int, module.report.printed.split()), default=0) if module.report is not None else 0
+    said = f"begins {beyond} bytes beyond a multiple of 1024" if beyond else f"is not the block's own{failed}"
+    said = f"the memory {said}, where the pool begins at 2080: smem_u32(pool) says how far the next multiple of 1024 is"
+    expect(not beyond and not failed, said, diagnosis="bulk-misaligned")
 
 
 def _expect_few_heads(whole: Source) -> None:
@@ -1013,12 +1046,12 @@ def _grid_story(whole: Source) -> str | None:
     with contextlib.suppress(CheckFailed):
         probe(module, whole, (2, 4, 2, 200, 64, False))
     launches = module.report.launches if module.report is not None else []
-    wanted = 2 * 4 * -(-200 // _BLOCK_M)
-    if not launches or launches[0].grid == (wanted, 1, 1):
+    wanted = -(-200 // _BLOCK_M), 4, 2
+    if not launches or launches[0].grid == wanted:
         return None
     return (
-        f"the grid is {launches[0].grid} for 2 batches of 4 heads of 200 rows, and should be ({wanted}, 1, 1): a block "
-        f"has {_BLOCK_M} rows of one head of one batch, all on x"
+        f"the grid is {launches[0].grid} for 2 batches of 4 heads of 200 rows, and should be {wanted}: a block has "
+        f"{_BLOCK_M} rows of one head of one batch"
     )
 
 
