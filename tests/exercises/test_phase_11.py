@@ -76,28 +76,39 @@ def found_in_a_pipeline(parities, stages=2, tiles=13, consumers=2):
     source = torch.arange(tiles * 32, dtype=torch.int32) // 32
     out, pauses = (torch.full((consumers, tiles), x, dtype=torch.int32) for x in (-1, 0))
     try:
-        arguments = (table, pauses, source, out, tiles, stages, consumers, 1)
+        arguments = (table, pauses, source, out, tiles, stages, consumers, 1, 1)
         phase_11._module(True).launch("pipeline", *arguments, echo=False)
     except SimtError as error:
         return str(error)
     return "" if bool((out == torch.arange(tiles)).all()) else "another tile"
 
 
+def in_two_parts(i, stages, tiles=(5, 8)):
+    return phase_11.waits(tiles, int(i >= 5), i - 5 * (i >= 5), stages)
+
+
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_a_pipeline_runs_with_the_right_parities(stages):
-    assert found_in_a_pipeline(phase_11.waits, stages) == ""
+    assert found_in_a_pipeline(in_two_parts, stages) == ""
 
 
 def test_the_emulator_sees_what_wrong_parities_do():
-    assert "waits for ever" in found_in_a_pipeline(lambda i, s: (i % s, i // s % 2, i // s % 2))
-    assert found_in_a_pipeline(lambda i, s: (i % s, i // s % 2, 1))
+    assert "waits for ever" in found_in_a_pipeline(lambda i, s: (i % s, i // s % 2, (i // s + (i > 5)) % 2))
+    assert found_in_a_pipeline(lambda i, s: (i % s, i // s % 2, (i // s - 1) % 2))  # the lecture's
 
 
 def test_a_float_is_no_number_of_bytes():
     right = phase_11.waits
-    assert check("11.2", lambda i, s: [i % s, i // s & 1, i // s & 1 ^ 1], phase_11.tile_bytes)
-    assert diagnosis("11.2", right, lambda rows, d, left: rows * (d * 2.0)) == "float"
-    assert diagnosis("11.2", lambda i, s: (i % s, i / s % 2, right(i, s)[2]), phase_11.tile_bytes) == "float"
+
+    def nth(tiles, part, i):
+        return i + sum(n for at, n in enumerate(tiles) if at < part)
+
+    def again(t, n, i, s):
+        return [nth(t, n, i) % s, *[nth(t, n, i) // s & 1] * 2]
+
+    assert check("11.2", again, phase_11.tile_bytes)
+    assert diagnosis("11.2", right, lambda rows, box, d, left: rows * (d * 2.0)) == "float"
+    assert diagnosis("11.2", lambda *x: (right(*x)[0], nth(*x[:3]) / x[3] % 2, 0), phase_11.tile_bytes) == "float"
 
 
 # ---- 11.3 ------------------------------------------------------------------------------------------------------------

@@ -480,7 +480,7 @@ PRODUCER = Trials(
         "of one warp does the rest; and none of them may go on to the consumers' code.",
         "Q first, to full_q: one tile, for which nobody has to make room. Then the tiles of keys in the order in which "
         "the consumers take them: from end - 1 down to 0. The nth K, n = 0, 1, ..., goes to stage n % K_STAGES, the "
-        "nth V to n % V_STAGES. Before each: a wait at `empty` of its stage, with the producer's parity of 11.2.",
+        "nth V to n % V_STAGES. Before each: a wait at `empty` of its stage; a new barrier lets the first use pass.",
         "In which order become places free? K of tile n when K of tile n - 3 has been read, V of tile n - 1 when V of "
         "tile n - 3 has: just after it. So K is asked for one tile ahead of V.",
         "for (int n = 0; n <= end; n++) { if (n < end) K of tile n; if (n > 0) V of tile n - 1; }",
@@ -811,7 +811,7 @@ def _place_named(m: re.Match[str]) -> str:
         "A place is a stage, and a part's number is what lies in it: the producer waits for `empty`, fills it, arrives "
         "at `full`; a consumer's thread waits for `full`, reads it, arrives at `empty`. Place n % PLACES, use "
         "n / PLACES.",
-        "hand_on: the parity of the producer's first wait is 1 (exercise 11.2). The number comes from "
+        "hand_on: the parity of the producer's first wait is 1: nobody has arrived. The number comes from "
         "atomicAdd(h.counter, 1); it is stored in the place before the arrival, which is what makes it visible.",
         "A thread reads the place into a variable, and only then arrives. Numbers of `parts` and more are handed on "
         "like the others: they tell the consumers to stop.",
@@ -949,7 +949,7 @@ LAUNCH = Trials(
         "rows. The kernel, behind __launch_bounds__(THREADS, 1), takes them as const __grid_constant__ CUtensorMap, "
         "and Problem by value.",
         "A block for each BLOCK_M rows (x) of each head (y) of each batch (z), THREADS threads. It asks for 1024 bytes "
-        "more than it needs, and begins at pool + -smem_u32(pool) % 1024. More than 48 KB of dynamic shared memory need "
+        "more than it needs, and begins at pool + -smem_u32(pool) % 1024. More than 48 KB of it need "
         "cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), for whichever of the two "
         "kernels is launched. The stream is a parameter.",
     ],
