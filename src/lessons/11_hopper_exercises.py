@@ -198,43 +198,34 @@ check("11.6", epilogue)
 # %% [markdown]
 # ## 11.7
 #
-# In `p11_6_overlap.cu` two products are under way at once: the scores of this tile, and O of the tile before, which runs on during the
-# softmax. In `p11_6_ring.cu`, as the check calls it, K and V share **one ring** of three slots: K of the nth tile is item 2 nth, V of it item 2 nth + 1, and item i lies in slot
-# i % `SLOTS`. `empty_slot` has a barrier for each slot, at which every consumer arrives once for each item.
+# In `p11_6_ring.cu`, as the check calls it, K and V of step 6 share **one ring** of three slots: K of the nth tile is item 2 nth, V of it item 2 nth + 1, and item i lies in slot
+# i % `SLOTS`. `empty_slot` has a barrier for each slot, at which every consumer arrives once for each item. The producer fills the slots in the ring's order. So they should become free
+# in this order, each as soon as its product has ended: V of the tile before, then K of this one. Somebody has issued O += P V first for that.
 
 # %% [markdown]
-# `slot` is that of this tile's K. `add_output()` waits for V of the tile before, issues O += P V and commits it. `output_is_there()` is
-# `wgmma_wait<0>()`. Below are the lines before the softmax and those after it. Somebody made room for the producer, and the
-# kernel became a little faster. Find out at what price, and repair it. The softmax should still run while O is under way.
+# `slot` is that of this tile's K. `add_output()` waits for V of the tile before, issues O += P V and commits it. Below are the lines before the softmax.
+# Every wait and every arrival of step 6 is there. Find out what is wrong all the same, and repair it.
 
 # %% tags=["exercise"]
 scores = r"""
         float s[S_TILES * 4];
         const uint64_t k_operand = descriptor(ring_smem + slot * KV_BYTES);
+        if (!FIRST) add_output();
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < HEAD_DIM / MMA_K; k++)
             wgmma_ss<BLOCK_N, T>(s, q_operand + columns_on<BLOCK_M>(k), k_operand + columns_on<BLOCK_N>(k),
                                  k > 0);
         wgmma_commit();
-        if (!FIRST) add_output();
-        wgmma_wait<FIRST ? 0 : 1>();                           //: the scores are there, O is still under way
+        wgmma_wait<1>();                                       //: O, the older group, is there
+        if (!FIRST && first_thread) mbarrier_arrive(empty_slot + 8 * ((2 * nth - 1) % SLOTS));
+        wgmma_wait<0>();                                       //: and the scores
         if (first_thread) mbarrier_arrive(empty_slot + 8 * slot);
-"""
-after_probabilities = r"""
-        if (!FIRST) {
-            output_is_there();
-            if (first_thread) mbarrier_arrive(empty_slot + 8 * ((2 * nth - 1) % SLOTS));   //: repaired
-#pragma unroll
-            for (int i = 0; i < O_TILES * 4; i++) acc[i] *= correction[i / 2 % 2];
-        }
-#pragma unroll
-        for (int i = 0; i < BLOCK_N / 4; i++) p_rmem[i / 4][i % 4] = pack<T>(s[2 * i], s[2 * i + 1]);
 """
 
 # %% tags=["check"]
 # hint("11.7")
-check("11.7", scores, after_probabilities)
+check("11.7", scores)
 
 # %% [markdown]
 # ## 11.8

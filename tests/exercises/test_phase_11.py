@@ -218,7 +218,7 @@ TOLD = [
     ("11.6", [("slab * SLAB,", "(1 - slab) * SLAB,")], "are in the wrong order: column 0 holds column 64"),
     ("11.6", [("bulk_wait_read", "bulk_wait")], "bulk_wait waits until O is written"),
     ("11.7", [(V_SLOT, "empty_v + 8 * ((nth - 1) % STAGES)")], "empty_v"),  # the lecture's line
-    ("11.7", [("empty_slot + 8 * slot", "empty_slot + 8 * ((slot + 1) % SLOTS)")], "consumer 0 gives back slots 1, "),
+    ("11.7", [("empty_slot + 8 * slot", "empty_slot + 8 * ((slot + 1) % SLOTS)")], "another slot is given back than that of their K"),
     ("11.7", [(V_SLOT, "empty_slot + 8 * slot")], "the slot of this tile's K is given back a second time"),
     ("11.7", [(V_SLOT, "empty_slot + 8 * ((2 * nth - 2) % SLOTS)")], "the slot of another item is given back"),
     ("11.8", [(OF_K, f"if (n > 1) {BEFORE}\n                {OF_K}")], "its place is free"),
@@ -285,43 +285,41 @@ def test_one_may_wait_as_soon_as_a_slab_is_on_its_way_and_fence_for_all():
     assert check("11.6", *changed("11.6", *steps, (store, f"{O_FENCE}\n{store}")))
 
 
-SOFTMAX_ALONE = "while the softmax of a tile runs, O += P V of the tile before is not under way"
+def of_the_ring(*lines):
+    """11.7's answer with the lines behind the scores' loop changed, and O += P V behind it where `lines` has that."""
+    scores = re.sub(r" *//.*", "", answers_of("11.7", "solutions")[0])
+    loop = scores[: scores.index("        wgmma_wait")]
+    return (loop.replace(O_ASKED, "") if O_ASKED in lines else loop) + "\n".join(lines)
+
+
+O_ASKED, GIVEN_K = "if (!FIRST) add_output();", "if (first_thread) mbarrier_arrive(empty_slot + 8 * slot);"
+GIVEN_V = "if (!FIRST && first_thread) mbarrier_arrive(empty_slot + 8 * ((2 * nth - 1) % SLOTS));"
+NOW, THEN = "wgmma_wait<FIRST ? 0 : 1>();", "wgmma_wait<0>();"
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        pytest.param(
+            [O_ASKED, NOW, GIVEN_K, THEN, GIVEN_V], "V of a tile is given back after K of the next", id="lecture"
+        ),
+        pytest.param([THEN, GIVEN_V, GIVEN_K], "issued first, and waited for alone", id="one wait for all"),
+    ],
+)
+@pytest.mark.long
+def test_slots_that_become_free_late(lines, words):
+    assert words in failure("11.7", of_the_ring(*lines)).sentence
 
 
 @pytest.mark.long
-def test_output_that_is_waited_for_before_the_softmax():
-    given = f"if (first_thread) mbarrier_arrive({V_SLOT});"
-    scores, after = answers_of("11.7", "solutions")
-    after = after.replace("output_is_there();", "").replace(given, "")
-    assert SOFTMAX_ALONE in failure("11.7", scores + f"if (!FIRST) {{ output_is_there(); {given} }}\n", after).sentence
-
-
-@pytest.mark.long
-def test_output_that_is_issued_when_the_scores_are_there():
-    """The softmax runs beside it, as the page wants; where it is issued behind the softmax, it does not."""
-    ask, wait, there = "if (!FIRST) add_output();", "wgmma_wait<FIRST ? 0 : 1>();", "output_is_there();"
-    assert check("11.7", *changed("11.7", (ask, ""), (wait, f"wgmma_wait<0>(); {ask}")))
-    late = changed("11.7", (ask, ""), (wait, "wgmma_wait<0>();"), (there, f"add_output(), {there}"))
-    assert SOFTMAX_ALONE in failure("11.7", *late).sentence
+def test_the_slot_of_v_may_be_named_by_that_of_k():
+    v = "if (first_thread) mbarrier_arrive(empty_slot + 8 * ((slot + SLOTS - 1) % SLOTS));"
+    assert check("11.7", of_the_ring("if (!FIRST) {", "wgmma_wait<1>();", v, "}", THEN, GIVEN_K))
 
 
 def test_the_lectures_two_places_are_too_few():
     text = answers_of("11.11", "solutions")[0].replace("PLACES", "2")
     assert "2 of the 3 places are used" in failure("11.11", text).sentence
-
-
-@pytest.mark.long
-def test_both_slots_may_be_given_back_after_the_probabilities():
-    steps = (
-        ("        if (first_thread) mbarrier_arrive(empty_slot + 8 * slot);\n", ""),
-        ("output_is_there();\n", "wgmma_wait<0>();\n"),
-        (
-            "#pragma unroll\n        for (int i = 0; i < BLOCK_N",
-            "if (first_thread) mbarrier_arrive(empty_slot + 8 * slot);\n"
-            "#pragma unroll\n        for (int i = 0; i < BLOCK_N",
-        ),
-    )
-    assert check("11.7", *changed("11.7", *steps))
 
 
 def test_other_producers():

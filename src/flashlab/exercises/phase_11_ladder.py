@@ -35,7 +35,7 @@ from flashlab.check.cuda_answer import (
     text_of,
     whole_kernel,
 )
-from flashlab.check.cuda_index import Outputs, Trials, explained, forwards, parted, traced
+from flashlab.check.cuda_index import Outputs, Trials, explained, forwards, traced
 from flashlab.check.lookup import Row
 from flashlab.check.poison import MarkedEmpty
 from flashlab.cuda import CudaModule
@@ -257,70 +257,88 @@ _IN_A_RING = (
     ("const int stage = nth % STAGES, phase = nth / STAGES & 1;  // each use of a stage is a phase",
      "const int slot = 2 * nth % SLOTS, phase = 2 * nth / SLOTS & 1;"),
     ("full_k + 8 * stage", "full_slot + 8 * slot"),
+    ("            output_is_there();\n#pragma", "#pragma"),
 )  # fmt: skip
 
 
-def _overlapping(scores: str, after_probabilities: str, *more: tuple[str, str]) -> Source:
-    edits = *_IN_A_RING, *more
-    base = functools.reduce(lambda whole, edit: _changed(whole, *edit), edits, source_of(step("p11_6_overlap")))
-    base = replace(base, name="p11_6_ring")
-    return replaced(replaced(base, "rescale O", after_probabilities), "scores", scores)
+def _overlapping(scores: str) -> Source:
+    base = functools.reduce(lambda whole, edit: _changed(whole, *edit), _IN_A_RING, source_of(step("p11_6_overlap")))
+    return replaced(replace(base, name="p11_6_ring"), "scores", scores)
 
 
-# Marks in the events where a softmax begins: Q is there.
-_MARKED = "float m_new[ROWS_PER_LANE];", "mbarrier_wait(full_q, 0); float m_new[ROWS_PER_LANE];"
+def _late(n: int) -> int:
+    """The nth item that step 6 gives back: K of a tile, then V of the tile before."""
+    return n and n + n % 2 * 2 - 1
 
 
-def _expect_output_under_way(events: Sequence[Event], case: str) -> None:
-    """CheckFailed where at a softmax O += P V of the tile before has been waited for, or has not been issued."""
+def _expect_in_order(events: Sequence[Event], case: str) -> None:
+    """CheckFailed where V is not given back before K of the next tile, and before the scores are waited for."""
     __tracebackhide__ = True
     mine = [e for e in events if e.warp == 0]
-    full_q = next(e.values[0] for e in mine if e.did == "mbarrier-passed")
-    issued, over, tiles = 0, 0, -2  # the last product of O that was issued; that was waited for; tiles before
+    given = [e.values[0] for e in mine if e.did == "arrive" and not e.values[1]]
+    places = sorted(set(given))
+    order = [places.index(bar) for bar in given]
+    late = [_late(n) % _SLOTS for n in range(len(order))]
+    sentence = "the result is right, and nothing is released too early; but "
+    expect(
+        order != late or len(order) < 3,
+        f"{sentence}V of a tile is given back after K of the next, and the producer, which fills the slots in the "
+        "ring's order, waits for V's",
+        diagnosis="out-of-order",
+        case=case,
+    )
+    _expect_given_back(events, case)
+    issued, over, number = 0, 0, 0  # the last scores that were issued; the last product waited for; arrivals
     for e in mine:
-        if e.did == "wgmma" and e.values[1] == 64:  # columns of O; S has 128
+        if e.did == "wgmma" and e.values[1] == 128:  # columns of S; O has 64
             issued = e.values[0]
         elif e.did == "wait":
             over = max(over, e.values[0])
-        elif e.did == "mbarrier-passed" and e.values[0] == full_q:
-            tiles += 1
+        elif e.did == "arrive" and not e.values[1]:
+            number += 1
             expect(
-                tiles < 1 or issued > over,
-                "the result is right, and nothing is released too early; but while the softmax of a tile runs, O += P "
-                "V of the tile before is not under way: it has been waited for, or is issued later",
-                diagnosis="no-overlap",
+                number % 2 or issued > over,
+                f"{sentence}V of the tile before is given back when the scores are there too: O += P V is to be issued "
+                "first, and waited for alone",
+                diagnosis="released-late",
                 case=case,
             )
 
 
-_GIVEN_V = "            if (first_thread) mbarrier_arrive(empty_slot + 8 * ((2 * nth - 1) % SLOTS));   // repaired\n"
+_GIVEN_V = "        if (!FIRST && first_thread) mbarrier_arrive(empty_slot + 8 * ((2 * nth - 1) % SLOTS));\n"
 _GIVEN_K = "        if (first_thread) mbarrier_arrive(empty_slot + 8 * slot);\n"
-_PACKED_P = "#pragma unroll\n        for (int i = 0; i < BLOCK_N / 4"
+_ADDED, _FOR_O = "        if (!FIRST) add_output();\n", "        wgmma_wait<1>();"
 ROOM = Trials(
     "11.7", _watched(), [traced(_halves(*_LONG))], region=True, tol=1e-3, most=170,
-    place=lambda text: _overlapping(parted(text)[0], parted(text)[1]).text,
-    equal={"`slot * KV_BYTES` is one too large": "a descriptor leaves out the lowest four bits of an address"},
+    place=lambda text: _overlapping(text).text,
+    equal={"slot * KV_BYTES` is one too large": "a descriptor leaves out the lowest four bits of an address",
+           "8 stands where 2 belongs, in `2 * nth`": "of three slots 8 nth - 1 is the same one",
+           "where it is negative": "nothing is given back at the first tile"},
     rows=[
-        Row("released-too-early", "K is given back before its product has been waited for",
-            [(_GIVEN_K, ""), ("        wgmma_wait<FIRST", f"{_GIVEN_K}        wgmma_wait<FIRST")]),
+        Row("released-too-early", "K is given back while the scores still read it: wgmma_wait<1> has waited for the "
+            "older group, which is O += P V", [(_GIVEN_V, "V\n"), (_GIVEN_K, _GIVEN_V), ("V\n", _GIVEN_K)]),
+        *(Row("released-too-early", "K is given back before its product has been waited for",
+              [(_GIVEN_K, ""), (wait, _GIVEN_K + wait)]) for wait in (_FOR_O, "        wgmma_wait<0>();")),
         Row("released-too-early", "V is given back while O += P V of its tile is still under way",
-            [(_GIVEN_V, ""), ("output_is_there();\n", f"{_GIVEN_V.strip()}\n            output_is_there();\n")]),
+            [(_GIVEN_V, ""), (_FOR_O, _GIVEN_V + _FOR_O)]),
+        Row("released-too-early", "V is given back while O += P V of its tile is still under way: the scores are the "
+            "older group", [(_ADDED, ""), (_FOR_O, _ADDED + _FOR_O)]),
+        Row("never-released", "nobody gives K back: each consumer arrives at its slot when the scores are there",
+            [(_GIVEN_K, "")]),
         Row("never-released", "nobody gives V back: each consumer arrives at its slot when O += P V of a tile is there",
             [(_GIVEN_V, "")]),
         Row("released-twice", "V of a tile is given back twice", [(_GIVEN_V, 2 * _GIVEN_V)]),
-        Row("not-waited-for", "the first tile's scores are not waited for: no group is committed after them",
-            [("wgmma_wait<FIRST ? 0 : 1>", "wgmma_wait<1>")]),
         Row("released-at-the-first", "V is given back at the first tile too, where there is no tile before",
-            [(_GIVEN_K, f"{_GIVEN_K}if (FIRST) {_GIVEN_V.strip()}\n")]),
-        Row("released-at-the-first", "V is given back at the first tile too, where there is no tile before",
-            [(_GIVEN_V, ""), (_PACKED_P, f"{_GIVEN_V}{_PACKED_P}")]),
+            [("!FIRST && first_thread", "first_thread")]),
         Row("k-for-v", "the slot of this tile's K is given back a second time, and that of V never",
-            [(_GIVEN_V, _GIVEN_K)]),
-        *(Row("k-at-the-second", "K of the first tile is never given back: nothing is, where FIRST holds",
-              [(_GIVEN_K, ""), (_GIVEN_V, both)]) for both in (_GIVEN_K + _GIVEN_V, _GIVEN_V + _GIVEN_K)),
+            [(_GIVEN_V, "        if (!FIRST) {\n" + _GIVEN_K + "        }\n")]),
+        Row("k-at-the-second", "K of the first tile is never given back: nothing is, where FIRST holds",
+            [(_GIVEN_K, _GIVEN_K.replace("(first", "(!FIRST && first"))]),
         # Of (2 nth + 1) % SLOTS and (2 nth - 2) % SLOTS too: all end at the second tile.
         Row("as-if-apart", "the slot of another item is given back: V of the tile before is item 2 nth - 1, and K and "
             "V share the ring", [("(2 * nth - 1) % SLOTS", "(nth - 1) % SLOTS")]),
+        *(Row("wrong-slot", "behind the scores another slot is given back than that of their K, which is `slot`",
+              [("8 * slot)", f"8 * ((slot + {n}) % SLOTS))")]) for n in (1, 2)),
     ],
 )  # fmt: skip
 
@@ -331,35 +349,33 @@ ROOM = Trials(
     minutes=25,
     difficulty="Bug hunt",
     bug=[
+        ("!FIRST && first_thread) mbarrier_arrive(empty_slot + 8 * ((2 * nth - 1) % SLOTS))", "K"),
         (
-            "if (first_thread) mbarrier_arrive(empty_slot + 8 * slot);",
-            "if (first_thread) {\n"
-            "            mbarrier_arrive(empty_slot + 8 * slot);\n"
-            "            if (!FIRST) mbarrier_arrive(empty_slot + 8 * ((2 * nth - 1) % SLOTS));\n        }",
+            "first_thread) mbarrier_arrive(empty_slot + 8 * slot)",
+            "!FIRST && first_thread) mbarrier_arrive(empty_slot + 8 * ((2 * nth - 1) % SLOTS))",
         ),
-        ("            if (first_thread) mbarrier_arrive(empty_slot + 8 * ((2 * nth - 1) % SLOTS));\n", ""),
+        ("(K;", "(first_thread) mbarrier_arrive(empty_slot + 8 * slot);"),
     ],
-    untouched="65b12077bdf0",
-    history="a common mistake in kernels that have two products under way",
+    untouched="cc29bac12d7c",
+    history="a common mistake where the order of two products under way is changed",
     hints=[
-        "Two groups are committed in a round: the scores of this tile, then O += P V of the tile before. Which of them "
-        "has wgmma_wait<1> waited for, and which is still under way?",
+        "Two groups are committed in a round. Which is the older one here? Which of them has wgmma_wait<1> waited for, "
+        "and which is still under way?",
         "Who arrives at empty_slot says: nobody reads what lies in this slot any more, the producer may fill it again, "
         "with K or with V. From which line on is that true of each of the two?",
-        "The arrival for V, at slot (2 * nth - 1) % SLOTS, belongs behind wgmma_wait<0>, so behind output_is_there(). "
-        "The one for K may stay: the scores have been waited for.",
+        "Groups end in the order in which they were committed: O += P V first, so V, at slot (2 * nth - 1) % SLOTS, is "
+        "free behind wgmma_wait<1>, and K behind wgmma_wait<0>.",
     ],
 )
-def room_for_a_tile(scores: str, after_probabilities: str) -> str:
-    texts = text_of(scores, "scores"), text_of(after_probabilities, "after_probabilities")
-    whole, case = _overlapping(*texts), "seq_q=64, seq_k=700"
+def room_for_a_tile(scores: str) -> str:
+    whole, case = _overlapping(text_of(scores, "scores")), "seq_q=64, seq_k=700"
     with explained(lambda: _watched()(whole), ROOM):
         try:
             verdict = examine(whole, fast=False, probes=(PROBES[0], _LONG), max_seq=150)
         finally:  # another slot than that which was read is a cause; what is found comes of it
-            events = _events(_overlapping(*texts, _MARKED), _LONG)
-            _expect_given_back(events, case, lambda n: n and n + n % 2 * 2 - 1)  # K of a tile, then V before it
-    _expect_output_under_way(events, case)
+            events = _events(whole, _LONG)
+            _expect_given_back(events, case, _late)  # told below
+    _expect_in_order(events, case)
     expect_variant(whole, head_dim=128)
     return f"{verdict.cases} cases right, nothing found by the emulator"
 
@@ -918,8 +934,6 @@ LAUNCH = Trials(
                             ("*p, map_of", "p, map_of")]),
         Row("not-aligned", "the pool's beginning is not rounded up: a swizzle's pattern begins at a multiple of 1024",
             [(" + -smem_u32(pool) % 1024", "")]),
-        Row("too-small", "rounded up, the memory begins up to 1008 bytes behind the pool's beginning, and the "
-            "launch asks for none more", [("= 1024 + ", "= ")]),
         Row("a-fixed-distance", "1024 bytes behind the pool's beginning is no nearer to a multiple of 1024",
             [("-smem_u32(pool) % 1024", "1024")]),
         Row("rounded-down", "the pool's beginning is rounded down: what lies before it is not the block's",
@@ -930,8 +944,9 @@ LAUNCH = Trials(
             [("p->causal ? attention<true> : attention<false>", "attention<true>")]),
         Row("never-causal", "the kernel without a mask is launched where a causal one is asked for",
             [("p->causal ? attention<true> : attention<false>", "attention<false>")]),
-        Row("too-small", "the shared memory is too small: Q, STAGES tiles of K and as many of V, and BARRIERS barriers "
-            "of 8 bytes have to fit", [("2 * STAGES * KV_BYTES", "2 * KV_BYTES")]),
+        *(Row("too-small", "the shared memory is too small: Q, STAGES tiles of K and as many of V, and BARRIERS "
+              "barriers of 8 bytes have to fit behind up to 1008 bytes that rounding up leaves out", [edit])
+          for edit in (("= 1024 + ", "= "), ("2 * STAGES * KV_BYTES", "2 * KV_BYTES"))),
     ],
 )  # fmt: skip
 
