@@ -218,7 +218,7 @@ TOLD = [
     ("11.6", [("slab * SLAB,", "(1 - slab) * SLAB,")], "are in the wrong order: column 0 holds column 64"),
     ("11.6", [("bulk_wait_read", "bulk_wait")], "bulk_wait waits until O is written"),
     ("11.7", [(V_SLOT, "empty_v + 8 * ((nth - 1) % STAGES)")], "empty_v"),  # the lecture's line
-    ("11.7", [("empty_slot + 8 * slot", "empty_slot + 8 * ((slot + 1) % SLOTS)")], "another slot is given back than that of their K"),
+    ("11.7", [("empty_slot + 8 * slot", "empty_slot + 8 * ((slot + 1) % SLOTS)")], "another slot is given back"),
     ("11.7", [(V_SLOT, "empty_slot + 8 * slot")], "the slot of this tile's K is given back a second time"),
     ("11.7", [(V_SLOT, "empty_slot + 8 * ((2 * nth - 2) % SLOTS)")], "the slot of another item is given back"),
     ("11.8", [(OF_K, f"if (n > 1) {BEFORE}\n                {OF_K}")], "its place is free"),
