@@ -50,10 +50,10 @@ check("11.1", complete)
 # A producer fills stages in a ring, consumers empty them. Each stage has two barriers: `full`, which the producer's copies complete,
 # and `empty`, which the consumers complete when they are through with the tile. For each tile the consumer waits for
 # `full` of its stage, reads, and arrives at `empty`; the producer waits for `empty`, then asks for the tile. A block takes one part of the work after the other, part n with
-# `tiles[n]` tiles, and the ring runs on. Before the first tile every consumer arrives **once at each `empty`**, as some kernels have it, whose first round then is like all others.
+# `tiles[n]` tiles, and the ring runs on. Before the first tile every consumer arrives **once at each `empty`**, as in some kernels: their first round is like all others.
 #
-# And how many bytes does the producer announce for a tile of `tile_rows` rows? It comes in boxes of `box_rows` rows and 64 columns, as where the blocks of a cluster share a copy.
-# `rows_left` rows of the tensor are left, at least one; a box of which no row exists is not asked for. `tile_rows` is a multiple of `box_rows`; `head_dim` is any number.
+# And how many bytes are announced for a tile of `tile_rows` rows? It comes in boxes of `box_rows` rows and 64 columns, as where a cluster's blocks share a copy.
+# `rows_left` rows of the tensor are left, at least one; a box without any is not asked for. `tile_rows` is a multiple of `box_rows`.
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_11: waits, tile_bytes
