@@ -547,8 +547,8 @@ check("9.8", store)
 # %% [markdown]
 # ## 9.9
 #
-# Section 6 loads K's fragments one step ahead. Do it for V, in `p9_5_prefetch`: when a step issues its MMAs, the next step's `ldmatrix` has been issued. No fragment is loaded twice, and none behind the
-# last one. (It gained nothing on an H200, as section 15 says. The compiler had done it. On another GPU, or with another compiler, you now know how.)
+# Section 6 loads K's fragments one step ahead. Do it for V, in `p9_5_prefetch`, and two steps ahead, as it is done where a step has too few MMAs to hide an `ldmatrix`: when a step issues its MMAs,
+# the `ldmatrix` of the next two steps have been issued. No fragment is loaded twice, and none behind the last one. (One step gained nothing on an H200, as section 15 says: the compiler had done it.)
 
 # %% tags=["exercise"]
 # BEGIN STARTER
@@ -567,7 +567,7 @@ output = r"""
             }
 #pragma unroll
             for (int n = 0; n < O_TILES / 2; n++) {
-                uint32_t b[4];                                 // YOUR CODE HERE: this step's, and the next
+                uint32_t b[4];                                 // YOUR CODE HERE: this step's, and the next two
                 ldmatrix_x4_trans(b, (v_lane ^ (n * 32)) + stage + k * MMA_K * ROW_BYTES);
 #pragma unroll
                 for (int m = 0; m < M_TILES; m++) {
@@ -583,8 +583,9 @@ output = r"""
         // O += P V. Two neighbouring accumulators of S, rounded, are the A fragment of P: no lane needs
         // another's numbers. B wants two keys of one column of V in a register, and they lie in two rows:
         // ldmatrix with trans.
-        uint32_t v_rmem[2][4];                     // B twice: 16 keys x 16 columns of V; and the next ones
+        uint32_t v_rmem[3][4];                     // B twice: 16 keys x 16 columns of V; and the next two
         ldmatrix_x4_trans(v_rmem[0], v_lane + stage);
+        ldmatrix_x4_trans(v_rmem[1], (v_lane ^ 32) + stage);
 #pragma unroll
         for (int k = 0; k < BLOCK_N / MMA_K; k++) {
             uint32_t a[M_TILES][4];
@@ -597,10 +598,10 @@ output = r"""
 #pragma unroll
             for (int n = 0; n < O_TILES / 2; n++) {
                 const int step = k * (O_TILES / 2) + n;
-                const int next_k = (step + 1) / (O_TILES / 2), next_n = (step + 1) % (O_TILES / 2);
+                const int next_k = (step + 2) / (O_TILES / 2), next_n = (step + 2) % (O_TILES / 2);
                 const uint32_t next = (v_lane ^ (next_n * 32)) + stage + next_k * MMA_K * ROW_BYTES;
-                if (next_k < BLOCK_N / MMA_K) ldmatrix_x4_trans(v_rmem[(step + 1) % 2], next);
-                const uint32_t(&b)[4] = v_rmem[step % 2];
+                if (next_k < BLOCK_N / MMA_K) ldmatrix_x4_trans(v_rmem[(step + 2) % 3], next);
+                const uint32_t(&b)[4] = v_rmem[step % 3];
 #pragma unroll
                 for (int m = 0; m < M_TILES; m++) {
                     mma_m16n8k16<T>(acc[m][2 * n], a[m], b[0], b[1]);

@@ -48,12 +48,12 @@ check("11.1", complete)
 # ## 11.2
 #
 # A producer fills stages in a ring, consumers empty them. Each stage has two barriers: `full`, which the producer's copies complete,
-# and `empty`, which the consumers complete when they are through with the tile. In iteration `i` (0, 1, 2 ...) the consumer waits for
-# `full` of its stage, reads, and arrives at `empty`. The producer waits for `empty`, then asks for tile `i`. Both run the same loop,
-# and nobody arrives at `empty` before it.
+# and `empty`, which the consumers complete when they are through with the tile. For each tile the consumer waits for
+# `full` of its stage, reads, and arrives at `empty`; the producer waits for `empty`, then asks for the tile. A block takes one part of the work after the other, part n with
+# `tiles[n]` tiles, and the ring runs on. Before the first tile every consumer arrives **once at each `empty`**, as in some kernels: their first round is like all others.
 #
-# And how many bytes does the producer announce for a tile? `rows_left` rows of the tensor are left: at least one, and perhaps
-# fewer than the box has.
+# And how many bytes are announced for a tile of `tile_rows` rows? It comes in boxes of `box_rows` rows and 64 columns, as where a cluster's blocks share a copy.
+# `rows_left` rows of the tensor are left, at least one; a box without any is not asked for. `tile_rows` is a multiple of `box_rows`.
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_11: waits, tile_bytes
@@ -198,43 +198,34 @@ check("11.6", epilogue)
 # %% [markdown]
 # ## 11.7
 #
-# In `p11_6_overlap.cu` two products are under way at once: the scores of this tile, and O of the tile before, which runs on during the
-# softmax. In `p11_6_ring.cu`, as the check calls it, K and V share **one ring** of three slots: K of the nth tile is item 2 nth, V of it item 2 nth + 1, and item i lies in slot
-# i % `SLOTS`. `empty_slot` has a barrier for each slot, at which every consumer arrives once for each item.
+# In `p11_6_ring.cu`, as the check calls it, K and V of step 6 share **one ring** of three slots: K of the nth tile is item 2 nth, V of it item 2 nth + 1, and item i lies in slot
+# i % `SLOTS`. `empty_slot` has a barrier for each slot, at which every consumer arrives once for each item. The producer fills the slots in the ring's order. So they should become free
+# in this order, each as soon as its product has ended: V of the tile before, then K of this one. Somebody has issued O += P V first for that.
 
 # %% [markdown]
-# `slot` is that of this tile's K. `add_output()` waits for V of the tile before, issues O += P V and commits it. `output_is_there()` is
-# `wgmma_wait<0>()`. Below are the lines before the softmax and those after it. Somebody made room for the producer, and the
-# kernel became a little faster. Find out at what price, and repair it. The softmax should still run while O is under way.
+# `slot` is that of this tile's K. `add_output()` waits for V of the tile before, issues O += P V and commits it. Below are the lines before the softmax.
+# Every wait and every arrival of step 6 is there. Find out what is wrong all the same, and repair it.
 
 # %% tags=["exercise"]
 scores = r"""
         float s[S_TILES * 4];
         const uint64_t k_operand = descriptor(ring_smem + slot * KV_BYTES);
+        if (!FIRST) add_output();
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < HEAD_DIM / MMA_K; k++)
             wgmma_ss<BLOCK_N, T>(s, q_operand + columns_on<BLOCK_M>(k), k_operand + columns_on<BLOCK_N>(k),
                                  k > 0);
         wgmma_commit();
-        if (!FIRST) add_output();
-        wgmma_wait<FIRST ? 0 : 1>();                           //: the scores are there, O is still under way
+        wgmma_wait<1>();                                       //: O, the older group, is there
+        if (!FIRST && first_thread) mbarrier_arrive(empty_slot + 8 * ((2 * nth - 1) % SLOTS));
+        wgmma_wait<0>();                                       //: and the scores
         if (first_thread) mbarrier_arrive(empty_slot + 8 * slot);
-"""
-after_probabilities = r"""
-        if (!FIRST) {
-            output_is_there();
-            if (first_thread) mbarrier_arrive(empty_slot + 8 * ((2 * nth - 1) % SLOTS));   //: repaired
-#pragma unroll
-            for (int i = 0; i < O_TILES * 4; i++) acc[i] *= correction[i / 2 % 2];
-        }
-#pragma unroll
-        for (int i = 0; i < BLOCK_N / 4; i++) p_rmem[i / 4][i % 4] = pack<T>(s[2 * i], s[2 * i + 1]);
 """
 
 # %% tags=["check"]
 # hint("11.7")
-check("11.7", scores, after_probabilities)
+check("11.7", scores)
 
 # %% [markdown]
 # ## 11.8
@@ -432,7 +423,8 @@ check("11.11", hand)
 # %% [markdown]
 # ## 11.12
 #
-# Here is step 5 without its kernel: what a block does is a function, and nothing calls it.
+# Here is step 5 without its kernel: what a block does is a function, and nothing calls it. Its shared memory is not its own: as in a library,
+# all kernels of the file share one array, `pool`, and that begins at some multiple of 16 bytes.
 
 # %%
 show.region(launchless(), "constants", whole_file=False)
@@ -441,12 +433,12 @@ show.region(path("tiles.cuh"), "tensor maps", whole_file=False)
 show.source(path("problem.cuh"))
 
 # %% [markdown]
-# Write the rest of the file. A kernel, for causal and not, which takes the problem and the three maps as its parameters, has the dynamic shared
-# memory that the block needs, says how many threads a block has (`setmaxnreg` wants `__launch_bounds__`), and calls the function. Tiles are swizzled: how has the memory to be aligned? And
+# Write the rest of the file. A kernel, for causal and not, which takes the problem and the three maps as its parameters, says how many
+# threads a block has (`setmaxnreg` wants `__launch_bounds__`), and calls the function with memory out of `pool`: no array of your own. Tiles are swizzled: where may they begin, and what has the launch to ask for? And
 #
 #     extern "C" int forward(const Problem* p, void* stream)
 #
-# which makes the maps, launches the kernel on that stream, and returns `(int)cudaGetLastError()`. The check compiles it for `HEAD_DIM` 64, where a block has 192 rows.
+# which makes the maps, launches the kernel on that stream, on a grid of three dimensions (a head's rows on x, the heads on y, the batches on z), and returns `(int)cudaGetLastError()`. The check compiles it for `HEAD_DIM` 64, where a block has 192 rows.
 
 # %% tags=["exercise"]
 # BEGIN STARTER
@@ -456,20 +448,20 @@ launch = r"""
 # END STARTER
 # BEGIN SOLUTION
 launch = r"""
-constexpr int SHARED_BYTES = Q_BYTES + 2 * STAGES * KV_BYTES + BARRIERS * 8;
+constexpr int SHARED_BYTES = 1024 + Q_BYTES + 2 * STAGES * KV_BYTES + BARRIERS * 8;
 
 template <bool CAUSAL>
 __global__ void __launch_bounds__(THREADS, 1)
 attention(const Problem p, const __grid_constant__ CUtensorMap q_map,
           const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map) {
-    extern __shared__ __align__(1024) char shared[];           // where a swizzle's pattern may begin
-    flash_forward_block<CAUSAL>(p, q_map, k_map, v_map, shared);
+    char* shared = pool + -smem_u32(pool) % 1024;              // where a swizzle's pattern may begin
+    flash_forward_block<CAUSAL>(p, q_map, k_map, v_map, shared, blockIdx.x, blockIdx.y, blockIdx.z);
 }
 
 extern "C" int forward(const Problem* p, void* stream) {
     const auto attend = p->causal ? attention<true> : attention<false>;
     cudaFuncSetAttribute(attend, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES);
-    const int blocks = p->batch * p->heads * ceil_div(p->seq_q, BLOCK_M);
+    const dim3 blocks(ceil_div(p->seq_q, BLOCK_M), p->heads, p->batch);
     attend<<<blocks, THREADS, SHARED_BYTES, (cudaStream_t)stream>>>(
         *p, map_of(p->q, p->q_stride, p->batch, p->heads, p->seq_q, BLOCK_M),
         map_of(p->k, p->k_stride, p->batch, p->kv_heads, p->seq_k, BLOCK_N),

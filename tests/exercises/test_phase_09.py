@@ -66,7 +66,7 @@ TOLD = [
     ("9.7", [('extern "C" int forward', "int forward")], "the text should define"),
     ("9.7", [("constexpr int WARPS = 4,", "constexpr int WARPS = 4")], "it does not compile"),
     ("9.8", [("(o_lane ^ n * 16)", "at(warp_row + g, n * MMA_N) + t * 4")], "each lane calls `at`"),
-    ("9.9", [("v_rmem[(step + 1) % 2], next);", "v_rmem[(step + 1) % 2], next);\nldmatrix_x4_trans(v_rmem[step % 2], "
+    ("9.9", [("v_rmem[(step + 2) % 3], next);", "v_rmem[(step + 2) % 3], next);\nldmatrix_x4_trans(v_rmem[step % 3], "
               "(v_lane ^ (n * 32)) + stage + k * MMA_K * ROW_BYTES);")], "each fragment is loaded once"),
     ("9.12", [("(column / 8 ^ row % 8) * 16", "column * 2")], "are bank conflicts"),
     ("9.12", [("n < O_TILES; n++) {\n            const float* c", "n < 8; n++) {\n            const float* c")],
@@ -151,7 +151,7 @@ def test_a_mark_that_is_left_is_named():
 
 @pytest.mark.long
 def test_the_next_fragment_may_be_called_as_that_of_the_scores():
-    name = ("uint32_t v_rmem[2][4];", "uint32_t b[2][4]; uint32_t(&v_rmem)[2][4] = b;")
+    name = ("uint32_t v_rmem[3][4];", "uint32_t b[3][4]; uint32_t(&v_rmem)[3][4] = b;")
     assert check("9.9", *changed("9.9", name))
 
 

@@ -76,28 +76,39 @@ def found_in_a_pipeline(parities, stages=2, tiles=13, consumers=2):
     source = torch.arange(tiles * 32, dtype=torch.int32) // 32
     out, pauses = (torch.full((consumers, tiles), x, dtype=torch.int32) for x in (-1, 0))
     try:
-        arguments = (table, pauses, source, out, tiles, stages, consumers, 1)
+        arguments = (table, pauses, source, out, tiles, stages, consumers, 1, 1)
         phase_11._module(True).launch("pipeline", *arguments, echo=False)
     except SimtError as error:
         return str(error)
     return "" if bool((out == torch.arange(tiles)).all()) else "another tile"
 
 
+def in_two_parts(i, stages, tiles=(5, 8)):
+    return phase_11.waits(tiles, int(i >= 5), i - 5 * (i >= 5), stages)
+
+
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_a_pipeline_runs_with_the_right_parities(stages):
-    assert found_in_a_pipeline(phase_11.waits, stages) == ""
+    assert found_in_a_pipeline(in_two_parts, stages) == ""
 
 
 def test_the_emulator_sees_what_wrong_parities_do():
-    assert "waits for ever" in found_in_a_pipeline(lambda i, s: (i % s, i // s % 2, i // s % 2))
-    assert found_in_a_pipeline(lambda i, s: (i % s, i // s % 2, 1))
+    assert "waits for ever" in found_in_a_pipeline(lambda i, s: (i % s, i // s % 2, (i // s + (i > 5)) % 2))
+    assert found_in_a_pipeline(lambda i, s: (i % s, i // s % 2, (i // s - 1) % 2))  # the lecture's
 
 
 def test_a_float_is_no_number_of_bytes():
     right = phase_11.waits
-    assert check("11.2", lambda i, s: [i % s, i // s & 1, i // s & 1 ^ 1], phase_11.tile_bytes)
-    assert diagnosis("11.2", right, lambda rows, d, left: rows * (d * 2.0)) == "float"
-    assert diagnosis("11.2", lambda i, s: (i % s, i / s % 2, right(i, s)[2]), phase_11.tile_bytes) == "float"
+
+    def nth(tiles, part, i):
+        return i + sum(n for at, n in enumerate(tiles) if at < part)
+
+    def again(t, n, i, s):
+        return [nth(t, n, i) % s, *[nth(t, n, i) // s & 1] * 2]
+
+    assert check("11.2", again, phase_11.tile_bytes)
+    assert diagnosis("11.2", right, lambda rows, box, d, left: rows * (d * 2.0)) == "float"
+    assert diagnosis("11.2", lambda *x: (right(*x)[0], nth(*x[:3]) / x[3] % 2, 0), phase_11.tile_bytes) == "float"
 
 
 # ---- 11.3 ------------------------------------------------------------------------------------------------------------
@@ -207,7 +218,7 @@ TOLD = [
     ("11.6", [("slab * SLAB,", "(1 - slab) * SLAB,")], "are in the wrong order: column 0 holds column 64"),
     ("11.6", [("bulk_wait_read", "bulk_wait")], "bulk_wait waits until O is written"),
     ("11.7", [(V_SLOT, "empty_v + 8 * ((nth - 1) % STAGES)")], "empty_v"),  # the lecture's line
-    ("11.7", [("empty_slot + 8 * slot", "empty_slot + 8 * ((slot + 1) % SLOTS)")], "consumer 0 gives back slots 1, "),
+    ("11.7", [("empty_slot + 8 * slot", "empty_slot + 8 * ((slot + 1) % SLOTS)")], "another slot is given back"),
     ("11.7", [(V_SLOT, "empty_slot + 8 * slot")], "the slot of this tile's K is given back a second time"),
     ("11.7", [(V_SLOT, "empty_slot + 8 * ((2 * nth - 2) % SLOTS)")], "the slot of another item is given back"),
     ("11.8", [(OF_K, f"if (n > 1) {BEFORE}\n                {OF_K}")], "its place is free"),
@@ -223,9 +234,12 @@ TOLD = [
     ("11.12", [("(int)cudaGetLastError()", "0")], "does not return cudaGetLastError()"),
     ("11.12", [(HEADS, HEADS.replace("kv_", ""))], "told of kv_heads heads"),
     ("11.12", [(" + BARRIERS * 8", "")], "the shared memory is too small"),
-    ("11.12", [("p->batch * p->heads * ceil", "p->heads * ceil")], "the grid is (8, 1, 1) for 2 batches of 4 heads"),
-    ("11.12", [("__align__(1024) ", "__align__(128) ")], "the shared memory is aligned to 128 bytes"),
-    ("11.12", [("__align__(1024) ", "")], "aligned to 1 byte"),
+    ("11.12", [("-smem_u32(pool) % 1024", "1008")], "the memory begins 16 bytes beyond a multiple of 1024, where"),
+    ("11.12", [("(pool) % 1024", "(pool) % 128")], "the memory begins 128 bytes beyond a multiple of 1024, where"),
+    ("11.12", [("p->heads, p->batch)", "p->heads)")], "the grid is (2, 4, 1) for 2 batches of 4 heads"),
+    ("11.12", [("char* shared = pool + -smem_u32(pool) % 1024", "extern __shared__ __align__(1024) char shared[]")],
+     "declare no array beside it"),  # the lecture's line
+    ("11.12", [(" + -smem_u32(pool) % 1024", "")], "is not rounded up"),
     ("11.13", [("acc[4 * n + 2 * r + e] *= correction;", ";")], "O is not rescaled"),
     ("11.13", [(K_READ, ""), (SLOT_OF_V, K_READ + SLOT_OF_V)], "when the softmax of tile 0 begins, K of the tile has"),
     ("11.13", [("(2 * j + 1) / SLOTS % 2", "2 * j / SLOTS % 2")], "V's parity is not that of its item"),
@@ -271,43 +285,41 @@ def test_one_may_wait_as_soon_as_a_slab_is_on_its_way_and_fence_for_all():
     assert check("11.6", *changed("11.6", *steps, (store, f"{O_FENCE}\n{store}")))
 
 
-SOFTMAX_ALONE = "while the softmax of a tile runs, O += P V of the tile before is not under way"
+def of_the_ring(*lines):
+    """11.7's answer with the lines behind the scores' loop changed, and O += P V behind it where `lines` has that."""
+    scores = re.sub(r" *//.*", "", answers_of("11.7", "solutions")[0])
+    loop = scores[: scores.index("        wgmma_wait")]
+    return (loop.replace(O_ASKED, "") if O_ASKED in lines else loop) + "\n".join(lines)
+
+
+O_ASKED, GIVEN_K = "if (!FIRST) add_output();", "if (first_thread) mbarrier_arrive(empty_slot + 8 * slot);"
+GIVEN_V = "if (!FIRST && first_thread) mbarrier_arrive(empty_slot + 8 * ((2 * nth - 1) % SLOTS));"
+NOW, THEN = "wgmma_wait<FIRST ? 0 : 1>();", "wgmma_wait<0>();"
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        pytest.param(
+            [O_ASKED, NOW, GIVEN_K, THEN, GIVEN_V], "V of a tile is given back after K of the next", id="lecture"
+        ),
+        pytest.param([THEN, GIVEN_V, GIVEN_K], "issued first, and waited for alone", id="one wait for all"),
+    ],
+)
+@pytest.mark.long
+def test_slots_that_become_free_late(lines, words):
+    assert words in failure("11.7", of_the_ring(*lines)).sentence
 
 
 @pytest.mark.long
-def test_output_that_is_waited_for_before_the_softmax():
-    given = f"if (first_thread) mbarrier_arrive({V_SLOT});"
-    scores, after = answers_of("11.7", "solutions")
-    after = after.replace("output_is_there();", "").replace(given, "")
-    assert SOFTMAX_ALONE in failure("11.7", scores + f"if (!FIRST) {{ output_is_there(); {given} }}\n", after).sentence
-
-
-@pytest.mark.long
-def test_output_that_is_issued_when_the_scores_are_there():
-    """The softmax runs beside it, as the page wants; where it is issued behind the softmax, it does not."""
-    ask, wait, there = "if (!FIRST) add_output();", "wgmma_wait<FIRST ? 0 : 1>();", "output_is_there();"
-    assert check("11.7", *changed("11.7", (ask, ""), (wait, f"wgmma_wait<0>(); {ask}")))
-    late = changed("11.7", (ask, ""), (wait, "wgmma_wait<0>();"), (there, f"add_output(), {there}"))
-    assert SOFTMAX_ALONE in failure("11.7", *late).sentence
+def test_the_slot_of_v_may_be_named_by_that_of_k():
+    v = "if (first_thread) mbarrier_arrive(empty_slot + 8 * ((slot + SLOTS - 1) % SLOTS));"
+    assert check("11.7", of_the_ring("if (!FIRST) {", "wgmma_wait<1>();", v, "}", THEN, GIVEN_K))
 
 
 def test_the_lectures_two_places_are_too_few():
     text = answers_of("11.11", "solutions")[0].replace("PLACES", "2")
     assert "2 of the 3 places are used" in failure("11.11", text).sentence
-
-
-@pytest.mark.long
-def test_both_slots_may_be_given_back_after_the_probabilities():
-    steps = (
-        ("        if (first_thread) mbarrier_arrive(empty_slot + 8 * slot);\n", ""),
-        ("output_is_there();\n", "wgmma_wait<0>();\n"),
-        (
-            "#pragma unroll\n        for (int i = 0; i < BLOCK_N",
-            "if (first_thread) mbarrier_arrive(empty_slot + 8 * slot);\n"
-            "#pragma unroll\n        for (int i = 0; i < BLOCK_N",
-        ),
-    )
-    assert check("11.7", *changed("11.7", *steps))
 
 
 def test_other_producers():

@@ -189,13 +189,17 @@ def _putting_out(text: str) -> Source:
 OUTPUT = Trials(
     "9.9", partial(built, check=True), [all_found(forwards((1, 2, 1, 70, 90, False), dtype=torch.float16))],
     region=True, place=lambda text: _putting_out(text).text, tol=1e-3, most=250,
-    notes={"step + 1": "the fragment that is loaded is the next step's", "O_TILES / 2": "k has O_TILES / 2 steps"},
-    equal={"a[m], b[0], b[1])` comes too late": "they add to two accumulators"},
+    notes={"step + 2": "a fragment is loaded two steps ahead", "O_TILES / 2": "k has O_TILES / 2 steps"},
+    equal={"a[m], b[0], b[1])` comes too late": "they add to two accumulators",
+           "v_lane + stage)` comes too late": "neither of the first two fragments waits for the other"},
     rows=[
-        Row("wrong-buffer", "a step multiplies the fragment of the next one: two places take turns, and it "
-            "is loaded into the other place", [("= v_rmem[step % 2]", "= v_rmem[(step + 1) % 2]")]),
+        Row("wrong-buffer", "with two places a load lands on the fragment that its step multiplies: one in use and two "
+            "under way want three", [("(step + 2) % 3", "step % 2"), ("v_rmem[step % 3]", "v_rmem[step % 2]")]),
+        Row("wrong-buffer", "a step multiplies the fragment of the next one: three places take turns",
+            [("= v_rmem[step % 3]", "= v_rmem[(step + 1) % 3]")]),
         Row("not-transposed", "V is loaded without trans: B wants two keys of one column in a register",
             [("ldmatrix_x4_trans(v_rmem[0]", "ldmatrix_x4(v_rmem[0]"),
+             ("ldmatrix_x4_trans(v_rmem[1]", "ldmatrix_x4(v_rmem[1]"),
              ("ldmatrix_x4_trans(v_rmem[(step", "ldmatrix_x4(v_rmem[(step")]),
     ],
 )  # fmt: skip
@@ -207,15 +211,16 @@ _ORDER = (
 
 @exercise(
     "9.9",
-    title="V one step ahead",
+    title="V two steps ahead",
     minutes=20,
     difficulty="Core",
     hints=[
-        "Number the steps: step = k * (O_TILES / 2) + n, through both loops. Which k and n has step + 1?",
-        "b becomes b[2][4]. Before the loops the first fragment is loaded into b[0]; in step i the fragment of step "
-        "i + 1 goes into b[(i + 1) % 2], before the MMAs of step i are issued with b[i % 2].",
-        "if (next_k < BLOCK_N / MMA_K) ldmatrix_x4_trans(b[(step + 1) % 2], (v_lane ^ (next_n * 32)) + stage + next_k "
-        "* MMA_K * ROW_BYTES); with next_k = (step + 1) / (O_TILES / 2), next_n = (step + 1) % (O_TILES / 2).",
+        "Number the steps: step = k * (O_TILES / 2) + n, through both loops. Which k and n has step + 2? How many "
+        "fragments does a lane hold when a step issues its MMAs?",
+        "b becomes b[3][4]. Before the loops the first two fragments are loaded into b[0] and b[1]; in step i that of "
+        "step i + 2 goes into b[(i + 2) % 3], before the MMAs of step i are issued with b[i % 3].",
+        "if (next_k < BLOCK_N / MMA_K) ldmatrix_x4_trans(b[(step + 2) % 3], (v_lane ^ (next_n * 32)) + stage + next_k "
+        "* MMA_K * ROW_BYTES); with next_k = (step + 2) / (O_TILES / 2), next_n = (step + 2) % (O_TILES / 2).",
     ],
 )
 def v_ahead(output: str) -> str:
@@ -235,15 +240,15 @@ def v_ahead(output: str) -> str:
     for at, letter in enumerate(said):
         mmas += letter == "m"
         ahead = said[:at].count("L")
-        wanted = min((mmas - 1) // 4 + 2, 16)
+        wanted = min((mmas - 1) // 4 + 3, 16)
         expect(
             letter != "m" or ahead >= wanted,
             f"right, but step {(mmas - 1) // 4} issues its MMAs when {ahead} fragments of V have been asked for: it "
-            f"should be {wanted}, its own and the next",
+            f"should be {wanted}, its own and the next two",
             diagnosis="not-ahead",
             case=case,
         )
-    return f"{verdict.cases} cases right, every fragment asked for a step before its MMAs"
+    return f"{verdict.cases} cases right, every fragment asked for two steps before its MMAs"
 
 
 # ---- 9.10 -----------------------------------------------------------------------------------------------------------

@@ -37,10 +37,11 @@ extern "C" int scripts(const int* script, const int* arrivals, int* seen, const 
 // Warps 0 to consumers - 1 read tiles, those after them ask for them in turns: one thread of each.
 //   table [tiles, 3]: of tile i its stage, the parity that a consumer waits for, and that of the producer
 //   pauses [consumers, tiles]: how often a consumer lets others go first before it releases tile i
+//   ready: whether the consumers arrive at each `empty` before their first tile
 //   source [tiles, TILE]; out [consumers, tiles]: the first number of each tile, as the consumer found it
 constexpr int TILE = 128, MOST_STAGES = 8;                     // bytes; stages
 __global__ void run_pipeline(const int* table, const int* pauses, const int* source, int* out, int tiles, int stages,
-                             int consumers, int producers) {
+                             int consumers, int producers, bool ready) {
     __shared__ __align__(128) char stage_smem[MOST_STAGES][TILE];
     __shared__ __align__(8) uint64_t full_smem[MOST_STAGES], empty_smem[MOST_STAGES];
     const int warp = threadIdx.x / 32;
@@ -51,6 +52,7 @@ __global__ void run_pipeline(const int* table, const int* pauses, const int* sou
     }
     __syncthreads();
     if (threadIdx.x % 32 > 0) return;
+    for (int s = 0; ready && warp < consumers && s < stages; s++) mbarrier_arrive(smem_u32(&empty_smem[s]));
     for (int i = 0; i < tiles; i++) {
         const int stage = table[3 * i];
         const uint32_t full = smem_u32(&full_smem[stage]), empty = smem_u32(&empty_smem[stage]);
@@ -68,8 +70,8 @@ __global__ void run_pipeline(const int* table, const int* pauses, const int* sou
     }
 }
 extern "C" int pipeline(const int* table, const int* pauses, const int* source, int* out, int tiles, int stages,
-                        int consumers, int producers, void* stream) {
+                        int consumers, int producers, int ready, void* stream) {
     run_pipeline<<<1, 32 * (consumers + producers), 0, (cudaStream_t)stream>>>(table, pauses, source, out, tiles,
-                                                                               stages, consumers, producers);
+                                                                               stages, consumers, producers, ready);
     return (int)cudaGetLastError();
 }

@@ -169,72 +169,102 @@ def complete(script, arrivals):
 
 # ---- 11.2 -----------------------------------------------------------------------------------------------------------
 
-_PRODUCERS = "(use - 1) % 2"
+_BOTH, _COUNTED = "use % 2, use % 2", "sum(tiles[:part]) + i"
+_PARTS = (3, 1, 0, 4)
+
+
+def _some_tile(r: random.Random) -> tuple[tuple[int, ...], int, int, int]:
+    part = r.randint(0, 3)
+    tiles = [r.randint(0, 9) + (n == part) for n in range(4)]
+    return tuple(tiles), part, r.randrange(tiles[part]), r.randint(1, 8)
 
 
 @rule(
     "11.2",
     title="Which parity, how many bytes?",
-    minutes=15,
+    minutes=20,
     hints=[
-        "Iteration i uses stage i % stages. How often has that stage been used before? Each use is one phase of its "
-        "two barriers, `full` and `empty`, counted from 0.",
-        "Use number n: the consumer waits until phase n of `full` is complete. The producer waits until use n - 1 has "
-        "been released: phase n - 1 of `empty`. For n = 0 that is the phase -1 of a new barrier, whose parity is 1.",
-        "tile_bytes: the copy engine fills the whole box, with zeros for rows that do not exist, and the zeros count. "
-        "An element has 2 bytes; all slabs of a row belong to the tile.",
+        "How many tiles have gone through the ring before this one, in all parts? How often has its stage been used "
+        "before? Each use is one phase of `full`, counted from 0: the consumer of use n waits for phase n.",
+        "Write down what completes phase 0 of `empty`, and what phase 1. The producer of use n needs the arrivals for "
+        "use n - 1, or for n = 0 those before the loop: which phase of `empty` are they?",
+        "tile_bytes: how many boxes have a row that exists? Each of them counts whole, zeros too: box_rows rows of 64 "
+        "numbers of 2 bytes. And how many boxes lie side by side in head_dim columns?",
     ],
     returns="stage, consumer's parity, producer's parity",
     strict=True,
-    inputs=[(i, stages) for stages in (1, 2, 3, 4, 5) for i in range(13)],
-    draw=lambda r: (r.randint(0, 60), r.randint(1, 8)),
-    words={"use": "i // stages"},
+    inputs=[(_PARTS, part, i, stages) for stages in (1, 2, 3, 4, 5) for part in (0, 1, 3) for i in range(_PARTS[part])]
+    + [((13, 2), 0, i, stages) for stages in (2, 3) for i in range(13)],
+    draw=_some_tile,
+    words={"use": "nth // stages"},
     notes={
-        "i % stages": "iteration i uses stage i % stages",
-        "i // stages": "a stage is used once in `stages` iterations, and each use is one phase",
+        "nth % stages": "the nth tile of all parts uses stage nth % stages",
+        "nth // stages": "a stage is used once in `stages` tiles, and each use is one phase",
+        "sum(tiles[:part])": "the ring runs on from part to part",
         "use % 2": "a wait takes the phase's parity, its last bit",
-        _PRODUCERS: "the stage was used `stages` iterations before: use - 1, whose parity a new barrier has complete",
     },
     rows=[
-        Row("same-parity", "producer's parity: it is the consumer's. In iteration 0 nobody has used the stage: phase 0 "
-            "of `empty` ends with a tile that never comes", [(_PRODUCERS, "use % 2")]),
-        *(Row("iteration-before", "producer's parity: it is that of iteration i - 1: the stage was used `stages` "
-              "iterations before", [(_PRODUCERS, f"{before} // stages % 2")])
-          for before in ("(i - 1)", "max(i - 1, 0)")),
-        Row("first-round-waits", "producer's parity: in the first round it waits for phase 0 of `empty`. Nobody has "
-            "used the stage: it is phase -1, parity 1", [(_PRODUCERS, "max(use - 1, 0) % 2")]),
-        Row("negative", "producer's parity: it is -1 in the first round: a parity is 0 or 1",
-            [(_PRODUCERS, "use % 2 - 1")]),
+        Row("new-barrier", "producer's parity: it is that of a ring at whose `empty` nobody arrives before the loop. "
+            "Here those arrivals are phase 0, so use n waits for phase n", [(_BOTH, "use % 2, (use - 1) % 2")]),
+        Row("begins-again", "each part begins at stage 0 with use 0: the ring runs on, and the tiles of the parts "
+            "before count", [(_COUNTED, "i")]),
+        Row("begins-again", "each part begins at stage 0 with use 0, in a ring at whose `empty` nobody arrives before "
+            "the loop: it runs on", [(_COUNTED, "i"), (_BOTH, "use % 2, (use - 1) % 2")]),
+        Row("equal-parts", "the parts before count as long as this one: each has tiles of its own",
+            [(_COUNTED, "part * tiles[part] + i")]),
+        Row("equal-parts", "all parts count as long as the first: each has tiles of its own",
+            [(_COUNTED, "part * tiles[0] + i")]),
+        Row("iteration-before", "producer's parity: it is that of the tile before: the stage was used `stages` tiles "
+            "before", [(_BOTH, "use % 2, (nth - 1) // stages % 2")]),
+        Row("first-round-free", "producer's parity: it is 1 in the first round, as where nobody has arrived before the "
+            "loop", [(_BOTH, "use % 2, (use % 2 if use else 1)")]),
     ],
 )  # fmt: skip
-def waits(i, stages):
-    """(the stage of iteration i, the parity a consumer waits for, the parity the producer waits for)."""
+def waits(tiles, part, i, stages):
+    """(the stage of tile i of a part, the parity a consumer waits for, the parity the producer waits for)."""
     # BEGIN SOLUTION
-    use = i // stages  # how often the stage has been used before: each use is a phase
-    return i % stages, use % 2, (use - 1) % 2
+    nth = sum(tiles[:part]) + i  # of all tiles that go through the ring
+    use = nth // stages  # how often the stage has been used before
+    return nth % stages, use % 2, use % 2
     # END SOLUTION
+
+
+_ROWS, _WIDE = "-(-min(tile_rows, rows_left) // box_rows) * box_rows", "-(-head_dim // 64) * 64"
 
 
 @rule(
     "11.2",
     returns="bytes",
     strict=True,
-    inputs=[(rows, d, left) for rows in (64, 128) for d in (64, 128, 256) for left in (rows, 300, 50, 1)],
-    draw=lambda r: (r.choice((8, 64, 128, 176)), r.choice((16, 64, 80, 128, 256)), r.randint(1, 300)),
+    inputs=[(128, box, d, left) for box in (128, 64, 32) for d in (64, 80, 128, 256) for left in (128, 300, 50, 64, 1)],
+    draw=lambda r: (64 * r.randint(1, 3), r.choice((16, 32, 64)), r.choice((16, 64, 80, 128, 256)), r.randint(1, 300)),
     notes={
-        "box_rows": "a copy brings one box, and what it fills with zeros counts", "2": "an element has 2 bytes",
-        "head_dim": "all slabs of the tile count at the same barrier",
+        "box_rows": "a copy brings whole boxes, and what they fill with zeros counts", "2": "an element has 2 bytes",
+        "64": "a box has 64 columns, and what it fills with zeros counts",
+        "rows_left": "a box none of whose rows exists is not asked for", "tile_rows": "a tile has tile_rows rows",
+        "head_dim": "all boxes of the tile count at the same barrier",
     },
     rows=[
+        Row("boxes-not-asked-for", "boxes count here none of whose rows exists: nobody asks for them",
+            [(_ROWS, "tile_rows")]),
+        Row("boxes-not-asked-for", "the whole tile counts, by head_dim: a box that nobody asks for brings nothing, and "
+            "one that is asked for has 64 columns", [(_ROWS, "tile_rows"), (_WIDE, "head_dim")]),
         Row("zeros-not-counted", "rows that do not exist are left out: the copy engine fills the whole box, with "
-            "zeros there, and counts all of it", [("box_rows * head", "min(box_rows, rows_left) * head")]),
-        Row("bits", "these are bits: expect_tx takes bytes", [("head_dim * 2", "head_dim * 16")]),
+            "zeros there, and counts all of it", [(_ROWS, "min(tile_rows, rows_left)")]),
+        Row("zeros-not-counted", "columns that do not exist are left out: a box has 64, with zeros there, and all of "
+            "it counts", [(_WIDE, "head_dim")]),
+        Row("zeros-not-counted", "what does not exist is left out: the copy engine fills the whole box, with zeros "
+            "there, and counts all of it", [(_ROWS, "min(tile_rows, rows_left)"), (_WIDE, "head_dim")]),
+        Row("one-box", "one box counts, of head_dim columns: a tile has several, and each has 64 columns",
+            [(_ROWS, "box_rows"), (_WIDE, "head_dim")]),
+        Row("bits", "these are bits: expect_tx takes bytes", [("* 64 * 2", "* 64 * 16")]),
     ],
 )  # fmt: skip
-def tile_bytes(box_rows, head_dim, rows_left):
-    """Bytes to announce for a tile of `box_rows` rows of 16-bit numbers, of which `rows_left` exist."""
+def tile_bytes(tile_rows, box_rows, head_dim, rows_left):
+    """Bytes to announce for a tile of 16-bit numbers, in boxes of `box_rows` rows; `rows_left` rows exist."""
     # BEGIN SOLUTION
-    return box_rows * head_dim * 2  # the zeros count
+    rows = -(-min(tile_rows, rows_left) // box_rows) * box_rows  # of the boxes that are asked for: zeros count
+    return rows * -(-head_dim // 64) * 64 * 2
     # END SOLUTION
 
 
@@ -490,12 +520,13 @@ def _log(
     stages: int, consumers: int, tiles: int, seed: int, producers: int
 ) -> tuple[tuple[Event, ...], tuple[tuple[int, int], ...]]:
     """A pipeline's events, and (address, arrivals per phase) of its barriers."""
-    table = torch.tensor([waits(i, stages) for i in range(tiles)], dtype=torch.int32)
+    uses = [i // stages for i in range(tiles)]
+    table = torch.tensor([(i % stages, n % 2, (n - 1) % 2) for i, n in enumerate(uses)], dtype=torch.int32)
     generator = torch.Generator().manual_seed(seed)
     pauses = torch.randint(0, 4, (consumers, tiles), generator=generator, dtype=torch.int32)
     source, out = torch.zeros(tiles * 32, dtype=torch.int32), torch.zeros(consumers, tiles, dtype=torch.int32)
     module = _module(True)
-    arguments = (table, pauses, source, out, tiles, stages, consumers, producers)
+    arguments = (table, pauses, source, out, tiles, stages, consumers, producers, 0)
     module.launch("pipeline", *arguments, echo=False, timeline=1)
     assert module.report is not None, "every run in the emulator leaves a report"
     events = [e for e in module.report.launches[0].events if e.did in LOGGED]

@@ -35,7 +35,7 @@ from flashlab.check.cuda_answer import (
     text_of,
     whole_kernel,
 )
-from flashlab.check.cuda_index import Outputs, Trials, explained, forwards, parted, traced
+from flashlab.check.cuda_index import Outputs, Trials, explained, forwards, traced
 from flashlab.check.lookup import Row
 from flashlab.check.poison import MarkedEmpty
 from flashlab.cuda import CudaModule
@@ -257,70 +257,88 @@ _IN_A_RING = (
     ("const int stage = nth % STAGES, phase = nth / STAGES & 1;  // each use of a stage is a phase",
      "const int slot = 2 * nth % SLOTS, phase = 2 * nth / SLOTS & 1;"),
     ("full_k + 8 * stage", "full_slot + 8 * slot"),
+    ("            output_is_there();\n#pragma", "#pragma"),
 )  # fmt: skip
 
 
-def _overlapping(scores: str, after_probabilities: str, *more: tuple[str, str]) -> Source:
-    edits = *_IN_A_RING, *more
-    base = functools.reduce(lambda whole, edit: _changed(whole, *edit), edits, source_of(step("p11_6_overlap")))
-    base = replace(base, name="p11_6_ring")
-    return replaced(replaced(base, "rescale O", after_probabilities), "scores", scores)
+def _overlapping(scores: str) -> Source:
+    base = functools.reduce(lambda whole, edit: _changed(whole, *edit), _IN_A_RING, source_of(step("p11_6_overlap")))
+    return replaced(replace(base, name="p11_6_ring"), "scores", scores)
 
 
-# Marks in the events where a softmax begins: Q is there.
-_MARKED = "float m_new[ROWS_PER_LANE];", "mbarrier_wait(full_q, 0); float m_new[ROWS_PER_LANE];"
+def _late(n: int) -> int:
+    """The nth item that step 6 gives back: K of a tile, then V of the tile before."""
+    return n and n + n % 2 * 2 - 1
 
 
-def _expect_output_under_way(events: Sequence[Event], case: str) -> None:
-    """CheckFailed where at a softmax O += P V of the tile before has been waited for, or has not been issued."""
+def _expect_in_order(events: Sequence[Event], case: str) -> None:
+    """CheckFailed where V is not given back before K of the next tile, and before the scores are waited for."""
     __tracebackhide__ = True
     mine = [e for e in events if e.warp == 0]
-    full_q = next(e.values[0] for e in mine if e.did == "mbarrier-passed")
-    issued, over, tiles = 0, 0, -2  # the last product of O that was issued; that was waited for; tiles before
+    given = [e.values[0] for e in mine if e.did == "arrive" and not e.values[1]]
+    places = sorted(set(given))
+    order = [places.index(bar) for bar in given]
+    late = [_late(n) % _SLOTS for n in range(len(order))]
+    sentence = "the result is right, and nothing is released too early; but "
+    expect(
+        order != late or len(order) < 3,
+        f"{sentence}V of a tile is given back after K of the next, and the producer, which fills the slots in the "
+        "ring's order, waits for V's",
+        diagnosis="out-of-order",
+        case=case,
+    )
+    _expect_given_back(events, case)
+    issued, over, number = 0, 0, 0  # the last scores that were issued; the last product waited for; arrivals
     for e in mine:
-        if e.did == "wgmma" and e.values[1] == 64:  # columns of O; S has 128
+        if e.did == "wgmma" and e.values[1] == 128:  # columns of S; O has 64
             issued = e.values[0]
         elif e.did == "wait":
             over = max(over, e.values[0])
-        elif e.did == "mbarrier-passed" and e.values[0] == full_q:
-            tiles += 1
+        elif e.did == "arrive" and not e.values[1]:
+            number += 1
             expect(
-                tiles < 1 or issued > over,
-                "the result is right, and nothing is released too early; but while the softmax of a tile runs, O += P "
-                "V of the tile before is not under way: it has been waited for, or is issued later",
-                diagnosis="no-overlap",
+                number % 2 or issued > over,
+                f"{sentence}V of the tile before is given back when the scores are there too: O += P V is to be issued "
+                "first, and waited for alone",
+                diagnosis="released-late",
                 case=case,
             )
 
 
-_GIVEN_V = "            if (first_thread) mbarrier_arrive(empty_slot + 8 * ((2 * nth - 1) % SLOTS));   // repaired\n"
+_GIVEN_V = "        if (!FIRST && first_thread) mbarrier_arrive(empty_slot + 8 * ((2 * nth - 1) % SLOTS));\n"
 _GIVEN_K = "        if (first_thread) mbarrier_arrive(empty_slot + 8 * slot);\n"
-_PACKED_P = "#pragma unroll\n        for (int i = 0; i < BLOCK_N / 4"
+_ADDED, _FOR_O = "        if (!FIRST) add_output();\n", "        wgmma_wait<1>();"
 ROOM = Trials(
     "11.7", _watched(), [traced(_halves(*_LONG))], region=True, tol=1e-3, most=170,
-    place=lambda text: _overlapping(parted(text)[0], parted(text)[1]).text,
-    equal={"`slot * KV_BYTES` is one too large": "a descriptor leaves out the lowest four bits of an address"},
+    place=lambda text: _overlapping(text).text,
+    equal={"slot * KV_BYTES` is one too large": "a descriptor leaves out the lowest four bits of an address",
+           "8 stands where 2 belongs, in `2 * nth`": "of three slots 8 nth - 1 is the same one",
+           "where it is negative": "nothing is given back at the first tile"},
     rows=[
-        Row("released-too-early", "K is given back before its product has been waited for",
-            [(_GIVEN_K, ""), ("        wgmma_wait<FIRST", f"{_GIVEN_K}        wgmma_wait<FIRST")]),
+        Row("released-too-early", "K is given back while the scores still read it: wgmma_wait<1> has waited for the "
+            "older group, which is O += P V", [(_GIVEN_V, "V\n"), (_GIVEN_K, _GIVEN_V), ("V\n", _GIVEN_K)]),
+        *(Row("released-too-early", "K is given back before its product has been waited for",
+              [(_GIVEN_K, ""), (wait, _GIVEN_K + wait)]) for wait in (_FOR_O, "        wgmma_wait<0>();")),
         Row("released-too-early", "V is given back while O += P V of its tile is still under way",
-            [(_GIVEN_V, ""), ("output_is_there();\n", f"{_GIVEN_V.strip()}\n            output_is_there();\n")]),
+            [(_GIVEN_V, ""), (_FOR_O, _GIVEN_V + _FOR_O)]),
+        Row("released-too-early", "V is given back while O += P V of its tile is still under way: the scores are the "
+            "older group", [(_ADDED, ""), (_FOR_O, _ADDED + _FOR_O)]),
+        Row("never-released", "nobody gives K back: each consumer arrives at its slot when the scores are there",
+            [(_GIVEN_K, "")]),
         Row("never-released", "nobody gives V back: each consumer arrives at its slot when O += P V of a tile is there",
             [(_GIVEN_V, "")]),
         Row("released-twice", "V of a tile is given back twice", [(_GIVEN_V, 2 * _GIVEN_V)]),
-        Row("not-waited-for", "the first tile's scores are not waited for: no group is committed after them",
-            [("wgmma_wait<FIRST ? 0 : 1>", "wgmma_wait<1>")]),
         Row("released-at-the-first", "V is given back at the first tile too, where there is no tile before",
-            [(_GIVEN_K, f"{_GIVEN_K}if (FIRST) {_GIVEN_V.strip()}\n")]),
-        Row("released-at-the-first", "V is given back at the first tile too, where there is no tile before",
-            [(_GIVEN_V, ""), (_PACKED_P, f"{_GIVEN_V}{_PACKED_P}")]),
+            [("!FIRST && first_thread", "first_thread")]),
         Row("k-for-v", "the slot of this tile's K is given back a second time, and that of V never",
-            [(_GIVEN_V, _GIVEN_K)]),
-        *(Row("k-at-the-second", "K of the first tile is never given back: nothing is, where FIRST holds",
-              [(_GIVEN_K, ""), (_GIVEN_V, both)]) for both in (_GIVEN_K + _GIVEN_V, _GIVEN_V + _GIVEN_K)),
+            [(_GIVEN_V, "        if (!FIRST) {\n" + _GIVEN_K + "        }\n")]),
+        Row("k-at-the-second", "K of the first tile is never given back: nothing is, where FIRST holds",
+            [(_GIVEN_K, _GIVEN_K.replace("(first", "(!FIRST && first"))]),
         # Of (2 nth + 1) % SLOTS and (2 nth - 2) % SLOTS too: all end at the second tile.
         Row("as-if-apart", "the slot of another item is given back: V of the tile before is item 2 nth - 1, and K and "
             "V share the ring", [("(2 * nth - 1) % SLOTS", "(nth - 1) % SLOTS")]),
+        *(Row("wrong-slot", "behind the scores another slot is given back than that of their K, which is `slot`",
+              [("8 * slot)", f"8 * ((slot + {n}) % SLOTS))")]) for n in (1, 2)),
     ],
 )  # fmt: skip
 
@@ -331,35 +349,33 @@ ROOM = Trials(
     minutes=25,
     difficulty="Bug hunt",
     bug=[
+        ("!FIRST && first_thread) mbarrier_arrive(empty_slot + 8 * ((2 * nth - 1) % SLOTS))", "K"),
         (
-            "if (first_thread) mbarrier_arrive(empty_slot + 8 * slot);",
-            "if (first_thread) {\n"
-            "            mbarrier_arrive(empty_slot + 8 * slot);\n"
-            "            if (!FIRST) mbarrier_arrive(empty_slot + 8 * ((2 * nth - 1) % SLOTS));\n        }",
+            "first_thread) mbarrier_arrive(empty_slot + 8 * slot)",
+            "!FIRST && first_thread) mbarrier_arrive(empty_slot + 8 * ((2 * nth - 1) % SLOTS))",
         ),
-        ("            if (first_thread) mbarrier_arrive(empty_slot + 8 * ((2 * nth - 1) % SLOTS));\n", ""),
+        ("(K;", "(first_thread) mbarrier_arrive(empty_slot + 8 * slot);"),
     ],
-    untouched="65b12077bdf0",
-    history="a common mistake in kernels that have two products under way",
+    untouched="cc29bac12d7c",
+    history="a common mistake where the order of two products under way is changed",
     hints=[
-        "Two groups are committed in a round: the scores of this tile, then O += P V of the tile before. Which of them "
-        "has wgmma_wait<1> waited for, and which is still under way?",
+        "Two groups are committed in a round. Which is the older one here? Which of them has wgmma_wait<1> waited for, "
+        "and which is still under way?",
         "Who arrives at empty_slot says: nobody reads what lies in this slot any more, the producer may fill it again, "
         "with K or with V. From which line on is that true of each of the two?",
-        "The arrival for V, at slot (2 * nth - 1) % SLOTS, belongs behind wgmma_wait<0>, so behind output_is_there(). "
-        "The one for K may stay: the scores have been waited for.",
+        "Groups end in the order in which they were committed: O += P V first, so V, at slot (2 * nth - 1) % SLOTS, is "
+        "free behind wgmma_wait<1>, and K behind wgmma_wait<0>.",
     ],
 )
-def room_for_a_tile(scores: str, after_probabilities: str) -> str:
-    texts = text_of(scores, "scores"), text_of(after_probabilities, "after_probabilities")
-    whole, case = _overlapping(*texts), "seq_q=64, seq_k=700"
+def room_for_a_tile(scores: str) -> str:
+    whole, case = _overlapping(text_of(scores, "scores")), "seq_q=64, seq_k=700"
     with explained(lambda: _watched()(whole), ROOM):
         try:
             verdict = examine(whole, fast=False, probes=(PROBES[0], _LONG), max_seq=150)
         finally:  # another slot than that which was read is a cause; what is found comes of it
-            events = _events(_overlapping(*texts, _MARKED), _LONG)
-            _expect_given_back(events, case, lambda n: n and n + n % 2 * 2 - 1)  # K of a tile, then V before it
-    _expect_output_under_way(events, case)
+            events = _events(whole, _LONG)
+            _expect_given_back(events, case, _late)  # told below
+    _expect_in_order(events, case)
     expect_variant(whole, head_dim=128)
     return f"{verdict.cases} cases right, nothing found by the emulator"
 
@@ -480,7 +496,7 @@ PRODUCER = Trials(
         "of one warp does the rest; and none of them may go on to the consumers' code.",
         "Q first, to full_q: one tile, for which nobody has to make room. Then the tiles of keys in the order in which "
         "the consumers take them: from end - 1 down to 0. The nth K, n = 0, 1, ..., goes to stage n % K_STAGES, the "
-        "nth V to n % V_STAGES. Before each: a wait at `empty` of its stage, with the producer's parity of 11.2.",
+        "nth V to n % V_STAGES. Before each: a wait at `empty` of its stage; a new barrier lets the first use pass.",
         "In which order become places free? K of tile n when K of tile n - 3 has been read, V of tile n - 1 when V of "
         "tile n - 3 has: just after it. So K is asked for one tile ahead of V.",
         "for (int n = 0; n <= end; n++) { if (n < end) K of tile n; if (n > 0) V of tile n - 1; }",
@@ -811,7 +827,7 @@ def _place_named(m: re.Match[str]) -> str:
         "A place is a stage, and a part's number is what lies in it: the producer waits for `empty`, fills it, arrives "
         "at `full`; a consumer's thread waits for `full`, reads it, arrives at `empty`. Place n % PLACES, use "
         "n / PLACES.",
-        "hand_on: the parity of the producer's first wait is 1 (exercise 11.2). The number comes from "
+        "hand_on: the parity of the producer's first wait is 1: nobody has arrived. The number comes from "
         "atomicAdd(h.counter, 1); it is stored in the place before the arrival, which is what makes it visible.",
         "A thread reads the place into a variable, and only then arrives. Numbers of `parts` and more are handed on "
         "like the others: they tell the consumers to stop.",
@@ -862,10 +878,13 @@ _BLOCK_M = 192  # of step 5 with HEAD_DIM 64
 _LAUNCHED = ((1, 1, 1, 400, 130, False), (1, 2, 1, 200, 200, True), (2, 1, 1, 260, 24, True))
 # Has a launch end as one does that asks for too much.
 _REFUSED = "".join(f"#define cuda{x}LastError() cudaErrorInvalidValue\n" for x in ("Get", "PeekAt"))
-_BLOCK = """// What a block does; `shared` is its dynamic shared memory.
+_BLOCK = """extern __shared__ __align__(16) char pool[];                   // shared memory, of every kernel of the file
+
+// What a block does for BLOCK_M rows of a head, from row m_block * BLOCK_M on; `shared` is its memory.
 template <bool CAUSAL>
 __device__ __forceinline__ void flash_forward_block(const Problem& p, const CUtensorMap& q_map,
-                                                    const CUtensorMap& k_map, const CUtensorMap& v_map, char* shared) {
+                                                    const CUtensorMap& k_map, const CUtensorMap& v_map, char* shared,
+                                                    int m_block, int head, int batch) {
     const uint32_t q_smem = smem_u32(shared);                  // [BLOCK_M, HEAD_DIM]
     const uint32_t k_smem = q_smem + Q_BYTES;                  // [STAGES, BLOCK_N, HEAD_DIM]
     const uint32_t v_smem = k_smem + STAGES * KV_BYTES;        // [STAGES, BLOCK_N, HEAD_DIM]
@@ -877,6 +896,9 @@ __device__ __forceinline__ void flash_forward_block(const Problem& p, const CUte
 def launchless() -> str:
     """Step 5 of the ladder as a block's work, without a kernel that calls it and without a launch: 11.12's text."""
     text = replaced(step("p11_5_consumers"), "shared memory", _BLOCK).text
+    text = text.replace("blockIdx.x % m_blocks", "m_block")
+    text = text.replace("blockIdx.x / m_blocks", "batch * p.heads + head")
+    text = re.sub(r"(?m)^ *const int m_blocks = .*\n|batch = head_index.*, (?=kv_head)", "", text)
     text = re.sub(r"constexpr int SHARED = .*\n", "", text)
     return replaced(text, "launch", "// The kernel and its launch:").text
 
@@ -889,8 +911,10 @@ _MAPS = (
 LAUNCH = Trials(
     "11.12", _watched(), [traced(_halves(2, 4, 1, 400, 40, False)), _halves(1, 2, 1, 200, 200, True)], tol=1e-3,
     place=lambda text: launchless() + text,
-    notes={"ceil_div(p->seq_q, BLOCK_M)": "a block has BLOCK_M rows of one head of one batch"},
-    equal={"`cudaFuncSetAttribute(attend": "its value is not used"} | dict.fromkeys(
+    notes={"ceil_div(p->seq_q, BLOCK_M)": "a block has BLOCK_M rows of one head of one batch",
+           "1024": "a swizzle's pattern begins at a multiple of 1024, up to 1008 bytes behind the pool's beginning"},
+    equal={"`cudaFuncSetAttribute(attend": "its value is not used",
+           "it is `1024` where `smem_u32(pool)`": "1024 bytes more are asked for"} | dict.fromkeys(
         ("`cudaGetLastError()` has", "`cudaGetLastError()` is counted"), "any number but 0 is an error"),
     rows=[
         Row("no-attribute", "more than 48 KB of dynamic shared memory have to be asked for, by cudaFuncSetAttribute",
@@ -908,16 +932,21 @@ LAUNCH = Trials(
         Row("host-pointer", "the kernel gets a pointer to the host's Problem, which a GPU cannot read: by value it "
             "gets a copy", [("const Problem p,", "const Problem* p,"), ("(p, q_map", "(*p, q_map"),
                             ("*p, map_of", "p, map_of")]),
-        Row("not-aligned", "the shared memory is not aligned: a swizzle's pattern begins at a multiple of 1024",
-            [("__align__(1024) ", "")]),
+        Row("not-aligned", "the pool's beginning is not rounded up: a swizzle's pattern begins at a multiple of 1024",
+            [(" + -smem_u32(pool) % 1024", "")]),
+        Row("a-fixed-distance", "1024 bytes behind the pool's beginning is no nearer to a multiple of 1024",
+            [("-smem_u32(pool) % 1024", "1024")]),
+        Row("rounded-down", "the pool's beginning is rounded down: what lies before it is not the block's",
+            [("pool + -smem_u32(pool) % 1024", "pool - smem_u32(pool) % 1024")]),
         Row("k-and-v", "the maps of K and V are exchanged", [("p->k, p->k_stride", "p->v, p->k_stride"),
                                                              ("p->v, p->v_stride", "p->k, p->v_stride")]),
         Row("always-causal", "the causal kernel is launched whether it is asked for or not",
             [("p->causal ? attention<true> : attention<false>", "attention<true>")]),
         Row("never-causal", "the kernel without a mask is launched where a causal one is asked for",
             [("p->causal ? attention<true> : attention<false>", "attention<false>")]),
-        Row("too-small", "the shared memory is too small: Q, STAGES tiles of K and as many of V, and BARRIERS barriers "
-            "of 8 bytes have to fit", [("2 * STAGES * KV_BYTES", "2 * KV_BYTES")]),
+        *(Row("too-small", "the shared memory is too small: Q, STAGES tiles of K and as many of V, and BARRIERS "
+              "barriers of 8 bytes have to fit behind up to 1008 bytes that rounding up leaves out", [edit])
+          for edit in (("= 1024 + ", "= "), ("2 * STAGES * KV_BYTES", "2 * KV_BYTES"))),
     ],
 )  # fmt: skip
 
@@ -929,26 +958,26 @@ LAUNCH = Trials(
     difficulty="Core",
     hints=[
         "How many bytes does a block need? Q, STAGES tiles of K and as many of V, BARRIERS barriers of 8 bytes. A "
-        "swizzled tile begins at a multiple of 1024: the declaration of the dynamic array can say so, extern "
-        "__shared__ __align__(1024) char shared[].",
+        "swizzled tile begins at a multiple of 1024, and the pool at one of 16: how far behind the pool's beginning is "
+        "the next multiple of 1024, at most?",
         "Three maps, by map_of. A box has as many rows as the tile that it fills; K and V have kv_heads heads, seq_k "
         "rows. The kernel, behind __launch_bounds__(THREADS, 1), takes them as const __grid_constant__ CUtensorMap, "
         "and Problem by value.",
-        "A block for each BLOCK_M rows of each head of each batch, all on x, THREADS threads. More than 48 KB of "
-        "dynamic shared memory need cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "
-        "for whichever of the two kernels is launched. The stream is a parameter.",
+        "A block for each BLOCK_M rows (x) of each head (y) of each batch (z), THREADS threads. It asks for 1024 bytes "
+        "more than it needs, and begins at pool + -smem_u32(pool) % 1024. More than 48 KB of it need "
+        "cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), for whichever of the two "
+        "kernels is launched. The stream is a parameter.",
     ],
 )
 def launch_of_a_kernel(launch: str) -> str:
     text, before = whole_kernel(_filled_in(launch, "launch"), "launch").text, launchless()
     lines = len(before.splitlines())
     whole = Source(before + text, "p11_5_consumers", lines + 1, lines + len(text.splitlines()))
-    aligned = re.findall(r"(?:__align__|alignas)\s*\(\s*(\d+)\s*\)", blank_comments(text))
     expect(
-        not aligned or any(int(x) >= 1024 for x in aligned),
-        f"the shared memory is aligned to {max(map(int, aligned or ['0']))} bytes: a swizzle's pattern begins at a "
-        "multiple of 1024. (In the emulator it lies at one by itself)",
-        diagnosis="bulk-misaligned",
+        "__shared__" not in blank_comments(text),
+        "the shared memory is `pool`, which begins at a multiple of 16: declare no array beside it, and round its "
+        "address up to a multiple of 1024 by hand",
+        diagnosis="own-array",
     )
     with explained(lambda: _watched()(whole), LAUNCH):
         try:
@@ -962,6 +991,7 @@ def launch_of_a_kernel(launch: str) -> str:
     expect(story is None, f"the result is right, but {story}", diagnosis="wrong-grid", case="seq_q=200, heads=2")
     _expect_few_heads(whole)
     _expect_bounds(text)
+    _expect_any_pool(whole)
     try:
         probe(built(replace(whole, text=before + _REFUSED + text), check=False), whole, _LAUNCHED[0])
     except CheckFailed:
@@ -978,6 +1008,24 @@ def _expect_bounds(text: str) -> None:
         "more registers than a launch of so many has for it, and ptxas leaves setmaxnreg out (C7508)"
     )
     expect("__launch_bounds__" in blank_comments(text), said, diagnosis="no-launch-bounds")
+
+
+def _expect_any_pool(whole: Source) -> None:
+    """CheckFailed where the memory begins at a multiple of 1024 only if the pool begins at 16, or never."""
+    __tracebackhide__ = True
+    before = "__global__ void flashlab_before() { __shared__ volatile char first[2048]; first[threadIdx.x] = 0; }\n"
+    text = whole.text.replace("__align__(16) char pool", "__align__(32) char pool") + before
+    first = "    const uint32_t q_smem = smem_u32(shared);"
+    text = text.replace(first, f'    if (threadIdx.x == 0) printf("%u ", smem_u32(shared) % 1024);{first}')
+    module, failed = built(replace(whole, text=text), check=True), ""
+    try:
+        probe(module, whole, _LAUNCHED[0])
+    except CheckFailed as error:
+        failed = f" ({error.sentence})"
+    beyond = max(map(int, module.report.printed.split()), default=0) if module.report is not None else 0
+    said = f"begins {beyond} bytes beyond a multiple of 1024" if beyond else f"is not the block's own{failed}"
+    said = f"the memory {said}, where the pool begins at 2080: smem_u32(pool) says how far the next multiple of 1024 is"
+    expect(not beyond and not failed, said, diagnosis="bulk-misaligned")
 
 
 def _expect_few_heads(whole: Source) -> None:
@@ -1013,12 +1061,12 @@ def _grid_story(whole: Source) -> str | None:
     with contextlib.suppress(CheckFailed):
         probe(module, whole, (2, 4, 2, 200, 64, False))
     launches = module.report.launches if module.report is not None else []
-    wanted = 2 * 4 * -(-200 // _BLOCK_M)
-    if not launches or launches[0].grid == (wanted, 1, 1):
+    wanted = -(-200 // _BLOCK_M), 4, 2
+    if not launches or launches[0].grid == wanted:
         return None
     return (
-        f"the grid is {launches[0].grid} for 2 batches of 4 heads of 200 rows, and should be ({wanted}, 1, 1): a block "
-        f"has {_BLOCK_M} rows of one head of one batch, all on x"
+        f"the grid is {launches[0].grid} for 2 batches of 4 heads of 200 rows, and should be {wanted}: a block has "
+        f"{_BLOCK_M} rows of one head of one batch"
     )
 
 

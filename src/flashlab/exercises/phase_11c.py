@@ -504,7 +504,7 @@ SQUARE = Trials(
         "consumer's 64 columns]: the inner dimension is its rows, so descriptor_of_rows<BLOCK>(...) of its slab, "
         "rows_on(k), and wgmma_ss<64, T, false, true>(dq, a, b, k > 0). A slab is BLOCK * SLAB_ROW bytes long. "
         "wgmma_fence() before, wgmma_commit() behind.",
-        "A ring of two places: the consumer's full and empty of exercise 11.2 with the parts exchanged. Here you are "
+        "A ring of two places: the consumer's full and empty of phase 11 with the parts exchanged. Here you are "
         "the producer: mbarrier_wait(dq_empty + 8 * (nth % 2), nth / 2 % 2 ^ 1), since a new place is free.",
         "float4* square = (float4*)(shared + (dq_smem + ... - k_smem)); square[n * GROUP + threadIdx.x % GROUP] = "
         "make_float4(dq[4 * n], ...) for n < 8. Then each thread fence_proxy_async(), __syncwarp(), and one lane of "
