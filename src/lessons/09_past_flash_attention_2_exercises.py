@@ -567,7 +567,7 @@ output = r"""
             }
 #pragma unroll
             for (int n = 0; n < O_TILES / 2; n++) {
-                uint32_t b[4];                                 // YOUR CODE HERE: this step's, and the next two
+                uint32_t b[4];                                 // YOUR CODE HERE: this step's, and two more
                 ldmatrix_x4_trans(b, (v_lane ^ (n * 32)) + stage + k * MMA_K * ROW_BYTES);
 #pragma unroll
                 for (int m = 0; m < M_TILES; m++) {

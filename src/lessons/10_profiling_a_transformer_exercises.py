@@ -156,12 +156,14 @@ check("10.5", training_bytes)
 # %% [markdown]
 # ## 10.6
 #
-# `rope` is seven small operations, and each of them reads and writes memory. Write them as one kernel, which reads each number of X once and
-# writes each number of Y once.
+# Newer models (Qwen 3, Gemma 3) divide each row of q and k by its root mean square before they turn it, so that scores stay small. In PyTorch that
+# is a dozen small operations, and each reads and writes memory. Write them as one kernel, which reads each number of X once and writes each
+# number of Y once:
 #
-# Pair $i$ of a row are its numbers $i$ and $i + \text{HALF}$. At position $p$ it is turned by the angle whose cosine is `COS[p, i]`:
+# $$\hat x_j = w_j\, x_j \Big/ \sqrt{\tfrac{1}{2\,\text{HALF}} \textstyle\sum_k x_k^2 + \text{eps}} \qquad y_1 = \hat x_1 \cos - \hat x_2 \sin \qquad y_2 = \hat x_1 \sin + \hat x_2 \cos$$
 #
-# $$y_1 = x_1 \cos - x_2 \sin \qquad y_2 = x_1 \sin + x_2 \cos$$
+# Pair $i$ of a row are its numbers $i$ and $i + \text{HALF}$; HALF is a power of two. At position $p$ it is turned by the angle whose cosine is
+# `COS[p, i]`. W has 2 HALF numbers.
 #
 # Row $m$ of X stands at position `offset` + $m$. The tables are contiguous, `[positions, HALF]` in float32. X and Y have any strides. Compute in
 # float32 and round once, when you store. `M` is any number: mind the rows past it.
@@ -196,13 +198,15 @@ check("10.7", choose_tile)
 # %% [markdown]
 # ## 10.8
 #
-# This attention gives the right result. Look at what it runs for it:
+# This attention gives the right result. (A quarter of the pairs, those that turn most slowly, do not turn at all: *p-RoPE*, Barbero et al. 2024.) Look at what
+# it runs for it:
 
 # %%
 def slow_attention(q, k, v):
     """Causal attention with rotary embedding. q, o: [batch, heads, N, D]; k, v: [batch, kv_heads, N, D]."""
     N, D = q.shape[2:]
     frequency = 10000.0 ** (-torch.arange(0, D, 2, device=q.device) / D)
+    frequency[D * 3 // 8 :] = 0
     angle = torch.arange(N, device=q.device)[:, None] * frequency
     q, k = (rope(x, angle.cos(), angle.sin()) for x in (q, k))
     group = q.shape[1] // k.shape[1]
@@ -217,7 +221,7 @@ def slow_attention(q, k, v):
 # Write one that does the same with less. `prepare` is called once, when the model is made, and may return anything. `fast_attention` is called
 # for every layer and step. The check counts what **a call of `fast_attention`** runs:
 #
-# - no tensor with a number for each pair of query and key;
+# - no tensor with a number for each pair of query and key, also none from `prepare`;
 # - no copy of K or V for every query head;
 # - no cosines and sines: N never exceeds `positions`, so what `prepare` returned will do;
 # - nothing that makes the CPU wait for the GPU. Nobody reads the error about a NaN;
@@ -229,7 +233,9 @@ def slow_attention(q, k, v):
 def prepare(positions, head_dim, device):
     """Return whatever fast_attention needs that does not depend on q, k and v."""
     # BEGIN SOLUTION
-    return rope_table(positions, head_dim, device=device)
+    cos, sin = rope_table(positions, head_dim, device=device)
+    cos[:, head_dim * 3 // 8 :], sin[:, head_dim * 3 // 8 :] = 1, 0
+    return cos, sin
     # END SOLUTION
 
 
@@ -264,7 +270,10 @@ for unit in ("CPU", "GPU"):
 # %% [markdown]
 # You may open it in a browser, as the lecture does, draw it with `profiles.timeline`, or go through `bars`. For that: `json.dump(trace(), open("step.json", "w"))`.
 #
-# Which of the four would you take out **first**, and how many milliseconds does the step take then, to 2 %? Nothing else changes: the CPU launches in the same order, and each kernel begins when it is launched and the one before it is done.
+# Which of the four would you take out **first**, and how many milliseconds does the step take then, to half a per cent? The CPU launches in the same
+# order; a kernel is launched at the end of its bar on the CPU, and begins when it is launched and the one before it is done. `all_finite` and
+# `loss.item` wait until their kernel is done and its result is back: their bars get shorter or longer with that. All others stay as long as they are. The
+# check tries your function on another step too.
 
 # %% tags=["exercise"]
 def first_out(bars):

@@ -44,7 +44,8 @@ def test_a_step_without_one_of_its_operations_is_simulated():
     ("answer", "slug"),
     [
         (("next_batch", 2.55), "not-the-first"), (("statistics", 3.18), "not-the-first"), (("mm", 1.0), "wrong-word"),
-        (("all_finite", 2.61), "wrong-time"), (("all_finite", 2848.0), "wrong-time"), ("all_finite", "wrong-type"),
+        (("all_finite", 2.81), "wrong-time"), (("all_finite", 2848.0), "wrong-time"), ("all_finite", "wrong-type"),
+        (("all_finite", 2.848), "wrong-for-another-step"),
     ],
 )  # fmt: skip
 def test_what_is_found_in_a_trace(answer, slug):

@@ -398,7 +398,7 @@ def test_the_rotation_of_whole_rows():
         ([(".to(tl.float32)", ""), ("other=0.0)\n    sin", "other=0.0).to(X_ptr.dtype.element_ty)\n    sin")], "Y "),
         ([("tl.store(y_ptrs, (", "tl.store(x_ptrs, (")], "changes its inputs"),
         pytest.param([("(x1 * sin + x2 * cos)",
-                       "(tl.load(x_ptrs, mask=inside, other=0.0).to(tl.float32) * sin + x2 * cos)")],
+                       "(x1 * sin + x2 * cos + 0 * tl.load(x_ptrs, mask=inside, other=0.0))")],
                      "each number of X is read 1.5 times", marks=COUNTED),
         pytest.param([("mask=inside, other=0.0)\n    sin", "mask=rows[:, None] < M + 1, other=0.0)\n    sin")],
                      "out of bounds", marks=pytest.mark.long),
@@ -444,11 +444,14 @@ def slow(q, k, v):
 
 
 def tables(positions, head_dim, device):
-    return rope_table(positions, head_dim, device=device)
+    cos, sin = rope_table(positions, head_dim, device=device)
+    still = head_dim * 3 // 8
+    cos[:, still:], sin[:, still:] = 1, 0
+    return cos, sin
 
 
 def wide_tables(positions, head_dim, device):
-    cos, sin = rope_table(positions, head_dim, device=device)
+    cos, sin = tables(positions, head_dim, device)
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
@@ -476,7 +479,7 @@ def in_place(x, cos, sin):
 
 @functools.lru_cache
 def cached(positions, head_dim):
-    return rope_table(positions, head_dim, device=runtime.device())
+    return tables(positions, head_dim, runtime.device())
 
 
 RIGHT_LAYERS = [
@@ -533,7 +536,7 @@ def with_a_mask(q, k, v, t):
 
 
 def rebuilt(q, k, v, t):
-    return sdpa(*fused_rope(q, k, *rope_table(q.shape[2], q.shape[3], device=q.device)), v)
+    return sdpa(*fused_rope(q, k, *tables(q.shape[2], q.shape[3], q.device)), v)
 
 
 def looking(test):
@@ -564,6 +567,10 @@ def copying(q, k, v, t):
         (tables, lambda q, k, v, t: slow(q, k, v), "scores-in-memory"),
         (tables, materialised, "scores-in-memory"),
         (tables, with_a_mask, "scores-in-memory"),
+        (lambda p, d, device: (torch.ones(p, p, device=device).tril().log(), *tables(p, d, device)),
+         lambda q, k, v, t: sdpa(*fused_rope(q, k, *t[1:]), v, is_causal=False,
+                                 attn_mask=t[0][: q.shape[2], : q.shape[2]].to(q.dtype)), "scores-in-memory"),
+        (lambda p, d, device: rope_table(p, d, device=device), turned_by(rope), "all-turned"),
         (tables, repeated, "kv-repeated"),
         (tables, expanded, "kv-repeated"),
         (tables, rebuilt, "tables-rebuilt"),

@@ -242,7 +242,8 @@ def _of_scores(r: random.Random, M: int, N: int, D: int, BLOCK_D: int) -> tuple[
     inputs={
         f"M={M}, N={N}, HEAD_DIM={D}, BLOCK_D={block}, rows apart in memory":
             _of_scores(random.Random(M + D), M, N, D, block)
-        for M, N, D, block in ((16, 32, 80, 32), (11, 20, 49, 16), (16, 32, 16, 16), (5, 32, 24, 32), (16, 9, 144, 64))
+        for M, N, D, block in ((16, 32, 80, 32), (11, 20, 49, 16), (16, 32, 16, 16), (5, 32, 24, 32), (16, 9, 144, 64),
+                               (3, 5, 1100, 64))
     },
     draw=lambda r: _of_scores(
         r, r.randint(1, 16), r.randint(1, 32), r.randint(1, 100), r.choice((16, 32, 64))),

@@ -453,7 +453,9 @@ def training_bytes(width, depth, heads, kv_heads, hidden, vocabulary, batch, seq
 def _turn(x: torch.Tensor, y: torch.Tensor, offset: int, spare: int = 0) -> tuple[Any, ...]:
     """The kernel's arguments; tables end with the last position, or some positions later."""
     M, half = x.shape[2], x.shape[3] // 2
-    return x, y, *rope_table(M + offset + spare, 2 * half), *x.stride(), *y.stride(), x.shape[1], M, offset, half, 16
+    table = rope_table(M + offset + spare, 2 * half, base=10_000.0 + 1000 * offset)
+    weight = 1 + _vectors(2 * half, seed=M) / 4
+    return x, y, weight, *table, *x.stride(), *y.stride(), x.shape[1], M, offset, 0.01, half, 16
 
 
 def _vectors(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -479,13 +481,15 @@ def _read_once(kernel: Any) -> None:
 
 @kernel_rule(
     "10.6",
-    title="Rotary embedding in one kernel",
+    title="Norm and rotary embedding in one kernel",
     minutes=30,
     hints=[
-        "Five tiles of [BLOCK_M, HALF]: cos, sin, x1, x2, and the mask that says which rows there are.",
+        "Five tiles of [BLOCK_M, HALF]: cos, sin, x1, x2, and the mask that says which rows there are. A row's squares "
+        "lie in two of them: add them, then tl.sum(..., axis=1), and one number per row for both halves.",
         "An address of X: X_ptr + batch * stride_xb + head * stride_xh + rows[:, None] * stride_xm + pairs[None, :] * "
         "stride_xd; x2 is HALF * stride_xd further on. An angle: (rows[:, None] + offset) * HALF + pairs[None, :].",
-        "Load x1 and x2 with mask=rows[:, None] < M, other=0.0 and .to(tl.float32). Store with the same mask, "
+        "Load x1 and x2 with mask=rows[:, None] < M, other=0.0 and .to(tl.float32). norm = tl.rsqrt(tl.sum(x1 * x1 + "
+        "x2 * x2, axis=1) / (2 * HALF) + eps)[:, None]; x1 * norm * w1, and so on. Store with the same mask, "
         "(x1 * cos - x2 * sin).to(Y_ptr.dtype.element_ty) and (x1 * sin + x2 * cos) HALF * stride_yd further on.",
     ],
     writes="Y_ptr",
@@ -509,9 +513,15 @@ def _read_once(kernel: Any) -> None:
                          "stride_yd"), _OWN_STRIDES),
         "offset": "row m stands at position offset + m", "HALF": "the tables have rows of HALF numbers",
         "tl.float32": "compute in float32, and round once", "x1 * cos - x2 * sin": "y1 is x1 cos - x2 sin",
-        "x1 * sin + x2 * cos": "y2 is x1 sin + x2 cos",
+        "x1 * sin + x2 * cos": "y2 is x1 sin + x2 cos", "eps": "eps is added to the mean of the squares",
+        "2 * HALF": "a row has 2 * HALF numbers", "w1": "w1 belongs to x1, w2 to x2",
     },
     rows=[
+        Row("no-norm", "the norm is left out: each row is divided by the root of its mean square, and multiplied by w",
+            [("x1 = x1 * norm *", "w1 ="), ("x2 = x2 * norm *", "w2 =")]),
+        Row("norm-of-a-half", "each half of a row has a norm of its own: the mean is over all its 2 * HALF numbers", [
+            ("x1 * norm", "x1 * tl.rsqrt(tl.sum(x1 * x1, axis=1) / HALF + eps)[:, None]"),
+            ("x2 * norm", "x2 * tl.rsqrt(tl.sum(x2 * x2, axis=1) / HALF + eps)[:, None]")]),
         Row("neighbours", "neighbouring numbers are paired, as in the paper; here pair i is x[i] and x[i + HALF]", [
             ("pairs[None, :] * stride_xd", "2 * pairs[None, :] * stride_xd"), ("x_ptrs + HALF * stride_xd",
             "x_ptrs + stride_xd"), ("pairs[None, :] * stride_yd", "2 * pairs[None, :] * stride_yd"),
@@ -526,13 +536,15 @@ def _read_once(kernel: Any) -> None:
 )  # fmt: skip
 @triton.jit
 def turn_kernel(
-    X_ptr, Y_ptr, COS_ptr, SIN_ptr,
+    X_ptr, Y_ptr, W_ptr, COS_ptr, SIN_ptr,
     stride_xb, stride_xh, stride_xm, stride_xd,
     stride_yb, stride_yh, stride_ym, stride_yd,
-    heads, M, offset,
+    heads, M, offset, eps,
     HALF: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Y = X turned; both [batch, heads, M, 2 * HALF]. One program per BLOCK_M rows of a head."""
+    """Y = X, each row divided by its root mean square, times W, and turned; both [batch, heads, M, 2 * HALF].
+
+    One program per BLOCK_M rows of a head."""
     blocks = tl.cdiv(M, BLOCK_M)
     rows = tl.program_id(0) % blocks * BLOCK_M + tl.arange(0, BLOCK_M)
     batch, head = tl.program_id(0) // blocks // heads, tl.program_id(0) // blocks % heads
@@ -548,6 +560,9 @@ def turn_kernel(
     y_ptrs += rows[:, None] * stride_ym + pairs[None, :] * stride_yd
     x1 = tl.load(x_ptrs, mask=inside, other=0.0).to(tl.float32)
     x2 = tl.load(x_ptrs + HALF * stride_xd, mask=inside, other=0.0).to(tl.float32)
+    norm = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, axis=1) / (2 * HALF) + eps)[:, None]
+    x1 = x1 * norm * tl.load(W_ptr + pairs)[None, :]
+    x2 = x2 * norm * tl.load(W_ptr + HALF + pairs)[None, :]
     tl.store(y_ptrs, (x1 * cos - x2 * sin).to(Y_ptr.dtype.element_ty), mask=inside)
     tl.store(y_ptrs + HALF * stride_yd, (x1 * sin + x2 * cos).to(Y_ptr.dtype.element_ty), mask=inside)
     # END SOLUTION
@@ -718,6 +733,8 @@ _LAYERS = (
     rows=[
         Row("not-causal", "queries see the keys that come after them: slow_attention is causal", [
             ("torch.ones(N, N).triu(1)", "torch.zeros(N, N)")]),
+        Row("all-turned", "all pairs are turned: those of the lowest quarter of the frequencies stay as they are", [
+            ("    frequency[half * 3 // 4 :] = 0\n", "")]),
         Row("not-turned", "q and k are not turned: the rotary embedding is missing", [
             ("torch.cat((q1 * cos - q2 * sin, q1 * sin + q2 * cos), -1)", "q"),
             ("torch.cat((k1 * cos - k2 * sin, k1 * sin + k2 * cos), -1)", "k")]),
@@ -736,6 +753,7 @@ def layer(q, k, v, positions):
     dtype, N, D, half = q.dtype, q.shape[2], q.shape[3], q.shape[3] // 2
     q, k, v = q.double(), k.double(), v.double()
     frequency = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+    frequency[half * 3 // 4 :] = 0
     angle = torch.arange(N)[:, None] * frequency
     cos, sin = torch.cos(angle), torch.sin(angle)
     q1, q2 = q[..., :half], q[..., half:]
@@ -757,8 +775,10 @@ def layer(q, k, v, positions):
     hints=[
         "Go through slow_attention line by line. Which lines do not depend on q, k and v? Which make a tensor that "
         "only the next line reads?",
-        "rope_table belongs into prepare. F.scaled_dot_product_attention keeps the scores to itself; is_causal=True is "
-        "its mask, and enable_gqa=True its repetition. Drop the test for NaN.",
+        "Tables belong into prepare: those of rope_table, with 1 and 0 for the pairs that do not turn. "
+        "F.scaled_dot_product_attention keeps the scores to itself; is_causal=True is its mask, and enable_gqa=True "
+        "its repetition. Drop the test for NaN.",
+        "cos, sin = rope_table(...); cos[:, D * 3 // 8 :] = 1; sin[:, D * 3 // 8 :] = 0. "
         "q, k = fused_rope(q, k, cos, sin); "
         "return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).",
     ],
@@ -788,6 +808,8 @@ def _expect_lean(prepare: Callable[..., Any], fast: Callable[..., Any]) -> None:
     ran = f"{len(names)} operations, whose results take {moved:.1f} times the bytes of q and k"
     squares = [f"`{name}` makes a tensor {list(x.shape)}" for name, made in seen.made for x in made
                if list(x.shape).count(N) > 1]  # fmt: skip
+    squares += [f"prepare makes a tensor {list(x.shape)}" for x in tree_leaves(prepared)
+                if isinstance(x, torch.Tensor) and list(x.shape).count(128) > 1]  # fmt: skip
     waits = [*waiting.names, *(["item"] if seen.waits else [])]
     tables = [name for name in names if name in ("cos", "sin", "polar", "cos_", "sin_", "tan")]
     cos, sin = rope_table(128, D, device=q.device)

@@ -263,7 +263,7 @@ _ROWS, _WIDE = "-(-min(tile_rows, rows_left) // box_rows) * box_rows", "-(-head_
 def tile_bytes(tile_rows, box_rows, head_dim, rows_left):
     """Bytes to announce for a tile of 16-bit numbers, in boxes of `box_rows` rows; `rows_left` rows exist."""
     # BEGIN SOLUTION
-    rows = -(-min(tile_rows, rows_left) // box_rows) * box_rows  # of the boxes that are asked for: zeros count
+    rows = -(-min(tile_rows, rows_left) // box_rows) * box_rows  # zeros count
     return rows * -(-head_dim // 64) * 64 * 2
     # END SOLUTION
 

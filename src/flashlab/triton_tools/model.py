@@ -114,8 +114,8 @@ class Model:
     float16, float32, float64 = (np.dtype(f"float{bits}") for bits in (16, 32, 64))
     int1, int8, int32, int64, uint32 = map(np.dtype, ("bool", "int8", "int32", "int64", "uint32"))
     constexpr = staticmethod(lambda x: x)
-    exp, exp2, log, log2, sqrt, abs, floor = (staticmethod(f) for f in (
-        np.exp, np.exp2, np.log, np.log2, np.sqrt, np.abs, np.floor))  # fmt: skip
+    exp, exp2, log, log2, sqrt, rsqrt, abs, floor = (staticmethod(f) for f in (
+        np.exp, np.exp2, np.log, np.log2, np.sqrt, lambda x: 1 / np.sqrt(x), np.abs, np.floor))  # fmt: skip
     maximum, minimum, trans = (staticmethod(f) for f in (np.fmax, np.fmin, np.transpose))
     range = static_range = staticmethod(range)
 
