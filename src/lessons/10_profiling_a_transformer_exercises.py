@@ -26,6 +26,7 @@ import torch
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
+from flashlab import flash_attention
 from flashlab.exercises import check, hint, progress
 from flashlab.exercises.phase_10_trace import OPTIONAL, trace
 from flashlab.exercises.simulated_gpu import SimulatedGpu
@@ -163,7 +164,7 @@ check("10.5", training_bytes)
 # $$\hat x_j = w_j\, x_j \Big/ \sqrt{\tfrac{1}{2\,\text{HALF}} \textstyle\sum_k x_k^2 + \text{eps}} \qquad y_1 = \hat x_1 \cos - \hat x_2 \sin \qquad y_2 = \hat x_1 \sin + \hat x_2 \cos$$
 #
 # Pair $i$ of a row are its numbers $i$ and $i + \text{HALF}$; HALF is a power of two. At position $p$ it is turned by the angle whose cosine is
-# `COS[p, i]`. W has 2 HALF numbers.
+# `COS[p, i]`. W has 2 HALF numbers in float32, one behind the other.
 #
 # Row $m$ of X stands at position `offset` + $m$. The tables are contiguous, `[positions, HALF]` in float32. X and Y have any strides. Compute in
 # float32 and round once, when you store. `M` is any number: mind the rows past it.
@@ -198,12 +199,17 @@ check("10.7", choose_tile)
 # %% [markdown]
 # ## 10.8
 #
-# This attention gives the right result. (A quarter of the pairs, those that turn most slowly, do not turn at all: *p-RoPE*, Barbero et al. 2024.) Look at what
-# it runs for it:
+# This attention gives the right result. Each query sees a window of keys, as in many models of today, and a quarter of the pairs, those that turn most
+# slowly, do not turn at all (*p-RoPE*, Barbero et al. 2024). Look at what it runs for it:
 
 # %%
+WINDOW = 12                                                     # keys that a query sees, its own among them
+
 def slow_attention(q, k, v):
-    """Causal attention with rotary embedding. q, o: [batch, heads, N, D]; k, v: [batch, kv_heads, N, D]."""
+    """Causal attention over a window, with rotary embedding.
+
+    q, o: [batch, heads, N, D]; k, v: [batch, kv_heads, N, D].
+    """
     N, D = q.shape[2:]
     frequency = 10000.0 ** (-torch.arange(0, D, 2, device=q.device) / D)
     frequency[D * 3 // 8 :] = 0
@@ -212,7 +218,8 @@ def slow_attention(q, k, v):
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     scores = q @ k.transpose(-1, -2) / math.sqrt(D)
-    scores = scores + torch.full((N, N), -math.inf, device=q.device, dtype=q.dtype).triu(1)
+    hidden = torch.full((N, N), -math.inf, device=q.device, dtype=q.dtype)
+    scores = scores + hidden.triu(1) + hidden.tril(-WINDOW)
     if scores.isnan().any().item():
         raise ValueError("there is a NaN in the scores")
     return torch.softmax(scores, dim=-1) @ v
@@ -244,7 +251,7 @@ def fast_attention(q, k, v, prepared):
     # BEGIN SOLUTION
     cos, sin = prepared
     q, k = fused_rope(q, k, cos, sin)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return flash_attention(q, k, v, causal=True, window=(WINDOW - 1, 0))
     # END SOLUTION
 
 # %% tags=["check"]

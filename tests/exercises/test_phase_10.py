@@ -455,12 +455,12 @@ def wide_tables(positions, head_dim, device):
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
-def sdpa(q, k, v, **options):
-    return F.scaled_dot_product_attention(q, k, v, **({"is_causal": True, "enable_gqa": True} | options))
+def windowed(q, k, v, **options):
+    return flashlab.flash_attention(q, k, v, **({"causal": True, "window": (11, 0)} | options))
 
 
 def turned_by(turn):
-    return lambda q, k, v, t: sdpa(turn(q, *t), turn(k, *t), v)
+    return lambda q, k, v, t: windowed(turn(q, *t), turn(k, *t), v)
 
 
 def rotate_half(x, cos, sin):
@@ -484,13 +484,13 @@ def cached(positions, head_dim):
 
 RIGHT_LAYERS = [
     (tables, turned_by(rope)),
-    (tables, lambda q, k, v, t: sdpa(*fused_rope(q, k, *t), v)),
-    (tables, lambda q, k, v, t: flashlab.flash_attention(*fused_rope(q, k, *t), v, causal=True)),
+    (tables, lambda q, k, v, t: windowed(*fused_rope(q, k, *t), v)),
+    (tables, lambda q, k, v, t: windowed(*fused_rope(q, k, *t), v, window=(11, None))),
     (wide_tables, turned_by(rotate_half)),
     (tables, turned_by(in_place)),
     (lambda p, d, device: {"both": tables(p, d, device)}, lambda q, k, v, t: turned_by(rope)(q, k, v, t["both"])),
-    (lambda p, d, device: 0, lambda q, k, v, t: sdpa(*fused_rope(q, k, *cached(64, q.shape[3])), v)
-     if q.shape[2] <= 64 else sdpa(*fused_rope(q, k, *cached(256, q.shape[3])), v)),
+    (lambda p, d, device: 0, lambda q, k, v, t: windowed(*fused_rope(q, k, *cached(64, q.shape[3])), v)
+     if q.shape[2] <= 64 else windowed(*fused_rope(q, k, *cached(256, q.shape[3])), v)),
 ]  # fmt: skip
 
 
@@ -511,13 +511,13 @@ def test_a_layer_in_several_styles(answers):
 def repeated(q, k, v, t):
     q, k = fused_rope(q, k, *t)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return windowed(q, k, v)
 
 
 def expanded(q, k, v, t):
     q, k = fused_rope(q, k, *t)
     k, v = (x[:, :, None].expand(-1, -1, q.shape[1] // x.shape[1], -1, -1).reshape(q.shape) for x in (k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return windowed(q, k, v)
 
 
 def materialised(q, k, v, t):
@@ -525,18 +525,19 @@ def materialised(q, k, v, t):
     q = q.unflatten(1, (k.shape[1], -1))
     s = torch.einsum("bkgmd,bknd->bkgmn", q, k) / math.sqrt(q.shape[-1])
     N = s.shape[-1]
-    later = torch.ones(N, N, dtype=torch.bool, device=q.device).triu(1)
+    later = torch.ones(N, N, device=q.device)
+    later = (later.triu(1) + later.tril(-12)).bool()
     return torch.einsum("bkgmn,bknd->bkgmd", s.masked_fill(later, -math.inf).softmax(-1), v).flatten(1, 2)
 
 
 def with_a_mask(q, k, v, t):
     N = q.shape[2]
-    mask = torch.ones(N, N, dtype=torch.bool, device=q.device).tril()
-    return sdpa(*fused_rope(q, k, *t), v, is_causal=False, attn_mask=mask)
+    mask = torch.ones(N, N, dtype=torch.bool, device=q.device).tril().triu(-11)
+    return F.scaled_dot_product_attention(*fused_rope(q, k, *t), v, attn_mask=mask, enable_gqa=True)
 
 
 def rebuilt(q, k, v, t):
-    return sdpa(*fused_rope(q, k, *tables(q.shape[2], q.shape[3], q.device)), v)
+    return windowed(*fused_rope(q, k, *tables(q.shape[2], q.shape[3], q.device)), v)
 
 
 def looking(test):
@@ -550,7 +551,7 @@ def looking(test):
 
 def row_by_row(q, k, v, t):
     q, k = fused_rope(q, k, *t)
-    rows = [sdpa(q[:, :, i : i + 1], k[:, :, : i + 1], v[:, :, : i + 1], is_causal=False) for i in range(q.shape[2])]
+    rows = [windowed(q[:, :, i : i + 1], k[:, :, : i + 1], v[:, :, : i + 1]) for i in range(q.shape[2])]
     return torch.cat(rows, 2)
 
 
@@ -558,7 +559,7 @@ def copying(q, k, v, t):
     q, k = fused_rope(q, k, *t)
     for _ in range(5):
         q, k = q.clone(), k.clone()
-    return sdpa(q, k, v)
+    return windowed(q, k, v)
 
 
 @pytest.mark.parametrize(
@@ -567,9 +568,10 @@ def copying(q, k, v, t):
         (tables, lambda q, k, v, t: slow(q, k, v), "scores-in-memory"),
         (tables, materialised, "scores-in-memory"),
         (tables, with_a_mask, "scores-in-memory"),
-        (lambda p, d, device: (torch.ones(p, p, device=device).tril().log(), *tables(p, d, device)),
-         lambda q, k, v, t: sdpa(*fused_rope(q, k, *t[1:]), v, is_causal=False,
-                                 attn_mask=t[0][: q.shape[2], : q.shape[2]].to(q.dtype)), "scores-in-memory"),
+        (lambda p, d, device: (torch.ones(p, p, device=device).tril().triu(-11).log(), *tables(p, d, device)),
+         lambda q, k, v, t: F.scaled_dot_product_attention(
+             *fused_rope(q, k, *t[1:]), v, attn_mask=t[0][: q.shape[2], : q.shape[2]].to(q.dtype), enable_gqa=True),
+         "scores-in-memory"),
         (lambda p, d, device: rope_table(p, d, device=device), turned_by(rope), "all-turned"),
         (tables, repeated, "kv-repeated"),
         (tables, expanded, "kv-repeated"),
@@ -580,15 +582,17 @@ def copying(q, k, v, t):
         (tables, looking(lambda o: o.sum().cpu()), "waits"),
         (tables, row_by_row, "too-many-operations"),
         (tables, copying, "too-many-bytes"),
-        (tables, lambda q, k, v, t: sdpa(*fused_rope(q, k, *t), v, is_causal=False), "not-causal"),
-        (tables, lambda q, k, v, t: sdpa(rope(q, *t), k, v), "line-missing"),
-        (tables, lambda q, k, v, t: sdpa(*fused_rope(q, k, *t), v, scale=1.0), "division-missing"),
-        (tables, lambda q, k, v, t: sdpa(*fused_rope(q / math.sqrt(q.shape[3]), k, *t), v), "function-missing"),
-        (tables, lambda q, k, v, t: sdpa(*[x.bfloat16() for x in (rope(q, *t), rope(k, *t), v)]).to(q.dtype),
+        (tables, lambda q, k, v, t: windowed(*fused_rope(q, k, *t), v, causal=False, window=(11, None)),
+         "not-causal"),
+        (tables, lambda q, k, v, t: windowed(*fused_rope(q, k, *t), v, window=None), "no-window"),
+        (tables, lambda q, k, v, t: windowed(rope(q, *t), k, v), "line-missing"),
+        (tables, lambda q, k, v, t: windowed(*fused_rope(q, k, *t), v, scale=1.0), "division-missing"),
+        (tables, lambda q, k, v, t: windowed(*fused_rope(q / math.sqrt(q.shape[3]), k, *t), v), "function-missing"),
+        (tables, lambda q, k, v, t: windowed(*[x.bfloat16() for x in (rope(q, *t), rope(k, *t), v)]).to(q.dtype),
          "wrong-value"),
         (tables, lambda q, k, v, t: turned_by(rope)(q, k, v, t).transpose(1, 2), "wrong-shape"),
         (tables, lambda q, k, v, t: turned_by(rope)(q, k, v, t).double(), "wrong-dtype"),
-        (tables, lambda q, k, v, t: sdpa(*fused_rope(q.mul_(1.5), k, *t), v), "inputs-changed"),
+        (tables, lambda q, k, v, t: windowed(*fused_rope(q.mul_(1.5), k, *t), v), "inputs-changed"),
         (tables, lambda q, k, v, t: None, "returned-none"),
         (tables, lambda q, k, v, t: [q], "wrong-type"),
         (lambda p, d, device: None, turned_by(rope), "exception"),

@@ -237,6 +237,9 @@ TOLD = [
     ("11.12", [("-smem_u32(pool) % 1024", "1008")], "the memory begins 16 bytes beyond a multiple of 1024, where"),
     ("11.12", [("(pool) % 1024", "(pool) % 128")], "the memory begins 128 bytes beyond a multiple of 1024, where"),
     ("11.12", [("p->heads, p->batch)", "p->heads)")], "the grid is (2, 4, 1) for 2 batches of 4 heads"),
+    ("11.12", [("blockIdx.x, ", "0, ")], "rows 192 to 399 of 400 are wrong"),
+    ("11.12", [("THREADS, 1)", "THREADS, 2)")], "leave each thread 64 registers"),
+    ("11.12", [("const Problem p", "const Problem& p")], "a kernel's parameter cannot be a reference"),
     ("11.12", [("char* shared = pool + -smem_u32(pool) % 1024", "extern __shared__ __align__(1024) char shared[]")],
      "declare no array beside it"),  # the lecture's line
     ("11.12", [(" + -smem_u32(pool) % 1024", "")], "is not rounded up"),

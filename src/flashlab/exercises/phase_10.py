@@ -728,11 +728,14 @@ _LAYERS = (
     words={"turn_q": "the rotary embedding of q", "turn_k": "the rotary embedding of k"},
     notes={
         "k.shape[1]": "head h reads key head h // group", "math.sqrt(D)": "scores are divided by the square root of D",
-        "1": "a query sees its own position, and none after it", "dtype": "float32 gives more digits",
+        "1": "a query sees its own position, and none after it",
+        "12": "a query sees 12 keys, its own among them", "dtype": "float32 gives more digits",
     },
     rows=[
         Row("not-causal", "queries see the keys that come after them: slow_attention is causal", [
             ("torch.ones(N, N).triu(1)", "torch.zeros(N, N)")]),
+        Row("no-window", "queries see all keys before them: a query sees 12 keys, its own and the 11 before it", [
+            (" + torch.ones(N, N).tril(-12)", "")]),
         Row("all-turned", "all pairs are turned: those of the lowest quarter of the frequencies stay as they are", [
             ("    frequency[half * 3 // 4 :] = 0\n", "")]),
         Row("not-turned", "q and k are not turned: the rotary embedding is missing", [
@@ -763,7 +766,7 @@ def layer(q, k, v, positions):
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     s = q @ k.mT / math.sqrt(D)
-    s = s.masked_fill(torch.ones(N, N).triu(1) > 0, -math.inf)
+    s = s.masked_fill(torch.ones(N, N).triu(1) + torch.ones(N, N).tril(-12) > 0, -math.inf)
     return (torch.softmax(s, -1) @ v).to(dtype)
 
 
@@ -776,11 +779,10 @@ def layer(q, k, v, positions):
         "Go through slow_attention line by line. Which lines do not depend on q, k and v? Which make a tensor that "
         "only the next line reads?",
         "Tables belong into prepare: those of rope_table, with 1 and 0 for the pairs that do not turn. "
-        "F.scaled_dot_product_attention keeps the scores to itself; is_causal=True is its mask, and enable_gqa=True "
-        "its repetition. Drop the test for NaN.",
+        "flash_attention keeps the scores to itself; causal=True and window=(11, 0) are its mask, and it takes fewer "
+        "key heads than query heads. Drop the test for NaN.",
         "cos, sin = rope_table(...); cos[:, D * 3 // 8 :] = 1; sin[:, D * 3 // 8 :] = 0. "
-        "q, k = fused_rope(q, k, cos, sin); "
-        "return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).",
+        "q, k = fused_rope(q, k, cos, sin); return flash_attention(q, k, v, causal=True, window=(11, 0)).",
     ],
 )
 def lean_layer(prepare: Callable[..., Any], fast_attention: Callable[..., torch.Tensor]) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from flashlab.attention import reference
 from flashlab.check import CheckFailed, expect
 from flashlab.check.cuda_answer import (
     PROBES,
@@ -988,7 +989,8 @@ def launch_of_a_kernel(launch: str) -> str:
                 raise
             raise CheckFailed(f"{story}\n{failed.sentence}", diagnosis="wrong-grid", case=failed.case) from None
     story = _grid_story(whole)
-    expect(story is None, f"the result is right, but {story}", diagnosis="wrong-grid", case="seq_q=200, heads=2")
+    expect(story is None, f"the result is right, but {story}", diagnosis="wrong-grid", case="seq_q=384, heads=4")
+    _expect_all_blocks(whole)
     _expect_few_heads(whole)
     _expect_bounds(text)
     _expect_any_pool(whole)
@@ -1008,6 +1010,26 @@ def _expect_bounds(text: str) -> None:
         "more registers than a launch of so many has for it, and ptxas leaves setmaxnreg out (C7508)"
     )
     expect("__launch_bounds__" in blank_comments(text), said, diagnosis="no-launch-bounds")
+    said = "two blocks of THREADS threads leave each thread 64 registers of a multiprocessor: setmaxnreg asks for more"
+    expect(not re.search(r"__launch_bounds__\([^)]*, *[2-9]", text), said, diagnosis="two-blocks-per-sm")
+    said = "a kernel's parameter cannot be a reference: nvcc refuses it, and a GPU could not read the host's Problem"
+    expect(not re.search(r"__global__[^{;]*Problem *&", blank_comments(text)), said, diagnosis="host-reference")
+
+
+def _expect_all_blocks(whole: Source) -> None:
+    """CheckFailed where a block behind the first of a head has other rows than its own."""
+    __tracebackhide__ = True
+    for batch, heads, kv_heads, seq_q, seq_k, causal in _LAUNCHED[:2]:
+        generator = torch.Generator().manual_seed(seq_q)
+        q, k, v = (torch.randn(batch, h, n, 64, generator=generator).half()
+                   for h, n in ((heads, seq_q), (kv_heads, seq_k), (kv_heads, seq_k)))  # fmt: skip
+        with MarkedEmpty():
+            o, _ = built(whole, check=True).forward(q, k, v, causal=causal, echo=False)
+        off = (o.double() - reference.attention(q, k, v, causal=causal)[0]).abs().amax((0, 1, 3))
+        wrong = (~(off < 4e-3)).nonzero().flatten().tolist()
+        said = f"rows {wrong[0]} to {wrong[-1]} of {seq_q} are wrong: " if wrong else ""
+        said += f"m_block is 0, 1, 2 ..., and block m_block has the rows from m_block * {_BLOCK_M} on"
+        expect(not wrong, said, diagnosis="wrong-rows", case=f"seq_q={seq_q}, seq_k={seq_k}")
 
 
 def _expect_any_pool(whole: Source) -> None:
@@ -1056,16 +1078,16 @@ def _expect_zeros(whole: Source) -> None:
 
 
 def _grid_story(whole: Source) -> str | None:
-    """What is wrong with the grid of a launch for two batches of four heads, 200 rows each; None where nothing is."""
+    """What is wrong with the grid of a launch for two batches of four heads, 384 rows each; None where nothing is."""
     module = built(whole, check=True)
     with contextlib.suppress(CheckFailed):
-        probe(module, whole, (2, 4, 2, 200, 64, False))
+        probe(module, whole, (2, 4, 2, 384, 16, False))
     launches = module.report.launches if module.report is not None else []
-    wanted = -(-200 // _BLOCK_M), 4, 2
+    wanted = 384 // _BLOCK_M, 4, 2
     if not launches or launches[0].grid == wanted:
         return None
     return (
-        f"the grid is {launches[0].grid} for 2 batches of 4 heads of 200 rows, and should be {wanted}: a block has "
+        f"the grid is {launches[0].grid} for 2 batches of 4 heads of 384 rows, and should be {wanted}: a block has "
         f"{_BLOCK_M} rows of one head of one batch"
     )
 
