@@ -186,7 +186,8 @@ def told(cell):
 @pytest.mark.parametrize("path", EXERCISES)
 def test_a_lecture_does_not_print_the_answers_of_its_exercises(path):
     cells = [told(cell) for cell in code_cells(built(ROOT / "notebooks" / f"{lesson_name(path)}.ipynb"))]
-    printed = {id for id, lines in answers(read_lesson(path)).items() if any(lines <= cell for cell in cells)}
+    asked = answers(read_lesson(path))  # none of a hunt that puts its own lines in another order
+    printed = {id for id, lines in asked.items() if lines and any(lines <= cell for cell in cells)}
     assert not printed
 
 
