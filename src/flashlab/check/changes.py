@@ -894,9 +894,19 @@ def _of_statements(text: Text) -> Iterator[Change]:
                         if isinstance(lines, list) and holder in lines:
                             there = lines.index(holder)
                             new = _new(ast.If(ast.Constant(True), [holder, line], []))
-                            said = f"the line `{text.plain(line)}` stands after the loop: it belongs into it"
+                            said = _behind_the_loop(text, line)
                             edits = ((slot, _new(ast.Pass())), ((outer, "body", there), new))
                             yield Change("outside-of-the-loop", said, 2.0, edits)
+
+
+def _behind_the_loop(text: Text, line: ast.Assign | ast.AugAssign) -> str:
+    """What it means that a line of a loop stands after it: of a sum, the same as that the sum begins anew."""
+    said = f"the line `{text.plain(line)}` stands after the loop"
+    target = line.target if isinstance(line, ast.AugAssign) else line.targets[0]
+    names = {n.id for n in ast.walk(line.value) if isinstance(n, ast.Name)}
+    if isinstance(line, ast.AugAssign) or getattr(target, "id", None) in names:
+        return f"only the loop's last turn counts in {text.say(target)}: it begins anew in each, or {said}"
+    return f"{said}: it belongs into it"
 
 
 def _of_results(text: Text) -> Iterator[Change]:
