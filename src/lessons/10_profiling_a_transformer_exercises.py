@@ -157,15 +157,15 @@ check("10.5", training_bytes)
 # %% [markdown]
 # ## 10.6
 #
-# Newer models (Qwen 3, Gemma 3) divide each row of q and k by its root mean square before they turn it, so that scores stay small. In PyTorch that
-# is a dozen small operations, and each reads and writes memory. Write them as one kernel, which reads each number of X once and writes each
-# number of Y once:
+# Newer models (Qwen 3, Gemma 3) divide each row of q and k by its root mean square before they turn it. In PyTorch that
+# is a dozen small operations. Write one kernel, which reads each number of X once and writes each of Y once:
 #
 # $$\hat x_j = w_j\, x_j \Big/ \sqrt{\tfrac{1}{2\,\text{HALF}} \textstyle\sum_k x_k^2 + \text{eps}} \qquad y_1 = \hat x_1 \cos - \hat x_2 \sin \qquad y_2 = \hat x_1 \sin + \hat x_2 \cos$$
 #
 # Pair $i$ of a row are its numbers $i$ and $i + \text{HALF}$; HALF is a power of two. At position $p$ it is turned by the angle whose cosine is
 # `COS[p, i]`. W has 2 HALF numbers in float32, one behind the other.
-#
+
+# %% [markdown]
 # Row $m$ of X stands at position `offset` + $m$. The tables are contiguous, `[positions, HALF]` in float32. X and Y have any strides. Compute in
 # float32 and round once, when you store. `M` is any number: mind the rows past it.
 

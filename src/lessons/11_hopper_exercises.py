@@ -51,7 +51,8 @@ check("11.1", complete)
 # and `empty`, which the consumers complete when they are through with the tile. For each tile the consumer waits for
 # `full` of its stage, reads, and arrives at `empty`; the producer waits for `empty`, then asks for the tile. A block takes one part of the work after the other, part n with
 # `tiles[n]` tiles, and the ring runs on. Before the first tile every consumer arrives **once at each `empty`**, as in some kernels: their first round is like all others.
-#
+
+# %% [markdown]
 # And how many bytes are announced for a tile of `tile_rows` rows? It comes in boxes of `box_rows` rows and 64 columns, as where a cluster's blocks share a copy.
 # `rows_left` rows of the tensor are left, at least one; a box without any is not asked for. `tile_rows` is a multiple of `box_rows`.
 

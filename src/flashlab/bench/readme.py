@@ -221,8 +221,10 @@ def ring_table(found: All) -> str:
                 heads = f"{case.heads}" if case.heads == case.kv_heads else f"{case.heads}/{case.kv_heads}"
                 lines.append([data["ranks"], heads, case.n, "causal" if case.causal else "none", case.which,
                               *(share.get(name, "–") for name in (ring.OURS[case.causal], *RING))])  # fmt: skip
+    if not lines:
+        raise Missing("no ring is recorded")
     columns = ["GPUs", "heads", "tokens", "mask", "pass", "ring", *RING]
-    return Table.of(some([lines or None])[0], columns, align="rrrll" + "r" * (1 + len(RING)))._repr_markdown_()
+    return Table.of(lines, columns, align="rrrll" + "r" * (1 + len(RING)))._repr_markdown_()
 
 
 def ladder_table(found: All) -> str:

@@ -514,7 +514,7 @@ def _read_once(kernel: Any) -> None:
         "offset": "row m stands at position offset + m", "HALF": "the tables have rows of HALF numbers",
         "tl.float32": "compute in float32, and round once", "x1 * cos - x2 * sin": "y1 is x1 cos - x2 sin",
         "x1 * sin + x2 * cos": "y2 is x1 sin + x2 cos", "eps": "eps is added to the mean of the squares",
-        "2 * HALF": "a row has 2 * HALF numbers", "w1": "w1 belongs to x1, w2 to x2",
+        "2 * HALF": "a row has 2 * HALF numbers",
     },
     rows=[
         Row("no-norm", "the norm is left out: each row is divided by the root of its mean square, and multiplied by w",

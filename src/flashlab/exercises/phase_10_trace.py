@@ -86,6 +86,16 @@ def _busy_during(name: str) -> float:
     return both / sum(b - a for a, b in own)
 
 
+def _answer(first_out: Callable[..., Any], layers: int) -> tuple[Any, float]:
+    """What is found in the trace of so many layers. Raises CheckFailed where it is not a name and a number."""
+    from flashlab.figures.profiles import operations  # matplotlib comes with it
+
+    result = first_out(operations(trace(layers)))
+    pair = isinstance(result, (tuple, list)) and len(result) == 2 and isinstance(result[1], (int, float))
+    expect(pair, "return two things: a name, and a number of milliseconds", diagnosis="wrong-type")
+    return result[0], result[1]
+
+
 @exercise(
     "10.9",
     title="Who keeps the GPU waiting?",
@@ -101,12 +111,7 @@ def _busy_during(name: str) -> float:
     ],
 )
 def first_to_go(first_out: Callable[..., tuple[str, float]]) -> str:
-    from flashlab.figures.profiles import operations  # matplotlib comes with it
-
-    result = first_out(operations(trace()))
-    pair = isinstance(result, (tuple, list)) and len(result) == 2 and isinstance(result[1], (int, float))
-    expect(pair, "return two things: a name, and a number of milliseconds", diagnosis="wrong-type")
-    first, milliseconds = result
+    first, milliseconds = _answer(first_out, _LAYERS)
     named = f"the name should be one of {', '.join(OPTIONAL)}, it is {first!r:.40}"
     expect(first in tuple(OPTIONAL), named, diagnosis="wrong-word")
     whole, gone = _milliseconds(), {name: _milliseconds(name) for name in OPTIONAL}
@@ -134,9 +139,8 @@ def first_to_go(first_out: Callable[..., tuple[str, float]]) -> str:
             f"without it: {what}",
             diagnosis="wrong-time",
         )
-    shorter = first_out(operations(trace(3)))
-    left = _milliseconds(best, 3)
-    same = isinstance(shorter, (tuple, list)) and shorter[0] == best and abs(shorter[1] - left) <= _NEAR * left
+    shorter, left = _answer(first_out, 3), _milliseconds(best, 3)
+    same = shorter[0] == best and abs(shorter[1] - left) <= _NEAR * left
     said = f"right for this step; one of three layers would take {left:.2f} ms, and of it first_out(bars) returns "
     expect(same, f"{said}{shorter!r:.60}: compute it from the bars", diagnosis="wrong-for-another-step")
     return f"{whole:.2f} ms become {wanted:.2f}, {whole / wanted:.2f} times as fast"
