@@ -385,7 +385,15 @@ assert AGAIN == {0: [31, 0], 127: [31, 3]}
 # trust: it gained nothing there.
 #
 # Heads of 80, 96, 112, 160 or 192 columns are not padded in memory. A tile in shared memory has whole slabs: TMA fills the rest with zeros,
-# which no product reads, since wgmma takes any multiple of 16.
+# which no product reads, since wgmma takes any multiple of 16. But zeros take room. At $D = 80$, 96 and 160 slabs of 32 columns have fewer of them than
+# slabs of 64: there is room for a third consumer, or for 128 keys at a time instead of 96. How much longer did these take with slabs of 64? ($N = 4096$)
+
+# %%
+for run in RUNS:
+    sized = hopper_results.ladder_speeds(run, "sizes").items()
+    found = [(f"D = {shape[3]}{', causal' if causal else ''}", name.partition(" ")[2], f"{row['ms'] / rows['p11']['ms']:.2f}")
+             for (shape, causal), rows in sized for name, row in rows.items() if "SLAB=64" in name]
+    show.table(found, ["", "instead", "times as long"])
 
 # %% [markdown]
 # With a mask, parts have different lengths, and the longest one must not begin last: all others would wait for it. So the last group of heads
@@ -537,7 +545,7 @@ for run in RUNS:
 # *TFLOP/s over the length; upper row without a mask, lower row causal. `p11` is this notebook's kernel.* It is far above
 # FlashAttention-2 and `p9_flash`, which feed the tensor cores by `mma.sync`, and ahead of cuDNN and FlashAttention-4 at nearly all shapes.
 # So look at ratios: how many times as fast as each peer, and as the best peer of each shape, as geometric means. An empty column is not measured. In
-# brackets: at how many shapes, where a peer was not measured at all. FlashAttention-4 is missing at the head sizes 80 to 192, so *all* flatters us.
+# brackets: at how many shapes, where a peer was not measured at all.
 
 # %%
 for run in RUNS:

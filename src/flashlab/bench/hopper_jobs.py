@@ -25,10 +25,11 @@ LENGTHS = (4096, 1024, 16384, 2048, 8192, 512, 32768)
 """The most telling first."""
 KINDS = ("standard", "sizes", "grouped", "by token", "odd", "cross")
 SIZES: dict[int, tuple[str, ...]] = {
-    96: ("SLAB=32", "SLAB=32 BLOCK_N=144", "SLAB=32 BLOCK_N=160", "SLAB=32 BLOCK_N=96 TALL=3",
-         "SLAB=32 BLOCK_N=80 TALL=3"),
+    96: ("SLAB=64 BLOCK_N=128 TALL=2", "BLOCK_N=160 TALL=2", "LATE_TURN=1"),
     192: ("BLOCK_N=112", "BLOCK_N=80", "TRUST=0"),
-    80: (), 112: (), 160: ("SLAB=32 BLOCK_N=128", "BLOCK_N=112"),
+    80: ("SLAB=64 BLOCK_N=128 TALL=2", "BLOCK_N=176 TALL=2", "LATE_TURN=1"),
+    112: ("BLOCK_N=80 TALL=3", "BLOCK_N=112"),
+    160: ("SLAB=64 BLOCK_N=96", "BLOCK_N=112"),
 }  # fmt: skip
 """Head sizes between those of HEAD_DIMS, and the kernel's macros that are tried at N = 4096."""
 LADDER = (

@@ -10,6 +10,9 @@
 // or 0, -DDYNAMIC=0, 1 or 2, -DTRUST=1 or 0, -DPOLYNOMIAL=0 (none), 8 or 4, -DBLOCK_N=keys at a time, -DSLAB=64 or 32.
 
 // region: constants
+#ifndef SLAB                                                   // New: 32 where whole slabs of 64 have room to spare
+#define SLAB (HEAD_DIM == 80 || HEAD_DIM == 96 || HEAD_DIM == 160 ? 32 : 64)
+#endif
 #include "p11_hopper/tiles.cuh"
 #ifndef PING_PONG
 #define PING_PONG 1
@@ -27,10 +30,10 @@
 #define LATE_TURN (HEAD_DIM == 64)
 #endif
 #ifndef TALL                                                   // New: consumers of a block, where there are several
-#define TALL (HEAD_DIM == 64 ? 3 : 2)
+#define TALL (HEAD_DIM <= 96 ? 3 : 2)
 #endif
 #ifndef BLOCK_N                                                // New: keys at a time
-#define BLOCK_N (HEAD_DIM <= 128 ? 128 : HEAD_DIM <= 192 ? 96 : 64)
+#define BLOCK_N (HEAD_DIM == 80 || HEAD_DIM == 96 || HEAD_DIM == 192 ? 96 : HEAD_DIM < 192 ? 128 : 64)
 #endif
 constexpr int GROUP = 128;                                     // threads of a warpgroup
 constexpr int STAGES = 2;
