@@ -201,7 +201,7 @@ check("11.6", epilogue)
 #
 # In `p11_6_ring.cu`, as the check calls it, K and V of step 6 share **one ring** of three slots: K of the nth tile is item 2 nth, V of it item 2 nth + 1, and item i lies in slot
 # i % `SLOTS`. `empty_slot` has a barrier for each slot, at which every consumer arrives once for each item. The producer fills the slots in the ring's order. So they should become free
-# in this order, each as soon as its product has ended: V of the tile before, then K of this one. Somebody has issued O += P V first for that. Both
+# in this order, each as soon as its product has ended: V of the tile before, then K of this one, both by `first_thread`. Somebody has issued O += P V first for that. Both
 # products are to be under way together: nobody waits between the two.
 
 # %% [markdown]
@@ -436,7 +436,7 @@ show.source(path("problem.cuh"))
 
 # %% [markdown]
 # Write the rest of the file. A kernel, for causal and not, which takes the problem and the three maps as its parameters, says how many
-# threads a block has (`setmaxnreg` wants `__launch_bounds__`), and calls the function with memory out of `pool`: no array of your own. Tiles are swizzled: where may they begin, and what has the launch to ask for? And
+# threads a block has (`setmaxnreg` wants `__launch_bounds__` of just as many, and one block per SM), and calls the function with memory out of `pool`: no array of your own. Tiles are swizzled: where may they begin, and what has the launch to ask for? And
 #
 #     extern "C" int forward(const Problem* p, void* stream)
 #

@@ -19,6 +19,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -279,7 +280,7 @@ def does_not_compile(error: CompileError, whole: Source) -> CheckFailed:
     else:
         first = error.messages[0]
         own = first.line is not None and first.file == f"{whole.name}.cu"
-        said = f"{whole.place(first.line or 0) if own else first.file} error: {first.text}"
+        said = f"{whole.place(first.line or 0) if own else Path(first.file or '').name} error: {first.text}"
     return CheckFailed(f"it does not compile: {said}", diagnosis="does-not-compile")
 
 

@@ -198,7 +198,8 @@ class Trials:
         got, right = self.seen(module), self.kept.get("right", ())
         if self._same(right, [x[1:] if _hazard(x) else x for x in got]):
             return None  # the values are right
-        fitting = [x for x in self.kept["changes"] if self._same(x[3], got)]
+        code = module.code
+        fitting = [x for x in self.kept["changes"] if self._same(x[3], got) and not _of_another(x[1], code)]
         if not fitting:
             return None
         slug, said, cost, _ = fitting[0]
@@ -339,6 +340,12 @@ def joined(answers: Sequence[str]) -> str:
 
 def parted(text: str) -> list[str]:
     return re.split(r"\s*".join(map(re.escape, re.findall(r"\w+|;", _OTHER))), text)
+
+
+def _of_another(said: str, code: str) -> bool:
+    """Whether it says that a name stands somewhere which the text has nowhere: this is not what was written."""
+    found = re.match(r"`([A-Za-z_][\w.]*)` stands where", said)
+    return found is not None and found[1] not in code
 
 
 _KEPT = 7  # numbers of an output: unwritten, NaN, inf, -inf, the size, two sums

@@ -90,6 +90,11 @@ class CudaModule:
             raise compile_error(text.name, text.text, str(error), "the emulator's host compiler") from None
 
     @property
+    def code(self) -> str:
+        """The source without its comments."""
+        return self._text.code
+
+    @property
     def warnings(self) -> str:
         """What the compiler warned about, with the lines of the source; "" for nothing."""
         if isinstance(self._built, Native):

@@ -275,12 +275,20 @@ def _late(n: int) -> int:
 def _expect_in_order(events: Sequence[Event], case: str) -> None:
     """CheckFailed where V is not given back before K of the next tile, and before the scores are waited for."""
     __tracebackhide__ = True
-    mine = [e for e in events if e.warp == 0]
-    given = [e.values[0] for e in mine if e.did == "arrive" and not e.values[1]]
+    mine = [e for e in events if e.warp < 4]
+    arrivals = [e for e in mine if e.did == "arrive" and not e.values[1]]
+    sentence = "the result is right, and nothing is released too early; but "
+    one = {e.warp for e in arrivals}
+    expect(
+        len(one) < 2,
+        f"{sentence}K and V are given back by threads of different warps, which keep no order: one thread does both",
+        diagnosis="out-of-order",
+        case=case,
+    )
+    given = [e.values[0] for e in arrivals]
     places = sorted(set(given))
     order = [places.index(bar) for bar in given]
     late = [_late(n) % _SLOTS for n in range(len(order))]
-    sentence = "the result is right, and nothing is released too early; but "
     expect(
         order != late or len(order) < 3,
         f"{sentence}V of a tile is given back after K of the next, and the producer, which fills the slots in the "
@@ -289,21 +297,37 @@ def _expect_in_order(events: Sequence[Event], case: str) -> None:
         case=case,
     )
     _expect_given_back(events, case)
-    issued, over, number = 0, 0, 0  # the last scores that were issued; the last product waited for; arrivals
+    # Groups since K was given back: the scores' first, O's last; the last that was waited for; arrivals
+    scores, added, over, number = None, None, 0, 0
     for e in mine:
-        if e.did == "wgmma" and e.values[1] == 128:  # columns of S; O has 64
-            issued = e.values[0]
-        elif e.did == "wait":
+        if e.warp not in one:
+            continue
+        apart = False
+        if e.did == "wait":
             over = max(over, e.values[0])
+        elif e.did == "wgmma" and e.values[1] < 128:  # columns: O has 64
+            added = e.values[0]
+        elif e.did == "wgmma" and scores is None:
+            scores, apart = e.values[0], added is not None and added <= over
         elif e.did == "arrive" and not e.values[1]:
             number += 1
+            if number % 2:  # K
+                scores = added = None
+                continue
+            apart = scores is None
             expect(
-                number % 2 or issued > over,
+                scores is None or scores > over,
                 f"{sentence}V of the tile before is given back when the scores are there too: O += P V is to be issued "
                 "first, and waited for alone",
                 diagnosis="released-late",
                 case=case,
             )
+        expect(
+            not apart,
+            f"{sentence}O += P V is waited for before the scores are issued: both are to be under way together",
+            diagnosis="one-after-the-other",
+            case=case,
+        )
 
 
 _GIVEN_V = "        if (!FIRST && first_thread) mbarrier_arrive(empty_slot + 8 * ((2 * nth - 1) % SLOTS));\n"
@@ -918,9 +942,10 @@ LAUNCH = Trials(
            "it is `1024` where `smem_u32(pool)`": "1024 bytes more are asked for"} | dict.fromkeys(
         ("`cudaGetLastError()` has", "`cudaGetLastError()` is counted"), "any number but 0 is an error"),
     rows=[
-        Row("no-attribute", "more than 48 KB of dynamic shared memory have to be asked for, by cudaFuncSetAttribute",
+        Row("no-attribute", "above 48 KB of dynamic shared memory a kernel has to be allowed as many bytes as its "
+            "launch takes, by cudaFuncSetAttribute",
             [("    cudaFuncSetAttribute(attend, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES);\n", "")]),
-        Row("wrong-attribute", "the attribute is that of one kernel, and another one is launched where it is causal",
+        Row("wrong-attribute", "a kernel is launched whose attribute is not set, or not yet, where it is causal",
             [("cudaFuncSetAttribute(attend", "cudaFuncSetAttribute(attention<false>")]),
         Row("box-of-q", "a box of Q has BLOCK_M rows, as many as its tile",
             [(_MAPS[0], _MAPS[0].replace("BLOCK_M", "BLOCK_N"))]),
@@ -992,7 +1017,7 @@ def launch_of_a_kernel(launch: str) -> str:
     expect(story is None, f"the result is right, but {story}", diagnosis="wrong-grid", case="seq_q=384, heads=4")
     _expect_all_blocks(whole)
     _expect_few_heads(whole)
-    _expect_bounds(text)
+    _expect_bounds(whole)
     _expect_any_pool(whole)
     try:
         probe(built(replace(whole, text=before + _REFUSED + text), check=False), whole, _LAUNCHED[0])
@@ -1002,18 +1027,41 @@ def launch_of_a_kernel(launch: str) -> str:
     raise CheckFailed(said, diagnosis="error-not-returned")
 
 
-def _expect_bounds(text: str) -> None:
-    """CheckFailed where the compiler does not know how many threads a block has. (The emulator needs no bound.)"""
+def _expect_bounds(whole: Source) -> None:
+    """CheckFailed where the compiler does not know how many threads a block has, or a thread has too few registers."""
     __tracebackhide__ = True
+    module = built(whole, check=True)
+    probe(module, whole, _ALONE)
+    launches = module.report.launches if module.report is not None else []
+    said = f"the result is right, but the kernel is launched {len(launches)} times: each of them does all of the work"
+    expect(len(launches) < 2, said, diagnosis="launched-twice")
+    threads = launches[0].block[0]
+    said = f"a block has {threads} threads: that is no whole number of warpgroups, and setmaxnreg is of whole ones"
+    expect(threads % 128 == 0, said, diagnosis="no-whole-warpgroup")
+    code = blank_comments(whole.text)
+    bounds = re.search(r"__launch_bounds__\s*\(((?:[^()]|\([^()]*\))*)\)", code)
     said = (
         "the result is right, but no __launch_bounds__(THREADS, 1) says how many threads a block has. A thread may get "
         "more registers than a launch of so many has for it, and ptxas leaves setmaxnreg out (C7508)"
     )
-    expect("__launch_bounds__" in blank_comments(text), said, diagnosis="no-launch-bounds")
-    said = "two blocks of THREADS threads leave each thread 64 registers of a multiprocessor: setmaxnreg asks for more"
-    expect(not re.search(r"__launch_bounds__\([^)]*, *[2-9]", text), said, diagnosis="two-blocks-per-sm")
+    if bounds is None:
+        raise CheckFailed(said, diagnosis="no-launch-bounds")
+    most, _, blocks = bounds[1].partition(",")
+    said = (
+        f"the result is right, but __launch_bounds__({bounds[1]}) promises room for more than one block of {threads} "
+        "threads: each thread then begins with fewer registers, and setmaxnreg asks for more than there are"
+    )
+    asked = f"({most}) == {threads} && ({blocks or 1}) == 1"
+    known, equal = (_compiles(whole, f"static_assert({x});") for x in (f"({asked}) < 2", asked))
+    expect(equal or not known, said, diagnosis="two-blocks-per-sm")
     said = "a kernel's parameter cannot be a reference: nvcc refuses it, and a GPU could not read the host's Problem"
-    expect(not re.search(r"__global__[^{;]*Problem *&", blank_comments(text)), said, diagnosis="host-reference")
+    expect(not re.search(r"__global__[^{;]*Problem *&", code), said, diagnosis="host-reference")
+
+
+def _compiles(whole: Source, more: str) -> bool:
+    with contextlib.suppress(CheckFailed):
+        return built(replace(whole, text=f"{whole.text}\n{more}\n"), check=True) is not None
+    return False
 
 
 def _expect_all_blocks(whole: Source) -> None:
@@ -1278,7 +1326,7 @@ def hopper_kernel(my_kernel: str) -> str:
     _expect_to_wait_for_the_slow(whole)
     _expect_few_heads(whole)
     _expect_zeros(whole)
-    _expect_bounds(whole.text)
+    _expect_bounds(whole)
     expect_any_base(whole)
     report = probe(built(whole, check=True), whole, _ALONE, timeline=2)
     expect_launched(report)
