@@ -71,7 +71,7 @@ def test_a_compilers_error_is_one_sentence(log):
         "it does not compile: line 2 of your code, `part_smem[threadIdx.x] = x[threadIdx.x];`, error: no such thing"
     )
     elsewhere = compile_error("k.cu", SUM, log.replace("k.cu", "/include/ptx.cuh"), "a compiler")
-    assert str(does_not_compile(elsewhere, Source(SUM, "k"))).endswith("compile: /include/ptx.cuh error: no such thing")
+    assert str(does_not_compile(elsewhere, Source(SUM, "k"))).endswith("compile: ptx.cuh error: no such thing")
     wordless = compile_error("k.cu", SUM, "\nout of memory\n", "a compiler")
     assert str(does_not_compile(wordless, Source(SUM, "k"))) == "it does not compile: out of memory"
 
