@@ -383,16 +383,19 @@ assert AGAIN == {0: [31, 0], 127: [31, 3]}
 # `p11_flash` is the same kernel with tiles for every shape, which should change nothing at the ladder's four. Where parts would be too few to fill
 # the GPU, blocks have one consumer. With $D = 256$ a tile of keys is 64 rows, O takes the place of Q (shared memory has no other), and there is no
 # trust: it gained nothing there.
-#
+
+# %% [markdown]
 # Heads of 80, 96, 112, 160 or 192 columns are not padded in memory. A tile in shared memory has whole slabs: TMA fills the rest with zeros,
 # which no product reads, since wgmma takes any multiple of 16. But zeros take room. At $D = 80$, 96 and 160 slabs of 32 columns have fewer of them than
-# slabs of 64: there is room for a third consumer, or for 128 keys at a time instead of 96. How much longer did these take with slabs of 64? ($N = 4096$)
+# slabs of 64: there is room for a third consumer, or for 128 keys at a time instead of 96. How much longer does it take with slabs of 64? ($N = 4096$)
 
 # %%
 for run in RUNS:
-    sized = hopper_results.ladder_speeds(run, "sizes").items()
-    found = [(f"D = {shape[3]}{', causal' if causal else ''}", name.partition(" ")[2], f"{row['ms'] / rows['p11']['ms']:.2f}")
-             for (shape, causal), rows in sized for name, row in rows.items() if "SLAB=64" in name]
+    found = []
+    for (shape, causal), rows in hopper_results.ladder_speeds(run, "sizes").items():
+        case, own = f"D = {shape[3]}{', causal' if causal else ''}", rows["p11"]["ms"]
+        slabs = [name for name in rows if "SLAB=64" in name]
+        found += [(case, name.partition(" ")[2], f"{rows[name]['ms'] / own:.2f}") for name in slabs]
     show.table(found, ["", "instead", "times as long"])
 
 # %% [markdown]
