@@ -238,7 +238,9 @@ TOLD = [
     ("11.12", [("(pool) % 1024", "(pool) % 128")], "the memory begins 128 bytes beyond a multiple of 1024, where"),
     ("11.12", [("p->heads, p->batch)", "p->heads)")], "the grid is (2, 4, 1) for 2 batches of 4 heads"),
     ("11.12", [("blockIdx.x, ", "0, ")], "rows 192 to 399 of 400 are wrong"),
-    ("11.12", [("THREADS, 1)", "THREADS, 2)")], "leave each thread 64 registers"),
+    ("11.12", [("THREADS, 1)", "THREADS, 2)")], "room for more than one block of 512 threads"),
+    ("11.12", [("THREADS, 1)", "1024)")], "room for more than one block of 512 threads"),
+    ("11.12", [("THREADS, SHARED", "THREADS - 32, SHARED")], "that is no whole number of warpgroups"),
     ("11.12", [("const Problem p", "const Problem& p")], "a kernel's parameter cannot be a reference"),
     ("11.12", [("char* shared = pool + -smem_u32(pool) % 1024", "extern __shared__ __align__(1024) char shared[]")],
      "declare no array beside it"),  # the lecture's line
@@ -307,11 +309,22 @@ NOW, THEN = "wgmma_wait<FIRST ? 0 : 1>();", "wgmma_wait<0>();"
             [O_ASKED, NOW, GIVEN_K, THEN, GIVEN_V], "V of a tile is given back after K of the next", id="lecture"
         ),
         pytest.param([THEN, GIVEN_V, GIVEN_K], "issued first, and waited for alone", id="one wait for all"),
+        pytest.param(
+            [NOW, GIVEN_V.replace("first_thread", "threadIdx.x % GROUP == 64"), THEN, GIVEN_K],
+            "one thread does both",
+            id="two threads",
+        ),
     ],
 )
 @pytest.mark.long
 def test_slots_that_become_free_late(lines, words):
     assert words in failure("11.7", of_the_ring(*lines)).sentence
+
+
+@pytest.mark.long
+def test_both_products_of_11_7_are_under_way_together():
+    scores = of_the_ring(NOW, GIVEN_V, THEN, GIVEN_K).replace(O_ASKED, f"{O_ASKED} {THEN}")
+    assert "before the scores are issued" in failure("11.7", scores).sentence
 
 
 @pytest.mark.long
