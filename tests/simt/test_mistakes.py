@@ -16,7 +16,7 @@ from flashlab import simt
 
 from .conftest import KERNELS, module
 
-N = 4096
+N, BUILDS = 4096, ("check", "fast")
 pytestmark = pytest.mark.usefixtures("little_patience")
 
 
@@ -28,40 +28,78 @@ def cases(name: str, expected: str) -> dict[str, tuple[re.Match, set[int]]]:
             waiting, lines = match, set()
         if "// <-" in line:
             lines.add(number)
-        if waiting and (entry := re.search(r"^(?:RUN|ENTRY)\((\w+)|^extern \"C\" int run_(\w+)", line)):
+        if waiting and (entry := re.search(r"^(?:KERNEL|ENTRY)\((\w+)|^extern \"C\" int run_(\w+)", line)):
             found[entry[1] or entry[2]] = (waiting, lines)
             waiting = None
     return found
 
 
-MISTAKES = cases("mistakes.cu", r"^// expect: (?P<check>[^|]*) \| (?P<fast>.*)$")
+MISTAKES = cases("mistakes.cu", r"^// expect: (?P<check>[^|]*) \| (?P<fast>[^;]*)(; (?P<words>.*))?$")
 RIGHT = cases("right.cu", r"^// out\[0\] = (?P<first>[\d.]+)")
 HOST = cases("host.cu", r"^// expect: (?P<error>\w+): (?P<words>.*)$")
+SAMPLED = [pytest.param(k, b, id=f"{k}-{b}") for k, (x, _) in MISTAKES.items() if not x["words"] for b in BUILDS]
+TOLD = [pytest.param(k, b, id=f"{k}-{b}") for k, (x, _) in MISTAKES.items() if x["words"] for b in BUILDS]
+# Of what ends the launch. All else that does is an IllegalAccess.
+ERRORS = {
+    simt.DeadlockError: "divergent deadlock lanes-missing mask-without-self barrier-arguments",
+    simt.KernelTrap: "assert trap division-by-zero host-call launch-in-kernel",
+    simt.KernelTimeout: "timeout",
+    simt.LaunchError: "launch-configuration",
+    simt.SimtError: "copy-size",
+}
 
 
 def run(name: str, entry: str, check: bool) -> tuple[simt.Report, np.ndarray]:
     given, out = np.arange(1, N + 1, dtype=np.float32), np.zeros(N, np.float32)
-    return module(name, check).launch(f"run_{entry}", given, out, 64), out
-
-
-@pytest.mark.parametrize("build", ["check", "fast"])
-@pytest.mark.parametrize("kernel", MISTAKES)
-@pytest.mark.every(3)
-def test_a_mistake_is_found(kernel, build):
-    expected, lines = MISTAKES[kernel]
-    wanted = expected[build].split()
     try:
-        report, _ = run("mistakes.cu", kernel, build == "check")
+        report = module(name, check).launch(f"run_{entry}", given, out, 64)
     except simt.SimtError as error:
-        assert not isinstance(error, simt.HostError), error
         report = error.report
+        kind = next((f.kind for f in report.findings if f.fatal), report.findings[0].kind)
+        assert type(error) is next((e for e, kinds in ERRORS.items() if kind in kinds.split()), simt.IllegalAccess)
+        assert not out.any()  # a launch that failed brings nothing back
+    assert (given == np.arange(1, N + 1)).all()  # nor is a const array the caller's
+    return report, out
+
+
+def expect(kernel: str, build: str, capfd) -> None:
+    expected, lines = MISTAKES[kernel]
+    report, _ = run("mistakes.cu", kernel, build == "check")
+    wanted = expected[build].split()
     if not report.findings:
         assert "-" in wanted
         return
     finding = report.findings[0]
     assert finding.kind in wanted, report
+    assert re.search(expected["words"] or "", finding.message), report
     if lines:
         assert finding.line in lines and finding.other_line in {None, *lines}, report
+    assert capfd.readouterr().out == ""
+
+
+@pytest.mark.parametrize("kernel, build", SAMPLED)
+@pytest.mark.every(3)
+def test_a_mistake_is_found(kernel, build, capfd):
+    expect(kernel, build, capfd)
+
+
+@pytest.mark.parametrize("kernel, build", TOLD)
+def test_a_mistake_is_found_and_told(kernel, build, capfd):
+    expect(kernel, build, capfd)
+
+
+def test_what_a_finding_holds():
+    report, _ = run("mistakes.cu", "syncwarp_for_the_block", True)
+    writes, reads, unset = report.findings
+    assert (writes.line, writes.other_line) == (reads.other_line, reads.line) and unset.kind == "uninitialised-shared"
+    assert reads.text.startswith("out[T] = s[127 - T]") and reads.thread[0] + reads.other_thread[0] == 127
+    with pytest.raises(simt.KernelFindings, match="race") as caught:
+        report.raise_if_findings()
+    assert caught.value.report is report
+    (finding,) = run("mistakes.cu", "a_buffer_of_the_block_before", True)[0].findings
+    assert (finding.block, finding.thread, finding.times) == ((1, 0, 0), (0, 0, 0), 64)
+    good, _ = run("right.cu", "reduce", True)
+    assert good.raise_if_findings() is good
 
 
 @pytest.mark.parametrize("check", [True, False], ids=["check", "fast"])

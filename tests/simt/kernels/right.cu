@@ -3,16 +3,15 @@
 #include "ptx.cuh"
 #include <assert.h>
 
-#define KERNEL(name) __global__ void name(const float* in, float* out, int n)
-#define RUN(name, ...)                                             \
-    extern "C" int run_##name(const float* in, float* out, int n) { \
-        name<<<__VA_ARGS__>>>(in, out, n);                         \
-        return cudaGetLastError();                                 \
-    }
+#define HEAD(name) __global__ void name(const float* in, float* out, int n)
+#define KERNEL(name, ...) /* and how it is launched */ \
+    HEAD(name); \
+    extern "C" void run_##name(const float* in, float* out, int n) { name<<<__VA_ARGS__>>>(in, out, n); } \
+    HEAD(name)
 #define T threadIdx.x
 
 // out[0] = 8256
-KERNEL(reduce) {
+KERNEL(reduce, 1, 128) {
     __shared__ float s[128];
     s[T] = in[T];
     __syncthreads();
@@ -22,10 +21,9 @@ KERNEL(reduce) {
     }
     if (T == 0) out[0] = s[0];
 }
-RUN(reduce, 1, 128)
 
 // out[0] = 2080
-KERNEL(reduce_last_warp) {
+KERNEL(reduce_last_warp, 1, 64) {
     __shared__ float s[64];
     s[T] = in[T];
     __syncthreads();
@@ -35,10 +33,9 @@ KERNEL(reduce_last_warp) {
         if (T == 0) out[0] = v;
     }
 }
-RUN(reduce_last_warp, 1, 64)
 
 // out[0] = 1
-KERNEL(scan_in_two_steps) {
+KERNEL(scan_in_two_steps, 1, 128) {
     __shared__ float s[128];
     s[T] = in[T];
     for (int d = 1; d < 128; d *= 2) {
@@ -49,10 +46,9 @@ KERNEL(scan_in_two_steps) {
     }
     out[T] = s[T];
 }
-RUN(scan_in_two_steps, 1, 128)
 
 // out[0] = 8
-KERNEL(histogram) {
+KERNEL(histogram, 1, 128) {
     __shared__ int bins[16];
     if (T < 16) bins[T] = 0;
     __syncthreads();
@@ -60,33 +56,29 @@ KERNEL(histogram) {
     __syncthreads();
     if (T < 16) out[T] = bins[T];
 }
-RUN(histogram, 1, 128)
 
 // out[0] = 7: all store the same, in one instruction or in several
-KERNEL(a_flag_that_all_lanes_set) {
+KERNEL(a_flag_that_all_lanes_set, 1, 128) {
     __shared__ int flag;
     if (T < 32) flag = n - 57;
     __syncthreads();
     out[T] = flag;
 }
-RUN(a_flag_that_all_lanes_set, 1, 128)
 
 // out[0] = 4096
-KERNEL(a_sum_with_atomics) { atomicAdd(out, blockIdx.x * 0.f + 1); }
-RUN(a_sum_with_atomics, 32, 128)
+KERNEL(a_sum_with_atomics, 32, 128) { atomicAdd(out, blockIdx.x * 0.f + 1); }
 
 // out[0] = 2
-KERNEL(neighbouring_bytes) {
+KERNEL(neighbouring_bytes, 1, 64) {
     __shared__ unsigned char bytes[64];
     bytes[T] = (unsigned char)in[T];
     bytes[T] += 1;
     __syncthreads();
     out[T] = bytes[T];
 }
-RUN(neighbouring_bytes, 1, 64)
 
 // out[0] = 256
-KERNEL(a_wait_and_a_barrier) {
+KERNEL(a_wait_and_a_barrier, 1, 64) {
     __shared__ __align__(16) float s[256];
     cp_async<16>(smem_u32(s + T * 4), in + T * 4);
     cp_async_commit();
@@ -94,10 +86,9 @@ KERNEL(a_wait_and_a_barrier) {
     __syncthreads();
     out[T] = s[255 - T];
 }
-RUN(a_wait_and_a_barrier, 1, 64)
 
 // out[0] = 520
-KERNEL(a_pipeline_of_two_stages) {
+KERNEL(a_pipeline_of_two_stages, 1, 64) {
     __shared__ __align__(16) float s[2][256];
     cp_async<16>(smem_u32(&s[0][T * 4]), in + T * 4);
     cp_async_commit();
@@ -111,20 +102,18 @@ KERNEL(a_pipeline_of_two_stages) {
     }
     cp_async_wait<0>();
 }
-RUN(a_pipeline_of_two_stages, 1, 64)
 
 // out[0] = 0
-KERNEL(a_copy_that_fills_with_zeros) {
+KERNEL(a_copy_that_fills_with_zeros, 1, 32) {
     __shared__ __align__(16) float s[128];
     cp_async<16>(smem_u32(s + T * 4), in, 0);
     cp_async_wait_all();
     __syncwarp();
     out[T] = s[127 - T];
 }
-RUN(a_copy_that_fills_with_zeros, 1, 32)
 
 // out[0] = 1
-KERNEL(a_guard_and_a_barrier) {
+KERNEL(a_guard_and_a_barrier, 1, 64) {
     __shared__ float s[64];
     const bool mine = T < 48;
     s[T] = mine ? in[T] : 0;
@@ -132,18 +121,16 @@ KERNEL(a_guard_and_a_barrier) {
     if (!mine) return;
     out[T] = s[T];
 }
-RUN(a_guard_and_a_barrier, 1, 64)
 
 // out[0] = 1
-KERNEL(threads_that_return_before_no_barrier) {
+KERNEL(threads_that_return_before_no_barrier, 1, 64) {
     if (T >= 48) return;
     out[T] = in[T];
 }
-RUN(threads_that_return_before_no_barrier, 1, 64)
 
 // out[0] = 10
 __device__ unsigned blocks_done;
-KERNEL(the_last_block_with_a_fence) {
+KERNEL(the_last_block_with_a_fence, 4, 32) {
     __shared__ bool last;
     if (T == 0) {
         out[1 + blockIdx.x] = in[blockIdx.x];
@@ -159,39 +146,35 @@ KERNEL(the_last_block_with_a_fence) {
         blocks_done = 0;
     }
 }
-RUN(the_last_block_with_a_fence, 4, 32)
 
 // out[0] = 64
-KERNEL(rows_of_the_same_block) {
+KERNEL(rows_of_the_same_block, 1, 64) {
     out[T] = in[T];
     __syncthreads();
     const float other = out[63 - T];
     __syncthreads();
     out[T] = other;
 }
-RUN(rows_of_the_same_block, 1, 64)
 
 // out[0] = 16
-KERNEL(an_mma) {
+KERNEL(an_mma, 1, 32) {
     float c[4] = {};
     const uint32_t one = pack(1, 1), a[4] = {one, one, one, one};
     mma_m16n8k16(c, a, one, one);
     out[T] = c[0];
 }
-RUN(an_mma, 1, 32)
 
 // out[0] = 1
-KERNEL(a_branch_that_sets_what_it_uses) {
+KERNEL(a_branch_that_sets_what_it_uses, 1, 64) {
     float v, w[4];
     if (T < 32) v = in[T], w[0] = 0;
     for (int i = 1; i < 4; i++) w[i] = i;
     if (T < 32) out[T] = v + w[0];
     else out[T] = w[3];
 }
-RUN(a_branch_that_sets_what_it_uses, 1, 64)
 
 // out[0] = 3
-KERNEL(a_vote_of_all) {
+KERNEL(a_vote_of_all, 1, 32) {
     int left = T % 4, rounds = 0;
     while (__any_sync(~0u, left > 0)) {
         if (left) left--;
@@ -199,20 +182,18 @@ KERNEL(a_vote_of_all) {
     }
     out[T] = rounds;
 }
-RUN(a_vote_of_all, 1, 32)
 
 // out[0] = 120
-KERNEL(a_shuffle_of_half_a_warp) {
+KERNEL(a_shuffle_of_half_a_warp, 1, 32) {
     if (T < 16) {
         float v = T;
         for (int d = 8; d; d /= 2) v += __shfl_xor_sync(0xffff, v, d);
         out[T] = v;
     }
 }
-RUN(a_shuffle_of_half_a_warp, 1, 32)
 
 // out[0] = 64
-KERNEL(producers_and_consumers) {
+KERNEL(producers_and_consumers, 1, 128) {
     __shared__ float s[64];
     if (T < 64) {
         s[T] = in[T];
@@ -222,30 +203,27 @@ KERNEL(producers_and_consumers) {
         out[T - 64] = s[127 - T];
     }
 }
-RUN(producers_and_consumers, 1, 128)
 
 // out[0] = 100001: 400 KB of local memory, of the 512 KB that a GPU has
-KERNEL(a_large_local_array) {
+KERNEL(a_large_local_array, 1, 2) {
     volatile float a[100000];
     for (int i = 0; i < 100000; i += 1000) a[i] = i;
     a[99999] = 100000;
     out[T] = a[99999] + in[0];
 }
-RUN(a_large_local_array, 1, 2)
 
 // out[0] = 3
 __device__ __noinline__ float4 four(float x) { return make_float4(x, x + 1, x + 2, x + 3); }
-KERNEL(a_store_of_what_a_function_returns) {
+KERNEL(a_store_of_what_a_function_returns, 1, 64) {
     __shared__ float4 s[64];
     s[T] = four(in[63 - T]);
     __syncthreads();
     out[T] = s[63 - T].z;
 }
-RUN(a_store_of_what_a_function_returns, 1, 64)
 
 // out[0] = 1: the second launch sees what the first has written
-KERNEL(first) { out[blockIdx.x * 64 + T] = in[T]; }
-KERNEL(second) { out[T] = out[255 - T] - 63; }
+HEAD(first) { out[blockIdx.x * 64 + T] = in[T]; }
+HEAD(second) { out[T] = out[255 - T] - 63; }
 extern "C" int run_two_launches(const float* in, float* out, int n) {
     first<<<4, 64>>>(in, out, n);
     second<<<1, 64>>>(in, out, n);
@@ -253,7 +231,7 @@ extern "C" int run_two_launches(const float* in, float* out, int n) {
 }
 
 // out[0] = 5
-KERNEL(a_lock) {
+KERNEL(a_lock, 5, 32) {
     if (T == 0) {
         while (atomicCAS((int*)out + 64, 0, 1) != 0) {}
         __threadfence();
@@ -262,24 +240,21 @@ KERNEL(a_lock) {
         atomicExch((int*)out + 64, 0);
     }
 }
-RUN(a_lock, 5, 32)
 
 // out[0] = 2.5
-KERNEL(vectors) {
+KERNEL(vectors, 1, 1024) {
     const float4 v = ((const float4*)in)[T];
     ((float4*)out)[T] = make_float4((v.x + v.y + v.z + v.w) / 4, 0, 0, 0);
 }
-RUN(vectors, 1, 1024)
 
 // out[0] = 1
-KERNEL(a_copy_over_what_was_never_set) {  // `out` holds the bytes that a local has which nothing sets
+KERNEL(a_copy_over_what_was_never_set, 1, 16) {  // `out` holds the bytes that a local has which nothing sets
     for (int i = 0; i < 16; i++) ((unsigned char*)out)[16 * T + i] = 0xfe;
     ((float4*)out)[T] = ((const float4*)in)[T];
 }
-RUN(a_copy_over_what_was_never_set, 1, 16)
 
 // out[0] = 65
-KERNEL(memory_in_one_go) {
+KERNEL(memory_in_one_go, 1, 64) {
     __shared__ float s[64];
     if (T == 0) {
         memset(s, 0, sizeof s);
@@ -289,4 +264,3 @@ KERNEL(memory_in_one_go) {
     __syncthreads();
     out[T] = s[T] + s[63 - T] + (T == 0);
 }
-RUN(memory_in_one_go, 1, 64)
