@@ -17,7 +17,6 @@ import datetime
 import functools
 import json
 import re
-import subprocess
 import sys
 import tempfile
 import zlib
@@ -28,12 +27,9 @@ from pathlib import Path
 
 import numpy as np
 
-from flashlab.cuda.toolchain import nvcc
-from flashlab.kernels import PTX
 from flashlab.simt import SimtError
-from flashlab.simt.build import INCLUDE
 
-from .conftest import KERNELS, module
+from .conftest import compile_for_hopper, module
 from .test_hopper_copies import memory_of, numbers, random_box
 from .wgmma_model import BYTES, cases, descriptor, image, k_major, mn_major
 
@@ -119,11 +115,7 @@ def emulated(name: str, defines: dict[str, object]) -> Callable[[str], Run]:
 def compiled(name: str, defines: tuple[tuple[str, object], ...]) -> Path:
     found = Path(tempfile.gettempdir()) / f"{'-'.join([name, *(f'{k}{v}' for k, v in defines)])}.so"
     if not found.exists():
-        command = [nvcc(), "-std=c++17", "-I", str(INCLUDE), "-I", str(PTX),
-                   "-gencode=arch=compute_90a,code=sm_90a", "-shared", "-w",
-                   "-Xcompiler", "-fPIC", *(f"-D{k}={v}" for k, v in defines),
-                   "-o", str(found), str(KERNELS / name)]  # fmt: skip
-        subprocess.run(command, check=True)
+        compile_for_hopper(name, found, "-shared", "-w", "-Xcompiler", "-fPIC", *(f"-D{k}={v}" for k, v in defines))
     return found
 
 

@@ -10,6 +10,8 @@ import pytest
 from flashlab import simt
 from flashlab.simt import find_compiler
 
+from .conftest import report_of
+
 CLANG = "clang" in find_compiler().version  # which does not say what is declared: an array has at least 16 bytes
 HEAD = """#include "tensor_map.cuh"
 #include "ptx_sm90.cuh"
@@ -59,10 +61,7 @@ NEEDED = (16, 16, 16, 16, 8, 4, 8)  # by mode
 
 def told(module: simt.Module, entry: str, mode: int) -> str:
     x, y = np.arange(64, dtype=np.float32), np.zeros(64, np.float32)
-    try:
-        report = getattr(module, entry)(x, y, mode)
-    except simt.SimtError as error:
-        report = error.report
+    report = report_of(getattr(module, entry), x, y, mode)
     return report.findings[0].message if report.findings else ""
 
 

@@ -12,10 +12,9 @@ import pytest
 from flashlab.simt import compile_cuda, find_compiler, process
 
 from .bank_patterns import patterns
-from .conftest import KERNELS, module
+from .conftest import KERNELS, marked, module
 
-LINES = {m[1]: n for n, text in enumerate((KERNELS / "counting.cu").read_text().splitlines(), 1)
-         if (m := re.search(r"// <- (.*)$", text))}  # fmt: skip
+LINES = marked("counting.cu")
 CLANG = "clang" in find_compiler().version
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from flashlab import simt
 
-from .conftest import KERNELS, module
+from .conftest import KERNELS, module, report_of
 
 THREADS = 128
 pytestmark = pytest.mark.usefixtures("little_patience")
@@ -23,11 +23,7 @@ CASES = {
 
 def run(case: int, check: bool) -> simt.Report:
     x, y = np.arange(256, dtype=np.float32), np.zeros(256, np.float32)
-    try:
-        return module("hopper_hostile.cu", check).launch("run_hostile", x, y, case, THREADS)
-    except simt.SimtError as error:
-        assert not isinstance(error, simt.HostError), error
-        return error.report
+    return report_of(module("hopper_hostile.cu", check).launch, "run_hostile", x, y, case, THREADS)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -12,10 +12,10 @@ import pytest
 
 from flashlab import simt
 
-from .conftest import KERNELS, module
+from .conftest import KERNELS, marked, module, report_of
 
 TEXT = (KERNELS / "hopper_memory.cu").read_text().splitlines()
-MARKED = {m[1]: n for n, text in enumerate(TEXT, 1) if (m := re.search(r"// <- (.*)$", text))}
+MARKED = marked("hopper_memory.cu")
 
 
 def cases() -> dict[int, tuple[int, str]]:
@@ -35,11 +35,7 @@ TWO_BLOCKS, ONE_BLOCK = (39, 46, 47, 60, 61, 62, 85, 86, 87, 89, 94), (*range(54
 
 
 def findings(entry: str, *args, check: bool = True, **options) -> list[simt.Finding]:
-    try:
-        return getattr(module("hopper_memory.cu", check), entry)(*args, **options).findings
-    except simt.SimtError as error:
-        assert error.report is not None, error
-        return error.report.findings
+    return report_of(getattr(module("hopper_memory.cu", check), entry), *args, **options).findings
 
 
 def run(mode: int, check: bool = True) -> list[simt.Finding]:

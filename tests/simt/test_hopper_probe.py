@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from flashlab.cuda.toolchain import find_nvcc
-from flashlab.kernels import PTX
-from flashlab.simt.build import INCLUDE
 
 from . import hopper_probe
-from .conftest import KERNELS
+from .conftest import compile_for_hopper
 
 RECORD = Path(__file__).parent / "data" / "hopper_probe_h200.json"
 
@@ -41,9 +38,5 @@ def test_the_emulator_answers_as_the_gpu_did():
 @pytest.mark.skipif(find_nvcc() is None or shutil.which("g++") is None, reason="there is no nvcc")
 def test_the_probe_compiles_for_the_gpu(tmp_path):
     for name in ("wgmma_probe.cu", "hopper_copies.cu"):
-        command = [find_nvcc(), "-std=c++17", "-I", str(INCLUDE), "-I", str(PTX),
-                   "-gencode=arch=compute_90a,code=sm_90a", "-shared",
-                   "-Xcompiler", "-fPIC", "-o", str(tmp_path / "probe.so"), str(KERNELS / name)]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert "C75" not in done.stderr, done.stderr  # ptxas adds no fence and no wait
+        said = compile_for_hopper(name, tmp_path / "probe.so", "-shared", "-Xcompiler", "-fPIC")
+        assert "C75" not in said, said  # ptxas adds no fence and no wait

@@ -11,7 +11,10 @@ import pytest
 from flashlab import kernels, simt
 from flashlab.simt import LaunchError
 
+from .conftest import both_builds
+
 LANES = np.arange(32)
+language = both_builds("language.cu")
 
 
 def test_indices_in_three_dimensions(language):

@@ -11,12 +11,9 @@ import pytest
 from flashlab import simt
 from flashlab.simt import CompileError, LaunchError, compile_cuda, source
 
-from .conftest import module
+from .conftest import both_builds
 
-
-@pytest.fixture(params=["fast", "check"])
-def dialect(request):
-    return module("dialect.cu", request.param == "check")
+dialect = both_builds("dialect.cu")
 
 
 def floats() -> np.ndarray:

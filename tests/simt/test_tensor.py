@@ -6,14 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from .conftest import module
+from .conftest import both_builds, module
 
 LANE = np.arange(32)
 
 
-@pytest.fixture(params=["fast", "check"])
-def tensor(request):
-    return module("tensor.cu", request.param == "check")
+tensor = both_builds("tensor.cu")
 
 
 @pytest.mark.parametrize("trans", [0, 1])

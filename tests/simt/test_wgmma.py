@@ -11,15 +11,16 @@ import pytest
 import torch
 
 from flashlab.cuda.toolchain import find_cuobjdump, find_nvcc
-from flashlab.kernels import PTX
 from flashlab.simt import DeadlockError
-from flashlab.simt.build import INCLUDE
 
-from .conftest import KERNELS, module
+from .conftest import KERNELS, compile_for_hopper, marked, module, report_of
 from .wgmma_model import BYTES, SWIZZLES, WIDTH, cases, decoded, descriptor, image, stored
 
-LINES = {m[1]: n for n, text in enumerate((KERNELS / "wgmma.cu").read_text().splitlines(), 1)
-         if (m := re.search(r"// <- (.*)$", text))}  # fmt: skip
+LINES = marked("wgmma.cu")
+MISTAKES, RELEASES = (
+    re.findall(r"\w+", re.search(rf"enum {name} {{(.*?)}}", (KERNELS / "wgmma.cu").read_text(), re.S)[1])
+    for name in ("Mistake", "Release")
+)
 N = 64
 
 
@@ -120,10 +121,10 @@ def test_every_n():
 
 
 # ---- what is found ----------------------------------------------------------------------------------
-def run(name: str, check: bool = True):
+def run(mistake: str, check: bool = True, threads: int = 128):
     out = np.zeros(128 * N // 2, np.float32)
-    report = getattr(module("wgmma.cu", check), f"run_{name}")(np.ones(4096, np.float32), out)
-    return report, out
+    call = module("wgmma.cu", check).run_mistake
+    return report_of(call, np.ones(4096, np.float32), out, MISTAKES.index(mistake), threads), out
 
 
 def one(report, kind: str):
@@ -133,136 +134,111 @@ def one(report, kind: str):
 
 @pytest.mark.parametrize("check", [False, True])
 def test_what_is_right_is_let_through(check):
-    report, out = run("right", check)
+    report, out = run("NONE", check)
     assert report.ok and not report.findings and (out == 32).all()
     assert report.counters["wgmma"] == 2 and report.counters["wgmma_from_registers"] == 1
     assert report.counters["wgmma_waits"] == report.counters["wgmma_waits_for_more"] == 4
 
 
-def test_accumulators_touched_under_way():
-    report, _ = run("read_early")
-    f = one(report, "wgmma-registers")
-    assert (f.line, f.other_line, f.times) == (LINES["read early"], LINES["first product"], 128)
-    assert "reads in line" in f.message and "an accumulator of the wgmma in line" in f.message
-    assert f.message.endswith("which is still under way: the sums are there, and may be touched, after wgmma_wait")
-    report, _ = run("write_early")
-    assert {f.line for f in report.findings} == {LINES["written early"]}
-    assert {f.kind for f in report.findings} == {"wgmma-registers"} and "writes" in report.findings[1].message
-    report, _ = run("never_committed")
-    assert one(report, "wgmma-registers").line == LINES["read though never committed"]
-    assert one(report, "wgmma-registers").message.endswith("after wgmma_commit and wgmma_wait")
-    assert one(report, "never-waited").message.endswith("is under way: its group was never committed")
+TOUCHED = (
+    "an accumulator of the wgmma in line .* which is still under way: the sums are there, and may be touched, after "
+)
+# mistake -> what is found of it: kind, line, the other line, words
+WATCHED = {
+    "READ_EARLY": ("wgmma-registers", "read early", "first product", f"reads in line .* {TOUCHED}wgmma_wait$"),
+    "WRITE_EARLY": ("wgmma-registers", "written early", "first product", TOUCHED),
+    "NEVER_COMMITTED": ("wgmma-registers", "read though never committed", "first product",
+                        f"{TOUCHED}wgmma_commit and wgmma_wait$"),
+    "A_REWRITTEN": ("wgmma-registers", "A rewritten", "second product",
+                    "registers that hold A of the wgmma .* may not have read them"),
+    "NO_FENCE": ("wgmma-fence", "first product", None,
+                 "with no wgmma_fence before it: wgmma may use the accumulators as they were"),
+    "SUMS_CHANGED": ("wgmma-fence", "sums changed", None,
+                     "the accumulators have been written since the last wgmma_fence"),
+    "A_CHANGED": ("wgmma-fence", "second product", None,
+                  "the registers of A have been written since the last wgmma_fence"),
+    "NO_PROXY_FENCE": ("proxy-fence", "first product", None, "reads with wgmma .* with no fence_proxy_async between: "
+                       "wgmma need not see what stores have written"),
+    "UNINITIALISED": ("uninitialised-shared", "first product", None,
+                      "reads with wgmma .* bytes 0 to 15 of the dynamic shared memory"),
+    "COPY_IN_FLIGHT": ("read-before-wait", "first product", "the copy", "that a cp.async of thread 0 in line"),
+    "NO_BARRIER": ("race", None, None, "writes in line .* read with wgmma .* no barrier between"),
+    "OVERWRITTEN": ("stage-overwritten", "overwritten", "second product",
+                    "thread 5 of .* is still reading: no wgmma_wait of that warpgroup has ended it yet"),
+}  # fmt: skip
+BOTH = {
+    "OUT_OF_BOUNDS": ("shared-out-of-bounds", "beyond the end", None,
+                      "reads with wgmma .* bytes 4096 to 4111 of dynamic shared memory"),
+    "SUMS_NEVER_SET": ("uninitialised-local", "first product", None,
+                       r"gives wgmma .* registers that were never set \(accumulator\)$"),
+    "A_NEVER_SET": ("uninitialised-local", "registers of nothing", None, r"registers that were never set \(A\)$"),
+    "THREE_WARPS": ("wgmma-warps", "three warps", None, "which needs the four warps 0 to 3, but only warps 0, 1 and 2 "
+                    "of them have come to it.* waits for it for ever"),
+    "ANOTHER_SHAPE": ("wgmma-form", "one shape", "another shape", "m64n8k16 against m64n64k16"),
+    "HALF_A_WARP": ("divergent", "half a warp", "second product", "comes from another place"),
+    "ANOTHER_DESCRIPTOR": ("wgmma-differs", "first product", None,
+                           "with another descriptor of A than .* the same in all 128 threads$"),
+    "ANOTHER_ORDER": ("divergent", "one place", "another place", "comes from another place"),
+    "NEVER_WAITED": ("never-waited", "first product", None,
+                     r"is under way: its group was never waited for \(wgmma_wait\)$"),
+}  # fmt: skip
+SEVERAL = ("READ_EARLY", "WRITE_EARLY", "NEVER_COMMITTED", "NO_FENCE", "NO_PROXY_FENCE", "COPY_IN_FLIGHT", "NO_BARRIER",
+           "SUMS_NEVER_SET")  # fmt: skip
 
 
-def test_registers_of_a_rewritten_under_way():
-    report, _ = run("a_rewritten")
-    (f,) = report.findings
-    assert (f.kind, f.line, f.other_line) == ("wgmma-registers", LINES["A rewritten"], LINES["second product"])
-    assert "registers that hold A of the wgmma" in f.message and "may not have read them" in f.message
-
-
-def test_missing_fences():
-    report, _ = run("no_fence")
-    assert {f.kind for f in report.findings} == {"wgmma-fence"}
-    assert {f.line for f in report.findings} == {LINES["first product"], LINES["second product"]}
-    assert "with no wgmma_fence before it: wgmma may use the accumulators as they were" in report.findings[0].message
-    report, _ = run("sums_changed")
-    (f,) = report.findings
-    assert (f.kind, f.line) == ("wgmma-fence", LINES["sums changed"])
-    assert "the accumulators have been written since the last wgmma_fence" in f.message
-    report, _ = run("a_changed")
-    (f,) = report.findings
-    assert (f.kind, f.line) == ("wgmma-fence", LINES["second product"])
-    assert "the registers of A have been written since the last wgmma_fence" in f.message
-
-
-def test_operands_that_are_not_there_yet():
-    report, _ = run("no_proxy_fence")
-    assert {f.kind for f in report.findings} == {"proxy-fence"}
-    f = one(report, "proxy-fence")
-    assert f.line == LINES["first product"] and "reads with wgmma" in f.message
-    assert "with no fence_proxy_async between: wgmma need not see what stores have written" in f.message
-    report, out = run("uninitialised")
-    (f,) = report.findings
-    assert (f.kind, f.line) == ("uninitialised-shared", LINES["first product"]) and np.isnan(out).all()
-    assert "reads with wgmma" in f.message and "bytes 0 to 15 of the dynamic shared memory" in f.message
-    report, _ = run("copy_in_flight")
-    f = one(report, "read-before-wait")
-    assert (f.line, f.other_line) == (LINES["first product"], LINES["the copy"])
-    assert "that a cp.async of thread 0 in line" in f.message
-    report, _ = run("no_barrier")
-    assert not report.ok
-    f = one(report, "race")
-    assert "writes in line" in f.message and "read with wgmma" in f.message and "no barrier between" in f.message
-    report, out = run("out_of_bounds")
-    (f,) = report.findings
-    assert (f.kind, f.line) == ("shared-out-of-bounds", LINES["beyond the end"]) and np.isnan(out).all()
-    assert "reads with wgmma" in f.message and "bytes 4096 to 4111 of dynamic shared memory" in f.message
-
-
-def test_operands_overwritten_under_way():
-    report, _ = run("overwritten")
-    (f,) = report.findings
-    assert (f.kind, f.line, f.other_line) == ("stage-overwritten", LINES["overwritten"], LINES["second product"])
-    assert f.thread == (5, 0, 0) and "is still reading: no wgmma_wait of that warpgroup has ended it yet" in f.message
-
-
-def test_registers_that_were_never_set():
-    report, _ = run("sums_never_set")
+@pytest.mark.parametrize("mistake, check", [*((m, True) for m in (*WATCHED, *BOTH)), *((m, False) for m in BOTH)])
+def test_a_mistake_is_found(mistake, check):
+    kind, line, other, words = (WATCHED | BOTH)[mistake]
+    report, out = run(mistake, check)
     f = report.findings[0]
-    assert (f.kind, f.line) == ("uninitialised-local", LINES["first product"])
-    assert "gives wgmma" in f.message and f.message.endswith("registers that were never set (accumulator)")
-    report, _ = run("a_never_set")
-    f = report.findings[0]
-    assert (f.kind, f.line) == ("uninitialised-local", LINES["registers of nothing"])
-    assert f.message.endswith("registers that were never set (A)")
+    assert f.kind == kind and re.search(words, f.message), report
+    assert mistake in SEVERAL or len(report.findings) == 1
+    places = (
+        {(f.line, f.other_line), (f.other_line, f.line)}
+        if kind in ("divergent", "wgmma-form")
+        else {(f.line, f.other_line)}
+    )
+    assert line is None or (LINES[line], LINES[other] if other else f.other_line) in places, report
+    if mistake in ("UNINITIALISED", "OUT_OF_BOUNDS"):
+        assert np.isnan(out).all()
+
+
+def test_what_more_is_said_of_accumulators_and_fences():
+    assert run("READ_EARLY")[0].findings[0].times == 128
+    findings = run("WRITE_EARLY")[0].findings
+    assert {(f.kind, f.line) for f in findings} == {("wgmma-registers", LINES["written early"])}
+    assert "writes" in findings[1].message
+    message = one(run("NEVER_COMMITTED")[0], "never-waited").message
+    assert message.endswith("is under way: its group was never committed")
+    findings = run("NO_FENCE")[0].findings
+    assert {(f.kind, f.line) for f in findings} == {
+        ("wgmma-fence", LINES["first product"]), ("wgmma-fence", LINES["second product"]),
+    }  # fmt: skip
+    assert {f.kind for f in run("NO_PROXY_FENCE")[0].findings} == {"proxy-fence"}
+    assert (run("ANOTHER_ORDER")[1] == 32).all()
 
 
 @pytest.mark.parametrize("check", [False, True])
-def test_wgmma_that_not_all_take_part_in(check):
-    with pytest.raises(
-        DeadlockError, match="which needs the four warps 0 to 3, but only warps 0, 1 and 2 of them"
-    ) as e:
-        run("three_warps", check)
-    f = e.value.report.findings[-1]
-    assert f.kind == "wgmma-warps" and f.line == LINES["three warps"] and "waits for it for ever" in f.message
-    with pytest.raises(DeadlockError, match="m64n8k16 against m64n64k16|m64n64k16 against m64n8k16") as e:
-        run("another_shape", check)
-    f = e.value.report.findings[-1]
-    assert {f.line, f.other_line} == {LINES["one shape"], LINES["another shape"]}
-    with pytest.raises(DeadlockError):
-        run("half_a_warp", check)
+def test_wgmma_that_not_all_can_take_part_in(check):
+    built, x, out = module("wgmma.cu", check), np.ones(4096, np.float32), np.zeros(4096, np.float32)
+    for mistake in ("THREE_WARPS", "ANOTHER_SHAPE", "HALF_A_WARP"):
+        with pytest.raises(DeadlockError):
+            built.run_mistake(x, out, MISTAKES.index(mistake), 128)
     with pytest.raises(DeadlockError, match="block of 96 threads: it needs a warpgroup of 128"):
-        run("three_quarters", check)
-    report, out = run("another_descriptor", check)
-    (f,) = report.findings
-    assert f.kind == "wgmma-differs" and f.line == LINES["first product"]
-    assert "with another descriptor of A than" in f.message and f.message.endswith("the same in all 128 threads")
-    report, out = run("another_order", check)
-    (f,) = report.findings
-    assert f.kind == "divergent" and {f.line, f.other_line} == {LINES["one place"], LINES["another place"]}
-    assert (out == 32).all()
-
-
-@pytest.mark.parametrize("check", [False, True])
-def test_wgmma_that_is_never_waited_for(check):
-    report, _ = run("never_waited", check)
-    (f,) = report.findings
-    assert (f.kind, f.line) == ("never-waited", LINES["first product"])
-    assert f.message.endswith("is under way: its group was never waited for (wgmma_wait)")
+        built.run_mistake(x, out, 0, 96)
 
 
 # ---- stages: who releases them, and when ------------------------------------------------------------
-def stages(consumers: int, release: int, check: bool = True, count: int = 6):
+def stages(consumers: int, release: str, check: bool = True, count: int = 6):
     rng = np.random.default_rng(0)
     tiles, out = rng.integers(-3, 4, (6, 1024)).astype(np.float16), np.zeros((consumers, 128 * 32), np.float32)
-    report = module("wgmma.cu", check).run_stages(tiles, out, count, consumers, release)
+    report = module("wgmma.cu", check).run_stages(tiles, out, count, consumers, RELEASES.index(release))
     return report, tiles, out
 
 
 @pytest.mark.parametrize("check", [False, True])
 @pytest.mark.parametrize("consumers", [1, 2, 3])
-@pytest.mark.parametrize("release", [0, 4])
+@pytest.mark.parametrize("release", ["RIGHT", "BY_THE_LAST_WARP"])
 def test_one_thread_of_a_warpgroup_may_release_a_stage(consumers, release, check):
     """After its own wait, whichever warp it is of: the wgmma is over for all four."""
     report, tiles, out = stages(consumers, release, check)
@@ -274,7 +250,7 @@ def test_one_thread_of_a_warpgroup_may_release_a_stage(consumers, release, check
 
 @pytest.mark.parametrize("consumers", [1, 2, 3])
 def test_a_stage_that_is_released_before_the_wait(consumers):
-    report, _, _ = stages(consumers, 1)
+    report, _, _ = stages(consumers, "BEFORE_THE_WAIT")
     (f,) = report.findings
     assert (f.kind, f.line, f.other_line) == ("stage-overwritten", LINES["refill"], LINES["consume"])
     assert (
@@ -285,14 +261,14 @@ def test_a_stage_that_is_released_before_the_wait(consumers):
 
 @pytest.mark.parametrize("consumers", [2, 3])
 def test_a_stage_that_not_all_consumers_release(consumers):
-    report, _, _ = stages(consumers, 2)
+    report, _, _ = stages(consumers, "ONE_TOO_FEW")
     (f,) = report.findings
     assert (f.kind, f.line, f.other_line) == ("stage-overwritten", LINES["refill"], LINES["consume"])
     assert f"(warpgroup of thread {128 * (consumers - 1)})" in f.message  # the one that was left out
 
 
 def test_a_stage_that_is_read_before_it_is_filled():
-    report, _, out = stages(1, 5, count=2)
+    report, _, out = stages(1, "NOT_FILLED", count=2)
     f = one(report, "uninitialised-shared")
     assert f.line == LINES["consume"] and "reads with wgmma" in f.message and np.isnan(out).all()
     f = one(report, "read-before-wait")
@@ -345,15 +321,11 @@ def test_events_of_the_first_blocks():
 @pytest.mark.skipif(find_nvcc() is None or shutil.which("g++") is None, reason="there is no nvcc")
 def test_nvcc_compiles_it_for_hopper(tmp_path):
     """Into the instruction of each N; and ptxas serialises nothing, but where the kernel is wrong."""
-    command = [find_nvcc(), "-std=c++17", "-I", str(INCLUDE), "-I", str(PTX),
-               "-gencode=arch=compute_90a,code=sm_90a", "-cubin",
-               "-DEVERY_N", "-o", str(tmp_path / "wgmma.cubin"), str(KERNELS / "wgmma.cu")]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    log = compile_for_hopper("wgmma.cu", tmp_path / "wgmma.cubin", "-cubin", "-DEVERY_N")
     # C7519: where sums begin as a constant, it is moved behind the fence, and ptxas adds one.
-    said = [line for line in done.stderr.splitlines() if "(C75" in line and not ("C7519" in line and "every_n" in line)]
-    assert all("one_warpgroup" in line or "setmaxnreg" in line for line in said), done.stderr
-    assert not any("one_warpgroupILi0E" in line for line in said), done.stderr  # the one without a mistake
+    said = [line for line in log.splitlines() if "(C75" in line and not ("C7519" in line and "every_n" in line)]
+    assert all("one_warpgroup" in line or "setmaxnreg" in line for line in said), log
+    assert not any("one_warpgroupILi0E" in line for line in said), log  # the one without a mistake
     if find_cuobjdump() is None:
         return
     sass = subprocess.run(

@@ -1,7 +1,6 @@
 // Kernels whose cost can be worked out by hand: tests/simt/test_counters.py.
 #include "ptx.cuh"
-#define ENTRY extern "C" int
-#define DONE return cudaGetLastError()
+#define ENTRY extern "C" void
 
 // A 32x32 tile read along rows and written along columns. PAD 0: the 32 floats of a column lie in one bank.
 template <int PAD> __global__ void transpose(const float* in, float* out, int n) {
@@ -15,7 +14,6 @@ template <int PAD> __global__ void transpose(const float* in, float* out, int n)
 ENTRY run_transpose(const float* in, float* out, int n, int pad) {
     if (pad) transpose<1><<<dim3(n / 32, n / 32), dim3(32, 8)>>>(in, out, n);
     else transpose<0><<<dim3(n / 32, n / 32), dim3(32, 8)>>>(in, out, n);
-    DONE;
 }
 // The same without a tile: one of the two sides touches a sector for each float.
 __global__ void transpose_naive(const float* in, float* out, int n) {
@@ -24,7 +22,6 @@ __global__ void transpose_naive(const float* in, float* out, int n) {
 }
 ENTRY run_transpose_naive(const float* in, float* out, int n) {
     transpose_naive<<<dim3(n / 32, n / 32), dim3(32, 8)>>>(in, out, n);
-    DONE;
 }
 
 // ldmatrix.x4 of a 16 x 64 tile of halves (rows of 128 bytes), all of it
@@ -49,25 +46,15 @@ template <bool SWIZZLE> __global__ void fragments(const __half* in, uint32_t* ou
 ENTRY run_fragments(const __half* in, uint32_t* out, int swizzle) {
     if (swizzle) fragments<true><<<1, 32>>>(in, out);
     else fragments<false><<<1, 32>>>(in, out);
-    DONE;
 }
 
 // Loads and stores of some lanes, at a stride, of 1 to 16 bytes
 template <class T> __global__ void strided(const T* in, T* out, int stride, int lanes) {
     if ((int)threadIdx.x < lanes) out[threadIdx.x] = in[threadIdx.x * stride];
 }
-ENTRY run_strided_float(const float* in, float* out, int stride, int lanes) {
-    strided<<<1, 32>>>(in, out, stride, lanes);
-    DONE;
-}
-ENTRY run_strided_half(const __half* in, __half* out, int stride, int lanes) {
-    strided<<<1, 32>>>(in, out, stride, lanes);
-    DONE;
-}
-ENTRY run_strided_float4(const void* in, void* out, int stride, int lanes) {
-    strided<<<1, 32>>>((const float4*)in, (float4*)out, stride, lanes);
-    DONE;
-}
+ENTRY run_strided_float(const float* in, float* out, int stride, int lanes) { strided<<<1, 32>>>(in, out, stride, lanes); }
+ENTRY run_strided_half(const __half* in, __half* out, int stride, int lanes) { strided<<<1, 32>>>(in, out, stride, lanes); }
+ENTRY run_strided_float4(const void* in, void* out, int stride, int lanes) { strided<<<1, 32>>>((const float4*)in, (float4*)out, stride, lanes); }
 
 // A loop that each lane leaves at another time: requests with fewer and fewer lanes
 __global__ void ragged(const int* in, int* out) {
@@ -75,7 +62,7 @@ __global__ void ragged(const int* in, int* out) {
     for (int i = 0; i <= (int)threadIdx.x; i++) sum += in[i];
     out[threadIdx.x] = sum;
 }
-ENTRY run_ragged(const int* in, int* out) { ragged<<<1, 32>>>(in, out); DONE; }
+ENTRY run_ragged(const int* in, int* out) { ragged<<<1, 32>>>(in, out); }
 
 // Two kernels in one call, and a helper that is called from two lines
 __device__ __forceinline__ float helper(const float* p, int i) { return p[i]; }  // <- helper
@@ -90,5 +77,4 @@ __global__ void second(float* out) {
 ENTRY run_two(const float* in, float* out) {
     first<<<3, 32>>>(in, out);
     second<<<1, 32>>>(out);
-    DONE;
 }

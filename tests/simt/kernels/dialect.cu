@@ -2,13 +2,12 @@
 #include "dialect.cuh"
 #include "simt.h"
 
-#define ENTRY extern "C" int
-#define DONE return cudaGetLastError()
+#define ENTRY extern "C" void
 
 // ---- which function is launched, and with what ----------------------------------------------------
 __global__ void with_default(int* p, int n = 7, int m = 2) { p[threadIdx.x] = n * m; }
-ENTRY run_default(int* p) { with_default<<<1, 32>>>(p); DONE; }
-ENTRY run_half_default(int* p) { with_default<<<1, 32>>>(p, 5); DONE; }
+ENTRY run_default(int* p) { with_default<<<1, 32>>>(p); }
+ENTRY run_half_default(int* p) { with_default<<<1, 32>>>(p, 5); }
 
 __global__ void scale(float* p, float a) { p[threadIdx.x] *= a; }
 __global__ void scale(int* p, int a) { p[threadIdx.x] += a; }
@@ -16,26 +15,24 @@ void scale(float* p, float a, int threads) { scale<<<1, threads>>>(p, a); }
 ENTRY run_overloads(float* p, int* q) {
     scale(p, 2.f, 32);
     scale<<<1, 32>>>(q, 3);
-    DONE;
 }
 
 __global__ void biased(float* p, const float* bias, const int* rows) {
     p[threadIdx.x] = (bias ? bias[threadIdx.x] : 1.f) + (rows ? 1.f : 0.f);
 }
-ENTRY run_null(float* p) { biased<<<1, 32>>>(p, NULL, 0); DONE; }
+ENTRY run_null(float* p) { biased<<<1, 32>>>(p, NULL, 0); }
 template <class T> __global__ void deduced(T* p, const T* bias, T a) { p[threadIdx.x] = bias ? bias[0] : a; }
-ENTRY run_null_deduced(float* p) { deduced<float><<<1, 32>>>(p, NULL, 4.f); DONE; }
+ENTRY run_null_deduced(float* p) { deduced<float><<<1, 32>>>(p, NULL, 4.f); }
 template <int N, class T> __global__ void half_given(T* p) { p[threadIdx.x] = N; }
-ENTRY run_half_given(float* p) { half_given<6><<<1, 32>>>(p); DONE; }
+ENTRY run_half_given(float* p) { half_given<6><<<1, 32>>>(p); }
 struct Shape {
     int rows, columns;
 };
 __global__ void shaped(float* p, Shape s) { p[threadIdx.x] = s.rows * s.columns; }
-ENTRY run_braces(float* p) { shaped<<<1, 32>>>(p, {3, 4}); DONE; }
+ENTRY run_braces(float* p) { shaped<<<1, 32>>>(p, {3, 4}); }
 ENTRY run_pointer(float* p) {
     void (*kernel)(float*, Shape) = shaped;
     (*kernel)<<<1, 32>>>(p, Shape{2, 5});
-    DONE;
 }
 
 // ---- where a launch may stand ---------------------------------------------------------------------
@@ -43,19 +40,18 @@ template <int N> __global__ void filled(float* p) { p[threadIdx.x] = N; }
 #define RUN(n)  \
     filled<(n)> \
         <<<1, 32>>>(p)
-ENTRY run_macro(float* p) { RUN(3); DONE; }
+ENTRY run_macro(float* p) { RUN(3); }
 __global__ void add_f32_kernel(float* p) { p[threadIdx.x] += 1; }
 #define BIND(tag) void add_##tag(float* p) { add_##tag##_kernel<<<1, 32>>>(p); }
 BIND(f32)
-ENTRY run_pasted(float* p) { add_f32(p); DONE; }
-ENTRY run_header(float* p) { launch_in_header(add_f32_kernel, 1, 32, p); DONE; }
-#define DEFINE(name) ENTRY run_##name(float* p) { name<<<1, 32>>>(p); DONE; }
+ENTRY run_pasted(float* p) { add_f32(p); }
+ENTRY run_header(float* p) { launch_in_header(add_f32_kernel, 1, 32, p); }
+#define DEFINE(name) ENTRY run_##name(float* p) { name<<<1, 32>>>(p); }
 DEFINE(add_f32_kernel)
 ENTRY run_text(float* p) {
     const char* text = R"(add<<<1, 2>>>("x"))";
     for (char c = '<'; *text && c != '\''; c = *text++) {}  // k<<<1, 1>>>(p)
     p[0] = 1 << 2 >> 1;
-    DONE;
 }
 
 // ---- names ----------------------------------------------------------------------------------------
@@ -64,7 +60,6 @@ ENTRY run_host_variables(float* p, int n) {
     dim3 blockDim(32);
     dim3 gridDim((n + blockDim.x - 1) / blockDim.x);
     ones<<<gridDim, blockDim>>>(p);
-    DONE;
 }
 __device__ __attribute__((__noinline__)) float twice(float x) { return 2 * x; }
 __noinline__ __device__ float thrice(float x) { return 3 * x; }
@@ -81,7 +76,7 @@ __global__ void bytes(int* p) {
     const unsigned char c = (unsigned char)p[threadIdx.x];
     p[threadIdx.x] = 100 * __shfl_sync(~0u, b, 9) + __shfl_xor_sync(~0u, c, 1);
 }
-ENTRY run_bytes(int* p) { bytes<<<1, 32>>>(p); DONE; }
+ENTRY run_bytes(int* p) { bytes<<<1, 32>>>(p); }
 
 // ---- what comes back ------------------------------------------------------------------------------
 extern "C" long long returns_long() { return 1ll << 40; }

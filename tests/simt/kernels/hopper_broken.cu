@@ -1,6 +1,7 @@
 // Kernels of Hopper's copies that are wrong, one mistake each. `// <- name` marks the lines that a finding is to name.
 #include "ptx_sm90.cuh"
 #include "tensor_map.cuh"
+#define ENTRY extern "C" void
 
 // Rows of 32 floats, boxes of 8 rows.
 static CUtensorMap rows_of_32(const float* x, int rows) {
@@ -54,9 +55,7 @@ __global__ void load_mistakes(const __grid_constant__ CUtensorMap map, float* ou
     if (mode == 12) mbarrier_wait(bar, 1);  // <- another phase
     out[threadIdx.x] = v + tile[0][3][threadIdx.x % 32];
 }
-extern "C" void run_load(const float* x, float* out, int mode) {
-    load_mistakes<<<1, 64>>>(rows_of_32(x, 16), out, mode);
-}
+ENTRY run_load(const float* x, float* out, int mode) { load_mistakes<<<1, 64>>>(rows_of_32(x, 16), out, mode); }
 
 __global__ void setup_mistakes(const __grid_constant__ CUtensorMap map, float* out, int mode) {
     __shared__ __align__(1024) float tile[8][32];
@@ -87,9 +86,7 @@ __global__ void setup_mistakes(const __grid_constant__ CUtensorMap map, float* o
     mbarrier_wait(bar, 0);  // <- wait of setup
     out[threadIdx.x] = tile[0][threadIdx.x % 32];
 }
-extern "C" void run_setup(const float* x, float* out, int mode) {
-    setup_mistakes<<<1, 64>>>(rows_of_32(x, 16), out, mode);
-}
+ENTRY run_setup(const float* x, float* out, int mode) { setup_mistakes<<<1, 64>>>(rows_of_32(x, 16), out, mode); }
 
 // A producer (warp 0) and a consumer (warp 1) with two stages.
 __global__ void ring_mistakes(const __grid_constant__ CUtensorMap map, float* out, int mode) {
@@ -131,9 +128,7 @@ __global__ void ring_mistakes(const __grid_constant__ CUtensorMap map, float* ou
     }
     out[lane] = sum;
 }
-extern "C" void run_ring(const float* x, float* out, int mode) {
-    ring_mistakes<<<1, 64>>>(rows_of_32(x, 48), out, mode);
-}
+ENTRY run_ring(const float* x, float* out, int mode) { ring_mistakes<<<1, 64>>>(rows_of_32(x, 48), out, mode); }
 
 __global__ void store_mistakes(const __grid_constant__ CUtensorMap map, float* y, int mode) {
     __shared__ __align__(128) float tile[8][32];
@@ -155,11 +150,8 @@ __global__ void store_mistakes(const __grid_constant__ CUtensorMap map, float* y
         if (mode == 7 && threadIdx.x == 32) tile[0][0] = y[40];  // <- read of y
     }
 }
-extern "C" void run_store(float* y, int mode, int blocks) {
-    store_mistakes<<<blocks, 64>>>(rows_of_32(y, 8), y, mode);
-}
-extern "C" void run_const_store(const float* y) {
-    store_mistakes<<<1, 64>>>(rows_of_32(y, 8), nullptr, 8);
+ENTRY run_store(const float* x, float* y, int mode) {
+    store_mistakes<<<mode == 9 ? 2 : 1, 64>>>(mode == 10 ? rows_of_32(x, 8) : rows_of_32(y, 8), y, mode);
 }
 
 // Zeros first, then a copy over them.
@@ -177,13 +169,13 @@ __global__ void zeros_first(const float* x, float* y, int mode) {
     mbarrier_wait(bar, 0);
     y[threadIdx.x] = zeros[threadIdx.x];
 }
-extern "C" void run_zeros_first(const float* x, float* y, int mode) { zeros_first<<<1, 64>>>(x, y, mode); }
+ENTRY run_zeros_first(const float* x, float* y, int mode) { zeros_first<<<1, 64>>>(x, y, mode); }
 
 __global__ void wrong_type(const __grid_constant__ CUtensorMap map) {
     __shared__ __align__(128) unsigned char tile[256];
     if (threadIdx.x == 0) tma_reduce_add(&map, smem_u32(tile), 0);  // <- reduce
 }
-extern "C" void run_wrong_type(unsigned char* y) {
+ENTRY run_wrong_type(const float* x, float* y, int) {
     const uint64_t dims[] = {256};
     const uint32_t box[] = {256};
     const CUtensorMap map =
@@ -196,17 +188,15 @@ __global__ void beyond(const __grid_constant__ CUtensorMap map, float* y) {
     SETUP(1)
     if (threadIdx.x == 0) {
         mbarrier_arrive_expect_tx(bar, 1024);
-        tma_load(dst, &map, bar, 0, 12);  // <- beyond the end
+        tma_load(dst, &map, bar, 0, 44);  // <- beyond the end
     }
     mbarrier_wait(bar, 0);
     y[threadIdx.x] = tile[0][0][threadIdx.x % 32];
 }
-extern "C" void run_beyond(const float* x, float* y) {
-    beyond<<<1, 32>>>(rows_of_32(x, 20), y);
-}
+ENTRY run_beyond(const float* x, float* y, int) { beyond<<<1, 32>>>(rows_of_32(x, 52), y); }
 
 // numbers: rank, type, swizzle, shift of the base; sizes, strides, box, element strides: 2 each
-extern "C" void run_map(float* x, const long long* n) {
+ENTRY run_map(float* x, const long long* n) {
     const uint64_t dims[] = {(uint64_t)n[4], (uint64_t)n[5]}, strides[] = {(uint64_t)n[6]};
     const uint32_t box[] = {(uint32_t)n[8], (uint32_t)n[9]}, every[] = {(uint32_t)n[10], (uint32_t)n[11]};
     const CUtensorMapDataType type = (CUtensorMapDataType)n[1];
@@ -231,4 +221,4 @@ __global__ void after_arrival(int* out, int mode) {
         out[threadIdx.x] = value[1];  // <- not released
     }
 }
-extern "C" void run_after_arrival(int* out, int mode) { after_arrival<<<1, 64>>>(out, mode); }
+ENTRY run_after_arrival(const float* x, float* y, int mode) { after_arrival<<<1, 64>>>((int*)y, mode); }

@@ -4,34 +4,10 @@
 
 // ---- one box, from global to shared memory and out again --------------------------------------------
 // how: 0 the box as it lies in shared memory goes to `out`; 1 it is stored through the map `to`; 2 it is added there.
-template <int RANK>
-__device__ void load(uint32_t dst, const CUtensorMap* map, uint32_t bar, const int* at) {
-    if constexpr (RANK == 1) tma_load(dst, map, bar, at[0]);
-    if constexpr (RANK == 2) tma_load(dst, map, bar, at[0], at[1]);
-    if constexpr (RANK == 3) tma_load(dst, map, bar, at[0], at[1], at[2]);
-    if constexpr (RANK == 4) tma_load(dst, map, bar, at[0], at[1], at[2], at[3]);
-    if constexpr (RANK == 5) tma_load(dst, map, bar, at[0], at[1], at[2], at[3], at[4]);
-}
-template <int RANK>
-__device__ void store(const CUtensorMap* map, uint32_t src, const int* at) {
-    if constexpr (RANK == 1) tma_store(map, src, at[0]);
-    if constexpr (RANK == 2) tma_store(map, src, at[0], at[1]);
-    if constexpr (RANK == 3) tma_store(map, src, at[0], at[1], at[2]);
-    if constexpr (RANK == 4) tma_store(map, src, at[0], at[1], at[2], at[3]);
-    if constexpr (RANK == 5) tma_store(map, src, at[0], at[1], at[2], at[3], at[4]);
-}
-template <int RANK>
-__device__ void add(const CUtensorMap* map, uint32_t src, const int* at) {
-    if constexpr (RANK == 1) tma_reduce_add(map, src, at[0]);
-    if constexpr (RANK == 2) tma_reduce_add(map, src, at[0], at[1]);
-    if constexpr (RANK == 3) tma_reduce_add(map, src, at[0], at[1], at[2]);
-    if constexpr (RANK == 4) tma_reduce_add(map, src, at[0], at[1], at[2], at[3]);
-    if constexpr (RANK == 5) tma_reduce_add(map, src, at[0], at[1], at[2], at[3], at[4]);
-}
 struct Corner {
     int at[5];
 };
-template <int RANK>
+template <int... D>  // the dimensions: 0, 1 ...
 __global__ void one_box(const __grid_constant__ CUtensorMap from, const __grid_constant__ CUtensorMap to, Corner corner,
                         Corner corner_to, uint32_t* out, int bytes, int shift, int how) {
     extern __shared__ __align__(1024) unsigned char smem[];
@@ -42,17 +18,29 @@ __global__ void one_box(const __grid_constant__ CUtensorMap from, const __grid_c
         fence_mbarrier_init();
         tma_prefetch(&from);
         mbarrier_arrive_expect_tx(bar, bytes);
-        load<RANK>(box, &from, bar, corner.at);
+        tma_load(box, &from, bar, corner.at[D]...);
     }
     __syncthreads();
     mbarrier_wait(bar, 0);
     if (how == 0) {
         for (int i = threadIdx.x; i < bytes / 4; i += blockDim.x) out[i] = ((uint32_t*)(smem + shift))[i];
     } else if (threadIdx.x == 0) {
-        if (how == 1) store<RANK>(&to, box, corner_to.at);
-        else add<RANK>(&to, box, corner_to.at);
+        if (how == 1) tma_store(&to, box, corner_to.at[D]...);
+        else tma_reduce_add(&to, box, corner_to.at[D]...);
         bulk_commit();
         bulk_wait<0>();
+    }
+}
+
+template <int... D>
+void launch(int rank, const CUtensorMap& from, const CUtensorMap& to, const Corner& corner, const Corner& corner_to,
+            uint32_t* out, int bytes, int shift, int how) {
+    if constexpr (constexpr int next = sizeof...(D); next < 5)
+        if (next < rank) return launch<D..., next>(rank, from, to, corner, corner_to, out, bytes, shift, how);
+    if constexpr (sizeof...(D) > 0) {
+        const int shared = 65536;
+        cudaFuncSetAttribute(one_box<D...>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+        one_box<D...><<<1, 64, shared>>>(from, to, corner, corner_to, out, bytes, shift, how);
     }
 }
 
@@ -75,27 +63,7 @@ extern "C" int run_box(const unsigned char* x, unsigned char* y, uint32_t* out, 
     const int shift = n[30], how = n[31];
     const CUtensorMap from = tensor_map(x, type, rank, dims, strides, box, swizzle, every);
     const CUtensorMap to = tensor_map(y, type, rank, dims, strides, box, swizzle, every);
-    const int shared = 65536;
-    if (rank == 1) {
-        cudaFuncSetAttribute(one_box<1>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
-        one_box<1><<<1, 64, shared>>>(from, to, corner, corner_to, out, bytes, shift, how);
-    }
-    if (rank == 2) {
-        cudaFuncSetAttribute(one_box<2>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
-        one_box<2><<<1, 64, shared>>>(from, to, corner, corner_to, out, bytes, shift, how);
-    }
-    if (rank == 3) {
-        cudaFuncSetAttribute(one_box<3>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
-        one_box<3><<<1, 64, shared>>>(from, to, corner, corner_to, out, bytes, shift, how);
-    }
-    if (rank == 4) {
-        cudaFuncSetAttribute(one_box<4>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
-        one_box<4><<<1, 64, shared>>>(from, to, corner, corner_to, out, bytes, shift, how);
-    }
-    if (rank == 5) {
-        cudaFuncSetAttribute(one_box<5>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
-        one_box<5><<<1, 64, shared>>>(from, to, corner, corner_to, out, bytes, shift, how);
-    }
+    launch<>(rank, from, to, corner, corner_to, out, bytes, shift, how);
     return (int)cudaGetLastError();
 }
 

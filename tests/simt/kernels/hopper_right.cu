@@ -279,7 +279,7 @@ static CUtensorMap map_of(const __half* x, int rows, int columns, int box_rows, 
 }
 
 template <int STYLE, int N>
-static int launch(const __half* a, const __half* b, float* out) {
+static void launch(const __half* a, const __half* b, float* out) {
     const int columns = STYLE == NO_SWIZZLE ? 8 : STYLE == SWIZZLE_OF_64 ? 32 : K;
     const auto swizzle = STYLE == NO_SWIZZLE      ? CU_TENSOR_MAP_SWIZZLE_NONE
                          : STYLE == SWIZZLE_OF_64 ? CU_TENSOR_MAP_SWIZZLE_64B
@@ -290,37 +290,31 @@ static int launch(const __half* a, const __half* b, float* out) {
     cudaFuncSetAttribute(one_tile<STYLE, N>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
     const int threads = STYLE == LAST_WARPGROUP || STYLE == TWO_WARPGROUPS ? 256 : 128;
     one_tile<STYLE, N><<<1, threads, shared>>>(a_map, b_map, a, b, out);
-    return cudaGetLastError();
 }
 template <int STYLE>
-static int launch_style(const __half* a, const __half* b, float* out, int style) {
-    if constexpr (STYLE > TWO_WARPGROUPS) return -1;
-    else return style == STYLE ? launch<STYLE, 24>(a, b, out) : launch_style<STYLE + 1>(a, b, out, style);
+static void launch_style(const __half* a, const __half* b, float* out, int style) {
+    if constexpr (STYLE <= TWO_WARPGROUPS)
+        style == STYLE ? launch<STYLE, 24>(a, b, out) : launch_style<STYLE + 1>(a, b, out, style);
 }
 extern "C" {
 // a [128, 64], b [n, 64], out [64, n], or [128, n] for TWO_WARPGROUPS
-int run_style(const __half* a, const __half* b, float* out, int style) { return launch_style<0>(a, b, out, style); }
-int run_n(const __half* a, const __half* b, float* out, int n) {
-    return n == 8 ? launch<ONE_BARRIER, 8>(a, b, out) : launch<ONE_BARRIER, 256>(a, b, out);
+void run_style(const __half* a, const __half* b, float* out, int style) { launch_style<0>(a, b, out, style); }
+void run_n(const __half* a, const __half* b, float* out, int n) {
+    n == 8 ? launch<ONE_BARRIER, 8>(a, b, out) : launch<ONE_BARRIER, 256>(a, b, out);
 }
 // a [64, 64 tiles], b [16, 64 tiles], out [64, 16]
-int run_ring(const __half* a, const __half* b, float* out, int tiles, int release) {
+void run_ring(const __half* a, const __half* b, float* out, int tiles, int release) {
     const CUtensorMap a_map = map_of(a, M, tiles * K, M, K, CU_TENSOR_MAP_SWIZZLE_128B);
     const CUtensorMap b_map = map_of(b, RING_N, tiles * K, RING_N, K, CU_TENSOR_MAP_SWIZZLE_128B);
     const auto kernel = release == BY_ALL ? ring<BY_ALL> : release == BY_WARPS ? ring<BY_WARPS>
                       : release == ONE_TILE_LATER ? ring<ONE_TILE_LATER> : ring<NO_PRODUCER>;
     kernel<<<1, release == NO_PRODUCER ? 128 : 160, RING * STAGE + 16 * RING>>>(a_map, b_map, out, tiles);
-    return cudaGetLastError();
 }
-int run_passed_on(float* out, int rounds) {
-    passed_on<<<1, 128>>>(out, rounds);
-    return cudaGetLastError();
-}
-int run_two_buffers(float* y, int tiles) {
+void run_passed_on(float* out, int rounds) { passed_on<<<1, 128>>>(out, rounds); }
+void run_two_buffers(float* y, int tiles) {
     const uint64_t dims[] = {32, (uint64_t)tiles * 8}, strides[] = {128};
     const uint32_t box[] = {32, 8};
     two_buffers<<<1, 64>>>(
         tensor_map(y, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_NONE), tiles);
-    return cudaGetLastError();
 }
 }

@@ -4,7 +4,7 @@
 #include <cuda_fp16.h>
 #include <assert.h>
 
-#define ENTRY extern "C" int
+#define ENTRY extern "C" void
 
 // ---- indices ------------------------------------------------------------------------------------
 __global__ void indices(int* out) {  // out [blocks, threads, 6]
@@ -16,7 +16,6 @@ __global__ void indices(int* out) {  // out [blocks, threads, 6]
 }
 ENTRY run_indices(int* out, int gx, int gy, int gz, int bx, int by, int bz) {
     indices<<<dim3(gx, gy, gz), dim3(bx, by, bz)>>>(out);
-    return cudaGetLastError();
 }
 
 // ---- shared memory: static, dynamic, of a template; constant memory; a __device__ variable ------
@@ -44,19 +43,14 @@ __global__ void dynamic_pair(const float* in, float* out) {
     out[threadIdx.x] = first[other] + second[other] + weights[threadIdx.x % 4];
     if (threadIdx.x == 0) launches++;
 }
-ENTRY run_reverse(const float* in, float* out, int blocks) {
-    reverse<float, 64><<<blocks, 64>>>(in, out);
-    return cudaGetLastError();
-}
+ENTRY run_reverse(const float* in, float* out, int blocks) { reverse<float, 64><<<blocks, 64>>>(in, out); }
 ENTRY run_reverse_double(const double* in, double* out, int blocks) {
     reverse<double, 32><<<blocks, 32, 0, nullptr>>>(in, out);
-    return cudaGetLastError();
 }
 ENTRY run_dynamic(const float* in, float* out, int n) {
     const float host[4] = {10, 20, 30, 40};
     cudaMemcpyToSymbol(weights, host, sizeof host);
     dynamic_pair<<<1, n, 2 * n * sizeof(float)>>>(in, out);
-    return cudaGetLastError();
 }
 
 // ---- barriers with a predicate ------------------------------------------------------------------
@@ -67,10 +61,7 @@ __global__ void predicates(int* out) {
     if (threadIdx.x == 95)
         out[0] = count, out[1] = all != 0, out[2] = some != 0, out[3] = any != 0, out[4] = none != 0;
 }
-ENTRY run_predicates(int* out) {
-    predicates<<<1, 96>>>(out);
-    return cudaGetLastError();
-}
+ENTRY run_predicates(int* out) { predicates<<<1, 96>>>(out); }
 
 // ---- shuffles -----------------------------------------------------------------------------------
 template <typename T>
@@ -82,25 +73,15 @@ __global__ void shuffles(const T* in, T* out, int arg, int width) {  // out [4, 
     out[64 + threadIdx.x] = __shfl_up_sync(all, v, arg, width);
     out[96 + threadIdx.x] = __shfl_down_sync(all, v, arg, width);
 }
-ENTRY run_shuffle_int(const int* in, int* out, int arg, int width) {
-    shuffles<<<1, 32>>>(in, out, arg, width);
-    return cudaGetLastError();
-}
+ENTRY run_shuffle_int(const int* in, int* out, int arg, int width) { shuffles<<<1, 32>>>(in, out, arg, width); }
 ENTRY run_shuffle_double(const double* in, double* out, int arg, int width) {
     shuffles<<<1, 32>>>(in, out, arg, width);
-    return cudaGetLastError();
 }
-ENTRY run_shuffle_half(const __half* in, __half* out, int arg, int width) {
-    shuffles<<<1, 32>>>(in, out, arg, width);
-    return cudaGetLastError();
-}
+ENTRY run_shuffle_half(const __half* in, __half* out, int arg, int width) { shuffles<<<1, 32>>>(in, out, arg, width); }
 __global__ void shuffle_half2(const __half2* in, __half2* out) {
     out[threadIdx.x] = __shfl_xor_sync(~0u, in[threadIdx.x], 1);
 }
-ENTRY run_shuffle_half2(const void* in, void* out) {
-    shuffle_half2<<<1, 32>>>((const __half2*)in, (__half2*)out);
-    return cudaGetLastError();
-}
+ENTRY run_shuffle_half2(const void* in, void* out) { shuffle_half2<<<1, 32>>>((const __half2*)in, (__half2*)out); }
 
 __global__ void shuffle_in_halves(int* out) {  // two groups of lanes, each with a mask of its own
     int v = threadIdx.x;
@@ -108,10 +89,7 @@ __global__ void shuffle_in_halves(int* out) {  // two groups of lanes, each with
     else v = __shfl_sync(0xffff0000u, v, 31);
     out[threadIdx.x] = v;
 }
-ENTRY run_shuffle_in_halves(int* out) {
-    shuffle_in_halves<<<1, 32>>>(out);
-    return cudaGetLastError();
-}
+ENTRY run_shuffle_in_halves(int* out) { shuffle_in_halves<<<1, 32>>>(out); }
 
 // ---- votes, matches, reductions, the active mask ------------------------------------------------
 __global__ void votes(unsigned* out, const int* keys) {  // out [12]
@@ -138,10 +116,7 @@ __global__ void votes(unsigned* out, const int* keys) {  // out [12]
     const unsigned match = __match_all_sync(all, 7, &same);
     if (lane == 0) out[13] = match, out[14] = same;
 }
-ENTRY run_votes(unsigned* out, const int* keys) {
-    votes<<<1, 32>>>(out, keys);
-    return cudaGetLastError();
-}
+ENTRY run_votes(unsigned* out, const int* keys) { votes<<<1, 32>>>(out, keys); }
 
 // ---- atomics ------------------------------------------------------------------------------------
 __global__ void atomics(int* i, float* f, __half2* h, unsigned* u) {
@@ -161,10 +136,7 @@ __global__ void atomics(int* i, float* f, __half2* h, unsigned* u) {
     if (threadIdx.x == 0) atomicExch(&u[2], 77u);
     atomicSub(&u[3], 1u);
 }
-ENTRY run_atomics(int* i, float* f, void* h, unsigned* u) {
-    atomics<<<4, 64>>>(i, f, (__half2*)h, u);
-    return cudaGetLastError();
-}
+ENTRY run_atomics(int* i, float* f, void* h, unsigned* u) { atomics<<<4, 64>>>(i, f, (__half2*)h, u); }
 
 __global__ void spin_lock(int* lock, int* sum) {  // needs each lane to make progress on its own
     while (atomicCAS(lock, 0, 1) != 0) {}
@@ -172,10 +144,7 @@ __global__ void spin_lock(int* lock, int* sum) {  // needs each lane to make pro
     __threadfence();
     atomicExch(lock, 0);
 }
-ENTRY run_spin_lock(int* lock, int* sum) {
-    spin_lock<<<1, 64>>>(lock, sum);
-    return cudaGetLastError();
-}
+ENTRY run_spin_lock(int* lock, int* sum) { spin_lock<<<1, 64>>>(lock, sum); }
 
 // ---- vector types -------------------------------------------------------------------------------
 __global__ void vectors(const float* in, float* out) {  // [128]
@@ -191,10 +160,7 @@ __global__ void vectors(const float* in, float* out) {  // [128]
     both.f = v;
     if (threadIdx.x == 0) *(int2*)(out + 128) = make_int2(both.i.x, both.i.y);
 }
-ENTRY run_vectors(const float* in, float* out) {
-    vectors<<<1, 32>>>(in, out);
-    return cudaGetLastError();
-}
+ENTRY run_vectors(const float* in, float* out) { vectors<<<1, 32>>>(in, out); }
 
 // ---- maths --------------------------------------------------------------------------------------
 __global__ void maths(const float* x, float* out, int n) {  // out [12, n]
@@ -215,20 +181,14 @@ __global__ void maths(const float* x, float* out, int n) {  // out [12, n]
                        (float)__popc(__float_as_uint(v))};
     for (int k = 0; k < 12; k++) out[k * n + i] = r[k];
 }
-ENTRY run_maths(const float* x, float* out, int n) {
-    maths<<<(n + 63) / 64, 64>>>(x, out, n);
-    return cudaGetLastError();
-}
+ENTRY run_maths(const float* x, float* out, int n) { maths<<<(n + 63) / 64, 64>>>(x, out, n); }
 __global__ void bits(const unsigned* x, unsigned* out) {  // out [8]
     out[0] = __brev(x[0]), out[1] = (unsigned)__clz((int)x[0]), out[2] = (unsigned)__ffs((int)x[0]);
     out[3] = __byte_perm(x[0], x[1], 0x7210), out[4] = __umulhi(x[0], x[1]),
     out[5] = __funnelshift_l(x[0], x[1], 8);
     out[6] = min(3u, 5), out[7] = (unsigned)__mulhi(-2, 0x40000000);
 }
-ENTRY run_bits(const unsigned* x, unsigned* out) {
-    bits<<<1, 1>>>(x, out);
-    return cudaGetLastError();
-}
+ENTRY run_bits(const unsigned* x, unsigned* out) { bits<<<1, 1>>>(x, out); }
 
 // ---- printf, assert, clock, a call that is not inlined ------------------------------------------
 __device__ __noinline__ int twice(int x) { return 2 * x; }
@@ -239,10 +199,7 @@ __global__ void talk(int* out) {
     out[blockIdx.x] = twice(blockIdx.x);
     if (clock64() < begin) out[0] = -1;
 }
-ENTRY run_talk(int* out, int blocks) {
-    talk<<<blocks, 32>>>(out);
-    return cudaGetLastError();
-}
+ENTRY run_talk(int* out, int blocks) { talk<<<blocks, 32>>>(out); }
 
 // ---- volatile flags between warps; __syncwarp ---------------------------------------------------
 __global__ void warp_exchange(const int* in, int* out) {
@@ -251,10 +208,7 @@ __global__ void warp_exchange(const int* in, int* out) {
     __syncwarp();
     out[threadIdx.x] = tile[threadIdx.x ^ 5];  // stays within the warp
 }
-ENTRY run_warp_exchange(const int* in, int* out) {
-    warp_exchange<<<1, 64>>>(in, out);
-    return cudaGetLastError();
-}
+ENTRY run_warp_exchange(const int* in, int* out) { warp_exchange<<<1, 64>>>(in, out); }
 __global__ void handshake(int* out) {  // warp 1 waits for warp 0, on a flag in global memory
     volatile int* flag = out + 1;
     if (threadIdx.x == 0) out[0] = 42, __threadfence(), *flag = 1;
@@ -263,10 +217,7 @@ __global__ void handshake(int* out) {  // warp 1 waits for warp 0, on a flag in 
         out[2] = out[0] + 1;
     }
 }
-ENTRY run_handshake(int* out) {
-    handshake<<<1, 64>>>(out);
-    return cudaGetLastError();
-}
+ENTRY run_handshake(int* out) { handshake<<<1, 64>>>(out); }
 
 // ---- named barriers: warp 0 produces, warp 1 consumes -------------------------------------------
 #include "ptx.cuh"
@@ -284,10 +235,7 @@ __global__ void producer_consumer(const int* in, int* out, int rounds) {
             if (i + 1 < rounds) named_barrier_arrive(2, 64);
         }
 }
-ENTRY run_producer_consumer(const int* in, int* out, int rounds) {
-    producer_consumer<<<1, 64>>>(in, out, rounds);
-    return cudaGetLastError();
-}
+ENTRY run_producer_consumer(const int* in, int* out, int rounds) { producer_consumer<<<1, 64>>>(in, out, rounds); }
 
 // ---- early exit: barriers and shuffles of those that are left -----------------------------------
 __global__ void early_exit(const int* in, int* out, int n) {
@@ -297,10 +245,7 @@ __global__ void early_exit(const int* in, int* out, int n) {
     __syncthreads();
     out[threadIdx.x] = tile[n - 1 - threadIdx.x];
 }
-ENTRY run_early_exit(const int* in, int* out, int n) {
-    early_exit<<<1, 64>>>(in, out, n);
-    return cudaGetLastError();
-}
+ENTRY run_early_exit(const int* in, int* out, int n) { early_exit<<<1, 64>>>(in, out, n); }
 
 extern "C" {
 int run_in_a_block(int* out, bool yes, int64_t big) {

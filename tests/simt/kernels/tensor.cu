@@ -1,8 +1,7 @@
 // ldmatrix, stmatrix and mma: who holds what, and what comes out.
 #include "ptx.cuh"
 
-#define ENTRY extern "C" int
-#define DONE return cudaGetLastError()
+#define ENTRY extern "C" void
 
 // ---- ldmatrix: each lane's registers ------------------------------------------------------------
 template <int COUNT, bool TRANS>
@@ -35,19 +34,12 @@ __global__ void store(const uint32_t* in, __half* out) {  // in [32, COUNT], out
     __syncwarp();
     for (int i = threadIdx.x; i < COUNT * 64; i += 32) out[i] = tile[i];
 }
-#define CASE(kernel, n, t)                \
-    if (count == n && trans == t) {       \
-        kernel<n, t><<<1, 32>>>(in, out); \
-        DONE;                             \
-    }
-ENTRY run_load(const __half* in, uint32_t* out, int count, int trans) {
-    CASE(load, 1, 0)
-    CASE(load, 2, 0) CASE(load, 4, 0) CASE(load, 1, 1) CASE(load, 2, 1) CASE(load, 4, 1) return -1;
-}
-ENTRY run_store(const uint32_t* in, __half* out, int count, int trans) {
-    CASE(store, 1, 0)
-    CASE(store, 2, 0) CASE(store, 4, 0) CASE(store, 1, 1) CASE(store, 2, 1) CASE(store, 4, 1) return -1;
-}
+#define CASE(kernel, n, t) \
+    if (count == n && trans == t) kernel<n, t><<<1, 32>>>(in, out);
+#define CASES(kernel) \
+    CASE(kernel, 1, 0) CASE(kernel, 2, 0) CASE(kernel, 4, 0) CASE(kernel, 1, 1) CASE(kernel, 2, 1) CASE(kernel, 4, 1)
+ENTRY run_load(const __half* in, uint32_t* out, int count, int trans) { CASES(load) }
+ENTRY run_store(const uint32_t* in, __half* out, int count, int trans) { CASES(store) }
 
 // ---- mma on plain row-major arrays: A [16, K], B [K, 8], C and D [16, 8] ------------------------
 __device__ __forceinline__ uint32_t two(const uint16_t* low, const uint16_t* high) {
@@ -81,12 +73,10 @@ ENTRY run_mma(const uint16_t* a, const uint16_t* b, const float* c, float* d, in
     if (k == 16 && bf16) multiply<__nv_bfloat16, 16><<<1, 32>>>(a, b, c, d);
     if (k == 8 && !bf16) multiply<__half, 8><<<1, 32>>>(a, b, c, d);
     if (k == 8 && bf16) multiply<__nv_bfloat16, 8><<<1, 32>>>(a, b, c, d);
-    DONE;
 }
 ENTRY run_mma_f16(const uint16_t* a, const uint16_t* b, const uint16_t* c, uint16_t* d, int k) {
     if (k == 16) multiply_f16<16><<<1, 32>>>(a, b, c, d);
     if (k == 8) multiply_f16<8><<<1, 32>>>(a, b, c, d);
-    DONE;
 }
 
 // ---- cp.async: sizes, zero fill, groups ---------------------------------------------------------
@@ -101,7 +91,6 @@ ENTRY run_copies(const unsigned char* in, unsigned char* out, int bytes, int sou
     if (bytes == 4) copies<4><<<1, 32>>>(in, out, source_bytes);
     if (bytes == 8) copies<8><<<1, 32>>>(in, out, source_bytes);
     if (bytes == 16) copies<16><<<1, 32>>>(in, out, source_bytes);
-    DONE;
 }
 // Four groups, and what has landed after waiting for all but `LEFT` of them: out [4, 32]; NaN is "not yet".
 template <int LEFT>
@@ -123,7 +112,6 @@ ENTRY run_groups(const float* in, float* out, int left) {
     if (left == 2) groups<2><<<1, 32>>>(in, out);
     if (left == 3) groups<3><<<1, 32>>>(in, out);
     if (left == 4) groups<4><<<1, 32>>>(in, out);
-    DONE;
 }
 
 // ---- one-instruction maths and packing ----------------------------------------------------------
@@ -133,7 +121,4 @@ __global__ void small(float* out) {
     const float2 h = unpack(pack(1.5f, -2.f)), b = unpack<__nv_bfloat16>(pack<__nv_bfloat16>(0.25f, 3.f));
     out[4] = h.x, out[5] = h.y, out[6] = b.x, out[7] = b.y;
 }
-ENTRY run_small(float* out) {
-    small<<<1, 1>>>(out);
-    DONE;
-}
+ENTRY run_small(float* out) { small<<<1, 1>>>(out); }

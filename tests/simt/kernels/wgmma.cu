@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(128) one_warpgroup(const float* in, float* out
 }
 
 // A producer warp fills stages by bulk copies, `consumers` warpgroups multiply, one thread of each releases the stage.
-enum Release { RIGHT, BEFORE_THE_WAIT, ONE_TOO_FEW, NOT_AT_ALL, BY_THE_LAST_WARP, NOT_FILLED };
+enum Release { RIGHT, BEFORE_THE_WAIT, ONE_TOO_FEW, BY_THE_LAST_WARP, NOT_FILLED };
 template <int RELEASE>
 __global__ void stages(const __half* tiles, float* out, int count, int consumers) {
     extern __shared__ __align__(1024) unsigned char memory[];
@@ -103,7 +103,7 @@ __global__ void stages(const __half* tiles, float* out, int count, int consumers
         if (threadIdx.x % 128 == 0)
             for (int t = 0; t < count; t++) {
                 const int s = t % STAGES;
-                if (t >= STAGES && RELEASE != NOT_AT_ALL) mbarrier_wait(smem_u32(&empty[s]), (t / STAGES - 1) % 2);
+                if (t >= STAGES) mbarrier_wait(smem_u32(&empty[s]), (t / STAGES - 1) % 2);
                 mbarrier_arrive_expect_tx(smem_u32(&full[s]), TILE);
                 bulk_load(smem_u32(memory + s * TILE), tiles + t * TILE / 2, TILE, smem_u32(&full[s]));  // <- refill
             }
@@ -120,7 +120,7 @@ __global__ void stages(const __half* tiles, float* out, int count, int consumers
                                                      : threadIdx.x % 128 == (RELEASE == BY_THE_LAST_WARP ? 96 : 0);
         if (RELEASE == BEFORE_THE_WAIT && releases) mbarrier_arrive(smem_u32(&empty[s]));
         wgmma_wait<0>();
-        if (RELEASE != BEFORE_THE_WAIT && RELEASE != NOT_AT_ALL && releases) mbarrier_arrive(smem_u32(&empty[s]));
+        if (RELEASE != BEFORE_THE_WAIT && releases) mbarrier_arrive(smem_u32(&empty[s]));
     }
     store(out, d);
 }
@@ -158,79 +158,35 @@ __global__ void __launch_bounds__(128) every_n(const uint16_t* a, const uint16_t
     for (int i = 0; i < COLUMNS / 2; i++) out[(row + i / 2 % 2 * 8) * COLUMNS + column + i / 4 * 8 + i % 2] = d[i];
 }
 
-// `rounds` products of 64 x 128 x 16: how long does one take here?
-__global__ void __launch_bounds__(128) many(float* out, int rounds) {
-    extern __shared__ __align__(1024) unsigned char memory[];
-    fill(memory), fill(memory + TILE), fill(memory + 2 * TILE);
-    fence_proxy_async();
-    __syncthreads();
-    float d[64];
-    for (int r = 0; r < rounds; r += 8) {
-        wgmma_fence();
-        for (int k = 0; k < 8; k++) wgmma_ss<128>(d, tile(memory), tile(memory + TILE), r + k > 0);
-        wgmma_commit();
-        wgmma_wait<0>();
-    }
-    for (int i = 0; i < 64; i++) out[threadIdx.x * 64 + i] = d[i];
-}
-
 template <int MISTAKE>
-int run_one(const float* in, float* out, int threads = 128) {
-    one_warpgroup<MISTAKE><<<1, threads, 2 * TILE>>>(in, out);
-    return cudaGetLastError();
+void run_one(const float* in, float* out, int mistake, int threads) {
+    if constexpr (MISTAKE <= ANOTHER_ORDER) {
+        if (mistake != MISTAKE) return run_one<MISTAKE + 1>(in, out, mistake, threads);
+        one_warpgroup<MISTAKE><<<1, threads, 2 * TILE>>>(in, out);
+    }
 }
 extern "C" {
-int run_right(const float* in, float* out) { return run_one<NONE>(in, out); }
-int run_read_early(const float* in, float* out) { return run_one<READ_EARLY>(in, out); }
-int run_never_committed(const float* in, float* out) { return run_one<NEVER_COMMITTED>(in, out); }
-int run_write_early(const float* in, float* out) { return run_one<WRITE_EARLY>(in, out); }
-int run_a_rewritten(const float* in, float* out) { return run_one<A_REWRITTEN>(in, out); }
-int run_no_fence(const float* in, float* out) { return run_one<NO_FENCE>(in, out); }
-int run_sums_changed(const float* in, float* out) { return run_one<SUMS_CHANGED>(in, out); }
-int run_a_changed(const float* in, float* out) { return run_one<A_CHANGED>(in, out); }
-int run_overwritten(const float* in, float* out) { return run_one<OVERWRITTEN>(in, out); }
-int run_no_proxy_fence(const float* in, float* out) { return run_one<NO_PROXY_FENCE>(in, out); }
-int run_uninitialised(const float* in, float* out) { return run_one<UNINITIALISED>(in, out); }
-int run_no_barrier(const float* in, float* out) { return run_one<NO_BARRIER>(in, out); }
-int run_copy_in_flight(const float* in, float* out) { return run_one<COPY_IN_FLIGHT>(in, out); }
-int run_three_warps(const float* in, float* out) { return run_one<THREE_WARPS>(in, out); }
-int run_another_descriptor(const float* in, float* out) { return run_one<ANOTHER_DESCRIPTOR>(in, out); }
-int run_another_shape(const float* in, float* out) { return run_one<ANOTHER_SHAPE>(in, out); }
-int run_half_a_warp(const float* in, float* out) { return run_one<HALF_A_WARP>(in, out); }
-int run_never_waited(const float* in, float* out) { return run_one<NEVER_WAITED>(in, out); }
-int run_out_of_bounds(const float* in, float* out) { return run_one<OUT_OF_BOUNDS>(in, out); }
-int run_sums_never_set(const float* in, float* out) { return run_one<SUMS_NEVER_SET>(in, out); }
-int run_a_never_set(const float* in, float* out) { return run_one<A_NEVER_SET>(in, out); }
-int run_another_order(const float* in, float* out) { return run_one<ANOTHER_ORDER>(in, out); }
-int run_three_quarters(const float* in, float* out) { return run_one<NONE>(in, out, 96); }
-
-int run_stages(const __half* tiles, float* out, int count, int consumers, int release) {
-    const auto kernel = release == 1 ? stages<BEFORE_THE_WAIT> : release == 2 ? stages<ONE_TOO_FEW>
-                      : release == 3 ? stages<NOT_AT_ALL> : release == 4 ? stages<BY_THE_LAST_WARP>
-                      : release == 5 ? stages<NOT_FILLED> : stages<RIGHT>;
+void run_mistake(const float* in, float* out, int mistake, int threads) { run_one<0>(in, out, mistake, threads); }
+void run_stages(const __half* tiles, float* out, int count, int consumers, int release) {
+    const auto kernel = release == BEFORE_THE_WAIT ? stages<BEFORE_THE_WAIT>
+                      : release == ONE_TOO_FEW ? stages<ONE_TOO_FEW>
+                      : release == BY_THE_LAST_WARP ? stages<BY_THE_LAST_WARP>
+                      : release == NOT_FILLED ? stages<NOT_FILLED> : stages<RIGHT>;
     kernel<<<1, 128 * (consumers + 1), (STAGES + 1) * TILE>>>(tiles, out, count, consumers);
-    return cudaGetLastError();
 }
-int run_registers(float* out, int threads, int which) {
+void run_registers(float* out, int threads, int which) {
     const auto kernel = which == 1 ? registers<240, 1> : which == 2 ? registers<168, 2> : which == 3 ? registers<248, 0>
                                                                                                      : registers<240, 0>;
     kernel<<<1, threads>>>(out);
-    return cudaGetLastError();
-}
-int run_many(float* out, int rounds) {
-    many<<<1, 128, 3 * TILE>>>(out, rounds);
-    return cudaGetLastError();
 }
 }
 template <int COLUMNS>
-int run_columns(const uint16_t* a, const uint16_t* b, float* out, int n) {
-    if constexpr (COLUMNS > 256) return -1;
-    else {
+void run_columns(const uint16_t* a, const uint16_t* b, float* out, int n) {
+    if constexpr (COLUMNS <= 256) {
         if (n != COLUMNS) return run_columns<COLUMNS + 8>(a, b, out, n);
         every_n<COLUMNS><<<1, 128, (64 + COLUMNS) * 32>>>(a, b, out);
-        return cudaGetLastError();
     }
 }
 #ifdef EVERY_N
-extern "C" int run_every_n(const uint16_t* a, const uint16_t* b, float* out, int n) { return run_columns<8>(a, b, out, n); }
+extern "C" void run_every_n(const uint16_t* a, const uint16_t* b, float* out, int n) { run_columns<8>(a, b, out, n); }
 #endif
