@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_inline import BROKEN, SCALE
 
 from flashlab.cuda import Unavailable, builds, errors, inline, load_inline, resources, sources, toolchain
 from flashlab.cuda.binding import binding_source
@@ -14,19 +15,6 @@ from flashlab.kernels import SERIES, source, step
 from flashlab.runtime.cache import CacheError
 
 needs_nvcc = pytest.mark.skipif(toolchain.find_nvcc() is None, reason="no nvcc")
-
-SCALE = """#include "simt.h"
-__global__ void scale_kernel(const float* x, float* y, int n, float factor) {
-    int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) y[i] = factor * x[i];
-}
-extern "C" int scale(const float* x, float* y, int n, float factor, void* stream) {
-    scale_kernel<<<(n + 127) / 128, 128, 0, (cudaStream_t)stream>>>(x, y, n, factor);
-    return (int)cudaGetLastError();
-}
-extern "C" void scale_void(const float* x, float* y, int n) { scale_kernel<<<(n + 127) / 128, 128>>>(x, y, n, 2.f); }
-"""
-BROKEN = SCALE.replace("factor * x[i]", "factor * x[j]")
 
 
 @pytest.fixture

@@ -133,20 +133,6 @@ def test_infinities_and_nan_stay_what_they_are(defines):
     assert lse[:, :, others].isfinite().all()
 
 
-def test_large_scores_and_a_late_maximum():
-    generator = torch.Generator().manual_seed(0)
-    q = 20 * torch.randn(1, 1, 64, 64, generator=generator)
-    k, v = (torch.randn(1, 1, 300, 64, generator=generator) for _ in range(2))
-    k[:, :, 0] *= 4  # their last tile
-    k[:, :, -1] *= 4
-    q, k, v = q.half(), k.half(), v.half()
-    want, want_lse = reference.attention(q, k, v)
-    for name in SOME:
-        o, lse = load_inline(step(name), backend="emulator").forward(q, k, v)
-        assert (o - want).abs().max() <= BOUND[torch.float16], name
-        assert (lse - want_lse).abs().max() <= 1e-3, name
-
-
 MACROS = [  # every value of each, by itself and with the polynomial
     (s, {"POLYNOMIAL": n} | define)
     for s in HOPPER if "TRUST" in s.defines for n in (0, 4)

@@ -1,8 +1,5 @@
 """Phase 6: every step is right, does nothing that it should not, and costs what the lecture says it costs."""
 
-import difflib
-import re
-
 import pytest
 import torch
 
@@ -122,14 +119,3 @@ def test_reads_of_shared_memory_fall_from_step_to_step():
     want = {"p6_2_loop_order": 32768, "p6_3_tiles": 29888, "p6_4_registers": 12288, "p6_5_overlap": 12288}
     assert wavefronts == {name: pytest.approx(n, rel=0.02) for name, n in want.items()}
     assert conflicts["p6_4_registers"] == conflicts["p6_5_overlap"] == 0
-
-
-def test_a_step_is_one_idea_of_at_most_sixty_lines():
-    def code(name):
-        lines = (re.sub(r"//.*", "", line).strip() for line in source(name).splitlines())
-        return [line for line in lines if line and line not in "{}" and not line.startswith("#pragma unroll")]
-
-    for before, after in zip(STEPS, STEPS[1:], strict=False):
-        changed = [line for line in difflib.ndiff(code(before), code(after)) if line.startswith("+ ")]
-        assert 10 <= len(changed) <= 60, f"{before} to {after}: {len(changed)} lines"
-        assert source(after).count("// New") >= 3, f"{after} does not mark what is new"

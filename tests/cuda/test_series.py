@@ -112,7 +112,7 @@ def test_large_scores_and_a_late_maximum():
     k[:, :, -1] *= 4
     q, k, v = q.half(), k.half(), v.half()
     want, want_lse = reference.attention(q, k, v)
-    for name in ("p7_naive", "p8_side_split_kv", "p9_3_rescale", "p9_flash"):
+    for name in ("p7_naive", "p8_side_split_kv", "p9_3_rescale", "p9_flash", "p11_1_tma", "p11_6_overlap", "p11_flash"):
         o, lse = load_inline(step(name), backend="emulator").forward(q, k, v)
         assert (o - want).abs().max() <= BOUND[torch.float16], name
         assert (lse - want_lse).abs().max() <= 1e-3, name

@@ -221,11 +221,13 @@ def test_numbers_that_do_not_fit(built):
         ((0, -1, False, 0), "b is -1"),
         ((0, 0, 2, 0), "c is 2"),
         ((0, 0, False, 1e39), "d is 1e.39, which a float cannot hold"),
+        ((0, 0, False, 10**400), "d is .*, which a float cannot hold"),
     ]:
         with pytest.raises(ValueError, match=words):
             built.wide(*values)
     with pytest.raises(ValueError, match="blocks is 4294967396, and its type, int, goes from"):
         built.run_work(ints(), (1 << 32) + 100, 1, 1)
+    built.wide(0, 0, False, math.inf)  # which is a number of float's
     for values in [(0.5, 0, False, 0), ("1", 0, False, 0), (None, 0, False, 0), ([1], 0, False, 0)]:
         with pytest.raises(TypeError, match="a is declared int64_t, and got"):
             built.wide(*values)
