@@ -16,16 +16,6 @@ from .conftest import compile_for_hopper
 RECORD = Path(__file__).parent / "data" / "hopper_probe_h200.json"
 
 
-def test_the_answers_are_the_same_each_time_and_differ_from_each_other():
-    def answers() -> list[int]:
-        some = (hopper_probe.answer_of(name, hopper_probe.emulated) for name in hopper_probe.box_names()[:12:2])
-        return [hopper_probe.checksum(answer) for answer in some]
-
-    first, again = answers(), answers()
-    assert first == again and len(set(first)) == 6
-
-
-@pytest.mark.skipif(not RECORD.exists(), reason="not measured yet: python -m tests.simt.hopper_probe OUT.json")
 def test_the_emulator_answers_as_the_gpu_did():
     recorded = json.loads(RECORD.read_text())["checksums"]
     ours = {name: hopper_probe.checksum(answer) for name, answer in hopper_probe.answers()}

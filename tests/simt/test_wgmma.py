@@ -14,7 +14,7 @@ from flashlab.cuda.toolchain import find_cuobjdump, find_nvcc
 from flashlab.simt import DeadlockError
 
 from .conftest import KERNELS, compile_for_hopper, marked, module, report_of
-from .wgmma_model import BYTES, SWIZZLES, WIDTH, cases, decoded, descriptor, image, stored
+from .wgmma_model import BYTES, SWIZZLES, WIDTH, descriptor, stored
 
 LINES = marked("wgmma.cu")
 MISTAKES, RELEASES = (
@@ -24,34 +24,11 @@ MISTAKES, RELEASES = (
 N = 64
 
 
-def probe(check: bool = False, n: int = N):
-    return module("wgmma_probe.cu", check, defines={"PROBE_N": n})
+def probe(check: bool = False):
+    return module("wgmma_probe.cu", check, defines={"PROBE_N": N})
 
 
-# ---- descriptors: the probe copies an operand as the descriptor names it ----------------------------
-def asked(operand: str, descriptors: list[tuple[int, int, int, int, int]], trans: bool, n: int = N) -> np.ndarray:
-    """The numbers of the words that the emulator reads: [cases, rows, 16]."""
-    words = np.array([descriptor(*d) for d in descriptors], np.uint64)
-    columns = n if operand == "b" else 16
-    found = []
-    for half in image():
-        out = np.full((len(words), 64, columns), np.nan, np.float32)
-        run = getattr(probe(n=n), f"run_decode_{operand}")
-        assert run(half.view(np.uint16), BYTES, words, out, len(words), int(trans), 0).ok
-        found.append(out.transpose(0, 2, 1)[:, :, :16] if operand == "b" else out)
-    return (found[0] + 2048 * found[1]).astype(int)
-
-
-@pytest.mark.parametrize("trans", [False, pytest.param(True, marks=pytest.mark.long)])
-@pytest.mark.parametrize("operand", ["a", "b"])
-@pytest.mark.every(2)
-def test_descriptors_name_what_the_canonical_layouts_say(operand, trans):
-    words = np.arange(BYTES // 2)
-    found = asked(operand, cases(), trans)
-    for desc, got in zip(cases(), found, strict=True):
-        assert (got == decoded(words, desc, 64, trans)).all(), (SWIZZLES[desc[1]], desc)
-
-
+# ---- descriptors: all kinds of them are compared with an H200 by test_hopper_probe.py ---------------
 @pytest.mark.parametrize("swizzle", SWIZZLES)
 def test_a_tile_as_tma_stores_it_is_read_as_it_was(swizzle):
     """The layouts that kernels use, built without any address: pieces exchanged by the number of the row."""

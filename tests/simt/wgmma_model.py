@@ -1,4 +1,4 @@
-"""Where the numbers of a wgmma operand lie, from the PTX ISA's canonical layouts: a second opinion on the emulator's.
+"""Descriptors of wgmma operands, and where the numbers lie, from the PTX ISA's canonical layouts.
 
 A layout is a shape and strides of the same nesting, and a swizzle of the byte address ("Strides", "Shared memory matrix
 layout" in the PTX ISA; the same in the notation of CuTe). Nothing here looks at the address bits of a descriptor as the
@@ -47,25 +47,6 @@ def mn_major(swizzle: int, leading: int, stride: int) -> Callable[[int, int], in
     far, deep = (leading, stride) if swizzle else (stride, leading)
     rows, ks = ((T, w, 32), (1, T, far // 2)), ((8, 2), (w * T, deep // 2))
     return lambda row, k: 2 * (_walk(*rows, row)[0] + _walk(*ks, k)[0])
-
-
-def swizzled(address: int, swizzle: int, base: int = 0) -> int:
-    """Swizzle<B, 4, 3> of a byte address: B bits from bit 4 on ^= B bits from bit 7 on, from the pattern's start."""
-    bits = WIDTH[swizzle].bit_length() - 1
-    line = (address // 128 - base) % 8
-    piece = address // 16 % 8
-    return address - piece * 16 + (piece ^ line % (1 << bits)) * 16
-
-
-def decoded(image: np.ndarray, desc: tuple[int, int, int, int, int], rows: int, trans: bool) -> np.ndarray:
-    """What a descriptor (start, swizzle, leading, stride, base) names in an image of 16-bit words: [rows, 16]."""
-    start, swizzle, leading, stride, base = desc
-    where = (mn_major if trans else k_major)(swizzle, leading, stride)
-    out = np.empty((rows, 16), image.dtype)
-    for row in range(rows):
-        for k in range(16):
-            out[row, k] = image[swizzled((start + where(row, k)) % (1 << 18), swizzle, base) // 2]
-    return out
 
 
 def stored(matrix: np.ndarray, swizzle: int) -> np.ndarray:

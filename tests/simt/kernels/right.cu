@@ -34,19 +34,6 @@ KERNEL(reduce_last_warp, 1, 64) {
     }
 }
 
-// out[0] = 1
-KERNEL(scan_in_two_steps, 1, 128) {
-    __shared__ float s[128];
-    s[T] = in[T];
-    for (int d = 1; d < 128; d *= 2) {
-        __syncthreads();
-        const float other = T >= d ? s[T - d] : 0;
-        __syncthreads();
-        s[T] += other;
-    }
-    out[T] = s[T];
-}
-
 // out[0] = 8
 KERNEL(histogram, 1, 128) {
     __shared__ int bins[16];
@@ -64,9 +51,6 @@ KERNEL(a_flag_that_all_lanes_set, 1, 128) {
     __syncthreads();
     out[T] = flag;
 }
-
-// out[0] = 4096
-KERNEL(a_sum_with_atomics, 32, 128) { atomicAdd(out, blockIdx.x * 0.f + 1); }
 
 // out[0] = 2
 KERNEL(neighbouring_bytes, 1, 64) {
@@ -101,15 +85,6 @@ KERNEL(a_pipeline_of_two_stages, 1, 64) {
         __syncthreads();
     }
     cp_async_wait<0>();
-}
-
-// out[0] = 0
-KERNEL(a_copy_that_fills_with_zeros, 1, 32) {
-    __shared__ __align__(16) float s[128];
-    cp_async<16>(smem_u32(s + T * 4), in, 0);
-    cp_async_wait_all();
-    __syncwarp();
-    out[T] = s[127 - T];
 }
 
 // out[0] = 1
@@ -183,27 +158,6 @@ KERNEL(a_vote_of_all, 1, 32) {
     out[T] = rounds;
 }
 
-// out[0] = 120
-KERNEL(a_shuffle_of_half_a_warp, 1, 32) {
-    if (T < 16) {
-        float v = T;
-        for (int d = 8; d; d /= 2) v += __shfl_xor_sync(0xffff, v, d);
-        out[T] = v;
-    }
-}
-
-// out[0] = 64
-KERNEL(producers_and_consumers, 1, 128) {
-    __shared__ float s[64];
-    if (T < 64) {
-        s[T] = in[T];
-        named_barrier_arrive(1, 128);
-    } else {
-        named_barrier_sync(1, 128);
-        out[T - 64] = s[127 - T];
-    }
-}
-
 // out[0] = 100001: 400 KB of local memory, of the 512 KB that a GPU has
 KERNEL(a_large_local_array, 1, 2) {
     volatile float a[100000];
@@ -239,12 +193,6 @@ KERNEL(a_lock, 5, 32) {
         __threadfence();
         atomicExch((int*)out + 64, 0);
     }
-}
-
-// out[0] = 2.5
-KERNEL(vectors, 1, 1024) {
-    const float4 v = ((const float4*)in)[T];
-    ((float4*)out)[T] = make_float4((v.x + v.y + v.z + v.w) / 4, 0, 0, 0);
 }
 
 // out[0] = 1
