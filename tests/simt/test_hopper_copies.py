@@ -190,20 +190,6 @@ def test_a_ring_of_stages(copies, tiles):
     assert 4 * tiles <= report.counters["mbarrier_waits_under_way"] <= report.counters["mbarrier_waits"]
 
 
-def test_stores_from_one_buffer(copies):
-    y = np.full(5 * 256, np.nan, np.float32)
-    report = copies.run_staged_store(y, 5)
-    assert not report.findings, report
-    np.testing.assert_array_equal(y, np.arange(5 * 256))
-
-
-def test_an_mbarrier_in_place_of_syncthreads(copies):
-    out = np.zeros(96, np.int32)
-    report = copies.run_as_barrier(out, 5)
-    assert not report.findings, report
-    assert (out == 15).all()
-
-
 # ---- what is wrong is found ------------------------------------------------------------------------
 LINES = marked("hopper_broken.cu")
 X = np.arange(48 * 32, dtype=np.float32)

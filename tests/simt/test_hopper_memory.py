@@ -34,15 +34,15 @@ MISTAKES = {mode: (line, said) for mode, (line, said) in CASES.items() if said !
 TWO_BLOCKS, ONE_BLOCK = (39, 46, 47, 60, 61, 62, 85, 86, 87, 89, 94), (*range(54), *range(67, 72))  # of others four
 
 
-def findings(entry: str, *args, check: bool = True, **options) -> list[simt.Finding]:
-    return report_of(getattr(module("hopper_memory.cu", check), entry), *args, **options).findings
+def findings(*args, check: bool = True, **options) -> list[simt.Finding]:
+    return report_of(module("hopper_memory.cu", check).run_memory, *args, **options).findings
 
 
 def run(mode: int, check: bool = True) -> list[simt.Finding]:
     blocks = 2 if mode in TWO_BLOCKS else 1 if mode in ONE_BLOCK else 4
     x, y, z = np.arange(128, dtype=np.float32), np.zeros(128, np.float32), np.zeros(64, np.int32)
     maps = np.zeros(4 * 128, np.uint8)
-    found = findings("run_memory", maps, x, y, z, mode, blocks, check=check, threads=2)
+    found = findings(maps, x, y, z, mode, blocks, check=check, threads=2)
     if CASES[mode][1] == "right":
         if mode in (*range(3, 9), *range(16, 21)):
             np.testing.assert_array_equal(y[:64], x[:64])
@@ -84,25 +84,10 @@ def test_an_answer_that_is_not_looked_at_shows_in_a_fast_build(mode):
     """What is read is what was there before: nothing."""
     y = np.zeros(128, np.float32)
     x, z, maps = np.arange(128, dtype=np.float32), np.zeros(64, np.int32), np.zeros(512, np.uint8)
-    findings("run_memory", maps, x, y, z, mode, 1, check=False)
+    findings(maps, x, y, z, mode, 1, check=False)
     assert np.isnan(y[:64]).all()
 
 
 def test_an_answer_that_is_dropped_is_a_warning_of_the_compiler():
     source = '#include "ptx_sm90.cuh"\n__global__ void k() { mbarrier_try_wait(0, 0); }\nextern "C" void run() {}\n'
     assert re.search("nodiscard|unused-result", simt.compile_cuda(source).warnings)
-
-
-@pytest.mark.parametrize(
-    ("mode", "line", "others"), [(0, "not left", set()), (1, "not left", {"registers-warps"}), (2, "too many", set())]
-)
-def test_who_waits_for_registers_is_told_first(mode, line, others):
-    found = findings("run_registers", np.zeros(384, np.float32), mode)
-    assert (found[0].kind, found[0].line) == ("registers-missing", MARKED[line]), found
-    assert {f.kind for f in found[1:]} == others
-    assert all(f.line == MARKED["one warp"] for f in found[1:])
-
-
-def test_registers_that_are_left():
-    out = np.zeros(384, np.float32)
-    assert not findings("run_registers", out, 3) and (out[128:] == 16).all()

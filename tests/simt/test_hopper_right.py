@@ -38,14 +38,6 @@ def test_a_tile(right, style):
     np.testing.assert_array_equal(out, a[:rows].astype(np.float32) @ b.T.astype(np.float32))
 
 
-@pytest.mark.parametrize("n", [8, 256])
-def test_the_narrowest_and_the_widest_product(right, n):
-    a, b = operands(128, n, 64)
-    out = np.full((64, n), np.nan, np.float32)
-    expect_clean(right.run_n(a, b, out, n))
-    np.testing.assert_array_equal(out, a[:64].astype(np.float32) @ b.T.astype(np.float32))
-
-
 @pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize("tiles", [1, 2, 7])
 def test_a_ring_of_stages(right, release, tiles):

@@ -275,6 +275,13 @@ def test_registers_are_dealt_out_again(check):
     )
 
 
+@pytest.mark.parametrize("which, others", [(4, set()), (5, {"registers-warps"})])
+def test_who_waits_for_registers_that_nobody_gives_is_told_first(which, others):
+    found = report_of(module("wgmma.cu").run_registers, np.zeros(384, np.float32), 384, which).findings
+    assert (found[0].kind, found[0].line) == ("registers-missing", LINES["too many"]), found
+    assert {f.kind for f in found[1:]} == others and all(f.line == LINES["one warp"] for f in found[1:])
+
+
 # ---- events -----------------------------------------------------------------------------------------
 def test_events_of_the_first_blocks():
     built = module("wgmma.cu", False)

@@ -1,7 +1,7 @@
 // What Hopper's memory model asks of a kernel, and what it allows. A case a row; the block has 64 threads, `blocks` of
 // them run. `// expect: KIND; words` stands where a mistake is found, `// right` where nothing is.
+#include "ptx_sm90.cuh"
 #include "tensor_map.cuh"
-#include "wgmma.cuh"
 
 struct Maps {
     int rows;
@@ -271,28 +271,3 @@ extern "C" void run_memory(unsigned char* memory_of_maps, const float* x, float*
     cudaMemcpyToSymbol(global_map, &maps.x, sizeof(CUtensorMap));
     memory<<<blocks, 64>>>(maps, in_memory, x, y, z, mode);
 }
-
-// ---- registers: three warpgroups, 168 registers each ----------------------------------------------------------------
-__global__ void registers(float* out, int mode) {
-    __shared__ __align__(1024) __half tile[64 * 64];
-    const int group = threadIdx.x / 128;
-    for (int i = threadIdx.x; i < 64 * 64; i += blockDim.x) tile[i] = __float2half(1.f);
-    fence_proxy_async();
-    __syncthreads();
-    if (group == 0) {
-        if (mode == 1) {
-            if (threadIdx.x < 32) setmaxnreg_dec<24>();  // <- one warp
-        } else if (mode != 0) setmaxnreg_dec<24>();
-        return;
-    }
-    if (mode == 2) setmaxnreg_inc<256>();  // <- too many
-    else setmaxnreg_inc<240>();  // <- not left
-    float d[4];
-    wgmma_fence();
-    const uint64_t a = smem_descriptor(smem_u32(tile), SWIZZLE_128, 16, 1024);
-    wgmma_ss<8>(d, a, a, false);
-    wgmma_commit();
-    wgmma_wait<0>();
-    out[threadIdx.x] = d[0];
-}
-extern "C" void run_registers(float* out, int mode) { registers<<<1, 384>>>(out, mode); }

@@ -299,9 +299,6 @@ static void launch_style(const __half* a, const __half* b, float* out, int style
 extern "C" {
 // a [128, 64], b [n, 64], out [64, n], or [128, n] for TWO_WARPGROUPS
 void run_style(const __half* a, const __half* b, float* out, int style) { launch_style<0>(a, b, out, style); }
-void run_n(const __half* a, const __half* b, float* out, int n) {
-    n == 8 ? launch<ONE_BARRIER, 8>(a, b, out) : launch<ONE_BARRIER, 256>(a, b, out);
-}
 // a [64, 64 tiles], b [16, 64 tiles], out [64, 16]
 void run_ring(const __half* a, const __half* b, float* out, int tiles, int release) {
     const CUtensorMap a_map = map_of(a, M, tiles * K, M, K, CU_TENSOR_MAP_SWIZZLE_128B);

@@ -131,7 +131,7 @@ __global__ void registers(float* out) {
     const bool last = threadIdx.x / 128 == blockDim.x / 128 - 1;
     if (last) {
         if (MISTAKE == 1) setmaxnreg_inc<24>();  // <- wrong direction
-        else if (MISTAKE != 2 || threadIdx.x % 128 < 32) setmaxnreg_dec<24>();  // <- one warp
+        else if (MISTAKE == 0 || MISTAKE == 2 && threadIdx.x % 128 < 32) setmaxnreg_dec<24>();  // <- one warp
     } else {
         setmaxnreg_inc<MOST>();  // <- too many
     }
@@ -175,8 +175,12 @@ void run_stages(const __half* tiles, float* out, int count, int consumers, int r
     kernel<<<1, 128 * (consumers + 1), (STAGES + 1) * TILE>>>(tiles, out, count, consumers);
 }
 void run_registers(float* out, int threads, int which) {
-    const auto kernel = which == 1 ? registers<240, 1> : which == 2 ? registers<168, 2> : which == 3 ? registers<248, 0>
-                                                                                                     : registers<240, 0>;
+    const auto kernel = which == 1   ? registers<240, 1>
+                        : which == 2 ? registers<168, 2>
+                        : which == 3 ? registers<248, 0>
+                        : which == 4 ? registers<240, 4>
+                        : which == 5 ? registers<240, 2>
+                                     : registers<240, 0>;
     kernel<<<1, threads>>>(out);
 }
 }
