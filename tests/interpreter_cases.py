@@ -38,68 +38,39 @@ N = 64
 
 
 @triton.jit
-def convert(x_ptr, y_ptr, n: tl.constexpr):
-    i = tl.arange(0, n)
-    tl.store(y_ptr + i, tl.load(x_ptr + i).to(y_ptr.dtype.element_ty))
-
-
-@triton.jit
-def arithmetic(x_ptr, y_ptr, z_ptr, n: tl.constexpr):
+def of_one_tensor(x_ptr, y_ptr, n: tl.constexpr, what: tl.constexpr):
     i = tl.arange(0, n)
     x = tl.load(x_ptr + i)
-    y = tl.load(y_ptr + i)
-    tl.store(z_ptr + i, (x * 2 + y) - x / y)
+    if what == "convert":
+        y = x.to(y_ptr.dtype.element_ty)
+    elif what == "clamp":
+        y = tl.clamp(x, tl.full([n], -0.5, tl.bfloat16), tl.full([n], 0.75, tl.bfloat16))
+    elif what == "absolute":
+        y = tl.abs(x)
+    elif what == "exponentials":
+        y = (tl.exp2(x.to(tl.float32)) + tl.log2(tl.abs(x.to(tl.float32)))).to(tl.bfloat16)
+    tl.store(y_ptr + i, y)
 
 
 @triton.jit
-def fused(x_ptr, y_ptr, z_ptr, n: tl.constexpr):
+def of_two_tensors(x_ptr, y_ptr, z_ptr, n: tl.constexpr, what: tl.constexpr):
     i = tl.arange(0, n)
-    tl.store(z_ptr + i, tl.fma(tl.load(x_ptr + i), tl.load(y_ptr + i), tl.full([n], 0.5, tl.bfloat16)))
-
-
-@triton.jit
-def less(x_ptr, y_ptr, z_ptr, n: tl.constexpr):
-    i = tl.arange(0, n)
-    tl.store(z_ptr + i, (tl.load(x_ptr + i) < tl.load(y_ptr + i)).to(tl.int32))
-
-
-@triton.jit
-def greater(x_ptr, y_ptr, z_ptr, n: tl.constexpr):
-    i = tl.arange(0, n)
-    tl.store(z_ptr + i, tl.maximum(tl.load(x_ptr + i), tl.load(y_ptr + i)))
-
-
-@triton.jit
-def lesser(x_ptr, y_ptr, z_ptr, n: tl.constexpr):
-    i = tl.arange(0, n)
-    tl.store(z_ptr + i, tl.minimum(tl.load(x_ptr + i), tl.load(y_ptr + i)))
-
-
-@triton.jit
-def clamp(x_ptr, y_ptr, n: tl.constexpr):
-    i = tl.arange(0, n)
-    low = tl.full([n], -0.5, tl.bfloat16)
-    high = tl.full([n], 0.75, tl.bfloat16)
-    tl.store(y_ptr + i, tl.clamp(tl.load(x_ptr + i), low, high))
-
-
-@triton.jit
-def choose(x_ptr, y_ptr, z_ptr, n: tl.constexpr):
-    i = tl.arange(0, n)
-    tl.store(z_ptr + i, tl.where(i < 20, tl.load(x_ptr + i), -tl.load(y_ptr + i)))
-
-
-@triton.jit
-def absolute(x_ptr, y_ptr, n: tl.constexpr):
-    i = tl.arange(0, n)
-    tl.store(y_ptr + i, tl.abs(tl.load(x_ptr + i)))
-
-
-@triton.jit
-def exponentials(x_ptr, y_ptr, n: tl.constexpr):
-    i = tl.arange(0, n)
-    x = tl.load(x_ptr + i).to(tl.float32)
-    tl.store(y_ptr + i, (tl.exp2(x) + tl.log2(tl.abs(x))).to(tl.bfloat16))
+    x, y = tl.load(x_ptr + i), tl.load(y_ptr + i)
+    if what == "arithmetic":
+        z = (x * 2 + y) - x / y
+    elif what == "subtract":
+        z = x - y
+    elif what == "fused":
+        z = tl.fma(x, y, tl.full([n], 0.5, tl.bfloat16))
+    elif what == "less":
+        z = (x < y).to(tl.int32)
+    elif what == "greater":
+        z = tl.maximum(x, y)
+    elif what == "lesser":
+        z = tl.minimum(x, y)
+    elif what == "choose":
+        z = tl.where(i < 20, x, -y)
+    tl.store(z_ptr + i, z)
 
 
 @triton.jit
@@ -142,15 +113,13 @@ def count_to(y_ptr, n, block: tl.constexpr):
     tl.store(y_ptr + tl.arange(0, block), total)
 
 
-@triton.jit
-def subtract(x_ptr, y_ptr, z_ptr, n: tl.constexpr):
-    i = tl.arange(0, n)
-    tl.store(z_ptr + i, tl.load(x_ptr + i) - tl.load(y_ptr + i))
-
-
 def run(kernel, *tensors, out, size=N):
+    """kernel: one of these, or what one of the first two does."""
     result = torch.zeros(size, dtype=out)
-    kernel[(1,)](*tensors, result, N)
+    if isinstance(kernel, str):
+        (of_one_tensor, of_two_tensors)[len(tensors) - 1][(1,)](*tensors, result, N, kernel)
+    else:
+        kernel[(1,)](*tensors, result, N)
     return result
 
 
@@ -189,7 +158,7 @@ def no_warnings():
     x = torch.full((N,), -float("inf"), dtype=torch.float32)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run(subtract, x, x, out=torch.float16)
+        run("subtract", x, x, out=torch.float16)
     return torch.tensor([len(caught)]), torch.tensor([0])
 
 
@@ -205,7 +174,7 @@ def patched_once():
 
     ti._patch_lang_tensor = counting
     try:
-        run(absolute, X, out=BF16)
+        run("absolute", X, out=BF16)
         once = len(counted)
         run(reductions, X, out=BF16)
     finally:
@@ -231,7 +200,7 @@ A_TF32, B_TF32 = ((m.view(torch.int32) & torch.tensor(-(2**13), dtype=torch.int3
 
 
 def converted(x, out):
-    return lambda: (run(convert, x, out=out), x.to(out))
+    return lambda: (run("convert", x, out=out), x.to(out))
 
 
 def of_one(kernel, want, *, out=BF16, first=N, x=X):
@@ -253,16 +222,16 @@ CASES = {
     "bf16_to_f32": converted(X, torch.float32),
     "int_to_bf16": converted(torch.arange(-32, 32, dtype=torch.int32) * 77, BF16),
     # Triton divides bfloat16 in float32, and so subtracts in float32.
-    "arithmetic": of_two(arithmetic, ((X * 2 + Y).float() - X.float() / Y.float()).to(BF16)),
-    "fma": of_two(fused, (X.float() * Y.float() + 0.5).to(BF16)),
-    "comparison": of_two(less, (X < Y).int(), out=torch.int32),
-    "maximum": of_two(greater, torch.maximum(X, Y)),
-    "minimum_of_nan": of_two(lesser, torch.fmin(HOLES, Y.float()), out=torch.float32, x=HOLES, y=Y.float()),
-    "maximum_of_nan": of_two(greater, torch.fmax(HOLES, Y.float()), out=torch.float32, x=HOLES, y=Y.float()),
-    "clamp": of_one(clamp, X.clamp(-0.5, 0.75)),
-    "where": of_two(choose, torch.where(torch.arange(N) < 20, X, -Y)),
-    "abs": of_one(absolute, X.abs()),
-    "exp2_log2": of_one(exponentials, (torch.exp2(X.float()) + torch.log2(X.float().abs())).to(BF16)),
+    "arithmetic": of_two("arithmetic", ((X * 2 + Y).float() - X.float() / Y.float()).to(BF16)),
+    "fma": of_two("fused", (X.float() * Y.float() + 0.5).to(BF16)),
+    "comparison": of_two("less", (X < Y).int(), out=torch.int32),
+    "maximum": of_two("greater", torch.maximum(X, Y)),
+    "minimum_of_nan": of_two("lesser", torch.fmin(HOLES, Y.float()), out=torch.float32, x=HOLES, y=Y.float()),
+    "maximum_of_nan": of_two("greater", torch.fmax(HOLES, Y.float()), out=torch.float32, x=HOLES, y=Y.float()),
+    "clamp": of_one("clamp", X.clamp(-0.5, 0.75)),
+    "where": of_two("choose", torch.where(torch.arange(N) < 20, X, -Y)),
+    "abs": of_one("absolute", X.abs()),
+    "exp2_log2": of_one("exponentials", (torch.exp2(X.float()) + torch.log2(X.float().abs())).to(BF16)),
     "reductions": of_one(reductions, torch.stack([X.max(), X.min(), X.float().sum().to(BF16)]), first=3),
     "own_reduction": of_one(own_reduction, X.max()[None], first=1),
     "dot": product(dot, A.to(BF16), B.to(BF16)),
