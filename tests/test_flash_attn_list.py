@@ -148,10 +148,3 @@ def test_what_a_backend_does_not_take_raises_a_sentence():
             count[name] += 1
     assert count["triton"] == count["reference"] == 0
     assert count["p6_1_fa1"] == 192 and count["p9_flash"] == 192 - 2 * 2 * 3  # float32; no window, no soft-cap, 3 sizes
-
-
-@pytest.mark.parametrize("name, value", [("dropout_p", 0.17), ("alibi_slopes", None), ("deterministic", True)])
-def test_parameters_of_flash_attention_that_the_door_has_not(name, value):
-    q = torch.zeros(1, 1, 2, 16, device=DEVICE)
-    with pytest.raises(TypeError, match=name):
-        flash_attention(q, q, q, **{name: value})

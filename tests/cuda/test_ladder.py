@@ -13,26 +13,8 @@ from flashlab.figures import banks, ladder, traces
 from flashlab.kernels import steps
 
 
-def test_the_work_is_the_same_in_every_step():
-    for name in ("p7_naive", "p8_1_split_q", "p8_4_swizzle", "p9_4_warp_tiles"):
-        assert ladder.counted(name).counters["mma_flops"] == 4 * 256 * 256 * 64
-
-
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_the_swizzle_removes_every_conflict(head_dim):
-    before, after = (ladder.counted(n, head_dim=head_dim).counters for n in ("p8_3_stages", "p8_4_swizzle"))
-    assert after.bank_conflicts == 0
-    assert before["ldmatrix_wavefronts"] == 8 * after["ldmatrix_wavefronts"]
-
-
 def test_no_later_step_brings_a_conflict_back():
     assert [s.name for s in steps(7, 8)[5:] if ladder.counted(s.name).counters.bank_conflicts] == []
-
-
-def test_32_rows_a_warp_halve_the_fragments_loads():
-    narrow, wide = (ladder.counted(n).counters for n in ("p9_3_rescale", "p9_4_warp_tiles"))
-    loads = 256 // 16 * 64 // 16  # Q, once
-    assert narrow["ldmatrix"] - loads == 2 * (wide["ldmatrix"] - loads)
 
 
 def test_the_bank_map_is_drawn_from_the_kernels_own_addresses():

@@ -129,15 +129,6 @@ def test_the_example_of_the_docstring():
     assert pager.references[:3] == [1, 0, 1] and pager.free_pages == 6
 
 
-def test_of_two_that_share_a_page_one_takes_a_copy_and_the_other_keeps_it():
-    pager = Pager(2, 4)
-    first = pager.allocate()
-    pager.append([first], [3])
-    second = pager.fork(first)
-    assert pager.append([first, second], [1, 1]) == [(0, 1)]  # the pool's last page is enough
-    assert (pager.pages(first), pager.pages(second), pager.free_pages) == ((1,), (0,), 0)
-
-
 def test_the_tensors_are_what_a_kernel_reads():
     pager = Pager(8, 2)
     long, empty = pager.allocate(), pager.allocate()
