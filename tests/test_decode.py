@@ -185,13 +185,6 @@ def test_the_last_to_arrive_sees_what_the_others_stored():
     assert after.index("bar.sync") < after.index("ld.global")
 
 
-@pytest.mark.parametrize("name, kernel", [("merge", decode.decode_merge_kernel), ("append", decode.append_kernel)])
-@pytest.mark.long
-def test_the_small_kernels_compile(name, kernel):
-    for report in compile_reports(kernel, [decode.compile_arguments(name, BF16, 128)], targets=["sm_90", "sm_120"]):
-        assert report.ok and report.spill_bytes == 0
-
-
 # ---- PyTorch
 
 

@@ -11,6 +11,7 @@ import torch
 import flashlab
 from flashlab.attention import decode, gluon_forward, schemes, triton_backward, triton_forward, triton_minimal
 from flashlab.attention.tiles import Tile
+from flashlab.models import rope
 from flashlab.triton_tools.compile_report import TARGETS, compile_reports
 from flashlab.triton_tools.portable import is_gluon, jit_function
 
@@ -56,6 +57,25 @@ LAUNCHES = {
     ],
     "flashlab.attention.schemes.two_pass_kernel": [_WALLS | {"BLOCK_N": 64, "num_stages": 1}],
 }
+WITHOUT_TENSOR_CORES = {
+    "flashlab.attention.triton_backward.delta_kernel": [
+        triton_backward.compile_arguments("delta", torch.bfloat16, 128, Tile(64, 16, 4, 1))
+    ],
+    "flashlab.attention.decode.decode_merge_kernel": [decode.compile_arguments("merge", torch.bfloat16, 128)],
+    "flashlab.attention.decode.append_kernel": [decode.compile_arguments("append", torch.bfloat16, 128)],
+}
+_MERGED = {"heads": 16, "n": 4096, "HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_M": 16, "LSE_ptr": torch.float32}
+_MERGED |= {"PLSE_ptr": torch.float32}
+_MERGED |= {f"stride_{x}{y}": 4096 for x, axes in zip("olpq", ("bhn", "bh", "bhn", "bh"), strict=True) for y in axes}
+WIDE = {  # 16 bytes per thread at once
+    "flashlab.models.rope.rope_kernel": [
+        rope.compile_arguments(torch.bfloat16, 128), rope.compile_arguments(torch.float32, 16, back=True),
+    ],
+    "flashlab.distributed.parts.merge_kernel": [
+        _MERGED | {"O_ptr": dtype, "P_ptr": dtype} for dtype in (torch.float32, torch.bfloat16)
+    ],
+}  # fmt: skip
+LAUNCHES |= WITHOUT_TENSOR_CORES | WIDE
 
 
 def kernels():
@@ -69,19 +89,10 @@ def kernels():
     return {name: value for name, value in found.items() if name.startswith(f"{jit_function(value).fn.__module__}.")}
 
 
-# No product of matrices in them; test_triton_backward.py, test_decode.py, models/test_rope.py, distributed/test_ring.py
-# compile them.
-WITHOUT_TENSOR_CORES = {
-    "flashlab.attention.triton_backward.delta_kernel", "flashlab.models.rope.rope_kernel",
-    "flashlab.distributed.parts.merge_kernel", "flashlab.attention.decode.decode_merge_kernel",
-    "flashlab.attention.decode.append_kernel",
-}  # fmt: skip
-
-
 def test_every_kernel_has_a_launch_to_compile():
     """The others are called by them, and compiled with them."""
     launched = {name for name in kernels() if name.endswith("_kernel")}
-    assert launched == set(LAUNCHES) | WITHOUT_TENSOR_CORES
+    assert launched == set(LAUNCHES)
     texts = {name: inspect.getsource(jit_function(kernel).fn) for name, kernel in kernels().items()}
     for name in texts.keys() - launched:
         called = re.compile(rf"\b{name.rpartition('.')[2]}\b")
@@ -96,4 +107,6 @@ def test_it_compiles_for_every_target(name, targets):
         targets = ["sm_90"]
     for report in compile_reports(kernels()[name], LAUNCHES[name], targets=targets):
         assert report.ok, report.error
-        assert report.tensor_core_instructions > 0
+        assert (report.tensor_core_instructions > 0) == (name not in WITHOUT_TENSOR_CORES | WIDE)
+        assert report.tensor_core_instructions or report.spill_bytes == 0
+        assert name not in WIDE or "LDG.E.128" in report.sass and "STG.E.128" in report.sass

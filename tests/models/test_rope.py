@@ -7,8 +7,7 @@ from huge_tensors import NO_ROOM, REASON, far_apart
 from flashlab import runtime
 from flashlab.attention import reference
 from flashlab.attention.cost import trace_ops
-from flashlab.models.rope import compile_arguments, fused_rope, rope, rope_kernel, rope_table
-from flashlab.triton_tools.compile_report import compile_reports
+from flashlab.models.rope import fused_rope, rope, rope_table
 from flashlab.triton_tools.watch import watched
 
 DEVICE = runtime.device()
@@ -214,12 +213,3 @@ def test_torch_compile_takes_it_as_one_graph():
         q, k = (draw(1, heads, seq, 8).requires_grad_() for heads in (4, 2))
         for a, b in zip(*(torch.autograd.grad(f(q, k), (q, k)) for f in (compiled, model)), strict=True):
             torch.testing.assert_close(a, b)
-
-
-@pytest.mark.long
-def test_it_compiles():
-    jobs = [compile_arguments(torch.bfloat16, 128), compile_arguments(torch.float32, 16, back=True)]
-    for report in compile_reports(rope_kernel, jobs, targets=["sm_90", "sm_120"]):
-        assert report.ok, report.error
-        assert report.spill_bytes == 0 and report.tensor_core_instructions == 0
-        assert "LDG.E.128" in report.sass and "STG.E.128" in report.sass  # 16 bytes per thread at once
