@@ -249,7 +249,6 @@ def no_launch(monkeypatch):
         (([1.0], Q, Q), {}, TypeError, "q is a list; a torch.Tensor is needed"),
         ((Q[0], Q, Q), {}, ValueError, "q must be .* but it has 3 dimensions"),
         ((Q.int(),) * 3, {}, TypeError, "q is torch.int32; torch.float16, .* or torch.float64 is taken"),
-        ((Q.to(torch.float8_e5m2),) * 3, {}, TypeError, "q is torch.float8_e5m2; .* is taken"),
         ((Q, Q, Q[..., :8]), {}, ValueError, "they must have one shape"),
         ((Q, Q[:, :3], Q[:, :3]), {}, ValueError, "4 query heads cannot share 3 key heads evenly"),
         ((torch.zeros(1, 1, 2, 257, device=DEVICE),) * 3, {"backend": "triton"}, ValueError, "256, and q has 257"),

@@ -11,39 +11,22 @@ from flashlab import runtime
 from flashlab.runtime import gpus, ptxas
 
 MODE = "import flashlab.runtime as r, triton; print(r.INTERPRETED, triton.knobs.runtime.interpret, r.device().type)"
+TRITON_FIRST = "import triton; " + MODE
 REPAIRED = "import flashlab, triton.runtime.interpreter as ti; print(hasattr(ti.InterpreterBuilder, 'get_bf16'))"
+BOTH = {"FLASHLAB_INTERPRET": "0", "TRITON_INTERPRET": "1"}
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+TOO_LATE = "WrongMode: triton was imported before flashlab "
 
 # name -> program, environment, what it prints (or a part of what it says when it fails)
 PROCESSES = {
     "asked to interpret": (MODE, {"FLASHLAB_INTERPRET": "1"}, "True True cpu"),
     "asked by Triton's own variable": (MODE, {"TRITON_INTERPRET": "1"}, "True True cpu"),
     "no GPU": (MODE, NO_GPU, "True True cpu"),
-    "asked to compile, no GPU": (
-        MODE,
-        NO_GPU | {"FLASHLAB_INTERPRET": "0", "TRITON_INTERPRET": "1"},
-        "False False cpu",
-    ),
-    "a wrong wish": (
-        MODE,
-        {"FLASHLAB_INTERPRET": "please"},
-        "FLASHLAB_INTERPRET is 'please': set it to 1 (interpret) or 0 (compile)",
-    ),
-    "triton first, compiling": (
-        "import triton; " + MODE,
-        {"FLASHLAB_INTERPRET": "1"},
-        "WrongMode: triton was imported before flashlab and will compile",
-    ),
-    "triton first, interpreting": (
-        "import triton; " + MODE,
-        {"FLASHLAB_INTERPRET": "0", "TRITON_INTERPRET": "1"},
-        "WrongMode: triton was imported before flashlab with TRITON_INTERPRET=1",
-    ),
-    "triton first, in the right mode": (
-        "import triton; " + MODE,
-        {"FLASHLAB_INTERPRET": "1", "TRITON_INTERPRET": "1"},
-        "True True cpu",
-    ),
+    "asked to compile, no GPU": (MODE, NO_GPU | BOTH, "False False cpu"),
+    "a wrong wish": (MODE, {"FLASHLAB_INTERPRET": "please"}, "is 'please': set it to 1 (interpret) or 0 (compile)"),
+    "triton first, compiling": (TRITON_FIRST, {"FLASHLAB_INTERPRET": "1"}, TOO_LATE + "and will compile"),
+    "triton first, interpreting": (TRITON_FIRST, BOTH, TOO_LATE + "with TRITON_INTERPRET=1"),
+    "triton first, in the right mode": (TRITON_FIRST, BOTH | {"FLASHLAB_INTERPRET": "1"}, "True True cpu"),
     "repairs come with flashlab": (REPAIRED, {"FLASHLAB_INTERPRET": "1"}, "True"),
 }
 

@@ -9,9 +9,9 @@ import time
 from functools import partial
 
 import torch
+from ranks import formula
 
 import flashlab
-from flashlab.attention import reference
 from flashlab.distributed import (
     LAYOUTS,
     all_gather_attention,
@@ -62,19 +62,13 @@ def main(few):
             options["documents"] = documents
         options |= {"mesh": link.split(heads)} if heads > 1 else {"group": link}
         found = passes(*mine, partial(mesh_attention if heads > 1 else function, **options))
-        want, one, start_ = [[] for _ in range(4)], [[] for _ in range(4)], 0
-        for length in documents:
-            part = [x[:, :, start_ : start_ + length] for x in whole]
-            o, _ = reference.attention(*part[:3], causal=causal)
-            right = (o, *reference.attention_backward(part[3], *part[:3], causal=causal))
-            ours = passes(*part, partial(flashlab.flash_attention, causal=causal, backend=backend))
-            for i in range(4):
-                want[i].append(right[i])
-                one[i].append(ours[i])
-            start_ += length
+        by_document = zip(*(x.split(list(documents), 2) for x in whole), strict=True)
+        alone = partial(flashlab.flash_attention, causal=causal, backend=backend)
+        one = [torch.cat(x, 2) for x in zip(*(passes(*part, alone) for part in by_document), strict=True)]
         said = []
+        want = formula(*whole, causal, documents)
         for what, mine_, right, alone in zip(("o", "dq", "dk", "dv"), found, want, one, strict=True):
-            right, alone = (shard(torch.cat(x, 2).double(), link.rank, link.world, **cut) for x in (right, alone))
+            right, alone = (shard(x.double(), link.rank, link.world, **cut) for x in (right, alone))
             far, near = ((x.double() - right).abs().max().item() for x in (mine_, alone))
             # A NaN is not. In 16 bits a rank's parts of a gradient are rounded, one per block, and then their sum
             fine = far <= (2 if what == "o" or dtype == torch.float32 else 3) * near + 1e-5

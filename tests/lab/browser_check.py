@@ -106,25 +106,11 @@ class Lab:
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "FLASHLAB_PROGRESS": "off"}
         environment |= {f"JUPYTER_{kind}_DIR": self.settings for kind in ("CONFIG", "DATA", "RUNTIME")}
         self.log = open(Path(self.settings) / "lab.log", "w+")
-        self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "jupyterlab",
-                "--no-browser",
-                "--ip=127.0.0.1",
-                "--allow-root",
-                f"--port={self.url.rpartition(':')[2]}",
-                "--port-retries=0",
-                "--IdentityProvider.token=",
-                "--LabApp.expose_app_in_browser=True",
-                f"--ServerApp.root_dir={folder}",
-                f"--LabApp.app_settings_dir={ROOT / 'tools' / 'jupyterlab'}",
-            ],
-            stdout=self.log,
-            stderr=subprocess.STDOUT,
-            env=environment,
-        )
+        options = "--no-browser --ip=127.0.0.1 --allow-root --port-retries=0 --IdentityProvider.token="
+        places = [f"--ServerApp.root_dir={folder}", f"--LabApp.app_settings_dir={ROOT / 'tools' / 'jupyterlab'}"]
+        command = [sys.executable, "-m", "jupyterlab", *options.split(), *places]
+        command += ["--LabApp.expose_app_in_browser=True", f"--port={self.url.rpartition(':')[2]}"]
+        self.process = subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT, env=environment)
 
     def __enter__(self) -> Lab:
         for _ in range(200):

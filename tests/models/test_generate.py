@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from sequences import Sequences
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashlab import runtime
-from flashlab.attention import reference
 from flashlab.models.caches import CACHES, DenseCache, PagedCache, StaticCache, attention_of, cache_memory
 from flashlab.models.generate import generate, step
 from flashlab.models.language_model import Config, LanguageModel
@@ -52,31 +52,12 @@ def all_caches(batch, pages=64, page_size=4, capacity=40):
 def test_attention_over_a_cache_is_the_formula_for_each_sequence(backend, new, paged):
     if backend == "sdpa" and paged:
         pytest.skip("it cannot follow a page table")
-    lengths, page, heads, kv_heads, dim = [0, 1, 4, 5, 11], 4, 6, 2, 8
-    q, k, v = draw(5, heads, new, dim), draw(5, kv_heads, 12, dim, seed=1), draw(5, kv_heads, 12, dim, seed=2)
-    kept, table = [], None
-    for x in (k, v):
-        x = x.clone()
-        for b, length in enumerate(lengths):
-            x[b, :, length:] = 0.0 if backend == "sdpa" else torch.nan  # what is behind the length must not be read
-        kept.append(x)
-    if paged:  # the pages in another order, page 0 is nobody's
-        order = torch.randperm(15, generator=torch.Generator().manual_seed(3)).to(DEVICE) + 1
-        table = torch.where(
-            torch.arange(3, device=DEVICE) * page < torch.tensor(lengths, device=DEVICE)[:, None], order.view(5, 3), -1
-        ).int()  # fmt: skip
-        pools = []
-        for x in kept:
-            pool = x.new_full((16, kv_heads, page, dim), torch.nan)
-            pool[order] = x.unflatten(2, (3, page)).transpose(1, 2).flatten(0, 1)
-            pools.append(pool)
-        kept = pools
+    x = Sequences([0, 1, 4, 5, 11], group=3, head_dim=8, page=4 if paged else None, queries=new)
     cache = StaticCache(SHAPE, 5, 12, device=DEVICE)
-    cache.lengths, cache.page_table = torch.tensor(lengths, dtype=torch.int32, device=DEVICE), table
-    o = attention_of(cache, new, backend)(q, *kept, cache.lengths, cache.page_table)
-    for b, length in enumerate(lengths):
-        want, _ = reference.attention(q[b : b + 1], k[b : b + 1, :, :length], v[b : b + 1, :, :length], causal=True)
-        torch.testing.assert_close(o[b : b + 1].double(), want, rtol=1e-5, atol=1e-5)
+    cache.lengths, cache.page_table = x.lengths, x.table
+    kept = [c.nan_to_num() if backend == "sdpa" else c for c in (x.k_cache, x.v_cache)]
+    o = attention_of(cache, new, backend)(x.q, *kept, cache.lengths, cache.page_table)
+    x.expect(o)
     assert not o[0].any()
 
 
