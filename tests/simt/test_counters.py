@@ -46,14 +46,6 @@ def test_transpose_with_and_without_padding(pad):
     assert report.by_line[LINES["in"]].bank_conflicts == 0
 
 
-def test_transpose_without_a_tile_wastes_sectors():
-    n = 64
-    a, out = np.zeros((n, n), np.float32), np.zeros((n, n), np.float32)
-    c = run("run_transpose_naive", a, out, n).counters
-    assert c["global_load_sectors"] == n * n // 8
-    assert c["global_store_sectors"] == n * n and c["global_store_ideal"] == n * n // 8
-
-
 @pytest.mark.parametrize("swizzle", [0, 1])
 def test_ldmatrix_with_and_without_the_swizzle(swizzle):
     tile = np.random.default_rng(0).integers(0, 65536, (16, 64), dtype=np.uint16)

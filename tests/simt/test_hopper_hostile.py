@@ -27,7 +27,6 @@ def run(case: int, check: bool) -> simt.Report:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.every(3)
 def test_a_check_build_says_what_is_wrong(case):
     line, kinds, words = CASES[case]
     findings = run(case, True).findings

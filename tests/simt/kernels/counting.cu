@@ -15,15 +15,6 @@ ENTRY run_transpose(const float* in, float* out, int n, int pad) {
     if (pad) transpose<1><<<dim3(n / 32, n / 32), dim3(32, 8)>>>(in, out, n);
     else transpose<0><<<dim3(n / 32, n / 32), dim3(32, 8)>>>(in, out, n);
 }
-// The same without a tile: one of the two sides touches a sector for each float.
-__global__ void transpose_naive(const float* in, float* out, int n) {
-    const int x = blockIdx.x * 32 + threadIdx.x, y = blockIdx.y * 32 + threadIdx.y;
-    for (int j = 0; j < 32; j += 8) out[x * n + y + j] = in[(y + j) * n + x];
-}
-ENTRY run_transpose_naive(const float* in, float* out, int n) {
-    transpose_naive<<<dim3(n / 32, n / 32), dim3(32, 8)>>>(in, out, n);
-}
-
 // ldmatrix.x4 of a 16 x 64 tile of halves (rows of 128 bytes), all of it
 template <bool SWIZZLE> __global__ void fragments(const __half* in, uint32_t* out) {
     __shared__ __align__(128) __half tile[16 * 64];

@@ -63,23 +63,18 @@ __global__ void setup_mistakes(const __grid_constant__ CUtensorMap map, float* o
     const uint32_t bar = smem_u32(full);
     const uintptr_t nowhere = (uintptr_t)(out + 31) & ~(uintptr_t)63;
     if (threadIdx.x == 0 && mode != 2) {
-        mbarrier_init(mode == 4 ? bar + 4 : bar, mode == 5 ? 0 : 1);  // <- init
+        mbarrier_init(bar, 1);
         if (mode != 0) fence_mbarrier_init();
-        if (mode == 3) mbarrier_init(bar, 1);  // <- init again
         if (mode == 6) {
             mbarrier_inval(bar);
             mbarrier_arrive(bar);  // <- after inval
         }
-        if (mode == 7) full[0] = 0;  // <- store to an mbarrier
     }
     if (mode != 1) __syncthreads();
     if (threadIdx.x == 32) {
-        mbarrier_arrive_expect_tx(bar, mode == 9 ? 1 << 20 : 1024);  // <- arrive
-        if (mode == 8) tma_load(smem_u32(tile) + 4, &map, bar, 0, 0);  // <- misaligned
-        else if (mode == 10) tma_load(smem_u32(tile), &map, bar, 0);  // <- one coordinate
-        else if (mode == 11) tma_load(smem_u32(tile), (const CUtensorMap*)nowhere, bar, 0, 0);  // <- no map
+        mbarrier_arrive_expect_tx(bar, 1024);
+        if (mode == 11) tma_load(smem_u32(tile), (const CUtensorMap*)nowhere, bar, 0, 0);  // <- no map
         else if (mode == 12) tma_load(smem_u32(tile) + 128, &map, bar, 0, 0);  // <- beyond the array
-        else if (mode == 13) bulk_load(smem_u32(tile), out, 20, bar);  // <- 20 bytes
         else if (mode == 14) bulk_load(smem_u32(tile), out + 1, 16, bar);  // <- off by 4
         else tma_load(smem_u32(tile), &map, bar, 0, 0);  // <- load of setup
     }

@@ -22,11 +22,11 @@ __global__ void hostile(const __grid_constant__ CUtensorMap map, const float* x,
     // ---- addresses and numbers of mbarriers
     case 1: FIRST mbarrier_init(end, 1); break;                      // expect: shared-out-of-bounds; dynamic shared memory
     case 2: FIRST mbarrier_init(big - 7, 1); break;                  // expect: shared-out-of-bounds; shared memory
-    case 3: FIRST mbarrier_init(smem + 12, 1); break;                // expect: bulk-misaligned; multiple of 8
-    case 4: FIRST mbarrier_init(none, 0); break;                     // expect: mbarrier-number; 0 arrivals
+    case 3: FIRST mbarrier_init(smem + 12, 1); break;                // expect: bulk-misaligned; 4 bytes beyond a multiple of 8
+    case 4: FIRST mbarrier_init(none, 0); break;                     // expect: mbarrier-number; with 0 arrivals; they are 1 to 1048575
     case 5: FIRST mbarrier_init(none, -1); break;                    // expect: mbarrier-number; -1 arrivals
     case 6: FIRST mbarrier_init(none, 1 << 20); break;               // expect: mbarrier-number; 1048576 arrivals
-    case 7: FIRST mbarrier_init(bar, 1); break;                      // expect: mbarrier-again; mbarrier
+    case 7: FIRST mbarrier_init(bar, 1); break;                      // expect: mbarrier-again; what is there already ends with mbarrier_inval
     case 8: mbarrier_init(none, 1); break;                           // expect: mbarrier-again; mbarrier
     case 9: mbarrier_arrive(none); break;                            // expect: mbarrier-missing; mbarrier
     case 10: mbarrier_wait(none, 0); break;                          // expect: mbarrier-missing; mbarrier
@@ -38,10 +38,10 @@ __global__ void hostile(const __grid_constant__ CUtensorMap map, const float* x,
     case 16: mbarrier_wait(bar, 2); break;                           // expect: mbarrier-number; parity 2
     case 17: (void)mbarrier_test_wait(bar, big); break;                    // expect: mbarrier-number; parity
     case 18: FIRST mbarrier_expect_tx(bar, 0u - 16); break;          // expect: mbarrier-number; bytes
-    case 19: FIRST mbarrier_arrive_expect_tx(bar, big); break;       // expect: mbarrier-number; bytes
+    case 19: FIRST mbarrier_arrive_expect_tx(bar, big); break;       // expect: mbarrier-number; bytes for one phase
     case 20: FIRST mbarrier_init(smem_u32(in_global_memory), 1); break;         // expect: not-shared; shared
     case 21: y[0] = *(volatile float*)bars; break;                   // expect: mbarrier-touched; mbarrier
-    case 22: bars[1] = 0; break;                                     // expect: mbarrier-touched; mbarrier
+    case 22: bars[1] = 0; break;                                     // expect: mbarrier-touched; that is an mbarrier, made by thread 0
     case 23: cp_async<16>(bar, x); cp_async_commit(), cp_async_wait<0>(); break;         // expect: mbarrier-touched; mbarrier
     case 24: FIRST mbarrier_arrive(bar), mbarrier_arrive_expect_tx(bar, 16); mbarrier_wait(bar, 1); break;  // expect: deadlock; 16 bytes expected, 0 brought
     case 25: if (threadIdx.x < 64) mbarrier_arrive(bar + 8); if (threadIdx.x < 63) mbarrier_arrive(bar + 8); mbarrier_wait(bar + 8, 1); break;  // expect: deadlock; 1 of 64 arrivals missing
@@ -54,18 +54,18 @@ __global__ void hostile(const __grid_constant__ CUtensorMap map, const float* x,
     // ---- copies
     case 40: FIRST tma_load(end, &map, bar, 0, 0); break;            // expect: shared-out-of-bounds; dynamic shared memory
     case 41: FIRST tma_load(big - 127, &map, bar, 0, 0); break;      // expect: shared-out-of-bounds; shared memory
-    case 42: FIRST tma_load(dst + 64, &map, bar, 0, 0); break;       // expect: bulk-misaligned; multiple of 128
+    case 42: FIRST tma_load(dst + 64, &map, bar, 0, 0); break;       // expect: bulk-misaligned; 64 bytes beyond a multiple of 128
     case 43: FIRST tma_load(dst, nullptr, bar, 0, 0); break;         // expect: tensor-map global-out-of-bounds; thread 0
     case 44: FIRST tma_load(dst, (const CUtensorMap*)0x7f0000000040ull, bar, 0, 0); break;  // expect: tensor-map global-out-of-bounds; thread 0
     case 45: FIRST tma_load(dst, &map, none, 0, 0); break;           // expect: mbarrier-missing; mbarrier
-    case 46: FIRST tma_load(dst, &map, bar, 0, 0, 0); break;         // expect: tensor-map; 3 coordinates
+    case 46: FIRST tma_load(dst, &map, bar, 0, 0, 0); break;         // expect: tensor-map; 3 coordinates; the tensor map has 2
     case 47: FIRST mbarrier_arrive_expect_tx(bar, 1024), tma_load(dst, &map, bar, INT_MIN, INT_MAX); mbarrier_wait(bar, 0); break;  // expect: -
     case 48: FIRST bulk_load(dst, x, 0u - 16, bar); break;           // expect: bulk-size; bytes
     case 49: FIRST bulk_load(dst, x, 1u << 31, bar); break;          // expect: bulk-size; bytes
     case 50: FIRST bulk_load(dst, x, 0, bar), mbarrier_arrive(bar); mbarrier_wait(bar, 0); break;  // expect: -
     case 51: FIRST bulk_load(dst, nullptr, 16, bar); break;          // expect: global-out-of-bounds; null pointer
     case 52: FIRST bulk_load(dst, (const void*)0x123456789ab0ull, 16, bar); break;       // expect: global-out-of-bounds; belongs to no argument
-    case 53: FIRST bulk_load(dst, x, 8, bar); break;                 // expect: bulk-misaligned; multiple of 16
+    case 53: FIRST bulk_load(dst, x, 8, bar); break;                 // expect: bulk-misaligned; for 8 bytes; their number is a multiple of 16
     case 54: FIRST tma_load(bar, &map, bar, 0, 0); break;            // expect: bulk-misaligned mbarrier-touched shared-out-of-bounds; shared
     case 55: FIRST bulk_load(bar & ~15u, x, 16, bar); break;         // expect: mbarrier-touched; mbarrier
     case 56: FIRST bulk_store(y, end - 16, 32); break;               // expect: shared-out-of-bounds; dynamic shared memory

@@ -746,11 +746,6 @@ KERNEL(memory_from_the_heap, 1, 32) {
 
 #ifdef SIMT_EMULATED  // these nvcc refuses itself
 // expect: host-call | host-call
-KERNEL(an_exit, 1, 32) {
-    if (T == 3) exit(1);  // <-
-}
-
-// expect: host-call | host-call
 KERNEL(an_exception, 1, 32) {
     if (in[T] > 10) throw 1;  // <-
 }
@@ -759,22 +754,11 @@ __global__ void child(float* p) { p[threadIdx.x] = 1; }
 // expect: launch-in-kernel | launch-in-kernel
 KERNEL(a_launch, 1, 1) { child<<<1, 32>>>(out); }  // <-
 
-// expect: trap | trap
-KERNEL(code_that_must_not_be_reached, 1, 32) {
-    if (n > 0) __builtin_trap();  // <-
-    out[T] = 1;
-}
 #endif
 
 // ==== the launch =================================================================================
-// expect: launch-configuration | launch-configuration
-KERNEL(too_many_threads, 1, 1025) { out[T] = 1; }
-
 // expect: launch-configuration | launch-configuration; 50176 bytes of dynamic shared memory .* cudaFuncSetAttribute
 KERNEL(shared_memory_above_48_kb, 1, 32, 49 * 1024) { out[T] = 1; }
-
-// expect: launch-configuration | launch-configuration
-KERNEL(a_grid_on_y, dim3(1, 70000), 32) { out[T] = 1; }
 
 // expect: launch-configuration | launch-configuration
 KERNEL(a_negative_grid, (n - 4096) / 32, 32) { out[T] = 1; }

@@ -61,16 +61,6 @@ KERNEL(neighbouring_bytes, 1, 64) {
     out[T] = bytes[T];
 }
 
-// out[0] = 256
-KERNEL(a_wait_and_a_barrier, 1, 64) {
-    __shared__ __align__(16) float s[256];
-    cp_async<16>(smem_u32(s + T * 4), in + T * 4);
-    cp_async_commit();
-    cp_async_wait<0>();
-    __syncthreads();
-    out[T] = s[255 - T];
-}
-
 // out[0] = 520
 KERNEL(a_pipeline_of_two_stages, 1, 64) {
     __shared__ __align__(16) float s[2][256];
@@ -120,15 +110,6 @@ KERNEL(the_last_block_with_a_fence, 4, 32) {
         out[0] = sum;
         blocks_done = 0;
     }
-}
-
-// out[0] = 64
-KERNEL(rows_of_the_same_block, 1, 64) {
-    out[T] = in[T];
-    __syncthreads();
-    const float other = out[63 - T];
-    __syncthreads();
-    out[T] = other;
 }
 
 // out[0] = 16
