@@ -71,12 +71,6 @@ def sample() -> list[Combination]:
     return [draw.choice([c for c in short if c.head_dim == head_dim]) for head_dim in HEAD_DIMS]
 
 
-def long_sample() -> list[Combination]:
-    draw = random.Random(1)
-    small = [c for c in ALL if c.kind == "mha" and c.head_dim <= 64]
-    return [draw.choice([c for c in small if c.lengths == lengths]) for lengths in LENGTHS[4:]]
-
-
 def expect(combination: Combination, backend: str, batch: int, heads: int) -> None:
     q, k, v, grad_o = combination.inputs(batch, heads)
     options = combination.options()
@@ -98,16 +92,6 @@ def test_the_sample_has_every_value_of_every_parameter():
         values = {c[number] for c in ALL} - ({*LENGTHS[4:]} if name == "lengths" else set())
         assert {c[number] for c in drawn} == values, name
     assert len({(c.local, c.causal) for c in drawn}) == 4 and len(ALL) == 5184
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "combination",
-    [pytest.param(c, marks=pytest.mark.long if i > 1 else []) for i, c in enumerate(long_sample())],
-    ids=str,
-)
-def test_a_sample_of_the_longer_ones(combination):
-    expect(combination, "auto", 1, 1)
 
 
 def refused(backend, c: Combination) -> bool:

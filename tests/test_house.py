@@ -164,15 +164,8 @@ def test_what_a_page_names_is_there(name):
         assert target in targets, f"make {target}"
     for path in re.findall(r"`((?:src|tests|tools|docs)/[\w./-]+)`", text):
         assert "NN" in path or (ROOT / path).exists(), f"{path} is not there"
-    assert set(re.findall(r"`flashlab (\w+)", text)) <= {
-        "doctor",
-        "progress",
-        "next",
-        "check",
-        "bench",
-        "start",
-        "update",
-    }
+    commands = {"doctor", "progress", "next", "check", "bench", "start", "update"}
+    assert set(re.findall(r"`flashlab (\w+)", text)) <= commands
 
 
 def test_the_phase_map_is_that_of_the_course():

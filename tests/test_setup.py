@@ -470,6 +470,3 @@ def test_pip_it_is_without_uv_or_without_an_index(here, monkeypatch):
     assert here.uv() != []
     monkeypatch.setenv("PATH", "/nowhere")
     assert here.uv() == []
-
-
-# ---- with the real pip

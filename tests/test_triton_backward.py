@@ -1,10 +1,13 @@
 """Phase 5: the simulation and the three kernels against float64; determinism, strides, short lengths; compiled."""
 
+from functools import partial
+
 import pytest
 import torch
 from huge_tensors import NO_ROOM, REASON, far_apart
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_triton_forward import TARGETS, recorded_reports
 
 from flashlab import runtime
 from flashlab.attention import reference, tiles, triton_backward
@@ -228,15 +231,9 @@ def test_no_access_out_of_bounds_and_each_result_written_once():
     assert not traffic.undefined
 
 
-X, LSE = torch.zeros(1, 2, 8, 16, device=DEVICE), torch.zeros(1, 2, 8, device=DEVICE)
-
-
 # ---- the compiler ---------------------------------------------------------------------------------------------------
 
 SPILL = 128  # bytes a thread, of 1020 in registers
-CHIPS = {"sm_80": "ampere", "sm_86": "consumer", "sm_90": "hopper", "sm_120": "consumer"}
-# sm_120 has the tiles of sm_86, and as much shared memory.
-TARGETS = [pytest.param(t, marks=[] if t == "sm_90" else pytest.mark.long) for t in CHIPS]
 KERNELS = {"dkdv": dkdv_kernel, "dq": dq_kernel}
 
 
@@ -245,22 +242,10 @@ KERNELS = {"dkdv": dkdv_kernel, "dq": dq_kernel}
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.long
 def test_recorded_tiles_fit_and_spill_little(target, kernel):
-    jobs = [
-        (dtype, choice, masked)
-        for dtype in (torch.bfloat16, torch.float32)
-        if dtype != torch.float32 or target == "sm_86"
-        for masked in (False, True)
-        for choice in tiles.recorded(kernel, CHIPS[target], dtype, masked)
-        if masked or choice.source == "measured"  # others are the same for both
-    ]
-    arguments = [compile_arguments(kernel, dtype, c.head_dim, c.tile, causal=masked) for dtype, c, masked in jobs]
-    reports = compile_reports(KERNELS[kernel], arguments, targets=[target])
-    for (dtype, choice, _), asked, report in zip(jobs, arguments, reports, strict=True):
+    for choice, report in recorded_reports(KERNELS[kernel], kernel, target, partial(compile_arguments, kernel)):
         # The fastest tile of dK and dV at head_dim 128 spills what its loop does not need.
         most = SPILL if choice.source == "compiled" or choice.head_dim < 128 else 1024
         assert report.fits and report.spill_bytes <= most, report
-        on_tensor_cores = dtype != torch.float32 or asked["PRECISION"] != "ieee"
-        assert (report.tensor_core_instructions > 0) == on_tensor_cores, report
         if target == "sm_90":
             products, waits = (report.sass.count(name) for name in ("HGMMA", "WARPGROUP.DEPBAR"))
             assert waits < products / 2, "ptxas waits for each instruction of a product (its warning C7515)"

@@ -326,26 +326,31 @@ CHIPS = {"sm_80": "ampere", "sm_86": "consumer", "sm_90": "hopper", "sm_120": "c
 TARGETS = [pytest.param(t, marks=[] if t == "sm_90" else pytest.mark.long) for t in CHIPS]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.long
-def test_recorded_tiles_fit_and_spill_little(target):
-    """Causal, the longest of the common kernels; each head_dim at which the choice changes."""
+def recorded_reports(kernel, name, target, arguments_of):
+    """Each head_dim at which the choice changes: (choice, report)."""
     jobs = [
         (dtype, choice, masked)
         for dtype in (torch.bfloat16, torch.float32)
         if dtype != FLOAT32 or target == "sm_86"  # float32 takes the compiler longest
         for masked in (False, True)
-        for choice in tiles.recorded("forward", CHIPS[target], dtype, masked)
+        for choice in tiles.recorded(name, CHIPS[target], dtype, masked)
         if masked or choice.source == "measured"  # others are the same for both
     ]
-    arguments = [compile_arguments(dtype, c.head_dim, c.tile, causal=masked) for dtype, c, masked in jobs]
-    for asked, report in zip(
-        arguments, compile_reports(flash_attention_kernel, arguments, targets=[target]), strict=True
+    arguments = [arguments_of(dtype, c.head_dim, c.tile, causal=masked) for dtype, c, masked in jobs]
+    for (dtype, choice, _), asked, report in zip(
+        jobs, arguments, compile_reports(kernel, arguments, targets=[target]), strict=True
     ):
-        assert report.fits and report.spill_bytes <= SPILL, report
-        on_tensor_cores = asked["V_ptr"] != FLOAT32 or asked["PRECISION"] != "ieee"
+        on_tensor_cores = dtype != FLOAT32 or asked["PRECISION"] != "ieee"
         assert (report.tensor_core_instructions > 0) == on_tensor_cores, report
+        yield choice, report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.long
+def test_recorded_tiles_fit_and_spill_little(target):
+    for _, report in recorded_reports(flash_attention_kernel, "forward", target, compile_arguments):
+        assert report.fits and report.spill_bytes <= SPILL, report
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from flashlab.check import CheckFailed
 from flashlab.check import cuda_answer as trial
 from flashlab.check.mistakes.kernels import _blocks_transposed, _quadrants, _swizzled, explain
 from flashlab.check.mistakes.series import MUTANTS
-from flashlab.kernels.series import SERIES, step
+from flashlab.kernels.series import step
 
 RIGHT = ("p8_side_split_kv", "p8_1_split_q", "p8_3_stages", "p8_4_swizzle", "p9_1_masks")
 
@@ -65,13 +65,6 @@ def test_what_does_not_compile_is_told_with_its_line():
     with pytest.raises(CheckFailed, match="line 2 of your code, `return rows;`, error.*rows") as caught:
         trial.examine(source)
     assert caught.value.diagnosis == "does-not-compile"
-
-
-def test_a_region_that_is_not_there():
-    with pytest.raises(KeyError, match="no region 'nonsense'; its regions: 'constants', 'arithmetic'"):
-        trial.region(SERIES[0], "nonsense")
-    with pytest.raises(KeyError, match="no region 'nonsense'"):
-        trial.replaced(SERIES[0], "nonsense", "x")
 
 
 def test_the_models_of_fragments():

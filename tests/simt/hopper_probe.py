@@ -35,7 +35,7 @@ from .wgmma_model import BYTES, cases, descriptor, image, k_major, mn_major
 
 SHAPES = (8, 24, 64, 176, 256)
 BOXES = 150
-Run = Callable[..., int]  # of an entry, with arrays
+Machine = Callable[..., None]  # source, macros, entry, and its arrays and numbers
 
 
 def stays_inside(case: tuple[int, int, int, int, int], n: int) -> bool:
@@ -46,7 +46,7 @@ def stays_inside(case: tuple[int, int, int, int, int], n: int) -> bool:
     return start + max(corners) + 16 <= BYTES
 
 
-def operands(runs: dict[int, Callable[[str], Run]]) -> Iterator[tuple[str, np.ndarray]]:
+def operands(machine: Machine) -> Iterator[tuple[str, np.ndarray]]:
     """What each descriptor names: name and answer, of A and of B, K-major and not, in both types."""
     for n in SHAPES:
         asked = [d for d in cases()[:: 1 if n == 64 else 7] if stays_inside(d, n)]
@@ -60,7 +60,8 @@ def operands(runs: dict[int, Callable[[str], Run]]) -> Iterator[tuple[str, np.nd
                         bits = half.view(np.uint16)
                         if bf16:  # the same words, as a bfloat16 reads them: small ones alone are whole numbers
                             bits = (half.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-                        runs[n](f"run_decode_{operand}")(bits, BYTES, some, out, len(some), trans, bf16)
+                        given = (bits, BYTES, some, out, len(some), trans, bf16)
+                        machine("wgmma_probe.cu", {"PROBE_N": n}, f"run_decode_{operand}", *given)
                     for i, desc in enumerate(some):
                         yield f"{operand} n{n} trans{trans} bf16{bf16} {desc:#018x}", found[:, i]
 
@@ -85,11 +86,11 @@ def box_names() -> list[str]:
 REFUSED = np.frombuffer(b"refused", np.uint8)
 
 
-def answer_of(name: str, machine: Callable[..., Callable[[str], Run]], **host: tuple[str, ...]) -> np.ndarray:
+def answer_of(name: str, machine: Machine) -> np.ndarray:
     """What TMA makes of a box: in shared memory after a load; in global memory after a store. Or that it refuses."""
     case = box_case(name)
     try:
-        machine("hopper_copies.cu", {}, **host)("run_box")(*case[:4])
+        machine("hopper_copies.cu", {}, "run_box", *case[:4])
     except (RuntimeError, SimtError) as error:  # of PyTorch; of the emulator
         if not re.search("illegal instruction|in dimension", str(error)):
             raise
@@ -98,17 +99,8 @@ def answer_of(name: str, machine: Callable[..., Callable[[str], Run]], **host: t
 
 
 # ---- the two machines -------------------------------------------------------------------------------
-def emulated(name: str, defines: dict[str, object]) -> Callable[[str], Run]:
-    built = module(name, False, **({"defines": defines} if defines else {}))
-
-    def entry(called: str) -> Run:
-        def run(*args: object) -> int:
-            built.launch(called, *args)
-            return 0
-
-        return run
-
-    return entry
+def emulated(name: str, defines: dict[str, object], called: str, *args: object) -> None:
+    module(name, False, **({"defines": defines} if defines else {})).launch(called, *args)
 
 
 @functools.cache
@@ -119,55 +111,42 @@ def compiled(name: str, defines: tuple[tuple[str, object], ...]) -> Path:
     return found
 
 
-def on_gpu(name: str, defines: dict[str, object], host: tuple[str, ...] = ()) -> Callable[[str], Run]:
-    """Arrays go to the GPU and come back; those of the entries in `host` stay where they are if they are the last."""
+def on_gpu(name: str, defines: dict[str, object], called: str, *args: object) -> None:
+    """Arrays go to the GPU and come back; the last one of run_box stays where it is: the host reads it."""
     import torch
 
-    library = ctypes.CDLL(str(compiled(name, tuple(defines.items()))))
-
-    def entry(called: str) -> Run:
-        def run(*args: object) -> int:
-            passed, there = [], []
-            for i, arg in enumerate(args):
-                if not isinstance(arg, np.ndarray):
-                    passed.append(ctypes.c_int(int(arg)))  # type: ignore[call-overload]
-                elif called in host and i == len(args) - 1:
-                    passed.append(ctypes.c_void_p(arg.ctypes.data))
-                else:
-                    tensor = torch.from_numpy(arg.view(np.uint8).reshape(-1)).cuda()
-                    there.append((arg, tensor))
-                    passed.append(ctypes.c_void_p(tensor.data_ptr()))
-            error = getattr(library, called)(*passed)
-            torch.cuda.synchronize()
-            assert error == 0, f"{called} returned {error}"
-            for arg, tensor in there:
-                if arg.flags.writeable:
-                    arg.view(np.uint8).reshape(-1)[:] = tensor.cpu().numpy()
-            return error
-
-        return run
-
-    return entry
-
-
-def descriptors(machine: Callable[..., Callable[[str], Run]]) -> Iterator[tuple[str, np.ndarray]]:
-    yield from operands({n: machine("wgmma_probe.cu", {"PROBE_N": n}) for n in SHAPES})
+    passed, there = [], []
+    for i, arg in enumerate(args):
+        if not isinstance(arg, np.ndarray):
+            passed.append(ctypes.c_int(int(arg)))  # type: ignore[call-overload]
+        elif called == "run_box" and i == len(args) - 1:
+            passed.append(ctypes.c_void_p(arg.ctypes.data))
+        else:
+            tensor = torch.from_numpy(arg.view(np.uint8).reshape(-1)).cuda()
+            there.append((arg, tensor))
+            passed.append(ctypes.c_void_p(tensor.data_ptr()))
+    error = getattr(ctypes.CDLL(str(compiled(name, tuple(defines.items())))), called)(*passed)
+    torch.cuda.synchronize()
+    assert error == 0, f"{called} returned {error}"
+    for arg, tensor in there:
+        if arg.flags.writeable:
+            arg.view(np.uint8).reshape(-1)[:] = tensor.cpu().numpy()
 
 
 def there(name: str) -> np.ndarray:
-    return answer_of(name, on_gpu, host=("run_box",))
+    return answer_of(name, on_gpu)
 
 
 def answers() -> Iterator[tuple[str, np.ndarray]]:
     """The emulator's, all of them."""
-    yield from descriptors(emulated)
+    yield from operands(emulated)
     for name in box_names():
         yield name, answer_of(name, emulated)
 
 
 def answers_there() -> Iterator[tuple[str, np.ndarray]]:
     """A GPU's. Each box in a process of its own: after one that it refuses a process has no GPU any more."""
-    yield from descriptors(on_gpu)
+    yield from operands(on_gpu)
     compiled("hopper_copies.cu", ())
     with ProcessPoolExecutor(12, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
         yield from zip(box_names(), pool.map(there, box_names()), strict=True)

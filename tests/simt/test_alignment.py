@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import numpy as np
@@ -80,14 +81,10 @@ def test_static_arrays(declared):
         expect(told(module, f"run{[*STATIC].index(declared)}", mode), needed, STATIC[declared])
 
 
-_built: list[simt.Module] = []
-
-
+@functools.cache
 def static() -> simt.Module:
     """All of them in one source."""
-    if not _built:
-        _built.append(simt.compile_cuda(HEAD + "".join(KERNEL.format(i, d) for i, d in enumerate(STATIC)), check=True))
-    return _built[0]
+    return simt.compile_cuda(HEAD + "".join(KERNEL.format(i, d) for i, d in enumerate(STATIC)), check=True)
 
 
 @pytest.mark.parametrize("declared", DYNAMIC)

@@ -8,8 +8,8 @@
 constexpr int M = 64, K = 64, ROW = K * 2, A_BYTES = M * ROW;
 
 enum Style {
-    ONE_BARRIER, LOADS_FIRST, EXPECT_THEN_ARRIVE, PRODUCERS, INIT_BY_ALL, INIT_PROXY_FENCE, TRY_WAIT, TEST_WAIT,
-    ONE_LANE_WAITS, ONE_THREAD_WAITS, ELECT, WAIT_TWICE, MADE_AGAIN, NO_SWIZZLE, SWIZZLE_OF_64, STORES,
+    ONE_BARRIER, LOADS_FIRST, EXPECT_THEN_ARRIVE, PRODUCERS, INIT_BY_ALL, INIT_PROXY_FENCE,
+    ONE_LANE_WAITS, ELECT, WAIT_TWICE, MADE_AGAIN, NO_SWIZZLE, SWIZZLE_OF_64, STORES,
     STORES_LATE_FENCE, STORES_ONE_FENCE, CP_ASYNC, A_IN_REGISTERS, TWO_GROUPS, LAST_WARPGROUP, TWO_WARPGROUPS
 };
 
@@ -119,19 +119,9 @@ __global__ void one_tile(const __grid_constant__ CUtensorMap a_map, const __grid
     constexpr bool STORED = STYLE == STORES || STYLE == STORES_LATE_FENCE || STYLE == STORES_ONE_FENCE;
     if (STYLE == LAST_WARPGROUP && threadIdx.x < 128) return;
     if constexpr (STORED) {
-    } else if constexpr (STYLE == TRY_WAIT) {
-        int tries = 0;
-        while (!mbarrier_try_wait(bar, 0)) tries++;
-        if (tries < 0) out[0] = -1;
-    } else if constexpr (STYLE == TEST_WAIT) {
-        bool done = mbarrier_test_wait(bar, 0);
-        for (int polls = 0; !done; polls++) done = polls % 3 ? mbarrier_test_wait(bar, 0) : mbarrier_try_wait(bar, 0);
     } else if constexpr (STYLE == ONE_LANE_WAITS) {
         if (lane == 9) mbarrier_wait(bar, 0);
         __syncwarp();
-    } else if constexpr (STYLE == ONE_THREAD_WAITS) {
-        if (threadIdx.x == 40) mbarrier_wait(bar, 0);
-        __syncthreads();
     } else {
         mbarrier_wait(bar, 0);
         if (STYLE == WAIT_TWICE) mbarrier_wait(bar, 0), mbarrier_wait(bar, 1 ^ 1);
