@@ -164,9 +164,7 @@ def test_a_cache_that_others_can_write_is_refused(own, place, mode):
 def test_a_disk_from_which_no_code_is_loaded(own, monkeypatch):
     real = os.statvfs(own)
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((*real[:8], real.f_flag | os.ST_NOEXEC, real[9])))
-    with pytest.raises(
-        cache.CacheError, match="as its disk is mounted noexec: set FLASHLAB_CACHE to a folder of another"
-    ):
+    with pytest.raises(cache.CacheError, match="its disk is mounted noexec: set FLASHLAB_CACHE to a folder of another"):
         cache.kept("cuda", "key", write(""))
 
 

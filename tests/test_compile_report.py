@@ -93,14 +93,6 @@ def test_five_targets():
     assert reports[0].instructions["LDGSTS"] > 0  # cp.async: the loop is pipelined
 
 
-def test_the_second_time_comes_from_the_cache():
-    compile_report(gemm_tile, GEMM)
-    again = compile_report(gemm_tile, GEMM)
-    assert again.from_cache
-    assert again == compile_report(gemm_tile, dict(reversed(GEMM.items())))
-    assert again.instructions["HGMMA"] > 0 and again.ptx
-
-
 def test_what_does_not_fit():
     report = compile_report(gemm_tile, GEMM | {"D": 128}, target="sm_86", num_stages=5)
     assert report.ok and report.shared_bytes > report.shared_limit == 101376
@@ -162,7 +154,7 @@ def test_a_damaged_cache_entry_is_compiled_again(cache):
         entry.write_bytes(entry.read_bytes()[:100])
     again = compile_report(copy, arguments)
     assert not again.from_cache and again == want
-    assert compile_report(copy, arguments).from_cache
+    assert compile_report(copy, dict(reversed(arguments.items()))).from_cache
     assert not list(module.cache_folder().glob("*.part"))
 
 

@@ -44,9 +44,7 @@ def backward(o, inputs, grad_o):
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_every_backend_and_its_gradient(backend, options):
     if backend == "simulation" and ("window" in options or "softcap" in options):
-        with pytest.raises(
-            ValueError, match="backend is 'simulation', which does not take .* neither window nor softcap"
-        ):
+        with pytest.raises(ValueError, match="backend is 'simulation', which .* neither window nor softcap"):
             flash_attention(*make(), backend=backend, **options)
         return
     for seq_q, seq_k in ((12, 18), (18, 12)):

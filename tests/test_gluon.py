@@ -128,23 +128,19 @@ def test_the_stand_in_finds(mistake, monkeypatch):
 
 # ---- refusals ------------------------------------------------------------------------------------------------------
 def test_bad_inputs_are_refused_with_a_sentence(cpu):
-    q, k, v = make(1, 1, 1, 10, 10, 36)
-    with pytest.raises(ValueError, match="a head_dim that is a multiple of 8"):
-        cpu.flash_attention_gluon(q, k, v)
-    q, k, v = make(1, 1, 1, 10, 10, 264)
-    with pytest.raises(ValueError, match="head_dim is 264"):
-        cpu.flash_attention_gluon(q, k, v)
-    q, k, v = make(1, 1, 1, 10, 10, 64)
-    with pytest.raises(ValueError, match="step is 'fast'"):
-        cpu.flash_attention_gluon(q, k, v, step="fast")
-    with pytest.raises(ValueError, match="4 warpgroups"):
-        cpu.flash_attention_gluon(q, k, v, tile=cpu.GluonTile(4, 64, 2))
-    with pytest.raises(ValueError, match="last stride of 1"):
-        cpu.flash_attention_gluon(q.mT.contiguous().mT, k, v)
+    (odd, *_), (wide, *_), (q, k, v) = (make(1, 1, 1, 10, 10, head_dim) for head_dim in (36, 264, 64))
+    for qkv, options, error, sentence in (
+        ((odd,) * 3, {}, ValueError, "a head_dim that is a multiple of 8"),
+        ((wide,) * 3, {}, ValueError, "head_dim is 264"),
+        ((q, k, v), dict(step="fast"), ValueError, "step is 'fast'"),
+        ((q, k, v), dict(tile=cpu.GluonTile(4, 64, 2)), ValueError, "4 warpgroups"),
+        ((q.mT.contiguous().mT, k, v), {}, ValueError, "last stride of 1"),
+        ((q.float(), k.float(), v.float()), {}, TypeError, "float32"),
+    ):
+        with pytest.raises(error, match=sentence):
+            cpu.flash_attention_gluon(*qkv, **options)
     with pytest.raises(ValueError, match=r"k\.contiguous\(\)"):
         boxes("k", k.expand(1, 2, 10, 64), 64, 64)
-    with pytest.raises(TypeError, match="float32"):
-        cpu.flash_attention_gluon(q.float(), k.float(), v.float())
 
 
 def test_empty_inputs(cpu):

@@ -92,10 +92,8 @@ def test_an_exhibit_has_its_own_head_and_regions_and_the_rest_of_its_step():
     inner = "    s = 0;  // New\n    // region: more\n    t = 0;\n    // endregion\n"
     text = edited(step, f"// an exhibit\n\n    // region: scores\n{inner}    // endregion\n")
     assert text.startswith("// an exhibit\n\n// region: main loop\n") and "simt.h" not in text
-    assert (
-        region_text(text, "scores") == "    s = 0;  // New\n    t = 0;\n"
-        and region_text(text, "more") == "    t = 0;\n"
-    )
+    assert region_text(text, "scores") == "    s = 0;  // New\n    t = 0;\n"
+    assert region_text(text, "more") == "    t = 0;\n"
     assert region_text(text, "update of O") == "    o += p * v;\n"
     assert "q * k;  // a sum" in edited(step, "// region: update of O\nx\n// endregion\n")
     with pytest.raises(KeyError, match="no region 'copy'; its regions: 'main loop'"):

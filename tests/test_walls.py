@@ -136,9 +136,7 @@ def test_offsets_past_32_bits_are_a_sentence(fn):
     assert 39 * 2**26 + 15 >= 2**31
     for far in ((apart, k, v), (q, apart, v), (q, k, apart)):
         meta = [x.to("meta") if x is not apart else x for x in far]
-        with pytest.raises(
-            ValueError, match=r"ends 2617245711 elements behind its first, .* count in 32 bits, to 2\^31"
-        ):
+        with pytest.raises(ValueError, match=r"ends 2617245711 elements behind .* count in 32 bits, to 2\^31"):
             fn(*meta)
     many = q[:1].expand(2**28, 16)
     with pytest.raises(ValueError, match="the output ends 4294967295 elements behind"):

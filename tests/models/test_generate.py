@@ -214,21 +214,13 @@ def test_writing_goes_on_in_a_cache_that_holds_tokens(kind):
 def test_it_refuses():
     model, texts = build(), prompts(5, 7)
     for arguments, options, sentence in (
-        (
-            (texts, 59),
-            {},
-            "7 tokens and 59 new ones, the last of which is not read, need 65 positions; this model has 64",
-        ),
+        ((texts, 59), {}, "7 tokens and 59 new ones, the last of which is not read, need 65 positions; .* has 64"),
         (([], 1), {}, r"the prompts have \[\] tokens and new_tokens is 1; there must be a prompt"),
         ((prompts(0, 3), 1), {}, r"the prompts have \[0, 3\] tokens"),
         ((texts, -1), {}, "new_tokens is -1"),
         ((texts, 1), dict(temperature=-1.0), "temperature is -1.0; it must be at least 0"),
         ((texts, 1), dict(temperature=float("nan")), "temperature is nan"),
-        (
-            (texts, 1),
-            dict(cache="Paged"),
-            "cache is 'Paged'; it must be 'dense', 'static', 'paged' or None, or a cache",
-        ),
+        ((texts, 1), dict(cache="Paged"), "cache is 'Paged'; it must be 'dense', 'static', 'paged' or None, or"),
         ((texts, 1), dict(cache="paged", page_size=0), "page_size is 0"),
         ((texts, 1), dict(backend="Triton"), "backend is 'Triton'; it must be 'auto', 'sdpa', 'triton'"),
         ((texts, 1), dict(cache="dense", graph=True), "graph is True: that takes a GPU, and a static or a paged cache"),
@@ -260,11 +252,8 @@ def test_what_is_reserved_is_what_the_tensors_hold():
         if kind == "paged":
             there = there * (64 - cache.pager.free_pages) // 64
             assert said.table == cache.page_table.nbytes
-        assert (
-            said.reserved == there
-            and said.used == 47 * 2 * 2 * 2 * 8 * 4
-            and said.table == (160 if kind == "paged" else 0)
-        )
+        assert said.reserved == there and said.used == 47 * 2 * 2 * 2 * 8 * 4
+        assert said.table == (160 if kind == "paged" else 0)
 
 
 def test_pages_waste_less_than_a_page_of_each_sequence():

@@ -17,9 +17,8 @@ EVERY = np.arange(65536, dtype=np.uint16)
 @pytest.fixture(params=["vector unit", "plain C++"])
 def halves(request):
     """With the CPU's conversion instructions, where it has them, and without."""
-    return module(
-        "halves.cu", check=False, **({} if request.param == "vector unit" else {"defines": {"SIMT_NO_F16C": 1}})
-    )
+    options = {} if request.param == "vector unit" else {"defines": {"SIMT_NO_F16C": 1}}
+    return module("halves.cu", check=False, **options)
 
 
 def same(got, want):
@@ -60,11 +59,7 @@ def test_float_to_half_rounds_to_nearest_even(halves):
 
 def test_float_to_bfloat16_rounds_to_nearest_even(halves):
     high = np.arange(0, 65536, 1, dtype=np.uint32) << 16
-    x = (
-        np.concatenate([high + low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)])
-        .astype(np.uint32)
-        .view(np.float32)
-    )
+    x = np.concatenate([high + low for low in np.uint32([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])]).view(np.float32)
     out = np.zeros(len(x), np.uint16)
     halves.float_to_bf16(x, out, len(x))
     want = as_bf16(torch.from_numpy(x.copy()).bfloat16())

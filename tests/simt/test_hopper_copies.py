@@ -129,9 +129,7 @@ def test_a_store_does_not_begin_before_the_tensor(copies):
     """As an H200 wants it, which stops with "illegal instruction"."""
     box, other, kind, shift = random_box(2)
     x = memory_of(box, 2)
-    with pytest.raises(
-        IllegalAccess, match="store-corner: thread 0 .* gives tma_store .* the coordinate -3 in dimension 2"
-    ):
+    with pytest.raises(IllegalAccess, match="store-corner: .* gives tma_store .* coordinate -3 in dimension 2"):
         copies.run_box(x, x.copy(), np.zeros(4, np.uint32), numbers(box, (0, 0, -3), kind, shift, 1))
 
 

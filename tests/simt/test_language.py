@@ -64,14 +64,10 @@ def shuffled(v, arg, width):
 @pytest.mark.parametrize("width", [32, 16, 8, 4, 1])
 @pytest.mark.parametrize("arg", [0, 1, 3, 5, 16])
 def test_shuffles(language, arg, width):
-    for entry, dtype in (
-        ("run_shuffle_int", np.int32),
-        ("run_shuffle_double", np.float64),
-        ("run_shuffle_half", np.float16),
-    ):
+    for name, dtype in (("int", np.int32), ("double", np.float64), ("half", np.float16)):
         v = np.random.default_rng(arg).permutation(32).astype(dtype)
         out = np.zeros((4, 32), dtype)
-        report = getattr(language, entry)(v, out, arg, width)
+        report = getattr(language, f"run_shuffle_{name}")(v, out, arg, width)
         assert report.ok and report.counters["shuffles"] == 4
         assert (out == shuffled(v, arg, width)).all()
 

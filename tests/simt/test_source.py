@@ -99,7 +99,7 @@ KERNEL = "__global__ void k(float* p) { p[threadIdx.x] = 1; }\n"
         ),
         (
             HEAD + "#include <cooperative_groups.h>\n",
-            "kernel.cu:2:10: error: cooperative_groups.h is not emulated: use __syncthreads",
+            "kernel.cu:2:10: error: cooperative_groups.h is not emulated",
         ),
         (HEAD + "#include <mma.h>\n", "mma.h is not emulated: use mma_m16n8k16"),
         (HEAD + "#include <cub/cub.cuh>\n", "cub/cub.cuh is not emulated: use a reduction"),
@@ -115,9 +115,8 @@ def test_what_is_not_emulated_is_said(text, sentence):
 
 
 def test_kernels_that_are_declared_are_not_called():
-    text = (
-        HEAD
-        + """namespace deep {
+    text = """#include "simt.h"
+namespace deep {
 template <int N> __global__ void t(float* p);
 template __global__ void t<3>(float* p);
 template <int N> __global__ void t(float* p) { p[threadIdx.x] = N; }
@@ -133,7 +132,6 @@ extern "C" int run(float* p) {
     return cudaGetLastError();
 }
 """
-    )
     p = floats()
     report = compile_cuda(text).run(p)
     assert (p[:32] == 5).all() and [x.kernel for x in report.launches] == ["deep::t<3>", "k", "k"]
@@ -141,9 +139,8 @@ extern "C" int run(float* p) {
 
 @pytest.mark.parametrize("check", [False, True])
 def test_a_launch_keeps_the_bounds_of_its_kernel(check):
-    text = (
-        HEAD
-        + """struct Tile { static constexpr int THREADS = 64; };
+    text = """#include "simt.h"
+struct Tile { static constexpr int THREADS = 64; };
 __global__ __launch_bounds__(32, 4) void small(float* p);
 __global__ __launch_bounds__(32, 4) void small(float* p) { p[threadIdx.x] = 1; }
 template <class T> __global__ void __launch_bounds__((T::THREADS / 2) * 2)
@@ -152,7 +149,6 @@ large(float* p)
 extern "C" int run(float* p, int threads) { small<<<1, threads>>>(p); return cudaGetLastError(); }
 extern "C" int run_large(float* p, int threads) { large<Tile><<<2, threads>>>(p); return cudaGetLastError(); }
 """
-    )
     built, p = compile_cuda(text, check=check), floats()
     assert built.run(p, 32).launches[0].kernel == "small" and p[:32].all()
     with pytest.raises(LaunchError, match="small.* a block of 33 threads; .*__launch_bounds__ promise at most 32"):

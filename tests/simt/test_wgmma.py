@@ -170,12 +170,9 @@ def test_a_mistake_is_found(mistake, check):
     f = report.findings[0]
     assert f.kind == kind and re.search(words, f.message), report
     assert mistake in SEVERAL or len(report.findings) == 1
-    places = (
-        {(f.line, f.other_line), (f.other_line, f.line)}
-        if kind in ("divergent", "wgmma-form")
-        else {(f.line, f.other_line)}
-    )
-    assert line is None or (LINES[line], LINES[other] if other else f.other_line) in places, report
+    places = [f.line, f.other_line]  # of two that meet, either may be named first
+    wanted = [LINES[line] if line else f.line, LINES[other] if other else f.other_line]
+    assert wanted == places or kind in ("divergent", "wgmma-form") and wanted == places[::-1], report
     if mistake in ("UNINITIALISED", "OUT_OF_BOUNDS"):
         assert np.isnan(out).all()
 
@@ -230,10 +227,7 @@ def test_a_stage_that_is_released_before_the_wait(consumers):
     report, _, _ = stages(consumers, "BEFORE_THE_WAIT")
     (f,) = report.findings
     assert (f.kind, f.line, f.other_line) == ("stage-overwritten", LINES["refill"], LINES["consume"])
-    assert (
-        "fills with bulk_load" in f.message
-        and "is still reading: no wgmma_wait of that warpgroup has ended it yet" in f.message
-    )
+    assert "fills with bulk_load" in f.message and "no wgmma_wait of that warpgroup has ended it yet" in f.message
 
 
 @pytest.mark.parametrize("consumers", [2, 3])
@@ -257,9 +251,7 @@ def test_a_stage_that_is_read_before_it_is_filled():
 def test_registers_are_dealt_out_again(check):
     built, out = module("wgmma.cu", check), np.zeros(512, np.float32)
     assert not built.run_registers(out, 384, 0).findings  # 168 each become 240, 240 and 24
-    with pytest.raises(
-        DeadlockError, match=r"setmaxnreg_inc<248> in line \d+: the launch gave the block 64512 registers"
-    ) as e:
+    with pytest.raises(DeadlockError, match="setmaxnreg_inc<248> .*: the launch gave the block 64512 registers") as e:
         built.run_registers(out, 384, 3)
     assert e.value.report.findings[-1].line == LINES["too many"]
     report = built.run_registers(out, 384, 2)

@@ -521,14 +521,6 @@ KERNEL(a_sum_in_global_memory, 1, 128) { out[0] += in[T]; }  // <-
 // expect: global-race | -
 KERNEL(vectors_copied_to_one_place, 1, 64) { ((float4*)out)[T % 32] = ((const float4*)in)[T]; }  // <-
 
-// expect: race | -
-KERNEL(vectors_copied_to_one_place_of_shared_memory, 1, 64) {
-    __shared__ float4 s[32];
-    s[T % 32] = ((const float4*)in)[T];  // <-
-    __syncthreads();
-    out[T] = s[T % 32].x;
-}
-
 // expect: global-race | -
 KERNEL(a_stencil_in_place, 4, 64) {
     const int i = blockIdx.x * 64 + T;
