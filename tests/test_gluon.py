@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from functools import partial
 
 import gluon_stand_in
 import pytest
@@ -17,6 +18,7 @@ from flashlab.check.training import wanted, worst
 from flashlab.triton_tools.compile_report import compile_reports
 
 STEPS = list(gluon_forward.KERNELS)
+SIXTEEN = (torch.float16, torch.bfloat16)
 hopper = pytest.mark.skipif(
     gluon_forward.why_not(runtime.device()) is not None, reason="Gluon's kernels run on Hopper, compiled"
 )
@@ -67,11 +69,8 @@ def cpu():
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.every(3)
 def test_the_logic_on_the_checkers_cases(cpu, step):
-    def forward(q, k, v, *, causal, scale):
-        return cpu.flash_attention_gluon(q, k, v, causal=causal, scale=scale, step=step)
-
-    sixteen = (torch.float16, torch.bfloat16)
-    verify(forward, causal=True, gqa=True, dtypes=sixteen, head_dims=(64, 128, 256, 40), max_seq=600)
+    forward = partial(cpu.flash_attention_gluon, step=step)
+    verify(forward, causal=True, gqa=True, dtypes=SIXTEEN, head_dims=(64, 128, 256, 40), max_seq=600)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["whole", "causal"])
@@ -200,10 +199,8 @@ def tried(request):
 @pytest.mark.usefixtures("tried")
 @pytest.mark.parametrize("step", STEPS)
 def test_the_checkers_cases(step):
-    def forward(q, k, v, *, causal, scale):
-        return flash_attention_gluon(q, k, v, causal=causal, scale=scale, step=step)
-
-    verify(forward, causal=True, gqa=True, dtypes=(torch.float16, torch.bfloat16), head_dims=(64, 128, 256, 40))
+    forward = partial(flash_attention_gluon, step=step)
+    verify(forward, causal=True, gqa=True, dtypes=SIXTEEN, head_dims=(64, 128, 256, 40))
 
 
 @hopper

@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -57,9 +58,7 @@ def test_the_checkers_cases():
 
 @pytest.mark.slow
 def test_the_checkers_longer_cases():
-    def forward(q, k, v, *, causal, scale):
-        return flash_attention_forward(q, k, v, causal=causal, scale=scale, tile=Tile(64, 32, 4, 2))
-
+    forward = partial(flash_attention_forward, tile=Tile(64, 32, 4, 2))
     verify(forward, causal=True, head_dims=(16,), max_tile=128, deterministic=True)
 
 
@@ -156,11 +155,7 @@ def test_tensor_descriptors(head_dim):
     for layout in ("bhnd", "bnhd"):
         inputs = make(1, 2, 1, 40, 70, head_dim, SIXTEEN, layout)
         for options in (dict(), dict(causal=True), dict(window=(20, 9), softcap=4.0)):
-
-            def run(*args, **kwargs):
-                return flash_attention_forward(*args, tma=True, **kwargs)
-
-            expect(*inputs, run=run, tile=Tile(32, 16, 4, 2), **options)
+            expect(*inputs, run=partial(flash_attention_forward, tma=True), tile=Tile(32, 16, 4, 2), **options)
 
 
 def test_tensor_descriptors_that_cannot_be():

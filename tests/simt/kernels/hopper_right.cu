@@ -5,32 +5,25 @@
 #include "tensor_map.cuh"
 #include "wgmma.cuh"
 
-constexpr int M = 64, K = 64, ROW = K * 2, A_BYTES = M * ROW;
+constexpr int M = 64, N = 24, K = 64, ROW = K * 2, A_BYTES = M * ROW;
 
 enum Style {
-    ONE_BARRIER, LOADS_FIRST, EXPECT_THEN_ARRIVE, PRODUCERS, INIT_BY_ALL, INIT_PROXY_FENCE,
-    ONE_LANE_WAITS, ELECT, WAIT_TWICE, MADE_AGAIN, NO_SWIZZLE, SWIZZLE_OF_64, STORES,
-    STORES_LATE_FENCE, STORES_ONE_FENCE, CP_ASYNC, A_IN_REGISTERS, TWO_GROUPS, LAST_WARPGROUP, TWO_WARPGROUPS
+    ONE_BARRIER, LOADS_FIRST, EXPECT_THEN_ARRIVE, PRODUCERS, INIT_BY_ALL, INIT_PROXY_FENCE, ONE_LANE_WAITS,
+    ELECT, WAIT_TWICE, MADE_AGAIN, NO_SWIZZLE, SWIZZLE_OF_64, STORES, STORES_LATE_FENCE,
+    STORES_ONE_FENCE, CP_ASYNC, A_IN_REGISTERS, TWO_GROUPS, LAST_WARPGROUP, TWO_WARPGROUPS
 };
 
 // Rows of 128 bytes, as TMA swizzles them.
 __device__ uint64_t operand(uint32_t tile) { return smem_descriptor(tile, SWIZZLE_128, 16, 8 * ROW); }
 __device__ int swizzled(int row, int chunk) { return row * ROW + (chunk ^ row % 8) * 16; }
 
-template <int N>
-__device__ void store(float* out, int thread, int first_row, const float (&d)[N / 2]) {
+template <int COLUMNS>
+__device__ void store(float* out, int thread, int first_row, const float (&d)[COLUMNS / 2]) {
     const int row = first_row + thread / 32 * 16 + thread % 32 / 4, column = thread % 4 * 2;
-    for (int i = 0; i < N / 2; i++) out[(row + i / 2 % 2 * 8) * N + column + i / 4 * 8 + i % 2] = d[i];
-}
-template <int N>
-__device__ void multiply(float (&d)[N / 2], uint64_t a, uint64_t b, bool add = false) {
-    wgmma_fence();
-    for (int k = 0; k < K / 16; k++) wgmma_ss<N>(d, a + 2 * k, b + 2 * k, add || k > 0);
-    wgmma_commit();
-    wgmma_wait<0>();
+    for (int i = 0; i < COLUMNS / 2; i++) out[(row + i / 2 % 2 * 8) * COLUMNS + column + i / 4 * 8 + i % 2] = d[i];
 }
 
-template <int STYLE, int N>
+template <int STYLE>
 __global__ void one_tile(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
                          const __half* a_gmem, const __half* b_gmem, float* out) {
     extern __shared__ __align__(1024) unsigned char memory[];
@@ -167,7 +160,10 @@ __global__ void one_tile(const __grid_constant__ CUtensorMap a_map, const __grid
         for (int i = 0; i < N / 2; i++) d[i] = d[i] / 2 + e[i];
     } else {
         const int part = STYLE == TWO_WARPGROUPS ? group : 0;  // of the rows, of two warpgroups
-        multiply<N>(d, operand(a_smem + part * A_BYTES), operand(b_smem));
+        wgmma_fence();
+        for (int k = 0; k < K / 16; k++)
+            wgmma_ss<N>(d, operand(a_smem + part * A_BYTES) + 2 * k, operand(b_smem) + 2 * k, k > 0);
+        wgmma_commit(), wgmma_wait<0>();
     }
     store<N>(out, threadIdx.x % 128, STYLE == TWO_WARPGROUPS ? group * M : 0, d);
 }
@@ -268,27 +264,25 @@ static CUtensorMap map_of(const __half* x, int rows, int columns, int box_rows, 
     return tensor_map(x, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2, dims, strides, box, swizzle);
 }
 
-template <int STYLE, int N>
-static void launch(const __half* a, const __half* b, float* out) {
-    const int columns = STYLE == NO_SWIZZLE ? 8 : STYLE == SWIZZLE_OF_64 ? 32 : K;
-    const auto swizzle = STYLE == NO_SWIZZLE      ? CU_TENSOR_MAP_SWIZZLE_NONE
-                         : STYLE == SWIZZLE_OF_64 ? CU_TENSOR_MAP_SWIZZLE_64B
-                                                  : CU_TENSOR_MAP_SWIZZLE_128B;
-    const CUtensorMap a_map = map_of(a, 2 * M, K, STYLE == PRODUCERS ? M / 2 : M, columns, swizzle);
-    const CUtensorMap b_map = map_of(b, N, K, N, columns, swizzle);
-    const int shared = 2 * A_BYTES + N * ROW + 16;
-    cudaFuncSetAttribute(one_tile<STYLE, N>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
-    const int threads = STYLE == LAST_WARPGROUP || STYLE == TWO_WARPGROUPS ? 256 : 128;
-    one_tile<STYLE, N><<<1, threads, shared>>>(a_map, b_map, a, b, out);
-}
 template <int STYLE>
-static void launch_style(const __half* a, const __half* b, float* out, int style) {
-    if constexpr (STYLE <= TWO_WARPGROUPS)
-        style == STYLE ? launch<STYLE, 24>(a, b, out) : launch_style<STYLE + 1>(a, b, out, style);
+static void launch(const __half* a, const __half* b, float* out, int style) {
+    if constexpr (STYLE <= TWO_WARPGROUPS) {
+        if (style != STYLE) return launch<STYLE + 1>(a, b, out, style);
+        const int columns = STYLE == NO_SWIZZLE ? 8 : STYLE == SWIZZLE_OF_64 ? 32 : K;
+        const auto swizzle = STYLE == NO_SWIZZLE      ? CU_TENSOR_MAP_SWIZZLE_NONE
+                             : STYLE == SWIZZLE_OF_64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                      : CU_TENSOR_MAP_SWIZZLE_128B;
+        const CUtensorMap a_map = map_of(a, 2 * M, K, STYLE == PRODUCERS ? M / 2 : M, columns, swizzle);
+        const CUtensorMap b_map = map_of(b, N, K, N, columns, swizzle);
+        const int shared = 2 * A_BYTES + N * ROW + 16;
+        cudaFuncSetAttribute(one_tile<STYLE>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+        const int threads = STYLE == LAST_WARPGROUP || STYLE == TWO_WARPGROUPS ? 256 : 128;
+        one_tile<STYLE><<<1, threads, shared>>>(a_map, b_map, a, b, out);
+    }
 }
 extern "C" {
-// a [128, 64], b [n, 64], out [64, n], or [128, n] for TWO_WARPGROUPS
-void run_style(const __half* a, const __half* b, float* out, int style) { launch_style<0>(a, b, out, style); }
+// a [128, 64], b [24, 64], out [64, 24], or [128, 24] for TWO_WARPGROUPS
+void run_style(const __half* a, const __half* b, float* out, int style) { launch<0>(a, b, out, style); }
 // a [64, 64 tiles], b [16, 64 tiles], out [64, 16]
 void run_ring(const __half* a, const __half* b, float* out, int tiles, int release) {
     const CUtensorMap a_map = map_of(a, M, tiles * K, M, K, CU_TENSOR_MAP_SWIZZLE_128B);
