@@ -148,15 +148,9 @@ def test_behind_a_gpu_that_a_job_has_broken_the_next_process_goes_on(things):
     assert things["measured"] == [0, 1, 2, 3, 4]
 
 
-def test_what_others_are_measured_with_comes_first(things):
-    said = []
-    bench = replace(
-        things["bench"], jobs=lambda: [job(0), job(1, "tune")], first=("tune",),
-        after=lambda rows, machine: said.append([row["part"] for row in rows]),
-        prepare=lambda todo, until, factor: said.append(len(todo)) or {"worst": factor},
-    )  # fmt: skip
-    data = harness.run(bench, bench.jobs(), factor=3)
-    assert said == [1, ["tune", "tune"], 1] and data["worst"] == 3 and things["measured"] == [1, 0]
+def test_what_is_found_before_the_measurements_is_in_the_record(things):
+    bench = replace(things["bench"], prepare=lambda todo, until, factor: {"worst": factor + len(todo)})
+    assert harness.run(bench, bench.jobs(), factor=3)["worst"] == 8
 
 
 def test_quick_writes_nothing_and_json_prints_the_record(things, monkeypatch, tmp_path, capsys):
@@ -300,6 +294,10 @@ def test_without_git_the_commit_is_what_was_said_or_none(monkeypatch):
     assert records.commit() == "39c61b8aa01f-dirty"
     monkeypatch.setenv("FLASHLAB_COMMIT", "the newest")
     assert records.commit() is None
+
+
+def test_a_function_is_called_in_a_process_of_its_own():
+    assert harness.again(*harness.calling(print, "a", "b c"), capture_output=True, text=True).stdout == "a b c\n"
 
 
 def test_the_sources_have_a_name_of_their_own():

@@ -1,15 +1,14 @@
 """The bench of phases 4 and 5, as far as no GPU is needed: its jobs, how a run ends and goes on, recorded tiles."""
 
-import contextlib
 import json
-from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from industrial_stand_in import record
 
 from flashlab.attention import reference, tiles
-from flashlab.bench import harness, industrial, peers, published
+from flashlab.bench import industrial, peers, published
 from flashlab.bench.industrial import GLUON, OURS, PASSES
 
 
@@ -84,27 +83,6 @@ def test_a_quick_run_of_the_interpreter(tmp_path, capsys):
     assert (data["machine"]["gpu"] is None) == (not torch.cuda.is_available())
 
 
-# ---- a run on a GPU, with the GPU left out -------------------------------------------------------------------------
-def test_the_tiles_are_measured_first_and_what_comes_after_takes_them(monkeypatch):
-    machine = {"gpu": "NVIDIA Pretended", "target": "sm_90"}
-    monkeypatch.setattr(harness, "on_gpu", lambda: True)
-    monkeypatch.setattr(harness, "_watched", lambda: contextlib.nullcontext(machine))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    said = []
-    monkeypatch.setattr(industrial, "write_choices", lambda rows, target: said.append((len(rows), target)))
-    bench = replace(
-        industrial.BENCH,
-        prepare=lambda todo, until, without: said.append({j["part"] for j in todo}),
-        measure=lambda job, without: [job | {"name": OURS, "ms": 1.0, "tflops": 1.0}],
-    )
-    todo = industrial.jobs(["gluon", "tune"])
-    data = harness.run(bench, todo, without=())
-    tuned = sum(job["part"] == "tune" for job in todo)
-    assert said == [{"tune"}, (tuned, "sm_90"), {"gluon"}]
-    assert len(data["rows"]) == len(todo) and data["left"] == 0 and data["dtype"] == "bfloat16"
-
-
 # ---- the tiles -----------------------------------------------------------------------------------------------------
 def tuned(kernel, head_dim, causal, **times):
     job = {"part": "tune", "kernel": kernel, "head_dim": head_dim, "causal": causal}
@@ -144,6 +122,17 @@ def test_the_fastest_tile_with_and_without_a_mask_is_read_from_then_on(tmp_path,
     assert all(c.source == "compiled" for c in tiles.recorded("forward", "hopper", torch.float32))
     tiles._measured.cache_clear()
     tiles.recorded.cache_clear()
+
+
+def test_what_is_tuned_is_taken_from_then_on(monkeypatch):
+    kept = []
+    monkeypatch.setattr(industrial, "launcher", lambda job: lambda tile: None)
+    monkeypatch.setattr(industrial, "times_of", lambda ways, rounds: ({name: {"ms": 1.0} for name in ways}, {}))
+    monkeypatch.setattr(industrial.runtime, "limits", lambda: SimpleNamespace(target="sm_90"))
+    monkeypatch.setattr(industrial, "write_choices", lambda rows, target: kept.append((rows, target)))
+    job = industrial.jobs(["tune"])[0]
+    rows = industrial.measure(job)
+    assert kept == [(rows, "sm_90")] and [tuple(row["tile"]) for row in rows] == list(industrial.tiles_of(job))
 
 
 def test_the_table_and_the_ratios():

@@ -14,7 +14,6 @@ stalls      where a kernel's issue slots go, by ncu
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import subprocess
@@ -96,8 +95,7 @@ def zero_copy() -> dict[str, str]:
     """What cp.async of no bytes does at addresses that are nobody's; each in a process of its own, which it may end."""
     found = {}
     for name in ADDRESSES:
-        arguments = ("-m", "flashlab.bench.hardware", "--zero-copy", name)
-        done = harness.again(*arguments, capture_output=True, text=True, timeout=120)
+        done = harness.again(*harness.calling(_zero_copy, name), capture_output=True, text=True, timeout=120)
         lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
         found[name] = lines[-1][:200] if lines else f"status {done.returncode}"
     return found
@@ -195,8 +193,7 @@ def launch(name: str) -> None:
 
 def counted(name: str, metrics: dict[str, str], *, keep_caches: bool = False) -> list[dict[str, Any]]:
     """ncu's counters of the kernels of one of LAUNCHES; keep_caches: see ncu.profile."""
-    arguments = ["-m", "flashlab.bench.hardware", "--launch", name]
-    rows = ncu.profile(arguments, metrics, only_marked=True, keep_caches=keep_caches)
+    rows = ncu.profile(harness.calling(launch, name), metrics, only_marked=True, keep_caches=keep_caches)
     return [{"launch": name} | {k: x for k, x in row.items() if k != "launch"} for row in rows]
 
 
@@ -338,18 +335,6 @@ def stall_rows(run: dict[str, Any], reasons: int = 7) -> list[list[Any]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = records.parser(__doc__, "hardware")
-    parser.add_argument("--launch", choices=LAUNCHES, help=argparse.SUPPRESS)
-    parser.add_argument("--zero-copy", choices=ADDRESSES, help=argparse.SUPPRESS)
-    given = parser.parse_args(arguments)
-    if given.launch:
-        launch(given.launch)
-    elif given.zero_copy:
-        _zero_copy(given.zero_copy)
-    else:
-        result = run(quick=given.quick)
-        records.keep(records.place("hardware", given), result, table, given)
-
-
-if __name__ == "__main__":
-    records.entry(main)
+    given = records.parser(__doc__, "hardware").parse_args(arguments)
+    result = run(quick=given.quick)
+    records.keep(records.place("hardware", given), result, table, given)

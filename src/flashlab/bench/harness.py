@@ -83,10 +83,8 @@ class Bench:
     keys: the items of a row that say which one it is, for --compare; of those it has.
     quick: the jobs of --quick. needs(quick): why they cannot be measured on this machine, or None.
     facts: what the record says beside the machine and the rows. derive: more of it, computed from the whole record.
-    first: parts that are measured before the others, with after(rows, machine) behind them.
     prepare(jobs, until): before the jobs, on a GPU: builds and checks, until a time of time.monotonic(); more facts.
     options: arguments of `measure` and `prepare` that the command line offers, as argparse wants them.
-    children: by option, what it and the words behind it do in the place of a run: in a process for a profiler, say.
     minutes: the default of --minutes.
     """
 
@@ -100,20 +98,13 @@ class Bench:
     needs: Callable[[bool], str | None]
     facts: Mapping[str, Any] = field(default_factory=dict)
     derive: Callable[[Data], Mapping[str, Any]] = lambda data: {}
-    first: Sequence[str] = ()
-    after: Callable[[Sequence[Row], Data], None] = lambda rows, machine: None
     prepare: Callable[..., Mapping[str, Any] | None] = lambda jobs, until, **options: None
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    children: Mapping[str, Callable[..., None]] = field(default_factory=dict)
     minutes: float = math.inf
 
     def main(self, arguments: Sequence[str] | None = None) -> None:
         """The bench as a program. Raises NoGpu, SystemExit."""
-        first, *words = (sys.argv[1:] if arguments is None else arguments) or [""]
-        if child := self.children.get(first):
-            child(*words)
-        else:
-            main(self, arguments)
+        main(self, arguments)
 
     def recorded(self) -> list[Data]:
         """Every recorded run there is, in the order of their file names; [] where none is."""
@@ -278,6 +269,12 @@ def again(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], env=os.environ | {"PYTHONPATH": paths}, **options)
 
 
+def calling(function: Callable[..., Any], *words: str) -> tuple[str, ...]:
+    """The arguments of a Python that calls a function of this package: for `again`, a profiler, a sanitizer."""
+    code = f"import sys; from {function.__module__} import {function.__name__} as call; call(*sys.argv[1:])"
+    return ("-c", code, *words)
+
+
 def trial(*arguments: str, seconds: float) -> str | None:
     """Why what a Python program tries is not to be done in this process, or None; it is run in one of its own.
 
@@ -327,23 +324,16 @@ def run(
         def data() -> Data:
             return record_of(bench, machine, rows, facts, len(waiting(todo, rows)))
 
-        found = data()
-        for stage in ([j for j in todo if j["part"] in bench.first], [j for j in todo if j["part"] not in bench.first]):
-            left = waiting(stage, rows)
-            if left and on_gpu():
-                facts |= bench.prepare(left, time.monotonic() + (end - time.monotonic()) / 2, **options) or {}
-            with _progress(bench, len(left)) as said:
-                for job in left:
-                    if time.monotonic() > end:
-                        break
-                    rows = _measured(bench, job, rows, lambda now: save(data() | {"rows": now}), options)
-                    found = data()
-                    save(found)
-                    said(job, [row for row in rows if is_of(row, job)])
-            if waiting(stage, rows):
-                break
-            if stage and stage[0]["part"] in bench.first and on_gpu():
-                bench.after(rows, machine)
+        left = waiting(todo, rows)
+        if left and on_gpu():
+            facts |= bench.prepare(left, time.monotonic() + (end - time.monotonic()) / 2, **options) or {}
+        with _progress(bench, len(left)) as said:
+            for job in left:
+                if time.monotonic() > end:
+                    break
+                rows = _measured(bench, job, rows, lambda now: save(data() | {"rows": now}), options)
+                save(data())
+                said(job, [row for row in rows if is_of(row, job)])
         found = data()
     return found | {"machine": machine}  # with its clock
 

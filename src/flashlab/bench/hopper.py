@@ -65,7 +65,6 @@ from flashlab.bench import (
     hopper_results,
     ncu,
     peers,
-    records,
     timing,
     validation,
 )
@@ -86,7 +85,6 @@ from flashlab.bench.hopper_jobs import (
     TRITON,
     Kernel,
     chosen,
-    fitting,
     jobs,
     quick_jobs,
     steps_of,
@@ -101,7 +99,6 @@ from flashlab.check.tolerance import Truth, bounded, excess
 from flashlab.cuda import CudaModule, load_inline
 from flashlab.kernels import Step
 
-_AGAIN = ("-m", "flashlab.bench.hopper")  # this program in a process of its own
 CACHED = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 
 
@@ -304,7 +301,7 @@ def measure(
 
 
 def sanitized(job: Row) -> list[Row]:
-    said = validation.sanitize([*_AGAIN, "--launch-all", *sound()], [job["tool"]], timeout=180)
+    said = validation.sanitize(harness.calling(launch_all, *sound()), [job["tool"]], timeout=180)
     return [{"name": "all", "said": said[job["tool"]]}]
 
 
@@ -544,7 +541,7 @@ def launch_planted(mistake: str) -> None:
 
 def planted(mistake: str) -> Row:
     """name: the step that was edited. result: of the broken kernel, "right", "wrong" or none. said: by each tool."""
-    again = [*_AGAIN, "--launch-planted", mistake]
+    again = harness.calling(launch_planted, mistake)
     done = harness.again(*again, capture_output=True, text=True, timeout=240)
     result = re.findall(r"^RESULT (\w+)$", done.stdout, re.M)
     said = validation.sanitize(again, PLANTED_TOOLS, timeout=240)
@@ -577,7 +574,7 @@ def count(job: Row) -> list[Row]:
     todo = launched()
     harness.at_once(lambda build: _checked_build(*build), todo)  # to run is short
     metrics = ncu.known(_TIME | {name: m.metric for name, m in METRICS.items()})
-    native = _by_launch(ncu.profile([*_AGAIN, "--launch-all", *sound()], metrics, timeout=300))
+    native = _by_launch(ncu.profile(harness.calling(launch_all, *sound()), metrics, timeout=300))
     found = []
     for step, head_dim in todo:
         about: Row = {"name": step.name, "head_dim": head_dim}
@@ -600,7 +597,7 @@ def profile(job: Row) -> list[Row]:
     """A row for each step, and cuDNN, at a large shape: where the time goes. Raises NoGpu without ncu."""
     del job
     metrics = ncu.known(PROFILED)
-    rows = ncu.profile([*_AGAIN, "--launch-big", *sound()], metrics, only_marked=True, timeout=300)
+    rows = ncu.profile(harness.calling(launch_big, *sound()), metrics, only_marked=True, timeout=300)
     return [{"name": json.loads(launch)} | row for launch, row in _by_launch(rows).items()]
 
 
@@ -630,7 +627,8 @@ def prepare(
     """Builds what the jobs need, by as many compilers as there are cores, and tries it out."""
     del options
     start = time.monotonic()
-    todo = fitting(todo, 2 * (until - start))  # the time is up at twice that
+    room = 2 * (until - start) / hopper_jobs.SECONDS  # the time is up at twice that
+    todo = [job for i, job in enumerate(todo) if i < room]
     keys = wanted_modules(todo, step, variants)
     parts = ("shapes", "sizes", "inputs", "captured", "clock")
     compiled = {(j["dtype"], j["shape"][3], j["causal"]) for j in todo if j["part"] in parts}
@@ -651,7 +649,9 @@ def prepare(
             builds.setdefault(name, []).append(f"{head_dim} {named[dtype]}")
     with ThreadPoolExecutor(4) as threads:  # each takes seconds to begin, and milliseconds of the GPU
         found = threads.map(
-            lambda step: harness.trial(*_AGAIN, "--trial", step, *builds[step], seconds=60.0 + 15 * len(builds[step])),
+            lambda step: harness.trial(
+                *harness.calling(try_out, step, *builds[step]), seconds=60.0 + 15 * len(builds[step])
+            ),
             builds,
         )
         trials = dict(zip(builds, found, strict=True))
@@ -687,9 +687,6 @@ BENCH = harness.Bench(
           "name"),
     quick=quick_jobs, needs=harness.gpu_for("phase 11 is", quick_too=False), prepare=prepare, minutes=8.0,
     facts={"dtype": "bfloat16"},
-    children={  # for ncu and compute-sanitizer, and of `prepare`
-        "--launch-all": launch_all, "--launch-planted": launch_planted, "--launch-big": launch_big, "--trial": try_out,
-    },
     options={
         "step": {"metavar": "NAME", "help": "the kernel to measure in the place of the phase's last one"},
         "variants": {"nargs": "+", "default": (), "metavar": "MACRO=N,...", "help": "of the part of that name"},
@@ -697,9 +694,4 @@ BENCH = harness.Bench(
         "captured": {"type": Path, "metavar": "FILE", "help": "that tools/capture_scores.py wrote"},
     },
 )  # fmt: skip
-
-
 main = BENCH.main
-
-if __name__ == "__main__":
-    records.entry(main)

@@ -1,7 +1,6 @@
 """The part "backward" of the bench of phase 11: p11_backward beside cuDNN, FlashAttention-2 and phase 5's Triton.
 
-    flashlab bench hopper --only backward                            # what is recorded
-    python -m flashlab.bench.hopper_backward --trial "64 bf16"       # a build at a few shapes: what is wrong?
+    flashlab bench hopper --only backward
 
 Each takes o and lse as given: the time is of the backward pass alone. Rows of this kernel with other macros, and of its
 kernels by themselves, stand beside it. Every dq, dk and dv of the first head, and of the last, is compared with float64
@@ -14,7 +13,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -23,14 +21,13 @@ import torch
 
 from flashlab.attention import reference, triton_backward, triton_forward
 from flashlab.attention.door import flash_attention
-from flashlab.bench import harness, hopper_jobs, industrial, peers, records, timing
+from flashlab.bench import harness, hopper_jobs, industrial, peers, timing
 from flashlab.bench.harness import Row, Way
 from flashlab.bench.hopper_jobs import CUDNN, DTYPES, FA2, FA4, OURS, TRITON
 from flashlab.check.training import wanted, worst
 from flashlab.cuda import operators  # noqa: F401  (the door takes p11_flash once this is imported)
 from flashlab.cuda.hopper_backward import compiled, hopper_backward
 
-_AGAIN = ("-m", "flashlab.bench.hopper_backward")  # this program in a process of its own
 SEVEN = "PRODUCTS=7"
 VARIANTS = dict.fromkeys((64, 128), (SEVEN, "ORDERED=0", f"{SEVEN} KEY_STEP=64"))
 """Macros set otherwise, by head_dim."""
@@ -109,7 +106,7 @@ def different(way: Way, first: Sequence[torch.Tensor], repeats: int) -> int:
 _TRIED = (((1, 2, 1), 2), ((4, 6, 17), 2), ((2, 6, 300), 2), ((4, 8, 2048), 4))  # batch, heads, rows; key heads
 
 
-def try_out(names: Sequence[str]) -> None:
+def try_out(*names: str) -> None:
     """Launches builds, such as "128 bf16 MOST_STAGES=2". Raises ValueError where a result is wrong."""
     for name, (size, kv_heads), causal in itertools.product(names, _TRIED, (False, True)):
         d, dtype = name.split()[:2]
@@ -133,7 +130,7 @@ def ready(head_dim: int, dtype: str) -> dict[str, str | None]:
             compiled(head_dim, DTYPES[dtype], backend(), False, defines_of(name))
         except Exception as error:
             return timing.reason(error)
-        return harness.trial(*_AGAIN, "--trial", name, seconds=90.0) if harness.on_gpu() else None
+        return harness.trial(*harness.calling(try_out, name), seconds=90.0) if harness.on_gpu() else None
 
     names = builds([head_dim], [dtype])[: None if harness.on_gpu() else 2]
     with ThreadPoolExecutor(4) as threads:
@@ -184,16 +181,3 @@ def measure(job: Row, rounds: int = 9) -> list[Row]:
         if name.startswith(OURS):
             row |= {"different": different(ways[name], gradients, REPEATS if harness.on_gpu() else 1)}
     return harness.rows_of(job, found, reasons)
-
-
-def main() -> None:
-    """--trial and builds."""
-    if sys.argv[1:2] != ["--trial"]:
-        raise SystemExit(
-            "this is a part of `flashlab bench hopper`; by itself: --trial and builds, as in its docstring"
-        )
-    try_out(sys.argv[2:])
-
-
-if __name__ == "__main__":
-    records.entry(main)

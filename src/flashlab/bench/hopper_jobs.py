@@ -1,8 +1,7 @@
-"""What the bench of phase 11 measures: kernels and peers, jobs in their order, and about how long each takes."""
+"""What the bench of phase 11 measures: kernels, peers, and jobs in their order."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -45,6 +44,7 @@ PLANTED = (
     "no wgmma_fence after P is written", "no proxy fence before O is stored",
 )  # fmt: skip
 """Mistakes of flashlab.check.mistakes.hopper that leave nobody waiting for ever."""
+SECONDS = 2.0  # of a job, about
 RULE = 1.0  # the largest part of its bound that an error may be
 
 
@@ -239,48 +239,6 @@ def captured_jobs() -> list[Row]:
 def clock_jobs() -> list[Row]:
     """Each kernel alone for seconds: random numbers, and zeros, on which no transistor of a multiplier switches."""
     return jobs_of("clock", shape=OF_INPUTS, inputs=("random", "zeros"), causal=[False], dtype=["bf16"])
-
-
-# ---- how long it takes -----------------------------------------------------------------------------------------------
-ASSUMED = 250.0
-"""TFLOP/s at which an estimate of seconds takes the kernels to run. A slow guess: a run is to end in its time."""
-_ONCE = {
-    "ceiling": 1.0,
-    "shapes": 2.0,
-    "sizes": 2.0,
-    "ladder": 3.0,
-    "variants": 3.0,
-    "inputs": 2.0,
-    "captured": 2.0,
-    "clock": 15.0,
-    "backward": 8.0,
-    "counters": 60.0,
-    "profile": 40.0,
-    "planted": 60.0,
-    "sanitizer": 45.0,
-}
-"""Seconds of a job beside its timing: tensors, plans, graphs, the comparison with float64. They are estimates too."""
-_VALIDATE = {"repeats": 1.0, "shapes": 4.0, "cases": 60.0}
-
-
-def seconds_of(job: Row) -> float:
-    """About how long a job takes."""
-    if job["part"] == "validate":
-        runs = job.get("repeats", 0)
-        return _VALIDATE[job["what"]] + (runs * work_of(job) / (ASSUMED * 1e12) if runs else 0.0)
-    if job["part"] not in ("shapes", "sizes", "ladder", "variants", "inputs", "captured", "backward"):
-        return _ONCE[job["part"]]
-    work = work_of(job) * (BACKWARD_WORK if job["part"] == "backward" else 1.0)
-    each = max(2.0, work / (ASSUMED * 1e9))  # ms of a replay
-    of_part = {"shapes": len(PEERS) + 1, "ladder": len(ladder()) + 2, "inputs": 5, "captured": 5}
-    ways = of_part.get(job["part"], 10)
-    return _ONCE[job["part"]] + ways * max(4 * each, min(13 * each, 150.0)) / 1e3
-
-
-def fitting(todo: Sequence[Row], seconds: float) -> list[Row]:
-    """The first of the jobs, as many as may be measured in the time."""
-    ends = itertools.accumulate(map(seconds_of, todo))
-    return [job for job, end in zip(todo, ends, strict=True) if end - seconds_of(job) < seconds]
 
 
 def work_of(job: Row) -> float:

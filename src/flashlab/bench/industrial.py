@@ -305,10 +305,13 @@ def tiles_of(job: Row) -> tuple[tiles.Tile, ...]:
 
 
 def tune(job: Row) -> list[Row]:
-    """A row for each tile of the search space. Those of the backward hold delta and the other kernel, for all alike."""
+    """A row for each tile of the search space; the fastest is taken from then on, by what is measured later too. Those
+    of the backward hold delta and the other kernel, for all alike."""
     way = launcher(job)
     found, reasons = times_of({json.dumps(list(tile)): way(tile) for tile in tiles_of(job)}, rounds=5)
-    return [row | {"tile": json.loads(row.pop("name"))} for row in harness.rows_of(job, found, reasons)]
+    rows = [row | {"tile": json.loads(row.pop("name"))} for row in harness.rows_of(job, found, reasons)]
+    write_choices(rows, runtime.limits().target)
+    return rows
 
 
 def choices(rows: Sequence[Row], chip: str) -> dict[tuple[str, int], list[int]]:
@@ -559,16 +562,11 @@ def span(values: Iterable[float]) -> str:
     return f"{found[0]:.2f} to {found[-1]:.2f}" if found else ""
 
 
-def _after(rows: Sequence[Row], machine: Data) -> None:
-    """Behind the parts that tune: the other parts are measured with the tiles that they found."""
-    write_choices(rows, machine["target"])
-
-
 BENCH = harness.Bench(
     "industrial", __doc__, jobs=jobs, measure=measure, table=table,
     keys=("kernel", "head_dim", "shape", "causal", "pass", "dtype", "name", "tile"),
     quick=quick_jobs, needs=harness.gpu_for("phases 4 and 5 are", quick_too=False),
-    facts={"dtype": "bfloat16"}, first=TUNED, after=_after, prepare=prepare_all, minutes=8.0,
+    facts={"dtype": "bfloat16"}, prepare=prepare_all, minutes=8.0,
     options={"without": {"nargs": "+", "default": (), "metavar": "NAME", "help": "implementations to leave out"}},
 )  # fmt: skip
 main, recorded = BENCH.main, BENCH.recorded

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from flashlab.attention import reference
-from flashlab.bench import harness, ncu, peers, published, records, timing
+from flashlab.bench import harness, ncu, peers, published, timing
 from flashlab.bench.harness import Data, Row, jobs_of
 from flashlab.bench.records import NoGpu
 from flashlab.bench.rows import where
@@ -342,7 +342,7 @@ def measure_counters(job: Row, rounds: int) -> list[Row]:
     """Nsight Compute's counters for one launch of each step; where there is no ncu, or it may not read them, why."""
     del rounds
     try:
-        rows = ncu.profile(["-m", "flashlab.bench.mma", "--launch-once"], METRICS, kernels="flash_forward")
+        rows = ncu.profile(harness.calling(launch_once), METRICS, kernels="flash_forward")
     except NoGpu as missing:
         return [harness.failed(job, str(missing))]
     return [job | row["launch"] | {name: row[name] for name in METRICS} for row in rows if row["launch"]]
@@ -436,11 +436,6 @@ BENCH = harness.Bench(
     keys=("table", "exhibit", "shape", "causal", "inputs", "name"),
     needs=harness.gpu_for("the tensor-core kernels are"),
     derive=lambda data: {"summary": summary(where(data["rows"], part="final"))},
-    options={"rounds": {"type": int, "default": 9}}, children={"--launch-once": launch_once},
+    options={"rounds": {"type": int, "default": 9}},
 )  # fmt: skip
-
-
 main = BENCH.main
-
-if __name__ == "__main__":
-    records.entry(main)

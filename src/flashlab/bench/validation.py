@@ -15,7 +15,6 @@ are sectors of plain loads and of cp.async together: the hardware has one counte
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import shutil
@@ -120,20 +119,17 @@ def launch_fragments() -> None:
     torch.cuda.synchronize()
 
 
-_AGAIN = ["-m", "flashlab.bench.validation", "--launch-all"]
-
-
 def profile() -> list[dict[str, Any]]:
     """Nsight Compute's counters of each variant's forward kernel, in order."""
     metrics = {name: metric for name, (metric, _) in METRICS.items()}
-    rows = ncu.profile(_AGAIN, metrics, kernels="flash_forward", timeout=500)
+    rows = ncu.profile(harness.calling(launch_all), metrics, kernels="flash_forward", timeout=500)
     if len(rows) != len(variants()):
         kernels = [row["kernel"] for row in rows]
         raise RuntimeError(f"{len(variants())} kernels were launched, and ncu lists {len(rows)}: {kernels}")
     return rows
 
 
-def sanitize(arguments: Sequence[str] = _AGAIN, tools: Sequence[str] = TOOLS, timeout: float = 500) -> dict[str, str]:
+def sanitize(arguments: Sequence[str], tools: Sequence[str] = TOOLS, timeout: float = 500) -> dict[str, str]:
     """The closing line of each tool of compute-sanitizer, run over `python ARGUMENTS`, which launches the kernels."""
     said = {}
     for tool in tools:
@@ -166,7 +162,7 @@ def run(*, sanitizer: bool = True) -> dict[str, Any]:
             })  # fmt: skip
     machine["ncu"] = ncu.ncu_version()
     result = {"machine": machine, "shape": list(SHAPE), "causal": True, "rows": rows}
-    return result | ({"sanitizer": sanitize()} if sanitizer else {})
+    return result | ({"sanitizer": sanitize(harness.calling(launch_all))} if sanitizer else {})
 
 
 def table(data: dict[str, Any]) -> Table:
@@ -184,15 +180,6 @@ def table(data: dict[str, Any]) -> Table:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = records.parser(__doc__, "validation")
-    parser.add_argument("--launch-all", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args(arguments)
-    if given.launch_all:
-        launch_all()
-        return
+    given = records.parser(__doc__, "validation").parse_args(arguments)
     result = run(sanitizer=not given.quick)
     records.keep(records.place("validation", given), result, table, given)
-
-
-if __name__ == "__main__":
-    records.entry(main)
