@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flashlab.attention import reference
-from flashlab.bench import OF_ALL, everything, mma, module_of, peers, records, scalar, timing, triton, validation, walls
+from flashlab.bench import mma, peers, records, scalar, timing, triton, validation, walls
 from flashlab.bench import resources as resources_bench
 from flashlab.kernels import SERIES, steps
 from flashlab.table import Table
@@ -45,20 +45,6 @@ def test_interleaved_orders_what_is_plainly_slower():
 def test_without_a_gpu_timing_says_so():
     with pytest.raises(timing.NoGpu, match="timing needs a GPU"):
         timing.interleaved({"nothing": lambda: None})
-
-
-@no_gpu
-@pytest.mark.parametrize("name", OF_ALL)
-def test_without_a_gpu_a_bench_measures_nothing_and_says_so(name, tmp_path):
-    bench = module_of(name)
-    with pytest.raises(records.NoGpu, match="GPU"):
-        bench.main(["--out", str(tmp_path / "record.json")])
-    assert not any(tmp_path.iterdir())
-    reason = everything.why_not(name, quick=True)
-    if reason is not None:
-        assert "GPU" in reason
-        with pytest.raises(records.NoGpu, match="GPU"):
-            bench.main(["--quick"])
 
 
 @pytest.mark.parametrize("content", ["plain", "rising"])

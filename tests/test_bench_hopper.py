@@ -46,18 +46,6 @@ def no_steps(monkeypatch):
 
 
 # ---- what is measured ----------------------------------------------------------------------------------------------
-def test_every_shape_of_the_goals_is_measured_once():
-    found = hopper_jobs.jobs()
-    assert len({json.dumps(job) for job in found}) == len(found)
-    shapes = [job for job in found if job["part"] == "shapes"]
-    standard = {(j["shape"][3], j["shape"][2], j["causal"], j["dtype"]) for j in shapes if j["kind"] == "standard"}
-    assert len(standard) == 3 * 7 * 2 * 2
-    assert {n for _, n, _, _ in standard} == {512, 1024, 2048, 4096, 8192, 16384, 32768}
-    assert all(j["shape"][1] * j["shape"][3] == 2048 for j in shapes if j["kind"] == "standard")
-    assert {j["kind"] for j in [*shapes, *hopper_jobs.sizes()]} == set(hopper_jobs.KINDS)
-    assert any(j["shape"][2] % 2 for j in shapes if j["kind"] == "odd")
-    assert all(j["kv_heads"] < j["shape"][1] for j in shapes if j["kind"] == "grouped")
-    assert not any(j["causal"] for j in shapes if j["kind"] == "cross")  # PyTorch's mask is aligned otherwise
 
 
 def test_what_tells_most_comes_first():

@@ -5,24 +5,12 @@ import json
 import pytest
 import torch
 
-from flashlab.bench import harness, lm, peers, published
+from flashlab.bench import harness, lm, peers
 from flashlab.bench.lm import PASSES, TINY, WAYS
-from flashlab.models.language_model import SIZES
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 STEP = {"part": "step", "size": "tiny", "attention": "eager", "dtype": "float32"}
 TURNS = {"part": "turns", "size": "tiny", "dtype": "float32", "what": "attention"}
-
-
-def test_every_measurement_is_asked_for_once_and_the_published_ones_are_among_them():
-    jobs = lm.jobs()
-    assert len({json.dumps(job) for job in jobs}) == len(jobs)
-    steps = {(j["size"], j["attention"], j["dtype"]) for j in jobs if j["part"] == "step"}
-    assert steps == {(size, way, dtype) for size in SIZES for way in WAYS for dtype in lm.DTYPES}
-    for row in published.load("lm_forward_backward"):
-        assert (lm.SIZE_NAMES[row["model"]], "eager", "float32") in steps
-    trained = {(j["attention"], j["dtype"], bool(j["jitter"])) for j in jobs if j["part"] == "training"}
-    assert {("eager", d, noise) for d in lm.DTYPES for noise in (False, True)} < trained
 
 
 def test_every_way_is_the_same_model():
