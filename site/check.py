@@ -13,14 +13,13 @@ import functools
 import gzip
 import http.server
 import os
-import re
 import shutil
 import sys
 import threading
-from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urljoin, urlparse
 
+from bs4 import BeautifulSoup
 from playwright.sync_api import Page, sync_playwright
 
 BUILD = Path(__file__).resolve().parents[1] / "build"
@@ -51,36 +50,19 @@ SERIOUS = """async (whole) => {
 }"""
 
 
-class Parsed(HTMLParser):
+class Parsed:
     """What a page links to, loads and calls its parts."""
 
     def __init__(self, text: str):
-        super().__init__()
-        self.links: list[str] = []
-        self.loads: list[str] = []
-        self.ids: set[str] = set()
-        self.headings: list[int] = []
-        self.without_text: list[str] = []
-        self.metas: dict[str, str] = {}
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        found = {name: value or "" for name, value in attrs}
-        self.ids |= {found[x] for x in ("id", "name") if x in found}
-        if tag == "a" and "href" in found:
-            self.links.append(found["href"])
-        if tag in ("img", "script", "iframe") and "src" in found:
-            self.loads.append(found["src"])
-        if tag == "link" and found.get("rel") in ("stylesheet", "icon", "preload"):
-            self.loads.append(found["href"])
-        if tag == "link" and found.get("rel") == "canonical":
-            self.metas["canonical"] = found["href"]
-        if tag == "meta" and "content" in found:
-            self.metas[found.get("property") or found.get("name") or ""] = found["content"]
-        if tag == "img" and len(found.get("alt", "")) < 15:
-            self.without_text.append(found.get("src", ""))
-        if re.fullmatch("h[1-6]", tag):
-            self.headings.append(int(tag[1]))
+        page = BeautifulSoup(text, "html.parser")  # Furo brings it
+        self.links = [tag["href"] for tag in page.select("a[href]")]
+        self.loads = [tag["src"] for tag in page.select("img[src], script[src], iframe[src]")]
+        self.loads += [tag["href"] for tag in page.select("link[rel~=stylesheet], link[rel~=icon], link[rel~=preload]")]
+        self.ids = {tag[name] for name in ("id", "name") for tag in page.select(f"[{name}]")}
+        self.headings = [int(tag.name[1]) for tag in page.select("h1, h2, h3, h4, h5, h6")]
+        self.without_text = [tag.get("src", "") for tag in page.select("img") if len(tag.get("alt", "")) < 15]
+        self.metas = {tag.get("property") or tag.get("name", "") for tag in page.select("meta[content]")}
+        self.metas |= {"canonical" for _ in page.select("link[rel~=canonical]")}
 
 
 def static(site: Path, pages: list[str]) -> list[str]:
@@ -102,7 +84,7 @@ def static(site: Path, pages: list[str]) -> list[str]:
         steps = list(zip([0, *page.headings], page.headings, strict=False))
         wrong += [f"{name}: a heading {b} follows a heading {a}" for a, b in steps if b > a + 1]
         if name not in ("search.html", "404.html"):
-            missing = {"og:title", "og:image", "og:description", "description", "canonical"} - set(page.metas)
+            missing = {"og:title", "og:image", "og:description", "description", "canonical"} - page.metas
             wrong += [f"{name}: no {meta}" for meta in sorted(missing) if not name.startswith("folds/")]
     return wrong
 

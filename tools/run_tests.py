@@ -4,16 +4,14 @@
 
 A part that fails does not stop the others; the exit status is 1 if any failed, and the last lines name them and the
 command that runs each again. `static` is `lint` and `sync` side by side, `notebooks` is `lectures` and `solutions` in
-one run; `quick` is what of `unit` is not slow, `long` what `unit` leaves out. The times are kept in
-.flashlab/test-times.json. A learner's filled-in exercises are in none of the parts: only `CI=true` compares
-exercises/ with the lessons.
+one run; `quick` is what of `unit` is not slow, `long` what `unit` leaves out. A learner's filled-in exercises
+are in none of the parts: only `CI=true` compares exercises/ with the lessons.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import os
 import subprocess
 import sys
@@ -116,25 +114,6 @@ def clock(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 60 else f"{int(seconds) // 60} min {int(seconds) % 60:02d} s"
 
 
-def record(results: list[tuple[Part, bool, float]]) -> None:
-    """Keep each part's last result and time; a folder that cannot be written is no reason to fail."""
-    file = ROOT / ".flashlab" / "test-times.json"
-    try:
-        try:
-            known = json.loads(file.read_text())
-        except (OSError, ValueError):
-            known = {}
-        for part, passed, seconds in results:
-            known[part.name] = {"passed": passed, "seconds": round(seconds, 1)}
-        file.parent.mkdir(exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=file.parent, prefix=file.name)
-        with os.fdopen(handle, "w") as stream:
-            stream.write(json.dumps(known, indent=1) + "\n")
-        os.replace(name, file)
-    except OSError:
-        pass
-
-
 def main(names: list[str]) -> int:
     # A process for each core: threads of small products, torch's and numpy's, would only spin and wait for each other.
     for library in ("OMP", "OPENBLAS"):
@@ -153,7 +132,6 @@ def main(names: list[str]) -> int:
         except KeyboardInterrupt:
             print(f"\nstopped by you in part {number} of {len(chosen)}: {part.title}", file=sys.stderr)
             return 130
-    record(results)
     print()
     for part, passed, seconds in results:
         print(f"  {'passed' if passed else 'FAILED'}  {part.name:<10} {clock(seconds):>13}   {part.title}")

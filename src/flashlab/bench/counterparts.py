@@ -6,6 +6,7 @@ on the same shape: a number, or in words why there is none. UNLIKE names the tab
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -40,111 +41,104 @@ Found = tuple[Figure, "Ours | None"]
 _OF_ROWS = ("name", "variant", "pass", "op", "kernel")  # what the rows of one job differ in
 
 
-class Records:
-    """The records of a folder, read once each."""
+class Asked(NamedTuple):
+    """Where a counterpart is: in the first row of a part with these items, its column times a unit, or `instead`."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._read = folder, dict[str, list[tuple[str, Row]]]()
-
-    def of(self, name: str) -> list[tuple[str, Row]]:
-        """(file, record) of every run of a bench."""
-        if name not in self._read:
-            paths = sorted(self._folder.glob(f"{name}_*.json"))
-            self._read[name] = [(path.name, json.loads(path.read_text(encoding="utf-8"))) for path in paths]
-        return self._read[name]
-
-    def find(self, bench: str, part: str, wanted: Row, column: str = "ms", unit: float = 1.0) -> Ours | None:
-        """Of the first row with the items `wanted`: its `column` times `unit`, or why it has none."""
-        for file, data in self.of(bench):
-            for row in where(data["rows"], part=part):
-                whole = row.get("name") == "all"  # a job that failed stands for all that it would have measured
-                if all(
-                    row.get(k) == v or (whole and k in _OF_ROWS and row.get(k) in (None, "all"))
-                    for k, v in wanted.items()
-                ):
-                    said = row[column] * unit if column in row else row.get("unavailable")
-                    if said is not None:
-                        return Ours(said, file, data["machine"]["gpu"] or "a CPU", tuple(row.get("first", ())))
-        return None
+    bench: str
+    part: str
+    wanted: Row
+    column: str = "ms"
+    unit: float = 1.0
+    instead: str = ""
 
 
-# ---- a rule for each table -------------------------------------------------------------------------------------------
-def _mma_stages_ada(found: Records) -> Iterator[Found]:
-    for row in published.load("mma_stages_ada"):
-        shape = [row[c] for c in ("batch", "heads", "seq_len", "head_dim")]
-        variant = str(row["variant"])
-        wanted = {"shape": shape, "name": STAGES_ADA[variant]}
-        ours = found.find("mma", "published", wanted)
-        if ours is None and variant in ("naive_unfused", "flash_official"):  # measured beside the last step too
-            ours = found.find("mma", "final", wanted | {"table": "mma_stages_ada"})
-        yield Figure("mma_stages_ada", f"{'x'.join(map(str, shape))} {variant}", row["ms"]), ours
+def _found(asked: Asked, runs: Iterable[tuple[str, Row]]) -> Ours | None:
+    """The counterpart, or why it has none, in one of the runs: (file, record)."""
+    for file, data in runs:
+        for row in where(data["rows"], part=asked.part):
+            whole = row.get("name") == "all"  # a job that failed stands for all that it would have measured
+            if all(
+                row.get(k) == v or (whole and k in _OF_ROWS and row.get(k) in (None, "all"))
+                for k, v in asked.wanted.items()
+            ):
+                value = row[asked.column] * asked.unit if asked.column in row else None
+                said = row.get("unavailable") if value is None else asked.instead or value
+                if said is not None:
+                    return Ours(said, file, data["machine"]["gpu"] or "a CPU", tuple(row.get("first", ())))
+    return None
 
 
-def _fa1_f32_fa2_mma_ada(found: Records) -> Iterator[Found]:
+# ---- a rule for each table: of a row its figures: a label, the value, and where its counterpart is -------------------
+Figures = Iterator[tuple[str, Any, list[Asked]]]
+_SHAPE = ("batch", "heads", "seq_len", "head_dim")
+
+
+def _mma_stages_ada(row: Row) -> Figures:
+    shape, variant = [row[c] for c in _SHAPE], str(row["variant"])
+    wanted = {"shape": shape, "name": STAGES_ADA[variant]}
+    asked = [Asked("mma", "published", wanted)]
+    if variant in ("naive_unfused", "flash_official"):  # measured beside the last step too
+        asked.append(Asked("mma", "final", wanted | {"table": "mma_stages_ada"}))
+    yield f"{'x'.join(map(str, shape))} {variant}", row["ms"], asked
+
+
+def _fa1_f32_fa2_mma_ada(row: Row) -> Figures:
     float32 = {"fa1_f32": "p6_1_fa1", "torch_naive_f32": "torch_naive_f32"}
     float16 = {"fa2_mma_f16": "p9_flash", "torch_naive_f16": "unfused"}
-    for row in published.load("fa1_f32_fa2_mma_ada"):
-        about = {c: row[c] for c in ("batch", "heads", "seq_len", "head_dim")}
-        shape, variant = list(about.values()), str(row["variant"])
-        if variant in float32:
-            ours = found.find("scalar", "shapes", about | {"causal": False, "variant": float32[variant]})
-        else:
-            wanted = {"shape": shape, "causal": False, "inputs": "randn", "name": float16[variant]}
-            ours = found.find("mma", "final", wanted | {"table": "fa1_f32_fa2_mma_ada"})
-        yield Figure("fa1_f32_fa2_mma_ada", f"{'x'.join(map(str, shape))} {variant}", row["ms"]), ours
+    about, variant = {c: row[c] for c in _SHAPE} | {"causal": False}, str(row["variant"])
+    shape = [row[c] for c in _SHAPE]
+    wanted = {"shape": shape, "causal": False, "inputs": "randn", "table": "fa1_f32_fa2_mma_ada"}
+    yield f"{'x'.join(map(str, shape))} {variant}", row["ms"], [
+        Asked("scalar", "shapes", about | {"variant": float32[variant]}) if variant in float32
+        else Asked("mma", "final", wanted | {"name": float16[variant]})
+    ]  # fmt: skip
 
 
-def _triton_vs_torch(found: Records) -> Iterator[Found]:
-    passes = {"fwd": "forward", "bwd": "backward", "fwd_bwd": "both"}
-    for row in published.load("triton_vs_torch"):
-        shape = [1, 1, row["seq_len"], row["d_model"]]
-        for who, name in (("torch", "eager"), ("triton", "triton")):
-            for short, which in passes.items():
-                wanted = {"shape": shape, "dtype": row["precision"], "pass": which, "name": name}
-                label = f"N {row['seq_len']} D {row['d_model']} {row['precision']} {who} {which}"
-                ours = found.find("industrial", "published", wanted)
-                yield Figure("triton_vs_torch", label, row[f"{who}_{short}_ms"]), ours
+def _triton_vs_torch(row: Row) -> Figures:
+    about = {"shape": [1, 1, row["seq_len"], row["d_model"]], "dtype": row["precision"]}
+    for who, name in (("torch", "eager"), ("triton", "triton")):
+        for short, which in (("fwd", "forward"), ("bwd", "backward"), ("fwd_bwd", "both")):
+            label = f"N {row['seq_len']} D {row['d_model']} {row['precision']} {who} {which}"
+            asked = Asked("industrial", "published", about | {"pass": which, "name": name})
+            yield label, row[f"{who}_{short}_ms"], [asked]
 
 
-def _attention_memory(found: Records) -> Iterator[Found]:
-    kinds = {"fwd_ms": ("forward", "ms", 1.0), "bwd_ms": ("backward", "ms", 1.0),
-             "mem_before_mb": ("forward", "held_bytes", 1e-6)}  # fmt: skip
-    for row in published.load("attention_memory"):
-        for kind, (which, column, unit) in kinds.items():
-            wanted = {"d_model": row["d_model"], "seq_len": row["seq_len"], "dtype": "float32", "name": "eager"}
-            ours = found.find("attention", "attention", wanted | {"pass": which}, column, unit)
-            yield Figure("attention_memory", f"D {row['d_model']} N {row['seq_len']} {kind}", row[kind]), ours
+def _attention_memory(row: Row) -> Figures:
+    wanted = {"d_model": row["d_model"], "seq_len": row["seq_len"], "dtype": "float32", "name": "eager"}
+    for kind, which, column, unit in (
+        ("fwd_ms", "forward", "ms", 1.0), ("bwd_ms", "backward", "ms", 1.0),
+        ("mem_before_mb", "forward", "held_bytes", 1e-6),
+    ):  # fmt: skip
+        asked = Asked("attention", "attention", wanted | {"pass": which}, column, unit)
+        yield f"D {row['d_model']} N {row['seq_len']} {kind}", row[kind], [asked]
 
 
-def _lm_forward_backward(found: Records) -> Iterator[Found]:
-    for row in published.load("lm_forward_backward"):
-        for column in ("forward", "backward"):
-            if row[f"avg_{column}_s"] is not None:
-                size, which = lm.SIZE_NAMES[str(row["model"])], lm.PUBLISHED_PASSES[str(row["run"]), column]
-                model = {"size": size, "attention": "eager", "dtype": "float32"}
-                ours = found.find("lm", "step", model | {"pass": which})
-                label = f"{row['run']} {row['model']} {column}"
-                yield Figure("lm_forward_backward", label, 1e3 * float(str(row[f"avg_{column}_s"]))), ours
+def _lm_forward_backward(row: Row) -> Figures:
+    for column in ("forward", "backward"):
+        if (seconds := row[f"avg_{column}_s"]) is not None:
+            model = {"size": lm.SIZE_NAMES[str(row["model"])], "attention": "eager", "dtype": "float32"}
+            asked = Asked("lm", "step", model | {"pass": lm.PUBLISHED_PASSES[str(row["run"]), column]})
+            yield f"{row['run']} {row['model']} {column}", 1e3 * float(seconds), [asked]
 
 
-def _gqa_layer_profile(found: Records) -> Iterator[Found]:
+def _gqa_layer_profile(row: Row) -> Figures:
     """Totals of 100 runs, there and here. An operation that our profile does not have was not called; a kernel of
     another GPU or compiler has another name, and then it is our kernels that answer it."""
-    for row in published.load("gqa_layer_profile"):
-        profile = {"case": "published", "pass": "forward", "layer": layer.PUBLISHED_LAYERS[str(row["layer"])]}
-        op = str(row["op"])
-        if op == "flash_attentionv2_kernel":
-            op = layer.OUR_KERNEL
-        ours = found.find("layer", "profile", profile | {"op": op}, "device_ms")
-        if ours is None:
-            ours = found.find("layer", "profile", profile | {"kernel": not op.startswith(("aten::", "cuda"))}, "runs")
-            other = "not called" if op.startswith(("aten::", "cuda")) else "by other kernels"
-            ours = ours and (ours if isinstance(ours.value, str) else ours._replace(value=other))
-        label = f"{row['layer']} {row['op']}"
-        yield Figure("gqa_layer_profile", label, layer.milliseconds(row["cuda_total"])), ours
+    profile = {"case": "published", "pass": "forward", "layer": layer.PUBLISHED_LAYERS[str(row["layer"])]}
+    op = layer.OUR_KERNEL if row["op"] == "flash_attentionv2_kernel" else str(row["op"])
+    called = op.startswith(("aten::", "cuda"))
+    other = "not called" if called else "by other kernels"
+    yield (
+        f"{row['layer']} {row['op']}",
+        layer.milliseconds(row["cuda_total"]),
+        [
+            Asked("layer", "profile", profile | {"op": op}, "device_ms"),
+            Asked("layer", "profile", profile | {"kernel": not called}, "runs", instead=other),
+        ],
+    )
 
 
-RULES: dict[str, Callable[[Records], Iterable[Found]]] = {
+RULES: dict[str, Callable[[Row], Figures]] = {
     "mma_stages_ada": _mma_stages_ada,
     "fa1_f32_fa2_mma_ada": _fa1_f32_fa2_mma_ada,
     "triton_vs_torch": _triton_vs_torch,
@@ -152,7 +146,7 @@ RULES: dict[str, Callable[[Records], Iterable[Found]]] = {
     "lm_forward_backward": _lm_forward_backward,
     "gqa_layer_profile": _gqa_layer_profile,
 }
-"""By table: every figure of it with its counterpart, or None."""
+"""By table: the figures of one of its rows."""
 UNLIKE = {
     "fa1_f32_fa2_mma_ada": "fa2_mma_f16 is answered by p9_flash, a later kernel than theirs",
     "triton_vs_torch": "their triton backward pass is compiled PyTorch, ours is Triton",
@@ -165,7 +159,17 @@ UNLIKE = {
 
 def counterparts(name: str, folder: Path | None = None) -> list[Found]:
     """Every figure of a published table, with its counterpart in the records or None. Raises KeyError."""
-    return list(RULES[name](Records(folder or records.RECORDED)))
+
+    @functools.cache
+    def runs(bench: str) -> list[tuple[str, Row]]:
+        paths = sorted((folder or records.RECORDED).glob(f"{bench}_*.json"))
+        return [(path.name, json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+
+    return [
+        (Figure(name, label, value), next(filter(None, (_found(a, runs(a.bench)) for a in several)), None))
+        for row in published.load(name)
+        for label, value, several in RULES[name](row)
+    ]
 
 
 # ---- told ------------------------------------------------------------------------------------------------------------

@@ -73,10 +73,6 @@ def _table(rows: Sequence[Resources], opcodes: Sequence[str]) -> Table:
 
 
 # ---- what an SM holds of them ----------------------------------------------------------------------------------------
-RESERVED_SHARED = 1024  # bytes that the system adds to every block, from sm_80 on
-WARP, REGISTERS_AT_ONCE, SCHEDULERS = 32, 256, 4  # a warp's registers: in units of 256, of one scheduler's quarter
-
-
 @dataclass(frozen=True)
 class Occupancy:
     """How often a kernel's block fits on one SM.
@@ -97,16 +93,9 @@ def fits(kernel: Resources, gpu: GpuLimits, threads: int = 128) -> Occupancy:
     """Blocks of ``threads`` threads that fit on an SM. Raises ValueError where the shared memory is not known."""
     if kernel.shared_bytes is None:
         raise ValueError(f"no launch of {kernel.step}'s {kernel.kernel} was seen, so its shared memory is not known")
-    per_warp = -(-kernel.registers * WARP // REGISTERS_AT_ONCE) * REGISTERS_AT_ONCE
-    warps = threads // WARP
-    allowed = {
-        "registers": gpu.registers_per_sm // SCHEDULERS // per_warp * SCHEDULERS // warps,
-        "shared memory": gpu.shared_per_sm // (kernel.shared_bytes + RESERVED_SHARED),
-        "warps": gpu.threads_per_sm // threads,
-        "blocks": gpu.blocks_per_sm,
-    }
+    allowed = gpu.resident(threads, kernel.shared_bytes, kernel.registers)
     limit = min(allowed, key=lambda name: allowed[name])
-    return Occupancy(kernel, allowed[limit], allowed[limit] * warps, limit)
+    return Occupancy(kernel, allowed[limit], allowed[limit] * (threads // 32), limit)
 
 
 def occupancy(gpu: str, names: Sequence[str], head_dim: int = 64, threads: int = 128) -> list[Occupancy]:

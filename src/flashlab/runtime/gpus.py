@@ -49,17 +49,22 @@ class GpuLimits:
             return None
         return self.fp16_tflops * 1e12 / (self.memory_gb_s * 1e9)
 
-    def resident_blocks(self, threads: int, shared_bytes: int, registers: int | None = None) -> int:
-        """How many blocks of a kernel an SM holds at once.
+    def resident(self, threads: int, shared_bytes: int, registers: int | None = None) -> dict[str, int]:
+        """How many blocks of a kernel an SM has room for, by what they take.
 
         Args:
             threads: per block. shared_bytes: per block; the system takes 1 KiB more.
             registers: per thread; None leaves their limit out.
         """
-        limits = [self.blocks_per_sm, self.threads_per_sm // threads, self.shared_per_sm // (shared_bytes + KIB)]
-        if registers is not None:  # a warp gets them in pieces of 256
-            limits.append(self.registers_per_sm // (-(-registers * 32 // 256) * 256) // -(-threads // 32))
-        return min(limits)
+        found = {"shared memory": self.shared_per_sm // (shared_bytes + KIB), "warps": self.threads_per_sm // threads}
+        if registers is not None:  # a warp gets them in pieces of 256, of one scheduler's quarter
+            per_warp = -(-registers * 32 // 256) * 256
+            found = {"registers": self.registers_per_sm // 4 // per_warp * 4 // -(-threads // 32)} | found
+        return found | {"blocks": self.blocks_per_sm}
+
+    def resident_blocks(self, threads: int, shared_bytes: int, registers: int | None = None) -> int:
+        """How many blocks of a kernel an SM holds at once; the arguments of `resident`."""
+        return min(self.resident(threads, shared_bytes, registers).values())
 
     def __str__(self) -> str:
         return (
