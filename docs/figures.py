@@ -34,6 +34,10 @@ def box(ax, x, y, width, height, face, edge="white", line=1.0, **other):
     ax.add_patch(Rectangle((x, y), width, height, facecolor=face, edgecolor=edge, linewidth=line, **other))
 
 
+def text(ax, x, y, words, size, **other):
+    ax.text(x, y, words, fontsize=size, **{"ha": "center", "va": "center"} | other)
+
+
 def arrow(ax, start, end, color, **other):
     ax.add_patch(FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=13, color=color, linewidth=1.6, **other))
 
@@ -60,32 +64,28 @@ def tiles():
                 box(ax, j, i, 1, 1, COLORS["red"])
             else:
                 box(ax, j, i, 1, 1, "#DADADA" if done else "white", "white" if done else "#CFCFCF", 0.8)
-    ax.add_patch(
-        Rectangle((0, 0), columns, rows, fill=False, edgecolor=grey, linewidth=1.4, linestyle=(0, (4, 3)), zorder=3)
-    )
-    ax.text(column + 0.5, row + 0.5, "S, P", ha="center", va="center", color="white", fontsize=11, weight="bold")
-    ax.text(-0.95, row + 0.5, r"$Q_i$", ha="center", va="center", color="white", fontsize=13)
-    ax.text(column + 0.5, -0.95, r"$K_j$", ha="center", va="center", fontsize=13)
-    ax.text(column + 0.5, rows + 0.95, r"$V_j$", ha="center", va="center", fontsize=13)
-    ax.text(columns + 0.95, row + 0.5, r"$O_i$", ha="center", va="center", fontsize=13)
-    ax.text(-0.95, -0.3, "Q", ha="center", fontsize=13, weight="bold")
-    ax.text(-0.25, -0.95, "K", ha="right", va="center", fontsize=13, weight="bold")
-    ax.text(-0.25, rows + 0.95, "V", ha="right", va="center", fontsize=13, weight="bold")
-    ax.text(columns + 0.95, -0.3, "O", ha="center", fontsize=13, weight="bold")
-    ax.text(-2.0, 3, "BLOCK_M rows a block", rotation=90, ha="center", va="center", fontsize=9.5, color="#444444")
-    ax.text(4, -1.85, "BLOCK_N rows a block", ha="center", fontsize=9.5, color="#444444")
+    dashed = {"fill": False, "linewidth": 1.4, "linestyle": (0, (4, 3)), "zorder": 3}
+    ax.add_patch(Rectangle((0, 0), columns, rows, edgecolor=grey, **dashed))
+    text(ax, column + 0.5, row + 0.5, "S, P", 11, color="white", weight="bold")
+    text(ax, -0.95, row + 0.5, r"$Q_i$", 13, color="white")
+    text(ax, column + 0.5, -0.95, r"$K_j$", 13)
+    text(ax, column + 0.5, rows + 0.95, r"$V_j$", 13)
+    text(ax, columns + 0.95, row + 0.5, r"$O_i$", 13)
+    text(ax, -0.95, -0.3, "Q", 13, va="baseline", weight="bold")
+    text(ax, -0.25, -0.95, "K", 13, ha="right", weight="bold")
+    text(ax, -0.25, rows + 0.95, "V", 13, ha="right", weight="bold")
+    text(ax, columns + 0.95, -0.3, "O", 13, va="baseline", weight="bold")
+    text(ax, -2.0, 3, "BLOCK_M rows a block", 9.5, rotation=90, color="#444444")
+    text(ax, 4, -1.85, "BLOCK_N rows a block", 9.5, va="baseline", color="#444444")
     arrow(ax, (column + 1.05, -0.95), (columns - 0.1, -0.95), "#8A5F00")
     arrow(ax, (column + 1.05, rows + 0.95), (columns - 0.1, rows + 0.95), "#8A5F00")
     note = "seq_len × seq_len scores: used once and\nthrown away. This matrix is never stored."
-    ax.text(4, 8.15, note, ha="center", va="top", fontsize=10, color="#333333")
+    text(ax, 4, 8.15, note, 10, va="top", color="#333333")
 
     left, width = 11.0, 12.0
-    ax.add_patch(
-        FancyBboxPatch((left, -1.2), width, 8.6, boxstyle="round,pad=0.15", facecolor="#FAFAFA", edgecolor="#555555")
-    )
-    ax.text(
-        left + width / 2, -0.75, "on chip, for query block $i$", ha="center", va="center", fontsize=12, weight="bold"
-    )
+    style = {"boxstyle": "round,pad=0.15", "facecolor": "#FAFAFA", "edgecolor": "#555555"}
+    ax.add_patch(FancyBboxPatch((left, -1.2), width, 8.6, **style))
+    text(ax, left + width / 2, -0.75, "on chip, for query block $i$", 12, weight="bold")
     steps = [
         (r"$S = Q_i\,K_j^{\top}\cdot\mathrm{scale}$", "one tile of scores", COLORS["red"]),
         (r"$m_\mathrm{new} = \max(m,\ \mathrm{rowmax}\,S)$", "the maximum may move", "#222222"),
@@ -96,19 +96,17 @@ def tiles():
     ]
     for k, (formula, words, color) in enumerate(steps):
         y = 0.35 + k * 0.92
-        ax.text(left + 0.2, y, formula, fontsize=12, va="center", color=color)
-        ax.text(left + width - 0.1, y, words, fontsize=9, va="center", ha="right", color="#555555")
+        text(ax, left + 0.2, y, formula, 12, ha="left", color=color)
+        text(ax, left + width - 0.1, y, words, 9, ha="right", color="#555555")
     ax.plot([left + 0.1, left + width - 0.1], [5.55, 5.55], color="#BBBBBB", linewidth=1)
-    ax.text(left + 0.2, 6.05, r"after the last block:  $O_i = acc\,/\,l$", fontsize=13, va="center", color="#00674C")
-    ax.text(left + 0.2, 6.9, r"$\mathrm{lse}_i = m + \log l$", fontsize=13, va="center", color="#00674C")
-    ax.text(
-        left + width - 0.1, 6.9, "all that is left of a row", fontsize=9.5, va="center", ha="right", color="#555555"
-    )
+    text(ax, left + 0.2, 6.05, r"after the last block:  $O_i = acc\,/\,l$", 13, ha="left", color="#00674C")
+    text(ax, left + 0.2, 6.9, r"$\mathrm{lse}_i = m + \log l$", 13, ha="left", color="#00674C")
+    text(ax, left + width - 0.1, 6.9, "all that is left of a row", 9.5, ha="right", color="#555555")
     note = (
         "What is on chip does not grow with seq_len. K and V are read once\n"
         "for each query block, Q and O once; no score ever goes to memory."
     )
-    ax.text(left + width / 2, 8.15, note, ha="center", va="top", fontsize=10, color="#333333")
+    text(ax, left + width / 2, 8.15, note, 10, va="top", color="#333333")
     return fig
 
 
@@ -145,8 +143,8 @@ def course_map():
         (5.75, "logical wall", "Triton does not\nslice a tensor", "#A6611A"),
     ):
         bricks(ax, x - 0.3, upper - 0.62, 0.6, 1.24, color)
-        ax.text(x, upper + 0.82, what, ha="center", va="bottom", fontsize=10.5, weight="bold", color=color)
-        ax.text(x, upper - 0.72, words, ha="center", va="top", fontsize=9, color="#444444", linespacing=1.15)
+        text(ax, x, upper + 0.82, what, 10.5, va="bottom", weight="bold", color=color)
+        text(ax, x, upper - 0.72, words, 9, va="top", color="#444444", linespacing=1.15)
 
     names = {
         0: "Attention and\nonline softmax", 1: "Naive\nattention", 2: "Simulation in\nplain PyTorch",
@@ -158,14 +156,11 @@ def course_map():
         x, y = at[phase.number]
         color = STACKS["triton" if phase.number == 1 or phase.kind == "gluon" else phase.kind][1]
         written = any(LESSONS.glob(f"{phase.number:0>2}_*.py"))  # the others are drawn hollow
-        ax.add_patch(
-            Circle((x, y), 0.36, facecolor=color if written else "white", edgecolor=color, linewidth=2.6, zorder=3)
-        )
+        face = color if written else "white"
+        ax.add_patch(Circle((x, y), 0.36, facecolor=face, edgecolor=color, linewidth=2.6, zorder=3))
         number_color = "white" if written and phase.kind == "torch" else "black"
-        ax.text(
-            x, y, str(phase.number), ha="center", va="center", fontsize=13, weight="bold", color=number_color, zorder=4
-        )
-        ax.text(x, y - 0.5, names[phase.number], ha="center", va="top", fontsize=9.5, linespacing=1.15)
+        text(ax, x, y, str(phase.number), 13, weight="bold", color=number_color, zorder=4)
+        text(ax, x, y - 0.5, names[phase.number], 9.5, va="top", linespacing=1.15)
     for k, (name, color) in enumerate(STACKS.values()):
         x = 0.1 + 1.6 * k
         ax.add_patch(Circle((x, 2.42), 0.13, facecolor=color, edgecolor=color))

@@ -6,6 +6,7 @@ The figures are drawn from the `Step`s of a real run, so the numbers in them are
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
@@ -70,14 +71,14 @@ def _frame(
     ax.axis("off")
     _hbm(ax, M, N, BLOCK_M, BLOCK_N, start_m, step.start_n, stored is not None)
     _chip(ax, step, stored)
-    what = (
-        f"query block {start_m // BLOCK_M}: divide by l_i, store O and lse"
-        if stored
-        else f"query block {start_m // BLOCK_M}, key block {step.start_n // BLOCK_N}"
-    )
-    ax.text(0.2, 12.6, what, fontsize=12, weight="bold", va="center")
-    ax.text(0.5, 0.6, f"HBM bytes so far: {read} read, {written} written", fontsize=10, va="center")
+    what = ": divide by l_i, store O and lse" if stored else f", key block {step.start_n // BLOCK_N}"
+    _text(ax, 0.2, 12.6, f"query block {start_m // BLOCK_M}{what}", 12, ha="left", weight="bold")
+    _text(ax, 0.5, 0.6, f"HBM bytes so far: {read} read, {written} written", 10, ha="left")
     return figure
+
+
+def _text(ax: Axes, x: float, y: float, words: str, size: float, **style: Any) -> None:
+    ax.text(x, y, words, fontsize=size, va="center", **{"ha": "center"} | style)
 
 
 def _box(ax: Axes, x: float, y: float, w: float, h: float, color: str, **style: object) -> None:
@@ -86,7 +87,7 @@ def _box(ax: Axes, x: float, y: float, w: float, h: float, color: str, **style: 
 
 def _hbm(ax: Axes, M: int, N: int, BLOCK_M: int, BLOCK_N: int, start_m: int, start_n: int, storing: bool) -> None:
     _box(ax, 0.15, 0.1, 14.2, 11.9, "#D6E4F0", edgecolor="none")
-    ax.text(0.4, 11.4, "HBM", fontsize=11, weight="bold", color="#44586A", va="center")
+    _text(ax, 0.4, 11.4, "HBM", 11, ha="left", weight="bold", color="#44586A")
     left, low = _GRID
     top = low + _SIDE
     row, col = _SIDE / M, _SIDE / N
@@ -95,16 +96,15 @@ def _hbm(ax: Axes, M: int, N: int, BLOCK_M: int, BLOCK_N: int, start_m: int, sta
         for n in range(0, N, BLOCK_N):
             live = n == start_n and not storing
             _box(ax, left + n * col, y, min(BLOCK_N, N - n) * col, h, _TILE[name] if live else _EMPTY)
-        ax.text(left - 0.35, label_y, name, fontsize=11, ha="right", va="center", color=_TILE[name], weight="bold")
+        _text(ax, left - 0.35, label_y, name, 11, ha="right", color=_TILE[name], weight="bold")
 
     def down(name: str, x: float, done: bool) -> None:
         for m in range(0, M, BLOCK_M):
             live = m == start_m and (name == "Q" or storing)
-            old = done and m < start_m
-            color = _TILE[name] if live else "#F0C2B8" if old else _EMPTY
+            color = _TILE[name] if live else "#F0C2B8" if done and m < start_m else _EMPTY
             h = min(BLOCK_M, M - m) * row
             _box(ax, x, top - m * row - h, 0.9, h, color)
-        ax.text(x + 0.45, top + 0.45, name, fontsize=11, ha="center", va="center", color=_TILE[name], weight="bold")
+        _text(ax, x + 0.45, top + 0.45, name, 11, color=_TILE[name], weight="bold")
 
     across("K", top + 0.95, 0.8, top + 1.35)
     across("V", low - 1.05, 0.8, low - 0.65)
@@ -118,54 +118,35 @@ def _hbm(ax: Axes, M: int, N: int, BLOCK_M: int, BLOCK_N: int, start_m: int, sta
             gone = m < start_m or (m == start_m and (n < start_n or storing))
             _box(ax, x, y, w, h, _TILE["S"] if live else "none", edgecolor="#999999", ls="-" if live else ":")
             if gone:
-                ax.text(x + w / 2, y + h / 2, "gone", fontsize=8, ha="center", va="center", color="#555555")
-    ax.text(
-        left + _SIDE / 2,
-        top + 0.45,
-        "S and P: one tile at a time, never stored",
-        fontsize=9,
-        ha="center",
-        va="center",
-        color="#555555",
-    )
+                _text(ax, x + w / 2, y + h / 2, "gone", 8, color="#555555")
+    _text(ax, left + _SIDE / 2, top + 0.45, "S and P: one tile at a time, never stored", 9, color="#555555")
 
 
 def _chip(ax: Axes, step: Step, stored: tuple[torch.Tensor, torch.Tensor] | None) -> None:
     _box(ax, _CHIP, 0.1, 12.4, 11.9, "#FFEFC2", edgecolor="none")
-    ax.text(_CHIP + 0.3, 11.4, "on chip", fontsize=11, weight="bold", color="#7A5C00", va="center")
-    rows = step.m_i.shape[0]
-    tiles = [("q", "Q"), ("k", "K"), ("v", "V"), ("s, then p", "S")]
-    for i, (name, kind) in enumerate(tiles):
+    brown = {"ha": "left", "color": "#7A5C00"}
+    _text(ax, _CHIP + 0.3, 11.4, "on chip", 11, weight="bold", **brown)
+    for i, (name, kind) in enumerate((("q", "Q"), ("k", "K"), ("v", "V"), ("s, then p", "S"))):
         x = _CHIP + 0.6 + 3.0 * i
         live = stored is None or kind == "Q"
         _box(ax, x, 8.6, 2.0, 1.5, _TILE[kind] if live else _EMPTY)
-        ax.text(x + 1.0, 10.5, name, fontsize=10, ha="center", va="center")
-    ax.text(_CHIP + 0.3, 7.6, "the state, one line for each query row", fontsize=9, va="center", color="#7A5C00")
-    if stored is None:
-        heads = ["m_i", "correction", "l_i", "acc"]
-        vectors, wide = [step.m_i, step.correction, step.l_i], step.acc
-    else:
-        heads = ["m_i", "lse", "l_i", "O = acc / l_i"]
+        _text(ax, x + 1.0, 10.5, name, 10)
+    _text(ax, _CHIP + 0.3, 7.6, "the state, one line for each query row", 9, **brown)
+    heads, rule = ["m_i", "correction", "l_i", "acc"], "l_i, acc: old times correction, plus new"
+    vectors, wide = [step.m_i, step.correction, step.l_i], step.acc
+    if stored is not None:
+        heads, rule = ["m_i", "lse", "l_i", "O = acc / l_i"], "O = acc / l_i,  lse = m_i + log(l_i)"
         vectors, wide = [step.m_i, stored[1], step.l_i], stored[0].float()
     at = [_CHIP + x for x in (1.3, 3.9, 6.2, 9.8)]
     for x, head in zip(at, heads, strict=True):
-        ax.text(x, 6.6, head, fontsize=10, ha="center", va="center", weight="bold")
-    rule = "l_i, acc: old times correction, plus new"
-    if stored is not None:
-        rule = "O = acc / l_i,  lse = m_i + log(l_i)"
-    ax.text(_CHIP + 0.3, 0.6, rule, fontsize=10, va="center", color="#7A5C00")
-    for r in range(rows):
+        _text(ax, x, 6.6, head, 10, weight="bold")
+    _text(ax, _CHIP + 0.3, 0.6, rule, 10, **brown)
+    for r in range(step.m_i.shape[0]):
         y = 5.3 - 1.3 * r
         for x, vector in zip(at, vectors, strict=False):
-            ax.text(x, y, f"{vector[r].item():.2f}", fontsize=10, ha="center", va="center")
-        ax.text(
-            at[3],
-            y,
-            "  ".join(f"{a:.2f}" for a in wide[r].tolist()),
-            fontsize=10,
-            ha="center",
-            va="center",
-            color=_TILE["O"] if stored else "black",
+            _text(ax, x, y, f"{vector[r].item():.2f}", 10)
+        _text(
+            ax, at[3], y, "  ".join(f"{a:.2f}" for a in wide[r].tolist()), 10, color=_TILE["O"] if stored else "black"
         )
 
 
