@@ -8,6 +8,7 @@ import json
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from flashlab.bench import harness, hopper_jobs, records
 from flashlab.bench.harness import Row
@@ -31,8 +32,16 @@ class Standing:
 
     job: Row
     rows: dict[str, Row]
-    best: str | None
-    ratio: float | None
+
+    @property
+    def best(self) -> str | None:
+        return best_of(self.rows)
+
+    @property
+    def ratio(self) -> float | None:
+        if not self.best:
+            return None
+        return self.rows[self.best]["ms"] / self.rows[OURS]["ms"] if right(self.rows[OURS]) else 0.0
 
     @property
     def span(self) -> tuple[float, float]:
@@ -81,13 +90,7 @@ def standings(data: Row, parts: Sequence[str] = SHAPES) -> list[Standing]:
     for r in data["rows"]:
         if r["part"] in parts and "name" in r:
             found.setdefault(json.dumps(_job(r)), (_job(r), {}))[1][r["name"]] = r
-    return [_standing(job, rows) for job, rows in found.values()]
-
-
-def _standing(job: Row, rows: dict[str, Row]) -> Standing:
-    best = best_of(rows)
-    ratio = (rows[best]["ms"] / rows[OURS]["ms"] if right(rows[OURS]) else 0.0) if best else None
-    return Standing(job, rows, best, ratio)
+    return [Standing(job, rows) for job, rows in found.values()]
 
 
 def geometric_mean(values: Iterable[float]) -> float:
@@ -96,8 +99,7 @@ def geometric_mean(values: Iterable[float]) -> float:
     return statistics.geometric_mean(found) if all(found) else 0.0
 
 
-@dataclass(frozen=True)
-class Goal:
+class Goal(NamedTuple):
     """A bound for how many times as fast as the best peer the kernel is. mean: of all shapes; else of each of them.
     accuracy: not how fast, but the best peer's largest error over ours."""
 
@@ -136,17 +138,16 @@ GOALS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What a record says of a goal. said: "met", "missed", "met so far", "not measured"; without FlashAttention-4 that
-    is added. value: the smallest ratio, or the mean."""
+class Verdict(NamedTuple):
+    """What a record says of a goal, as goal_table has it. said: "met", "missed", "met so far", "not measured"; without
+    FlashAttention-4 that is added. value: the smallest ratio, or the mean."""
 
     goal: str
     least: str
-    said: str
     value: str
     at: str
     measured: str
+    said: str
 
 
 def verdicts(data: Row) -> list[Verdict]:
@@ -160,7 +161,7 @@ def verdicts(data: Row) -> list[Verdict]:
         there = [s for job in wanted if (s := known.get(json.dumps(job))) and goal.of(s) is not None]
         ratios = [goal.of(s) or 0.0 for s in there]
         if not ratios:
-            found.append(Verdict(goal.text, f"{goal.least:.2f}", "not measured", "", "", f"0 of {len(wanted)}"))
+            found.append(Verdict(goal.text, f"{goal.least:.2f}", "", "", f"0 of {len(wanted)}", "not measured"))
             continue
         worst = min(there, key=lambda s: goal.of(s) or 0.0)
         value = geometric_mean(ratios) if goal.mean else min(ratios)
@@ -170,7 +171,7 @@ def verdicts(data: Row) -> list[Verdict]:
         wrong = "wrong at " if worst.ratio == 0 else ""
         at = f"{wrong}{worst.label}" + (f" (beside {worst.best})" if worst.ratio else "")
         is_ = f"{value:.2f}" if goal.mean or goal.accuracy else worst.said
-        found.append(Verdict(goal.text, f"{goal.least:.2f}", said, is_, at, f"{len(there)} of {len(wanted)}"))
+        found.append(Verdict(goal.text, f"{goal.least:.2f}", is_, at, f"{len(there)} of {len(wanted)}", said))
     return found + [_validated(data, *about) for about in _VALIDATED]
 
 
@@ -199,13 +200,12 @@ def _validated(data: Row, text: str, wanted: Callable[[Row], bool], good: Callab
     told = ("what", "tool", "shape", "head_dim", "dtype", "causal")
     at = harness.describe({k: bad[0][k] for k in told if k in bad[0]}) if bad else ""
     said = _said(not bad, len(rows) >= len(todo)) if rows else "not measured"
-    return Verdict(text, "", said, "", at, f"{len(rows)} of {len(todo)}")
+    return Verdict(text, "", "", at, f"{len(rows)} of {len(todo)}", said)
 
 
 def goal_table(data: Row) -> Table:
-    rows = [[v.goal, v.least, v.value, v.at, v.measured, v.said] for v in verdicts(data)]
     columns = ["goal", "at least", "is", "worst", "measured", ""]
-    return Table.of(rows, columns, align="lrrlrl", caption=f"{_where(data)}: times as fast as the best peer")
+    return Table.of(verdicts(data), columns, align="lrrlrl", caption=f"{_where(data)}: times as fast as the best peer")
 
 
 def _where(data: Row) -> str:
@@ -247,32 +247,34 @@ def ladder_speeds(data: Row, part: str = "ladder") -> At:
     return by([r for r in where(data["rows"], part=part) if "ms" in r], "shape", "causal")
 
 
-def _speed(rows: Mapping[str, Row], name: str, over: str) -> str:
-    """TFLOP/s, and in brackets how many times as fast as another it is; a result beyond its bound has a "!"."""
-    row, old = rows.get(name), rows.get(over)
-    if row is None:
-        return ""
-    return f"{row['tflops']:.0f}" + (f" ({old['ms'] / row['ms']:.2f})" if old else "") + ("" if right(row) else " !")
+def _label(shape: Sequence[int], causal: bool) -> str:
+    return f"D {shape[3]}, N {shape[2]}{', causal' if causal else ''}"
 
 
-def _shapes(found: Iterable[tuple]) -> list[str]:
-    return [f"D {d}, N {n}{', causal' if causal else ''}" for (_, _, n, d), causal in found]
+def _speed_table(found: At, lines: Sequence[Sequence[str]], over: Row, heads: list[str], said: str) -> Table:
+    """A line for each of the lines, which begin with a name, and a column for each shape: TFLOP/s, and in brackets how
+    many times as fast as another it is; a result beyond its bound has a "!"."""
+
+    def cell(rows: Mapping[str, Row], name: str) -> str:
+        row, old = rows.get(name), rows.get(over.get(name, ""))
+        if row is None:
+            return ""
+        faster = f" ({old['ms'] / row['ms']:.2f})" if old else ""
+        return f"{row['tflops']:.0f}{faster}" + ("" if right(row) else " !")
+
+    cells = [[*line, *(cell(rows, line[0]) for rows in found.values())] for line in lines]
+    shapes = [_label(*key) for key in found]
+    return Table.of(cells, [*heads, *shapes], align="l" * len(heads) + "r" * len(shapes), caption=said)
 
 
 def ladder_table(data: Row) -> Table:
     """TFLOP/s of each step at each shape, and in brackets how many times as fast as the step before it is there."""
     found = ladder_speeds(data)
-    steps = [one for one in hopper_jobs.ladder() if any(one.name in rows for rows in found.values())]
-    before = {one.name: steps[i - 1].name for i, one in enumerate(steps) if i}
-
-    ideas = {one.name: one.idea for one in steps}
-    cells = [
-        [n, ideas.get(n, ""), *(_speed(rows, n, before.get(n, "")) for rows in found.values())]
-        for n in [*ideas, P9, CUDNN]
-    ]
-    shapes = _shapes(found)
-    caption = f"{_where(data)}, bf16: TFLOP/s, in brackets over the step before" if found else "no step is measured"
-    return Table.of(cells if found else [], ["step", "new", *shapes], align="ll" + "r" * len(shapes), caption=caption)
+    steps = [one for one in hopper_jobs.ladder() if one.name in names_in(found)]
+    before = {new.name: old.name for old, new in itertools.pairwise(steps)}
+    lines = [(one.name, one.idea) for one in steps] + [(P9, ""), (CUDNN, "")] * bool(found)
+    said = f"{_where(data)}, bf16: TFLOP/s, in brackets over the step before" if found else "no step is measured"
+    return _speed_table(found, lines, before, ["step", "new"], said)
 
 
 def variant_table(data: Row) -> Table:
@@ -280,12 +282,9 @@ def variant_table(data: Row) -> Table:
     found = ladder_speeds(data, "variants")
     names = names_in(found)
     base = min((n for n in names if n not in (P9, CUDNN)), key=len, default="")
-
-    over = {name: "" if name in (base, P9, CUDNN) else base for name in names}
-    cells = [[name, *(_speed(rows, name, over[name]) for rows in found.values())] for name in names]
-    shapes = _shapes(found)
-    caption = f"{_where(data)}, bf16: TFLOP/s, in brackets over {base}" if found else "no variant is measured"
-    return Table.of(cells, ["kernel", *shapes], align="l" + "r" * len(shapes), caption=caption)
+    over = {name: base for name in names if name not in (base, P9, CUDNN)}
+    said = f"{_where(data)}, bf16: TFLOP/s, in brackets over {base}" if found else "no variant is measured"
+    return _speed_table(found, [[name] for name in names], over, ["kernel"], said)
 
 
 AT = tuple[str, int, bool]  # inputs, or a layer of a model; head_dim; causal
@@ -338,9 +337,8 @@ def error_table(data: Row) -> Table:
         for (kind, d, causal), rows in found.items()
     ]  # fmt: skip
     caption = f"{_where(data)}, bf16, N = 4096: the largest error of o over two heads (rms)" if names else ""
-    return Table.of(
-        cells if names else [], ["inputs", "D", "", *names], align="lrl" + "r" * len(names), caption=caption
-    )
+    columns = ["inputs", "D", "", *names]
+    return Table.of(cells if names else [], columns, align="lrl" + "r" * len(names), caption=caption)
 
 
 def clock_table(data: Row) -> Table:
@@ -355,16 +353,8 @@ def clock_table(data: Row) -> Table:
         mhz = f"{clock['median']:.0f} ({clock['lowest']:.0f} to {clock['highest']:.0f})"
         watts = f"{clock['watts']:.0f}" if "watts" in clock else ""
         cells.append([r["shape"][3], r["inputs"], r["name"], f"{r['tflops']:.0f}", mhz, watts, *shares])
-    columns = [
-        "D",
-        "inputs",
-        "alone for seconds",
-        "TFLOP/s",
-        "MHz",
-        "watts",
-        "of the peak at that clock",
-        "at the highest",
-    ]
+    columns = ["D", "inputs", "alone for seconds", "TFLOP/s", "MHz", "watts"]
+    columns += ["of the peak at that clock", "at the highest"]
     caption = f"{_where(data)}, bf16, N = 4096, no mask" if cells else ""
     return Table.of(cells, columns, align="rllrrrrr", caption=caption)
 
@@ -394,8 +384,7 @@ def backward_table(data: Row) -> Table:
     for (shape, causal), rows in found.items():
         best = min((rows[n]["ms"] for n in PEERS if n in rows), default=None)
         over = f"{best / rows[OURS]['ms']:.2f}" if best and OURS in rows else ""
-        label = f"D {shape[3]}, N {shape[2]}{', causal' if causal else ''}"
-        cells.append([label, *(cell(rows.get(n)) for n in names), over])
+        cells.append([_label(shape, causal), *(cell(rows.get(n)) for n in names), over])
     columns = ["backward", *names, f"{OURS} / best"]
     caption = f"{_where(data)}, bf16: TFLOP/s, by 2.5 times the forward pass" if found else "no gradient is measured"
     return Table.of(cells, columns, align="l" + "r" * (len(names) + 1), caption=caption)

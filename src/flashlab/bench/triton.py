@@ -21,7 +21,7 @@ from flashlab import runtime
 from flashlab.attention.naive import naive_attention
 from flashlab.attention.triton_minimal import flash_attention_forward
 from flashlab.bench import harness, peers, timing
-from flashlab.bench.rows import where
+from flashlab.bench.rows import by, grid, of, where
 from flashlab.check.cases import Case, make_inputs
 from flashlab.check.tolerance import excess, truth
 from flashlab.table import Table
@@ -86,12 +86,9 @@ def accuracy(n: int, head_dim: int, dtype: torch.dtype = torch.float16, content:
 
 def table(data: dict[str, Any]) -> Table:
     """Microseconds of each implementation over the lengths."""
-    lines: dict[tuple[int, int], dict[str, str]] = {}
-    for r in where(data["rows"], part="times"):
-        found = f"{1e3 * r['ms']:.1f} ({r['tflops']:.1f})" if "ms" in r else "none"
-        lines.setdefault((r["head_dim"], r["seq_len"]), {})[r["name"]] = found
-    rows = [[d, n, *(cells.get(name, "none") for name in NAMES)] for (d, n), cells in lines.items()]
-    return Table.of(rows, ["D", "N", *NAMES], align="rrrrr", caption="microseconds, in brackets TFLOP/s")
+    said = lambda r: f"{1e3 * r['ms']:.1f} ({r['tflops']:.1f})" if "ms" in r else "none"  # noqa: E731
+    at = by(where(of(data), part="times"), "D", "N")
+    return grid(at, ("D", "N"), said, NAMES, "microseconds, in brackets TFLOP/s")
 
 
 BENCH = harness.Bench(

@@ -145,9 +145,8 @@ def _chip(ax: Axes, step: Step, stored: tuple[torch.Tensor, torch.Tensor] | None
         y = 5.3 - 1.3 * r
         for x, vector in zip(at, vectors, strict=False):
             _text(ax, x, y, f"{vector[r].item():.2f}", 10)
-        _text(
-            ax, at[3], y, "  ".join(f"{a:.2f}" for a in wide[r].tolist()), 10, color=_TILE["O"] if stored else "black"
-        )
+        color = _TILE["O"] if stored else "black"
+        _text(ax, at[3], y, "  ".join(f"{a:.2f}" for a in wide[r].tolist()), 10, color=color)
 
 
 def walk(ax: Axes, rows: int, columns: int, keeps: str, number: int, *, causal: bool = False) -> None:
