@@ -24,6 +24,7 @@ from flashlab.bench import (
     validation,
 )  # fmt: skip
 from flashlab.bench.hopper_jobs import BOXES, CUDNN, FA2, FA4, OURS, P9, TRITON
+from flashlab.bench.mma import Variant
 from flashlab.check.tolerance import bounded
 from flashlab.cuda import load_inline
 
@@ -294,14 +295,14 @@ def test_counts_stand_beside_the_emulators(steps, monkeypatch):
     def profile(arguments, metrics, **options):
         assert arguments == harness.calling(hopper.launch_all, "p9_1_masks", "p9_flash")
         rows = []
-        for step, d in hopper.launched():
-            about = {"kernel": "flash", "launch": [step.name, d]} | dict.fromkeys(metrics, 7.0)
+        for v in hopper.launched():
+            about = {"kernel": "flash", "launch": [v.name, v.head_dim]} | dict.fromkeys(metrics, 7.0)
             rows += [about | {"nanoseconds": 9.0}, about | {"kernel": "small", "nanoseconds": 1.0}]
         return rows
 
     monkeypatch.setattr(ncu, "profile", profile)
     monkeypatch.setattr(ncu, "known", lambda metrics: metrics)
-    monkeypatch.setattr(hopper, "launched", lambda: [(steps[0], 64)])
+    monkeypatch.setattr(hopper, "launched", lambda: [Variant(steps[0], 64, torch.bfloat16)])
     (row,) = hopper.count({})
     assert (row["name"], row["native"]["kernel"]) == ("p9_1_masks", "flash")
     emulated = row["counters"]["global write sectors"][0]

@@ -1,8 +1,7 @@
 """Phase 12: one query per sequence over long caches, paged and contiguous, beside SDPA, FlexAttention, FlashInfer.
 
     flashlab bench decode                    # writes recorded/decode_<gpu>.json; some minutes
-    flashlab bench decode --only work        # without "generate", a model that writes; "steps", the ladder; and "tune",
-                                             # the last kernel's three numbers
+    flashlab bench decode --only work        # without "generate", a model that writes, and "steps", the ladder
     flashlab bench decode --quick            # tiny, on any machine
 
 bf16; CUDA graphs that go through copies of the cache which together exceed the L2. Before it is timed, each way is
@@ -24,7 +23,7 @@ from __future__ import annotations
 import functools
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -80,14 +79,7 @@ OF_CUDNN, OF_EVEN, OF_WHOLE, ONES_OF_WHOLE = 1.0, 1.10, 1.03, 1.15
 contiguous cache."""
 CASES = (*LARGE, *MICROSECONDS, EVEN)
 QUICK = (Case(2, 4, 2, 70, 64),)
-TUNED = (LARGE[1], LARGE[2], Case(1, 32, 8, 8192), Case(1, 32, 4, 1024))
-KNOBS = tuple(
-    {"WARPS": w, "STAGES": s, "LEAST_TILES": least}
-    for w, s in ((4, 3), (4, 2), (4, 4), (2, 3), (2, 6), (8, 3))
-    for least in (4, 8, 16)
-)
-"""Of head_dim 128: how many of these blocks fit on a multiprocessor follows from their shared memory."""
-
+OF_STEPS = (LARGE[1], LARGE[2], Case(1, 32, 8, 8192), Case(1, 32, 4, 1024))
 
 WRITING = ((1, 8192), (1, 1024), (16, 8192))
 """Texts, and tokens that each has already, of the part "generate"."""
@@ -102,12 +94,14 @@ WRITERS = {GRAPH: (*_WRITE["SDPA, static"], "compiled"), OURS_WRITES: (*_WRITE["
 OF_SDPA = 1.2  # the goal of p12_decode with a paged cache, in GRAPH's speed
 
 
-def jobs(cases: tuple[Case, ...] = CASES, tuned: tuple[Case, ...] = TUNED) -> list[Row]:
+def jobs() -> list[Row]:
     """What counts first."""
-    parts = (("work", cases), ("steps", tuned), ("tune", tuned))
-    found: list[Row] = [{"part": part} | case._asdict() for part, some in parts for case in some]
     writing: list[Row] = [{"part": "generate", "batch": batch, "keys": keys} for batch, keys in WRITING]
-    return found[: len(cases)] + (writing if tuned else []) + found[len(cases) :]
+    return _jobs("work", CASES) + writing + _jobs("steps", OF_STEPS)
+
+
+def _jobs(part: str, cases: Sequence[Case]) -> list[Row]:
+    return [{"part": part} | case._asdict() for case in cases]
 
 
 # ---- inputs ----------------------------------------------------------------------------------------------------------
@@ -147,16 +141,12 @@ def ways(case: Case, part: str) -> dict[str, tuple[int | None, Callable[[torch.T
     def door(backend: str) -> Callable[[torch.Tensor, Filled], Way]:
         return lambda q, x: lambda: flash_attention_with_cache(q, x.k, x.v, x.lengths, x.table, backend=backend)
 
-    def kernel(**options: Any) -> Callable[[torch.Tensor, Filled], Way]:
-        given = {"scale": case.head_dim**-0.5} | options
-        return lambda q, x: lambda: decoding.decode(q, x.k, x.v, x.lengths, x.table, **given)[0]
+    def kernel(name: str) -> Callable[[torch.Tensor, Filled], Way]:
+        scale = case.head_dim**-0.5
+        return lambda q, x: lambda: decoding.decode(q, x.k, x.v, x.lengths, x.table, scale=scale, name=name)[0]
 
-    if part == "tune":
-        return {
-            ", ".join(f"{n} {v}" for n, v in some.items()): (16, kernel(defines=tuple(some.items()))) for some in KNOBS
-        }
     if part == "steps":
-        return {s.name: (None if i < 2 else 16, kernel(name=s.name)) for i, s in enumerate(DECODING)}
+        return {s.name: (None if i < 2 else 16, kernel(s.name)) for i, s in enumerate(DECODING)}
     found = {
         OURS: (16, door("p12_decode")), WHOLE: (None, door("p12_decode")), ONES: (1, door("p12_decode")),
         "Triton, pages of 16": (16, door("triton")), FLASHINFER: (16, _flashinfer),
@@ -375,7 +365,7 @@ def table(data: Data) -> Table:
 
 BENCH = harness.Bench(
     "decode", __doc__, jobs=jobs, measure=measure, table=table, keys=(*Case._fields, "name"),
-    quick=lambda: jobs(QUICK, ()), needs=harness.gpu_for("decoding is", quick_too=False),
+    quick=lambda: _jobs("work", QUICK), needs=harness.gpu_for("decoding is", quick_too=False),
     facts={"phase": 12, "dtype": "bfloat16"}, derive=lambda data: {"goals": goals(data)},
 )  # fmt: skip
 main = BENCH.main

@@ -51,7 +51,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -91,13 +91,14 @@ from flashlab.bench.hopper_jobs import (
     work_of,
 )
 from flashlab.bench.hopper_results import right
+from flashlab.bench.mma import Variant
 from flashlab.bench.peers import fa4
+from flashlab.bench.validation import Count
 from flashlab.check import CheckFailed, verify
 from flashlab.check.mistakes.hopper import MUTANTS
 from flashlab.check.poison import MarkedEmpty
 from flashlab.check.tolerance import Truth, bounded, excess
 from flashlab.cuda import CudaModule, load_inline
-from flashlab.kernels import Step
 
 CACHED = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 
@@ -135,7 +136,7 @@ def wanted_modules(todo: Iterable[Row], step: str | None = None, variants: Seque
         if part in ("ceiling", "planted", "backward"):  # the last builds its own
             continue
         if part in ("counters", "profile", "sanitizer"):
-            found += [(one.name, d, dtype_of(one)) for one, d in launched()]
+            found += [(v.name, v.head_dim, v.dtype) for v in launched()]
         elif job.get("what") == "cases":
             found += [(ours.name, d, t) for d in ours.step.head_dims for t in ours.step.dtypes] if ours else []
         else:
@@ -445,17 +446,6 @@ def checked(ours: Kernel) -> Row:
 
 # ---- counters --------------------------------------------------------------------------------------------------------
 PLANTED_TOOLS = ("racecheck", "memcheck", "synccheck")
-SMALL = (1, 2, 200)  # batch, heads, rows: a ragged end and a diagonal
-
-
-class Count(NamedTuple):
-    """Nsight Compute's metric, and the emulator's counters whose sum, so many times, it should be."""
-
-    metric: str
-    parts: tuple[str, ...]
-    times: int = 1
-
-
 METRICS = {
     "wgmma, by warp": Count("smsp__inst_executed_pipe_tensor_op_gmma.sum", ("wgmma",), 4),  # counted by warpgroup there
     "TMA instructions": Count(
@@ -468,10 +458,9 @@ METRICS = {
         "l1tex__m_l1tex2xbar_write_bytes_mem_global_op_tma_st.sum",
         ("tma_store_global_bytes", "bulk_store_global_bytes"),
     ),
-    **{
-        name: Count(*validation.METRICS[name])
-        for name in ("shared read wavefronts", "shared write wavefronts", "global read sectors", "global write sectors")
-    },
+} | {
+    name: validation.METRICS[name]
+    for name in ("shared read wavefronts", "shared write wavefronts", "global read sectors", "global write sectors")
 }
 """What both count. A metric that an ncu does not know is left out."""
 _STALLS = ("gmma", "long_scoreboard", "barrier", "sleeping", "wait", "math_pipe_throttle", "short_scoreboard",
@@ -489,22 +478,13 @@ PROFILED = (
 )
 
 
-def launched() -> list[tuple[Step, int]]:
-    """Every step at one head_dim, and the last at each that it is written for."""
+def launched() -> list[Variant]:
+    """Every step at one head_dim, and the last at each that it is written for; in bf16, for which it is built anyway,
+    where it takes that."""
     found = [(one, 64 if 64 in one.head_dims else one.head_dims[0]) for one in hopper_jobs.ladder()]
-    last = hopper_jobs.ladder()[-1:]
-    return found + [(one, d) for one in last for d in one.head_dims if (one, d) not in found]
-
-
-def small_inputs(step: Step, head_dim: int) -> list[torch.Tensor]:
-    """q, k, v on the CPU, the same in every process."""
-    shape = (*SMALL, head_dim)
-    return [x.to(dtype_of(step)) for x in harness.draw(*[shape] * 3, dtype=torch.float32, seed=7, device="cpu")]
-
-
-def dtype_of(step: Step) -> torch.dtype:
-    """bf16, for which the step is built anyway, where it takes that."""
-    return torch.bfloat16 if torch.bfloat16 in step.dtypes else step.dtypes[0]
+    found += [(one, d) for one in hopper_jobs.ladder()[-1:] for d in one.head_dims if (one, d) not in found]
+    bf16 = torch.bfloat16
+    return [Variant(one, d, bf16 if bf16 in one.dtypes else one.dtypes[0]) for one, d in found]
 
 
 def sound() -> list[str]:
@@ -514,16 +494,15 @@ def sound() -> list[str]:
 
 def launch_all(*names: str) -> None:
     """Each of these steps once, small; announced, for the profiler and the sanitizer."""
-    for step, head_dim in launched():
-        if step.name not in names:
+    for v in launched():
+        if v.name not in names:
             continue
-        key = (step.name, head_dim, dtype_of(step))
+        key = (v.name, v.head_dim, v.dtype)
         if why := _tried(key):
-            print(f"left out: {step.name}: {why}", file=sys.stderr)
+            print(f"left out: {v.name}: {why}", file=sys.stderr)
             continue
-        module = module_of(*key)
-        print("LAUNCH " + json.dumps([step.name, head_dim]), flush=True)
-        module.forward(*(x.cuda() for x in small_inputs(step, head_dim)), causal=True)
+        print("LAUNCH " + json.dumps([v.name, v.head_dim]), flush=True)
+        module_of(*key).forward(*(x.cuda() for x in validation.inputs(v)), causal=True)
         torch.cuda.synchronize()
 
 
@@ -572,18 +551,18 @@ def count(job: Row) -> list[Row]:
     """A row for each step launched small: pairs [emulated, native], of what both count. Raises NoGpu without ncu."""
     del job
     todo = launched()
-    harness.at_once(lambda build: _checked_build(*build), todo)  # to run is short
+    harness.at_once(validation.watched, todo)  # to run is short
     metrics = ncu.known(_TIME | {name: m.metric for name, m in METRICS.items()})
     native = _by_launch(ncu.profile(harness.calling(launch_all, *sound()), metrics, timeout=300))
     found = []
-    for step, head_dim in todo:
-        about: Row = {"name": step.name, "head_dim": head_dim}
+    for v in todo:
+        about: Row = {"name": v.name, "head_dim": v.head_dim}
         try:
-            emulated = emulate(step, head_dim)
+            _, emulated = validation.emulate(v, METRICS)
         except Exception as error:
             found.append(about | {"unavailable": f"in the emulator: {timing.reason(error)}"})
             continue
-        counted = native.get(json.dumps([step.name, head_dim]), {})
+        counted = native.get(json.dumps([v.name, v.head_dim]), {})
         pairs = {
             name: [emulated[name], counted[name]]
             for name in metrics
@@ -605,19 +584,6 @@ def _by_launch(rows: Sequence[Row]) -> dict[str, Row]:
     """By what was announced: the metrics; of several kernels of one launch those of the longest."""
     order = sorted((row for row in rows if row["launch"]), key=lambda row: row.get("nanoseconds") or 0.0)
     return {json.dumps(row["launch"]): {k: x for k, x in row.items() if k != "launch"} for row in order}
-
-
-def _checked_build(step: Step, head_dim: int) -> CudaModule:
-    return load_inline(step, check=True, head_dim=head_dim, dtype=dtype_of(step))
-
-
-def emulate(step: Step, head_dim: int) -> dict[str, float]:
-    """The emulator's counts of the small launch. Raises KernelFindings if it finds anything."""
-    module = _checked_build(step, head_dim)
-    module.forward(*small_inputs(step, head_dim), causal=True)
-    assert module.report is not None, "every run in the emulator leaves a report"
-    counted = module.report.raise_if_findings().counters
-    return {name: m.times * sum(counted[part] for part in m.parts) for name, m in METRICS.items()}
 
 
 # ---- before the measurements -----------------------------------------------------------------------------------------

@@ -43,10 +43,11 @@ training   attention, dtype, jitter; one row: losses, in nats per byte, one per 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -371,7 +372,8 @@ def traced(training: Training) -> Row:
         before, changes = 0, _of_the_cpu(step)
         after = sum(size for _, size in changes)
     zero = marks[0][1]
-    points = [(when - zero, held) for when, held in _running(changes, before)]
+    held = itertools.accumulate((size for _, size in changes), initial=before)
+    points = list(zip((when - zero for when, _ in changes), itertools.islice(held, 1, None), strict=True))
     us, most = condensed(points)
     return {
         "us": us, "bytes": most, "ends": {what: round(when - zero, 1) for what, when in marks[1:]},
@@ -403,13 +405,6 @@ def _of_the_cpu(step: Any) -> list[tuple[float, int]]:
         step()
     kineto = found.profiler.kineto_results.events() if found.profiler else []
     return sorted((e.start_ns() / 1e3, e.nbytes()) for e in kineto if e.name() == "[memory]")
-
-
-def _running(changes: Sequence[tuple[float, int]], before: int) -> Iterator[tuple[float, int]]:
-    held = before
-    for when, size in changes:
-        held += size
-        yield when, held
 
 
 def condensed(points: Sequence[tuple[float, int]], most: int = SERIES) -> tuple[list[float], list[int]]:

@@ -15,9 +15,8 @@ p6_...              a step of the series
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -62,24 +61,14 @@ def measure(job: Row, rounds: int = 15) -> list[Row]:
         "sdpa_math_f32": lambda q, k, v: peers.sdpa("MATH", q, k, v, causal),
     }
     functions = {name: [variant(*qkv) for qkv in inputs] for name, variant in variants.items()}
-    with _without_tf32():
-        times, reasons = harness.times_of(functions, rounds)
-        q, k, v = (x.double() for x in inputs[0])
-        want = peers.unfused(q, k, v, causal)()
-        for name in times:
-            times[name]["max_error"] = (functions[name][0]().double() - want).abs().max().item()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    times, reasons = harness.times_of(functions, rounds)
+    q, k, v = (x.double() for x in inputs[0])
+    want = peers.unfused(q, k, v, causal)()
+    for name in times:
+        times[name]["max_error"] = (functions[name][0]().double() - want).abs().max().item()
     rows = harness.rows_of(job, times, reasons, timing.attention_flops(batch, heads, seq_len, head_dim, causal))
     return [row | {"variant": row.pop("name")} for row in rows]
-
-
-@contextlib.contextmanager
-def _without_tf32() -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 @functools.cache

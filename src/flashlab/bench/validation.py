@@ -20,40 +20,46 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from flashlab.bench import harness, ncu, records, timing
 from flashlab.bench.mma import Variant, build
-from flashlab.cuda import load_inline
+from flashlab.cuda import CudaModule, load_inline
 from flashlab.kernels import SERIES, path
 from flashlab.table import Table
 
 SHAPE = (1, 2, 200)  # batch, heads, rows
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
-# What is compared: Nsight Compute's metric, and the emulator's counters whose sum it should be.
-METRICS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "mma": ("smsp__inst_executed_pipe_tensor_op_hmma.sum", ("mma",)),
-    "ldmatrix": ("smsp__inst_executed_op_ldsm.sum", ("ldmatrix",)),
-    "cp.async": ("smsp__inst_executed_op_ldgsts.sum", ("cp_async",)),
-    "shared read wavefronts": (
-        "l1tex__data_pipe_lsu_wavefronts_mem_shared_op_ld.sum",
-        ("ldmatrix_wavefronts", "shared_load_wavefronts"),
-    ),
-    "shared write wavefronts": (
-        "l1tex__data_pipe_lsu_wavefronts_mem_shared_op_st.sum",
-        ("shared_store_wavefronts", "stmatrix_wavefronts"),
-    ),
-    "bank conflicts, reads": ("l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum", ("conflicts_read",)),
-    "bank conflicts, writes": ("l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_st.sum", ("conflicts_write",)),
-    "global read sectors": (
-        "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum",
-        ("global_load_sectors", "cp_async_sectors"),
-    ),
-    "global write sectors": ("l1tex__t_sectors_pipe_lsu_mem_global_op_st.sum", ("global_store_sectors",)),
+
+
+class Count(NamedTuple):
+    """Nsight Compute's metric, and the emulator's counters whose sum, so many times, it should be."""
+
+    metric: str
+    parts: tuple[str, ...]
+    times: int = 1
+
+
+_SHARED, _CONFLICTS, _GLOBAL = (
+    f"l1tex__{what}_op_{{}}.sum"
+    for what in ("data_pipe_lsu_wavefronts_mem_shared", "data_bank_conflicts_pipe_lsu_mem_shared",
+                 "t_sectors_pipe_lsu_mem_global")
+)  # fmt: skip
+METRICS = {
+    "mma": Count("smsp__inst_executed_pipe_tensor_op_hmma.sum", ("mma",)),
+    "ldmatrix": Count("smsp__inst_executed_op_ldsm.sum", ("ldmatrix",)),
+    "cp.async": Count("smsp__inst_executed_op_ldgsts.sum", ("cp_async",)),
+    "shared read wavefronts": Count(_SHARED.format("ld"), ("ldmatrix_wavefronts", "shared_load_wavefronts")),
+    "shared write wavefronts": Count(_SHARED.format("st"), ("shared_store_wavefronts", "stmatrix_wavefronts")),
+    "bank conflicts, reads": Count(_CONFLICTS.format("ld"), ("conflicts_read",)),
+    "bank conflicts, writes": Count(_CONFLICTS.format("st"), ("conflicts_write",)),
+    "global read sectors": Count(_GLOBAL.format("ld"), ("global_load_sectors", "cp_async_sectors")),
+    "global write sectors": Count(_GLOBAL.format("st"), ("global_store_sectors",)),
 }
+"""What is compared."""
 
 
 def variants() -> list[Variant]:
@@ -73,20 +79,23 @@ def inputs(v: Variant) -> list[torch.Tensor]:
     return [x.to(v.dtype) for x in harness.draw(*[shape] * 3, dtype=torch.float32, seed=7, device="cpu")]
 
 
-def emulate(v: Variant) -> tuple[torch.Tensor, dict[str, float]]:
-    """O and the counters, from the build that sees every access. Raises KernelFindings if it finds anything."""
-    module = load_inline(v.step, head_dim=v.head_dim, dtype=v.dtype, check=True, defines=dict(v.defines))
+def watched(v: Variant) -> CudaModule:
+    """The emulator's build that sees every access."""
+    return load_inline(v.step, head_dim=v.head_dim, dtype=v.dtype, check=True, defines=dict(v.defines))
+
+
+def emulate(v: Variant, metrics: Mapping[str, Count] = METRICS) -> tuple[torch.Tensor, dict[str, float]]:
+    """O and the counts of one launch. Raises KernelFindings if the emulator finds anything."""
+    module = watched(v)
     o, _ = module.forward(*inputs(v), causal=True)
-    report = module.report
-    assert report is not None, "every run in the emulator leaves a report"
-    report.raise_if_findings()
-    c = dict(report.counters)
+    assert module.report is not None, "every run in the emulator leaves a report"
+    c = dict(module.report.raise_if_findings().counters)
 
     def over(*kinds: str) -> int:
         return sum(c.get(f"{kind}_wavefronts", 0) - c.get(f"{kind}_ideal", 0) for kind in kinds)
 
     c |= {"conflicts_read": over("ldmatrix", "shared_load"), "conflicts_write": over("stmatrix", "shared_store")}
-    return o, {name: sum(c.get(part, 0) for part in parts) for name, (_, parts) in METRICS.items()}
+    return o, {name: m.times * sum(c.get(part, 0) for part in m.parts) for name, m in metrics.items()}
 
 
 def launch_all() -> list[torch.Tensor]:
@@ -121,7 +130,7 @@ def launch_fragments() -> None:
 
 def profile() -> list[dict[str, Any]]:
     """Nsight Compute's counters of each variant's forward kernel, in order."""
-    metrics = {name: metric for name, (metric, _) in METRICS.items()}
+    metrics = {name: m.metric for name, m in METRICS.items()}
     rows = ncu.profile(harness.calling(launch_all), metrics, kernels="flash_forward", timeout=500)
     if len(rows) != len(variants()):
         kernels = [row["kernel"] for row in rows]
