@@ -6,34 +6,27 @@
     flashlab bench hopper --only variants --variants BLOCK_N=96 BLOCK_N=96,STAGES=3 --out y.json
     flashlab bench hopper --quick                   # a little of it; without a GPU in the emulator, by the wall clock
 
-The measurements come in the order of what they tell: whatever ends a run, its record is a picture of the whole, and
-the next run goes on behind it.
-
 ceiling    a matrix product by cuBLAS: what the tensor cores give at best
 shapes     forward, 16384 queries and 2048 columns in all heads together: N 512 ... 32768, D 64, 128, 256, causal and
-           not, bf16 and fp16; then grouped queries, the layout of a projection (by token), odd lengths, more keys
-           than queries
-sizes      forward, head sizes between those, N 4096, 1024, 16384; at 4096 the last step with other macros too
+           not, bf16 and fp16; then grouped queries, by token, odd lengths, more keys than queries
+sizes      forward, head sizes between those; at N = 4096 the last step with other macros too
 ladder     every step of the phase at four shapes, beside cuDNN and the last kernel of phase 9
 variants   the last step with its macros set otherwise, one at a time, or as --variants says
 inputs     the last step, with trust and without, beside its peers: scores that rise, sinks, scores three times as wide;
            speed, error over whole heads (the largest and rms), and how many tiles are doubted
 captured   the same for the scores of language models, layer by layer (flashlab.bench.hopper_inputs)
 clock      each kernel alone for seconds, on random numbers and on zeros: the clock and the power meanwhile
-backward   dQ, dK and dV, bf16: N 1024, 4096, 16384, D 64 and 128, causal and not, beside phase 5's in Triton, and
-           its own variants and kernels (flashlab.bench.hopper_backward)
+backward   dQ, dK and dV, bf16, beside phase 5's in Triton (flashlab.bench.hopper_backward)
 validate   repeats: the same bits, 200 times; shapes: a list of lengths and heads; cases: all those of the checker
 profile    Nsight Compute on each step and cuDNN at a large shape: the tensor pipe, what the warps wait for
 counters   Nsight Compute's counts of a small launch of each step, beside the emulator's
 planted    kernels with one mistake each: is the result right, and what does compute-sanitizer say?
 sanitizer  what each tool of compute-sanitizer says of one launch of each step
 
-Where a set of tensors would stay in L2, several are gone through. Every o is compared with float64 by the checker's
-rule (flashlab.check.tolerance), on long rows a sample of it: `of_bound` is the largest error as a part of what is
-allowed. A kernel of phase 11 that is wrong has a time, but counts nowhere. FlashAttention-4 is measured where
-`flash_attn.cute` can be imported. It compiles for minutes: with FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 several
-processes do so beforehand.
-TFLOP/s count 4 Nq Nk D for each head, half if causal, and 2.5 times that backward.
+Every o is compared with float64 by the checker's rule (flashlab.check.tolerance), on long rows a sample of it:
+`of_bound` is the largest error as a part of what is allowed. A kernel of phase 11 that is wrong has a time, but counts
+nowhere. FlashAttention-4 compiles for minutes: with FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 several processes do so
+beforehand. TFLOP/s count 4 Nq Nk D for each head, half if causal, and 2.5 times that backward.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@ tune        every tile of the search space of each Triton kernel; the best go to
 one head    the same for one head, bf16 and float32; with 2048 rows large tiles would leave most multiprocessors idle
 shapes      16384 queries and 2048 columns in all heads together, bf16: N 512 ... 16384, D 64, 128, 256, causal and
             not; forward, backward, both, and for both the memory that they need at their worst moment
-flex        FlexAttention at its best, beside cuDNN: its default tiles, max-autotune, the backend FLASH; forward first,
-            and first the shapes at which "shapes" has no row of it
+flex        FlexAttention in each form of peers.FLEX, beside cuDNN; first the shapes that "shapes" has not of it
 streams     the Triton backward with dq's kernel behind dkdv's, and beside it on a stream of its own; causal
 options     the Triton forward with one thing more or less: masks, split, descriptors, soft-cap, at N = 4096
 gluon       the three Gluon kernels and some of their tiles, forward at N = 4096

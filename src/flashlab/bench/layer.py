@@ -3,38 +3,27 @@
     flashlab bench layer             # recorded/layer_<gpu>.json; --minutes 3: how long at most
     flashlab bench layer --quick     # tiny shapes, on a CPU too, where Triton is interpreted
 
-Two cases. "published" is the shape of published/gqa_layer_profile.csv: batch * heads 512, N 1024, D 16, float32. Its
-figures tell the rest. K and V take 64 MiB per run when repeated, and the products of the rotary embedding 96 MiB: 64
-for q and 32 for k. So two query heads share a key head. No operation hides a key, and the two products of matrices are
-those of attention: no mask, no projections. "present" is a layer of today: batch 4, 32 query heads, 8 key heads,
-N 4096, D 128, bf16, causal, with its four projections.
+Two cases. "published" is the shape of published/gqa_layer_profile.csv, as its figures tell it (see the tests): batch *
+heads 512, N 1024, D 16, float32, two query heads for a key head, no mask, no projections. "present" is a layer of
+today: batch 4, 32 query heads, 8 key heads, N 4096, D 128, bf16, causal, with its four projections.
 
 original                  K and V repeated, the scores in memory, RoPE in PyTorch's small operations
 original, compiled        the same through torch.compile; `replaced` says whether it put fused attention in
 ours, RoPE apart          our attention kernel, RoPE as in the original
 ours                      our attention kernel, and our kernel for RoPE
-SDPA                      PyTorch's attention with the backend that it chooses, RoPE as in the original; row's `backend`
-SDPA, FlashAttention-2    and with each backend that runs here; where a backend refuses grouped heads, K and V are
-SDPA, cuDNN               repeated for it, and the row has `repeated`
-SDPA, memory-efficient
+SDPA                      PyTorch's attention, RoPE as in the original; `backend` is the one that it chooses
+SDPA, FlashAttention-2    and with each backend that runs here, cuDNN and memory-efficient too; where one refuses
+                          grouped heads, K and V are repeated for it, and the row has `repeated`
 SDPA, compiled            the layer with SDPA through torch.compile, which fuses RoPE too
 
-The record's rows, by part:
-
-time       case, scope, pass, name; ms, fastest, slowest, rounds; peak_bytes; difference. scope is "layer" (RoPE and,
-           where the case has them, projections) or "attention" (alone; there RoPE does not matter). pass is "forward"
-           (without gradients) or "both". peak_bytes: what one call had allocated at its worst moment, beside inputs and
-           weights. difference: the largest one from the original's output, forward
+time       case, scope, pass, name; times; peak_bytes of one call at its worst moment, beside inputs and weights;
+           difference: the largest one from the original's output, forward. scope is "layer" (RoPE and, where the case
+           has them, projections) or "attention" (alone). pass is "forward" (without gradients) or "both"
 compiled   the same rows, of the compiled ones, with the original and ours beside them in turns: scope "layer" alone
-profile    case, pass, layer (a name from above); op, kernel (true: it ran on the GPU; else an operation of PyTorch or a
-           call of CUDA), runs, calls, device_ms, self_device_ms, cpu_ms, self_cpu_ms, device_bytes, self_device_bytes,
-           cpu_bytes, flops (or null); totals of all runs. The TOP rows by self_device_ms (by self_cpu_ms on a CPU), and
-           what the published table names. total_ms: of all kernels in all runs
+profile    case, pass, layer (a name from above); op, kernel (true: it ran on the GPU), totals of so many runs: calls,
+           times, bytes, flops (or null); total_ms: of all kernels. The TOP rows, and what the published table names
 timeline   case, pass, layer; one row: span_us, kernels, left_out, and events [name, start us, duration us, where],
            where the last is "stream 7" for a kernel and "thread 1" for an operation that no other one called
-
-Live, on any machine: `way_for(name, case)` gives the function that is timed; `profiled(way, runs)` the rows of its
-profile; `one_call(way)` its events.
 """
 
 from __future__ import annotations

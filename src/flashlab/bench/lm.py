@@ -3,39 +3,26 @@
     flashlab bench lm             # recorded/lm_<gpu>.json; --minutes 5: how long at most
     flashlab bench lm --quick     # a tiny model, on a CPU too, where Triton is interpreted
 
-Sizes small, medium, large, xl of flashlab.models.language_model, 1024 tokens, batch 4. `attention` is a name of WAYS:
-
-eager               scores in memory, RoPE in PyTorch's small operations
-sdpa                PyTorch's attention, with the backend that it chooses; the same RoPE
-flash               ours; the same RoPE
-flash, fused RoPE   ours, with our kernel for RoPE
-
-dtype is "float32", or "bfloat16" for autocast to it; the weights are float32 in both. published/lm_forward_backward.csv
-does not tell its batch, length and vocabulary: its rows stand beside ours of the same size, "eager" in float32.
-
-A step is launched from Python, as in training, so where the GPU waits for Python, that is in its time. "step" times one
-way after the other. Ratios of two ways are read from "turns", where nothing but the ways changes: one model in one
-process, whose attention and RoPE are exchanged from step to step, in an order that is shuffled in each round.
-
-The record's rows, by part:
+Sizes of flashlab.models.language_model, 1024 tokens, batch 4; `attention` is of WAYS: "eager" (scores in memory),
+"sdpa" (with the backend that PyTorch chooses), "flash" (ours), all with RoPE in PyTorch's small operations, and "flash,
+fused RoPE". dtype is "float32", or "bfloat16" for autocast to it; the weights are float32 in both. A step is launched
+from Python, as in training, so where the GPU waits for Python, that is in its time. "step" times one way after the
+other. Ratios of two ways are read from "turns": one model in one process, whose attention and RoPE are exchanged from
+step to step, in an order that is shuffled in each round.
 
 step       size, attention, dtype, pass; ms, fastest, slowest, rounds: after WARM steps. pass is "forward", "backward",
-           "optimizer", or "step" for all three, or "forward only": without gradients. warm_up_ms: the same of the first
-           WARM steps, one by one; fresh: nothing was run on the GPU by this process before. "step" also has peak_bytes,
-           the most that was allocated, weights and optimizer included; held_bytes, what is allocated between two steps;
-           tokens, of a step
-turns      size, dtype, what; attention, compiled; ms, fastest, slowest, rounds of a whole step; warm_up_ms; graph_ms,
-           graph_fastest, graph_slowest: the step as one CUDA graph, what the GPU needs when it never waits for Python,
-           or graph_unavailable. what is "attention": the five of TURNS, or "compiled": three, each as it is and through
-           torch.compile (a model of its own; warm_up_ms has the compiler's time first); `replaced` says whether it
-           put fused attention in the place of eager
-memory     size, attention, dtype; one row: us and bytes, two lists of one length (SERIES points at most): what is
-           allocated during one step after warm-up, at its highest within each point; ends {pass: us}; peak_bytes;
-           drift, the bytes by which the sum misses what the allocator says at the end. On a CPU only what the step
-           allocates. The clock is that of Python, which launches ahead of the GPU
-limit      attention, dtype, seq_len: one step of a small model that reads bytes, batch 4; N is doubled until a step
-           runs out of memory: peak_bytes, once_ms (one step, not warmed up), or unavailable. The last row is the limit,
-           or has `stopped`, the reason to go no further
+           "optimizer", "step" for all three, or "forward only": without gradients. warm_up_ms: of the first WARM steps,
+           one by one; fresh: this process had run nothing. Of "step" also peak_bytes, weights and optimizer included;
+           held_bytes, between two steps; tokens
+turns      size, dtype, what; attention, compiled; times of a whole step; warm_up_ms; graph_ms, graph_fastest,
+           graph_slowest: the step as one CUDA graph, which never waits for Python, or graph_unavailable. what is
+           "attention" or "compiled": each as it is and through torch.compile (a model of its own; warm_up_ms has the
+           compiler's time first); `replaced` says whether it put fused attention in the place of eager
+memory     size, attention, dtype; one row: us and bytes, what is allocated during one step after warm-up, by Python's
+           clock (SERIES points at most, of each its highest); ends {pass: us}; peak_bytes; drift, the bytes by which
+           the sum misses what the allocator says at the end. On a CPU only what the step allocates
+limit      attention, dtype, seq_len: one step of a small model that reads bytes; N is doubled until a step runs out of
+           memory: peak_bytes, once_ms (not warmed up), or unavailable; `stopped`: the reason to go no further
 training   attention, dtype, jitter; one row: losses, in nats per byte, one per step; seconds. jitter not 0: the first
            weights are changed by about a rounding; how far that curve is from eager's own is the noise
 """
