@@ -303,7 +303,7 @@ def test_counts_stand_beside_the_emulators(steps, monkeypatch):
     monkeypatch.setattr(ncu, "profile", profile)
     monkeypatch.setattr(ncu, "known", lambda metrics: metrics)
     monkeypatch.setattr(hopper, "launched", lambda: [Variant(steps[0], 64, torch.bfloat16)])
-    (row,) = hopper.count({})
+    (row,) = hopper.count()
     assert (row["name"], row["native"]["kernel"]) == ("p9_1_masks", "flash")
     emulated = row["counters"]["global write sectors"][0]
     assert emulated > 0 and row["counters"]["global write sectors"] == [emulated, 7.0]

@@ -181,15 +181,12 @@ def overview() -> Table:
         found = counterparts(name)
         ours = [o for _, o in found if o is not None]
         files = ", ".join(sorted({o.record for o in ours})) or "none yet"
-        rows.append([name, len(found), len(ours), sum(map(is_number, ours)), files, UNLIKE.get(name, "")])
+        rows.append(
+            [name, len(found), len(ours), sum(not isinstance(o.value, str) for o in ours), files, UNLIKE.get(name, "")]
+        )
     rows.append(["all", *(sum(row[i] for row in rows) for i in (1, 2, 3)), "", ""])
     columns = ["published table", "figures", "answered", "by a number", "records", "not the same"]
     return Table.of(rows, columns, align="lrrrll")
-
-
-def is_number(ours: Ours | None) -> bool:
-    """Whether a counterpart is a measured number, not the reason why there is none."""
-    return ours is not None and not isinstance(ours.value, str)
 
 
 def beside(name: str) -> Table:

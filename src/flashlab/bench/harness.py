@@ -405,16 +405,12 @@ def _progress(bench: Bench, total: int) -> Iterator[Callable[[Row, list[Row]], N
             done += 1
             fast = min((r for r in rows if "ms" in r), key=lambda r: r["ms"], default=None)
             who = fast and next((fast[k] for k in ("name", "variant", "how", "tile") if k in fast), bench.name)
-            text = f"fastest {who}, {1e3 * fast['ms']:.1f} us" if fast else _none(rows)
+            none = [f"none runs: {row['unavailable']}" for row in rows if "unavailable" in row]
+            text = f"fastest {who}, {1e3 * fast['ms']:.1f} us" if fast else [*none, f"{len(rows)} rows"][0]
             console.print(f"{done}/{total}  {describe(job)}: {text}", markup=False, soft_wrap=True)
             progress.advance(task)
 
         yield said
-
-
-def _none(rows: list[Row]) -> str:
-    reasons = [row["unavailable"] for row in rows if "unavailable" in row]
-    return f"none runs: {reasons[0]}" if reasons else f"{len(rows)} rows"
 
 
 def read(bench: Bench, path: Path) -> Data:

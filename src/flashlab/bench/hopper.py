@@ -284,7 +284,10 @@ def measure(
     if part in ("counters", "profile", "sanitizer"):
         if not sound():
             return [harness.failed(job, "no step can be launched" if hopper_jobs.ladder() else NO_STEP)]
-        return [job | row for row in {"counters": count, "profile": profile, "sanitizer": sanitized}[part](job)]
+        if part == "sanitizer":
+            said = validation.sanitize(harness.calling(launch_all, *sound()), [job["tool"]], timeout=180)
+            return [job | {"name": "all", "said": said[job["tool"]]}]
+        return [job | row for row in (count() if part == "counters" else profile())]
     if part == "clock":
         return measure_clock(job, step)
     names = steps_of(job, ours, variants)
@@ -292,11 +295,6 @@ def measure(
         return measure_inputs(job, [OURS, *names[1:], CUDNN, FA2, FA4], step, rounds, captured)
     names = [*names_here(), *names[1:]] if part in ("shapes", "sizes") else [*names, P9, CUDNN]
     return compared(job, names, step, rounds, make(job, sets_of(job)))
-
-
-def sanitized(job: Row) -> list[Row]:
-    said = validation.sanitize(harness.calling(launch_all, *sound()), [job["tool"]], timeout=180)
-    return [{"name": "all", "said": said[job["tool"]]}]
 
 
 def measure_ceiling(job: Row, rounds: int) -> list[Row]:
@@ -540,9 +538,8 @@ def launch_big(*names: str) -> None:
         torch.cuda.profiler.stop()
 
 
-def count(job: Row) -> list[Row]:
+def count() -> list[Row]:
     """A row for each step launched small: pairs [emulated, native], of what both count. Raises NoGpu without ncu."""
-    del job
     todo = launched()
     harness.at_once(validation.watched, todo)  # to run is short
     metrics = ncu.known(_TIME | {name: m.metric for name, m in METRICS.items()})
@@ -565,9 +562,8 @@ def count(job: Row) -> list[Row]:
     return found
 
 
-def profile(job: Row) -> list[Row]:
+def profile() -> list[Row]:
     """A row for each step, and cuDNN, at a large shape: where the time goes. Raises NoGpu without ncu."""
-    del job
     metrics = ncu.known(PROFILED)
     rows = ncu.profile(harness.calling(launch_big, *sound()), metrics, only_marked=True, timeout=300)
     return [{"name": json.loads(launch)} | row for launch, row in _by_launch(rows).items()]

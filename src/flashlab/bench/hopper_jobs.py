@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 
@@ -35,7 +36,7 @@ LADDER = (
     ((4, 16, 4096, 128), False), ((4, 16, 4096, 128), True), ((4, 32, 4096, 64), False), ((16, 16, 1024, 128), True),
 )  # fmt: skip
 VARIED = (*LADDER, ((4, 32, 4096, 64), True), ((1, 16, 16384, 128), True), ((4, 8, 4096, 256), False))
-BACKWARD_LENGTHS = (4096, 1024, 16384)
+MASKS = (False, True)
 BACKWARD_WORK = 2.5  # five products where the forward pass has two
 REPEATS = 200
 NO_STEP = f"phase {PHASE} has no step yet"
@@ -125,36 +126,29 @@ def shape_job(
     }  # fmt: skip
 
 
+def _shapes(lengths: Iterable[int], head_dims: Iterable[int] = HEAD_DIMS) -> list[tuple[tuple[int, ...], bool]]:
+    """With and without a mask: 16384 queries, but of one sequence at least, and 2048 columns in all heads together."""
+    return [((max(1, 16384 // n), 2048 // d, n, d), causal) for n, d, causal in product(lengths, head_dims, MASKS)]
+
+
 def standard(dtype: str, lengths: Iterable[int] = LENGTHS) -> list[Row]:
-    return [
-        shape_job((max(1, 16384 // n), 2048 // d, n, d), causal, dtype)
-        for n in lengths for d in HEAD_DIMS for causal in (False, True)
-    ]  # fmt: skip
+    return [shape_job(*shape, dtype) for shape in _shapes(lengths)]
 
 
 def sizes() -> list[Row]:
     """Head sizes of other models, which only some of the peers have kernels for."""
-    return [
-        shape_job((max(1, 16384 // n), 2048 // d, n, d), causal, kind="sizes") | {"part": "sizes"}
-        for n in (4096, 1024, 16384) for d in SIZES if n == 4096 or d in (96, 192) for causal in (False, True)
-    ]  # fmt: skip
+    found = _shapes((4096,), SIZES) + _shapes((1024, 16384), (96, 192))
+    return [shape_job(*shape, kind="sizes") | {"part": "sizes"} for shape in found]
 
 
 def others() -> list[Row]:
     """The shapes that models have, and that a kernel may have been forgotten for."""
-    found = [
-        shape_job(shape, causal, kind="grouped", kv_heads=kv)
-        for shape, kv in (((4, 32, 4096, 128), 8), ((4, 32, 4096, 64), 8), ((2, 16, 4096, 256), 4),
-                          ((1, 32, 16384, 128), 8), ((8, 28, 1024, 128), 4), ((4, 16, 4096, 128), 1))
-        for causal in (False, True)
-    ]  # fmt: skip
+    grouped = (((4, 32, 4096, 128), 8), ((4, 32, 4096, 64), 8), ((2, 16, 4096, 256), 4),
+               ((1, 32, 16384, 128), 8), ((8, 28, 1024, 128), 4), ((4, 16, 4096, 128), 1))  # fmt: skip
+    found = [shape_job(shape, causal, kind="grouped", kv_heads=kv) for (shape, kv), causal in product(grouped, MASKS)]
     for kind, lengths in (("by token", (4096, 1024)), ("odd", (4001, 1023))):
-        found += [
-            shape_job((16384 // n, 2048 // d, n, d), causal, kind=kind)
-            for n in lengths for d in HEAD_DIMS for causal in (False, True)
-        ]  # fmt: skip
-    found += [shape_job((4, 2048 // d, 512, d), False, kind="cross", keys=8192) for d in HEAD_DIMS]
-    return found
+        found += [shape_job(*shape, kind=kind) for shape in _shapes(lengths)]
+    return found + [shape_job((4, 2048 // d, 512, d), False, kind="cross", keys=8192) for d in HEAD_DIMS]
 
 
 def jobs() -> list[Row]:
@@ -162,10 +156,15 @@ def jobs() -> list[Row]:
     found: list[Row] = [{"part": "ceiling", "dtype": "bf16", "shape": [8192, 8192, 8192]}]
     found += standard("bf16", LENGTHS[:2])
     found += [{"part": "ladder", "shape": list(shape), "causal": causal} for shape, causal in LADDER]
-    found += repeat_jobs() + input_jobs() + clock_jobs() + captured_jobs()
+    found += repeat_jobs() + input_jobs()
+    # Zeros: on them no transistor of a multiplier switches.
+    found += jobs_of("clock", shape=OF_INPUTS, inputs=("random", "zeros"), causal=[False], dtype=["bf16"])
+    for (model, layers), shape in zip(hopper_inputs.LAYERS.items(), OF_INPUTS, strict=True):
+        about = {"shape": [shape], "causal": [True], "dtype": ["bf16"]}
+        found += jobs_of("captured", inputs=[model], layer=range(layers), **about)
     found += standard("bf16", LENGTHS[2:4])
-    found += [_listed(d, dtype, causal) for dtype in ("bf16", "fp16") for d in HEAD_DIMS for causal in (False, True)]
-    found += sizes() + [_listed(d, "bf16", causal) for d in SIZES for causal in (False, True)]
+    found += [_listed(d, dtype, causal) for dtype, d, causal in product(("bf16", "fp16"), HEAD_DIMS, MASKS)]
+    found += sizes() + [_listed(d, "bf16", causal) for d, causal in product(SIZES, MASKS)]
     found += backward_jobs()
     found += standard("bf16", LENGTHS[4:])
     found += [{"part": "variants", "shape": list(shape), "causal": causal} for shape, causal in VARIED]
@@ -178,10 +177,8 @@ def jobs() -> list[Row]:
 
 def backward_jobs() -> list[Row]:
     """dQ, dK and dV, as `standard` has the forward pass."""
-    return [
-        {"part": "backward", "shape": [16384 // n, 2048 // d, n, d], "causal": causal, "dtype": "bf16"}
-        for n in BACKWARD_LENGTHS for d in (*HEAD_DIMS[:2], *([96] if n == 4096 else [])) for causal in (False, True)
-    ]  # fmt: skip
+    found = _shapes((4096,), (128, 64, 96)) + _shapes((1024, 16384), (128, 64))
+    return [{"part": "backward", "shape": list(shape), "causal": c, "dtype": "bf16"} for shape, c in found]
 
 
 def repeat_jobs(repeats: int = REPEATS) -> list[Row]:
@@ -225,20 +222,6 @@ OF_INPUTS = ([4, 16, 4096, 128], [4, 32, 4096, 64])
 def input_jobs() -> list[Row]:
     """Scores that trust likes, and scores that it does not."""
     return jobs_of("inputs", inputs=hopper_inputs.MADE, shape=OF_INPUTS, causal=(False, True), dtype=["bf16"])
-
-
-def captured_jobs() -> list[Row]:
-    """Scores of language models, layer by layer."""
-    return [
-        job for (model, layers), shape in zip(hopper_inputs.LAYERS.items(), OF_INPUTS, strict=True)
-        for job in jobs_of("captured", inputs=[model], layer=range(layers), shape=[shape], causal=[True],
-                           dtype=["bf16"])
-    ]  # fmt: skip
-
-
-def clock_jobs() -> list[Row]:
-    """Each kernel alone for seconds: random numbers, and zeros, on which no transistor of a multiplier switches."""
-    return jobs_of("clock", shape=OF_INPUTS, inputs=("random", "zeros"), causal=[False], dtype=["bf16"])
 
 
 def work_of(job: Row) -> float:

@@ -165,11 +165,7 @@ def passes(name: str, forward: dict[str, Way], inputs: Sequence[torch.Tensor], g
         return forward
     if name == "backward":
         return {key: backward_of(way, inputs, grad_o) for key, way in forward.items()}
-    return {key: functools.partial(_both, way, inputs, grad_o) for key, way in forward.items()}
-
-
-def _both(way: Way, inputs: Sequence[torch.Tensor], grad_o: torch.Tensor) -> Any:
-    return torch.autograd.grad(way(), inputs, grad_o)
+    return {key: lambda way=way: torch.autograd.grad(way(), inputs, grad_o) for key, way in forward.items()}
 
 
 # ---- is Gluon fit to be measured? ------------------------------------------------------------------------------------
@@ -202,9 +198,11 @@ def rows_of(job: Row, found: dict[str, Row], reasons: dict[str, str]) -> list[Ro
 
 def measure(job: Row, without: Sequence[str] = ()) -> list[Row]:
     """The rows of one job. Its inputs are its own, and gone afterwards. without: implementations to leave out."""
-    own = {"gluon": measure_gluon, "options": measure_options, "streams": measure_streams} | dict.fromkeys(TUNED, tune)
+    own = {"gluon": measure_gluon, "streams": measure_streams} | dict.fromkeys(TUNED, tune)
     if job["part"] in own:
         return own[job["part"]](job)
+    if job["part"] == "options":  # without TFLOP/s, since they compute different numbers of scores
+        return harness.rows_of(job, *times_of(option_ways(*make(job["shape"])[:3])))
     dtype = DTYPES[job.get("dtype", "bf16")]
     with_grad = job["pass"] != "forward"
     q, k, v, grad_o = make(job["shape"], dtype, with_grad)
@@ -231,11 +229,6 @@ def measure(job: Row, without: Sequence[str] = ()) -> list[Row]:
 def option_ways(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Way]:
     forward = triton_forward.flash_attention_forward
     return {name: functools.partial(forward, q, k, v, **options) for name, options in OPTIONS.items()}
-
-
-def measure_options(job: Row) -> list[Row]:
-    """A row for each of OPTIONS; without TFLOP/s, since they compute different numbers of scores."""
-    return harness.rows_of(job, *times_of(option_ways(*make(job["shape"])[:3])))
 
 
 def measure_streams(job: Row) -> list[Row]:

@@ -246,38 +246,6 @@ def _kernels() -> dict[tuple[str, int], list[Resources]]:
     return {(v.name, v.head_dim): kernels for v, kernels in zip(halves, found, strict=True)}
 
 
-def measure_ladder(job: Row, rounds: int) -> list[Row]:
-    """Every variant of the head_dim at this case, with its registers and spills."""
-    causal, head_dim = job["causal"], job["shape"][3]
-    q, k, v = inputs(job["shape"], job["inputs"])
-    mine = [(one, m) for one, m in _built("every") if (one.head_dim, one.dtype) == (head_dim, q.dtype)]
-    functions: dict[str, Callable[[], Any]] = {"fa2": peers.sdpa("FLASH_ATTENTION", q, k, v, causal)}
-    functions |= {one.name: forward_of(module, q, k, v, causal=causal) for one, module in mine}
-    found = rows_of(job, *harness.times_of(functions, rounds))
-    for row in found:
-        kernel = main_kernel(_kernels().get((row["name"], head_dim), []), causal)
-        row |= {"registers": kernel.registers, "spill_bytes": kernel.spill_bytes} if kernel else {}
-    return found
-
-
-def measure_published(job: Row, rounds: int) -> list[Row]:
-    """The published table's five variants at a shape, each with the first values of its output."""
-    q, k, v = inputs(job["shape"])
-    modules = {one.name: m for one, m in _built("published") if one.head_dim == q.shape[3]}
-    functions: dict[str, Callable[[], Any]] = {
-        "unfused": peers.unfused(q, k, v), "fa2": peers.sdpa("FLASH_ATTENTION", q, k, v)
-    }  # fmt: skip
-    for name in STAGES_ADA.values():
-        if name in modules:
-            functions[name] = forward_of(modules[name], q, k, v, causal=False)
-    rows = rows_of(job | {"causal": False, "inputs": "randn"}, *harness.times_of(functions, rounds, target_ms=1.5))
-    for row in rows:
-        if "ms" in row:
-            o = functions[row["name"]]()
-            row["first"] = (o[0] if isinstance(o, tuple) else o)[0, 0, 0, :3].tolist()
-    return rows
-
-
 def forward_of(module: CudaModule, *qkv: torch.Tensor, causal: bool) -> Callable[[], Any]:
     """The forward pass on these tensors, to be timed."""
     return lambda: module.forward(*qkv, causal=causal)
@@ -306,41 +274,58 @@ def exhibits() -> list[tuple[Step, Shape]]:
     return [(side, shape) for side in SIDE for shape in found if shape[3] in side.head_dims]
 
 
-def measure_exhibit(job: Row, rounds: int) -> list[Row]:
-    """An exhibit beside the step from which it differs, and the errors of o, against float64.
-
-    A head_dim that only the exhibit can be compiled for is measured without the step.
-    """
-    side, head_dim = step(job["exhibit"]), job["shape"][3]
-    pair = [Variant(s, head_dim) for s in (step(side.beside), side) if head_dim in s.head_dims]
-    q, k, v = inputs(job["shape"])
-    want, _ = reference.attention(*(x[:1, :1] for x in (q, k, v)))
-    functions = {one.name: forward_of(module, q, k, v, causal=False) for one, module in build(pair)}
-    errors = {name: (f()[0][:1, :1] - want).abs().max().item() for name, f in functions.items()}
-    if head_dim <= 128:
-        functions["fa2"] = peers.sdpa("FLASH_ATTENTION", q, k, v, False)
-    found = rows_of(job | {"causal": False, "inputs": "randn"}, *harness.times_of(functions, rounds))
-    return [r | {"error": errors.get(r["name"])} for r in found]
+def _kernels_of(job: Row) -> Built:
+    """The kernels that a job is about. An exhibit stands beside the step from which it differs, but at a head_dim that
+    only the exhibit can be compiled for."""
+    part, head_dim = job["part"], job["shape"][3]
+    if part == "exhibits":
+        side = step(job["exhibit"])
+        return build([Variant(s, head_dim) for s in (step(side.beside), side) if head_dim in s.head_dims])
+    built = _built(KINDS.get(part, "every"))
+    return [(v, m) for v, m in built if v == Variant(v.step, head_dim, defines=() if part == "final" else v.defines)]
 
 
-def measure_final(job: Row, rounds: int) -> list[Row]:
-    """The last step and its peers."""
+PEERS = {"published": ("unfused", "fa2"), "final": ("fa2", "cudnn", "unfused")}
+"""By part; of the others "fa2" alone."""
+
+
+def measure(job: Row, rounds: int = 9) -> list[Row]:
+    """The rows of a job: our kernels and their peers, in turns. "ladder" with registers and spills, "published" with
+    the first values of each output, "exhibits" with the error of o against float64."""
+    if job["part"] == "counters":
+        return measure_counters(job)
+    torch.manual_seed(0)
+    part, job = job["part"], {"causal": False, "inputs": "randn"} | job
     (batch, heads, n, d), causal = job["shape"], job["causal"]
-    last = {v.head_dim: module for v, module in _built("last") if v == Variant(SERIES[-1], v.head_dim)}
-    q, k, v = inputs(job["shape"], job["inputs"])
-    functions = {
-        SERIES[-1].name: forward_of(last[d], q, k, v, causal=causal),
-        "fa2": peers.sdpa("FLASH_ATTENTION", q, k, v, causal),
-        "cudnn": peers.sdpa("CUDNN_ATTENTION", q, k, v, causal),
+    qkv = inputs(job["shape"], job["inputs"])
+    peer: dict[str, Callable[[], Callable[[], Any]]] = {
+        "fa2": lambda: peers.sdpa("FLASH_ATTENTION", *qkv, causal),
+        "cudnn": lambda: peers.sdpa("CUDNN_ATTENTION", *qkv, causal),
+        "unfused": lambda: peers.unfused(*qkv, causal),
     }
-    if batch * heads * n**2 <= 2**33:  # scores of 16 GB
-        functions["unfused"] = peers.unfused(q, k, v, causal)
-    return rows_of(job, *harness.times_of(functions, rounds, target_ms=1.5))
+    left_out = {"fa2"} if part == "exhibits" and d > 128 else {"unfused"} if batch * heads * n**2 > 2**33 else set()
+    ways = {
+        name: peer[name]() for name in PEERS.get(part, ("fa2",)) if name not in left_out
+    }  # unfused: no scores beyond 16 GB
+    ways |= {one.name: forward_of(module, *qkv, causal=causal) for one, module in _kernels_of(job)}
+    options = {"target_ms": 1.5} if part in ("published", "final") else {}
+    rows = rows_of(job, *harness.times_of(ways, rounds, **options))
+    want = reference.attention(*(x[:1, :1] for x in qkv))[0] if part == "exhibits" else None
+    for row in rows:
+        kernel = main_kernel(_kernels().get((row["name"], d), []), causal) if part == "ladder" else None
+        row |= {"registers": kernel.registers, "spill_bytes": kernel.spill_bytes} if kernel else {}
+        if want is not None:
+            row["error"] = None
+        if "ms" in row and (part == "published" or (want is not None and row["name"] not in peer)):
+            out = ways[row["name"]]()
+            o = out[0] if isinstance(out, tuple) else out
+            kept = o[0, 0, 0, :3].tolist() if want is None else (o[:1, :1] - want).abs().max().item()
+            row["first" if want is None else "error"] = kept
+    return rows
 
 
-def measure_counters(job: Row, rounds: int) -> list[Row]:
+def measure_counters(job: Row) -> list[Row]:
     """Nsight Compute's counters for one launch of each step; where there is no ncu, or it may not read them, why."""
-    del rounds
     try:
         rows = ncu.profile(harness.calling(launch_once), METRICS, kernels="flash_forward")
     except NoGpu as missing:
@@ -379,18 +364,6 @@ def _jobs(ladder: Sequence[Case], final: Sequence[tuple[str, Case]]) -> list[Row
         *({"part": "final", "table": name} | about(case) for name, case in final),
         *jobs_of("published", shape=_published("mma_stages_ada")),
     ]
-
-
-MEASURED = {
-    "ladder": measure_ladder, "exhibits": measure_exhibit, "final": measure_final, "published": measure_published,
-    "counters": measure_counters,
-}  # fmt: skip
-
-
-def measure(job: Row, rounds: int = 9) -> list[Row]:
-    """The rows of a job."""
-    torch.manual_seed(0)
-    return MEASURED[job["part"]](job, rounds)
 
 
 def prepare(todo: Sequence[Row], until: float, rounds: int) -> dict[str, Any]:

@@ -72,11 +72,9 @@ def profile(
     command += ["--profile-from-start", "off"] if only_marked else []
     command += ["--cache-control", "none"] if keep_caches else []
     done = subprocess.run([*command, sys.executable, *arguments], capture_output=True, text=True, timeout=timeout)
-    return parse(done.stdout, metrics) or _nothing(done.stderr or done.stdout)
-
-
-def _nothing(said: str) -> list[dict[str, Any]]:
-    raise NoGpu(f"ncu gave no counters: {said.strip()[-400:]}")
+    if not (rows := parse(done.stdout, metrics)):
+        raise NoGpu(f"ncu gave no counters: {(done.stderr or done.stdout).strip()[-400:]}")
+    return rows
 
 
 def parse(text: str, metrics: Mapping[str, str]) -> list[dict[str, Any]]:

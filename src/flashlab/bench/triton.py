@@ -40,18 +40,12 @@ def jobs(
     return timed + [job for d in head_dims for job in harness.jobs_of("errors", seq_len=long, head_dim=[d], **errors)]
 
 
-def measure_job(job: harness.Row) -> list[harness.Row]:
-    """The rows of a job."""
+def measure(job: harness.Row) -> list[harness.Row]:
+    """One row for each implementation: milliseconds and TFLOP/s, or why there are none; or the errors of the kernel."""
     n, head_dim = job["seq_len"], job["head_dim"]
     torch.manual_seed(n + head_dim)
-    if job["part"] == "times":
-        return measure(job)
-    return [job | {"name": NAMES[0]} | accuracy(n, head_dim, getattr(torch, job["dtype"]), job["content"])]
-
-
-def measure(job: harness.Row) -> list[harness.Row]:
-    """One row for each implementation: milliseconds and TFLOP/s, or why there are none."""
-    n, head_dim = job["seq_len"], job["head_dim"]
+    if job["part"] == "errors":
+        return [job | {"name": NAMES[0]} | accuracy(n, head_dim, getattr(torch, job["dtype"]), job["content"])]
     q, k, v = (torch.randn(n, head_dim, device=runtime.device(), dtype=torch.float16) for _ in range(3))
     ways: list[Callable[[], Any]] = [
         lambda: flash_attention_forward(q, k, v),
@@ -92,7 +86,7 @@ def table(data: dict[str, Any]) -> Table:
 
 
 BENCH = harness.Bench(
-    "triton", __doc__, jobs=jobs, measure=measure_job, table=table, keys=("seq_len", "head_dim", "name"),
+    "triton", __doc__, jobs=jobs, measure=measure, table=table, keys=("seq_len", "head_dim", "name"),
     quick=lambda: jobs((512, 4096), (64,), (512, 500)), needs=harness.gpu_for("phase 3's kernel is"),
     facts={"phase": 3, "dtype": "float16", "batch": 1, "heads": 1},
 )  # fmt: skip
