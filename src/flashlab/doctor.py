@@ -213,41 +213,29 @@ def phase_report(phase: Phase, report: dict[str, Any]) -> dict[str, Any]:
     "cannot run") and how, a few words.
     """
     software, gpus = report["software"], report["gpus"]
-    torch, triton = software["torch"], software["triton"]
-    torch_works, triton_works = "version" in torch, "version" in triton
-    gpu = bool(torch.get("gpu_usable"))
-    compiler = software["compiler"]
-    name = gpus[0]["name"] if gpus else "GPU"
-
-    mode, how = "cannot run", "needs torch"
-    if phase.kind == "torch" and torch_works:
-        mode, how = "native", "PyTorch on the CPU"
-    elif phase.kind == "triton":
-        if not (torch_works and triton_works):
-            how = "needs torch and triton"
-        elif gpu and not report["interpret"]:
-            mode, how = "native", f"Triton kernels compiled for the {name}"
-        else:
-            mode, how = "interpreted", "Triton kernels interpreted on the CPU"
-            if software["ptxas"]:
-                how += ", compile reports from the real compiler"
-    elif phase.kind == "gluon" and torch_works and triton_works:
-        hopper = gpu and not report["interpret"] and tuple(gpus[0]["capability"])[0] == 9
-        how = f"Gluon kernels compiled for the {name}" if hopper else "Gluon kernels compiled and read, not run"
-        mode = "native" if hopper else "interpreted"
-    elif phase.kind in ("cuda", "hopper"):
-        modern = phase.kind == "cuda" or bool(gpus and tuple(gpus[0]["capability"])[0] == 9)
-        if gpu and software["nvcc"] and compiler and modern:
-            mode, how = "native", f"CUDA C++ compiled by nvcc {software['nvcc']} for the {name}"
-        elif compiler:
-            mode, how = "emulated", "CUDA C++ run on the CPU by the course's emulator"
-        else:
-            how = "needs a C++ compiler"
-    elif phase.kind == "profiler" and torch_works:
-        mode, how = ("native", f"profiled on the {name}") if gpu else ("native", "on the CPU; recorded GPU figures")
-    elif phase.kind == "distributed" and torch_works:
-        many = gpu and len(gpus) > 1
-        mode, how = ("native", f"{len(gpus)} GPUs") if many else ("emulated", "ranks as threads on the CPU")
+    torch = "version" in software["torch"]
+    both, gpu = torch and "version" in software["triton"], bool(software["torch"].get("gpu_usable"))
+    name, hopper = (gpus[0]["name"], gpus[0]["capability"][0] == 9) if gpus else ("GPU", False)
+    compiles, nvcc = gpu and not report["interpret"], gpu and software["nvcc"] and software["compiler"]
+    cuda = f"CUDA C++ compiled by nvcc {software['nvcc']} for the {name}"
+    emulated = (software["compiler"], "emulated", "CUDA C++ run on the CPU by the course's emulator")
+    reports = ", compile reports from the real compiler" * bool(software["ptxas"])
+    ways = {  # by kind: whether it can, the mode, and how; the first that can
+        "torch": [(torch, "native", "PyTorch on the CPU")],
+        "triton": [(both and compiles, "native", f"Triton kernels compiled for the {name}"),
+                   (both, "interpreted", f"Triton kernels interpreted on the CPU{reports}")],
+        "gluon": [(both and compiles and hopper, "native", f"Gluon kernels compiled for the {name}"),
+                  (both, "interpreted", "Gluon kernels compiled and read, not run")],
+        "cuda": [(nvcc, "native", cuda), emulated],
+        "hopper": [(nvcc and hopper, "native", cuda), emulated],
+        "profiler": [(torch and gpu, "native", f"profiled on the {name}"),
+                     (torch, "native", "on the CPU; recorded GPU figures")],
+        "distributed": [(torch and gpu and len(gpus) > 1, "native", f"{len(gpus)} GPUs"),
+                        (torch, "emulated", "ranks as threads on the CPU")],
+    }  # fmt: skip
+    needs = {"cuda": "a C++ compiler", "hopper": "a C++ compiler", "triton": "torch and triton"}
+    able = [(mode, how) for can, mode, how in ways[phase.kind] if can]
+    mode, how = able[0] if able else ("cannot run", f"needs {needs.get(phase.kind, 'torch')}")
     return {
         "number": phase.number,
         "slug": phase.slug,

@@ -398,7 +398,9 @@ def goals_table(data: Data) -> Table:
 
 
 # ---- as a program ----------------------------------------------------------------------------------------------------
-def measure_all(link: Link, quick: bool, graphs: bool = False, save: Callable[[list[Row]], None] = print) -> list[Row]:
+def measure_all(
+    link: Link, quick: bool, graphs: bool = False, save: Callable[[list[Row]], None] = lambda rows: None
+) -> list[Row]:
     """All rows, on every rank; rank 0 saves after each case."""
     rows = [link_speed(link, 1 if quick else 512, 2 if quick else 9)]
     for case in QUICK if quick else CASES if link.world == 2 else MANY:
@@ -414,19 +416,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, default=None, help="how many GPUs; all of this machine by default")
     parser.add_argument("--graphs", action="store_true", help="the ring as a CUDA graph too")
     given = parser.parse_args(arguments)
-    if given.quick and "RANK" not in os.environ:
+    if "RANK" in os.environ:
+        link = start()
+        try:
+            _as_rank(link, given)
+        finally:
+            dist.destroy_process_group()
+    elif given.quick:
         ranks = given.ranks or 2
-        rows = run(ranks, lambda link: measure_all(link, True, save=lambda rows: None))[0]
+        rows = run(ranks, lambda link: measure_all(link, True))[0]
         records.keep(given.out, _record(records.machine(), ranks, rows), table, given)
-        return
-    if "RANK" not in os.environ:
+    else:
         _start_ranks(given, sys.argv[1:] if arguments is None else arguments)
-        return
-    link = start()
-    try:
-        _as_rank(link, given)
-    finally:
-        dist.destroy_process_group()
 
 
 def _start_ranks(given: argparse.Namespace, arguments: Sequence[str]) -> None:
@@ -443,7 +444,7 @@ def _start_ranks(given: argparse.Namespace, arguments: Sequence[str]) -> None:
 
 def _as_rank(link: Link, given: argparse.Namespace) -> None:
     if not torch.cuda.is_available():  # gloo, by torchrun: to try the program
-        rows = measure_all(link, True, save=lambda rows: None)
+        rows = measure_all(link, True)
         if link.rank == 0:
             records.keep(given.out, _record(records.machine(), link.world, rows), table, given)
         return
