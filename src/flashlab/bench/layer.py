@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -231,9 +231,7 @@ def _projected(core: RotaryAttention, case: Case) -> AttentionLayer:
 
 def _few(case: Case) -> list[torch.Tensor]:
     """q, k, v of one batch of the case, for questions."""
-    heads = (case.heads, case.kv_heads, case.kv_heads)
-    options: dict[str, Any] = {"device": runtime.device(), "dtype": DTYPES[case.dtype]}
-    return [torch.zeros(1, h, case.seq_len, case.head_dim, **options) for h in heads]
+    return [x.detach() for x in draw(replace(case, batch=1), "attention")]
 
 
 def _takes_groups(backend: str, case: Case) -> bool:
@@ -283,7 +281,9 @@ def measure(job: Row) -> list[Row]:
         return measure_times(job)
     way = way_for(job["layer"], job["case"], job["pass"])
     if job["part"] == "timeline":
-        events, left_out = _longest(one_call(way))
+        every = one_call(way)
+        kept = sorted(every, key=lambda e: -e.us)[:MOST_EVENTS]  # the longest, still by their start
+        events, left_out = sorted(kept, key=lambda e: e.start_us), len(every) - len(kept)
         kernels = sum(e.where.startswith("stream") for e in events)
         span = max((e.start_us + e.us for e in events), default=0.0)
         return [job | {"span_us": span, "kernels": kernels, "left_out": left_out, "events": [list(e) for e in events]}]
@@ -399,19 +399,11 @@ def events_of(events: Any) -> list[Event]:
                   key=lambda e: e.start_us)  # fmt: skip
 
 
-def _longest(events: list[Event], most: int = MOST_EVENTS) -> tuple[list[Event], int]:
-    """At most so many events, the longest, still by their start; and how many were left out."""
-    kept = sorted(sorted(events, key=lambda e: -e.us)[:most], key=lambda e: e.start_us)
-    return kept, len(events) - len(kept)
-
-
 # ---- reading ---------------------------------------------------------------------------------------------------------
 def _time_rows(data: Data, case: str, scope: str, which: str) -> dict[str, Row]:
     """By name, in NAMES' order; the compiled ones from their own part."""
-    found = {}
-    for row in where(data["rows"], case=case, scope=scope):
-        if row["pass"] == which and (row["part"] == "compiled") == (row["name"] in COMPILED):
-            found[row["name"]] = row
+    rows = where(data["rows"], case=case, scope=scope, **{"pass": which})
+    found = {row["name"]: row for row in rows if (row["part"] == "compiled") == (row["name"] in COMPILED)}
     return {name: found[name] for name in NAMES if name in found}
 
 
@@ -448,9 +440,9 @@ def times_table(data: Data, case: str) -> Table:
     for name in NAMES:
         if not any(name in by_name for by_name in found.values()):
             continue
-        cells = [_said(by_name.get(name, {}), "ms", 1.0) for by_name in found.values()]
+        cells = [_said(by_name.get(name, {}), "ms") for by_name in found.values()]
         faster = ratio(data, case, name, ORIGINAL, which="both")
-        peak = _said(found["layer", "both"].get(name, {}), "peak_bytes", 2.0**-20)
+        peak = _said(found["layer", "both"].get(name, {}), "peak_bytes")
         rows.append([name, *cells, peak, f"{faster:.2f}" if faster else ""])
     columns = ["", *(f"{scope}, {which}" for scope, which in kinds), "MiB, layer, both", "times as fast"]
     caption = f"ms, {data['machine']['gpu'] or 'a CPU'}; times as fast as the original: the layer, both; "
@@ -458,29 +450,24 @@ def times_table(data: Data, case: str) -> Table:
     return Table.of(rows, columns, align="l" + "r" * 6, caption=caption if rows else NOT_YET)
 
 
-def _said(row: Row, column: str, unit: float) -> str:
+def _said(row: Row, column: str) -> str:
     if column in row:
-        return f"{row[column] * unit:.3f}" if column == "ms" else f"{row[column] * unit:.0f}"
+        return f"{row[column]:.3f}" if column == "ms" else f"{row[column] / 2**20:.0f}"
     return harness.short(row) if "unavailable" in row else ""
 
 
 def profile(data: Data, case: str, layer: str, which: str = "forward") -> list[Row]:
     """The rows of a profile, the dearest first; [] where there is none."""
-    return [
-        row
-        for row in where(data["rows"], part="profile", case=case, layer=layer)
-        if row["pass"] == which and "op" in row
-    ]
+    rows = where(data["rows"], part="profile", case=case, layer=layer, **{"pass": which})
+    return [row for row in rows if "op" in row]
 
 
 def profile_table(
     data: Data, case: str, layer: str, which: str = "forward", most: int = 10, kernels: bool = False
 ) -> Table:
     """A profile per run, as torch.profiler prints it; kernels: only what ran on the GPU."""
-    return rows_table(
-        [row for row in profile(data, case, layer, which) if row["kernel"] or not kernels][:most],
-        data["machine"]["gpu"],
-    )
+    rows = [row for row in profile(data, case, layer, which) if row["kernel"] or not kernels]
+    return rows_table(rows[:most], data["machine"]["gpu"])
 
 
 def rows_table(rows: Sequence[Row], gpu: str | None = None) -> Table:
@@ -533,7 +520,7 @@ def kernel_shares(data: Data, case: str, layer: str, which: str = "forward") -> 
 
 def timeline(data: Data, case: str, layer: str, which: str = "forward") -> list[Event]:
     """The events of one call, by their start; [] where it was not recorded."""
-    rows = [row for row in where(data["rows"], part="timeline", case=case, layer=layer) if row["pass"] == which]
+    rows = where(data["rows"], part="timeline", case=case, layer=layer, **{"pass": which})
     return [Event(*event) for row in rows for event in row.get("events", [])]
 
 
@@ -546,9 +533,9 @@ def milliseconds(text: Any) -> float:
 def table(data: Data) -> Table:
     """The times of every case of a record."""
     tables = [(case, times_table(data, case)) for case in dict.fromkeys(row["case"] for row in data["rows"])]
-    rows = [[case, *row] for case, found in tables for row in found.rows]
-    if not rows:
+    if not tables:
         return Table.of([], ["case"], caption=NOT_YET)
+    rows = [[case, *row] for case, found in tables for row in found.rows]
     return Table.of(rows, ["case", *tables[0][1].columns], align="ll" + "r" * 6, caption=tables[0][1].caption)
 
 

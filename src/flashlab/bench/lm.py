@@ -267,7 +267,8 @@ def measure_turns(job: Row) -> list[Row]:
     for name, way in TURNS[job["what"]].items():
         ways[name, False] = functools.partial(plain.attend, way)
         if job["what"] == "compiled":  # a model of its own, since to exchange its attention compiles it again
-            ways[name, True] = functools.partial(_same, Training(replace(shape, **way), *options, compiled=True))
+            own = Training(replace(shape, **way), *options, compiled=True)
+            ways[name, True] = lambda own=own: own
     about: dict[tuple[str, bool], Row] = {}
     for key, training in ways.items():
         already = peers.replaced()
@@ -288,10 +289,6 @@ def measure_turns(job: Row) -> list[Row]:
     if job["what"] == "compiled":
         torch.compiler.reset()
     return [job | {"attention": name, "compiled": how} | about[name, how] for name, how in about]
-
-
-def _same(training: Training) -> Training:
-    return training
 
 
 def _graph(training: Training) -> Row:
@@ -333,14 +330,6 @@ def measure_memory(job: Row) -> list[Row]:
     training = Training(shape, job["dtype"], _batch(job), min(SEQ_LEN, shape.positions))
     for _ in range(3):
         training.step()
-    row = traced(training)
-    del training
-    harness.emptied()
-    return [job | row]
-
-
-def traced(training: Training) -> Row:
-    """What a step allocates, as a row has it."""
     marks: list[tuple[str, float]] = []
 
     def mark(what: str) -> None:
@@ -362,10 +351,10 @@ def traced(training: Training) -> Row:
     held = itertools.accumulate((size for _, size in changes), initial=before)
     points = list(zip((when - zero for when, _ in changes), itertools.islice(held, 1, None), strict=True))
     us, most = condensed(points)
-    return {
+    return [job | {
         "us": us, "bytes": most, "ends": {what: round(when - zero, 1) for what, when in marks[1:]},
         "peak_bytes": max(most, default=before), "drift": (points[-1][1] if points else before) - after,
-    }  # fmt: skip
+    }]  # fmt: skip
 
 
 def _of_the_gpu(step: Any) -> list[tuple[float, int]]:
@@ -377,11 +366,6 @@ def _of_the_gpu(step: Any) -> list[tuple[float, int]]:
         trace = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
-    return changes_in(trace)
-
-
-def changes_in(trace: Sequence[Any]) -> list[tuple[float, int]]:
-    """(us, bytes more or less) of the entries of an allocator's trace, `torch.cuda.memory._snapshot`, in order."""
     signs = {"alloc": 1, "free_completed": -1}
     return [(float(e["time_us"]), signs[e["action"]] * e["size"]) for e in trace if e["action"] in signs]
 
@@ -454,8 +438,9 @@ def measure_training(job: Row) -> list[Row]:
 Lines = dict[str, tuple[list[str], list[float]]]
 
 
-def _where(data: Data) -> str:
-    return data["machine"]["gpu"] or "a CPU"
+def _table(rows: Sequence[Any], columns: list[str], align: str, caption: str, data: Data, behind: str = "") -> Table:
+    said = f"{caption}, {data['machine']['gpu'] or 'a CPU'}{behind}"
+    return Table.of(rows, columns, align=align, caption=said if rows else NOT_YET)
 
 
 def _all_sizes(data: Data) -> list[str]:
@@ -468,27 +453,20 @@ def passes(data: Data, size: str, attention: str, dtype: str = "bfloat16") -> di
     return {row["pass"]: row for row in found if "ms" in row}
 
 
-def _why_not(data: Data, size: str, attention: str, dtype: str) -> str:
-    found = where(data["rows"], part="step", size=size, attention=attention, dtype=dtype)
-    return next((harness.short(row) for row in found if "unavailable" in row), "")
-
-
 def step_table(data: Data, dtype: str = "bfloat16") -> Table:
     """Each size and attention: ms of each pass and of the step, tokens per second, GiB at the worst moment."""
     rows = []
     for size in _all_sizes(data):
         for way in WAYS:
-            found = passes(data, size, way, dtype)
-            if found:
+            if found := passes(data, size, way, dtype):
                 whole = found["step"]
                 peak = f"{whole['peak_bytes'] / 2**30:.1f}" if "peak_bytes" in whole else ""
                 times = [f"{found[which]['ms']:.1f}" for which in (*PASSES, "step")]
                 rows.append([size, way, *times, round(1e3 * whole["tokens"] / whole["ms"]), peak])
-            elif why := _why_not(data, size, way, dtype):
-                rows.append([size, way, why, "", "", "", "", ""])
+            elif why := where(data["rows"], part="step", size=size, attention=way, dtype=dtype):
+                rows.append([size, way, harness.short(why[0]), "", "", "", "", ""])
     columns = ["size", "attention", *(f"{which}, ms" for which in (*PASSES, "step")), "tokens/s", "GiB"]
-    caption = f"{dtype}, {BATCH} texts of {SEQ_LEN} tokens, {_where(data)}"
-    return Table.of(rows, columns, align="ll" + "r" * 6, caption=caption if rows else NOT_YET)
+    return _table(rows, columns, "ll" + "r" * 6, f"{dtype}, {BATCH} texts of {SEQ_LEN} tokens", data)
 
 
 def over_sizes(data: Data) -> Lines:
@@ -529,8 +507,7 @@ def exchanged_table(data: Data) -> Table:
         for what, ratio in by_python.items():
             rows.append([size, what, f"{ratio:.2f}", f"{alone[what]:.2f}" if what in alone else ""])
     columns = ["size", "exchanged", "launched by Python", "one CUDA graph"]
-    caption = f"bfloat16, {_where(data)}: times as fast as SDPA"
-    return Table.of(rows, columns, align="llrr", caption=caption if rows else NOT_YET)
+    return _table(rows, columns, "llrr", "bfloat16", data, ": times as fast as SDPA")
 
 
 def compiled_table(data: Data) -> Table:
@@ -549,8 +526,7 @@ def compiled_table(data: Data) -> Table:
                 rows.append([size, way, "", "", harness.short(with_it), "", "", "", ""])
     columns = ["size", "attention", "step, ms", "its graph", "compiled, ms", "its graph", "times as fast", "replaced",
                "first step, s"]  # fmt: skip
-    return Table.of(rows, columns, align="ll" + "r" * 5 + "lr",
-                    caption=f"bfloat16, {_where(data)}" if rows else NOT_YET)  # fmt: skip
+    return _table(rows, columns, "ll" + "r" * 5 + "lr", "bfloat16", data)
 
 
 def quickest(data: Data, size: str, column: str = "ms") -> tuple[str, bool, float] | None:
@@ -569,7 +545,7 @@ def graph_table(data: Data) -> Table:
                 waits = max(0.0, 1 - row["graph_ms"] / row["ms"])
                 rows.append([size, way, f"{row['ms']:.1f}", f"{row['graph_ms']:.1f}", f"{waits:.0%}"])
     columns = ["size", "attention", "launched by Python, ms", "one CUDA graph, ms", "the GPU waits"]
-    return Table.of(rows, columns, align="llrrr", caption=f"bfloat16, {_where(data)}" if rows else NOT_YET)
+    return _table(rows, columns, "llrrr", "bfloat16", data)
 
 
 def warm_up_table(data: Data) -> Table:
@@ -582,7 +558,7 @@ def warm_up_table(data: Data) -> Table:
             mean = sum(first) / len(first)
             rows.append([way, f"{first[0]:.1f}", f"{mean:.1f}", f"{ms:.1f}", f"{mean / ms:.1f}"])
     columns = ["attention", "first step, ms", f"mean of {WARM}, no warm-up", "median after them", "times as long"]
-    return Table.of(rows, columns, align="lrrrr", caption=f"small, bfloat16, {_where(data)}" if rows else NOT_YET)
+    return _table(rows, columns, "lrrrr", "small, bfloat16", data)
 
 
 def memory(data: Data) -> dict[str, Series]:
@@ -615,8 +591,8 @@ def limit_table(data: Data) -> Table:
             cells.setdefault(row["seq_len"], {})[row["attention"]] = said
     names = [way for way in WAYS if any(way in line for line in cells.values())]
     rows = [[n, *(line.get(way, "") for way in names)] for n, line in sorted(cells.items())]
-    caption = f"GiB, a small model that reads bytes, {BATCH} texts, bfloat16, {_where(data)}"
-    return Table.of(rows, ["tokens", *names], align="r" * (1 + len(names)), caption=caption if rows else NOT_YET)
+    caption = f"GiB, a small model that reads bytes, {BATCH} texts, bfloat16"
+    return _table(rows, ["tokens", *names], "r" * (1 + len(names)), caption, data)
 
 
 def losses(data: Data, dtype: str = "float32") -> dict[str, list[float]]:
@@ -647,9 +623,8 @@ def table(data: Data) -> Table:
     """The steps of a record, in every dtype."""
     found = [(dtype, step_table(data, dtype)) for dtype in DTYPES]
     rows = [[dtype, *row] for dtype, one in found for row in one.rows]
-    if not rows:
-        return Table.of([], ["dtype"], caption=NOT_YET)
-    return Table.of(rows, ["dtype", *found[0][1].columns], align="lll" + "r" * 6, caption=_where(data))
+    said = (data["machine"]["gpu"] or "a CPU") if rows else NOT_YET
+    return Table.of(rows, ["dtype", *found[0][1].columns], align="lll" + "r" * 6, caption=said)
 
 
 BENCH = harness.Bench(
