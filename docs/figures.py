@@ -16,10 +16,10 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch, Rectangle
 
+from flashlab.bench.records import write_whole
 from flashlab.course import PHASES, readme_table
 from flashlab.figures.show import COLORS
 
-LESSONS = Path(__file__).parents[1] / "src" / "lessons"
 STACKS = {
     "torch": ("PyTorch", COLORS["blue"]),
     "triton": ("Triton", COLORS["orange"]),
@@ -155,10 +155,8 @@ def course_map():
     for phase in PHASES:
         x, y = at[phase.number]
         color = STACKS["triton" if phase.number == 1 or phase.kind == "gluon" else phase.kind][1]
-        written = any(LESSONS.glob(f"{phase.number:0>2}_*.py"))  # the others are drawn hollow
-        face = color if written else "white"
-        ax.add_patch(Circle((x, y), 0.36, facecolor=face, edgecolor=color, linewidth=2.6, zorder=3))
-        number_color = "white" if written and phase.kind == "torch" else "black"
+        ax.add_patch(Circle((x, y), 0.36, facecolor=color, edgecolor=color, linewidth=2.6, zorder=3))
+        number_color = "white" if phase.kind == "torch" else "black"
         text(ax, x, y, str(phase.number), 13, weight="bold", color=number_color, zorder=4)
         text(ax, x, y - 0.5, names[phase.number], 9.5, va="top", linespacing=1.15)
     for k, (name, color) in enumerate(STACKS.values()):
@@ -178,14 +176,10 @@ def main(folder: Path) -> None:
 
 def write_phases(readme: Path) -> None:
     """Put the table of the phases, as flashlab.course has it, between the README's marks."""
-    written = {phase.number for phase in PHASES if any(LESSONS.glob(f"{phase.number:0>2}_*.py"))}
     begin, end = "<!-- phases: written by docs/figures.py -->", "<!-- end of the phases -->"
     before, _, rest = readme.read_text(encoding="utf-8").partition(begin)
     after = rest.partition(end)[2]
-    text = f"{before}{begin}\n\n{readme_table(written)}\n\n{end}{after}"
-    temporary = readme.with_suffix(".part")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(readme)
+    write_whole(readme, f"{before}{begin}\n\n{readme_table()}\n\n{end}{after}".encode())
 
 
 if __name__ == "__main__":

@@ -40,12 +40,6 @@ def steps(monkeypatch):
     return found
 
 
-@pytest.fixture
-def no_steps(monkeypatch):
-    monkeypatch.setattr(hopper_jobs, "ladder", lambda: ())
-    monkeypatch.setattr(hopper, "_modules", {})
-
-
 # ---- what is measured ----------------------------------------------------------------------------------------------
 
 
@@ -98,10 +92,7 @@ def test_a_kernel_is_varied_by_its_macros(monkeypatch):
     one = hopper_jobs.Kernel("p8_6_store")
     assert hopper_jobs.varied(one) == ["p8_6_store", "p8_6_store STAGES=1", "p8_6_store STAGES=3"]
     assert hopper_jobs.varied(one, ["STAGES=3,X=1"]) == ["p8_6_store", "p8_6_store STAGES=3 X=1"]
-    assert hopper_jobs.varied(None) == [] and hopper_jobs.Kernel("p8_6_store STAGES=3 X=1").defines == {
-        "STAGES": 3,
-        "X": 1,
-    }
+    assert hopper_jobs.Kernel("p8_6_store STAGES=3 X=1").defines == {"STAGES": 3, "X": 1}
     given = {}
     monkeypatch.setattr(hopper, "_modules", {})
     monkeypatch.setattr(hopper, "load_inline", lambda step, **options: given.update(options) or step.name)
@@ -441,13 +432,3 @@ def test_a_quick_run_in_the_emulator(steps, tmp_path, capsys):
     assert [r["different"] for r in data["rows"] if r.get("what") == "repeats"] == [0]
     assert [r["wrong"] for r in data["rows"] if r.get("what") == "shapes"] == [[]]
     assert "times as fast as the best peer" in capsys.readouterr().out
-
-
-def test_without_a_step_the_peers_are_measured_all_the_same(no_steps, monkeypatch):
-    monkeypatch.setattr(hopper, "names_here", lambda: [OURS, FA2])
-    rows = hopper.measure(hopper_jobs.shape_job((1, 1, 40, 64), False, "fp16"), rounds=1)
-    found = {row["name"]: row for row in rows}
-    assert found[OURS]["unavailable"] == hopper_jobs.NO_STEP and found[FA2]["ms"] > 0
-    for job in hopper_jobs.jobs():
-        if job["part"] in ("counters", "profile", "sanitizer", "validate"):
-            assert all(row["unavailable"] == hopper_jobs.NO_STEP for row in hopper.measure(job))

@@ -63,7 +63,6 @@ def machine(**software):
         },
         "gpus": [],
         "interpret": None,
-        "phases": [{"present": True}],
     }
 
 

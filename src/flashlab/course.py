@@ -130,13 +130,11 @@ def phase(number: int | str) -> Phase:
     raise KeyError(f"there is no phase {number}; there are 0 to {PHASES[-1].number}")
 
 
-def readme_table(written: set[int | str]) -> str:
-    """The README's table of the phases; those in ``written`` have their notebooks linked, the rest are planned."""
+def readme_table() -> str:
+    """The README's table of the phases."""
     lines = ["| # | Lecture | You end with | To read | |", "|---|---|---|---|---|"]
     for p in PHASES:
-        there = p.number in written
-        title = f"[{p.title}](notebooks/{p.name}.ipynb)" if there else p.title
+        title = f"[{p.title}](notebooks/{p.name}.ipynb)"
         links = " · ".join(f"[{folder}]({folder}/{p.name}.ipynb)" for folder in ("exercises", "solutions"))
-        reading, links = (hours(p.reading), links) if there else ("", "planned")
-        lines.append(f"| {p.number} | {title} | {p.summary} | {reading} | {links} |")
+        lines.append(f"| {p.number} | {title} | {p.summary} | {hours(p.reading)} | {links} |")
     return "\n".join(lines)

@@ -209,7 +209,7 @@ def _wish_to_interpret() -> bool | None:
 def phase_report(phase: Phase, report: dict[str, Any]) -> dict[str, Any]:
     """How one phase runs on the machine of `report`.
 
-    Returns number, slug, title, present (whether its lecture is there), mode ("native", "interpreted", "emulated" or
+    Returns number, slug, title, mode ("native", "interpreted", "emulated" or
     "cannot run") and how, a few words.
     """
     software, gpus = report["software"], report["gpus"]
@@ -240,7 +240,6 @@ def phase_report(phase: Phase, report: dict[str, Any]) -> dict[str, Any]:
         "number": phase.number,
         "slug": phase.slug,
         "title": phase.title,
-        "present": Path(__file__).with_name("exercises").joinpath(f"phase_{phase.number:0>2}.py").exists(),
         "mode": mode,
         "how": how,
     }
@@ -372,12 +371,8 @@ def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def phase_rows(report: dict[str, Any]) -> list[tuple[str, str, str, str]]:
-    """(number, title, mode, how) for the second table; a phase that is not written yet says so."""
-    found = []
-    for phase in report["phases"]:
-        runs = (phase["mode"], phase["how"]) if phase["present"] else ("to come", f"({phase['mode']})")
-        found.append((str(phase["number"]), phase["title"], *runs))
-    return found
+    """(number, title, mode, how) for the second table."""
+    return [(str(p["number"]), p["title"], p["mode"], p["how"]) for p in report["phases"]]
 
 
 def print_report(report: dict[str, Any]) -> None:
@@ -405,10 +400,9 @@ def print_report(report: dict[str, Any]) -> None:
     table.add_column("", justify="right", no_wrap=True)
     for column in ("Phase", "Runs", "How"):
         table.add_column(column, no_wrap=column == "Runs")
-    styles = {"native": "green", "interpreted": "cyan", "emulated": "cyan", "cannot run": "red", "to come": "dim"}
+    styles = {"native": "green", "interpreted": "cyan", "emulated": "cyan", "cannot run": "red"}
     for number, title, mode, how in phase_rows(report):
-        dim = "dim" if mode == "to come" else ""
-        table.add_row(number, Text(title, style=dim), Text(mode, style=styles[mode]), Text(how, style=dim))
+        table.add_row(number, Text(title), Text(mode, style=styles[mode]), Text(how))
     console.print(table)
     for sentence in report["advice"]:
         console.print(Text(f"→ {sentence}", style="yellow"))

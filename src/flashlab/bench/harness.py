@@ -457,9 +457,8 @@ def _by_label(bench: Bench, data: Data) -> dict[str, Row]:
 
 
 def _span(row: Row) -> tuple[float, float]:
-    """The fastest and the slowest round; the first records kept the 10th and the 90th percentile."""
-    low, high = row.get("fastest", row.get("ms_low")), row.get("slowest", row.get("ms_high"))
-    return row["ms"] if low is None else low, row["ms"] if high is None else high
+    """The fastest and the slowest round."""
+    return row.get("fastest", row["ms"]), row.get("slowest", row["ms"])
 
 
 def compare(bench: Bench, before: Data, after: Data) -> tuple[Table, bool]:

@@ -70,7 +70,6 @@ from flashlab.bench.hopper_jobs import (
     FA2,
     FA4,
     LADDER,
-    NO_STEP,
     OURS,
     P9,
     PEERS,
@@ -131,7 +130,7 @@ def wanted_modules(todo: Iterable[Row], step: str | None = None, variants: Seque
         if part in ("counters", "profile", "sanitizer"):
             found += [(v.name, v.head_dim, v.dtype) for v in launched()]
         elif job.get("what") == "cases":
-            found += [(ours.name, d, t) for d in ours.step.head_dims for t in ours.step.dtypes] if ours else []
+            found += [(ours.name, d, t) for d in ours.step.head_dims for t in ours.step.dtypes]
         else:
             names = steps_of(job, ours, variants) + ([P9] if part in ("shapes", "sizes", "ladder") else [])
             found += [(name, job.get("head_dim") or job["shape"][3], dtype) for name in names]
@@ -169,11 +168,7 @@ def forward_of(name: str, *qkv: torch.Tensor, causal: bool, step: str | None = N
         return functools.partial(triton_forward.flash_attention_forward, q, k, v, causal=causal, tma=name == BOXES)
     if name == FA4:
         return peers.flash_attention_4(q, k, v, causal)
-    if name == OURS:
-        ours = chosen(step)
-        if ours is None:
-            raise RuntimeError(NO_STEP)
-        name = ours.name
+    name = chosen(step).name if name == OURS else name
     return functools.partial(module_of(name, q.shape[3], q.dtype).forward, q, k, v, causal=causal)
 
 
@@ -283,7 +278,7 @@ def measure(
         return [job | planted(job["what"])]
     if part in ("counters", "profile", "sanitizer"):
         if not sound():
-            return [harness.failed(job, "no step can be launched" if hopper_jobs.ladder() else NO_STEP)]
+            return [harness.failed(job, "no step can be launched")]
         if part == "sanitizer":
             said = validation.sanitize(harness.calling(launch_all, *sound()), [job["tool"]], timeout=180)
             return [job | {"name": "all", "said": said[job["tool"]]}]
@@ -347,9 +342,8 @@ def compared(
     wanted = pieces(*several[0], job["causal"], whole)
     for name in found:
         found[name] |= judged(ways[name][0](), wanted)
-    ours = chosen(step)
-    if OURS in found and ours:
-        found[OURS]["step"] = ours.name
+    if OURS in found:
+        found[OURS]["step"] = chosen(step).name
     return harness.rows_of(job, found, reasons | more, work_of(job))
 
 
@@ -383,8 +377,6 @@ def listed(most: int | None) -> Iterator[tuple[int, int, int, int, int]]:
 def validate(job: Row, step: str | None = None) -> Row:
     """What is found of the kernel in a job of this part."""
     ours = chosen(step)
-    if ours is None:
-        return {"unavailable": NO_STEP}
     how = {"repeats": repeated, "shapes": compare_listed, "cases": lambda job, ours: checked(ours)}[job["what"]]
     return {"step": ours.name} | how(job, ours)
 

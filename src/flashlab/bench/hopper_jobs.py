@@ -39,7 +39,6 @@ VARIED = (*LADDER, ((4, 32, 4096, 64), True), ((1, 16, 16384, 128), True), ((4, 
 MASKS = (False, True)
 BACKWARD_WORK = 2.5  # five products where the forward pass has two
 REPEATS = 200
-NO_STEP = f"phase {PHASE} has no step yet"
 PLANTED = (
     "K is waited for, V is not", "K is released before the wgmma are waited for",
     "no wgmma_fence after P is written", "no proxy fence before O is stored",
@@ -70,24 +69,19 @@ class Kernel:
         return {macro: int(value) for macro, value in (x.split("=") for x in self.name.split()[1:])}
 
 
-def chosen(step: str | None) -> Kernel | None:
-    """The kernel that stands for the phase: of that name, or its last step; None where there is none yet.
-
-    Raises KeyError for a name that is none.
-    """
-    name = step or (ladder()[-1].name if ladder() else None)
-    found = Kernel(name) if name else None
-    return found if found and found.step else None
+def chosen(step: str | None) -> Kernel:
+    """The kernel that stands for the phase: of that name, or its last step. Raises KeyError for a name that is none."""
+    found = Kernel(step or ladder()[-1].name)
+    kernels.step(found.name.split()[0])
+    return found
 
 
 _AS_THEY_ARE = {"TRUST": lambda head_dim: int(head_dim < 256), "LATE_TURN": lambda head_dim: int(head_dim == 64)}
 """Macros of the last step whose default is not the same for every head_dim."""
 
 
-def varied(ours: Kernel | None, others: Sequence[str] = (), head_dim: int = 128) -> list[str]:
+def varied(ours: Kernel, others: Sequence[str] = (), head_dim: int = 128) -> list[str]:
     """The kernel, and it with one macro of its step set otherwise; or as others say: "STAGES=3,BLOCK_N=64"."""
-    if ours is None:
-        return []
     known = []
     for macro, values in ours.step.defines.items():
         usual = _AS_THEY_ARE[macro](head_dim) if macro in _AS_THEY_ARE else values[0]
@@ -95,13 +89,11 @@ def varied(ours: Kernel | None, others: Sequence[str] = (), head_dim: int = 128)
     return [ours.name, *(f"{ours.name} {x.replace(',', ' ')}" for x in others or known)]
 
 
-def steps_of(job: Row, ours: Kernel | None, variants: Sequence[str] = ()) -> list[str]:
+def steps_of(job: Row, ours: Kernel, variants: Sequence[str] = ()) -> list[str]:
     """The kernels of the phase that a job of a shape is about; of the ladder's every step, else ours first, and what
     else it is set beside: with other macros, or without trust."""
     if job["part"] == "ladder":
         return [one.name for one in ladder()]
-    if ours is None:
-        return []
     if job["part"] == "variants":
         return varied(ours, variants, job["shape"][3])
     if job["part"] in ("inputs", "captured", "clock"):
