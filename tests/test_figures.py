@@ -96,15 +96,6 @@ def test_memory_in_use_over_time():
     assert profiles.allocated(trace, device=True) == ([0], [99])
 
 
-def test_matrices_number_by_number():
-    figure = rows.matrices({"Q": torch.eye(2), "V": torch.tensor([[0.5], [2]])}, rows={"Q": 1})
-    texts = [[t.get_text() for t in ax.texts] for ax in figure.axes]
-    assert texts == [["1", "0", "0", "1"], ["0.5", "2"]]
-    hot = [patch.get_facecolor()[:3] for patch in figure.axes[0].patches]
-    assert hot[0] == hot[1] != hot[2] == hot[3]
-    plt.close(figure)
-
-
 def test_a_row_in_blocks_has_a_frame_for_each():
     scores, v = torch.arange(8.0, dtype=torch.float64), torch.randn(8, 2, dtype=torch.float64)
     blocks = [block_state(scores[j : j + 2], v[j : j + 2]) for j in range(0, 8, 2)]

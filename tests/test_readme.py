@@ -8,7 +8,6 @@ import random
 import re
 import shutil
 
-import hopper_stand_in
 import matplotlib
 import pytest
 
@@ -167,28 +166,6 @@ def test_the_sentences_tell_what_is_lost_and_what_is_won():
     assert "forward it is 0.80 times that of cuDNN (slower at 1 of 2 shapes) and 1.33 times" in said
     said = told(stand_in(forward=(600.0, 600.0), backward=(600.0, 600.0)))
     assert "slower at none of 2 shapes" in said and "against eager" not in said
-
-
-def test_other_inputs_stand_in_a_table_and_what_they_cost_is_said():
-    hopper = hopper_stand_in.record(lambda job: job["part"] in ("shapes", "inputs", "captured", "clock"))
-    for row in hopper["rows"]:
-        if row["part"] == "inputs" and row["name"] == "p11":
-            slow = 2.5 if row["inputs"].startswith("every tile") else 1
-            row |= {"ms": slow * row["ms"], "tflops": row["tflops"] / slow}
-            row["error"] *= 1.9 if row["inputs"] == "three times as wide" else 1
-        if row["part"] == "captured":
-            row |= {"doubted": 10 * row["layer"], "trusted": 10000}
-    found = only(hopper=hopper)
-    rows = [line.split(" | ") for line in readme.input_table(found).splitlines()[2:]]
-    assert len(rows) == 16 and rows[0][2:5] == ["25.0%", "**700**", "600"] and rows[0][-4:-2] == ["1.08", "1.08"]
-    assert {row[0] for row in rows if row[-4] == "0.43"} == {row[0] for row in rows if "every tile" in row[0]}
-    said = told(found)
-    assert "a ramp*, *every tile rises at its start* and *every tile rises at its end* it has 0.43 times" in said
-    assert "With the other scores it has 1.08 times" in said
-    assert "at most 1.9 times that of the best peer (three times as wide, D 128" in said
-    assert "2.9% of the trusted tiles are doubted in the worst layer, less than 0.1 % in 1 of 30" in said
-    assert "our kernel at 1600 MHz (700 TFLOP/s; on zeros 1600 MHz, 700)" in said
-    assert "ahead of that one at all 123 shapes by the medians, and at 123 beyond" in said
 
 
 def test_the_machine_line_names_every_session_of_a_record():
