@@ -76,7 +76,7 @@ def test_everyone_computes_the_same_attention(steps, monkeypatch):
     try:
         for job in (hopper_jobs.shape_job((1, 4, 40, 64), True, "fp16", "by token", kv_heads=2),
                     hopper_jobs.shape_job((2, 2, 33, 64), False, "bf16", "cross", keys=70)):  # fmt: skip
-            ((q, k, v),) = hopper.make(job)
+            q, k, v = hopper.make(job)
             assert k.shape == (q.shape[0], job["kv_heads"], job["keys"], 64) and q.is_contiguous() != (q.shape[1] == 4)
             wanted = hopper.pieces(q, k, v, job["causal"])
             for name in (OURS, FA2, FA4, P9, TRITON, "p9_1_masks"):
@@ -109,7 +109,7 @@ def test_a_kernel_is_varied_by_its_macros(monkeypatch):
 )
 def test_a_sample_is_what_the_whole_would_be(rows, keys, causal, monkeypatch):
     monkeypatch.setattr(hopper, "WHOLE", 100)
-    ((q, k, v),) = hopper.make({"shape": [2, 4, rows, 16], "kv_heads": 2, "keys": keys, "dtype": "bf16"})
+    q, k, v = hopper.make({"shape": [2, 4, rows, 16], "kv_heads": 2, "keys": keys, "dtype": "bf16"})
     whole = bounded(q, k, v, causal=causal)
     found = hopper.pieces(q, k, v, causal)
     assert len(found) == 6
@@ -123,7 +123,7 @@ def test_a_sample_is_what_the_whole_would_be(rows, keys, causal, monkeypatch):
 
 
 def test_what_is_wrong_is_seen():
-    ((q, k, v),) = hopper.make({"shape": [1, 2, 40, 16], "dtype": "fp16"})
+    q, k, v = hopper.make({"shape": [1, 2, 40, 16], "dtype": "fp16"})
     o, lse = reference.attention(q, k, v)
     wanted = hopper.pieces(q, k, v, False)
     assert hopper_results.right(hopper.judged(o.half(), wanted)) and hopper_results.right(
@@ -359,7 +359,7 @@ RISES = {"random": 0, "every 8th tile rises": 1, "three tiles rise": 3, "a sink"
     "job", hopper_jobs.input_jobs()[:: len(hopper_jobs.OF_INPUTS) * 2], ids=lambda job: job["inputs"]
 )
 def test_inputs_are_what_they_are_called(job):
-    ((q, k, _),) = hopper.make(job | {"shape": [1, 1, 16 * 128, 64]})
+    q, k, _ = hopper.make(job | {"shape": [1, 1, 16 * 128, 64]})
     s = (q.float() @ k.float().mT / 8)[0, 0]
     tiles = s.unflatten(1, (16, 128)).amax(2).flip(1)  # a block walks from the last to the first
     rises = (tiles[:, 1:] > tiles.cummax(1).values[:, :-1] + 7).float().mean(0) > 0.9
@@ -372,7 +372,7 @@ def test_inputs_are_what_they_are_called(job):
 def test_as_many_tiles_are_doubted_as_the_kernel_computes_again(kind, head_dim):
     module = load_inline(kernels.step("p11_15_portions"), backend="emulator", head_dim=head_dim, dtype=torch.bfloat16)
     for causal in (False, True):
-        ((q, k, v),) = hopper.make({"shape": [1, 1, 600, head_dim], "inputs": kind})
+        q, k, v = hopper.make({"shape": [1, 1, 600, head_dim], "inputs": kind})
         q[:, :, 200:] *= 2 if kind == hopper_inputs.WIDE else 0.5  # some warps doubt, and some do not
         found = hopper_inputs.doubts(q, k, causal=causal)
         module.forward(q, k, v, causal=causal, echo=False)

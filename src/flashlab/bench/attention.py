@@ -102,12 +102,11 @@ def timed(names: Sequence[str], job: Row, which: str, graphs: bool) -> tuple[dic
     Where several sets of tensors would still be in L2 together with one, they are gone through in turn.
     """
     sets = harness.sets_of(inputs(job))
-    ways = {name: [_pass(way_of(name, *one[:3]), which, one[:3], one[3]) for one in sets] for name in names}
+    ways = {name: [way_of(name, *one[:3]) for one in sets] for name in names}
+    if which == "backward":
+        for name, mine in ways.items():
+            ways[name] = [harness.backward_of(way, one[:3], one[3]) for way, one in zip(mine, sets, strict=True)]
     return harness.times_of(ways, **({"graphs": graphs} if harness.on_gpu() else {}))
-
-
-def _pass(way: Way, which: str, qkv: Sequence[torch.Tensor], grad_o: torch.Tensor) -> Way:
-    return way if which == "forward" else harness.backward_of(way, qkv, grad_o)
 
 
 def measure(job: Row) -> list[Row]:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from flashlab import runtime
-from flashlab.attention import cost
+from flashlab.attention import cost, triton_minimal
 from flashlab.attention.naive import naive_attention
 from flashlab.bench import harness, ncu, peers, records, timing
 from flashlab.cuda import load_inline
@@ -144,18 +144,16 @@ def _tensors(shape: Sequence[int], dtype: torch.dtype = torch.float16) -> list[t
     return [torch.randn(*shape, device="cuda").to(dtype) for _ in range(3)]
 
 
-def _last(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-    return load_inline(step(LAST), backend="nvcc").forward(q, k, v)
+def _last(*qkv: torch.Tensor) -> Any:
+    return load_inline(step(LAST), backend="nvcc").forward(*qkv)
 
 
-def _fa2(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return peers.sdpa("FLASH_ATTENTION", q, k, v)()
+def _minimal(*qkv: torch.Tensor) -> Any:
+    return triton_minimal.flash_attention_forward(*(x[0, 0] for x in qkv))
 
 
-def _minimal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    from flashlab.attention.triton_minimal import flash_attention_forward
-
-    return flash_attention_forward(q[0, 0], k[0, 0], v[0, 0])[0]
+def _sdpa(backend: str) -> Callable[..., Any]:
+    return lambda *qkv: peers.sdpa(backend, *qkv)()
 
 
 # launch name -> the tensors' shape, their dtype, what is run. One head of 16384 x 64: its scores are 512 MiB in fp16.
@@ -163,16 +161,14 @@ LAUNCHES: dict[str, tuple[tuple[int, ...], torch.dtype, Callable[..., Any]]] = {
     "naive": ((1, 1, 16384, 64), torch.float16, naive_attention),
     "naive, in L2": ((1, 1, 2048, 64), torch.float16, naive_attention),
     "minimal": ((1, 1, 16384, 64), torch.float16, _minimal),
-    "fa2": ((1, 1, 16384, 64), torch.float16, _fa2),
+    "fa2": ((1, 1, 16384, 64), torch.float16, _sdpa("FLASH_ATTENTION")),
     "series": ((1, 1, 16384, 64), torch.float16, _last),
     "series, 64 heads": ((4, 16, 8192, 64), torch.float16, _last),
-    "efficient, float32": (
-        (4, 16, 1024, 64), torch.float32, lambda q, k, v: peers.sdpa("EFFICIENT_ATTENTION", q, k, v)(),
-    ),
+    "efficient, float32": ((4, 16, 1024, 64), torch.float32, _sdpa("EFFICIENT_ATTENTION")),
     "math, float32": ((4, 16, 1024, 64), torch.float32, naive_attention),
     "stalls, D=128": ((4, 16, 4096, 128), torch.float16, _last),
     "stalls, D=64": ((4, 32, 4096, 64), torch.float16, _last),
-    "stalls, fa2, D=128": ((4, 16, 4096, 128), torch.float16, _fa2),
+    "stalls, fa2, D=128": ((4, 16, 4096, 128), torch.float16, _sdpa("FLASH_ATTENTION")),
 }  # fmt: skip
 
 

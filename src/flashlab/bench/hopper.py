@@ -144,7 +144,7 @@ def try_out(step: str, *builds: str) -> None:
     """Launches builds of a step, such as "128 bf16", at a few shapes. Raises ValueError where a result is wrong."""
     for build, (size, kv_heads), causal in itertools.product(builds, _TRIED, (False, True)):
         d, dtype = build.split()
-        ((q, k, v),) = make({"shape": [*size, int(d)], "kv_heads": kv_heads, "dtype": dtype})
+        q, k, v = make({"shape": [*size, int(d)], "kv_heads": kv_heads, "dtype": dtype})
         found = judged(module_of(step, int(d), q.dtype).forward(q, k, v, causal=causal), pieces(q, k, v, causal))
         if not right(found):
             where = f"D = {d}, {dtype}, N = {size[2]}, {'causal' if causal else 'whole'}, {kv_heads} key heads"
@@ -179,28 +179,17 @@ def names_here() -> list[str]:
 
 
 # ---- the tensors, and what is right ----------------------------------------------------------------------------------
-def make(job: Row, sets: int = 1) -> list[Inputs]:
-    """q, k, v of a job, so many times."""
+def make(job: Row) -> Inputs:
+    """q, k, v of a job."""
     batch, heads, rows, head_dim = job["shape"]
     kv_heads, keys = job.get("kv_heads", heads), job.get("keys", rows)
     by_token = job.get("kind") == "by token"
-    sizes = [(heads, rows), (kv_heads, keys), (kv_heads, keys)] * sets
+    sizes = [(heads, rows), (kv_heads, keys), (kv_heads, keys)]
     shapes = [(batch, n, h, head_dim) if by_token else (batch, h, n, head_dim) for h, n in sizes]
     drawn = harness.draw(*shapes, dtype=DTYPES[job.get("dtype", "bf16")], seed=sum(job["shape"]))
-    drawn = [x.transpose(1, 2) if by_token else x for x in drawn]
-    found: list[Inputs] = [(drawn[i], drawn[i + 1], drawn[i + 2]) for i in range(0, len(drawn), 3)]
-    for inputs in found:
-        hopper_inputs.shaped(job.get("inputs", "random"), *inputs)
-    return found
-
-
-def sets_of(job: Row) -> int:
-    """How many sets of tensors exceed L2 together."""
-    if not harness.on_gpu():
-        return 1
-    batch, heads, rows, head_dim = job["shape"]
-    elements = batch * head_dim * (2 * heads * rows + 2 * job.get("kv_heads", heads) * job.get("keys", rows))
-    return timing.input_sets(elements * DTYPES[job.get("dtype", "bf16")].itemsize)
+    q, k, v = (x.transpose(1, 2) if by_token else x for x in drawn)
+    hopper_inputs.shaped(job.get("inputs", "random"), q, k, v)
+    return q, k, v
 
 
 WHOLE, SPAN = 1024, 64
@@ -289,7 +278,7 @@ def measure(
     if part in ("inputs", "captured"):
         return measure_inputs(job, [OURS, *names[1:], CUDNN, FA2, FA4], step, rounds, captured)
     names = [*names_here(), *names[1:]] if part in ("shapes", "sizes") else [*names, P9, CUDNN]
-    return compared(job, names, step, rounds, make(job, sets_of(job)))
+    return compared(job, names, step, rounds, harness.sets_of(make(job)))
 
 
 def measure_ceiling(job: Row, rounds: int) -> list[Row]:
@@ -307,15 +296,15 @@ def measure_inputs(job: Row, names: Sequence[str], step: str | None, rounds: int
         if inputs is None:
             return [job | {"name": OURS} | counted._asdict()]
     else:
-        inputs = make(job)[0]
+        inputs = make(job)
         counted = hopper_inputs.doubts(*inputs[:2], causal=job["causal"])
-    rows = compared(job, names, step, rounds, [inputs], whole=job["shape"][2])
+    rows = compared(job, names, step, rounds, [inputs])
     return [row | counted._asdict() if row["name"] == OURS else row for row in rows]
 
 
 def measure_clock(job: Row, step: str | None) -> list[Row]:
     """A row for each kernel, and for a product of 8192 x 8192 matrices: its speed and the clock when it runs alone."""
-    ((q, k, v),) = make(job)
+    q, k, v = make(job)
     draw = torch.zeros if job["inputs"] == "zeros" else torch.randn
     a = draw(8192, 8192, device=q.device, dtype=q.dtype)
     ways, reasons = _ways([OURS, CUDNN, FA2, FA4], [(q, k, v)], job["causal"], step)
@@ -326,20 +315,23 @@ def measure_clock(job: Row, step: str | None) -> list[Row]:
     return rows + harness.rows_of(job, product, {}, 2.0 * 8192**3)
 
 
+Several = Sequence[Sequence[torch.Tensor]]  # sets of q, k and v
+
+
 def _ways(
-    names: Sequence[str], several: Sequence[Inputs], causal: bool, step: str | None
+    names: Sequence[str], several: Several, causal: bool, step: str | None
 ) -> tuple[dict[str, list[Way]], dict[str, str]]:
     """Each one's functions, one for each set of inputs; and why the others have none."""
     return timing.made(names, lambda name: [forward_of(name, *qkv, causal=causal, step=step) for qkv in several])
 
 
-def compared(
-    job: Row, names: Sequence[str], step: str | None, rounds: int, several: Sequence[Inputs], whole: int | None = None
-) -> list[Row]:
-    """A row for each of the names: their times in turns, and how far from right each is. several: sets of inputs."""
+def compared(job: Row, names: Sequence[str], step: str | None, rounds: int, several: Several) -> list[Row]:
+    """A row for each of the names: their times in turns, and how far from right each is, of other inputs over whole
+    heads."""
     ways, reasons = _ways(names, several, job["causal"], step)
     found, more = times(ways, rounds)
-    wanted = pieces(*several[0], job["causal"], whole)
+    q, k, v = several[0]
+    wanted = pieces(q, k, v, job["causal"], q.shape[2] if job["part"] in ("inputs", "captured") else None)
     for name in found:
         found[name] |= judged(ways[name][0](), wanted)
     if OURS in found:
@@ -383,7 +375,7 @@ def validate(job: Row, step: str | None = None) -> Row:
 
 def repeated(job: Row, ours: Kernel) -> Row:
     """different: how many of the repetitions gave other bits of o or lse than the first run."""
-    ((q, k, v),) = make(job)
+    q, k, v = make(job)
     module = module_of(ours.name, q.shape[3], q.dtype)
     way = functools.partial(module.forward, q, k, v, causal=job["causal"])
     return {"different": hopper_backward.different(way, way(), job["repeats"])}
@@ -398,7 +390,7 @@ def compare_listed(job: Row, ours: Kernel) -> Row:
         # By token every other time. V has a mean that is not zero: an output near zero hides much.
         about = {"shape": [batch, heads, rows, job["head_dim"]], "kv_heads": kv_heads, "dtype": job["dtype"]}
         about |= {"keys": keys} | ({"kind": "by token"} if number % 2 else {})
-        ((q, k, v),) = make(about)
+        q, k, v = make(about)
         v = v + 0.5
         with MarkedEmpty():
             o, lse = module.forward(q, k, v, causal=job["causal"])
@@ -514,7 +506,7 @@ def planted(mistake: str) -> Row:
 def launch_big(*names: str) -> None:
     """Each of these steps, and cuDNN, once at the first shape of the ladder; for the profiler."""
     shape, causal = LADDER[0]
-    ((q, k, v),) = make({"shape": shape})
+    q, k, v = make({"shape": shape})
     for name in [*names, CUDNN]:
         try:
             way = forward_of(name, q, k, v, causal=causal)
@@ -623,7 +615,7 @@ def _tried(key: Key) -> str:
 
 def warm(name: str, dtype: str, head_dim: int, causal: bool) -> None:
     """In a process of its own: what compiles itself when it is called first, and keeps what it compiled on the disk."""
-    ((q, k, v),) = make({"shape": [1, 4, 256, head_dim], "dtype": dtype})
+    q, k, v = make({"shape": [1, 4, 256, head_dim], "dtype": dtype})
     forward_of(name, q, k, v, causal=causal)()
     torch.cuda.synchronize()
 

@@ -67,7 +67,6 @@ def flash_attention_4(
 def unfused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False) -> Callable[[], torch.Tensor]:
     """softmax(q k^T * scale) v in PyTorch's operations, with the scores in memory."""
     mask = _mask(q, k) if causal else None
-
     return lambda: _unfused(q, k, v, mask)
 
 
@@ -144,15 +143,12 @@ def flex(
     from torch.nn.attention.flex_attention import create_block_mask
 
     rows, keys = q.shape[2], k.shape[2]
-    mask = create_block_mask(_causal, None, None, rows, keys, device=q.device.type) if causal else None
+    seen = lambda batch, head, query, key: query >= key  # noqa: E731
+    mask = create_block_mask(seen, None, None, rows, keys, device=q.device.type) if causal else None
     mode, options = FLEX[how]
     compiled = _compiled_flex(mode)
     grouped = q.shape[1] != k.shape[1]
     return lambda: compiled(q, k, v, block_mask=mask, enable_gqa=grouped, kernel_options=options)
-
-
-def _causal(batch: Any, head: Any, query: Any, key: Any) -> Any:
-    return query >= key
 
 
 @functools.cache

@@ -75,41 +75,23 @@ class GpuLimits:
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
-# Bytes of shared memory by compute capability: (a block at most, an SM).
-# CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; 1 KiB a block is the system's.
-SHARED_MEMORY: dict[tuple[int, int], tuple[int, int]] = {
-    (7, 5): (64 * KIB, 64 * KIB),
-    (8, 0): (163 * KIB, 164 * KIB),
-    (8, 6): (99 * KIB, 100 * KIB),
-    (8, 7): (163 * KIB, 164 * KIB),
-    (8, 9): (99 * KIB, 100 * KIB),
-    (9, 0): (227 * KIB, 228 * KIB),
-    (10, 0): (227 * KIB, 228 * KIB),
-    (10, 3): (227 * KIB, 228 * KIB),
-    (12, 0): (99 * KIB, 100 * KIB),
-    (12, 1): (99 * KIB, 100 * KIB),
-}
-
-# The same guide: threads, and blocks, that an SM holds at most.
-RESIDENT: dict[tuple[int, int], tuple[int, int]] = {
-    (7, 5): (1024, 16),
-    (8, 0): (2048, 32),
-    (8, 6): (1536, 16),
-    (8, 7): (1536, 16),
-    (8, 9): (1536, 24),
-    (9, 0): (2048, 32),
-    (10, 0): (2048, 32),
-    (10, 3): (2048, 32),
-    (12, 0): (1536, 24),
-    (12, 1): (1536, 24),
-}
+# By compute capability what an SM has: KiB of shared memory, threads and blocks at most. A block has at most 1 KiB less
+# shared memory (7.5: as much), which is the system's. CUDA C++ Programming Guide, "Technical Specifications per Compute
+# Capability".
+_PER_SM = {
+    (7, 5): (64, 1024, 16), (8, 0): (164, 2048, 32), (8, 6): (100, 1536, 16), (8, 7): (164, 1536, 16),
+    (8, 9): (100, 1536, 24), (9, 0): (228, 2048, 32), (10, 0): (228, 2048, 32), (10, 3): (228, 2048, 32),
+    (12, 0): (100, 1536, 24), (12, 1): (100, 1536, 24),
+}  # fmt: skip
+SHARED_MEMORY = {at: ((kib - (at > (7, 5))) * KIB, kib * KIB) for at, (kib, _, _) in _PER_SM.items()}
+"""Bytes of shared memory by compute capability: (a block at most, an SM)."""
 
 
 def _gpu(name, capability, sms, l2_mib, memory_gib, memory_gb_s, fp16_tflops, fp32_tflops, source) -> GpuLimits:
     block, sm = SHARED_MEMORY[capability]
     return GpuLimits(
         name, capability, sms, block, sm, 64 * KIB, int(l2_mib * MIB), memory_gib * GIB,
-        memory_gb_s, fp16_tflops, fp32_tflops, TENSOR_FMA.get(name), *RESIDENT[capability], source,
+        memory_gb_s, fp16_tflops, fp32_tflops, TENSOR_FMA.get(name), *_PER_SM[capability][1:], source,
     )  # fmt: skip
 
 
@@ -184,7 +166,7 @@ def _this_gpu() -> GpuLimits:
         fp32_tflops=known.fp32_tflops if known else None,
         fp16_fma_per_clock=known.fp16_fma_per_clock if known else None,
         threads_per_sm=device_properties.max_threads_per_multi_processor,
-        blocks_per_sm=RESIDENT.get(capability, (0, 32))[1],
+        blocks_per_sm=_PER_SM.get(capability, (0, 0, 32))[2],
         source="this machine's driver" + (f"; speeds: {known.source}" if known else ""),
     )
 
