@@ -148,8 +148,8 @@ def _last(*qkv: torch.Tensor) -> Any:
     return load_inline(step(LAST), backend="nvcc").forward(*qkv)
 
 
-def _minimal(*qkv: torch.Tensor) -> Any:
-    return triton_minimal.flash_attention_forward(*(x[0, 0] for x in qkv))
+def _minimal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+    return triton_minimal.flash_attention_forward(q[0, 0], k[0, 0], v[0, 0])
 
 
 def _sdpa(backend: str) -> Callable[..., Any]:

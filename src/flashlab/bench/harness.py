@@ -441,10 +441,9 @@ def changes(bench: Bench, before: Data, after: Data) -> list[tuple[str, str, flo
     for label in old.keys() & new.keys():
         a, b = old[label], new[label]
         if "ms" in a and "ms" in b:
-            (low_a, high_a), (low_b, high_b) = _span(a), _span(b)
-            far = abs(b["ms"] / a["ms"] - 1) >= LEAST_CHANGE
-            if far and (low_b > high_a or high_b < low_a):
-                found.append((label, "slower" if low_b > high_a else "faster", a["ms"], b["ms"]))
+            slower, faster = b["fastest"] > a["slowest"], b["slowest"] < a["fastest"]
+            if abs(b["ms"] / a["ms"] - 1) >= LEAST_CHANGE and (slower or faster):
+                found.append((label, "slower" if slower else "faster", a["ms"], b["ms"]))
         elif "ms" in a or "ms" in b:
             found.append((label, "gone" if "ms" in a else "back", a.get("ms"), b.get("ms")))
     order = ("gone", "slower", "faster", "back")
@@ -454,11 +453,6 @@ def changes(bench: Bench, before: Data, after: Data) -> list[tuple[str, str, flo
 def _by_label(bench: Bench, data: Data) -> dict[str, Row]:
     keys = ("part", *bench.keys)
     return {describe({k: row[k] for k in keys if k in row}): row for row in data["rows"]}
-
-
-def _span(row: Row) -> tuple[float, float]:
-    """The fastest and the slowest round."""
-    return row.get("fastest", row["ms"]), row.get("slowest", row["ms"])
 
 
 def compare(bench: Bench, before: Data, after: Data) -> tuple[Table, bool]:

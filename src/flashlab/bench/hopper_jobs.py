@@ -152,7 +152,7 @@ def jobs() -> list[Row]:
     # Zeros: on them no transistor of a multiplier switches.
     found += jobs_of("clock", shape=OF_INPUTS, inputs=("random", "zeros"), causal=[False], dtype=["bf16"])
     for (model, layers), shape in zip(hopper_inputs.LAYERS.items(), OF_INPUTS, strict=True):
-        about = {"shape": [shape], "causal": [True], "dtype": ["bf16"]}
+        about: Row = {"shape": [shape], "causal": [True], "dtype": ["bf16"]}
         found += jobs_of("captured", inputs=[model], layer=range(layers), **about)
     found += standard("bf16", LENGTHS[2:4])
     found += [_listed(d, dtype, causal) for dtype, d, causal in product(("bf16", "fp16"), HEAD_DIMS, MASKS)]

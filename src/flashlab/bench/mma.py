@@ -295,13 +295,14 @@ def measure(job: Row, rounds: int = 9) -> list[Row]:
     if job["part"] == "counters":
         return measure_counters(job)
     torch.manual_seed(0)
-    part, job = job["part"], {"causal": False, "inputs": "randn"} | job
+    about: Row = {"causal": False, "inputs": "randn"}
+    part, job = job["part"], about | job
     (batch, heads, n, d), causal = job["shape"], job["causal"]
-    qkv = inputs(job["shape"], job["inputs"])
+    qkv = q, k, v = inputs(job["shape"], job["inputs"])
     peer: dict[str, Callable[[], Callable[[], Any]]] = {
-        "fa2": lambda: peers.sdpa("FLASH_ATTENTION", *qkv, causal),
-        "cudnn": lambda: peers.sdpa("CUDNN_ATTENTION", *qkv, causal),
-        "unfused": lambda: peers.unfused(*qkv, causal),
+        "fa2": lambda: peers.sdpa("FLASH_ATTENTION", q, k, v, causal),
+        "cudnn": lambda: peers.sdpa("CUDNN_ATTENTION", q, k, v, causal),
+        "unfused": lambda: peers.unfused(q, k, v, causal),
     }
     left_out = {"fa2"} if part == "exhibits" and d > 128 else {"unfused"} if batch * heads * n**2 > 2**33 else set()
     ways = {
