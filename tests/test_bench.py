@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flashlab.attention import reference
-from flashlab.bench import mma, peers, records, scalar, timing, triton, validation, walls
+from flashlab.bench import mma, ncu, peers, records, scalar, timing, triton, validation, walls
 from flashlab.bench import resources as resources_bench
 from flashlab.kernels import SERIES, steps
 from flashlab.table import Table
@@ -20,7 +20,6 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_summary_of_samples():
     t = timing.summary([3.0, 1.0, 2.0, 5.0, 4.0])
     assert t.row() == {"ms": 3.0, "fastest": 1.0, "slowest": 5.0, "rounds": 5}
-    assert t.spread == pytest.approx(4 / 3) and timing.summary([2.0]).tflops(4e9) == 2.0
     with pytest.raises(ValueError, match="no samples"):
         timing.summary([])
 
@@ -178,3 +177,60 @@ def test_the_emulator_still_counts_what_was_compared_with_the_hardware(name):
     recorded = next(r for r in records.recorded("validation")[0]["rows"] if r["kernel"] == name)
     _, counted = validation.emulate(variant)
     assert {k: counted[k] for k in recorded["counters"]} == {k: pair[0] for k, pair in recorded["counters"].items()}
+
+
+# ---- records, and Nsight Compute's table ---------------------------------------------------------------------------
+def test_figures_are_replaced_whole_or_not_at_all(tmp_path):
+    file = tmp_path / "figures.json"
+    records.write_json(file, {"a": 1})
+    with pytest.raises(TypeError):
+        records.write_json(file, {"a": object()})
+    assert json.loads(file.read_text()) == {"a": 1}
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_run_is_recorded_under_its_gpus_name():
+    assert records.default_path("walls", "NVIDIA H200").name == "walls_h200.json"
+    assert records.default_path("walls", "NVIDIA GeForce RTX 4090").name == "walls_geforce_rtx_4090.json"
+
+
+def test_every_recorded_file_names_its_machine_versions_and_date():
+    files = sorted(records.RECORDED.glob("*.json"))
+    assert files
+    for file in files:
+        content = json.loads(file.read_text())
+        if "nvcc" in content:  # what a compiler said: no machine takes part
+            assert content["date"], file.name
+        else:
+            assert {"gpu", "torch", "date"} <= set(content["machine"]), file.name
+
+
+TABLE = """LAUNCH {"n": 1}
+==PROF== Profiling "first" - 0: 0%....50%....100% - 3 passes
+==PROF== Profiling "second" - 1: 0%....50%....100% - 3 passes
+LAUNCH {"n": 2}
+==PROF== Profiling "third" - 2: 0%....50%....100% - 3 passes
+"ID","Kernel Name","dram__bytes_read.sum"
+"","","byte"
+"0","first","1,024"
+"1","second","2048"
+"2","third",""
+"""
+
+
+def test_a_kernel_belongs_to_what_was_announced_last():
+    rows = ncu.parse(TABLE, {"read": "dram__bytes_read.sum"})
+    assert [(r["kernel"], r["launch"], r["read"]) for r in rows] == [
+        ("first", {"n": 1}, 1024.0), ("second", {"n": 1}, 2048.0), ("third", {"n": 2}, None),
+    ]  # fmt: skip
+
+
+def test_without_its_own_lines_each_announcement_is_a_kernel_or_nothing_is_known():
+    quiet = "\n".join(line for line in TABLE.splitlines() if not line.startswith("=="))
+    assert [r["launch"] for r in ncu.parse(quiet, {"read": "dram__bytes_read.sum"})] == [None] * 3
+    one_each = quiet.replace('LAUNCH {"n": 2}', 'LAUNCH {"n": 2}\nLAUNCH {"n": 3}')
+    assert [r["launch"]["n"] for r in ncu.parse(one_each, {"read": "dram__bytes_read.sum"})] == [1, 2, 3]
+
+
+def test_no_table_is_no_rows():
+    assert ncu.parse("==ERROR== no kernels were profiled", {"read": "x"}) == []

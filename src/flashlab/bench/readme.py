@@ -330,10 +330,8 @@ class Questions:
 
     def fa2_twice(self) -> list[float]:
         """FlashAttention-2's speed beside the last CUDA kernel, over that in the tables."""
-        mma = where(
-            self.rows["mma"], part="final", name="fa2", table="big", inputs="randn", N=set(LENGTHS), D=set(HEAD_DIMS)
-        )
-        at = by(mma, "pass", "D", "causal", "N")
+        wanted: Row = {"part": "final", "table": "big", "inputs": "randn", "N": set(LENGTHS), "D": set(HEAD_DIMS)}
+        at = by(where(self.rows["mma"], name="fa2", **wanted), "pass", "D", "causal", "N")
         both = ((at[key]["fa2"], self.speeds.get(key, {}).get("FlashAttention-2", {})) for key in at)
         return some(a["tflops"] / b["tflops"] for a, b in both if "tflops" in b)
 
@@ -406,22 +404,16 @@ class Questions:
     def clocks(self) -> tuple[list[str], float, dict[str, str]]:
         """Of each kernel alone: clock and speed on random numbers and on zeros; the highest clock; the watts."""
         rows = [r for r in where(self.rows["hopper"], part="clock", D=SHAPE[3]) if r.get("clock")]
+        words = {hopper_jobs.OURS: "our kernel", "cuDNN": "cuDNN", "matmul": "a product of matrices"}
+        at = {(r["name"], r["inputs"]): (f"{r['clock']['median']:.0f} MHz", f"{r['tflops']:.0f}") for r in rows}
         said = []
-        for name, words in {
-            hopper_jobs.OURS: "our kernel",
-            "cuDNN": "cuDNN",
-            "matmul": "a product of matrices",
-        }.items():
-            at = {
-                r["inputs"]: (f"{r['clock']['median']:.0f} MHz", f"{r['tflops']:.0f}") for r in where(rows, name=name)
-            }
-            if {"random", "zeros"} <= at.keys():
-                (mhz, speed), (still, most) = at["random"], at["zeros"]
-                said.append(f"{words} at {mhz} ({speed} TFLOP/s; on zeros {still}, {most})")
+        for name, what in words.items():
+            if {(name, "random"), (name, "zeros")} <= at.keys():
+                (mhz, speed), (still, most) = at[name, "random"], at[name, "zeros"]
+                said.append(f"{what} at {mhz} ({speed} TFLOP/s; on zeros {still}, {most})")
         drawn = {kind: [r["clock"]["watts"] for r in where(rows, inputs=kind)] for kind in ("random", "zeros")}
-        watts = {
-            kind: " to ".join(dict.fromkeys(f"{x:.0f}" for x in (min(some(w)), max(w)))) for kind, w in drawn.items()
-        }
+        ends = {kind: dict.fromkeys(f"{x:.0f}" for x in (min(some(w)), max(w))) for kind, w in drawn.items()}
+        watts = {kind: " to ".join(both) for kind, both in ends.items()}
         return said, max(some(r["clock"]["max"] for r in rows)), watts
 
     def forms(self) -> tuple[int, list[int]]:

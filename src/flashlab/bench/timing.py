@@ -2,7 +2,7 @@
 
     with measured() as machine:
         times = interleaved({"ours": lambda: kernel(q, k, v), "torch": lambda: reference(q, k, v)})
-    times["ours"].ms, times["ours"].spread, machine["gpu"], machine["sm_clock_mhz"]
+    times["ours"].ms, times["ours"].slowest, machine["gpu"], machine["sm_clock_mhz"]
 
 Each function is recorded into a CUDA graph, so that its launches cost no time on the CPU, repeated until a replay takes
 some milliseconds. The graphs are then replayed in turns, round after round: a clock that falls as the chip gets warm
@@ -23,7 +23,6 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -34,8 +33,7 @@ from flashlab.bench.records import NoGpu, machine, nvidia_smi, this_gpu
 Work = Callable[[], Any] | Sequence[Callable[[], Any]]
 
 
-@dataclass(frozen=True)
-class Timing:
+class Timing(NamedTuple):
     """Milliseconds of one call over the rounds: the median, the fastest and the slowest."""
 
     ms: float
@@ -43,18 +41,9 @@ class Timing:
     slowest: float
     rounds: int
 
-    @property
-    def spread(self) -> float:
-        """(slowest - fastest) / median."""
-        return (self.slowest - self.fastest) / self.ms
-
-    def tflops(self, flops: float) -> float:
-        """10^12 floating-point operations per second, for that many in a call."""
-        return flops / (self.ms * 1e9)
-
     def row(self) -> dict[str, float]:
         """What a record keeps of it."""
-        return {"ms": self.ms, "fastest": self.fastest, "slowest": self.slowest, "rounds": self.rounds}
+        return self._asdict()
 
 
 def summary(samples: Sequence[float]) -> Timing:

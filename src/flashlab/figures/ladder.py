@@ -178,11 +178,8 @@ def speeds(run: dict[str, Any], shape: Sequence[int], causal: bool, inputs: str 
 
 def _at(run: dict[str, Any], shape: Sequence[int], causal: bool, inputs: str = "randn") -> list[dict[str, Any]]:
     """The rows of a recorded ladder at a shape, measured on inputs of that kind."""
-    return [
-        r
-        for r in run.get("ladder", [])
-        if r["shape"] == list(shape) and r["causal"] == causal and r.get("inputs", "randn") == inputs
-    ]
+    wanted = (list(shape), causal, inputs)
+    return [r for r in run.get("ladder", []) if (r["shape"], r["causal"], r.get("inputs", "randn")) == wanted]
 
 
 def flops(r: dict[str, Any], which: str) -> float:

@@ -29,10 +29,10 @@ def tile_frames(Q: torch.Tensor, K: torch.Tensor, V: torch.Tensor, BLOCK_M: int,
     Args:
         Q: [M, HEAD_DIM]; K, V: [N, HEAD_DIM]. Small: M and N of at most 8 are legible, with two rows a block.
     """
-    M, N = Q.shape[0], K.shape[0]
+    sizes = Q.shape[0], K.shape[0], BLOCK_M, BLOCK_N
     read, written = 0, 0
     size = Q.element_size()
-    for start_m in range(0, M, BLOCK_M):
+    for start_m in range(0, len(Q), BLOCK_M):
         Q_block = Q[start_m : start_m + BLOCK_M]
         steps: list[Step] = []
         O_block, lse = flash_attention_forward_sim(Q_block, K, V, BLOCK_N, trace=steps.append)
@@ -40,9 +40,9 @@ def tile_frames(Q: torch.Tensor, K: torch.Tensor, V: torch.Tensor, BLOCK_M: int,
         for step in steps:
             keys = step.s.shape[1]
             read += keys * (K.shape[1] + V.shape[1]) * size
-            yield _frame(M, N, BLOCK_M, BLOCK_N, start_m, step, read, written)
+            yield _frame(sizes, start_m, step, (read, written))
         written += O_block.numel() * size + 4 * lse.numel()
-        yield _frame(M, N, BLOCK_M, BLOCK_N, start_m, steps[-1], read, written, stored=(O_block, lse))
+        yield _frame(sizes, start_m, steps[-1], (read, written), (O_block, lse))
 
 
 def tile_figure(Q: torch.Tensor, K: torch.Tensor, V: torch.Tensor, BLOCK_M: int, BLOCK_N: int, frame: int) -> Figure:
@@ -54,26 +54,20 @@ def tile_figure(Q: torch.Tensor, K: torch.Tensor, V: torch.Tensor, BLOCK_M: int,
     raise IndexError(f"there is no frame {frame}: the animation has {i + 1}")
 
 
-def _frame(
-    M: int,
-    N: int,
-    BLOCK_M: int,
-    BLOCK_N: int,
-    start_m: int,
-    step: Step,
-    read: int,
-    written: int,
-    stored: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> Figure:
+Sizes = tuple[int, int, int, int]  # M, N, BLOCK_M, BLOCK_N
+Stored = tuple[torch.Tensor, torch.Tensor]  # O and lse of a block of queries
+
+
+def _frame(sizes: Sizes, start_m: int, step: Step, moved: tuple[int, int], stored: Stored | None = None) -> Figure:
     figure, ax = plt.subplots(figsize=(8.4, 4.0), layout="none")
     figure.subplots_adjust(left=0.01, right=0.99, bottom=0.01, top=0.99)
     ax.set(xlim=(0, 27.6), ylim=(0, 13.1), aspect="equal")
     ax.axis("off")
-    _hbm(ax, M, N, BLOCK_M, BLOCK_N, start_m, step.start_n, stored is not None)
+    _hbm(ax, sizes, start_m, step.start_n, stored is not None)
     _chip(ax, step, stored)
-    what = ": divide by l_i, store O and lse" if stored else f", key block {step.start_n // BLOCK_N}"
-    _text(ax, 0.2, 12.6, f"query block {start_m // BLOCK_M}{what}", 12, ha="left", weight="bold")
-    _text(ax, 0.5, 0.6, f"HBM bytes so far: {read} read, {written} written", 10, ha="left")
+    what = ": divide by l_i, store O and lse" if stored else f", key block {step.start_n // sizes[3]}"
+    _text(ax, 0.2, 12.6, f"query block {start_m // sizes[2]}{what}", 12, ha="left", weight="bold")
+    _text(ax, 0.5, 0.6, f"HBM bytes so far: {moved[0]} read, {moved[1]} written", 10, ha="left")
     return figure
 
 
@@ -85,7 +79,8 @@ def _box(ax: Axes, x: float, y: float, w: float, h: float, color: str, **style: 
     ax.add_patch(Rectangle((x, y), w, h, facecolor=color, edgecolor=style.pop("edgecolor", "#666666"), lw=0.8, **style))
 
 
-def _hbm(ax: Axes, M: int, N: int, BLOCK_M: int, BLOCK_N: int, start_m: int, start_n: int, storing: bool) -> None:
+def _hbm(ax: Axes, sizes: Sizes, start_m: int, start_n: int, storing: bool) -> None:
+    M, N, BLOCK_M, BLOCK_N = sizes
     _box(ax, 0.15, 0.1, 14.2, 11.9, "#D6E4F0", edgecolor="none")
     _text(ax, 0.4, 11.4, "HBM", 11, ha="left", weight="bold", color="#44586A")
     left, low = _GRID
@@ -122,7 +117,7 @@ def _hbm(ax: Axes, M: int, N: int, BLOCK_M: int, BLOCK_N: int, start_m: int, sta
     _text(ax, left + _SIDE / 2, top + 0.45, "S and P: one tile at a time, never stored", 9, color="#555555")
 
 
-def _chip(ax: Axes, step: Step, stored: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+def _chip(ax: Axes, step: Step, stored: Stored | None) -> None:
     _box(ax, _CHIP, 0.1, 12.4, 11.9, "#FFEFC2", edgecolor="none")
     brown = {"ha": "left", "color": "#7A5C00"}
     _text(ax, _CHIP + 0.3, 11.4, "on chip", 11, weight="bold", **brown)
