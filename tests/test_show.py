@@ -10,7 +10,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.pylabtools import select_figure_formats
 from PIL import Image as Picture
 
-from flashlab.attention import reference, schemes
+from flashlab.attention import reference
 from flashlab.figures import show
 
 
@@ -78,31 +78,11 @@ def test_a_region_with_the_files_numbers_and_the_file_in_a_fold(shown, files):
     assert "region" not in fold and "\n14  }\n" in fold
 
 
-def test_several_regions_are_shown_apart(shown, files):
-    show.region(files[1], "state", "main loop")
-    assert shown[0].startswith("`after.cu`: lines 5 to 5, *state*; lines 8 to 12, *main loop*")
-    assert "\n 5  float m = 0;\n ⋮\n 8  for (" in shown[0]
-
-
-def test_a_step_of_the_series_is_its_file(shown, files):
-    class Step:
-        name, path = "after", files[1]
-
-    show.region(Step(), "state")
-    assert shown[0].startswith("`after.cu`: lines 5 to 5, *state*")
-
-
 def test_a_region_of_a_text_and_of_a_function(shown):
     show.region(AFTER, "state")
     assert shown[0].startswith("lines 5 to 5, *state*\n\n<samp>\n\n```c++\n5  float m = 0;")
     with pytest.raises(KeyError, match="no region 'loop'; its regions: none"):
         show.region(reference.attention, "loop")
-
-
-def test_a_region_of_a_kernel_without_the_rest_of_its_file(shown):
-    show.region(schemes.scheme_b_kernel, "V in blocks, P whole", whole_file=False)
-    assert "*V in blocks, P whole*" in shown[0] and "the whole function" in shown[0]
-    assert "def scheme_b_kernel(" in shown[0] and "def two_pass_kernel(" not in shown[0]
 
 
 def test_a_region_that_is_not_there(shown, files):
@@ -113,29 +93,6 @@ def test_a_region_that_is_not_there(shown, files):
     with pytest.raises(ValueError, match="name a region"):
         show.region(files[1])
     assert not shown
-
-
-def test_the_diff_of_a_region(shown, files):
-    show.diff(*files, "main loop", context=1)
-    seen, fold = folded(shown[0])
-    assert seen.startswith("`before.cu` → `after.cu`: *main loop* (lines: 1 new, 1 gone)")
-    block = seen[seen.index("<pre><code>") + len("<pre><code>") : seen.index("</code>")]
-    lines = re.sub("<[^>]*>", "", block).splitlines()
-    assert lines == [
-        "  10      for (int i = 0; i &lt; 8; i++)                              // over the tile",
-        "-             y_gmem[i] += j &lt; 2 &amp;&amp; i &lt; 4;",
-        "+ 11          y_gmem[i ^ j] += j &lt; 2 &amp;&amp; i &lt; 4;  // New: the swizzle",
-        "  12  }",
-    ]
-    assert block.count("<span style=") == 2
-    assert fold.startswith("the whole diff</summary>") and "+  5      float m = 0;" in fold
-
-
-def test_the_diff_of_two_whole_sources(shown, files):
-    show.diff(*files, context=0)
-    seen, fold = folded(shown[0])
-    assert "(lines: 2 new, 1 gone)" in seen and "\n   ⋮\n" in seen
-    assert fold.startswith("the whole new file, 10 lines</summary>")
 
 
 def test_a_region_that_only_one_of_the_two_has(shown, files):
@@ -170,13 +127,6 @@ def test_no_shown_line_is_wider_than_the_page(shown, code):
         assert max(map(len, lines)) <= show.WIDTH
         squeezed = [re.sub(r"\s|//", "", line) for line in show.shown(markdown)]
         assert squeezed == ["voidg(){", re.sub(r"\s|//", "", code), "}"]
-
-
-def test_comments_in_a_column_stay_in_one(shown):
-    long = "// a comment that is longer than there is room for"
-    show.region(f"// region: a\nint x;{' ' * 74}{long}\nint yy;{' ' * 73}// another\n// endregion\n", "a")
-    lines = [line for line in shown[0].split("```")[1].splitlines() if "//" in line]
-    assert len(lines) == 2 and len({line.index("//") for line in lines}) == 1
 
 
 def test_what_was_shown_can_be_read_back(shown, files):
