@@ -4,12 +4,8 @@
     flashlab bench attention --quick     # small sizes, on a CPU too, where Triton is interpreted
 
 published/attention_memory.csv again, and further: batch 8, one head, no mask, d_model 16 ... 128 and N 256 ... 32768,
-in float32 as published and in bf16.
-
-eager            softmax(q k^T * scale) v, PyTorch's operations one by one
-compiled eager   the same through torch.compile. Its compiler may recognise attention and call a fused kernel instead;
-                 a row's `replaced` says whether it did
-ours             flash_attention(q, k, v, backend="triton")
+in float32 as published and in bf16: "eager" (softmax(q k^T * scale) v, PyTorch's operations one by one), "compiled
+eager" (the same through torch.compile; `replaced`: it put a fused kernel in) and "ours" (backend="triton").
 
 A row of the pass "forward" has, beside its time, the bytes that are held for the backward pass, twice: `held_bytes` as
 the allocator counts them, inputs and output included, and `saved_bytes` as autograd names them. Each way is first tried

@@ -4,14 +4,10 @@
     flashlab bench decode --only work        # without "generate", a model that writes, and "steps", the ladder
     flashlab bench decode --quick            # tiny, on any machine
 
-bf16; CUDA graphs that go through copies of the cache which together exceed the L2. Before it is timed, each way is
-compared with float64 on its longest and its shortest sequence: one that is wrong has no time. Rows: batch, heads,
-kv_heads, keys, head_dim, ragged, name; ms (median, fastest, slowest), gb_s of K and V read once, error (of its bound).
-
-p12_decode, Triton               flashlab.flash_attention_with_cache; pages of 16 or of 1, the table permuted
-cuDNN, FlashAttention-2          SDPA over a contiguous cache
-FlexAttention                    the same, compiled
-FlashInfer                       its decode wrapper over pages of 16, planned beforehand, where it can be imported
+bf16; CUDA graphs that go through copies of the cache which together exceed the L2. Pages of 16 or of 1, the table
+permuted; SDPA and FlexAttention read a contiguous cache, FlashInfer is planned beforehand. Before it is timed,
+each way is compared with float64 on its longest and its shortest sequence: one that is wrong has no time. Rows: batch,
+heads, kv_heads, keys, head_dim, ragged, name; times, gb_s of K and V read once, error (of its bound).
 
 generate: GPT-2 small in bf16 behind `keys` tokens of each text. ms of a token for the whole batch, by the wall clock,
 launches and all; cache_bytes; `same`: the share of SDPA's tokens that it writes too. Ways differ in attention alone:

@@ -9,11 +9,9 @@ final      the last step, FlashAttention-2, cuDNN and unfused PyTorch, at the pu
 published  the five variants of published/mma_stages_ada.csv again, at its 36 shapes, each with its first outputs
 counters   what Nsight Compute counts for one launch of each step, where ``ncu`` is installed
 
-Every kernel is first checked against float64. Inputs stay in L2 where they fit, for every peer alike. FLOPs:
-4 B H N N D, halved when causal. Needs nvcc and a GPU of compute capability 8.0 or later.
-
-A row's ``inputs`` are "randn", where a row's maximum hardly moves after the first tile of keys, or "moving", where it
-moves far in every tile: what a kernel saves by not rescaling O shows only beside the two.
+Every kernel is first checked against float64. Inputs stay in L2 where they fit, for every peer alike. A row's
+``inputs`` are "randn", where a row's maximum hardly moves after the first tile of keys, or "moving", where it moves far
+in every tile: what a kernel saves by not rescaling O shows only beside the two.
 """
 
 from __future__ import annotations

@@ -6,21 +6,14 @@
     flashlab bench ring --quick                                  # tiny, two ranks as threads with gloo, on any machine
     flashlab bench ring --graphs                                 # the ring recorded in a CUDA graph too
 
-Rows: heads, kv_heads, n (the whole sequence), causal, pass, name; ms (of the slowest rank, of calls in a row that take
-40 ms, issued while the GPU still waits; median of the rounds, all names in turns), fastest, slowest; of_ideal: one
-GPU's time over the ranks and over this; peak_bytes of a rank. `pass` is "forward" or "both". The part "link" has what
-a rank sends to the next while it receives as much, in the same run. "error" of a forward row is the rms error of
-sampled rows against float64.
+Rows: heads, kv_heads, n (the whole sequence), causal, pass ("forward" or "both"), name; ms (of the slowest rank, of
+calls in a row that take 40 ms, issued while the GPU still waits; median of the rounds, all names in turns), fastest,
+slowest; of_ideal: one GPU's time over the ranks and over this; peak_bytes of a rank; error (forward): rms of sampled
+rows against float64. The part "link" has what a rank sends to the next while it receives as much, in the same run.
 
-one GPU                          the whole sequence, by the same kernels
-ring, zigzag / contiguous        flashlab.distributed.ring_attention; contiguous alone without a mask
-ring, one after the other        not sending while computing
-ring, all heads at once          not as few at a time as keep a GPU busy
-ring, as a graph                 with --graphs
-all-gather, Ulysses              flashlab.distributed
-rings of pairs                   on more than two GPUs: pairs exchange heads, and rings go through the pairs
-context_parallel, cuDNN          torch.distributed.tensor.experimental, SDPA by that backend
-context_parallel, FlashAttention-2
+The names: one GPU, the whole sequence; flashlab.distributed's ring, zigzag or contiguous (alone without a mask), not
+sending while computing, with all heads at once (not as few as keep a GPU busy), or as a graph; its all-gather and
+Ulysses; rings of pairs, on more than two GPUs: pairs exchange heads; and context_parallel over two backends of SDPA.
 """
 
 from __future__ import annotations
