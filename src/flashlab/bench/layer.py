@@ -146,24 +146,14 @@ def sdpa_by(backend: str, repeat: bool) -> Attention:
 
 
 class Core(RotaryAttention):
-    """RoPE in small operations, then any attention."""
+    """Any attention, and before it RoPE in small operations, where it is given its tables."""
 
     def __init__(self, attention: Attention, causal: bool) -> None:
         super().__init__("sdpa", causal=causal)
         self.way = attention
 
-    def forward(self, q, k, v, cos, sin):
-        return self.way(rope(q, cos, sin), rope(k, cos, sin), v, causal=self.causal)
-
-
-class Alone(nn.Module):
-    """Attention without RoPE, as a module."""
-
-    def __init__(self, attention: Attention, causal: bool) -> None:
-        super().__init__()
-        self.way, self.causal = attention, causal
-
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def forward(self, q, k, v, *tables):
+        q, k = (rope(x, *tables) for x in (q, k)) if tables else (q, k)
         return self.way(q, k, v, causal=self.causal)
 
 
@@ -198,16 +188,10 @@ def build(name: str, case: Case, scope: str) -> tuple[nn.Module, Row]:
         attention = ATTENTIONS[{ORIGINAL: "eager", APART: "flash", OURS: "flash", SDPA: "sdpa"}[plain]]
         if name == SDPA:
             about = {"backend": chosen(case)}
-    module: nn.Module
-    if scope == "attention":
-        module = Alone(attention, case.causal)
-    else:
-        core = Core(attention, case.causal)
-        if plain == OURS:
-            core = RotaryAttention("flash", causal=case.causal, fused_rope=True)  # type: ignore[assignment]
-        module = core
-        if case.projections:
-            module = _projected(core, case)
+    core = Core(attention, case.causal)
+    if plain == OURS and scope == "layer":
+        core = RotaryAttention("flash", causal=case.causal, fused_rope=True)  # type: ignore[assignment]
+    module: nn.Module = _projected(core, case) if scope == "layer" and case.projections else core
     if name in COMPILED:
         peers.many_shapes()
         module.compile(**peers.COMPILE)

@@ -255,12 +255,9 @@ def _published(name: str) -> list[list[int]]:
     return [list(s) for s in dict.fromkeys(tuple(int(str(r[c])) for c in columns) for r in published.load(name))]
 
 
-def final_cases(head_dims: Sequence[int], quick: bool = False) -> list[tuple[str, Case]]:
+def final_cases(head_dims: Sequence[int]) -> list[tuple[str, Case]]:
     """(table, case): the shapes of both published tables, and large ones, those with moving maxima too."""
-
     big = [("big", (shape, causal, kind)) for shape, causal in BIG for kind in ("randn", "moving")]
-    if quick:
-        return big
     tables = [(name, (s, False, "randn")) for name in ("mma_stages_ada", "fa1_f32_fa2_mma_ada")
               for s in _published(name) if s[3] in head_dims]  # fmt: skip
     return [*tables, *big, *(("big", (shape, causal, "randn")) for shape, causal in MORE)]
@@ -347,22 +344,19 @@ def launch_once() -> None:
 # ---- the whole -------------------------------------------------------------------------------------------------------
 def jobs() -> list[Row]:
     """Every measurement, in the order of the docstring."""
-    return _jobs(LADDER, final_cases(SERIES[-1].head_dims)) + [{"part": "counters"}]
+    return [
+        *({"part": "ladder"} | about(case) for case in LADDER),
+        *({"part": "exhibits", "exhibit": side.name, "shape": list(shape)} for side, shape in exhibits()),
+        *({"part": "final", "table": name} | about(case) for name, case in final_cases(SERIES[-1].head_dims)),
+        *jobs_of("published", shape=_published("mma_stages_ada")), {"part": "counters"},
+    ]  # fmt: skip
 
 
 def quick_jobs() -> list[Row]:
     """The large shapes alone."""
-    found = _jobs([c for c in LADDER if c[0] == BIG[0][0]], final_cases(SERIES[-1].head_dims, quick=True))
-    return [job for job in found if job["part"] in ("ladder", "final")]
-
-
-def _jobs(ladder: Sequence[Case], final: Sequence[tuple[str, Case]]) -> list[Row]:
-    return [
-        *({"part": "ladder"} | about(case) for case in ladder),
-        *({"part": "exhibits", "exhibit": side.name, "shape": list(shape)} for side, shape in exhibits()),
-        *({"part": "final", "table": name} | about(case) for name, case in final),
-        *jobs_of("published", shape=_published("mma_stages_ada")),
-    ]
+    big = [list(shape) for shape, _ in BIG]
+    ladder = [job for job in where(jobs(), part="ladder") if job["shape"] == big[0]]
+    return ladder + [job for job in where(jobs(), part="final", table="big") if job["shape"] in big]
 
 
 def prepare(todo: Sequence[Row], until: float, rounds: int) -> dict[str, Any]:
