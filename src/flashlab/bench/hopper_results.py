@@ -14,7 +14,8 @@ from flashlab.bench import harness, hopper_jobs, records
 from flashlab.bench.harness import Row
 from flashlab.bench.hopper_jobs import CUDNN, FA4, KINDS, OURS, P9, PEERS, RULE, jobs
 from flashlab.bench.roofline import TENSOR_FLOPS
-from flashlab.bench.rows import At, by, names_in, where
+from flashlab.bench.rows import At, Lines, by, names_in, of, where
+from flashlab.bench.rows import lines as lines_of
 from flashlab.table import Table
 
 
@@ -406,19 +407,12 @@ def gains(data: Row) -> dict[str, list[float]]:
     return {name: found[name] for name in names if name in found}
 
 
-def lines(data: Row, names: Sequence[str], dtype: str = "bf16") -> dict[str, dict[str, tuple[list[int], list[float]]]]:
+def lines(data: Row, names: Sequence[str], dtype: str = "bf16") -> dict[str, Lines]:
     """TFLOP/s over the length, by head_dim and mask and then by who: the standard shapes, results that are right."""
-    found: dict[str, dict[str, tuple[list[int], list[float]]]] = {}
-    some = [s for s in standings(data) if s.job["kind"] == "standard" and s.job["dtype"] == dtype]
-    for s in sorted(some, key=lambda s: (s.job["causal"], s.job["shape"][3], s.job["shape"][2])):
-        title = f"D = {s.job['shape'][3]}{', causal' if s.job['causal'] else ''}"
-        for name in names:
-            row = s.rows.get(name, {})
-            if "ms" in row and right(row):
-                lengths, speeds = found.setdefault(title, {}).setdefault(name, ([], []))
-                lengths.append(s.job["shape"][2])
-                speeds.append(row["tflops"])
-    return found
+    some = where(of(data), part="shapes", kind="standard", dtype=dtype, name=set(names))
+    able = [r for r in some if "ms" in r and right(r)]
+    at = sorted({(r["causal"], r["D"]) for r in able})
+    return {f"D = {d}{', causal' * c}": lines_of(where(able, D=d, causal=c), names) for c, d in at}
 
 
 recorded = functools.partial(records.recorded, "hopper")

@@ -36,7 +36,7 @@ from flashlab.attention.door import flash_attention
 from flashlab.attention.gluon_forward import GluonTile, flash_attention_gluon
 from flashlab.bench import harness, peers, published, records, timing
 from flashlab.bench.harness import Data, Row, Way, backward_of, draw, jobs_of, times_of
-from flashlab.bench.rows import by, grid, of, where
+from flashlab.bench.rows import Lines, by, grid, lines, of, where
 from flashlab.table import Table
 
 PARTS = ("tune", "one head", "shapes", "flex", "options", "streams", "gluon", "published")
@@ -474,29 +474,12 @@ def table(data: Data) -> Table:
 
 
 # ---- reading: the backward pass --------------------------------------------------------------------------------------
-Key = tuple[int, int, bool]  # head_dim, seq_len, causal
-Lines = dict[str, tuple[list[int], list[float]]]  # by name: lengths, rising, and a value for each
-
-
-def rows_by_shape(data: Data, name: str, which: str) -> dict[Key, Row]:
-    """The rows of an implementation in a pass of the part "shapes", where it ran."""
-    rows = timed(data, part="shapes", name=name, **{"pass": which})
-    return {(r["D"], r["N"], r["causal"]): r for r in rows}
-
-
 def over_lengths(
     data: Data, which: str, head_dim: int, causal: bool, names: Sequence[str] = (OURS, *PEERS), column: str = "tflops",
     unit: float = 1.0,
 ) -> Lines:  # fmt: skip
     """TFLOP/s (or another column in a unit) in a pass of the part "shapes"; who has no row there has no line."""
-    found: Lines = {}
-    for name in names:
-        rows = rows_by_shape(data, name, which).items()
-        here = [(n, r) for (d, n, mask), r in rows if (d, mask) == (head_dim, causal) and column in r]
-        points = sorted((n, r[column] * unit) for n, r in here)
-        if points:
-            found[name] = ([n for n, _ in points], [y for _, y in points])
-    return found
+    return lines(timed(data, part="shapes", D=head_dim, causal=causal, **{"pass": which}), names, column, unit)
 
 
 def peak_over_lengths(data: Data, head_dim: int, causal: bool) -> Lines:
@@ -514,13 +497,13 @@ def ratios_over_lengths(data: Data, peer: str, which: str) -> Lines:
     return found
 
 
-def backward_of_forward(data: Data, name: str, least: int = 1024) -> dict[Key, float]:
-    """How many times as long as its forward pass an implementation's backward pass takes, from seq_len `least` on."""
-    forward = rows_by_shape(data, name, "forward")
-    backward = rows_by_shape(data, name, "backward")
-    return {
-        key: r["ms"] / forward[key]["ms"] for key, r in sorted(backward.items()) if key in forward and key[1] >= least
-    }
+def backward_of_forward(data: Data, name: str, least: int = 1024) -> dict[tuple[int, int, bool], float]:
+    """By (head_dim, seq_len, causal), from seq_len `least` on: how many times as long as its forward pass an
+    implementation's backward pass takes."""
+    took = {(r["D"], r["N"], r["causal"], r["pass"]): r["ms"] for r in timed(data, part="shapes", name=name)}
+    forward = {key[:3]: ms for key, ms in took.items() if key[3] == "forward" and key[1] >= least}
+    both = [key for key in sorted(forward) if (*key, "backward") in took]
+    return {key: took[(*key, "backward")] / forward[key] for key in both}
 
 
 def tile_times(data: Data, kernel: str) -> dict[tuple[int, bool], list[tuple[tiles.Tile, float]]]:

@@ -18,6 +18,7 @@ Row = dict[str, Any]
 Data = Mapping[str, Any]
 At = dict[tuple, dict[str, Row]]
 """Rows by name, at each value of some keys."""
+Lines = dict[str, tuple[list[int], list[float]]]
 DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "f32"}
 
 
@@ -71,6 +72,15 @@ def by(some: Iterable[Row], *keys: str) -> At:
     for r in some:
         values = (r[key] for key in keys)
         found.setdefault(tuple(tuple(x) if isinstance(x, list) else x for x in values), {})[r["name"]] = r
+    return found
+
+
+def lines(some: Iterable[Row], names: Iterable[str], column: str = "tflops", unit: float = 1.0) -> Lines:
+    """By name, where it has any: the lengths N, rising, and a column of its rows in a unit."""
+    found: Lines = {}
+    for name in names:
+        if points := sorted((r["N"], r[column] * unit) for r in where(some, name=name) if column in r):
+            found[name] = [n for n, _ in points], [y for _, y in points]
     return found
 
 
