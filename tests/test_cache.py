@@ -123,10 +123,6 @@ def test_what_a_killed_process_left_half_built_is_swept_at_the_next_start(own):
             os.waitpid(child, 0)
 
 
-def test_keys_differ():
-    assert cache.key("a", 1) == cache.key("a", 1) != cache.key("a", 2)
-
-
 @pytest.mark.parametrize(
     ("variables", "sentence"),
     [

@@ -15,15 +15,17 @@ DEVICE = runtime.device()
 
 
 class Names(TorchDispatchMode):
-    """The operators that are called while it is on."""
+    """The operators that are called while it is on, and where the tensors lie that are made."""
 
     def __init__(self):
         super().__init__()
-        self.seen = []
+        self.seen, self.devices = [], []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
         self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
+        self.devices += [out.device.type] if "empty" in str(func) else []
+        return out
 
 
 def inputs(requires_grad=False):
@@ -43,23 +45,10 @@ def test_both_ways_compute_the_same_bits(backend):
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-class Made(TorchDispatchMode):
-    """Where the tensors lie that are made while it is on."""
-
-    def __init__(self):
-        super().__init__()
-        self.devices = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.devices += [out.device.type] if "empty" in str(func) else []
-        return out
-
-
 def test_an_operator_makes_no_tensor_that_it_does_not_return():
     """To compare orders in memory takes none: a fifth tensor was held beside o, dq, dk and dv."""
     x = torch.randn(1, 2, 5, 16, device=DEVICE)
-    with Made() as mode:
+    with Names() as mode:
         assert backends._ordered(x, x) is x and set(mode.devices) <= {"meta"}
         turned = backends._ordered(x.mT.contiguous().mT, x)
     assert turned.stride() == x.stride() and torch.equal(turned, x)

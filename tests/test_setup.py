@@ -218,20 +218,14 @@ def refused(done, words):
     assert words in one_sentence(done)
 
 
-def test_a_set_up_and_what_it_runs(course):
+def test_a_set_up_what_it_runs_and_that_the_next_starts_at_once(course):
     done = course.run("hello.py")
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()
     assert first == f"making {course.venv}: there is none yet"
     assert second == f"hello from {course.venv}"
     course.assert_right()
-
-
-def test_what_is_ready_starts_at_once_and_without_pip(course):
-    course.run()
-    done = course.run("hello.py")
-    assert done.stdout == f"hello from {course.venv}\n"
-    assert len(course.pip_runs()) == 1
+    assert course.run("hello.py").stdout == f"hello from {course.venv}\n" and len(course.pip_runs()) == 1
     assert course.run("setup").stdout == f"ready: {course.venv}/bin/python\n"
 
 
