@@ -9,7 +9,6 @@ from flashlab.bench import harness, lm, peers
 from flashlab.bench.lm import PASSES, TINY, WAYS
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-STEP = {"part": "step", "size": "tiny", "attention": "eager", "dtype": "float32"}
 TURNS = {"part": "turns", "size": "tiny", "dtype": "float32", "what": "attention"}
 
 
@@ -23,18 +22,6 @@ def test_every_way_is_the_same_model():
         torch.testing.assert_close(loss, found[0][0], atol=1e-5, rtol=0)
 
 
-@pytest.mark.long
-def test_a_step_is_timed_by_its_passes():
-    rows = lm.measure(STEP)
-    by_pass = {row["pass"]: row for row in rows}
-    assert set(by_pass) == {*PASSES, "step", "forward only"} and all(STEP.items() <= row.items() for row in rows)
-    for row in rows:
-        assert 0 < row["fastest"] <= row["ms"] <= row["slowest"] and len(row["warm_up_ms"]) == 2
-    first = [by_pass[which]["warm_up_ms"][0] for which in PASSES]
-    assert sum(first) == pytest.approx(by_pass["step"]["warm_up_ms"][0]) and by_pass["step"]["tokens"] == 32
-    assert not any(row["fresh"] for row in lm.measure(STEP)), "something was run before"
-
-
 @no_gpu
 def test_a_pass_that_takes_long_is_seen_in_its_place(monkeypatch):
     training = lm.Training(TINY, "float32", 1, 16)
@@ -44,15 +31,6 @@ def test_a_pass_that_takes_long_is_seen_in_its_place(monkeypatch):
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
-@pytest.mark.long
-def test_the_memory_of_a_step_rises_in_the_forward_pass_and_has_its_scores():
-    row = lm.measure({"part": "memory", "size": "tiny", "attention": "eager", "dtype": "float32"})[0]
-    assert len(row["us"]) == len(row["bytes"]) <= lm.SERIES and row["us"] == sorted(row["us"])
-    scores = TINY.depth * TINY.heads * 32 * 32 * 4
-    assert row["peak_bytes"] == max(row["bytes"]) > scores and row["drift"] == 0
-    assert 0 < row["ends"]["forward"] < row["ends"]["backward"] < row["ends"]["optimizer"]
-    highest = row["us"][row["bytes"].index(row["peak_bytes"])]
-    assert highest < row["ends"]["backward"]
 
 
 def limit(monkeypatch, most, reason="CUDA out of memory. Tried to allocate 32 GiB", kind=torch.OutOfMemoryError):
@@ -87,6 +65,15 @@ def test_the_quick_bench_runs_here(tmp_path, capsys):
     assert data["left"] == 0 and {row["part"] for row in data["rows"]} == {job["part"] for job in lm.jobs()}
     assert not harness.waiting(lm.quick_jobs(), data["rows"]), "a job's rows say all that the job says"
     assert "tiny" in capsys.readouterr().out and len(lm.losses(data)["eager"]) == 5
+    step = {row["pass"]: row for row in data["rows"] if row["part"] == "step" and row["attention"] == "eager"}
+    assert set(step) == {*PASSES, "step", "forward only"} and step["step"]["tokens"] == 32
+    assert all(0 < r["fastest"] <= r["ms"] <= r["slowest"] and len(r["warm_up_ms"]) == 2 for r in step.values())
+    assert sum(step[n]["warm_up_ms"][0] for n in PASSES) == pytest.approx(step["step"]["warm_up_ms"][0])
+    (held,) = [row for row in data["rows"] if row["part"] == "memory"]
+    assert len(held["us"]) == len(held["bytes"]) <= lm.SERIES and held["us"] == sorted(held["us"])
+    assert held["peak_bytes"] == max(held["bytes"]) > TINY.depth * TINY.heads * 32 * 32 * 4 and held["drift"] == 0
+    highest = held["us"][held["bytes"].index(held["peak_bytes"])]
+    assert 0 < held["ends"]["forward"] and highest < held["ends"]["backward"] < held["ends"]["optimizer"]
 
 
 @pytest.mark.long

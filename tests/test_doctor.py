@@ -244,12 +244,6 @@ def test_every_row_is_printed(capsys, monkeypatch):
         assert phase.title.split(":")[0] in text
 
 
-def test_the_phases_are_those_of_the_lessons():
-    names = {phase.name for phase in doctor.PHASES}
-    for path in (ROOT / "src" / "lessons").glob("[0-9][0-9]*_*.py"):
-        assert path.stem.removesuffix("_exercises") in names
-
-
 # ---- the other commands
 
 
