@@ -205,9 +205,9 @@ def backward_of(way: Way, inputs: Sequence[torch.Tensor], grad_o: torch.Tensor) 
     return run
 
 
-def at_once(build: Callable[..., Any], wanted: Iterable[Any]) -> list[Any]:
-    """build(x) of each, by as many threads as there are cores: they wait for a compiler."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+def at_once(build: Callable[..., Any], wanted: Iterable[Any], threads: int | None = None) -> list[Any]:
+    """build(x) of each, by so many threads, as many as there are cores if None: they wait for a compiler."""
+    with ThreadPoolExecutor(threads or os.cpu_count()) as pool:
         return list(pool.map(build, wanted))
 
 

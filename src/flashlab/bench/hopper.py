@@ -586,15 +586,12 @@ def prepare(
     for name, head_dim, dtype in keys:
         if Kernel(name).step.phase == PHASE and not isinstance(_modules[name, head_dim, dtype], Exception):
             builds.setdefault(name, []).append(f"{head_dim} {named[dtype]}")
-    with ThreadPoolExecutor(4) as threads:  # each takes seconds to begin, and milliseconds of the GPU
-        found = threads.map(
-            lambda step: harness.trial(
-                *harness.calling(try_out, step, *builds[step]), seconds=60.0 + 15 * len(builds[step])
-            ),
-            builds,
-        )
-        trials = dict(zip(builds, found, strict=True))
-    for name, reason in trials.items():
+
+    def tried(name: str) -> str | None:
+        return harness.trial(*harness.calling(try_out, name, *builds[name]), seconds=60.0 + 15 * len(builds[name]))
+
+    # Each takes seconds to begin, and milliseconds of the GPU.
+    for name, reason in zip(builds, harness.at_once(tried, builds, 4), strict=True):
         if reason:
             failed.append(f"{name}: {reason}")
             _unsound.add(name)

@@ -14,7 +14,6 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -133,8 +132,7 @@ def ready(head_dim: int, dtype: str) -> dict[str, str | None]:
         return harness.trial(*harness.calling(try_out, name), seconds=90.0) if harness.on_gpu() else None
 
     names = builds([head_dim], [dtype])[: None if harness.on_gpu() else 2]
-    with ThreadPoolExecutor(4) as threads:
-        return dict(zip(names, threads.map(tried, names), strict=True))
+    return dict(zip(names, harness.at_once(tried, names, 4), strict=True))
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------

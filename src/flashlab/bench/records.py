@@ -62,15 +62,12 @@ def recorded(name: str) -> list[dict[str, Any]]:
 
     What ran of each part of its rows stands under the part's name too: ``run["ladder"]``.
     """
-    return [_with_parts(json.loads(path.read_text("utf-8"))) for path in sorted(RECORDED.glob(f"{name}_*.json"))]
-
-
-def _with_parts(data: dict[str, Any]) -> dict[str, Any]:
-    parts: dict[str, list[dict[str, Any]]] = {}
-    for row in data.get("rows", []):
-        if "part" in row and "unavailable" not in row:
-            parts.setdefault(row["part"], []).append(row)
-    return data | parts
+    runs = [json.loads(path.read_text("utf-8")) for path in sorted(RECORDED.glob(f"{name}_*.json"))]
+    for run in runs:
+        for row in run.get("rows", []):
+            if "part" in row and "unavailable" not in row:
+                run.setdefault(row["part"], []).append(row)
+    return runs
 
 
 def default_path(name: str, gpu: str) -> Path:

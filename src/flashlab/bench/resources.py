@@ -8,15 +8,13 @@ occupancy("A100", ["p9_flash"])  # how many blocks and warps an SM of it holds, 
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from flashlab import runtime
-from flashlab.bench import records
+from flashlab.bench import harness, records
 from flashlab.cuda.resources import TARGETS, Resources, resources
 from flashlab.kernels.series import SERIES, SIDE, Step
 from flashlab.runtime import GpuLimits
@@ -30,9 +28,8 @@ def measure(targets: Sequence[str] = TARGETS, steps: Sequence[Step] | None = Non
     """Every step of the series and every exhibit, each head_dim up to 128, each target."""
     wanted = SERIES + SIDE if steps is None else steps
     jobs = [(s, d, t) for s in wanted for d in s.head_dims if d <= 128 for t in targets]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = pool.map(lambda job: resources(job[0], head_dim=job[1], target=job[2]), jobs)
-        return [r for several in found for r in several]
+    found = harness.at_once(lambda job: resources(job[0], head_dim=job[1], target=job[2]), jobs)
+    return [r for several in found for r in several]
 
 
 def recorded() -> dict[str, Any]:
