@@ -319,9 +319,8 @@ class Site:
         )
         cells = []
         checks = ("".join(cell["source"]) for cell in blank["cells"] if "check" in cell["metadata"].get("tags", []))
-        in_order = list(
-            dict.fromkeys(id for text in checks for id in re.findall(r'^check\("([^"]+)"', text, re.MULTILINE))
-        )
+        named = (id for text in checks for id in re.findall(r'^check\("([^"]+)"', text, re.MULTILINE))
+        in_order = list(dict.fromkeys(named))
         own = {id for id in self.hints if id.split(".")[0] == str(phase.number)}
         assert own == set(in_order), f"{phase.name}: not the exercises that flashlab.exercises has"
         ids = iter(in_order)
@@ -364,11 +363,8 @@ def titled(cells: list[dict[str, Any]], line: str) -> list[dict[str, Any]]:
     The build's links lead to files that the site does not have: the line has its own, and the words stay.
     """
     cells = [c for c in cells if not c["id"].endswith("-next")]
-    told = (
-        re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", "".join(cells[1]["source"]))
-        if cells[1]["id"].endswith("-links")
-        else ""
-    )
+    own = "".join(cells[1]["source"]) if cells[1]["id"].endswith("-links") else ""
+    told = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", own)
     return [cells[0], markdown("\n\n".join(filter(None, (told, line)))), *cells[1 + bool(told) :]]
 
 

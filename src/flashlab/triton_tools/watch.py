@@ -9,7 +9,6 @@ import contextlib
 import importlib
 import importlib.util
 import inspect
-import json
 import os
 import pickle
 import subprocess
@@ -361,18 +360,13 @@ def _traffic_in_child(fn, args, kwargs) -> Traffic:
         program = "import sys; from flashlab.triton_tools import watch; watch._child(*sys.argv[1:])"
         command = [sys.executable, "-c", program, folder, name]
         ended = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-        result = Path(folder, "result.json")
+        result = Path(folder, "result.pt")
         if not result.exists():
             raise RuntimeError(f"the interpreting process failed: {ended.stderr.strip()[-2000:]}")
-        answer = json.loads(result.read_text())
-    if "out_of_bounds" in answer:
-        raise OutOfBounds(answer["out_of_bounds"])
-    if "error" in answer:
-        raise RuntimeError(f"interpreting {fn.__name__} raised {answer['error']}")
-    for counter in ("read_from", "written_to"):
-        answer[counter] = Counter(answer[counter])
-    answer["undefined"] = set(answer["undefined"])
-    return Traffic(**answer)
+        answer = torch.load(result, weights_only=False)
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
 
 def _child(folder: str, name: str) -> None:
@@ -387,11 +381,11 @@ def _child(folder: str, name: str) -> None:
         sys.modules["launcher_source"] = module
         spec.loader.exec_module(module)
     args, kwargs = torch.load(Path(folder, "arguments.pt"), weights_only=False)
+    answer: Traffic | Exception
     try:
-        answer = vars(hbm_traffic(getattr(module, name), *args, **kwargs))
-        answer["undefined"] = sorted(answer["undefined"])
+        answer = hbm_traffic(getattr(module, name), *args, **kwargs)
     except OutOfBounds as error:
-        answer = {"out_of_bounds": str(error)}
+        answer = OutOfBounds(str(error))
     except Exception as error:
-        answer = {"error": f"{type(error).__name__}: {error}"}
-    Path(folder, "result.json").write_text(json.dumps(answer))
+        answer = RuntimeError(f"interpreting {name} raised {type(error).__name__}: {error}")
+    torch.save(answer, Path(folder, "result.pt"))
