@@ -14,11 +14,11 @@ Times are as flashlab.bench.timing takes them; those of the schemes include fill
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from triton.runtime.errors import OutOfResources
 
 from flashlab import runtime
 from flashlab.attention import reference, schemes
@@ -78,10 +78,9 @@ def measure_length(seq_len: int, heads: int, head_dim: int) -> tuple[dict[str, A
 
 def out_of_resources(error: Exception) -> dict[str, Any] | None:
     """The figures in Triton's OutOfResources: {"resource", "required", "limit"}; None for another error."""
-    if type(error).__name__ != "OutOfResources":
+    if not isinstance(error, OutOfResources):
         return None
-    found = re.search(r"out of resource: ([\w ]+), Required: (\d+), Hardware limit: (\d+)", str(error))
-    return {"resource": found[1], "required": int(found[2]), "limit": int(found[3])} if found else None
+    return {"resource": error.name, "required": error.required, "limit": error.limit}
 
 
 def measure_scheme_a(head_dim: int) -> list[dict[str, Any]]:

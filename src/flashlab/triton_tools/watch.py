@@ -99,7 +99,9 @@ class Window:
         bad = offsets % self.itemsize != 0
         rest = offsets // self.itemsize
         bad |= rest < 0
-        dims = sorted((d for d in range(len(self.shape)) if self.shape[d] > 1 and self.strides[d]), key=self._stride)
+        dims = sorted(
+            (d for d in range(len(self.shape)) if self.shape[d] > 1 and self.strides[d]), key=self.strides.__getitem__
+        )
         if 0 in self.shape:
             return np.ones_like(bad)
         if self._overlaps(dims):
@@ -109,9 +111,6 @@ class Window:
             bad |= rest // self.strides[d] >= self.shape[d]
             rest = rest % self.strides[d]
         return bad | (rest != 0)
-
-    def _stride(self, d: int) -> int:
-        return self.strides[d]
 
     def _overlaps(self, dims: list[int]) -> bool:
         reach = 0
@@ -134,7 +133,9 @@ class Window:
         if element < 0:
             return f"{-element} elements before the first"
         index = [0] * len(self.shape)
-        for d in sorted((d for d in range(len(self.shape)) if self.strides[d]), key=self._stride, reverse=True):
+        for d in sorted(
+            (d for d in range(len(self.shape)) if self.strides[d]), key=self.strides.__getitem__, reverse=True
+        ):
             index[d], element = divmod(element, self.strides[d])
         if element:
             return f"{element} elements beyond [{', '.join(map(str, index))}], between two elements"
