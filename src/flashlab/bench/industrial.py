@@ -502,8 +502,8 @@ def backward_of_forward(data: Data, name: str, least: int = 1024) -> dict[tuple[
     implementation's backward pass takes."""
     took = {(r["D"], r["N"], r["causal"], r["pass"]): r["ms"] for r in timed(data, part="shapes", name=name)}
     forward = {key[:3]: ms for key, ms in took.items() if key[3] == "forward" and key[1] >= least}
-    both = [key for key in sorted(forward) if (*key, "backward") in took]
-    return {key: took[(*key, "backward")] / forward[key] for key in both}
+    both = [key for key in sorted(forward) if key + ("backward",) in took]
+    return {key: took[key + ("backward",)] / forward[key] for key in both}
 
 
 def tile_times(data: Data, kernel: str) -> dict[tuple[int, bool], list[tuple[tiles.Tile, float]]]:

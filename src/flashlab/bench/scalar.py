@@ -37,7 +37,7 @@ Shape = tuple[int, int, int, int, bool]
 
 def shapes() -> list[Shape]:
     """What is measured: the float32 shapes of the published table, those with head_dim 128, and some causal."""
-    float32 = [r for r in published.load("fa1_f32_fa2_mma_ada") if str(r["variant"]).endswith("f32")]
+    float32: list[Row] = [r for r in published.load("fa1_f32_fa2_mma_ada") if str(r["variant"]).endswith("f32")]
     ada = sorted({(r["batch"], r["heads"], r["seq_len"], r["head_dim"]) for r in float32})
     wide = [(b, h, n, 128) for b, h, n, _ in ada]
     return [(*s, False) for s in (*ada, *wide)] + [(*s, True) for s in CAUSAL_SHAPES]
