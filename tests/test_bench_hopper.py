@@ -11,20 +11,11 @@ from hopper_stand_in import record
 
 from flashlab import kernels
 from flashlab.attention import reference
-from flashlab.bench import (
-    harness,
-    hopper,
-    hopper_backward,
-    hopper_inputs,
-    hopper_jobs,
-    hopper_results,
-    ncu,
-    peers,
-    timing,
-    validation,
-)  # fmt: skip
+from flashlab.bench import harness, hopper, hopper_backward, hopper_inputs, hopper_jobs, hopper_results, ncu, validation
 from flashlab.bench.hopper_jobs import BOXES, CUDNN, FA2, FA4, OURS, P9, TRITON
 from flashlab.bench.mma import Variant
+from flashlab.bench.peers import fa4
+from flashlab.bench.timing import attention_flops
 from flashlab.check.tolerance import bounded
 from flashlab.cuda import load_inline
 
@@ -72,7 +63,7 @@ def test_everyone_computes_the_same_attention(steps, monkeypatch):
 
     cute.flash_attn_func = theirs
     monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
-    peers.fa4.cache_clear()
+    fa4.cache_clear()
     try:
         for job in (hopper_jobs.shape_job((1, 4, 40, 64), True, "fp16", "by token", kv_heads=2),
                     hopper_jobs.shape_job((2, 2, 33, 64), False, "bf16", "cross", keys=70)):  # fmt: skip
@@ -85,7 +76,7 @@ def test_everyone_computes_the_same_attention(steps, monkeypatch):
                 assert hopper_results.right(found), (name, found)
                 assert ("lse_of_bound" in found) == (name not in (FA2, FA4))
     finally:
-        peers.fa4.cache_clear()
+        fa4.cache_clear()
 
 
 def test_a_kernel_is_varied_by_its_macros(monkeypatch):
@@ -211,7 +202,7 @@ def test_before_the_measurements_all_is_built_and_tried_and_what_fails_is_said(s
     warmed = []
     monkeypatch.setattr(harness, "ProcessPoolExecutor", lambda workers, mp_context: ThreadPoolExecutor(1))
     monkeypatch.setattr(hopper, "warm", lambda *task: warmed.append(task))
-    monkeypatch.setattr(hopper, "PHASE", 9)
+    monkeypatch.setattr(hopper_jobs, "PHASE", 9)
     monkeypatch.setattr(hopper, "_unsound", set())
     monkeypatch.setenv(hopper.CACHED, "1")
     monkeypatch.setattr(hopper, "fa4", lambda: (None, "not installed"))
@@ -247,7 +238,7 @@ def test_before_the_measurements_all_is_built_and_tried_and_what_fails_is_said(s
 @emulated
 def test_gradients_are_measured_and_compared():
     (job,) = [job for job in hopper_jobs.quick_jobs() if job["part"] == "backward"]
-    assert hopper_jobs.work_of(job) == timing.attention_flops(*job["shape"], causal=True)
+    assert hopper_jobs.work_of(job) == attention_flops(*job["shape"], causal=True)
     rows = {row["name"]: row for row in hopper.measure(job | {"shape": [1, 2, 40, 64]})}
     assert rows[OURS]["of_bound"] <= 1 and rows[OURS]["different"] == 0 and "unavailable" in rows[CUDNN]
     seven = rows[f"{OURS} {hopper_backward.SEVEN}"]

@@ -50,39 +50,11 @@ import torch
 
 from flashlab import runtime
 from flashlab.attention import triton_forward
-from flashlab.bench import (
-    harness,
-    hopper_backward,
-    hopper_inputs,
-    hopper_jobs,
-    hopper_results,
-    ncu,
-    peers,
-    timing,
-    validation,
-)
+from flashlab.bench import harness, hopper_backward, hopper_inputs, hopper_jobs, ncu, peers, timing, validation
 from flashlab.bench.harness import Row, Way
 from flashlab.bench.hopper_inputs import Inputs
-from flashlab.bench.hopper_jobs import (
-    BOXES,
-    CUDNN,
-    DTYPES,
-    FA2,
-    FA4,
-    LADDER,
-    OURS,
-    P9,
-    PEERS,
-    PHASE,
-    TRITON,
-    Kernel,
-    chosen,
-    jobs,
-    quick_jobs,
-    steps_of,
-    work_of,
-)
-from flashlab.bench.hopper_results import right
+from flashlab.bench.hopper_jobs import BOXES, CUDNN, DTYPES, FA2, FA4, OURS, P9, TRITON, Kernel, chosen
+from flashlab.bench.hopper_results import goal_table, right
 from flashlab.bench.mma import Variant
 from flashlab.bench.peers import fa4
 from flashlab.bench.validation import Count
@@ -132,7 +104,7 @@ def wanted_modules(todo: Iterable[Row], step: str | None = None, variants: Seque
         elif job.get("what") == "cases":
             found += [(ours.name, d, t) for d in ours.step.head_dims for t in ours.step.dtypes]
         else:
-            names = steps_of(job, ours, variants) + ([P9] if part in ("shapes", "sizes", "ladder") else [])
+            names = hopper_jobs.steps_of(job, ours, variants) + ([P9] if part in ("shapes", "sizes", "ladder") else [])
             found += [(name, job.get("head_dim") or job["shape"][3], dtype) for name in names]
     return [key for key in dict.fromkeys(found) if key[1] in Kernel(key[0]).step.head_dims]
 
@@ -175,7 +147,7 @@ def forward_of(name: str, *qkv: torch.Tensor, causal: bool, step: str | None = N
 def names_here() -> list[str]:
     """Who is measured on this machine: Triton's descriptors are nothing for the interpreter, nor for older chips."""
     boxes = harness.on_gpu() and torch.cuda.get_device_capability() >= (9, 0)
-    return [OURS, *(name for name in PEERS if boxes or name != BOXES)]
+    return [OURS, *(name for name in hopper_jobs.PEERS if boxes or name != BOXES)]
 
 
 # ---- the tensors, and what is right ----------------------------------------------------------------------------------
@@ -274,7 +246,7 @@ def measure(
         return [job | row for row in (count() if part == "counters" else profile())]
     if part == "clock":
         return measure_clock(job, step)
-    names = steps_of(job, ours, variants)
+    names = hopper_jobs.steps_of(job, ours, variants)
     if part in ("inputs", "captured"):
         return measure_inputs(job, [OURS, *names[1:], CUDNN, FA2, FA4], step, rounds, captured)
     names = [*names_here(), *names[1:]] if part in ("shapes", "sizes") else [*names, P9, CUDNN]
@@ -311,7 +283,7 @@ def measure_clock(job: Row, step: str | None) -> list[Row]:
     able, more = timing.able(ways | {"matmul": lambda: a @ a})
     found = timing.sustained(able)
     product = {"matmul": found.pop("matmul")} if "matmul" in found else {}
-    rows = harness.rows_of(job, found, reasons | more, work_of(job))
+    rows = harness.rows_of(job, found, reasons | more, hopper_jobs.work_of(job))
     return rows + harness.rows_of(job, product, {}, 2.0 * 8192**3)
 
 
@@ -336,7 +308,7 @@ def compared(job: Row, names: Sequence[str], step: str | None, rounds: int, seve
         found[name] |= judged(ways[name][0](), wanted)
     if OURS in found:
         found[OURS]["step"] = chosen(step).name
-    return harness.rows_of(job, found, reasons | more, work_of(job))
+    return harness.rows_of(job, found, reasons | more, hopper_jobs.work_of(job))
 
 
 def times(ways: Mapping[str, Sequence[Way]], rounds: int) -> tuple[dict[str, Row], dict[str, str]]:
@@ -505,7 +477,7 @@ def planted(mistake: str) -> Row:
 
 def launch_big(*names: str) -> None:
     """Each of these steps, and cuDNN, once at the first shape of the ladder; for the profiler."""
-    shape, causal = LADDER[0]
+    shape, causal = hopper_jobs.LADDER[0]
     q, k, v = make({"shape": shape})
     for name in [*names, CUDNN]:
         try:
@@ -584,7 +556,7 @@ def prepare(
     named = {t: name for name, t in DTYPES.items()}
     builds: dict[str, list[str]] = {}
     for name, head_dim, dtype in keys:
-        if Kernel(name).step.phase == PHASE and not isinstance(_modules[name, head_dim, dtype], Exception):
+        if Kernel(name).step.phase == hopper_jobs.PHASE and not isinstance(_modules[name, head_dim, dtype], Exception):
             builds.setdefault(name, []).append(f"{head_dim} {named[dtype]}")
 
     def tried(name: str) -> str | None:
@@ -618,10 +590,10 @@ def warm(name: str, dtype: str, head_dim: int, causal: bool) -> None:
 
 
 BENCH = harness.Bench(
-    "hopper", __doc__, jobs=jobs, measure=measure, table=hopper_results.goal_table,
+    "hopper", __doc__, jobs=hopper_jobs.jobs, measure=measure, table=goal_table,
     keys=("kind", "inputs", "layer", "shape", "kv_heads", "keys", "causal", "dtype", "what", "head_dim", "tool",
           "name"),
-    quick=quick_jobs, needs=harness.gpu_for("phase 11 is", quick_too=False), prepare=prepare, minutes=8.0,
+    quick=hopper_jobs.quick_jobs, needs=harness.gpu_for("phase 11 is", quick_too=False), prepare=prepare, minutes=8.0,
     facts={"dtype": "bfloat16"},
     options={
         "step": {"metavar": "NAME", "help": "the kernel to measure in the place of the phase's last one"},
