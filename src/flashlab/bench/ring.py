@@ -37,18 +37,11 @@ import flashlab
 from flashlab.bench import records, timing
 from flashlab.bench.harness import Data, Row, Way
 from flashlab.bench.records import NoGpu
-from flashlab.distributed import (
-    all_gather_attention,
-    mesh_attention,
-    ring_attention,
-    run,
-    shard,
-    start,
-    ulysses_attention,
-)
+from flashlab.distributed import all_gather_attention, mesh_attention, ring_attention, shard, start, ulysses_attention
 from flashlab.distributed.layout import places
 from flashlab.distributed.link import Link
 from flashlab.distributed.scaling import Machine, one_gpu, simulate
+from flashlab.distributed.threads import run
 from flashlab.table import Table
 
 ONE, ZIGZAG, CONTIGUOUS = "one GPU", "ring, zigzag", "ring, contiguous"
