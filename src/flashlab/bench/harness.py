@@ -149,11 +149,15 @@ def failed(job: Row, reason: str, **more: Any) -> Row:
     return job | {"name": "all", "unavailable": reason} | more
 
 
+def _unlike(a: Data, b: Data, names: Sequence[str] = ("gpu", "torch", "triton")) -> list[str]:
+    """In which of these names two machines differ: rows of two GPUs, or of two versions, are never mixed."""
+    return [name for name in names if a.get(name) != b.get(name)]
+
+
 def merged(bench: Bench, old: Data, new: Data) -> Data:
     """The record `old`, with the rows of `new` in the place of those of the same jobs; a job that failed in `new`
     leaves the old rows. Raises ValueError where the two are of other machines or versions."""
-    unlike = [n for n in ("gpu", "torch", "triton") if old["machine"].get(n) != new["machine"].get(n)]
-    if unlike:
+    if unlike := _unlike(old["machine"], new["machine"]):
         raise ValueError(f"the two records are of another {', '.join(unlike)}: rows of both cannot stand in one record")
     rows, others = new["rows"], old["rows"]
     done = [job for job in bench.jobs() if any(is_of(r, job) and r.get("name") != "all" for r in rows)]
@@ -467,11 +471,8 @@ def compare(bench: Bench, before: Data, after: Data) -> tuple[Table, bool]:
     ]
     worse = any(what in ("slower", "gone") for _, what, _, _ in found)
     caption = f"{len(found)} of {both} rows that both have differ beyond their spread."
-    unlike = [
-        f"{name} {before['machine'].get(name)} and {after['machine'].get(name)}"
-        for name in ("gpu", "driver", "torch", "triton")
-        if before["machine"].get(name) != after["machine"].get(name)
-    ]
+    a, b = before["machine"], after["machine"]
+    unlike = [f"{n} {a.get(n)} and {b.get(n)}" for n in _unlike(a, b, ("gpu", "driver", "torch", "triton"))]
     caption += f" Not the same machine: {', '.join(unlike)}." if unlike else ""
     columns = ["what", "is", "us before", "us after", "times as long"]
     return Table.of(rows, columns, align="llrrr", caption=caption), worse
@@ -546,9 +547,7 @@ def known_rows(bench: Bench, path: Path, todo: Sequence[Row], given: argparse.Na
     if not path.exists():
         return None
     data = read(bench, path)
-    here = records.machine()
-    unlike = [n for n in ("gpu", "torch", "triton") if data["machine"].get(n) != here[n]]
-    if unlike:
+    if unlike := _unlike(data["machine"], records.machine()):
         print(f"{path} is of another {', '.join(unlike)}: everything is measured anew", file=sys.stderr)
         return None
 
