@@ -26,20 +26,14 @@ bool copies_in_flight(const Lane* lane, Copy& first) {
 }
 
 extern "C" void simt_cp_async(uint32_t dst, const void* src, int bytes, int src_bytes) {
-    Lane* me = kernel_lane(CALLER);
-    Inside inside(me, CALLER);
+    ENTER_FROM_KERNEL(me);
     Worker* worker = me->block->worker;
     if (dst % bytes || (uintptr_t)src % bytes) {
-        Finding f{"misaligned", "cp.async"};
-        f.text = dst % bytes ? "shared" : "global";
-        f.value[0] = dst % bytes ? dst : (int64_t)((uintptr_t)src % 256), f.value[1] = bytes;
-        file_fatal(me, f, cudaErrorMisalignedAddress);
+        file_fatal(me, {"misaligned", "cp.async", dst % bytes ? "shared" : "global",
+                        {dst % bytes ? dst : (int64_t)((uintptr_t)src % 256), bytes}}, cudaErrorMisalignedAddress);
     }
-    if (src_bytes < 0 || src_bytes > bytes) {
-        Finding f{"copy-size", "cp.async"};
-        f.value[0] = src_bytes, f.value[1] = bytes;
-        file_fatal(me, f, cudaErrorLaunchFailure);
-    }
+    if (src_bytes < 0 || src_bytes > bytes)
+        file_fatal(me, {"copy-size", "cp.async", "", {src_bytes, bytes}}, cudaErrorLaunchFailure);
     const int site = worker->sites->find(me->pc, CP_ASYNC);
     const bool ok = worker->shadow->in_bounds(me, dst, bytes, "cp.async");
     if (ok && me->block->launch->checked)
@@ -54,8 +48,7 @@ extern "C" void simt_cp_async(uint32_t dst, const void* src, int bytes, int src_
 }
 extern "C" void simt_cp_async_commit() { kernel_lane(CALLER)->group++; }
 extern "C" void simt_cp_async_wait(int groups_left) {
-    Lane* me = kernel_lane(CALLER);
-    Inside inside(me, CALLER);
+    ENTER_FROM_KERNEL(me);
     if (groups_left < 0) me->group++, groups_left = 0;
     while (me->first_copy < me->copies.size() &&
            me->copies[me->first_copy].group + (uint32_t)groups_left < me->group)

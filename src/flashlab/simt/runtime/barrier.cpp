@@ -54,8 +54,7 @@ void thread_gone(Block* block) {
 }
 
 extern "C" int simt_barrier(int kind, int predicate) {
-    Lane* me = kernel_lane(CALLER);
-    Inside inside(me, CALLER);
+    ENTER_FROM_KERNEL(me);
     Barrier& b = me->block->barriers[0];
     if (b.arrived && (b.kind != kind || b.pc != me->pc)) {
         Finding f{"divergent", "__syncthreads"};  // Python drops it where both are the same line
@@ -82,19 +81,13 @@ extern "C" int simt_barrier(int kind, int predicate) {
 }
 
 extern "C" void simt_named_barrier(int id, int threads, int wait) {
-    Lane* me = kernel_lane(CALLER);
-    Inside inside(me, CALLER);
-    if (id < 0 || id >= BARRIERS || threads <= 0 || threads % WARP) {
-        Finding f{"barrier-arguments", "bar.sync"};
-        f.value[0] = id, f.value[1] = threads;
-        file_fatal(me, f, cudaErrorLaunchFailure);
-    }
+    ENTER_FROM_KERNEL(me);
+    if (id < 0 || id >= BARRIERS || threads <= 0 || threads % WARP)
+        file_fatal(me, {"barrier-arguments", "bar.sync", "", {id, threads}}, cudaErrorLaunchFailure);
     Barrier& b = me->block->barriers[id];
     if (b.arrived && b.expected != threads) {
-        Finding f{"barrier-threads", "bar.sync"};
-        f.other_pc = b.pc, f.other_thread = b.first;
-        f.value[0] = id, f.value[1] = threads, f.value[2] = b.expected;
-        file_fatal(me, f, cudaErrorLaunchFailure);
+        file_fatal(me, {"barrier-threads", "bar.sync", "", {id, threads, b.expected}, 0, b.pc,
+                        b.first}, cudaErrorLaunchFailure);
     }
     b.expected = threads, b.kind = SIMT_BAR_COUNT;
     const bool noted = me->lane == 0;

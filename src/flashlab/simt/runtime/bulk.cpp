@@ -7,9 +7,7 @@ namespace simt {
 
 [[noreturn]] static void misaligned(Lane* me, const char* how, const char* what, int64_t beyond, int64_t multiple,
                                     uint32_t shared = 0) {
-    Finding f{"bulk-misaligned", how};
-    f.text = what, f.value[0] = beyond, f.value[1] = multiple, f.value[2] = shared;
-    file_fatal(me, f, cudaErrorMisalignedAddress);
+    file_fatal(me, {"bulk-misaligned", how, what, {beyond, multiple, shared}}, cudaErrorMisalignedAddress);
 }
 static void check_shared(Lane* me, const BulkCopy& copy, int multiple) {
     if (copy.shared % multiple) misaligned(me, copy.how, "shared", copy.shared % multiple, multiple, copy.shared);
@@ -21,17 +19,14 @@ void check_map(Lane* me, const char* how, const CUtensorMap* map) {
     const SharedWindow& window = me->block->worker->window;
     const bool local = (uintptr_t)map - stacks_low < stacks_bytes;
     if (!local && (uintptr_t)map - window.low >= window.high - window.low) return;
-    Finding f{"tensor-map", how};
-    f.text = local ? "local" : "shared";
-    file_fatal(me, f, cudaErrorIllegalAddress);
+    file_fatal(me, {"tensor-map", how, local ? "local" : "shared"}, cudaErrorIllegalAddress);
 }
 BulkCopy tensor_copy(Lane* me, const char* how, const CUtensorMap* map, uint32_t shared, const int* at, int rank) {
     check_map(me, how, map);
     if ((uintptr_t)map % 64) misaligned(me, how, "map", (uintptr_t)map % 64, 64);
     if (map->magic != SIMT_TENSOR_MAP || map->rank != rank) {
-        Finding f{"tensor-map", how};
-        f.value[0] = map->magic == SIMT_TENSOR_MAP ? map->rank : 0, f.value[1] = rank;
-        file_fatal(me, f, cudaErrorIllegalAddress);
+        file_fatal(me, {"tensor-map", how, "",
+                        {map->magic == SIMT_TENSOR_MAP ? map->rank : 0, rank}}, cudaErrorIllegalAddress);
     }
     BulkCopy copy{how, true, *map, {}, shared, 0, box_bytes(*map), me->id, -1};
     for (int d = 0; d < rank; d++) copy.at[d] = at[d];
@@ -43,11 +38,8 @@ BulkCopy tensor_copy(Lane* me, const char* how, const CUtensorMap* map, uint32_t
 BulkCopy row_copy(Lane* me, const char* how, uintptr_t global, uint32_t shared, uint32_t bytes) {
     BulkCopy copy{how, false, {}, {}, shared, global, (int)bytes, me->id, -1};
     if (bytes % 16) misaligned(me, how, "bytes", bytes, 16);
-    if (bytes > MAX_SHARED) {
-        Finding f{"bulk-size", how};
-        f.value[0] = bytes, f.value[1] = (int64_t)MAX_SHARED;
-        file_fatal(me, f, cudaErrorIllegalAddress);
-    }
+    if (bytes > MAX_SHARED)
+        file_fatal(me, {"bulk-size", how, "", {bytes, (int64_t)MAX_SHARED}}, cudaErrorIllegalAddress);
     if (global % 16) misaligned(me, how, "global", (int64_t)(global % 16), 16);
     if (bytes) check_shared(me, copy, 16);
     return copy;

@@ -61,10 +61,9 @@ static void issue(Lane* me, const BulkCopy& asked, Kind kind) {
 void finish_stores(Lane* lane) {
     for (auto& store : lane->stores) {
         if (!store->has_read) {
-            Finding f{"never-waited", store->copy.how};
-            f.pc = (*lane->block->worker->sites)[store->copy.site].pc;
-            f.value[0] = store->group == lane->bulk_group;  // not even committed
-            file(lane, f);
+            // 1: not even committed
+            file(lane, {"never-waited", store->copy.how, "", {store->group == lane->bulk_group},
+                        (*lane->block->worker->sites)[store->copy.site].pc});
         }
         read_shared(lane, *store, nullptr);
         write_global(lane, *store);
@@ -74,32 +73,23 @@ void finish_stores(Lane* lane) {
 
 extern "C" {
 void simt_tma_store(const CUtensorMap* map, uint32_t src, const int* at, int rank, int add) {
-    Lane* me = kernel_lane(CALLER);
-    Inside inside(me, CALLER);
+    ENTER_FROM_KERNEL(me);
     BulkCopy copy = tensor_copy(me, add ? "tma_reduce_add" : "tma_store", map, src, at, rank);
     for (int d = 0; d < rank; d++)  // an H200 stops with "illegal instruction" (tests/simt/hopper_probe.py)
-        if (at[d] < 0) {
-            Finding f{"store-corner", copy.how};
-            f.value[0] = at[d], f.value[1] = d;
-            file_fatal(me, f, cudaErrorIllegalAddress);
-        }
-    if (add && !can_add((CUtensorMapDataType)map->type)) {
-        Finding f{"reduce-type", copy.how};
-        file_fatal(me, f, cudaErrorLaunchFailure);
-    }
+        if (at[d] < 0) file_fatal(me, {"store-corner", copy.how, "", {at[d], d}}, cudaErrorIllegalAddress);
+    if (add && !can_add((CUtensorMapDataType)map->type))
+        file_fatal(me, {"reduce-type", copy.how}, cudaErrorLaunchFailure);
     // An H200 writes pieces of 16 bytes whole: behind a row that ends within one too.
     if (!add) copy.map.dims[0] = (copy.map.dims[0] * map->item + 15) / 16 * 16 / map->item;
     issue(me, copy, add ? TMA_REDUCE : TMA_STORE);
 }
 void simt_bulk_store(void* dst, uint32_t src, uint32_t bytes) {
-    Lane* me = kernel_lane(CALLER);
-    Inside inside(me, CALLER);
+    ENTER_FROM_KERNEL(me);
     issue(me, row_copy(me, "bulk_store", (uintptr_t)dst, src, bytes), BULK_STORE);
 }
 void simt_bulk_commit() { kernel_lane(CALLER)->bulk_group++; }
 void simt_bulk_wait(int groups_left, int read) {
-    Lane* me = kernel_lane(CALLER);
-    Inside inside(me, CALLER);
+    ENTER_FROM_KERNEL(me);
     size_t done = 0;
     for (; done < me->stores.size(); done++) {
         BulkStore& store = *me->stores[done];

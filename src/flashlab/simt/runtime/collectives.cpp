@@ -50,9 +50,7 @@ static void shuffle(Warp* warp, const Slot& slot) {
         // own.
         if (from >= end || (in.kind == SIMT_SHFL_UP && from < segment) || from < 0 || from >= WARP) from = l;
         if (!(slot.arrived >> from & 1)) {
-            Finding f{"shuffle-lane", "shuffle"};
-            f.value[0] = from, f.value[1] = slot.mask;
-            file(&warp->lanes[l], f);
+            file(&warp->lanes[l], {"shuffle-lane", "shuffle", "", {from, slot.mask}});
             from = l;
         }
         const uint64_t value = ((const SimtShuffleIn*)warp->lanes[from].in)->value;
@@ -161,17 +159,13 @@ static bool complete(Warp* warp, Slot& slot) {
     if (!slot.arrived || (slot.mask & warp->alive & ~slot.arrived)) return false;
     if (aligned(slot.op) && slot.arrived != ~0u) {
         Lane* lane = &warp->lanes[__builtin_ctz(slot.arrived)];
-        Finding f{"lanes-missing", collective_name(slot.op, slot.param)};
-        f.pc = slot.pc;
-        f.value[0] = slot.arrived, f.value[1] = warp->count;
-        file_fatal(lane, f, cudaErrorLaunchFailure);
+        file_fatal(lane, {"lanes-missing", collective_name(slot.op, slot.param), "", {slot.arrived, warp->count},
+                          slot.pc}, cudaErrorLaunchFailure);
     }
     if (slot.op != SIMT_SYNCWARP &&
         (slot.mask & (warp->count == WARP ? ~0u : (1u << warp->count) - 1) & ~slot.arrived)) {
-        Finding f{"exited-lanes", collective_name(slot.op, slot.param)};
-        f.pc = slot.pc;
-        f.value[0] = slot.mask & ~slot.arrived;
-        file(&warp->lanes[__builtin_ctz(slot.arrived)], f);
+        file(&warp->lanes[__builtin_ctz(slot.arrived)], {"exited-lanes", collective_name(slot.op, slot.param), "",
+                                                         {slot.mask & ~slot.arrived}, slot.pc});
     }
     Slot done = slot;
     slot.arrived = 0;
@@ -186,42 +180,23 @@ void lane_gone(Warp* warp) {
     for (Slot& slot : warp->slots) complete(warp, slot);
 }
 
-// Lane `me` meets a slot that it does not fit into.
-[[noreturn]] static void diverged(Lane* me, int op, int param, unsigned mask, const Slot& slot) {
-    Finding f{"divergent", collective_name(op, param)};
-    f.other_pc = slot.pc;
-    f.other_thread = me->warp->lanes[__builtin_ctz(slot.arrived)].id;
-    f.text = collective_name(slot.op, slot.param);
-    f.value[0] = mask, f.value[1] = slot.mask;
-    file_fatal(me, f, cudaErrorLaunchFailure);
-}
-
 extern "C" void simt_warp(int op, unsigned mask, const void* in, void* out, int param) {
-    Lane* me = kernel_lane(CALLER);
-    Inside inside(me, CALLER);
+    ENTER_FROM_KERNEL(me);
     join_collective(me, op, mask, in, out, param);
 }
 void join_collective(Lane* me, int op, unsigned mask, const void* in, void* out, int param) {
     Warp* warp = me->warp;
     const unsigned bit = 1u << me->lane;
-    if (!(mask & bit)) {
-        Finding f{"mask-without-self", collective_name(op, param)};
-        f.value[0] = mask, f.value[1] = me->lane;
-        file_fatal(me, f, cudaErrorLaunchFailure);
-    }
+    if (!(mask & bit))
+        file_fatal(me, {"mask-without-self", collective_name(op, param), "", {mask, me->lane}}, cudaErrorLaunchFailure);
     Slot* slot = nullptr;
     for (uint32_t left = warp->slots_used; left; left &= left - 1) {
         Slot& s = warp->slots[__builtin_ctz(left)];
         if (!(s.mask & mask)) continue;
-        if (s.mask != mask || s.op != op || s.param != param) diverged(me, op, param, mask, s);
-        if (s.pc != me->pc) {  // another line: Python drops it where the line is the same
-            Finding f{"divergent", collective_name(op, param)};
-            f.other_pc = s.pc;
-            f.other_thread = warp->lanes[__builtin_ctz(s.arrived)].id;
-            f.text = collective_name(s.op, s.param);
-            f.value[0] = mask, f.value[1] = s.mask;
-            file(me, f);
-        }
+        const Finding diverged = {"divergent", collective_name(op, param), collective_name(s.op, s.param),
+                                  {mask, s.mask}, 0, s.pc, warp->lanes[__builtin_ctz(s.arrived)].id};
+        if (s.mask != mask || s.op != op || s.param != param) file_fatal(me, diverged, cudaErrorLaunchFailure);
+        if (s.pc != me->pc) file(me, diverged);  // another line: Python drops it where the line is the same
         slot = &s;
         break;
     }
@@ -237,8 +212,7 @@ void join_collective(Lane* me, int op, unsigned mask, const void* in, void* out,
 
 // Which lanes are active here: those that come to this place before the warp can go on without them.
 extern "C" unsigned simt_activemask(int line) {
-    Lane* me = kernel_lane(CALLER);
-    Inside inside(me, CALLER);
+    ENTER_FROM_KERNEL(me);
     unsigned result = 0;
     me->in = (const void*)(intptr_t)line;
     me->out = &result;

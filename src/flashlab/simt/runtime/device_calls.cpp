@@ -31,21 +31,17 @@ void simt_bounds(long long threads, ...) {
     Lane* me = kernel_lane(CALLER);
     if (me->block->threads <= threads) return;
     Inside inside(me, CALLER);
-    Finding f{"launch-configuration"};
-    f.text = "bounds", f.value[0] = me->block->threads, f.value[1] = threads;
-    file_fatal(me, f, cudaErrorInvalidValue);
+    file_fatal(me, {"launch-configuration", "", "bounds", {me->block->threads, threads}}, cudaErrorInvalidValue);
 }
 void simt_fence() {
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
-    Lane* me = kernel_lane(CALLER);
-    Inside inside(me, CALLER);
+    ENTER_FROM_KERNEL(me);
     if (me->block->launch->checked) fence(me);
 }
 // The host part has written to an array with one of the calls of host_api.h.
 void simt_written(const void* p, size_t bytes) { global_shadow.written((uintptr_t)p, bytes); }
 void simt_yield() {
-    Lane* me = kernel_lane(CALLER);
-    Inside inside(me, CALLER);
+    ENTER_FROM_KERNEL(me);
     wait_in_vain(me);
 }
 
@@ -56,8 +52,7 @@ uint32_t simt_shared_address(const void* p) {
     const uintptr_t a = (uintptr_t)p;
     if (a < w.low || a > w.high) {
         Inside inside(me, CALLER);
-        Finding f{"not-shared"};
-        file_fatal(me, f, cudaErrorIllegalAddress);
+        file_fatal(me, {"not-shared"}, cudaErrorIllegalAddress);
     }
     return (uint32_t)(a - w.base);
 }
@@ -99,8 +94,7 @@ void simt_atomic_check(const void* p, int bytes, int needed) {
 
 // ---- the end of a thread ------------------------------------------------------------------------
 void simt_trap() {
-    Lane* me = kernel_lane(CALLER);
-    Inside inside(me, CALLER);
+    ENTER_FROM_KERNEL(me);
     file_fatal(me, {"trap"}, cudaErrorLaunchFailure);
 }
 // `assert` and `printf` of the module come here (build.py); host code goes on to the library.
@@ -108,9 +102,7 @@ __attribute__((noreturn)) void __wrap___assert_fail(const char* expression, cons
     Lane* me = current_lane();
     if (!me) end_host("assert", 0, CALLER - 1, expression);
     Inside inside(me, CALLER);
-    Finding f{"assert"};
-    f.text = expression;
-    file_fatal(me, f, cudaErrorAssert);
+    file_fatal(me, {"assert", "", expression}, cudaErrorAssert);
 }
 int __wrap_printf(const char* format, ...) {
     va_list arguments;

@@ -70,11 +70,8 @@ static void on_fault(int signal, siginfo_t* info, void* context) {
     const uintptr_t a = (uintptr_t)info->si_addr;
     if (signal == SIGFPE) leave_lane(worker, {"division-by-zero"}, cudaErrorLaunchFailure, context);
     if (signal != SIGSEGV && signal != SIGBUS) leave_lane(worker, {"trap"}, cudaErrorLaunchFailure, context);
-    if (a < (uintptr_t)lane->stack && a + STACK_GUARD + PAGE >= (uintptr_t)lane->stack) {
-        Finding f{"stack-overflow"};
-        f.value[0] = STACK;
-        leave_lane(worker, f, cudaErrorIllegalAddress, context);
-    }
+    if (a < (uintptr_t)lane->stack && a + STACK_GUARD + PAGE >= (uintptr_t)lane->stack)
+        leave_lane(worker, {"stack-overflow", "", "", {STACK}}, cudaErrorIllegalAddress, context);
     Finding f{"global-out-of-bounds", "access"};
     describe_address(f, a, 1);
     // The CPU does not say which address when it is impossible (not even a number the CPU has wires for) or

@@ -54,15 +54,12 @@ void file_fatal(Lane* lane, const Finding& f, int error) {
 void file_misaligned(Lane* lane, uintptr_t address, int bytes, const char* how) {
     const SharedWindow& window = lane->block->worker->window;
     const bool shared = address - window.low < window.high - window.low;
-    Finding f{"misaligned", how};
-    f.text = shared ? "shared" : "global";
-    f.value[0] = shared ? (int64_t)(address - window.base) : (int64_t)(address % 256), f.value[1] = bytes;
-    file_fatal(lane, f, cudaErrorMisalignedAddress);
+    file_fatal(lane, {"misaligned", how, shared ? "shared" : "global",
+                      {(int64_t)(shared ? address - window.base : address % 256), bytes}}, cudaErrorMisalignedAddress);
 }
 void file_of_launch(int launch, const Finding& finding, int error) {
     Finding f = finding;
     f.launch = launch;
-    f.thread = -1;
     keep(f);
     int none = 0;
     last_error.compare_exchange_strong(none, error);

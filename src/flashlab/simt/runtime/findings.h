@@ -6,18 +6,18 @@
 
 namespace simt {
 
-struct Finding {
-    const char* kind;      // a slug: "race", "global-out-of-bounds" ...
-    const char* how = "";  // what was done: "load", "store", "ldmatrix" ...
-    uintptr_t pc = 0;      // return addresses; 0 is none
+struct Finding {  // most are made with the first fields alone, up to the last one that is needed
+    const char* kind;              // a slug: "race", "global-out-of-bounds" ...
+    const char* how = "";          // what was done: "load", "store", "ldmatrix" ...
+    std::string text = "";         // a word or two
+    int64_t value[3] = {0, 0, 0};  // what the kind needs: an offset, bytes, a limit
+    uintptr_t pc = 0;              // return addresses; 0 is none
     uintptr_t other_pc = 0;
-    int thread = -1, other_thread = -1;
+    int other_thread = -1, thread = -1;
     int launch = 0;
     uint64_t block = 0, sequence = 0, times = 1;
-    int64_t value[3] = {0, 0, 0};  // what the kind needs: an offset, bytes, a limit
-    std::string text = "";         // and a word or two
-    int64_t other_block = -1;      // of other_thread, where it is another
-    bool warning = false;          // it may be meant, and does no harm then
+    int64_t other_block = -1;  // of other_thread, where it is another
+    bool warning = false;      // it may be meant, and does no harm then
 };
 
 // Files a finding of this lane. The same one is kept once: between two warps rather than within one, of the

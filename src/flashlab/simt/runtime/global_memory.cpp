@@ -68,9 +68,7 @@ bool check_global(Lane* lane, uintptr_t a, int bytes, bool write, const char* ho
             read_only = &b;  // but the same bytes may be another argument's too
         }
     if (read_only) {
-        Finding f{"read-only", how};
-        f.value[0] = read_only->number, f.value[1] = bytes, f.value[2] = (int64_t)(a - read_only->low);
-        file(lane, f);
+        file(lane, {"read-only", how, "", {read_only->number, bytes, (int64_t)(a - read_only->low)}});
         return true;
     }
     const Launch* launch = lane->block->launch;

@@ -132,11 +132,9 @@ bool GlobalShadow::in_flight(Lane* lane, uintptr_t address, int bytes, bool writ
         });
         const Region* region = region_of(address, bytes);
         if (!hit || !region) continue;
-        Finding f{writes ? "global-race" : "read-before-wait", how};
-        f.other_pc = (*lane->block->worker->sites)[store->copy.site].pc, f.other_thread = store->copy.thread;
-        f.text = std::string("in flight ") + store->copy.how;
-        f.value[0] = region->argument, f.value[1] = bytes, f.value[2] = (int64_t)(address - region->origin());
-        file(lane, f);
+        file(lane, {writes ? "global-race" : "read-before-wait", how, std::string("in flight ") + store->copy.how,
+                    {region->argument, bytes, (int64_t)(address - region->origin())}, 0,
+                    (*lane->block->worker->sites)[store->copy.site].pc, store->copy.thread});
         return true;
     }
     return false;
@@ -248,9 +246,8 @@ bool GlobalShadow::touch(Lane* lane, uintptr_t address, int bytes, Access access
             for (const GlobalStamp& r : cell.read)
                 if (r.block == block && meets(r) && !same_block_ordered(r, lane)) conflicts(r, false);
         if (reads && region->empty && (cell.full & mine) != mine && !filed) {
-            Finding f{"uninitialised-global", how};
-            f.value[0] = region->argument, f.value[1] = bytes, f.value[2] = (int64_t)(address - region->origin());
-            file(lane, f);
+            file(lane, {"uninitialised-global", how, "",
+                        {region->argument, bytes, (int64_t)(address - region->origin())}});
             filed = true;
         }
 

@@ -140,24 +140,18 @@ static void copied(const void* to, const void* from, size_t bytes, uintptr_t pc)
     if (from) range((char*)from, (long)bytes, false, pc);
     range((char*)to, (long)bytes, true, pc);
 }
-void* __wrap_memcpy(void* to, const void* from, size_t n) {
-    return copied(to, from, n, CALLER), memcpy(to, from, n);
-}
-void* __wrap_memmove(void* to, const void* from, size_t n) {
-    return copied(to, from, n, CALLER), memmove(to, from, n);
-}
-void* __wrap_memset(void* to, int byte, size_t n) {
-    return copied(to, nullptr, n, CALLER), memset(to, byte, n);
-}
-void* __tsan_memcpy(void* to, const void* from, size_t n) {
-    return copied(to, from, n, CALLER), memcpy(to, from, n);
-}
-void* __tsan_memmove(void* to, const void* from, size_t n) {
-    return copied(to, from, n, CALLER), memmove(to, from, n);
-}
-void* __tsan_memset(void* to, int byte, size_t n) {
-    return copied(to, nullptr, n, CALLER), memset(to, byte, n);
-}
+#define COPY_HOOKS(prefix)                                          \
+    void* prefix##memcpy(void* to, const void* from, size_t n) {    \
+        return copied(to, from, n, CALLER), memcpy(to, from, n);    \
+    }                                                               \
+    void* prefix##memmove(void* to, const void* from, size_t n) {   \
+        return copied(to, from, n, CALLER), memmove(to, from, n);   \
+    }                                                               \
+    void* prefix##memset(void* to, int byte, size_t n) {            \
+        return copied(to, nullptr, n, CALLER), memset(to, byte, n); \
+    }
+COPY_HOOKS(__wrap_)
+COPY_HOOKS(__tsan_)
 void __tsan_init() {}
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
@@ -165,36 +159,26 @@ void __tsan_vptr_update(void**, void*) {}
 void __tsan_vptr_read(void**) {}
 
 // Atomic operations have been checked by simt_atomic_check; they only have to be done.
+#define FETCH_HOOK(bits, T, name, done)                                                                     \
+    T __tsan_atomic##bits##_##name(volatile T* p, T v, int) { return done(p, v, __ATOMIC_SEQ_CST); }
 #define ATOMIC_HOOKS(bits, T)                                                                               \
     T __tsan_atomic##bits##_load(const volatile T* p, int) { return __atomic_load_n(p, __ATOMIC_SEQ_CST); } \
     void __tsan_atomic##bits##_store(volatile T* p, T v, int) { __atomic_store_n(p, v, __ATOMIC_SEQ_CST); } \
-    T __tsan_atomic##bits##_exchange(volatile T* p, T v, int) {                                             \
-        return __atomic_exchange_n(p, v, __ATOMIC_SEQ_CST);                                                 \
-    }                                                                                                       \
-    T __tsan_atomic##bits##_fetch_add(volatile T* p, T v, int) {                                            \
-        return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST);                                                  \
-    }                                                                                                       \
-    T __tsan_atomic##bits##_fetch_sub(volatile T* p, T v, int) {                                            \
-        return __atomic_fetch_sub(p, v, __ATOMIC_SEQ_CST);                                                  \
-    }                                                                                                       \
-    T __tsan_atomic##bits##_fetch_and(volatile T* p, T v, int) {                                            \
-        return __atomic_fetch_and(p, v, __ATOMIC_SEQ_CST);                                                  \
-    }                                                                                                       \
-    T __tsan_atomic##bits##_fetch_or(volatile T* p, T v, int) {                                             \
-        return __atomic_fetch_or(p, v, __ATOMIC_SEQ_CST);                                                   \
-    }                                                                                                       \
-    T __tsan_atomic##bits##_fetch_xor(volatile T* p, T v, int) {                                            \
-        return __atomic_fetch_xor(p, v, __ATOMIC_SEQ_CST);                                                  \
+    FETCH_HOOK(bits, T, exchange, __atomic_exchange_n)                                                      \
+    FETCH_HOOK(bits, T, fetch_add, __atomic_fetch_add)                                                      \
+    FETCH_HOOK(bits, T, fetch_sub, __atomic_fetch_sub)                                                      \
+    FETCH_HOOK(bits, T, fetch_and, __atomic_fetch_and)                                                      \
+    FETCH_HOOK(bits, T, fetch_or, __atomic_fetch_or)                                                        \
+    FETCH_HOOK(bits, T, fetch_xor, __atomic_fetch_xor)                                                      \
+    T __tsan_atomic##bits##_compare_exchange_val(volatile T* p, T e, T v, int, int) {                       \
+        __atomic_compare_exchange_n(p, &e, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);                   \
+        return e;                                                                                           \
     }                                                                                                       \
     int __tsan_atomic##bits##_compare_exchange_strong(volatile T* p, T* e, T v, int, int) {                 \
         return __atomic_compare_exchange_n(p, e, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);             \
     }                                                                                                       \
     int __tsan_atomic##bits##_compare_exchange_weak(volatile T* p, T* e, T v, int, int) {                   \
         return __atomic_compare_exchange_n(p, e, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);             \
-    }                                                                                                       \
-    T __tsan_atomic##bits##_compare_exchange_val(volatile T* p, T e, T v, int, int) {                       \
-        __atomic_compare_exchange_n(p, &e, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);                   \
-        return e;                                                                                           \
     }
 // clang-format off
 ATOMIC_HOOKS(8, uint8_t)
@@ -219,11 +203,8 @@ static void index_out_of_bounds(UbsanIndex* data, uintptr_t index, uintptr_t pc)
     Lane* me = current_lane();
     if (!me) return;
     Inside inside(me, pc);
-    Finding f{"index-out-of-bounds"};
-    f.text = data->array->name;
-    const int bits = 1 << (data->index->info >> 1);
-    f.value[0] = bits <= 32 && (data->index->info & 1) ? (int32_t)index : (int64_t)index;
-    file(me, f);
+    const bool narrow = data->index->info >> 1 <= 5 && (data->index->info & 1);  // 2^5 bits or fewer, signed
+    file(me, {"index-out-of-bounds", "", data->array->name, {narrow ? (int32_t)index : (int64_t)index}});
 }
 void __ubsan_handle_out_of_bounds(UbsanIndex* data, uintptr_t index) {
     index_out_of_bounds(data, index, CALLER);

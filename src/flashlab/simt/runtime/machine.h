@@ -306,6 +306,9 @@ inline __attribute__((always_inline)) Lane* kernel_lane(uintptr_t pc) {
     if (__builtin_expect(!me, 0)) called_on_host(pc);
     return me;
 }
+#define ENTER_FROM_KERNEL(me)       \
+    Lane* me = kernel_lane(CALLER); \
+    Inside inside(me, CALLER)
 
 // ---- scheduler.cpp ------------------------------------------------------------------------------
 void wait_for_others(Lane* me, State state);  // the lane stops here until it is made runnable

@@ -2,7 +2,7 @@
 #include "collectives.h"
 #include "counters.h"
 #include "findings.h"
-#include "halves.h"
+#include "../include/simt/half_bits.h"
 #include "shadow.h"
 #include "values.h"
 #include <algorithm>
@@ -30,11 +30,7 @@ static Rows find_rows(Warp* warp, const Slot& slot, int count, bool write) {
             const uint64_t a = *(const uint32_t*)lane->in;  // the address comes first in both operand lists
             rows.address[i][r] = a;
             rows.row[i][r] = nullptr;
-            if (a % 16) {
-                Finding f{"misaligned", how};
-                f.value[0] = (int64_t)a, f.value[1] = 16;
-                file_fatal(lane, f, cudaErrorMisalignedAddress);
-            }
+            if (a % 16) file_fatal(lane, {"misaligned", how, "", {(int64_t)a, 16}}, cudaErrorMisalignedAddress);
             if (!worker->shadow->in_bounds(lane, a, 16, how)) continue;
             if (warp->block->launch->checked)
                 worker->shadow->touch(lane, a, 16, write ? WRITE : READ, site, how, nullptr);
@@ -134,16 +130,16 @@ void multiply(Warp* warp, const Slot& slot) {
             b16[t + i * 8][g] = in.b[i] & 0xffff, b16[t + i * 8 + 1][g] = in.b[i] >> 16;
         for (int i = 0; i < 4; i++) {
             float& at = c[g + i / 2 * 8][t + i % 2];
-            if (acc16) at = half_bits_to_float(in.c[i / 2] >> i % 2 * 16 & 0xffff);
+            if (acc16) at = simt_half_to_float(in.c[i / 2] >> i % 2 * 16 & 0xffff);
             else memcpy(&at, &in.c[i], 4);
         }
     }
     for (int i = 0; i < 16; i++)
         for (int k = 0; k < k_size; k++)
-            a[i][k] = bf16 ? bf16_bits_to_float(a16[i][k]) : half_bits_to_float(a16[i][k]);
+            a[i][k] = bf16 ? simt_bf16_to_float(a16[i][k]) : simt_half_to_float(a16[i][k]);
     for (int k = 0; k < k_size; k++)
         for (int j = 0; j < 8; j++)
-            b[k][j] = bf16 ? bf16_bits_to_float(b16[k][j]) : half_bits_to_float(b16[k][j]);
+            b[k][j] = bf16 ? simt_bf16_to_float(b16[k][j]) : simt_half_to_float(b16[k][j]);
     for (int i = 0; i < 16; i++)
         for (int k = 0; k < k_size; k++)
             for (int j = 0; j < 8; j++) c[i][j] += a[i][k] * b[k][j];
@@ -152,7 +148,7 @@ void multiply(Warp* warp, const Slot& slot) {
         const int g = l / 4, t = l % 4 * 2;
         for (int i = 0; i < 2; i++) {
             const float* at = &c[g + i * 8][t];
-            if (acc16) out[i] = float_to_half_bits(at[0]) | float_to_half_bits(at[1]) << 16;
+            if (acc16) out[i] = simt_float_to_half(at[0]) | (uint32_t)simt_float_to_half(at[1]) << 16;
             else memcpy(&out[2 * i], at, 8);
         }
     }

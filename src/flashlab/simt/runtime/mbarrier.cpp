@@ -70,9 +70,7 @@ void Mbarriers::file_unwaited(Block* block) {
     for (auto& entry : all) {
         if (entry.second.loads.empty()) continue;
         const BulkCopy& load = entry.second.loads[0];
-        Finding f{"never-waited", load.how};
-        f.pc = (*block->worker->sites)[load.site].pc;
-        file(&block->lane[load.thread], f);
+        file(&block->lane[load.thread], {"never-waited", load.how, "", {}, (*block->worker->sites)[load.site].pc});
         return;
     }
 }
@@ -82,33 +80,22 @@ static Mbarriers& mbarriers(Lane* me) { return *me->block->worker->mbarriers; }
 
 static void check_address(Lane* me, uint32_t address) {
     const char* how = "mbarrier_init";
-    if (address % 8) {
-        Finding f{"bulk-misaligned", how};
-        f.text = "mbarrier", f.value[0] = address % 8, f.value[1] = 8, f.value[2] = address;
-        file_fatal(me, f, cudaErrorMisalignedAddress);
-    }
+    if (address % 8)
+        file_fatal(me, {"bulk-misaligned", how, "mbarrier", {address % 8, 8, address}}, cudaErrorMisalignedAddress);
     if (!me->block->worker->shadow->in_bounds(me, address, 8, how)) end_launch(me, cudaErrorIllegalAddress);
 }
 [[noreturn]] static void wrong_number(Lane* me, const char* how, const char* what, int64_t value, int64_t limit) {
-    Finding f{"mbarrier-number", how};
-    f.text = what, f.value[0] = value, f.value[1] = limit;
-    file_fatal(me, f, cudaErrorLaunchFailure);
+    file_fatal(me, {"mbarrier-number", how, what, {value, limit}}, cudaErrorLaunchFailure);
 }
 // A finding about this mbarrier: its init is the other line.
-static Finding about(const Mbarrier& bar, const char* kind, const char* how, uint32_t address) {
-    Finding f{kind, how};
-    f.other_pc = bar.init_pc, f.other_thread = (int)bar.init.thread;
-    f.value[2] = address;
-    return f;
+static Finding about(const Mbarrier& bar, const char* kind, const char* how, uint32_t address, int64_t first = 0,
+                     int64_t second = 0) {
+    return {kind, how, "", {first, second, address}, 0, bar.init_pc, (int)bar.init.thread};
 }
 
 Mbarrier& mbarrier_at(Lane* me, uint32_t address, const char* how) {
     Mbarrier* bar = mbarriers(me).find(address);
-    if (!bar) {
-        Finding f{"mbarrier-missing", how};
-        f.value[0] = address, f.value[1] = 8;
-        file_fatal(me, f, cudaErrorLaunchFailure);
-    }
+    if (!bar) file_fatal(me, {"mbarrier-missing", how, "", {address, 8}}, cudaErrorLaunchFailure);
     if (!bar->told && !before(bar->init.thread, bar->init.time, me)) {
         bar->told = true;
         file(me, about(*bar, "mbarrier-too-early", how, address));
@@ -128,20 +115,16 @@ static void expect(Lane* me, Mbarrier& bar, uint32_t bytes, const char* how) {
 // The phase has its arrivals: its copies may not bring more than was announced.
 static void check_bytes(Lane* me, const Mbarrier& bar, uint32_t address, const char* how) {
     if (bar.pending || bar.brought <= bar.expected) return;
-    Finding f = about(bar, "mbarrier-bytes", how, address);
-    f.value[0] = bar.expected, f.value[1] = bar.brought;
-    file_fatal(me, f, cudaErrorLaunchFailure);
+    file_fatal(me, about(bar, "mbarrier-bytes", how, address, bar.expected, bar.brought), cudaErrorLaunchFailure);
 }
 static void arrive(Lane* me, uint32_t address, const char* how, int64_t bytes) {
     Worker* worker = me->block->worker;
     Mbarrier& bar = mbarrier_at(me, address, how);
     count_access(me, worker->sites->find(me->pc, MBARRIER_ARRIVE), NO_ADDRESS, 0);
     const bool again = bar.count < WARP && bar.last.in_step(me);  // more arrivals of one instruction than a phase takes
-    if (!bar.pending || again) {
-        Finding f = about(bar, "mbarrier-arrivals", how, address);
-        f.value[0] = bar.count, f.value[1] = again ? -1 : bar.expected;
-        file_fatal(me, f, cudaErrorLaunchFailure);
-    }
+    if (!bar.pending || again)
+        file_fatal(me, about(bar, "mbarrier-arrivals", how, address, bar.count, again ? -1 : bar.expected),
+                   cudaErrorLaunchFailure);
     if (bytes) expect(me, bar, (uint32_t)bytes, how);
     const int warp = me->warp->index;
     if (!(bar.warps >> warp & 1)) bar.first[warp] = (uint8_t)me->lane;
@@ -169,8 +152,7 @@ void add_load(Lane* me, Mbarrier& bar, uint32_t address, const BulkCopy& load) {
 
 extern "C" {
 void simt_mbarrier_init(uint32_t bar, int arrivals) {
-    Lane* me = kernel_lane(CALLER);
-    Inside inside(me, CALLER);
+    ENTER_FROM_KERNEL(me);
     Worker* worker = me->block->worker;
     check_address(me, bar);
     if (arrivals < 1 || arrivals > MAX_TX) wrong_number(me, "mbarrier_init", "arrivals", arrivals, MAX_TX);
@@ -181,43 +163,36 @@ void simt_mbarrier_init(uint32_t bar, int arrivals) {
     mbarriers(me).make(me, bar, arrivals);
 }
 void simt_mbarrier_inval(uint32_t bar) {
-    Lane* me = kernel_lane(CALLER);
-    Inside inside(me, CALLER);
+    ENTER_FROM_KERNEL(me);
     const Mbarrier& there = mbarrier_at(me, bar, "mbarrier_inval");
-    if (!there.loads.empty() || !there.waiting.empty()) {
-        Finding f = about(there, "mbarrier-in-use", "mbarrier_inval", bar);
-        f.value[0] = (int64_t)there.loads.size(), f.value[1] = (int64_t)there.waiting.size();
-        file_fatal(me, f, cudaErrorLaunchFailure);
-    }
+    const size_t loads = there.loads.size(), waiting = there.waiting.size();
+    if (loads || waiting)
+        file_fatal(me, about(there, "mbarrier-in-use", "mbarrier_inval", bar, (int64_t)loads, (int64_t)waiting),
+                   cudaErrorLaunchFailure);
     if (me->block->launch->checked) me->block->worker->shadow->end_mbarrier(bar);
     mbarriers(me).end(bar);
 }
 void simt_mbarrier_arrive(uint32_t bar) {
-    Lane* me = kernel_lane(CALLER);
-    Inside inside(me, CALLER);
+    ENTER_FROM_KERNEL(me);
     arrive(me, bar, "mbarrier_arrive", 0);
 }
 void simt_mbarrier_arrive_expect_tx(uint32_t bar, uint32_t bytes) {
-    Lane* me = kernel_lane(CALLER);
-    Inside inside(me, CALLER);
+    ENTER_FROM_KERNEL(me);
     arrive(me, bar, "mbarrier_arrive_expect_tx", bytes);
 }
 void simt_mbarrier_expect_tx(uint32_t address, uint32_t bytes) {
-    Lane* me = kernel_lane(CALLER);
-    Inside inside(me, CALLER);
+    ENTER_FROM_KERNEL(me);
     expect(me, mbarrier_at(me, address, "mbarrier_expect_tx"), bytes, "mbarrier_expect_tx");
 }
 void simt_fence_mbarrier_init() {
-    Lane* me = kernel_lane(CALLER);
-    Inside inside(me, CALLER);
+    ENTER_FROM_KERNEL(me);
     for (auto& entry : mbarriers(me).all) {
         Mbarrier& bar = entry.second;
         if (bar.init.thread == (uint64_t)me->id && !bar.init_fenced) bar.init_fenced = me->warp->time;
     }
 }
 int simt_mbarrier_test_wait(uint32_t address, uint32_t parity) {
-    Lane* me = kernel_lane(CALLER);
-    Inside inside(me, CALLER);
+    ENTER_FROM_KERNEL(me);
     const bool no = to_wait_for(me, address, parity, "mbarrier_test_wait").gives_up(me, parity);
     count_access(me, me->block->worker->sites->find(me->pc, MBARRIER_WAIT), NO_ADDRESS, 0);
     const uintptr_t pc = me->pc;
@@ -231,8 +206,7 @@ int simt_mbarrier_test_wait(uint32_t address, uint32_t parity) {
     return 1;
 }
 int simt_mbarrier_wait(uint32_t address, uint32_t parity, int may_give_up) {
-    Lane* me = kernel_lane(CALLER);
-    Inside inside(me, CALLER);
+    ENTER_FROM_KERNEL(me);
     Mbarrier& bar = to_wait_for(me, address, parity, may_give_up ? "mbarrier_try_wait" : "mbarrier_wait");
     const int site = me->block->worker->sites->find(me->pc, MBARRIER_WAIT);
     count_access(me, site, NO_ADDRESS, 0);

@@ -13,8 +13,7 @@ bool visible_to_async(const Lane* lane, Space space, uint32_t thread, uint64_t t
 }
 
 extern "C" void simt_fence_proxy_async(int global) {
-    Lane* me = kernel_lane(CALLER);
-    Inside inside(me, CALLER);
+    ENTER_FROM_KERNEL(me);
     if (!me->block->launch->checked) return;
     const Space space = global ? GLOBAL : SHARED;
     me->proxy_fences[space].push_back(me->warp->time);

@@ -1,6 +1,6 @@
 // The additions of a TMA reduction: each element by itself is an atomic addition, rounded to the nearest.
 #include "bulk_store.h"
-#include "halves.h"
+#include "../include/simt/half_bits.h"
 
 namespace simt {
 
@@ -36,11 +36,11 @@ void reduce_add(CUtensorMapDataType type, uintptr_t global, const uint8_t* dense
     case CU_TENSOR_MAP_DATA_TYPE_UINT64: return add_each<uint64_t>(global, dense, bytes, plus<uint64_t>);
     case CU_TENSOR_MAP_DATA_TYPE_FLOAT16:
         return add_each<uint16_t>(global, dense, bytes, [](uint16_t a, uint16_t b) {
-            return (uint16_t)float_to_half_bits(half_bits_to_float(a) + half_bits_to_float(b));
+            return simt_float_to_half(simt_half_to_float(a) + simt_half_to_float(b));
         });
     case CU_TENSOR_MAP_DATA_TYPE_BFLOAT16:
         return add_each<uint16_t>(global, dense, bytes, [](uint16_t a, uint16_t b) {
-            return (uint16_t)float_to_bf16_bits(bf16_bits_to_float(a) + bf16_bits_to_float(b));
+            return simt_float_to_bf16(simt_bf16_to_float(a) + simt_bf16_to_float(b));
         });
     default:
         return add_each<uint32_t>(global, dense, bytes, [](uint32_t a, uint32_t b) {

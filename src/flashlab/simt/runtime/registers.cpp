@@ -39,10 +39,8 @@ void set_registers(Warp* warp, const Slot& slot) {
     r.pc[warp->index] = slot.pc;
     r.times[warp->index]++;
     if (more ? wanted < now : wanted > now) {
-        Finding f{"registers-direction", more ? "setmaxnreg_inc" : "setmaxnreg_dec"};
-        f.pc = slot.pc;
-        f.value[0] = wanted, f.value[1] = now, f.value[2] = r.at_launch;
-        file(warp->lanes, f);
+        file(warp->lanes, {"registers-direction", more ? "setmaxnreg_inc" : "setmaxnreg_dec", "",
+                           {wanted, now, r.at_launch}, slot.pc});
         return;
     }
     if (more && wanted > now) r.wanted[warp->index] = wanted;
@@ -51,8 +49,7 @@ void set_registers(Warp* warp, const Slot& slot) {
 }
 
 extern "C" void simt_setmaxnreg(int registers, int increase) {
-    Lane* me = kernel_lane(CALLER);
-    Inside inside(me, CALLER);
+    ENTER_FROM_KERNEL(me);
     join_collective(me, SIMT_SETMAXNREG, ~0u, nullptr, nullptr, registers | (increase ? 512 : 0));
     while (me->block->registers.wanted[me->warp->index]) wait_for_others(me, IN_REGISTERS);
 }
@@ -84,10 +81,7 @@ void file_registers(Block* block) {
         for (int w = first; w < end; w++)
             if (r.times[w] == r.times[most]) mask |= 1 << (w - first);
         if (mask == (1 << (end - first)) - 1) continue;
-        Finding f{"registers-warps", "setmaxnreg"};
-        f.pc = r.pc[most];
-        f.value[0] = mask, f.value[1] = first, f.value[2] = end - first;
-        file(block->warp[most].lanes, f);
+        file(block->warp[most].lanes, {"registers-warps", "setmaxnreg", "", {mask, first, end - first}, r.pc[most]});
     }
 }
 

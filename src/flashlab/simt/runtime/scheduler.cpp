@@ -253,10 +253,9 @@ static void run_block(Worker* worker, Launch* launch, uint64_t number) {
             const Lane& lane = block.lane[t];
             if (lane.first_copy == lane.copies.size()) continue;
             const Copy& copy = lane.copies[lane.first_copy];
-            Finding f{"never-waited", "cp.async"};
-            f.pc = (*worker->sites)[copy.site].pc;
-            f.value[0] = copy.group == block.lane[t].group;  // not even committed
-            file(&block.lane[t], f);
+            // 1: not even committed
+            file(&block.lane[t], {"never-waited", "cp.async", "", {copy.group == block.lane[t].group},
+                                  (*worker->sites)[copy.site].pc});
             break;
         }
         for (int t = 0; t < block.threads; t++)
@@ -322,16 +321,12 @@ static void* worker_main(void* argument) {
 
 // ---- a launch -----------------------------------------------------------------------------------
 static void refuse(const Launch& launch, const char* text, int64_t value, int64_t limit, int error) {
-    Finding f{"launch-configuration"};
-    f.text = text;
-    f.value[0] = value, f.value[1] = limit;
-    file_of_launch(launch.number, f, error);
+    file_of_launch(launch.number, {"launch-configuration", "", text, {value, limit}}, error);
 }
 
 static void file_unfinished(const Launch& launch) {
-    Finding f{cancelled() == 2 ? "interrupted" : "timeout", "launch"};
-    f.value[0] = (int64_t)launch.done, f.value[1] = (int64_t)launch.blocks;
-    file_of_launch(launch.number, f, cudaErrorLaunchTimeout);
+    file_of_launch(launch.number, {cancelled() == 2 ? "interrupted" : "timeout", "launch", "",
+                                   {(int64_t)launch.done, (int64_t)launch.blocks}}, cudaErrorLaunchTimeout);
 }
 
 static bool configuration_error(const Launch& l, const void* kernel) {
@@ -511,9 +506,7 @@ static void run(Launch& launch, size_t count) {
 }
 
 static void file_wrong_stream(const char* what, uintptr_t pc, int launch) {
-    Finding f{"wrong-stream"};
-    f.text = what, f.pc = pc;
-    file_of_launch(launch, f, cudaSuccess);
+    file_of_launch(launch, {"wrong-stream", "", what, {}, pc}, cudaSuccess);
 }
 extern "C" void simt_in_stream(const char* what, const void* stream) {
     if (settings.stream && stream != settings.stream) file_wrong_stream(what, CALLER, (int)progress->launches);
@@ -524,9 +517,7 @@ extern "C" void simt_launch(const char* text, const void* kernel, uint3 grid, ui
                             size_t closure_bytes, int checked) {
     if (Lane* me = current_lane()) {
         Inside inside(me, CALLER);
-        Finding f{"launch-in-kernel"};
-        f.text = text;
-        file_fatal(me, f, cudaErrorLaunchFailure);
+        file_fatal(me, {"launch-in-kernel", "", text}, cudaErrorLaunchFailure);
     }
     if (last_error == cudaErrorIllegalAddress || last_error == cudaErrorLaunchFailure ||
         last_error == cudaErrorLaunchTimeout)

@@ -67,10 +67,8 @@ static const char* verb(Sites& sites, const Stamp& s, bool write) {
 }
 
 void SharedShadow::file_out_of_bounds(Lane* lane, uint64_t address, int bytes, const char* how) {
-    Finding f{"shared-out-of-bounds", how};
-    f.value[0] = (int64_t)(address - dynamic), f.value[1] = bytes,
-    f.value[2] = (int64_t)(dynamic_end - dynamic);
-    file(lane, f);
+    file(lane, {"shared-out-of-bounds", how, "",
+                {(int64_t)(address - dynamic), bytes, (int64_t)(dynamic_end - dynamic)}});
 }
 
 void SharedShadow::land(Lane* lane, uint64_t address, int bytes, int site) {
@@ -148,11 +146,8 @@ bool SharedShadow::file_if_read(Lane* lane, uint64_t address, int bytes, const c
     for (const AsyncRead* read : async_reads)
         for (auto& r : read->ranges)
             if (chunk * 16 >= r.first && chunk * 16 < r.first + r.second) {
-                Finding f{overwrites((uint32_t)chunk * 16, how), how};
-                f.other_pc = (*lane->block->worker->sites)[read->site].pc, f.other_thread = read->thread;
-                f.text = read->how;
-                f.value[0] = (int64_t)address, f.value[1] = bytes;
-                file(lane, f);
+                file(lane, {overwrites((uint32_t)chunk * 16, how), how, read->how, {(int64_t)address, bytes}, 0,
+                            (*lane->block->worker->sites)[read->site].pc, read->thread});
                 return true;
             }
     return false;
@@ -227,9 +222,7 @@ bool SharedShadow::touch(Lane* lane, uint64_t address, int bytes, Access access,
         else if (async && !cell.async && cell.write.time && !visible_to_async(lane, SHARED, cell.write.thread, cell.write.time, cell.fences))
             file("proxy-fence", cell.write, verb(sites, cell.write, true));
         if (reads && (cell.full & mine) != mine && !filed && !cell.copying) {
-            Finding f{"uninitialised-shared", how};
-            f.value[0] = (int64_t)address, f.value[1] = bytes;
-            simt::file(lane, f);
+            simt::file(lane, {"uninitialised-shared", how, "", {(int64_t)address, bytes}});
             filed = true;
         }
         if (writes) write(cell, mine);

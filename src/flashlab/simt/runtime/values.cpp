@@ -5,9 +5,7 @@
 namespace simt {
 
 void file_never_set(Lane* lane, const char* how, uintptr_t pc) {
-    Finding f{"uninitialised-local", how};
-    f.pc = pc;
-    file(lane, f);
+    file(lane, {"uninitialised-local", how, "", {}, pc});
 }
 
 void file_conflict(Lane* lane, const Conflict& c, uintptr_t pc, bool warning) {

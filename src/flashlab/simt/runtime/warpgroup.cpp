@@ -44,10 +44,7 @@ static bool same(const SimtWgmmaIn& x, const SimtWgmmaIn& y) {
     return (x.a_registers || x.a == y.a) && x.b == y.b && !x.add == !y.add;
 }
 static void file_difference(Lane* lane, const Lane* other, uintptr_t pc, uintptr_t other_pc, const char* what) {
-    Finding f{"wgmma-differs", "wgmma"};
-    f.pc = pc, f.other_pc = other_pc, f.other_thread = other->id;
-    f.text = what;
-    file(lane, f);
+    file(lane, {"wgmma-differs", "wgmma", what, {}, pc, other_pc, other->id});
 }
 
 // The first warp is there: which bytes it reads is known from now on.
@@ -86,16 +83,11 @@ void Warpgroups::compare(Product& p, Warp* warp, const SimtWgmmaIn& in, const Sl
     Lane* lane = warp->lanes;
     const Lane* other = warp->block->warp[group_of(warp) * WARPS_OF_GROUP + __builtin_ctz(p.issued)].lanes;
     if (p.variant != slot.param) {
-        Finding f{"wgmma-form", "wgmma"};
-        f.pc = slot.pc, f.other_pc = p.pc, f.other_thread = other->id;
-        f.value[0] = slot.param & 511, f.value[1] = p.n;
-        file_fatal(lane, f, cudaErrorLaunchFailure);
+        file_fatal(lane, {"wgmma-form", "wgmma", "", {slot.param & 511, p.n}, slot.pc, p.pc,
+                          other->id}, cudaErrorLaunchFailure);
     }
     if (p.pc != slot.pc) {  // Python drops it where the line is the same
-        Finding f{"divergent", "wgmma"};
-        f.pc = slot.pc, f.other_pc = p.pc, f.other_thread = other->id;
-        f.text = "wgmma";
-        file(lane, f);
+        file(lane, {"divergent", "wgmma", "wgmma", {}, slot.pc, p.pc, other->id});
     }
     const SimtWgmmaIn theirs = {nullptr, in.a_registers, p.a, p.b, p.add};
     if (!same(in, theirs)) file_difference(lane, other, slot.pc, p.pc, difference(in, theirs));
@@ -106,10 +98,8 @@ void Warpgroups::issue(Warp* warp, const Slot& slot) {
     const int group = group_of(warp), first_warp = group * WARPS_OF_GROUP;
     const int here = std::min(block->threads - first_warp * WARP, GROUP_LANES);
     if (here < GROUP_LANES) {
-        Finding f{"wgmma-block", "wgmma"};
-        f.pc = slot.pc;
-        f.value[0] = here, f.value[1] = first_warp, f.value[2] = block->threads;
-        file_fatal(warp->lanes, f, cudaErrorLaunchFailure);
+        file_fatal(warp->lanes, {"wgmma-block", "wgmma", "", {here, first_warp, block->threads},
+                                 slot.pc}, cudaErrorLaunchFailure);
     }
     used = true;
     OfWarp& mine = of_warp[warp->index];
@@ -211,12 +201,7 @@ void Warpgroups::check_fence(Warp* warp, int l, const SimtWgmmaIn& in, const Pro
         bool fenced = handed_on;
         if (it != lane.given.end()) fenced |= it->content == now;
         else fenced = of_a ? mine.fenced : mine.ever_fenced;
-        if (!fenced) {
-            Finding f{"wgmma-fence", of_a ? "A" : "accumulators"};
-            f.pc = p.pc;
-            f.value[0] = it != lane.given.end();
-            file(&lane, f);
-        }
+        if (!fenced) file(&lane, {"wgmma-fence", of_a ? "A" : "accumulators", "", {it != lane.given.end()}, p.pc});
         if (it == lane.given.end()) lane.given.push_back({address, bytes, number, now});
         else it->number = number, it->content = handed_on ? it->content : now;
     };
@@ -310,10 +295,8 @@ bool Warpgroups::file_deadlock() {
             if (const State its = worker->lanes[group * GROUP_LANES + i].state; !(p.issued >> i / WARP & 1))
                 elsewhere |= its == IN_MBARRIER || its == IN_REGISTERS;
         if (elsewhere) continue;
-        Finding f{"wgmma-warps", "wgmma_wait"};
-        f.pc = p.pc, f.other_pc = of_warp[w].wait_pc, f.other_thread = w * WARP;
-        f.value[0] = p.issued, f.value[1] = group * WARPS_OF_GROUP;
-        file(worker->block.warp[w].lanes, f);
+        file(worker->block.warp[w].lanes, {"wgmma-warps", "wgmma_wait", "", {p.issued, group * WARPS_OF_GROUP}, p.pc,
+                                           of_warp[w].wait_pc, w * WARP});
         return true;
     }
     return false;
@@ -338,23 +321,19 @@ void Warpgroups::file_never_waited() {
 
 extern "C" {
 void simt_wgmma(const SimtWgmmaIn* in, int variant) {
-    Lane* me = kernel_lane(CALLER);
-    Inside inside(me, CALLER);
+    ENTER_FROM_KERNEL(me);
     join_collective(me, SIMT_WGMMA, ~0u, in, nullptr, variant);
 }
 void simt_wgmma_fence() {
-    Lane* me = kernel_lane(CALLER);
-    Inside inside(me, CALLER);
+    ENTER_FROM_KERNEL(me);
     join_collective(me, SIMT_WGMMA_FENCE, ~0u, nullptr, nullptr, 0);
 }
 void simt_wgmma_commit() {
-    Lane* me = kernel_lane(CALLER);
-    Inside inside(me, CALLER);
+    ENTER_FROM_KERNEL(me);
     join_collective(me, SIMT_WGMMA_COMMIT, ~0u, nullptr, nullptr, 0);
 }
 void simt_wgmma_wait(int groups_left) {
-    Lane* me = kernel_lane(CALLER);
-    Inside inside(me, CALLER);
+    ENTER_FROM_KERNEL(me);
     join_collective(me, SIMT_WGMMA_WAIT, ~0u, nullptr, nullptr, groups_left);
     while (me->block->worker->warpgroups->waits(me->warp)) wait_for_others(me, IN_WGMMA);
 }
@@ -365,11 +344,9 @@ bool Warpgroups::file_if_in_use(Lane* lane, uintptr_t address, int bytes, bool w
     for (const RegistersInUse& r : lane->in_use) {
         if (address >= r.high || address + (uintptr_t)bytes <= r.low || (r.of_a && !write)) continue;
         const OfWarp& mine = of_warp[lane->warp->index];
-        Finding f{"wgmma-registers", write ? "store" : "load"};
-        f.pc = pc, f.other_pc = r.pc, f.other_thread = lane->id;
-        f.text = r.of_a ? "A" : "accumulators";
-        f.value[0] = !mine.groups.empty() && mine.groups.back() >= r.number;  // it is committed
-        file(lane, f);
+        // 1: it is committed
+        file(lane, {"wgmma-registers", write ? "store" : "load", r.of_a ? "A" : "accumulators",
+                    {!mine.groups.empty() && mine.groups.back() >= r.number}, pc, r.pc, lane->id});
         return true;
     }
     return false;
@@ -396,13 +373,10 @@ bool Warpgroups::file_if_read(Lane* lane, uint64_t address, int bytes, const cha
         for (int g = 0; g * WARPS_OF_GROUP < lane->block->warps; g++) {
             const uint64_t number = readers[piece * MAX_GROUPS + g];
             if (!number || known(lane, g, number)) continue;
-            Finding f{worker->shadow->overwrites((uint32_t)piece * 16, how), how};
-            f.text = "wgmma";
-            f.other_pc = of_group[g].pcs[number - 1];
-            f.other_thread = g * GROUP_LANES;
-            f.value[0] = (int64_t)piece * 16, f.value[1] = 16;
-            f.value[2] = number <= of_group[g].executed;  // computed: but nothing tells this lane
-            file(lane, f);
+            // the last number is 1 where it is computed, but nothing tells this lane
+            file(lane, {worker->shadow->overwrites((uint32_t)piece * 16, how), how, "wgmma",
+                        {(int64_t)piece * 16, 16, number <= of_group[g].executed}, 0, of_group[g].pcs[number - 1],
+                        g * GROUP_LANES});
             told.insert((uint32_t)piece * 16);
             return true;
         }

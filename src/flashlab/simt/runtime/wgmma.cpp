@@ -1,6 +1,6 @@
 // The arithmetic of wgmma: which lane holds which element, and what is computed.
 #include "descriptor.h"
-#include "halves.h"
+#include "../include/simt/half_bits.h"
 #include "values.h"
 #include "warpgroup.h"
 #include <algorithm>
@@ -9,9 +9,9 @@ namespace simt {
 
 static void unpack(const uint16_t* from, bool bf16, float* to) {  // a piece: 8 numbers
     if (bf16)
-        for (int i = 0; i < 8; i++) to[i] = bf16_bits_to_float(from[i]);
+        for (int i = 0; i < 8; i++) to[i] = simt_bf16_to_float(from[i]);
     else
-        for (int i = 0; i < 8; i++) to[i] = half_bits_to_float(from[i]);
+        for (int i = 0; i < 8; i++) to[i] = simt_half_to_float(from[i]);
 }
 
 // sums += four rows of A times B, in pieces that stay in the CPU's registers. `sums` has rows of 256.

@@ -7,6 +7,7 @@
 #pragma once
 #include "language.h"
 #include "atomics.h"
+#include "half_bits.h"
 
 // Rounding to odd: of the two neighbours of an inexact result take the one whose last bit is 1. That bit then
 // tells the next rounding, to fewer bits, that something was cut off below it.
@@ -45,6 +46,9 @@ SIMT_INLINE float simt_fma_to_odd(float a, float b, float c) {
     }                                                                                                       \
     SIMT_INLINE bool __hb##suffix##2(H2 a, H2 b) { return __h##suffix(a.x, b.x) && __h##suffix(a.y, b.y); } \
     SIMT_INLINE bool operator op(H a, H b) { return (float)a op(float) b; }
+#define SIMT_ARITHMETIC(T, op, name)                                                                        \
+    SIMT_INLINE T operator op(T a, T b) { return name(a, b); }                                              \
+    SIMT_INLINE T& operator op##=(T& a, T b) { return a = a op b; }
 #define SIMT_FUNCTION(H, H2, name, expression)                                                              \
     SIMT_INLINE H h##name(H h) {                                                                            \
         float x = (float)h;                                                                                 \
@@ -52,8 +56,59 @@ SIMT_INLINE float simt_fma_to_odd(float a, float b, float c) {
     }                                                                                                       \
     SIMT_PAIR_1(H2, h2##name, h##name)
 
+// Both headers: the number H and the pair H2, and the functions that have `half` and `half2` in their names. to_bits and
+// to_float: between a float and the 16 bits.
 // clang-format off
-#define SIMT_SIXTEEN_BITS(H, H2, make)                                                                      \
+#define SIMT_SIXTEEN_BITS(H, H2, half, half2, to_bits, to_float)                                            \
+    struct H##_raw { unsigned short x; };                                                                   \
+    struct H2##_raw { unsigned short x, y; };                                                               \
+    struct __align__(2) H {                                                                                 \
+        uint16_t bits;                                                                                      \
+        H() = default;  /* uninitialised, so that it may live in shared memory */                           \
+        H(float f) : bits(to_bits(f)) {}                                                                    \
+        H(double d) : bits(to_bits(simt_narrow_to_odd(d))) {}                                               \
+        H(int i) : bits(to_bits(simt_narrow_to_odd(i))) {}                                                  \
+        H(unsigned i) : bits(to_bits(simt_narrow_to_odd(i))) {}                                             \
+        H(long i) : bits(to_bits(simt_narrow_to_odd((double)i))) {}                                         \
+        H(unsigned long i) : bits(to_bits(simt_narrow_to_odd((double)i))) {}                                \
+        H(long long i) : bits(to_bits(simt_narrow_to_odd((double)i))) {}                                    \
+        H(unsigned long long i) : bits(to_bits(simt_narrow_to_odd((double)i))) {}                           \
+        constexpr H(H##_raw r) : bits(r.x) {}                                                               \
+        operator float() const { return to_float(bits); }                                                   \
+        operator H##_raw() const { return {bits}; }                                                         \
+    };                                                                                                      \
+    struct __align__(4) H2 {                                                                                \
+        H x, y;                                                                                             \
+        H2() = default;                                                                                     \
+        constexpr H2(H x, H y) : x(x), y(y) {}                                                              \
+    };                                                                                                      \
+    SIMT_INLINE H __float2##half(float f) { return H(f); }                                                  \
+    SIMT_INLINE H __float2##half##_rn(float f) { return H(f); }                                             \
+    SIMT_INLINE H __double2##half(double d) { return H(d); }                                                \
+    SIMT_INLINE H __int2##half##_rn(int i) { return H(i); }                                                 \
+    SIMT_INLINE H __uint2##half##_rn(unsigned i) { return H(i); }                                           \
+    SIMT_INLINE float __##half##2float(H h) { return (float)h; }                                            \
+    SIMT_INLINE int __##half##2int_rn(H h) { return (int)__builtin_rintf((float)h); }                       \
+    SIMT_INLINE int __##half##2int_rz(H h) { return (int)(float)h; }                                        \
+    SIMT_INLINE H2 __float2##half2##_rn(float f) { return {H(f), H(f)}; }                                   \
+    SIMT_INLINE H2 __floats2##half2##_rn(float a, float b) { return {H(a), H(b)}; }                         \
+    SIMT_INLINE H2 __float22##half2##_rn(float2 f) { return {H(f.x), H(f.y)}; }                             \
+    SIMT_INLINE float2 __##half2##2float2(H2 h) { return {(float)h.x, (float)h.y}; }                        \
+    SIMT_INLINE float __low2float(H2 h) { return (float)h.x; }                                              \
+    SIMT_INLINE float __high2float(H2 h) { return (float)h.y; }                                             \
+    SIMT_INLINE H __low2##half(H2 h) { return h.x; }                                                        \
+    SIMT_INLINE H __high2##half(H2 h) { return h.y; }                                                       \
+    SIMT_INLINE H2 __low2##half2(H2 h) { return {h.x, h.x}; }                                               \
+    SIMT_INLINE H2 __high2##half2(H2 h) { return {h.y, h.y}; }                                              \
+    SIMT_INLINE H2 __lows2##half2(H2 a, H2 b) { return {a.x, b.x}; }                                        \
+    SIMT_INLINE H2 __highs2##half2(H2 a, H2 b) { return {a.y, b.y}; }                                       \
+    SIMT_INLINE H2 __halves2##half2(H a, H b) { return {a, b}; }                                            \
+    SIMT_INLINE H2 make_##half2(H a, H b) { return {a, b}; }                                                \
+    SIMT_INLINE H2 __##half##2##half2(H h) { return {h, h}; }                                               \
+    SIMT_INLINE unsigned short __##half##_as_ushort(H h) { return h.bits; }                                 \
+    SIMT_INLINE short __##half##_as_short(H h) { return (short)h.bits; }                                    \
+    SIMT_INLINE H __ushort_as_##half(unsigned short u) { return H(H##_raw{u}); }                            \
+    SIMT_INLINE H __short_as_##half(short s) { return H(H##_raw{(unsigned short)s}); }                      \
     SIMT_INLINE H __hadd(H a, H b) { return H((float)a + (float)b); }                                       \
     SIMT_INLINE H __hsub(H a, H b) { return H((float)a - (float)b); }                                       \
     SIMT_INLINE H __hmul(H a, H b) { return H((float)a * (float)b); }                                       \
@@ -62,20 +117,9 @@ SIMT_INLINE float simt_fma_to_odd(float a, float b, float c) {
     SIMT_INLINE H __hsub_rn(H a, H b) { return __hsub(a, b); }                                              \
     SIMT_INLINE H __hmul_rn(H a, H b) { return __hmul(a, b); }                                              \
     SIMT_INLINE H __hfma(H a, H b, H c) { return H(simt_fma_to_odd((float)a, (float)b, (float)c)); }        \
-    SIMT_INLINE H __hneg(H a) {                                                                             \
-        H r;                                                                                                \
-        r.bits = a.bits ^ 0x8000;                                                                           \
-        return r;                                                                                           \
-    }                                                                                                       \
-    SIMT_INLINE H __habs(H a) {                                                                             \
-        H r;                                                                                                \
-        r.bits = a.bits & 0x7fff;                                                                           \
-        return r;                                                                                           \
-    }                                                                                                       \
-    SIMT_INLINE bool __hisnan(H a) {                                                                        \
-        float x = (float)a;                                                                                 \
-        return x != x;                                                                                      \
-    }                                                                                                       \
+    SIMT_INLINE H __hneg(H a) { return H(H##_raw{(unsigned short)(a.bits ^ 0x8000)}); }                     \
+    SIMT_INLINE H __habs(H a) { return H(H##_raw{(unsigned short)(a.bits & 0x7fff)}); }                     \
+    SIMT_INLINE bool __hisnan(H a) { return (float)a != (float)a; }                                         \
     SIMT_INLINE int __hisinf(H a) {                                                                         \
         float x = (float)a;                                                                                 \
         return x == __builtin_inff() ? 1 : x == -__builtin_inff() ? -1 : 0;                                 \
@@ -105,7 +149,6 @@ SIMT_INLINE float simt_fma_to_odd(float a, float b, float c) {
     SIMT_PAIR_1(H2, __hneg2, __hneg)                                                                        \
     SIMT_PAIR_1(H2, __habs2, __habs)                                                                        \
     SIMT_INLINE H2 __hfma2(H2 a, H2 b, H2 c) { return {__hfma(a.x, b.x, c.x), __hfma(a.y, b.y, c.y)}; }     \
-    SIMT_INLINE H2 make(H a, H b) { return {a, b}; }                                                        \
     SIMT_INLINE H2 __lowhigh2highlow(H2 a) { return {a.y, a.x}; }                                           \
     SIMT_ORDER(H, H2, eq, ==)                                                                               \
     SIMT_ORDER(H, H2, ne, !=)                                                                               \
@@ -129,25 +172,17 @@ SIMT_INLINE float simt_fma_to_odd(float a, float b, float c) {
     SIMT_FUNCTION(H, H2, ceil, ceilf(x))                                                                    \
     SIMT_FUNCTION(H, H2, trunc, truncf(x))                                                                  \
     SIMT_FUNCTION(H, H2, rint, rintf(x))                                                                    \
-    SIMT_INLINE H operator+(H a, H b) { return __hadd(a, b); }                                              \
-    SIMT_INLINE H operator-(H a, H b) { return __hsub(a, b); }                                              \
-    SIMT_INLINE H operator*(H a, H b) { return __hmul(a, b); }                                              \
-    SIMT_INLINE H operator/(H a, H b) { return __hdiv(a, b); }                                              \
+    SIMT_ARITHMETIC(H, +, __hadd)                                                                           \
+    SIMT_ARITHMETIC(H, -, __hsub)                                                                           \
+    SIMT_ARITHMETIC(H, *, __hmul)                                                                           \
+    SIMT_ARITHMETIC(H, /, __hdiv)                                                                           \
+    SIMT_ARITHMETIC(H2, +, __hadd2)                                                                         \
+    SIMT_ARITHMETIC(H2, -, __hsub2)                                                                         \
+    SIMT_ARITHMETIC(H2, *, __hmul2)                                                                         \
+    SIMT_ARITHMETIC(H2, /, __h2div)                                                                         \
     SIMT_INLINE H operator-(H a) { return __hneg(a); }                                                      \
     SIMT_INLINE H operator+(H a) { return a; }                                                              \
-    SIMT_INLINE H& operator+=(H& a, H b) { return a = a + b; }                                              \
-    SIMT_INLINE H& operator-=(H& a, H b) { return a = a - b; }                                              \
-    SIMT_INLINE H& operator*=(H& a, H b) { return a = a * b; }                                              \
-    SIMT_INLINE H& operator/=(H& a, H b) { return a = a / b; }                                              \
-    SIMT_INLINE H2 operator+(H2 a, H2 b) { return __hadd2(a, b); }                                          \
-    SIMT_INLINE H2 operator-(H2 a, H2 b) { return __hsub2(a, b); }                                          \
-    SIMT_INLINE H2 operator*(H2 a, H2 b) { return __hmul2(a, b); }                                          \
-    SIMT_INLINE H2 operator/(H2 a, H2 b) { return __h2div(a, b); }                                          \
     SIMT_INLINE H2 operator-(H2 a) { return __hneg2(a); }                                                   \
-    SIMT_INLINE H2& operator+=(H2& a, H2 b) { return a = a + b; }                                           \
-    SIMT_INLINE H2& operator-=(H2& a, H2 b) { return a = a - b; }                                           \
-    SIMT_INLINE H2& operator*=(H2& a, H2 b) { return a = a * b; }                                           \
-    SIMT_INLINE H2& operator/=(H2& a, H2 b) { return a = a / b; }                                           \
     SIMT_INLINE bool operator==(H2 a, H2 b) { return a.x == b.x && a.y == b.y; }                            \
     SIMT_INLINE bool operator!=(H2 a, H2 b) { return a.x != b.x && a.y != b.y; }
 // clang-format on

@@ -132,28 +132,16 @@ SIMT_INLINE void __threadfence() { simt_fence(); }
 SIMT_INLINE void __threadfence_system() { simt_fence(); }
 SIMT_INLINE void __trap() { simt_trap(); }
 
-// Loads with a cache hint are loads.
-template <class T>
-SIMT_INLINE T __ldg(const T* p) {
-    return *p;
-}
-template <class T>
-SIMT_INLINE T __ldca(const T* p) {
-    return *p;
-}
-template <class T>
-SIMT_INLINE T __ldcg(const T* p) {
-    return *p;
-}
-template <class T>
-SIMT_INLINE T __ldcs(const T* p) {
-    return *p;
-}
-template <class T>
-SIMT_INLINE void __stcg(T* p, T v) {
-    *p = v;
-}
-template <class T>
-SIMT_INLINE void __stcs(T* p, T v) {
-    *p = v;
-}
+// Loads and stores with a cache hint are loads and stores.
+#define SIMT_HINTED_LOAD(name) \
+    template <class T>         \
+    SIMT_INLINE T name(const T* p) { return *p; }
+#define SIMT_HINTED_STORE(name) \
+    template <class T>          \
+    SIMT_INLINE void name(T* p, T v) { *p = v; }
+SIMT_HINTED_LOAD(__ldg)
+SIMT_HINTED_LOAD(__ldca)
+SIMT_HINTED_LOAD(__ldcg)
+SIMT_HINTED_LOAD(__ldcs)
+SIMT_HINTED_STORE(__stcg)
+SIMT_HINTED_STORE(__stcs)

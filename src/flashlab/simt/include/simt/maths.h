@@ -14,58 +14,36 @@ SIMT_MIN_MAX(unsigned long)
 SIMT_MIN_MAX(long long)
 SIMT_MIN_MAX(unsigned long long)
 #undef SIMT_MIN_MAX
-SIMT_INLINE constexpr unsigned min(int a, unsigned b) { return min((unsigned)a, b); }
-SIMT_INLINE constexpr unsigned min(unsigned a, int b) { return min(a, (unsigned)b); }
-SIMT_INLINE constexpr unsigned max(int a, unsigned b) { return max((unsigned)a, b); }
-SIMT_INLINE constexpr unsigned max(unsigned a, int b) { return max(a, (unsigned)b); }
-SIMT_INLINE constexpr long min(int a, long b) { return min((long)a, b); }
-SIMT_INLINE constexpr long min(long a, int b) { return min(a, (long)b); }
-SIMT_INLINE constexpr long max(int a, long b) { return max((long)a, b); }
-SIMT_INLINE constexpr long max(long a, int b) { return max(a, (long)b); }
-SIMT_INLINE constexpr long long min(int a, long long b) { return min((long long)a, b); }
-SIMT_INLINE constexpr long long min(long long a, int b) { return min(a, (long long)b); }
-SIMT_INLINE constexpr long long max(int a, long long b) { return max((long long)a, b); }
-SIMT_INLINE constexpr long long max(long long a, int b) { return max(a, (long long)b); }
+#define SIMT_MIXED(constexpr_, T, A, B)                                  \
+    SIMT_INLINE constexpr_ T min(A a, B b) { return min((T)a, (T)b); } \
+    SIMT_INLINE constexpr_ T min(B a, A b) { return min((T)a, (T)b); } \
+    SIMT_INLINE constexpr_ T max(A a, B b) { return max((T)a, (T)b); } \
+    SIMT_INLINE constexpr_ T max(B a, A b) { return max((T)a, (T)b); }
+SIMT_MIXED(constexpr, unsigned, int, unsigned)
+SIMT_MIXED(constexpr, long, int, long)
+SIMT_MIXED(constexpr, long long, int, long long)
 SIMT_INLINE float min(float a, float b) { return __builtin_fminf(a, b); }
 SIMT_INLINE float max(float a, float b) { return __builtin_fmaxf(a, b); }
 SIMT_INLINE double min(double a, double b) { return __builtin_fmin(a, b); }
 SIMT_INLINE double max(double a, double b) { return __builtin_fmax(a, b); }
-SIMT_INLINE double min(float a, double b) { return min((double)a, b); }
-SIMT_INLINE double min(double a, float b) { return min(a, (double)b); }
-SIMT_INLINE double max(float a, double b) { return max((double)a, b); }
-SIMT_INLINE double max(double a, float b) { return max(a, (double)b); }
+SIMT_MIXED(, double, float, double)
+#undef SIMT_MIXED
 
 // ---- bits ---------------------------------------------------------------------------------------
-SIMT_INLINE int __float_as_int(float x) {
-    int r;
-    memcpy(&r, &x, 4);
-    return r;
-}
-SIMT_INLINE unsigned __float_as_uint(float x) {
-    unsigned r;
-    memcpy(&r, &x, 4);
-    return r;
-}
-SIMT_INLINE float __int_as_float(int x) {
-    float r;
-    memcpy(&r, &x, 4);
-    return r;
-}
-SIMT_INLINE float __uint_as_float(unsigned x) {
-    float r;
-    memcpy(&r, &x, 4);
-    return r;
-}
-SIMT_INLINE long long __double_as_longlong(double x) {
-    long long r;
-    memcpy(&r, &x, 8);
-    return r;
-}
-SIMT_INLINE double __longlong_as_double(long long x) {
-    double r;
-    memcpy(&r, &x, 8);
-    return r;
-}
+#define SIMT_BITS(to, name, from)                                           \
+    SIMT_INLINE to name(from x) {                                           \
+        static_assert(sizeof(to) == sizeof(from), "the same bits");         \
+        to r;                                                               \
+        memcpy(&r, &x, sizeof r);                                           \
+        return r;                                                           \
+    }
+SIMT_BITS(int, __float_as_int, float)
+SIMT_BITS(unsigned, __float_as_uint, float)
+SIMT_BITS(float, __int_as_float, int)
+SIMT_BITS(float, __uint_as_float, unsigned)
+SIMT_BITS(long long, __double_as_longlong, double)
+SIMT_BITS(double, __longlong_as_double, long long)
+#undef SIMT_BITS
 SIMT_INLINE int __popc(unsigned x) { return __builtin_popcount(x); }
 SIMT_INLINE int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
 SIMT_INLINE int __clz(int x) { return x ? __builtin_clz((unsigned)x) : 32; }
@@ -132,24 +110,15 @@ template <class T>
 SIMT_INLINE T simt_to_integer(double x, double low, double high) {
     return x != x ? T(0) : x <= low ? (T)low : x >= high ? (T)high : (T)x;
 }
-SIMT_INLINE int __float2int_rn(float x) {
-    return simt_to_integer<int>(__builtin_rint(x), -2147483648., 2147483647.);
-}
-SIMT_INLINE int __float2int_rz(float x) {
-    return simt_to_integer<int>(__builtin_trunc(x), -2147483648., 2147483647.);
-}
-SIMT_INLINE int __float2int_rd(float x) {
-    return simt_to_integer<int>(__builtin_floor(x), -2147483648., 2147483647.);
-}
-SIMT_INLINE int __float2int_ru(float x) {
-    return simt_to_integer<int>(__builtin_ceil(x), -2147483648., 2147483647.);
-}
-SIMT_INLINE unsigned __float2uint_rn(float x) {
-    return simt_to_integer<unsigned>(__builtin_rint(x), 0., 4294967295.);
-}
-SIMT_INLINE unsigned __float2uint_rz(float x) {
-    return simt_to_integer<unsigned>(__builtin_trunc(x), 0., 4294967295.);
-}
+#define SIMT_FLOAT_TO(T, name, rounded, low, high) \
+    SIMT_INLINE T name(float x) { return simt_to_integer<T>(rounded(x), low, high); }
+SIMT_FLOAT_TO(int, __float2int_rn, __builtin_rint, -2147483648., 2147483647.)
+SIMT_FLOAT_TO(int, __float2int_rz, __builtin_trunc, -2147483648., 2147483647.)
+SIMT_FLOAT_TO(int, __float2int_rd, __builtin_floor, -2147483648., 2147483647.)
+SIMT_FLOAT_TO(int, __float2int_ru, __builtin_ceil, -2147483648., 2147483647.)
+SIMT_FLOAT_TO(unsigned, __float2uint_rn, __builtin_rint, 0., 4294967295.)
+SIMT_FLOAT_TO(unsigned, __float2uint_rz, __builtin_trunc, 0., 4294967295.)
+#undef SIMT_FLOAT_TO
 SIMT_INLINE float __int2float_rn(int x) { return (float)x; }
 SIMT_INLINE float __uint2float_rn(unsigned x) { return (float)x; }
 SIMT_INLINE float __double2float_rn(double x) { return (float)x; }

@@ -1,130 +1,77 @@
 // Names that a reader may have made macros of (#define N 64, -DT=float) before a header of ours is read: within it they
 // are its own, up to names_end.h. Other names of a header that are no part of CUDA belong to it alone.
-#pragma push_macro("A")
+#define SIMT_NAMES(OF) \
+    OF("A") OF("B") OF("C") OF("D") OF("E") OF("F") OF("G") OF("H") OF("I") OF("J") OF("K") OF("L") \
+    OF("M") OF("N") OF("O") OF("P") OF("Q") OF("R") OF("S") OF("T") OF("U") OF("V") OF("W") OF("X") \
+    OF("Y") OF("Z") OF("a") OF("b") OF("c") OF("d") OF("e") OF("f") OF("g") OF("h") OF("i") OF("j") \
+    OF("k") OF("l") OF("m") OF("n") OF("o") OF("p") OF("q") OF("r") OF("s") OF("t") OF("u") OF("v") \
+    OF("w") OF("x") OF("y") OF("z") OF("min") OF("max") OF("BYTES") OF("PENDING") OF("TRANS_A") \
+    OF("TRANS_B") OF("TYPE") OF("Bits") OF("Closure") OF("H2") OF("V4") OF("V8")
+#define SIMT_PRAGMA(text) _Pragma(#text)
+#define SIMT_PUSH(name) SIMT_PRAGMA(push_macro(name))
+#define SIMT_POP(name) SIMT_PRAGMA(pop_macro(name))
+SIMT_NAMES(SIMT_PUSH)
 #undef A
-#pragma push_macro("B")
 #undef B
-#pragma push_macro("C")
 #undef C
-#pragma push_macro("D")
 #undef D
-#pragma push_macro("E")
 #undef E
-#pragma push_macro("F")
 #undef F
-#pragma push_macro("G")
 #undef G
-#pragma push_macro("H")
 #undef H
-#pragma push_macro("I")
 #undef I
-#pragma push_macro("J")
 #undef J
-#pragma push_macro("K")
 #undef K
-#pragma push_macro("L")
 #undef L
-#pragma push_macro("M")
 #undef M
-#pragma push_macro("N")
 #undef N
-#pragma push_macro("O")
 #undef O
-#pragma push_macro("P")
 #undef P
-#pragma push_macro("Q")
 #undef Q
-#pragma push_macro("R")
 #undef R
-#pragma push_macro("S")
 #undef S
-#pragma push_macro("T")
 #undef T
-#pragma push_macro("U")
 #undef U
-#pragma push_macro("V")
 #undef V
-#pragma push_macro("W")
 #undef W
-#pragma push_macro("X")
 #undef X
-#pragma push_macro("Y")
 #undef Y
-#pragma push_macro("Z")
 #undef Z
-#pragma push_macro("a")
 #undef a
-#pragma push_macro("b")
 #undef b
-#pragma push_macro("c")
 #undef c
-#pragma push_macro("d")
 #undef d
-#pragma push_macro("e")
 #undef e
-#pragma push_macro("f")
 #undef f
-#pragma push_macro("g")
 #undef g
-#pragma push_macro("h")
 #undef h
-#pragma push_macro("i")
 #undef i
-#pragma push_macro("j")
 #undef j
-#pragma push_macro("k")
 #undef k
-#pragma push_macro("l")
 #undef l
-#pragma push_macro("m")
 #undef m
-#pragma push_macro("n")
 #undef n
-#pragma push_macro("o")
 #undef o
-#pragma push_macro("p")
 #undef p
-#pragma push_macro("q")
 #undef q
-#pragma push_macro("r")
 #undef r
-#pragma push_macro("s")
 #undef s
-#pragma push_macro("t")
 #undef t
-#pragma push_macro("u")
 #undef u
-#pragma push_macro("v")
 #undef v
-#pragma push_macro("w")
 #undef w
-#pragma push_macro("x")
 #undef x
-#pragma push_macro("y")
 #undef y
-#pragma push_macro("z")
 #undef z
-#pragma push_macro("min")
 #undef min
-#pragma push_macro("max")
 #undef max
-#pragma push_macro("BYTES")
 #undef BYTES
-#pragma push_macro("PENDING")
 #undef PENDING
-#pragma push_macro("TRANS_A")
 #undef TRANS_A
-#pragma push_macro("TRANS_B")
 #undef TRANS_B
-#pragma push_macro("TYPE")
 #undef TYPE
-#pragma push_macro("Bits")
 #undef Bits
-#pragma push_macro("Closure")
 #undef Closure
-#pragma push_macro("H2")
 #undef H2
-#pragma push_macro("V4")
 #undef V4
-#pragma push_macro("V8")
 #undef V8

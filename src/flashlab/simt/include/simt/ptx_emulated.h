@@ -5,30 +5,19 @@
 #include <type_traits>
 
 // ---- ldmatrix, stmatrix -------------------------------------------------------------------------
-SIMT_INLINE void ldmatrix_x1(uint32_t (&r)[1], uint32_t address) { simt_ldmatrix(r, address, 1, 0); }
-SIMT_INLINE void ldmatrix_x2(uint32_t (&r)[2], uint32_t address) { simt_ldmatrix(r, address, 2, 0); }
-SIMT_INLINE void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) { simt_ldmatrix(r, address, 4, 0); }
-SIMT_INLINE void ldmatrix_x1_trans(uint32_t (&r)[1], uint32_t address) {
-    simt_ldmatrix(r, address, 1, SIMT_MATRIX_TRANS);
-}
-SIMT_INLINE void ldmatrix_x2_trans(uint32_t (&r)[2], uint32_t address) {
-    simt_ldmatrix(r, address, 2, SIMT_MATRIX_TRANS);
-}
-SIMT_INLINE void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address) {
-    simt_ldmatrix(r, address, 4, SIMT_MATRIX_TRANS);
-}
-SIMT_INLINE void stmatrix_x1(uint32_t address, const uint32_t (&r)[1]) { simt_stmatrix(address, r, 1, 0); }
-SIMT_INLINE void stmatrix_x2(uint32_t address, const uint32_t (&r)[2]) { simt_stmatrix(address, r, 2, 0); }
-SIMT_INLINE void stmatrix_x4(uint32_t address, const uint32_t (&r)[4]) { simt_stmatrix(address, r, 4, 0); }
-SIMT_INLINE void stmatrix_x1_trans(uint32_t address, const uint32_t (&r)[1]) {
-    simt_stmatrix(address, r, 1, SIMT_MATRIX_TRANS);
-}
-SIMT_INLINE void stmatrix_x2_trans(uint32_t address, const uint32_t (&r)[2]) {
-    simt_stmatrix(address, r, 2, SIMT_MATRIX_TRANS);
-}
-SIMT_INLINE void stmatrix_x4_trans(uint32_t address, const uint32_t (&r)[4]) {
-    simt_stmatrix(address, r, 4, SIMT_MATRIX_TRANS);
-}
+#define SIMT_MATRICES(n)                                                                                         \
+    SIMT_INLINE void ldmatrix_x##n(uint32_t (&r)[n], uint32_t address) { simt_ldmatrix(r, address, n, 0); }       \
+    SIMT_INLINE void ldmatrix_x##n##_trans(uint32_t (&r)[n], uint32_t address) {                                  \
+        simt_ldmatrix(r, address, n, SIMT_MATRIX_TRANS);                                                          \
+    }                                                                                                             \
+    SIMT_INLINE void stmatrix_x##n(uint32_t address, const uint32_t (&r)[n]) { simt_stmatrix(address, r, n, 0); } \
+    SIMT_INLINE void stmatrix_x##n##_trans(uint32_t address, const uint32_t (&r)[n]) {                            \
+        simt_stmatrix(address, r, n, SIMT_MATRIX_TRANS);                                                          \
+    }
+SIMT_MATRICES(1)
+SIMT_MATRICES(2)
+SIMT_MATRICES(4)
+#undef SIMT_MATRICES
 
 // ---- mma ----------------------------------------------------------------------------------------
 template <class T>
