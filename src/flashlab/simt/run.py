@@ -46,41 +46,22 @@ ERROR_NAMES = {
     716: "cudaErrorMisalignedAddress",
     719: "cudaErrorLaunchFailure",
 }
-_ERRORS = {
-    "launch-configuration": LaunchError,
-    "deadlock": DeadlockError,
-    "divergent": DeadlockError,
-    "lanes-missing": DeadlockError,
-    "mask-without-self": DeadlockError,
-    "barrier-arguments": DeadlockError,
-    "barrier-threads": DeadlockError,
-    "wgmma-block": DeadlockError,
-    "wgmma-form": DeadlockError,
-    "wgmma-warps": DeadlockError,
-    "registers-missing": DeadlockError,
-    "global-out-of-bounds": IllegalAccess,
-    "shared-out-of-bounds": IllegalAccess,
-    "misaligned": IllegalAccess,
-    "not-shared": IllegalAccess,
-    "bulk-misaligned": IllegalAccess,
-    "bulk-size": IllegalAccess,
-    "mbarrier-again": IllegalAccess,
-    "mbarrier-missing": IllegalAccess,
-    "reduce-type": IllegalAccess,
-    "store-corner": IllegalAccess,
-    "tensor-map": IllegalAccess,
-    "mbarrier-arrivals": DeadlockError,
-    "mbarrier-in-use": DeadlockError,
-    "mbarrier-bytes": DeadlockError,
-    "mbarrier-number": DeadlockError,
-    "stack-overflow": IllegalAccess,
-    "timeout": KernelTimeout,
-    "trap": KernelTrap,
-    "assert": KernelTrap,
-    "division-by-zero": KernelTrap,
-    "host-call": KernelTrap,
-    "launch-in-kernel": KernelTrap,
+# What is raised for which kinds of findings.
+_RAISED = {
+    LaunchError: "launch-configuration",
+    DeadlockError: (
+        "deadlock divergent lanes-missing mask-without-self barrier-arguments barrier-threads wgmma-block "
+        "wgmma-form wgmma-warps registers-missing mbarrier-arrivals mbarrier-in-use mbarrier-bytes "
+        "mbarrier-number"
+    ),
+    IllegalAccess: (
+        "global-out-of-bounds shared-out-of-bounds misaligned not-shared bulk-misaligned bulk-size "
+        "mbarrier-again mbarrier-missing reduce-type store-corner tensor-map stack-overflow"
+    ),
+    KernelTimeout: "timeout",
+    KernelTrap: "trap assert division-by-zero host-call launch-in-kernel",
 }
+_ERRORS = {kind: error for error, kinds in _RAISED.items() for kind in kinds.split()}
 
 
 class Module:

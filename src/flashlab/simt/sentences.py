@@ -20,32 +20,29 @@ FATAL = {
     "tensor-map", "timeout", "trap", "wgmma-block", "wgmma-form", "wgmma-warps",
 }  # fmt: skip
 
-_DOES = {
-    "load": "reads", "store": "writes", "ldmatrix": "reads with ldmatrix", "stmatrix": "writes with stmatrix",
-    "cp.async": "fills with cp.async", "atomic": "updates with an atomic", "access": "touches",
-    "wgmma": "reads with wgmma",
-    "tma_load": "fills with tma_load", "bulk_load": "fills with bulk_load", "tma_store": "reads with tma_store",
-    "bulk_store": "reads with bulk_store", "tma_reduce_add": "reads with tma_reduce_add",
-    "mbarrier_init": "initialises as an mbarrier",
+# What an operation does to shared memory, and did.
+_VERBS = {
+    "load": ("reads", "read"), "store": ("writes", "wrote"), "access": ("touches", "touched"),
+    "ldmatrix": ("reads with ldmatrix", "read with ldmatrix"), "wgmma": ("reads with wgmma", "read with wgmma"),
+    "stmatrix": ("writes with stmatrix", "wrote with stmatrix"),
+    "cp.async": ("fills with cp.async", "filled with cp.async"),
+    "tma_load": ("fills with tma_load", "filled with tma_load"),
+    "bulk_load": ("fills with bulk_load", "filled with bulk_load"),
+    "tma_store": ("reads with tma_store", "read with tma_store"),
+    "bulk_store": ("reads with bulk_store", "read with bulk_store"),
+    "tma_reduce_add": ("reads with tma_reduce_add", "read with tma_reduce_add"),
+    "atomic": ("updates with an atomic", "updated with an atomic"),
+    "mbarrier_init": ("initialises as an mbarrier", "initialised as an mbarrier"),
 }  # fmt: skip
-_DID = {
-    "load": "read", "store": "wrote", "ldmatrix": "read with ldmatrix", "stmatrix": "wrote with stmatrix",
-    "cp.async": "filled with cp.async", "atomic": "updated with an atomic", "tma_load": "filled with tma_load",
-    "bulk_load": "filled with bulk_load", "tma_store": "read with tma_store", "bulk_store": "read with bulk_store",
-    "tma_reduce_add": "read with tma_reduce_add", "wgmma": "read with wgmma",
-    "mbarrier_init": "initialised as an mbarrier",
-}  # fmt: skip
-
 # The same of global memory, where it is not the same.
-_GLOBAL = {
-    "cp.async": "reads with cp.async", "tma_load": "reads with tma_load", "bulk_load": "reads with bulk_load",
-    "tma_store": "writes with tma_store", "bulk_store": "writes with bulk_store",
-    "tma_reduce_add": "updates with tma_reduce_add", "volatile": "updates through a volatile",
-}  # fmt: skip
-_GLOBAL_DID = {
-    "cp.async": "read with cp.async", "tma_load": "read with tma_load", "bulk_load": "read with bulk_load",
-    "tma_store": "wrote with tma_store", "bulk_store": "wrote with bulk_store",
-    "tma_reduce_add": "updated with tma_reduce_add", "volatile": "updated through a volatile",
+_GLOBAL_VERBS = {
+    "cp.async": ("reads with cp.async", "read with cp.async"),
+    "tma_load": ("reads with tma_load", "read with tma_load"),
+    "bulk_load": ("reads with bulk_load", "read with bulk_load"),
+    "tma_store": ("writes with tma_store", "wrote with tma_store"),
+    "bulk_store": ("writes with bulk_store", "wrote with bulk_store"),
+    "tma_reduce_add": ("updates with tma_reduce_add", "updated with tma_reduce_add"),
+    "volatile": ("updates through a volatile", "updated through a volatile"),
 }  # fmt: skip
 _WRITES = ("store", "stmatrix", "cp.async", "tma_load", "bulk_load")
 _BULK_LOADS = ("tma_load", "bulk_load")
@@ -105,6 +102,45 @@ class Facts:
     argument: Callable[[int], tuple[str, int, tuple[int, ...], int]]
     line: Callable[[int], str]
 
+    @property
+    def does(self) -> str:
+        return _VERBS[self.how][0]
+
+    @property
+    def did(self) -> str:
+        return _VERBS[self.words][1]
+
+    @property
+    def does_globally(self) -> str:
+        return (_GLOBAL_VERBS.get(self.how) or _VERBS[self.how])[0]
+
+    @property
+    def did_globally(self) -> str:
+        return (_GLOBAL_VERBS.get(self.words) or _VERBS[self.words])[1]
+
+    @property
+    def bytes(self) -> str:
+        """The bytes of shared memory that the first two numbers say."""
+        return self.shared(self.v[0], self.v[1])
+
+    @property
+    def place(self) -> str:
+        """What lies at an offset in an argument, or in the module's variables: the first and third number."""
+        number, _, offset = self.v
+        if number < 0:
+            return self.variable(offset)
+        name, _, shape, item = self.argument(number)
+        return f"element {offset // item} of {name}" if shape else name
+
+    @property
+    def array(self) -> str:
+        """The argument that the first number says."""
+        return self.argument(self.v[0])[0]
+
+    @property
+    def mbarrier(self) -> str:
+        return f"the mbarrier{self.there.replace(' in', ' of')} ({self.shared(self.v[2], 8)})"
+
 
 def _count(n: int, noun: str) -> str:
     return f"{n} {noun}{'' if n == 1 else 's'}"
@@ -129,22 +165,12 @@ def _race(f: Facts) -> str:
     same = ". Both store the same value, so that it may do no harm" if f.warning else ""
     if f.how in _WRITES and f.words in _WRITES and not f.warning:
         same = ". Both write there: has each thread a place of its own?"
-    return (
-        f"{f.who} {_DOES[f.how]}{f.here} shared memory that {f.whom} {_DID[f.words]}{f.there}, with no barrier between"
-        f"{same}"
-    )
-
-
-def _lanes_disagree(f: Facts) -> str:
-    return (
-        f"{f.who} and {f.whom} of one warp store different values{f.here} to the same place, with one instruction: "
-        "one of them is kept, and CUDA does not say which"
-    )
+    return f"{f.who} {f.does}{f.here} shared memory that {f.whom} {f.did}{f.there}, with no barrier between{same}"
 
 
 def _elsewhere(f: Facts) -> str:
     """What else it may be, where a wgmma reads these bytes."""
-    return f". Or does a descriptor of that wgmma lead out of its tile, to {f.shared(f.v[0], f.v[1])}?"
+    return f". Or does a descriptor of that wgmma lead out of its tile, to {f.bytes}?"
 
 
 def _still_filled(f: Facts) -> str:
@@ -152,17 +178,17 @@ def _still_filled(f: Facts) -> str:
     if f.words in _BULK_LOADS:
         elsewhere = _elsewhere(f) if f.how == "wgmma" else ""
         return (
-            f"{f.who} {_DOES[f.how]}{f.here} shared memory that {copy} fills, without having waited for the phase of "
+            f"{f.who} {f.does}{f.here} shared memory that {copy} fills, without having waited for the phase of "
             f"its mbarrier that the copy counts in{elsewhere}"
         )
-    return f"{f.who} {_DOES[f.how]}{f.here} shared memory that {copy} is still filling"
+    return f"{f.who} {f.does}{f.here} shared memory that {copy} is still filling"
 
 
 def _in_flight(f: Facts) -> str:
     """What a store of the async proxy writes to global memory is touched too early."""
     store = f.words.removeprefix("in flight ")
     return (
-        f"{f.who} {_does_globally(f.how)}{f.here} {_place(f)}, where a {store} of {f.whom}{f.there} may still be going "
+        f"{f.who} {f.does_globally}{f.here} {f.place}, where a {store} of {f.whom}{f.there} may still be going "
         "to write: only bulk_wait of its group says that it has written, bulk_wait<0> for all groups (bulk_wait_read "
         "says that shared memory has been read)"
     )
@@ -176,11 +202,11 @@ def _read_before_wait(f: Facts) -> str:
         wait = f"({wait})" if f.how in _BULK_LOADS else f"({wait}"
         if f.words == "wgmma":
             return (
-                f"{f.who} {_DOES[f.how]}{f.here} shared memory that the wgmma{f.there} (warpgroup of {f.whom}) has "
+                f"{f.who} {f.does}{f.here} shared memory that the wgmma{f.there} (warpgroup of {f.whom}) has "
                 f"read already: wait for the copies {wait}{_elsewhere(f)}"
             )
         return (
-            f"{f.who} {_DOES[f.how]}{f.here} shared memory that {f.whom} has {_DID[f.words]}{f.there} already: "
+            f"{f.who} {f.does}{f.here} shared memory that {f.whom} has {f.did}{f.there} already: "
             f"wait for the copies {wait}"
         )
     if f.words in _BULK_LOADS:
@@ -196,7 +222,7 @@ def _stage_overwritten(f: Facts) -> str:
         return _wgmma_overwritten(f)
     if f.words in ASYNC_READS:
         return (
-            f"{f.who} {_DOES[f.how]}{f.here} shared memory that a {f.words} of {f.whom}{f.there} may still be reading: "
+            f"{f.who} {f.does}{f.here} shared memory that a {f.words} of {f.whom}{f.there} may still be reading: "
             f"only after {ASYNC_READS[f.words]} is it free again"
         )
     if f.words in _BULK_LOADS:
@@ -207,21 +233,17 @@ def _stage_overwritten(f: Facts) -> str:
             "(cp_async_commit, cp_async_wait), or does the second come too early, or go to the wrong place?"
         )
     return (
-        f"{f.who} overwrites with {f.how}{f.here} shared memory that {f.whom} {_DID[f.words]}{f.there}, "
+        f"{f.who} overwrites with {f.how}{f.here} shared memory that {f.whom} {f.did}{f.there}, "
         "with no barrier between: the stage is still in use"
     )
-
-
-def _uninitialised_shared(f: Facts) -> str:
-    return f"{f.who} {_DOES[f.how]}{f.here} shared memory that nobody has written: {f.shared(f.v[0], f.v[1])}"
 
 
 def _shared_out_of_bounds(f: Facts) -> str:
     offset, size, limit = f.v
     if offset < 0:
-        return f"{f.who} {_DOES[f.how]}{f.here} shared memory: {f.beyond(offset, size)}"
+        return f"{f.who} {f.does}{f.here} shared memory: {f.beyond(offset, size)}"
     return (
-        f"{f.who} {_DOES[f.how]}{f.here} bytes {offset} to {offset + size - 1} of dynamic shared memory; "
+        f"{f.who} {f.does}{f.here} bytes {offset} to {offset + size - 1} of dynamic shared memory; "
         f"the launch asked for {limit}"
     )
 
@@ -231,17 +253,9 @@ def _index_out_of_bounds(f: Facts) -> str:
     return f"{f.who} uses{f.here} index {f.v[0]} of an array of type {array}"
 
 
-def _not_shared(f: Facts) -> str:
-    return f"{f.who} takes{f.here} the shared-memory address of a pointer that does not point there"
-
-
 # ---- global memory ---------------------------------------------------------------------------------
-def _does_globally(how: str) -> str:
-    return _GLOBAL.get(how) or _DOES[how]
-
-
 def _global_out_of_bounds(f: Facts) -> str:
-    does = f"{f.who} {_does_globally(f.how)}{f.here}"
+    does = f"{f.who} {f.does_globally}{f.here}"
     if f.words == "null":
         return f"{does} through a null pointer, or nearly one"
     if f.words == "wild-or-misaligned":
@@ -260,15 +274,6 @@ def _global_out_of_bounds(f: Facts) -> str:
     return f"{does} element {offset // item} of {array}, {_count(offset + number - size, 'byte')} past its end"
 
 
-def _place(f: Facts) -> str:
-    """What lies at an offset in an argument, or in the module's variables: the facts' first and third number."""
-    number, _, offset = f.v
-    if number < 0:
-        return f.variable(offset)
-    name, _, shape, item = f.argument(number)
-    return f"element {offset // item} of {name}" if shape else name
-
-
 def _global_race(f: Facts) -> str:
     if f.words.startswith("in flight"):
         return _in_flight(f)
@@ -284,21 +289,9 @@ def _global_race(f: Facts) -> str:
         between = "with no barrier between"
     same = " Both store the same value, so that it may do no harm" if f.warning else ""
     joint = ", " if between == "with no barrier between" else ": "
-    did = _GLOBAL_DID.get(f.words) or _DID.get(f.words, f.words)
-    does = _does_globally(f.how)
-    return f"{f.who} {does}{f.here} {_place(f)}, which {f.whom} {did}{f.there}{joint}{between}{same}"
-
-
-def _acquire_missing(f: Facts) -> str:
     return (
-        f"{f.who} {_does_globally(f.how)}{f.here} {_place(f)}, which {f.whom} "
-        f"{_GLOBAL_DID.get(f.words) or _DID[f.words]}{f.there} and published: the flag or count was looked at, but no "
-        "__threadfence() stands behind that look (acquire), so an old value may be read"
+        f"{f.who} {f.does_globally}{f.here} {f.place}, which {f.whom} {f.did_globally}{f.there}{joint}{between}{same}"
     )
-
-
-def _uninitialised_global(f: Facts) -> str:
-    return f"{f.who} {_does_globally(f.how)}{f.here} {_place(f)}, which nobody has written"
 
 
 def _uninitialised_local(f: Facts) -> str:
@@ -314,10 +307,6 @@ def _uninitialised_local(f: Facts) -> str:
     return f"{f.who} {does}{f.here} a value that was never set"
 
 
-def _read_only(f: Facts) -> str:
-    return f"{f.who} {_does_globally(f.how)}{f.here} {f.argument(f.v[0])[0]}, which the entry declares const"
-
-
 def _unaligned_array(f: Facts, address: int, multiple: int) -> str:
     """Where an array of shared memory is not declared with the alignment that it needs."""
     array, align = f.declared(address)
@@ -329,7 +318,7 @@ def _unaligned_array(f: Facts, address: int, multiple: int) -> str:
 def _misaligned(f: Facts) -> str:
     where = "shared" if f.words == "shared" or f.how in ("ldmatrix", "stmatrix") else "global"
     return (
-        f"{f.who} {_DOES[f.how]}{f.here} {f.v[1]} bytes of {where} memory at an address that is no multiple of {f.v[1]}"
+        f"{f.who} {f.does}{f.here} {f.v[1]} bytes of {where} memory at an address that is no multiple of {f.v[1]}"
         + (_unaligned_array(f, f.v[0], f.v[1]) if where == "shared" else "")
     )
 
@@ -346,10 +335,6 @@ def _never_waited(f: Facts) -> str:
         return f"{f.who} ends while its {f.how}{f.here} may still be reading shared memory: {missing}"
     missing = "committed" if f.v[0] else "waited for"
     return f"{f.who} ends while its cp.async{f.here} is in flight: its group was never {missing}"
-
-
-def _copy_size(f: Facts) -> str:
-    return f"{f.who} asks cp.async{f.here} for {f.v[0]} source bytes of {f.v[1]}"
 
 
 # ---- warpgroups ------------------------------------------------------------------------------------
@@ -374,7 +359,7 @@ def _wgmma_registers(f: Facts) -> str:
 
 
 def _wgmma_overwritten(f: Facts) -> str:
-    does = f"{f.who} {_DOES[f.how]}{f.here} shared memory that the wgmma{f.there} (warpgroup of {f.whom})"
+    does = f"{f.who} {f.does}{f.here} shared memory that the wgmma{f.there} (warpgroup of {f.whom})"
     if f.v[2]:
         return (
             f"{does} may still be reading: nothing between says that it has ended. A barrier does, at which a thread "
@@ -405,13 +390,6 @@ def _wgmma_form(f: Facts) -> str:
     )
 
 
-def _wgmma_differs(f: Facts) -> str:
-    return (
-        f"{f.who} issues wgmma{f.here} with another {f.words} than {f.whom} of its warpgroup{f.there}: it has to be "
-        "the same in all 128 threads"
-    )
-
-
 def _wgmma_warps(f: Facts) -> str:
     mask, first, _ = f.v
     group = f"the four warps {first} to {first + 3}"
@@ -419,14 +397,6 @@ def _wgmma_warps(f: Facts) -> str:
     return (
         f"{f.who} issues wgmma{f.here}, which needs {group}, but only {_warps(mask, first)} of them "
         f"{'have' if mask & (mask - 1) else 'has'} come to it{told}"
-    )
-
-
-def _wgmma_block(f: Facts) -> str:
-    here, first, threads = f.v
-    return (
-        f"{f.who} issues wgmma{f.here} in a block of {threads} threads: it needs a warpgroup of 128, and from warp "
-        f"{first} on there are {here}"
     )
 
 
@@ -458,23 +428,12 @@ def _proxy_fence(f: Facts) -> str:
     what = "wgmma" if f.how == "wgmma" else "a copy"
     if f.words.startswith("global "):
         return (
-            f"{f.who} {_does_globally(f.how)}{f.here} {_place(f)}, which {f.whom} {_DID[f.words[7:]]}{f.there}, "
+            f"{f.who} {f.does_globally}{f.here} {f.place}, which {f.whom} {_VERBS[f.words[7:]][1]}{f.there}, "
             f"with no fence_proxy_async_global between: {what} need not see what stores have written, nor come after it"
         )
     return (
-        f"{f.who} {_DOES[f.how]}{f.here} shared memory that {f.whom} {_DID[f.words]}{f.there}, with no "
+        f"{f.who} {f.does}{f.here} shared memory that {f.whom} {f.did}{f.there}, with no "
         f"fence_proxy_async between: {what} need not see what stores have written, nor come after it"
-    )
-
-
-def _mbarrier(f: Facts) -> str:
-    return f"the mbarrier{f.there.replace(' in', ' of')} ({f.shared(f.v[2], 8)})"
-
-
-def _mbarrier_bytes(f: Facts) -> str:
-    return (
-        f"{f.who} comes to {f.how}{f.here}, and then the copies bring {f.v[1]} bytes to a phase of {_mbarrier(f)} that "
-        f"has all its arrivals and expects {f.v[0]}"
     )
 
 
@@ -482,12 +441,12 @@ def _mbarrier_arrivals(f: Facts) -> str:
     if f.v[1] < 0:
         return (
             f"{f.who} comes to {f.how}{f.here} with its warp, of which {_count(f.v[0], 'thread')} "
-            f"{'has' if f.v[0] == 1 else 'have'} ended a phase of {_mbarrier(f)} by the same instruction: it counts "
+            f"{'has' if f.v[0] == 1 else 'have'} ended a phase of {f.mbarrier} by the same instruction: it counts "
             f"{_count(f.v[0], 'arrival')}, and every thread that comes is one. Is one thread alone meant to arrive?"
         )
     arrivals = "its one arrival" if f.v[0] == 1 else f"all its {f.v[0]} arrivals"
     return (
-        f"{f.who} comes to {f.how}{f.here}, where the phase of {_mbarrier(f)} that is under way has {arrivals} already "
+        f"{f.who} comes to {f.how}{f.here}, where the phase of {f.mbarrier} that is under way has {arrivals} already "
         f"and waits for {f.v[1]} bytes of copies: one arrival too many, or too early"
     )
 
@@ -576,13 +535,6 @@ def _phase_wait(f: Facts, row: list[str]) -> str:
     return f"{who}{f.line(at)} for {what}: phase {phase} is under way, " + " and ".join(lacks)
 
 
-def _exited_threads(f: Facts) -> str:
-    return (
-        f"{f.who} waits in {f.how}{f.here} for a block of which only {f.v[0]} of {f.v[1]} threads are left: {f.whom} "
-        "has returned before the barrier"
-    )
-
-
 def _lanes_missing(f: Facts) -> str:
     reason = f"the warp has only {f.v[1]} threads" if f.v[1] < 32 else "the others have exited"
     return f"{f.who} executes {f.how}{f.here} with lanes {lanes(f.v[0])} only, but it needs all 32: {reason}"
@@ -593,27 +545,7 @@ def _exited_lanes(f: Facts) -> str:
     return f"{f.who} calls {f.how}{f.here} with a mask that {gone}"
 
 
-def _mask_without_self(f: Facts) -> str:
-    mask = f"{f.v[0]:#010x}"
-    return f"{f.who} calls {f.how}{f.here} with the mask {mask}, in which its own lane, {f.v[1]}, is missing"
-
-
-def _shuffle_lane(f: Facts) -> str:
-    return (
-        f"{f.who} asks{f.here} for the value of lane {f.v[0]}, which does not take part in the shuffle "
-        f"(mask {f.v[1] & 0xFFFFFFFF:#010x})"
-    )
-
-
-def _barrier_arguments(f: Facts) -> str:
-    return f"{f.who} uses barrier {f.v[0]}{f.here} for {f.v[1]} threads: the id is 0 to 15, the number a multiple of 32"
-
-
 # ---- the end of a thread, and of a launch ----------------------------------------------------------
-def _stack_overflow(f: Facts) -> str:
-    return f"{f.who} uses{f.here} more than {f.v[0] // 1024} KB of local memory: deep recursion, or large arrays"
-
-
 def _unfinished(f: Facts) -> str:
     return f"{f.kernel} had run {f.v[0]} of its {_count(f.v[1], 'block')}"
 
@@ -625,7 +557,7 @@ def _timeout(f: Facts) -> str:
     if not f.words:
         return f"{running}: a loop that does not end, or too much work"
     word, _, never = f.words.partition(" ")
-    waits = f"{running}: it waits for {_place(f)}, which stays {f.v[1]}"
+    waits = f"{running}: it waits for {f.place}, which stays {f.v[1]}"
     if never:
         return f"{waits}, and which nobody has stored"
     last = "update it with an atomic" if f.how == "atomic" else "store it"
@@ -645,10 +577,6 @@ def _host_call(f: Facts) -> str:
     return f"{f.who} calls {f.words}{f.here}, which is not emulated in a kernel: {instead}"
 
 
-def _launch_configuration(f: Facts) -> str:
-    return f"the launch of {f.kernel} was refused: " + _CONFIGURATION[f.words].format(*f.v)
-
-
 def _wrong_stream(f: Facts) -> str:
     what, argument = (f.words, "last") if f.words else (f"the launch of {f.kernel}", "fourth launch")
     return (
@@ -657,93 +585,116 @@ def _wrong_stream(f: Facts) -> str:
     )
 
 
-_SENTENCES = {
+# By kind: a template of the facts `f`, or a function of them.
+_SENTENCES: dict[str, str | Callable[[Facts], str]] = {
     "race": _race,
-    "lanes-disagree": _lanes_disagree,
+    "lanes-disagree": (
+        "{f.who} and {f.whom} of one warp store different values{f.here} to the same place, with one instruction: one "
+        "of them is kept, and CUDA does not say which"
+    ),
     "global-race": _global_race,
-    "acquire-missing": _acquire_missing,
-    "uninitialised-global": _uninitialised_global,
+    "acquire-missing": (
+        "{f.who} {f.does_globally}{f.here} {f.place}, which {f.whom} {f.did_globally}{f.there} and published: the flag "
+        "or count was looked at, but no __threadfence() stands behind that look (acquire), so an old value may be read"
+    ),
+    "uninitialised-global": "{f.who} {f.does_globally}{f.here} {f.place}, which nobody has written",
     "uninitialised-local": _uninitialised_local,
-    "exited-threads": _exited_threads,
+    "exited-threads": (
+        "{f.who} waits in {f.how}{f.here} for a block of which only {f.v[0]} of {f.v[1]} threads are left: {f.whom} "
+        "has returned before the barrier"
+    ),
     "read-before-wait": _read_before_wait,
     "stage-overwritten": _stage_overwritten,
-    "uninitialised-shared": _uninitialised_shared,
+    "uninitialised-shared": "{f.who} {f.does}{f.here} shared memory that nobody has written: {f.bytes}",
     "shared-out-of-bounds": _shared_out_of_bounds,
     "index-out-of-bounds": _index_out_of_bounds,
-    "not-shared": _not_shared,
+    "not-shared": "{f.who} takes{f.here} the shared-memory address of a pointer that does not point there",
     "global-out-of-bounds": _global_out_of_bounds,
-    "read-only": _read_only,
+    "read-only": "{f.who} {f.does_globally}{f.here} {f.array}, which the entry declares const",
     "misaligned": _misaligned,
     "never-waited": _never_waited,
-    "copy-size": _copy_size,
+    "copy-size": "{f.who} asks cp.async{f.here} for {f.v[0]} source bytes of {f.v[1]}",
     "divergent": _divergent,
     "deadlock": _deadlock,
     "lanes-missing": _lanes_missing,
     "exited-lanes": _exited_lanes,
-    "mask-without-self": _mask_without_self,
-    "shuffle-lane": _shuffle_lane,
-    "barrier-arguments": _barrier_arguments,
-    "barrier-threads": lambda f: (
-        f"{f.who} comes to barrier {f.v[0]}{f.here} as one of {f.v[1]} threads, and {f.whom} came to it{f.there} as "
-        f"one of {f.v[2]}: who meet at a barrier have to say the same number"
+    "mask-without-self": (
+        "{f.who} calls {f.how}{f.here} with the mask {f.v[0]:#010x}, in which its own lane, {f.v[1]}, is missing"
+    ),
+    "shuffle-lane": (
+        "{f.who} asks{f.here} for the value of lane {f.v[0]}, which does not take part in the shuffle (mask "
+        "{f.v[1]:#010x})"
+    ),
+    "barrier-arguments": (
+        "{f.who} uses barrier {f.v[0]}{f.here} for {f.v[1]} threads: the id is 0 to 15, the number a multiple of 32"
+    ),
+    "barrier-threads": (
+        "{f.who} comes to barrier {f.v[0]}{f.here} as one of {f.v[1]} threads, and {f.whom} came to it{f.there} as one "
+        "of {f.v[2]}: who meet at a barrier have to say the same number"
     ),
     "wgmma-registers": _wgmma_registers,
     "wgmma-fence": _wgmma_fence,
-    "wgmma-differs": _wgmma_differs,
+    "wgmma-differs": (
+        "{f.who} issues wgmma{f.here} with another {f.words} than {f.whom} of its warpgroup{f.there}: it has to be the "
+        "same in all 128 threads"
+    ),
     "wgmma-form": _wgmma_form,
     "wgmma-warps": _wgmma_warps,
-    "wgmma-block": _wgmma_block,
+    "wgmma-block": (
+        "{f.who} issues wgmma{f.here} in a block of {f.v[2]} threads: it needs a warpgroup of 128, and from warp "
+        "{f.v[1]} on there are {f.v[0]}"
+    ),
     "registers-direction": _registers_direction,
     "registers-missing": _registers_missing,
     "registers-warps": _registers_warps,
     "proxy-fence": _proxy_fence,
-    "mbarrier-missing": lambda f: (
-        f"{f.who} comes to {f.how}{f.here}, and there is no mbarrier at that place: {f.shared(f.v[0], 8)}"
+    "mbarrier-missing": "{f.who} comes to {f.how}{f.here}, and there is no mbarrier at that place: {f.bytes}",
+    "mbarrier-again": (
+        "{f.who} comes to mbarrier_init{f.here} where {f.mbarrier} is: what is there already ends with mbarrier_inval "
+        "first"
     ),
-    "mbarrier-again": lambda f: (
-        f"{f.who} comes to mbarrier_init{f.here} where {_mbarrier(f)} is: what is there already ends with "
-        "mbarrier_inval first"
-    ),
-    "mbarrier-too-early": lambda f: (
-        f"{f.who} comes to {f.how}{f.here} for {_mbarrier(f)}, with no barrier since {f.whom} made it: it need not be "
+    "mbarrier-too-early": (
+        "{f.who} comes to {f.how}{f.here} for {f.mbarrier}, with no barrier since {f.whom} made it: it need not be "
         "there yet"
     ),
-    "mbarrier-fence": lambda f: (
-        f"{f.who} issues a {f.how}{f.here} that counts at {_mbarrier(f)}, with no fence_mbarrier_init since {f.whom} "
-        "made it: the copy need not find it"
+    "mbarrier-fence": (
+        "{f.who} issues a {f.how}{f.here} that counts at {f.mbarrier}, with no fence_mbarrier_init since {f.whom} made "
+        "it: the copy need not find it"
     ),
-    "mbarrier-touched": lambda f: (
-        f"{f.who} {_DOES[f.how]}{f.here} shared memory that is an mbarrier, made by {f.whom}{f.there}: "
-        f"{f.shared(f.v[0], f.v[1])}"
+    "mbarrier-touched": (
+        "{f.who} {f.does}{f.here} shared memory that is an mbarrier, made by {f.whom}{f.there}: {f.bytes}"
     ),
     "mbarrier-arrivals": _mbarrier_arrivals,
-    "mbarrier-bytes": _mbarrier_bytes,
+    "mbarrier-bytes": (
+        "{f.who} comes to {f.how}{f.here}, and then the copies bring {f.v[1]} bytes to a phase of {f.mbarrier} that "
+        "has all its arrivals and expects {f.v[0]}"
+    ),
     "mbarrier-number": lambda f: f"{f.who} comes to {f.how}{f.here}{_NUMBERS[f.words].format(*f.v)}",
     "mbarrier-in-use": lambda f: (
-        f"{f.who} comes to mbarrier_inval{f.here} for {_mbarrier(f)}, while "
+        f"{f.who} comes to mbarrier_inval{f.here} for {f.mbarrier}, while "
         + (
             "a copy that counts at it is on its way"
             if f.v[0]
             else f"{_count(f.v[1], 'thread')} waited there: they never go on"
         )
     ),
-    "bulk-size": lambda f: (
-        f"{f.who} asks {f.how}{f.here} for {f.v[0]} bytes; a block has at most {f.v[1]} of shared memory"
-    ),
+    "bulk-size": "{f.who} asks {f.how}{f.here} for {f.v[0]} bytes; a block has at most {f.v[1]} of shared memory",
     "bulk-misaligned": _bulk_misaligned,
     "tensor-map": _tensor_map,
-    "store-corner": lambda f: (
-        f"{f.who} gives {f.how}{f.here} the coordinate {f.v[0]} in dimension {f.v[1]}: only a load may begin before "
-        "the tensor, a store may not"
+    "store-corner": (
+        "{f.who} gives {f.how}{f.here} the coordinate {f.v[0]} in dimension {f.v[1]}: only a load may begin before the "
+        "tensor, a store may not"
     ),
-    "reduce-type": lambda f: (
-        f"{f.who} calls tma_reduce_add{f.here} with a tensor map of a type that it cannot add: it adds 32-bit "
-        "integers, UINT64, FLOAT16, BFLOAT16 and FLOAT32"
+    "reduce-type": (
+        "{f.who} calls tma_reduce_add{f.here} with a tensor map of a type that it cannot add: it adds 32-bit integers, "
+        "UINT64, FLOAT16, BFLOAT16 and FLOAT32"
     ),
-    "assert": lambda f: f"{f.who} fails the assertion `{f.words}`{f.here}",
-    "trap": lambda f: f"{f.who} stops{f.here}: __trap(), or code that must not be reached",
-    "division-by-zero": lambda f: f"{f.who} divides an integer by zero{f.here}",
-    "stack-overflow": _stack_overflow,
+    "assert": "{f.who} fails the assertion `{f.words}`{f.here}",
+    "trap": "{f.who} stops{f.here}: __trap(), or code that must not be reached",
+    "division-by-zero": "{f.who} divides an integer by zero{f.here}",
+    "stack-overflow": lambda f: (
+        f"{f.who} uses{f.here} more than {f.v[0] // 1024} KB of local memory: deep recursion, or large arrays"
+    ),
     "timeout": _timeout,
     "interrupted": lambda f: (
         f"{_unfinished(f)} when it was interrupted"
@@ -751,10 +702,10 @@ _SENTENCES = {
         else f"{f.who} was running{f.here} when it was interrupted"
     ),
     "host-call": _host_call,
-    "launch-in-kernel": lambda f: (
-        f"{f.who} launches {f.words}{f.here}: a kernel that launches another is not emulated: launch it on the host"
+    "launch-in-kernel": (
+        "{f.who} launches {f.words}{f.here}: a kernel that launches another is not emulated: launch it on the host"
     ),
-    "launch-configuration": _launch_configuration,
+    "launch-configuration": lambda f: f"the launch of {f.kernel} was refused: " + _CONFIGURATION[f.words].format(*f.v),
     "wrong-stream": _wrong_stream,
 }
 KINDS = tuple(_SENTENCES)
@@ -762,7 +713,8 @@ KINDS = tuple(_SENTENCES)
 
 def sentence(kind: str, facts: Facts) -> str:
     """One sentence: who did what, where, and against whom."""
-    return _SENTENCES[kind](facts)
+    made = _SENTENCES[kind]
+    return made.format(f=facts) if isinstance(made, str) else made(facts)
 
 
 # ---- the host part ---------------------------------------------------------------------------------
