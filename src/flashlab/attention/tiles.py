@@ -63,43 +63,29 @@ def chip_class(capability: tuple[int, int] | None) -> str:
     return "hopper" if capability[0] in (9, 10) else "consumer"
 
 
-def _choices(*rows: tuple[int, tuple[int, int, int, int]], source: str = "compiled") -> tuple[Choice, ...]:
-    return tuple(Choice(head_dim, Tile(*tile), source) for head_dim, tile in rows)
+def _choices(*rows: tuple[int, tuple[int, int, int, int]]) -> tuple[Choice, ...]:
+    return tuple(Choice(head_dim, Tile(*tile), "compiled") for head_dim, tile in rows)
 
 
-# Three products of split operands need many registers: small tiles.
-_FLOAT32 = _choices((64, (32, 32, 4, 2)), (128, (32, 32, 8, 2)), (256, (32, 16, 8, 2)))
-_FLOAT32_DKDV = _choices((64, (32, 32, 4, 2)), (128, (16, 32, 8, 1)), (256, (16, 16, 8, 1)))
-_FLOAT32_DQ = _choices((64, (32, 32, 4, 2)), (128, (16, 32, 4, 2)), (256, (16, 16, 8, 2)))
-
-# By kernel, class of chips, and whether the dtype is float32.
-_TABLE: dict[tuple[str, str, bool], tuple[Choice, ...]] = {
-    ("forward", "hopper", False): _choices((64, (128, 64, 4, 3)), (128, (128, 64, 8, 3)), (256, (128, 64, 8, 2))),
-    ("forward", "ampere", False): _choices((64, (128, 64, 4, 3)), (128, (128, 64, 8, 2)), (256, (64, 64, 8, 2))),
-    ("forward", "consumer", False): _choices((64, (128, 64, 4, 3)), (128, (128, 64, 8, 2)), (256, (64, 32, 8, 2))),
-    ("forward", "interpreter", False): _choices((256, (64, 64, 4, 1))),
-    ("forward", "hopper", True): _FLOAT32,
-    ("forward", "ampere", True): _FLOAT32,
-    ("forward", "consumer", True): _FLOAT32,
-    ("forward", "interpreter", True): _choices((256, (64, 64, 4, 1))),
-    # dkdv keeps BLOCK_N keys and walks over BLOCK_M queries at a time, dq the other way round.
-    ("dkdv", "hopper", False): _choices((128, (64, 128, 8, 3)), (256, (64, 32, 8, 2))),
-    ("dkdv", "ampere", False): _choices((64, (32, 128, 8, 2)), (128, (64, 64, 8, 2)), (256, (32, 32, 8, 1))),
-    ("dkdv", "consumer", False): _choices((64, (32, 128, 8, 2)), (128, (32, 64, 8, 2)), (256, (32, 32, 8, 1))),
-    ("dkdv", "hopper", True): _FLOAT32_DKDV,
-    ("dkdv", "ampere", True): _FLOAT32_DKDV,
-    ("dkdv", "consumer", True): _FLOAT32_DKDV,
-    ("dq", "hopper", False): _choices((128, (128, 64, 8, 3)), (256, (128, 32, 8, 2))),
-    ("dq", "ampere", False): _choices((64, (128, 32, 8, 2)), (128, (64, 64, 8, 2)), (256, (32, 32, 8, 1))),
-    ("dq", "consumer", False): _choices((64, (128, 32, 8, 2)), (128, (64, 32, 8, 2)), (256, (32, 32, 8, 1))),
-    ("dq", "hopper", True): _FLOAT32_DQ,
-    ("dq", "ampere", True): _FLOAT32_DQ,
-    ("dq", "consumer", True): _FLOAT32_DQ,
-    ("dkdv", "interpreter", False): _choices((256, (64, 64, 4, 1))),
-    ("dkdv", "interpreter", True): _choices((256, (64, 64, 4, 1))),
-    ("dq", "interpreter", False): _choices((256, (64, 64, 4, 1))),
-    ("dq", "interpreter", True): _choices((256, (64, 64, 4, 1))),
+# By kernel and class of chips. dkdv keeps BLOCK_N keys and walks over BLOCK_M queries at a time, dq the other way.
+_TABLE: dict[tuple[str, str], tuple[Choice, ...]] = {
+    ("forward", "hopper"): _choices((64, (128, 64, 4, 3)), (128, (128, 64, 8, 3)), (256, (128, 64, 8, 2))),
+    ("forward", "ampere"): _choices((64, (128, 64, 4, 3)), (128, (128, 64, 8, 2)), (256, (64, 64, 8, 2))),
+    ("forward", "consumer"): _choices((64, (128, 64, 4, 3)), (128, (128, 64, 8, 2)), (256, (64, 32, 8, 2))),
+    ("dkdv", "hopper"): _choices((128, (64, 128, 8, 3)), (256, (64, 32, 8, 2))),
+    ("dkdv", "ampere"): _choices((64, (32, 128, 8, 2)), (128, (64, 64, 8, 2)), (256, (32, 32, 8, 1))),
+    ("dkdv", "consumer"): _choices((64, (32, 128, 8, 2)), (128, (32, 64, 8, 2)), (256, (32, 32, 8, 1))),
+    ("dq", "hopper"): _choices((128, (128, 64, 8, 3)), (256, (128, 32, 8, 2))),
+    ("dq", "ampere"): _choices((64, (128, 32, 8, 2)), (128, (64, 64, 8, 2)), (256, (32, 32, 8, 1))),
+    ("dq", "consumer"): _choices((64, (128, 32, 8, 2)), (128, (64, 32, 8, 2)), (256, (32, 32, 8, 1))),
 }
+# Of float32, on any chip: three products of split operands need many registers, and so small tiles.
+_FLOAT32 = {
+    "forward": _choices((64, (32, 32, 4, 2)), (128, (32, 32, 8, 2)), (256, (32, 16, 8, 2))),
+    "dkdv": _choices((64, (32, 32, 4, 2)), (128, (16, 32, 8, 1)), (256, (16, 16, 8, 1))),
+    "dq": _choices((64, (32, 32, 4, 2)), (128, (16, 32, 4, 2)), (256, (16, 16, 8, 2))),
+}
+_INTERPRETED = _choices((256, (64, 64, 4, 1)))
 
 
 def _product(
@@ -160,7 +146,8 @@ def recorded(kernel: str, chip: str, dtype: torch.dtype, masked: bool = False, f
     """The choices for one kernel, class of chips and dtype, by rising head_dim; measured ones go before others, and
     those for few programs before those for many."""
     float32 = dtype == torch.float32
-    choices = {choice.head_dim: choice for choice in _TABLE[kernel, chip, float32]}
+    known = _INTERPRETED if chip == "interpreter" else _FLOAT32[kernel] if float32 else _TABLE[kernel, chip]
+    choices = {choice.head_dim: choice for choice in known}
     for size in (False, True)[: 1 + few]:
         found = _measured().get(name_of(kernel, chip, float32, masked, size), [])
         choices |= {head_dim: Choice(head_dim, Tile(*tile), "measured") for head_dim, tile in found}

@@ -19,7 +19,7 @@ from flashlab.attention.cache_door import append_reference
 from flashlab.attention.inputs import check_no_gradient
 from flashlab.attention.tiles import cdiv
 from flashlab.cuda.inline import CudaModule, load_inline
-from flashlab.kernels.problem import ELEMENTS, Strides, rows_fit
+from flashlab.kernels.problem import ELEMENTS, Strides, fitting, rows_fit
 from flashlab.kernels.series import DECODING, HALVES
 
 STEPS = {s.name: s for s in DECODING}
@@ -99,7 +99,7 @@ def decode(
     elif name == LAST and not defines and (pairs > 2 * sms or shared < SHARED):
         defines = SMALLER[head_dim]
     built = compiled(name, head_dim, q.dtype, backend or backend_for(q, check), check, defines)
-    q, o = (x if _fits(x) else x.clone(memory_format=torch.contiguous_format) for x in (q.resolve_neg(), out))
+    q, o = fitting(q.resolve_neg()), fitting(out)
     lengths = lengths.to(torch.int32).contiguous()
     table = page_table if page_table is None else _with_rows(page_table.to(torch.int32))
     planned = functools.partial(kernels.splits_for, pairs, page * width, group, 64, q.element_size(), sms)
@@ -183,10 +183,6 @@ def _device(device: torch.device) -> tuple[int, int]:
         return kernels.SMS, 227 << 10
     found: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack a field
     return found.multi_processor_count, found.shared_memory_per_block_optin
-
-
-def _fits(x: torch.Tensor) -> bool:
-    return rows_fit(x) and x.data_ptr() % 16 == 0
 
 
 def backend_for(q: torch.Tensor, check: bool = False) -> str:

@@ -16,7 +16,7 @@ import torch
 from flashlab.attention.inputs import check_causal, check_qkv, check_results, scale_of
 from flashlab.cuda.inline import CudaModule, load_inline, new_output
 from flashlab.cuda.toolchain import default_backend
-from flashlab.kernels.problem import ELEMENTS, Strides, rows_fit
+from flashlab.kernels.problem import ELEMENTS, Strides, fitting
 from flashlab.kernels.series import HALVES, path
 
 HEAD_DIMS = (64, 80, 96, 112, 128)
@@ -80,12 +80,9 @@ def hopper_backward(
     dq, dk, dv = (new_output(x) for x in (q, k, v))
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
-    fitting = [x.detach() for x in (q, k, v, o, grad_o)]
-    fitting = [
-        x if rows_fit(x) and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format) for x in fitting
-    ]
+    given = [fitting(x.detach()) for x in (q, k, v, o, grad_o)]
     shapes = Backward(
-        *(Strides(*x.stride()[:3]) for x in (*fitting, dq, dk, dv)), *q.shape[:2], k.shape[1], q.shape[2], k.shape[2],
+        *(Strides(*x.stride()[:3]) for x in (*given, dq, dk, dv)), *q.shape[:2], k.shape[1], q.shape[2], k.shape[2],
         int(causal), scale_of(scale, q.shape[3]), launches,
     )  # fmt: skip
     rows = q.shape[0] * q.shape[1] * -(-q.shape[2] // BLOCK) * BLOCK
@@ -101,5 +98,5 @@ def hopper_backward(
         launch = {"unwritten": ("dq", "dk", "dv", "row_statistics", *unwritten), **launch}
     grad_lse = grad_lse if grad_lse is None else grad_lse.contiguous()
     results = dq, dk, dv, statistics, sums, turns
-    built.launch("backward", *fitting, lse.contiguous(), grad_lse, *results, shapes, **launch)
+    built.launch("backward", *given, lse.contiguous(), grad_lse, *results, shapes, **launch)
     return dq, dk, dv

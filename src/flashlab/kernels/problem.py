@@ -88,11 +88,12 @@ def fitted(
         q, scale = torch.zeros_like(q), 1.0
     elif scale < 0:
         q, scale = -q, -scale
-    q, k, v = (
-        x if rows_fit(x) and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
-        for x in (q, k, v)
-    )
-    return q, k, v, scale
+    return fitting(q), fitting(k), fitting(v), scale
+
+
+def fitting(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy where its rows are not contiguous, or not on 16-byte boundaries."""
+    return x if rows_fit(x) and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 def rows_fit(x: torch.Tensor) -> bool:

@@ -489,11 +489,8 @@ def entries(source: str) -> dict[str, Entry]:
         match = re.match(r"\s*((?:[\w:]+[\s*]+)+?)(\w+)\s*\(", text[begin:])
         if not match:
             continue
-        at = start = begin + match.end()
-        depth = 1
-        while at < len(text) and depth:
-            depth += (text[at] == "(") - (text[at] == ")")
-            at += 1
+        start = begin + match.end()
+        at = _matching(text, start - 1)
         if not re.match(r"\s*(noexcept\s*)?\{", text[at:]):
             continue
         parameters = [p for p in _split(text[start : at - 1]) if p.strip() != "void"]

@@ -2,11 +2,7 @@
 //
 // The hardware may deliver the bytes at any moment between the instruction and the wait for its group. The
 // emulator takes the last moment allowed: what reads too early then reads what was there before, every time.
-#include "counters.h"
-#include "findings.h"
-#include "global_memory.h"
 #include "global_shadow.h"
-#include "shadow.h"
 
 namespace simt {
 

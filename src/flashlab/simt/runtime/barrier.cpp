@@ -7,8 +7,6 @@
 #include "counters.h"
 #include "events.h"
 #include "findings.h"
-#include <algorithm>
-#include <string.h>
 
 namespace simt {
 

@@ -1,7 +1,6 @@
 // Copies of the async proxy: see bulk.h.
 #include "bulk.h"
 #include "events.h"
-#include "global_memory.h"
 
 namespace simt {
 

@@ -1,7 +1,6 @@
 // What the copies of the async proxy have in common: TMA, with a tensor map, and bulk copies, of bytes in a row.
 #pragma once
 #include "tensor_box.h"
-#include "findings.h"
 #include "global_shadow.h"
 
 namespace simt {

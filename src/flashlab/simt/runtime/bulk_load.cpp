@@ -1,7 +1,5 @@
 // Loads of the async proxy: a box of a tensor (TMA), or bytes in a row, from global to shared memory. They count at an
 // mbarrier, and land when its phase ends.
-#include "bulk.h"
-#include "global_memory.h"
 #include "mbarrier.h"
 
 namespace simt {

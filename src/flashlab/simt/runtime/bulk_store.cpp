@@ -1,6 +1,5 @@
 // Stores of the async proxy: see bulk_store.h.
 #include "bulk_store.h"
-#include "global_memory.h"
 #include "values.h"
 
 namespace simt {

@@ -4,7 +4,6 @@
 // memory when bulk_wait returns. The emulator does both at the last moment.
 #pragma once
 #include "bulk.h"
-#include "shadow.h"
 
 namespace simt {
 

@@ -5,10 +5,8 @@
 // lane's operands from, and writing each result to, that lane's own stack.
 #include "collectives.h"
 #include "counters.h"
-#include "findings.h"
 #include "values.h"
 #include "warpgroup.h"
-#include <string.h>
 
 namespace simt {
 
@@ -116,32 +114,15 @@ static void elect(Warp* warp, const Slot& slot) {
 
 static void execute(Warp* warp, const Slot& slot) {
     Sites& sites = *warp->block->worker->sites;
-    auto count = [&](Kind kind) { sites[sites.find(slot.pc, kind)].count[0]++; };
+    const Kind kind = slot.op == SIMT_SYNCWARP ? SYNC_WARP : slot.op == SIMT_SHUFFLE ? SHUFFLE : VOTE;
+    if (!aligned(slot.op)) sites[sites.find(slot.pc, kind)].count[0]++;  // the others count for themselves
     switch (slot.op) {
-    case SIMT_SYNCWARP:
-        count(SYNC_WARP);
-        warp->known[warp->index] = warp->time++;  // what the lanes did so far is visible to all of them
-        break;
-    case SIMT_SHUFFLE:
-        count(SHUFFLE);
-        shuffle(warp, slot);
-        break;
-    case SIMT_VOTE:
-        count(VOTE);
-        vote(warp, slot);
-        break;
-    case SIMT_MATCH:
-        count(VOTE);
-        match(warp, slot);
-        break;
-    case SIMT_REDUCE:
-        count(VOTE);
-        reduce(warp, slot);
-        break;
-    case SIMT_ELECT:
-        count(VOTE);
-        elect(warp, slot);
-        break;
+    case SIMT_SYNCWARP: warp->known[warp->index] = warp->time++; break;  // what the lanes did is visible to all of them
+    case SIMT_SHUFFLE: shuffle(warp, slot); break;
+    case SIMT_VOTE: vote(warp, slot); break;
+    case SIMT_MATCH: match(warp, slot); break;
+    case SIMT_REDUCE: reduce(warp, slot); break;
+    case SIMT_ELECT: elect(warp, slot); break;
     case SIMT_LDMATRIX: load_matrix(warp, slot); break;
     case SIMT_STMATRIX: store_matrix(warp, slot); break;
     case SIMT_MMA: multiply(warp, slot); break;

@@ -1,18 +1,12 @@
 // Sites, and the grouping of lanes' accesses into requests of the warp: see counters.h.
 #include "counters.h"
 #include <algorithm>
-#include <string.h>
 
 namespace simt {
 
-static const char* const NAME[] = {"shared_load", "shared_store",  "global_load",   "global_store",
-                                      "cp_async",    "shared_atomic", "global_atomic", "ldmatrix",
-                                      "stmatrix",    "mma_m16n8k16",  "mma_m16n8k8",   "tma_load",
-                                      "tma_store",     "tma_reduce",    "bulk_load",     "bulk_store",
-                                      "mbarrier_wait", "mbarrier_arrive", "mbarrier_init", "shuffle",
-                                      "vote",        "syncwarp",      "barrier",       "wgmma_wait"};
 std::string kind_name(int kind) {
-    static_assert(sizeof NAME / sizeof *NAME == WGMMA_M64N8K16, "each kind has a name");
+#define SIMT_KIND_NAME(kind, name) #name,
+    static const char* const NAME[] = {SIMT_KINDS(SIMT_KIND_NAME)};
     if (kind < WGMMA_M64N8K16) return NAME[kind];
     return "wgmma_m64n" + std::to_string(8 * (kind - WGMMA_M64N8K16 + 1)) + "k16";
 }

@@ -10,31 +10,17 @@
 
 namespace simt {
 
+#define SIMT_KINDS(OF)                                                                                     \
+    OF(SHARED_LOAD, shared_load) OF(SHARED_STORE, shared_store) OF(GLOBAL_LOAD, global_load)               \
+    OF(GLOBAL_STORE, global_store) OF(CP_ASYNC, cp_async) OF(SHARED_ATOMIC, shared_atomic)                 \
+    OF(GLOBAL_ATOMIC, global_atomic) OF(LDMATRIX, ldmatrix) OF(STMATRIX, stmatrix)                         \
+    OF(MMA_M16N8K16, mma_m16n8k16) OF(MMA_M16N8K8, mma_m16n8k8) OF(TMA_LOAD, tma_load)                     \
+    OF(TMA_STORE, tma_store) OF(TMA_REDUCE, tma_reduce) OF(BULK_LOAD, bulk_load) OF(BULK_STORE, bulk_store) \
+    OF(MBARRIER_WAIT, mbarrier_wait) OF(MBARRIER_ARRIVE, mbarrier_arrive) OF(MBARRIER_INIT, mbarrier_init) \
+    OF(SHUFFLE, shuffle) OF(VOTE, vote) OF(SYNC_WARP, syncwarp) OF(BARRIER, barrier) OF(WGMMA_WAIT, wgmma_wait)
+#define SIMT_KIND(kind, name) kind,
 enum Kind : uint8_t {
-    SHARED_LOAD,
-    SHARED_STORE,
-    GLOBAL_LOAD,
-    GLOBAL_STORE,
-    CP_ASYNC,
-    SHARED_ATOMIC,
-    GLOBAL_ATOMIC,
-    LDMATRIX,
-    STMATRIX,
-    MMA_M16N8K16,
-    MMA_M16N8K8,
-    TMA_LOAD,
-    TMA_STORE,
-    TMA_REDUCE,
-    BULK_LOAD,
-    BULK_STORE,
-    MBARRIER_WAIT,
-    MBARRIER_ARRIVE,
-    MBARRIER_INIT,
-    SHUFFLE,
-    VOTE,
-    SYNC_WARP,
-    BARRIER,
-    WGMMA_WAIT,
+    SIMT_KINDS(SIMT_KIND)
     WGMMA_M64N8K16,  // and 31 more: the shape with 8 n columns is WGMMA_M64N8K16 + n - 1
     KINDS = WGMMA_M64N8K16 + 32
 };

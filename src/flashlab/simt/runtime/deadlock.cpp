@@ -1,8 +1,5 @@
 // The report of a deadlock: see deadlock.h.
 #include "deadlock.h"
-#include "collectives.h"
-#include "findings.h"
-#include "global_memory.h"
 #include "mbarrier.h"
 #include "warpgroup.h"
 

@@ -1,14 +1,9 @@
 // The small calls that a kernel makes: who am I, printf, assert, atomics, addresses of shared memory.
-#include "counters.h"
-#include "findings.h"
-#include "global_memory.h"
 #include "global_shadow.h"
 #include "host_part.h"
 #include "report.h"
-#include "shadow.h"
 #include "values.h"
 #include <stdarg.h>
-#include <stdio.h>
 #include <time.h>
 #ifdef __x86_64__
 #include <x86intrin.h>

@@ -23,7 +23,9 @@ enum Did : uint8_t {
     DID_REGISTERS,      // setmaxnreg: registers per thread
     DIDS
 };
-extern const char* const DID_NAME[DIDS];
+inline const char* const DID_NAME[DIDS] = {
+    "wgmma", "commit", "wait", "wait-end", "execute", "arrive", "mbarrier-wait", "mbarrier-passed", "load", "store",
+    "barrier", "barrier-passed", "barrier-arrive", "registers"};
 
 struct Event {
     uintptr_t pc;

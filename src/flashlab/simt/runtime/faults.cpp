@@ -4,11 +4,9 @@
 // finding and jumps out of the lane, back to the scheduler, and the launch ends. A kernel that never ends is
 // left the same way, when Python cancels it. A fault outside of a lane ends the host part (host_part.cpp).
 #include "faults.h"
-#include "findings.h"
 #include "global_memory.h"
 #include "host_part.h"
 #include <algorithm>
-#include <mutex>
 #include <stdlib.h>
 #include <ucontext.h>
 

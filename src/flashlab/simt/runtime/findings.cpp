@@ -2,7 +2,6 @@
 #include "findings.h"
 #include "global_memory.h"
 #include <map>
-#include <mutex>
 #include <algorithm>
 #include <tuple>
 

@@ -2,7 +2,6 @@
 // sentence.
 #pragma once
 #include "machine.h"
-#include <string>
 
 namespace simt {
 

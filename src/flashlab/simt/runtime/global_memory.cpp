@@ -1,6 +1,5 @@
 // Bounds of global memory: see global_memory.h.
 #include "global_memory.h"
-#include "findings.h"
 #include <link.h>
 
 namespace simt {

@@ -2,13 +2,10 @@
 #include "global_shadow.h"
 #include "bulk_store.h"
 #include "faults.h"
-#include "findings.h"
-#include "global_memory.h"
 #include "proxy.h"
 #include "values.h"
 #include <sched.h>
 #include <sys/mman.h>
-#include <algorithm>
 
 namespace simt {
 

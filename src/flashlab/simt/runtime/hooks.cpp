@@ -1,10 +1,7 @@
 // The eyes of the watched build. g++ and clang++ with -fsanitize=thread call a function before each load and
 // store that may touch memory others can see, and with -fsanitize=bounds one for each index that is too
 // large. Those functions usually come from a library of the compiler; here they are ours.
-#include "counters.h"
 #include "faults.h"
-#include "findings.h"
-#include "global_memory.h"
 #include "global_shadow.h"
 #include "values.h"
 #include "warpgroup.h"

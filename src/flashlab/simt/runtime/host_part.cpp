@@ -2,13 +2,10 @@
 #include "host_part.h"
 #include "faults.h"
 #include <exception>
-#include <pthread.h>
 #include <stdlib.h>
-#include <string.h>
 #include <typeinfo>
 #include <unistd.h>
 #include <unwind.h>
-#include <atomic>
 
 namespace simt {
 
@@ -80,43 +77,35 @@ void called_on_host(uintptr_t pc) { end_host("device-call", 0, pc - 1); }
 // other, and put what is left over on the stack in 8 bytes each. So one call with every register and plenty
 // of stack calls any function of numbers and pointers: it looks only at those that are its own.
 #if defined(__aarch64__)
-constexpr int INTEGERS = 8;
+constexpr size_t INTEGERS = 8;
 #else
-constexpr int INTEGERS = 6;
+constexpr size_t INTEGERS = 6;
 #endif
-constexpr int FLOATS = 8, ON_STACK = 32;
-template <class R>
-static R call_with(void* function, const uint64_t* i, const double* f, const uint64_t* s) {
-    typedef uint64_t U;
-    return ((R(*)(U, U, U, U, U, U,
-#if defined(__aarch64__)
-                  U, U,
-#endif
-                  double, double, double, double, double, double, double, double, U, U, U, U, U, U, U, U, U, U, U, U,
-                  U, U, U, U, U, U, U, U, U, U, U, U, U, U, U, U, U, U, U, U))function)(
-        i[0], i[1], i[2], i[3], i[4], i[5],
-#if defined(__aarch64__)
-        i[6], i[7],
-#endif
-        f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7], s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7], s[8], s[9],
-        s[10], s[11], s[12], s[13], s[14], s[15], s[16], s[17], s[18], s[19], s[20], s[21], s[22], s[23], s[24], s[25],
-        s[26], s[27], s[28], s[29], s[30], s[31]);
+constexpr size_t FLOATS = 8, ON_STACK = 32;
+template <class T, size_t>
+using Each = T;
+template <class R, size_t... I, size_t... F, size_t... S>
+static R call_with(void* function, const uint64_t* i, const double* f, const uint64_t* s, std::index_sequence<I...>,
+                   std::index_sequence<F...>, std::index_sequence<S...>) {
+    typedef R Function(Each<uint64_t, I>..., Each<double, F>..., Each<uint64_t, S>...);
+    return ((Function*)function)(i[I]..., f[F]..., s[S]...);
 }
 static void run(Call& call) {
     uint64_t integers[INTEGERS] = {}, stack[ON_STACK] = {};
     double floats[FLOATS] = {};
-    int i = 0, f = 0, s = 0;
+    size_t i = 0, f = 0, s = 0;
     for (int n = 0; n < call.count; n++) {
         if (call.kinds[n] == 'i' && i < INTEGERS) integers[i++] = call.words[n];
         else if (call.kinds[n] == 'f' && f < FLOATS) memcpy(&floats[f++], &call.words[n], 8);
         else if (s < ON_STACK) stack[s++] = call.words[n];
     }
-    if (call.returns_float) {
-        const double result = call_with<double>(call.function, integers, floats, stack);
+    auto called = [&](auto result) {
+        result = call_with<decltype(result)>(call.function, integers, floats, stack, std::make_index_sequence<INTEGERS>(),
+                                             std::make_index_sequence<FLOATS>(), std::make_index_sequence<ON_STACK>());
         memcpy(&call.returned, &result, 8);
-    } else {
-        call.returned = call_with<uint64_t>(call.function, integers, floats, stack);
-    }
+    };
+    if (call.returns_float) called(0.);
+    else called(uint64_t());
 }
 
 static void* host_main(void* argument) {

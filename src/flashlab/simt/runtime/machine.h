@@ -7,9 +7,7 @@
 // Lanes need not run in step. A GPU since Volta promises no more: between two meetings any order will do.
 #pragma once
 #include "../include/simt/host_api.h"
-#include "../include/simt/language.h"
 #include "../include/simt/ptx_ops.h"
-#include "../include/simt/warp.h"
 #include "fiber.h"
 #include <pthread.h>
 #include <setjmp.h>
@@ -18,10 +16,8 @@
 #include <deque>
 #include <memory>
 #include <mutex>
-#include <string.h>
 #include <string>
 #include <unordered_map>
-#include <utility>
 #include <vector>
 
 namespace simt {

@@ -1,7 +1,5 @@
 // ldmatrix, stmatrix and mma: which lane holds which element, and what is computed.
 #include "collectives.h"
-#include "counters.h"
-#include "findings.h"
 #include "../include/simt/half_bits.h"
 #include "shadow.h"
 #include "values.h"

@@ -1,9 +1,7 @@
 // mbarriers: see mbarrier.h.
 #include "mbarrier.h"
 #include "clocks.h"
-#include "counters.h"
 #include "events.h"
-#include "findings.h"
 #include "proxy.h"
 
 namespace simt {

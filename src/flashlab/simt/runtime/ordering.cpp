@@ -3,11 +3,8 @@
 #include "clocks.h"
 #include "faults.h"
 #include <sched.h>
-#include <algorithm>
 #include <chrono>
 #include <map>
-#include <mutex>
-#include <unordered_map>
 
 namespace simt {
 

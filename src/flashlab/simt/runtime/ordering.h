@@ -4,7 +4,6 @@
 // __threadfence() of its own. The barriers of its block hand that on to the other threads.
 #pragma once
 #include "machine.h"
-#include <memory>
 
 namespace simt {
 

@@ -1,14 +1,11 @@
 // The record of the launches, and the C functions through which Python sets up a run and reads what came of
 // it.
 #include "report.h"
-#include "findings.h"
 #include "global_memory.h"
 #include "shadow.h"
 #include <algorithm>
 #include <array>
 #include <map>
-#include <mutex>
-#include <stdio.h>
 
 namespace simt {
 

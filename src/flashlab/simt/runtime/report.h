@@ -2,7 +2,6 @@
 #pragma once
 #include "counters.h"
 #include "events.h"
-#include <string>
 
 namespace simt {
 

@@ -5,24 +5,12 @@
 // the last one goes back to the scheduler. When nobody is runnable and somebody is alive, the block is
 // deadlocked.
 #include "bulk_store.h"
-#include "collectives.h"
-#include "counters.h"
 #include "deadlock.h"
 #include "faults.h"
-#include "findings.h"
-#include "global_memory.h"
-#include "global_shadow.h"
 #include "mbarrier.h"
 #include "report.h"
-#include "shadow.h"
 #include "warpgroup.h"
-#include <algorithm>
 #include <link.h>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <stdio.h>
-#include <string>
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/resource.h>

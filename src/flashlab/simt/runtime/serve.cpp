@@ -8,24 +8,18 @@
 //   records    of the launches, findings: see report.cpp and findings.cpp
 //
 // After an end other than a return the process ends too: nothing is known of its state.
-#include "counters.h"
 #include "faults.h"
-#include "findings.h"
 #include "global_shadow.h"
-#include "global_memory.h"
 #include "host_part.h"
 #include "report.h"
-#include "shadow.h"
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <poll.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
-#include <string>
 
 namespace simt {
 

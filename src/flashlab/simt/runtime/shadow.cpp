@@ -1,12 +1,10 @@
 // Races, uninitialised bytes and bounds in shared memory: see shadow.h.
 #include "shadow.h"
 #include "clocks.h"
-#include "findings.h"
 #include "proxy.h"
 #include "values.h"
 #include "warpgroup.h"
 #include <sys/mman.h>
-#include <algorithm>
 
 namespace simt {
 

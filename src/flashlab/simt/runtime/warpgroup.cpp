@@ -1,13 +1,10 @@
 // The life of a wgmma: issue by four warps, commit, wait, and what must not be touched meanwhile: see warpgroup.h.
 #include "warpgroup.h"
-#include "counters.h"
 #include "descriptor.h"
 #include "events.h"
-#include "findings.h"
 #include "shadow.h"
 #include "values.h"
 #include <algorithm>
-#include <string.h>
 
 namespace simt {
 

@@ -7,7 +7,6 @@
 #pragma once
 #include "../include/simt/wgmma_ops.h"
 #include "collectives.h"
-#include <deque>
 #include <set>
 
 namespace simt {
