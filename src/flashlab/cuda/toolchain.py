@@ -159,14 +159,14 @@ _ONLY_90 = re.compile(r"\b(?:wgmma|setmaxnreg)_\w+\b")
 
 def check_capability(name: str, code: str, capability: tuple[int, int], gpu: str) -> None:
     """Raises Unavailable if a source, given without its comments, uses an instruction that the GPU lacks."""
+    lacks = []
     if (found := _ONLY_90.search(code)) and capability != (9, 0):
-        raise Unavailable(
-            f"{gpu} has compute capability {capability[0]}.{capability[1]}, and {name} uses {found[0].split('_')[0]}, "
-            f'which 9.0 alone has: load_inline(..., backend="emulator") runs it on the CPU'
-        )
+        lacks.append(f"{found[0].split('_')[0]}, which 9.0 alone has")
     for pattern, (needed, instruction) in _NEEDS.items():
         if re.search(rf"\b(?:{pattern})\b", code) and capability < needed:
-            raise Unavailable(
-                f"{gpu} has compute capability {capability[0]}.{capability[1]}, and {name} uses {instruction}, "
-                f'which needs {needed[0]}.{needed[1]}: load_inline(..., backend="emulator") runs it on the CPU'
-            )
+            lacks.append(f"{instruction}, which needs {needed[0]}.{needed[1]}")
+    if lacks:
+        raise Unavailable(
+            f"{gpu} has compute capability {capability[0]}.{capability[1]}, and {name} uses {lacks[0]}: "
+            'load_inline(..., backend="emulator") runs it on the CPU'
+        )

@@ -76,63 +76,40 @@ class Compiler:
         # unloaded, and two builds of a template kernel would share its arrays. Fortified functions would
         # bypass our printf. -fno-semantic-interposition: or g++ would inline no function that others could replace.
         # -fno-var-tracking: a fifth of g++'s time goes into where variables are, and only lines are asked for.
-        common = (
-            "-fPIC", "-fno-semantic-interposition", "-fno-strict-aliasing", "-ffp-contract=off", "-U_FORTIFY_SOURCE",
-        )  # fmt: skip
-        return (
-            common
-            + self.target
-            + (("-gline-tables-only",) if self.clang else ("-g1", "-fno-gnu-unique", "-fno-var-tracking"))
-            + ("-gdwarf-4",)
-        )
+        common = "-fPIC -fno-semantic-interposition -fno-strict-aliasing -ffp-contract=off -U_FORTIFY_SOURCE"
+        lines = "-gline-tables-only" if self.clang else "-g1 -fno-gnu-unique -fno-var-tracking"
+        return (*common.split(), *self.target, *lines.split(), "-gdwarf-4")
 
     @property
     def kernel(self) -> tuple[str, ...]:
-        quiet: tuple[str, ...] = (
-            "-Wall",
-            "-Werror=return-type",  # without its `return`, the host part runs on into whatever comes next
-            "-Wno-unknown-pragmas",
-            "-Wno-unused-variable",
-            "-Wno-unused-function",
-            "-Wno-unused-local-typedefs",
+        # -Werror=return-type: without its `return`, the host part runs on into whatever comes next.
+        quiet = (
+            "-Wall -Werror=return-type -Wno-unknown-pragmas -Wno-unused-variable -Wno-unused-function "
+            "-Wno-unused-local-typedefs "
         )
-        if self.clang:
-            quiet += ("-Wno-unused-const-variable", "-Wno-pass-failed")
-        else:
-            quiet += ("-Wno-unused-but-set-variable", "-Wno-unused-but-set-parameter", "-Wno-attributes", "-Wno-psabi")
+        quiet += (
+            "-Wno-unused-const-variable -Wno-pass-failed"
+            if self.clang
+            else "-Wno-unused-but-set-variable -Wno-unused-but-set-parameter -Wno-attributes -Wno-psabi"
+        )
         # The runtime knows an instruction by its return address. So a call in tail position must stay a call,
         # and nothing may make two instructions of one in the source (jump threading) or one of two (merged
-        # branches).
-        one_to_one: tuple[str, ...] = ("-fno-builtin-printf", "-fno-optimize-sibling-calls")
-        if self.clang:
-            for option in (
-                "-jump-threading-threshold=0", "-disable-tail-duplicate", "-disable-early-taildup",
-                "-tail-dup-placement=false", "-sink-common-insts=false", "-hoist-common-insts=false",
-                "-enable-tail-merge=false",
-            ):  # fmt: skip
-                one_to_one += ("-mllvm", option)
-        else:
-            one_to_one += (
-                "-fno-thread-jumps",
-                "-fno-crossjumping",
-                "-fno-tree-tail-merge",
-                "-fno-code-hoisting",
-                "-fno-ipa-icf",
-            )
-            one_to_one += ("-fno-extern-tls-init",)  # `extern __shared__` arrays need no constructor
+        # branches). -fno-extern-tls-init: `extern __shared__` arrays need no constructor.
+        one_to_one = "-fno-builtin-printf -fno-optimize-sibling-calls "
+        one_to_one += (
+            "-mllvm -jump-threading-threshold=0 -mllvm -disable-tail-duplicate -mllvm -disable-early-taildup "
+            "-mllvm -tail-dup-placement=false -mllvm -sink-common-insts=false -mllvm -hoist-common-insts=false "
+            "-mllvm -enable-tail-merge=false"
+            if self.clang
+            else "-fno-thread-jumps -fno-crossjumping -fno-tree-tail-merge -fno-code-hoisting -fno-ipa-icf "
+            "-fno-extern-tls-init"
+        )
         # A local that is never set holds a pattern (runtime/values.h); a large frame meets the guard of its stack; a
         # loop that never ends is not taken for one that has ended; an int that overflows wraps around, in the fast
         # build too, which would otherwise compute some offsets in 64 bits that the text has in 32.
         pattern = ("-ftrivial-auto-var-init=pattern",) if self.clang or self.major >= 12 else ()
-        return (
-            *self.language,
-            *quiet,
-            *one_to_one,
-            *pattern,
-            "-fstack-clash-protection",
-            "-fno-finite-loops",
-            "-fwrapv",
-        )
+        others = "-fstack-clash-protection -fno-finite-loops -fwrapv"
+        return (*self.language, *quiet.split(), *one_to_one.split(), *pattern, *others.split())
 
     @property
     def check(self) -> tuple[str, ...]:

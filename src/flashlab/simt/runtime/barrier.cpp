@@ -84,8 +84,8 @@ extern "C" void simt_named_barrier(int id, int threads, int wait) {
         file_fatal(me, {"barrier-arguments", "bar.sync", "", {id, threads}}, cudaErrorLaunchFailure);
     Barrier& b = me->block->barriers[id];
     if (b.arrived && b.expected != threads) {
-        file_fatal(me, {"barrier-threads", "bar.sync", "", {id, threads, b.expected}, 0, b.pc,
-                        b.first}, cudaErrorLaunchFailure);
+        file_fatal(me, {"barrier-threads", "bar.sync", "", {id, threads, b.expected}, 0, b.pc, b.first},
+                   cudaErrorLaunchFailure);
     }
     b.expected = threads, b.kind = SIMT_BAR_COUNT;
     const bool noted = me->lane == 0;

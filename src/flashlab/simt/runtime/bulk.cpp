@@ -24,8 +24,8 @@ BulkCopy tensor_copy(Lane* me, const char* how, const CUtensorMap* map, uint32_t
     check_map(me, how, map);
     if ((uintptr_t)map % 64) misaligned(me, how, "map", (uintptr_t)map % 64, 64);
     if (map->magic != SIMT_TENSOR_MAP || map->rank != rank) {
-        file_fatal(me, {"tensor-map", how, "",
-                        {map->magic == SIMT_TENSOR_MAP ? map->rank : 0, rank}}, cudaErrorIllegalAddress);
+        file_fatal(me, {"tensor-map", how, "", {map->magic == SIMT_TENSOR_MAP ? map->rank : 0, rank}},
+                   cudaErrorIllegalAddress);
     }
     BulkCopy copy{how, true, *map, {}, shared, 0, box_bytes(*map), me->id, -1};
     for (int d = 0; d < rank; d++) copy.at[d] = at[d];

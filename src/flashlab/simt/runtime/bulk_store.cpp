@@ -19,8 +19,8 @@ static void write_global(Lane* me, BulkStore& store) {
     for_each_global(store.copy, [&](uintptr_t to, int bytes, int offset) {
         Conflict conflict;
         const Access access = store.add ? ATOMIC : WRITE;
-        if (me->block->launch->checked && global_shadow.touch(me, to, bytes, access, 0, store.copy.how, conflict,
-                                                                  nullptr, true))
+        if (me->block->launch->checked &&
+            global_shadow.touch(me, to, bytes, access, 0, store.copy.how, conflict, nullptr, true))
             file_conflict(me, conflict, me->pc, false);
         if (store.add) reduce_add((CUtensorMapDataType)store.copy.map.type, to, store.dense.data() + offset, bytes);
         else memcpy((void*)to, store.dense.data() + offset, (size_t)bytes);
@@ -46,8 +46,8 @@ static void issue(Lane* me, const BulkCopy& asked, Kind kind) {
     count_bulk(me, store->copy, kind, true);
     if (!asked.bytes) return;
     if (me->block->launch->checked) {
-        store->read = me->block->worker->shadow->begin_read(
-            me, {asked.how, me->id, store->copy.site, ranges_of(asked)});
+        store->read =
+            me->block->worker->shadow->begin_read(me, {asked.how, me->id, store->copy.site, ranges_of(asked)});
         bool told = false;
         for_each_global(asked, [&](uintptr_t to, int bytes, int) {
             told = told || global_shadow.in_flight(me, to, bytes, true, store->add, asked.how);
@@ -61,7 +61,10 @@ void finish_stores(Lane* lane) {
     for (auto& store : lane->stores) {
         if (!store->has_read) {
             // 1: not even committed
-            file(lane, {"never-waited", store->copy.how, "", {store->group == lane->bulk_group},
+            file(lane, {"never-waited",
+                        store->copy.how,
+                        "",
+                        {store->group == lane->bulk_group},
                         (*lane->block->worker->sites)[store->copy.site].pc});
         }
         read_shared(lane, *store, nullptr);

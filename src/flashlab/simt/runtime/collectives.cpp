@@ -44,8 +44,7 @@ static void shuffle(Warp* warp, const Slot& slot) {
                    : in.kind == SIMT_SHFL_XOR ? l ^ in.arg
                    : in.kind == SIMT_SHFL_UP  ? l - in.arg
                                               : l + in.arg;
-        // Beyond its segment a lane keeps its own value; xor alone may look back, to a segment before its
-        // own.
+        // Beyond its segment a lane keeps its own value; xor alone may look back, to a segment before its own.
         if (from >= end || (in.kind == SIMT_SHFL_UP && from < segment) || from < 0 || from >= WARP) from = l;
         if (!(slot.arrived >> from & 1)) {
             file(&warp->lanes[l], {"shuffle-lane", "shuffle", "", {from, slot.mask}});
@@ -75,8 +74,7 @@ static void match(Warp* warp, const Slot& slot) {
         if (!(slot.arrived >> l & 1)) continue;
         unsigned same = 0;
         for (int k = 0; k < WARP; k++)
-            if ((slot.arrived >> k & 1) &&
-                *(const uint64_t*)warp->lanes[k].in == *(const uint64_t*)warp->lanes[l].in)
+            if ((slot.arrived >> k & 1) && *(const uint64_t*)warp->lanes[k].in == *(const uint64_t*)warp->lanes[l].in)
                 same |= 1u << k;
         unsigned* out = (unsigned*)warp->lanes[l].out;
         out[1] = same == slot.arrived;
@@ -140,13 +138,14 @@ static bool complete(Warp* warp, Slot& slot) {
     if (!slot.arrived || (slot.mask & warp->alive & ~slot.arrived)) return false;
     if (aligned(slot.op) && slot.arrived != ~0u) {
         Lane* lane = &warp->lanes[__builtin_ctz(slot.arrived)];
-        file_fatal(lane, {"lanes-missing", collective_name(slot.op, slot.param), "", {slot.arrived, warp->count},
-                          slot.pc}, cudaErrorLaunchFailure);
+        file_fatal(lane,
+                   {"lanes-missing", collective_name(slot.op, slot.param), "", {slot.arrived, warp->count}, slot.pc},
+                   cudaErrorLaunchFailure);
     }
     if (slot.op != SIMT_SYNCWARP &&
         (slot.mask & (warp->count == WARP ? ~0u : (1u << warp->count) - 1) & ~slot.arrived)) {
-        file(&warp->lanes[__builtin_ctz(slot.arrived)], {"exited-lanes", collective_name(slot.op, slot.param), "",
-                                                         {slot.mask & ~slot.arrived}, slot.pc});
+        file(&warp->lanes[__builtin_ctz(slot.arrived)],
+             {"exited-lanes", collective_name(slot.op, slot.param), "", {slot.mask & ~slot.arrived}, slot.pc});
     }
     Slot done = slot;
     slot.arrived = 0;
@@ -174,8 +173,13 @@ void join_collective(Lane* me, int op, unsigned mask, const void* in, void* out,
     for (uint32_t left = warp->slots_used; left; left &= left - 1) {
         Slot& s = warp->slots[__builtin_ctz(left)];
         if (!(s.mask & mask)) continue;
-        const Finding diverged = {"divergent", collective_name(op, param), collective_name(s.op, s.param),
-                                  {mask, s.mask}, 0, s.pc, warp->lanes[__builtin_ctz(s.arrived)].id};
+        const Finding diverged = {"divergent",
+                                  collective_name(op, param),
+                                  collective_name(s.op, s.param),
+                                  {mask, s.mask},
+                                  0,
+                                  s.pc,
+                                  warp->lanes[__builtin_ctz(s.arrived)].id};
         if (s.mask != mask || s.op != op || s.param != param) file_fatal(me, diverged, cudaErrorLaunchFailure);
         if (s.pc != me->pc) file(me, diverged);  // another line: Python drops it where the line is the same
         slot = &s;

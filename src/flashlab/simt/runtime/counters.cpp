@@ -37,10 +37,9 @@ void Sites::rehash(size_t size) {
 }
 
 // ---- shared memory: banks -----------------------------------------------------------------------
-// 4 bytes a lane or fewer are served in one go; of 8 bytes half a warp, of 16 bytes a quarter. Twice as many
-// of a load whose lanes come in pairs (l and l ^ 1 throughout, or l and l ^ 2) that want the same address, or
-// of which only one takes part. Nsight Compute's counts on an H200 say so
-// (tests/simt/data/bank_probe_h200.json); no manual does.
+// 4 bytes a lane or fewer are served in one go; of 8 bytes half a warp, of 16 bytes a quarter. Twice as many of a load
+// whose lanes come in pairs (l and l ^ 1 throughout, or l and l ^ 2) that want the same address, or of which only one
+// takes part. Nsight Compute's counts on an H200 say so (tests/simt/data/bank_probe_h200.json); no manual does.
 static int lanes_at_once(const uint64_t* address, uint32_t mask, int bytes, bool load) {
     if (bytes < 8) return WARP;
     auto in_pairs = [&](int distance) {
@@ -93,8 +92,7 @@ static void count_sectors(Site& site, const Request& r) {
             if (!w || words[w - 1] != v) words[w++] = v;
     }
     site.count[1] += unique(sectors, n);
-    site.count[2] +=
-        (unique(words, w) * 4 + 31) / 32;  // the same words, gathered: the fewest sectors they fit in
+    site.count[2] += (unique(words, w) * 4 + 31) / 32;  // the same words, gathered: the fewest sectors they fit in
     site.count[3] += (uint64_t)lanes * r.bytes;
 }
 

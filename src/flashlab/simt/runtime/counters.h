@@ -1,10 +1,9 @@
 // What is counted, and where. Every instruction that the emulator sees has a site: its return address and its
 // kind. A site holds a few counters; the report adds them up by line and by kernel.
 //
-// A GPU issues an instruction once for a warp, and its cost depends on the addresses of all 32 lanes
-// together. Here lanes run one after the other, so a load of one lane is filed until the same execution (the
-// k-th since the lanes last met) of the other lanes has come in: that is the request of the warp. The result
-// depends on no scheduling.
+// A GPU issues an instruction once for a warp, and its cost depends on the addresses of all 32 lanes together. Here
+// lanes run one after the other, so a load of one lane is filed until the same execution (the k-th since the lanes last
+// met) of the other lanes has come in: that is the request of the warp. The result depends on no scheduling.
 #pragma once
 #include "machine.h"
 

@@ -38,9 +38,7 @@ static std::string waits_for_phases(const Block& block) {
         const Lane& lane = block.lane[t];
         if (lane.state != IN_MBARRIER) continue;
         const PhaseWait w = lane.phase_wait;
-        auto same = [&](const Group& g) {
-            return g.pc == lane.pc && g.wait.bar == w.bar && g.wait.parity == w.parity;
-        };
+        auto same = [&](const Group& g) { return g.pc == lane.pc && g.wait.bar == w.bar && g.wait.parity == w.parity; };
         auto group = std::find_if(groups.begin(), groups.end(), same);
         if (group == groups.end()) group = groups.insert(groups.end(), {lane.pc, w, 0});
         group->warps |= 1u << t / WARP;
@@ -51,9 +49,9 @@ static std::string waits_for_phases(const Block& block) {
         const Mbarrier* bar = block.worker->mbarriers->find(g.wait.bar);
         text += (text.empty() ? "" : ";") + std::to_string(g.warps) + ',' + place(g.pc) + ',' +
                 place(bar ? bar->init_pc : 0);
-        for (int64_t v : {(int64_t)g.wait.bar, (int64_t)g.wait.parity,
-                          bar ? (int64_t)bar->phase : 0, bar ? (int64_t)bar->pending : 0, bar ? (int64_t)bar->count : 0,
-                          bar ? bar->expected : 0, bar ? bar->brought : 0})
+        for (int64_t v : {(int64_t)g.wait.bar, (int64_t)g.wait.parity, bar ? (int64_t)bar->phase : 0,
+                          bar ? (int64_t)bar->pending : 0, bar ? (int64_t)bar->count : 0, bar ? bar->expected : 0,
+                          bar ? bar->brought : 0})
             text += ',' + std::to_string(v);
     }
     return text;

@@ -68,7 +68,8 @@ void simt_atomic_check(const void* p, int bytes, int needed) {
         const uint64_t address = a - worker->window.base;
         const int site = worker->sites->find(me->pc, SHARED_ATOMIC);
         if (!worker->shadow->in_bounds(me, address, bytes, "atomic")) end_launch(me, cudaErrorIllegalAddress);
-        if (me->block->launch->checked) worker->shadow->touch(me, address, bytes, needed ? ATOMIC : EXCHANGE, site, "atomic", nullptr);
+        if (me->block->launch->checked)
+            worker->shadow->touch(me, address, bytes, needed ? ATOMIC : EXCHANGE, site, "atomic", nullptr);
         count_access(me, site, address, bytes);
     } else {
         const int site = worker->sites->find(me->pc, GLOBAL_ATOMIC);

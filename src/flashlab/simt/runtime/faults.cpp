@@ -72,8 +72,7 @@ static void on_fault(int signal, siginfo_t* info, void* context) {
         leave_lane(worker, {"stack-overflow", "", "", {STACK}}, cudaErrorIllegalAddress, context);
     Finding f{"global-out-of-bounds", "access"};
     describe_address(f, a, 1);
-    // The CPU does not say which address when it is impossible (not even a number the CPU has wires for) or
-    // misaligned.
+    // The CPU does not say which address when it is impossible (not even a number the CPU has wires for) or misaligned.
     if (signal == SIGSEGV && info->si_code != SEGV_MAPERR && info->si_code != SEGV_ACCERR)
         f.text = "wild-or-misaligned";
     leave_lane(worker, f, cudaErrorIllegalAddress, context);
@@ -114,7 +113,7 @@ static void on_cancel(int, siginfo_t* info, void* context) {
 }
 
 void install_handlers() {
-    struct sigaction action {};
+    struct sigaction action{};
     sigemptyset(&action.sa_mask);
     action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
     action.sa_sigaction = on_fault;

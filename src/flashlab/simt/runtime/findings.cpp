@@ -53,8 +53,12 @@ void file_fatal(Lane* lane, const Finding& f, int error) {
 void file_misaligned(Lane* lane, uintptr_t address, int bytes, const char* how) {
     const SharedWindow& window = lane->block->worker->window;
     const bool shared = address - window.low < window.high - window.low;
-    file_fatal(lane, {"misaligned", how, shared ? "shared" : "global",
-                      {(int64_t)(shared ? address - window.base : address % 256), bytes}}, cudaErrorMisalignedAddress);
+    file_fatal(lane,
+               {"misaligned",
+                how,
+                shared ? "shared" : "global",
+                {(int64_t)(shared ? address - window.base : address % 256), bytes}},
+               cudaErrorMisalignedAddress);
 }
 void file_of_launch(int launch, const Finding& finding, int error) {
     Finding f = finding;

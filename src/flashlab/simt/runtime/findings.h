@@ -1,5 +1,4 @@
-// Findings: what a kernel did wrong. The runtime keeps the facts (where, who, what); Python makes the
-// sentence.
+// Findings: what a kernel did wrong. The runtime keeps the facts (where, who, what); Python makes the sentence.
 #pragma once
 #include "machine.h"
 

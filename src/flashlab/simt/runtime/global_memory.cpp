@@ -21,8 +21,7 @@ void find_module() {
             bool mine = false;
             for (int i = 0; i < info->dlpi_phnum; i++) {
                 if (info->dlpi_phdr[i].p_type != PT_LOAD) continue;
-                uintptr_t low = info->dlpi_addr + info->dlpi_phdr[i].p_vaddr,
-                          high = low + info->dlpi_phdr[i].p_memsz;
+                uintptr_t low = info->dlpi_addr + info->dlpi_phdr[i].p_vaddr, high = low + info->dlpi_phdr[i].p_memsz;
                 segments.push_back({low, high});
                 if (info->dlpi_phdr[i].p_flags & PF_W) writable.push_back({low, high});
                 mine |= (uintptr_t)dynamic_shared >= low && (uintptr_t)dynamic_shared < high;
@@ -71,8 +70,7 @@ bool check_global(Lane* lane, uintptr_t a, int bytes, bool write, const char* ho
         return true;
     }
     const Launch* launch = lane->block->launch;
-    if (!write && a >= (uintptr_t)launch->closure &&
-        a + bytes <= (uintptr_t)launch->closure + launch->closure_bytes)
+    if (!write && a >= (uintptr_t)launch->closure && a + bytes <= (uintptr_t)launch->closure + launch->closure_bytes)
         return false;                                 // a kernel parameter: the constant bank
     if (in_module(a) || in_library(a)) return false;  // __constant__, __device__ variables, tables, stdout
     Finding f{"global-out-of-bounds", how};

@@ -67,8 +67,7 @@ static void access(Lane* me, uintptr_t a, int bytes, bool write, Style style, ui
         if (kind == WRITE && style != PART) global_shadow.hold(me, a, bytes);
         if (style == VOLATILE && write) let_others_look(me, a);
         if (style == VOLATILE && !write) global_shadow.in_flight(me, a, bytes, false, false, how);
-        else
-            conflicts = global_shadow.touch(me, a, bytes, kind, executions(me, site), how, conflict, &watched);
+        else conflicts = global_shadow.touch(me, a, bytes, kind, executions(me, site), how, conflict, &watched);
         if (style == VOLATILE && write) meet(me, a, false, true);
         if (style == VOLATILE && !write) look(me, a, bytes), me->pc = pc;
         if (counted) count_access(me, site, a, bytes);
@@ -80,8 +79,7 @@ static void access(Lane* me, uintptr_t a, int bytes, bool write, Style style, ui
     }
     if (write && style != PART) expect_store(me, a, bytes, conflicts ? &conflict : nullptr, watched);
 }
-static inline __attribute__((always_inline)) void hook(void* p, int bytes, bool write, Style style,
-                                                       uintptr_t pc) {
+static inline __attribute__((always_inline)) void hook(void* p, int bytes, bool write, Style style, uintptr_t pc) {
     Lane* me = current_lane();
     if (!me) return;                                        // host code
     if ((uintptr_t)p - (uintptr_t)me->stack < STACK) {      // local memory
@@ -98,27 +96,26 @@ static inline __attribute__((always_inline)) void hook(void* p, int bytes, bool 
     access(me, (uintptr_t)p, bytes, write, style, pc);
 }
 static void range(void* p, long bytes, bool write, uintptr_t pc) {  // a struct copied in one go
-    for (char* at = (char*)p; bytes > 0; at += 16, bytes -= 16)
-        hook(at, bytes < 16 ? (int)bytes : 16, write, PART, pc);
+    for (char* at = (char*)p; bytes > 0; at += 16, bytes -= 16) hook(at, bytes < 16 ? (int)bytes : 16, write, PART, pc);
 }
 
 extern "C" {
-#define HOOKS(n)                                                                              \
-    void __tsan_read##n(void* p) { hook(p, n, false, PLAIN, CALLER); }                        \
-    void __tsan_write##n(void* p) { hook(p, n, true, PLAIN, CALLER); }                        \
-    void __tsan_unaligned_read##n(void* p) { hook(p, n, false, UNALIGNED, CALLER); }          \
-    void __tsan_unaligned_write##n(void* p) { hook(p, n, true, UNALIGNED, CALLER); }          \
-    void __tsan_volatile_read##n(void* p) { hook(p, n, false, VOLATILE, CALLER); }            \
-    void __tsan_volatile_write##n(void* p) { hook(p, n, true, VOLATILE, CALLER); }            \
+#define HOOKS(n) \
+    void __tsan_read##n(void* p) { hook(p, n, false, PLAIN, CALLER); } \
+    void __tsan_write##n(void* p) { hook(p, n, true, PLAIN, CALLER); } \
+    void __tsan_unaligned_read##n(void* p) { hook(p, n, false, UNALIGNED, CALLER); } \
+    void __tsan_unaligned_write##n(void* p) { hook(p, n, true, UNALIGNED, CALLER); } \
+    void __tsan_volatile_read##n(void* p) { hook(p, n, false, VOLATILE, CALLER); } \
+    void __tsan_volatile_write##n(void* p) { hook(p, n, true, VOLATILE, CALLER); } \
     void __tsan_unaligned_volatile_read##n(void* p) { hook(p, n, false, UNALIGNED, CALLER); } \
     void __tsan_unaligned_volatile_write##n(void* p) { hook(p, n, true, UNALIGNED, CALLER); } \
-    void __tsan_read_write##n(void* p) {                                                      \
-        hook(p, n, false, PLAIN, CALLER);                                                     \
-        hook(p, n, true, PLAIN, CALLER);                                                      \
-    }                                                                                         \
-    void __tsan_unaligned_read_write##n(void* p) {                                            \
-        hook(p, n, false, UNALIGNED, CALLER);                                                 \
-        hook(p, n, true, UNALIGNED, CALLER);                                                  \
+    void __tsan_read_write##n(void* p) { \
+        hook(p, n, false, PLAIN, CALLER); \
+        hook(p, n, true, PLAIN, CALLER); \
+    } \
+    void __tsan_unaligned_read_write##n(void* p) { \
+        hook(p, n, false, UNALIGNED, CALLER); \
+        hook(p, n, true, UNALIGNED, CALLER); \
     }
 // clang-format off
 HOOKS(1)
@@ -137,16 +134,14 @@ static void copied(const void* to, const void* from, size_t bytes, uintptr_t pc)
     if (from) range((char*)from, (long)bytes, false, pc);
     range((char*)to, (long)bytes, true, pc);
 }
-#define COPY_HOOKS(prefix)                                          \
-    void* prefix##memcpy(void* to, const void* from, size_t n) {    \
-        return copied(to, from, n, CALLER), memcpy(to, from, n);    \
-    }                                                               \
-    void* prefix##memmove(void* to, const void* from, size_t n) {   \
-        return copied(to, from, n, CALLER), memmove(to, from, n);   \
-    }                                                               \
-    void* prefix##memset(void* to, int byte, size_t n) {            \
-        return copied(to, nullptr, n, CALLER), memset(to, byte, n); \
-    }
+#define COPY_HOOKS(prefix) \
+    void* prefix##memcpy(void* to, const void* from, size_t n) { \
+        return copied(to, from, n, CALLER), memcpy(to, from, n); \
+    } \
+    void* prefix##memmove(void* to, const void* from, size_t n) { \
+        return copied(to, from, n, CALLER), memmove(to, from, n); \
+    } \
+    void* prefix##memset(void* to, int byte, size_t n) { return copied(to, nullptr, n, CALLER), memset(to, byte, n); }
 COPY_HOOKS(__wrap_)
 COPY_HOOKS(__tsan_)
 void __tsan_init() {}
@@ -156,26 +151,26 @@ void __tsan_vptr_update(void**, void*) {}
 void __tsan_vptr_read(void**) {}
 
 // Atomic operations have been checked by simt_atomic_check; they only have to be done.
-#define FETCH_HOOK(bits, T, name, done)                                                                     \
+#define FETCH_HOOK(bits, T, name, done) \
     T __tsan_atomic##bits##_##name(volatile T* p, T v, int) { return done(p, v, __ATOMIC_SEQ_CST); }
-#define ATOMIC_HOOKS(bits, T)                                                                               \
+#define ATOMIC_HOOKS(bits, T) \
     T __tsan_atomic##bits##_load(const volatile T* p, int) { return __atomic_load_n(p, __ATOMIC_SEQ_CST); } \
     void __tsan_atomic##bits##_store(volatile T* p, T v, int) { __atomic_store_n(p, v, __ATOMIC_SEQ_CST); } \
-    FETCH_HOOK(bits, T, exchange, __atomic_exchange_n)                                                      \
-    FETCH_HOOK(bits, T, fetch_add, __atomic_fetch_add)                                                      \
-    FETCH_HOOK(bits, T, fetch_sub, __atomic_fetch_sub)                                                      \
-    FETCH_HOOK(bits, T, fetch_and, __atomic_fetch_and)                                                      \
-    FETCH_HOOK(bits, T, fetch_or, __atomic_fetch_or)                                                        \
-    FETCH_HOOK(bits, T, fetch_xor, __atomic_fetch_xor)                                                      \
-    T __tsan_atomic##bits##_compare_exchange_val(volatile T* p, T e, T v, int, int) {                       \
-        __atomic_compare_exchange_n(p, &e, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);                   \
-        return e;                                                                                           \
-    }                                                                                                       \
-    int __tsan_atomic##bits##_compare_exchange_strong(volatile T* p, T* e, T v, int, int) {                 \
-        return __atomic_compare_exchange_n(p, e, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);             \
-    }                                                                                                       \
-    int __tsan_atomic##bits##_compare_exchange_weak(volatile T* p, T* e, T v, int, int) {                   \
-        return __atomic_compare_exchange_n(p, e, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);             \
+    FETCH_HOOK(bits, T, exchange, __atomic_exchange_n) \
+    FETCH_HOOK(bits, T, fetch_add, __atomic_fetch_add) \
+    FETCH_HOOK(bits, T, fetch_sub, __atomic_fetch_sub) \
+    FETCH_HOOK(bits, T, fetch_and, __atomic_fetch_and) \
+    FETCH_HOOK(bits, T, fetch_or, __atomic_fetch_or) \
+    FETCH_HOOK(bits, T, fetch_xor, __atomic_fetch_xor) \
+    T __tsan_atomic##bits##_compare_exchange_val(volatile T* p, T e, T v, int, int) { \
+        __atomic_compare_exchange_n(p, &e, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST); \
+        return e; \
+    } \
+    int __tsan_atomic##bits##_compare_exchange_strong(volatile T* p, T* e, T v, int, int) { \
+        return __atomic_compare_exchange_n(p, e, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST); \
+    } \
+    int __tsan_atomic##bits##_compare_exchange_weak(volatile T* p, T* e, T v, int, int) { \
+        return __atomic_compare_exchange_n(p, e, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST); \
     }
 // clang-format off
 ATOMIC_HOOKS(8, uint8_t)
@@ -203,12 +198,8 @@ static void index_out_of_bounds(UbsanIndex* data, uintptr_t index, uintptr_t pc)
     const bool narrow = data->index->info >> 1 <= 5 && (data->index->info & 1);  // 2^5 bits or fewer, signed
     file(me, {"index-out-of-bounds", "", data->array->name, {narrow ? (int32_t)index : (int64_t)index}});
 }
-void __ubsan_handle_out_of_bounds(UbsanIndex* data, uintptr_t index) {
-    index_out_of_bounds(data, index, CALLER);
-}
-void __ubsan_handle_out_of_bounds_abort(UbsanIndex* data, uintptr_t index) {
-    index_out_of_bounds(data, index, CALLER);
-}
+void __ubsan_handle_out_of_bounds(UbsanIndex* data, uintptr_t index) { index_out_of_bounds(data, index, CALLER); }
+void __ubsan_handle_out_of_bounds_abort(UbsanIndex* data, uintptr_t index) { index_out_of_bounds(data, index, CALLER); }
 
 // -fsanitize=alignment: an access through a pointer that is no multiple of what its type wants. (Where the compiler
 // knows that, an access comes as an unaligned one, as those of memcpy do.)

@@ -100,8 +100,9 @@ static void run(Call& call) {
         else if (s < ON_STACK) stack[s++] = call.words[n];
     }
     auto called = [&](auto result) {
-        result = call_with<decltype(result)>(call.function, integers, floats, stack, std::make_index_sequence<INTEGERS>(),
-                                             std::make_index_sequence<FLOATS>(), std::make_index_sequence<ON_STACK>());
+        result =
+            call_with<decltype(result)>(call.function, integers, floats, stack, std::make_index_sequence<INTEGERS>(),
+                                        std::make_index_sequence<FLOATS>(), std::make_index_sequence<ON_STACK>());
         memcpy(&call.returned, &result, 8);
     };
     if (call.returns_float) called(0.);
@@ -123,9 +124,7 @@ static void* host_main(void* argument) {
     throw_count = 0;
     try {
         run(*(Call*)argument);
-    } catch (const std::exception& e) {
-        end_host("exception", 0, 0, e.what());
-    } catch (...) {
+    } catch (const std::exception& e) { end_host("exception", 0, 0, e.what()); } catch (...) {
         end_host("exception", 0, 0, "something that is no std::exception");
     }
     leave_thread();

@@ -38,8 +38,7 @@ void finish_call();     // after "returned"
 
 bool on_host();  // is this the thread of the host part?
 // Ends it; the thread never goes on. The first end counts.
-[[noreturn]] void end_host(const char* kind, int code, uintptr_t pc, const char* text = "",
-                           siginfo_t* info = nullptr);
+[[noreturn]] void end_host(const char* kind, int code, uintptr_t pc, const char* text = "", siginfo_t* info = nullptr);
 void note_throw();
 int backtrace(uintptr_t* pcs, int room);  // of the caller
 

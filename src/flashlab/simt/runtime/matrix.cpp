@@ -34,8 +34,7 @@ static Rows find_rows(Warp* warp, const Slot& slot, int count, bool write) {
                 worker->shadow->touch(lane, a, 16, write ? WRITE : READ, site, how, nullptr);
             rows.row[i][r] = (uint8_t*)worker->window.base + a;
         }
-        s.count[1] +=
-            shared_wavefronts(rows.address[i], 0xff, 16, !write).needed;  // a tile is 128 bytes: one at best
+        s.count[1] += shared_wavefronts(rows.address[i], 0xff, 16, !write).needed;  // a tile is 128 bytes: one at best
         s.count[2]++;
         s.count[3] += 128;
     }
@@ -53,8 +52,7 @@ void load_matrix(Warp* warp, const Slot& slot) {
             else memset(tile[r], 0xff, 16);
         for (int l = 0; l < WARP; l++) {
             const int g = l / 4, t = l % 4 * 2;
-            const uint32_t low = trans ? tile[t][g] : tile[g][t],
-                           high = trans ? tile[t + 1][g] : tile[g][t + 1];
+            const uint32_t low = trans ? tile[t][g] : tile[g][t], high = trans ? tile[t + 1][g] : tile[g][t + 1];
             ((uint32_t*)warp->lanes[l].out)[i] = low | high << 16;
         }
     }
@@ -133,11 +131,9 @@ void multiply(Warp* warp, const Slot& slot) {
         }
     }
     for (int i = 0; i < 16; i++)
-        for (int k = 0; k < k_size; k++)
-            a[i][k] = bf16 ? simt_bf16_to_float(a16[i][k]) : simt_half_to_float(a16[i][k]);
+        for (int k = 0; k < k_size; k++) a[i][k] = bf16 ? simt_bf16_to_float(a16[i][k]) : simt_half_to_float(a16[i][k]);
     for (int k = 0; k < k_size; k++)
-        for (int j = 0; j < 8; j++)
-            b[k][j] = bf16 ? simt_bf16_to_float(b16[k][j]) : simt_half_to_float(b16[k][j]);
+        for (int j = 0; j < 8; j++) b[k][j] = bf16 ? simt_bf16_to_float(b16[k][j]) : simt_half_to_float(b16[k][j]);
     for (int i = 0; i < 16; i++)
         for (int k = 0; k < k_size; k++)
             for (int j = 0; j < 8; j++) c[i][j] += a[i][k] * b[k][j];

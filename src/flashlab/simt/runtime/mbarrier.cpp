@@ -42,8 +42,7 @@ void Mbarriers::end_phase(Block* block, Mbarrier& bar) {
         bar.loads.clear();
     }
     join(bar.passed.known, bar.arrived.known, block->clocks);
-    for (const Space space : {SHARED, GLOBAL})
-        join(bar.passed.fenced[space], bar.arrived.fenced[space], block->warps);
+    for (const Space space : {SHARED, GLOBAL}) join(bar.passed.fenced[space], bar.arrived.fenced[space], block->warps);
     bar.arrived = Clock();
     bar.phase++;
     bar.pending = bar.count;
@@ -156,8 +155,7 @@ void simt_mbarrier_init(uint32_t bar, int arrivals) {
     if (arrivals < 1 || arrivals > MAX_TX) wrong_number(me, "mbarrier_init", "arrivals", arrivals, MAX_TX);
     if (const Mbarrier* there = mbarriers(me).find(bar))
         file_fatal(me, about(*there, "mbarrier-again", "mbarrier_init", bar), cudaErrorLaunchFailure);
-    if (me->block->launch->checked)
-        worker->shadow->make_mbarrier(me, bar, worker->sites->find(me->pc, MBARRIER_INIT));
+    if (me->block->launch->checked) worker->shadow->make_mbarrier(me, bar, worker->sites->find(me->pc, MBARRIER_INIT));
     mbarriers(me).make(me, bar, arrivals);
 }
 void simt_mbarrier_inval(uint32_t bar) {

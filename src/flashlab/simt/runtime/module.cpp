@@ -9,8 +9,10 @@ char* simt_module() { return simt_dynamic_shared; }  // of the calling thread
 }
 
 // What it is an alias of where the arrays are declared with a smaller alignment (build.py).
-#define SIMT_BEHIND(n)                                                                                        \
-    asm(".globl simt_dynamic_shared_" #n "\n.set simt_dynamic_shared_" #n ", simt_dynamic_shared + " #n "\n" \
+#define SIMT_BEHIND(n) \
+    asm(".globl simt_dynamic_shared_" #n "\n.set simt_dynamic_shared_" #n ", simt_dynamic_shared + " #n \
+        "\n" \
         ".type simt_dynamic_shared_" #n ", @tls_object");
-SIMT_BEHIND(1) SIMT_BEHIND(2) SIMT_BEHIND(4) SIMT_BEHIND(8) SIMT_BEHIND(16)
-SIMT_BEHIND(32) SIMT_BEHIND(64) SIMT_BEHIND(128) SIMT_BEHIND(256) SIMT_BEHIND(512)
+SIMT_BEHIND(1)
+SIMT_BEHIND(2) SIMT_BEHIND(4) SIMT_BEHIND(8) SIMT_BEHIND(16) SIMT_BEHIND(32) SIMT_BEHIND(64) SIMT_BEHIND(128)
+    SIMT_BEHIND(256) SIMT_BEHIND(512)

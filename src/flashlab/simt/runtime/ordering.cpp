@@ -219,8 +219,7 @@ static bool search(const Block::Learnt& learnt, const GlobalStamp& s, std::map<W
                 if (p.number <= from || p.number > l.second) continue;
                 std::map<Word*, uint32_t> again;  // what was passed by for want of a fence
                 const bool here = fenced && p.fenced;
-                if ((here || !p.learnt.empty()) &&
-                    search(p.learnt, s, here ? again : seen, patience, fenced && !here))
+                if ((here || !p.learnt.empty()) && search(p.learnt, s, here ? again : seen, patience, fenced && !here))
                     return true;
             }
     }
@@ -229,8 +228,8 @@ static bool search(const Block::Learnt& learnt, const GlobalStamp& s, std::map<W
 bool known(const Lane* lane, const GlobalStamp& s, Knowledge how, bool fenced) {
     const Block* block = lane->block;
     if (block->learnt.empty()) return false;
-    const Block::Learnt learnt = how == BY_BLOCK ? block->learnt
-                                                 : known_to(lane, how == ACQUIRED ? block->acquired : block->looked);
+    const Block::Learnt learnt =
+        how == BY_BLOCK ? block->learnt : known_to(lane, how == ACQUIRED ? block->acquired : block->looked);
     std::lock_guard<std::mutex> lock(mutex);
     std::map<Word*, uint32_t> seen;
     int patience = 10000;

@@ -39,8 +39,11 @@ void set_registers(Warp* warp, const Slot& slot) {
     r.pc[warp->index] = slot.pc;
     r.times[warp->index]++;
     if (more ? wanted < now : wanted > now) {
-        file(warp->lanes, {"registers-direction", more ? "setmaxnreg_inc" : "setmaxnreg_dec", "",
-                           {wanted, now, r.at_launch}, slot.pc});
+        file(warp->lanes, {"registers-direction",
+                           more ? "setmaxnreg_inc" : "setmaxnreg_dec",
+                           "",
+                           {wanted, now, r.at_launch},
+                           slot.pc});
         return;
     }
     if (more && wanted > now) r.wanted[warp->index] = wanted;

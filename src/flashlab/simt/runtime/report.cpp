@@ -1,5 +1,4 @@
-// The record of the launches, and the C functions through which Python sets up a run and reads what came of
-// it.
+// The record of the launches, and the C functions through which Python sets up a run and reads what came of it.
 #include "report.h"
 #include "global_memory.h"
 #include "shadow.h"
@@ -69,8 +68,7 @@ std::string records_text() {
         field(r.shared_bytes);
         text += '\n';
         for (auto& entry : r.counts) {
-            if (std::all_of(entry.second.begin(), entry.second.end(), [](uint64_t v) { return v == 0; }))
-                continue;
+            if (std::all_of(entry.second.begin(), entry.second.end(), [](uint64_t v) { return v == 0; })) continue;
             text += "count\t" + kind_name(entry.first.second);
             field(in_module(entry.first.first) ? entry.first.first - 1 - module_base : 0);
             for (uint64_t v : entry.second) field(v);

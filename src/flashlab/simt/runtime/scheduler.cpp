@@ -1,9 +1,8 @@
 // Who runs: launches, blocks, and the switch from one lane to the next.
 //
-// Blocks are dealt out in order to a few OS threads. In a block the scheduler visits the warps in turn and
-// lets one lane of each run; a lane that has to wait hands over to the next runnable lane of its warp, and
-// the last one goes back to the scheduler. When nobody is runnable and somebody is alive, the block is
-// deadlocked.
+// Blocks are dealt out in order to a few OS threads. In a block the scheduler visits the warps in turn and lets one
+// lane of each run; a lane that has to wait hands over to the next runnable lane of its warp, and the last one goes
+// back to the scheduler. When nobody is runnable and somebody is alive, the block is deadlocked.
 #include "bulk_store.h"
 #include "deadlock.h"
 #include "faults.h"
@@ -65,8 +64,7 @@ void let_others_run(Lane* me) {
     me->accesses = 0;
     worker->inside = false;
     Lane* next = next_in_warp(me);
-    // At the end of a round through the warp the other warps get their turn: a lane may be spinning on what
-    // they write.
+    // At the end of a round through the warp the other warps get their turn: a lane may be spinning on what they write.
     if (next && next->lane > me->lane) switch_to(worker, me->fiber, next);
     else back_to_scheduler(me);
     worker->inside = was_inside;
@@ -178,8 +176,7 @@ static void prepare_block(Worker* worker, Launch* launch, uint64_t number) {
         lane.volatile_loads.clear();
         lane.bulk_group = 0;
         lane.stores.clear();
-        // The frames of different lanes begin at different offsets, so that they do not compete for one cache
-        // set.
+        // The frames of different lanes begin at different offsets, so that they do not compete for one cache set.
         fiber_prepare(lane.fiber, lane.stack, STACK - t * 320 % 8192, lane_main);
     }
     // Shared memory holds NaN (all bits set) until something is written there.
@@ -230,7 +227,8 @@ static void run_block(Worker* worker, Launch* launch, uint64_t number) {
         // be spinning on what comes of them.
         const bool spinning = any && round % 4096 == 0;
         if (any && !spinning) continue;
-        if (!any) for (int i = 0; i < block.warps; i++) any |= resolve_activemask(block.warp[i]);
+        if (!any)
+            for (int i = 0; i < block.warps; i++) any |= resolve_activemask(block.warp[i]);
         any |= worker->mbarriers->pass_waits(&block);
         if (!any || spinning) any |= worker->warpgroups->pass_waits();
         if (!any && block.alive > 0) file_deadlock(block);
@@ -242,8 +240,8 @@ static void run_block(Worker* worker, Launch* launch, uint64_t number) {
             if (lane.first_copy == lane.copies.size()) continue;
             const Copy& copy = lane.copies[lane.first_copy];
             // 1: not even committed
-            file(&block.lane[t], {"never-waited", "cp.async", "", {copy.group == block.lane[t].group},
-                                  (*worker->sites)[copy.site].pc});
+            file(&block.lane[t],
+                 {"never-waited", "cp.async", "", {copy.group == block.lane[t].group}, (*worker->sites)[copy.site].pc});
             break;
         }
         for (int t = 0; t < block.threads; t++)
@@ -313,8 +311,10 @@ static void refuse(const Launch& launch, const char* text, int64_t value, int64_
 }
 
 static void file_unfinished(const Launch& launch) {
-    file_of_launch(launch.number, {cancelled() == 2 ? "interrupted" : "timeout", "launch", "",
-                                   {(int64_t)launch.done, (int64_t)launch.blocks}}, cudaErrorLaunchTimeout);
+    file_of_launch(
+        launch.number,
+        {cancelled() == 2 ? "interrupted" : "timeout", "launch", "", {(int64_t)launch.done, (int64_t)launch.blocks}},
+        cudaErrorLaunchTimeout);
 }
 
 static bool configuration_error(const Launch& l, const void* kernel) {
@@ -335,8 +335,7 @@ static bool configuration_error(const Launch& l, const void* kernel) {
     size_t allowed = 48 << 10;
     for (auto& k : opted_in)  // a launch with deduced template arguments has no address: any will do
         if (k.first == kernel || !kernel) allowed = std::max<size_t>(allowed, k.second);
-    if (l.shared_bytes > allowed)
-        return wrong("shared-opt-in", l.shared_bytes, allowed, cudaErrorInvalidValue);
+    if (l.shared_bytes > allowed) return wrong("shared-opt-in", l.shared_bytes, allowed, cudaErrorInvalidValue);
     return false;
 }
 
@@ -479,7 +478,8 @@ static void run(Launch& launch, size_t count) {
     const size_t lanes = ((size_t)launch.block.x * launch.block.y * launch.block.z + WARP - 1) / WARP * WARP;
     const size_t room = reserve_stacks(std::max(count, resident(launch, lanes)) * lanes), most = room / lanes;
     if (!most || !make_stacks(lanes))
-        return refuse(launch, "memory", (int64_t)lanes, (int64_t)(most ? stacks_ready : room), cudaErrorMemoryAllocation);
+        return refuse(launch, "memory", (int64_t)lanes, (int64_t)(most ? stacks_ready : room),
+                      cudaErrorMemoryAllocation);
     global_shadow.begin_launch();
     size_t started = 0;
     {
@@ -500,9 +500,9 @@ extern "C" void simt_in_stream(const char* what, const void* stream) {
     if (settings.stream && stream != settings.stream) file_wrong_stream(what, CALLER, (int)progress->launches);
 }
 
-extern "C" void simt_launch(const char* text, const void* kernel, uint3 grid, uint3 block,
-                            size_t shared_bytes, const void* stream, void (*call)(const void*), const void* closure,
-                            size_t closure_bytes, int checked) {
+extern "C" void simt_launch(const char* text, const void* kernel, uint3 grid, uint3 block, size_t shared_bytes,
+                            const void* stream, void (*call)(const void*), const void* closure, size_t closure_bytes,
+                            int checked) {
     if (Lane* me = current_lane()) {
         Inside inside(me, CALLER);
         file_fatal(me, {"launch-in-kernel", "", text}, cudaErrorLaunchFailure);

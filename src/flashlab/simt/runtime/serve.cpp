@@ -71,8 +71,8 @@ static std::string receive_frame(int* file) {
 // ---- what came of it ----------------------------------------------------------------------------
 static void send_ending() {
     static char line[2048];
-    int n = snprintf(line, sizeof line, "%s\t%d\t%d\t%d\t%lu\t", ending.kind, ending.code, ending.host,
-                     ending.stack, (unsigned long)ending.address);
+    int n = snprintf(line, sizeof line, "%s\t%d\t%d\t%d\t%lu\t", ending.kind, ending.code, ending.host, ending.stack,
+                     (unsigned long)ending.address);
     for (int i = 0; i < ending.count; i++)
         n += snprintf(line + n, sizeof line - (size_t)n, "%lu ",
                       (unsigned long)(in_module(ending.pcs[i]) ? ending.pcs[i] - module_base : 0));

@@ -41,9 +41,7 @@ void SharedShadow::begin_block(size_t dynamic_bytes) {
 }
 
 // Did what the stamp stands for happen before what `lane` does now?
-static inline bool ordered(const Stamp& s, const Lane* lane) {
-    return s.time == 0 || before(s.thread, s.time, lane);
-}
+static inline bool ordered(const Stamp& s, const Lane* lane) { return s.time == 0 || before(s.thread, s.time, lane); }
 static inline bool write_ordered(const Cell& cell, const Lane* lane) {
     if (cell.async) return cell.write.time <= lane->warp->known[cell.fences];
     return ordered(cell.write, lane);
@@ -65,8 +63,8 @@ static const char* verb(Sites& sites, const Stamp& s, bool write) {
 }
 
 void SharedShadow::file_out_of_bounds(Lane* lane, uint64_t address, int bytes, const char* how) {
-    file(lane, {"shared-out-of-bounds", how, "",
-                {(int64_t)(address - dynamic), bytes, (int64_t)(dynamic_end - dynamic)}});
+    file(lane,
+         {"shared-out-of-bounds", how, "", {(int64_t)(address - dynamic), bytes, (int64_t)(dynamic_end - dynamic)}});
 }
 
 void SharedShadow::land(Lane* lane, uint64_t address, int bytes, int site) {
@@ -144,8 +142,13 @@ bool SharedShadow::file_if_read(Lane* lane, uint64_t address, int bytes, const c
     for (const AsyncRead* read : async_reads)
         for (auto& r : read->ranges)
             if (chunk * 16 >= r.first && chunk * 16 < r.first + r.second) {
-                file(lane, {overwrites((uint32_t)chunk * 16, how), how, read->how, {(int64_t)address, bytes}, 0,
-                            (*lane->block->worker->sites)[read->site].pc, read->thread});
+                file(lane, {overwrites((uint32_t)chunk * 16, how),
+                            how,
+                            read->how,
+                            {(int64_t)address, bytes},
+                            0,
+                            (*lane->block->worker->sites)[read->site].pc,
+                            read->thread});
                 return true;
             }
     return false;
@@ -178,8 +181,8 @@ bool SharedShadow::touch(Lane* lane, uint64_t address, int bytes, Access access,
         c.other_pc = sites[other.site].pc, c.other_thread = (int)other.thread, c.other_block = -1;
         c.value[0] = (int64_t)address, c.value[1] = bytes;
         c.same_warp = other.thread / WARP == now.thread / WARP;
-        c.same_instruction = c.same_warp && other.site == now.site && other.time == now.time &&
-                             other.execution == now.execution;
+        c.same_instruction =
+            c.same_warp && other.site == now.site && other.time == now.time && other.execution == now.execution;
         if (conflict && !strcmp(other_how, "store")) *conflict = c, pending = true;  // perhaps of the same value
         else file_conflict(lane, c, lane->pc, false), filed = true;
     };
@@ -217,7 +220,8 @@ bool SharedShadow::touch(Lane* lane, uint64_t address, int bytes, Access access,
         else if (cell.copying) file(while_copied, cell.write, verb(sites, cell.write, true));
         else if ((cell.write.bytes & mine) && !(now.atomic && cell.write.atomic) && !write_ordered(cell, lane))
             file(cell.async ? while_copied : "race", cell.write, verb(sites, cell.write, true));
-        else if (async && !cell.async && cell.write.time && !visible_to_async(lane, SHARED, cell.write.thread, cell.write.time, cell.fences))
+        else if (async && !cell.async && cell.write.time &&
+                 !visible_to_async(lane, SHARED, cell.write.thread, cell.write.time, cell.fences))
             file("proxy-fence", cell.write, verb(sites, cell.write, true));
         if (reads && (cell.full & mine) != mine && !filed && !cell.copying) {
             simt::file(lane, {"uninitialised-shared", how, "", {(int64_t)address, bytes}});
@@ -244,12 +248,11 @@ void SharedShadow::check_pieces(Warp* warp, const std::vector<uint32_t>& pieces,
             const Stamp& w = cell.write;
             const bool own = !cell.async && (int)w.thread / WARP == warp->index;
             const Lane* lane = own ? &block->lane[w.thread] : warp->lanes;
-            const char* kind = cell.copying == MBARRIER      ? "mbarrier-touched"
-                               : cell.copying                ? "read-before-wait"
-                               : cell.full != 3              ? "uninitialised-shared"
-                               : !write_ordered(cell, lane)  ? cell.async ? "read-before-wait" : "race"
-                               : !cell.async && w.time &&
-                                       !visible_to_async(lane, SHARED, w.thread, w.time, cell.fences)
+            const char* kind = cell.copying == MBARRIER     ? "mbarrier-touched"
+                               : cell.copying               ? "read-before-wait"
+                               : cell.full != 3             ? "uninitialised-shared"
+                               : !write_ordered(cell, lane) ? cell.async ? "read-before-wait" : "race"
+                               : !cell.async && w.time && !visible_to_async(lane, SHARED, w.thread, w.time, cell.fences)
                                    ? "proxy-fence"
                                    : nullptr;
             if (!kind) continue;

@@ -25,8 +25,8 @@ struct Cell {
     uint16_t copying;  // a cp.async or a TMA load is in flight, issued by thread copying - 1; or MBARRIER
     uint8_t full;      // which of the two bytes hold something
     uint8_t async;     // the last write was the async proxy's (proxy.h)
-    uint16_t fences;   // how many fence_proxy_async its thread had done, the lowest bits; of an async write: which of
-                       // the block's clocks has its time (clocks.h)
+    uint16_t fences;  // how many fence_proxy_async its thread had done, the lowest bits; of an async write: which of
+    // the block's clocks has its time (clocks.h)
 };
 constexpr uint16_t MBARRIER = 0xffff;  // the bytes are an mbarrier's
 
@@ -34,16 +34,22 @@ constexpr uint16_t MBARRIER = 0xffff;  // the bytes are an mbarrier's
 // to write here; PROXY_READ, an operation that begins to read here (it is noted as a read when it has ended).
 // Of global memory: VOLATILE_STORE, and VOLATILE_UPDATE, of what a volatile load has read there.
 enum Access : uint8_t {
-    READ, WRITE, ATOMIC, EXCHANGE, COPY_ISSUED, BULK_ISSUED, PROXY_READ, VOLATILE_STORE, VOLATILE_UPDATE
+    READ,
+    WRITE,
+    ATOMIC,
+    EXCHANGE,
+    COPY_ISSUED,
+    BULK_ISSUED,
+    PROXY_READ,
+    VOLATILE_STORE,
+    VOLATILE_UPDATE
 };
-inline bool is_atomic(Access a) {
-    return a == ATOMIC || a == EXCHANGE || a == VOLATILE_STORE || a == VOLATILE_UPDATE;
-}
+inline bool is_atomic(Access a) { return a == ATOMIC || a == EXCHANGE || a == VOLATILE_STORE || a == VOLATILE_UPDATE; }
 
 // The static __shared__ arrays of the module, as its symbol table gives them.
 struct StaticArray {
     uint64_t offset, bytes;  // in the module's thread_local segment
-    uint64_t kernel;         // whose own it is, as an address in the module; 0: of a function that several call
+    uint64_t kernel;  // whose own it is, as an address in the module; 0: of a function that several call
 };
 extern std::vector<StaticArray> static_arrays;
 extern size_t dynamic_shift;  // `extern __shared__` begins so many bytes behind simt_dynamic_shared
@@ -97,12 +103,11 @@ private:
     SharedWindow window;
     Cell* cells;  // mapped, so that what is never touched costs nothing
     size_t count;
-    bool reading = false;                 // there is one under way:
+    bool reading = false;  // there is one under way:
     std::vector<AsyncRead*> async_reads;
-    std::vector<uint16_t> being_read;     // by how many of them, every 16 bytes
+    std::vector<uint16_t> being_read;  // by how many of them, every 16 bytes
     uint64_t dynamic, dynamic_end;  // shared addresses
-    std::vector<uint16_t>
-        owner;  // for every two bytes below `dynamic`: which static array they belong to; 0 is none
+    std::vector<uint16_t> owner;  // for every two bytes below `dynamic`: which static array they belong to; 0 is none
 };
 
 }  // namespace simt

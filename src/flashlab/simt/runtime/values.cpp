@@ -4,9 +4,7 @@
 
 namespace simt {
 
-void file_never_set(Lane* lane, const char* how, uintptr_t pc) {
-    file(lane, {"uninitialised-local", how, "", {}, pc});
-}
+void file_never_set(Lane* lane, const char* how, uintptr_t pc) { file(lane, {"uninitialised-local", how, "", {}, pc}); }
 
 void file_conflict(Lane* lane, const Conflict& c, uintptr_t pc, bool warning) {
     Finding f{c.kind, c.how};

@@ -80,8 +80,8 @@ void Warpgroups::compare(Product& p, Warp* warp, const SimtWgmmaIn& in, const Sl
     Lane* lane = warp->lanes;
     const Lane* other = warp->block->warp[group_of(warp) * WARPS_OF_GROUP + __builtin_ctz(p.issued)].lanes;
     if (p.variant != slot.param) {
-        file_fatal(lane, {"wgmma-form", "wgmma", "", {slot.param & 511, p.n}, slot.pc, p.pc,
-                          other->id}, cudaErrorLaunchFailure);
+        file_fatal(lane, {"wgmma-form", "wgmma", "", {slot.param & 511, p.n}, slot.pc, p.pc, other->id},
+                   cudaErrorLaunchFailure);
     }
     if (p.pc != slot.pc) {  // Python drops it where the line is the same
         file(lane, {"divergent", "wgmma", "wgmma", {}, slot.pc, p.pc, other->id});
@@ -95,8 +95,8 @@ void Warpgroups::issue(Warp* warp, const Slot& slot) {
     const int group = group_of(warp), first_warp = group * WARPS_OF_GROUP;
     const int here = std::min(block->threads - first_warp * WARP, GROUP_LANES);
     if (here < GROUP_LANES) {
-        file_fatal(warp->lanes, {"wgmma-block", "wgmma", "", {here, first_warp, block->threads},
-                                 slot.pc}, cudaErrorLaunchFailure);
+        file_fatal(warp->lanes, {"wgmma-block", "wgmma", "", {here, first_warp, block->threads}, slot.pc},
+                   cudaErrorLaunchFailure);
     }
     used = true;
     OfWarp& mine = of_warp[warp->index];
@@ -292,8 +292,8 @@ bool Warpgroups::file_deadlock() {
             if (const State its = worker->lanes[group * GROUP_LANES + i].state; !(p.issued >> i / WARP & 1))
                 elsewhere |= its == IN_MBARRIER || its == IN_REGISTERS;
         if (elsewhere) continue;
-        file(worker->block.warp[w].lanes, {"wgmma-warps", "wgmma_wait", "", {p.issued, group * WARPS_OF_GROUP}, p.pc,
-                                           of_warp[w].wait_pc, w * WARP});
+        file(worker->block.warp[w].lanes,
+             {"wgmma-warps", "wgmma_wait", "", {p.issued, group * WARPS_OF_GROUP}, p.pc, of_warp[w].wait_pc, w * WARP});
         return true;
     }
     return false;
@@ -342,8 +342,13 @@ bool Warpgroups::file_if_in_use(Lane* lane, uintptr_t address, int bytes, bool w
         if (address >= r.high || address + (uintptr_t)bytes <= r.low || (r.of_a && !write)) continue;
         const OfWarp& mine = of_warp[lane->warp->index];
         // 1: it is committed
-        file(lane, {"wgmma-registers", write ? "store" : "load", r.of_a ? "A" : "accumulators",
-                    {!mine.groups.empty() && mine.groups.back() >= r.number}, pc, r.pc, lane->id});
+        file(lane, {"wgmma-registers",
+                    write ? "store" : "load",
+                    r.of_a ? "A" : "accumulators",
+                    {!mine.groups.empty() && mine.groups.back() >= r.number},
+                    pc,
+                    r.pc,
+                    lane->id});
         return true;
     }
     return false;
@@ -371,8 +376,12 @@ bool Warpgroups::file_if_read(Lane* lane, uint64_t address, int bytes, const cha
             const uint64_t number = readers[piece * MAX_GROUPS + g];
             if (!number || known(lane, g, number)) continue;
             // the last number is 1 where it is computed, but nothing tells this lane
-            file(lane, {worker->shadow->overwrites((uint32_t)piece * 16, how), how, "wgmma",
-                        {(int64_t)piece * 16, 16, number <= of_group[g].executed}, 0, of_group[g].pcs[number - 1],
+            file(lane, {worker->shadow->overwrites((uint32_t)piece * 16, how),
+                        how,
+                        "wgmma",
+                        {(int64_t)piece * 16, 16, number <= of_group[g].executed},
+                        0,
+                        of_group[g].pcs[number - 1],
                         g * GROUP_LANES});
             told.insert((uint32_t)piece * 16);
             return true;

@@ -16,8 +16,8 @@ constexpr int WARPS_OF_GROUP = 4, GROUP_LANES = WARPS_OF_GROUP * WARP, MAX_GROUP
 struct Product {  // one wgmma
     uintptr_t pc;
     int site, variant, n;  // variant: SimtWgmma
-    int issued;            // by which of the four warps: a bit each
-    uint64_t a, b;         // descriptors
+    int issued;  // by which of the four warps: a bit each
+    uint64_t a, b;  // descriptors
     int add;
     float* d[GROUP_LANES];
     uint32_t a_registers[GROUP_LANES][4];
@@ -35,7 +35,7 @@ public:
     void wait(Warp* warp, const Slot& slot);
     bool pass_waits();  // for the scheduler, when nobody else can go on; true: somebody can now
     bool waits(const Warp* warp) const { return used && of_warp[warp->index].waiting_for; }
-    bool file_deadlock();      // where a warp waits for a wgmma that another has not issued
+    bool file_deadlock();  // where a warp waits for a wgmma that another has not issued
     void file_never_waited();  // at the end of a block
     // A watched build is about to write these bytes. True, and filed, where a wgmma may still be reading them.
     bool file_if_read(Lane* lane, uint64_t address, int bytes, const char* how);
@@ -43,13 +43,13 @@ public:
     bool file_if_in_use(Lane* lane, uintptr_t address, int bytes, bool write, uintptr_t pc);
 
 private:
-    struct Passed {     // a wait that was passed
+    struct Passed {  // a wait that was passed
         uint32_t time;  // of the warp
         uint64_t upto;  // the last wgmma that had then been computed
     };
     struct OfWarp {
         uint64_t issued = 0, completed = 0, waiting_for = 0;  // 0: it does not wait
-        std::vector<uint64_t> groups;                         // the last wgmma of each committed group
+        std::vector<uint64_t> groups;  // the last wgmma of each committed group
         std::vector<Passed> passed;
         bool fenced = false, ever_fenced = false;  // since its last wait that waited for something; at all
         uintptr_t wait_pc = 0;
@@ -72,7 +72,7 @@ private:
 
     Worker* worker;
     bool used = false;  // in this block
-    int waiting = 0;    // warps, in a wgmma_wait
+    int waiting = 0;  // warps, in a wgmma_wait
     OfWarp of_warp[MAX_WARPS];
     OfGroup of_group[MAX_GROUPS];
     // By piece of shared memory and warpgroup: the last of its wgmma that reads it; 0: none.

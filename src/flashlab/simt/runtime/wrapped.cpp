@@ -1,6 +1,5 @@
-// Functions of the C and C++ libraries that a source calls and that must not happen as they stand. The linker
-// sends the module's calls of NAME to __wrap_NAME, and ours of __real_NAME to the library (build.py has the
-// list).
+// Functions of the C and C++ libraries that a source calls and that must not happen as they stand. The linker sends the
+// module's calls of NAME to __wrap_NAME, and ours of __real_NAME to the library (build.py has the list).
 #include "faults.h"
 #include "findings.h"
 #include "host_part.h"
@@ -58,38 +57,27 @@ void __wrap_free(void* p) {
     discharge(p);
     __real_free(p);
 }
-#define WRAP_NEW(name, text)                \
-    void* __real_##name(size_t);            \
-    void* __wrap_##name(size_t n) {         \
-        not_in_a_kernel(text, CALLER);      \
-        return __real_##name(n);            \
+#define WRAP(T, name, text, parameters, ...) \
+    T __real_##name parameters; \
+    T __wrap_##name parameters { \
+        not_in_a_kernel(text, CALLER); \
+        return __real_##name(__VA_ARGS__); \
     }
-#define WRAP_DELETE(name)                   \
-    void __real_##name(void*);              \
-    void __wrap_##name(void* p) {           \
-        not_in_a_kernel("delete", CALLER);  \
-        __real_##name(p);                   \
-    }
-#define WRAP_SIZED_DELETE(name)             \
-    void __real_##name(void*, size_t);      \
-    void __wrap_##name(void* p, size_t n) { \
-        not_in_a_kernel("delete", CALLER);  \
-        __real_##name(p, n);                \
-    }
-WRAP_NEW(_Znwm, "new")
-WRAP_NEW(_Znam, "new[]")
-WRAP_DELETE(_ZdlPv)
-WRAP_DELETE(_ZdaPv)
-WRAP_SIZED_DELETE(_ZdlPvm)
-WRAP_SIZED_DELETE(_ZdaPvm)
+WRAP(void*, _Znwm, "new", (size_t n), n)
+WRAP(void*, _Znam, "new[]", (size_t n), n)
+WRAP(void, _ZdlPv, "delete", (void* p), p)
+WRAP(void, _ZdaPv, "delete", (void* p), p)
+WRAP(void, _ZdlPvm, "delete", (void* p, size_t n), p, n)
+WRAP(void, _ZdaPvm, "delete", (void* p, size_t n), p, n)
+WRAP(void*, __cxa_allocate_exception, "throw", (size_t n), n)
 
 // The process would end before Python knows why.
-#define WRAP_EXIT(name)                                                   \
-    __attribute__((noreturn)) void __real_##name(int);                    \
-    __attribute__((noreturn)) void __wrap_##name(int code) {              \
-        not_in_a_kernel(#name, CALLER);                                   \
-        fflush(stdout);                                                   \
-        end_host("exit", code, CALLER - 1, #name);                        \
+#define WRAP_EXIT(name) \
+    __attribute__((noreturn)) void __real_##name(int); \
+    __attribute__((noreturn)) void __wrap_##name(int code) { \
+        not_in_a_kernel(#name, CALLER); \
+        fflush(stdout); \
+        end_host("exit", code, CALLER - 1, #name); \
     }
 WRAP_EXIT(exit)
 WRAP_EXIT(_exit)
@@ -99,11 +87,6 @@ __attribute__((noreturn)) void __real_abort();
 __attribute__((noreturn)) void __wrap_abort() {
     not_in_a_kernel("abort", CALLER);
     __real_abort();
-}
-void* __real___cxa_allocate_exception(size_t);
-void* __wrap___cxa_allocate_exception(size_t n) {
-    not_in_a_kernel("throw", CALLER);
-    return __real___cxa_allocate_exception(n);
 }
 __attribute__((noreturn)) void __real___cxa_throw(void*, void*, void (*)(void*));
 __attribute__((noreturn)) void __wrap___cxa_throw(void* thrown, void* type, void (*destroy)(void*)) {

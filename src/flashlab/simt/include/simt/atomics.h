@@ -18,8 +18,7 @@ SIMT_INLINE T simt_atomic(T* p, F update, int needed = 1) {
         memcpy((void*)&old_value, &old_bits, sizeof(T));
         new_value = update(old_value);
         memcpy(&new_bits, (const void*)&new_value, sizeof(T));
-    } while (!__atomic_compare_exchange_n((Bits*)p, &old_bits, new_bits, false, __ATOMIC_RELAXED,
-                                          __ATOMIC_RELAXED));
+    } while (!__atomic_compare_exchange_n((Bits*)p, &old_bits, new_bits, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
     return old_value;
 }
 template <class T>
@@ -40,16 +39,16 @@ template <>
 struct SimtBits<8> {
     typedef uint64_t type;
 };
-#define SIMT_ATOMIC(name, expression)                                                                      \
-    template <class T>                                                                                     \
-    SIMT_INLINE T name(T* p, typename SimtSame<T>::type v) {                                               \
+#define SIMT_ATOMIC(name, expression) \
+    template <class T> \
+    SIMT_INLINE T name(T* p, typename SimtSame<T>::type v) { \
         return simt_atomic<typename SimtBits<sizeof(T)>::type>(p, [v](T old) -> T { return expression; }); \
     }
 SIMT_ATOMIC(atomicAdd, old + v)
 SIMT_ATOMIC(atomicSub, old - v)
 SIMT_ATOMIC(atomicMin, v < old ? v : old)
 SIMT_ATOMIC(atomicMax, old < v ? v : old)
-SIMT_ATOMIC(atomicAnd, old & v)
+SIMT_ATOMIC(atomicAnd, (old & v))
 SIMT_ATOMIC(atomicOr, old | v)
 SIMT_ATOMIC(atomicXor, old ^ v)
 SIMT_ATOMIC(atomicInc, old >= v ? T(0) : T(old + 1))
@@ -61,6 +60,5 @@ SIMT_INLINE T atomicExch(T* p, typename SimtSame<T>::type v) {
 }
 template <class T>
 SIMT_INLINE T atomicCAS(T* p, typename SimtSame<T>::type compare, typename SimtSame<T>::type v) {
-    return simt_atomic<typename SimtBits<sizeof(T)>::type>(
-        p, [=](T old) -> T { return old == compare ? v : old; });
+    return simt_atomic<typename SimtBits<sizeof(T)>::type>(p, [=](T old) -> T { return old == compare ? v : old; });
 }

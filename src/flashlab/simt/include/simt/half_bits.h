@@ -24,9 +24,9 @@ SIMT_INLINE uint16_t simt_float_to_half(float f) {
     uint32_t u;
     memcpy(&u, &f, 4);
     const uint32_t sign = u >> 16 & 0x8000, a = u & 0x7fffffff;
-    if (a > 0x7f800000) return 0x7fff;                      // CUDA's NaN
+    if (a > 0x7f800000) return 0x7fff;  // CUDA's NaN
     if (a >= 0x477ff000) return (uint16_t)(sign | 0x7c00);  // 65520 and up round to infinity
-    if (a < 0x38800000) {                                   // below 2^-14: a multiple of 2^-24
+    if (a < 0x38800000) {  // below 2^-14: a multiple of 2^-24
         float magnitude;
         memcpy(&magnitude, &a, 4);
         magnitude += 0.5f;  // 0.5 has 2^-24 as its last bit: the sum rounds there
@@ -38,6 +38,6 @@ SIMT_INLINE uint16_t simt_float_to_half(float f) {
 SIMT_INLINE uint16_t simt_float_to_bf16(float f) {
     uint32_t u;
     memcpy(&u, &f, 4);
-    if (f != f) return 0x7fff;                              // CUDA's NaN
+    if (f != f) return 0x7fff;  // CUDA's NaN
     return (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);  // to nearest, ties to even
 }

@@ -1,5 +1,4 @@
-// What __half and __nv_bfloat16 share: 16 bits that hold a number, arithmetic as float arithmetic rounded
-// once.
+// What __half and __nv_bfloat16 share: 16 bits that hold a number, arithmetic as float arithmetic rounded once.
 //
 // Why float is enough: float carries 24 bits, and rounding first to 24 and then to p bits gives the correctly
 // rounded p-bit result of +, -, *, / and sqrt when 24 >= 2p + 2. That holds for half (p = 11) and bfloat16 (p

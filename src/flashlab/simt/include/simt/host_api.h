@@ -38,9 +38,8 @@ enum cudaDeviceAttr {
 
 extern "C" {
 // kernel: the function's address, which names the launch; call(closure) runs one CUDA thread of it.
-void simt_launch(const char* text, const void* kernel, uint3 grid, uint3 block, size_t shared_bytes,
-                 const void* stream, void (*call)(const void*), const void* closure, size_t closure_bytes,
-                 int checked);
+void simt_launch(const char* text, const void* kernel, uint3 grid, uint3 block, size_t shared_bytes, const void* stream,
+                 void (*call)(const void*), const void* closure, size_t closure_bytes, int checked);
 void simt_in_stream(const char* what, const void* stream);  // what the host part asks for, but for launches
 int simt_last_error(int forget);
 int simt_func_attribute(const void* kernel, int attribute, int value);
@@ -52,47 +51,47 @@ void simt_written(const void* p, size_t bytes);  // by the host, in one of the c
 // A launch is wherever it was written: the runtime's caller is that line.
 #define SIMT_HERE __attribute__((always_inline))
 
-// A launch copies its arguments, converted to the kernel's parameter types, as a GPU's constant bank does.
-template <class... P>
-struct SimtLaunch {
+struct SimtConfiguration {
     const char* text;
-    void (*kernel)(P...);
+    const void* kernel;
     uint3 grid, block;
     size_t shared_bytes;
     const void* stream;
-    SIMT_HERE void operator()(P... args) const {
-        const auto closure = [f = kernel, args...] { f(args...); };
-        simt_launch(
-            text, (const void*)kernel, grid, block, shared_bytes, stream,
-            [](const void* c) { (*(decltype(&closure))c)(); }, &closure, sizeof closure, SIMT_CHECKED);
-    }
+};
+// A launch copies its arguments, as a GPU's constant bank does.
+template <class F, class... A>
+SIMT_HERE inline void simt_start(const SimtConfiguration& c, F call, A... args) {
+    const auto closure = [call, args...] { call(args...); };
+    simt_launch(
+        c.text, c.kernel, c.grid, c.block, c.shared_bytes, c.stream,
+        [](const void* of) { (*(decltype(&closure))of)(); }, &closure, sizeof closure, SIMT_CHECKED);
+}
+template <class... P>
+struct SimtLaunch {
+    SimtConfiguration configuration;
+    void (*kernel)(P...);
+    SIMT_HERE void operator()(P... args) const { simt_start(configuration, kernel, args...); }  // of the kernel's types
 };
 template <class... P>
-SimtLaunch<P...> simt_configure(const char* text, void (*kernel)(P...), dim3 grid, dim3 block,
-                                size_t shared_bytes = 0, const void* stream = nullptr) {
-    return {text, kernel, grid, block, shared_bytes, stream};
+SimtLaunch<P...> simt_configure(const char* text, void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_bytes = 0,
+                                const void* stream = nullptr) {
+    return {{text, (const void*)kernel, grid, block, shared_bytes, stream}, kernel};
 }
 // A launch whose kernel follows from the arguments (of a template, of several overloads, with default arguments):
 // there is no one function to take the address of.
 template <class F>
 struct SimtDeducedLaunch {
-    const char* text;
+    SimtConfiguration configuration;
     F call;
-    uint3 grid, block;
-    size_t shared_bytes;
-    const void* stream;
     template <class... A>
     SIMT_HERE void operator()(A... args) const {
-        const auto closure = [f = call, args...] { f(args...); };
-        simt_launch(
-            text, nullptr, grid, block, shared_bytes, stream,
-            [](const void* c) { (*(decltype(&closure))c)(); }, &closure, sizeof closure, SIMT_CHECKED);
+        simt_start(configuration, call, args...);
     }
 };
 template <class F>
-SimtDeducedLaunch<F> simt_configure_deduced(const char* text, F call, dim3 grid, dim3 block,
-                                            size_t shared_bytes = 0, const void* stream = nullptr) {
-    return {text, call, grid, block, shared_bytes, stream};
+SimtDeducedLaunch<F> simt_configure_deduced(const char* text, F call, dim3 grid, dim3 block, size_t shared_bytes = 0,
+                                            const void* stream = nullptr) {
+    return {{text, nullptr, grid, block, shared_bytes, stream}, call};
 }
 
 static inline cudaError_t cudaGetLastError() { return (cudaError_t)simt_last_error(1); }

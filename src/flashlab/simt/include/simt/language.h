@@ -68,21 +68,13 @@ SIMT_INLINE void* simt_memset(void* to, int byte, size_t n) { return __tsan_mems
 
 // ---- vector types -------------------------------------------------------------------------------
 // Their alignment is what makes one 8- or 16-byte access of a lane: it is CUDA's.
-#define SIMT_VECTOR(T, name, a1, a2, a3, a4)                                          \
-    struct name##1 {                                                                  \
-        T x;                                                                          \
-    };                                                                                \
-    struct __align__(a2) name##2 {                                                    \
-        T x, y;                                                                       \
-    };                                                                                \
-    struct name##3 {                                                                  \
-        T x, y, z;                                                                    \
-    };                                                                                \
-    struct __align__(a4) name##4 {                                                    \
-        T x, y, z, w;                                                                 \
-    };                                                                                \
-    SIMT_INLINE constexpr name##1 make_##name##1(T x) { return {x}; }                 \
-    SIMT_INLINE constexpr name##2 make_##name##2(T x, T y) { return {x, y}; }         \
+#define SIMT_VECTOR(T, name, a1, a2, a3, a4) \
+    struct name##1 { T x; }; \
+    struct __align__(a2) name##2 { T x, y; }; \
+    struct name##3 { T x, y, z; }; \
+    struct __align__(a4) name##4 { T x, y, z, w; }; \
+    SIMT_INLINE constexpr name##1 make_##name##1(T x) { return {x}; } \
+    SIMT_INLINE constexpr name##2 make_##name##2(T x, T y) { return {x, y}; } \
     SIMT_INLINE constexpr name##3 make_##name##3(T x, T y, T z) { return {x, y, z}; } \
     SIMT_INLINE constexpr name##4 make_##name##4(T x, T y, T z, T w) { return {x, y, z, w}; }
 SIMT_VECTOR(signed char, char, 1, 2, 1, 4)
@@ -134,11 +126,15 @@ SIMT_INLINE void __trap() { simt_trap(); }
 
 // Loads and stores with a cache hint are loads and stores.
 #define SIMT_HINTED_LOAD(name) \
-    template <class T>         \
-    SIMT_INLINE T name(const T* p) { return *p; }
+    template <class T> \
+    SIMT_INLINE T name(const T* p) { \
+        return *p; \
+    }
 #define SIMT_HINTED_STORE(name) \
-    template <class T>          \
-    SIMT_INLINE void name(T* p, T v) { *p = v; }
+    template <class T> \
+    SIMT_INLINE void name(T* p, T v) { \
+        *p = v; \
+    }
 SIMT_HINTED_LOAD(__ldg)
 SIMT_HINTED_LOAD(__ldca)
 SIMT_HINTED_LOAD(__ldcg)

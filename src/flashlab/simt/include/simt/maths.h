@@ -4,7 +4,7 @@
 #include "language.h"
 
 // ---- min and max: CUDA has them for every mix of arithmetic types -------------------------------
-#define SIMT_MIN_MAX(T)                                             \
+#define SIMT_MIN_MAX(T) \
     SIMT_INLINE constexpr T min(T a, T b) { return b < a ? b : a; } \
     SIMT_INLINE constexpr T max(T a, T b) { return a < b ? b : a; }
 SIMT_MIN_MAX(int)
@@ -14,7 +14,7 @@ SIMT_MIN_MAX(unsigned long)
 SIMT_MIN_MAX(long long)
 SIMT_MIN_MAX(unsigned long long)
 #undef SIMT_MIN_MAX
-#define SIMT_MIXED(constexpr_, T, A, B)                                  \
+#define SIMT_MIXED(constexpr_, T, A, B) \
     SIMT_INLINE constexpr_ T min(A a, B b) { return min((T)a, (T)b); } \
     SIMT_INLINE constexpr_ T min(B a, A b) { return min((T)a, (T)b); } \
     SIMT_INLINE constexpr_ T max(A a, B b) { return max((T)a, (T)b); } \
@@ -30,12 +30,12 @@ SIMT_MIXED(, double, float, double)
 #undef SIMT_MIXED
 
 // ---- bits ---------------------------------------------------------------------------------------
-#define SIMT_BITS(to, name, from)                                           \
-    SIMT_INLINE to name(from x) {                                           \
-        static_assert(sizeof(to) == sizeof(from), "the same bits");         \
-        to r;                                                               \
-        memcpy(&r, &x, sizeof r);                                           \
-        return r;                                                           \
+#define SIMT_BITS(to, name, from) \
+    SIMT_INLINE to name(from x) { \
+        static_assert(sizeof(to) == sizeof(from), "the same bits"); \
+        to r; \
+        memcpy(&r, &x, sizeof r); \
+        return r; \
     }
 SIMT_BITS(int, __float_as_int, float)
 SIMT_BITS(unsigned, __float_as_uint, float)
@@ -99,9 +99,7 @@ SIMT_INLINE float __fdividef(float a, float b) { return a / b; }
 #define __cosf(...) cosf(__VA_ARGS__)
 #define __tanf(...) tanf(__VA_ARGS__)
 #define __sincosf(...) sincosf(__VA_ARGS__)
-SIMT_INLINE float __saturatef(float x) {
-    return x > 0.f ? (x < 1.f ? x : 1.f) : 0.f;
-}  // NaN becomes 0, as on a GPU
+SIMT_INLINE float __saturatef(float x) { return x > 0.f ? (x < 1.f ? x : 1.f) : 0.f; }  // NaN becomes 0, as on a GPU
 SIMT_INLINE float fdividef(float a, float b) { return a / b; }
 
 // ---- conversions between numbers ----------------------------------------------------------------

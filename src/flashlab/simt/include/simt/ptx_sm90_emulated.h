@@ -9,7 +9,9 @@ SIMT_INLINE void mbarrier_inval(uint32_t bar) { simt_mbarrier_inval(bar); }
 SIMT_INLINE void mbarrier_arrive(uint32_t bar) { simt_mbarrier_arrive(bar); }
 SIMT_INLINE void mbarrier_arrive_expect_tx(uint32_t bar, uint32_t bytes) { simt_mbarrier_arrive_expect_tx(bar, bytes); }
 SIMT_INLINE void mbarrier_expect_tx(uint32_t bar, uint32_t bytes) { simt_mbarrier_expect_tx(bar, bytes); }
-[[nodiscard]] SIMT_INLINE bool mbarrier_test_wait(uint32_t bar, uint32_t parity) { return simt_mbarrier_test_wait(bar, parity); }
+[[nodiscard]] SIMT_INLINE bool mbarrier_test_wait(uint32_t bar, uint32_t parity) {
+    return simt_mbarrier_test_wait(bar, parity);
+}
 [[nodiscard]] SIMT_INLINE bool mbarrier_try_wait(uint32_t bar, uint32_t parity) {
     return simt_mbarrier_wait(bar, parity, 1);
 }

@@ -39,9 +39,7 @@ SIMT_INLINE void __syncthreads() { simt_barrier(SIMT_BAR_PLAIN, 0); }
 SIMT_INLINE int __syncthreads_count(int p) { return simt_barrier(SIMT_BAR_COUNT, p); }
 SIMT_INLINE int __syncthreads_and(int p) { return simt_barrier(SIMT_BAR_AND, p); }
 SIMT_INLINE int __syncthreads_or(int p) { return simt_barrier(SIMT_BAR_OR, p); }
-SIMT_INLINE void __syncwarp(unsigned mask = 0xffffffffu) {
-    simt_warp(SIMT_SYNCWARP, mask, nullptr, nullptr, 0);
-}
+SIMT_INLINE void __syncwarp(unsigned mask = 0xffffffffu) { simt_warp(SIMT_SYNCWARP, mask, nullptr, nullptr, 0); }
 // The line of the call, because a compiler may make two instructions of it.
 SIMT_INLINE unsigned __activemask(int line = __builtin_LINE()) { return simt_activemask(line); }
 

@@ -1,5 +1,4 @@
-// __nv_bfloat16 and __nv_bfloat162 for the emulator: the interface of CUDA's <cuda_bf16.h>, written for a
-// CPU.
+// __nv_bfloat16 and __nv_bfloat162 for the emulator: the interface of CUDA's <cuda_bf16.h>, written for a CPU.
 #pragma once
 #include "simt/names.h"
 #include "simt.h"
