@@ -179,15 +179,11 @@ def _ptxas(log: str) -> dict[str, tuple[int, int, int, int]]:
     """(registers, spilled bytes, static shared bytes, bytes of the stack) of each kernel of ``ptxas -v``."""
     found = {}
     for block in re.split(r"Compiling entry function ", log)[1:]:
-        name = block.split("'")[1]
-        number = {
-            key: int(m[1]) if (m := re.search(pattern, block)) else 0
-            for key, pattern in {
-                "registers": r"Used (\d+) registers",
-                "spills": r"(\d+) bytes spill stores",
-                "shared": r"(\d+) bytes smem",
-                "stack": r"(\d+) bytes stack frame",
-            }.items()
-        }
-        found[name] = (number["registers"], number["spills"], number["shared"], number["stack"])
+
+        def number(pattern: str, block: str = block) -> int:
+            return int(m[1]) if (m := re.search(pattern, block)) else 0
+
+        registers, spills = number(r"Used (\d+) registers"), number(r"(\d+) bytes spill stores")
+        static, stack = number(r"(\d+) bytes smem"), number(r"(\d+) bytes stack frame")
+        found[block.split("'")[1]] = (registers, spills, static, stack)
     return found

@@ -304,15 +304,9 @@ def build(
     """Compiles a source, or finds it compiled.
 
     Args:
-        text: CUDA C++.
-        name: what to call it in messages.
-        directory: where ``#include "..."`` looks first.
-        check: a watched build.
-        defines: macros, as :func:`macros` takes them.
-        include_dirs: more directories for headers.
-        compiler: as in :func:`find_compiler`.
-        std: the C++ standard of the source, "c++17" or later.
-        runtime_defines: macros for the runtime itself (its tests use them).
+        text: CUDA C++. name: what to call it in messages. directory: where ``#include "..."`` looks first.
+        defines: macros, as :func:`macros` takes them. compiler: as in :func:`find_compiler`.
+        check, include_dirs, std, runtime_defines: as of :func:`flashlab.simt.run.compile_cuda`.
 
     Raises:
         CompileError: with the compiler's messages, against the lines of ``text``.

@@ -3,7 +3,6 @@
 // A lane that comes to one leaves its operands, takes a place in a slot (one slot for each mask that is being
 // waited for) and lets the others run. The last lane to arrive does the work for all of them, reading each
 // lane's operands from, and writing each result to, that lane's own stack.
-#include "collectives.h"
 #include "counters.h"
 #include "values.h"
 #include "warpgroup.h"

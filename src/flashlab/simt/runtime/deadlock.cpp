@@ -1,5 +1,4 @@
-// The report of a deadlock: see deadlock.h.
-#include "deadlock.h"
+// The report of a deadlock: who waits, and for what.
 #include "mbarrier.h"
 #include "warpgroup.h"
 
@@ -46,12 +45,10 @@ static std::string waits_for_phases(const Block& block) {
     auto place = [](uintptr_t pc) { return "@" + std::to_string(pc && in_module(pc) ? pc - 1 - module_base : 0); };
     std::string text;
     for (const Group& g : groups) {
-        const Mbarrier* bar = block.worker->mbarriers->find(g.wait.bar);
-        text += (text.empty() ? "" : ";") + std::to_string(g.warps) + ',' + place(g.pc) + ',' +
-                place(bar ? bar->init_pc : 0);
-        for (int64_t v : {(int64_t)g.wait.bar, (int64_t)g.wait.parity, bar ? (int64_t)bar->phase : 0,
-                          bar ? (int64_t)bar->pending : 0, bar ? (int64_t)bar->count : 0, bar ? bar->expected : 0,
-                          bar ? bar->brought : 0})
+        const Mbarrier none{}, *found = block.worker->mbarriers->find(g.wait.bar), &bar = found ? *found : none;
+        text += (text.empty() ? "" : ";") + std::to_string(g.warps) + ',' + place(g.pc) + ',' + place(bar.init_pc);
+        for (int64_t v : {(int64_t)g.wait.bar, (int64_t)g.wait.parity, (int64_t)bar.phase, (int64_t)bar.pending,
+                          (int64_t)bar.count, bar.expected, bar.brought})
             text += ',' + std::to_string(v);
     }
     return text;

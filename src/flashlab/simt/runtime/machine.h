@@ -315,8 +315,16 @@ void wait_in_vain(Lane* me);                     // it does wait for somebody: a
 void stop_launch(Block* block, int error);          // after a fatal finding: no later block matters any more
 [[noreturn]] void end_launch(Lane* me, int error);  // the same, and the lane that runs stops for good
 void release_stacks();
-void lane_gone(Warp* warp);  // collectives.cpp: a lane has exited, and others may wait for it
 
-void thread_gone(Block* block);  // barrier.cpp: the same
+// ---- barrier.cpp, deadlock.cpp, collectives.cpp, matrix.cpp -------------------------------------
+void thread_gone(Block* block);     // it has exited, and others may wait for it
+void lane_gone(Warp* warp);         // the same
+void file_deadlock(Block& block);   // nobody can go on: who waits, and for what
+const char* collective_name(int op, int param);
+// A lane's part in a collective: what simt_warp does, for those that have a function of their own.
+void join_collective(Lane* me, int op, unsigned mask, const void* in, void* out, int param);
+void load_matrix(Warp* warp, const Slot& slot);  // when the lanes have met
+void store_matrix(Warp* warp, const Slot& slot);
+void multiply(Warp* warp, const Slot& slot);
 
 }  // namespace simt

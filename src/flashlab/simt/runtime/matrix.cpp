@@ -1,5 +1,4 @@
 // ldmatrix, stmatrix and mma: which lane holds which element, and what is computed.
-#include "collectives.h"
 #include "../include/simt/half_bits.h"
 #include "shadow.h"
 #include "values.h"

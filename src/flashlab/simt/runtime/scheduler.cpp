@@ -4,7 +4,6 @@
 // lane of each run; a lane that has to wait hands over to the next runnable lane of its warp, and the last one goes
 // back to the scheduler. When nobody is runnable and somebody is alive, the block is deadlocked.
 #include "bulk_store.h"
-#include "deadlock.h"
 #include "faults.h"
 #include "mbarrier.h"
 #include "report.h"

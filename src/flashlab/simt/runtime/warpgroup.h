@@ -6,7 +6,7 @@
 // this order.
 #pragma once
 #include "../include/simt/wgmma_ops.h"
-#include "collectives.h"
+#include "machine.h"
 #include <set>
 
 namespace simt {
