@@ -41,3 +41,21 @@ class KernelTrap(SimtError):
 
 class KernelFindings(SimtError):
     """Raised by :meth:`Report.raise_if_findings`: the kernel ran to its end, and did something wrong."""
+
+
+_KINDS = {
+    LaunchError: "launch-configuration",
+    DeadlockError: (
+        "deadlock divergent lanes-missing mask-without-self barrier-arguments barrier-threads wgmma-block "
+        "wgmma-form wgmma-warps registers-missing mbarrier-arrivals mbarrier-in-use mbarrier-bytes "
+        "mbarrier-number"
+    ),
+    IllegalAccess: (
+        "global-out-of-bounds shared-out-of-bounds misaligned not-shared bulk-misaligned bulk-size "
+        "mbarrier-again mbarrier-missing reduce-type store-corner tensor-map stack-overflow"
+    ),
+    KernelTimeout: "timeout",
+    KernelTrap: "trap assert division-by-zero host-call launch-in-kernel",
+}
+RAISED = {kind: error for error, kinds in _KINDS.items() for kind in kinds.split()}
+"""What is raised for a finding, by its kind."""

@@ -16,15 +16,7 @@ import numpy as np
 
 from flashlab.simt import process as processes
 from flashlab.simt.build import PLACED, Build, build
-from flashlab.simt.errors import (
-    DeadlockError,
-    HostError,
-    IllegalAccess,
-    KernelTimeout,
-    KernelTrap,
-    LaunchError,
-    SimtError,
-)
+from flashlab.simt.errors import RAISED, HostError, KernelTimeout, LaunchError, SimtError
 from flashlab.simt.memory import GlobalMemory, View, view
 from flashlab.simt.narrator import Narrator
 from flashlab.simt.process import Reply
@@ -46,22 +38,6 @@ ERROR_NAMES = {
     716: "cudaErrorMisalignedAddress",
     719: "cudaErrorLaunchFailure",
 }
-# What is raised for which kinds of findings.
-_RAISED = {
-    LaunchError: "launch-configuration",
-    DeadlockError: (
-        "deadlock divergent lanes-missing mask-without-self barrier-arguments barrier-threads wgmma-block "
-        "wgmma-form wgmma-warps registers-missing mbarrier-arrivals mbarrier-in-use mbarrier-bytes "
-        "mbarrier-number"
-    ),
-    IllegalAccess: (
-        "global-out-of-bounds shared-out-of-bounds misaligned not-shared bulk-misaligned bulk-size "
-        "mbarrier-again mbarrier-missing reduce-type store-corner tensor-map stack-overflow"
-    ),
-    KernelTimeout: "timeout",
-    KernelTrap: "trap assert division-by-zero host-call launch-in-kernel",
-}
-_ERRORS = {kind: error for error, kinds in _RAISED.items() for kind in kinds.split()}
 
 
 class Module:
@@ -98,10 +74,11 @@ class Module:
 
     def __getattr__(self, name: str):
         if name.startswith("_") or name not in self.__dict__.get("entries", {}):
-            raise AttributeError(
-                f'the source has no extern "C" function {name!r}; it has {", ".join(self.entries) or "none"}'
-            )
+            raise AttributeError(self._unknown(name))
         return functools.partial(self.launch, name)
+
+    def _unknown(self, entry: str) -> str:
+        return f'the source has no extern "C" function {entry!r}; it has {", ".join(self.entries) or "none"}'
 
     def __repr__(self) -> str:
         kind = "watched" if self.build.check else "fast"
@@ -223,9 +200,7 @@ class Module:
 
     def _signature(self, entry: str, args: tuple) -> Entry:
         if entry not in self.entries:
-            raise TypeError(
-                f'the source has no extern "C" function {entry!r}; it has {", ".join(self.entries) or "none"}'
-            )
+            raise TypeError(self._unknown(entry))
         signature = self.entries[entry]
         if len(args) != len(signature.parameters):
             wanted = ", ".join(p.name for p in signature.parameters)
@@ -356,11 +331,11 @@ def _raise_if_failed(report: Report, entry: Entry, reply: Reply, narrator: Narra
     fatal = next((f for f in report.findings if f.fatal), None)
     code = int(report.returned or 0) if entry.returns in ("int", "cudaError_t") else 0
     if fatal is None and (reply.error or code):
-        fatal = next((f for f in report.findings if f.kind in _ERRORS), None)
+        fatal = next((f for f in report.findings if f.kind in RAISED), None)
     host = narrator.host_sentence(entry.name, reply, seconds)
     if fatal is not None:
         after = f"; after that, {host}" if host and reply.ending.kind != "stuck" else ""
-        raise _ERRORS.get(fatal.kind, SimtError)(f"{fatal}{after}", report)
+        raise RAISED.get(fatal.kind, SimtError)(f"{fatal}{after}", report)
     if host:
         raise (KernelTimeout if reply.ending.kind == "stuck" else HostError)(host, report)
     if code:

@@ -7,18 +7,11 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from flashlab.simt.errors import RAISED
 from flashlab.simt.process import Ending
 
 # After these the launch cannot go on. (So it is with a divergence in which two different operations meet.)
-FATAL = {
-    "assert", "barrier-arguments", "barrier-threads", "bulk-size", "copy-size", "deadlock", "division-by-zero",
-    "global-out-of-bounds",
-    "host-call", "interrupted", "lanes-missing", "launch-configuration", "launch-in-kernel",
-    "mask-without-self", "misaligned", "not-shared", "bulk-misaligned", "mbarrier-again", "mbarrier-arrivals",
-    "mbarrier-bytes", "mbarrier-in-use", "mbarrier-missing", "mbarrier-number", "reduce-type",
-    "registers-missing", "stack-overflow", "store-corner",
-    "tensor-map", "timeout", "trap", "wgmma-block", "wgmma-form", "wgmma-warps",
-}  # fmt: skip
+FATAL = RAISED.keys() - {"divergent", "shared-out-of-bounds"} | {"copy-size", "interrupted"}
 
 # What an operation does to shared memory, and did.
 _VERBS = {

@@ -23,18 +23,8 @@ enum Kind : uint8_t {
     WGMMA_M64N8K16,  // and 31 more: the shape with 8 n columns is WGMMA_M64N8K16 + n - 1
     KINDS = WGMMA_M64N8K16 + 32
 };
-// The meaning of a site's four counters.
-//   shared_*, ldmatrix, stmatrix   executed by a warp, wavefronts, ideal wavefronts, bytes
-//   global_*, cp_async             executed by a warp, 32-byte sectors, ideal sectors, bytes
-//                                  (a sector whose halves a 16-byte cp.async sends to two 128-byte lines of
-//                                  shared memory is fetched twice; an H200's counters say so)
-//   mma                            executed by a warp, FLOPs; of those: with a cp.async of the block under way;
-//                                  groups of cp.async that the warp has under way, summed over its MMAs
-//   wgmma                          executed by a warpgroup, FLOPs, bytes read of shared memory; of those: A in registers
-//   wgmma_wait                     executed by a warp; of those: that waited for a group not waited for before
-//   tma_*, bulk_*                  executed, bytes of shared memory (of a box, zeros included), bytes of global memory
-//   mbarrier_wait                  by a lane; of those: that found the phase under way, and had to wait
-//   the rest                       executed by a warp (barrier: by a block)
+// The meaning of a site's four counters: narrator.py has their names, and report.py says what they count. A sector whose
+// halves a 16-byte cp.async sends to two 128-byte lines of shared memory is fetched twice; an H200's counters say so.
 constexpr int COUNTERS = 4;
 std::string kind_name(int kind);
 
