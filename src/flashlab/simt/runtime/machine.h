@@ -90,32 +90,26 @@ struct GivenRegisters {
 
 enum Space : uint8_t { SHARED, GLOBAL };
 
-struct Lane {  // one CUDA thread
-    Fiber fiber;
-    Block* block;
-    Warp* warp;
-    uint8_t* stack;  // lowest address
-    uint3 thread_idx;
-    int id, lane;  // in the block, in the warp
-    State state;
-    uintptr_t pc;    // return address of the runtime call it is in, or was last in
-    int accesses;    // since it last let others run
+struct LaneOfBlock {  // what of a lane begins anew with each block
+    State state = RUNNABLE;
+    uintptr_t pc = 0;  // return address of the runtime call it is in, or was last in
+    int accesses = 0;  // since it last let others run
     uintptr_t polled = 0;  // the word that it looked at last, and what it saw (scheduler.cpp)
     uint64_t saw = 0;
     int in_vain = 0;  // how often it has seen the same
-    uint32_t calls;  // of the runtime: lanes that go in step have made as many
+    uint32_t calls = 0;  // of the runtime: lanes that go in step have made as many
     PendingStore store;
     uintptr_t in_use_low = 0, in_use_bytes = 0;  // all of in_use lies in there
     std::vector<RegistersInUse> in_use;
     std::vector<GivenRegisters> given;
     struct {
-        uint32_t time;  // of the warp; 0: there was none
+        uint32_t time = 0;  // of the warp; 0: there was none
         std::vector<uint32_t> known;
     } fence;  // its last __threadfence (ordering.h)
     const void* in;  // while in a collective: its operands and its result, on its own stack
     void* out;
-    uint32_t group;     // cp.async: number of the open group
-    size_t first_copy;  // copies[first_copy...] are still on their way
+    uint32_t group = 0;     // cp.async: number of the open group
+    size_t first_copy = 0;  // copies[first_copy...] are still on their way
     std::vector<Copy> copies;
     std::vector<uint32_t> proxy_fences[2];  // the warp's time at each of its fences (proxy.h), by Space
     struct VolatileLoad {
@@ -124,8 +118,16 @@ struct Lane {  // one CUDA thread
     std::unordered_map<uintptr_t, VolatileLoad> volatile_loads;  // of global memory, that no store of its own followed
     uint32_t volatile_known = 0;                                 // of the one that the store under way follows
     PhaseWait phase_wait;
-    uint32_t bulk_group;  // number of the open group of its stores
+    uint32_t bulk_group = 0;  // number of the open group of its stores
     std::vector<std::shared_ptr<BulkStore>> stores;
+};
+struct Lane : LaneOfBlock {  // one CUDA thread
+    Fiber fiber;
+    Block* block;
+    Warp* warp;
+    uint8_t* stack;  // lowest address
+    uint3 thread_idx;
+    int id, lane;  // in the block, in the warp
 };
 
 struct Slot {  // a collective for which some lanes wait

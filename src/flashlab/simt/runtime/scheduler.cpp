@@ -160,21 +160,11 @@ static void prepare_block(Worker* worker, Launch* launch, uint64_t number) {
     }
     for (int t = 0; t < block.threads; t++) {
         Lane& lane = worker->lanes[t];
+        (LaneOfBlock&)lane = LaneOfBlock();
         lane.block = &block;
         lane.warp = &block.warp[t / WARP];
         lane.id = t, lane.lane = t % WARP;
         lane.thread_idx = {t % b.x, t / b.x % b.y, t / b.x / b.y};
-        lane.state = RUNNABLE;
-        lane.pc = 0, lane.accesses = 0;
-        lane.polled = 0, lane.in_vain = 0;
-        lane.group = 0, lane.first_copy = 0, lane.calls = 0;
-        lane.store.bytes = 0;
-        lane.fence.time = 0;
-        lane.copies.clear();
-        for (auto& fences : lane.proxy_fences) fences.clear();
-        lane.volatile_loads.clear();
-        lane.bulk_group = 0;
-        lane.stores.clear();
         // The frames of different lanes begin at different offsets, so that they do not compete for one cache set.
         fiber_prepare(lane.fiber, lane.stack, STACK - t * 320 % 8192, lane_main);
     }

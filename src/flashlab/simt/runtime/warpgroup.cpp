@@ -25,11 +25,6 @@ void Warpgroups::begin_block() {
     for (OfGroup& g : of_group) g = OfGroup();
     std::fill(readers.begin(), readers.end(), 0);
     told.clear();
-    for (int t = 0; t < worker->block.threads; t++) {
-        Lane& lane = worker->lanes[t];
-        lane.in_use.clear(), lane.given.clear();
-        bound(lane);
-    }
     worker->shadow->watched = false;
 }
 
