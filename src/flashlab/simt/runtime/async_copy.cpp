@@ -23,16 +23,14 @@ bool copies_in_flight(const Lane* lane, Copy& first) {
 extern "C" void simt_cp_async(uint32_t dst, const void* src, int bytes, int src_bytes) {
     ENTER_FROM_KERNEL(me);
     Worker* worker = me->block->worker;
-    if (dst % bytes || (uintptr_t)src % bytes) {
+    if (dst % bytes || (uintptr_t)src % bytes)
         file_fatal(me,
                    {"misaligned",
                     "cp.async",
                     dst % bytes ? "shared" : "global",
                     {dst % bytes ? dst : (int64_t)((uintptr_t)src % 256), bytes}},
                    cudaErrorMisalignedAddress);
-    }
-    if (src_bytes < 0 || src_bytes > bytes)
-        file_fatal(me, {"copy-size", "cp.async", "", {src_bytes, bytes}}, cudaErrorLaunchFailure);
+    if (src_bytes < 0 || src_bytes > bytes) file_fatal(me, {"copy-size", "cp.async", "", {src_bytes, bytes}});
     const int site = worker->sites->find(me->pc, CP_ASYNC);
     const bool ok = worker->shadow->in_bounds(me, dst, bytes, "cp.async");
     if (ok && me->block->launch->checked) worker->shadow->touch(me, dst, bytes, COPY_ISSUED, site, "cp.async", nullptr);

@@ -58,7 +58,7 @@ extern "C" int simt_barrier(int kind, int predicate) {
         Finding f{"divergent", "__syncthreads"};  // Python drops it where both are the same line
         f.other_pc = b.pc, f.other_thread = b.first;
         f.text = "__syncthreads";
-        if (b.kind != kind) file_fatal(me, f, cudaErrorLaunchFailure);
+        if (b.kind != kind) file_fatal(me, f);
         file(me, f);
     }
     b.kind = kind;
@@ -81,12 +81,10 @@ extern "C" int simt_barrier(int kind, int predicate) {
 extern "C" void simt_named_barrier(int id, int threads, int wait) {
     ENTER_FROM_KERNEL(me);
     if (id < 0 || id >= BARRIERS || threads <= 0 || threads % WARP)
-        file_fatal(me, {"barrier-arguments", "bar.sync", "", {id, threads}}, cudaErrorLaunchFailure);
+        file_fatal(me, {"barrier-arguments", "bar.sync", "", {id, threads}});
     Barrier& b = me->block->barriers[id];
-    if (b.arrived && b.expected != threads) {
-        file_fatal(me, {"barrier-threads", "bar.sync", "", {id, threads, b.expected}, 0, b.pc, b.first},
-                   cudaErrorLaunchFailure);
-    }
+    if (b.arrived && b.expected != threads)
+        file_fatal(me, {"barrier-threads", "bar.sync", "", {id, threads, b.expected}, 0, b.pc, b.first});
     b.expected = threads, b.kind = SIMT_BAR_COUNT;
     const bool noted = me->lane == 0;
     if (noted) note(me->warp, wait ? DID_BARRIER_BEGIN : DID_BARRIER_ARRIVE, me->pc, id, threads);

@@ -23,10 +23,9 @@ void check_map(Lane* me, const char* how, const CUtensorMap* map) {
 BulkCopy tensor_copy(Lane* me, const char* how, const CUtensorMap* map, uint32_t shared, const int* at, int rank) {
     check_map(me, how, map);
     if ((uintptr_t)map % 64) misaligned(me, how, "map", (uintptr_t)map % 64, 64);
-    if (map->magic != SIMT_TENSOR_MAP || map->rank != rank) {
+    if (map->magic != SIMT_TENSOR_MAP || map->rank != rank)
         file_fatal(me, {"tensor-map", how, "", {map->magic == SIMT_TENSOR_MAP ? map->rank : 0, rank}},
                    cudaErrorIllegalAddress);
-    }
     BulkCopy copy{how, true, *map, {}, shared, 0, box_bytes(*map), me->id, -1};
     for (int d = 0; d < rank; d++) copy.at[d] = at[d];
     // An H200 stops with "illegal instruction" (tests/simt/hopper_probe.py); the PTX manual does not say it.

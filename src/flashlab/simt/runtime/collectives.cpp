@@ -138,8 +138,7 @@ static bool complete(Warp* warp, Slot& slot) {
     if (aligned(slot.op) && slot.arrived != ~0u) {
         Lane* lane = &warp->lanes[__builtin_ctz(slot.arrived)];
         file_fatal(lane,
-                   {"lanes-missing", collective_name(slot.op, slot.param), "", {slot.arrived, warp->count}, slot.pc},
-                   cudaErrorLaunchFailure);
+                   {"lanes-missing", collective_name(slot.op, slot.param), "", {slot.arrived, warp->count}, slot.pc});
     }
     if (slot.op != SIMT_SYNCWARP &&
         (slot.mask & (warp->count == WARP ? ~0u : (1u << warp->count) - 1) & ~slot.arrived)) {
@@ -166,8 +165,7 @@ extern "C" void simt_warp(int op, unsigned mask, const void* in, void* out, int 
 void join_collective(Lane* me, int op, unsigned mask, const void* in, void* out, int param) {
     Warp* warp = me->warp;
     const unsigned bit = 1u << me->lane;
-    if (!(mask & bit))
-        file_fatal(me, {"mask-without-self", collective_name(op, param), "", {mask, me->lane}}, cudaErrorLaunchFailure);
+    if (!(mask & bit)) file_fatal(me, {"mask-without-self", collective_name(op, param), "", {mask, me->lane}});
     Slot* slot = nullptr;
     for (uint32_t left = warp->slots_used; left; left &= left - 1) {
         Slot& s = warp->slots[__builtin_ctz(left)];
@@ -179,7 +177,7 @@ void join_collective(Lane* me, int op, unsigned mask, const void* in, void* out,
                                   0,
                                   s.pc,
                                   warp->lanes[__builtin_ctz(s.arrived)].id};
-        if (s.mask != mask || s.op != op || s.param != param) file_fatal(me, diverged, cudaErrorLaunchFailure);
+        if (s.mask != mask || s.op != op || s.param != param) file_fatal(me, diverged);
         if (s.pc != me->pc) file(me, diverged);  // another line: Python drops it where the line is the same
         slot = &s;
         break;

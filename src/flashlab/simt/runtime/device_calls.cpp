@@ -91,7 +91,7 @@ void simt_atomic_check(const void* p, int bytes, int needed) {
 // ---- the end of a thread ------------------------------------------------------------------------
 void simt_trap() {
     ENTER_FROM_KERNEL(me);
-    file_fatal(me, {"trap"}, cudaErrorLaunchFailure);
+    file_fatal(me, {"trap"});
 }
 // `assert` and `printf` of the module come here (build.py); host code goes on to the library.
 __attribute__((noreturn)) void __wrap___assert_fail(const char* expression, const char*, unsigned, const char*) {

@@ -22,7 +22,7 @@ struct Finding {  // most are made with the first fields alone, up to the last o
 // lowest launch, block and thread, with the number of times it was seen.
 void file(Lane* lane, const Finding& f);
 // A finding after which the launch cannot go on.
-[[noreturn]] void file_fatal(Lane* lane, const Finding& f, int error);
+[[noreturn]] void file_fatal(Lane* lane, const Finding& f, int error = cudaErrorLaunchFailure);
 [[noreturn]] void file_misaligned(Lane* lane, uintptr_t address, int bytes, const char* how);
 void file_of_launch(int launch, const Finding& f, int error);
 

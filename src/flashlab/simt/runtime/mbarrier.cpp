@@ -82,7 +82,7 @@ static void check_address(Lane* me, uint32_t address) {
     if (!me->block->worker->shadow->in_bounds(me, address, 8, how)) end_launch(me, cudaErrorIllegalAddress);
 }
 [[noreturn]] static void wrong_number(Lane* me, const char* how, const char* what, int64_t value, int64_t limit) {
-    file_fatal(me, {"mbarrier-number", how, what, {value, limit}}, cudaErrorLaunchFailure);
+    file_fatal(me, {"mbarrier-number", how, what, {value, limit}});
 }
 // A finding about this mbarrier: its init is the other line.
 static Finding about(const Mbarrier& bar, const char* kind, const char* how, uint32_t address, int64_t first = 0,
@@ -92,7 +92,7 @@ static Finding about(const Mbarrier& bar, const char* kind, const char* how, uin
 
 Mbarrier& mbarrier_at(Lane* me, uint32_t address, const char* how) {
     Mbarrier* bar = mbarriers(me).find(address);
-    if (!bar) file_fatal(me, {"mbarrier-missing", how, "", {address, 8}}, cudaErrorLaunchFailure);
+    if (!bar) file_fatal(me, {"mbarrier-missing", how, "", {address, 8}});
     if (!bar->told && !before(bar->init.thread, bar->init.time, me)) {
         bar->told = true;
         file(me, about(*bar, "mbarrier-too-early", how, address));
@@ -112,7 +112,7 @@ static void expect(Lane* me, Mbarrier& bar, uint32_t bytes, const char* how) {
 // The phase has its arrivals: its copies may not bring more than was announced.
 static void check_bytes(Lane* me, const Mbarrier& bar, uint32_t address, const char* how) {
     if (bar.pending || bar.brought <= bar.expected) return;
-    file_fatal(me, about(bar, "mbarrier-bytes", how, address, bar.expected, bar.brought), cudaErrorLaunchFailure);
+    file_fatal(me, about(bar, "mbarrier-bytes", how, address, bar.expected, bar.brought));
 }
 static void arrive(Lane* me, uint32_t address, const char* how, int64_t bytes) {
     Worker* worker = me->block->worker;
@@ -120,8 +120,7 @@ static void arrive(Lane* me, uint32_t address, const char* how, int64_t bytes) {
     count_access(me, worker->sites->find(me->pc, MBARRIER_ARRIVE), NO_ADDRESS, 0);
     const bool again = bar.count < WARP && bar.last.in_step(me);  // more arrivals of one instruction than a phase takes
     if (!bar.pending || again)
-        file_fatal(me, about(bar, "mbarrier-arrivals", how, address, bar.count, again ? -1 : bar.expected),
-                   cudaErrorLaunchFailure);
+        file_fatal(me, about(bar, "mbarrier-arrivals", how, address, bar.count, again ? -1 : bar.expected));
     if (bytes) expect(me, bar, (uint32_t)bytes, how);
     const int warp = me->warp->index;
     if (!(bar.warps >> warp & 1)) bar.first[warp] = (uint8_t)me->lane;
@@ -154,7 +153,7 @@ void simt_mbarrier_init(uint32_t bar, int arrivals) {
     check_address(me, bar);
     if (arrivals < 1 || arrivals > MAX_TX) wrong_number(me, "mbarrier_init", "arrivals", arrivals, MAX_TX);
     if (const Mbarrier* there = mbarriers(me).find(bar))
-        file_fatal(me, about(*there, "mbarrier-again", "mbarrier_init", bar), cudaErrorLaunchFailure);
+        file_fatal(me, about(*there, "mbarrier-again", "mbarrier_init", bar));
     if (me->block->launch->checked) worker->shadow->make_mbarrier(me, bar, worker->sites->find(me->pc, MBARRIER_INIT));
     mbarriers(me).make(me, bar, arrivals);
 }
@@ -163,8 +162,7 @@ void simt_mbarrier_inval(uint32_t bar) {
     const Mbarrier& there = mbarrier_at(me, bar, "mbarrier_inval");
     const size_t loads = there.loads.size(), waiting = there.waiting.size();
     if (loads || waiting)
-        file_fatal(me, about(there, "mbarrier-in-use", "mbarrier_inval", bar, (int64_t)loads, (int64_t)waiting),
-                   cudaErrorLaunchFailure);
+        file_fatal(me, about(there, "mbarrier-in-use", "mbarrier_inval", bar, (int64_t)loads, (int64_t)waiting));
     if (me->block->launch->checked) me->block->worker->shadow->end_mbarrier(bar);
     mbarriers(me).end(bar);
 }

@@ -14,5 +14,6 @@ char* simt_module() { return simt_dynamic_shared; }  // of the calling thread
         "\n" \
         ".type simt_dynamic_shared_" #n ", @tls_object");
 SIMT_BEHIND(1)
-SIMT_BEHIND(2) SIMT_BEHIND(4) SIMT_BEHIND(8) SIMT_BEHIND(16) SIMT_BEHIND(32) SIMT_BEHIND(64) SIMT_BEHIND(128)
-    SIMT_BEHIND(256) SIMT_BEHIND(512)
+SIMT_BEHIND(2)
+SIMT_BEHIND(4) SIMT_BEHIND(8) SIMT_BEHIND(16) SIMT_BEHIND(32) SIMT_BEHIND(64) SIMT_BEHIND(128) SIMT_BEHIND(256)
+    SIMT_BEHIND(512)

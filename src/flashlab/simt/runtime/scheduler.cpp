@@ -494,7 +494,7 @@ extern "C" void simt_launch(const char* text, const void* kernel, uint3 grid, ui
                             int checked) {
     if (Lane* me = current_lane()) {
         Inside inside(me, CALLER);
-        file_fatal(me, {"launch-in-kernel", "", text}, cudaErrorLaunchFailure);
+        file_fatal(me, {"launch-in-kernel", "", text});
     }
     if (last_error == cudaErrorIllegalAddress || last_error == cudaErrorLaunchFailure ||
         last_error == cudaErrorLaunchTimeout)

@@ -74,10 +74,8 @@ void Warpgroups::prepare(Product& p, Warp* warp, const SimtWgmmaIn& in) {
 void Warpgroups::compare(Product& p, Warp* warp, const SimtWgmmaIn& in, const Slot& slot) {
     Lane* lane = warp->lanes;
     const Lane* other = warp->block->warp[group_of(warp) * WARPS_OF_GROUP + __builtin_ctz(p.issued)].lanes;
-    if (p.variant != slot.param) {
-        file_fatal(lane, {"wgmma-form", "wgmma", "", {slot.param & 511, p.n}, slot.pc, p.pc, other->id},
-                   cudaErrorLaunchFailure);
-    }
+    if (p.variant != slot.param)
+        file_fatal(lane, {"wgmma-form", "wgmma", "", {slot.param & 511, p.n}, slot.pc, p.pc, other->id});
     if (p.pc != slot.pc) {  // Python drops it where the line is the same
         file(lane, {"divergent", "wgmma", "wgmma", {}, slot.pc, p.pc, other->id});
     }
@@ -89,10 +87,8 @@ void Warpgroups::issue(Warp* warp, const Slot& slot) {
     Block* block = warp->block;
     const int group = group_of(warp), first_warp = group * WARPS_OF_GROUP;
     const int here = std::min(block->threads - first_warp * WARP, GROUP_LANES);
-    if (here < GROUP_LANES) {
-        file_fatal(warp->lanes, {"wgmma-block", "wgmma", "", {here, first_warp, block->threads}, slot.pc},
-                   cudaErrorLaunchFailure);
-    }
+    if (here < GROUP_LANES)
+        file_fatal(warp->lanes, {"wgmma-block", "wgmma", "", {here, first_warp, block->threads}, slot.pc});
     used = true;
     OfWarp& mine = of_warp[warp->index];
     OfGroup& ours = of_group[group];

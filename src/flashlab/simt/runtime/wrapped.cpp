@@ -15,7 +15,7 @@ static inline __attribute__((always_inline)) void not_in_a_kernel(const char* na
     Lane* me = current_lane();
     if (!me || me->block->worker->inside) return;
     Inside inside(me, pc);
-    file_fatal(me, {"host-call", "", name}, cudaErrorLaunchFailure);
+    file_fatal(me, {"host-call", "", name});
 }
 
 // The host part may ask for memory without end: half of the machine's is enough, and then there is none.
