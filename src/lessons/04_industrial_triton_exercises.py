@@ -91,7 +91,7 @@ check("4.3", tile_mask_kernel)
 # In DeepSeek's latent attention a score is a sum over 576 columns. Padded to 1024, a tile would not fit. So the columns come in pieces.
 #
 # One program computes `s` = Q Kᵀ for M ≤ BLOCK_M queries and N ≤ BLOCK_N keys, without a scale. Q and K are fp16, and have HEAD_DIM
-# columns, any number; their tiles have BLOCK_D, a power of two, mostly fewer than HEAD_DIM. A row of Q begins `stride_q` elements after
+# columns, any number; their tiles have BLOCK_D, a power of two, and none has more, however wide HEAD_DIM is. A row of Q begins `stride_q` elements after
 # the one before, and what lies between the rows is not yours to read. S is float32, and its rows follow one another without a gap.
 
 # %% tags=["exercise"]

@@ -15,6 +15,7 @@ import ast
 import contextlib
 import itertools
 import math
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,6 +38,7 @@ _PLAIN = (  # what may be told together with another one; two rare ones give too
     "wrong-operator", "wrong-comparison", "taken-as-fixed", "condition-missing",
 )  # fmt: skip
 _ENDLESS = EndlessError.__name__
+_CLAIMED = re.compile(r"`([a-z]\w+|[^\w`]{1,3})` (?:stands|adds|is taken for)")
 _ALMOST = 0.35  # costs so near say nothing about which is likelier
 _PAIRED = 200  # changes that are tried two at a time
 _TRIES = 12_000
@@ -164,6 +166,7 @@ class Index:
         self.order = sorted(range(len(inputs)), key=lambda i: self.work[i])  # what takes least tells most of them apart
         self.looked_up: Any = None  # an answer's outcome, and the changes that fit
         self.variants: dict[int, Variants] = {}
+        self.written: Counter[str] = Counter()  # the tokens of the learner's text, where it is known
         self.most, self.spent = most, 0  # work of a verdict; what is left out costs a cause, and the symptom is told
         self.paid: dict[tuple[int, int], Outcome] = {}
 
@@ -229,14 +232,14 @@ class Index:
         if not (some and self.looked_up and self.looked_up[0] is got):
             self.spent, self.paid = 0, {}
             whole: list[Found] = []
-            for found in self.outcomes:  # the likelier first: one that is far less likely is not told
+            for found in self._said_of_it():  # the likelier first: one that is far less likely is not told
                 if whole and found[1].cost - whole[0][1].cost > _ALMOST:
                     break
                 if self._fits(found[2], got) and self.wrong_parts(found[2]):  # what the check accepts is no cause
                     whole.append(found)
             wrong = self.wrong_parts(got) if not whole else []
             parts = {
-                i: [x for x in self.outcomes if self._may_be(x, i) and self._fits(x[2], got, i)
+                i: [x for x in self._said_of_it() if self._may_be(x, i) and self._fits(x[2], got, i)
                     and not self.same_outcome(x[2], self.right, i)]
                 for i in wrong
             }  # fmt: skip
@@ -282,6 +285,15 @@ class Index:
                 lost = isinstance(y[i], (float, torch.Tensor)) and not torch.as_tensor(y[i]).isfinite().any()
                 number |= i == part and not well and not lost
         return number
+
+    def _said_of_it(self) -> Iterator[Found]:
+        """The outcomes, less those whose words say that an operator or a function stands where the learner has none."""
+        for found in self.outcomes:
+            text, change, _ = found
+            claimed = _CLAIMED.match(change.said)
+            known = text is not None and claimed and claimed[1] not in (*text.params, *text.locals)
+            if not (self.written and known and self.written[claimed[1]] < len(change.edits)):  # type: ignore[index]
+                yield found
 
     def _may_be(self, found: Found, part: int) -> bool:
         """Whether it may be told of one result alone: a row, only if that is all it is about."""
@@ -360,7 +372,7 @@ class Index:
         tries = 0
         for text in self.texts:
             mine: list[Found] = []
-            for found in (x for x in self.outcomes if x[0] is text and x[1].slug in _PLAIN):
+            for found in (x for x in self._said_of_it() if x[0] is text and x[1].slug in _PLAIN):
                 if len(mine) == _PAIRED:
                     break
                 if not all(self._fits(found[2], self.right, part, [i]) for i in differs[:4]):

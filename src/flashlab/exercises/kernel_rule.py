@@ -115,6 +115,9 @@ class KernelRule(TensorRule):
                     kernel[(self.programs(**arguments),)](*(arguments | outputs).values())
             if traffic is not None:
                 self.traffic.undefined |= traffic.undefined
+                for name in self.writes if self.call is None else ():
+                    size = outputs[name].numel() * outputs[name].element_size()
+                    self.stored[name] = max(self.stored.get(name, 0.0), traffic.written_to[name] / size)
                 expect(
                     traffic.loads > 0 or self.call is None,
                     "no Triton kernel reads anything here: the work should be done in a kernel of yours, and of a grid "
@@ -131,6 +134,26 @@ class KernelRule(TensorRule):
     @cached_property
     def traffic(self) -> Traffic:
         return Traffic()
+
+    @cached_property
+    def stored(self) -> dict[str, float]:
+        """How often each number of a result was stored, on the input on which it was most."""
+        return {}
+
+    def watched_on_first(self, kernel: Any) -> tuple[dict[str, Any], Traffic]:
+        """The first input, and what the kernel moves with it."""
+        given = {name: copied(x, True) for name, x in zip(self.params, self.inputs[0], strict=True)}
+        with watched_memory() as traffic:
+            kernel[(self.programs(**given),)](*given.values())
+        return given, traffic
+
+    def compare(self, learners: Callable[..., Any]) -> None:
+        __tracebackhide__ = True
+        self.stored.clear()
+        super().compare(learners)
+        for name, times in self.stored.items():
+            said = f"right, but each number of {name.removesuffix('_ptr')} is stored {times:.3g} times: once is asked"
+            expect(times <= 1, f"{said}, by one program", diagnosis="stored-again")
 
     def check(self, answer: Any) -> str:
         __tracebackhide__ = True

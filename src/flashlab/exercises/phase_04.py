@@ -22,7 +22,7 @@ from flashlab.check import expect
 from flashlab.check.lookup import Row
 from flashlab.exercises.kernel_rule import apart, empty, kernel_rule
 from flashlab.exercises.phase_04_ladder import ALIGNED
-from flashlab.exercises.rule import rule
+from flashlab.exercises.rule import RULES, rule
 from flashlab.exercises.tensor_rule import EMPTY_ROWS, normal, tensor_rule
 from flashlab.exercises.triton_answers import compiles, in_bounds, kernel_of
 
@@ -221,7 +221,18 @@ def mask_of_a_tile(start_m, start_n, M, N, prefix):
 def _of_scores(r: random.Random, M: int, N: int, D: int, BLOCK_D: int) -> tuple[Any, ...]:
     """scores_kernel's arguments: rows apart in memory, with room behind the last."""
     q, k = (apart(normal(r, rows + 3, D, dtype=torch.float16), gap)[:rows] for rows, gap in ((M, 96), (N, 112)))
-    return q, k, empty(M, N), q.stride(0), k.stride(0), M, N, D, BLOCK_D, 16, 32
+    return q, k, empty(M, N), q.stride(0), k.stride(0), M, N, D, BLOCK_D, 16 if M <= 16 else 32, 32
+
+
+def _tiles_of_block_d(kernel: Any) -> None:
+    """CheckFailed where a tile of Q or K has more columns than BLOCK_D, or fewer."""
+    __tracebackhide__ = True
+    given, traffic = RULES["4.4"].watched_on_first(kernel)  # type: ignore[attr-defined]
+    HEAD_DIM, BLOCK_D = given["HEAD_DIM"], given["BLOCK_D"]
+    tiles = 2 * -(-HEAD_DIM // BLOCK_D)
+    said = f"right, but HEAD_DIM={HEAD_DIM} and BLOCK_D={BLOCK_D} make {tiles} tiles of Q and K, which {traffic.loads} "
+    expect(traffic.loads >= tiles, f"{said}loads read: one is wider than BLOCK_D", diagnosis="tile-too-wide")
+    expect(traffic.loads <= 2 * tiles, f"{said}loads read: tiles have BLOCK_D columns", diagnosis="tile-too-narrow")
 
 
 @kernel_rule(
@@ -243,7 +254,8 @@ def _of_scores(r: random.Random, M: int, N: int, D: int, BLOCK_D: int) -> tuple[
         f"M={M}, N={N}, HEAD_DIM={D}, BLOCK_D={block}, rows apart in memory":
             _of_scores(random.Random(M + D), M, N, D, block)
         for M, N, D, block in ((16, 32, 80, 32), (11, 20, 49, 16), (16, 32, 16, 16), (5, 32, 24, 32), (16, 9, 144, 64),
-                               (3, 5, 1100, 64))
+                               (3, 5, 1100, 64),
+                               (20, 32, 64, 64))
     },
     draw=lambda r: _of_scores(
         r, r.randint(1, 16), r.randint(1, 32), r.randint(1, 100), r.choice((16, 32, 64))),
@@ -252,8 +264,14 @@ def _of_scores(r: random.Random, M: int, N: int, D: int, BLOCK_D: int) -> tuple[
     | dict.fromkeys(("start_d", "BLOCK_D"), "the pieces begin BLOCK_D columns apart")
     | dict.fromkeys(("stride_q", "stride_k"), "each matrix has a stride of its own, from one row to the next"),
     words={"real": "(columns < HEAD_DIM)", "columns": "start_d + offs_d[None, :]"},  # the page has no such names
-    nan={"": "not finite, though every address was right: what do the masked-off elements hold? -inf times 0 is NaN"},
+    nan={"": "not finite, though every address was right: inf or NaN comes in, from what the masked-off elements hold "
+         "or from what s begins with"},
+    then=lambda kernel: _tiles_of_block_d(kernel) if runtime.INTERPRETED else None,
     rows=[
+        Row("mask-of-the-first-piece", "the mask asks `offs_d < HEAD_DIM` in every piece, whose columns are "
+            "start_d + offs_d", [("columns < HEAD_DIM", "offs_d[None, :] < HEAD_DIM")]),
+        Row("shifted-back", "the last piece is shifted back, so as to end with HEAD_DIM: columns that it shares with "
+            "the one before count twice", [("= start_d +", "= tl.minimum(start_d, max(HEAD_DIM - BLOCK_D, 0)) +")]),
         *(Row("scaled", f"the scores are multiplied by {what}: Q K^T is asked as it stands",
               [("tl.dot(q, k.T, s)", f"s + tl.dot(q, k.T) * {factor}")]) for what, factor in (
             ("1 / sqrt(HEAD_DIM)", "HEAD_DIM**-0.5"), ("1 / HEAD_DIM", "(1 / HEAD_DIM)"),

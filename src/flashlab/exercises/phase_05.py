@@ -711,6 +711,13 @@ def dq_kernel(
     # END SOLUTION
 
 
+_TWO_SUMS = (  # as the lecture has them
+    ("dc = tl.zeros", "dk = dc = tl.zeros"), ("ds_t = scale * p_t", "ds_t = p_t"),
+    ("dc = tl.dot(ds_t.to(q.dtype), q, dc", "dk = tl.dot(ds_t.to(q.dtype), q, dk"),
+    ("dc.to(DC", "(dc + scale * dk).to(DC"),
+)  # fmt: skip
+
+
 @kernel_rule(
     "5.11",
     title="K and V in one, from an empty page",
@@ -737,6 +744,23 @@ def dq_kernel(
     rows=[
         mixed_bases("dc", "s_t", "lse[None, :]"),
         *rounded_sums(dc=("do, dc, input", "do, dc.to(c.dtype).to(tl.float32), input")),
+        Row("other-of-lse", "NaN from queries that are not there: their lse should be inf, so that p is 0, and delta 0",
+            [("M, other=0.0)\n        s_t", "M, other=float('inf'))\n        s_t")]),
+        *(Row("scores-unscaled", "the scores that P is made of lack the scale: P is exp(scale * Q C^T - lse)",
+              [(" * scale  # transposed", "  # transposed"), *sums]) for sums in ((), _TWO_SUMS)),
+        Row("lse-scaled", "lse is multiplied by the scale, with the scores: it has it already", [
+            (" * scale  # transposed", "  # transposed"), ("s_t - lse[None, :]", "(s_t - lse[None, :]) * scale")]),
+        Row("c-scaled", "C is scaled where it is loaded, and so dP too: the scale belongs to the scores alone", [
+            ("mask=keys, other=0.0)", "mask=keys, other=0.0)\n    c = (c * scale).to(c.dtype)"),
+            (" * scale  # transposed", "  # transposed")]),
+        Row("own-softmax", "P is normalised over the tile's keys: lse has all keys, and P is exp(score - lse)", [
+            ("p_t = tl.exp(s_t - lse[None, :])", "p_t = tl.exp(s_t - tl.max(s_t, axis=0)[None, :])\n"
+             "        p_t = p_t / tl.sum(p_t, axis=0)[None, :]")]),
+        Row("causal", "a causal mask hides keys: here every query sees every key", [
+            ("p_t = tl.exp(s_t - lse[None, :])", "p_t = tl.where(offs_m[None, :] + N - M >= offs_n[:, None], "
+             "tl.exp(s_t - lse[None, :]), 0.0)")]),
+        Row("begins-at-the-block", "the walk begins at the block's own rows, as behind a causal mask: here every query "
+            "sees every key", [("range(0, M, BLOCK_M)", "range(tl.program_id(0) * BLOCK_N, M, BLOCK_M)")]),
         Row("keys-alone", "dc: that is C's gradient as keys alone: C is the values too, and P^T dO adds to it",
             [('dc = tl.dot(p_t.to(do.dtype), do, dc, input_precision="ieee")', "pass")]),
         Row("values-alone", "dc: that is C's gradient as values alone: C is the keys too, and dS^T Q adds to it",

@@ -26,9 +26,8 @@ from flashlab.exercises.kernel_rule import empty, kernel_rule
 from flashlab.exercises.registry import exercise
 from flashlab.exercises.rule import RULES, rule
 from flashlab.exercises.simulated_gpu import LAUNCH_MS, SimulatedGpu
-from flashlab.exercises.tensor_rule import copied, normal, part
+from flashlab.exercises.tensor_rule import normal, part
 from flashlab.models.rope import rope, rope_table
-from flashlab.triton_tools.watch import watched as watched_memory
 
 # ---- 10.1 -----------------------------------------------------------------------------------------------------------
 
@@ -464,19 +463,18 @@ def _vectors(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> 
 
 _X, _HALF = _vectors(2, 3, 20, 16), _vectors(1, 2, 33, 64, dtype=torch.float16)
 _WIDE = torch.stack([_X, torch.full_like(_X, math.nan)], -1).flatten(-2)[..., ::2]
+_MEAN = "tl.sum(x1 * x1 + x2 * x2, axis=1) / (2 * HALF)"
+_NO_WEIGHT = (" * tl.load(W_ptr + pairs)[None, :]", ""), (" * tl.load(W_ptr + HALF + pairs)[None, :]", "")
+_NORM = f"tl.rsqrt({_MEAN} + eps)"
 _OWN_STRIDES = "X and Y have strides of their own, a tensor and an axis each"
 
 
 def _read_once(kernel: Any) -> None:
     """CheckFailed where it reads a number of X more often than once."""
     __tracebackhide__ = True
-    it = RULES["10.6"]
-    given = {name: copied(x, True) for name, x in zip(it.params, it.inputs[0], strict=True)}
-    with watched_memory() as traffic:
-        kernel[(it.programs(**given),)](*given.values())  # type: ignore[attr-defined]
+    given, traffic = RULES["10.6"].watched_on_first(kernel)  # type: ignore[attr-defined]
     read = traffic.read_from["X_ptr"] / (given["X_ptr"].numel() * given["X_ptr"].element_size())
-    sentence = f"each number of X is read {read:g} times: load x1 and x2 once, and use both for y1 and for y2"
-    expect(read <= 1, sentence, diagnosis="read-twice")
+    expect(read <= 1, f"right, but each number of X is read {read:g} times: once is asked", diagnosis="read-twice")
 
 
 @kernel_rule(
@@ -511,7 +509,8 @@ def _read_once(kernel: Any) -> None:
     notes={
         **dict.fromkeys(("stride_xb", "stride_xh", "stride_xm", "stride_xd", "stride_yb", "stride_yh", "stride_ym",
                          "stride_yd"), _OWN_STRIDES),
-        "offset": "row m stands at position offset + m", "HALF": "the tables have rows of HALF numbers",
+        "offset": "row m stands at position offset + m", "W_ptr + HALF": "x2 has W's second half",
+        "(rows[:, None] + offset) * HALF": "the tables have rows of HALF numbers",
         "tl.float32": "compute in float32, and round once", "x1 * cos - x2 * sin": "y1 is x1 cos - x2 sin",
         "x1 * sin + x2 * cos": "y2 is x1 sin + x2 cos", "eps": "eps is added to the mean of the squares",
         "2 * HALF": "a row has 2 * HALF numbers",
@@ -525,7 +524,37 @@ def _read_once(kernel: Any) -> None:
         Row("neighbours", "neighbouring numbers are paired, as in the paper; here pair i is x[i] and x[i + HALF]", [
             ("pairs[None, :] * stride_xd", "2 * pairs[None, :] * stride_xd"), ("x_ptrs + HALF * stride_xd",
             "x_ptrs + stride_xd"), ("pairs[None, :] * stride_yd", "2 * pairs[None, :] * stride_yd"),
-            ("y_ptrs + HALF * stride_yd", "y_ptrs + stride_yd")]),
+            ("y_ptrs + HALF * stride_yd", "y_ptrs + stride_yd"), ("W_ptr + pairs", "W_ptr + 2 * pairs"),
+            ("W_ptr + HALF + pairs", "W_ptr + 2 * pairs + 1")]),
+        Row("root-missing", "the root is missing: a row is divided by its mean square itself",
+            [(_NORM, f"1 / ({_MEAN} + eps)")]),
+        Row("multiplied-by-the-root", "a row is multiplied by the root of its mean square: it is divided by it",
+            [("tl.rsqrt(", "tl.sqrt(")]),
+        Row("eps-outside", "eps is added to the root: it belongs under it, to the mean of the squares",
+            [(_NORM, f"1 / (tl.sqrt({_MEAN}) + eps)")]),
+        Row("mean-subtracted", "the mean of a row is subtracted from it, as LayerNorm does: here it stays", [
+            ("    norm =", "    mean = (tl.sum(x1 + x2, axis=1) / (2 * HALF))[:, None]\n"
+             "    x1, x2 = x1 - mean, x2 - mean\n    norm =")]),
+        Row("sum-of-a-column", "the squares are added up along axis 0, over the rows: each row has a norm of its own",
+            [("axis=1) / (2 * HALF) + eps)[:, None]", "axis=0) / (2 * HALF) + eps)[None, :]")]),
+        Row("weight-after-the-turn", "w comes after the turn: it belongs to x, before", [
+            *_NO_WEIGHT, ("(x1 * cos - x2 * sin)", "((x1 * cos - x2 * sin) * tl.load(W_ptr + pairs)[None, :])"),
+            ("(x1 * sin + x2 * cos)", "((x1 * sin + x2 * cos) * tl.load(W_ptr + HALF + pairs)[None, :])")]),
+        Row("weight-in-the-mean", "w is in the mean of the squares too: the norm is that of X, and w comes after it", [
+            ("    norm =", "    x1 = x1 * tl.load(W_ptr + pairs)[None, :]\n"
+             "    x2 = x2 * tl.load(W_ptr + pairs + HALF)[None, :]\n    norm ="), *_NO_WEIGHT]),
+        Row("one-and-weight", "1 is added to the weight, as Gemma does: here w is the factor itself",
+            [("tl.load(W_ptr + pairs)", "(1 + tl.load(W_ptr + pairs))"),
+             ("tl.load(W_ptr + HALF + pairs)", "(1 + tl.load(W_ptr + HALF + pairs))")]),
+        Row("y2-of-y1", "y2 is made of y1: it is made of x1, so do not overwrite that before",
+            [("(x1 * sin + x2 * cos)", "((x1 * cos - x2 * sin) * sin + x2 * cos)")]),
+        Row("y2-exchanged", "y2: cos and sin are exchanged, it is x1 sin + x2 cos",
+            [("x1 * sin + x2 * cos", "x1 * cos + x2 * sin")]),
+        Row("strides-of-x", f"Y is written with X's strides: {_OWN_STRIDES}", [
+            ("batch * stride_yb + head * stride_yh", "batch * stride_xb + head * stride_xh"),
+            ("rows[:, None] * stride_ym", "rows[:, None] * stride_xm")]),
+        Row("row-of-a-table", "a row of the tables is taken to have 2 * HALF numbers: it has HALF, one for each pair",
+            [("+ offset) * HALF", "+ offset) * (2 * HALF)")]),
         Row("angle-negative", "every pair is turned by the negative angle: look at the signs before sin", [
             ("x1 * cos - x2 * sin", "x1 * cos + x2 * sin"), ("x1 * sin + x2 * cos", "x2 * cos - x1 * sin")]),
         Row("results-exchanged", "y1 is stored where y2 belongs, and y2 where y1 does", [
@@ -656,9 +685,9 @@ def choose_tile(peak_flops, bytes_per_s, shared_bytes, N, HEAD_DIM, itemsize, ST
 # ---- 10.8 -----------------------------------------------------------------------------------------------------------
 
 _MOST_OPERATIONS, _MOST_BYTES = 16, 6  # bytes: times those of q and k
-_WAITS = {
-    "item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__", "equal", "allclose",
-    "is_nonzero", "unique", "masked_select", "argwhere",
+_WAITS = {"tolist", "numpy", "cpu", "__repr__"}  # methods
+_WAITING = {  # operations whose result, or its size, is wanted on the CPU
+    "_local_scalar_dense", "nonzero", "nonzero_numpy", "masked_select", "_unique2", "equal", "allclose",
 }  # fmt: skip
 
 
@@ -668,7 +697,7 @@ class _Seen(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.made: list[tuple[str, list[torch.Tensor]]] = []
-        self.waits = False
+        self.waits: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -676,7 +705,10 @@ class _Seen(TorchDispatchMode):
         outputs = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
         made = [x for x in outputs if x.untyped_storage()._cdata not in known]
         name = func.overloadpacket.__name__
-        self.waits |= name == "_local_scalar_dense"
+        chosen = [x for x in args[1] if x is not None] if name == "index" else []
+        if name in _WAITING or func._overloadname == "Tensor" and (
+            name == "repeat_interleave" or any(x.dtype in (torch.bool, torch.uint8) for x in chosen)):  # fmt: skip
+            self.waits.append({"_local_scalar_dense": "item", "index": "x[mask]"}.get(name, name))
         if made or name.endswith("_") or "out" in (kwargs or {}):
             self.made.append((name, made))
         return out
@@ -691,7 +723,7 @@ class _Waiting(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name in _WAITS:
+        if name in _WAITS or (name == "to" and any(str(x) == "cpu" for x in args[1:] if isinstance(x, str))):
             self.names.append(name)
         return func(*args, **(kwargs or {}))
 
@@ -707,6 +739,9 @@ def _some_layer(r: random.Random) -> tuple[Any, ...]:
 
 
 _LAYER_DTYPE = torch.float32 if runtime.INTERPRETED else torch.float16
+_FREQUENCY = """frequency = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+    frequency[half * 3 // 4 :] = 0
+"""
 _LAYERS = (
     (2, 8, 2, 33, 16, 64),
     (1, 2, 2, 5, 16, 8),
@@ -738,8 +773,30 @@ _LAYERS = (
             (" + torch.ones(N, N).tril(-12)", "")]),
         Row("all-turned", "all pairs are turned: those of the lowest quarter of the frequencies stay as they are", [
             ("    frequency[half * 3 // 4 :] = 0\n", "")]),
+        Row("lecture's", "all pairs are turned, and queries see all keys before them, as in the lecture: here a "
+            "quarter of the pairs stays, and a query sees 12 keys",
+            [("    frequency[half * 3 // 4 :] = 0\n", ""), (" + torch.ones(N, N).tril(-12)", "")]),
+        Row("half-stay", "half of the pairs stay as they are: it is the quarter of them that turns most slowly",
+            [("half * 3 // 4", "half // 2")]),
+        Row("fast-stay", "the fastest pairs stay as they are: it is the quarter that turns most slowly, the last ones",
+            [("half * 3 // 4 :", ": half // 4")]),
+        Row("zero-for-one", "pairs that stay become 0: they are turned by an angle of 0, whose cosine is 1", [
+            ("cos, sin = torch.cos(angle), torch.sin(angle)", "cos, sin = torch.cos(angle), torch.sin(angle)\n"
+             "    cos[:, half * 3 // 4 :] = 0")]),
+        Row("columns-for-pairs", "the first 3/4 of the columns are turned among themselves: pair i is the columns i "
+            "and i + D / 2, and the first 3/4 of the pairs turn", [
+            (_FREQUENCY, "half = half * 3 // 4\n    frequency = 10000.0 ** (-torch.arange(half) / half)\n"),
+            ("q[..., half:]", "q[..., half : 2 * half]"), ("k[..., half:]", "k[..., half : 2 * half]"),
+            ("q1 * sin + q2 * cos)", "q1 * sin + q2 * cos, q[..., 2 * half :])"),
+            ("k1 * sin + k2 * cos)", "k1 * sin + k2 * cos, k[..., 2 * half :])")]),
+        Row("turned-back", "pairs are turned the other way: sin has the wrong sign, or cos and sin are exchanged",
+            [("torch.cos(angle), torch.sin(angle)", "torch.cos(angle), -torch.sin(angle)")]),
+        Row("window-ahead", "the window reaches ahead too: a query sees its own key and the 11 before it", [
+            ("torch.ones(N, N).triu(1)", "torch.ones(N, N).triu(12)")]),
         Row("not-turned", "q and k are not turned: the rotary embedding is missing", [
             ("torch.cat((q1 * cos - q2 * sin, q1 * sin + q2 * cos), -1)", "q"),
+            ("torch.cat((k1 * cos - k2 * sin, k1 * sin + k2 * cos), -1)", "k")]),
+        Row("k-not-turned", "k is not turned: q and k both are", [
             ("torch.cat((k1 * cos - k2 * sin, k1 * sin + k2 * cos), -1)", "k")]),
         Row("v-turned", "v is turned as well; only q and k are", [
             ("    group =", "    v = torch.cat((v[..., :half] * cos - v[..., half:] * sin, v[..., :half] * sin + "
@@ -801,7 +858,7 @@ def _expect_lean(prepare: Callable[..., Any], fast: Callable[..., Any]) -> None:
     q, k, v = (x.to(runtime.device()) for x in _layer(random.Random(0), 2, heads, kv_heads, N, D, 128)[:3])
     prepared = prepare(128, D, q.device)
     with running(case), torch.no_grad():
-        fast(q, k, v, prepared)  # a first call may fill a cache
+        fast(*(x[:, :, 1:] for x in (q, k, v)), prepare(128, D, q.device))  # a first call may compile, of other sizes
         with _Waiting() as waiting, _Seen() as seen:
             fast(q, k, v, prepared)
     size = q.element_size() * (q.numel() + k.numel())
@@ -812,7 +869,7 @@ def _expect_lean(prepare: Callable[..., Any], fast: Callable[..., Any]) -> None:
                if list(x.shape).count(N) > 1]  # fmt: skip
     squares += [f"prepare makes a tensor {list(x.shape)}" for x in tree_leaves(prepared)
                 if isinstance(x, torch.Tensor) and list(x.shape).count(128) > 1]  # fmt: skip
-    waits = [*waiting.names, *(["item"] if seen.waits else [])]
+    waits = [*waiting.names, *seen.waits]
     tables = [name for name in names if name in ("cos", "sin", "polar", "cos_", "sin_", "tan")]
     cos, sin = rope_table(128, D, device=q.device)
     repeated = []
@@ -825,7 +882,7 @@ def _expect_lean(prepare: Callable[..., Any], fast: Callable[..., Any]) -> None:
         ]  # fmt: skip
     for wrong, slug, sentence in (
         (squares, "scores-in-memory", "{}: a number for each pair of query and key ({ran})"),
-        (waits, "waits", "`{}` hands a value of a tensor to Python: there the CPU waits for the GPU"),
+        (waits, "waits", "`{}` needs a tensor's values on the CPU, which waits there for the GPU"),
         (tables, "tables-rebuilt", "`{}` is computed in each call: prepare is called once, its result is handed in"),
         (repeated, "kv-repeated", "{} for every query head ({ran})"),
         ([ran] if len(names) > _MOST_OPERATIONS else [], "too-many-operations",

@@ -27,6 +27,8 @@ import math
 import operator
 import random
 import sys
+import tokenize
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -37,7 +39,7 @@ import torch
 from flashlab.check import CheckFailed, running
 from flashlab.check.changes import Text, edited_function
 from flashlab.check.expect import allowed_error
-from flashlab.check.lookup import Index, Row, Values, as_they_are, in_units, same, where_right
+from flashlab.check.lookup import _TRIES, Index, Row, Values, as_they_are, in_units, same, where_right
 from flashlab.check.symptoms import Symptoms, watched
 from flashlab.exercises.answers import in_words, python_fingerprint
 from flashlab.exercises.registry import exercise, find
@@ -70,6 +72,7 @@ class Rule:
         id: of the exercise, which may ask for several functions.
         parts: further functions of the answer, rules `"ID NAME"` without an `id`, which are judged first.
         trials: inputs on which a change that the check accepts is compared with the right rule.
+        tries: pairs of changes that are tried.
         answer: what the learner hands in where that is no such function: a kernel, which `through` makes one.
     """
 
@@ -98,6 +101,7 @@ class Rule:
     parts: tuple[str, ...] = ()
     answer: str = ""
     trials: int = _DRAWN
+    tries: int = _TRIES
 
     @property
     def prefix(self) -> str:
@@ -120,7 +124,7 @@ class Rule:
         rows = [(row, self.with_row(row)) for row in self.rows]
         return Index(
             texts, self.tried, self.returns, self._values, self.tol, rows, self.alike, self.drawn(300), self.notes,
-            called=self.called, longest=200 - len(self.prefix),
+            tries=self.tries, called=self.called, longest=200 - len(self.prefix),
         )  # fmt: skip
 
     @cached_property
@@ -289,6 +293,7 @@ class Rule:
 
     def _failed(self, learners: Callable[..., Any], got: list[Values], wrong: list[int]) -> CheckFailed:
         index, names = self.index, self.returns
+        index.written = written(learners)
         off = [not index.same_outcome([x], [y]) for x, y in zip(got, index.right, strict=True)]
         plain = [x and (isinstance(y, str) or self.alike(*y) == y) for x, y in zip(off, index.right, strict=True)]
         at = (plain if any(plain) else off).index(True)
@@ -360,6 +365,16 @@ class Rule:
         verb = "is" if len(wrong) == 1 else "are"
         names = " and ".join(self.returns[i] for i in wrong)
         return ("right-where", f"{names} {verb} right just where {where}") if where else None
+
+
+def written(answer: Any) -> Counter[str]:
+    """The tokens of the cell or file in which a function, or the kernel that it launches, is written."""
+    fn = getattr(answer, "answer", answer)
+    try:
+        lines = iter(inspect.findsource(getattr(fn, "fn", fn))[0])
+        return Counter(token.string for token in tokenize.generate_tokens(lambda: next(lines, "")))
+    except (OSError, TypeError, SyntaxError, tokenize.TokenError):
+        return Counter()
 
 
 def functions(id: str) -> list[Rule]:

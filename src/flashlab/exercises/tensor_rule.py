@@ -31,7 +31,7 @@ from flashlab.check.poison import carried
 from flashlab.check.running import is_unsolved
 from flashlab.check.symptoms import Symptoms, seen_where, watched
 from flashlab.exercises.answers import in_words
-from flashlab.exercises.rule import RULES, Rule, rule
+from flashlab.exercises.rule import RULES, Rule, rule, written
 
 _BESIDE, _DRAWN, _DIFFERING, _TRIES, _WORK = 6, 60, 30, 2_000, 15_000
 EMPTY_ROWS = "empty rows"  # a key of `nan`: all that is lost should be 0, or -inf
@@ -53,7 +53,7 @@ class TensorRule(Rule):
         on_device: inputs are handed in where kernels run, results are looked at on the CPU.
         nan: {part of a case's name, "", or EMPTY_ROWS: what a result that is not finite there comes of}.
             Of several cases each needs one.
-        beside: how many drawn inputs the check runs beside its own. tries: pairs of changes that are tried.
+        beside: how many drawn inputs the check runs beside its own.
         without: slugs of changes that say too much: on one input alone some of them fit by chance.
     """
 
@@ -187,6 +187,7 @@ class TensorRule(Rule):
 
     def _failure(self, learners: Callable[..., Any], got: list[Any], errors: Sequence[Exception]) -> CheckFailed:
         index, names = self.index, self.returns
+        index.written = written(learners)
         off = [not index.same_outcome([x], [y]) for x, y in zip(got, index.right, strict=True)]
         at = off.index(True)
         case = self.case(self.tried[at])
