@@ -541,8 +541,8 @@ def _read_once(kernel: Any) -> None:
             *_NO_WEIGHT, ("(x1 * cos - x2 * sin)", "((x1 * cos - x2 * sin) * tl.load(W_ptr + pairs)[None, :])"),
             ("(x1 * sin + x2 * cos)", "((x1 * sin + x2 * cos) * tl.load(W_ptr + HALF + pairs)[None, :])")]),
         Row("weight-in-the-mean", "w is in the mean of the squares too: the norm is that of X, and w comes after it", [
-            ("    norm =", "    x1 = x1 * tl.load(W_ptr + pairs)[None, :]\n"
-             "    x2 = x2 * tl.load(W_ptr + pairs + HALF)[None, :]\n    norm ="), *_NO_WEIGHT]),
+            *_NO_WEIGHT, ("    norm =", "    x1 = x1 * tl.load(W_ptr + pairs)[None, :]\n"
+                          "    x2 = x2 * tl.load(W_ptr + HALF + pairs)[None, :]\n    norm =")]),
         Row("one-and-weight", "1 is added to the weight, as Gemma does: here w is the factor itself",
             [("tl.load(W_ptr + pairs)", "(1 + tl.load(W_ptr + pairs))"),
              ("tl.load(W_ptr + HALF + pairs)", "(1 + tl.load(W_ptr + HALF + pairs))")]),

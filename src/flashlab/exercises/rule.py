@@ -368,10 +368,10 @@ class Rule:
 
 
 def written(answer: Any) -> Counter[str]:
-    """The tokens of the cell or file in which a function, or the kernel that it launches, is written."""
-    fn = getattr(answer, "answer", answer)
+    """The tokens of the cell or file in which a function, or the kernel that it launches, is written; else none."""
+    fn = getattr(answer.answer, "fn", None) if hasattr(answer, "answer") else answer
     try:
-        lines = iter(inspect.findsource(getattr(fn, "fn", fn))[0])
+        lines = iter(inspect.findsource(fn)[0])  # type: ignore[arg-type]
         return Counter(token.string for token in tokenize.generate_tokens(lambda: next(lines, "")))
     except (OSError, TypeError, SyntaxError, tokenize.TokenError):
         return Counter()
