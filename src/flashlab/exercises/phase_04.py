@@ -254,12 +254,12 @@ def _tiles_of_block_d(kernel: Any) -> None:
         f"M={M}, N={N}, HEAD_DIM={D}, BLOCK_D={block}, rows apart in memory":
             _of_scores(random.Random(M + D), M, N, D, block)
         for M, N, D, block in ((16, 32, 80, 32), (11, 20, 49, 16), (16, 32, 16, 16), (5, 32, 24, 32), (16, 9, 144, 64),
-                               (3, 5, 1100, 64),
-                               (20, 32, 64, 64))
+                               (3, 5, 1100, 64), (20, 32, 64, 64))
     },
     draw=lambda r: _of_scores(
         r, r.randint(1, 16), r.randint(1, 32), r.randint(1, 100), r.choice((16, 32, 64))),
-    notes={"dtype": "products of float16 are added up in float32", "s": "each piece adds to the scores"}
+    notes={"dtype": "products of float16 are added up in float32", "s": "each piece adds to the scores",
+           "range": "a score is a sum over all HEAD_DIM columns"}
     | dict.fromkeys(("HEAD_DIM", "real"), "columns 0 to HEAD_DIM - 1 exist")
     | dict.fromkeys(("start_d", "BLOCK_D"), "the pieces begin BLOCK_D columns apart")
     | dict.fromkeys(("stride_q", "stride_k"), "each matrix has a stride of its own, from one row to the next"),
@@ -276,14 +276,8 @@ def _tiles_of_block_d(kernel: Any) -> None:
               [("tl.dot(q, k.T, s)", f"s + tl.dot(q, k.T) * {factor}")]) for what, factor in (
             ("1 / sqrt(HEAD_DIM)", "HEAD_DIM**-0.5"), ("1 / HEAD_DIM", "(1 / HEAD_DIM)"),
             ("log2(e) / sqrt(HEAD_DIM)", "HEAD_DIM**-0.5 * 1.4426950408889634"))),
-        Row("first-tile-only", "only the first BLOCK_D columns count: HEAD_DIM may be more, and a score sums over "
-            "all of them", [("range(0, HEAD_DIM,", "range(0, BLOCK_D,")]),
         *(Row("first-piece-of-one", f"{x} gives its first columns to every piece: those of Q and K go together",
               [(f"stride_{x.lower()} + columns", f"stride_{x.lower()} + offs_d[None, :]")]) for x in "QK"),
-        Row("last-tile-only", "each piece of columns begins the scores anew: those of the last one are left",
-            [("tl.dot(q, k.T, s)", "tl.dot(q, k.T)")]),
-        Row("last-tile-left-out", "the columns behind the last whole piece of BLOCK_D do not count",
-            [("range(0, HEAD_DIM,", "range(0, HEAD_DIM // BLOCK_D * BLOCK_D,")]),
     ],
 )  # fmt: skip
 @triton.jit

@@ -739,8 +739,7 @@ _TWO_SUMS = (  # as the lecture has them
     inputs=_launches("dc"),
     draw=_some_launch("dc"),
     nan=_TAIL,
-    notes=_KERNEL_NOTES | {"scale": "the scores are scale · Q C^T: the scale is in what dS gives, once, and not in "
-                           "what P gives"},
+    notes=_KERNEL_NOTES,
     rows=[
         mixed_bases("dc", "s_t", "lse[None, :]"),
         *rounded_sums(dc=("do, dc, input", "do, dc.to(c.dtype).to(tl.float32), input")),
@@ -761,6 +760,8 @@ _TWO_SUMS = (  # as the lecture has them
              "tl.exp(s_t - lse[None, :]), 0.0)")]),
         Row("begins-at-the-block", "the walk begins at the block's own rows, as behind a causal mask: here every query "
             "sees every key", [("range(0, M, BLOCK_M)", "range(tl.program_id(0) * BLOCK_N, M, BLOCK_M)")]),
+        Row("ds-unscaled", "dc: what dS gives lacks the scale: C has the gradient P^T dO + scale * dS^T Q",
+            [("scale * p_t", "p_t")]),
         Row("keys-alone", "dc: that is C's gradient as keys alone: C is the values too, and P^T dO adds to it",
             [('dc = tl.dot(p_t.to(do.dtype), do, dc, input_precision="ieee")', "pass")]),
         Row("values-alone", "dc: that is C's gradient as values alone: C is the keys too, and dS^T Q adds to it",

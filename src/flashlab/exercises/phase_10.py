@@ -883,7 +883,7 @@ def _expect_lean(prepare: Callable[..., Any], fast: Callable[..., Any]) -> None:
     for wrong, slug, sentence in (
         (squares, "scores-in-memory", "{}: a number for each pair of query and key ({ran})"),
         (waits, "waits", "`{}` needs a tensor's values on the CPU, which waits there for the GPU"),
-        (tables, "tables-rebuilt", "`{}` is computed in each call: prepare is called once, its result is handed in"),
+        (tables, "tables-rebuilt", "`{}` is computed in a call: prepare is there for it, and is called once"),
         (repeated, "kv-repeated", "{} for every query head ({ran})"),
         ([ran] if len(names) > _MOST_OPERATIONS else [], "too-many-operations",
          f"a call runs {{}}; {_MOST_OPERATIONS} operations are allowed: {', '.join(sorted(set(names)))[:120]}"),
