@@ -257,6 +257,12 @@ def test_a_slip_is_told_however_it_is_written(id, wrong, words):
     assert words in str(told(id, wrong))
 
 
+def test_no_function_is_named_that_the_learner_has_not_written():
+    index = dataclasses.replace(RULES["0.1"]).index
+    index.written = frozenset({"log", "-"})
+    assert not [change.said for _, change, _ in index._said_of_it() if "log10` stands" in change.said]
+
+
 @pytest.mark.parametrize(
     ("id", "wrong", "slug"),
     [

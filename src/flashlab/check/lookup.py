@@ -166,7 +166,7 @@ class Index:
         self.order = sorted(range(len(inputs)), key=lambda i: self.work[i])  # what takes least tells most of them apart
         self.looked_up: Any = None  # an answer's outcome, and the changes that fit
         self.variants: dict[int, Variants] = {}
-        self.written: Counter[str] = Counter()  # the tokens of the learner's text, where it is known
+        self.written: frozenset[str] = frozenset()  # the tokens of the learner's text, where it is known
         self.most, self.spent = most, 0  # work of a verdict; what is left out costs a cause, and the symptom is told
         self.paid: dict[tuple[int, int], Outcome] = {}
 
@@ -292,7 +292,7 @@ class Index:
             text, change, _ = found
             claimed = _CLAIMED.match(change.said)
             known = text is not None and claimed and claimed[1] not in (*text.params, *text.locals)
-            if not (self.written and known and self.written[claimed[1]] < len(change.edits)):  # type: ignore[index]
+            if not (self.written and known and claimed[1] not in self.written):  # type: ignore[index]
                 yield found
 
     def _may_be(self, found: Found, part: int) -> bool:

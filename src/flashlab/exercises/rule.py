@@ -28,7 +28,6 @@ import operator
 import random
 import sys
 import tokenize
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -367,14 +366,14 @@ class Rule:
         return ("right-where", f"{names} {verb} right just where {where}") if where else None
 
 
-def written(answer: Any) -> Counter[str]:
+def written(answer: Any) -> frozenset[str]:
     """The tokens of the cell or file in which a function, or the kernel that it launches, is written; else none."""
     fn = getattr(answer.answer, "fn", None) if hasattr(answer, "answer") else answer
     try:
-        lines = iter(inspect.findsource(fn)[0])  # type: ignore[arg-type]
-        return Counter(token.string for token in tokenize.generate_tokens(lambda: next(lines, "")))
+        lines = iter(inspect.findsource(inspect.unwrap(fn))[0])  # type: ignore[arg-type]
+        return frozenset(token.string for token in tokenize.generate_tokens(lambda: next(lines, "")))
     except (OSError, TypeError, SyntaxError, tokenize.TokenError):
-        return Counter()
+        return frozenset()
 
 
 def functions(id: str) -> list[Rule]:
