@@ -40,7 +40,7 @@ from flashlab.check.changes import Text, edited_function
 from flashlab.check.expect import allowed_error
 from flashlab.check.lookup import _TRIES, Index, Row, Values, as_they_are, in_units, same, where_right
 from flashlab.check.symptoms import Symptoms, watched
-from flashlab.exercises.answers import in_words, python_fingerprint
+from flashlab.exercises.answers import _PACKAGE, in_words, python_fingerprint
 from flashlab.exercises.registry import exercise, find
 
 RULES: dict[str, Rule] = {}
@@ -367,10 +367,12 @@ class Rule:
 
 
 def written(answer: Any) -> frozenset[str]:
-    """The tokens of the cell or file in which a function, or the kernel that it launches, is written; else none."""
-    fn = getattr(answer.answer, "fn", None) if hasattr(answer, "answer") else answer
+    """The tokens of the learner's cell or file in which a function, or the kernel that it launches, is written."""
+    fn = inspect.unwrap(getattr(answer.answer, "fn", None) if hasattr(answer, "answer") else answer)  # type: ignore
     try:
-        lines = iter(inspect.findsource(inspect.unwrap(fn))[0])  # type: ignore[arg-type]
+        if inspect.getfile(fn).startswith(_PACKAGE):
+            return frozenset()
+        lines = iter(inspect.findsource(fn)[0])
         return frozenset(token.string for token in tokenize.generate_tokens(lambda: next(lines, "")))
     except (OSError, TypeError, SyntaxError, tokenize.TokenError):
         return frozenset()
