@@ -230,7 +230,7 @@ def slow_attention(q, k, v):
 #
 # - no tensor with a number for each pair of query and key, also none from `prepare`;
 # - no copy of K or V for every query head;
-# - no cosines and sines: N never exceeds `positions`, so what `prepare` returned will do;
+# - no cosines and sines, not in a first call either: N never exceeds `positions`, so what `prepare` returned will do;
 # - nothing that makes the CPU wait for the GPU. Nobody reads the error about a NaN;
 # - at most 16 operations (views and casts are free), and at most 6 times the bytes of q and k for their results.
 #
