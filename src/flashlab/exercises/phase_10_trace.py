@@ -192,8 +192,8 @@ _ENDS = "max(begin + length for _, _, begin, length in bars) / 1000"
 def first_out(bars):
     """(name, milliseconds): the operation to take out, and what the step takes then."""
     # BEGIN SOLUTION
-    # In the step above the GPU has a gap behind each all_finite, and next_batch and statistics are hidden behind
-    # kernels. In another step it may be the reverse. So run the step again without each of the four.
+    # In the step above the GPU has a gap behind each all_finite; next_batch and statistics are hidden
+    # behind kernels. In another step it may be the reverse. So run the step again without each of the four.
     kernels = [(name, length) for unit, name, _, length in bars if unit == "GPU"]
     launching = {name for name, _ in kernels}
     took = {}
