@@ -762,6 +762,8 @@ _TWO_SUMS = (  # as the lecture has them
             "sees every key", [("range(0, M, BLOCK_M)", "range(tl.program_id(0) * BLOCK_N, M, BLOCK_M)")]),
         Row("ds-unscaled", "dc: what dS gives lacks the scale: C has the gradient P^T dO + scale * dS^T Q",
             [("scale * p_t", "p_t")]),
+        Row("ds-subtracted", "dc: what dS gives has the wrong sign: dS is P (dP - delta), and is added",
+            [("(dp_t - delta[None, :])", "(delta[None, :] - dp_t)")]),
         Row("keys-alone", "dc: that is C's gradient as keys alone: C is the values too, and P^T dO adds to it",
             [('dc = tl.dot(p_t.to(do.dtype), do, dc, input_precision="ieee")', "pass")]),
         Row("values-alone", "dc: that is C's gradient as values alone: C is the keys too, and dS^T Q adds to it",
