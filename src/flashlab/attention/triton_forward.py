@@ -418,10 +418,8 @@ def compile_arguments(
 ) -> dict[str, object]:  # fmt: skip
     """What a compile report needs for a launch on contiguous tensors [1, heads, seq, head_dim]."""
     x = torch.empty((1, heads, seq, head_dim), dtype=dtype, device="meta")
-    scores = positive_scale(score_arguments(x, x, causal, scale, window, softcap, allow_tf32)) | {
-        "SPLIT": True,
-        "TMA": tma,
-    }
+    scores = positive_scale(score_arguments(x, x, causal, scale, window, softcap, allow_tf32))
+    scores |= {"SPLIT": True, "TMA": tma}
     pointers = {f"{name}_ptr": dtype for name in "QKVO"} | {"LSE_ptr": torch.float32}
     return pointers | launch_arguments(tile, q=x, k=x, v=x, o=x) | scores
 

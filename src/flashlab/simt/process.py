@@ -256,9 +256,7 @@ class Process:
 
     def _wait_for_work(self, seconds: float, last: set[str], frames: dict[str, bytes]) -> None:
         """The same, with a limit on the time that the process is at work."""
-        work = _Work(self._popen.pid)
-        while not last & frames.keys() and (left := seconds - work.seconds()) > 0:
-            self._wait(time.monotonic() + min(left, POLL), last, frames)
+        self._watched(lambda _, worked: seconds - worked, last, frames)
 
     def _watched(self, watch: Callable[[float, float], float], last: set[str], frames: dict[str, bytes]) -> bool:
         """The same until ``watch`` says that it is enough; whether it was."""
@@ -298,7 +296,6 @@ class Process:
             if cancelled:
                 with contextlib.suppress(OSError):
                     self._socket.sendall(bytes([cancelled]))
-            if cancelled:
                 self._wait_for_work(PATIENCE, {"ending", "refused"}, frames)
             # After the ending comes the report, unless the heap is so broken that it cannot be written.
             came_back = frames.get("ending", b"").startswith(b"returned\t")

@@ -290,12 +290,9 @@ def _global_race(f: Facts) -> str:
 def _uninitialised_local(f: Facts) -> str:
     if f.how == "load":
         return f"{f.who} reads{f.here} a local variable that was never set"
-    if f.how.startswith("wgmma"):
-        part = f.how.partition(" ")[2]
-        return f"{f.who} gives wgmma{f.here} registers that were never set ({part})"
-    if f.how.startswith("mma"):
-        part = f.how.partition(" ")[2]
-        return f"{f.who} gives mma{f.here} registers that were never set ({part})"
+    if f.how.startswith(("wgmma", "mma")):  # "mma's A"
+        operation, _, part = f.how.partition("'s ")
+        return f"{f.who} gives {operation}{f.here} registers that were never set ({part})"
     does = {"store": "stores", "stmatrix": "stores with stmatrix", "shuffle": "gives to a shuffle"}[f.how]
     return f"{f.who} {does}{f.here} a value that was never set"
 
@@ -731,20 +728,17 @@ def host_end(entry: str, ending: Ending, here: str, seconds: float) -> str:
     who = f"the host part of {entry}"
     said = f": {ending.text}" if ending.text else ""
     check = "a watched build looks for the kernel's line"
-    if ending.kind == "returned":
-        return ""
-    if ending.kind == "stuck":
-        return f"{who} was still running{here} when the time was up ({seconds:g} s)"
-    if ending.kind == "exit":
-        return f"{who} calls {ending.text}({ending.code}){here}"
-    if ending.kind == "assert":
-        return f"{who} fails the assertion `{ending.text}`{here}"
-    if ending.kind == "exception":
-        return f"{who} throws an exception{here}{said}"
-    if ending.kind == "device-call":
-        return f"{who} calls{here} what only a kernel can call: launch a kernel that does"
-    if ending.kind == "refused":
-        return f"{entry} could not be called: the system has no {ending.text or 'such function'}"
+    sentences = {
+        "returned": "",
+        "stuck": f"{who} was still running{here} when the time was up ({seconds:g} s)",
+        "exit": f"{who} calls {ending.text}({ending.code}){here}",
+        "assert": f"{who} fails the assertion `{ending.text}`{here}",
+        "exception": f"{who} throws an exception{here}{said}",
+        "device-call": f"{who} calls{here} what only a kernel can call: launch a kernel that does",
+        "refused": f"{entry} could not be called: the system has no {ending.text or 'such function'}",
+    }
+    if ending.kind in sentences:
+        return sentences[ending.kind]
     if ending.kind == "signal" and ending.host:
         if ending.code in (signal.SIGSEGV, signal.SIGBUS):
             if ending.stack:

@@ -10,26 +10,12 @@
 namespace simt {
 
 const char* collective_name(int op, int param) {
-    switch (op) {
-    case SIMT_SYNCWARP: return "__syncwarp";
-    case SIMT_SHUFFLE: return "a shuffle";
-    case SIMT_VOTE:
-        return param == SIMT_BALLOT ? "__ballot_sync"
-               : param == SIMT_ANY  ? "__any_sync"
-               : param == SIMT_ALL  ? "__all_sync"
-                                    : "__uni_sync";
-    case SIMT_MATCH: return "a __match_sync";
-    case SIMT_REDUCE: return "a __reduce_sync";
-    case SIMT_ELECT: return "elect.sync";
-    case SIMT_LDMATRIX: return "ldmatrix";
-    case SIMT_STMATRIX: return "stmatrix";
-    case SIMT_WGMMA: return "wgmma";
-    case SIMT_WGMMA_FENCE: return "wgmma_fence";
-    case SIMT_WGMMA_COMMIT: return "wgmma_commit";
-    case SIMT_WGMMA_WAIT: return "wgmma_wait";
-    case SIMT_SETMAXNREG: return "setmaxnreg";
-    default: return "mma";
-    }
+    static const char* const votes[] = {"__ballot_sync", "__any_sync", "__all_sync", "__uni_sync"};  // as SimtVote
+    static const char* const names[] = {
+        "__syncwarp", "a shuffle", "a vote", "a __match_sync", "a __reduce_sync", "elect.sync", "ldmatrix",
+        "stmatrix",   "mma",       "wgmma",  "wgmma_fence",    "wgmma_commit",    "wgmma_wait", "setmaxnreg"};
+    static_assert(sizeof names / sizeof *names == SIMT_SETMAXNREG + 1, "each SimtOp has a name");
+    return op == SIMT_VOTE ? votes[param] : names[op];
 }
 // The PTX of these says .aligned: all 32 lanes must execute the very same instruction.
 static bool aligned(int op) { return op >= SIMT_LDMATRIX; }
