@@ -20,6 +20,9 @@
 // in `keys`, -DMOST_STAGES=2 or more; for seven products -DKEY_STEP=keys at a time in `queries`.
 
 // region: constants
+#ifndef SLAB
+#define SLAB 64                                                // a square of dQ has so many columns
+#endif
 #include "p11_hopper/tiles.cuh"
 #ifndef QUERY_STEP
 #define QUERY_STEP 64

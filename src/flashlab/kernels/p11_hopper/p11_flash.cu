@@ -10,9 +10,6 @@
 // or 0, -DDYNAMIC=0, 1 or 2, -DTRUST=1 or 0, -DPOLYNOMIAL=0 (none), 8 or 4, -DBLOCK_N=keys at a time, -DSLAB=64 or 32.
 
 // region: constants
-#ifndef SLAB                                                   // New: 32 where whole slabs of 64 have room to spare
-#define SLAB (HEAD_DIM == 80 || HEAD_DIM == 96 || HEAD_DIM == 160 ? 32 : 64)
-#endif
 #include "p11_hopper/tiles.cuh"
 #ifndef PING_PONG
 #define PING_PONG 1

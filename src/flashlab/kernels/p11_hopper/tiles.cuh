@@ -7,7 +7,7 @@
 #include "wgmma.cuh"
 
 #ifndef SLAB                                                   // columns of a slab: 64, or 32 where those fit better
-#define SLAB 64
+#define SLAB (HEAD_DIM == 80 || HEAD_DIM == 96 || HEAD_DIM == 160 ? 32 : 64)
 #endif
 constexpr int SLAB_ROW = SLAB * 2, LINE = 128 / SLAB_ROW;      // bytes of a row of it; rows of it in 128 bytes
 // Columns of a tile in shared memory: whole slabs. What TMA fills with zeros behind HEAD_DIM, no product reads.
