@@ -276,6 +276,12 @@ def test_what_no_row_says(id, changes, words):
 
 
 @pytest.mark.long
+def test_a_name_that_is_nowhere_in_the_text_is_not_blamed():
+    failed = failure("11.12", *changed("11.12", ("p->heads, p->batch)", "p->kv_heads, p->batch)")))
+    assert failed.sentence.startswith("the grid is (2, 2, 2)") and "threadIdx" not in failed.sentence.partition("\n")[0]
+
+
+@pytest.mark.long
 def test_the_lectures_own_epilogue_waits_for_too_much():
     kernel = step("p11_10_epilogue").path.read_text()
     own = re.search(r"^ +if \(first_thread\) bulk_wait_read<0>.*?bulk_commit\(\);\n +}\n", kernel, re.S | re.M)[0]
