@@ -31,7 +31,7 @@ def cases() -> dict[int, tuple[int, str]]:
 
 CASES = cases()
 MISTAKES = {mode: (line, said) for mode, (line, said) in CASES.items() if said != "right"}
-TWO_BLOCKS, ONE_BLOCK = (39, 46, 47, 60, 61, 62, 85, 86, 87, 89, 94), (*range(54), *range(67, 72))  # of others four
+TWO_BLOCKS, ONE_BLOCK = (39, 46, 47, 60, 85, 86, 87, 89, 94), (*range(54), *range(67, 72))  # of others four
 
 
 def findings(*args, check: bool = True, **options) -> list[simt.Finding]:
@@ -52,7 +52,7 @@ def run(mode: int, check: bool = True) -> list[simt.Finding]:
 
 
 def test_every_case_is_marked():
-    assert sorted(CASES) == list(range(96)) and len(CASES) - len(MISTAKES) >= 32
+    assert len(CASES) == sum("    case " in text for text in TEXT) and len(CASES) - len(MISTAKES) >= 32
 
 
 @pytest.mark.parametrize("mode", MISTAKES)
@@ -71,7 +71,7 @@ def test_what_is_legal_is_let_through(mode, check):
     assert not run(mode, check)
 
 
-@pytest.mark.parametrize("mode", [39, 54, 61, 63, 64, 65, 66, 72, 73, 75, 76, 77, 78, 79, *range(81, 96)])
+@pytest.mark.parametrize("mode", [39, 54, 63, 64, 65, 66, 72, 73, 75, 76, 77, 78, 79, *range(81, 96)])
 def test_what_is_said_of_several_blocks_is_said_every_time(mode):
     """Whichever is faster."""
     first = [(f.kind, f.severity, f.line, f.other_line) for f in run(mode)]

@@ -78,11 +78,6 @@ ENTRY run_shuffle_double(const double* in, double* out, int arg, int width) {
     shuffles<<<1, 32>>>(in, out, arg, width);
 }
 ENTRY run_shuffle_half(const __half* in, __half* out, int arg, int width) { shuffles<<<1, 32>>>(in, out, arg, width); }
-__global__ void shuffle_half2(const __half2* in, __half2* out) {
-    out[threadIdx.x] = __shfl_xor_sync(~0u, in[threadIdx.x], 1);
-}
-ENTRY run_shuffle_half2(const void* in, void* out) { shuffle_half2<<<1, 32>>>((const __half2*)in, (__half2*)out); }
-
 __global__ void shuffle_in_halves(int* out) {  // two groups of lanes, each with a mask of its own
     int v = threadIdx.x;
     if (threadIdx.x < 16) v = __shfl_xor_sync(0x0000ffffu, v, 1);
@@ -201,14 +196,7 @@ __global__ void talk(int* out) {
 }
 ENTRY run_talk(int* out, int blocks) { talk<<<blocks, 32>>>(out); }
 
-// ---- volatile flags between warps; __syncwarp ---------------------------------------------------
-__global__ void warp_exchange(const int* in, int* out) {
-    __shared__ int tile[64];
-    tile[threadIdx.x] = in[threadIdx.x];
-    __syncwarp();
-    out[threadIdx.x] = tile[threadIdx.x ^ 5];  // stays within the warp
-}
-ENTRY run_warp_exchange(const int* in, int* out) { warp_exchange<<<1, 64>>>(in, out); }
+// ---- volatile flags between warps ----------------------------------------------------------------
 __global__ void handshake(int* out) {  // warp 1 waits for warp 0, on a flag in global memory
     volatile int* flag = out + 1;
     if (threadIdx.x == 0) out[0] = 42, __threadfence(), *flag = 1;
