@@ -70,18 +70,6 @@ def test_the_simulation(seq_q, seq_k, causal):
         assert worst(wanted(q, k, v, do, causal=causal), dq=dq, dk=dk, dv=dv)[1] <= 1
 
 
-def test_the_same_loops_as_the_simulation():
-    """Same tiles, same order, same roundings: only exp2 and the order inside a dot or a sum may differ."""
-    q, k, v, do = make(1, 2, 1, 60, 75, 32)
-    o, lse = flash_attention_forward(q, k, v, causal=True)
-    got = flash_attention_backward(
-        do, q, k, v, o, lse, causal=True, tiles=Tiles(Tile(16, 32, 4, 2), Tile(16, 32, 4, 2))
-    )
-    sim = flash_attention_backward_sim(*(x.cpu() for x in (do, q, k, v, o, lse)), 16, 32, causal=True)
-    for a, b in zip(got, sim, strict=True):
-        torch.testing.assert_close(a.cpu(), b, rtol=0, atol=1e-5)
-
-
 # ---- the kernels ----------------------------------------------------------------------------------------------------
 
 WINDOWS = st.one_of(
@@ -110,13 +98,6 @@ def test_drawn_shapes_masks_and_layouts(data):
     )
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["whole", "causal"])
-@pytest.mark.parametrize("length", [1, 2, 5, 17])
-def test_short_lengths(length, causal):
-    for dtype in DTYPES:
-        expect(*make(1, 2, 2, length, length, 32, dtype), None, causal=causal)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True], ids=["whole", "causal"])
 @pytest.mark.parametrize("seq_q, seq_k", [(3, 513), (127, 200), (200, 128), (239, 1), (129, 128)])
@@ -129,17 +110,6 @@ def test_longer_lengths(seq_q, seq_k, causal):
 @pytest.mark.parametrize("head_dim", [8, 16, 59, 80, 111, 128, 192, 256])
 def test_head_sizes(head_dim):
     expect(*make(1, 2, 1, 30, 37, head_dim, torch.float16), None, causal=True)
-
-
-def test_a_gradient_with_strides_of_zero_or_out_of_order():
-    """y.sum().backward() hands on an expanded tensor; a transposed output one whose rows are apart."""
-    q, k, v, do = make(1, 2, 2, 40, 40, 16)
-    one = torch.ones((), device=DEVICE).expand(q.shape)
-    for a, b in zip(gradients(q, k, v, one), gradients(q, k, v, one.contiguous()), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
-    apart = do.transpose(2, 3).contiguous().transpose(2, 3)
-    for a, b in zip(gradients(q, k, v, apart), gradients(q, k, v, do), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
 
 
 def test_two_runs_agree_in_every_bit():

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from flashlab import runtime
-from flashlab.attention.cost import flash_cost
 from flashlab.attention.reference import attention
 from flashlab.attention.simulation import flash_attention_one_head_sim
 from flashlab.attention.triton_minimal import (
@@ -14,11 +13,9 @@ from flashlab.attention.triton_minimal import (
     default_block,
     flash_attention_forward,
     flash_attention_forward_kernel,
-    hbm_bytes,
 )
 from flashlab.check import verify_one_head
 from flashlab.triton_tools.compile_report import TARGETS, compile_reports
-from flashlab.triton_tools.watch import hbm_traffic
 
 DEVICE = runtime.device()
 
@@ -124,16 +121,6 @@ def test_clear_errors(arguments, error, sentence):
         flash_attention_forward(*arguments)
 
 
-@pytest.mark.parametrize("M, N", [(128, 128), (100, 150)])
-def test_bytes_are_what_the_formula_says(M, N):
-    q, k, v = make(M, N, 32)
-    traffic = hbm_traffic(flash_attention_forward, q, k, v)
-    assert (traffic.bytes_read, traffic.bytes_written) == hbm_bytes(M, N, 32, 2)
-    assert traffic.read_from["k"] == 2 * N * 32 * 2 and traffic.read_from["q"] == M * 32 * 2
-    cost = flash_cost(M, N, 32)
-    assert (cost.bytes_read, cost.bytes_written) == hbm_bytes(M, N, 32, 2)
-
-
 def test_default_blocks_are_tiles_of_16_kib_at_most():
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         for head_dim in (16, 32, 64, 128, 256):
@@ -162,10 +149,3 @@ def test_it_compiles_and_fits_everywhere(dtype, head_dims, targets):
         assert report.fits, report
         assert (report.tensor_core_instructions > 0) == (dtype != torch.float32), report  # float32 means float32
         assert report.instructions["MUFU.EX2"] > 0
-
-
-@pytest.mark.long
-def test_shared_memory_does_not_depend_on_the_length():
-    arguments = [compile_arguments(torch.float16, 64, N) for N in (128, 500, 2**20)]
-    reports = compile_reports(flash_attention_forward_kernel, arguments, targets=["sm_86"])
-    assert len({report.shared_bytes for report in reports}) == 1

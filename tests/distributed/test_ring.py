@@ -171,20 +171,6 @@ def test_every_rank_sends_what_the_formula_says(way, world):
     assert set(sent) == {want}
 
 
-def test_a_ring_holds_two_shards_of_keys_and_a_gather_all_of_them():
-    whole = inputs(512, heads=1, kv_heads=1, head_dim=64, dtype=torch.float32, seed=11)
-    shard_bytes = 2 * 64 * 64 * 4  # of K and V
-
-    def peak(link, q, k, v, way):
-        with Meter() as meter:
-            way(q, k, v, group=link, causal=True)
-        return meter.peak_bytes
-
-    shards = [[shard(x, r, 8) for r in range(8)] for x in whole[:3]]
-    ring, gather = (run(8, peak, *shards, [way] * 8) for way in (ring_attention, all_gather_attention))
-    assert max(ring) < 8 * shard_bytes and 16 * shard_bytes <= min(gather)
-
-
 def test_few_heads_at_a_time_need_less_memory_for_the_same_result():
     whole = inputs(256, heads=8, kv_heads=4, head_dim=16, seed=12)
     want, sent = over_ranks(2, whole, ring_attention, causal=True)

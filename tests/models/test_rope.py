@@ -5,8 +5,6 @@ import torch
 from huge_tensors import NO_ROOM, REASON, far_apart
 
 from flashlab import runtime
-from flashlab.attention import reference
-from flashlab.attention.cost import trace_ops
 from flashlab.models.rope import fused_rope, rope, rope_table
 from flashlab.triton_tools.watch import watched
 
@@ -65,25 +63,6 @@ def test_the_formula():
         value, _ = turned(low, cos, sin)
         room = 4 * torch.finfo(dtype).eps * low.abs().amax().item()
         assert rope(low, cos, sin).dtype == dtype and bool(((rope(low, cos, sin) - value).abs() <= room).all())
-
-
-def test_it_is_seven_operations():
-    cos, sin = rope_table(8, 16)
-    x = torch.ones(1, 2, 8, 16)
-    names = [op.name for op in trace_ops(rope, x, cos, sin)]
-    assert sorted(names) == ["add", "cat", "mul", "mul", "mul", "mul", "sub"]
-
-
-def test_only_the_distance_of_positions_matters():
-    cos, sin = (x.double() for x in rope_table(100, 16, device=DEVICE))
-    q, k, v = (draw(1, 2, 12, 16, seed=seed).double() for seed in range(3))
-    here, there = (
-        reference.attention(rope(q, cos, sin, offset=n), rope(k, cos, sin, offset=n), v, causal=True)[0]
-        for n in (0, 61)
-    )
-    torch.testing.assert_close(here, there, rtol=0, atol=1e-6)  # cos and sin were rounded to float32
-    moved = reference.attention(rope(q, cos, sin, offset=61), rope(k, cos, sin, offset=60), v, causal=True)[0]
-    assert (moved - here).abs().max() > 1e-3
 
 
 # ---- the kernel
