@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from drawn import drawn
 from huge_tensors import NO_ROOM, REASON, far_apart
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,14 +31,9 @@ SMALL = Tiles(Tile(16, 16, 4, 2), Tile(16, 16, 4, 2))
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def make(batch, heads, kv_heads, seq_q, seq_k, head_dim, dtype=torch.float32, seed=0, layout="bhnd"):
+def make(*sizes, **options):
     """q, k, v and the gradient of o."""
-    generator = torch.Generator().manual_seed(seed)
-    drawn = []
-    for count, rows, mean in ((heads, seq_q, 0), (kv_heads, seq_k, 0), (kv_heads, seq_k, 0.5), (heads, seq_q, 0.1)):
-        x = (torch.randn(batch, count, rows, head_dim, generator=generator) + mean).to(DEVICE, dtype)
-        drawn.append(x.transpose(1, 2).contiguous().transpose(1, 2) if layout == "bnhd" else x)
-    return tuple(drawn)
+    return tuple(drawn(*sizes, **options))
 
 
 def gradients(q, k, v, do, tiles=SMALL, concurrent=None, **options):

@@ -1,11 +1,13 @@
 """Phase 4's kernel: right on the checker's cases and on drawn ones, with every mask, dtype, layout; and compiled."""
 
+import itertools
 import json
 import math
 from functools import partial
 
 import pytest
 import torch
+from drawn import drawn
 from huge_tensors import NO_ROOM, REASON, far_apart
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -31,15 +33,9 @@ SIXTEEN, FLOAT32 = torch.float16, torch.float32
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def make(batch, heads, kv_heads, seq_q, seq_k, head_dim, dtype=FLOAT32, layout="bhnd", seed=0):
-    """q, k, v; layout: bhnd, bnhd, or bhdn, whose head_dim is not the last in memory."""
-    generator = torch.Generator().manual_seed(seed)
-    drawn = []
-    for count, rows, mean in ((heads, seq_q, 0), (kv_heads, seq_k, 0), (kv_heads, seq_k, 0.5)):
-        x = (torch.randn(batch, count, rows, head_dim, generator=generator) + mean).to(DEVICE, dtype)
-        order = {"bhnd": (0, 1, 2, 3), "bnhd": (0, 2, 1, 3), "bhdn": (0, 1, 3, 2)}[layout]
-        drawn.append(x.permute(order).contiguous().permute(order))
-    return tuple(drawn)
+def make(*sizes, **options):
+    """q, k, v."""
+    return tuple(itertools.islice(drawn(*sizes, **options), 3))
 
 
 def expect(q, k, v, *, run=flash_attention_forward, tile=SMALL, **options):
