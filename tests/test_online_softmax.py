@@ -209,8 +209,6 @@ def test_merging_does_not_change_its_inputs():
     ("call", "error", "words"),
     [
         (lambda: attention_by_loops(t(1, 2), t([1, 2]), t([1])), ValueError, "q must be [rows, head_dim], one head"),
-        (lambda: attention_by_loops(t([1, 2]), t([1, 2, 3]), t([1])), ValueError, "q has head_dim 2, but k has 3"),
-        (lambda: attention_by_loops(t([1, 2]), t([1, 2]), t([1], [2])), ValueError, "k has 1 rows, but v has 2"),
         (lambda: attention_by_loops(t([1e4]), t([1]), t([1])), OverflowError, "math range"),
         (lambda: block_state(t(1, 2), t(1, 2)), ValueError, "but they have 1 and 1 dimensions"),
         (lambda: block_state(t(1, 2), t([1], [2], [3])), ValueError, "(3, 1) do not fit together"),

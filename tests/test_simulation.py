@@ -102,7 +102,6 @@ def test_rows_of_minus_infinity_are_a_sentence_and_masks_are_not(BLOCK_N):
     "change, error, words",
     [
         (dict(Q_block=torch.zeros(2, 4, 8)), ValueError, "Q_block must be .* it has 3 dimensions"),
-        (dict(K=torch.zeros(6, 9)), ValueError, "head_dim 8, but K has 9"),
         (dict(K=torch.zeros(0, 8), V=torch.zeros(0, 8)), ValueError, "at least one key"),
         (dict.fromkeys(("Q_block", "K", "V"), torch.zeros(6, 8).double()), TypeError, "Q_block is torch.float64; "),
         (dict(BLOCK_N=0), ValueError, "BLOCK_N is 0"),
@@ -122,8 +121,6 @@ def test_bad_inputs_of_the_whole_matrix():
         flash_attention_sim(x, x, x, BLOCK_M=0)
     with pytest.raises(ValueError, match="BLOCK_M is 0"):
         flash_attention_sim(x, x, x, BLOCK_M=0, causal=True)
-    with pytest.raises(ValueError, match="3 query heads cannot share 2 key heads evenly"):
-        flash_attention_sim(torch.zeros(1, 3, 4, 8), x, x)
     assert check_inputs(x[0, 0], x[0, 0], x[0, 0], 4) == pytest.approx(8**-0.5)
 
 

@@ -106,13 +106,11 @@ Q = torch.zeros(8, 16, device=DEVICE)
 @pytest.mark.parametrize(
     "arguments, error, sentence",
     [
-        ((Q[None, None], Q, Q), ValueError, r"one head, but it has 4 dimensions; take one head, q\[batch, head\]"),
         ((Q.double(),) * 3, TypeError, "q is torch.float64; torch.float16, torch.bfloat16 or torch.float32 is taken"),
         ((Q, Q, Q[:5]), ValueError, r"k is \[8, 16\] and v is \[5, 16\]; they must have one shape"),
         ((Q[:, :8],) * 3, ValueError, "head_dim is 8; this kernel is compiled for 16, 32, 64, 128 or 256: pad"),
         ((Q, Q, Q, None, 48), ValueError, "BLOCK_M is 48: a block is a power of two of at least 16 rows"),
         ((Q, Q, Q, None, 64, 8), ValueError, "BLOCK_N is 8"),
-        ((Q, Q, Q, 1e39), ValueError, "scale is 1e.39; it must be a finite number up to 2.104"),
         ((Q.clone().requires_grad_(), Q, Q), ValueError, "q requires a gradient, .* has none: pass q.det"),
     ],
 )

@@ -149,7 +149,6 @@ TABLE = torch.zeros(8, 8, device=DEVICE)
         (dict(q=X[0]), ValueError, "q must be .*it has 3 dimensions"),
         (dict(q=X.double(), k=X.double()), TypeError, "q is torch.float64"),
         (dict(k=X[:, :, :5]), ValueError, "q has 8 rows and k has 5; row n of both stands at one position"),
-        (dict(k=X.expand(1, 2, 8, 16)[:, [0, 0, 1]]), ValueError, "2 query heads cannot share 3 key heads"),
         (dict(q=X[..., :15], k=X[..., :15]), ValueError, "head_dim is 15; numbers are turned in pairs"),
         (dict(cos=TABLE[:, :4]), ValueError, r"cos is \[8, 4\] and sin is \[8, 8\]; for a head_dim of 16 both are"),
         (dict(cos=TABLE[0], sin=TABLE[0]), ValueError, r"cos is \[8\] and sin is \[8\]"),
