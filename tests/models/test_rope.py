@@ -47,13 +47,6 @@ def expect(got, x, cos, sin, offset=0, factor=1.0):
 # ---- the formula
 
 
-def test_by_hand():
-    cos, sin = rope_table(4, 2)  # one pair, whose angle is the position
-    x = torch.tensor([[1.0, 0.0]] * 4)[None, None]
-    angle = torch.arange(4.0)
-    torch.testing.assert_close(rope(x, cos, sin)[0, 0], torch.stack((angle.cos(), angle.sin()), 1))
-
-
 def test_the_formula():
     cos, sin = rope_table(40, 16, device=DEVICE)
     x = draw(2, 3, 21, 16).double()

@@ -499,26 +499,12 @@ KERNEL(a_lane_of_the_other_half, 1, 32) {
     if (T < 16) out[T] = __shfl_sync(0xffff, in[T], 16 + T);  // <-
 }
 
-// expect: lanes-missing divergent exited-lanes | lanes-missing divergent exited-lanes
-KERNEL(an_mma_in_a_branch, 1, 32) {
-    float c[4] = {};
-    const uint32_t a[4] = {};
-    if (T < 16) mma_m16n8k16(c, a, 0, 0);  // <-
-    out[T] = c[0];
-}
-
 // expect: lanes-missing | lanes-missing; lanes 0-15 only, but it needs all 32: the warp has only 16
 KERNEL(an_mma_of_half_a_warp, 1, 16) {
     float c[4] = {};
     const uint32_t a[4] = {};
     mma_m16n8k16(c, a, 0, 0);  // <-
     out[T] = c[0];
-}
-
-// expect: deadlock | deadlock; Barrier 1 has 32 of the 64 threads that it waits for: warp 0
-KERNEL(a_named_barrier_nobody_arrives_at, 1, 64) {
-    if (T < 32) named_barrier_sync(1, 64);  // <-
-    else named_barrier_sync(2, 64);  // <-
 }
 
 // expect: divergent deadlock | divergent deadlock; 32 threads of 32 left, and none can go on
