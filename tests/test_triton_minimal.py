@@ -7,7 +7,6 @@ import torch
 
 from flashlab import runtime
 from flashlab.attention.reference import attention
-from flashlab.attention.simulation import flash_attention_one_head_sim
 from flashlab.attention.triton_minimal import (
     compile_arguments,
     default_block,
@@ -29,9 +28,6 @@ def make(M, N, D, dtype=torch.float16, seed=0):
 def test_the_checkers_cases():
     report = verify_one_head(flash_attention_forward, dtypes=(torch.float16, torch.bfloat16, torch.float32))
     assert report.worst < 1.5
-
-
-def test_other_head_sizes():
     verify_one_head(flash_attention_forward, head_dims=(16, 128), max_seq=200)
 
 
@@ -44,15 +40,6 @@ def test_any_lengths_and_tiles(M, N, blocks):
     assert o.shape == (M, 32) and o.dtype == torch.float32 and lse.shape == (M,) and lse.dtype == torch.float32
     torch.testing.assert_close(o.double(), want[0, 0], rtol=0, atol=5e-6)
     torch.testing.assert_close(lse.double(), want_lse[0, 0], rtol=0, atol=5e-6)
-
-
-def test_the_same_loop_as_the_simulation():
-    """Same tiles, same order, same roundings: only exp2 and the order inside a dot or a sum may differ."""
-    q, k, v = make(96, 160, 64, torch.float32)
-    o, lse = flash_attention_forward(q, k, v, 0.3, 32, 32)
-    sim, sim_lse = flash_attention_one_head_sim(q.cpu(), k.cpu(), v.cpu(), 32, 32, 0.3)
-    torch.testing.assert_close(o.cpu(), sim, rtol=0, atol=1e-5)
-    torch.testing.assert_close(lse.cpu(), sim_lse, rtol=0, atol=1e-5)
 
 
 def test_any_strides():

@@ -127,15 +127,6 @@ __global__ void memory(const __grid_constant__ Maps maps, const CUtensorMap* in_
         else { FIRST { while (*FLAG == 0) {} __threadfence(); y[8 + blockIdx.x] = y[7]; } }                    // right
         break;
     case 59: if (blockIdx.x == 0) { FIRST COUNT(z), COUNT(z); } break;                            // right
-    case 60:
-        FIRST {
-            while (atomicCAS(z, 0, 1) != 0) __nanosleep(20);
-            __threadfence();
-            COUNT(z + 1);
-            __threadfence();
-            atomicExch(z, 0);
-        }                                                                                         // right
-        break;
     // ---- the same value, and others
     case 63: FIRST z[0] = 7; break;                                                               // expect: warning global-race; Both store the same value
     case 64: FIRST z[0] = blockIdx.x + 1; break;                                                  // expect: global-race; only one of the two is kept
