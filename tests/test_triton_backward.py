@@ -1,4 +1,4 @@
-"""Phase 5: the simulation and the three kernels against float64; determinism, strides, short lengths; compiled."""
+"""Phase 5: the simulation and the three kernels against float64; determinism; compiled. (Short lengths: lecture 5.)"""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Phase 4's kernel: right on the checker's cases and on drawn ones, with every mask, dtype, layout; and compiled."""
+"""Phase 4's kernel: right on drawn cases, with every mask, dtype, layout; compiled. (The checker's cases: lecture 4.)"""
 
 import itertools
 import json
@@ -44,12 +44,6 @@ def expect(q, k, v, *, run=flash_attention_forward, tile=SMALL, **options):
     name, error = worst(wanted(q, k, v, **options), o=o, lse=lse)
     assert error <= 1, f"{name} is off by {error:.3g} times its bound"
     return o, lse
-
-
-def test_the_checkers_cases():
-    options = dict(causal=True, gqa=True, dtypes=DTYPES, empty=True)
-    report = verify(flash_attention_forward, head_dims=(16, 40), max_seq=147, **options)
-    assert report.worst < (1.5 if runtime.INTERPRETED else 2)  # three TF32 products: 1.82 on an H200
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Phase 3's kernel: right on the checker's cases, in every dtype; clear errors; special values; bytes; compiles."""
+"""Phase 3's kernel at any length, tile, stride; clear errors; special values; compiled. (The checker's cases: lecture 3.)"""
 
 import math
 
@@ -25,9 +25,7 @@ def make(M, N, D, dtype=torch.float16, seed=0):
     return tuple(x.to(DEVICE, dtype) for x in (q, k, v + 0.5))
 
 
-def test_the_checkers_cases():
-    report = verify_one_head(flash_attention_forward, dtypes=(torch.float16, torch.bfloat16, torch.float32))
-    assert report.worst < 1.5
+def test_other_head_sizes_than_the_lectures():
     verify_one_head(flash_attention_forward, head_dims=(16, 128), max_seq=200)
 
 

@@ -1,4 +1,4 @@
-"""What the kernels of the series take: what is refused, and what is made to fit."""
+"""What the kernels of the series take: what is refused, and what goes into the struct."""
 
 import pytest
 import torch
