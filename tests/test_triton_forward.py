@@ -1,4 +1,4 @@
-"""Phase 4's kernel: right on drawn cases, with every mask, dtype, layout; compiled. (The checker's cases: lecture 4.)"""
+"""Phase 4's kernel on drawn cases, with every mask, dtype and layout; compiled. (The checker's cases: lecture 4.)"""
 
 import itertools
 import json

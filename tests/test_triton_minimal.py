@@ -1,4 +1,4 @@
-"""Phase 3's kernel at any length, tile, stride; clear errors; special values; compiled. (The checker's cases: lecture 3.)"""
+"""Phase 3's kernel at any length, tile, stride; errors; special values; compiled. (The checker's cases: lecture 3.)"""
 
 import math
 

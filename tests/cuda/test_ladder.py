@@ -1,4 +1,4 @@
-"""The steps side by side: what is printed of them, and what a recorded ladder looks like. (The counts: lectures 6 to 9.)"""
+"""The steps side by side: what is printed of them, what a recorded ladder looks like. (The counts: lectures 6 to 9.)"""
 
 from __future__ import annotations
 
