@@ -174,7 +174,7 @@ def test_the_recorded_runs_have_a_table(bench):
 @pytest.mark.parametrize("name", ["p6_1_fa1", "p6_5_overlap", "p7_naive", "p9_flash"])
 def test_the_emulator_still_counts_what_was_compared_with_the_hardware(name):
     variant = next(v for v in validation.variants() if v.name == name)
-    recorded = next(r for r in records.recorded("validation")[0]["rows"] if r["kernel"] == name)
+    recorded = next(r for r in records.recorded("validation")[0]["kernels"] if r["kernel"] == name)
     _, counted = validation.emulate(variant)
     assert {k: counted[k] for k in recorded["counters"]} == {k: pair[0] for k, pair in recorded["counters"].items()}
 

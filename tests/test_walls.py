@@ -249,4 +249,4 @@ def test_triton_s_figures_are_read():
 def test_what_is_recorded_can_be_drawn():
     for run in walls.recorded():
         assert {"gpu", "torch", "triton", "date"} <= set(run["machine"])
-        assert {"naive", "fused", "scheme_a", "scheme_b"} <= set(run)
+        assert {"lengths", "scheme_a", "scheme_b"} <= set(run)

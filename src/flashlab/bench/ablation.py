@@ -50,6 +50,10 @@ def jobs() -> list[harness.Row]:
     return [{"part": "ladder"} | mma.about((*big, kind)) for kind in ("randn", "moving") for big in mma.BIG]
 
 
+def quick_jobs() -> list[harness.Row]:
+    return jobs()[:1]
+
+
 _built = functools.cache(build)
 
 
@@ -88,8 +92,5 @@ def table(data: dict[str, Any], inputs: str | None = None) -> Table:
     return Table.of(rows, ["without", "instead", *cases.values()], align="ll" + "r" * len(cases))
 
 
-BENCH = harness.Bench(
-    "ablation", __doc__, jobs=jobs, measure=measure, table=table, keys=("shape", "causal", "inputs", "name"),
-    quick=lambda: jobs()[:1], needs=harness.gpu_for("the ablation is"), prepare=prepare,
-)  # fmt: skip
+BENCH = harness.Bench(__name__, "the ablation is", ("shape", "causal", "inputs", "name"), quick_too=True)
 main, recorded = BENCH.main, BENCH.recorded

@@ -142,8 +142,7 @@ def table(data: Data) -> Table:
 
 
 BENCH = harness.Bench(
-    "attention", __doc__, jobs=jobs, measure=measure, table=table, keys=("d_model", "seq_len", "dtype", "pass", "name"),
-    quick=quick_jobs, needs=harness.gpu_for("attention alone is", quick_too=False), facts={"batch": BATCH, "heads": 1},
-    minutes=8.0,
+    __name__, "attention alone is", ("d_model", "seq_len", "dtype", "pass", "name"), minutes=8.0,
+    facts={"batch": BATCH, "heads": 1},
 )  # fmt: skip
 main, recorded = BENCH.main, BENCH.recorded

@@ -96,6 +96,10 @@ def jobs() -> list[Row]:
     return _jobs("work", CASES) + writing + _jobs("steps", OF_STEPS)
 
 
+def quick_jobs() -> list[Row]:
+    return _jobs("work", QUICK)
+
+
 def _jobs(part: str, cases: Sequence[Case]) -> list[Row]:
     return [{"part": part} | case._asdict() for case in cases]
 
@@ -313,6 +317,10 @@ def goals(data: Data) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+def derive(data: Data) -> Row:
+    return {"goals": goals(data)}
+
+
 def said(case: Case) -> str:
     """The name of a case in tables."""
     keys = "ragged" if case.ragged else str(case.keys)
@@ -359,9 +367,5 @@ def table(data: Data) -> Table:
     return Table.of(cells, columns, align="llrrr", caption="one query per sequence, bf16")
 
 
-BENCH = harness.Bench(
-    "decode", __doc__, jobs=jobs, measure=measure, table=table, keys=(*Case._fields, "name"),
-    quick=lambda: _jobs("work", QUICK), needs=harness.gpu_for("decoding is", quick_too=False),
-    facts={"phase": 12, "dtype": "bfloat16"}, derive=lambda data: {"goals": goals(data)},
-)  # fmt: skip
+BENCH = harness.Bench(__name__, "decoding is", (*Case._fields, "name"), facts={"phase": 12, "dtype": "bfloat16"})
 main = BENCH.main

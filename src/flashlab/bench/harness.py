@@ -1,6 +1,6 @@
 """One harness for every bench that times something: what to measure is a Bench, and all the rest is here.
 
-    BENCH = Bench("things", __doc__, jobs=jobs, measure=measure, table=table, keys=("shape", "name"))
+    BENCH = Bench(__name__, "things are", keys=("shape", "name"))
     main = BENCH.main
 
 A job is a dict that names one measurement: its part, a shape, what else it needs. ``measure(job)`` returns rows: the
@@ -61,46 +61,44 @@ def on_gpu() -> bool:
     return torch.cuda.is_available() and not runtime.INTERPRETED
 
 
-def gpu_for(what: str, quick_too: bool = True) -> Callable[[bool], str | None]:
-    """For Bench.needs: the sentence that says that `what` is measured on a GPU; with quick_too, --quick as well."""
-
-    def needs(quick: bool) -> str | None:
-        if on_gpu() or (quick and not quick_too):
-            return None
-        found = "PyTorch sees none" if not torch.cuda.is_available() else "Triton interprets in this process"
-        return f"{what} measured on a CUDA GPU, and {found}" + ("" if quick_too else "; --quick runs here")
-
-    return needs
-
-
 @dataclass(frozen=True)
 class Bench:
-    """What one bench measures.
+    """What one bench measures: its functions are those of its module.
 
-    name: of the command, and of its record. doc: the module's docstring, for --help.
-    jobs: every measurement, in the order in which they are done; a run may end before the last.
-    measure: the rows of one job. table: what is printed of a record.
-    keys: the items of a row that say which one it is, for --compare; of those it has.
-    quick: the jobs of --quick. needs(quick): why they cannot be measured on this machine, or None.
-    facts: what the record says beside the machine and the rows. derive: more of it, computed from the whole record.
+    jobs(): every measurement, in the order in which they are done; a run may end before the last. quick_jobs(): those
+    of --quick. measure(job): the rows of one job. table(record): what is printed of a record.
+    derive(record): more that the record says, computed from all of it; need not be there, as the next.
     prepare(jobs, until): before the jobs, on a GPU: builds and checks, until a time of time.monotonic(); more facts.
+
+    what: "the layer is", for the sentence that it is measured on a GPU; quick_too: --quick as well.
+    keys: the items of a row that say which one it is, for --compare; of those it has.
+    facts: what the record says beside the machine and the rows.
     options: arguments of `measure` and `prepare` that the command line offers, as argparse wants them.
     minutes: the default of --minutes.
     """
 
-    name: str
-    doc: str | None
-    jobs: Callable[[], list[Row]]
-    measure: Callable[..., list[Row]]
-    table: Callable[[Data], Table]
+    module: str
+    what: str
     keys: Sequence[str]
-    quick: Callable[[], list[Row]]
-    needs: Callable[[bool], str | None]
+    quick_too: bool = False
     facts: Mapping[str, Any] = field(default_factory=dict)
-    derive: Callable[[Data], Mapping[str, Any]] = lambda data: {}
-    prepare: Callable[..., Mapping[str, Any] | None] = lambda jobs, until, **options: None
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     minutes: float = math.inf
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.modules[self.module], name)
+
+    @property
+    def name(self) -> str:
+        """Of the command, and of its record."""
+        return self.module.rpartition(".")[2]
+
+    def needs(self, quick: bool) -> str | None:
+        """Why it cannot be measured on this machine, or None."""
+        if on_gpu() or (quick and not self.quick_too):
+            return None
+        found = "PyTorch sees none" if not torch.cuda.is_available() else "Triton interprets in this process"
+        return f"{self.what} measured on a CUDA GPU, and {found}" + ("" if self.quick_too else "; --quick runs here")
 
     def main(self, arguments: Sequence[str] | None = None) -> None:
         """The bench as a program. Raises NoGpu, SystemExit."""
@@ -131,7 +129,7 @@ def record_of(bench: Bench, machine: Data, rows: Sequence[Row], facts: Mapping[s
     """The record of some rows. left: how many jobs wait."""
     data: Data = {"bench": bench.name, "machine": machine, **bench.facts, **facts, "left": left}
     data["rows"] = list(rows)
-    return data | dict(bench.derive(data))
+    return data | (bench.derive(data) if hasattr(bench, "derive") else {})
 
 
 def waiting(todo: Sequence[Row], rows: Sequence[Row]) -> list[Row]:
@@ -329,7 +327,7 @@ def run(
             return record_of(bench, machine, rows, facts, len(waiting(todo, rows)))
 
         left = waiting(todo, rows)
-        if left and on_gpu():
+        if left and on_gpu() and hasattr(bench, "prepare"):
             facts |= bench.prepare(left, time.monotonic() + (end - time.monotonic()) / 2, **options) or {}
         with _progress(bench, len(left)) as said:
             for job in left:
@@ -408,7 +406,7 @@ def _progress(bench: Bench, total: int) -> Iterator[Callable[[Row, list[Row]], N
             nonlocal done
             done += 1
             fast = min((r for r in rows if "ms" in r), key=lambda r: r["ms"], default=None)
-            who = fast and next((fast[k] for k in ("name", "variant", "how", "tile") if k in fast), bench.name)
+            who = fast and next((fast[k] for k in ("name", "variant", "tile") if k in fast), bench.name)
             none = [f"none runs: {row['unavailable']}" for row in rows if "unavailable" in row]
             text = f"fastest {who}, {1e3 * fast['ms']:.1f} us" if fast else [*none, f"{len(rows)} rows"][0]
             console.print(f"{done}/{total}  {describe(job)}: {text}", markup=False, soft_wrap=True)
@@ -481,7 +479,7 @@ def compare(bench: Bench, before: Data, after: Data) -> tuple[Table, bool]:
 # ---- as a program ----------------------------------------------------------------------------------------------------
 def parser(bench: Bench) -> argparse.ArgumentParser:
     """The options of a bench."""
-    found = records.parser(bench.doc, bench.name)
+    found = records.parser(sys.modules[bench.module].__doc__, bench.name)
     parts = list(dict.fromkeys(job["part"] for job in bench.jobs()))
     if len(parts) > 1:
         found.add_argument("--only", nargs="+", choices=parts, help="what to measure; everything by default")
@@ -525,7 +523,7 @@ def main(bench: Bench, arguments: Sequence[str] | None = None) -> None:
         records.keep(path, data, bench.table, given)
         return
     only = getattr(given, "only", None)
-    todo = [job for job in (bench.quick() if given.quick else bench.jobs()) if not only or job["part"] in only]
+    todo = [job for job in (bench.quick_jobs() if given.quick else bench.jobs()) if not only or job["part"] in only]
     if reason := bench.needs(given.quick):
         raise NoGpu(reason)
     path = records.place(bench.name, given)

@@ -241,8 +241,8 @@ def measure(
         if not sound():
             return [harness.failed(job, "no step can be launched")]
         if part == "sanitizer":
-            said = validation.sanitize(harness.calling(launch_all, *sound()), [job["tool"]], timeout=180)
-            return [job | {"name": "all", "said": said[job["tool"]]}]
+            said = validation.sanitize(harness.calling(launch_all, *sound()), job["tool"], timeout=180)
+            return [job | {"name": "all", "said": said}]
         return [job | row for row in (count() if part == "counters" else profile())]
     if part == "clock":
         return measure_clock(job, step)
@@ -470,7 +470,7 @@ def planted(mistake: str) -> Row:
     again = harness.calling(launch_planted, mistake)
     done = harness.again(*again, capture_output=True, text=True, timeout=240)
     result = re.findall(r"^RESULT (\w+)$", done.stdout, re.M)
-    said = validation.sanitize(again, PLANTED_TOOLS, timeout=240)
+    said = {tool: validation.sanitize(again, tool, timeout=240) for tool in PLANTED_TOOLS}
     file = next(m.file for m in MUTANTS if m.name == mistake)
     return {"name": file, "result": result[-1] if result else "none", "said": said}
 
@@ -589,12 +589,11 @@ def warm(name: str, dtype: str, head_dim: int, causal: bool) -> None:
     torch.cuda.synchronize()
 
 
+jobs, quick_jobs, table = hopper_jobs.jobs, hopper_jobs.quick_jobs, goal_table
 BENCH = harness.Bench(
-    "hopper", __doc__, jobs=hopper_jobs.jobs, measure=measure, table=goal_table,
+    __name__, "phase 11 is", minutes=8.0, facts={"dtype": "bfloat16"},
     keys=("kind", "inputs", "layer", "shape", "kv_heads", "keys", "causal", "dtype", "what", "head_dim", "tool",
           "name"),
-    quick=hopper_jobs.quick_jobs, needs=harness.gpu_for("phase 11 is", quick_too=False), prepare=prepare, minutes=8.0,
-    facts={"dtype": "bfloat16"},
     options={
         "step": {"metavar": "NAME", "help": "the kernel to measure in the place of the phase's last one"},
         "variants": {"nargs": "+", "default": (), "metavar": "MACRO=N,...", "help": "of the part of that name"},

@@ -333,7 +333,7 @@ def write_choices(rows: Sequence[Row], target: str, path: Path | None = None) ->
 
 
 # ---- compiling beforehand, on all cores ------------------------------------------------------------------------------
-def prepare(job: Row, tile: Sequence[int] | None = None, without: Sequence[str] = ()) -> None:
+def compile_one(job: Row, tile: Sequence[int] | None = None, without: Sequence[str] = ()) -> None:
     """In a process of its own: compile what a job will launch, into the caches on disk. Same arguments, fewer rows."""
     if job["part"] in TUNED:
         timing.able({"": launcher(job, 512)(tiles.Tile(*tile or ()))})
@@ -349,7 +349,7 @@ def prepare(job: Row, tile: Sequence[int] | None = None, without: Sequence[str] 
     timing.able(passes(job["pass"], forwards(q, k, v, job["causal"], names), (q, k, v), grad_o))
 
 
-def prepare_all(todo: Sequence[Row], until: float, without: Sequence[str] = ()) -> None:
+def prepare(todo: Sequence[Row], until: float, without: Sequence[str] = ()) -> None:
     """Compile for all the jobs at once, as far as the time goes."""
     tasks: dict[str, tuple[Any, ...]] = {}
     for job in todo:
@@ -362,7 +362,7 @@ def prepare_all(todo: Sequence[Row], until: float, without: Sequence[str] = ()) 
             tasks[harness.describe(job if every else job | {"shape": job["shape"][3]})] = (job, None, without)
     workers = max(1, min(12, (os.cpu_count() or 2) - 2))
     start = time.monotonic()
-    done = harness.compiled_by(workers, prepare, tasks.values(), until)
+    done = harness.compiled_by(workers, compile_one, tasks.values(), until)
     print(f"compiled {done} of {len(tasks)} beforehand in {time.monotonic() - start:.0f} s", flush=True)
 
 
@@ -542,10 +542,8 @@ def span(values: Iterable[float]) -> str:
 
 
 BENCH = harness.Bench(
-    "industrial", __doc__, jobs=jobs, measure=measure, table=table,
-    keys=("kernel", "head_dim", "shape", "causal", "pass", "dtype", "name", "tile"),
-    quick=quick_jobs, needs=harness.gpu_for("phases 4 and 5 are", quick_too=False),
-    facts={"dtype": "bfloat16"}, prepare=prepare_all, minutes=8.0,
+    __name__, "phases 4 and 5 are", ("kernel", "head_dim", "shape", "causal", "pass", "dtype", "name", "tile"),
+    minutes=8.0, facts={"dtype": "bfloat16"},
     options={"without": {"nargs": "+", "default": (), "metavar": "NAME", "help": "implementations to leave out"}},
 )  # fmt: skip
 main, recorded = BENCH.main, BENCH.recorded

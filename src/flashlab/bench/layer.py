@@ -523,9 +523,5 @@ def table(data: Data) -> Table:
     return Table.of(rows, ["case", *tables[0][1].columns], align="ll" + "r" * 6, caption=tables[0][1].caption)
 
 
-BENCH = harness.Bench(
-    "layer", __doc__, jobs=jobs, measure=measure, table=table,
-    keys=("case", "scope", "pass", "layer", "name", "op"), quick=quick_jobs,
-    needs=harness.gpu_for("the layer is", quick_too=False), minutes=5.0,
-)  # fmt: skip
+BENCH = harness.Bench(__name__, "the layer is", ("case", "scope", "pass", "layer", "name", "op"), minutes=5.0)
 main, recorded, record = BENCH.main, BENCH.recorded, BENCH.record

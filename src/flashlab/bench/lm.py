@@ -631,9 +631,7 @@ def table(data: Data) -> Table:
 
 
 BENCH = harness.Bench(
-    "lm", __doc__, jobs=jobs, measure=measure, table=table,
-    keys=("size", "attention", "dtype", "what", "compiled", "pass"), quick=quick_jobs,
-    needs=harness.gpu_for("the language model is", quick_too=False),
-    facts={"batch": BATCH, "seq_len": SEQ_LEN}, minutes=8.0,
+    __name__, "the language model is", ("size", "attention", "dtype", "what", "compiled", "pass"), minutes=8.0,
+    facts={"batch": BATCH, "seq_len": SEQ_LEN},
 )  # fmt: skip
 main, recorded, record = BENCH.main, BENCH.recorded, BENCH.record

@@ -373,14 +373,15 @@ def prepare(todo: Sequence[Row], until: float, rounds: int) -> dict[str, Any]:
     return {"rounds": rounds} | ({"worst_error_of_bound": worst} if every else {})
 
 
-def summary(final: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+def derive(data: Data) -> Row:
     """Per table, on randn: the geometric mean of the last step's speed over FlashAttention-2's, and the worst shape."""
-    last = [r for r in final if r["name"] == SERIES[-1].name and r.get("vs_fa2") and r["inputs"] == "randn"]
+    last = where(data["rows"], part="final", name=SERIES[-1].name, inputs="randn")
+    last = [r for r in last if r.get("vs_fa2")]
     by_table = {t: [r["vs_fa2"] for r in last if r["table"] == t] for t in dict.fromkeys(r["table"] for r in last)}
-    return {
+    return {"summary": {
         t: {"shapes": len(v), "geomean_vs_fa2": statistics.geometric_mean(v), "worst": min(v)}
         for t, v in by_table.items()
-    }
+    }}  # fmt: skip
 
 
 def table(data: Data) -> Table:
@@ -398,10 +399,7 @@ def table(data: Data) -> Table:
 
 
 BENCH = harness.Bench(
-    "mma", __doc__, jobs=jobs, measure=measure, table=table, quick=quick_jobs, prepare=prepare,
-    keys=("table", "exhibit", "shape", "causal", "inputs", "name"),
-    needs=harness.gpu_for("the tensor-core kernels are"),
-    derive=lambda data: {"summary": summary(where(data["rows"], part="final"))},
+    __name__, "the tensor-core kernels are", ("table", "exhibit", "shape", "causal", "inputs", "name"), quick_too=True,
     options={"rounds": {"type": int, "default": 9}},
 )  # fmt: skip
 main = BENCH.main

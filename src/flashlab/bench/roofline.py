@@ -72,13 +72,15 @@ def ceilings(hardware: dict[str, Any]) -> Ceilings:
     clocks = machine["sms"] * machine["sm_clock_mhz"]["max"] * 1e6 / 1e12
 
     def most(instruction: str) -> float:
-        return max(r["per_clock"] for r in hardware["rates"] if r["instruction"] == instruction)
+        return max(r["per_clock"] for r in where(hardware["rows"], part="rates", instruction=instruction))
 
     # An mma.sync of 16 x 8 x 16 is 4096 FLOPs too.
     units = {FLOAT32: 2 * clocks * most("multiply-adds"), MMA: 4096 * clocks * most("mma, float32 sums")}
     if machine["target"] == "sm_90":
         units[WGMMA] = TENSOR_FLOPS * clocks
-    moved = max((r["dram_read"] + r["dram_written"]) / r["nanoseconds"] for r in hardware["traffic"])
+    moved = max(
+        (r["dram_read"] + r["dram_written"]) / r["nanoseconds"] for r in where(hardware["rows"], part="traffic")
+    )
     return Ceilings(machine["gpu"], moved / 1e3, units, tuple(u for u in units if u == WGMMA))
 
 
@@ -86,7 +88,7 @@ _LARGE = {"shape": list(SHAPE), "causal": False}
 _PHASE_4 = {"triton": (4, "Triton"), "gluon": (4, "Gluon"), "cuDNN": (None, "cuDNN"),
             "FlexAttention": (None, "FlexAttention")}  # fmt: skip
 _SHOWN: tuple[tuple[str, dict[str, Any], dict[str, tuple[int | None, str]]], ...] = (
-    ("walls", {"part": "naive", "N": SHAPE[2]}, {"naive": (1, "naive PyTorch")}),
+    ("walls", {"part": "lengths", "N": SHAPE[2]}, {"naive": (1, "naive PyTorch")}),
     ("walls", {"part": "scheme_b", "ok": True},
      {"scheme A": (1, "scheme A, {seq_q} queries"), "two passes": (1, "scheme B, two passes, {seq_q} queries")}),
     ("triton", {"part": "times", "D": SHAPE[3]}, {"minimal kernel": (3, "minimal Triton kernel")}),

@@ -33,27 +33,22 @@ def of(data: Data) -> list[Row]:
     says it otherwise); shape, [batch, heads, N, D], with N, D and work, where there is one; tflops, where a forward
     pass has a time.
     """
-    about: Row = {"batch": 1, "dtype": "float16"} | dict(data)
-    about |= data["shape"] if isinstance(data.get("shape"), dict) else {}
+    default = {"causal": False, "inputs": "randn", "dtype": DTYPES.get(data.get("dtype", "float16"))}
     found = []
-    for part, some in data.items():
-        if not isinstance(some, list) or not some or not isinstance(some[0], dict):
-            continue
-        for own in some if part == "rows" or "part" not in some[0] else ():  # records.recorded shows some rows twice
-            row: Row = {"part": part, "causal": False, "inputs": "randn", "dtype": DTYPES.get(about["dtype"])}
-            row |= own
-            row.setdefault("pass", "backward" if row["part"] == "backward" else "forward")
-            row.setdefault("name", row.get("variant") or row.get("how") or row["part"])
-            if not {"shape", "seq_q"} & row.keys():  # seq_q: not as many queries as keys
-                size = {"heads": 1} | about | row
-                row["shape"] = [size.get(key) for key in ("batch", "heads", "seq_len", "head_dim")]
-            shape = row.get("shape", [])
-            if len(shape) == 4 and None not in shape:
-                batch, heads, n, d = shape
-                row |= {"N": n, "D": d, "work": math.prod(shape) * n}
-                if "ms" in row and "tflops" not in row and row["pass"] == "forward":
-                    row["tflops"] = attention_flops(batch, heads, n, d, row["causal"]) / row["ms"] / 1e9
-            found.append(row)
+    for own in data.get("rows", ()):
+        row: Row = default | own
+        row.setdefault("pass", "backward" if row["part"] == "backward" else "forward")
+        row.setdefault("name", row.get("variant") or row["part"])
+        if not {"shape", "seq_q"} & row.keys():  # seq_q: not as many queries as keys
+            size = {"batch": 1, "heads": 1} | row
+            row["shape"] = [size.get(key) for key in ("batch", "heads", "seq_len", "head_dim")]
+        shape = row.get("shape", [])
+        if len(shape) == 4 and None not in shape:
+            batch, heads, n, d = shape
+            row |= {"N": n, "D": d, "work": math.prod(shape) * n}
+            if "ms" in row and "tflops" not in row and row["pass"] == "forward":
+                row["tflops"] = attention_flops(batch, heads, n, d, row["causal"]) / row["ms"] / 1e9
+        found.append(row)
     return found
 
 

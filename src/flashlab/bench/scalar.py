@@ -80,6 +80,15 @@ def jobs() -> list[Row]:
     return [{"part": "shapes"} | dict(zip(SHAPE, shape, strict=True)) for shape in shapes()]
 
 
+def quick_jobs() -> list[Row]:
+    return jobs()[:3]
+
+
+def prepare(todo: Sequence[Row], until: float, rounds: int) -> None:
+    """Builds."""
+    _modules()
+
+
 def ratios(data: Data, variant: str, peer: str = "torch_naive_f32") -> dict[tuple, float]:
     """By shape (batch, heads, seq_len, head_dim, causal): how many times faster than the peer the variant is."""
     at = by([r for r in of(data) if "ms" in r], "batch", "heads", "N", "D", "causal")
@@ -100,9 +109,7 @@ def table(data: Data) -> Table:
 
 
 BENCH = harness.Bench(
-    "scalar", __doc__, jobs=jobs, measure=measure, table=table, keys=(*SHAPE, "variant"),
-    quick=lambda: jobs()[:3], needs=harness.gpu_for("the float32 kernels are"),
-    prepare=lambda todo, until, rounds: _modules() and None,
+    __name__, "the float32 kernels are", (*SHAPE, "variant"), quick_too=True,
     facts={"dtype": "float32", "tf32": False, "timing": "CUDA graph replays, in turns; median, fastest, slowest"},
     options={"rounds": {"type": int, "default": 15}},
 )  # fmt: skip

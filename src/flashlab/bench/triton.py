@@ -40,6 +40,10 @@ def jobs(
     return timed + [job for d in head_dims for job in harness.jobs_of("errors", seq_len=long, head_dim=[d], **errors)]
 
 
+def quick_jobs() -> list[harness.Row]:
+    return jobs((512, 4096), (64,), (512, 500))
+
+
 def measure(job: harness.Row) -> list[harness.Row]:
     """One row for each implementation: milliseconds and TFLOP/s, or why there are none; or the errors of the kernel."""
     n, head_dim = job["seq_len"], job["head_dim"]
@@ -86,8 +90,7 @@ def table(data: dict[str, Any]) -> Table:
 
 
 BENCH = harness.Bench(
-    "triton", __doc__, jobs=jobs, measure=measure, table=table, keys=("seq_len", "head_dim", "name"),
-    quick=lambda: jobs((512, 4096), (64,), (512, 500)), needs=harness.gpu_for("phase 3's kernel is"),
+    __name__, "phase 3's kernel is", ("seq_len", "head_dim", "name"), quick_too=True,
     facts={"phase": 3, "dtype": "float16", "batch": 1, "heads": 1},
 )  # fmt: skip
 main, recorded = BENCH.main, BENCH.recorded
