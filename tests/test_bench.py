@@ -18,10 +18,8 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 # ---- timing --------------------------------------------------------------------------------------------------------
 def test_summary_of_samples():
-    t = timing.summary([3.0, 1.0, 2.0, 5.0, 4.0])
-    assert t.row() == {"ms": 3.0, "fastest": 1.0, "slowest": 5.0, "rounds": 5}
-    with pytest.raises(ValueError, match="no samples"):
-        timing.summary([])
+    times = {"ms": 3.0, "fastest": 1.0, "slowest": 5.0, "rounds": 5}
+    assert timing.summary([3.0, 1.0, 2.0, 5.0, 4.0]) == times
 
 
 def test_flops_of_attention():
@@ -35,8 +33,8 @@ def test_interleaved_orders_what_is_plainly_slower():
     able, reasons = timing.able(functions | {"impossible": lambda: torch.empty(2**50, device="cuda")})
     assert list(able) == list(functions) and "memory" in reasons["impossible"]
     times = timing.interleaved(able)
-    assert 2 < times["four"].ms / times["one"].ms < 8 and times["one"].rounds == 15
-    assert all(t.fastest <= t.ms <= t.slowest for t in times.values())
+    assert 2 < times["four"]["ms"] / times["one"]["ms"] < 8 and times["one"]["rounds"] == 15
+    assert all(t["fastest"] <= t["ms"] <= t["slowest"] for t in times.values())
     assert timing.input_sets(1) == 8 and timing.input_sets(10**12) == 1
 
 

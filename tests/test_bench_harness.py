@@ -258,7 +258,7 @@ def test_on_a_cpu_peers_take_turns_after_a_warm_up():
     ways = {name: lambda name=name: calls.append(name) for name in "ab"} | {"c": lambda: [][0]}
     found, reasons = timing.on_cpu(ways, rounds=2)
     assert calls == ["a", "b", "a", "b", "a", "b"]
-    assert found["a"].rounds == 2 and reasons == {"c": "IndexError: list index out of range"}
+    assert found["a"]["rounds"] == 2 and reasons == {"c": "IndexError: list index out of range"}
 
 
 def test_each_round_has_an_order_of_its_own_and_the_same_one_in_every_run():

@@ -269,7 +269,7 @@ def generate(job: Row, size: str = "small", tokens: int = 32, rounds: int = 7) -
             texts[name], seconds = writers[name].write(texts[name][:, -1:], tokens)
             times[name].append(1e3 * seconds / tokens)
     for name, took in times.items():
-        rows[name] |= timing.summary(took).row()
+        rows[name] |= timing.summary(took)
     return list(rows.values())
 
 

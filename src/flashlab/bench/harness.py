@@ -250,11 +250,10 @@ def times_of(ways: Mapping[str, timing.Work], rounds: int = 9, **options: Any) -
     options: of timing.interleaved. Where something cannot be recorded into a CUDA graph, none is, and the rows say so.
     """
     if not on_gpu():
-        found, reasons = timing.on_cpu(ways, rounds=min(rounds, 3))
-        return {name: t.row() for name, t in found.items()}, reasons
+        return timing.on_cpu(ways, rounds=min(rounds, 3))
     able, reasons = timing.able(ways)
     try:
-        return {n: t.row() for n, t in timing.interleaved(able, rounds=rounds, **options).items()}, reasons
+        return timing.interleaved(able, rounds=rounds, **options), reasons
     except RuntimeError as error:
         print(f"  without CUDA graphs: {str(error).strip().splitlines()[0][:120]}", file=sys.stderr)
     torch.cuda.synchronize()
@@ -262,7 +261,7 @@ def times_of(ways: Mapping[str, timing.Work], rounds: int = 9, **options: Any) -
     drawn = torch.cuda.default_generators[torch.cuda.current_device()]
     drawn.graphsafe_set_state(drawn.clone_state())  # a recording that failed leaves it as if one still went on
     plain = timing.interleaved(able, rounds=rounds, **options | {"graphs": False})
-    return {name: t.row() | {"graph": False} for name, t in plain.items()}, reasons
+    return {name: row | {"graph": False} for name, row in plain.items()}, reasons
 
 
 def again(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:

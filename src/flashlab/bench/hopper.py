@@ -34,14 +34,12 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import math
 import os
 import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -50,18 +48,16 @@ import torch
 
 from flashlab import runtime
 from flashlab.attention import triton_forward
-from flashlab.bench import harness, hopper_backward, hopper_inputs, hopper_jobs, ncu, peers, timing, validation
+from flashlab.bench import harness, hopper_backward, hopper_inputs, hopper_jobs, ncu, peers, timing, truth, validation
 from flashlab.bench.harness import Row, Way
 from flashlab.bench.hopper_inputs import Inputs
 from flashlab.bench.hopper_jobs import BOXES, CUDNN, DTYPES, FA2, FA4, OURS, P9, TRITON, Kernel, chosen
-from flashlab.bench.hopper_results import goal_table, right
+from flashlab.bench.hopper_results import goal_table
 from flashlab.bench.mma import Variant
 from flashlab.bench.peers import fa4
 from flashlab.bench.validation import Count
 from flashlab.check import CheckFailed, verify
 from flashlab.check.mistakes.hopper import MUTANTS
-from flashlab.check.poison import MarkedEmpty
-from flashlab.check.tolerance import Truth, bounded, excess
 from flashlab.cuda import CudaModule, load_inline
 
 CACHED = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
@@ -109,17 +105,17 @@ def wanted_modules(todo: Iterable[Row], step: str | None = None, variants: Seque
     return [key for key in dict.fromkeys(found) if key[1] in Kernel(key[0]).step.head_dims]
 
 
-_TRIED = (((1, 2, 1), 2), ((2, 6, 300), 2), ((4, 16, 4096), 16))  # batch, heads, rows; key heads
+_TRIED = ((1, 2, 2, 1, 1), (2, 6, 2, 300, 300), (4, 16, 16, 4096, 4096))  # batch, heads, key heads, queries, keys
 
 
 def try_out(step: str, *builds: str) -> None:
     """Launches builds of a step, such as "128 bf16", at a few shapes. Raises ValueError where a result is wrong."""
-    for build, (size, kv_heads), causal in itertools.product(builds, _TRIED, (False, True)):
+    for build, causal in itertools.product(builds, (False, True)):
         d, dtype = build.split()
-        q, k, v = make({"shape": [*size, int(d)], "kv_heads": kv_heads, "dtype": dtype})
-        found = judged(module_of(step, int(d), q.dtype).forward(q, k, v, causal=causal), pieces(q, k, v, causal))
-        if not right(found):
-            where = f"D = {d}, {dtype}, N = {size[2]}, {'causal' if causal else 'whole'}, {kv_heads} key heads"
+        forward = module_of(step, int(d), DTYPES[dtype]).forward
+        found = truth.compared(forward, _TRIED, int(d), DTYPES[dtype], causal)
+        if found["wrong"]:
+            where = f"D = {d}, {dtype}, {'causal' if causal else 'whole'}"
             raise ValueError(f"at {where} it is wrong: {found}")
 
 
@@ -162,64 +158,6 @@ def make(job: Row) -> Inputs:
     q, k, v = (x.transpose(1, 2) if by_token else x for x in drawn)
     hopper_inputs.shaped(job.get("inputs", "random"), q, k, v)
     return q, k, v
-
-
-WHOLE, SPAN = 1024, 64
-"""Up to so many queries all rows are compared; of more, three spans of so many: the first, the last, and amid."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Some rows of some heads, and what they should be."""
-
-    batches: slice
-    heads: slice
-    rows: slice
-    truth: Truth
-
-
-def pieces(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, whole: int | None = None) -> list[Piece]:
-    """The first key head of the first batch and the last of the last, with the query heads that share them. Of more
-    rows than `whole` (WHOLE if None) a sample.
-
-    Causal queries up to a row see no key behind it: the rest of K is cut off, and the rule is that of a smaller case.
-    """
-    batch, heads, rows = q.shape[:3]
-    kv_heads, keys = k.shape[1:3]
-    group = heads // kv_heads
-    middle = rows // 2 - SPAN // 3  # across the border of two tiles
-    spans = [(0, rows)] if rows <= (whole or WHOLE) else [(0, SPAN), (middle, middle + SPAN), (rows - SPAN, rows)]
-    found = []
-    for b, h in sorted({(0, 0), (batch - 1, kv_heads - 1)}):
-        mine = slice(h * group, (h + 1) * group)
-        for first, last in spans:
-            end = max(0, last + keys - rows) if causal else keys
-            some = (q[b : b + 1, mine, first:last], k[b : b + 1, h : h + 1, :end], v[b : b + 1, h : h + 1, :end])
-            found.append(Piece(slice(b, b + 1), mine, slice(first, last), bounded(*some, causal=causal)))
-    return found
-
-
-def judged(out: Any, wanted: Sequence[Piece]) -> Row:
-    """error, rms: of o, the largest and the root of the mean square. of_bound, lse_of_bound: the largest as a part of
-    the bound. None where it is NaN."""
-    o, lse = out if isinstance(out, tuple) else (out, None)
-    found: Row = {"error": 0.0, "of_bound": 0.0} | ({} if lse is None else {"lse_of_bound": 0.0})
-
-    def note(name: str, x: torch.Tensor) -> None:
-        worst = x.max().item() if x.numel() else 0.0
-        found[name] = None if found[name] is None or not math.isfinite(worst) else max(found[name], worst)
-
-    squares, count = 0.0, 0
-    for p in wanted:
-        part = o[p.batches, p.heads, p.rows].double()
-        off = part - p.truth.o
-        squares, count = squares + off.square().sum().item(), count + off.numel()
-        note("error", off.abs())
-        note("of_bound", excess(part, p.truth.o, p.truth.o_bound))
-        if lse is not None:
-            part = lse[p.batches, p.heads, p.rows].double()
-            note("lse_of_bound", excess(part, p.truth.lse, p.truth.lse_bound))
-    return found | {"rms": math.sqrt(squares / max(1, count)) if math.isfinite(squares) else None}
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
@@ -303,9 +241,9 @@ def compared(job: Row, names: Sequence[str], step: str | None, rounds: int, seve
     ways, reasons = _ways(names, several, job["causal"], step)
     found, more = times(ways, rounds)
     q, k, v = several[0]
-    wanted = pieces(q, k, v, job["causal"], q.shape[2] if job["part"] in ("inputs", "captured") else None)
+    wanted = truth.pieces(q, k, v, job["causal"], q.shape[2] if job["part"] in ("inputs", "captured") else None)
     for name in found:
-        found[name] |= judged(ways[name][0](), wanted)
+        found[name] |= truth.judged(ways[name][0](), wanted)
     if OURS in found:
         found[OURS]["step"] = chosen(step).name
     return harness.rows_of(job, found, reasons | more, hopper_jobs.work_of(job))
@@ -331,8 +269,8 @@ HEADS = ((2, 2, 2), (1, 6, 2), (1, 4, 1), (1, 7, 1), (0, 2, 2))
 """Batch, heads, key heads."""
 
 
-def listed(most: int | None) -> Iterator[tuple[int, int, int, int, int]]:
-    """(batch, heads, kv_heads, queries, keys), none longer than most."""
+def listed(most: int | None) -> Iterator[truth.Case]:
+    """None longer than most."""
     for (rows, keys), heads in itertools.product(LISTED, HEADS):
         if most is None or max(rows, keys) <= most:
             yield *heads, rows, keys
@@ -354,27 +292,10 @@ def repeated(job: Row, ours: Kernel) -> Row:
 
 
 def compare_listed(job: Row, ours: Kernel) -> Row:
-    """cases: how many. wrong: which are not within the rule. of_bound, lse_of_bound: the worst."""
-    module = module_of(ours.name, job["head_dim"], DTYPES[job["dtype"]])
-    worst: Row = {"of_bound": 0.0, "lse_of_bound": 0.0}
-    wrong, cases = [], 0
-    for number, (batch, heads, kv_heads, rows, keys) in enumerate(listed(job.get("most"))):
-        # By token every other time. V has a mean that is not zero: an output near zero hides much.
-        about = {"shape": [batch, heads, rows, job["head_dim"]], "kv_heads": kv_heads, "dtype": job["dtype"]}
-        about |= {"keys": keys} | ({"kind": "by token"} if number % 2 else {})
-        q, k, v = make(about)
-        v = v + 0.5
-        with MarkedEmpty():
-            o, lse = module.forward(q, k, v, causal=job["causal"])
-        everything = slice(None)
-        found = judged((o, lse), [Piece(everything, everything, everything, bounded(q, k, v, causal=job["causal"]))])
-        cases += 1
-        if not right(found):
-            wrong.append(f"batch {batch}, heads {heads} of {kv_heads}, {rows} queries, {keys} keys")
-        for name in worst:
-            a, b = worst[name], found[name]
-            worst[name] = None if a is None or b is None else max(a, b)
-    return {"cases": cases, "wrong": wrong} | worst
+    """See truth.compared."""
+    dtype = DTYPES[job["dtype"]]
+    forward = module_of(ours.name, job["head_dim"], dtype).forward
+    return truth.compared(forward, listed(job.get("most")), job["head_dim"], dtype, job["causal"])
 
 
 def checked(ours: Kernel) -> Row:
@@ -462,7 +383,7 @@ def launch_planted(mistake: str) -> None:
     )
     out = module.forward(q, k, v, causal=False)
     torch.cuda.synchronize()
-    print(f"RESULT {'right' if right(judged(out, pieces(q, k, v, False))) else 'wrong'}", flush=True)
+    print(f"RESULT {'right' if truth.right(truth.judged(out, truth.pieces(q, k, v, False))) else 'wrong'}", flush=True)
 
 
 def planted(mistake: str) -> Row:

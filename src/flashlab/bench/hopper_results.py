@@ -12,16 +12,12 @@ from typing import NamedTuple
 
 from flashlab.bench import harness, hopper_jobs, records
 from flashlab.bench.harness import Row
-from flashlab.bench.hopper_jobs import CUDNN, FA4, KINDS, OURS, P9, PEERS, RULE, jobs
+from flashlab.bench.hopper_jobs import CUDNN, FA4, KINDS, OURS, P9, PEERS, jobs
 from flashlab.bench.roofline import TENSOR_FLOPS
 from flashlab.bench.rows import At, Lines, by, names_in, of, where
 from flashlab.bench.rows import lines as lines_of
+from flashlab.bench.truth import right
 from flashlab.table import Table
-
-
-def right(row: Row) -> bool:
-    """Whether a row's result is within the rule, o and, where there is one, lse."""
-    return all(row[name] is not None and row[name] <= RULE for name in ("of_bound", "lse_of_bound") if name in row)
 
 
 @dataclass(frozen=True)

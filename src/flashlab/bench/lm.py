@@ -244,7 +244,7 @@ def measure_step(job: Row) -> list[Row]:
         while len(samples) < rounds and (len(samples) < least or time.monotonic() - begin < SECONDS):
             samples.append(timed(training))
         for which in samples[0]:
-            row = timing.summary([sample[which] for sample in samples]).row()
+            row = timing.summary([sample[which] for sample in samples])
             rows.append(job | {"pass": which} | row | {"fresh": fresh, "warm_up_ms": [one[which] for one in warm]})
             if which == "step":
                 rows[-1] |= {"tokens": training.tokens.numel()}
@@ -282,7 +282,7 @@ def measure_turns(job: Row) -> list[Row]:
         for key in random.Random(i).sample(able, len(able)):
             samples[key].append(timed_step(ways[key]())["step"])
     for key in able:
-        about[key] |= timing.summary(samples[key]).row()
+        about[key] |= timing.summary(samples[key])
         if harness.on_gpu():
             about[key] |= _graph(ways[key]())
     if job["what"] == "compiled":
@@ -313,7 +313,7 @@ def _graph(training: Training) -> Row:
         return {"graph_unavailable": timing.reason(error)}
     finally:  # its gradients lie in the graph's memory
         training.optimizer.zero_grad(set_to_none=True)
-    row = timing.summary(samples[WARM:]).row()
+    row = timing.summary(samples[WARM:])
     return {f"graph_{name}": row[name] for name in ("ms", "fastest", "slowest")}
 
 

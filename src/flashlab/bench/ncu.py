@@ -11,7 +11,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -24,13 +23,6 @@ from flashlab.bench.records import NoGpu
 def available() -> bool:
     """Whether this machine has the profiler."""
     return shutil.which("ncu") is not None
-
-
-def ncu_version() -> str:
-    """What ncu calls itself, "2025.3.1.0"."""
-    said = subprocess.run(["ncu", "--version"], capture_output=True, text=True).stdout
-    found = re.search(r"Version ([\d.]+)", said)
-    return found[1] if found else "unknown"
 
 
 def known(metrics: Mapping[str, str]) -> dict[str, str]:

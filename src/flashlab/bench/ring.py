@@ -221,7 +221,7 @@ def link_speed(link: Link, mib: int, rounds: int) -> Row:
 
     both_ways()
     found = timing.summary([milliseconds(link, both_ways) for _ in range(rounds)])
-    return {"part": "link", "mib": mib, "name": "pass_on", "gb_s": x.nbytes / found.ms / 1e6} | found.row()
+    return {"part": "link", "mib": mib, "name": "pass_on", "gb_s": x.nbytes / found["ms"] / 1e6} | found
 
 
 def measure(link: Link, case: Case, rounds: int, graphs: bool = False) -> list[Row]:
@@ -274,7 +274,7 @@ def _timed(link: Link, able: Mapping[str, Way], rounds: int) -> dict[str, Row]:
     for number in range(max(1, int(MOST_MS / a_round) - 1) if long else rounds):
         for name in timing.order(able, number):
             times[name].append(milliseconds(link, able[name], often[name]))
-    return {name: timing.summary(samples).row() for name, samples in times.items()}
+    return {name: timing.summary(samples) for name, samples in times.items()}
 
 
 def _error(link: Link, case: Case, whole: Sequence[torch.Tensor], o: torch.Tensor, name: str, many: int = 64) -> float:

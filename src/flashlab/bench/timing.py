@@ -2,7 +2,7 @@
 
     with measured() as machine:
         times = interleaved({"ours": lambda: kernel(q, k, v), "torch": lambda: reference(q, k, v)})
-    times["ours"].ms, times["ours"].slowest, machine["gpu"], machine["sm_clock_mhz"]
+    times["ours"]["ms"], times["ours"]["slowest"], machine["gpu"], machine["sm_clock_mhz"]
 
 Each function is recorded into a CUDA graph, so that its launches cost no time on the CPU, repeated until a replay takes
 some milliseconds. The graphs are then replayed in turns, round after round: a clock that falls as the chip gets warm
@@ -33,24 +33,14 @@ from flashlab.bench.records import NoGpu, machine, nvidia_smi, this_gpu
 Work = Callable[[], Any] | Sequence[Callable[[], Any]]
 
 
-class Timing(NamedTuple):
-    """Milliseconds of one call over the rounds: the median, the fastest and the slowest."""
-
-    ms: float
-    fastest: float
-    slowest: float
-    rounds: int
-
-    def row(self) -> dict[str, float]:
-        """What a record keeps of it."""
-        return self._asdict()
+Times = dict[str, Any]
+"""Of one call, over the rounds: ms, the median; fastest; slowest; rounds. In milliseconds."""
 
 
-def summary(samples: Sequence[float]) -> Timing:
-    """The Timing of some milliseconds."""
-    if not samples:
-        raise ValueError("there is nothing to summarise: no samples")
-    return Timing(statistics.median(samples), min(samples), max(samples), len(samples))
+def summary(samples: Sequence[float]) -> Times:
+    """The Times of some milliseconds. Raises statistics.StatisticsError where there are none."""
+    median = statistics.median(samples)
+    return {"ms": median, "fastest": min(samples), "slowest": max(samples), "rounds": len(samples)}
 
 
 def attention_flops(batch: int, heads: int, seq_len: int, head_dim: int, causal: bool = False) -> float:
@@ -90,7 +80,7 @@ def interleaved(
     target_ms: float = 2.0,
     graphs: bool = True,
     most_ms: float = 150.0,
-) -> dict[str, Timing]:
+) -> dict[str, Times]:
     """Times functions that launch GPU work, in turns.
 
     Args:
@@ -143,7 +133,7 @@ def sustained(functions: Mapping[str, Work], *, seconds: float = 2.5, settle: fl
             while (now := time.monotonic()) < start + seconds:
                 ms = _milliseconds(work, stream) / repeats
                 samples += [ms] if now > start + settle else []
-            found[name] = summary(samples).row() | {"clock": clock.summary(start + settle, time.monotonic())}
+            found[name] = summary(samples) | {"clock": clock.summary(start + settle, time.monotonic())}
     return found
 
 
@@ -176,7 +166,7 @@ def _repeated(given: Work, stream: torch.cuda.Stream, target_ms: float, graphs: 
     return work, repeats
 
 
-def on_cpu(functions: Mapping[str, Work], *, rounds: int = 3) -> tuple[dict[str, Timing], dict[str, str]]:
+def on_cpu(functions: Mapping[str, Work], *, rounds: int = 3) -> tuple[dict[str, Times], dict[str, str]]:
     """Times functions by the clock on the wall, in turns, after a call that warms up; and why the others have none."""
 
     def warmed(name: str) -> Callable[[], Any]:

@@ -46,7 +46,7 @@ def measure(job: Row) -> list[Row]:
     """The rows of one job."""
     torch.manual_seed(1)
     if job["part"] == "lengths":
-        return [job | row for row in measure_length(job["seq_len"])]
+        return measure_length(job)
     return [job | row for row in (measure_scheme_a if job["part"] == "scheme_a" else measure_scheme_b)(HEAD_DIM)]
 
 
@@ -54,25 +54,17 @@ def _qkv(*shape: int) -> list[torch.Tensor]:
     return [torch.randn(shape, device=runtime.device(), dtype=torch.float16) for _ in range(3)]
 
 
-def measure_length(seq_len: int) -> list[Row]:
+def measure_length(job: Row) -> list[Row]:
     """The rows of naive attention and of FlashAttention-2 at one length; one that cannot run says why."""
-    q, k, v = _qkv(1, HEADS, seq_len, HEAD_DIM)
-    predicted = naive_peak_bytes(seq_len, HEAD_DIM, heads=HEADS)
-    about = {"shape": [1, HEADS, seq_len, HEAD_DIM]}
-    rows: dict[str, Row] = {
-        "naive": about | {"name": "naive", "predicted_peak_bytes": predicted},
-        "fused": about | {"name": "fused", "backend": "FLASH_ATTENTION"},
-    }
-    # What does not run is left out; what does has its workspaces then.
+    shape = [1, HEADS, job["seq_len"], HEAD_DIM]
+    q, k, v = _qkv(*shape)
+    predicted = naive_peak_bytes(job["seq_len"], HEAD_DIM, heads=HEADS)
+    about: Row = {"naive": {"predicted_peak_bytes": predicted}, "fused": {"backend": "FLASH_ATTENTION"}}
     ways = {"naive": lambda: naive_attention(q, k, v), "fused": peers.sdpa("FLASH_ATTENTION", q, k, v)}
-    able, reasons = timing.able(ways)
-    for name, reason in reasons.items():
-        rows[name]["unavailable"] = reason
-    for name in able:
-        rows[name]["peak_bytes"] = timing.allocated(ways[name])
-    for name, times in timing.interleaved(able).items():
-        rows[name] |= times.row()
-    return list(rows.values())
+    found, reasons = harness.times_of(ways, rounds=15)
+    for name in found:  # which has its workspaces by now
+        found[name] |= about[name] | {"peak_bytes": timing.allocated(ways[name])}
+    return harness.rows_of(job | {"shape": shape}, found, reasons)
 
 
 def out_of_resources(error: Exception) -> Row | None:
@@ -96,7 +88,7 @@ def measure_scheme_a(head_dim: int) -> list[Row]:
             ways[seq_len] = way
         seq_len *= 2
     times = timing.interleaved({str(n): way for n, way in ways.items()})
-    return [row | (times[str(row["seq_len"])].row() if row["ok"] else {}) for row in rows]
+    return [row | (times[str(row["seq_len"])] if row["ok"] else {}) for row in rows]
 
 
 def measure_scheme_b(head_dim: int, seq_len: int = 256) -> list[Row]:
@@ -109,7 +101,7 @@ def measure_scheme_b(head_dim: int, seq_len: int = 256) -> list[Row]:
     tried = {name: _tried(way, q, k, v) for name, way in ways.items()}
     times = timing.interleaved({name: ways[name] for name, row in tried.items() if row["ok"]})
     return [
-        {"name": name, "seq_q": q.shape[0], "seq_len": seq_len} | row | (times[name].row() if row["ok"] else {})
+        {"name": name, "seq_q": q.shape[0], "seq_len": seq_len} | row | (times[name] if row["ok"] else {})
         for name, row in tried.items()
     ]
 
