@@ -249,7 +249,7 @@ def test_the_records_are_read_as_they_are(name, bench):
         todo = bench.jobs()
         assert len(harness.waiting(todo, rows)) < len(todo)
         assert all(any(harness.is_of(row, job) for job in todo) for row in rows), "what was measured is asked for still"
-        assert not harness.compare(bench, data, data)[1]
+        assert not harness.compare(bench, data, data)[1] and len(bench.table(data).rows) >= 5
 
 
 # ---- timing, the clock, the commit ---------------------------------------------------------------------------------

@@ -42,8 +42,6 @@ def steps(monkeypatch):
 
 
 # ---- what is measured ----------------------------------------------------------------------------------------------
-
-
 def test_what_tells_most_comes_first():
     first = hopper_jobs.jobs()[:25]
     assert {job["part"] for job in first} >= {"ceiling", "shapes", "ladder", "validate"}
@@ -272,8 +270,6 @@ def test_a_wrong_gradient_is_seen():
 
 
 # ---- counters ------------------------------------------------------------------------------------------------------
-
-
 def test_counts_stand_beside_the_emulators(steps, monkeypatch):
     def profile(arguments, metrics, **options):
         assert arguments == harness.calling(hopper.launch_all, "p9_1_masks", "p9_flash")

@@ -127,14 +127,12 @@ def is_of(row: Row, job: Row) -> bool:
 
 def record_of(bench: Bench, machine: Data, rows: Sequence[Row], facts: Mapping[str, Any], left: int) -> Data:
     """The record of some rows. left: how many jobs wait."""
-    data: Data = {"bench": bench.name, "machine": machine, **bench.facts, **facts, "left": left}
-    data["rows"] = list(rows)
+    data = {"bench": bench.name, "machine": machine, **bench.facts, **facts, "left": left, "rows": list(rows)}
     return data | (bench.derive(data) if hasattr(bench, "derive") else {})
 
 
 def waiting(todo: Sequence[Row], rows: Sequence[Row]) -> list[Row]:
     """The jobs that have no row; and those during which a process ended, up to ATTEMPTS times."""
-
     over = [row for row in rows if row.get("attempts", ATTEMPTS) >= ATTEMPTS]
     done: dict[tuple[str, ...], set[str]] = {}  # by the items that a job has: comparing all with all takes seconds
     for keys in {tuple(job) for job in todo}:
@@ -157,12 +155,14 @@ def merged(bench: Bench, old: Data, new: Data) -> Data:
     leaves the old rows. Raises ValueError where the two are of other machines or versions."""
     if unlike := _unlike(old["machine"], new["machine"]):
         raise ValueError(f"the two records are of another {', '.join(unlike)}: rows of both cannot stand in one record")
-    rows, others = new["rows"], old["rows"]
-    done = [job for job in bench.jobs() if any(is_of(r, job) and r.get("name") != "all" for r in rows)]
-    kept = [r for r in others if not any(is_of(r, job) for job in done)]
-    found = [*kept, *(r for r in rows if any(is_of(r, job) for job in done))]
+    done = [job for job in bench.jobs() if any(is_of(r, job) and r.get("name") != "all" for r in new["rows"])]
+
+    def of_them(row: Row) -> bool:
+        return any(is_of(row, job) for job in done)
+
+    found = [*(r for r in old["rows"] if not of_them(r)), *filter(of_them, new["rows"])]
     facts = {k: v for k, v in (old | new).items() if k not in _NOT_FACTS}
-    earlier = [*_earlier(old["machine"], len(others)), *new["machine"].get("earlier", [])]
+    earlier = [*_earlier(old["machine"], len(old["rows"])), *new["machine"].get("earlier", [])]
     return record_of(bench, new["machine"] | {"earlier": earlier}, found, facts, len(waiting(bench.jobs(), found)))
 
 
@@ -391,24 +391,18 @@ def describe(job: Row) -> str:
 @contextlib.contextmanager
 def _progress(bench: Bench, total: int) -> Iterator[Callable[[Row, list[Row]], None]]:
     """A bar with the time that is left, and a line for each job above it; without a terminal the lines alone."""
-    if not total:
-        yield lambda job, rows: None
-        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
                TextColumn("left:"), TimeRemainingColumn())  # fmt: skip
-    console = Console(stderr=True, highlight=False)
+    console, done = Console(stderr=True, highlight=False), itertools.count(1)
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
         task = progress.add_task(bench.name, total=total)
-        done = 0
 
         def said(job: Row, rows: list[Row]) -> None:
-            nonlocal done
-            done += 1
             fast = min((r for r in rows if "ms" in r), key=lambda r: r["ms"], default=None)
             who = fast and next((fast[k] for k in ("name", "variant", "tile") if k in fast), bench.name)
             none = [f"none runs: {row['unavailable']}" for row in rows if "unavailable" in row]
             text = f"fastest {who}, {1e3 * fast['ms']:.1f} us" if fast else [*none, f"{len(rows)} rows"][0]
-            console.print(f"{done}/{total}  {describe(job)}: {text}", markup=False, soft_wrap=True)
+            console.print(f"{next(done)}/{total}  {describe(job)}: {text}", markup=False, soft_wrap=True)
             progress.advance(task)
 
         yield said
@@ -418,15 +412,14 @@ def read(bench: Bench, path: Path) -> Data:
     """A record of this bench. Raises SystemExit, with one sentence, where the file is missing or no such record."""
     try:
         data: Data = json.loads(path.read_text(encoding="utf-8"), parse_constant=int)  # NaN: a ValueError
-        if not all(isinstance(row, dict) for row in data["rows"]) or not isinstance(data["machine"], dict):
-            raise TypeError
-        return data
+        why = f"is no record of `flashlab bench {bench.name}`"
+        if isinstance(data, dict) and isinstance(data.get("machine"), dict) and "rows" in data:
+            if all(isinstance(row, dict) for row in data["rows"]):
+                return data
     except OSError as error:
         why = f"cannot be read ({error.strerror})"
     except (ValueError, RecursionError):
         why = "is no JSON"
-    except (KeyError, TypeError, AttributeError):
-        why = f"is no record of `flashlab bench {bench.name}`"
     raise SystemExit(f"{path} {why}: name a file that the bench has written, or leave it out and measure.")
 
 
