@@ -50,7 +50,6 @@ def profile(
         keep_caches: a kernel finds in L2 what the one before it left; else ncu empties the caches before each kernel.
             The metrics must then be few enough for one pass (ncu restores memory between passes, through the L2).
         timeout: seconds.
-
     Returns:
         rows: {"kernel": its name, "launch": what was announced last before it or None, and each metric's value}.
 

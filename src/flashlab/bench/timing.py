@@ -89,7 +89,6 @@ def interleaved(
         target_ms: a replay repeats its function until it takes about as long.
         graphs: record into CUDA graphs. False: plain launches, the CPU's time for them included where it is longer.
         most_ms: a function slower than this in all gets fewer rounds, three at least.
-
     Raises:
         NoGpu: there is none.
     """

@@ -63,7 +63,6 @@ def build(text: Text, flags: Sequence[str], backend: str, *, folders: Sequence[P
         backend: "nvcc" or "torch".
         folders: where its headers are, for the key: a changed header is a changed source.
         verbose: show PyTorch's build.
-
     Raises:
         CompileError: with the compiler's messages against the lines of the source.
     """
@@ -161,7 +160,6 @@ class Native:
             arguments: one for each parameter: a tensor, an address or None for a pointer; what is given for the stream
                 is not looked at.
             device: the GPU's number.
-
         Raises:
             LaunchError: a function that returns an int returned CUDA's code of an error; after one that returns
                 nothing, CUDA's last error was one; or the function threw a C++ exception, whose text is the error's.

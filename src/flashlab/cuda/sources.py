@@ -138,7 +138,6 @@ class Text:
         """The (HEAD_DIM, ELEMENT) that a kernel is compiled for; None for a source that is no kernel of the series.
 
         What is None here is what ``defines`` or else the source's own ``#define`` says.
-
         Raises:
             ValueError: a dtype that no kernel takes.
         """

@@ -40,7 +40,6 @@ def counted(
         sms: multiprocessors that the kernel is told of. With 1 the last steps take the tiles of a large grid.
         shared_limit: bytes of shared memory that a block may ask for, of the device that is played.
         defines: macros of the step.
-
     Raises:
         AssertionError: the result is not that of the oracle, or the emulator found something.
     """

@@ -82,7 +82,6 @@ class StaticCache:
 
     def reserve(self, counts: Sequence[int]) -> None:
         """Make room for counts[b] more tokens of sequence b: for all of them, or for none.
-
         Raises:
             ValueError: more tokens than there is room for; not one count for each sequence.
             flashlab.models.pager.OutOfPages: the pool of a paged cache has too few free pages.
@@ -194,7 +193,6 @@ class PagedCache(StaticCache):
         """Let the batch be these sequences of the pager: forks, new ones, without those that have ended.
 
         The tensors on the device stay where they are if the batch is as large as before.
-
         Raises:
             ValueError: a sequence that is not there.
         """
