@@ -29,6 +29,7 @@ timeline   case, pass, layer; one row: span_us, kernels, left_out, and events [n
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -95,12 +96,12 @@ CASES = {
 # ---- what is measured ------------------------------------------------------------------------------------------------
 def jobs() -> list[Row]:
     """The most telling first; what has to be compiled by torch.compile last."""
+    three = (ORIGINAL, APART, OURS)
     found = [_time("published", "layer", "forward"), _time("present", "layer", "both")]
-    found += [_of("profile", "published", "forward", name) for name in (ORIGINAL, APART, OURS)]
+    found += _of("profile", "published", "forward", *three)
     found += [_time("present", "layer", "forward"), _time("published", "layer", "both")]
-    found += [_of("profile", "present", "both", name) for name in (ORIGINAL, APART, OURS, SDPA)]
-    found += [_of("timeline", "published", "forward", name) for name in (ORIGINAL, APART, OURS)]
-    found += [_of("timeline", "present", "both", name) for name in (ORIGINAL, APART, OURS)]
+    found += _of("profile", "present", "both", *three, SDPA)
+    found += _of("timeline", "published", "forward", *three) + _of("timeline", "present", "both", *three)
     found += jobs_of("time", case=("published", "present"), scope=["attention"], **{"pass": PASSES})
     found += [_time(case, "layer", which, "compiled") for which in PASSES for case in ("published", "present")]
     return found
@@ -110,17 +111,15 @@ def quick_jobs() -> list[Row]:
     """Of every part something, tiny; without torch.compile, which takes its time."""
     found = [_time("tiny", "layer", "forward"), _time("tiny, projections", "layer", "both")]
     found += [_time("tiny", "attention", "forward")]
-    for part in ("profile", "timeline"):
-        found += [_of(part, "tiny", "forward", name) for name in (ORIGINAL, OURS)]
-    return found
+    return found + [job for part in ("profile", "timeline") for job in _of(part, "tiny", "forward", ORIGINAL, OURS)]
 
 
 def _time(case: str, scope: str, which: str, part: str = "time") -> Row:
     return {"part": part, "case": case, "scope": scope, "pass": which}
 
 
-def _of(part: str, case: str, which: str, layer: str) -> Row:
-    return {"part": part, "case": case, "pass": which, "layer": layer}
+def _of(part: str, case: str, which: str, *layers: str) -> list[Row]:
+    return jobs_of(part, case=[case], **{"pass": [which]}, layer=layers)
 
 
 def names_of(part: str, scope: str) -> list[str]:
@@ -339,14 +338,11 @@ def profiled(way: Way, runs: int) -> list[Row]:
     for a in found.key_averages():
         if a.key in _NO_OPS or getattr(a, "is_user_annotation", False):
             continue
-        times = {
-            "device_ms": a.device_time_total, "self_device_ms": a.self_device_time_total,
-            "cpu_ms": a.cpu_time_total, "self_cpu_ms": a.self_cpu_time_total,
-        }  # fmt: skip
         row: Row = {"op": a.key[:200], "kernel": a.device_type == DeviceType.CUDA, "runs": runs, "calls": a.count}
-        row |= {name: round(us / 1e3, 6) for name, us in times.items()}
-        row |= {"device_bytes": a.device_memory_usage, "self_device_bytes": a.self_device_memory_usage}
-        rows.append(row | {"cpu_bytes": a.cpu_memory_usage, "flops": a.flops or None})
+        for kind in ("device", "self_device", "cpu", "self_cpu"):
+            row[f"{kind}_ms"] = round(getattr(a, f"{kind}_time_total") / 1e3, 6)
+        row |= {f"{kind}_bytes": getattr(a, f"{kind}_memory_usage") for kind in ("device", "self_device", "cpu")}
+        rows.append(row | {"flops": a.flops or None})
     total = sum(row["self_device_ms"] for row in rows if row["kernel"])
     by = "self_device_ms" if total else "self_cpu_ms"
     return [row | {"total_ms": round(total, 6)} for row in sorted(rows, key=lambda row: -row[by])]
@@ -494,12 +490,12 @@ def short(op: str) -> str:
 
 def kernel_shares(data: Data, case: str, layer: str, which: str = "forward") -> list[tuple[str, float, int]]:
     """(short name, ms per run, calls per run) of the kernels of a profile, the dearest first; same names together."""
-    found: dict[str, tuple[float, int]] = {}
+    ms, calls = Counter[str](), Counter[str]()
     for r in profile(data, case, layer, which):
         if r["kernel"]:
-            ms, calls = found.get(short(r["op"]), (0.0, 0))
-            found[short(r["op"])] = (ms + r["self_device_ms"] / r["runs"], calls + round(r["calls"] / r["runs"]))
-    return sorted(((name, ms, calls) for name, (ms, calls) in found.items()), key=lambda line: -line[1])
+            ms[short(r["op"])] += r["self_device_ms"] / r["runs"]
+            calls[short(r["op"])] += round(r["calls"] / r["runs"])
+    return [(name, took, calls[name]) for name, took in ms.most_common()]
 
 
 def timeline(data: Data, case: str, layer: str, which: str = "forward") -> list[Event]:

@@ -45,7 +45,7 @@ from torch.profiler import profile as torch_profile
 from flashlab import runtime
 from flashlab.bench import harness, peers, timing
 from flashlab.bench.harness import NOT_YET, Data, Row, jobs_of
-from flashlab.bench.rows import where
+from flashlab.bench.rows import by, names_in, where
 from flashlab.models.language_model import BYTES, SIZES, Config, LanguageModel, config, make_optimizer, train_step
 from flashlab.models.layer import RotaryAttention
 from flashlab.models.train import distance, train
@@ -141,11 +141,8 @@ def _batch(job: Row) -> int:
 
 def measure(job: Row) -> list[Row]:
     """The rows of one job."""
-    by_part = {
-        "step": measure_step, "turns": measure_turns, "memory": measure_memory, "limit": measure_limit,
-        "training": measure_training,
-    }  # fmt: skip
-    return by_part[job["part"]](job)
+    steps = {"step": measure_step, "turns": measure_turns, "training": measure_training}
+    return (steps | {"memory": measure_memory, "limit": measure_limit})[job["part"]](job)
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------
@@ -219,8 +216,8 @@ def timed_forward(training: Training) -> dict[str, float]:
     """Milliseconds of one forward pass without gradients."""
     watch = Watch()
     training.forward_only()
-    watch("forward only")
-    return {"forward only": watch.read()["forward only"]}
+    watch(which := "forward only")
+    return {which: watch.read()[which]}
 
 
 _ran = False
@@ -267,7 +264,8 @@ def measure_turns(job: Row) -> list[Row]:
     for name, way in TURNS[job["what"]].items():
         ways[name, False] = functools.partial(plain.attend, way)
         if job["what"] == "compiled":  # a model of its own, since to exchange its attention compiles it again
-            ways[name, True] = functools.partial(_same, Training(replace(shape, **way), *options, compiled=True))
+            own = Training(replace(shape, **way), *options, compiled=True)
+            ways[name, True] = lambda own=own: own
     about: dict[tuple[str, bool], Row] = {}
     for key, training in ways.items():
         already = peers.replaced()
@@ -288,10 +286,6 @@ def measure_turns(job: Row) -> list[Row]:
     if job["what"] == "compiled":
         torch.compiler.reset()
     return [job | {"attention": name, "compiled": how} | about[name, how] for name, how in about]
-
-
-def _same(training: Training) -> Training:
-    return training
 
 
 def _graph(training: Training) -> Row:
@@ -474,12 +468,9 @@ def step_table(data: Data, dtype: str = "bfloat16") -> Table:
 
 def over_sizes(data: Data) -> Lines:
     """ms of a step in bfloat16 by attention: the sizes where it ran, and a value for each."""
-    found: Lines = {}
-    for way in WAYS:
-        ms = {size: steps["step"]["ms"] for size in _all_sizes(data) if (steps := passes(data, size, way))}
-        if ms:
-            found[way] = (list(ms), list(ms.values()))
-    return found
+    took = {way: {size: steps["step"]["ms"] for size in _all_sizes(data) if (steps := passes(data, size, way))}
+            for way in WAYS}  # fmt: skip
+    return {way: (list(ms), list(ms.values())) for way, ms in took.items() if ms}
 
 
 def ratio(
@@ -586,14 +577,13 @@ def runs_out(data: Data) -> dict[str, int | None]:
 
 def limit_table(data: Data) -> Table:
     """GiB of a step at its worst moment, by length; "out of memory" where it was."""
-    cells: dict[int, dict[str, str]] = {}
-    for row in where(data["rows"], part="limit"):
-        if "seq_len" in row:
-            said = f"{row['peak_bytes'] / 2**30:.1f}" if "peak_bytes" in row else ""
-            said = harness.short(row) if "unavailable" in row else said
-            cells.setdefault(row["seq_len"], {})[row["attention"]] = said
-    names = [way for way in WAYS if any(way in line for line in cells.values())]
-    rows = [[n, *(line.get(way, "") for way in names)] for n, line in sorted(cells.items())]
+    at = by([r | {"name": r["attention"]} for r in where(data["rows"], part="limit") if "seq_len" in r], "seq_len")
+    names = [way for way in WAYS if way in names_in(at)]
+
+    def cell(row: Row) -> str:
+        return harness.short(row) if "unavailable" in row else f"{row.get('peak_bytes', 0) / 2**30:.1f}"
+
+    rows = [[n, *(cell(line[way]) if way in line else "" for way in names)] for (n,), line in sorted(at.items())]
     caption = f"GiB, a small model that reads bytes, {BATCH} texts, bfloat16"
     return _table(rows, ["tokens", *names], "r" * (1 + len(names)), caption, data)
 

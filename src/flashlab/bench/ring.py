@@ -37,6 +37,8 @@ import flashlab
 from flashlab.bench import records, timing
 from flashlab.bench.harness import Data, Row, Way
 from flashlab.bench.records import NoGpu
+from flashlab.bench.rows import of as rows_of
+from flashlab.bench.rows import where
 from flashlab.distributed import all_gather_attention, mesh_attention, ring_attention, shard, start, ulysses_attention
 from flashlab.distributed.layout import places
 from flashlab.distributed.link import Link
@@ -295,8 +297,7 @@ def _error(link: Link, case: Case, whole: Sequence[torch.Tensor], o: torch.Tenso
 # ---- what a record says ----------------------------------------------------------------------------------------------
 def of(data: Data, case: Case) -> dict[str, Row]:
     """The rows of a case, by name."""
-    rows = [row for row in data["rows"] if row["part"] == "ring"]
-    return {row["name"]: row for row in rows if all(row[k] == v for k, v in case.row.items())}
+    return {row["name"]: row for row in where(data["rows"], part="ring", **case.row)}
 
 
 def goals(data: Data) -> list[tuple[str, float | None, float, bool]]:
@@ -332,12 +333,11 @@ def goals(data: Data) -> list[tuple[str, float | None, float, bool]]:
 
 def simulated_machine(hopper: Data) -> Machine:
     """The machine that scaling.simulate takes, from phase 11's record: its kernels' speeds, causal, at head_dim 128."""
-    rows = [row for row in hopper["rows"] if row.get("causal") and row.get("shape", [0])[-1] == 128]
-
-    def speeds(part: str, name: str) -> dict[int, float]:
-        return {row["shape"][2]: row["tflops"] for row in rows if row["part"] == part and row["name"] == name}
-
-    return Machine(speeds("variants", "p11_flash"), backward=speeds("backward", "p11"))
+    forward, backward = (
+        {row["N"]: row["tflops"] for row in where(rows_of(hopper), part=part, name=name, causal=True, D=128)}
+        for part, name in (("variants", "p11_flash"), ("backward", "p11"))
+    )
+    return Machine(forward, backward=backward)
 
 
 def simulated(machine: Machine, case: Case, name: str, ranks: int) -> float | None:
@@ -359,9 +359,7 @@ def _memory(row: Row, case: Case, ranks: int) -> float:
 def table(data: Data) -> Table:
     """Every case and name: milliseconds, the share of the ideal, memory, error."""
     cells = []
-    for row in data["rows"]:
-        if row["part"] != "ring":
-            continue
+    for row in where(data["rows"], part="ring"):
         heads = f"{row['heads']}/{row['kv_heads']}" if row["heads"] != row["kv_heads"] else str(row["heads"])
         what = f"{heads}, {row['n']}, {'causal' if row['causal'] else 'full'}, {row['pass']}"
         if "ms" not in row:
@@ -370,7 +368,7 @@ def table(data: Data) -> Table:
         peak = f"{row['peak_bytes'] / 2**20:.0f}" if "peak_bytes" in row else ""
         ideal, error = (f"{row[k]:{f}}" if k in row else "" for k, f in (("of_ideal", ".3f"), ("error", ".2e")))
         cells.append([what, row["name"], f"{row['ms']:.3f}", ideal, peak, error])
-    speed = next((row["gb_s"] for row in data["rows"] if row["part"] == "link"), float("nan"))
+    speed = next((row["gb_s"] for row in where(data["rows"], part="link")), float("nan"))
     caption = f"{data['ranks']} ranks, each sends {speed:.1f} GB/s while it receives as much; bf16, head_dim 128"
     columns = ["heads, N, mask, pass", "name", "ms", "of ideal", "MiB", "error"]
     return Table.of(cells, columns, align="llrrrr", caption=caption)
