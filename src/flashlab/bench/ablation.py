@@ -1,7 +1,5 @@
 """What each idea of the last kernel is worth: the kernel without it, beside the whole and FlashAttention-2.
 
-    flashlab bench ablation           # writes recorded/ablation_<gpu>.json beside this file; some minutes
-
 Every variant computes the same attention, and is checked before it is timed; all are timed in turns, at large shapes,
 with random inputs and with maxima that move in every tile (`mma.inputs`).
 """

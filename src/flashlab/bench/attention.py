@@ -1,8 +1,5 @@
 """Attention alone, as a layer in training sees it: forward, backward, and the memory that is held between the two.
 
-    flashlab bench attention             # recorded/attention_<gpu>.json; --minutes 8: how long at most
-    flashlab bench attention --quick     # small sizes, on a CPU too, where Triton is interpreted
-
 published/attention_memory.csv again, and further: batch 8, one head, no mask, d_model 16 ... 128 and N 256 ... 32768,
 in float32 as published and in bf16: "eager" (softmax(q k^T * scale) v, PyTorch's operations one by one), "compiled
 eager" (the same through torch.compile; `replaced`: it put a fused kernel in) and "ours" (backend="triton").

@@ -1,9 +1,5 @@
 """Phase 12: one query per sequence over long caches, paged and contiguous, beside SDPA, FlexAttention, FlashInfer.
 
-    flashlab bench decode                    # writes recorded/decode_<gpu>.json; some minutes
-    flashlab bench decode --only work        # without "generate", a model that writes, and "steps", the ladder
-    flashlab bench decode --quick            # tiny, on any machine
-
 bf16; CUDA graphs that go through copies of the cache which together exceed the L2. Pages of 16 or of 1, the table
 permuted; SDPA and FlexAttention read a contiguous cache, FlashInfer is planned beforehand. Before it is timed,
 each way is compared with float64 on its longest and its shortest sequence: one that is wrong has no time. Rows: batch,

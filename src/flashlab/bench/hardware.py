@@ -1,7 +1,5 @@
 """What the hardware itself does: the rates that the lectures argue with, and the facts that they state about it.
 
-    flashlab bench hardware            # writes recorded/hardware_<gpu>.json beside this file; about two minutes
-
 rates       per clock and multiprocessor: MMAs of mma.sync, exponentials, multiply-adds, wavefronts of ldmatrix
 sums        how the tensor cores add: what is cut off, what is rounded
 zero_copy   a cp.async of no bytes from an address that is nobody's

@@ -11,6 +11,7 @@ is memory's. What reads a record takes `recorded()` or `record()`; where that ha
 
     flashlab bench things                     # goes on where the record ends; writes recorded/things_<gpu>.json
     flashlab bench things --minutes 5         # stops after about so long, behind a whole measurement
+    flashlab bench things --only ladder       # one part
     flashlab bench things --quick             # a little of it
     flashlab bench things --compare A B       # what is slower or faster in B than in A, beyond the spread
     flashlab bench things --merge FILE        # its rows take the place of the record's: of a run elsewhere, say

@@ -1,10 +1,7 @@
 """Phase 11 on a Hopper GPU: its kernels beside cuDNN, FlashAttention-2 and 4, and what the course had before.
 
-    flashlab bench hopper                           # recorded/hopper_<gpu>.json beside this file
-    flashlab bench hopper --only shapes ladder --minutes 8
     flashlab bench hopper --only shapes --step "p11_flash STAGES=3" --out x.json   # in the place of the last step
     flashlab bench hopper --only variants --variants BLOCK_N=96 BLOCK_N=96,STAGES=3 --out y.json
-    flashlab bench hopper --quick                   # a little of it; without a GPU in the emulator, by the wall clock
 
 ceiling    a matrix product by cuBLAS: what the tensor cores give at best
 shapes     forward, 16384 queries and 2048 columns in all heads together: N 512 ... 32768, D 64, 128, 256, causal and

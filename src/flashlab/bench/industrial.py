@@ -1,9 +1,5 @@
 """Phases 4 and 5: forward, backward and both against FlashAttention-2, cuDNN, FlexAttention and eager PyTorch.
 
-    flashlab bench industrial                  # recorded/industrial_<gpu>.json beside this file
-    flashlab bench industrial --only tune      # one part; --minutes 8: how long at most
-    flashlab bench industrial --quick          # a little of it, on a CPU too, where it times the interpreter
-
 tune        every tile of the search space of each Triton kernel; the best go to attention/tiles.json, which it reads
 one head    the same for one head, bf16 and float32; with 2048 rows large tiles would leave most multiprocessors idle
 shapes      16384 queries and 2048 columns in all heads together, bf16: N 512 ... 16384, D 64, 128, 256, causal and

@@ -1,8 +1,5 @@
 """An attention layer with grouped-query attention and rotary embedding: timed, profiled, and one call of it as a trace.
 
-    flashlab bench layer             # recorded/layer_<gpu>.json; --minutes 3: how long at most
-    flashlab bench layer --quick     # tiny shapes, on a CPU too, where Triton is interpreted
-
 Two cases. "published" is the shape of published/gqa_layer_profile.csv, as its figures tell it (see the tests): batch *
 heads 512, N 1024, D 16, float32, two query heads for a key head, no mask, no projections. "present" is a layer of
 today: batch 4, 32 query heads, 8 key heads, N 4096, D 128, bf16, causal, with its four projections.

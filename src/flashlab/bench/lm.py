@@ -1,8 +1,5 @@
 """The language model: its steps timed pass by pass, its memory, the longest text that fits, and its loss.
 
-    flashlab bench lm             # recorded/lm_<gpu>.json; --minutes 5: how long at most
-    flashlab bench lm --quick     # a tiny model, on a CPU too, where Triton is interpreted
-
 Sizes of flashlab.models.language_model, 1024 tokens, batch 4; `attention` is of WAYS: "eager" (scores in memory),
 "sdpa" (with the backend that PyTorch chooses), "flash" (ours), all with RoPE in PyTorch's small operations, and "flash,
 fused RoPE". dtype is "float32", or "bfloat16" for autocast to it; the weights are float32 in both. A step is launched

@@ -1,8 +1,5 @@
 """Phases 7 to 9 on a GPU: every step against FlashAttention-2, and the last one against its peers.
 
-    flashlab bench mma                        # writes recorded/mma_<gpu>.json beside this file; some minutes
-    flashlab bench mma --only ladder --quick --out x.json
-
 ladder     every step at a few shapes, interleaved with FlashAttention-2; registers and spills as ptxas reports them
 exhibits   every exhibit beside its step, with its error
 final      the last step, FlashAttention-2, cuDNN and unfused PyTorch, at the published tables' shapes and at large ones

@@ -1,8 +1,5 @@
 """Phase 6: the float32 kernels against unfused PyTorch and torch's SDPA, in one run on one GPU.
 
-    flashlab bench scalar                       # writes recorded/scalar_<gpu>.json beside this file; about a minute
-    flashlab bench scalar --quick --out scalar.json
-
 Shapes: the float32 ones of a published table (published/fa1_f32_fa2_mma_ada.csv), where a FlashAttention-1 kernel
 was 18 to 107 times slower than unfused PyTorch; the same with head_dim 128; and some causal. All in float32 with TF32
 off. Where the tensors of one call fit in L2, several sets of them take turns.

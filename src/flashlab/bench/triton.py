@@ -1,8 +1,5 @@
 """Phase 3: the minimal Triton kernel beside unfused PyTorch and FlashAttention-2, one head.
 
-    flashlab bench triton            # writes recorded/triton_<gpu>.json beside this file; about two minutes
-    flashlab bench triton --quick --out x.json
-
 One head is a small job for a big GPU: at N = 1024 and BLOCK_M = 64 it is 16 programs, and an H200 has 132
 multiprocessors. The figures say so; phase 4 fills the GPU with batch and heads. fp16 inputs, float32 accumulation in
 all three; inputs stay in L2, for all alike.

@@ -1,7 +1,5 @@
 """The emulator against the hardware, for every kernel of the series: results, counters, and compute-sanitizer.
 
-    flashlab bench validation       # writes recorded/validation_<gpu>.json; needs a GPU, nvcc, ncu, compute-sanitizer
-
 Every kernel is launched once, natively and emulated, on the same inputs: 2 heads of 200 rows, causal, so that every
 kernel meets a ragged end and a diagonal. The record holds, for each,
 

@@ -1,8 +1,5 @@
 """Phase 1: naive attention beside FlashAttention-2, scheme A until the GPU refuses it, the escape hatches of scheme B.
 
-    flashlab bench walls            # writes recorded/walls_<gpu>.json beside this file; about a minute
-    flashlab bench walls --quick --out x.json
-
 lengths   naive: naive_attention in fp16: milliseconds, and the allocator's peak beside the formula's; fused: the same
           shapes through torch's FlashAttention-2 (the backend is forced, so the peer has a name)
 scheme_a  one head through scheme_a, N doubling until the GPU refuses; then what its error says
