@@ -78,7 +78,8 @@ def measure_scheme_a(head_dim: int) -> list[Row]:
     seq_len = 64
     while len(ways) == len(rows):
         q, k, v = _qkv(seq_len, head_dim)
-        row = {"seq_len": seq_len, "shared_bytes": schemes.scheme_a_shared_bytes(seq_len, head_dim)}
+        row = {"shape": [1, 1, seq_len, head_dim], "name": "scheme A", "seq_len": seq_len}
+        row |= {"shared_bytes": schemes.scheme_a_shared_bytes(seq_len, head_dim)}
         way = functools.partial(schemes.scheme_a, q, k, v)
         rows.append(row | _tried(way, q, k, v))
         if rows[-1]["ok"]:
@@ -98,7 +99,9 @@ def measure_scheme_b(head_dim: int, seq_len: int = 256) -> list[Row]:
     tried = {name: _tried(way, q, k, v) for name, way in ways.items()}
     times = timing.interleaved({name: ways[name] for name, row in tried.items() if row["ok"]})
     return [
-        {"name": name, "seq_q": q.shape[0], "seq_len": seq_len} | row | (times[name] if row["ok"] else {})
+        {"shape": [1, 1, seq_len, head_dim], "name": name, "seq_q": q.shape[0], "seq_len": seq_len}
+        | row
+        | (times[name] if row["ok"] else {})
         for name, row in tried.items()
     ]
 
