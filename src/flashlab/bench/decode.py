@@ -171,9 +171,7 @@ def _flashinfer(q: torch.Tensor, x: Filled) -> Way:
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(_workspace(q.device), "HND", use_tensor_cores=True)
     begins = torch.tensor([0, *x.need], device=q.device).cumsum(0).int()
     last = (x.lengths - 1) % page + 1
-    wrapper.plan(
-        begins, x.order, last, heads, kv_heads, head_dim, page, q_data_type=q.dtype, kv_data_type=q.dtype
-    )  # fmt: skip
+    wrapper.plan(begins, x.order, last, heads, kv_heads, head_dim, page, q_data_type=q.dtype, kv_data_type=q.dtype)
     return lambda: wrapper.run(q[:, :, 0], (x.k, x.v))[:, :, None]
 
 

@@ -134,7 +134,7 @@ STALLS = {
     "registers": "launch__registers_per_thread",
     "shared_bytes": "launch__shared_mem_per_block",
     "nanoseconds": TRAFFIC["nanoseconds"],
-}  # fmt: skip
+}
 LAST = SERIES[-1].name
 
 
@@ -167,7 +167,7 @@ LAUNCHES: dict[str, tuple[tuple[int, ...], torch.dtype, Callable[..., Any]]] = {
     "stalls, D=128": ((4, 16, 4096, 128), torch.float16, _last),
     "stalls, D=64": ((4, 32, 4096, 64), torch.float16, _last),
     "stalls, fa2, D=128": ((4, 16, 4096, 128), torch.float16, _sdpa("FLASH_ATTENTION")),
-}  # fmt: skip
+}
 
 
 def launch(name: str) -> None:

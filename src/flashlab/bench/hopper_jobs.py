@@ -31,7 +31,7 @@ SIZES: dict[int, tuple[str, ...]] = {
     80: ("SLAB=64 BLOCK_N=128 TALL=2", "BLOCK_N=176 TALL=2", "LATE_TURN=1"),
     112: ("BLOCK_N=80 TALL=3", "BLOCK_N=112"),
     160: ("SLAB=64 BLOCK_N=96", "BLOCK_N=112"),
-}  # fmt: skip
+}
 """Head sizes between those of HEAD_DIMS, and the kernel's macros that are tried at N = 4096."""
 LADDER = (
     ((4, 16, 4096, 128), False), ((4, 16, 4096, 128), True), ((4, 32, 4096, 64), False), ((16, 16, 1024, 128), True),

@@ -90,7 +90,7 @@ def over(at: At, name: str, peer: str) -> dict[tuple, float]:
 
 def grid(
     at: At, keys: Sequence[str], cell: Callable[[Row], str], names: Iterable[str] = (), caption: str = ""
-) -> Table:  # fmt: skip
+) -> Table:
     """A line for each key, a column for each name (by default for all in their order); "" where one has no row."""
     names = list(names) or names_in(at)
     lines = [

@@ -83,7 +83,7 @@ Case = tuple[int, int, int, int, int]  # batch, heads, key heads, queries, keys
 
 def compared(
     forward: Callable[..., Any], cases: Iterable[Case], head_dim: int, dtype: torch.dtype, causal: bool
-) -> Row:  # fmt: skip
+) -> Row:
     """cases: how many. wrong: which are not within the rule. of_bound, lse_of_bound: the worst."""
     worst: Row = {"of_bound": 0.0, "lse_of_bound": 0.0}
     wrong, number = [], 0
