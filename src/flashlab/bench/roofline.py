@@ -102,7 +102,7 @@ _SHOWN: tuple[tuple[str, str, dict[str, Any], dict[str, tuple[int | None, str]]]
     ("hopper", "", _LARGE | {"part": "shapes", "kind": "standard", "dtype": "bf16"},
      {hopper_jobs.OURS: (11, "{step}"), "FlashAttention-4": (None, "FlashAttention-4")}),
 )  # fmt: skip
-"""Record, unit ("": what Triton's compiler emits for tl.dot), which rows, and by their name or its first part: the phase
+"""Record, unit ("": what Triton emits for tl.dot), which rows, and by their name or its first part: the phase
 (None: a peer) and what the point is called."""
 
 
