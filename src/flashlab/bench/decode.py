@@ -311,10 +311,6 @@ def goals(data: Data) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def derive(data: Data) -> Row:
-    return {"goals": goals(data)}
-
-
 def said(case: Case) -> str:
     """The name of a case in tables."""
     keys = "ragged" if case.ragged else str(case.keys)
@@ -336,7 +332,7 @@ def goal_table(data: Data) -> Table:
     rows = [
         [said(Case(*goal["case"])), goal["what"], f"{goal['wanted']:g}",
          "not measured" if goal["found"] is None else f"{goal['found']:.3g}", "met" if goal["met"] else "not met"]
-        for goal in data.get("goals", [])
+        for goal in goals(data)
     ]  # fmt: skip
     return Table.of(rows, ["work, heads, D", "goal", "wanted", "is", ""], align="llrrl")
 

@@ -68,8 +68,8 @@ class Bench:
 
     jobs(): every measurement, in the order in which they are done; a run may end before the last. quick_jobs(): those
     of --quick. measure(job): the rows of one job. table(record): what is printed of a record.
-    derive(record): more that the record says, computed from all of it; need not be there, as the next.
-    prepare(jobs, until): before the jobs, on a GPU: builds and checks, until a time of time.monotonic(); more facts.
+    prepare(jobs, until), where there is one: before the jobs, on a GPU: builds and checks, until a time of
+    time.monotonic(); more facts.
 
     what: "the layer is", for the sentence that it is measured on a GPU; quick_too: --quick as well.
     keys: the items of a row that say which one it is, for --compare; of those it has.
@@ -128,8 +128,7 @@ def is_of(row: Row, job: Row) -> bool:
 
 def record_of(bench: Bench, machine: Data, rows: Sequence[Row], facts: Mapping[str, Any], left: int) -> Data:
     """The record of some rows. left: how many jobs wait."""
-    data = {"bench": bench.name, "machine": machine, **bench.facts, **facts, "left": left, "rows": list(rows)}
-    return data | (bench.derive(data) if hasattr(bench, "derive") else {})
+    return {"bench": bench.name, "machine": machine, **bench.facts, **facts, "left": left, "rows": list(rows)}
 
 
 def waiting(todo: Sequence[Row], rows: Sequence[Row]) -> list[Row]:

@@ -262,7 +262,7 @@ def measure_turns(job: Row) -> list[Row]:
         ways[name, False] = functools.partial(plain.attend, way)
         if job["what"] == "compiled":  # a model of its own, since to exchange its attention compiles it again
             own = Training(replace(shape, **way), *options, compiled=True)
-            ways[name, True] = lambda own=own: own
+            ways[name, True] = functools.partial(own.attend, way)  # as it is
     about: dict[tuple[str, bool], Row] = {}
     for key, training in ways.items():
         already = peers.replaced()

@@ -351,15 +351,15 @@ def prepare(todo: Sequence[Row], until: float, rounds: int) -> dict[str, Any]:
     return {"rounds": rounds} | ({"worst_error_of_bound": worst} if every else {})
 
 
-def derive(data: Data) -> Row:
+def summary(data: Data) -> dict[str, Row]:
     """Per table, on randn: the geometric mean of the last step's speed over FlashAttention-2's, and the worst shape."""
     last = where(data["rows"], part="final", name=SERIES[-1].name, inputs="randn")
     last = [r for r in last if r.get("vs_fa2")]
     by_table = {t: [r["vs_fa2"] for r in last if r["table"] == t] for t in dict.fromkeys(r["table"] for r in last)}
-    return {"summary": {
+    return {
         t: {"shapes": len(v), "geomean_vs_fa2": statistics.geometric_mean(v), "worst": min(v)}
         for t, v in by_table.items()
-    }}  # fmt: skip
+    }
 
 
 def table(data: Data) -> Table:

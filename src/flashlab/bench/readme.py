@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import jinja2  # torch needs it, so it is there
 
-from flashlab.bench import decode, hopper_inputs, hopper_jobs, hopper_results, layer, lm, peers, records, ring
+from flashlab.bench import decode, hopper_inputs, hopper_jobs, hopper_results, layer, lm, mma, peers, records, ring
 from flashlab.bench.harness import Data, Row
 from flashlab.bench.rows import At, Missing, by, of, over, where
 from flashlab.table import Table
@@ -546,7 +546,9 @@ def laid(name: str, found: All) -> str:
     asked = {key: getattr(questions, key) for key in dir(Questions) if key[0] != "_"}
     tables = (best_table, decode_table, hopper_table, input_table, ladder_table, ring_table, table)
     asked |= {make.__name__: functools.partial(make, found) for make in tables}
-    asked |= {f.__name__: f for f in (span, share, speed_of, faster_than_ours, where, by, over, some, min, max)}
+    asked |= {
+        f.__name__: f for f in (mma.summary, span, share, speed_of, faster_than_ours, where, by, over, some, min, max)
+    }
     asked |= {"machine": lambda: machine_words(found), "alternative": alternative(drawn(found)), "caption": CAPTION}
     asked |= {"found": found, "rows": questions.rows, "fa4": found["hopper"].get("flash_attention_4", "not there")}
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, autoescape=False)
