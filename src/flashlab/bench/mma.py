@@ -222,11 +222,6 @@ def _kernels() -> dict[tuple[str, int], list[Resources]]:
     return {(v.name, v.head_dim): kernels for v, kernels in zip(halves, found, strict=True)}
 
 
-def forward_of(module: CudaModule, *qkv: torch.Tensor, causal: bool) -> Callable[[], Any]:
-    """The forward pass on these tensors, to be timed."""
-    return lambda: module.forward(*qkv, causal=causal)
-
-
 def _published(name: str) -> list[list[int]]:
     """The shapes of a published table."""
     columns = ("batch", "heads", "seq_len", "head_dim")
@@ -281,7 +276,7 @@ def measure(job: Row, rounds: int = 9) -> list[Row]:
     ways = {
         name: peer[name]() for name in PEERS.get(part, ("fa2",)) if name not in left_out
     }  # unfused: no scores beyond 16 GB
-    ways |= {one.name: forward_of(module, *qkv, causal=causal) for one, module in _kernels_of(job)}
+    ways |= {one.name: functools.partial(module.forward, *qkv, causal=causal) for one, module in _kernels_of(job)}
     options = {"target_ms": 1.5} if part in ("published", "final") else {}
     rows = rows_of(job, *harness.times_of(ways, rounds, **options))
     want = reference.attention(*(x[:1, :1] for x in qkv))[0] if part == "exhibits" else None

@@ -190,20 +190,18 @@ def milliseconds(link: Link, work: Way, times: int = 1) -> float:
     """Of the slowest rank, one of `times` calls in a row; all begin together."""
     device = _device()
     link.all_gather(torch.zeros(1, device=device))
+
+    def several() -> None:
+        for _ in range(times):
+            work()
+
     if device.type == "cuda":
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
         torch.cuda._sleep(PAUSE)
-        begin.record()
-        for _ in range(times):
-            work()
-        end.record()
-        end.synchronize()
-        took = begin.elapsed_time(end)
+        took = timing.milliseconds(several, torch.cuda.current_stream())
     else:
         start = time.perf_counter()
-        for _ in range(times):
-            work()
+        several()
         took = 1e3 * (time.perf_counter() - start)
     return link.all_gather(torch.tensor([took / times], device=device)).max().item()
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import gc
 import math
 import random
@@ -101,7 +100,7 @@ def interleaved(
             for name in order(runs, number):
                 work, repeats = runs[name]
                 if len(samples[name]) < 4 or sum(samples[name]) * repeats < most_ms:
-                    samples[name].append(_milliseconds(work, stream) / repeats)
+                    samples[name].append(milliseconds(work, stream) / repeats)
     return {name: summary(found[1:]) for name, found in samples.items()}  # the first round warms up
 
 
@@ -130,7 +129,7 @@ def sustained(functions: Mapping[str, Work], *, seconds: float = 2.5, settle: fl
             work, repeats = _repeated(given, stream, 20.0, True)
             start, samples = time.monotonic(), []
             while (now := time.monotonic()) < start + seconds:
-                ms = _milliseconds(work, stream) / repeats
+                ms = milliseconds(work, stream) / repeats
                 samples += [ms] if now > start + settle else []
             found[name] = summary(samples) | {"clock": clock.summary(start + settle, time.monotonic())}
     return found
@@ -154,9 +153,9 @@ def _repeated(given: Work, stream: torch.cuda.Stream, target_ms: float, graphs: 
     several = [given] if callable(given) else list(given)
     for function in (*several, several[0]):  # builds, autotuning, workspaces
         function()
-    once = _milliseconds(several[0], stream)
+    once = milliseconds(several[0], stream)
     repeats = max(len(several), min(64, round(target_ms / max(once, 1e-3))))
-    work: Callable[[], Any] = functools.partial(_in_turn, several, repeats)
+    work: Callable[[], Any] = lambda: [several[i % len(several)]() for i in range(repeats)]  # noqa: E731
     if graphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
@@ -192,12 +191,8 @@ def reason(error: BaseException) -> str:
     return said if type(error) is RuntimeError and said else f"{type(error).__name__}: {said}"
 
 
-def _in_turn(several: Sequence[Callable[[], Any]], repeats: int) -> None:
-    for i in range(repeats):
-        several[i % len(several)]()
-
-
-def _milliseconds(work: Callable[[], Any], stream: torch.cuda.Stream) -> float:
+def milliseconds(work: Callable[[], Any], stream: torch.cuda.Stream) -> float:
+    """Of what some work gives to this stream, the current one."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record(stream)
     work()
