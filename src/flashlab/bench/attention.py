@@ -19,6 +19,7 @@ import torch
 from flashlab.attention.door import flash_attention
 from flashlab.bench import harness, peers, timing
 from flashlab.bench.harness import Data, Row, Way
+from flashlab.bench.rows import by, grid
 from flashlab.models.memory import kept_bytes
 from flashlab.table import Table
 
@@ -122,20 +123,17 @@ def measure(job: Row) -> list[Row]:
 
 def table(data: Data) -> Table:
     """Milliseconds of both passes, and MiB held between them, of each way; a reason's first words where it has none."""
-    cells: dict[tuple[str, int, int], dict[tuple[str, str], str]] = {}
+    lines = []
     for r in data["rows"]:
-        line = cells.setdefault((r["dtype"], r["d_model"], r["seq_len"]), {})
-        if "pass" not in r:
-            line["eager", "forward"] = harness.short(r)
-            continue
-        line[r["name"], r["pass"]] = f"{r['ms']:.3f}" if "ms" in r else harness.short(r)
-        if r["pass"] == "forward" and "ms" in r:
-            line[r["name"], "MiB"] = f"{r.get('held_bytes', r['saved_bytes']) / 2**20:.1f}"
-    kinds = (*PASSES, "MiB")
-    rows = [[*key, *(line.get((n, kind), "") for n in NAMES for kind in kinds)] for key, line in sorted(cells.items())]
-    columns = ["dtype", "D", "N", *(f"{n}, {kind}" for n in NAMES for kind in kinds)]
+        name, which = (r["name"], r["pass"]) if "pass" in r else ("eager", "forward")  # all of a job failed
+        lines.append(r | {"name": f"{name}, {which}", "said": f"{r['ms']:.3f}" if "ms" in r else harness.short(r)})
+        if which == "forward" and "ms" in r:
+            mib = r.get("held_bytes", r["saved_bytes"]) / 2**20
+            lines.append(r | {"name": f"{name}, MiB", "said": f"{mib:.1f}"})
+    at = dict(sorted(by(lines, "dtype", "d_model", "seq_len").items()))
     held = "held by the allocator" if any("held_bytes" in r for r in data["rows"]) else "saved for the backward pass"
-    return Table.of(rows, columns, align="lrr" + "r" * 9, caption=f"ms forward and backward; MiB {held}")
+    names = [f"{name}, {kind}" for name in NAMES for kind in (*PASSES, "MiB")]
+    return grid(at, ("dtype", "D", "N"), lambda r: r["said"], names, f"ms forward and backward; MiB {held}")
 
 
 BENCH = harness.Bench(

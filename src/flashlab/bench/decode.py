@@ -25,7 +25,7 @@ from flashlab.attention.cache_door import gathered
 from flashlab.attention.tiles import cdiv
 from flashlab.bench import harness, peers, timing
 from flashlab.bench.harness import Data, Row, Way
-from flashlab.bench.rows import where
+from flashlab.bench.rows import by, where
 from flashlab.check.training import wanted, worst
 from flashlab.cuda import decoding
 from flashlab.kernels.series import DECODING
@@ -319,12 +319,8 @@ def said(case: Case) -> str:
 
 def side_by_side(data: Data, part: str = "work") -> dict[str, dict[str, float]]:
     """Microseconds by work and name, in the record's order; {} where nothing was measured. "steps": of the ladder."""
-    found: dict[str, dict[str, float]] = {}
-    for row in where(data["rows"], part=part):
-        if "ms" in row:
-            case = said(Case(**{name: row[name] for name in Case._fields}))
-            found.setdefault(case, {})[row["name"]] = 1e3 * row["ms"]
-    return found
+    at = by([row for row in where(data["rows"], part=part) if "ms" in row], *Case._fields)
+    return {said(Case(*key)): {name: 1e3 * row["ms"] for name, row in rows.items()} for key, rows in at.items()}
 
 
 def goal_table(data: Data) -> Table:
@@ -346,11 +342,11 @@ def table(data: Data) -> Table:
             row = row | ({"gb_s": row["batch"] / row["ms"] * 1e3} if "ms" in row else {})  # tokens in a second
         else:
             work = said(Case(**{name: row[name] for name in Case._fields}))
-        if "ms" not in row:
-            cells.append([work, row["name"], row["unavailable"][:50], "", ""])
-            continue
-        spread = f"{1e3 * row['fastest']:.1f} to {1e3 * row['slowest']:.1f}"
-        cells.append([work, row["name"], f"{1e3 * row['ms']:.1f}", spread, f"{row['gb_s']:.0f}"])
+        told = [row.get("unavailable", "")[:50], "", ""]
+        if "ms" in row:
+            us, fastest, slowest = (f"{1e3 * row[name]:.1f}" for name in ("ms", "fastest", "slowest"))
+            told = [us, f"{fastest} to {slowest}", f"{row['gb_s']:.0f}"]
+        cells.append([work, row["name"], *told])
     for work, what, goal, value, met in goal_table(data).rows:
         cells.append([work, f"goal: {what}", value, goal, met])
     columns = ["work, heads, D", "name", "us, or found", "fastest to slowest, or wanted", "GB/s, or tokens/s"]

@@ -30,7 +30,7 @@ from flashlab.attention import reference
 from flashlab.bench import harness, ncu, peers, published, timing, truth
 from flashlab.bench.harness import Data, Row, jobs_of
 from flashlab.bench.records import NoGpu
-from flashlab.bench.rows import where
+from flashlab.bench.rows import grid, where
 from flashlab.cuda import CudaModule, load_inline
 from flashlab.cuda.resources import Resources, resources
 from flashlab.cuda.toolchain import device_arch
@@ -359,16 +359,14 @@ def summary(data: Data) -> dict[str, Row]:
 
 def table(data: Data) -> Table:
     """TFLOP/s of every variant at the large shapes, and of the last step's peers."""
-    rows: dict[str, dict[tuple, str]] = {}
-    cases = {}
+    found: dict[str, Row] = {}
     for r in [*where(data["rows"], part="ladder"), *where(data["rows"], part="final", table="big")]:
-        key = (tuple(r["shape"]), r["causal"], r.get("inputs", "randn"))
-        if key[:2] in BIG:
-            b, h, n, d = r["shape"]
-            cases[key] = f"D {d}{', causal' if r['causal'] else ''}{', moving' if key[2] == 'moving' else ''}"
-            rows.setdefault(r["name"], {}).setdefault(key, f"{r['tflops']:.0f}" if "ms" in r else "")
-    cells = [[name, *(found.get(key, "") for key in cases)] for name, found in rows.items()]
-    return Table.of(cells, ["TFLOP/s", *cases.values()], align="l" + "r" * len(cases))
+        if (tuple(r["shape"]), r["causal"]) in BIG:
+            moving = ", moving" if r.get("inputs") == "moving" else ""
+            case = f"D {r['shape'][3]}{', causal' if r['causal'] else ''}{moving}"
+            found.setdefault(r["name"], {}).setdefault(case, r)  # the ladder's before the last step's
+    at = {(name,): rows for name, rows in found.items()}
+    return grid(at, ["TFLOP/s"], lambda r: f"{r['tflops']:.0f}" if "ms" in r else "")
 
 
 BENCH = harness.Bench(

@@ -303,8 +303,7 @@ def goals(data: Data) -> list[tuple[str, float | None, float, bool]]:
     found: list[tuple[str, float | None, float, bool]] = []
 
     def add(what: str, value: float | None, wanted: float, most: bool = False) -> None:
-        met = value is not None and (value <= wanted if most else value >= wanted)
-        found.append((what, value, wanted, met))
+        found.append((what, value, wanted, value is not None and (value <= wanted if most else value >= wanted)))
 
     wanted_of = GOALS
     if (ranks := data["ranks"]) > 2:
@@ -360,12 +359,10 @@ def table(data: Data) -> Table:
     for row in where(data["rows"], part="ring"):
         heads = f"{row['heads']}/{row['kv_heads']}" if row["heads"] != row["kv_heads"] else str(row["heads"])
         what = f"{heads}, {row['n']}, {'causal' if row['causal'] else 'full'}, {row['pass']}"
-        if "ms" not in row:
-            cells.append([what, row["name"], row["unavailable"][:40], "", "", ""])
-            continue
+        ms = f"{row['ms']:.3f}" if "ms" in row else row["unavailable"][:40]
         peak = f"{row['peak_bytes'] / 2**20:.0f}" if "peak_bytes" in row else ""
         ideal, error = (f"{row[k]:{f}}" if k in row else "" for k, f in (("of_ideal", ".3f"), ("error", ".2e")))
-        cells.append([what, row["name"], f"{row['ms']:.3f}", ideal, peak, error])
+        cells.append([what, row["name"], ms, ideal, peak, error])
     speed = next((row["gb_s"] for row in where(data["rows"], part="link")), float("nan"))
     caption = f"{data['ranks']} ranks, each sends {speed:.1f} GB/s while it receives as much; bf16, head_dim 128"
     columns = ["heads, N, mask, pass", "name", "ms", "of ideal", "MiB", "error"]
