@@ -3,7 +3,6 @@
     flashlab bench hopper --only shapes --step "p11_flash STAGES=3" --out x.json   # in the place of the last step
     flashlab bench hopper --only variants --variants BLOCK_N=96 BLOCK_N=96,STAGES=3 --out y.json
 
-ceiling    a matrix product by cuBLAS: what the tensor cores give at best
 shapes     forward, 16384 queries and 2048 columns in all heads together: N 512 ... 32768, D 64, 128, 256, causal and
            not, bf16 and fp16; then grouped queries, by token, odd lengths, more keys than queries
 sizes      forward, head sizes between those; at N = 4096 the last step with other macros too
@@ -43,7 +42,6 @@ from typing import Any
 
 import torch
 
-from flashlab import runtime
 from flashlab.attention import triton_forward
 from flashlab.bench import harness, hopper_backward, hopper_inputs, hopper_jobs, ncu, peers, timing, truth, validation
 from flashlab.bench.harness import Row, Way
@@ -90,7 +88,7 @@ def wanted_modules(todo: Iterable[Row], step: str | None = None, variants: Seque
     ours, found = chosen(step), []
     for job in todo:
         part, dtype = job["part"], DTYPES[job.get("dtype", "bf16")]
-        if part in ("ceiling", "planted", "backward"):  # the last builds its own
+        if part in ("planted", "backward"):  # the last builds its own
             continue
         if part in ("counters", "profile", "sanitizer"):
             found += [(v.name, v.head_dim, v.dtype) for v in launched()]
@@ -164,8 +162,6 @@ def measure(
     """The rows of a job. step: of which kernel, in the place of the last step. variants: see `varied`. captured: the
     file of tools/capture_scores.py."""
     part, ours = job["part"], chosen(step)
-    if part == "ceiling":
-        return measure_ceiling(job, rounds)
     if part == "backward":
         return hopper_backward.measure(job, rounds)
     if part == "validate":
@@ -186,14 +182,6 @@ def measure(
         return measure_inputs(job, [OURS, *names[1:], CUDNN, FA2, FA4], step, rounds, captured)
     names = [*names_here(), *names[1:]] if part in ("shapes", "sizes") else [*names, P9, CUDNN]
     return compared(job, names, step, rounds, harness.sets_of(make(job)))
-
-
-def measure_ceiling(job: Row, rounds: int) -> list[Row]:
-    m, n, k = job["shape"]
-    dtype = DTYPES[job["dtype"]]
-    a, b = (torch.randn(size, device=runtime.device(), dtype=dtype) for size in ((m, k), (k, n)))
-    found, reasons = harness.times_of({"matmul": lambda: a @ b}, rounds)
-    return harness.rows_of(job, found, reasons, 2.0 * m * n * k)
 
 
 def measure_inputs(job: Row, names: Sequence[str], step: str | None, rounds: int, captured: Path | None) -> list[Row]:

@@ -145,8 +145,7 @@ def others() -> list[Row]:
 
 def jobs() -> list[Row]:
     """Every measurement, the most telling first, whatever its part."""
-    found: list[Row] = [{"part": "ceiling", "dtype": "bf16", "shape": [8192, 8192, 8192]}]
-    found += standard("bf16", LENGTHS[:2])
+    found = standard("bf16", LENGTHS[:2])
     found += [{"part": "ladder", "shape": list(shape), "causal": causal} for shape, causal in LADDER]
     found += repeat_jobs() + input_jobs()
     # Zeros: on them no transistor of a multiplier switches.
@@ -161,8 +160,7 @@ def jobs() -> list[Row]:
     found += standard("bf16", LENGTHS[4:])
     found += [{"part": "variants", "shape": list(shape), "causal": causal} for shape, causal in VARIED]
     found += others()
-    found += [{"part": "ceiling", "dtype": "fp16", "shape": [8192, 8192, 8192]}, *standard("fp16")]
-    found += [{"part": "profile"}, {"part": "counters"}, {"part": "validate", "what": "cases"}]
+    found += [*standard("fp16"), {"part": "profile"}, {"part": "counters"}, {"part": "validate", "what": "cases"}]
     found += [{"part": "planted", "what": mistake} for mistake in PLANTED]
     return found + [{"part": "sanitizer", "tool": tool} for tool in validation.TOOLS]
 
@@ -198,7 +196,6 @@ def quick_jobs() -> list[Row]:
         return [*found, repeat_jobs(20)[0], _listed(128, "bf16", True)]
     small = (1, 2, 100, 64)
     return [
-        {"part": "ceiling", "dtype": "f32", "shape": [64, 64, 64]},
         shape_job(small, False),
         shape_job(small, True, "fp16", "by token", kv_heads=1),
         {"part": "ladder", "shape": list(small), "causal": True},

@@ -19,8 +19,8 @@ time       case, scope, pass, name; times; peak_bytes of one call at its worst m
 compiled   the same rows, of the compiled ones, with the original and ours beside them in turns: scope "layer" alone
 profile    case, pass, layer (a name from above); op, kernel (true: it ran on the GPU), totals of so many runs: calls,
            times, bytes, flops (or null); total_ms: of all kernels. The TOP rows, and what the published table names
-timeline   case, pass, layer; one row: span_us, kernels, left_out, and events [name, start us, duration us, where],
-           where the last is "stream 7" for a kernel and "thread 1" for an operation that no other one called
+timeline   case, pass, layer; one row: the MOST_EVENTS longest events [name, start us, duration us, where], where the
+           last is "stream 7" for a kernel and "thread 1" for an operation that no other one called
 """
 
 from __future__ import annotations
@@ -261,12 +261,8 @@ def measure(job: Row) -> list[Row]:
         return measure_times(job)
     way = way_for(job["layer"], job["case"], job["pass"])
     if job["part"] == "timeline":
-        every = one_call(way)
-        kept = sorted(every, key=lambda e: -e.us)[:MOST_EVENTS]  # the longest, still by their start
-        events, left_out = sorted(kept, key=lambda e: e.start_us), len(every) - len(kept)
-        kernels = sum(e.where.startswith("stream") for e in events)
-        span = max((e.start_us + e.us for e in events), default=0.0)
-        return [job | {"span_us": span, "kernels": kernels, "left_out": left_out, "events": [list(e) for e in events]}]
+        longest = sorted(one_call(way), key=lambda e: -e.us)[:MOST_EVENTS]
+        return [job | {"events": [list(e) for e in sorted(longest, key=lambda e: e.start_us)]}]
     rows = profiled(way, RUNS.get(job["case"], 3))
     named = {r["op"] for r in published.load("gqa_layer_profile")}
     return [job | row for i, row in enumerate(rows) if i < TOP or row["op"] in named]

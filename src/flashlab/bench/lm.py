@@ -9,17 +9,16 @@ step to step, in an order that is shuffled in each round.
 
 step       size, attention, dtype, pass; ms, fastest, slowest, rounds: after WARM steps. pass is "forward", "backward",
            "optimizer", "step" for all three, or "forward only": without gradients. warm_up_ms: of the first WARM steps,
-           one by one; fresh: this process had run nothing. Of "step" also peak_bytes, weights and optimizer included;
-           held_bytes, between two steps; tokens
-turns      size, dtype, what; attention, compiled; times of a whole step; warm_up_ms; graph_ms, graph_fastest,
-           graph_slowest: the step as one CUDA graph, which never waits for Python, or graph_unavailable. what is
-           "attention" or "compiled": each as it is and through torch.compile (a model of its own; warm_up_ms has the
-           compiler's time first); `replaced` says whether it put fused attention in the place of eager
+           one by one. Of "step" also peak_bytes, weights and optimizer included; held_bytes, between two steps; tokens
+turns      size, dtype, what; attention, compiled; times of a whole step; warm_up_ms; graph_ms: the step as one CUDA
+           graph, which never waits for Python, or graph_unavailable. what is "attention" or "compiled": each as it is
+           and through torch.compile (a model of its own; warm_up_ms has the compiler's time first); `replaced` says
+           whether it put fused attention in the place of eager
 memory     size, attention, dtype; one row: us and bytes, what is allocated during one step after warm-up, by Python's
            clock (SERIES points at most, of each its highest); ends {pass: us}; peak_bytes; drift, the bytes by which
            the sum misses what the allocator says at the end. On a CPU only what the step allocates
 limit      attention, dtype, seq_len: one step of a small model that reads bytes; N is doubled until a step runs out of
-           memory: peak_bytes, once_ms (not warmed up), or unavailable; `stopped`: the reason to go no further
+           memory, or would take too long: peak_bytes, once_ms (not warmed up), or unavailable
 training   attention, dtype, jitter; one row: losses, in nats per byte, one per step; seconds. jitter not 0: the first
            weights are changed by about a rounding; how far that curve is from eager's own is the noise
 """
@@ -217,14 +216,8 @@ def timed_forward(training: Training) -> dict[str, float]:
     return {which: watch.read()[which]}
 
 
-_ran = False
-"""Whether this process has run a step."""
-
-
 def measure_step(job: Row) -> list[Row]:
     """A row for each pass of one model."""
-    global _ran
-    fresh, _ran = not _ran, True
     harness.emptied()
     shape = replace(shape_of(job["size"]), **WAYS[job["attention"]])
     length = min(SEQ_LEN, shape.positions)
@@ -239,7 +232,7 @@ def measure_step(job: Row) -> list[Row]:
             samples.append(timed(training))
         for which in samples[0]:
             row = timing.summary([sample[which] for sample in samples])
-            rows.append(job | {"pass": which} | row | {"fresh": fresh, "warm_up_ms": [one[which] for one in warm]})
+            rows.append(job | {"pass": which} | row | {"warm_up_ms": [one[which] for one in warm]})
             if which == "step":
                 rows[-1] |= {"tokens": training.tokens.numel()}
                 if harness.on_gpu():
@@ -294,18 +287,12 @@ def _graph(training: Training) -> Row:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             training.step()
-        samples = []
-        for _ in range(WARM + ROUNDS):
-            watch = Watch()
-            graph.replay()
-            watch("step")
-            samples.append(watch.read()["step"])
+        samples = [timing.milliseconds(graph.replay, torch.cuda.current_stream()) for _ in range(WARM + ROUNDS)]
     except Exception as error:
         return {"graph_unavailable": timing.reason(error)}
     finally:  # its gradients lie in the graph's memory
         training.optimizer.zero_grad(set_to_none=True)
-    row = timing.summary(samples[WARM:])
-    return {f"graph_{name}": row[name] for name in ("ms", "fastest", "slowest")}
+    return {"graph_ms": timing.summary(samples[WARM:])["ms"]}
 
 
 # ---- memory over a step ----------------------------------------------------------------------------------------------
@@ -391,14 +378,7 @@ def measure_limit(job: Row) -> list[Row]:
         shape = replace(base, vocabulary=BYTES, positions=seq_len, **WAYS[job["attention"]])
         row = job | {"seq_len": seq_len} | _once(shape, job["dtype"], _batch(job))
         rows.append(row)
-        if "unavailable" in row:
-            return rows
-        seconds = 4 * row["once_ms"] / 1e3
-        if 2 * seq_len > longest or seconds > STEP_SECONDS:
-            row["stopped"] = (
-                f"a step at {2 * seq_len} would take about {seconds:.0f} s" if 2 * seq_len <= longest
-                else f"{seq_len} is the longest that is tried"
-            )  # fmt: skip
+        if "unavailable" in row or 2 * seq_len > longest or 4 * row["once_ms"] / 1e3 > STEP_SECONDS:
             return rows
         seq_len *= 2
 
