@@ -353,5 +353,5 @@ def table(data: Data) -> Table:
     return Table.of(cells, columns, align="llrrr", caption="one query per sequence, bf16")
 
 
-BENCH = harness.Bench(__name__, "decoding is", (*Case._fields, "name"), facts={"phase": 12, "dtype": "bfloat16"})
+BENCH = harness.Bench(__name__, "decoding is", (*Case._fields, "name"), facts={"dtype": "bfloat16"})
 main = BENCH.main

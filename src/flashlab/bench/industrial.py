@@ -384,15 +384,15 @@ def option_times(data: Data) -> dict[int, dict[str, float]]:
     return {d: {name: r["ms"] for name, r in rows.items()} for (d,), rows in at}
 
 
-def flex_table(data: Data, which: str = "forward") -> Table:
+def flex_table(data: Data) -> Table:
     """TFLOP/s of the part "flex"; a dash where one has no time, and the reasons in the caption."""
     names = ["cuDNN", *peers.FLEX]
-    rows = where(of(data), part="flex", name=set(names), **{"pass": which})
+    rows = where(of(data), part="flex", name=set(names), **{"pass": "forward"})
     why: dict[str, str] = {}
     for r in rows:
         if "ms" not in r:
             why.setdefault(r["name"], r["unavailable"])
-    caption = f"{data['machine']['gpu']}, {which}: TFLOP/s" + "".join(f"; {n}: {x}" for n, x in why.items())
+    caption = f"{data['machine']['gpu']}, forward: TFLOP/s" + "".join(f"; {n}: {x}" for n, x in why.items())
     at = dict(sorted(by(rows, "D", "causal", "N").items()))
     said = lambda r: f"{r['tflops']:.0f}" if "ms" in r else "–"  # noqa: E731
     return grid(at, ("D", "mask", "N"), said, names, caption if rows else "not measured")
@@ -408,9 +408,9 @@ def stream_table(data: Data) -> Table:
     return Table.of(rows, columns, align="rrrrrr", caption=caption)
 
 
-def ratio_table(data: Data, name: str, others: Sequence[str], which: str = "forward") -> Table:
-    """How many times as fast as each of the others it is, by head_dim, mask and length."""
-    found = {other: ratios(data, name, other, which) for other in others}
+def ratio_table(data: Data, name: str, others: Sequence[str]) -> Table:
+    """How many times as fast as each of the others it is, forward, by head_dim, mask and length."""
+    found = {other: ratios(data, name, other, "forward") for other in others}
     keys = {key for by_shape in found.values() for key in by_shape}
     lengths = sorted({n for _, n, _ in keys})
     rows = [
@@ -419,7 +419,7 @@ def ratio_table(data: Data, name: str, others: Sequence[str], which: str = "forw
         for other, by_shape in found.items()
         if any(line := [by_shape.get((d, n, causal)) for n in lengths])
     ]
-    caption = f"{data['machine']['gpu']}, {which}: how many times as fast {name} is, at these N"
+    caption = f"{data['machine']['gpu']}, forward: how many times as fast {name} is, at these N"
     columns = ["D", "mask", "beside", *map(str, lengths)]
     return Table.of(rows, columns, align="rll" + "r" * len(lengths), caption=caption if rows else "not measured")
 
@@ -493,11 +493,11 @@ def ratios_over_lengths(data: Data, peer: str, which: str) -> Lines:
     return found
 
 
-def backward_of_forward(data: Data, name: str, least: int = 1024) -> dict[tuple[int, int, bool], float]:
-    """By (head_dim, seq_len, causal), from seq_len `least` on: how many times as long as its forward pass an
+def backward_of_forward(data: Data, name: str) -> dict[tuple[int, int, bool], float]:
+    """By (head_dim, seq_len, causal), from seq_len 1024 on: how many times as long as its forward pass an
     implementation's backward pass takes."""
     took = {(r["D"], r["N"], r["causal"], r["pass"]): r["ms"] for r in timed(data, part="shapes", name=name)}
-    forward = {key[:3]: ms for key, ms in took.items() if key[3] == "forward" and key[1] >= least}
+    forward = {key[:3]: ms for key, ms in took.items() if key[3] == "forward" and key[1] >= 1024}
     both = [key for key in sorted(forward) if key + ("backward",) in took]
     return {key: took[key + ("backward",)] / forward[key] for key in both}
 

@@ -95,7 +95,7 @@ def fits(kernel: Resources, gpu: GpuLimits, threads: int = 128) -> Occupancy:
     return Occupancy(kernel, allowed[limit], allowed[limit] * (threads // 32), limit)
 
 
-def occupancy(gpu: str, names: Sequence[str], head_dim: int = 64, threads: int = 128) -> list[Occupancy]:
+def occupancy(gpu: str, names: Sequence[str], head_dim: int = 64) -> list[Occupancy]:
     """Of each step, as a large grid without a mask runs it: the recorded kernel, and how often it fits on an SM.
 
     Where a step has several tiles, it is the one with the most rows per warp; of those with the most blocks per SM the
@@ -103,7 +103,7 @@ def occupancy(gpu: str, names: Sequence[str], head_dim: int = 64, threads: int =
 
     Args:
         gpu: of flashlab.runtime.GPUS, "A100".
-        names: of steps whose blocks have ``threads`` threads.
+        names: of steps whose blocks have 128 threads.
     Raises:
         ValueError: nothing is recorded for that GPU's target, or for a step.
     """
@@ -111,7 +111,7 @@ def occupancy(gpu: str, names: Sequence[str], head_dim: int = 64, threads: int =
     kernels = [r for r in recorded()["kernels"] if (r.target, r.head_dim) == (limits.target, head_dim)]
     found = []
     for name in names:
-        fitting = [(tile, fits(r, limits, threads)) for r in kernels if r.step == name if (tile := _plain_tile(r))]
+        fitting = [(tile, fits(r, limits)) for r in kernels if r.step == name if (tile := _plain_tile(r))]
         if not fitting:
             raise ValueError(f"no figures of {name} for {limits.target}, head_dim {head_dim}")
         tallest = max(tile[0] for tile, _ in fitting)

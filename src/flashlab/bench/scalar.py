@@ -107,7 +107,6 @@ def table(data: Data) -> Table:
 
 BENCH = harness.Bench(
     __name__, "the float32 kernels are", (*SHAPE, "variant"), quick_too=True,
-    facts={"dtype": "float32", "tf32": False, "timing": "CUDA graph replays, in turns; median, fastest, slowest"},
-    options={"rounds": {"type": int, "default": 15}},
+    facts={"dtype": "float32"}, options={"rounds": {"type": int, "default": 15}},
 )  # fmt: skip
 main, recorded = BENCH.main, BENCH.recorded
