@@ -48,10 +48,6 @@ def jobs() -> list[harness.Row]:
     return [{"part": "ladder"} | mma.about((*big, kind)) for kind in ("randn", "moving") for big in mma.BIG]
 
 
-def quick_jobs() -> list[harness.Row]:
-    return jobs()[:1]
-
-
 def prepare(todo: Sequence[harness.Row], until: float) -> dict[str, Any]:
     """Builds and checks."""
     del todo, until

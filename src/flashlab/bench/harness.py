@@ -67,7 +67,8 @@ class Bench:
     """What one bench measures: its functions are those of its module.
 
     jobs(): every measurement, in the order in which they are done; a run may end before the last. quick_jobs(): those
-    of --quick. measure(job): the rows of one job. table(record): what is printed of a record.
+    of --quick, where these are not the first `quick`. measure(job): the rows of one job. table(record): what is printed
+    of a record.
     prepare(jobs, until), where there is one: before the jobs, on a GPU: builds and checks, until a time of
     time.monotonic(); more facts.
 
@@ -82,12 +83,18 @@ class Bench:
     what: str
     keys: Sequence[str]
     quick_too: bool = False
+    quick: int = 1
     facts: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     minutes: float = math.inf
 
     def __getattr__(self, name: str) -> Any:
         return getattr(sys.modules[self.module], name)
+
+    def quick_jobs(self) -> list[Row]:
+        """The module's own, or the first of all."""
+        own = getattr(sys.modules[self.module], "quick_jobs", None)
+        return own() if own else self.jobs()[: self.quick]
 
     @property
     def name(self) -> str:

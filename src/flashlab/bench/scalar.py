@@ -77,10 +77,6 @@ def jobs() -> list[Row]:
     return [{"part": "shapes"} | dict(zip(SHAPE, shape, strict=True)) for shape in shapes()]
 
 
-def quick_jobs() -> list[Row]:
-    return jobs()[:3]
-
-
 def prepare(todo: Sequence[Row], until: float, rounds: int) -> None:
     """Builds."""
     _modules()
@@ -106,7 +102,7 @@ def table(data: Data) -> Table:
 
 
 BENCH = harness.Bench(
-    __name__, "the float32 kernels are", (*SHAPE, "variant"), quick_too=True,
+    __name__, "the float32 kernels are", (*SHAPE, "variant"), quick_too=True, quick=3,
     facts={"dtype": "float32"}, options={"rounds": {"type": int, "default": 15}},
 )  # fmt: skip
 main, recorded = BENCH.main, BENCH.recorded

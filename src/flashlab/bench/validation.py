@@ -150,10 +150,6 @@ def jobs() -> list[Row]:
     return [{"part": "kernels"}, *jobs_of("sanitizer", tool=TOOLS)]
 
 
-def quick_jobs() -> list[Row]:
-    return jobs()[:1]
-
-
 def prepare(todo: Sequence[Row], until: float) -> None:
     """Raises NoGpu where one of the tools is missing."""
     if missing := [tool for tool in ("nvcc", "ncu", "compute-sanitizer") if shutil.which(tool) is None]:
