@@ -43,13 +43,10 @@ def profile(
     """Runs `python ARGUMENTS` under ncu; one row per kernel launch, in order.
 
     Args:
-        arguments: of this Python.
-        metrics: name -> ncu's metric.
-        kernels: a regular expression that a kernel's name has to match.
+        metrics: name -> ncu's metric. kernels: a regular expression that a kernel's name has to match.
         only_marked: only what is launched between torch.cuda.profiler.start() and stop().
         keep_caches: a kernel finds in L2 what the one before it left; else ncu empties the caches before each kernel.
             The metrics must then be few enough for one pass (ncu restores memory between passes, through the L2).
-        timeout: seconds.
     Returns:
         rows: {"kernel": its name, "launch": what was announced last before it or None, and each metric's value}.
 

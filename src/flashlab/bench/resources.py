@@ -42,14 +42,8 @@ def table(
     target: str = "sm_90", *, steps: Sequence[str] | None = None, head_dim: int | None = 64,
     opcodes: Sequence[str] = OPCODES,
 ) -> Table:  # fmt: skip
-    """The kernels of the series beside each other, from the recorded figures.
-
-    Args:
-        target: "sm_80", "sm_89" or "sm_90".
-        steps: names of steps or exhibits; all of them, if None.
-        head_dim: 64 or 128; both, if None.
-        opcodes: which instructions to count.
-    """
+    """The kernels of the series beside each other, from the recorded figures: of these steps or exhibits, all if None,
+    for a target of TARGETS; head_dim: 64 or 128, both if None. Raises ValueError where there are none."""
     rows = [r for r in recorded()["kernels"] if r.target == target and (head_dim is None or r.head_dim == head_dim)]
     if steps is not None:
         rows = [r for name in steps for r in rows if r.step == name]
@@ -72,18 +66,12 @@ def _table(rows: Sequence[Resources], opcodes: Sequence[str]) -> Table:
 # ---- what an SM holds of them ----------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Occupancy:
-    """How often a kernel's block fits on one SM.
-
-    Attributes:
-        kernel: with its registers and shared memory.
-        blocks, warps: that an SM holds.
-        limit: what allows no more: "registers", "shared memory", "warps" or "blocks".
-    """
+    """How many blocks and warps of a kernel one SM holds."""
 
     kernel: Resources
     blocks: int
     warps: int
-    limit: str
+    limit: str  # what allows no more: "registers", "shared memory", "warps" or "blocks"
 
 
 def fits(kernel: Resources, gpu: GpuLimits, threads: int = 128) -> Occupancy:

@@ -82,14 +82,10 @@ def interleaved(
 ) -> dict[str, Times]:
     """Times functions that launch GPU work, in turns.
 
-    Args:
-        functions: by name; each without arguments, or a list of them: the same work on different tensors.
-        rounds: how often each is timed.
-        target_ms: a replay repeats its function until it takes about as long.
-        graphs: record into CUDA graphs. False: plain launches, the CPU's time for them included where it is longer.
-        most_ms: a function slower than this in all gets fewer rounds, three at least.
-    Raises:
-        NoGpu: there is none.
+    functions: by name; each without arguments, or a list of them: the same work on different tensors. target_ms: a
+    replay repeats its function until it takes about as long. graphs: record into CUDA graphs; False: plain launches,
+    the CPU's time for them included where it is longer. most_ms: a function slower than this in all gets fewer rounds,
+    three at least. Raises NoGpu.
     """
     if not torch.cuda.is_available():
         raise NoGpu("timing needs a GPU, and PyTorch sees none")
@@ -116,10 +112,7 @@ def sustained(functions: Mapping[str, Work], *, seconds: float = 2.5, settle: fl
 
     Where a chip may draw only so much power, a clock that holds for milliseconds does not hold for a second.
 
-    Returns:
-        by name: ms of a call (the median), fastest, slowest, rounds, and `clock` as Clock.summary has it.
-    Raises:
-        NoGpu: there is none.
+    By name: Times of a call, and `clock` as Clock.summary has it. Raises NoGpu.
     """
     if not torch.cuda.is_available():
         raise NoGpu("timing needs a GPU, and PyTorch sees none")

@@ -25,8 +25,8 @@ def printed(
 ) -> str:  # fmt: skip
     """What a step prints with more statements in it, on one head of n rows, head_dim 64.
 
-    edits: (region, statement): the statement is put in front of that region; KeyError where there is none. tensors: q, k
-    and v, in fp16; random ones, if None. defines: macros of the step.
+    edits: (region, statement): the statement is put in front of that region; KeyError where there is none. tensors: q,
+    k and v, in fp16; random ones, if None. defines: macros of the step.
     """
     text = step(name).path.read_text(encoding="utf-8")
     for region, statement in edits:
