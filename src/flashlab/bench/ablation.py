@@ -58,7 +58,7 @@ def measure(job: harness.Row) -> list[harness.Row]:
     """The rows of a job: the whole, each variant, FlashAttention-2."""
     torch.manual_seed(0)
     q, k, v = mma.inputs(job["shape"], job["inputs"])
-    functions = {"fa2": peers.sdpa("FLASH_ATTENTION", q, k, v, job["causal"])}
+    functions: dict[str, harness.Way] = {"fa2": peers.sdpa("FLASH_ATTENTION", q, k, v, job["causal"])}
     mine = [b for b in built() if b.head_dim == q.shape[3]]
     functions |= {b.name: functools.partial(b.module.forward, q, k, v, causal=job["causal"]) for b in mine}
     found = mma.rows_of(job, *harness.times_of(functions, ROUNDS))

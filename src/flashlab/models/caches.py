@@ -82,6 +82,7 @@ class StaticCache:
 
     def reserve(self, counts: Sequence[int]) -> None:
         """Make room for counts[b] more tokens of sequence b: for all of them, or for none.
+
         Raises:
             ValueError: more tokens than there is room for; not one count for each sequence.
             flashlab.models.pager.OutOfPages: the pool of a paged cache has too few free pages.

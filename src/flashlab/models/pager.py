@@ -78,6 +78,7 @@ class Pager:
 
     def append(self, sequences: Sequence[int], counts: Sequence[int]) -> list[tuple[int, int]]:
         """Make room for counts[i] more tokens of sequences[i]: for all of them, or for none.
+
         Returns:
             Pairs (source, target): copy these pages of K and V, before anything is written.
         Raises:
@@ -120,6 +121,7 @@ class Pager:
 
     def fork(self, sequence: int, length: int | None = None) -> int:
         """Begin a sequence with the first `length` tokens of another, all unless given; it shares their pages.
+
         Returns:
             The number of the new sequence. No page is taken or copied.
         Raises:
@@ -138,6 +140,7 @@ class Pager:
 
     def free(self, sequence: int) -> None:
         """End a sequence. A page that no other sequence refers to returns to the pool.
+
         Raises:
             ValueError: a sequence that was freed before, or never began.
         """
