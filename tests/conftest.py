@@ -31,7 +31,7 @@ FIRST = (
     "exercises/test_rules.py", "exercises/test_phase_04.py", "check/test_check_mutants.py",
     "exercises/test_told_cuda.py", "exercises/test_phase_10.py", "exercises/test_hunts.py",
     "exercises/test_phase_09.py", "simt/test_mistakes.py", "cuda/test_hopper_series.py", "exercises/test_phase_11.py",
-    "cuda/test_mutants.py", "cuda/test_series.py", "cuda/test_hopper_mutants.py", "exercises/test_phase_05.py",
+    "cuda/test_mutants.py", "cuda/test_series.py", "exercises/test_phase_05.py",
     "check/test_weights.py", "cuda/test_decoding.py", "exercises/test_phase_01.py", "exercises/test_phase_03.py",
     "exercises/test_phase_08.py", *SLOW_FILES, "exercises/test_ladders.py", "exercises/test_phase_12.py",
 )  # fmt: skip
