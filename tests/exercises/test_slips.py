@@ -17,13 +17,9 @@ SLIPS = [
     ("2.8", [("K.chunk(splits), V.chunk(splits)", "K.split(splits), V.split(splits)")], "not as their length?"),
     ("3.3", [("tl.exp(m - m_new) + tl.sum(tl.exp(x - m_new), axis=0)", "tl.exp2(m - m_new) + tl.sum(tl.exp2(x - "
       "m_new), axis=0)"), ("tl.log(l)", "tl.log2(l)")], "`exp2` and `log2` stand where `exp` and `log` belong"),
-    ("1.3", [("scores.amax(dim=-1, keepdim=True)", "scores.amax(dim=0, keepdim=True)")], "`amax` runs along dim=0"),
     ("4.9", [("m_i = tl.full([BLOCK_M], sink, tl.float32)", "m_i = tl.full([BLOCK_M], 0.0, tl.float32)")],
      "`sink` is taken for 0.0, whatever it is"),
     ("4.7", [("capped(s, cap)", "s")], "`capped` is missing: "),
-    ("10.4", [("statistics.median", "statistics.mean")], "`mean` stands where `median` belongs"),
-    ("9.2", [("-(-32 * registers // 256) * 256", "32 * registers // 256 * 256")],
-     "`32 * registers / 256` is rounded down: it is rounded up; a warp's registers are rounded up"),
     ("11b.1", [("column % 2 + row // 8 % 2 * 2", "column % 2 * 2 + row // 8 % 2")],
      "register: `2` multiplies `column % 2`, and not `row // 8 % 2`"),
     ("13.8", [("half if causal and source >", "half if not causal and source >")], "`causal` is asked the other way"),
@@ -37,11 +33,7 @@ SLIPS = [
     ("12.6", [("__shfl_sync(~0u, before, 0) == splits - 1", "before == splits - 1")], "never written: is `last`"),
     ("12.7", [("users.subtract(table[s])", "users.update(dict.fromkeys(table[s], -9))")],
      "operation 12, ('free', 0), it should be"),
-    ("12.11", [("first = starts[b]", "first = starts[b + 1]")], "o: `b` is one too large"),
     ("13.1", [("half = n // 2", "half = n / 2")], "a float: return an int"),
-    ("13.2", [("torch.logaddexp(lse, lse_part)", "torch.maximum(lse, lse_part)")], "where `logaddexp`"),
-    ("13.2", [("torch.logaddexp(lse, lse_part)", "torch.log(lse.exp() + lse_part.exp())")], "in `torch.logaddexp(lse"),
-    ("10.6", [("x1 * sin + x2 * cos", "x1 * cos + x2 * cos")], "`cos` stands where `sin` belongs, in `x1 * sin`"),
 ]  # fmt: skip
 
 
