@@ -70,58 +70,12 @@ def test_a_damaged_line_is_skipped_and_said_once(file, damage, capsys):
     assert damage.encode("latin-1") in file.read_bytes()  # nothing is ever taken out of the file
 
 
-@pytest.mark.parametrize("solved", ["5", '"long ago"', "[]", "true", "{}", "1e999"])
-def test_a_damaged_entry_of_the_earlier_format_spoils_no_other(file, solved, capsys):
-    file.parent.mkdir()
-    good, bad = '{"tries": 1, "hints": 0, "solved": null}', f'{{"tries": 1, "hints": 0, "solved": {solved}}}'
-    less = good.replace("1", "-1")
-    file.with_name("progress.json").write_text(f'{{"exercises": {{"0.1": {good}, "0.2": {bad}, "0.3": {less}}}}}\n')
-    assert record.load() == {"0.1": record.Entry(tries=1)}
-    assert "is damaged: 2 lines of it cannot be understood" in capsys.readouterr().out
-
-
 def test_a_line_that_was_cut_short_spoils_no_other(file):
     file.parent.mkdir()
     file.write_text(GOOD + GOOD[:40])
     record.failed_try("0.2")
     record.failed_try("0.2")
     assert record.load() == {"0.1": record.Entry(tries=1), "0.2": record.Entry(tries=2)}
-
-
-EARLIER = {
-    "version": 1,
-    "exercises": {
-        "0.1": {"tries": 3, "hints": 1, "solved": "2026-11-20T10:00:00+00:00"},
-        "0.2": {"tries": 1, "hints": 0, "solved": None},
-    },
-}
-
-
-def test_the_record_of_an_earlier_version_is_carried_over_once(file):
-    file.parent.mkdir()
-    earlier = file.with_name("progress.json")
-    earlier.write_text(json.dumps(EARLIER, indent=1) + "\n")
-    want = {"0.1": record.Entry(3, 1, "2026-11-20T10:00:00+00:00"), "0.2": record.Entry(1, 0, None)}
-    assert record.load() == want
-    record.failed_try("0.2")
-    assert record.load() == {**want, "0.2": record.Entry(tries=2)}
-    assert not earlier.exists()
-    file.unlink()  # the learner starts afresh
-    assert record.load() == {}
-
-
-def test_an_earlier_record_is_carried_over_by_the_first_write_too(file):
-    file.parent.mkdir()
-    file.with_name("progress.json").write_text(json.dumps(EARLIER))
-    record.solved("0.2")
-    assert set(record.load()) == {"0.1", "0.2"} and record.load()["0.2"].solved
-
-
-def test_an_earlier_record_under_a_name_of_ones_own(tmp_path, monkeypatch):
-    monkeypatch.setenv("FLASHLAB_PROGRESS", str(tmp_path / "student.json"))
-    (tmp_path / "student.json").write_text(json.dumps(EARLIER, indent=1))
-    record.failed_try("0.2")
-    assert record.load()["0.2"].tries == 2 and record.load()["0.1"].tries == 3
 
 
 def test_a_place_that_cannot_be_written_is_said_once(tmp_path, monkeypatch, capsys):
@@ -169,7 +123,7 @@ def test_a_full_disk_is_said_and_leaves_what_was_there(file, monkeypatch, capsys
     assert "0.1" in file.read_text() and "0.2" not in file.read_text()
 
 
-@pytest.mark.parametrize("there", ["a record", "no record yet", "no record yet, and an earlier version's"])
+@pytest.mark.parametrize("there", ["a record", "no record yet"])
 def test_a_link_is_followed_and_stays_a_link(file, tmp_path, there):
     file.parent.mkdir()
     target = tmp_path / "elsewhere" / "mine.jsonl"
@@ -177,18 +131,15 @@ def test_a_link_is_followed_and_stays_a_link(file, tmp_path, there):
     file.symlink_to(target)
     if there == "a record":
         target.write_text(GOOD)
-    if there.endswith("version's"):
-        file.with_name("progress.json").write_text(json.dumps(EARLIER))
     record.load()
     record.solved("0.2")
     assert file.is_symlink() and target.is_file() and not target.is_symlink()
-    assert record.load()["0.2"].solved and ("0.1" in record.load()) == (there != "no record yet")
+    assert record.load()["0.2"].solved and ("0.1" in record.load()) == (there == "a record")
 
 
 def test_a_link_to_a_device_is_refused(file, capsys):
     file.parent.mkdir()
     file.symlink_to("/dev/null")
-    file.with_name("progress.json").write_text(json.dumps(EARLIER))
     record.solved("0.1")
     assert record.load() == {} and file.is_symlink() and os.readlink(file) == "/dev/null"
     assert "it is a device or a pipe, and a file is needed" in capsys.readouterr().out
@@ -211,7 +162,7 @@ def test_no_home_and_no_folder_stop_no_check(tmp_path, monkeypatch, capsys):
 
 
 def test_kernels_writing_at_once_lose_nothing(file):
-    # The module alone, without torch: processes that start fast enough to meet, and a record to be carried over.
+    # The module alone, without torch: processes that start fast enough to meet.
     script = (
         "import importlib.util, sys\n"
         "spec = importlib.util.spec_from_file_location('record', sys.argv[1])\n"
@@ -219,15 +170,12 @@ def test_kernels_writing_at_once_lose_nothing(file):
         "spec.loader.exec_module(record)\n"
         "for _ in range(20): record.failed_try('1.1'); record.failed_try('2.' + sys.argv[2])\n"
     )
-    file.parent.mkdir()
-    file.with_name("progress.json").write_text(json.dumps(EARLIER))
     env = {**os.environ, "FLASHLAB_PROGRESS": str(file)}
     running = [subprocess.Popen([sys.executable, "-c", script, record.__file__, str(i)], env=env) for i in range(1, 5)]
     assert [process.wait(60) for process in running] == [0] * 4
     entries = record.load()
     assert entries["1.1"].tries == 80
     assert [entries[f"2.{i}"].tries for i in range(1, 5)] == [20] * 4
-    assert entries["0.1"].tries == 3
 
 
 def test_where_it_is_kept(tmp_path, monkeypatch):

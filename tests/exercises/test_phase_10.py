@@ -192,12 +192,6 @@ def test_the_cost_of_first_calls_gone_wrong(of, words):
     assert words in str(failure("10.3", wrong))
 
 
-def warm_median_by_sorting(run, gpu, w, r):
-    repeat(run, w)
-    times = sorted(singles(run, gpu, r))
-    return (times[r // 2] + times[(r - 1) // 2]) / 2
-
-
 def in_batches(run, gpu, w, r):
     repeat(run, w)
     return statistics.median(batch(run, gpu, 50) for _ in range(r))

@@ -33,14 +33,6 @@ COPY = "cp_async<16>(smem_u32(smem + at(row, column)), from, there ? 16 : 0);"
 PLAIN = """uint4 x = make_uint4(0, 0, 0, 0);
         if (there) x = *(const uint4*)(gmem + row * stride + column);
         *(uint4*)(smem + at(row, column)) = x;"""
-LOOPS_9_5 = """    int j = end - 1;
-    for (; j >= full; j--) tile(j, std::true_type{});
-    for (; j >= 0; j--) tile(j, std::false_type{});
-"""
-UPWARDS = """    int j = 0;
-    for (; j < full; j++) tile(j, std::false_type{});
-    for (; j < end; j++) tile(j, std::true_type{});
-"""
 
 # id, edits of the solution, slug, words of the sentence
 TOLD = [

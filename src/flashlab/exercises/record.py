@@ -13,7 +13,6 @@ a check.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import errno
 import json
@@ -56,14 +55,15 @@ def load() -> dict[str, Entry]:
     if file is None:
         return {}
     try:
-        _prepare(file)
+        _expect_file(file)
         text = file.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return {}
     except OSError as error:
         _say(f"Your progress file {file} cannot be read ({error.strerror or error}); going on without it.")
         return {}
-    entries, text, damaged = _earlier_format(text)
+    entries: dict[str, Entry] = {}
+    damaged = 0
     for line in text.splitlines():
         if line.strip():
             try:
@@ -97,7 +97,7 @@ def _append(id: str, event: str, level: int | None = None) -> None:
     line = json.dumps({"id": id, "event": event, **({} if level is None else {"level": level}), "when": when}) + "\n"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        _prepare(file)
+        _expect_file(file)
         handle = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         try:
             size = os.fstat(handle).st_size
@@ -113,12 +113,12 @@ def _append(id: str, event: str, level: int | None = None) -> None:
 
 
 def _apply(entries: dict[str, Entry], line: dict[str, object]) -> None:
-    """Add one event to its entry; raises ValueError, KeyError or TypeError for what is none."""
+    """Add one event to its entry; raises ValueError, KeyError, TypeError or OverflowError for what is none."""
     id, event, when = line["id"], line["event"], line["when"]
-    if not isinstance(id, str) or event not in ("tried", "solved", "hint"):
+    datetime.datetime.fromisoformat(when)  # type: ignore[arg-type]
+    level = int(line["level"]) if event == "hint" else 0  # type: ignore[call-overload]
+    if not isinstance(id, str) or event not in ("tried", "solved", "hint") or not 0 <= level < 10**6:
         raise ValueError(line)
-    _time(when)
-    level = _count(line["level"]) if event == "hint" else 0
     entry = entries.setdefault(id, Entry())
     if event == "hint":
         entry.hints = max(entry.hints, level)
@@ -128,42 +128,8 @@ def _apply(entries: dict[str, Entry], line: dict[str, object]) -> None:
         entry.tries, entry.solved = entry.tries + 1, str(when)
 
 
-def _time(when: object) -> str:
-    """Raises ValueError or TypeError for what is no time."""
-    datetime.datetime.fromisoformat(when)  # type: ignore[arg-type]
-    return str(when)
-
-
-def _count(number: object) -> int:
-    """Raises ValueError, TypeError or OverflowError for what is no number of tries or hints."""
-    found = int(number)  # type: ignore[call-overload]
-    if not 0 <= found < 10**6:
-        raise ValueError(number)
-    return found
-
-
-def _earlier_format(text: str) -> tuple[dict[str, Entry], str, int]:
-    """Of a record that begins as one JSON document, as it was kept at first: its entries, the lines after it, and how
-    many entries are damaged."""
-    try:
-        document, end = json.JSONDecoder().raw_decode(text)
-        fields = document["exercises"].items()
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return {}, text, 0
-    entries = {}
-    for id, e in fields:
-        with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
-            solved = None if e["solved"] is None else _time(e["solved"])
-            entries[id] = Entry(_count(e["tries"]), _count(e["hints"]), solved)
-    return entries, text[end:], len(fields) - len(entries)
-
-
-def _prepare(file: Path) -> None:
-    """Carry an earlier version's progress.json over; refuse what is no regular file. A link is followed."""
-    earlier = file.with_name("progress.json")
-    if file.name == "progress.jsonl" and not file.exists() and earlier.is_file():
-        with contextlib.suppress(OSError):  # another kernel did it meanwhile, or a link leads to another disk
-            earlier.rename(os.path.realpath(file))
+def _expect_file(file: Path) -> None:
+    """OSError where it is there and no regular file. A link is followed."""
     try:
         mode = file.stat().st_mode
     except FileNotFoundError:
