@@ -104,9 +104,6 @@ _OWN = "each matrix has strides of its own, and each stride its own index"
     draw=lambda r: _layouts(r, r.choice((4, 8, 16)), r.choice((4, 8, 16)), r.choice(_ORDERS)),
     notes=dict.fromkeys(("stride_xr", "stride_xc", "stride_yr", "stride_yc"), _OWN),
     rows=[
-        Row("strides-exchanged", "x's strides are exchanged: a row's number goes with the stride from row to row",
-            [("rows[:, None] * stride_xr", "rows[:, None] * stride_xc"),
-             ("cols[None, :] * stride_xc", "cols[None, :] * stride_xr")]),
         Row("columns-side-by-side", "the strides from column to column are taken for 1, in x and in y",
             [(" * stride_xc", ""), (" * stride_yc", "")]),
         Row("never-written", "nothing is ever stored to y", [("tl.store(y_ptrs, tl.load(x_ptrs))", "tl.load(x_ptrs)")]),
@@ -530,7 +527,6 @@ def _as_the_interpreter_counts(bytes_read: Callable[..., Any]) -> None:
     rows=[
         Row("masked-rows", "rows past the end are masked: they are not read",
             [("(2 * M + 2", "(2 * programs * BLOCK_M + 2"), ("4 * M", "4 * programs * BLOCK_M")]),
-        Row("o-not-read", "M rows too few: the keys before are in O, which is read too", [("(2 * M + 2", "(M + 2")]),
         Row("lse-not-read", "4 · M bytes too few: the keys before are in lse, which is read too", [(" + 4 * M", "")]),
         Row("like-the-lectures", "that is the lecture's kernel: this one reads O and lse as well",
             [("(2 * M + 2", "(M + 2"), (" + 4 * M", "")]),

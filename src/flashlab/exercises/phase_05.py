@@ -447,10 +447,6 @@ _UPPER, _LOWER = f"distance = {_DISTANCE}", "p = torch.triu(p, distance - window
             [("dv = dv + p.to(dO.dtype).float().T @ do", "dv = dv + (p * (do @ v.T - delta[rows, None])).T @ do")]),
         Row("dp-for-ds", "dk: dP stands where dS belongs: it is P · (dP - delta)",
             [("ds = p * (do @ v.T - delta[rows, None])", "ds = do @ v.T")]),
-        Row("delta-not-weighted", "dk: delta is subtracted from P · dP; it is subtracted from dP, before P multiplies",
-            [("p * (do @ v.T - delta[rows, None])", "p * (do @ v.T) - delta[rows, None]")]),
-        *rounded_sums(dk=("dk = dk + ds", "dk = dk.to(Q.dtype).float() + ds"),
-                      dv=("dv = dv + p", "dv = dv.to(Q.dtype).float() + p")),
         Row("delta-of-the-first-rows", "dk: delta is that of the first block's rows in every block",
             [("delta[rows, None]", "delta[: len(q), None]")]),
         Row("statistics-of-the-first-rows", "dk and dv: lse and delta are those of the first block's rows in "

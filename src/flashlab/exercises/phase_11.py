@@ -206,8 +206,6 @@ def _some_tile(r: random.Random) -> tuple[tuple[int, ...], int, int, int]:
     rows=[
         Row("new-barrier", "producer's parity: it is that of a ring at whose `empty` nobody arrives before the loop. "
             "Here those arrivals are phase 0, so use n waits for phase n", [(_BOTH, "use % 2, (use - 1) % 2")]),
-        Row("begins-again", "each part begins at stage 0 with use 0: the ring runs on, and the tiles of the parts "
-            "before count", [(_COUNTED, "i")]),
         Row("begins-again", "each part begins at stage 0 with use 0, in a ring at whose `empty` nobody arrives before "
             "the loop: it runs on", [(_COUNTED, "i"), (_BOTH, "use % 2, (use - 1) % 2")]),
         Row("equal-parts", "the parts before count as long as this one: each has tiles of its own",
@@ -245,8 +243,6 @@ _ROWS, _WIDE = "-(-min(tile_rows, rows_left) // box_rows) * box_rows", "-(-head_
         "head_dim": "all boxes of the tile count at the same barrier",
     },
     rows=[
-        Row("boxes-not-asked-for", "boxes count here none of whose rows exists: nobody asks for them",
-            [(_ROWS, "tile_rows")]),
         Row("boxes-not-asked-for", "the whole tile counts, by head_dim: a box that nobody asks for brings nothing, and "
             "one that is asked for has 64 columns", [(_ROWS, "tile_rows"), (_WIDE, "head_dim")]),
         Row("zeros-not-counted", "rows that do not exist are left out: the copy engine fills the whole box, with "
@@ -428,8 +424,6 @@ def _stages(r: random.Random) -> tuple[int, ...]:
             [("* 2 + 8", "* 2 + 5 * 8"), (" + 4 * 8", "")]),
         Row("half-a-stage", "a stage has one tile here, and two barriers: it has a tile of K and one of V, with two "
             "barriers each", [("2 * block_n * head_dim * 2 + 4 * 8", "block_n * head_dim * 2 + 2 * 8")]),
-        Row("barriers-of-4-bytes", "a barrier has 4 bytes here: it has 8",
-            [("* 2 + 8", "* 2 + 4"), ("4 * 8", "4 * 4")]),
         Row("q-in-every-stage", "each stage has a tile of Q here: there is one, and it stays",
             [("(shared_bytes - once) // per_stage", "(shared_bytes - 8) // (per_stage + once - 8)")]),
     ],

@@ -239,10 +239,6 @@ def _link(r: random.Random) -> tuple[int, ...]:
         "heads": "every query head computes",
     },
     rows=[
-        Row("not-two-pieces", "the length is no multiple of 2 * world: each rank has two equal pieces",
-            [("math.ceil(tflops * 1000 * itemsize * kv_heads / (2 * gb_s * heads))",
-              "math.ceil(tflops * 1000 * itemsize * kv_heads / (gb_s * heads))"),
-             ("return piece * 2 * world", "return piece * world")]),
         Row("without-a-mask", "half of it: as without a mask, where a step computes n * n pairs; or K or V alone is "
             "sent", [("(2 * gb_s", "(4 * gb_s")]),
         Row("pieces-not-whole", "the whole is rounded up to a token, and each of 2 * world pieces has whole ones",
@@ -432,8 +428,6 @@ def to_heads(x: torch.Tensor) -> torch.Tensor:
             ("dS K", "P and dO V^T belong to them too", (("q", "k.mT"), ("do", "v.mT"))),
         )
     ] + [
-        Row("old-values", "the values are those with which the rank began, in every step",
-            [("do @ there_v", "do @ v")]),
         Row("one-step", "only the first step is there", [("range(world)", "range(1)")]),
         Row("dq-moves", "dq goes on too: it stays with its queries",
             [("to the next rank", "\n        dq = dq.roll(1, 0)")]),
