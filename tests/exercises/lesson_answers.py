@@ -105,3 +105,7 @@ def failure(id: str, *answers) -> CheckFailed:
 
 def diagnosis(id: str, *answers) -> str:
     return failure(id, *answers).diagnosis
+
+
+def said(id: str, *answers) -> str:
+    return failure(id, *answers).sentence.partition("\n")[0]

@@ -2,24 +2,14 @@
 
 import pytest
 import torch
-from lesson_answers import answers_of, cell_of, diagnosis, failure, namespace, run
+from lesson_answers import answers_of, changed, diagnosis, failure
 
 from flashlab import runtime
 from flashlab.check import CheckFailed
-from flashlab.check.changes import edited
 from flashlab.exercises import check
 
 LONG = pytest.mark.long  # up to a minute each: pairs of changes are tried, and the shorter ones find as much
 WATCHED = pytest.mark.skipif(not runtime.INTERPRETED, reason="addresses are watched where kernels are interpreted")
-
-
-def solved(id, *changes):
-    """The solution of an exercise, as its cell gives it after some changes."""
-    names, answers = namespace(4, "solutions")
-    cell = edited(cell_of(id, "solutions"), changes)
-    scope = dict(names)
-    run(cell, f"<{id} {hash(cell)}>", scope)
-    return [scope[x] for x in answers[id]]
 
 
 # ---- 4.1 ------------------------------------------------------------------------------------------------------------
@@ -77,11 +67,11 @@ MASK = "seen = (key <= query + N - M) | (key < prefix)"
 )
 @pytest.mark.every(3)
 def test_the_mask_of_a_tile_in_other_styles(right):
-    assert check("4.3", *solved("4.3", (MASK, right)))
+    assert check("4.3", *changed("4.3", (MASK, right)))
 
 
 def test_the_mask_of_a_tile_wrong():
-    assert diagnosis("4.3", *solved("4.3", (MASK, MASK + "\n    seen = ~seen"))) == "inverted"
+    assert diagnosis("4.3", *changed("4.3", (MASK, MASK + "\n    seen = ~seen"))) == "inverted"
 
 
 # ---- 4.4 ------------------------------------------------------------------------------------------------------------
@@ -90,13 +80,13 @@ def test_the_mask_of_a_tile_wrong():
 @pytest.mark.long
 def test_a_wide_head_in_other_styles():
     later = ("s = tl.dot(q, k.T, s)", "s += tl.dot(q, tl.trans(k))")
-    assert check("4.4", *solved("4.4", later))
+    assert check("4.4", *changed("4.4", later))
     products = "q.to(tl.float32)[:, None, :] * k.to(tl.float32)[None, :, :]"
-    assert check("4.4", *solved("4.4", ("s = tl.dot(q, k.T, s)", f"s += tl.sum({products}, axis=2)")))
+    assert check("4.4", *changed("4.4", ("s = tl.dot(q, k.T, s)", f"s += tl.sum({products}, axis=2)")))
     pointers = ("    s = tl.dot(", "    k = tl.where(real, k, 0.0)\n        s = tl.dot(")
-    assert check("4.4", *solved("4.4", pointers))
+    assert check("4.4", *changed("4.4", pointers))
     rounded = ("s = tl.dot(q, k.T, s)", "s += tl.sum(q[:, None, :] * k[None, :, :], axis=2)")
-    assert diagnosis("4.4", *solved("4.4", rounded)) == "low-precision"
+    assert diagnosis("4.4", *changed("4.4", rounded)) == "low-precision"
 
 
 # ---- 4.5 ------------------------------------------------------------------------------------------------------------
@@ -136,7 +126,7 @@ CAP = "y = cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * x / cap)))"
 )
 @pytest.mark.every(4)
 def test_a_cap_in_other_styles(right):
-    assert check("4.6", *solved("4.6", (CAP, right)))
+    assert check("4.6", *changed("4.6", (CAP, right)))
 
 
 @pytest.mark.parametrize(
@@ -148,7 +138,7 @@ def test_a_cap_in_other_styles(right):
     ],
 )
 def test_a_cap_wrong(wrong, slug):
-    assert diagnosis("4.6", *solved("4.6", (CAP, wrong))) == slug
+    assert diagnosis("4.6", *changed("4.6", (CAP, wrong))) == slug
 
 
 # ---- 4.7 ------------------------------------------------------------------------------------------------------------
@@ -159,9 +149,9 @@ MASKED = '        s = tl.where(seen, capped(s, cap), float("-inf"))\n'
 @pytest.mark.long
 def test_nobody_looks_ahead_in_other_styles():
     sigmoid = ("capped(s, cap)", "cap * (2.0 * tl.sigmoid(2.0 * s / cap) - 1.0)")
-    assert check("4.7", *solved("4.7", sigmoid))
+    assert check("4.7", *changed("4.7", sigmoid))
     added = (MASKED, '        s = capped(s, cap) + tl.where(seen, 0.0, float("-inf"))\n')
-    assert check("4.7", *solved("4.7", added))
+    assert check("4.7", *changed("4.7", added))
 
 
 # ---- 4.8 ------------------------------------------------------------------------------------------------------------
@@ -190,7 +180,7 @@ def without(*names):
 def test_far_apart_in_other_styles(changes):
     if len(changes) == 3:  # pid has 64 bits, and what is made of it
         changes = [changes[0], (BATCH, "batch = pid // heads"), (HEAD, "head = pid % heads")]
-    assert check("4.8", *solved("4.8", *changes))
+    assert check("4.8", *changed("4.8", *changes))
 
 
 # ---- 4.9 ------------------------------------------------------------------------------------------------------------
@@ -211,14 +201,14 @@ def test_a_sink_in_other_styles():
     o = acc * tl.exp(m_i - m_new)[:, None] / total[:, None]
     lse = m_new + tl.log(total)
 """
-    assert check("4.9", *solved("4.9", *ORDINARY, (AFTER, joined)))
+    assert check("4.9", *changed("4.9", *ORDINARY, (AFTER, joined)))
     weighed = """    lse = m_i + tl.log(l_i)
     top = tl.maximum(lse, sink)
     total = top + tl.log(tl.exp(lse - top) + tl.exp(sink - top))
     o = acc / l_i[:, None] * tl.exp(lse - total)[:, None]
     lse = total
 """
-    assert check("4.9", *solved("4.9", *ORDINARY, (AFTER, weighed)))
+    assert check("4.9", *changed("4.9", *ORDINARY, (AFTER, weighed)))
 
 
 # ---- 4.10 -----------------------------------------------------------------------------------------------------------
@@ -254,7 +244,7 @@ def test_pytorch_is_no_kernel():
 )  # fmt: skip
 @pytest.mark.every(3)
 def test_from_an_empty_page_wrong(change, slug):
-    found = diagnosis("4.10", *solved("4.13", *([change] if isinstance(change, tuple) else change)))
+    found = diagnosis("4.10", *changed("4.13", *([change] if isinstance(change, tuple) else change)))
     assert found == slug or (slug is None and found not in ("exception", "not-solved-yet"))
 
 
@@ -262,7 +252,7 @@ def test_from_an_empty_page_wrong(change, slug):
 def test_a_stray_address_is_told_whatever_the_tiles():
     tiles = ("M, 64)", "M, 32)"), ("BLOCK_M=64, BLOCK_N=64", "BLOCK_M=32, BLOCK_N=16")
     swapped = [(f"head // group * stride_{x}h", f"head % group * stride_{x}h") for x in "kv"]
-    assert diagnosis("4.12", *solved("4.12", *tiles, *swapped)) == "wrong-operator"
+    assert diagnosis("4.12", *changed("4.12", *tiles, *swapped)) == "wrong-operator"
 
 
 # ---- all ------------------------------------------------------------------------------------------------------------
@@ -315,9 +305,9 @@ SCALE = ("head_dim**-0.5 if scale is None else scale", "scale or head_dim**-0.5"
 @pytest.mark.every(4)
 def test_the_ladder(id, change, slug):
     if slug is None:
-        assert check(id, *solved(id, change))
+        assert check(id, *changed(id, change))
     else:
-        assert diagnosis(id, *solved(id, *([change] if isinstance(change, tuple) else change))) == slug
+        assert diagnosis(id, *changed(id, *([change] if isinstance(change, tuple) else change))) == slug
 
 
 @WATCHED
@@ -332,43 +322,43 @@ def test_pytorch_is_no_step_of_the_ladder():
 
 
 def test_two_mistakes_at_once():
-    strict = failure("4.3", *solved("4.3", ("key <= query", "key < query"), (" + N - M) |", ") |")))
+    strict = failure("4.3", *changed("4.3", ("key <= query", "key < query"), (" + N - M) |", ") |")))
     assert strict.diagnosis == "two-slips" and "`N - M` is missing" in str(strict)
 
 
 @WATCHED
 def test_a_tile_is_not_one_number():
     both = (MASK, MASK.replace(" | ", " or "))
-    assert "where one number is wanted" in str(failure("4.3", *solved("4.3", both)))
+    assert "where one number is wanted" in str(failure("4.3", *changed("4.3", both)))
     chained = (MASK, "seen = key - N + M <= query < M")
-    assert "where one number is wanted" in str(failure("4.3", *solved("4.3", chained)))
-    assert "where one number is wanted" in str(failure("4.6", *solved("4.6", (CAP, "y = cap * float(x / cap)"))))
+    assert "where one number is wanted" in str(failure("4.3", *changed("4.3", chained)))
+    assert "where one number is wanted" in str(failure("4.6", *changed("4.6", (CAP, "y = cap * float(x / cap)"))))
 
 
 def test_what_is_not_for_kernels():
-    assert diagnosis("4.6", *solved("4.6", (CAP, "y = cap * torch.tanh(x / cap)"))) == "not-triton"
-    assert diagnosis("4.6", *solved("4.6", (CAP, CAP + "\n    tl.store(x_ptr + i, y)"))) == "inputs-changed"
+    assert diagnosis("4.6", *changed("4.6", (CAP, "y = cap * torch.tanh(x / cap)"))) == "not-triton"
+    assert diagnosis("4.6", *changed("4.6", (CAP, CAP + "\n    tl.store(x_ptr + i, y)"))) == "inputs-changed"
 
 
 @pytest.mark.long
 def test_a_row_that_sees_nothing_is_told_what_is_there():
-    finite = failure("4.7", *solved("4.7", (MASKED, MASKED.replace('float("-inf")', "-1.0e4"))))
+    finite = failure("4.7", *changed("4.7", (MASKED, MASKED.replace('float("-inf")', "-1.0e4"))))
     assert "-10000 stands where `float(.-inf.)` belongs" in str(finite).replace(chr(39), ".")
-    everywhere = failure("4.7", *solved("4.7", (MASKED, MASKED.replace("-inf", "inf"))))
+    everywhere = failure("4.7", *changed("4.7", (MASKED, MASKED.replace("-inf", "inf"))))
     assert "that see no key" not in str(everywhere) and "o is NaN everywhere" in str(everywhere)
 
 
 def test_a_condition_is_missing_rather_than_a_term_of_it():
-    alone = failure("4.3", *solved("4.3", (MASK, "seen = (key < prefix) & (query >= 0)")))
+    alone = failure("4.3", *changed("4.3", (MASK, "seen = (key < prefix) & (query >= 0)")))
     assert alone.diagnosis == "condition-missing"
-    other = failure("4.3", *solved("4.3", (MASK, "seen = (key < N) & (query >= 0)")))
+    other = failure("4.3", *changed("4.3", (MASK, "seen = (key < N) & (query >= 0)")))
     assert "`N` stands where `prefix` belongs" in str(other)
 
 
 @LONG
 def test_a_sink_in_one_of_two_results():
     late = "    o = acc / l_i[:, None]\n    lse = m_i + tl.log(l_i + tl.exp(sink - m_i))\n"
-    in_lse = str(failure("4.9", *solved("4.9", *ORDINARY, (AFTER, late))))
+    in_lse = str(failure("4.9", *changed("4.9", *ORDINARY, (AFTER, late))))
     assert "o is that without a sink" in in_lse and "lse is `m_i` always" not in in_lse
 
 
@@ -396,7 +386,7 @@ def test_a_sentence_names_the_part_that_is_changed():
     assert "`kv_heads` stands where `heads // kv_heads` belongs" in str(groups)
     assert failure("4.2", edges(whole=lambda a, z, d, n, p, t: cut(z + d, n, p) // t * t)).diagnosis == (
         "whole-by-the-last-row")  # fmt: skip
-    assert "offs_" not in str(failure("4.3", *solved("4.3", ("key < prefix", "c[None, :] < prefix"))))
+    assert "offs_" not in str(failure("4.3", *changed("4.3", ("key < prefix", "c[None, :] < prefix"))))
 
 
 def test_two_names_in_one_difference_are_no_cause():
@@ -407,7 +397,7 @@ def test_two_names_in_one_difference_are_no_cause():
 def test_the_cap_of_a_bug_hunt_must_not_overflow():
     naive = "        t = tl.exp(2.0 * s / cap)\n        x = cap * (t - 1.0) / (t + 1.0)\n"
     naive += MASKED.replace("capped(s, cap)", "x")
-    assert diagnosis("4.7", *solved("4.7", (MASKED, naive))) == "not-finite"
+    assert diagnosis("4.7", *changed("4.7", (MASKED, naive))) == "not-finite"
 
 
 @WATCHED

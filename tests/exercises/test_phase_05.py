@@ -1,30 +1,11 @@
 """Phase 5's checks: right answers in every style pass, and the mistakes that learners make are named."""
 
-import importlib.util
-import re
-
 import pytest
 import torch
-from lesson_answers import cell_of
+from lesson_answers import changed, diagnosis, said
 
 from flashlab import runtime
-from flashlab.attention import simulation_backward
-from flashlab.check import CheckFailed
 from flashlab.exercises import check
-
-
-def told(id, *answers):
-    with pytest.raises(CheckFailed) as caught:
-        check(id, *answers)
-    assert 20 < len(caught.value.sentence.partition("\n")[0]) < 330
-    return caught.value.diagnosis
-
-
-def said(id, *answers):
-    with pytest.raises(CheckFailed) as caught:
-        check(id, *answers)
-    return caught.value.sentence.partition("\n")[0]
-
 
 # ---- 5.2 ------------------------------------------------------------------------------------------------------------
 
@@ -38,8 +19,8 @@ def columns(o, do):
 
 
 def test_delta_of_16_bit_inputs():
-    assert told("5.2", keys, lambda o, do: (o * do).sum(1)) == "wrong-dtype"
-    assert told("5.2", keys, lambda o, do: (o * do).float().sum(1)) == "low-precision"
+    assert diagnosis("5.2", keys, lambda o, do: (o * do).sum(1)) == "wrong-dtype"
+    assert diagnosis("5.2", keys, lambda o, do: (o * do).float().sum(1)) == "low-precision"
     assert "digits" not in said("5.2", keys, lambda o, do: (o.double() * do.double()).sum(1))
 
 
@@ -84,24 +65,10 @@ def test_dq_without_tiles():
         p = torch.exp(scale * q @ K.T - lse[:, None])
         return scale * (p * (KEPT * (do @ V.T) / keep - delta[:, None])) @ K
 
-    assert told("5.3", whole) == "memory-grows-with-n"
+    assert diagnosis("5.3", whole) == "memory-grows-with-n"
 
 
 # ---- 5.4 ------------------------------------------------------------------------------------------------------------
-
-
-def changed(source, *changes):
-    for old, new in changes:
-        assert source.count(old) >= 1, old
-        source = source.replace(old, new)
-    return source
-
-
-def keys_walk(*changes):
-    """The solution's walk with pieces of its text replaced."""
-    scope = {"torch": torch, "lecture": simulation_backward}
-    exec(changed(cell_of("5.4", "solutions"), *changes), scope)
-    return scope["window_block_sim"]
 
 
 BEGIN, END = "max(0, start_n - (N - M))", "min(M, start_n + len(k) - 1 - (N - M) + window)"
@@ -120,7 +87,7 @@ SEEN = "torch.ones_like(p).cumsum(1) > torch.ones_like(p).cumsum(0) + distance -
     ],
 )
 def test_window_blocks_in_several_styles(changes):
-    assert check("5.4", keys_walk(*changes))
+    assert check("5.4", *changed("5.4", *changes))
 
 
 @pytest.mark.parametrize(
@@ -137,26 +104,10 @@ def test_window_blocks_in_several_styles(changes):
 )  # fmt: skip
 @pytest.mark.long
 def test_what_is_said_of_window_blocks(changes, words):
-    assert words in said("5.4", keys_walk(*changes))
+    assert words in said("5.4", *changed("5.4", *changes))
 
 
 # ---- 5.5, 5.6, 5.11: kernels ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def kernel(tmp_path):
-    """kernel(id, *changes): the solution's kernel with pieces of its text replaced; in a file, as Triton wants it."""
-
-    def make(id, *changes):
-        text = changed(cell_of(id, "solutions"), *changes)
-        path = tmp_path / f"answer_{abs(hash(text))}.py"
-        path.write_text(f"import triton\nimport triton.language as tl\n\n\n{text}\n")
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return next(value for value in vars(module).values() if hasattr(value, "fn"))
-
-    return make
 
 
 INTERPRETED = pytest.mark.skipif(not runtime.INTERPRETED, reason="addresses are watched where kernels are interpreted")
@@ -178,8 +129,8 @@ MASKED = "ds = tl.where(in_range[None, :], p * (dp - delta[:, None]), 0.0)"
     ],
 )  # fmt: skip
 @pytest.mark.every(4)
-def test_dq_kernel_in_several_styles(kernel, changes):
-    assert check("5.6", kernel("5.6", *changes))
+def test_dq_kernel_in_several_styles(changes):
+    assert check("5.6", *changed("5.6", *changes))
 
 
 @pytest.mark.slow
@@ -196,8 +147,8 @@ def test_dq_kernel_in_several_styles(kernel, changes):
     ],
 )  # fmt: skip
 @pytest.mark.every(3)
-def test_dc_kernel_in_several_styles(kernel, changes):
-    assert check("5.11", kernel("5.11", *changes))
+def test_dc_kernel_in_several_styles(changes):
+    assert check("5.11", *changed("5.11", *changes))
 
 
 @pytest.mark.slow
@@ -234,8 +185,8 @@ def test_dc_kernel_in_several_styles(kernel, changes):
     ],
 )  # fmt: skip
 @pytest.mark.every(9)
-def test_what_is_said_of_kernels(kernel, id, old, new, words):
-    assert words in said(id, kernel(id, (old, new)))
+def test_what_is_said_of_kernels(id, old, new, words):
+    assert words in said(id, *changed(id, (old, new)))
 
 
 # ---- 5.8 ------------------------------------------------------------------------------------------------------------
@@ -250,27 +201,20 @@ def one_by_one(dk, n):
 
 
 def test_group_sums_in_16_bit():
-    assert told("5.8", one_by_one) == "low-precision" and "2048" in said("5.8", one_by_one)
+    assert diagnosis("5.8", one_by_one) == "low-precision" and "2048" in said("5.8", one_by_one)
 
 
 # ---- 5.9, 5.10 ------------------------------------------------------------------------------------------------------
-
-
-def hunted(id, *changes):
-    source = changed(re.sub(r"# repaired.*", "", cell_of(id, "solutions")), *changes)
-    scope = {"torch": torch, "math": __import__("math"), "lecture": simulation_backward}
-    exec(source, scope)
-    return scope[f"hunted_{id.split('.')[1]}"]
 
 
 GRID = "max(math.ceil(M / BLOCK_M), math.ceil(N / BLOCK_N))"
 
 
 def test_of_programs_too_few_it_says_which_blocks_have_none():
-    bug = hunted("5.10", (GRID, "math.ceil(len(q) / BLOCK_M)"))
-    assert "each block of keys needs a program" in said("5.10", bug)
+    bug = changed("5.10", (GRID, "math.ceil(len(q) / BLOCK_M)"))
+    assert "each block of keys needs a program" in said("5.10", *bug)
 
 
 @pytest.mark.long
 def test_causes_that_contradict_each_other_are_not_told_together():
-    assert "exchanged" not in said("5.10", hunted("5.10", (GRID, "math.ceil(N / BLOCK_M)")))
+    assert "exchanged" not in said("5.10", *changed("5.10", (GRID, "math.ceil(N / BLOCK_M)")))
