@@ -1,47 +1,22 @@
 """Phase 2's checks: right answers pass, and each part of the loop that is wrong is named."""
 
-import inspect
-
 import pytest
 import torch
-from lesson_answers import cell_of
+from lesson_answers import answers_of, changed, diagnosis
 
 from flashlab.attention import reference, simulation
-from flashlab.attention.simulation import check_inputs, flash_attention_forward_sim
+from flashlab.attention.simulation import flash_attention_forward_sim
 from flashlab.check import CheckFailed
-from flashlab.check.changes import edited
-from flashlab.exercises.registry import find
-
-
-def rejected(id, answer):
-    with pytest.raises(CheckFailed) as caught:
-        find(id).run(answer)
-    assert len(str(caught.value).partition("\n")[0]) < 260
-    return caught.value.diagnosis
-
-
-def changed(name, *changes):
-    """A function of the simulation with pieces of its text replaced."""
-    text = edited(inspect.getsource(getattr(simulation, name)), changes)
-    scope = dict(vars(simulation))
-    exec(text, scope)
-    return scope[name]
-
-
-def hunted_6(*changes):
-    text = edited(cell_of("2.6", "solutions"), changes)
-    scope = {"torch": torch, "math": __import__("math"), "check_inputs": check_inputs}
-    exec(text, scope)
-    return scope["hunted_6"]
+from flashlab.exercises import check
 
 
 def test_the_right_answers_pass():
-    assert find("2.3").run(flash_attention_forward_sim)
-    assert find("2.6").run(hunted_6())
+    for id in ("2.3", "2.6"):
+        assert check(id, *answers_of(id, "solutions"))
 
 
 @pytest.mark.parametrize(
-    ("change", "diagnosis"),
+    ("change", "slug"),
     [
         (("torch.exp(m_i - m_new)", "torch.exp(m_new - m_i).nan_to_num(posinf=0)"), "correction-inverted"),
         (("torch.exp(m_i - m_new)", "torch.exp(m_i - m_new) ** 2"), "corrected-twice"),
@@ -49,13 +24,13 @@ def test_the_right_answers_pass():
         (("acc * correction[:, None]", "acc"), "o-not-rescaled"),
     ],
 )
-def test_each_part_of_the_loop_is_named(change, diagnosis):
-    assert rejected("2.3", changed("flash_attention_forward_sim", change)) == diagnosis
+def test_each_part_of_the_loop_is_named(change, slug):
+    assert diagnosis("2.3", *changed("2.3", change)) == slug
 
 
 def test_a_number_for_the_lse_is_called_that():
     with pytest.raises(CheckFailed, match="lse is a int"):
-        find("2.3").run(lambda *args, **options: (flash_attention_forward_sim(*args, **options)[0], 0))
+        check("2.3", lambda *args, **options: (flash_attention_forward_sim(*args, **options)[0], 0))
 
 
 @pytest.mark.parametrize("id", ["2.3", "2.4", "2.9"])
@@ -72,7 +47,7 @@ def test_v_may_have_other_columns_than_q(id):
             raise RuntimeError("The size of tensor a must match the size of tensor b")
         return right(Q, K, V, *rest, **options)
 
-    assert rejected(id, head_dim_only) == "v-dim-ignored"
+    assert diagnosis(id, head_dim_only) == "v-dim-ignored"
 
 
 def test_the_causal_answer_uses_its_scale_and_leaves_its_inputs():
@@ -85,36 +60,35 @@ def test_the_causal_answer_uses_its_scale_and_leaves_its_inputs():
             scale = 1.0
         return simulation.flash_attention_causal_sim(Q, K, V, BLOCK_M, BLOCK_N, scale)
 
-    assert rejected("2.9", own_scale) == "scale-ignored"
-    assert rejected("2.9", in_place) == "input-modified"
+    assert diagnosis("2.9", own_scale) == "scale-ignored"
+    assert diagnosis("2.9", in_place) == "input-modified"
+
+
+def merged(Q, ks, vs, BLOCK_N, scale):
+    parts = [flash_attention_forward_sim(Q, k, v, BLOCK_N, scale) for k, v in zip(ks, vs, strict=False)]
+    lses = torch.stack([x for _, x in parts])
+    o = sum(w[:, None] * o.float() for w, (o, _) in zip(torch.softmax(lses, 0), parts, strict=True))
+    return o.to(vs[0].dtype), torch.logsumexp(lses, 0)
 
 
 def test_the_number_of_parts_is_not_their_length():
     def split(Q, K, V, BLOCK_N, splits, scale=None):
-        parts = [flash_attention_forward_sim(Q, k, v, BLOCK_N, scale) for k, v in zip(K.split(splits), V.split(splits))]  # noqa: B905
-        lses = torch.stack([x for _, x in parts])
-        weights = torch.softmax(lses, 0)
-        o = sum(w[:, None] * o.float() for w, (o, _) in zip(weights, parts, strict=True))
-        return o.to(V.dtype), torch.logsumexp(lses, 0)
+        return merged(Q, K.split(splits), V.split(splits), BLOCK_N, scale)
 
-    assert rejected("2.8", split) == "parts-too-short"
+    assert diagnosis("2.8", split) == "parts-too-short"
 
 
 def test_keys_that_are_left_over_by_the_division():
     def split(Q, K, V, BLOCK_N, splits, scale=None):
         size = max(1, len(K) // splits)
         starts = range(0, len(K) // size * size, size)[:splits]
-        parts = [flash_attention_forward_sim(Q, K[i : i + size], V[i : i + size], BLOCK_N, scale) for i in starts]
-        lses = torch.stack([x for _, x in parts])
-        weights = torch.softmax(lses, 0)
-        o = sum(w[:, None] * o.float() for w, (o, _) in zip(weights, parts, strict=True))
-        return o.to(V.dtype), torch.logsumexp(lses, 0)
+        return merged(Q, *([x[i : i + size] for i in starts] for x in (K, V)), BLOCK_N, scale)
 
-    assert rejected("2.8", split) == "keys-dropped"
+    assert diagnosis("2.8", split) == "keys-dropped"
 
 
 def test_the_zero_that_guards_a_subtraction_is_not_the_maximum():
-    assert rejected("2.6", hunted_6(("        m_i = m_new\n", "        m_i = m_safe\n"))) == "guard-kept"
+    assert diagnosis("2.6", *changed("2.6", ("        m_i = m_new\n", "        m_i = m_safe\n"))) == "guard-kept"
 
 
 def whole_row(Q_block, K, V, BLOCK_N, scale=None):
@@ -142,4 +116,4 @@ def masks_everything(Q, K, V, BLOCK_M=64, BLOCK_N=64, scale=None):
     ],
 )
 def test_right_values_that_cost_too_much(id, fn, slug):
-    assert rejected(id, fn) == slug
+    assert diagnosis(id, fn) == slug

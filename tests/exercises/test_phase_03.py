@@ -1,11 +1,12 @@
 """Phase 3's checks: the mistakes that learners make are named, and a right answer passes in the time promised."""
 
-import importlib.util
 import inspect
 
 import pytest
 import torch
-from lesson_answers import diagnosis
+import triton
+import triton.language as tl
+from lesson_answers import diagnosis, run
 
 from flashlab.attention import triton_minimal
 from flashlab.attention.triton_minimal import LOG2_E
@@ -18,15 +19,11 @@ LECTURE = inspect.getsource(triton_minimal.flash_attention_forward_kernel.fn)
 MILESTONE = inspect.getsource(phase_03.flash_attention_next_kernel.fn)
 
 
-def kernel_from(tmp_path, text, *changes):
-    """The kernel that `text` defines, with pieces of it replaced; in a file, since Triton reads the source."""
-    text = edited(text, changes)
-    path = tmp_path / "answer.py"
-    path.write_text(f"import triton\nimport triton.language as tl\n\n\n{text}")
-    spec = importlib.util.spec_from_file_location("answer", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return next(value for value in vars(module).values() if hasattr(value, "fn"))
+def kernel_from(text, *changes):
+    """The kernel that `text` defines, with pieces of it replaced."""
+    names, text = {"triton": triton, "tl": tl}, edited(text, changes)
+    run(text, f"<kernel {hash(text)}>", names)
+    return next(value for value in names.values() if hasattr(value, "fn"))
 
 
 # The rest of what verify tells is in its catalogue (tests/check/test_check_mutants.py).
@@ -58,19 +55,19 @@ UNMASKED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("mistake", MISTAKES)
 @pytest.mark.every(2)
-def test_a_wrong_kernel_is_told_its_mistake(tmp_path, mistake):
-    assert diagnosis("3.4", kernel_from(tmp_path, MILESTONE, *MISTAKES[mistake])) == mistake
+def test_a_wrong_kernel_is_told_its_mistake(mistake):
+    assert diagnosis("3.4", kernel_from(MILESTONE, *MISTAKES[mistake])) == mistake
 
 
 @pytest.mark.skipif(
     not triton_minimal.runtime.INTERPRETED, reason="addresses are watched where kernels are interpreted"
 )
 @pytest.mark.parametrize("tensor", UNMASKED)
-def test_a_missing_mask_names_the_tensor(tmp_path, tensor):
+def test_a_missing_mask_names_the_tensor(tensor):
     with pytest.raises(
         CheckFailed, match=rf"out of bounds: element \[16, 0\] of {tensor}, .*: look at what makes this address"
     ):
-        check("3.4", kernel_from(tmp_path, MILESTONE, UNMASKED[tensor]))
+        check("3.4", kernel_from(MILESTONE, UNMASKED[tensor]))
 
 
 def test_the_lectures_kernel_does_not_go_on():
@@ -78,9 +75,9 @@ def test_the_lectures_kernel_does_not_go_on():
     assert diagnosis("3.4", triton_minimal.flash_attention_forward_kernel) == "starts-anew"
 
 
-def test_what_only_the_interpreter_accepts_does_not_pass(tmp_path):
+def test_what_only_the_interpreter_accepts_does_not_pass():
     early_end = ("        m_i = m_new\n", "        m_i = m_new\n        if start_n > 100000:\n            break\n")
-    kernel = kernel_from(tmp_path, MILESTONE, early_end)
+    kernel = kernel_from(MILESTONE, early_end)
     assert diagnosis("3.4", kernel) == "does-not-compile"
 
 
@@ -115,11 +112,11 @@ SKIPPING = (
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_the_causal_kernel(tmp_path):
-    assert check("3.8", kernel_from(tmp_path, LECTURE, *CAUSAL, SKIPPING))
-    assert diagnosis("3.8", kernel_from(tmp_path, LECTURE, *CAUSAL)) == "causal-tiles-not-skipped"
+def test_the_causal_kernel():
+    assert check("3.8", kernel_from(LECTURE, *CAUSAL, SKIPPING))
+    assert diagnosis("3.8", kernel_from(LECTURE, *CAUSAL)) == "causal-tiles-not-skipped"
     top_left = (CAUSAL[1][0], CAUSAL[1][1].replace(" + N - M", ""))
-    slug = diagnosis("3.8", kernel_from(tmp_path, LECTURE, top_left))
+    slug = diagnosis("3.8", kernel_from(LECTURE, top_left))
     assert "causal" in slug or slug == "wrong-value"
 
 
@@ -135,8 +132,8 @@ def copy(x_ptr, y_ptr, N, E, BLOCK: tl.constexpr):
     "mask", ["(o < N) & (tl.program_id(0) < E)", "(o < N) & (E > 3)", "(o < N) & (o < E)", "(o < N) & (N - E > 0)"]
 )
 @pytest.mark.skipif(not triton_minimal.runtime.INTERPRETED, reason="only interpreted kernels can be watched")
-def test_a_mask_of_a_tile_and_a_scalar_can_be_watched(tmp_path, mask):
-    kernel = kernel_from(tmp_path, MASKED_COPY.format(mask=mask))
+def test_a_mask_of_a_tile_and_a_scalar_can_be_watched(mask):
+    kernel = kernel_from(MASKED_COPY.format(mask=mask))
     x, y = torch.randn(40), torch.zeros(40)
     with watched() as traffic:
         kernel[(1,)](x, y, 40, 16, BLOCK=64)

@@ -7,8 +7,7 @@ import time
 
 import pytest
 import torch
-from lesson_answers import cell_of, failure, namespace
-from lesson_answers import run as run_cell
+from lesson_answers import changed, failure, namespace
 from torch.nn import functional as F
 
 import flashlab
@@ -280,20 +279,10 @@ def test_what_is_no_table_of_times(fn, slug):
 # ---- 10.6 -----------------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def lines():  # not where tests are collected, which each process does: it runs the notebook
-    return cell_of("10.6", "solutions")
-
-
-def changed(*changes):
-    """The solution's kernel after some changes of its text."""
-    text = lines()
-    for old, new in changes:
-        assert old in text, old
-        text = text.replace(old, new)
-    scope = dict(namespace(10, "solutions")[0])
-    run_cell(text, f"<10.6 {hash(text)}>", scope)
-    return scope["turn_kernel"]
+COS = "cos = tl.load(COS_ptr + angle, mask=inside, other=0.0)"
+X1_X2 = """    x1 = tl.load(x_ptrs, mask=inside, other=0.0).to(tl.float32)
+    x2 = tl.load(x_ptrs + HALF * stride_xd, mask=inside, other=0.0).to(tl.float32)
+"""
 
 
 @pytest.mark.slow
@@ -303,14 +292,14 @@ def changed(*changes):
         (("x1 * cos - x2 * sin", "cos * x1 - sin * x2"),),
         (("rows[:, None] < M", "(rows < M)[:, None]"), ("(rows[:, None] + offset) * HALF + pairs[None, :]",
                                                         "HALF * (offset + rows)[:, None] + pairs[None, :]")),
-        (("angle, mask=inside, other=0.0)", "angle, mask=inside, other=1.0)"), (".to(Y_ptr.dtype.element_ty)", "")),
+        ((COS, COS.replace("0.0", "1.0")), ("+ x2 * cos).to(Y_ptr.dtype.element_ty)", "+ x2 * cos)")),
         (("    inside =", "    X_ptr += batch * stride_xb\n    inside ="), ("X_ptr + batch * stride_xb +", "X_ptr +")),
         (("(x1 * cos - x2 * sin)", "tl.fma(x1, cos, -(x2 * sin))"),),
     ],
 )  # fmt: skip
 @pytest.mark.every(5)
 def test_the_rotation_in_several_styles(changes):
-    assert check("10.6", changed(*changes))
+    assert check("10.6", *changed("10.6", *changes))
 
 
 WHOLE_ROWS = """
@@ -327,9 +316,7 @@ COUNTED = pytest.mark.skipif(not runtime.INTERPRETED, reason="counted where kern
 @pytest.mark.slow
 @pytest.mark.long
 def test_the_rotation_of_whole_rows():
-    head, tail = lines().split("    x1 = tl.load(")
-    tail = tail.split("\n", 2)[2]
-    assert check("10.6", changed((lines(), head + WHOLE_ROWS + tail)))
+    assert check("10.6", *changed("10.6", (X1_X2, WHOLE_ROWS)))
 
 
 @pytest.mark.slow
@@ -338,7 +325,7 @@ def test_the_rotation_of_whole_rows():
     [
         ([("rows[:, None] < M", "rows[:, None] <= M")],
          "`rows[:, None] <= M`" if runtime.INTERPRETED else "changes its inputs"),
-        ([(".to(tl.float32)", ""), ("other=0.0)\n    sin", "other=0.0).to(X_ptr.dtype.element_ty)\n    sin")], "Y "),
+        ([(X1_X2, X1_X2.replace(".to(tl.float32)", "")), (COS, f"{COS}.to(X_ptr.dtype.element_ty)")], "Y "),
         ([("tl.store(y_ptrs, (", "tl.store(x_ptrs, (")], "changes its inputs"),
         pytest.param([("(x1 * sin + x2 * cos)",
                        "(x1 * sin + x2 * cos + 0 * tl.load(x_ptrs, mask=inside, other=0.0))")],
@@ -351,7 +338,7 @@ def test_the_rotation_of_whole_rows():
 )  # fmt: skip
 @pytest.mark.every(3)
 def test_the_rotation_gone_wrong(changes, words):
-    assert words in str(failure("10.6", changed(*changes)))
+    assert words in str(failure("10.6", *changed("10.6", *changes)))
 
 
 # ---- 10.8 -----------------------------------------------------------------------------------------------------------
