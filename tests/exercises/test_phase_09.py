@@ -20,11 +20,6 @@ except SimtError as error:
     pytest.skip(str(error), allow_module_level=True)
 
 
-@pytest.mark.parametrize("id", ["9.3", "9.4", "9.5", "9.6", "9.7", "9.8", "9.9", "9.12"])
-def test_text_is_wanted(id):
-    assert failure(id, *[3] * len(answers_of(id, "solutions"))).diagnosis == "wrong-type"
-
-
 FAR = "(m_new[r] - m_i[r]) * scale_log2 > RESCALE_ABOVE"
 ROUNDED = "const float w = __half2float(__float2half(weight)); "
 TOLD = [

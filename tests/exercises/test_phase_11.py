@@ -22,16 +22,6 @@ except SimtError as error:
     pytest.skip(str(error), allow_module_level=True)
 
 
-IDS = [*(f"11.{i}" for i in range(1, 15)), *(f"11c.{i}" for i in range(1, 5))]
-
-
-@pytest.mark.parametrize(
-    "id", [id for id in IDS if id not in ("11.6", "11.7", "11c.4")]
-)  # bug hunts, which have no blank
-def test_a_blank_is_not_solved_yet(id):
-    assert diagnosis(id, *answers_of(id, "exercises")) == "not-solved-yet"
-
-
 # ---- 11.1 ------------------------------------------------------------------------------------------------------------
 def test_the_emulators_barrier_says_the_same():
     """What mbarrier_test_wait says of both parities after each operation of each script of the check."""
