@@ -264,7 +264,6 @@ def _verify_padded(kernel: Any, **options: Any) -> Any:
     "1.4",
     title="Scheme A",
     minutes=30,
-    difficulty="Core",
     hints=[
         "Three tiles: q [BLOCK_M, HEAD_DIM], k [HEAD_DIM, BLOCK_N] (axes swapped while loading), v "
         "[BLOCK_N, HEAD_DIM]. "

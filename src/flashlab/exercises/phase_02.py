@@ -236,7 +236,6 @@ part(
     "2.3",
     title="flash_attention_forward_sim",
     minutes=30,
-    difficulty="Core",
     hints=[
         "The state first: `m_i` all -inf, `l_i` all 0, `acc` all 0, in float32 (`q.new_full`, "
         "`q.new_zeros` put them on the right device). Then a loop `for start_n in range(0, N, BLOCK_N)`.",
@@ -290,7 +289,6 @@ def _expect_value_columns(fn: Callable[..., Any], **options: Any) -> None:
     "2.4",
     title="The whole matrix",
     minutes=10,
-    difficulty="Core",
     hints=[
         "Allocate O [M, V_DIM] in Q's dtype and lse [M] in float32, then fill them BLOCK_M rows at a time.",
         "`for start_m in range(0, M, BLOCK_M)`: slice Q, call the simulation, assign to the same slice of "

@@ -359,7 +359,6 @@ def _expect_it_goes_on(kernel: Any) -> None:
     "3.4",
     title="A kernel that goes on",
     minutes=40,
-    difficulty="Core",
     hints=[
         "Which m_i, l_i and acc belong to rows whose o and lse are known? Divided by l_i acc has to give o, and "
         "m_i + log2(l_i) has to give lse, in base 2. Several do; with l_i = 1 they are simplest.",

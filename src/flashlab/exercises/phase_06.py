@@ -169,7 +169,6 @@ BLOCK_SUM = Trials(
     "6.3",
     title="A transpose that wastes nothing",
     minutes=25,
-    difficulty="Core",
     hints=[
         "threadIdx.x must run along a row of x when you load, and along a row of y when you store. So a thread stores "
         "another number than the one it loaded: that is what the tile is for.",
@@ -224,7 +223,6 @@ TRANSPOSE = Trials(
     "6.4",
     title="Online softmax of a row, in one warp",
     minutes=30,
-    difficulty="Core",
     hints=[
         "The loop is for (int i = threadIdx.x; i < n; i += 32). With a new value: m_new = max(m, value), and what "
         "happens to l when the maximum moves?",
@@ -458,7 +456,6 @@ def heads_of_a_block(which_rows: str) -> Verdict:
     "6.6",
     title="Two lanes per row",
     minutes=45,
-    difficulty="Core",
     hints=[
         "Keep the simulation of phase 2 beside you. A tile of scores is float s[BLOCK_N], and both lanes of a row keep "
         "all of it. What does a lane know of S = q . k, when it has half of the chunks of q?",

@@ -282,7 +282,6 @@ def _expect_scores(answer: Answer, cases: Sequence[tuple[int, torch.dtype]], tai
     "7.3",
     title="One tile of S",
     minutes=20,
-    difficulty="Core",
     hints=[
         "A are 16 rows and 16 columns of q_smem, from column d on: lane l names row l % 16, at column d + l / 16 * 8. "
         "B is the transposed K tile: which rows does ldmatrix_x2 want, and with or without trans?",
@@ -385,7 +384,6 @@ SECOND_PRODUCT = Trials(
     "7.5",
     title="P becomes A",
     minutes=15,
-    difficulty="Core",
     hints=[
         "Take a_position: register r of A is row g + 8 (r % 2), columns 2t + 8 (r // 2) and the next. Where are these "
         "in c and d?",
@@ -499,7 +497,6 @@ def naive_loop() -> str:
     "7.7",
     title="The loop of the kernel",
     minutes=40,
-    difficulty="Core",
     hints=[
         "S is exercise 7.3 twice, for keys 0-7 and 8-15 of the tile: k_smem + at(n * 8 + lane % 8, k * 16 + lane / 8 % "
         "2 * 8). Check early: a line that does not compile, or reads what nobody wrote, is named at once.",

@@ -229,7 +229,6 @@ def place(row, chunk):
     "8.3",
     title="The swizzle in CUDA",
     minutes=10,
-    difficulty="Core",
     hints=[
         "offset is a number of bytes. Its bits 0 to 3 say where in a chunk of 16 bytes, bits 4 to 6 which chunk of "
         "eight. Which of them must change from row to row?",
@@ -351,7 +350,6 @@ def _younger(groups: int) -> str:
     "8.4",
     title="How many groups may be in flight?",
     minutes=20,
-    difficulty="Core",
     hints=[
         "cp_async_wait<N> returns when at most N of this thread's groups, the latest, are still in flight. Take STAGES "
         "= 2, and write down which groups have been committed when round j comes to each of its two waits.",
@@ -603,7 +601,6 @@ def _put_together(text: str) -> Source:
     "8.7",
     title="One buffer for K, one for V",
     minutes=40,
-    difficulty="Core",
     hints=[
         "Begin with what is outside of the kernel. One part has the constants, two are functions of the device, one "
         "begins with __global__, and one with extern.",

@@ -450,7 +450,6 @@ MERGE = Trials(
     "9.4",
     title="Merge the parts in one pass",
     minutes=30,
-    difficulty="Core",
     hints=[
         "It is the online softmax of phase 0, with parts in the place of scores: part s has the score lse_s, and o_s "
         "in the place of a row of V. What has to happen to acc and l_i when lse_s is larger than all before?",
@@ -625,7 +624,6 @@ GLUE = Trials(
     "9.5",
     title="Put a kernel with a window together",
     minutes=50,
-    difficulty="Core",
     hints=[
         "Begin with the constants and the functions; then the part that begins the kernel; what each lane computes "
         "once before the loop; the body of the loop in the order of the algorithm; the store; the launch. The body is "

@@ -148,7 +148,6 @@ def _storing(text: str) -> Source:
     "9.8",
     title="Addresses of the store",
     minutes=30,
-    difficulty="Core",
     hints=[
         "Of each of the two loops ask: what does the address of its first turn depend on, and what changes from turn "
         "to turn? The swizzle looks at row % 8 and column / 8, and an XOR of the two parts may be taken one by one.",
@@ -213,7 +212,6 @@ _ORDER = (
     "9.9",
     title="V two steps ahead",
     minutes=20,
-    difficulty="Core",
     hints=[
         "Number the steps: step = k * (O_TILES / 2) + n, through both loops. Which k and n has step + 2? How many "
         "fragments does a lane hold when a step issues its MMAs?",

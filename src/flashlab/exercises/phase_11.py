@@ -279,7 +279,6 @@ _SWIZZLES = ("no swizzle", "the 128-byte swizzle", "the 64-byte swizzle", "the 3
     "11.3",
     title="Name the tile",
     minutes=30,
-    difficulty="Core",
     hints=[
         "smem_descriptor(address, swizzle, leading_bytes, stride_bytes). In K-major and in MN-major swizzled tiles "
         "alike, the stride leads to the next 8 lines of the tile. How long is a line, in bytes, in each of the three?",
@@ -571,7 +570,6 @@ def _pipeline_in_words(of: Sequence[int], _: None) -> str:
     "11.5",
     title="Who waits for whom?",
     minutes=25,
-    difficulty="Core",
     hints=[
         "Keep, for each barrier, the list of the warps that have arrived there so far. With n arrivals per phase, the "
         "first n of the list are phase 0, the next n phase 1.",

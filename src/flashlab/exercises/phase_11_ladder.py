@@ -637,7 +637,6 @@ OWN_MAP = Trials(
     "11.9",
     title="A map of your own",
     minutes=25,
-    difficulty="Core",
     hints=[
         "Four dimensions, in the order of the coordinates: columns, rows, heads, batches. Of each: how many are "
         "there, and how many bytes is it from one to the next? The first has no stride: its elements are neighbours.",
@@ -737,7 +736,6 @@ OWN_TURNS = Trials(
     "11.10",
     title="Turns, backwards",
     minutes=20,
-    difficulty="Core",
     hints=[
         "A barrier for each consumer: its own 128 threads wait there (sync), those of the consumer whose turn is "
         "before it arrive, and go on. So each of these barriers counts 2 * GROUP threads, in sync and in arrive alike.",
@@ -847,7 +845,6 @@ def _place_named(m: re.Match[str]) -> str:
     "11.11",
     title="Who hands on the parts",
     minutes=30,
-    difficulty="Core",
     hints=[
         "A place is a stage, and a part's number is what lies in it: the producer waits for `empty`, fills it, arrives "
         "at `full`; a consumer's thread waits for `full`, reads it, arrives at `empty`. Place n % PLACES, use "
@@ -981,7 +978,6 @@ LAUNCH = Trials(
     "11.12",
     title="The launch",
     minutes=25,
-    difficulty="Core",
     hints=[
         "How many bytes does a block need? Q, STAGES tiles of K and as many of V, BARRIERS barriers of 8 bytes. A "
         "swizzled tile begins at a multiple of 1024, and the pool at one of 16: how far behind the pool's beginning is "

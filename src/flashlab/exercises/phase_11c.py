@@ -50,7 +50,6 @@ def _whole(text: str) -> Source:
     "11c.1",
     title="2 to the x, by multiplications",
     minutes=30,
-    difficulty="Core",
     hints=[
         "2^x = 2^n * 2^f, with n the nearest whole number and f = x - n in [-0.5, 0.5]. 2^n needs no arithmetic: a "
         "float keeps its exponent, with 127 added, in bits 23 to 30.",
