@@ -29,13 +29,17 @@ def attention(
     return o.to(v.dtype), lse
 
 
+def failed(front, fn, **options):
+    with pytest.raises(CheckFailed) as caught:
+        front(fn, **options)
+    return caught.value
+
+
 def failure(**mistake):
     def fn(q, k, v, *, causal, scale):
         return attention(q, k, v, causal, scale, **mistake)
 
-    with pytest.raises(CheckFailed) as caught:
-        verify_one_head(fn, causal=True, max_seq=200)
-    return caught.value
+    return failed(verify_one_head, fn, causal=True, max_seq=200)
 
 
 def half_of_o(o, lse):
@@ -65,8 +69,8 @@ def some_rows_nan(o, lse):
 )  # fmt: skip
 @pytest.mark.every(6)
 def test_what_is_read_off(mistake, slug, words):
-    failed = failure(**mistake)
-    assert failed.diagnosis == slug and words in str(failed)
+    told = failure(**mistake)
+    assert told.diagnosis == slug and words in str(told)
 
 
 def test_a_nan_that_was_hidden_is_told():
@@ -77,9 +81,7 @@ def test_a_nan_that_was_hidden_is_told():
         blind = late if causal else torch.zeros_like(late)
         return o.masked_fill(blind[:, None], 0.0), lse.masked_fill(blind, math.nan)
 
-    with pytest.raises(CheckFailed) as caught:
-        verify_one_head(hides, causal=True, max_seq=200)
-    assert caught.value.diagnosis == "nan-hidden"
+    assert failed(verify_one_head, hides, causal=True, max_seq=200).diagnosis == "nan-hidden"
 
 
 def test_an_lse_of_another_head_is_told_as_that():
@@ -89,9 +91,8 @@ def test_an_lse_of_another_head_is_told_as_that():
         o, lse = (torch.stack([out[at][i] for at in pairs]).unflatten(0, q.shape[:2]) for i in (0, 1))
         return o, lse.flatten(0, 1).roll(1, 0).unflatten(0, q.shape[:2])
 
-    with pytest.raises(CheckFailed) as caught:
-        verify(fn, causal=True, max_seq=100)
-    assert caught.value.diagnosis == "wrong-head-stored" and "o is right, but" in str(caught.value)
+    told = failed(verify, fn, causal=True, max_seq=100)
+    assert told.diagnosis == "wrong-head-stored" and "o is right, but" in str(told)
 
 
 def test_something_added_to_the_sum_is_no_rounding():
@@ -99,9 +100,7 @@ def test_something_added_to_the_sum_is_no_rounding():
         o, lse = attention(q.float(), k.float(), v.float(), causal, scale)
         return (o / (1 + 4e-3 / (1 + len(k)))).to(v.dtype), lse
 
-    with pytest.raises(CheckFailed) as caught:
-        verify_one_head(fn, max_seq=200)
-    assert caught.value.diagnosis == "rows-scaled"
+    assert failed(verify_one_head, fn, max_seq=200).diagnosis == "rows-scaled"
 
 
 def test_how_often_slices_count():
@@ -143,9 +142,8 @@ def test_several_tiles_are_read_off(mistake, slug, words):
     def fn(q, k, v, *, scale):
         return one_tile_at_a_time(q, k, v, scale, **mistake)
 
-    with pytest.raises(CheckFailed) as caught:
-        verify_one_head(fn, max_seq=300)
-    assert caught.value.diagnosis == slug and words in str(caught.value)
+    told = failed(verify_one_head, fn, max_seq=300)
+    assert told.diagnosis == slug and words in str(told)
 
 
 @pytest.mark.parametrize(
@@ -168,9 +166,8 @@ def test_an_lse_that_is_wrong_alone(of_m, of_dots, off, slug, words, causal):
         m = s.amax(1)
         return o, torch.where(m == -math.inf, lse, lse + (of_m - 1) * m + of_dots / scale * m + off)
 
-    with pytest.raises(CheckFailed) as caught:
-        verify_one_head(fn, causal=causal, max_seq=200)
-    assert caught.value.diagnosis == slug and words in str(caught.value)
+    told = failed(verify_one_head, fn, causal=causal, max_seq=200)
+    assert told.diagnosis == slug and words in str(told)
 
 
 def test_which_dimensions_meet():
