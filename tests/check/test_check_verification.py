@@ -1,6 +1,5 @@
 """verify and its fronts: right implementations pass, whatever their tiles; the form of an answer is checked too."""
 
-import importlib.util
 from functools import partial
 
 import pytest
@@ -10,6 +9,8 @@ from hypothesis import strategies as st
 
 from flashlab import runtime
 from flashlab.attention import reference
+from flashlab.attention.simulation import flash_attention_forward_sim
+from flashlab.attention.triton_minimal import flash_attention_forward
 from flashlab.check import CheckFailed, diagnose, verify, verify_block, verify_one_head
 from flashlab.check.cases import Case, case_list, make_inputs
 from flashlab.check.mistakes.attention import flash_forward
@@ -67,16 +68,11 @@ def test_the_low_precision_twin_is_not_good_enough():
     assert caught.value.diagnosis == "scores-in-low-precision"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("flashlab.attention.simulation") is None, reason="phase 2 is not there")
 def test_the_simulation_passes():
-    from flashlab.attention.simulation import flash_attention_forward_sim
-
     assert verify_block(flash_attention_forward_sim, dtypes=DTYPES, head_dims=(64, 16, 128)).cases > 40
 
 
 def test_the_triton_kernel_passes():
-    from flashlab.attention.triton_minimal import flash_attention_forward
-
     assert verify_one_head(flash_attention_forward, dtypes=DTYPES, head_dims=(64, 16, 128)).cases > 25
 
 

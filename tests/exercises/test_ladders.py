@@ -66,7 +66,9 @@ def test_what_a_slip_of_one_result_is_called(id, change, words):
     assert words in failure(id, *changed(id, change)).sentence
 
 
-@pytest.mark.parametrize("id", ["4.11", *(pytest.param(x, marks=pytest.mark.long) for x in ("4.10", "4.13", "5.14"))])
+@pytest.mark.parametrize(
+    "id", ["4.11", *(pytest.param(x, marks=pytest.mark.long) for x in ("4.10", "4.12", "4.13", "5.14"))]
+)
 def test_a_scale_of_0_is_a_scale(id):
     change = ("if scale is None else scale", "if not scale else scale")
     assert diagnosis(id, *changed(id, change)) == "scale-zero"

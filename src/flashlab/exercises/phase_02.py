@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -70,21 +70,29 @@ def _run(fn: Callable[..., Any], *args: Any, case: str, **options: Any) -> tuple
     return result[0], result[1]
 
 
-def _expect_flat_memory(fn: Callable[..., Any]) -> None:
-    """The milestone's point: nothing in the loop may have N in its shape."""
+def _products(fn: Callable[..., Any], *given: Any, case: str) -> int:
+    with Meter() as meter:
+        _run(fn, *given, case=case)
+    return sum(op.name in ("mm", "addmm", "matmul", "bmm") for op in meter.ops)
+
+
+def peak_bytes(fn: Callable[..., Any], given: Sequence[Any]) -> int:
+    """How many bytes a call holds at once."""
+    with Meter() as meter:
+        fn(*(x.to(runtime.device()) if isinstance(x, torch.Tensor) else x for x in given))
+    return meter.peak_bytes
+
+
+def expect_flat_memory(
+    fn: Callable[..., Any], small: Sequence[Any], large: Sequence[Any], matrix: int, advice: str = ""
+) -> None:
+    """CheckFailed where four times the keys take more bytes at once than half of what a row of each would."""
     __tracebackhide__ = True
-    BLOCK_M, HEAD_DIM = 256, 8  # many rows, few features: a copy of K is small beside a row of tiles
-    peaks = []
-    for N in (256, 1024):
-        Q_block, K, V = _random((BLOCK_M, HEAD_DIM), (N, HEAD_DIM), (N, HEAD_DIM))
-        with Meter() as meter:
-            _run(fn, Q_block, K, V, 16, case=f"N={N}, BLOCK_N=16")
-        peaks.append(meter.peak_bytes)
+    peaks = [peak_bytes(fn, given) for given in (small, large)]
     expect(
-        peaks[1] - peaks[0] < BLOCK_M * (1024 - 256) * 4 // 2,
-        f"the values are right, the memory is not: with four times the keys your function held {peaks[1]} "
-        f"bytes at once instead of {peaks[0]}, so some tensor in it is [BLOCK_M, N]; keep only m_i, l_i and "
-        "acc between blocks",
+        peaks[1] - peaks[0] < matrix // 2,
+        f"the values are right, the memory is not: with four times the keys your function held {peaks[1]} bytes at "
+        f"once instead of {peaks[0]}, so some tensor in it is [BLOCK_M, N]{advice}",
         diagnosis="memory-grows-with-n",
     )
 
@@ -250,7 +258,10 @@ def one_block(flash_attention_forward_sim: Callable[..., Any]) -> Any:
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
     report = _verify_block(flash_attention_forward_sim, dtypes=dtypes, head_dims=(64, 20))
     _expect_value_columns(lambda q, k, v: flash_attention_forward_sim(q, k, v, 4))
-    _expect_flat_memory(flash_attention_forward_sim)
+    # Many rows, few features: a copy of K is small beside a row of tiles.
+    small, large = ((*_random((256, 8), (N, 8), (N, 8)), 16) for N in (256, 1024))
+    advice = "; keep only m_i, l_i and acc between blocks"
+    expect_flat_memory(flash_attention_forward_sim, small, large, 256 * 768 * 4, advice)
     return report
 
 
@@ -322,9 +333,7 @@ def _expect_blocks_not_exchanged(fn: Callable[..., Any]) -> None:
     __tracebackhide__ = True
     Q, K, V = _random((16, 32), (128, 32), (128, 32))
     case = "M=16, N=128, BLOCK_M=16, BLOCK_N=64"
-    with Meter() as meter:
-        _run(fn, Q, K, V, 16, 64, case=case)
-    products = sum(op.name in ("mm", "addmm", "matmul", "bmm") for op in meter.ops)
+    products = _products(fn, Q, K, V, 16, 64, case=case)
     expect(
         products <= 4,
         f"the values are right, but {products} products were computed where one block of rows and two blocks of keys "
@@ -482,9 +491,7 @@ def _expect_split(fn: Callable[..., Any]) -> None:
     __tracebackhide__ = True
     Q_block, K, V = _random((6, 16), (50, 16), (50, 16))
     case = "50 keys, BLOCK_N=64, 5 splits"
-    with Meter() as meter:
-        _run(fn, Q_block, K, V, 64, 5, case=case)
-    products = sum(op.name in ("mm", "addmm", "matmul", "bmm") for op in meter.ops)
+    products = _products(fn, Q_block, K, V, 64, 5, case=case)
     expect(
         10 <= products < 20,
         f"the values are right, but {products} products were computed: 5 parts need two each. Is `splits` used, and as "

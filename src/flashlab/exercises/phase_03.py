@@ -104,6 +104,9 @@ _OWN = "each matrix has strides of its own, and each stride its own index"
     draw=lambda r: _layouts(r, r.choice((4, 8, 16)), r.choice((4, 8, 16)), r.choice(_ORDERS)),
     notes=dict.fromkeys(("stride_xr", "stride_xc", "stride_yr", "stride_yc"), _OWN),
     rows=[
+        Row("strides-exchanged", "x's strides are exchanged: a row's number goes with the stride from row to row",
+            [("rows[:, None] * stride_xr", "rows[:, None] * stride_xc"),
+             ("cols[None, :] * stride_xc", "cols[None, :] * stride_xr")]),
         Row("columns-side-by-side", "the strides from column to column are taken for 1, in x and in y",
             [(" * stride_xc", ""), (" * stride_yc", "")]),
         Row("never-written", "nothing is ever stored to y", [("tl.store(y_ptrs, tl.load(x_ptrs))", "tl.load(x_ptrs)")]),

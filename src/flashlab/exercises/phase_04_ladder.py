@@ -250,6 +250,9 @@ _NOTES = {
     "prefix": "every query sees the first `prefix` keys",
     **{f"stride_{x}{axis}": "each tensor has strides of its own" for x in "qkvo" for axis in "bhmnd"},
 }  # fmt: skip
+_LAUNCHED: dict[str, Any] = dict(
+    call=_called, writes="O_ptr, LSE_ptr", returns="o, lse", programs=_programs, notes=_NOTES, tries=100
+)
 _KV_HEADS = [
     Row("wrong-kv-head", f"the head of {' and '.join(x)} is head % kv_heads: {_HEAD}",
         [(f"stride_{name}b + head // group", f"stride_{name}b + head % (heads // group)") for name in x])
@@ -325,17 +328,12 @@ _HEADS = (
         "lse has another layout, [batch, heads, seq_q]: LSE_ptr + (batch * heads + head) * M + offs_m.",
     ],
     answer="heads_attention",
-    call=_called,
-    writes="O_ptr, LSE_ptr",
-    returns="o, lse",
-    programs=_programs,
+    **_LAUNCHED,
     inputs={_named(x): _of_heads(random.Random(i), x) for i, x in enumerate(_HEADS)}
     | _and_two_more(_of_heads),
     draw=lambda r: _of_heads(r, _some_shape(r, *(2 * [r.choice((16, 32))]))),
-    notes=_NOTES,
     rows=_SHARED,
     symptom=_told_by(_verify_heads),
-    tries=100,
     then=_all_heads,
 )  # fmt: skip
 @triton.jit
@@ -431,17 +429,12 @@ _PREFIXES = (
         "m_safe, and a division by 1 where l_i is 0.",
     ],
     answer="prefix_attention",
-    call=_called,
-    writes="O_ptr, LSE_ptr",
-    returns="o, lse",
-    programs=_programs,
+    **_LAUNCHED,
     inputs={_named(x, prefix=n): _of_a_prefix(random.Random(i), x, n) for i, (x, n) in enumerate(_PREFIXES)}
     | _and_two_more(_of_a_prefix, 0),
     draw=lambda r: (lambda x: _of_a_prefix(r, x, r.randint(0, x[4])))(_some_shape(r, *(2 * [r.choice((16, 32))]))),
     nan=_EMPTY,
-    notes=_NOTES,
     rows=[*_SHARED, *_TOP_LEFT],
-    tries=100,
     then=_with_a_prefix,
 )  # fmt: skip
 @triton.jit
@@ -546,21 +539,16 @@ _TWO_SIZES = (
         "head_dim**-0.5, of the real head_dim.",
     ],
     answer="two_sizes_attention",
-    call=_called,
-    writes="O_ptr, LSE_ptr",
-    returns="o, lse",
-    programs=_programs,
+    **_LAUNCHED,
     inputs={_named(x, causal=causal): _of_two(random.Random(i), x, causal) for i, (x, causal) in enumerate(_TWO_SIZES)}
     | _and_two_more(_of_two, False),
     draw=lambda r: _of_two(r, _some_shape(r, r.choice((16, 24, 40)), r.choice((16, 24, 40))), r.random() < 0.5),
     nan=_EMPTY,
-    notes=_NOTES,
     rows=[
         *_SHARED, *_TOP_LEFT,
         Row("columns-cut", "the scores lack the columns of Q and K from 64 on: BLOCK_D is head_dim's next power of two",
             [("tl.arange(0, BLOCK_D)", "tl.arange(0, 64)")]),
     ],
-    tries=100,
     then=_of_two_sizes,
 )  # fmt: skip
 @triton.jit
@@ -683,19 +671,14 @@ kernel_rule(
         "is 0.",
     ],
     answer="my_attention",
-    call=_contiguous,
-    writes="O_ptr, LSE_ptr",
-    returns="o, lse",
-    programs=_programs,
+    **{**_LAUNCHED, "call": _contiguous},
     inputs={_named(x, causal=causal): _of_two(random.Random(x[3] + x[4]), x, causal, scale)
             for x, causal, scale in _EMPTY_PAGE}
     | _and_two_more(_of_two, False),
     draw=lambda r: _of_two(r, _some_shape(r, *(2 * [r.choice((16, 24, 40))])), r.random() < 0.5, r.choice((0.1, 0.3))),
     nan=_EMPTY,
-    notes=_NOTES,
     rows=[*_SHARED, *_TOP_LEFT],
     symptom=_told_by(_verify),
-    tries=100,
     then=_verified,
 )(two_sizes_kernel)  # fmt: skip
 

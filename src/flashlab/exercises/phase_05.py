@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from flashlab.attention.cost import Meter
 from flashlab.check import expect
 from flashlab.check.lookup import Row
 from flashlab.exercises.kernel_rule import apart, empty, kernel_rule
+from flashlab.exercises.phase_02 import expect_flat_memory, peak_bytes
 from flashlab.exercises.phase_05_ladder import CUT, TAIL, in_small_steps, mixed_bases, rounded_sums
 from flashlab.exercises.tensor_rule import normal, part, tensor_rule
 
@@ -205,29 +206,11 @@ def _of_dq(
     return q, do, lse, delta.float(), k, v, kept, keep, block, scale
 
 
-def _grows(fn: Callable[..., Any], small: Sequence[Any], large: Sequence[Any], matrix: int) -> None:
-    """CheckFailed where four times the keys take more bytes at once than half of what a row of each would."""
-    __tracebackhide__ = True
-    peaks = [_peak(fn, given) for given in (small, large)]
-    expect(
-        peaks[1] - peaks[0] < matrix // 2,
-        f"the values are right, the memory is not: with four times the keys your function held {peaks[1]} bytes at "
-        f"once instead of {peaks[0]}, so some tensor in it is [BLOCK_M, N]",
-        diagnosis="memory-grows-with-n",
-    )
-
-
-def _peak(fn: Callable[..., Any], given: Sequence[Any]) -> int:
-    with Meter() as meter:
-        fn(*(x.to(runtime.device()) if isinstance(x, torch.Tensor) else x for x in given))
-    return meter.peak_bytes
-
-
 def _of_tiles(fn: Callable[..., Any]) -> None:
     """CheckFailed where a tile is as wide as K is long, or not as wide as BLOCK_N says."""
     __tracebackhide__ = True
-    _grows(fn, _of_dq(128, 256, 8, 0.3, 16, 0), _of_dq(128, 1024, 8, 0.3, 16, 0), 128 * 768 * 4)
-    narrow, wide = (_peak(fn, _of_dq(128, 1024, 8, 0.3, block, 0)) for block in (16, 512))
+    expect_flat_memory(fn, _of_dq(128, 256, 8, 0.3, 16, 0), _of_dq(128, 1024, 8, 0.3, 16, 0), 128 * 768 * 4)
+    narrow, wide = (peak_bytes(fn, _of_dq(128, 1024, 8, 0.3, block, 0)) for block in (16, 512))
     expect(
         wide - narrow >= 128 * 496 * 4 // 2,
         f"the values are right, but BLOCK_N does not count: {wide} bytes are held at once with tiles of 512 keys, and "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 import re
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,12 +39,7 @@ from flashlab.kernels import steps
 from flashlab.kernels.series import Step
 from flashlab.simt import Counters
 
-
-def _watched(text: str) -> CudaModule:
-    __tracebackhide__ = True
-    return built(text, check=True)
-
-
+_watched = partial(built, check=True)
 _WRITTEN = "either no thread has them, or what their threads store lands elsewhere"
 
 

@@ -191,11 +191,7 @@ def blocks_per_sm(registers, shared_bytes, threads, shared_per_sm, warps_per_sm)
 # ---- CUDA texts: told by changes of the right text ------------------------------------------------------------------
 
 
-def _watched(text: Any) -> CudaModule:
-    __tracebackhide__ = True
-    return built(text, check=True)
-
-
+_watched = partial(built, check=True)
 _halves = partial(forwards, dtype=torch.float16)
 # Several heads and tiles; rows that see no key
 _RUNS = [_halves((1, 2, 1, 70, 90, True)), _halves((1, 1, 1, 40, 24, True))]

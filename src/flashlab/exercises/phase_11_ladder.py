@@ -81,11 +81,7 @@ def _changed(whole: Source, old: str, new: str) -> Source:
 
 
 def _watched(head_dim: int = 64, **defines: Any) -> Callable[[Any], CudaModule]:
-    def build(text: Any) -> CudaModule:
-        __tracebackhide__ = True
-        return built(text, check=True, head_dim=head_dim, **defines)
-
-    return build
+    return functools.partial(built, check=True, head_dim=head_dim, **defines)
 
 
 def _halves(*shape: Any, head_dim: int = 64, **options: Any) -> Callable[[CudaModule], Outputs]:
