@@ -43,7 +43,7 @@ from flashlab.figures import hopper as draw
 from flashlab.figures import show
 from flashlab.figures.ladder import prepare
 from flashlab.figures.panels import panels
-from flashlab.kernels import path, step, steps
+from flashlab.kernels import path, step, steps, whole
 
 show.style()
 torch.manual_seed(0)
@@ -69,7 +69,7 @@ show.table([draw.row(name) for name in NAMES], draw.COLUMNS)
 # FlashAttention-4 has the idea too, in its kernels for Blackwell; its forward pass for Hopper rescales always.
 
 # %%
-show.diff(step("p11_10_epilogue"), step("p11_11_rescale"), "row maxima", "rescale")
+show.diff(whole("p11_10_epilogue"), step("p11_11_rescale"), "row maxima", "rescale")
 
 # %% [markdown]
 # ## 3 · Step 12: fewer exponentials
@@ -850,6 +850,14 @@ show.region(step("p11_flash"), "producer")
 
 # %%
 show.region(step("p11_flash"), "state", "operands of the scores", "main loop")
+
+# %% [markdown]
+# **The functions** that it calls: from steps 2 and 3, 11 and 12.
+
+# %%
+show.region(path("products.cuh"), "issue scores", "issue output")
+show.region(path("maxima.cuh"), "row maxima")
+show.region(path("exponential.cuh"), "exponential")
 
 # %% [markdown]
 # **The store**: `lse`, then O by way of shared memory and TMA. **The launch**: how many consumers, which heads together, and
