@@ -743,7 +743,8 @@ print("\nOne of them:", FOUND["K is released before the wgmma are waited for"].m
 
 # %%
 show.region(step("p11_10_epilogue"), "constants")
-show.region(path("tiles.cuh"), "operands", "copy a tile")
+show.region(path("tiles.cuh"), "operands")
+show.region(path("maps.cuh"), "slabs", "copy a tile")
 
 # %% [markdown]
 # **What lies where** in shared memory: Q, the stages of K and of V, O, then the barriers. **Which rows** a part is. **The barriers**: a full one waits
@@ -784,7 +785,7 @@ show.region(path("softmax.cuh"), "row maxima", "probabilities")
 
 # %%
 show.region(step("p11_10_epilogue"), "store", "launch")
-show.region(path("tiles.cuh"), "tensor maps")
+show.region(path("maps.cuh"), "tensor maps")
 
 # %% [markdown]
 # Does it compute attention? The checker's cases of up to 300 rows, at $D = 64$: causal and not, grouped heads, ragged and empty lengths, strides,

@@ -9,7 +9,7 @@ from flashlab.check.cuda_answer import examine
 from flashlab.check.mistakes.hopper import MUTANTS
 from flashlab.check.mistakes.joint import CHOICE, joint
 from flashlab.check.mistakes.series import Mutant
-from flashlab.kernels.series import step
+from flashlab.kernels.series import whole
 
 JOINT = joint(MUTANTS)
 
@@ -49,7 +49,7 @@ def test_the_kernels_they_come_from_pass(file):
 def test_a_joint_source_keeps_the_lines_of_its_step():
     for mutant in MUTANTS:
         source, _ = JOINT[mutant.name]
-        lines = step(mutant.file).path.read_text().count("\n")
+        lines = whole(mutant.file).count("\n")
         assert source.text.count("\n") == lines
         assert "chosen" not in "".join(source.place(n) for n in range(lines)), mutant.name
 

@@ -22,7 +22,7 @@ def _mutant(name: str, file: str, *edits: tuple[str, str], found: Sequence[str],
 
 
 _INIT = "mbarrier_init(full_q + 8 * i, 1);"
-_LOAD = "mbarrier_arrive_expect_tx(bar, ROWS * HEAD_DIM * 2);"
+_LOAD = "mbarrier_arrive_expect_tx(bar, ROWS * COLUMNS * 2);"
 _WAIT_K = "mbarrier_wait(full_k + 8 * stage, phase);"
 _WAIT_V = "mbarrier_wait(full_v + 8 * stage, phase);"
 _LOAD_V = "load_tile<BLOCK_N>(v_smem + stage * KV_BYTES, v_map, full_v + 8 * stage, j * BLOCK_N, kv_head, batch);"
@@ -65,7 +65,7 @@ MUTANTS: tuple[Mutant, ...] = (
             found=["mbarrier-bytes"], words=["bring 8192 bytes", "expects 4096"]),
     _mutant("too many bytes expected", _PRODUCER, (_LOAD, _LOAD.replace("* 2", "* 4")),
             found=["deadlock"], words=["16384 bytes expected, 8192 brought"]),
-    _mutant("nobody arrives at the full barrier", _PRODUCER, (_LOAD, "mbarrier_expect_tx(bar, ROWS * HEAD_DIM * 2);"),
+    _mutant("nobody arrives at the full barrier", _PRODUCER, (_LOAD, "mbarrier_expect_tx(bar, ROWS * COLUMNS * 2);"),
             found=["deadlock"], words=["1 of 1 arrival missing"]),
     _mutant("the empty barriers wait for two consumers", _PRODUCER,
             (_INIT, "mbarrier_init(full_q + 8 * i, full_q + 8 * i < empty_k ? 1 : 2);"),

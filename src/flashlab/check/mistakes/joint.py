@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from flashlab.check.cuda_answer import Source
 from flashlab.check.mistakes.series import Mutant
-from flashlab.kernels.series import source
+from flashlab.kernels.series import whole
 
 CHOICE = 1000
 _FORWARD = 'extern "C" int forward(const Problem* p, void* stream) {'
@@ -48,7 +48,7 @@ def joint(mutants: Iterable[Mutant]) -> dict[str, tuple[Source, int]]:
     found: dict[str, tuple[Source, int]] = {}
     for group in groups.values():
         together, alone = _split(group)
-        text = _joined(source(group[0].file), together)
+        text = _joined(whole(group[0].file), together)
         for m in group:
             number = 0 if m in alone else together.index(m) + 1
             shown = _padded(m)
@@ -62,7 +62,7 @@ def _split(group: Sequence[Mutant]) -> tuple[list[Mutant], list[Mutant]]:
     alone: list[Mutant] = []
     taken: set[tuple[int, int]] = set()
     for m in group:
-        spans = {_span(source(m.file), old) for old, _ in m.edits}
+        spans = {_span(whole(m.file), old) for old, _ in m.edits}
         free = all(s in taken or all(s[1] <= t[0] or t[1] <= s[0] for t in taken) for s in spans)
         fits = all(_balanced(old) and _balanced(new) for old, new in m.edits)
         (together if free and fits else alone).append(m)
@@ -92,7 +92,7 @@ def _balanced(text: str) -> bool:
 
 def _padded(m: Mutant) -> str:
     """The mutant's text, its lines with the numbers that they have in the step."""
-    text = source(m.file)
+    text = whole(m.file)
     for old, new in m.edits:
         begin, end = _span(text, old)
         rest = text[begin + len(old) : end]

@@ -14,12 +14,12 @@
 
 constexpr int WARPS = 4, THREADS = WARPS * WARP_SIZE, STAGES = 2;
 constexpr int BLOCK_M = WARPS * MMA_M, BLOCK_N = 64;           // query rows per block; keys at a time
-constexpr int SLAB = 64, SLAB_ROW = SLAB * 2;                  // columns of a slab; bytes of a row of it
 constexpr int S_TILES = BLOCK_N / MMA_N, O_TILES = HEAD_DIM / MMA_N;   // accumulators of a warp, [MMA_M, MMA_N] each
 constexpr int ROWS_PER_LANE = 2;                               // of an accumulator: g and g + 8
 constexpr int Q_BYTES = BLOCK_M * HEAD_DIM * 2, KV_BYTES = BLOCK_N * HEAD_DIM * 2;     // per tile of shared memory
 constexpr int BARRIERS = 1 + 2 * STAGES;                       // 8 bytes each: of Q; of K and V in every stage
 constexpr int SHARED = Q_BYTES + 2 * STAGES * KV_BYTES + 8 * BARRIERS;
+#include "p11_hopper/maps.cuh"
 // endregion
 
 // region: swizzle
@@ -40,19 +40,6 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t tile_smem) {
 template <int ROWS> __device__ __forceinline__ constexpr uint64_t columns_on(int k) {
     const int column = k * MMA_K;
     return (column / SLAB * ROWS * SLAB_ROW + column % SLAB * 2) / 16;
-}
-// endregion
-
-// region: copy a tile
-// Asks for a tile of ROWS rows, to be called by one thread. `bar` expects its bytes, those of rows that do not
-// exist too: they become zeros.
-template <int ROWS>
-__device__ __forceinline__ void load_tile(uint32_t tile_smem, const CUtensorMap& map, uint32_t bar, int row, int head,
-                                          int batch) {
-    mbarrier_arrive_expect_tx(bar, ROWS * HEAD_DIM * 2);
-#pragma unroll
-    for (int column = 0; column < HEAD_DIM; column += SLAB)
-        tma_load(tile_smem + column / SLAB * ROWS * SLAB_ROW, &map, bar, column, row, head, batch);
 }
 // endregion
 
@@ -236,20 +223,6 @@ flash_forward(const Problem p,                                 // and what TMA h
                     pack<T>(acc[n][2 * r] * inverse, acc[n][2 * r + 1] * inverse);
         }
     }
-}
-// endregion
-
-// region: tensor maps
-// [batch, heads, rows, HEAD_DIM], as TMA counts: the innermost dimension first. A copy takes a box of one slab's
-// columns and `box_rows` rows of one head, so rows beyond the head's last do not exist, whatever lies there in memory.
-static CUtensorMap map_of(const void* tensor, const Strides& stride, int batch, int heads, int rows, int box_rows) {
-    const auto type = std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-    const uint64_t dims[] = {HEAD_DIM, (uint64_t)rows, (uint64_t)heads, (uint64_t)batch};
-    // In bytes. Of a dimension of size 1 it is no matter: it may be what TMA does not take.
-    const auto bytes = [](int64_t elements, int size) { return (uint64_t)(size > 1 ? elements : HEAD_DIM) * 2; };
-    const uint64_t strides[] = {bytes(stride.row, rows), bytes(stride.head, heads), bytes(stride.batch, batch)};
-    const uint32_t box[] = {SLAB, (uint32_t)box_rows, 1, 1};
-    return tensor_map(tensor, type, 4, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_128B);
 }
 // endregion
 

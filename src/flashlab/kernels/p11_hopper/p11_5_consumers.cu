@@ -8,7 +8,7 @@
 // Compile with -DHEAD_DIM=64 or 128, and -DELEMENT=__half or __nv_bfloat16.
 
 // region: constants
-#include "p11_hopper/tiles.cuh"                                // New: operands, copies and tensor maps, as they were
+#include "p11_hopper/tiles.cuh"                                // New: operands, as they were, and maps.cuh
 
 // New: a warpgroup each, and the producer's after them
 constexpr int CONSUMERS = HEAD_DIM == 64 ? 3 : 2, GROUP = 128, WARPS = 4 * CONSUMERS, THREADS = (CONSUMERS + 1) * GROUP;
