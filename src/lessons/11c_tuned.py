@@ -404,7 +404,7 @@ for run in RUNS:
 # parts are equal, and nobody asks the counter.
 
 # %%
-show.diff(step("p11_16_learns"), step("p11_flash"), "constants", "launch")
+show.diff(whole("p11_16_learns"), step("p11_flash"), "constants", "launch")
 
 # %% [markdown]
 # What becomes of that, for 132 SMs? Few parts and many, and the shared memory that a block asks for. It may have 227 KB:

@@ -199,15 +199,8 @@ flash_forward(const Problem p,                                 // and what TMA h
 // endregion
 
 // region: launch
+#include "p11_hopper/launch.cuh"
 extern "C" int forward(const Problem* p, void* stream) {
-    const CUtensorMap q_map = map_of(p->q, p->q_stride, p->batch, p->heads, p->seq_q, BLOCK_M);
-    const CUtensorMap k_map = map_of(p->k, p->k_stride, p->batch, p->kv_heads, p->seq_k, BLOCK_N);
-    const CUtensorMap v_map = map_of(p->v, p->v_stride, p->batch, p->kv_heads, p->seq_k, BLOCK_N);
-    const unsigned grid = p->batch * p->heads * ceil_div(p->seq_q, BLOCK_M);
-    // More than 48 KB of shared memory have to be asked for. A refusal is what cudaGetLastError then returns.
-    const auto kernel = p->causal ? flash_forward<true> : flash_forward<false>;
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED);
-    kernel<<<grid, THREADS, SHARED, (cudaStream_t)stream>>>(*p, q_map, k_map, v_map);
-    return (int)cudaGetLastError();
+    return launch(p->causal ? flash_forward<true> : flash_forward<false>, *p, stream);
 }
 // endregion
