@@ -852,12 +852,13 @@ show.region(step("p11_flash"), "producer")
 show.region(step("p11_flash"), "state", "operands of the scores", "main loop")
 
 # %% [markdown]
-# **The functions** that it calls: from steps 2 and 3, 11 and 12.
+# **The functions** that it calls: from steps 2 and 3, 11, 12 and 14.
 
 # %%
 show.region(path("products.cuh"), "issue scores", "issue output")
 show.region(path("maxima.cuh"), "row maxima")
 show.region(path("exponential.cuh"), "exponential")
+show.region(path("scores_again.cuh"), "scores again")
 
 # %% [markdown]
 # **The store**: `lse`, then O by way of shared memory and TMA. **The launch**: how many consumers, which heads together, and

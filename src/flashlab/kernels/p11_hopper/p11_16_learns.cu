@@ -46,6 +46,7 @@ constexpr int SHARED = BARRIERS_AT + 8 * BARRIERS + 2 * sizeof(Part);
 #include "p11_hopper/products.cuh"
 #include "p11_hopper/maxima.cuh"
 #include "p11_hopper/exponential.cuh"
+#include "p11_hopper/scores_again.cuh"
 // endregion
 
 // region: shared memory
@@ -174,27 +175,6 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
         wgmma_wait<0>();
         if (first_thread) mbarrier_arrive(empty_v + 8 * ((nth - 1) % STAGES));
     };
-    // S = Q K^T by one warp, with phase 8's instructions. q_rows: where the consumer's rows of Q begin
-    auto scores_again = [&](float (&s)[S_TILES * 4], uint32_t q_rows, uint32_t k_rows) {
-        // region: scores again
-        const int l = threadIdx.x % WARP_SIZE, l8 = l % 8, row = threadIdx.x % GROUP / WARP_SIZE * MMA_M + l % 16;
-        for (float& x : s) x = 0.f;
-#pragma unroll 1
-        for (int column = 0; column < HEAD_DIM; column += MMA_K) {
-            const int slab = column / SLAB, chunk = column % SLAB / 8;         // of 16 bytes
-            uint32_t q_rmem[4], k_rmem[4];
-            ldmatrix_x4(q_rmem, q_rows + (slab * BLOCK_M + row) * SLAB_ROW + (chunk + l / 16 ^ l8 / LINE) * 16);
-#pragma unroll
-            for (int n = 0; n < S_TILES; n += 2) {
-                const int key = n * MMA_N + l / 16 * 8 + l8;
-                ldmatrix_x4(k_rmem, k_rows + (slab * BLOCK_N + key) * SLAB_ROW + (chunk + l / 8 % 2 ^ l8 / LINE) * 16);
-                mma_m16n8k16<T>((float(&)[4])s[4 * n], q_rmem, k_rmem[0], k_rmem[1]);
-                mma_m16n8k16<T>((float(&)[4])s[4 * n + 4], q_rmem, k_rmem[2], k_rmem[3]);
-            }
-        }
-        __syncwarp();                                          // before one lane says that K has been read
-        // endregion
-    };
     auto pass_by = [&] {                                       // a tile that no row of this consumer's sees
         const int stage = nth % STAGES, phase = nth / STAGES & 1;
         mbarrier_wait(full_k + 8 * stage, phase);              // or it would say so of the tile before
@@ -297,7 +277,7 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
                         span >>= 1;
                         break;
                     }
-                    scores_again(s, (uint32_t)q_operand % 16384 * 16, k_smem + stage * KV_BYTES);
+                    scores_again<BLOCK_M>(s, (uint32_t)q_operand % 16384 * 16, k_smem + stage * KV_BYTES);
                     wary = span = min(4 * span + 3, MOST_WARY);
                 } else {
                     output_is_there();
