@@ -540,7 +540,7 @@ grow("p11_4_producer")
 # threads gets 65536 / 384 = 170 per thread, in multiples of 8: 168. The producer needs hardly any. With `setmaxnreg` it gives
 # them away: 24 for it, 240 for each consumer. (160 of them are accumulators and P.) Registers change hands by warpgroups, so the producer
 # is a whole warpgroup now, though a single thread of it works. (Without `__launch_bounds__(THREADS, 1)`
-# ptxas leaves `setmaxnreg` out, and says so: C7508.) From here on `tiles.cuh`, `products.cuh` and `softmax.cuh` have what stays.
+# ptxas leaves `setmaxnreg` out, and says so: C7508.) `tiles.cuh`, `products.cuh` and `softmax.cuh` have what stays.
 
 # %%
 show.diff(step("p11_4_producer"), step("p11_5_consumers"), "constants", "barriers", "producer")
@@ -743,6 +743,7 @@ print("\nOne of them:", FOUND["K is released before the wgmma are waited for"].m
 
 # %%
 show.region(step("p11_10_epilogue"), "constants")
+show.region(path("switches.cuh"), "switches")
 show.region(path("tiles.cuh"), "operands")
 show.region(path("maps.cuh"), "slabs", "copy a tile")
 

@@ -819,6 +819,7 @@ for run in RUNS:
 
 # %%
 show.region(step("p11_flash"), "constants", "scheduler")
+show.region(path("switches.cuh"), "switches")
 
 # %% [markdown]
 # **What lies where** in shared memory: two places for Q, the stages of K and of V, O, then the barriers. **Which rows** a part is. **The

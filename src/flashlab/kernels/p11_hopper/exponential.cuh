@@ -1,6 +1,9 @@
 // exponential.cuh - phase 11, what step 12 has built and no later one changes. A step includes it behind its constants.
 
 // region: exponential
+#ifndef POLYNOMIAL                                             // of how many MMA tiles of S one is computed so
+#define POLYNOMIAL 0
+#endif
 // 2^x with a relative error of 1e-4, up to x = 127: a rounding to fp16 errs by up to 5e-4. 2^x = 2^n 2^f, where
 // n is the nearest integer. Adding 1.5 * 2^23 rounds to it, and leaves it in the sum's last bits; shifted, they are the
 // exponent of 2^n. n = -127 gives 0, n = 128 infinity, and n goes no further. NaN stays NaN, in f.

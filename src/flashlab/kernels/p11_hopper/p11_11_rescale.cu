@@ -10,12 +10,7 @@
 
 // region: constants
 #include "p11_hopper/tiles.cuh"
-#ifndef PING_PONG
-#define PING_PONG 1
-#endif
-#ifndef DYNAMIC                                                // 0 divides the parts beforehand
-#define DYNAMIC 1
-#endif
+#include "p11_hopper/switches.cuh"
 
 // A warpgroup each, and the producer's after them
 constexpr int CONSUMERS = HEAD_DIM == 64 ? 3 : 2, GROUP = 128, WARPS = 4 * CONSUMERS, THREADS = (CONSUMERS + 1) * GROUP;

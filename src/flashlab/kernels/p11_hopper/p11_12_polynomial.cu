@@ -10,12 +10,7 @@
 
 // region: constants
 #include "p11_hopper/tiles.cuh"
-#ifndef PING_PONG
-#define PING_PONG 1
-#endif
-#ifndef DYNAMIC                                                // 0 divides the parts beforehand
-#define DYNAMIC 1
-#endif
+#include "p11_hopper/switches.cuh"
 #ifndef POLYNOMIAL                                             // New: of how many MMA tiles of S one is computed so
 #define POLYNOMIAL 0
 #endif

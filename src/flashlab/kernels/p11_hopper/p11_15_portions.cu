@@ -9,15 +9,7 @@
 
 // region: constants
 #include "p11_hopper/tiles.cuh"
-#ifndef PING_PONG
-#define PING_PONG 1
-#endif
-#ifndef DYNAMIC                                                // 0 divides the parts beforehand
-#define DYNAMIC 1
-#endif
-#ifndef POLYNOMIAL                                             // of how many MMA tiles of S one is computed so
-#define POLYNOMIAL 0
-#endif
+#include "p11_hopper/switches.cuh"
 #ifndef TRUST                                                  // a full tile's maxima are looked at only in need
 #define TRUST (HEAD_DIM < 256)
 #endif

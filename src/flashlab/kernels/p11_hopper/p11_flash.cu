@@ -11,15 +11,7 @@
 
 // region: constants
 #include "p11_hopper/tiles.cuh"
-#ifndef PING_PONG
-#define PING_PONG 1
-#endif
-#ifndef DYNAMIC                                                // New: 0 divides the parts beforehand, 1 equal ones
-#define DYNAMIC 1
-#endif
-#ifndef POLYNOMIAL                                             // of how many MMA tiles of S one is computed so
-#define POLYNOMIAL 0
-#endif
+#include "p11_hopper/switches.cuh"
 #ifndef TRUST                                                  // New: not where HEAD_DIM is 256: it gains nothing there
 #define TRUST (HEAD_DIM < 256)
 #endif

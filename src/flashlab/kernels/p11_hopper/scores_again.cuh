@@ -1,4 +1,4 @@
-// scores_again.cuh - phase 11, what step 14 has built and no later one changes. A step includes it behind its constants.
+// scores_again.cuh - phase 11, what step 14 has built and no later one changes. Included behind the constants.
 
 // region: scores again
 // S = Q K^T by one warp, with phase 8's instructions. q_rows: where the consumer's rows of Q begin
