@@ -1,5 +1,5 @@
-// copies.cuh - phase 9, what its second step has built and no later one changes: the swizzle, and copies by a thread's own
-// addresses. A step includes it behind its constants, which are used here.
+// copies.cuh - phase 9, what its second step has built and no later one changes: the swizzle, and copies by a thread's
+// own addresses. A step includes it behind its constants, which are used here.
 
 // region: swizzle
 // Element (row, column) of a tile of shared memory, in bytes from its start; column is a multiple of 8. Rows 8, 16 ...

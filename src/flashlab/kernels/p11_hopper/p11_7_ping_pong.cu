@@ -26,6 +26,7 @@ constexpr int BARRIERS = 1 + 4 * STAGES;                       // 8 bytes each
 constexpr int SHARED = Q_BYTES + 2 * STAGES * KV_BYTES + 8 * BARRIERS;
 #include "p11_hopper/products.cuh"
 #include "p11_hopper/softmax.cuh"
+#include "p11_hopper/store_rows.cuh"
 // endregion
 
 // region: shared memory
@@ -191,23 +192,8 @@ flash_forward(const Problem p,                                 // and what TMA h
     // endregion
 
     // region: store
-    // O and lse. Each lane stores its pairs of columns.
-    const int64_t first_row = (int64_t)head_index * p.seq_q + m_start;         // of lse [batch, heads, seq_q]
-#pragma unroll
-    for (int r = 0; r < ROWS_PER_LANE; r++) {
-        const int row = warp_row + g + r * 8;
-        float sum = l_i[r];
-        sum += __shfl_xor_sync(~0u, sum, 1);
-        sum += __shfl_xor_sync(~0u, sum, 2);
-        const float inverse = sum > 0.f ? 1.f / sum : sum;     // a row that sees no key: 0; NaN stays NaN
-        if (m_start + row < p.seq_q) {
-            if (t == 0) p.lse[first_row + row] = sum == 0.f ? -INFINITY : (m_i[r] * scale_log2 + log2f(sum)) * LN2;
-#pragma unroll
-            for (int n = 0; n < O_TILES; n++)
-                *(uint32_t*)(o_gmem + row * p.o_stride.row + n * MMA_N + t * 2) =
-                    pack<T>(acc[4 * n + 2 * r] * inverse, acc[4 * n + 2 * r + 1] * inverse);
-        }
-    }
+    // O and lse
+    store(p, o_gmem, (int64_t)head_index * p.seq_q + m_start, m_start, warp_row + g, t, acc, m_i, l_i, scale_log2);
 }
 // endregion
 
