@@ -20,6 +20,7 @@ constexpr int Q_BYTES = BLOCK_M * HEAD_DIM * 2, KV_BYTES = BLOCK_N * HEAD_DIM * 
 constexpr int BARRIERS = 1 + 2 * STAGES;                       // 8 bytes each: of Q; of K and V in every stage
 constexpr int SHARED = Q_BYTES + 2 * STAGES * KV_BYTES + 8 * BARRIERS;
 #include "p11_hopper/maps.cuh"
+#include "p11_hopper/softmax.cuh"
 // endregion
 
 // region: swizzle
@@ -108,6 +109,10 @@ flash_forward(const Problem p,                                 // and what TMA h
     // endregion
 
     // region: main loop
+    auto last_key = [&](int r) {                               // that the lane's row r sees
+        const int row = m_start + warp_row + g + r * 8;
+        return CAUSAL ? min(p.seq_k - 1, row + diagonal) : p.seq_k - 1;
+    };
     auto tile = [&](int j, auto is_masked) {                   // the body of the loop, compiled twice
         constexpr bool MASKED = decltype(is_masked)::value;
         // region: load K and V
@@ -132,25 +137,8 @@ flash_forward(const Problem p,                                 // and what TMA h
         wgmma_wait<0>();                                       // and ours again
         // endregion
 
-        // region: row maxima
         float m_new[ROWS_PER_LANE];
-#pragma unroll
-        for (int r = 0; r < ROWS_PER_LANE; r++) {
-            const int row = m_start + warp_row + g + r * 8;
-            const int last_key = CAUSAL ? min(p.seq_k - 1, row + diagonal) : p.seq_k - 1;
-            float x = m_i[r];
-#pragma unroll
-            for (int n = 0; n < S_TILES; n++)
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    float& c = s[4 * n + 2 * r + e];           // New
-                    if (MASKED && j * BLOCK_N + n * MMA_N + t * 2 + e > last_key) c = -INFINITY;
-                    x = fmaxf(x, c);
-                }
-            x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));          // a row lives in the four lanes of a quad
-            m_new[r] = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-        }
-        // endregion
+        row_maxima<MASKED>(m_new, m_i, s, j * BLOCK_N, t, last_key);   // New
 
         // region: rescale
         // What was summed under the old maximum is brought under the new one
@@ -164,21 +152,7 @@ flash_forward(const Problem p,                                 // and what TMA h
         }
         // endregion
 
-        // region: probabilities
-        // P = exp(S - maximum), in place
-#pragma unroll
-        for (int r = 0; r < ROWS_PER_LANE; r++) {
-            const float base = (m_i[r] == -INFINITY ? 0.f : m_i[r]) * scale_log2;
-#pragma unroll
-            for (int n = 0; n < S_TILES; n++)
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    float& c = s[4 * n + 2 * r + e];
-                    c = exp2_approx(fmaf(c, scale_log2, -base));
-                    l_i[r] += c;
-                }
-        }
-        // endregion
+        probabilities(s, l_i, m_i, scale_log2);                // New
 
         // region: output
         // O += P V. Two neighbouring accumulators of S, rounded, are the A fragment of P: no lane needs another's
