@@ -1,5 +1,5 @@
-// softmax.cuh - phase 11, steps 2 to 10: the softmax of a tile, as phase 9 has it, of scores as wgmma leaves them. A step
-// includes it behind its constants, which are used here.
+// softmax.cuh - phase 11, steps 2 to 10: the softmax of a tile, as phase 9 has it, of scores as wgmma leaves them. A
+// step includes it behind its constants, which are used here.
 //   s [4 S_TILES]: S, which becomes P; m_i, m_new, l_i [ROWS_PER_LANE]: of the lane's rows
 
 // region: row maxima
