@@ -8,7 +8,7 @@ import torch
 
 from flashlab.attention import reference, tiles
 from flashlab.bench import industrial, peers
-from flashlab.bench.industrial import GLUON, OURS
+from flashlab.bench.industrial import OURS
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -123,30 +123,3 @@ def test_what_is_tuned_is_taken_from_then_on(monkeypatch):
     job = industrial.jobs(["tune"])[0]
     rows = industrial.measure(job)
     assert kept == [(rows, "sm_90")] and [tuple(row["tile"]) for row in rows] == list(industrial.tiles_of(job))
-
-
-def test_the_table_and_the_ratios():
-    job = {"part": "shapes", "shape": [4, 16, 4096, 128], "causal": True, "pass": "forward"}
-    rows = [job | {"name": OURS, "ms": 1.0, "tflops": 412.3}, job | {"name": "cuDNN", "ms": 2.0, "tflops": 206.0},
-            job | {"name": GLUON, "unavailable": "no"}, {"part": "tune"}]  # fmt: skip
-    data = {"rows": rows}
-    assert industrial.ratios(data, OURS, "cuDNN", "forward") == {(128, 4096, True): 2.0}
-    text = repr(industrial.table(data))
-    assert "412" in text and "206" in text and "causal" in text
-
-
-# ---- reading a record ----------------------------------------------------------------------------------------------
-
-
-def test_ratios_over_lengths_and_of_forward():
-    data = industrial.recorded()[0]
-    at = {
-        (r["name"], r["pass"]): r["ms"] for r in data["shapes"] if (r["shape"][2:], r["causal"]) == ([4096, 128], True)
-    }
-    lines = industrial.ratios_over_lengths(data, "cuDNN", "both")
-    assert list(lines) == [f"D = {d}, {mask}" for d in (64, 128, 256) for mask in ("whole", "causal")][: len(lines)]
-    lengths, values = lines["D = 128, causal"]
-    assert lengths == sorted(lengths) and values[lengths.index(4096)] == at["cuDNN", "both"] / at[OURS, "both"]
-    times = industrial.backward_of_forward(data, OURS)
-    assert min(n for _, n, _ in times) == 1024 and times[128, 4096, True] == at[OURS, "backward"] / at[OURS, "forward"]
-    assert industrial.span([1.5, 2.5]) == "1.50 to 2.50" and industrial.span([]) == ""

@@ -277,8 +277,7 @@ def without_time(files):
 
 @pytest.mark.slow
 def test_a_failing_lesson_is_named_and_leaves_everything_as_it_was(root, capsys):
-    (root / "src/lessons/02_tiny_exercises.py").unlink()
-    lesson(root, "02_tiny", "\n# %% [markdown]\n# # Tiny\n\n# %%\nx = 1\nprint(x)\n")
+    lecture_of(root, "x = 1\nprint(x)")
     assert run(root) == 0
     before = snapshot(root)
     edit(root, "02_tiny", "print(x)", "\nprint(x / 0)")
@@ -308,21 +307,15 @@ def test_a_failing_lesson_is_named_and_leaves_everything_as_it_was(root, capsys)
     ids=["dies", "warns", "path", "address", "syntax"],
 )
 def test_a_cell_that_cannot_be_compared_elsewhere_fails(root, capsys, code, sentence):
-    lesson(root, "02_tiny", f"\n# %% [markdown]\n# # T\n\n# %%\n{code}\n")
-    assert run(root, "--only", "02_tiny_exercises", "--check") == 1  # built nothing so far
-    assert build_only_lecture(root) == 1
+    lecture_of(root, code)
+    assert run(root) == 1
     assert sentence in capsys.readouterr().out
     assert not (root / "notebooks" / "02_tiny.ipynb").exists()
 
 
-def build_only_lecture(root):
-    (root / "src/lessons/02_tiny_exercises.py").unlink()
-    return run(root, "--only", "02")
-
-
 def test_an_expected_exception_is_kept_without_paths_and_must_be_raised(root, capsys):
-    lesson(root, "02_tiny", '\n# %% tags=["raises-exception"]\nimport json\njson.loads("{")\n\n# %%\nprint(1)\n')
-    (root / "src/lessons/02_tiny_exercises.py").unlink()
+    lecture_of(root, 'import json\njson.loads("{")', "print(1)")
+    edit(root, "02_tiny", "# %%\nimport", '# %% tags=["raises-exception"]\nimport')
     assert run(root) == 0, capsys.readouterr().out
     error = notebook(root, "notebooks/02_tiny").cells[0].outputs[0]
     assert error.ename == "JSONDecodeError"
@@ -516,25 +509,6 @@ def test_what_resolves_a_name(root, no_kernel, capsys):
     assert run(root) == 0, capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "cell, sentence",
-    [
-        ("# FROM flashlab.tinymod", "should read '# FROM flashlab.module: symbol, symbol'"),
-        ("# FROM flashlab.tinymod: LIMIT (no comments)", "should read"),
-        ("x = 1\n# FROM flashlab.tinymod: LIMIT", "FROM lines come first"),
-        ("# FROM flashlab.tinymod: limit", "FROM flashlab.tinymod: limit: flashlab.tinymod defines no limit"),
-        ("# FROM flashlab.tinymod: functools", "defines no functools"),
-        ("# FROM flashlab.nomod: LIMIT", "there is no module flashlab.nomod"),
-    ],
-)
-def test_a_malformed_from_line(root, no_kernel, capsys, cell, sentence):
-    lecture_of(root, cell)
-    assert run(root) == 1
-    out = capsys.readouterr().out
-    assert sentence in out and "src/lessons/02_tiny.py, line " in out
-    assert run(root, "--check") == 1
-
-
 def test_an_exercise_cell_is_not_filled_for_the_learner(root, no_kernel, capsys):
     edit(root, "02_tiny_exercises", "# MILESTONE flashlab.tinymod:traced", "# FROM flashlab.tinymod: traced")
     assert run(root) == 1
@@ -581,16 +555,27 @@ def test_a_malformed_exercise_file_is_refused_with_its_line(root, no_kernel, cap
     "text, sentence",
     [
         ("# %%\nprint(1)\n", "should start with this header"),
-        (lesson_source.HEADER + "\nprint(1)\n\n# %%\nprint(2)\n", "text before the first cell"),
-        (lesson_source.HEADER + '\n# %% tags=["exercise"]\nprint(2)\n', "belongs in 02_tiny_exercises.py"),
-        (lesson_source.HEADER + "\n# %%\n# BEGIN SOLUTION\nprint(2)\n", "belongs in 02_tiny_exercises.py"),
+        ("{HEADER}\nprint(1)\n\n# %%\nprint(2)\n", "text before the first cell"),
+        ('{HEADER}\n# %% tags=["exercise"]\nprint(2)\n', "belongs in 02_tiny_exercises.py"),
+        ("{HEADER}\n# %%\n# BEGIN SOLUTION\nprint(2)\n", "belongs in 02_tiny_exercises.py"),
+        ("{HEADER}\n# %%\n# FROM flashlab.tinymod", "should read '# FROM flashlab.module: symbol, symbol'"),
+        ("{HEADER}\n# %%\n# FROM flashlab.tinymod: LIMIT (no comments)", "should read"),
+        ("{HEADER}\n# %%\nx = 1\n# FROM flashlab.tinymod: LIMIT", "FROM lines come first"),
+        (
+            "{HEADER}\n# %%\n# FROM flashlab.tinymod: limit",
+            "limit: flashlab.tinymod defines no limit",
+        ),
+        ("{HEADER}\n# %%\n# FROM flashlab.tinymod: functools", "defines no functools"),
+        ("{HEADER}\n# %%\n# FROM flashlab.nomod: LIMIT", "there is no module flashlab.nomod"),
     ],
-    ids=["header", "text first", "tag", "marker"],
 )
 def test_a_malformed_lecture_is_refused(root, no_kernel, capsys, text, sentence):
-    (root / "src/lessons/02_tiny.py").write_text(text)
-    assert build_only_lecture(root) == 1
-    assert sentence in capsys.readouterr().out
+    (root / "src/lessons/02_tiny.py").write_text(text.format(HEADER=lesson_source.HEADER))
+    (root / "src/lessons/02_tiny_exercises.py").unlink()
+    assert run(root) == 1
+    out = capsys.readouterr().out
+    assert sentence in out and "src/lessons/02_tiny.py, line " in out
+    assert run(root, "--check") == 1
 
 
 # ---------------------------------------------------------------- the learner's answers

@@ -74,25 +74,6 @@ def test_shared_memory_alone_is_that_of_the_whole_and_lengths_alike_are_compiled
     assert [module._alike(k) for k in (0, 1, 512, 250, 2**31, 2**63 + 3)] == [16, 1, 16, 17, 2**32 + 16, 2**63 + 17]
 
 
-@pytest.mark.long
-def test_five_targets():
-    reports = compile_reports(gemm_tile, [GEMM])
-    assert [report.target for report in reports] == ["sm_80", "sm_86", "sm_89", "sm_90", "sm_120"]
-    for report in reports:
-        assert report.ok and report.error is None and report.fits
-        assert report.shared_bytes >= 2 * 64 * 64 * 2  # a tile of each operand
-        assert 0 < report.registers <= 255 and report.spill_bytes == 0
-        assert report.tensor_core_instructions > 0 and report.instructions["MUFU.EX2"] > 0
-        assert "mma" in report.ptx and "EXIT" in report.sass
-        assert report.kernel == "gemm_tile" and repr(report).startswith(f"gemm_tile on {report.target}: ")
-        assert f"{report.shared_bytes} of {report.shared_limit} bytes" in repr(report)
-        assert "| shared memory a block |" in report._repr_markdown_()
-    hopper = reports[3]
-    assert hopper.instructions["HGMMA"] > 0 and hopper.instructions["HMMA"] == 0 and "wgmma" in hopper.ptx
-    assert all(report.instructions["HMMA"] > 0 for report in reports if report is not hopper)
-    assert reports[0].instructions["LDGSTS"] > 0  # cp.async: the loop is pipelined
-
-
 def test_what_does_not_fit():
     report = compile_report(gemm_tile, GEMM | {"D": 128}, target="sm_86", num_stages=5)
     assert report.ok and report.shared_bytes > report.shared_limit == 101376

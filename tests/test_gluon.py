@@ -1,12 +1,14 @@
 """Phase 11b's Gluon kernels: their logic on a CPU, what the compiler makes of them, and on Hopper their results."""
 
 import contextlib
+import itertools
 import re
 from functools import partial
 
 import gluon_stand_in
 import pytest
 import torch
+from drawn import drawn
 from gluon_stand_in import on_cpu
 
 from flashlab import runtime
@@ -24,13 +26,8 @@ hopper = pytest.mark.skipif(
 )
 
 
-def make(batch, heads, kv_heads, seq_q, seq_k, head_dim, dtype=torch.bfloat16, layout="bhnd", device="cpu"):
-    generator = torch.Generator().manual_seed(seq_q + seq_k)
-    drawn = []
-    for count, rows, mean in ((heads, seq_q, 0), (kv_heads, seq_k, 0), (kv_heads, seq_k, 0.5)):
-        x = (torch.randn(batch, count, rows, head_dim, generator=generator) + mean).to(device, dtype)
-        drawn.append(x if layout == "bhnd" else x.transpose(1, 2).contiguous().transpose(1, 2))
-    return tuple(drawn)
+def make(*sizes, layout="bhnd", device="cpu"):
+    return tuple(itertools.islice(drawn(*sizes, torch.bfloat16, layout, sum(sizes[3:5]), device), 3))
 
 
 def expect(run, q, k, v, **options):

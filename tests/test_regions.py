@@ -3,7 +3,7 @@
 import pytest
 
 from flashlab.kernels import FOLDER
-from flashlab.kernels.regions import Region, edited, numbered, region_text, regions, replace
+from flashlab.kernels.regions import Region, edited, region_text, regions, replace
 
 KERNEL = """\
 #include "simt.h"
@@ -21,28 +21,9 @@ for (int j = 0; j < tiles; j++) {
 """
 
 
-def test_where_the_regions_are():
-    assert regions(KERNEL) == {"main loop": Region(3, 11), "scores": Region(5, 5), "update of O": Region(9, 9)}
-
-
-def test_the_text_of_a_region_has_no_markers_of_inner_ones():
-    text = "for (int j = 0; j < tiles; j++) {\n    s += q * k;\n\n    o += p * v;\n}\n"
-    assert region_text(KERNEL, "main loop") == text
-    assert region_text(KERNEL, "scores") == "    s += q * k;\n"
-
-
-def test_lines_keep_the_numbers_of_the_file():
-    assert numbered(KERNEL, "main loop")[:3] == [(3, KERNEL.splitlines()[2]), (5, "    s += q * k;"), (7, "")]
-    assert [n for n, _ in numbered(KERNEL)] == [1, 3, 5, 7, 9, 11]
-
-
 def test_a_region_that_begins_with_a_region():
     nested = "// region: a\n// region: b\nx\n// endregion\ny\n// endregion\n"
     assert regions(nested) == {"a": Region(3, 5), "b": Region(3, 3)}
-
-
-def test_python_markers():
-    assert region_text("def f():\n    # region: body\n    return 1\n    # endregion\n", "body") == "    return 1\n"
 
 
 def test_prose_about_a_region_is_no_marker():

@@ -40,10 +40,10 @@ def test_the_roofline_has_every_kernel_below_its_ceiling():
 
 def test_a_point_counts_what_has_to_move():
     row = {"part": "ladder", "name": "p9_flash", "shape": [2, 3, 1024, 64], "dtype": "fp16", "ms": 1.0}
-    fused = roofline._point("mma", row, {"p9": (9, "a")}, roofline.WGMMA)
+    fused = roofline._point(row, roofline.MMA, {"p9": (9, "a")})
     assert fused.unit == roofline.MMA
     assert fused.tflops == pytest.approx(4 * 6 * 1024**2 * 64 / 1e9) and fused.intensity == 1024 / 2
-    whole = roofline._point("scalar", row | {"shape": [1, 1, 1024, 64], "dtype": "f32"}, {"p9": (6, "b")}, "")
+    whole = roofline._point(row | {"shape": [1, 1, 1024, 64], "dtype": "f32"}, "", {"p9": (6, "b")})
     assert whole.intensity == 1024 / 4
     slow = roofline.Ceilings("gpu", 2.0, {roofline.MMA: 100.0}, ())
     assert slow.at(10, roofline.MMA) == 20 and slow.at(1000, roofline.MMA) == 100

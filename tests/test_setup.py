@@ -214,10 +214,6 @@ def course(tmp_path):
     return Course(tmp_path / "my course")
 
 
-def refused(done, words):
-    assert words in one_sentence(done)
-
-
 def test_a_set_up_what_it_runs_and_that_the_next_starts_at_once(course):
     done = course.run("hello.py")
     assert done.returncode == 0, done.stderr
@@ -293,8 +289,8 @@ def test_a_folder_with_something_in_it_is_left_alone(course, tmp_path, how):
     place = {"absolute": str(mine), "relative": "../envs", "a link": str(tmp_path / "link")}[how]
     before = contents(mine)
     for _ in range(2):
-        done = course.run("setup", VENV=place)
-        refused(done, f"{mine} was not made by this set-up: move it away, or say VENV=/another")
+        said = one_sentence(course.run("setup", VENV=place))
+        assert f"{mine} was not made by this set-up: move it away, or say VENV=/another" in said
     assert contents(mine) == before
     assert course.pip_runs() == []
 
@@ -315,7 +311,7 @@ def test_a_stale_mark_makes_nothing_deletable_but_an_environment(course):
         (course.venv / name / "deep").mkdir(parents=True)
         (course.venv / name / "deep" / "thesis.tex").write_text("ten years of work")
     before = contents(course.venv)
-    refused(course.run(), "no environment: move away its bin, lib, or delete")
+    assert "no environment: move away its bin, lib, or delete" in one_sentence(course.run())
     assert contents(course.venv) == before
     (course.venv / "pyvenv.cfg").touch()
     assert "clearing it of bin, lib, pyvenv.cfg\n" in course.run().stdout
@@ -325,7 +321,8 @@ def test_a_stale_mark_makes_nothing_deletable_but_an_environment(course):
 @pytest.mark.parametrize("place", ["here", "here/below"])
 def test_a_file_where_the_environment_would_be(course, place):
     (course.root / "here").write_text("ten years of work")
-    refused(course.run(VENV=place), "/here is a file, and the environment needs a folder: say VENV=/another")
+    said = one_sentence(course.run(VENV=place))
+    assert "/here is a file, and the environment needs a folder: say VENV=/another" in said
     assert (course.root / "here").read_text() == "ten years of work"
 
 
@@ -343,7 +340,7 @@ def test_what_is_no_part_of_an_environment_survives_even_where_one_is_made_afres
         (folder / "thesis.tex").write_text("ten years of work")
     shutil.rmtree(course.venv / "include", ignore_errors=True)
     (course.venv / "include").symlink_to(elsewhere)
-    assert "making" in course.run().stdout
+    assert ("was cut short" if was == "cut short" else "it was moved or copied") in course.run().stdout
     course.assert_right()
     assert (mine / "thesis.tex").exists() and (elsewhere / "thesis.tex").exists()
 
@@ -386,17 +383,6 @@ def test_new_pins(course):
     project.write_text('[project]\ndependencies = ["torch==9"]\n')
     cut_short(course)
     assert "an earlier set-up was cut short" in course.run().stdout
-    course.assert_right()
-
-
-def test_a_course_that_was_moved_is_set_up_again(course, tmp_path):
-    course.run()
-    course.root.rename(tmp_path / "elsewhere")
-    course.root, course.venv = tmp_path / "elsewhere", tmp_path / "elsewhere" / ".venv"
-    text = (course.root / "tools" / "bootstrap.py").read_text()
-    (course.root / "tools" / "bootstrap.py").write_text(text.replace("my course", "elsewhere"))
-    (course.root / "pip-was-run").unlink()
-    assert "it was moved or copied" in course.run().stdout
     course.assert_right()
 
 

@@ -48,36 +48,6 @@ def files(tmp_path):
     return tmp_path / "before.cu", tmp_path / "after.cu"
 
 
-def folded(markdown):
-    """What is seen at once, and what the fold holds."""
-    seen, _, rest = markdown.partition("<details>\n<summary>")
-    return seen.rstrip(), rest.removesuffix("\n\n</details>")
-
-
-def test_a_region_with_the_files_numbers_and_the_file_in_a_fold(shown, files):
-    show.region(files[1], "main loop")
-    seen, fold = folded(shown[0])
-    assert (
-        seen
-        == """\
-`after.cu`: lines 8 to 12, *main loop*
-
-<samp>
-
-```c++
- 8  for (int j = 0; j < 4; j++) {
- 9  #pragma unroll
-10      for (int i = 0; i < 8; i++)                              // over the tile
-11          y_gmem[i ^ j] += j < 2 && i < 4;  // New: the swizzle
-12  }
-```
-
-</samp>"""
-    )
-    assert fold.startswith("the whole file, 10 lines</summary>\n\n<samp>\n\n```c++\n 1  #include")
-    assert "region" not in fold and "\n14  }\n" in fold
-
-
 def test_a_region_of_a_text_and_of_a_function(shown):
     show.region(AFTER, "state")
     assert shown[0].startswith("lines 5 to 5, *state*\n\n<samp>\n\n```c++\n5  float m = 0;")
@@ -144,18 +114,6 @@ def test_source_of_something_without_one():
 
 
 # ---------------------------------------------------------------- tables and animations
-
-
-def test_table(shown):
-    show.table([("a|b", 1234567, 0.00012345)], ["name", "bytes", "error"])
-    lines = ["| name | bytes | error |", "| :-- | --: | --: |", "| a\\|b | 1 234 567 | 0.0001234 |"]
-    assert shown[0]._repr_markdown_().splitlines() == lines
-
-
-def test_a_folded_table(shown):
-    show.folded(show.Table.of([[1, "x"]], ["a", "b"]), "all rows")
-    (text,) = shown
-    assert text.startswith("<details>\n<summary>all rows</summary>") and "| 1 | x |" in text
 
 
 def test_a_row_of_the_wrong_length():

@@ -1,4 +1,4 @@
-"""Phase 3's kernel: right on the checker's cases, in every dtype; clear errors; special values; bytes; compiles."""
+"""Phase 3's kernel at any length, tile, stride; errors; special values; compiled. (The checker's cases: lecture 3.)"""
 
 import math
 
@@ -6,19 +6,15 @@ import pytest
 import torch
 
 from flashlab import runtime
-from flashlab.attention.cost import flash_cost
 from flashlab.attention.reference import attention
-from flashlab.attention.simulation import flash_attention_one_head_sim
 from flashlab.attention.triton_minimal import (
     compile_arguments,
     default_block,
     flash_attention_forward,
     flash_attention_forward_kernel,
-    hbm_bytes,
 )
 from flashlab.check import verify_one_head
 from flashlab.triton_tools.compile_report import TARGETS, compile_reports
-from flashlab.triton_tools.watch import hbm_traffic
 
 DEVICE = runtime.device()
 
@@ -29,12 +25,7 @@ def make(M, N, D, dtype=torch.float16, seed=0):
     return tuple(x.to(DEVICE, dtype) for x in (q, k, v + 0.5))
 
 
-def test_the_checkers_cases():
-    report = verify_one_head(flash_attention_forward, dtypes=(torch.float16, torch.bfloat16, torch.float32))
-    assert report.worst < 1.5
-
-
-def test_other_head_sizes():
+def test_other_head_sizes_than_the_lectures():
     verify_one_head(flash_attention_forward, head_dims=(16, 128), max_seq=200)
 
 
@@ -47,15 +38,6 @@ def test_any_lengths_and_tiles(M, N, blocks):
     assert o.shape == (M, 32) and o.dtype == torch.float32 and lse.shape == (M,) and lse.dtype == torch.float32
     torch.testing.assert_close(o.double(), want[0, 0], rtol=0, atol=5e-6)
     torch.testing.assert_close(lse.double(), want_lse[0, 0], rtol=0, atol=5e-6)
-
-
-def test_the_same_loop_as_the_simulation():
-    """Same tiles, same order, same roundings: only exp2 and the order inside a dot or a sum may differ."""
-    q, k, v = make(96, 160, 64, torch.float32)
-    o, lse = flash_attention_forward(q, k, v, 0.3, 32, 32)
-    sim, sim_lse = flash_attention_one_head_sim(q.cpu(), k.cpu(), v.cpu(), 32, 32, 0.3)
-    torch.testing.assert_close(o.cpu(), sim, rtol=0, atol=1e-5)
-    torch.testing.assert_close(lse.cpu(), sim_lse, rtol=0, atol=1e-5)
 
 
 def test_any_strides():
@@ -109,29 +91,17 @@ Q = torch.zeros(8, 16, device=DEVICE)
 @pytest.mark.parametrize(
     "arguments, error, sentence",
     [
-        ((Q[None, None], Q, Q), ValueError, r"one head, but it has 4 dimensions; take one head, q\[batch, head\]"),
         ((Q.double(),) * 3, TypeError, "q is torch.float64; torch.float16, torch.bfloat16 or torch.float32 is taken"),
         ((Q, Q, Q[:5]), ValueError, r"k is \[8, 16\] and v is \[5, 16\]; they must have one shape"),
         ((Q[:, :8],) * 3, ValueError, "head_dim is 8; this kernel is compiled for 16, 32, 64, 128 or 256: pad"),
         ((Q, Q, Q, None, 48), ValueError, "BLOCK_M is 48: a block is a power of two of at least 16 rows"),
         ((Q, Q, Q, None, 64, 8), ValueError, "BLOCK_N is 8"),
-        ((Q, Q, Q, 1e39), ValueError, "scale is 1e.39; it must be a finite number up to 2.104"),
         ((Q.clone().requires_grad_(), Q, Q), ValueError, "q requires a gradient, .* has none: pass q.det"),
     ],
 )
 def test_clear_errors(arguments, error, sentence):
     with pytest.raises(error, match=sentence):
         flash_attention_forward(*arguments)
-
-
-@pytest.mark.parametrize("M, N", [(128, 128), (100, 150)])
-def test_bytes_are_what_the_formula_says(M, N):
-    q, k, v = make(M, N, 32)
-    traffic = hbm_traffic(flash_attention_forward, q, k, v)
-    assert (traffic.bytes_read, traffic.bytes_written) == hbm_bytes(M, N, 32, 2)
-    assert traffic.read_from["k"] == 2 * N * 32 * 2 and traffic.read_from["q"] == M * 32 * 2
-    cost = flash_cost(M, N, 32)
-    assert (cost.bytes_read, cost.bytes_written) == hbm_bytes(M, N, 32, 2)
 
 
 def test_default_blocks_are_tiles_of_16_kib_at_most():
@@ -162,10 +132,3 @@ def test_it_compiles_and_fits_everywhere(dtype, head_dims, targets):
         assert report.fits, report
         assert (report.tensor_core_instructions > 0) == (dtype != torch.float32), report  # float32 means float32
         assert report.instructions["MUFU.EX2"] > 0
-
-
-@pytest.mark.long
-def test_shared_memory_does_not_depend_on_the_length():
-    arguments = [compile_arguments(torch.float16, 64, N) for N in (128, 500, 2**20)]
-    reports = compile_reports(flash_attention_forward_kernel, arguments, targets=["sm_86"])
-    assert len({report.shared_bytes for report in reports}) == 1

@@ -10,14 +10,13 @@ are in none of the parts: only `CI=true` compares exercises/ with the lessons.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,15 +96,12 @@ def run_part(part: Part, number: int, of: int, begun: float) -> tuple[bool, floa
 
 def _side_by_side(commands: Sequence[Sequence[str]]) -> list[bool]:
     """Run them all at once; what each has said is printed when it has ended. Returns whether each passed."""
-    with contextlib.ExitStack() as files:
-        said = [files.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in commands]
-        begun = [subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
-                 for command, file in zip(commands, said, strict=True)]  # fmt: skip
-        passed = []
-        for process, file in zip(begun, said, strict=True):
-            passed.append(process.wait() == 0)
-            file.seek(0)
-            print(file.read(), end="", flush=True)
+    told = dict(cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    passed = []
+    with ThreadPoolExecutor(len(commands)) as pool:
+        for done in pool.map(lambda command: subprocess.run(command, **told), commands):
+            passed.append(done.returncode == 0)
+            print(done.stdout, end="", flush=True)
     return passed
 
 

@@ -236,13 +236,7 @@ def phase_report(phase: Phase, report: dict[str, Any]) -> dict[str, Any]:
     needs = {"cuda": "a C++ compiler", "hopper": "a C++ compiler", "triton": "torch and triton"}
     able = [(mode, how) for can, mode, how in ways[phase.kind] if can]
     mode, how = able[0] if able else ("cannot run", f"needs {needs.get(phase.kind, 'torch')}")
-    return {
-        "number": phase.number,
-        "slug": phase.slug,
-        "title": phase.title,
-        "mode": mode,
-        "how": how,
-    }
+    return {"number": phase.number, "slug": phase.slug, "title": phase.title, "mode": mode, "how": how}
 
 
 def _short(version: str) -> str:

@@ -242,12 +242,13 @@ assert max(op.live_bytes for op in ops) == naive_peak_bytes(512, 64)
 # %%
 for run in walls.recorded():
     m, s, time, peak = run["machine"], run["shape"], [], []
-    n = [r["seq_len"] for r in run["fused"]]
+    n = sorted({r["seq_len"] for r in run["lengths"]})
     for key, hue, name in (("naive", "grey", "naive"), ("fused", "orange", "FlashAttention-2")):
-        kept = [r for r in run[key] if "ms" in r]
+        kept = [r for r in run["lengths"] if r["name"] == key]
         time.append((name, n[: len(kept)], [r["ms"] for r in kept], hue, "o-"))
         peak.append((name, n[: len(kept)], [r["peak_bytes"] / 2**20 for r in kept], hue, "o-"))
-    peak.append(("formula", n, [r["predicted_peak_bytes"] / 2**20 for r in run["naive"]], "black", "x"))
+    formula = [r["predicted_peak_bytes"] / 2**20 for r in run["lengths"] if r["name"] == "naive"]
+    peak.append(("formula", n, formula, "black", "x"))
     fig, (left, right) = plt.subplots(1, 2, figsize=(8.5, 3.2))
     curves.curves(left, time, log="xy", xticks=n, title="Time of the kernels", xlabel="N", ylabel="ms")
     curves.curves(right, peak, log="xy", xticks=n, title="Peak memory", xlabel="N", ylabel="MiB")
@@ -262,8 +263,9 @@ print("GPUs recorded:", len(walls.recorded()))
 # %%
 for run in walls.recorded():
     heads, d = run["shape"]["heads"], run["shape"]["head_dim"]
-    assert all(r["peak_bytes"] == r["predicted_peak_bytes"] for r in run["naive"])
-    for r in run["fused"]:
+    naive, fused = ([r for r in run["lengths"] if r["name"] == name] for name in ("naive", "fused"))
+    assert all(r["peak_bytes"] == r["predicted_peak_bytes"] for r in naive)
+    for r in fused:
         n = r["seq_len"]
         beside = r["peak_bytes"] - heads * n * (d * 2 + 4)  # o in fp16, lse in float32
         splits, rest = divmod(beside, heads * n * (d + 1) * 4)  # a partial o and lse in float32, per split
@@ -920,8 +922,8 @@ show.table(rows, columns)
 # %%
 for run in walls.recorded():
     m = run["machine"]
-    rows = [(row["how"], 1e3 * row["ms"], f"{row['max_error']:.1e}") if row["ok"]
-            else (row["how"], "out of shared memory", "") for row in run["scheme_b"]]
+    rows = [(row["name"], 1e3 * row["ms"], f"{row['max_error']:.1e}") if row["ok"]
+            else (row["name"], "out of shared memory", "") for row in run["scheme_b"]]
     print(f"{m['gpu']}, torch {m['torch']}, triton {m['triton']}")
     show.table(rows, ["kernel", "µs (median)", "max error"])
     µs = {row[0]: row[1] for row in rows}

@@ -145,7 +145,7 @@ else:
     ways = {"plain": lambda: plain_attention(*x, causal=True),
             "the last one": lambda: flash_attention_forward(*x, causal=True)}
     for name, taken in timing.interleaved(ways).items():
-        print(f"{name:13}{taken.ms:.3f} ms")
+        print(f"{name:13}{taken['ms']:.3f} ms")
 
 # %% [markdown]
 # ## 2 · Batch and heads

@@ -1204,7 +1204,7 @@ plt.show()
 # %%
 KINDS = ["shared read wavefronts", "shared write wavefronts", "global read sectors", "global write sectors"]
 for run in records.recorded("validation"):
-    kernels = [r for r in run["rows"] if r["kernel"].startswith("p6")]
+    kernels = [r for r in run["kernels"] if r["kernel"].startswith("p6")]
     pairs = [(r["kernel"][3:], r["head_dim"], *(r["counters"][k] for k in KINDS)) for r in kernels]
     show.table([(name, d, *(f"{a} / {b:.0f}" for a, b in rest)) for name, d, *rest in pairs],
                ["step", "D", *KINDS])

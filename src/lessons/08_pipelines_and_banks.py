@@ -189,8 +189,8 @@ print(f"{loads} loads and {stores} stores became {after['cp_async']} cp.async")
 
 # %%
 for run in hardware.recorded():
-    for kind, outcome in (run.get("zero_copy") or {}).items():
-        print(f"{run['machine']['gpu']}: 0 bytes from a source address that is {kind}: {outcome[:70]}")
+    for one in run["zero_copy"]:
+        print(f"{run['machine']['gpu']}: 0 bytes from a source address that is {one['name']}: {one['said'][:70]}")
 if not hardware.recorded():
     print("not measured yet: `flashlab bench hardware` on a GPU writes the record")
 

@@ -791,7 +791,7 @@ for name, values in theirs.items():
     print(f"published, Ada: {name:10} {geometric_mean(values):.2f} of FlashAttention-2, "
           f"worst {min(values):.2f}")
 for run in RUNS:
-    for table, s in run["summary"].items():
+    for table, s in mma.summary(run).items():
         print(f"{run['machine']['gpu']}: {table:20} {s['geomean_vs_fa2']:.2f} over {s['shapes']} shapes, "
               f"worst {s['worst']:.2f}")
 

@@ -644,19 +644,20 @@ for name, a, b, x in zip(("dq", "dk", "dv"), four, one, right, strict=True):
     print(f"{name}: the same bits; off by at most {(a - x).abs().max() / x.abs().max():.1e} of the largest")
 
 # %% [markdown]
-# What does order cost, and what does the fifth product save? `ORDERED=0` adds in any order. `PRODUCTS=7` is the design before: no block adds to what
+# What does order cost, what does the fifth product save, what `SKEWED`? `ORDERED=0` adds in any order. `PRODUCTS=7` is the design before: no block adds to what
 # another writes, as a second kernel keeps 128 queries, and computes $S$ and $dP$ again.
 
 # %%
 for run in RUNS:
     found = hopper_results.ladder_speeds(run, "backward")
-    for who in ("p11 ORDERED=0", "p11 PRODUCTS=7", "cuDNN", "FlashAttention-2", "FlashAttention-4"):
+    others = ["cuDNN", "FlashAttention-2", "FlashAttention-4"]
+    for who in ("p11 SKEWED=0", "p11 ORDERED=0", "p11 PRODUCTS=7", *others):
         r = [rows[who]["ms"] / rows["p11"]["ms"] for rows in found.values() if "ms" in rows.get(who, {})]
         if r:
             print(f"{who:16} takes {min(r):.2f} to {max(r):.2f} times as long")
 
 # %% [markdown]
-# So the same bits each time are nearly free, and cuDNN is behind at every shape; FlashAttention-4, here without its option for the same bits, is ahead of us. TFLOP/s, by 2.5 times the forward
+# So the same bits each time are nearly free, and cuDNN is behind at every shape. FlashAttention-4, here without its option for the same bits, is ahead at most of them, by up to 6 %. TFLOP/s, by 2.5 times the forward
 # pass, "≠" where the bits differ, and the smaller kernels alone in µs:
 
 # %%
@@ -666,9 +667,10 @@ for backward in map(hopper_results.backward_table, RUNS):
     print(backward.caption)
 
 # %% [markdown]
-# Two things were learnt on the way (`notes/phase_11_experiments.md`). Shared memory is the narrowest: up to $D = 96$ there are registers for the
-# fragments of $K$ and $V$, which then need not be read again for every tile. And a schedule by hand, with each product begun as early as its operands
-# allow, lost to this plain one. Why, nothing isolates.
+# Shared memory is the narrowest (`notes/phase_11_experiments.md`): up to $D = 96$ the fragments of $K$ and $V$ stay in registers and are not read again for
+# every tile. And the barrier in `multiply_dq` brings both consumers to one place in every tile. From there both would do the same at the same time: first
+# products, then exponentials, while the tensor cores have nothing to do. So the second one waits in each step until the first has its scores: `TURN` above.
+# Schedules that hide more (the next scores behind $dK$) gained nothing.
 
 # %% [markdown]
 # ## 11 · What limits it now

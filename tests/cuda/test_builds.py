@@ -246,18 +246,6 @@ def test_an_exception_of_a_launcher_ends_no_process(cache, monkeypatch):
         native.call(text.entries["refuse_quietly"], [x], 0)
 
 
-@needs_nvcc
-@pytest.mark.long
-def test_a_library_that_was_cut_is_built_again_and_never_loaded(cache):
-    text = sources.read(SCALE)
-    library = nvcc(text).library
-    whole = library.read_bytes()
-    library.write_bytes(whole[: len(whole) // 2])
-    again = nvcc(text)
-    assert not again.from_cache and again.library.stat().st_size == len(whole)
-    ctypes.CDLL(str(again.library))
-
-
 def test_a_library_that_cannot_be_loaded_is_a_sentence(tmp_path):
     (tmp_path / "kernel.so").write_text("another machine's")
     for module in ("", "flashlab_build_x"):

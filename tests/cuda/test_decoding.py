@@ -1,4 +1,4 @@
-"""Phase 12's kernels: right against float64, clean under the checks, what the emulator finds without a fence; refusals.
+"""Phase 12's kernels: right against float64, clean under the checks; refusals. Without its fences: lecture 12.
 
 On a GPU the same tests run natively, and more of them.
 """
@@ -13,8 +13,7 @@ from sequences import DEVICE, Sequences
 from flashlab import flash_attention_with_cache
 from flashlab.cuda import CompileError, decoding, load_inline, operators
 from flashlab.cuda.resources import available, resources
-from flashlab.kernels.problem import ELEMENTS
-from flashlab.kernels.series import DECODING, path, source
+from flashlab.kernels.series import DECODING, path
 
 FP16, BF16 = torch.float16, torch.bfloat16
 *EARLY, LAST = (s.name for s in DECODING)
@@ -216,44 +215,6 @@ def test_what_it_does_not_take(sizes, change, options, said):
     k_cache = change(x.k_cache) if change else x.k_cache
     with pytest.raises(ValueError, match=said):
         flash_attention_with_cache(x.q, k_cache, *x.given[2:], backend=LAST, **options)
-
-
-# ---- the last block to arrive ----------------------------------------------------------------------------------------
-FENCE = "            __threadfence();\n"
-
-
-def without_fences(text):
-    assert text.count(FENCE) == 2
-    return text.replace(FENCE, "")
-
-
-def outside_of_the_barriers(text):
-    """Each thread orders what it did itself; but the one that counts orders nothing."""
-    before = "        __syncthreads();                                       // all have stored"
-    assert before in text
-    text = without_fences(text).replace(before, FENCE + before)
-    return text.replace("        for (int i = threadIdx.x; is_last", FENCE + "for (int i = threadIdx.x; is_last")
-
-
-def without_the_second(text):
-    return "".join(text.rsplit(FENCE, 1))
-
-
-@pytest.mark.parametrize(
-    ("change", "kind"),
-    [
-        (without_fences, "global-race"),
-        pytest.param(outside_of_the_barriers, "global-race", marks=pytest.mark.long),
-        (without_the_second, "acquire-missing"),
-    ],
-)
-def test_the_emulator_finds_a_merge_without_its_fence(change, kind, monkeypatch):
-    text, macros = source(LAST), {"HEAD_DIM": 64, "ELEMENT": ELEMENTS[BF16]}
-    module = load_inline(change(text), backend="emulator", check=True, defines=macros)
-    monkeypatch.setattr(decoding, "compiled", lambda *arguments: module)
-    x = Sequences([900], group=4, head_dim=64, dtype=BF16, kv_heads=1)
-    decoding.decode(*x.given, scale=0.125, sms=3)
-    assert kind in {finding.kind for finding in module.report.findings}
 
 
 DEPENDENT = """#include <cuda_runtime.h>

@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from drawn import drawn
 
 from flashlab.attention import reference
 from flashlab.check.training import wanted, worst
@@ -35,11 +36,7 @@ each_way = pytest.mark.parametrize("products", [5, 7])
 
 def make(batch, heads, kv_heads, seq_q, seq_k, head_dim=64, dtype=FP16):
     """q, k, v and the gradient of o."""
-    generator = torch.Generator().manual_seed(seq_q)
-    return tuple(
-        (torch.randn(batch, h, rows, head_dim, generator=generator) + mean).to(dtype)
-        for h, rows, mean in ((heads, seq_q, 0), (kv_heads, seq_k, 0), (kv_heads, seq_k, 0.5), (heads, seq_q, 0.1))
-    )
+    return tuple(drawn(batch, heads, kv_heads, seq_q, seq_k, head_dim, dtype, seed=seq_q, device="cpu"))
 
 
 def gradients(q, k, v, grad_o, *, check=False, defines=(), products=5, threads=None, **options):

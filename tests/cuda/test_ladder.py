@@ -1,4 +1,4 @@
-"""The steps side by side: the counts that a lecture reasons from, and what its pictures are drawn from."""
+"""The steps side by side: what is printed of them, what a recorded ladder looks like. (The counts: lectures 6 to 9.)"""
 
 from __future__ import annotations
 
@@ -9,33 +9,7 @@ matplotlib.use("agg")
 import matplotlib.pyplot as plt
 import pytest
 
-from flashlab.figures import banks, ladder, traces
-from flashlab.kernels import steps
-
-
-def test_no_later_step_brings_a_conflict_back():
-    assert [s.name for s in steps(7, 8)[5:] if ladder.counted(s.name).counters.bank_conflicts] == []
-
-
-def test_the_bank_map_is_drawn_from_the_kernels_own_addresses():
-    _, ax = plt.subplots()
-    assert banks.addresses("p8_3_stages") == tuple(128 * row for row in range(8))
-    assert banks.bank_map(ax, banks.addresses("p8_3_stages"), "") == 8
-    assert banks.bank_map(ax, banks.addresses("p8_4_swizzle"), "") == 1
-    assert banks.bank_map(ax, [0, 64, 128, 192, 256, 320, 384, 448], "") == 4
-    plt.close()
-
-
-@pytest.mark.parametrize("stages, copies", [(1, [0, 0, 0, 0]), (2, [1, 1, 1, 0]), (3, [2, 2, 1, 0])])
-def test_the_timeline_shows_the_copies_under_way(stages, copies):
-    _, ax = plt.subplots()
-    assert traces.timeline(ax, traces.events(stages), "") == copies
-    plt.close()
-
-
-def test_lazy_rescaling_is_rare():
-    always, seldom = (traces.rescales(n, n=256)[0] for n in ("p9_2_addresses", "p9_3_rescale"))
-    assert always == traces.rescales("p9_2_addresses", n=256)[1] and seldom <= always // 4
+from flashlab.figures import ladder, traces
 
 
 def test_a_region_that_is_not_in_the_source():

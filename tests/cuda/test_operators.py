@@ -1,7 +1,8 @@
-"""Every kernel of the series as an operator: shapes without computing, gradients, torch.compile."""
+"""Every kernel of the series as an operator: shapes without computing, gradients."""
 
 import pytest
 import torch
+from drawn import drawn
 
 import flashlab
 from flashlab.attention import reference
@@ -12,26 +13,12 @@ from flashlab.cuda.operators import attention
 from flashlab.kernels import HOPPER, SERIES, step
 
 DEVICES = ["cpu", *(["cuda"] if missing("nvcc") is None else [])]
-CHECKED = ("p6_2_loop_order", "p8_6_store", "p11_flash")
-D = {"p11_flash": 96}
-"""Head sizes: of p11_flash one whose gradient is p11_backward's."""
 
 
-@pytest.fixture
-def runs(name, device):
-    if device == "cuda" and name.startswith("p11") and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs capability 9.0")
-
-
-runs_here = pytest.mark.usefixtures("runs")
-
-
-def inputs_of(name, *, device="cpu", heads=2, kv_heads=1, seq_q=20, seq_k=37, grad=False):
-    torch.manual_seed(1)
-    d = D.get(name, 64)
-    shapes = [(1, heads, seq_q, d), (1, kv_heads, seq_k, d), (1, kv_heads, seq_k, d)]
-    dtype = step(name).dtypes[0]
-    return [torch.randn(s, device=device).to(dtype).requires_grad_(grad) for s in shapes]
+def inputs_of(name, device, seq_k):
+    """q, k, v; of p11_flash in a head size whose gradient is p11_backward's."""
+    q, k, v, _ = drawn(1, 2, 1, 20, seq_k, 96 if name == "p11_flash" else 64, step(name).dtypes[0], device=device)
+    return [x.requires_grad_() for x in (q, k, v)]
 
 
 def test_every_step_is_registered_with_all_that_pytorch_asks():
@@ -59,23 +46,11 @@ def test_a_hopper_kernel_says_where_it_runs(monkeypatch):
     assert BACKENDS["p11_flash"].unfit(torch.device("cuda:0")) is None
 
 
-@runs_here
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", CHECKED)
-@pytest.mark.every(3)
-@pytest.mark.long
-def test_opcheck(name, device):
-    q, k, v = inputs_of(name, device=device, grad=True)
-    torch.library.opcheck(getattr(torch.ops.flashlab, name), (q, k, v, 0.125, None, 0, None))
-    apart = q.detach().transpose(1, 2).contiguous().transpose(1, 2)
-    torch.library.opcheck(getattr(torch.ops.flashlab, name), (apart, k.detach(), v.detach(), 0.5, None, None, None))
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("causal", [False, True])
 def test_gradients_of_both_outputs(device, causal):
     # 20 queries and 12 keys: with a causal mask 8 rows see nothing, and have no gradient.
-    tensors = inputs_of("p6_2_loop_order", device=device, seq_q=20, seq_k=12, grad=True)
+    tensors = inputs_of("p6_2_loop_order", device, 12)
     wide = [x.detach().double().requires_grad_() for x in tensors]
     o, lse = attention("p6_2_loop_order", *tensors, causal=causal, scale=0.2)
     want, want_lse = reference.attention(*wide, causal=causal, scale=0.2)
@@ -88,28 +63,8 @@ def test_gradients_of_both_outputs(device, causal):
         torch.testing.assert_close(x.double(), y, atol=3e-5, rtol=1e-4, msg=lambda m, name=name: f"d{name}: {m}")
 
 
-@runs_here
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["p6_2_loop_order", "p11_flash"])
-def test_torch_compile_keeps_the_graph_whole(name, device):
-    q, k, v = inputs_of(name, device=device, grad=True)
-
-    def model(q, k, v):
-        return attention(name, 2 * q, k, v, causal=True)[0].sum()
-
-    eager = model(q, k, v)
-    eager_grad = torch.autograd.grad(eager, q)[0]
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)(q, k, v)
-    torch.testing.assert_close(compiled, eager)
-    torch.testing.assert_close(torch.autograd.grad(compiled, q)[0], eager_grad)
-
-
-def test_dtype_and_head_dim_that_a_step_does_not_take():
+def test_what_no_step_takes():
     q = torch.zeros(1, 1, 4, 64)
-    with pytest.raises(ValueError, match="'p8_6_store', .*: it takes float16 or bfloat16, and q is torch.float32"):
-        attention("p8_6_store", q, q, q)
-    with pytest.raises(ValueError, match="'p6_1_fa1', .*: it takes a head_dim of 64 or 128, and q has 80"):
-        attention("p6_1_fa1", *[torch.zeros(1, 1, 4, 80)] * 3)
     for bad, sentence in ((q.sum(), "q must be .* it has 0 dimensions"), (q[..., :0], "one key of one feature")):
         with pytest.raises(ValueError, match=sentence):
             attention("p6_1_fa1", bad, bad, bad)
@@ -137,26 +92,18 @@ def test_tensors_of_more_than_2_to_the_31_elements(name):
         assert torch.equal(o, want_o) and torch.equal(lse, want_lse)
 
 
-@runs_here
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", CHECKED[1:])
+@pytest.mark.parametrize("name", ["p8_6_store", "p11_flash"])
 def test_by_the_door(name, device, monkeypatch):
     """The forward pass is the kernel's; the gradient does not ask who computed lse, but p11_flash has its own."""
     if name == "p11_flash":
+        if device == "cuda" and torch.cuda.get_device_capability() != (9, 0):
+            pytest.skip("needs capability 9.0")
         monkeypatch.setattr(operators, "best_backward", None)
-    inputs = inputs_of(name, device=device, grad=True)
+    inputs = inputs_of(name, device, 37)
     options = dict(causal=True, scale=-0.3)
     o = flashlab.flash_attention(*inputs, backend=name, **options)
     grad_o = torch.randn_like(o)
     dq, dk, dv = torch.autograd.grad(o, inputs, grad_o)
     name, error = worst(wanted(*inputs, grad_o, **options), o=o, dq=dq, dk=dk, dv=dv)
     assert error <= 1, f"{name} is off by {error:.3g} times its bound"
-
-
-def test_the_door_says_what_a_step_does_not_take():
-    q = torch.zeros(1, 1, 4, 64, dtype=torch.float16)
-    for options in (dict(window=3), dict(softcap=5.0)):
-        with pytest.raises(ValueError, match="backend is 'p9_flash', which .* it has neither window nor softcap"):
-            flashlab.flash_attention(q, q, q, backend="p9_flash", **options)
-    with pytest.raises(ValueError, match="p8_6_store, .* or p11_flash"):
-        flashlab.flash_attention(q, q, q, backend="p9_magic")

@@ -1,7 +1,8 @@
-"""Phase 6: every step is right, does nothing that it should not, and costs what the lecture says it costs."""
+"""Phase 6: no step does what it should not; each costs what the lecture says, whose checker finds them right."""
 
 import pytest
 import torch
+from drawn import drawn
 
 from flashlab.attention import reference
 from flashlab.attention.cost import FA1_BLOCK_N, FA2_BLOCK_M, fa1_cost, fa2_cost
@@ -10,59 +11,12 @@ from flashlab.cuda.operators import module
 from flashlab.kernels import source, steps
 
 STEPS = [s.name for s in steps(6)]
-DEVICES = ["cpu", *(["cuda"] if missing("nvcc") is None else [])]
-# batch, heads, kv_heads, seq_q, seq_k, causal: one, tails on both sides, more than one tile, rows that see nothing, GQA
-CASES = (
-    (1, 1, 1, 1, 1, False), (1, 2, 1, 100, 77, False), (2, 4, 2, 33, 130, True), (1, 1, 1, 70, 20, True),
-    (1, 3, 3, 130, 129, True), (1, 1, 1, 2, 300, False),
-)  # fmt: skip
 
 
-def tensors(batch, heads, kv_heads, seq_q, seq_k, head_dim, device="cpu"):
-    torch.manual_seed(seq_q)
-    q = 2 * torch.randn(batch, seq_q, heads, head_dim).transpose(1, 2)  # [B, N, H, D] in memory
-    k, v = (torch.randn(batch, kv_heads, seq_k, head_dim) for _ in range(2))
-    # The last key is far the largest: the row maximum moves in the last tile.
-    k[:, :, -1] *= 3
-    return [x.to(device) for x in (q, k, v + 0.5)]
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    ("name", "head_dim"),
-    [(s, 64) for s in STEPS] + [pytest.param(s, 128, marks=[] if s == STEPS[-1] else pytest.mark.long) for s in STEPS],
-)
-def test_right_on_every_case(name, head_dim, device):
-    loaded = module(name, head_dim=head_dim, dtype=torch.float32, on_gpu=device == "cuda")
-    for *shape, causal in CASES:
-        q, k, v = tensors(*shape, head_dim, device)
-        o, lse = loaded.forward(q, k, v, causal=causal)
-        want, want_lse = reference.attention(q, k, v, causal=causal)
-        assert torch.isfinite(o).all()
-        torch.testing.assert_close(o.double(), want, atol=2e-5, rtol=0, msg=lambda m: f"{shape} causal={causal}: {m}")  # noqa: B023
-        torch.testing.assert_close(lse.double(), want_lse, atol=2e-5, rtol=1e-6)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_large_scores_and_nan_outside(device):
-    # Scores of several hundred overflow exp() without the maximum; NaN beyond the last key must not be read.
-    for name in STEPS:
-        loaded = module(name, dtype=torch.float32, on_gpu=device == "cuda")
-        q, k, v = (torch.full((1, 1, 96, 64), torch.nan, device=device)[:, :, :n] for n in (50, 70, 70))
-        torch.manual_seed(0)
-        for x in (q, k, v):
-            x.copy_(torch.randn(x.shape))
-        q *= 30
-        o, lse = loaded.forward(q, k, v)
-        want, want_lse = reference.attention(q, k, v)
-        torch.testing.assert_close(o.double(), want, atol=1e-3, rtol=0)
-        torch.testing.assert_close(lse.double(), want_lse, atol=0, rtol=1e-5)
-
-
-@pytest.mark.skipif(len(DEVICES) == 1, reason="no GPU with nvcc")
+@pytest.mark.skipif(missing("nvcc") is not None, reason="no GPU with nvcc")
 @pytest.mark.parametrize("name", STEPS)
 def test_the_same_bits_every_time_on_a_gpu(name):
-    q, k, v = tensors(2, 4, 2, 500, 700, 64, "cuda")
+    q, k, v, _ = drawn(2, 4, 2, 500, 700, 64, layout="bnhd", device="cuda")
     first = module(name, dtype=torch.float32).forward(q, k, v, causal=True)
     for _ in range(20):
         again = module(name, dtype=torch.float32).forward(q, k, v, causal=True)
@@ -75,7 +29,7 @@ def test_the_same_bits_every_time_on_a_gpu(name):
 def test_the_emulator_finds_nothing(step, head_dim):
     checked = load_inline(step, head_dim=head_dim, check=True)
     for seq_q, seq_k, causal, sms in ((70, 100, False, 132), (130, 150, True, 1)):  # both tile shapes of the last step
-        q, k, v = tensors(1, 2, 1, seq_q, seq_k, head_dim)
+        q, k, v, _ = drawn(1, 2, 1, seq_q, seq_k, head_dim, layout="bnhd", device="cpu")
         o, _ = checked.forward(q, k, v, causal=causal, sms=sms)
         assert checked.report.ok, checked.report
         torch.testing.assert_close(o.double(), reference.attention(q, k, v, causal=causal)[0], atol=2e-5, rtol=0)
@@ -105,17 +59,3 @@ def test_the_formulas_block_sizes_are_the_kernels():
         assert f"BLOCK_M = {FA2_BLOCK_M}, BLOCK_N = {FA1_BLOCK_N}," in source(name)
     # N = 1024, D = 64: FlashAttention-1 asks for 26.5 MB, FlashAttention-2 for 4.7 MB
     assert (fa1_cost(1024, 1024, 64).bytes, fa2_cost(1024, 1024, 64).bytes) == (26_497_024, 4_722_688)
-
-
-def test_reads_of_shared_memory_fall_from_step_to_step():
-    q = torch.randn(1, 1, 128, 64)
-    wavefronts, conflicts = {}, {}
-    for s in steps(6)[1:5]:
-        module = load_inline(s, check=True)
-        module.forward(q, q, q)
-        wavefronts[s.name] = module.report.counters["shared_load_wavefronts"]
-        conflicts[s.name] = module.report.counters.bank_conflicts
-    # Within 2%: a host compiler may read a number once where another reads it twice.
-    want = {"p6_2_loop_order": 32768, "p6_3_tiles": 29888, "p6_4_registers": 12288, "p6_5_overlap": 12288}
-    assert wavefronts == {name: pytest.approx(n, rel=0.02) for name, n in want.items()}
-    assert conflicts["p6_4_registers"] == conflicts["p6_5_overlap"] == 0

@@ -28,7 +28,7 @@ BOUND = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 LSE_BOUND = {"p8_side_fp16_acc": 2e-3}  # its scores are rounded to fp16
 
 
-def run(step: Step, case, *, head_dim=64, dtype=torch.float16, check=False, sms=132, shared_limit=227 << 10, **defines):
+def run(step, case, *, head_dim=64, dtype=torch.float16, check=False, sms=132, shared_limit=227 << 10, **defines):
     heads, kv_heads, seq_q, seq_k, causal = case
     generator = torch.Generator().manual_seed(seq_q)
     q = torch.randn(1, seq_q, heads, head_dim, generator=generator).to(dtype).transpose(1, 2)  # [B, N, H, D] strides
@@ -36,12 +36,12 @@ def run(step: Step, case, *, head_dim=64, dtype=torch.float16, check=False, sms=
     v = v + 0.5
     module = load_inline(step, backend="emulator", head_dim=head_dim, dtype=dtype, check=check, defines=defines)
     o, lse = module.forward(q, k, v, causal=causal, sms=sms, shared_limit=shared_limit)
-    report = module.report
+    report, name = module.report, getattr(step, "name", "")
     want, want_lse = reference.attention(q, k, v, causal=causal)
     assert o.isfinite().all()
-    assert (o - want).abs().max() <= BOUND[dtype] * (2 if step.name == "p8_side_fp16_acc" else 1)
+    assert (o - want).abs().max() <= BOUND[dtype] * (2 if name == "p8_side_fp16_acc" else 1)
     assert torch.equal(lse.isneginf(), want_lse.isneginf())
-    assert (lse - want_lse).abs().nan_to_num(0.0).max() <= LSE_BOUND.get(step.name, 1e-4)
+    assert (lse - want_lse).abs().nan_to_num(0.0).max() <= LSE_BOUND.get(name, 1e-4)
     assert not report.findings, report.findings[0]
     return report
 
@@ -97,13 +97,6 @@ def test_the_tiles_fit_the_device(head_dim, limit):
     assert limit < 227 or shared == {64: 40, 128: 80, 256: 192}[head_dim] << 10
 
 
-@pytest.mark.long
-def test_shared_memory_does_not_grow_with_head_dim():
-    exhibit = step("p8_side_tile_d")
-    sizes = {d: run(exhibit, (1, 1, 40, 70, True), head_dim=d).launches[0].shared_bytes for d in exhibit.head_dims}
-    assert set(sizes.values()) == {32 << 10} and max(sizes) == 512
-
-
 def test_large_scores_and_a_late_maximum():
     generator = torch.Generator().manual_seed(0)
     q = 20 * torch.randn(1, 1, 64, 64, generator=generator)
@@ -116,21 +109,6 @@ def test_large_scores_and_a_late_maximum():
         o, lse = load_inline(step(name), backend="emulator").forward(q, k, v)
         assert (o - want).abs().max() <= BOUND[torch.float16], name
         assert (lse - want_lse).abs().max() <= 1e-3, name
-
-
-def test_what_fp16_accumulators_cost():
-    """The error of O grows with the number of keys; in float32 it does not."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 1, n, 64, generator=generator).half() for n in (64, 4096, 4096))
-    v = v + 0.5
-    worst = {}
-    for name in ("p8_6_store", "p8_side_fp16_acc"):
-        for keys in (128, 4096):
-            o, _ = load_inline(step(name), backend="emulator").forward(q, k[:, :, :keys], v[:, :, :keys])
-            want, _ = reference.attention(q, k[:, :, :keys], v[:, :, :keys])
-            worst[name, keys] = ((o - want).abs().max() / want.abs().max()).item()
-    assert worst["p8_6_store", 4096] < 1e-3 < 4e-3 < worst["p8_side_fp16_acc", 4096]
-    assert worst["p8_side_fp16_acc", 128] < worst["p8_side_fp16_acc", 4096] / 2
 
 
 # ---- the text of the series ------------------------------------------------------------------------------------------
@@ -222,40 +200,6 @@ def test_names_and_paths_agree():
 
 
 # ---- what the steps are for ------------------------------------------------------------------------------------------
-def test_the_counts_that_the_steps_are_for():
-    """One head, 128 queries and keys, HEAD_DIM = 64."""
-    case = (1, 1, 128, 128, False)
-    counted = {name: run(step(name), case, check=True, sms=1).counters for name in (
-        "p7_naive", "p8_1_split_q", "p8_2_cp_async", "p8_3_stages", "p8_4_swizzle", "p8_5_registers", "p8_6_store",
-        "p9_4_warp_tiles", *(s.name for s in SIDE if s.name != "p8_side_tile_d"))}  # fmt: skip
-
-    def get(name, counter):
-        return counted[name][counter]
-
-    assert len({get(name, "mma") for name in counted}) == 1  # all of them do the same work
-    assert get("p8_1_split_q", "global_load_sectors") * 3 < get("p7_naive", "global_load_sectors")
-    assert get("p8_2_cp_async", "shared_stores") == 0 < get("p8_1_split_q", "shared_stores")
-    assert get("p8_3_stages", "barriers") * 2 == get("p8_2_cp_async", "barriers")
-    assert get("p8_3_stages", "ldmatrix_wavefronts") == 8 * get("p8_3_stages", "ldmatrix_ideal")
-    assert get("p8_4_swizzle", "ldmatrix_wavefronts") == get("p8_4_swizzle", "ldmatrix_ideal")
-    assert get("p8_5_registers", "ldmatrix") * 2 <= get("p8_4_swizzle", "ldmatrix")
-    assert get("p8_5_registers", "global_store_sectors") > get("p8_5_registers", "global_store_ideal")
-    assert get("p8_6_store", "global_store_sectors") == get("p8_6_store", "global_store_ideal")
-    q_fragments = 128 // 16 * 64 // 16  # loaded once by both; those of K and V feed twice as many MMAs
-    assert 2 * (get("p9_4_warp_tiles", "ldmatrix") - q_fragments) == get("p8_6_store", "ldmatrix") - q_fragments
-
-    # The exhibits, beside what they are compared with
-    assert counted["p8_side_split_kv"].bank_conflicts == counted["p8_4_swizzle"].bank_conflicts == 0
-    assert get("p8_side_split_kv", "ldmatrix") < get("p8_4_swizzle", "ldmatrix")  # a fragment serves 64 rows
-    assert get("p8_side_split_kv", "barriers") > 2 * get("p8_4_swizzle", "barriers")
-    assert get("p8_side_split_kv", "shared_stores") > 0 == get("p8_4_swizzle", "shared_stores")
-    assert get("p8_side_shuffle_store", "global_store_sectors") == get("p8_6_store", "global_store_sectors")
-    assert get("p8_side_shuffle_store", "shuffles") > get("p8_6_store", "shuffles")
-    tiles = 2 * 2  # two blocks of 64 rows, two tiles of 64 keys each
-    assert get("p8_side_shared_kv", "barriers") == get("p8_6_store", "barriers") + 3 * tiles
-    assert get("p8_side_shared_kv", "ldmatrix") == get("p8_6_store", "ldmatrix")
-
-
 def test_no_rows_is_no_work():
     q, k = torch.zeros(1, 1, 0, 64).half(), torch.zeros(1, 1, 8, 64).half()
     for s in (HALVES[0], HALVES[-1]):

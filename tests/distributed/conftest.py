@@ -1,9 +1,6 @@
 import socket
 
 import pytest
-import torch
-
-torch.set_num_threads(1)
 
 
 @pytest.fixture

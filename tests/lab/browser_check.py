@@ -2,17 +2,9 @@
 
     make lab-browser-check            or: python tests/lab/browser_check.py --phase 00 --screenshots /tmp/shots
 
-By default one phase of each engine: plain PyTorch, Triton, CUDA. Needs `pip install -e '.[browser]'` and a chromium
-(`apt-get install chromium`, or the environment variable CHROMIUM); says so and stops when one is missing, which is a
-failure where CI is set. Not part of `make test`, but of the GitHub workflow. Works on fresh copies in a temporary
-folder, so no answer of a learner is touched. Asserts that
-
-- "Run All" of a lecture reaches its last cell, and none raises but those that are to;
-- "Run All" of the exercises goes on past each unsolved check, down to the last cell. A check that fails is one short
-  line, but for a bug hunt's, which is its symptoms;
-- cells other than the checks raise nothing;
-- after the answer to the first exercise is typed, its check passes and the others fail as before;
-- JupyterLab's own saving does not make an unanswered notebook look filled in to the build, and an answer does.
+By default one phase of each engine. Needs `pip install -e '.[browser]'` and a chromium (`apt-get install chromium`, or
+the environment variable CHROMIUM); without them it stops, which is a failure where CI is set. Works on fresh copies in
+a temporary folder, so no answer of a learner is touched. What has to hold is asserted in `reader` and `learner`.
 """
 
 from __future__ import annotations
@@ -184,7 +176,7 @@ def reader(page, lab: Lab, path: Path) -> None:
 
 
 def learner(page, lab: Lab, lesson, path: Path, screenshots: Path) -> None:
-    """The steps of the module's docstring, in order."""
+    """The exercises go on past each unsolved check; a typed answer passes its own check and no other."""
     notebook = Notebook(page, lab, f"exercises/{path.name}")
     ran = notebook.run_all()
     checks = [i for i, tags, _ in ran if "check" in tags]

@@ -116,19 +116,6 @@ Paged.TestCase.settings = settings(max_examples=60, stateful_step_count=30, dead
 TestAgainstADictOfLists = Paged.TestCase
 
 
-def test_the_example_of_the_docstring():
-    pager = Pager(8, 4)
-    first = pager.allocate()
-    assert pager.append([first], [6]) == []
-    second = pager.fork(first)
-    assert pager.pages(first) == pager.pages(second) == (0, 1) and pager.references[:2] == [2, 2]
-    assert pager.append([second], [0]) == [] and pager.append([second], [1]) == [(1, 2)]
-    assert pager.pages(second) == (0, 2) and pager.references[:3] == [2, 1, 1]
-    assert pager.append([first], [1]) == []  # page 1 is its own now
-    pager.free(first)
-    assert pager.references[:3] == [1, 0, 1] and pager.free_pages == 6
-
-
 def test_the_tensors_are_what_a_kernel_reads():
     pager = Pager(8, 2)
     long, empty = pager.allocate(), pager.allocate()

@@ -2,8 +2,8 @@
 
     python -m tests.simt.hopper_probe OUT.json     (in the repository; needs an H100 or H200 and nvcc; a minute or two)
 
-It prints what differs, and writes a checksum of each answer of the GPU, and the whole answer where the emulator's
-differs. data/hopper_probe_h200.json is what it wrote on an H200; test_hopper_probe.py compares the emulator with it.
+It prints what differs, and writes a checksum of each answer of the GPU. data/hopper_probe_h200.json is what it wrote on
+an H200; test_hopper_probe.py compares the emulator with it.
 
 The cases are those of the emulator's own tests: descriptors that kernels use, and some that make no sense (wrong
 strides, a base offset, a start inside the pattern); boxes of every rank, type and swizzle, at the edges of tensors.
@@ -159,24 +159,19 @@ def checksum(answer: np.ndarray) -> int:
 def main(out: Path) -> int:
     import torch
 
-    record: dict = {"gpu": torch.cuda.get_device_name(), "date": datetime.date.today().isoformat(), "checksums": {},
-                    "differs": {}}  # fmt: skip
+    record: dict = {"gpu": torch.cuda.get_device_name(), "date": datetime.date.today().isoformat(), "checksums": {}}
+    differ = 0
     try:
         for (name, real), (same, ours) in zip(answers_there(), answers(), strict=True):
             assert name == same
             record["checksums"][name] = checksum(real)
             if real.tobytes() != ours.tobytes():
-                record["differs"][name] = real.astype(float).reshape(-1).tolist()
-                if real.size != ours.size:  # one of them refuses it
-                    print(f"{name}: the GPU says {real[:7].tobytes()}, the emulator {ours[:7].tobytes()}")
-                    continue
-                first = np.flatnonzero(real.reshape(-1) != ours.reshape(-1))[:4]
-                has = real.reshape(-1)[first], ours.reshape(-1)[first]
-                print(f"{name}: the GPU has {has[0]} where the emulator has {has[1]}")
+                differ += 1
+                print(f"{name}: the GPU has {real.reshape(-1)}, the emulator {ours.reshape(-1)}")
     finally:  # a fault on the GPU ends it: what was compared is kept
         out.write_text(json.dumps(record))
-    print(f"{len(record['checksums'])} answers, {len(record['differs'])} differ")
-    return bool(record["differs"])
+    print(f"{len(record['checksums'])} answers, {differ} differ")
+    return bool(differ)
 
 
 if __name__ == "__main__":

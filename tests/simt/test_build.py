@@ -178,7 +178,7 @@ bool three(const void* const p, std::int64_t n) { return f(n); } }
 def test_shared_arrays_in_the_symbol_table():
     built = compile_cuda(KERNELS / "mistakes.cu", check=True).build
     arrays = {(s.array, s.size) for s in built.shared}
-    assert {("bins", 64), ("last", 4), ("mine", 128)} <= arrays
+    assert {("bins", 32), ("last", 4), ("mine", 128)} <= arrays
     for name in ("_ZZ1kvE4tile", "_ZZ1kvE4tile_0", "_ZZ1kvE4tile__11_"):  # and those of one name in one function
         assert elf.Symbol(name, 0, 4, True).array == "tile"
     with pytest.raises(ValueError, match="no 64-bit"):

@@ -62,9 +62,6 @@ def test_ldmatrix_with_and_without_the_swizzle(swizzle):
 @pytest.mark.parametrize(
     "entry, dtype, per_lane, stride, lanes, sectors",
     [
-        ("run_strided_float", np.float32, 1, 1, 32, 4),
-        ("run_strided_float", np.float32, 1, 2, 32, 8),
-        ("run_strided_float", np.float32, 1, 8, 32, 32),
         ("run_strided_float", np.float32, 1, 0, 32, 1),
         ("run_strided_float", np.float32, 1, 1, 9, 2),
         ("run_strided_half", np.float16, 1, 1, 32, 2),

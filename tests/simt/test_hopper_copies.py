@@ -5,17 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import shutil
-import subprocess
 
 import numpy as np
 import pytest
 import torch
 
-from flashlab.cuda.toolchain import find_cuobjdump, find_nvcc
-from flashlab.simt import CompileError, DeadlockError, HostError, IllegalAccess, compile_cuda
+from flashlab.simt import CompileError, HostError, IllegalAccess, compile_cuda
 
-from .conftest import both_builds, compile_for_hopper, marked, module, report_of
+from .conftest import both_builds, marked, module, report_of
 
 UINT8, UINT16, UINT32, UINT64, FLOAT16, FLOAT32, BFLOAT16 = 0, 1, 2, 4, 6, 7, 9
 ITEMS = {UINT8: 1, UINT16: 2, UINT32: 4, UINT64: 8, FLOAT16: 2, FLOAT32: 4, BFLOAT16: 2}
@@ -24,28 +21,18 @@ SWIZZLES = {0: 1, 1: 32, 2: 64, 3: 128}  # CUtensorMapSwizzle -> bytes of a row 
 copies = both_builds("hopper_copies.cu")
 
 
-# ---- boxes: what a load gives is compared with an H200 by test_hopper_probe.py ----------------------
+# ---- boxes: what loads and stores give is compared with an H200 by test_hopper_probe.py -------------
 @dataclasses.dataclass(frozen=True)
 class Box:
-    """A tensor in an array of bytes, and one box of it. Dimension 0 is the innermost, as in a tensor map.
+    """A tensor in an array of bytes, and one box of it. Dimension 0 is the innermost, as in a tensor map."""
 
-    Attributes:
-        item: bytes of an element.
-        sizes: of the tensor, in elements.
-        strides: bytes from one element to the next in dimensions 1, 2 ...
-        spans: of the box, in elements of the tensor.
-        every: the element strides; dimension 0's is ignored.
-        corner: coordinates of the box's first element.
-        swizzle: CUtensorMapSwizzle.
-    """
-
-    item: int
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    spans: tuple[int, ...]
-    every: tuple[int, ...]
-    corner: tuple[int, ...]
-    swizzle: int
+    item: int  # bytes of an element
+    sizes: tuple[int, ...]  # of the tensor, in elements
+    strides: tuple[int, ...]  # bytes from one element to the next in dimensions 1, 2 ...
+    spans: tuple[int, ...]  # of the box, in elements of the tensor
+    every: tuple[int, ...]  # the element strides; dimension 0's is ignored
+    corner: tuple[int, ...]  # coordinates of the box's first element
+    swizzle: int  # CUtensorMapSwizzle
 
     @property
     def bytes(self) -> int:
@@ -94,27 +81,6 @@ def memory_of(box: Box, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, -(-end // 256) * 256, dtype=np.uint8)
 
 
-def loaded(copies, box: Box, corner: tuple[int, ...], x: np.ndarray, kind: int, shift: int) -> np.ndarray:
-    out = np.zeros(box.bytes, np.uint8)
-    given = numbers(dataclasses.replace(box, corner=corner), corner, kind, shift, 0)
-    report = copies.run_box(x, x.copy(), out.view(np.uint32), given)
-    assert not report.findings and report.counters["tma_load_bytes"] == box.bytes, report
-    return out
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_a_store_takes_a_box_back_and_skips_what_lies_outside(copies, seed):
-    box, other, kind, shift = random_box(seed)
-    other = tuple(max(0, n) for n in other)
-    x, y = memory_of(box, seed), memory_of(box, seed + 1000)
-    report = copies.run_box(x, y, np.zeros(4, np.uint32), numbers(box, other, kind, shift, 1))
-    assert not report.findings, report
-    inside = loaded(copies, box, other, np.full_like(y, 255), kind, shift)
-    np.testing.assert_array_equal(
-        loaded(copies, box, other, y, kind, shift), loaded(copies, box, box.corner, x, kind, shift) & inside
-    )
-
-
 @pytest.mark.parametrize("how", [0, 1])
 def test_a_box_begins_at_a_multiple_of_16_bytes(copies, how):
     """As an H200 wants it, which stops with "illegal instruction"."""
@@ -131,18 +97,6 @@ def test_a_store_does_not_begin_before_the_tensor(copies):
     x = memory_of(box, 2)
     with pytest.raises(IllegalAccess, match="store-corner: .* gives tma_store .* coordinate -3 in dimension 2"):
         copies.run_box(x, x.copy(), np.zeros(4, np.uint32), numbers(box, (0, 0, -3), kind, shift, 1))
-
-
-def test_the_swizzle_of_128_bytes_is_the_table_of_the_manual(copies):
-    """Which 16-byte chunk of the row lies where: the first rows of the table, chunk numbers from left to right."""
-    table = {0: "01234567", 1: "10325476", 2: "23016745", 3: "32107654", 7: "76543210"}
-    box = Box(4, (32, 8), (128,), (32, 8), (1, 1), (0, 0), 3)
-    x = np.arange(256, dtype=np.uint32)
-    out = np.zeros(256, np.uint32)
-    copies.run_box(x.view(np.uint8), np.zeros(1024, np.uint8), out, numbers(box, (0, 0), UINT32, 0, 0))
-    rows = out.reshape(8, 8, 4)[:, :, 0] // 4 - 8 * np.arange(8)[:, None]
-    for row, chunks in table.items():
-        assert "".join(map(str, rows[row])) == chunks
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [(FLOAT32, "float32"), (FLOAT16, "float16"), (BFLOAT16, "bfloat16")])
@@ -183,7 +137,7 @@ def test_a_ring_of_stages(copies, tiles):
     assert not report.findings, report
     weights = np.arange(1, tiles + 1, dtype=np.float32)[:, None, None, None]
     np.testing.assert_allclose(sums, (x * weights).sum((1, 2)), rtol=1e-5)
-    assert report.counters["tma_loads"] == 2 * tiles
+    assert (report.counters["tma_loads"], report.counters["tma_load_bytes"]) == (2 * tiles, 4096 * tiles)
     assert report.counters["mbarrier_waits"] == 2 * 3 * tiles  # of the producer and of two consumer warps
     assert 4 * tiles <= report.counters["mbarrier_waits_under_way"] <= report.counters["mbarrier_waits"]
 
@@ -286,14 +240,6 @@ def test_a_load_over_zeros_behind_a_proxy_fence():
     assert not findings_of("zeros_first", 1, y=y) and (y == X[:64]).all()
 
 
-def test_the_errors_are_of_the_right_class():
-    broken, y = module("hopper_broken.cu", False), np.zeros(256, np.float32)
-    with pytest.raises(DeadlockError):
-        broken.run_load(X, y, 3)
-    with pytest.raises(IllegalAccess):
-        broken.run_setup(X, y, 11)
-
-
 def test_a_map_that_is_no_grid_constant_is_refused():
     kernel = """#include "ptx_sm90.cuh"
 __global__ void k(int n, PLACE CUtensorMap map) { tma_prefetch(&map); }
@@ -304,19 +250,6 @@ extern "C" void run() {}
     for place, says in wrong.items():
         with pytest.raises(CompileError, match=f"kernel.cu:2: error: .*{says}"):
             compile_cuda(kernel.replace("PLACE", place))
-
-
-@pytest.mark.long
-@pytest.mark.skipif(find_nvcc() is None or shutil.which("g++") is None, reason="there is no nvcc")
-@pytest.mark.parametrize("name", ["hopper_copies.cu", "hopper_broken.cu", "hopper_memory.cu"])
-def test_nvcc_compiles_it_for_hopper(tmp_path, name):
-    compile_for_hopper(name, tmp_path / "out.cubin", "-cubin")
-    if name == "hopper_copies.cu" and find_cuobjdump():
-        sass = subprocess.run(
-            [find_cuobjdump(), "-sass", tmp_path / "out.cubin"], capture_output=True, text=True
-        ).stdout
-        for instruction in ("UTMALDG.5D", "UTMASTG.5D", "UTMAREDG.5D", "UBLKCP", "SYNCS", "UTMACCTL.PF", "ELECT"):
-            assert instruction in sass, instruction
 
 
 # ---- tensor maps -----------------------------------------------------------------------------------

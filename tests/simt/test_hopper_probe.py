@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from flashlab.cuda.toolchain import find_nvcc
+from flashlab.cuda.toolchain import find_cuobjdump, find_nvcc
 
 from . import hopper_probe
 from .conftest import compile_for_hopper
@@ -26,7 +27,12 @@ def test_the_emulator_answers_as_the_gpu_did():
 
 @pytest.mark.long
 @pytest.mark.skipif(find_nvcc() is None or shutil.which("g++") is None, reason="there is no nvcc")
-def test_the_probe_compiles_for_the_gpu(tmp_path):
-    for name in ("wgmma_probe.cu", "hopper_copies.cu"):
-        said = compile_for_hopper(name, tmp_path / "probe.so", "-shared", "-Xcompiler", "-fPIC")
-        assert "C75" not in said, said  # ptxas adds no fence and no wait
+@pytest.mark.parametrize("name", ["wgmma_probe", "hopper_copies", "hopper_broken", "hopper_memory"])
+def test_nvcc_compiles_it_for_hopper(name, tmp_path):
+    said = compile_for_hopper(f"{name}.cu", tmp_path / "probe.so", "-shared", "-Xcompiler", "-fPIC")
+    assert "C75" not in said, said  # ptxas adds no fence and no wait
+    if name == "hopper_copies" and find_cuobjdump():
+        command = [find_cuobjdump(), "-sass", tmp_path / "probe.so"]
+        sass = subprocess.run(command, capture_output=True, text=True).stdout
+        for instruction in ("UTMALDG.5D", "UTMASTG.5D", "UTMAREDG.5D", "UBLKCP", "SYNCS", "UTMACCTL.PF", "ELECT"):
+            assert instruction in sass, instruction

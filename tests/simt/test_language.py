@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import string
 from pathlib import Path
 
@@ -72,13 +73,6 @@ def test_shuffles(language, arg, width):
         assert (out == shuffled(v, arg, width)).all()
 
 
-def test_shuffle_of_half2(language):
-    v = np.arange(64, dtype=np.float16).reshape(32, 2)
-    out = np.zeros_like(v)
-    assert language.run_shuffle_half2(v, out).ok
-    assert (out == v[LANES ^ 1]).all()
-
-
 def test_shuffles_of_part_of_a_warp(language):
     out = np.zeros(32, np.int32)
     assert language.run_shuffle_in_halves(out).ok
@@ -114,7 +108,7 @@ def test_atomics(language):
 
 def test_a_lock_within_a_warp(language):
     lock, total = np.zeros(1, np.int32), np.zeros(1, np.int32)
-    language.run_spin_lock(lock, total)
+    assert language.run_spin_lock(lock, total).ok
     assert total[0] == 64 and lock[0] == 0
 
 
@@ -162,54 +156,25 @@ def test_printf_comes_in_the_order_of_the_blocks(language, capsys):
     assert capsys.readouterr().out == report.printed
 
 
-def test_syncwarp_orders_a_warp(language):
-    a = np.arange(64, dtype=np.int32)
-    out = np.zeros_like(a)
-    report = language.run_warp_exchange(a, out)
-    assert report.ok and (out == (a ^ 5)).all()
-    assert report.counters["syncwarps"] == 2
-
-
 def test_a_flag_between_warps(language):
     out = np.zeros(3, np.int32)
     language.run_handshake(out)
     assert out.tolist() == [42, 1, 43]
 
 
-def test_named_barriers(language):
-    a = np.arange(5 * 32, dtype=np.int32)
-    out = np.zeros_like(a)
-    report = language.run_producer_consumer(a, out, 5)
-    assert report.ok
-    assert (out.reshape(5, 32) == a.reshape(5, 32)[:, ::-1]).all()
-
-
 def test_barrier_of_the_threads_that_are_left(language):
     a = np.arange(64, dtype=np.int32)
     out = np.zeros_like(a)
     report = language.run_early_exit(a, out, 40)  # the hardware goes on without them; CUDA does not promise it
-    assert [f.kind for f in report.findings] == ["exited-threads"] and "40 of 64 threads" in report.findings[0].message
+    assert [f.kind for f in report.findings] == ["exited-threads"]
+    assert re.search("only 40 of 64 threads .* thread 40 has returned", report.findings[0].message)
     assert (out[:40] == a[:40][::-1]).all() and not out[40:].any()
 
 
-def test_entries_take_c_types(language):
+def test_attributes_of_the_device(language):
     out = np.zeros(2, np.int32)
-    language.run_in_a_block(out, True, 5 << 32)
-    assert out.tolist() == [1, 5]
     language.launch("query", out, multiprocessors=78, shared_limit=101376)
     assert out.tolist() == [78, 101376]
-
-
-def test_tensors_are_arguments_too(language):
-    torch = pytest.importorskip("torch")
-    a = torch.arange(64.0)
-    out = torch.zeros(64)
-    assert language.run_reverse(a, out, 1).ok
-    assert torch.equal(out, a.flip(0))
-    half = torch.randn(32).half()
-    got = torch.zeros(4, 32).half()
-    assert language.run_shuffle_half(half, got, 1, 32).ok
-    assert torch.equal(got[1], half[torch.arange(32) ^ 1])
 
 
 @pytest.mark.parametrize(

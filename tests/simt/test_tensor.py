@@ -21,7 +21,8 @@ def test_ldmatrix_and_stmatrix(tensor, count, trans):
     out = np.zeros((32, count), np.uint32)
     report = tensor.run_load(tiles, out, count, trans)
     assert report.ok
-    assert report.counters["ldmatrix"] == 1 and report.counters["ldmatrix_wavefronts"] == count
+    assert report.counters["ldmatrix"] == report.counters["syncwarps"] == 1
+    assert report.counters["ldmatrix_wavefronts"] == count
     seen = tiles.transpose(0, 2, 1) if trans else tiles
     for i in range(count):
         low, high = seen[i, LANE // 4, LANE % 4 * 2], seen[i, LANE // 4, LANE % 4 * 2 + 1]

@@ -1,4 +1,4 @@
-"""wgmma: which bytes a descriptor names, the product, what is found when it is used wrongly, counts and events."""
+"""wgmma: the product, what is found when it is used wrongly, counts and events. Descriptors: test_hopper_probe.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flashlab.cuda.toolchain import find_cuobjdump, find_nvcc
 from flashlab.simt import DeadlockError
 
 from .conftest import KERNELS, compile_for_hopper, marked, module, report_of
-from .wgmma_model import BYTES, SWIZZLES, WIDTH, descriptor, stored
+from .wgmma_model import BYTES, descriptor, stored
 
 LINES = marked("wgmma.cu")
 MISTAKES, RELEASES = (
@@ -22,39 +22,6 @@ MISTAKES, RELEASES = (
     for name in ("Mistake", "Release")
 )
 N = 64
-
-
-def probe(check: bool = False):
-    return module("wgmma_probe.cu", check, defines={"PROBE_N": N})
-
-
-# ---- descriptors: all kinds of them are compared with an H200 by test_hopper_probe.py ---------------
-@pytest.mark.parametrize("swizzle", SWIZZLES)
-def test_a_tile_as_tma_stores_it_is_read_as_it_was(swizzle):
-    """The layouts that kernels use, built without any address: pieces exchanged by the number of the row."""
-    w = WIDTH[swizzle]
-    rng = np.random.default_rng(swizzle)
-    # K-major: 64 rows of W * 8 numbers; 16 of them at a time, further on in the row.
-    tile = rng.integers(0, 2000, (64, w * 8)).astype(np.float16)
-    steps = list(range(0, w * 8 - 8, 16)) if swizzle else []
-    for k in steps:
-        assert (read_b(stored(tile, swizzle), (k * 2, swizzle, 16, 128 * w, 0), False) == tile[:, k : k + 16]).all()
-    # MN-major: 16 lines of K, W * 8 numbers of N in each; tiles side by side until there are 64.
-    tiles = rng.integers(0, 2000, (64 // (w * 8), 16, w * 8)).astype(np.float16)
-    across = np.concatenate(list(tiles), axis=1)  # [16, 64]
-    shared = np.concatenate([stored(t, swizzle) for t in tiles])
-    step, deep = 16 * w * 16, 8 * w * 16  # bytes from tile to tile; from 8 lines to the next 8
-    desc = (0, swizzle, step, deep, 0) if swizzle else (0, 0, deep, step, 0)
-    assert (read_b(shared, desc, True) == across.T).all()
-
-
-def read_b(shared: np.ndarray, desc: tuple[int, int, int, int, int], trans: bool) -> np.ndarray:
-    full = np.zeros(BYTES // 2, np.float16)
-    full[: len(shared)] = shared
-    out = np.zeros((1, 64, N), np.float32)
-    words = np.array([descriptor(*desc)], np.uint64)
-    assert probe().run_decode_b(full.view(np.uint16), BYTES, words, out, 1, int(trans), 0).ok
-    return out[0, :16].T
 
 
 # ---- the product ------------------------------------------------------------------------------------
@@ -73,10 +40,10 @@ def test_products_and_sums(check, bf16, trans):
         if not mn:
             lines[:, :16] = matrix
         bits = torch.from_numpy(lines.copy()).to(dtype).view(torch.int16).numpy().view(np.uint16)
-        shared[i * 4096 : i * 4096 + lines.size] = stored(bits, 1)
+        shared[i * 4096 : i * 4096 + lines.size] = stored(bits)
         words.append(descriptor(i * 8192, 1, 16, 1024))
     out = np.zeros((64, N), np.float32)
-    report = probe(check).run_multiply(
+    report = module("wgmma_probe.cu", check, defines={"PROBE_N": N}).run_multiply(
         shared, BYTES, np.array(words, np.uint64), c.astype(np.float32), out, trans, bf16
     )
     assert report.ok, report

@@ -11,8 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-SWIZZLES = {0: "none", 1: "128 bytes", 2: "64 bytes", 3: "32 bytes"}
-WIDTH = {0: 1, 1: 8, 2: 4, 3: 2}  # 16-byte pieces in a row of the swizzle
+WIDTH = {0: 1, 1: 8, 2: 4, 3: 2}  # swizzle (none, 128, 64, 32 bytes) -> 16-byte pieces in a row of it
 T = 8  # 16-bit numbers in 16 bytes
 BYTES = 32 * 1024  # of the image that the descriptors look at
 
@@ -49,19 +48,11 @@ def mn_major(swizzle: int, leading: int, stride: int) -> Callable[[int, int], in
     return lambda row, k: 2 * (_walk(*rows, row)[0] + _walk(*ks, k)[0])
 
 
-def stored(matrix: np.ndarray, swizzle: int) -> np.ndarray:
-    """A tile [lines, W * 8] as TMA stores it, for an address where the pattern begins: line by line, pieces exchanged.
-
-    In line l the piece p lies at p ^ l % 8 (128 bytes), p ^ l // 2 % 4 (64 bytes), p ^ l // 4 % 2 (32 bytes).
-    """
-    w = WIDTH[swizzle]
-    assert matrix.shape[1] == w * T
-    out = np.empty_like(matrix)
-    for line in range(len(matrix)):
-        for p in range(w):
-            to = p ^ (line // (8 // w) % w if swizzle else 0)
-            out[line, to * T : to * T + T] = matrix[line, p * T : p * T + T]
-    return out.reshape(-1)
+def stored(matrix: np.ndarray) -> np.ndarray:
+    """A tile [lines, 64] as TMA stores it with a 128-byte swizzle: in line l the piece p lies at p ^ l % 8."""
+    pieces = matrix.reshape(-1, 8, T)
+    lines = np.arange(len(pieces))[:, None]
+    return pieces[lines, np.arange(8) ^ lines % 8].reshape(-1)
 
 
 def image() -> tuple[np.ndarray, np.ndarray]:

@@ -68,7 +68,8 @@ class Backend:
     ) -> str | None:
         """Why it does not take inputs like q with these options, as a clause; None where it does."""
         if q.dtype not in self.dtypes:
-            return f"it takes {self._dtypes()}, and q is {q.dtype}"
+            taken = one_of([str(dtype).removeprefix("torch.") for dtype in self.dtypes])
+            return f"it takes {taken}, and q is {q.dtype}"
         if not self._takes_head_dim(q.shape[-1]):
             return f"it takes {self._head_dims()}, and q has {q.shape[-1]}"
         if not self.masks and (left is not None or right not in (None, 0) or softcap is not None):
@@ -92,9 +93,6 @@ class Backend:
         if isinstance(self.head_dims, int):
             return f"a head_dim up to {self.head_dims}"
         return f"a head_dim of {one_of([str(n) for n in self.head_dims])}"
-
-    def _dtypes(self) -> str:
-        return one_of([str(dtype).removeprefix("torch.") for dtype in self.dtypes])
 
 
 BACKENDS: dict[str, Backend] = {}
@@ -214,34 +212,24 @@ def _refuse_vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
     )
 
 
-# ---- the formula ----------------------------------------------------------------------------------------------------
+# ---- five of them ---------------------------------------------------------------------------------------------------
 
 
-def _reference_forward(q, k, v, *, left, right, **options):
-    return reference.attention(q, k, v, window=(left, right), **options)
+def _windowed(function: Callable[..., Tensors]) -> Callable[..., Tensors]:
+    """Of a forward pass whose options say left and right as a window."""
+    return lambda q, k, v, *, left, right, **options: function(q, k, v, window=(left, right), **options)
 
 
 def _reference_backward(grad_o, grad_lse, q, k, v, o, lse, *, left, right, **options):
     return reference.attention_backward(grad_o, q, k, v, window=(left, right), grad_lse=grad_lse, **options)
 
 
-# ---- the loops in plain PyTorch -------------------------------------------------------------------------------------
-
-
 def _simulation_forward(q, k, v, *, left, right, softcap, scale):
     return flash_attention_sim(q, k, v, scale=scale, causal=right == 0)
 
 
-def _simulation_backward(grad_o, grad_lse, q, k, v, o, lse, *, left, right, softcap, scale):
-    options = dict(scale=scale, causal=right == 0, grad_lse=grad_lse)
-    return flash_attention_backward_sim(grad_o, q, k, v, o, lse, **options)
-
-
-# ---- the Triton kernels ---------------------------------------------------------------------------------------------
-
-
-def _triton_forward(q, k, v, *, left, right, **options):
-    return triton_forward.flash_attention_forward(q, k, v, window=(left, right), **options)
+def _simulation_backward(grad_o, grad_lse, *saved, left, right, softcap, scale):
+    return flash_attention_backward_sim(grad_o, *saved, scale=scale, causal=right == 0, grad_lse=grad_lse)
 
 
 def _triton_backward(grad_o, grad_lse, *saved, left, right, **options):
@@ -274,28 +262,12 @@ def quick(q: torch.Tensor, left: int | None, right: int | None, softcap: float |
     return "torch" if runtime.INTERPRETED or BACKENDS["triton"].refusal(q, left, right, softcap) else "triton"
 
 
-register(Backend("reference", "the formula in float64", _reference_forward, _reference_backward))
-register(
-    Backend(
-        "simulation",
-        "the loops in plain PyTorch",
-        _simulation_forward,
-        _simulation_backward,
-        dtypes=triton_forward.DTYPES,
-        masks=False,
-    )
-)
-register(
-    Backend("torch", "PyTorch's own products, in blocks of queries", attention_blockwise, attention_backward_blockwise)
-)
-register(
-    Backend(
-        "triton",
-        "the Triton kernels",
-        _triton_forward,
-        _triton_backward,
-        dtypes=triton_forward.DTYPES,
-        head_dims=triton_forward.MAX_HEAD_DIM,
-        unfit=_triton_unfit,
-    )
-)
+_OURS, _MOST = triton_forward.DTYPES, triton_forward.MAX_HEAD_DIM
+_triton_forward = _windowed(triton_forward.flash_attention_forward)
+for _backend in (
+    Backend("reference", "the formula in float64", _windowed(reference.attention), _reference_backward),
+    Backend("simulation", "the loops in plain PyTorch", _simulation_forward, _simulation_backward, _OURS, masks=False),
+    Backend("torch", "PyTorch's own products, in blocks of queries", attention_blockwise, attention_backward_blockwise),
+    Backend("triton", "the Triton kernels", _triton_forward, _triton_backward, _OURS, _MOST, unfit=_triton_unfit),
+):
+    register(_backend)

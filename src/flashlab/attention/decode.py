@@ -379,7 +379,7 @@ def _strides(**tensors: torch.Tensor) -> dict[str, int]:
 
 def _shared_arguments(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, splits: int
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """What the kernel and the merge are both told, by parameter name."""
     batch, heads, queries, head_dim = q.shape
     block_d = max(16, triton.next_power_of_2(head_dim))

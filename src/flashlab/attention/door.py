@@ -131,19 +131,13 @@ def choose_backend(
 def _choose(q: torch.Tensor, left: int | None, right: int | None, softcap: float | None, backend: str) -> str:
     """The backend's name. Raises ValueError where there is none of that name, or it does not take the inputs."""
     if backend == "auto":
-        if _takes_hopper(q, left, right, softcap):
-            return HOPPER
-        return quick(q, left, right, softcap)
+        here = q.is_cuda and HOPPER in BACKENDS and BACKENDS[HOPPER].refusal(q, left, right, softcap) is None
+        return HOPPER if here else quick(q, left, right, softcap)
     if not isinstance(backend, str) or backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; it must be {one_of(['auto', *BACKENDS])}")
     if refusal := BACKENDS[backend].refusal(q, left, right, softcap):
         raise ValueError(f"backend is {backend!r}, which does not take these inputs: {refusal}")
     return backend
-
-
-def _takes_hopper(q: torch.Tensor, left: int | None, right: int | None, softcap: float | None) -> bool:
-    """Whether phase 11's last kernel runs here, and takes these inputs."""
-    return q.is_cuda and HOPPER in BACKENDS and BACKENDS[HOPPER].refusal(q, left, right, softcap) is None
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

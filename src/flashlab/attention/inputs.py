@@ -179,7 +179,7 @@ def check_no_gradient(**tensors: torch.Tensor) -> None:
 
 def check_results(
     q: torch.Tensor, wide: dict[str, Any], rows: dict[str, Any], *, dtypes: bool = True, no_grad: bool = False
-) -> None:  # fmt: skip
+) -> None:
     """Raise unless what comes from the forward pass, and the gradients, go with q; by their names.
 
     Args:

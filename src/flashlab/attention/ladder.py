@@ -48,7 +48,7 @@ def _steps() -> tuple[Step, ...]:
         ("window", "a sliding window; tiles to its left are never loaded", {"HAS_FIRST": True}, {"window": 128}),
         ("softcap", "scores bounded by tanh", {"SOFTCAP": True}, {"softcap": 30.0}),
         ("descriptors", "whole tiles fetched by the chip's copy engine", {"TMA": True}, {"tma": True}),
-    ]  # fmt: skip
+    ]
     constants: dict[str, Any] = {"HEAD_DIM": 40, "BLOCK_D": 64, **_OFF}
     options: dict[str, Any] = {}
     steps = []

@@ -70,16 +70,13 @@ def attend(
         raise ValueError(f"this layer passes {found[0]}, which the kernels do not know: take another implementation")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     window = None if sliding_window is None else sliding_window - 1
+    options: dict[str, Any] = dict(scale=scaling, window=window, softcap=softcap)
     o: Any
     if lengths is not None:
         name = backend if backend in CACHE_BACKENDS else "auto"
-        o = flash_attention_with_cache(
-            query, key, value, lengths, scale=scaling, window=window, softcap=softcap, backend=name
-        )
+        o = flash_attention_with_cache(query, key, value, lengths, backend=name, **options)
     else:
-        o = flash_attention(
-            query, key, value, causal=causal, scale=scaling, window=window, softcap=softcap, backend=backend
-        )
+        o = flash_attention(query, key, value, causal=causal, backend=backend, **options)
     return o.transpose(1, 2).contiguous(), None
 
 

@@ -323,16 +323,17 @@ def flash_attention_backward(
 
 def _launch_delta(
     grad_o: torch.Tensor, q: torch.Tensor, k: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
-    grad_lse: torch.Tensor | None, BLOCK_M: int = 64,
+    grad_lse: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     """delta, like lse."""
     batch, heads, seq_q = q.shape[:3]
-    arguments = launch_arguments(Tile(BLOCK_M, 16, 4, 1), q=q, k=k, o=o, do=grad_o)
+    tile = Tile(64, 16, 4, 1)
+    arguments = launch_arguments(tile, q=q, k=k, o=o, do=grad_o)
     wanted = {name: arguments[name] for name in arguments if name.startswith(("stride_o", "stride_do"))}
     wanted |= {name: arguments[name] for name in ("M", "heads", "HEAD_DIM", "BLOCK_D", "ALIGN", "BLOCK_M")}
     delta = torch.empty_like(lse)
     given = lse if grad_lse is None else grad_lse.contiguous()
-    grid = (cdiv(seq_q, BLOCK_M) * batch * heads,)
+    grid = (cdiv(seq_q, tile.BLOCK_M) * batch * heads,)
     delta_kernel[grid](o, grad_o, given, delta, **wanted, HAS_DLSE=grad_lse is not None)
     return delta
 

@@ -1,8 +1,5 @@
 """Attention alone, as a layer in training sees it: forward, backward, and the memory that is held between the two.
 
-    flashlab bench attention             # recorded/attention_<gpu>.json; --minutes 8: how long at most
-    flashlab bench attention --quick     # small sizes, on a CPU too, where Triton is interpreted
-
 published/attention_memory.csv again, and further: batch 8, one head, no mask, d_model 16 ... 128 and N 256 ... 32768,
 in float32 as published and in bf16: "eager" (softmax(q k^T * scale) v, PyTorch's operations one by one), "compiled
 eager" (the same through torch.compile; `replaced`: it put a fused kernel in) and "ours" (backend="triton").
@@ -22,6 +19,7 @@ import torch
 from flashlab.attention.door import flash_attention
 from flashlab.bench import harness, peers, timing
 from flashlab.bench.harness import Data, Row, Way
+from flashlab.bench.rows import by, grid
 from flashlab.models.memory import kept_bytes
 from flashlab.table import Table
 
@@ -125,25 +123,21 @@ def measure(job: Row) -> list[Row]:
 
 def table(data: Data) -> Table:
     """Milliseconds of both passes, and MiB held between them, of each way; a reason's first words where it has none."""
-    cells: dict[tuple[str, int, int], dict[tuple[str, str], str]] = {}
+    lines = []
     for r in data["rows"]:
-        line = cells.setdefault((r["dtype"], r["d_model"], r["seq_len"]), {})
-        if "pass" not in r:
-            line["eager", "forward"] = harness.short(r)
-            continue
-        line[r["name"], r["pass"]] = f"{r['ms']:.3f}" if "ms" in r else harness.short(r)
-        if r["pass"] == "forward" and "ms" in r:
-            line[r["name"], "MiB"] = f"{r.get('held_bytes', r['saved_bytes']) / 2**20:.1f}"
-    kinds = (*PASSES, "MiB")
-    rows = [[*key, *(line.get((n, kind), "") for n in NAMES for kind in kinds)] for key, line in sorted(cells.items())]
-    columns = ["dtype", "D", "N", *(f"{n}, {kind}" for n in NAMES for kind in kinds)]
+        name, which = (r["name"], r["pass"]) if "pass" in r else ("eager", "forward")  # all of a job failed
+        lines.append(r | {"name": f"{name}, {which}", "said": f"{r['ms']:.3f}" if "ms" in r else harness.short(r)})
+        if which == "forward" and "ms" in r:
+            mib = r.get("held_bytes", r["saved_bytes"]) / 2**20
+            lines.append(r | {"name": f"{name}, MiB", "said": f"{mib:.1f}"})
+    at = dict(sorted(by(lines, "dtype", "d_model", "seq_len").items()))
     held = "held by the allocator" if any("held_bytes" in r for r in data["rows"]) else "saved for the backward pass"
-    return Table.of(rows, columns, align="lrr" + "r" * 9, caption=f"ms forward and backward; MiB {held}")
+    names = [f"{name}, {kind}" for name in NAMES for kind in (*PASSES, "MiB")]
+    return grid(at, ("dtype", "D", "N"), lambda r: r["said"], names, f"ms forward and backward; MiB {held}")
 
 
 BENCH = harness.Bench(
-    "attention", __doc__, jobs=jobs, measure=measure, table=table, keys=("d_model", "seq_len", "dtype", "pass", "name"),
-    quick=quick_jobs, needs=harness.gpu_for("attention alone is", quick_too=False), facts={"batch": BATCH, "heads": 1},
-    minutes=8.0,
+    __name__, "attention alone is", ("d_model", "seq_len", "dtype", "pass", "name"), minutes=8.0,
+    facts={"batch": BATCH, "heads": 1},
 )  # fmt: skip
 main, recorded = BENCH.main, BENCH.recorded

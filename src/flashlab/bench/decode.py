@@ -1,9 +1,5 @@
 """Phase 12: one query per sequence over long caches, paged and contiguous, beside SDPA, FlexAttention, FlashInfer.
 
-    flashlab bench decode                    # writes recorded/decode_<gpu>.json; some minutes
-    flashlab bench decode --only work        # without "generate", a model that writes, and "steps", the ladder
-    flashlab bench decode --quick            # tiny, on any machine
-
 bf16; CUDA graphs that go through copies of the cache which together exceed the L2. Pages of 16 or of 1, the table
 permuted; SDPA and FlexAttention read a contiguous cache, FlashInfer is planned beforehand. Before it is timed,
 each way is compared with float64 on its longest and its shortest sequence: one that is wrong has no time. Rows: batch,
@@ -29,7 +25,7 @@ from flashlab.attention.cache_door import gathered
 from flashlab.attention.tiles import cdiv
 from flashlab.bench import harness, peers, timing
 from flashlab.bench.harness import Data, Row, Way
-from flashlab.bench.rows import where
+from flashlab.bench.rows import by, where
 from flashlab.check.training import wanted, worst
 from flashlab.cuda import decoding
 from flashlab.kernels.series import DECODING
@@ -94,6 +90,10 @@ def jobs() -> list[Row]:
     """What counts first."""
     writing: list[Row] = [{"part": "generate", "batch": batch, "keys": keys} for batch, keys in WRITING]
     return _jobs("work", CASES) + writing + _jobs("steps", OF_STEPS)
+
+
+def quick_jobs() -> list[Row]:
+    return _jobs("work", QUICK)
 
 
 def _jobs(part: str, cases: Sequence[Case]) -> list[Row]:
@@ -171,9 +171,7 @@ def _flashinfer(q: torch.Tensor, x: Filled) -> Way:
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(_workspace(q.device), "HND", use_tensor_cores=True)
     begins = torch.tensor([0, *x.need], device=q.device).cumsum(0).int()
     last = (x.lengths - 1) % page + 1
-    wrapper.plan(
-        begins, x.order, last, heads, kv_heads, head_dim, page, q_data_type=q.dtype, kv_data_type=q.dtype
-    )  # fmt: skip
+    wrapper.plan(begins, x.order, last, heads, kv_heads, head_dim, page, q_data_type=q.dtype, kv_data_type=q.dtype)
     return lambda: wrapper.run(q[:, :, 0], (x.k, x.v))[:, :, None]
 
 
@@ -265,7 +263,7 @@ def generate(job: Row, size: str = "small", tokens: int = 32, rounds: int = 7) -
             texts[name], seconds = writers[name].write(texts[name][:, -1:], tokens)
             times[name].append(1e3 * seconds / tokens)
     for name, took in times.items():
-        rows[name] |= timing.summary(took).row()
+        rows[name] |= timing.summary(took)
     return list(rows.values())
 
 
@@ -321,12 +319,8 @@ def said(case: Case) -> str:
 
 def side_by_side(data: Data, part: str = "work") -> dict[str, dict[str, float]]:
     """Microseconds by work and name, in the record's order; {} where nothing was measured. "steps": of the ladder."""
-    found: dict[str, dict[str, float]] = {}
-    for row in where(data["rows"], part=part):
-        if "ms" in row:
-            case = said(Case(**{name: row[name] for name in Case._fields}))
-            found.setdefault(case, {})[row["name"]] = 1e3 * row["ms"]
-    return found
+    at = by([row for row in where(data["rows"], part=part) if "ms" in row], *Case._fields)
+    return {said(Case(*key)): {name: 1e3 * row["ms"] for name, row in rows.items()} for key, rows in at.items()}
 
 
 def goal_table(data: Data) -> Table:
@@ -334,7 +328,7 @@ def goal_table(data: Data) -> Table:
     rows = [
         [said(Case(*goal["case"])), goal["what"], f"{goal['wanted']:g}",
          "not measured" if goal["found"] is None else f"{goal['found']:.3g}", "met" if goal["met"] else "not met"]
-        for goal in data.get("goals", [])
+        for goal in goals(data)
     ]  # fmt: skip
     return Table.of(rows, ["work, heads, D", "goal", "wanted", "is", ""], align="llrrl")
 
@@ -348,20 +342,16 @@ def table(data: Data) -> Table:
             row = row | ({"gb_s": row["batch"] / row["ms"] * 1e3} if "ms" in row else {})  # tokens in a second
         else:
             work = said(Case(**{name: row[name] for name in Case._fields}))
-        if "ms" not in row:
-            cells.append([work, row["name"], row["unavailable"][:50], "", ""])
-            continue
-        spread = f"{1e3 * row['fastest']:.1f} to {1e3 * row['slowest']:.1f}"
-        cells.append([work, row["name"], f"{1e3 * row['ms']:.1f}", spread, f"{row['gb_s']:.0f}"])
+        told = [row.get("unavailable", "")[:50], "", ""]
+        if "ms" in row:
+            us, fastest, slowest = (f"{1e3 * row[name]:.1f}" for name in ("ms", "fastest", "slowest"))
+            told = [us, f"{fastest} to {slowest}", f"{row['gb_s']:.0f}"]
+        cells.append([work, row["name"], *told])
     for work, what, goal, value, met in goal_table(data).rows:
         cells.append([work, f"goal: {what}", value, goal, met])
     columns = ["work, heads, D", "name", "us, or found", "fastest to slowest, or wanted", "GB/s, or tokens/s"]
     return Table.of(cells, columns, align="llrrr", caption="one query per sequence, bf16")
 
 
-BENCH = harness.Bench(
-    "decode", __doc__, jobs=jobs, measure=measure, table=table, keys=(*Case._fields, "name"),
-    quick=lambda: _jobs("work", QUICK), needs=harness.gpu_for("decoding is", quick_too=False),
-    facts={"phase": 12, "dtype": "bfloat16"}, derive=lambda data: {"goals": goals(data)},
-)  # fmt: skip
+BENCH = harness.Bench(__name__, "decoding is", (*Case._fields, "name"), facts={"dtype": "bfloat16"})
 main = BENCH.main

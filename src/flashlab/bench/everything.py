@@ -17,8 +17,7 @@ from flashlab.bench import OF_ALL, harness, module_of, records
 
 def why_not(name: str, quick: bool) -> str | None:
     """Why a bench cannot run on this machine, or None."""
-    bench: harness.Bench | None = getattr(module_of(name), "BENCH", None)
-    return (bench.needs if bench else harness.gpu_for(f"{name} is"))(quick)
+    return module_of(name).BENCH.needs(quick)
 
 
 def run_one(name: str, arguments: Sequence[str]) -> int:
@@ -45,8 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             continue
         options = ["--quick"] if given.quick else []
         options += ["--json"] if given.json else []
-        timed = given.minutes and hasattr(module_of(name), "BENCH")
-        options += ["--minutes", f"{(end - time.monotonic()) / 60:.2f}"] if timed else []
+        options += ["--minutes", f"{(end - time.monotonic()) / 60:.2f}"] if given.minutes else []
         options += ["--out", str(given.out / f"{name}.json")] if given.out else []
         print(f"{name}", flush=True, file=sys.stderr)
         failed += [name] if run_one(name, options) else []

@@ -1,7 +1,5 @@
 """What the hardware itself does: the rates that the lectures argue with, and the facts that they state about it.
 
-    flashlab bench hardware            # writes recorded/hardware_<gpu>.json beside this file; about two minutes
-
 rates       per clock and multiprocessor: MMAs of mma.sync, exponentials, multiply-adds, wavefronts of ldmatrix
 sums        how the tensor cores add: what is cut off, what is rounded
 zero_copy   a cp.async of no bytes from an address that is nobody's
@@ -14,9 +12,7 @@ stalls      where a kernel's issue slots go, by ncu
 
 from __future__ import annotations
 
-import functools
 import itertools
-import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +22,9 @@ import torch
 from flashlab import runtime
 from flashlab.attention import cost, triton_minimal
 from flashlab.attention.naive import naive_attention
-from flashlab.bench import harness, ncu, peers, records, timing
+from flashlab.bench import harness, ncu, peers, timing
+from flashlab.bench.harness import Data, Row
+from flashlab.bench.rows import where
 from flashlab.cuda import load_inline
 from flashlab.figures import fragments
 from flashlab.kernels import SERIES, path, step
@@ -45,7 +43,7 @@ RATES = {
 
 
 # ---- rates -----------------------------------------------------------------------------------------------------------
-def rates(rounds: int = 4000) -> list[dict[str, Any]]:
+def rates(rounds: int = 4000) -> list[Row]:
     """Units per clock and multiprocessor of each instruction, with 4 to 32 warps on every multiprocessor."""
     module = load_inline(SOURCE, backend="nvcc")
     sms = runtime.limits().sms
@@ -64,11 +62,9 @@ def rates(rounds: int = 4000) -> list[dict[str, Any]]:
 
 
 # ---- how the tensor cores add ----------------------------------------------------------------------------------------
-def sums() -> list[dict[str, Any]]:
-    """One MMA whose products and sum are known: 1 + k products of a fraction of 1's last place (2^-23).
-
-    `exact` is the sum in units of the last place above 1, `rounded` what rounding to nearest gives, `got` the MMA's.
-    """
+def sums() -> list[Row]:
+    """One MMA whose products and sum are known: 1 + k products of a fraction of 1's last place (2^-23); got: the sum
+    in units of the last place above 1."""
     module = load_inline(path("p7_one_mma"), backend="nvcc")
     rows = []
     for count, fraction in ((1, 0.75), (1, 0.5), (2, 0.5), (4, 0.25), (8, 0.125), (15, 0.25), (3, 0.75), (15, 0.75)):
@@ -78,12 +74,7 @@ def sums() -> list[dict[str, Any]]:
         c = torch.zeros(32, 4, device="cuda")
         module.mma(fragments.fragment(a, "a").half().cuda(), fragments.fragment(b, "b").half().cuda(), c)
         got = fragments.matrix(c.cpu(), "c")[0, 0].item()
-        exact = count * fraction
-        rows.append({
-            "products": count, "fraction": fraction, "exact": exact,
-            "rounded": (torch.tensor(1 + exact * 2.0**-23).item() - 1) * 2.0**23,
-            "got": (got - 1) * 2.0**23,
-        })  # fmt: skip
+        rows.append({"products": count, "fraction": fraction, "got": (got - 1) * 2.0**23})
     return rows
 
 
@@ -91,14 +82,14 @@ def sums() -> list[dict[str, Any]]:
 ADDRESSES = {"null": 0, "unmapped": 1 << 46, "misaligned": 1 << 46 | 2}
 
 
-def zero_copy() -> dict[str, str]:
+def zero_copy() -> list[Row]:
     """What cp.async of no bytes does at addresses that are nobody's; each in a process of its own, which it may end."""
-    found = {}
+    rows = []
     for name in ADDRESSES:
         done = harness.again(*harness.calling(_zero_copy, name), capture_output=True, text=True, timeout=120)
         lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
-        found[name] = lines[-1][:200] if lines else f"status {done.returncode}"
-    return found
+        rows.append({"name": name, "said": lines[-1][:200] if lines else f"status {done.returncode}"})
+    return rows
 
 
 def _zero_copy(name: str) -> None:
@@ -136,7 +127,7 @@ STALLS = {
     "registers": "launch__registers_per_thread",
     "shared_bytes": "launch__shared_mem_per_block",
     "nanoseconds": TRAFFIC["nanoseconds"],
-}  # fmt: skip
+}
 LAST = SERIES[-1].name
 
 
@@ -169,7 +160,7 @@ LAUNCHES: dict[str, tuple[tuple[int, ...], torch.dtype, Callable[..., Any]]] = {
     "stalls, D=128": ((4, 16, 4096, 128), torch.float16, _last),
     "stalls, D=64": ((4, 32, 4096, 64), torch.float16, _last),
     "stalls, fa2, D=128": ((4, 16, 4096, 128), torch.float16, _sdpa("FLASH_ATTENTION")),
-}  # fmt: skip
+}
 
 
 def launch(name: str) -> None:
@@ -187,13 +178,13 @@ def launch(name: str) -> None:
     torch.cuda.profiler.stop()
 
 
-def counted(name: str, metrics: dict[str, str], *, keep_caches: bool = False) -> list[dict[str, Any]]:
+def counted(name: str, metrics: dict[str, str], *, keep_caches: bool = False) -> list[Row]:
     """ncu's counters of the kernels of one of LAUNCHES; keep_caches: see ncu.profile."""
     rows = ncu.profile(harness.calling(launch, name), metrics, only_marked=True, keep_caches=keep_caches)
     return [{"launch": name} | {k: x for k, x in row.items() if k != "launch"} for row in rows]
 
 
-def traffic() -> list[dict[str, Any]]:
+def traffic() -> list[Row]:
     """DRAM and L2 bytes of each kernel, and what the tensors and the formulas say of the whole launch.
 
     ncu empties the caches before each kernel, so `dram_read` has what the kernel before wrote too; of the launches of
@@ -217,14 +208,12 @@ def traffic() -> list[dict[str, Any]]:
     return rows
 
 
-def moved(run: dict[str, Any], name: str) -> dict[str, int] | None:
+def moved(run: Data, name: str) -> dict[str, int] | None:
     """Bytes of all kernels of a recorded launch; None where the run has no counters of it.
 
     tensors: q, k, v and o once. asked: by the formula. l2: what the multiprocessors got from and gave to L2. dram.
     """
-    part = run.get("traffic")
-    rows = [r for r in part if r["launch"] == name] if isinstance(part, list) else []
-    if not rows:
+    if not (rows := where(run["rows"], part="traffic", launch=name)):
         return None
     return {
         "tensors": rows[0]["compulsory_bytes"],
@@ -235,7 +224,7 @@ def moved(run: dict[str, Any], name: str) -> dict[str, int] | None:
 
 
 # ---- naive attention's kernels ---------------------------------------------------------------------------------------
-def naive_kernels() -> list[dict[str, Any]]:
+def naive_kernels() -> list[Row]:
     """Microseconds of each of PyTorch's four kinds of kernel (scores, scale, softmax, output) at phase 1's shapes."""
     rows = []
     for n in (2048, 4096, 8192, 16384):
@@ -254,7 +243,7 @@ def naive_kernels() -> list[dict[str, Any]]:
 
 
 # ---- what FlashAttention-2 allocates ---------------------------------------------------------------------------------
-def workspace() -> list[dict[str, Any]]:
+def workspace() -> list[Row]:
     """Bytes that a call allocates at most, beside its output and lse, by the number of heads and the length."""
     rows = []
     for backend, heads, n in itertools.product(
@@ -270,45 +259,36 @@ def workspace() -> list[dict[str, Any]]:
 
 
 # ---- the whole -------------------------------------------------------------------------------------------------------
-def run(*, quick: bool = False) -> dict[str, Any]:
-    """Everything; quick: what needs no ncu. Raises NoGpu where there is no GPU or no ncu."""
-    parts: dict[str, Callable[[], Any]] = {
-        "rates": rates,
-        "sums": sums,
-        "zero_copy": zero_copy,
-        "workspace": workspace,
-        "naive": naive_kernels,
-        "float32": lambda: [r for n in ("efficient, float32", "math, float32") for r in counted(n, TENSOR)],
-        "traffic": traffic,
-        "stalls": lambda: [r for n in LAUNCHES if n.startswith("stalls") for r in counted(n, STALLS)],
-    }
-    with timing.measured() as machine:
-        result: dict[str, Any] = {"machine": machine | {"ncu": None if quick else ncu.ncu_version()}}
-        for name, part in list(parts.items())[: 5 if quick else None]:
-            try:
-                result[name] = part()
-            except (RuntimeError, subprocess.SubprocessError) as error:  # one part that fails loses no other
-                result[name] = {"failed": str(error)[-400:]}
-    result["machine"] = machine | {"ncu": result["machine"]["ncu"]}
-    return result
+PARTS: dict[str, Callable[[], list[Row]]] = {
+    "rates": rates, "sums": sums, "zero_copy": zero_copy, "workspace": workspace, "naive": naive_kernels,
+    "float32": lambda: [r for n in ("efficient, float32", "math, float32") for r in counted(n, TENSOR)],
+    "traffic": traffic,
+    "stalls": lambda: [r for n in LAUNCHES if n.startswith("stalls") for r in counted(n, STALLS)],
+}  # fmt: skip
 
 
-def table(result: dict[str, Any]) -> Table:
+def jobs() -> list[Row]:
+    return [{"part": part} for part in PARTS]
+
+
+def measure(job: Row) -> list[Row]:
+    return [job | row for row in PARTS[job["part"]]()]
+
+
+def table(data: Data) -> Table:
     """The highest rate of each instruction, and which parts there are."""
-    found = result["rates"]
-    best = {r["instruction"]: 0.0 for r in found} if isinstance(found, list) else {}
-    for r in found if best else ():
-        best[r["instruction"]] = max(best[r["instruction"]], r["per_clock"])
-    rows = [[name, rate, f"{result['machine']['gpu']}, per clock and multiprocessor"] for name, rate in best.items()]
-    rows += [
-        [name, "failed" if isinstance(part, dict) and "failed" in part else len(part), "rows"]
-        for name, part in result.items()
-        if name not in ("machine", "rates")
-    ]
+    best: dict[str, float] = {}
+    for r in where(data["rows"], part="rates"):
+        best[r["instruction"]] = max(best.get(r["instruction"], 0.0), r["per_clock"])
+    rows = [[name, rate, f"{data['machine']['gpu']}, per clock and multiprocessor"] for name, rate in best.items()]
+    for part in PARTS if best else ():
+        found = where(data["rows"], part=part)
+        rows += [[part, "failed" if "unavailable" in found[0] else len(found), "rows"]] if found[:1] else []
     return Table.of(rows, ["what", "measured", "unit"])
 
 
-recorded = functools.partial(records.recorded, "hardware")
+BENCH = harness.Bench(__name__, "the hardware is", ("launch", "kernel"), quick_too=True, quick=5)  # needs no ncu
+main, recorded = BENCH.main, BENCH.recorded
 STALL_COLUMNS = ("per issued instruction, warps wait", "ours, D = 64", "ours, D = 128", "FlashAttention-2, D = 128")
 _STALL_LAUNCHES = ("stalls, D=64", "stalls, D=128", "stalls, fa2, D=128")
 _OVERALL = {
@@ -319,18 +299,12 @@ _OVERALL = {
 }
 
 
-def stall_rows(run: dict[str, Any], reasons: int = 7) -> list[list[Any]]:
+def stall_rows(run: Data, reasons: int = 7) -> list[list[Any]]:
     """A recorded run's stalls under STALL_COLUMNS: the largest reasons of all launches, then how busy the units are."""
-    found = {r["launch"]: r for r in run["stalls"]} if isinstance(run.get("stalls"), list) else {}
+    found = {r.get("launch"): r for r in where(run["rows"], part="stalls")}
     launches = [found.get(name, {}) for name in _STALL_LAUNCHES]
     largest = sorted(REASONS, key=lambda name: -max((r.get(name) or 0.0) for r in launches))[:reasons]
     return [
         [label, *("" if r.get(name) is None else f"{r[name]:.2f}" for r in launches)]
         for name, label in [*((n, n.replace("_", " ")) for n in largest), *_OVERALL.items()]
     ]
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    given = records.parser(__doc__, "hardware").parse_args(arguments)
-    result = run(quick=given.quick)
-    records.keep(records.place("hardware", given), result, table, given)

@@ -1,6 +1,6 @@
 """One harness for every bench that times something: what to measure is a Bench, and all the rest is here.
 
-    BENCH = Bench("things", __doc__, jobs=jobs, measure=measure, table=table, keys=("shape", "name"))
+    BENCH = Bench(__name__, "things are", keys=("shape", "name"))
     main = BENCH.main
 
 A job is a dict that names one measurement: its part, a shape, what else it needs. ``measure(job)`` returns rows: the
@@ -11,6 +11,7 @@ is memory's. What reads a record takes `recorded()` or `record()`; where that ha
 
     flashlab bench things                     # goes on where the record ends; writes recorded/things_<gpu>.json
     flashlab bench things --minutes 5         # stops after about so long, behind a whole measurement
+    flashlab bench things --only ladder       # one part
     flashlab bench things --quick             # a little of it
     flashlab bench things --compare A B       # what is slower or faster in B than in A, beyond the spread
     flashlab bench things --merge FILE        # its rows take the place of the record's: of a run elsewhere, say
@@ -61,46 +62,51 @@ def on_gpu() -> bool:
     return torch.cuda.is_available() and not runtime.INTERPRETED
 
 
-def gpu_for(what: str, quick_too: bool = True) -> Callable[[bool], str | None]:
-    """For Bench.needs: the sentence that says that `what` is measured on a GPU; with quick_too, --quick as well."""
-
-    def needs(quick: bool) -> str | None:
-        if on_gpu() or (quick and not quick_too):
-            return None
-        found = "PyTorch sees none" if not torch.cuda.is_available() else "Triton interprets in this process"
-        return f"{what} measured on a CUDA GPU, and {found}" + ("" if quick_too else "; --quick runs here")
-
-    return needs
-
-
 @dataclass(frozen=True)
 class Bench:
-    """What one bench measures.
+    """What one bench measures: its functions are those of its module.
 
-    name: of the command, and of its record. doc: the module's docstring, for --help.
-    jobs: every measurement, in the order in which they are done; a run may end before the last.
-    measure: the rows of one job. table: what is printed of a record.
+    jobs(): every measurement, in the order in which they are done; a run may end before the last. quick_jobs(): those
+    of --quick, where these are not the first `quick`. measure(job): the rows of one job. table(record): what is printed
+    of a record.
+    prepare(jobs, until), where there is one: before the jobs, on a GPU: builds and checks, until a time of
+    time.monotonic(); more facts.
+
+    what: "the layer is", for the sentence that it is measured on a GPU; quick_too: --quick as well.
     keys: the items of a row that say which one it is, for --compare; of those it has.
-    quick: the jobs of --quick. needs(quick): why they cannot be measured on this machine, or None.
-    facts: what the record says beside the machine and the rows. derive: more of it, computed from the whole record.
-    prepare(jobs, until): before the jobs, on a GPU: builds and checks, until a time of time.monotonic(); more facts.
+    facts: what the record says beside the machine and the rows.
     options: arguments of `measure` and `prepare` that the command line offers, as argparse wants them.
     minutes: the default of --minutes.
     """
 
-    name: str
-    doc: str | None
-    jobs: Callable[[], list[Row]]
-    measure: Callable[..., list[Row]]
-    table: Callable[[Data], Table]
+    module: str
+    what: str
     keys: Sequence[str]
-    quick: Callable[[], list[Row]]
-    needs: Callable[[bool], str | None]
+    quick_too: bool = False
+    quick: int = 1
     facts: Mapping[str, Any] = field(default_factory=dict)
-    derive: Callable[[Data], Mapping[str, Any]] = lambda data: {}
-    prepare: Callable[..., Mapping[str, Any] | None] = lambda jobs, until, **options: None
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     minutes: float = math.inf
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.modules[self.module], name)
+
+    def quick_jobs(self) -> list[Row]:
+        """The module's own, or the first of all."""
+        own = getattr(sys.modules[self.module], "quick_jobs", None)
+        return own() if own else self.jobs()[: self.quick]
+
+    @property
+    def name(self) -> str:
+        """Of the command, and of its record."""
+        return self.module.rpartition(".")[2]
+
+    def needs(self, quick: bool) -> str | None:
+        """Why it cannot be measured on this machine, or None."""
+        if on_gpu() or (quick and not self.quick_too):
+            return None
+        found = "PyTorch sees none" if not torch.cuda.is_available() else "Triton interprets in this process"
+        return f"{self.what} measured on a CUDA GPU, and {found}" + ("" if self.quick_too else "; --quick runs here")
 
     def main(self, arguments: Sequence[str] | None = None) -> None:
         """The bench as a program. Raises NoGpu, SystemExit."""
@@ -129,14 +135,11 @@ def is_of(row: Row, job: Row) -> bool:
 
 def record_of(bench: Bench, machine: Data, rows: Sequence[Row], facts: Mapping[str, Any], left: int) -> Data:
     """The record of some rows. left: how many jobs wait."""
-    data: Data = {"bench": bench.name, "machine": machine, **bench.facts, **facts, "left": left}
-    data["rows"] = list(rows)
-    return data | dict(bench.derive(data))
+    return {"bench": bench.name, "machine": machine, **bench.facts, **facts, "left": left, "rows": list(rows)}
 
 
 def waiting(todo: Sequence[Row], rows: Sequence[Row]) -> list[Row]:
     """The jobs that have no row; and those during which a process ended, up to ATTEMPTS times."""
-
     over = [row for row in rows if row.get("attempts", ATTEMPTS) >= ATTEMPTS]
     done: dict[tuple[str, ...], set[str]] = {}  # by the items that a job has: comparing all with all takes seconds
     for keys in {tuple(job) for job in todo}:
@@ -159,12 +162,14 @@ def merged(bench: Bench, old: Data, new: Data) -> Data:
     leaves the old rows. Raises ValueError where the two are of other machines or versions."""
     if unlike := _unlike(old["machine"], new["machine"]):
         raise ValueError(f"the two records are of another {', '.join(unlike)}: rows of both cannot stand in one record")
-    rows, others = new["rows"], old["rows"]
-    done = [job for job in bench.jobs() if any(is_of(r, job) and r.get("name") != "all" for r in rows)]
-    kept = [r for r in others if not any(is_of(r, job) for job in done)]
-    found = [*kept, *(r for r in rows if any(is_of(r, job) for job in done))]
+    done = [job for job in bench.jobs() if any(is_of(r, job) and r.get("name") != "all" for r in new["rows"])]
+
+    def of_them(row: Row) -> bool:
+        return any(is_of(row, job) for job in done)
+
+    found = [*(r for r in old["rows"] if not of_them(r)), *filter(of_them, new["rows"])]
     facts = {k: v for k, v in (old | new).items() if k not in _NOT_FACTS}
-    earlier = [*_earlier(old["machine"], len(others)), *new["machine"].get("earlier", [])]
+    earlier = [*_earlier(old["machine"], len(old["rows"])), *new["machine"].get("earlier", [])]
     return record_of(bench, new["machine"] | {"earlier": earlier}, found, facts, len(waiting(bench.jobs(), found)))
 
 
@@ -252,11 +257,10 @@ def times_of(ways: Mapping[str, timing.Work], rounds: int = 9, **options: Any) -
     options: of timing.interleaved. Where something cannot be recorded into a CUDA graph, none is, and the rows say so.
     """
     if not on_gpu():
-        found, reasons = timing.on_cpu(ways, rounds=min(rounds, 3))
-        return {name: t.row() for name, t in found.items()}, reasons
+        return timing.on_cpu(ways, rounds=min(rounds, 3))
     able, reasons = timing.able(ways)
     try:
-        return {n: t.row() for n, t in timing.interleaved(able, rounds=rounds, **options).items()}, reasons
+        return timing.interleaved(able, rounds=rounds, **options), reasons
     except RuntimeError as error:
         print(f"  without CUDA graphs: {str(error).strip().splitlines()[0][:120]}", file=sys.stderr)
     torch.cuda.synchronize()
@@ -264,7 +268,7 @@ def times_of(ways: Mapping[str, timing.Work], rounds: int = 9, **options: Any) -
     drawn = torch.cuda.default_generators[torch.cuda.current_device()]
     drawn.graphsafe_set_state(drawn.clone_state())  # a recording that failed leaves it as if one still went on
     plain = timing.interleaved(able, rounds=rounds, **options | {"graphs": False})
-    return {name: t.row() | {"graph": False} for name, t in plain.items()}, reasons
+    return {name: row | {"graph": False} for name, row in plain.items()}, reasons
 
 
 def again(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -329,7 +333,7 @@ def run(
             return record_of(bench, machine, rows, facts, len(waiting(todo, rows)))
 
         left = waiting(todo, rows)
-        if left and on_gpu():
+        if left and on_gpu() and hasattr(bench, "prepare"):
             facts |= bench.prepare(left, time.monotonic() + (end - time.monotonic()) / 2, **options) or {}
         with _progress(bench, len(left)) as said:
             for job in left:
@@ -394,24 +398,18 @@ def describe(job: Row) -> str:
 @contextlib.contextmanager
 def _progress(bench: Bench, total: int) -> Iterator[Callable[[Row, list[Row]], None]]:
     """A bar with the time that is left, and a line for each job above it; without a terminal the lines alone."""
-    if not total:
-        yield lambda job, rows: None
-        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
                TextColumn("left:"), TimeRemainingColumn())  # fmt: skip
-    console = Console(stderr=True, highlight=False)
+    console, done = Console(stderr=True, highlight=False), itertools.count(1)
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
         task = progress.add_task(bench.name, total=total)
-        done = 0
 
         def said(job: Row, rows: list[Row]) -> None:
-            nonlocal done
-            done += 1
             fast = min((r for r in rows if "ms" in r), key=lambda r: r["ms"], default=None)
-            who = fast and next((fast[k] for k in ("name", "variant", "how", "tile") if k in fast), bench.name)
+            who = fast and next((fast[k] for k in ("name", "variant", "tile") if k in fast), bench.name)
             none = [f"none runs: {row['unavailable']}" for row in rows if "unavailable" in row]
             text = f"fastest {who}, {1e3 * fast['ms']:.1f} us" if fast else [*none, f"{len(rows)} rows"][0]
-            console.print(f"{done}/{total}  {describe(job)}: {text}", markup=False, soft_wrap=True)
+            console.print(f"{next(done)}/{total}  {describe(job)}: {text}", markup=False, soft_wrap=True)
             progress.advance(task)
 
         yield said
@@ -421,15 +419,14 @@ def read(bench: Bench, path: Path) -> Data:
     """A record of this bench. Raises SystemExit, with one sentence, where the file is missing or no such record."""
     try:
         data: Data = json.loads(path.read_text(encoding="utf-8"), parse_constant=int)  # NaN: a ValueError
-        if not all(isinstance(row, dict) for row in data["rows"]) or not isinstance(data["machine"], dict):
-            raise TypeError
-        return data
+        why = f"is no record of `flashlab bench {bench.name}`"
+        if isinstance(data, dict) and isinstance(data.get("machine"), dict) and "rows" in data:
+            if all(isinstance(row, dict) for row in data["rows"]):
+                return data
     except OSError as error:
         why = f"cannot be read ({error.strerror})"
     except (ValueError, RecursionError):
         why = "is no JSON"
-    except (KeyError, TypeError, AttributeError):
-        why = f"is no record of `flashlab bench {bench.name}`"
     raise SystemExit(f"{path} {why}: name a file that the bench has written, or leave it out and measure.")
 
 
@@ -481,7 +478,7 @@ def compare(bench: Bench, before: Data, after: Data) -> tuple[Table, bool]:
 # ---- as a program ----------------------------------------------------------------------------------------------------
 def parser(bench: Bench) -> argparse.ArgumentParser:
     """The options of a bench."""
-    found = records.parser(bench.doc, bench.name)
+    found = records.parser(sys.modules[bench.module].__doc__, bench.name)
     parts = list(dict.fromkeys(job["part"] for job in bench.jobs()))
     if len(parts) > 1:
         found.add_argument("--only", nargs="+", choices=parts, help="what to measure; everything by default")
@@ -525,7 +522,7 @@ def main(bench: Bench, arguments: Sequence[str] | None = None) -> None:
         records.keep(path, data, bench.table, given)
         return
     only = getattr(given, "only", None)
-    todo = [job for job in (bench.quick() if given.quick else bench.jobs()) if not only or job["part"] in only]
+    todo = [job for job in (bench.quick_jobs() if given.quick else bench.jobs()) if not only or job["part"] in only]
     if reason := bench.needs(given.quick):
         raise NoGpu(reason)
     path = records.place(bench.name, given)

@@ -1,12 +1,8 @@
 """Phase 11 on a Hopper GPU: its kernels beside cuDNN, FlashAttention-2 and 4, and what the course had before.
 
-    flashlab bench hopper                           # recorded/hopper_<gpu>.json beside this file
-    flashlab bench hopper --only shapes ladder --minutes 8
     flashlab bench hopper --only shapes --step "p11_flash STAGES=3" --out x.json   # in the place of the last step
     flashlab bench hopper --only variants --variants BLOCK_N=96 BLOCK_N=96,STAGES=3 --out y.json
-    flashlab bench hopper --quick                   # a little of it; without a GPU in the emulator, by the wall clock
 
-ceiling    a matrix product by cuBLAS: what the tensor cores give at best
 shapes     forward, 16384 queries and 2048 columns in all heads together: N 512 ... 32768, D 64, 128, 256, causal and
            not, bf16 and fp16; then grouped queries, by token, odd lengths, more keys than queries
 sizes      forward, head sizes between those; at N = 4096 the last step with other macros too
@@ -34,34 +30,29 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import math
 import os
 import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from flashlab import runtime
 from flashlab.attention import triton_forward
-from flashlab.bench import harness, hopper_backward, hopper_inputs, hopper_jobs, ncu, peers, timing, validation
+from flashlab.bench import harness, hopper_backward, hopper_inputs, hopper_jobs, ncu, peers, timing, truth, validation
 from flashlab.bench.harness import Row, Way
 from flashlab.bench.hopper_inputs import Inputs
 from flashlab.bench.hopper_jobs import BOXES, CUDNN, DTYPES, FA2, FA4, OURS, P9, TRITON, Kernel, chosen
-from flashlab.bench.hopper_results import goal_table, right
+from flashlab.bench.hopper_results import goal_table
 from flashlab.bench.mma import Variant
 from flashlab.bench.peers import fa4
 from flashlab.bench.validation import Count
 from flashlab.check import CheckFailed, verify
 from flashlab.check.mistakes.hopper import MUTANTS
-from flashlab.check.poison import MarkedEmpty
-from flashlab.check.tolerance import Truth, bounded, excess
 from flashlab.cuda import CudaModule, load_inline
 
 CACHED = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
@@ -97,7 +88,7 @@ def wanted_modules(todo: Iterable[Row], step: str | None = None, variants: Seque
     ours, found = chosen(step), []
     for job in todo:
         part, dtype = job["part"], DTYPES[job.get("dtype", "bf16")]
-        if part in ("ceiling", "planted", "backward"):  # the last builds its own
+        if part in ("planted", "backward"):  # the last builds its own
             continue
         if part in ("counters", "profile", "sanitizer"):
             found += [(v.name, v.head_dim, v.dtype) for v in launched()]
@@ -109,17 +100,17 @@ def wanted_modules(todo: Iterable[Row], step: str | None = None, variants: Seque
     return [key for key in dict.fromkeys(found) if key[1] in Kernel(key[0]).step.head_dims]
 
 
-_TRIED = (((1, 2, 1), 2), ((2, 6, 300), 2), ((4, 16, 4096), 16))  # batch, heads, rows; key heads
+_TRIED = ((1, 2, 2, 1, 1), (2, 6, 2, 300, 300), (4, 16, 16, 4096, 4096))  # batch, heads, key heads, queries, keys
 
 
 def try_out(step: str, *builds: str) -> None:
     """Launches builds of a step, such as "128 bf16", at a few shapes. Raises ValueError where a result is wrong."""
-    for build, (size, kv_heads), causal in itertools.product(builds, _TRIED, (False, True)):
+    for build, causal in itertools.product(builds, (False, True)):
         d, dtype = build.split()
-        q, k, v = make({"shape": [*size, int(d)], "kv_heads": kv_heads, "dtype": dtype})
-        found = judged(module_of(step, int(d), q.dtype).forward(q, k, v, causal=causal), pieces(q, k, v, causal))
-        if not right(found):
-            where = f"D = {d}, {dtype}, N = {size[2]}, {'causal' if causal else 'whole'}, {kv_heads} key heads"
+        forward = module_of(step, int(d), DTYPES[dtype]).forward
+        found = truth.compared(forward, _TRIED, int(d), DTYPES[dtype], causal)
+        if found["wrong"]:
+            where = f"D = {d}, {dtype}, {'causal' if causal else 'whole'}"
             raise ValueError(f"at {where} it is wrong: {found}")
 
 
@@ -164,64 +155,6 @@ def make(job: Row) -> Inputs:
     return q, k, v
 
 
-WHOLE, SPAN = 1024, 64
-"""Up to so many queries all rows are compared; of more, three spans of so many: the first, the last, and amid."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Some rows of some heads, and what they should be."""
-
-    batches: slice
-    heads: slice
-    rows: slice
-    truth: Truth
-
-
-def pieces(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, whole: int | None = None) -> list[Piece]:
-    """The first key head of the first batch and the last of the last, with the query heads that share them. Of more
-    rows than `whole` (WHOLE if None) a sample.
-
-    Causal queries up to a row see no key behind it: the rest of K is cut off, and the rule is that of a smaller case.
-    """
-    batch, heads, rows = q.shape[:3]
-    kv_heads, keys = k.shape[1:3]
-    group = heads // kv_heads
-    middle = rows // 2 - SPAN // 3  # across the border of two tiles
-    spans = [(0, rows)] if rows <= (whole or WHOLE) else [(0, SPAN), (middle, middle + SPAN), (rows - SPAN, rows)]
-    found = []
-    for b, h in sorted({(0, 0), (batch - 1, kv_heads - 1)}):
-        mine = slice(h * group, (h + 1) * group)
-        for first, last in spans:
-            end = max(0, last + keys - rows) if causal else keys
-            some = (q[b : b + 1, mine, first:last], k[b : b + 1, h : h + 1, :end], v[b : b + 1, h : h + 1, :end])
-            found.append(Piece(slice(b, b + 1), mine, slice(first, last), bounded(*some, causal=causal)))
-    return found
-
-
-def judged(out: Any, wanted: Sequence[Piece]) -> Row:
-    """error, rms: of o, the largest and the root of the mean square. of_bound, lse_of_bound: the largest as a part of
-    the bound. None where it is NaN."""
-    o, lse = out if isinstance(out, tuple) else (out, None)
-    found: Row = {"error": 0.0, "of_bound": 0.0} | ({} if lse is None else {"lse_of_bound": 0.0})
-
-    def note(name: str, x: torch.Tensor) -> None:
-        worst = x.max().item() if x.numel() else 0.0
-        found[name] = None if found[name] is None or not math.isfinite(worst) else max(found[name], worst)
-
-    squares, count = 0.0, 0
-    for p in wanted:
-        part = o[p.batches, p.heads, p.rows].double()
-        off = part - p.truth.o
-        squares, count = squares + off.square().sum().item(), count + off.numel()
-        note("error", off.abs())
-        note("of_bound", excess(part, p.truth.o, p.truth.o_bound))
-        if lse is not None:
-            part = lse[p.batches, p.heads, p.rows].double()
-            note("lse_of_bound", excess(part, p.truth.lse, p.truth.lse_bound))
-    return found | {"rms": math.sqrt(squares / max(1, count)) if math.isfinite(squares) else None}
-
-
 # ---- measuring -------------------------------------------------------------------------------------------------------
 def measure(
     job: Row, step: str | None = None, variants: Sequence[str] = (), rounds: int = 9, captured: Path | None = None
@@ -229,8 +162,6 @@ def measure(
     """The rows of a job. step: of which kernel, in the place of the last step. variants: see `varied`. captured: the
     file of tools/capture_scores.py."""
     part, ours = job["part"], chosen(step)
-    if part == "ceiling":
-        return measure_ceiling(job, rounds)
     if part == "backward":
         return hopper_backward.measure(job, rounds)
     if part == "validate":
@@ -241,8 +172,8 @@ def measure(
         if not sound():
             return [harness.failed(job, "no step can be launched")]
         if part == "sanitizer":
-            said = validation.sanitize(harness.calling(launch_all, *sound()), [job["tool"]], timeout=180)
-            return [job | {"name": "all", "said": said[job["tool"]]}]
+            said = validation.sanitize(harness.calling(launch_all, *sound()), job["tool"], timeout=180)
+            return [job | {"name": "all", "said": said}]
         return [job | row for row in (count() if part == "counters" else profile())]
     if part == "clock":
         return measure_clock(job, step)
@@ -251,14 +182,6 @@ def measure(
         return measure_inputs(job, [OURS, *names[1:], CUDNN, FA2, FA4], step, rounds, captured)
     names = [*names_here(), *names[1:]] if part in ("shapes", "sizes") else [*names, P9, CUDNN]
     return compared(job, names, step, rounds, harness.sets_of(make(job)))
-
-
-def measure_ceiling(job: Row, rounds: int) -> list[Row]:
-    m, n, k = job["shape"]
-    dtype = DTYPES[job["dtype"]]
-    a, b = (torch.randn(size, device=runtime.device(), dtype=dtype) for size in ((m, k), (k, n)))
-    found, reasons = harness.times_of({"matmul": lambda: a @ b}, rounds)
-    return harness.rows_of(job, found, reasons, 2.0 * m * n * k)
 
 
 def measure_inputs(job: Row, names: Sequence[str], step: str | None, rounds: int, captured: Path | None) -> list[Row]:
@@ -303,9 +226,9 @@ def compared(job: Row, names: Sequence[str], step: str | None, rounds: int, seve
     ways, reasons = _ways(names, several, job["causal"], step)
     found, more = times(ways, rounds)
     q, k, v = several[0]
-    wanted = pieces(q, k, v, job["causal"], q.shape[2] if job["part"] in ("inputs", "captured") else None)
+    wanted = truth.pieces(q, k, v, job["causal"], q.shape[2] if job["part"] in ("inputs", "captured") else None)
     for name in found:
-        found[name] |= judged(ways[name][0](), wanted)
+        found[name] |= truth.judged(ways[name][0](), wanted)
     if OURS in found:
         found[OURS]["step"] = chosen(step).name
     return harness.rows_of(job, found, reasons | more, hopper_jobs.work_of(job))
@@ -331,8 +254,8 @@ HEADS = ((2, 2, 2), (1, 6, 2), (1, 4, 1), (1, 7, 1), (0, 2, 2))
 """Batch, heads, key heads."""
 
 
-def listed(most: int | None) -> Iterator[tuple[int, int, int, int, int]]:
-    """(batch, heads, kv_heads, queries, keys), none longer than most."""
+def listed(most: int | None) -> Iterator[truth.Case]:
+    """None longer than most."""
     for (rows, keys), heads in itertools.product(LISTED, HEADS):
         if most is None or max(rows, keys) <= most:
             yield *heads, rows, keys
@@ -354,27 +277,10 @@ def repeated(job: Row, ours: Kernel) -> Row:
 
 
 def compare_listed(job: Row, ours: Kernel) -> Row:
-    """cases: how many. wrong: which are not within the rule. of_bound, lse_of_bound: the worst."""
-    module = module_of(ours.name, job["head_dim"], DTYPES[job["dtype"]])
-    worst: Row = {"of_bound": 0.0, "lse_of_bound": 0.0}
-    wrong, cases = [], 0
-    for number, (batch, heads, kv_heads, rows, keys) in enumerate(listed(job.get("most"))):
-        # By token every other time. V has a mean that is not zero: an output near zero hides much.
-        about = {"shape": [batch, heads, rows, job["head_dim"]], "kv_heads": kv_heads, "dtype": job["dtype"]}
-        about |= {"keys": keys} | ({"kind": "by token"} if number % 2 else {})
-        q, k, v = make(about)
-        v = v + 0.5
-        with MarkedEmpty():
-            o, lse = module.forward(q, k, v, causal=job["causal"])
-        everything = slice(None)
-        found = judged((o, lse), [Piece(everything, everything, everything, bounded(q, k, v, causal=job["causal"]))])
-        cases += 1
-        if not right(found):
-            wrong.append(f"batch {batch}, heads {heads} of {kv_heads}, {rows} queries, {keys} keys")
-        for name in worst:
-            a, b = worst[name], found[name]
-            worst[name] = None if a is None or b is None else max(a, b)
-    return {"cases": cases, "wrong": wrong} | worst
+    """See truth.compared."""
+    dtype = DTYPES[job["dtype"]]
+    forward = module_of(ours.name, job["head_dim"], dtype).forward
+    return truth.compared(forward, listed(job.get("most")), job["head_dim"], dtype, job["causal"])
 
 
 def checked(ours: Kernel) -> Row:
@@ -462,7 +368,7 @@ def launch_planted(mistake: str) -> None:
     )
     out = module.forward(q, k, v, causal=False)
     torch.cuda.synchronize()
-    print(f"RESULT {'right' if right(judged(out, pieces(q, k, v, False))) else 'wrong'}", flush=True)
+    print(f"RESULT {'right' if truth.right(truth.judged(out, truth.pieces(q, k, v, False))) else 'wrong'}", flush=True)
 
 
 def planted(mistake: str) -> Row:
@@ -470,7 +376,7 @@ def planted(mistake: str) -> Row:
     again = harness.calling(launch_planted, mistake)
     done = harness.again(*again, capture_output=True, text=True, timeout=240)
     result = re.findall(r"^RESULT (\w+)$", done.stdout, re.M)
-    said = validation.sanitize(again, PLANTED_TOOLS, timeout=240)
+    said = {tool: validation.sanitize(again, tool, timeout=240) for tool in PLANTED_TOOLS}
     file = next(m.file for m in MUTANTS if m.name == mistake)
     return {"name": file, "result": result[-1] if result else "none", "said": said}
 
@@ -589,12 +495,11 @@ def warm(name: str, dtype: str, head_dim: int, causal: bool) -> None:
     torch.cuda.synchronize()
 
 
+jobs, quick_jobs, table = hopper_jobs.jobs, hopper_jobs.quick_jobs, goal_table
 BENCH = harness.Bench(
-    "hopper", __doc__, jobs=hopper_jobs.jobs, measure=measure, table=goal_table,
+    __name__, "phase 11 is", minutes=8.0, facts={"dtype": "bfloat16"},
     keys=("kind", "inputs", "layer", "shape", "kv_heads", "keys", "causal", "dtype", "what", "head_dim", "tool",
           "name"),
-    quick=hopper_jobs.quick_jobs, needs=harness.gpu_for("phase 11 is", quick_too=False), prepare=prepare, minutes=8.0,
-    facts={"dtype": "bfloat16"},
     options={
         "step": {"metavar": "NAME", "help": "the kernel to measure in the place of the phase's last one"},
         "variants": {"nargs": "+", "default": (), "metavar": "MACRO=N,...", "help": "of the part of that name"},

@@ -11,6 +11,7 @@ import torch
 from flashlab import kernels
 from flashlab.bench import harness, hopper_inputs, validation
 from flashlab.bench.harness import Row, jobs_of
+from flashlab.bench.truth import RULE  # noqa: F401
 from flashlab.kernels import Step
 
 PHASE = 11
@@ -30,7 +31,7 @@ SIZES: dict[int, tuple[str, ...]] = {
     80: ("SLAB=64 BLOCK_N=128 TALL=2", "BLOCK_N=176 TALL=2", "LATE_TURN=1"),
     112: ("BLOCK_N=80 TALL=3", "BLOCK_N=112"),
     160: ("SLAB=64 BLOCK_N=96", "BLOCK_N=112"),
-}  # fmt: skip
+}
 """Head sizes between those of HEAD_DIMS, and the kernel's macros that are tried at N = 4096."""
 LADDER = (
     ((4, 16, 4096, 128), False), ((4, 16, 4096, 128), True), ((4, 32, 4096, 64), False), ((16, 16, 1024, 128), True),
@@ -45,7 +46,6 @@ PLANTED = (
 )  # fmt: skip
 """Mistakes of flashlab.check.mistakes.hopper that leave nobody waiting for ever."""
 SECONDS = 2.0  # of a job, about
-RULE = 1.0  # the largest part of its bound that an error may be
 
 
 # ---- the kernels -----------------------------------------------------------------------------------------------------
@@ -145,8 +145,7 @@ def others() -> list[Row]:
 
 def jobs() -> list[Row]:
     """Every measurement, the most telling first, whatever its part."""
-    found: list[Row] = [{"part": "ceiling", "dtype": "bf16", "shape": [8192, 8192, 8192]}]
-    found += standard("bf16", LENGTHS[:2])
+    found = standard("bf16", LENGTHS[:2])
     found += [{"part": "ladder", "shape": list(shape), "causal": causal} for shape, causal in LADDER]
     found += repeat_jobs() + input_jobs()
     # Zeros: on them no transistor of a multiplier switches.
@@ -161,8 +160,7 @@ def jobs() -> list[Row]:
     found += standard("bf16", LENGTHS[4:])
     found += [{"part": "variants", "shape": list(shape), "causal": causal} for shape, causal in VARIED]
     found += others()
-    found += [{"part": "ceiling", "dtype": "fp16", "shape": [8192, 8192, 8192]}, *standard("fp16")]
-    found += [{"part": "profile"}, {"part": "counters"}, {"part": "validate", "what": "cases"}]
+    found += [*standard("fp16"), {"part": "profile"}, {"part": "counters"}, {"part": "validate", "what": "cases"}]
     found += [{"part": "planted", "what": mistake} for mistake in PLANTED]
     return found + [{"part": "sanitizer", "tool": tool} for tool in validation.TOOLS]
 
@@ -198,7 +196,6 @@ def quick_jobs() -> list[Row]:
         return [*found, repeat_jobs(20)[0], _listed(128, "bf16", True)]
     small = (1, 2, 100, 64)
     return [
-        {"part": "ceiling", "dtype": "f32", "shape": [64, 64, 64]},
         shape_job(small, False),
         shape_job(small, True, "fp16", "by token", kv_heads=1),
         {"part": "ladder", "shape": list(small), "causal": True},

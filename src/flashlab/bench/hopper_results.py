@@ -12,16 +12,13 @@ from typing import NamedTuple
 
 from flashlab.bench import harness, hopper_jobs, records
 from flashlab.bench.harness import Row
-from flashlab.bench.hopper_jobs import CUDNN, FA4, KINDS, OURS, P9, PEERS, RULE, jobs
+from flashlab.bench.hopper_inputs import LAYERS, MADE
+from flashlab.bench.hopper_jobs import CUDNN, FA4, KINDS, OURS, P9, PEERS, jobs
 from flashlab.bench.roofline import TENSOR_FLOPS
 from flashlab.bench.rows import At, Lines, by, names_in, of, where
 from flashlab.bench.rows import lines as lines_of
+from flashlab.bench.truth import right
 from flashlab.table import Table
-
-
-def right(row: Row) -> bool:
-    """Whether a row's result is within the rule, o and, where there is one, lse."""
-    return all(row[name] is not None and row[name] <= RULE for name in ("of_bound", "lse_of_bound") if name in row)
 
 
 @dataclass(frozen=True)
@@ -87,11 +84,11 @@ def spread(ours: Row, peer: Row) -> tuple[float, float]:
 
 def standings(data: Row, parts: Sequence[str] = SHAPES) -> list[Standing]:
     """Every shape of these parts of a record, in its order."""
-    found: dict[str, tuple[Row, dict[str, Row]]] = {}
-    for r in data["rows"]:
-        if r["part"] in parts and "name" in r:
-            found.setdefault(json.dumps(_job(r)), (_job(r), {}))[1][r["name"]] = r
-    return [Standing(job, rows) for job, rows in found.values()]
+    found: dict[str, Standing] = {}
+    for r in where(data["rows"], part=set(parts)):
+        if "name" in r:
+            found.setdefault(json.dumps(_job(r)), Standing(_job(r), {})).rows[r["name"]] = r
+    return list(found.values())
 
 
 def geometric_mean(values: Iterable[float]) -> float:
@@ -101,12 +98,12 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 
 class Goal(NamedTuple):
-    """A bound for how many times as fast as the best peer the kernel is. mean: of all shapes; else of each of them.
-    accuracy: not how fast, but the best peer's largest error over ours."""
+    """A bound for how many times as fast as the best peer the kernel is, at the jobs where these items are wanted.
+    mean: of all shapes; else of each of them. accuracy: not how fast, but the best peer's largest error over ours."""
 
     text: str
     least: float
-    wanted: Callable[[Row], bool]
+    wanted: Row
     mean: bool = False
     accuracy: bool = False
 
@@ -114,29 +111,19 @@ class Goal(NamedTuple):
         return s.accuracy if self.accuracy else s.ratio
 
 
-def _sized(*head_dims: int) -> Callable[[Row], bool]:
-    return lambda job: job["part"] == "sizes" and job["shape"][3] in head_dims
-
-
-def _random(job: Row) -> bool:
-    return job["part"] == "shapes"
-
-
-def _rising(job: Row) -> bool:
-    return job.get("inputs", "").startswith("every tile")
-
-
+RISING = {kind for kind in MADE if kind.startswith("every tile")}
+_RANDOM = {"part": "shapes"}
 GOALS = (
-    Goal("geometric mean of all shapes", 1.12, _random, mean=True),
-    Goal("each of them", 0.97, _random),
-    Goal("N = 512, 1024", 1.03, lambda job: _random(job) and job["kind"] == "standard" and job["shape"][2] <= 1024),
-    Goal("D = 96, 192", 1.00, _sized(96, 192)),
-    Goal("D = 80, 112, 160", 1.00, _sized(80, 112, 160)),
-    Goal("every tile raises every maximum", 0.95, _rising),
-    Goal("other inputs, and captured", 1.05, lambda job: job["part"] in ("inputs", "captured") and not _rising(job)),
-    Goal("the best peer's error on them, over ours", 1 / 1.2, lambda job: job["part"] == "inputs", accuracy=True),
-    Goal("backward, D = 64, 128", 1.00, lambda job: job["part"] == "backward" and job["shape"][3] in (64, 128)),
-)  # fmt: skip
+    Goal("geometric mean of all shapes", 1.12, _RANDOM, mean=True),
+    Goal("each of them", 0.97, _RANDOM),
+    Goal("N = 512, 1024", 1.03, _RANDOM | {"kind": "standard", "N": {512, 1024}}),
+    Goal("D = 96, 192", 1.00, {"part": "sizes", "D": {96, 192}}),
+    Goal("D = 80, 112, 160", 1.00, {"part": "sizes", "D": {80, 112, 160}}),
+    Goal("every tile raises every maximum", 0.95, {"inputs": RISING}),
+    Goal("other inputs, and captured", 1.05, {"part": {"inputs", "captured"}, "inputs": {*MADE, *LAYERS} - RISING}),
+    Goal("the best peer's error on them, over ours", 1 / 1.2, {"part": "inputs"}, accuracy=True),
+    Goal("backward, D = 64, 128", 1.00, {"part": "backward", "D": {64, 128}}),
+)
 
 
 class Verdict(NamedTuple):
@@ -155,11 +142,11 @@ def verdicts(data: Row) -> list[Verdict]:
     """The goals, each by what the record holds."""
     parts = (*SHAPES, "inputs", "captured", "backward")
     known = {json.dumps(s.job): s for s in standings(data, parts)}
-    every = [_job(job) for job in jobs() if job["part"] in parts]
+    every = [job | {"N": job["shape"][2], "D": job["shape"][3]} for job in where(jobs(), part=set(parts))]
     found = []
     for goal in GOALS:
-        wanted = [job for job in every if goal.wanted(job)]
-        there = [s for job in wanted if (s := known.get(json.dumps(job))) and goal.of(s) is not None]
+        wanted = where(every, **goal.wanted)
+        there = [s for job in wanted if (s := known.get(json.dumps(_job(job)))) and goal.of(s) is not None]
         ratios = [goal.of(s) or 0.0 for s in there]
         if not ratios:
             found.append(Verdict(goal.text, f"{goal.least:.2f}", "", "", f"0 of {len(wanted)}", "not measured"))
@@ -187,15 +174,15 @@ def _clean(row: Row) -> bool:
     return "SUMMARY: 0 " in row["said"]
 
 
-_VALIDATED: tuple[tuple[str, Callable[[Row], bool], Callable[[Row], bool]], ...] = (
-    ("the same bits again", lambda job: job.get("what") == "repeats", lambda row: row["different"] == 0),
-    ("within the rule", lambda job: job.get("what") in ("shapes", "cases"), lambda row: not row["wrong"]),
-    ("compute-sanitizer finds nothing", lambda job: job["part"] == "sanitizer", _clean),
+_VALIDATED: tuple[tuple[str, Row, Callable[[Row], bool]], ...] = (
+    ("the same bits again", {"what": "repeats"}, lambda row: row["different"] == 0),
+    ("within the rule", {"what": {"shapes", "cases"}}, lambda row: not row["wrong"]),
+    ("compute-sanitizer finds nothing", {"part": "sanitizer"}, _clean),
 )
 
 
-def _validated(data: Row, text: str, wanted: Callable[[Row], bool], good: Callable[[Row], bool]) -> Verdict:
-    todo = [job for job in jobs() if wanted(job)]
+def _validated(data: Row, text: str, wanted: Row, good: Callable[[Row], bool]) -> Verdict:
+    todo = where(jobs(), **wanted)
     rows = [r for job in todo for r in data["rows"] if harness.is_of(r, job) and "unavailable" not in r]
     bad = [r for r in rows if not good(r)]
     told = ("what", "tool", "shape", "head_dim", "dtype", "causal")
@@ -252,18 +239,22 @@ def _label(shape: Sequence[int], causal: bool) -> str:
     return f"D {shape[3]}, N {shape[2]}{', causal' if causal else ''}"
 
 
+def _cell(row: Row | None, old: Row | None = None) -> str:
+    """TFLOP/s, and in brackets how many times as fast as the old; "!" for a result beyond its bound, "≠" for one whose
+    bits differ from run to run."""
+    if row is None:
+        return ""
+    speed = f"{row['tflops']:.0f}" if "tflops" in row else f"{1e3 * row['ms']:.0f} us"
+    faster = f" ({old['ms'] / row['ms']:.2f})" if old else ""
+    return speed + faster + ("" if right(row) else " !") + (" ≠" if row.get("different") else "")
+
+
 def _speed_table(found: At, lines: Sequence[Sequence[str]], over: Row, heads: list[str], said: str) -> Table:
-    """A line for each of the lines, which begin with a name, and a column for each shape: TFLOP/s, and in brackets how
-    many times as fast as another it is; a result beyond its bound has a "!"."""
-
-    def cell(rows: Mapping[str, Row], name: str) -> str:
-        row, old = rows.get(name), rows.get(over.get(name, ""))
-        if row is None:
-            return ""
-        faster = f" ({old['ms'] / row['ms']:.2f})" if old else ""
-        return f"{row['tflops']:.0f}{faster}" + ("" if right(row) else " !")
-
-    cells = [[*line, *(cell(rows, line[0]) for rows in found.values())] for line in lines]
+    """A line for each of the lines, which begin with a name, and a column for each shape; over: whom it is set over."""
+    cells = [
+        [*line, *(_cell(rows.get(line[0]), rows.get(over.get(line[0], ""))) for rows in found.values())]
+        for line in lines
+    ]
     shapes = [_label(*key) for key in found]
     return Table.of(cells, [*heads, *shapes], align="l" * len(heads) + "r" * len(shapes), caption=said)
 
@@ -288,17 +279,11 @@ def variant_table(data: Row) -> Table:
     return _speed_table(found, [[name] for name in names], over, ["kernel"], said)
 
 
-AT = tuple[str, int, bool]  # inputs, or a layer of a model; head_dim; causal
-
-
-def input_rows(data: Row, part: str = "inputs") -> dict[AT, dict[str, Row]]:
-    """By what the inputs are like: the rows of everyone, by name; of "captured", by layer too."""
-    found: dict[AT, dict[str, Row]] = {}
-    for r in where(data["rows"], part=part):
-        if "unavailable" not in r:
-            layer = f", layer {r['layer']}" if "layer" in r else ""
-            found.setdefault((r["inputs"] + layer, r["shape"][3], r["causal"]), {})[r["name"]] = r
-    return found
+def input_rows(data: Row, part: str = "inputs") -> At:
+    """By what the inputs are like, of "captured" by layer too, head_dim and mask: the rows of everyone, by name."""
+    rows = [r for r in where(of(data), part=part) if "unavailable" not in r]
+    layered = [r | {"inputs": f"{r['inputs']}, layer {r['layer']}"} if "layer" in r else r for r in rows]
+    return by(layered, "inputs", "D", "causal")
 
 
 def best_of(rows: Mapping[str, Row]) -> str | None:
@@ -320,9 +305,9 @@ def input_table(data: Row, part: str = "inputs") -> Table:
     for (kind, d, causal), rows in found.items():
         ours, best = rows[OURS], best_of(rows) or ""
         low, high = spread(ours, rows[best])
-        speeds = [f"{rows[n]['tflops']:.0f}{'' if right(rows[n]) else ' !'}" if n in rows else "" for n in names]
         ratio = f"{rows[best]['ms'] / ours['ms']:.2f} ({low:.2f} to {high:.2f})"
-        cells.append([kind, d, "causal" if causal else "", f"{doubted(ours):.1%}", *speeds, best, ratio])
+        about = [kind, d, "causal" if causal else "", f"{doubted(ours):.1%}"]
+        cells.append([*about, *(_cell(rows.get(n)) for n in names), best, ratio])
     columns = ["inputs", "D", "", "doubted", *names, "best peer", f"{OURS} / best"]
     caption = f"{_where(data)}, bf16, N = 4096: TFLOP/s; doubted: of the tiles that are trusted" if cells else ""
     return Table.of(cells, columns, align="lrlr" + "r" * len(names) + "lr", caption=caption)
@@ -371,21 +356,13 @@ def against_best(data: Row) -> tuple[int, int, int, int]:
 
 
 def backward_table(data: Row) -> Table:
-    """TFLOP/s of everyone's backward pass, and ours over the best peer. A result beyond its bound has a "!"."""
+    """TFLOP/s of everyone's backward pass, and ours over the best peer."""
     found = ladder_speeds(data, "backward")
-    names = names_in(found)
-
-    def cell(row: Row | None) -> str:
-        if row is None:
-            return ""
-        speed = f"{row['tflops']:.0f}" if "tflops" in row else f"{1e3 * row['ms']:.0f} us"
-        return speed + ("" if right(row) else " !") + (" ≠" if row.get("different") else "")
-
-    cells = []
+    names, cells = names_in(found), []
     for (shape, causal), rows in found.items():
         best = min((rows[n]["ms"] for n in PEERS if n in rows), default=None)
         over = f"{best / rows[OURS]['ms']:.2f}" if best and OURS in rows else ""
-        cells.append([_label(shape, causal), *(cell(rows.get(n)) for n in names), over])
+        cells.append([_label(shape, causal), *(_cell(rows.get(n)) for n in names), over])
     columns = ["backward", *names, f"{OURS} / best"]
     caption = f"{_where(data)}, bf16: TFLOP/s, by 2.5 times the forward pass" if found else "no gradient is measured"
     return Table.of(cells, columns, align="l" + "r" * (len(names) + 1), caption=caption)

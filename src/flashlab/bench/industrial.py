@@ -1,9 +1,5 @@
 """Phases 4 and 5: forward, backward and both against FlashAttention-2, cuDNN, FlexAttention and eager PyTorch.
 
-    flashlab bench industrial                  # recorded/industrial_<gpu>.json beside this file
-    flashlab bench industrial --only tune      # one part; --minutes 8: how long at most
-    flashlab bench industrial --quick          # a little of it, on a CPU too, where it times the interpreter
-
 tune        every tile of the search space of each Triton kernel; the best go to attention/tiles.json, which it reads
 one head    the same for one head, bf16 and float32; with 2048 rows large tiles would leave most multiprocessors idle
 shapes      16384 queries and 2048 columns in all heads together, bf16: N 512 ... 16384, D 64, 128, 256, causal and
@@ -333,7 +329,7 @@ def write_choices(rows: Sequence[Row], target: str, path: Path | None = None) ->
 
 
 # ---- compiling beforehand, on all cores ------------------------------------------------------------------------------
-def prepare(job: Row, tile: Sequence[int] | None = None, without: Sequence[str] = ()) -> None:
+def compile_one(job: Row, tile: Sequence[int] | None = None, without: Sequence[str] = ()) -> None:
     """In a process of its own: compile what a job will launch, into the caches on disk. Same arguments, fewer rows."""
     if job["part"] in TUNED:
         timing.able({"": launcher(job, 512)(tiles.Tile(*tile or ()))})
@@ -349,7 +345,7 @@ def prepare(job: Row, tile: Sequence[int] | None = None, without: Sequence[str] 
     timing.able(passes(job["pass"], forwards(q, k, v, job["causal"], names), (q, k, v), grad_o))
 
 
-def prepare_all(todo: Sequence[Row], until: float, without: Sequence[str] = ()) -> None:
+def prepare(todo: Sequence[Row], until: float, without: Sequence[str] = ()) -> None:
     """Compile for all the jobs at once, as far as the time goes."""
     tasks: dict[str, tuple[Any, ...]] = {}
     for job in todo:
@@ -362,7 +358,7 @@ def prepare_all(todo: Sequence[Row], until: float, without: Sequence[str] = ()) 
             tasks[harness.describe(job if every else job | {"shape": job["shape"][3]})] = (job, None, without)
     workers = max(1, min(12, (os.cpu_count() or 2) - 2))
     start = time.monotonic()
-    done = harness.compiled_by(workers, prepare, tasks.values(), until)
+    done = harness.compiled_by(workers, compile_one, tasks.values(), until)
     print(f"compiled {done} of {len(tasks)} beforehand in {time.monotonic() - start:.0f} s", flush=True)
 
 
@@ -388,15 +384,15 @@ def option_times(data: Data) -> dict[int, dict[str, float]]:
     return {d: {name: r["ms"] for name, r in rows.items()} for (d,), rows in at}
 
 
-def flex_table(data: Data, which: str = "forward") -> Table:
+def flex_table(data: Data) -> Table:
     """TFLOP/s of the part "flex"; a dash where one has no time, and the reasons in the caption."""
     names = ["cuDNN", *peers.FLEX]
-    rows = where(of(data), part="flex", name=set(names), **{"pass": which})
+    rows = where(of(data), part="flex", name=set(names), **{"pass": "forward"})
     why: dict[str, str] = {}
     for r in rows:
         if "ms" not in r:
             why.setdefault(r["name"], r["unavailable"])
-    caption = f"{data['machine']['gpu']}, {which}: TFLOP/s" + "".join(f"; {n}: {x}" for n, x in why.items())
+    caption = f"{data['machine']['gpu']}, forward: TFLOP/s" + "".join(f"; {n}: {x}" for n, x in why.items())
     at = dict(sorted(by(rows, "D", "causal", "N").items()))
     said = lambda r: f"{r['tflops']:.0f}" if "ms" in r else "–"  # noqa: E731
     return grid(at, ("D", "mask", "N"), said, names, caption if rows else "not measured")
@@ -412,9 +408,9 @@ def stream_table(data: Data) -> Table:
     return Table.of(rows, columns, align="rrrrrr", caption=caption)
 
 
-def ratio_table(data: Data, name: str, others: Sequence[str], which: str = "forward") -> Table:
-    """How many times as fast as each of the others it is, by head_dim, mask and length."""
-    found = {other: ratios(data, name, other, which) for other in others}
+def ratio_table(data: Data, name: str, others: Sequence[str]) -> Table:
+    """How many times as fast as each of the others it is, forward, by head_dim, mask and length."""
+    found = {other: ratios(data, name, other, "forward") for other in others}
     keys = {key for by_shape in found.values() for key in by_shape}
     lengths = sorted({n for _, n, _ in keys})
     rows = [
@@ -423,7 +419,7 @@ def ratio_table(data: Data, name: str, others: Sequence[str], which: str = "forw
         for other, by_shape in found.items()
         if any(line := [by_shape.get((d, n, causal)) for n in lengths])
     ]
-    caption = f"{data['machine']['gpu']}, {which}: how many times as fast {name} is, at these N"
+    caption = f"{data['machine']['gpu']}, forward: how many times as fast {name} is, at these N"
     columns = ["D", "mask", "beside", *map(str, lengths)]
     return Table.of(rows, columns, align="rll" + "r" * len(lengths), caption=caption if rows else "not measured")
 
@@ -497,11 +493,11 @@ def ratios_over_lengths(data: Data, peer: str, which: str) -> Lines:
     return found
 
 
-def backward_of_forward(data: Data, name: str, least: int = 1024) -> dict[tuple[int, int, bool], float]:
-    """By (head_dim, seq_len, causal), from seq_len `least` on: how many times as long as its forward pass an
+def backward_of_forward(data: Data, name: str) -> dict[tuple[int, int, bool], float]:
+    """By (head_dim, seq_len, causal), from seq_len 1024 on: how many times as long as its forward pass an
     implementation's backward pass takes."""
     took = {(r["D"], r["N"], r["causal"], r["pass"]): r["ms"] for r in timed(data, part="shapes", name=name)}
-    forward = {key[:3]: ms for key, ms in took.items() if key[3] == "forward" and key[1] >= least}
+    forward = {key[:3]: ms for key, ms in took.items() if key[3] == "forward" and key[1] >= 1024}
     both = [key for key in sorted(forward) if key + ("backward",) in took]
     return {key: took[key + ("backward",)] / forward[key] for key in both}
 
@@ -542,10 +538,8 @@ def span(values: Iterable[float]) -> str:
 
 
 BENCH = harness.Bench(
-    "industrial", __doc__, jobs=jobs, measure=measure, table=table,
-    keys=("kernel", "head_dim", "shape", "causal", "pass", "dtype", "name", "tile"),
-    quick=quick_jobs, needs=harness.gpu_for("phases 4 and 5 are", quick_too=False),
-    facts={"dtype": "bfloat16"}, prepare=prepare_all, minutes=8.0,
+    __name__, "phases 4 and 5 are", ("kernel", "head_dim", "shape", "causal", "pass", "dtype", "name", "tile"),
+    minutes=8.0, facts={"dtype": "bfloat16"},
     options={"without": {"nargs": "+", "default": (), "metavar": "NAME", "help": "implementations to leave out"}},
 )  # fmt: skip
 main, recorded = BENCH.main, BENCH.recorded

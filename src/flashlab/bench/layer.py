@@ -1,8 +1,5 @@
 """An attention layer with grouped-query attention and rotary embedding: timed, profiled, and one call of it as a trace.
 
-    flashlab bench layer             # recorded/layer_<gpu>.json; --minutes 3: how long at most
-    flashlab bench layer --quick     # tiny shapes, on a CPU too, where Triton is interpreted
-
 Two cases. "published" is the shape of published/gqa_layer_profile.csv, as its figures tell it (see the tests): batch *
 heads 512, N 1024, D 16, float32, two query heads for a key head, no mask, no projections. "present" is a layer of
 today: batch 4, 32 query heads, 8 key heads, N 4096, D 128, bf16, causal, with its four projections.
@@ -22,13 +19,14 @@ time       case, scope, pass, name; times; peak_bytes of one call at its worst m
 compiled   the same rows, of the compiled ones, with the original and ours beside them in turns: scope "layer" alone
 profile    case, pass, layer (a name from above); op, kernel (true: it ran on the GPU), totals of so many runs: calls,
            times, bytes, flops (or null); total_ms: of all kernels. The TOP rows, and what the published table names
-timeline   case, pass, layer; one row: span_us, kernels, left_out, and events [name, start us, duration us, where],
-           where the last is "stream 7" for a kernel and "thread 1" for an operation that no other one called
+timeline   case, pass, layer; one row: the MOST_EVENTS longest events [name, start us, duration us, where], where the
+           last is "stream 7" for a kernel and "thread 1" for an operation that no other one called
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -95,12 +93,12 @@ CASES = {
 # ---- what is measured ------------------------------------------------------------------------------------------------
 def jobs() -> list[Row]:
     """The most telling first; what has to be compiled by torch.compile last."""
+    three = (ORIGINAL, APART, OURS)
     found = [_time("published", "layer", "forward"), _time("present", "layer", "both")]
-    found += [_of("profile", "published", "forward", name) for name in (ORIGINAL, APART, OURS)]
+    found += _of("profile", "published", "forward", *three)
     found += [_time("present", "layer", "forward"), _time("published", "layer", "both")]
-    found += [_of("profile", "present", "both", name) for name in (ORIGINAL, APART, OURS, SDPA)]
-    found += [_of("timeline", "published", "forward", name) for name in (ORIGINAL, APART, OURS)]
-    found += [_of("timeline", "present", "both", name) for name in (ORIGINAL, APART, OURS)]
+    found += _of("profile", "present", "both", *three, SDPA)
+    found += _of("timeline", "published", "forward", *three) + _of("timeline", "present", "both", *three)
     found += jobs_of("time", case=("published", "present"), scope=["attention"], **{"pass": PASSES})
     found += [_time(case, "layer", which, "compiled") for which in PASSES for case in ("published", "present")]
     return found
@@ -110,17 +108,15 @@ def quick_jobs() -> list[Row]:
     """Of every part something, tiny; without torch.compile, which takes its time."""
     found = [_time("tiny", "layer", "forward"), _time("tiny, projections", "layer", "both")]
     found += [_time("tiny", "attention", "forward")]
-    for part in ("profile", "timeline"):
-        found += [_of(part, "tiny", "forward", name) for name in (ORIGINAL, OURS)]
-    return found
+    return found + [job for part in ("profile", "timeline") for job in _of(part, "tiny", "forward", ORIGINAL, OURS)]
 
 
 def _time(case: str, scope: str, which: str, part: str = "time") -> Row:
     return {"part": part, "case": case, "scope": scope, "pass": which}
 
 
-def _of(part: str, case: str, which: str, layer: str) -> Row:
-    return {"part": part, "case": case, "pass": which, "layer": layer}
+def _of(part: str, case: str, which: str, *layers: str) -> list[Row]:
+    return jobs_of(part, case=[case], **{"pass": [which]}, layer=layers)
 
 
 def names_of(part: str, scope: str) -> list[str]:
@@ -265,12 +261,8 @@ def measure(job: Row) -> list[Row]:
         return measure_times(job)
     way = way_for(job["layer"], job["case"], job["pass"])
     if job["part"] == "timeline":
-        every = one_call(way)
-        kept = sorted(every, key=lambda e: -e.us)[:MOST_EVENTS]  # the longest, still by their start
-        events, left_out = sorted(kept, key=lambda e: e.start_us), len(every) - len(kept)
-        kernels = sum(e.where.startswith("stream") for e in events)
-        span = max((e.start_us + e.us for e in events), default=0.0)
-        return [job | {"span_us": span, "kernels": kernels, "left_out": left_out, "events": [list(e) for e in events]}]
+        longest = sorted(one_call(way), key=lambda e: -e.us)[:MOST_EVENTS]
+        return [job | {"events": [list(e) for e in sorted(longest, key=lambda e: e.start_us)]}]
     rows = profiled(way, RUNS.get(job["case"], 3))
     named = {r["op"] for r in published.load("gqa_layer_profile")}
     return [job | row for i, row in enumerate(rows) if i < TOP or row["op"] in named]
@@ -339,14 +331,11 @@ def profiled(way: Way, runs: int) -> list[Row]:
     for a in found.key_averages():
         if a.key in _NO_OPS or getattr(a, "is_user_annotation", False):
             continue
-        times = {
-            "device_ms": a.device_time_total, "self_device_ms": a.self_device_time_total,
-            "cpu_ms": a.cpu_time_total, "self_cpu_ms": a.self_cpu_time_total,
-        }  # fmt: skip
         row: Row = {"op": a.key[:200], "kernel": a.device_type == DeviceType.CUDA, "runs": runs, "calls": a.count}
-        row |= {name: round(us / 1e3, 6) for name, us in times.items()}
-        row |= {"device_bytes": a.device_memory_usage, "self_device_bytes": a.self_device_memory_usage}
-        rows.append(row | {"cpu_bytes": a.cpu_memory_usage, "flops": a.flops or None})
+        for kind in ("device", "self_device", "cpu", "self_cpu"):
+            row[f"{kind}_ms"] = round(getattr(a, f"{kind}_time_total") / 1e3, 6)
+        row |= {f"{kind}_bytes": getattr(a, f"{kind}_memory_usage") for kind in ("device", "self_device", "cpu")}
+        rows.append(row | {"flops": a.flops or None})
     total = sum(row["self_device_ms"] for row in rows if row["kernel"])
     by = "self_device_ms" if total else "self_cpu_ms"
     return [row | {"total_ms": round(total, 6)} for row in sorted(rows, key=lambda row: -row[by])]
@@ -494,12 +483,12 @@ def short(op: str) -> str:
 
 def kernel_shares(data: Data, case: str, layer: str, which: str = "forward") -> list[tuple[str, float, int]]:
     """(short name, ms per run, calls per run) of the kernels of a profile, the dearest first; same names together."""
-    found: dict[str, tuple[float, int]] = {}
+    ms, calls = Counter[str](), Counter[str]()
     for r in profile(data, case, layer, which):
         if r["kernel"]:
-            ms, calls = found.get(short(r["op"]), (0.0, 0))
-            found[short(r["op"])] = (ms + r["self_device_ms"] / r["runs"], calls + round(r["calls"] / r["runs"]))
-    return sorted(((name, ms, calls) for name, (ms, calls) in found.items()), key=lambda line: -line[1])
+            ms[short(r["op"])] += r["self_device_ms"] / r["runs"]
+            calls[short(r["op"])] += round(r["calls"] / r["runs"])
+    return [(name, took, calls[name]) for name, took in ms.most_common()]
 
 
 def timeline(data: Data, case: str, layer: str, which: str = "forward") -> list[Event]:
@@ -523,9 +512,5 @@ def table(data: Data) -> Table:
     return Table.of(rows, ["case", *tables[0][1].columns], align="ll" + "r" * 6, caption=tables[0][1].caption)
 
 
-BENCH = harness.Bench(
-    "layer", __doc__, jobs=jobs, measure=measure, table=table,
-    keys=("case", "scope", "pass", "layer", "name", "op"), quick=quick_jobs,
-    needs=harness.gpu_for("the layer is", quick_too=False), minutes=5.0,
-)  # fmt: skip
+BENCH = harness.Bench(__name__, "the layer is", ("case", "scope", "pass", "layer", "name", "op"), minutes=5.0)
 main, recorded, record = BENCH.main, BENCH.recorded, BENCH.record

@@ -1,8 +1,5 @@
 """The language model: its steps timed pass by pass, its memory, the longest text that fits, and its loss.
 
-    flashlab bench lm             # recorded/lm_<gpu>.json; --minutes 5: how long at most
-    flashlab bench lm --quick     # a tiny model, on a CPU too, where Triton is interpreted
-
 Sizes of flashlab.models.language_model, 1024 tokens, batch 4; `attention` is of WAYS: "eager" (scores in memory),
 "sdpa" (with the backend that PyTorch chooses), "flash" (ours), all with RoPE in PyTorch's small operations, and "flash,
 fused RoPE". dtype is "float32", or "bfloat16" for autocast to it; the weights are float32 in both. A step is launched
@@ -12,17 +9,16 @@ step to step, in an order that is shuffled in each round.
 
 step       size, attention, dtype, pass; ms, fastest, slowest, rounds: after WARM steps. pass is "forward", "backward",
            "optimizer", "step" for all three, or "forward only": without gradients. warm_up_ms: of the first WARM steps,
-           one by one; fresh: this process had run nothing. Of "step" also peak_bytes, weights and optimizer included;
-           held_bytes, between two steps; tokens
-turns      size, dtype, what; attention, compiled; times of a whole step; warm_up_ms; graph_ms, graph_fastest,
-           graph_slowest: the step as one CUDA graph, which never waits for Python, or graph_unavailable. what is
-           "attention" or "compiled": each as it is and through torch.compile (a model of its own; warm_up_ms has the
-           compiler's time first); `replaced` says whether it put fused attention in the place of eager
+           one by one. Of "step" also peak_bytes, weights and optimizer included; held_bytes, between two steps; tokens
+turns      size, dtype, what; attention, compiled; times of a whole step; warm_up_ms; graph_ms: the step as one CUDA
+           graph, which never waits for Python, or graph_unavailable. what is "attention" or "compiled": each as it is
+           and through torch.compile (a model of its own; warm_up_ms has the compiler's time first); `replaced` says
+           whether it put fused attention in the place of eager
 memory     size, attention, dtype; one row: us and bytes, what is allocated during one step after warm-up, by Python's
            clock (SERIES points at most, of each its highest); ends {pass: us}; peak_bytes; drift, the bytes by which
            the sum misses what the allocator says at the end. On a CPU only what the step allocates
 limit      attention, dtype, seq_len: one step of a small model that reads bytes; N is doubled until a step runs out of
-           memory: peak_bytes, once_ms (not warmed up), or unavailable; `stopped`: the reason to go no further
+           memory, or would take too long: peak_bytes, once_ms (not warmed up), or unavailable
 training   attention, dtype, jitter; one row: losses, in nats per byte, one per step; seconds. jitter not 0: the first
            weights are changed by about a rounding; how far that curve is from eager's own is the noise
 """
@@ -45,7 +41,7 @@ from torch.profiler import profile as torch_profile
 from flashlab import runtime
 from flashlab.bench import harness, peers, timing
 from flashlab.bench.harness import NOT_YET, Data, Row, jobs_of
-from flashlab.bench.rows import where
+from flashlab.bench.rows import by, names_in, where
 from flashlab.models.language_model import BYTES, SIZES, Config, LanguageModel, config, make_optimizer, train_step
 from flashlab.models.layer import RotaryAttention
 from flashlab.models.train import distance, train
@@ -141,11 +137,8 @@ def _batch(job: Row) -> int:
 
 def measure(job: Row) -> list[Row]:
     """The rows of one job."""
-    by_part = {
-        "step": measure_step, "turns": measure_turns, "memory": measure_memory, "limit": measure_limit,
-        "training": measure_training,
-    }  # fmt: skip
-    return by_part[job["part"]](job)
+    steps = {"step": measure_step, "turns": measure_turns, "training": measure_training}
+    return (steps | {"memory": measure_memory, "limit": measure_limit})[job["part"]](job)
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------
@@ -219,18 +212,12 @@ def timed_forward(training: Training) -> dict[str, float]:
     """Milliseconds of one forward pass without gradients."""
     watch = Watch()
     training.forward_only()
-    watch("forward only")
-    return {"forward only": watch.read()["forward only"]}
-
-
-_ran = False
-"""Whether this process has run a step."""
+    watch(which := "forward only")
+    return {which: watch.read()[which]}
 
 
 def measure_step(job: Row) -> list[Row]:
     """A row for each pass of one model."""
-    global _ran
-    fresh, _ran = not _ran, True
     harness.emptied()
     shape = replace(shape_of(job["size"]), **WAYS[job["attention"]])
     length = min(SEQ_LEN, shape.positions)
@@ -244,8 +231,8 @@ def measure_step(job: Row) -> list[Row]:
         while len(samples) < rounds and (len(samples) < least or time.monotonic() - begin < SECONDS):
             samples.append(timed(training))
         for which in samples[0]:
-            row = timing.summary([sample[which] for sample in samples]).row()
-            rows.append(job | {"pass": which} | row | {"fresh": fresh, "warm_up_ms": [one[which] for one in warm]})
+            row = timing.summary([sample[which] for sample in samples])
+            rows.append(job | {"pass": which} | row | {"warm_up_ms": [one[which] for one in warm]})
             if which == "step":
                 rows[-1] |= {"tokens": training.tokens.numel()}
                 if harness.on_gpu():
@@ -267,7 +254,8 @@ def measure_turns(job: Row) -> list[Row]:
     for name, way in TURNS[job["what"]].items():
         ways[name, False] = functools.partial(plain.attend, way)
         if job["what"] == "compiled":  # a model of its own, since to exchange its attention compiles it again
-            ways[name, True] = functools.partial(_same, Training(replace(shape, **way), *options, compiled=True))
+            own = Training(replace(shape, **way), *options, compiled=True)
+            ways[name, True] = functools.partial(own.attend, way)  # as it is
     about: dict[tuple[str, bool], Row] = {}
     for key, training in ways.items():
         already = peers.replaced()
@@ -282,16 +270,12 @@ def measure_turns(job: Row) -> list[Row]:
         for key in random.Random(i).sample(able, len(able)):
             samples[key].append(timed_step(ways[key]())["step"])
     for key in able:
-        about[key] |= timing.summary(samples[key]).row()
+        about[key] |= timing.summary(samples[key])
         if harness.on_gpu():
             about[key] |= _graph(ways[key]())
     if job["what"] == "compiled":
         torch.compiler.reset()
     return [job | {"attention": name, "compiled": how} | about[name, how] for name, how in about]
-
-
-def _same(training: Training) -> Training:
-    return training
 
 
 def _graph(training: Training) -> Row:
@@ -303,18 +287,12 @@ def _graph(training: Training) -> Row:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             training.step()
-        samples = []
-        for _ in range(WARM + ROUNDS):
-            watch = Watch()
-            graph.replay()
-            watch("step")
-            samples.append(watch.read()["step"])
+        samples = [timing.milliseconds(graph.replay, torch.cuda.current_stream()) for _ in range(WARM + ROUNDS)]
     except Exception as error:
         return {"graph_unavailable": timing.reason(error)}
     finally:  # its gradients lie in the graph's memory
         training.optimizer.zero_grad(set_to_none=True)
-    row = timing.summary(samples[WARM:]).row()
-    return {f"graph_{name}": row[name] for name in ("ms", "fastest", "slowest")}
+    return {"graph_ms": timing.summary(samples[WARM:])["ms"]}
 
 
 # ---- memory over a step ----------------------------------------------------------------------------------------------
@@ -400,14 +378,7 @@ def measure_limit(job: Row) -> list[Row]:
         shape = replace(base, vocabulary=BYTES, positions=seq_len, **WAYS[job["attention"]])
         row = job | {"seq_len": seq_len} | _once(shape, job["dtype"], _batch(job))
         rows.append(row)
-        if "unavailable" in row:
-            return rows
-        seconds = 4 * row["once_ms"] / 1e3
-        if 2 * seq_len > longest or seconds > STEP_SECONDS:
-            row["stopped"] = (
-                f"a step at {2 * seq_len} would take about {seconds:.0f} s" if 2 * seq_len <= longest
-                else f"{seq_len} is the longest that is tried"
-            )  # fmt: skip
+        if "unavailable" in row or 2 * seq_len > longest or 4 * row["once_ms"] / 1e3 > STEP_SECONDS:
             return rows
         seq_len *= 2
 
@@ -474,12 +445,9 @@ def step_table(data: Data, dtype: str = "bfloat16") -> Table:
 
 def over_sizes(data: Data) -> Lines:
     """ms of a step in bfloat16 by attention: the sizes where it ran, and a value for each."""
-    found: Lines = {}
-    for way in WAYS:
-        ms = {size: steps["step"]["ms"] for size in _all_sizes(data) if (steps := passes(data, size, way))}
-        if ms:
-            found[way] = (list(ms), list(ms.values()))
-    return found
+    took = {way: {size: steps["step"]["ms"] for size in _all_sizes(data) if (steps := passes(data, size, way))}
+            for way in WAYS}  # fmt: skip
+    return {way: (list(ms), list(ms.values())) for way, ms in took.items() if ms}
 
 
 def ratio(
@@ -586,14 +554,13 @@ def runs_out(data: Data) -> dict[str, int | None]:
 
 def limit_table(data: Data) -> Table:
     """GiB of a step at its worst moment, by length; "out of memory" where it was."""
-    cells: dict[int, dict[str, str]] = {}
-    for row in where(data["rows"], part="limit"):
-        if "seq_len" in row:
-            said = f"{row['peak_bytes'] / 2**30:.1f}" if "peak_bytes" in row else ""
-            said = harness.short(row) if "unavailable" in row else said
-            cells.setdefault(row["seq_len"], {})[row["attention"]] = said
-    names = [way for way in WAYS if any(way in line for line in cells.values())]
-    rows = [[n, *(line.get(way, "") for way in names)] for n, line in sorted(cells.items())]
+    at = by([r | {"name": r["attention"]} for r in where(data["rows"], part="limit") if "seq_len" in r], "seq_len")
+    names = [way for way in WAYS if way in names_in(at)]
+
+    def cell(row: Row) -> str:
+        return harness.short(row) if "unavailable" in row else f"{row.get('peak_bytes', 0) / 2**30:.1f}"
+
+    rows = [[n, *(cell(line[way]) if way in line else "" for way in names)] for (n,), line in sorted(at.items())]
     caption = f"GiB, a small model that reads bytes, {BATCH} texts, bfloat16"
     return _table(rows, ["tokens", *names], "r" * (1 + len(names)), caption, data)
 
@@ -631,9 +598,7 @@ def table(data: Data) -> Table:
 
 
 BENCH = harness.Bench(
-    "lm", __doc__, jobs=jobs, measure=measure, table=table,
-    keys=("size", "attention", "dtype", "what", "compiled", "pass"), quick=quick_jobs,
-    needs=harness.gpu_for("the language model is", quick_too=False),
-    facts={"batch": BATCH, "seq_len": SEQ_LEN}, minutes=8.0,
+    __name__, "the language model is", ("size", "attention", "dtype", "what", "compiled", "pass"), minutes=8.0,
+    facts={"batch": BATCH, "seq_len": SEQ_LEN},
 )  # fmt: skip
 main, recorded, record = BENCH.main, BENCH.recorded, BENCH.record

@@ -1,8 +1,5 @@
 """Phases 7 to 9 on a GPU: every step against FlashAttention-2, and the last one against its peers.
 
-    flashlab bench mma                        # writes recorded/mma_<gpu>.json beside this file; some minutes
-    flashlab bench mma --only ladder --quick --out x.json
-
 ladder     every step at a few shapes, interleaved with FlashAttention-2; registers and spills as ptxas reports them
 exhibits   every exhibit beside its step, with its error
 final      the last step, FlashAttention-2, cuDNN and unfused PyTorch, at the published tables' shapes and at large ones
@@ -28,12 +25,12 @@ from typing import Any
 
 import torch
 
+from flashlab import runtime
 from flashlab.attention import reference
-from flashlab.bench import harness, ncu, peers, published, timing
+from flashlab.bench import harness, ncu, peers, published, timing, truth
 from flashlab.bench.harness import Data, Row, jobs_of
 from flashlab.bench.records import NoGpu
-from flashlab.bench.rows import where
-from flashlab.check.poison import MarkedEmpty
+from flashlab.bench.rows import grid, where
 from flashlab.cuda import CudaModule, load_inline
 from flashlab.cuda.resources import Resources, resources
 from flashlab.cuda.toolchain import device_arch
@@ -154,38 +151,18 @@ CASES = (
 
 
 def verify(v: Any, module: CudaModule) -> float:
-    """The worst error against float64, relative to the bound of its dtype; raises AssertionError above it.
+    """The worst error against float64, as a part of what is allowed; raises AssertionError above that.
 
     Causal and not, strides of both layouts; what a kernel does not write is NaN. ``v`` is a Variant, or what else has
     its name, head_dim and dtype.
     """
-    worst = 0.0
-    generator = torch.Generator("cuda").manual_seed(0)
-    bound = 2e-3 if v.dtype == torch.float16 else 1.6e-2
-    for b, h, hk, m, n in CASES:
-        for causal in (False, True):
-            q = torch.randn(b, m, h, v.head_dim, device="cuda", generator=generator).to(v.dtype).transpose(1, 2)
-            shape = (b, hk, n, v.head_dim)
-            k, values = (torch.randn(shape, device="cuda", generator=generator).to(v.dtype) for _ in range(2))
-            values = values + 0.5
-            where = f"{v.name} {v.dtype} D={v.head_dim} at {(b, h, hk, m, n)}{' causal' if causal else ''}"
-            worst = max(worst, _error(module, q, k, values, causal, where) / bound)
+    found = []
     for causal in (False, True):
-        q, k, values = (x.to(v.dtype) for x in inputs((1, 2, 512, v.head_dim), "moving"))
-        worst = max(worst, _error(module, q, k, values, causal, f"{v.name} {v.dtype} D={v.head_dim}, moving") / bound)
-    assert worst <= 1, f"{v.name} {v.dtype} D={v.head_dim}: error {worst:.2f} times the bound"
-    return worst
-
-
-def _error(module: CudaModule, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, where: str) -> float:
-    """The largest error of o. AssertionError for what was not written, and for a wrong lse."""
-    with MarkedEmpty():
-        o, lse = module.forward(q, k, v, causal=causal)
-    want, want_lse = reference.attention(q, k, v, causal=causal)
-    off = torch.where(lse == want_lse, 0.0, (lse - want_lse).abs() / want_lse.abs().clamp(min=1.0)).max().item()
-    assert o.isfinite().all(), f"{where}: o has elements that are not finite, or were not written"
-    assert off <= 1e-4, f"{where}: lse is off by {off:.2g}"  # NaN is not
-    return (o - want).abs().max().item()
+        found.append(truth.compared(module.forward, CASES, v.head_dim, v.dtype, causal))
+        moving = q, k, values = [x.to(v.dtype) for x in inputs((1, 2, 512, v.head_dim), "moving")]
+        found.append(truth.judged(module.forward(*moving, causal=causal), truth.pieces(q, k, values, causal)))
+    assert all(map(truth.right, found)), f"{v.name} {v.dtype} D={v.head_dim} is wrong: {found}"
+    return max(row["of_bound"] for row in found)
 
 
 # ---- inputs ----------------------------------------------------------------------------------------------------------
@@ -193,7 +170,7 @@ MOVE = 12.0
 """How far, in log2 units after the scale, the maximum of a row moves from one tile of 64 keys to the next, "moving"."""
 
 
-def inputs(shape: Sequence[int], kind: str = "randn", device: str = "cuda") -> list[torch.Tensor]:
+def inputs(shape: Sequence[int], kind: str = "randn", device: Any = None) -> list[torch.Tensor]:
     """q, k, v in fp16, [batch, heads, seq_len, head_dim].
 
     "moving": one component of all queries is 8, and that of the keys rises from each tile of 64 to the tile before it,
@@ -204,6 +181,7 @@ def inputs(shape: Sequence[int], kind: str = "randn", device: str = "cuda") -> l
     Raises:
         ValueError: another kind.
     """
+    device = device or runtime.device()
     q, k, v = (torch.randn(shape, device=device, dtype=torch.float16) for _ in range(3))
     if kind == "moving":
         tiles = (shape[2] - 1 - torch.arange(shape[2], device=device)) // 64  # after the one that the key is in
@@ -242,11 +220,6 @@ def _kernels() -> dict[tuple[str, int], list[Resources]]:
     halves = [v for v, _ in _built("every") if v.dtype == torch.float16]
     found = harness.at_once(compiled, halves)
     return {(v.name, v.head_dim): kernels for v, kernels in zip(halves, found, strict=True)}
-
-
-def forward_of(module: CudaModule, *qkv: torch.Tensor, causal: bool) -> Callable[[], Any]:
-    """The forward pass on these tensors, to be timed."""
-    return lambda: module.forward(*qkv, causal=causal)
 
 
 def _published(name: str) -> list[list[int]]:
@@ -303,7 +276,7 @@ def measure(job: Row, rounds: int = 9) -> list[Row]:
     ways = {
         name: peer[name]() for name in PEERS.get(part, ("fa2",)) if name not in left_out
     }  # unfused: no scores beyond 16 GB
-    ways |= {one.name: forward_of(module, *qkv, causal=causal) for one, module in _kernels_of(job)}
+    ways |= {one.name: functools.partial(module.forward, *qkv, causal=causal) for one, module in _kernels_of(job)}
     options = {"target_ms": 1.5} if part in ("published", "final") else {}
     rows = rows_of(job, *harness.times_of(ways, rounds, **options))
     want = reference.attention(*(x[:1, :1] for x in qkv))[0] if part == "exhibits" else None
@@ -373,9 +346,10 @@ def prepare(todo: Sequence[Row], until: float, rounds: int) -> dict[str, Any]:
     return {"rounds": rounds} | ({"worst_error_of_bound": worst} if every else {})
 
 
-def summary(final: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+def summary(data: Data) -> dict[str, Row]:
     """Per table, on randn: the geometric mean of the last step's speed over FlashAttention-2's, and the worst shape."""
-    last = [r for r in final if r["name"] == SERIES[-1].name and r.get("vs_fa2") and r["inputs"] == "randn"]
+    last = where(data["rows"], part="final", name=SERIES[-1].name, inputs="randn")
+    last = [r for r in last if r.get("vs_fa2")]
     by_table = {t: [r["vs_fa2"] for r in last if r["table"] == t] for t in dict.fromkeys(r["table"] for r in last)}
     return {
         t: {"shapes": len(v), "geomean_vs_fa2": statistics.geometric_mean(v), "worst": min(v)}
@@ -385,23 +359,18 @@ def summary(final: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 def table(data: Data) -> Table:
     """TFLOP/s of every variant at the large shapes, and of the last step's peers."""
-    rows: dict[str, dict[tuple, str]] = {}
-    cases = {}
+    found: dict[str, Row] = {}
     for r in [*where(data["rows"], part="ladder"), *where(data["rows"], part="final", table="big")]:
-        key = (tuple(r["shape"]), r["causal"], r.get("inputs", "randn"))
-        if key[:2] in BIG:
-            b, h, n, d = r["shape"]
-            cases[key] = f"D {d}{', causal' if r['causal'] else ''}{', moving' if key[2] == 'moving' else ''}"
-            rows.setdefault(r["name"], {}).setdefault(key, f"{r['tflops']:.0f}" if "ms" in r else "")
-    cells = [[name, *(found.get(key, "") for key in cases)] for name, found in rows.items()]
-    return Table.of(cells, ["TFLOP/s", *cases.values()], align="l" + "r" * len(cases))
+        if (tuple(r["shape"]), r["causal"]) in BIG:
+            moving = ", moving" if r.get("inputs") == "moving" else ""
+            case = f"D {r['shape'][3]}{', causal' if r['causal'] else ''}{moving}"
+            found.setdefault(r["name"], {}).setdefault(case, r)  # the ladder's before the last step's
+    at = {(name,): rows for name, rows in found.items()}
+    return grid(at, ["TFLOP/s"], lambda r: f"{r['tflops']:.0f}" if "ms" in r else "")
 
 
 BENCH = harness.Bench(
-    "mma", __doc__, jobs=jobs, measure=measure, table=table, quick=quick_jobs, prepare=prepare,
-    keys=("table", "exhibit", "shape", "causal", "inputs", "name"),
-    needs=harness.gpu_for("the tensor-core kernels are"),
-    derive=lambda data: {"summary": summary(where(data["rows"], part="final"))},
+    __name__, "the tensor-core kernels are", ("table", "exhibit", "shape", "causal", "inputs", "name"), quick_too=True,
     options={"rounds": {"type": int, "default": 9}},
 )  # fmt: skip
 main = BENCH.main

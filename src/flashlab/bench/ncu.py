@@ -11,7 +11,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -24,13 +23,6 @@ from flashlab.bench.records import NoGpu
 def available() -> bool:
     """Whether this machine has the profiler."""
     return shutil.which("ncu") is not None
-
-
-def ncu_version() -> str:
-    """What ncu calls itself, "2025.3.1.0"."""
-    said = subprocess.run(["ncu", "--version"], capture_output=True, text=True).stdout
-    found = re.search(r"Version ([\d.]+)", said)
-    return found[1] if found else "unknown"
 
 
 def known(metrics: Mapping[str, str]) -> dict[str, str]:
@@ -51,14 +43,10 @@ def profile(
     """Runs `python ARGUMENTS` under ncu; one row per kernel launch, in order.
 
     Args:
-        arguments: of this Python.
-        metrics: name -> ncu's metric.
-        kernels: a regular expression that a kernel's name has to match.
+        metrics: name -> ncu's metric. kernels: a regular expression that a kernel's name has to match.
         only_marked: only what is launched between torch.cuda.profiler.start() and stop().
         keep_caches: a kernel finds in L2 what the one before it left; else ncu empties the caches before each kernel.
             The metrics must then be few enough for one pass (ncu restores memory between passes, through the L2).
-        timeout: seconds.
-
     Returns:
         rows: {"kernel": its name, "launch": what was announced last before it or None, and each metric's value}.
 

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import jinja2  # torch needs it, so it is there
 
-from flashlab.bench import decode, hopper_inputs, hopper_jobs, hopper_results, layer, lm, peers, records, ring
+from flashlab.bench import decode, hopper_inputs, hopper_jobs, hopper_results, layer, lm, mma, peers, records, ring
 from flashlab.bench.harness import Data, Row
 from flashlab.bench.rows import At, Missing, by, of, over, where
 from flashlab.table import Table
@@ -92,7 +92,7 @@ class Rung(NamedTuple):
 OURS = "this course"
 _AT = {"shape": SHAPE, "causal": False, "inputs": "randn"}
 _LADDER: tuple[tuple[int, str, str, str, dict[str, Any]], ...] = (
-    (1, "naive attention, eager PyTorch", "eager", "walls", {"part": "naive", "N": SHAPE[2]}),
+    (1, "naive attention, eager PyTorch", "eager", "walls", {"name": "naive", "N": SHAPE[2]}),
     (3, "minimal Triton kernel, one head", OURS, "triton", {"name": "minimal kernel", "D": 128}),
     (4, "Triton kernel", "triton", "industrial", {}),
     (4, "Gluon kernel", "gluon", "industrial", {}),
@@ -234,13 +234,6 @@ def ladder_table(found: All) -> str:
 
 
 # ---- what the text asks ----------------------------------------------------------------------------------------------
-class Known(dict[str, Any]):
-    """A dict that says Missing of what is not in it, where a template would print nothing."""
-
-    def __missing__(self, key: str) -> Any:
-        raise Missing(f"{key} is not recorded")
-
-
 def some(values: Iterable[Any]) -> list[Any]:
     """The values, but None; Missing where there is none."""
     if not (found := [x for x in values if x is not None]):
@@ -325,9 +318,6 @@ class Questions:
     def sizes_below(self, ratios: Mapping[tuple, float]) -> list[int]:
         return sorted({key[1] for key, x in ratios.items() if x < 1})
 
-    def scalar(self) -> At:
-        return by(self.rows["scalar"], "batch", "heads", "N", "D", "causal") if self.rows["scalar"] else {}
-
     def fa2_twice(self) -> list[float]:
         """FlashAttention-2's speed beside the last CUDA kernel, over that in the tables."""
         wanted: Row = {"part": "final", "table": "big", "inputs": "randn", "N": set(LENGTHS), "D": set(HEAD_DIMS)}
@@ -335,20 +325,13 @@ class Questions:
         both = ((at[key]["fa2"], self.speeds.get(key, {}).get("FlashAttention-2", {})) for key in at)
         return some(a["tflops"] / b["tflops"] for a, b in both if "tflops" in b)
 
-    def summaries(self) -> list[dict[str, float]]:
-        sums = Known(self.found["mma"].get("summary", {}))
-        return [sums["mma_stages_ada"], sums["fa1_f32_fa2_mma_ada"]]
-
-    def moving(self) -> list[float]:
-        return [r["vs_fa2"] for r in where(self.rows["mma"], part="final", name="p9_flash", inputs="moving")]
-
     def ablations(self) -> list[Row]:
         """The kernel without one idea, the slowest first."""
         rows = [r for r in where(self.rows["ablation"], **_AT) if r["name"] not in ("fa2", "p9_flash")]
         return some(sorted(rows, key=lambda r: r["vs_whole"]))
 
     # ---- phase 11
-    def hopper_means(self) -> Known:
+    def hopper_means(self) -> Row:
         data = self.found["hopper"]
         held = some(s for s in hopper_results.standings(data) if s.ratio)
         worst = min(held, key=lambda s: s.ratio)
@@ -357,7 +340,7 @@ class Questions:
         mean = f"{hopper_results.geometric_mean(beside):.2f}" if beside else ""
         counts = zip(("n", "ahead", "beyond", "behind"), hopper_results.against_best(data), strict=True)
         means = hopper_results.mean_table(data)
-        return Known(
+        return dict(
             zip(means.columns, means.rows[-1], strict=True), **dict(counts), worst=worst.said, without=len(without),
             sizes=sorted({s.job["shape"][3] for s in without}), beside=beside, mean_beside=mean,
         )  # fmt: skip
@@ -365,9 +348,6 @@ class Questions:
     def hopper_goals(self) -> list[bool]:
         some(self.rows["hopper"])
         return [row[-1].startswith("met") for row in hopper_results.goal_table(self.found["hopper"]).rows]
-
-    def hopper_backward(self) -> At:
-        return by(where(self.rows["hopper"], part="backward"), "work", "D", "N", "causal")
 
     def costs(self) -> tuple[list[str], list[float], list[float]]:
         """The inputs on which it is behind the best peer somewhere; its speed over that one there, and elsewhere."""
@@ -458,7 +438,7 @@ class Questions:
 
     def counters(self) -> list[bool]:
         """Of each counter of the emulator that was set beside Nsight Compute's: whether the two are equal."""
-        return some(a == b for r in self.rows["validation"] for a, b in r["counters"].values())
+        return some(a == b for r in where(self.rows["validation"], part="kernels") for a, b in r["counters"].values())
 
 
 LM = "flash, fused RoPE"
@@ -560,19 +540,22 @@ measured in another run than the other peers. Right: from short sequences to lon
 
 
 def laid(name: str, found: All) -> str:
-    """docs/NAME.jinja with its numbers, in lines that a diff can show; a paragraph that lacks one is left out."""
+    """docs/NAME.jinja with its numbers, in lines that a diff can show; a paragraph that lacks one, or asks for what is
+    not recorded, is left out."""
     questions = Questions(found)
     asked = {key: getattr(questions, key) for key in dir(Questions) if key[0] != "_"}
     tables = (best_table, decode_table, hopper_table, input_table, ladder_table, ring_table, table)
     asked |= {make.__name__: functools.partial(make, found) for make in tables}
-    asked |= {f.__name__: f for f in (span, share, speed_of, faster_than_ours, over, some, min, max)}
+    asked |= {
+        f.__name__: f for f in (mma.summary, span, share, speed_of, faster_than_ours, where, by, over, some, min, max)
+    }
     asked |= {"machine": lambda: machine_words(found), "alternative": alternative(drawn(found)), "caption": CAPTION}
-    asked["scalar"], asked["fa4"] = questions.scalar(), found["hopper"].get("flash_attention_4", "not there")
+    asked |= {"found": found, "rows": questions.rows, "fa4": found["hopper"].get("flash_attention_4", "not there")}
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, autoescape=False)
     environment.filters["listed"] = listed
     text = ""
     for part in (ROOT / "docs" / f"{name}.jinja").read_text("utf-8").strip().split("\n\n"):
-        with contextlib.suppress(Missing):
+        with contextlib.suppress(Missing, jinja2.UndefinedError):
             if not (said := _wrapped(environment.from_string(part).render(asked).strip())):
                 continue
             text += ("\n" if said.startswith("- ") and text.rsplit("\n\n")[-1].startswith("- ") else "\n\n") + said

@@ -42,14 +42,8 @@ def table(
     target: str = "sm_90", *, steps: Sequence[str] | None = None, head_dim: int | None = 64,
     opcodes: Sequence[str] = OPCODES,
 ) -> Table:  # fmt: skip
-    """The kernels of the series beside each other, from the recorded figures.
-
-    Args:
-        target: "sm_80", "sm_89" or "sm_90".
-        steps: names of steps or exhibits; all of them, if None.
-        head_dim: 64 or 128; both, if None.
-        opcodes: which instructions to count.
-    """
+    """The kernels of the series beside each other, from the recorded figures: of these steps or exhibits, all if None,
+    for a target of TARGETS; head_dim: 64 or 128, both if None. Raises ValueError where there are none."""
     rows = [r for r in recorded()["kernels"] if r.target == target and (head_dim is None or r.head_dim == head_dim)]
     if steps is not None:
         rows = [r for name in steps for r in rows if r.step == name]
@@ -72,18 +66,12 @@ def _table(rows: Sequence[Resources], opcodes: Sequence[str]) -> Table:
 # ---- what an SM holds of them ----------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Occupancy:
-    """How often a kernel's block fits on one SM.
-
-    Attributes:
-        kernel: with its registers and shared memory.
-        blocks, warps: that an SM holds.
-        limit: what allows no more: "registers", "shared memory", "warps" or "blocks".
-    """
+    """How many blocks and warps of a kernel one SM holds."""
 
     kernel: Resources
     blocks: int
     warps: int
-    limit: str
+    limit: str  # what allows no more: "registers", "shared memory", "warps" or "blocks"
 
 
 def fits(kernel: Resources, gpu: GpuLimits, threads: int = 128) -> Occupancy:
@@ -95,7 +83,7 @@ def fits(kernel: Resources, gpu: GpuLimits, threads: int = 128) -> Occupancy:
     return Occupancy(kernel, allowed[limit], allowed[limit] * (threads // 32), limit)
 
 
-def occupancy(gpu: str, names: Sequence[str], head_dim: int = 64, threads: int = 128) -> list[Occupancy]:
+def occupancy(gpu: str, names: Sequence[str], head_dim: int = 64) -> list[Occupancy]:
     """Of each step, as a large grid without a mask runs it: the recorded kernel, and how often it fits on an SM.
 
     Where a step has several tiles, it is the one with the most rows per warp; of those with the most blocks per SM the
@@ -103,7 +91,7 @@ def occupancy(gpu: str, names: Sequence[str], head_dim: int = 64, threads: int =
 
     Args:
         gpu: of flashlab.runtime.GPUS, "A100".
-        names: of steps whose blocks have ``threads`` threads.
+        names: of steps whose blocks have 128 threads.
     Raises:
         ValueError: nothing is recorded for that GPU's target, or for a step.
     """
@@ -111,7 +99,7 @@ def occupancy(gpu: str, names: Sequence[str], head_dim: int = 64, threads: int =
     kernels = [r for r in recorded()["kernels"] if (r.target, r.head_dim) == (limits.target, head_dim)]
     found = []
     for name in names:
-        fitting = [(tile, fits(r, limits, threads)) for r in kernels if r.step == name if (tile := _plain_tile(r))]
+        fitting = [(tile, fits(r, limits)) for r in kernels if r.step == name if (tile := _plain_tile(r))]
         if not fitting:
             raise ValueError(f"no figures of {name} for {limits.target}, head_dim {head_dim}")
         tallest = max(tile[0] for tile, _ in fitting)

@@ -37,6 +37,8 @@ import flashlab
 from flashlab.bench import records, timing
 from flashlab.bench.harness import Data, Row, Way
 from flashlab.bench.records import NoGpu
+from flashlab.bench.rows import of as rows_of
+from flashlab.bench.rows import where
 from flashlab.distributed import all_gather_attention, mesh_attention, ring_attention, shard, start, ulysses_attention
 from flashlab.distributed.layout import places
 from flashlab.distributed.link import Link
@@ -188,20 +190,18 @@ def milliseconds(link: Link, work: Way, times: int = 1) -> float:
     """Of the slowest rank, one of `times` calls in a row; all begin together."""
     device = _device()
     link.all_gather(torch.zeros(1, device=device))
+
+    def several() -> None:
+        for _ in range(times):
+            work()
+
     if device.type == "cuda":
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
         torch.cuda._sleep(PAUSE)
-        begin.record()
-        for _ in range(times):
-            work()
-        end.record()
-        end.synchronize()
-        took = begin.elapsed_time(end)
+        took = timing.milliseconds(several, torch.cuda.current_stream())
     else:
         start = time.perf_counter()
-        for _ in range(times):
-            work()
+        several()
         took = 1e3 * (time.perf_counter() - start)
     return link.all_gather(torch.tensor([took / times], device=device)).max().item()
 
@@ -221,7 +221,7 @@ def link_speed(link: Link, mib: int, rounds: int) -> Row:
 
     both_ways()
     found = timing.summary([milliseconds(link, both_ways) for _ in range(rounds)])
-    return {"part": "link", "mib": mib, "name": "pass_on", "gb_s": x.nbytes / found.ms / 1e6} | found.row()
+    return {"part": "link", "mib": mib, "name": "pass_on", "gb_s": x.nbytes / found["ms"] / 1e6} | found
 
 
 def measure(link: Link, case: Case, rounds: int, graphs: bool = False) -> list[Row]:
@@ -274,7 +274,7 @@ def _timed(link: Link, able: Mapping[str, Way], rounds: int) -> dict[str, Row]:
     for number in range(max(1, int(MOST_MS / a_round) - 1) if long else rounds):
         for name in timing.order(able, number):
             times[name].append(milliseconds(link, able[name], often[name]))
-    return {name: timing.summary(samples).row() for name, samples in times.items()}
+    return {name: timing.summary(samples) for name, samples in times.items()}
 
 
 def _error(link: Link, case: Case, whole: Sequence[torch.Tensor], o: torch.Tensor, name: str, many: int = 64) -> float:
@@ -295,8 +295,7 @@ def _error(link: Link, case: Case, whole: Sequence[torch.Tensor], o: torch.Tenso
 # ---- what a record says ----------------------------------------------------------------------------------------------
 def of(data: Data, case: Case) -> dict[str, Row]:
     """The rows of a case, by name."""
-    rows = [row for row in data["rows"] if row["part"] == "ring"]
-    return {row["name"]: row for row in rows if all(row[k] == v for k, v in case.row.items())}
+    return {row["name"]: row for row in where(data["rows"], part="ring", **case.row)}
 
 
 def goals(data: Data) -> list[tuple[str, float | None, float, bool]]:
@@ -304,8 +303,7 @@ def goals(data: Data) -> list[tuple[str, float | None, float, bool]]:
     found: list[tuple[str, float | None, float, bool]] = []
 
     def add(what: str, value: float | None, wanted: float, most: bool = False) -> None:
-        met = value is not None and (value <= wanted if most else value >= wanted)
-        found.append((what, value, wanted, met))
+        found.append((what, value, wanted, value is not None and (value <= wanted if most else value >= wanted)))
 
     wanted_of = GOALS
     if (ranks := data["ranks"]) > 2:
@@ -332,12 +330,11 @@ def goals(data: Data) -> list[tuple[str, float | None, float, bool]]:
 
 def simulated_machine(hopper: Data) -> Machine:
     """The machine that scaling.simulate takes, from phase 11's record: its kernels' speeds, causal, at head_dim 128."""
-    rows = [row for row in hopper["rows"] if row.get("causal") and row.get("shape", [0])[-1] == 128]
-
-    def speeds(part: str, name: str) -> dict[int, float]:
-        return {row["shape"][2]: row["tflops"] for row in rows if row["part"] == part and row["name"] == name}
-
-    return Machine(speeds("variants", "p11_flash"), backward=speeds("backward", "p11"))
+    forward, backward = (
+        {row["N"]: row["tflops"] for row in where(rows_of(hopper), part=part, name=name, causal=True, D=128)}
+        for part, name in (("variants", "p11_flash"), ("backward", "p11"))
+    )
+    return Machine(forward, backward=backward)
 
 
 def simulated(machine: Machine, case: Case, name: str, ranks: int) -> float | None:
@@ -359,18 +356,14 @@ def _memory(row: Row, case: Case, ranks: int) -> float:
 def table(data: Data) -> Table:
     """Every case and name: milliseconds, the share of the ideal, memory, error."""
     cells = []
-    for row in data["rows"]:
-        if row["part"] != "ring":
-            continue
+    for row in where(data["rows"], part="ring"):
         heads = f"{row['heads']}/{row['kv_heads']}" if row["heads"] != row["kv_heads"] else str(row["heads"])
         what = f"{heads}, {row['n']}, {'causal' if row['causal'] else 'full'}, {row['pass']}"
-        if "ms" not in row:
-            cells.append([what, row["name"], row["unavailable"][:40], "", "", ""])
-            continue
+        ms = f"{row['ms']:.3f}" if "ms" in row else row["unavailable"][:40]
         peak = f"{row['peak_bytes'] / 2**20:.0f}" if "peak_bytes" in row else ""
         ideal, error = (f"{row[k]:{f}}" if k in row else "" for k, f in (("of_ideal", ".3f"), ("error", ".2e")))
-        cells.append([what, row["name"], f"{row['ms']:.3f}", ideal, peak, error])
-    speed = next((row["gb_s"] for row in data["rows"] if row["part"] == "link"), float("nan"))
+        cells.append([what, row["name"], ms, ideal, peak, error])
+    speed = next((row["gb_s"] for row in where(data["rows"], part="link")), float("nan"))
     caption = f"{data['ranks']} ranks, each sends {speed:.1f} GB/s while it receives as much; bf16, head_dim 128"
     columns = ["heads, N, mask, pass", "name", "ms", "of ideal", "MiB", "error"]
     return Table.of(cells, columns, align="llrrrr", caption=caption)

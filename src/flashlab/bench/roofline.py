@@ -72,33 +72,38 @@ def ceilings(hardware: dict[str, Any]) -> Ceilings:
     clocks = machine["sms"] * machine["sm_clock_mhz"]["max"] * 1e6 / 1e12
 
     def most(instruction: str) -> float:
-        return max(r["per_clock"] for r in hardware["rates"] if r["instruction"] == instruction)
+        return max(r["per_clock"] for r in where(hardware["rows"], part="rates", instruction=instruction))
 
     # An mma.sync of 16 x 8 x 16 is 4096 FLOPs too.
     units = {FLOAT32: 2 * clocks * most("multiply-adds"), MMA: 4096 * clocks * most("mma, float32 sums")}
     if machine["target"] == "sm_90":
         units[WGMMA] = TENSOR_FLOPS * clocks
-    moved = max((r["dram_read"] + r["dram_written"]) / r["nanoseconds"] for r in hardware["traffic"])
+    moved = max(
+        (r["dram_read"] + r["dram_written"]) / r["nanoseconds"] for r in where(hardware["rows"], part="traffic")
+    )
     return Ceilings(machine["gpu"], moved / 1e3, units, tuple(u for u in units if u == WGMMA))
 
 
 _LARGE = {"shape": list(SHAPE), "causal": False}
 _PHASE_4 = {"triton": (4, "Triton"), "gluon": (4, "Gluon"), "cuDNN": (None, "cuDNN"),
             "FlexAttention": (None, "FlexAttention")}  # fmt: skip
-_SHOWN: tuple[tuple[str, dict[str, Any], dict[str, tuple[int | None, str]]], ...] = (
-    ("walls", {"part": "naive", "N": SHAPE[2]}, {"naive": (1, "naive PyTorch")}),
-    ("walls", {"part": "scheme_b", "ok": True},
+_SHOWN: tuple[tuple[str, str, dict[str, Any], dict[str, tuple[int | None, str]]], ...] = (
+    ("walls", "", {"part": "lengths", "N": SHAPE[2]}, {"naive": (1, "naive PyTorch")}),
+    ("walls", "", {"part": "scheme_b", "ok": True},
      {"scheme A": (1, "scheme A, {seq_q} queries"), "two passes": (1, "scheme B, two passes, {seq_q} queries")}),
-    ("triton", {"part": "times", "D": SHAPE[3]}, {"minimal kernel": (3, "minimal Triton kernel")}),
-    ("industrial", _LARGE | {"part": "shapes", "pass": "forward"}, _PHASE_4),
-    ("scalar", {"batch": 8, "heads": 16, "N": 1024, "D": 128, "causal": False}, {"p6": (6, "{name}")}),
-    ("mma", _LARGE | {"part": "ladder", "inputs": "randn"}, {"fa2": (None, "FlashAttention-2"), "p7": (7, "{name}"),
-                                                             "p8": (8, "{name}"), "p9": (9, "{name}")}),
-    ("hopper", _LARGE | {"part": "ladder"}, {"p11": (11, "{name}")}),
-    ("hopper", _LARGE | {"part": "shapes", "kind": "standard", "dtype": "bf16"},
+    ("triton", "", {"part": "times", "D": SHAPE[3]}, {"minimal kernel": (3, "minimal Triton kernel")}),
+    ("industrial", "", _LARGE | {"part": "shapes", "pass": "forward"}, _PHASE_4),
+    ("scalar", FLOAT32, {"shape": [8, 16, 1024, 128], "causal": False}, {"p6": (6, "{name}")}),
+    ("mma", MMA, _LARGE | {"part": "ladder", "inputs": "randn"},
+     {"fa2": (None, "FlashAttention-2"), "p7": (7, "{name}"), "p8": (8, "{name}"), "p9": (9, "{name}")}),
+    ("hopper", MMA, _LARGE | {"part": "ladder", "name": "p11_1_tma"}, {"p11": (11, "{name}")}),
+    ("hopper", "", _LARGE | {"part": "ladder", "name": {s.name for s in hopper_jobs.ladder()[1:-1]}},
+     {"p11": (11, "{name}")}),
+    ("hopper", "", _LARGE | {"part": "shapes", "kind": "standard", "dtype": "bf16"},
      {hopper_jobs.OURS: (11, "{step}"), "FlashAttention-4": (None, "FlashAttention-4")}),
 )  # fmt: skip
-"""Record, which rows, and by their name or its first part: the phase (None: a peer) and what the point is called."""
+"""Record, unit ("": what Triton emits for tl.dot), which rows, and by their name or its first part: the phase
+(None: a peer) and what the point is called."""
 
 
 def points(hardware: dict[str, Any]) -> list[Point]:
@@ -106,23 +111,21 @@ def points(hardware: dict[str, Any]) -> list[Point]:
     gpu = hardware["machine"]["gpu"]
     triton = WGMMA if WGMMA in ceilings(hardware).units else MMA  # what its compiler emits for tl.dot there
     found = []
-    for bench, wanted, names in _SHOWN:
+    for bench, unit, wanted, names in _SHOWN:
         for run in records.recorded(bench):
             if run["machine"]["gpu"] == gpu:
-                found += [p for r in where(of(run), **wanted) if (p := _point(bench, r, names, triton))]
+                found += [p for r in where(of(run), **wanted) if (p := _point(r, unit or triton, names))]
     minimal = [p for p in found if p.phase == 3]
     longest = max((p.shape[2] for p in minimal), default=0)
     return sorted((p for p in found if p.phase != 3 or p.shape[2] == longest), key=lambda p: p.phase or 99)
 
 
-def _point(bench: str, r: Row, names: dict[str, tuple[int | None, str]], triton: str) -> Point | None:
+def _point(r: Row, unit: str, names: dict[str, tuple[int | None, str]]) -> Point | None:
     name = r["name"] if r["name"] in names else r["name"].partition("_")[0]
-    if "ms" not in r or name not in names or "=" in r["name"] or (r["part"], r["name"]) == ("ladder", "p11_flash"):
+    if "ms" not in r or name not in names or "=" in r["name"]:
         return None
     phase, words = names[name]
-    by_mma = bench == "mma" or r["name"] == "p11_1_tma"
-    unit = FLOAT32 if bench == "scalar" else MMA if by_mma else triton
-    batch, heads, n, d = r.get("shape") or (1, 1, r["seq_len"], SHAPE[3])  # a scheme has one head
+    batch, heads, n, d = r["shape"]
     if r["name"] == "naive":
         cost = naive_cost(n, d, heads=batch * heads)
     else:

@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from flashlab.bench.timing import attention_flops
 from flashlab.table import Table
 
 Row = dict[str, Any]
@@ -30,30 +29,22 @@ def of(data: Data) -> list[Row]:
     """Every row of a record, whatever its bench calls things.
 
     Each has what its bench wrote, and: part, name, pass, causal, inputs, dtype (DTYPES' values, unless the row itself
-    says it otherwise); shape, [batch, heads, N, D], with N, D and work, where there is one; tflops, where a forward
-    pass has a time.
+    says it otherwise); shape, [batch, heads, N, D], with N, D and work, where there is one; seq_q, where there are
+    not as many queries as keys; tflops, where a forward pass has a time.
     """
-    about: Row = {"batch": 1, "dtype": "float16"} | dict(data)
-    about |= data["shape"] if isinstance(data.get("shape"), dict) else {}
+    default = {"causal": False, "inputs": "randn", "dtype": DTYPES.get(data.get("dtype", "float16"))}
     found = []
-    for part, some in data.items():
-        if not isinstance(some, list) or not some or not isinstance(some[0], dict):
-            continue
-        for own in some if part == "rows" or "part" not in some[0] else ():  # records.recorded shows some rows twice
-            row: Row = {"part": part, "causal": False, "inputs": "randn", "dtype": DTYPES.get(about["dtype"])}
-            row |= own
-            row.setdefault("pass", "backward" if row["part"] == "backward" else "forward")
-            row.setdefault("name", row.get("variant") or row.get("how") or row["part"])
-            if not {"shape", "seq_q"} & row.keys():  # seq_q: not as many queries as keys
-                size = {"heads": 1} | about | row
-                row["shape"] = [size.get(key) for key in ("batch", "heads", "seq_len", "head_dim")]
-            shape = row.get("shape", [])
-            if len(shape) == 4 and None not in shape:
-                batch, heads, n, d = shape
-                row |= {"N": n, "D": d, "work": math.prod(shape) * n}
-                if "ms" in row and "tflops" not in row and row["pass"] == "forward":
-                    row["tflops"] = attention_flops(batch, heads, n, d, row["causal"]) / row["ms"] / 1e9
-            found.append(row)
+    for own in data.get("rows", ()):
+        row: Row = default | {"pass": "backward" if own["part"] == "backward" else "forward"} | own
+        row.setdefault("name", row.get("variant") or row["part"])
+        shape = row.setdefault(
+            "shape", [row.get("batch", 1), row.get("heads", 1), row.get("seq_len"), row.get("head_dim")]
+        )
+        if len(shape) == 4 and None not in shape:
+            row |= {"N": shape[2], "D": shape[3], "work": math.prod(shape) * row.get("seq_q", shape[2])}
+            if "ms" in row and row["pass"] == "forward":
+                row.setdefault("tflops", 4 * row["work"] / (1 + row["causal"]) / row["ms"] / 1e9)
+        found.append(row)
     return found
 
 
@@ -99,7 +90,7 @@ def over(at: At, name: str, peer: str) -> dict[tuple, float]:
 
 def grid(
     at: At, keys: Sequence[str], cell: Callable[[Row], str], names: Iterable[str] = (), caption: str = ""
-) -> Table:  # fmt: skip
+) -> Table:
     """A line for each key, a column for each name (by default for all in their order); "" where one has no row."""
     names = list(names) or names_in(at)
     lines = [

@@ -1,8 +1,5 @@
 """Phase 6: the float32 kernels against unfused PyTorch and torch's SDPA, in one run on one GPU.
 
-    flashlab bench scalar                       # writes recorded/scalar_<gpu>.json beside this file; about a minute
-    flashlab bench scalar --quick --out scalar.json
-
 Shapes: the float32 ones of a published table (published/fa1_f32_fa2_mma_ada.csv), where a FlashAttention-1 kernel
 was 18 to 107 times slower than unfused PyTorch; the same with head_dim 128; and some causal. All in float32 with TF32
 off. Where the tensors of one call fit in L2, several sets of them take turns.
@@ -80,6 +77,11 @@ def jobs() -> list[Row]:
     return [{"part": "shapes"} | dict(zip(SHAPE, shape, strict=True)) for shape in shapes()]
 
 
+def prepare(todo: Sequence[Row], until: float, rounds: int) -> None:
+    """Builds."""
+    _modules()
+
+
 def ratios(data: Data, variant: str, peer: str = "torch_naive_f32") -> dict[tuple, float]:
     """By shape (batch, heads, seq_len, head_dim, causal): how many times faster than the peer the variant is."""
     at = by([r for r in of(data) if "ms" in r], "batch", "heads", "N", "D", "causal")
@@ -100,10 +102,7 @@ def table(data: Data) -> Table:
 
 
 BENCH = harness.Bench(
-    "scalar", __doc__, jobs=jobs, measure=measure, table=table, keys=(*SHAPE, "variant"),
-    quick=lambda: jobs()[:3], needs=harness.gpu_for("the float32 kernels are"),
-    prepare=lambda todo, until, rounds: _modules() and None,
-    facts={"dtype": "float32", "tf32": False, "timing": "CUDA graph replays, in turns; median, fastest, slowest"},
-    options={"rounds": {"type": int, "default": 15}},
+    __name__, "the float32 kernels are", (*SHAPE, "variant"), quick_too=True, quick=3,
+    facts={"dtype": "float32"}, options={"rounds": {"type": int, "default": 15}},
 )  # fmt: skip
 main, recorded = BENCH.main, BENCH.recorded

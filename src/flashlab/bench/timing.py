@@ -2,7 +2,7 @@
 
     with measured() as machine:
         times = interleaved({"ours": lambda: kernel(q, k, v), "torch": lambda: reference(q, k, v)})
-    times["ours"].ms, times["ours"].slowest, machine["gpu"], machine["sm_clock_mhz"]
+    times["ours"]["ms"], times["ours"]["slowest"], machine["gpu"], machine["sm_clock_mhz"]
 
 Each function is recorded into a CUDA graph, so that its launches cost no time on the CPU, repeated until a replay takes
 some milliseconds. The graphs are then replayed in turns, round after round: a clock that falls as the chip gets warm
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import gc
 import math
 import random
@@ -33,24 +32,14 @@ from flashlab.bench.records import NoGpu, machine, nvidia_smi, this_gpu
 Work = Callable[[], Any] | Sequence[Callable[[], Any]]
 
 
-class Timing(NamedTuple):
-    """Milliseconds of one call over the rounds: the median, the fastest and the slowest."""
-
-    ms: float
-    fastest: float
-    slowest: float
-    rounds: int
-
-    def row(self) -> dict[str, float]:
-        """What a record keeps of it."""
-        return self._asdict()
+Times = dict[str, Any]
+"""Of one call, over the rounds: ms, the median; fastest; slowest; rounds. In milliseconds."""
 
 
-def summary(samples: Sequence[float]) -> Timing:
-    """The Timing of some milliseconds."""
-    if not samples:
-        raise ValueError("there is nothing to summarise: no samples")
-    return Timing(statistics.median(samples), min(samples), max(samples), len(samples))
+def summary(samples: Sequence[float]) -> Times:
+    """The Times of some milliseconds. Raises statistics.StatisticsError where there are none."""
+    median = statistics.median(samples)
+    return {"ms": median, "fastest": min(samples), "slowest": max(samples), "rounds": len(samples)}
 
 
 def attention_flops(batch: int, heads: int, seq_len: int, head_dim: int, causal: bool = False) -> float:
@@ -90,18 +79,13 @@ def interleaved(
     target_ms: float = 2.0,
     graphs: bool = True,
     most_ms: float = 150.0,
-) -> dict[str, Timing]:
+) -> dict[str, Times]:
     """Times functions that launch GPU work, in turns.
 
-    Args:
-        functions: by name; each without arguments, or a list of them: the same work on different tensors.
-        rounds: how often each is timed.
-        target_ms: a replay repeats its function until it takes about as long.
-        graphs: record into CUDA graphs. False: plain launches, the CPU's time for them included where it is longer.
-        most_ms: a function slower than this in all gets fewer rounds, three at least.
-
-    Raises:
-        NoGpu: there is none.
+    functions: by name; each without arguments, or a list of them: the same work on different tensors. target_ms: a
+    replay repeats its function until it takes about as long. graphs: record into CUDA graphs; False: plain launches,
+    the CPU's time for them included where it is longer. most_ms: a function slower than this in all gets fewer rounds,
+    three at least. Raises NoGpu.
     """
     if not torch.cuda.is_available():
         raise NoGpu("timing needs a GPU, and PyTorch sees none")
@@ -112,7 +96,7 @@ def interleaved(
             for name in order(runs, number):
                 work, repeats = runs[name]
                 if len(samples[name]) < 4 or sum(samples[name]) * repeats < most_ms:
-                    samples[name].append(_milliseconds(work, stream) / repeats)
+                    samples[name].append(milliseconds(work, stream) / repeats)
     return {name: summary(found[1:]) for name, found in samples.items()}  # the first round warms up
 
 
@@ -128,10 +112,7 @@ def sustained(functions: Mapping[str, Work], *, seconds: float = 2.5, settle: fl
 
     Where a chip may draw only so much power, a clock that holds for milliseconds does not hold for a second.
 
-    Returns:
-        by name: ms of a call (the median), fastest, slowest, rounds, and `clock` as Clock.summary has it.
-    Raises:
-        NoGpu: there is none.
+    By name: Times of a call, and `clock` as Clock.summary has it. Raises NoGpu.
     """
     if not torch.cuda.is_available():
         raise NoGpu("timing needs a GPU, and PyTorch sees none")
@@ -141,9 +122,9 @@ def sustained(functions: Mapping[str, Work], *, seconds: float = 2.5, settle: fl
             work, repeats = _repeated(given, stream, 20.0, True)
             start, samples = time.monotonic(), []
             while (now := time.monotonic()) < start + seconds:
-                ms = _milliseconds(work, stream) / repeats
+                ms = milliseconds(work, stream) / repeats
                 samples += [ms] if now > start + settle else []
-            found[name] = summary(samples).row() | {"clock": clock.summary(start + settle, time.monotonic())}
+            found[name] = summary(samples) | {"clock": clock.summary(start + settle, time.monotonic())}
     return found
 
 
@@ -165,9 +146,9 @@ def _repeated(given: Work, stream: torch.cuda.Stream, target_ms: float, graphs: 
     several = [given] if callable(given) else list(given)
     for function in (*several, several[0]):  # builds, autotuning, workspaces
         function()
-    once = _milliseconds(several[0], stream)
+    once = milliseconds(several[0], stream)
     repeats = max(len(several), min(64, round(target_ms / max(once, 1e-3))))
-    work: Callable[[], Any] = functools.partial(_in_turn, several, repeats)
+    work: Callable[[], Any] = lambda: [several[i % len(several)]() for i in range(repeats)]  # noqa: E731
     if graphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
@@ -176,7 +157,7 @@ def _repeated(given: Work, stream: torch.cuda.Stream, target_ms: float, graphs: 
     return work, repeats
 
 
-def on_cpu(functions: Mapping[str, Work], *, rounds: int = 3) -> tuple[dict[str, Timing], dict[str, str]]:
+def on_cpu(functions: Mapping[str, Work], *, rounds: int = 3) -> tuple[dict[str, Times], dict[str, str]]:
     """Times functions by the clock on the wall, in turns, after a call that warms up; and why the others have none."""
 
     def warmed(name: str) -> Callable[[], Any]:
@@ -203,12 +184,8 @@ def reason(error: BaseException) -> str:
     return said if type(error) is RuntimeError and said else f"{type(error).__name__}: {said}"
 
 
-def _in_turn(several: Sequence[Callable[[], Any]], repeats: int) -> None:
-    for i in range(repeats):
-        several[i % len(several)]()
-
-
-def _milliseconds(work: Callable[[], Any], stream: torch.cuda.Stream) -> float:
+def milliseconds(work: Callable[[], Any], stream: torch.cuda.Stream) -> float:
+    """Of what some work gives to this stream, the current one."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record(stream)
     work()

@@ -1,8 +1,5 @@
 """Phase 3: the minimal Triton kernel beside unfused PyTorch and FlashAttention-2, one head.
 
-    flashlab bench triton            # writes recorded/triton_<gpu>.json beside this file; about two minutes
-    flashlab bench triton --quick --out x.json
-
 One head is a small job for a big GPU: at N = 1024 and BLOCK_M = 64 it is 16 programs, and an H200 has 132
 multiprocessors. The figures say so; phase 4 fills the GPU with batch and heads. fp16 inputs, float32 accumulation in
 all three; inputs stay in L2, for all alike.
@@ -38,6 +35,10 @@ def jobs(
     timed = [{"part": "times", "seq_len": n, "head_dim": head_dim} for head_dim in head_dims for n in lengths]
     errors = {"dtype": ("float16", "bfloat16"), "content": ("plain", "rising")}
     return timed + [job for d in head_dims for job in harness.jobs_of("errors", seq_len=long, head_dim=[d], **errors)]
+
+
+def quick_jobs() -> list[harness.Row]:
+    return jobs((512, 4096), (64,), (512, 500))
 
 
 def measure(job: harness.Row) -> list[harness.Row]:
@@ -85,9 +86,5 @@ def table(data: dict[str, Any]) -> Table:
     return grid(at, ("D", "N"), said, NAMES, "microseconds, in brackets TFLOP/s")
 
 
-BENCH = harness.Bench(
-    "triton", __doc__, jobs=jobs, measure=measure, table=table, keys=("seq_len", "head_dim", "name"),
-    quick=lambda: jobs((512, 4096), (64,), (512, 500)), needs=harness.gpu_for("phase 3's kernel is"),
-    facts={"phase": 3, "dtype": "float16", "batch": 1, "heads": 1},
-)  # fmt: skip
+BENCH = harness.Bench(__name__, "phase 3's kernel is", ("seq_len", "head_dim", "name"), quick_too=True)
 main, recorded = BENCH.main, BENCH.recorded

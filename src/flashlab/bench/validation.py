@@ -1,7 +1,5 @@
 """The emulator against the hardware, for every kernel of the series: results, counters, and compute-sanitizer.
 
-    flashlab bench validation       # writes recorded/validation_<gpu>.json; needs a GPU, nvcc, ncu, compute-sanitizer
-
 Every kernel is launched once, natively and emulated, on the same inputs: 2 heads of 200 rows, causal, so that every
 kernel meets a ragged end and a diagonal. The record holds, for each,
 
@@ -21,12 +19,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from flashlab.bench import harness, ncu, records, timing
+from flashlab.bench import harness, ncu, records
+from flashlab.bench.harness import Data, Row, jobs_of
 from flashlab.bench.mma import Variant, build
+from flashlab.bench.rows import where
 from flashlab.cuda import CudaModule, load_inline
 from flashlab.kernels import SERIES, path
 from flashlab.table import Table
@@ -128,7 +128,7 @@ def launch_fragments() -> None:
     torch.cuda.synchronize()
 
 
-def profile() -> list[dict[str, Any]]:
+def profile() -> list[Row]:
     """Nsight Compute's counters of each variant's forward kernel, in order."""
     metrics = {name: m.metric for name, m in METRICS.items()}
     rows = ncu.profile(harness.calling(launch_all), metrics, kernels="flash_forward", timeout=500)
@@ -138,57 +138,55 @@ def profile() -> list[dict[str, Any]]:
     return rows
 
 
-def sanitize(arguments: Sequence[str], tools: Sequence[str] = TOOLS, timeout: float = 500) -> dict[str, str]:
-    """The closing line of each tool of compute-sanitizer, run over `python ARGUMENTS`, which launches the kernels."""
-    said = {}
-    for tool in tools:
-        command = ["compute-sanitizer", "--tool", tool, sys.executable, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
-        lines = re.findall(r"=+ ((?:ERROR|RACECHECK) SUMMARY: .*)", done.stdout)
-        said[tool] = lines[-1] if lines else f"no summary: {done.stdout[-300:]}"
-        print(f"{tool}: {said[tool]}", flush=True)
-    return said
+def sanitize(arguments: Sequence[str], tool: str, timeout: float = 500) -> str:
+    """The closing line of a tool of compute-sanitizer, run over `python ARGUMENTS`, which launches the kernels."""
+    command = ["compute-sanitizer", "--tool", tool, sys.executable, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    lines = re.findall(r"=+ ((?:ERROR|RACECHECK) SUMMARY: .*)", done.stdout)
+    return lines[-1] if lines else f"no summary: {done.stdout[-300:]}"
 
 
-def run(*, sanitizer: bool = True) -> dict[str, Any]:
-    """Everything; a few minutes. Raises NoGpu where there is no GPU or one of the tools is missing."""
-    missing = [tool for tool in ("nvcc", "ncu", "compute-sanitizer") if shutil.which(tool) is None]
-    missing += [] if torch.cuda.is_available() else ["a GPU"]
-    if missing:
+def jobs() -> list[Row]:
+    return [{"part": "kernels"}, *jobs_of("sanitizer", tool=TOOLS)]
+
+
+def prepare(todo: Sequence[Row], until: float) -> None:
+    """Raises NoGpu where one of the tools is missing."""
+    if missing := [tool for tool in ("nvcc", "ncu", "compute-sanitizer") if shutil.which(tool) is None]:
         raise records.NoGpu(f"validation compares with the hardware; there is no {', no '.join(missing)} here")
-    with timing.measured() as machine:
-        native = launch_all()
-        counted = profile()
-        rows = []
-        for v, o, found in zip(variants(), native, counted, strict=True):
-            emulated_o, emulated = emulate(v)
-            # Both are right within rounding of the truth; each may be a unit or two in the last place from the other.
-            bound = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float32: 1e-5}[v.dtype]
-            pairs = {name: [emulated[name], found[name]] for name in METRICS}
-            rows.append({
-                "kernel": v.name, "head_dim": v.head_dim, "bound": bound,
-                "difference": (o.float() - emulated_o.float()).abs().max().item(), "counters": pairs,
-            })  # fmt: skip
-    machine["ncu"] = ncu.ncu_version()
-    result = {"machine": machine, "shape": list(SHAPE), "causal": True, "rows": rows}
-    return result | ({"sanitizer": sanitize(harness.calling(launch_all))} if sanitizer else {})
 
 
-def table(data: dict[str, Any]) -> Table:
-    """Per kernel: the difference of its bound, and the counters that are not the same."""
+def measure(job: Row) -> list[Row]:
+    """A row for each kernel, or one of a tool."""
+    if job["part"] == "sanitizer":
+        return [job | {"said": sanitize(harness.calling(launch_all), job["tool"])}]
     rows = []
-    for r in data["rows"]:
+    for v, o, found in zip(variants(), launch_all(), profile(), strict=True):
+        emulated_o, emulated = emulate(v)
+        # Both are right within rounding of the truth; each may be a unit or two in the last place from the other.
+        bound = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float32: 1e-5}[v.dtype]
+        pairs = {name: [emulated[name], found[name]] for name in METRICS}
+        difference = (o.float() - emulated_o.float()).abs().max().item()
+        about = {"kernel": v.name, "head_dim": v.head_dim, "bound": bound, "difference": difference}
+        rows.append(job | about | {"counters": pairs})
+    return rows
+
+
+def table(data: Data) -> Table:
+    """Per kernel: the difference of its bound, and the counters that are not the same."""
+    kernels, rows = where(data["rows"], part="kernels"), []
+    for r in kernels:
         unlike = [f"{name} {a} / {b}" for name, (a, b) in r["counters"].items() if a != b]
         rows.append([r["kernel"], r["head_dim"], f"{r['difference'] / r['bound']:.2f}", "; ".join(unlike) or "none"])
-    pairs = [pair for r in data["rows"] for pair in r["counters"].values()]
+    pairs = [pair for r in kernels for pair in r["counters"].values()]
     caption = f"{sum(a == b for a, b in pairs)} of {len(pairs)} counters are equal. " + "; ".join(
-        f"{tool}: {said}" for tool, said in data.get("sanitizer", {}).items()
+        f"{r['tool']}: {r['said']}" for r in where(data["rows"], part="sanitizer")
     )
     columns = ["kernel", "D", "difference / bound", "counters that differ, emulated / native"]
     return Table.of(rows, columns, align="lrrl", caption=caption)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    given = records.parser(__doc__, "validation").parse_args(arguments)
-    result = run(sanitizer=not given.quick)
-    records.keep(records.place("validation", given), result, table, given)
+BENCH = harness.Bench(
+    __name__, "the emulator is", ("kernel", "head_dim"), quick_too=True, facts={"shape": list(SHAPE), "causal": True}
+)
+main = BENCH.main

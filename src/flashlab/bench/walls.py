@@ -1,10 +1,7 @@
 """Phase 1: naive attention beside FlashAttention-2, scheme A until the GPU refuses it, the escape hatches of scheme B.
 
-    flashlab bench walls            # writes recorded/walls_<gpu>.json beside this file; about a minute
-    flashlab bench walls --quick --out x.json
-
-naive     naive_attention in fp16: milliseconds, and the allocator's peak beside the formula's
-fused     the same shapes through torch's FlashAttention-2 (the backend is forced, so the peer has a name)
+lengths   naive: naive_attention in fp16: milliseconds, and the allocator's peak beside the formula's; fused: the same
+          shapes through torch's FlashAttention-2 (the backend is forced, so the peer has a name)
 scheme_a  one head through scheme_a, N doubling until the GPU refuses; then what its error says
 scheme_b  one head through each escape hatch and through two_pass: milliseconds and error against float64
 
@@ -24,83 +21,75 @@ from flashlab import runtime
 from flashlab.attention import reference, schemes
 from flashlab.attention.cost import naive_peak_bytes
 from flashlab.attention.naive import naive_attention
-from flashlab.bench import peers, records, timing
-from flashlab.bench.records import NoGpu
+from flashlab.bench import harness, peers, timing
+from flashlab.bench.harness import Data, Row, jobs_of
+from flashlab.bench.rows import by, where
 from flashlab.table import Table
 
+HEADS, HEAD_DIM = 16, 128
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 
-def run(
-    seq_lens: Sequence[int] = (512, 1024, 2048, 4096, 8192, 16384), *, heads: int = 16, head_dim: int = 128
-) -> dict[str, Any]:
-    """Measure everything on this machine's GPU; return what is written to JSON. About a minute on an H200.
 
-    Raises NoGpu where there is none.
-    """
-    if runtime.INTERPRETED or not torch.cuda.is_available():
-        raise NoGpu("phase 1's recorded figures are measured on a GPU, with Triton compiled; this process has none")
+def jobs(lengths: Sequence[int] = LENGTHS) -> list[Row]:
+    """naive and fused at each length, then the schemes."""
+    return [*jobs_of("lengths", seq_len=lengths), {"part": "scheme_a"}, {"part": "scheme_b"}]
+
+
+def quick_jobs() -> list[Row]:
+    return jobs((512, 2048))
+
+
+def measure(job: Row) -> list[Row]:
+    """The rows of one job."""
     torch.manual_seed(1)
-    with timing.measured() as machine:
-        lengths = [measure_length(n, heads, head_dim) for n in seq_lens]
-        return {
-            "phase": 1,
-            "machine": machine,
-            "shape": {"batch": 1, "heads": heads, "head_dim": head_dim, "dtype": "float16"},
-            "naive": [naive for naive, _ in lengths],
-            "fused": [fused for _, fused in lengths],
-            "scheme_a": measure_scheme_a(head_dim),
-            "scheme_b": measure_scheme_b(head_dim),
-        }
+    if job["part"] == "lengths":
+        return measure_length(job)
+    return [job | row for row in (measure_scheme_a if job["part"] == "scheme_a" else measure_scheme_b)(HEAD_DIM)]
 
 
 def _qkv(*shape: int) -> list[torch.Tensor]:
     return [torch.randn(shape, device=runtime.device(), dtype=torch.float16) for _ in range(3)]
 
 
-def measure_length(seq_len: int, heads: int, head_dim: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def measure_length(job: Row) -> list[Row]:
     """The rows of naive attention and of FlashAttention-2 at one length; one that cannot run says why."""
-    q, k, v = _qkv(1, heads, seq_len, head_dim)
-    predicted = naive_peak_bytes(seq_len, head_dim, heads=heads)
-    rows: dict[str, dict[str, Any]] = {
-        "naive": {"seq_len": seq_len, "predicted_peak_bytes": predicted},
-        "fused": {"seq_len": seq_len, "backend": "FLASH_ATTENTION"},
-    }
-    # What does not run is left out; what does has its workspaces then.
+    shape = [1, HEADS, job["seq_len"], HEAD_DIM]
+    q, k, v = _qkv(*shape)
+    predicted = naive_peak_bytes(job["seq_len"], HEAD_DIM, heads=HEADS)
+    about: Row = {"naive": {"predicted_peak_bytes": predicted}, "fused": {"backend": "FLASH_ATTENTION"}}
     ways = {"naive": lambda: naive_attention(q, k, v), "fused": peers.sdpa("FLASH_ATTENTION", q, k, v)}
-    able, reasons = timing.able(ways)
-    for name, reason in reasons.items():
-        rows[name]["unavailable"] = reason
-    for name in able:
-        rows[name]["peak_bytes"] = timing.allocated(ways[name])
-    for name, times in timing.interleaved(able).items():
-        rows[name] |= times.row()
-    return rows["naive"], rows["fused"]
+    found, reasons = harness.times_of(ways, rounds=15)
+    for name in found:  # which has its workspaces by now
+        found[name] |= about[name] | {"peak_bytes": timing.allocated(ways[name])}
+    return harness.rows_of(job | {"shape": shape}, found, reasons)
 
 
-def out_of_resources(error: Exception) -> dict[str, Any] | None:
+def out_of_resources(error: Exception) -> Row | None:
     """The figures in Triton's OutOfResources: {"resource", "required", "limit"}; None for another error."""
     if not isinstance(error, OutOfResources):
         return None
     return {"resource": error.name, "required": error.required, "limit": error.limit}
 
 
-def measure_scheme_a(head_dim: int) -> list[dict[str, Any]]:
+def measure_scheme_a(head_dim: int) -> list[Row]:
     """scheme_a on one head, N doubling from 64, ending with the first N that this GPU refuses."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     ways: dict[int, Callable[[], Any]] = {}
     seq_len = 64
     while len(ways) == len(rows):
         q, k, v = _qkv(seq_len, head_dim)
-        row = {"seq_len": seq_len, "shared_bytes": schemes.scheme_a_shared_bytes(seq_len, head_dim)}
+        row = {"shape": [1, 1, seq_len, head_dim], "name": "scheme A", "seq_len": seq_len}
+        row |= {"shared_bytes": schemes.scheme_a_shared_bytes(seq_len, head_dim)}
         way = functools.partial(schemes.scheme_a, q, k, v)
         rows.append(row | _tried(way, q, k, v))
         if rows[-1]["ok"]:
             ways[seq_len] = way
         seq_len *= 2
     times = timing.interleaved({str(n): way for n, way in ways.items()})
-    return [row | (times[str(row["seq_len"])].row() if row["ok"] else {}) for row in rows]
+    return [row | (times[str(row["seq_len"])] if row["ok"] else {}) for row in rows]
 
 
-def measure_scheme_b(head_dim: int, seq_len: int = 256) -> list[dict[str, Any]]:
+def measure_scheme_b(head_dim: int, seq_len: int = 256) -> list[Row]:
     """Each escape hatch and two_pass, one program per multiprocessor of the GPU, at a length scheme_b can hold."""
     q = torch.randn(64 * runtime.limits().sms, head_dim, device=runtime.device(), dtype=torch.float16)
     k, v = _qkv(seq_len, head_dim)[:2]
@@ -110,12 +99,14 @@ def measure_scheme_b(head_dim: int, seq_len: int = 256) -> list[dict[str, Any]]:
     tried = {name: _tried(way, q, k, v) for name, way in ways.items()}
     times = timing.interleaved({name: ways[name] for name, row in tried.items() if row["ok"]})
     return [
-        {"how": name, "seq_q": q.shape[0], "seq_len": seq_len} | row | (times[name].row() if row["ok"] else {})
+        {"shape": [1, 1, seq_len, head_dim], "name": name, "seq_q": q.shape[0], "seq_len": seq_len}
+        | row
+        | (times[name] if row["ok"] else {})
         for name, row in tried.items()
     ]
 
 
-def _tried(way: Callable[[], Any], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Any]:
+def _tried(way: Callable[[], Any], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Row:
     """Whether it runs: with its error against float64, or with what Triton's refusal says."""
     try:
         o = way()[0]
@@ -128,21 +119,19 @@ def _tried(way: Callable[[], Any], q: torch.Tensor, k: torch.Tensor, v: torch.Te
     return {"ok": True, "max_error": (o.double() - want[0, 0]).abs().max().item()}
 
 
-recorded = functools.partial(records.recorded, "walls")
-
-
-def table(data: dict[str, Any]) -> Table:
+def table(data: Data) -> Table:
     """Time and peak memory of both ways over the lengths."""
     rows = []
-    for naive, fused in zip(data["naive"], data["fused"], strict=True):
+    for (n,), by_name in by(where(data["rows"], part="lengths"), "seq_len").items():
         cells = [f"{r['ms']:.4f} {r['peak_bytes'] / 2**20:.1f}".split() if "ms" in r else ["none"] * 2
-                 for r in (naive, fused)]  # fmt: skip
-        rows.append([naive["seq_len"], cells[0][0], cells[1][0], cells[0][1], cells[1][1]])
+                 for r in (by_name["naive"], by_name["fused"])]  # fmt: skip
+        rows.append([n, cells[0][0], cells[1][0], cells[0][1], cells[1][1]])
     columns = ["N", "naive, ms", "FlashAttention-2, ms", "naive, MiB", "FlashAttention-2, MiB"]
     return Table.of(rows, columns, align="rrrrr")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    given = records.parser(__doc__, "walls").parse_args(arguments)
-    result = run(seq_lens=(512, 2048)) if given.quick else run()
-    records.keep(records.place("walls", given), result, table, given)
+BENCH = harness.Bench(
+    __name__, "phase 1's kernels are", ("seq_len", "name"), quick_too=True,
+    facts={"shape": {"batch": 1, "heads": HEADS, "head_dim": HEAD_DIM, "dtype": "float16"}},
+)  # fmt: skip
+main, recorded = BENCH.main, BENCH.recorded

@@ -10,12 +10,11 @@ from flashlab.simt.source import Entry, is_stream
 
 
 def binding_source(entries: Iterable[Entry], name: str = "kernel.cu") -> str:
-    """The text of the file. Functions that take a struct Problem are left out: they are given tensors by CudaModule.
+    """The text of the file, for a source of that name. Functions that take a struct Problem are left out: they are
+    given tensors by CudaModule.
 
-    Args:
-        entries: the functions. A pointer is bound as a tensor (or None, a null pointer), a number as itself; the stream
-            is PyTorch's current one on the device of the first tensor.
-        name: the CUDA source's, for the comment.
+    A pointer is bound as a tensor (or None, a null pointer), a number as itself; the stream is PyTorch's current one on
+    the device of the first tensor.
     """
     bound = [e for e in entries if not takes_problem(e)]
     declared = [

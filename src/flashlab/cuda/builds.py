@@ -39,16 +39,11 @@ _VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN", "CPATH", 
 
 @dataclass(frozen=True)
 class Build:
-    """A shared library of a source: where it is, and what the compiler said of it.
-
-    Attributes:
-        log: the compiler's own: warnings, and the registers of each kernel.
-        module: the name that PyTorch gave it as a Python module; "" where nvcc built it alone.
-    """
+    """A shared library of a source: where it is, and what the compiler said of it."""
 
     library: Path
-    log: str
-    module: str
+    log: str  # the compiler's own: warnings, and the registers of each kernel
+    module: str  # the name that PyTorch gave it as a Python module; "" where nvcc built it alone
     from_cache: bool
 
     def warnings(self, text: Text) -> str:
@@ -56,16 +51,9 @@ class Build:
 
 
 def build(text: Text, flags: Sequence[str], backend: str, *, folders: Sequence[Path], verbose: bool = False) -> Build:
-    """Compiles a source, or finds it compiled.
+    """Compiles a source with nvcc's flags by a backend, "nvcc" or "torch", or finds it compiled. Raises CompileError.
 
-    Args:
-        flags: nvcc's (toolchain.nvcc_flags).
-        backend: "nvcc" or "torch".
-        folders: where its headers are, for the key: a changed header is a changed source.
-        verbose: show PyTorch's build.
-
-    Raises:
-        CompileError: with the compiler's messages against the lines of the source.
+    folders: where its headers are, for the key: a changed header is a changed source. verbose: show PyTorch's build.
     """
     parts = [_FORMAT, backend, text.native, text.name, list(flags), _headers(text, folders), toolchain.nvcc_version()]
     parts += [[os.environ.get(name) for name in _VARIABLES], platform.machine(), platform.libc_ver()]
@@ -134,11 +122,8 @@ def _with_pytorch(work: Path, text: Text, flags: Sequence[str], binding: str, ve
 class Native:
     """The functions of a build, called on a GPU at PyTorch's current stream.
 
-    Attributes:
-        library, from_cache: of the build.
-        dll: the library, loaded.
-        warnings: what the compiler warned about, with the lines of the source.
-        extension: the Python module that PyTorch made of it; None where nvcc built it alone.
+    dll: the library, loaded. warnings: with the lines of the source. extension: the Python module that PyTorch made of
+    it; None where nvcc built it alone.
     """
 
     def __init__(self, text: Text, built: Build):
@@ -155,16 +140,11 @@ class Native:
             ) from None
 
     def call(self, entry: _source.Entry, arguments: Sequence[Any], device: int) -> int:
-        """Calls a function of the source and returns what it returns; 0 for one that returns nothing.
+        """Calls a function of the source on a GPU and returns what it returns; 0 for one that returns nothing.
 
-        Args:
-            arguments: one for each parameter: a tensor, an address or None for a pointer; what is given for the stream
-                is not looked at.
-            device: the GPU's number.
-
-        Raises:
-            LaunchError: a function that returns an int returned CUDA's code of an error; after one that returns
-                nothing, CUDA's last error was one; or the function threw a C++ exception, whose text is the error's.
+        arguments: one for each parameter: a tensor, an address or None for a pointer; what is given for the stream is
+        not looked at. Raises LaunchError: a function that returns an int returned CUDA's code of an error; after one
+        that returns nothing, CUDA's last error was one; or it threw a C++ exception, whose text is the error's.
         """
         function = getattr(self.dll, GUARDED + entry.name)
         function.restype = None if entry.returns == "void" else _source.C_TYPES.get(entry.returns, ctypes.c_int)

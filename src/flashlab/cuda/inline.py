@@ -136,7 +136,6 @@ class CudaModule:
                 emulator on any device); None for a null pointer; numbers for the rest. A parameter named ``stream`` may
                 be left out: it is PyTorch's current stream.
             options: of the emulator's launch: ``timeout``, ``shared_limit``, ``threads``, ``echo``.
-
         Returns:
             what the function returns; for one that returns an ``int`` that is 0.
 
@@ -195,7 +194,6 @@ class CudaModule:
             into: of p11_side_part alone: o, shaped like q, and lse, contiguous, both float32, into which it merges what
                 it finds; where lse is -inf, o need not hold anything.
             launch: options of the emulator's launch: ``timeout``, ``shared_limit``, ``threads``, ``echo``.
-
         Returns:
             o: like q. lse: [batch, heads, seq_q], float32. A row that sees no key has o = 0 and lse = -inf.
 
@@ -287,7 +285,6 @@ def load_inline(
         head_dim, dtype: of a kernel of the series, the variant to build now (the defaults of its source, if None);
             others are built when tensors ask for them.
         verbose: show PyTorch's build.
-
     Raises:
         CompileError: with the compiler's messages against the lines of the source.
         Unavailable: the backend, or an instruction of the source, is not to be had on this machine.

@@ -51,11 +51,9 @@ def attention(
         q: [batch, heads, seq_q, head_dim]; k, v: [batch, kv_heads, seq_k, head_dim]; see CudaModule.forward.
         causal: query i sees the keys up to i + seq_k - seq_q.
         scale: head_dim ** -0.5, if None.
-
     Returns:
         o: like q; lse: [batch, heads, seq_q], float32. From p11_14_trust on, where a row's reference may lag behind its
         maximum, o may be infinite where |v| reaches 2^112 / ceil(seq_k / 128), which only bfloat16 can.
-
     Raises:
         TypeError, ValueError: as `flashlab.flash_attention`. KeyError: for an unknown name, or a step of phase 12.
     """

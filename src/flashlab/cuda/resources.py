@@ -106,7 +106,6 @@ def resources(
         target: one of TARGETS, or another that nvcc knows.
         head_dim, dtype, defines: what the source is compiled for; its own defaults, if None.
         launches: whether to see, in the emulator, what dynamic shared memory small launches ask for.
-
     Raises:
         Unavailable: there is no nvcc, no host compiler or no cuobjdump here.
         flashlab.cuda.CompileError: nvcc refused the source.

@@ -137,10 +137,8 @@ class Text:
     ) -> tuple[int, str] | None:
         """The (HEAD_DIM, ELEMENT) that a kernel is compiled for; None for a source that is no kernel of the series.
 
-        What is None here is what ``defines`` or else the source's own ``#define`` says.
-
-        Raises:
-            ValueError: a dtype that no kernel takes.
+        What is None here is what ``defines`` or else the source's own ``#define`` says. Raises ValueError for a dtype
+        that no kernel takes.
         """
         if not self.takes_problem:
             return None

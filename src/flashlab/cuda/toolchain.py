@@ -119,22 +119,13 @@ def device_arch() -> str:
 
 
 def arch_for(arch: str, code: str) -> str:
-    """`arch`; for a source that uses what capability 9.0 alone has, "sm_90a" in place of "sm_90".
-
-    Args:
-        code: the source, without its comments.
-    """
+    """`arch`; for a source, without its comments, that uses what capability 9.0 alone has, "sm_90a" for "sm_90"."""
     return "sm_90a" if arch == "sm_90" and _ONLY_90.search(code) else arch
 
 
 def nvcc_flags(arch: str, macros: Mapping[str, Any], folders: Iterable[Path]) -> list[str]:
-    """What nvcc is told, by whichever backend.
-
-    Args:
-        arch: "sm_90"; "sm_90a" has wgmma and setmaxnreg too, and its code runs on that GPU alone.
-        macros: True defines a macro as 1; None and False leave it undefined.
-        folders: where headers are.
-    """
+    """What nvcc is told, by whichever backend. arch: "sm_90"; "sm_90a" has wgmma and setmaxnreg too, and its code runs
+    on that GPU alone. macros: True defines one as 1; None and False leave it undefined. folders: where headers are."""
     defines = [f"-D{k}={1 if v is True else v}" for k, v in sorted(macros.items()) if v is not None and v is not False]
     # ptxas says what registers a kernel takes and what it spills; PyTorch's extensions relax constexpr too.
     flags = ["-O3", "-std=c++17", "-lineinfo", "--expt-relaxed-constexpr", "-Xptxas=-v"]

@@ -76,9 +76,7 @@ def level(ax: Axes, value: float, text: str, color: str = "grey", *, below: bool
 def roofline(ax: Axes, roofs: Mapping[str, Callable[[float], float]], points: Mapping[str, float], **axes: Any) -> None:
     """The attainable speed of machines over arithmetic intensity, and where some programs are.
 
-    Args:
-        roofs: for each machine TFLOP/s as a function of FLOP per byte.
-        points: name and intensity of each program; a name may have two lines.
+    roofs: for each machine TFLOP/s as a function of FLOP per byte. points: each program's; a name may have two lines.
     """
     x = np.logspace(0.5, 4, 200)
     for (name, attainable), hue in zip(roofs.items(), ("blue", "sky", "green", "orange", "red"), strict=False):
@@ -92,12 +90,8 @@ def roofline(ax: Axes, roofs: Mapping[str, Callable[[float], float]], points: Ma
 
 
 def stacked(ax: Axes, bars: Mapping[str, Sequence[tuple[str, float, str]]], **axes: Any) -> None:
-    """Horizontal bars that are made of parts.
-
-    Args:
-        bars: for each bar its parts from left to right, (text, size, name of a colour); in a thin part there is room
-            for one letter.
-    """
+    """Horizontal bars that are made of parts, each from left to right (text, size, name of a colour); in a thin part
+    there is room for one letter."""
     longest = max(sum(size for _, size, _ in parts) for parts in bars.values())
     for y, parts in enumerate(bars.values()):
         left = 0.0
@@ -116,10 +110,8 @@ def columns(
 ) -> None:
     """Upright bars, side by side where there are several for a name.
 
-    Args:
-        names: below the bars.
-        bars: for each kind (values, name of a colour; "" for that of the implementation of this name).
-        fmt: how a value is written on its bar ("%.2g"); "" for not at all.
+    bars: for each kind (values, name of a colour; "" for that of the implementation of this name). fmt: how a value is
+    written on its bar ("%.2g"); "" for not at all.
     """
     width = 0.8 / len(bars)
     for i, (label, (values, color)) in enumerate(bars.items()):

@@ -74,14 +74,11 @@ def draw(
     hues: Sequence[int] = (0, 1, 2, 3),
     fontsize: float = 6.0,
 ) -> None:
-    """Draws who holds which element of a matrix.
+    """Draws who holds which element of a matrix of this shape, (rows, columns).
 
-    Args:
-        held: a fragment of the matrix of indices, row * columns + column; [32, registers, halves] or [32, registers].
-        shape: (rows, columns) of the matrix.
-        names: of the registers, or one letter, which they are numbered after.
-        outlined: lanes whose registers get a black frame.
-        hues: which of four colours a register has.
+    held: a fragment of the matrix of indices, row * columns + column; [32, registers, halves] or [32, registers].
+    names: of the registers, or one letter, which they are numbered after. outlined: lanes whose registers get a black
+    frame. hues: which of four colours a register has.
     """
     rows, columns = shape
     held = held.reshape(32, held.shape[1], -1)
@@ -105,12 +102,8 @@ def draw(
 def addresses(
     ax: Axes, rows: torch.Tensor, columns: torch.Tensor, shape: Sequence[int], *, fontsize: float = 6.5
 ) -> None:
-    """Draws which lane of an ldmatrix names which row of 8 elements, coloured by the register that it is for.
-
-    Args:
-        rows, columns: of the element at which the row begins that lane 0, 1, ... names; as many as are used.
-        shape: (rows, columns) of the matrix.
-    """
+    """Draws which lane of an ldmatrix names which row of 8 elements of a matrix of this shape, coloured by the register
+    that it is for. rows, columns: of the element at which the row begins that lane 0, 1, ... names."""
     for lane, (row, column) in enumerate(zip(rows.tolist(), columns.tolist(), strict=True)):
         hue = _HUES[lane // 8]
         ax.add_patch(Rectangle((column, row), 8, 1, facecolor=hue, alpha=0.45, ec="white", lw=0.8))
@@ -132,11 +125,8 @@ def _frame(ax: Axes, shape: Sequence[int]) -> None:
 
 
 def quads(ax: Axes, values: torch.Tensor, final: torch.Tensor, title: str) -> None:
-    """What the lanes hold, a line for each quad: dark where it is the final value already.
-
-    Args:
-        values, final: [8, 4], lane 4 g + t at [g, t].
-    """
+    """What the lanes hold, a line for each quad: dark where it is the final value already; both [8, 4], lane 4 g + t at
+    [g, t]."""
     ax.imshow((values == final).numpy(), cmap="Blues", vmin=-0.3, vmax=2.2, aspect="auto")
     for n, value in enumerate(values.flatten().tolist()):
         ax.text(n % 4, n // 4, f"{value:.0f}", ha="center", va="center", fontsize=9)

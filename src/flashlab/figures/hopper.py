@@ -49,12 +49,8 @@ _HUES = [COLORS[name] for name in ("blue", "orange", "green", "red", "purple", "
 
 
 def chunks(ax: Axes, held: torch.Tensor, title: str, *, row_chunks: int = 8) -> None:
-    """Draws lines of 128 bytes of shared memory, eight chunks of 16 bytes each.
-
-    Args:
-        held: [lines, 8], the number of the chunk that lies there: row of the tile * row_chunks + chunk of the row.
-        row_chunks: chunks per row of the tile; the colour says which.
-    """
+    """Draws lines of 128 bytes of shared memory, eight chunks of 16 bytes each, coloured by their place in the row.
+    held: [lines, 8], the number of the chunk that lies there: row of the tile * row_chunks + chunk of the row."""
     for line, places in enumerate(held.tolist()):
         for place, number in enumerate(places):
             row, chunk = divmod(number, row_chunks)

@@ -35,14 +35,9 @@ def counted(
 ) -> Report:  # fmt: skip
     """Runs a step's watched build on [1, heads, n, head_dim] in fp16; the report has the counters.
 
-    Args:
-        name: of a step of flashlab.kernels.SERIES.
-        sms: multiprocessors that the kernel is told of. With 1 the last steps take the tiles of a large grid.
-        shared_limit: bytes of shared memory that a block may ask for, of the device that is played.
-        defines: macros of the step.
-
-    Raises:
-        AssertionError: the result is not that of the oracle, or the emulator found something.
+    sms: multiprocessors that the kernel is told of: with 1 the last steps take the tiles of a large grid. shared_limit:
+    bytes that a block may ask for, of the device that is played. defines: macros of the step. Raises AssertionError
+    where the result is not that of the oracle, or the emulator found something.
     """
     module = load_inline(step(name), check=True, head_dim=head_dim, defines=defines)
     options = {"sms": sms} | ({"shared_limit": shared_limit} if shared_limit else {})
@@ -54,11 +49,7 @@ def run(
     tensors: Sequence[torch.Tensor] | None = None, **options: Any,
 ) -> Report:  # fmt: skip
     """Runs an emulated kernel on [1, heads, n, head_dim] in fp16, compares it with the oracle, returns its report.
-
-    Args:
-        tensors: q, k and v; random ones of that shape, if None.
-        options: further ones of the module's forward.
-    """
+    tensors: q, k and v; random ones of that shape, if None."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = tensors or (torch.randn(1, heads, n, head_dim, generator=generator).half() for _ in range(3))
     o, lse = module.forward(q, k, v, causal=causal, sms=sms, echo=False, **options)
@@ -99,14 +90,8 @@ def grow(table: list[list[Any]], name: str, **options: Any) -> None:
 
 
 def conflicts_and_ideal(table: Sequence[Sequence[Any]], prices: Mapping[str, float]) -> Figure:
-    """Wavefronts per MMA of each step of the growing table: those that are bank conflicts, and what is left.
-
-    Two panels, as the first are ten times the second; each has its own scale from 0.
-
-    Args:
-        table: rows under COLUMNS.
-        prices: for each GPU the clocks that an MMA takes there, drawn as lines.
-    """
+    """Wavefronts per MMA of each step of the growing table, rows under COLUMNS: bank conflicts, and what is left. Two
+    panels, as the first are ten times the second. prices: by GPU the clocks that an MMA takes there, drawn as lines."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(8.6, 3.9), sharey=True, width_ratios=[1, 1.25])
     y = range(len(table))
     for ax, values, color, title in (
@@ -205,12 +190,8 @@ def _joined(shapes: Sequence[tuple[int, int, int]], y: Sequence[float]) -> tuple
 
 
 def times(ax: Axes, ms: Mapping[Key, float], names: Mapping[str, tuple[str, str]], title: str) -> None:
-    """Times by shape, the small shapes on the left.
-
-    Args:
-        ms: {(batch, heads, seq_len, variant): milliseconds}.
-        names: of the variants to draw: (label, name of a colour; "" for that of the implementation).
-    """
+    """Times in ms by shape, the small shapes on the left. names: by variant (label, name of a colour; "" for that of
+    the implementation)."""
     shapes = _shapes(ms)
     for variant, (label, color) in names.items():
         ax.plot(
@@ -227,10 +208,8 @@ def small_multiples(
 ) -> Figure:
     """One panel a step: its speed over a peer's, by shape, the other steps in grey, another peer dashed.
 
-    Args:
-        ms: {(batch, heads, seq_len, variant): milliseconds}.
-        steps: {variant: label}, a panel each.
-        base, also: (variant, label): what speeds are relative to, and the other peer.
+    ms: milliseconds. steps: labels by variant. base, also: (variant, label): what speeds are relative to, and the other
+    peer.
     """
     shapes, hues = _shapes(ms), {n: COLORS[one.color] for n, one in looks(["this course", base[0], also[0]]).items()}
     speed = {v: _joined(shapes, [ms[(*s, base[0])] / ms[(*s, v)] for s in shapes]) for v in (*steps, also[0])}

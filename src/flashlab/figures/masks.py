@@ -24,10 +24,8 @@ def tile_map(
 ) -> None:  # fmt: skip
     """Draws each visited tile in the colour of its kind, and a dot for each pair of query and key that is seen.
 
-    Args:
-        seen: boolean [queries, keys].
-        walks: for each block of BLOCK_M queries the tiles that it visits, (first key, end, is masked).
-        order: number the tiles of a block in the order of its walk.
+    seen: boolean [queries, keys]. walks: for each block of BLOCK_M queries the tiles that it visits, (first key, end,
+    is masked). order: number the tiles of a block in the order of its walk.
     """
     rows, keys = seen.shape
     ax.add_patch(Rectangle((-0.5, -0.5), keys, rows, facecolor=COLORS["light"], edgecolor="none"))
@@ -52,10 +50,7 @@ def tile_map(
 
 def programs(ax: Axes, found: Sequence[tuple[int, int, int, int]], title: str) -> None:
     """A box for each program with its number: a line for each head of each batch, coloured by the K/V head it reads.
-
-    Args:
-        found: by program number (batch, head, key head, block of queries).
-    """
+    found: by program number (batch, head, key head, block of queries)."""
     lines = sorted({(batch, head) for batch, head, _, _ in found})
     for number, (batch, head, kv_head, block) in enumerate(found):
         y = lines.index((batch, head))

@@ -65,17 +65,14 @@ def hierarchy(global_memory: str, shared_memory: str, threads: str) -> Figure:
     return figure
 
 
-def on_chip(ax: Axes, title: str, *, k: float = 1.0, v: float = 1.0) -> None:
-    """Q, K^T, V and S of one program that has a block of rows of Q: blue and orange are on the chip at one time.
-
-    Args:
-        k, v: the share of K and of V that is there.
-    """
+def on_chip(ax: Axes, title: str, *, v: float = 1.0) -> None:
+    """Q, K^T, V and S of one program that has a block of rows of Q: blue and orange are on the chip at one time; v: the
+    share of V that is there."""
     blue, light, orange = COLORS["blue"], COLORS["light"], COLORS["orange"]
     for x, y, w, h in ((0, 0, 1, 4), (1.3, 4.3, 4, 1), (5.6, 0, 1, 4)):
         _box(ax, x, y, w, h, light)
     _box(ax, 0, 2, 1, 1, blue, "Q")
-    _box(ax, 1.3, 4.3, 4 * k, 1, blue, "Kᵀ")
+    _box(ax, 1.3, 4.3, 4, 1, blue, "Kᵀ")
     _box(ax, 5.6, 4 - 4 * v, 1, 4 * v, blue, "V")
     ax.add_patch(Rectangle((1.3, 0), 4, 4, fill=False, edgecolor=COLORS["grey"], linestyle="--"))  # nowhere now
     _box(ax, 1.3, 2, 4, 1, orange, "S, P: BLOCK_M × N")
@@ -96,16 +93,17 @@ def sectors(ax: Axes, stride: int, *, lanes: int = 32, shown: int = 80) -> None:
     ax.grid(False)
 
 
-def loop_order(ax: Axes, title: str, *, keys_outside: bool, tiles: int = 4) -> None:
+def loop_order(ax: Axes, title: str, *, keys_outside: bool) -> None:
     """Which tile is on chip in which iteration of two nested loops; a number where it arrives."""
     hues = [COLORS[name] for name in ("blue", "orange", "green", "purple")]
+    tiles = len(hues)
     before: tuple[int, ...] = ()
     for t in range(tiles * tiles):
         outer, inner = divmod(t, tiles)
         n, m = (outer, inner) if keys_outside else (inner, outer)
         now = (n, m, m)
         for row, (y, tile) in enumerate(zip((2, 1, 0), now, strict=True)):
-            ax.add_patch(Rectangle((t, y + 0.1), 1, 0.8, facecolor=hues[tile % 4]))
+            ax.add_patch(Rectangle((t, y + 0.1), 1, 0.8, facecolor=hues[tile]))
             if not before or before[row] != tile:
                 ax.text(t + 0.5, y + 0.5, f"{tile}", ha="center", va="center", color="white", fontsize=9)
                 ax.plot([t, t], [y + 0.1, y + 0.9], color="white", linewidth=2.5)

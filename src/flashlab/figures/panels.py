@@ -26,13 +26,9 @@ def panels(
 
     An implementation has its own colour (flashlab.figures.implementations); other names take what is left.
 
-    Args:
-        plots: for each title its lines by name, as (lengths, values). A plot may have no line: it says so.
-        columns: plots in a row.
-        log: the logarithmic axes, "x" or "xy".
-        level, level_text: a dashed line in each plot, named in the first.
-        pairs: the names come in twos of one colour, the second of each dashed.
-        title: above them all.
+    plots: for each title its lines by name, as (lengths, values); one without a line says so. log: the logarithmic
+    axes, "x" or "xy". level, level_text: a dashed line in each plot, named in the first. pairs: the names come in twos
+    of one colour, the second of each dashed.
     """
     names = list(dict.fromkeys(name for lines in plots.values() for name in lines))
     lengths = sorted({x for lines in plots.values() for xs, _ in lines.values() for x in xs})

@@ -48,12 +48,8 @@ def operations(trace: Mapping[str, Any]) -> list[Event]:
 
 
 def timeline(ax: Axes, events: Sequence[Event], kinds: Mapping[str, tuple[str, Iterable[str]]], title: str) -> None:
-    """Draw events as bars on a line for the CPU and, where there is one, for the GPU.
-
-    Args:
-        kinds: (name of a colour, parts of names) by what is said in the legend; the first that fits counts. What fits
-            none is grey.
-    """
+    """Draw events as bars on a line for the CPU and, where there is one, for the GPU. kinds: (name of a colour, parts
+    of names) by what is said in the legend; the first that fits counts, and what fits none is grey."""
     units = [unit for unit in ("CPU", "GPU") if any(e[0] == unit for e in events)]
     used = dict[str, str]()
     for unit, name, start, length in events:

@@ -27,11 +27,8 @@ def results(
 ) -> Figure:
     """Bars on the left, the slowest at the top; a panel for each of `plots` on the right, with one legend.
 
-    Args:
-        bars: (words, implementation, TFLOP/s), in their order.
-        plots: for each title the points (sequence length, TFLOP/s) of each implementation.
-        names: what the legend calls an implementation, where that is not its name.
-        title: of the bars.
+    plots: for each title the points (sequence length, TFLOP/s) of each implementation. names: what the legend calls an
+    implementation, where that is not its name. title: of the bars.
     """
     figure = plt.figure(figsize=(11, 5.6), layout="constrained")
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.08)

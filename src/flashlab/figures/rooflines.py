@@ -20,13 +20,9 @@ def draw(
     ax: Axes, memory: float, units: Mapping[str, float], groups: Mapping[str, Group],
     names: Mapping[str, tuple[float, float]], **axes: Any,
 ) -> None:  # fmt: skip
-    """Draw the slope of the memory, a roof for each unit, and the points.
+    """Draw the slope of the memory, 10^12 bytes per second, a roof for each unit, 10^12 FLOP/s, and points by group.
 
-    Args:
-        memory: 10^12 bytes per second. units: 10^12 FLOP/s by name.
-        groups: points by the name of their group, for the legend.
-        names: which points have their name beside them, and where they are.
-        axes: title, ylim and whatever else `Axes.set` takes.
+    names: which points have their name beside them, and where they are. axes: what else `Axes.set` takes.
     """
     xs = [x for group in groups.values() for x in group[0]]
     left, right = min([10.0, *xs]) / 1.6, max([1000.0, *xs]) * 6

@@ -13,12 +13,7 @@ from flashlab.figures.show import COLORS
 
 
 def matrices(named: Mapping[str, torch.Tensor], *, rows: Mapping[str, int]) -> Figure:
-    """Matrices side by side, number by number.
-
-    Args:
-        named: a title and a matrix each, all with the same number of rows.
-        rows: for a title the row to be highlighted.
-    """
+    """Matrices of as many rows side by side, by title, number by number. rows: by title the row to be highlighted."""
     figure, axes = plt.subplots(1, len(named), figsize=(9, 2.1), width_ratios=[x.shape[1] for x in named.values()])
     for ax, (name, x) in zip(axes, named.items(), strict=True):
         for (i, j), value in zip(torch.cartesian_prod(*map(torch.arange, x.shape)).tolist(), x.flatten(), strict=True):
@@ -34,11 +29,8 @@ def matrices(named: Mapping[str, torch.Tensor], *, rows: Mapping[str, int]) -> F
 def read_once(
     scores: torch.Tensor, running_max: torch.Tensor, correction: torch.Tensor, l: torch.Tensor, title: str
 ) -> Figure:
-    """What the one-pass softmax keeps after each key of a row: scores and their maximum, the correction, the sum.
-
-    Args:
-        scores, running_max, correction, l: [N], one entry a key.
-    """
+    """What the one-pass softmax keeps after each key of a row: scores and their maximum, the correction, the sum; each
+    [N], one entry a key."""
     keys = range(len(scores))
     figure, (top, middle, bottom) = plt.subplots(3, 1, figsize=(7, 5), sharex=True, height_ratios=[3, 1.6, 1.6])
     top.plot(scores, ".", color=COLORS["grey"], label="score")
@@ -54,12 +46,8 @@ def read_once(
 
 
 def block_frames(scores: torch.Tensor, states: Sequence[State]) -> Iterator[Figure]:
-    """A row that is read in blocks, one figure a block: scores with the maximum, the sum l, the output so far.
-
-    Args:
-        scores: [N].
-        states: of the row before the first block (the identity), and after each block; o is [2].
-    """
+    """A row that is read in blocks, one figure a block: scores [N] with the maximum, the sum l, the output so far.
+    states: of the row before the first block (the identity), and after each block; o is [2]."""
     blocks, final = len(states) - 1, states[-1].o / states[-1].l
     block, low, high = len(scores) // blocks, scores.min().item() - 1, scores.max().item() + 0.6
     for b, (old, new) in enumerate(zip(states, states[1:], strict=False)):

@@ -173,12 +173,8 @@ def diff(old: Any, new: Any, *names: str, context: int = 3) -> None:
     region that only one of the two has is all new, or all gone. Without names the whole of both is compared, and the
     new file is in the fold. Indentation that all lines of a region share is no difference.
 
-    Args:
-        old, new: as the source of `region`; "" for nothing.
-        names: of regions.
-        context: how many unchanged lines are shown around a change.
-    Raises:
-        KeyError: neither has a region of that name.
+    old, new: as the source of `region`; "" for nothing. context: how many unchanged lines are shown around a change.
+    Raises KeyError where neither has a region of a name.
     """
     before, after = _read(old), _read(new)
     pieces = []
@@ -417,11 +413,8 @@ def folded(shown: Table, summary: str) -> None:
 def gif(figures: Iterable[Figure], *, seconds_a_frame: float = 0.8, hold_last: float = 2.0, dpi: int = 80) -> Image:
     """Turn figures into an animated GIF, shown in the notebook; each figure is closed once drawn.
 
-    Args:
-        figures: one a frame, all of one size; a generator keeps only one of them alive at a time.
-        seconds_a_frame: how long each frame stays, the last one `hold_last` longer.
-    Raises:
-        ValueError: no figure at all.
+    figures: one a frame, all of one size; a generator keeps only one of them alive at a time. seconds_a_frame: how long
+    each stays, the last one `hold_last` longer. Raises ValueError without a figure.
     """
     from PIL import Image as Picture
 

@@ -18,17 +18,14 @@ from flashlab.attention.simulation import Step, flash_attention_forward_sim
 from flashlab.figures.show import COLORS
 
 _TILE = {"Q": COLORS["blue"], "K": COLORS["orange"], "V": COLORS["green"], "S": COLORS["purple"], "O": COLORS["red"]}
-_EMPTY, _CELL = "#FFFFFF", 1.0
+_EMPTY = "#FFFFFF"
 _GRID, _SIDE = (3.4, 2.3), 7.6  # lower left corner and side of S
 _CHIP = 15.0  # where the chip begins
 
 
 def tile_frames(Q: torch.Tensor, K: torch.Tensor, V: torch.Tensor, BLOCK_M: int, BLOCK_N: int) -> Iterator[Figure]:
-    """Run the simulation on one head and draw a figure after each key block and each store of O.
-
-    Args:
-        Q: [M, HEAD_DIM]; K, V: [N, HEAD_DIM]. Small: M and N of at most 8 are legible, with two rows a block.
-    """
+    """Run the simulation on one head, Q [M, HEAD_DIM], K and V [N, HEAD_DIM], and draw a figure after each key block
+    and each store of O. M and N of at most 8 are legible, with two rows a block."""
     sizes = Q.shape[0], K.shape[0], BLOCK_M, BLOCK_N
     read, written = 0, 0
     size = Q.element_size()
@@ -145,12 +142,8 @@ def _chip(ax: Axes, step: Step, stored: Stored | None) -> None:
 
 
 def walk(ax: Axes, rows: int, columns: int, keeps: str, number: int, *, causal: bool = False) -> None:
-    """The tiles that one program visits, numbered in its order, among all the tiles of P.
-
-    Args:
-        rows, columns: blocks of queries, blocks of keys; as many of both where it is causal.
-        keeps: "keys" walks down the column `number`, "queries" along the row `number`.
-    """
+    """The tiles that one program visits, numbered in its order, among all the tiles of P, rows of queries and columns
+    of keys. keeps: "keys" walks down the column `number`, "queries" along the row `number`."""
     step = 0
     for i in range(rows):
         for j in range(columns):

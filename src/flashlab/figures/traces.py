@@ -25,13 +25,8 @@ def printed(
 ) -> str:  # fmt: skip
     """What a step prints with more statements in it, on one head of n rows, head_dim 64.
 
-    Args:
-        name: of a step of the series.
-        edits: (region, statement): the statement is put in front of the named region.
-        tensors: q, k and v, in fp16; random ones, if None.
-        defines: macros of the step.
-    Raises:
-        KeyError: there is no such region; the message has the names there are.
+    edits: (region, statement): the statement is put in front of that region; KeyError where there is none. tensors: q,
+    k and v, in fp16; random ones, if None. defines: macros of the step.
     """
     text = step(name).path.read_text(encoding="utf-8")
     for region, statement in edits:

@@ -194,7 +194,6 @@ class PagedCache(StaticCache):
         """Let the batch be these sequences of the pager: forks, new ones, without those that have ended.
 
         The tensors on the device stay where they are if the batch is as large as before.
-
         Raises:
             ValueError: a sequence that is not there.
         """

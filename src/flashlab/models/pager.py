@@ -132,7 +132,7 @@ class Pager:
         if not 0 <= length <= self._lengths[sequence]:
             raise ValueError(
                 f"length is {length}; sequence {sequence} has {self._lengths[sequence]} tokens to be shared"
-            )  # fmt: skip
+            )
         shared = self._pages[sequence][: pages_for(length, self.page_size)]
         for page in shared:
             self.references[page] += 1

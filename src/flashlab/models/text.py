@@ -40,12 +40,7 @@ def batches(
 
     The places come from a generator on the CPU, so that one seed gives the same batches on every device.
 
-    Args:
-        text: [length], uint8.
-    Yields:
-        two tensors [batch, seq_len], int64.
-    Raises:
-        ValueError: a text that is not longer than seq_len.
+    text: [length], uint8; ValueError where it is not longer than seq_len. Each is [batch, seq_len], int64.
     """
     if len(text) <= seq_len:
         raise ValueError(f"the text has {len(text)} bytes; a piece of {seq_len} and the byte after it do not fit")

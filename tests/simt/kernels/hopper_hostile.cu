@@ -1,5 +1,5 @@
-// What a kernel for Hopper can do to the emulator. `// expect: kinds; words` says what is found in that line, "-" that
-// it is right (if odd).
+// What a kernel for Hopper can do to the emulator. `// expect: kinds; words` says what is found in that line, `// right`
+// that it is right (if odd).
 #include "ptx.cuh"
 #include "tensor_map.cuh"
 #include "wgmma.cuh"
@@ -49,8 +49,8 @@ __global__ void hostile(const __grid_constant__ CUtensorMap map, const float* x,
     case 27: while (!mbarrier_test_wait(bar, 0)) {} break;           // expect: timeout; a loop that does not end
     case 28: while (!mbarrier_try_wait(bar, 0)) {} break;            // expect: deadlock; 1 arrival missing
     case 29: mbarrier_arrive(bar); break;                            // expect: mbarrier-arrivals; by the same instruction
-    case 30: mbarrier_arrive(bar + 8), __syncthreads(); break;       // expect: -
-    case 31: for (int i = 0; i < 4; i++, __syncwarp()) if (threadIdx.x == i) mbarrier_arrive(bar); break;  // expect: -
+    case 30: mbarrier_arrive(bar + 8), __syncthreads(); break;       // right
+    case 31: for (int i = 0; i < 4; i++, __syncwarp()) if (threadIdx.x == i) mbarrier_arrive(bar); break;  // right
     // ---- copies
     case 40: FIRST tma_load(end, &map, bar, 0, 0); break;            // expect: shared-out-of-bounds; dynamic shared memory
     case 41: FIRST tma_load(big - 127, &map, bar, 0, 0); break;      // expect: shared-out-of-bounds; shared memory
@@ -59,10 +59,10 @@ __global__ void hostile(const __grid_constant__ CUtensorMap map, const float* x,
     case 44: FIRST tma_load(dst, (const CUtensorMap*)0x7f0000000040ull, bar, 0, 0); break;  // expect: tensor-map global-out-of-bounds; thread 0
     case 45: FIRST tma_load(dst, &map, none, 0, 0); break;           // expect: mbarrier-missing; mbarrier
     case 46: FIRST tma_load(dst, &map, bar, 0, 0, 0); break;         // expect: tensor-map; 3 coordinates; the tensor map has 2
-    case 47: FIRST mbarrier_arrive_expect_tx(bar, 1024), tma_load(dst, &map, bar, INT_MIN, INT_MAX); mbarrier_wait(bar, 0); break;  // expect: -
+    case 47: FIRST mbarrier_arrive_expect_tx(bar, 1024), tma_load(dst, &map, bar, INT_MIN, INT_MAX); mbarrier_wait(bar, 0); break;  // right
     case 48: FIRST bulk_load(dst, x, 0u - 16, bar); break;           // expect: bulk-size; bytes
     case 49: FIRST bulk_load(dst, x, 1u << 31, bar); break;          // expect: bulk-size; bytes
-    case 50: FIRST bulk_load(dst, x, 0, bar), mbarrier_arrive(bar); mbarrier_wait(bar, 0); break;  // expect: -
+    case 50: FIRST bulk_load(dst, x, 0, bar), mbarrier_arrive(bar); mbarrier_wait(bar, 0); break;  // right
     case 51: FIRST bulk_load(dst, nullptr, 16, bar); break;          // expect: global-out-of-bounds; null pointer
     case 52: FIRST bulk_load(dst, (const void*)0x123456789ab0ull, 16, bar); break;       // expect: global-out-of-bounds; belongs to no argument
     case 53: FIRST bulk_load(dst, x, 8, bar); break;                 // expect: bulk-misaligned; for 8 bytes; their number is a multiple of 16
@@ -73,21 +73,21 @@ __global__ void hostile(const __grid_constant__ CUtensorMap map, const float* x,
     case 58: FIRST bulk_store(y, dst, 16), bulk_commit(), bulk_wait<0>(); break;         // expect: uninitialised-shared; nobody has written
     case 59: FIRST bulk_store((void*)x, dst, 16), bulk_commit(), bulk_wait<0>(); break;  // expect: read-only uninitialised-shared; x
     case 60: FIRST mbarrier_arrive_expect_tx(bar, 1024), tma_load(dst, &map, bar, 0, 0), mbarrier_inval(bar); break;  // expect: mbarrier-in-use; a copy that counts at it
-    case 61: FIRST bulk_commit(), bulk_commit(), bulk_wait<0>(), bulk_wait_read<3>(); break;  // expect: -
-    case 62: tma_prefetch(nullptr); break;                           // expect: -
+    case 61: FIRST bulk_commit(), bulk_commit(), bulk_wait<0>(), bulk_wait_read<3>(); break;  // right
+    case 62: tma_prefetch(nullptr); break;                           // right
     case 63: FIRST mbarrier_arrive(bar); mbarrier_wait(bar, 0); FIRST tma_load(dst, &map, bar, 0, 0); break;  // expect: never-waited; tma_load
     // ---- products
     case 80: wgmma_fence(), wgmma_ss<8>(d, ~0ull, ~0ull, false), wgmma_commit(), wgmma_wait<0>(); break;  // expect: shared-out-of-bounds; wgmma
     case 81: wgmma_fence(), wgmma_ss<256>(wide, smem_descriptor(end, SWIZZLE_128, 16, 1024), 0, false), wgmma_commit(), wgmma_wait<0>(); break;  // expect: shared-out-of-bounds; wgmma
     case 82: wgmma_fence(), wgmma_ss<8>(d, smem_descriptor(bar, SWIZZLE_NONE, 16, 16), smem_descriptor(bar, SWIZZLE_NONE, 16, 16), false), wgmma_commit(), wgmma_wait<0>(); break;  // expect: mbarrier-touched shared-out-of-bounds; wgmma
-    case 83: wgmma_wait<0>(), wgmma_wait<7>(), wgmma_commit(), wgmma_wait<0>(), wgmma_fence(); break;  // expect: -
+    case 83: wgmma_wait<0>(), wgmma_wait<7>(), wgmma_commit(), wgmma_wait<0>(), wgmma_fence(); break;  // right
     case 84: if (threadIdx.x < 33) wgmma_fence(); break;             // expect: lanes-missing divergent exited-lanes; wgmma_fence
     case 85: if (threadIdx.x == 5) wgmma_commit(); break;            // expect: lanes-missing divergent exited-lanes; wgmma_commit
     case 86: if (threadIdx.x == 5) wgmma_wait<0>(); break;           // expect: lanes-missing divergent exited-lanes; wgmma_wait
     case 87: if (threadIdx.x < 7) d[0] = elect_one(); break;         // expect: exited-lanes; elect
     case 88: if (threadIdx.x < 40) setmaxnreg_dec<24>(); break;      // expect: lanes-missing divergent exited-lanes; setmaxnreg
-    case 89: setmaxnreg_inc<256>(); break;                           // expect: -
-    case 90: setmaxnreg_dec<256>(), setmaxnreg_dec<24>(), setmaxnreg_inc<256>(); break;  // expect: -
+    case 89: setmaxnreg_inc<256>(); break;                           // right
+    case 90: setmaxnreg_dec<256>(), setmaxnreg_dec<24>(), setmaxnreg_inc<256>(); break;  // right
     case 91: named_barrier_sync(16, 128); break;                     // expect: barrier-arguments; 16
     case 92: named_barrier_arrive(3, 33); break;                     // expect: barrier-arguments; 33
     case 93: named_barrier_sync(1, 256); break;                      // expect: deadlock; Barrier 1 has 128 of the 256 threads

@@ -32,23 +32,6 @@ __device__ void by_address(uint32_t to, const CUtensorMap& map, uint32_t bar) {
     mbarrier_arrive_expect_tx(bar, BYTES);
     tma_load(to, &map, bar, 0, 0);
 }
-// All blocks of the grid: the last to come opens it for the others.
-__device__ void grid_barrier(int* z, int round, bool last_resets) {
-    __syncthreads();
-    FIRST {
-        __threadfence();
-        if (atomicAdd(z, 1) == (last_resets ? 1 : 2 * round) * (int)gridDim.x - 1 && last_resets) {
-            z[0] = 0;
-            __threadfence();
-            COUNT(z + 1);
-        }
-        if (last_resets) while (((volatile int*)z)[1] < round) __nanosleep(20);
-        else while (*FLAG < round * (int)gridDim.x) {}
-        __threadfence();
-    }
-    __syncthreads();
-}
-
 __global__ void memory(const __grid_constant__ Maps maps, const CUtensorMap* in_memory, const float* x, float* y, int* z,
                        int mode) {
     __shared__ __align__(1024) float tile[128];
@@ -144,24 +127,6 @@ __global__ void memory(const __grid_constant__ Maps maps, const CUtensorMap* in_
         else { FIRST { while (*FLAG == 0) {} __threadfence(); y[8 + blockIdx.x] = y[7]; } }                    // right
         break;
     case 59: if (blockIdx.x == 0) { FIRST COUNT(z), COUNT(z); } break;                            // right
-    case 60:
-        FIRST {
-            while (atomicCAS(z, 0, 1) != 0) __nanosleep(20);
-            __threadfence();
-            COUNT(z + 1);
-            __threadfence();
-            atomicExch(z, 0);
-        }                                                                                         // right
-        break;
-    case 61:
-        for (int round = 1; round < 4; round++) {
-            if (blockIdx.x == 0) y[threadIdx.x] = (float)round;
-            grid_barrier(z, 2 * round - 1, false);
-            if (y[threadIdx.x] != (float)round) z[2] = 1;
-            grid_barrier(z, 2 * round, false);
-        }                                                                                         // right
-        break;
-    case 62: for (int round = 1; round < 5; round++) grid_barrier(z, round, true); break;         // right
     // ---- the same value, and others
     case 63: FIRST z[0] = 7; break;                                                               // expect: warning global-race; Both store the same value
     case 64: FIRST z[0] = blockIdx.x + 1; break;                                                  // expect: global-race; only one of the two is kept

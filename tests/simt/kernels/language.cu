@@ -78,11 +78,6 @@ ENTRY run_shuffle_double(const double* in, double* out, int arg, int width) {
     shuffles<<<1, 32>>>(in, out, arg, width);
 }
 ENTRY run_shuffle_half(const __half* in, __half* out, int arg, int width) { shuffles<<<1, 32>>>(in, out, arg, width); }
-__global__ void shuffle_half2(const __half2* in, __half2* out) {
-    out[threadIdx.x] = __shfl_xor_sync(~0u, in[threadIdx.x], 1);
-}
-ENTRY run_shuffle_half2(const void* in, void* out) { shuffle_half2<<<1, 32>>>((const __half2*)in, (__half2*)out); }
-
 __global__ void shuffle_in_halves(int* out) {  // two groups of lanes, each with a mask of its own
     int v = threadIdx.x;
     if (threadIdx.x < 16) v = __shfl_xor_sync(0x0000ffffu, v, 1);
@@ -201,14 +196,7 @@ __global__ void talk(int* out) {
 }
 ENTRY run_talk(int* out, int blocks) { talk<<<blocks, 32>>>(out); }
 
-// ---- volatile flags between warps; __syncwarp ---------------------------------------------------
-__global__ void warp_exchange(const int* in, int* out) {
-    __shared__ int tile[64];
-    tile[threadIdx.x] = in[threadIdx.x];
-    __syncwarp();
-    out[threadIdx.x] = tile[threadIdx.x ^ 5];  // stays within the warp
-}
-ENTRY run_warp_exchange(const int* in, int* out) { warp_exchange<<<1, 64>>>(in, out); }
+// ---- volatile flags between warps ----------------------------------------------------------------
 __global__ void handshake(int* out) {  // warp 1 waits for warp 0, on a flag in global memory
     volatile int* flag = out + 1;
     if (threadIdx.x == 0) out[0] = 42, __threadfence(), *flag = 1;
@@ -218,24 +206,6 @@ __global__ void handshake(int* out) {  // warp 1 waits for warp 0, on a flag in 
     }
 }
 ENTRY run_handshake(int* out) { handshake<<<1, 64>>>(out); }
-
-// ---- named barriers: warp 0 produces, warp 1 consumes -------------------------------------------
-#include "ptx.cuh"
-__global__ void producer_consumer(const int* in, int* out, int rounds) {
-    __shared__ int slot[32];
-    const int lane = threadIdx.x % 32;
-    for (int i = 0; i < rounds; i++)
-        if (threadIdx.x < 32) {
-            if (i > 0) named_barrier_sync(2, 64);  // the consumer has read the last round
-            slot[lane] = in[i * 32 + lane];
-            named_barrier_arrive(1, 64);
-        } else {
-            named_barrier_sync(1, 64);
-            out[i * 32 + lane] = slot[31 - lane];
-            if (i + 1 < rounds) named_barrier_arrive(2, 64);
-        }
-}
-ENTRY run_producer_consumer(const int* in, int* out, int rounds) { producer_consumer<<<1, 64>>>(in, out, rounds); }
 
 // ---- early exit: barriers and shuffles of those that are left -----------------------------------
 __global__ void early_exit(const int* in, int* out, int n) {
@@ -247,15 +217,8 @@ __global__ void early_exit(const int* in, int* out, int n) {
 }
 ENTRY run_early_exit(const int* in, int* out, int n) { early_exit<<<1, 64>>>(in, out, n); }
 
-extern "C" {
-int run_in_a_block(int* out, bool yes, int64_t big) {
-    out[0] = yes;
-    out[1] = (int)(big >> 32);
-    return 0;
-}
-int query(int* out) {
+extern "C" int query(int* out) {
     cudaDeviceGetAttribute(out, cudaDevAttrMultiProcessorCount, 0);
     cudaDeviceGetAttribute(out + 1, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0);
     return 0;
-}
 }

@@ -35,31 +35,6 @@ KERNEL(reduce_last_warp_unrolled, 1, 64) {
     if (T == 0) out[0] = s[0];      // <-
 }
 
-// expect: race lanes-disagree | -
-KERNEL(histogram_without_atomics, 1, 128) {
-    __shared__ int bins[16];
-    if (T < 16) bins[T] = 0;
-    __syncthreads();
-    bins[(int)in[T] % 16]++;  // <-
-    __syncthreads();
-    if (T < 16) out[T] = bins[T];
-}
-
-// expect: race | -
-KERNEL(softmax_reuses_the_buffer, 1, 128) {
-    __shared__ float partial[4];
-    float m = in[T];
-    for (int d = 16; d; d /= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, d));
-    if (T % 32 == 0) partial[T / 32] = m;
-    __syncthreads();
-    m = fmaxf(fmaxf(partial[0], partial[1]), fmaxf(partial[2], partial[3]));  // <-
-    float sum = __expf(in[T] - m);
-    for (int d = 16; d; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
-    if (T % 32 == 0) partial[T / 32] = sum;  // <-
-    __syncthreads();
-    out[T] = __expf(in[T] - m) / (partial[0] + partial[1] + partial[2] + partial[3]);
-}
-
 // expect: race | -
 KERNEL(a_named_barrier_for_half, 1, 128) {
     __shared__ float s[128];
@@ -83,16 +58,6 @@ KERNEL(reset_beside_the_atomics, 1, 64) {
     atomicAdd(&count, 1);   // <-
     __syncthreads();
     if (T == 0) out[0] = count;
-}
-
-// expect: race | -
-KERNEL(arrays_that_overlap, 1, 64, 512) {
-    extern __shared__ float memory[];
-    float *a = memory, *b = memory + 32;  // meant: + 64
-    a[T] = in[T];       // <-
-    b[T] = in[64 + T];  // <-
-    __syncthreads();
-    out[T] = a[T] + b[T];
 }
 
 // expect: race | -; Both write there: has each thread a place of its own
@@ -151,15 +116,6 @@ KERNEL(a_wait_too_weak, 1, 32) {
         out[i * 32 + T] = s[i][T];  // <-
     }
     cp_async_wait<0>();
-}
-
-// expect: read-before-wait | -; then a barrier
-KERNEL(a_wait_without_barrier, 1, 64) {
-    __shared__ __align__(16) float s[256];
-    cp_async<16>(smem_u32(s + T * 4), in + T * 4);  // <-
-    cp_async_commit();
-    cp_async_wait<0>();
-    out[T] = s[255 - T];  // <-
 }
 
 // expect: read-before-wait | -; then a barrier
@@ -228,14 +184,6 @@ KERNEL(a_copy_from_an_odd_place, 1, 16) {
     out[T] = s[T * 4];
 }
 
-// expect: global-out-of-bounds | global-out-of-bounds; null pointer
-KERNEL(a_copy_from_a_null_pointer, 1, 32) {
-    __shared__ __align__(16) float s[128];
-    cp_async<16>(smem_u32(s + T * 4), (const float*)nullptr + T * 4);  // <-
-    cp_async_wait_all();
-    out[T] = s[T * 4];
-}
-
 // expect: global-out-of-bounds | global-out-of-bounds; cp.async .* element 4096 of in .*, 16 bytes past its end
 KERNEL(a_tail_tile_that_is_not_masked, 1, 32) {
     __shared__ __align__(16) float s[128];
@@ -263,17 +211,6 @@ KERNEL(a_store_into_a_copy, 1, 32) {
     cp_async_wait<0>();
     __syncwarp();
     out[T] = s[T];
-}
-
-// expect: read-before-wait | -
-KERNEL(ldmatrix_before_the_wait, 1, 32) {
-    __shared__ __align__(16) __half s[32 * 8];
-    cp_async<16>(smem_u32(s + T * 8), in + T * 4);  // <-
-    cp_async_commit();
-    uint32_t r[4];
-    ldmatrix_x4(r, smem_u32(s + T * 8));  // <-
-    cp_async_wait<0>();
-    out[T] = r[0];
 }
 
 // ==== never set ==================================================================================
@@ -306,18 +243,6 @@ KERNEL(accumulators_of_an_mma, 1, 32) {
     const uint32_t a[4] = {pack(1, 1), pack(1, 1), pack(1, 1), pack(1, 1)};
     mma_m16n8k16(c, a, pack(1, 1), pack(1, 1));  // <-
     out[T] = c[0];
-}
-
-struct State {
-    float m, l, o[2];
-};
-// expect: uninitialised-local | -
-KERNEL(a_field_of_a_state, 1, 64) {
-    State state;
-    state.m = in[T], state.o[0] = state.o[1] = 0;
-    for (int i = 0; i < 4; i++) state.o[i % 2] += in[i];
-    out[T] = state.m;
-    out[64 + T] = state.l;  // <-
 }
 
 // expect: uninitialised-local | uninitialised-local
@@ -359,12 +284,6 @@ KERNEL(no_guard, 17, 256) { out[blockIdx.x * blockDim.x + T] = 1; }  // <-
 
 // expect: global-out-of-bounds | global-out-of-bounds; 4 bytes before the start of in
 KERNEL(the_element_before_the_first, 1, 64) { out[T] = in[(int)T - 1]; }  // <-
-
-// expect: global-out-of-bounds | global-out-of-bounds
-KERNEL(a_vector_over_the_end, 1, 32) {
-    const float4 v = ((const float4*)in)[T + 1023];  // <-
-    out[T] = v.x;
-}
 
 // expect: global-out-of-bounds misaligned | global-out-of-bounds
 KERNEL(a_vector_that_begins_inside, 1, 1) {
@@ -415,14 +334,6 @@ KERNEL(into_the_array_of_another_kernel, 1, 32) {
     out[T] = mine[T];
 }
 
-// expect: index-out-of-bounds shared-out-of-bounds | -
-KERNEL(a_column_too_many, 1, 16) {
-    __shared__ float s[16][16];
-    for (int j = 0; j <= 16; j++) s[T][j] = in[j];  // <-
-    __syncthreads();
-    out[T] = s[T][0];
-}
-
 // expect: index-out-of-bounds | -
 KERNEL(a_local_array_too_short, 1, 32) {
     float row[4];
@@ -446,12 +357,6 @@ KERNEL(ldmatrix_beyond_the_tile, 1, 32, 256) {
     uint32_t r[4];
     ldmatrix_x4(r, smem_u32(halves + T * 8));  // <-
     out[T] = r[0];
-}
-
-// expect: global-out-of-bounds | global-out-of-bounds; belongs to no argument
-KERNEL(an_index_that_wraps, 1, 32) {
-    const int stride = n * 1024 * 1024;
-    out[T] = in[stride * (int)(T + 33)];  // <-
 }
 
 // expect: global-out-of-bounds | global-out-of-bounds; null pointer
@@ -521,33 +426,9 @@ KERNEL(a_sum_in_global_memory, 1, 128) { out[0] += in[T]; }  // <-
 // expect: global-race | -
 KERNEL(vectors_copied_to_one_place, 1, 64) { ((float4*)out)[T % 32] = ((const float4*)in)[T]; }  // <-
 
-// expect: global-race | -
-KERNEL(a_stencil_in_place, 4, 64) {
-    const int i = blockIdx.x * 64 + T;
-    const float left = i ? out[i - 1] : 0, right = out[i + 1];  // <-
-    out[i] = (left + right) / 2;  // <-
-}
-
 // expect: global-race | -; only one of the two is kept
 KERNEL(blocks_that_write_one_word, 4, 32) {
     if (T == 0) out[0] = blockIdx.x;  // <-
-}
-
-// expect: global-race | -
-__device__ unsigned blocks_done;
-KERNEL(a_last_block_without_fence, 4, 32) {
-    __shared__ bool last;
-    if (T == 0) {
-        out[blockIdx.x] = in[blockIdx.x];  // <-
-        last = atomicAdd(&blocks_done, 1u) == gridDim.x - 1;
-    }
-    __syncthreads();
-    if (last && T == 0) {
-        float sum = 0;
-        for (int i = 0; i < (int)gridDim.x; i++) sum += out[i];  // <-
-        out[64] = sum;
-        blocks_done = 0;
-    }
 }
 
 // expect: global-race | -
@@ -562,11 +443,6 @@ KERNEL(a_device_variable, 4, 32) {
     if (T == 0) total += in[blockIdx.x];  // <-
 }
 
-// expect: global-race | -
-KERNEL(a_memset_by_every_block, 4, 32) {
-    if (T == 0) memset(out, blockIdx.x, 64);  // <-
-}
-
 // expect: race | -
 KERNEL(a_memcpy_without_barrier, 1, 64) {
     __shared__ float s[64];
@@ -575,15 +451,6 @@ KERNEL(a_memcpy_without_barrier, 1, 64) {
 }
 
 // ==== not all take the same way ==================================================================
-// expect: exited-threads deadlock divergent | exited-threads deadlock divergent; only 48 of 64 threads .* thread 48 has returned
-KERNEL(an_early_return, 1, 64) {
-    __shared__ float s[64];
-    if (T >= 48) return;  // meant: no store
-    s[T] = in[T];
-    __syncthreads();  // <-
-    out[T] = s[47 - T];
-}
-
 // expect: divergent | divergent
 KERNEL(a_barrier_in_both_branches, 1, 64) {
     __shared__ float s[64];
@@ -632,62 +499,12 @@ KERNEL(a_lane_of_the_other_half, 1, 32) {
     if (T < 16) out[T] = __shfl_sync(0xffff, in[T], 16 + T);  // <-
 }
 
-// expect: exited-lanes divergent | exited-lanes divergent
-KERNEL(a_vote_of_those_who_are_left, 1, 32) {
-    int left = T;
-    while (__any_sync(~0u, left > 0)) {  // <-
-        if (left == 0) return;
-        left--;
-    }
-    out[T] = left;
-}
-
-// expect: lanes-missing divergent exited-lanes | lanes-missing divergent exited-lanes
-KERNEL(an_mma_in_a_branch, 1, 32) {
-    float c[4] = {};
-    const uint32_t a[4] = {};
-    if (T < 16) mma_m16n8k16(c, a, 0, 0);  // <-
-    out[T] = c[0];
-}
-
 // expect: lanes-missing | lanes-missing; lanes 0-15 only, but it needs all 32: the warp has only 16
 KERNEL(an_mma_of_half_a_warp, 1, 16) {
     float c[4] = {};
     const uint32_t a[4] = {};
     mma_m16n8k16(c, a, 0, 0);  // <-
     out[T] = c[0];
-}
-
-// expect: lanes-missing divergent deadlock | lanes-missing divergent deadlock
-KERNEL(ldmatrix_for_the_first_rows, 1, 32) {
-    __shared__ __align__(16) __half tile[32 * 8];
-    for (int i = 0; i < 8; i++) tile[T * 8 + i] = __float2half(0);
-    __syncwarp();
-    uint32_t r[2] = {};
-    if (T < 16) ldmatrix_x2(r, smem_u32(tile + T * 8));  // <-
-    out[T] = r[0];
-}
-
-// expect: barrier-arguments | barrier-arguments
-KERNEL(a_named_barrier_for_forty, 1, 64) { named_barrier_sync(1, 40); }  // <-
-
-// expect: deadlock | deadlock; Barrier 1 has 32 of the 64 threads that it waits for: warp 0
-KERNEL(a_named_barrier_nobody_arrives_at, 1, 64) {
-    if (T < 32) named_barrier_sync(1, 64);  // <-
-    else named_barrier_sync(2, 64);  // <-
-}
-
-// expect: divergent deadlock exited-threads | divergent deadlock exited-threads
-__device__ float block_sum(float v) {
-    __shared__ float s[64];
-    s[T] = v;
-    __syncthreads();  // <-
-    float sum = 0;
-    for (int i = 0; i < 64; i++) sum += s[i];
-    return sum;
-}
-KERNEL(a_barrier_inside_a_function, 1, 64) {
-    if (T % 2) out[T] = block_sum(in[T]);
 }
 
 // expect: divergent deadlock | divergent deadlock; 32 threads of 32 left, and none can go on
@@ -720,12 +537,6 @@ KERNEL(a_loop_whose_step_is_zero, 1, 32) {
 // expect: timeout | timeout
 KERNEL(a_lock_that_nobody_opens, 1, 64) {
     while (atomicCAS((int*)out, 0, 1) != 0) {}  // <-
-}
-
-// expect: timeout | timeout
-KERNEL(a_flag_that_is_never_set, 1, 32) {
-    volatile float* flag = out;
-    while (flag[0] == 0) {}  // <-
 }
 
 // expect: host-call | host-call

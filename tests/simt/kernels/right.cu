@@ -22,28 +22,6 @@ KERNEL(reduce, 1, 128) {
     if (T == 0) out[0] = s[0];
 }
 
-// out[0] = 2080
-KERNEL(reduce_last_warp, 1, 64) {
-    __shared__ float s[64];
-    s[T] = in[T];
-    __syncthreads();
-    if (T < 32) {
-        float v = s[T] + s[T + 32];
-        for (int d = 16; d; d /= 2) v += __shfl_down_sync(~0u, v, d);
-        if (T == 0) out[0] = v;
-    }
-}
-
-// out[0] = 8
-KERNEL(histogram, 1, 128) {
-    __shared__ int bins[16];
-    if (T < 16) bins[T] = 0;
-    __syncthreads();
-    atomicAdd(&bins[(int)in[T] % 16], 1);
-    __syncthreads();
-    if (T < 16) out[T] = bins[T];
-}
-
 // out[0] = 7: all store the same, in one instruction or in several
 KERNEL(a_flag_that_all_lanes_set, 1, 128) {
     __shared__ int flag;
@@ -61,22 +39,6 @@ KERNEL(neighbouring_bytes, 1, 64) {
     out[T] = bytes[T];
 }
 
-// out[0] = 520
-KERNEL(a_pipeline_of_two_stages, 1, 64) {
-    __shared__ __align__(16) float s[2][256];
-    cp_async<16>(smem_u32(&s[0][T * 4]), in + T * 4);
-    cp_async_commit();
-    for (int i = 0; i < 4; i++) {
-        if (i < 3) cp_async<16>(smem_u32(&s[(i + 1) & 1][T * 4]), in + (i + 1) * 4 + T * 4);
-        cp_async_commit();
-        cp_async_wait<1>();
-        __syncthreads();
-        for (int j = 0; j < 256; j += 64) out[T] += j ? 0 : s[i & 1][255 - T] - T % 1 - 126 - i * 4 + 0 * j;
-        __syncthreads();
-    }
-    cp_async_wait<0>();
-}
-
 // out[0] = 1
 KERNEL(a_guard_and_a_barrier, 1, 64) {
     __shared__ float s[64];
@@ -91,25 +53,6 @@ KERNEL(a_guard_and_a_barrier, 1, 64) {
 KERNEL(threads_that_return_before_no_barrier, 1, 64) {
     if (T >= 48) return;
     out[T] = in[T];
-}
-
-// out[0] = 10
-__device__ unsigned blocks_done;
-KERNEL(the_last_block_with_a_fence, 4, 32) {
-    __shared__ bool last;
-    if (T == 0) {
-        out[1 + blockIdx.x] = in[blockIdx.x];
-        __threadfence();
-        last = atomicAdd(&blocks_done, 1u) == gridDim.x - 1;
-    }
-    __syncthreads();
-    if (last && T == 0) {
-        __threadfence();
-        float sum = 0;
-        for (int i = 0; i < (int)gridDim.x; i++) sum += out[1 + i];
-        out[0] = sum;
-        blocks_done = 0;
-    }
 }
 
 // out[0] = 16
@@ -163,17 +106,6 @@ extern "C" int run_two_launches(const float* in, float* out, int n) {
     first<<<4, 64>>>(in, out, n);
     second<<<1, 64>>>(in, out, n);
     return cudaGetLastError();
-}
-
-// out[0] = 5
-KERNEL(a_lock, 5, 32) {
-    if (T == 0) {
-        while (atomicCAS((int*)out + 64, 0, 1) != 0) {}
-        __threadfence();
-        out[0] += 1;
-        __threadfence();
-        atomicExch((int*)out + 64, 0);
-    }
 }
 
 // out[0] = 1

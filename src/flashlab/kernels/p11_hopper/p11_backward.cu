@@ -9,7 +9,8 @@
 // same each time; -DORDERED=0 adds in any order, to see what order costs. `convert` makes dQ of the sums.
 //
 // A block has two consumers of 64 rows each, and a producer. In `keys` the scores are computed transposed, K Q^T: so
-// P^T and dS^T lie in registers as the A operands of dV and dK, and no tile is ever transposed.
+// P^T and dS^T lie in registers as the A operands of dV and dK, and no tile is ever transposed. Its second consumer is
+// some products behind the first: -DSKEWED=0 to see what that is for.
 //
 // Up to D = 96 the fragments of K and V stay in registers: shared memory is what the products wait for.
 //
@@ -19,7 +20,7 @@
 // Compile with -DHEAD_DIM=64, 80, 96, 112 or 128, and -DELEMENT=__half or __nv_bfloat16, -DQUERY_STEP=queries at a time
 // in `keys`, -DMOST_STAGES=2 or more; for seven products -DKEY_STEP=keys at a time in `queries`.
 
-// region: constants
+// region: options
 #ifndef SLAB
 #define SLAB 64                                                // a square of dQ has so many columns
 #endif
@@ -36,13 +37,19 @@
 #ifndef PRODUCTS
 #define PRODUCTS 5
 #endif
+#ifndef SKEWED
+#define SKEWED (PRODUCTS == 5)                               // the barrier of dS keeps it in step
+#endif
 #ifndef ORDERED
 #define ORDERED 1
 #endif
+// endregion
 
+// region: constants
 constexpr bool FIVE = PRODUCTS == 5;
 constexpr int GROUP = 128, CONSUMERS = 2;                      // threads of a warpgroup; the producer's is the third
 constexpr int WARPS = 4 * CONSUMERS, THREADS = (CONSUMERS + 1) * GROUP;
+constexpr int TURN = 2 + CONSUMERS;                            // the first of the named barriers that give a turn
 constexpr int CONSUMER_REGISTERS = 240, PRODUCER_REGISTERS = 24;       // per thread
 constexpr int BLOCK = WARPS * MMA_M;                           // rows that a block keeps: keys in `keys`, else queries
 constexpr int ROWS_PER_LANE = 2;                               // of an accumulator: g and g + 8
@@ -62,6 +69,7 @@ template <int STEP> constexpr int BARRIERS = 1 + 2 * STAGES_OF<STEP> + (FIVE ? 4
 template <int STEP>
 constexpr int SHARED = 2 * KEPT_BYTES + STAGES_OF<STEP> * STAGE_BYTES<STEP> + SUMS_BYTES + 8 * BARRIERS<STEP>;
 static_assert(STAGES_OF<QUERIES> > 1 && (FIVE || STAGES_OF<KEY_STEP> > 1), "a stage is free when the next is in use");
+static_assert(FIVE || !SKEWED, "without the barrier of dS one consumer may run a turn ahead");
 static_assert(BLOCK % QUERIES == 0 && QUERIES <= 128, "two numbers for each of so many queries are 1024 bytes");
 static_assert(QUERIES % QUERY_STEP == 0 && (!FIVE || 64 % QUERY_STEP == 0), "a stage is taken in equal steps");
 // endregion
@@ -308,6 +316,9 @@ keys(const Backward p, int heads_together, const float* lse_log2, const float* d
     const uint64_t v_operand = descriptor(v_smem + consumer * 64 * SLAB_ROW);
     const bool first_thread = threadIdx.x % GROUP == 0;        // it says that its warpgroup is through
     const float scale_log2 = p.scale * LOG2E;                  // exp(x) is computed as exp2(x * log2(e))
+    // The first query of the tile under way: counted, since a division in each tile costs 4 %
+    const int first_tile = (FIVE ? end - 1 : begin) * TILE, last_tile = (FIVE ? begin : end - 1) * TILE;
+    int row = first_tile;
     const int first_row = n_start + warp * MMA_M + g, last_row = n_start + consumer * 64 + 63;     // keys
     // endregion
 
@@ -367,10 +378,13 @@ keys(const Backward p, int heads_together, const float* lse_log2, const float* d
 #pragma unroll
         for (int n = 0; n < STEP / MMA_N; n++) numbers[n] = *(const float2*)(row + n * MMA_N + t * 2);
     };
-    // S^T = K Q^T and dP^T = V dO^T: rows are keys, columns are queries: STEP of a stage, from `first` on
+    // S^T = K Q^T and dP^T = V dO^T: rows are keys, columns are queries: STEP of a stage, from `first` on. The second
+    // consumer waits until the first has its S: so tensor cores and exponentials are busy by turns, not at one time.
+    // (The barrier of dS keeps the first from being a step ahead: it never arrives twice.)
     auto begin_step = [&](int nth, int first) {
         const float* lse_row = lse_of(nth, first);
         if (first == 0) mbarrier_wait(full + 8 * (nth % STAGES), nth / STAGES & 1);    // for every thread that waits
+        if (SKEWED && consumer == 1) named_barrier_sync(TURN + first / STEP, CONSUMERS * GROUP);
         product(s, k_rmem, k_operand, descriptor(q_of(nth, first)));
         load_numbers(lse_row);
         if (!ROOMY) of_g = *(const float2*)(lse_row + TILE + g % (STEP / MMA_N) * MMA_N + t * 2);
@@ -394,6 +408,7 @@ keys(const Backward p, int heads_together, const float* lse_log2, const float* d
     // region: dV and dK
     // dS^T = P^T * (dP^T - delta); then all products in one row: dV += P^T dO, dQ = dS K, dK += dS^T Q.
     auto end_step = [&](int nth, int first) {
+        if (SKEWED && consumer == 0) named_barrier_arrive(TURN + first / STEP, CONSUMERS * GROUP);   // it may begin
         wgmma_wait<0>();                                       // dP^T is ours
 #pragma unroll
         for (int n = 0; n < STEP / MMA_N; n++) {
@@ -403,7 +418,8 @@ keys(const Backward p, int heads_together, const float* lse_log2, const float* d
 #pragma unroll
             for (int i = 0; i < 4; i++) dp[4 * n + i] = s[4 * n + i] * (dp[4 * n + i] - delta[i % 2]);
         }
-        hide(tile_of(nth) * TILE + first);
+        hide(row + first);
+        if (first + STEP == TILE) row = row == last_tile ? first_tile : row + (FIVE ? -TILE : TILE);
         round_to<STEP>(p_rmem, s), round_to<STEP>(ds_rmem, dp);
         if constexpr (FIVE)                                    // both have dQ of the tile before last: it is read
 #pragma unroll

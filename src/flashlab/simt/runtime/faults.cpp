@@ -40,12 +40,14 @@ static uintptr_t program_counter(void* context) {
 static void leave_lane(Worker* worker, Finding f, int error, void* context) {
     Lane* lane = worker->running;
     const uintptr_t pc = program_counter(context);
-    if (worker->inside || worker->leaving) {
+    // From here on no cancellation interrupts; a broken stack may fault once more, and comes here again.
+    const bool was_inside = worker->inside;
+    worker->inside = true;
+    if (was_inside) {
         f.pc = lane->pc;
     } else if (in_module(pc)) {
         f.pc = pc + 1;  // a report looks just before the address
     } else {            // in a library, or nowhere: who called it?
-        worker->leaving = true;  // a broken stack may fault once more
         uintptr_t pcs[24];
         const int n = backtrace(pcs, 24);
         for (int i = 0; i < n && !f.pc; i++)
@@ -55,7 +57,6 @@ static void leave_lane(Worker* worker, Finding f, int error, void* context) {
     f.other_pc = lane->pc;  // second best: where it last entered the runtime
     file(lane, f);
     stop_launch(&worker->block, error);
-    worker->leaving = false;
     siglongjmp(worker->escape, 1);
 }
 

@@ -254,7 +254,6 @@ struct Worker {  // an OS thread that runs blocks
     int held[2] = {-1, -1};         // of global memory: see GlobalShadow::hold
     volatile bool in_lane = false;  // a lane runs, not the scheduler
     volatile bool inside = false;   // the running lane is inside the runtime
-    volatile bool leaving = false;  // a signal handler is at work on it
     Lane* volatile running = nullptr;
     std::atomic<uint32_t> in_vain{0};  // how often a lane has looked, or slept, in vain
     uint64_t samples[8] = {};          // of the running lane's registers (faults.cpp)
