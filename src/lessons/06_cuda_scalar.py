@@ -1130,7 +1130,8 @@ show.region(step6, "constants")
 # copied.
 
 # %%
-show.region(step6, "arithmetic", "copy a tile")
+show.region(path("arithmetic.cuh"), "arithmetic")
+show.region(step6, "copy a tile")
 
 # %% [markdown]
 # The head of the kernel: shared memory, then who am I? A block finds its tile of Q, its batch, head and K/V head. Causal blocks start

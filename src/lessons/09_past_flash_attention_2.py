@@ -49,7 +49,7 @@ from flashlab.check import verify
 from flashlab.cuda import load_inline, missing
 from flashlab.figures import curves, ladder, show, traces
 from flashlab.figures.ladder import COLUMNS, counted, grow, row
-from flashlab.kernels import step, steps
+from flashlab.kernels import path, step, steps
 
 show.style()
 BACKEND = "emulator" if missing("nvcc") else "nvcc"
@@ -244,7 +244,7 @@ assert narrow["p9_2_addresses"]["at_once"] < narrow["p9_1_masks"]["at_once"]
 # multiplications per lane. Phase 2 showed that any reference value will do instead of the maximum, as long as nothing overflows.
 #
 # So let the reference lag behind. Rescale only when the maximum has moved by more than 8, in log2 units. P then stays below $2^8 = 256$, far
-# from fp16's 65 504. The decision is one vote per warp.
+# from fp16's 65 504. The decision is one vote per warp. (From here on `copies.cuh` has the swizzle and the copies.)
 
 # %%
 show.diff(step("p9_2_addresses"), step("p9_3_rescale"), "row maxima", "rescale", context=1)
@@ -407,6 +407,8 @@ for heads, n in ((64, 4096), (16, 4096), (16, 2048)):
 # %% [markdown]
 # The kernel gets it from its block's number. Within a group of heads the last rows of all heads go first. Why groups? Blocks that run at
 # the same time should find their K and V in the L2 cache. A group may fill half of it, since Q and O pass through too.
+#
+# From here on the work of a warp on one tile does not change any more. `warp_tile.cuh` has it, as functions.
 
 # %%
 show.diff(step("p9_5_prefetch"), step("p9_6_order"), "which rows", "launch", context=1)
@@ -845,7 +847,7 @@ show.region(step("p9_flash"), "constants")
 # **The swizzle and the copies.** `at` is called before the loop only. Every thread copies its own chunk, and those `ROWS_PER_PASS` rows below.
 
 # %%
-show.region(step("p9_flash"), "swizzle", "copy a tile")
+show.region(path("copies.cuh"), "swizzle", "copy a tile")
 
 # %% [markdown]
 # **Who works on what.** The block's number says which rows of which head, and which share of the keys. Q lies first in shared memory, then the
@@ -862,7 +864,13 @@ show.region(step("p9_flash"), "shared memory", "which rows", "which keys")
 show.region(step("p9_flash"), "state", "addresses", "first copies", "Q in registers")
 
 # %% [markdown]
-# **The main loop**, uncut. Follow one tile through it:
+# **The main loop** waits for a tile, asks for the next one, and calls the functions of `warp_tile.cuh`, one after the other.
+
+# %%
+show.region(step("p9_flash"), "main loop")
+
+# %% [markdown]
+# **The functions.** Follow one tile through them:
 #
 # | part | from step | what it does |
 # |---|---|---|
@@ -874,7 +882,7 @@ show.region(step("p9_flash"), "state", "addresses", "first copies", "Q in regist
 # | *output* | `p7`, `p9_4` | $PV$: accumulators of S become A fragments |
 
 # %%
-show.region(step("p9_flash"), "main loop")
+show.region(path("warp_tile.cuh"), "scores", "row maxima", "rescale", "probabilities", "output")
 
 # %% [markdown]
 # **The store.** Only now are the four lanes' sums added. Q's shared memory has done its work, so O goes through it to be stored in 16-byte pieces;

@@ -540,7 +540,7 @@ grow("p11_4_producer")
 # threads gets 65536 / 384 = 170 per thread, in multiples of 8: 168. The producer needs hardly any. With `setmaxnreg` it gives
 # them away: 24 for it, 240 for each consumer. (160 of them are accumulators and P.) Registers change hands by warpgroups, so the producer
 # is a whole warpgroup now, though a single thread of it works. (Without `__launch_bounds__(THREADS, 1)`
-# ptxas leaves `setmaxnreg` out, and says so: C7508.) From here on `tiles.cuh` has the operands, copies and tensor maps.
+# ptxas leaves `setmaxnreg` out, and says so: C7508.) `tiles.cuh`, `products.cuh` and `softmax.cuh` have what stays.
 
 # %%
 show.diff(step("p11_4_producer"), step("p11_5_consumers"), "constants", "barriers", "producer")
@@ -743,7 +743,9 @@ print("\nOne of them:", FOUND["K is released before the wgmma are waited for"].m
 
 # %%
 show.region(step("p11_10_epilogue"), "constants")
-show.region(path("tiles.cuh"), "operands", "copy a tile")
+show.region(path("switches.cuh"), "switches")
+show.region(path("tiles.cuh"), "operands")
+show.region(path("maps.cuh"), "slabs", "copy a tile")
 
 # %% [markdown]
 # **What lies where** in shared memory: Q, the stages of K and of V, O, then the barriers. **Which rows** a part is. **The barriers**: a full one waits
@@ -773,11 +775,18 @@ show.region(step("p11_10_epilogue"), "producer")
 show.region(step("p11_10_epilogue"), "state", "operands of the scores", "main loop")
 
 # %% [markdown]
+# **The functions** that the loop calls are in two headers.
+
+# %%
+show.region(path("products.cuh"), "issue scores", "issue output")
+show.region(path("softmax.cuh"), "row maxima", "probabilities")
+
+# %% [markdown]
 # **The store**: `lse`, then O by way of shared memory and TMA. **The launch**: which heads together, and the counter set to 0.
 
 # %%
 show.region(step("p11_10_epilogue"), "store", "launch")
-show.region(path("tiles.cuh"), "tensor maps")
+show.region(path("maps.cuh"), "tensor maps")
 
 # %% [markdown]
 # Does it compute attention? The checker's cases of up to 300 rows, at $D = 64$: causal and not, grouped heads, ragged and empty lengths, strides,

@@ -237,7 +237,7 @@ check("11.7", scores)
 # `HEAD_DIM` in whole slabs.
 
 # %%
-show.region(path("tiles.cuh"), "copy a tile")
+show.region(path("maps.cuh"), "copy a tile")
 show.region(UNEVEN, "constants", "shared memory", "which rows", "which keys", "barriers")
 
 # %% [markdown]
@@ -431,7 +431,7 @@ check("11.11", hand)
 # %%
 show.region(launchless(), "constants", whole_file=False)
 show.region(launchless(), "shared memory", whole_file=False)
-show.region(path("tiles.cuh"), "tensor maps", whole_file=False)
+show.region(path("maps.cuh"), "tensor maps", whole_file=False)
 show.source(path("problem.cuh"))
 
 # %% [markdown]

@@ -43,7 +43,7 @@ from flashlab.figures import hopper as draw
 from flashlab.figures import show
 from flashlab.figures.ladder import prepare
 from flashlab.figures.panels import panels
-from flashlab.kernels import path, step, steps
+from flashlab.kernels import path, step, steps, whole
 
 show.style()
 torch.manual_seed(0)
@@ -69,7 +69,7 @@ show.table([draw.row(name) for name in NAMES], draw.COLUMNS)
 # FlashAttention-4 has the idea too, in its kernels for Blackwell; its forward pass for Hopper rescales always.
 
 # %%
-show.diff(step("p11_10_epilogue"), step("p11_11_rescale"), "row maxima", "rescale")
+show.diff(whole("p11_10_epilogue"), step("p11_11_rescale"), "row maxima", "rescale")
 
 # %% [markdown]
 # ## 3 · Step 12: fewer exponentials
@@ -404,7 +404,7 @@ for run in RUNS:
 # parts are equal, and nobody asks the counter.
 
 # %%
-show.diff(step("p11_16_learns"), step("p11_flash"), "constants", "launch")
+show.diff(whole("p11_16_learns"), step("p11_flash"), "constants", "launch")
 
 # %% [markdown]
 # What becomes of that, for 132 SMs? Few parts and many, and the shared memory that a block asks for. It may have 227 KB:
@@ -821,6 +821,7 @@ for run in RUNS:
 
 # %%
 show.region(step("p11_flash"), "constants", "scheduler")
+show.region(path("switches.cuh"), "switches")
 
 # %% [markdown]
 # **What lies where** in shared memory: two places for Q, the stages of K and of V, O, then the barriers. **Which rows** a part is. **The
@@ -852,6 +853,15 @@ show.region(step("p11_flash"), "producer")
 
 # %%
 show.region(step("p11_flash"), "state", "operands of the scores", "main loop")
+
+# %% [markdown]
+# **The functions** that it calls: from steps 2 and 3, 11, 12 and 14.
+
+# %%
+show.region(path("products.cuh"), "issue scores", "issue output")
+show.region(path("maxima.cuh"), "row maxima")
+show.region(path("exponential.cuh"), "exponential")
+show.region(path("scores_again.cuh"), "scores again")
 
 # %% [markdown]
 # **The store**: `lse`, then O by way of shared memory and TMA. **The launch**: how many consumers, which heads together, and

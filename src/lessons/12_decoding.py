@@ -497,7 +497,7 @@ show.region(CUDA, "main loop")
 # One tile is phase 9's: two products, a maximum that seldom moves, and P that stays in registers. The rows are heads of the group and their queries, and each has its own last key.
 
 # %%
-show.region(CUDA, "state", "one tile")
+show.region(path("one_tile.cuh"), "state", "one tile")
 
 # %% [markdown]
 # Which tiles? Each block adds up all lengths, then takes its share of the row of tiles. A share may begin in one sequence and end in another: those are its **pieces**. A cut in a sequence costs

@@ -232,7 +232,7 @@ def kernel_lines(lesson: Lesson, root: Path, cells) -> tuple[str, list[str], set
         last = (
             series.step(LAST_STEPS[lesson.number]) if lesson.number in LAST_STEPS else series.steps(lesson.number)[-1]
         )
-        name, text = f"{last.name}.cu", last.path.read_text(encoding="utf-8")
+        name, text = f"{last.name}.cu", series.whole(last.name)
     else:
         return "", [], set()
     seen: set[str] = set()

@@ -36,7 +36,7 @@ from flashlab.cuda import CudaModule
 from flashlab.exercises.phase_09_ladder import said_by  # which registers 9.7 to 9.12
 from flashlab.exercises.registry import exercise
 from flashlab.exercises.rule import rule
-from flashlab.kernels.series import step
+from flashlab.kernels.series import source, step
 
 # ---- 9.1 -------------------------------------------------------------------------------------------------------------
 
@@ -336,7 +336,7 @@ extern "C" int merge_alone(T* o, float* lse, const float* part_o, const float* p
 def _merging(text: str) -> Source:
     """The second kernel of p9_flash by itself, with a learner's loop."""
     flash = step("p9_flash").path.read_text()
-    constants, merge = flash.partition("// region: swizzle")[0], flash[flash.index("// region: merge") :]
+    constants, merge = flash.partition("// region: shared memory")[0], flash[flash.index("// region: merge") :]
     alone = constants + merge.partition("// region: launch")[0] + _MERGE_ALONE
     return replaced(Source(alone, "p9_flash"), "weighted sum", text)
 
@@ -510,7 +510,7 @@ PARTS = dict(zip("ABCDEFGHIJKLMNOPQR", (
     "which rows", "launch", "load K and V", "state", "output", "swizzle", "Q in registers", "rescale",
     "shared memory", "addresses",
 ), strict=True))  # fmt: skip
-"""The parts of p9_5_prefetch, which are its regions, by the letters that the exercise gives them."""
+"""The parts of p9_5_prefetch and its header, which are their regions, by the letters that the exercise gives them."""
 
 # What a part needs of others, as {letter: (why, letters)}.
 _INSIDE = "it stands inside of the kernel, which begins there"
@@ -537,8 +537,12 @@ _WINDOW, _NARROW = 300, 40
 
 @cache
 def _windowed() -> str:
-    """p9_5_prefetch with the window's constant, its left border in the mask, and the last tile that is asked for."""
-    return edited(step("p9_5_prefetch").path.read_text(), [
+    """p9_5_prefetch with the window's constant, its left border in the mask, and the last tile that is asked for.
+
+    And behind it its header, whose regions are parts too.
+    """
+    text, header = source("p9_5_prefetch"), "copies.cuh"
+    return edited(text.replace(f'#include "p09_past_flash_attention_2/{header}"\n', "") + source(header), [
         ("constexpr int SHARED =", f"constexpr int LEFT = {_WINDOW};{' ' * 32}// keys that a row sees before its own "
          "position\nconstexpr int SHARED ="),
         ("        if (j > 0) {   ", "        if (j > begin) {"),

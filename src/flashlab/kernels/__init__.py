@@ -19,7 +19,8 @@ from flashlab.kernels.series import (
     source,
     step,
     steps,
+    whole,
 )
 
 __all__ = ["ALL", "DECODING", "FOLDER", "HOPPER", "HOPPER_SIDE", "PTX", "SERIES", "SIDE", "Step", "path", "source",
-           "step", "steps"]  # fmt: skip
+           "step", "steps", "whole"]  # fmt: skip

@@ -1,14 +1,14 @@
 """The last kernel with one idea at a time taken out: what each is worth, where all the others are there.
 
-Each is an edit of ``p9_flash.cu`` by its exact text. All of them compute the same attention; a test runs each in the
-emulator, and ``flashlab bench ablation`` times them beside the whole and beside FlashAttention-2.
+Each is an edit of ``p9_flash.cu`` with its headers, by its exact text. All of them compute the same attention; a test
+runs each in the emulator, and ``flashlab bench ablation`` times them beside the whole and beside FlashAttention-2.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashlab.kernels.series import SERIES, Step
+from flashlab.kernels.series import SERIES, Step, whole
 
 WHOLE: Step = SERIES[-1]
 
@@ -29,7 +29,7 @@ class Ablation:
 
     def text(self) -> str:
         """The source. Raises ValueError: a text to be edited is not there, or there more than once."""
-        text = WHOLE.path.read_text(encoding="utf-8")
+        text = whole(WHOLE.name)
         for old, new in self.edits:
             if text.count(old) != 1:
                 raise ValueError(f"{self.name}: {old!r} occurs {text.count(old)} times in {WHOLE.name}.cu")
@@ -38,7 +38,8 @@ class Ablation:
 
 
 _TALL = ("using Tall = Tile<HEAD_DIM == 256 ? 1 : 2>;", "using Tall = Tile<1>;")
-_K_ADDRESS = "k_smem + stage + at({n} * 16 + lane % 8 + lane / 16 * 8, {k} * 16 + lane / 8 % 2 * 8)"
+_LANE = "threadIdx.x % 32"
+_K_ADDRESS = f"k_lane + stage + at({{n}} * 16 + {_LANE} % 8 + {_LANE} / 16 * 8, {{k}} * 16 + {_LANE} / 8 % 2 * 8)"
 
 ABLATIONS = (
     Ablation(
@@ -69,7 +70,8 @@ ABLATIONS = (
             ("ldmatrix_x4(b[0], k_lane + stage);", f"ldmatrix_x4(b[0], {_K_ADDRESS.format(n=0, k=0)});"),
             ("(k_lane ^ (next_k * 32)) + stage + next_n * 16 * ROW_BYTES", _K_ADDRESS.format(n="next_n", k="next_k")),
             ("(v_lane ^ (n * 32)) + stage + k * MMA_K * ROW_BYTES",
-             "v_smem + stage + at(k * MMA_K + lane % 16, n * 16 + lane / 16 * 8)"),
+             f"v_lane + stage + at(k * MMA_K + {_LANE} % 16, n * 16 + {_LANE} / 16 * 8)"),
+            ("load_q, k_lane, stage", "load_q, k_smem, stage"), ("acc, s, v_lane, stage", "acc, s, v_smem, stage"),
             ("(q_lane ^ (k * 32)) + m * MMA_M * ROW_BYTES",
              "q_smem + at(warp_row + m * MMA_M + lane % 16, k * 16 + lane / 16 * 8)"),
         ),

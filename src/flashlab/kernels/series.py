@@ -7,6 +7,7 @@ one holds the regions in which it differs from the step beside it, and the rest 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -187,3 +188,12 @@ def path(name: str) -> Path:
 def source(name: str) -> str:
     """The text of `path(name)`."""
     return path(name).read_text(encoding="utf-8")
+
+
+def whole(name: str) -> str:
+    """The same, with the headers that are parts of it, which no ``#pragma once`` begins, where it includes them."""
+
+    def text_of(include: re.Match[str]) -> str:
+        return include[0] if "#pragma once" in source(include[1]) else whole(include[1])
+
+    return re.sub(r'^#include "p\d+_\w+/(\w+\.cuh)"\n', text_of, source(name), flags=re.MULTILINE)

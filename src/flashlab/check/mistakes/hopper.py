@@ -22,7 +22,7 @@ def _mutant(name: str, file: str, *edits: tuple[str, str], found: Sequence[str],
 
 
 _INIT = "mbarrier_init(full_q + 8 * i, 1);"
-_LOAD = "mbarrier_arrive_expect_tx(bar, ROWS * HEAD_DIM * 2);"
+_LOAD = "mbarrier_arrive_expect_tx(bar, ROWS * COLUMNS * 2);"
 _WAIT_K = "mbarrier_wait(full_k + 8 * stage, phase);"
 _WAIT_V = "mbarrier_wait(full_v + 8 * stage, phase);"
 _LOAD_V = "load_tile<BLOCK_N>(v_smem + stage * KV_BYTES, v_map, full_v + 8 * stage, j * BLOCK_N, kv_head, batch);"
@@ -40,7 +40,7 @@ _RELEASE_K = "if (threadIdx.x == 0) mbarrier_arrive(empty_k + 8 * stage);"
 _FENCE_P = "wgmma_fence();                                         // acc and p_rmem were written by their lanes"
 _O_READY = "wgmma_wait<0>();\n        if (threadIdx.x == 0) mbarrier_arrive(empty_v + 8 * stage);"
 _P_FREE = "wgmma_wait<0>();\n        if (first_thread) mbarrier_arrive(empty_v + 8 * ((nth - 1) % STAGES));"
-_MASK = "if (MASKED && j * BLOCK_N + n * MMA_N + t * 2 + e > last_key) c = -INFINITY;"
+_MAXIMA = "row_maxima<MASKED>(m_new, m_i, s, j * BLOCK_N, t, last_key);"
 _READ_O = "if (first_thread) bulk_wait_read<0>();                 // the O before it has been read"
 _O_BARRIER = "named_barrier_sync(1 + CONSUMERS + consumer, GROUP);"
 _O_STORED = (
@@ -65,7 +65,7 @@ MUTANTS: tuple[Mutant, ...] = (
             found=["mbarrier-bytes"], words=["bring 8192 bytes", "expects 4096"]),
     _mutant("too many bytes expected", _PRODUCER, (_LOAD, _LOAD.replace("* 2", "* 4")),
             found=["deadlock"], words=["16384 bytes expected, 8192 brought"]),
-    _mutant("nobody arrives at the full barrier", _PRODUCER, (_LOAD, "mbarrier_expect_tx(bar, ROWS * HEAD_DIM * 2);"),
+    _mutant("nobody arrives at the full barrier", _PRODUCER, (_LOAD, "mbarrier_expect_tx(bar, ROWS * COLUMNS * 2);"),
             found=["deadlock"], words=["1 of 1 arrival missing"]),
     _mutant("the empty barriers wait for two consumers", _PRODUCER,
             (_INIT, "mbarrier_init(full_q + 8 * i, full_q + 8 * i < empty_k ? 1 : 2);"),
@@ -171,7 +171,8 @@ MUTANTS: tuple[Mutant, ...] = (
             ("q_stage * Q_BYTES + consumer * 64 * SLAB_ROW)", "q_stage * Q_BYTES)"),
             found=["o-rows-repeated"], words=["row 64 of o holds what belongs in row 0", "for 64 of 128"]),
     # ---- masks and weights
-    _mutant("the tail is not masked", _PRODUCER, (_MASK, "if (CAUSAL) " + _MASK), found=["tail-not-masked"]),
+    _mutant("the tail is not masked", _PRODUCER, (_MAXIMA, _MAXIMA.replace("MASKED", "MASKED && CAUSAL")),
+            found=["tail-not-masked"]),
     _mutant("causal off by one", _PRODUCER,
             ("min(p.seq_k - 1, row + diagonal)", "min(p.seq_k - 1, row + diagonal - 1)"),
             found=["causal-without-diagonal"]),

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from flashlab.check.changes import edited
 from flashlab.check.cuda_answer import PROBES, Source, Verdict, examine
-from flashlab.kernels.series import source
+from flashlab.kernels.series import whole
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Mutant:
 
     def source(self) -> Source:
         """The edited text. Raises ValueError where the series has changed and an edit no longer fits."""
-        return Source(edited(source(self.file), self.edits, f"{self.file}.cu, {self.name}"), self.file)
+        return Source(edited(whole(self.file), self.edits, f"{self.file}.cu, {self.name}"), self.file)
 
     def examine(self) -> Verdict:
         """Raises CheckFailed: with a diagnosis of ``found``, if the tools are as good as they should be."""

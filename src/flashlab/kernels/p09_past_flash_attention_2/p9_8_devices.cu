@@ -26,40 +26,8 @@ template <int M_TILES_, int BLOCK_N_ = 64> struct Tile {       // M_TILES MMA ti
     static constexpr bool Q_IN_REGISTERS = M_TILES * HEAD_DIM <= 128;          // there is room for no more
     static constexpr int Q_BYTES = BLOCK_M * ROW_BYTES, SHARED = Q_BYTES + 2 * STAGES * KV_BYTES;
 };
-// endregion
-
-// region: swizzle
-// Element (row, column) of a tile of shared memory, in bytes from its start; column is a multiple of 8. Rows 8, 16 ...
-// further are 8, 16 ... ROW_BYTES further; columns 16 k on of a row whose first column is below 16 are at
-// (address ^ 32 k).
-__device__ __forceinline__ int at(int row, int column) { return row * ROW_BYTES + (column / 8 ^ row % 8) * 16; }
-// endregion
-
-// region: copy a tile
-// A thread copies the chunk at (chunk_row(), chunk_column()), and those ROWS_PER_PASS, 2 ROWS_PER_PASS ... rows
-// below.
-constexpr int ROWS_PER_PASS = THREADS / CHUNKS;
-static_assert(ROWS_PER_PASS % 8 == 0, "the swizzle of a thread's chunk is the same in every pass");
-__device__ __forceinline__ int chunk_row() { return threadIdx.x / CHUNKS; }
-__device__ __forceinline__ int chunk_column() { return threadIdx.x % CHUNKS * 8; }
-
-// Copies a tile of ROWS rows, which exist; `to` and `from` are this thread's first chunk.
-template <int ROWS> __device__ __forceinline__ void copy_tile(uint32_t to, const T* from, int64_t row_stride) {
-#pragma unroll
-    for (int i = 0; i < ROWS; i += ROWS_PER_PASS, from += ROWS_PER_PASS * row_stride)
-        cp_async<16>(to + i * ROW_BYTES, from);
-}
-// The same, of which only `rows` rows exist: the others become zeros. A copy of no bytes needs a valid address all the
-// same.
-template <int ROWS>
-__device__ __forceinline__ void copy_part(uint32_t to, const T* from, int64_t row_stride, int rows) {
-    const T* valid = from - chunk_row() * row_stride;
-#pragma unroll
-    for (int i = 0; i < ROWS; i += ROWS_PER_PASS, from += ROWS_PER_PASS * row_stride) {
-        const bool exists = chunk_row() + i < rows;
-        cp_async<16>(to + i * ROW_BYTES, exists ? from : valid, exists ? 16 : 0);
-    }
-}
+#include "p09_past_flash_attention_2/copies.cuh"
+#include "p09_past_flash_attention_2/warp_tile.cuh"
 // endregion
 
 // region: shared memory
@@ -150,6 +118,9 @@ flash_forward(const Problem p, int heads_together) {
     // endregion
 
     // region: main loop
+    auto last_key = [&](int r) {                               // that this lane's row r sees
+        return CAUSAL ? min(p.seq_k - 1, m_start + warp_row + g + r * 8 + diagonal) : p.seq_k - 1;
+    };
     auto tile = [&](int j, auto is_masked) {                   // the body of the loop, compiled twice
         constexpr bool MASKED = decltype(is_masked)::value;
         // region: load K and V
@@ -165,110 +136,12 @@ flash_forward(const Problem p, int heads_together) {
         // endregion
 
         // region: one tile
-        // region: scores
-        // S = Q K^T. The rows of K are the columns of K^T: ldmatrix without trans gives the B fragment.
-        float s[M_TILES][S_TILES][4] = {};
-        uint32_t b[2][4];                                      // B twice: 16 columns x 16 keys; and the next ones
-        if (!Q_IN_REGISTERS) load_q(q_rmem[0], 0);
-        ldmatrix_x4(b[0], k_lane + stage);
-#pragma unroll
-        for (int k = 0; k < HEAD_DIM / MMA_K; k++) {
-            const auto& a = q_rmem[Q_IN_REGISTERS ? k : k % 2];
-            if (!Q_IN_REGISTERS && k + 1 < HEAD_DIM / MMA_K) load_q(q_rmem[(k + 1) % 2], k + 1);
-#pragma unroll
-            for (int n = 0; n < S_TILES / 2; n++) {
-                const int step = k * (S_TILES / 2) + n;
-                const int next_k = (step + 1) / (S_TILES / 2), next_n = (step + 1) % (S_TILES / 2);
-                const uint32_t next = (k_lane ^ (next_k * 32)) + stage + next_n * 16 * ROW_BYTES;
-                if (next_k < HEAD_DIM / MMA_K) ldmatrix_x4(b[(step + 1) % 2], next);
-#pragma unroll
-                for (int m = 0; m < M_TILES; m++) {            // one fragment of K, M_TILES of Q
-                    mma_m16n8k16<T>(s[m][2 * n], a[m], b[step % 2][0], b[step % 2][1]);
-                    mma_m16n8k16<T>(s[m][2 * n + 1], a[m], b[step % 2][2], b[step % 2][3]);
-                }
-            }
-        }
-        // endregion
-
-        // region: row maxima
-        float m_new[ROWS_PER_LANE];
-        bool moved = false;
-#pragma unroll
-        for (int r = 0; r < ROWS_PER_LANE; r++) {
-            const int row = m_start + warp_row + g + r * 8;
-            const int last_key = CAUSAL ? min(p.seq_k - 1, row + diagonal) : p.seq_k - 1;
-            float x = m_i[r];
-#pragma unroll
-            for (int n = 0; n < S_TILES; n++)
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    float& c = s[r / 2][n][r % 2 * 2 + e];
-                    if (MASKED && j * BLOCK_N + n * MMA_N + t * 2 + e > last_key) c = -INFINITY;
-                    x = fmaxf(x, c);
-                }
-            x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));          // a row lives in the four lanes of a quad
-            m_new[r] = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-            moved |= (m_new[r] - m_i[r]) * scale_log2 > RESCALE_ABOVE;         // (NaN is not above)
-        }
-        // endregion
-
-        // region: rescale
-        // When some row needs it, what was summed under the old maximum is brought under the new one
-        if (__any_sync(~0u, moved)) {
-            // region: correction
-#pragma unroll
-            for (int r = 0; r < ROWS_PER_LANE; r++) {
-                const float base = m_new[r] == -INFINITY ? 0.f : m_new[r];     // -inf - (-inf) would be NaN
-                const float correction = exp2_approx((m_i[r] - base) * scale_log2);
-                m_i[r] = m_new[r], l_i[r] *= correction;
-#pragma unroll
-                for (int n = 0; n < O_TILES; n++)
-                    acc[r / 2][n][r % 2 * 2] *= correction, acc[r / 2][n][r % 2 * 2 + 1] *= correction;
-            }
-            // endregion
-        }
-        // endregion
-
-        // region: probabilities
-        // P = exp(S - maximum), in place
-#pragma unroll
-        for (int r = 0; r < ROWS_PER_LANE; r++) {
-            const float base = (m_i[r] == -INFINITY ? 0.f : m_i[r]) * scale_log2;
-#pragma unroll
-            for (int n = 0; n < S_TILES; n++)
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    float& c = s[r / 2][n][r % 2 * 2 + e];
-                    c = exp2_approx(fmaf(c, scale_log2, -base));
-                    l_i[r] += c;
-                }
-        }
-        // endregion
-
-        // region: output
-        // O += P V. Two neighbouring accumulators of S, rounded, are the A fragment of P: no lane needs another's
-        // numbers. B wants two keys of one column of V in a register, and they lie in two rows: ldmatrix with trans.
-#pragma unroll
-        for (int k = 0; k < BLOCK_N / MMA_K; k++) {
-            uint32_t a[M_TILES][4];
-#pragma unroll
-            for (int m = 0; m < M_TILES; m++) {
-                const float(&c)[4] = s[m][2 * k], (&d)[4] = s[m][2 * k + 1];
-                a[m][0] = pack<T>(c[0], c[1]), a[m][1] = pack<T>(c[2], c[3]);
-                a[m][2] = pack<T>(d[0], d[1]), a[m][3] = pack<T>(d[2], d[3]);
-            }
-#pragma unroll
-            for (int n = 0; n < O_TILES / 2; n++) {
-                uint32_t b[4];                                 // B twice: 16 keys x 16 columns of V
-                ldmatrix_x4_trans(b, (v_lane ^ (n * 32)) + stage + k * MMA_K * ROW_BYTES);
-#pragma unroll
-                for (int m = 0; m < M_TILES; m++) {
-                    mma_m16n8k16<T>(acc[m][2 * n], a[m], b[0], b[1]);
-                    mma_m16n8k16<T>(acc[m][2 * n + 1], a[m], b[2], b[3]);
-                }
-            }
-        }
-        // endregion
+        float s[M_TILES][S_TILES][4] = {}, m_new[ROWS_PER_LANE];
+        scores(s, q_rmem, load_q, k_lane, stage);
+        const bool moved = row_maxima<MASKED>(m_new, m_i, s, j * BLOCK_N + t * 2, last_key, scale_log2);
+        if (__any_sync(~0u, moved)) rescale(acc, l_i, m_i, m_new, scale_log2);         // when some row needs it
+        probabilities(s, l_i, m_i, scale_log2);
+        add_output(acc, s, v_lane, stage);
         // endregion
     };
     int j = end - 1;

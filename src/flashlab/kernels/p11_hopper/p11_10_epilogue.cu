@@ -9,12 +9,7 @@
 
 // region: constants
 #include "p11_hopper/tiles.cuh"
-#ifndef PING_PONG
-#define PING_PONG 1
-#endif
-#ifndef DYNAMIC                                                // 0 divides the parts beforehand
-#define DYNAMIC 1
-#endif
+#include "p11_hopper/switches.cuh"
 
 // A warpgroup each, and the producer's after them
 constexpr int CONSUMERS = HEAD_DIM == 64 ? 3 : 2, GROUP = 128, WARPS = 4 * CONSUMERS, THREADS = (CONSUMERS + 1) * GROUP;
@@ -27,6 +22,8 @@ constexpr int ROWS_PER_LANE = 2;                               // of an accumula
 constexpr int Q_BYTES = BLOCK_M * COLUMNS * 2, KV_BYTES = BLOCK_N * COLUMNS * 2;     // per tile of shared memory
 constexpr int BARRIERS = 6 + 4 * STAGES;                       // 8 bytes each
 constexpr int SHARED = Q_BYTES + 2 * STAGES * KV_BYTES + Q_BYTES + 8 * BARRIERS + 8;         // New: Q_BYTES for O
+#include "p11_hopper/products.cuh"
+#include "p11_hopper/softmax.cuh"
 // endregion
 
 // region: shared memory
@@ -118,6 +115,10 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
     // endregion
 
     // region: main loop
+    auto last_key = [&](int r) {                               // that the lane's row r sees
+        const int row = m_start + warp_row + g + r * 8, diagonal = p.seq_k - p.seq_q;
+        return CAUSAL ? min(p.seq_k - 1, row + diagonal) : p.seq_k - 1;
+    };
     int nth = 0;                                               // tiles so far
     // region: turns
     // Barrier 1 + c is consumer c's turn: its own 128 threads wait there, those of the one before it arrive.
@@ -132,11 +133,7 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
         const int stage = (nth - 1) % STAGES, phase = (nth - 1) / STAGES & 1;
         mbarrier_wait(full_v + 8 * stage, phase);
         const uint64_t v_operand = descriptor_of_rows<BLOCK_N>(v_smem + stage * KV_BYTES);
-        wgmma_fence();                                         // acc and p_rmem were written by their lanes
-#pragma unroll
-        for (int k = 0; k < BLOCK_N / MMA_K; k++)
-            wgmma_rs<HEAD_DIM, T, true>(acc, p_rmem[k], v_operand + rows_on(k));
-        wgmma_commit();
+        issue_output(acc, p_rmem, v_operand);
         // endregion
     };
     auto output_is_there = [&] {
@@ -152,41 +149,18 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
 
         // region: one tile
         // region: scores
-        // S = Q K^T. The rows of K are the columns of K^T. Lanes hold it as MMA tiles side by side: c0 c1 c2 c3 of
-        // tile n are s[4 n] ... s[4 n + 3].
         float s[S_TILES * 4];
         const uint64_t k_operand = descriptor(k_smem + stage * KV_BYTES);
         take_turn();
-        wgmma_fence();                                         // the registers of s are the tensor cores' from here on
-#pragma unroll
-        for (int k = 0; k < HEAD_DIM / MMA_K; k++)             // the first one overwrites s
-            wgmma_ss<BLOCK_N, T>(s, q_operand + columns_on<BLOCK_M>(k), k_operand + columns_on<BLOCK_N>(k), k > 0);
-        wgmma_commit();
+        issue_scores<BLOCK_M>(s, q_operand, k_operand);
         if (!FIRST) add_output();
         pass_turn();
         wgmma_wait<FIRST ? 0 : 1>();                           // s is ours again; acc and p_rmem are not
         if (first_thread) mbarrier_arrive(empty_k + 8 * stage);            // the warpgroup has read K_j
         // endregion
 
-        // region: row maxima
         float m_new[ROWS_PER_LANE];
-#pragma unroll
-        for (int r = 0; r < ROWS_PER_LANE; r++) {
-            const int row = m_start + warp_row + g + r * 8, diagonal = p.seq_k - p.seq_q;
-            const int last_key = CAUSAL ? min(p.seq_k - 1, row + diagonal) : p.seq_k - 1;
-            float x = m_i[r];
-#pragma unroll
-            for (int n = 0; n < S_TILES; n++)
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    float& c = s[4 * n + 2 * r + e];
-                    if (MASKED && j * BLOCK_N + n * MMA_N + t * 2 + e > last_key) c = -INFINITY;
-                    x = fmaxf(x, c);
-                }
-            x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));          // a row lives in the four lanes of a quad
-            m_new[r] = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-        }
-        // endregion
+        row_maxima<MASKED>(m_new, m_i, s, j * BLOCK_N, t, last_key);
 
         // region: rescale
         // What was summed under the old maximum is brought under the new one: O later, when it is there
@@ -199,21 +173,7 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
         }
         // endregion
 
-        // region: probabilities
-        // P = exp(S - maximum), in place
-#pragma unroll
-        for (int r = 0; r < ROWS_PER_LANE; r++) {
-            const float base = (m_i[r] == -INFINITY ? 0.f : m_i[r]) * scale_log2;
-#pragma unroll
-            for (int n = 0; n < S_TILES; n++)
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    float& c = s[4 * n + 2 * r + e];
-                    c = exp2_approx(fmaf(c, scale_log2, -base));
-                    l_i[r] += c;
-                }
-        }
-        // endregion
+        probabilities(s, l_i, m_i, scale_log2);
 
         // region: rescale O
         if (!FIRST) {

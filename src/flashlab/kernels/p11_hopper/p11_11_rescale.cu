@@ -10,12 +10,7 @@
 
 // region: constants
 #include "p11_hopper/tiles.cuh"
-#ifndef PING_PONG
-#define PING_PONG 1
-#endif
-#ifndef DYNAMIC                                                // 0 divides the parts beforehand
-#define DYNAMIC 1
-#endif
+#include "p11_hopper/switches.cuh"
 
 // A warpgroup each, and the producer's after them
 constexpr int CONSUMERS = HEAD_DIM == 64 ? 3 : 2, GROUP = 128, WARPS = 4 * CONSUMERS, THREADS = (CONSUMERS + 1) * GROUP;
@@ -30,6 +25,34 @@ constexpr int Q_BYTES = BLOCK_M * COLUMNS * 2, KV_BYTES = BLOCK_N * COLUMNS * 2;
 constexpr float RESCALE_ABOVE = 8.f;
 constexpr int BARRIERS = 6 + 4 * STAGES;                       // 8 bytes each
 constexpr int SHARED = Q_BYTES + 2 * STAGES * KV_BYTES + Q_BYTES + 8 * BARRIERS + 8;         // Q_BYTES for O
+#include "p11_hopper/products.cuh"
+// endregion
+
+// region: row maxima
+// m_new: the maxima with these scores, masked where a row does not see them. moved: one has moved far.
+// first_row: of the lane; first_key: of the tile.
+template <bool CAUSAL, bool MASKED>
+__device__ __forceinline__ void row_maxima(float (&m_new)[ROWS_PER_LANE], bool& moved, float (&s)[S_TILES * 4],
+                                           const float (&m_i)[ROWS_PER_LANE], const Problem& p, int first_row,
+                                           int first_key, int t, float scale_log2) {
+    moved = false;                                             // New
+#pragma unroll
+    for (int r = 0; r < ROWS_PER_LANE; r++) {
+        const int row = first_row + r * 8, diagonal = p.seq_k - p.seq_q;
+        const int last_key = CAUSAL ? min(p.seq_k - 1, row + diagonal) : p.seq_k - 1;
+        float x = m_i[r];
+#pragma unroll
+        for (int n = 0; n < S_TILES; n++) {
+#pragma unroll
+            for (int e = 0; e < 2; e++)
+                if (MASKED && first_key + n * MMA_N + t * 2 + e > last_key) s[4 * n + 2 * r + e] = -INFINITY;
+            x = fmaxf(x, fmaxf(s[4 * n + 2 * r], s[4 * n + 2 * r + 1]));       // New: half as long a chain
+        }
+        x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));              // a row lives in the four lanes of a quad
+        m_new[r] = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+        moved |= (m_new[r] - m_i[r]) * scale_log2 > RESCALE_ABOVE;             // New (NaN is not above)
+    }
+}
 // endregion
 
 // region: shared memory
@@ -135,11 +158,7 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
         const int stage = (nth - 1) % STAGES, phase = (nth - 1) / STAGES & 1;
         mbarrier_wait(full_v + 8 * stage, phase);
         const uint64_t v_operand = descriptor_of_rows<BLOCK_N>(v_smem + stage * KV_BYTES);
-        wgmma_fence();                                         // acc and p_rmem were written by their lanes
-#pragma unroll
-        for (int k = 0; k < BLOCK_N / MMA_K; k++)
-            wgmma_rs<HEAD_DIM, T, true>(acc, p_rmem[k], v_operand + rows_on(k));
-        wgmma_commit();
+        issue_output(acc, p_rmem, v_operand);
         // endregion
     };
     auto output_is_there = [&] {
@@ -155,42 +174,19 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
 
         // region: one tile
         // region: scores
-        // S = Q K^T. The rows of K are the columns of K^T. Lanes hold it as MMA tiles side by side: c0 c1 c2 c3 of
-        // tile n are s[4 n] ... s[4 n + 3].
         float s[S_TILES * 4];
         const uint64_t k_operand = descriptor(k_smem + stage * KV_BYTES);
         take_turn();
-        wgmma_fence();                                         // the registers of s are the tensor cores' from here on
-#pragma unroll
-        for (int k = 0; k < HEAD_DIM / MMA_K; k++)             // the first one overwrites s
-            wgmma_ss<BLOCK_N, T>(s, q_operand + columns_on<BLOCK_M>(k), k_operand + columns_on<BLOCK_N>(k), k > 0);
-        wgmma_commit();
+        issue_scores<BLOCK_M>(s, q_operand, k_operand);
         if (!FIRST) add_output();
         pass_turn();
         wgmma_wait<FIRST ? 0 : 1>();                           // s is ours again; acc and p_rmem are not
         if (first_thread) mbarrier_arrive(empty_k + 8 * stage);            // the warpgroup has read K_j
         // endregion
 
-        // region: row maxima
         float m_new[ROWS_PER_LANE];
-        bool moved = false;                                    // New
-#pragma unroll
-        for (int r = 0; r < ROWS_PER_LANE; r++) {
-            const int row = m_start + warp_row + g + r * 8, diagonal = p.seq_k - p.seq_q;
-            const int last_key = CAUSAL ? min(p.seq_k - 1, row + diagonal) : p.seq_k - 1;
-            float x = m_i[r];
-#pragma unroll
-            for (int n = 0; n < S_TILES; n++) {
-#pragma unroll
-                for (int e = 0; e < 2; e++)
-                    if (MASKED && j * BLOCK_N + n * MMA_N + t * 2 + e > last_key) s[4 * n + 2 * r + e] = -INFINITY;
-                x = fmaxf(x, fmaxf(s[4 * n + 2 * r], s[4 * n + 2 * r + 1]));           // New: half as long a chain
-            }
-            x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));          // a row lives in the four lanes of a quad
-            m_new[r] = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-            moved |= (m_new[r] - m_i[r]) * scale_log2 > RESCALE_ABOVE;         // New (NaN is not above)
-        }
-        // endregion
+        bool moved;
+        row_maxima<CAUSAL, MASKED>(m_new, moved, s, m_i, p, m_start + warp_row + g, j * BLOCK_N, t, scale_log2);
 
         // region: rescale
         // What was summed under the old maximum is brought under the new one: O later, when it is there. All rows of
@@ -303,21 +299,9 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
 // endregion
 
 // region: launch
+#include "p11_hopper/launch_parts.cuh"
 extern "C" int64_t workspace_floats(const Problem* p) { return 1; }        // the counter
 extern "C" int forward(const Problem* p, void* stream) {
-    const CUtensorMap q_map = map_of(p->q, p->q_stride, p->batch, p->heads, p->seq_q, BLOCK_M);
-    const CUtensorMap k_map = map_of(p->k, p->k_stride, p->batch, p->kv_heads, p->seq_k, BLOCK_N);
-    const CUtensorMap v_map = map_of(p->v, p->v_stride, p->batch, p->kv_heads, p->seq_k, BLOCK_N);
-    const CUtensorMap o_map = map_of(p->o, p->o_stride, p->batch, p->heads, p->seq_q, 64);
-    const int parts = p->batch * p->heads * ceil_div(p->seq_q, BLOCK_M), grid = min(p->sms, parts);
-    // As many heads as have K and V in half of a 50 MB L2
-    const int64_t fit = max((int64_t)1, 24000000 / ((int64_t)p->seq_k * HEAD_DIM * 4 + 1));
-    const int heads_together = (int)min((int64_t)p->batch * p->heads, fit);
-    cudaMemsetAsync(p->workspace, 0, sizeof(int), (cudaStream_t)stream);
-    // More than 48 KB of shared memory have to be asked for. A refusal is what cudaGetLastError then returns.
-    const auto kernel = p->causal ? flash_forward<true> : flash_forward<false>;
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED);
-    kernel<<<grid, THREADS, SHARED, (cudaStream_t)stream>>>(*p, heads_together, q_map, k_map, v_map, o_map);
-    return (int)cudaGetLastError();
+    return launch(p->causal ? flash_forward<true> : flash_forward<false>, *p, stream);
 }
 // endregion

@@ -9,15 +9,7 @@
 
 // region: constants
 #include "p11_hopper/tiles.cuh"
-#ifndef PING_PONG
-#define PING_PONG 1
-#endif
-#ifndef DYNAMIC                                                // 0 divides the parts beforehand
-#define DYNAMIC 1
-#endif
-#ifndef POLYNOMIAL                                             // of how many MMA tiles of S one is computed so
-#define POLYNOMIAL 0
-#endif
+#include "p11_hopper/switches.cuh"
 #ifndef TRUST                                                  // New: a full tile's maxima are looked at only in need
 #define TRUST (HEAD_DIM < 256)
 #endif
@@ -38,18 +30,9 @@ constexpr int Q_STAGES = 2, BARRIERS = 4 + 2 * Q_STAGES + 4 * STAGES;
 struct __align__(16) Part { int batch, head, m_start, end; };  // a head's rows, and tiles that some of them see
 constexpr int BARRIERS_AT = (Q_STAGES + 1) * Q_BYTES + 2 * STAGES * KV_BYTES;          // Q_BYTES for O
 constexpr int SHARED = BARRIERS_AT + 8 * BARRIERS + 2 * sizeof(Part);
-// endregion
-
-// region: exponential
-// 2^x with a relative error of 1e-4, up to x = 127: a rounding to fp16 errs by up to 5e-4. 2^x = 2^n 2^f, where
-// n is the nearest integer. Adding 1.5 * 2^23 rounds to it, and leaves it in the sum's last bits; shifted, they are the
-// exponent of 2^n. n = -127 gives 0, n = 128 infinity, and n goes no further. NaN stays NaN, in f.
-__device__ __forceinline__ float exp2_polynomial(float x) {
-    x = x < -127.f ? -127.f : x;
-    const float shifted = fminf(x, 128.f) + 12582912.f, f = x - (shifted - 12582912.f);
-    const float power = __uint_as_float((__float_as_uint(shifted) << 23) + 0x3f800000u);
-    return fmaf(f, fmaf(f, fmaf(f, 0.0550089516f, 0.242211014f), 0.693282902f), 1.f) * power;
-}
+#include "p11_hopper/products.cuh"
+#include "p11_hopper/maxima.cuh"
+#include "p11_hopper/exponential.cuh"
 // endregion
 
 // region: shared memory
@@ -170,11 +153,7 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
         const int stage = (nth - 1) % STAGES, phase = (nth - 1) / STAGES & 1;
         mbarrier_wait(full_v + 8 * stage, phase);
         const uint64_t v_operand = descriptor_of_rows<BLOCK_N>(v_smem + stage * KV_BYTES);
-        wgmma_fence();                                         // acc and p_rmem were written by their lanes
-#pragma unroll
-        for (int k = 0; k < BLOCK_N / MMA_K; k++)
-            wgmma_rs<HEAD_DIM, T, true>(acc, p_rmem[k], v_operand + rows_on(k));
-        wgmma_commit();
+        issue_output(acc, p_rmem, v_operand);
         // endregion
     };
     auto output_is_there = [&] {
@@ -220,44 +199,20 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
 
         // region: one tile
         // region: scores
-        // S = Q K^T. The rows of K are the columns of K^T. Lanes hold it as MMA tiles side by side: c0 c1 c2 c3 of
-        // tile n are s[4 n] ... s[4 n + 3].
         float s[S_TILES * 4];
         const uint64_t k_operand = descriptor(k_smem + stage * KV_BYTES);
         take_turn();
-        wgmma_fence();                                         // the registers of s are the tensor cores' from here on
-#pragma unroll
-        for (int k = 0; k < HEAD_DIM / MMA_K; k++)             // the first one overwrites s
-            wgmma_ss<BLOCK_N, T>(s, q_operand + columns_on<BLOCK_M>(k), k_operand + columns_on<BLOCK_N>(k), k > 0);
-        wgmma_commit();
+        issue_scores<BLOCK_M>(s, q_operand, k_operand);
         if (!FIRST) add_output();
         pass_turn();
         wgmma_wait<FIRST ? 0 : 1>();                           // s is ours again; acc and p_rmem are not
         // endregion
 
-        // region: row maxima
         float m_new[ROWS_PER_LANE], sums[ROWS_PER_LANE];
         bool moved = false;
         auto maxima = [&] {
-            moved = false;
-#pragma unroll
-            for (int r = 0; r < ROWS_PER_LANE; r++) {
-                const int row = at.m_start + warp_row + g + r * 8, diagonal = p.seq_k - p.seq_q;
-                const int last_key = CAUSAL ? min(p.seq_k - 1, row + diagonal) : p.seq_k - 1;
-                float x = m_i[r];
-#pragma unroll
-                for (int n = 0; n < S_TILES; n++) {
-#pragma unroll
-                    for (int e = 0; e < 2; e++)
-                        if (MASKED && j * BLOCK_N + n * MMA_N + t * 2 + e > last_key) s[4 * n + 2 * r + e] = -INFINITY;
-                    x = fmaxf(x, fmaxf(s[4 * n + 2 * r], s[4 * n + 2 * r + 1]));       // half as long a chain
-                }
-                x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));      // a row lives in the four lanes of a quad
-                m_new[r] = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-                moved |= (m_new[r] - m_i[r]) * scale_log2 > RESCALE_ABOVE;     // (NaN is not above)
-            }
+            row_maxima<CAUSAL, MASKED>(m_new, moved, s, m_i, p, at.m_start + warp_row + g, j * BLOCK_N, t, scale_log2);
         };
-        // endregion
 
         // region: rescale
         // What was summed under the old maximum is brought under the new one: O later, when it is there. All rows of
@@ -399,21 +354,9 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
 // endregion
 
 // region: launch
+#include "p11_hopper/launch_parts.cuh"
 extern "C" int64_t workspace_floats(const Problem* p) { return 1; }        // the counter
 extern "C" int forward(const Problem* p, void* stream) {
-    const CUtensorMap q_map = map_of(p->q, p->q_stride, p->batch, p->heads, p->seq_q, BLOCK_M);
-    const CUtensorMap k_map = map_of(p->k, p->k_stride, p->batch, p->kv_heads, p->seq_k, BLOCK_N);
-    const CUtensorMap v_map = map_of(p->v, p->v_stride, p->batch, p->kv_heads, p->seq_k, BLOCK_N);
-    const CUtensorMap o_map = map_of(p->o, p->o_stride, p->batch, p->heads, p->seq_q, 64);
-    const int parts = p->batch * p->heads * ceil_div(p->seq_q, BLOCK_M), grid = min(p->sms, parts);
-    // As many heads as have K and V in half of a 50 MB L2
-    const int64_t fit = max((int64_t)1, 24000000 / ((int64_t)p->seq_k * HEAD_DIM * 4 + 1));
-    const int heads_together = (int)min((int64_t)p->batch * p->heads, fit);
-    cudaMemsetAsync(p->workspace, 0, sizeof(int), (cudaStream_t)stream);
-    // More than 48 KB of shared memory have to be asked for. A refusal is what cudaGetLastError then returns.
-    const auto kernel = p->causal ? flash_forward<true> : flash_forward<false>;
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED);
-    kernel<<<grid, THREADS, SHARED, (cudaStream_t)stream>>>(*p, heads_together, q_map, k_map, v_map, o_map);
-    return (int)cudaGetLastError();
+    return launch(p->causal ? flash_forward<true> : flash_forward<false>, *p, stream);
 }
 // endregion

@@ -14,12 +14,13 @@
 
 constexpr int WARPS = 4, THREADS = WARPS * WARP_SIZE, STAGES = 2;
 constexpr int BLOCK_M = WARPS * MMA_M, BLOCK_N = 64;           // query rows per block; keys at a time
-constexpr int SLAB = 64, SLAB_ROW = SLAB * 2;                  // columns of a slab; bytes of a row of it
 constexpr int S_TILES = BLOCK_N / MMA_N, O_TILES = HEAD_DIM / MMA_N;   // accumulators of a warp, [MMA_M, MMA_N] each
 constexpr int ROWS_PER_LANE = 2;                               // of an accumulator: g and g + 8
 constexpr int Q_BYTES = BLOCK_M * HEAD_DIM * 2, KV_BYTES = BLOCK_N * HEAD_DIM * 2;     // per tile of shared memory
 constexpr int BARRIERS = 1 + 2 * STAGES;                       // 8 bytes each: of Q; of K and V in every stage
 constexpr int SHARED = Q_BYTES + 2 * STAGES * KV_BYTES + 8 * BARRIERS;
+#include "p11_hopper/maps.cuh"
+#include "p11_hopper/softmax.cuh"
 // endregion
 
 // region: operands
@@ -42,19 +43,6 @@ template <int ROWS> __device__ __forceinline__ uint64_t descriptor_of_rows(uint3
     return smem_descriptor(tile_smem, SWIZZLE_128, ROWS * SLAB_ROW, 8 * SLAB_ROW);
 }
 __device__ __forceinline__ constexpr uint64_t rows_on(int k) { return k * MMA_K * SLAB_ROW / 16; }
-// endregion
-
-// region: copy a tile
-// Asks for a tile of ROWS rows, to be called by one thread. `bar` expects its bytes, those of rows that do not
-// exist too: they become zeros.
-template <int ROWS>
-__device__ __forceinline__ void load_tile(uint32_t tile_smem, const CUtensorMap& map, uint32_t bar, int row, int head,
-                                          int batch) {
-    mbarrier_arrive_expect_tx(bar, ROWS * HEAD_DIM * 2);
-#pragma unroll
-    for (int column = 0; column < HEAD_DIM; column += SLAB)
-        tma_load(tile_smem + column / SLAB * ROWS * SLAB_ROW, &map, bar, column, row, head, batch);
-}
 // endregion
 
 // region: shared memory
@@ -122,6 +110,10 @@ flash_forward(const Problem p,                                 // and what TMA h
     // endregion
 
     // region: main loop
+    auto last_key = [&](int r) {                               // that the lane's row r sees
+        const int row = m_start + warp_row + g + r * 8;
+        return CAUSAL ? min(p.seq_k - 1, row + diagonal) : p.seq_k - 1;
+    };
     auto tile = [&](int j, auto is_masked) {                   // the body of the loop, compiled twice
         constexpr bool MASKED = decltype(is_masked)::value;
         // region: load K and V
@@ -146,25 +138,8 @@ flash_forward(const Problem p,                                 // and what TMA h
         wgmma_wait<0>();                                       // and ours again
         // endregion
 
-        // region: row maxima
         float m_new[ROWS_PER_LANE];
-#pragma unroll
-        for (int r = 0; r < ROWS_PER_LANE; r++) {
-            const int row = m_start + warp_row + g + r * 8;
-            const int last_key = CAUSAL ? min(p.seq_k - 1, row + diagonal) : p.seq_k - 1;
-            float x = m_i[r];
-#pragma unroll
-            for (int n = 0; n < S_TILES; n++)
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    float& c = s[4 * n + 2 * r + e];
-                    if (MASKED && j * BLOCK_N + n * MMA_N + t * 2 + e > last_key) c = -INFINITY;
-                    x = fmaxf(x, c);
-                }
-            x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));          // a row lives in the four lanes of a quad
-            m_new[r] = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-        }
-        // endregion
+        row_maxima<MASKED>(m_new, m_i, s, j * BLOCK_N, t, last_key);
 
         // region: rescale
         // What was summed under the old maximum is brought under the new one
@@ -179,21 +154,7 @@ flash_forward(const Problem p,                                 // and what TMA h
         }
         // endregion
 
-        // region: probabilities
-        // P = exp(S - maximum), in place
-#pragma unroll
-        for (int r = 0; r < ROWS_PER_LANE; r++) {
-            const float base = (m_i[r] == -INFINITY ? 0.f : m_i[r]) * scale_log2;
-#pragma unroll
-            for (int n = 0; n < S_TILES; n++)
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    float& c = s[4 * n + 2 * r + e];
-                    c = exp2_approx(fmaf(c, scale_log2, -base));
-                    l_i[r] += c;
-                }
-        }
-        // endregion
+        probabilities(s, l_i, m_i, scale_log2);
 
         // region: output
         // New: O += P V. Two neighbouring accumulators of S, rounded, are the A fragment of P: no lane needs another's
@@ -238,30 +199,9 @@ flash_forward(const Problem p,                                 // and what TMA h
 }
 // endregion
 
-// region: tensor maps
-// [batch, heads, rows, HEAD_DIM], as TMA counts: the innermost dimension first. A copy takes a box of one slab's
-// columns and `box_rows` rows of one head, so rows beyond the head's last do not exist, whatever lies there in memory.
-static CUtensorMap map_of(const void* tensor, const Strides& stride, int batch, int heads, int rows, int box_rows) {
-    const auto type = std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-    const uint64_t dims[] = {HEAD_DIM, (uint64_t)rows, (uint64_t)heads, (uint64_t)batch};
-    // In bytes. Of a dimension of size 1 it is no matter: it may be what TMA does not take.
-    const auto bytes = [](int64_t elements, int size) { return (uint64_t)(size > 1 ? elements : HEAD_DIM) * 2; };
-    const uint64_t strides[] = {bytes(stride.row, rows), bytes(stride.head, heads), bytes(stride.batch, batch)};
-    const uint32_t box[] = {SLAB, (uint32_t)box_rows, 1, 1};
-    return tensor_map(tensor, type, 4, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_128B);
-}
-// endregion
-
 // region: launch
+#include "p11_hopper/launch.cuh"
 extern "C" int forward(const Problem* p, void* stream) {
-    const CUtensorMap q_map = map_of(p->q, p->q_stride, p->batch, p->heads, p->seq_q, BLOCK_M);
-    const CUtensorMap k_map = map_of(p->k, p->k_stride, p->batch, p->kv_heads, p->seq_k, BLOCK_N);
-    const CUtensorMap v_map = map_of(p->v, p->v_stride, p->batch, p->kv_heads, p->seq_k, BLOCK_N);
-    const unsigned grid = p->batch * p->heads * ceil_div(p->seq_q, BLOCK_M);
-    // More than 48 KB of shared memory have to be asked for. A refusal is what cudaGetLastError then returns.
-    const auto kernel = p->causal ? flash_forward<true> : flash_forward<false>;
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED);
-    kernel<<<grid, THREADS, SHARED, (cudaStream_t)stream>>>(*p, q_map, k_map, v_map);
-    return (int)cudaGetLastError();
+    return launch(p->causal ? flash_forward<true> : flash_forward<false>, *p, stream);
 }
 // endregion

@@ -24,6 +24,9 @@ constexpr int ROWS_PER_LANE = 2;                               // of an accumula
 constexpr int Q_BYTES = BLOCK_M * COLUMNS * 2, KV_BYTES = BLOCK_N * COLUMNS * 2;     // per tile of shared memory
 constexpr int BARRIERS = 1 + 4 * STAGES;                       // 8 bytes each
 constexpr int SHARED = Q_BYTES + 2 * STAGES * KV_BYTES + 8 * BARRIERS;
+#include "p11_hopper/products.cuh"
+#include "p11_hopper/softmax.cuh"
+#include "p11_hopper/store_rows.cuh"
 // endregion
 
 // region: shared memory
@@ -104,6 +107,10 @@ flash_forward(const Problem p,                                 // and what TMA h
     // endregion
 
     // region: main loop
+    auto last_key = [&](int r) {                               // that the lane's row r sees
+        const int row = m_start + warp_row + g + r * 8;
+        return CAUSAL ? min(p.seq_k - 1, row + diagonal) : p.seq_k - 1;
+    };
     int nth = 0;                                               // tiles so far
     // region: turns
     // New: barrier 1 + c is consumer c's turn: its own 128 threads wait there, those of the one before it arrive.
@@ -118,11 +125,7 @@ flash_forward(const Problem p,                                 // and what TMA h
         const int stage = (nth - 1) % STAGES, phase = (nth - 1) / STAGES & 1;
         mbarrier_wait(full_v + 8 * stage, phase);
         const uint64_t v_operand = descriptor_of_rows<BLOCK_N>(v_smem + stage * KV_BYTES);
-        wgmma_fence();                                         // acc and p_rmem were written by their lanes
-#pragma unroll
-        for (int k = 0; k < BLOCK_N / MMA_K; k++)
-            wgmma_rs<HEAD_DIM, T, true>(acc, p_rmem[k], v_operand + rows_on(k));
-        wgmma_commit();
+        issue_output(acc, p_rmem, v_operand);
         // endregion
     };
     auto output_is_there = [&] {
@@ -138,41 +141,18 @@ flash_forward(const Problem p,                                 // and what TMA h
 
         // region: one tile
         // region: scores
-        // S = Q K^T. The rows of K are the columns of K^T. Lanes hold it as MMA tiles side by side: c0 c1 c2 c3 of
-        // tile n are s[4 n] ... s[4 n + 3].
         float s[S_TILES * 4];
         const uint64_t k_operand = descriptor(k_smem + stage * KV_BYTES);
         take_turn();                                           // New
-        wgmma_fence();                                         // the registers of s are the tensor cores' from here on
-#pragma unroll
-        for (int k = 0; k < HEAD_DIM / MMA_K; k++)             // the first one overwrites s
-            wgmma_ss<BLOCK_N, T>(s, q_operand + columns_on<BLOCK_M>(k), k_operand + columns_on<BLOCK_N>(k), k > 0);
-        wgmma_commit();
+        issue_scores<BLOCK_M>(s, q_operand, k_operand);
         if (!FIRST) add_output();
         pass_turn();                                           // New
         wgmma_wait<FIRST ? 0 : 1>();                           // s is ours again; acc and p_rmem are not
         if (first_thread) mbarrier_arrive(empty_k + 8 * stage);            // the warpgroup has read K_j
         // endregion
 
-        // region: row maxima
         float m_new[ROWS_PER_LANE];
-#pragma unroll
-        for (int r = 0; r < ROWS_PER_LANE; r++) {
-            const int row = m_start + warp_row + g + r * 8;
-            const int last_key = CAUSAL ? min(p.seq_k - 1, row + diagonal) : p.seq_k - 1;
-            float x = m_i[r];
-#pragma unroll
-            for (int n = 0; n < S_TILES; n++)
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    float& c = s[4 * n + 2 * r + e];
-                    if (MASKED && j * BLOCK_N + n * MMA_N + t * 2 + e > last_key) c = -INFINITY;
-                    x = fmaxf(x, c);
-                }
-            x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));          // a row lives in the four lanes of a quad
-            m_new[r] = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-        }
-        // endregion
+        row_maxima<MASKED>(m_new, m_i, s, j * BLOCK_N, t, last_key);
 
         // region: rescale
         // What was summed under the old maximum is brought under the new one: O later, when it is there
@@ -185,21 +165,7 @@ flash_forward(const Problem p,                                 // and what TMA h
         }
         // endregion
 
-        // region: probabilities
-        // P = exp(S - maximum), in place
-#pragma unroll
-        for (int r = 0; r < ROWS_PER_LANE; r++) {
-            const float base = (m_i[r] == -INFINITY ? 0.f : m_i[r]) * scale_log2;
-#pragma unroll
-            for (int n = 0; n < S_TILES; n++)
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    float& c = s[4 * n + 2 * r + e];
-                    c = exp2_approx(fmaf(c, scale_log2, -base));
-                    l_i[r] += c;
-                }
-        }
-        // endregion
+        probabilities(s, l_i, m_i, scale_log2);
 
         // region: rescale O
         if (!FIRST) {
@@ -226,36 +192,14 @@ flash_forward(const Problem p,                                 // and what TMA h
     // endregion
 
     // region: store
-    // O and lse. Each lane stores its pairs of columns.
-    const int64_t first_row = (int64_t)head_index * p.seq_q + m_start;         // of lse [batch, heads, seq_q]
-#pragma unroll
-    for (int r = 0; r < ROWS_PER_LANE; r++) {
-        const int row = warp_row + g + r * 8;
-        float sum = l_i[r];
-        sum += __shfl_xor_sync(~0u, sum, 1);
-        sum += __shfl_xor_sync(~0u, sum, 2);
-        const float inverse = sum > 0.f ? 1.f / sum : sum;     // a row that sees no key: 0; NaN stays NaN
-        if (m_start + row < p.seq_q) {
-            if (t == 0) p.lse[first_row + row] = sum == 0.f ? -INFINITY : (m_i[r] * scale_log2 + log2f(sum)) * LN2;
-#pragma unroll
-            for (int n = 0; n < O_TILES; n++)
-                *(uint32_t*)(o_gmem + row * p.o_stride.row + n * MMA_N + t * 2) =
-                    pack<T>(acc[4 * n + 2 * r] * inverse, acc[4 * n + 2 * r + 1] * inverse);
-        }
-    }
+    // O and lse
+    store(p, o_gmem, (int64_t)head_index * p.seq_q + m_start, m_start, warp_row + g, t, acc, m_i, l_i, scale_log2);
 }
 // endregion
 
 // region: launch
+#include "p11_hopper/launch.cuh"
 extern "C" int forward(const Problem* p, void* stream) {
-    const CUtensorMap q_map = map_of(p->q, p->q_stride, p->batch, p->heads, p->seq_q, BLOCK_M);
-    const CUtensorMap k_map = map_of(p->k, p->k_stride, p->batch, p->kv_heads, p->seq_k, BLOCK_N);
-    const CUtensorMap v_map = map_of(p->v, p->v_stride, p->batch, p->kv_heads, p->seq_k, BLOCK_N);
-    const unsigned grid = p->batch * p->heads * ceil_div(p->seq_q, BLOCK_M);
-    // More than 48 KB of shared memory have to be asked for. A refusal is what cudaGetLastError then returns.
-    const auto kernel = p->causal ? flash_forward<true> : flash_forward<false>;
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED);
-    kernel<<<grid, THREADS, SHARED, (cudaStream_t)stream>>>(*p, q_map, k_map, v_map);
-    return (int)cudaGetLastError();
+    return launch(p->causal ? flash_forward<true> : flash_forward<false>, *p, stream);
 }
 // endregion

@@ -11,15 +11,7 @@
 
 // region: constants
 #include "p11_hopper/tiles.cuh"
-#ifndef PING_PONG
-#define PING_PONG 1
-#endif
-#ifndef DYNAMIC                                                // New: 0 divides the parts beforehand, 1 equal ones
-#define DYNAMIC 1
-#endif
-#ifndef POLYNOMIAL                                             // of how many MMA tiles of S one is computed so
-#define POLYNOMIAL 0
-#endif
+#include "p11_hopper/switches.cuh"
 #ifndef TRUST                                                  // New: not where HEAD_DIM is 256: it gains nothing there
 #define TRUST (HEAD_DIM < 256)
 #endif
@@ -46,6 +38,10 @@ constexpr bool O_IN_Q = HEAD_DIM > 128;                        // New: O takes t
 constexpr int Q_STAGES = O_IN_Q ? 1 : 2, BARRIERS = 4 + 2 * Q_STAGES + 4 * STAGES;     // New; 8 bytes each
 // region: part
 struct __align__(16) Part { int batch, head, m_start, end; };  // a head's rows, and tiles of keys that some of them see
+#include "p11_hopper/products.cuh"
+#include "p11_hopper/maxima.cuh"
+#include "p11_hopper/exponential.cuh"
+#include "p11_hopper/scores_again.cuh"
 // endregion
 template <int CONSUMERS_> struct Tile {                        // New: what depends on the number of consumers
     // A warpgroup each, and the producer's after them
@@ -62,18 +58,6 @@ template <int CONSUMERS_> struct Tile {                        // New: what depe
 // New: whether blocks ask the counter for their next part.
 template <bool CAUSAL> __host__ __device__ constexpr bool asks(int parts, int blocks) {
     return DYNAMIC > !CAUSAL && parts > blocks;
-}
-// endregion
-
-// region: exponential
-// 2^x with a relative error of 1e-4, up to x = 127: a rounding to fp16 errs by up to 5e-4. 2^x = 2^n 2^f, where
-// n is the nearest integer. Adding 1.5 * 2^23 rounds to it, and leaves it in the sum's last bits; shifted, they are the
-// exponent of 2^n. n = -127 gives 0, n = 128 infinity, and n goes no further. NaN stays NaN, in f.
-__device__ __forceinline__ float exp2_polynomial(float x) {
-    x = x < -127.f ? -127.f : x;
-    const float shifted = fminf(x, 128.f) + 12582912.f, f = x - (shifted - 12582912.f);
-    const float power = __uint_as_float((__float_as_uint(shifted) << 23) + 0x3f800000u);
-    return fmaf(f, fmaf(f, fmaf(f, 0.0550089516f, 0.242211014f), 0.693282902f), 1.f) * power;
 }
 // endregion
 
@@ -207,37 +191,12 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
         const int stage = (nth - 1) % STAGES, phase = (nth - 1) / STAGES & 1;
         mbarrier_wait(full_v + 8 * stage, phase);
         const uint64_t v_operand = descriptor_of_rows<BLOCK_N>(v_smem + stage * KV_BYTES);
-        wgmma_fence();                                         // acc and p_rmem were written by their lanes
-#pragma unroll
-        for (int k = 0; k < BLOCK_N / MMA_K; k++)
-            wgmma_rs<HEAD_DIM, T, true>(acc, p_rmem[k], v_operand + rows_on(k));
-        wgmma_commit();
+        issue_output(acc, p_rmem, v_operand);
         // endregion
     };
     auto output_is_there = [&] {
         wgmma_wait<0>();
         if (first_thread) mbarrier_arrive(empty_v + 8 * ((nth - 1) % STAGES));
-    };
-    // S = Q K^T by one warp, with phase 8's instructions. q_rows: where the consumer's rows of Q begin
-    auto scores_again = [&](float (&s)[S_TILES * 4], uint32_t q_rows, uint32_t k_rows) {
-        // region: scores again
-        const int l = threadIdx.x % WARP_SIZE, l8 = l % 8, row = threadIdx.x % GROUP / WARP_SIZE * MMA_M + l % 16;
-        for (float& x : s) x = 0.f;
-#pragma unroll 1
-        for (int column = 0; column < HEAD_DIM; column += MMA_K) {
-            const int slab = column / SLAB, chunk = column % SLAB / 8;         // of 16 bytes
-            uint32_t q_rmem[4], k_rmem[4];
-            ldmatrix_x4(q_rmem, q_rows + (slab * BLOCK_M + row) * SLAB_ROW + (chunk + l / 16 ^ l8 / LINE) * 16);
-#pragma unroll
-            for (int n = 0; n < S_TILES; n += 2) {
-                const int key = n * MMA_N + l / 16 * 8 + l8;
-                ldmatrix_x4(k_rmem, k_rows + (slab * BLOCK_N + key) * SLAB_ROW + (chunk + l / 8 % 2 ^ l8 / LINE) * 16);
-                mma_m16n8k16<T>((float(&)[4])s[4 * n], q_rmem, k_rmem[0], k_rmem[1]);
-                mma_m16n8k16<T>((float(&)[4])s[4 * n + 4], q_rmem, k_rmem[2], k_rmem[3]);
-            }
-        }
-        __syncwarp();                                          // before one lane says that K has been read
-        // endregion
     };
     auto pass_by = [&] {                                       // a tile that no row of this consumer's sees
         const int stage = nth % STAGES, phase = nth / STAGES & 1;
@@ -257,45 +216,21 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
 
         // region: one tile
         // region: scores
-        // S = Q K^T. The rows of K are the columns of K^T. Lanes hold it as MMA tiles side by side: c0 c1 c2 c3 of
-        // tile n are s[4 n] ... s[4 n + 3].
         float s[S_TILES * 4];
         const uint64_t k_operand = descriptor(k_smem + stage * KV_BYTES);
         constexpr bool TRUSTED = TRUST && !FIRST && !MASKED;
         take_turn();
-        wgmma_fence();                                         // the registers of s are the tensor cores' from here on
-#pragma unroll
-        for (int k = 0; k < HEAD_DIM / MMA_K; k++)             // the first one overwrites s
-            wgmma_ss<BLOCK_N, T>(s, q_operand + columns_on<BLOCK_M>(k), k_operand + columns_on<BLOCK_N>(k), k > 0);
-        wgmma_commit();
+        issue_scores<BLOCK_M>(s, q_operand, k_operand);
         if (!FIRST) add_output();
         if (!TRUSTED || !LATE_TURN) pass_turn();
         wgmma_wait<FIRST ? 0 : 1>();                           // s is ours again; acc and p_rmem are not
         // endregion
 
-        // region: row maxima
         float m_new[ROWS_PER_LANE], sums[ROWS_PER_LANE];
         bool moved = false;
         auto maxima = [&] {
-            moved = false;
-#pragma unroll
-            for (int r = 0; r < ROWS_PER_LANE; r++) {
-                const int row = at.m_start + warp_row + g + r * 8, diagonal = p.seq_k - p.seq_q;
-                const int last_key = CAUSAL ? min(p.seq_k - 1, row + diagonal) : p.seq_k - 1;
-                float x = m_i[r];
-#pragma unroll
-                for (int n = 0; n < S_TILES; n++) {
-#pragma unroll
-                    for (int e = 0; e < 2; e++)
-                        if (MASKED && j * BLOCK_N + n * MMA_N + t * 2 + e > last_key) s[4 * n + 2 * r + e] = -INFINITY;
-                    x = fmaxf(x, fmaxf(s[4 * n + 2 * r], s[4 * n + 2 * r + 1]));       // half as long a chain
-                }
-                x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));      // a row lives in the four lanes of a quad
-                m_new[r] = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-                moved |= (m_new[r] - m_i[r]) * scale_log2 > RESCALE_ABOVE;     // (NaN is not above)
-            }
+            row_maxima<CAUSAL, MASKED>(m_new, moved, s, m_i, p, at.m_start + warp_row + g, j * BLOCK_N, t, scale_log2);
         };
-        // endregion
 
         // region: rescale
         // What was summed under the old maximum is brought under the new one: O later, when it is there. All rows of
@@ -365,7 +300,7 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
                         span >>= 1;
                         break;
                     }
-                    scores_again(s, (uint32_t)q_operand % 16384 * 16, k_smem + stage * KV_BYTES);
+                    scores_again<BLOCK_M>(s, (uint32_t)q_operand % 16384 * 16, k_smem + stage * KV_BYTES);
                     wary = span = min(4 * span + 3, MOST_WARY);
                 } else {
                     output_is_there();

@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(THREADS, 2) decode_kernel(const Cache c) {
         cp_async_commit();
         next_page = copier.page(ahead + STEP);
         const uint32_t stage_at = stage * 2 * TILE_BYTES;
-        take(x, q_rmem, k_lane + stage_at, v_lane + stage_at, start, end, c.scale * LOG2E, t);
+        take(x, q_rmem, k_lane + stage_at, v_lane + stage_at, start, {end - 1, end - 1}, c.scale * LOG2E, t);
         stage = (stage + 1) % STAGES;
     }
     cp_async_wait<0>();

@@ -33,6 +33,7 @@ constexpr int O_TILES = HEAD_DIM / MMA_N, QUADS = HEAD_DIM / 4;                 
 static_assert(ROWS * HEAD_DIM * 4 == 2 * TILE_BYTES && STAGES > 1, "a warp's sums take the place of a stage");
 constexpr int ROOM = (225 << 10) / (WARPS * WARP_BYTES + 2048), BLOCKS_PER_SM = ROOM < 1 ? 1 : ROOM < 4 ? ROOM : 4;
 constexpr int AT_ONCE = 16;                                    // parts that are loaded before one is added
+#include "p12_decoding/one_tile.cuh"
 // endregion
 
 // region: swizzle
@@ -244,82 +245,6 @@ template <bool WHOLE> struct Copier {
     }
     // endregion
 };
-// endregion
-
-// region: state
-struct State {                                                 // c0 c1 | c2 c3: columns 2t, 2t + 1 of row g | g + 8
-    float acc[O_TILES][4];                                     // O, not yet divided by l_i
-    float m_i[2], l_i[2];                                      // of rows g, g + 8: maxima in log2 units; a lane's sums
-};
-// endregion
-
-// region: one tile
-// `last_key`: the last that row g, and g + 8, sees.
-__device__ __forceinline__ void take(State& x, const uint32_t (&q_rmem)[HEAD_DIM / MMA_K][4], uint32_t k_lane,
-                                     uint32_t v_lane, int start, const int (&last_key)[2], float scale_log2, int t) {
-    // region: scores
-    float s[2][4] = {};                                        // 16 rows x 16 keys
-#pragma unroll
-    for (int k = 0; k < HEAD_DIM / MMA_K; k++) {
-        uint32_t b[4];                                         // B twice: 16 columns x 16 keys
-        ldmatrix_x4(b, k_lane ^ (k * 32));
-        mma_m16n8k16<T>(s[0], q_rmem[k], b[0], b[1]);
-        mma_m16n8k16<T>(s[1], q_rmem[k], b[2], b[3]);
-    }
-    // endregion
-    // region: row maxima
-    float m_new[2];
-    bool moved = false;
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        m_new[r] = x.m_i[r];
-#pragma unroll
-        for (int n = 0; n < 4; n++) {
-            float& e = s[n / 2][r * 2 + n % 2];
-            e = start + n / 2 * MMA_N + t * 2 + n % 2 <= last_key[r] ? e * scale_log2 : -INFINITY;
-            m_new[r] = fmaxf(m_new[r], e);
-        }
-        m_new[r] = fmaxf(m_new[r], __shfl_xor_sync(~0u, m_new[r], 1));         // a row lives in four lanes
-        m_new[r] = fmaxf(m_new[r], __shfl_xor_sync(~0u, m_new[r], 2));
-        moved |= m_new[r] > x.m_i[r];
-    }
-    // endregion
-    // region: rescale
-    if (__any_sync(~0u, moved)) {                              // seldom, after the first tiles
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            const float base = m_new[r] == -INFINITY ? 0.f : m_new[r];         // -inf - (-inf) would be NaN
-            const float correction = exp2_approx(x.m_i[r] - base);
-            x.m_i[r] = m_new[r], x.l_i[r] *= correction;
-#pragma unroll
-            for (int n = 0; n < O_TILES; n++) x.acc[n][r * 2] *= correction, x.acc[n][r * 2 + 1] *= correction;
-        }
-    }
-    // endregion
-    // region: probabilities
-    // P = exp(S - maximum), in place. Two neighbouring accumulators, rounded, are the A fragment of P.
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        const float base = x.m_i[r] == -INFINITY ? 0.f : x.m_i[r];
-#pragma unroll
-        for (int n = 0; n < 4; n++) {
-            float& e = s[n / 2][r * 2 + n % 2];
-            e = exp2_approx(e - base), x.l_i[r] += e;
-        }
-    }
-    const uint32_t a[4] = {pack<T>(s[0][0], s[0][1]), pack<T>(s[0][2], s[0][3]), pack<T>(s[1][0], s[1][1]),
-                           pack<T>(s[1][2], s[1][3])};
-    // endregion
-    // region: output
-#pragma unroll
-    for (int n = 0; n < O_TILES / 2; n++) {
-        uint32_t b[4];                                         // B twice: 16 keys x 16 columns of V
-        ldmatrix_x4_trans(b, v_lane ^ (n * 32));
-        mma_m16n8k16<T>(x.acc[2 * n], a, b[0], b[1]);
-        mma_m16n8k16<T>(x.acc[2 * n + 1], a, b[2], b[3]);
-    }
-    // endregion
-}
 // endregion
 
 // region: main loop
