@@ -190,7 +190,8 @@ print(f"{loads} loads and {stores} stores became {after['cp_async']} cp.async")
 # %%
 for run in hardware.recorded():
     for one in run["zero_copy"]:
-        print(f"{run['machine']['gpu']}: 0 bytes from a source address that is {one['name']}: {one['said'][:70]}")
+        gpu, address = run["machine"]["gpu"], one["name"]
+        print(f"{gpu}: 0 bytes from a source address that is {address}: {one['said'][:70]}")
 if not hardware.recorded():
     print("not measured yet: `flashlab bench hardware` on a GPU writes the record")
 

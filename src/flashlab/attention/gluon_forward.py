@@ -336,7 +336,8 @@ def load_part(descriptors, places, ready, free, sizes, CAUSAL: gl.constexpr):
                 at = done + i - 1
                 slot = at % STAGES
                 mbarrier.wait(v_free.index(slot), at // STAGES & 1 ^ 1)
-                load_box(v_desc, batch, kv_head, (tiles - i) * BLOCK_N, v_ready.index(slot), v_smem.index(slot), True)
+                load_box(v_desc, batch, kv_head, (tiles - i) * BLOCK_N, v_ready.index(slot),
+                         v_smem.index(slot), True)  # fmt: skip
         done += tiles
         turn += 1
 

@@ -111,7 +111,9 @@ SEARCH: dict[str, tuple[Tile, ...]] = {
 """What `tune` tries: the search space of the Triton tutorial "Fused Attention". A tile that does not fit drops out."""
 
 
-def search(kernel: str, head_dim: int, small: bool = False, among: tuple[Tile, ...] | None = None) -> tuple[Tile, ...]:
+def search(
+    kernel: str, head_dim: int, small: bool = False, among: tuple[Tile, ...] | None = None
+) -> tuple[Tile, ...]:  # fmt: skip
     """The tiles of SEARCH that can be good, or of those that are given; small: where large ones would leave
     multiprocessors without a program, and for float32, whose products take more registers.
 

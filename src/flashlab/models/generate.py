@@ -25,7 +25,9 @@ from flashlab.models.pager import pages_for
 from flashlab.models.rope import fused_rope, rope
 
 
-def step(model: LanguageModel, tokens: torch.Tensor, cache: StaticCache, *, backend: str = "auto") -> torch.Tensor:
+def step(
+    model: LanguageModel, tokens: torch.Tensor, cache: StaticCache, *, backend: str = "auto"
+) -> torch.Tensor:  # fmt: skip
     """Scores of the token that comes after each sequence; K and V of `tokens` are written to the cache.
 
     Reserve first: `cache.reserve(counts)`. A step of a static or a paged cache reads nothing on the host, so it may be
@@ -145,7 +147,7 @@ def generate(
 
 def _expect_room(
     model: LanguageModel, cache: str | StaticCache | None, lengths: Sequence[int], new_tokens: int
-) -> None:
+) -> None:  # fmt: skip
     before = cache.tokens if isinstance(cache, StaticCache) else [0] * len(lengths)
     longest = max(map(sum, zip(before, lengths, strict=False)), default=0)
     most = longest + new_tokens - 1  # the last token is not read again
