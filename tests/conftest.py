@@ -14,15 +14,17 @@ import torch
 import flashlab  # noqa: F401
 
 HERE = Path(__file__).parent
-# Whole kernels in the emulator, the whole zoo of mutants, compilers, processes: each file takes ten seconds and more.
+# Whole kernels in the emulator, the whole zoo of mutants, compilers, processes: each file takes some ten seconds.
 # Beside them, single tests are marked where they stand.
 SLOW_FILES = (
-    "check/test_check_mutants.py", "cuda/test_ablations.py", "cuda/test_builds.py", "cuda/test_decoding.py",
-    "cuda/test_ladder.py", "cuda/test_mutants.py", "cuda/test_operators.py", "cuda/test_resources.py",
-    "cuda/test_scalar.py", "cuda/test_series.py", "exercises/test_hunts.py", "exercises/test_phase_06.py",
-    "exercises/test_phase_07.py", "exercises/test_phase_08.py", "exercises/test_phase_09.py",
-    "exercises/test_phase_11.py", "exercises/test_told_cuda.py", "simt/test_build.py", "simt/test_mistakes.py",
-    "simt/test_process.py", "test_build.py", "test_compile_report.py", "test_doctor.py", "test_setup.py",
+    "check/test_check_mutants.py", "check/test_check_verification.py", "cuda/test_ablations.py",
+    "cuda/test_builds.py", "cuda/test_decoding.py", "cuda/test_hopper_backward.py", "cuda/test_mutants.py",
+    "cuda/test_operators.py", "cuda/test_resources.py", "cuda/test_series.py", "exercises/test_hunts.py",
+    "exercises/test_phase_04.py", "exercises/test_phase_06.py", "exercises/test_phase_07.py",
+    "exercises/test_phase_08.py", "exercises/test_phase_09.py", "exercises/test_phase_10.py",
+    "exercises/test_phase_11.py", "exercises/test_rules.py", "exercises/test_told_cuda.py", "simt/test_build.py",
+    "simt/test_hopper_memory.py", "simt/test_mistakes.py", "simt/test_process.py", "simt/test_waiting_blocks.py",
+    "test_build.py", "test_compile_report.py", "test_doctor.py", "test_setup.py",
 )  # fmt: skip
 
 # The longest files, longest first, and not two at the head that need the emulator's runtime at once: spread over
