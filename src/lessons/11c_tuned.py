@@ -644,7 +644,7 @@ for name, a, b, x in zip(("dq", "dk", "dv"), four, one, right, strict=True):
     print(f"{name}: the same bits; off by at most {(a - x).abs().max() / x.abs().max():.1e} of the largest")
 
 # %% [markdown]
-# What does order cost, what does the fifth product save, what `SKEWED`? `ORDERED=0` adds in any order. `PRODUCTS=7` is the design before: no block adds to what
+# What does order cost, and what does the fifth product save? `ORDERED=0` adds in any order, `SKEWED=0` lets both consumers begin a step at the same time. `PRODUCTS=7` is the design before: no block adds to what
 # another writes, as a second kernel keeps 128 queries, and computes $S$ and $dP$ again.
 
 # %%
@@ -669,7 +669,7 @@ for backward in map(hopper_results.backward_table, RUNS):
 # %% [markdown]
 # Shared memory is the narrowest (`notes/phase_11_experiments.md`): up to $D = 96$ the fragments of $K$ and $V$ stay in registers and are not read again for
 # every tile. And the barrier in `multiply_dq` brings both consumers to one place in every tile. From there both would do the same at the same time: first
-# products, then exponentials, while the tensor cores have nothing to do. So the second one waits in each step until the first has its scores: `TURN` above.
+# products, then exponentials, while the tensor cores have nothing to do. So the second one waits in each step until the first has its scores: `GO_ON` above.
 # Schedules that hide more (the next scores behind $dK$) gained nothing.
 
 # %% [markdown]

@@ -49,7 +49,7 @@
 constexpr bool FIVE = PRODUCTS == 5;
 constexpr int GROUP = 128, CONSUMERS = 2;                      // threads of a warpgroup; the producer's is the third
 constexpr int WARPS = 4 * CONSUMERS, THREADS = (CONSUMERS + 1) * GROUP;
-constexpr int TURN = 2 + CONSUMERS;                            // the first of the named barriers that give a turn
+constexpr int GO_ON = 2 + CONSUMERS;                           // named barriers from here on: the first to the second
 constexpr int CONSUMER_REGISTERS = 240, PRODUCER_REGISTERS = 24;       // per thread
 constexpr int BLOCK = WARPS * MMA_M;                           // rows that a block keeps: keys in `keys`, else queries
 constexpr int ROWS_PER_LANE = 2;                               // of an accumulator: g and g + 8
@@ -384,7 +384,7 @@ keys(const Backward p, int heads_together, const float* lse_log2, const float* d
     auto begin_step = [&](int nth, int first) {
         const float* lse_row = lse_of(nth, first);
         if (first == 0) mbarrier_wait(full + 8 * (nth % STAGES), nth / STAGES & 1);    // for every thread that waits
-        if (SKEWED && consumer == 1) named_barrier_sync(TURN + first / STEP, CONSUMERS * GROUP);
+        if (SKEWED && consumer == 1) named_barrier_sync(GO_ON + first / STEP, CONSUMERS * GROUP);
         product(s, k_rmem, k_operand, descriptor(q_of(nth, first)));
         load_numbers(lse_row);
         if (!ROOMY) of_g = *(const float2*)(lse_row + TILE + g % (STEP / MMA_N) * MMA_N + t * 2);
@@ -408,7 +408,7 @@ keys(const Backward p, int heads_together, const float* lse_log2, const float* d
     // region: dV and dK
     // dS^T = P^T * (dP^T - delta); then all products in one row: dV += P^T dO, dQ = dS K, dK += dS^T Q.
     auto end_step = [&](int nth, int first) {
-        if (SKEWED && consumer == 0) named_barrier_arrive(TURN + first / STEP, CONSUMERS * GROUP);   // it may begin
+        if (SKEWED && consumer == 0) named_barrier_arrive(GO_ON + first / STEP, CONSUMERS * GROUP);   // it may begin
         wgmma_wait<0>();                                       // dP^T is ours
 #pragma unroll
         for (int n = 0; n < STEP / MMA_N; n++) {
