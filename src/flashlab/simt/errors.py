@@ -48,11 +48,11 @@ _KINDS = {
     DeadlockError: (
         "deadlock divergent lanes-missing mask-without-self barrier-arguments barrier-threads wgmma-block "
         "wgmma-form wgmma-warps registers-missing mbarrier-arrivals mbarrier-in-use mbarrier-bytes "
-        "mbarrier-number"
+        "mbarrier-number cluster-barrier"
     ),
     IllegalAccess: (
         "global-out-of-bounds shared-out-of-bounds misaligned not-shared bulk-misaligned bulk-size "
-        "mbarrier-again mbarrier-missing reduce-type store-corner tensor-map stack-overflow"
+        "cluster-begin cluster-end cluster-rank mbarrier-again mbarrier-missing reduce-type store-corner tensor-map stack-overflow"
     ),
     KernelTimeout: "timeout",
     KernelTrap: "trap assert division-by-zero host-call launch-in-kernel",

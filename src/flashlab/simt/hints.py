@@ -45,7 +45,7 @@ def explained(log: str, name: str) -> str:
     log = re.sub(r"((?:\S+:\d+(?::\d+)?: )?)fatal error: (\S+): No such file or directory", header, log)
     for call in re.findall(r"[‘'](cuda[A-Z]\w+|cu[A-Z]\w+)[’'] was not declared", log)[:1]:
         instead = "pass arrays to the entry" if re.search("Malloc|Free|Memcpy", call) else "leave it out"
-        if re.search("GridDependency|Programmatic|LaunchKernelEx|LaunchConfig|LaunchAttribute", call):
-            instead = "a launch ends before the next one begins, so leave it out, and launch with <<<>>>"
+        if re.search("GridDependency|Programmatic|LaunchAttribute", call):
+            instead = "a launch ends before the next one begins, so leave it out"
         log += f"\n{name}: note: {call} is not emulated: {instead}"
     return log

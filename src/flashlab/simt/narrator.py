@@ -39,6 +39,8 @@ _COUNTERS = {
     "syncwarp": ("syncwarps",),
     "barrier": ("barriers",),
     "wgmma_wait": ("wgmma_waits", "wgmma_waits_for_more"),
+    "cluster_load": ("cluster_loads", "cluster_load_bytes"),
+    "cluster_store": ("cluster_stores", "cluster_store_bytes"),
     **{f"wgmma_m64n{n}k16": ("wgmma", "wgmma_flops", "wgmma_bytes", "wgmma_from_registers") for n in range(8, 257, 8)},
 }
 Index = tuple[int, int, int]
@@ -237,6 +239,7 @@ class Narrator:
             beyond=self._beyond,
             variable=self._variable,
             argument=lambda number: self.arguments.get(number, ("", 0, (), 1)),
+            block=lambda number: _show(_index(number, blocks), blocks),
             line=lambda pc: f" in line {n}" if (n := self._own_line(self.resolver.place(pc))) else "",
         )
         return Finding(

@@ -31,6 +31,7 @@ class Counters(Counter):
     ``wgmma``: executed by a warpgroup, and so are ``wgmma_m64n128k16`` (one for each shape), ``wgmma_flops``,
     ``wgmma_bytes`` (read of shared memory) and ``wgmma_from_registers`` (those with A in registers). ``wgmma_waits``:
     executed by a warp; ``wgmma_waits_for_more``: those that waited for a group not waited for before.
+    ``cluster_loads``, ``cluster_stores`` and their ``_bytes``: what goes to the shared memory of a cluster's blocks.
     ``mma_during_copies``: MMAs with a cp.async of the block issued and not waited for; ``mma_copy_groups``: groups of
     such copies of the warp itself, summed over its MMAs.
 

@@ -37,6 +37,7 @@ ERROR_NAMES = {
     710: "cudaErrorAssert",
     716: "cudaErrorMisalignedAddress",
     719: "cudaErrorLaunchFailure",
+    912: "cudaErrorInvalidClusterSize",
 }
 
 

@@ -26,6 +26,8 @@ _VERBS = {
     "tma_reduce_add": ("reads with tma_reduce_add", "read with tma_reduce_add"),
     "atomic": ("updates with an atomic", "updated with an atomic"),
     "mbarrier_init": ("initialises as an mbarrier", "initialised as an mbarrier"),
+    "cluster_store": ("writes with cluster_store", "wrote with cluster_store"),
+    "cluster_load": ("reads with cluster_load", "read with cluster_load"),
 }  # fmt: skip
 # The same of global memory, where it is not the same.
 _GLOBAL_VERBS = {
@@ -55,7 +57,12 @@ _CONFIGURATION = {
     "shared-opt-in": "{0} bytes of dynamic shared memory a block: above {1} a kernel has to be "
     "allowed to, with cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)",
     "bounds": "a block of {0} threads; the kernel's __launch_bounds__ promise at most {1}",
-    "memory": "a block needs {0} threads, and the system has room for the stacks of {1} (vm.max_map_count, ulimit -v)",
+    "cluster": "a cluster of {0} blocks; it has 1 to {1}",
+    "cluster-yz": "a cluster of {0} blocks in y and {1} in z; the emulator has clusters along x only",
+    "cluster-opt-in": "a cluster of {0} blocks: above {1} a kernel has to be allowed to, with "
+    "cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1)",
+    "cluster-grid": "grid.x is {0}, which is no multiple of the {1} blocks of a cluster",
+    "memory": "the blocks that have to run at once need {0} threads, and the system has room for the stacks of {1} (vm.max_map_count, ulimit -v)",
     "os-threads": "the system has no thread left to run it",
 }
 
@@ -77,6 +84,7 @@ class Facts:
         declared: the array of shared memory at an address, and the alignment that it is declared with; 0: not known.
         argument: name, bytes, shape and item size of an argument, given its number.
         line: " in line 12" of an address in the module, or nothing.
+        block: the index of a block, given its number.
     """
 
     how: str
@@ -94,6 +102,7 @@ class Facts:
     variable: Callable[[int], str]
     argument: Callable[[int], tuple[str, int, tuple[int, ...], int]]
     line: Callable[[int], str]
+    block: Callable[[int], str]
 
     @property
     def does(self) -> str:
@@ -126,6 +135,11 @@ class Facts:
         return f"element {offset // item} of {name}" if shape else name
 
     @property
+    def cluster_block(self) -> str:
+        """The block that the first two numbers say: its number, and its rank."""
+        return f"block {self.block(self.v[0])} (rank {self.v[1]} of its cluster)"
+
+    @property
     def array(self) -> str:
         """The argument that the first number says."""
         return self.argument(self.v[0])[0]
@@ -155,6 +169,13 @@ def lanes(mask: int) -> str:
 
 # ---- shared memory ---------------------------------------------------------------------------------
 def _race(f: Facts) -> str:
+    if f.how.startswith("cluster_"):
+        own = f.who.partition(" of ")[2] == f.whom.partition(" of ")[2]
+        missing = "barrier" if own else "cluster barrier (cluster_arrive ... cluster_wait)"
+        return (
+            f"{f.who} {f.does}{f.here} shared memory of {f.cluster_block} that {f.whom} {f.did}{f.there}: no {missing} "
+            "stands between"
+        )
     same = ". Both store the same value, so that it may do no harm" if f.warning else ""
     if f.how in _WRITES and f.words in _WRITES and not f.warning:
         same = ". Both write there: has each thread a place of its own?"
@@ -492,11 +513,14 @@ def _divergent(f: Facts) -> str:
 
 
 def _deadlock(f: Facts) -> str:
-    words, phases, barriers = f.words.split("|")
+    words, phases, barriers, cluster = f.words.split("|")
     other = f"; {f.whom} waits in {words}{f.there}" if words else ""
     left = f"{_count(f.v[0], 'thread')} of {f.v[1]} left, and none can go on"
     waits = "".join(f". {_barrier_wait(row.split(','))}" for row in barriers.split(";") if row)
     waits += "".join(f". {_phase_wait(f, row.split(','))}" for row in phases.split(";")[:6] if row)
+    late = [row.split(",") for row in cluster.split(";") if row]
+    late = [f"{_count(int(n), 'thread')} of block {f.block(int(block))}" for block, n in late]
+    waits += f". The cluster barrier waits for {' and '.join(late)}" if late else ""
     return f"{f.who} waits for ever in {f.how}{f.here}{other}; {left}{waits}"
 
 
@@ -595,7 +619,10 @@ _SENTENCES: dict[str, str | Callable[[Facts], str]] = {
     ),
     "read-before-wait": _read_before_wait,
     "stage-overwritten": _stage_overwritten,
-    "uninitialised-shared": "{f.who} {f.does}{f.here} shared memory that nobody has written: {f.bytes}",
+    "uninitialised-shared": lambda f: (
+        f"{f.who} {f.does}{f.here} shared memory that nobody has written: {f.bytes}"
+        + f" of block {f.block(f.v[2])}" * (f.words == "remote")
+    ),
     "shared-out-of-bounds": _shared_out_of_bounds,
     "index-out-of-bounds": _index_out_of_bounds,
     "not-shared": "{f.who} takes{f.here} the shared-memory address of a pointer that does not point there",
@@ -621,6 +648,25 @@ _SENTENCES: dict[str, str | Callable[[Facts], str]] = {
     "barrier-threads": (
         "{f.who} comes to barrier {f.v[0]}{f.here} as one of {f.v[1]} threads, and {f.whom} came to it{f.there} as one "
         "of {f.v[2]}: who meet at a barrier have to say the same number"
+    ),
+    "cluster-rank": (
+        "{f.who} {f.does}{f.here} shared memory of rank {f.v[0]}, in a cluster of {f.v[1]}: ranks begin at 0"
+    ),
+    "cluster-begin": (
+        "{f.who} {f.does}{f.here} shared memory of {f.cluster_block}, which need not have begun: no cluster barrier "
+        "(cluster_arrive, then cluster_wait) stands before the first such access of a thread"
+    ),
+    "cluster-end": (
+        "{f.who} {f.does}{f.here} shared memory of {f.cluster_block}, which may have ended by then, and its shared "
+        "memory with it: no cluster barrier (cluster_arrive, then cluster_wait) behind the access holds that block back"
+    ),
+    "cluster-barrier": lambda f: (
+        f"{f.who} comes to {f.how}{f.here} "
+        + (
+            "again, with no cluster_wait since its last arrival"
+            if f.how == "cluster_arrive"
+            else "with no arrival to wait for: cluster_arrive comes first, and once for each wait"
+        )
     ),
     "wgmma-registers": _wgmma_registers,
     "wgmma-fence": _wgmma_fence,

@@ -110,6 +110,8 @@ static void count_request(Site& site, const Request& r) {
     case GLOBAL_LOAD:
     case GLOBAL_STORE:
     case CP_ASYNC: count_sectors(site, r); break;
+    case CLUSTER_LOAD:
+    case CLUSTER_STORE: site.count[1] += (uint64_t)__builtin_popcount(r.mask) * r.bytes; break;
     default: break;
     }
 }

@@ -16,7 +16,8 @@ namespace simt {
     OF(MMA_M16N8K16, mma_m16n8k16) OF(MMA_M16N8K8, mma_m16n8k8) OF(TMA_LOAD, tma_load)                     \
     OF(TMA_STORE, tma_store) OF(TMA_REDUCE, tma_reduce) OF(BULK_LOAD, bulk_load) OF(BULK_STORE, bulk_store) \
     OF(MBARRIER_WAIT, mbarrier_wait) OF(MBARRIER_ARRIVE, mbarrier_arrive) OF(MBARRIER_INIT, mbarrier_init) \
-    OF(SHUFFLE, shuffle) OF(VOTE, vote) OF(SYNC_WARP, syncwarp) OF(BARRIER, barrier) OF(WGMMA_WAIT, wgmma_wait)
+    OF(SHUFFLE, shuffle) OF(VOTE, vote) OF(SYNC_WARP, syncwarp) OF(BARRIER, barrier) OF(WGMMA_WAIT, wgmma_wait)  \
+    OF(CLUSTER_LOAD, cluster_load) OF(CLUSTER_STORE, cluster_store)
 #define SIMT_KIND(kind, name) kind,
 enum Kind : uint8_t {
     SIMT_KINDS(SIMT_KIND)

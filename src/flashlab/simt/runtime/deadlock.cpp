@@ -1,4 +1,5 @@
 // The report of a deadlock: who waits, and for what.
+#include "cluster.h"
 #include "mbarrier.h"
 #include "warpgroup.h"
 
@@ -15,6 +16,7 @@ static const char* waits_in(const Lane* lane) {
     if (lane->state == IN_MBARRIER) return "mbarrier_wait";
     if (lane->state == IN_WGMMA) return "wgmma_wait";
     if (lane->state == IN_REGISTERS) return "setmaxnreg_inc";
+    if (lane->state == IN_CLUSTER) return "cluster_wait";
     for (uint32_t left = lane->warp->slots_used; left; left &= left - 1) {
         const Slot& s = lane->warp->slots[__builtin_ctz(left)];
         if (s.arrived >> lane->lane & 1) return collective_name(s.op, s.param);
@@ -81,7 +83,7 @@ void file_deadlock(Block& block) {
         if (block.lane[t].state != DONE && block.lane[t].pc != stuck->pc) other = &block.lane[t];
     Finding f{"deadlock", waits_in(stuck)};
     if (other) f.text = waits_in(other), f.other_pc = other->pc, f.other_thread = other->id;
-    f.text += "|" + waits_for_phases(block) + "|" + waits_at_barriers(block);
+    f.text += "|" + waits_for_phases(block) + "|" + waits_at_barriers(block) + "|" + waits_in_cluster(block);
     f.value[0] = block.alive, f.value[1] = block.threads;
     file(stuck, f);
     stop_launch(&block, cudaErrorLaunchTimeout);

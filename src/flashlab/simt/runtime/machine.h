@@ -1,6 +1,7 @@
 // The machine: lanes, warps and blocks, and who may run. Everything else hangs on these three structures.
 //
-//   grid   of blocks    they are dealt out to a few workers (OS threads), in order, one at a time each
+//   grid   of blocks    they are dealt out to a few workers (OS threads), in order, one at a time each (cluster.h: of
+//                       clusters of blocks)
 //   block  of warps     its shared memory is the worker's copy of the module's thread_local data
 //   warp   of 32 lanes  each lane is a fiber; they meet only in collectives and barriers
 //
@@ -14,6 +15,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -40,7 +42,7 @@ struct Block;
 struct Worker;
 
 enum State : uint8_t {
-    RUNNABLE, IN_COLLECTIVE, IN_BARRIER, IN_ACTIVEMASK, IN_MBARRIER, IN_WGMMA, IN_REGISTERS, DONE
+    RUNNABLE, IN_COLLECTIVE, IN_BARRIER, IN_ACTIVEMASK, IN_MBARRIER, IN_WGMMA, IN_REGISTERS, IN_CLUSTER, DONE
 };
 
 // One cp.async: bytes on their way from global to shared memory (async_copy.cpp).
@@ -118,6 +120,7 @@ struct LaneOfBlock {  // what of a lane begins anew with each block
     std::unordered_map<uintptr_t, VolatileLoad> volatile_loads;  // of global memory, that no store of its own followed
     uint32_t volatile_known = 0;                                 // of the one that the store under way follows
     PhaseWait phase_wait;
+    uint32_t cluster_arrivals = 0, cluster_waits = 0;  // at the cluster barrier: made, and ended (cluster.h)
     uint32_t bulk_group = 0;  // number of the open group of its stores
     std::vector<std::shared_ptr<BulkStore>> stores;
 };
@@ -194,6 +197,9 @@ struct Launch {  // what is the same for every block
     const void* kernel;  // its address; null where there is no one function
     int number;  // of the launch, counted from 0
     uint64_t blocks;
+    unsigned cluster = 1;  // blocks of each
+    std::map<uint64_t, std::shared_ptr<struct Cluster>> clusters;  // that are live, by their last block; the mutex guards it
+    std::atomic<bool> too_few_workers{false};
     std::atomic<uint64_t> next{0};      // the next block to deal out
     std::atomic<uint64_t> stop{~0ull};  // no block beyond this one matters: it ended the launch
     std::atomic<uint64_t> done{0};      // blocks that ran to their end
@@ -205,7 +211,11 @@ struct Launch {  // what is the same for every block
 struct Block {
     Worker* worker;
     Launch* launch;
-    uint64_t number;
+    uint64_t number, last;  // of its cluster
+    int rank;  // in it
+    std::shared_ptr<struct Cluster> cluster;  // null while it has not used it, where it is alone there
+    uint32_t cluster_waits;  // of its threads, the most
+    bool in_vain;  // somebody waits in vain: the cluster's other blocks get their turn
     int threads, warps, alive;
     int clocks;  // how many there are
     bool ended;  // by a fatal finding

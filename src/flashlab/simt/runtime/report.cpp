@@ -98,6 +98,7 @@ const char* simt_error_name(int e) {
     case cudaErrorAssert: return "cudaErrorAssert";
     case cudaErrorMisalignedAddress: return "cudaErrorMisalignedAddress";
     case cudaErrorLaunchFailure: return "cudaErrorLaunchFailure";
+    case cudaErrorInvalidClusterSize: return "cudaErrorInvalidClusterSize";
     default: return "an unknown CUDA error";
     }
 }

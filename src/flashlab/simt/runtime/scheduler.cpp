@@ -4,6 +4,7 @@
 // lane of each run; a lane that has to wait hands over to the next runnable lane of its warp, and the last one goes
 // back to the scheduler. When nobody is runnable and somebody is alive, the block is deadlocked.
 #include "bulk_store.h"
+#include "cluster.h"
 #include "faults.h"
 #include "mbarrier.h"
 #include "report.h"
@@ -23,6 +24,7 @@ uintptr_t stacks_low, stacks_bytes;
 Lane* all_lanes;
 Settings settings;
 static std::map<const void*, int> opted_in;  // cudaFuncSetAttribute(MaxDynamicSharedMemorySize)
+static std::map<const void*, int> non_portable;  // the same of clusters
 
 // ---- from lane to lane --------------------------------------------------------------------------
 static void switch_to(Worker* worker, Fiber& from, Lane* to) {
@@ -73,7 +75,7 @@ void let_others_run(Lane* me) {
 void wait_in_vain(Lane* me) {
     // The signal leaves alone whoever is in here, as it is nearly always.
     if (cancelled()) file_fatal(me, out_of_time(me), cudaErrorLaunchTimeout);
-    me->block->worker->in_vain++;
+    me->block->worker->in_vain++, me->block->in_vain = true;
     let_others_run(me);
     sched_yield();
 }
@@ -122,6 +124,7 @@ static void lane_main() {
     block->alive--;
     lane_gone(me->warp);
     thread_gone(block);
+    leave_cluster_barrier(me);
     worker->inside = false;
     if (Lane* next = next_in_warp(me)) switch_to(worker, me->fiber, next);
     else back_to_scheduler(me);
@@ -135,6 +138,8 @@ static void prepare_block(Worker* worker, Launch* launch, uint64_t number) {
     block.worker = worker;
     block.launch = launch;
     block.number = number;
+    block.rank = (int)(number % launch->cluster), block.last = number - block.rank + launch->cluster - 1;
+    block.cluster_waits = 0, block.in_vain = false;
     blockIdx = {(unsigned)(number % g.x), (unsigned)(number / g.x % g.y), (unsigned)(number / g.x / g.y)};
     block.threads = block.alive = (int)(b.x * b.y * b.z);
     block.warps = (block.threads + WARP - 1) / WARP;
@@ -196,6 +201,7 @@ static bool resolve_activemask(Warp& w) {
 static void run_block(Worker* worker, Launch* launch, uint64_t number) {
     prepare_block(worker, launch, number);
     Block& block = worker->block;
+    enter_cluster(&block);
     if (sigsetjmp(worker->escape, 1)) {  // a signal handler comes back here (faults.cpp)
         worker->in_lane = worker->inside = false;
         block.ended = true;
@@ -210,8 +216,13 @@ static void run_block(Worker* worker, Launch* launch, uint64_t number) {
             switch_to(worker, worker->scheduler, &w.lanes[__builtin_ctz(w.runnable)]);
             worker->in_lane = false;
         }
-        if (launch->stop < number) break;  // an earlier block has ended the launch
+        if (launch->stop <= block.last) break;  // an earlier block has ended the launch, or one of this cluster
         if (block.ended) break;
+        if (any && block.cluster) {
+            block.cluster->idle = 0;
+            if ((block.in_vain || round % 4096 == 0) && !pass_turn(&block)) break;
+            block.in_vain = false;
+        }
         // Nobody can go on: wgmma end; if that helps nobody, copies land. Both happen after so long too, as somebody may
         // be spinning on what comes of them.
         const bool spinning = any && round % 4096 == 0;
@@ -220,10 +231,12 @@ static void run_block(Worker* worker, Launch* launch, uint64_t number) {
             for (int i = 0; i < block.warps; i++) any |= resolve_activemask(block.warp[i]);
         any |= worker->mbarriers->pass_waits(&block);
         if (!any || spinning) any |= worker->warpgroups->pass_waits();
-        if (!any && block.alive > 0) file_deadlock(block);
+        if (!any) any = pass_cluster_waits(&block);
+        if (!any && block.alive > 0 && !wait_for_cluster(&block)) file_deadlock(*missing_in_cluster(&block));
     }
     global_shadow.let_go(worker);
-    if (!block.ended && launch->stop >= number) {
+    if (!block.ended && launch->stop > block.last) file_cluster_end(&block);
+    if (!block.ended && launch->stop > block.last) {
         for (int t = 0; t < block.threads; t++) {
             const Lane& lane = block.lane[t];
             if (lane.first_copy == lane.copies.size()) continue;
@@ -237,9 +250,10 @@ static void run_block(Worker* worker, Launch* launch, uint64_t number) {
             if (!block.lane[t].stores.empty()) finish_stores(&block.lane[t]);
         worker->mbarriers->file_unwaited(&block);
     }
-    if (!block.ended && launch->stop >= number) worker->warpgroups->file_never_waited(), file_registers(&block);
+    if (!block.ended && launch->stop > block.last) worker->warpgroups->file_never_waited(), file_registers(&block);
     for (int i = 0; i < block.warps; i++) count_incomplete(&block.warp[i]);
     if (block.events) record_events(number, *block.events), block.events->clear();
+    leave_cluster(&block);
 }
 
 // ---- a worker -----------------------------------------------------------------------------------
@@ -304,6 +318,19 @@ static void file_unfinished(const Launch& launch) {
         launch.number,
         {cancelled() == 2 ? "interrupted" : "timeout", "launch", "", {(int64_t)launch.done, (int64_t)launch.blocks}},
         cudaErrorLaunchTimeout);
+}
+
+// The blocks of a cluster follow each other in x.
+static bool cluster_error(const Launch& l, const void* kernel, uint3 cluster) {
+    auto wrong = [&l](const char* text, unsigned value, unsigned limit, int error) {
+        return refuse(l, text, value, limit, error), true;
+    };
+    if (cluster.y != 1 || cluster.z != 1) return wrong("cluster-yz", cluster.y, cluster.z, cudaErrorInvalidClusterSize);
+    if (!cluster.x || cluster.x > MAX_CLUSTER)
+        return wrong("cluster", cluster.x, MAX_CLUSTER, cudaErrorInvalidClusterSize);
+    if (cluster.x > PORTABLE_CLUSTER && !non_portable[kernel])
+        return wrong("cluster-opt-in", cluster.x, PORTABLE_CLUSTER, cudaErrorInvalidClusterSize);
+    return l.grid.x % cluster.x && wrong("cluster-grid", l.grid.x, cluster.x, cudaErrorInvalidConfiguration);
 }
 
 static bool configuration_error(const Launch& l, const void* kernel) {
@@ -465,19 +492,22 @@ private:
 
 static void run(Launch& launch, size_t count) {
     const size_t lanes = ((size_t)launch.block.x * launch.block.y * launch.block.z + WARP - 1) / WARP * WARP;
+    const size_t least = launch.cluster;
+    count = std::min<uint64_t>(launch.blocks, count * least);
     const size_t room = reserve_stacks(std::max(count, resident(launch, lanes)) * lanes), most = room / lanes;
-    if (!most || !make_stacks(lanes))
-        return refuse(launch, "memory", (int64_t)lanes, (int64_t)(most ? stacks_ready : room),
+    if (most < least || !make_stacks(least * lanes))
+        return refuse(launch, "memory", (int64_t)(least * lanes), (int64_t)(most ? stacks_ready : room),
                       cudaErrorMemoryAllocation);
     global_shadow.begin_launch();
     size_t started = 0;
     {
         Workers workers(launch, lanes, most);
         while (started < count && workers.start()) started++;
+        launch.too_few_workers = started < least;
         started = workers.join(count);
     }
     show_printed();
-    if (!started) return refuse(launch, "os-threads", 0, 0, cudaErrorMemoryAllocation);
+    if (started < least) return refuse(launch, "os-threads", 0, 0, cudaErrorMemoryAllocation);
     // A launch that Python has cancelled is a success only if nothing of it is missing.
     if (launch.done < launch.blocks && launch.stop == ~0ull) file_unfinished(launch);
 }
@@ -491,7 +521,7 @@ extern "C" void simt_in_stream(const char* what, const void* stream) {
 
 extern "C" void simt_launch(const char* text, const void* kernel, uint3 grid, uint3 block, size_t shared_bytes,
                             const void* stream, void (*call)(const void*), const void* closure, size_t closure_bytes,
-                            int checked) {
+                            int checked, uint3 cluster) {
     if (Lane* me = current_lane()) {
         Inside inside(me, CALLER);
         file_fatal(me, {"launch-in-kernel", "", text});
@@ -506,7 +536,8 @@ extern "C" void simt_launch(const char* text, const void* kernel, uint3 grid, ui
     launch.checked = checked, launch.kernel = kernel;
     launch.blocks = (uint64_t)grid.x * grid.y * grid.z;
     launch.number = record_launch(text, kernel, launch);
-    if (configuration_error(launch, kernel)) return;
+    if (configuration_error(launch, kernel) || cluster_error(launch, kernel, cluster)) return;
+    launch.cluster = cluster.x;
     if (settings.stream && stream != settings.stream) file_wrong_stream("", CALLER, launch.number);
     progress->done = 0, progress->blocks = launch.blocks;
     strncpy(progress->kernel, text, sizeof progress->kernel - 1);
@@ -520,10 +551,14 @@ extern "C" int simt_last_error(int forget) {
     return error;
 }
 extern "C" int simt_func_attribute(const void* kernel, int attribute, int value) {
+    if (attribute == cudaFuncAttributeNonPortableClusterSizeAllowed) non_portable[kernel] = value;
     if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
     if (value < 0 || (size_t)value > settings.shared_limit) return last_error = cudaErrorInvalidValue;
     opted_in[kernel] = value;
     return cudaSuccess;
+}
+extern "C" int simt_active_clusters(unsigned blocks, size_t shared_bytes) {
+    return blocks && shared_bytes <= settings.shared_limit ? settings.multiprocessors / (int)blocks : 0;
 }
 extern "C" int simt_device_attribute(int attribute) {
     switch (attribute) {

@@ -37,6 +37,7 @@ void SharedShadow::begin_block(size_t dynamic_bytes) {
     for (AsyncRead* r : async_reads) delete r;
     async_reads.clear();
     being_read.clear();
+    remote.clear();
     reading = false;
 }
 
@@ -47,8 +48,8 @@ static inline bool write_ordered(const Cell& cell, const Lane* lane) {
     return ordered(cell.write, lane);
 }
 
-static const char* verb(Sites& sites, const Stamp& s, bool write) {
-    switch (sites[s.site].kind) {
+const char* verb(const Sites& sites, const Stamp& s, bool write) {
+    switch (sites.all()[s.site].kind) {
     case CP_ASYNC: return "cp.async";
     case LDMATRIX: return "ldmatrix";
     case STMATRIX: return "stmatrix";
@@ -202,6 +203,7 @@ bool SharedShadow::touch(Lane* lane, uint64_t address, int bytes, Access access,
         if (!copies) cell.full |= mine;
     };
     if (writes && __builtin_expect(watched | reading, 0)) filed = file_if_read(lane, address, bytes, how);
+    if (__builtin_expect(!remote.empty(), 0)) filed |= meets_remote(lane, lane->block, address, bytes, writes, how);
     Cell before, after;  // the cell to the left
     uint8_t whole = 0;   // it was touched as a whole
     for (uint64_t c = address / 2; c <= (address + bytes - 1) / 2; c++) {

@@ -54,6 +54,18 @@ struct StaticArray {
 extern std::vector<StaticArray> static_arrays;
 extern size_t dynamic_shift;  // `extern __shared__` begins so many bytes behind simt_dynamic_shared
 
+// An access to a block's memory by a thread of another block of its cluster (cluster.cpp).
+struct RemoteAccess {
+    uintptr_t pc = 0;  // 0: none
+    const char* how = "";
+    uint64_t block = 0;
+    int rank = 0, thread = 0;
+    uint32_t time = 0, arrivals = 0;  // of its warp; at the cluster barrier, by the thread
+};
+struct RemoteWord {  // 4 bytes: the last write, and reads since
+    RemoteAccess write, read[2];
+};
+
 // What an operation of the async proxy (a TMA store, a wgmma) reads of shared memory while it is under way: ranges
 // that begin and end at multiples of 16 bytes.
 struct AsyncRead {
@@ -61,6 +73,8 @@ struct AsyncRead {
     int thread, site;  // that issued it
     std::vector<std::pair<uint32_t, uint32_t>> ranges;  // address, bytes
 };
+
+const char* verb(const Sites& sites, const Stamp& s, bool write);  // how it was done
 
 class SharedShadow {
 public:
@@ -78,6 +92,8 @@ public:
     // Looks for conflicts with earlier accesses to these bytes, and notes this one. Where a store meets a
     // store it fills in `conflict` and returns true; it files the rest.
     bool touch(Lane* lane, uint64_t address, int bytes, Access access, int site, const char* how, Conflict* conflict);
+    // The same of a thread of another block, which has waited at the cluster barrier before.
+    void touch_remotely(Lane* lane, const Block* owner, uint64_t address, int bytes, bool writes, const char* how);
     // The async proxy is about to read pieces of 16 bytes for a warp: files what is not there yet, or not for it.
     void check_pieces(Warp* warp, const std::vector<uint32_t>& pieces, const char* how, uintptr_t pc);
     bool watched = false;  // a wgmma of this block has read shared memory, or is going to
@@ -98,11 +114,14 @@ public:
     void end_mbarrier(uint32_t address);
 
 private:
+    // Looks for conflicts with accesses from other blocks; true: one has been filed.
+    bool meets_remote(Lane* lane, const Block* owner, uint64_t address, int bytes, bool writes, const char* how);
     bool file_if_read(Lane* lane, uint64_t address, int bytes, const char* how);
     void file_out_of_bounds(Lane* lane, uint64_t address, int bytes, const char* how);
     SharedWindow window;
     Cell* cells;  // mapped, so that what is never touched costs nothing
     size_t count;
+    std::unordered_map<uint32_t, RemoteWord> remote;  // by address / 4
     bool reading = false;  // there is one under way:
     std::vector<AsyncRead*> async_reads;
     std::vector<uint16_t> being_read;  // by how many of them, every 16 bytes

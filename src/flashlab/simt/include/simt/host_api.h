@@ -15,10 +15,12 @@ enum cudaError_t {
     cudaErrorMisalignedAddress = 716,
     cudaErrorAssert = 710,
     cudaErrorLaunchFailure = 719,
+    cudaErrorInvalidClusterSize = 912,
 };
 enum cudaFuncAttribute {
     cudaFuncAttributeMaxDynamicSharedMemorySize = 8,
-    cudaFuncAttributePreferredSharedMemoryCarveout = 9
+    cudaFuncAttributePreferredSharedMemoryCarveout = 9,
+    cudaFuncAttributeNonPortableClusterSizeAllowed = 14
 };
 enum cudaMemcpyKind {
     cudaMemcpyHostToHost,
@@ -39,11 +41,13 @@ enum cudaDeviceAttr {
 extern "C" {
 // kernel: the function's address, which names the launch; call(closure) runs one CUDA thread of it.
 void simt_launch(const char* text, const void* kernel, uint3 grid, uint3 block, size_t shared_bytes, const void* stream,
-                 void (*call)(const void*), const void* closure, size_t closure_bytes, int checked);
+                 void (*call)(const void*), const void* closure, size_t closure_bytes, int checked,
+                 uint3 cluster);
 void simt_in_stream(const char* what, const void* stream);  // what the host part asks for, but for launches
 int simt_last_error(int forget);
 int simt_func_attribute(const void* kernel, int attribute, int value);
 int simt_device_attribute(int attribute);
+int simt_active_clusters(unsigned blocks, size_t shared_bytes);
 const char* simt_error_name(int error);
 void simt_written(const void* p, size_t bytes);  // by the host, in one of the calls below
 }
@@ -57,6 +61,7 @@ struct SimtConfiguration {
     uint3 grid, block;
     size_t shared_bytes;
     const void* stream;
+    uint3 cluster = {1, 1, 1};  // blocks
 };
 // A launch copies its arguments, as a GPU's constant bank does.
 template <class F, class... A>
@@ -64,7 +69,8 @@ SIMT_HERE inline void simt_start(const SimtConfiguration& c, F call, A... args) 
     const auto closure = [call, args...] { call(args...); };
     simt_launch(
         c.text, c.kernel, c.grid, c.block, c.shared_bytes, c.stream,
-        [](const void* of) { (*(decltype(&closure))of)(); }, &closure, sizeof closure, SIMT_CHECKED);
+        [](const void* of) { (*(decltype(&closure))of)(); }, &closure, sizeof closure, SIMT_CHECKED,
+        c.cluster);
 }
 template <class... P>
 struct SimtLaunch {
@@ -92,6 +98,38 @@ template <class F>
 SimtDeducedLaunch<F> simt_configure_deduced(const char* text, F call, dim3 grid, dim3 block, size_t shared_bytes = 0,
                                             const void* stream = nullptr) {
     return {{text, nullptr, grid, block, shared_bytes, stream}, call};
+}
+
+// A launch with attributes: of these there is the cluster's size.
+enum cudaLaunchAttributeID { cudaLaunchAttributeClusterDimension = 4 };
+union cudaLaunchAttributeValue {
+    uint3 clusterDim;
+};
+struct cudaLaunchAttribute {
+    cudaLaunchAttributeID id;
+    cudaLaunchAttributeValue val;
+};
+struct cudaLaunchConfig_t {
+    dim3 gridDim, blockDim;
+    size_t dynamicSmemBytes;
+    cudaStream_t stream;
+    cudaLaunchAttribute* attrs;
+    unsigned numAttrs;
+};
+inline uint3 simt_cluster_of(const cudaLaunchConfig_t* c) {
+    return c->numAttrs ? c->attrs[c->numAttrs - 1].val.clusterDim : uint3{1, 1, 1};
+}
+template <class... P, class... A>
+SIMT_HERE inline cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* c, void (*kernel)(P...), A&&... args) {
+    SimtLaunch<P...>{{"the kernel", (const void*)kernel, c->gridDim, c->blockDim, c->dynamicSmemBytes, c->stream,
+                      simt_cluster_of(c)},
+                     kernel}(std::forward<A>(args)...);
+    return (cudaError_t)simt_last_error(0);
+}
+template <class K>
+static inline cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, K*, const cudaLaunchConfig_t* c) {
+    *clusters = simt_active_clusters(simt_cluster_of(c).x, c->dynamicSmemBytes);
+    return cudaSuccess;
 }
 
 static inline cudaError_t cudaGetLastError() { return (cudaError_t)simt_last_error(1); }
