@@ -47,9 +47,12 @@ __global__ void turns(float* out, int never) {  // the last block goes first: it
         atomicAdd(flag, 1);
         box = make_float2(blockIdx.x, 0);
     }
-    SYNC;
+    cluster_arrive();
+    if (threadIdx.x < 32) cluster_wait();
+    __syncthreads();  // the others know of it
     float sum = 0;
     for (int r = 0; r < n; r++) sum += cluster_load2(PEER(&box, r)).x;
+    if (threadIdx.x >= 32) cluster_wait();
     cluster_arrive();
     out[blockIdx.x * blockDim.x + threadIdx.x] = sum;
     cluster_wait();
@@ -62,7 +65,7 @@ __global__ void mistake(float* out, int which) {  // two blocks of 64 threads
     float got = 0;
     CASE(0) got = cluster_load(PEER(&box[i], peer));  // <- 0 cluster-begin; block 1 (rank 1 of its cluster), which need not
     box[i] = i;
-    CASE(1) cluster_wait();  // <- 1 cluster-barrier; comes to cluster_wait in line 51 with no arrival to wait for
+    CASE(1) cluster_wait();  // <- 1 cluster-barrier; comes to cluster_wait in line 54 with no arrival to wait for
     CASE(2) cluster_arrive();
     if (which == 3 && rank && i < 32) {
         __syncthreads();  // <- 3 deadlock; The cluster barrier waits for 32 threads of block 1
@@ -72,15 +75,15 @@ __global__ void mistake(float* out, int which) {  // two blocks of 64 threads
         cluster_arrive();  // <- 2 cluster-barrier; again, with no cluster_wait since its last arrival
         cluster_wait();
     }
-    CASE(4) got = cluster_load(PEER(&box[i], peer));  // <- 4 race; of block 1 wrote in line 50: no cluster barrier (
-    CASE(5) { if (rank) cluster_store(PEER(&other[0], 0), i); }  // <- 5 race; cluster_store in line 62: no barrier stands
+    CASE(4) got = cluster_load(PEER(&box[i], peer));  // <- 4 race; of block 1 wrote in line 53: no cluster barrier (
+    CASE(5) { if (rank) cluster_store(PEER(&other[0], 0), i); }  // <- 5 race; cluster_store in line 65: no barrier stands
     CASE(6) got = cluster_load(PEER(&other[i], peer));  // <- 6 uninitialised-shared; other at byte 0 of block 1
     CASE(7) got = cluster_load(PEER(&box[i], peer + 2));  // <- 7 cluster-rank; shared memory of rank 2, in a cluster of 2
     CASE(8) cluster_store(PEER(box, peer) + 256, 1.f);  // <- 8 shared-out-of-bounds; beyond the end of box
-    CASE(9) got = cluster_load2(PEER(&box[i + 1], peer)).x;  // <- 9 misaligned; reads with cluster_load in line 66 8 bytes
+    CASE(9) got = cluster_load2(PEER(&box[i + 1], peer)).x;  // <- 9 misaligned; reads with cluster_load in line 69 8 bytes
     CASE(10) { if (!rank) got = cluster_load(PEER(&box[i], 1)); }  // <- 10 cluster-end; memory of block 1 (rank 1 of
     CASE(11) { if (rank) cluster_store(PEER(&box[i], 0), 1.f); }  // <- 11 cluster-end; memory of block 0 (rank 0 of
-    CASE(12) got = cluster_load(PEER(&box[i], peer));  // <- 12 race; that thread 0 of block 1 wrote in line 70: no cluster
+    CASE(12) got = cluster_load(PEER(&box[i], peer));  // <- 12 race; that thread 0 of block 1 wrote in line 73: no cluster
     CASE(12) box[i] = 1;
     CASE(13) cluster_store(PEER(&other[0], rank * 1000000), 1.f);  // <- 13 cluster-rank; in a cluster of 2
     CASE(14) { if (i == 0) cluster_store(PEER(&other[0], 0), 1.f); }  // <- 14 race; thread 0 of block 1 writes with cl

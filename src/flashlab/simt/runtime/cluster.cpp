@@ -118,10 +118,10 @@ bool pass_cluster_waits(Block* block) {
         Lane& lane = block->lane[t];
         if (lane.state != IN_CLUSTER || lane.cluster_waits == c.phase) continue;
         any = true;
-        block->cluster_waits = std::max(block->cluster_waits, lane.cluster_waits + 1);
         if (!(learnt >> lane.warp->index & 1)) {
             learnt |= 1u << lane.warp->index;
             acquire(lane.warp, c.member[block->rank].released[lane.cluster_waits % 3]);
+            lane.warp->known[CLUSTER_CLOCK] = lane.cluster_waits + 1;
             lane.warp->time++;
             count_incomplete(lane.warp);
         }
@@ -156,12 +156,14 @@ Block* missing_in_cluster(Block* block) {
 constexpr int RANK_SHIFT = 24;  // of an address that cluster_address has made: the rank + 1; 0: it was not made there
 constexpr uint32_t NO_RANK = 255;
 
+// How often a thread has waited at the cluster barrier that what `lane` does now comes after.
+static uint32_t waits_known(const Lane* lane) { return lane->warp->known[CLUSTER_CLOCK]; }
 // Did it happen before what `lane` does now?
 static bool ordered(const RemoteAccess& a, const Lane* lane) {
     if (!a.pc) return true;
     if (a.rank == lane->block->rank) return before((uint64_t)a.thread, a.time, lane);
     const auto& relaxed = lane->block->cluster->member[a.rank].relaxed;
-    for (uint32_t phase = a.arrivals; phase < lane->cluster_waits; phase++)
+    for (uint32_t phase = a.arrivals; phase < waits_known(lane); phase++)
         if (phase >= relaxed.size() || !(relaxed[phase] >> a.thread / WARP & 1)) return true;
     return false;
 }
@@ -194,7 +196,7 @@ bool SharedShadow::meets_remote(Lane* lane, const Block* owner, uint64_t address
 }
 void SharedShadow::touch_remotely(Lane* lane, const Block* owner, uint64_t address, int bytes, bool writes,
                                   const char* how) {
-    const auto& seen = lane->block->cluster->member[owner->rank].released[(lane->cluster_waits - 1) % 3].known;
+    const auto& seen = lane->block->cluster->member[owner->rank].released[(waits_known(lane) - 1) % 3].known;
     const RemoteAccess now = access_of(lane, how);
     bool filed = meets_remote(lane, owner, address, bytes, writes, how);
     auto unseen = [&](const Stamp& s, int clock) { return s.time > seen[clock]; };
@@ -227,7 +229,8 @@ void SharedShadow::touch_remotely(Lane* lane, const Block* owner, uint64_t addre
 void file_cluster_end(Block* block) {
     if (!block->cluster || block->cluster->size == 1) return;
     const RemoteAccess& last = block->cluster->member[block->rank].last;
-    if (!last.pc || last.arrivals < block->cluster_waits) return;
+    const auto waited = [&last](const Warp& w) { return w.known[CLUSTER_CLOCK] > last.arrivals; };
+    if (!last.pc || std::any_of(block->warp, block->warp + block->warps, waited)) return;
     file(block->lane, {"cluster-end", last.how, "", {(int64_t)block->number, block->rank}, last.pc, 0, -1, last.thread, 0,
                        last.block, 0, 1, (int64_t)block->number});
     stop_launch(block, cudaErrorIllegalAddress);
@@ -245,7 +248,7 @@ static uint8_t* reach(Lane* me, uint32_t address, int bytes, bool writes) {
     if (at % bytes) file_fatal(me, {"misaligned", how, "shared", {at, bytes}}, cudaErrorMisalignedAddress);
     Cluster::Member& m = c.member[rank];
     const int64_t number = (int64_t)block->number - block->rank + rank;
-    if (!own && !me->cluster_waits)
+    if (!own && !waits_known(me))
         file_fatal(me, {"cluster-begin", how, "", {number, rank}}, cudaErrorIllegalAddress);
     if (!m.block) file_fatal(me, {"cluster-end", how, "", {number, rank}}, cudaErrorIllegalAddress);
     Worker* owner = m.block->worker;
@@ -255,7 +258,7 @@ static uint8_t* reach(Lane* me, uint32_t address, int bytes, bool writes) {
         if (own) owner->shadow->touch(me, at, bytes, writes ? WRITE : READ, site, how, nullptr);
         else owner->shadow->touch_remotely(me, m.block, at, bytes, writes, how);
     }
-    if (!own && (!m.last.pc || me->cluster_arrivals >= m.last.arrivals)) m.last = access_of(me, how);
+    if (!own && me->cluster_arrivals > m.last.arrivals) m.last = access_of(me, how);
     count_access(me, site, at, bytes);
     return (uint8_t*)owner->window.base + at;
 }

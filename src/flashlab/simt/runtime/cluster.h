@@ -7,7 +7,8 @@
 // what belongs to the other blocks.
 //
 // The n-th arrival of a thread and its n-th wait are of phase n - 1. A thread's access to another block's memory, made
-// after n arrivals, comes before what a thread of another block does after n + 1 waits, and before nothing else there.
+// after n arrivals, comes before what a thread of another block does after n + 1 waits, its own or, with a barrier of
+// the block between, another's (CLUSTER_CLOCK); and before nothing else there.
 #pragma once
 #include "clocks.h"
 #include "shadow.h"

@@ -26,6 +26,7 @@ namespace simt {
 
 constexpr int WARP = 32, MAX_THREADS = 1024, MAX_WARPS = MAX_THREADS / WARP, BARRIERS = 16;
 constexpr int CLOCKS = 128;  // of a block: one a warp, then one for the copies that each mbarrier counts (clocks.h)
+constexpr int CLUSTER_CLOCK = CLOCKS - 1;  // and the last counts the waits at the cluster barrier
 constexpr size_t PAGE = 4096;
 // A lane's local memory: the 512 KB that a GPU gives a thread, and a quarter more, as a CPU's frames are larger.
 constexpr size_t STACK = 640 << 10;
@@ -214,7 +215,6 @@ struct Block {
     uint64_t number, last;  // of its cluster
     int rank;  // in it
     std::shared_ptr<struct Cluster> cluster;  // null while it has not used it, where it is alone there
-    uint32_t cluster_waits;  // of its threads, the most
     bool in_vain;  // somebody waits in vain: the cluster's other blocks get their turn
     int threads, warps, alive;
     int clocks;  // how many there are

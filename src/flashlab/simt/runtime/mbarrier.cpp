@@ -19,7 +19,7 @@ Mbarrier* Mbarriers::make(Lane* me, uint32_t address, int count) {
     Block* block = me->block;
     auto known = clocks.find(address);
     if (known == clocks.end()) {  // beyond so many, several share one
-        const int room = CLOCKS - block->warps, clock = block->warps + (int)clocks.size() % room;
+        const int room = CLUSTER_CLOCK - block->warps, clock = block->warps + (int)clocks.size() % room;
         block->clocks = std::max(block->clocks, clock + 1);
         known = clocks.emplace(address, std::make_pair(clock, 0u)).first;
     }

@@ -139,11 +139,11 @@ static void prepare_block(Worker* worker, Launch* launch, uint64_t number) {
     block.launch = launch;
     block.number = number;
     block.rank = (int)(number % launch->cluster), block.last = number - block.rank + launch->cluster - 1;
-    block.cluster_waits = 0, block.in_vain = false;
+    block.in_vain = false;
     blockIdx = {(unsigned)(number % g.x), (unsigned)(number / g.x % g.y), (unsigned)(number / g.x / g.y)};
     block.threads = block.alive = (int)(b.x * b.y * b.z);
     block.warps = (block.threads + WARP - 1) / WARP;
-    block.clocks = block.warps;
+    block.clocks = launch->cluster > 1 ? CLOCKS : block.warps;
     block.ended = block.fences = block.global_fences = false;
     block.learnt.clear(), block.looked.clear(), block.acquired.clear();
     block.writing.clear();
