@@ -62,7 +62,8 @@ _CONFIGURATION = {
     "cluster-opt-in": "a cluster of {0} blocks: above {1} a kernel has to be allowed to, with "
     "cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1)",
     "cluster-grid": "grid.x is {0}, which is no multiple of the {1} blocks of a cluster",
-    "memory": "the blocks that have to run at once need {0} threads, and the system has room for the stacks of {1} (vm.max_map_count, ulimit -v)",
+    "memory": "a block, or a whole cluster, needs {0} threads, and the system has room for the stacks of {1} "
+    "(vm.max_map_count, ulimit -v)",
     "os-threads": "the system has no thread left to run it",
 }
 
