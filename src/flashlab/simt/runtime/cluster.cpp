@@ -17,6 +17,14 @@ static bool over(const Block* block) {
     const Launch* launch = block->launch;
     return cancelled() || launch->stop <= block->last || launch->too_few_workers;
 }
+// The time is up: somebody had let the other blocks run, and they have not helped it.
+static void file_in_vain(Block* block) {
+    Lane *const end = block->lane + block->threads,
+                *lane = std::find_if(block->lane, end, [](Lane& l) { return l.in_vain && l.state == RUNNABLE; });
+    if (lane == end) return;
+    file(lane, out_of_time(lane));
+    stop_launch(block, cudaErrorLaunchTimeout);
+}
 static bool wait_for_turn(Block* block) {
     Cluster& c = *block->cluster;
     std::unique_lock<std::mutex> lock(c.mutex);
@@ -30,12 +38,7 @@ static bool wait_for_turn(Block* block) {
     block->holds = false;
     block->ended = over(block);
     if (!block->ended) c.member[block->rank].block = block;
-    for (Lane* lane = block->lane; cancelled() && block->in_vain && lane < block->lane + block->threads; lane++)
-        if (lane->in_vain && lane->state == RUNNABLE) {  // it had let the others run, and they have not helped it
-            file(lane, out_of_time(lane));
-            stop_launch(block, cudaErrorLaunchTimeout);
-            break;
-        }
+    if (cancelled() && block->in_vain) file_in_vain(block);
     return !block->ended;
 }
 static void next_turn(Cluster& c) {
