@@ -14,6 +14,7 @@ from .conftest import report_of
 
 TEXT = """#include "simt.h"
 #include "ptx_cluster.cuh"
+#include "ptx_sm90.cuh"
 #define PEER(p, rank) cluster_address(smem_u32(p), rank)
 #define SYNC cluster_arrive(), cluster_wait()
 __global__ void push(float* out, int rounds) {  // each block gives its number to all, again and again
@@ -67,6 +68,8 @@ __global__ void turns(float* out, int never) {  // the last block goes first: it
 __global__ void mistake(float* out, int which) {  // two blocks of 64 threads
     __shared__ __align__(16) float box[64];
     __shared__ float other[64];
+    __shared__ __align__(16) float4 tile[16];
+    __shared__ uint64_t mbarrier;
     const uint32_t i = threadIdx.x, rank = cluster_rank(), peer = rank ^ 1;
     float got = 0;
     CASE(0) got = cluster_load(PEER(&box[i], peer));  // <- 0 cluster-begin; block 1 (rank 1 of its cluster), which
@@ -100,6 +103,18 @@ __global__ void mistake(float* out, int which) {  // two blocks of 64 threads
         cluster_arrive_relaxed(), cluster_wait();
         if (!rank) got = other[i];
     }
+    if (which == 17 || which == RIGHT) {
+        const uint32_t bar = smem_u32(&mbarrier);
+        if (i == 0) {
+            mbarrier_init(bar, 1), fence_mbarrier_init(), mbarrier_arrive_expect_tx(bar, 256);
+            bulk_load(smem_u32(tile), out + 128, 256, bar);
+        }
+        __syncthreads();
+        if (which == RIGHT) mbarrier_wait(bar, 0);
+        SYNC;
+        got = cluster_load4(PEER(&tile[i % 16], peer)).x;  // <- 17 race; filled with bulk_load in line -5: no wait
+        mbarrier_wait(bar, 0);
+    }
     out[blockIdx.x * blockDim.x + i] = got;
     if (which != 10 && which != 11) SYNC;
 }
@@ -118,7 +133,7 @@ extern "C" int run(float* out, int kernel, int given, int blocks, int threads, i
     return cudaLaunchKernelEx(&config, kernels[kernel], out, given);
 }
 """
-PUSH, PULL, TURNS, MISTAKE = range(4)
+PUSH, PULL, TURNS, MISTAKE, RIGHT = *range(4), 18
 MISTAKES = {  # number -> kind, line, and what is said; another line is marked by how far it is from there
     int(m[1]): (m[2], line, re.sub(r"line ([+-]\d+)", lambda other, at=line: f"line {at + int(other[1])}", m[3]))
     for line, text in enumerate(TEXT.splitlines(), 1)
@@ -135,11 +150,11 @@ REFUSED = {
 
 @functools.cache
 def built(check: bool) -> simt.Module:
-    return simt.compile_cuda(TEXT, name="clusters.cu", check=check)
+    return simt.compile_cuda(TEXT, name="clusters.cu", check=check, defines={"RIGHT": RIGHT})
 
 
 def findings(mode: int, check: bool = True, **options) -> list[simt.Finding]:
-    return report_of(built(check).run, np.zeros(128, np.float32), MISTAKE, mode, 2, 64, 2, 0, 1, **options).findings
+    return report_of(built(check).run, np.zeros(192, np.float32), MISTAKE, mode, 2, 64, 2, 0, 1, **options).findings
 
 
 @pytest.mark.parametrize("check", [True, False], ids=["check", "fast"])
@@ -175,4 +190,4 @@ def test_a_launch_is_refused(words):
 def test_time_ends_a_cluster(check):
     with pytest.raises(simt.KernelTimeout, match="waits for element 144 of out, which stays 0"):
         built(check).run(np.zeros(3 * 48 + 1, np.float32), TURNS, 9, 3, 48, 3, 0, 1, timeout=1)
-    assert not findings(99)  # and the next call is as ever
+    assert not findings(RIGHT)  # and the next call is as ever

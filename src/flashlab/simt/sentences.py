@@ -173,6 +173,7 @@ def _race(f: Facts) -> str:
     if f.how.startswith("cluster_"):
         own = f.who.partition(" of ")[2] == f.whom.partition(" of ")[2]
         missing = "barrier" if own else "cluster barrier (cluster_arrive ... cluster_wait)"
+        missing = f"wait for the copy with a {missing} behind it" if f.words in COPIES else missing
         return (
             f"{f.who} {f.does}{f.here} shared memory of {f.cluster_block} that {f.whom} {f.did}{f.there}: no {missing} "
             "stands between"
