@@ -520,8 +520,8 @@ def _deadlock(f: Facts) -> str:
     left = f"{_count(f.v[0], 'thread')} of {f.v[1]} left, and none can go on"
     waits = "".join(f". {_barrier_wait(row.split(','))}" for row in barriers.split(";") if row)
     waits += "".join(f". {_phase_wait(f, row.split(','))}" for row in phases.split(";")[:6] if row)
-    late = [row.split(",") for row in cluster.split(";") if row]
-    late = [f"{_count(int(n), 'thread')} of block {f.block(int(block))}" for block, n in late]
+    rows = [row.split(",") for row in cluster.split(";") if row]
+    late = [f"{_count(int(n), 'thread')} of block {f.block(int(block))}" for block, n in rows]
     waits += f". The cluster barrier waits for {' and '.join(late)}" if late else ""
     return f"{f.who} waits for ever in {f.how}{f.here}{other}; {left}{waits}"
 
