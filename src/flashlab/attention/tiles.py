@@ -11,8 +11,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
-import tempfile
 from collections.abc import Callable
 from functools import cache as remember
 from pathlib import Path
@@ -247,9 +245,6 @@ def _tuned() -> dict[str, Tile]:
 
 def _store() -> None:
     try:
-        path = _file()
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
-            json.dump({key: list(tile) for key, tile in _tuned().items()}, file, indent=1)
-        os.replace(file.name, path)  # whole or not at all
+        cache.write_whole(_file(), json.dumps({key: list(tile) for key, tile in _tuned().items()}, indent=1).encode())
     except (OSError, cache.CacheError):
         pass  # an unwritable cache costs a tuning the next time

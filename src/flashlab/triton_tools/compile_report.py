@@ -297,9 +297,9 @@ def _cached(key: str) -> dict | None:
 def _store(key: str, outcome: dict) -> None:
     try:
         folder = cache_folder()
-        with tempfile.NamedTemporaryFile(dir=folder, suffix=".part", delete=False) as file:
-            file.write(gzip.compress(json.dumps(outcome | {"key": key}).encode(), mtime=0))
-        os.replace(file.name, folder / f"{key}.json.gz")  # whole or not at all
+        cache.write_whole(
+            folder / f"{key}.json.gz", gzip.compress(json.dumps(outcome | {"key": key}).encode(), mtime=0)
+        )
         cache.sweep(folder)
     except (cache.CacheError, OSError):
         pass  # an unwritable or full disk costs the cache, nothing else
