@@ -65,19 +65,6 @@ def test_plotting_lines(source, count):
     assert pacing.plotting_lines(source) == count
 
 
-@pytest.mark.parametrize(
-    "source, cut",
-    [
-        ('show.region(step, "main loop")', False),
-        ('show.source(fn, start="for", end="}")', True),
-        ('show.diff(part(a, "x", "y"), b)', True),
-        ("print(source)", False),
-    ],
-)
-def test_a_source_cut_out_by_its_text(source, cut):
-    assert pacing.cuts_out(source) == cut
-
-
 def test_output_lines_are_those_of_text():
     stream = nbformat.v4.new_output("stream", text="a\nb\n")
     figure = nbformat.v4.new_output("display_data", {"image/png": "x", "text/plain": "<Figure>"})

@@ -41,7 +41,6 @@ RULES: dict[str, tuple[float, float, str]] = {
     "words": (0, 60, "words of a text cell, the median; folds and references left out"),
     "most words": (0, 110, "words of the longest text cell"),
     "output": (0, 15, "lines of the longest text output of a cell; regions and diffs left out"),
-    "cut out": (0, 0, "cells that show a part of a source by its text, not by a region's name"),
     "plotting": (0, 8, "lines of plotting in a cell"),
     "unseen": (0, 0, "code lines of the phase's last kernel that its lecture does not show"),
 }
@@ -106,7 +105,6 @@ def pace(path: Path, root: Path = ROOT) -> Pace:
         "words": (statistics.median([words(c.source) for c in text] or [0]), []),
         "most words": longest("most words", text, lambda cell: words(cell.source)),
         "output": longest("output", [c for c in outputs if c.cell_type == "code"], output_lines),
-        "cut out": (sum(cuts_out(c.source) for c in code), [head(c) for c in code if cuts_out(c.source)]),
         "plotting": longest("plotting", code, lambda cell: plotting_lines(cell.source)),
         "unseen": (len(unseen), unseen),
     }
@@ -159,16 +157,6 @@ def shown_lines(output) -> int:
         return sum(line.count("\n") + 1 for line in output.traceback)
     rich = [mime for mime in output.data if mime != "text/plain"]
     return 0 if rich else output.data.get("text/plain", "").count("\n") + 1
-
-
-def cuts_out(source: str) -> bool:
-    """Whether a cell shows a part of a source that it finds by a string of its text."""
-    for node in ast.walk(ast.parse(plain_python(source))):
-        if isinstance(node, ast.Call):
-            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            if name == "part" or (name == "source" and any(k.arg in ("start", "end") for k in node.keywords)):
-                return True
-    return False
 
 
 def plotting_lines(source: str) -> int:
