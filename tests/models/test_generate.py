@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from drawn import draw
 from sequences import Sequences
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -29,10 +30,6 @@ def build(dtype=torch.float32, **changes):
 def prompts(*lengths, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(SHAPE.vocabulary, (n,), generator=generator).to(DEVICE) for n in lengths]
-
-
-def draw(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 def all_caches(batch, pages=64, page_size=4, capacity=40):
