@@ -36,7 +36,6 @@ def expect_written(x: torch.Tensor, what: str, *, case: str | None = None, becau
         case: what the kernel was run on.
         because: words for the end of the sentence, where a part is missing.
     """
-    __tracebackhide__ = True
     missing = unwritten(x)
     if missing.all():
         raise CheckFailed(
@@ -66,7 +65,6 @@ def expect_results(
 
     Returns what the first build's run counted. Raises CheckFailed.
     """
-    __tracebackhide__ = True
     first = None
     for check in checks:
         outputs = [marked(*x.shape) for x in want.values()]
@@ -90,7 +88,6 @@ def expect_stored(whole: Source, *, head_dim: int = 64, dtype: torch.dtype = tor
 
     The check build is run, so that a race or a bad address is told first.
     """
-    __tracebackhide__ = True
     module = built(whole, check=True, head_dim=head_dim, dtype=dtype)
     zeros, lse_zeros, right = [], [], []
     for batch, heads, kv_heads, seq_q, seq_k in _SHAPES:
@@ -126,7 +123,6 @@ def expect_stored(whole: Source, *, head_dim: int = 64, dtype: torch.dtype = tor
 
 def _expect_both(o: torch.Tensor, lse: torch.Tensor, case: str) -> None:
     """The masks of what is not written of o [batch, heads, rows, head_dim] and lse [batch, heads, rows]."""
-    __tracebackhide__ = True
     if o.all() and lse.all():
         raise CheckFailed(
             f"the kernel runs, but it stores nothing: all of o and lse still hold {_BEFORE}",

@@ -54,7 +54,6 @@ class Called:
         name = name if name.isidentifier() else "your function"
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            __tracebackhide__ = True
             given = [in_words(x) for x in args] + [f"{k}={in_words(x)}" for k, x in kwargs.items()]
             self.call = f"{name}({', '.join(given)})"
             self.returned = ""
@@ -100,7 +99,6 @@ def in_words(x: Any, article: bool = False) -> str:
 
 def expect_kinds(id: str, run: Callable[..., Any], answers: tuple[Any, ...]) -> None:
     """CheckFailed where a function is wanted and something else is handed in. Kernels and texts: by their checks."""
-    __tracebackhide__ = True
     for parameter, answer in zip(inspect.signature(run).parameters.values(), answers, strict=False):
         if parameter.annotation in ("str", "Any", str, Any):
             continue

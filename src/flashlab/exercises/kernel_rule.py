@@ -148,7 +148,6 @@ class KernelRule(TensorRule):
         return given, traffic
 
     def compare(self, learners: Callable[..., Any]) -> None:
-        __tracebackhide__ = True
         self.stored.clear()
         super().compare(learners)
         for name, times in self.stored.items():
@@ -156,7 +155,6 @@ class KernelRule(TensorRule):
             expect(times <= 1, f"{said}, by one program", diagnosis="stored-again")
 
     def check(self, answer: Any) -> str:
-        __tracebackhide__ = True
         self.traffic.undefined.clear()
         try:
             said = super().check(answer)

@@ -186,7 +186,6 @@ def _watched_row(xs: Sequence[float], most: list[int]) -> Iterator[float]:
 
 
 def _expect_two_numbers(online_max_and_sum: Callable[..., Any]) -> None:
-    __tracebackhide__ = True
     most = [0]
     online_max_and_sum(_watched_row([math.sin(i) for i in range(1000)], most))
     sentence = f"{most[0]} scores were kept in memory at once; the point is to keep two numbers, m and l"

@@ -118,7 +118,6 @@ def least_time(flops, bytes_moved, gpu):
 
 def _expect_one_matrix(frugal_attention: Callable[..., torch.Tensor]) -> None:
     """No second N x N tensor; few columns, so that what has N rows weighs little."""
-    __tracebackhide__ = True
     ops = trace_ops(frugal_attention, *(copied(x, True) for x in _three(random.Random(13), 512, 16)))
     worst = max(ops, key=lambda op: op.live_bytes)
     matrices = worst.live_bytes / (512 * 512 * 4)
@@ -213,7 +212,6 @@ def _one_head(kernel: Any, **tiles: Callable[[int], int]) -> Callable[..., Any]:
     """
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None) -> Any:
-        __tracebackhide__ = True
         constants = {name: tile(len(k)) for name, tile in tiles.items()}
         o = q.new_empty(q.shape) if q.is_contiguous() else q.new_empty(q.shape[::-1]).T
         lse = q.new_empty(len(q), dtype=torch.float32)
@@ -233,7 +231,6 @@ def _one_head(kernel: Any, **tiles: Callable[[int], int]) -> Callable[..., Any]:
 
 def _explain_padding(run: Callable[..., Any]) -> None:
     """Raise CheckFailed if `run` gives what it would with the zeros that pad K and V taken for keys."""
-    __tracebackhide__ = True
     generator = torch.Generator().manual_seed(14)
     q, k, v = (torch.randn(n, 64, generator=generator).half().to(runtime.device()) for n in (20, 100, 100))
     got, _ = run(q, k, v)
@@ -250,7 +247,6 @@ def _explain_padding(run: Callable[..., Any]) -> None:
 
 def _verify_padded(kernel: Any, **options: Any) -> Any:
     """verify_one_head of a scheme A kernel; where it fails, first ask whether the padding is why."""
-    __tracebackhide__ = True
     run = _one_head(kernel, BLOCK_N=schemes.padded)
     try:
         return verify_one_head(run, max_seq=150, max_tile=128, **options)
@@ -364,7 +360,6 @@ _EVEN = "reshaping to [.., COLUMNS // 2, 2] separates even from odd columns; the
 
 def _expect_one_load(kernel: Any) -> None:
     """CheckFailed where the quarter is not cut out of one load, by reshape, permute and split."""
-    __tracebackhide__ = True
     called = calls(kernel)
     for name in sorted(FORBIDDEN & set(called)):
         said = f"tl.{name} is not allowed here: use reshape, permute and split"
@@ -471,7 +466,6 @@ def masked(masked_kernel: Any) -> str:
 
 def _expect_two_passes(run: Callable[..., Any]) -> None:
     """K is read twice, V once; and no more than that."""
-    __tracebackhide__ = True
     if not runtime.INTERPRETED:
         return
     q, k, v = (torch.randn(64, 64, generator=torch.Generator().manual_seed(18)).half() for _ in range(3))

@@ -45,7 +45,6 @@ def _random(*shapes: tuple[int, int], seed: int = 0, dtype: torch.dtype = torch.
 
 def _run(fn: Callable[..., Any], *args: Any, case: str, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Call the learner's function; CheckFailed unless it returns two tensors."""
-    __tracebackhide__ = True
     expect(callable(fn), "a function is expected: give its name, without calling it", diagnosis="wrong-type")
     given = [x for x in args if isinstance(x, torch.Tensor)]
     before = [x.clone() for x in given]
@@ -87,7 +86,6 @@ def expect_flat_memory(
     fn: Callable[..., Any], small: Sequence[Any], large: Sequence[Any], matrix: int, advice: str = ""
 ) -> None:
     """CheckFailed where four times the keys take more bytes at once than half of what a row of each would."""
-    __tracebackhide__ = True
     peaks = [peak_bytes(fn, given) for given in (small, large)]
     expect(
         peaks[1] - peaks[0] < matrix // 2,
@@ -267,7 +265,6 @@ def one_block(flash_attention_forward_sim: Callable[..., Any]) -> Any:
 
 def _verify_block(fn: Callable[..., Any], **options: Any) -> Any:
     """`verify_block`; where it cannot name the cause, a change of the right text may be it."""
-    __tracebackhide__ = True
     try:
         return verify_block(fn, **options)
     except CheckFailed as failed:
@@ -282,7 +279,6 @@ def _verify_block(fn: Callable[..., Any], **options: Any) -> Any:
 
 def _expect_value_columns(fn: Callable[..., Any], **options: Any) -> None:
     """V may have another number of columns than Q and K."""
-    __tracebackhide__ = True
     Q, K, V = _random((6, 16), (10, 16), (10, 24))
     case = "Q [6, 16], K [10, 16], V [10, 24]"
     want, _ = _oracle(Q, K, V, **options)
@@ -330,7 +326,6 @@ def whole_matrix(flash_attention_one_head_sim: Callable[..., Any]) -> Any:
 
 def _expect_blocks_not_exchanged(fn: Callable[..., Any]) -> None:
     """Products of 16 rows and 64 keys, not of 64 rows and 16 keys: told by how many there are."""
-    __tracebackhide__ = True
     Q, K, V = _random((16, 32), (128, 32), (128, 32))
     case = "M=16, N=128, BLOCK_M=16, BLOCK_N=64"
     products = _products(fn, Q, K, V, 16, 64, case=case)
@@ -348,10 +343,8 @@ def _expect_blocks_not_exchanged(fn: Callable[..., Any]) -> None:
 
 def _verify_causal(hunted: Callable[..., Any]) -> Report:
     """Every causal case of the checker, in tiles of 16 keys."""
-    __tracebackhide__ = True
 
     def call(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-        __tracebackhide__ = True
         o, lse = _run(hunted, q[0, 0], k[0, 0], v[0, 0], 16, case.softmax_scale, case=str(case))
         return o[None, None], lse[None, None]
 
@@ -488,7 +481,6 @@ def _parts(r: random.Random, N: int, splits: int, scale: float | None = None, dt
 
 def _expect_split(fn: Callable[..., Any]) -> None:
     """As many parts as asked for, and a merge in float32."""
-    __tracebackhide__ = True
     Q_block, K, V = _random((6, 16), (50, 16), (50, 16))
     case = "50 keys, BLOCK_N=64, 5 splits"
     products = _products(fn, Q_block, K, V, 64, 5, case=case)

@@ -48,7 +48,6 @@ def _forward(kernel: Any) -> Callable[..., Any]:
     """fn(q, k, v, *, scale) that launches `kernel` as the package's launcher does, with small tiles."""
 
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None) -> Any:
-        __tracebackhide__ = True
         case = f"M={len(q)}, N={len(k)}, BLOCK_M = BLOCK_N = 32"
         with in_bounds(case, q=q, k=k, v=v) as traffic:
             o, lse = flash_attention_forward(q, k, v, scale, 32, 32, kernel=kernel)
@@ -259,7 +258,6 @@ def row_lse_kernel(x_ptr, lse_ptr, stride, N, BLOCK: tl.constexpr):
 
 
 def _verify_forward(kernel: Any) -> Report:
-    __tracebackhide__ = True
     kernel_of(kernel, FORWARD_PARAMETERS)
     report = verify_one_head(_forward(kernel), head_dims=(64, 32), max_seq=300, max_tile=128)
     _expect_strides_of_o(kernel)
@@ -269,7 +267,6 @@ def _verify_forward(kernel: Any) -> Report:
 
 def _expect_strides_of_o(kernel: Any) -> None:
     """The launcher's o is contiguous; this one is not."""
-    __tracebackhide__ = True
     q, k, v = _random((40, 32), (50, 32), (50, 32))
     case = "o stored by columns"
     o, lse = _begun(40, 32, q.dtype, by_columns=True)
@@ -289,7 +286,6 @@ def _goes_on(
     kernel: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *, case: str, scale: float | None = None
 ) -> None:  # fmt: skip
     """Launches `kernel` with small tiles, o and lse as they are."""
-    __tracebackhide__ = True
     with in_bounds(case, q=q, k=k, v=v, o=o, lse=lse) as traffic:
         _launch_next(q, k, v, o, lse, q.shape[1] ** -0.5 if scale is None else scale, kernel)
     explain_undefined(traffic, o, case)
@@ -306,7 +302,6 @@ def _from_nothing(kernel: Any) -> Callable[..., Any]:
     """fn(q, k, v, *, scale) that launches `kernel` where no key has been seen."""
 
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None) -> Any:
-        __tracebackhide__ = True
         o, lse = _begun(len(q), q.shape[1], q.dtype)
         _goes_on(kernel, q, k, v, o, lse, case=f"M={len(q)}, N={len(k)}, BLOCK_M = BLOCK_N = 32", scale=scale)
         return o, lse
@@ -316,7 +311,6 @@ def _from_nothing(kernel: Any) -> Callable[..., Any]:
 
 def _expect_it_goes_on(kernel: Any) -> None:
     """CheckFailed where the earlier keys' o and lse are lost, or weighed wrongly."""
-    __tracebackhide__ = True
     for case, first, second in (("scores alike", 1.0, 1.0), ("larger scores first", 30.0, 1.0),
                                 ("larger scores last", 1.0, 30.0)):  # fmt: skip
         q, k, v = _random((40, 32), (90, 32), (90, 32))
@@ -499,7 +493,6 @@ def no_infinity(flash_attention_forward_kernel: Any) -> Report:
 
 
 def _as_the_interpreter_counts(bytes_read: Callable[..., Any]) -> None:
-    __tracebackhide__ = True
     q, k, v = _random((100, 32), (150, 32), (150, 32), dtype=torch.float16)
     counted = hbm_traffic(_launch_next, q, k, v, *_begun(100, 32, q.dtype), 0.2).bytes_read
     sentence = f"the interpreter counted {counted} bytes for M=100, N=150, HEAD_DIM=32, BLOCK_M=32"

@@ -150,7 +150,6 @@ def _mask_of(kernel: Any) -> Callable[..., Any]:
     kernel = kernel_of(kernel, ("seen_ptr", "start_m", "start_n", "M", "N", "prefix", "BLOCK_M", "BLOCK_N"))
 
     def launch(start_m: int, start_n: int, M: int, N: int, prefix: int) -> torch.Tensor:
-        __tracebackhide__ = True
         case = f"queries from {start_m}, keys from {start_n}, M={M}, N={N}, prefix={prefix}"
         out = torch.full((16, 32), -9, dtype=torch.int32, device=runtime.device())
         with in_bounds(case, seen=out):
@@ -226,7 +225,6 @@ def _of_scores(r: random.Random, M: int, N: int, D: int, BLOCK_D: int) -> tuple[
 
 def _tiles_of_block_d(kernel: Any) -> None:
     """CheckFailed where a tile of Q or K has more columns than BLOCK_D, or fewer."""
-    __tracebackhide__ = True
     given, traffic = RULES["4.4"].watched_on_first(kernel)  # type: ignore[attr-defined]
     HEAD_DIM, BLOCK_D = given["HEAD_DIM"], given["BLOCK_D"]
     tiles = 2 * -(-HEAD_DIM // BLOCK_D)
@@ -359,7 +357,6 @@ def _cap_of(kernel: Any) -> Callable[..., Any]:
     kernel = kernel_of(kernel, ("x_ptr", "y_ptr", "cap", "BLOCK"))
 
     def launch(x: torch.Tensor, cap: float) -> torch.Tensor:
-        __tracebackhide__ = True
         y, case = torch.full_like(x, math.nan), f"cap={cap:g}, x up to infinity"
         with in_bounds(case, x=x, y=y):
             kernel[(1,)](x, y, cap, BLOCK=128)

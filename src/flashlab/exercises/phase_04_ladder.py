@@ -28,7 +28,6 @@ from flashlab.triton_tools.watch import watched as watched_memory
 
 def expect_scales(fn: Callable[..., Any], head_dim: int = 40, value_dim: int = 0) -> None:
     """The default scale, at a head_dim that is no power of two where there may be one, a scale of 0, a negative one."""
-    __tracebackhide__ = True
     sizes = (2, 20, head_dim), (1, 30, head_dim), (1, 30, value_dim or head_dim)
     q, k, v = (normal(random.Random(i), 1, *size, dtype=torch.float16).to(runtime.device())
                for i, size in enumerate(sizes))  # fmt: skip
@@ -61,7 +60,6 @@ def expect_scales(fn: Callable[..., Any], head_dim: int = 40, value_dim: int = 0
 
 def expect_tiles_skipped(fn: Callable[..., Any]) -> None:
     """A causal mask has to save reads of K; a block whose rows see no key reads nothing of it."""
-    __tracebackhide__ = True
 
     def bytes_of_k(M: int, N: int, causal: bool) -> int:
         q, k = (normal(random.Random(0), 1, 1, seq, 16, dtype=torch.float16) for seq in (M, N))
@@ -88,7 +86,6 @@ def expect_tiles_skipped(fn: Callable[..., Any]) -> None:
 
 def expect_no_copies(fn: Callable[..., Any], head_dim: int = 16) -> None:
     """Key heads are shared where they lie: a copy for each query head is right, and `group` times as large."""
-    __tracebackhide__ = True
     q, k, v = (normal(random.Random(0), 1, heads, 16, head_dim, dtype=torch.float16) for heads in (4, 2, 2))
     with watched_memory(k=k, v=v) as traffic:
         fn(q, k, v, scale=0.25)
@@ -102,7 +99,6 @@ def expect_no_copies(fn: Callable[..., Any], head_dim: int = 16) -> None:
 
 def expect_small_heads(fn: Callable[..., Any]) -> None:
     """A head_dim below what the compiler takes for a product's inner side. The interpreter takes any."""
-    __tracebackhide__ = True
     q, k, v = (normal(random.Random(i), 1, 1, 20, 8, dtype=torch.float16).to(runtime.device()) for i in range(3))
     asked: Any = mock.patch.dict(interpreter_builder.codegen_fns, {"min_dot_size": lambda *_: (1, 1, 16)})
     try:
@@ -120,7 +116,6 @@ _NARROW = "which products of an index and a stride have 32 bits?"
 
 def expect_64_bits(fn: Callable[..., Any]) -> None:
     """Rows, heads and batches that lie 2^31 elements apart; of the file behind them only what is touched is there."""
-    __tracebackhide__ = True
     case = "elements 2^31 apart: batches of k, heads of v, rows of q"
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -292,13 +287,11 @@ def _by_token(heads_attention: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _verify_heads(heads_attention: Callable[..., Any]) -> Report:
-    __tracebackhide__ = True
     forward = _by_token(heads_attention)
     return verify(lambda q, k, v, *, scale=None: forward(q, k, v, scale=scale), gqa=True, max_seq=150)
 
 
 def _all_heads(heads_attention: Callable[..., Any]) -> Report:
-    __tracebackhide__ = True
     forward, report = _by_token(heads_attention), _verify_heads(heads_attention)
     expect_scales(forward, 64)
     if runtime.INTERPRETED:
@@ -394,8 +387,6 @@ def heads_attention(q, k, v, *, scale=None):
 
 
 def _with_a_prefix(prefix_attention: Callable[..., Any]) -> Report:
-    __tracebackhide__ = True
-
     def forward(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, scale: float | None = None
     ) -> Any:
@@ -497,8 +488,6 @@ def prefix_attention(q, k, v, *, prefix=0, scale=None):
 
 
 def _of_two_sizes(two_sizes_attention: Callable[..., Any]) -> Report:
-    __tracebackhide__ = True
-
     def forward(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, scale: float | None = None
     ) -> Any:
@@ -624,7 +613,6 @@ def two_sizes_attention(q, k, v, *, causal=False, scale=None):
 
 
 def _contiguous(fn: Callable[..., Any], **arguments: Any) -> Any:
-    __tracebackhide__ = True
     result = _called(fn, **arguments)
     if isinstance(result, (tuple, list)) and result and isinstance(result[0], torch.Tensor):
         expect(result[0].is_contiguous(), "o should be contiguous, however q lies in memory: empty_like(q) is as q is",
@@ -633,7 +621,6 @@ def _contiguous(fn: Callable[..., Any], **arguments: Any) -> Any:
 
 
 def _verify(fn: Callable[..., Any]) -> Report:
-    __tracebackhide__ = True
     return verify(fn, causal=True, gqa=True, head_dims=(64, 40), max_seq=150, max_tile=128)
 
 

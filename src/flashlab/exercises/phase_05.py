@@ -208,7 +208,6 @@ def _of_dq(
 
 def _of_tiles(fn: Callable[..., Any]) -> None:
     """CheckFailed where a tile is as wide as K is long, or not as wide as BLOCK_N says."""
-    __tracebackhide__ = True
     expect_flat_memory(fn, _of_dq(128, 256, 8, 0.3, 16, 0), _of_dq(128, 1024, 8, 0.3, 16, 0), 128 * 768 * 4)
     narrow, wide = (peak_bytes(fn, _of_dq(128, 1024, 8, 0.3, block, 0)) for block in (16, 512))
     expect(
@@ -359,7 +358,6 @@ def _far_too_old(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Te
 
 def _of_few_tiles(window_block_sim: Callable[..., Any]) -> None:
     """CheckFailed where tiles are computed that no query sees."""
-    __tracebackhide__ = True
     given = _of_a_block_of_keys(128, 128, 16, 32, 0.3, 20, 0, rows=16)
     with Meter() as meter:
         window_block_sim(*(x.to(runtime.device()) if isinstance(x, torch.Tensor) else x for x in given))

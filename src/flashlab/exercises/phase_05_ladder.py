@@ -139,7 +139,6 @@ def _named(kernel: str, *given: Any) -> str:
 
 def _of_few_tiles(kernel: Any) -> None:
     """CheckFailed where a causal launch reads as much as one without a mask."""
-    __tracebackhide__ = True
     if not runtime.INTERPRETED:
         return
     read = []
@@ -377,7 +376,6 @@ def _kept(attention: Callable[..., Any], N: int) -> int:
 
 def _expect_gradient_of_lse(attention: Callable[..., Any]) -> None:
     """CheckFailed where a loss of lse has another gradient than that of the formula."""
-    __tracebackhide__ = True
     case = "a loss of o and of lse: heads=4, kv_heads=2, seq_q=20, seq_k=33, head_dim=16, float32, causal"
     q, k, v, do, dlse = _inputs((1, 4, 20, 16), (1, 2, 33, 16), (1, 2, 33, 16), (1, 4, 20, 16), (1, 4, 20))
     ours = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -406,7 +404,6 @@ def _expect_gradient_of_lse(attention: Callable[..., Any]) -> None:
 
 def _expect_own_options(attention: Callable[..., Any]) -> None:
     """CheckFailed where a second forward pass changes what the backward pass of the first takes."""
-    __tracebackhide__ = True
     case = "two forward passes, the first causal, then the backward pass of the first"
     q, k, v, do = _inputs(*[(1, 2, 20, 16)] * 4)
     ours = [x.requires_grad_() for x in (q, k, v)]
@@ -421,7 +418,6 @@ def _expect_own_options(attention: Callable[..., Any]) -> None:
 
 def _expect_strides(attention: Callable[..., Any]) -> None:
     """CheckFailed where the gradient of o is taken to lie in memory as o does."""
-    __tracebackhide__ = True
     case = "dO stored by columns: heads=2, seq_q=20, seq_k=33, head_dim=16, float32"
     q, k, v, do = _inputs((1, 2, 20, 16), (1, 2, 33, 16), (1, 2, 33, 16), (1, 2, 20, 16))
     ours = [x.requires_grad_() for x in (q, k, v)]
@@ -440,7 +436,6 @@ def _expect_strides(attention: Callable[..., Any]) -> None:
 
 def _expect_scales(attention: Callable[..., Any]) -> None:
     """CheckFailed where a scale of 0 is taken for none, or a negative one for another."""
-    __tracebackhide__ = True
     q, k, v, do = _inputs(*[(1, 2, 20, 16)] * 4)
     ours = [x.requires_grad_() for x in (q, k, v)]
     for scale, why in ((0.0, ": 0 is a scale, and not None"), (-0.3, "")):

@@ -76,7 +76,6 @@ _MATRICES = ((4, 32), (8, 64), (10, 50), (7, 33), (1, 1), (3, 100), (50, 10))
 
 
 def _expect_coalesced(c: Counters, kind: str, most: int, advice: str, case: str) -> None:
-    __tracebackhide__ = True
     sectors = c[f"global_{kind}_sectors"]
     said = f"right, but the {kind}s touch {sectors} sectors where {most} suffice: {advice}"
     expect(sectors <= most, said, diagnosis="not-coalesced", case=case)
@@ -306,7 +305,6 @@ ROW_LSE = Trials(
 
 def _expect_lse(answer: Answer, last_lane: Answer) -> int:
     """Runs the cases; the fast build is that of `last_lane`. Returns how many."""
-    __tracebackhide__ = True
     cases = list(itertools.product((64, 100, 257, 32, 5, 1), _KINDS))
     for n, kind in cases:
         case, x = f"n={n}, scores {kind}", _scores(n, kind)
@@ -326,7 +324,6 @@ def _expect_lse(answer: Answer, last_lane: Answer) -> int:
 
 
 def _expect_one_pass(c: Counters, n: int, case: str) -> None:
-    __tracebackhide__ = True
     loads, needed = c["global_loads"], 4 * -(-n // 32)
     said = f"right, but a warp loads {loads / 4:g} times for a row where {needed // 4} suffice: read the row once, and "
     expect(loads <= needed, said + "give lane t the elements t, t + 32, ...", diagnosis="read-twice", case=case)
@@ -342,7 +339,6 @@ _PROBES = ((1, 1, 1, 70, 100, False), (1, 2, 1, 130, 130, True), (1, 1, 1, 50, 2
 
 
 def _in_float32(text: Any) -> CudaModule:
-    __tracebackhide__ = True
     return built(text, check=True, head_dim=64, dtype=torch.float32)
 
 
@@ -425,7 +421,6 @@ INNER_LOOP = Trials(
 
 def _examined(source: Source, *trials: Trials) -> Verdict:
     """examine; trials: whose right text's changes may explain it."""
-    __tracebackhide__ = True
     return examined(source, *trials, dtype=torch.float32, probes=_PROBES, max_seq=200)
 
 
@@ -590,7 +585,6 @@ def float32_kernel(flash_attention: str) -> str:
 
 def _expect_shared(c: Counters) -> float:
     """That rows share what is loaded, and loads their sectors. Returns the rows that a number of K and V serves."""
-    __tracebackhide__ = True
     _, _, _, rows, keys, _ = _SHARED_PROBE
     case = f"seq_q={rows}, seq_k={keys}, head_dim=64, float32"
     asked, sectors = c["global_load_bytes"] + c["cp_async_bytes"], c["global_load_sectors"] + c["cp_async_sectors"]

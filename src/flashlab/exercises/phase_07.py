@@ -252,7 +252,6 @@ ANY_EIGHT = Trials(
 
 def _expect_scores(answer: Answer, cases: Sequence[tuple[int, torch.dtype]], tail: bool = False) -> None:
     """Runs Q K^T of 16 queries and 8 keys for each (head_dim, dtype); the first one's watched build too."""
-    __tracebackhide__ = True
     for number, (head_dim, dtype) in enumerate(cases):
         q, k = normal(16, head_dim, seed=head_dim).to(dtype), normal(8, head_dim, seed=head_dim + 1).to(dtype)
         case, wide = f"D={head_dim}, {spelled(dtype)}", (q.double(), k.double())
@@ -585,7 +584,6 @@ CAUSAL = 0.8  # of the MMAs without a mask; tiles of 128 rows do 0.75
 def _run_whole(whole: Source, head_dim: int, dtype: torch.dtype) -> tuple[float, float, bool]:
     """Compares one variant with the oracle. Returns FLOPs of its MMAs over those needed, causal over all, and whether
     some are beside the tiles that are needed."""
-    __tracebackhide__ = True
     module = built(whole, check=False, head_dim=head_dim, dtype=dtype)
     q, k, v = normal(3, 1, 1, COUNTED, head_dim, seed=1).to(dtype)
     flops, need = [], 4 * COUNTED**2 * head_dim
@@ -631,7 +629,6 @@ def whole_forward(kernel: str) -> str:
     expect_set(whole)
 
     def large(dtype: torch.dtype = torch.bfloat16) -> int:
-        __tracebackhide__ = True
         return examine(whole, head_dim=128, dtype=dtype, probes=PROBES[:1], max_seq=150).cases
 
     try:

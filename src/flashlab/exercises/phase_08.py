@@ -51,7 +51,6 @@ BANK_BYTES, ROW_BYTES = 128, 16  # all 32 banks; what one address of ldmatrix st
 
 def _without_conflicts(verdict: Verdict, head_dim: int, source: Source | None = None) -> None:
     """Raises CheckFailed where ldmatrix has bank conflicts; source: of an answer that defines at()."""
-    __tracebackhide__ = True
     c = verdict.counters
     if c["ldmatrix_wavefronts"] == c["ldmatrix_ideal"]:
         return
@@ -82,7 +81,6 @@ def _shared_banks(source: Source, head_dim: int) -> str | None:
 @contextlib.contextmanager
 def _beside(first: str, here: int, second: bool) -> Iterator[None]:
     """second: what fails in it is right with the first size, which is told."""
-    __tracebackhide__ = True
     try:
         yield
     except CheckFailed as failed:
@@ -142,7 +140,6 @@ def wavefronts(row_bytes):
 
 def _expect_a_swizzle(place: Callable[[int, int], int]) -> str:
     """CheckFailed where two chunks meet; any swizzle without a conflict is right, but for the lecture's two."""
-    __tracebackhide__ = True
     for chunks in (8, 16, 32):
         case = f"head_dim={8 * chunks}"
         table = []
@@ -242,7 +239,6 @@ def swizzle(at: str) -> str:
 
 def _swizzled(text: str, trials: Trials, *head_dims: int) -> str:
     """Raises CheckFailed where p8_4_swizzle with this text is wrong, or has bank conflicts."""
-    __tracebackhide__ = True
     source = replaced(step("p8_4_swizzle"), "swizzle", text)
     source = replace(source, text=source.text.replace("-DHEAD_DIM=64", "-DHEAD_DIM=32, 64"))
     for head_dim in head_dims:
@@ -286,7 +282,6 @@ AT = Trials(
 
 def _expect_places(source: Source, head_dim: int, rows: int = 64) -> None:
     """Raises CheckFailed where at(), called alone, is no place of its own for each chunk of a tile."""
-    __tracebackhide__ = True
     chunks, case, room = head_dim // 8, f"head_dim={head_dim}", rows * head_dim * 2
     taken: dict[int, str] = {}
     for i, byte in enumerate(_places(source, head_dim, rows)):
@@ -306,7 +301,6 @@ def _expect_places(source: Source, head_dim: int, rows: int = 64) -> None:
 
 def _places(source: Source, head_dim: int, rows: int) -> list[int]:
     """at(row, column) of each chunk of a tile, row by row."""
-    __tracebackhide__ = True
     n = torch.zeros(rows * head_dim // 8, dtype=torch.int32)
     built(_calling(source, _CALLED), check=False, head_dim=head_dim).places(n, rows)
     return n.tolist()
@@ -559,7 +553,6 @@ def parts() -> dict[str, str]:
 
 def _put_together(text: str) -> Source:
     """The text with its lines @A, @B ... replaced by the parts. Raises CheckFailed, with what is out of place."""
-    __tracebackhide__ = True
     letters, out, called = parts(), [], []
     places: dict[str, int] = {}
     depths: dict[str, int] = {}
@@ -637,7 +630,6 @@ def _expect_walk(text: str) -> None:
     """Raises CheckFailed where the loop does not walk the tiles upwards or downwards, each once, where a product finds
     another tile in its buffer than its own, or where a tile is copied twice.
     """
-    __tracebackhide__ = True
     say = 'if (threadIdx.x == 0) printf("{} ", (int)j);'.format
     copies = "auto copy_q = [] {};\n" + "".join(f"auto copy_{x} = [](int j) {{ {say(f'{x}%d')} }};\n" for x in "kv")
     letters = parts() | {_LETTERS[name]: "" for name in _LOOP} | {_LETTERS["first copies"]: copies}
@@ -722,7 +714,6 @@ _PLURAL = {"shared_load": "loads from shared memory", "shared_store": "stores to
 
 def _well_made(c: Counters, head_dim: int) -> None:
     """Raises CheckFailed where a right kernel does not do what phase 8 is about. c: of one head, _COUNTED."""
-    __tracebackhide__ = True
     *_, n, _, _ = _COUNTED
     case, right = f"head_dim={head_dim}, N={n}", "the result is right, but"
     mma, least = c["mma"], 4 * n * n * head_dim // 4096

@@ -290,7 +290,6 @@ _SEEN = ("exp2_approx", "exp2f", "exp2", "expf", "__expf")  # functions that a c
 
 def _expect_lazy(whole: Source) -> None:
     """Counts the corrections where no maximum moves after the first tile: scores of 0, four tiles of keys."""
-    __tracebackhide__ = True
     count = "\n".join(f'#define {name}(...) (printf("r"), {name}(__VA_ARGS__))' for name in _SEEN)
     said = said_by(whole, count, "\n".join(f"#undef {name}" for name in _SEEN), 64, 256)
     times = said.count("r") / (4 * 64)  # the four lanes of a row
@@ -305,7 +304,6 @@ def _expect_lazy(whole: Source) -> None:
 
 def _expect_each_row_alone(whole: Source, scale: float) -> None:
     """That rows which do not move far come out bit by bit the same, whether others of their warp do or not."""
-    __tracebackhide__ = True
     module = built(whole, check=False)
     moved, unmoved = (ran(module, whole, None, partial(_fifths, module, late, scale)) for late in (8.0, 0.0))
     others = [i for i in range(64) if i % 5]
@@ -475,7 +473,6 @@ def merge_of_parts(merge_loop: str) -> str:
 
 def _expect_one_pass(whole: Source) -> None:
     """Counts the bytes that a warp reads, of which each lane may read the lse of a part."""
-    __tracebackhide__ = True
     module, (splits, rows, head_dim) = built(whole, check=True, HEAD_DIM=64), (3, 8, 64)
     ran(module, whole, None, partial(_merged, module, *_parts(splits, rows, head_dim)))
     assert module.report is not None, "every run in the emulator leaves a report"
@@ -490,7 +487,6 @@ def _expect_one_pass(whole: Source) -> None:
 
 
 def _expect_merge(whole: Source, splits: int, rows: int, head_dim: int, how: str) -> None:
-    __tracebackhide__ = True
     case = f"{splits} parts of {rows} rows, head_dim={head_dim}{', ' * bool(how)}{how}"
     module, (part_o, part_lse) = built(whole, check=True, HEAD_DIM=head_dim), _parts(splits, rows, head_dim, how)
     o, lse = ran(module, whole, case, partial(_merged, module, part_o, part_lse))
@@ -656,7 +652,6 @@ def _expect_window(
     whole: Source, batch: int, heads: int, kv_heads: int, seq_q: int, seq_k: int, causal: bool, left: int = _WINDOW
 ) -> None:  # fmt: skip
     """One run on more keys than the window has, beside the definition."""
-    __tracebackhide__ = True
     case = f"heads={heads}, seq_q={seq_q}, seq_k={seq_k}, LEFT={left}{', causal' * causal}"
     sizes = (heads, seq_q), (kv_heads, seq_k), (kv_heads, seq_k)
     q, k, v = (normal(batch, *size, 64, seed=i).half() for i, size in enumerate(sizes))
@@ -675,7 +670,6 @@ def _expect_window(
 
 def _expect_few_tiles(whole: str, seq_q: int, seq_k: int) -> None:
     """Counts the tiles of one causal head, and those of them that run with a mask."""
-    __tracebackhide__ = True
     tall, wide, visited, full = 128, 64, 0, 0
     for first in range(seq_k - seq_q, seq_k, tall):  # the position of a block's first row
         visited += -(-min(seq_k, first + tall) // wide) - max(0, first - _WINDOW) // wide
@@ -699,7 +693,6 @@ def _expect_few_tiles(whole: str, seq_q: int, seq_k: int) -> None:
 
 def _expect_parts(text: str) -> None:
     """That each part stands there once, behind those that it needs."""
-    __tracebackhide__ = True
     places = [m[1] or m[2] for m in _PLACE.finditer(text)]
     for letter in places:
         known = letter in PARTS
@@ -731,7 +724,6 @@ def _bodies(whole: str, seq_q: int, seq_k: int) -> tuple[int, int]:
 
     Raises CheckFailed where MASKED is no constant.
     """
-    __tracebackhide__ = True
     text = _telling(whole, 'static_assert(MASKED || !MASKED, "MASKED");\n')
     try:
         module = built(Source(text, "kernel"), check=False)

@@ -44,7 +44,6 @@ def said_by(whole: Source, before: str, after: str, seq_q: int, seq_k: int, head
 
 def expect_budget(report: Report, budget: float, case: str) -> float:
     """The wavefronts that a right kernel takes per MMA. CheckFailed where they are more, or it issues no MMA."""
-    __tracebackhide__ = True
     c = report.counters
     sentence = "the result is right, but no MMA was issued: use the tensor cores"
     expect(c["mma"] > 0, sentence, diagnosis="no-tensor-cores", case=case)

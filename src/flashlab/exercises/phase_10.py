@@ -184,7 +184,6 @@ _OTHER_GPUS: tuple[tuple[str, dict[str, Any], str], ...] = (
 
 def _timed(answer: Callable[..., Any], programs: Any, gpu: SimulatedGpu, warmup: int, rounds: int) -> Any:
     """The time told of one program, or (time,) for each of several, on a new GPU like `gpu`."""
-    __tracebackhide__ = True
     gpu = SimulatedGpu(blocking=gpu.blocking, warm=gpu.warm, launch_ms=gpu.launch_ms)
     alone = isinstance(programs[0], str)
     runs = {name: gpu.program(name, kernel_ms=ms, kernels=count, first_calls_ms=first)
@@ -471,7 +470,6 @@ _OWN_STRIDES = "X and Y have strides of their own, a tensor and an axis each"
 
 def _read_once(kernel: Any) -> None:
     """CheckFailed where it reads a number of X more often than once."""
-    __tracebackhide__ = True
     given, traffic = RULES["10.6"].watched_on_first(kernel)  # type: ignore[attr-defined]
     read = traffic.read_from["X_ptr"] / (given["X_ptr"].numel() * given["X_ptr"].element_size())
     expect(read <= 1, f"right, but each number of X is read {read:g} times: once is asked", diagnosis="read-twice")
@@ -843,7 +841,6 @@ def layer(q, k, v, positions):
     ],
 )
 def lean_layer(prepare: Callable[..., Any], fast_attention: Callable[..., torch.Tensor]) -> str:
-    __tracebackhide__ = True
     it = RULES["10.8 layer"]
     it.compare(lambda q, k, v, positions: fast_attention(q, k, v, prepare(positions, q.shape[3], q.device)))  # type: ignore[attr-defined]
     _expect_lean(prepare, fast_attention)
@@ -852,7 +849,6 @@ def lean_layer(prepare: Callable[..., Any], fast_attention: Callable[..., torch.
 
 def _expect_lean(prepare: Callable[..., Any], fast: Callable[..., Any]) -> None:
     """CheckFailed where a call runs what it need not."""
-    __tracebackhide__ = True
     heads, kv_heads, N, D = 8, 2, 72, 16
     case = f"what a call runs with {heads} query heads, {kv_heads} key heads, N={N}, D={D}"
     q, k, v = (x.to(runtime.device()) for x in _layer(random.Random(0), 2, heads, kv_heads, N, D, 128)[:3])

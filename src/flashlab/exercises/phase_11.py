@@ -347,7 +347,6 @@ def _descriptor_slip(which: int, step: int, given: list[int]) -> tuple[str, str]
 
 def _expect_tile(which: int, row: torch.Tensor, column: torch.Tensor, given: list[int]) -> None:
     """row, column [steps, 16, n]: where in the matrix what was read as B[k, n] comes from; given: the descriptors."""
-    __tracebackhide__ = True
     name, _, _, steps, n, by_rows, *_ = _TILE_KINDS[which]
     k = torch.arange(16 * steps).reshape(steps, 16, 1).expand(steps, 16, n)
     of_n = torch.arange(n).expand(steps, 16, n)

@@ -73,7 +73,6 @@ def powers_of_two(exp2_polynomial: str) -> str:
 
 
 def _expect_by_hand(code: str) -> None:
-    __tracebackhide__ = True
     own = set(re.findall(r"(?:\b(?:float|int|u?int\d+_t|unsigned|bool|double|void|auto)|#define)\s+(\w+)\s*[(=]", code))
     called = re.findall(
         r"(\w+)\s*(?:<[^<>();]*>)?\s*\(|\b(asm|__asm__|_*(?:exp|exp2|exp10|expm1|pow)f?|exp2_approx)\b|(##)", code
@@ -88,7 +87,6 @@ def _expect_by_hand(code: str) -> None:
 
 
 def _expect_powers(module: CudaModule, whole: Source) -> None:
-    __tracebackhide__ = True
     y, want = _powers(module, whole, _X).double(), torch.exp2(_X.double())
     error = ((y - want) / want).abs().nan_to_num(nan=torch.inf)
     at, worst = int(error.argmax()), float(error.max())
@@ -181,7 +179,6 @@ def _pairs(M: int, N: int, BLOCK_M: int, BLOCK_N: int, window: int) -> set[tuple
 
 def _steps(lists: Additions, resident: int, case: str) -> int:
     """How many steps the grid takes; CheckFailed where blocks wait for ever. As many as are resident run at a time."""
-    __tracebackhide__ = True
     done, added, steps = [0] * len(lists), Counter[int](), 0
     while running_now := [b for b, todo in enumerate(lists) if done[b] < len(todo)][:resident]:
         ready = [b for b in running_now if added[lists[b][done[b]][0]] == lists[b][done[b]][1]]
@@ -210,7 +207,6 @@ def _steps(lists: Additions, resident: int, case: str) -> int:
 
 def _expect_turns(additions: Callable[..., Any]) -> str:
     """CheckFailed where a block adds where it should not, where the order is open, or a grid waits too long."""
-    __tracebackhide__ = True
     names = ("M", "N", "BLOCK_M", "BLOCK_N", "window")
     cases = {shape: ", ".join(f"{name}={x}" for name, x in zip(names, shape, strict=True)) for shape in _GRIDS}
     answers = {
@@ -259,7 +255,6 @@ def _expect_turns(additions: Callable[..., Any]) -> str:
 
 
 def _listed_of(fn: Callable[..., Any], block: int, shape: Sequence[int], case: str) -> list[tuple[int, int]]:
-    __tracebackhide__ = True
     case = f"block={block}, {case}"
     with running(case):
         got = fn(block, *shape)
@@ -392,7 +387,6 @@ def _gradients(shape: Sequence[Any], **options: Any) -> Callable[[CudaModule], O
 
 
 def _backward(text: Any) -> CudaModule:
-    __tracebackhide__ = True
     return built(text, check=True, HEAD_DIM=_BACKWARD_DIM, ELEMENT="__half")
 
 
@@ -407,7 +401,6 @@ def _in_backward(**texts: str) -> Source:
 
 
 def _expect_gradients(module: CudaModule, whole: Source) -> None:
-    __tracebackhide__ = True
     for shape in _BACKWARD:
         heads, kv_heads, seq_q, seq_k, causal = shape
         case = f"heads={heads}, kv_heads={kv_heads}, seq_q={seq_q}, seq_k={seq_k}{', causal' * causal}"

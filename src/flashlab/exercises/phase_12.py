@@ -382,7 +382,6 @@ def last_to_arrive(arrive: str) -> str:
 
 def _expect_merged(module: CudaModule, whole: Source, rows: int, N: int, splits: int) -> None:
     """Two launches, one after the other, as in a CUDA graph that is replayed."""
-    __tracebackhide__ = True
     given = _launched(rows, N, splits)
     s, v, o, *parts, counters = given[:6]
     for launch in ("first", "second"):
@@ -601,7 +600,6 @@ def _cache_launch(
 
 def _of_far_pages(kernel: Any) -> None:
     """CheckFailed where an address has 32 bits: page 2^23 begins 2^31 elements from the first. The file is empty."""
-    __tracebackhide__ = True
     if not runtime.INTERPRETED:
         return
     near, case = list(_cache_launch(random.Random(0), (20,), group=1, page=16, splits=1)), "a page 2^31 elements away"

@@ -163,7 +163,6 @@ class Rule:
 
     def read(self, got: Any, case: str) -> Values:
         """The results as `Values`; CheckFailed where they are something else."""
-        __tracebackhide__ = True
         names = self.returns
         wanted = f"({', '.join(names)})" if len(names) > 1 else names[0]
         if got is None and (None,) * len(names) in self.index.right:
@@ -208,7 +207,6 @@ class Rule:
         return self._values(got)
 
     def _read_each(self, got: Any, case: str) -> Values:
-        __tracebackhide__ = True
         wanted = f"a list of ({', '.join(self.returns)}), one for each {self.each}"
         found = list(got) if hasattr(got, "__iter__") else got
         strange = [x for x in found if not hasattr(x, "__len__") or len(x) != len(self.returns)] if (
@@ -230,7 +228,6 @@ class Rule:
         return ", ".join(f"{name}={_short(value)}" for name, value in zip(self.params, given, strict=True))
 
     def check(self, learners: Callable[..., Any]) -> str:
-        __tracebackhide__ = True
         if self.judged is not None:
             return self._judge(learners, self.judged)
         got = []
@@ -269,7 +266,6 @@ class Rule:
 
     def _judge(self, learners: Callable[..., Any], judged: Callable[[Callable[..., Any]], Any]) -> str:
         """The verdict of `judged`; a change of the right text is told beside what is wrong, where one gives this."""
-        __tracebackhide__ = True
         try:
             return judged(learners)
         except CheckFailed as symptom:
@@ -283,7 +279,6 @@ class Rule:
             raise CheckFailed(sentence, diagnosis=symptom.diagnosis, case=symptom.case) from None
 
     def _expect_the_same_again(self, learners: Callable[..., Any], got: list[Values]) -> None:
-        __tracebackhide__ = True
         with contextlib.redirect_stdout(io.StringIO()):
             again = self.index.run(learners, self.tried)
         if any(not isinstance(x, str) and x != y and x == x for x, y in zip(again, got, strict=True)):
@@ -446,7 +441,6 @@ def rule(
 
 def _run(id: str, fn: Callable[..., Any]) -> Callable[..., str]:
     def run(*learners: Any) -> str:
-        __tracebackhide__ = True
         asked = functions(id)
         further = [RULES[f"{id} {name}"] for it in asked for name in it.parts]
         for it, answer in zip(further, learners[len(asked) :], strict=True):

@@ -99,7 +99,6 @@ class TensorRule(Rule):
 
     def read(self, got: Any, case: str, right: Any = None) -> Values:
         """The results, whatever their shapes; CheckFailed where they are of another kind."""
-        __tracebackhide__ = True
         names = self.returns
         if got is None:
             listed = f"({', '.join(names)})" if len(names) > 1 else names[0]
@@ -128,7 +127,6 @@ class TensorRule(Rule):
         return self._values(got)
 
     def _expect_kind(self, name: str, mine: Any, right: Any, case: str) -> None:
-        __tracebackhide__ = True
         if isinstance(right, torch.Tensor) and not (right.ndim == 0 and isinstance(mine, (int, float))):
             if not isinstance(mine, torch.Tensor):
                 said = f"{name} should be a tensor, not {in_words(mine, article=True)}"
@@ -145,7 +143,6 @@ class TensorRule(Rule):
                 raise CheckFailed(said, diagnosis="wrong-type", case=case)
 
     def check(self, answer: Any) -> str:
-        __tracebackhide__ = True
         learners = self.through(answer)
         self.compare(learners)
         report = self.then(answer) if self.then is not None and watched() is None else None
@@ -153,7 +150,6 @@ class TensorRule(Rule):
 
     def compare(self, learners: Callable[..., Any]) -> None:
         """CheckFailed unless the function gives what the right one does, on every input."""
-        __tracebackhide__ = True
         got: list[Values | str] = []
         errors: list[Exception] = []
         for given in self.tried:

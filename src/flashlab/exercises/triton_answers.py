@@ -24,7 +24,6 @@ from flashlab.triton_tools.watch import OutOfBounds, Traffic, watched
 
 def kernel_of(answer: Any, parameters: Sequence[str] | None = None) -> Any:
     """The answer, if it is a Triton kernel (with these parameters); NotImplementedError while it is still a blank."""
-    __tracebackhide__ = True
     function: Any = getattr(answer, "fn", None)
     undecorated = inspect.isfunction(answer) and answer.__module__ != kernel_of.__module__
     expect(
@@ -70,7 +69,6 @@ def in_bounds(case: str | None, **tensors: torch.Tensor) -> Iterator[Traffic | N
 
     A NaN that came from a load with a mask and without `other` is told by `explain_undefined`.
     """
-    __tracebackhide__ = True
     try:
         with running(case), watched(**tensors) if runtime.INTERPRETED else contextlib.nullcontext() as traffic:
             yield traffic
@@ -81,7 +79,6 @@ def in_bounds(case: str | None, **tensors: torch.Tensor) -> Iterator[Traffic | N
 
 def explain_undefined(traffic: Traffic | None, o: torch.Tensor, case: str | None) -> None:
     """CheckFailed if `o` has a NaN, and a tensor was loaded with a mask, but without `other`."""
-    __tracebackhide__ = True
     if traffic is None or not traffic.undefined or not o.isnan().any():
         return
     name = sorted(traffic.undefined)[0]
@@ -95,7 +92,6 @@ def explain_undefined(traffic: Traffic | None, o: torch.Tensor, case: str | None
 
 def compiles(kernel: Any, arguments: dict[str, Any], target: str = "sm_90", **options: Any) -> CompileReport:
     """compile_report of an answer that is already right when interpreted; CheckFailed with the compiler's sentence."""
-    __tracebackhide__ = True
     report = compile_report(kernel, arguments, target=target, **options)
     expect(
         report.ok,
