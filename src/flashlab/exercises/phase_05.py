@@ -18,7 +18,7 @@ from flashlab.check import expect
 from flashlab.check.lookup import Row
 from flashlab.exercises.kernel_rule import apart, empty, kernel_rule
 from flashlab.exercises.phase_02 import expect_flat_memory, peak_bytes
-from flashlab.exercises.phase_05_ladder import CUT, TAIL, in_small_steps, mixed_bases, rounded_sums
+from flashlab.exercises.phase_05_ladder import CUT, NOTES, OF_KERNELS, TAIL, in_small_steps, mixed_bases, rounded_sums
 from flashlab.exercises.tensor_rule import normal, part, tensor_rule
 
 # ---- 5.1 ------------------------------------------------------------------------------------------------------------
@@ -229,23 +229,6 @@ def _dq_in_base_2(q, do, lse, delta, K, V, KEPT, keep, BLOCK_N, scale):
     return dq
 
 
-_WALK_NOTES = {
-    "delta[:, None]": "dS is P (dP - delta)",
-    "lse[:, None]": "P is exp(score - lse), both natural",
-    "delta[rows, None]": "dS is P (dP - delta)",
-    "scale": "the scores are scale · Q K^T, and the gradient has it once",
-    "k": "the scores come from Q and K",
-    "v": "the output is P times V",
-    "v.T": "the output is P times V",
-    "math.log2(math.e)": "under 2^x the scores and lse both have the factor log2(e)",
-    "k.T": "the scores come from Q and K",
-    "torch.exp": "the base is e",
-    "p": "dS is P (dP - delta)",
-    "dq": "each block adds to the sum",
-    "range": "the walk takes every block, the last may be shorter",
-}
-
-
 @tensor_rule(
     "5.3",
     title="dQ under dropout",
@@ -270,7 +253,7 @@ _WALK_NOTES = {
                           r.randrange(2**20)),
     also=[_dq_in_base_2],
     nan={"-120": TAIL, "120": "exp(120) is infinite in float32: subtract lse, then take the exponential"},
-    notes=_WALK_NOTES | {
+    notes=NOTES | {
         **dict.fromkeys(("kept", "keep"), "O is P · KEPT / keep times V, so dP has both factors"),
         "kept * (do @ v.T) / keep": "O is P · KEPT / keep times V, so dP has both factors",
         "KEPT[:, start_n : start_n + BLOCK_N]": "each tile has columns of its own",
@@ -414,7 +397,7 @@ _UPPER, _LOWER = f"distance = {_DISTANCE}", "p = torch.triu(p, distance - window
     also=[_window_with_a_mask, [(_BEGIN, f"{_BEGIN} // BLOCK_M * BLOCK_M")]],
     words={"lse_i": "lse[rows]", "delta_i": "delta[rows]"},
     nan={"far too large": "P of a hidden pair may be infinite, and inf · 0 is NaN: set P to 0 there, do not multiply"},
-    notes=_WALK_NOTES | {
+    notes=NOTES | {
         "start_n": _SEES, "start_m": _SEES, "N - M": _SEES, "window": _SEES, "distance": _SEES,
         "start_n - (N - M)": "begin at the first query that sees the block's first key",
         _BEGIN: "the first query that sees the block's first key is 0 at least",
@@ -617,24 +600,6 @@ def _some_launch(kernel: str) -> Callable[[random.Random], tuple[Any, ...]]:
 
 _TAIL = {"near": "NaN in the last tile: what is exp(score - lse) for a key or a query that is not there, and what is "
          "that times 0?"}  # fmt: skip
-_SUMS = "dS is P (dP - delta)"
-_KERNEL_NOTES = {
-    "delta[:, None]": _SUMS,
-    "delta[None, :]": _SUMS,
-    "lse[:, None]": "P is exp(score - lse), both natural",
-    "lse[None, :]": "P is exp(score - lse), both natural",
-    "k": "the scores come from Q and K",
-    "v": "the output is P times V",
-    "v.T": "the output is P times V",
-    "do.T": "the output is P times V",
-    "k.T": "the scores come from Q and K",
-    "q.T": "the scores come from Q and K",
-    "tl.exp": "the base is e",
-    "scale": "the scores are scale · Q K^T, and the gradient has it once",
-    "range": "the last block may be shorter",
-    "dtype": "tl.dot takes float32 as TF32 unless it has input_precision='ieee'; or is something converted to 16 bits?",
-    "in_range[None, :]": "a key that is not there has p = exp(-lse), which may be infinite",
-}
 
 
 @kernel_rule(
@@ -655,7 +620,7 @@ _KERNEL_NOTES = {
     inputs=_launches("dq"),
     draw=_some_launch("dq"),
     nan=_TAIL,
-    notes=_KERNEL_NOTES,
+    notes=OF_KERNELS,
     rows=[mixed_bases("dq", "s", "lse[:, None]"), *rounded_sums(dq=(", dq, input", f", dq{CUT}, input"))],
 )  # fmt: skip
 @triton.jit
@@ -716,7 +681,7 @@ _TWO_SUMS = (  # as the lecture has them
     inputs=_launches("dc"),
     draw=_some_launch("dc"),
     nan=_TAIL,
-    notes=_KERNEL_NOTES,
+    notes=OF_KERNELS,
     rows=[
         mixed_bases("dc", "s_t", "lse[None, :]"),
         *rounded_sums(dc=("do, dc, input", "do, dc.to(c.dtype).to(tl.float32), input")),
@@ -920,7 +885,7 @@ def _of_a_hunt(n: int, block: int, causal: bool, scale: float = 0.4) -> tuple[An
             for n, block, causal, scale in ((16, 8, True, 0.4), (16, 8, False, 0.4), (21, 8, True, 0.3),
                                             (21, 8, False, 0.4), (5, 8, False, 0.5), (30, 4, True, -0.4))},
     draw=lambda r: _of_a_hunt(r.randint(1, 30), r.choice((4, 8)), r.random() < 0.5, r.choice((0.3, 0.5))),
-    notes=_WALK_NOTES | {
+    notes=NOTES | {
         "causal": "without a mask every query sees every key, and nothing is masked",
         "start_n": "without a mask the walk begins at query 0",
         "start_m == start_n": "tiles below the diagonal are seen whole",
@@ -985,7 +950,7 @@ _QUERIES, _KEYS = (f"each block of {x} needs a program" for x in ("queries", "ke
         (32, 32, 16, 16), (64, 64, 32, 16), (40, 40, 8, 16), (17, 50, 16, 16), (50, 17, 16, 8), (64, 16, 8, 32),
         (33, 16, 16, 16), (16, 33, 16, 16))},
     draw=lambda r: _of_a_grid(r.randint(1, 60), r.randint(1, 60), r.choice((8, 16, 32)), r.choice((8, 16, 32)), 0.5),
-    notes=_WALK_NOTES | {"math.ceil(M / BLOCK_M)": _QUERIES, "math.ceil(N / BLOCK_N)": _KEYS},
+    notes=NOTES | {"math.ceil(M / BLOCK_M)": _QUERIES, "math.ceil(N / BLOCK_N)": _KEYS},
     rows=[
         Row("sizes-exchanged", "BLOCK_M and BLOCK_N are exchanged in the number of programs",
             [("max(math.ceil(M / BLOCK_M), math.ceil(N / BLOCK_N))",

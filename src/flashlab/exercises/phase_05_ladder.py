@@ -68,14 +68,22 @@ _SHAPES = (
 _SEES = "query i sees key j if j <= i + N - M"
 _GROUP = "query head h reads key head h // group"
 _OF_A_HEAD = "each tensor has strides of its own: from head to head, from row to row"
-_NOTES = {
-    "delta[:, None]": "dS is P (dP - delta)", "delta[None, :]": "dS is P (dP - delta)",
-    "lse[:, None]": "P is exp(score - lse)", "lse[None, :]": "P is exp(score - lse)",
-    "N - M": _SEES, "scale": "the scores are scale · Q K^T, and the gradient has it once",
-    "member": _GROUP, "group": _GROUP, "head": _GROUP, "tl.exp": "the base is e",
-    "k.T": "the scores come from Q and K", "q.T": "the scores come from Q and K",
-    "v.T": "the output is P times V", "do.T": "the output is P times V",
+NOTES = {  # of every walk
+    **dict.fromkeys(("delta[:, None]", "delta[None, :]", "delta[rows, None]", "p"), "dS is P (dP - delta)"),
+    **dict.fromkeys(("lse[:, None]", "lse[None, :]"), "P is exp(score - lse), both natural"),
+    **dict.fromkeys(("k", "k.T", "q.T"), "the scores come from Q and K"),
+    **dict.fromkeys(("v", "v.T", "do.T"), "the output is P times V"),
+    **dict.fromkeys(("torch.exp", "tl.exp"), "the base is e"),
+    "scale": "the scores are scale · Q K^T, and the gradient has it once", "dq": "each block adds to the sum",
+    "math.log2(math.e)": "under 2^x the scores and lse both have the factor log2(e)",
+    "range": "the walk takes every block, the last may be shorter",
+}  # fmt: skip
+OF_KERNELS = NOTES | {
     "dtype": "tl.dot takes float32 as TF32 unless it has input_precision='ieee'; or is something converted to 16 bits?",
+    "in_range[None, :]": "a key that is not there has p = exp(-lse), which may be infinite",
+}  # fmt: skip
+_NOTES = OF_KERNELS | {
+    "N - M": _SEES, "member": _GROUP, "group": _GROUP, "head": _GROUP,
     **{f"stride_{x}{axis}": _OF_A_HEAD for x in ("q", "k", "v", "do", "dq", "dk", "dv") for axis in "hmn"},
 }  # fmt: skip
 TAIL = "a key that is not there has a P too, exp(0 - lse): infinite where lse is very negative, and inf · 0 is NaN"
