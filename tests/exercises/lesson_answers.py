@@ -115,14 +115,22 @@ def said(id: str, *answers) -> str:
 # ---- tables of answers: each of these makes a test of its rows ------------------------------------------------------
 
 
-def _table(names: str, rows: tuple, test: Callable, every: int = 1, marks: list | tuple = ()) -> Callable:
+def _table(
+    names: str, rows: tuple, test: Callable, every: int = 1, marks: list | tuple = (), one_of_each: bool = False
+) -> Callable:  # fmt: skip
+    """one_of_each: all but the first row of an exercise are long."""
+    if one_of_each:
+        first = {row[0]: row for row in reversed(rows)}
+        rows = [pytest.param(*x, marks=[] if first[x[0]] is x else pytest.mark.long) for x in rows]
     for mark in (pytest.mark.parametrize(names, rows), pytest.mark.every(every), *marks):
         test = mark(test)
     return test
 
 
 def _edited(id: str, edits) -> list:
-    return changed(id, *([edits] if edits and isinstance(edits[0], str) else edits))
+    edits = [edits] if edits and isinstance(edits[0], str) else edits
+    texts = isinstance(answers_of(id, "solutions")[0], str)
+    return (changed_texts if texts else changed)(id, *edits)
 
 
 def accepted(*rows, **how) -> Callable:

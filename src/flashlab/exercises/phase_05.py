@@ -426,6 +426,8 @@ _UPPER, _LOWER = f"distance = {_DISTANCE}", "p = torch.triu(p, distance - window
             [(_UPPER, "distance = start_m - start_n"), (_BEGIN, "start_n"), (_END, _END.replace(" - (N - M)", ""))]),
         Row("causal-aligned-top-left", f"dk and dv: the mask's upper edge is aligned at the first key: {_SEES}",
             [("lse[rows], distance", "lse[rows], start_m - start_n")]),
+        *rounded_sums(dk=("dk = dk + ", "dk = dk.to(Q.dtype).float() + "),
+                      dv=("dv = dv + ", "dv = dv.to(dO.dtype).float() + ")),
         Row("block-counted-from-0", "dk and dv: the lower edge counts the block's keys from 0, not from start_n",
             [("distance - window + 1", "distance + start_n - window + 1")]),
         Row("begins-late", "dk and dv: the walk begins a block too late: the first queries that see these keys are "
