@@ -327,11 +327,8 @@ def _diagnosed(seen: Sequence[tuple[Case, dict[str, Wanted], dict[str, torch.Ten
     values = f"{got[name].cpu().double()[index]:.4g}, where {right[name].value[index]:.4g} is right"
     sizes = "NaN" if error != error else f"off by {error:.3g} times what rounding explains"
     others = ", ".join(n for n in right if n != "lse" and n in got and right[n].excess(got[n]) <= 1) or "nothing else"
-    return CheckFailed(
-        f"{name} is {sizes}: {name}{list(index)} is {values}; within their bounds there: {others}",
-        diagnosis=f"wrong-{name}",
-        case=str(case),
-    )
+    said = f"{name} is {sizes}: {name}{list(index)} is {values}; within their bounds there: {others}"
+    return CheckFailed(said, diagnosis=f"wrong-{name}", case=str(case))
 
 
 def _fits(model: Gradients, right: dict[str, Wanted], got: dict[str, torch.Tensor]) -> bool:

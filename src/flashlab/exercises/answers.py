@@ -62,10 +62,8 @@ class Called:
                 try:
                     signature.bind(*args, **kwargs)
                 except TypeError as error:
-                    raise CheckFailed(
-                        f"{name}{signature} cannot be called as this exercise calls it, {self.call}: {error}",
-                        diagnosis="wrong-signature",
-                    ) from None
+                    said = f"{name}{signature} cannot be called as this exercise calls it, {self.call}: {error}"
+                    raise CheckFailed(said, diagnosis="wrong-signature") from None
             result = answer(*args, **kwargs)
             self.returned = in_words(result, article=True)  # not the result: a check may count what stays alive
             return result
@@ -103,12 +101,9 @@ def expect_kinds(id: str, run: Callable[..., Any], answers: tuple[Any, ...]) -> 
         if parameter.annotation in ("str", "Any", str, Any):
             continue
         if callable(answer) and not isinstance(answer, type):
-            expect(
-                not hasattr(answer, "fn") or not hasattr(answer, "run"),
-                f"{parameter.name} should be an ordinary Python function, and this is a Triton kernel: is there an "
-                "@triton.jit too many, or is the function meant that launches it?",
-                diagnosis="wrong-type",
-            )
+            said = f"{parameter.name} should be an ordinary Python function, and this is a Triton kernel: is there an "
+            said += "@triton.jit too many, or is the function meant that launches it?"
+            expect(not hasattr(answer, "fn") or not hasattr(answer, "run"), said, diagnosis="wrong-type")
             continue
         raise CheckFailed(
             f"{parameter.name} should be a function, and this is {in_words(answer, article=True)}: hand in its name, "

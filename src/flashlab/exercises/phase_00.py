@@ -538,12 +538,8 @@ def a_tree(merge_as_tree: Callable[..., State]) -> Any:
             f"the result is {_plural(_depth(tree), 'merge')} deep; {_plural(n, 'state')} need no more than {most}"
         )
         expect(_depth(tree) <= most, sentence, diagnosis="not-a-tree", case=case)
-        expect(
-            count[0] == n - 1,
-            f"{_plural(count[0], 'merge')} for {_plural(n, 'state')}; {n - 1} suffice",
-            diagnosis="extra-merges",
-            case=case,
-        )
+        said = f"{_plural(count[0], 'merge')} for {_plural(n, 'state')}; {n - 1} suffice"
+        expect(count[0] == n - 1, said, diagnosis="extra-merges", case=case)
 
     case = "no states"
     nothing = identity(head_dim=2)

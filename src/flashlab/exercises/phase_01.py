@@ -237,12 +237,9 @@ def _explain_padding(run: Callable[..., Any]) -> None:
     padded = [torch.cat([x, x.new_zeros(28, 64)]) for x in (k, v)]
     right, wrong = (reference.attention(*(x[None, None] for x in (q, *kv)))[0][0, 0] for kv in ((k, v), padded))
     if (got - wrong).abs().max() < (got - right).abs().max() / 8:
-        raise CheckFailed(
-            "right for N = 128, wrong for N = 100: the padded keys, zeros that were never in K, still get a weight in "
-            "the softmax",
-            diagnosis="tail-not-masked",
-            case="N = 100 in a tile of 128",
-        )
+        said = "right for N = 128, wrong for N = 100: the padded keys, zeros that were never in K, still get a weight "
+        said += "in the softmax"
+        raise CheckFailed(said, diagnosis="tail-not-masked", case="N = 100 in a tile of 128")
 
 
 def _verify_padded(kernel: Any, **options: Any) -> Any:
@@ -472,13 +469,9 @@ def _expect_two_passes(run: Callable[..., Any]) -> None:
     with watched(q=q, k=k, v=v) as traffic:
         run(q, k, v)
     passes = traffic.read_from["k"] / (64 * 64 * 2)
-    expect(
-        passes >= 2,
-        f"right, but K is read {passes:g} times: this is one pass that corrects o, phase 3's kernel; here the first "
-        "pass finds m and l of the whole row, so that the second never has to rescale o",
-        diagnosis="one-pass",
-        case="M=N=64, BLOCK_N=32",
-    )
+    said = f"right, but K is read {passes:g} times: this is one pass that corrects o, phase 3's kernel; here the "
+    said += "first pass finds m and l of the whole row, so that the second never has to rescale o"
+    expect(passes >= 2, said, diagnosis="one-pass", case="M=N=64, BLOCK_N=32")
 
 
 @exercise(
@@ -506,11 +499,7 @@ def two_passes(two_pass_kernel: Any) -> str:
     report = verify_one_head(run, head_dims=(64, 32), max_tile=128)
     _expect_two_passes(run)
     compiled = compiles(kernel, schemes.kernel_arguments(4096, 64, BLOCK_N=64), target="sm_120", num_stages=1)
-    expect(
-        (compiled.shared_bytes or 0) <= 4 * 64 * 64 * 2,
-        f"right, but it needs {compiled.shared_bytes} bytes of shared memory for tiles of 64 keys: hold "
-        "one block of K and "
-        "one of V at a time",
-        diagnosis="shared-memory-grows",
-    )
+    said = f"right, but it needs {compiled.shared_bytes} bytes of shared memory for tiles of 64 keys: hold one block "
+    said += "of K and one of V at a time"
+    expect((compiled.shared_bytes or 0) <= 4 * 64 * 64 * 2, said, diagnosis="shared-memory-grows")
     return f"{report.verdict}; {compiled.shared_bytes} bytes of shared memory for every N"

@@ -61,11 +61,8 @@ def _run(fn: Callable[..., Any], *args: Any, case: str, **options: Any) -> tuple
         if isinstance(result, (tuple, list)):
             kind = ", ".join("a tensor" if isinstance(x, torch.Tensor) else f"{x!r:.40}" for x in result)
             kind = f"{len(result)} things: {kind}" if result else "an empty tuple"
-        raise CheckFailed(
-            f"the function should return two tensors, (O, lse), but it returned {kind}",
-            diagnosis="wrong-type",
-            case=case,
-        )
+        said = f"the function should return two tensors, (O, lse), but it returned {kind}"
+        raise CheckFailed(said, diagnosis="wrong-type", case=case)
     return result[0], result[1]
 
 
@@ -87,12 +84,9 @@ def expect_flat_memory(
 ) -> None:
     """CheckFailed where four times the keys take more bytes at once than half of what a row of each would."""
     peaks = [peak_bytes(fn, given) for given in (small, large)]
-    expect(
-        peaks[1] - peaks[0] < matrix // 2,
-        f"the values are right, the memory is not: with four times the keys your function held {peaks[1]} bytes at "
-        f"once instead of {peaks[0]}, so some tensor in it is [BLOCK_M, N]{advice}",
-        diagnosis="memory-grows-with-n",
-    )
+    said = f"the values are right, the memory is not: with four times the keys your function held {peaks[1]} bytes at "
+    said += f"once instead of {peaks[0]}, so some tensor in it is [BLOCK_M, N]{advice}"
+    expect(peaks[1] - peaks[0] < matrix // 2, said, diagnosis="memory-grows-with-n")
 
 
 # ---- 2.1 ---------------------------------------------------------------------------------------------------
@@ -315,12 +309,9 @@ def whole_matrix(flash_attention_one_head_sim: Callable[..., Any]) -> Any:
     Q, K, V = _random((300, 32), (256, 32), (256, 32), dtype=torch.float16)
     with Meter(Q, K, V) as meter:
         _run(flash_attention_one_head_sim, Q, K, V, 64, 32, case="M=300, N=256, BLOCK_M=64, BLOCK_N=32")
-    expect(
-        meter.peak_bytes < 300 * 256 * 2,
-        f"the values are right, but your function held {meter.peak_bytes} bytes at once: as much as the "
-        "whole score matrix; compute one block of BLOCK_M rows at a time",
-        diagnosis="not-tiled",
-    )
+    said = f"the values are right, but your function held {meter.peak_bytes} bytes at once: as much as the whole "
+    said += "score matrix; compute one block of BLOCK_M rows at a time"
+    expect(meter.peak_bytes < 300 * 256 * 2, said, diagnosis="not-tiled")
     return report
 
 
@@ -329,13 +320,9 @@ def _expect_blocks_not_exchanged(fn: Callable[..., Any]) -> None:
     Q, K, V = _random((16, 32), (128, 32), (128, 32))
     case = "M=16, N=128, BLOCK_M=16, BLOCK_N=64"
     products = _products(fn, Q, K, V, 16, 64, case=case)
-    expect(
-        products <= 4,
-        f"the values are right, but {products} products were computed where one block of rows and two blocks of keys "
-        "need 4: are BLOCK_M and BLOCK_N exchanged?",
-        diagnosis="blocks-exchanged",
-        case=case,
-    )
+    said = f"the values are right, but {products} products were computed where one block of rows and two blocks of "
+    said += "keys need 4: are BLOCK_M and BLOCK_N exchanged?"
+    expect(products <= 4, said, diagnosis="blocks-exchanged", case=case)
 
 
 # ---- 2.5, 2.6: bug hunts -----------------------------------------------------------------------------------
@@ -405,13 +392,9 @@ def hunt_from_the_end(hunted: Callable[..., tuple[torch.Tensor, torch.Tensor]]) 
                 torch.arange(queries, device=Q.device) + keys - queries < (keys - 1) // 16 * 16
             )  # none of the last tile
             nan = O.isnan().any(1)
-            expect(
-                not (nan.any() and (nan <= late).all()),
-                f"{int(nan.sum())} rows are NaN, and none of them sees a key of the tile in which the walk "
-                "begins: m_new is still -inf there, and -inf - (-inf) is NaN. Guard both exponents",
-                diagnosis="first-tile-masked",
-                case=case,
-            )
+            said = f"{int(nan.sum())} rows are NaN, and none of them sees a key of the tile in which the walk begins: "
+            said += "m_new is still -inf there, and -inf - (-inf) is NaN. Guard both exponents"
+            expect(not (nan.any() and (nan <= late).all()), said, diagnosis="first-tile-masked", case=case)
             low = f"{case}, all scores -1600"
             zero = (_run(hunted, torch.full_like(Q, 20.0), torch.full_like(K, -20.0), V, 16, case=low)[0] == 0).all(1)
             expect(
@@ -484,26 +467,18 @@ def _expect_split(fn: Callable[..., Any]) -> None:
     Q_block, K, V = _random((6, 16), (50, 16), (50, 16))
     case = "50 keys, BLOCK_N=64, 5 splits"
     products = _products(fn, Q_block, K, V, 64, 5, case=case)
-    expect(
-        10 <= products < 20,
-        f"the values are right, but {products} products were computed: 5 parts need two each. Is `splits` used, and as "
-        "the number of parts, not as their length?",
-        diagnosis="parts-too-short" if products >= 20 else "not-split",
-        case=case,
-    )
+    said = f"the values are right, but {products} products were computed: 5 parts need two each. Is `splits` used, "
+    said += "and as the number of parts, not as their length?"
+    expect(10 <= products < 20, said, diagnosis="parts-too-short" if products >= 20 else "not-split", case=case)
     Q_block, K, V = _random((64, 16), (256, 16), (256, 16), dtype=torch.float16)
     case = "256 keys in float16, 64 splits"
     V = 1 + V / 64  # near 1: the parts' own rounding is small beside that of 64 rounded weights
     want, _ = _oracle(Q_block, K, V)
     O, _ = _run(fn, Q_block, K, V, 16, 64, case=case)
     error, allowed = (O.double() - want).square().mean().sqrt().item(), 2.0**-11
-    expect(
-        error <= allowed,
-        f"O errs by {error:.1e} on average, where {allowed:.1e} is allowed: are the weights, or the sum, in V's dtype? "
-        "Merge in float32, and round once at the end",
-        diagnosis="merged-in-low-precision",
-        case=case,
-    )
+    said = f"O errs by {error:.1e} on average, where {allowed:.1e} is allowed: are the weights, or the sum, in V's "
+    said += "dtype? Merge in float32, and round once at the end"
+    expect(error <= allowed, said, diagnosis="merged-in-low-precision", case=case)
 
 
 _UNLIKE = "a part weighs exp(its lse - the whole lse), and these weights sum to 1 over the parts"
@@ -606,11 +581,7 @@ def causal(flash_attention_causal_sim: Callable[..., Any]) -> Any:
     blocks = N // BLOCK
     needed, all_of_them = blocks * (blocks + 1) // 2, blocks * blocks
     tiles = meter.matmul_flops / (4 * BLOCK * BLOCK * D)
-    expect(
-        tiles < needed + 0.5,
-        f"the values are right, but {tiles:.0f} tiles of scores were computed where {needed} of the "
-        f"{all_of_them} hold a visible key: skip the tiles that lie in every row's future",
-        diagnosis="tiles-not-skipped",
-        case=case,
-    )
+    said = f"the values are right, but {tiles:.0f} tiles of scores were computed where {needed} of the {all_of_them} "
+    said += "hold a visible key: skip the tiles that lie in every row's future"
+    expect(tiles < needed + 0.5, said, diagnosis="tiles-not-skipped", case=case)
     return report

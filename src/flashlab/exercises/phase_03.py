@@ -562,11 +562,8 @@ def causal_tiles(flash_attention_causal_kernel: Any) -> Report:
     row = 32 * 2  # bytes
     needed = (32 + 64 + 96 + 128) * row  # of K, by the four programs of 32 rows
     read = hbm_traffic(_launcher(kernel), q, k, v).read_from["k"]
-    expect(
-        read <= needed,
-        f"right, but it reads {read} bytes of K for M = N = 128 and BLOCK_M = BLOCK_N = 32, where {needed} suffice: "
-        "end the loop where the program's last row stops seeing keys",
-        diagnosis="causal-tiles-not-skipped",
-    )
+    said = f"right, but it reads {read} bytes of K for M = N = 128 and BLOCK_M = BLOCK_N = 32, where {needed} "
+    said += "suffice: end the loop where the program's last row stops seeing keys"
+    expect(read <= needed, said, diagnosis="causal-tiles-not-skipped")
     compiles(kernel, compile_arguments(torch.float16, 64))
     return report

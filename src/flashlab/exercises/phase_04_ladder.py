@@ -68,20 +68,12 @@ def expect_tiles_skipped(fn: Callable[..., Any]) -> None:
         return traffic.read_from["k"]
 
     whole, read = bytes_of_k(512, 512, False), bytes_of_k(512, 512, True)
-    expect(
-        read < 0.85 * whole,
-        f"right, but with the causal mask it reads {read} bytes of K of {whole} for 512 queries and keys: end the loop "
-        "where the block's last row stops seeing keys",
-        diagnosis="causal-tiles-not-skipped",
-        case="seq_q=512, seq_k=512, causal",
-    )
-    expect(
-        bytes_of_k(257, 1, True) <= 32,
-        "right, but tiles are read that no row sees: of 257 queries only the last sees the one key, and more than one "
-        "block reads it. The loop ends where the block's last row stops seeing keys",
-        diagnosis="one-tile-too-many",
-        case="seq_q=257, seq_k=1, causal",
-    )
+    said = f"right, but with the causal mask it reads {read} bytes of K of {whole} for 512 queries and keys: end the "
+    said += "loop where the block's last row stops seeing keys"
+    expect(read < 0.85 * whole, said, diagnosis="causal-tiles-not-skipped", case="seq_q=512, seq_k=512, causal")
+    said = "right, but tiles are read that no row sees: of 257 queries only the last sees the one key, and more than "
+    said += "one block reads it. The loop ends where the block's last row stops seeing keys"
+    expect(bytes_of_k(257, 1, True) <= 32, said, diagnosis="one-tile-too-many", case="seq_q=257, seq_k=1, causal")
 
 
 def expect_no_copies(fn: Callable[..., Any], head_dim: int = 16) -> None:

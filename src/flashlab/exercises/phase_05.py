@@ -210,12 +210,9 @@ def _of_tiles(fn: Callable[..., Any]) -> None:
     """CheckFailed where a tile is as wide as K is long, or not as wide as BLOCK_N says."""
     expect_flat_memory(fn, _of_dq(128, 256, 8, 0.3, 16, 0), _of_dq(128, 1024, 8, 0.3, 16, 0), 128 * 768 * 4)
     narrow, wide = (peak_bytes(fn, _of_dq(128, 1024, 8, 0.3, block, 0)) for block in (16, 512))
-    expect(
-        wide - narrow >= 128 * 496 * 4 // 2,
-        f"the values are right, but BLOCK_N does not count: {wide} bytes are held at once with tiles of 512 keys, and "
-        f"{narrow} with tiles of 16",
-        diagnosis="block-ignored",
-    )
+    said = f"the values are right, but BLOCK_N does not count: {wide} bytes are held at once with tiles of 512 keys, "
+    said += f"and {narrow} with tiles of 16"
+    expect(wide - narrow >= 128 * 496 * 4 // 2, said, diagnosis="block-ignored")
 
 
 def _dq_in_base_2(q, do, lse, delta, K, V, KEPT, keep, BLOCK_N, scale):
@@ -345,12 +342,9 @@ def _of_few_tiles(window_block_sim: Callable[..., Any]) -> None:
     with Meter() as meter:
         window_block_sim(*(x.to(runtime.device()) if isinstance(x, torch.Tensor) else x for x in given))
     tiles = meter.matmul_flops / (4 * 2 * 16 * 16 * 8)
-    expect(
-        tiles <= 3,
-        f"right, but {tiles:g} tiles are computed for keys 32 to 47 of 128, window 20, BLOCK_M=16, where 3 have a "
-        "query that sees one of them: begin at the first query that does, end behind the last",
-        diagnosis="hidden-tiles-not-skipped",
-    )
+    said = f"right, but {tiles:g} tiles are computed for keys 32 to 47 of 128, window 20, BLOCK_M=16, where 3 have a "
+    said += "query that sees one of them: begin at the first query that does, end behind the last"
+    expect(tiles <= 3, said, diagnosis="hidden-tiles-not-skipped")
 
 
 _BLOCKS = {

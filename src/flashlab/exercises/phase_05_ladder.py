@@ -490,11 +490,8 @@ def _(attention: Callable[..., Any]) -> Report:
     expect(traffic is None or traffic.loads > forward, "no Triton kernel reads anything in the backward pass",
            diagnosis="no-kernel", case=case)  # fmt: skip
     kept = [_kept(attention, N) for N in (64, 256)]
-    expect(
-        kept[1] <= 4.5 * kept[0],
-        f"right or not, {kept[1]} bytes are kept for 256 tokens and {kept[0]} for 64: that grows with the square",
-        diagnosis="memory-quadratic",
-    )
+    said = f"right or not, {kept[1]} bytes are kept for 256 tokens and {kept[0]} for 64: that grows with the square"
+    expect(kept[1] <= 4.5 * kept[0], said, diagnosis="memory-quadratic")
     with in_bounds(None):
         report = verify(attention, causal=True, gqa=True, grads=True, head_dims=(32,), max_seq=90)
     _expect_strides(attention)

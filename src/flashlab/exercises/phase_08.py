@@ -147,24 +147,17 @@ def _expect_a_swizzle(place: Callable[[int, int], int]) -> str:
             with running(f"{case}, row {row}"):
                 places = [place(row, chunk) for chunk in range(chunks)]
                 once = sorted(places) == list(range(chunks))
-            expect(
-                once,
-                f"row {row} puts its {chunks} chunks at places {places}: each place from 0 to "
-                f"{chunks - 1} has to be used once",
-                diagnosis="not-a-permutation",
-                case=case,
-            )
+            said = f"row {row} puts its {chunks} chunks at places {places}: each place from 0 to {chunks - 1} has to "
+            said += "be used once"
+            expect(once, said, diagnosis="not-a-permutation", case=case)
             table.append(places)
         for first, chunk in itertools.product(range(0, 64, 8), range(chunks)):
             groups = [table[first + i][chunk] % 8 for i in range(8)]
             shared = next((g for g in groups if groups.count(g) > 1), None)
             if shared is not None:
                 rows = ", ".join(str(first + i) for i in range(8) if groups[i] == shared)
-                raise CheckFailed(
-                    f"chunk {chunk} of rows {rows} is in the same four banks, {4 * shared} to {4 * shared + 3}",
-                    diagnosis="bank-conflicts",
-                    case=case,
-                )
+                said = f"chunk {chunk} of rows {rows} is in the same four banks, {4 * shared} to {4 * shared + 3}"
+                raise CheckFailed(said, diagnosis="bank-conflicts", case=case)
     xor, rotated = (
         [[f(row, chunk) for chunk in range(chunks)] for row in range(64)]
         for f in (lambda row, chunk: chunk ^ row % 8, lambda row, chunk: chunk // 8 * 8 + (chunk + row) % 8)

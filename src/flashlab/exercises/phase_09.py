@@ -293,13 +293,9 @@ def _expect_lazy(whole: Source) -> None:
     count = "\n".join(f'#define {name}(...) (printf("r"), {name}(__VA_ARGS__))' for name in _SEEN)
     said = said_by(whole, count, "\n".join(f"#undef {name}" for name in _SEEN), 64, 256)
     times = said.count("r") / (4 * 64)  # the four lanes of a row
-    expect(
-        times < 2,
-        f"the result is right, but not lazy: each row computes its correction {times:.3g} times in 4 tiles, though its "
-        "maximum moves in the first tile only. Keep the vote",
-        diagnosis="not-lazy",
-        case="seq_q=64, seq_k=256, head_dim=64, float16, all scores 0",
-    )
+    said = f"the result is right, but not lazy: each row computes its correction {times:.3g} times in 4 tiles, though "
+    said += "its maximum moves in the first tile only. Keep the vote"
+    expect(times < 2, said, diagnosis="not-lazy", case="seq_q=64, seq_k=256, head_dim=64, float16, all scores 0")
 
 
 def _expect_each_row_alone(whole: Source, scale: float) -> None:
@@ -676,19 +672,12 @@ def _expect_few_tiles(whole: str, seq_q: int, seq_k: int) -> None:
         full += max(0, (first + 1) // wide - -(-max(0, first + tall - 1 - _WINDOW) // wide))
     masked, plain = _bodies(whole, seq_q, seq_k)
     case = f"seq_q={seq_q}, seq_k={seq_k}, causal, LEFT={_WINDOW}"
-    expect(
-        masked + plain <= visited,
-        f"right, but {masked + plain} tiles are visited, and some row sees a key of {visited} of them: the walk ends "
-        "at `begin`",
-        diagnosis="tiles-outside",
-        case=case,
-    )
-    expect(
-        plain >= full,
-        f"right, but {masked} tiles are masked, and {plain} are not: {full} lie between the borders, and need no mask",
-        diagnosis="everything-masked",
-        case=case,
-    )
+    said = f"right, but {masked + plain} tiles are visited, and some row sees a key of {visited} of them: the walk "
+    said += "ends at `begin`"
+    expect(masked + plain <= visited, said, diagnosis="tiles-outside", case=case)
+    said = f"right, but {masked} tiles are masked, and {plain} are not: {full} lie between the borders, and need no "
+    said += "mask"
+    expect(plain >= full, said, diagnosis="everything-masked", case=case)
 
 
 def _expect_parts(text: str) -> None:
@@ -704,12 +693,9 @@ def _expect_parts(text: str) -> None:
     for at, letter in enumerate(places):
         for why, others in _NEEDS.get(letter, ()):
             for first in others:
-                expect(
-                    places.index(first) < at,
-                    f"part {letter}, {PARTS[letter]}, is out of place: {why}, so part {first}, {PARTS[first]}, comes "
-                    "before it",
-                    diagnosis="part-out-of-place",
-                )
+                said = f"part {letter}, {PARTS[letter]}, is out of place: {why}, so part {first}, {PARTS[first]}, "
+                said += "comes before it"
+                expect(places.index(first) < at, said, diagnosis="part-out-of-place")
     expect("MASKED" in _PLACE.sub("", text), "the glue should define MASKED, for the two bodies", diagnosis="no-flag")
 
 
@@ -728,11 +714,9 @@ def _bodies(whole: str, seq_q: int, seq_k: int) -> tuple[int, int]:
     try:
         module = built(Source(text, "kernel"), check=False)
     except CheckFailed:  # it compiled without these lines
-        raise CheckFailed(
-            "right, but MASKED is a variable that is looked at while the kernel runs: every tile pays for the mask. "
-            "Make it a constant of each of two bodies: constexpr bool MASKED = decltype(is_masked)::value",
-            diagnosis="not-a-constant",
-        ) from None
+        said = "right, but MASKED is a variable that is looked at while the kernel runs: every tile pays for the "
+        said += "mask. Make it a constant of each of two bodies: constexpr bool MASKED = decltype(is_masked)::value"
+        raise CheckFailed(said, diagnosis="not-a-constant") from None
     q, k = (torch.zeros(1, 1, n, 64).half() for n in (seq_q, seq_k))
     module.forward(q, k, k, causal=True, echo=False)
     assert module.report is not None, "every run in the emulator leaves a report"
@@ -824,9 +808,7 @@ def third_stage(before_loop: str, in_loop: str) -> str:
             diagnosis="waits-too-long" if for_q else "wrong-wait-count",
         ) from None
     bytes_ = probe(_watched(whole), whole, PROBES[1]).launches[0].shared_bytes
-    expect(
-        bytes_ == (64 + 6 * 64) * 64 * 2,
-        f"the kernel asks for {bytes_} bytes of shared memory; Q and three stages of K and V are {(64 + 6 * 64) * 128}",
-        diagnosis="wrong-shared-size",
-    )
+    said = f"the kernel asks for {bytes_} bytes of shared memory; Q and three stages of K and V are "
+    said += f"{(64 + 6 * 64) * 128}"
+    expect(bytes_ == (64 + 6 * 64) * 64 * 2, said, diagnosis="wrong-shared-size")
     return f"{verdict.cases} cases, {bytes_} bytes of shared memory"

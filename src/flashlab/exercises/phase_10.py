@@ -189,22 +189,16 @@ def _timed(answer: Callable[..., Any], programs: Any, gpu: SimulatedGpu, warmup:
     runs = {name: gpu.program(name, kernel_ms=ms, kernels=count, first_calls_ms=first)
             for name, ms, count, first in ([programs] if alone else programs)}  # fmt: skip
     times = answer(*runs.values() if alone else [dict(runs)], gpu, warmup, rounds)
-    expect(
-        watched() is not None or gpu.readings > 0 or times is None,
-        "gpu.clock() is never read: other clocks do not know what the simulated GPU does",
-        diagnosis="clock-not-read",
-    )
+    said = "gpu.clock() is never read: other clocks do not know what the simulated GPU does"
+    expect(watched() is not None or gpu.readings > 0 or times is None, said, diagnosis="clock-not-read")
     if alone or times is None:
         return times
     right = isinstance(times, dict) and set(times) == set(runs)
     right = right and not any(isinstance(x, str) or not hasattr(x, "__float__") for x in times.values())
     words = f"a dict with the keys {', '.join(map(repr, list(times)[:4]))}" if isinstance(times, dict) else ""
     words = words or in_words(times, article=True)
-    expect(
-        right,
-        f"{{name: time}} for each of {', '.join(runs)} should be returned, and this is {words}",
-        diagnosis="wrong-type",
-    )
+    said = f"{{name: time}} for each of {', '.join(runs)} should be returned, and this is {words}"
+    expect(right, said, diagnosis="wrong-type")
     return [(times[name],) for name in runs]
 
 

@@ -129,13 +129,9 @@ def _expect_given_back(events: Sequence[Event], case: str, items: Callable[[int]
     for group, order in given.items() if len(places) == _SLOTS else ():
         got = [places.index(bar) for bar in order]
         right = [[item(n) % _SLOTS for n in range(len(got))] for item in (items, int)]
-        expect(
-            got in right,
-            f"consumer {group} gives back slots {_listed(got)} of the ring, and what it has read lies in "
-            f"{_listed(right[0])}",
-            diagnosis="wrong-slot",
-            case=case,
-        )
+        said = f"consumer {group} gives back slots {_listed(got)} of the ring, and what it has read lies in "
+        said += f"{_listed(right[0])}"
+        expect(got in right, said, diagnosis="wrong-slot", case=case)
 
 
 def _listed(numbers: Sequence[int]) -> str:
@@ -269,23 +265,15 @@ def _expect_in_order(events: Sequence[Event], case: str) -> None:
     arrivals = [e for e in mine if e.did == "arrive" and not e.values[1]]
     sentence = "the result is right, and nothing is released too early; but "
     one = {e.warp for e in arrivals}
-    expect(
-        len(one) < 2,
-        f"{sentence}K and V are given back by threads of different warps, which keep no order: one thread does both",
-        diagnosis="out-of-order",
-        case=case,
-    )
+    said = f"{sentence}K and V are given back by threads of different warps, which keep no order: one thread does both"
+    expect(len(one) < 2, said, diagnosis="out-of-order", case=case)
     given = [e.values[0] for e in arrivals]
     places = sorted(set(given))
     order = [places.index(bar) for bar in given]
     late = [_late(n) % _SLOTS for n in range(len(order))]
-    expect(
-        order != late or len(order) < 3,
-        f"{sentence}V of a tile is given back after K of the next, and the producer, which fills the slots in the "
-        "ring's order, waits for V's",
-        diagnosis="out-of-order",
-        case=case,
-    )
+    said = f"{sentence}V of a tile is given back after K of the next, and the producer, which fills the slots in the "
+    said += "ring's order, waits for V's"
+    expect(order != late or len(order) < 3, said, diagnosis="out-of-order", case=case)
     _expect_given_back(events, case)
     # Groups since K was given back: the scores' first, O's last; the last that was waited for; arrivals
     scores, added, over, number = None, None, 0, 0
@@ -662,13 +650,10 @@ def _expect_boxes(got: torch.Tensor, case: str) -> None:
     c, r, h, n = _CORNERS[box].tolist()
     found, wanted = int(got[box, line, place]), int(want[box, line, place])
     what = "zeros" if found == 0 else "nothing that came" if found == 2**16 - 1 else _where(found)
-    raise CheckFailed(
-        f"element [{line}, {place}] of a box is {what}, and should be "
-        f"{_where(wanted) if wanted else '0: it does not exist'}.\n"
-        f"tma_load at column {c}, row {r}, head {h}, batch {n}; {len(off)} of {got.numel()} elements are wrong",
-        diagnosis="wrong-element",
-        case=case,
-    )
+    said = f"element [{line}, {place}] of a box is {what}, and should be "
+    said += f"{_where(wanted) if wanted else '0: it does not exist'}.\ntma_load at column {c}, row {r}, head {h}, "
+    said += f"batch {n}; {len(off)} of {got.numel()} elements are wrong"
+    raise CheckFailed(said, diagnosis="wrong-element", case=case)
 
 
 # ---- 11.10 ----------------------------------------------------------------------------------------------------------
@@ -863,13 +848,9 @@ def _expect_parts(module: CudaModule, whole: Source, parts: int, blocks: int) ->
         raise CheckFailed(said, diagnosis=failed.diagnosis, case=case) from None
     wrong = (done[:parts] != 1).nonzero()
     part, consumer = wrong[0].tolist() if len(wrong) else (0, 0)
-    expect(
-        not len(wrong),
-        f"consumer {consumer} works {int(done[part, consumer])} times on part {part}, and should once ({len(wrong)} of "
-        f"{2 * parts} counts are wrong)",
-        diagnosis="wrong-parts",
-        case=case,
-    )
+    said = f"consumer {consumer} works {int(done[part, consumer])} times on part {part}, and should once "
+    said += f"({len(wrong)} of {2 * parts} counts are wrong)"
+    expect(not len(wrong), said, diagnosis="wrong-parts", case=case)
     taken = parts + blocks
     said = f"the counter ends at {int(counter)}, and should at {taken}: {parts} parts, and a number more per producer"
     expect(int(counter) == taken, f"the parts are right, but {said}", diagnosis="wrong-count", case=case)
@@ -981,12 +962,9 @@ def launch_of_a_kernel(launch: str) -> str:
     text, before = whole_kernel(_filled_in(launch, "launch"), "launch").text, launchless()
     lines = len(before.splitlines())
     whole = Source(before + text, "p11_5_consumers", lines + 1, lines + len(text.splitlines()))
-    expect(
-        "__shared__" not in blank_comments(text),
-        "the shared memory is `pool`, which begins at a multiple of 16: declare no array beside it, and round its "
-        "address up to a multiple of 1024 by hand",
-        diagnosis="own-array",
-    )
+    said = "the shared memory is `pool`, which begins at a multiple of 16: declare no array beside it, and round its "
+    said += "address up to a multiple of 1024 by hand"
+    expect("__shared__" not in blank_comments(text), said, diagnosis="own-array")
     with explained(lambda: _watched()(whole), LAUNCH):
         try:
             verdict = examine(whole, fast=False, probes=_LAUNCHED, max_seq=100)
@@ -1264,12 +1242,9 @@ def _expect_to_wait_for_the_slow(whole: Source) -> None:
     try:
         probe(built(slow, check=True), whole, (1, 1, 1, 128, 700, False))  # every stage is filled often
     except CheckFailed as failed:
-        raise CheckFailed(
-            "right as long as the consumers are equally fast; wrong where one comes late to its wgmma_wait. How many "
-            f"arrivals does `empty` wait for?\n{failed.sentence}",
-            diagnosis=failed.diagnosis,
-            case=failed.case,
-        ) from None
+        said = "right as long as the consumers are equally fast; wrong where one comes late to its wgmma_wait. How "
+        said += f"many arrivals does `empty` wait for?\n{failed.sentence}"
+        raise CheckFailed(said, diagnosis=failed.diagnosis, case=failed.case) from None
 
 
 @exercise(

@@ -78,12 +78,9 @@ def _expect_by_hand(code: str) -> None:
         r"(\w+)\s*(?:<[^<>();]*>)?\s*\(|\b(asm|__asm__|_*(?:exp|exp2|exp10|expm1|pow)f?|exp2_approx)\b|(##)", code
     )
     foreign = [n for names in called for n in names if n and n not in own and not _BY_HAND.fullmatch(n)]
-    expect(
-        not foreign,
-        f"`{foreign[0] if foreign else ''}` is what this function should do without: multiplications, additions and "
-        "integer operations only",
-        diagnosis="not-by-hand",
-    )
+    said = f"`{foreign[0] if foreign else ''}` is what this function should do without: multiplications, additions "
+    said += "and integer operations only"
+    expect(not foreign, said, diagnosis="not-by-hand")
 
 
 def _expect_powers(module: CudaModule, whole: Source) -> None:
@@ -92,36 +89,27 @@ def _expect_powers(module: CudaModule, whole: Source) -> None:
     at, worst = int(error.argmax()), float(error.max())
     fine = int((error <= _ALLOWED).sum())
     slug, why = _why(_X.double(), y) or ("not-exact-enough" if worst < 0.01 else "wrong-power", "")
-    expect(
-        worst <= _ALLOWED,
-        f"{why}exp2_polynomial({_X[at]:.6g}) is {y[at]:.6g}, and 2^x is {want[at]:.6g}: an error of {worst:.1e}, where "
-        f"{_ALLOWED:.1e} is allowed ({fine} of {len(_X)} numbers are right)",
-        diagnosis=slug,
-    )
+    said = f"{why}exp2_polynomial({_X[at]:.6g}) is {y[at]:.6g}, and 2^x is {want[at]:.6g}: an error of {worst:.1e}, "
+    said += f"where {_ALLOWED:.1e} is allowed ({fine} of {len(_X)} numbers are right)"
+    expect(worst <= _ALLOWED, said, diagnosis=slug)
     y = _powers(module, whole, _LOW)
     good = (y >= 0) & (y <= 2.0**-120)
     at = int((~good).int().argmax())
     over = ", and an exponent below -127 runs over into the sign"
     limit = ". Limit x before n and f are taken of it" if bool(y[-1].abs() < 2.0**-100) else ""
     why = over if bool(y[-1] < -1) else limit
-    expect(
-        bool(good[at]),
-        f"right from -126 on, but exp2_polynomial({_LOW[at]:g}) is {y[at]:.4g}, and should be 0, or next to it: a "
-        f"masked score is -infinity{why}",
-        diagnosis="wrong-below",
-    )
+    said = f"right from -126 on, but exp2_polynomial({_LOW[at]:g}) is {y[at]:.4g}, and should be 0, or next to it: a "
+    said += f"masked score is -infinity{why}"
+    expect(bool(good[at]), said, diagnosis="wrong-below")
     y, least = _powers(module, whole, _HIGH), torch.exp2(_HIGH.double().clamp(max=126))
     good = (y >= least * (1 - _ALLOWED)) & ((_HIGH > 126) | (y <= least * (1 + _ALLOWED)))
     at = int((~good).int().argmax())
     limited = bool((y[at:] == y[at]).all() and y[at] >= y[at - 1])
     why = "; from there on it is always the same: x is limited too early" if limited else ""
     why = ": an exponent from 129 on runs over" if bool(y[at].signbit()) else why
-    expect(
-        bool(good[at]),
-        f"right from -infinity to {_HIGH[at - 1]:g}, but exp2_polynomial({_HIGH[at]:g}) is {y[at]:.4g}, and should be "
-        f"{'2^126 or more' if _HIGH[at] > 126 else f'{least[at]:.4g}'}{why}",
-        diagnosis="wrong-above",
-    )
+    said = f"right from -infinity to {_HIGH[at - 1]:g}, but exp2_polynomial({_HIGH[at]:g}) is {y[at]:.4g}, and should "
+    said += f"be {'2^126 or more' if _HIGH[at] > 126 else f'{least[at]:.4g}'}{why}"
+    expect(bool(good[at]), said, diagnosis="wrong-above")
     y = _powers(module, whole, torch.tensor([torch.nan]))
     sentence = f"exp2_polynomial(NaN) is {y[0]:g}: a NaN among the scores should be seen in the result, not hidden"
     expect(bool(y.isnan()), sentence, diagnosis="nan-hidden")
@@ -509,12 +497,9 @@ def dq_of_a_tile(dq_of_a_square: str) -> str:
     module = _backward(whole)
     with explained(lambda: module, SQUARE):
         _expect_gradients(module, whole)
-    expect(
-        "wgmma_wait" not in blank_comments(text),
-        "the results are right; but the product is waited for here. The loop waits, after it has issued dK: so that dQ "
-        "is handed on while dK is computed",
-        diagnosis="no-overlap",
-    )
+    said = "the results are right; but the product is waited for here. The loop waits, after it has issued dK: so "
+    said += "that dQ is handed on while dK is computed"
+    expect("wgmma_wait" not in blank_comments(text), said, diagnosis="no-overlap")
     return f"{len(_BACKWARD)} cases right, nothing found by the emulator"
 
 
