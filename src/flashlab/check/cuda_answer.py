@@ -247,24 +247,19 @@ def failure(findings: Sequence[Finding], whole: Source, case: str | None = None)
     first = min(findings, key=rank)
     sentence = whole.told(first)
     if first.kind == "uninitialised-shared":
-        sentence += (
-            "; if another thread writes it, a barrier between the two is missing, or that thread has returned before"
-        )
+        sentence += "; if another thread writes it, a barrier between the two is missing, or that thread has returned "
+        sentence += "before"
     skipped = next((f for f in findings if f.kind == "exited-threads"), None)
     if first.kind in _RACES and skipped is not None:  # who has gone past a barrier races with those who wait in it
         at = re.search(r"\bline (\d+)", skipped.message)
         where = f" in {whole.place(int(at[1])).split(',')[0]}" if at else ""
-        sentence += (
-            f". Some threads wait at the barrier{where} when others have ended: it may not stand in a branch that some "
-            "do not take"
-        )
+        sentence += f". Some threads wait at the barrier{where} when others have ended: it may not stand in a branch "
+        sentence += "that some do not take"
     own = "\n".join(whole.text.splitlines()[(whole.first or 1) - 1 : whole.last])
     if first.kind == "proxy-fence" and "fence_proxy_async" in blank_comments(own):
-        sentence += (
-            ". The fence that there is does not order this store: a fence is for what its own thread has stored before "
-            "it, or has been shown by a barrier before it. So each thread that stores fences after its last store, and "
-            "then comes the barrier"
-        )
+        sentence += ". The fence that there is does not order this store: a fence is for what its own thread has "
+        sentence += "stored before it, or has been shown by a barrier before it. So each thread that stores fences "
+        sentence += "after its last store, and then comes the barrier"
     return CheckFailed(sentence, diagnosis=first.kind, case=case)
 
 
@@ -379,10 +374,8 @@ def expect_set(whole: Source, *, head_dim: int = 64, dtype: torch.dtype = torch.
     outputs = module.forward(*normal(3, 1, 1, 200, head_dim).to(dtype), causal=True, echo=False)
     for name, x in zip(("o", "lse"), outputs, strict=True):
         at = x.isnan().nonzero()[:1].flatten().tolist()
-        said = (
-            "right in the emulator, but a local variable is read before it is set: with NaN in all that are declared "
-        )
-        said += f"without a value, {name} is NaN at {at}. On a GPU a register may hold anything"
+        said = "right in the emulator, but a local variable is read before it is set: with NaN in all that are "
+        said += f"declared without a value, {name} is NaN at {at}. On a GPU a register may hold anything"
         case = f"{spelled(dtype)}, seq_q=200, seq_k=200, causal"
         expect(not at, said, diagnosis="uninitialised-local", case=case)
 
@@ -436,10 +429,9 @@ def _laid_out(x: torch.Tensor, axis: int, apart: int) -> torch.Tensor:
 
 
 def _of_32_bits(tensor: str, name: str, length: int, case: str, what: str) -> CheckFailed:
-    said = (
-        f"right in small tensors, but not where {name} {length - 1} of {tensor} begins more than 2^31 elements behind "
-    )
-    said += f"the first{what}. Some offset is computed, or kept, in 32 bits: the strides are int64_t, and so has to be "
+    said = f"right in small tensors, but not where {name} {length - 1} of {tensor} begins more than 2^31 elements "
+    said += f"behind the first{what}. Some offset is computed, or kept, in 32 bits: the strides are int64_t, and so "
+    said += "has to be "
     return CheckFailed(f"{said}whatever they are multiplied to", diagnosis="offset-in-32-bits", case=case)
 
 
@@ -741,16 +733,13 @@ def of_a_variant(failed: CheckFailed, head_dim: int, in_fp16: Callable[[], Any])
     except CheckFailed as again:
         if failed.diagnosis == "does-not-compile" and again.diagnosis != failed.diagnosis:
             return failed
-        sentence = (
-            f"right with head_dim={192 - head_dim}, wrong with {head_dim}, in either dtype ({failed}): is there a "
-            f"number that should follow HEAD_DIM, {192 - head_dim}, or {24 - head_dim // 8} for HEAD_DIM / 8, or "
-            f"{12 - head_dim // 16} for HEAD_DIM / 16, or a name for another that is the same with {192 - head_dim}?"
-        )
+        sentence = f"right with head_dim={192 - head_dim}, wrong with {head_dim}, in either dtype ({failed}): is "
+        sentence += f"there a number that should follow HEAD_DIM, {192 - head_dim}, or {24 - head_dim // 8} for "
+        sentence += f"HEAD_DIM / 8, or {12 - head_dim // 16} for HEAD_DIM / 16, or a name for another that is the "
+        sentence += f"same with {192 - head_dim}?"
         return CheckFailed(sentence, diagnosis=f"head-dim-{192 - head_dim}-alone", case=case)
-    sentence = (
-        f"wrong in bfloat16, the same case is right in float16 ({failed}): is T used everywhere, as in pack<T>, or "
-        "__half somewhere?"
-    )
+    sentence = f"wrong in bfloat16, the same case is right in float16 ({failed}): is T used everywhere, as in "
+    sentence += "pack<T>, or __half somewhere?"
     return CheckFailed(sentence, diagnosis="fp16-alone", case=case)
 
 
@@ -818,10 +807,9 @@ def _rows_twice(
     stored = report.counters["global_store_bytes"]
     if stored < rows * (head_dim * dtype.itemsize + 4):
         return failed
-    said = (
-        f"{failed.sentence}. Yet as many numbers are stored as there are in o, so some rows are stored twice: do two "
-    )
-    said += "warps, or two blocks, have rows in common? The first row of a warp is the rows per warp times its number"
+    said = f"{failed.sentence}. Yet as many numbers are stored as there are in o, so some rows are stored twice: do "
+    said += "two warps, or two blocks, have rows in common? The first row of a warp is the rows per warp times its "
+    said += "number"
     return CheckFailed(said, diagnosis="rows-in-common", case=failed.case)
 
 
@@ -844,10 +832,8 @@ def _expect_last_key(forward: Callable[..., Any], head_dim: int, dtype: torch.dt
             "causal-loop-too-short",
             f"causal with seq_q={rows} and seq_k={rows + 1}: row {row} does not see key ",
         )
-        said += (
-            f"{rows}, its last one, and the only one that the block sees of its tile. How many keys does the block's "
-        )
-        said += "last row see, and does the loop over tiles reach the last of them?"
+        said += f"{rows}, its last one, and the only one that the block sees of its tile. How many keys does the "
+        said += "block's last row see, and does the loop over tiles reach the last of them?"
     raise CheckFailed(said, diagnosis=slug, case=case)
 
 
@@ -867,10 +853,8 @@ def _expect_few_keys(forward: Callable[..., Any], head_dim: int, dtype: torch.dt
     try:
         verification.run(call, [last])
     except CheckFailed as failed:
-        said = (
-            f"wrong only where a tile has keys for some rows of a warp and none for others: {failed}; what does a row "
-        )
-        said += "give whose maximum is still -inf after a tile?"
+        said = f"wrong only where a tile has keys for some rows of a warp and none for others: {failed}; what does a "
+        said += "row give whose maximum is still -inf after a tile?"
         raise CheckFailed(said, diagnosis="masked-rows-nan", case=str(last)) from None
 
 

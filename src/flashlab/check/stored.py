@@ -111,9 +111,8 @@ def expect_stored(whole: Source, *, head_dim: int = 64, dtype: torch.dtype = tor
         said += "multiplied by 0: the copy of K and V, the scores, P and its product with V"
         raise CheckFailed(said, diagnosis="only-zeros")
     if all(lse_zeros) and all(right):
-        raise CheckFailed(
-            "o is right. lse is 0 in every row: store the maximum plus the logarithm of the sum", diagnosis="lse-zero"
-        )
+        said = "o is right. lse is 0 in every row: store the maximum plus the logarithm of the sum"
+        raise CheckFailed(said, diagnosis="lse-zero")
 
 
 def _expect_both(o: torch.Tensor, lse: torch.Tensor, case: str) -> None:

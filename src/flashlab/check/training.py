@@ -198,10 +198,9 @@ def _verified(call: Call, cases: Sequence[Case], deterministic: bool) -> Gradien
         if deterministic:
             again = _differentiated(call, case, q, k, v, grad_o)
             if name := next((name for name, x in got.items() if not _same(x, again[name])), None):
-                raise CheckFailed(
-                    f"{name} of two runs on the same input differ in their last bits: the order of a sum is not fixed",
-                    diagnosis="not-deterministic", case=str(case),
-                )  # fmt: skip
+                said = f"{name} of two runs on the same input differ in their last bits: the order of a sum is not "
+                said += "fixed"
+                raise CheckFailed(said, diagnosis="not-deterministic", case=str(case))
         inputs = tuple(x.detach().cpu() for x in (q, k, v, grad_o))
         right = wanted(*inputs, causal=case.causal, scale=case.softmax_scale)
         _, error = worst(right, **got)
@@ -231,10 +230,8 @@ def _differentiated(call: Call, case: Case, q, k, v, grad_o) -> dict[str, torch.
     for name, x, like in zip(("dq", "dk", "dv"), found, (q, k, v), strict=True):
         if x is None or x.shape != like.shape or x.dtype != like.dtype:
             is_ = "missing" if x is None else f"{list(x.shape)}, {x.dtype}"
-            raise CheckFailed(
-                f"{name} is {is_}; it should be like its input, {list(like.shape)}, {like.dtype}",
-                diagnosis="wrong-shape", case=str(case),
-            )  # fmt: skip
+            said = f"{name} is {is_}; it should be like its input, {list(like.shape)}, {like.dtype}"
+            raise CheckFailed(said, diagnosis="wrong-shape", case=str(case))
         got[name] = x
     return got
 

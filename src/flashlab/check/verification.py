@@ -92,9 +92,8 @@ def verify(
     __tracebackhide__ = True
     takes = _parameters(fn)
     if causal and "causal" not in takes:
-        raise CheckFailed(
-            "the function has no parameter `causal`, which it is asked to support", diagnosis="wrong-call"
-        )
+        said = "the function has no parameter `causal`, which it is asked to support"
+        raise CheckFailed(said, diagnosis="wrong-call")
 
     def call(case: Case, q, k, v):
         __tracebackhide__ = True

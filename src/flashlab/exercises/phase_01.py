@@ -32,9 +32,7 @@ from flashlab.triton_tools.watch import watched
 
 @rule(
     "1.1",
-    title="Five lines, counted",
-    minutes=10,
-    difficulty="Warm-up",
+    title="Five lines, counted", minutes=10, difficulty="Warm-up",
     hints=[
         "Line by line: what does it read, what does it write? A matrix of N × N numbers is N·N·itemsize bytes.",
         "Reads: Q and K; S; S and the mask (N × N too); S; P and V. Writes: S, S, S, P, O.",
@@ -73,9 +71,7 @@ _GPUS = tuple(runtime.GPUS[name] for name in ("H200", "A100", "RTX 4090", "RTX 5
 
 @rule(
     "1.2",
-    title="The roofline as a time",
-    minutes=10,
-    difficulty="Warm-up",
+    title="The roofline as a time", minutes=10, difficulty="Warm-up",
     hints=[
         "Two clocks run side by side: one for the arithmetic, one for the memory. The work ends when the "
         "slower one does.",
@@ -121,11 +117,8 @@ def _expect_one_matrix(frugal_attention: Callable[..., torch.Tensor]) -> None:
     ops = trace_ops(frugal_attention, *(copied(x, True) for x in _three(random.Random(13), 512, 16)))
     worst = max(ops, key=lambda op: op.live_bytes)
     matrices = worst.live_bytes / (512 * 512 * 4)
-    expect(
-        matrices < 1.3,
-        f"right, but it holds {matrices:.2f} matrices of N × N when `{worst.name}` ends; one is enough",
-        diagnosis="second-matrix-alive", case="N=512, D=16",
-    )  # fmt: skip
+    said = f"right, but it holds {matrices:.2f} matrices of N × N when `{worst.name}` ends; one is enough"
+    expect(matrices < 1.3, said, diagnosis="second-matrix-alive", case="N=512, D=16")
 
 
 def _three(r: random.Random, n: int, d: int, size: float = 1.0) -> tuple[torch.Tensor, ...]:
@@ -147,8 +140,7 @@ _ROWS_SUM = "each row's weights sum to 1: take the sum along the keys, and keep 
 
 @tensor_rule(
     "1.3",
-    title="One matrix instead of two",
-    minutes=15,
+    title="One matrix instead of two", minutes=15,
     hints=[
         "The scores have to exist once: N × N. Which lines of naive_attention make a second matrix of that size?",
         "Scaling: scale q instead, it is small, or scale in place with `scores.mul_(scale)`. The softmax: its three "
@@ -258,9 +250,8 @@ def _verify_padded(kernel: Any, **options: Any) -> Any:
     title="Scheme A",
     minutes=30,
     hints=[
-        "Three tiles: q [BLOCK_M, HEAD_DIM], k [HEAD_DIM, BLOCK_N] (axes swapped while loading), v "
-        "[BLOCK_N, HEAD_DIM]. "
-        "Every load and store has a mask: rows past M, keys past N.",
+        "Three tiles: q [BLOCK_M, HEAD_DIM], k [HEAD_DIM, BLOCK_N] (axes swapped while loading), v [BLOCK_N, "
+        "HEAD_DIM]. Every load and store has a mask: rows past M, keys past N.",
         "A masked-off key is loaded as zeros and its score is 0, which is a score like any other: "
         "`tl.where(offs_n[None, "
         ':] < N, s, float("-inf"))` before the maximum.',
@@ -295,8 +286,7 @@ _POWER = "that is the first power of two that fails: lengths below it are padded
 
 @rule(
     "1.5",
-    title="The first length that fails",
-    minutes=10,
+    title="The first length that fails", minutes=10,
     hints=[
         "Three tiles at once: q, k and v. How many bytes is each, for a tile of BLOCK_N keys?",
         "BLOCK_N is a power of two, at least 16. Find the largest one that fits: (BLOCK_M + "
@@ -374,8 +364,7 @@ def _quarter(rows: int, columns: int, j: int) -> tuple[Any, ...]:
 
 @kernel_rule(
     "1.6",
-    title="A slice without a slice",
-    minutes=20,
+    title="A slice without a slice", minutes=20,
     hints=[
         "`tl.split` cuts a tensor whose last axis has length 2 into two without that axis. So make such an axis: which "
         "reshape puts the left half at index 0 and the right half at index 1 of a new axis?",
@@ -445,9 +434,8 @@ def quarter_kernel(x_ptr, y_ptr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, J: t
     history="a common mistake; a masked load looks like a mask",
     hints=[
         "It is right whenever N is a power of two. What is different about the tile when N is not?",
-        "Print `o` of a row for N = 100 with V all ones: every weight is positive and they should sum to "
-        "1. What do they sum "
-        "to? Who has the rest?",
+        "Print `o` of a row for N = 100 with V all ones: every weight is positive and they should sum to 1. What do "
+        "they sum to? Who has the rest?",
         "s is [BLOCK_M, BLOCK_N]: its columns are keys. Which of the two offsets counts keys, and which "
         "limit goes with it?",
     ],
@@ -485,12 +473,10 @@ def _expect_two_passes(run: Callable[..., Any]) -> None:
         "`tl.zeros([BLOCK_M], tl.float32)`.",
         "In pass 1: m_new = tl.maximum(m_i, row maximum of s); "
         "l_i = l_i · exp(m_i - m_new) + row sum of exp(s - m_new).",
-        "In pass 2 compute s again, from the same q and the same block of K. Now m_i and l_i are those of "
-        "the whole row, so "
-        "p = exp(s - m_i) / l_i is final: acc = tl.dot(p.to(v.dtype), v, acc). No rescaling.",
-        "Both loops: `for start in range(0, N, BLOCK_N)`, rows = start + offs_n, every load masked with "
-        "rows < N and the "
-        "scores of rows >= N set to -inf.",
+        "In pass 2 compute s again, from the same q and the same block of K. Now m_i and l_i are those of the whole "
+        "row, so p = exp(s - m_i) / l_i is final: acc = tl.dot(p.to(v.dtype), v, acc). No rescaling.",
+        "Both loops: `for start in range(0, N, BLOCK_N)`, rows = start + offs_n, every load masked with rows < N and "
+        "the scores of rows >= N set to -inf.",
     ],
 )
 def two_passes(two_pass_kernel: Any) -> str:

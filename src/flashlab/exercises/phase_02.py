@@ -38,7 +38,7 @@ def _oracle(Q: torch.Tensor, K: torch.Tensor, V: torch.Tensor, **options: Any) -
     return o[0, 0], lse[0, 0]
 
 
-def _random(*shapes: tuple[int, int], seed: int = 0, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+def random_tensors(*shapes: tuple[int, int], seed: int = 0, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(*shape, generator=generator).to(runtime.device(), dtype) for shape in shapes]
 
@@ -109,9 +109,7 @@ _LARGEST = "m_new is the largest score seen so far, in both blocks: ln 8, a natu
 
 @tensor_rule(
     "2.1",
-    title="One step by hand",
-    minutes=10,
-    difficulty="Warm-up",
+    title="One step by hand", minutes=10, difficulty="Warm-up",
     hints=[
         "Work relative to the maximum. What is the largest score of all four keys? Everything is `exp(score - that)`.",
         "The correction is `exp(m_i - m_new)` = exp(ln 2 - ln 8) = 2 / 8. Multiply the old `l_i` and the "
@@ -169,9 +167,7 @@ _TILE, _TILE_V = torch.tensor([[1.0, 3, 2], [0, -1, -2]]), torch.tensor([[1.0, 1
 
 @tensor_rule(
     "2.2",
-    title="The state of one block",
-    minutes=10,
-    difficulty="Warm-up",
+    title="The state of one block", minutes=10, difficulty="Warm-up",
     hints=[
         "Three lines. Each row of `s` is on its own: the maximum and the sum run along `dim=1`.",
         "`m = s.amax(dim=1)` has shape [BLOCK_M]; to subtract it from every column write `m[:, None]`.",
@@ -241,9 +237,8 @@ part(
         "`q.new_zeros` put them on the right device). Then a loop `for start_n in range(0, N, BLOCK_N)`.",
         "In the loop, in this order: load k, scores s, m_new, p, correction, l_i, acc, and last m_i = "
         "m_new. `m_new = torch.maximum(m_i, s.amax(dim=1))`.",
-        "`l_i = l_i * correction + p.sum(dim=1)` and `acc = acc * correction[:, None] + "
-        "p.to(V.dtype).float() @ v`. After the loop: O = acc / l_i[:, None] in V's dtype, and lse = m_i + "
-        "log(l_i).",
+        "`l_i = l_i * correction + p.sum(dim=1)` and `acc = acc * correction[:, None] + p.to(V.dtype).float() @ v`. "
+        "After the loop: O = acc / l_i[:, None] in V's dtype, and lse = m_i + log(l_i).",
     ],
 )
 def one_block(flash_attention_forward_sim: Callable[..., Any]) -> Any:
@@ -251,7 +246,7 @@ def one_block(flash_attention_forward_sim: Callable[..., Any]) -> Any:
     report = _verify_block(flash_attention_forward_sim, dtypes=dtypes, head_dims=(64, 20))
     _expect_value_columns(lambda q, k, v: flash_attention_forward_sim(q, k, v, 4))
     # Many rows, few features: a copy of K is small beside a row of tiles.
-    small, large = ((*_random((256, 8), (N, 8), (N, 8)), 16) for N in (256, 1024))
+    small, large = ((*random_tensors((256, 8), (N, 8), (N, 8)), 16) for N in (256, 1024))
     advice = "; keep only m_i, l_i and acc between blocks"
     expect_flat_memory(flash_attention_forward_sim, small, large, 256 * 768 * 4, advice)
     return report
@@ -273,7 +268,7 @@ def _verify_block(fn: Callable[..., Any], **options: Any) -> Any:
 
 def _expect_value_columns(fn: Callable[..., Any], **options: Any) -> None:
     """V may have another number of columns than Q and K."""
-    Q, K, V = _random((6, 16), (10, 16), (10, 24))
+    Q, K, V = random_tensors((6, 16), (10, 16), (10, 24))
     case = "Q [6, 16], K [10, 16], V [10, 24]"
     want, _ = _oracle(Q, K, V, **options)
     told = "the number of columns of O is V's, which need not be HEAD_DIM; your function "
@@ -306,7 +301,7 @@ def whole_matrix(flash_attention_one_head_sim: Callable[..., Any]) -> Any:
         report = verify_one_head(one_head, dtypes=(torch.float16, torch.float32), head_dims=(64, 20), max_tile=128)
     _expect_value_columns(lambda q, k, v: flash_attention_one_head_sim(q, k, v, 4, 4))
     _expect_blocks_not_exchanged(flash_attention_one_head_sim)
-    Q, K, V = _random((300, 32), (256, 32), (256, 32), dtype=torch.float16)
+    Q, K, V = random_tensors((300, 32), (256, 32), (256, 32), dtype=torch.float16)
     with Meter(Q, K, V) as meter:
         _run(flash_attention_one_head_sim, Q, K, V, 64, 32, case="M=300, N=256, BLOCK_M=64, BLOCK_N=32")
     said = f"the values are right, but your function held {meter.peak_bytes} bytes at once: as much as the whole "
@@ -317,7 +312,7 @@ def whole_matrix(flash_attention_one_head_sim: Callable[..., Any]) -> Any:
 
 def _expect_blocks_not_exchanged(fn: Callable[..., Any]) -> None:
     """Products of 16 rows and 64 keys, not of 64 rows and 16 keys: told by how many there are."""
-    Q, K, V = _random((16, 32), (128, 32), (128, 32))
+    Q, K, V = random_tensors((16, 32), (128, 32), (128, 32))
     case = "M=16, N=128, BLOCK_M=16, BLOCK_N=64"
     products = _products(fn, Q, K, V, 16, 64, case=case)
     said = f"the values are right, but {products} products were computed where one block of rows and two blocks of "
@@ -385,7 +380,7 @@ def hunt_without_a_past(hunted: Callable[..., tuple[torch.Tensor, torch.Tensor]]
 def hunt_from_the_end(hunted: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Any:
     for keys, queries in ((32, 32), (40, 24)):
         case = f"{queries} queries, {keys} keys, tiles of 16, causal"
-        Q, K, V = _random((queries, 16), (keys, 16), (keys, 16))
+        Q, K, V = random_tensors((queries, 16), (keys, 16), (keys, 16))
         O, lse = _run(hunted, Q, K, V, 16, case=case)
         if watched() is None and O.shape == Q.shape:
             late = (
@@ -413,8 +408,7 @@ def hunt_from_the_end(hunted: Callable[..., tuple[torch.Tensor, torch.Tensor]]) 
 
 @rule(
     "2.7",
-    title="Count the bytes",
-    minutes=10,
+    title="Count the bytes", minutes=10,
     hints=[
         "Who reads what how often? Q: each row belongs to one query block. K and V: each query block walks "
         "over all of them.",
@@ -464,13 +458,13 @@ def _parts(r: random.Random, N: int, splits: int, scale: float | None = None, dt
 
 def _expect_split(fn: Callable[..., Any]) -> None:
     """As many parts as asked for, and a merge in float32."""
-    Q_block, K, V = _random((6, 16), (50, 16), (50, 16))
+    Q_block, K, V = random_tensors((6, 16), (50, 16), (50, 16))
     case = "50 keys, BLOCK_N=64, 5 splits"
     products = _products(fn, Q_block, K, V, 64, 5, case=case)
     said = f"the values are right, but {products} products were computed: 5 parts need two each. Is `splits` used, "
     said += "and as the number of parts, not as their length?"
     expect(10 <= products < 20, said, diagnosis="parts-too-short" if products >= 20 else "not-split", case=case)
-    Q_block, K, V = _random((64, 16), (256, 16), (256, 16), dtype=torch.float16)
+    Q_block, K, V = random_tensors((64, 16), (256, 16), (256, 16), dtype=torch.float16)
     case = "256 keys in float16, 64 splits"
     V = 1 + V / 64  # near 1: the parts' own rounding is small beside that of 64 rounded weights
     want, _ = _oracle(Q_block, K, V)
@@ -486,9 +480,7 @@ _UNLIKE = "a part weighs exp(its lse - the whole lse), and these weights sum to 
 
 @tensor_rule(
     "2.8",
-    title="Cut the keys among workers",
-    minutes=25,
-    difficulty="Stretch",
+    title="Cut the keys among workers", minutes=25, difficulty="Stretch",
     hints=[
         "Cut K and V alike into `splits` parts (`torch.chunk` may give fewer: that is fine), run the "
         "simulation on each, and collect the O and lse of every part.",
@@ -553,9 +545,8 @@ def split_kv_sim(Q_block, K, V, BLOCK_N, splits, scale=None):
     minutes=35,
     difficulty="Stretch",
     hints=[
-        "Query i sees key j if j <= i + N - M. With the rows' numbers `start_m + arange` and the keys' "
-        "numbers `start_n + arange` that is one comparison of a column with a row: it gives the mask of "
-        "the tile.",
+        "Query i sees key j if j <= i + N - M. With the rows' numbers `start_m + arange` and the keys' numbers "
+        "`start_n + arange` that is one comparison of a column with a row: it gives the mask of the tile.",
         "A tile can be skipped when even the block's last row sees none of its keys: its first key is "
         "beyond `last row + N - M`. So the inner loop may simply end earlier.",
         "A row whose keys so far are all masked has m_new = -inf, and -inf - (-inf) is NaN. Subtract 0 "
@@ -574,7 +565,7 @@ def causal(flash_attention_causal_sim: Callable[..., Any]) -> Any:
     _expect_value_columns(lambda q, k, v: flash_attention_causal_sim(q, k, v, 4, 4), causal=True)
     M = N = 256
     D, BLOCK = 32, 32
-    Q, K, V = _random((M, D), (N, D), (N, D))
+    Q, K, V = random_tensors((M, D), (N, D), (N, D))
     case = f"M=N={N}, tiles {BLOCK} x {BLOCK}"
     with Meter() as meter:
         _run(flash_attention_causal_sim, Q, K, V, BLOCK, BLOCK, case=case)

@@ -30,6 +30,7 @@ from flashlab.check import CheckFailed, expect, expect_close, verify_one_head
 from flashlab.check.lookup import Row
 from flashlab.check.verification import Report
 from flashlab.exercises.kernel_rule import apart, empty, kernel_rule
+from flashlab.exercises.phase_02 import random_tensors
 from flashlab.exercises.registry import exercise
 from flashlab.exercises.rule import rule
 from flashlab.exercises.tensor_rule import normal, part, tensor_rule
@@ -37,11 +38,6 @@ from flashlab.exercises.triton_answers import compiles, explain_undefined, in_bo
 from flashlab.triton_tools.watch import hbm_traffic
 
 FORWARD_PARAMETERS = tuple(inspect.signature(flash_attention_forward_kernel.fn).parameters)
-
-
-def _random(*shapes: tuple[int, ...], seed: int = 0, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(*shape, generator=generator).to(runtime.device(), dtype) for shape in shapes]
 
 
 def _forward(kernel: Any) -> Callable[..., Any]:
@@ -86,9 +82,7 @@ _OWN = "each matrix has strides of its own, and each stride its own index"
 
 @kernel_rule(
     "3.1",
-    title="A tile's addresses",
-    minutes=10,
-    difficulty="Warm-up",
+    title="A tile's addresses", minutes=10, difficulty="Warm-up",
     hints=[
         "`tl.arange(0, ROWS)` is the row numbers, `tl.arange(0, COLS)` the column numbers. Which of them becomes a "
         "column (`[:, None]`), which a row (`[None, :]`)?",
@@ -156,9 +150,7 @@ def natural_lse(m, l):
 
 @tensor_rule(
     "3.2",
-    title="Into base 2 and back",
-    minutes=10,
-    difficulty="Warm-up",
+    title="Into base 2 and back", minutes=10, difficulty="Warm-up",
     hints=[
         "exp(x) = 2^(x · log2 e). Which factor does `scale` need so that 2^(scale_log2 · qk) is exp(scale · qk)?",
         "The kernel's m is a maximum of base-2 scores, so it is log2(e) times the natural one. log2(l) is a base-2 "
@@ -201,8 +193,7 @@ _AGAIN = "the address has to move with start"
 
 @kernel_rule(
     "3.3",
-    title="The log-sum-exp of a row of any length",
-    minutes=20,
+    title="The log-sum-exp of a row of any length", minutes=20,
     hints=[
         "One block is `tl.load(x_ptr + row * stride + offs, mask=offs < N, other=...)`. What must a missing element "
         "be, so that it changes neither a maximum nor a sum of exponentials?",
@@ -267,7 +258,7 @@ def _verify_forward(kernel: Any) -> Report:
 
 def _expect_strides_of_o(kernel: Any) -> None:
     """The launcher's o is contiguous; this one is not."""
-    q, k, v = _random((40, 32), (50, 32), (50, 32))
+    q, k, v = random_tensors((40, 32), (50, 32), (50, 32))
     case = "o stored by columns"
     o, lse = _begun(40, 32, q.dtype, by_columns=True)
     _goes_on(kernel, q, k, v, o, lse, case=case)
@@ -313,7 +304,7 @@ def _expect_it_goes_on(kernel: Any) -> None:
     """CheckFailed where the earlier keys' o and lse are lost, or weighed wrongly."""
     for case, first, second in (("scores alike", 1.0, 1.0), ("larger scores first", 30.0, 1.0),
                                 ("larger scores last", 1.0, 30.0)):  # fmt: skip
-        q, k, v = _random((40, 32), (90, 32), (90, 32))
+        q, k, v = random_tensors((40, 32), (90, 32), (90, 32))
         k = torch.cat([first * k[:50], second * k[50:]])
         (o, lse), new = (reference.attention(*(x[None, None] for x in (q, *kv)))
                          for kv in ((k[:50], v[:50]), (k[50:], v[50:])))  # fmt: skip
@@ -493,7 +484,7 @@ def no_infinity(flash_attention_forward_kernel: Any) -> Report:
 
 
 def _as_the_interpreter_counts(bytes_read: Callable[..., Any]) -> None:
-    q, k, v = _random((100, 32), (150, 32), (150, 32), dtype=torch.float16)
+    q, k, v = random_tensors((100, 32), (150, 32), (150, 32), dtype=torch.float16)
     counted = hbm_traffic(_launch_next, q, k, v, *_begun(100, 32, q.dtype), 0.2).bytes_read
     sentence = f"the interpreter counted {counted} bytes for M=100, N=150, HEAD_DIM=32, BLOCK_M=32"
     expect(bytes_read(100, 150, 32, 32, 2) == counted, sentence, diagnosis="wrong-value")
@@ -501,8 +492,7 @@ def _as_the_interpreter_counts(bytes_read: Callable[..., Any]) -> None:
 
 @rule(
     "3.7",
-    title="How many bytes?",
-    minutes=10,
+    title="How many bytes?", minutes=10,
     hints=[
         "How many programs are there? Each reads its own rows of Q, O and lse once, and the whole of K and of V.",
         "Rows that do not exist are masked, so all programs together read M rows of Q, not P · BLOCK_M; likewise O.",
@@ -558,7 +548,7 @@ def causal_tiles(flash_attention_causal_kernel: Any) -> Report:
     kernel = kernel_of(flash_attention_causal_kernel, FORWARD_PARAMETERS)
     forward = _forward(kernel)
     report = verify_one_head(forward, always_causal=True, head_dims=(64, 32), max_seq=200, max_tile=128)
-    q, k, v = _random((128, 32), (128, 32), (128, 32), dtype=torch.float16)
+    q, k, v = random_tensors((128, 32), (128, 32), (128, 32), dtype=torch.float16)
     row = 32 * 2  # bytes
     needed = (32 + 64 + 96 + 128) * row  # of K, by the four programs of 32 rows
     read = hbm_traffic(_launcher(kernel), q, k, v).read_from["k"]

@@ -82,11 +82,9 @@ def expect_no_copies(fn: Callable[..., Any], head_dim: int = 16) -> None:
     with watched_memory(k=k, v=v) as traffic:
         fn(q, k, v, scale=0.25)
     copied = [x for x in "kv" if not traffic.read_from[x]]
-    expect(
-        not copied,
-        f"right, but the kernel reads copies of {' and '.join(copied)}: key heads are shared by index, head // group",
-        diagnosis="key-heads-copied", case="heads=4, kv_heads=2",
-    )  # fmt: skip
+    said = f"right, but the kernel reads copies of {' and '.join(copied)}: key heads are shared by index, head // "
+    said += "group"
+    expect(not copied, said, diagnosis="key-heads-copied", case="heads=4, kv_heads=2")
 
 
 def expect_small_heads(fn: Callable[..., Any]) -> None:
@@ -302,8 +300,7 @@ _HEADS = (
 
 @kernel_rule(
     "4.11",
-    title="From one head to all of them",
-    minutes=35,
+    title="From one head to all of them", minutes=35,
     hints=[
         "First the grid: one program for each block of each head of each batch. Take the program's number apart, as "
         "the lecture's kernel does.",
@@ -403,8 +400,7 @@ _PREFIXES = (
 
 @kernel_rule(
     "4.12",
-    title="The mask, and where the loop ends",
-    minutes=30,
+    title="The mask, and where the loop ends", minutes=30,
     hints=[
         "Two changes in the kernel: which scores are -inf (4.3), and what stands in `range(0, ..., BLOCK_N)` (4.2).",
         "The last row of the block is (block + 1) * BLOCK_M - 1, and `end` is at most N, also where it is past M.",
@@ -509,8 +505,7 @@ _TWO_SIZES = (
 
 @kernel_rule(
     "4.13",
-    title="Two head sizes, no power of two",
-    minutes=30,
+    title="Two head sizes, no power of two", minutes=30,
     hints=[
         "Tiles have BLOCK_D and BLOCK_V columns, the next powers of two, at least 16 each. Every load and store of "
         "such a tile needs a second condition.",
@@ -636,9 +631,7 @@ _EMPTY_PAGE = (
 
 kernel_rule(
     "4.10",
-    title="From an empty page",
-    minutes=60,
-    difficulty="Stretch",
+    title="From an empty page", minutes=60, difficulty="Stretch",
     hints=[
         "Write the launcher's call first: what must the kernel be told? Then the grid, one program for each block of "
         "each head of each batch, and phase 3's loop. Run the check early: it says which case fails first.",

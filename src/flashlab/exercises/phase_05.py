@@ -46,9 +46,7 @@ _EXAMPLE = torch.tensor([[0.5, 0.25, 0.125]]), torch.tensor([[4.0, 0.0, 8.0]])
 
 @tensor_rule(
     "5.1",
-    title="Through a softmax with a sink",
-    minutes=15,
-    difficulty="Warm-up",
+    title="Through a softmax with a sink", minutes=15, difficulty="Warm-up",
     hints=[
         "Think of the sink as one more key. What is its p, from the others of its row? What is its dp, if its value is "
         "zero?",
@@ -228,8 +226,7 @@ def _dq_in_base_2(q, do, lse, delta, K, V, KEPT, keep, BLOCK_N, scale):
 
 @tensor_rule(
     "5.3",
-    title="dQ under dropout",
-    minutes=25,
+    title="dQ under dropout", minutes=25,
     hints=[
         "Write the forward pass for one element: o_i has p_ij z_ij v_j in it, with z = KEPT / keep. How does the loss "
         "change with p_ij? That is dp_ij.",
@@ -372,8 +369,7 @@ _UPPER, _LOWER = f"distance = {_DISTANCE}", "p = torch.triu(p, distance - window
 
 @tensor_rule(
     "5.4",
-    title="A block of keys under a window",
-    minutes=35,
+    title="A block of keys under a window", minutes=35,
     hints=[
         "The lecture's key_block_sim, causal, has the walk, one edge of the mask and the four products. Two things are "
         "new: where the walk ends, and the other edge of the mask.",
@@ -484,8 +480,7 @@ _OWN = "each tensor has its own strides, and each stride its own index"
 
 @kernel_rule(
     "5.5",
-    title="delta behind a gate",
-    minutes=25,
+    title="delta behind a gate", minutes=25,
     hints=[
         "On paper first. y = g · o, so dO is g · dY. And a row's g is in every column of y: what is dg?",
         "dg is the sum of o · dY along the row, delta the sum of o · dO. How do the two differ?",
@@ -600,8 +595,7 @@ _TAIL = {"near": "NaN in the last tile: what is exp(score - lse) for a key or a 
 
 @kernel_rule(
     "5.6",
-    title="dq_kernel",
-    minutes=35,
+    title="dq_kernel", minutes=35,
     hints=[
         "The walk of 5.3, less the dropout. What the program keeps is loaded already: q, do, lse, delta.",
         "Scores: tl.dot(q, k.T, input_precision='ieee') * scale. p = tl.exp(s - lse[:, None]); ds = p * (dp - "
@@ -658,9 +652,7 @@ _TWO_SUMS = (  # as the lecture has them
 
 @kernel_rule(
     "5.11",
-    title="K and V in one, from an empty page",
-    minutes=60,
-    difficulty="Stretch",
+    title="K and V in one, from an empty page", minutes=60, difficulty="Stretch",
     hints=[
         "It is the lecture's walk of a block of keys over the queries, as in 5.4: load the tile of C once, masked. It "
         "is k and v. C is used twice, and the gradient of C is the sum over its uses: one accumulator in float32.",
@@ -753,8 +745,7 @@ def _of_a_loss(r: random.Random, M: int, N: int, D: int) -> tuple[torch.Tensor, 
 
 @tensor_rule(
     "5.7",
-    title="A loss that uses lse",
-    minutes=15,
+    title="A loss that uses lse", minutes=15,
     hints=[
         "Two ways lead from a score to the loss: through P and O, and through lse. Their gradients add up.",
         "d lse_i / d s_ij = p_ij. So the second part is p * dlse[:, None].",
@@ -812,8 +803,7 @@ _IN_16_BITS = "in float16, 2048 + 1 is 2048: add up in float32"
 
 @tensor_rule(
     "5.8",
-    title="The sum over a group",
-    minutes=10,
+    title="The sum over a group", minutes=10,
     hints=[
         "Query head h reads key head h // group: the heads of one group lie side by side.",
         "x.unflatten(1, (kv_heads, group)) has the group in dimension 2. Sum over it.",
@@ -862,9 +852,7 @@ def _of_a_hunt(n: int, block: int, causal: bool, scale: float = 0.4) -> tuple[An
 
 @tensor_rule(
     "5.9",
-    title="It was only ever asked for one",
-    minutes=20,
-    difficulty="Bug hunt",
+    title="It was only ever asked for one", minutes=20, difficulty="Bug hunt",
     bug=Row(
         "causal-always", "without causal the walk still begins at the diagonal, and its tile is still masked",
         [("start_n if causal else 0", "start_n"), ("causal and start_m == start_n", "start_m == start_n")],
@@ -925,9 +913,7 @@ _QUERIES, _KEYS = (f"each block of {x} needs a program" for x in ("queries", "ke
 
 @tensor_rule(
     "5.10",
-    title="One grid for both",
-    minutes=20,
-    difficulty="Bug hunt",
+    title="One grid for both", minutes=20, difficulty="Bug hunt",
     bug=Row(
         "limit-missing", f"the number of programs is that of the blocks of queries: {_KEYS} too",
         [("max(math.ceil(M / BLOCK_M), math.ceil(N / BLOCK_N))", "math.ceil(M / BLOCK_M)")],

@@ -166,8 +166,7 @@ def _of_few_tiles(kernel: Any) -> None:
 
 @kernel_rule(
     "5.12",
-    title="dK and dV of a group, causal",
-    minutes=35,
+    title="dK and dV of a group, causal", minutes=35,
     hints=[
         "K and V are two again, so there are two sums, and the scale may wait for the end. Three things are new beside "
         "5.11: the program's key head, a loop over the query heads that read it, and the mask with its first tile.",
@@ -272,8 +271,7 @@ _CAPPED = tuple((*shape, cap) for shape, cap in zip(_SHAPES, (0.0, 2.0, 5.0, 2.0
 
 @kernel_rule(
     "5.13",
-    title="dQ under a soft-cap",
-    minutes=30,
+    title="dQ under a soft-cap", minutes=30,
     hints=[
         "On paper first. The capped score is s' = c · tanh(s / c), and P is made of s'. What is ds' / ds?",
         "1 - tanh². So dS gets one factor more; P and delta are what they were. tanh(x) is 2 / (1 + exp(-2 x)) - 1, "

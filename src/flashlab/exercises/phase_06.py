@@ -184,10 +184,8 @@ def transposed(transpose: str) -> str:
                 continue
             for kind, matrix in (("load", "x"), ("store", "y")):
                 _expect_coalesced(c, kind, rows * cols // 8, f"let threadIdx.x run along a row of {matrix}", case)
-            said = (
-                f"right, and coalesced, but shared memory takes {c.bank_conflicts} wavefronts more than needed: number "
-            )
-            said += "i of a column of the tile is in bank i * pitch % 32, where pitch is the words of a row"
+            said = f"right, and coalesced, but shared memory takes {c.bank_conflicts} wavefronts more than needed: "
+            said += "number i of a column of the tile is in bank i * pitch % 32, where pitch is the words of a row"
             expect(c.bank_conflicts == 0, said, diagnosis="bank-conflicts", case=case)
     return f"{len(_TRANSPOSED)} shapes, no sector and no wavefront too many"
 
@@ -479,9 +477,7 @@ _VISITS = "visits * (2 * D + 2)"
 
 @rule(
     "6.7",
-    title="Count the bytes of a causal mask",
-    minutes=30,
-    difficulty="Stretch",
+    title="Count the bytes of a causal mask", minutes=30, difficulty="Stretch",
     hints=[
         "FA1's order: which rows see a key of the tile that starts at n_start? Row i sees the keys 0 to i, so those "
         "with i >= n_start: N - n_start rows. Each of them reads a row of Q, a row of O, m and l.",

@@ -67,9 +67,7 @@ def _element(r: random.Random) -> tuple[int, int]:
 
 @rule(
     "7.1",
-    title="Who holds it?",
-    minutes=10,
-    difficulty="Warm-up",
+    title="Who holds it?", minutes=10, difficulty="Warm-up",
     hints=[
         "C first: its row is g or g + 8, its column 2t or 2t + 1. So what of the row is g, and what says which of c0 "
         "c1 | c2 c3? In B, rows and columns change parts: the column is g.",
@@ -138,8 +136,7 @@ def _lane(r: random.Random) -> tuple[int]:
 
 @rule(
     "7.2",
-    title="Thirty-two addresses",
-    minutes=15,
+    title="Thirty-two addresses", minutes=15,
     hints=[
         "Lanes 8 i to 8 i + 7 name the rows of the tile that arrives in register i. Write down, for each of the four "
         "registers, which keys and which dimensions its 8 x 8 tile has.",
@@ -270,9 +267,8 @@ def _expect_scores(answer: Answer, cases: Sequence[tuple[int, torch.dtype]], tai
             sentence = f"the result is right, with {c[name]} {name.removeprefix('mma_')} where {count} are wanted"
             expect(c[name] == count, sentence, diagnosis="wrong-count", case=case)
         loads = 2 * sum(wanted.values())
-        sentence = (
-            f"the result is right, with {c['ldmatrix']} ldmatrix where {loads} are wanted: one for A and one for "
-        )
+        sentence = f"the result is right, with {c['ldmatrix']} ldmatrix where {loads} are wanted: one for A and one "
+        sentence += "for "
         right = c["ldmatrix"] <= loads if tail else c["ldmatrix"] == loads
         expect(right, sentence + "B for each MMA", diagnosis="wrong-count", case=case)
 

@@ -95,9 +95,7 @@ def _beside(first: str, here: int, second: bool) -> Iterator[None]:
 
 @rule(
     "8.1",
-    title="Count the wavefronts of a padded tile",
-    minutes=10,
-    difficulty="Warm-up",
+    title="Count the wavefronts of a padded tile", minutes=10, difficulty="Warm-up",
     hints=[
         "Address a is in bank a / 4 % 32. Sixteen bytes are four neighbouring banks, so there are eight groups of "
         "four.",
@@ -171,8 +169,7 @@ _TAKEN = "it is one of the lecture's two: find another"
 
 @rule(
     "8.2",
-    title="A swizzle of your own",
-    minutes=15,
+    title="A swizzle of your own", minutes=15,
     hints=[
         "Unswizzled, chunk c is at place c in every row: eight rows, one group of banks. What must differ from row to "
         "row?",
@@ -611,10 +608,8 @@ def put_together(kernel: str) -> str:
     *_, keys, _ = _COUNTED
     c, tiles = probe(built(whole, check=True), whole, _COUNTED).counters, 2 * keys // 64
     during, most = c["mma_during_copies"], c["mma"] * (tiles - 1) // tiles
-    sentence = (
-        f"the result is right, but a copy is under way during {during} of {c['mma']} MMAs, and it could be {most}: "
-    )
-    sentence += "V_j's during S = Q K_j^T, K_(j + 1)'s during O += P V_j"
+    sentence = f"the result is right, but a copy is under way during {during} of {c['mma']} MMAs, and it could be "
+    sentence += f"{most}: V_j's during S = Q K_j^T, K_(j + 1)'s during O += P V_j"
     expect(during >= most, sentence, diagnosis="no-overlap", case=f"head_dim=64, N={keys}")
     return f"{len(_LETTERS)} parts, {verdict.verdict}; a copy is under way during {during} of {c['mma']} MMAs"
 
@@ -721,14 +716,10 @@ def _well_made(c: Counters, head_dim: int) -> None:
         expect(few, sentence, diagnosis="bank-conflicts", case=case)
     sentence = f"{right} nothing is copied by cp.async: loads and stores hold up their thread"
     expect(c["cp_async"] > 0, sentence, diagnosis="no-cp-async", case=case)
-    sentence = (
-        f"{right} a copy is under way during {c['mma_during_copies']} of {mma} MMAs: start the next copy before you "
-    )
-    sentence += "work on what has arrived"
+    sentence = f"{right} a copy is under way during {c['mma_during_copies']} of {mma} MMAs: start the next copy "
+    sentence += "before you work on what has arrived"
     expect(c["mma_during_copies"] >= mma / 3, sentence, diagnosis="no-overlap", case=case)
     sectors, fewest = c["global_store_sectors"], n * (head_dim * 2 + 4) // 32
-    sentence = (
-        f"{right} the stores touch {sectors} sectors of 32 bytes where {fewest} hold O and lse: a lane should store "
-    )
-    sentence += "16 bytes of a row, beside its neighbours"
+    sentence = f"{right} the stores touch {sectors} sectors of 32 bytes where {fewest} hold O and lse: a lane should "
+    sentence += "store 16 bytes of a row, beside its neighbours"
     expect(sectors <= 1.2 * fewest, sentence, diagnosis="part-sectors", case=case)

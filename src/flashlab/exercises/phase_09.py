@@ -51,9 +51,7 @@ def _block_of_rows(r: random.Random) -> tuple[int, ...]:
 
 @rule(
     "9.1",
-    title="Which tiles need a mask?",
-    minutes=10,
-    difficulty="Warm-up",
+    title="Which tiles need a mask?", minutes=10, difficulty="Warm-up",
     hints=[
         "Without a causal mask: how many tiles does seq_k need, rounded up, and how many of them are whole?",
         "Causal: the block's last row, m_start + block_m - 1, sees the most keys, its first row, m_start, the fewest. "
@@ -127,8 +125,7 @@ def _kernel(r: random.Random) -> tuple[int, ...]:
 
 @rule(
     "9.2",
-    title="How many blocks fit?",
-    minutes=15,
+    title="How many blocks fit?", minutes=15,
     hints=[
         "Compute three numbers of blocks, one for each resource, and take the least.",
         "Registers: a warp's are 32 * registers, rounded up to a multiple of 256. How many such warps fit in one "

@@ -253,8 +253,7 @@ def _some_block(r: random.Random) -> tuple[int, ...]:
 
 @rule(
     "9.10",
-    title="Long blocks first",
-    minutes=15,
+    title="Long blocks first", minutes=15,
     hints=[
         "How many query heads are worked on together? How many blocks have they? So to which portion of heads does a "
         "number belong, and which is its place in the portion?",
@@ -310,8 +309,7 @@ _BEST = f"min(range(1, most + 1), key=lambda s: {_TIME.format('s')})"
 
 @rule(
     "9.11",
-    title="How many shares?",
-    minutes=20,
+    title="How many shares?", minutes=20,
     hints=[
         "With s shares there are blocks * s blocks. How many rounds do they take, if `places` run at a time? And how "
         "many tiles has the longest share?",

@@ -61,9 +61,7 @@ def _lines(r: random.Random) -> tuple[Lines, str]:
 
 @rule(
     "10.1",
-    title="Name the bottleneck",
-    minutes=15,
-    difficulty="Warm-up",
+    title="Name the bottleneck", minutes=15, difficulty="Warm-up",
     hints=[
         "Go through the rows once. Which part does a row belong to? Two dictionaries, one for times and one for calls.",
         "parts.get(row.key, 'other') is the part. Which of the two times may be added up?",
@@ -129,9 +127,7 @@ def bottleneck(rows, parts):
 
 @rule(
     "10.2",
-    title="What is an attention eight times faster worth?",
-    minutes=10,
-    difficulty="Warm-up",
+    title="What is an attention eight times faster worth?", minutes=10, difficulty="Warm-up",
     hints=[
         "Let the old time be 1. Which piece of it stays as it was, and what becomes of the other one?",
         "The layer's new time is (1 - attention) + attention / faster. The factor is the old time by the new one.",
@@ -233,9 +229,7 @@ _COMPILED = ("compiled", 0.05, 30, (900.0, 200.0, 60.0))
 
 @rule(
     "10.3",
-    title="What do first calls cost?",
-    minutes=15,
-    difficulty="Bug hunt",
+    title="What do first calls cost?", minutes=15, difficulty="Bug hunt",
     bug=Row("first-calls", "the usual time is a mean over all calls: the first calls are in it, and hide a part of "
             "their own cost", [("statistics.mean(took[warmup:])", "statistics.mean(took)")]),
     history="a common mistake: the mean over all the calls of a benchmark, the first among them, as the usual time",
@@ -288,9 +282,7 @@ def first_cost(runs, gpu, warmup=10, rounds=20):
 
 @rule(
     "10.4",
-    title="Twenty microseconds in twenty-five",
-    minutes=20,
-    difficulty="Bug hunt",
+    title="Twenty microseconds in twenty-five", minutes=20, difficulty="Bug hunt",
     bug=Row("launch-in-each-time", "each sample is one call that is waited for: its launch, which in a row of calls is "
             "hidden behind the kernel before, is in the time", [
         ("        for _ in range(50):\n            run()\n", "        run()\n"),
@@ -367,8 +359,7 @@ _PER_BATCH = "depth * batch * seq_len"
 
 @rule(
     "10.5",
-    title="The memory of training, by hand",
-    minutes=25,
+    title="The memory of training, by hand", minutes=25,
     hints=[
         "Count numbers first, and multiply by 4 last. A projection from a to b numbers has a · b weights.",
         "Projections of a block: width · head_dim · (heads + kv_heads + kv_heads + heads). q has batch · heads · "
@@ -471,8 +462,7 @@ def _read_once(kernel: Any) -> None:
 
 @kernel_rule(
     "10.6",
-    title="Norm and rotary embedding in one kernel",
-    minutes=30,
+    title="Norm and rotary embedding in one kernel", minutes=30,
     hints=[
         "Five tiles of [BLOCK_M, HALF]: cos, sin, x1, x2, and the mask that says which rows there are. A row's squares "
         "lie in two of them: add them, then tl.sum(..., axis=1), and one number per row for both halves.",
@@ -614,8 +604,7 @@ _CHIPS = (  # FLOP/s, bytes/s, bytes of shared memory
 
 @rule(
     "10.7",
-    title="A tile from the roofline",
-    minutes=25,
+    title="A tile from the roofline", minutes=25,
     hints=[
         "Two questions, one after the other: which BLOCK_M reaches the ridge, and which BLOCK_N fits with it?",
         "FLOPs: 2 products · 2 · BLOCK_M · N · HEAD_DIM. Bytes: (BLOCK_M + N + N + BLOCK_M) · HEAD_DIM · itemsize. "

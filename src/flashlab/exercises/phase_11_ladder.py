@@ -856,9 +856,8 @@ def _expect_parts(module: CudaModule, whole: Source, parts: int, blocks: int) ->
     expect(int(counter) == taken, f"the parts are right, but {said}", diagnosis="wrong-count", case=case)
     assert module.report is not None, "every run in the emulator leaves a report"
     used = {e.values[0] for e in module.report.launches[0].events if e.did == "arrive" and e.warp >= _PRODUCER}
-    said = (
-        f"the parts are right, but {len(used)} of the {_PLACES} places are used: so many parts may be handed on ahead"
-    )
+    said = f"the parts are right, but {len(used)} of the {_PLACES} places are used: so many parts may be handed on "
+    said += "ahead"
     expect(blocks > 1 or parts < _PLACES or len(used) == _PLACES, said, diagnosis="too-few-places", case=case)
 
 
@@ -1003,17 +1002,14 @@ def _expect_bounds(whole: Source) -> None:
     said = f"a block has {threads} threads: that is no whole number of warpgroups, and setmaxnreg is of whole ones"
     expect(threads % 128 == 0, said, diagnosis="no-whole-warpgroup")
     bounds = re.search(r"__launch_bounds__\s*\(((?:[^()]|\([^()]*\))*)\)", code)
-    said = (
-        "the result is right, but no __launch_bounds__(THREADS, 1) says how many threads a block has. A thread may get "
-        "more registers than a launch of so many has for it, and ptxas leaves setmaxnreg out (C7508)"
-    )
+    said = "the result is right, but no __launch_bounds__(THREADS, 1) says how many threads a block has. A thread may "
+    said += "get more registers than a launch of so many has for it, and ptxas leaves setmaxnreg out (C7508)"
     if bounds is None:
         raise CheckFailed(said, diagnosis="no-launch-bounds")
     most, _, blocks = bounds[1].partition(",")
-    said = (
-        f"the result is right, but __launch_bounds__({bounds[1]}) promises room for more than one block of {threads} "
-        "threads: each thread then begins with fewer registers, and setmaxnreg asks for more than there are"
-    )
+    said = f"the result is right, but __launch_bounds__({bounds[1]}) promises room for more than one block of "
+    said += f"{threads} threads: each thread then begins with fewer registers, and setmaxnreg asks for more than "
+    said += "there are"
     asked = f"({most}) == {threads} && ({blocks or 1}) == 1"
     known, equal = (_compiles(whole, f"static_assert({x});") for x in (f"({asked}) < 2", asked))
     expect(equal or not known, said, diagnosis="two-blocks-per-sm")
@@ -1065,11 +1061,9 @@ def _expect_few_heads(whole: Source) -> None:
     try:
         ran(module, whole, case, lambda: module.forward(q, k, v, causal=False, echo=False))
     except CheckFailed as failed:
-        raise CheckFailed(
-            "the result is right; but where K and V have one head, its stride means nothing (here it is 8 bytes), and "
-            f"the map is refused. map_of leaves it out where it is told of kv_heads heads ({failed.sentence})",
-            diagnosis="heads-of-a-map", case=case,
-        ) from None  # fmt: skip
+        said = "the result is right; but where K and V have one head, its stride means nothing (here it is 8 bytes), "
+        said += f"and the map is refused. map_of leaves it out where it is told of kv_heads heads ({failed.sentence})"
+        raise CheckFailed(said, diagnosis="heads-of-a-map", case=case) from None
 
 
 def _expect_zeros(whole: Source) -> None:

@@ -180,12 +180,10 @@ def _steps(lists: Additions, resident: int, case: str) -> int:
                 f"turn {added[tile]} is block {holder}'s, which " + (
                     f"waits at tile {at}" if holder in running_now else "is not launched before another one ends")
             )  # fmt: skip
-            raise CheckFailed(
-                f"with {resident} block{'s' * (resident > 1)} at a time the grid waits for ever: block "
-                f"{running_now[0]} waits at tile {tile} for turn {turn}, and {added[tile]} of {len(turns)} blocks have "
-                f"added there: {whose}",
-                diagnosis="waits-for-ever", case=case,
-            )  # fmt: skip
+            said = f"with {resident} block{'s' * (resident > 1)} at a time the grid waits for ever: block "
+            said += f"{running_now[0]} waits at tile {tile} for turn {turn}, and {added[tile]} of {len(turns)} blocks "
+            said += f"have added there: {whose}"
+            raise CheckFailed(said, diagnosis="waits-for-ever", case=case)
         for block in ready:
             added[lists[block][done[block]][0]] += 1
             done[block] += 1
@@ -223,22 +221,16 @@ def _expect_turns(additions: Callable[..., Any]) -> str:
         for tile in sorted({tile for todo in lists for tile, _ in todo}):
             who = [(turn, b) for b, todo in enumerate(lists) for at, turn in todo if at == tile]
             twice = next((t for t, n in Counter(t for t, _ in who).items() if n > 1), None)
-            expect(
-                twice is None,
-                f"at tile {tile} blocks {' and '.join(str(b) for t, b in who if t == twice)} all have turn {twice}: "
-                "which of them adds first is open, so the last bits of dQ may differ from run to run",
-                diagnosis="order-open", case=case,
-            )  # fmt: skip
+            sentence = f"at tile {tile} blocks {' and '.join(str(b) for t, b in who if t == twice)} all have turn "
+            sentence += f"{twice}: which of them adds first is open, so the last bits of dQ may differ from run to run"
+            expect(twice is None, sentence, diagnosis="order-open", case=case)
         for resident in (1, 2, 3):
             _steps(lists, resident, case)
         best = [right_turns(b, *shape) for b in range(blocks)]
         steps, fewest = (_steps(x, blocks, case) for x in (lists, best))
-        expect(
-            steps <= fewest,
-            f"right, and nobody waits for ever; but with all {blocks} blocks at a time it takes {steps} steps, where "
-            f"{fewest} are enough: in another order of the tiles fewer blocks stand still",
-            diagnosis="waits-too-long", case=case,
-        )  # fmt: skip
+        sentence = f"right, and nobody waits for ever; but with all {blocks} blocks at a time it takes {steps} steps, "
+        sentence += f"where {fewest} are enough: in another order of the tiles fewer blocks stand still"
+        expect(steps <= fewest, sentence, diagnosis="waits-too-long", case=case)
     return f"{len(_GRIDS)} grids: the same order each time, nobody waits for ever, and no step is lost"
 
 
@@ -281,8 +273,7 @@ _LAST = "min(M, min(N, (block + 1) * BLOCK_N) - 1 - (N - M) + window)"
 
 @rule(
     "11c.2",
-    title="Whose turn under a window?",
-    minutes=30,
+    title="Whose turn under a window?", minutes=30,
     hints=[
         "Which queries see a key of this block? The first one sees its first key as the newest that it sees; the last "
         "one sees its last key as the oldest. Of these two you get the tiles. Both ends are cut at 0 and at M.",

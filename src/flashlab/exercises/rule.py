@@ -168,10 +168,8 @@ class Rule:
         if got is None and (None,) * len(names) in self.index.right:
             return self._values(got)
         if got is None:
-            raise CheckFailed(
-                f"the function returns nothing: is a `return` missing? Return {wanted}",
-                diagnosis="returned-none", case=case,
-            )  # fmt: skip
+            said = f"the function returns nothing: is a `return` missing? Return {wanted}"
+            raise CheckFailed(said, diagnosis="returned-none", case=case)
         if self.each:
             return self._read_each(got, case)
         parts: Sequence[Any] = [got]
@@ -179,18 +177,15 @@ class Rule:
             kind = "numbers" if not any(isinstance(x, str) for x in self.index.right[0]) else "things"
             got = got.tolist() if hasattr(got, "tolist") else got
             if not isinstance(got, (tuple, list)) or len(got) != len(names):
-                raise CheckFailed(
-                    f"{in_words(got, article=True)} is returned; return {_COUNTS[len(names)]} {kind}, {wanted}",
-                    diagnosis="wrong-type", case=case,
-                )  # fmt: skip
+                said = f"{in_words(got, article=True)} is returned; return {_COUNTS[len(names)]} {kind}, {wanted}"
+                raise CheckFailed(said, diagnosis="wrong-type", case=case)
             parts = got
         for name, value, kind in zip(names, parts, self.index.right[0], strict=True):
             number = _number(value)
             if isinstance(kind, str) != isinstance(number, str) or not isinstance(number, (int, float, str)):
                 wanted = "a text" if isinstance(kind, str) else "a number"
-                raise CheckFailed(
-                    f"{name} should be {wanted}, not {in_words(value, article=True)}", diagnosis="wrong-type", case=case
-                )
+                sentence = f"{name} should be {wanted}, not {in_words(value, article=True)}"
+                raise CheckFailed(sentence, diagnosis="wrong-type", case=case)
             texts = list(dict.fromkeys(x[names.index(name)] for x in self.index.right if isinstance(kind, str)))
             if texts and number not in texts:
                 listed = " or ".join(map(repr, texts))
@@ -199,9 +194,8 @@ class Rule:
                 isinstance(number, str) or not math.isfinite(number) or number != int(number)
             ):
                 by = ": division by // gives one" if isinstance(value, float) and math.isfinite(value) else ""
-                raise CheckFailed(
-                    f"{name} is {value!r:.40}, which is no whole number{by}", diagnosis="no-whole-number", case=case
-                )
+                sentence = f"{name} is {value!r:.40}, which is no whole number{by}"
+                raise CheckFailed(sentence, diagnosis="no-whole-number", case=case)
             if self.strict and isinstance(number, float):
                 raise CheckFailed(f"{name} is {value!r:.40}, a float: return an int", diagnosis="float", case=case)
         return self._values(got)
@@ -212,15 +206,13 @@ class Rule:
         strange = [x for x in found if not hasattr(x, "__len__") or len(x) != len(self.returns)] if (
             isinstance(found, list)) else [found]  # fmt: skip
         if strange:
-            raise CheckFailed(
-                f"{in_words(strange[0], article=True)} is returned; return {wanted}", diagnosis="wrong-type", case=case
-            )
+            said = f"{in_words(strange[0], article=True)} is returned; return {wanted}"
+            raise CheckFailed(said, diagnosis="wrong-type", case=case)
         try:
             return self._values(found)
         except (TypeError, ValueError):
-            raise CheckFailed(
-                f"something else is returned; return {wanted}", diagnosis="wrong-type", case=case
-            ) from None
+            said = f"something else is returned; return {wanted}"
+            raise CheckFailed(said, diagnosis="wrong-type", case=case) from None
 
     def case(self, given: tuple[Any, ...]) -> str:
         if self.shown is not None:

@@ -102,10 +102,8 @@ class TensorRule(Rule):
         names = self.returns
         if got is None:
             listed = f"({', '.join(names)})" if len(names) > 1 else names[0]
-            raise CheckFailed(
-                f"the function returns None: is a `return` missing? Return {listed}",
-                diagnosis="returned-none", case=case,
-            )  # fmt: skip
+            said = f"the function returns None: is a `return` missing? Return {listed}"
+            raise CheckFailed(said, diagnosis="returned-none", case=case)
         fits = True
         if len(names) > 1:
             fits = isinstance(got, type(right)) if isinstance(right, dict) or hasattr(right, "_fields") else (
@@ -116,10 +114,8 @@ class TensorRule(Rule):
             named = type(right).__name__ if hasattr(right, "_fields") else ""
             shape = f"{named}({', '.join(names)})" + (", whose parts have names" if named else "")
             kind = "a dictionary with the keys " if isinstance(right, dict) else ""
-            raise CheckFailed(
-                f"{in_words(got, article=True)} is returned; return {len(names)} things, {kind}{shape}",
-                diagnosis="wrong-type", case=case,
-            )  # fmt: skip
+            said = f"{in_words(got, article=True)} is returned; return {len(names)} things, {kind}{shape}"
+            raise CheckFailed(said, diagnosis="wrong-type", case=case)
         rights = (right,) if len(names) == 1 else tuple(right.values() if isinstance(right, dict) else right)
         values = got.values() if isinstance(got, dict) else got if len(names) > 1 else (got,)
         for name, mine, one in zip(names, values, rights, strict=True):
@@ -168,10 +164,8 @@ class TensorRule(Rule):
                 got.append(self.index.error(error))
                 continue
             if not all(_same_input(x, y) for x, y in zip(mine, given, strict=True)):
-                raise CheckFailed(
-                    "the function changes its inputs in place: write to new tensors, or work on a copy",
-                    diagnosis="inputs-changed", case=case,
-                )  # fmt: skip
+                said = "the function changes its inputs in place: write to new tensors, or work on a copy"
+                raise CheckFailed(said, diagnosis="inputs-changed", case=case)
             got.append(self.read(result, case, right))
         if watched() is not None:
             self._note_symptoms(got)
