@@ -11,32 +11,7 @@ LONG = pytest.mark.long  # up to a minute each: pairs of changes are tried, and 
 WATCHED = pytest.mark.skipif(not runtime.INTERPRETED, reason="addresses are watched where kernels are interpreted")
 
 
-# ---- 4.1 ------------------------------------------------------------------------------------------------------------
-
-
-def by_divmod(pid, m_blocks, heads, kv_heads):
-    rest, member = divmod(pid, heads // kv_heads)
-    rest, block = divmod(rest, m_blocks)
-    batch, kv_head = divmod(rest, kv_heads)
-    return [batch, kv_head * heads // kv_heads + member, kv_head, m_blocks - 1 - block]
-
-
-def test_whose_rows_in_another_style():
-    assert check("4.1", by_divmod)
-
-
-# ---- 4.2 ------------------------------------------------------------------------------------------------------------
-
-
-def cut(x, n, p):
-    return max(p, min(n, x))
-
-
-def edges(whole=None, end=None):
-    """prefix_edges from two formulas of (first row, one past the last, offset, seq_k, prefix, BLOCK_N)."""
-    whole = whole or (lambda a, z, d, n, p, t: cut(a + 1 + d, n, p) // t * t)
-    end = end or (lambda a, z, d, n, p, t: cut(z + d, n, p))
-    return lambda a, z, m, n, p, t: (whole(a, z, n - m, n, p, t), end(a, z, n - m, n, p, t))
+# ---- 4.2, 4.5: the formulas, by looking at every pair ---------------------------------------------------------------
 
 
 def by_looking(start, stop, seq_q, seq_k, prefix, BLOCK_N):
@@ -47,8 +22,14 @@ def by_looking(start, stop, seq_q, seq_k, prefix, BLOCK_N):
     return whole, max(sum(row) for row in seen)
 
 
-def test_how_far_a_block_sees_in_other_styles():
-    assert check("4.2", edges()) and check("4.2", by_looking)
+def by_looking_for_queries(start, stop, seq_q, seq_k, left, right):
+    offset = seq_k - seq_q
+    seen = [i for i in range(seq_q) if any(i + offset - left <= j <= i + offset + right for j in range(start, stop))]
+    return (seen[0], seen[-1] + 1) if seen else (0, 0)
+
+
+def test_the_formulas_are_right():
+    assert check("4.2", by_looking) and check("4.5", by_looking_for_queries)
 
 
 # ---- 4.3 ------------------------------------------------------------------------------------------------------------
@@ -75,27 +56,6 @@ test_a_wide_head_in_other_styles = accepted(
     ("4.4", ("    s = tl.dot(", "    k = tl.where(real, k, 0.0)\n        s = tl.dot(")),
     marks=[LONG],
 )
-
-
-# ---- 4.5 ------------------------------------------------------------------------------------------------------------
-
-
-def queries(begin=None, end=None):
-    """seen_by from two formulas of (first key, one past the last, offset, seq_q, left, right)."""
-    begin = begin or (lambda a, z, d, m, lo, hi: max(0, a - d - hi))
-    end = end or (lambda a, z, d, m, lo, hi: min(m, z - d + lo))
-    return lambda a, z, m, n, lo, hi: (begin(a, z, n - m, m, lo, hi), end(a, z, n - m, m, lo, hi))
-
-
-def by_looking_for_queries(start, stop, seq_q, seq_k, left, right):
-    offset = seq_k - seq_q
-    seen = [i for i in range(seq_q) if any(i + offset - left <= j <= i + offset + right for j in range(start, stop))]
-    return (seen[0], seen[-1] + 1) if seen else (0, 0)
-
-
-def test_who_sees_these_keys_in_other_styles():
-    assert check("4.5", queries()) and check("4.5", by_looking_for_queries)
-    assert diagnosis("4.5", queries(lambda a, z, d, m, lo, hi: max(0, a - d - lo))) != "wrong-value"
 
 
 # ---- 4.6 ------------------------------------------------------------------------------------------------------------
@@ -310,19 +270,16 @@ def test_the_scales_of_an_empty_page():
         assert caught.value.diagnosis == slug
 
 
-def test_a_sentence_names_the_part_that_is_changed():
-    ahead = failure("4.5", lambda a, z, m, n, left, right: queries()(a, z, m, m, left, right))
-    assert "the term `-(seq_k - seq_q)` is missing" in str(ahead)
-    groups = failure("4.1", lambda pid, blocks, heads, kv_heads: by_divmod(pid, blocks, kv_heads * kv_heads, kv_heads))
-    assert "`kv_heads` stands where `heads // kv_heads` belongs" in str(groups)
-    assert failure("4.2", edges(whole=lambda a, z, d, n, p, t: cut(z + d, n, p) // t * t)).diagnosis == (
-        "whole-by-the-last-row")  # fmt: skip
-    assert "offs_" not in str(failure("4.3", *changed("4.3", ("key < prefix", "c[None, :] < prefix"))))
+test_a_sentence_names_the_part_that_is_changed = told(
+    ("4.5", ("offset = seq_k - seq_q", "offset = 0"), "the term `-(seq_k - seq_q)` is missing"),
+    ("4.1", ("group = heads // kv_heads", "group = kv_heads"), "`kv_heads` stands where `heads // kv_heads` belongs"),
+    ("4.3", ("key < prefix", "c[None, :] < prefix"), "`c"),  # and no `offs_n`, which the page has not
+)
 
 
 def test_two_names_in_one_difference_are_no_cause():
-    swapped = failure("4.5", lambda a, z, m, n, left, right: queries()(a, z, m, m, right, left))
-    assert "`left` stands where `seq_k` belongs" not in str(swapped)
+    swapped = ("start - right - offset", "start - left - offset"), ("stop + left - offset", "stop + right - offset")
+    assert "`left` stands where `seq_k` belongs" not in str(failure("4.5", *changed("4.5", *swapped)))
 
 
 @WATCHED

@@ -5,7 +5,6 @@ import torch
 from lesson_answers import accepted, changed, diagnosis, said, told
 
 from flashlab import runtime
-from flashlab.exercises import check
 
 # ---- 5.2 ------------------------------------------------------------------------------------------------------------
 
@@ -27,37 +26,19 @@ def test_delta_of_16_bit_inputs():
 # ---- 5.3 ------------------------------------------------------------------------------------------------------------
 
 
-def walk(
-    s="scale * (q @ k.T)", p="exp(s - lse[:, None])", dp="kept * (do @ v.T) / keep", ds="p * (dp - delta[:, None])",
-    add="dq + ds @ k", end="scale * dq", keys="range(0, len(K), B)",
-):  # fmt: skip
-    def dq_block(q, do, lse, delta, K, V, KEPT, keep, B, scale):
-        names = dict(q=q, do=do, lse=lse, delta=delta, keep=keep, scale=scale, K=K, B=B, exp=torch.exp, torch=torch)
-        names["dq"] = torch.zeros_like(q)
-        for start in eval(keys, names):
-            names |= dict(k=K[start : start + B], v=V[start : start + B], kept=KEPT[:, start : start + B])
-            for name, text in (("s", s), ("p", p), ("dp", dp), ("ds", ds), ("dq", add)):
-                names[name] = eval(text, names)
-        return eval(end, names)
-
-    return dq_block
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {}, {"add": "dq + scale * ds @ k", "end": "dq"}, {"keys": "reversed(range(0, len(K), B))"},
-        {"p": "torch.exp2((s - lse[:, None]) * 1.4426950408889634)"}, {"ds": "p * dp - p * delta[:, None]"},
-        {"ds": "(p.double() * (dp - delta[:, None]).double()).float()"},
-        {"dp": "torch.where(kept, do @ v.T / keep, 0)"}, {"dp": "do / keep @ v.T * kept.float()"},
-    ],
-)  # fmt: skip
-def test_dq_in_several_styles(changes):
-    assert check("5.3", walk(**changes))
-
-
-def test_dq_by_a_quotient_of_exponentials():
-    assert "infinite in float32" in said("5.3", walk(p="exp(s) / exp(lse)[:, None]"))
+P, DP = "torch.exp(scale * (q @ k.T) - lse[:, None])", "kept * (do @ v.T) / keep"
+test_dq_in_several_styles = accepted(
+    ("5.3", [("dq = dq + ds @ k", "dq = dq + scale * ds @ k"), ("return scale * dq", "return dq")]),
+    ("5.3", ("range(0, len(K), BLOCK_N)", "reversed(range(0, len(K), BLOCK_N))")),
+    ("5.3", (P, "torch.exp2((scale * (q @ k.T) - lse[:, None]) * 1.4426950408889634)")),
+    ("5.3", (f"p * ({DP} - delta[:, None])", f"p * {DP} - p * delta[:, None]")),
+    ("5.3", [("p * (kept", "p.double() * (kept"), ("dq + ds @ k", "dq + ds.float() @ k")]),
+    ("5.3", (DP, "torch.where(kept, do @ v.T / keep, 0)")),
+    ("5.3", (DP, "do / keep @ v.T * kept.float()")),
+)
+test_dq_by_a_quotient_of_exponentials = told(
+    ("5.3", (P, "torch.exp(scale * (q @ k.T)) / torch.exp(lse)[:, None]"), "infinite in float32")
+)
 
 
 def test_dq_without_tiles():

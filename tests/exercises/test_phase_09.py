@@ -187,16 +187,6 @@ def test_the_lectures_walk_is_told_the_window():
 
 
 # ---- 9.7: a kernel of one's own --------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", [pytest.param("p9_4_warp_tiles", marks=pytest.mark.long), "p9_flash"])
-@pytest.mark.long
-def test_the_series_own_kernels_are_accepted(name):
-    assert check("9.7", step(name).path.read_text())
-
-
-def test_right_but_too_dear():
-    assert failure("9.7", step("p8_6_store").path.read_text()).diagnosis == "too-few-rows-per-warp"
-
-
 def test_an_empty_page_is_not_solved_yet():
     assert failure("9.7", "").diagnosis == "not-solved-yet"
 

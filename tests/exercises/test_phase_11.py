@@ -356,18 +356,6 @@ def test_scores_of_another_tile_than_v_is_of_are_no_wrong_correction():
     assert "correction" not in failure("11.8", text).sentence
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("name", "slug"), [("p11_4_producer", "too-few-rows-per-tile"), ("p9_flash", "no-wgmma")])
-def test_what_a_whole_kernel_is_refused_for(name, slug):
-    assert failure("11.14", step(name).path.read_text()).diagnosis == slug
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["p11_5_consumers", "p11_7_ping_pong", "p11_10_epilogue"])
-def test_the_ladders_own_kernels_pass(name):
-    assert check("11.14", step(name).path.read_text())
-
-
 def test_other_powers():
     kernel = step("p11_12_polynomial").path.read_text()
     lecture = re.search(r"__device__ __forceinline__ float exp2_polynomial.*?\n}\n", kernel, re.S)[0]
