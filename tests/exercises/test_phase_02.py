@@ -29,14 +29,9 @@ def test_a_number_for_the_lse_is_called_that():
     assert "lse is a int" in str(failure("2.3", lambda *args, **options: (right(*args, **options)[0], 0)))
 
 
-@pytest.mark.parametrize("id", ["2.3", "2.4", "2.9"])
-def test_v_may_have_other_columns_than_q(id):
-    names = {
-        "2.3": "flash_attention_forward_sim",
-        "2.4": "flash_attention_one_head_sim",
-        "2.9": "flash_attention_causal_sim",
-    }
-    right = getattr(simulation, names[id])
+@pytest.mark.parametrize("id, name", [("2.3", "forward"), ("2.4", "one_head"), ("2.9", "causal")])
+def test_v_may_have_other_columns_than_q(id, name):
+    right = getattr(simulation, f"flash_attention_{name}_sim")
 
     def head_dim_only(Q, K, V, *rest, **options):
         if V.shape[1] != K.shape[1]:

@@ -187,10 +187,6 @@ def test_the_lectures_walk_is_told_the_window():
 
 
 # ---- 9.7: a kernel of one's own --------------------------------------------------------------------------------------
-def test_an_empty_page_is_not_solved_yet():
-    assert failure("9.7", "").diagnosis == "not-solved-yet"
-
-
 def lazy(above, base):
     """The kernel of 9.7 with a lazy rescaling."""
     old = """            const float base = x == -INFINITY ? 0.f : x;

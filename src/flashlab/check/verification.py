@@ -143,7 +143,7 @@ def verify_one_head(
 
     def call(case: Case, q, k, v):
         __tracebackhide__ = True
-        return _as_batch(fn(q[0, 0], k[0, 0], v[0, 0], **_options(case, takes)))
+        return as_batch(fn(q[0, 0], k[0, 0], v[0, 0], **_options(case, takes)))
 
     cases = case_list(
         causal=causal or always_causal,
@@ -186,7 +186,7 @@ def verify_block(
 
     def call(case: Case, q, k, v):
         __tracebackhide__ = True
-        return _as_batch(fn(q[0, 0], k[0, 0], v[0, 0], case.block_n, **_options(case, takes)))
+        return as_batch(fn(q[0, 0], k[0, 0], v[0, 0], case.block_n, **_options(case, takes)))
 
     cases = case_list(
         dtypes=dtypes,
@@ -350,7 +350,7 @@ def _outputs(
     return o, row_lse
 
 
-def _as_batch(result: Any) -> Any:
+def as_batch(result: Any) -> Any:
     """Add batch and heads of 1 to whatever tensors a one-head function returned."""
     if isinstance(result, torch.Tensor):
         return result[None, None]
