@@ -490,7 +490,7 @@ show.region(WALK, "constants", "swizzle", "copy a tile")
 
 # %% [markdown]
 # A row of a key is 16-byte chunks, swizzled as in phase 8. What is behind a sequence's end is filled with zeros by the copy itself. The numbers of pages are read far ahead: 32
-# tiles' by one load. Now a warp's loop: it asks for the tile that comes `STAGES - 1` tiles later, then computes.
+# tiles' by one load, where a page holds whole tiles. Now a warp's loop: it asks for the tile that comes `STAGES - 1` tiles later, then computes.
 
 # %%
 show.region(CUDA, "queries")
@@ -505,7 +505,7 @@ show.region(path("one_tile.cuh"), "state", "one tile")
 
 # %% [markdown]
 # Which tiles? Each block adds up all lengths, then takes its share of the row of tiles. A share may begin in one sequence and end in another: those are its **pieces**. A cut in a sequence costs
-# a merge. So where all sequences are as long (`even`), their number is one that cuts all *alike*. Where they are not, a sequence gets
+# a merge. So where all sequences are as long (`even`), the number of shares is one that cuts all *alike*. Where they are not, a sequence gets
 # `PIECE_TILES` of room more in the row of tiles, in which nothing is read, since to begin and to merge takes as long. `owner` says in whose share a tile is; `inverse` makes a product of its
 # division.
 
@@ -573,34 +573,48 @@ for name, text in {**changed, "both": before + between + after}.items():
     assert kinds == {"acquire-missing" if name == "the second" else "global-race"}
 
 # %% [markdown]
-# (Where a warp alone has to arrive, without a block's barrier, is exercise 12.6; which block has which pieces, 12.8.)
+# (A warp that arrives alone is exercise 12.6; which block has which pieces, 12.8.)
 #
 # ### One sequence: the parts meet in a cluster
 #
-# With one short sequence none of this is work: it is waiting. The length, then the page, then the keys, then the parts' way through memory: store, fence, count, fence, load. Hopper has a shorter
-# way. Blocks may be launched as a **cluster**: up to 16 that run at the same time, on neighbouring multiprocessors, and reach each other's shared memory (*distributed shared memory*). Let all blocks of a key head be
-# one cluster; then a part need not leave the chip.
+# One short sequence is mostly waiting: for the length and a page, the keys, then for the parts' way through memory: store, fence, count, fence, load. Hopper has a shorter way. Blocks may be launched as a
+# **cluster**: up to 8, or 16 where the launch allows more. They run at the same time, on multiprocessors of one group (a GPC), and reach each other's shared memory: *distributed shared memory*. Let all blocks of a key head be one cluster; then a part need not go through memory.
 
 # %%
 CLUSTER = step("p12_side_cluster")
+show.region(CLUSTER, "constants")
 show.region(path("ptx_cluster.cuh"), "cluster barrier")
+
+# %% [markdown]
+# Its barrier has two halves. Who arrives publishes what it wrote, and who has waited sees it: release and acquire, as in section 9. The *relaxed* arrival publishes nothing; it says that the block has begun.
+#
+# The length is not waited for. A warp's first tile is number `rank * WARPS + warp` in any case, and is copied as soon as its page is known. Behind the last key the table may hold anything, even -1: the unsigned
+# minimum makes it a page that exists. P is 0 there, but 0 times NaN is NaN: so `clean` writes zeros over V's rows.
+
+# %%
 show.region(CLUSTER, "first tile", "tiles")
 
 # %% [markdown]
-# Two latencies are gone before the first product. A warp's first tile is number `rank * WARPS + warp`, whatever the length: it is copied at once, and the rows that the length leaves out become zeros later. Q is copied once
-# for all warps.
+# Q is copied once for all warps. It is the first group of copies, so `cp_async_wait<STAGES - 1>` waits for it alone.
 #
-# Then each block *sends*. Four columns of a row are finished by one block; all others write theirs into its shared memory, each to a place of its own.
+# Then each block *sends*. Four columns of a row are finished by one block, and all write theirs into its shared memory (`cluster_address`: this address, but there). These places lie behind the stages: others may
+# send while this block still computes.
 
 # %%
 show.region(path("ptx_cluster.cuh"), "distributed shared memory")
-show.region(CLUSTER, "send", "finish", "launch")
+show.region(CLUSTER, "send", "finish")
 
 # %% [markdown]
-# Which barriers does it need? Before the first write: the other block must have begun. That costs nothing, as all arrived when they began. After the last write: the parts must be here. And none before the end: nobody reads what
-# is in another block. Had each block *fetched* the parts, a third would keep all blocks alive until the last has read.
+# It needs two barriers. Before the first write: the other block must have begun. That wait is over long before it comes. After the last write: the parts must be here. A block that *fetched* parts would need two
+# as well, but its second would stand at the end, where all wait: no block may leave before the last has read.
 #
-# The emulator has clusters too. Without either barrier:
+# How large is a cluster? One that finds no room waits for others to end: a second round. `at_once` asks the driver how many run together. Python takes the largest size with which all do, and of those that give a warp as many tiles the smallest (`cluster_blocks`).
+
+# %%
+show.region(CLUSTER, "launch")
+
+# %% [markdown]
+# The emulator has clusters too. Without the one barrier or the other (two lines less, so line numbers are two lower):
 
 # %%
 one = [x.cpu() for x in (q, k, v)]
@@ -738,7 +752,8 @@ assert flop / per_token > ridge and 2 * 128 * 128 * 2 / per_token > 56
 # ## 15 · What an H200 says
 #
 # All of this was counted. The bench asks the GPU: `flashlab bench decode`. A step is timed as a model would run it, as a CUDA graph, over copies of the cache that do not fit into L2
-# together. FlashInfer reads pages of 16, as ours do. cuDNN and FlashAttention-2 have no pages: their cache is contiguous, and lengths are what the tensor says. Microseconds:
+# together. FlashInfer reads pages of 16, as ours do. cuDNN and FlashAttention-2 have no pages: their cache is contiguous and all sequences are as long, so they have no ragged row. For one sequence of
+# at most 16 384 keys `p12_decode` is `p12_side_cluster`. Microseconds:
 
 # %%
 RUNS = records.recorded("decode")
@@ -766,9 +781,9 @@ for run in RUNS:
     assert all(us["p12_decode"] > 1.15 * us[CLUSTER.name] for us in steps.values() if CLUSTER.name in us)
 
 # %% [markdown]
-# Splits gain 25 times where one sequence has the chip to itself, and nothing where 64 fill it. Looking pages up costs 6 to 11 %, as long as nobody looks ahead. Then 1.6 to 3 times by copies in
-# flight, and again up to 2.4 times by the tensor cores. Equal shares cost a little here, where all sequences are as long: the arithmetic of who owns which tile. They pay where lengths are
-# ragged, and `p12_decode` has made them cheap. And the cluster takes 2.5 µs away where one sequence is read: the parts' way through memory, the wait for the length.
+# Splits gain 25 times where one sequence has the chip to itself, and nothing where 64 fill it. Looking pages up costs 7 to 10 %, as long as nobody looks ahead. Then 1.6 to 3 times by copies in
+# flight, and again up to 2.4 times by the tensor cores. Equal shares cost 2 to 20 % here, where all sequences are as long: the arithmetic of who owns which tile. They pay where lengths are
+# ragged, and `p12_decode` has made them cheap. And the cluster takes 2 to 2.5 µs away where one short sequence is read: the parts' way through memory, and the wait for the length.
 
 # %% [markdown]
 # How do they stand to each other, and what did the last steps gain?
@@ -790,26 +805,26 @@ for run in RUNS:
     assert all(0.92 < row["cuDNN"] / row["p12_decode"] < 1 for row in large)
 
 # %% [markdown]
-# With shares of equal tiles alone the ragged batch took 68 µs: its 128 pieces each cost some 24 tiles more, to begin and to merge, and a few blocks had most of them. So `p12_decode` counts
-# these in (`PIECE_TILES`). Section 10 does not.
+# With shares of equal tiles alone the ragged batch took 71 µs: its 128 pieces each cost some 24 tiles more, to begin and to merge, and a few blocks had most of them. So `p12_decode` counts
+# these in (`PIECE_TILES`). Section 10 does not count them.
 
 # %% [markdown]
-# So with pages it is ahead of FlashInfer, except where most keys are read. There cuDNN leads by 4 to 5 %: it has no pages to look up. A kernel that does nothing but copy such pages loses 2 to 3 % against one that
-# copies in order, whatever copies (`notes/phase_12_experiments.md`).
+# So with pages it is ahead of FlashInfer, except where most keys are read. On large caches cuDNN leads by 4 to 5 %. One to three of these are the pages (a kernel that only copies them loses as much, says
+# `notes/phase_12_experiments.md`), the rest is ours.
 #
-# One short sequence goes to `p12_side_cluster`, and is ahead of all. Nearly all of its time is waiting: for the launch, a page, the first keys, the cluster. How long, if the reads
-# went at the speed that the largest cache has?
+# With one short sequence it is ahead of all. Of 1024 keys nine tenths of the time is waiting, of 8192 four tenths: for the launch, a page, the first keys, the cluster. How long, if the reads
+# went at cuDNN's speed with the largest cache?
 
 # %%
 for run in RUNS:
     fastest = max(row.get("gb_s", 0) for row in run["rows"])
-    for case in bench.CASES[4:7]:
+    for case in bench.CASES[4:8]:
         row = bench.side_by_side(run).get(bench.said(case), {})
         reads = case.cache_bytes / fastest / 1e3
         print(bench.said(case), {NAMES[n]: f"{t - reads:.1f} us" for n, t in row.items() if n in NAMES})
 
 # %% [markdown]
-# About 5 µs, and 6 to 7 for cuDNN, whatever the cache. A model of 32 layers waits that long 32 times for each token.
+# About 5 µs for ours and 5 to 7 for cuDNN, whatever the cache. A model of 32 layers waits that long 32 times for each token.
 #
 # Goals were set before the kernel was first timed:
 
@@ -819,7 +834,8 @@ for run in RUNS:
     show.table(found.rows, found.columns, align=found.align)
 
 # %% [markdown]
-# What pages cost, and what ragged lengths cost, is as was meant, and so are the short times, but for a hair. The speed of cuDNN on large caches was not reached. The notes say what was tried, and what each attempt gained or lost.
+# Three goals are missed by a hair (1 x 16384; pages at 1 x 65536; the ragged batch, by 2 %), two clearly: cuDNN's speed on large caches, and a token's speed in a small model, where attention is a small part. The notes
+# say what was tried, and what each attempt gained or lost.
 
 # %% [markdown]
 # ## Summary, and what is left to explore
@@ -827,10 +843,10 @@ for run in RUNS:
 # - A decoding step reads the cache once. Its intensity is the size of a group: memory is the wall.
 # - One program per key head reads each byte once; splits fill the chip.
 # - Parts may be empty, all of them too: o is then 0, and its lse $-\infty$.
-# - Pages cost under 3 % in reads, and one more latency, hidden by reading their numbers ahead.
+# - Pages cost 1 to 4 %, and one more latency, hidden by reading their numbers ahead.
 # - 25 KB per multiprocessor have to be in flight.
 # - The last to arrive merges: release, count, acquire.
-# - Equal shares of all tiles suit any batch; a cluster waits least.
+# - Equal shares of all tiles suit any batch; for one sequence a cluster waits least.
 
 # %% [markdown]
 # Test yourself: *a sequence of 0 keys is in the batch. Name every place in the kernel at which it could give a NaN, and what keeps it from it.*
@@ -842,7 +858,7 @@ for run in RUNS:
 #
 # </details>
 #
-# Left to explore: a dependent launch instead of the counter, which starts the merge before the first kernel has ended; shared prefixes that are read once for many sequences (cascade attention); pages of keys that are
+# Left to explore: shared prefixes that are read once for many sequences (cascade attention); pages of keys that are
 # thrown away; and drafts that are trees, with a mask of their own.
 #
 # Phase 13 takes the same merge over machines.
