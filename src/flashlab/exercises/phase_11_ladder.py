@@ -214,6 +214,8 @@ def _expect_one_under_way(text: str, case: str) -> None:
 )
 def last_mile(epilogue: str) -> str:
     text = text_of(epilogue, "epilogue")
+    said = "no store is committed: bulk_commit makes a group of those before it, and bulk_wait_read counts groups"
+    expect("bulk_commit" in blank_comments(text), said, diagnosis="never-committed")
     whole, case = _with_epilogue(text), "heads=2, kv_heads=1, seq_q=200, seq_k=200, causal, head_dim=128"
     with explained(lambda: _watched(_HEAD_DIM)(whole), EPILOGUE):
         # One block, which uses its buffer again
@@ -562,7 +564,7 @@ def _expect_early(events: Sequence[Event], case: str) -> None:
             free = n - stages[kind]  # the tile whose release makes room
             # V of a tile is read after K of it, and before K of the next
             late = max(waited[kind] - free, waited[1 - kind] - free + (kind == 0))
-            of = kind if waited[kind] > free else 1 - kind
+            of = kind if waited[kind] > max(free, -1) else 1 - kind
             expect(
                 late <= 0 or max(waited) < 0,
                 f"{said} {'KV'[kind]} of tile {n} (from 0) is asked for only when {'KV'[of]} of tile {waited[of]} has "
@@ -646,6 +648,8 @@ OWN_MAP = Trials(
 def own_map(map_of_k: str) -> str:
     text = _filled_in(map_of_k, "map_of_k")
     expect_defined(text, "map_of_k")
+    said = "the numbers are fp16, so the type is CU_TENSOR_MAP_DATA_TYPE_FLOAT16"
+    expect("BFLOAT16" not in blank_comments(text), said, diagnosis="wrong-type")
     whole = _in_file(_MAP, "map", text)
     module, (batch, seq, heads) = _watched(HEAD_DIM=_PACKED_DIM)(whole), _PACKED
     case = f"batch={batch}, seq={seq}, heads={heads}"
@@ -802,6 +806,7 @@ _STORED = "    h.place[at] = part;\n    mbarrier_arrive(h.full + 8 * at);"
 _READ = "    const int part = h.place[at];\n    mbarrier_arrive(h.empty + 8 * at);\n    return part;"
 HAND = Trials(
     "11.11", _watched(), [traced(_hand_out(9, 1))], most=200, equal={"`at` multiplies `h.full`": "h.full is 8 there"},
+    unless={"arrives-before-it-reads": r"place\[0\]|\*h\.place"},
     place=lambda text: _in_file(PARTS, "hand", text).text,
     notes={
         "n / PLACES": "each use of a place is a phase, and the parity is the phase's last bit",
@@ -1043,11 +1048,17 @@ def _expect_bounds(whole: Source) -> None:
     if bounds is None:
         raise CheckFailed(said, diagnosis="no-launch-bounds")
     most, _, blocks = bounds[1].partition(",")
+    if not blocks.strip():
+        said = (
+            f"the result is right, but __launch_bounds__({bounds[1]}) does not say that an SM has one block: so ptxas "
+        )
+        said += "does not know how many registers a thread begins with, and leaves setmaxnreg out (C7508). Add `, 1`"
+        raise CheckFailed(said, diagnosis="no-launch-bounds")
     said = (
         f"the result is right, but __launch_bounds__({bounds[1]}) promises room for more than one block of {threads} "
         "threads: each thread then begins with fewer registers, and setmaxnreg asks for more than there are"
     )
-    asked = f"({most}) == {threads} && ({blocks or 1}) == 1"
+    asked = f"({most}) == {threads} && ({blocks}) == 1"
     known, equal = (_compiles(whole, f"static_assert({x});") for x in (f"({asked}) < 2", asked))
     expect(equal or not known, said, diagnosis="two-blocks-per-sm")
 
