@@ -51,7 +51,7 @@ PROBES = ((1, 2, 1, 200, 200, True), (1, 1, 1, 64, 330, False), (2, 1, 1, 70, 24
 _ROUNDING = ("l-in-low-precision", "o-accumulated-in-low-precision")
 VAGUE = (
     "wrong-value", "nan-everywhere", "output-scaled", "rows-scaled", "p-columns-exchanged", "low-precision",
-    "wrong-weights", *_ROUNDING, *weights.SLUGS,
+    "wrong-weights", "all-zero", *_ROUNDING, *weights.SLUGS,
 )  # fmt: skip
 _QUOTED = 64  # characters of a line
 
@@ -264,6 +264,10 @@ def failure(findings: Sequence[Finding], whole: Source, case: str | None = None)
             "do not take"
         )
     own = "\n".join(whole.text.splitlines()[(whole.first or 1) - 1 : whole.last])
+    waits = "in __syncthreads" in sentence or (first.kind in _RACES and skipped is not None)
+    if waits and "named_barrier" in whole.text and "__syncthreads" in blank_comments(own):
+        said = "__syncthreads counts all threads of the block, and some never come to this one, as a producer's: a group "
+        sentence = f"{said}of warps meets at a named barrier\n{sentence}"
     if first.kind == "proxy-fence" and "fence_proxy_async" in blank_comments(own):
         sentence += (
             ". The fence that there is does not order this store: a fence is for what its own thread has stored before "
