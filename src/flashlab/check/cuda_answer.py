@@ -264,10 +264,11 @@ def failure(findings: Sequence[Finding], whole: Source, case: str | None = None)
             "do not take"
         )
     own = "\n".join(whole.text.splitlines()[(whole.first or 1) - 1 : whole.last])
-    waits = "in __syncthreads" in sentence or (first.kind in _RACES and skipped is not None)
-    if waits and "named_barrier" in whole.text and "__syncthreads" in blank_comments(own):
-        said = "__syncthreads counts all threads of the block, and some never come to this one, as a producer's: a group "
-        sentence = f"{said}of warps meets at a named barrier\n{sentence}"
+    met = re.search(r"\bline (\d+)", skipped.message) if first.kind in _RACES and skipped is not None else None
+    waits = "in __syncthreads" in sentence or (met is not None and "__syncthreads" in whole.place(int(met[1])))
+    if waits and "consumer" in whole.text and "__syncthreads" in blank_comments(own):
+        said = "__syncthreads counts all threads of the block, and some never come to this one: a consumer's threads "
+        sentence = f"{said}meet at a named barrier\n{sentence}"
     if first.kind == "proxy-fence" and "fence_proxy_async" in blank_comments(own):
         sentence += (
             ". The fence that there is does not order this store: a fence is for what its own thread has stored before "

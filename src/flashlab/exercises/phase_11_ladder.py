@@ -610,6 +610,7 @@ def _look(module: CudaModule) -> Outputs:
     return [given[2].view(torch.uint16).float()]
 
 
+_DIMS = "(uint64_t)seq, (uint64_t)heads"
 OWN_MAP = Trials(
     "11.9", _watched(HEAD_DIM=_PACKED_DIM), [_look], tol=1e-6,
     place=lambda text: _in_file(_MAP, "map", text).text,
@@ -627,6 +628,27 @@ OWN_MAP = Trials(
             [("(uint64_t)heads", "3ull * heads")]),
         Row("batches-of-k", "from one batch to the next it is too near: Q, K and V of all rows lie between",
             [("seq * row_bytes", "seq * row_bytes / 3")]),
+        *(Row("order-of-memory", "dimensions are in the order of memory here, heads before rows: they have that of "
+              "tma_load's coordinates, column, row, head, batch", [
+                  (_DIMS, _DIMS.replace("seq", "x").replace("heads", "seq").replace("x", "heads")),
+                  ("{row_bytes, HEAD_DIM * 2", "{HEAD_DIM * 2, row_bytes"), ("{SLAB, 32, 1, 1}", box)])
+          for box in ("{SLAB, 1, 32, 1}", "{SLAB, 32, 1, 1} ")),
+        *(Row(slug, sentence, edits) for slug, sentence, *edits in (
+            ("near-rows", "from one row to the next it is too near: Q, K and V of all heads lie in a row",
+             ("{row_bytes,", "{3 * HEAD_DIM * 2,")),
+            ("dense-strides", "these are the strides of a dense [batch, heads, seq, HEAD_DIM]: in qkv Q, K and V of "
+             "all heads lie in a row", ("{row_bytes, HEAD_DIM * 2, seq * row_bytes}",
+                                    "{HEAD_DIM * 2, seq * HEAD_DIM * 2ull, heads * seq * HEAD_DIM * 2ull}")),
+            ("heads-of-three", "Q, K and V of a head lie beside each other here: in qkv all heads of Q come first, "
+             "then those of K", ("row_bytes, HEAD_DIM * 2,", "row_bytes, 3 * HEAD_DIM * 2,"),
+             ("qkv + heads * HEAD_DIM", "qkv + HEAD_DIM")),
+            ("planes", "K begins behind Q of all rows here: behind Q of the first row, in which K and V lie too",
+             ("qkv + heads * HEAD_DIM", "qkv + seq * heads * HEAD_DIM")),
+            ("a-row-wide", "the innermost dimension is that of a row of qkv: a head has HEAD_DIM columns, and none "
+             "behind them", ("{HEAD_DIM, (uint64_t)seq", "{3ull * heads * HEAD_DIM, (uint64_t)seq")),
+            ("map-of-qkv", "the map is of Q, K and V: head h of it is Q's, and K's is head `heads` + h",
+             ("(uint64_t)heads", "3ull * heads"), ("qkv + heads * HEAD_DIM", "qkv")),
+        )),
     ],
 )  # fmt: skip
 
@@ -655,7 +677,14 @@ def own_map(map_of_k: str) -> str:
     case = f"batch={batch}, seq={seq}, heads={heads}"
     given = _boxes()
     with explained(lambda: module, OWN_MAP):
-        _ran(module, whole, case, "boxes", *given)
+        try:
+            _ran(module, whole, case, "boxes", *given)
+        except CheckFailed as failed:
+            if failed.diagnosis != "global-out-of-bounds":
+                raise
+            said = "the map reaches beyond qkv: are there so many rows (in a batch), heads and batches, and is each "
+            said += f"stride that of its dimension?\n{failed.sentence}"
+            raise CheckFailed(said, diagnosis=failed.diagnosis, case=case) from None
         _expect_boxes(given[2].view(torch.uint16).long(), case)
     return f"{len(_CORNERS)} boxes of 32 rows, most of them beyond an end"
 

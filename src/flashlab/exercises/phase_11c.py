@@ -527,7 +527,7 @@ def dq_of_a_tile(dq_of_a_square: str) -> str:
     except CheckFailed as failed:
         if failed.diagnosis != "uninitialised-shared":
             raise
-        said = f"{failed.sentence.partition('; if')[0]}. Places of dQ: where does each consumer's square begin, counted "
+        said = f"{failed.sentence.partition('; if')[0]}. Places of dQ: where does a consumer's square begin, counted "
         said += "from `shared`, which is k_smem, and do the consumer's 128 threads fill all of it?"
         raise CheckFailed(said, diagnosis=failed.diagnosis, case=failed.case) from None
     expect(
