@@ -141,7 +141,7 @@ def _places_of_v(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -
     return "values-moved", (
         f"where V[{j}, {c}] belongs (key, column), V[{j_used}, {c_used}] is multiplied{both}, and so on, for "
         f"{int(wrong.sum())} of {wrong.numel()} numbers; lse is right. Which 8 x 8 matrices of V does this product "
-        "read? Or is O stored elsewhere?"
+        "read, or which registers of P? Or is O stored elsewhere?"
     )
 
 
