@@ -393,9 +393,9 @@ def _of_a_place(x: Any) -> bool:
 
 
 def _numbers_of(x: Any) -> list[Any]:
-    """The sums of the outputs in what is kept of a run, if any are, without its marks."""
+    """The sums of the outputs in what is kept of a run, without its marks; where it has nothing else, these."""
     x = x[1:] if _hazard(x) else [] if isinstance(x, str) else x
-    return x[_KEPT:] if x[2:_KEPT] == [0, 0, 1.0, 0.0, 0.0] else x
+    return x[_KEPT:] or x if x[2:_KEPT] == [0, 0, 1.0, 0.0, 0.0] else x
 
 
 def _found(report: Any) -> str:
