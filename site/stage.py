@@ -199,7 +199,6 @@ class Site:
         for title, name in SECTIONS.items():
             if title in self.readme and not (self.target / f"{name}.md").exists():
                 text = f"# {title}\n{self.readme[title].replace(chr(10) + '###', chr(10) + '##')}"
-                text = self.glossary(text) if name == "glossary" else text
                 self.write(f"{name}.md", self.linked(text, "README.md", f"{name}.md"))
         rest = [t for t in self.readme if t and t not in SECTIONS and t not in NOT_SHOWN]
         setup = "".join(f"\n## {title}\n{self.readme[title]}" for title in rest)

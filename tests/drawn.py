@@ -14,3 +14,8 @@ def drawn(batch, heads, kv_heads, seq_q, seq_k, d, dtype=torch.float32, layout="
     for count, rows, mean in ((heads, seq_q, 0), (kv_heads, seq_k, 0), (kv_heads, seq_k, 0.5), (heads, seq_q, 0.1)):
         x = (torch.randn(batch, count, rows, d, generator=generator) + mean).to(device, dtype)
         yield x.permute(order).contiguous().permute(order)
+
+
+def draw(*shape, dtype=torch.float32, seed=0):
+    """One tensor, the same on every device."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)

@@ -2,32 +2,19 @@
 
     python interpreter_cases.py plain      Triton's interpreter as it comes
     python interpreter_cases.py repaired   with flashlab's repairs
-    python interpreter_cases.py without '{"cast_impl": ["f32_to_bf16"]}'    with all but one, for each: these cases
 
-prints one JSON object, case -> [right, what was wrong], or repair left out -> such an object.
+prints one JSON object, case -> [right, what was wrong].
 """
 
 import json
 import os
 import sys
 import warnings
-from collections.abc import Iterable
 
 MODE = sys.argv[1] if len(sys.argv) > 1 else "plain"
-if MODE == "plain":
-    os.environ["TRITON_INTERPRET"] = "1"
-else:
-    os.environ["FLASHLAB_INTERPRET"] = "1"
+os.environ["TRITON_INTERPRET" if MODE == "plain" else "FLASHLAB_INTERPRET"] = "1"
 if MODE == "repaired":
     import flashlab  # noqa: F401
-if MODE == "without":
-    os.environ["TRITON_INTERPRET"] = "1"
-    import triton.runtime.interpreter as interpreter
-
-    interpreter._repaired_by_flashlab = True  # so that importing flashlab repairs nothing
-    from flashlab.triton_tools import repairs
-
-    interpreter._repaired_by_flashlab = False
 
 import torch  # noqa: E402 (which Triton is imported is decided above)
 import triton  # noqa: E402
@@ -245,36 +232,13 @@ CASES = {
 }
 
 
-def answers(names: Iterable[str] = CASES) -> dict[str, list]:
-    found = {}
-    for name in names:
-        try:
-            wrong = difference(*CASES[name]())
-        except Exception as error:
-            wrong = f"{type(error).__name__}: {error}"
-        found[name] = [wrong is None, wrong]
-    return found
-
-
-def answers_without(name: str, cases: Iterable[str]) -> dict[str, list]:
-    """In a process of its own: what is repaired stays so."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        repairs.install_repairs(without=[name])
-        with os.fdopen(writing, "w") as pipe:
-            json.dump(answers(cases), pipe)
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as pipe:
-        text = pipe.read()
-    os.waitpid(child, 0)
-    return json.loads(text)
+def answer(case) -> list:
+    try:
+        wrong = difference(*case())
+    except Exception as error:
+        wrong = f"{type(error).__name__}: {error}"
+    return [wrong is None, wrong]
 
 
 if __name__ == "__main__":
-    if MODE == "without":
-        asked = json.loads(sys.argv[2])
-        print(json.dumps({name: answers_without(name, asked.get(name, ())) for name in repairs.REPAIRS}))
-    else:
-        print(json.dumps(answers()))
+    print(json.dumps({name: answer(case) for name, case in CASES.items()}))

@@ -252,6 +252,23 @@ def test_the_records_are_read_as_they_are(name, bench):
         assert not harness.compare(bench, data, data)[1] and len(bench.table(data).rows) >= 5
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("name", ["layer", "industrial", "attention"])
+@pytest.mark.every(3)
+def test_the_quick_form_runs_here_and_its_record_is_read(name, tmp_path, capsys):
+    bench, out = HARNESSED[name], tmp_path / "x.json"
+    bench.main(["--quick", "--out", str(out)])
+    data = json.loads(out.read_text())
+    rows, todo = data["rows"], bench.quick_jobs()
+    assert data["left"] == 0 and {row["part"] for row in rows} == {job["part"] for job in todo}
+    assert not harness.waiting(todo, rows), "a job's rows say all that the job says"
+    timed = [row for row in rows if "ms" in row]
+    assert timed and all(0 < row["fastest"] <= row["ms"] <= row["slowest"] for row in timed)
+    assert "all" not in {row.get("name") for row in rows}, "each job was measured"
+    said = capsys.readouterr().out
+    assert data["machine"]["gpu"] is None and "a CPU" in said and repr(bench.table(data)) in said
+
+
 # ---- timing, the clock, the commit ---------------------------------------------------------------------------------
 def test_on_a_cpu_peers_take_turns_after_a_warm_up():
     calls = []

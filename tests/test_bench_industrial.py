@@ -61,18 +61,6 @@ def test_flex_is_measured_at_every_shape_and_who_cannot_run_says_why():
     assert industrial.flex_table(data | {"rows": []}).rows == ()
 
 
-@pytest.mark.slow
-@pytest.mark.long
-def test_a_quick_run_of_the_interpreter(tmp_path, capsys):
-    out = tmp_path / "x.json"
-    industrial.main(["--quick", "--out", str(out)])
-    data = json.loads(out.read_text())
-    assert {row["part"] for row in data["rows"]} >= {"shapes", "published"} and not data["left"]
-    assert all(row["ms"] > 0 for row in data["rows"] if "unavailable" not in row)
-    assert "TFLOP/s" in capsys.readouterr().out
-    assert (data["machine"]["gpu"] is None) == (not torch.cuda.is_available())
-
-
 # ---- the tiles -----------------------------------------------------------------------------------------------------
 def tuned(kernel, head_dim, causal, **times):
     job = {"part": "tune", "kernel": kernel, "head_dim": head_dim, "causal": causal}

@@ -1,15 +1,12 @@
 """The bench of the attention layer, on a CPU: what it times, what a profile and a trace keep, what reads a record."""
 
-import json
-
 import pytest
 import torch
 
 from flashlab.attention import triton_forward
-from flashlab.bench import harness, layer, peers, published
+from flashlab.bench import layer, peers, published
 from flashlab.bench.layer import CASES, OURS, SCOPES
 
-no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 SHAPES = ["tiny", "tiny, projections"]
 
 
@@ -109,15 +106,3 @@ def test_one_call_is_told_by_its_outermost_operations():
 
 def test_the_kernel_that_answers_the_published_one_is_ours():
     assert triton_forward.flash_attention_kernel.fn.__name__ == layer.OUR_KERNEL
-
-
-# ---- reading ---------------------------------------------------------------------------------------------------------
-@no_gpu
-def test_the_quick_bench_runs_here_and_its_record_is_read(tmp_path, capsys):
-    out = tmp_path / "layer.json"
-    layer.main(["--quick", "--out", str(out)])
-    data = json.loads(out.read_text())
-    assert data["left"] == 0 and {row["part"] for row in data["rows"]} == {"time", "profile", "timeline"}
-    assert not harness.waiting(layer.quick_jobs(), data["rows"]), "a job's rows say all that the job says"
-    assert "a CPU" in capsys.readouterr().out
-    assert layer.profile(data, "tiny", OURS) and layer.timeline(data, "tiny", OURS)

@@ -21,22 +21,18 @@ def test_a_pass_that_takes_long_is_seen_in_its_place(monkeypatch):
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
-def limit(monkeypatch, most, reason="CUDA out of memory. Tried to allocate 32 GiB", kind=torch.OutOfMemoryError):
-    right = lm.Training
-
-    def training(shape, *rest):
-        if shape.positions > most:
-            raise kind(reason)
-        return right(shape, *rest)
-
-    monkeypatch.setattr(lm, "Training", training)
-    return lm.measure({"part": "limit", "size": "tiny", "attention": "eager", "dtype": "float32"})
-
-
 @no_gpu
 @pytest.mark.long
 def test_out_of_memory_is_the_last_row_of_a_limit(monkeypatch):
-    rows = limit(monkeypatch, 32)
+    right = lm.Training
+
+    def training(shape, *rest):
+        if shape.positions > 32:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 32 GiB")
+        return right(shape, *rest)
+
+    monkeypatch.setattr(lm, "Training", training)
+    rows = lm.measure({"part": "limit", "size": "tiny", "attention": "eager", "dtype": "float32"})
     assert [r["seq_len"] for r in rows] == [16, 32, 64] and "once_ms" in rows[1]
     assert rows[-1]["unavailable"].startswith("out of memory")
     data = {"rows": rows, "machine": {"gpu": None}}

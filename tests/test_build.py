@@ -561,10 +561,7 @@ def test_a_malformed_exercise_file_is_refused_with_its_line(root, no_kernel, cap
         ("{HEADER}\n# %%\n# FROM flashlab.tinymod", "should read '# FROM flashlab.module: symbol, symbol'"),
         ("{HEADER}\n# %%\n# FROM flashlab.tinymod: LIMIT (no comments)", "should read"),
         ("{HEADER}\n# %%\nx = 1\n# FROM flashlab.tinymod: LIMIT", "FROM lines come first"),
-        (
-            "{HEADER}\n# %%\n# FROM flashlab.tinymod: limit",
-            "limit: flashlab.tinymod defines no limit",
-        ),
+        ("{HEADER}\n# %%\n# FROM flashlab.tinymod: limit", "limit: flashlab.tinymod defines no limit"),
         ("{HEADER}\n# %%\n# FROM flashlab.tinymod: functools", "defines no functools"),
         ("{HEADER}\n# %%\n# FROM flashlab.nomod: LIMIT", "there is no module flashlab.nomod"),
     ],

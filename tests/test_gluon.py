@@ -13,7 +13,7 @@ from gluon_stand_in import on_cpu
 
 from flashlab import runtime
 from flashlab.attention import gluon_forward
-from flashlab.attention.gluon_forward import TILES, GluonTile, boxes, compile_arguments, flash_attention_gluon
+from flashlab.attention.gluon_forward import TILES, boxes, compile_arguments, flash_attention_gluon
 from flashlab.bench import industrial
 from flashlab.check import verify
 from flashlab.check.training import wanted, worst
@@ -21,12 +21,11 @@ from flashlab.triton_tools.compile_report import compile_reports
 
 STEPS = list(gluon_forward.KERNELS)
 SIXTEEN = (torch.float16, torch.bfloat16)
-hopper = pytest.mark.skipif(
-    gluon_forward.why_not(runtime.device()) is not None, reason="Gluon's kernels run on Hopper, compiled"
-)
+HOPPER = gluon_forward.why_not(runtime.device()) is None  # where they run, compiled
+DEVICE = runtime.device() if HOPPER else "cpu"
 
 
-def make(*sizes, layout="bhnd", device="cpu"):
+def make(*sizes, layout="bhnd", device=DEVICE):
     return tuple(itertools.islice(drawn(*sizes, torch.bfloat16, layout, sum(sizes[3:5]), device), 3))
 
 
@@ -42,7 +41,7 @@ def expect(run, q, k, v, **options):
 LENGTHS = [(1, 1), (64, 64), (70, 33), (128, 128), (129, 257), (33, 300), (300, 33), (200, 520)]
 
 
-# ---- the logic, without a GPU --------------------------------------------------------------------------------------
+# ---- their results: on Hopper, elsewhere over the stand-ins ---------------------------------------------------------
 @contextlib.contextmanager
 def stood_in(old="", new=""):
     threads = torch.get_num_threads()
@@ -62,32 +61,56 @@ def cpu():
         yield copy
 
 
-@pytest.mark.skipif(not runtime.INTERPRETED, reason="the checker's inputs are on the GPU")
+@pytest.fixture
+def gluon(request):
+    """A kernel that waits for ever would take all the tests with it: on Hopper each is first tried in a process."""
+    if not HOPPER:
+        return request.getfixturevalue("cpu")
+    reason = industrial.trial(request.node.callspec.params.get("step", "specialised"))
+    assert reason is None, reason
+    return gluon_forward
+
+
+@pytest.mark.skipif(not runtime.INTERPRETED and not HOPPER, reason="the checker's inputs are on the GPU")
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.every(3)
-def test_the_logic_on_the_checkers_cases(cpu, step):
-    forward = partial(cpu.flash_attention_gluon, step=step)
-    verify(forward, causal=True, gqa=True, dtypes=SIXTEEN, head_dims=(64, 128, 256, 40), max_seq=600)
+def test_the_checkers_cases(gluon, step):
+    forward = partial(gluon.flash_attention_gluon, step=step)
+    longest = None if HOPPER else 600
+    verify(forward, causal=True, gqa=True, dtypes=SIXTEEN, head_dims=(64, 128, 256, 40), max_seq=longest)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["whole", "causal"])
+@pytest.mark.parametrize("head_dim", [40, 64, 128, 256] if HOPPER else [40])
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.every(2)
-def test_the_logic_at_many_lengths(cpu, step, causal):
-    for seq_q, seq_k in LENGTHS:
-        for tile in (cpu.GluonTile(2, 32, 2), cpu.GluonTile(3 if step == "specialised" else 1, 64, 3)):
-            q, k, v = make(1, 2, 1, seq_q, seq_k, 40, layout="bnhd" if seq_q % 2 else "bhnd")
-            expect(cpu.flash_attention_gluon, q, k, v, causal=causal, step=step, tile=tile)
+def test_many_lengths(gluon, step, head_dim, causal):
+    small = (gluon.GluonTile(2, 32, 2), gluon.GluonTile(3 if step == "specialised" else 1, 64, 3))
+    more = [(1023, 1024), (1024, 1023), (640, 128), (3, 799), (2048, 2048)] if HOPPER else []
+    for seq_q, seq_k in LENGTHS + more:
+        for tile in (None,) if HOPPER else small:
+            q, k, v = make(1, 4, 2, seq_q, seq_k, head_dim, layout="bnhd" if seq_q % 2 else "bhnd")
+            expect(gluon.flash_attention_gluon, q, k, v, causal=causal, step=step, tile=tile)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["whole", "causal"])
 @pytest.mark.every(2)
-def test_the_logic_of_programs_that_take_one_block_after_the_other(cpu, causal):
-    for stages in (1, 2, 3, 4):
-        q, k, v = make(1, 3, 1, 300, 290, 64)
-        tile = cpu.GluonTile(2, 32, stages)
+def test_other_tiles_and_programs_that_take_one_block_after_the_other(gluon, causal):
+    sizes = (2, 32, 8, 1111, 1333, 64) if HOPPER else (1, 3, 1, 300, 290, 64)
+    for tile in ((2, 64, 4), (3, 128, 2), (3, 64, 3)) if HOPPER else ((2, 32, stages) for stages in (1, 2, 3, 4)):
         for persistent in (True, False):
-            expect(cpu.flash_attention_gluon, q, k, v, causal=causal, tile=tile, persistent=persistent, scale=-0.2)
+            options = dict(tile=gluon.GluonTile(*tile), persistent=persistent, scale=-0.2)
+            expect(gluon.flash_attention_gluon, *make(*sizes), causal=causal, **options)
+
+
+@pytest.mark.skipif(not HOPPER, reason="Gluon's kernels run on Hopper, compiled")
+@pytest.mark.parametrize("step", STEPS)
+def test_the_same_bits_each_time(gluon, step):
+    q, k, v = make(2, 16, 16, 1000, 1000, 128)
+    first = flash_attention_gluon(q, k, v, causal=True, step=step)
+    for _ in range(50):
+        again = flash_attention_gluon(q, k, v, causal=True, step=step)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
 # What a kernel like this can get wrong, as a change of its text.
@@ -118,13 +141,13 @@ def test_the_stand_in_finds(mistake, monkeypatch):
     monkeypatch.setattr(gluon_stand_in, "PATIENCE", 1.0)
     with pytest.raises((AssertionError, TimeoutError)), stood_in(*MISTAKES[mistake]) as cpu:
         for seq_q, seq_k, causal in ((300, 290, True), (300, 290, False), (290, 130, True)):
-            q, k, v = make(1, 3, 1, seq_q, seq_k, 64)
+            q, k, v = make(1, 3, 1, seq_q, seq_k, 64, device="cpu")
             expect(cpu.flash_attention_gluon, q, k, v, causal=causal, tile=cpu.GluonTile(2, 32, 2), persistent=True)
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------
 def test_bad_inputs_are_refused_with_a_sentence(cpu):
-    (odd, *_), (wide, *_), (q, k, v) = (make(1, 1, 1, 10, 10, head_dim) for head_dim in (36, 264, 64))
+    (odd, *_), (wide, *_), (q, k, v) = (make(1, 1, 1, 10, 10, d, device="cpu") for d in (36, 264, 64))
     for qkv, options, error, sentence in (
         ((odd,) * 3, {}, ValueError, "a head_dim that is a multiple of 8"),
         ((wide,) * 3, {}, ValueError, "head_dim is 264"),
@@ -140,14 +163,14 @@ def test_bad_inputs_are_refused_with_a_sentence(cpu):
 
 
 def test_empty_inputs(cpu):
-    q, k, v = make(1, 1, 1, 10, 0, 64)
+    q, k, v = make(1, 1, 1, 10, 0, 64, device="cpu")
     o, lse = cpu.flash_attention_gluon(q, k, v)
     assert (o == 0).all() and (lse == float("-inf")).all() and o.shape == q.shape
-    q, k, v = make(0, 1, 1, 10, 10, 64)
+    q, k, v = make(0, 1, 1, 10, 10, 64, device="cpu")
     assert cpu.flash_attention_gluon(q, k, v)[0].shape == q.shape
 
 
-@pytest.mark.skipif(gluon_forward.why_not(runtime.device()) is None, reason="this is a Hopper GPU")
+@pytest.mark.skipif(HOPPER, reason="this is a Hopper GPU")
 def test_elsewhere_it_says_what_is_missing():
     with pytest.raises(RuntimeError, match="compute capability 9.0"):
         flash_attention_gluon(*make(1, 1, 1, 10, 10, 64))
@@ -181,53 +204,3 @@ def test_exponentials_stand_between_the_two_waits(step):
     (report,) = compile_reports(gluon_forward.KERNELS[step], [arguments], targets=["sm_90"])
     between = re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1(.*?)WARPGROUP\.DEPBAR\.LE gsb0, 0x0", report.sass, re.DOTALL)
     assert between and all(part.count("MUFU.EX2") >= (60 if step == "specialised" else 32) for part in between)
-
-
-# ---- on Hopper -----------------------------------------------------------------------------------------------------
-@pytest.fixture
-def tried(request):
-    """A kernel that waits for ever would take all the tests with it: each is first tried in a process of its own."""
-    step = request.node.callspec.params.get("step", "specialised")
-    reason = industrial.trial(step)
-    assert reason is None, reason
-
-
-@hopper
-@pytest.mark.usefixtures("tried")
-@pytest.mark.parametrize("step", STEPS)
-def test_the_checkers_cases(step):
-    forward = partial(flash_attention_gluon, step=step)
-    verify(forward, causal=True, gqa=True, dtypes=SIXTEEN, head_dims=(64, 128, 256, 40))
-
-
-@hopper
-@pytest.mark.usefixtures("tried")
-@pytest.mark.parametrize("causal", [False, True], ids=["whole", "causal"])
-@pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
-@pytest.mark.parametrize("step", STEPS)
-def test_many_lengths(step, head_dim, causal):
-    for seq_q, seq_k in [*LENGTHS, (1023, 1024), (1024, 1023), (640, 128), (3, 799), (2048, 2048)]:
-        for layout in ("bhnd", "bnhd"):
-            q, k, v = make(2, 4, 2, seq_q, seq_k, head_dim, layout=layout, device=runtime.device())
-            expect(flash_attention_gluon, q, k, v, causal=causal, step=step)
-
-
-@hopper
-@pytest.mark.usefixtures("tried")
-@pytest.mark.parametrize("tile", [GluonTile(2, 64, 4), GluonTile(3, 128, 2), GluonTile(3, 64, 3)])
-@pytest.mark.parametrize("persistent", [False, True])
-def test_other_tiles(tile, persistent):
-    q, k, v = make(2, 32, 8, 1111, 1333, 64, device=runtime.device())
-    for causal in (False, True):
-        expect(flash_attention_gluon, q, k, v, causal=causal, tile=tile, persistent=persistent)
-
-
-@hopper
-@pytest.mark.usefixtures("tried")
-@pytest.mark.parametrize("step", STEPS)
-def test_the_same_bits_each_time(step):
-    q, k, v = make(2, 16, 16, 1000, 1000, 128, device=runtime.device())
-    first = flash_attention_gluon(q, k, v, causal=True, step=step)
-    for _ in range(50):
-        again = flash_attention_gluon(q, k, v, causal=True, step=step)
-        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))

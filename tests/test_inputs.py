@@ -35,7 +35,7 @@ def test_what_belongs_together_passes():
     check_qkv(X[:, :, :0], K, K)
     check_qkv(X.double(), K.half(), K)  # any floating dtypes, where none is asked for
     check_qkv(ONE, ONE[:2], ONE[:2, :3], rank=2)
-    check_qkv(X.half(), K.half(), K.half(), dtypes=(torch.float16,), head_dims=TILE_SIDES, same_v=True, aligned=True)
+    check_qkv(X.half(), K.half(), K.half(), dtypes=(torch.float16,), head_dims=TILE_SIDES, same_v=True)
 
 
 @pytest.mark.parametrize(
@@ -81,10 +81,6 @@ def test_what_belongs_together_passes():
          "head_dim is 12; this kernel is compiled for 16 or 32, because a tile's sides are powers of two: pad the last "
          "dimension with zeros, and pass scale=12**-0.5"),
         ((X, K, K), {"head_dims": (8,)}, ValueError, "head_dim is 16; this kernel is compiled for 8"),
-        ((X.transpose(2, 3), K, K), {"aligned": True}, ValueError,
-         "the rows of q are not contiguous (stride 16): call q.contiguous()"),
-        ((X, K[..., 1:9], K), {"aligned": True}, ValueError,
-         "a row of k does not start on 16 bytes, which the copies need: pass k.clone()"),
     ],
 )  # fmt: skip
 def test_each_mistake_gets_its_sentence(qkv, options, error, sentence):
@@ -130,12 +126,6 @@ def test_a_scale_that_is_refused(scale, error, sentence):
     with pytest.raises(error) as caught:
         scale_of(scale, 64)
     assert sentence in str(caught.value)
-
-
-def test_a_scale_that_must_be_positive():
-    for scale in (0, -0.5):
-        with pytest.raises(ValueError, match="it must be a positive number"):
-            scale_of(scale, 64, positive=True)
 
 
 def test_blocks():

@@ -16,13 +16,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from lesson_execution import kernel_for, output_problem
-from lesson_source import (
-    blocks,
-    check_calls,
-    find_lessons,
-    lesson_name,
-    quoted,
-)
+from lesson_source import blocks, check_calls, find_lessons, lesson_name, quoted
 from lesson_source import make_notebook as new_notebook
 from lesson_source import read_lesson as new_lesson
 from pacing import output_lines, reading_minutes, squeezed

@@ -143,17 +143,7 @@ def test_commutative_and_identity_bit_for_bit(a, b, dtype):
     nothing = identity(head_dim=2, dtype=dtype)
     assert same_bits(merge(x, y), merge(y, x))
     assert same_bits(merge(x, nothing), x) and same_bits(merge(nothing, x), x)
-    assert same_bits(state_of([], dtype), nothing)
-
-
-@settings(max_examples=100, deadline=None)
-@given(a=rows, b=rows, c=rows)
-def test_associative_up_to_rounding(a, b, c):
-    x, y, z = state_of(a), state_of(b), state_of(c)
-    left, right = merge(merge(x, y), z), merge(x, merge(y, z))
-    assert torch.equal(left.m, right.m)  # a maximum does not round
-    torch.testing.assert_close(left.l, right.l, rtol=1e-13, atol=0)
-    torch.testing.assert_close(left.o, right.o, rtol=0, atol=1e-13 * 100 * 24)
+    assert same_bits(state_of([], dtype), nothing) and same_bits(state_of([(-INF, (1.0, 2.0))] * 2, dtype), nothing)
 
 
 @settings(max_examples=100, deadline=None)
@@ -166,17 +156,6 @@ def test_finished_results_merge_like_states(a, b):
 
 
 # ---- what must not happen -------------------------------------------------------------------------------------------
-
-
-def test_masked_blocks_first_last_and_only():
-    masked = block_state(t(-INF, -INF), t([1, 2], [3, 4]))
-    seen = block_state(t(1.0, 2.0), t([1, 2], [3, 4]))
-    assert same_bits(masked, identity(head_dim=2, dtype=torch.float64))
-    assert same_bits(merge(masked, seen), seen) and same_bits(merge(seen, masked), seen)
-    o, lse = finish(merge(masked, masked))
-    assert o.tolist() == [0, 0] and lse.item() == -INF
-    o, lse = merge_finished(*finish(masked), *finish(masked))
-    assert o.tolist() == [0, 0] and lse.item() == -INF
 
 
 def test_a_finished_result_of_lower_precision_keeps_its_dtype():

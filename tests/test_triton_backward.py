@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from test_triton_forward import TARGETS, recorded_reports
 
 from flashlab import runtime
-from flashlab.attention import reference, tiles, triton_backward
+from flashlab.attention import reference, triton_backward
 from flashlab.attention.simulation_backward import flash_attention_backward_sim
 from flashlab.attention.tiles import Tile
 from flashlab.attention.triton_backward import (
@@ -23,7 +23,6 @@ from flashlab.attention.triton_backward import (
 )
 from flashlab.attention.triton_forward import flash_attention_forward
 from flashlab.check.training import wanted, worst
-from flashlab.triton_tools.compile_report import compile_reports
 from flashlab.triton_tools.watch import watched
 
 DEVICE = runtime.device()
@@ -91,15 +90,6 @@ def test_drawn_shapes_masks_and_layouts(data):
         window=draw(WINDOWS, "window"),
         softcap=draw(st.sampled_from([None, 2.0, 30.0]), "softcap"),
         scale=draw(st.sampled_from([None, -0.3, 0.0, 1.0]), "scale"),
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("causal", [False, True], ids=["whole", "causal"])
-@pytest.mark.parametrize("seq_q, seq_k", [(3, 513), (127, 200), (200, 128), (239, 1), (129, 128)])
-def test_longer_lengths(seq_q, seq_k, causal):
-    expect(
-        *make(1, 1, 1, seq_q, seq_k, 32, torch.bfloat16), Tiles(Tile(64, 32, 4, 2), Tile(32, 64, 4, 2)), causal=causal
     )
 
 
@@ -215,13 +205,3 @@ def test_recorded_tiles_fit_and_spill_little(target, kernel):
         if target == "sm_90":
             products, waits = (report.sass.count(name) for name in ("HGMMA", "WARPGROUP.DEPBAR"))
             assert waits < products / 2, "ptxas waits for each instruction of a product (its warning C7515)"
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_variants_compile_too():
-    for name, kernel in KERNELS.items():
-        tile = tiles.recorded(name, "consumer", torch.float16)[0].tile
-        variants = [compile_arguments(name, torch.float16, 40, tile, window=(128, 128), softcap=30.0)]
-        (report,) = compile_reports(kernel, variants, targets=["sm_86"])
-        assert report.fits and report.spill_bytes <= SPILL, report

@@ -76,21 +76,6 @@ def test_drawn_shapes_masks_and_layouts(data):
     expect(q, k, v, tile=Tile(draw(sides, "BLOCK_M"), draw(sides, "BLOCK_N"), 4, 2), **options)
 
 
-LENGTHS = [
-    (1, 1), (1, 147), (1, 239), (2, 1), (3, 513), (3, 799), (127, 513), (113, 203), (108, 256), (239, 1), (799, 3),
-    (512, 256), (640, 128), (1023, 1024), (1024, 1023),
-]  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("causal", [False, True], ids=["whole", "causal"])
-@pytest.mark.parametrize("seq_q, seq_k", LENGTHS)
-@pytest.mark.every(2)
-def test_flash_attentions_list_of_lengths(seq_q, seq_k, causal):
-    tile = Tile(128, 128, 8, 2) if seq_q * seq_k > 2**17 else Tile(64, 32, 4, 2)
-    expect(*make(1, 2 - (seq_q > 256), 1, seq_q, seq_k, 32, SIXTEEN), tile=tile, causal=causal)
-
-
 @pytest.mark.parametrize("head_dim", [8, 16, 32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 256])
 def test_flash_attentions_list_of_head_sizes(head_dim):
     expect(*make(1, 7 if head_dim == 8 else 2, 1, 37, 50, head_dim, torch.bfloat16), tile=None, causal=True)
@@ -330,22 +315,6 @@ def test_float32_is_three_tf32_products():
     arguments = [compile_arguments(FLOAT32, 64, tile, allow_tf32=allowed) for allowed in (True, False)]
     one, three = compile_reports(flash_attention_kernel, arguments, targets=["sm_86"])
     assert three.tensor_core_instructions == 3 * one.tensor_core_instructions > 0
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_variants_compile_too():
-    tile = tiles.recorded("forward", "consumer", SIXTEEN)[0].tile
-    variants = [
-        dict(), dict(window=(128, 128)), dict(causal=True, window=128, softcap=30.0), dict(scale=-0.1),
-        dict(softcap=30.0),
-    ]  # fmt: skip
-    arguments = [compile_arguments(SIXTEEN, 40, tile, **variant) for variant in variants]
-    for report in compile_reports(flash_attention_kernel, arguments, targets=["sm_86"]):
-        assert report.fits and report.spill_bytes <= 2 * SPILL, report
-    tf32 = compile_arguments(FLOAT32, 64, tiles.recorded("forward", "consumer", FLOAT32)[0].tile, allow_tf32=True)
-    (report,) = compile_reports(flash_attention_kernel, [tf32], targets=["sm_86"])
-    assert report.fits and report.tensor_core_instructions > 0
 
 
 def test_a_chip_that_nobody_knows_gets_what_fits_everywhere():

@@ -6,13 +6,12 @@ import math
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from triton.runtime.errors import OutOfResources
 
 from flashlab import runtime
 from flashlab.attention import reference, schemes
 from flashlab.attention.cost import attainable_tflops, naive_cost, naive_peak_bytes, peak_bytes, trace_ops
 from flashlab.attention.naive import naive_attention
-from flashlab.bench import published, walls
+from flashlab.bench import published
 from flashlab.check import verify_one_head
 from flashlab.triton_tools.compile_report import compile_report
 
@@ -143,12 +142,9 @@ def test_the_launcher_asks_the_compiler_first():
 # ---- the logical wall -----------------------------------------------------------------------------------------------
 
 
-def scheme_b_arguments(how, d=64):
-    return schemes.kernel_arguments(128, d, BLOCK_N=64, HALVINGS=1, HOW=how)
-
-
 def test_a_slice_is_refused_compiled_and_interpreted():
-    report = compile_report(schemes.scheme_b_kernel, scheme_b_arguments("slice"), target="sm_120", num_stages=1)
+    arguments = schemes.kernel_arguments(128, 64, BLOCK_N=64, HALVINGS=1, HOW="slice")
+    report = compile_report(schemes.scheme_b_kernel, arguments, target="sm_120", num_stages=1)
     assert not report.ok and "unsupported tensor index" in report.error
     with pytest.raises(Exception, match="unsupported tensor index"):
         schemes.scheme_b(*one_head(16, 128, 64), how="slice")
@@ -164,9 +160,3 @@ def test_published_tables_load():
         published.load("nothing")
     readme = (published.FOLDER / "README.md").read_text()
     assert all(f"`{name}`" in readme for name in published.NAMES)
-
-
-def test_triton_s_figures_are_read():
-    want = {"resource": "shared memory", "required": 278528, "limit": 232448}
-    assert walls.out_of_resources(OutOfResources(278528, 232448, "shared memory")) == want
-    assert walls.out_of_resources(ValueError("out of resource")) is None

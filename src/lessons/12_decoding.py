@@ -56,6 +56,7 @@ from flashlab.models.generate import generate
 from flashlab.models.language_model import Config, LanguageModel
 from flashlab.models.pager import OutOfPages, Pager
 from flashlab.runtime.gpus import limits
+from flashlab.simt import SimtError
 from flashlab.table import Table
 from flashlab.triton_tools.watch import hbm_traffic
 
@@ -483,18 +484,21 @@ plt.show()
 # warp has its own tiles of 16 keys, its own stages and its own copies in flight, and waits for no other warp. For that is what counts here: always to have asked.
 
 # %%
-CUDA = step("p12_decode")
-show.region(CUDA, "constants", "swizzle", "copy a tile")
+CUDA, WALK = step("p12_decode"), path("walk.cuh")
+show.region(CUDA, "constants")
+show.region(WALK, "constants", "swizzle", "copy a tile")
 
 # %% [markdown]
-# A row of a key is 16-byte chunks, swizzled as in phase 8. What is behind a sequence's end is filled with zeros by the copy itself. Now a warp's loop: it asks for the tile that
-# comes `STAGES - 1` tiles later, and for the page of the one after that, then computes.
+# A row of a key is 16-byte chunks, swizzled as in phase 8. What is behind a sequence's end is filled with zeros by the copy itself. The numbers of pages are read far ahead: 32
+# tiles' by one load. Now a warp's loop: it asks for the tile that comes `STAGES - 1` tiles later, then computes.
 
 # %%
-show.region(CUDA, "main loop")
+show.region(CUDA, "queries")
+show.region(WALK, "main loop")
 
 # %% [markdown]
-# One tile is phase 9's: two products, a maximum that seldom moves, and P that stays in registers. The rows are heads of the group and their queries, and each has its own last key.
+# One tile is phase 9's: two products, a maximum that seldom moves, and P that stays in registers. The rows are heads of the group and their queries, and each has its own last key. S is
+# added up in two sums, as an MMA waits for the one whose sum it goes on with.
 
 # %%
 show.region(path("one_tile.cuh"), "state", "one tile")
@@ -509,13 +513,16 @@ show.region(path("one_tile.cuh"), "state", "one tile")
 # While the lengths are on their way, each warp asks for the pages that it will need if all sequences are full: a guess, which costs nothing where it is wrong.
 
 # %%
-show.region(CUDA, "shares", "count the tiles", "guess", "which keys", "shared memory", "pieces")
+show.region(CUDA, "shares", "count the tiles", "guess")
+show.region(WALK, "keys")
+show.region(CUDA, "which keys", "shared memory", "pieces")
 
 # %% [markdown]
 # At the end of a piece the warps add up; the next piece's first tiles are on their way by then. If the block had all of the sequence's tiles, the sum is the result. If not, it is a part.
 
 # %%
-show.region(CUDA, "merge", "sums of the warps", "store")
+show.region(WALK, "merge", "sums of the warps")
+show.region(CUDA, "sums of the warps", "store")
 
 # %% [markdown]
 # And the blocks that share a sequence count, as in section 9. A fence of the whole GPU stands on either side of the count, in the thread that counts, *between* the block's barriers: what the
@@ -567,6 +574,53 @@ for name, text in {**changed, "both": before + between + after}.items():
 
 # %% [markdown]
 # (Where a warp alone has to arrive, without a block's barrier, is exercise 12.6; which block has which pieces, 12.8.)
+#
+# ### One sequence: the parts meet in a cluster
+#
+# With one short sequence none of this is work: it is waiting. The length, then the page, then the keys, then the parts' way through memory: store, fence, count, fence, load. Hopper has a shorter
+# way. Blocks may be launched as a **cluster**: up to 16 that run at the same time, on neighbouring multiprocessors, and reach each other's shared memory (*distributed shared memory*). Let all blocks of a key head be
+# one cluster; then a part need not leave the chip.
+
+# %%
+CLUSTER = step("p12_side_cluster")
+show.region(path("ptx_cluster.cuh"), "cluster barrier")
+show.region(CLUSTER, "first tile", "tiles")
+
+# %% [markdown]
+# Two latencies are gone before the first product. A warp's first tile is number `rank * WARPS + warp`, whatever the length: it is copied at once, and the rows that the length leaves out become zeros later. Q is copied once
+# for all warps.
+#
+# Then each block *sends*. Four columns of a row are finished by one block; all others write theirs into its shared memory, each to a place of its own.
+
+# %%
+show.region(path("ptx_cluster.cuh"), "distributed shared memory")
+show.region(CLUSTER, "send", "finish", "launch")
+
+# %% [markdown]
+# Which barriers does it need? Before the first write: the other block must have begun. That costs nothing, as all arrived when they began. After the last write: the parts must be here. And none before the end: nobody reads what
+# is in another block. Had each block *fetched* the parts, a third would keep all blocks alive until the last has read.
+#
+# The emulator has clusters too. Without either barrier:
+
+# %%
+one = [x.cpu() for x in (q, k, v)]
+cluster = dict(scale=0.125, backend="emulator", name=CLUSTER.name, splits=4)
+o, _ = decoding.decode(*one, lengths.cpu(), **cluster)
+assert (o - whole.cpu()).abs().max() < 2e-3
+text = source(CLUSTER.name)
+BARRIERS = {"the first": ("cluster_arrive_relaxed", "cluster_wait();" + 44 * " " + "// all blocks"),
+            "the second": ("cluster_arrive();", "cluster_wait();" + 44 * " " + "// all parts")}
+for name, calls in BARRIERS.items():
+    kept = [line for line in text.splitlines(keepends=True) if not line.strip().startswith(calls)]
+    assert len(kept) == text.count("\n") - 2
+    module = load_inline("".join(kept), name="cluster.cu", backend="emulator", check=True,
+                         defines={"HEAD_DIM": 64, "ELEMENT": "__half"})
+    with mock.patch.object(decoding, "compiled", lambda *_: module):
+        try:
+            decoding.decode(*one, lengths.cpu(), **cluster)
+        except SimtError as refused:
+            module.report = refused.report
+    print(f"without {name}:", module.report.findings[0])
 
 # %% [markdown]
 # ## 12 · More than one query
@@ -701,20 +755,20 @@ for run in RUNS:
 # %%
 for run in RUNS:
     steps = bench.side_by_side(run, "steps")
-    names = list(next(iter(steps.values())))
-    rows = [[name, *(us[name] for us in steps.values())] for name in names]
-    show.table(rows, ["step", *steps], align="l" + "r" * len(steps))
     one, many = steps["1 x 8192, 32/8, D 128"], steps["64 x 2048, 32/8, D 128"]
+    rows = [[name, *(us.get(name, "") for us in steps.values())] for name in one]
+    show.table(rows, ["step", *steps], align="l" + "r" * len(steps))
     assert one["p12_1_groups"] > 20 * one["p12_2_splits"] and many["p12_1_groups"] < many["p12_2_splits"]
     assert all(1.05 < us["p12_3_pages"] / us["p12_2_splits"] < 1.12 for us in steps.values())
     assert all(us["p12_3_pages"] > 1.5 * us["p12_4_copies"] for us in steps.values())
     assert all(us["p12_4_copies"] > 1.4 * us["p12_5_mma"] for us in steps.values())
     assert all(us["p12_7_shares"] > us["p12_6_last_block"] for us in list(steps.values())[:3])
+    assert all(us["p12_decode"] > 1.15 * us[CLUSTER.name] for us in steps.values() if CLUSTER.name in us)
 
 # %% [markdown]
 # Splits gain 25 times where one sequence has the chip to itself, and nothing where 64 fill it. Looking pages up costs 6 to 11 %, as long as nobody looks ahead. Then 1.6 to 3 times by copies in
 # flight, and again up to 2.4 times by the tensor cores. Equal shares cost a little here, where all sequences are as long: the arithmetic of who owns which tile. They pay where lengths are
-# ragged, and `p12_decode` has made them cheap.
+# ragged, and `p12_decode` has made them cheap. And the cluster takes 2.5 µs away where one sequence is read: the parts' way through memory, the wait for the length.
 
 # %% [markdown]
 # How do they stand to each other, and what did the last steps gain?
@@ -740,8 +794,11 @@ for run in RUNS:
 # these in (`PIECE_TILES`). Section 10 does not.
 
 # %% [markdown]
-# So with pages it is ahead of FlashInfer nearly everywhere. It is not ahead of cuDNN, which has no pages to look up: 3 to 5 % behind on large caches. On small ones nearly all of the time is
-# waiting: for the launch, a length, a page, the first keys, then for the parts and the counter, one after the other. How long, if the reads went at the speed that the largest cache has?
+# So with pages it is ahead of FlashInfer, except where most keys are read. There cuDNN leads by 4 to 5 %: it has no pages to look up. A kernel that does nothing but copy such pages loses 2 to 3 % against one that
+# copies in order, whatever copies (`notes/phase_12_experiments.md`).
+#
+# One short sequence goes to `p12_side_cluster`, and is ahead of all. Nearly all of its time is waiting: for the launch, a page, the first keys, the cluster. How long, if the reads
+# went at the speed that the largest cache has?
 
 # %%
 for run in RUNS:
@@ -752,7 +809,7 @@ for run in RUNS:
         print(bench.said(case), {NAMES[n]: f"{t - reads:.1f} us" for n, t in row.items() if n in NAMES})
 
 # %% [markdown]
-# 6 to 8 µs for `p12_decode` and cuDNN, whatever the cache. A model of 32 layers waits that long 32 times for each token.
+# About 5 µs, and 6 to 7 for cuDNN, whatever the cache. A model of 32 layers waits that long 32 times for each token.
 #
 # Goals were set before the kernel was first timed:
 
@@ -762,18 +819,18 @@ for run in RUNS:
     show.table(found.rows, found.columns, align=found.align)
 
 # %% [markdown]
-# What pages cost, and what ragged lengths cost, is as was meant. The speed of cuDNN was not reached, nor the short times. `notes/phase_12_experiments.md` says what was tried, and what each attempt gained or lost.
+# What pages cost, and what ragged lengths cost, is as was meant, and so are the short times, but for a hair. The speed of cuDNN on large caches was not reached. The notes say what was tried, and what each attempt gained or lost.
 
 # %% [markdown]
 # ## Summary, and what is left to explore
 #
 # - A decoding step reads the cache once. Its intensity is the size of a group: memory is the wall.
-# - One program per key head reads each byte once; splits make as many programs as the chip has room for.
+# - One program per key head reads each byte once; splits fill the chip.
 # - Parts may be empty, all of them too: o is then 0, and its lse $-\infty$.
-# - Pages cost under 3 % in reads, and one more latency, which is hidden by looking one tile ahead.
+# - Pages cost under 3 % in reads, and one more latency, hidden by reading their numbers ahead.
 # - 25 KB per multiprocessor have to be in flight.
-# - The last to arrive merges: release before the count, acquire behind it.
-# - Equal shares of all tiles suit any batch.
+# - The last to arrive merges: release, count, acquire.
+# - Equal shares of all tiles suit any batch; a cluster waits least.
 
 # %% [markdown]
 # Test yourself: *a sequence of 0 keys is in the batch. Name every place in the kernel at which it could give a NaN, and what keeps it from it.*

@@ -45,6 +45,8 @@ from lesson_source import LessonError, content_digest, find_lessons, inputs, mak
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from flashlab.runtime.cache import write_whole
+
 ROOT = Path(__file__).resolve().parents[2]
 
 # ---------------------------------------------------------------- writing
@@ -67,16 +69,7 @@ def write(path: Path, notebook: nbformat.NotebookNode) -> bool:
     text = text_of(notebook)
     if path.is_file() and path.read_text(encoding="utf-8") == text:
         return False
-    path.parent.mkdir(exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    write_whole(path, text.encode())
     return True
 
 

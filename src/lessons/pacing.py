@@ -14,7 +14,6 @@ import itertools
 import re
 import statistics
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,7 +41,6 @@ RULES: dict[str, tuple[float, float, str]] = {
     "words": (0, 60, "words of a text cell, the median; folds and references left out"),
     "most words": (0, 110, "words of the longest text cell"),
     "output": (0, 15, "lines of the longest text output of a cell; regions and diffs left out"),
-    "cut out": (0, 0, "cells that show a part of a source by its text, not by a region's name"),
     "plotting": (0, 8, "lines of plotting in a cell"),
     "unseen": (0, 0, "code lines of the phase's last kernel that its lecture does not show"),
 }
@@ -107,7 +105,6 @@ def pace(path: Path, root: Path = ROOT) -> Pace:
         "words": (statistics.median([words(c.source) for c in text] or [0]), []),
         "most words": longest("most words", text, lambda cell: words(cell.source)),
         "output": longest("output", [c for c in outputs if c.cell_type == "code"], output_lines),
-        "cut out": (sum(cuts_out(c.source) for c in code), [head(c) for c in code if cuts_out(c.source)]),
         "plotting": longest("plotting", code, lambda cell: plotting_lines(cell.source)),
         "unseen": (len(unseen), unseen),
     }
@@ -162,58 +159,22 @@ def shown_lines(output) -> int:
     return 0 if rich else output.data.get("text/plain", "").count("\n") + 1
 
 
-def cuts_out(source: str) -> bool:
-    """Whether a cell shows a part of a source that it finds by a string of its text."""
-    for node in ast.walk(ast.parse(plain_python(source))):
-        if isinstance(node, ast.Call):
-            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            if name == "part" or (name == "source" and any(k.arg in ("start", "end") for k in node.keywords)):
-                return True
-    return False
-
-
 def plotting_lines(source: str) -> int:
-    """Lines of a cell that draw with matplotlib: statements on figures, axes and what is made of them.
-
-    A call into flashlab.figures is one such line, however much it draws.
-    """
-    drawing = {"plt", "ax", "axes", "fig", "figure", "Rectangle"}
-    tree = ast.parse(plain_python(source))
-
-    def uses(node: ast.AST) -> bool:
-        return any(isinstance(n, ast.Name) and n.id in drawing for n in ast.walk(node))
-
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and uses(node.value):
-            drawing |= {n.id for target in node.targets for n in ast.walk(target) if isinstance(n, ast.Name)}
-        elif isinstance(node, (ast.For, ast.comprehension)):
-            drawing |= set(loop_names(node.target, node.iter, uses))
-
-    def lines(body: list[ast.stmt]) -> Iterator[int]:
-        for node in body:
-            inner = [x for name in ("body", "orelse", "finalbody") for x in getattr(node, name, [])]
-            if inner:
-                yield from lines(inner)
-                fields = (value for name, value in ast.iter_fields(node) if name not in ("body", "orelse", "finalbody"))
-                flat = [x for value in fields for x in (value if isinstance(value, list) else [value])]
-                yield int(any(uses(x) for x in flat if isinstance(x, ast.AST)))
-            elif uses(node) and not isinstance(node, (ast.Import, ast.ImportFrom)):
-                yield (node.end_lineno or node.lineno) - node.lineno + 1
-
-    return sum(lines(tree.body))
-
-
-def loop_names(target: ast.expr, iterated: ast.expr, uses) -> Iterator[str]:
-    """The loop's variables that stand for something to draw on: of zip(...) and enumerate(...) only their own."""
-    if isinstance(target, ast.Tuple) and isinstance(iterated, ast.Call):
-        name = getattr(iterated.func, "id", "")
-        arguments = [ast.Constant(0), *iterated.args] if name == "enumerate" else iterated.args
-        if name in ("zip", "enumerate"):
-            for one, argument in zip(target.elts, arguments, strict=False):
-                yield from loop_names(one, argument, uses)
-            return
-    if uses(iterated):
-        yield from (n.id for n in ast.walk(target) if isinstance(n, ast.Name))
+    """Lines of a cell that draw with matplotlib: of statements, and of the heads of loops, that name figures, axes or
+    what is assigned from them. A call into flashlab.figures is one such line, however much it draws."""
+    drawing, found = {"plt", "ax", "axes", "fig", "figure", "Rectangle"}, 0
+    pending = ast.parse(plain_python(source)).body[::-1]
+    while pending:
+        node = pending.pop()
+        inner = [x for name in ("body", "orelse", "finalbody") for x in getattr(node, name, [])]
+        pending += inner[::-1]
+        heads = [x for x in ast.iter_child_nodes(node) if x not in inner]
+        names = {x.id for head in heads for x in ast.walk(head) if isinstance(x, ast.Name)}
+        if names & drawing and not isinstance(node, (ast.Import, ast.ImportFrom)):
+            found += 1 if inner else (node.end_lineno or node.lineno) - node.lineno + 1
+            if isinstance(node, ast.Assign):
+                drawing |= {x.id for target in node.targets for x in ast.walk(target) if isinstance(x, ast.Name)}
+    return found
 
 
 # ---------------------------------------------------------------- what is seen of the last kernel

@@ -7,12 +7,6 @@ from IPython.core.interactiveshell import InteractiveShell
 from flashlab.check import CheckFailed
 
 
-def test_it_carries_a_sentence_a_slug_and_a_case():
-    failed = CheckFailed("the scores are not scaled", diagnosis="scale-missing", case="one small tile")
-    assert str(failed) == "the scores are not scaled"
-    assert (failed.diagnosis, failed.case) == ("scale-missing", "one small tile")
-
-
 def test_it_pickles():
     again = pickle.loads(pickle.dumps(CheckFailed("no", diagnosis="tail-in-l", case="short")))
     assert isinstance(again, CheckFailed)

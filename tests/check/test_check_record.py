@@ -105,15 +105,6 @@ def test_what_is_no_file_is_refused_and_left_alone(tmp_path, monkeypatch, capsys
     assert os.stat(place).st_mode == before
 
 
-def test_a_link_is_followed(tmp_path, monkeypatch):
-    link, target = tmp_path / "link.jsonl", tmp_path / "elsewhere.jsonl"
-    link.symlink_to(target)
-    monkeypatch.setenv("FLASHLAB_PROGRESS", str(link))
-    record.solved("0.1")
-    assert link.is_symlink() and len(lines(target)) == 1
-    assert list(record.load()) == ["0.1"]
-
-
 def test_a_full_disk_is_said_and_leaves_what_was_there(file, monkeypatch, capsys):
     record.solved("0.1")
     monkeypatch.setattr(os, "write", lambda handle, data: 3)
@@ -135,14 +126,6 @@ def test_a_link_is_followed_and_stays_a_link(file, tmp_path, there):
     record.solved("0.2")
     assert file.is_symlink() and target.is_file() and not target.is_symlink()
     assert record.load()["0.2"].solved and ("0.1" in record.load()) == (there == "a record")
-
-
-def test_a_link_to_a_device_is_refused(file, capsys):
-    file.parent.mkdir()
-    file.symlink_to("/dev/null")
-    record.solved("0.1")
-    assert record.load() == {} and file.is_symlink() and os.readlink(file) == "/dev/null"
-    assert "it is a device or a pipe, and a file is needed" in capsys.readouterr().out
 
 
 def test_no_home_and_no_folder_stop_no_check(tmp_path, monkeypatch, capsys):

@@ -48,19 +48,6 @@ def test_a_tiled_forward_pass_passes_whatever_its_tiles(on_cpu, block_m, block_n
     assert verify(forward, causal=True, gqa=True, dtypes=(dtype,), head_dims=(64, 32)).worst < 2.5
 
 
-def test_torchs_own_attention_passes():
-    def sdpa(q, k, v, *, causal, scale):
-        group = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        mask = reference.causal_mask(q.shape[2], k.shape[2], q.device) if causal else None
-        o = torch.nn.functional.scaled_dot_product_attention(
-            q.float(), k.float(), v.float(), attn_mask=mask, scale=scale
-        )
-        return o.nan_to_num().to(q.dtype)  # a row without a key is NaN there; here it is 0
-
-    assert verify(sdpa, causal=True, gqa=True, lse=False).lse_error is None
-
-
 def test_the_low_precision_twin_is_not_good_enough():
     # Its scores are rounded to 16 bits: that is why it is the yardstick, not the goal.
     with pytest.raises(CheckFailed) as caught:
@@ -92,15 +79,7 @@ def test_the_triton_kernel_passes():
 )
 def test_no_right_answer_is_rejected(on_cpu, seq_q, seq_k, head_dim, block_m, block_n, dtype, content, causal, heads):
     case = Case(
-        "drawn",
-        seq_q,
-        seq_k,
-        content,
-        heads=heads[0],
-        kv_heads=heads[1],
-        head_dim=head_dim,
-        dtype=dtype,
-        causal=causal,
+        "drawn", seq_q, seq_k, content, heads=heads[0], kv_heads=heads[1], head_dim=head_dim, dtype=dtype, causal=causal
     )
     forward = partial(flash_forward, BLOCK_M=block_m, BLOCK_N=block_n)
     run(lambda c, q, k, v: forward(q, k, v, causal=c.causal, scale=c.softmax_scale), [case])
@@ -252,12 +231,6 @@ def test_inputs_are_surrounded_by_nan(layout):
         last = 1 + x.storage_offset() + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
         assert everything.numel() - last >= 256 * x.stride(2)  # a tile that runs over the end stays in our memory
         assert everything[behind].isnan()
-
-
-def test_inputs_are_the_same_every_time():
-    case = case_list()[5]
-    first, second = (make_inputs(case, torch.device("cpu")) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])

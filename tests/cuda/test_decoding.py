@@ -74,6 +74,45 @@ def test_every_step(name, check):
         x.expect(*run(x, name, check=check, **options))
 
 
+CLUSTER = decoding.CLUSTER
+
+
+@pytest.mark.parametrize("size", [1, 3, 16])
+@pytest.mark.parametrize("page", [16, 5, None])
+@pytest.mark.every(3)
+def test_parts_meet_in_a_cluster(page, size):
+    """NaN behind each length: first tiles are copied before it is known."""
+    x = Sequences([0, 1, 15, 33, 300], page=page, head_dim=64, dtype=BF16, kv_heads=2, group=2, queries=3)
+    x.expect(*run(x, CLUSTER, splits=size, defines=(("WARPS", 2),)))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.every(2)
+def test_cluster_head_sizes_and_groups_that_are_more_rows_than_a_block_has(head_dim):
+    x = Sequences([130], group=6, queries=4, head_dim=head_dim, dtype=BF16, kv_heads=1)
+    x.expect(*run(x, CLUSTER, splits=5, scale=-0.2, defines=(("WARPS", 2),)), scale=-0.2)
+
+
+def test_a_cluster_is_clean_and_its_parts_do_not_go_through_memory():
+    x = Sequences([300], group=4, head_dim=64, dtype=BF16, kv_heads=1)
+    x.expect(*run(x, CLUSTER, check=True, splits=3, defines=(("WARPS", 2),)))
+    if DEVICE.type == "cpu":
+        report = decoding.compiled(CLUSTER, 64, BF16, "emulator", True, (("WARPS", 2),)).report
+        assert report.counters["global_atomics"] == 0 and len(report.launches) == 1
+
+
+@on_gpu
+def test_one_sequence_takes_clusters_that_run_at_once():
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("clusters need compute capability 9.0")
+    sizes = [decoding.cluster_blocks(DEVICE, 64, BF16, heads, 1024) for heads in (1, 4, 16, 200)]
+    assert sizes[:2] == [16, 16] and 4 <= sizes[2] < 16 and sizes[3] is None
+    assert decoding.cluster_blocks(DEVICE, 64, BF16, 4, 64) == 8  # with 16, half of the warps would have no tile
+    for heads in (1, 4, 16):
+        x = Sequences([3000], group=4, head_dim=64, dtype=BF16, kv_heads=heads)
+        x.expect(*decoding.decode(*x.given, scale=0.125))
+
+
 def test_a_step_says_what_it_does_not_take():
     sizes = {"head_dim": 64, "dtype": BF16}
     with pytest.raises(ValueError, match="p12_2_splits takes a contiguous cache: pages begin with p12_3_pages"):

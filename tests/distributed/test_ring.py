@@ -8,15 +8,7 @@ from flashlab import runtime
 from flashlab.attention.online_softmax import merge_finished
 from flashlab.attention.reference import attention
 from flashlab.cuda.hopper_backward import hopper_backward
-from flashlab.distributed import (
-    LAYOUTS,
-    all_gather_attention,
-    ring_attention,
-    run,
-    shard,
-    ulysses_attention,
-    unshard,
-)
+from flashlab.distributed import LAYOUTS, all_gather_attention, ring_attention, run, shard, ulysses_attention, unshard
 from flashlab.distributed.parts import block_backward, block_forward, merged
 from flashlab.distributed.ring import _together, plan_of, ring_forward
 from flashlab.distributed.scaling import sent_bytes

@@ -3,6 +3,7 @@
 import ast
 import functools
 import linecache
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -109,3 +110,53 @@ def diagnosis(id: str, *answers) -> str:
 
 def said(id: str, *answers) -> str:
     return failure(id, *answers).sentence.partition("\n")[0]
+
+
+# ---- tables of answers: each of these makes a test of its rows ------------------------------------------------------
+
+
+def _table(
+    names: str, rows: tuple, test: Callable, every: int = 1, marks: list | tuple = (), one_of_each: bool = False
+) -> Callable:  # fmt: skip
+    """one_of_each: all but the first row of an exercise are long."""
+    if one_of_each:
+        first = {row[0]: row for row in reversed(rows)}
+        rows = [pytest.param(*x, marks=[] if first[x[0]] is x else pytest.mark.long) for x in rows]
+    for mark in (pytest.mark.parametrize(names, rows), pytest.mark.every(every), *marks):
+        test = mark(test)
+    return test
+
+
+def _edited(id: str, edits) -> list:
+    edits = [edits] if edits and isinstance(edits[0], str) else edits
+    texts = isinstance(answers_of(id, "solutions")[0], str)
+    return (changed_texts if texts else changed)(id, *edits)
+
+
+def accepted(*rows, **how) -> Callable:
+    """Rows (id, edits of the solution): one (old, new), or several."""
+
+    def test(id, edits):
+        assert check(id, *_edited(id, edits))
+
+    return _table("id, edits", rows, test, **how)
+
+
+def diagnosed(*rows, **how) -> Callable:
+    """Rows (id, edits of the solution, slug)."""
+
+    def test(id, edits, slug):
+        failed = failure(id, *_edited(id, edits))
+        assert failed.diagnosis == slug, failed
+
+    return _table("id, edits, slug", rows, test, **how)
+
+
+def told(*rows, **how) -> Callable:
+    """Rows (id, edits of the solution, words of the sentence)."""
+
+    def test(id, edits, words):
+        failed = failure(id, *_edited(id, edits))
+        assert words in failed.sentence, failed
+
+    return _table("id, edits, words", rows, test, **how)

@@ -41,10 +41,6 @@ TOUCHED = params([
     ("2.6", "q = Q.float()", "q = Q.float() + 0", "first-tile-masked"),
     ("3.5", "    o_ptrs = O_ptr", "    offs_m += 0\n    o_ptrs = O_ptr", "lse-in-base-2"),
     ("3.6", "    o_ptrs = O_ptr", "    offs_m += 0\n    o_ptrs = O_ptr", "finite-sentinel"),
-    ("4.7", "        m_i = m_new\n", "        m_i = m_new + 0\n", "capped-after-mask"),
-    ("4.8", "head = pid % heads", "head = pid % heads + 0", "offset-overflow"),
-    ("5.9", "N = len(q)", "N = len(q) + 0", "causal-always"),
-    ("5.10", "M, N = len(q), len(k)", "M, N = len(q), len(k) + 0", "limit-missing"),
     ("6.2", "const float value", "; const float value", "race"),
     ("6.5", "const int row = ", "; const int row = ", "wrong-kv-head"),
     ("7.4", "0x10", "16", "wrong-shuffle-mask"),
@@ -55,8 +51,6 @@ TOUCHED = params([
     ("11.6", "uint32_t o_rmem[4];", "; uint32_t o_rmem[4];", "not-read-yet"),
     ("11.7", "if (!FIRST) add_output();", "; if (!FIRST) add_output();", "released-too-early"),
     ("11c.4", "    wgmma_wait<0>();", "    ; wgmma_wait<0>();", "k-overwritten"),
-    ("12.10", "slot = key % PAGE", "slot = key % PAGE + 0", "page-overflow"),
-    ("12.11", "sequence_stride = ", "sequence_stride = 0 + ", "all-on-the-first"),
 ])  # fmt: skip
 # A change that goes half the way, or the wrong way.
 HALF = params([

@@ -81,11 +81,6 @@ def test_what_only_the_interpreter_accepts_does_not_pass():
     assert diagnosis("3.4", kernel) == "does-not-compile"
 
 
-def test_no_kernel_is_not_an_answer():
-    assert diagnosis("3.4", triton_minimal.flash_attention_forward) == "wrong-type"
-    assert diagnosis("3.1", "x") == "wrong-type"
-
-
 def test_the_two_bases():
     def right_scale(scale):
         return scale * LOG2_E

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from lesson_answers import changed, diagnosis, said
+from lesson_answers import accepted, changed, diagnosis, said, told
 
 from flashlab import runtime
-from flashlab.exercises import check
 
 # ---- 5.2 ------------------------------------------------------------------------------------------------------------
 
@@ -27,37 +26,19 @@ def test_delta_of_16_bit_inputs():
 # ---- 5.3 ------------------------------------------------------------------------------------------------------------
 
 
-def walk(
-    s="scale * (q @ k.T)", p="exp(s - lse[:, None])", dp="kept * (do @ v.T) / keep", ds="p * (dp - delta[:, None])",
-    add="dq + ds @ k", end="scale * dq", keys="range(0, len(K), B)",
-):  # fmt: skip
-    def dq_block(q, do, lse, delta, K, V, KEPT, keep, B, scale):
-        names = dict(q=q, do=do, lse=lse, delta=delta, keep=keep, scale=scale, K=K, B=B, exp=torch.exp, torch=torch)
-        names["dq"] = torch.zeros_like(q)
-        for start in eval(keys, names):
-            names |= dict(k=K[start : start + B], v=V[start : start + B], kept=KEPT[:, start : start + B])
-            for name, text in (("s", s), ("p", p), ("dp", dp), ("ds", ds), ("dq", add)):
-                names[name] = eval(text, names)
-        return eval(end, names)
-
-    return dq_block
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {}, {"add": "dq + scale * ds @ k", "end": "dq"}, {"keys": "reversed(range(0, len(K), B))"},
-        {"p": "torch.exp2((s - lse[:, None]) * 1.4426950408889634)"}, {"ds": "p * dp - p * delta[:, None]"},
-        {"ds": "(p.double() * (dp - delta[:, None]).double()).float()"},
-        {"dp": "torch.where(kept, do @ v.T / keep, 0)"}, {"dp": "do / keep @ v.T * kept.float()"},
-    ],
-)  # fmt: skip
-def test_dq_in_several_styles(changes):
-    assert check("5.3", walk(**changes))
-
-
-def test_dq_by_a_quotient_of_exponentials():
-    assert "infinite in float32" in said("5.3", walk(p="exp(s) / exp(lse)[:, None]"))
+P, DP = "torch.exp(scale * (q @ k.T) - lse[:, None])", "kept * (do @ v.T) / keep"
+test_dq_in_several_styles = accepted(
+    ("5.3", [("dq = dq + ds @ k", "dq = dq + scale * ds @ k"), ("return scale * dq", "return dq")]),
+    ("5.3", ("range(0, len(K), BLOCK_N)", "reversed(range(0, len(K), BLOCK_N))")),
+    ("5.3", (P, "torch.exp2((scale * (q @ k.T) - lse[:, None]) * 1.4426950408889634)")),
+    ("5.3", (f"p * ({DP} - delta[:, None])", f"p * {DP} - p * delta[:, None]")),
+    ("5.3", [("p * (kept", "p.double() * (kept"), ("dq + ds @ k", "dq + ds.float() @ k")]),
+    ("5.3", (DP, "torch.where(kept, do @ v.T / keep, 0)")),
+    ("5.3", (DP, "do / keep @ v.T * kept.float()")),
+)
+test_dq_by_a_quotient_of_exponentials = told(
+    ("5.3", (P, "torch.exp(scale * (q @ k.T)) / torch.exp(lse)[:, None]"), "infinite in float32")
+)
 
 
 def test_dq_without_tiles():
@@ -76,35 +57,22 @@ LOWER = "p = torch.triu(p, distance - window + 1)"
 SEEN = "torch.ones_like(p).cumsum(1) > torch.ones_like(p).cumsum(0) + distance - window"
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        [("p.to(dO.dtype).float()", "p"), ("ds.to(Q.dtype).float()", "ds")],
-        [(BEGIN, f"{BEGIN} // BLOCK_M * BLOCK_M")],
-        [("dk = dk + ", "dk += "), ("dv = dv + ", "dv += ")],
-        [("return scale * dk, dv", "return [dk * scale, dv]")],
-        [(LOWER, f"p = torch.where({SEEN}, p, 0.0)")],
-    ],
+test_window_blocks_in_several_styles = accepted(
+    ("5.4", [("p.to(dO.dtype).float()", "p"), ("ds.to(Q.dtype).float()", "ds")]),
+    ("5.4", (BEGIN, f"{BEGIN} // BLOCK_M * BLOCK_M")),
+    ("5.4", [("dk = dk + ", "dk += "), ("dv = dv + ", "dv += ")]),
+    ("5.4", ("return scale * dk, dv", "return [dk * scale, dv]")),
+    ("5.4", (LOWER, f"p = torch.where({SEEN}, p, 0.0)")),
 )
-def test_window_blocks_in_several_styles(changes):
-    assert check("5.4", *changed("5.4", *changes))
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ([(BEGIN, "max(0, start_n - (N - M) + 1)")], "`start_n - (N - M)` is one too large"),
-        ([("        q, do =", "        dk, dv = dk.to(Q.dtype).float(), dv.to(Q.dtype).float()\n        q, do =")],
-         "16 bits in each turn"),
-        ([(LOWER, f"p = p * ({SEEN})")], "inf · 0 is NaN"),
-        ([(LOWER, LOWER + "\n        if p.max() < 1e-4:\n            break")], ""),
-        ([(END, "M")], "end behind the last"),
-        ([(BEGIN, "0")], "begin at the first query"),
-    ],
-)  # fmt: skip
-@pytest.mark.long
-def test_what_is_said_of_window_blocks(changes, words):
-    assert words in said("5.4", *changed("5.4", *changes))
+IN_16_BITS = "dk, dv = dk.to(Q.dtype).float(), dv.to(Q.dtype).float()"
+test_what_is_said_of_window_blocks = told(
+    ("5.4", (BEGIN, "max(0, start_n - (N - M) + 1)"), "`start_n - (N - M)` is one too large"),
+    ("5.4", ("        q, do =", f"        {IN_16_BITS}\n        q, do ="), "16 bits in each turn"),
+    ("5.4", (LOWER, f"p = p * ({SEEN})"), "inf · 0 is NaN"),
+    ("5.4", (END, "M"), "end behind the last"),
+    ("5.4", (BEGIN, "0"), "begin at the first query"),
+    marks=[pytest.mark.long],
+)
 
 
 # ---- 5.5, 5.6, 5.11: kernels ----------------------------------------------------------------------------------------
@@ -116,77 +84,51 @@ CUT = ".to(k.dtype).to(tl.float32)"
 MASKED = "ds = tl.where(in_range[None, :], p * (dp - delta[:, None]), 0.0)"
 
 
-@pytest.mark.slow
-@INTERPRETED
-@pytest.mark.parametrize(
-    "changes",
-    [
-        [("dq = tl.dot(ds.to(k.dtype), k, dq" + IEEE, "dq += tl.dot(ds.to(k.dtype), k" + IEEE)],
-        [("p = tl.exp(s - lse[:, None])", "p = tl.exp2((s - lse[:, None]) * 1.4426950408889634)")],
-        [("p = tl.exp(s - lse[:, None])", "p = tl.where(in_range[None, :], tl.exp(s - lse[:, None]), 0.0)"),
-         (MASKED, "ds = p * (dp - delta[:, None])")],
-        [("* scale\n        p =", '* scale\n        s = tl.where(in_range[None, :], s, float("-inf"))\n        p =')],
-    ],
+HIDDEN = 's = tl.where(in_range[None, :], s, float("-inf"))'
+KERNELS = [pytest.mark.slow, INTERPRETED]
+test_dq_kernel_in_several_styles = accepted(
+    ("5.6", [("dq = tl.dot(ds.to(k.dtype), k, dq" + IEEE, "dq += tl.dot(ds.to(k.dtype), k" + IEEE)]),
+    ("5.6", [("p = tl.exp(s - lse[:, None])", "p = tl.exp2((s - lse[:, None]) * 1.4426950408889634)")]),
+    ("5.6", [("p = tl.exp(s - lse[:, None])", "p = tl.where(in_range[None, :], tl.exp(s - lse[:, None]), 0.0)"),
+             (MASKED, "ds = p * (dp - delta[:, None])")]),
+    ("5.6", ("* scale\n        p =", f"* scale\n        {HIDDEN}\n        p =")),
+    every=4, marks=KERNELS,
 )  # fmt: skip
-@pytest.mark.every(4)
-def test_dq_kernel_in_several_styles(changes):
-    assert check("5.6", *changed("5.6", *changes))
-
-
-@pytest.mark.slow
-@INTERPRETED
-@pytest.mark.parametrize(
-    "changes",
-    [
-        [('s_t = tl.dot(c, q.T, input_precision="ieee") * scale', 's = tl.dot(q, c.T, input_precision="ieee") * scale'),
-         ("p_t = tl.exp(s_t - lse[None, :])", "p_t = tl.exp(s - lse[:, None]).T")],
-        [("    for start_m", "    dv = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)\n    for start_m"),
-         ("dc = tl.dot(p_t.to(do.dtype), do, dc", "dv = tl.dot(p_t.to(do.dtype), do, dv"),
-         ("ds_t = scale * p_t", "ds_t = p_t"), ("dc.to(DC", "(dc * scale + dv).to(DC")],
-        [('other=float("inf")', "other=0.0")],  # p is 1 for queries that are not there, and their do is 0
-    ],
+test_dc_kernel_in_several_styles = accepted(
+    ("5.11", [("s_t = tl.dot(c, q.T", "s = tl.dot(q, c.T"),
+              ("p_t = tl.exp(s_t - lse[None, :])", "p_t = tl.exp(s - lse[:, None]).T")]),
+    ("5.11", [("    for start_m", "    dv = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)\n    for start_m"),
+             ("dc = tl.dot(p_t.to(do.dtype), do, dc", "dv = tl.dot(p_t.to(do.dtype), do, dv"),
+             ("ds_t = scale * p_t", "ds_t = p_t"), ("dc.to(DC", "(dc * scale + dv).to(DC")]),
+    ("5.11", [('other=float("inf")', "other=0.0")]),  # p is 1 for queries that are not there, and their do is 0
+    every=3, marks=KERNELS,
 )  # fmt: skip
-@pytest.mark.every(3)
-def test_dc_kernel_in_several_styles(changes):
-    assert check("5.11", *changed("5.11", *changes))
 
 
-@pytest.mark.slow
-@INTERPRETED
-@pytest.mark.parametrize(
-    ("id", "old", "new", "words"),
-    [
-        ("5.11", "* stride_dcn", "* stride_cn", "`stride_cn` stands where `stride_dcn`"),
-        ("5.11", "* stride_dom", "* stride_qm", "`stride_qm` stands where `stride_dom`"),
-        ("5.11", "range(0, M, BLOCK_M)", "range(0, M, BLOCK_N)", "`BLOCK_N` stands where `BLOCK_M`"),
-        ("5.11", "dc = tl.dot(ds", "dc += tl.dot(ds", "it doubles in every turn"),
-        ("5.6", MASKED, 'p = tl.exp(tl.where(in_range[None, :], s, -1.0e6) - lse[:, None])\n        '
-         "ds = p * (dp - delta[:, None])", "NaN in the last tile"),
-        ("5.6", "        s = tl.dot(", f"        dq = dq{CUT}\n        s = tl.dot(", "16 bits in each turn"),
-        ("5.11", "        s_t = tl.dot(", "        dc = dc.to(c.dtype).to(tl.float32)\n        s_t = tl.dot(",
-         "16 bits in each turn"),
-        ("5.12", "head = kv_head *", f"dk = dk{CUT}\n        head = kv_head *", "16 bits in each turn"),
-        ("5.13", "        s = tl.dot(", f"        dq = dq{CUT}\n        s = tl.dot(", "16 bits in each turn"),
-        ("5.12", "p_t = tl.where(offs_n[:, None] <= offs_m[None, :] + N - M, p_t, 0.0)",
-         "p_t = p_t * (offs_n[:, None] <= offs_m[None, :] + N - M)", "inf · 0 is NaN"),
-        ("5.13", "t = 2.0 / (1.0 + tl.exp(-2.0 * s / softcap)) - 1.0",
-         "t = (tl.exp(2.0 * s / softcap) - 1.0) / (tl.exp(2.0 * s / softcap) + 1.0)", "inf / inf"),
-        ("5.13", "ds = tl.where(seen, ds, 0.0)", "ds = ds * seen", "inf · 0 is NaN"),
-        ("5.13", "seen = offs_n[None, :] < N", "seen = offs_n[None, :] >= 0", "a key that is not there has a P"),
-        ("5.12", "p_t = tl.where(offs_n[:, None] <= offs_m[None, :] + N - M, p_t, 0.0)", "p_t = p_t", "is not asked"),
-        ("5.12", "tl.store(dk_ptrs, (dk", "dk, dv = dv / scale, dk * scale\n    tl.store(dk_ptrs, (dk",
-         "what is stored at `dk_ptrs` and at `dv_ptrs` is exchanged"),
-        ("5.12", "head * stride_doh", "head * stride_qh", "`stride_qh` stands where `stride_doh`"),
-        ("5.5", "tl.load(o_ptrs, mask=offs_m[:, None]", "tl.load(o_ptrs, mask=offs_d[None, :]",
-         "a mask, or with one that is always true"),
-        ("5.5", "g * dg", "dg", "dO = g · dY"),
-        ("5.13", "        if SOFTCAP:\n            ds = ds * (1.0 - t * t)",
-         "        ds = ds * (1.0 - (s / softcap) * (s / softcap))", "no soft-cap and nothing is hidden"),
-    ],
+test_what_is_said_of_kernels = told(
+    ("5.11", ("* stride_dcn", "* stride_cn"), "`stride_cn` stands where `stride_dcn`"),
+    ("5.11", ("range(0, M, BLOCK_M)", "range(0, M, BLOCK_N)"), "`BLOCK_N` stands where `BLOCK_M`"),
+    ("5.11", ("dc = tl.dot(ds", "dc += tl.dot(ds"), "it doubles in every turn"),
+    ("5.6", (MASKED, "p = tl.exp(tl.where(in_range[None, :], s, -1.0e6) - lse[:, None])\n        ds = p * (dp - "
+             "delta[:, None])"), "NaN in the last tile"),
+    ("5.6", ("        s = tl.dot(", f"        dq = dq{CUT}\n        s = tl.dot("), "16 bits in each turn"),
+    ("5.12", ("p_t = tl.where(offs_n[:, None] <= offs_m[None, :] + N - M, p_t, 0.0)",
+             "p_t = p_t * (offs_n[:, None] <= offs_m[None, :] + N - M)"), "inf · 0 is NaN"),
+    ("5.13", ("t = 2.0 / (1.0 + tl.exp(-2.0 * s / softcap)) - 1.0",
+             "t = (tl.exp(2.0 * s / softcap) - 1.0) / (tl.exp(2.0 * s / softcap) + 1.0)"), "inf / inf"),
+    ("5.13", ("ds = tl.where(seen, ds, 0.0)", "ds = ds * seen"), "inf · 0 is NaN"),
+    ("5.13", ("seen = offs_n[None, :] < N", "seen = offs_n[None, :] >= 0"), "a key that is not there has a P"),
+    ("5.12", ("p_t = tl.where(offs_n[:, None] <= offs_m[None, :] + N - M, p_t, 0.0)", "p_t = p_t"), "is not asked"),
+    ("5.12", ("tl.store(dk_ptrs, (dk", "dk, dv = dv / scale, dk * scale\n    tl.store(dk_ptrs, (dk"),
+     "what is stored at `dk_ptrs` and at `dv_ptrs` is exchanged"),
+    ("5.12", ("head * stride_doh", "head * stride_qh"), "`stride_qh` stands where `stride_doh`"),
+    ("5.5", ("tl.load(o_ptrs, mask=offs_m[:, None]", "tl.load(o_ptrs, mask=offs_d[None, :]"),
+     "a mask, or with one that is always true"),
+    ("5.5", ("g * dg", "dg"), "dO = g · dY"),
+    ("5.13", ("        if SOFTCAP:\n            ds = ds * (1.0 - t * t)",
+             "        ds = ds * (1.0 - (s / softcap) * (s / softcap))"), "no soft-cap and nothing is hidden"),
+    every=9, marks=KERNELS,
 )  # fmt: skip
-@pytest.mark.every(9)
-def test_what_is_said_of_kernels(id, old, new, words):
-    assert words in said(id, *changed(id, (old, new)))
 
 
 # ---- 5.8 ------------------------------------------------------------------------------------------------------------

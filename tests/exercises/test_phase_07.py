@@ -9,7 +9,7 @@ from lesson_answers import answers_of, failure
 from flashlab.cuda import load_inline
 from flashlab.exercises import check, phase_07
 from flashlab.figures import fragments
-from flashlab.kernels import path, source
+from flashlab.kernels import path
 
 
 @pytest.mark.parametrize("operand, shape", [("a", (16, 16)), ("b", (16, 8)), ("c", (16, 8))])
@@ -53,15 +53,6 @@ def test_fragments_may_be_loaded_by_hand_where_no_ldmatrix_is_asked_for():
         "        uint32_t a[2] = {*(const uint32_t*)q, *(const uint32_t*)(q + 8 * D)}, b[1] = {*(const uint32_t*)k};\n"
     )
     assert check("7.9", old[:begin] + by_hand + old[end:])
-
-
-@pytest.mark.parametrize(
-    "name", ["p8_5_registers", *(pytest.param(name, marks=pytest.mark.long) for name in ("p7_naive", "p9_flash"))]
-)
-@pytest.mark.long
-def test_any_right_kernel_is_accepted(name):
-    """One warp, four warps, several blocks for a row with a workspace. The lesson's is tested with the solutions."""
-    assert check("7.10", source(name))
 
 
 SCALAR = r"""

@@ -72,15 +72,6 @@ def test_a_comment_behind_a_part_is_no_other_part():
     assert phase_08._put_together(parts.replace("@K", "@K  // sizes")) == phase_08._put_together(parts)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["p9_5_prefetch", *(pytest.param(x, marks=pytest.mark.long) for x in ("p8_6_store", "p8_side_shuffle_store"))],
-)
-@pytest.mark.long
-def test_other_right_kernels_are_welcome(name):
-    assert check("8.8", step(name).path.read_text())
-
-
 def test_shared_memory_that_was_not_asked_for():
     text = step("p8_6_store").path.read_text()
     assert diagnosis("8.8", text.replace("    cudaFuncSetAttribute", "    //")) == "launch-configuration"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from lesson_answers import answers_of, failure
+from lesson_answers import accepted, answers_of, failure, told
 from lesson_answers import changed_texts as changed
 
 from flashlab.check.cuda_answer import region
@@ -22,7 +22,7 @@ except SimtError as error:
 
 FAR = "(m_new[r] - m_i[r]) * scale_log2 > RESCALE_ABOVE"
 ROUNDED = "const float w = __half2float(__float2half(weight)); "
-TOLD = [
+test_what_no_single_change_says = told(
     ("9.4", [("+ weight;", "+ __half2float(__float2half(weight));")], "lse is"),
     ("9.4", [("acc[i] = acc[i] * correction + weight", f"{ROUNDED}acc[i] = acc[i] * correction + w")],
      "fp16 has no such digits"),
@@ -55,17 +55,8 @@ TOLD = [
     # What stands in the right text alone is no cause: another's loop or guard may be written in any way.
     ("9.6", [("i < STAGES; i++) load_kv(end - i);", "i < 4; i++) load_kv(end - i);")], "has a turn more"),
     ("9.9", [("if (next_k < BLOCK_N / MMA_K) ld", "ld")], "`next_k < BLOCK_N / MMA_K` is not asked"),
-]  # fmt: skip
-_FIRST = {id: i for i, (id, *_) in reversed([*enumerate(TOLD)])}
-
-
-@pytest.mark.parametrize(
-    ("id", "changes", "words"),
-    [pytest.param(*x, marks=[] if _FIRST[x[0]] == i else pytest.mark.long) for i, x in enumerate(TOLD)],
-)
-@pytest.mark.every(6)
-def test_what_no_single_change_says(id, changes, words):
-    assert words in failure(id, *changed(id, *changes)).sentence
+    one_of_each=True, every=6,
+)  # fmt: skip
 
 
 def test_a_name_divided_by_itself_is_no_cause():
@@ -79,17 +70,15 @@ def test_no_row_hides_another(id):
     assert [row.sentence for row in TRIALS[id].rows if row.sentence not in told] == []
 
 
-@pytest.mark.parametrize("changes", [
+test_other_repairs_of_a_row_alone = accepted(
     # The four lanes of a quad wish the same, and nobody else has a part of their rows.
-    pytest.param([("__any_sync(~0u, moved)", "moved")], id="no vote", marks=pytest.mark.long),
-    pytest.param([(f"if ({FAR}) m_i[r] = m_new[r];", ""), ("before - base", "m_i[r] - base"),
-                  ("const float before = m_i[r];", f"const float m_next = {FAR} ? m_new[r] : m_i[r];"),
-                  ("m_i[r] == -INFINITY ? 0.f : m_i[r]", "m_next == -INFINITY ? 0.f : m_next"),
-                  ("l_i[r] *= correction;", "l_i[r] *= correction, m_i[r] = m_next;")], id="moved last"),
-])  # fmt: skip
-@pytest.mark.long
-def test_other_repairs_of_a_row_alone(changes):
-    assert check("9.3", *changed("9.3", *changes))
+    ("9.3", ("__any_sync(~0u, moved)", "moved")),
+    ("9.3", [(f"if ({FAR}) m_i[r] = m_new[r];", ""), ("before - base", "m_i[r] - base"),
+             ("const float before = m_i[r];", f"const float m_next = {FAR} ? m_new[r] : m_i[r];"),
+             ("m_i[r] == -INFINITY ? 0.f : m_i[r]", "m_next == -INFINITY ? 0.f : m_next"),
+             ("l_i[r] *= correction;", "l_i[r] *= correction, m_i[r] = m_next;")]),
+    marks=[pytest.mark.long],
+)  # fmt: skip
 
 
 @pytest.mark.long
@@ -100,21 +89,19 @@ def test_the_lectures_rescaling_is_not_row_by_row():
 LSE = "const float lse = part_lse[s * rows + row], m_new = fmaxf(m_i, lse);"
 
 
-@pytest.mark.parametrize("changes", [
-    pytest.param([("const float reference =", "if (lse == -INFINITY) continue;\n        const float reference =")],
-                 id="empty parts skipped"),
-    pytest.param([("        const float correction = exp2_approx((m_i - reference) * LOG2E);\n", ""), (LSE, f"""
+test_other_ways_to_merge_in_one_pass = accepted(
+    # Empty parts skipped; a correction where the maximum moves; normalised after each part.
+    ("9.4", ("const float reference =", "if (lse == -INFINITY) continue;\n        const float reference =")),
+    ("9.4", [("        const float correction = exp2_approx((m_i - reference) * LOG2E);\n", ""), (LSE, f"""
         {LSE}
-        const float correction = m_new > m_i ? exp2_approx((m_i - m_new) * LOG2E) : 1.f;""")], id="where it moves"),
-    pytest.param([("    const float inverse = l_i > 0.f ? 1.f / l_i : l_i;", "    const float inverse = l_i > 0.f;"), (
+        const float correction = m_new > m_i ? exp2_approx((m_i - m_new) * LOG2E) : 1.f;""")]),
+    ("9.4", [("    const float inverse = l_i > 0.f ? 1.f / l_i : l_i;", "    const float inverse = l_i > 0.f;"), (
         "l_i = l_i * correction + weight;", "const float sum = l_i * correction + weight, part = sum > 0 ? 1 / sum : 0;"
         "\n        const float old = l_i * correction * part, mine = weight * part;\n        l_i = sum;"),
         ("acc[i] * correction + weight", "acc[i] * old + mine"),
-        ("acc[i + 1] * correction + weight", "acc[i + 1] * old + mine")], id="normalised after each part"),
-])  # fmt: skip
-@pytest.mark.every(3)
-def test_other_ways_to_merge_in_one_pass(changes):
-    assert check("9.4", *changed("9.4", *changes))
+        ("acc[i + 1] * correction + weight", "acc[i + 1] * old + mine")]),
+    every=3,
+)  # fmt: skip
 
 
 @pytest.mark.long
@@ -128,14 +115,12 @@ def test_a_mark_that_is_left_is_named():
     assert failed.diagnosis == "not-solved-yet" and "still stands in line" in failed.sentence
 
 
-@pytest.mark.long
-def test_the_next_fragment_may_be_called_as_that_of_the_scores():
-    name = ("uint32_t v_rmem[3][4];", "uint32_t b[3][4]; uint32_t(&v_rmem)[3][4] = b;")
-    assert check("9.9", *changed("9.9", name))
-
-
-def test_spare_shared_memory_is_allowed():
-    assert check("9.12", *changed("9.12", ("constexpr int WARPS = 4,", "constexpr int SPARE = 64 * 1024, WARPS = 4,")))
+# The next fragment is called as that of the scores; shared memory to spare.
+test_other_names_and_sizes = accepted(
+    ("9.12", ("constexpr int WARPS = 4,", "constexpr int SPARE = 64 * 1024, WARPS = 4,")),
+    ("9.9", ("uint32_t v_rmem[3][4];", "uint32_t b[3][4]; uint32_t(&v_rmem)[3][4] = b;")),
+    every=2,
+)
 
 
 # ---- 9.5: the parts --------------------------------------------------------------------------------------------------
@@ -202,20 +187,6 @@ def test_the_lectures_walk_is_told_the_window():
 
 
 # ---- 9.7: a kernel of one's own --------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", [pytest.param("p9_4_warp_tiles", marks=pytest.mark.long), "p9_flash"])
-@pytest.mark.long
-def test_the_series_own_kernels_are_accepted(name):
-    assert check("9.7", step(name).path.read_text())
-
-
-def test_right_but_too_dear():
-    assert failure("9.7", step("p8_6_store").path.read_text()).diagnosis == "too-few-rows-per-warp"
-
-
-def test_an_empty_page_is_not_solved_yet():
-    assert failure("9.7", "").diagnosis == "not-solved-yet"
-
-
 def lazy(above, base):
     """The kernel of 9.7 with a lazy rescaling."""
     old = """            const float base = x == -INFINITY ? 0.f : x;

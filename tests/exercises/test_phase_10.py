@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from lesson_answers import changed, failure, namespace
+from lesson_answers import accepted, failure, namespace, told
 from torch.nn import functional as F
 
 import flashlab
@@ -285,21 +285,18 @@ X1_X2 = """    x1 = tl.load(x_ptrs, mask=inside, other=0.0).to(tl.float32)
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "changes",
-    [
-        (("x1 * cos - x2 * sin", "cos * x1 - sin * x2"),),
-        (("rows[:, None] < M", "(rows < M)[:, None]"), ("(rows[:, None] + offset) * HALF + pairs[None, :]",
-                                                        "HALF * (offset + rows)[:, None] + pairs[None, :]")),
-        ((COS, COS.replace("0.0", "1.0")), ("+ x2 * cos).to(Y_ptr.dtype.element_ty)", "+ x2 * cos)")),
-        (("    inside =", "    X_ptr += batch * stride_xb\n    inside ="), ("X_ptr + batch * stride_xb +", "X_ptr +")),
-        (("(x1 * cos - x2 * sin)", "tl.fma(x1, cos, -(x2 * sin))"),),
-    ],
-)  # fmt: skip
-@pytest.mark.every(5)
-def test_the_rotation_in_several_styles(changes):
-    assert check("10.6", *changed("10.6", *changes))
+ANGLES, MOVED = "(rows[:, None] + offset) * HALF + pairs[None, :]", "HALF * (offset + rows)[:, None] + pairs[None, :]"
+test_the_rotation_in_several_styles = accepted(
+    ("10.6", ("x1 * cos - x2 * sin", "cos * x1 - sin * x2")),
+    ("10.6", [("rows[:, None] < M", "(rows < M)[:, None]"), (ANGLES, MOVED)]),
+    ("10.6", [(COS, COS.replace("0.0", "1.0")), ("+ x2 * cos).to(Y_ptr.dtype.element_ty)", "+ x2 * cos)")]),
+    (
+        "10.6",
+        [("    inside =", "    X_ptr += batch * stride_xb\n    inside ="), ("X_ptr + batch * stride_xb +", "X_ptr +")],
+    ),
+    ("10.6", ("(x1 * cos - x2 * sin)", "tl.fma(x1, cos, -(x2 * sin))")),
+    every=5,
+)
 
 
 WHOLE_ROWS = """
@@ -313,32 +310,21 @@ WHOLE_ROWS = """
 COUNTED = pytest.mark.skipif(not runtime.INTERPRETED, reason="counted where kernels are interpreted")
 
 
-@pytest.mark.slow
-@pytest.mark.long
-def test_the_rotation_of_whole_rows():
-    assert check("10.6", *changed("10.6", (X1_X2, WHOLE_ROWS)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "changes, words",
-    [
-        ([("rows[:, None] < M", "rows[:, None] <= M")],
-         "`rows[:, None] <= M`" if runtime.INTERPRETED else "changes its inputs"),
-        ([(X1_X2, X1_X2.replace(".to(tl.float32)", "")), (COS, f"{COS}.to(X_ptr.dtype.element_ty)")], "Y "),
-        ([("tl.store(y_ptrs, (", "tl.store(x_ptrs, (")], "changes its inputs"),
-        pytest.param([("(x1 * sin + x2 * cos)",
-                       "(x1 * sin + x2 * cos + 0 * tl.load(x_ptrs, mask=inside, other=0.0))")],
-                     "each number of X is read 1.5 times", marks=COUNTED),
-        pytest.param([("    tl.store(y_ptrs, (", "    tl.store(y_ptrs, x1, mask=inside)\n    tl.store(y_ptrs, (")],
-                     "each number of Y is stored 1.5 times", marks=COUNTED),
-        pytest.param([("mask=inside, other=0.0)\n    sin", "mask=rows[:, None] < M + 1, other=0.0)\n    sin")],
-                     "out of bounds", marks=pytest.mark.long),
-    ],
+test_the_rotation_of_whole_rows = accepted(("10.6", (X1_X2, WHOLE_ROWS)), marks=[pytest.mark.long])
+AGAIN = "0 * tl.load(x_ptrs, mask=inside, other=0.0)"
+test_the_rotation_gone_wrong = told(
+    ("10.6", ("rows[:, None] < M", "rows[:, None] <= M"),
+     "`rows[:, None] <= M`" if runtime.INTERPRETED else "changes its inputs"),
+    ("10.6", [(X1_X2, X1_X2.replace(".to(tl.float32)", "")), (COS, f"{COS}.to(X_ptr.dtype.element_ty)")], "Y "),
+    ("10.6", ("tl.store(y_ptrs, (", "tl.store(x_ptrs, ("), "changes its inputs"),
+    pytest.param("10.6", ("(x1 * sin + x2 * cos)", f"(x1 * sin + x2 * cos + {AGAIN})"),
+                 "each number of X is read 1.5 times", marks=COUNTED),
+    pytest.param("10.6", ("    tl.store(y_ptrs, (", "    tl.store(y_ptrs, x1, mask=inside)\n    tl.store(y_ptrs, ("),
+                 "each number of Y is stored 1.5 times", marks=COUNTED),
+    pytest.param("10.6", ("mask=inside, other=0.0)\n    sin", "mask=rows[:, None] < M + 1, other=0.0)\n    sin"),
+                 "out of bounds", marks=pytest.mark.long),
+    every=3,
 )  # fmt: skip
-@pytest.mark.every(3)
-def test_the_rotation_gone_wrong(changes, words):
-    assert words in str(failure("10.6", *changed("10.6", *changes)))
 
 
 # ---- 10.8 -----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from lesson_answers import answers_of, diagnosis, failure
+from lesson_answers import accepted, answers_of, diagnosis, failure, told
 from lesson_answers import changed_texts as changed
 
 from flashlab.check.cuda_answer import PROBES, built, probe, source_of
@@ -198,7 +198,7 @@ K_READ = "        if (first_thread) mbarrier_arrive(empty + 8 * slot);\n\n"
 SLOT_OF_V = "        slot = (2 * j + 1) % SLOTS;\n"
 COUNTS = "mbarrier_init(empty_k(i), CONSUMERS), mbarrier_init(empty_v(i), CONSUMERS)"
 O_FENCE, V_SLOT = "fence_proxy_async();", "empty_slot + 8 * ((2 * nth - 1) % SLOTS)"
-TOLD = [
+test_what_no_row_says = told(
     ("11.6", [("bulk_commit();", "bulk_commit(;")], "it does not compile"),
     ("11.6", [("if (first_thread) bulk_wait_read<HEAD_DIM / SLAB - 1>();", "")], "may still be under way"),
     ("11.6", [("if (first_thread) bulk", "if (threadIdx.x % GROUP == 32) bulk")], "may still be under way"),
@@ -242,18 +242,8 @@ TOLD = [
     ("11c.3", [("nth / 2 % 2 ^ 1", "(nth / 2 & 1)")], "with the consumers' parity"),
     ("11c.3", [("wgmma_commit();", "wgmma_commit(); wgmma_wait<0>();")], "the product is waited for here"),
     ("11c.4", [(BOTH, OWN), (STORE_DK, f"{STORE_DK}\n    {BOTH}")], "of K all 128 rows are read"),
-]  # fmt: skip
-_FIRST = {id: i for i, (id, *_) in reversed([*enumerate(TOLD)])}
-
-
-@pytest.mark.parametrize(
-    ("id", "changes", "words"),
-    [pytest.param(*x, marks=[] if _FIRST[x[0]] == i else pytest.mark.long) for i, x in enumerate(TOLD)],
-)
-@pytest.mark.every(2)
-def test_what_no_row_says(id, changes, words):
-    failed = failure(id, *changed(id, *changes))
-    assert failed.diagnosis not in ("exception", "wrong-type", "symptoms") and words in failed.sentence
+    one_of_each=True, every=2,
+)  # fmt: skip
 
 
 @pytest.mark.long
@@ -367,18 +357,6 @@ def test_scores_of_another_tile_than_v_is_of_are_no_wrong_correction():
     assert "correction" not in failure("11.8", text).sentence
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("name", "slug"), [("p11_4_producer", "too-few-rows-per-tile"), ("p9_flash", "no-wgmma")])
-def test_what_a_whole_kernel_is_refused_for(name, slug):
-    assert failure("11.14", step(name).path.read_text()).diagnosis == slug
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["p11_5_consumers", "p11_7_ping_pong", "p11_10_epilogue"])
-def test_the_ladders_own_kernels_pass(name):
-    assert check("11.14", step(name).path.read_text())
-
-
 def test_other_powers():
     kernel = step("p11_12_polynomial").path.read_text()
     lecture = re.search(r"__device__ __forceinline__ float exp2_polynomial.*?\n}\n", kernel, re.S)[0]
@@ -390,28 +368,23 @@ def test_other_powers():
     assert check("11c.1", lecture.replace(polynomial, exact))
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ([("rintf(x)", "truncf(x)")], "x is cut towards 0"),
-        ([("rintf(x)", "floorf(x)")], "x is rounded down"),
-        ([("+ 127)", "+ 126)")], "every value is 2^-1 times"),
-        ([("f = x - n", "f = n - x")], "f has the wrong sign"),
-        ([("y = 0.00133335581f", "y = 0.f")], "Taylor's up to f^4"),
-        ([("y = 0.00133335581f", "y = 0.f"), ("0.00961812911f", "0.f")], "Taylor's up to f^3"),
-        ([("y = 0.00133335581f", "y = 0.f"), ("0.00961812911f", "0.0416666667f"), ("0.0555041087f", "0.166666667f"),
-          ("0.240226507f", "0.5f"), ("0.693147181f", "1.f")], "that of e^f"),
-        ([("-127.f ? -127.f", "-100.f ? -100.f")], "the same at -126 and -125.7: x is limited"),
-        ([("128.f ? 128.f", "100.f ? 100.f")], "to 99.968, but"),
-        ([("f = x - n;", "f = given - n;"), ("    x = x <", "    const float given = x;\n    x = x <")],
-         "Limit x before"),
-        ([("-127.f ? -127.f", "-129.f ? -129.f")], "runs over into the sign"),
-        ([("128.f ? 128.f", "1000.f ? 1000.f")], "from 129 on runs over"),
-    ],
+test_a_power_is_told_why = told(
+    ("11c.1", [("rintf(x)", "truncf(x)")], "x is cut towards 0"),
+    ("11c.1", [("rintf(x)", "floorf(x)")], "x is rounded down"),
+    ("11c.1", [("+ 127)", "+ 126)")], "every value is 2^-1 times"),
+    ("11c.1", [("f = x - n", "f = n - x")], "f has the wrong sign"),
+    ("11c.1", [("y = 0.00133335581f", "y = 0.f")], "Taylor's up to f^4"),
+    ("11c.1", [("y = 0.00133335581f", "y = 0.f"), ("0.00961812911f", "0.f")], "Taylor's up to f^3"),
+    ("11c.1", [("y = 0.00133335581f", "y = 0.f"), ("0.00961812911f", "0.0416666667f"),
+               ("0.0555041087f", "0.166666667f"), ("0.240226507f", "0.5f"), ("0.693147181f", "1.f")], "that of e^f"),
+    ("11c.1", [("-127.f ? -127.f", "-100.f ? -100.f")], "the same at -126 and -125.7: x is limited"),
+    ("11c.1", [("128.f ? 128.f", "100.f ? 100.f")], "to 99.968, but"),
+    ("11c.1", [("f = x - n;", "f = given - n;"), ("    x = x <", "    const float given = x;\n    x = x <")],
+     "Limit x before"),
+    ("11c.1", [("-127.f ? -127.f", "-129.f ? -129.f")], "runs over into the sign"),
+    ("11c.1", [("128.f ? 128.f", "1000.f ? 1000.f")], "from 129 on runs over"),
+    every=2,
 )  # fmt: skip
-@pytest.mark.every(2)
-def test_a_power_is_told_why(changes, words):
-    assert words in failure("11c.1", *changed("11c.1", *changes)).sentence
 
 
 def test_turns_in_other_words():
@@ -439,6 +412,6 @@ def test_a_square_in_other_words():
     assert "The compiler warns" not in str(passed)
 
 
-@pytest.mark.long
-def test_both_consumers_may_meet_after_dv():
-    assert check("11c.4", *changed("11c.4", (BOTH, OWN), (STORE_DK, f"    {BOTH}\n{STORE_DK}")))
+test_both_consumers_may_meet_after_dv = accepted(
+    ("11c.4", [(BOTH, OWN), (STORE_DK, f"    {BOTH}\n{STORE_DK}")]), marks=[pytest.mark.long]
+)

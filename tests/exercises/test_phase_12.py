@@ -1,14 +1,10 @@
 """Phase 12's exercises: answers in other styles, wrong and right, and what is told of a fence that is missing."""
 
 import pytest
-import torch
-import triton
-import triton.language as tl
 from lesson_answers import diagnosis
-from test_rules import judge, told
+from test_rules import judge
 
 from flashlab.exercises import check
-from flashlab.exercises.rule import RULES
 
 # The count is one lane's; CUDA's own release and acquire are fences, and barriers of the warp.
 RIGHT = """
@@ -103,60 +99,3 @@ STYLES = [
 @pytest.mark.parametrize(("id", "fn"), STYLES)
 def test_another_style_is_right(id, fn):
     judge(id, fn)
-
-
-TOLD = [
-    ("12.1", lambda h, kv, q, e, t, g: (h * q / kv, -(-t * 500 * kv * e // (g * h))), "intensity"),
-    ("12.2", lambda t, n, j, h, p, kv, d: (((t[j // p] * p + j % p) * kv + h) * d, -n % p), "`kv_head` changes faster"),
-    ("12.3", lambda os, ls: ((torch.softmax(ls, 0)[..., None] * os).sum(0), ls.logsumexp(0)), "0 * NaN is NaN"),
-    ("12.4", lambda n, t, s, least: (RULES["12.4"].fn(n, t, s, least)[0], 1), "share"),
-    ("12.5", lambda r, h, g, m, n: (h * g + r // m, r % m, max(n - m + r % m + 1, 0), -g * m % 16), "heads of a query"),
-    ("12.7", lambda script, size: [(n, 0) for n, _ in RULES["12.7"].fn(script, size)], "copied"),
-    ("12.8", lambda *x: [(s, a, b - 1) for s, a, b in RULES["12.8"].fn(*x)], "end"),
-]
-
-
-@pytest.mark.parametrize(("id", "fn", "words"), TOLD)
-def test_a_slip_of_ones_own_is_told(id, fn, words):
-    assert words in str(told(id, fn))
-
-
-@triton.jit
-def head_by_head(
-    Q_ptr, K_ptr, V_ptr, TABLE_ptr, LENGTHS_ptr, PART_O_ptr, PART_LSE_ptr, width, splits, kv_heads, group, scale_log2,
-    PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """12.9 without a dot: one head after the other, sums over products."""
-    split, pair = tl.program_id(0) % splits, tl.program_id(0) // splits
-    n, d = tl.arange(0, BLOCK_N), tl.arange(0, HEAD_DIM)
-    length = tl.load(LENGTHS_ptr + pair // kv_heads)
-    share = tl.cdiv(tl.cdiv(length, BLOCK_N), splits)
-    row_ptr = TABLE_ptr + pair // kv_heads * width
-    for g in range(0, group):
-        head = pair * group + g
-        q = tl.load(Q_ptr + head * HEAD_DIM + d).to(tl.float32)
-        m = tl.full([1], -1e30, tl.float32)
-        l = tl.zeros([1], tl.float32)  # noqa: E741
-        o = tl.zeros([HEAD_DIM], tl.float32)
-        for tile in range(split * share, split * share + share):
-            key = tile * BLOCK_N + n
-            page = tl.load(row_ptr + key // PAGE, mask=key < length, other=0).to(tl.int64)
-            at = (page * PAGE * kv_heads + key % PAGE * kv_heads + pair % kv_heads) * HEAD_DIM
-            k = tl.load(K_ptr + at[:, None] + d[None, :], mask=key[:, None] < length, other=0.0).to(tl.float32)
-            v = tl.load(V_ptr + at[:, None] + d[None, :], mask=key[:, None] < length, other=0.0).to(tl.float32)
-            s = tl.where(key < length, tl.sum(k * q[None, :], 1) * scale_log2, -float("inf"))
-            m_new = tl.maximum(m, tl.max(s, 0))
-            p = tl.exp2(s - m_new)
-            l = l * tl.exp2(m - m_new) + tl.sum(p, 0)  # noqa: E741
-            o = o * tl.exp2(m - m_new) + tl.sum(p[:, None] * v, 0)
-            m = m_new
-        some = l > 0
-        tl.store(PART_O_ptr + (head * splits + split) * HEAD_DIM + d, tl.where(some, o / tl.where(some, l, 1.0), 0.0))
-        lse = tl.where(some, m / 1.4426950408889634 + tl.log(l), -float("inf"))
-        tl.store(PART_LSE_ptr + head * splits + split + tl.arange(0, 1), lse)
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_a_kernel_in_another_style():
-    check("12.9", head_by_head)

@@ -2,11 +2,10 @@
 
 import math
 
-import pytest
 import torch
-from lesson_answers import changed, failure
+from lesson_answers import diagnosed, told
 
-SLIPS = [
+test_a_slip_is_told_by_the_piece_that_it_is_in = told(
     ("0.3", [("continue", "break")], "m and l: `break` stands where `continue` belongs."),
     ("0.4", [("State(m, l, o)", "State(m, l, o / l.masked_fill(l == 0, 1.0)[..., None])")], "o is divided by l"),
     ("0.5", [("torch.maximum(m, x.max())", "x.max()")], "exp overflowed"),
@@ -34,36 +33,24 @@ SLIPS = [
     ("12.7", [("users.subtract(table[s])", "users.update(dict.fromkeys(table[s], -9))")],
      "operation 12, ('free', 0), it should be"),
     ("13.1", [("half = n // 2", "half = n / 2")], "a float: return an int"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("id, changes, words", SLIPS, ids=[f"{id}-{words[:24]}" for id, _, words in SLIPS])
-@pytest.mark.every(3)
-def test_a_slip_is_told_by_the_piece_that_it_is_in(id, changes, words):
-    assert words in str(failure(id, *changed(id, *changes)))
+    every=3,
+)  # fmt: skip
 
 
 # ---- causes that are not said ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
-def test_one_maximum_for_a_tile_is_not_a_start_at_zero():
-    """Rows past the end have scores of 0, which hold up the maximum of a tile as a start at 0 does."""
-    one = ("m_i = tl.max(s, axis=1)", "m_i = tl.max(tl.max(s, axis=1), axis=0) + tl.zeros([BLOCK_M], tl.float32)")
-    assert failure("1.4", *changed("1.4", one)).diagnosis == "one-maximum"
-
-
 MOVED = "            correction = torch.exp(m - top)\n            l, o, m = l * correction, o * correction, top\n"
-BY_CHANCE = [  # one result agrees with that of a change which does other things to the rest
-    ("0.8", MOVED, MOVED.replace("m - top", "-m.new_tensor(threshold)").replace(", top", ", m + threshold")),
-    ("10.7", "if not fitting:\n        return None", "if not fitting:\n        return BLOCK_M, 16"),
-]
-
-
-@pytest.mark.parametrize("id, old, new", BY_CHANCE, ids=[id for id, *_ in BY_CHANCE])
-@pytest.mark.every(2)
-def test_what_agrees_by_chance_is_no_cause(id, old, new):
-    assert failure(id, *changed(id, (old, new))).diagnosis == "wrong-value"
+LESS = MOVED.replace("m - top", "-m.new_tensor(threshold)").replace(", top", ", m + threshold")
+ONE = "m_i = tl.max(tl.max(s, axis=1), axis=0) + tl.zeros([BLOCK_M], tl.float32)"
+test_what_agrees_by_chance_is_no_cause = diagnosed(
+    # One result agrees with that of a change which does other things to the rest.
+    ("0.8", (MOVED, LESS), "wrong-value"),
+    ("10.7", ("if not fitting:\n        return None", "if not fitting:\n        return BLOCK_M, 16"), "wrong-value"),
+    # Rows past the end have scores of 0, which hold up the maximum of a tile as a start at 0 does.
+    ("1.4", ("m_i = tl.max(s, axis=1)", ONE), "one-maximum"),
+    every=2,
+)
 
 
 def test_one_factor_in_all_cases_is_told_with_the_constant_that_it_is():

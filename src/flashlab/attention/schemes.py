@@ -25,6 +25,8 @@ from flashlab.triton_tools.compile_report import CompileReport, compile_reports
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
+BLOCK_ROWS = 64  # queries of a program
+
 # ---- scheme A: a block of queries against the whole of K and V ------------------------------------------------------
 
 
@@ -59,13 +61,7 @@ def scheme_a_kernel(
 
 
 def scheme_a(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    scale: float | None = None,
-    BLOCK_M: int = 64,
-    as_if_on: str | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None, as_if_on: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of one head with scheme_a_kernel: right for any M and N, as long as K and V fit into shared memory.
 
@@ -76,10 +72,14 @@ def scheme_a(
     triton's own OutOfResources when the GPU it runs on cannot.
     """
     check_one_head(q, k, v)
-    check_block("BLOCK_M", BLOCK_M, power_of_two=True)
     if as_if_on is not None and len(k):
-        require_shared_memory(scheme_a_report(len(k), q.shape[1], as_if_on, BLOCK_M=BLOCK_M, dtype=q.dtype))
-    return launch(scheme_a_kernel, q, k, v, scale=scale, BLOCK_M=BLOCK_M, BLOCK_N=padded(len(k)))
+        (report,) = scheme_a_reports([len(k)], q.shape[1], [as_if_on], dtype=q.dtype)
+        if report.ok and not report.fits:
+            raise OutOfSharedMemory(
+                f"{report.kernel} needs {report.shared_bytes} bytes of shared memory a block, and a block on "
+                f"{report.target} has {report.shared_limit} at most"
+            )
+    return launch(scheme_a_kernel, q, k, v, scale=scale, BLOCK_N=padded(len(k)))
 
 
 class OutOfSharedMemory(RuntimeError):
@@ -91,10 +91,9 @@ def padded(n: int) -> int:
     return max(16, 1 << max(n - 1, 0).bit_length())
 
 
-def scheme_a_shared_bytes(seq_len: int, head_dim: int, *, BLOCK_M: int = 64, itemsize: int = 2) -> int:
+def scheme_a_shared_bytes(seq_len: int, head_dim: int) -> int:
     """Shared memory of a block of scheme_a_kernel, in bytes: the tiles of q, k and v lie there at the same time."""
-    check_block("BLOCK_M", BLOCK_M, power_of_two=True)
-    return (BLOCK_M + 2 * padded(seq_len)) * head_dim * itemsize
+    return (BLOCK_ROWS + 2 * padded(seq_len)) * head_dim * 2
 
 
 def first_failing_seq_len(shared_limit: int, shared_bytes: Callable[[int], int]) -> int:
@@ -105,24 +104,14 @@ def first_failing_seq_len(shared_limit: int, shared_bytes: Callable[[int], int])
     return n
 
 
-def require_shared_memory(report: CompileReport) -> None:
-    """Raise OutOfSharedMemory, with the figures, when the kernel that was reported on does not fit its target."""
-    if report.ok and not report.fits:
-        raise OutOfSharedMemory(
-            f"{report.kernel} needs {report.shared_bytes} bytes of shared memory a block, and a block on "
-            f"{report.target} has {report.shared_limit} at most"
-        )
-
-
 def kernel_arguments(
-    seq_len: int, head_dim: int, *, BLOCK_M: int = 64, dtype: torch.dtype = torch.float16, **constants: Any
+    seq_len: int, head_dim: int, *, dtype: torch.dtype = torch.float16, **constants: Any
 ) -> dict[str, Any]:
     """The arguments of this module's kernels on contiguous tensors, in the form that compile_report takes."""
-    check_block("BLOCK_M", BLOCK_M, power_of_two=True)
     strides = {f"stride_{axis}": head_dim for axis in ("qm", "kn", "vn", "om")}
     strides |= {f"stride_{axis}": 1 for axis in ("qd", "kd", "vd", "od")}
     pointers = {name: dtype for name in ("q_ptr", "k_ptr", "v_ptr", "o_ptr")} | {"lse_ptr": torch.float32}
-    tiles = {"HEAD_DIM": head_dim, "BLOCK_M": BLOCK_M}
+    tiles = {"HEAD_DIM": head_dim, "BLOCK_M": BLOCK_ROWS}
     return pointers | strides | {"M": seq_len, "N": seq_len, "scale": 0.125} | tiles | constants
 
 
@@ -131,21 +120,13 @@ def scheme_a_reports(
     head_dim: int,
     targets: Sequence[str],
     *,
-    BLOCK_M: int = 64,
     dtype: torch.dtype = torch.float16,
     shared_only: bool = True,
 ) -> list[CompileReport]:
     """compile_reports of scheme_a_kernel: [length 0 on each target or GPU, length 1, ...]."""
     targets = [runtime.limits(target).target for target in targets]
-    arguments = [kernel_arguments(n, head_dim, BLOCK_M=BLOCK_M, dtype=dtype, BLOCK_N=padded(n)) for n in seq_lens]
+    arguments = [kernel_arguments(n, head_dim, dtype=dtype, BLOCK_N=padded(n)) for n in seq_lens]
     return compile_reports(scheme_a_kernel, arguments, targets=targets, num_stages=1, shared_only=shared_only)
-
-
-def scheme_a_report(
-    seq_len: int, head_dim: int, target: str, *, BLOCK_M: int = 64, dtype: torch.dtype = torch.float16
-) -> CompileReport:
-    """compile_report of scheme_a_kernel for one length and target (or GPU name)."""
-    return scheme_a_reports([seq_len], head_dim, [target], BLOCK_M=BLOCK_M, dtype=dtype)[0]
 
 
 def check_one_head(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -184,7 +165,7 @@ def launch(
     v: torch.Tensor,
     *,
     scale: float | None = None,
-    BLOCK_M: int = 64,
+    BLOCK_M: int = BLOCK_ROWS,
     **constants: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run a kernel with this module's argument list, one program for each BLOCK_M rows of q; return (o, lse).
@@ -347,32 +328,22 @@ ESCAPE_HATCHES = ("split", "gather", "reduction", "recompute")
 
 
 def scheme_b(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    how: str = "split",
-    scale: float | None = None,
-    BLOCK_M: int = 64,
-    BLOCK_N: int = 64,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, how: str = "split", scale: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of one head with scheme_b_kernel; tensors and result as scheme_a's.
 
     how "slice" is the line one would like to write, p[:, start:stop], which Triton refuses: its CompilationError or,
-    interpreted, InterpreterError is raised. ESCAPE_HATCHES are accepted. BLOCK_N is a power of two, at least 16.
+    interpreted, InterpreterError is raised. ESCAPE_HATCHES are accepted. A block of V has 64 rows.
     """
     if how != "slice" and how not in ESCAPE_HATCHES:
         raise ValueError(f"how is 'slice' or one of {', '.join(ESCAPE_HATCHES)}, not {how!r}")
-    check_block("BLOCK_N", BLOCK_N, power_of_two=True)
-    halvings = (max(BLOCK_N, padded(len(k))) // BLOCK_N).bit_length() - 1
-    constants = {"BLOCK_N": BLOCK_N, "HALVINGS": halvings, "HOW": how}
-    return launch(scheme_b_kernel, q, k, v, scale=scale, BLOCK_M=BLOCK_M, **constants)
+    halvings = (max(64, padded(len(k))) // 64).bit_length() - 1
+    return launch(scheme_b_kernel, q, k, v, scale=scale, BLOCK_N=64, HALVINGS=halvings, HOW=how)
 
 
-def scheme_b_shared_bytes(seq_len: int, head_dim: int, *, BLOCK_M: int = 64, itemsize: int = 2) -> int:
+def scheme_b_shared_bytes(seq_len: int, head_dim: int) -> int:
     """Shared memory of a block of scheme_b_kernel, in bytes: q and the whole of K at once (blocks of V come later)."""
-    check_block("BLOCK_M", BLOCK_M, power_of_two=True)
-    return (BLOCK_M + padded(seq_len)) * head_dim * itemsize
+    return (BLOCK_ROWS + padded(seq_len)) * head_dim * 2
 
 
 # ---- K in blocks too, without rescaling: two passes -----------------------------------------------------------------
@@ -420,13 +391,7 @@ def two_pass_kernel(
 
 
 def two_pass(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    scale: float | None = None,
-    BLOCK_M: int = 64,
-    BLOCK_N: int = 64,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None, BLOCK_N: int = 64
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of one head with two_pass_kernel, of any length; tensors and result as scheme_a's."""
-    return launch(two_pass_kernel, q, k, v, scale=scale, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N)
+    return launch(two_pass_kernel, q, k, v, scale=scale, BLOCK_N=BLOCK_N)

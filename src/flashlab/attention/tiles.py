@@ -8,10 +8,9 @@ tiles a large one that fits and does not spill, but was never timed there.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-import os
-import tempfile
 from collections.abc import Callable
 from functools import cache as remember
 from pathlib import Path
@@ -91,13 +90,7 @@ _INTERPRETED = _choices((256, (64, 64, 4, 1)))
 def _product(
     all_m: tuple[int, ...], all_n: tuple[int, ...], all_stages: tuple[int, ...], all_warps: tuple[int, ...] = (4, 8)
 ) -> tuple[Tile, ...]:
-    return tuple(
-        Tile(block_m, block_n, num_warps, num_stages)
-        for block_m in all_m
-        for block_n in all_n
-        for num_warps in all_warps
-        for num_stages in all_stages
-    )
+    return tuple(Tile(*sizes) for sizes in itertools.product(all_m, all_n, all_warps, all_stages))
 
 
 SEARCH: dict[str, tuple[Tile, ...]] = {
@@ -111,11 +104,9 @@ SEARCH: dict[str, tuple[Tile, ...]] = {
 """What `tune` tries: the search space of the Triton tutorial "Fused Attention". A tile that does not fit drops out."""
 
 
-def search(
-    kernel: str, head_dim: int, small: bool = False, among: tuple[Tile, ...] | None = None
-) -> tuple[Tile, ...]:  # fmt: skip
-    """The tiles of SEARCH that can be good, or of those that are given; small: where large ones would leave
-    multiprocessors without a program, and for float32, whose products take more registers.
+def search(kernel: str, head_dim: int, small: bool = False) -> tuple[Tile, ...]:
+    """The tiles of SEARCH that can be good; small: where large ones would leave multiprocessors without a program, and
+    for float32, whose products take more registers.
 
     What a program adds up has to fit into the 255 registers of its threads: a tile that does not is slow at best, and
     with Triton 3.6 one of them, dq's (128, 32, 4, 3) at head_dim 256, writes where it must not. And 64 rows are one
@@ -128,7 +119,7 @@ def search(
         added_up = rows * columns * (2 if kernel == "dkdv" else 1)
         return added_up <= 255 * 32 * tile.num_warps and not (rows == 64 and tile.num_warps == 8 and head_dim <= 128)
 
-    return tuple(filter(fits, among or SEARCH[f"{kernel}, small" if small else kernel]))
+    return tuple(filter(fits, SEARCH[f"{kernel}, small" if small else kernel]))
 
 
 MEASURED = Path(__file__).with_name("tiles.json")
@@ -254,9 +245,6 @@ def _tuned() -> dict[str, Tile]:
 
 def _store() -> None:
     try:
-        path = _file()
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
-            json.dump({key: list(tile) for key, tile in _tuned().items()}, file, indent=1)
-        os.replace(file.name, path)  # whole or not at all
+        cache.write_whole(_file(), json.dumps({key: list(tile) for key, tile in _tuned().items()}, indent=1).encode())
     except (OSError, cache.CacheError):
         pass  # an unwritable cache costs a tuning the next time

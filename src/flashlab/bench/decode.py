@@ -137,12 +137,13 @@ def ways(case: Case, part: str) -> dict[str, tuple[int | None, Callable[[torch.T
     def door(backend: str) -> Callable[[torch.Tensor, Filled], Way]:
         return lambda q, x: lambda: flash_attention_with_cache(q, x.k, x.v, x.lengths, x.table, backend=backend)
 
-    def kernel(name: str) -> Callable[[torch.Tensor, Filled], Way]:
+    def kernel(name: str | None) -> Callable[[torch.Tensor, Filled], Way]:
         scale = case.head_dim**-0.5
         return lambda q, x: lambda: decoding.decode(q, x.k, x.v, x.lengths, x.table, scale=scale, name=name)[0]
 
     if part == "steps":
-        return {s.name: (None if i < 2 else 16, kernel(s.name)) for i, s in enumerate(DECODING)}
+        found = {s.name: (None if i < 2 else 16, kernel(s.name)) for i, s in enumerate(DECODING)}
+        return found | ({decoding.CLUSTER: (16, kernel(None))} if case.batch == 1 else {})
     found = {
         OURS: (16, door("p12_decode")), WHOLE: (None, door("p12_decode")), ONES: (1, door("p12_decode")),
         "Triton, pages of 16": (16, door("triton")), FLASHINFER: (16, _flashinfer),

@@ -17,7 +17,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
@@ -28,6 +27,7 @@ import torch
 from flashlab import runtime
 from flashlab.cuda import CudaError
 from flashlab.cuda.toolchain import find_nvcc, nvcc_version
+from flashlab.runtime.cache import write_whole
 from flashlab.table import Table
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -41,20 +41,6 @@ class NoGpu(RuntimeError):
 def write_json(path: Path, data: Any) -> None:
     """Write `data` to `path` whole or not at all."""
     write_whole(path, (json.dumps(data, indent=1) + "\n").encode())
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all: to a temporary file beside it, then renamed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def recorded(name: str) -> list[dict[str, Any]]:

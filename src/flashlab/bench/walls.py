@@ -64,13 +64,6 @@ def measure_length(job: Row) -> list[Row]:
     return harness.rows_of(job | {"shape": shape}, found, reasons)
 
 
-def out_of_resources(error: Exception) -> Row | None:
-    """The figures in Triton's OutOfResources: {"resource", "required", "limit"}; None for another error."""
-    if not isinstance(error, OutOfResources):
-        return None
-    return {"resource": error.name, "required": error.required, "limit": error.limit}
-
-
 def measure_scheme_a(head_dim: int) -> list[Row]:
     """scheme_a on one head, N doubling from 64, ending with the first N that this GPU refuses."""
     rows: list[Row] = []
@@ -110,10 +103,8 @@ def _tried(way: Callable[[], Any], q: torch.Tensor, k: torch.Tensor, v: torch.Te
     """Whether it runs: with its error against float64, or with what Triton's refusal says."""
     try:
         o = way()[0]
-    except Exception as error:
-        figures = out_of_resources(error)
-        if figures is None:
-            raise
+    except OutOfResources as error:
+        figures = {"resource": error.name, "required": error.required, "limit": error.limit}
         return {"ok": False, "message": str(error)} | figures
     want, _ = reference.attention(*(x[None, None] for x in (q, k, v)))
     return {"ok": True, "max_error": (o.double() - want[0, 0]).abs().max().item()}

@@ -11,13 +11,4 @@ from flashlab.check.failed import CheckFailed
 from flashlab.check.running import running
 from flashlab.check.verification import Report, verify, verify_block, verify_one_head
 
-__all__ = [
-    "CheckFailed",
-    "Report",
-    "expect",
-    "expect_close",
-    "running",
-    "verify",
-    "verify_block",
-    "verify_one_head",
-]
+__all__ = ["CheckFailed", "Report", "expect", "expect_close", "running", "verify", "verify_block", "verify_one_head"]

@@ -151,11 +151,7 @@ _BASE = [
     _spec("gaps between the heads in memory", 24, 72, batch=1, heads=2, kv_heads=2, layout="spaced"),
 ]
 
-_EMPTY = [
-    _spec("no keys", 16, 0),
-    _spec("no queries", 0, 16),
-    _spec("no batch", 16, 16, batch=0),
-]
+_EMPTY = [_spec("no keys", 16, 0), _spec("no queries", 0, 16), _spec("no batch", 16, 16, batch=0)]
 
 _CAUSAL = [
     _spec("one small tile", 16, 16),

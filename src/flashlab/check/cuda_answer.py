@@ -73,7 +73,6 @@ def text_of(answer: Any, name: str) -> str:
         Blank: a mark is left.
         CheckFailed: it is no text.
     """
-    __tracebackhide__ = True
     said = f"{name} should be the CUDA text, a string, not a {type(answer).__name__}"
     expect(isinstance(answer, str), said, diagnosis="wrong-type")
     if HOLE in answer:
@@ -84,7 +83,6 @@ def text_of(answer: Any, name: str) -> str:
 
 def lines_of(answer: Any, name: str) -> str:
     """The same of lines that may all have been deleted, which is a blank too."""
-    __tracebackhide__ = True
     text = text_of(answer, name)
     if not text.strip():
         raise NotImplementedError
@@ -204,7 +202,6 @@ def whole_kernel(answer: Any, name: str) -> Source:
         NotImplementedError: it is still empty.
         CheckFailed: it is no text, or has no ``forward`` of that signature.
     """
-    __tracebackhide__ = True
     text = lines_of(answer, name)
     forward = entries(text).get("forward")
     fits = forward is not None and len(forward.parameters) == 2 and takes_problem(forward) and forward.returns == "int"
@@ -214,7 +211,6 @@ def whole_kernel(answer: Any, name: str) -> Source:
 
 def expect_defined(text: str, *names: str) -> None:
     """Raises CheckFailed where a function that the text was given with is gone."""
-    __tracebackhide__ = True
     for name in names:
         there = re.search(rf"\b{name}\s*\(", text)
         expect(there, f"the text should still define `{name}`", diagnosis="wrong-entry")
@@ -222,7 +218,6 @@ def expect_defined(text: str, *names: str) -> None:
 
 def expect_launched(report: Report) -> None:
     """Raises CheckFailed where a call launched nothing: its output is what was in memory before."""
-    __tracebackhide__ = True
     expect(bool(report.launches), "forward returned, but it launched no kernel", diagnosis="no-launch")
 
 
@@ -252,17 +247,14 @@ def failure(findings: Sequence[Finding], whole: Source, case: str | None = None)
     first = min(findings, key=rank)
     sentence = whole.told(first)
     if first.kind == "uninitialised-shared":
-        sentence += (
-            "; if another thread writes it, a barrier between the two is missing, or that thread has returned before"
-        )
+        sentence += "; if another thread writes it, a barrier between the two is missing, or that thread has returned "
+        sentence += "before"
     skipped = next((f for f in findings if f.kind == "exited-threads"), None)
     if first.kind in _RACES and skipped is not None:  # who has gone past a barrier races with those who wait in it
         at = re.search(r"\bline (\d+)", skipped.message)
         where = f" in {whole.place(int(at[1])).split(',')[0]}" if at else ""
-        sentence += (
-            f". Some threads wait at the barrier{where} when others have ended: it may not stand in a branch that some "
-            "do not take"
-        )
+        sentence += f". Some threads wait at the barrier{where} when others have ended: it may not stand in a branch "
+        sentence += "that some do not take"
     own = "\n".join(whole.text.splitlines()[(whole.first or 1) - 1 : whole.last])
     met = re.search(r"\bline (\d+)", skipped.message) if first.kind in _RACES and skipped is not None else None
     waits = "in __syncthreads" in sentence or (met is not None and "__syncthreads" in whole.place(int(met[1])))
@@ -270,11 +262,9 @@ def failure(findings: Sequence[Finding], whole: Source, case: str | None = None)
         said = "__syncthreads counts all threads of the block, and some never come to this one: a consumer's threads "
         sentence = f"{said}meet at a named barrier\n{sentence}"
     if first.kind == "proxy-fence" and "fence_proxy_async" in blank_comments(own):
-        sentence += (
-            ". The fence that there is does not order this store: a fence is for what its own thread has stored before "
-            "it, or has been shown by a barrier before it. So each thread that stores fences after its last store, and "
-            "then comes the barrier"
-        )
+        sentence += ". The fence that there is does not order this store: a fence is for what its own thread has "
+        sentence += "stored before it, or has been shown by a barrier before it. So each thread that stores fences "
+        sentence += "after its last store, and then comes the barrier"
     return CheckFailed(sentence, diagnosis=first.kind, case=case)
 
 
@@ -294,7 +284,6 @@ def built(
     **defines: Any,
 ) -> CudaModule:  # fmt: skip
     """Compiles a source for the emulator. Raises CheckFailed with the compiler's first error."""
-    __tracebackhide__ = True
     whole = source_of(kernel)
     source = kernel if isinstance(kernel, Step) else whole.text
     try:
@@ -380,7 +369,6 @@ def expect_set(whole: Source, *, head_dim: int = 64, dtype: torch.dtype = torch.
     Of a kernel that is right. g++ fills what is not set with a finite number, and a finite number times a correction
     of 0 is 0; on a GPU a register may hold NaN.
     """
-    __tracebackhide__ = True
     filled = with_nan(whole.text)
     if filled == whole.text:
         return
@@ -391,10 +379,8 @@ def expect_set(whole: Source, *, head_dim: int = 64, dtype: torch.dtype = torch.
     outputs = module.forward(*normal(3, 1, 1, 200, head_dim).to(dtype), causal=True, echo=False)
     for name, x in zip(("o", "lse"), outputs, strict=True):
         at = x.isnan().nonzero()[:1].flatten().tolist()
-        said = (
-            "right in the emulator, but a local variable is read before it is set: with NaN in all that are declared "
-        )
-        said += f"without a value, {name} is NaN at {at}. On a GPU a register may hold anything"
+        said = "right in the emulator, but a local variable is read before it is set: with NaN in all that are "
+        said += f"declared without a value, {name} is NaN at {at}. On a GPU a register may hold anything"
         case = f"{spelled(dtype)}, seq_q=200, seq_k=200, causal"
         expect(not at, said, diagnosis="uninitialised-local", case=case)
 
@@ -410,7 +396,6 @@ def expect_wide(whole: Source, *, head_dim: int = 64, dtype: torch.dtype = torch
     Each of q, k, v and o in turn has its rows, heads or batches far apart, in addresses that have no memory behind
     them. Nothing is said where the machine has no room for so many addresses.
     """
-    __tracebackhide__ = True
     module = built(whole, check=True, head_dim=head_dim, dtype=dtype)
     for axis, length, apart, name in _FAR_APART:
         shape = [1, 1, 16, head_dim]
@@ -432,7 +417,6 @@ def expect_wide(whole: Source, *, head_dim: int = 64, dtype: torch.dtype = torch
 
 
 def _far_run(module: CudaModule, whole: Source, case: str, given: Sequence[torch.Tensor]) -> torch.Tensor:
-    __tracebackhide__ = True
     *operands, out = given
     return ran(module, whole, case, lambda: module.forward(*operands, causal=False, out=out, echo=False))[0].clone(
         memory_format=torch.contiguous_format
@@ -450,10 +434,9 @@ def _laid_out(x: torch.Tensor, axis: int, apart: int) -> torch.Tensor:
 
 
 def _of_32_bits(tensor: str, name: str, length: int, case: str, what: str) -> CheckFailed:
-    said = (
-        f"right in small tensors, but not where {name} {length - 1} of {tensor} begins more than 2^31 elements behind "
-    )
-    said += f"the first{what}. Some offset is computed, or kept, in 32 bits: the strides are int64_t, and so has to be "
+    said = f"right in small tensors, but not where {name} {length - 1} of {tensor} begins more than 2^31 elements "
+    said += f"behind the first{what}. Some offset is computed, or kept, in 32 bits: the strides are int64_t, and so "
+    said += "has to be "
     return CheckFailed(f"{said}whatever they are multiplied to", diagnosis="offset-in-32-bits", case=case)
 
 
@@ -470,7 +453,6 @@ def _heed_warnings(said: str, whole: Source) -> None:
 
 def ran(module: CudaModule, whole: Source, case: str | None, call: Callable[[], Any]) -> Any:
     """call(), which runs something of the module. Raises CheckFailed with what the emulator found, but for warnings."""
-    __tracebackhide__ = True
     try:
         result = call()
     except CompileError as error:  # of another head_dim
@@ -510,14 +492,12 @@ class Answer:
     """
 
     def __init__(self, answer: Any, name: str, entry: str = "run"):
-        __tracebackhide__ = True
         text = text_of(answer, name)
         self.whole, self.entry = Source(text, name, 1, len(text.splitlines())), entry
         self._modules: dict[Any, CudaModule] = {}
 
     def module(self, *, check: bool, **defines: Any) -> CudaModule:
         """The source, built. Raises CheckFailed: it does not compile, or its function is gone."""
-        __tracebackhide__ = True
         key = (check, *sorted(defines.items()))
         if key not in self._modules:
             said = f'the source has lost its extern "C" function `{self.entry}`'
@@ -540,7 +520,6 @@ class Answer:
         Raises:
             CheckFailed: with the compiler's error, or what the emulator found.
         """
-        __tracebackhide__ = True
         module = self.module(check=check, **({"ELEMENT": ELEMENTS[dtype]} if dtype else {}), **defines)
         try:
             ran(module, self.whole, case, lambda: module.launch(self.entry, *arguments, echo=False))
@@ -557,7 +536,6 @@ def probe(
     dtype: torch.dtype = torch.float16, **options: Any,
 ) -> Report:  # fmt: skip
     """One run of a check build on random tensors. Raises CheckFailed with what was found."""
-    __tracebackhide__ = True
     batch, heads, kv_heads, seq_q, seq_k, causal = shape
     sizes = (heads, seq_q), (kv_heads, seq_k), (kv_heads, seq_k)
     q, k, v = (normal(batch, *size, head_dim, seed=i).to(dtype) for i, size in enumerate(sizes))
@@ -588,7 +566,6 @@ def examine(
     Raises:
         CheckFailed: with the finding, or the checker's diagnosis.
     """
-    __tracebackhide__ = True
     try:
         return _examined(kernel, head_dim, dtype, fast, probes, max_seq, max_tile, sms, **defines)
     except CheckFailed as failed:
@@ -683,7 +660,6 @@ def _examined(
     kernel: Step | Source | str, head_dim: int, dtype: torch.dtype, fast: bool, probes: Sequence[Any], max_seq: int,
     max_tile: int, sms: int, **defines: Any,
 ) -> Verdict:  # fmt: skip
-    __tracebackhide__ = True
     whole = source_of(kernel)
     variant: dict[str, Any] = {"head_dim": head_dim, "dtype": dtype}
     module = built(kernel, check=True, **variant, **defines)
@@ -691,7 +667,6 @@ def _examined(
     runs = built(kernel, check=False, **variant, **defines) if fast else module
 
     def forward(q, k, v, *, causal, scale):
-        __tracebackhide__ = True
         given, options = [carried(x, "cpu") for x in (q, k, v)], {"causal": causal, "scale": scale, "sms": sms}
         o, lse = ran(runs, whole, None, lambda: runs.forward(*given, **options, echo=False))
         return o.to(q.device), lse.to(q.device)
@@ -722,14 +697,12 @@ def _examined(
 
 def expect_variant(whole: Source, head_dim: int, dtype: torch.dtype = torch.bfloat16) -> None:
     """Raises CheckFailed where a kernel that is right as it was compiled, in float16, is not with these."""
-    __tracebackhide__ = True
     q, (k, v) = normal(1, 2, 77, head_dim, seed=7), normal(2, 1, 2, 200, head_dim, seed=8)
     q[..., 0], k[..., 0] = math.sqrt(head_dim), 0.0
     q[..., ::2, 0], k[..., :100, 0] = -math.sqrt(head_dim), 12.0  # maxima move far, whatever the way
     case = f"{spelled(dtype)}, head_dim={head_dim}, seq_q=77, seq_k=200, causal"
 
     def compared(dtype: torch.dtype) -> None:
-        __tracebackhide__ = True
         given, module = [x.to(dtype) for x in (q, k, v)], built(whole, check=False, head_dim=head_dim, dtype=dtype)
         o, lse = ran(module, whole, case, lambda: module.forward(*given, causal=True, echo=False))
         want, want_lse = reference.attention(*given, causal=True)
@@ -745,7 +718,6 @@ def expect_variant(whole: Source, head_dim: int, dtype: torch.dtype = torch.bflo
 
 def expect_any_base(whole: Source) -> None:
     """Raises CheckFailed where shared memory is addressed as if it began at 0, which on a GPU it does not."""
-    __tracebackhide__ = True
     before = "\n__global__ void flashlab_before() { __shared__ volatile char first[1024]; first[threadIdx.x] = 0; }\n"
     q, k, v = normal(3, 1, 1, 150, 64, seed=9).half()
     try:
@@ -766,16 +738,13 @@ def of_a_variant(failed: CheckFailed, head_dim: int, in_fp16: Callable[[], Any])
     except CheckFailed as again:
         if failed.diagnosis == "does-not-compile" and again.diagnosis != failed.diagnosis:
             return failed
-        sentence = (
-            f"right with head_dim={192 - head_dim}, wrong with {head_dim}, in either dtype ({failed}): is there a "
-            f"number that should follow HEAD_DIM, {192 - head_dim}, or {24 - head_dim // 8} for HEAD_DIM / 8, or "
-            f"{12 - head_dim // 16} for HEAD_DIM / 16, or a name for another that is the same with {192 - head_dim}?"
-        )
+        sentence = f"right with head_dim={192 - head_dim}, wrong with {head_dim}, in either dtype ({failed}): is "
+        sentence += f"there a number that should follow HEAD_DIM, {192 - head_dim}, or {24 - head_dim // 8} for "
+        sentence += f"HEAD_DIM / 8, or {12 - head_dim // 16} for HEAD_DIM / 16, or a name for another that is the "
+        sentence += f"same with {192 - head_dim}?"
         return CheckFailed(sentence, diagnosis=f"head-dim-{192 - head_dim}-alone", case=case)
-    sentence = (
-        f"wrong in bfloat16, the same case is right in float16 ({failed}): is T used everywhere, as in pack<T>, or "
-        "__half somewhere?"
-    )
+    sentence = f"wrong in bfloat16, the same case is right in float16 ({failed}): is T used everywhere, as in "
+    sentence += "pack<T>, or __half somewhere?"
     return CheckFailed(sentence, diagnosis="fp16-alone", case=case)
 
 
@@ -815,7 +784,6 @@ def _honest(failed: CheckFailed) -> CheckFailed:
 
 def _expect_in_range(forward: Callable[..., Any], head_dim: int, dtype: torch.dtype) -> None:
     """For a kernel that is not finite where scores are large: raises CheckFailed where it does subtract a maximum."""
-    __tracebackhide__ = True
     q = torch.full((1, 1, 16, head_dim), 5.0).to(dtype)  # scores of 200 and more, all the same
     if forward(q, q, q, causal=False, scale=None)[0].isfinite().all():
         _expect_moving_maxima(forward, head_dim, dtype)
@@ -827,7 +795,6 @@ def _expect_any_scale(forward: Callable[..., Any], head_dim: int, dtype: torch.d
     A reference that changes by 1 from tile to tile spoils the next one there; with a scale of 1 / 8 it takes thousands
     of keys.
     """
-    __tracebackhide__ = True
     try:
         _expect_moving_maxima(forward, head_dim, dtype, scale=128.0)
     except CheckFailed as failed:
@@ -845,16 +812,14 @@ def _rows_twice(
     stored = report.counters["global_store_bytes"]
     if stored < rows * (head_dim * dtype.itemsize + 4):
         return failed
-    said = (
-        f"{failed.sentence}. Yet as many numbers are stored as there are in o, so some rows are stored twice: do two "
-    )
-    said += "warps, or two blocks, have rows in common? The first row of a warp is the rows per warp times its number"
+    said = f"{failed.sentence}. Yet as many numbers are stored as there are in o, so some rows are stored twice: do "
+    said += "two warps, or two blocks, have rows in common? The first row of a warp is the rows per warp times its "
+    said += "number"
     return CheckFailed(said, diagnosis="rows-in-common", case=failed.case)
 
 
 def _expect_last_key(forward: Callable[..., Any], head_dim: int, dtype: torch.dtype) -> None:
     """Raises CheckFailed where a block's last row alone sees a tile, one key of it, and that tile is left out."""
-    __tracebackhide__ = True
     rows = 128
     q, k, v = (normal(1, 1, n, head_dim, seed=n) for n in (rows, rows + 1, rows + 1))
     q[..., 0], k[..., 0] = math.sqrt(head_dim), 0.0
@@ -872,10 +837,8 @@ def _expect_last_key(forward: Callable[..., Any], head_dim: int, dtype: torch.dt
             "causal-loop-too-short",
             f"causal with seq_q={rows} and seq_k={rows + 1}: row {row} does not see key ",
         )
-        said += (
-            f"{rows}, its last one, and the only one that the block sees of its tile. How many keys does the block's "
-        )
-        said += "last row see, and does the loop over tiles reach the last of them?"
+        said += f"{rows}, its last one, and the only one that the block sees of its tile. How many keys does the "
+        said += "block's last row see, and does the loop over tiles reach the last of them?"
     raise CheckFailed(said, diagnosis=slug, case=case)
 
 
@@ -886,21 +849,17 @@ def _near_row(got: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
 
 def _expect_few_keys(forward: Callable[..., Any], head_dim: int, dtype: torch.dtype) -> None:
     """Raises CheckFailed where a row that sees no key spoils, or is spoiled by, the others of its warp."""
-    __tracebackhide__ = True
     *first, last = (replace(case, head_dim=head_dim, dtype=dtype) for case in _FEW_KEYS)
 
     def call(case, q, k, v):
-        __tracebackhide__ = True
         return forward(q, k, v, causal=case.causal, scale=case.softmax_scale)
 
     verification.run(call, first)
     try:
         verification.run(call, [last])
     except CheckFailed as failed:
-        said = (
-            f"wrong only where a tile has keys for some rows of a warp and none for others: {failed}; what does a row "
-        )
-        said += "give whose maximum is still -inf after a tile?"
+        said = f"wrong only where a tile has keys for some rows of a warp and none for others: {failed}; what does a "
+        said += "row give whose maximum is still -inf after a tile?"
         raise CheckFailed(said, diagnosis="masked-rows-nan", case=str(last)) from None
 
 
@@ -911,7 +870,6 @@ def _expect_moving_maxima(
 
     A head for each of the moves, upwards from the first keys to the last; and as many downwards.
     """
-    __tracebackhide__ = True
     up = (*_MOVES, *[400] * bool(scale))  # by more than 1, before the scale
     moves = torch.tensor([*up, *(-x for x in up)], dtype=torch.float32) * math.log(2)
     q = 0.05 * normal(1, len(moves), 16, head_dim)

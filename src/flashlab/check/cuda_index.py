@@ -418,7 +418,6 @@ def explained(module: Callable[[], CudaModule], *trials: Trials, vague: Sequence
 
     vague: the diagnoses that say no cause, where others do; findings never do.
     """
-    __tracebackhide__ = True
     try:
         yield
     except CheckFailed as failed:
@@ -439,6 +438,5 @@ def explained(module: Callable[[], CudaModule], *trials: Trials, vague: Sequence
 
 def examined(source: Source | str, *trials: Trials, **options: Any) -> Verdict:
     """`cuda_answer.examine` of a kernel; where it finds no cause, the change of a right text that gives the same."""
-    __tracebackhide__ = True
     with explained(lambda: trials[0].build(source), *trials, vague=VAGUE):
         return examine(source, **options)

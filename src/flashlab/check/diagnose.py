@@ -68,18 +68,12 @@ def _structure(observations: Sequence[Observation], wrong: Sequence[Observation]
         return "lse-not-written", "nothing is ever written to lse", first
     if all(_nothing_finite(seen.o) for seen in observations):
         if all(seen.lse is not None and seen.lse.isnan().all() for seen in observations):
-            return (
-                "correction-inverted",
-                "everything is NaN from the first block on: is the correction upside down? At the start, where m is "
-                "-inf (is it?), exp(m_old - m_new) is 0, but exp(m_new - m_old) is infinite, and inf * 0 is NaN",
-                first,
-            )
-        return (
-            "nan-everywhere",
-            "no output is finite: with m = -inf at the start, which difference becomes -inf - (-inf), or which product "
-            "inf * 0?",
-            first,
-        )
+            said = "everything is NaN from the first block on: is the correction upside down? At the start, where m "
+            said += "is -inf (is it?), exp(m_old - m_new) is 0, but exp(m_new - m_old) is infinite, and inf * 0 is NaN"
+            return "correction-inverted", said, first
+        said = "no output is finite: with m = -inf at the start, which difference becomes -inf - (-inf), or which "
+        said += "product inf * 0?"
+        return "nan-everywhere", said, first
     masked = [seen for seen in wrong if _only_masked_rows(seen)]
     if len(masked) == len(wrong):
         return _masked_rows(masked[0])
@@ -93,19 +87,13 @@ def _structure(observations: Sequence[Observation], wrong: Sequence[Observation]
         return "rows-not-computed", f"{none} of o are 0, the others right: are they ever computed?", lost[0]
     layouts = {seen.case.layout for seen in wrong}
     if "contiguous" not in layouts and any(s.ok and s.case.layout == "contiguous" for s in observations):
-        return (
-            "strides-ignored",
-            "right for contiguous inputs only: the addresses have to use each tensor's own strides",
-            first,
-        )
+        said = "right for contiguous inputs only: the addresses have to use each tensor's own strides"
+        return "strides-ignored", said, first
     others = [seen for seen in wrong if seen not in masked]
     if {seen.case.content for seen in others} == {"huge"} and all(_as_a_sentinel_gives(seen) for seen in others):
-        return (
-            "finite-sentinel",
-            "wrong where the scores are hugely negative: a finite number (-1e4, -1e6, ...) stands for minus infinity, "
-            "and real scores are below it; use -inf",
-            others[0],
-        )
+        said = "wrong where the scores are hugely negative: a finite number (-1e4, -1e6, ...) stands for minus "
+        said += "infinity, and real scores are below it; use -inf"
+        return "finite-sentinel", said, others[0]
     return None
 
 
@@ -164,11 +152,8 @@ def _only_masked_rows(seen: Observation) -> bool:
 def _masked_rows(seen: Observation) -> Found:
     rows = seen.truth.lse == -math.inf
     if seen.o_ok:
-        return (
-            "masked-rows-lse",
-            "rows that may look at no key have the wrong lse: it is -inf, the logarithm of an empty sum",
-            seen,
-        )
+        said = "rows that may look at no key have the wrong lse: it is -inf, the logarithm of an empty sum"
+        return "masked-rows-lse", said, seen
     if seen.o[rows].isnan().any():
         if seen.lse is not None and not seen.lse[rows].isnan().any():
             lse = seen.lse[rows].flatten()[0].item()
@@ -176,17 +161,11 @@ def _masked_rows(seen: Observation) -> Found:
             if lse != -math.inf:
                 sentence += ". Does a finite number stand for minus infinity?"
             return "masked-rows-nan", sentence, seen
-        return (
-            "masked-rows-nan",
-            "rows that may look at no key give NaN: -inf - (-inf) or 0 / 0; o has to be 0 there, and lse -inf",
-            seen,
-        )
-    return (
-        "masked-rows-not-zero",
-        "rows that may look at no key are not 0: o has to be 0 there, and lse -inf; does a finite number stand for "
-        "minus infinity, so that their masked keys all get the same weight?",
-        seen,
-    )
+        said = "rows that may look at no key give NaN: -inf - (-inf) or 0 / 0; o has to be 0 there, and lse -inf"
+        return "masked-rows-nan", said, seen
+    said = "rows that may look at no key are not 0: o has to be 0 there, and lse -inf; does a finite number stand for "
+    said += "minus infinity, so that their masked keys all get the same weight?"
+    return "masked-rows-not-zero", said, seen
 
 
 # ---- which head was computed ----------------------------------------------------------------------------------------
@@ -213,10 +192,9 @@ def _lse_of_other_heads(seen: Observation) -> tuple[str, str] | None:
         return None
     at = int((source != torch.arange(len(source))).nonzero()[0])
     (b, h), (b_other, h_other) = (divmod(x, seen.case.heads) for x in (at, int(source[at])))
-    return "wrong-head-stored", (
-        f"o is right, but batch {b}, head {h} of lse holds that of batch {b_other}, head {h_other}: "
-        "where is lse stored?"
-    )
+    said = f"o is right, but batch {b}, head {h} of lse holds that of batch {b_other}, head {h_other}: where is lse "
+    said += "stored?"
+    return "wrong-head-stored", said
 
 
 def _other_heads(seen: Observation, p: Problem) -> tuple[str, str] | None:
@@ -245,10 +223,9 @@ def _other_heads(seen: Observation, p: Problem) -> tuple[str, str] | None:
             continue
         (b, h), (b_other, h_other) = next(iter(others.items()))
         if what == "everything":
-            return (
-                "wrong-head-stored",
-                f"batch {b}, head {h} holds the result of batch {b_other}, head {h_other}: look at where o is stored",
-            )
+            said = f"batch {b}, head {h} holds the result of batch {b_other}, head {h_other}: look at where o is "
+            said += "stored"
+            return "wrong-head-stored", said
         source = f"batch {b}, head {h} was computed with {what} of batch {b_other}, head "
         source += f"{h_other // group if what != 'Q' else h_other}"
         if case.kv_heads != case.heads and what != "Q" and all(a[0] == o[0] for a, o in others.items()):
@@ -424,26 +401,17 @@ def _contents(observations: Sequence[Observation], wrong: Sequence[Observation])
         return None
     broken = [s for s in wrong if not s.o.isfinite().all() or (s.lse is not None and s.lse.isnan().any())]
     if broken and all(_far_below_zero(s) for s in wrong) and not all(_far_below_zero(s) for s in observations):
-        return (
-            "m-starts-too-high",
-            "wrong where every score of a row is far below 0, right elsewhere: does m start at minus infinity, and is "
-            "the padding masked in all scores that exp is taken of?",
-            broken[0],
-        )
+        said = "wrong where every score of a row is far below 0, right elsewhere: does m start at minus infinity, and "
+        said += "is the padding masked in all scores that exp is taken of?"
+        return "m-starts-too-high", said, broken[0]
     if broken:
-        return (
-            "no-max-subtraction",
-            "right while the scores are small, not finite where they are large: is the row maximum, of the same "
-            "scores, scaled and masked, subtracted before exp?",
-            broken[0],
-        )
+        said = "right while the scores are small, not finite where they are large: is the row maximum, of the same "
+        said += "scores, scaled and masked, subtracted before exp?"
+        return "no-max-subtraction", said, broken[0]
     if all(_underflows(s) for s in wrong):
-        return (
-            "maximum-too-high",
-            "right while the scores are small; where they are large, o is 0 and lse -inf: every exp(s - m) is 0, so m "
-            "lies far above each score that counts. Is it the maximum of the same scores, scaled and masked?",
-            wrong[0],
-        )
+        said = "right while the scores are small; where they are large, o is 0 and lse -inf: every exp(s - m) is 0, "
+        said += "so m lies far above each score that counts. Is it the maximum of the same scores, scaled and masked?"
+        return "maximum-too-high", said, wrong[0]
     return None
 
 
@@ -564,14 +532,9 @@ def _parts_of_lse(observations: Sequence[Observation], wrong: Sequence[Observati
                 break
     if len(parts) < 2:
         return None
-    return (
-        "lse-parts",
-        (
-            f"o is right, but lse is {' + '.join(parts)}, where m is the row's largest score and l the sum of "
-            "exp(score - m): it should be m + ln(l)"
-        ),
-        seen,
-    )
+    said = f"o is right, but lse is {' + '.join(parts)}, where m is the row's largest score and l the sum of "
+    said += "exp(score - m): it should be m + ln(l)"
+    return "lse-parts", said, seen
 
 
 def _scaled_rows(wrong: Sequence[Observation]) -> Found | None:
@@ -593,14 +556,9 @@ def _scaled_rows(wrong: Sequence[Observation]) -> Found | None:
         return None
     least, most = all_of.min().item(), all_of.max().item()
     how = f"{least:.6g} times" if most - least < 1e-6 else f"{least:.6g} to {most:.6g} times"
-    return (
-        "rows-scaled",
-        (
-            f"the wrong rows of o are right but for one factor per row, {how} what they should be, and a rounding errs "
-            "both ways: what is each row divided by?"
-        ),
-        wrong[0],
-    )
+    said = f"the wrong rows of o are right but for one factor per row, {how} what they should be, and a rounding errs "
+    said += "both ways: what is each row divided by?"
+    return "rows-scaled", said, wrong[0]
 
 
 # ---- small errors ---------------------------------------------------------------------------------------------------
@@ -659,14 +617,9 @@ def _rows_by_factors(observations: Sequence[Observation], wrong: Sequence[Observ
         why = ". lse is right, so l is; acc has this factor: is it rescaled exactly when l is?"
     rows = _wrong_rows(calm[0])
     what = "every row of o" if bool(rows.all()) else f"{_rows(rows)} of o"
-    return (
-        "rows-scaled",
-        (
-            f"{_difference(observations, wrong)}{what}: right but for one factor per row, {each.min():.3g} to "
-            f"{each.max():.3g} in all of them{why}"
-        ),
-        calm[0],
-    )
+    said = f"{_difference(observations, wrong)}{what}: right but for one factor per row, {each.min():.3g} to "
+    said += f"{each.max():.3g} in all of them{why}"
+    return "rows-scaled", said, calm[0]
 
 
 def _nearly_right(observations: Sequence[Observation], wrong: Sequence[Observation]) -> Found | None:
@@ -680,9 +633,8 @@ def _nearly_right(observations: Sequence[Observation], wrong: Sequence[Observati
     if name == "o" and not _rounded_to_16_bits(wrong) and (found := _scaled_rows(wrong)):
         return found
     if name == "o" and _rounded_to_16_bits(wrong):
-        sentence = (
-            "nearly right: every element of o is a 16-bit number, though the inputs are float32; store it as it is"
-        )
+        sentence = "nearly right: every element of o is a 16-bit number, though the inputs are float32; store it as "
+        sentence += "it is"
         return "o-in-16-bit", sentence, seen
     if name == "lse" and all(s.o_ok for s in wrong):
         return "low-precision", _nearly_lse(calm or wrong, times), seen
@@ -745,10 +697,8 @@ def _describe(observations: Sequence[Observation], wrong: Sequence[Observation])
     finer = finer and any(bool((s.truth.lse_bound < 0.1).all()) for s in wrong)
     end = ". lse is right in every case, so the maxima and the sums are" if finer else ""
     if name == "lse" and all(_lse_never_set(s) for s in wrong if s.case.content in CALM):
-        end = (
-            ", and -inf in every row. o is right here, so the sums are not 0: lse is the maximum plus the "
-            "logarithm of the sum, and the maximum is still -inf. Is it ever set?"
-        )
+        end = ", and -inf in every row. o is right here, so the sums are not 0: lse is the maximum plus the logarithm "
+        end += "of the sum, and the maximum is still -inf. Is it ever set?"
         return CheckFailed(f"{difference}{share}: {value}{end}", diagnosis="maximum-never-set", case=str(seen.case))
     return CheckFailed(f"{difference}{share}: {value}{end}", diagnosis="wrong-value", case=str(seen.case))
 

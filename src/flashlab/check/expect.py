@@ -12,12 +12,7 @@ from flashlab.check.failed import CheckFailed
 from flashlab.check.symptoms import watched
 
 # Relative to the size of the expected values; a few hundred roundings of each dtype, far below any real mistake.
-_DEFAULT_TOLERANCE = {
-    torch.float64: 1e-9,
-    torch.float32: 2e-5,
-    torch.float16: 4e-3,
-    torch.bfloat16: 3e-2,
-}
+_DEFAULT_TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 def expect(condition: Any, sentence: str, *, diagnosis: str, case: str | None = None) -> None:

@@ -36,14 +36,10 @@ def expect_written(x: torch.Tensor, what: str, *, case: str | None = None, becau
         case: what the kernel was run on.
         because: words for the end of the sentence, where a part is missing.
     """
-    __tracebackhide__ = True
     missing = unwritten(x)
     if missing.all():
-        raise CheckFailed(
-            f"nothing is stored to {what}: all its {x.numel()} elements still hold {_BEFORE}",
-            diagnosis="nothing-stored",
-            case=case,
-        )
+        said = f"nothing is stored to {what}: all its {x.numel()} elements still hold {_BEFORE}"
+        raise CheckFailed(said, diagnosis="nothing-stored", case=case)
     if missing.any():
         raise CheckFailed(
             f"{int(missing.sum())} of {x.numel()} elements of {what} were never written, {_places(missing)}"
@@ -66,7 +62,6 @@ def expect_results(
 
     Returns what the first build's run counted. Raises CheckFailed.
     """
-    __tracebackhide__ = True
     first = None
     for check in checks:
         outputs = [marked(*x.shape) for x in want.values()]
@@ -90,7 +85,6 @@ def expect_stored(whole: Source, *, head_dim: int = 64, dtype: torch.dtype = tor
 
     The check build is run, so that a race or a bad address is told first.
     """
-    __tracebackhide__ = True
     module = built(whole, check=True, head_dim=head_dim, dtype=dtype)
     zeros, lse_zeros, right = [], [], []
     for batch, heads, kv_heads, seq_q, seq_k in _SHAPES:
@@ -113,36 +107,26 @@ def expect_stored(whole: Source, *, head_dim: int = 64, dtype: torch.dtype = tor
         lse_zeros.append(bool((lse == 0).all()))
         right.append(bool(((o.double() - reference.attention(q, k, v)[0]).abs() < 0.03).all()))
     if all(zeros):
-        raise CheckFailed(
-            "so far so good: all of o is stored, but every number in it is 0. What comes between is missing, or is "
-            "multiplied by 0: the copy of K and V, the scores, P and its product with V",
-            diagnosis="only-zeros",
-        )
+        said = "so far so good: all of o is stored, but every number in it is 0. What comes between is missing, or is "
+        said += "multiplied by 0: the copy of K and V, the scores, P and its product with V"
+        raise CheckFailed(said, diagnosis="only-zeros")
     if all(lse_zeros) and all(right):
-        raise CheckFailed(
-            "o is right. lse is 0 in every row: store the maximum plus the logarithm of the sum", diagnosis="lse-zero"
-        )
+        said = "o is right. lse is 0 in every row: store the maximum plus the logarithm of the sum"
+        raise CheckFailed(said, diagnosis="lse-zero")
 
 
 def _expect_both(o: torch.Tensor, lse: torch.Tensor, case: str) -> None:
     """The masks of what is not written of o [batch, heads, rows, head_dim] and lse [batch, heads, rows]."""
-    __tracebackhide__ = True
     if o.all() and lse.all():
-        raise CheckFailed(
-            f"the kernel runs, but it stores nothing: all of o and lse still hold {_BEFORE}",
-            diagnosis="nothing-stored",
-            case=case,
-        )
+        said = f"the kernel runs, but it stores nothing: all of o and lse still hold {_BEFORE}"
+        raise CheckFailed(said, diagnosis="nothing-stored", case=case)
     for name, missing in (("o", o), ("lse", lse)):
         if not missing.any():
             continue
         if missing.all():
             other = "o is" if name == "lse" else "only lse is"
-            raise CheckFailed(
-                f"{name} is never stored, {other}: all its {missing.numel()} elements still hold {_BEFORE}",
-                diagnosis=f"{name}-not-stored",
-                case=case,
-            )
+            sentence = f"{name} is never stored, {other}: all its {missing.numel()} elements still hold {_BEFORE}"
+            raise CheckFailed(sentence, diagnosis=f"{name}-not-stored", case=case)
         raise _partly(name, missing, case)
 
 
@@ -152,13 +136,9 @@ def _partly(name: str, missing: torch.Tensor, case: str) -> CheckFailed:
     if torch.equal(missing, whole_heads.view(*whole_heads.shape, *[1] * (missing.ndim - 2)).expand_as(missing)):
         b, h = whole_heads.nonzero()[0].tolist()
         advice = "its row is number (batch * heads + head) * seq_q + row" if name == "lse" else "rows_of finds the rows"
-        return CheckFailed(
-            f"{name} is stored for {int((~whole_heads).sum())} of {whole_heads.numel()} heads: "
-            f"nothing is ever written to "
-            f"batch {b}, head {h}; {advice}",
-            diagnosis=f"{name}-of-heads-not-stored",
-            case=case,
-        )
+        said = f"{name} is stored for {int((~whole_heads).sum())} of {whole_heads.numel()} heads: nothing is ever "
+        said += f"written to batch {b}, head {h}; {advice}"
+        return CheckFailed(said, diagnosis=f"{name}-of-heads-not-stored", case=case)
     one = missing.flatten(0, 1).all(0)  # what no head has
     if one.any():
         there = "in every head"

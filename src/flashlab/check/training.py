@@ -198,10 +198,9 @@ def _verified(call: Call, cases: Sequence[Case], deterministic: bool) -> Gradien
         if deterministic:
             again = _differentiated(call, case, q, k, v, grad_o)
             if name := next((name for name, x in got.items() if not _same(x, again[name])), None):
-                raise CheckFailed(
-                    f"{name} of two runs on the same input differ in their last bits: the order of a sum is not fixed",
-                    diagnosis="not-deterministic", case=str(case),
-                )  # fmt: skip
+                said = f"{name} of two runs on the same input differ in their last bits: the order of a sum is not "
+                said += "fixed"
+                raise CheckFailed(said, diagnosis="not-deterministic", case=str(case))
         inputs = tuple(x.detach().cpu() for x in (q, k, v, grad_o))
         right = wanted(*inputs, causal=case.causal, scale=case.softmax_scale)
         _, error = worst(right, **got)
@@ -231,10 +230,8 @@ def _differentiated(call: Call, case: Case, q, k, v, grad_o) -> dict[str, torch.
     for name, x, like in zip(("dq", "dk", "dv"), found, (q, k, v), strict=True):
         if x is None or x.shape != like.shape or x.dtype != like.dtype:
             is_ = "missing" if x is None else f"{list(x.shape)}, {x.dtype}"
-            raise CheckFailed(
-                f"{name} is {is_}; it should be like its input, {list(like.shape)}, {like.dtype}",
-                diagnosis="wrong-shape", case=str(case),
-            )  # fmt: skip
+            said = f"{name} is {is_}; it should be like its input, {list(like.shape)}, {like.dtype}"
+            raise CheckFailed(said, diagnosis="wrong-shape", case=str(case))
         got[name] = x
     return got
 
@@ -327,11 +324,8 @@ def _diagnosed(seen: Sequence[tuple[Case, dict[str, Wanted], dict[str, torch.Ten
     values = f"{got[name].cpu().double()[index]:.4g}, where {right[name].value[index]:.4g} is right"
     sizes = "NaN" if error != error else f"off by {error:.3g} times what rounding explains"
     others = ", ".join(n for n in right if n != "lse" and n in got and right[n].excess(got[n]) <= 1) or "nothing else"
-    return CheckFailed(
-        f"{name} is {sizes}: {name}{list(index)} is {values}; within their bounds there: {others}",
-        diagnosis=f"wrong-{name}",
-        case=str(case),
-    )
+    said = f"{name} is {sizes}: {name}{list(index)} is {values}; within their bounds there: {others}"
+    return CheckFailed(said, diagnosis=f"wrong-{name}", case=str(case))
 
 
 def _fits(model: Gradients, right: dict[str, Wanted], got: dict[str, torch.Tensor]) -> bool:

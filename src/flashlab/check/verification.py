@@ -92,9 +92,8 @@ def verify(
     __tracebackhide__ = True
     takes = _parameters(fn)
     if causal and "causal" not in takes:
-        raise CheckFailed(
-            "the function has no parameter `causal`, which it is asked to support", diagnosis="wrong-call"
-        )
+        said = "the function has no parameter `causal`, which it is asked to support"
+        raise CheckFailed(said, diagnosis="wrong-call")
 
     def call(case: Case, q, k, v):
         __tracebackhide__ = True
@@ -144,7 +143,7 @@ def verify_one_head(
 
     def call(case: Case, q, k, v):
         __tracebackhide__ = True
-        return _as_batch(fn(q[0, 0], k[0, 0], v[0, 0], **_options(case, takes)))
+        return as_batch(fn(q[0, 0], k[0, 0], v[0, 0], **_options(case, takes)))
 
     cases = case_list(
         causal=causal or always_causal,
@@ -187,7 +186,7 @@ def verify_block(
 
     def call(case: Case, q, k, v):
         __tracebackhide__ = True
-        return _as_batch(fn(q[0, 0], k[0, 0], v[0, 0], case.block_n, **_options(case, takes)))
+        return as_batch(fn(q[0, 0], k[0, 0], v[0, 0], case.block_n, **_options(case, takes)))
 
     cases = case_list(
         dtypes=dtypes,
@@ -268,12 +267,10 @@ def _maximum_of_padding(
         return failed
     if not full.ok:
         return failed
-    return CheckFailed(
-        "one maximum is taken for all rows of a tile: wrong where all scores are far below 0 and the tile has rows "
-        "past the end, whose scores are 0, and right with 128 rows, where it has none. Each row has its own maximum",
-        diagnosis="one-maximum",
-        case=failed.case,
-    )
+    said = "one maximum is taken for all rows of a tile: wrong where all scores are far below 0 and the tile has rows "
+    said += "past the end, whose scores are 0, and right with 128 rows, where it has none. Each row has its own "
+    said += "maximum"
+    return CheckFailed(said, diagnosis="one-maximum", case=failed.case)
 
 
 def _with_weights(failed: CheckFailed, call: Call, observations: Sequence[Observation]) -> CheckFailed:
@@ -310,11 +307,8 @@ def _observe(call: Call, case: Case, lse: bool, one_head: bool) -> tuple[Observa
     o, row_lse = _outputs(result, case, device, lse, one_head)
     for name, x in inputs.items():
         if not torch.equal(memory(x), before[name]):
-            raise CheckFailed(
-                f"the function changes its input {name}, or writes outside of its own output",
-                diagnosis="input-modified",
-                case=str(case),
-            )
+            said = f"the function changes its input {name}, or writes outside of its own output"
+            raise CheckFailed(said, diagnosis="input-modified", case=str(case))
     never = row_lse is not None and row_lse.numel() > 0 and bool(unwritten(row_lse.detach().cpu()).all())
     row_lse = None if row_lse is None else row_lse.detach().cpu().double()
     observed = o.detach().cpu()
@@ -356,7 +350,7 @@ def _outputs(
     return o, row_lse
 
 
-def _as_batch(result: Any) -> Any:
+def as_batch(result: Any) -> Any:
     """Add batch and heads of 1 to whatever tensors a one-head function returned."""
     if isinstance(result, torch.Tensor):
         return result[None, None]
@@ -368,11 +362,8 @@ def _as_batch(result: Any) -> Any:
 def _expect_own_output(case: Case, o: torch.Tensor, before: torch.Tensor) -> None:
     __tracebackhide__ = True
     if not torch.equal(o, before):
-        raise CheckFailed(
-            "a later call changed the output of an earlier one: each call needs an output of its own",
-            diagnosis="output-reused",
-            case=str(case),
-        )
+        said = "a later call changed the output of an earlier one: each call needs an output of its own"
+        raise CheckFailed(said, diagnosis="output-reused", case=str(case))
 
 
 def _expect_same_twice(call: Call, cases: Sequence[Case], lse: bool, one_head: bool) -> None:
@@ -380,11 +371,8 @@ def _expect_same_twice(call: Call, cases: Sequence[Case], lse: bool, one_head: b
     case = max(cases, key=lambda c: c.batch * c.heads * c.seq_q * c.seq_k)
     (first, _), (second, _) = _observe(call, case, lse, one_head), _observe(call, case, lse, one_head)
     if not torch.equal(first.o, second.o):
-        raise CheckFailed(
-            "two runs on the same input differ in their last bits: the order of a sum is not fixed",
-            diagnosis="not-deterministic",
-            case=str(case),
-        )
+        said = "two runs on the same input differ in their last bits: the order of a sum is not fixed"
+        raise CheckFailed(said, diagnosis="not-deterministic", case=str(case))
 
 
 def _parameters(fn: Callable[..., Any]) -> dict[str, bool]:

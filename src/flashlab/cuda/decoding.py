@@ -3,7 +3,7 @@
     o, lse = decode(q, k_cache, v_cache, lengths, page_table, scale=0.125)
 
 The last step, p12_decode, is a backend of `flashlab.flash_attention_with_cache`. It runs on any GPU from capability 8.0
-on, built by nvcc, or in the emulator.
+on, built by nvcc, or in the emulator. On Hopper its exhibit p12_side_cluster takes its place for one sequence.
 """
 
 from __future__ import annotations
@@ -20,12 +20,17 @@ from flashlab.attention.inputs import check_no_gradient
 from flashlab.attention.tiles import cdiv
 from flashlab.cuda.inline import CudaModule, load_inline
 from flashlab.kernels.problem import ELEMENTS, Strides, fitting, rows_fit
-from flashlab.kernels.series import DECODING, HALVES
+from flashlab.kernels.series import DECODING, DECODING_SIDE, HALVES
 
-STEPS = {s.name: s for s in DECODING}
-LAST = DECODING[-1].name
+STEPS = {s.name: s for s in DECODING + DECODING_SIDE}
+LAST, CLUSTER = DECODING[-1].name, DECODING_SIDE[0].name
 ROWS, TILE, PARTS_PER_SM = 16, 16, 8
 """Of the sources: rows of a block, keys of a tile; two parts for each block that a multiprocessor may have room for."""
+LARGEST, SHORT = 16, 16384
+"""Blocks of a cluster; and keys of a sequence that p12_side_cluster is taken for. In a longer one few blocks read, and
+how fast depends on where a chip has its multiprocessors: 1 x 65536 took 65 us on one H200 and 78 on another."""
+WARPS = {64: 8, 128: 8, 256: 4}
+"""Of its blocks."""
 SHARED = 131 << 10
 """Bytes of shared memory that a block of the last step takes."""
 SMALLER = {d: (("WARPS", warps), ("STAGES", stages)) for d, warps, stages in ((64, 4, 6), (128, 4, 3), (256, 2, 3))}
@@ -44,7 +49,7 @@ class Cache(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("batch", "kv_heads", "group", "queries", "page", "width", "page_shift",
                                        "more")),
         ("scale", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("splits", "sms")),
+        *((name, ctypes.c_int) for name in ("splits", "sms", "pages")),
     ]  # fmt: skip
 
 
@@ -61,8 +66,8 @@ def compiled(
 def decode(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, lengths: torch.Tensor,
     page_table: torch.Tensor | None = None, *, scale: float, left: int | None = None, softcap: float | None = None,
-    new: int = 0, name: str = LAST, splits: int | None = None, sms: int | None = None, backend: str | None = None,
-    check: bool = False, defines: tuple[tuple[str, int], ...] = (), **launch: Any,
+    new: int = 0, name: str | None = None, splits: int | None = None, sms: int | None = None,
+    backend: str | None = None, check: bool = False, defines: tuple[tuple[str, int], ...] = (), **launch: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attention over a cache, causal at the end, of inputs that `flashlab.attention.cache_door` has checked.
 
@@ -71,8 +76,10 @@ def decode(
         k_cache, v_cache: [pages, kv_heads, page, head_dim]; without a table [batch, kv_heads, keys, head_dim].
         lengths: [batch]; a sequence has lengths + new keys. page_table: [batch, width]. int32; others are converted.
         name: of the step. Those before the last take one query and a head_dim of 64 or 128; those before p12_3_pages a
-            contiguous cache that is full, whatever lengths says.
-        splits: of steps 2 to 6; what `flashlab.attention.decode.splits_for` says, if None.
+            contiguous cache that is full, whatever lengths says. None: the last, or for one short sequence
+            p12_side_cluster, on a GPU that runs all of its clusters at once.
+        splits: of steps 2 to 6; what `flashlab.attention.decode.splits_for` says, if None. Of p12_side_cluster: the
+            blocks of a cluster, 1 to 16.
         sms: multiprocessors to plan for; the GPU's own, if None.
         backend, check, defines: of the build, see `compiled`. launch: options of the emulator's launch.
     Returns:
@@ -80,7 +87,6 @@ def decode(
     """
     assert left is None and softcap is None, "the kernels have neither window nor softcap: see `refusal`"
     check_no_gradient(q=q, k_cache=k_cache, v_cache=v_cache)
-    number = [*STEPS].index(name) + 1
     batch, heads, queries, head_dim = q.shape
     kv_heads, page = k_cache.shape[1:3]
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
@@ -93,6 +99,12 @@ def decode(
     sms = sms or multiprocessors
     group = heads // kv_heads
     pairs = batch * kv_heads * cdiv(group * queries, ROWS)
+    if name is None:
+        native = backend in (None, "nvcc") and backend_for(q, check) == "nvcc" and not defines
+        takes = native and batch == 1 and page * width <= SHORT and _capability(q) >= (9, 0)
+        splits = cluster_blocks(q.device, head_dim, q.dtype, pairs, cdiv(page * width, TILE)) if takes else None
+        name = CLUSTER if splits else LAST
+    number = [*STEPS].index(name) + 1
     _expect_taken(name, q, k_cache, v_cache, page_table)
     if number < 5:
         defines = (*defines, ("ROWS", group))
@@ -108,9 +120,9 @@ def decode(
     shapes = Cache(
         *[None] * 10, *(Strides(*x.stride()[:3]) for x in (q, k_cache, v_cache, o)),
         0 if table is None else table.stride(0), batch, kv_heads, group, queries, page, width, shift, new,
-        scale, splits, sms,
+        scale, splits, sms, k_cache.shape[0],
     )  # fmt: skip
-    part_rows = PARTS_PER_SM * sms * ROWS if number > 6 else splits * batch * heads
+    part_rows = 0 if name == CLUSTER else PARTS_PER_SM * sms * ROWS if number > 6 else splits * batch * heads
     part_o = torch.empty((part_rows, head_dim), device=q.device)
     part_lse = torch.empty(part_rows, device=q.device)
     counters = counters_of(q.device, pairs)
@@ -118,6 +130,19 @@ def decode(
         launch = {"unwritten": ("o", "lse", "part_o", "part_lse"), **launch}
     built.launch("decode", q, k_cache, v_cache, table, lengths, o, lse, part_o, part_lse, counters, shapes, **launch)
     return o if o is out else out.copy_(o), lse
+
+
+@functools.cache
+def cluster_blocks(device: torch.device, head_dim: int, dtype: torch.dtype, clusters: int, tiles: int) -> int | None:
+    """How many blocks a cluster has best for so many tiles of keys: no more than let all clusters run at once on this
+    GPU, and of those that give a warp as many tiles the fewest. None where even 4 are too many."""
+    built = compiled(CLUSTER, head_dim, dtype, "nvcc")
+    shapes = Cache(batch=1, kv_heads=1, group=1, queries=1, page=TILE)
+    for shapes.splits in range(LARGEST, 3, -1):
+        if built.launch("at_once", shapes) >= clusters:
+            warps = WARPS[head_dim]
+            return cdiv(tiles, warps * cdiv(tiles, warps * shapes.splits))
+    return None
 
 
 def _with_rows(table: torch.Tensor) -> torch.Tensor:
@@ -136,7 +161,7 @@ def _expect_taken(
     batch, heads, queries, head_dim = q.shape
     kv_heads, page = k_cache.shape[1:3]
     group, keys = heads // kv_heads, page * (1 if page_table is None else page_table.shape[1])
-    if name != LAST and (queries > 1 or group > ROWS or head_dim not in STEPS[name].head_dims):
+    if name not in (LAST, CLUSTER) and (queries > 1 or group > ROWS or head_dim not in STEPS[name].head_dims):
         raise ValueError(f"{name} takes one query per sequence, up to 16 heads of a group, and a head_dim of 64 or 128")
     if [*STEPS].index(name) < 2 and page_table is not None:
         raise ValueError(f"{name} takes a contiguous cache: pages begin with p12_3_pages")

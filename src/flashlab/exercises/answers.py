@@ -54,7 +54,6 @@ class Called:
         name = name if name.isidentifier() else "your function"
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            __tracebackhide__ = True
             given = [in_words(x) for x in args] + [f"{k}={in_words(x)}" for k, x in kwargs.items()]
             self.call = f"{name}({', '.join(given)})"
             self.returned = ""
@@ -63,10 +62,8 @@ class Called:
                 try:
                     signature.bind(*args, **kwargs)
                 except TypeError as error:
-                    raise CheckFailed(
-                        f"{name}{signature} cannot be called as this exercise calls it, {self.call}: {error}",
-                        diagnosis="wrong-signature",
-                    ) from None
+                    said = f"{name}{signature} cannot be called as this exercise calls it, {self.call}: {error}"
+                    raise CheckFailed(said, diagnosis="wrong-signature") from None
             result = answer(*args, **kwargs)
             self.returned = in_words(result, article=True)  # not the result: a check may count what stays alive
             return result
@@ -100,17 +97,13 @@ def in_words(x: Any, article: bool = False) -> str:
 
 def expect_kinds(id: str, run: Callable[..., Any], answers: tuple[Any, ...]) -> None:
     """CheckFailed where a function is wanted and something else is handed in. Kernels and texts: by their checks."""
-    __tracebackhide__ = True
     for parameter, answer in zip(inspect.signature(run).parameters.values(), answers, strict=False):
         if parameter.annotation in ("str", "Any", str, Any):
             continue
         if callable(answer) and not isinstance(answer, type):
-            expect(
-                not hasattr(answer, "fn") or not hasattr(answer, "run"),
-                f"{parameter.name} should be an ordinary Python function, and this is a Triton kernel: is there an "
-                "@triton.jit too many, or is the function meant that launches it?",
-                diagnosis="wrong-type",
-            )
+            said = f"{parameter.name} should be an ordinary Python function, and this is a Triton kernel: is there an "
+            said += "@triton.jit too many, or is the function meant that launches it?"
+            expect(not hasattr(answer, "fn") or not hasattr(answer, "run"), said, diagnosis="wrong-type")
             continue
         raise CheckFailed(
             f"{parameter.name} should be a function, and this is {in_words(answer, article=True)}: hand in its name, "

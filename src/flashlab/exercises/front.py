@@ -89,11 +89,7 @@ def _checked(exercise: registry.Exercise, answers: tuple[Any, ...]) -> Passed:
         said = failed.sentence + also
         if warnings:
             said += f"{'' if said.endswith('?') else '.'} The compiler warns: {'; '.join(warnings[:_WARNINGS])}"
-        raise CheckFailed(
-            said,
-            diagnosis=failed.diagnosis,
-            case=case,
-        ).with_traceback(None) from failed.__cause__
+        raise CheckFailed(said, diagnosis=failed.diagnosis, case=case).with_traceback(None) from failed.__cause__
     except (Exception, SystemExit) as error:
         if is_unsolved(error):
             raise _not_solved(exercise, f": {error}" if isinstance(error, Blank) else "") from None
@@ -107,10 +103,8 @@ def _checked(exercise: registry.Exercise, answers: tuple[Any, ...]) -> Passed:
 @contextlib.contextmanager
 def _saying_how_to_stop(exercise: registry.Exercise) -> Iterator[None]:
     """One line on stderr where it takes long: a loop without an end looks like a check that is at work."""
-    sentence = (
-        f"{exercise.id}: {_LONG:.0f} s so far. If your code loops without an end, interrupt it: ■ in the notebook, "
-        "Ctrl-C in a terminal"
-    )
+    sentence = f"{exercise.id}: {_LONG:.0f} s so far. If your code loops without an end, interrupt it: ■ in the "
+    sentence += "notebook, Ctrl-C in a terminal"
     timer = threading.Timer(_LONG, print, [sentence], {"file": sys.stderr, "flush": True})
     timer.daemon = True
     timer.start()
@@ -174,9 +168,8 @@ def _symptoms(exercise: registry.Exercise, answers: tuple[Any, ...]) -> CheckFai
         except Exception as error:  # told only once the learner has changed something
             where = getattr(error, "case", None)
     lines = seen.lines() or [f"it fails its check{f' on {where}' if where else ''}"]
-    head = (
-        f"{exercise.id} {exercise.title}: this is the code as it was given, so here are its symptoms, without a cause."
-    )
+    head = f"{exercise.id} {exercise.title}: this is the code as it was given, so here are its symptoms, without a "
+    head += "cause."
     last = "Change something and run the check again: then it says what it thinks of your change."
     return CheckFailed("\n".join([head, *lines, last]), diagnosis="symptoms")
 

@@ -118,12 +118,9 @@ class KernelRule(TensorRule):
                 for name in self.writes if self.call is None else ():
                     size = outputs[name].numel() * outputs[name].element_size()
                     self.stored[name] = max(self.stored.get(name, 0.0), traffic.written_to[name] / size)
-                expect(
-                    traffic.loads > 0 or self.call is None,
-                    "no Triton kernel reads anything here: the work should be done in a kernel of yours, and of a grid "
-                    "of 0 programs none runs",
-                    diagnosis="no-kernel",
-                )
+                said = "no Triton kernel reads anything here: the work should be done in a kernel of yours, and of a "
+                said += "grid of 0 programs none runs"
+                expect(traffic.loads > 0 or self.call is None, said, diagnosis="no-kernel")
             if self.call is not None and isinstance(results, (tuple, list)):  # what the learner's torch.empty made
                 results = [x.masked_fill(unwritten(x), NOTHING) if isinstance(x, torch.Tensor) else x for x in results]
             return results
@@ -148,7 +145,6 @@ class KernelRule(TensorRule):
         return given, traffic
 
     def compare(self, learners: Callable[..., Any]) -> None:
-        __tracebackhide__ = True
         self.stored.clear()
         super().compare(learners)
         for name, times in self.stored.items():
@@ -156,7 +152,6 @@ class KernelRule(TensorRule):
             expect(times <= 1, f"{said}, by one program", diagnosis="stored-again")
 
     def check(self, answer: Any) -> str:
-        __tracebackhide__ = True
         self.traffic.undefined.clear()
         try:
             said = super().check(answer)

@@ -55,9 +55,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @rule(
     "0.1",
-    title="Where softmax overflows",
-    minutes=5,
-    difficulty="Warm-up",
+    title="Where softmax overflows", minutes=5, difficulty="Warm-up",
     hints=[
         "One exponential overflows near ln(largest finite number). `torch.finfo(dtype).max` is that number.",
         "With n equal scores s the sum is n · e^s. Set it equal to the largest number and solve for s.",
@@ -119,9 +117,7 @@ part(
 
 tensor_rule(
     "0.2",
-    title="The safe softmax",
-    minutes=10,
-    difficulty="Warm-up",
+    title="The safe softmax", minutes=10, difficulty="Warm-up",
     hints=[
         "Subtract from each row its own maximum: `x.amax(dim=-1, keepdim=True)`, or `row_max(x)[..., None]`.",
         "In a row of nothing but -inf the maximum is -inf too. Replace that one by 0 before subtracting: "
@@ -186,7 +182,6 @@ def _watched_row(xs: Sequence[float], most: list[int]) -> Iterator[float]:
 
 
 def _expect_two_numbers(online_max_and_sum: Callable[..., Any]) -> None:
-    __tracebackhide__ = True
     most = [0]
     online_max_and_sum(_watched_row([math.sin(i) for i in range(1000)], most))
     sentence = f"{most[0]} scores were kept in memory at once; the point is to keep two numbers, m and l"
@@ -206,8 +201,7 @@ def _by_branches(xs):
 
 @tensor_rule(
     "0.3",
-    title="Maximum and sum in one pass",
-    minutes=15,
+    title="Maximum and sum in one pass", minutes=15,
     hints=[
         "Start with m = -inf and l = 0. For each x: the new maximum first, under a new name, since the old one is "
         "still needed.",
@@ -297,8 +291,7 @@ _TERMS = "both are sums of terms, each times its own correction"
 
 tensor_rule(
     "0.4",
-    title="Merge two states",
-    minutes=15,
+    title="Merge two states", minutes=15,
     hints=[
         "Take the common maximum first: `torch.maximum(a.m, b.m)`. Each side then has its own correction.",
         "l adds up as a.l * exp(a.m - m) + b.l * exp(b.m - m), and o the same way; o has one more axis, so its "
@@ -364,9 +357,7 @@ _ROWS = {
 
 @tensor_rule(
     "0.5",
-    title="Bug hunt: right until it is not",
-    minutes=15,
-    difficulty="Bug hunt",
+    title="Bug hunt: right until it is not", minutes=15, difficulty="Bug hunt",
     bug=Row("correction-inverted", f"the correction is inverted: {_OLD_MINUS_NEW}", [("m - m_new", "m_new - m")]),
     history="Algorithm 1 of the FlashAttention-2 paper inverts this factor too (Dao-AILab/flash-attention, issue 991)",
     hints=[
@@ -425,8 +416,7 @@ _NO_RESULT = finish(identity(4, head_dim=2, dtype=torch.float64))
 
 tensor_rule(
     "0.6",
-    title="Merge two finished results",
-    minutes=15,
+    title="Merge two finished results", minutes=15,
     hints=[
         "A finished result (o, lse) is a state. Which m and which l has it? Look at φ(m, l, o) in section 8.",
         "State(m=lse, l=1, o=o). Merge two of them, then finish.",
@@ -472,8 +462,7 @@ tensor_rule(
         Row("empty-sum", "a finished result counts with a sum of 1 beside m = lse, and not with a sum of 0",
             instead="finish(merge(State(lse1, 0 * lse1, o1), State(lse2, 0 * lse2, o2)))"),
         Row("lse-for-l", "a finished result is the state m = lse, l = 1: lse is a logarithm, and not the sum",
-            instead="finish(merge(State(torch.zeros_like(lse1), lse1, o1), State(torch.zeros_like(lse2), "
-            "lse2, o2)))"),
+            instead="finish(merge(State(torch.zeros_like(lse1), lse1, o1), State(torch.zeros_like(lse2), lse2, o2)))"),
     ],
 )(merge_finished)  # fmt: skip
 
@@ -520,31 +509,23 @@ def a_tree(merge_as_tree: Callable[..., State]) -> Any:
 
         # Numbers for states and tuples for merges: the result is the tree itself.
         tree = _on(case, merge_as_tree, list(range(n)), pair, "nothing")
-        expect(
-            tree is not None, "the function returns None: is a `return` missing?", diagnosis="returned-none", case=case
-        )
+        said = "the function returns None: is a `return` missing?"
+        expect(tree is not None, said, diagnosis="returned-none", case=case)
         leaves = [leaf for leaf in _leaves(tree) if leaf != "nothing"]
         lost, twice = sorted(set(range(n)) - set(leaves)), len(leaves) != len(set(leaves))
         sentence = f"states {lost} were left out; a state without a partner goes on to the next round"
         expect(not lost, sentence, diagnosis="state-lost", case=case)
-        expect(
-            not twice, "a state was merged in twice: its keys would count double", diagnosis="merged-twice", case=case
-        )
-        sentence = (
-            "the states were reordered: merge neighbours, so that the tree also serves operations that do not commute"
-        )
+        said = "a state was merged in twice: its keys would count double"
+        expect(not twice, said, diagnosis="merged-twice", case=case)
+        sentence = "the states were reordered: merge neighbours, so that the tree also serves operations that do not "
+        sentence += "commute"
         expect(leaves == list(range(n)), sentence, diagnosis="reordered", case=case)
         most = math.ceil(math.log2(n))
-        sentence = (
-            f"the result is {_plural(_depth(tree), 'merge')} deep; {_plural(n, 'state')} need no more than {most}"
-        )
+        sentence = f"the result is {_plural(_depth(tree), 'merge')} deep; {_plural(n, 'state')} need no more than "
+        sentence += f"{most}"
         expect(_depth(tree) <= most, sentence, diagnosis="not-a-tree", case=case)
-        expect(
-            count[0] == n - 1,
-            f"{_plural(count[0], 'merge')} for {_plural(n, 'state')}; {n - 1} suffice",
-            diagnosis="extra-merges",
-            case=case,
-        )
+        said = f"{_plural(count[0], 'merge')} for {_plural(n, 'state')}; {n - 1} suffice"
+        expect(count[0] == n - 1, said, diagnosis="extra-merges", case=case)
 
     case = "no states"
     nothing = identity(head_dim=2)
@@ -612,9 +593,7 @@ _TOO_LOW = "exp overflowed: the reference must follow a maximum that is above it
 
 @tensor_rule(
     "0.8",
-    title="Skip the correction",
-    minutes=30,
-    difficulty="Stretch",
+    title="Skip the correction", minutes=30, difficulty="Stretch",
     hints=[
         "Keep a reference m that is allowed to be stale. For each block compute its maximum, and compare it with the "
         "*reference*, not with the last maximum seen.",

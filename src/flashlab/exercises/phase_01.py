@@ -32,9 +32,7 @@ from flashlab.triton_tools.watch import watched
 
 @rule(
     "1.1",
-    title="Five lines, counted",
-    minutes=10,
-    difficulty="Warm-up",
+    title="Five lines, counted", minutes=10, difficulty="Warm-up",
     hints=[
         "Line by line: what does it read, what does it write? A matrix of N × N numbers is N·N·itemsize bytes.",
         "Reads: Q and K; S; S and the mask (N × N too); S; P and V. Writes: S, S, S, P, O.",
@@ -73,9 +71,7 @@ _GPUS = tuple(runtime.GPUS[name] for name in ("H200", "A100", "RTX 4090", "RTX 5
 
 @rule(
     "1.2",
-    title="The roofline as a time",
-    minutes=10,
-    difficulty="Warm-up",
+    title="The roofline as a time", minutes=10, difficulty="Warm-up",
     hints=[
         "Two clocks run side by side: one for the arithmetic, one for the memory. The work ends when the "
         "slower one does.",
@@ -118,15 +114,11 @@ def least_time(flops, bytes_moved, gpu):
 
 def _expect_one_matrix(frugal_attention: Callable[..., torch.Tensor]) -> None:
     """No second N x N tensor; few columns, so that what has N rows weighs little."""
-    __tracebackhide__ = True
     ops = trace_ops(frugal_attention, *(copied(x, True) for x in _three(random.Random(13), 512, 16)))
     worst = max(ops, key=lambda op: op.live_bytes)
     matrices = worst.live_bytes / (512 * 512 * 4)
-    expect(
-        matrices < 1.3,
-        f"right, but it holds {matrices:.2f} matrices of N × N when `{worst.name}` ends; one is enough",
-        diagnosis="second-matrix-alive", case="N=512, D=16",
-    )  # fmt: skip
+    said = f"right, but it holds {matrices:.2f} matrices of N × N when `{worst.name}` ends; one is enough"
+    expect(matrices < 1.3, said, diagnosis="second-matrix-alive", case="N=512, D=16")
 
 
 def _three(r: random.Random, n: int, d: int, size: float = 1.0) -> tuple[torch.Tensor, ...]:
@@ -148,8 +140,7 @@ _ROWS_SUM = "each row's weights sum to 1: take the sum along the keys, and keep 
 
 @tensor_rule(
     "1.3",
-    title="One matrix instead of two",
-    minutes=15,
+    title="One matrix instead of two", minutes=15,
     hints=[
         "The scores have to exist once: N × N. Which lines of naive_attention make a second matrix of that size?",
         "Scaling: scale q instead, it is small, or scale in place with `scores.mul_(scale)`. The softmax: its three "
@@ -213,7 +204,6 @@ def _one_head(kernel: Any, **tiles: Callable[[int], int]) -> Callable[..., Any]:
     """
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None) -> Any:
-        __tracebackhide__ = True
         constants = {name: tile(len(k)) for name, tile in tiles.items()}
         o = q.new_empty(q.shape) if q.is_contiguous() else q.new_empty(q.shape[::-1]).T
         lse = q.new_empty(len(q), dtype=torch.float32)
@@ -233,24 +223,19 @@ def _one_head(kernel: Any, **tiles: Callable[[int], int]) -> Callable[..., Any]:
 
 def _explain_padding(run: Callable[..., Any]) -> None:
     """Raise CheckFailed if `run` gives what it would with the zeros that pad K and V taken for keys."""
-    __tracebackhide__ = True
     generator = torch.Generator().manual_seed(14)
     q, k, v = (torch.randn(n, 64, generator=generator).half().to(runtime.device()) for n in (20, 100, 100))
     got, _ = run(q, k, v)
     padded = [torch.cat([x, x.new_zeros(28, 64)]) for x in (k, v)]
     right, wrong = (reference.attention(*(x[None, None] for x in (q, *kv)))[0][0, 0] for kv in ((k, v), padded))
     if (got - wrong).abs().max() < (got - right).abs().max() / 8:
-        raise CheckFailed(
-            "right for N = 128, wrong for N = 100: the padded keys, zeros that were never in K, still get a weight in "
-            "the softmax",
-            diagnosis="tail-not-masked",
-            case="N = 100 in a tile of 128",
-        )
+        said = "right for N = 128, wrong for N = 100: the padded keys, zeros that were never in K, still get a weight "
+        said += "in the softmax"
+        raise CheckFailed(said, diagnosis="tail-not-masked", case="N = 100 in a tile of 128")
 
 
 def _verify_padded(kernel: Any, **options: Any) -> Any:
     """verify_one_head of a scheme A kernel; where it fails, first ask whether the padding is why."""
-    __tracebackhide__ = True
     run = _one_head(kernel, BLOCK_N=schemes.padded)
     try:
         return verify_one_head(run, max_seq=150, max_tile=128, **options)
@@ -265,9 +250,8 @@ def _verify_padded(kernel: Any, **options: Any) -> Any:
     title="Scheme A",
     minutes=30,
     hints=[
-        "Three tiles: q [BLOCK_M, HEAD_DIM], k [HEAD_DIM, BLOCK_N] (axes swapped while loading), v "
-        "[BLOCK_N, HEAD_DIM]. "
-        "Every load and store has a mask: rows past M, keys past N.",
+        "Three tiles: q [BLOCK_M, HEAD_DIM], k [HEAD_DIM, BLOCK_N] (axes swapped while loading), v [BLOCK_N, "
+        "HEAD_DIM]. Every load and store has a mask: rows past M, keys past N.",
         "A masked-off key is loaded as zeros and its score is 0, which is a score like any other: "
         "`tl.where(offs_n[None, "
         ':] < N, s, float("-inf"))` before the maximum.',
@@ -302,8 +286,7 @@ _POWER = "that is the first power of two that fails: lengths below it are padded
 
 @rule(
     "1.5",
-    title="The first length that fails",
-    minutes=10,
+    title="The first length that fails", minutes=10,
     hints=[
         "Three tiles at once: q, k and v. How many bytes is each, for a tile of BLOCK_N keys?",
         "BLOCK_N is a power of two, at least 16. Find the largest one that fits: (BLOCK_M + "
@@ -364,7 +347,6 @@ _EVEN = "reshaping to [.., COLUMNS // 2, 2] separates even from odd columns; the
 
 def _expect_one_load(kernel: Any) -> None:
     """CheckFailed where the quarter is not cut out of one load, by reshape, permute and split."""
-    __tracebackhide__ = True
     called = calls(kernel)
     for name in sorted(FORBIDDEN & set(called)):
         said = f"tl.{name} is not allowed here: use reshape, permute and split"
@@ -382,8 +364,7 @@ def _quarter(rows: int, columns: int, j: int) -> tuple[Any, ...]:
 
 @kernel_rule(
     "1.6",
-    title="A slice without a slice",
-    minutes=20,
+    title="A slice without a slice", minutes=20,
     hints=[
         "`tl.split` cuts a tensor whose last axis has length 2 into two without that axis. So make such an axis: which "
         "reshape puts the left half at index 0 and the right half at index 1 of a new axis?",
@@ -453,9 +434,8 @@ def quarter_kernel(x_ptr, y_ptr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, J: t
     history="a common mistake; a masked load looks like a mask",
     hints=[
         "It is right whenever N is a power of two. What is different about the tile when N is not?",
-        "Print `o` of a row for N = 100 with V all ones: every weight is positive and they should sum to "
-        "1. What do they sum "
-        "to? Who has the rest?",
+        "Print `o` of a row for N = 100 with V all ones: every weight is positive and they should sum to 1. What do "
+        "they sum to? Who has the rest?",
         "s is [BLOCK_M, BLOCK_N]: its columns are keys. Which of the two offsets counts keys, and which "
         "limit goes with it?",
     ],
@@ -471,20 +451,15 @@ def masked(masked_kernel: Any) -> str:
 
 def _expect_two_passes(run: Callable[..., Any]) -> None:
     """K is read twice, V once; and no more than that."""
-    __tracebackhide__ = True
     if not runtime.INTERPRETED:
         return
     q, k, v = (torch.randn(64, 64, generator=torch.Generator().manual_seed(18)).half() for _ in range(3))
     with watched(q=q, k=k, v=v) as traffic:
         run(q, k, v)
     passes = traffic.read_from["k"] / (64 * 64 * 2)
-    expect(
-        passes >= 2,
-        f"right, but K is read {passes:g} times: this is one pass that corrects o, phase 3's kernel; here the first "
-        "pass finds m and l of the whole row, so that the second never has to rescale o",
-        diagnosis="one-pass",
-        case="M=N=64, BLOCK_N=32",
-    )
+    said = f"right, but K is read {passes:g} times: this is one pass that corrects o, phase 3's kernel; here the "
+    said += "first pass finds m and l of the whole row, so that the second never has to rescale o"
+    expect(passes >= 2, said, diagnosis="one-pass", case="M=N=64, BLOCK_N=32")
 
 
 @exercise(
@@ -498,12 +473,10 @@ def _expect_two_passes(run: Callable[..., Any]) -> None:
         "`tl.zeros([BLOCK_M], tl.float32)`.",
         "In pass 1: m_new = tl.maximum(m_i, row maximum of s); "
         "l_i = l_i · exp(m_i - m_new) + row sum of exp(s - m_new).",
-        "In pass 2 compute s again, from the same q and the same block of K. Now m_i and l_i are those of "
-        "the whole row, so "
-        "p = exp(s - m_i) / l_i is final: acc = tl.dot(p.to(v.dtype), v, acc). No rescaling.",
-        "Both loops: `for start in range(0, N, BLOCK_N)`, rows = start + offs_n, every load masked with "
-        "rows < N and the "
-        "scores of rows >= N set to -inf.",
+        "In pass 2 compute s again, from the same q and the same block of K. Now m_i and l_i are those of the whole "
+        "row, so p = exp(s - m_i) / l_i is final: acc = tl.dot(p.to(v.dtype), v, acc). No rescaling.",
+        "Both loops: `for start in range(0, N, BLOCK_N)`, rows = start + offs_n, every load masked with rows < N and "
+        "the scores of rows >= N set to -inf.",
     ],
 )
 def two_passes(two_pass_kernel: Any) -> str:
@@ -512,11 +485,7 @@ def two_passes(two_pass_kernel: Any) -> str:
     report = verify_one_head(run, head_dims=(64, 32), max_tile=128)
     _expect_two_passes(run)
     compiled = compiles(kernel, schemes.kernel_arguments(4096, 64, BLOCK_N=64), target="sm_120", num_stages=1)
-    expect(
-        (compiled.shared_bytes or 0) <= 4 * 64 * 64 * 2,
-        f"right, but it needs {compiled.shared_bytes} bytes of shared memory for tiles of 64 keys: hold "
-        "one block of K and "
-        "one of V at a time",
-        diagnosis="shared-memory-grows",
-    )
+    said = f"right, but it needs {compiled.shared_bytes} bytes of shared memory for tiles of 64 keys: hold one block "
+    said += "of K and one of V at a time"
+    expect((compiled.shared_bytes or 0) <= 4 * 64 * 64 * 2, said, diagnosis="shared-memory-grows")
     return f"{report.verdict}; {compiled.shared_bytes} bytes of shared memory for every N"

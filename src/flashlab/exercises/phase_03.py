@@ -30,6 +30,7 @@ from flashlab.check import CheckFailed, expect, expect_close, verify_one_head
 from flashlab.check.lookup import Row
 from flashlab.check.verification import Report
 from flashlab.exercises.kernel_rule import apart, empty, kernel_rule
+from flashlab.exercises.phase_02 import random_tensors
 from flashlab.exercises.registry import exercise
 from flashlab.exercises.rule import rule
 from flashlab.exercises.tensor_rule import normal, part, tensor_rule
@@ -39,16 +40,10 @@ from flashlab.triton_tools.watch import hbm_traffic
 FORWARD_PARAMETERS = tuple(inspect.signature(flash_attention_forward_kernel.fn).parameters)
 
 
-def _random(*shapes: tuple[int, ...], seed: int = 0, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(*shape, generator=generator).to(runtime.device(), dtype) for shape in shapes]
-
-
 def _forward(kernel: Any) -> Callable[..., Any]:
     """fn(q, k, v, *, scale) that launches `kernel` as the package's launcher does, with small tiles."""
 
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None) -> Any:
-        __tracebackhide__ = True
         case = f"M={len(q)}, N={len(k)}, BLOCK_M = BLOCK_N = 32"
         with in_bounds(case, q=q, k=k, v=v) as traffic:
             o, lse = flash_attention_forward(q, k, v, scale, 32, 32, kernel=kernel)
@@ -87,9 +82,7 @@ _OWN = "each matrix has strides of its own, and each stride its own index"
 
 @kernel_rule(
     "3.1",
-    title="A tile's addresses",
-    minutes=10,
-    difficulty="Warm-up",
+    title="A tile's addresses", minutes=10, difficulty="Warm-up",
     hints=[
         "`tl.arange(0, ROWS)` is the row numbers, `tl.arange(0, COLS)` the column numbers. Which of them becomes a "
         "column (`[:, None]`), which a row (`[None, :]`)?",
@@ -157,9 +150,7 @@ def natural_lse(m, l):
 
 @tensor_rule(
     "3.2",
-    title="Into base 2 and back",
-    minutes=10,
-    difficulty="Warm-up",
+    title="Into base 2 and back", minutes=10, difficulty="Warm-up",
     hints=[
         "exp(x) = 2^(x · log2 e). Which factor does `scale` need so that 2^(scale_log2 · qk) is exp(scale · qk)?",
         "The kernel's m is a maximum of base-2 scores, so it is log2(e) times the natural one. log2(l) is a base-2 "
@@ -202,8 +193,7 @@ _AGAIN = "the address has to move with start"
 
 @kernel_rule(
     "3.3",
-    title="The log-sum-exp of a row of any length",
-    minutes=20,
+    title="The log-sum-exp of a row of any length", minutes=20,
     hints=[
         "One block is `tl.load(x_ptr + row * stride + offs, mask=offs < N, other=...)`. What must a missing element "
         "be, so that it changes neither a maximum nor a sum of exponentials?",
@@ -259,7 +249,6 @@ def row_lse_kernel(x_ptr, lse_ptr, stride, N, BLOCK: tl.constexpr):
 
 
 def _verify_forward(kernel: Any) -> Report:
-    __tracebackhide__ = True
     kernel_of(kernel, FORWARD_PARAMETERS)
     report = verify_one_head(_forward(kernel), head_dims=(64, 32), max_seq=300, max_tile=128)
     _expect_strides_of_o(kernel)
@@ -269,8 +258,7 @@ def _verify_forward(kernel: Any) -> Report:
 
 def _expect_strides_of_o(kernel: Any) -> None:
     """The launcher's o is contiguous; this one is not."""
-    __tracebackhide__ = True
-    q, k, v = _random((40, 32), (50, 32), (50, 32))
+    q, k, v = random_tensors((40, 32), (50, 32), (50, 32))
     case = "o stored by columns"
     o, lse = _begun(40, 32, q.dtype, by_columns=True)
     _goes_on(kernel, q, k, v, o, lse, case=case)
@@ -289,7 +277,6 @@ def _goes_on(
     kernel: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *, case: str, scale: float | None = None
 ) -> None:  # fmt: skip
     """Launches `kernel` with small tiles, o and lse as they are."""
-    __tracebackhide__ = True
     with in_bounds(case, q=q, k=k, v=v, o=o, lse=lse) as traffic:
         _launch_next(q, k, v, o, lse, q.shape[1] ** -0.5 if scale is None else scale, kernel)
     explain_undefined(traffic, o, case)
@@ -306,7 +293,6 @@ def _from_nothing(kernel: Any) -> Callable[..., Any]:
     """fn(q, k, v, *, scale) that launches `kernel` where no key has been seen."""
 
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None) -> Any:
-        __tracebackhide__ = True
         o, lse = _begun(len(q), q.shape[1], q.dtype)
         _goes_on(kernel, q, k, v, o, lse, case=f"M={len(q)}, N={len(k)}, BLOCK_M = BLOCK_N = 32", scale=scale)
         return o, lse
@@ -316,10 +302,9 @@ def _from_nothing(kernel: Any) -> Callable[..., Any]:
 
 def _expect_it_goes_on(kernel: Any) -> None:
     """CheckFailed where the earlier keys' o and lse are lost, or weighed wrongly."""
-    __tracebackhide__ = True
     for case, first, second in (("scores alike", 1.0, 1.0), ("larger scores first", 30.0, 1.0),
                                 ("larger scores last", 1.0, 30.0)):  # fmt: skip
-        q, k, v = _random((40, 32), (90, 32), (90, 32))
+        q, k, v = random_tensors((40, 32), (90, 32), (90, 32))
         k = torch.cat([first * k[:50], second * k[50:]])
         (o, lse), new = (reference.attention(*(x[None, None] for x in (q, *kv)))
                          for kv in ((k[:50], v[:50]), (k[50:], v[50:])))  # fmt: skip
@@ -499,8 +484,7 @@ def no_infinity(flash_attention_forward_kernel: Any) -> Report:
 
 
 def _as_the_interpreter_counts(bytes_read: Callable[..., Any]) -> None:
-    __tracebackhide__ = True
-    q, k, v = _random((100, 32), (150, 32), (150, 32), dtype=torch.float16)
+    q, k, v = random_tensors((100, 32), (150, 32), (150, 32), dtype=torch.float16)
     counted = hbm_traffic(_launch_next, q, k, v, *_begun(100, 32, q.dtype), 0.2).bytes_read
     sentence = f"the interpreter counted {counted} bytes for M=100, N=150, HEAD_DIM=32, BLOCK_M=32"
     expect(bytes_read(100, 150, 32, 32, 2) == counted, sentence, diagnosis="wrong-value")
@@ -508,8 +492,7 @@ def _as_the_interpreter_counts(bytes_read: Callable[..., Any]) -> None:
 
 @rule(
     "3.7",
-    title="How many bytes?",
-    minutes=10,
+    title="How many bytes?", minutes=10,
     hints=[
         "How many programs are there? Each reads its own rows of Q, O and lse once, and the whole of K and of V.",
         "Rows that do not exist are masked, so all programs together read M rows of Q, not P · BLOCK_M; likewise O.",
@@ -565,15 +548,12 @@ def causal_tiles(flash_attention_causal_kernel: Any) -> Report:
     kernel = kernel_of(flash_attention_causal_kernel, FORWARD_PARAMETERS)
     forward = _forward(kernel)
     report = verify_one_head(forward, always_causal=True, head_dims=(64, 32), max_seq=200, max_tile=128)
-    q, k, v = _random((128, 32), (128, 32), (128, 32), dtype=torch.float16)
+    q, k, v = random_tensors((128, 32), (128, 32), (128, 32), dtype=torch.float16)
     row = 32 * 2  # bytes
     needed = (32 + 64 + 96 + 128) * row  # of K, by the four programs of 32 rows
     read = hbm_traffic(_launcher(kernel), q, k, v).read_from["k"]
-    expect(
-        read <= needed,
-        f"right, but it reads {read} bytes of K for M = N = 128 and BLOCK_M = BLOCK_N = 32, where {needed} suffice: "
-        "end the loop where the program's last row stops seeing keys",
-        diagnosis="causal-tiles-not-skipped",
-    )
+    said = f"right, but it reads {read} bytes of K for M = N = 128 and BLOCK_M = BLOCK_N = 32, where {needed} "
+    said += "suffice: end the loop where the program's last row stops seeing keys"
+    expect(read <= needed, said, diagnosis="causal-tiles-not-skipped")
     compiles(kernel, compile_arguments(torch.float16, 64))
     return report

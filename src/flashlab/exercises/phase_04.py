@@ -40,9 +40,7 @@ def _grid(r: random.Random) -> Numbers:
 
 @rule(
     "4.1",
-    title="Whose rows?",
-    minutes=10,
-    difficulty="Warm-up",
+    title="Whose rows?", minutes=10, difficulty="Warm-up",
     hints=[
         "Take the number apart as you would seconds into hours, minutes and seconds: a remainder, and what is left.",
         "With group = heads // kv_heads, pid % group is the head within its group. pid // group counts blocks, of all "
@@ -95,8 +93,7 @@ def _rows(r: random.Random) -> Numbers:
 
 @rule(
     "4.2",
-    title="How far a block sees",
-    minutes=15,
+    title="How far a block sees", minutes=15,
     hints=[
         "Query i sees the keys j <= i + seq_k - seq_q, and those before prefix. So how many keys does query i see?",
         "`end`: the row that sees most is the last, stop - 1. `whole_end`: the row that sees least is the first. "
@@ -150,7 +147,6 @@ def _mask_of(kernel: Any) -> Callable[..., Any]:
     kernel = kernel_of(kernel, ("seen_ptr", "start_m", "start_n", "M", "N", "prefix", "BLOCK_M", "BLOCK_N"))
 
     def launch(start_m: int, start_n: int, M: int, N: int, prefix: int) -> torch.Tensor:
-        __tracebackhide__ = True
         case = f"queries from {start_m}, keys from {start_n}, M={M}, N={N}, prefix={prefix}"
         out = torch.full((16, 32), -9, dtype=torch.int32, device=runtime.device())
         with in_bounds(case, seen=out):
@@ -164,8 +160,7 @@ def _mask_of(kernel: Any) -> Callable[..., Any]:
 
 @tensor_rule(
     "4.3",
-    title="The mask of a tile",
-    minutes=15,
+    title="The mask of a tile", minutes=15,
     hints=[
         "Row r of the tile is query start_m + r, column c is key start_n + c. Make these two as vectors first.",
         "Queries run down, so they get [:, None]; keys run across, so they get [None, :]. The comparison of the two is "
@@ -226,7 +221,6 @@ def _of_scores(r: random.Random, M: int, N: int, D: int, BLOCK_D: int) -> tuple[
 
 def _tiles_of_block_d(kernel: Any) -> None:
     """CheckFailed where a tile of Q or K has more columns than BLOCK_D, or fewer."""
-    __tracebackhide__ = True
     given, traffic = RULES["4.4"].watched_on_first(kernel)  # type: ignore[attr-defined]
     HEAD_DIM, BLOCK_D = given["HEAD_DIM"], given["BLOCK_D"]
     tiles = 2 * -(-HEAD_DIM // BLOCK_D)
@@ -237,8 +231,7 @@ def _tiles_of_block_d(kernel: Any) -> None:
 
 @kernel_rule(
     "4.4",
-    title="A head wider than a tile",
-    minutes=20,
+    title="A head wider than a tile", minutes=20,
     hints=[
         "A score is a sum over HEAD_DIM columns. Split the sum: a loop over pieces of BLOCK_D columns, and one "
         "accumulator for all of them.",
@@ -308,8 +301,7 @@ def scores_kernel(
 
 @rule(
     "4.5",
-    title="Who sees these keys?",
-    minutes=15,
+    title="Who sees these keys?", minutes=15,
     hints=[
         "Query i stands beside key p = i + seq_k - seq_q, and sees the keys p - left to p + right. Turn it round: "
         "which p see key j?",
@@ -359,7 +351,6 @@ def _cap_of(kernel: Any) -> Callable[..., Any]:
     kernel = kernel_of(kernel, ("x_ptr", "y_ptr", "cap", "BLOCK"))
 
     def launch(x: torch.Tensor, cap: float) -> torch.Tensor:
-        __tracebackhide__ = True
         y, case = torch.full_like(x, math.nan), f"cap={cap:g}, x up to infinity"
         with in_bounds(case, x=x, y=y):
             kernel[(1,)](x, y, cap, BLOCK=128)
@@ -378,8 +369,7 @@ def _to_be_capped(r: random.Random, cap: float) -> tuple[torch.Tensor, float]:
 
 @tensor_rule(
     "4.6",
-    title="A cap that does not overflow",
-    minutes=15,
+    title="A cap that does not overflow", minutes=15,
     hints=[
         "With t = e^(2z), tanh(z) is (t - 1) / (t + 1). What is that for z = 100 in float32? Rewrite the fraction so "
         "that infinity is harmless.",
@@ -438,9 +428,7 @@ def capped(s, cap):
 
 @kernel_rule(
     "4.7",
-    title="Nobody looks ahead",
-    minutes=20,
-    difficulty="Bug hunt",
+    title="Nobody looks ahead", minutes=20, difficulty="Bug hunt",
     bug=Row(
         "capped-after-mask", f"{_LEAK}: only -inf silences it, and a cap after the mask makes -cap of that",
         [('tl.where(seen, capped(s, cap), float("-inf"))', 'capped(tl.where(seen, s, float("-inf")), cap)')],
@@ -540,9 +528,7 @@ def _still(*names: str) -> Row:
 
 @kernel_rule(
     "4.8",
-    title="Far apart in memory",
-    minutes=15,
-    difficulty="Bug hunt",
+    title="Far apart in memory", minutes=15, difficulty="Bug hunt",
     bug=Row(
         "offset-overflow", "every offset is right up to a multiple of 2^32: products and sums of 32-bit numbers "
         "have 32 bits, and the conversion comes when they are already wrong",
@@ -611,9 +597,7 @@ def _taken_for(sink: str) -> list[tuple[str, str]]:
 
 @kernel_rule(
     "4.9",
-    title="An attention sink",
-    minutes=30,
-    difficulty="Stretch",
+    title="An attention sink", minutes=30, difficulty="Stretch",
     hints=[
         "The sink is one more key, whose score is `sink` for every query, and whose value is a row of zeros. What does "
         "such a key change in m_i, in l_i, in acc?",

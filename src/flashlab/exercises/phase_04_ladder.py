@@ -28,7 +28,6 @@ from flashlab.triton_tools.watch import watched as watched_memory
 
 def expect_scales(fn: Callable[..., Any], head_dim: int = 40, value_dim: int = 0) -> None:
     """The default scale, at a head_dim that is no power of two where there may be one, a scale of 0, a negative one."""
-    __tracebackhide__ = True
     sizes = (2, 20, head_dim), (1, 30, head_dim), (1, 30, value_dim or head_dim)
     q, k, v = (normal(random.Random(i), 1, *size, dtype=torch.float16).to(runtime.device())
                for i, size in enumerate(sizes))  # fmt: skip
@@ -61,7 +60,6 @@ def expect_scales(fn: Callable[..., Any], head_dim: int = 40, value_dim: int = 0
 
 def expect_tiles_skipped(fn: Callable[..., Any]) -> None:
     """A causal mask has to save reads of K; a block whose rows see no key reads nothing of it."""
-    __tracebackhide__ = True
 
     def bytes_of_k(M: int, N: int, causal: bool) -> int:
         q, k = (normal(random.Random(0), 1, 1, seq, 16, dtype=torch.float16) for seq in (M, N))
@@ -70,39 +68,27 @@ def expect_tiles_skipped(fn: Callable[..., Any]) -> None:
         return traffic.read_from["k"]
 
     whole, read = bytes_of_k(512, 512, False), bytes_of_k(512, 512, True)
-    expect(
-        read < 0.85 * whole,
-        f"right, but with the causal mask it reads {read} bytes of K of {whole} for 512 queries and keys: end the loop "
-        "where the block's last row stops seeing keys",
-        diagnosis="causal-tiles-not-skipped",
-        case="seq_q=512, seq_k=512, causal",
-    )
-    expect(
-        bytes_of_k(257, 1, True) <= 32,
-        "right, but tiles are read that no row sees: of 257 queries only the last sees the one key, and more than one "
-        "block reads it. The loop ends where the block's last row stops seeing keys",
-        diagnosis="one-tile-too-many",
-        case="seq_q=257, seq_k=1, causal",
-    )
+    said = f"right, but with the causal mask it reads {read} bytes of K of {whole} for 512 queries and keys: end the "
+    said += "loop where the block's last row stops seeing keys"
+    expect(read < 0.85 * whole, said, diagnosis="causal-tiles-not-skipped", case="seq_q=512, seq_k=512, causal")
+    said = "right, but tiles are read that no row sees: of 257 queries only the last sees the one key, and more than "
+    said += "one block reads it. The loop ends where the block's last row stops seeing keys"
+    expect(bytes_of_k(257, 1, True) <= 32, said, diagnosis="one-tile-too-many", case="seq_q=257, seq_k=1, causal")
 
 
 def expect_no_copies(fn: Callable[..., Any], head_dim: int = 16) -> None:
     """Key heads are shared where they lie: a copy for each query head is right, and `group` times as large."""
-    __tracebackhide__ = True
     q, k, v = (normal(random.Random(0), 1, heads, 16, head_dim, dtype=torch.float16) for heads in (4, 2, 2))
     with watched_memory(k=k, v=v) as traffic:
         fn(q, k, v, scale=0.25)
     copied = [x for x in "kv" if not traffic.read_from[x]]
-    expect(
-        not copied,
-        f"right, but the kernel reads copies of {' and '.join(copied)}: key heads are shared by index, head // group",
-        diagnosis="key-heads-copied", case="heads=4, kv_heads=2",
-    )  # fmt: skip
+    said = f"right, but the kernel reads copies of {' and '.join(copied)}: key heads are shared by index, head // "
+    said += "group"
+    expect(not copied, said, diagnosis="key-heads-copied", case="heads=4, kv_heads=2")
 
 
 def expect_small_heads(fn: Callable[..., Any]) -> None:
     """A head_dim below what the compiler takes for a product's inner side. The interpreter takes any."""
-    __tracebackhide__ = True
     q, k, v = (normal(random.Random(i), 1, 1, 20, 8, dtype=torch.float16).to(runtime.device()) for i in range(3))
     asked: Any = mock.patch.dict(interpreter_builder.codegen_fns, {"min_dot_size": lambda *_: (1, 1, 16)})
     try:
@@ -120,7 +106,6 @@ _NARROW = "which products of an index and a stride have 32 bits?"
 
 def expect_64_bits(fn: Callable[..., Any]) -> None:
     """Rows, heads and batches that lie 2^31 elements apart; of the file behind them only what is touched is there."""
-    __tracebackhide__ = True
     case = "elements 2^31 apart: batches of k, heads of v, rows of q"
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -292,13 +277,11 @@ def _by_token(heads_attention: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _verify_heads(heads_attention: Callable[..., Any]) -> Report:
-    __tracebackhide__ = True
     forward = _by_token(heads_attention)
     return verify(lambda q, k, v, *, scale=None: forward(q, k, v, scale=scale), gqa=True, max_seq=150)
 
 
 def _all_heads(heads_attention: Callable[..., Any]) -> Report:
-    __tracebackhide__ = True
     forward, report = _by_token(heads_attention), _verify_heads(heads_attention)
     expect_scales(forward, 64)
     if runtime.INTERPRETED:
@@ -317,8 +300,7 @@ _HEADS = (
 
 @kernel_rule(
     "4.11",
-    title="From one head to all of them",
-    minutes=35,
+    title="From one head to all of them", minutes=35,
     hints=[
         "First the grid: one program for each block of each head of each batch. Take the program's number apart, as "
         "the lecture's kernel does.",
@@ -394,8 +376,6 @@ def heads_attention(q, k, v, *, scale=None):
 
 
 def _with_a_prefix(prefix_attention: Callable[..., Any]) -> Report:
-    __tracebackhide__ = True
-
     def forward(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, scale: float | None = None
     ) -> Any:
@@ -420,8 +400,7 @@ _PREFIXES = (
 
 @kernel_rule(
     "4.12",
-    title="The mask, and where the loop ends",
-    minutes=30,
+    title="The mask, and where the loop ends", minutes=30,
     hints=[
         "Two changes in the kernel: which scores are -inf (4.3), and what stands in `range(0, ..., BLOCK_N)` (4.2).",
         "The last row of the block is (block + 1) * BLOCK_M - 1, and `end` is at most N, also where it is past M.",
@@ -497,8 +476,6 @@ def prefix_attention(q, k, v, *, prefix=0, scale=None):
 
 
 def _of_two_sizes(two_sizes_attention: Callable[..., Any]) -> Report:
-    __tracebackhide__ = True
-
     def forward(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, scale: float | None = None
     ) -> Any:
@@ -528,8 +505,7 @@ _TWO_SIZES = (
 
 @kernel_rule(
     "4.13",
-    title="Two head sizes, no power of two",
-    minutes=30,
+    title="Two head sizes, no power of two", minutes=30,
     hints=[
         "Tiles have BLOCK_D and BLOCK_V columns, the next powers of two, at least 16 each. Every load and store of "
         "such a tile needs a second condition.",
@@ -624,7 +600,6 @@ def two_sizes_attention(q, k, v, *, causal=False, scale=None):
 
 
 def _contiguous(fn: Callable[..., Any], **arguments: Any) -> Any:
-    __tracebackhide__ = True
     result = _called(fn, **arguments)
     if isinstance(result, (tuple, list)) and result and isinstance(result[0], torch.Tensor):
         expect(result[0].is_contiguous(), "o should be contiguous, however q lies in memory: empty_like(q) is as q is",
@@ -633,7 +608,6 @@ def _contiguous(fn: Callable[..., Any], **arguments: Any) -> Any:
 
 
 def _verify(fn: Callable[..., Any]) -> Report:
-    __tracebackhide__ = True
     return verify(fn, causal=True, gqa=True, head_dims=(64, 40), max_seq=150, max_tile=128)
 
 
@@ -657,9 +631,7 @@ _EMPTY_PAGE = (
 
 kernel_rule(
     "4.10",
-    title="From an empty page",
-    minutes=60,
-    difficulty="Stretch",
+    title="From an empty page", minutes=60, difficulty="Stretch",
     hints=[
         "Write the launcher's call first: what must the kernel be told? Then the grid, one program for each block of "
         "each head of each batch, and phase 3's loop. Run the check early: it says which case fails first.",

@@ -18,7 +18,7 @@ from flashlab.check import expect
 from flashlab.check.lookup import Row
 from flashlab.exercises.kernel_rule import apart, empty, kernel_rule
 from flashlab.exercises.phase_02 import expect_flat_memory, peak_bytes
-from flashlab.exercises.phase_05_ladder import CUT, TAIL, in_small_steps, mixed_bases, rounded_sums
+from flashlab.exercises.phase_05_ladder import CUT, NOTES, OF_KERNELS, TAIL, in_small_steps, mixed_bases, rounded_sums
 from flashlab.exercises.tensor_rule import normal, part, tensor_rule
 
 # ---- 5.1 ------------------------------------------------------------------------------------------------------------
@@ -46,9 +46,7 @@ _EXAMPLE = torch.tensor([[0.5, 0.25, 0.125]]), torch.tensor([[4.0, 0.0, 8.0]])
 
 @tensor_rule(
     "5.1",
-    title="Through a softmax with a sink",
-    minutes=15,
-    difficulty="Warm-up",
+    title="Through a softmax with a sink", minutes=15, difficulty="Warm-up",
     hints=[
         "Think of the sink as one more key. What is its p, from the others of its row? What is its dp, if its value is "
         "zero?",
@@ -208,15 +206,11 @@ def _of_dq(
 
 def _of_tiles(fn: Callable[..., Any]) -> None:
     """CheckFailed where a tile is as wide as K is long, or not as wide as BLOCK_N says."""
-    __tracebackhide__ = True
     expect_flat_memory(fn, _of_dq(128, 256, 8, 0.3, 16, 0), _of_dq(128, 1024, 8, 0.3, 16, 0), 128 * 768 * 4)
     narrow, wide = (peak_bytes(fn, _of_dq(128, 1024, 8, 0.3, block, 0)) for block in (16, 512))
-    expect(
-        wide - narrow >= 128 * 496 * 4 // 2,
-        f"the values are right, but BLOCK_N does not count: {wide} bytes are held at once with tiles of 512 keys, and "
-        f"{narrow} with tiles of 16",
-        diagnosis="block-ignored",
-    )
+    said = f"the values are right, but BLOCK_N does not count: {wide} bytes are held at once with tiles of 512 keys, "
+    said += f"and {narrow} with tiles of 16"
+    expect(wide - narrow >= 128 * 496 * 4 // 2, said, diagnosis="block-ignored")
 
 
 def _dq_in_base_2(q, do, lse, delta, K, V, KEPT, keep, BLOCK_N, scale):
@@ -230,27 +224,9 @@ def _dq_in_base_2(q, do, lse, delta, K, V, KEPT, keep, BLOCK_N, scale):
     return dq
 
 
-_WALK_NOTES = {
-    "delta[:, None]": "dS is P (dP - delta)",
-    "lse[:, None]": "P is exp(score - lse), both natural",
-    "delta[rows, None]": "dS is P (dP - delta)",
-    "scale": "the scores are scale · Q K^T, and the gradient has it once",
-    "k": "the scores come from Q and K",
-    "v": "the output is P times V",
-    "v.T": "the output is P times V",
-    "math.log2(math.e)": "under 2^x the scores and lse both have the factor log2(e)",
-    "k.T": "the scores come from Q and K",
-    "torch.exp": "the base is e",
-    "p": "dS is P (dP - delta)",
-    "dq": "each block adds to the sum",
-    "range": "the walk takes every block, the last may be shorter",
-}
-
-
 @tensor_rule(
     "5.3",
-    title="dQ under dropout",
-    minutes=25,
+    title="dQ under dropout", minutes=25,
     hints=[
         "Write the forward pass for one element: o_i has p_ij z_ij v_j in it, with z = KEPT / keep. How does the loss "
         "change with p_ij? That is dp_ij.",
@@ -271,7 +247,7 @@ _WALK_NOTES = {
                           r.randrange(2**20)),
     also=[_dq_in_base_2],
     nan={"-120": TAIL, "120": "exp(120) is infinite in float32: subtract lse, then take the exponential"},
-    notes=_WALK_NOTES | {
+    notes=NOTES | {
         **dict.fromkeys(("kept", "keep"), "O is P · KEPT / keep times V, so dP has both factors"),
         "kept * (do @ v.T) / keep": "O is P · KEPT / keep times V, so dP has both factors",
         "KEPT[:, start_n : start_n + BLOCK_N]": "each tile has columns of its own",
@@ -359,17 +335,13 @@ def _far_too_old(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Te
 
 def _of_few_tiles(window_block_sim: Callable[..., Any]) -> None:
     """CheckFailed where tiles are computed that no query sees."""
-    __tracebackhide__ = True
     given = _of_a_block_of_keys(128, 128, 16, 32, 0.3, 20, 0, rows=16)
     with Meter() as meter:
         window_block_sim(*(x.to(runtime.device()) if isinstance(x, torch.Tensor) else x for x in given))
     tiles = meter.matmul_flops / (4 * 2 * 16 * 16 * 8)
-    expect(
-        tiles <= 3,
-        f"right, but {tiles:g} tiles are computed for keys 32 to 47 of 128, window 20, BLOCK_M=16, where 3 have a "
-        "query that sees one of them: begin at the first query that does, end behind the last",
-        diagnosis="hidden-tiles-not-skipped",
-    )
+    said = f"right, but {tiles:g} tiles are computed for keys 32 to 47 of 128, window 20, BLOCK_M=16, where 3 have a "
+    said += "query that sees one of them: begin at the first query that does, end behind the last"
+    expect(tiles <= 3, said, diagnosis="hidden-tiles-not-skipped")
 
 
 _BLOCKS = {
@@ -397,8 +369,7 @@ _UPPER, _LOWER = f"distance = {_DISTANCE}", "p = torch.triu(p, distance - window
 
 @tensor_rule(
     "5.4",
-    title="A block of keys under a window",
-    minutes=35,
+    title="A block of keys under a window", minutes=35,
     hints=[
         "The lecture's key_block_sim, causal, has the walk, one edge of the mask and the four products. Two things are "
         "new: where the walk ends, and the other edge of the mask.",
@@ -416,7 +387,7 @@ _UPPER, _LOWER = f"distance = {_DISTANCE}", "p = torch.triu(p, distance - window
     also=[_window_with_a_mask, [(_BEGIN, f"{_BEGIN} // BLOCK_M * BLOCK_M")]],
     words={"lse_i": "lse[rows]", "delta_i": "delta[rows]"},
     nan={"far too large": "P of a hidden pair may be infinite, and inf · 0 is NaN: set P to 0 there, do not multiply"},
-    notes=_WALK_NOTES | {
+    notes=NOTES | {
         "start_n": _SEES, "start_m": _SEES, "N - M": _SEES, "window": _SEES, "distance": _SEES,
         "start_n - (N - M)": "begin at the first query that sees the block's first key",
         _BEGIN: "the first query that sees the block's first key is 0 at least",
@@ -445,6 +416,8 @@ _UPPER, _LOWER = f"distance = {_DISTANCE}", "p = torch.triu(p, distance - window
             [(_UPPER, "distance = start_m - start_n"), (_BEGIN, "start_n"), (_END, _END.replace(" - (N - M)", ""))]),
         Row("causal-aligned-top-left", f"dk and dv: the mask's upper edge is aligned at the first key: {_SEES}",
             [("lse[rows], distance", "lse[rows], start_m - start_n")]),
+        *rounded_sums(dk=("dk = dk + ", "dk = dk.to(Q.dtype).float() + "),
+                      dv=("dv = dv + ", "dv = dv.to(dO.dtype).float() + ")),
         Row("block-counted-from-0", "dk and dv: the lower edge counts the block's keys from 0, not from start_n",
             [("distance - window + 1", "distance + start_n - window + 1")]),
         Row("begins-late", "dk and dv: the walk begins a block too late: the first queries that see these keys are "
@@ -507,8 +480,7 @@ _OWN = "each tensor has its own strides, and each stride its own index"
 
 @kernel_rule(
     "5.5",
-    title="delta behind a gate",
-    minutes=25,
+    title="delta behind a gate", minutes=25,
     hints=[
         "On paper first. y = g · o, so dO is g · dY. And a row's g is in every column of y: what is dg?",
         "dg is the sum of o · dY along the row, delta the sum of o · dO. How do the two differ?",
@@ -619,30 +591,11 @@ def _some_launch(kernel: str) -> Callable[[random.Random], tuple[Any, ...]]:
 
 _TAIL = {"near": "NaN in the last tile: what is exp(score - lse) for a key or a query that is not there, and what is "
          "that times 0?"}  # fmt: skip
-_SUMS = "dS is P (dP - delta)"
-_KERNEL_NOTES = {
-    "delta[:, None]": _SUMS,
-    "delta[None, :]": _SUMS,
-    "lse[:, None]": "P is exp(score - lse), both natural",
-    "lse[None, :]": "P is exp(score - lse), both natural",
-    "k": "the scores come from Q and K",
-    "v": "the output is P times V",
-    "v.T": "the output is P times V",
-    "do.T": "the output is P times V",
-    "k.T": "the scores come from Q and K",
-    "q.T": "the scores come from Q and K",
-    "tl.exp": "the base is e",
-    "scale": "the scores are scale · Q K^T, and the gradient has it once",
-    "range": "the last block may be shorter",
-    "dtype": "tl.dot takes float32 as TF32 unless it has input_precision='ieee'; or is something converted to 16 bits?",
-    "in_range[None, :]": "a key that is not there has p = exp(-lse), which may be infinite",
-}
 
 
 @kernel_rule(
     "5.6",
-    title="dq_kernel",
-    minutes=35,
+    title="dq_kernel", minutes=35,
     hints=[
         "The walk of 5.3, less the dropout. What the program keeps is loaded already: q, do, lse, delta.",
         "Scores: tl.dot(q, k.T, input_precision='ieee') * scale. p = tl.exp(s - lse[:, None]); ds = p * (dp - "
@@ -657,7 +610,7 @@ _KERNEL_NOTES = {
     inputs=_launches("dq"),
     draw=_some_launch("dq"),
     nan=_TAIL,
-    notes=_KERNEL_NOTES,
+    notes=OF_KERNELS,
     rows=[mixed_bases("dq", "s", "lse[:, None]"), *rounded_sums(dq=(", dq, input", f", dq{CUT}, input"))],
 )  # fmt: skip
 @triton.jit
@@ -699,9 +652,7 @@ _TWO_SUMS = (  # as the lecture has them
 
 @kernel_rule(
     "5.11",
-    title="K and V in one, from an empty page",
-    minutes=60,
-    difficulty="Stretch",
+    title="K and V in one, from an empty page", minutes=60, difficulty="Stretch",
     hints=[
         "It is the lecture's walk of a block of keys over the queries, as in 5.4: load the tile of C once, masked. It "
         "is k and v. C is used twice, and the gradient of C is the sum over its uses: one accumulator in float32.",
@@ -718,7 +669,7 @@ _TWO_SUMS = (  # as the lecture has them
     inputs=_launches("dc"),
     draw=_some_launch("dc"),
     nan=_TAIL,
-    notes=_KERNEL_NOTES,
+    notes=OF_KERNELS,
     rows=[
         mixed_bases("dc", "s_t", "lse[None, :]"),
         *rounded_sums(dc=("do, dc, input", "do, dc.to(c.dtype).to(tl.float32), input")),
@@ -794,8 +745,7 @@ def _of_a_loss(r: random.Random, M: int, N: int, D: int) -> tuple[torch.Tensor, 
 
 @tensor_rule(
     "5.7",
-    title="A loss that uses lse",
-    minutes=15,
+    title="A loss that uses lse", minutes=15,
     hints=[
         "Two ways lead from a score to the loss: through P and O, and through lse. Their gradients add up.",
         "d lse_i / d s_ij = p_ij. So the second part is p * dlse[:, None].",
@@ -853,8 +803,7 @@ _IN_16_BITS = "in float16, 2048 + 1 is 2048: add up in float32"
 
 @tensor_rule(
     "5.8",
-    title="The sum over a group",
-    minutes=10,
+    title="The sum over a group", minutes=10,
     hints=[
         "Query head h reads key head h // group: the heads of one group lie side by side.",
         "x.unflatten(1, (kv_heads, group)) has the group in dimension 2. Sum over it.",
@@ -903,9 +852,7 @@ def _of_a_hunt(n: int, block: int, causal: bool, scale: float = 0.4) -> tuple[An
 
 @tensor_rule(
     "5.9",
-    title="It was only ever asked for one",
-    minutes=20,
-    difficulty="Bug hunt",
+    title="It was only ever asked for one", minutes=20, difficulty="Bug hunt",
     bug=Row(
         "causal-always", "without causal the walk still begins at the diagonal, and its tile is still masked",
         [("start_n if causal else 0", "start_n"), ("causal and start_m == start_n", "start_m == start_n")],
@@ -922,7 +869,7 @@ def _of_a_hunt(n: int, block: int, causal: bool, scale: float = 0.4) -> tuple[An
             for n, block, causal, scale in ((16, 8, True, 0.4), (16, 8, False, 0.4), (21, 8, True, 0.3),
                                             (21, 8, False, 0.4), (5, 8, False, 0.5), (30, 4, True, -0.4))},
     draw=lambda r: _of_a_hunt(r.randint(1, 30), r.choice((4, 8)), r.random() < 0.5, r.choice((0.3, 0.5))),
-    notes=_WALK_NOTES | {
+    notes=NOTES | {
         "causal": "without a mask every query sees every key, and nothing is masked",
         "start_n": "without a mask the walk begins at query 0",
         "start_m == start_n": "tiles below the diagonal are seen whole",
@@ -966,9 +913,7 @@ _QUERIES, _KEYS = (f"each block of {x} needs a program" for x in ("queries", "ke
 
 @tensor_rule(
     "5.10",
-    title="One grid for both",
-    minutes=20,
-    difficulty="Bug hunt",
+    title="One grid for both", minutes=20, difficulty="Bug hunt",
     bug=Row(
         "limit-missing", f"the number of programs is that of the blocks of queries: {_KEYS} too",
         [("max(math.ceil(M / BLOCK_M), math.ceil(N / BLOCK_N))", "math.ceil(M / BLOCK_M)")],
@@ -987,7 +932,7 @@ _QUERIES, _KEYS = (f"each block of {x} needs a program" for x in ("queries", "ke
         (32, 32, 16, 16), (64, 64, 32, 16), (40, 40, 8, 16), (17, 50, 16, 16), (50, 17, 16, 8), (64, 16, 8, 32),
         (33, 16, 16, 16), (16, 33, 16, 16))},
     draw=lambda r: _of_a_grid(r.randint(1, 60), r.randint(1, 60), r.choice((8, 16, 32)), r.choice((8, 16, 32)), 0.5),
-    notes=_WALK_NOTES | {"math.ceil(M / BLOCK_M)": _QUERIES, "math.ceil(N / BLOCK_N)": _KEYS},
+    notes=NOTES | {"math.ceil(M / BLOCK_M)": _QUERIES, "math.ceil(N / BLOCK_N)": _KEYS},
     rows=[
         Row("sizes-exchanged", "BLOCK_M and BLOCK_N are exchanged in the number of programs",
             [("max(math.ceil(M / BLOCK_M), math.ceil(N / BLOCK_N))",

@@ -68,14 +68,22 @@ _SHAPES = (
 _SEES = "query i sees key j if j <= i + N - M"
 _GROUP = "query head h reads key head h // group"
 _OF_A_HEAD = "each tensor has strides of its own: from head to head, from row to row"
-_NOTES = {
-    "delta[:, None]": "dS is P (dP - delta)", "delta[None, :]": "dS is P (dP - delta)",
-    "lse[:, None]": "P is exp(score - lse)", "lse[None, :]": "P is exp(score - lse)",
-    "N - M": _SEES, "scale": "the scores are scale · Q K^T, and the gradient has it once",
-    "member": _GROUP, "group": _GROUP, "head": _GROUP, "tl.exp": "the base is e",
-    "k.T": "the scores come from Q and K", "q.T": "the scores come from Q and K",
-    "v.T": "the output is P times V", "do.T": "the output is P times V",
+NOTES = {  # of every walk
+    **dict.fromkeys(("delta[:, None]", "delta[None, :]", "delta[rows, None]", "p"), "dS is P (dP - delta)"),
+    **dict.fromkeys(("lse[:, None]", "lse[None, :]"), "P is exp(score - lse), both natural"),
+    **dict.fromkeys(("k", "k.T", "q.T"), "the scores come from Q and K"),
+    **dict.fromkeys(("v", "v.T", "do.T"), "the output is P times V"),
+    **dict.fromkeys(("torch.exp", "tl.exp"), "the base is e"),
+    "scale": "the scores are scale · Q K^T, and the gradient has it once", "dq": "each block adds to the sum",
+    "math.log2(math.e)": "under 2^x the scores and lse both have the factor log2(e)",
+    "range": "the walk takes every block, the last may be shorter",
+}  # fmt: skip
+OF_KERNELS = NOTES | {
     "dtype": "tl.dot takes float32 as TF32 unless it has input_precision='ieee'; or is something converted to 16 bits?",
+    "in_range[None, :]": "a key that is not there has p = exp(-lse), which may be infinite",
+}  # fmt: skip
+_NOTES = OF_KERNELS | {
+    "N - M": _SEES, "member": _GROUP, "group": _GROUP, "head": _GROUP,
     **{f"stride_{x}{axis}": _OF_A_HEAD for x in ("q", "k", "v", "do", "dq", "dk", "dv") for axis in "hmn"},
 }  # fmt: skip
 TAIL = "a key that is not there has a P too, exp(0 - lse): infinite where lse is very negative, and inf · 0 is NaN"
@@ -139,7 +147,6 @@ def _named(kernel: str, *given: Any) -> str:
 
 def _of_few_tiles(kernel: Any) -> None:
     """CheckFailed where a causal launch reads as much as one without a mask."""
-    __tracebackhide__ = True
     if not runtime.INTERPRETED:
         return
     read = []
@@ -159,8 +166,7 @@ def _of_few_tiles(kernel: Any) -> None:
 
 @kernel_rule(
     "5.12",
-    title="dK and dV of a group, causal",
-    minutes=35,
+    title="dK and dV of a group, causal", minutes=35,
     hints=[
         "K and V are two again, so there are two sums, and the scale may wait for the end. Three things are new beside "
         "5.11: the program's key head, a loop over the query heads that read it, and the mask with its first tile.",
@@ -265,8 +271,7 @@ _CAPPED = tuple((*shape, cap) for shape, cap in zip(_SHAPES, (0.0, 2.0, 5.0, 2.0
 
 @kernel_rule(
     "5.13",
-    title="dQ under a soft-cap",
-    minutes=30,
+    title="dQ under a soft-cap", minutes=30,
     hints=[
         "On paper first. The capped score is s' = c · tanh(s / c), and P is made of s'. What is ds' / ds?",
         "1 - tanh². So dS gets one factor more; P and delta are what they were. tanh(x) is 2 / (1 + exp(-2 x)) - 1, "
@@ -377,7 +382,6 @@ def _kept(attention: Callable[..., Any], N: int) -> int:
 
 def _expect_gradient_of_lse(attention: Callable[..., Any]) -> None:
     """CheckFailed where a loss of lse has another gradient than that of the formula."""
-    __tracebackhide__ = True
     case = "a loss of o and of lse: heads=4, kv_heads=2, seq_q=20, seq_k=33, head_dim=16, float32, causal"
     q, k, v, do, dlse = _inputs((1, 4, 20, 16), (1, 2, 33, 16), (1, 2, 33, 16), (1, 4, 20, 16), (1, 4, 20))
     ours = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -406,7 +410,6 @@ def _expect_gradient_of_lse(attention: Callable[..., Any]) -> None:
 
 def _expect_own_options(attention: Callable[..., Any]) -> None:
     """CheckFailed where a second forward pass changes what the backward pass of the first takes."""
-    __tracebackhide__ = True
     case = "two forward passes, the first causal, then the backward pass of the first"
     q, k, v, do = _inputs(*[(1, 2, 20, 16)] * 4)
     ours = [x.requires_grad_() for x in (q, k, v)]
@@ -421,7 +424,6 @@ def _expect_own_options(attention: Callable[..., Any]) -> None:
 
 def _expect_strides(attention: Callable[..., Any]) -> None:
     """CheckFailed where the gradient of o is taken to lie in memory as o does."""
-    __tracebackhide__ = True
     case = "dO stored by columns: heads=2, seq_q=20, seq_k=33, head_dim=16, float32"
     q, k, v, do = _inputs((1, 2, 20, 16), (1, 2, 33, 16), (1, 2, 33, 16), (1, 2, 20, 16))
     ours = [x.requires_grad_() for x in (q, k, v)]
@@ -440,7 +442,6 @@ def _expect_strides(attention: Callable[..., Any]) -> None:
 
 def _expect_scales(attention: Callable[..., Any]) -> None:
     """CheckFailed where a scale of 0 is taken for none, or a negative one for another."""
-    __tracebackhide__ = True
     q, k, v, do = _inputs(*[(1, 2, 20, 16)] * 4)
     ours = [x.requires_grad_() for x in (q, k, v)]
     for scale, why in ((0.0, ": 0 is a scale, and not None"), (-0.3, "")):
@@ -487,11 +488,8 @@ def _(attention: Callable[..., Any]) -> Report:
     expect(traffic is None or traffic.loads > forward, "no Triton kernel reads anything in the backward pass",
            diagnosis="no-kernel", case=case)  # fmt: skip
     kept = [_kept(attention, N) for N in (64, 256)]
-    expect(
-        kept[1] <= 4.5 * kept[0],
-        f"right or not, {kept[1]} bytes are kept for 256 tokens and {kept[0]} for 64: that grows with the square",
-        diagnosis="memory-quadratic",
-    )
+    said = f"right or not, {kept[1]} bytes are kept for 256 tokens and {kept[0]} for 64: that grows with the square"
+    expect(kept[1] <= 4.5 * kept[0], said, diagnosis="memory-quadratic")
     with in_bounds(None):
         report = verify(attention, causal=True, gqa=True, grads=True, head_dims=(32,), max_seq=90)
     _expect_strides(attention)

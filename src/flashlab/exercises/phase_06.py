@@ -76,7 +76,6 @@ _MATRICES = ((4, 32), (8, 64), (10, 50), (7, 33), (1, 1), (3, 100), (50, 10))
 
 
 def _expect_coalesced(c: Counters, kind: str, most: int, advice: str, case: str) -> None:
-    __tracebackhide__ = True
     sectors = c[f"global_{kind}_sectors"]
     said = f"right, but the {kind}s touch {sectors} sectors where {most} suffice: {advice}"
     expect(sectors <= most, said, diagnosis="not-coalesced", case=case)
@@ -185,10 +184,8 @@ def transposed(transpose: str) -> str:
                 continue
             for kind, matrix in (("load", "x"), ("store", "y")):
                 _expect_coalesced(c, kind, rows * cols // 8, f"let threadIdx.x run along a row of {matrix}", case)
-            said = (
-                f"right, and coalesced, but shared memory takes {c.bank_conflicts} wavefronts more than needed: number "
-            )
-            said += "i of a column of the tile is in bank i * pitch % 32, where pitch is the words of a row"
+            said = f"right, and coalesced, but shared memory takes {c.bank_conflicts} wavefronts more than needed: "
+            said += "number i of a column of the tile is in bank i * pitch % 32, where pitch is the words of a row"
             expect(c.bank_conflicts == 0, said, diagnosis="bank-conflicts", case=case)
     return f"{len(_TRANSPOSED)} shapes, no sector and no wavefront too many"
 
@@ -306,7 +303,6 @@ ROW_LSE = Trials(
 
 def _expect_lse(answer: Answer, last_lane: Answer) -> int:
     """Runs the cases; the fast build is that of `last_lane`. Returns how many."""
-    __tracebackhide__ = True
     cases = list(itertools.product((64, 100, 257, 32, 5, 1), _KINDS))
     for n, kind in cases:
         case, x = f"n={n}, scores {kind}", _scores(n, kind)
@@ -326,7 +322,6 @@ def _expect_lse(answer: Answer, last_lane: Answer) -> int:
 
 
 def _expect_one_pass(c: Counters, n: int, case: str) -> None:
-    __tracebackhide__ = True
     loads, needed = c["global_loads"], 4 * -(-n // 32)
     said = f"right, but a warp loads {loads / 4:g} times for a row where {needed // 4} suffice: read the row once, and "
     expect(loads <= needed, said + "give lane t the elements t, t + 32, ...", diagnosis="read-twice", case=case)
@@ -342,7 +337,6 @@ _PROBES = ((1, 1, 1, 70, 100, False), (1, 2, 1, 130, 130, True), (1, 1, 1, 50, 2
 
 
 def _in_float32(text: Any) -> CudaModule:
-    __tracebackhide__ = True
     return built(text, check=True, head_dim=64, dtype=torch.float32)
 
 
@@ -425,7 +419,6 @@ INNER_LOOP = Trials(
 
 def _examined(source: Source, *trials: Trials) -> Verdict:
     """examine; trials: whose right text's changes may explain it."""
-    __tracebackhide__ = True
     return examined(source, *trials, dtype=torch.float32, probes=_PROBES, max_seq=200)
 
 
@@ -484,9 +477,7 @@ _VISITS = "visits * (2 * D + 2)"
 
 @rule(
     "6.7",
-    title="Count the bytes of a causal mask",
-    minutes=30,
-    difficulty="Stretch",
+    title="Count the bytes of a causal mask", minutes=30, difficulty="Stretch",
     hints=[
         "FA1's order: which rows see a key of the tile that starts at n_start? Row i sees the keys 0 to i, so those "
         "with i >= n_start: N - n_start rows. Each of them reads a row of Q, a row of O, m and l.",
@@ -590,7 +581,6 @@ def float32_kernel(flash_attention: str) -> str:
 
 def _expect_shared(c: Counters) -> float:
     """That rows share what is loaded, and loads their sectors. Returns the rows that a number of K and V serves."""
-    __tracebackhide__ = True
     _, _, _, rows, keys, _ = _SHARED_PROBE
     case = f"seq_q={rows}, seq_k={keys}, head_dim=64, float32"
     asked, sectors = c["global_load_bytes"] + c["cp_async_bytes"], c["global_load_sectors"] + c["cp_async_sectors"]

@@ -67,9 +67,7 @@ def _element(r: random.Random) -> tuple[int, int]:
 
 @rule(
     "7.1",
-    title="Who holds it?",
-    minutes=10,
-    difficulty="Warm-up",
+    title="Who holds it?", minutes=10, difficulty="Warm-up",
     hints=[
         "C first: its row is g or g + 8, its column 2t or 2t + 1. So what of the row is g, and what says which of c0 "
         "c1 | c2 c3? In B, rows and columns change parts: the column is g.",
@@ -138,8 +136,7 @@ def _lane(r: random.Random) -> tuple[int]:
 
 @rule(
     "7.2",
-    title="Thirty-two addresses",
-    minutes=15,
+    title="Thirty-two addresses", minutes=15,
     hints=[
         "Lanes 8 i to 8 i + 7 name the rows of the tile that arrives in register i. Write down, for each of the four "
         "registers, which keys and which dimensions its 8 x 8 tile has.",
@@ -252,7 +249,6 @@ ANY_EIGHT = Trials(
 
 def _expect_scores(answer: Answer, cases: Sequence[tuple[int, torch.dtype]], tail: bool = False) -> None:
     """Runs Q K^T of 16 queries and 8 keys for each (head_dim, dtype); the first one's watched build too."""
-    __tracebackhide__ = True
     for number, (head_dim, dtype) in enumerate(cases):
         q, k = normal(16, head_dim, seed=head_dim).to(dtype), normal(8, head_dim, seed=head_dim + 1).to(dtype)
         case, wide = f"D={head_dim}, {spelled(dtype)}", (q.double(), k.double())
@@ -271,9 +267,8 @@ def _expect_scores(answer: Answer, cases: Sequence[tuple[int, torch.dtype]], tai
             sentence = f"the result is right, with {c[name]} {name.removeprefix('mma_')} where {count} are wanted"
             expect(c[name] == count, sentence, diagnosis="wrong-count", case=case)
         loads = 2 * sum(wanted.values())
-        sentence = (
-            f"the result is right, with {c['ldmatrix']} ldmatrix where {loads} are wanted: one for A and one for "
-        )
+        sentence = f"the result is right, with {c['ldmatrix']} ldmatrix where {loads} are wanted: one for A and one "
+        sentence += "for "
         right = c["ldmatrix"] <= loads if tail else c["ldmatrix"] == loads
         expect(right, sentence + "B for each MMA", diagnosis="wrong-count", case=case)
 
@@ -585,7 +580,6 @@ CAUSAL = 0.8  # of the MMAs without a mask; tiles of 128 rows do 0.75
 def _run_whole(whole: Source, head_dim: int, dtype: torch.dtype) -> tuple[float, float, bool]:
     """Compares one variant with the oracle. Returns FLOPs of its MMAs over those needed, causal over all, and whether
     some are beside the tiles that are needed."""
-    __tracebackhide__ = True
     module = built(whole, check=False, head_dim=head_dim, dtype=dtype)
     q, k, v = normal(3, 1, 1, COUNTED, head_dim, seed=1).to(dtype)
     flops, need = [], 4 * COUNTED**2 * head_dim
@@ -631,7 +625,6 @@ def whole_forward(kernel: str) -> str:
     expect_set(whole)
 
     def large(dtype: torch.dtype = torch.bfloat16) -> int:
-        __tracebackhide__ = True
         return examine(whole, head_dim=128, dtype=dtype, probes=PROBES[:1], max_seq=150).cases
 
     try:

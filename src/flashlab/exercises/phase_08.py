@@ -51,7 +51,6 @@ BANK_BYTES, ROW_BYTES = 128, 16  # all 32 banks; what one address of ldmatrix st
 
 def _without_conflicts(verdict: Verdict, head_dim: int, source: Source | None = None) -> None:
     """Raises CheckFailed where ldmatrix has bank conflicts; source: of an answer that defines at()."""
-    __tracebackhide__ = True
     c = verdict.counters
     if c["ldmatrix_wavefronts"] == c["ldmatrix_ideal"]:
         return
@@ -82,7 +81,6 @@ def _shared_banks(source: Source, head_dim: int) -> str | None:
 @contextlib.contextmanager
 def _beside(first: str, here: int, second: bool) -> Iterator[None]:
     """second: what fails in it is right with the first size, which is told."""
-    __tracebackhide__ = True
     try:
         yield
     except CheckFailed as failed:
@@ -97,9 +95,7 @@ def _beside(first: str, here: int, second: bool) -> Iterator[None]:
 
 @rule(
     "8.1",
-    title="Count the wavefronts of a padded tile",
-    minutes=10,
-    difficulty="Warm-up",
+    title="Count the wavefronts of a padded tile", minutes=10, difficulty="Warm-up",
     hints=[
         "Address a is in bank a / 4 % 32. Sixteen bytes are four neighbouring banks, so there are eight groups of "
         "four.",
@@ -142,7 +138,6 @@ def wavefronts(row_bytes):
 
 def _expect_a_swizzle(place: Callable[[int, int], int]) -> str:
     """CheckFailed where two chunks meet; any swizzle without a conflict is right, but for the lecture's two."""
-    __tracebackhide__ = True
     for chunks in (8, 16, 32):
         case = f"head_dim={8 * chunks}"
         table = []
@@ -150,24 +145,17 @@ def _expect_a_swizzle(place: Callable[[int, int], int]) -> str:
             with running(f"{case}, row {row}"):
                 places = [place(row, chunk) for chunk in range(chunks)]
                 once = sorted(places) == list(range(chunks))
-            expect(
-                once,
-                f"row {row} puts its {chunks} chunks at places {places}: each place from 0 to "
-                f"{chunks - 1} has to be used once",
-                diagnosis="not-a-permutation",
-                case=case,
-            )
+            said = f"row {row} puts its {chunks} chunks at places {places}: each place from 0 to {chunks - 1} has to "
+            said += "be used once"
+            expect(once, said, diagnosis="not-a-permutation", case=case)
             table.append(places)
         for first, chunk in itertools.product(range(0, 64, 8), range(chunks)):
             groups = [table[first + i][chunk] % 8 for i in range(8)]
             shared = next((g for g in groups if groups.count(g) > 1), None)
             if shared is not None:
                 rows = ", ".join(str(first + i) for i in range(8) if groups[i] == shared)
-                raise CheckFailed(
-                    f"chunk {chunk} of rows {rows} is in the same four banks, {4 * shared} to {4 * shared + 3}",
-                    diagnosis="bank-conflicts",
-                    case=case,
-                )
+                said = f"chunk {chunk} of rows {rows} is in the same four banks, {4 * shared} to {4 * shared + 3}"
+                raise CheckFailed(said, diagnosis="bank-conflicts", case=case)
     xor, rotated = (
         [[f(row, chunk) for chunk in range(chunks)] for row in range(64)]
         for f in (lambda row, chunk: chunk ^ row % 8, lambda row, chunk: chunk // 8 * 8 + (chunk + row) % 8)
@@ -181,8 +169,7 @@ _TAKEN = "it is one of the lecture's two: find another"
 
 @rule(
     "8.2",
-    title="A swizzle of your own",
-    minutes=15,
+    title="A swizzle of your own", minutes=15,
     hints=[
         "Unswizzled, chunk c is at place c in every row: eight rows, one group of banks. What must differ from row to "
         "row?",
@@ -242,7 +229,6 @@ def swizzle(at: str) -> str:
 
 def _swizzled(text: str, trials: Trials, *head_dims: int) -> str:
     """Raises CheckFailed where p8_4_swizzle with this text is wrong, or has bank conflicts."""
-    __tracebackhide__ = True
     source = replaced(step("p8_4_swizzle"), "swizzle", text)
     source = replace(source, text=source.text.replace("-DHEAD_DIM=64", "-DHEAD_DIM=32, 64"))
     for head_dim in head_dims:
@@ -286,7 +272,6 @@ AT = Trials(
 
 def _expect_places(source: Source, head_dim: int, rows: int = 64) -> None:
     """Raises CheckFailed where at(), called alone, is no place of its own for each chunk of a tile."""
-    __tracebackhide__ = True
     chunks, case, room = head_dim // 8, f"head_dim={head_dim}", rows * head_dim * 2
     taken: dict[int, str] = {}
     for i, byte in enumerate(_places(source, head_dim, rows)):
@@ -306,7 +291,6 @@ def _expect_places(source: Source, head_dim: int, rows: int = 64) -> None:
 
 def _places(source: Source, head_dim: int, rows: int) -> list[int]:
     """at(row, column) of each chunk of a tile, row by row."""
-    __tracebackhide__ = True
     n = torch.zeros(rows * head_dim // 8, dtype=torch.int32)
     built(_calling(source, _CALLED), check=False, head_dim=head_dim).places(n, rows)
     return n.tolist()
@@ -559,7 +543,6 @@ def parts() -> dict[str, str]:
 
 def _put_together(text: str) -> Source:
     """The text with its lines @A, @B ... replaced by the parts. Raises CheckFailed, with what is out of place."""
-    __tracebackhide__ = True
     letters, out, called = parts(), [], []
     places: dict[str, int] = {}
     depths: dict[str, int] = {}
@@ -625,10 +608,8 @@ def put_together(kernel: str) -> str:
     *_, keys, _ = _COUNTED
     c, tiles = probe(built(whole, check=True), whole, _COUNTED).counters, 2 * keys // 64
     during, most = c["mma_during_copies"], c["mma"] * (tiles - 1) // tiles
-    sentence = (
-        f"the result is right, but a copy is under way during {during} of {c['mma']} MMAs, and it could be {most}: "
-    )
-    sentence += "V_j's during S = Q K_j^T, K_(j + 1)'s during O += P V_j"
+    sentence = f"the result is right, but a copy is under way during {during} of {c['mma']} MMAs, and it could be "
+    sentence += f"{most}: V_j's during S = Q K_j^T, K_(j + 1)'s during O += P V_j"
     expect(during >= most, sentence, diagnosis="no-overlap", case=f"head_dim=64, N={keys}")
     return f"{len(_LETTERS)} parts, {verdict.verdict}; a copy is under way during {during} of {c['mma']} MMAs"
 
@@ -637,7 +618,6 @@ def _expect_walk(text: str) -> None:
     """Raises CheckFailed where the loop does not walk the tiles upwards or downwards, each once, where a product finds
     another tile in its buffer than its own, or where a tile is copied twice.
     """
-    __tracebackhide__ = True
     say = 'if (threadIdx.x == 0) printf("{} ", (int)j);'.format
     copies = "auto copy_q = [] {};\n" + "".join(f"auto copy_{x} = [](int j) {{ {say(f'{x}%d')} }};\n" for x in "kv")
     letters = parts() | {_LETTERS[name]: "" for name in _LOOP} | {_LETTERS["first copies"]: copies}
@@ -722,7 +702,6 @@ _PLURAL = {"shared_load": "loads from shared memory", "shared_store": "stores to
 
 def _well_made(c: Counters, head_dim: int) -> None:
     """Raises CheckFailed where a right kernel does not do what phase 8 is about. c: of one head, _COUNTED."""
-    __tracebackhide__ = True
     *_, n, _, _ = _COUNTED
     case, right = f"head_dim={head_dim}, N={n}", "the result is right, but"
     mma, least = c["mma"], 4 * n * n * head_dim // 4096
@@ -737,14 +716,10 @@ def _well_made(c: Counters, head_dim: int) -> None:
         expect(few, sentence, diagnosis="bank-conflicts", case=case)
     sentence = f"{right} nothing is copied by cp.async: loads and stores hold up their thread"
     expect(c["cp_async"] > 0, sentence, diagnosis="no-cp-async", case=case)
-    sentence = (
-        f"{right} a copy is under way during {c['mma_during_copies']} of {mma} MMAs: start the next copy before you "
-    )
-    sentence += "work on what has arrived"
+    sentence = f"{right} a copy is under way during {c['mma_during_copies']} of {mma} MMAs: start the next copy "
+    sentence += "before you work on what has arrived"
     expect(c["mma_during_copies"] >= mma / 3, sentence, diagnosis="no-overlap", case=case)
     sectors, fewest = c["global_store_sectors"], n * (head_dim * 2 + 4) // 32
-    sentence = (
-        f"{right} the stores touch {sectors} sectors of 32 bytes where {fewest} hold O and lse: a lane should store "
-    )
-    sentence += "16 bytes of a row, beside its neighbours"
+    sentence = f"{right} the stores touch {sectors} sectors of 32 bytes where {fewest} hold O and lse: a lane should "
+    sentence += "store 16 bytes of a row, beside its neighbours"
     expect(sectors <= 1.2 * fewest, sentence, diagnosis="part-sectors", case=case)

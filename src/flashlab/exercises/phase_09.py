@@ -51,9 +51,7 @@ def _block_of_rows(r: random.Random) -> tuple[int, ...]:
 
 @rule(
     "9.1",
-    title="Which tiles need a mask?",
-    minutes=10,
-    difficulty="Warm-up",
+    title="Which tiles need a mask?", minutes=10, difficulty="Warm-up",
     hints=[
         "Without a causal mask: how many tiles does seq_k need, rounded up, and how many of them are whole?",
         "Causal: the block's last row, m_start + block_m - 1, sees the most keys, its first row, m_start, the fewest. "
@@ -127,8 +125,7 @@ def _kernel(r: random.Random) -> tuple[int, ...]:
 
 @rule(
     "9.2",
-    title="How many blocks fit?",
-    minutes=15,
+    title="How many blocks fit?", minutes=15,
     hints=[
         "Compute three numbers of blocks, one for each resource, and take the least.",
         "Registers: a warp's are 32 * registers, rounded up to a multiple of 256. How many such warps fit in one "
@@ -290,22 +287,16 @@ _SEEN = ("exp2_approx", "exp2f", "exp2", "expf", "__expf")  # functions that a c
 
 def _expect_lazy(whole: Source) -> None:
     """Counts the corrections where no maximum moves after the first tile: scores of 0, four tiles of keys."""
-    __tracebackhide__ = True
     count = "\n".join(f'#define {name}(...) (printf("r"), {name}(__VA_ARGS__))' for name in _SEEN)
     said = said_by(whole, count, "\n".join(f"#undef {name}" for name in _SEEN), 64, 256)
     times = said.count("r") / (4 * 64)  # the four lanes of a row
-    expect(
-        times < 2,
-        f"the result is right, but not lazy: each row computes its correction {times:.3g} times in 4 tiles, though its "
-        "maximum moves in the first tile only. Keep the vote",
-        diagnosis="not-lazy",
-        case="seq_q=64, seq_k=256, head_dim=64, float16, all scores 0",
-    )
+    said = f"the result is right, but not lazy: each row computes its correction {times:.3g} times in 4 tiles, though "
+    said += "its maximum moves in the first tile only. Keep the vote"
+    expect(times < 2, said, diagnosis="not-lazy", case="seq_q=64, seq_k=256, head_dim=64, float16, all scores 0")
 
 
 def _expect_each_row_alone(whole: Source, scale: float) -> None:
     """That rows which do not move far come out bit by bit the same, whether others of their warp do or not."""
-    __tracebackhide__ = True
     module = built(whole, check=False)
     moved, unmoved = (ran(module, whole, None, partial(_fifths, module, late, scale)) for late in (8.0, 0.0))
     others = [i for i in range(64) if i % 5]
@@ -475,7 +466,6 @@ def merge_of_parts(merge_loop: str) -> str:
 
 def _expect_one_pass(whole: Source) -> None:
     """Counts the bytes that a warp reads, of which each lane may read the lse of a part."""
-    __tracebackhide__ = True
     module, (splits, rows, head_dim) = built(whole, check=True, HEAD_DIM=64), (3, 8, 64)
     ran(module, whole, None, partial(_merged, module, *_parts(splits, rows, head_dim)))
     assert module.report is not None, "every run in the emulator leaves a report"
@@ -490,7 +480,6 @@ def _expect_one_pass(whole: Source) -> None:
 
 
 def _expect_merge(whole: Source, splits: int, rows: int, head_dim: int, how: str) -> None:
-    __tracebackhide__ = True
     case = f"{splits} parts of {rows} rows, head_dim={head_dim}{', ' * bool(how)}{how}"
     module, (part_o, part_lse) = built(whole, check=True, HEAD_DIM=head_dim), _parts(splits, rows, head_dim, how)
     o, lse = ran(module, whole, case, partial(_merged, module, part_o, part_lse))
@@ -656,7 +645,6 @@ def _expect_window(
     whole: Source, batch: int, heads: int, kv_heads: int, seq_q: int, seq_k: int, causal: bool, left: int = _WINDOW
 ) -> None:  # fmt: skip
     """One run on more keys than the window has, beside the definition."""
-    __tracebackhide__ = True
     case = f"heads={heads}, seq_q={seq_q}, seq_k={seq_k}, LEFT={left}{', causal' * causal}"
     sizes = (heads, seq_q), (kv_heads, seq_k), (kv_heads, seq_k)
     q, k, v = (normal(batch, *size, 64, seed=i).half() for i, size in enumerate(sizes))
@@ -675,31 +663,22 @@ def _expect_window(
 
 def _expect_few_tiles(whole: str, seq_q: int, seq_k: int) -> None:
     """Counts the tiles of one causal head, and those of them that run with a mask."""
-    __tracebackhide__ = True
     tall, wide, visited, full = 128, 64, 0, 0
     for first in range(seq_k - seq_q, seq_k, tall):  # the position of a block's first row
         visited += -(-min(seq_k, first + tall) // wide) - max(0, first - _WINDOW) // wide
         full += max(0, (first + 1) // wide - -(-max(0, first + tall - 1 - _WINDOW) // wide))
     masked, plain = _bodies(whole, seq_q, seq_k)
     case = f"seq_q={seq_q}, seq_k={seq_k}, causal, LEFT={_WINDOW}"
-    expect(
-        masked + plain <= visited,
-        f"right, but {masked + plain} tiles are visited, and some row sees a key of {visited} of them: the walk ends "
-        "at `begin`",
-        diagnosis="tiles-outside",
-        case=case,
-    )
-    expect(
-        plain >= full,
-        f"right, but {masked} tiles are masked, and {plain} are not: {full} lie between the borders, and need no mask",
-        diagnosis="everything-masked",
-        case=case,
-    )
+    said = f"right, but {masked + plain} tiles are visited, and some row sees a key of {visited} of them: the walk "
+    said += "ends at `begin`"
+    expect(masked + plain <= visited, said, diagnosis="tiles-outside", case=case)
+    said = f"right, but {masked} tiles are masked, and {plain} are not: {full} lie between the borders, and need no "
+    said += "mask"
+    expect(plain >= full, said, diagnosis="everything-masked", case=case)
 
 
 def _expect_parts(text: str) -> None:
     """That each part stands there once, behind those that it needs."""
-    __tracebackhide__ = True
     places = [m[1] or m[2] for m in _PLACE.finditer(text)]
     for letter in places:
         known = letter in PARTS
@@ -711,12 +690,9 @@ def _expect_parts(text: str) -> None:
     for at, letter in enumerate(places):
         for why, others in _NEEDS.get(letter, ()):
             for first in others:
-                expect(
-                    places.index(first) < at,
-                    f"part {letter}, {PARTS[letter]}, is out of place: {why}, so part {first}, {PARTS[first]}, comes "
-                    "before it",
-                    diagnosis="part-out-of-place",
-                )
+                said = f"part {letter}, {PARTS[letter]}, is out of place: {why}, so part {first}, {PARTS[first]}, "
+                said += "comes before it"
+                expect(places.index(first) < at, said, diagnosis="part-out-of-place")
     expect("MASKED" in _PLACE.sub("", text), "the glue should define MASKED, for the two bodies", diagnosis="no-flag")
 
 
@@ -731,16 +707,13 @@ def _bodies(whole: str, seq_q: int, seq_k: int) -> tuple[int, int]:
 
     Raises CheckFailed where MASKED is no constant.
     """
-    __tracebackhide__ = True
     text = _telling(whole, 'static_assert(MASKED || !MASKED, "MASKED");\n')
     try:
         module = built(Source(text, "kernel"), check=False)
     except CheckFailed:  # it compiled without these lines
-        raise CheckFailed(
-            "right, but MASKED is a variable that is looked at while the kernel runs: every tile pays for the mask. "
-            "Make it a constant of each of two bodies: constexpr bool MASKED = decltype(is_masked)::value",
-            diagnosis="not-a-constant",
-        ) from None
+        said = "right, but MASKED is a variable that is looked at while the kernel runs: every tile pays for the "
+        said += "mask. Make it a constant of each of two bodies: constexpr bool MASKED = decltype(is_masked)::value"
+        raise CheckFailed(said, diagnosis="not-a-constant") from None
     q, k = (torch.zeros(1, 1, n, 64).half() for n in (seq_q, seq_k))
     module.forward(q, k, k, causal=True, echo=False)
     assert module.report is not None, "every run in the emulator leaves a report"
@@ -832,9 +805,7 @@ def third_stage(before_loop: str, in_loop: str) -> str:
             diagnosis="waits-too-long" if for_q else "wrong-wait-count",
         ) from None
     bytes_ = probe(_watched(whole), whole, PROBES[1]).launches[0].shared_bytes
-    expect(
-        bytes_ == (64 + 6 * 64) * 64 * 2,
-        f"the kernel asks for {bytes_} bytes of shared memory; Q and three stages of K and V are {(64 + 6 * 64) * 128}",
-        diagnosis="wrong-shared-size",
-    )
+    said = f"the kernel asks for {bytes_} bytes of shared memory; Q and three stages of K and V are "
+    said += f"{(64 + 6 * 64) * 128}"
+    expect(bytes_ == (64 + 6 * 64) * 64 * 2, said, diagnosis="wrong-shared-size")
     return f"{verdict.cases} cases, {bytes_} bytes of shared memory"

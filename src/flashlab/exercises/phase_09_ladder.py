@@ -44,7 +44,6 @@ def said_by(whole: Source, before: str, after: str, seq_q: int, seq_k: int, head
 
 def expect_budget(report: Report, budget: float, case: str) -> float:
     """The wavefronts that a right kernel takes per MMA. CheckFailed where they are more, or it issues no MMA."""
-    __tracebackhide__ = True
     c = report.counters
     sentence = "the result is right, but no MMA was issued: use the tensor cores"
     expect(c["mma"] > 0, sentence, diagnosis="no-tensor-cores", case=case)
@@ -168,13 +167,9 @@ def addresses_of_the_store(store: str) -> str:
     count = '#define at(...) ((void)printf("a"), at(__VA_ARGS__))'
     for head_dim in (64, 128):
         calls = said_by(whole, count, "#undef at", 64, 64, head_dim).count("a") / 128
-        expect(
-            calls <= 2,
-            f"right, but each lane calls `at` {calls:.3g} times where it stores O: one call before each loop will do, "
-            "and constants inside of it",
-            diagnosis="addresses-in-the-loop",
-            case=f"head_dim={head_dim}, 64 query rows",
-        )
+        said = f"right, but each lane calls `at` {calls:.3g} times where it stores O: one call before each loop will "
+        said += "do, and constants inside of it"
+        expect(calls <= 2, said, diagnosis="addresses-in-the-loop", case=f"head_dim={head_dim}, 64 query rows")
     return f"{verdict.cases + wide.cases} cases right, head_dim 64 and 128"
 
 
@@ -228,12 +223,8 @@ def v_ahead(output: str) -> str:
     expect_variant(whole, head_dim=128)
     said = said_by(whole, _ORDER, "#undef ldmatrix_x4_trans\n#undef mma_m16n8k16", 128, 64)
     loads, case = said.count("L"), "seq_q=128, seq_k=64, head_dim=64: one tile, as thread 0 goes through it"
-    expect(
-        loads == 16,
-        f"right, but a tile of V takes {loads} ldmatrix, and 16 before: each fragment is loaded once",
-        diagnosis="fragments-loaded-again",
-        case=case,
-    )
+    sentence = f"right, but a tile of V takes {loads} ldmatrix, and 16 before: each fragment is loaded once"
+    expect(loads == 16, sentence, diagnosis="fragments-loaded-again", case=case)
     mmas = 0
     for at, letter in enumerate(said):
         mmas += letter == "m"
@@ -262,8 +253,7 @@ def _some_block(r: random.Random) -> tuple[int, ...]:
 
 @rule(
     "9.10",
-    title="Long blocks first",
-    minutes=15,
+    title="Long blocks first", minutes=15,
     hints=[
         "How many query heads are worked on together? How many blocks have they? So to which portion of heads does a "
         "number belong, and which is its place in the portion?",
@@ -319,8 +309,7 @@ _BEST = f"min(range(1, most + 1), key=lambda s: {_TIME.format('s')})"
 
 @rule(
     "9.11",
-    title="How many shares?",
-    minutes=20,
+    title="How many shares?", minutes=20,
     hints=[
         "With s shares there are blocks * s blocks. How many rounds do they take, if `places` run at a time? And how "
         "many tiles has the longest share?",
@@ -398,20 +387,12 @@ def own_kernel_128(my_kernel_128: str) -> str:
     # Wavefronts per MMA: 1 for K and V, 1/4 for Q again in each tile, and room for the store
     spent = expect_budget(report, 1.5, case)
     more = [report.counters[name] - shorter.counters[name] for name in ("ldmatrix", "mma")]
-    expect(
-        more[0] > 0.27 * more[1],
-        "right, but Q's fragments stay in registers: 64 beside the 128 of O and the 64 of S, where a lane has 255. "
-        "Load them again in every tile",
-        diagnosis="q-in-registers",
-        case=case,
-    )
+    said = "right, but Q's fragments stay in registers: 64 beside the 128 of O and the 64 of S, where a lane has 255. "
+    said += "Load them again in every tile"
+    expect(more[0] > 0.27 * more[1], said, diagnosis="q-in-registers", case=case)
     bytes_ = report.launches[0].shared_bytes
-    expect(
-        bytes_ <= _ROOM,
-        f"right, but a block asks for {bytes_} bytes of shared memory: with more than {_ROOM} an SM holds one block, "
-        "and has nothing to do while that one waits",
-        diagnosis="one-block-per-sm",
-        case=case,
-    )
+    said = f"right, but a block asks for {bytes_} bytes of shared memory: with more than {_ROOM} an SM holds one "
+    said += "block, and has nothing to do while that one waits"
+    expect(bytes_ <= _ROOM, said, diagnosis="one-block-per-sm", case=case)
     expect_wide(whole, head_dim=128)
     return f"{verdict.cases} cases right, {spent:.2f} wavefronts per MMA, {bytes_ // 1024} KiB per block"

@@ -61,9 +61,7 @@ def _lines(r: random.Random) -> tuple[Lines, str]:
 
 @rule(
     "10.1",
-    title="Name the bottleneck",
-    minutes=15,
-    difficulty="Warm-up",
+    title="Name the bottleneck", minutes=15, difficulty="Warm-up",
     hints=[
         "Go through the rows once. Which part does a row belong to? Two dictionaries, one for times and one for calls.",
         "parts.get(row.key, 'other') is the part. Which of the two times may be added up?",
@@ -129,9 +127,7 @@ def bottleneck(rows, parts):
 
 @rule(
     "10.2",
-    title="What is an attention eight times faster worth?",
-    minutes=10,
-    difficulty="Warm-up",
+    title="What is an attention eight times faster worth?", minutes=10, difficulty="Warm-up",
     hints=[
         "Let the old time be 1. Which piece of it stays as it was, and what becomes of the other one?",
         "The layer's new time is (1 - attention) + attention / faster. The factor is the old time by the new one.",
@@ -184,28 +180,21 @@ _OTHER_GPUS: tuple[tuple[str, dict[str, Any], str], ...] = (
 
 def _timed(answer: Callable[..., Any], programs: Any, gpu: SimulatedGpu, warmup: int, rounds: int) -> Any:
     """The time told of one program, or (time,) for each of several, on a new GPU like `gpu`."""
-    __tracebackhide__ = True
     gpu = SimulatedGpu(blocking=gpu.blocking, warm=gpu.warm, launch_ms=gpu.launch_ms)
     alone = isinstance(programs[0], str)
     runs = {name: gpu.program(name, kernel_ms=ms, kernels=count, first_calls_ms=first)
             for name, ms, count, first in ([programs] if alone else programs)}  # fmt: skip
     times = answer(*runs.values() if alone else [dict(runs)], gpu, warmup, rounds)
-    expect(
-        watched() is not None or gpu.readings > 0 or times is None,
-        "gpu.clock() is never read: other clocks do not know what the simulated GPU does",
-        diagnosis="clock-not-read",
-    )
+    said = "gpu.clock() is never read: other clocks do not know what the simulated GPU does"
+    expect(watched() is not None or gpu.readings > 0 or times is None, said, diagnosis="clock-not-read")
     if alone or times is None:
         return times
     right = isinstance(times, dict) and set(times) == set(runs)
     right = right and not any(isinstance(x, str) or not hasattr(x, "__float__") for x in times.values())
     words = f"a dict with the keys {', '.join(map(repr, list(times)[:4]))}" if isinstance(times, dict) else ""
     words = words or in_words(times, article=True)
-    expect(
-        right,
-        f"{{name: time}} for each of {', '.join(runs)} should be returned, and this is {words}",
-        diagnosis="wrong-type",
-    )
+    said = f"{{name: time}} for each of {', '.join(runs)} should be returned, and this is {words}"
+    expect(right, said, diagnosis="wrong-type")
     return [(times[name],) for name in runs]
 
 
@@ -240,9 +229,7 @@ _COMPILED = ("compiled", 0.05, 30, (900.0, 200.0, 60.0))
 
 @rule(
     "10.3",
-    title="What do first calls cost?",
-    minutes=15,
-    difficulty="Bug hunt",
+    title="What do first calls cost?", minutes=15, difficulty="Bug hunt",
     bug=Row("first-calls", "the usual time is a mean over all calls: the first calls are in it, and hide a part of "
             "their own cost", [("statistics.mean(took[warmup:])", "statistics.mean(took)")]),
     history="a common mistake: the mean over all the calls of a benchmark, the first among them, as the usual time",
@@ -295,9 +282,7 @@ def first_cost(runs, gpu, warmup=10, rounds=20):
 
 @rule(
     "10.4",
-    title="Twenty microseconds in twenty-five",
-    minutes=20,
-    difficulty="Bug hunt",
+    title="Twenty microseconds in twenty-five", minutes=20, difficulty="Bug hunt",
     bug=Row("launch-in-each-time", "each sample is one call that is waited for: its launch, which in a row of calls is "
             "hidden behind the kernel before, is in the time", [
         ("        for _ in range(50):\n            run()\n", "        run()\n"),
@@ -374,8 +359,7 @@ _PER_BATCH = "depth * batch * seq_len"
 
 @rule(
     "10.5",
-    title="The memory of training, by hand",
-    minutes=25,
+    title="The memory of training, by hand", minutes=25,
     hints=[
         "Count numbers first, and multiply by 4 last. A projection from a to b numbers has a · b weights.",
         "Projections of a block: width · head_dim · (heads + kv_heads + kv_heads + heads). q has batch · heads · "
@@ -471,7 +455,6 @@ _OWN_STRIDES = "X and Y have strides of their own, a tensor and an axis each"
 
 def _read_once(kernel: Any) -> None:
     """CheckFailed where it reads a number of X more often than once."""
-    __tracebackhide__ = True
     given, traffic = RULES["10.6"].watched_on_first(kernel)  # type: ignore[attr-defined]
     read = traffic.read_from["X_ptr"] / (given["X_ptr"].numel() * given["X_ptr"].element_size())
     expect(read <= 1, f"right, but each number of X is read {read:g} times: once is asked", diagnosis="read-twice")
@@ -479,8 +462,7 @@ def _read_once(kernel: Any) -> None:
 
 @kernel_rule(
     "10.6",
-    title="Norm and rotary embedding in one kernel",
-    minutes=30,
+    title="Norm and rotary embedding in one kernel", minutes=30,
     hints=[
         "Five tiles of [BLOCK_M, HALF]: cos, sin, x1, x2, and the mask that says which rows there are. A row's squares "
         "lie in two of them: add them, then tl.sum(..., axis=1), and one number per row for both halves.",
@@ -622,8 +604,7 @@ _CHIPS = (  # FLOP/s, bytes/s, bytes of shared memory
 
 @rule(
     "10.7",
-    title="A tile from the roofline",
-    minutes=25,
+    title="A tile from the roofline", minutes=25,
     hints=[
         "Two questions, one after the other: which BLOCK_M reaches the ridge, and which BLOCK_N fits with it?",
         "FLOPs: 2 products · 2 · BLOCK_M · N · HEAD_DIM. Bytes: (BLOCK_M + N + N + BLOCK_M) · HEAD_DIM · itemsize. "
@@ -843,7 +824,6 @@ def layer(q, k, v, positions):
     ],
 )
 def lean_layer(prepare: Callable[..., Any], fast_attention: Callable[..., torch.Tensor]) -> str:
-    __tracebackhide__ = True
     it = RULES["10.8 layer"]
     it.compare(lambda q, k, v, positions: fast_attention(q, k, v, prepare(positions, q.shape[3], q.device)))  # type: ignore[attr-defined]
     _expect_lean(prepare, fast_attention)
@@ -852,7 +832,6 @@ def lean_layer(prepare: Callable[..., Any], fast_attention: Callable[..., torch.
 
 def _expect_lean(prepare: Callable[..., Any], fast: Callable[..., Any]) -> None:
     """CheckFailed where a call runs what it need not."""
-    __tracebackhide__ = True
     heads, kv_heads, N, D = 8, 2, 72, 16
     case = f"what a call runs with {heads} query heads, {kv_heads} key heads, N={N}, D={D}"
     q, k, v = (x.to(runtime.device()) for x in _layer(random.Random(0), 2, heads, kv_heads, N, D, 128)[:3])

@@ -126,9 +126,7 @@ _ENDS = "max(begin + length for _, _, begin, length in bars) / 1000"
 
 @rule(
     "10.9",
-    title="Who keeps the GPU waiting?",
-    minutes=40,
-    difficulty="Stretch",
+    title="Who keeps the GPU waiting?", minutes=40, difficulty="Stretch",
     hints=[
         "Look at the GPU's line, and not at the length of bars: where are its gaps? What runs on the CPU just before "
         "each of them, and does the gap end when that ends?",

@@ -80,9 +80,7 @@ _STANDS = (
 
 @rule(
     "11.1",
-    title="An mbarrier by hand",
-    minutes=15,
-    difficulty="Warm-up",
+    title="An mbarrier by hand", minutes=15, difficulty="Warm-up",
     hints=[
         "Three numbers are the whole state: the phase under way (0, 1, 2 ...), the arrivals that it still misses, and "
         "the bytes that are announced and have not come.",
@@ -183,8 +181,7 @@ def _some_tile(r: random.Random) -> tuple[tuple[int, ...], int, int, int]:
 
 @rule(
     "11.2",
-    title="Which parity, how many bytes?",
-    minutes=20,
+    title="Which parity, how many bytes?", minutes=20,
     hints=[
         "How many tiles have gone through the ring before this one, in all parts? How often has its stage been used "
         "before? Each use is one phase of `full`, counted from 0: the consumer of use n waits for phase n.",
@@ -349,7 +346,6 @@ def _descriptor_slip(which: int, step: int, given: list[int]) -> tuple[str, str]
 
 def _expect_tile(which: int, row: torch.Tensor, column: torch.Tensor, given: list[int]) -> None:
     """row, column [steps, 16, n]: where in the matrix what was read as B[k, n] comes from; given: the descriptors."""
-    __tracebackhide__ = True
     name, _, _, steps, n, by_rows, *_ = _TILE_KINDS[which]
     k = torch.arange(16 * steps).reshape(steps, 16, 1).expand(steps, 16, n)
     of_n = torch.arange(n).expand(steps, 16, n)
@@ -363,10 +359,8 @@ def _expect_tile(which: int, row: torch.Tensor, column: torch.Tensor, given: lis
     place = (
         f"what lies at row {found[0]}, column {found[1]} of the tile" if found[0] >= 0 else "bytes outside of the tile"
     )
-    said = (
-        f"read through {name}(tile, {step}), the element of row {wanted[0]}, column {wanted[1]} is {place} "
-        f"({len(off)} of {row.numel()} elements are wrong)"
-    )
+    said = f"read through {name}(tile, {step}), the element of row {wanted[0]}, column {wanted[1]} is {place} "
+    said += f"({len(off)} of {row.numel()} elements are wrong)"
     slip = _descriptor_slip(which, step, given)
     raise CheckFailed(
         f"{said}: {slip[0]}" if slip else said, diagnosis=f"wrong-{slip[1] if slip else 'base-offset'}", case=name
@@ -387,8 +381,7 @@ def _stages(r: random.Random) -> tuple[int, ...]:
 
 @rule(
     "11.4",
-    title="Three budgets",
-    minutes=25,
+    title="Three budgets", minutes=25,
     hints=[
         "most_stages: what is there once (Q and its barrier), what is there for each stage (a tile of K, one of V, "
         "four barriers)? The number of stages is what is left, divided by what a stage takes.",
@@ -570,8 +563,7 @@ def _pipeline_in_words(of: Sequence[int], _: None) -> str:
 
 @rule(
     "11.5",
-    title="Who waits for whom?",
-    minutes=25,
+    title="Who waits for whom?", minutes=25,
     hints=[
         "Keep, for each barrier, the list of the warps that have arrived there so far. With n arrivals per phase, the "
         "first n of the list are phase 0, the next n phase 1.",

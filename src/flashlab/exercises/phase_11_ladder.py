@@ -63,7 +63,6 @@ _NO_KEYS = (2, 1, 1, 200, 24, True)  # a block none of whose rows sees a key
 
 def _filled_in(answer: Any, name: str) -> str:
     """The text, if it is one and holds more than comments."""
-    __tracebackhide__ = True
     text = text_of(answer, name)
     if not blank_comments(text).strip():
         raise NotImplementedError
@@ -90,7 +89,6 @@ def _halves(*shape: Any, head_dim: int = 64, **options: Any) -> Callable[[CudaMo
 
 def _ran(module: CudaModule, whole: Source, case: str, entry: str, *arguments: Any, **options: Any) -> None:
     """Calls a function of the module; a refusal by the host's part names the learner's line too."""
-    __tracebackhide__ = True
     try:
         ran(module, whole, case, functools.partial(module.launch, entry, *arguments, echo=False, **options))
     except CheckFailed as failed:
@@ -112,7 +110,6 @@ def _events(whole: Source, shape: Sequence[Any], head_dim: int = 64) -> list[Eve
 @contextlib.contextmanager
 def _by_name(name: Callable[[int], str | None]) -> Any:
     """Failures with `bytes 8 to 15 of the dynamic shared memory` by the name of what lies there."""
-    __tracebackhide__ = True
     try:
         yield
     except CheckFailed as failed:
@@ -124,7 +121,6 @@ def _by_name(name: Callable[[int], str | None]) -> Any:
 
 def _expect_given_back(events: Sequence[Event], case: str, items: Callable[[int], int] = int) -> None:
     """CheckFailed where a consumer does not give back items(0), items(1), ... of the ring, nor 0, 1, ..."""
-    __tracebackhide__ = True
     given: dict[int, list[int]] = {}
     for e in events:
         if e.did == "arrive" and not e.values[1]:
@@ -133,13 +129,9 @@ def _expect_given_back(events: Sequence[Event], case: str, items: Callable[[int]
     for group, order in given.items() if len(places) == _SLOTS else ():
         got = [places.index(bar) for bar in order]
         right = [[item(n) % _SLOTS for n in range(len(got))] for item in (items, int)]
-        expect(
-            got in right,
-            f"consumer {group} gives back slots {_listed(got)} of the ring, and what it has read lies in "
-            f"{_listed(right[0])}",
-            diagnosis="wrong-slot",
-            case=case,
-        )
+        said = f"consumer {group} gives back slots {_listed(got)} of the ring, and what it has read lies in "
+        said += f"{_listed(right[0])}"
+        expect(got in right, said, diagnosis="wrong-slot", case=case)
 
 
 def _listed(numbers: Sequence[int]) -> str:
@@ -183,7 +175,6 @@ EPILOGUE = Trials(
 
 def _expect_one_under_way(text: str, case: str) -> None:
     """Raises CheckFailed where a wait leaves no group under way: the compiler knows what its number is."""
-    __tracebackhide__ = True
     sentence = "the result is right, and no slab is filled too early; but"
     said = f"{sentence} bulk_wait waits until O is written: bulk_wait_read is over when the slab has been read"
     expect(not re.search(r"\bbulk_wait\b", blank_comments(text)), said, diagnosis="no-overlap", case=case)
@@ -272,28 +263,19 @@ def _late(n: int) -> int:
 
 def _expect_in_order(events: Sequence[Event], case: str) -> None:
     """CheckFailed where V is not given back before K of the next tile, and before the scores are waited for."""
-    __tracebackhide__ = True
     mine = [e for e in events if e.warp < 4]
     arrivals = [e for e in mine if e.did == "arrive" and not e.values[1]]
     sentence = "the result is right, and nothing is released too early; but "
     one = {e.warp for e in arrivals}
-    expect(
-        len(one) < 2,
-        f"{sentence}K and V are given back by threads of different warps, which keep no order: one thread does both",
-        diagnosis="out-of-order",
-        case=case,
-    )
+    said = f"{sentence}K and V are given back by threads of different warps, which keep no order: one thread does both"
+    expect(len(one) < 2, said, diagnosis="out-of-order", case=case)
     given = [e.values[0] for e in arrivals]
     places = sorted(set(given))
     order = [places.index(bar) for bar in given]
     late = [_late(n) % _SLOTS for n in range(len(order))]
-    expect(
-        order != late or len(order) < 3,
-        f"{sentence}V of a tile is given back after K of the next, and the producer, which fills the slots in the "
-        "ring's order, waits for V's",
-        diagnosis="out-of-order",
-        case=case,
-    )
+    said = f"{sentence}V of a tile is given back after K of the next, and the producer, which fills the slots in the "
+    said += "ring's order, waits for V's"
+    expect(order != late or len(order) < 3, said, diagnosis="out-of-order", case=case)
     _expect_given_back(events, case)
     # Groups since K was given back: the scores' first, O's last; the last that was waited for; arrivals
     scores, added, over, number = None, None, 0, 0
@@ -539,7 +521,6 @@ def producer_of_tiles(producer: str) -> str:
 
 def _expect_early(events: Sequence[Event], case: str) -> None:
     """CheckFailed where the producer waits for more than the stage that it fills next: each slab is a load."""
-    __tracebackhide__ = True
     slabs, stages = _HEAD_DIM // 64, (_K_STAGES, _V_STAGES)
     producers = [e for e in events if e.warp >= 4 * _CONSUMERS]
     released = sorted({e.values[0] for e in events if e.did == "arrive" and e.warp < 4 * _CONSUMERS})  # K's, then V's
@@ -690,7 +671,6 @@ def own_map(map_of_k: str) -> str:
 
 
 def _expect_boxes(got: torch.Tensor, case: str) -> None:
-    __tracebackhide__ = True
     batch, seq, heads = _PACKED
     column, row, head, b = (_CORNERS[:, i, None, None] for i in range(4))
     row = row + torch.arange(_BOX_ROWS)[:, None]
@@ -703,13 +683,10 @@ def _expect_boxes(got: torch.Tensor, case: str) -> None:
     c, r, h, n = _CORNERS[box].tolist()
     found, wanted = int(got[box, line, place]), int(want[box, line, place])
     what = "zeros" if found == 0 else "nothing that came" if found == 2**16 - 1 else _where(found)
-    raise CheckFailed(
-        f"element [{line}, {place}] of a box is {what}, and should be "
-        f"{_where(wanted) if wanted else '0: it does not exist'}.\n"
-        f"tma_load at column {c}, row {r}, head {h}, batch {n}; {len(off)} of {got.numel()} elements are wrong",
-        diagnosis="wrong-element",
-        case=case,
-    )
+    said = f"element [{line}, {place}] of a box is {what}, and should be "
+    said += f"{_where(wanted) if wanted else '0: it does not exist'}.\ntma_load at column {c}, row {r}, head {h}, "
+    said += f"batch {n}; {len(off)} of {got.numel()} elements are wrong"
+    raise CheckFailed(said, diagnosis="wrong-element", case=case)
 
 
 # ---- 11.10 ----------------------------------------------------------------------------------------------------------
@@ -785,7 +762,6 @@ def turns_backwards(turns: str) -> str:
 
 
 def _expect_turns(module: CudaModule, whole: Source, consumers: int) -> None:
-    __tracebackhide__ = True
     for rounds in (3, 1):
         case = f"CONSUMERS={consumers}, {rounds} round{'s' * (rounds > 1)}"
         order, goes = torch.full((consumers * rounds,), -1, dtype=torch.int32), [*range(consumers)][::-1] * rounds
@@ -897,7 +873,6 @@ def hands_on(hand: str) -> str:
 
 
 def _expect_parts(module: CudaModule, whole: Source, parts: int, blocks: int) -> None:
-    __tracebackhide__ = True
     case = f"{parts} parts, {blocks} block{'s' * (blocks > 1)}"
     counter, done, *sizes = _part_runs(parts, blocks)
     try:
@@ -907,21 +882,16 @@ def _expect_parts(module: CudaModule, whole: Source, parts: int, blocks: int) ->
         raise CheckFailed(said, diagnosis=failed.diagnosis, case=case) from None
     wrong = (done[:parts] != 1).nonzero()
     part, consumer = wrong[0].tolist() if len(wrong) else (0, 0)
-    expect(
-        not len(wrong),
-        f"consumer {consumer} works {int(done[part, consumer])} times on part {part}, and should once ({len(wrong)} of "
-        f"{2 * parts} counts are wrong)",
-        diagnosis="wrong-parts",
-        case=case,
-    )
+    said = f"consumer {consumer} works {int(done[part, consumer])} times on part {part}, and should once "
+    said += f"({len(wrong)} of {2 * parts} counts are wrong)"
+    expect(not len(wrong), said, diagnosis="wrong-parts", case=case)
     taken = parts + blocks
     said = f"the counter ends at {int(counter)}, and should at {taken}: {parts} parts, and a number more per producer"
     expect(int(counter) == taken, f"the parts are right, but {said}", diagnosis="wrong-count", case=case)
     assert module.report is not None, "every run in the emulator leaves a report"
     used = {e.values[0] for e in module.report.launches[0].events if e.did == "arrive" and e.warp >= _PRODUCER}
-    said = (
-        f"the parts are right, but {len(used)} of the {_PLACES} places are used: so many parts may be handed on ahead"
-    )
+    said = f"the parts are right, but {len(used)} of the {_PLACES} places are used: so many parts may be handed on "
+    said += "ahead"
     expect(blocks > 1 or parts < _PLACES or len(used) == _PLACES, said, diagnosis="too-few-places", case=case)
 
 
@@ -1025,12 +995,9 @@ def launch_of_a_kernel(launch: str) -> str:
     text, before = whole_kernel(_filled_in(launch, "launch"), "launch").text, launchless()
     lines = len(before.splitlines())
     whole = Source(before + text, "p11_5_consumers", lines + 1, lines + len(text.splitlines()))
-    expect(
-        "__shared__" not in blank_comments(text),
-        "the shared memory is `pool`, which begins at a multiple of 16: declare no array beside it, and round its "
-        "address up to a multiple of 1024 by hand",
-        diagnosis="own-array",
-    )
+    said = "the shared memory is `pool`, which begins at a multiple of 16: declare no array beside it, and round its "
+    said += "address up to a multiple of 1024 by hand"
+    expect("__shared__" not in blank_comments(text), said, diagnosis="own-array")
     with explained(lambda: _watched()(whole), LAUNCH):
         try:
             verdict = examine(whole, fast=False, probes=_LAUNCHED, max_seq=100)
@@ -1055,7 +1022,6 @@ def launch_of_a_kernel(launch: str) -> str:
 
 def _expect_bounds(whole: Source) -> None:
     """CheckFailed where the compiler does not know how many threads a block has, or a thread has too few registers."""
-    __tracebackhide__ = True
     module = built(whole, check=True)
     probe(module, whole, _ALONE)
     launches = module.report.launches if module.report is not None else []
@@ -1070,23 +1036,17 @@ def _expect_bounds(whole: Source) -> None:
     said = f"a block has {threads} threads: that is no whole number of warpgroups, and setmaxnreg is of whole ones"
     expect(threads % 128 == 0, said, diagnosis="no-whole-warpgroup")
     bounds = re.search(r"__launch_bounds__\s*\(((?:[^()]|\([^()]*\))*)\)", code)
-    said = (
-        "the result is right, but no __launch_bounds__(THREADS, 1) says how many threads a block has. A thread may get "
-        "more registers than a launch of so many has for it, and ptxas leaves setmaxnreg out (C7508)"
-    )
+    said = "the result is right, but no __launch_bounds__(THREADS, 1) says how many threads a block has. A thread may "
+    said += "get more registers than a launch of so many has for it, and ptxas leaves setmaxnreg out (C7508)"
     if bounds is None:
         raise CheckFailed(said, diagnosis="no-launch-bounds")
     most, _, blocks = bounds[1].partition(",")
-    if not blocks.strip():
-        said = (
-            f"the result is right, but __launch_bounds__({bounds[1]}) does not say that an SM has one block: so ptxas "
-        )
-        said += "does not know how many registers a thread begins with, and leaves setmaxnreg out (C7508). Add `, 1`"
-        raise CheckFailed(said, diagnosis="no-launch-bounds")
-    said = (
-        f"the result is right, but __launch_bounds__({bounds[1]}) promises room for more than one block of {threads} "
-        "threads: each thread then begins with fewer registers, and setmaxnreg asks for more than there are"
-    )
+    said = f"the result is right, but __launch_bounds__({bounds[1]}) does not say that an SM has one block: so ptxas "
+    said += "does not know how many registers a thread begins with, and leaves setmaxnreg out (C7508). Add `, 1`"
+    expect(blocks.strip(), said, diagnosis="no-launch-bounds")
+    said = f"the result is right, but __launch_bounds__({bounds[1]}) promises room for more than one block of "
+    said += f"{threads} threads: each thread then begins with fewer registers, and setmaxnreg asks for more than "
+    said += "there are"
     asked = f"({most}) == {threads} && ({blocks}) == 1"
     known, equal = (_compiles(whole, f"static_assert({x});") for x in (f"({asked}) < 2", asked))
     expect(equal or not known, said, diagnosis="two-blocks-per-sm")
@@ -1100,7 +1060,6 @@ def _compiles(whole: Source, more: str) -> bool:
 
 def _expect_all_blocks(whole: Source) -> None:
     """CheckFailed where a block behind the first of a head has other rows than its own."""
-    __tracebackhide__ = True
     for batch, heads, kv_heads, seq_q, seq_k, causal in _LAUNCHED[:2]:
         generator = torch.Generator().manual_seed(seq_q)
         q, k, v = (torch.randn(batch, h, n, 64, generator=generator).half()
@@ -1116,7 +1075,6 @@ def _expect_all_blocks(whole: Source) -> None:
 
 def _expect_any_pool(whole: Source) -> None:
     """CheckFailed where the memory begins at a multiple of 1024 only if the pool begins at 16, or never."""
-    __tracebackhide__ = True
     before = "__global__ void flashlab_before() { __shared__ volatile char first[2048]; first[threadIdx.x] = 0; }\n"
     text = whole.text.replace("__align__(16) char pool", "__align__(32) char pool") + before
     first = "    const uint32_t q_smem = smem_u32(shared);"
@@ -1134,23 +1092,19 @@ def _expect_any_pool(whole: Source) -> None:
 
 def _expect_few_heads(whole: Source) -> None:
     """CheckFailed where K and V with one head, whose head stride means nothing, are refused."""
-    __tracebackhide__ = True
     q, k, v = torch.zeros(1, 2, 40, 64, dtype=torch.float16), *torch.zeros(2, 1, 1, 40, 64, dtype=torch.float16)
     k, v = (x.as_strided(x.shape, (x.stride(0), 4, 64, 1)) for x in (k, v))
     module, case = built(whole, check=True), "heads=2, kv_heads=1, seq_q=40, seq_k=40"
     try:
         ran(module, whole, case, lambda: module.forward(q, k, v, causal=False, echo=False))
     except CheckFailed as failed:
-        raise CheckFailed(
-            "the result is right; but where K and V have one head, its stride means nothing (here it is 8 bytes), and "
-            f"the map is refused. map_of leaves it out where it is told of kv_heads heads ({failed.sentence})",
-            diagnosis="heads-of-a-map", case=case,
-        ) from None  # fmt: skip
+        said = "the result is right; but where K and V have one head, its stride means nothing (here it is 8 bytes), "
+        said += f"and the map is refused. map_of leaves it out where it is told of kv_heads heads ({failed.sentence})"
+        raise CheckFailed(said, diagnosis="heads-of-a-map", case=case) from None
 
 
 def _expect_zeros(whole: Source) -> None:
     """CheckFailed where a block none of whose rows sees a key leaves O or lse as they were."""
-    __tracebackhide__ = True
     q, k = torch.ones(1, 1, 200, 64, dtype=torch.float16), torch.ones(1, 1, 24, 64, dtype=torch.float16)
     with MarkedEmpty():
         o, lse = built(whole, check=True).forward(q, k, k, causal=True, echo=False)
@@ -1256,7 +1210,6 @@ def _expect_given_back_early(events: Sequence[Event]) -> None:
 
     Asked of the warp that gives back, for only its own events are in order. Exponentials are marked by a wait for Q.
     """
-    __tracebackhide__ = True
     given_back = [e for e in events if e.did == "arrive" and not e.values[1]]
     empty, givers = sorted({e.values[0] for e in given_back}), sorted({e.warp for e in given_back})
     for warp in givers:
@@ -1338,17 +1291,13 @@ HOPPER_KERNEL = Trials(
 
 def _expect_to_wait_for_the_slow(whole: Source) -> None:
     """Raises CheckFailed where a stage is filled again though one of the consumers, which is slow, still reads it."""
-    __tracebackhide__ = True
     slow = replace(whole, text=re.sub(r"\bwgmma_wait\s*<", _SLOW, whole.text))
     try:
         probe(built(slow, check=True), whole, (1, 1, 1, 128, 700, False))  # every stage is filled often
     except CheckFailed as failed:
-        raise CheckFailed(
-            "right as long as the consumers are equally fast; wrong where one comes late to its wgmma_wait. How many "
-            f"arrivals does `empty` wait for?\n{failed.sentence}",
-            diagnosis=failed.diagnosis,
-            case=failed.case,
-        ) from None
+        said = "right as long as the consumers are equally fast; wrong where one comes late to its wgmma_wait. How "
+        said += f"many arrivals does `empty` wait for?\n{failed.sentence}"
+        raise CheckFailed(said, diagnosis=failed.diagnosis, case=failed.case) from None
 
 
 @exercise(
@@ -1410,7 +1359,6 @@ def _asked_late(events: Sequence[Event], producers: Collection[int], places: Cou
 
 def _expect_as_step_5(c: Any, events: Sequence[Event]) -> None:
     """That both products are wgmma, TMA brings the tiles, for two consumers, ahead, and registers move."""
-    __tracebackhide__ = True
     (n, m, d), kb = (_ALONE[4], _ALONE[3], 64), c["tma_load_bytes"] // 1024
     least, most = (m + 2 * n) * d * 2 // 1024, (m + m // _ROWS_PER_TILE * 2 * n) * d * 2 // 1024
     issue, ask = ({(e.block, e.warp) for e in events if e.did == did} for did in ("wgmma", "load"))

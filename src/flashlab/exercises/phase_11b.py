@@ -10,9 +10,7 @@ from flashlab.exercises.rule import rule
 
 @rule(
     "11b.1",
-    title="Who holds it?",
-    minutes=15,
-    difficulty="Warm-up",
+    title="Who holds it?", minutes=15, difficulty="Warm-up",
     hints=[
         "Take the lecture's three tables of steps, and ask of each bit of `row` and of `column` where it comes from.",
         "Rows: bits 0 to 2 are the lane's (its bits 2 to 4), bit 3 is the register's (its bit 1), the rest is the "
@@ -51,8 +49,7 @@ def _box(r: random.Random) -> tuple[int, int, int, int]:
 
 @rule(
     "11b.2",
-    title="The loading warp's next box",
-    minutes=25,
+    title="The loading warp's next box", minutes=25,
     hints=[
         "Write the boxes of three tiles in a row and number them. Which numbers are V? Which tile is V number b of?",
         "V is every even number but 0, and the last one, 2 * tiles - 1. Its tile is (b - 1) // 2; that of K is "

@@ -73,7 +73,6 @@ def powers_of_two(exp2_polynomial: str) -> str:
 
 
 def _expect_by_hand(code: str) -> None:
-    __tracebackhide__ = True
     own = set(re.findall(r"(?:\b(?:float|int|u?int\d+_t|unsigned|bool|double|void|auto)|#define)\s+(\w+)\s*[(=]", code))
     called = re.findall(
         r"(\w+)\s*(?:<[^<>();]*>)?\s*\(|\b(asm|__asm__|_*(?:exp|exp2|exp10|expm1|pow)f?|exp2_approx)\b|(##)", code
@@ -84,51 +83,38 @@ def _expect_by_hand(code: str) -> None:
     divided = next((x for x in divisors if x not in fixed), "")
     said = f"a division, by `{divided}`, is slow and needs the special function unit: multiply"
     expect(not divided, said, diagnosis="not-by-hand")
-    expect(
-        not foreign,
-        f"`{foreign[0] if foreign else ''}` is what this function should do without: multiplications, additions and "
-        "integer operations only",
-        diagnosis="not-by-hand",
-    )
+    said = f"`{foreign[0] if foreign else ''}` is what this function should do without: multiplications, additions "
+    said += "and integer operations only"
+    expect(not foreign, said, diagnosis="not-by-hand")
 
 
 def _expect_powers(module: CudaModule, whole: Source) -> None:
-    __tracebackhide__ = True
     y, want = _powers(module, whole, _X).double(), torch.exp2(_X.double())
     error = ((y - want) / want).abs().nan_to_num(nan=torch.inf)
     at, worst = int(error.argmax()), float(error.max())
     fine = int((error <= _ALLOWED).sum())
     slug, why = _why(_X.double(), y) or ("not-exact-enough" if worst < 0.01 else "wrong-power", "")
-    expect(
-        worst <= _ALLOWED,
-        f"{why}exp2_polynomial({_X[at]:.6g}) is {y[at]:.6g}, and 2^x is {want[at]:.6g}: an error of {worst:.1e}, where "
-        f"{_ALLOWED:.1e} is allowed ({fine} of {len(_X)} numbers are right)",
-        diagnosis=slug,
-    )
+    said = f"{why}exp2_polynomial({_X[at]:.6g}) is {y[at]:.6g}, and 2^x is {want[at]:.6g}: an error of {worst:.1e}, "
+    said += f"where {_ALLOWED:.1e} is allowed ({fine} of {len(_X)} numbers are right)"
+    expect(worst <= _ALLOWED, said, diagnosis=slug)
     y = _powers(module, whole, _LOW)
     good = (y >= 0) & (y <= 2.0**-120)
     at = int((~good).int().argmax())
     over = ", and an exponent below -127 runs over into the sign"
     limit = ". Limit x before n and f are taken of it" if bool(y[-1].abs() < 2.0**-100) else ""
     why = over if bool(y[-1] < -1) else limit
-    expect(
-        bool(good[at]),
-        f"right from -126 on, but exp2_polynomial({_LOW[at]:g}) is {y[at]:.4g}, and should be 0, or next to it: a "
-        f"masked score is -infinity{why}",
-        diagnosis="wrong-below",
-    )
+    said = f"right from -126 on, but exp2_polynomial({_LOW[at]:g}) is {y[at]:.4g}, and should be 0, or next to it: a "
+    said += f"masked score is -infinity{why}"
+    expect(bool(good[at]), said, diagnosis="wrong-below")
     y, least = _powers(module, whole, _HIGH), torch.exp2(_HIGH.double().clamp(max=126))
     good = (y >= least * (1 - _ALLOWED)) & ((_HIGH > 126) | (y <= least * (1 + _ALLOWED)))
     at = int((~good).int().argmax())
     limited = bool((y[at:] == y[at]).all() and y[at] >= y[at - 1])
     why = "; from there on it is always the same: x is limited too early" if limited else ""
     why = ": an exponent from 129 on runs over" if bool(y[at].signbit()) else why
-    expect(
-        bool(good[at]),
-        f"right from -infinity to {_HIGH[at - 1]:g}, but exp2_polynomial({_HIGH[at]:g}) is {y[at]:.4g}, and should be "
-        f"{'2^126 or more' if _HIGH[at] > 126 else f'{least[at]:.4g}'}{why}",
-        diagnosis="wrong-above",
-    )
+    said = f"right from -infinity to {_HIGH[at - 1]:g}, but exp2_polynomial({_HIGH[at]:g}) is {y[at]:.4g}, and should "
+    said += f"be {'2^126 or more' if _HIGH[at] > 126 else f'{least[at]:.4g}'}{why}"
+    expect(bool(good[at]), said, diagnosis="wrong-above")
     y = _powers(module, whole, torch.tensor([torch.nan]))
     sentence = f"exp2_polynomial(NaN) is {y[0]:g}: a NaN among the scores should be seen in the result, not hidden"
     expect(bool(y.isnan()), sentence, diagnosis="nan-hidden")
@@ -187,7 +173,6 @@ def _pairs(M: int, N: int, BLOCK_M: int, BLOCK_N: int, window: int) -> set[tuple
 
 def _steps(lists: Additions, resident: int, case: str) -> int:
     """How many steps the grid takes; CheckFailed where blocks wait for ever. As many as are resident run at a time."""
-    __tracebackhide__ = True
     done, added, steps = [0] * len(lists), Counter[int](), 0
     while running_now := [b for b, todo in enumerate(lists) if done[b] < len(todo)][:resident]:
         ready = [b for b in running_now if added[lists[b][done[b]][0]] == lists[b][done[b]][1]]
@@ -201,12 +186,10 @@ def _steps(lists: Additions, resident: int, case: str) -> int:
                 f"turn {added[tile]} is block {holder}'s, which " + (
                     f"waits at tile {at}" if holder in running_now else "is not launched before another one ends")
             )  # fmt: skip
-            raise CheckFailed(
-                f"with {resident} block{'s' * (resident > 1)} at a time the grid waits for ever: block "
-                f"{running_now[0]} waits at tile {tile} for turn {turn}, and {added[tile]} of {len(turns)} blocks have "
-                f"added there: {whose}",
-                diagnosis="waits-for-ever", case=case,
-            )  # fmt: skip
+            said = f"with {resident} block{'s' * (resident > 1)} at a time the grid waits for ever: block "
+            said += f"{running_now[0]} waits at tile {tile} for turn {turn}, and {added[tile]} of {len(turns)} blocks "
+            said += f"have added there: {whose}"
+            raise CheckFailed(said, diagnosis="waits-for-ever", case=case)
         for block in ready:
             added[lists[block][done[block]][0]] += 1
             done[block] += 1
@@ -216,7 +199,6 @@ def _steps(lists: Additions, resident: int, case: str) -> int:
 
 def _expect_turns(additions: Callable[..., Any]) -> str:
     """CheckFailed where a block adds where it should not, where the order is open, or a grid waits too long."""
-    __tracebackhide__ = True
     names = ("M", "N", "BLOCK_M", "BLOCK_N", "window")
     cases = {shape: ", ".join(f"{name}={x}" for name, x in zip(names, shape, strict=True)) for shape in _GRIDS}
     answers = {
@@ -245,27 +227,20 @@ def _expect_turns(additions: Callable[..., Any]) -> str:
         for tile in sorted({tile for todo in lists for tile, _ in todo}):
             who = [(turn, b) for b, todo in enumerate(lists) for at, turn in todo if at == tile]
             twice = next((t for t, n in Counter(t for t, _ in who).items() if n > 1), None)
-            expect(
-                twice is None,
-                f"at tile {tile} blocks {' and '.join(str(b) for t, b in who if t == twice)} all have turn {twice}: "
-                "which of them adds first is open, so the last bits of dQ may differ from run to run",
-                diagnosis="order-open", case=case,
-            )  # fmt: skip
+            sentence = f"at tile {tile} blocks {' and '.join(str(b) for t, b in who if t == twice)} all have turn "
+            sentence += f"{twice}: which of them adds first is open, so the last bits of dQ may differ from run to run"
+            expect(twice is None, sentence, diagnosis="order-open", case=case)
         for resident in (1, 2, 3):
             _steps(lists, resident, case)
         best = [right_turns(b, *shape) for b in range(blocks)]
         steps, fewest = (_steps(x, blocks, case) for x in (lists, best))
-        expect(
-            steps <= fewest,
-            f"right, and nobody waits for ever; but with all {blocks} blocks at a time it takes {steps} steps, where "
-            f"{fewest} are enough: in another order of the tiles fewer blocks stand still",
-            diagnosis="waits-too-long", case=case,
-        )  # fmt: skip
+        sentence = f"right, and nobody waits for ever; but with all {blocks} blocks at a time it takes {steps} steps, "
+        sentence += f"where {fewest} are enough: in another order of the tiles fewer blocks stand still"
+        expect(steps <= fewest, sentence, diagnosis="waits-too-long", case=case)
     return f"{len(_GRIDS)} grids: the same order each time, nobody waits for ever, and no step is lost"
 
 
 def _listed_of(fn: Callable[..., Any], block: int, shape: Sequence[int], case: str) -> list[tuple[int, int]]:
-    __tracebackhide__ = True
     case = f"block={block}, {case}"
     with running(case):
         got = fn(block, *shape)
@@ -304,8 +279,7 @@ _LAST = "min(M, min(N, (block + 1) * BLOCK_N) - 1 - (N - M) + window)"
 
 @rule(
     "11c.2",
-    title="Whose turn under a window?",
-    minutes=30,
+    title="Whose turn under a window?", minutes=30,
     hints=[
         "Which queries see a key of this block? The first one sees its first key as the newest that it sees; the last "
         "one sees its last key as the oldest. Of these two you get the tiles. Both ends are cut at 0 and at M.",
@@ -398,7 +372,6 @@ def _gradients(shape: Sequence[Any], **options: Any) -> Callable[[CudaModule], O
 
 
 def _backward(text: Any) -> CudaModule:
-    __tracebackhide__ = True
     return built(text, check=True, HEAD_DIM=_BACKWARD_DIM, ELEMENT="__half")
 
 
@@ -413,7 +386,6 @@ def _in_backward(**texts: str) -> Source:
 
 
 def _expect_gradients(module: CudaModule, whole: Source) -> None:
-    __tracebackhide__ = True
     for shape in _BACKWARD:
         heads, kv_heads, seq_q, seq_k, causal = shape
         case = f"heads={heads}, kv_heads={kv_heads}, seq_q={seq_q}, seq_k={seq_k}{', causal' * causal}"
@@ -530,12 +502,9 @@ def dq_of_a_tile(dq_of_a_square: str) -> str:
         said = f"{failed.sentence.partition('; if')[0]}. Places of dQ: where does a consumer's square begin, counted "
         said += "from `shared`, which is k_smem, and do the consumer's 128 threads fill all of it?"
         raise CheckFailed(said, diagnosis=failed.diagnosis, case=failed.case) from None
-    expect(
-        "wgmma_wait" not in blank_comments(text),
-        "the results are right; but the product is waited for here. The loop waits, after it has issued dK: so that dQ "
-        "is handed on while dK is computed",
-        diagnosis="no-overlap",
-    )
+    said = "the results are right; but the product is waited for here. The loop waits, after it has issued dK: so "
+    said += "that dQ is handed on while dK is computed"
+    expect("wgmma_wait" not in blank_comments(text), said, diagnosis="no-overlap")
     return f"{len(_BACKWARD)} cases right, nothing found by the emulator"
 
 

@@ -39,9 +39,7 @@ def _model(r: random.Random) -> tuple[int, ...]:
 
 @rule(
     "12.1",
-    title="Where is the ridge?",
-    minutes=15,
-    difficulty="Warm-up",
+    title="Where is the ridge?", minutes=15, difficulty="Warm-up",
     hints=[
         "Take one key head and N keys. How many bytes are its K and V? How many products do they go into, of how many "
         "query rows?",
@@ -97,8 +95,7 @@ _SEEN = random.Random(12)
 
 @rule(
     "12.2",
-    title="Where does a key lie?",
-    minutes=15,
+    title="Where does a key lie?", minutes=15,
     hints=[
         "Key j is in entry j // page of the table, and there in row j % page. A page holds the rows of every key head: "
         "in which order, says the layout.",
@@ -158,8 +155,7 @@ def _by_weights(os, lses):
 
 @tensor_rule(
     "12.3",
-    title="Parts of which all are empty",
-    minutes=20,
+    title="Parts of which all are empty", minutes=20,
     hints=[
         "A part's share of a row is exp(lse_part - lse). What is it of an empty part? And of an empty part in an empty "
         "row, where lse is -inf too?",
@@ -212,8 +208,7 @@ def merge_parts(os: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, tor
 
 @rule(
     "12.4",
-    title="A split rule of one wave",
-    minutes=20,
+    title="A split rule of one wave", minutes=20,
     hints=[
         "How many splits can each program have, so that all blocks are on the chip at once? And how many, so that none "
         "has fewer than `least` tiles? Both are rounded down, and 1 is always allowed.",
@@ -263,8 +258,7 @@ def _packed(r: random.Random) -> tuple[int, ...]:
 
 @rule(
     "12.5",
-    title="Whose row is it?",
-    minutes=15,
+    title="Whose row is it?", minutes=15,
     hints=[
         "The heads of a query stand together: row 0 is head 0 of query 0, row 1 head 1 of query 0. After `group` rows "
         "comes query 1.",
@@ -367,10 +361,8 @@ def last_to_arrive(arrive: str) -> str:
     code = blank_comments(text_of(arrive, "arrive"))
     if not code.strip():
         raise NotImplementedError
-    expect(
-        "__syncthreads" not in code, "it waits at a barrier of the block: its other warps have nothing to do with this "
-        "counter", diagnosis="barrier-of-the-block",
-    )  # fmt: skip
+    said = "it waits at a barrier of the block: its other warps have nothing to do with this counter"
+    expect("__syncthreads" not in code, said, diagnosis="barrier-of-the-block")
     whole = _arriving(text_of(arrive, "arrive"))
     with explained(lambda: built(whole, check=True), ARRIVE):
         for check in (False, True):
@@ -382,7 +374,6 @@ def last_to_arrive(arrive: str) -> str:
 
 def _expect_merged(module: CudaModule, whole: Source, rows: int, N: int, splits: int) -> None:
     """Two launches, one after the other, as in a CUDA graph that is replayed."""
-    __tracebackhide__ = True
     given = _launched(rows, N, splits)
     s, v, o, *parts, counters = given[:6]
     for launch in ("first", "second"):
@@ -392,12 +383,9 @@ def _expect_merged(module: CudaModule, whole: Source, rows: int, N: int, splits:
         mark_unwritten(o)
         ran(module, whole, case, functools.partial(module.launch, "run", *given, echo=False))
         untouched = int(o.isnan().unflatten(1, (2, 32)).all(2).any(1).sum())
-        expect(
-            not untouched or launch == "first",
-            f"right in the first launch, but in the second nobody merges {untouched} of {rows} rows: their counters "
-            f"are {counters.tolist()} after it, and have to be 0 again",
-            diagnosis="counter-not-reset", case=case,
-        )  # fmt: skip
+        said = f"right in the first launch, but in the second nobody merges {untouched} of {rows} rows: their "
+        said += f"counters are {counters.tolist()} after it, and have to be 0 again"
+        expect(not untouched or launch == "first", said, diagnosis="counter-not-reset", case=case)
         said = f"nobody merges {untouched} of {rows} rows: where each of {splits} warps counts once, the last sees "
         expect(not untouched, f"{said}{splits - 1}", diagnosis="nobody-is-last", case=case)
         blank = int(unwritten(o).sum())
@@ -405,11 +393,9 @@ def _expect_merged(module: CudaModule, whole: Source, rows: int, N: int, splits:
         expect(not blank, said, diagnosis="last-in-one-lane", case=case)
         error = (o - torch.softmax(s, 1) @ v).abs()
         if not bool((error <= 1e-4).all()):
-            raise CheckFailed(
-                f"o is wrong at {int((~(error <= 1e-4)).sum())} of {error.numel()} elements: were parts read before "
-                "they were there?",
-                diagnosis="merged-too-early", case=case,
-            )  # fmt: skip
+            said = f"o is wrong at {int((~(error <= 1e-4)).sum())} of {error.numel()} elements: were parts read "
+            said += "before they were there?"
+            raise CheckFailed(said, diagnosis="merged-too-early", case=case)
 
 
 # ---- 12.7 ------------------------------------------------------------------------------------------------------------
@@ -440,8 +426,7 @@ _FORKED = (("new", 0), *[("append", 0)] * 5, ("fork", 0), ("append", 1), ("appen
 
 @rule(
     "12.7",
-    title="The pager's fork",
-    minutes=35,
+    title="The pager's fork", minutes=35,
     hints=[
         "Keep for each sequence a list of its pages and its length, and for each page how many sequences refer to it. "
         "A page's number can be a count that goes up.",
@@ -524,9 +509,7 @@ def _ragged(r: random.Random) -> tuple[Any, ...]:
 
 @rule(
     "12.8",
-    title="Equal shares of ragged lengths",
-    minutes=40,
-    difficulty="Stretch",
+    title="Equal shares of ragged lengths", minutes=40, difficulty="Stretch",
     hints=[
         "Lay the tiles of all sequences behind one another on one line. Program p has the tiles from p * share on; "
         "where on this line does sequence s begin?",
@@ -601,7 +584,6 @@ def _cache_launch(
 
 def _of_far_pages(kernel: Any) -> None:
     """CheckFailed where an address has 32 bits: page 2^23 begins 2^31 elements from the first. The file is empty."""
-    __tracebackhide__ = True
     if not runtime.INTERPRETED:
         return
     near, case = list(_cache_launch(random.Random(0), (20,), group=1, page=16, splits=1)), "a page 2^31 elements away"
@@ -623,9 +605,8 @@ def _of_far_pages(kernel: Any) -> None:
                 with in_bounds(case):
                     kernel[(1,)](*arguments)
                 found.append(arguments[5])
-            expect(
-                torch.allclose(found[0], found[1], atol=1e-4), "part_o is wrong", diagnosis="offset-overflow", case=case
-            )
+            said = "part_o is wrong"
+            expect(torch.allclose(found[0], found[1], atol=1e-4), said, diagnosis="offset-overflow", case=case)
         except CheckFailed as failed:
             said = f"{failed.sentence}. Right in a small cache; here offsets reach 2^31: which products have 32 bits?"
             raise CheckFailed(said, diagnosis="offset-overflow", case=case) from None
@@ -633,9 +614,7 @@ def _of_far_pages(kernel: Any) -> None:
 
 @kernel_rule(
     "12.9",
-    title="The decode kernel, from an empty page",
-    minutes=75,
-    difficulty="Stretch",
+    title="The decode kernel, from an empty page", minutes=75, difficulty="Stretch",
     hints=[
         "Begin with one split and pages of one tile: phase 3's loop, with the group's heads as rows. Run the check: it "
         "says which case fails first.",
@@ -736,9 +715,7 @@ _FEW_BITS = "every offset is right up to a multiple of 2^32: the page's number h
 
 @kernel_rule(
     "12.10",
-    title="The cache grew",
-    minutes=15,
-    difficulty="Bug hunt",
+    title="The cache grew", minutes=15, difficulty="Bug hunt",
     bug=Row("page-overflow", _FEW_BITS,
             [(").to(tl.int64)\n    slot", ")\n    slot"), ("(key % PAGE).to(tl.int64)", "key % PAGE")]),
     history="vllm-project/vllm, pull request 47671 (2026), in its Triton decode kernels; issue 50427 (2026), in "
@@ -792,9 +769,7 @@ def _padded(r: random.Random, splits: int, queries: tuple[int, ...]) -> tuple[An
 
 @tensor_rule(
     "12.11",
-    title="The first one is always right",
-    minutes=20,
-    difficulty="Bug hunt",
+    title="The first one is always right", minutes=20, difficulty="Bug hunt",
     bug=Row("all-on-the-first", "every sequence is written from row 0 on: the last one stays there, and later rows are "
             "never written",
             [(": torch.Tensor, part_lse: torch.Tensor, starts: list[int]) -> torch.Tensor", ", part_lse, starts)"),

@@ -22,9 +22,7 @@ def _row(r: random.Random) -> tuple[int, ...]:
 
 @rule(
     "13.1",
-    title="Where does a row stand?",
-    minutes=10,
-    difficulty="Warm-up",
+    title="Where does a row stand?", minutes=10, difficulty="Warm-up",
     hints=[
         "Stripes are dealt out like cards. Which token does rank 1 of 4 get first, which one next?",
         "Zigzag: a rank's rows are two pieces of n // 2 tokens. The first n // 2 rows are piece number rank. Which "
@@ -97,8 +95,7 @@ _R = random.Random(13)
 
 @tensor_rule(
     "13.2",
-    title="Merge along a ring",
-    minutes=20,
+    title="Merge along a ring", minutes=20,
     hints=[
         "The state has the weight exp(lse) of the sum, the part exp(lse_part). What is the part's share?",
         "exp(b) / (exp(a) + exp(b)) is 1 / (1 + exp(a - b)): a sigmoid of b - a, which cannot overflow. Then o moves "
@@ -166,8 +163,7 @@ def _step(r: random.Random) -> tuple[int, ...]:
 
 @rule(
     "13.3",
-    title="Which block is left?",
-    minutes=20,
+    title="Which block is left?", minutes=20,
     hints=[
         "Draw 4 ranks and their pieces: 0 and 7, 1 and 6, 2 and 5, 3 and 4. Take rank 2 with the keys of rank 1, "
         "then with those of rank 3. Which piece sees which?",
@@ -213,8 +209,7 @@ def _link(r: random.Random) -> tuple[int, ...]:
 
 @rule(
     "13.4",
-    title="The shortest sequence that hides it",
-    minutes=20,
+    title="The shortest sequence that hides it", minutes=20,
     hints=[
         "Write both times with n tokens per rank: the bytes of K and V of a shard over the link's speed; the "
         "operations of a step over the GPU's. How many pairs does a zigzag step have, but for the first?",
@@ -288,9 +283,7 @@ _SHARES = "what a rank finds is added to the gradients of the keys that it has"
 
 @tensor_rule(
     "13.5",
-    title="Gradients that travel",
-    minutes=30,
-    difficulty="Stretch",
+    title="Gradients that travel", minutes=30, difficulty="Stretch",
     hints=[
         "Index 0 of each tensor is the rank. Sending everything to the next rank is x.roll(1, 0). What has to go along "
         "with K and V?",
@@ -326,12 +319,7 @@ _SHARES = "what a rank finds is added to the gradients of the keys that it has"
     ],
 )  # fmt: skip
 def backward_ring(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    do: torch.Tensor,
-    lse: torch.Tensor,
-    delta: torch.Tensor,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dk and dv of every rank's own keys, [ranks, n, D], without a mask and with scale 1.
 
@@ -358,8 +346,7 @@ def _heads(r: random.Random, world: int, each: int, n: int) -> tuple[torch.Tenso
 
 @tensor_rule(
     "13.6",
-    title="Heads for tokens",
-    minutes=20,
+    title="Heads for tokens", minutes=20,
     hints=[
         "Name all the axes first: [from, heads, n, D]. Which rank does head h go to? Split that axis in two.",
         "x.unflatten(1, (W, heads // W)) is [from, to, heads per rank, n, D]. On the rank `to` the tokens of all "
@@ -406,9 +393,7 @@ def to_heads(x: torch.Tensor) -> torch.Tensor:
 
 @tensor_rule(
     "13.7",
-    title="It trained, but worse",
-    minutes=20,
-    difficulty="Bug hunt",
+    title="It trained, but worse", minutes=20, difficulty="Bug hunt",
     bug=Row(
         "first-keys", "every step uses the keys and values with which the rank began: take those that are there",
         [("q @ there_k.mT", "q @ k.mT"), ("do @ there_v.mT", "do @ v.mT"), ("ds @ there_k", "ds @ k")],
@@ -466,9 +451,7 @@ def _ring(r: random.Random, world: int, half: int, causal: bool) -> tuple[Any, .
 
 @tensor_rule(
     "13.8",
-    title="Balanced, for images too",
-    minutes=20,
-    difficulty="Bug hunt",
+    title="Balanced, for images too", minutes=20, difficulty="Bug hunt",
     bug=Row(
         "balanced-without-mask", "the zigzag's blocks are taken without a mask too: then every step needs all rows and "
         "all keys", [("half if causal and source > rank else 0", "half if source > rank else 0"),
@@ -530,9 +513,7 @@ def _window(r: random.Random) -> tuple[int, ...]:
 
 @rule(
     "13.9",
-    title="A window on a ring",
-    minutes=30,
-    difficulty="Stretch",
+    title="A window on a ring", minutes=30, difficulty="Stretch",
     hints=[
         "The first row of rank r is token r * n. It sees `window` keys before its own. On how many ranks before r do "
         "they lie? There are not more than r of them.",

@@ -163,16 +163,13 @@ class Rule:
 
     def read(self, got: Any, case: str) -> Values:
         """The results as `Values`; CheckFailed where they are something else."""
-        __tracebackhide__ = True
         names = self.returns
         wanted = f"({', '.join(names)})" if len(names) > 1 else names[0]
         if got is None and (None,) * len(names) in self.index.right:
             return self._values(got)
         if got is None:
-            raise CheckFailed(
-                f"the function returns nothing: is a `return` missing? Return {wanted}",
-                diagnosis="returned-none", case=case,
-            )  # fmt: skip
+            said = f"the function returns nothing: is a `return` missing? Return {wanted}"
+            raise CheckFailed(said, diagnosis="returned-none", case=case)
         if self.each:
             return self._read_each(got, case)
         parts: Sequence[Any] = [got]
@@ -180,18 +177,15 @@ class Rule:
             kind = "numbers" if not any(isinstance(x, str) for x in self.index.right[0]) else "things"
             got = got.tolist() if hasattr(got, "tolist") else got
             if not isinstance(got, (tuple, list)) or len(got) != len(names):
-                raise CheckFailed(
-                    f"{in_words(got, article=True)} is returned; return {_COUNTS[len(names)]} {kind}, {wanted}",
-                    diagnosis="wrong-type", case=case,
-                )  # fmt: skip
+                said = f"{in_words(got, article=True)} is returned; return {_COUNTS[len(names)]} {kind}, {wanted}"
+                raise CheckFailed(said, diagnosis="wrong-type", case=case)
             parts = got
         for name, value, kind in zip(names, parts, self.index.right[0], strict=True):
             number = _number(value)
             if isinstance(kind, str) != isinstance(number, str) or not isinstance(number, (int, float, str)):
                 wanted = "a text" if isinstance(kind, str) else "a number"
-                raise CheckFailed(
-                    f"{name} should be {wanted}, not {in_words(value, article=True)}", diagnosis="wrong-type", case=case
-                )
+                sentence = f"{name} should be {wanted}, not {in_words(value, article=True)}"
+                raise CheckFailed(sentence, diagnosis="wrong-type", case=case)
             texts = list(dict.fromkeys(x[names.index(name)] for x in self.index.right if isinstance(kind, str)))
             if texts and number not in texts:
                 listed = " or ".join(map(repr, texts))
@@ -200,29 +194,25 @@ class Rule:
                 isinstance(number, str) or not math.isfinite(number) or number != int(number)
             ):
                 by = ": division by // gives one" if isinstance(value, float) and math.isfinite(value) else ""
-                raise CheckFailed(
-                    f"{name} is {value!r:.40}, which is no whole number{by}", diagnosis="no-whole-number", case=case
-                )
+                sentence = f"{name} is {value!r:.40}, which is no whole number{by}"
+                raise CheckFailed(sentence, diagnosis="no-whole-number", case=case)
             if self.strict and isinstance(number, float):
                 raise CheckFailed(f"{name} is {value!r:.40}, a float: return an int", diagnosis="float", case=case)
         return self._values(got)
 
     def _read_each(self, got: Any, case: str) -> Values:
-        __tracebackhide__ = True
         wanted = f"a list of ({', '.join(self.returns)}), one for each {self.each}"
         found = list(got) if hasattr(got, "__iter__") else got
         strange = [x for x in found if not hasattr(x, "__len__") or len(x) != len(self.returns)] if (
             isinstance(found, list)) else [found]  # fmt: skip
         if strange:
-            raise CheckFailed(
-                f"{in_words(strange[0], article=True)} is returned; return {wanted}", diagnosis="wrong-type", case=case
-            )
+            said = f"{in_words(strange[0], article=True)} is returned; return {wanted}"
+            raise CheckFailed(said, diagnosis="wrong-type", case=case)
         try:
             return self._values(found)
         except (TypeError, ValueError):
-            raise CheckFailed(
-                f"something else is returned; return {wanted}", diagnosis="wrong-type", case=case
-            ) from None
+            said = f"something else is returned; return {wanted}"
+            raise CheckFailed(said, diagnosis="wrong-type", case=case) from None
 
     def case(self, given: tuple[Any, ...]) -> str:
         if self.shown is not None:
@@ -230,7 +220,6 @@ class Rule:
         return ", ".join(f"{name}={_short(value)}" for name, value in zip(self.params, given, strict=True))
 
     def check(self, learners: Callable[..., Any]) -> str:
-        __tracebackhide__ = True
         if self.judged is not None:
             return self._judge(learners, self.judged)
         got = []
@@ -269,7 +258,6 @@ class Rule:
 
     def _judge(self, learners: Callable[..., Any], judged: Callable[[Callable[..., Any]], Any]) -> str:
         """The verdict of `judged`; a change of the right text is told beside what is wrong, where one gives this."""
-        __tracebackhide__ = True
         try:
             return judged(learners)
         except CheckFailed as symptom:
@@ -283,7 +271,6 @@ class Rule:
             raise CheckFailed(sentence, diagnosis=symptom.diagnosis, case=symptom.case) from None
 
     def _expect_the_same_again(self, learners: Callable[..., Any], got: list[Values]) -> None:
-        __tracebackhide__ = True
         with contextlib.redirect_stdout(io.StringIO()):
             again = self.index.run(learners, self.tried)
         if any(not isinstance(x, str) and x != y and x == x for x, y in zip(again, got, strict=True)):
@@ -446,7 +433,6 @@ def rule(
 
 def _run(id: str, fn: Callable[..., Any]) -> Callable[..., str]:
     def run(*learners: Any) -> str:
-        __tracebackhide__ = True
         asked = functions(id)
         further = [RULES[f"{id} {name}"] for it in asked for name in it.parts]
         for it, answer in zip(further, learners[len(asked) :], strict=True):

@@ -99,14 +99,11 @@ class TensorRule(Rule):
 
     def read(self, got: Any, case: str, right: Any = None) -> Values:
         """The results, whatever their shapes; CheckFailed where they are of another kind."""
-        __tracebackhide__ = True
         names = self.returns
         if got is None:
             listed = f"({', '.join(names)})" if len(names) > 1 else names[0]
-            raise CheckFailed(
-                f"the function returns None: is a `return` missing? Return {listed}",
-                diagnosis="returned-none", case=case,
-            )  # fmt: skip
+            said = f"the function returns None: is a `return` missing? Return {listed}"
+            raise CheckFailed(said, diagnosis="returned-none", case=case)
         fits = True
         if len(names) > 1:
             fits = isinstance(got, type(right)) if isinstance(right, dict) or hasattr(right, "_fields") else (
@@ -117,10 +114,8 @@ class TensorRule(Rule):
             named = type(right).__name__ if hasattr(right, "_fields") else ""
             shape = f"{named}({', '.join(names)})" + (", whose parts have names" if named else "")
             kind = "a dictionary with the keys " if isinstance(right, dict) else ""
-            raise CheckFailed(
-                f"{in_words(got, article=True)} is returned; return {len(names)} things, {kind}{shape}",
-                diagnosis="wrong-type", case=case,
-            )  # fmt: skip
+            said = f"{in_words(got, article=True)} is returned; return {len(names)} things, {kind}{shape}"
+            raise CheckFailed(said, diagnosis="wrong-type", case=case)
         rights = (right,) if len(names) == 1 else tuple(right.values() if isinstance(right, dict) else right)
         values = got.values() if isinstance(got, dict) else got if len(names) > 1 else (got,)
         for name, mine, one in zip(names, values, rights, strict=True):
@@ -128,7 +123,6 @@ class TensorRule(Rule):
         return self._values(got)
 
     def _expect_kind(self, name: str, mine: Any, right: Any, case: str) -> None:
-        __tracebackhide__ = True
         if isinstance(right, torch.Tensor) and not (right.ndim == 0 and isinstance(mine, (int, float))):
             if not isinstance(mine, torch.Tensor):
                 said = f"{name} should be a tensor, not {in_words(mine, article=True)}"
@@ -145,7 +139,6 @@ class TensorRule(Rule):
                 raise CheckFailed(said, diagnosis="wrong-type", case=case)
 
     def check(self, answer: Any) -> str:
-        __tracebackhide__ = True
         learners = self.through(answer)
         self.compare(learners)
         report = self.then(answer) if self.then is not None and watched() is None else None
@@ -153,7 +146,6 @@ class TensorRule(Rule):
 
     def compare(self, learners: Callable[..., Any]) -> None:
         """CheckFailed unless the function gives what the right one does, on every input."""
-        __tracebackhide__ = True
         got: list[Values | str] = []
         errors: list[Exception] = []
         for given in self.tried:
@@ -172,10 +164,8 @@ class TensorRule(Rule):
                 got.append(self.index.error(error))
                 continue
             if not all(_same_input(x, y) for x, y in zip(mine, given, strict=True)):
-                raise CheckFailed(
-                    "the function changes its inputs in place: write to new tensors, or work on a copy",
-                    diagnosis="inputs-changed", case=case,
-                )  # fmt: skip
+                said = "the function changes its inputs in place: write to new tensors, or work on a copy"
+                raise CheckFailed(said, diagnosis="inputs-changed", case=case)
             got.append(self.read(result, case, right))
         if watched() is not None:
             self._note_symptoms(got)

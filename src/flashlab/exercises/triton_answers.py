@@ -24,7 +24,6 @@ from flashlab.triton_tools.watch import OutOfBounds, Traffic, watched
 
 def kernel_of(answer: Any, parameters: Sequence[str] | None = None) -> Any:
     """The answer, if it is a Triton kernel (with these parameters); NotImplementedError while it is still a blank."""
-    __tracebackhide__ = True
     function: Any = getattr(answer, "fn", None)
     undecorated = inspect.isfunction(answer) and answer.__module__ != kernel_of.__module__
     expect(
@@ -39,17 +38,11 @@ def kernel_of(answer: Any, parameters: Sequence[str] | None = None) -> Any:
     if "raise NotImplementedError" in inspect.getsource(function):
         raise NotImplementedError
     foreign = _foreign(function)
-    expect(
-        foreign is None,
-        f"{foreign} is not for kernels: inside of one everything is Triton's, as tl.zeros and tl.float32 are",
-        diagnosis="not-triton",
-    )
+    said = f"{foreign} is not for kernels: inside of one everything is Triton's, as tl.zeros and tl.float32 are"
+    expect(foreign is None, said, diagnosis="not-triton")
     got = tuple(inspect.signature(function).parameters)
-    expect(
-        parameters is None or got == tuple(parameters),
-        f"the kernel's parameters should stay ({', '.join(parameters or ())}), they are ({', '.join(got)})",
-        diagnosis="wrong-parameters",
-    )
+    said = f"the kernel's parameters should stay ({', '.join(parameters or ())}), they are ({', '.join(got)})"
+    expect(parameters is None or got == tuple(parameters), said, diagnosis="wrong-parameters")
     return answer
 
 
@@ -70,7 +63,6 @@ def in_bounds(case: str | None, **tensors: torch.Tensor) -> Iterator[Traffic | N
 
     A NaN that came from a load with a mask and without `other` is told by `explain_undefined`.
     """
-    __tracebackhide__ = True
     try:
         with running(case), watched(**tensors) if runtime.INTERPRETED else contextlib.nullcontext() as traffic:
             yield traffic
@@ -81,27 +73,19 @@ def in_bounds(case: str | None, **tensors: torch.Tensor) -> Iterator[Traffic | N
 
 def explain_undefined(traffic: Traffic | None, o: torch.Tensor, case: str | None) -> None:
     """CheckFailed if `o` has a NaN, and a tensor was loaded with a mask, but without `other`."""
-    __tracebackhide__ = True
     if traffic is None or not traffic.undefined or not o.isnan().any():
         return
     name = sorted(traffic.undefined)[0]
-    raise CheckFailed(
-        f"{name} is loaded with a mask, but without `other=`: what the masked-off elements hold is undefined (here it "
-        "is NaN, on a GPU whatever the register held), and it reaches the result; 0 * NaN is NaN",
-        diagnosis="other-missing",
-        case=case,
-    )
+    said = f"{name} is loaded with a mask, but without `other=`: what the masked-off elements hold is undefined (here "
+    said += "it is NaN, on a GPU whatever the register held), and it reaches the result; 0 * NaN is NaN"
+    raise CheckFailed(said, diagnosis="other-missing", case=case)
 
 
 def compiles(kernel: Any, arguments: dict[str, Any], target: str = "sm_90", **options: Any) -> CompileReport:
     """compile_report of an answer that is already right when interpreted; CheckFailed with the compiler's sentence."""
-    __tracebackhide__ = True
     report = compile_report(kernel, arguments, target=target, **options)
-    expect(
-        report.ok,
-        f"right when interpreted, but the compiler refuses it for {target}: {report.error_line}",
-        diagnosis="does-not-compile",
-    )
+    said = f"right when interpreted, but the compiler refuses it for {target}: {report.error_line}"
+    expect(report.ok, said, diagnosis="does-not-compile")
     return report
 
 

@@ -155,8 +155,11 @@ DECODING = (
     Step("p12_decode", "several queries, large groups, pages that hold whole tiles", head_dims=(64, 128, 256)),
 )
 """Phase 12, a ladder of its own: not attention over whole tensors, but over a cache (cache.cuh, struct Cache)."""
+DECODING_SIDE = (
+    Step("p12_side_cluster", "one sequence: the parts of a head meet in a cluster", head_dims=(64, 128, 256)),
+)
 
-ALL = SERIES + SIDE + HOPPER + HOPPER_SIDE + DECODING
+ALL = SERIES + SIDE + HOPPER + HOPPER_SIDE + DECODING + DECODING_SIDE
 
 
 def steps(*phases: int) -> tuple[Step, ...]:

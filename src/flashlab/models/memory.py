@@ -123,16 +123,8 @@ def training_memory(
     return TrainingMemory(weights, weights, 2 * weights, config.depth * block + rest)
 
 
-class Kept(NamedTuple):
-    """A piece of memory that the forward pass keeps: the shape and dtype of a tensor in it, and its bytes."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    bytes: int
-
-
-def kept_tensors(model: nn.Module, run: Callable[[], Any]) -> list[Kept]:
-    """Run the forward pass `run()` and list what PyTorch keeps for the backward pass, in order; on any device.
+def kept_bytes(model: nn.Module, run: Callable[[], Any]) -> int:
+    """Run the forward pass `run()`, and count the bytes that PyTorch keeps for the backward pass; on any device.
 
     Weights and buffers are left out, because they are there anyway. Memory that several operations keep counts once.
     """
@@ -146,9 +138,4 @@ def kept_tensors(model: nn.Module, run: Callable[[], Any]) -> list[Kept]:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         run()
-    return [Kept(tuple(x.shape), x.dtype, x.untyped_storage().nbytes()) for x in kept.values()]
-
-
-def kept_bytes(model: nn.Module, run: Callable[[], Any]) -> int:
-    """The bytes of all `kept_tensors`."""
-    return sum(kept.bytes for kept in kept_tensors(model, run))
+    return sum(x.untyped_storage().nbytes() for x in kept.values())

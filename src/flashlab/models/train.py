@@ -24,8 +24,7 @@ def train(config: Config, **options: Any) -> list[float]:
 
 def fit(
     config: Config, *, steps: int = 100, batch: int = 8, seq_len: int = 256, lr: float = 1e-3, seed: int = 0,
-    autocast: torch.dtype | None = None, compile: bool = False, jitter: float = 0.0,
-    device: torch.device | str | None = None,
+    autocast: torch.dtype | None = None, jitter: float = 0.0, device: torch.device | str | None = None,
 ) -> tuple[LanguageModel, list[float]]:  # fmt: skip
     """Train a model on the lessons' text; return it, and the loss of each step in nats per byte.
 
@@ -34,7 +33,7 @@ def fit(
     Args:
         config: of the model; its vocabulary has to hold 256 bytes, its positions seq_len.
         lr: rises to this in the first tenth of the steps.
-        autocast: the dtype of matrix products, or None. compile: by torch.compile, as one graph.
+        autocast: the dtype of matrix products, or None.
         jitter: first, each weight is multiplied by 1 + jitter * a random number from -1 to 1.
         device: where; None is the GPU where there is one.
     Raises:
@@ -48,9 +47,6 @@ def fit(
     model = drawn(config, seed, jitter).to(where)
     optimizer = make_optimizer(model, lr=lr)
     rise = rising(optimizer, steps)
-    if compile:
-        model.compile(fullgraph=True)
-
     pieces = text.batches(text.load(), batch, seq_len, seed=seed, device=where)
     losses = []
     for _ in range(steps):

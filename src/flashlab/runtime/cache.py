@@ -213,6 +213,20 @@ def _begin(builds: Path) -> None:
             os.close(lock)
 
 
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all: to a temporary file beside it, then renamed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
 def prune(builds: Path, keep: int = 1000, days: float = 1.0) -> None:
     """Removes what was not used for days, once there are many builds: an edited cell leaves one for each edit."""
     if len(os.listdir(builds)) <= keep:

@@ -51,8 +51,8 @@ _KINDS = {
         "mbarrier-number cluster-barrier"
     ),
     IllegalAccess: (
-        "global-out-of-bounds shared-out-of-bounds misaligned not-shared bulk-misaligned bulk-size "
-        "cluster-begin cluster-end cluster-rank mbarrier-again mbarrier-missing reduce-type store-corner tensor-map stack-overflow"
+        "cluster-begin cluster-end cluster-rank global-out-of-bounds shared-out-of-bounds misaligned not-shared "
+        "bulk-misaligned bulk-size mbarrier-again mbarrier-missing reduce-type store-corner tensor-map stack-overflow"
     ),
     KernelTimeout: "timeout",
     KernelTrap: "trap assert division-by-zero host-call launch-in-kernel",

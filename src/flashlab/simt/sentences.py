@@ -62,7 +62,8 @@ _CONFIGURATION = {
     "cluster-opt-in": "a cluster of {0} blocks: above {1} a kernel has to be allowed to, with "
     "cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1)",
     "cluster-grid": "grid.x is {0}, which is no multiple of the {1} blocks of a cluster",
-    "memory": "the blocks that have to run at once need {0} threads, and the system has room for the stacks of {1} (vm.max_map_count, ulimit -v)",
+    "memory": "a block, or a whole cluster, needs {0} threads, and the system has room for the stacks of {1} "
+    "(vm.max_map_count, ulimit -v)",
     "os-threads": "the system has no thread left to run it",
 }
 
@@ -172,6 +173,7 @@ def _race(f: Facts) -> str:
     if f.how.startswith("cluster_"):
         own = f.who.partition(" of ")[2] == f.whom.partition(" of ")[2]
         missing = "barrier" if own else "cluster barrier (cluster_arrive ... cluster_wait)"
+        missing = f"wait for the copy with a {missing} behind it" if f.words in COPIES else missing
         return (
             f"{f.who} {f.does}{f.here} shared memory of {f.cluster_block} that {f.whom} {f.did}{f.there}: no {missing} "
             "stands between"
@@ -518,8 +520,8 @@ def _deadlock(f: Facts) -> str:
     left = f"{_count(f.v[0], 'thread')} of {f.v[1]} left, and none can go on"
     waits = "".join(f". {_barrier_wait(row.split(','))}" for row in barriers.split(";") if row)
     waits += "".join(f". {_phase_wait(f, row.split(','))}" for row in phases.split(";")[:6] if row)
-    late = [row.split(",") for row in cluster.split(";") if row]
-    late = [f"{_count(int(n), 'thread')} of block {f.block(int(block))}" for block, n in late]
+    rows = [row.split(",") for row in cluster.split(";") if row]
+    late = [f"{_count(int(n), 'thread')} of block {f.block(int(block))}" for block, n in rows]
     waits += f". The cluster barrier waits for {' and '.join(late)}" if late else ""
     return f"{f.who} waits for ever in {f.how}{f.here}{other}; {left}{waits}"
 

@@ -111,20 +111,6 @@ class CompileReport:
             f"{self.registers} registers{spilled}, {self.tensor_core_instructions} tensor-core instructions"
         )
 
-    def _repr_markdown_(self) -> str:
-        if not self.ok:
-            return f"**{self.kernel}** on {self.target}: the compiler refuses it\n\n```\n{self.error}\n```"
-        rows = {
-            "shared memory a block": f"{self.shared_bytes:,} of {self.shared_limit:,} bytes"
-            + ("" if self.fits else " (**does not fit**)"),
-            "registers a thread": self.registers,
-            "spilled a thread": f"{self.spill_bytes} bytes",
-        }
-        shown = [*TENSOR_CORE_OPCODES, "LDSM", "LDGSTS", "UTMALDG", "MUFU.EX2"]
-        rows |= {opcode: self.instructions[opcode] for opcode in shown if self.instructions[opcode]}
-        head = f"| {self.kernel} | {self.target}, {self.num_warps} warps, {self.num_stages} stages |\n|---|---|\n"
-        return head + "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-
 
 def compile_report(
     kernel,
@@ -311,9 +297,9 @@ def _cached(key: str) -> dict | None:
 def _store(key: str, outcome: dict) -> None:
     try:
         folder = cache_folder()
-        with tempfile.NamedTemporaryFile(dir=folder, suffix=".part", delete=False) as file:
-            file.write(gzip.compress(json.dumps(outcome | {"key": key}).encode(), mtime=0))
-        os.replace(file.name, folder / f"{key}.json.gz")  # whole or not at all
+        cache.write_whole(
+            folder / f"{key}.json.gz", gzip.compress(json.dumps(outcome | {"key": key}).encode(), mtime=0)
+        )
         cache.sweep(folder)
     except (cache.CacheError, OSError):
         pass  # an unwritable or full disk costs the cache, nothing else

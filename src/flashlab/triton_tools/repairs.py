@@ -15,7 +15,6 @@ import sys
 import threading
 import types
 import warnings
-from collections.abc import Collection
 
 import numpy as np
 import triton.language as tl
@@ -305,8 +304,8 @@ REPAIRS = (*_METHODS, *_OTHERS)
 """The repairs by name. For each, tests/test_interpreter.py has a canary that says when Triton does without it."""
 
 
-def install_repairs(without: Collection[str] = ()) -> None:
-    """Repair Triton's interpreter (see the module's docstring), but for those named. Calling it again does nothing.
+def install_repairs() -> None:
+    """Repair Triton's interpreter (see the module's docstring). Calling it again does nothing.
 
     Tried with Triton 3.6.0 and 3.7.1, numpy 2.3 to 2.5. Compiled kernels stay what they are.
     """
@@ -314,11 +313,9 @@ def install_repairs(without: Collection[str] = ()) -> None:
         return
     for name, method in _METHODS.items():
         _RepairedBuilder.original[name] = getattr(ti.InterpreterBuilder, name, None)
-        if name not in without:
-            setattr(ti.InterpreterBuilder, name, method)
-    for name, repair in _OTHERS.items():
-        if name not in without:
-            repair()
+        setattr(ti.InterpreterBuilder, name, method)
+    for repair in _OTHERS.values():
+        repair()
     _watch_launches()
     _one_launch_at_a_time()
     ti._repaired_by_flashlab = True

@@ -33,10 +33,9 @@ def explain(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> tup
         q, k, v = _tensors(rows, head_dim)
         o, lse = (x[0, 0].double() for x in forward(q, k, v, causal=False, scale=None))
         if o.isnan().all():
-            return "nan-everywhere", (
-                "every output is NaN, from the first tile on. At the start the maximum is -inf and the sum 0: which "
-                "difference is +inf or -inf - (-inf), and which product is inf * 0?"
-            )
+            said = "every output is NaN, from the first tile on. At the start the maximum is -inf and the sum 0: "
+            said += "which difference is +inf or -inf - (-inf), and which product is inf * 0?"
+            return "nan-everywhere", said
         if rows == ROWS and o.eq(0).all():
             return _all_zero(forward, head_dim, lse)
         one = [x[0, 0].double() for x in (q, k, v)]
@@ -104,10 +103,9 @@ def _sum_of_scores(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int)
                 left.discard(name)
     if not left:
         return None
-    return "l-before-exp", (
-        f"acc is right, but a row is divided by a sum of scores ({left.pop()}): l has to add up their exponentials, so "
-        "after exp2, where they are P"
-    )
+    said = f"acc is right, but a row is divided by a sum of scores ({left.pop()}): l has to add up their "
+    said += "exponentials, so after exp2, where they are P"
+    return "l-before-exp", said
 
 
 def _places_of_v(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> tuple[str, str] | None:
@@ -133,16 +131,14 @@ def _places_of_v(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -
     back = (used[0][j_used, c_used], used[1][j_used, c_used]) if j_used < n else (-1, -1)
     both = ", and the other way round" if tuple(map(int, back)) == (j, c) else ""
     if bool((used[0] == used[0][:, :1]).all()) and bool((used[1] == column).all()):
-        return "values-exchanged", (
-            f"a query that has all of its weight on key {j} gets the value of key {j_used}{both}, and so on, for "
-            f"{int(wrong.any(1).sum())} of {n} keys; lse is right, so it is V's rows, or P's columns: which row of the "
-            "tile does each lane give to ldmatrix, or V's descriptor name?"
-        )
-    return "values-moved", (
-        f"where V[{j}, {c}] belongs (key, column), V[{j_used}, {c_used}] is multiplied{both}, and so on, for "
-        f"{int(wrong.sum())} of {wrong.numel()} numbers; lse is right. Which 8 x 8 matrices of V does this product "
-        "read, or which registers of P? Or is O stored elsewhere?"
-    )
+        said = f"a query that has all of its weight on key {j} gets the value of key {j_used}{both}, and so on, for "
+        said += f"{int(wrong.any(1).sum())} of {n} keys; lse is right, so it is V's rows, or P's columns: which row "
+        said += "of the tile does each lane give to ldmatrix, or V's descriptor name?"
+        return "values-exchanged", said
+    said = f"where V[{j}, {c}] belongs (key, column), V[{j_used}, {c_used}] is multiplied{both}, and so on, for "
+    said += f"{int(wrong.sum())} of {wrong.numel()} numbers; lse is right. Which 8 x 8 matrices of V does this "
+    said += "product read, or which registers of P? Or is O stored elsewhere?"
+    return "values-moved", said
 
 
 def _tensors(rows: int, head_dim: int, queries: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -196,22 +192,13 @@ def _quadrants(x: Tensor, order: tuple[int, ...]) -> Tensor:
 
 def _predictions(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[str, str, Tensor]]:
     one_side = "is swizzled where it is written and not where it is read, or the reverse: both must use one formula"
-    yield "swizzle-one-side", f"K {one_side}", _attend(q, _swizzled(k), v)
-    yield "swizzle-one-side", f"V {one_side}", _attend(q, k, _swizzled(v))
-    yield "swizzle-one-side", f"Q {one_side}", _attend(_swizzled(q), k, v)
-    yield "swizzle-one-side", f"each of K and V {one_side}", _attend(q, _swizzled(k), _swizzled(v))
-    yield "swizzle-one-side", f"each of Q and V {one_side}", _attend(_swizzled(q), k, _swizzled(v))
-    yield "swizzle-one-side", f"each of Q and K {one_side}", _attend(_swizzled(q), _swizzled(k), v)
-    yield "swizzle-one-side", f"each of Q, K and V {one_side}", _attend(_swizzled(q), _swizzled(k), _swizzled(v))
-    for bits, mod in ((4, "row % 4"), (6, "row % 2")):
-        two = f"is swizzled by two formulas, as by row % 8 where it is written and {mod} where it is read"
-        for name, prediction in (
-            ("K", _attend(q, _swizzled(k, bits), v)), ("V", _attend(q, k, _swizzled(v, bits))),
-            ("each of K and V", _attend(q, _swizzled(k, bits), _swizzled(v, bits))),
-            ("Q", _attend(_swizzled(q, bits), k, v)),
-            ("each of Q, K and V", _attend(*(_swizzled(x, bits) for x in (q, k, v)))),
-        ):  # fmt: skip
-            yield "swizzle-one-side", f"{name} {two}", prediction
+    formulas = (4, "row % 4"), (6, "row % 2")
+    two = "is swizzled by two formulas, as by row % 8 where it is written and {} where it is read"
+    for bits, said in ((7, one_side), *((bits, two.format(mod)) for bits, mod in formulas)):
+        for of in ("K", "V", "Q", "K and V", "Q and V", "Q and K", "Q, K and V"):
+            who = f"each of {of}" if of[1:] else of
+            given = (_swizzled(x, bits) if name in of else x for name, x in zip("QKV", (q, k, v), strict=True))
+            yield "swizzle-one-side", f"{who} {said}", _attend(*given)
 
     transposed = "B wants two keys of one column in a register, so V needs ldmatrix with .trans"
     sentence = f"every 8 x 8 block of V arrives transposed: {transposed}"
@@ -233,15 +220,11 @@ def _predictions(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[str, str, Te
             yield "fragment-swapped", sentence, torch.where(keys[None, :], swapped, p) @ v / total
         sentence = f"{name} change places when O is stored: neighbouring columns of those rows are exchanged"
         yield "fragment-swapped", sentence, _columns(p @ v / total, 1, rows)
-    both = (
-        "the two halves of a register of P are exchanged: pack(low, high) takes the lower column first. Or rows of V "
-    )
-    both += "that are neighbours change places"
+    both = "the two halves of a register of P are exchanged: pack(low, high) takes the lower column first. Or rows of "
+    both += "V that are neighbours change places"
     yield "fragment-swapped", both, _columns(p, 1) @ v / total
-    apart = (
-        "keys 8 apart are exchanged in P V: a0, a1 of P (tile 2k of S) with a2, a3, or b0 of V with b1 (rows of V), "
-    )
-    apart += "or S's tiles"
+    apart = "keys 8 apart are exchanged in P V: a0, a1 of P (tile 2k of S) with a2, a3, or b0 of V with b1 (rows of "
+    apart += "V), or S's tiles"
     yield "fragment-swapped", apart, _columns(p, 8) @ v / total
     yield "fragment-swapped", "b0 and b1 of K change places: columns 8 apart", _attend(q, _columns(k, 8), v)
     sentence = "K comes by the addresses of an A fragment: b1 of the first 8 keys and b0 of the next 8 change places"
@@ -307,19 +290,17 @@ def _causal(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> tup
     for size in (16, 32, 64, 128):
         by_block = (s.masked_fill(i[None, :] // size > i[:, None] // size, -math.inf)).softmax(1) @ v[0, 0].double()
         if _near(o, by_block):
-            return "diagonal-not-masked", (
-                f"causal: each row sees the keys to the last row of its {size}, so the tiles on the diagonal are not "
-                "masked; a tile is full only if the block's first row sees all of it"
-            )
+            said = f"causal: each row sees the keys to the last row of its {size}, so the tiles on the diagonal are "
+            said += "not masked; a tile is full only if the block's first row sees all of it"
+            return "diagonal-not-masked", said
     visible = i[None, :] <= i[:, None]
     for block_m, block_n in itertools.product((64, 128), (32, 64, 128)):
         full = (i // block_m * block_m + 1) // block_n  # of each row's block
         plain = visible | (i[None, :] // block_n == full[:, None])
         if _near(o, s.masked_fill(~plain, -math.inf).softmax(1) @ v[0, 0].double()):
-            return "diagonal-not-masked", (
-                "causal: of the tiles that need a mask, the first one (tile `full`) runs without one: which tiles does "
-                "each of the two loops walk?"
-            )
+            sentence = "causal: of the tiles that need a mask, the first one (tile `full`) runs without one: which "
+            sentence += "tiles does each of the two loops walk?"
+            return "diagonal-not-masked", sentence
     strict = s.masked_fill(i[None, :] >= i[:, None], -math.inf)[1:].softmax(1) @ v[0, 0].double()
     if _near(o[1:], strict):
         return "diagonal-masked", "causal: a row does not see its own key, on the diagonal: <= and < are exchanged"
@@ -403,10 +384,9 @@ def _exponent(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> t
         right = [all(abs(x[i] - 1) < 0.03 for x in measured) for i in (1, 2)]
         if (acc and (l_i or right[1])) or (l_i and right[0]):
             what = "acc and l are" if acc and l_i else "acc is" if acc else "l is"
-            return "wrong-correction", (
-                f"when the maximum moves from tile to tile, {what} multiplied by another factor than "
-                f"exp(m_old - m_new) of scaled maxima: by {said}"
-            )
+            sentence = f"when the maximum moves from tile to tile, {what} multiplied by another factor than exp(m_old "
+            sentence += f"- m_new) of scaled maxima: by {said}"
+            return "wrong-correction", sentence
     return None
 
 
@@ -446,10 +426,9 @@ def _corrections(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -
                 where = _elements_of_c(wrong)
                 if where is None:
                     return None
-                return "wrong-correction", (
-                    f"with one tile o is right, and lse always is; but when the maximum moves from tile to tile, "
-                    f"{where} {'gets' if where.startswith('acc[n]') and ' and ' not in where else 'get'} {words}"
-                )
+                said = "with one tile o is right, and lse always is; but when the maximum moves from tile to tile, "
+                said += f"{where} {'gets' if where.startswith('acc[n]') and ' and ' not in where else 'get'} {words}"
+                return "wrong-correction", said
         return None
     return None
 
@@ -467,16 +446,10 @@ def _elements_of_c(chosen: Tensor) -> str | None:
 
 
 def _tile_predictions(q: Tensor, k: Tensor, v: Tensor, size: int) -> Iterator[tuple[str, str, Tensor]]:
-    yield (
-        "tile-skipped",
-        f"the last {size} keys, a tile, are left out: where does the loop over tiles end, which rows does it bring?",
-        _attend(q, k[:-size], v[:-size]),
-    )
-    yield (
-        "tile-skipped",
-        f"the first {size} keys, a tile, are left out: does the loop over tiles reach tile 0?",
-        _attend(q, k[size:], v[size:]),
-    )
+    said = f"the last {size} keys, a tile, are left out: where does the loop over tiles end, which rows does it bring?"
+    yield "tile-skipped", said, _attend(q, k[:-size], v[:-size])
+    said = f"the first {size} keys, a tile, are left out: does the loop over tiles reach tile 0?"
+    yield "tile-skipped", said, _attend(q, k[size:], v[size:])
     s = q @ k.T / math.sqrt(q.shape[1])
     for order in (1, -1):
         tiles = list(zip(s.split(size, 1), v.split(size), strict=True))[::order]
@@ -528,10 +501,9 @@ def _many_keys(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> 
     if not off.max() > 0.1:
         return None
     common = pattern.observe(o, truth, 0.012)
-    return "wrong-with-many-keys", (
-        f"right with {ROWS} keys, and with {16 * ROWS} o is wrong by up to {off.max():.2g}, which no rounding does"
-        f"{f' ({common})' if common else ''}: what happens only with several tiles of keys, or several parts?"
-    )
+    said = f"right with {ROWS} keys, and with {16 * ROWS} o is wrong by up to {off.max():.2g}, which no rounding does"
+    said += f"{f' ({common})' if common else ''}: what happens only with several tiles of keys, or several parts?"
+    return "wrong-with-many-keys", said
 
 
 def _split(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> tuple[str, str] | None:
@@ -542,8 +514,7 @@ def _split(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> tupl
     for splits in (2, 4, 8, 16):
         parts = [_attend(one_q, a, b) for a, b in zip(one_k.chunk(splits), one_v.chunk(splits), strict=True)]
         if _near(o, torch.stack(parts).mean(0)):
-            return "split-not-weighted", (
-                f"{splits} parts of the keys are averaged with equal weights: each counts by exp(its lse - the largest "
-                "lse)"
-            )
+            said = f"{splits} parts of the keys are averaged with equal weights: each counts by exp(its lse - the "
+            said += "largest lse)"
+            return "split-not-weighted", said
     return None

@@ -22,10 +22,8 @@ def _adds_nothing(forward: Forward, head_dim: int) -> Found | None:
     """Whether o is 0 everywhere: the slug and the sentence."""
     o, lse = forward(*_tensors(16, 16, head_dim), causal=False, scale=None)
     if bool((o == 0).all()) and bool((lse == -math.inf).all()):
-        return (
-            "l-is-0",
-            "o is 0 and lse -inf everywhere: l is 0 in the end. Is something added to it, and not lost again?",
-        )
+        said = "o is 0 and lse -inf everywhere: l is 0 in the end. Is something added to it, and not lost again?"
+        return "l-is-0", said
     # With 16 keys all of a larger tile's other rows of V are zeros: other keys' values may be added.
     more = forward(*_tensors(16, 128, head_dim), causal=False, scale=None)[0]
     if bool((o == 0).all()) and bool((more == 0).all()):
@@ -94,9 +92,8 @@ def _one_tile(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[str, str, Tenso
     # A lane t of a quad has the columns 2t and 2t + 1 of every 8, of S and of O.
     key_lane, column_lane = torch.arange(len(k)) // 2 % 4, torch.arange(d) // 2 % 4
     own = torch.stack([p[:, key_lane == t].sum(1) for t in range(4)], 1)[:, column_lane]
-    sentence = (
-        "a lane divides by the sum of its own columns: a row's sum is that of the quad, two shuffles, masks 1 and 2"
-    )
+    sentence = "a lane divides by the sum of its own columns: a row's sum is that of the quad, two shuffles, masks 1 "
+    sentence += "and 2"
     yield "quad-not-reduced", sentence, p @ v / own
     sentence = "acc is divided by a lane's own sum inside of the loop: leave the division to the end"
     yield "divided-twice", sentence, p @ v / own / total
@@ -115,11 +112,9 @@ def tail(forward: Forward, head_dim: int) -> Found | None:
             if _near(o, _softmax(wide_q, torch.cat([wide_k, more]), torch.cat([wide_v, more]))):
                 if alone:
                     return "tail-not-masked", f"{_ZERO_KEYS}: their scores have to be -INFINITY"
-                return "n-start-forgotten", (
-                    f"right in the first tile; in the last, {_ZERO_KEYS}. Key n of a tile is key "
-                    f"n_start + n: is n_start "
-                    "in the comparison?"
-                )
+                said = f"right in the first tile; in the last, {_ZERO_KEYS}. Key n of a tile is key n_start + n: is "
+                said += "n_start in the comparison?"
+                return "n-start-forgotten", said
     return None
 
 
@@ -142,10 +137,9 @@ def _falling(forward: Forward, head_dim: int) -> Found | None:
         if fall == 150.0 and bool(o.isfinite().all()):
             return None
     if right == {20.0: True, 150.0: False, -20.0: True, -150.0: True}:
-        return "maximum-of-the-tile", (
-            "right where the maximum rises from tile to tile, and not finite where the scores of a later tile lie far "
-            "below it: the new maximum has to take in the old one, not this tile's scores alone"
-        )
+        said = "right where the maximum rises from tile to tile, and not finite where the scores of a later tile lie "
+        said += "far below it: the new maximum has to take in the old one, not this tile's scores alone"
+        return "maximum-of-the-tile", said
     return None
 
 

@@ -195,10 +195,9 @@ def _picked(call: Call, case: Case, columns: Tensor) -> Found | None:
         return None  # nothing is as it should be: not a few keys that are taken for others
     row = wrong[0]
     gets = "no value at all" if not times[row].any() else f"the value of {pattern.runs(times[row] != 0, 'key')}"
-    return "values-exchanged", (
-        f"a query that has all of its weight on key {row} gets {gets}, and so on, for {len(wrong)} of {n} keys: a row "
-        "of K, of V or a column of P is taken for another"
-    )
+    said = f"a query that has all of its weight on key {row} gets {gets}, and so on, for {len(wrong)} of {n} keys: a "
+    said += "row of K, of V or a column of P is taken for another"
+    return "values-exchanged", said
 
 
 def _rows_taken(weights: Tensor, right: Tensor, lse: Tensor | None, scores: Tensor, tolerance: float) -> Found | None:
@@ -218,10 +217,9 @@ def _rows_taken(weights: Tensor, right: Tensor, lse: Tensor | None, scores: Tens
     if not wrong.any() or wrong.all() or not bool(near.any(1).all()) or not bool(alone[wrong].all()):
         return None
     at = int(wrong.nonzero()[0])
-    return "o-rows-repeated", (
-        f"row {at} of o holds what belongs in row {int(source[at])}, and so on, for {int(wrong.sum())} of {len(wrong)}"
-        "; lse is right in every row"
-    )
+    said = f"row {at} of o holds what belongs in row {int(source[at])}, and so on, for {int(wrong.sum())} of "
+    said += f"{len(wrong)}; lse is right in every row"
+    return "o-rows-repeated", said
 
 
 def _tiles(weights: Tensor, right: Tensor, tolerance: float) -> Found | None:
@@ -246,11 +244,10 @@ def _tiles(weights: Tensor, right: Tensor, tolerance: float) -> Found | None:
     if abs(times - 1) < 0.05:
         return None
     query = int(some.nonzero().flatten()[row])
-    return "tiles-not-joined", (
-        f"the weights of keys 0 to {ends[1] - 1} are right beside each other, and so are those of each later tile; but "
-        f"beside the last tile's, those of the first are up to {times:.3g} times what they should be (query {query}): "
-        "not all of the tiles are taken against the same maximum in the end"
-    )
+    said = f"the weights of keys 0 to {ends[1] - 1} are right beside each other, and so are those of each later tile; "
+    said += f"but beside the last tile's, those of the first are up to {times:.3g} times what they should be (query "
+    said += f"{query}): not all of the tiles are taken against the same maximum in the end"
+    return "tiles-not-joined", said
 
 
 def _softmax(scores: Tensor, visible: Tensor) -> Tensor:
@@ -273,10 +270,9 @@ def _wrong_keys(
         if not counted[row].any():
             sentence = f"o is 0 and lse -inf for query {row}, as if it counted no key; it should count {should}"
             return "wrong-keys", sentence
-        return "wrong-keys", (
-            f"o and lse are those of other keys than they should be: query {row} counts {has}, and should count "
-            f"{should}{_as_another_row(counted, visible)}"
-        )
+        said = f"o and lse are those of other keys than they should be: query {row} counts {has}, and should count "
+        said += f"{should}{_as_another_row(counted, visible)}"
+        return "wrong-keys", said
     lost = (visible & ~counted).any(0)
     added = _near(weights, _softmax(scores, visible) * counted, tolerance) and not bool((counted & ~visible).any())
     if added and _same_sums(lse, scores, visible, tolerance):
@@ -284,10 +280,9 @@ def _wrong_keys(
         if not torch.equal(counted, visible & ~lost):  # some of their values are added for other queries
             if not torch.equal(counted, visible & ~empty[:, None]):
                 return None
-            return "value-not-added", (
-                f"o is 0 for {pattern.runs(empty, 'query').replace('querys', 'queries')}, and lse is right there: "
-                "nothing is added to acc for them, or another row is stored"
-            )
+            said = f"o is 0 for {pattern.runs(empty, 'query').replace('querys', 'queries')}, and lse is right there: "
+            said += "nothing is added to acc for them, or another row is stored"
+            return "value-not-added", said
         return "value-not-added", (
             f"the value of {pattern.runs(lost, 'key')} is not in o, though the sum has its weight: it is left out "
             "where P is multiplied by V, or acc is multiplied by 0 after it, as by the correction of the first tile"
@@ -331,10 +326,9 @@ def _moved(got: Tensor, want: Tensor, bound: float) -> Found | None:
     moved = (source != torch.arange(len(source))).nonzero().flatten().tolist()
     if not moved or bool((distance.amin(1) > bound).any()):
         return None
-    return "values-exchanged", (
-        f"the value of key {moved[0]} gets the weight of key {int(source[moved[0]])}, and so on, for {len(moved)} of "
-        f"{len(source)} keys: a row of K, of V or a column of P is taken for another"
-    )
+    said = f"the value of key {moved[0]} gets the weight of key {int(source[moved[0]])}, and so on, for {len(moved)} "
+    said += f"of {len(source)} keys: a row of K, of V or a column of P is taken for another"
+    return "values-exchanged", said
 
 
 def _some_scores(used: Tensor, scores: Tensor, lse: Tensor, bound: float) -> Found | None:
@@ -349,11 +343,10 @@ def _some_scores(used: Tensor, scores: Tensor, lse: Tensor, bound: float) -> Fou
         right, clear = (off <= bound).all(axis), (off > 4 * bound).any(axis)
         if right.sum() >= 4 and clear.sum() >= 1 and bool((right | clear).all()):
             some = pattern.runs(~right, name).replace("querys", "queries")
-            return "wrong-scores", (
-                f"o and lse are of scores that are right but for {some}: there the score is not the product of that "
-                f"{name}{' with the queries' if name == 'key' else ' with the keys'}. Which rows of Q and of K are "
-                "multiplied for them?"
-            )
+            said = f"o and lse are of scores that are right but for {some}: there the score is not the product of "
+            said += f"that {name}{' with the queries' if name == 'key' else ' with the keys'}. Which rows of Q and of "
+            said += "K are multiplied for them?"
+            return "wrong-scores", said
     return None
 
 

@@ -23,6 +23,7 @@ struct Cache {
     int more;                                                  // keys of each sequence beyond its length: new ones
     float scale;                                               // softmax(scale * q k^T), of any sign
     int splits, sms;                                           // parts of a sequence; multiprocessors of the device
+    int pages;                                                 // of the cache
 };
 
 // Of a sequence, never more than it has room for: the next row of the table is another sequence's.

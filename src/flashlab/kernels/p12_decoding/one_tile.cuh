@@ -14,14 +14,16 @@ struct State {                                                 // c0 c1 | c2 c3:
 __device__ __forceinline__ void take(State& x, const uint32_t (&q_rmem)[HEAD_DIM / MMA_K][4], uint32_t k_lane,
                                      uint32_t v_lane, int start, const int (&last_key)[2], float scale_log2, int t) {
     // region: scores
-    float s[2][4] = {};                                        // 16 rows x 16 keys
+    float s[2][4] = {}, odd[2][4] = {};                        // 16 rows x 16 keys; two sums wait half as long as one
 #pragma unroll
     for (int k = 0; k < HEAD_DIM / MMA_K; k++) {
         uint32_t b[4];                                         // B twice: 16 columns x 16 keys
         ldmatrix_x4(b, k_lane ^ (k * 32));
-        mma_m16n8k16<T>(s[0], q_rmem[k], b[0], b[1]);
-        mma_m16n8k16<T>(s[1], q_rmem[k], b[2], b[3]);
+        mma_m16n8k16<T>(k % 2 ? odd[0] : s[0], q_rmem[k], b[0], b[1]);
+        mma_m16n8k16<T>(k % 2 ? odd[1] : s[1], q_rmem[k], b[2], b[3]);
     }
+#pragma unroll
+    for (int e = 0; e < 8; e++) s[e / 4][e % 4] += odd[e / 4][e % 4];
     // endregion
     // region: row maxima
     float m_new[2];

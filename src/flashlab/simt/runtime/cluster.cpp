@@ -17,12 +17,20 @@ static bool over(const Block* block) {
     const Launch* launch = block->launch;
     return cancelled() || launch->stop <= block->last || launch->too_few_workers;
 }
+// The time is up: somebody had let the other blocks run, and they have not helped it.
+static void file_in_vain(Block* block) {
+    Lane *const end = block->lane + block->threads,
+                *lane = std::find_if(block->lane, end, [](Lane& l) { return l.in_vain && l.state == RUNNABLE; });
+    if (lane == end) return;
+    file(lane, out_of_time(lane));
+    stop_launch(block, cudaErrorLaunchTimeout);
+}
 static bool wait_for_turn(Block* block) {
     Cluster& c = *block->cluster;
     std::unique_lock<std::mutex> lock(c.mutex);
     block->holds = true;  // nobody waits for it to look at a word
-    // Who has the turn passes it on, also when the launch is over, and may use this block's memory until then. Only from
-    // one that never begins it does not come.
+    // Who has the turn passes it on, also when the launch is over, and may use this block's memory until then. Only a
+    // block that never begins does not.
     while (c.turn != block->rank && (c.member[c.turn].block || !over(block))) {
         block->worker->in_vain++;
         c.changed.wait_for(lock, std::chrono::milliseconds(10));
@@ -30,12 +38,7 @@ static bool wait_for_turn(Block* block) {
     block->holds = false;
     block->ended = over(block);
     if (!block->ended) c.member[block->rank].block = block;
-    for (Lane* lane = block->lane; cancelled() && block->in_vain && lane < block->lane + block->threads; lane++)
-        if (lane->in_vain && lane->state == RUNNABLE) {  // it had let the others run, and they have not helped it
-            file(lane, out_of_time(lane));
-            stop_launch(block, cudaErrorLaunchTimeout);
-            break;
-        }
+    if (cancelled() && block->in_vain) file_in_vain(block);
     return !block->ended;
 }
 static void next_turn(Cluster& c) {
@@ -172,18 +175,18 @@ static void file_race(Lane* lane, const Block* owner, const RemoteAccess& mine, 
     file(lane, {"race", mine.how, other.how, {(int64_t)owner->number, owner->rank}, mine.pc, other.pc, other.thread,
                 mine.thread, 0, mine.block, 0, 1, (int64_t)other.block});
 }
-static RemoteAccess access_of(const Lane* lane, const char* how) {
+static RemoteAccess access_of(const Lane* lane, const char* how, uintptr_t pc) {
     const Block* b = lane->block;
-    return {lane->pc, how, b->number, b->rank, lane->id, lane->warp->time, lane->cluster_arrivals};
+    return {pc, how, b->number, b->rank, lane->id, lane->warp->time, lane->cluster_arrivals};
 }
 
 bool SharedShadow::meets_remote(Lane* lane, const Block* owner, uint64_t address, int bytes, bool writes,
-                                const char* how) {
+                                const char* how, uintptr_t pc) {
     bool filed = false;
     for (uint64_t word = address / 4; word <= (address + bytes - 1) / 4; word++) {
         const auto found = remote.find((uint32_t)word);
         if (found == remote.end()) continue;
-        const RemoteAccess now = access_of(lane, how);
+        const RemoteAccess now = access_of(lane, how, pc);
         for (const RemoteAccess* a : {&found->second.write, &found->second.read[0], &found->second.read[1]}) {
             if (filed || (!writes && a != &found->second.write) || ordered(*a, lane)) continue;
             filed = true;
@@ -197,8 +200,8 @@ bool SharedShadow::meets_remote(Lane* lane, const Block* owner, uint64_t address
 void SharedShadow::touch_remotely(Lane* lane, const Block* owner, uint64_t address, int bytes, bool writes,
                                   const char* how) {
     const auto& seen = lane->block->cluster->member[owner->rank].released[(waits_known(lane) - 1) % 3].known;
-    const RemoteAccess now = access_of(lane, how);
-    bool filed = meets_remote(lane, owner, address, bytes, writes, how);
+    const RemoteAccess now = access_of(lane, how, lane->pc);
+    bool filed = meets_remote(lane, owner, address, bytes, writes, how, lane->pc);
     auto unseen = [&](const Stamp& s, int clock) { return s.time > seen[clock]; };
     for (uint64_t c = address / 2; c < (address + bytes) / 2; c++) {  // these accesses are aligned
         Cell& cell = cells[c];
@@ -231,8 +234,8 @@ void file_cluster_end(Block* block) {
     const RemoteAccess& last = block->cluster->member[block->rank].last;
     const auto waited = [&last](const Warp& w) { return w.known[CLUSTER_CLOCK] > last.arrivals; };
     if (!last.pc || std::any_of(block->warp, block->warp + block->warps, waited)) return;
-    file(block->lane, {"cluster-end", last.how, "", {(int64_t)block->number, block->rank}, last.pc, 0, -1, last.thread, 0,
-                       last.block, 0, 1, (int64_t)block->number});
+    file(block->lane, {"cluster-end", last.how, "", {(int64_t)block->number, block->rank}, last.pc, 0, -1, last.thread,
+                       0, last.block, 0, 1, (int64_t)block->number});
     stop_launch(block, cudaErrorIllegalAddress);
 }
 
@@ -258,7 +261,7 @@ static uint8_t* reach(Lane* me, uint32_t address, int bytes, bool writes) {
         if (own) owner->shadow->touch(me, at, bytes, writes ? WRITE : READ, site, how, nullptr);
         else owner->shadow->touch_remotely(me, m.block, at, bytes, writes, how);
     }
-    if (!own && me->cluster_arrivals > m.last.arrivals) m.last = access_of(me, how);
+    if (!own && me->cluster_arrivals > m.last.arrivals) m.last = access_of(me, how, me->pc);
     count_access(me, site, at, bytes);
     return (uint8_t*)owner->window.base + at;
 }

@@ -199,7 +199,7 @@ struct Launch {  // what is the same for every block
     int number;  // of the launch, counted from 0
     uint64_t blocks;
     unsigned cluster = 1;  // blocks of each
-    std::map<uint64_t, std::shared_ptr<struct Cluster>> clusters;  // that are live, by their last block; the mutex guards it
+    std::map<uint64_t, std::shared_ptr<struct Cluster>> clusters;  // live ones, by their last block; under the mutex
     std::atomic<bool> too_few_workers{false};
     std::atomic<uint64_t> next{0};      // the next block to deal out
     std::atomic<uint64_t> stop{~0ull};  // no block beyond this one matters: it ended the launch

@@ -203,7 +203,8 @@ bool SharedShadow::touch(Lane* lane, uint64_t address, int bytes, Access access,
         if (!copies) cell.full |= mine;
     };
     if (writes && __builtin_expect(watched | reading, 0)) filed = file_if_read(lane, address, bytes, how);
-    if (__builtin_expect(!remote.empty(), 0)) filed |= meets_remote(lane, lane->block, address, bytes, writes, how);
+    if (__builtin_expect(!remote.empty(), 0))
+        filed |= meets_remote(lane, lane->block, address, bytes, writes, how, lane->pc);
     Cell before, after;  // the cell to the left
     uint8_t whole = 0;   // it was touched as a whole
     for (uint64_t c = address / 2; c <= (address + bytes - 1) / 2; c++) {
@@ -242,6 +243,7 @@ void SharedShadow::check_pieces(Warp* warp, const std::vector<uint32_t>& pieces,
     const Cell* last = nullptr;  // that was looked at
     for (uint32_t piece : pieces) {
         if (piece == ~0u) continue;  // out of bounds
+        if (!remote.empty() && meets_remote(warp->lanes, block, piece, 16, false, how, pc)) return;
         for (uint32_t c = piece / 2; c < piece / 2 + 8; c++) {
             const Cell& cell = cells[c];
             if (last && !memcmp(&cell, last, sizeof cell)) continue;

@@ -115,7 +115,8 @@ public:
 
 private:
     // Looks for conflicts with accesses from other blocks; true: one has been filed.
-    bool meets_remote(Lane* lane, const Block* owner, uint64_t address, int bytes, bool writes, const char* how);
+    bool meets_remote(Lane* lane, const Block* owner, uint64_t address, int bytes, bool writes, const char* how,
+                      uintptr_t pc);
     bool file_if_read(Lane* lane, uint64_t address, int bytes, const char* how);
     void file_out_of_bounds(Lane* lane, uint64_t address, int bytes, const char* how);
     SharedWindow window;
