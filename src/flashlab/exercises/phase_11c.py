@@ -81,7 +81,8 @@ def _expect_by_hand(code: str) -> None:
     divisors = re.findall(r"/=?[\s(]*(?:float\s*\)[\s(]*)?([A-Za-z_]\w*)", code)
     fixed = re.findall(r"(?:const|constexpr|#define)\s+(?:\w+\s+)?(\w+)\s*=?\s*[-+(\d.]", code)
     divided = next((x for x in divisors if x not in fixed), "")
-    said = f"a division, by `{divided}`, is slow and needs the special function unit: multiply"
+    said = "a division stands here, and this function should do without: multiplications, additions and integer "
+    said += "operations only"
     expect(not divided, said, diagnosis="not-by-hand")
     said = f"`{foreign[0] if foreign else ''}` is what this function should do without: multiplications, additions "
     said += "and integer operations only"
