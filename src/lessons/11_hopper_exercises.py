@@ -295,7 +295,8 @@ check("11.8", producer)
 # brings 32 rows of 64 columns (`SLAB`) of that head, with the 128-byte swizzle. Rows that the sequence does not have become zeros: the next batch
 # begins right behind the last row.
 #
-# `tensor_map(base, type, rank, dims, strides_bytes, box, swizzle)` counts dimensions from the innermost one; the type is
+# `tensor_map(base, type, rank, dims, strides_bytes, box, swizzle)` counts dimensions from the innermost one, in the order of `tma_load`'s
+# coordinates, whatever lies next to what in memory; the type is
 # `CU_TENSOR_MAP_DATA_TYPE_FLOAT16`, the swizzle `CU_TENSOR_MAP_SWIZZLE_128B`. The check copies boxes, and says which element lies where.
 
 # %% tags=["exercise"]

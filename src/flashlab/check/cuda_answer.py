@@ -51,7 +51,7 @@ PROBES = ((1, 2, 1, 200, 200, True), (1, 1, 1, 64, 330, False), (2, 1, 1, 70, 24
 _ROUNDING = ("l-in-low-precision", "o-accumulated-in-low-precision")
 VAGUE = (
     "wrong-value", "nan-everywhere", "output-scaled", "rows-scaled", "p-columns-exchanged", "low-precision",
-    "wrong-weights", *_ROUNDING, *weights.SLUGS,
+    "wrong-weights", "all-zero", *_ROUNDING, *weights.SLUGS,
 )  # fmt: skip
 _QUOTED = 64  # characters of a line
 
@@ -256,6 +256,11 @@ def failure(findings: Sequence[Finding], whole: Source, case: str | None = None)
         sentence += f". Some threads wait at the barrier{where} when others have ended: it may not stand in a branch "
         sentence += "that some do not take"
     own = "\n".join(whole.text.splitlines()[(whole.first or 1) - 1 : whole.last])
+    met = re.search(r"\bline (\d+)", skipped.message) if first.kind in _RACES and skipped is not None else None
+    waits = "in __syncthreads" in sentence or (met is not None and "__syncthreads" in whole.place(int(met[1])))
+    if waits and "consumer" in whole.text and "__syncthreads" in blank_comments(own):
+        said = "__syncthreads counts all threads of the block, and some never come to this one: a consumer's threads "
+        sentence = f"{said}meet at a named barrier\n{sentence}"
     if first.kind == "proxy-fence" and "fence_proxy_async" in blank_comments(own):
         sentence += ". The fence that there is does not order this store: a fence is for what its own thread has "
         sentence += "stored before it, or has been shown by a barrier before it. So each thread that stores fences "

@@ -33,6 +33,7 @@ from flashlab.check.poison import MarkedEmpty, mark_unwritten, unwritten
 from flashlab.cuda import CompileError, CudaModule
 from flashlab.simt import SimtError
 from flashlab.simt.sentences import KINDS
+from flashlab.simt.source import blank_comments
 
 FOLDER = Path(__file__).parent / "changes"
 _SECONDS = 2.0  # that a change may take on one input
@@ -45,6 +46,8 @@ _PLAIN = (
 )  # fmt: skip
 # Findings that may come of another mistake: the outputs behind them are kept too.
 _EQUAL = {"<= -INFINITY`: it is `==`": "nothing is below -inf"}  # of every text
+# Findings of a place in shared memory, which many mistakes have in common.
+_PLACES = ("shared-out-of-bounds", "stage-overwritten", "read-before-wait", "uninitialised-shared")
 _HAZARDS = ("race", "stage-overwritten", "read-before-wait", "uninitialised-shared", "never-waited")
 TRIALS: dict[str, Trials] = {}
 Seen = list[Any]  # for each input: a finding, or the sums of its outputs, behind a hazard that was found
@@ -148,6 +151,7 @@ class Trials:
         notes: {piece of the right text: why it is there}, told with a change of it. most: changes, the likeliest.
         equal: {piece of what is said of a change: why it is as right}.
         read: the statements of an answer, where it is not these alone; unread: the answer of such statements.
+        unless: {slug of a row: a pattern}, of what an answer has to which the row does not speak.
     """
 
     id: str
@@ -163,6 +167,7 @@ class Trials:
     equal: Mapping[str, str] = field(default_factory=dict)
     read: Callable[[str], str] = str
     unread: Callable[[str], str] = str
+    unless: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         TRIALS[self.id] = self
@@ -200,6 +205,9 @@ class Trials:
             return None  # the values are right
         code = module.code
         fitting = [x for x in self.kept["changes"] if self._same(x[3], got) and not _of_another(x[1], code)]
+        fitting = [x for x in fitting if not (x[0] in self.unless and self._own(self.unless[x[0]], code))]
+        if any(map(_of_a_place, got)):
+            fitting = [x for x in fitting if not self._own(_piece(x[1]), code)]
         if not fitting:
             return None
         slug, said, cost, _ = fitting[0]
@@ -207,13 +215,18 @@ class Trials:
             return slug, said
         if fitting[1:] and all(isinstance(x, str) or self._alike(y, x) for x, y in zip(got, right, strict=False)):
             return None  # several end at one place, in the runs that they end: the finding says more
-        numbers = [x[1:] if _hazard(x) else x for x in got if not isinstance(x, str)]
+        numbers = [n for x in got if (n := _numbers_of(x))]
         if numbers and not any(any(x[4::_KEPT]) for x in numbers):
             return None  # NaN or 0 everywhere, as of many changes
         said = f"it gives just what a right kernel gives in which {said}"
         near = (x[1] for x in fitting[1:] if x[0] != slug and x[2] <= cost + _ALMOST)
         other = next((x for x in near if x.partition(":")[0] != fitting[0][1].partition(":")[0]), None)
         return slug, f"{said}. Or: {other}" if other and len(said + other) < _LONGEST else said
+
+    def _own(self, pattern: str, code: str) -> bool:
+        """Whether the learner's part of the code has this pattern, spaces or not."""
+        mine, frame = (re.sub(r"\s", "", blank_comments(x)) for x in (code, self.place(joined([";", ";"]))))
+        return bool(pattern) and len(re.findall(pattern, mine)) > len(re.findall(pattern, frame))
 
     def _same(self, a: Seen, b: Seen) -> bool:
         return len(a) == len(b) and all(self._alike(x, y) for x, y in zip(a, b, strict=True))
@@ -343,9 +356,16 @@ def parted(text: str) -> list[str]:
 
 
 def _of_another(said: str, code: str) -> bool:
-    """Whether it says that a name stands somewhere which the text has nowhere: this is not what was written."""
+    """Whether it says that something stands somewhere which the text has nowhere: this is not what was written."""
     found = re.match(r"`([A-Za-z_][\w.]*)` stands where", said)
-    return found is not None and found[1] not in code
+    turned = re.match(r"`INFINITY` has the wrong sign, in `.* (\W+) -(INFINITY)`", said)
+    return (found or turned) is not None and "".join((found or turned).groups()) not in re.sub(r"\s", "", code)
+
+
+def _piece(said: str) -> str:
+    """A pattern of the text of which something is said to be missing: where it stands as it should, it is not."""
+    found = re.search(r"is missing.*?, in `([^`.]+)`", said) or re.search(r"the term `([^`]+)` is missing", said)
+    return re.escape(re.sub(r"\s", "", found[1])) if found else ""
 
 
 _KEPT = 7  # numbers of an output: unwritten, NaN, inf, -inf, the size, two sums
@@ -364,6 +384,18 @@ def _sums(x: torch.Tensor) -> list[Any]:
 
 def _hazard(x: Any) -> bool:
     return isinstance(x, list) and isinstance(x[0], str)
+
+
+def _of_a_place(x: Any) -> bool:
+    """Whether all that is kept of a run is a finding of a place."""
+    marks = [zlib.crc32(repr([kind]).encode()) for kind in _PLACES]
+    return x.startswith(_PLACES) if isinstance(x, str) else len(x) == _KEPT and x[0] in marks
+
+
+def _numbers_of(x: Any) -> list[Any]:
+    """The sums of the outputs in what is kept of a run, without its marks; where it has nothing else, these."""
+    x = x[1:] if _hazard(x) else [] if isinstance(x, str) else x
+    return x[_KEPT:] or x if x[2:_KEPT] == [0, 0, 1.0, 0.0, 0.0] else x
 
 
 def _found(report: Any) -> str:

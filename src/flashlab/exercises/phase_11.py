@@ -118,6 +118,8 @@ _STANDS = (
             [(_PAIR, "(latest >= 0 and latest % 2 == 0, latest >= 0 and latest % 2 == 1)")]),
         *(Row("never-restarts", _STANDS, [("phase + 1, arrivals", f"phase + 1, {left}")])
           for left in ("1 << 30", "-1", "missing")),
+        Row("never-ends", "no phase ever ends: it does when no arrival and no byte is missing, and who arrives is one "
+            "arrival, whatever number of bytes stands beside it", [("missing -= 1", "missing -= n")]),
         Row("stays-complete", _STAYS, [(_PAIR, "(latest >= 0, latest % 2 == 1)")]),
         Row("stays-complete", _STAYS, [(_PAIR, "(latest >= 0, latest != 0)")]),
         Row("stays-complete", "both parities are complete from the end of the first phase on: one of them belongs to "

@@ -205,6 +205,8 @@ def _expect_one_under_way(text: str, case: str) -> None:
 )
 def last_mile(epilogue: str) -> str:
     text = text_of(epilogue, "epilogue")
+    said = "no store is committed: bulk_commit makes a group of those before it, and bulk_wait_read counts groups"
+    expect("bulk_commit" in blank_comments(text), said, diagnosis="never-committed")
     whole, case = _with_epilogue(text), "heads=2, kv_heads=1, seq_q=200, seq_k=200, causal, head_dim=128"
     with explained(lambda: _watched(_HEAD_DIM)(whole), EPILOGUE):
         # One block, which uses its buffer again
@@ -543,7 +545,7 @@ def _expect_early(events: Sequence[Event], case: str) -> None:
             free = n - stages[kind]  # the tile whose release makes room
             # V of a tile is read after K of it, and before K of the next
             late = max(waited[kind] - free, waited[1 - kind] - free + (kind == 0))
-            of = kind if waited[kind] > free else 1 - kind
+            of = kind if waited[kind] > max(free, -1) else 1 - kind
             expect(
                 late <= 0 or max(waited) < 0,
                 f"{said} {'KV'[kind]} of tile {n} (from 0) is asked for only when {'KV'[of]} of tile {waited[of]} has "
@@ -589,6 +591,7 @@ def _look(module: CudaModule) -> Outputs:
     return [given[2].view(torch.uint16).float()]
 
 
+_DIMS = "(uint64_t)seq, (uint64_t)heads"
 OWN_MAP = Trials(
     "11.9", _watched(HEAD_DIM=_PACKED_DIM), [_look], tol=1e-6,
     place=lambda text: _in_file(_MAP, "map", text).text,
@@ -606,6 +609,27 @@ OWN_MAP = Trials(
             [("(uint64_t)heads", "3ull * heads")]),
         Row("batches-of-k", "from one batch to the next it is too near: Q, K and V of all rows lie between",
             [("seq * row_bytes", "seq * row_bytes / 3")]),
+        *(Row("order-of-memory", "dimensions are in the order of memory here, heads before rows: they have that of "
+              "tma_load's coordinates, column, row, head, batch", [
+                  (_DIMS, _DIMS.replace("seq", "x").replace("heads", "seq").replace("x", "heads")),
+                  ("{row_bytes, HEAD_DIM * 2", "{HEAD_DIM * 2, row_bytes"), ("{SLAB, 32, 1, 1}", box)])
+          for box in ("{SLAB, 1, 32, 1}", "{SLAB, 32, 1, 1} ")),
+        *(Row(slug, sentence, edits) for slug, sentence, *edits in (
+            ("near-rows", "from one row to the next it is too near: Q, K and V of all heads lie in a row",
+             ("{row_bytes,", "{3 * HEAD_DIM * 2,")),
+            ("dense-strides", "these are the strides of a dense [batch, heads, seq, HEAD_DIM]: in qkv Q, K and V of "
+             "all heads lie in a row", ("{row_bytes, HEAD_DIM * 2, seq * row_bytes}",
+                                    "{HEAD_DIM * 2, seq * HEAD_DIM * 2ull, heads * seq * HEAD_DIM * 2ull}")),
+            ("heads-of-three", "Q, K and V of a head lie beside each other here: in qkv all heads of Q come first, "
+             "then those of K", ("row_bytes, HEAD_DIM * 2,", "row_bytes, 3 * HEAD_DIM * 2,"),
+             ("qkv + heads * HEAD_DIM", "qkv + HEAD_DIM")),
+            ("planes", "K begins behind Q of all rows here: behind Q of the first row, in which K and V lie too",
+             ("qkv + heads * HEAD_DIM", "qkv + seq * heads * HEAD_DIM")),
+            ("a-row-wide", "the innermost dimension is that of a row of qkv: a head has HEAD_DIM columns, and none "
+             "behind them", ("{HEAD_DIM, (uint64_t)seq", "{3ull * heads * HEAD_DIM, (uint64_t)seq")),
+            ("map-of-qkv", "the map is of Q, K and V: head h of it is Q's, and K's is head `heads` + h",
+             ("(uint64_t)heads", "3ull * heads"), ("qkv + heads * HEAD_DIM", "qkv")),
+        )),
     ],
 )  # fmt: skip
 
@@ -627,12 +651,21 @@ OWN_MAP = Trials(
 def own_map(map_of_k: str) -> str:
     text = _filled_in(map_of_k, "map_of_k")
     expect_defined(text, "map_of_k")
+    said = "the numbers are fp16, so the type is CU_TENSOR_MAP_DATA_TYPE_FLOAT16"
+    expect("BFLOAT16" not in blank_comments(text), said, diagnosis="wrong-type")
     whole = _in_file(_MAP, "map", text)
     module, (batch, seq, heads) = _watched(HEAD_DIM=_PACKED_DIM)(whole), _PACKED
     case = f"batch={batch}, seq={seq}, heads={heads}"
     given = _boxes()
     with explained(lambda: module, OWN_MAP):
-        _ran(module, whole, case, "boxes", *given)
+        try:
+            _ran(module, whole, case, "boxes", *given)
+        except CheckFailed as failed:
+            if failed.diagnosis != "global-out-of-bounds":
+                raise
+            said = "the map reaches beyond qkv: are there so many rows (in a batch), heads and batches, and is each "
+            said += f"stride that of its dimension?\n{failed.sentence}"
+            raise CheckFailed(said, diagnosis=failed.diagnosis, case=case) from None
         _expect_boxes(given[2].view(torch.uint16).long(), case)
     return f"{len(_CORNERS)} boxes of 32 rows, most of them beyond an end"
 
@@ -778,6 +811,7 @@ _STORED = "    h.place[at] = part;\n    mbarrier_arrive(h.full + 8 * at);"
 _READ = "    const int part = h.place[at];\n    mbarrier_arrive(h.empty + 8 * at);\n    return part;"
 HAND = Trials(
     "11.11", _watched(), [traced(_hand_out(9, 1))], most=200, equal={"`at` multiplies `h.full`": "h.full is 8 there"},
+    unless={"arrives-before-it-reads": r"place\[0\]|\*h\.place"},
     place=lambda text: _in_file(PARTS, "hand", text).text,
     notes={
         "n / PLACES": "each use of a place is a phase, and the parity is the phase's last bit",
@@ -1007,10 +1041,13 @@ def _expect_bounds(whole: Source) -> None:
     if bounds is None:
         raise CheckFailed(said, diagnosis="no-launch-bounds")
     most, _, blocks = bounds[1].partition(",")
+    said = f"the result is right, but __launch_bounds__({bounds[1]}) does not say that an SM has one block: so ptxas "
+    said += "does not know how many registers a thread begins with, and leaves setmaxnreg out (C7508). Add `, 1`"
+    expect(blocks.strip(), said, diagnosis="no-launch-bounds")
     said = f"the result is right, but __launch_bounds__({bounds[1]}) promises room for more than one block of "
     said += f"{threads} threads: each thread then begins with fewer registers, and setmaxnreg asks for more than "
     said += "there are"
-    asked = f"({most}) == {threads} && ({blocks or 1}) == 1"
+    asked = f"({most}) == {threads} && ({blocks}) == 1"
     known, equal = (_compiles(whole, f"static_assert({x});") for x in (f"({asked}) < 2", asked))
     expect(equal or not known, said, diagnosis="two-blocks-per-sm")
 
@@ -1108,6 +1145,8 @@ def _slot_at(byte: int) -> str | None:
 
 
 _GIVE_K, _GIVE = "        if (first_thread) mbarrier_arrive(empty + 8 * slot);\n\n", "mbarrier_arrive(empty + 8 * slot)"
+_Q_STEP, _K_STEP = "columns_on<BLOCK_M>(k),", "k_tile + columns_on<BLOCK_N>(k)"
+_C = "float& c = s[4 * n + 2 * r + e];"
 _OF_S = "        wgmma_wait<0>();                                       // and to us"
 LOOP = Trials(
     "11.13", _watched(_HEAD_DIM), region=True, place=lambda text: _in_file(RING, "loop", text).text, tol=1e-3, most=230,
@@ -1142,6 +1181,26 @@ LOOP = Trials(
             [("k_tile + columns_on<BLOCK_N>", "k_tile + columns_on<BLOCK_M>")]),
         Row("v-by-columns", "V's descriptor is that of K: its rows are the keys, so it is descriptor_of_rows",
             [("descriptor_of_rows<BLOCK_N>(ring", "descriptor(ring")]),
+        *(Row(slug, sentence, edits) for slug, sentence, *edits in (
+            ("rows-of-k", "Q's step is columns_on<BLOCK_N>: its tile has BLOCK_M rows",
+             (_Q_STEP, "columns_on<BLOCK_N>(k),")),
+            ("steps-in-bytes", "32 * k is a step in bytes: a descriptor counts 16 of them, and columns_on knows where "
+             "the next slab begins", (_Q_STEP, "32 * k,"), (_K_STEP, "k_tile + 32 * k")),
+            ("one-slab", "2 * k leaves the slab behind its 64 columns: columns_on knows where the next one begins",
+             (_Q_STEP, "2 * k,"), (_K_STEP, "k_tile + 2 * k")),
+            ("rescaled-late", "l is rescaled when P of this tile is in it: what was there before is, and at the first "
+             "tile the correction is 0", (", l_i[r] *= correction;", ";"),
+             ("l_i[r] += c;\n                }", "l_i[r] += c;\n                }\n            l_i[r] *= correction;")),
+            ("tiles-from-the-end", "the mask counts tiles from the end: the ring brings them from tile 0 on",
+             ("j * BLOCK_N + n", "(tiles - 1 - j) * BLOCK_N + n")),
+            ("rows-for-columns", "rows and columns of a fragment are exchanged: s[4 * n + 2 * r + e] is row g + 8 r, "
+             "column e", *((f"{_C}{then}", f"{_C.replace('2 * r + e', '2 * e + r')}{then}") for then in (
+                 "\n                    if", "\n                    c"))),
+            ("p-by-columns", "a register of P has two rows: it has neighbours of one row, s[2 * i] and s[2 * i + 1]",
+             ("s[2 * i], s[2 * i + 1]", "s[4 * (i / 2) + i % 2], s[4 * (i / 2) + i % 2 + 2]")),
+            ("fragments-mixed", "P's registers are in the wrong fragments: fragment k holds tiles 2 k and 2 k + 1 of S",
+             ("a[i / 4][i % 4]", "a[i % (BLOCK_N / MMA_K)][i / (BLOCK_N / MMA_K)]")),
+        )),
     ],
 )  # fmt: skip
 

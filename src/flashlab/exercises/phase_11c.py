@@ -78,6 +78,12 @@ def _expect_by_hand(code: str) -> None:
         r"(\w+)\s*(?:<[^<>();]*>)?\s*\(|\b(asm|__asm__|_*(?:exp|exp2|exp10|expm1|pow)f?|exp2_approx)\b|(##)", code
     )
     foreign = [n for names in called for n in names if n and n not in own and not _BY_HAND.fullmatch(n)]
+    divisors = re.findall(r"/=?[\s(]*(?:float\s*\)[\s(]*)?([A-Za-z_]\w*)", code)
+    fixed = re.findall(r"(?:const|constexpr|#define)\s+(?:\w+\s+)?(\w+)\s*=?\s*[-+(\d.]", code)
+    divided = next((x for x in divisors if x not in fixed), "")
+    said = "a division stands here, and this function should do without: multiplications, additions and integer "
+    said += "operations only"
+    expect(not divided, said, diagnosis="not-by-hand")
     said = f"`{foreign[0] if foreign else ''}` is what this function should do without: multiplications, additions "
     said += "and integer operations only"
     expect(not foreign, said, diagnosis="not-by-hand")
@@ -117,8 +123,7 @@ def _expect_powers(module: CudaModule, whole: Source) -> None:
 
 def _why(x: torch.Tensor, y: torch.Tensor) -> tuple[str, str] | None:
     """(slug, sentence) of a mistake that gives all of this, whatever the polynomial is."""
-    if y[0] == y[20] > 0:
-        return "wrong-below", "it is the same at -126 and -125.7: x is limited too early\n"
+    limited = bool(y[0] == y[20] > 0)
     x, y = x[x > -20], y[x > -20]
     n, low, want = torch.round(x), x.floor(), torch.exp2(x)
     f, ln2 = x - n, math.log(2)
@@ -129,6 +134,8 @@ def _why(x: torch.Tensor, y: torch.Tensor) -> tuple[str, str] | None:
     said = [
         *(("not-exact-enough", f"the polynomial is Taylor's up to f^{k}, best at 0 only: a term more, or coefficients "
            "that spread the error", terms[k], 1e-6) for k in range(1, 5)),
+        ("not-exact-enough", "it is the lecture's polynomial, which errs by 2^-13: a term more", torch.exp2(n) * (
+            1 + f * (0.693282902 + f * (0.242211014 + f * 0.0550089516))), 1e-6),
         ("wrong-coefficients", "the polynomial is that of e^f: each power of f needs a factor ln 2 more",
          torch.exp2(n) * torch.exp(f), 3e-3),
         ("wrong-split", "f has the wrong sign: 2^x is 2^n 2^f with f = x - n", torch.exp2(n - f), 3e-3),
@@ -144,7 +151,7 @@ def _why(x: torch.Tensor, y: torch.Tensor) -> tuple[str, str] | None:
         far = (x - whole).abs()
         if bool(good[far <= 0.5].all()) and not bool(good[far > 0.9].any()):
             return "wrong-split", f"x is {way}: right are those at most 0.5 from there, so round to the nearest\n"
-    return None
+    return ("wrong-below", "it is the same at -126 and -125.7: x is limited too early\n") if limited else None
 
 
 def _powers(module: CudaModule, whole: Source, x: torch.Tensor) -> torch.Tensor:
@@ -403,6 +410,7 @@ SQUARE = Trials(
         "`1 + CONSUMERS`": "a named barrier that is free there", "the term `1`": "a named barrier that is free there",
         "remainder by `2`": "a parity is the last bit", "lane <= 0": "no lane is below 0",
     },
+    unless={"of-both": r"threadIdx\.x[%&]"},
     notes={
         "1 + CONSUMERS": "dS of both consumers has to be there", "CONSUMERS * GROUP": "both consumers meet",
         "nth % 2 * DS_BYTES": "dS of two tiles lies one behind the other", "which * DQ_BYTES": "there are two places "
@@ -486,8 +494,15 @@ def dq_of_a_tile(dq_of_a_square: str) -> str:
     text = text_of(dq_of_a_square, "dq_of_a_square")
     whole = _dq_of_a_square(text)
     module = _backward(whole)
-    with explained(lambda: module, SQUARE):
-        _expect_gradients(module, whole)
+    try:
+        with explained(lambda: module, SQUARE):
+            _expect_gradients(module, whole)
+    except CheckFailed as failed:
+        if failed.diagnosis != "uninitialised-shared":
+            raise
+        said = f"{failed.sentence.partition('; if')[0]}. Places of dQ: where does a consumer's square begin, counted "
+        said += "from `shared`, which is k_smem, and do the consumer's 128 threads fill all of it?"
+        raise CheckFailed(said, diagnosis=failed.diagnosis, case=failed.case) from None
     said = "the results are right; but the product is waited for here. The loop waits, after it has issued dK: so "
     said += "that dQ is handed on while dK is computed"
     expect("wgmma_wait" not in blank_comments(text), said, diagnosis="no-overlap")
@@ -510,6 +525,7 @@ ENDING = Trials(
         "first_thread": "the others have stored nothing",
         "head, batch)` comes too late": "either may be stored first",
     },
+    unless={"k-overwritten": r"store_tile\(dk,p\.scale,(?!k_smem)"},
     rows=[
         Row("k-overwritten", "of K all 128 rows are read: by dQ = dS K of the other consumer too, which may be late. "
             "So both have to have waited for their products before anybody stores where K lay",

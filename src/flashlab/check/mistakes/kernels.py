@@ -31,15 +31,13 @@ def explain(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> tup
     """
     for rows in (ROWS, MMA_K):
         q, k, v = _tensors(rows, head_dim)
-        o = forward(q, k, v, causal=False, scale=None)[0][0, 0].double()
+        o, lse = (x[0, 0].double() for x in forward(q, k, v, causal=False, scale=None))
         if o.isnan().all():
             said = "every output is NaN, from the first tile on. At the start the maximum is -inf and the sum 0: "
             said += "which difference is +inf or -inf - (-inf), and which product is inf * 0?"
             return "nan-everywhere", said
         if rows == ROWS and o.eq(0).all():
-            said = f"with {ROWS} keys every output is 0: the loop over tiles leaves out a tile, and a short problem "
-            said += "has no other. Where does it begin, and where does it end?"
-            return "tile-skipped", said
+            return _all_zero(forward, head_dim, lse)
         one = [x[0, 0].double() for x in (q, k, v)]
         truth = _attend(*one)
         if _near(o, truth):
@@ -54,6 +52,22 @@ def explain(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> tup
             if not _near(prediction, truth) and _near(o, prediction):
                 return slug, sentence
     return _sum_of_scores(forward, head_dim) or _places_of_v(forward, head_dim) or tiles.explain(forward, head_dim)
+
+
+def _all_zero(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int, lse: Tensor) -> tuple[str, str]:
+    """Of a kernel that gives 0 in the small problem: the loop, if a longer problem lacks a tile and nothing else."""
+    q, k, v = _tensors(4 * ROWS, head_dim, queries=16)
+    o, one = forward(q, k, v, causal=False, scale=None)[0][0, 0].double(), [x[0, 0].double() for x in (q, k, v)]
+    skipped = [x for size in (64, 128) for *_, x in itertools.islice(_tile_predictions(*one, size), 2)]
+    said = f"with {ROWS} keys every output is 0"
+    if any(_near(o, x) for x in (_attend(*one), *skipped)):
+        said += ": the loop over tiles leaves out a tile, and a short problem has no other. Where does it begin, and "
+        return "tile-skipped", f"{said}where does it end?"
+    if lse.isneginf().all():
+        said += ", and lse is -infinity: l is 0 too. Is P added to it, and is l multiplied after that by the tile's "
+        return "all-zero", f"{said}correction, which is 0 at the first one?"
+    said += ", and lse is not -infinity: P is in l. Is acc multiplied by 0 after P V is added, or are there zeros "
+    return "all-zero", f"{said}where V should be?"
 
 
 def _sum_of_scores(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> tuple[str, str] | None:
@@ -110,7 +124,7 @@ def _places_of_v(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -
         used.append(o.round().long())
     key, column = torch.meshgrid(torch.arange(n), torch.arange(head_dim), indexing="ij")
     wrong = (used[0] != key) | (used[1] != column)
-    if not wrong.any():
+    if not wrong.any() or 16 * len((used[0] * head_dim + used[1]).unique()) < wrong.numel():  # few numbers, by chance
         return None
     j, c = wrong.nonzero()[0].tolist()
     j_used, c_used = int(used[0][j, c]), int(used[1][j, c])
@@ -123,7 +137,7 @@ def _places_of_v(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -
         return "values-exchanged", said
     said = f"where V[{j}, {c}] belongs (key, column), V[{j_used}, {c_used}] is multiplied{both}, and so on, for "
     said += f"{int(wrong.sum())} of {wrong.numel()} numbers; lse is right. Which 8 x 8 matrices of V does this "
-    said += "product read? Or is O stored elsewhere?"
+    said += "product read, or which registers of P? Or is O stored elsewhere?"
     return "values-moved", said
 
 
@@ -192,6 +206,9 @@ def _predictions(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[str, str, Te
     sentence = "every 8 x 8 block of K arrives transposed: its rows are the columns of K^T, so ldmatrix without .trans"
     yield "k-transposed", sentence, _attend(q, _blocks_transposed(k), v)
 
+    if k.shape == v.shape:
+        yield "k-and-v-exchanged", "O is P K: K is where V belongs", _attend(q, k, k)
+        yield "k-and-v-exchanged", "the scores are those of Q and V: V is where K belongs", _attend(q, v, v)
     p = _weights(q, k)
     total = p.sum(1, keepdim=True)
     lower = torch.arange(len(q)) % 16 >= 8
@@ -429,7 +446,7 @@ def _elements_of_c(chosen: Tensor) -> str | None:
 
 
 def _tile_predictions(q: Tensor, k: Tensor, v: Tensor, size: int) -> Iterator[tuple[str, str, Tensor]]:
-    said = f"the last {size} keys, a tile, are left out: where does the loop over tiles end?"
+    said = f"the last {size} keys, a tile, are left out: where does the loop over tiles end, which rows does it bring?"
     yield "tile-skipped", said, _attend(q, k[:-size], v[:-size])
     said = f"the first {size} keys, a tile, are left out: does the loop over tiles reach tile 0?"
     yield "tile-skipped", said, _attend(q, k[size:], v[size:])

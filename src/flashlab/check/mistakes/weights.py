@@ -93,6 +93,8 @@ def _read(call: Call, case: Case, columns: Tensor) -> Found | None:
         return None
     parts = case.softmax_scale * q.to(case.dtype).double()[:, None] * k.to(case.dtype).double()[None]
     scores, shift = parts.sum(2), case.seq_k - case.seq_q
+    if scores.numel() > 100 and scores.std() < 0.1:  # q is lost in the dtype: as many zeros would make up for any key
+        return None
     rows, keys = torch.arange(case.seq_q)[:, None], torch.arange(case.seq_k)[None, :]
     visible = keys <= rows + shift if case.causal else torch.ones(case.seq_q, case.seq_k, dtype=torch.bool)
     tolerance = _TOLERANCE.get(case.dtype, 1e-4)
