@@ -96,7 +96,8 @@ def main(arguments: list[str]) -> int:
             key: ",\n".join(json.dumps(x, separators=(",", ":")) for x in kept[key]) for key in ("same", "changes")
         }
         head = f'"digest":"{kept["digest"]}","right":{json.dumps(kept["right"], separators=(",", ":"))}'
-        written = f'{{{head},\n"same":[\n{lines["same"]}\n],"changes":[\n{lines["changes"]}\n]}}\n'
+        end = f'\n],\n"text":{json.dumps(text)}}}\n'
+        written = f'{{{head},\n"same":[\n{lines["same"]}\n],"changes":[\n{lines["changes"]}{end}'
         path = it.path
         if "--check" in arguments:
             due += not path.exists() or json.loads(path.read_text()) != json.loads(written)

@@ -175,7 +175,7 @@ def test_the_cost_of_first_calls_in_several_styles(fn):
 COSTS = [
     ("all calls", lambda t, w, r: sum(t[:w]) - w * statistics.mean(t), "mean over all calls"),
     ("not times warmup", lambda t, w, r: sum(t[:w]) - statistics.mean(t[w:]), "the factor `warmup` is missing"),
-    ("not scaled", lambda t, w, r: sum(t[:w]) - sum(t[w:]), "`rounds` stands where `warmup` belongs"),
+    ("not scaled", lambda t, w, r: sum(t[:w]) - sum(t[w:]), "all later calls, `rounds` of them"),
     ("nothing less", lambda t, w, r: sum(t[:w]), "the term"),
     ("negative", lambda t, w, r: w * t[-1] - sum(t[:w]), "other way round"),
     ("first alone", lambda t, w, r: t[0] - t[-1], "should be"),

@@ -25,6 +25,7 @@ import torch
 
 from flashlab.check import cuda_text
 from flashlab.check.changes import Change, changes, edited
+from flashlab.check.claims import Claims, tokens
 from flashlab.check.cuda_answer import VAGUE, Source, Verdict, examine
 from flashlab.check.cuda_text import CHOSEN, PRELUDE, CudaText
 from flashlab.check.failed import CheckFailed
@@ -203,8 +204,10 @@ class Trials:
         got, right = self.seen(module), self.kept.get("right", ())
         if self._same(right, [x[1:] if _hazard(x) else x for x in got]):
             return None  # the values are right
-        code = module.code
-        fitting = [x for x in self.kept["changes"] if self._same(x[3], got) and not _of_another(x[1], code)]
+        code, right_text = module.code, self.kept.get("text", "")
+        claims = Claims(tokens(code), tokens(blank_comments(self.place(right_text)))) if right_text else None
+        fitting = [x for x in self.kept["changes"] if self._same(x[3], got) and not (
+            x[2] and (_of_another(x[1], code) or (claims and claims.untrue(x[1]))))]  # fmt: skip
         fitting = [x for x in fitting if not (x[0] in self.unless and self._own(self.unless[x[0]], code))]
         if any(map(_of_a_place, got)):
             fitting = [x for x in fitting if not self._own(_piece(x[1]), code)]
@@ -297,7 +300,7 @@ class Trials:
         ends = Counter(str(x[3]) for x in found if all(isinstance(y, str) for y in x[3]))
         found = [x for x in found if ends[str(x[3])] < 2]  # several that end at one place: the finding says more
         found = [x for i, x in enumerate(found) if not any(self._told(y, x) for y in found[:i])]
-        return {"digest": self.digest(text), "right": right, "same": same, "changes": found}
+        return {"digest": self.digest(text), "right": right, "same": same, "changes": found, "text": text}
 
     def why_equal(self, said: str) -> str:
         """Why a change is as right, or nothing."""

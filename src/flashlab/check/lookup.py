@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from flashlab.check.changes import Change, EndlessError, Text, Variants, changes
+from flashlab.check.claims import Claims, tokens_of
 from flashlab.check.expect import allowed_error, is_close
 
 Values = tuple[Any, ...]  # the results of one call: numbers, texts or tensors
@@ -39,6 +40,7 @@ _PLAIN = (  # what may be told together with another one; two rare ones give too
 )  # fmt: skip
 _ENDLESS = EndlessError.__name__
 _CLAIMED = re.compile(r"`([a-z]\w+|[^\w`]{1,3})` (?:stands|adds|is taken for)")
+_FOR_A_NUMBER = re.compile(r"stands where [\d.]+ belongs")
 _ALMOST = 0.35  # costs so near say nothing about which is likelier
 _PAIRED = 200  # changes that are tried two at a time
 _TRIES = 12_000
@@ -167,6 +169,7 @@ class Index:
         self.looked_up: Any = None  # an answer's outcome, and the changes that fit
         self.variants: dict[int, Variants] = {}
         self.written: frozenset[str] = frozenset()  # the tokens of the learner's text, where it is known
+        self.code = ""  # the same in order, less the heads of functions
         self.most, self.spent = most, 0  # work of a verdict; what is left out costs a cause, and the symptom is told
         self.paid: dict[tuple[int, int], Outcome] = {}
 
@@ -239,8 +242,8 @@ class Index:
                     whole.append(found)
             wrong = self.wrong_parts(got) if not whole else []
             parts = {
-                i: [x for x in self._said_of_it() if self._may_be(x, i) and self._fits(x[2], got, i)
-                    and not self.same_outcome(x[2], self.right, i)]
+                i: [x for x in self._said_of_it(of_one=len(self.names) > 1)
+                    if self._may_be(x, i) and self._fits(x[2], got, i) and not self.same_outcome(x[2], self.right, i)]
                 for i in wrong
             }  # fmt: skip
             self.looked_up = got, whole, parts
@@ -286,10 +289,14 @@ class Index:
                 number |= i == part and not well and not lost
         return number
 
-    def _said_of_it(self) -> Iterator[Found]:
-        """The outcomes, less those whose words say that an operator or a function stands where the learner has none."""
+    def _said_of_it(self, of_one: bool = False) -> Iterator[Found]:
+        """The outcomes, less those whose words do not fit the learner's text: of an operator that it has not, say."""
+        right = [(x, tokens_of(ast.unparse(x.tree))) for x in self.texts if self.code]
+        claims = {id(x): Claims(self.code, code, x.words, x.locals) for x, code in right}
         for found in self.outcomes:
             text, change, _ = found
+            if id(text) in claims and claims[id(text)].untrue(change.said, of_one):
+                continue
             claimed = _CLAIMED.match(change.said)
             known = text is not None and claimed and claimed[1] not in (*text.params, *text.locals)
             if not (self.written and known and claimed[1] not in self.written):  # type: ignore[index]
@@ -372,7 +379,8 @@ class Index:
         tries = 0
         for text in self.texts:
             mine: list[Found] = []
-            for found in (x for x in self._said_of_it() if x[0] is text and x[1].slug in _PLAIN):
+            said = self._said_of_it(of_one=len(self.names) > 1)
+            for found in (x for x in said if x[0] is text and x[1].slug in _PLAIN):
                 if len(mine) == _PAIRED:
                     break
                 if not all(self._fits(found[2], self.right, part, [i]) for i in differs[:4]):
@@ -383,6 +391,8 @@ class Index:
                 a, b = mine[i][1], mine[k][1]
                 if a.clashes(b) or (a.slug == b.slug == "wrong-name" and a.edits[0][0][0] is b.edits[0][0][0]):
                     continue  # two other names in one operation give too much by chance
+                if a.slug == b.slug == "wrong-name" and _FOR_A_NUMBER.search(a.said + b.said):
+                    continue
                 tries += 1
                 if tries > self.tries or self.spent > self.most:
                     return None
@@ -435,7 +445,8 @@ def where_right(names: Sequence[str], inputs: Sequence[tuple[Any, ...]], verdict
     if all(verdicts) or not any(verdicts):
         return None
     held: dict[str, list[bool]] = {}
-    numbers = [i for i in range(len(names)) if all(isinstance(x[i], (int, float)) for x in inputs)]
+    numbers = [i for i in range(len(names))
+               if all(isinstance(x[i], (int, float)) and not isinstance(x[i], bool) for x in inputs)]  # fmt: skip
     for i in range(len(names)):
         for value in dict.fromkeys(x[i] for x in inputs if isinstance(x[i], (int, float, str))):
             held[f"{names[i]} is {value}"] = [x[i] == value for x in inputs]

@@ -40,7 +40,8 @@ from flashlab.kernels.series import source, step
 
 # ---- 9.1 -------------------------------------------------------------------------------------------------------------
 
-_LAST_QUERY = "(m_start + block_m - 1) // group"
+_LAST_QUERY, _FIRST_SEES = "(m_start + block_m - 1) // group", "m_start // group + 1 + seq_k - seq_q"
+_END, _FULL = "max(0, -(-most // block_n))", "max(0, fewest // block_n)"
 
 
 def _block_of_rows(r: random.Random) -> tuple[int, ...]:
@@ -71,7 +72,7 @@ def _block_of_rows(r: random.Random) -> tuple[int, ...]:
         for block_m, block_n in ((64, 64), (128, 64), (64, 16))
         for causal in (False, True)
         for m_start in range(0, seq_q * group, block_m)
-    ],
+    ] + [(128, 128, 16, 3, 128, 347, True), (64, 64, 16, 5, 100, 333, True)],
     draw=_block_of_rows,
     alike=lambda end, full: (end, min(end, full)),  # from end on no tile is visited
     words={"most": "the last row's keys", "fewest": "the first row's keys", "first": "the first row's query",
@@ -95,6 +96,21 @@ def _block_of_rows(r: random.Random) -> tuple[int, ...]:
             [("m_start // group", "m_start % seq_q"), (_LAST_QUERY, "(m_start + block_m - 1) % seq_q")]),
         Row("block-divided", "end: m_start and block_m are divided by group each for itself: it is the last row that "
             "is divided, m_start + block_m - 1", [(_LAST_QUERY, "m_start // group + block_m // group - 1")]),
+        Row("block-divided", "end: the block's queries are counted as block_m / group, rounded up: a block may begin "
+            "within a query's rows, and then it has one more. It is the last row that is divided, m_start + block_m - "
+            "1", [(_LAST_QUERY, "m_start // group - (-block_m // group) - 1")]),
+        Row("rounded-up", "full: the first row's keys over block_n are rounded up: a tile of which it sees a part "
+            "needs the mask", [(_FULL, f"max(0, min(seq_k // block_n, -(-({_FIRST_SEES}) // block_n)) if causal else "
+                                "seq_k // block_n)")]),
+        Row("full-is-end-less-1", "full is end - 1: the diagonal may cut more tiles than the last one",
+            [(_FULL, f"max(0, {_END} - 1) if causal else seq_k // block_n")]),
+        *(Row(slug, said, [(_END, f"max(0, min(-(-seq_k // block_n), ({sees} + seq_k - seq_q) // block_n) if causal "
+                            "else -(-seq_k // block_n))")]) for slug, said, sees in (
+            ("rounded-down", "end: the last row's keys over block_n are rounded down: a tile of which it sees a part "
+             "is walked too", "last + 1"),
+            ("last-tile", "end is the number of the last tile that is seen: it is one more", "last"))),
+        Row("queries-for-rows", "end: the block's rows are cut off at seq_q: there are seq_q * group of them",
+            [(_LAST_QUERY, "(min(m_start + block_m, seq_q) - 1) // group")]),
     ],
 )  # fmt: skip
 def tiles(m_start, block_m, block_n, group, seq_q, seq_k, causal):
@@ -170,6 +186,8 @@ def _kernel(r: random.Random) -> tuple[int, ...]:
             "in two quarters holds a block of the next", [("* 4 // warps", "// -(-warps // 4)")]),
         Row("system-once", "shared memory: the 1024 bytes for the system are taken by each block, not once per SM",
             [("shared_per_sm // (shared_bytes + 1024)", "(shared_per_sm - 1024) // max(1, shared_bytes)")]),
+        Row("warps-of-shared-memory", "shared memory: it is divided by the block's warps as well: they share it",
+            [("(shared_bytes + 1024)", "(shared_bytes + 1024) // warps")]),
         Row("1000-for-1024", "shared memory: the system takes 1024 bytes of each block, not 1000",
             [("shared_bytes + 1024", "shared_bytes + 1000")]),
     ],
@@ -213,6 +231,8 @@ def _fifths(module: CudaModule, late: float = 8.0, scale: float = 1 / 8) -> Outp
     return module.forward(q / (8 * scale), k, v, causal=False, echo=False, scale=scale)
 
 
+_IS_FAR = "(m_new[r] - m_i[r]) * scale_log2 > RESCALE_ABOVE"
+_FAR = f"if ({_IS_FAR}) m_i[r] = m_new[r];"
 RESCALE = Trials(
     "9.3", _watched, region=True,
     runs=[_fifths, *(_halves((1, 1, 1, 64, 130, False), fall=x) for x in (3.0, 8.0)), _RUNS[1]],
@@ -250,6 +270,19 @@ RESCALE = Trials(
         Row("reference-of-another-row", "both rows of a lane are corrected with the first one's reference before",
             [("                const float before = m_i[r];\n", ""),
              ("(~0u, moved)) {\n", "(~0u, moved)) {\n            const float before = m_i[0];\n")]),
+        Row("acc-not-rescaled", "l_i is multiplied by the correction and acc is not: both belong to one reference",
+            [("acc[n][2 * r] *= correction, acc[n][2 * r + 1] *= correction;", ";")]),
+        Row("maximum-not-moved", "m_i is never moved: l_i and acc are brought under a reference that is not kept",
+            [(_FAR, f"const float next = {_IS_FAR} ? m_new[r] : m_i[r];"),
+             ("m_i[r] == -INFINITY ? 0.f : m_i[r]", "next == -INFINITY ? 0.f : next")]),
+        Row("moved-and-not-rescaled", "rows that do not move far take the new maximum too, and their l_i and acc stay "
+            "as they are: the three go together",
+            [(_FAR, f"const bool far = {_IS_FAR};\n                m_i[r] = m_new[r];"),
+             ("exp2_approx((before - base) * scale_log2)", "far ? exp2_approx((before - base) * scale_log2) : 1.f")]),
+        Row("moved-of-the-lane", "acc is multiplied in every row, m_i and l_i are changed where `moved` is set, which "
+            "is of both rows of a lane: the three go together, row by row",
+            [(_FAR, "if (moved) m_i[r] = m_new[r];"), ("l_i[r] *= correction;", "if (moved) l_i[r] *= correction;"),
+             ("m_i[r] == -INFINITY ? 0.f : m_i[r]", "m_new[r] == -INFINITY ? 0.f : m_new[r]")]),
         Row("never-rescaled", "nothing is ever rescaled", [("if (__any_sync(~0u, moved)) {", "if (false) {")]),
     ],
 )  # fmt: skip
@@ -410,6 +443,18 @@ MERGE = Trials(
             [("correction + weight;", "correction + 1.f;")]),
         Row("divided-in-the-loop", "parts are divided by l_i in the loop, and acc is again below it",
             [("weight * x.x", "weight * x.x / l_i"), ("weight * x.y", "weight * x.y / l_i")]),
+        Row("divided-in-the-loop", "acc is divided by l_i in every round, and again below the loop: once, at the end",
+            [("acc[i] * correction + weight * x.x", "(acc[i] * correction + weight * x.x) / l_i"),
+             ("acc[i + 1] * correction + weight * x.y", "(acc[i + 1] * correction + weight * x.y) / l_i")]),
+        Row("corrected-for-each-pair", "all of acc is multiplied by the correction for each pair of columns: once for "
+            "a part", [
+            ("acc[i] = acc[i] * correction +", "for (int k = 0; k < HEAD_DIM / 32; k++) acc[k] *= correction;\n"
+             "            acc[i] +="), ("acc[i + 1] = acc[i + 1] * correction +", "acc[i + 1] +=")]),
+        Row("first-part-twice", "l_i counts the first part before the loop's sum does: its weight is in it twice",
+            [("m_new = fmaxf(m_i, lse);", "m_new = fmaxf(m_i, lse);\n        if (s == 0) m_i = lse, l_i = 1.f;")]),
+        Row("wrong-base", "LN2 stands where LOG2E belongs: exp2 of a number times log2(e) is its exp",
+            [("(m_i - reference) * LOG2E", "(m_i - reference) * LN2"),
+             ("(lse - reference) * LOG2E", "(lse - reference) * LN2")]),
         Row("no-max-subtraction", "the weight is exp(lse), with no maximum subtracted, and below the loop m_i is added",
             [("m_new == -INFINITY ? 0.f : m_new", "0.f"), ("exp2_approx((m_i - reference) * LOG2E)", "1.f")]),
         Row("correction-upside-down", "the correction is upside down: it is 2 to the old maximum less the new one",
@@ -555,6 +600,8 @@ def _together(text: str) -> str:
 _DOWN = "    for (; j >= {}; j--) tile(j, std::{}_type{{}});\n"
 _RIGHT, _BETWEEN, _LEFT = _DOWN.format("full", "true"), _DOWN.format("whole", "false"), _DOWN.format("begin", "true")
 _FIRST_ROW, _LAST_ROW = "max(0, m_start + diagonal - LEFT)", "max(0, m_start + BLOCK_M - 1 + diagonal - LEFT)"
+_BEGIN, _WHOLE = f"begin = {_FIRST_ROW} / BLOCK_N", f"whole = ceil_div({_LAST_ROW}, BLOCK_N)"
+_CLIPPED = "ceil_div(max(0, min(m_start + BLOCK_M, p.seq_q) - 1 + diagonal - LEFT), BLOCK_N)"
 # (queries, keys): where the window begins with a tile, ends one, and where it does for the last row
 _BORDERS = (128, 492), (128, 491), (128, 493), (128, 494)
 
@@ -605,6 +652,19 @@ GLUE = Trials(
             [(f"ceil_div({_LAST_ROW}, BLOCK_N)", f"{_LAST_ROW} / BLOCK_N")]),
         Row("rounded-up", "`begin` is rounded up: a part of the tile before it is seen",
             [(f"{_FIRST_ROW} / BLOCK_N", f"ceil_div({_FIRST_ROW}, BLOCK_N)")]),
+        *(Row(slug, said, [(_BEGIN, f"begin = min(end, {begin or _BEGIN[8:]})"),  # of who keeps them in their order
+                           (_WHOLE, f"whole = max(begin, {whole or _CLIPPED})"),
+                           (_RIGHT, _DOWN.format("max(begin, full)", "true"))]) for slug, said, begin, whole in (
+            ("wrong-row", "`begin` is that of the block's last row: the first row sees furthest to the left",
+             f"{_LAST_ROW} / BLOCK_N", ""),
+            ("rounded-up", "`begin` is rounded up: a part of the tile before it is seen",
+             f"ceil_div({_FIRST_ROW}, BLOCK_N)", ""),
+            ("rounded-down", "the first tile that the left border does not cut is rounded down, into one that it cuts",
+             "", f"{_CLIPPED[9:-10]} / BLOCK_N"),
+            ("rounded-down", "the first tile that the left border does not cut is rounded down, plus 1: it is rounded "
+             "up, and a border between two tiles cuts neither", "", f"{_CLIPPED[9:-10]} / BLOCK_N + 1"),
+            ("no-diagonal", "`diagonal` is missing: row m_start stands at position m_start + diagonal",
+             "max(0, m_start - LEFT) / BLOCK_N", _CLIPPED.replace("+ diagonal - LEFT", "- LEFT")))),
     ],
 )  # fmt: skip
 
@@ -753,6 +813,14 @@ THIRD_STAGE = Trials(
             [(_NEXT_TILE, "load_kv(j + STAGES - 1);")]),
         Row("wrong-order", "the first tiles are asked for from 0 upwards: the walk begins at end - 1",
             [(_FIRST_TILES, "for (int i = 0; i < STAGES - 1; i++) load_kv(i);")]),
+        Row("wrong-order", "tile end - 2 is asked for before end - 1: the loop begins with end - 1, which waits for "
+            "the older group", [(_FIRST_TILES, "for (int i = STAGES - 1; i > 0; i--) load_kv(end - i);")]),
+        *(Row("no-empty-group", "past the first tile no group is committed: an empty one keeps the count, or a wait "
+              "for all but one waits for too little", edits) for edits in (
+            [("        }\n        cp_async_commit();", "            cp_async_commit();\n        }")],
+            [(_NEXT_TILE, f"if (j >= STAGES - 1) {_NEXT_TILE}")])),
+        Row("one-tile-before", "one tile is on its way before the loop, and STAGES - 1 have to be",
+            [(_FIRST_TILES, "load_kv(end - 1);"), ("cp_async_wait<STAGES - 1>", "cp_async_wait<1>")]),
         Row("one-tile-before", "one tile is on its way before the loop, and STAGES - 1 have to be",
             [(_FIRST_TILES, "load_kv(end - 1);")]),
         Row("read-before-wait", "Q is read when its copy may still be under way: STAGES - 1 groups are younger",

@@ -42,7 +42,10 @@ def said_by(whole: Source, before: str, after: str, seq_q: int, seq_k: int, head
     return module.report.printed
 
 
-def expect_budget(report: Report, budget: float, case: str) -> float:
+_FEEDS = "With 16 rows per warp one of K or V feeds two MMAs, with 32 rows four"
+
+
+def expect_budget(report: Report, budget: float, case: str, feeds: str = _FEEDS) -> float:
     """The wavefronts that a right kernel takes per MMA. CheckFailed where they are more, or it issues no MMA."""
     c = report.counters
     sentence = "the result is right, but no MMA was issued: use the tensor cores"
@@ -53,8 +56,7 @@ def expect_budget(report: Report, budget: float, case: str) -> float:
         spent <= budget,
         f"the result is right, but it takes {spent:.2f} wavefronts per MMA, where {budget} are the budget: "
         + (f"{conflicts:.2f} of them are bank conflicts" if banks else
-           f"{c['ldmatrix'] / c['mma']:.2f} ldmatrix per MMA, of four each. With 16 rows per warp one of K or V feeds "
-           "two MMAs, with 32 rows four"),
+           f"{c['ldmatrix'] / c['mma']:.2f} ldmatrix per MMA, of four each. {feeds}"),
         diagnosis="bank-conflicts" if banks else "too-few-rows-per-warp",
         case=case,
     )  # fmt: skip
@@ -131,6 +133,13 @@ STORE = Trials(
             [(_READ_BACK, "(from ^ pass % 2 * 64)")]),
         Row("rows-left-out", "a pass is taken for 4 rows at any head_dim: it is WARP_SIZE / CHUNKS",
             [("ROWS = WARP_SIZE / CHUNKS", "ROWS = 4")]),
+        Row("columns-moved", "the passes begin where a row lies without the swizzle: at() says where its chunk is",
+            [("from = at(warp_row + first, column)", "from = (warp_row + first) * ROW_BYTES + column * 2")]),
+        *(Row("columns-moved", f"O is written at n * {step}: column 8 n is chunk n, {why}",
+              [(_WRITTEN, f"(o_lane ^ n * {step})")])
+          for step, why in ((32, "and 32 bytes are a step of K or V, 16 columns"), (8, "16 bytes each"))),
+        Row("wrong-stride", "a row is taken to have HEAD_DIM bytes: it has ROW_BYTES",
+            [("r * 8 * ROW_BYTES", "r * 8 * HEAD_DIM")]),
         Row("columns-moved", "O is written at `+ n * 16`, where the swizzle's XOR belongs",
             [(_WRITTEN, "(o_lane + n * 16)")]),
         Row("columns-moved", "the passes add where the swizzle's XOR belongs",
@@ -191,6 +200,10 @@ OUTPUT = Trials(
             "under way want three", [("(step + 2) % 3", "step % 2"), ("v_rmem[step % 3]", "v_rmem[step % 2]")]),
         Row("wrong-buffer", "a step multiplies the fragment of the next one: three places take turns",
             [("= v_rmem[step % 3]", "= v_rmem[(step + 1) % 3]")]),
+        Row("wrong-buffer", "a step multiplies the fragment that it has just asked for: its own is two places before",
+            [("= v_rmem[step % 3]", "= v_rmem[(step + 2) % 3]")]),
+        Row("keys-of-this-k", "the fragment that is asked for is always of this step's k: at the end of a k the next "
+            "16 keys begin", [("next_k * MMA_K", "k * MMA_K")]),
         Row("not-transposed", "V is loaded without trans: B wants two keys of one column in a register",
             [("ldmatrix_x4_trans(v_rmem[0]", "ldmatrix_x4(v_rmem[0]"),
              ("ldmatrix_x4_trans(v_rmem[1]", "ldmatrix_x4(v_rmem[1]"),
@@ -230,6 +243,13 @@ def v_ahead(output: str) -> str:
         mmas += letter == "m"
         ahead = said[:at].count("L")
         wanted = min((mmas - 1) // 4 + 3, 16)
+        expect(
+            letter != "m" or ahead <= wanted + 1,
+            f"right, but step {(mmas - 1) // 4} issues its MMAs when {ahead} fragments of V have been asked for, and "
+            f"{wanted} would do, its own and the next two: each takes four registers until its MMAs are issued",
+            diagnosis="too-far-ahead",
+            case=case,
+        )
         expect(
             letter != "m" or ahead >= wanted,
             f"right, but step {(mmas - 1) // 4} issues its MMAs when {ahead} fragments of V have been asked for: it "
@@ -283,6 +303,8 @@ def _some_block(r: random.Random) -> tuple[int, ...]:
         Row("heads-of-a-group-apart", "head: a portion's heads come one of each key head, and then the next: theirs is "
             "the heads' order", [("first + place % share", "first + place % share % (share // group) * group + place % "
                                   "share // (share // group)")]),
+        Row("key-heads-left", "the last portion's heads are counted as key heads: heads - first query heads are left",
+            [("heads - first)", "(heads - first) // group)")]),
     ],
 )  # fmt: skip
 def block_of(number, m_blocks, heads, group, kv_together):
@@ -334,6 +356,10 @@ _BEST = f"min(range(1, most + 1), key=lambda s: {_TIME.format('s')})"
         Row("fill-the-places", "splits: as many shares as fill the places. That a round more costs as much as "
             "the shares save is not looked at",
             [(_BEST, "max(1, min(most, places // blocks))")]),
+        Row("too-few-tried", "splits: no more shares are tried than fill the places once: more rounds of shorter "
+            "shares may take less", [("max(1, tiles // 4)", "max(1, min(tiles // 4, places // blocks))")]),
+        Row("real-share", "splits: the longest share is not rounded up: it is a whole number of tiles",
+            [("-(-tiles // s)", "tiles / s")]),
         Row("first-rise", "splits: the search ends where one share more is not better: a later one may be, up to tiles "
             "// 4", [(_BEST, f"next((s for s in range(1, most) if {_TIME.format('(s + 1)')} >= {_TIME.format('s')}), "
                         "most)")]),
@@ -385,7 +411,8 @@ def own_kernel_128(my_kernel_128: str) -> str:
     shorter, report = (probe(module, whole, (1, 1, 1, 256, seq_k, False), head_dim=128, sms=1) for seq_k in (256, 512))
     case = "seq_q=256, seq_k=512, head_dim=128, float16"
     # Wavefronts per MMA: 1 for K and V, 1/4 for Q again in each tile, and room for the store
-    spent = expect_budget(report, 1.5, case)
+    feeds = f"{_FEEDS}; one of Q, loaded once per k, and not for each of K, feeds an MMA for each eight keys of a tile"
+    spent = expect_budget(report, 1.5, case, feeds)
     more = [report.counters[name] - shorter.counters[name] for name in ("ldmatrix", "mma")]
     said = "right, but Q's fragments stay in registers: 64 beside the 128 of O and the 64 of S, where a lane has 255. "
     said += "Load them again in every tile"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import statistics
@@ -34,7 +35,7 @@ from flashlab.models.rope import rope, rope_table
 _PARTS = {
     "aten::bmm": "products", "aten::_softmax": "softmax", "aten::div": "scaling",
     "aten::mul": "rotary embedding", "aten::sub": "rotary embedding", "aten::add": "rotary embedding",
-    "aten::cat": "rotary embedding", "aten::ones": "mask", "aten::triu": "mask",
+    "aten::cat": "rotary embedding", "aten::addmm": "products", "aten::ones": "mask", "aten::triu": "mask",
 }  # fmt: skip
 _OTHERS = ("aten::clone", "aten::copy_", "aten::matmul", "aten::softmax")
 Lines = tuple[tuple[str, int, float, float], ...]  # operation, calls, own time, time with what it called
@@ -78,6 +79,7 @@ def _lines(r: random.Random) -> tuple[Lines, str]:
           ("aten::mul", 30, 80.0, 80.0), ("aten::_softmax", 1, 90.0, 90.0)), "parts"),
         ((("aten::triu", 1, 250.0, 250.0), ("aten::div", 1, 20.0, 20.0), ("aten::bmm", 4, 360.0, 360.0),
           ("aten::matmul", 4, 8.0, 368.0), ("aten::mul", 6, 12.0, 12.0)), "parts"),
+        ((("aten::addmm", 3, 90.0, 90.0), ("aten::add", 7, 10.0, 10.0), ("aten::bmm", 1, 80.0, 80.0)), "parts"),
     ],
     draw=_lines,
     called=lambda fn, lines, parts: fn(*_profile(lines, parts)),
@@ -103,6 +105,19 @@ def _lines(r: random.Random) -> tuple[Lines, str]:
         Row("one-operation", "chosen by the slowest operation: add up the operations of each part first",
             [("max(times, key=times.get)",
               'parts.get(max(rows, key=lambda row: row.self_cpu_time_total).key, "other")')]),
+        Row("names-that-begin-so", "an operation's part is found by a piece of its name: aten::addmm is not aten::add",
+            [('parts.get(row.key, "other")',
+              'next((name for op, name in parts.items() if row.key.startswith(op)), "other")')]),
+        Row("least", "part: it is the one with the least time: the one with the most is asked",
+            [("max(times, key=times.get)", "min(times, key=times.get)")]),
+        Row("other-not-chosen", 'part: "other" is left out where the slowest is looked for: it is a part like the rest',
+            [("max(times, key=times.get)", 'max((x for x in times if x != "other"), key=times.get)')]),
+        Row("other-not-chosen", 'share: the time of "other" is left out of the whole: it is a part like the rest',
+            [("sum(times.values())", 'sum(x for name, x in times.items() if name != "other")')]),
+        Row("one-operation", "share and calls are those of the slowest operation alone: a part has several", [
+            ("slowest = max(times, key=times.get)", "row = max(rows, key=lambda row: row.self_cpu_time_total)\n"
+             '    slowest = parts.get(row.key, "other")'),
+            ("times[slowest] /", "row.self_cpu_time_total /"), ("calls[slowest]", "row.count")]),
         Row("rows-for-calls", "calls: it is how many rows the part has: a row says in `count` how often it was called",
             [("+ row.count", "+ 1")]),
     ],
@@ -144,6 +159,12 @@ def bottleneck(rows, parts):
     rows=[
         Row("limit-finite", "limit is right but where attention is the whole step: no time is left then, math.inf",
             [("math.inf", "1e9")]),
+        Row("factors-averaged", "factors are averaged where times belong: the new time is 1 - a + a / faster, and the "
+            "factor is 1 over it", [
+            ("1 / (1 - attention + attention / faster)", "1 - attention + attention * faster"),
+            ("1 / (1 - of_step + of_step / faster)", "1 - of_step + of_step * faster")]),
+        Row("factors-averaged", "step: factors are averaged where times belong: the layers take layers / layer of the "
+            "old time", [("1 / (1 - of_step + of_step / faster)", "1 - layers + layers * layer")]),
     ],
     tol=0.004,  # two decimals will do
 )  # fmt: skip
@@ -161,7 +182,17 @@ def worth(attention, layers, faster):
 # ---- 10.3, 10.4: bug hunts on a simulated GPU -----------------------------------------------------------------------
 
 Program = tuple[str, "float | tuple[float, ...]", int, tuple[float, ...]]  # name, kernel_ms, kernels, first_calls_ms
-_GPU, _HICCUP = SimulatedGpu(), (*(0.02,) * 29, 20.0, *(0.02,) * 50_000)
+
+
+class _Times(tuple[float, ...]):
+    """Milliseconds of one call after another, of which few are shown."""
+
+    def __repr__(self) -> str:
+        return f"({', '.join(map(str, self[:3]))}, ...)"
+
+
+_GPU, _HICCUP = SimulatedGpu(), _Times((*(0.02,) * 29, 20.0, *(0.02,) * 50_000))
+_SLOW_KERNELS = "run", _Times((300.0, 80.0, *(1.0,) * 2000)), 1, ()  # its first kernels take longer, not their launches
 _OTHER_GPUS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("not-the-median", {}, "one call that takes far longer than the others counts: with programs that have no "
      "such call, your function gives the right times"),
@@ -205,13 +236,19 @@ def _on_other_gpus(answer: Callable[..., Any]) -> tuple[str, str] | None:
         inputs = [(programs, SimulatedGpu(**{"launch_ms": gpu.launch_ms} | other), *counts)
                   for programs, gpu, *counts in it.tried if programs[1] is not _HICCUP]  # fmt: skip
         if it.index.same_outcome(it.index.run(answer, inputs), it.index.run(it.fn, inputs)):
+            pairs = zip(it.index.run(answer, it.tried), it.index.right, strict=True)
+            if slug == "launch-in-the-time" and all(x[0] < y[0] * 1.001 for x, y in pairs):
+                return "launch-taken-off", why.replace(
+                    "a launch that no kernel hides is in the time",
+                    "the time is too small: more is taken off than the launch that no kernel hides",
+                )
             return slug, why
     return None
 
 
 def _programs(programs: Any, gpu: SimulatedGpu, warmup: int, rounds: int) -> str:
     of = [programs] if isinstance(programs[0], str) else programs
-    of = [(f"{min(ms)} ms, {max(ms):g} ms in one call" if ms is _HICCUP else f"{ms} ms", count)
+    of = [(f"{min(ms)} ms, {max(ms):g} ms in one call" if isinstance(ms, tuple) else f"{ms} ms", count)
           for _, ms, count, _ in of]  # fmt: skip
     listed = [f"{count} kernels of {ms}" if count > 1 else f"a kernel of {ms}" for ms, count in of]
     other = f"; a launch of {gpu.launch_ms} ms" if gpu.launch_ms != LAUNCH_MS else ""
@@ -245,13 +282,28 @@ _COMPILED = ("compiled", 0.05, 30, (900.0, 200.0, 60.0))
     inputs=[
         ((_EAGER, _FLASH), _GPU, 10, 20), ((_FLASH, _EAGER), _GPU, 10, 20), ((_EAGER, _COMPILED, _FLASH), _GPU, 4, 3),
         ((_FLASH,), _GPU, 10, 20), ((("a", *_FLASH[1:]), ("b", *_FLASH[1:])), _GPU, 5, 7),
-        ((_FLASH, _EAGER), _GPU, 3, 1),
+        ((_FLASH, _EAGER), _GPU, 3, 1), ((_FLASH, _EAGER), _GPU, 100, 2), ((_SLOW_KERNELS,), _GPU, 4, 9),
     ],
     rows=[
         Row("first-calls", "the usual time is the median of all calls: with few rounds that is a first call",
             [("mean(took[warmup:])", "median(took)")]),
         Row("only-the-first-left-out", "the usual time leaves out the very first call alone: all of the first `warmup` "
             "calls may take longer", [("took[warmup:]", "took[1:]")]),
+        Row("first-calls", "the usual time is a mean over all calls, of many more rounds: with a large warmup the "
+            "first calls still weigh in it", [("warmup + rounds", "warmup + 1000"), ("took[warmup:]", "took")]),
+        Row("first-calls", "the usual time is a mean of the first calls, so the cost is 0: it is that of the calls "
+            "behind them", [("mean(took[warmup:])", "mean(took[:warmup])")]),
+        Row("first-calls", "the usual time is that of the last `warmup` calls: where rounds are fewer, first calls are "
+            "among them", [("took[warmup:]", "took[-warmup:]")]),
+        Row("first-calls", "the usual time leaves out the last `warmup` calls: it is the first ones that it should "
+            "leave out", [("took[warmup:]", "took[:-warmup]")]),
+        Row("all-later-calls", "what is taken away is the time of all later calls, `rounds` of them: it is `warmup` "
+            "times their mean",
+            [("statistics.mean(took[warmup:])", "sum(took[warmup:]) / warmup")]),
+        Row("warmed-up-before", "the function is run before it is timed: what its first calls cost is gone then",
+            [("        took = []\n", "        took = []\n        for _ in range(warmup):\n            run()\n")]),
+        Row("not-waited-for", "the clock is read before the call's kernel has ended: wait for it before the second "
+            "reading, so that each call is timed alone", [("            gpu.synchronize()\n", "")]),
         Row("all-summed", "the later calls are summed too: the cost is that of the first `warmup` ones",
             [("sum(took[:warmup])", "sum(took)")]),
     ],
@@ -310,6 +362,9 @@ def first_cost(runs, gpu, warmup=10, rounds=20):
     rows=[
         Row("sum-of-calls", "what is told is the time of all calls between two waits: divide by their number",
             [("(gpu.clock() - start) / 50", "gpu.clock() - start")]),
+        Row("launch-taken-off", "0.005 ms are taken off for the launch: another GPU's takes longer. Let many calls "
+            "hide it", [("        for _ in range(50):\n            run()\n", "        run()\n"),
+                   ("(gpu.clock() - start) / 50", "gpu.clock() - start - 0.005")]),
         Row("few-calls", "too few calls stand between two waits: the first launch, which nothing hides, weighs in each",
             [("range(50)", "range(10)"), ("start) / 50", "start) / 10")]),
         Row("not-waited-before", "what was launched before is in the time: wait first, and read the clock then",
@@ -508,6 +563,12 @@ def _read_once(kernel: Any) -> None:
             "x_ptrs + stride_xd"), ("pairs[None, :] * stride_yd", "2 * pairs[None, :] * stride_yd"),
             ("y_ptrs + HALF * stride_yd", "y_ptrs + stride_yd"), ("W_ptr + pairs", "W_ptr + 2 * pairs"),
             ("W_ptr + HALF + pairs", "W_ptr + 2 * pairs + 1")]),
+        Row("neighbours", "neighbouring numbers are paired, as in the paper; here pair i is x[i] and x[i + HALF]", [
+            ("pairs[None, :] * stride_xd", "2 * pairs[None, :] * stride_xd"), ("x_ptrs + HALF * stride_xd",
+            "x_ptrs + stride_xd"), ("pairs[None, :] * stride_yd", "2 * pairs[None, :] * stride_yd"),
+            ("y_ptrs + HALF * stride_yd", "y_ptrs + stride_yd")]),
+        Row("neighbours", "W is read as if neighbouring numbers were paired: x1 has its first half, x2 its second",
+            [("W_ptr + pairs", "W_ptr + 2 * pairs"), ("W_ptr + HALF + pairs", "W_ptr + 2 * pairs + 1")]),
         Row("root-missing", "the root is missing: a row is divided by its mean square itself",
             [(_NORM, f"1 / ({_MEAN} + eps)")]),
         Row("multiplied-by-the-root", "a row is multiplied by the root of its mean square: it is divided by it",
@@ -598,6 +659,7 @@ def _chip(r: random.Random) -> tuple[int, ...]:
 _CHIPS = (  # FLOP/s, bytes/s, bytes of shared memory
     (989 * 10**12, 4800 * 10**9, 232448), (165 * 10**12, 1008 * 10**9, 101376), (60 * 10**12, 10**12, 98304),
     (30 * 10**12, 10**12, 65536), (15 * 10**12, 10**12, 49152), (5 * 10**11, 10**12, 65536),
+    (2000 * 10**12, 10**12, 2**20), (5 * 10**10, 10**12, 65536),
     (110 * 10**12, 10**12, 122880), (6 * 10**12, 10**12, 36864), (32 * 10**12, 10**12, 98304),
 )  # fmt: skip
 
@@ -640,6 +702,10 @@ _CHIPS = (  # FLOP/s, bytes/s, bytes of shared memory
     rows=[
         Row("scores-in-shared", "BLOCK_N: a tile of scores counts in the shared memory: it stays in registers",
             [("* HEAD_DIM * itemsize <=", "* HEAD_DIM * itemsize + BLOCK_M * B * itemsize <=")]),
+        Row("only-divisors", "BLOCK_N: only sizes that divide N are taken: the last tile may be cut",
+            [("sizes if (", "sizes if N % B == 0 and (")]),
+        Row("not-above-N", "BLOCK_N: no size above N is taken: it is asked what fits",
+            [("sizes if (", "sizes if B <= N and (")]),
     ],
 )  # fmt: skip
 def choose_tile(peak_flops, bytes_per_s, shared_bytes, N, HEAD_DIM, itemsize, STAGES):
@@ -723,6 +789,7 @@ _LAYER_DTYPE = torch.float32 if runtime.INTERPRETED else torch.float16
 _FREQUENCY = """frequency = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
     frequency[half * 3 // 4 :] = 0
 """
+_ALL_ANGLES = "torch.arange(N)[:, None] * 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)"
 _LAYERS = (
     (2, 8, 2, 33, 16, 64),
     (1, 2, 2, 5, 16, 8),
@@ -764,6 +831,12 @@ _LAYERS = (
         Row("zero-for-one", "pairs that stay become 0: they are turned by an angle of 0, whose cosine is 1", [
             ("cos, sin = torch.cos(angle), torch.sin(angle)", "cos, sin = torch.cos(angle), torch.sin(angle)\n"
              "    cos[:, half * 3 // 4 :] = 0")]),
+        *(Row("one-table-alone", f"pairs that stay have {done}, and {left}: an angle of 0 has cos 1 and sin 0",
+              [("torch.cos(angle), torch.sin(angle)", f"torch.cos({angles[0]}), torch.sin({angles[1]})")])
+          for done, left, angles in (("sin 0", "cos as before", (_ALL_ANGLES, "angle")),
+                                     ("cos 1", "sin as before", ("angle", _ALL_ANGLES)))),
+        Row("scaled-twice", "scores are scaled twice: flash_attention takes 1 / sqrt(D) itself",
+            [("/ math.sqrt(D)", "/ D")]),
         Row("columns-for-pairs", "the first 3/4 of the columns are turned among themselves: pair i is the columns i "
             "and i + D / 2, and the first 3/4 of the pairs turn", [
             (_FREQUENCY, "half = half * 3 // 4\n    frequency = 10000.0 ** (-torch.arange(half) / half)\n"),
@@ -825,7 +898,12 @@ def layer(q, k, v, positions):
 )
 def lean_layer(prepare: Callable[..., Any], fast_attention: Callable[..., torch.Tensor]) -> str:
     it = RULES["10.8 layer"]
-    it.compare(lambda q, k, v, positions: fast_attention(q, k, v, prepare(positions, q.shape[3], q.device)))  # type: ignore[attr-defined]
+
+    @functools.wraps(fast_attention)
+    def of_both(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: int) -> torch.Tensor:
+        return fast_attention(q, k, v, prepare(positions, q.shape[3], q.device))
+
+    it.compare(of_both)  # type: ignore[attr-defined]
     _expect_lean(prepare, fast_attention)
     return f"{len(_LAYERS)} layers, and a call runs no more than it needs"
 

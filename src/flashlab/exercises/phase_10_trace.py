@@ -153,8 +153,9 @@ _ENDS = "max(begin + length for _, _, begin, length in bars) / 1000"
     },
     also=[[("max(now, free) / 1000", "now / 1000")]],
     rows=[
-        *(Row("bars-unchanged", "the CPU's bars keep their lengths: those of all_finite and loss.item get shorter or "
-              "longer, as they wait for the GPU", [("now = free + 20", new), ("max(now, free) / 1000", end)])
+        *(Row("bars-unchanged", "the CPU's bars keep their lengths, or one length is taken off the end: those of "
+              "all_finite and loss.item get shorter or longer, as they wait for the GPU",
+              [("now = free + 20", new), ("max(now, free) / 1000", end)])
           for new, end in (("now += length", "now / 1000"), ("now += length", "max(now, free) / 1000"),
                            ("now = max(free, now + length)", "now / 1000"))),
         Row("launched-too-late", "all_finite and loss.item launch at the end of their bar: it is its beginning",
@@ -173,6 +174,17 @@ _ENDS = "max(begin + length for _, _, begin, length in bars) / 1000"
             [(_GONE, f"                free = max(now, free) + kernel\n{_GONE}")]),
         Row("nothing-gained", "without any of the four the step takes as long as with it: kernels are kept where "
             "they were, or nothing is taken out", [("name == out", "False")]),
+        Row("no-queue", "a kernel begins when it is launched: it waits until the one before it is done", [
+            ("free = max(now, free) + kernel", "free = now + kernel if kernel else free")]),
+        Row("length-by-name", "kernels of one name are taken to be equally long: each has a bar of its own",
+            [("next(rest)[1] if name in launching else 0.0", "dict(kernels).get(name, 0.0)")]),
+        Row("once-taken-out", "the operation is taken out once: the step runs it in every layer", [
+            ("now = free = 0.0", "gone = now = free = 0.0"),
+            ("            if name == out:\n", "            if name == out and not gone:\n                gone = 1\n")]),
+        Row("sums-of-bars", "milliseconds is the larger of two sums, of the CPU's bars and of the GPU's: each waits "
+            "for the other at times", [
+            ("max(now, free) / 1000", "max(sum(x for unit, name, _, x in bars if unit == one and name != out) "
+             "for one in ('CPU', 'GPU')) / 1000")]),
         Row("all-finite-always", "all_finite is taken out of every step: in another step another operation gains more",
             [("min(took, key=lambda name: took[name])", "'all_finite'")]),
         Row("kernels-added-up", "milliseconds is the sum of the kernels that are left: a step begins and ends on the "

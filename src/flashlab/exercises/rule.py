@@ -25,6 +25,7 @@ import inspect
 import io
 import math
 import operator
+import os
 import random
 import sys
 import tokenize
@@ -37,6 +38,7 @@ import torch
 
 from flashlab.check import CheckFailed, running
 from flashlab.check.changes import Text, edited_function
+from flashlab.check.claims import tokens_of
 from flashlab.check.expect import allowed_error
 from flashlab.check.lookup import _TRIES, Index, Row, Values, as_they_are, in_units, same, where_right
 from flashlab.check.symptoms import Symptoms, watched
@@ -172,6 +174,9 @@ class Rule:
             raise CheckFailed(said, diagnosis="returned-none", case=case)
         if self.each:
             return self._read_each(got, case)
+        none = (None,) * len(names)
+        if isinstance(got, (tuple, list)) and tuple(got) == none and none in self.index.right:
+            raise CheckFailed(f"{got} is returned: return None alone", diagnosis="wrong-type", case=case)
         parts: Sequence[Any] = [got]
         if len(names) > 1:
             kind = "numbers" if not any(isinstance(x, str) for x in self.index.right[0]) else "things"
@@ -279,7 +284,7 @@ class Rule:
 
     def _failed(self, learners: Callable[..., Any], got: list[Values], wrong: list[int]) -> CheckFailed:
         index, names = self.index, self.returns
-        index.written = written(learners)
+        index.written, index.code = written(learners), code_of(learners)
         off = [not index.same_outcome([x], [y]) for x, y in zip(got, index.right, strict=True)]
         plain = [x and (isinstance(y, str) or self.alike(*y) == y) for x, y in zip(off, index.right, strict=True)]
         at = (plain if any(plain) else off).index(True)
@@ -363,6 +368,17 @@ def written(answer: Any) -> frozenset[str]:
         return frozenset(token.string for token in tokenize.generate_tokens(lambda: next(lines, "")))
     except (OSError, TypeError, SyntaxError, tokenize.TokenError):
         return frozenset()
+
+
+def code_of(answer: Any) -> str:
+    """The same tokens in order; of a file, those of the function alone."""
+    fn = inspect.unwrap(getattr(answer.answer, "fn", None) if hasattr(answer, "answer") else answer)  # type: ignore
+    try:
+        file = inspect.getfile(fn)
+        own = inspect.getsource(fn) if os.path.exists(file) else "".join(inspect.findsource(fn)[0])
+        return "" if file.startswith(_PACKAGE) else tokens_of(own)
+    except (OSError, TypeError):
+        return ""
 
 
 def functions(id: str) -> list[Rule]:

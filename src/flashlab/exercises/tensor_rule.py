@@ -31,7 +31,7 @@ from flashlab.check.poison import carried
 from flashlab.check.running import is_unsolved
 from flashlab.check.symptoms import Symptoms, seen_where, watched
 from flashlab.exercises.answers import in_words
-from flashlab.exercises.rule import RULES, Rule, rule, written
+from flashlab.exercises.rule import RULES, Rule, code_of, rule, written
 
 _BESIDE, _DRAWN, _DIFFERING, _TRIES, _WORK = 6, 60, 30, 2_000, 15_000
 EMPTY_ROWS = "empty rows"  # a key of `nan`: all that is lost should be 0, or -inf
@@ -177,7 +177,7 @@ class TensorRule(Rule):
 
     def _failure(self, learners: Callable[..., Any], got: list[Any], errors: Sequence[Exception]) -> CheckFailed:
         index, names = self.index, self.returns
-        index.written = written(learners)
+        index.written, index.code = written(learners), code_of(learners)
         off = [not index.same_outcome([x], [y]) for x, y in zip(got, index.right, strict=True)]
         at = off.index(True)
         case = self.case(self.tried[at])

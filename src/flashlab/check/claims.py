@@ -1,0 +1,147 @@
+"""Does what is said of a change of the right text fit a learner's? A sentence is told only where it may be true.
+
+Changes in different places may give the same values, and a learner's formula may give those of a change by another way.
+So a sentence that names a piece is compared with both texts: what it says is missing must not be there as often as in
+the right text, what it says stands there must be there more often, and so on. Both are tokens, with blanks around each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import textwrap
+import tokenize
+from collections.abc import Callable, Mapping, Sequence
+
+_TOKEN = re.compile(r"[A-Za-z_]\w*|\d[\w.]*|\.\d\w*|//|\*\*|[-+*/%<>=!&|^]=|<<|>>|&&|\|\||\S")
+_TURNED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "==": "==", "!=": "!="}
+_COMPARISON = re.compile(r"(.*) (<=|>=|==|!=|<|>) (.*)")
+_DIVIDED = {"division": ("//", "/"), "remainder": ("%",)}
+_PLAIN = re.compile(r"[A-Za-z_][\w.]*")
+_LEAST = 10  # that a number has to be for a factor of 1000 to come of it
+
+
+def tokens(code: str) -> str:
+    """A code's tokens with one blank between them, and blanks around it."""
+    return f" {' '.join(_TOKEN.findall(code.replace(chr(34), chr(39))))} "
+
+
+def tokens_of(source: str) -> str:
+    """The tokens of a Python text, less its comments, docstrings and the heads of its functions."""
+    kept: list[str] = []
+    depth: int | None = None  # of the brackets, within a head
+    lines = iter(textwrap.dedent(source).splitlines(keepends=True))
+    with contextlib.suppress(SyntaxError, tokenize.TokenError):
+        for token in tokenize.generate_tokens(lambda: next(lines, "")):
+            word = token.string
+            if word in ("def", "lambda"):
+                depth = 0
+            elif depth is not None:
+                depth += (word in ("(", "[", "{")) - (word in (")", "]", "}"))
+                depth = None if word == ":" and depth == 0 else depth
+            elif token.type in (tokenize.NAME, tokenize.OP, tokenize.NUMBER) or (
+                token.type == tokenize.STRING and not word.startswith('"""')):  # fmt: skip
+                kept.append(word.replace(chr(34), chr(39)))
+    return f" {' '.join(kept)} ".replace(" _tick ( ) ", " ")
+
+
+class Claims:
+    """What can be seen to be untrue of a learner's text.
+
+    right: the right one. words: what its names are called. own: names of the right text that mean nothing in another.
+    """
+
+    def __init__(self, learners: str, right: str, words: Mapping[str, str] | None = None, own: Sequence[str] = ()):
+        self.learners, self.right, self.own = learners, right, own
+        named = [(said, name) for name, said in (words or {}).items() if said != name]
+        named += [(f"`{said[1:-1]}`", f"`{name}`") for said, name in named if said[:1] == "("]
+        self.words = sorted(named, key=lambda x: -len(x[0]))
+
+    def untrue(self, said: str, of_one: bool = False) -> bool:
+        """of_one: it is said of one of several results, for which alone a piece may be missing."""
+        for words, name in self.words:
+            said = said.replace(words, name)
+        forms = _FORMS[:-_OF_PRESENCE] if of_one else _FORMS
+        return any(
+            judge(self, *(x or "" for x in found.groups())) for form, judge in forms if (found := form.match(said))
+        )
+
+    def _counts(self, piece: str, before: str = "", behind: str = "") -> tuple[int, int]:
+        """How often a piece is in the learner's text, and in the right one."""
+        found = re.compile(rf"(?<= ){before}{re.escape(tokens(piece).strip())}(?= ){behind}")
+        return len(found.findall(self.learners)), len(found.findall(self.right))
+
+    def _there(self, piece: str) -> bool:
+        """Whether a piece of the right text is in the learner's as often: of a name or number that proves nothing,
+        if it is in the right one more than once. a * b is not there in a * b * c.
+        """
+        simple = len(tokens(piece).split()) == 1
+        ends = ("", "") if simple else (r"(?<! [*/%.] )(?<! // )", r"(?! ([*/%.(\[]|//|\*\*) )")
+        mine, right = self._counts(piece, *ends)
+        return mine >= right > 0 and not (simple and (right > 1 or piece[:1].isdigit() or piece in self.own))
+
+    def _more(self, *pieces: str) -> bool:
+        """Whether one of these is in the learner's text more often than in the right one."""
+        return any(mine > right for mine, right in map(self._counts, pieces))
+
+    def _missing(self, what: str, piece: str, as_it_is: str, whole: str) -> bool:
+        if as_it_is:
+            signs = _DIVIDED.get(what, ())
+            wholes = [f"{x} {sign} {piece}" for sign in signs for x in (as_it_is, f"({as_it_is})")]
+            wholes = wholes or [f"{piece}({as_it_is})"]
+            return any(map(self._there, wholes)) or (not signs and self._there(piece))
+        return self._there(whole) if whole else self._there(piece.lstrip("-") if what == "term" else piece)
+
+    def _not_asked(self, piece: str) -> bool:
+        found = _COMPARISON.fullmatch(piece)
+        return self._there(piece) or (found is not None and self._there(f"{found[2]} {found[3]}"))
+
+    def _instead(self, what: str, piece: str, whole: str) -> bool:
+        if not _PLAIN.fullmatch(what) or what in self.own or not self._counts(what)[1]:
+            return False  # a name that the right text has: of a number, or of what it makes, nothing is known
+        mine, right = self._counts(piece)
+        return bool(whole and self._there(whole)) or self._there(piece) or (mine >= right > 0 and not self._more(what))
+
+    def _twice(self, piece: str) -> bool:
+        mine, right = self._counts(piece)
+        return (mine == 1 or mine <= right) if len(tokens(piece).split()) > 1 and mine else 0 < mine < 2
+
+    def _sign(self, piece: str) -> bool:
+        """The signs before it are those of the right text."""
+        mine, right = self._counts(piece)
+        signs = [self._counts(f"{sign} {piece}") for sign in "-+"]
+        return mine >= right > 0 and all(a == b for a, b in signs)
+
+    def _compared(self, left: str, sign: str, last: str) -> bool:
+        if f" {sign} " not in self.learners and f" {_TURNED[sign]} " not in self.learners:
+            return True
+        own = self._counts(last)[0] > 0
+        return own and not self._more(f"{sign} {last}", f"{last} {_TURNED[sign]}")
+
+    def _one_off(self, piece: str) -> bool:
+        """Of a name in a formula, without a 1 or anything that has an end."""
+        return bool(_PLAIN.fullmatch(piece)) and not re.search(r" (1|range|len|arange|[<>]=?|-?1\.0) ", self.learners)
+
+    def _factor(self, size: str) -> bool:
+        numbers = re.findall(r"(?<= )\d[\w.]*(?= )", self.learners)
+        return int(size) > _LEAST and not any(
+            not self._counts(x)[1] and (re.search(r"\de", x) or len(x) > 1) for x in numbers)  # fmt: skip
+
+
+_WHERE = r"(?:, in `([^`]*)`)?"
+_FORMS: tuple[tuple[re.Pattern[str], Callable[..., bool]], ...] = tuple(
+    (re.compile(form), judge)
+    for form, judge in (
+        (r"the factor `([^`]*)` is there twice", Claims._twice),
+        (r"`([^`]*)` has the wrong sign", Claims._sign),
+        (r"the comparison is `([^`]*) (<=|>=|==|!=|<|>) ([^`]*)`", Claims._compared),
+        (r"`([^`]*)` is one too (?:large|small)$", Claims._one_off),
+        (r"`[^`]*` is (?:1 / )?(\d+) times what it should be", Claims._factor),
+        (rf"the (term|factor|line|loop|condition) `([^`]*)` is missing(){_WHERE}", Claims._missing),
+        (r"the (division|remainder) by `([^`]*)` is missing: it is `([^`]*)` as it stands()", Claims._missing),
+        (r"()`([^`]*)` is missing: it is `([^`]*)` as it stands()", Claims._missing),
+        (r"`([^`]*)` is not asked", Claims._not_asked),
+        (rf"`([^`]*)` stands where `?([^` ,]+|[^`]*)`? belongs{_WHERE}", Claims._instead),
+    )
+)
+_OF_PRESENCE = 5  # of these, the last
