@@ -253,6 +253,20 @@ def test_a_name_that_is_nowhere_in_the_text_is_not_blamed():
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    ("id", "changes", "diagnosis"),
+    [
+        ("11.11", [(STORE, "h.place[0] = part;"), ("= h.place[at]", "= h.place[0]")], "race"),
+        ("11.14", [("8 * (1 + 4 * STAGES)", "8 * STAGES")], "shared-out-of-bounds"),
+        ("11c.3", [("(square_smem - k_smem)", "square_smem")], "uninit"),
+    ],
+)
+def test_what_is_found_at_a_place_has_no_cause_that_the_text_denies(id, changes, diagnosis):
+    failed = failure(id, *changed(id, *changes))
+    assert failed.diagnosis.startswith(diagnosis) and failed.sentence.startswith("thread ")
+
+
+@pytest.mark.long
 def test_the_lectures_own_epilogue_waits_for_too_much():
     kernel = step("p11_10_epilogue").path.read_text()
     own = re.search(r"^ +if \(first_thread\) bulk_wait_read<0>.*?bulk_commit\(\);\n +}\n", kernel, re.S | re.M)[0]

@@ -525,7 +525,7 @@ ENDING = Trials(
         "first_thread": "the others have stored nothing",
         "head, batch)` comes too late": "either may be stored first",
     },
-    unless={"k-overwritten": r"store_tile\(dk,p\.scale,(?!k_smem)"},
+    unless={"k-overwritten": r"store_tile\(dk,p\.scale,(?!k_smem|v_smem)"},
     rows=[
         Row("k-overwritten", "of K all 128 rows are read: by dQ = dS K of the other consumer too, which may be late. "
             "So both have to have waited for their products before anybody stores where K lay",
