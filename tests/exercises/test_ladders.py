@@ -49,7 +49,7 @@ test_what_a_slip_of_one_result_is_called = told(
     ("9.11", ("-(-blocks * s // places)", "-(-blocks // places)"), "the factor `s` is missing, in `blocks * s`"),
     ("9.11", ("(head_dim + 1)", "(head_dim + 2)"), "`head_dim + 1` is one too large"),
     ("9.11", ("rows * (head_dim + 1)", "4 * rows * (head_dim + 1)"), "floats is 4 times what it should be"),
-    ("9.1", ("seq_k, last + 1 + d", "seq_k, first + 1 + d"), "the term `block_m - 1` is missing"),
+    ("9.1", ("seq_k, last + 1 + d", "seq_k, first + 1 + d"), "`the first row's query` stands where"),
     ("9.1", ("min(seq_k, last + 1 + diagonal)", "last + 1 + diagonal"), "going above `seq_k`"),
     ("9.2", ("min(by_registers, by_shared", "min(by_shared"), "`blocks by registers` does not count"),
     ("9.10", ("min(together, heads - first)", "together"), "`heads - first` does not count"),

@@ -361,8 +361,8 @@ def parted(text: str) -> list[str]:
 def _of_another(said: str, code: str) -> bool:
     """Whether it says that something stands somewhere which the text has nowhere: this is not what was written."""
     found = re.match(r"`([A-Za-z_][\w.]*)` stands where", said)
-    turned = re.match(r"`INFINITY` has the wrong sign, in `.* (\W+) -(INFINITY)`", said)
-    return (found or turned) is not None and "".join((found or turned).groups()) not in re.sub(r"\s", "", code)
+    found = found or re.match(r"`INFINITY` has the wrong sign, in `.* (\W+) -(INFINITY)`", said)
+    return found is not None and "".join(found.groups()) not in re.sub(r"\s", "", code)
 
 
 def _piece(said: str) -> str:

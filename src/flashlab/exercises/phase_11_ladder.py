@@ -1181,26 +1181,26 @@ LOOP = Trials(
             [("k_tile + columns_on<BLOCK_N>", "k_tile + columns_on<BLOCK_M>")]),
         Row("v-by-columns", "V's descriptor is that of K: its rows are the keys, so it is descriptor_of_rows",
             [("descriptor_of_rows<BLOCK_N>(ring", "descriptor(ring")]),
-        *(Row(slug, sentence, edits) for slug, sentence, *edits in (
-            ("rows-of-k", "Q's step is columns_on<BLOCK_N>: its tile has BLOCK_M rows",
-             (_Q_STEP, "columns_on<BLOCK_N>(k),")),
-            ("steps-in-bytes", "32 * k is a step in bytes: a descriptor counts 16 of them, and columns_on knows where "
-             "the next slab begins", (_Q_STEP, "32 * k,"), (_K_STEP, "k_tile + 32 * k")),
-            ("one-slab", "2 * k leaves the slab behind its 64 columns: columns_on knows where the next one begins",
-             (_Q_STEP, "2 * k,"), (_K_STEP, "k_tile + 2 * k")),
-            ("rescaled-late", "l is rescaled when P of this tile is in it: what was there before is, and at the first "
-             "tile the correction is 0", (", l_i[r] *= correction;", ";"),
-             ("l_i[r] += c;\n                }", "l_i[r] += c;\n                }\n            l_i[r] *= correction;")),
-            ("tiles-from-the-end", "the mask counts tiles from the end: the ring brings them from tile 0 on",
-             ("j * BLOCK_N + n", "(tiles - 1 - j) * BLOCK_N + n")),
-            ("rows-for-columns", "rows and columns of a fragment are exchanged: s[4 * n + 2 * r + e] is row g + 8 r, "
-             "column e", *((f"{_C}{then}", f"{_C.replace('2 * r + e', '2 * e + r')}{then}") for then in (
-                 "\n                    if", "\n                    c"))),
-            ("p-by-columns", "a register of P has two rows: it has neighbours of one row, s[2 * i] and s[2 * i + 1]",
-             ("s[2 * i], s[2 * i + 1]", "s[4 * (i / 2) + i % 2], s[4 * (i / 2) + i % 2 + 2]")),
-            ("fragments-mixed", "P's registers are in the wrong fragments: fragment k holds tiles 2 k and 2 k + 1 of S",
-             ("a[i / 4][i % 4]", "a[i % (BLOCK_N / MMA_K)][i / (BLOCK_N / MMA_K)]")),
-        )),
+        Row("rows-of-k", "Q's step is columns_on<BLOCK_N>: its tile has BLOCK_M rows",
+            [(_Q_STEP, "columns_on<BLOCK_N>(k),")]),
+        Row("steps-in-bytes", "32 * k is a step in bytes: a descriptor counts 16 of them, and columns_on knows where "
+            "the next slab begins", [(_Q_STEP, "32 * k,"), (_K_STEP, "k_tile + 32 * k")]),
+        Row("one-slab", "2 * k leaves the slab behind its 64 columns: columns_on knows where the next one begins",
+            [(_Q_STEP, "2 * k,"), (_K_STEP, "k_tile + 2 * k")]),
+        Row("rescaled-late", "l is rescaled when P of this tile is in it: what was there before is, and at the first "
+            "tile the correction is 0",
+            [(", l_i[r] *= correction;", ";"),
+             ("l_i[r] += c;\n                }",
+              "l_i[r] += c;\n                }\n            l_i[r] *= correction;")]),
+        Row("tiles-from-the-end", "the mask counts tiles from the end: the ring brings them from tile 0 on",
+            [("j * BLOCK_N + n", "(tiles - 1 - j) * BLOCK_N + n")]),
+        Row("rows-for-columns", "rows and columns of a fragment are exchanged: s[4 * n + 2 * r + e] is row g + 8 r, "
+            "column e", [(f"{_C}{then}", f"{_C.replace('2 * r + e', '2 * e + r')}{then}")
+                         for then in ("\n                    if", "\n                    c")]),
+        Row("p-by-columns", "a register of P has two rows: it has neighbours of one row, s[2 * i] and s[2 * i + 1]",
+            [("s[2 * i], s[2 * i + 1]", "s[4 * (i / 2) + i % 2], s[4 * (i / 2) + i % 2 + 2]")]),
+        Row("fragments-mixed", "P's registers are in the wrong fragments: fragment k holds tiles 2 k and 2 k + 1 of S",
+            [("a[i / 4][i % 4]", "a[i % (BLOCK_N / MMA_K)][i / (BLOCK_N / MMA_K)]")]),
     ],
 )  # fmt: skip
 

@@ -58,7 +58,9 @@ def _all_zero(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int, lse:
     """Of a kernel that gives 0 in the small problem: the loop, if a longer problem lacks a tile and nothing else."""
     q, k, v = _tensors(4 * ROWS, head_dim, queries=16)
     o, one = forward(q, k, v, causal=False, scale=None)[0][0, 0].double(), [x[0, 0].double() for x in (q, k, v)]
-    skipped = [x for size in (64, 128) for *_, x in itertools.islice(_tile_predictions(*one, size), 2)]
+    skipped = [
+        x for size in (64, 128) for *_, x in itertools.islice(_tile_predictions(one[0], one[1], one[2], size), 2)
+    ]
     said = f"with {ROWS} keys every output is 0"
     if any(_near(o, x) for x in (_attend(*one), *skipped)):
         said += ": the loop over tiles leaves out a tile, and a short problem has no other. Where does it begin, and "
