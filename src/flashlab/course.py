@@ -100,7 +100,7 @@ PHASES = (
     Phase(
         12, "decoding", "Decoding: split-KV and paged caches", "triton",
         "one query against a long cache: splits and their merge, pages, groups, ragged batches, counted; a pager, and "
-        "a model that writes with it", 75,
+        "a model that writes with it", 105,
     ),
     Phase(
         13, "many_gpus", "Many GPUs: ring attention", "distributed",

@@ -319,7 +319,12 @@ _SHARES = "what a rank finds is added to the gradients of the keys that it has"
     ],
 )  # fmt: skip
 def backward_ring(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    do: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dk and dv of every rank's own keys, [ranks, n, D], without a mask and with scale 1.
 
