@@ -486,7 +486,9 @@ plt.show()
 # %%
 CUDA, WALK = step("p12_decode"), path("walk.cuh")
 show.region(CUDA, "constants")
-show.region(WALK, "constants", "swizzle", "copy a tile")
+show.region(WALK, "constants")
+show.region(path("one_tile.cuh"), "swizzle")
+show.region(WALK, "copy a tile")
 
 # %% [markdown]
 # A row of a key is 16-byte chunks, swizzled as in phase 8. What is behind a sequence's end is filled with zeros by the copy itself. The numbers of pages are read far ahead: 32
@@ -521,6 +523,7 @@ show.region(CUDA, "which keys", "shared memory", "pieces")
 # At the end of a piece the warps add up; the next piece's first tiles are on their way by then. If the block had all of the sequence's tiles, the sum is the result. If not, it is a part.
 
 # %%
+show.region(path("one_tile.cuh"), "sum")
 show.region(WALK, "merge", "sums of the warps")
 show.region(CUDA, "sums of the warps", "store")
 

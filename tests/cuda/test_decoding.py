@@ -119,6 +119,8 @@ def test_a_step_says_what_it_does_not_take():
         run(Sequences([3], **sizes), "p12_2_splits")
     with pytest.raises(ValueError, match="p12_7_shares takes one query per sequence"):
         run(Sequences([3], queries=2, **sizes), "p12_7_shares")
+    with pytest.raises(ValueError, match="a cluster of p12_side_cluster has 1 to 16 blocks, and splits is 17"):
+        run(Sequences([3], **sizes), CLUSTER, splits=17)
     q = torch.zeros(1, 1, 2, 64).half()
     with pytest.raises(KeyError, match="p12_decode reads a cache"):
         operators.attention("p12_decode", q, q, q)

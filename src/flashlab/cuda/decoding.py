@@ -116,6 +116,8 @@ def decode(
     table = page_table if page_table is None else _with_rows(page_table.to(torch.int32))
     planned = functools.partial(kernels.splits_for, pairs, page * width, group, 64, q.element_size(), sms)
     splits = 1 if number in (1, 7, 8) else splits or planned()
+    if name == CLUSTER and not 1 <= splits <= LARGEST:
+        raise ValueError(f"a cluster of {name} has 1 to {LARGEST} blocks, and splits is {splits}")
     shift = 31 if table is None else page.bit_length() - 1 if page & (page - 1) == 0 else -1
     shapes = Cache(
         *[None] * 10, *(Strides(*x.stride()[:3]) for x in (q, k_cache, v_cache, o)),

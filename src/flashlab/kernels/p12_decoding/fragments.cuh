@@ -13,37 +13,16 @@ constexpr int SUM_ROW = HEAD_DIM + 8;                          // floats: rows 3
 static_assert(ROWS * SUM_ROW * 4 <= WARP_BYTES, "a warp's sums go where its tiles were");
 // endregion
 
-// region: swizzle
-// Element (row, column) of a tile of shared memory, in bytes from its start; column is a multiple of 8.
-__device__ __forceinline__ int at(int row, int column) { return row * ROW_BYTES + (column / 8 ^ row % 8) * 16; }
-// endregion
-
 #include "p12_decoding/one_tile.cuh"
 
 // region: merge
-// Four columns of a row and what they weigh: m is the maximum in log2 units, l the sum, of parts that were merged.
-struct Sum {
-    float m, l;
-    float4 o;
-};
+// Adds a part, or a warp.
 __device__ __forceinline__ void add(Sum& sum, float m, float l, const float4& o) {
     const float most = fmaxf(sum.m, m), base = most == -INFINITY ? 0.f : most;     // -inf - (-inf) would be NaN
     const float old = exp2_approx(sum.m - base), now = exp2_approx(m - base);
     sum.m = most, sum.l = sum.l * old + l * now;
     sum.o.x = sum.o.x * old + o.x * now, sum.o.y = sum.o.y * old + o.y * now;
     sum.o.z = sum.o.z * old + o.z * now, sum.o.w = sum.o.w * old + o.w * now;
-}
-// Divided by its weight; and its lse, in log2 units. A row that saw no key is 0 and -inf.
-__device__ __forceinline__ float finish(Sum& sum) {
-    const float inverse = sum.l == 0.f ? 0.f : 1.f / sum.l;
-    sum.o.x *= inverse, sum.o.y *= inverse, sum.o.z *= inverse, sum.o.w *= inverse;
-    return sum.m + log2f(sum.l);
-}
-__device__ __forceinline__ void store(const Cache& c, int b, int kv_head, int r, int quad, Sum& sum) {
-    const float lse = finish(sum);
-    const uint2 o = make_uint2(pack<T>(sum.o.x, sum.o.y), pack<T>(sum.o.z, sum.o.w));
-    *(uint2*)(o_row(c, b, kv_head, r) + quad * 4) = o;
-    if (quad == 0) c.lse[lse_row(c, b, kv_head, r)] = lse * LN2;
 }
 // endregion
 

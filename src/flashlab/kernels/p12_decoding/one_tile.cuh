@@ -1,5 +1,10 @@
-// one_tile.cuh - phase 12, what step 5 has built and no later one changes: what a warp does with a tile of keys. A step
-// includes it behind its constants, which are used here.
+// one_tile.cuh - phase 12, what step 5 has built and no later one changes: what a warp does with a tile of keys, and
+// what it all adds up to. A step includes it behind its constants, which are used here.
+
+// region: swizzle
+// Element (row, column) of a tile of shared memory, in bytes from its start; column is a multiple of 8.
+__device__ __forceinline__ int at(int row, int column) { return row * ROW_BYTES + (column / 8 ^ row % 8) * 16; }
+// endregion
 
 // region: state
 struct State {                                                 // c0 c1 | c2 c3: columns 2t, 2t + 1 of row g | g + 8
@@ -77,5 +82,25 @@ __device__ __forceinline__ void take(State& x, const uint32_t (&q_rmem)[HEAD_DIM
         mma_m16n8k16<T>(x.acc[2 * n + 1], a, b[2], b[3]);
     }
     // endregion
+}
+// endregion
+
+// region: sum
+// Four columns of a row and what they weigh: m is the maximum in log2 units, l the sum, of parts that were merged.
+struct Sum {
+    float m, l;
+    float4 o;
+};
+// Divided by its weight; and its lse, in log2 units. A row that saw no key is 0 and -inf.
+__device__ __forceinline__ float finish(Sum& sum) {
+    const float inverse = sum.l == 0.f ? 0.f : 1.f / sum.l;
+    sum.o.x *= inverse, sum.o.y *= inverse, sum.o.z *= inverse, sum.o.w *= inverse;
+    return sum.m + log2f(sum.l);
+}
+__device__ __forceinline__ void store(const Cache& c, int b, int kv_head, int r, int quad, Sum& sum) {
+    const float lse = finish(sum);
+    const uint2 o = make_uint2(pack<T>(sum.o.x, sum.o.y), pack<T>(sum.o.z, sum.o.w));
+    *(uint2*)(o_row(c, b, kv_head, r) + quad * 4) = o;
+    if (quad == 0) c.lse[lse_row(c, b, kv_head, r)] = lse * LN2;
 }
 // endregion

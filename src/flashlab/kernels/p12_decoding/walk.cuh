@@ -12,21 +12,7 @@ constexpr int AT_ONCE = 16;                                    // parts that are
 #include "p12_decoding/one_tile.cuh"
 // endregion
 
-// region: swizzle
-// Element (row, column) of a tile of shared memory, in bytes from its start; column is a multiple of 8.
-__device__ __forceinline__ int at(int row, int column) { return row * ROW_BYTES + (column / 8 ^ row % 8) * 16; }
-// The same of a warp's sums [ROWS, HEAD_DIM], in floats; any column.
-__device__ __forceinline__ int sum_at(int row, int column) {
-    return row * HEAD_DIM + (column / 8 ^ row % 8) * 8 + column % 8;
-}
-// endregion
-
 // region: merge
-// Four columns of a row and what they weigh: m is the maximum in log2 units, l the sum, of parts that were merged.
-struct Sum {
-    float m, l;
-    float4 o;
-};
 // Adds N parts. One maximum of all and then the weights: none waits for the one before.
 template <int N>
 __device__ __forceinline__ void add(Sum& sum, const float (&m)[N], const float (&l)[N], const float4 (&o)[N]) {
@@ -41,18 +27,6 @@ __device__ __forceinline__ void add(Sum& sum, const float (&m)[N], const float (
         const float w = exp2_approx(m[i] - base);
         sum.l += l[i] * w, sum.o.x += o[i].x * w, sum.o.y += o[i].y * w, sum.o.z += o[i].z * w, sum.o.w += o[i].w * w;
     }
-}
-// Divided by its weight; and its lse, in log2 units. A row that saw no key is 0 and -inf.
-__device__ __forceinline__ float finish(Sum& sum) {
-    const float inverse = sum.l == 0.f ? 0.f : 1.f / sum.l;
-    sum.o.x *= inverse, sum.o.y *= inverse, sum.o.z *= inverse, sum.o.w *= inverse;
-    return sum.m + log2f(sum.l);
-}
-__device__ __forceinline__ void store(const Cache& c, int b, int kv_head, int r, int quad, Sum& sum) {
-    const float lse = finish(sum);
-    const uint2 o = make_uint2(pack<T>(sum.o.x, sum.o.y), pack<T>(sum.o.z, sum.o.w));
-    *(uint2*)(o_row(c, b, kv_head, r) + quad * 4) = o;
-    if (quad == 0) c.lse[lse_row(c, b, kv_head, r)] = lse * LN2;
 }
 // endregion
 
@@ -163,6 +137,10 @@ __device__ __forceinline__ void walk(const Cache& c, Copier<WHOLE>& copier, Stat
 // endregion
 
 // region: sums of the warps
+// Element (row, column) of a warp's sums [ROWS, HEAD_DIM], in floats; any column. Swizzled as tiles are.
+__device__ __forceinline__ int sum_at(int row, int column) {
+    return row * HEAD_DIM + (column / 8 ^ row % 8) * 8 + column % 8;
+}
 // Each leaves its sums in the last stage of its own, which the first copies leave alone.
 struct WarpSums {
     float m[WARPS][ROWS], l[WARPS][ROWS];
