@@ -183,7 +183,6 @@ def test_the_exhibit_beside_the_last_step(head_dim):
 
 
 @pytest.mark.parametrize("head_dim", [64, pytest.param(192, marks=pytest.mark.long)])
-@pytest.mark.long
 def test_the_exhibit_that_adds_gives_what_all_keys_give(head_dim):
     """In three parts, of which the second has keys for the last rows alone, in a state of another layout."""
     torch.manual_seed(0)
