@@ -213,7 +213,7 @@ def _fa4(parts: int, num_splits: int, q: torch.Tensor, x: Filled) -> Way:
         raise RuntimeError(why)
     batch, width = x.table.shape
     each = cdiv(width, parts)
-    table = F.pad(x.table, (0, parts * each - width)).view(batch, parts, each).transpose(0, 1).flatten(0, 1)
+    table = torch.cat(F.pad(x.table, (0, parts * each - width)).split(each, 1))  # [parts * batch, each]
     keys = each * x.k.shape[2]
     used = (x.lengths - keys * torch.arange(parts, device=q.device)[:, None]).clamp(0, keys).flatten().int()
     copies, k, v = q.transpose(1, 2).repeat(parts, 1, 1, 1), x.k.transpose(1, 2), x.v.transpose(1, 2)
