@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
+from flashlab import flash_attention_with_cache
 from flashlab.bench import decode, harness, peers
 from flashlab.bench.decode import CASES, CUDNN, EVEN, LARGE, MICROSECONDS, ONES, OURS, QUICK, UNEVEN, WHOLE, Case
 from flashlab.models.language_model import SIZES, Config
@@ -60,12 +61,10 @@ def test_a_way_that_is_wrong_or_fails_has_no_time(monkeypatch):
 @no_gpu
 def test_peers_with_pages_are_right_in_each_setting(monkeypatch):
     def attend(q, k, v, *, seqused_k, page_table, num_splits, return_lse):
-        found = []
-        for one, n, pages in zip(q[:, 0], seqused_k.tolist(), page_table.long(), strict=True):
-            keys, values = (x[pages].flatten(0, 1)[:n].repeat_interleave(4, 1) for x in (k, v))
-            s = torch.einsum("hd,nhd->hn", one, keys) / 8
-            found.append((torch.einsum("hn,nhd->hd", s.softmax(-1), values)[None], s.logsumexp(-1)[:, None]))
-        return tuple(map(torch.stack, zip(*found, strict=True)))
+        o, lse = flash_attention_with_cache(
+            *(x.transpose(1, 2) for x in (q, k, v)), seqused_k, page_table, return_lse=return_lse
+        )
+        return o.transpose(1, 2), lse
 
     def combine(o, lse, return_lse):
         return (lse.softmax(0)[..., None] * o).sum(0), None
