@@ -2,7 +2,6 @@
 
 import functools
 import json
-import types
 
 import pytest
 import torch
@@ -60,17 +59,11 @@ def test_a_way_that_is_wrong_or_fails_has_no_time(monkeypatch):
 
 @no_gpu
 def test_peers_with_pages_are_right_in_each_setting(monkeypatch):
-    def attend(q, k, v, *, seqused_k, page_table, num_splits, return_lse):
-        o, lse = flash_attention_with_cache(
-            *(x.transpose(1, 2) for x in (q, k, v)), seqused_k, page_table, return_lse=return_lse
-        )
-        return o.transpose(1, 2), lse
+    def attend(q, k, v, *, seqused_k, page_table):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return flash_attention_with_cache(q, k, v, seqused_k, page_table).transpose(1, 2), None
 
-    def combine(o, lse, return_lse):
-        return (lse.softmax(0)[..., None] * o).sum(0), None
-
-    theirs = types.SimpleNamespace(flash_attn_varlen_func=attend, flash_attn_combine=combine)
-    monkeypatch.setattr(peers, "fa4", lambda name: (theirs, ""))
+    monkeypatch.setattr(peers, "fa4", lambda name: (attend, ""))
     monkeypatch.setattr(peers, "_compiled_flex", lambda mode: flex_attention)
     monkeypatch.setattr(decode, "RAGGED", (64, 1, 70, 33))
     monkeypatch.setattr(torch, "bfloat16", torch.float32)
@@ -78,8 +71,8 @@ def test_peers_with_pages_are_right_in_each_setting(monkeypatch):
     (q,) = harness.draw((4, 8, 1, 64), dtype=torch.float32)
     for page in (16, 128):
         x = decode.Filled(case, page, 0)
-        settings = decode.ways(case, "work")[f"FlashAttention-4, pages of {page}"][1].settings
-        for make in (*settings.values(), *(functools.partial(decode._flex, whole) for whole in (False, True))):
+        settings = {n: functools.partial(decode._flex, whole) for n, whole in (("one", False), ("two", True))}
+        for make in (decode._fa4, *settings.values()):
             assert decode.off(case, q, x, make(q, x)()) <= 1
         best = decode.Fastest(case, settings | {"wrong": lambda q, x: lambda: q})
         best(q, x)

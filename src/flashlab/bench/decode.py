@@ -1,8 +1,8 @@
 """Phase 12: one query per sequence over long caches, paged and contiguous, beside SDPA and kernels with pages.
 
 bf16; CUDA graphs that go through copies of the cache which together exceed the L2. Pages of 16 or of 1 (peers: 16 or
-128), the table permuted; SDPA reads a contiguous cache, FlashInfer is planned beforehand, FlashAttention-4 and
-FlexAttention take the fastest of some settings: `setting`, and of those that do not run why: `refused`. Before it is
+128), the table permuted; SDPA reads a contiguous cache, FlashInfer is planned beforehand, FlexAttention takes
+the faster of two settings: `setting`, and of one that does not run why: `refused`. Before it is
 timed, each way is compared with float64 on its longest and its shortest sequence: one that is wrong has no time. Rows:
 batch, heads, kv_heads, keys, head_dim, ragged, name; times, gb_s of K and V read once, error (of its bound).
 
@@ -150,9 +150,7 @@ def ways(case: Case, part: str) -> dict[str, tuple[int | None, Callable[[torch.T
         OURS: (16, door("p12_decode")), WHOLE: (None, door("p12_decode")), ONES: (1, door("p12_decode")),
         "Triton, pages of 16": (16, door("triton")), FLASHINFER: (16, _flashinfer),
     }  # fmt: skip
-    parts = {f"{n} parts": functools.partial(_fa4, n, 1) for n in (1, 2, 4, 8, 16, 32)}
-    parts["num_splits"] = functools.partial(_fa4, 1, 0)
-    found |= {f"FlashAttention-4, pages of {page}": (page, Fastest(case, parts)) for page in (16, 128)}
+    found |= {f"FlashAttention-4, pages of {page}": (page, _fa4) for page in (16, 128)}
     if not case.ragged:
         found |= {
             CUDNN: (None, lambda q, x: peers.sdpa("CUDNN_ATTENTION", q, x.k, x.v)),
@@ -205,28 +203,15 @@ def _flashinfer(q: torch.Tensor, x: Filled) -> Way:
     return lambda: wrapper.run(q[:, :, 0], (x.k, x.v))[:, :, None]
 
 
-def _fa4(parts: int, num_splits: int, q: torch.Tensor, x: Filled) -> Way:
-    """FlashAttention-4. On capability 9.0 it refuses to split (num_splits=0: as its heuristic wants), so that each part
-    of a sequence is given to it as a sequence, with a copy of q made beforehand; its own kernel combines them."""
-    theirs, why = peers.fa4("interface")
-    if theirs is None or x.table is None:
+def _fa4(q: torch.Tensor, x: Filled) -> Way:
+    """FlashAttention-4, which refuses to split keys on capability 9.0. Given parts as sequences of their own, for its
+    own kernel to combine, it ended in an illegal access (4.0.0b36, 1 x 65536, two parts).
+    """
+    theirs, why = peers.fa4("flash_attn_varlen_func")
+    if theirs is None:
         raise RuntimeError(why)
-    batch, width = x.table.shape
-    each = cdiv(width, parts)
-    table = torch.cat(F.pad(x.table, (0, parts * each - width)).split(each, 1))  # [parts * batch, each]
-    keys = each * x.k.shape[2]
-    used = (x.lengths - keys * torch.arange(parts, device=q.device)[:, None]).clamp(0, keys).flatten().int()
-    copies, k, v = q.transpose(1, 2).repeat(parts, 1, 1, 1), x.k.transpose(1, 2), x.v.transpose(1, 2)
-    options = {"seqused_k": used, "page_table": table, "num_splits": num_splits, "return_lse": True}
-
-    def run() -> torch.Tensor:
-        o, lse = theirs.flash_attn_varlen_func(copies, k, v, **options)
-        if parts > 1:
-            o, lse = (y.unflatten(0, (parts, batch)) for y in (o, lse))
-            o, _ = theirs.flash_attn_combine(o, lse.mT, return_lse=False)
-        return o.transpose(1, 2)
-
-    return run
+    rows, k, v = q.transpose(1, 2).contiguous(), x.k.transpose(1, 2), x.v.transpose(1, 2)
+    return lambda: theirs(rows, k, v, seqused_k=x.lengths, page_table=x.table)[0].transpose(1, 2)
 
 
 def _flex(whole: bool, q: torch.Tensor, x: Filled) -> Way:
