@@ -12,7 +12,7 @@ __device__ CUtensorMap global_map;
 constexpr int BYTES = 256;  // two rows of 32 floats: a box
 
 #define FIRST if (threadIdx.x == 0)
-#define BAR smem_u32(&bar_smem)
+#define BAR smem_u32(bar_smem)
 #define TILE smem_u32(tile)
 #define LOAD(map) FIRST mbarrier_arrive_expect_tx(BAR, BYTES), tma_load(TILE, map, BAR, 0, 0)
 #define ROW(from) FIRST mbarrier_arrive_expect_tx(BAR, BYTES), bulk_load(TILE, from, BYTES, BAR)
@@ -36,8 +36,8 @@ __global__ void memory(const __grid_constant__ Maps maps, const CUtensorMap* in_
                        int mode) {
     __shared__ __align__(1024) float tile[128];
     __shared__ __align__(64) CUtensorMap map_smem;
-    __shared__ __align__(8) uint64_t bar_smem;
-    FIRST mbarrier_init(BAR, mode == 9 || mode == 10 ? 32 : 1), fence_mbarrier_init();
+    __shared__ __align__(8) uint64_t bar_smem[2];
+    FIRST mbarrier_init(BAR, mode == 9 || mode == 10 ? 32 : mode == 97 ? 2 : mode == 103 ? 64 : 1), fence_mbarrier_init();
     __syncthreads();
     switch (mode) {
     // ---- the answer of a wait
@@ -220,6 +220,36 @@ __global__ void memory(const __grid_constant__ Maps maps, const CUtensorMap* in_
         }                                                                                         // right
         break;
     case 95: if (threadIdx.x % 32 == 0 && blockIdx.x == 0) { int x = *FLAG; __threadfence(); *FLAG = x + 1; } break;  // expect: global-race; Use atomicAdd
+    // ---- mbarriers, waits, fences and buffers in ways that the series does not use
+    case 96: FIRST { mbarrier_expect_tx(BAR, 64), mbarrier_expect_tx(BAR, BYTES - 64), tma_load(TILE, &maps.x, BAR, 0, 0), mbarrier_arrive(BAR); } WAIT; OUT; break;  // right
+    case 97: if (threadIdx.x % 32 == 5) mbarrier_arrive_expect_tx(BAR, 128), bulk_load(TILE + threadIdx.x / 32 * 128, x + threadIdx.x / 32 * 32, 128, BAR); WAIT; OUT; break;  // right
+    case 98: LOAD(&maps.x); if (threadIdx.x % 32 == 9) WAIT; __syncwarp(); OUT; break;            // right
+    case 99: LOAD(&maps.x); WAIT; WAIT; OUT; break;                                               // right
+    case 100: FIRST mbarrier_inval(BAR), *bar_smem = 7, mbarrier_init(BAR, 1), fence_mbarrier_init(); __syncthreads(); LOAD(&maps.x); WAIT; OUT; break;  // right
+    case 101:
+        FIRST mbarrier_inval(BAR);
+        __syncthreads();
+        if (threadIdx.x < 2) mbarrier_init(BAR + 8 * (threadIdx.x ^ 1), 1), fence_mbarrier_init();
+        __syncthreads(); LOAD(&maps.x); WAIT; OUT;                                                // right
+        break;
+    case 102: tile[threadIdx.x] = 1; __syncthreads(); if (threadIdx.x == 40) fence_proxy_async(); __syncthreads(); STORE; FIRST bulk_wait<0>(); break;  // right
+    case 103:
+        FIRST mbarrier_init(BAR + 8, 64);
+        __syncthreads();
+        for (int r = 0; r < 4; r++) {
+            tile[r % 2 * 64 + threadIdx.x] = r, mbarrier_arrive(BAR + r % 2 * 8), mbarrier_wait(BAR + r % 2 * 8, r / 2);
+            y[threadIdx.x] = tile[r % 2 * 64 + (threadIdx.x ^ 63)];                               // right
+        }
+        break;
+    case 104:
+        for (int t = 0; t < 4; t++) {
+            FIRST bulk_wait_read<1>();  // the store before the last one has read its buffer
+            __syncthreads();
+            tile[t % 2 * 64 + threadIdx.x] = t, fence_proxy_async(), __syncthreads();
+            FIRST bulk_store(y + 32 * t, TILE + t % 2 * BYTES, 128), bulk_commit();               // right
+        }
+        FIRST bulk_wait<0>();
+        break;
     default: break;
     }
 }
