@@ -12,8 +12,7 @@ from sequences import DEVICE, Sequences
 
 from flashlab import flash_attention_with_cache
 from flashlab.cuda import CompileError, decoding, load_inline, operators
-from flashlab.cuda.resources import available, resources
-from flashlab.kernels.series import DECODING, path
+from flashlab.kernels.series import DECODING
 
 FP16, BF16 = torch.float16, torch.bfloat16
 *EARLY, LAST = (s.name for s in DECODING)
@@ -282,12 +281,3 @@ def test_dependent_launches_are_not_emulated_and_two_launches_stand_for_them():
     x, total = torch.zeros(32, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     module.launch("both", x, total)
     assert total.item() == 64
-
-
-@pytest.mark.long
-@pytest.mark.skipif(not available(), reason="needs nvcc, g++ and cuobjdump")
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("name", [*EARLY, LAST])
-def test_nothing_is_spilled(name, head_dim):
-    for found in resources(path(name), launches=False, HEAD_DIM=head_dim, ELEMENT="__nv_bfloat16"):
-        assert found.spill_bytes == 0, found
