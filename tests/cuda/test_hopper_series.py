@@ -1,4 +1,4 @@
-"""Phase 11's ladder: every step is right, and clean under the checks."""
+"""Phase 11's last step and its exhibits, beside what is asked of every step (test_series.py)."""
 
 from __future__ import annotations
 
@@ -6,59 +6,24 @@ import math
 
 import pytest
 import torch
-from test_series import BOUND, CASES, run
+from test_series import BOUND, CASES, MORE, run
 
 from flashlab.attention import reference
 from flashlab.bench import hopper_jobs
 from flashlab.cuda import load_inline
 from flashlab.kernels import HOPPER, HOPPER_SIDE, step
 
-STEPS = pytest.mark.parametrize("step", HOPPER, ids=lambda s: s.name)
-# Every build takes seconds: of the steps between, the rest is tried where `-m long` asks for it.
-SOME = ("p11_1_tma", "p11_6_overlap", "p11_flash")
-SOME_STEPS = pytest.mark.parametrize(
-    "step", [pytest.param(s, id=s.name, marks=[] if s.name in SOME else pytest.mark.long) for s in HOPPER]
-)
 FLASH = step("p11_flash")
-# heads, kv_heads, seq_q, seq_k, causal: more parts than blocks; several tiles and parts, whose first tile some
-# consumers may not see at all; no row sees a key; a sequence that ends where a tile does
-MORE = ((4, 2, 300, 450, True), (3, 1, 200, 200, True), (1, 1, 64, 8, True), (2, 2, 192, 256, False))
 
 
-@SOME_STEPS  # lecture 11 runs them all
-def test_right_in_the_fast_build(step):
-    for case in CASES + MORE:
-        run(step, case, sms=2)  # so that blocks take several parts, from step 8 on
-
-
-@pytest.mark.long
-@STEPS
-def test_right_for_the_other_dtype_and_head_dim(step):
-    run(step, CASES[0], dtype=torch.bfloat16)
-    for case in (CASES[0], MORE[0]):
-        run(step, case, head_dim=128, sms=2)
-
-
-@SOME_STEPS
-def test_clean_in_the_check_build(step):
-    for case in (*CASES[:2], MORE[0]):
-        run(step, case, check=True, sms=2)
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "dtype"),
-    [
-        pytest.param(d, t, marks=[] if (d, t) == (256, torch.float16) else pytest.mark.long)
-        for d in FLASH.head_dims for t in FLASH.dtypes
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("head_dim", FLASH.head_dims)
+@pytest.mark.parametrize("dtype", FLASH.dtypes, ids=str)
 @pytest.mark.long
 def test_the_last_step_takes_every_shape(head_dim, dtype):
     for sms in (2, 132):  # several consumers; one
         for case in CASES + MORE[:3]:
             run(FLASH, case, head_dim=head_dim, dtype=dtype, sms=sms)
-    run(FLASH, MORE[0], head_dim=head_dim, dtype=dtype, sms=2, check=True)
+    run(FLASH, MORE[0], head_dim=head_dim, dtype=dtype, check=True)
 
 
 SIZES = [(d, hopper_jobs.Kernel(f"p11_flash {x}").defines) for d, tried in hopper_jobs.SIZES.items() for x in tried]
@@ -68,17 +33,7 @@ SIZES = [(d, hopper_jobs.Kernel(f"p11_flash {x}").defines) for d, tried in hoppe
 @pytest.mark.parametrize(("head_dim", "defines"), SIZES, ids=str)
 def test_the_macros_that_are_tried_for_a_head_size(head_dim, defines):
     for causal in (True, False):
-        run(FLASH, (*MORE[0][:4], causal), head_dim=head_dim, dtype=torch.bfloat16, sms=2, check=True, **defines)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("step", "define", "value"),
-    [(s, d, v) for s in HOPPER for d, values in s.defines.items() for v in values[1:]],
-    ids=lambda x: getattr(x, "name", str(x)),
-)
-def test_every_define(step, define, value):
-    run(step, MORE[0], sms=2, check=True, **{define: value})
+        run(FLASH, (*MORE[0][:4], causal), head_dim=head_dim, dtype=torch.bfloat16, check=True, **defines)
 
 
 def test_blocks_have_one_consumer_where_parts_are_few():
@@ -86,7 +41,7 @@ def test_blocks_have_one_consumer_where_parts_are_few():
     assert [launch.block[0] for launch in launches] == [4 * 128, 2 * 128]
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", ["p11_1_tma", "p11_6_overlap", "p11_flash"])
 def test_layouts(name):
     """Heads between the rows, one batch of several, keys that several batches share, a row that is a part of a row."""
     generator = torch.Generator().manual_seed(0)
