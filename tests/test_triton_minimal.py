@@ -51,17 +51,6 @@ def test_any_strides():
         torch.testing.assert_close(a, b, rtol=0, atol=5e-6)
 
 
-def test_rows_of_minus_infinity():
-    q, k, v = make(20, 40, 16, torch.float32)
-    k[:, 0] = -math.inf
-    q[:, 0] = 1.0
-    q[3:, 0] = 0.0
-    q[3:] = 0.0  # 0 * -inf is NaN: these rows are NaN, the first three see only -inf
-    o, lse = flash_attention_forward(q, k, v)
-    assert (o[:3] == 0).all() and (lse[:3] == -math.inf).all()
-    assert o[3:].isnan().all() and lse[3:].isnan().all()
-
-
 def test_nan_stays_in_its_row():
     q, k, v = make(40, 70, 16, torch.float32)
     clean, clean_lse = flash_attention_forward(q, k, v)
