@@ -2,7 +2,6 @@
 
 import pytest
 
-from flashlab.kernels import FOLDER
 from flashlab.kernels.regions import Region, edited, region_text, regions, replace
 
 KERNEL = """\
@@ -51,13 +50,6 @@ def test_a_name_that_is_not_there():
         region_text(KERNEL, "copy")
     with pytest.raises(KeyError, match="its regions: none"):
         region_text("x\n", "copy")
-
-
-@pytest.mark.parametrize("path", sorted(FOLDER.rglob("*.cu*")), ids=lambda p: p.name)
-def test_the_regions_of_every_source_of_the_series(path):
-    text = path.read_text(encoding="utf-8")
-    for name in regions(text):
-        assert region_text(text, name).strip()
 
 
 def test_a_region_is_replaced_with_what_is_inside_it():
