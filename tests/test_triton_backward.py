@@ -73,7 +73,7 @@ WINDOWS = st.one_of(
 )
 
 
-@settings(max_examples=32, deadline=None)
+@settings(max_examples=24, deadline=None)
 @given(st.data())
 def test_drawn_shapes_masks_and_layouts(data):
     """Of the forward pass too."""
@@ -82,7 +82,8 @@ def test_drawn_shapes_masks_and_layouts(data):
     seq_q, seq_k = draw(st.integers(1, 40), "seq_q"), draw(st.integers(1, 50), "seq_k")
     dtype, layout = draw(st.sampled_from(DTYPES), "dtype"), draw(st.sampled_from(["bhnd", "bnhd", "bhdn"]), "layout")
     head_dim = draw(st.sampled_from([8, 16, 40, 59]), "head_dim")
-    inputs = make(1, kv_heads * group, kv_heads, seq_q, seq_k, head_dim, dtype, layout=layout)
+    batch = 4 if seq_q * seq_k < 100 else 1  # the rule is calibrated on a twin, which may be lucky with a few numbers
+    inputs = make(batch, kv_heads * group, kv_heads, seq_q, seq_k, head_dim, dtype, layout=layout)
     sides = st.sampled_from([16, 32])
     forward, *blocks = (Tile(draw(sides, "BLOCK_M"), draw(sides, "BLOCK_N"), 4, 2) for _ in range(3))
     options = dict(
