@@ -34,9 +34,9 @@ def cases(name: str, expected: str) -> dict[str, tuple[re.Match, set[int]]]:
     return found
 
 
-MISTAKES = cases("mistakes.cu", r"^// expect: (?P<check>[^|]*) \| (?P<fast>[^;]*)(; (?P<words>.*))?$")
-RIGHT = cases("right.cu", r"^// out\[0\] = (?P<first>[\d.]+)")
-HOST = cases("host.cu", r"^// expect: (?P<error>\w+): (?P<words>.*)$")
+MISTAKES = cases("mistakes.cu", r"// expect: (?P<check>[^|]*) \| (?P<fast>[^;]*)(; (?P<words>.*))?$")
+RIGHT = cases("right.cu", r"// out\[0\] = (?P<first>[\d.]+)")
+HOST = cases("host.cu", r"// expect: (?P<error>\w+): (?P<words>.*)$")
 SAMPLED = [pytest.param(k, b, id=f"{k}-{b}") for k, (x, _) in MISTAKES.items() if not x["words"] for b in BUILDS]
 TOLD = [pytest.param(k, b, id=f"{k}-{b}") for k, (x, _) in MISTAKES.items() if x["words"] for b in BUILDS]
 # Of what ends the launch. All else that does is an IllegalAccess.

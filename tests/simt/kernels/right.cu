@@ -10,8 +10,7 @@
     HEAD(name)
 #define T threadIdx.x
 
-// out[0] = 8256
-KERNEL(reduce, 1, 128) {
+KERNEL(reduce, 1, 128) {  // out[0] = 8256
     __shared__ float s[128];
     s[T] = in[T];
     __syncthreads();
@@ -22,16 +21,14 @@ KERNEL(reduce, 1, 128) {
     if (T == 0) out[0] = s[0];
 }
 
-// out[0] = 7: all store the same, in one instruction or in several
-KERNEL(a_flag_that_all_lanes_set, 1, 128) {
+KERNEL(a_flag_that_all_lanes_set, 1, 128) {  // out[0] = 7: all store the same, in one instruction or in several
     __shared__ int flag;
     if (T < 32) flag = n - 57;
     __syncthreads();
     out[T] = flag;
 }
 
-// out[0] = 2
-KERNEL(neighbouring_bytes, 1, 64) {
+KERNEL(neighbouring_bytes, 1, 64) {  // out[0] = 2
     __shared__ unsigned char bytes[64];
     bytes[T] = (unsigned char)in[T];
     bytes[T] += 1;
@@ -39,8 +36,7 @@ KERNEL(neighbouring_bytes, 1, 64) {
     out[T] = bytes[T];
 }
 
-// out[0] = 1
-KERNEL(a_guard_and_a_barrier, 1, 64) {
+KERNEL(a_guard_and_a_barrier, 1, 64) {  // out[0] = 1
     __shared__ float s[64];
     const bool mine = T < 48;
     s[T] = mine ? in[T] : 0;
@@ -49,22 +45,19 @@ KERNEL(a_guard_and_a_barrier, 1, 64) {
     out[T] = s[T];
 }
 
-// out[0] = 1
-KERNEL(threads_that_return_before_no_barrier, 1, 64) {
+KERNEL(threads_that_return_before_no_barrier, 1, 64) {  // out[0] = 1
     if (T >= 48) return;
     out[T] = in[T];
 }
 
-// out[0] = 16
-KERNEL(an_mma, 1, 32) {
+KERNEL(an_mma, 1, 32) {  // out[0] = 16
     float c[4] = {};
     const uint32_t one = pack(1, 1), a[4] = {one, one, one, one};
     mma_m16n8k16(c, a, one, one);
     out[T] = c[0];
 }
 
-// out[0] = 1
-KERNEL(a_branch_that_sets_what_it_uses, 1, 64) {
+KERNEL(a_branch_that_sets_what_it_uses, 1, 64) {  // out[0] = 1
     float v, w[4];
     if (T < 32) v = in[T], w[0] = 0;
     for (int i = 1; i < 4; i++) w[i] = i;
@@ -72,8 +65,7 @@ KERNEL(a_branch_that_sets_what_it_uses, 1, 64) {
     else out[T] = w[3];
 }
 
-// out[0] = 3
-KERNEL(a_vote_of_all, 1, 32) {
+KERNEL(a_vote_of_all, 1, 32) {  // out[0] = 3
     int left = T % 4, rounds = 0;
     while (__any_sync(~0u, left > 0)) {
         if (left) left--;
@@ -82,8 +74,7 @@ KERNEL(a_vote_of_all, 1, 32) {
     out[T] = rounds;
 }
 
-// out[0] = 100001: 400 KB of local memory, of the 512 KB that a GPU has
-KERNEL(a_large_local_array, 1, 2) {
+KERNEL(a_large_local_array, 1, 2) {  // out[0] = 100001: 400 KB of local memory, of the 512 KB that a GPU has
     volatile float a[100000];
     for (int i = 0; i < 100000; i += 1000) a[i] = i;
     a[99999] = 100000;
@@ -114,8 +105,7 @@ KERNEL(a_copy_over_what_was_never_set, 1, 16) {  // `out` holds the bytes that a
     ((float4*)out)[T] = ((const float4*)in)[T];
 }
 
-// out[0] = 65
-KERNEL(memory_in_one_go, 1, 64) {
+KERNEL(memory_in_one_go, 1, 64) {  // out[0] = 65
     __shared__ float s[64];
     if (T == 0) {
         memset(s, 0, sizeof s);
