@@ -41,25 +41,6 @@ def steps(monkeypatch):
     return found
 
 
-# ---- what is measured ----------------------------------------------------------------------------------------------
-def test_what_tells_most_comes_first():
-    first = hopper_jobs.jobs()[:25]
-    assert {job["part"] for job in first} >= {"shapes", "ladder", "validate"}
-    shapes = {(j["shape"][3], j["causal"]) for j in first if j["part"] == "shapes"}
-    assert len(shapes) == 6
-    assert [job["part"] for job in hopper_jobs.jobs()[-4:]] == ["sanitizer"] * 4
-
-
-def test_every_kernel_that_a_job_needs_is_built_once(steps):
-    keys = hopper.wanted_modules(hopper_jobs.jobs())
-    assert len(set(keys)) == len(keys)
-    last = {(d, dtype) for name, d, dtype in keys if name == "p9_flash"}
-    assert last == {(d, t) for d in (64, 128, 256) for t in (torch.bfloat16, torch.float16)}
-    macros = [key for key in hopper.wanted_modules(hopper_jobs.sizes(), "p11_flash") if key[1] == 96]
-    assert [name for name, *_ in macros] == ["p11_flash", *(f"p11_flash {x}" for x in hopper_jobs.SIZES[96])]
-    assert ("p9_1_masks", 256, torch.bfloat16) not in keys and ("p9_1_masks", 128, torch.bfloat16) in keys
-
-
 # ---- the kernels ---------------------------------------------------------------------------------------------------
 def test_everyone_computes_the_same_attention(steps, monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))

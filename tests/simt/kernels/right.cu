@@ -10,17 +10,6 @@
     HEAD(name)
 #define T threadIdx.x
 
-KERNEL(reduce, 1, 128) {  // out[0] = 8256
-    __shared__ float s[128];
-    s[T] = in[T];
-    __syncthreads();
-    for (int d = 64; d; d /= 2) {
-        if (T < d) s[T] += s[T + d];
-        __syncthreads();
-    }
-    if (T == 0) out[0] = s[0];
-}
-
 KERNEL(a_flag_that_all_lanes_set, 1, 128) {  // out[0] = 7: all store the same, in one instruction or in several
     __shared__ int flag;
     if (T < 32) flag = n - 57;
@@ -48,13 +37,6 @@ KERNEL(a_guard_and_a_barrier, 1, 64) {  // out[0] = 1
 KERNEL(threads_that_return_before_no_barrier, 1, 64) {  // out[0] = 1
     if (T >= 48) return;
     out[T] = in[T];
-}
-
-KERNEL(an_mma, 1, 32) {  // out[0] = 16
-    float c[4] = {};
-    const uint32_t one = pack(1, 1), a[4] = {one, one, one, one};
-    mma_m16n8k16(c, a, one, one);
-    out[T] = c[0];
 }
 
 KERNEL(a_branch_that_sets_what_it_uses, 1, 64) {  // out[0] = 1
