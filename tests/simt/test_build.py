@@ -147,9 +147,9 @@ def test_any_cpu_can_run_it():
 
 @pytest.mark.skipif(not shutil.which("clang++"), reason="needs clang++")
 def test_the_other_compiler():
-    given, out = np.arange(1, 4097, dtype=np.float32), np.zeros(4096, np.float32)
-    got = compile_cuda(KERNELS / "right.cu", check=True, compiler="clang++").run_an_mma(given, out, 64)
-    assert got.ok and out[0] == 16
+    a, out = np.full((16, 16), 1, np.float16).view(np.uint16), np.zeros((16, 8), np.float32)
+    got = compile_cuda(KERNELS / "tensor.cu", check=True, compiler="clang++").run_mma(a, a[:8], out.copy(), out, 16, 0)
+    assert got.ok and (out == 16).all()
     assert got.counters["mma"] and all(line for line in got.by_line)
     racy = two_warps_one_word(compile_cuda(KERNELS / "mistakes.cu", check=True, compiler="clang++"))
     assert racy.findings[0].kind == "race" and racy.findings[0].line
