@@ -191,11 +191,8 @@ def kernel_lines(lesson: Lesson, root: Path, cells) -> tuple[str, list[str], set
         module, *names = PYTHON_KERNELS[lesson.number]
         quote = Quote(0, "FROM", module, tuple(names), True)
         name, text = ", ".join(names), "\n".join(symbol_source(lesson, root, quote, one) for one in names)
-    elif lesson.number in LAST_STEPS or series.steps(lesson.number):
-        last = (
-            series.step(LAST_STEPS[lesson.number]) if lesson.number in LAST_STEPS else series.steps(lesson.number)[-1]
-        )
-        name, text = f"{last.name}.cu", series.whole(last.name)
+    elif last := LAST_STEPS.get(lesson.number) or next((s.name for s in series.steps(lesson.number)[::-1]), ""):
+        name, text = f"{last}.cu", series.whole(last)
     else:
         return "", [], set()
     seen: set[str] = set()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from lesson_source import Lesson, find_lessons, make_notebook, read_lesson
+from lesson_source import Lesson, defined_names, find_lessons, make_notebook, read_lesson
 
 from flashlab.check import CheckFailed
 from flashlab.check.changes import edited
@@ -68,14 +68,8 @@ def cell_of(id: str, kind: str) -> str:
     phase = number_of(id.split(".")[0])
     wanted = asked(phase, kind)[id][0]
     for cell in cells_of(phase, kind):
-        if "exercise" in cell.metadata.get("tags", []):
-            tree = ast.parse(cell.source)
-            found = {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}
-            found |= {
-                t.id for n in tree.body if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)
-            }
-            if wanted in found:
-                return cell.source
+        if "exercise" in cell.metadata.get("tags", []) and wanted in defined_names(cell.source):
+            return cell.source
     raise LookupError(id)
 
 
