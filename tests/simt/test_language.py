@@ -31,10 +31,6 @@ def test_static_shared_memory_of_a_template(language):
     out = np.zeros_like(a)
     assert language.run_reverse(a, out, 3).ok
     assert (out == a.reshape(3, 64)[:, ::-1].ravel()).all()
-    d = np.arange(64, dtype=np.float64)
-    out = np.zeros_like(d)
-    assert language.run_reverse_double(d, out, 2).ok
-    assert (out == d.reshape(2, 32)[:, ::-1].ravel()).all()
 
 
 def test_dynamic_shared_and_constant_memory(language):

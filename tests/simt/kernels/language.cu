@@ -44,9 +44,6 @@ __global__ void dynamic_pair(const float* in, float* out) {
     if (threadIdx.x == 0) launches++;
 }
 ENTRY run_reverse(const float* in, float* out, int blocks) { reverse<float, 64><<<blocks, 64>>>(in, out); }
-ENTRY run_reverse_double(const double* in, double* out, int blocks) {
-    reverse<double, 32><<<blocks, 32, 0, nullptr>>>(in, out);
-}
 ENTRY run_dynamic(const float* in, float* out, int n) {
     const float host[4] = {10, 20, 30, 40};
     cudaMemcpyToSymbol(weights, host, sizeof host);
