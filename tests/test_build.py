@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -176,21 +175,6 @@ def test_ctrl_c_stops_the_build(root):
     for pid in (pid for mark in marks[:jobs] for pid in mark.read_text().split()):
         state = Path(f"/proc/{pid}/stat")
         assert not state.exists() or state.read_text().split()[2] == "Z", "a kernel, or what it started, still runs"
-
-
-def test_leftovers_of_killed_builds_are_swept(root, no_kernel, tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    for name, age in (("notebooks/.02_tiny.ipynb.abc123", 2), ("notebooks/.02_tiny.ipynb.new", 0),
-                      ("temporary/flashlab-abc/kernel.log", 2), ("temporary/flashlab-new/kernel.log", 0),
-                      ("temporary/others", 2)):  # fmt: skip
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("")
-        for touched in (path, path.parent) if "flashlab-" in name else (path,):
-            os.utime(touched, (time.time() - age * 86400,) * 2)
-    assert run(root) == 0
-    left = {str(p.relative_to(tmp_path)) for p in (*root.glob("notebooks/.*"), *(tmp_path / "temporary").iterdir())}
-    assert left == {"notebooks/.02_tiny.ipynb.new", "temporary/flashlab-new", "temporary/others"}
 
 
 @pytest.fixture

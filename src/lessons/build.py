@@ -29,9 +29,7 @@ import contextlib
 import copy
 import datetime
 import os
-import shutil
 import sys
-import tempfile
 import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -153,7 +151,6 @@ def build(paths: list[Path], root: Path, options: argparse.Namespace, console: C
     Ctrl-C (KeyboardInterrupt) ends the kernels that run, begins no other lesson, and leaves every notebook whole.
     """
     STOPPED.clear()
-    sweep(root)
     bars = Progress(console=console, transient=True, disable=not console.is_terminal)
 
     def one(path: Path) -> bool:
@@ -180,16 +177,6 @@ def build(paths: list[Path], root: Path, options: argparse.Namespace, console: C
             stop_kernels()
             pool.shutdown(cancel_futures=True)
             raise
-
-
-def sweep(root: Path, days: float = 1.0) -> None:
-    """Remove what killed builds have left: notebooks half written, folders of kernels."""
-    leftovers = [*root.glob("*/.*.ipynb.*"), *Path(tempfile.gettempdir()).glob("flashlab-*")]
-    for path in leftovers:
-        with contextlib.suppress(OSError):
-            found = path.lstat()
-            if found.st_uid == os.getuid() and found.st_mtime < time.time() - days * 86400:
-                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 # ---------------------------------------------------------------- check

@@ -147,7 +147,6 @@ def test_a_step_is_small_and_marked(before, after):
     assert "// New" in after.path.read_text(), f"nothing is marked in {after.name}"
 
 
-PARTS = [p.name for p in sorted(FOLDER.rglob("*.cuh")) if "#pragma once" not in p.read_text()]
 SOURCES = [path(p.stem) for p in sorted(FOLDER.rglob("*.cu"))]
 
 
@@ -162,16 +161,6 @@ def test_what_every_source_keeps(source):
                                                         for a in found.values())}  # fmt: skip
     long = {n: r.last - r.first + 1 for n, r in leaves.items() if r.last - r.first >= 45}
     assert not long, f"{source.name}: {long}"
-
-
-@pytest.mark.parametrize("name", ["p6_1_fa1", *(steps(phase)[-1].name for phase in (6, 7, 8, 9, 11, 12)), *PARTS])
-def test_every_line_of_code_is_in_a_region(name):
-    """So that a lecture can show the whole kernel, piece by piece."""
-    text = path(name).read_text(encoding="utf-8")
-    shown = {n for r in regions(text).values() for n in range(r.first, r.last + 1)}
-    lines = enumerate(text.splitlines(), 1)
-    left_out = [f"{n}: {line}" for n, line in lines if re.sub(r"//.*", "", line).strip() and n not in shown]
-    assert not left_out
 
 
 def test_the_same_part_has_the_same_name():

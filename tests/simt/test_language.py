@@ -108,19 +108,6 @@ def test_a_lock_within_a_warp(language):
     assert total[0] == 64 and lock[0] == 0
 
 
-def test_vector_loads_are_one_access(language):
-    a = np.random.default_rng(1).standard_normal(128).astype(np.float32)
-    out = np.zeros(130, np.float32)
-    report = language.run_vectors(a, out)
-    assert report.ok
-    assert (out[:128] == a[::-1]).all()
-    assert (out[128:] == a[124:126]).all()
-    if report.check and "clang" not in language.build.compiler.version:
-        c = report.counters
-        assert c["global_loads"] == 1 and c["global_load_bytes"] == 512 and c["global_load_sectors"] == 16
-        assert c["shared_loads"] == 1 and c["shared_load_wavefronts"] == 4 == c["shared_load_ideal"]
-
-
 def test_maths(language):
     x = np.float32([0.5, 2.0, -1.25, 3.5, 0.1, -0.7, 1.0, 10.0])
     out = np.zeros((12, 8), np.float32)

@@ -128,4 +128,4 @@ def test_python_survives_the_host_part(entry, check):
 
 
 def test_there_are_enough_of_them():
-    assert len(MISTAKES) >= 72 and len(RIGHT) >= 11 and len(HOST) >= 22
+    assert len(MISTAKES) >= 72 and len(RIGHT) >= 8 and len(HOST) >= 22

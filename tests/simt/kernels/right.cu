@@ -25,20 +25,6 @@ KERNEL(neighbouring_bytes, 1, 64) {  // out[0] = 2
     out[T] = bytes[T];
 }
 
-KERNEL(a_guard_and_a_barrier, 1, 64) {  // out[0] = 1
-    __shared__ float s[64];
-    const bool mine = T < 48;
-    s[T] = mine ? in[T] : 0;
-    __syncthreads();
-    if (!mine) return;
-    out[T] = s[T];
-}
-
-KERNEL(threads_that_return_before_no_barrier, 1, 64) {  // out[0] = 1
-    if (T >= 48) return;
-    out[T] = in[T];
-}
-
 KERNEL(a_branch_that_sets_what_it_uses, 1, 64) {  // out[0] = 1
     float v, w[4];
     if (T < 32) v = in[T], w[0] = 0;
@@ -70,15 +56,6 @@ KERNEL(a_store_of_what_a_function_returns, 1, 64) {
     s[T] = four(in[63 - T]);
     __syncthreads();
     out[T] = s[63 - T].z;
-}
-
-// out[0] = 1: the second launch sees what the first has written
-HEAD(first) { out[blockIdx.x * 64 + T] = in[T]; }
-HEAD(second) { out[T] = out[255 - T] - 63; }
-extern "C" int run_two_launches(const float* in, float* out, int n) {
-    first<<<4, 64>>>(in, out, n);
-    second<<<1, 64>>>(in, out, n);
-    return cudaGetLastError();
 }
 
 // out[0] = 1
