@@ -136,21 +136,18 @@ def accepted(*rows, **how) -> Callable:
     return _table("id, edits", rows, test, **how)
 
 
-def diagnosed(*rows, **how) -> Callable:
-    """Rows (id, edits of the solution, slug)."""
+def _failed(fits: Callable[[CheckFailed, str], bool]) -> Callable:
+    """Rows (id, edits of the solution, and a text that what the check says has to fit)."""
 
-    def test(id, edits, slug):
-        failed = failure(id, *_edited(id, edits))
-        assert failed.diagnosis == slug, failed
+    def table(*rows, **how) -> Callable:
+        def test(id, edits, text):
+            failed = failure(id, *_edited(id, edits))
+            assert fits(failed, text), failed
 
-    return _table("id, edits, slug", rows, test, **how)
+        return _table("id, edits, text", rows, test, **how)
+
+    return table
 
 
-def told(*rows, **how) -> Callable:
-    """Rows (id, edits of the solution, words of the sentence)."""
-
-    def test(id, edits, words):
-        failed = failure(id, *_edited(id, edits))
-        assert words in failed.sentence, failed
-
-    return _table("id, edits, words", rows, test, **how)
+diagnosed = _failed(lambda failed, slug: failed.diagnosis == slug)
+told = _failed(lambda failed, words: words in failed.sentence)

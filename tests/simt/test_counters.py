@@ -111,16 +111,6 @@ def test_counts_by_kernel_and_by_line():
     assert total == dict(report.counters)
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_counts_do_not_depend_on_the_scheduling(threads):
-    n = 128
-    a, out = np.zeros((n, n), np.float32), np.zeros((n, n), np.float32)
-    one = run("run_transpose", a, out, n, 0, threads=1)
-    for _ in range(3):
-        other = run("run_transpose", a, out, n, 0, threads=threads)
-        assert other.counters == one.counters and other.by_line == one.by_line
-
-
 def test_a_fast_build_counts_what_the_runtime_sees():
     n = 64
     a, out = np.zeros((n, n), np.float32), np.zeros((n, n), np.float32)
