@@ -7,7 +7,7 @@ counts; what the outputs are, nbval compares.
 
 import ast
 import functools
-import importlib
+import pkgutil
 import re
 import types
 import urllib.parse
@@ -181,12 +181,6 @@ def test_a_lecture_does_not_print_the_answers_of_its_exercises(path):
 # ---------------------------------------------------------------- lectures, as text
 
 
-def _imported(module, name):
-    """What `from module import name` gives."""
-    package = importlib.import_module(module)
-    return getattr(package, name) if hasattr(package, name) else importlib.import_module(f"{module}.{name}")
-
-
 @pytest.mark.parametrize("path", LESSONS)
 def test_what_a_lesson_takes_from_our_modules_is_there(path):
     """Branches for a GPU are not run here: a function that was renamed would be missed there first."""
@@ -195,7 +189,7 @@ def test_what_a_lesson_takes_from_our_modules_is_there(path):
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "flashlab":
             for name in node.names:
-                found = _imported(str(node.module), name.name)
+                found = pkgutil.resolve_name(f"{node.module}.{name.name}")
                 if isinstance(found, types.ModuleType):
                     modules[name.asname or name.name] = found
     for node in ast.walk(tree):  # a parameter of the same name is no module

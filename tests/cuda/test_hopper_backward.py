@@ -34,15 +34,15 @@ def make(batch, heads, kv_heads, seq_q, seq_k, head_dim=64, dtype=FP16):
     return tuple(drawn(batch, heads, kv_heads, seq_q, seq_k, head_dim, dtype, seed=seq_q, device="cpu"))
 
 
-def gradients(q, k, v, grad_o, *, check=False, defines=(), products=5, threads=None, **options):
+def gradients(q, k, v, grad_o, *, backend="emulator", check=False, defines=(), products=5, threads=None, **options):
     """From an o that is rounded, as a forward pass gives it; nothing may be found."""
     o, lse = reference.attention(q, k, v, **options)
     defines = defines if products == 5 else SEVEN + defines
-    how = dict(backend="emulator", check=check, defines=defines)
+    how = dict(backend=backend, check=check, defines=defines)
     how |= {} if threads is None else {"threads": threads}
     found = hopper_backward(grad_o, q, k, v, o.to(q.dtype), lse.float(), **how, **options)
-    report = compiled(q.shape[3], q.dtype, "emulator", check, defines).report
-    assert not report.findings, report.findings[0]
+    report = compiled(q.shape[3], q.dtype, backend, check, defines).report
+    assert report is None or not report.findings, report.findings[0]
     return found
 
 
@@ -203,12 +203,7 @@ def test_a_row_without_keys_has_no_gradient(products):
 @each_way
 @pytest.mark.parametrize(("head_dim", "dtype"), [*itertools.product(HEAD_DIMS, (FP16, BF16))], ids=str)
 def test_right_on_a_gpu(head_dim, dtype, products):
-    how = dict(backend="nvcc", defines=() if products == 5 else SEVEN)
     for case, causal in itertools.product((*CASES, (2, 8, 2, 1000, 1000)), (False, True)):
-        q, k, v, grad_o = (x.cuda() for x in make(*case, head_dim, dtype))
-        o, lse = reference.attention(q, k, v, causal=causal)
-        runs = [hopper_backward(grad_o, q, k, v, o.to(dtype), lse.float(), causal=causal, **how) for _ in range(5)]
-        named = dict(zip(("dq", "dk", "dv"), runs[0], strict=True))
-        name, error = worst(wanted(q, k, v, grad_o, causal=causal), **named)
-        assert error <= 1, f"{case}, causal {causal}: {name} is off by {error:.3g} times its bound"
-        assert all(torch.equal(a, b) for again in runs for a, b in zip(runs[0], again, strict=True))
+        inputs, how = (x.cuda() for x in make(*case, head_dim, dtype)), dict(backend="nvcc", products=products)
+        first, *more = (run(*inputs, causal=causal, **how) for run in (expect, *[gradients] * 4))
+        assert all(torch.equal(a, b) for again in more for a, b in zip(first, again, strict=True))

@@ -4,13 +4,13 @@ import ast
 import contextlib
 import dataclasses
 import functools
-import importlib.util
 import inspect
 import math
 import re
 
 import pytest
 import torch
+from test_house import load
 
 from flashlab import runtime
 from flashlab.attention.online_softmax import merge
@@ -167,10 +167,7 @@ def test_an_interpreted_kernel_gives_what_its_model_gives(id, everywhere, tmp_pa
                 source = re.sub(rf"(\(.*?\b{name.name})\b", r"\1: tl.constexpr", source, count=1)
         path = tmp_path / f"changed_{i}.py"
         path.write_text(f"import triton\nimport triton.language as tl\n\n@triton.jit\n{source}\n")
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        launched = dataclasses.replace(it, call=None).launched(getattr(module, it.fn.__name__))
+        launched = dataclasses.replace(it, call=None).launched(getattr(load(path), it.fn.__name__))
         got = it.index.run(lambda *given, launched=launched: launched(*map(copied, given)))
         for n in range(len(got)) if everywhere else {shown[0], i % len(got)}:
             overflow = any(isinstance(x, torch.Tensor) and x.isinf().any() for x in got[n])  # the model is in float64
