@@ -60,10 +60,6 @@ PAGES = {number_of(x.id): x.values[0] for x in EXERCISES}
 EXERCISE_IDS = [pytest.param(PAGES[e.phase], id, id=id) for id, e in registry.exercises().items()]
 
 
-def announced(path, id):
-    return next(exercise for exercise in read_lesson(path).exercises if exercise.id == id)
-
-
 def run_unsolved(path):
     """Run an exercise notebook as a learner first meets it. Returns [(cell, its error output or None)]."""
     notebook = make_notebook(path, "exercises")
@@ -111,7 +107,7 @@ def test_a_page_fails_at_its_checks_and_nowhere_else_before_it_is_solved(path):
 
 @pytest.mark.parametrize("path, id", EXERCISE_IDS)
 def test_an_exercise_is_registered_as_it_is_announced(path, id):
-    registered, page = registry.find(id), announced(path, id)
+    registered, page = registry.find(id), next(x for x in read_lesson(path).exercises if x.id == id)
     assert (registered.title, registered.minutes, registered.difficulty) == (page.title, page.minutes, page.difficulty)
     assert len(registered.hints) >= 1
     assert all(hint.strip() for hint in registered.hints)

@@ -103,19 +103,17 @@ def test_scores_that_jump(step, defines):
     assert (o - want).abs().max() <= 2 * BOUND[torch.float16] and (lse - want_lse).abs().max() <= 1e-3
 
 
-def dominated(dtype=torch.bfloat16, n=1024):
-    """Rows in whose first tile scores are low, and behind it one key is by 7 to 9 bits above all others."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 2, rows, 64, generator=generator) for rows in (128, n, n))
-    q[..., 0], k[..., 0] = 8, 0
-    k[0, :, 3, 0] = torch.tensor([7.3, 8.9])
-    return q.to(dtype), k.to(dtype), v.to(dtype)
-
-
 @pytest.mark.long
 def test_where_one_key_dominates_its_rounding_cancels():
-    """Under an older maximum its weight is no power of two; its rounding is an error of the whole row, in o alone."""
-    q, k, v = dominated()
+    """Under an older maximum its weight is no power of two; its rounding is an error of the whole row, in o alone.
+
+    In the first tile scores are low, and behind it one key is by 7 to 9 bits above all others.
+    """
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, rows, 64, generator=generator) for rows in (128, 1024, 1024))
+    q[..., 0], k[..., 0] = 8, 0
+    k[0, :, 3, 0] = torch.tensor([7.3, 8.9])
+    q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
     want, want_lse = reference.attention(q, k, v)
     errors = {}
     for name in ("p11_flash", "p11_side_rounded"):

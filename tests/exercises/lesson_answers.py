@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from lesson_source import Lesson, defined_names, find_lessons, make_notebook, read_lesson
+from lesson_source import defined_names, find_lessons, make_notebook, read_lesson
 
 from flashlab.check import CheckFailed
 from flashlab.check.changes import edited
@@ -18,15 +18,13 @@ ROOT = Path(__file__).resolve().parents[2]
 PATHS = {number_of(p.stem): p for p in find_lessons(ROOT) if p.stem.endswith("_exercises")}
 
 
-@functools.cache
-def lesson_of(phase: int | str) -> Lesson:
-    return read_lesson(PATHS[phase])
+lesson_of = functools.cache(read_lesson)
 
 
 @functools.cache
 def cells_of(phase: int | str, kind: str) -> list:
     """The code cells of a page: "exercises" or "solutions"."""
-    return [c for c in make_notebook(lesson_of(phase), kind, ROOT)[0].cells if c.cell_type == "code"]
+    return [c for c in make_notebook(lesson_of(PATHS[phase]), kind, ROOT)[0].cells if c.cell_type == "code"]
 
 
 @functools.cache
