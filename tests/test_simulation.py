@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import matplotlib
 import pytest
 import torch
 from hypothesis import given, settings
@@ -134,7 +133,6 @@ def test_meter_counts_matmuls():
 
 
 def test_tile_frames_are_one_for_each_tile_and_each_store():
-    matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     from flashlab.figures.tiles import tile_figure, tile_frames
