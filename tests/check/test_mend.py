@@ -90,7 +90,7 @@ def test_two_results_may_have_a_change_each():
 
     said = mended(it.index, answer, it.own_text)
     assert re.fullmatch(
-        r"end: `.* 2 .*` stands where `.*1` belongs;\nand full: `.*` stands where `.* \+ 1` belongs", said
+        r"end: the term `-1` is missing in `.* 2 .*`; and full: the term `1` is missing in `m_start.*`", said
     )
 
 

@@ -107,7 +107,7 @@ class Claims:
     def _instead(self, what: str, piece: str, whole: str) -> bool:
         if not _PLAIN.fullmatch(what) or what in self.own or not self._counts(what)[1]:
             return False  # a name that the right text has: of a number, or of what it makes, nothing is known
-        if not self._counts(what)[0]:
+        if not self._counts(what)[0] or (piece.isdigit() and not self._more(what)):
             return True
         mine, right = self._counts(piece)
         return bool(whole and self._there(whole)) or self._there(piece) or (mine >= right > 0 and not self._more(what))

@@ -23,7 +23,9 @@ from flashlab.check.changes import Change, Text, Variants, _expr, _new, _slots, 
 from flashlab.check.lookup import Index
 
 _SECONDS = 2.0  # of one core
-_LONGEST = 60  # characters of a piece
+_LONGEST = 160  # characters of what is said
+_SHORT = 60
+_KINDS = {ast.Add: "term", ast.Sub: "term", ast.Mult: "factor", ast.Div: "divisor", ast.FloorDiv: "divisor"}
 _BEHIND = "outside-of-the-loop"
 _DIVISIONS = (ast.Div, ast.FloorDiv)
 _TWO_PLACES = ("lines-exchanged", _BEHIND)
@@ -66,12 +68,14 @@ def mended(index: Index, fn: Callable[..., Any], make: Callable[..., Text] = Tex
                      for _, change, other in _runs(index, part, {})]  # fmt: skip
     of_part: dict[int, str] = {}
     for of, change, run in sorted(made, key=lambda x: (len(x[1].edits) > 1, x[1].cost)):
-        if time.process_time() > until or not (words := said(of, change)):
-            continue
+        if time.process_time() > until:
+            break
         outcome = index.run(run)
         left = [p for p in wrong if p not in of_part or not of_part]
         mends = [p for p in left if all(index.same_outcome([outcome[i]], [index.right[i]], p) for i in order)]
-        if mends and all(index.same_outcome([outcome[i]], [index.right[i]]) for i in order):
+        if not mends or not (words := said(of, change)):
+            continue
+        if all(index.same_outcome([outcome[i]], [index.right[i]]) for i in order):
             return words
         of_part |= {p: words for p in mends if p not in of_part}
     if len(wrong) > 1 and len(of_part) == len(wrong):
@@ -163,28 +167,44 @@ def _terms(node: ast.expr) -> list[ast.expr]:
 
 
 def said(text: Text, change: Change) -> str:
-    """What stands there, and what belongs there."""
+    """What stands there, and what belongs there; "" where that is too long."""
     if change.said.startswith("{order}"):
         return "the results come in another order than is asked"
     if change.slug == "names-exchanged":
         return change.said
     pieces = [_pieces(text, edit) for edit in change.edits]
-    if change.slug == _BEHIND:
-        return f"the line `{pieces[0][0]}` stands in the loop, and belongs behind it"
     if change.slug in _TWO_PLACES:
-        return f"the line `{pieces[0][0]}` comes too early"
+        place = "stands in the loop, and belongs behind it" if change.slug == _BEHIND else "comes too early"
+        return f"the line `{pieces[0][0]}` {place}"
     old, new = pieces[0]
-    if len(set(pieces)) > 1 or old == new or max(len(old), len(new)) > _LONGEST:
+    if len(set(pieces)) > 1 or old == new:
         return ""
     where = "" if len(pieces) == 1 else ", both times" if len(pieces) == 2 else ", everywhere"
-    if new == "pass":
-        return f"the line `{old}` is one too many{where}"
-    return f"`{old}` stands where `{new}` belongs{where or _place(text, change, old)}"
+    part = _part(text, change.edits[0])
+    words = f"the line `{old}` is one too many" if new == "pass" else part or f"`{old}` stands where `{new}` belongs"
+    where = where or (_place(text, change, old) if not part else "")
+    return "" if len(words) > _LONGEST else words + where * (len(words + where) <= _LONGEST)
+
+
+def _part(text: Text, edit: Any) -> str:
+    """Of a term, a factor or a divisor that goes or comes: which."""
+    old, new = _both(edit)
+    for whole, rest, what in ((old, new, "one too many, in"), (new, old, "missing in")):
+        if isinstance(whole, ast.BinOp) and type(whole.op) in _KINDS and (rest is whole.left or rest is whole.right):
+            part, around = (text.plain(x) for x in (whole.right if rest is whole.left else whole.left, old))
+            sign = "-" * isinstance(whole.op, ast.Sub) * (rest is whole.left)
+            around = around if len(around) < _SHORT else f"{around[:_SHORT]} ..."
+            return f"the {_KINDS[type(whole.op)]} `{sign}{part}` is {what} `{around}`"
+    return ""
+
+
+def _both(edit: Any) -> tuple[Any, Any]:
+    (node, name, at), new = edit
+    return (getattr(node, name) if at is None else getattr(node, name)[at]), new
 
 
 def _pieces(text: Text, edit: Any) -> tuple[str, str]:
-    (node, name, at), new = edit
-    old = getattr(node, name) if at is None else getattr(node, name)[at]
+    old, new = _both(edit)
     while type(old) is type(new) and not isinstance(old, ast.stmt):  # the smallest part in which they differ
         pairs = [(a, b) for a, b in zip(ast.iter_child_nodes(old), ast.iter_child_nodes(new), strict=False)
                  if ast.dump(a) != ast.dump(b)]  # fmt: skip
