@@ -145,7 +145,8 @@ class Rule:
         found = self.index.explain(got)
         if self.index.is_likely(got) or not self.index.code:
             return found
-        with contextlib.redirect_stdout(io.StringIO()):
+        own = ""
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(Exception):  # any text may come
             own = mended(self.index, _unwrapped(learners), self.own_text)
         if not own:
             return found
