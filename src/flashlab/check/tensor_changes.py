@@ -71,7 +71,7 @@ def of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any,
         yield "squared", f"{w(node)} counts twice, as its square", 1.8, _expr("x * x", x=node)
         yield "root", f"the square root of {w(node)} is taken", 2.2, _expr("x ** 0.5", x=node)
         yield "always-1", f"{w(node)} is taken for 1", 1.7, _expr("0 * x + 1", x=node)
-        inner = node.args[0]
+        inner = node.args[0] if node.args else None  # of x.exp() it is x
         if isinstance(inner, ast.BinOp) and isinstance(inner.op, ast.Sub):
             upper = ast.Call(node.func, [_expr("-x", x=inner.right)], [])
             yield "term-missing", f"the term {w(inner.left)} is missing, in {w(node)}", 1.9, upper
