@@ -9,13 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flashlab.simt import compile_cuda, find_compiler, process
+from flashlab.simt import compile_cuda, process
 
 from .bank_patterns import patterns
 from .conftest import KERNELS, marked, module
 
 LINES = marked("counting.cu")
-CLANG = "clang" in find_compiler().version
 
 
 def run(entry: str, *args, **options):
@@ -74,8 +73,6 @@ def test_sectors_of_strided_loads(entry, dtype, per_lane, stride, lanes, sectors
     data, out = np.zeros(32 * 32 * per_lane, dtype), np.zeros(32 * per_lane, dtype)
     c = run(entry, data, out, stride, lanes).counters
     size = per_lane * data.itemsize
-    if per_lane == 4 and CLANG:
-        pytest.skip("clang++ splits a float4 into floats")
     assert c["global_loads"] == c["global_stores"] == 1
     assert c["global_load_sectors"] == sectors
     assert c["global_load_bytes"] == c["global_store_bytes"] == lanes * size
@@ -133,7 +130,6 @@ def test_a_fast_build_counts_what_the_runtime_sees():
 RECORDED = json.loads((KERNELS.parent / "data" / "bank_probe_h200.json").read_text())
 
 
-@pytest.mark.skipif(CLANG, reason="clang++ splits 16-byte accesses; the model is the same")
 def test_wavefronts_are_those_of_an_h200():
     """273 patterns of addresses: the emulator and Nsight Compute agree on each, conflicts included."""
     assert len(RECORDED["rows"]) == len(patterns()) == 273

@@ -50,17 +50,15 @@ STATIC_SHARED = 48 * 1024  # bytes: what a GPU gives a kernel that has not asked
 
 @dataclass(frozen=True)
 class Compiler:
-    """A host C++ compiler, and what it is told.
+    """A g++, and what it is told.
 
     Attributes:
         path: the executable.
-        clang: clang++ rather than g++.
         version: its own first line.
         target: flags for this machine's CPU; part of every cache key, with the CPU's name.
     """
 
     path: str
-    clang: bool
     version: str
     target: tuple[str, ...]
 
@@ -77,37 +75,27 @@ class Compiler:
         # bypass our printf. -fno-semantic-interposition: or g++ would inline no function that others could replace.
         # -fno-var-tracking: a fifth of g++'s time goes into where variables are, and only lines are asked for.
         common = "-fPIC -fno-semantic-interposition -fno-strict-aliasing -ffp-contract=off -U_FORTIFY_SOURCE"
-        lines = "-gline-tables-only" if self.clang else "-g1 -fno-gnu-unique -fno-var-tracking"
-        return (*common.split(), *self.target, *lines.split(), "-gdwarf-4")
+        return (*common.split(), *self.target, "-g1", "-fno-gnu-unique", "-fno-var-tracking", "-gdwarf-4")
 
     @property
     def kernel(self) -> tuple[str, ...]:
         # -Werror=return-type: without its `return`, the host part runs on into whatever comes next.
         quiet = (
             "-Wall -Werror=return-type -Wno-unknown-pragmas -Wno-unused-variable -Wno-unused-function "
-            "-Wno-unused-local-typedefs "
-        )
-        quiet += (
-            "-Wno-unused-const-variable -Wno-pass-failed"
-            if self.clang
-            else "-Wno-unused-but-set-variable -Wno-unused-but-set-parameter -Wno-attributes -Wno-psabi"
+            "-Wno-unused-local-typedefs -Wno-unused-but-set-variable -Wno-unused-but-set-parameter -Wno-attributes "
+            "-Wno-psabi"
         )
         # The runtime knows an instruction by its return address. So a call in tail position must stay a call,
         # and nothing may make two instructions of one in the source (jump threading) or one of two (merged
         # branches). -fno-extern-tls-init: `extern __shared__` arrays need no constructor.
-        one_to_one = "-fno-builtin-printf -fno-optimize-sibling-calls "
-        one_to_one += (
-            "-mllvm -jump-threading-threshold=0 -mllvm -disable-tail-duplicate -mllvm -disable-early-taildup "
-            "-mllvm -tail-dup-placement=false -mllvm -sink-common-insts=false -mllvm -hoist-common-insts=false "
-            "-mllvm -enable-tail-merge=false"
-            if self.clang
-            else "-fno-thread-jumps -fno-crossjumping -fno-tree-tail-merge -fno-code-hoisting -fno-ipa-icf "
-            "-fno-extern-tls-init"
+        one_to_one = (
+            "-fno-builtin-printf -fno-optimize-sibling-calls -fno-thread-jumps -fno-crossjumping -fno-tree-tail-merge "
+            "-fno-code-hoisting -fno-ipa-icf -fno-extern-tls-init"
         )
         # A local that is never set holds a pattern (runtime/values.h); a large frame meets the guard of its stack; a
         # loop that never ends is not taken for one that has ended; an int that overflows wraps around, in the fast
         # build too, which would otherwise compute some offsets in 64 bits that the text has in 32.
-        pattern = ("-ftrivial-auto-var-init=pattern",) if self.clang or self.major >= 12 else ()
+        pattern = ("-ftrivial-auto-var-init=pattern",) if self.major >= 12 else ()
         others = "-fstack-clash-protection -fno-finite-loops -fwrapv"
         return (*self.language, *quiet.split(), *one_to_one.split(), *pattern, *others.split())
 
@@ -116,13 +104,6 @@ class Compiler:
         # The hooks of -fsanitize=thread are the runtime's own (hooks.cpp); the sanitizer's library is not
         # linked. Whatever would merge, split or repeat an access of the source is turned off: an access is to
         # be one instruction, as in the GPU's code. A float4 must stay one access of 16 bytes.
-        if self.clang:
-            return (
-                "-O1", "-fsanitize=thread,array-bounds,alignment", "-fno-vectorize", "-fno-slp-vectorize",
-                "-mllvm", "-tsan-instrument-func-entry-exit=0",
-                "-mllvm", "-tsan-instrument-read-before-write=1", "-mllvm", "-tsan-distinguish-volatile=1",
-                "-fdata-sections",
-            )  # fmt: skip
         return (
             "-O1", "-fsanitize=thread,bounds,alignment", "--param", "tsan-instrument-func-entry-exit=0",
             *(("--param", "tsan-distinguish-volatile=1") if self.major >= 11 else ()),
@@ -138,22 +119,20 @@ class Compiler:
 
 @functools.cache
 def find_compiler(name: str | None = None) -> Compiler:
-    """The named compiler; else the one of ``$FLASHLAB_CXX``, g++, clang++, in this order.
-
-    Raises:
-        SimtError: there is none.
-    """
+    """The named g++; else the one of ``$FLASHLAB_CXX``, or g++. Raises SimtError where there is none."""
     wanted = name or os.environ.get("FLASHLAB_CXX")
-    for candidate in [wanted] if wanted else ["g++", "clang++", "c++"]:
+    for candidate in [wanted] if wanted else ["g++", "c++"]:
         path = shutil.which(candidate)
         if not path:
             continue
         text = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
+        if "clang" in text:
+            continue
         native = ("-march=native",) if platform.machine() in ("x86_64", "AMD64") else ()
-        return Compiler(path, "clang" in text, text.splitlines()[0] if text else candidate, native)
+        return Compiler(path, text.splitlines()[0] if text else candidate, native)
     raise SimtError(
-        f"the C++ compiler {wanted!r} was not found" if wanted
-        else "no C++ compiler was found: the emulator needs g++ or clang++ (on Debian: apt-get install g++)"
+        f"the C++ compiler {wanted!r} was not found, or is no g++" if wanted
+        else "no g++ was found, which the emulator needs (on Debian: apt-get install g++)"
     )  # fmt: skip
 
 
@@ -238,7 +217,7 @@ def read_ahead(cxx: Compiler, flags: Sequence[str], text: str, places: Sequence[
     Returns:
         nothing where there are none, or it does not work; then each build reads them for itself.
     """
-    included = set() if cxx.clang else set(source.includes(text, [*places, *OWN]))
+    included = set(source.includes(text, [*places, *OWN]))
     headers = next((h for h in READ_AHEAD if included.issuperset(_closure(h, OWN))), None)
     return _read(cxx, tuple(flags), headers, cache.folder("simt")) if headers else []
 
@@ -407,8 +386,6 @@ def _link(
     wanted = [s.name for s in symbols if not s.defined and s.name not in INDICES]
     command += [f"-Wl,--defsym,{s}={dynamic}" for s in wanted]
     command += _wraps([*WRAPPED, *WRAPPED_IN_MODULES])
-    if cxx.clang and check:  # it copies structs with memcpy, and its sanitizer looks at that from inside the function
-        command += _wraps(("memcpy", "memmove", "memset"))
     linked = _run([*command, "-Wl,-z,defs", "-lm", "-lc"], work)
     if linked.returncode:
         raise CompileError(linked.stderr.strip())

@@ -367,7 +367,7 @@ def compile_cuda(
         defines: macros, as ``{"BLOCK_M": 64}``.
         include_dirs: where else to look for headers. ``simt.h``, ``ptx.cuh``, ``cuda_fp16.h`` and
             ``cuda_bf16.h`` are found anyway.
-        compiler: "g++", "clang++" or a path; ``$FLASHLAB_CXX``, or the first one found, by default.
+        compiler: a g++, by name or path; ``$FLASHLAB_CXX``, or g++, by default.
         name: what messages call a source given as text.
         std: the C++ standard of the source, "c++17" or later.
         runtime_defines: for tests of the runtime.

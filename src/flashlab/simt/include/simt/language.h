@@ -58,13 +58,8 @@ SIMT_INLINE void* simt_memset(void* to, int byte, size_t n) { return __tsan_mems
 // One thread block runs on one OS thread, so that "one copy a block" is "one copy an OS thread". The arrays
 // named by `extern __shared__ T name[]` all get the address of the block's dynamic shared memory, when the
 // module is linked.
-// __constinit tells g++ that it need not ask at each use whether a constructor has run; clang++ sees that for
-// itself.
-#ifdef __clang__
-#define __shared__ thread_local
-#else
+// __constinit tells g++ that it need not ask at each use whether a constructor has run.
 #define __shared__ __constinit thread_local
-#endif
 
 // ---- vector types -------------------------------------------------------------------------------
 // Their alignment is what makes one 8- or 16-byte access of a lane: it is CUDA's.
