@@ -68,7 +68,7 @@ class Bench:
 
     jobs(): every measurement, in the order in which they are done; a run may end before the last. quick_jobs(): those
     of --quick, where these are not the first `quick`. measure(job): the rows of one job. table(record): what is printed
-    of a record.
+    of a record, where that is not `times_table`.
     prepare(jobs, until), where there is one: before the jobs, on a GPU: builds and checks, until a time of
     time.monotonic(); more facts.
 
@@ -95,6 +95,11 @@ class Bench:
         """The module's own, or the first of all."""
         own = getattr(sys.modules[self.module], "quick_jobs", None)
         return own() if own else self.jobs()[: self.quick]
+
+    def table(self, data: Data) -> Table:
+        """The module's own, or all times."""
+        own = getattr(sys.modules[self.module], "table", None)
+        return own(data) if own else times_table(self, data)
 
     @property
     def name(self) -> str:
@@ -428,6 +433,24 @@ def read(bench: Bench, path: Path) -> Data:
     except (ValueError, RecursionError):
         why = "is no JSON"
     raise SystemExit(f"{path} {why}: name a file that the bench has written, or leave it out and measure.")
+
+
+def times_table(bench: Bench, data: Data) -> Table:
+    """Of each measurement everyone's microseconds, the fastest first; then who has none, and why in a word."""
+    who = next(key for key in ("name", "variant", "attention") if key in bench.keys)
+    found: dict[str, list[Row]] = {}
+    for row in data["rows"]:
+        if who in row and ("ms" in row or "unavailable" in row):
+            what = describe({k: row[k] for k in ("part", *bench.keys) if k in row and k != who})
+            found.setdefault(what, []).append(row)
+    said = {
+        what: "; ".join(
+            f"{row[who]} {1e3 * row['ms']:.1f}" if "ms" in row else f"{row[who]}: {short(row)}"
+            for row in sorted(rows, key=lambda row: row.get("ms", math.inf))
+        )
+        for what, rows in found.items()
+    }
+    return Table.of([*said.items()], ["what", "microseconds"], caption="" if said else NOT_YET)
 
 
 # ---- two records -----------------------------------------------------------------------------------------------------

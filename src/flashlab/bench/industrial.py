@@ -460,15 +460,6 @@ def ratios(data: Data, name: str, peer: str, which: str) -> dict[tuple[int, int,
     return {key: r[peer]["ms"] / r[name]["ms"] for key, r in at.items() if {name, peer} <= r.keys()}
 
 
-def table(data: Data) -> Table:
-    """TFLOP/s of each implementation at each shape, for the part "shapes"."""
-    at = by(where(of(data), part="shapes"), "pass", "D", "causal", "N")
-    order = sorted(at.items(), key=lambda pair: (PASSES.index(pair[0][0]), *pair[0][1:]))
-    names = dict.fromkeys(r["name"] for r in where(data["rows"], part="shapes"))
-    said = lambda r: f"{r['tflops']:.3g}" if "ms" in r else ""  # noqa: E731
-    return grid(dict(order), ("pass", "D", "mask", "N"), said, names, "TFLOP/s")
-
-
 # ---- reading: the backward pass --------------------------------------------------------------------------------------
 def over_lengths(
     data: Data, which: str, head_dim: int, causal: bool, names: Sequence[str] = (OURS, *PEERS), column: str = "tflops",

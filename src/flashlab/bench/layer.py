@@ -503,14 +503,5 @@ def milliseconds(text: Any) -> float:
     return float(number) * {"s": 1e3, "ms": 1.0, "us": 1e-3}[unit]
 
 
-def table(data: Data) -> Table:
-    """The times of every case of a record."""
-    tables = [(case, times_table(data, case)) for case in dict.fromkeys(row["case"] for row in data["rows"])]
-    if not tables:
-        return Table.of([], ["case"], caption=NOT_YET)
-    rows = [[case, *row] for case, found in tables for row in found.rows]
-    return Table.of(rows, ["case", *tables[0][1].columns], align="ll" + "r" * 6, caption=tables[0][1].caption)
-
-
 BENCH = harness.Bench(__name__, "the layer is", ("case", "scope", "pass", "layer", "name", "op"), minutes=5.0)
 main, recorded, record = BENCH.main, BENCH.recorded, BENCH.record

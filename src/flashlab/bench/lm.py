@@ -589,14 +589,6 @@ PUBLISHED_PASSES = {
 """By the published run and column: the pass here."""
 
 
-def table(data: Data) -> Table:
-    """The steps of a record, in every dtype."""
-    found = [(dtype, step_table(data, dtype)) for dtype in DTYPES]
-    rows = [[dtype, *row] for dtype, one in found for row in one.rows]
-    said = (data["machine"]["gpu"] or "a CPU") if rows else NOT_YET
-    return Table.of(rows, ["dtype", *found[0][1].columns], align="lll" + "r" * 6, caption=said)
-
-
 BENCH = harness.Bench(
     __name__, "the language model is", ("size", "attention", "dtype", "what", "compiled", "pass"), minutes=8.0,
     facts={"batch": BATCH, "seq_len": SEQ_LEN},

@@ -30,13 +30,12 @@ from flashlab.attention import reference
 from flashlab.bench import harness, ncu, peers, published, timing, truth
 from flashlab.bench.harness import Data, Row, jobs_of
 from flashlab.bench.records import NoGpu
-from flashlab.bench.rows import grid, where
+from flashlab.bench.rows import where
 from flashlab.cuda import CudaModule, load_inline
 from flashlab.cuda.resources import Resources, resources
 from flashlab.cuda.toolchain import device_arch
 from flashlab.kernels import SERIES as ALL
 from flashlab.kernels import SIDE, Step, step
-from flashlab.table import Table
 
 SERIES = tuple(s for s in ALL if torch.float16 in s.dtypes)  # those on the tensor cores
 STAGES_ADA = {
@@ -355,18 +354,6 @@ def summary(data: Data) -> dict[str, Row]:
         t: {"shapes": len(v), "geomean_vs_fa2": statistics.geometric_mean(v), "worst": min(v)}
         for t, v in by_table.items()
     }
-
-
-def table(data: Data) -> Table:
-    """TFLOP/s of every variant at the large shapes, and of the last step's peers."""
-    found: dict[str, Row] = {}
-    for r in [*where(data["rows"], part="ladder"), *where(data["rows"], part="final", table="big")]:
-        if (tuple(r["shape"]), r["causal"]) in BIG:
-            moving = ", moving" if r.get("inputs") == "moving" else ""
-            case = f"D {r['shape'][3]}{', causal' if r['causal'] else ''}{moving}"
-            found.setdefault(r["name"], {}).setdefault(case, r)  # the ladder's before the last step's
-    at = {(name,): rows for name, rows in found.items()}
-    return grid(at, ["TFLOP/s"], lambda r: f"{r['tflops']:.0f}" if "ms" in r else "")
 
 
 BENCH = harness.Bench(

@@ -23,7 +23,6 @@ from flashlab.bench.harness import Data, Row
 from flashlab.bench.rows import by, of
 from flashlab.cuda import CudaModule, load_inline
 from flashlab.kernels import steps
-from flashlab.table import Table
 
 PEERS = ("torch_naive_f32", "sdpa_efficient_f32", "sdpa_math_f32")
 CAUSAL_SHAPES = ((8, 16, 1024, 64), (4, 16, 2048, 64), (4, 16, 2048, 128))
@@ -88,17 +87,6 @@ def ratios(data: Data, variant: str, peer: str = "torch_naive_f32") -> dict[tupl
     return {
         shape: rows[peer]["ms"] / rows[variant]["ms"] for shape, rows in at.items() if {variant, peer} <= rows.keys()
     }
-
-
-def table(data: Data) -> Table:
-    """How many times as fast as unfused PyTorch each variant is, over the shapes."""
-    rows = []
-    for name in (*(s.name for s in STEPS), *PEERS):
-        found = sorted(ratios(data, name).values())
-        if found:
-            rows.append([name, *(f"{x:.2f}" for x in (found[0], found[len(found) // 2], found[-1]))])
-    return Table.of(rows, ["variant", "lowest", "median", "highest"], align="lrrr",
-                    caption="times as fast as unfused PyTorch, float32")  # fmt: skip
 
 
 BENCH = harness.Bench(
