@@ -303,8 +303,6 @@ def test_the_clock_says_what_held_it_down_and_when(monkeypatch):
 
 
 def test_without_git_the_commit_is_what_was_said_or_none(monkeypatch):
-    monkeypatch.setattr(records, "_installed_from", lambda: None)
-
     def no_git(*args, **kwargs):
         raise FileNotFoundError("git")
 

@@ -397,7 +397,9 @@ def alignment(itemsize: int, *layouts: tuple[Sequence[int], Sequence[int]]) -> i
     return 1 if any(step % elements for step in apart) else elements
 
 
-def tile_for(work: Work, given: Tile | None, device: torch.device, launch: Callable[[Tile], None] | None) -> Tile:
+def tile_for(
+    work: Work, given: Tile | None, device: torch.device, launch: Callable[[Tile], None] | None = None
+) -> Tile:
     """The caller's tile, or the one that is found with `launch` to be the fastest, or the recorded choice."""
     if given is not None:
         check_block("BLOCK_M", given.BLOCK_M, power_of_two=True)

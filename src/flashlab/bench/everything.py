@@ -29,13 +29,10 @@ def run_one(name: str, arguments: Sequence[str]) -> int:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = records.parser(__doc__, "all")
     parser.add_argument("--minutes", type=float, help="stop after about so many, in all; run it again to go on")
-    parser.add_argument("--without", nargs="+", default=(), choices=OF_ALL, help="benches to leave out")
     given = parser.parse_args(arguments)
     end = time.monotonic() + 60 * (given.minutes or 0)
     failed = []
     for name in OF_ALL:
-        if name in given.without:
-            continue
         reason = why_not(name, given.quick)
         if reason is None and given.minutes and time.monotonic() > end:
             reason = "the time is up"

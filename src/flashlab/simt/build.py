@@ -277,7 +277,6 @@ def build(
     defines: dict[str, object] | None = None,
     include_dirs: tuple[str | Path, ...] = (),
     compiler: str | None = None,
-    std: str = "c++17",
     runtime_defines: tuple[str, ...] = (),
 ) -> Build:
     """Compiles a source, or finds it compiled.
@@ -285,15 +284,13 @@ def build(
     Args:
         text: CUDA C++. name: what to call it in messages. directory: where ``#include "..."`` looks first.
         defines: macros, as :func:`macros` takes them. compiler: as in :func:`find_compiler`.
-        check, include_dirs, std, runtime_defines: as of :func:`flashlab.simt.run.compile_cuda`.
+        check, include_dirs, runtime_defines: as of :func:`flashlab.simt.run.compile_cuda`.
 
     Raises:
         CompileError: with the compiler's messages, against the lines of ``text``.
     """
     cxx = find_compiler(compiler)
-    if not re.fullmatch(r"(c|gnu)\+\+(17|1z|2.)", std):
-        raise ValueError(f'std is {std!r}; it is "c++17", "c++20" or a later standard that the compiler knows')
-    language = [f"-std={std}", *cxx.kernel, *(cxx.check if check else cxx.fast)]
+    language = ["-std=c++17", *cxx.kernel, *(cxx.check if check else cxx.fast)]
     flags = [*language, *macros(defines), *searched(directory, include_dirs)]
     places = [*([directory] if directory else []), *(Path(d).resolve() for d in include_dirs)]
     digests = [(str(p), cache.file_digest(p)) for p in source.includes(text, [*places, *SYSTEM])]

@@ -92,7 +92,6 @@ class Module:
         threads: int | None = None,
         timeout: float | None = None,
         shared_limit: int = 227 * 1024,
-        capability: int = 90,
         multiprocessors: int = 132,
         unwritten: tuple[str, ...] | list[str] = (),
         echo: bool = True,
@@ -114,8 +113,7 @@ class Module:
                 10 s. After 2 s a line on stderr says how far it is.
             shared_limit: bytes of dynamic shared memory that a block may ask for (227 KB: H100, H200; 99 KB:
                 RTX 30, 40, 50).
-            capability: compute capability that cudaDeviceGetAttribute reports, times 10.
-            multiprocessors: the number of SMs that it reports.
+            multiprocessors: the number of SMs that cudaDeviceGetAttribute reports.
             unwritten: names of arguments that hold nothing yet: a watched build finds reads of what no kernel has
                 written. An array that is NaN throughout holds nothing either.
             echo: print what the source printed.
@@ -136,9 +134,9 @@ class Module:
         threads = _default_threads() if threads is None else _within("threads", threads, 1, 4096)
         shared_limit = _within("shared_limit", shared_limit, 0, MAX_SHARED)
         multiprocessors = _within("multiprocessors", multiprocessors, 1, 1 << 20)
-        capability, timeline = _within("capability", capability, 10, 1000), _within("timeline", timeline, 0, 1 << 31)
+        timeline = _within("timeline", timeline, 0, 1 << 31)
         _expect_seconds(timeout)
-        settings = (threads, shared_limit, multiprocessors, capability, int(self.build.check), timeline)
+        settings = (threads, shared_limit, multiprocessors, int(self.build.check), timeline)
         empty = _numbers_of(signature, unwritten)
         return self._call(signature, args, self._views(signature, args, empty), empty, settings, timeout, echo)
 
@@ -273,11 +271,6 @@ def _within(name: str, value: object, low: int, high: int) -> int:
 
 
 def _default_threads() -> int:
-    wanted = os.environ.get("FLASHLAB_SIMT_THREADS", "").strip()
-    if wanted:
-        if not wanted.isdecimal() or not int(wanted):
-            raise ValueError(f"FLASHLAB_SIMT_THREADS is {wanted!r}; it is the number of OS threads that run blocks")
-        return min(int(wanted), 4096)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -354,7 +347,6 @@ def compile_cuda(
     include_dirs: tuple[str | Path, ...] | list[str | Path] = (),
     compiler: str | None = None,
     name: str | None = None,
-    std: str = "c++17",
     runtime_defines: tuple[str, ...] = (),
 ) -> Module:
     """Compiles CUDA C++ for the CPU.
@@ -369,7 +361,6 @@ def compile_cuda(
             ``cuda_bf16.h`` are found anyway.
         compiler: a g++, by name or path; ``$FLASHLAB_CXX``, or g++, by default.
         name: what messages call a source given as text.
-        std: the C++ standard of the source, "c++17" or later.
         runtime_defines: for tests of the runtime.
 
     Raises:
@@ -389,7 +380,6 @@ def compile_cuda(
             defines=defines,
             include_dirs=tuple(include_dirs),
             compiler=compiler,
-            std=std,
             runtime_defines=runtime_defines,
         )
     )
