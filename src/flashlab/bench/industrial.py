@@ -161,11 +161,7 @@ def passes(name: str, forward: dict[str, Way], inputs: Sequence[torch.Tensor], g
         return forward
     if name == "backward":
         return {key: backward_of(way, inputs, grad_o) for key, way in forward.items()}
-    return {key: _both(way, inputs, grad_o) for key, way in forward.items()}
-
-
-def _both(way: Way, inputs: Sequence[torch.Tensor], grad_o: torch.Tensor) -> Way:
-    return lambda: torch.autograd.grad(way(), inputs, grad_o)
+    return {key: lambda way=way: torch.autograd.grad(way(), inputs, grad_o) for key, way in forward.items()}
 
 
 # ---- is Gluon fit to be measured? ------------------------------------------------------------------------------------

@@ -119,14 +119,11 @@ def ways(link: Link, case: Case, whole: Sequence[torch.Tensor], graphs: bool) ->
             options["group"] = link
         return passes(mine(layout, heads), functools.partial(function, causal=case.causal, layout=layout, **options))
 
-    def on_one() -> Way:
-        return passes(whole, functools.partial(flashlab.flash_attention, causal=case.causal))
-
     best = "zigzag" if case.causal else "contiguous"
     ring = functools.partial(over_ranks, ring_attention)
     brief = case.n <= 2**18  # where a call takes seconds, what says nothing new is left out
     found: dict[str, Callable[[], Way]] = {
-        ONE: on_one,
+        ONE: lambda: passes(whole, functools.partial(flashlab.flash_attention, causal=case.causal)),
         CONTIGUOUS: functools.partial(ring, "contiguous"),
         OURS[case.causal]: lambda: ring(best),
     }

@@ -113,7 +113,9 @@ def decode(
     built = compiled(name, head_dim, q.dtype, backend or backend_for(q, check), check, defines)
     q, o = fitting(q.resolve_neg()), fitting(out)
     lengths = lengths.to(torch.int32).contiguous()
-    table = page_table if page_table is None else _with_rows(page_table.to(torch.int32))
+    table = page_table if page_table is None else page_table.to(torch.int32)
+    if table is not None and table.stride(1) != 1:
+        table = table.contiguous()
     planned = functools.partial(kernels.splits_for, pairs, page * width, group, 64, q.element_size(), sms)
     splits = 1 if number in (1, 7, 8) else splits or planned()
     if name == CLUSTER and not 1 <= splits <= LARGEST:
@@ -145,10 +147,6 @@ def cluster_blocks(device: torch.device, head_dim: int, dtype: torch.dtype, clus
             warps = WARPS[head_dim]
             return cdiv(tiles, warps * cdiv(tiles, warps * shapes.splits))
     return None
-
-
-def _with_rows(table: torch.Tensor) -> torch.Tensor:
-    return table if table.stride(1) == 1 else table.contiguous()
 
 
 def _expect_taken(

@@ -131,11 +131,13 @@ class Module:
             HostError: the host part, or the constructor of a global variable, ended the process.
         """
         signature = self._signature(entry, args)
-        threads = _default_threads() if threads is None else _within("threads", threads, 1, 4096)
+        threads = len(os.sched_getaffinity(0)) if threads is None else _within("threads", threads, 1, 4096)
         shared_limit = _within("shared_limit", shared_limit, 0, MAX_SHARED)
         multiprocessors = _within("multiprocessors", multiprocessors, 1, 1 << 20)
         timeline = _within("timeline", timeline, 0, 1 << 31)
-        _expect_seconds(timeout)
+        number = timeout is None or (isinstance(timeout, int | float) and not isinstance(timeout, bool))
+        if not number or not (timeout is None or 0 < timeout <= MAX_TIMEOUT):
+            raise ValueError(f"timeout is {timeout!r}; it is a number of seconds above 0, up to {MAX_TIMEOUT}, or None")
         settings = (threads, shared_limit, multiprocessors, int(self.build.check), timeline)
         empty = _numbers_of(signature, unwritten)
         return self._call(signature, args, self._views(signature, args, empty), empty, settings, timeout, echo)
@@ -250,12 +252,6 @@ def _holds_nothing(array: Any) -> bool:
     return array.numel() > 0 and bool(array.isnan().all())
 
 
-def _expect_seconds(timeout: float | None) -> None:
-    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float)
-                                or not 0 < timeout <= MAX_TIMEOUT):  # fmt: skip
-        raise ValueError(f"timeout is {timeout!r}; it is a number of seconds above 0, up to {MAX_TIMEOUT}, or None")
-
-
 def _numbers_of(signature: Entry, names: tuple[str, ...] | list[str]) -> set[int]:
     known = {p.name: number for number, p in enumerate(signature.parameters)}
     for name in names:
@@ -268,10 +264,6 @@ def _within(name: str, value: object, low: int, high: int) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__") or not low <= operator.index(value) <= high:
         raise ValueError(f"{name} is {value!r}; it is an integer from {low} to {high}")
     return operator.index(value)
-
-
-def _default_threads() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _check_array(entry: str, p: Parameter, v: View) -> None:

@@ -264,11 +264,6 @@ def _shared_out_of_bounds(f: Facts) -> str:
     )
 
 
-def _index_out_of_bounds(f: Facts) -> str:
-    array = re.sub(r"\s*\[", " [", f.words.strip("'"), count=1)
-    return f"{f.who} uses{f.here} index {f.v[0]} of an array of type {array}"
-
-
 # ---- global memory ---------------------------------------------------------------------------------
 def _global_out_of_bounds(f: Facts) -> str:
     does = f"{f.who} {f.does_globally}{f.here}"
@@ -551,16 +546,6 @@ def _phase_wait(f: Facts, row: list[str]) -> str:
     return f"{who}{f.line(at)} for {what}: phase {phase} is under way, " + " and ".join(lacks)
 
 
-def _lanes_missing(f: Facts) -> str:
-    reason = f"the warp has only {f.v[1]} threads" if f.v[1] < 32 else "the others have exited"
-    return f"{f.who} executes {f.how}{f.here} with lanes {lanes(f.v[0])} only, but it needs all 32: {reason}"
-
-
-def _exited_lanes(f: Facts) -> str:
-    gone = f"names lanes {lanes(f.v[0])}, which have exited or never come here"
-    return f"{f.who} calls {f.how}{f.here} with a mask that {gone}"
-
-
 # ---- the end of a thread, and of a launch ----------------------------------------------------------
 def _unfinished(f: Facts) -> str:
     return f"{f.kernel} had run {f.v[0]} of its {_count(f.v[1], 'block')}"
@@ -584,13 +569,8 @@ _INSTEAD = {
     "malloc": "pass the memory to the kernel, or use __shared__", "throw": "a kernel has no exceptions: use assert",
     "exit": "use return, or __trap()", "abort": "use assert, or __trap()",
 }  # fmt: skip
-_SAME = {"calloc": "malloc", "realloc": "malloc", "free": "malloc", "new": "malloc", "new[]": "malloc",
-         "delete": "malloc", "_exit": "exit", "_Exit": "exit", "quick_exit": "exit"}  # fmt: skip
-
-
-def _host_call(f: Facts) -> str:
-    instead = _INSTEAD[_SAME.get(f.words, f.words)]
-    return f"{f.who} calls {f.words}{f.here}, which is not emulated in a kernel: {instead}"
+_INSTEAD |= dict.fromkeys(("calloc", "realloc", "free", "new", "new[]", "delete"), _INSTEAD["malloc"])
+_INSTEAD |= dict.fromkeys(("_exit", "_Exit", "quick_exit"), _INSTEAD["exit"])
 
 
 def _wrong_stream(f: Facts) -> str:
@@ -626,7 +606,10 @@ _SENTENCES: dict[str, str | Callable[[Facts], str]] = {
         + f" of block {f.block(f.v[2])}" * (f.words == "remote")
     ),
     "shared-out-of-bounds": _shared_out_of_bounds,
-    "index-out-of-bounds": _index_out_of_bounds,
+    "index-out-of-bounds": lambda f: (
+        f"{f.who} uses{f.here} index {f.v[0]} of an array of type "
+        + re.sub(r"\s*\[", " [", f.words.strip("'"), count=1)
+    ),
     "not-shared": "{f.who} takes{f.here} the shared-memory address of a pointer that does not point there",
     "global-out-of-bounds": _global_out_of_bounds,
     "read-only": "{f.who} {f.does_globally}{f.here} {f.array}, which the entry declares const",
@@ -635,8 +618,14 @@ _SENTENCES: dict[str, str | Callable[[Facts], str]] = {
     "copy-size": "{f.who} asks cp.async{f.here} for {f.v[0]} source bytes of {f.v[1]}",
     "divergent": _divergent,
     "deadlock": _deadlock,
-    "lanes-missing": _lanes_missing,
-    "exited-lanes": _exited_lanes,
+    "lanes-missing": lambda f: (
+        f"{f.who} executes {f.how}{f.here} with lanes {lanes(f.v[0])} only, but it needs all 32: "
+        + (f"the warp has only {f.v[1]} threads" if f.v[1] < 32 else "the others have exited")
+    ),
+    "exited-lanes": lambda f: (
+        f"{f.who} calls {f.how}{f.here} with a mask that names lanes {lanes(f.v[0])}, which have exited or never come "
+        "here"
+    ),
     "mask-without-self": (
         "{f.who} calls {f.how}{f.here} with the mask {f.v[0]:#010x}, in which its own lane, {f.v[1]}, is missing"
     ),
@@ -739,7 +728,7 @@ _SENTENCES: dict[str, str | Callable[[Facts], str]] = {
         if f.how == "launch"
         else f"{f.who} was running{f.here} when it was interrupted"
     ),
-    "host-call": _host_call,
+    "host-call": lambda f: f"{f.who} calls {f.words}{f.here}, which is not emulated in a kernel: {_INSTEAD[f.words]}",
     "launch-in-kernel": (
         "{f.who} launches {f.words}{f.here}: a kernel that launches another is not emulated: launch it on the host"
     ),
