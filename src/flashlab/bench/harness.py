@@ -354,7 +354,7 @@ def run(
 def _earlier(machine: Data, rows: int) -> list[Data]:
     """What a record has from earlier sessions: how many rows in all, by which commit, when, at which clock, with
     which driver, which does not compile the kernels."""
-    names = ("date", "commit", "sources", "driver", "sm_clock_mhz", "throttled")
+    names = ("date", "commit", "sources", "driver", "sm_clock_mhz")
     return [*machine.get("earlier", []), {"rows": rows} | {n: machine[n] for n in names if n in machine}]
 
 

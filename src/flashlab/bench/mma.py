@@ -37,6 +37,7 @@ from flashlab.cuda.toolchain import device_arch
 from flashlab.kernels import SERIES as ALL
 from flashlab.kernels import SIDE, Step, step
 
+ROUNDS = 9
 SERIES = tuple(s for s in ALL if torch.float16 in s.dtypes)  # those on the tensor cores
 STAGES_ADA = {
     "naive_unfused": "unfused", "mma_naive": "p7_naive", "mma_stage1": "p8_6_store STAGES=1",
@@ -256,7 +257,7 @@ PEERS = {"published": ("unfused", "fa2"), "final": ("fa2", "cudnn", "unfused")}
 """By part; of the others "fa2" alone."""
 
 
-def measure(job: Row, rounds: int = 9) -> list[Row]:
+def measure(job: Row) -> list[Row]:
     """The rows of a job: our kernels and their peers, in turns. "ladder" with registers and spills, "published" with
     the first values of each output, "exhibits" with the error of o against float64."""
     if job["part"] == "counters":
@@ -277,7 +278,7 @@ def measure(job: Row, rounds: int = 9) -> list[Row]:
     }  # unfused: no scores beyond 16 GB
     ways |= {one.name: functools.partial(module.forward, *qkv, causal=causal) for one, module in _kernels_of(job)}
     options = {"target_ms": 1.5} if part in ("published", "final") else {}
-    rows = rows_of(job, *harness.times_of(ways, rounds, **options))
+    rows = rows_of(job, *harness.times_of(ways, ROUNDS, **options))
     want = reference.attention(*(x[:1, :1] for x in qkv))[0] if part == "exhibits" else None
     for row in rows:
         kernel = main_kernel(_kernels().get((row["name"], d), []), causal) if part == "ladder" else None
@@ -331,7 +332,7 @@ def quick_jobs() -> list[Row]:
     return ladder + [job for job in where(jobs(), part="final", table="big") if job["shape"] in big]
 
 
-def prepare(todo: Sequence[Row], until: float, rounds: int) -> dict[str, Any]:
+def prepare(todo: Sequence[Row], until: float) -> dict[str, Any]:
     """Builds what the jobs need, and checks all of it against float64."""
     del until
     parts = {job["part"] for job in todo}
@@ -342,7 +343,7 @@ def prepare(todo: Sequence[Row], until: float, rounds: int) -> dict[str, Any]:
     built = [one for which in kinds for one in _built(which)]
     worst = max((verify(v, module) for v, module in built), default=0.0)
     print(f"{len(built)} kernels agree with float64: the worst error is {worst:.2f} of the bound", file=sys.stderr)
-    return {"rounds": rounds} | ({"worst_error_of_bound": worst} if every else {})
+    return {"rounds": ROUNDS} | ({"worst_error_of_bound": worst} if every else {})
 
 
 def summary(data: Data) -> dict[str, Row]:
@@ -357,7 +358,6 @@ def summary(data: Data) -> dict[str, Row]:
 
 
 BENCH = harness.Bench(
-    __name__, "the tensor-core kernels are", ("table", "exhibit", "shape", "causal", "inputs", "name"), quick_too=True,
-    options={"rounds": {"type": int, "default": 9}},
+    __name__, "the tensor-core kernels are", ("table", "exhibit", "shape", "causal", "inputs", "name"), quick_too=True
 )  # fmt: skip
 main = BENCH.main

@@ -2,8 +2,6 @@
 
     flashlab bench readme                   # writes README.md, between its marks, docs/results.md and docs/results.svg
     flashlab bench readme --check           # writes nothing; exit status 1 and a sentence where they are out of date
-    flashlab bench readme --records FOLDER  # from other records than recorded/
-    flashlab bench readme --json            # only what the figure shows; --out FILE writes it there
 
 The text is in docs/results.md.jinja and docs/readme.md.jinja, and every number in it is looked up here. What has not
 been measured is a dash in a table; a paragraph that speaks of it is left out. So run it after a record has changed.
@@ -11,6 +9,7 @@ been measured is a dash in a table; a paragraph that speaks of it is left out. S
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import hashlib
@@ -599,28 +598,17 @@ def stale(root: Path = ROOT, folder: Path | None = None) -> list[str]:
     return said
 
 
-def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> None:
-    parser = records.parser(__doc__, "readme")
+def main(arguments: Sequence[str] | None = None, root: Path = ROOT, folder: Path | None = None) -> None:
+    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__.partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 where they are out of date")
-    parser.add_argument("--records", type=Path, metavar="FOLDER", help="where the records are")
     given = parser.parse_args(arguments)
     if not (root / "README.md").exists():
         raise SystemExit(f"there is no README.md in {root}: this command belongs to a checkout of the course")
     if given.check:
-        raise SystemExit("\n".join(stale(root, given.records)) or None)
-    found = load(given.records)
-    if given.out:
-        records.write_json(given.out, drawn(found))
-    if given.json:
-        print(json.dumps(drawn(found), indent=1))
-    if given.out or given.json:
-        return
+        raise SystemExit("\n".join(stale(root, folder)) or None)
+    found = load(folder)
     pages = {name: text.encode() for name, text in made(root, found).items()}
     pages["docs/results.svg"] = draw(drawn(found))  # all of them, before one is written
     for name, content in pages.items():
         records.write_whole(root / name, content)
         print(f"written: {name}")
-
-
-if __name__ == "__main__":
-    main()

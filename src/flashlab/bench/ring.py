@@ -2,7 +2,6 @@
 
     flashlab bench ring                                   # on all GPUs here; writes recorded/ring_<gpu>[_x<GPUs>].json
     flashlab bench ring --ranks 2 --out x.json
-    torchrun --nproc-per-node 2 -m flashlab.bench.ring           # the same, started by hand
     flashlab bench ring --quick                                  # tiny, two ranks as threads with gloo, on any machine
     flashlab bench ring --graphs                                 # the ring recorded in a CUDA graph too
 
@@ -419,11 +418,6 @@ def _start_ranks(given: argparse.Namespace, arguments: Sequence[str]) -> None:
 
 
 def _as_rank(link: Link, given: argparse.Namespace) -> None:
-    if not torch.cuda.is_available():  # gloo, by torchrun: to try the program
-        rows = measure_all(link, True)
-        if link.rank == 0:
-            records.keep(given.out, _record(records.machine(), link.world, rows), table, given)
-        return
     path = records.place("ring", given)
     if path is not None and given.out is None and link.world > 2:
         path = path.with_stem(f"{path.stem}_x{link.world}")
