@@ -50,17 +50,11 @@ STATIC_SHARED = 48 * 1024  # bytes: what a GPU gives a kernel that has not asked
 
 @dataclass(frozen=True)
 class Compiler:
-    """A g++, and what it is told.
+    """A g++, and what it is told."""
 
-    Attributes:
-        path: the executable.
-        version: its own first line.
-        target: flags for this machine's CPU; part of every cache key, with the CPU's name.
-    """
-
-    path: str
-    version: str
-    target: tuple[str, ...]
+    path: str  # the executable
+    version: str  # its own first line
+    target: tuple[str, ...]  # flags for this machine's CPU; part of every cache key, with the CPU's name
 
     @property
     def major(self) -> int:

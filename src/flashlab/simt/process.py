@@ -37,24 +37,17 @@ ALIVE = 32  # processes that wait for a next call; beyond that the one that has 
 class Ending:
     """How a call ended.
 
-    Attributes:
-        kind: "returned"; "exit", "assert", "exception", "device-call" and "signal" of the host part; "stuck" (it did
-            not end when it was told to); "killed" (the process is gone, and could not say why).
-        code: of exit(), or the signal's number.
-        host: it happened in the host part's thread.
-        stack: a SIGSEGV just beyond the thread's stack.
-        address: that the signal was about.
-        pcs: where, innermost first, in the module; 0 is elsewhere.
-        text: of an assertion or an exception, or the last of what the process wrote to stderr.
+    kind: "returned"; "exit", "assert", "exception", "device-call" and "signal" of the host part; "stuck" (it did not
+    end when it was told to); "killed" (the process is gone, and could not say why).
     """
 
     kind: str
-    code: int = 0
-    host: bool = True
-    stack: bool = False
-    address: int = 0
-    pcs: tuple[int, ...] = ()
-    text: str = ""
+    code: int = 0  # of exit(), or the signal's number
+    host: bool = True  # it happened in the host part's thread
+    stack: bool = False  # a SIGSEGV just beyond the thread's stack
+    address: int = 0  # that the signal was about
+    pcs: tuple[int, ...] = ()  # where, innermost first, in the module; 0 is elsewhere
+    text: str = ""  # of an assertion or an exception, or the last of what the process wrote to stderr
 
 
 @dataclass

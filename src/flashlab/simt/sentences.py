@@ -70,40 +70,24 @@ _CONFIGURATION = {
 
 @dataclass(frozen=True)
 class Facts:
-    """What a sentence is made of.
+    """What a sentence is made of."""
 
-    Attributes:
-        how, words, v: the runtime's: what was done, a word or two, three numbers.
-        who, whom: the threads, in words.
-        here, there: " in line 12", or nothing.
-        kernel: its name.
-        warning: it may be meant so.
-        beyond: says what bytes of shared memory are that belong to no array, given their offset from the dynamic
-            part (below 0), and number.
-        variable: names a variable of the module, given its address.
-        shared: names bytes of shared memory, given their address and number.
-        declared: the array of shared memory at an address, and the alignment that it is declared with; 0: not known.
-        argument: name, bytes, shape and item size of an argument, given its number.
-        line: " in line 12" of an address in the module, or nothing.
-        block: the index of a block, given its number.
-    """
-
-    how: str
-    words: str
+    how: str  # the runtime's: what was done
+    words: str  # a word or two
     v: tuple[int, int, int]
-    who: str
+    who: str  # the threads, in words
     whom: str
-    here: str
+    here: str  # " in line 12", or nothing
     there: str
     kernel: str
-    warning: bool
-    shared: Callable[[int, int], str]
-    declared: Callable[[int], tuple[str, int]]
-    beyond: Callable[[int, int], str]
-    variable: Callable[[int], str]
-    argument: Callable[[int], tuple[str, int, tuple[int, ...], int]]
-    line: Callable[[int], str]
-    block: Callable[[int], str]
+    warning: bool  # it may be meant so
+    shared: Callable[[int, int], str]  # names bytes of shared memory: address, number
+    declared: Callable[[int], tuple[str, int]]  # the array at an address, and its alignment; 0: not known
+    beyond: Callable[[int, int], str]  # what bytes are that belong to no array: offset from the dynamic part, number
+    variable: Callable[[int], str]  # of the module, at an address
+    argument: Callable[[int], tuple[str, int, tuple[int, ...], int]]  # by number: name, bytes, shape and item size
+    line: Callable[[int], str]  # " in line 12" of an address in the module, or nothing
+    block: Callable[[int], str]  # the index of a block, by its number
 
     @property
     def does(self) -> str:
