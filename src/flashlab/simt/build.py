@@ -201,15 +201,10 @@ def _closure(headers: tuple[str, ...], places: tuple[Path, ...]) -> tuple[Path, 
 
 
 def read_ahead(cxx: Compiler, flags: Sequence[str], text: str, places: Sequence[Path]) -> list[str]:
-    """Flags with which g++ finds the headers that a source includes read already: most of what it would read.
+    """Flags with which g++ finds the headers that a source includes read already: most of what it would read. Nothing
+    where there are none, or it does not work; then each build reads them for itself.
 
-    Args:
-        flags: without macros.
-        text: the source.
-        places: where it looks for headers before it comes to the emulator's.
-
-    Returns:
-        nothing where there are none, or it does not work; then each build reads them for itself.
+    flags: without macros. places: where it looks for headers before it comes to the emulator's.
     """
     included = set(source.includes(text, [*places, *OWN]))
     headers = next((h for h in READ_AHEAD if included.issuperset(_closure(h, OWN))), None)
@@ -356,15 +351,10 @@ def _expect_static_fits(symbols: list[elf.Symbol]) -> None:
 def _link(
     cxx: Compiler, runtime: Path, work: Path, check: bool, kernels: set[str]
 ) -> tuple[tuple[elf.Symbol, ...], tuple[int, int]]:
-    """Makes kernel.so of kernel.o, to be run by the runtime in a folder.
+    """Makes kernel.so of kernel.o: the static ``__shared__`` arrays; where ``extern __shared__`` begins, its alignment.
 
-    Each array lies where its declared alignment lets it lie, and at no better place: what needs more is found.
-
-    Returns:
-        the static ``__shared__`` arrays; where ``extern __shared__`` begins, and the alignment it is declared with.
-
-    Raises:
-        CompileError: too much static shared memory, or what the linker says.
+    Each array lies where its declared alignment lets it lie, and at no better place: what needs more is found. Raises
+    CompileError: too much static shared memory, or what the linker says.
     """
     symbols = elf.thread_local_symbols(work / "kernel.o")
     _expect_static_fits(symbols)

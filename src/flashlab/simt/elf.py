@@ -65,11 +65,7 @@ def _symbols(path: Path | str, wanted: int) -> list[Symbol]:
 
 
 def thread_local_symbols(path: Path | str) -> list[Symbol]:
-    """The thread-local symbols of a 64-bit little-endian ELF file, by offset.
-
-    Raises:
-        ValueError: the file is no such ELF file.
-    """
+    """The thread-local symbols of a 64-bit little-endian ELF file, by offset. Raises ValueError for another file."""
     return _symbols(path, _TLS)
 
 
@@ -100,15 +96,9 @@ def base_name(mangled: str) -> str:
 def place_thread_local(path: Path | str, within: int, extra: int) -> dict[str, int]:
     """Gives each thread-local variable of an object, in a section of its own, the alignment that it asks for, no more.
 
-    A variable of alignment A then lies A bytes beyond a multiple of ``within``, whatever the linker does.
-
-    Args:
-        path: the object; it is changed.
-        within: a power of two; variables of this alignment, or a larger one, stay as they are.
-        extra: bytes that are kept free behind each.
-
-    Returns:
-        name -> alignment, in bytes.
+    A variable of alignment A then lies A bytes beyond a multiple of ``within``, whatever the linker does; those of this
+    alignment, or a larger one, stay as they are. ``extra`` bytes are kept free behind each. The object is changed.
+    Returns name -> alignment, in bytes.
     """
     data = bytearray(Path(path).read_bytes())
     (at,), (size, _) = struct.unpack_from("<Q", data, 40), struct.unpack_from("<HH", data, 58)

@@ -105,15 +105,10 @@ class _Piece:
 
 
 class GlobalMemory:
-    """Copies of some arrays in a file; a context manager.
+    """Copies of some arrays in a file, whose first page is for the process to say how far it is; a context manager.
 
     Arrays that overlap in the caller's memory overlap here in the same way. Addresses are relative to where the
-    emulator's process puts the memory.
-
-    Attributes:
-        file: its descriptor. The first page is for the process to say how far it is.
-        bytes: of addresses that the process is to reserve.
-        pieces: (place in the file, bytes, address) of what it is to map.
+    emulator's process puts the memory: so many `bytes` of them, and `pieces`: (place in the file, bytes, address).
     """
 
     def __init__(self, views: list[View]):

@@ -61,9 +61,7 @@ def _show(index: Index | None, shape: Index) -> str:
 class Narrator:
     """Knows the source, the arrays and the arguments of one call.
 
-    Args:
-        build: the module.
-        arguments: number -> name, bytes, shape and item size of the arrays among the entry's arguments.
+    arguments: number -> name, bytes, shape and item size of the arrays among the entry's arguments.
     """
 
     def __init__(self, build: Build, arguments: dict[int, tuple[str, int, tuple[int, ...], int]]):

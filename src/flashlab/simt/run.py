@@ -212,10 +212,7 @@ class Module:
 class _Watch:
     """Says when a call is to be given up, and, after two seconds and then now and again, on stderr how far it is.
 
-    Without ``memory`` the module is being loaded.
-
-    Attributes:
-        seconds: that it has taken.
+    Without ``memory`` the module is being loaded. seconds: that it has taken.
     """
 
     def __init__(self, entry: str, memory: GlobalMemory | None, timeout: float | None):

@@ -740,11 +740,7 @@ _SIGNALS: dict[int, str] = {
 def host_end(entry: str, ending: Ending, here: str, seconds: float) -> str:
     """How the host part of an entry ended instead of returning; nothing where it returned.
 
-    Args:
-        entry: its name.
-        ending: see process.py.
-        here: " in line 12", or nothing.
-        seconds: what the call was allowed.
+    here: " in line 12", or nothing. seconds: what the call was allowed.
     """
     who = f"the host part of {entry}"
     said = f": {ending.text}" if ending.text else ""

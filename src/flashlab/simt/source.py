@@ -71,12 +71,7 @@ def _regions(text: str) -> Iterator[_Region]:
 
 
 class Preprocessed:
-    """The learner's part of a preprocessed source: all but the emulator's own headers and the system's.
-
-    Args:
-        text: what the compiler printed for ``-E``.
-        own: folders whose files are not the learner's.
-    """
+    """The learner's part of what the compiler printed for ``-E``: all but files in `own` folders and the system's."""
 
     def __init__(self, text: str, own: tuple[str, ...]):
         self.text = text
@@ -405,12 +400,7 @@ DTYPES = {
 
 
 def to_number(entry: str, p: Parameter, value: Any) -> bool | int | float:
-    """A value as the parameter's type wants it.
-
-    Raises:
-        TypeError: it is no such number.
-        ValueError: the type cannot hold it.
-    """
+    """A value as the parameter's type wants it. Raises TypeError: no such number; ValueError: it cannot be held."""
     kind: Any = C_TYPES.get(p.kind)
     if kind is None:
         raise TypeError(f"{entry}: {p.name} has the type {p.kind}; an entry takes pointers and plain numbers")
