@@ -70,8 +70,8 @@ class Backend:
         if q.dtype not in self.dtypes:
             taken = one_of([str(dtype).removeprefix("torch.") for dtype in self.dtypes])
             return f"it takes {taken}, and q is {q.dtype}"
-        if taken := self._other_head_dims(q.shape[-1]):
-            return f"it takes a head_dim {taken}, and q has {q.shape[-1]}"
+        if others := self._other_head_dims(q.shape[-1]):
+            return f"it takes a head_dim {others}, and q has {q.shape[-1]}"
         if not self.masks and (left is not None or right not in (None, 0) or softcap is not None):
             return "it has neither window nor softcap"
         return None if q.device.type == "meta" else self.unfit(q.device)  # no memory, no kernel: shapes alone

@@ -161,7 +161,8 @@ def passes(name: str, forward: dict[str, Way], inputs: Sequence[torch.Tensor], g
         return forward
     if name == "backward":
         return {key: backward_of(way, inputs, grad_o) for key, way in forward.items()}
-    return {key: lambda way=way: torch.autograd.grad(way(), inputs, grad_o) for key, way in forward.items()}
+    both = lambda way: torch.autograd.grad(way(), inputs, grad_o)  # noqa: E731
+    return {key: functools.partial(both, way) for key, way in forward.items()}
 
 
 # ---- is Gluon fit to be measured? ------------------------------------------------------------------------------------

@@ -260,7 +260,7 @@ class Clock:
         """MHz of the samples between two times: median, lowest, highest, and what the chip can at most; the median of
         the watts. None without samples."""
         some = [s for s in self.samples if start <= s.at <= end]
-        mhz, watts = ([s[i] for s in some if s[i] is not None] for i in (1, 2))
+        mhz, watts = [s.mhz for s in some if s.mhz is not None], [s.watts for s in some if s.watts is not None]
         if not mhz:
             return None
         found = {"median": statistics.median(mhz), "lowest": min(mhz), "highest": max(mhz), "max": self._most}
