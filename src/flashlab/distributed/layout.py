@@ -27,8 +27,6 @@ import torch
 
 from flashlab.attention.inputs import one_of
 
-__all__ = ["LAYOUTS", "Block", "blocks", "local_lengths", "pairs", "places", "positions", "shard", "shards", "unshard"]
-
 LAYOUTS = ("contiguous", "zigzag", "striped")
 
 

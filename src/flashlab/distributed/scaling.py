@@ -101,9 +101,7 @@ class Machine:
         return flop * (2.5 if backward else 1) / self.speed(n, backward)
 
 
-def one_gpu(
-    machine: Machine, n: int, *, heads: int, head_dim: int, causal: bool = True, both: bool = False
-) -> float:  # fmt: skip
+def one_gpu(machine: Machine, n: int, *, heads: int, head_dim: int, causal: bool = True, both: bool = False) -> float:
     """Seconds of one GPU with the whole sequence, of a forward pass; `both`: and of its backward pass."""
     flop = 4 * heads * head_dim * n * n / (2 if causal else 1)
     return sum(machine.seconds(flop, n, backward) for backward in (False, True)[: 1 + both])

@@ -25,9 +25,7 @@ from flashlab.models.pager import pages_for
 from flashlab.models.rope import fused_rope, rope
 
 
-def step(
-    model: LanguageModel, tokens: torch.Tensor, cache: StaticCache, *, backend: str = "auto"
-) -> torch.Tensor:  # fmt: skip
+def step(model: LanguageModel, tokens: torch.Tensor, cache: StaticCache, *, backend: str = "auto") -> torch.Tensor:
     """Scores of the token that comes after each sequence; K and V of `tokens` are written to the cache.
 
     Reserve first: `cache.reserve(counts)`. A step of a static or a paged cache reads nothing on the host, so it may be

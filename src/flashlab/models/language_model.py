@@ -174,9 +174,7 @@ class LanguageModel(nn.Module):
             ValueError: more tokens than the model has positions.
         """
         if tokens.shape[1] > self.config.positions:
-            raise ValueError(
-                f"there are {tokens.shape[1]} tokens; this model has {self.config.positions} positions"
-            )  # fmt: skip
+            raise ValueError(f"there are {tokens.shape[1]} tokens; this model has {self.config.positions} positions")
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, self.cos, self.sin)

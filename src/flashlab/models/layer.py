@@ -30,9 +30,7 @@ from flashlab.attention.inputs import one_of
 from flashlab.models.rope import fused_rope, rope
 
 
-def eager_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True
-) -> torch.Tensor:  # fmt: skip
+def eager_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True) -> torch.Tensor:
     """softmax(q k^T / sqrt(head_dim)) v, line by line, with every intermediate in memory.
 
     Args:
@@ -51,16 +49,12 @@ def eager_attention(
     return torch.softmax(scores, dim=-1) @ v
 
 
-def sdpa_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True
-) -> torch.Tensor:  # fmt: skip
+def sdpa_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True) -> torch.Tensor:
     """PyTorch's own attention, which picks the fastest of its kernels; arguments as `eager_attention`."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def flash_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True
-) -> torch.Tensor:  # fmt: skip
+def flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True) -> torch.Tensor:
     """The course's kernels; arguments as `eager_attention`."""
     return flashlab.flash_attention(q, k, v, causal=causal)
 
@@ -122,9 +116,7 @@ class AttentionLayer(nn.Module):
                 raise ValueError(f"width is {width}; {heads} heads do not share it evenly: pass head_dim")
             head_dim = width // heads
         if heads % kv_heads:
-            raise ValueError(
-                f"kv_heads is {kv_heads}; {heads} query heads cannot share {kv_heads} key heads evenly"
-            )  # fmt: skip
+            raise ValueError(f"kv_heads is {kv_heads}; {heads} query heads cannot share {kv_heads} key heads evenly")
         self.head_dim = head_dim
         self.to_q = nn.Linear(width, heads * head_dim, bias=False)
         self.to_k = nn.Linear(width, kv_heads * head_dim, bias=False)

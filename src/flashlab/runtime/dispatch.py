@@ -120,9 +120,7 @@ def _defined(name: str, schema: str, run: Callable[..., Any], fake: Callable[...
     return overload
 
 
-def _function(
-    name: str, forward: Callable[..., Any], backward: Callable[..., Any], jvp: Callable[..., Any]
-) -> Any:  # fmt: skip
+def _function(name: str, forward: Callable[..., Any], backward: Callable[..., Any], jvp: Callable[..., Any]) -> Any:
     """A class of torch.autograd.Function with these methods."""
     methods = {"forward": forward, "backward": backward, "jvp": jvp}
     return type(f"flashlab::{name}", (torch.autograd.Function,), {key: staticmethod(f) for key, f in methods.items()})

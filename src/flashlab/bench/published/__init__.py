@@ -34,6 +34,3 @@ def _value(text: str) -> Value:
         except ValueError:
             pass
     return text or None
-
-
-__all__ = ["FOLDER", "NAMES", "load"]

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from IPython.display import HTML
 
-__all__ = ["WORDS", "play"]
-
 WORDS = {
     "softmax": "The online softmax, step by step, on numbers of yours.",
     "causal": "Which tiles of a causal mask are whole, masked, or never loaded.",

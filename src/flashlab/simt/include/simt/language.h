@@ -106,7 +106,7 @@ constexpr int warpSize = 32;
 
 // ---- odds and ends ------------------------------------------------------------------------------
 extern "C" {
-long long clock64();  // cycles of the CPU: they order events, they measure nothing of a GPU
+long long clock64();  // nanoseconds of the CPU: they order events, they measure nothing of a GPU
 void simt_bounds(long long threads, ...);  // the launch may have so many in a block
 void simt_fence();
 void simt_yield();    // let the other threads of the block run
