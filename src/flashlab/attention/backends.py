@@ -11,8 +11,6 @@ computes by it, or by the same functions without it.
 Five backends are here. Later rooms register their own: flashlab.cuda.operators every step of the CUDA series.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass

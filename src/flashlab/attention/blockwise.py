@@ -10,8 +10,6 @@ block does not see it, and nowhere where an input holds a NaN or an infinity: 0 
 Source: Rabe and Staats, "Self-attention Does Not Need O(n^2) Memory" (2021), arXiv 2112.05682.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

@@ -9,8 +9,6 @@ Algorithm 1 of it and of Dao, "FlashAttention-2" (2023); the roofline is William
 (2009).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -119,7 +117,9 @@ def naive_peak_bytes(
     return heads * (2 * m * n + m * d) * itemsize
 
 
-def flash_cost(M: int, N: int, HEAD_DIM: int, BLOCK_M: int = 64, BLOCK_N: int = 64, itemsize: int = 2) -> Cost:
+def flash_cost(
+    M: int, N: int, HEAD_DIM: int, BLOCK_M: int = 64, BLOCK_N: int = 64, itemsize: int = 2
+) -> Cost:  # fmt: skip
     """The cost of one head in tiles: Q [M, HEAD_DIM], K and V [N, HEAD_DIM], `itemsize` bytes an element.
 
     Q is read once and O written once (and 4 bytes of lse a row); K and V are read once for each query block.

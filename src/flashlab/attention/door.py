@@ -24,8 +24,6 @@ PyTorch's transforms, the same for each backend and for its operator torch.ops.f
 `flashlab.attention.reference.attention`, the formula in PyTorch's own operations, has every derivative.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -15,8 +15,6 @@ Sources: Dao et al., "FlashAttention" (2022), Algorithm 4; Dao, "FlashAttention-
 tutorial "Fused Attention" for two kernels without atomics.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any, NamedTuple
 

@@ -16,8 +16,6 @@ Sources: Dao et al., "FlashAttention" (2022), and Dao, "FlashAttention-2" (2023)
 for the two kinds of tiles; sliding windows: Beltagy et al., "Longformer" (2020); soft-caps: Gemma 2 (2024).
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ BENCHES names every bench; `flashlab bench NAME` runs it. A bench that times som
 ``jobs()`` and ``measure(job)``; flashlab.bench.harness has the rest, for all of them.
 """
 
-from __future__ import annotations
-
 import importlib
 from types import ModuleType
 from typing import NamedTuple

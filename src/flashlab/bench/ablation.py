@@ -4,8 +4,6 @@ Every variant computes the same attention, and is checked before it is timed; al
 with random inputs and with maxima that move in every tile (`mma.inputs`).
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ flashlab bench all --minutes 25          # in all; run it again to go on
 flashlab bench all --quick --out FOLDER  # FOLDER/mma.json, ...
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Sequence

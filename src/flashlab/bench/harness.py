@@ -17,8 +17,6 @@ is memory's. What reads a record takes `recorded()` or `record()`; where that ha
     flashlab bench things --merge FILE        # its rows take the place of the record's: of a run elsewhere, say
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import gc

@@ -22,8 +22,6 @@ nowhere. FlashAttention-4 compiles for minutes: with FLASH_ATTENTION_CUTE_DSL_CA
 beforehand. TFLOP/s count 4 Nq Nk D for each head, half if causal, and 2.5 times that backward.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

@@ -8,8 +8,6 @@ kernels by themselves, stand beside it. Every dq, dk and dv of the first head, a
 repetitions that gave other bits.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

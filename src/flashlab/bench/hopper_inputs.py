@@ -8,8 +8,6 @@ A model that comes as a package is captured beforehand, by tools/capture_scores.
 `flashlab bench hopper --captured FILE` reads. The course's own is trained where it is measured, in less than a minute.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What the bench of phase 11 measures: kernels, peers, and jobs in their order."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product

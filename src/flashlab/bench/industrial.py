@@ -13,8 +13,6 @@ published   the rows of published/triton_vs_torch.csv again: causal, one head; o
 TFLOP/s count 4 N^2 D for each head forward, half if causal, and 2.5 times that backward.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -23,8 +23,6 @@ timeline   case, pass, layer; one row: the MOST_EVENTS longest events [name, sta
            last is "stream 7" for a kernel and "thread 1" for an operation that no other one called
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence

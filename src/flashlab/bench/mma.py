@@ -11,8 +11,6 @@ Every kernel is first checked against float64. Inputs stay in L2 where they fit,
 in every tile: what a kernel saves by not rescaling O shows only beside the two.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -7,8 +7,6 @@ The text is in docs/results.md.jinja and docs/readme.md.jinja, and every number 
 been measured is a dash in a table; a paragraph that speaks of it is left out. So run it after a record has changed.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

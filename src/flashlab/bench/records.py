@@ -4,8 +4,6 @@ A bench has a ``main(arguments)``, which takes ``--out FILE``, ``--quick`` and `
 ``keep``: it writes the record, and prints its table last. What is timed is measured by flashlab.bench.harness.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import functools

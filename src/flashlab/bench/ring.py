@@ -15,8 +15,6 @@ sending while computing, with all heads at once (not as few as keep a GPU busy),
 Ulysses; rings of pairs, on more than two GPUs: pairs exchange heads; and context_parallel over two backends of SDPA.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import math

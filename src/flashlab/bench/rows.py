@@ -5,8 +5,6 @@ rows.where(found, part="shapes", name={"p11", "cuDNN"})
 rows.over(rows.by(found, "D", "N"), "p11", "cuDNN")  # how many times as fast, at each (D, N)
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any

@@ -10,8 +10,6 @@ sdpa_math_f32       the same, its unfused backend
 p6_...              a step of the series
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

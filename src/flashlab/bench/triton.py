@@ -7,8 +7,6 @@ all three; inputs stay in L2, for all alike.
 And the kernel's errors against float64 at lengths that the interpreter would take minutes for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -8,8 +8,6 @@ scheme_b  one head through each escape hatch and through two_pass: milliseconds 
 Times are as flashlab.bench.timing takes them; those of the schemes include filling their outputs first.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -6,8 +6,6 @@ The last step, p12_decode, is a backend of `flashlab.flash_attention_with_cache`
 on, built by nvcc, or in the emulator. On Hopper its exhibit p12_side_cluster takes its place for one sequence.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from typing import Any

@@ -4,8 +4,6 @@ A compiler's message is shown with the line of the source that it is about, in t
 emulator's host compiler.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@
 It runs on capability 9.0, or in the emulator.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from typing import Any

@@ -8,8 +8,6 @@ The same source is built by PyTorch, by nvcc alone, or for the emulator: flashla
 kept (flashlab.runtime.cache), each under a key made from everything that goes into it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import math

@@ -7,8 +7,6 @@ the instructions. Dynamic shared memory is chosen at the launch: the emulator's 
 nvcc, ``flashlab.bench.resources`` has the figures of the series that were measured.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 import shutil

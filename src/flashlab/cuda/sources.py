@@ -4,8 +4,6 @@ Nothing of the source is changed. After it comes, for a kernel of the series, a 
 pointers; for nvcc also what CUDA said of the launch.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import re

@@ -12,8 +12,6 @@ backend     what happens
 ==========  =========================================================================================================
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os

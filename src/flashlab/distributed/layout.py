@@ -18,8 +18,6 @@ Sources: zigzag: Zhu, ring-flash-attention (2024), and Dubey et al., "The Llama 
 stripes: Brandon et al., "Striped Attention" (2023), arXiv 2311.09431.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 

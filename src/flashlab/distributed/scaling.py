@@ -9,8 +9,6 @@ The simulation knows three things: how fast a kernel is at a length (measured on
 (published), and what a step costs beside them. It has no congestion and no slow GPU, so it is kinder than a cluster.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ third of a second, because nobody imports torch again; the function may be defin
 ranks all came to a good end serves the next run too.
 """
 
-from __future__ import annotations
-
 import atexit
 import threading
 from collections.abc import Callable, Sequence

@@ -8,8 +8,6 @@ in JupyterLab, on a code host and in print. Nothing here knows any one kernel.
     show.table(rows, columns)
 """
 
-from __future__ import annotations
-
 import ast
 import difflib
 import html

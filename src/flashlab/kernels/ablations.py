@@ -4,8 +4,6 @@ Each is an edit of ``p9_flash.cu`` with its headers, by its exact text. All of t
 runs each in the emulator, and ``flashlab bench ablation`` times them beside the whole and beside FlashAttention-2.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from flashlab.kernels.series import SERIES, Step, whole

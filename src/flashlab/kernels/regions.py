@@ -8,8 +8,6 @@ In Python `# region: name` and `# endregion`. Any indent; regions may nest; a na
 lines are for the tools: nothing that is shown holds them, and the lines that are left keep the numbers of the file.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ step 4 of phase 8. Beside the ladder stand exhibits, an idea that another ladder
 one holds the regions in which it differs from the step beside it, and the rest is that step's.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -10,8 +10,6 @@ Prompts may differ in length. Then shorter ones are filled up in front, so that 
 what fills them up is written nowhere, and no query sees it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import cast
 

@@ -12,8 +12,6 @@ depths; RMSNorm: Zhang and Sennrich (2019), arXiv 1910.07467; SwiGLU: Shazeer, "
 (2020), arXiv 2002.05202; both with rotary embedding: Touvron et al., "LLaMA" (2023), arXiv 2302.13971.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -174,7 +172,9 @@ class LanguageModel(nn.Module):
             ValueError: more tokens than the model has positions.
         """
         if tokens.shape[1] > self.config.positions:
-            raise ValueError(f"there are {tokens.shape[1]} tokens; this model has {self.config.positions} positions")
+            raise ValueError(
+                f"there are {tokens.shape[1]} tokens; this model has {self.config.positions} positions"
+            )  # fmt: skip
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, self.cos, self.sin)

@@ -16,8 +16,6 @@ Sources: grouped-query attention: Ainslie et al., "GQA" (2023), arXiv 2305.13245
 Is All You Need" (2017), arXiv 1706.03762.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 
@@ -30,7 +28,9 @@ from flashlab.attention.inputs import one_of
 from flashlab.models.rope import fused_rope, rope
 
 
-def eager_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True) -> torch.Tensor:
+def eager_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True
+) -> torch.Tensor:  # fmt: skip
     """softmax(q k^T / sqrt(head_dim)) v, line by line, with every intermediate in memory.
 
     Args:
@@ -49,12 +49,16 @@ def eager_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal
     return torch.softmax(scores, dim=-1) @ v
 
 
-def sdpa_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True) -> torch.Tensor:
+def sdpa_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True
+) -> torch.Tensor:  # fmt: skip
     """PyTorch's own attention, which picks the fastest of its kernels; arguments as `eager_attention`."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True) -> torch.Tensor:
+def flash_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True
+) -> torch.Tensor:  # fmt: skip
     """The course's kernels; arguments as `eager_attention`."""
     return flashlab.flash_attention(q, k, v, causal=causal)
 
@@ -116,7 +120,9 @@ class AttentionLayer(nn.Module):
                 raise ValueError(f"width is {width}; {heads} heads do not share it evenly: pass head_dim")
             head_dim = width // heads
         if heads % kv_heads:
-            raise ValueError(f"kv_heads is {kv_heads}; {heads} query heads cannot share {kv_heads} key heads evenly")
+            raise ValueError(
+                f"kv_heads is {kv_heads}; {heads} query heads cannot share {kv_heads} key heads evenly"
+            )  # fmt: skip
         self.head_dim = head_dim
         self.to_q = nn.Linear(width, heads * head_dim, bias=False)
         self.to_k = nn.Linear(width, kv_heads * head_dim, bias=False)

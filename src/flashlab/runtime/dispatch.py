@@ -8,8 +8,6 @@ second derivative raise NotImplementedError, on both ways. torch.library.custom_
 refuses every transform of torch.func; so the operators are defined here by the means below it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, NoReturn

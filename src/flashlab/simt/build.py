@@ -5,8 +5,6 @@ and counted. A watched build calls the runtime at each load and store as well. B
 under a key made from all that goes into them: the source, the headers that it includes, compiler, flags and CPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

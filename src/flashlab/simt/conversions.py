@@ -3,8 +3,6 @@
 No run shows an offset that wraps around, unless a tensor has more than 2^31 elements.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import tempfile

@@ -1,7 +1,5 @@
 """What a compiler's message means for a CUDA source: the header that is not emulated, the include that is missing."""
 
-from __future__ import annotations
-
 import re
 
 from flashlab.simt.errors import CompileError

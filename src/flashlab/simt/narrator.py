@@ -1,7 +1,5 @@
 """From the runtime's records to a :class:`Report`."""
 
-from __future__ import annotations
-
 import functools
 import re
 from dataclasses import replace

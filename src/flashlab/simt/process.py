@@ -5,8 +5,6 @@ So each library is loaded into a small process of its own (runtime/runner.cpp, r
 call to the next, so that ``__device__`` variables keep their values, and ends with a call that did not return.
 """
 
-from __future__ import annotations
-
 import array
 import atexit
 import contextlib

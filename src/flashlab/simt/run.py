@@ -1,7 +1,5 @@
 """Calling the entries of a compiled CUDA source on arrays."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import operator

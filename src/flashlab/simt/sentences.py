@@ -1,7 +1,5 @@
 """The sentence for each kind of finding."""
 
-from __future__ import annotations
-
 import re
 import signal
 from collections.abc import Callable

@@ -6,8 +6,6 @@ keyword ``__noinline__`` (a name that the C++ library uses for itself). And the 
 entries are read, so that Python can call them with the right types.
 """
 
-from __future__ import annotations
-
 import bisect
 import ctypes
 import itertools

@@ -5,8 +5,6 @@
 {'batch': 1, 'heads': 1, 'seq_len': 1024, 'head_dim': 64, 'variant': 'naive_unfused', 'ms': 0.096726}
 """
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 play("ring")        as the last line of a cell; the figure above the cell stands for it where no JavaScript runs
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
