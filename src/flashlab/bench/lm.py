@@ -23,8 +23,6 @@ training   attention, dtype, jitter; one row: losses, in nats per byte, one per 
            weights are changed by about a rounding; how far that curve is from eager's own is the noise
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
@@ -158,7 +156,7 @@ class Training:
         drawn = torch.randint(shape.vocabulary, (batch, seq_len + 1), generator=torch.Generator().manual_seed(0))
         self.tokens, self.targets = drawn[:, :-1].to(device), drawn[:, 1:].to(device)
 
-    def attend(self, way: dict[str, Any]) -> Training:
+    def attend(self, way: dict[str, Any]) -> "Training":
         """The same model, optimizer and tokens, with another attention and RoPE."""
         for module in self.model.modules():
             if isinstance(module, RotaryAttention):

@@ -11,8 +11,6 @@ most. A list of functions instead of one stands for the same work on different t
 of tensors would stay in the L2 cache, the graph goes through them in turn.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc
@@ -237,7 +235,7 @@ class Clock:
         self.samples: list[Sample] = []
         self._every = every
 
-    def __enter__(self) -> Clock:
+    def __enter__(self) -> "Clock":
         most = nvidia_smi("clocks.max.sm") or ""
         self._most = int(most) if most.isdecimal() else None
         self._done = threading.Event()
@@ -245,7 +243,7 @@ class Clock:
         self._thread.start()
         return self
 
-    def _sample(self, read: Reader | None) -> None:
+    def _sample(self, read: "Reader | None") -> None:
         while read and not self._done.wait(self._every):
             found = read()
             if found[0] is None:

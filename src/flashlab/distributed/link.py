@@ -7,8 +7,6 @@ On GPUs that is NCCL, on CPUs gloo, with ranks as processes or as threads (flash
 the bytes that its rank sends; given a `trace`, it also notes what the rank did when.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -137,7 +135,7 @@ class Link:
             self.group.allreduce([total]).wait()
         return total / self.world
 
-    def split(self, heads: int) -> tuple[Link, Link]:
+    def split(self, heads: int) -> tuple["Link", "Link"]:
         """Two links of this rank on a mesh of world / heads by heads ranks: of the ring, and of the `heads` neighbours.
 
         Every rank has to call it; the groups are made once. Raises ValueError where the ranks form no such mesh.
@@ -155,7 +153,7 @@ class Link:
         self._meshes[heads] = around, beside
         return around, beside
 
-    def _of(self, name: str, heads: int, mine: int, groups: list[list[int]]) -> Link:
+    def _of(self, name: str, heads: int, mine: int, groups: list[list[int]]) -> "Link":
         if self.part is not None:
             return Link(self.part(f"{name}{heads}.{mine}", groups[mine]), None, self.trace, self.timeout, self.counts)
         known = dist.get_process_group_ranks(self.group)

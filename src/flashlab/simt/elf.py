@@ -1,7 +1,5 @@
 """The symbol table of an ELF object: the ``__shared__`` arrays that it defines, and those it wants given."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import struct
@@ -24,7 +22,7 @@ class Symbol:
     kernel: int = 0  # the address of the kernel whose own it is; 0: of a function that several may call
     align: int = 0  # of an array of shared memory: the alignment that it is declared with, in bytes; 0: not known
 
-    def owned(self, kernels: dict[str, int]) -> Symbol:
+    def owned(self, kernels: dict[str, int]) -> "Symbol":
         """With its kernel, of these by mangled name."""
         for name, at in kernels.items():
             if self.name.startswith(f"_ZZ{name[2:]}E"):

@@ -1,7 +1,5 @@
 """From addresses in a compiled module to lines of the source it came from."""
 
-from __future__ import annotations
-
 import functools
 import re
 import shutil
@@ -19,7 +17,7 @@ class Place:
     file: str
     line: int
     function: str = ""
-    callers: tuple[Place, ...] = ()
+    callers: tuple["Place", ...] = ()
 
     def __str__(self) -> str:
         return f"line {self.line}"

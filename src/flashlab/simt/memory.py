@@ -6,8 +6,6 @@ that the caller's view has in its storage: counts of sectors then do not depend 
 allocate. The copies lie in a file in memory, which the emulator's process maps too (process.py).
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os
@@ -174,7 +172,7 @@ class GlobalMemory:
         page = ctypes.string_at(self._base, 24 + 128)
         return (*struct.unpack_from("QQQ", page), page[24:].partition(b"\0")[0].decode(errors="replace"))
 
-    def __enter__(self) -> GlobalMemory:
+    def __enter__(self) -> "GlobalMemory":
         return self
 
     def __exit__(self, *exception: object) -> None:
