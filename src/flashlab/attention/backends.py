@@ -89,8 +89,7 @@ class Backend:
         return f"of {one_of([str(n) for n in self.head_dims])}"
 
 
-BACKENDS: dict[str, Backend] = {}
-"""Every backend by its name; `register` adds to it."""
+BACKENDS: dict[str, Backend] = {}  # every backend by its name; `register` adds to it
 _CALLS: dict[str, Callable[..., Tensors]] = {}
 INSTEAD = "flashlab.attention.reference.attention has every derivative, the formula in operations of PyTorch"
 

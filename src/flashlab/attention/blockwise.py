@@ -17,10 +17,8 @@ import torch
 
 from flashlab.attention.options import Band, band
 
-ROWS = 128
-"""Queries in a block; fewer where there are many keys."""
-SCORES = 2**19
-"""Scores in memory at a time, but for a single row's: 2 MiB of float32, which a cache holds."""
+ROWS = 128  # queries in a block; fewer where there are many keys
+SCORES = 2**19  # scores in memory at a time, but for a single row's: 2 MiB of float32, which a cache holds
 
 
 def attention_blockwise(

@@ -33,8 +33,7 @@ from flashlab.attention.inputs import check_qkv, one_of, refuse_words, scale_of
 from flashlab.attention.options import Window, softcap_of, window_of
 
 _WORDS = "causal, scale, window, softcap and backend"
-HOPPER = "p11_flash"
-"""The backend for compute capability 9.0."""
+HOPPER = "p11_flash"  # the backend for compute capability 9.0
 
 
 class Chosen(NamedTuple):

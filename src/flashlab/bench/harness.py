@@ -47,12 +47,10 @@ Row = dict[str, Any]
 Data = dict[str, Any]
 Way = Callable[[], Any]
 
-ATTEMPTS = 2
-"""How often a job is begun that ends the whole process: once may be the user, twice is the job."""
+ATTEMPTS = 2  # how often a job is begun that ends the whole process: once may be the user, twice is the job
 NOT_YET = "not measured yet"
 _NOT_FACTS = ("bench", "machine", "rows", "left")
-LEAST_CHANGE = 0.01
-"""Medians that differ by less are the same, however small the spread of either."""
+LEAST_CHANGE = 0.01  # medians that differ by less are the same, however small the spread of either
 
 
 def on_gpu() -> bool:

@@ -56,8 +56,7 @@ CACHED = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 # ---- the kernels -----------------------------------------------------------------------------------------------------
 Key = tuple[str, int, torch.dtype]  # a Kernel's name, head_dim, dtype
 _modules: dict[Key, CudaModule | Exception] = {}
-_unsound: set[str] = set()
-"""The steps whose trial failed."""
+_unsound: set[str] = set()  # the steps whose trial failed
 
 
 def module_of(name: str, head_dim: int, dtype: torch.dtype) -> CudaModule:
@@ -240,8 +239,7 @@ LISTED = (
     (512, 256), (640, 128), (1023, 1024), (1024, 1023), (0, 16), (16, 0), (176, 176), (2049, 2049),
 )  # fmt: skip
 """Queries and keys: flash-attention's own test list, nothing at all, and more than a grid of tiles at once."""
-HEADS = ((2, 2, 2), (1, 6, 2), (1, 4, 1), (1, 7, 1), (0, 2, 2))
-"""Batch, heads, key heads."""
+HEADS = ((2, 2, 2), (1, 6, 2), (1, 4, 1), (1, 7, 1), (0, 2, 2))  # batch, heads, key heads
 
 
 def listed(most: int | None) -> Iterator[truth.Case]:

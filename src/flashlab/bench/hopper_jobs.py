@@ -13,15 +13,13 @@ from flashlab.bench.truth import RULE  # noqa: F401
 from flashlab.kernels import Step
 
 PHASE = 11
-OURS = "p11"
-"""The name of phase 11's last step in every row; the row's `step` says which that was."""
+OURS = "p11"  # the name of phase 11's last step in every row; the row's `step` says which that was
 CUDNN, FA2, FA4, P9 = "cuDNN", "FlashAttention-2", "FlashAttention-4", "p9_flash"
 TRITON, BOXES = "triton", "triton, descriptors"
 PEERS = (CUDNN, FA2, FA4, P9, TRITON, BOXES)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "f32": torch.float32}
 HEAD_DIMS = (128, 64, 256)
-LENGTHS = (4096, 1024, 16384, 2048, 8192, 512, 32768)
-"""The most telling first."""
+LENGTHS = (4096, 1024, 16384, 2048, 8192, 512, 32768)  # the most telling first
 KINDS = ("standard", "sizes", "grouped", "by token", "odd", "cross")
 SIZES: dict[int, tuple[str, ...]] = {
     96: ("SLAB=64 BLOCK_N=128 TALL=2", "BLOCK_N=160 TALL=2", "LATE_TURN=1"),

@@ -50,8 +50,7 @@ BACKENDS = {
     "SDPA, cuDNN": "CUDNN_ATTENTION",
     "SDPA, memory-efficient": "EFFICIENT_ATTENTION",
 }
-COMPILED = {"original, compiled": ORIGINAL, "SDPA, compiled": SDPA}
-"""What torch.compile was given."""
+COMPILED = {"original, compiled": ORIGINAL, "SDPA, compiled": SDPA}  # what torch.compile was given
 NAMES = (ORIGINAL, "original, compiled", APART, OURS, SDPA, *BACKENDS, "SDPA, compiled")
 SCOPES = ("layer", "attention")
 PASSES = ("forward", "both")
@@ -62,8 +61,7 @@ RUNS = {"published": 100, "present": 20}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PUBLISHED_LAYERS = {"original": ORIGINAL, "flash": APART}
 """Which of NAMES is meant by a layer of the published table: its RoPE is small operations in both."""
-OUR_KERNEL = "flash_attention_kernel"
-"""The name of the forward kernel in a profile."""
+OUR_KERNEL = "flash_attention_kernel"  # the name of the forward kernel in a profile
 
 
 @dataclass(frozen=True)

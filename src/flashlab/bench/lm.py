@@ -63,12 +63,10 @@ EXCHANGES = {
 }
 """What is exchanged: the way before, and the way after."""
 PASSES = ("forward", "backward", "optimizer")
-DTYPES: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
-"""What autocast is told."""
+DTYPES: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}  # what autocast is told
 BATCH, SEQ_LEN = 4, 1024
 WARM, ROUNDS = 5, 10
-SECONDS = 2.0
-"""Of steps after warm-up: then no more than 3 are done."""
+SECONDS = 2.0  # of steps after warm-up: then no more than 3 are done
 TINY = Config(width=32, depth=2, heads=2, vocabulary=BYTES, positions=32)
 TRAINED = Config(width=384, depth=6, heads=6, vocabulary=BYTES, positions=256)
 STEPS = 300
@@ -77,10 +75,8 @@ JITTER = {"float32": 2.0**-23, "bfloat16": 2.0**-9}
 NOISE = "eager, other roundings"
 SERIES = 400
 LONGEST = 2**20
-STEP_SECONDS = 25.0
-"""A length at which a step would take longer, by four times the one before, is not tried."""
-SIZE_NAMES = {"sm": "small", "md": "medium", "lg": "large"}
-"""Of the published table."""
+STEP_SECONDS = 25.0  # a length at which a step would take longer, by four times the one before, is not tried
+SIZE_NAMES = {"sm": "small", "md": "medium", "lg": "large"}  # of the published table
 
 
 # ---- what is measured ------------------------------------------------------------------------------------------------

@@ -31,8 +31,7 @@ ROOT = Path(__file__).parents[3]
 GPU = "h200"
 RECORDS = ("walls", "triton", "industrial", "scalar", "mma", "ablation", "validation", "layer", "lm", "hopper",
            "decode")  # fmt: skip
-RINGS = ("ring", "ring_x4")
-"""Of several GPUs, each with machines of its own."""
+RINGS = ("ring", "ring_x4")  # of several GPUs, each with machines of its own
 BEGIN, END = "<!-- results: written by `flashlab bench readme` -->", "<!-- end of the results -->"
 COMMAND = "flashlab bench readme"
 

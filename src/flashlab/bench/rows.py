@@ -13,8 +13,7 @@ from flashlab.table import Table
 
 Row = dict[str, Any]
 Data = Mapping[str, Any]
-At = dict[tuple, dict[str, Row]]
-"""Rows by name, at each value of some keys."""
+At = dict[tuple, dict[str, Row]]  # rows by name, at each value of some keys
 Lines = dict[str, tuple[list[int], list[float]]]
 DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "f32"}
 

@@ -30,8 +30,7 @@ from flashlab.bench.records import NoGpu, machine, nvidia_smi, this_gpu
 Work = Callable[[], Any] | Sequence[Callable[[], Any]]
 
 
-Times = dict[str, Any]
-"""Of one call, over the rounds: ms, the median; fastest; slowest; rounds. In milliseconds."""
+Times = dict[str, Any]  # of one call, over the rounds: ms, the median; fastest; slowest; rounds. In milliseconds.
 
 
 def summary(samples: Sequence[float]) -> Times:

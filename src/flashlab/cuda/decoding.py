@@ -27,10 +27,8 @@ ROWS, TILE, PARTS_PER_SM = 16, 16, 8
 LARGEST, SHORT = 16, 16384
 """Blocks of a cluster; and keys of a sequence that p12_side_cluster is taken for. In a longer one few blocks read, and
 how fast depends on where a chip has its multiprocessors: 1 x 65536 took 65 us on one H200 and 78 on another."""
-WARPS = {64: 8, 128: 8, 256: 4}
-"""Of its blocks."""
-SHARED = 131 << 10
-"""Bytes of shared memory that a block of the last step takes."""
+WARPS = {64: 8, 128: 8, 256: 4}  # of its blocks
+SHARED = 131 << 10  # bytes of shared memory that a block of the last step takes
 SMALLER = {d: (("WARPS", warps), ("STAGES", stages)) for d, warps, stages in ((64, 4, 6), (128, 4, 3), (256, 2, 3))}
 """Macros of the last step for blocks of 98 KB. They are slower on an H200 (66 us become 70 at 16 sequences of 4096
 keys), but two of them keep a multiprocessor busy where it has many short pieces (64 sequences of 2048: 135 to 130)."""

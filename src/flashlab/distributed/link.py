@@ -22,8 +22,7 @@ import torch.distributed as dist
 HEAD_START = 20_000
 """Cycles, 10 us, that a GPU's next kernel waits for after a transfer was begun. NCCL copies by blocks of its own: they
 find no place once a kernel has blocks on every multiprocessor, and then nothing is sent while that computes."""
-TIMEOUT = 60.0
-"""Seconds that a rank waits for another before it gives up."""
+TIMEOUT = 60.0  # seconds that a rank waits for another before it gives up
 
 
 class RankLost(RuntimeError):
@@ -212,8 +211,7 @@ class Link:
         self.group = None
 
 
-Group = Link | dist.ProcessGroup | None
-"""What a function takes as its group: see `connect`."""
+Group = Link | dist.ProcessGroup | None  # what a function takes as its group: see `connect`
 _LINKS: WeakKeyDictionary[Any, Link] = WeakKeyDictionary()
 
 

@@ -56,8 +56,7 @@ class _Groups:
             del self.known[key]
 
 
-_IDLE: dict[tuple[int, float], _Groups] = {}
-"""By world and timeout: groups that wait for the next run."""
+_IDLE: dict[tuple[int, float], _Groups] = {}  # by world and timeout: groups that wait for the next run
 atexit.register(_IDLE.clear)  # while gloo's threads can still end
 
 

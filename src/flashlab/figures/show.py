@@ -46,8 +46,7 @@ COLORS = {
     "grey": "#8C8C8C",
     "light": "#E6E6E6",
 }
-MOST_SVG = 40_000
-"""Characters of a figure as SVG: every clone carries them."""
+MOST_SVG = 40_000  # characters of a figure as SVG: every clone carries them
 _CYCLE = ["blue", "orange", "green", "red", "purple", "sky", "black"]
 
 

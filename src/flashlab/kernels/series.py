@@ -16,8 +16,7 @@ from flashlab.kernels import regions
 from flashlab.runtime import cache
 
 FOLDER = Path(__file__).parent
-PTX = FOLDER / "ptx"
-"""Where the headers are that say an instruction as a function."""
+PTX = FOLDER / "ptx"  # where the headers are that say an instruction as a function
 HALVES = (torch.float16, torch.bfloat16)
 
 

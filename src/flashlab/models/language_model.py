@@ -24,10 +24,8 @@ from flashlab.attention.inputs import one_of
 from flashlab.models.layer import AttentionLayer
 from flashlab.models.rope import rope_table
 
-BYTES = 256
-"""The vocabulary of a model that reads bytes."""
-GPT2_TOKENS = 50257
-"""The vocabulary of GPT-2: for timing, where the words do not matter."""
+BYTES = 256  # the vocabulary of a model that reads bytes
+GPT2_TOKENS = 50257  # the vocabulary of GPT-2: for timing, where the words do not matter
 
 
 @dataclass(frozen=True)

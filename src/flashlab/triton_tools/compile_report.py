@@ -34,8 +34,7 @@ from flashlab.runtime import cache
 from flashlab.triton_tools import compile_child
 from flashlab.triton_tools.portable import jit_function, module_source, unwrap
 
-TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
-"""The targets that the course's kernels are compiled for."""
+TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")  # the targets that the course's kernels are compiled for
 
 OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
 TENSOR_CORE_OPCODES = ("HMMA", "HGMMA", "UTCHMMA", "IMMA", "QMMA", "QGMMA", "OMMA", "DMMA")

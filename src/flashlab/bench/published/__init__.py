@@ -10,8 +10,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 
-NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.csv")))
-"""The tables there are."""
+NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.csv")))  # the tables there are
 
 Value = int | float | str | None
 
