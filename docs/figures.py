@@ -52,9 +52,8 @@ def tiles():
 
     blue, orange, green, grey = COLORS["blue"], COLORS["orange"], COLORS["green"], COLORS["grey"]
     for j in range(columns):  # K above, V below: one pair of blocks is on chip
-        live = j == column
-        box(ax, j, -1.5, 1, 1.1, orange if live else "#F7E3B5")
-        box(ax, j, rows + 0.4, 1, 1.1, orange if live else "#F7E3B5")
+        for y in (-1.5, rows + 0.4):
+            box(ax, j, y, 1, 1.1, orange if j == column else "#F7E3B5")
     for i in range(rows):
         box(ax, -1.5, i, 1.1, 1, blue if i == row else "#BBD9EC")
         box(ax, columns + 0.4, i, 1.1, 1, green if i < row else ("#BFE5D9" if i == row else "white"), "#9CCBBB")

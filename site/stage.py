@@ -285,12 +285,12 @@ class Site:
     def finish(self, cells: list[dict[str, Any]], phase: Any) -> list[dict[str, Any]]:
         """Cross-links, alternative texts, and folds of a notebook's cells."""
         seen: set[str] = set()
-        heading, words = "", ""
+        heading = ""
         for cell in cells:
             source = "".join(cell["source"])
             if cell["cell_type"] == "markdown":
                 heads = re.findall(r"^#+ (.+)$", source, re.M)
-                heading, words = (heads[-1] if heads else heading), described(source) or words
+                heading = heads[-1] if heads else heading
                 if not cell["id"].startswith("site-"):
                     source = self.crossed(source, phase.number, seen)
             else:
@@ -299,7 +299,7 @@ class Site:
                         output["data"]["text/markdown"] = self.fold("".join(told))
                 if pictures := [o for o in cell["outputs"] if "image/png" in o.get("data", {})]:
                     told = plain(pictures[0]["metadata"].get("image/png", {}).get("alt", ""))  # by the figure itself
-                    alt = ". ".join(filter(None, (plain(heading), told, "" if len(told) > 40 else plain(words))))
+                    alt = ". ".join(filter(None, (plain(heading), told)))
                     cell["metadata"].setdefault("mystnb", {})["image"] = {"alt": alt}
             cell["source"] = source
         return cells
@@ -378,16 +378,6 @@ def plain(text: str) -> str:
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"<[^>]+>", "", text))
     text = re.sub(r"\\(?:text|mathrm|tilde|mathbf|mathit)\b|[*`$\\{}]", "", text)
     return re.sub(r"\s+", " ", text).strip()
-
-
-def described(text: str) -> str:
-    """What a text cell says of the figure below it: the paragraph that names what is seen, else its last one."""
-    text = re.sub(r"^#+ .*$|```.*?```|\$\$.*?\$\$|<details>.*?</details>", "", text, flags=re.M | re.S)
-    paragraphs = [p for p in map(plain, re.split(r"\n\s*\n", text)) if len(p) > 20 and not p.startswith("|")]
-    seen = r"\b(figure|picture|above|below|left|right|curve|line|bar|colour|red|blue|green|grey|dot|axis|draw)"
-    shown = [p for p in paragraphs if re.search(seen, p, re.I)]
-    words = (shown or paragraphs or [""])[-1]
-    return words if len(words) < 320 else words[:320].rpartition(" ")[0] + " …"
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from pathlib import Path
 
 # Tests are small, and run side by side: more threads only wait for each other. numpy's library reads it once.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("MPLBACKEND", "agg")  # figures are drawn, and none is shown
 
 import pytest
 import torch

@@ -1,12 +1,15 @@
 """The bench of phase 12: its quick form, a way that is wrong, and what it says of a record."""
 
+import functools
 import json
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import flex_attention
 
-from flashlab.bench import decode
-from flashlab.bench.decode import CASES, CUDNN, EVEN, LARGE, MICROSECONDS, ONES, OURS, QUICK, UNEVEN, WHOLE
+from flashlab import flash_attention_with_cache
+from flashlab.bench import decode, harness, peers
+from flashlab.bench.decode import CASES, CUDNN, EVEN, LARGE, MICROSECONDS, ONES, OURS, QUICK, UNEVEN, WHOLE, Case
 from flashlab.models.language_model import SIZES, Config
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -52,6 +55,28 @@ def test_a_way_that_is_wrong_or_fails_has_no_time(monkeypatch):
     wrong, failed = decode.measure({"part": "work", **QUICK[0]._asdict()})
     assert "wrong: o is off by" in wrong["unavailable"] and wrong["error"] > 1 and "ms" not in wrong
     assert failed["unavailable"] == "no such kernel"
+
+
+@no_gpu
+def test_peers_with_pages_are_right_in_each_setting(monkeypatch):
+    def attend(q, k, v, *, seqused_k, page_table):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return flash_attention_with_cache(q, k, v, seqused_k, page_table).transpose(1, 2), None
+
+    monkeypatch.setattr(peers, "fa4", lambda name: (attend, ""))
+    monkeypatch.setattr(peers, "_compiled_flex", lambda mode: flex_attention)
+    monkeypatch.setattr(decode, "RAGGED", (64, 1, 70, 33))
+    monkeypatch.setattr(torch, "bfloat16", torch.float32)
+    case = Case(4, 8, 2, 42, 64, ragged=True)
+    (q,) = harness.draw((4, 8, 1, 64), dtype=torch.float32)
+    for page in (16, 128):
+        x = decode.Filled(case, page, 0)
+        settings = {n: functools.partial(decode._flex, whole) for n, whole in (("one", False), ("two", True))}
+        for make in (decode._fa4, *settings.values()):
+            assert decode.off(case, q, x, make(q, x)()) <= 1
+        best = decode.Fastest(case, settings | {"wrong": lambda q, x: lambda: q})
+        best(q, x)
+        assert best.told["setting"] in settings and "wrong" in best.told["refused"]["wrong"]
 
 
 def record(ours, **others):

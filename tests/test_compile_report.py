@@ -224,11 +224,10 @@ NOTEBOOK = """
     second = compile_report(kernel, arguments)
     print(second.ok, second.from_cache, first.ptx != second.ptx)
     cell("WIDTH = object()")
-    for attempt in (kernel,):
-        try:
-            compile_report(attempt, arguments)
-        except NotPortable as error:
-            print(error)
+    try:
+        compile_report(kernel, arguments)
+    except NotPortable as error:
+        print(error)
     namespace = dict(shell.user_ns)
     try:
         exec("@triton.jit\\ndef made(x_ptr):\\n    language.store(x_ptr, 1)", namespace)

@@ -134,9 +134,6 @@ def test_offsets_of_more_than_32_bits(axis):
     x.expect(*flash_attention_with_cache(*given, k_new=k_new, v_new=v_new, backend="triton", return_lse=True))
 
 
-# ---- the split rule
-
-
 # ---- what the compiler makes of it
 
 

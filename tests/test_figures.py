@@ -4,9 +4,6 @@ import ast
 import itertools
 
 import matplotlib
-
-matplotlib.use("agg")
-
 import matplotlib.pyplot as plt
 import pytest
 import torch

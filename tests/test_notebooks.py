@@ -7,7 +7,7 @@ counts; what the outputs are, nbval compares.
 
 import ast
 import functools
-import importlib
+import pkgutil
 import re
 import types
 import urllib.parse
@@ -60,10 +60,6 @@ PAGES = {number_of(x.id): x.values[0] for x in EXERCISES}
 EXERCISE_IDS = [pytest.param(PAGES[e.phase], id, id=id) for id, e in registry.exercises().items()]
 
 
-def announced(path, id):
-    return next(exercise for exercise in read_lesson(path).exercises if exercise.id == id)
-
-
 def run_unsolved(path):
     """Run an exercise notebook as a learner first meets it. Returns [(cell, its error output or None)]."""
     notebook = make_notebook(path, "exercises")
@@ -111,7 +107,7 @@ def test_a_page_fails_at_its_checks_and_nowhere_else_before_it_is_solved(path):
 
 @pytest.mark.parametrize("path, id", EXERCISE_IDS)
 def test_an_exercise_is_registered_as_it_is_announced(path, id):
-    registered, page = registry.find(id), announced(path, id)
+    registered, page = registry.find(id), next(x for x in read_lesson(path).exercises if x.id == id)
     assert (registered.title, registered.minutes, registered.difficulty) == (page.title, page.minutes, page.difficulty)
     assert len(registered.hints) >= 1
     assert all(hint.strip() for hint in registered.hints)
@@ -181,12 +177,6 @@ def test_a_lecture_does_not_print_the_answers_of_its_exercises(path):
 # ---------------------------------------------------------------- lectures, as text
 
 
-def _imported(module, name):
-    """What `from module import name` gives."""
-    package = importlib.import_module(module)
-    return getattr(package, name) if hasattr(package, name) else importlib.import_module(f"{module}.{name}")
-
-
 @pytest.mark.parametrize("path", LESSONS)
 def test_what_a_lesson_takes_from_our_modules_is_there(path):
     """Branches for a GPU are not run here: a function that was renamed would be missed there first."""
@@ -195,7 +185,7 @@ def test_what_a_lesson_takes_from_our_modules_is_there(path):
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "flashlab":
             for name in node.names:
-                found = _imported(str(node.module), name.name)
+                found = pkgutil.resolve_name(f"{node.module}.{name.name}")
                 if isinstance(found, types.ModuleType):
                     modules[name.asname or name.name] = found
     for node in ast.walk(tree):  # a parameter of the same name is no module

@@ -16,7 +16,6 @@ from flashlab.attention.online_softmax import (
     identity,
     merge,
     merge_finished,
-    online_normalizer,
     online_softmax,
     require_mergeable,
     shifted_exp,
@@ -76,13 +75,6 @@ def test_masked_rows_and_empty_rows(softmax):
 def test_shifted_exp_takes_minus_infinity_as_nothing():
     assert shifted_exp(t(-INF, -INF, 1.0), t(-INF, 2.0, 1.0)).tolist() == [0, 0, 1]
     assert shifted_exp(t(math.nan), t(0.0)).isnan().all()  # a NaN in the scores is not hidden
-
-
-def test_online_normalizer_by_hand():
-    m, l = online_normalizer(LN2 * t([0, 1, 0], [2, 1, 0]))  # noqa: E741
-    torch.testing.assert_close(m, LN2 * t(1, 2))
-    torch.testing.assert_close(l, t(2.0, 1.75))
-    assert [x.tolist() for x in online_normalizer(torch.empty(2, 0))] == [[-INF, -INF], [0, 0]]
 
 
 def test_rows_with_leading_axes_are_independent():

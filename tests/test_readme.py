@@ -15,8 +15,6 @@ from flashlab.bench import readme, records
 from flashlab.bench.rows import of
 from flashlab.figures import implementations, show
 
-matplotlib.use("agg")
-
 
 @pytest.fixture
 def copies(tmp_path):

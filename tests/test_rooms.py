@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 from pathlib import Path
+
+from lesson_execution import imported_names
 
 import flashlab
 
@@ -30,24 +31,9 @@ def modules() -> dict[str, Path]:
 @functools.cache
 def imports(name: str, path: Path) -> set[str]:
     """The modules of the package that a module imports, anywhere in it, as dotted names below flashlab."""
-    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    known, found = modules(), set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                above = ["flashlab", *package.split(".")][: 1 + len(package.split(".")) - node.level + 1]
-                base = ".".join([*above, *([node.module] if node.module else [])])
-            names = [base, *(f"{base}.{alias.name}" for alias in node.names)]
-        else:
-            continue
-        for full in names:
-            short = full.removeprefix("flashlab.")
-            if full.startswith("flashlab.") and short in known:
-                found.add(short)
-    return found - {name}
+    package = f"flashlab.{name}" if path.name == "__init__.py" else f"flashlab.{name}".rpartition(".")[0]
+    found = {full.removeprefix("flashlab.") for full in imported_names(path.read_text(encoding="utf-8"), package)}
+    return found & modules().keys() - {name}
 
 
 def room(module: str) -> str:

@@ -13,14 +13,13 @@ import time
 from pathlib import Path
 
 import pytest
+from test_house import load
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = (ROOT / "tools" / "bootstrap.py").read_text()
 VERSION = "{}.{}".format(*sys.version_info[:2])
 
-spec = importlib.util.spec_from_file_location("bootstrap", ROOT / "tools" / "bootstrap.py")
-bootstrap = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(bootstrap)
+bootstrap = load(ROOT / "tools" / "bootstrap.py")
 MARK = "flashlab-setup-begun"
 
 # ---- finding a Python, in plain sh

@@ -99,15 +99,6 @@ def test_no_shown_line_is_wider_than_the_page(shown, code):
         assert squeezed == ["voidg(){", re.sub(r"\s|//", "", code), "}"]
 
 
-def test_what_was_shown_can_be_read_back(shown, files):
-    loop = [line.strip() for line in AFTER.splitlines()[7:12]]
-    show.region(files[1], "main loop")
-    show.diff(*files, "main loop")
-    show.source(files[0])
-    assert [[x.strip() for x in show.shown(m)] for m in shown[:2]] == [loop, loop]
-    assert show.shown(shown[2])[0] == '#include "simt.h"' and len(show.shown(shown[2])) == 9
-
-
 def test_source_of_something_without_one():
     with pytest.raises(TypeError, match="no source text"):
         show.source(len)

@@ -86,7 +86,7 @@ def test_every_figure_has_a_text_of_its_own(site):
             for c in cells(site, f"lectures/{phase.name}.ipynb")
             if any("image/png" in o.get("data", {}) for o in c.get("outputs", []))
         ]
-        assert all(len(text) > 40 and "$" not in text for text in texts)
+        assert all(len(text) > 35 and "$" not in text for text in texts)
         assert len(set(texts)) == len(texts), phase.name
 
 

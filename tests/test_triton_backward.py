@@ -9,6 +9,7 @@ from huge_tensors import NO_ROOM, REASON, far_apart
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_triton_forward import TARGETS, recorded_reports
+from test_triton_forward import expect as expect_forward
 
 from flashlab import runtime
 from flashlab.attention import reference, triton_backward
@@ -57,11 +58,8 @@ def expect(q, k, v, do, tiles=SMALL, **options):
 def test_the_simulation(seq_q, seq_k, causal):
     for dtype in (torch.float32, torch.bfloat16):
         q, k, v, do = (x.cpu() for x in make(1, 2, 1, seq_q, seq_k, 16, dtype))
-        o, lse = (
-            x.to(kind)
-            for x, kind in zip(reference.attention(q, k, v, causal=causal), (dtype, torch.float32), strict=True)
-        )
-        dq, dk, dv = flash_attention_backward_sim(do, q, k, v, o, lse, 16, 32, causal=causal)
+        o, lse = reference.attention(q, k, v, causal=causal)
+        dq, dk, dv = flash_attention_backward_sim(do, q, k, v, o.to(dtype), lse.float(), 16, 32, causal=causal)
         assert worst(wanted(q, k, v, do, causal=causal), dq=dq, dk=dk, dv=dv)[1] <= 1
 
 
@@ -72,25 +70,27 @@ WINDOWS = st.one_of(
 )
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=24, deadline=None)
 @given(st.data())
 def test_drawn_shapes_masks_and_layouts(data):
+    """Of the forward pass too."""
     draw = data.draw
     kv_heads, group = draw(st.integers(1, 2), "kv_heads"), draw(st.integers(1, 2), "group")
-    seq_q, seq_k = draw(st.integers(1, 36), "seq_q"), draw(st.integers(1, 36), "seq_k")
-    dtype, layout = draw(st.sampled_from(DTYPES), "dtype"), draw(st.sampled_from(["bhnd", "bnhd"]), "layout")
+    seq_q, seq_k = draw(st.integers(1, 40), "seq_q"), draw(st.integers(1, 50), "seq_k")
+    dtype, layout = draw(st.sampled_from(DTYPES), "dtype"), draw(st.sampled_from(["bhnd", "bnhd", "bhdn"]), "layout")
     head_dim = draw(st.sampled_from([8, 16, 40, 59]), "head_dim")
-    inputs = make(1, kv_heads * group, kv_heads, seq_q, seq_k, head_dim, dtype, layout=layout)
+    batch = 4 if seq_q * seq_k < 100 else 1  # the rule is calibrated on a twin, which may be lucky with a few numbers
+    inputs = make(batch, kv_heads * group, kv_heads, seq_q, seq_k, head_dim, dtype, layout=layout)
     sides = st.sampled_from([16, 32])
-    blocks = Tiles(*(Tile(draw(sides, "BLOCK_M"), draw(sides, "BLOCK_N"), 4, 2) for _ in range(2)))
-    expect(
-        *inputs,
-        blocks,
+    forward, *blocks = (Tile(draw(sides, "BLOCK_M"), draw(sides, "BLOCK_N"), 4, 2) for _ in range(3))
+    options = dict(
         causal=draw(st.booleans(), "causal"),
         window=draw(WINDOWS, "window"),
         softcap=draw(st.sampled_from([None, 2.0, 30.0]), "softcap"),
         scale=draw(st.sampled_from([None, -0.3, 0.0, 1.0]), "scale"),
     )
+    expect_forward(*inputs[:3], tile=forward, **options)
+    expect(*inputs, Tiles(*blocks), **options)
 
 
 @pytest.mark.parametrize("head_dim", [8, 16, 59, 80, 111, 128, 192, 256])

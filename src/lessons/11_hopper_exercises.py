@@ -297,7 +297,7 @@ check("11.8", producer)
 #
 # `tensor_map(base, type, rank, dims, strides_bytes, box, swizzle)` counts dimensions from the innermost one, in the order of `tma_load`'s
 # coordinates, whatever lies next to what in memory; the type is
-# `CU_TENSOR_MAP_DATA_TYPE_FLOAT16`, the swizzle `CU_TENSOR_MAP_SWIZZLE_128B`. The check copies boxes, and says which element lies where.
+# `CU_TENSOR_MAP_DATA_TYPE_FLOAT16`, the swizzle `CU_TENSOR_MAP_SWIZZLE_128B`. The check reads the map's numbers, and says which of them is another one.
 
 # %% tags=["exercise"]
 # BEGIN STARTER

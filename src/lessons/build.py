@@ -29,21 +29,17 @@ import contextlib
 import copy
 import datetime
 import os
-import shutil
 import sys
-import tempfile
 import textwrap
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import nbformat
 from lesson_execution import STOPPED, execute, execution_digest, stop_kernels
 from lesson_source import LessonError, content_digest, find_lessons, inputs, make_notebook, read_lesson
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, TaskID
 
 from flashlab.runtime.cache import write_whole
 
@@ -74,31 +70,25 @@ def write(path: Path, notebook: nbformat.NotebookNode) -> bool:
 
 
 def keep_outputs(notebook, old) -> bool:
-    """Take over the outputs of `old` when it was executed with the same code and modules."""
-    digest = notebook.metadata["flashlab"]["built_from"]
-    if old is None or old.metadata.get("flashlab", {}).get("built_from") != digest:
+    """Take over the outputs of `old` when it was executed with the same code and modules, in order."""
+    if old is None or recorded(old, "built_from") != recorded(notebook, "built_from"):
         return False
-    new_code = [c for c in notebook.cells if c.cell_type == "code"]
-    old_code = [c for c in old.cells if c.cell_type == "code"]
-    if [c.source for c in new_code] != [c.source for c in old_code]:
+    ours, theirs = ([c for c in n.cells if c.cell_type == "code"] for n in (notebook, old))
+    if [(c.source, i) for i, c in enumerate(ours, 1)] != [(c.source, c.execution_count) for c in theirs]:
         return False
-    if any(c.execution_count is None for c in old_code):
-        return False
-    if [c.execution_count for c in old_code] != list(range(1, len(old_code) + 1)):
-        return False  # run again by hand, in some order
-    for new, was in zip(new_code, old_code, strict=True):
+    for new, was in zip(ours, theirs, strict=True):
         new.outputs, new.execution_count = copy.deepcopy(was.outputs), was.execution_count
     return True
 
 
 def is_untouched(notebook) -> bool:
     """Whether an exercise notebook holds what the build wrote, and no answers."""
-    return as_written(notebook) == content_digest(notebook)
+    return recorded(notebook, "as_written") == content_digest(notebook)
 
 
-def as_written(notebook) -> str | None:
-    """The digest of what the build wrote, as the notebook itself records it."""
-    return notebook.metadata.get("flashlab", {}).get("as_written")
+def recorded(notebook, name: str) -> str | None:
+    """A digest that the build wrote into the notebook itself: "built_from" or "as_written"."""
+    return notebook.metadata.get("flashlab", {}).get(name)
 
 
 def backup(path: Path) -> Path:
@@ -110,122 +100,77 @@ def backup(path: Path) -> Path:
     return kept
 
 
-@dataclass
-class Outcome:
-    """What became of a lesson: lines to print, and whether it went well."""
-
-    ok: bool
-    lines: list[str]
-
-
 def build_lesson(
-    path: Path,
-    root: Path,
-    *,
-    force: bool = False,
-    force_exercises: bool = False,
-    on_start: Callable[[int], None] = lambda cells: None,
-    on_cell: Callable[[], None] = lambda: None,
-) -> Outcome:
-    """Build one lesson file: execute first, then replace its notebooks. Raises LessonError, nothing written."""
+    path: Path, root: Path, options: argparse.Namespace, bars: Progress, task: TaskID
+) -> tuple[bool, list[str]]:
+    """Build one lesson file: execute first, then replace its notebooks. Raises LessonError, nothing written.
+
+    Returns whether it went well, and lines to print.
+    """
     lesson = read_lesson(path)
     kind = "solutions" if lesson.is_exercises else "notebooks"
     target = root / kind / f"{lesson.name}.ipynb"
     notebook, numbers = make_notebook(lesson, kind, root)
     notebook.metadata["flashlab"]["built_from"] = execution_digest(notebook, lesson, root)
     how = "outputs kept"
-    if force or not keep_outputs(notebook, read_notebook(target)):
+    if options.force or not keep_outputs(notebook, read_notebook(target)):
         target.parent.mkdir(exist_ok=True)
-        on_start(len(notebook.cells))
+        bars.update(task, total=len(notebook.cells), visible=True)
         started = time.perf_counter()
-        execute(notebook, lesson, numbers, target.parent, root, on_cell)
+        execute(notebook, lesson, numbers, target.parent, root, lambda: bars.advance(task))
         how = f"executed in {time.perf_counter() - started:.1f} s"
-    outcome = Outcome(True, [])
+    ok, lines = True, []
     if lesson.is_exercises:
-        write_exercise(
-            make_notebook(lesson, "exercises", root)[0],
-            root / "exercises" / f"{lesson.name}.ipynb",
-            force_exercises,
-            outcome,
-        )
+        blank = make_notebook(lesson, "exercises", root)[0]
+        ok, lines = write_exercise(blank, root / "exercises" / target.name, options.force_exercises)
     changed = write(target, notebook)
-    outcome.lines.append(f"{kind}/{target.name}: {how}, {'written' if changed else 'unchanged'}")
-    return outcome
+    return ok, [*lines, f"{kind}/{target.name}: {how}, {'written' if changed else 'unchanged'}"]
 
 
-def write_exercise(notebook, path: Path, force: bool, outcome: Outcome) -> None:
+def write_exercise(notebook, path: Path, force: bool) -> tuple[bool, list[str]]:
     """Write an exercise notebook, unless the one that is there holds answers; `force` keeps those in a copy first."""
-    name = f"exercises/{path.name}"
+    name, lines = f"exercises/{path.name}", []
     old = read_notebook(path)
     if path.exists() and (old is None or not is_untouched(old)):
         if force:
-            outcome.lines.append(f"{name}: your version is kept as exercises/{backup(path).name}")
-        elif old is not None and as_written(old) == as_written(notebook):
-            outcome.lines.append(f"{name}: holds your answers and is up to date, left as it is")
-            return
+            lines.append(f"{name}: your version is kept as exercises/{backup(path).name}")
+        elif old is not None and recorded(old, "as_written") == recorded(notebook, "as_written"):
+            return True, [f"{name}: holds your answers and is up to date, left as it is"]
         else:
-            outcome.ok = False
-            outcome.lines.append(
+            return False, [
                 f"{name}: NOT written. It is not as the build last wrote it, so it may hold your answers, and there "
                 "is a newer version. Rename it, or build with --force-exercises, which keeps a copy of yours."
-            )
-            return
+            ]
     changed = write(path, notebook)
-    outcome.lines.append(f"{name}: {'written' if changed else 'unchanged'}")
+    return True, [*lines, f"{name}: {'written' if changed else 'unchanged'}"]
 
 
-def build(
-    paths: list[Path],
-    root: Path,
-    *,
-    jobs: int = 1,
-    force: bool = False,
-    force_exercises: bool = False,
-    console: Console | None = None,
-) -> bool:
+def build(paths: list[Path], root: Path, options: argparse.Namespace, console: Console) -> bool:
     """Build the lessons; a failing one is reported and the others go on. Returns whether all went well.
 
     Ctrl-C (KeyboardInterrupt) ends the kernels that run, begins no other lesson, and leaves every notebook whole.
     """
     STOPPED.clear()
-    sweep(root)
-    console = console or Console(highlight=False, soft_wrap=True)
-    bars = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("cells"),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
+    bars = Progress(console=console, transient=True, disable=not console.is_terminal)
 
     def one(path: Path) -> bool:
         if STOPPED.is_set():
             return False
         task = bars.add_task(path.stem, total=None, visible=False)
         try:
-            outcome = build_lesson(
-                path,
-                root,
-                force=force,
-                force_exercises=force_exercises,
-                on_start=lambda cells: bars.update(task, total=cells, visible=True),
-                on_cell=lambda: bars.advance(task),
-            )
+            ok, lines = build_lesson(path, root, options, bars, task)
         except LessonError as error:
-            outcome = Outcome(False, [f"{error}\n  nothing written for this lesson, its notebooks are as they were"])
+            ok, lines = False, [f"{error}\n  nothing written for this lesson, its notebooks are as they were"]
         except Exception as error:  # the other lessons go on
-            outcome = Outcome(False, [f"{path.stem}: the build failed with {type(error).__name__}: {error}"])
+            ok, lines = False, [f"{path.stem}: the build failed with {type(error).__name__}: {error}"]
         bars.update(task, visible=False)
-        if STOPPED.is_set() and not outcome.ok:
-            outcome.lines = [f"{path.stem}: stopped by you, its notebooks are as they were"]
-        for line in outcome.lines:
-            console.print(line, style=None if outcome.ok else "red", markup=False)
-        return outcome.ok
+        if STOPPED.is_set() and not ok:
+            lines = [f"{path.stem}: stopped by you, its notebooks are as they were"]
+        for line in lines:
+            console.print(line, style=None if ok else "red", markup=False)
+        return ok
 
-    with bars, ThreadPoolExecutor(max_workers=max(1, jobs)) as pool:
+    with bars, ThreadPoolExecutor(max_workers=max(1, options.jobs)) as pool:
         try:
             return all(list(pool.map(one, paths)))
         except KeyboardInterrupt:
@@ -234,25 +179,16 @@ def build(
             raise
 
 
-def sweep(root: Path, days: float = 1.0) -> None:
-    """Remove what killed builds have left: notebooks half written, folders of kernels."""
-    leftovers = [*root.glob("*/.*.ipynb.*"), *Path(tempfile.gettempdir()).glob("flashlab-*")]
-    for path in leftovers:
-        with contextlib.suppress(OSError):
-            found = path.lstat()
-            if found.st_uid == os.getuid() and found.st_mtime < time.time() - days * 86400:
-                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-
-
 # ---------------------------------------------------------------- check
 
 
-def out_of_date(paths: list[Path], root: Path, *, exercises: bool, strays: bool = False) -> list[str]:
+def out_of_date(paths: list[Path], root: Path, exercises: bool, strays: bool) -> tuple[list[str], list[str]]:
     """One sentence for each notebook that is not what its lesson makes; executes nothing.
 
-    `exercises`: compare exercises/ too. `strays`: report notebooks that no lesson makes.
+    And the lectures and solutions whose outputs were made with other modules of flashlab than today's. `exercises`:
+    compare exercises/ too. `strays`: report notebooks that no lesson makes.
     """
-    problems = []
+    problems, stale = [], []
     made: dict[str, set[str]] = {"notebooks": set(), "exercises": set(), "solutions": set()}
     for path in paths:
         try:
@@ -264,31 +200,17 @@ def out_of_date(paths: list[Path], root: Path, *, exercises: bool, strays: bool 
             continue
         for kind, notebook in wanted.items():
             made[kind].add(lesson.name)
-            if kind == "exercises" and not exercises:
-                continue
-            target = root / kind / f"{lesson.name}.ipynb"
-            if problem := difference(notebook, read_notebook(target), executed=kind != "exercises"):
-                problems.append(f"{kind}/{target.name}: {problem}")
+            executed, found = kind != "exercises", read_notebook(root / kind / f"{lesson.name}.ipynb")
+            if (executed or exercises) and (problem := difference(notebook, found, executed=executed)):
+                problems.append(f"{kind}/{lesson.name}.ipynb: {problem}")
+            elif executed and recorded(found, "built_from") != execution_digest(notebook, lesson, root):
+                stale.append(f"{kind}/{lesson.name}")
     if strays:
         for kind, names in made.items():
             for path in sorted((root / kind).glob("*.ipynb")):
                 if path.stem not in names and ".mine-" not in path.stem:
                     problems.append(f"{kind}/{path.name}: no lesson in src/lessons makes this notebook")
-    return problems
-
-
-def to_be_executed(paths: list[Path], root: Path) -> list[str]:
-    """The lectures and solutions whose outputs were made with other modules of flashlab than today's."""
-    stale = []
-    for path in paths:
-        with contextlib.suppress(LessonError):  # out_of_date has said so
-            lesson = read_lesson(path)
-            kind = "solutions" if lesson.is_exercises else "notebooks"
-            digest = execution_digest(make_notebook(lesson, kind, root)[0], lesson, root)
-            found = read_notebook(root / kind / f"{lesson.name}.ipynb")
-            if found is not None and found.metadata.get("flashlab", {}).get("built_from") != digest:
-                stale.append(f"{kind}/{lesson.name}")
-    return stale
+    return problems, stale
 
 
 def difference(wanted, found, *, executed: bool) -> str | None:
@@ -319,23 +241,13 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--only", action="append", metavar="02", help="only this phase; repeatable")
     parser.add_argument("--check", action="store_true", help="execute and write nothing, exit 1 on a difference")
-    parser.add_argument(
-        "--exercises",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="with --check: compare exercises/ too (default: only where CI=true)",
-    )
+    too = "with --check: compare exercises/ too (default: only where CI=true)"
+    parser.add_argument("--exercises", action=argparse.BooleanOptionalAction, help=too)
     parser.add_argument("--force", action="store_true", help="execute lessons that have not changed too")
-    parser.add_argument(
-        "--force-exercises", action="store_true", help="replace exercises that were filled in, keeping a copy of each"
-    )
-    parser.add_argument(
-        "--jobs",
-        type=int,
-        default=1,
-        metavar="N",
-        help="lessons at once (default 1: neighbours disturb each other's timings)",
-    )
+    filled = "replace exercises that were filled in, keeping a copy of each"
+    parser.add_argument("--force-exercises", action="store_true", help=filled)
+    at_once = "lessons at once (default 1: neighbours disturb each other's timings)"
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help=at_once)
     parser.add_argument("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     root = options.root.resolve()
@@ -343,30 +255,20 @@ def main(argv: list[str] | None = None) -> int:
     console = Console(highlight=False, soft_wrap=True)
     if not options.check:
         try:
-            ok = build(
-                paths,
-                root,
-                jobs=options.jobs,
-                force=options.force,
-                force_exercises=options.force_exercises,
-                console=console,
-            )
+            return 0 if build(paths, root, options, console) else 1
         except KeyboardInterrupt:
             console.print("stopped by you: what was built is kept, and the next build goes on from there")
             return 130
-        return 0 if ok else 1
     in_ci = os.environ.get("CI", "").lower() == "true"
     exercises = in_ci if options.exercises is None else options.exercises
-    problems = out_of_date(paths, root, exercises=exercises, strays=in_ci and not options.only)
+    problems, stale = out_of_date(paths, root, exercises, strays=in_ci and not options.only)
     for problem in problems:
         console.print(f"out of date: {problem}", markup=False)
     if problems:
         console.print("Build again: .venv/bin/python src/lessons/build.py")
         return 1
-    if stale := to_be_executed(paths, root):
-        console.print(
-            f"executed before flashlab changed, and again by the next build: {', '.join(stale)}", markup=False
-        )
+    if stale:
+        console.print("executed before flashlab changed, and again by the next build:", ", ".join(stale), markup=False)
     scope = "" if exercises else " (exercises/ is yours to edit and was not compared; --exercises compares it)"
     console.print(f"{len(paths)} lessons in sync{scope}", markup=False)
     return 0

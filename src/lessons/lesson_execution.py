@@ -198,7 +198,9 @@ def execute(
                 try:
                     client.execute_cell(cell, i)
                 except CellExecutionError as error:
-                    raise lesson.error(raised_at(cell, lines) or start, error_line(cell, error)) from None
+                    traceback, said_last = (ANSI.sub("", text) for text in (error.traceback, error.evalue))
+                    line = raised_at(cell.execution_count, traceback, lines) or start
+                    raise lesson.error(line, f"{error.ename}: {said_last}") from None
                 except CellTimeoutError:
                     raise lesson.error(start, f"the cell ran for more than {CELL_TIMEOUT} s") from None
                 except DeadKernelError:
@@ -211,21 +213,10 @@ def execute(
     notebook.metadata["language_info"] = nbformat.from_dict({"name": "python"})  # no interpreter version
 
 
-def error_line(cell, error: CellExecutionError) -> str:
-    errors = [o for o in cell.outputs if o.output_type == "error"]
-    name, value = (errors[-1].ename, errors[-1].evalue) if errors else (error.ename, error.evalue)
-    return f"{name}: {ANSI.sub('', value)}"
-
-
-def raised_at(cell, lines: list[int | None]) -> int | None:
+def raised_at(count: int, traceback: str, lines: list[int | None]) -> int | None:
     """The lesson's line on which a cell raised, from the traceback's 'Cell In[3], line 2'."""
-    for output in cell.outputs:
-        if output.output_type == "error":
-            traceback = ANSI.sub("", "\n".join(output.traceback))
-            found = re.findall(rf"Cell In\[{cell.execution_count}\], line (\d+)", traceback)
-            if found and int(found[0]) <= len(lines):
-                return lines[int(found[0]) - 1]
-    return None
+    found = re.search(rf"Cell In\[{count}\], line (\d+)", traceback)
+    return lines[int(found[1]) - 1] if found and int(found[1]) <= len(lines) else None
 
 
 def normalise_outputs(cell, root: Path) -> None:

@@ -581,12 +581,8 @@ def how_to_get(name: str, quotes: list[Quote], root: Path) -> str:
                 continue
             if not isinstance(node, (ast.Import, ast.ImportFrom)):
                 return f"from {module} import {name}"
-            alias = next(a for a in node.names if (a.asname or a.name).split(".")[0] == name)
-            return ast.unparse(
-                ast.Import([alias])
-                if isinstance(node, ast.Import)
-                else ast.ImportFrom(node.module, [alias], node.level)
-            )
+            node.names = [a for a in node.names if (a.asname or a.name).split(".")[0] == name]
+            return ast.unparse(node)
     return name
 
 
@@ -654,11 +650,8 @@ def make_notebook(lesson: Lesson, kind: str, root: Path) -> tuple[nbformat.Noteb
             tags.append("raises-exception")  # so that "Run All" goes on past an unsolved exercise
         source = "\n".join(text for _, text in lines)
         metadata = {"tags": tags} if tags else {}
-        if cell.type == "code":
-            made = nbformat.v4.new_code_cell(source, id=cell.id, metadata=metadata)
-        else:
-            made = nbformat.v4.new_markdown_cell(source, id=cell.id, metadata=metadata)
-        notebook.cells.append(made)
+        new_cell = nbformat.v4.new_code_cell if cell.type == "code" else nbformat.v4.new_markdown_cell
+        notebook.cells.append(new_cell(source, id=cell.id, metadata=metadata))
         if cell.type == "code":
             known |= defined_names(source)
             if quotes:

@@ -29,6 +29,8 @@ from lesson_source import (
     symbol_source,
 )
 
+from flashlab.table import Table
+
 ROOT = Path(__file__).resolve().parents[2]
 
 RULES: dict[str, tuple[float, float, str]] = {
@@ -189,11 +191,8 @@ def kernel_lines(lesson: Lesson, root: Path, cells) -> tuple[str, list[str], set
         module, *names = PYTHON_KERNELS[lesson.number]
         quote = Quote(0, "FROM", module, tuple(names), True)
         name, text = ", ".join(names), "\n".join(symbol_source(lesson, root, quote, one) for one in names)
-    elif lesson.number in LAST_STEPS or series.steps(lesson.number):
-        last = (
-            series.step(LAST_STEPS[lesson.number]) if lesson.number in LAST_STEPS else series.steps(lesson.number)[-1]
-        )
-        name, text = f"{last.name}.cu", series.whole(last.name)
+    elif last := LAST_STEPS.get(lesson.number) or next((s.name for s in series.steps(lesson.number)[::-1]), ""):
+        name, text = f"{last}.cu", series.whole(last)
     else:
         return "", [], set()
     seen: set[str] = set()
@@ -214,18 +213,14 @@ def squeezed(line: str) -> str:
 # ---------------------------------------------------------------- the table
 
 
-def table(paces: list[Pace]) -> str:
-    heads = ["", *RULES, "shown"]
+def table(paces: list[Pace]) -> Table:
     limits = [f"{low:g}-{high:g}" if low else f"{high:g}" for low, high, _ in RULES.values()]
     rows = [["limit", *limits, "100 %"]]
     for p in paces:
         beyond = p.beyond()
         share = f"{p.shown:.0%} of {p.kernel}" if p.kernel else "-"
         rows.append([p.number, *(f"{v:g}{'*' if n in beyond else ''}" for n, v in p.values.items()), share])
-    widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
-    lines = ["  ".join(x.rjust(w) if i else x.ljust(w) for i, (x, w) in enumerate(zip(row, widths, strict=True)))
-             for row in [heads, *rows]]  # fmt: skip
-    return "\n".join(lines)
+    return Table.of(rows, ["", *RULES, "shown"], align="l" + "r" * len(RULES) + "l")
 
 
 def main(argv: list[str] | None = None) -> int:

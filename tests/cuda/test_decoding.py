@@ -4,16 +4,14 @@ On a GPU the same tests run natively, and more of them.
 """
 
 import itertools
-import re
 
 import pytest
 import torch
 from sequences import DEVICE, Sequences
 
 from flashlab import flash_attention_with_cache
-from flashlab.cuda import CompileError, decoding, load_inline, operators
-from flashlab.cuda.resources import available, resources
-from flashlab.kernels.series import DECODING, path
+from flashlab.cuda import decoding, operators
+from flashlab.kernels.series import DECODING
 
 FP16, BF16 = torch.float16, torch.bfloat16
 *EARLY, LAST = (s.name for s in DECODING)
@@ -256,38 +254,3 @@ def test_what_it_does_not_take(sizes, change, options, said):
     k_cache = change(x.k_cache) if change else x.k_cache
     with pytest.raises(ValueError, match=said):
         flash_attention_with_cache(x.q, k_cache, *x.given[2:], backend=LAST, **options)
-
-
-DEPENDENT = """#include <cuda_runtime.h>
-__global__ void first(int* x) { x[threadIdx.x] = 1; cudaTriggerProgrammaticLaunchCompletion(); x[threadIdx.x] = 2; }
-__global__ void merge(const int* x, int* sum) {
-    cudaGridDependencySynchronize();
-    atomicAdd(sum, x[threadIdx.x]);
-}
-extern "C" int both(int* x, int* sum) {
-    first<<<1, 32>>>(x);
-    merge<<<1, 32>>>(x, sum);
-    return (int)cudaGetLastError();
-}
-"""
-
-
-def test_dependent_launches_are_not_emulated_and_two_launches_stand_for_them():
-    """What such a launch may see early is therefore never found: a launch ends before the next one begins."""
-    with pytest.raises(CompileError) as refused:
-        load_inline(DEPENDENT, backend="emulator")
-    assert "a launch ends before the next one begins, so leave it out" in refused.value.log
-    without = re.sub(r"cuda(Trigger|Grid)\w+\(\);", "", DEPENDENT)
-    module = load_inline(without, backend="emulator")
-    x, total = torch.zeros(32, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    module.launch("both", x, total)
-    assert total.item() == 64
-
-
-@pytest.mark.long
-@pytest.mark.skipif(not available(), reason="needs nvcc, g++ and cuobjdump")
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("name", [*EARLY, LAST])
-def test_nothing_is_spilled(name, head_dim):
-    for found in resources(path(name), launches=False, HEAD_DIM=head_dim, ELEMENT="__nv_bfloat16"):
-        assert found.spill_bytes == 0, found

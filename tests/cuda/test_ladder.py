@@ -1,26 +1,10 @@
-"""The steps side by side: what is printed of them, what a recorded ladder looks like. (The counts: lectures 6 to 9.)"""
+"""What a recorded ladder looks like. (The counts, and what is printed of the steps: lectures 6 to 9.)"""
 
 from __future__ import annotations
 
-import matplotlib
-
-matplotlib.use("agg")
-
 import matplotlib.pyplot as plt
-import pytest
 
-from flashlab.figures import ladder, traces
-
-
-def test_a_region_that_is_not_in_the_source():
-    with pytest.raises(KeyError, match="no region 'no such region'; its regions: 'constants', 'swizzle'"):
-        traces.printed("p8_3_stages", ("no such region", ""))
-
-
-def test_a_statement_in_front_of_a_region():
-    said = traces.printed("p8_3_stages", ("output", 'if (blockIdx.x == 0 && threadIdx.x == 0) printf("%d ", j);'))
-    assert said.split() == list("0123")
-
+from flashlab.figures import ladder
 
 RUN = {
     "machine": {"gpu": "a GPU"},

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from lesson_source import Lesson, find_lessons, make_notebook, read_lesson
+from lesson_source import defined_names, find_lessons, make_notebook, read_lesson
 
 from flashlab.check import CheckFailed
 from flashlab.check.changes import edited
@@ -18,15 +18,13 @@ ROOT = Path(__file__).resolve().parents[2]
 PATHS = {number_of(p.stem): p for p in find_lessons(ROOT) if p.stem.endswith("_exercises")}
 
 
-@functools.cache
-def lesson_of(phase: int | str) -> Lesson:
-    return read_lesson(PATHS[phase])
+lesson_of = functools.cache(read_lesson)
 
 
 @functools.cache
 def cells_of(phase: int | str, kind: str) -> list:
     """The code cells of a page: "exercises" or "solutions"."""
-    return [c for c in make_notebook(lesson_of(phase), kind, ROOT)[0].cells if c.cell_type == "code"]
+    return [c for c in make_notebook(lesson_of(PATHS[phase]), kind, ROOT)[0].cells if c.cell_type == "code"]
 
 
 @functools.cache
@@ -68,14 +66,8 @@ def cell_of(id: str, kind: str) -> str:
     phase = number_of(id.split(".")[0])
     wanted = asked(phase, kind)[id][0]
     for cell in cells_of(phase, kind):
-        if "exercise" in cell.metadata.get("tags", []):
-            tree = ast.parse(cell.source)
-            found = {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}
-            found |= {
-                t.id for n in tree.body if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)
-            }
-            if wanted in found:
-                return cell.source
+        if "exercise" in cell.metadata.get("tags", []) and wanted in defined_names(cell.source):
+            return cell.source
     raise LookupError(id)
 
 
@@ -142,21 +134,18 @@ def accepted(*rows, **how) -> Callable:
     return _table("id, edits", rows, test, **how)
 
 
-def diagnosed(*rows, **how) -> Callable:
-    """Rows (id, edits of the solution, slug)."""
+def _failed(fits: Callable[[CheckFailed, str], bool]) -> Callable:
+    """Rows (id, edits of the solution, and a text that what the check says has to fit)."""
 
-    def test(id, edits, slug):
-        failed = failure(id, *_edited(id, edits))
-        assert failed.diagnosis == slug, failed
+    def table(*rows, **how) -> Callable:
+        def test(id, edits, text):
+            failed = failure(id, *_edited(id, edits))
+            assert fits(failed, text), failed
 
-    return _table("id, edits, slug", rows, test, **how)
+        return _table("id, edits, text", rows, test, **how)
+
+    return table
 
 
-def told(*rows, **how) -> Callable:
-    """Rows (id, edits of the solution, words of the sentence)."""
-
-    def test(id, edits, words):
-        failed = failure(id, *_edited(id, edits))
-        assert words in failed.sentence, failed
-
-    return _table("id, edits, words", rows, test, **how)
+diagnosed = _failed(lambda failed, slug: failed.diagnosis == slug)
+told = _failed(lambda failed, words: words in failed.sentence)

@@ -1,7 +1,8 @@
 """What the pages and the hints tell a learner to type: its names exist where it is told, and it does what is said."""
 
 import ast
-import importlib
+import contextlib
+import pkgutil
 import re
 
 import pytest
@@ -19,16 +20,8 @@ FENCE = re.compile(r"```python\n(.*?)```", re.DOTALL)
 
 def resolves(name):
     """Whether a dotted name is a module, or something in one."""
-    parts = name.split(".")
-    for i in range(len(parts), 0, -1):
-        try:
-            found = importlib.import_module(".".join(parts[:i]))
-        except ImportError:
-            continue
-        for part in parts[i:]:
-            if not hasattr(found, part):
-                return False
-            found = getattr(found, part)
+    with contextlib.suppress(ImportError, AttributeError):
+        pkgutil.resolve_name(name)
         return True
     return False
 

@@ -4,14 +4,13 @@ import ast
 import contextlib
 import dataclasses
 import functools
-import importlib.util
 import inspect
 import math
 import re
 
 import pytest
 import torch
-from lesson_answers import cells_of, lesson_of
+from test_house import load
 
 from flashlab import runtime
 from flashlab.attention.online_softmax import merge
@@ -19,7 +18,7 @@ from flashlab.check import CheckFailed
 from flashlab.check.changes import EndlessError, Text, changes
 from flashlab.check.expect import allowed_error
 from flashlab.check.lookup import Index, in_units, where_right
-from flashlab.exercises import check, exercises, find
+from flashlab.exercises import check, exercises
 from flashlab.exercises.kernel_rule import KernelRule
 from flashlab.exercises.phase_04 import whose
 from flashlab.exercises.rule import RULES, Rule, answers
@@ -168,29 +167,12 @@ def test_an_interpreted_kernel_gives_what_its_model_gives(id, everywhere, tmp_pa
                 source = re.sub(rf"(\(.*?\b{name.name})\b", r"\1: tl.constexpr", source, count=1)
         path = tmp_path / f"changed_{i}.py"
         path.write_text(f"import triton\nimport triton.language as tl\n\n@triton.jit\n{source}\n")
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        launched = dataclasses.replace(it, call=None).launched(getattr(module, it.fn.__name__))
+        launched = dataclasses.replace(it, call=None).launched(getattr(load(path), it.fn.__name__))
         got = it.index.run(lambda *given, launched=launched: launched(*map(copied, given)))
         for n in range(len(got)) if everywhere else {shown[0], i % len(got)}:
             overflow = any(isinstance(x, torch.Tensor) and x.isinf().any() for x in got[n])  # the model is in float64
             if not it.makes_no_sense([got[n], predicted[n]]) and not overflow:
                 assert it.index.same_outcome([got[n]], [predicted[n]]), change.said
-
-
-@pytest.mark.parametrize("id", [id for id in RULES if " " not in id])
-def test_the_lesson_takes_its_heading_and_its_cell_from_the_rule(id):
-    name, id = RULES[id].fn.__name__, RULES[id].id
-    lesson = lesson_of(find(id).phase)
-    cells = [c for kind in ("exercises", "solutions") for c in cells_of(lesson.number, kind)]
-    if name in inspect.signature(find(id).run).parameters and not find(id).untouched:
-        unsolved, solved = (c.source for c in cells if re.search(rf"^def {name}\(", c.source, re.M))
-        assert "raise NotImplementedError" in unsolved
-        assert unsolved.endswith("raise NotImplementedError") or isinstance(RULES[id], TensorRule)
-        assert "NotImplementedError" not in solved and "SOLUTION" not in solved
-    assert find(id).title in [e.title for e in lesson.exercises]
-    assert f"# ## {id}\n" in lesson.path.read_text(), "the title stands in the decorator alone"
 
 
 # ---- what is told of answers in other styles ------------------------------------------------------------------------

@@ -102,15 +102,9 @@ FUNCTIONS = (
 )  # fmt: skip
 
 
-def wrong_answers():
-    yield from HANDED_IN.items()
-    for name, value in RETURNED.items():
-        yield f"a function that returns {name}", lambda *args, value=value, **options: value
-    for function in FUNCTIONS:
-        yield function.__name__, function
-
-
-WRONG = dict(wrong_answers())
+WRONG = HANDED_IN | {function.__name__: function for function in FUNCTIONS}
+for name, value in RETURNED.items():
+    WRONG[f"a function that returns {name}"] = lambda *args, value=value, **options: value
 
 
 @pytest.mark.filterwarnings("ignore:coroutine", "ignore:Using a non-tuple")

@@ -68,13 +68,6 @@ def skipped(sentence: str) -> None:
     sys.exit(1 if os.environ.get("CI") else 0)
 
 
-def find_browser() -> str:
-    found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, BROWSERS)), None)
-    if not found:
-        skipped("no chromium here; install one (apt-get install chromium), or name it in CHROMIUM.")
-    return found
-
-
 def make_course(folder: Path, **lessons) -> list[Path]:
     """A folder that looks like the course, with only these notebooks in it, not executed. Returns their paths."""
     for name in ("docs", "src"):
@@ -217,7 +210,9 @@ def main() -> None:
         from playwright.sync_api import sync_playwright
     except ImportError:
         skipped("playwright is not installed here; .venv/bin/pip install -e '.[browser]'")
-    browser = find_browser()
+    browser = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, BROWSERS)), None)
+    if not browser:
+        skipped("no chromium here; install one (apt-get install chromium), or name it in CHROMIUM.")
     options.screenshots.mkdir(parents=True, exist_ok=True)
     for phase in options.phase or PHASES:
         lessons = {p.stem.endswith("_exercises"): read_lesson(p) for p in find_lessons(ROOT, [phase])}

@@ -70,12 +70,7 @@ def test_builds_at_the_same_time():
         assert b[0] == want
 
 
-def test_a_compile_error_has_the_learners_lines():
-    broken = ADD.replace("b[i] += a[i] * FACTOR", "b[i] += c[i]")
-    with pytest.raises(CompileError) as caught:
-        compile_cuda(broken, name="cell.cu")
-    assert "cell.cu:4" in str(caught.value) and "‘c’" in str(caught.value) or "'c'" in str(caught.value)
-    assert "build-" not in str(caught.value)
+def test_an_error_in_a_launch_has_the_learners_line():
     launch = ADD.replace("add<<<(n + 63) / 64, 64>>>(a, b, n);", "add<<<(n + 63) / 64, 64>>>(a, b);")
     with pytest.raises(CompileError, match="kernel.cu:7"):
         compile_cuda(launch, defines={"FACTOR": 1})
@@ -90,14 +85,6 @@ extern "C" int run(float* p) { k<<<1, 1>>>(p); return cudaGetLastError(); }
     assert compile_cuda(text, defines={"FLOATS": 12288}).run(np.zeros(1, np.float32)).ok
     with pytest.raises(CompileError, match="array tile has 49156 bytes of static shared memory; the limit is 49152"):
         compile_cuda(text, defines={"FLOATS": 12289})
-
-
-def test_warnings_are_kept():
-    text = ADD.replace("const int i", "int j; const int i").replace("a[i] *", "a[j] *")
-    built = compile_cuda(text + f"// {os.urandom(4).hex()}", defines={"FACTOR": 1})
-    again = compile_cuda(built.build.text, defines={"FACTOR": 1})
-    assert "uninitialized" in built.warnings and again.warnings == built.warnings
-    assert compile_cuda(ADD, defines={"FACTOR": 1}).warnings == ""
 
 
 def test_no_compiler(monkeypatch):

@@ -1,4 +1,4 @@
-"""mbarriers, TMA and bulk copies: kernels/hopper_copies.cu against numpy, and the mistakes of hopper_broken.cu."""
+"""mbarriers, TMA and bulk copies: kernels/hopper_copies.cu against numpy; mistakes in a ring; maps that are refused."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_bytes_in_a_row(copies):
 def test_a_ring_of_stages(copies, tiles):
     x = np.random.default_rng(tiles).random((2, tiles, 8, 2, 32), np.float32)
     sums = np.full((2, 2, 32), np.nan, np.float32)
-    report = copies.run_ring(x.reshape(-1, 32), sums, 2, tiles)
+    report = copies.run_ring(x.reshape(-1, 32), sums, 2, tiles, 0)
     assert not report.findings, report
     weights = np.arange(1, tiles + 1, dtype=np.float32)[:, None, None, None]
     np.testing.assert_allclose(sums, (x * weights).sum((1, 2)), rtol=1e-5)
@@ -143,101 +143,30 @@ def test_a_ring_of_stages(copies, tiles):
 
 
 # ---- what is wrong is found ------------------------------------------------------------------------
-LINES = marked("hopper_broken.cu")
-X = np.arange(48 * 32, dtype=np.float32)
-
-
-def findings_of(entry: str, mode: int, check: bool = True, y: np.ndarray | None = None) -> list:
-    """Of a kernel of hopper_broken.cu."""
-    y = np.zeros(256, np.float32) if y is None else y
-    return report_of(getattr(module("hopper_broken.cu", check), f"run_{entry}"), X, y, mode).findings
-
-
-UNWAITED = "reads in line .* that a tma_load of thread 0 in line .* fills, without having waited"
-IN_USE = "the stage is still in use"  # released before it is read; by lane 0, before the other lanes have read
-NO_FENCE = "with no fence_proxy_async between"  # none; and one that comes before the writes
-# entry, mode, kind, line, the other line, words
+LINES = marked("hopper_copies.cu")
+IN_USE = "the stage is still in use"
+# mistake, kind, line, the other line, words
 WATCHED = [
-    ("load", 0, "read-before-wait", "no wait", "load", UNWAITED),
-    ("load", 1, "read-before-wait", "only lane 0 waits", "load", UNWAITED),
-    ("load", 4, "read-before-wait", "the phase before", "load", UNWAITED + " for the phase"),
-    ("load", 5, "read-before-wait", "load", "nobody told this warp", "has read in line"),
-    ("load", 5, "uninitialised-shared", "nobody told this warp", None, ""),
-    ("load", 6, "stage-overwritten", "store over a load", "load", "writes in line .* without having"),
-    ("load", 10, "stage-overwritten", "second load", "load", "fills with tma_load .* a tma_load of"),
-    ("ring", 1, "stage-overwritten", "refill", "consumer reads", IN_USE),
-    ("ring", 2, "stage-overwritten", "refill", "consumer reads", IN_USE),
-    ("ring", 4, "read-before-wait", "consumer reads", "refill", "without having waited for the phase"),
-    ("setup", 0, "mbarrier-fence", "load of setup", None, "no fence_mbarrier_init since thread 0 made it"),
-    ("setup", 1, "mbarrier-too-early", "wait of setup", None, "with no barrier since thread 0 made it"),
-    ("setup", 2, "mbarrier-missing", "wait of setup", None, "no mbarrier at that place: full at byte 0"),
-    ("setup", 6, "mbarrier-missing", "after inval", None, "there is no mbarrier"),
-    ("setup", 11, "tensor-map", "no map", None, "something that is no tensor map"),
-    ("setup", 12, "shared-out-of-bounds", "beyond the array", None, "the last 128 of 1024 lie beyond the end of tile"),
-    ("setup", 14, "bulk-misaligned", "off by 4", None, "of global memory 4 bytes beyond a multiple of 16"),
-    ("store", 0, "proxy-fence", "store", "fill", NO_FENCE),
-    ("store", 1, "proxy-fence", "store", "fill", NO_FENCE),
-    ("store", 3, "race", "fill", "store", "read with tma_store in line .*, with no barrier between"),
-    ("store", 4, "never-waited", "store", None, "was never committed"),
-    ("store", 5, "never-waited", "store", None, "was never waited for .bulk_wait_read."),
-    ("store", 6, "stage-overwritten", "too early", "store", "still be reading: only after bulk_wait_read is it free"),
-    ("store", 7, "read-before-wait", "read of y", "store",
-     "reads in line .* element 40 of y, where a tma_store of thread 0 .* bulk_wait<0> for all groups"),
-    ("store", 9, "global-race", "store", "store", "thread 0 of block 1 .* nothing orders two blocks"),
-    ("store", 10, "read-only", "store", None, "x, which the entry declares const"),
-    ("zeros_first", 0, "proxy-fence", "over zeros", "zero", "nor come after it"),
-    ("wrong_type", 0, "reduce-type", "reduce", None, "type that it cannot add"),
-    ("beyond", 0, "global-out-of-bounds", "beyond the end", None,
-     r"reads with tma_load .* element 1536 of x \(shape \[1536\]\), 128 bytes past its end"),
-]  # fmt: skip
+    (2, "stage-overwritten", "refill", "consumer reads", IN_USE),
+    (3, "stage-overwritten", "refill", "consumer reads", IN_USE),
+    (5, "read-before-wait", "consumer reads", "refill", "without having waited for the phase"),
+]
 BOTH = [  # the phase's numbers
-    ("load", 2, "mbarrier-bytes", "load", None,
-     r"bring 1024 bytes to a phase of the mbarrier of line \d+ \(full at byte 0\) .* expects 1008"),
-    ("load", 3, "deadlock", "wait", None,
-     r"Warps 0-1 wait in line \d+ for parity 0 of the mbarrier of line \d+ \(full at byte 0\): phase 0 is under "
-     "way, 1040 bytes expected, 1024 brought"),
-    ("load", 7, "mbarrier-arrivals", "one too many", None, "has its one arrival already and waits for 1024 bytes"),
-    ("load", 8, "deadlock", "wait", None, "phase 0 is under way, 1 of 3 arrivals missing"),
-    ("load", 9, "never-waited", "load", None, "nobody has waited for its mbarrier"),
-    ("load", 11, "mbarrier-number", "wait", None, "with the parity 2; it is 0 or 1"),
-    ("load", 12, "deadlock", "another phase", None,
-     "nobody has arrived at it .1 arrival missing., and phase 0, of parity 0, has ended"),
-    ("ring", 0, "deadlock", "producer waits", "consumer waits",
+    (1, "deadlock", "producer waits", "consumer waits",
      rf"Warp 0 waits in line .* the mbarrier of line {LINES['init empty']} \(empty at byte 0\).* nobody has arrived at "
-     rf"it .*, and no phase has ended yet.*Warp 1 waits in line {LINES['consumer waits']} for parity 0"),
-    ("ring", 3, "deadlock", "producer waits", None, "1 of 2 arrivals missing"),
+     rf"it .*, and no phase has ended yet.*Warps 1-2 wait in line {LINES['consumer waits']} for parity 0"),
+    (4, "deadlock", "producer waits", None, "1 of 3 arrivals missing"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("expected", "check"),
-    [pytest.param(x, check, id=f"{x[0]}-{x[1]}-{check}") for check in (True, False) for x in BOTH + WATCHED * check],
-)
-def test_a_mistake_is_found(expected, check):
-    """A finding of that kind names these lines, and says that."""
-    entry, mode, kind, line, other, words = expected
-    found = findings_of(entry, mode, check)
-    wanted = [f for f in found if f.kind == kind and f.line == LINES[line]]
-    assert wanted, (kind, LINES[line], [str(f) for f in found])
-    assert wanted[0].other_line == (LINES[other] if other else wanted[0].other_line), wanted[0]
-    assert re.search(words, wanted[0].message), wanted[0].message
-    assert expected != WATCHED[0] or len(wanted) == 1
-
-
-@pytest.mark.parametrize("mode", [0, 1])
-def test_what_comes_after_an_arrival_is_not_released(mode):
-    races = [f for f in findings_of("after_arrival", mode) if f.kind == "race"]
-    assert [{f.line, f.other_line} for f in races] == [{LINES["not released"], LINES["after the arrival"]}]
-
-
-@pytest.mark.parametrize("mode", [2, 8])
-def test_a_proxy_fence_by_the_one_who_stores_or_by_those_who_wrote(mode):
-    assert not findings_of("store", mode)
-
-
-def test_a_load_over_zeros_behind_a_proxy_fence():
-    y = np.zeros(64, np.float32)
-    assert not findings_of("zeros_first", 1, y=y) and (y == X[:64]).all()
+@pytest.mark.parametrize(("expected", "check"), [(x, check) for check in (True, False) for x in BOTH + WATCHED * check])
+def test_a_mistake_in_a_ring_is_found(expected, check):
+    """A finding of that kind names these lines, and says that. Other mistakes: test_hopper_memory.py."""
+    mistake, kind, line, other, words = expected
+    x, sums = np.zeros((11 * 16, 32), np.float32), np.zeros((2, 32), np.float32)
+    found = report_of(module("hopper_copies.cu", check).run_ring, x, sums, 1, 11, mistake).findings
+    wanted = next(f for f in found if f.kind == kind and f.line == LINES[line])
+    assert wanted.other_line == (LINES[other] if other else wanted.other_line) and re.search(words, wanted.message)
 
 
 def test_a_map_that_is_no_grid_constant_is_refused():
@@ -277,8 +206,8 @@ GOOD = {"rank": 2, "type": FLOAT16, "swizzle": 3, "shift": 0, "n0": 64, "n1": 64
     ],
 )
 def test_a_map_that_is_refused(change, says):
-    broken = module("hopper_broken.cu", False)
+    copies = module("hopper_copies.cu", False)
     x = np.zeros(4096, np.float32)
-    broken.run_map(x, np.array([*GOOD.values()], np.int64))
+    copies.run_map(x, np.array([*GOOD.values()], np.int64))
     with pytest.raises(HostError, match=f"throws an exception in line .*the tensor map is refused: {says}"):
-        broken.run_map(x, np.array([*{**GOOD, **change}.values()], np.int64))
+        copies.run_map(x, np.array([*{**GOOD, **change}.values()], np.int64))

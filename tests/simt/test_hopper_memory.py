@@ -33,7 +33,8 @@ def cases(name: str) -> dict[tuple[str, int], tuple[int, str]]:
 CASES = cases(MEMORY) | cases(HOSTILE)
 MARKED = marked(MEMORY)
 MISTAKES, RIGHT = ([case for case, (_, said) in CASES.items() if (said == "right") == right] for right in (0, 1))
-TWO_BLOCKS, ONE_BLOCK = (39, 46, 47, 85, 86, 87, 89, 94), (*range(54), *range(67, 72))  # of others four
+TWO_BLOCKS = (39, 46, 47, 85, 86, 87, 89, 94, 122)
+ONE_BLOCK = (*range(54), *range(67, 72), *range(96, 130))  # of others four
 
 
 def run(name: str, mode: int, check: bool = True) -> list[simt.Finding]:
@@ -44,7 +45,7 @@ def run(name: str, mode: int, check: bool = True) -> list[simt.Finding]:
     x, y, z = np.arange(128, dtype=np.float32), np.zeros(128, np.float32), np.zeros(64, np.int32)
     maps = np.zeros(4 * 128, np.uint8)
     found = report_of(module(name, check).run_memory, maps, x, y, z, mode, blocks, threads=2).findings
-    if mode in (*range(3, 9), *range(16, 21)):  # right, and loaded
+    if mode in (*range(3, 9), *range(16, 21), *range(96, 102), 125):  # right, and loaded
         np.testing.assert_array_equal(y[:64], x[:64])
     elif mode < 3 and not check:  # an answer that is not looked at: what is read is what was there before, nothing
         assert np.isnan(y[:64]).all()
@@ -53,25 +54,31 @@ def run(name: str, mode: int, check: bool = True) -> list[simt.Finding]:
 
 def test_every_case_is_marked():
     text = "".join((KERNELS / name).read_text() for name in (MEMORY, HOSTILE))
-    assert len(CASES) == text.count("    case ") and len(RIGHT) >= 42
+    assert len(CASES) == text.count("    case ") and len(RIGHT) >= 61
 
 
 @pytest.mark.parametrize("name, mode", MISTAKES)
 def test_a_mistake_is_found(name, mode):
     """As one of these kinds, in this line or that one."""
     line, said = CASES[name, mode]
-    severity, kinds, place, words = re.fullmatch(r"expect: (warning )?([\w -]+?)(?: at (.*?))?; (.*)", said).groups()
+    form = r"expect: (warning )?([\w -]+?)(?: at (.*?))?(?: from (.*?))?; (.*)"
+    severity, kinds, place, other, words = re.fullmatch(form, said).groups()
     found = run(name, mode)
     assert found and found[0].kind in kinds.split(), found
     assert found[0].severity == ("warning" if severity else "error")
-    assert found[0].line == (MARKED[place] if place else line) and words in found[0].message, found[0]
+    assert words in found[0].message, found[0]
+    if other:  # of two that race, either may be named first
+        assert {found[0].line, found[0].other_line} == {line, MARKED[other]}, found[0]
+    else:
+        assert found[0].line == (MARKED[place] if place else line), found[0]
 
 
 @pytest.mark.parametrize("name, mode", [case for case in MISTAKES if case[0] == HOSTILE])
-@pytest.mark.every(3)
-def test_a_fast_build_survives_it(name, mode):
+def test_a_fast_build_survives_it_and_sees_all_but_loads_and_stores(name, mode):
     line, said = CASES[name, mode]
-    for finding in run(name, mode, False)[:1]:
+    found = run(name, mode, False)
+    assert found or mode in (21, 22, 23, 58)
+    for finding in found[:1]:
         assert finding.kind in (*re.findall(r"[\w-]+", said.partition(";")[0]), "never-waited") and finding.line == line
 
 

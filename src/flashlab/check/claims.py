@@ -18,6 +18,7 @@ _TURNED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "==": "==", "!=": "!="}
 _COMPARISON = re.compile(r"(.*) (<=|>=|==|!=|<|>) (.*)")
 _DIVIDED = {"division": ("//", "/"), "remainder": ("%",)}
 _PLAIN = re.compile(r"[A-Za-z_][\w.]*")
+_NAME = re.compile(r"(?<![\w.])[A-Za-z_]\w*(?![\w(.])")
 _LEAST = 10  # that a number has to be for a factor of 1000 to come of it
 
 
@@ -48,11 +49,15 @@ def tokens_of(source: str) -> str:
 class Claims:
     """What can be seen to be untrue of a learner's text.
 
-    right: the right one. words: what its names are called. own: names of the right text that mean nothing in another.
+    right: the right one. words: what its names are called. own: names of the right text that mean nothing in another;
+    params: those that both have.
     """
 
-    def __init__(self, learners: str, right: str, words: Mapping[str, str] | None = None, own: Sequence[str] = ()):
-        self.learners, self.right, self.own = learners, right, own
+    def __init__(
+        self, learners: str, right: str, words: Mapping[str, str] | None = None, own: Sequence[str] = (),
+        params: Sequence[str] = (),
+    ):  # fmt: skip
+        self.learners, self.right, self.own, self.params = learners, right, own, params
         named = [(said, name) for name, said in (words or {}).items() if said != name]
         named += [(f"`{said[1:-1]}`", f"`{name}`") for said, name in named if said[:1] == "("]
         self.words = sorted(named, key=lambda x: -len(x[0]))
@@ -90,6 +95,9 @@ class Claims:
             wholes = [f"{x} {sign} {piece}" for sign in signs for x in (as_it_is, f"({as_it_is})")]
             wholes = wholes or [f"{piece}({as_it_is})"]
             return any(map(self._there, wholes)) or (not signs and self._there(piece))
+        around = {*_NAME.findall(whole or "")} & {*self.params} - {*_NAME.findall(piece)}
+        if not all(self._counts(name)[0] for name in around) and any(self._counts(name)[0] for name in self.params):
+            return True  # it is missing in something that is not there
         return self._there(whole) if whole else self._there(piece.lstrip("-") if what == "term" else piece)
 
     def _not_asked(self, piece: str) -> bool:
@@ -99,6 +107,8 @@ class Claims:
     def _instead(self, what: str, piece: str, whole: str) -> bool:
         if not _PLAIN.fullmatch(what) or what in self.own or not self._counts(what)[1]:
             return False  # a name that the right text has: of a number, or of what it makes, nothing is known
+        if not self._counts(what)[0] or (piece.isdigit() and not self._more(what)):
+            return True
         mine, right = self._counts(piece)
         return bool(whole and self._there(whole)) or self._there(piece) or (mine >= right > 0 and not self._more(what))
 
@@ -141,7 +151,7 @@ _FORMS: tuple[tuple[re.Pattern[str], Callable[..., bool]], ...] = tuple(
         (r"the (division|remainder) by `([^`]*)` is missing: it is `([^`]*)` as it stands()", Claims._missing),
         (r"()`([^`]*)` is missing: it is `([^`]*)` as it stands()", Claims._missing),
         (r"`([^`]*)` is not asked", Claims._not_asked),
-        (rf"`([^`]*)` stands where `?([^` ,]+|[^`]*)`? belongs{_WHERE}", Claims._instead),
+        (rf"`([^`]*)` stands where `?([^` ,]+|[^`]*)`?(?:, rounded up,)? belongs{_WHERE}", Claims._instead),
     )
 )
 _OF_PRESENCE = 5  # of these, the last

@@ -42,6 +42,8 @@ _ENDLESS = EndlessError.__name__
 _CLAIMED = re.compile(r"`([a-z]\w+|[^\w`]{1,3})` (?:stands|adds|is taken for)")
 _FOR_A_NUMBER = re.compile(r"stands where [\d.]+ belongs")
 _ALMOST = 0.35  # costs so near say nothing about which is likelier
+_LIKELY = 2.0  # what costs less is often done
+_SYMPTOMS = ("always-the-same", "always-one-branch")
 _PAIRED = 200  # changes that are tried two at a time
 _TRIES = 12_000
 
@@ -270,6 +272,20 @@ class Index:
             return slug, f"{said}; {' and '.join(others)} {'is' if len(others) == 1 else 'are'} wrong too"
         return None
 
+    def is_likely(self, got: Outcome) -> bool:
+        """Whether what explains these values is a row or a slip that is often made, and no mere symptom."""
+        if self.looked_up is None or self.looked_up[0] is not got or not self.looked_up[1]:
+            return False
+        text, change, _ = self.looked_up[1][0]
+        return text is None or (change.cost < _LIKELY and change.slug not in _SYMPTOMS)
+
+    def note_on(self, got: Outcome) -> str:
+        """Why the piece is there whose change explains these values."""
+        if self.looked_up is None or self.looked_up[0] is not got or not self.looked_up[1]:
+            return ""
+        text, change, _ = self.looked_up[1][0]
+        return self._note(text, change, "") if text is not None else ""
+
     def _leaves(self, outcome: Outcome, got: Outcome, others: set[int]) -> bool:
         """Whether the other wrong results are then right, or as they are: else the causes contradict each other."""
         return all(any(self.same_outcome(outcome, x, i) for x in (got, self.right)) for i in others)
@@ -292,7 +308,7 @@ class Index:
     def _said_of_it(self, of_one: bool = False) -> Iterator[Found]:
         """The outcomes, less those whose words do not fit the learner's text: of an operator that it has not, say."""
         right = [(x, tokens_of(ast.unparse(x.tree))) for x in self.texts if self.code]
-        claims = {id(x): Claims(self.code, code, x.words, x.locals) for x, code in right}
+        claims = {id(x): Claims(self.code, code, x.words, x.locals, x.params) for x, code in right}
         for found in self.outcomes:
             text, change, _ = found
             if id(text) in claims and claims[id(text)].untrue(change.said, of_one):

@@ -87,6 +87,11 @@ class KernelRule(TensorRule):
         kept = {name: name for name in self.fn.__code__.co_varnames}
         return KernelText(self.fn, self.writes, self.programs, {**kept, **self.words}, other)
 
+    def own_text(self, fn: Any, words: Mapping[str, str]) -> KernelText:
+        if self.call is not None:
+            raise TypeError("a function around a kernel: what the model runs is the kernel alone")
+        return KernelText(fn, self.writes, self.programs, dict(words))
+
     def with_row(self, row: Any) -> Callable[..., Any]:
         return self.text(row.edits).compiled()
 

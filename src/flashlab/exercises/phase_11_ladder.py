@@ -557,80 +557,22 @@ def _expect_early(events: Sequence[Event], case: str) -> None:
 
 
 # ---- 11.9 -----------------------------------------------------------------------------------------------------------
-_BOX_ROWS, _PACKED_DIM = 32, 128
-_PACKED = (3, 14, 4)  # (batch, seq, heads): no two sizes alike
-# Of each head, and beyond each end
-_CORNERS = torch.tensor(
-    [(c, r, h, b) for b in range(4) for h in range(6) for r, c in ((0, 64), (8, 0), (-8, 0))]
-    + [(128, 0, 1, 1), (0, 0, 12, 0)],
-    dtype=torch.int32,
-)
-
-
-def _where(number: int) -> str:
-    """Which element of qkv [batch, seq, 3, heads, 128] has this number."""
-    _, seq, heads = _PACKED
-    rest, column = divmod(number - 1, _PACKED_DIM)
-    rest, head = divmod(rest, heads)
-    rest, which = divmod(rest, 3)
-    b, row = divmod(rest, seq)
-    return f"{'QKV'[which]}, batch {b}, head {head}, row {row}, column {column}"
-
-
-def _boxes() -> tuple[Any, ...]:
-    """The arguments of `boxes`: each element has a number of its own, from 1; -1 is where nothing came."""
-    batch, seq, heads = _PACKED
-    numbers = torch.arange(1, batch * seq * 3 * heads * _PACKED_DIM + 1).to(torch.uint16).view(torch.float16)
-    out = torch.full((len(_CORNERS), _BOX_ROWS, 64), -1, dtype=torch.int16)
-    return numbers, _CORNERS, out, batch, seq, heads, len(_CORNERS)
-
-
-def _look(module: CudaModule) -> Outputs:
-    given = _boxes()
-    module.launch("boxes", *given, echo=False)
-    return [given[2].view(torch.uint16).float()]
-
-
-_DIMS = "(uint64_t)seq, (uint64_t)heads"
-OWN_MAP = Trials(
-    "11.9", _watched(HEAD_DIM=_PACKED_DIM), [_look], tol=1e-6,
-    place=lambda text: _in_file(_MAP, "map", text).text,
-    words={"row_bytes": "the bytes of a row"},
-    notes={
-        "heads * HEAD_DIM": "K begins behind Q of the first row", "3": "Q, K and V of all heads lie in a row",
-        "2": "an element has 2 bytes",
-    },
-    rows=[
-        Row("no-swizzle", "the map has no swizzle: the tile is asked for with that of 128 bytes",
-            [("CU_TENSOR_MAP_SWIZZLE_128B", "CU_TENSOR_MAP_SWIZZLE_NONE")]),
-        Row("a-slab-wide", "a row of the tensor ends behind 64 columns here: that is the box, a head has HEAD_DIM",
-            [("{HEAD_DIM, (uint64_t)seq", "{64, (uint64_t)seq")]),
-        Row("heads-of-all-three", "there are 3 * heads heads here: the map is of K alone",
-            [("(uint64_t)heads", "3ull * heads")]),
-        Row("batches-of-k", "from one batch to the next it is too near: Q, K and V of all rows lie between",
-            [("seq * row_bytes", "seq * row_bytes / 3")]),
-        *(Row("order-of-memory", "dimensions are in the order of memory here, heads before rows: they have that of "
-              "tma_load's coordinates, column, row, head, batch", [
-                  (_DIMS, _DIMS.replace("seq", "x").replace("heads", "seq").replace("x", "heads")),
-                  ("{row_bytes, HEAD_DIM * 2", "{HEAD_DIM * 2, row_bytes"), ("{SLAB, 32, 1, 1}", box)])
-          for box in ("{SLAB, 1, 32, 1}", "{SLAB, 32, 1, 1} ")),
-        *(Row(slug, sentence, edits) for slug, sentence, *edits in (
-            ("near-rows", "from one row to the next it is too near: Q, K and V of all heads lie in a row",
-             ("{row_bytes,", "{3 * HEAD_DIM * 2,")),
-            ("dense-strides", "these are the strides of a dense [batch, heads, seq, HEAD_DIM]: in qkv Q, K and V of "
-             "all heads lie in a row", ("{row_bytes, HEAD_DIM * 2, seq * row_bytes}",
-                                    "{HEAD_DIM * 2, seq * HEAD_DIM * 2ull, heads * seq * HEAD_DIM * 2ull}")),
-            ("heads-of-three", "Q, K and V of a head lie beside each other here: in qkv all heads of Q come first, "
-             "then those of K", ("row_bytes, HEAD_DIM * 2,", "row_bytes, 3 * HEAD_DIM * 2,"),
-             ("qkv + heads * HEAD_DIM", "qkv + HEAD_DIM")),
-            ("planes", "K begins behind Q of all rows here: behind Q of the first row, in which K and V lie too",
-             ("qkv + heads * HEAD_DIM", "qkv + seq * heads * HEAD_DIM")),
-            ("a-row-wide", "the innermost dimension is that of a row of qkv: a head has HEAD_DIM columns, and none "
-             "behind them", ("{HEAD_DIM, (uint64_t)seq", "{3ull * heads * HEAD_DIM, (uint64_t)seq")),
-            ("map-of-qkv", "the map is of Q, K and V: head h of it is Q's, and K's is head `heads` + h",
-             ("(uint64_t)heads", "3ull * heads"), ("qkv + heads * HEAD_DIM", "qkv")),
-        )),
-    ],
+_PACKED_DIM, _PACKED = 128, (3, 14, 4)  # (batch, seq, heads): no two sizes alike
+_ROW = "Q, K and V of all heads lie in a row, 3 * heads * HEAD_DIM numbers of 2 bytes"
+_FIELDS = (  # of each number of a map: what it is, and why it is another
+    ("it begins {} bytes behind qkv", "K lies behind Q of the first row, behind heads * HEAD_DIM numbers"),
+    ("there are {} columns", "a head has HEAD_DIM, of which the box is a slab"),
+    ("there are {} rows", "each batch has seq"),
+    ("there are {} heads", "the map is of K alone, which has heads"),
+    ("there are {} batches", "it is the last dimension, and qkv has batch"),
+    ("from one row to the next it is {} bytes", _ROW),
+    ("from one head to the next it is {} bytes", "the heads of K lie side by side, HEAD_DIM numbers each"),
+    ("from one batch to the next it is {} bytes", f"there are seq rows between, and {_ROW}"),
+    *((f"the box has {{}} {what}", "it is a slab of 64 columns, of 32 rows, of one head")
+      for what in ("columns", "rows", "heads", "batches")),
+    ("the map has {} dimensions", "they are those of the coordinates: column, row, head, batch"),
+    ("the type is another", "the numbers are fp16: CU_TENSOR_MAP_DATA_TYPE_FLOAT16"),
+    ("the swizzle is another", "the tile is read with that of 128 bytes: CU_TENSOR_MAP_SWIZZLE_128B"),
 )  # fmt: skip
 
 
@@ -651,42 +593,20 @@ OWN_MAP = Trials(
 def own_map(map_of_k: str) -> str:
     text = _filled_in(map_of_k, "map_of_k")
     expect_defined(text, "map_of_k")
-    said = "the numbers are fp16, so the type is CU_TENSOR_MAP_DATA_TYPE_FLOAT16"
-    expect("BFLOAT16" not in blank_comments(text), said, diagnosis="wrong-type")
-    whole = _in_file(_MAP, "map", text)
-    module, (batch, seq, heads) = _watched(HEAD_DIM=_PACKED_DIM)(whole), _PACKED
-    case = f"batch={batch}, seq={seq}, heads={heads}"
-    given = _boxes()
-    with explained(lambda: module, OWN_MAP):
-        try:
-            _ran(module, whole, case, "boxes", *given)
-        except CheckFailed as failed:
-            if failed.diagnosis != "global-out-of-bounds":
-                raise
-            said = "the map reaches beyond qkv: are there so many rows (in a batch), heads and batches, and is each "
-            said += f"stride that of its dimension?\n{failed.sentence}"
-            raise CheckFailed(said, diagnosis=failed.diagnosis, case=case) from None
-        _expect_boxes(given[2].view(torch.uint16).long(), case)
-    return f"{len(_CORNERS)} boxes of 32 rows, most of them beyond an end"
-
-
-def _expect_boxes(got: torch.Tensor, case: str) -> None:
-    batch, seq, heads = _PACKED
-    column, row, head, b = (_CORNERS[:, i, None, None] for i in range(4))
-    row = row + torch.arange(_BOX_ROWS)[:, None]
-    want = (((b * seq + row) * 3 + 1) * heads + head) * _PACKED_DIM + column + torch.arange(64) + 1
-    want = torch.where((row >= 0) & (row < seq) & (column < _PACKED_DIM) & (head < heads) & (b < batch), want, 0)
-    off = (got != want).nonzero()
-    if not len(off):
-        return
-    box, line, place = off[0].tolist()
-    c, r, h, n = _CORNERS[box].tolist()
-    found, wanted = int(got[box, line, place]), int(want[box, line, place])
-    what = "zeros" if found == 0 else "nothing that came" if found == 2**16 - 1 else _where(found)
-    said = f"element [{line}, {place}] of a box is {what}, and should be "
-    said += f"{_where(wanted) if wanted else '0: it does not exist'}.\ntma_load at column {c}, row {r}, head {h}, "
-    said += f"batch {n}; {len(off)} of {got.numel()} elements are wrong"
-    raise CheckFailed(said, diagnosis="wrong-element", case=case)
+    whole, (batch, seq, heads) = _in_file(_MAP, "map", text), _PACKED
+    case, out = f"batch={batch}, seq={seq}, heads={heads}", torch.zeros(15).long()
+    qkv = torch.zeros(batch * seq * 3 * heads * _PACKED_DIM).half()
+    _ran(_watched(HEAD_DIM=_PACKED_DIM)(whole), whole, case, "fields", qkv, out, batch, seq, heads)
+    row, head, found = 3 * heads * _PACKED_DIM * 2, _PACKED_DIM * 2, out.tolist()
+    want = [heads * head, _PACKED_DIM, seq, heads, batch, row, head, seq * row, 64, 32, 1, 1, 4, 1, 1]
+    if (found[2:4], found[5:7]) == ([heads, seq], [head, row]):
+        said = "dimensions are in the order of memory here, heads before rows: they have that of tma_load's "
+        raise CheckFailed(said + "coordinates, column, row, head, batch", diagnosis="order-of-memory", case=case)
+    off = [f"{said.format(x)}{f', and should be {y}' if '{' in said else ''}: {why}"
+           for (said, why), x, y in zip(_FIELDS, found, want, strict=True) if x != y]  # fmt: skip
+    more = f"\n{len(off) - 1} more of the map's numbers are wrong" if len(off) > 1 else ""
+    expect(not off, "".join(off[:1]) + more, diagnosis="wrong-map", case=case)
+    return f"all {len(want)} numbers of the map"
 
 
 # ---- 11.10 ----------------------------------------------------------------------------------------------------------

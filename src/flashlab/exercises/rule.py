@@ -41,6 +41,7 @@ from flashlab.check.changes import Text, edited_function
 from flashlab.check.claims import tokens_of
 from flashlab.check.expect import allowed_error
 from flashlab.check.lookup import _TRIES, Index, Row, Values, as_they_are, in_units, same, where_right
+from flashlab.check.mend import mended
 from flashlab.check.symptoms import Symptoms, watched
 from flashlab.exercises.answers import _PACKAGE, in_words, python_fingerprint
 from flashlab.exercises.registry import exercise, find
@@ -132,6 +133,25 @@ class Rule:
     def tried(self) -> tuple[tuple[Any, ...], ...]:
         """What the check runs: its own inputs, and some that are drawn, always the same."""
         return tuple(dict.fromkeys((*self.inputs, *self.drawn(_BESIDE, seed=1))))
+
+    def own_text(self, fn: Callable[..., Any], words: Mapping[str, str]) -> Text:
+        """The text of a learner's function."""
+        return Text(fn, words, whole=self.index.texts[0].whole)
+
+    def explained(self, learners: Callable[..., Any], got: Sequence[Any]) -> tuple[str, str] | None:
+        """The likelier of two: a change of the right text that gives all of these values, and one of the learner's that
+        gives the right ones.
+        """
+        found = self.index.explain(got)
+        if self.index.is_likely(got) or not self.index.code:
+            return found
+        own = ""
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(Exception):  # any text may come
+            own = mended(self.index, _unwrapped(learners), self.own_text)
+        if not own:
+            return found
+        note = self.index.note_on(got) if found else ""
+        return "own-slip", f"{own}: {note or 'the rest is right'}"
 
     def with_row(self, row: Row) -> Callable[..., Any]:
         """The function as a learner with this mistake has it."""
@@ -295,7 +315,7 @@ class Rule:
         evidence = "; ".join(numbers)
         evidence += f". {' and '.join(well)} {'are' if len(well) > 1 else 'is'} right in every case" if well else ""
         said = (
-            (self.hint and self._counted(got, wrong)) or index.explain(got) or self._counted(got, wrong)
+            (self.hint and self._counted(got, wrong)) or self.explained(learners, got) or self._counted(got, wrong)
             or (self.symptom(learners) if self.symptom else None) or self._common(got, wrong)
             or index.explain_as_two(got) or index.explain(got, some=True) or self._where(learners, wrong, off)
         )  # fmt: skip
@@ -358,9 +378,14 @@ class Rule:
         return ("right-where", f"{names} {verb} right just where {where}") if where else None
 
 
+def _unwrapped(answer: Any) -> Any:
+    """The function that a learner has written, or the one of the kernel that it launches."""
+    return inspect.unwrap(getattr(answer.answer, "fn", None) if hasattr(answer, "answer") else answer)  # type: ignore
+
+
 def written(answer: Any) -> frozenset[str]:
     """The tokens of the learner's cell or file in which a function, or the kernel that it launches, is written."""
-    fn = inspect.unwrap(getattr(answer.answer, "fn", None) if hasattr(answer, "answer") else answer)  # type: ignore
+    fn = _unwrapped(answer)
     try:
         if inspect.getfile(fn).startswith(_PACKAGE):
             return frozenset()
@@ -372,7 +397,7 @@ def written(answer: Any) -> frozenset[str]:
 
 def code_of(answer: Any) -> str:
     """The same tokens in order; of a file, those of the function alone."""
-    fn = inspect.unwrap(getattr(answer.answer, "fn", None) if hasattr(answer, "answer") else answer)  # type: ignore
+    fn = _unwrapped(answer)
     try:
         file = inspect.getfile(fn)
         own = inspect.getsource(fn) if os.path.exists(file) else "".join(inspect.findsource(fn)[0])

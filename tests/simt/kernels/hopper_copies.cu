@@ -1,4 +1,4 @@
-// Copies of the async proxy that are right: boxes of every layout, bytes in a row, and a ring of stages.
+// Copies of the async proxy: boxes of every layout, bytes in a row, and a ring of stages, right and wrong (`// <- name`).
 #include "ptx_sm90.cuh"
 #include "tensor_map.cuh"
 
@@ -95,14 +95,16 @@ __global__ void rows(const float* x, float* y, int n) {
 extern "C" void run_rows(const float* x, float* y, int n) { rows<<<n / 256, 64>>>(x, y, n); }
 
 // ---- a ring: a producer warp fills STAGES stages, two consumer warps sum them up --------------------
+// mistake: 0 none. The producer waits for the other parity (1); a stage is released before it is read (2), by lane 0 while
+// others read (3), by fewer than are counted (4); a consumer waits for the parity of the tile (5).
 constexpr int STAGES = 3, ROWS = 16;
-__global__ void ring(const __grid_constant__ CUtensorMap map, float* sums, int tiles) {
+__global__ void ring(const __grid_constant__ CUtensorMap map, float* sums, int tiles, int mistake) {
     __shared__ __align__(1024) float stage[STAGES][ROWS][32];
     __shared__ __align__(8) uint64_t full[STAGES], empty[STAGES];
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) {
             mbarrier_init(smem_u32(&full[s]), 1);
-            mbarrier_init(smem_u32(&empty[s]), 2);
+            mbarrier_init(smem_u32(&empty[s]), mistake == 4 ? 3 : 2);  // <- init empty
         }
         fence_mbarrier_init();
     }
@@ -112,29 +114,39 @@ __global__ void ring(const __grid_constant__ CUtensorMap map, float* sums, int t
         if (elect_one())
             for (int t = 0; t < tiles; t++) {
                 const int s = t % STAGES, round = t / STAGES;
-                mbarrier_wait(smem_u32(&empty[s]), (round & 1) ^ 1);
+                mbarrier_wait(smem_u32(&empty[s]), (round & 1) ^ (mistake != 1));  // <- producer waits
                 mbarrier_arrive_expect_tx(smem_u32(&full[s]), sizeof stage[s]);
-                tma_load(smem_u32(stage[s]), &map, smem_u32(&full[s]), 0, (blockIdx.x * tiles + t) * ROWS);
+                tma_load(smem_u32(stage[s]), &map, smem_u32(&full[s]), 0, (blockIdx.x * tiles + t) * ROWS);  // <- refill
             }
         return;
     }
     float sum = 0;
     for (int t = 0; t < tiles; t++) {
         const int s = t % STAGES, round = t / STAGES;
-        mbarrier_wait(smem_u32(&full[s]), round & 1);
+        mbarrier_wait(smem_u32(&full[s]), (mistake == 5 ? t : round) & 1);  // <- consumer waits
+        if (mistake == 2) __syncwarp();
+        if (mistake == 2 && lane == 0) mbarrier_arrive(smem_u32(&empty[s]));
         for (int r = warp - 1; r < ROWS; r += 2) {
             const int column = ((lane / 4) ^ (r % 8)) * 4 + lane % 4;  // the 128-byte swizzle
-            sum += (float)(t + 1) * stage[s][r][column];
+            sum += (float)(t + 1) * stage[s][r][column];  // <- consumer reads
         }
-        __syncwarp();
-        if (lane == 0) mbarrier_arrive(smem_u32(&empty[s]));
+        if (mistake != 3) __syncwarp();
+        if (mistake != 2 && lane == 0) mbarrier_arrive(smem_u32(&empty[s]));
     }
     sums[(blockIdx.x * 2 + warp - 1) * 32 + lane] = sum;
 }
-extern "C" void run_ring(const float* x, float* sums, int blocks, int tiles) {
+extern "C" void run_ring(const float* x, float* sums, int blocks, int tiles, int mistake) {
     const uint64_t dims[] = {32, (uint64_t)blocks * tiles * ROWS}, strides[] = {128};
     const uint32_t box[] = {32, ROWS};
     const CUtensorMap map =
         tensor_map(x, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_128B);
-    ring<<<blocks, 96>>>(map, sums, tiles);
+    ring<<<blocks, 96>>>(map, sums, tiles, mistake);
+}
+
+// ---- a map alone: rank, type, swizzle, shift of the base; sizes, strides, box, element strides: 2 each --------------
+extern "C" void run_map(float* x, const long long* n) {
+    const uint64_t dims[] = {(uint64_t)n[4], (uint64_t)n[5]}, strides[] = {(uint64_t)n[6]};
+    const uint32_t box[] = {(uint32_t)n[8], (uint32_t)n[9]}, every[] = {(uint32_t)n[10], (uint32_t)n[11]};
+    const CUtensorMapDataType type = (CUtensorMapDataType)n[1];
+    tensor_map((char*)x + n[3], type, (int)n[0], dims, strides, box, (CUtensorMapSwizzle)n[2], every);
 }

@@ -76,6 +76,11 @@ __global__ void hostile(const __grid_constant__ CUtensorMap map, const float* x,
     case 61: FIRST bulk_commit(), bulk_commit(), bulk_wait<0>(), bulk_wait_read<3>(); break;  // right
     case 62: tma_prefetch(nullptr); break;                           // right
     case 63: FIRST mbarrier_arrive(bar); mbarrier_wait(bar, 0); FIRST tma_load(dst, &map, bar, 0, 0); break;  // expect: never-waited; tma_load
+    case 64: FIRST mbarrier_arrive_expect_tx(bar, 1008), tma_load(dst, &map, bar, 0, 0); mbarrier_wait(bar, 0); break;  // expect: mbarrier-bytes; (bars at byte 0)
+    case 65: FIRST mbarrier_arrive_expect_tx(bar, 1040), tma_load(dst, &map, bar, 0, 0); mbarrier_wait(bar, 0); break;  // expect: deadlock; phase 0 is under way, 1040 bytes expected, 1024 brought
+    case 66: FIRST mbarrier_arrive_expect_tx(bar, 1024), tma_load(dst, &map, bar, 0, 0), mbarrier_arrive(bar); break;  // expect: mbarrier-arrivals; has its one arrival already and waits for 1024 bytes
+    case 67: FIRST mbarrier_arrive_expect_tx(bar, 1024), tma_load(dst, &map, bar, 0, 0); break;  // expect: never-waited; nobody has waited for its mbarrier
+    case 68: FIRST mbarrier_arrive(bar); mbarrier_wait(bar, 0), mbarrier_wait(bar, 1); break;  // expect: deadlock; (1 arrival missing), and phase 0, of parity 0, has ended
     // ---- products
     case 80: wgmma_fence(), wgmma_ss<8>(d, ~0ull, ~0ull, false), wgmma_commit(), wgmma_wait<0>(); break;  // expect: shared-out-of-bounds; wgmma
     case 81: wgmma_fence(), wgmma_ss<256>(wide, smem_descriptor(end, SWIZZLE_128, 16, 1024), 0, false), wgmma_commit(), wgmma_wait<0>(); break;  // expect: shared-out-of-bounds; wgmma

@@ -5,14 +5,14 @@
 
 struct Maps {
     int rows;
-    CUtensorMap x, y;
+    CUtensorMap x, y, beyond, bytes;  // more rows of x than there are; y in a type that TMA does not add
 };
 __constant__ CUtensorMap constant_map;
 __device__ CUtensorMap global_map;
 constexpr int BYTES = 256;  // two rows of 32 floats: a box
 
 #define FIRST if (threadIdx.x == 0)
-#define BAR smem_u32(&bar_smem)
+#define BAR smem_u32(bar_smem)
 #define TILE smem_u32(tile)
 #define LOAD(map) FIRST mbarrier_arrive_expect_tx(BAR, BYTES), tma_load(TILE, map, BAR, 0, 0)
 #define ROW(from) FIRST mbarrier_arrive_expect_tx(BAR, BYTES), bulk_load(TILE, from, BYTES, BAR)
@@ -36,8 +36,8 @@ __global__ void memory(const __grid_constant__ Maps maps, const CUtensorMap* in_
                        int mode) {
     __shared__ __align__(1024) float tile[128];
     __shared__ __align__(64) CUtensorMap map_smem;
-    __shared__ __align__(8) uint64_t bar_smem;
-    FIRST mbarrier_init(BAR, mode == 9 || mode == 10 ? 32 : 1), fence_mbarrier_init();
+    __shared__ __align__(8) uint64_t bar_smem[2];
+    FIRST mbarrier_init(BAR, mode == 9 || mode == 10 || mode == 129 ? 32 : mode == 97 ? 2 : mode == 103 ? 64 : 1), fence_mbarrier_init();
     __syncthreads();
     switch (mode) {
     // ---- the answer of a wait
@@ -220,16 +220,86 @@ __global__ void memory(const __grid_constant__ Maps maps, const CUtensorMap* in_
         }                                                                                         // right
         break;
     case 95: if (threadIdx.x % 32 == 0 && blockIdx.x == 0) { int x = *FLAG; __threadfence(); *FLAG = x + 1; } break;  // expect: global-race; Use atomicAdd
+    // ---- mbarriers, waits, fences and buffers in ways that the series does not use
+    case 96: FIRST { mbarrier_expect_tx(BAR, 64), mbarrier_expect_tx(BAR, BYTES - 64), tma_load(TILE, &maps.x, BAR, 0, 0), mbarrier_arrive(BAR); } WAIT; OUT; break;  // right
+    case 97: if (threadIdx.x % 32 == 5) mbarrier_arrive_expect_tx(BAR, 128), bulk_load(TILE + threadIdx.x / 32 * 128, x + threadIdx.x / 32 * 32, 128, BAR); WAIT; OUT; break;  // right
+    case 98: LOAD(&maps.x); if (threadIdx.x % 32 == 9) WAIT; __syncwarp(); OUT; break;            // right
+    case 99: LOAD(&maps.x); WAIT; WAIT; OUT; break;                                               // right
+    case 100: FIRST mbarrier_inval(BAR), *bar_smem = 7, mbarrier_init(BAR, 1), fence_mbarrier_init(); __syncthreads(); LOAD(&maps.x); WAIT; OUT; break;  // right
+    case 101:
+        FIRST mbarrier_inval(BAR);
+        __syncthreads();
+        if (threadIdx.x < 2) mbarrier_init(BAR + 8 * (threadIdx.x ^ 1), 1), fence_mbarrier_init();
+        __syncthreads(); LOAD(&maps.x); WAIT; OUT;                                                // right
+        break;
+    case 102: tile[threadIdx.x] = 1; __syncthreads(); if (threadIdx.x == 40) fence_proxy_async(); __syncthreads(); STORE; FIRST bulk_wait<0>(); break;  // right
+    case 103:
+        FIRST mbarrier_init(BAR + 8, 64);
+        __syncthreads();
+        for (int r = 0; r < 4; r++) {
+            tile[r % 2 * 64 + threadIdx.x] = r, mbarrier_arrive(BAR + r % 2 * 8), mbarrier_wait(BAR + r % 2 * 8, r / 2);
+            y[threadIdx.x] = tile[r % 2 * 64 + (threadIdx.x ^ 63)];                               // right
+        }
+        break;
+    case 104:
+        for (int t = 0; t < 4; t++) {
+            FIRST bulk_wait_read<1>();  // the store before the last one has read its buffer
+            __syncthreads();
+            tile[t % 2 * 64 + threadIdx.x] = t, fence_proxy_async(), __syncthreads();
+            FIRST bulk_store(y + 32 * t, TILE + t % 2 * BYTES, 128), bulk_commit();               // right
+        }
+        FIRST bulk_wait<0>();
+        break;
+    // ---- copies that nobody waits for, or into what is in use
+    case 105:
+        LOAD(&maps.x);  // <- load
+        OUT;                                                                                      // expect: read-before-wait from load; fills, without having waited
+        WAIT;
+        break;
+    case 106: LOAD(&maps.x); if (threadIdx.x % 32 == 0) WAIT; OUT; WAIT; break;                   // expect: read-before-wait; without having waited
+    case 107: LOAD(&maps.x); mbarrier_wait(BAR, 1); OUT; WAIT; break;                             // expect: read-before-wait; without having waited for the phase
+    case 108: LOAD(&maps.x); FIRST WAIT; if (threadIdx.x == 32) OUT; WAIT; break;                 // expect: read-before-wait uninitialised-shared; thread 32
+    case 109: LOAD(&maps.x); tile[threadIdx.x] = 1; WAIT; break;                                  // expect: stage-overwritten; without having
+    case 110:
+        FIRST mbarrier_arrive_expect_tx(BAR, 2 * BYTES), tma_load(TILE, &maps.x, BAR, 0, 0);  // <- first of two
+        FIRST tma_load(TILE, &maps.x, BAR, 0, 2);                                                 // expect: stage-overwritten from first of two; fills with tma_load
+        WAIT;
+        break;
+    case 111: FIRST mbarrier_init(BAR + 8, 1); __syncthreads(); if (threadIdx.x == 32) mbarrier_arrive_expect_tx(BAR + 8, BYTES), tma_load(TILE, &maps.x, BAR + 8, 0, 0); mbarrier_wait(BAR + 8, 0); break;  // expect: mbarrier-fence; no fence_mbarrier_init since thread 0 made it
+    case 112: FIRST mbarrier_init(BAR + 8, 1), fence_mbarrier_init(), *FLAG = 1; if (threadIdx.x == 32) { while (*FLAG == 0) {} mbarrier_arrive(BAR + 8); } break;  // expect: mbarrier-too-early; with no barrier since thread 0 made it
+    case 113: FIRST mbarrier_inval(BAR), mbarrier_arrive(BAR); break;                             // expect: mbarrier-missing; there is no mbarrier
+    case 114: LOAD((const CUtensorMap*)y); WAIT; break;                                           // expect: tensor-map; something that is no tensor map
+    case 115: FIRST mbarrier_arrive_expect_tx(BAR, BYTES), tma_load(TILE + 384, &maps.x, BAR, 0, 0); WAIT; break;  // expect: shared-out-of-bounds; the last 128 of 256 lie beyond the end of tile
+    case 116: ROW(x + 1); WAIT; break;                                                            // expect: bulk-misaligned; of global memory 4 bytes beyond a multiple of 16
+    case 117: fence_proxy_async(); tile[threadIdx.x] = 1; __syncthreads(); STORE; FIRST bulk_wait<0>(); break;  // expect: proxy-fence; no fence_proxy_async
+    case 118: tile[threadIdx.x] = 1; fence_proxy_async(); STORE; FIRST bulk_wait<0>(); break;     // expect: race; no barrier between
+    case 119: FILL; FIRST bulk_store(y, TILE, BYTES); break;                                      // expect: never-waited; was never committed
+    case 120: FILL; STORE; break;                                                                 // expect: never-waited; was never waited for (bulk_wait_read)
+    case 121: FILL; STORE; __syncthreads(); tile[threadIdx.x] = 0; FIRST bulk_wait<0>(); break;   // expect: stage-overwritten; only after bulk_wait_read is it free
+    case 122: FILL; STORE; FIRST bulk_wait<0>(); break;                                           // expect: global-race; nothing orders two blocks
+    case 123: FILL; FIRST tma_store(&maps.x, TILE, 0, 0), bulk_commit(), bulk_wait<0>(); break;   // expect: read-only; x, which the entry declares const
+    case 124: tile[threadIdx.x] = 0; __syncthreads(); ROW(x); WAIT; break;                        // expect: proxy-fence; nor come after it
+    case 125: tile[threadIdx.x] = 0; fence_proxy_async(); __syncthreads(); ROW(x); WAIT; OUT; break;  // right
+    case 126: FILL; FIRST tma_reduce_add(&maps.bytes, TILE, 0, 0), bulk_commit(), bulk_wait<0>(); break;  // expect: reduce-type; type that it cannot add
+    case 127: FIRST mbarrier_arrive_expect_tx(BAR, BYTES), tma_load(TILE, &maps.beyond, BAR, 0, 3); WAIT; break;  // expect: global-out-of-bounds; element 128 of x
+    case 128:
+        if (threadIdx.x < 32) named_barrier_arrive(1, 64), tile[threadIdx.x] = 2;  // <- behind an arrival
+        else named_barrier_sync(1, 64), y[threadIdx.x] = tile[threadIdx.x - 32];                  // expect: race from behind an arrival; no barrier between
+        break;
+    case 129:
+        if (threadIdx.x < 32) mbarrier_arrive(BAR), tile[threadIdx.x] = 2;  // <- behind an mbarrier's
+        else WAIT, y[threadIdx.x] = tile[threadIdx.x - 32];                                       // expect: race from behind an mbarrier's; no barrier between
+        break;
     default: break;
     }
 }
 extern "C" void run_memory(unsigned char* memory_of_maps, const float* x, float* y, int* z, int mode, int blocks) {
-    auto rows = [](const float* p) {
-        const uint64_t dims[] = {32, 4}, strides[] = {128};
+    auto rows = [](const float* p, uint64_t count = 4, CUtensorMapDataType type = CU_TENSOR_MAP_DATA_TYPE_FLOAT32) {
+        const uint64_t dims[] = {32, count}, strides[] = {128};
         const uint32_t box[] = {32, 2};
-        return tensor_map(p, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_NONE);
+        return tensor_map(p, type, 2, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_NONE);
     };
-    const Maps maps{4, rows(x), rows(y)};
+    const Maps maps{4, rows(x), rows(y), rows(x, 8), rows(y, 4, CU_TENSOR_MAP_DATA_TYPE_UINT8)};
     CUtensorMap* in_memory = (CUtensorMap*)memory_of_maps;
     cudaMemcpy(in_memory + 1, &maps.x, sizeof(CUtensorMap), cudaMemcpyHostToDevice);
     cudaMemcpyToSymbol(constant_map, &maps.x, sizeof(CUtensorMap));

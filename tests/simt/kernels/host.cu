@@ -1,4 +1,4 @@
-// Host parts that do what ends a process. Above each the words of the sentence. `// <-` marks the line that it names.
+// Host parts that do what ends a process. Beside each the words of the sentence. `// <-` marks the line that it names.
 #include "simt.h"
 #include <assert.h>
 #include <signal.h>
@@ -17,8 +17,7 @@ ENTRY(null_pointer) { return *(volatile int*)(size_t)(n - 64); }  // <-
 // expect: HostError: follows a pointer to memory that is not its own
 ENTRY(a_wild_pointer) { return *(volatile int*)0x123456789000; }  // <-
 
-// expect: HostError: throws an exception|no such thing
-ENTRY(an_exception) {
+ENTRY(an_exception) {  // expect: HostError: throws an exception|no such thing
     if (n) throw std::runtime_error("no such thing");  // <-
     return 0;
 }
@@ -26,14 +25,12 @@ ENTRY(an_exception) {
 // expect: HostError: throws an exception|something that is no std::exception
 ENTRY(an_exception_of_no_class) { throw n; }  // <-
 
-// expect: HostError: fails the assertion `n < 0`
-ENTRY(an_assertion) {
+ENTRY(an_assertion) {  // expect: HostError: fails the assertion `n < 0`
     assert(n < 0);  // <-
     return 0;
 }
 
-// expect: HostError: divides an integer by zero
-ENTRY(a_division) {
+ENTRY(a_division) {  // expect: HostError: divides an integer by zero
     volatile int zero = n - 64;
     return 7 / zero;  // <-
 }
@@ -48,41 +45,34 @@ __attribute__((noinline)) int deeper(int n) {
 // expect: HostError: overflows its stack
 ENTRY(a_recursion) { return deeper(n); }
 
-// expect: KernelTimeout: was still running
-ENTRY(a_loop) {
+ENTRY(a_loop) {  // expect: KernelTimeout: was still running
     for (volatile int i = 0; n; i = i + 1) {}  // <-
     return 0;
 }
 
-// expect: KernelTimeout: was still running
-ENTRY(a_sleep) {
+ENTRY(a_sleep) {  // expect: KernelTimeout: was still running
     sleep(1000);
     return 0;
 }
 
-// expect: HostError: calls exit(3)
-ENTRY(an_exit) {
+ENTRY(an_exit) {  // expect: HostError: calls exit(3)
     exit(3);  // <-
 }
 
-// expect: HostError: calls _exit(4)
-ENTRY(an_exit_at_once) {
+ENTRY(an_exit_at_once) {  // expect: HostError: calls _exit(4)
     _exit(4);  // <-
 }
 
-// expect: HostError: ends with abort()
-ENTRY(an_abort) {
+ENTRY(an_abort) {  // expect: HostError: ends with abort()
     abort();  // <-
 }
 
-// expect: HostError: was ended by signal|was killed
-ENTRY(a_signal) {
+ENTRY(a_signal) {  // expect: HostError: was ended by signal|was killed
     raise(SIGKILL);
     return 0;
 }
 
-// expect: HostError: ends with abort()|free
-ENTRY(a_double_free) {
+ENTRY(a_double_free) {  // expect: HostError: ends with abort()|free
     char* a = (char*)malloc(100);
     free(a);
     char* volatile b = a;
@@ -90,14 +80,12 @@ ENTRY(a_double_free) {
     return 0;
 }
 
-// expect: HostError: bad_alloc
-ENTRY(memory_without_end_in_a_vector) {
+ENTRY(memory_without_end_in_a_vector) {  // expect: HostError: bad_alloc
     std::vector<char*> all;
     for (;;) all.push_back(new char[1 << 28]);  // <-
 }
 
-// expect: HostError: terminate|exception|abort
-ENTRY(an_exception_in_a_thread) {
+ENTRY(an_exception_in_a_thread) {  // expect: HostError: terminate|exception|abort
     std::thread t([] { throw std::runtime_error("in a thread"); });
     t.join();
     return 0;
@@ -109,8 +97,7 @@ ENTRY(a_shuffle_on_the_host) { return __shfl_sync(~0u, n, 0); }  // <-
 // expect: LaunchError: returned -7
 ENTRY(an_error_code) { return -7; }
 
-// expect: LaunchError: a block of 2000 threads; the limit is 1024
-ENTRY(a_refused_launch_that_nobody_looks_at) {
+ENTRY(a_refused_launch_that_nobody_looks_at) {  // expect: LaunchError: a block of 2000 threads; the limit is 1024
     k<<<1, 2000>>>(p);
     return 0;
 }
@@ -118,14 +105,12 @@ ENTRY(a_refused_launch_that_nobody_looks_at) {
 // expect: HostError: comes to code that must not be reached|signal
 ENTRY(a_trap) { __builtin_trap(); }
 
-// expect: HostError: by itself|killed|signal|ended
-ENTRY(the_descriptors_are_closed) {
+ENTRY(the_descriptors_are_closed) {  // expect: HostError: by itself|killed|signal|ended
     for (int i = 0; i < 1024; i++) close(i);
     return 0;
 }
 
-// expect: KernelTimeout: was still running|killed
-ENTRY(signals_are_ignored) {
+ENTRY(signals_are_ignored) {  // expect: KernelTimeout: was still running|killed
     for (int i = 1; i < 32; i++) signal(i, SIG_IGN);
     for (volatile int i = 0; n; i = i + 1) {}
     return 0;

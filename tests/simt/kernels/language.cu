@@ -44,9 +44,6 @@ __global__ void dynamic_pair(const float* in, float* out) {
     if (threadIdx.x == 0) launches++;
 }
 ENTRY run_reverse(const float* in, float* out, int blocks) { reverse<float, 64><<<blocks, 64>>>(in, out); }
-ENTRY run_reverse_double(const double* in, double* out, int blocks) {
-    reverse<double, 32><<<blocks, 32, 0, nullptr>>>(in, out);
-}
 ENTRY run_dynamic(const float* in, float* out, int n) {
     const float host[4] = {10, 20, 30, 40};
     cudaMemcpyToSymbol(weights, host, sizeof host);
@@ -133,22 +130,6 @@ __global__ void spin_lock(int* lock, int* sum) {  // needs each lane to make pro
     atomicExch(lock, 0);
 }
 ENTRY run_spin_lock(int* lock, int* sum) { spin_lock<<<1, 64>>>(lock, sum); }
-
-// ---- vector types -------------------------------------------------------------------------------
-__global__ void vectors(const float* in, float* out) {  // [128]
-    __shared__ float4 tile[32];
-    tile[threadIdx.x] = reinterpret_cast<const float4*>(in)[threadIdx.x];
-    __syncthreads();
-    const float4 v = tile[31 - threadIdx.x];
-    reinterpret_cast<float4*>(out)[threadIdx.x] = make_float4(v.w, v.z, v.y, v.x);
-    union {
-        float4 f;
-        int4 i;
-    } both;
-    both.f = v;
-    if (threadIdx.x == 0) *(int2*)(out + 128) = make_int2(both.i.x, both.i.y);
-}
-ENTRY run_vectors(const float* in, float* out) { vectors<<<1, 32>>>(in, out); }
 
 // ---- maths --------------------------------------------------------------------------------------
 __global__ void maths(const float* x, float* out, int n) {  // out [12, n]

@@ -1,4 +1,4 @@
-// Kernels with one mistake each, as learners make them. Above each: what a watched build has to find, then a fast one
+// Kernels with one mistake each, as learners make them. Beside or above each: what a watched build has to find, then a fast one
 // ("-": nothing, since it sees only what goes through the runtime), then words of the message, a regular expression.
 // `// <-` marks lines that the finding may name.
 // Every entry is called with in[4096] = 1, 2, 3 ..., out[4096] = 0 and n = 64 (test_mistakes.py).
@@ -14,8 +14,7 @@
 #define T threadIdx.x
 
 // ==== shared memory: no barrier ==================================================================
-// expect: race | -; that thread 0 read in line .*, with no barrier between
-KERNEL(reduce_without_barrier, 1, 128) {
+KERNEL(reduce_without_barrier, 1, 128) {  // expect: race | -; that thread 0 read in line .*, with no barrier between
     __shared__ float s[128];
     s[T] = in[T];
     __syncthreads();
@@ -24,8 +23,7 @@ KERNEL(reduce_without_barrier, 1, 128) {
     if (T == 0) out[0] = s[0];
 }
 
-// expect: race | -
-KERNEL(reduce_last_warp_unrolled, 1, 64) {
+KERNEL(reduce_last_warp_unrolled, 1, 64) {  // expect: race | -
     __shared__ float s[64];
     s[T] = in[T];
     __syncthreads();
@@ -35,24 +33,21 @@ KERNEL(reduce_last_warp_unrolled, 1, 64) {
     if (T == 0) out[0] = s[0];      // <-
 }
 
-// expect: race | -
-KERNEL(a_named_barrier_for_half, 1, 128) {
+KERNEL(a_named_barrier_for_half, 1, 128) {  // expect: race | -
     __shared__ float s[128];
     s[T] = in[T];                 // <-
     named_barrier_sync(1 + T / 64, 64);
     out[T] = s[127 - T];          // <-
 }
 
-// expect: race | -
-KERNEL(syncwarp_for_the_block, 1, 128) {
+KERNEL(syncwarp_for_the_block, 1, 128) {  // expect: race | -
     __shared__ float s[128];
     s[T] = in[T];          // <-
     __syncwarp();
     out[T] = s[127 - T];   // <-
 }
 
-// expect: race | -
-KERNEL(reset_beside_the_atomics, 1, 64) {
+KERNEL(reset_beside_the_atomics, 1, 64) {  // expect: race | -
     __shared__ int count;
     if (T == 0) count = 0;  // <-
     atomicAdd(&count, 1);   // <-
@@ -60,16 +55,14 @@ KERNEL(reset_beside_the_atomics, 1, 64) {
     if (T == 0) out[0] = count;
 }
 
-// expect: race | -; Both write there: has each thread a place of its own
-KERNEL(two_warps_one_word, 1, 64) {
+KERNEL(two_warps_one_word, 1, 64) {  // expect: race | -; Both write there: has each thread a place of its own
     __shared__ int last;
     last = T / 32;  // <-
     __syncthreads();
     out[T] = last;
 }
 
-// expect: race | -
-KERNEL(a_byte_of_a_word, 1, 128) {
+KERNEL(a_byte_of_a_word, 1, 128) {  // expect: race | -
     __shared__ unsigned words[32];
     if (T < 32) words[T] = 0;  // <-
     ((unsigned char*)words)[T] = 1;  // <-
@@ -77,8 +70,7 @@ KERNEL(a_byte_of_a_word, 1, 128) {
     if (T < 32) out[T] = words[T];
 }
 
-// expect: race | -
-KERNEL(ldmatrix_without_barrier, 1, 64) {
+KERNEL(ldmatrix_without_barrier, 1, 64) {  // expect: race | -
     __shared__ __align__(16) __half tile[64 * 8];
     for (int i = 0; i < 8; i++) tile[T * 8 + i] = __float2half(in[T * 8 + i]);  // <-
     uint32_t r[4];
@@ -86,16 +78,14 @@ KERNEL(ldmatrix_without_barrier, 1, 64) {
     out[T] = r[0] + r[1] + r[2] + r[3];
 }
 
-// expect: race | -
-KERNEL(stmatrix_without_barrier, 1, 64) {
+KERNEL(stmatrix_without_barrier, 1, 64) {  // expect: race | -
     __shared__ __align__(16) __half tile[64 * 8];
     const uint32_t r[4] = {pack(in[T], 1), pack(2, 3), pack(4, 5), pack(6, 7)};
     stmatrix_x4(smem_u32(tile + T * 8), r);  // <-
     out[T] = __half2float(tile[511 - T]);    // <-
 }
 
-// expect: lanes-disagree race | -
-KERNEL(lanes_of_a_warp_disagree, 1, 32) {
+KERNEL(lanes_of_a_warp_disagree, 1, 32) {  // expect: lanes-disagree race | -
     __shared__ float s[4];
     s[T % 4] = in[T];  // <-
     __syncwarp();
@@ -118,8 +108,7 @@ KERNEL(a_wait_too_weak, 1, 32) {
     cp_async_wait<0>();
 }
 
-// expect: read-before-wait | -; then a barrier
-KERNEL(a_barrier_before_the_wait, 1, 64) {
+KERNEL(a_barrier_before_the_wait, 1, 64) {  // expect: read-before-wait | -; then a barrier
     __shared__ __align__(16) float s[256];
     cp_async<16>(smem_u32(s + T * 4), in + T * 4);  // <-
     cp_async_commit();
@@ -128,8 +117,7 @@ KERNEL(a_barrier_before_the_wait, 1, 64) {
     out[T] = s[255 - T];  // <-
 }
 
-// expect: stage-overwritten | -; the stage is still in use
-KERNEL(a_prefetch_into_the_tile_in_use, 1, 64) {
+KERNEL(a_prefetch_into_the_tile_in_use, 1, 64) {  // expect: stage-overwritten | -; the stage is still in use
     __shared__ __align__(16) float s[256];
     cp_async<16>(smem_u32(s + T * 4), in + T * 4);
     cp_async_commit();
@@ -152,16 +140,14 @@ KERNEL(a_copy_without_commit, 1, 32) {
     out[T] = s[T * 4];  // <-
 }
 
-// expect: never-waited | never-waited; its group was never waited for
-KERNEL(a_copy_that_nobody_waits_for, 1, 32) {
+KERNEL(a_copy_that_nobody_waits_for, 1, 32) {  // expect: never-waited | never-waited; its group was never waited for
     __shared__ __align__(16) float s[128];
     cp_async<16>(smem_u32(s + T * 4), in + T * 4);  // <-
     cp_async_commit();
     out[T] = 0;
 }
 
-// expect: copy-size | copy-size; 64 source bytes of 16
-KERNEL(more_source_bytes_than_a_copy, 1, 32) {
+KERNEL(more_source_bytes_than_a_copy, 1, 32) {  // expect: copy-size | copy-size; 64 source bytes of 16
     __shared__ __align__(16) float s[128];
     cp_async<16>(smem_u32(s + T * 4), in + T * 4, n);  // <-
     cp_async_wait_all();
@@ -194,16 +180,14 @@ KERNEL(a_tail_tile_that_is_not_masked, 1, 32) {
     }
 }
 
-// expect: shared-out-of-bounds | shared-out-of-bounds
-KERNEL(a_copy_beyond_its_stage, 1, 32, 1024) {
+KERNEL(a_copy_beyond_its_stage, 1, 32, 1024) {  // expect: shared-out-of-bounds | shared-out-of-bounds
     extern __shared__ __align__(16) float dynamic[];
     cp_async<16>(smem_u32(dynamic + 128 * (n / 32) + T * 4), in + T * 4);  // <-
     cp_async_wait_all();
     out[T] = dynamic[T];
 }
 
-// expect: stage-overwritten race | -
-KERNEL(a_store_into_a_copy, 1, 32) {
+KERNEL(a_store_into_a_copy, 1, 32) {  // expect: stage-overwritten race | -
     __shared__ __align__(16) float s[128];
     cp_async<16>(smem_u32(s + T * 4), in + T * 4);  // <-
     cp_async_commit();
@@ -214,24 +198,21 @@ KERNEL(a_store_into_a_copy, 1, 32) {
 }
 
 // ==== never set ==================================================================================
-// expect: uninitialised-shared | -; that nobody has written: s at byte 260
-KERNEL(a_halo_that_nobody_fills, 1, 64) {
+KERNEL(a_halo_that_nobody_fills, 1, 64) {  // expect: uninitialised-shared | -; that nobody has written: s at byte 260
     __shared__ float s[66];
     s[T + 1] = in[T];
     __syncthreads();
     out[T] = s[T] + s[T + 2];  // <-
 }
 
-// expect: uninitialised-shared | -
-KERNEL(an_atomic_that_starts_nowhere, 1, 64) {
+KERNEL(an_atomic_that_starts_nowhere, 1, 64) {  // expect: uninitialised-shared | -
     __shared__ int bins[8];
     atomicAdd(&bins[T % 8], 1);  // <-
     __syncthreads();
     if (T < 8) out[T] = bins[T];
 }
 
-// expect: uninitialised-local | uninitialised-local -; a value that was never set
-KERNEL(an_accumulator, 1, 64) {
+KERNEL(an_accumulator, 1, 64) {  // expect: uninitialised-local | uninitialised-local -; a value that was never set
     float sum;
     for (int i = 0; i < n; i++) sum += in[i * 64 + T];
     out[T] = sum;  // <-
@@ -245,15 +226,13 @@ KERNEL(accumulators_of_an_mma, 1, 32) {
     out[T] = c[0];
 }
 
-// expect: uninitialised-local | uninitialised-local
-KERNEL(a_shuffle_of_nothing, 1, 32) {
+KERNEL(a_shuffle_of_nothing, 1, 32) {  // expect: uninitialised-local | uninitialised-local
     float v;
     if (n < 0) v = in[T];
     out[T] = __shfl_xor_sync(~0u, v, 1);  // <-
 }
 
-// expect: uninitialised-local | -
-KERNEL(an_array_filled_halfway, 1, 64) {
+KERNEL(an_array_filled_halfway, 1, 64) {  // expect: uninitialised-local | -
     float row[8];
     for (int i = 0; i < 4; i++) row[i] = in[i * 64 + T];
     for (int i = 0; i < 8; i++) out[i * 64 + T] = row[(i + n) % 8];  // <-
@@ -285,8 +264,7 @@ KERNEL(no_guard, 17, 256) { out[blockIdx.x * blockDim.x + T] = 1; }  // <-
 // expect: global-out-of-bounds | global-out-of-bounds; 4 bytes before the start of in
 KERNEL(the_element_before_the_first, 1, 64) { out[T] = in[(int)T - 1]; }  // <-
 
-// expect: global-out-of-bounds misaligned | global-out-of-bounds
-KERNEL(a_vector_that_begins_inside, 1, 1) {
+KERNEL(a_vector_that_begins_inside, 1, 1) {  // expect: global-out-of-bounds misaligned | global-out-of-bounds
     const float2* p = (const float2*)(in + 4095);
     out[T] = p[0].x + p[0].y;  // <-
 }
@@ -299,8 +277,7 @@ KERNEL(the_neighbour_of_the_last, 1, 64) {
     out[T] = s[T + 1];  // <-
 }
 
-// expect: shared-out-of-bounds | -; 4 bytes beyond the end of a .256 bytes
-KERNEL(into_the_next_array, 1, 64) {
+KERNEL(into_the_next_array, 1, 64) {  // expect: shared-out-of-bounds | -; 4 bytes beyond the end of a .256 bytes
     __shared__ float a[64], b[64];
     float *p = a + n, *q = b;
     q[T] = 0;
@@ -334,8 +311,7 @@ KERNEL(into_the_array_of_another_kernel, 1, 32) {
     out[T] = mine[T];
 }
 
-// expect: index-out-of-bounds | -
-KERNEL(a_local_array_too_short, 1, 32) {
+KERNEL(a_local_array_too_short, 1, 32) {  // expect: index-out-of-bounds | -
     float row[4];
     for (int i = 0; i < 4; i++) row[i] = in[i];
     for (int i = 0; i < 8; i++) out[i * 64 + T] = row[i % (n / 8)];  // <-
@@ -389,8 +365,7 @@ KERNEL(a_pointer_to_another_threads_local, 1, 64) {
     out[T] += mine;
 }
 
-// expect: misaligned | global-out-of-bounds
-KERNEL(rows_padded_by_one_word, 1, 32) {
+KERNEL(rows_padded_by_one_word, 1, 32) {  // expect: misaligned | global-out-of-bounds
     __shared__ __align__(16) float tile[32][33];
     for (int j = 0; j < 32; j++) tile[T][j] = in[T * 32 + j];
     __syncwarp();
@@ -400,8 +375,7 @@ KERNEL(rows_padded_by_one_word, 1, 32) {
 // expect: misaligned | -; 8 bytes of global memory at an address that is no multiple of 8
 KERNEL(a_double_from_floats, 1, 32) { out[T] = (float)*(const double*)(in + T); }  // <-
 
-// expect: shared-out-of-bounds | -
-KERNEL(a_negative_row, 1, 64) {
+KERNEL(a_negative_row, 1, 64) {  // expect: shared-out-of-bounds | -
     __shared__ float s[64];
     float* p = s;
     p[T] = in[T];
@@ -412,8 +386,7 @@ KERNEL(a_negative_row, 1, 64) {
 // expect: global-out-of-bounds | global-out-of-bounds; belongs to no argument|wild
 KERNEL(an_address_that_no_processor_has, 1, 32) { out[T] = *(const float*)(1ull << 62); }  // <-
 
-// expect: not-shared | not-shared; a pointer that does not point there
-KERNEL(ldmatrix_of_global_memory, 1, 32) {
+KERNEL(ldmatrix_of_global_memory, 1, 32) {  // expect: not-shared | not-shared; a pointer that does not point there
     uint32_t r[4];
     ldmatrix_x4(r, smem_u32(in + T * 4));  // <-
     out[T] = r[0];
@@ -426,13 +399,11 @@ KERNEL(a_sum_in_global_memory, 1, 128) { out[0] += in[T]; }  // <-
 // expect: global-race | -
 KERNEL(vectors_copied_to_one_place, 1, 64) { ((float4*)out)[T % 32] = ((const float4*)in)[T]; }  // <-
 
-// expect: global-race | -; only one of the two is kept
-KERNEL(blocks_that_write_one_word, 4, 32) {
+KERNEL(blocks_that_write_one_word, 4, 32) {  // expect: global-race | -; only one of the two is kept
     if (T == 0) out[0] = blockIdx.x;  // <-
 }
 
-// expect: global-race | -
-KERNEL(an_atomic_and_a_store, 1, 64) {
+KERNEL(an_atomic_and_a_store, 1, 64) {  // expect: global-race | -
     if (T == 0) out[0] = 5;  // <-
     atomicAdd(out, 1.f);     // <-
 }
@@ -443,16 +414,14 @@ KERNEL(a_device_variable, 4, 32) {
     if (T == 0) total += in[blockIdx.x];  // <-
 }
 
-// expect: race | -
-KERNEL(a_memcpy_without_barrier, 1, 64) {
+KERNEL(a_memcpy_without_barrier, 1, 64) {  // expect: race | -
     __shared__ float s[64];
     if (T == 0) memcpy(s, in, sizeof s);  // <-
     out[T] = s[T];  // <-
 }
 
 // ==== not all take the same way ==================================================================
-// expect: divergent | divergent
-KERNEL(a_barrier_in_both_branches, 1, 64) {
+KERNEL(a_barrier_in_both_branches, 1, 64) {  // expect: divergent | divergent
     __shared__ float s[64];
     s[T] = in[T];
     if (T < 32) {
@@ -480,8 +449,7 @@ KERNEL(two_shuffles_for_one, 1, 32) {
     out[T] = v;
 }
 
-// expect: exited-lanes | exited-lanes; lanes 16-31
-KERNEL(a_shuffle_for_those_who_are_gone, 1, 32) {
+KERNEL(a_shuffle_for_those_who_are_gone, 1, 32) {  // expect: exited-lanes | exited-lanes; lanes 16-31
     float v = in[T];
     if (T < 16) v += __shfl_xor_sync(~0u, v, 1);  // <-
     out[T] = v;
@@ -494,8 +462,7 @@ KERNEL(a_mask_of_eight, 1, 32) {
     out[T] = v;
 }
 
-// expect: shuffle-lane | shuffle-lane; lane 16, which does not take part
-KERNEL(a_lane_of_the_other_half, 1, 32) {
+KERNEL(a_lane_of_the_other_half, 1, 32) {  // expect: shuffle-lane | shuffle-lane; lane 16, which does not take part
     if (T < 16) out[T] = __shfl_sync(0xffff, in[T], 16 + T);  // <-
 }
 
@@ -514,14 +481,12 @@ KERNEL(a_barrier_meets_a_shuffle, 1, 32) {
 }
 
 // ==== a thread that stops, or never does =========================================================
-// expect: assert | assert; thread 59 of block 0 fails the assertion `in.T. < 60`
-KERNEL(an_assertion, 1, 64) {
+KERNEL(an_assertion, 1, 64) {  // expect: assert | assert; thread 59 of block 0 fails the assertion `in.T. < 60`
     assert(in[T] < 60);  // <-
     out[T] = 1;
 }
 
-// expect: trap | trap; thread 39 of block 0 stops
-KERNEL(a_trap, 1, 64) {
+KERNEL(a_trap, 1, 64) {  // expect: trap | trap; thread 39 of block 0 stops
     if (in[T] == 40) __trap();  // <-
     out[T] = 1;
 }
@@ -529,18 +494,15 @@ KERNEL(a_trap, 1, 64) {
 // expect: division-by-zero | division-by-zero; divides an integer by zero
 KERNEL(a_modulo_by_zero, 1, 64) { out[T] = (int)in[T] % (n - 64 + (int)T / 32 * 0); }  // <-
 
-// expect: timeout | timeout; was still running in line
-KERNEL(a_loop_whose_step_is_zero, 1, 32) {
+KERNEL(a_loop_whose_step_is_zero, 1, 32) {  // expect: timeout | timeout; was still running in line
     for (int i = 0; i < n; i += n / 65) out[T] = i;  // <-
 }
 
-// expect: timeout | timeout
-KERNEL(a_lock_that_nobody_opens, 1, 64) {
+KERNEL(a_lock_that_nobody_opens, 1, 64) {  // expect: timeout | timeout
     while (atomicCAS((int*)out, 0, 1) != 0) {}  // <-
 }
 
-// expect: host-call | host-call
-KERNEL(memory_from_the_heap, 1, 32) {
+KERNEL(memory_from_the_heap, 1, 32) {  // expect: host-call | host-call
     volatile float* p = (float*)malloc(16);  // <-
     p[0] = in[T];
     out[T] = p[0];
@@ -548,8 +510,7 @@ KERNEL(memory_from_the_heap, 1, 32) {
 }
 
 #ifdef SIMT_EMULATED  // these nvcc refuses itself
-// expect: host-call | host-call
-KERNEL(an_exception, 1, 32) {
+KERNEL(an_exception, 1, 32) {  // expect: host-call | host-call
     if (in[T] > 10) throw 1;  // <-
 }
 

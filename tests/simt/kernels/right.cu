@@ -10,28 +10,14 @@
     HEAD(name)
 #define T threadIdx.x
 
-// out[0] = 8256
-KERNEL(reduce, 1, 128) {
-    __shared__ float s[128];
-    s[T] = in[T];
-    __syncthreads();
-    for (int d = 64; d; d /= 2) {
-        if (T < d) s[T] += s[T + d];
-        __syncthreads();
-    }
-    if (T == 0) out[0] = s[0];
-}
-
-// out[0] = 7: all store the same, in one instruction or in several
-KERNEL(a_flag_that_all_lanes_set, 1, 128) {
+KERNEL(a_flag_that_all_lanes_set, 1, 128) {  // out[0] = 7: all store the same, in one instruction or in several
     __shared__ int flag;
     if (T < 32) flag = n - 57;
     __syncthreads();
     out[T] = flag;
 }
 
-// out[0] = 2
-KERNEL(neighbouring_bytes, 1, 64) {
+KERNEL(neighbouring_bytes, 1, 64) {  // out[0] = 2
     __shared__ unsigned char bytes[64];
     bytes[T] = (unsigned char)in[T];
     bytes[T] += 1;
@@ -39,32 +25,7 @@ KERNEL(neighbouring_bytes, 1, 64) {
     out[T] = bytes[T];
 }
 
-// out[0] = 1
-KERNEL(a_guard_and_a_barrier, 1, 64) {
-    __shared__ float s[64];
-    const bool mine = T < 48;
-    s[T] = mine ? in[T] : 0;
-    __syncthreads();
-    if (!mine) return;
-    out[T] = s[T];
-}
-
-// out[0] = 1
-KERNEL(threads_that_return_before_no_barrier, 1, 64) {
-    if (T >= 48) return;
-    out[T] = in[T];
-}
-
-// out[0] = 16
-KERNEL(an_mma, 1, 32) {
-    float c[4] = {};
-    const uint32_t one = pack(1, 1), a[4] = {one, one, one, one};
-    mma_m16n8k16(c, a, one, one);
-    out[T] = c[0];
-}
-
-// out[0] = 1
-KERNEL(a_branch_that_sets_what_it_uses, 1, 64) {
+KERNEL(a_branch_that_sets_what_it_uses, 1, 64) {  // out[0] = 1
     float v, w[4];
     if (T < 32) v = in[T], w[0] = 0;
     for (int i = 1; i < 4; i++) w[i] = i;
@@ -72,8 +33,7 @@ KERNEL(a_branch_that_sets_what_it_uses, 1, 64) {
     else out[T] = w[3];
 }
 
-// out[0] = 3
-KERNEL(a_vote_of_all, 1, 32) {
+KERNEL(a_vote_of_all, 1, 32) {  // out[0] = 3
     int left = T % 4, rounds = 0;
     while (__any_sync(~0u, left > 0)) {
         if (left) left--;
@@ -82,8 +42,7 @@ KERNEL(a_vote_of_all, 1, 32) {
     out[T] = rounds;
 }
 
-// out[0] = 100001: 400 KB of local memory, of the 512 KB that a GPU has
-KERNEL(a_large_local_array, 1, 2) {
+KERNEL(a_large_local_array, 1, 2) {  // out[0] = 100001: 400 KB of local memory, of the 512 KB that a GPU has
     volatile float a[100000];
     for (int i = 0; i < 100000; i += 1000) a[i] = i;
     a[99999] = 100000;
@@ -99,23 +58,13 @@ KERNEL(a_store_of_what_a_function_returns, 1, 64) {
     out[T] = s[63 - T].z;
 }
 
-// out[0] = 1: the second launch sees what the first has written
-HEAD(first) { out[blockIdx.x * 64 + T] = in[T]; }
-HEAD(second) { out[T] = out[255 - T] - 63; }
-extern "C" int run_two_launches(const float* in, float* out, int n) {
-    first<<<4, 64>>>(in, out, n);
-    second<<<1, 64>>>(in, out, n);
-    return cudaGetLastError();
-}
-
 // out[0] = 1
 KERNEL(a_copy_over_what_was_never_set, 1, 16) {  // `out` holds the bytes that a local has which nothing sets
     for (int i = 0; i < 16; i++) ((unsigned char*)out)[16 * T + i] = 0xfe;
     ((float4*)out)[T] = ((const float4*)in)[T];
 }
 
-// out[0] = 65
-KERNEL(memory_in_one_go, 1, 64) {
+KERNEL(memory_in_one_go, 1, 64) {  // out[0] = 65
     __shared__ float s[64];
     if (T == 0) {
         memset(s, 0, sizeof s);

@@ -4,6 +4,13 @@
 #define ENTRY extern "C" void
 
 // ---- ldmatrix: each lane's registers ------------------------------------------------------------
+#define OF_COUNT(op, ...) \
+    if constexpr (COUNT == 1 && !TRANS) op##_x1(__VA_ARGS__); \
+    if constexpr (COUNT == 2 && !TRANS) op##_x2(__VA_ARGS__); \
+    if constexpr (COUNT == 4 && !TRANS) op##_x4(__VA_ARGS__); \
+    if constexpr (COUNT == 1 && TRANS) op##_x1_trans(__VA_ARGS__); \
+    if constexpr (COUNT == 2 && TRANS) op##_x2_trans(__VA_ARGS__); \
+    if constexpr (COUNT == 4 && TRANS) op##_x4_trans(__VA_ARGS__);
 template <int COUNT, bool TRANS>
 __global__ void load(const __half* in, uint32_t* out) {  // in [COUNT, 8, 8], out [32, COUNT]
     __shared__ __align__(16) __half tile[COUNT * 64];
@@ -11,12 +18,7 @@ __global__ void load(const __half* in, uint32_t* out) {  // in [COUNT, 8, 8], ou
     __syncwarp();
     const uint32_t row = smem_u32(tile + threadIdx.x % (8 * COUNT) * 8);
     uint32_t r[COUNT];
-    if constexpr (COUNT == 1 && !TRANS) ldmatrix_x1(r, row);
-    if constexpr (COUNT == 2 && !TRANS) ldmatrix_x2(r, row);
-    if constexpr (COUNT == 4 && !TRANS) ldmatrix_x4(r, row);
-    if constexpr (COUNT == 1 && TRANS) ldmatrix_x1_trans(r, row);
-    if constexpr (COUNT == 2 && TRANS) ldmatrix_x2_trans(r, row);
-    if constexpr (COUNT == 4 && TRANS) ldmatrix_x4_trans(r, row);
+    OF_COUNT(ldmatrix, r, row)
     for (int i = 0; i < COUNT; i++) out[threadIdx.x * COUNT + i] = r[i];
 }
 template <int COUNT, bool TRANS>
@@ -25,12 +27,7 @@ __global__ void store(const uint32_t* in, __half* out) {  // in [32, COUNT], out
     const uint32_t row = smem_u32(tile + threadIdx.x % (8 * COUNT) * 8);
     uint32_t r[COUNT];
     for (int i = 0; i < COUNT; i++) r[i] = in[threadIdx.x * COUNT + i];
-    if constexpr (COUNT == 1 && !TRANS) stmatrix_x1(row, r);
-    if constexpr (COUNT == 2 && !TRANS) stmatrix_x2(row, r);
-    if constexpr (COUNT == 4 && !TRANS) stmatrix_x4(row, r);
-    if constexpr (COUNT == 1 && TRANS) stmatrix_x1_trans(row, r);
-    if constexpr (COUNT == 2 && TRANS) stmatrix_x2_trans(row, r);
-    if constexpr (COUNT == 4 && TRANS) stmatrix_x4_trans(row, r);
+    OF_COUNT(stmatrix, row, r)
     __syncwarp();
     for (int i = threadIdx.x; i < COUNT * 64; i += 32) out[i] = tile[i];
 }
@@ -45,28 +42,22 @@ ENTRY run_store(const uint32_t* in, __half* out, int count, int trans) { CASES(s
 __device__ __forceinline__ uint32_t two(const uint16_t* low, const uint16_t* high) {
     return *low | (uint32_t)*high << 16;
 }
-template <class T, int K>
-__global__ void multiply(const uint16_t* a, const uint16_t* b, const float* c, float* d) {
+template <class T, int K, class ACC>  // ACC: float, or uint16_t: halves, two in a register
+__global__ void multiply(const uint16_t* a, const uint16_t* b, const ACC* c, ACC* d) {
     const int g = threadIdx.x / 4, t = threadIdx.x % 4 * 2;
     uint32_t fa[K / 4], fb[K / 8];
     for (int i = 0; i < K / 4; i++) fa[i] = *(const uint32_t*)(a + (g + i % 2 * 8) * K + t + i / 2 * 8);
     for (int i = 0; i < K / 8; i++) fb[i] = two(b + (t + i * 8) * 8 + g, b + (t + i * 8 + 1) * 8 + g);
-    float acc[4];
-    for (int i = 0; i < 4; i++) acc[i] = c[(g + i / 2 * 8) * 8 + t + i % 2];
-    if constexpr (K == 16) mma_m16n8k16<T>(acc, fa, fb[0], fb[1]);
-    else mma_m16n8k8<T>(acc, fa, fb[0]);
-    for (int i = 0; i < 4; i++) d[(g + i / 2 * 8) * 8 + t + i % 2] = acc[i];
-}
-template <int K>
-__global__ void multiply_f16(const uint16_t* a, const uint16_t* b, const uint16_t* c, uint16_t* d) {
-    const int g = threadIdx.x / 4, t = threadIdx.x % 4 * 2;
-    uint32_t fa[K / 4], fb[K / 8], acc[2];
-    for (int i = 0; i < K / 4; i++) fa[i] = *(const uint32_t*)(a + (g + i % 2 * 8) * K + t + i / 2 * 8);
-    for (int i = 0; i < K / 8; i++) fb[i] = two(b + (t + i * 8) * 8 + g, b + (t + i * 8 + 1) * 8 + g);
-    for (int i = 0; i < 2; i++) acc[i] = *(const uint32_t*)(c + (g + i * 8) * 8 + t);
-    if constexpr (K == 16) mma_m16n8k16_f16(acc, fa, fb[0], fb[1]);
-    else mma_m16n8k8_f16(acc, fa, fb[0]);
-    for (int i = 0; i < 2; i++) *(uint32_t*)(d + (g + i * 8) * 8 + t) = acc[i];
+    union {
+        ACC one[4];
+        uint32_t pairs[2];
+    } acc;
+    for (int i = 0; i < 4; i++) acc.one[i] = c[(g + i / 2 * 8) * 8 + t + i % 2];
+    if constexpr (sizeof(ACC) == 2 && K == 16) mma_m16n8k16_f16(acc.pairs, fa, fb[0], fb[1]);
+    else if constexpr (sizeof(ACC) == 2) mma_m16n8k8_f16(acc.pairs, fa, fb[0]);
+    else if constexpr (K == 16) mma_m16n8k16<T>(acc.one, fa, fb[0], fb[1]);
+    else mma_m16n8k8<T>(acc.one, fa, fb[0]);
+    for (int i = 0; i < 4; i++) d[(g + i / 2 * 8) * 8 + t + i % 2] = acc.one[i];
 }
 ENTRY run_mma(const uint16_t* a, const uint16_t* b, const float* c, float* d, int k, int bf16) {
     if (k == 16 && !bf16) multiply<__half, 16><<<1, 32>>>(a, b, c, d);
@@ -75,8 +66,8 @@ ENTRY run_mma(const uint16_t* a, const uint16_t* b, const float* c, float* d, in
     if (k == 8 && bf16) multiply<__nv_bfloat16, 8><<<1, 32>>>(a, b, c, d);
 }
 ENTRY run_mma_f16(const uint16_t* a, const uint16_t* b, const uint16_t* c, uint16_t* d, int k) {
-    if (k == 16) multiply_f16<16><<<1, 32>>>(a, b, c, d);
-    if (k == 8) multiply_f16<8><<<1, 32>>>(a, b, c, d);
+    if (k == 16) multiply<__half, 16><<<1, 32>>>(a, b, c, d);
+    if (k == 8) multiply<__half, 8><<<1, 32>>>(a, b, c, d);
 }
 
 // ---- cp.async: sizes, zero fill, groups ---------------------------------------------------------

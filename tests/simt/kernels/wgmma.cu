@@ -1,4 +1,5 @@
-// wgmma, used well and used wrongly. A mistake is one line, marked `<- its name`; without it the kernel is right.
+// wgmma, used well and used wrongly. A mistake is one line, marked `<- its name`; without it the kernel is right, as it
+// is with the last two.
 #include "ptx.cuh"
 #include "wgmma.cuh"
 
@@ -16,7 +17,7 @@ __device__ void store(float* out, const float (&d)[N / 2]) {
 enum Mistake {
     NONE, READ_EARLY, NEVER_COMMITTED, WRITE_EARLY, A_REWRITTEN, NO_FENCE, SUMS_CHANGED, A_CHANGED, OVERWRITTEN, NO_PROXY_FENCE,
     UNINITIALISED, NO_BARRIER, COPY_IN_FLIGHT, THREE_WARPS, ANOTHER_DESCRIPTOR, ANOTHER_SHAPE, HALF_A_WARP, NEVER_WAITED,
-    OUT_OF_BOUNDS, SUMS_NEVER_SET, A_NEVER_SET, ANOTHER_ORDER
+    OUT_OF_BOUNDS, SUMS_NEVER_SET, A_NEVER_SET, ANOTHER_ORDER, LATE_FENCE, COPIED
 };
 
 // D = 2 A B, twice the sum of 16 ones: 32 everywhere.
@@ -27,13 +28,15 @@ __global__ void __launch_bounds__(128) one_warpgroup(const float* in, float* out
     const int warp = threadIdx.x / 32;
     if (MISTAKE != UNINITIALISED) fill(a);
     fill(b);  // <- written here
-    if (MISTAKE == COPY_IN_FLIGHT) {
+    if (MISTAKE == COPY_IN_FLIGHT || MISTAKE == COPIED) {
         __syncthreads();
         cp_async<16>(smem_u32(b) + threadIdx.x * 16, in);  // <- the copy
         cp_async_commit();
     }
-    if (MISTAKE != NO_PROXY_FENCE) fence_proxy_async();
+    if (MISTAKE == COPIED) cp_async_wait<0>();
+    if (MISTAKE != NO_PROXY_FENCE && MISTAKE != LATE_FENCE) fence_proxy_async();
     if (MISTAKE != NO_BARRIER) __syncthreads();
+    if (MISTAKE == LATE_FENCE) fence_proxy_async();
     uint64_t da = tile(a);
     if (MISTAKE == ANOTHER_DESCRIPTOR && warp == 2) da += 8;
     float d[N / 2];
@@ -160,7 +163,7 @@ __global__ void __launch_bounds__(128) every_n(const uint16_t* a, const uint16_t
 
 template <int MISTAKE>
 void run_one(const float* in, float* out, int mistake, int threads) {
-    if constexpr (MISTAKE <= ANOTHER_ORDER) {
+    if constexpr (MISTAKE <= COPIED) {
         if (mistake != MISTAKE) return run_one<MISTAKE + 1>(in, out, mistake, threads);
         one_warpgroup<MISTAKE><<<1, threads, 2 * TILE>>>(in, out);
     }

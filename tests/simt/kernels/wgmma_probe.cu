@@ -57,32 +57,13 @@ __global__ void __launch_bounds__(128) decode_a(const uint16_t* image, int bytes
     wgmma_wait<0>();
     dump<16>(d, out + blockIdx.x * 64 * 16);
 }
-// Two products into one sum, c [64, N] + A B + A B: operands and their order, for small integers.
-template <int N, class T, bool TRANS_A, bool TRANS_B>
-__global__ void __launch_bounds__(128) multiply(const uint16_t* image, int bytes, const uint64_t* descriptors,
-                                                const float* c, float* out) {
-    extern __shared__ __align__(1024) unsigned char memory[];
-    for (int i = threadIdx.x; i < bytes / 2; i += 128) ((uint16_t*)memory)[i] = image[i];
-    fence_proxy_async();
-    __syncthreads();
-    const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
-    float d[N / 2];
-    for (int i = 0; i < N / 2; i++) d[i] = c[(row + i / 2 % 2 * 8) * N + column + i / 4 * 8 + i % 2];
-    const uint64_t a = placed(descriptors[0], smem_u32(memory)), b = placed(descriptors[1], smem_u32(memory));
-    wgmma_fence();
-    wgmma_ss<N, T, TRANS_A, TRANS_B>(d, a, b);
-    wgmma_ss<N, T, TRANS_A, TRANS_B>(d, a, b);
-    wgmma_commit();
-    wgmma_wait<0>();
-    dump<N>(d, out);
-}
 
 template <class Kernel>
 int allow(Kernel kernel, int bytes) {
     return (int)cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
 
-#ifndef PROBE_N  // of decode_b and multiply
+#ifndef PROBE_N  // of decode_b
 #define PROBE_N 64
 #endif
 
@@ -105,23 +86,4 @@ extern "C" int run_decode_a(const uint16_t* image, int bytes, const uint64_t* de
     if (trans) { DECODE((decode_a<__half, true>), 512) }
     if (bf16) { DECODE((decode_a<__nv_bfloat16, false>), 512) }
     DECODE((decode_a<__half, false>), 512)
-}
-template <class T, bool TRANS_A, bool TRANS_B>
-int multiplied(const uint16_t* image, int bytes, const uint64_t* descriptors, const float* c, float* out) {
-    if (int error = allow(multiply<PROBE_N, T, TRANS_A, TRANS_B>, bytes)) return error;
-    multiply<PROBE_N, T, TRANS_A, TRANS_B><<<1, 128, bytes>>>(image, bytes, descriptors, c, out);
-    return (int)cudaGetLastError();
-}
-template <class T>
-int multiplied(const uint16_t* image, int bytes, const uint64_t* descriptors, const float* c, float* out, int trans) {
-    if (trans == 3) return multiplied<T, true, true>(image, bytes, descriptors, c, out);
-    if (trans == 2) return multiplied<T, false, true>(image, bytes, descriptors, c, out);
-    if (trans == 1) return multiplied<T, true, false>(image, bytes, descriptors, c, out);
-    return multiplied<T, false, false>(image, bytes, descriptors, c, out);
-}
-// trans: 1 A is M-major, 2 B is N-major.
-extern "C" int run_multiply(const uint16_t* image, int bytes, const uint64_t* descriptors, const float* c, float* out,
-                            int trans, int bf16) {
-    return bf16 ? multiplied<__nv_bfloat16>(image, bytes, descriptors, c, out, trans)
-                : multiplied<__half>(image, bytes, descriptors, c, out, trans);
 }

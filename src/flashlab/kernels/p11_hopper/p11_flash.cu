@@ -38,11 +38,11 @@ constexpr bool O_IN_Q = HEAD_DIM > 128;                        // New: O takes t
 constexpr int Q_STAGES = O_IN_Q ? 1 : 2, BARRIERS = 4 + 2 * Q_STAGES + 4 * STAGES;     // New; 8 bytes each
 // region: part
 struct __align__(16) Part { int batch, head, m_start, end; };  // a head's rows, and tiles of keys that some of them see
+// endregion
 #include "p11_hopper/products.cuh"
 #include "p11_hopper/maxima.cuh"
 #include "p11_hopper/exponential.cuh"
 #include "p11_hopper/scores_again.cuh"
-// endregion
 template <int CONSUMERS_> struct Tile {                        // New: what depends on the number of consumers
     // A warpgroup each, and the producer's after them
     static constexpr int CONSUMERS = CONSUMERS_, WARPS = 4 * CONSUMERS, THREADS = (CONSUMERS + 1) * GROUP;

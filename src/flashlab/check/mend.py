@@ -1,0 +1,225 @@
+"""Which single change of the learner's own text makes it right?
+
+`lookup` changes the right text, and knows what is missing in another one. A slip in an answer that is written in its
+own way is no change of the right text: here the same engine changes the learner's. If all results are right with a
+change, then what it changes is the cause, whatever else stands there; and nothing is told that has not been run.
+
+After Singh, Gulwani and Solar-Lezama, "Automated Feedback Generation for Introductory Programming Assignments" (PLDI
+2013), who look for the fewest corrections of a student's program among those that a teacher has listed.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any
+
+from flashlab.check.changes import Change, Text, Variants, _expr, _new, _slots, changes
+from flashlab.check.lookup import Index
+
+_SECONDS = 2.0  # of one core
+_LONGEST = 160  # characters of what is said
+_SHORT = 60
+_KINDS = {ast.Add: "term", ast.Sub: "term", ast.Mult: "factor", ast.Div: "divisor", ast.FloorDiv: "divisor"}
+_BEHIND = "outside-of-the-loop"
+_DIVISIONS = (ast.Div, ast.FloorDiv)
+_TWO_PLACES = ("lines-exchanged", _BEHIND)
+_BY_CHANCE = ("taken-as-fixed", "always-the-same", "always-0", "wrong-base", "in-every-block")  # or no words for it
+
+
+def own_text(fn: Callable[..., Any], make: Callable[..., Text] = Text) -> Text | None:
+    """The text of a learner's function, in its own names; None of what is no `def`."""
+    try:
+        closed = inspect.getclosurevars(fn).nonlocals
+        text = make(fn, {name: name for name in fn.__code__.co_varnames})
+    except (OSError, TypeError, SyntaxError, AttributeError, AssertionError, ValueError):
+        return None
+    text.globals = {**text.globals, **closed}
+    return text
+
+
+def mended(index: Index, fn: Callable[..., Any], make: Callable[..., Text] = Text) -> str:
+    """In words, the likeliest change of this function, or of one beside it that it calls, that gives all that is right,
+    or one for each of several wrong results; "" where there is none.
+    """
+    until = time.process_time() + _SECONDS
+    text = own_text(fn, make)
+    if text is None:
+        return ""
+    now = {x.__name__: x for x in text.globals.values() if isinstance(x, FunctionType) and x is not fn
+           and x.__code__.co_filename == fn.__code__.co_filename and x.__name__ in text.often}  # fmt: skip
+    text.globals |= {name: functools.partial(_called, now, name) for name in now}
+    got = index.run(text.compiled())
+    wrong = index.wrong_parts(got)
+    off = [i for i in index.order if not index.same_outcome([got[i]], [index.right[i]])]
+    order = [*off, *(i for i in index.order if i not in off)]
+    if index.kinds:
+        text.kinds = index.kinds.kinds_of(text, [tuple(map(index.copied, x)) for x in index.inputs[:3]])
+    values = {name: [given[i] for given in index.inputs] for i, name in enumerate(text.params)}
+    made = _runs(index, text, values)
+    for name, helper in tuple(now.items()):
+        if part := own_text(helper):
+            made += [(part, change, functools.partial(_with, now, name, other, text.compiled()))
+                     for _, change, other in _runs(index, part, {})]  # fmt: skip
+    of_part: dict[int, str] = {}
+    for of, change, run in sorted(made, key=lambda x: (len(x[1].edits) > 1, x[1].cost)):
+        if time.process_time() > until:
+            break
+        outcome = index.run(run)
+        left = [p for p in wrong if p not in of_part or not of_part]
+        mends = [p for p in left if all(index.same_outcome([outcome[i]], [index.right[i]], p) for i in order)]
+        if not mends or not (words := said(of, change)):
+            continue
+        if all(index.same_outcome([outcome[i]], [index.right[i]]) for i in order):
+            return words
+        of_part |= {p: words for p in mends if p not in of_part}
+    if len(wrong) > 1 and len(of_part) == len(wrong):
+        each = [f"{index.names[p]}: {words}" for p, words in of_part.items()]
+        return ("; and " if sum(map(len, each)) < index.longest - 20 else ";\nand ").join(each)
+    return ""
+
+
+def _called(now: dict[str, Any], name: str, *given: Any, **named: Any) -> Any:
+    return now[name](*given, **named)
+
+
+def _with(now: dict[str, Any], name: str, other: Any, run: Callable[..., Any], *given: Any) -> Any:
+    """What `run` gives with another function of this name."""
+    before, now[name] = now[name], other
+    try:
+        return run(*given)
+    finally:
+        now[name] = before
+
+
+def _runs(index: Index, text: Text, values: dict[str, Any]) -> list[tuple[Text, Change, Callable[..., Any]]]:
+    made = [*changes(text, values, index.kinds), *(_further(text) if not index.kinds else ())]
+    made = [c for c in made if c.slug not in (*_BY_CHANCE, *index.without)]
+    variants = Variants(text, made)
+    return [(text, c, run) for c in made if (run := variants.chosen(c)) is not None]
+
+
+def _further(text: Text) -> Iterator[Change]:
+    """What a right text has nowhere and a wrong one may want: a quotient rounded up, a divisor of the whole sum that
+    divides one term, another factor or term of a line.
+    """
+    for slot, node in _slots(text.tree):
+        if not isinstance(node, ast.BinOp):
+            continue
+        a, b = node.left, node.right
+        if isinstance(node.op, _DIVISIONS):
+            yield Change("rounded-up", "", 1.6, ((slot, _expr("-(-a // b)", a=a, b=b)),))
+        if isinstance(node.op, ast.Mult):
+            for rounded, factor in ((a, b), (b, a)):
+                if new := _into(rounded, factor):
+                    yield Change("brackets", "", 1.5, ((slot, _new(new)),))
+        if isinstance(node.op, (ast.Add, ast.Sub)) and not isinstance(getattr(slot[0], "op", None), (ast.Add, ast.Sub)):
+            terms = _terms(node)
+            for at, term in enumerate(terms):
+                rest = terms[:at] + terms[at + 1 :]
+                if not (rest and isinstance(term, ast.BinOp) and isinstance(term.op, _DIVISIONS)):
+                    continue
+                for more in (x for n in (1, 2, len(rest)) for x in itertools.combinations(rest, n)):
+                    whole = ast.BinOp(functools.reduce(_plus, [term.left, *more]), term.op, term.right)
+                    others = [x for x in rest if not any(x is y for y in more)]
+                    yield Change("brackets", "", 1.5, ((slot, _new(functools.reduce(_plus, [whole, *others]))),))
+    for line in ast.walk(text.tree):
+        if not isinstance(line, (ast.Assign, ast.AugAssign, ast.Return)) or line.value is None:
+            continue
+        several = line.value.elts if isinstance(line.value, ast.Tuple) else [line.value]
+        for i, x in enumerate(several):
+            slot = (line.value, "elts", i) if isinstance(line.value, ast.Tuple) else (line, "value", None)
+            for other in (*text.numbers, *text.locals):
+                for way in ("x * y", "x + y", "x // y", "x - y"):
+                    new = _expr(way, x=x, y=ast.Name(other, ast.Load()))
+                    yield Change("more", "", 2.5, ((slot, new),))
+
+
+def _into(rounded: ast.expr, factor: ast.expr) -> ast.expr | None:
+    """ceil(a / b) * factor with the factor within what is rounded."""
+    match rounded:
+        case ast.BinOp(left=a, op=ast.FloorDiv(), right=b):
+            return _expr("a * f // b", a=a, b=b, f=factor)
+        case ast.UnaryOp(op=ast.USub(), operand=ast.BinOp(left=a, op=ast.FloorDiv(), right=b)):
+            return _expr("-(a * f // b)", a=a, b=b, f=factor)
+        case ast.Call(func=called, args=[ast.BinOp(left=a, op=ast.Div(), right=b)]):
+            return _expr("g(a * f / b)", g=called, a=a, b=b, f=factor)
+    return None
+
+
+def _plus(x: ast.expr, y: ast.expr) -> ast.expr:
+    if isinstance(y, ast.UnaryOp) and isinstance(y.op, ast.USub):
+        return ast.BinOp(x, ast.Sub(), y.operand)
+    return ast.BinOp(x, ast.Add(), y)
+
+
+def _terms(node: ast.expr) -> list[ast.expr]:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return [*_terms(node.left), *_terms(node.right)]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub):
+        return [*_terms(node.left), ast.UnaryOp(ast.USub(), node.right)]
+    return [node]
+
+
+def said(text: Text, change: Change) -> str:
+    """What stands there, and what belongs there; "" where that is too long."""
+    if change.said.startswith("{order}"):
+        return "the results come in another order than is asked"
+    if change.slug == "names-exchanged":
+        return change.said
+    pieces = [_pieces(text, edit) for edit in change.edits]
+    if change.slug in _TWO_PLACES:
+        place = "stands in the loop, and belongs behind it" if change.slug == _BEHIND else "comes too early"
+        return f"the line `{pieces[0][0]}` {place}"
+    old, new = pieces[0]
+    if len(set(pieces)) > 1 or old == new:
+        return ""
+    where = "" if len(pieces) == 1 else ", both times" if len(pieces) == 2 else ", everywhere"
+    part = _part(text, change.edits[0])
+    words = f"the line `{old}` is one too many" if new == "pass" else part or f"`{old}` stands where `{new}` belongs"
+    where = where or (_place(text, change, old) if not part else "")
+    return "" if len(words) > _LONGEST else words + where * (len(words + where) <= _LONGEST)
+
+
+def _part(text: Text, edit: Any) -> str:
+    """Of a term, a factor or a divisor that goes or comes: which."""
+    old, new = _both(edit)
+    for whole, rest, what in ((old, new, "one too many, in"), (new, old, "missing in")):
+        if isinstance(whole, ast.BinOp) and type(whole.op) in _KINDS and (rest is whole.left or rest is whole.right):
+            part, around = (text.plain(x) for x in (whole.right if rest is whole.left else whole.left, old))
+            sign = "-" * isinstance(whole.op, ast.Sub) * (rest is whole.left)
+            around = around if len(around) < _SHORT else f"{around[:_SHORT]} ..."
+            return f"the {_KINDS[type(whole.op)]} `{sign}{part}` is {what} `{around}`"
+    return ""
+
+
+def _both(edit: Any) -> tuple[Any, Any]:
+    (node, name, at), new = edit
+    return (getattr(node, name) if at is None else getattr(node, name)[at]), new
+
+
+def _pieces(text: Text, edit: Any) -> tuple[str, str]:
+    old, new = _both(edit)
+    while type(old) is type(new) and not isinstance(old, ast.stmt):  # the smallest part in which they differ
+        pairs = [(a, b) for a, b in zip(ast.iter_child_nodes(old), ast.iter_child_nodes(new), strict=False)
+                 if ast.dump(a) != ast.dump(b)]  # fmt: skip
+        if len(pairs) != 1 or not isinstance(pairs[0][0], ast.expr) or not isinstance(pairs[0][1], ast.expr):
+            break
+        old, new = pairs[0]
+    first, second = ((text.plain(x).splitlines() or [""])[0].rstrip(":") for x in (old, new))
+    return first, second
+
+
+def _place(text: Text, change: Change, old: str) -> str:
+    """Where a piece stands that is there more than once."""
+    if ast.unparse(text.tree).count(old) < 2:
+        return ""
+    holder = change.edits[0][0][0]
+    line = holder if isinstance(holder, (ast.stmt, ast.BinOp, ast.Call)) else None
+    whole = (text.plain(line).splitlines() or [""])[0].rstrip(":") if line else ""
+    return f", in `{whole}`" if whole and len(whole) <= _LONGEST else ""

@@ -1,0 +1,98 @@
+"""Answers in a style of their own, with one slip: what change of the learner's text makes them right."""
+
+import math
+import re
+
+import pytest
+import torch
+
+from flashlab.check import CheckFailed
+from flashlab.check.mend import mended, own_text
+from flashlab.exercises import exercises
+from flashlab.exercises.rule import RULES
+
+exercises()
+
+
+def not_divided(m_start, block_m, block_n, group, seq_q, seq_k, causal):
+    first = last = seq_k
+    if causal:
+        first = max(0, min(seq_k, seq_k - seq_q + m_start // group + 1))
+        last = max(0, min(seq_k, seq_k - seq_q + m_start // group + block_m - 1 + 1))
+    return math.ceil(last / block_n), first // block_n
+
+
+def a_turn_too_few(m_start, block_m, block_n, group, seq_q, seq_k, causal):
+    end = full = 0
+    shift = seq_k - seq_q
+    while end * block_n < seq_k and not (causal and end * block_n > (m_start + block_m - 1) // group + shift):
+        end += 1
+    while (full + 1) * block_n < seq_k and not (causal and (full + 1) * block_n - 1 > m_start // group + shift):
+        full += 1
+    return end, full
+
+
+def rounds(blocks, s, places):
+    return blocks * s // places
+
+
+def in_a_helper(blocks, tiles, places, rows, head_dim):
+    best = min(range(1, max(1, tiles // 4) + 1), key=lambda s: (rounds(blocks, s, places) * math.ceil(tiles / s), s))
+    return best, best * rows * (head_dim + 1) if best > 1 else 0
+
+
+def both_wrong(blocks, tiles, places, rows, head_dim):
+    best = 1
+    for s in range(1, max(1, tiles // 4) + 1):
+        if math.ceil(blocks / places) * s * math.ceil(tiles / s) < math.ceil(blocks * best / places) * math.ceil(
+            tiles / best
+        ):
+            best = s
+    return best, best * rows * (head_dim + 1) if best > 1 else 0
+
+
+@pytest.mark.parametrize(
+    ("id", "answer", "said"),
+    [
+        ("9.1", not_divided, "stands where `(m_start + block_m - 1) // group"),
+        ("9.1", a_turn_too_few, "`(full + 1) * block_n < seq_k` stands where `(full + 1) * block_n <= seq_k` belongs"),
+        ("9.11", in_a_helper, "`blocks * s // places` stands where `-(-(blocks * s) // places)` belongs"),
+        ("9.11", both_wrong, "`math.ceil(blocks / places) * s` stands where `math.ceil(blocks * s / places)` belongs"),
+    ],
+)
+def test_a_slip_in_ones_own_words_is_told(id, answer, said):
+    with pytest.raises(CheckFailed) as failed:
+        RULES[id].check(answer)
+    assert said in failed.value.sentence.splitlines()[0]
+
+
+def test_a_row_and_a_likely_change_of_the_right_text_come_first():
+    def off(m_start, block_m, block_n, group, seq_q, seq_k, causal):
+        last = (m_start + block_m - 1) // group + seq_k - seq_q if causal else seq_k  # the query's own key is left out
+        first = m_start // group + seq_k - seq_q + 1 if causal else seq_k
+        return max(0, -(-min(seq_k, last) // block_n)), max(0, min(seq_k, first) // block_n)
+
+    with pytest.raises(CheckFailed, match="query i sees its own key too") as failed:
+        RULES["9.1"].check(off)
+    assert failed.value.diagnosis == "term-missing"
+
+
+def test_two_results_may_have_a_change_each():
+    it = RULES["9.1"]
+
+    def answer(m_start, block_m, block_n, group, seq_q, seq_k, causal):
+        end = -(-seq_k // block_n)
+        full = seq_k // block_n
+        if causal:
+            end = max(0, -(-min(seq_k, (m_start + block_m - 1) // group + 2 + seq_k - seq_q) // block_n))
+            full = max(0, min(seq_k, m_start // group + seq_k - seq_q) // block_n)
+        return end, full
+
+    said = mended(it.index, answer, it.own_text)
+    assert re.fullmatch(
+        r"end: the term `-1` is missing in `.* 2 .*`; and full: the term `1` is missing in `m_start.*`", said
+    )
+
+
+def test_what_is_no_function_of_ones_own_is_left_alone():
+    assert own_text(lambda x: x) is None and own_text(torch.add) is None
