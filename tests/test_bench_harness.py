@@ -1,7 +1,6 @@
 """The harness of the benches, with the GPU left out: how a run ends and goes on, what it keeps, how two compare."""
 
 import contextlib
-import itertools
 import json
 import subprocess
 import sys
@@ -286,25 +285,19 @@ def test_each_round_has_an_order_of_its_own_and_the_same_one_in_every_run():
     assert behind == set(names) - {"cuDNN"} and {r[0] for r in rounds} == set(names)
 
 
-def test_the_clock_says_what_held_it_down_and_when(monkeypatch):
-    said = itertools.cycle([0x4, 0x1])
+def test_the_clock_of_a_time(monkeypatch):
     monkeypatch.setattr(timing, "nvidia_smi", lambda query: {"clocks.max.sm": "1980"}[query])
-    monkeypatch.setattr(timing, "_nvml", lambda: lambda: (1500, next(said), None))
+    monkeypatch.setattr(timing, "_nvml", lambda: lambda: (1500, None))
     with timing.Clock(0.001) as clock:
         while len(clock.samples) < 3:
             time.sleep(0.001)
     assert clock.summary() == {"median": 1500, "lowest": 1500, "highest": 1500, "max": 1980}
-    assert set(clock.throttled()) == {"power cap"}
-    clock.samples = [timing.Sample(1.0, 1500, 1, None), timing.Sample(2.0, 1700, 0, 650.0)]
-    assert clock.throttled() == {} and clock.summary(1.5)["median"] == 1700 and clock.summary(1.5)["watts"] == 650
+    clock.samples = [timing.Sample(1.0, 1500, None), timing.Sample(2.0, 1700, 650.0)]
+    assert clock.summary(1.5)["median"] == 1700 and clock.summary(1.5)["watts"] == 650
     assert clock.summary(0, 1.5)["highest"] == 1500 and clock.summary(3) is None
-    clock.samples = []
-    assert clock.throttled() is None
 
 
 def test_without_git_the_commit_is_what_was_said_or_none(monkeypatch):
-    monkeypatch.setattr(records, "_installed_from", lambda: None)
-
     def no_git(*args, **kwargs):
         raise FileNotFoundError("git")
 
@@ -362,5 +355,5 @@ def test_all_fails_where_one_failed(monkeypatch):
 
 @pytest.mark.slow
 def test_a_bench_runs_in_a_process_of_its_own(capfd):
-    assert everything.run_one("readme", ["--json"]) == 0
-    assert "this course" in capfd.readouterr().out
+    assert everything.run_one("readme", ["--help"]) == 0
+    assert "flashlab bench readme" in capfd.readouterr().out

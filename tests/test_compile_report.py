@@ -187,7 +187,8 @@ def test_only_the_compilers_refusals_are_remembered(monkeypatch):
 
 NOTEBOOK = """
     import flashlab, sys
-    from flashlab.triton_tools.compile_report import compile_report, NotPortable
+    from flashlab.triton_tools.compile_report import compile_report
+    from flashlab.triton_tools.portable import NotPortable
     from IPython.core.interactiveshell import InteractiveShell
     shell = InteractiveShell.instance()
 

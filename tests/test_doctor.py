@@ -287,7 +287,8 @@ def test_every_bench_has_a_row_and_options_of_its_own():
     assert modules == {row.module or name for name, row in cli.BENCHES.items()}
     for name in cli.BENCHES:
         help_ = invoke("bench", name, "--help").output
-        assert f"flashlab bench {name}" in help_ and "--out FILE" in help_ and "--quick" in help_
+        assert f"flashlab bench {name}" in help_
+        assert name == "readme" or ("--out FILE" in help_ and "--quick" in help_)  # which measures nothing
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

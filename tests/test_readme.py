@@ -73,18 +73,18 @@ def test_the_command_mends_all_and_a_failure_leaves_them_alone(copies, monkeypat
     root, folder = copies
     change(folder, "industrial", faster)
     with pytest.raises(SystemExit, match="run `flashlab bench readme`"):
-        readme.main(["--check", "--records", str(folder)], root)
+        readme.main(["--check"], root, folder)
     before = {path: path.read_bytes() for path in root.rglob("*.*")}
     with monkeypatch.context() as patch:
         patch.setattr(readme, "draw", lambda data: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            readme.main(["--records", str(folder)], root)
+            readme.main([], root, folder)
     assert {path: path.read_bytes() for path in root.rglob("*.*")} == before
-    readme.main(["--records", str(folder)], root)
+    readme.main([], root, folder)
     assert capsys.readouterr().out == "written: README.md\nwritten: docs/results.md\nwritten: docs/results.svg\n"
     assert readme.stale(root, folder) == []
     with pytest.raises(SystemExit) as end:
-        readme.main(["--check", "--records", str(folder)], root)
+        readme.main(["--check"], root, folder)
     assert not end.value.code
     text = (root / "README.md").read_text()
     outside = [
@@ -92,8 +92,6 @@ def test_the_command_mends_all_and_a_failure_leaves_them_alone(copies, monkeypat
         for t in (text, before[root / "README.md"].decode())
     ]
     assert outside[0] == outside[1]
-    readme.main(["--json", "--records", str(folder)], root)
-    assert json.loads(capsys.readouterr().out) == readme.drawn(readme.load(folder))
 
 
 def test_every_number_of_the_tables_is_that_of_its_row_and_the_fastest_is_bold():

@@ -42,8 +42,8 @@ def missing() -> list[str]:
     found, free = [], shutil.disk_usage(ROOT).free / 1e9
     if not (importlib.util.find_spec("venv") and importlib.util.find_spec("ensurepip")):
         found.append(f"python{VERSION} cannot make virtual environments: install python{VERSION}-venv or the like.")
-    if not any(map(shutil.which, (os.environ.get("CXX") or "g++", "g++", "clang++", "c++"))):
-        found.append("there is no C++ compiler (g++ or clang++): install one (apt install g++, dnf install gcc-c++).")
+    if not any(map(shutil.which, (os.environ.get("CXX") or "g++", "g++", "c++"))):
+        found.append("there is no C++ compiler (g++): install one (apt install g++, dnf install gcc-c++).")
     if free < 3:
         found.append(f"only {free:.1f} GB are free on the disk of {ROOT}, and the set-up takes {SIZES}: free some.")
     return found

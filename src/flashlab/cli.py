@@ -3,8 +3,6 @@
 Each imports what it needs when it is called.
 """
 
-from __future__ import annotations
-
 import importlib
 import subprocess
 import sys

@@ -10,22 +10,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase of the course.
+    """One phase of the course."""
 
-    Attributes:
-        number, slug: of its files, `NN_slug`. The number of an optional notebook behind phase 11 is "11b" or "11c".
-        title: what pages call it.
-        kind: what it runs on: torch, triton, gluon, cuda, profiler, hopper or distributed.
-        summary: what the learner ends with, in Markdown.
-        reading: minutes for the lecture at the rate of `src/lessons/pacing.py`, to a quarter of an hour.
-    """
-
-    number: int | str
+    number: int | str  # of its files, `NN_slug`; of an optional notebook behind phase 11 "11b" or "11c"
     slug: str
-    title: str
-    kind: str
-    summary: str
-    reading: int = 0
+    title: str  # what pages call it
+    kind: str  # what it runs on: torch, triton, gluon, cuda, profiler, hopper or distributed
+    summary: str  # what the learner ends with, in Markdown
+    reading: int = 0  # minutes for the lecture at the rate of `src/lessons/pacing.py`, to a quarter of an hour
 
     @property
     def name(self) -> str:

@@ -159,7 +159,7 @@ def examine(collect: bool = False) -> dict[str, Any]:
             "environment": sys.prefix,
             **asked,
             "jupyterlab": jupyterlab,
-            "compiler": next((name for name in ("g++", "clang++") if shutil.which(name)), None),
+            "compiler": "g++" if shutil.which("g++") else None,
             "python_headers": python_headers(),
             "nvcc": _nvcc(),
             "ptxas": triton_ptxas() is not None,

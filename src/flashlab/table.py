@@ -1,7 +1,5 @@
 """A small table that reads well in a notebook (Markdown) and in a terminal (text, or rich where rich prints it)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +24,7 @@ class Table:
     @classmethod
     def of(
         cls, rows: Iterable[Sequence[Any]], columns: Sequence[str], *, align: str | None = None, caption: str = ""
-    ) -> Table:
+    ) -> "Table":
         """A table of values: floats with four significant digits, integers in groups of three.
 
         Args:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -93,7 +92,7 @@ def test_no_compiler(monkeypatch):
     monkeypatch.setenv("PATH", "/nonexistent")
     monkeypatch.delenv("FLASHLAB_CXX", raising=False)
     try:
-        with pytest.raises(SimtError, match="g\\+\\+ or clang\\+\\+"):
+        with pytest.raises(SimtError, match="no g\\+\\+ was found"):
             simt.find_compiler()
         with pytest.raises(SimtError, match="'mycc' was not found"):
             simt.find_compiler("mycc")
@@ -101,15 +100,12 @@ def test_no_compiler(monkeypatch):
         simt.find_compiler.cache_clear()
 
 
-def two_warps_one_word(built: simt.Module) -> simt.Report:
-    return built.run_two_warps_one_word(np.ones(4096, np.float32), np.zeros(4096, np.float32), 64)
-
-
 def test_without_addr2line(monkeypatch):
     monkeypatch.setattr(lines, "shutil", SimpleNamespace(which=lambda name: None))
     lines.resolver.cache_clear()
     try:
-        got = two_warps_one_word(compile_cuda(KERNELS / "mistakes.cu", check=True))
+        built = compile_cuda(KERNELS / "mistakes.cu", check=True)
+        got = built.run_two_warps_one_word(np.ones(4096, np.float32), np.zeros(4096, np.float32), 64)
     finally:
         lines.resolver.cache_clear()
     assert got.notes and "addr2line was not found" in got.notes[0]
@@ -130,16 +126,6 @@ def test_any_cpu_can_run_it():
     assert portable.run_shuffle_int(v, shuffled, 1, 32).ok and (shuffled[1] == v ^ 1).all()
     with pytest.raises(simt.IllegalAccess):
         portable.run_reverse(np.zeros(64, np.float32), np.zeros(64, np.float32), 2)
-
-
-@pytest.mark.skipif(not shutil.which("clang++"), reason="needs clang++")
-def test_the_other_compiler():
-    a, out = np.full((16, 16), 1, np.float16).view(np.uint16), np.zeros((16, 8), np.float32)
-    got = compile_cuda(KERNELS / "tensor.cu", check=True, compiler="clang++").run_mma(a, a[:8], out.copy(), out, 16, 0)
-    assert got.ok and (out == 16).all()
-    assert got.counters["mma"] and all(line for line in got.by_line)
-    racy = two_warps_one_word(compile_cuda(KERNELS / "mistakes.cu", check=True, compiler="clang++"))
-    assert racy.findings[0].kind == "race" and racy.findings[0].line
 
 
 # ---- the pieces ----------------------------------------------------------------------------------

@@ -204,7 +204,7 @@ def test_more_workers_than_cores(built, threads, block):
     "option, value",
     [
         ("threads", 0), ("threads", 5000), ("threads", 1.5), ("shared_limit", -1), ("shared_limit", 1 << 20),
-        ("capability", 0), ("multiprocessors", 0),
+        ("multiprocessors", 0),
     ],
 )  # fmt: skip
 def test_options_have_a_range(built, option, value):

@@ -65,20 +65,6 @@ def test_numbers_of_every_kind_go_in_and_out(dialect):
     assert got == sum(numbers) + 100.5
 
 
-def test_another_standard():
-    text = """#include "simt.h"
-#include <concepts>
-template <std::integral T> __global__ void k(T* p) { p[threadIdx.x] = STANDARD; }
-extern "C" int run(int* p) { k<<<1, 32>>>(p); return cudaGetLastError(); }
-"""
-    p = np.zeros(32, np.int32)
-    for check in (False, True):
-        report = compile_cuda(text, std="c++20", check=check, defines={"STANDARD": "__cplusplus"}).run(p)
-        assert report.ok and (p == 202002).all()
-    with pytest.raises(ValueError, match='std is "c\\+\\+14"|std is .c\\+\\+14.'):
-        compile_cuda(text, std="c++14")
-
-
 HEAD = '#include "simt.h"\n'
 KERNEL = "__global__ void k(float* p) { p[threadIdx.x] = 1; }\n"
 

@@ -11,8 +11,6 @@ computes by it, or by the same functions without it.
 Five backends are here. Later rooms register their own: flashlab.cuda.operators every step of the CUDA series.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -70,8 +68,8 @@ class Backend:
         if q.dtype not in self.dtypes:
             taken = one_of([str(dtype).removeprefix("torch.") for dtype in self.dtypes])
             return f"it takes {taken}, and q is {q.dtype}"
-        if not self._takes_head_dim(q.shape[-1]):
-            return f"it takes {self._head_dims()}, and q has {q.shape[-1]}"
+        if others := self._other_head_dims(q.shape[-1]):
+            return f"it takes a head_dim {others}, and q has {q.shape[-1]}"
         if not self.masks and (left is not None or right not in (None, 0) or softcap is not None):
             return "it has neither window nor softcap"
         return None if q.device.type == "meta" else self.unfit(q.device)  # no memory, no kernel: shapes alone
@@ -82,21 +80,16 @@ class Backend:
         if why := self.refusal(q, left, right, softcap):
             raise ValueError(f"backend is {self.name!r}, which does not take these inputs: {why}")
 
-    def _takes_head_dim(self, head_dim: int) -> bool:
+    def _other_head_dims(self, head_dim: int) -> str | None:
+        """Which it takes, where this is none of them."""
         if isinstance(self.head_dims, int):
-            return head_dim <= self.head_dims
-        return self.head_dims is None or any(head_dim == taken for taken in self.head_dims)
-
-    def _head_dims(self) -> str:
-        if self.head_dims is None:
-            return "any head_dim"
-        if isinstance(self.head_dims, int):
-            return f"a head_dim up to {self.head_dims}"
-        return f"a head_dim of {one_of([str(n) for n in self.head_dims])}"
+            return None if head_dim <= self.head_dims else f"up to {self.head_dims}"
+        if self.head_dims is None or any(head_dim == taken for taken in self.head_dims):
+            return None
+        return f"of {one_of([str(n) for n in self.head_dims])}"
 
 
-BACKENDS: dict[str, Backend] = {}
-"""Every backend by its name; `register` adds to it."""
+BACKENDS: dict[str, Backend] = {}  # every backend by its name; `register` adds to it
 _CALLS: dict[str, Callable[..., Tensors]] = {}
 INSTEAD = "flashlab.attention.reference.attention has every derivative, the formula in operations of PyTorch"
 

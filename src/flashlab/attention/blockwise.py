@@ -10,8 +10,6 @@ block does not see it, and nowhere where an input holds a NaN or an infinity: 0 
 Source: Rabe and Staats, "Self-attention Does Not Need O(n^2) Memory" (2021), arXiv 2112.05682.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 
@@ -19,10 +17,8 @@ import torch
 
 from flashlab.attention.options import Band, band
 
-ROWS = 128
-"""Queries in a block; fewer where there are many keys."""
-SCORES = 2**19
-"""Scores in memory at a time, but for a single row's: 2 MiB of float32, which a cache holds."""
+ROWS = 128  # queries in a block; fewer where there are many keys
+SCORES = 2**19  # scores in memory at a time, but for a single row's: 2 MiB of float32, which a cache holds
 
 
 def attention_blockwise(

@@ -10,8 +10,6 @@ Two operators of PyTorch are behind it, with shapes for torch.compile: torch.ops
 torch.ops.flashlab.append_to_cache, which changes the cache. There is no gradient: generation needs none.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn

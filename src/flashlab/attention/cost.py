@@ -9,8 +9,6 @@ Algorithm 1 of it and of Dao, "FlashAttention-2" (2023); the roofline is William
 (2009).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -17,8 +17,6 @@ Management for Large Language Model Serving with PagedAttention" (2023), for the
 for the groups.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -24,8 +24,6 @@ PyTorch's transforms, the same for each backend and for its operator torch.ops.f
 `flashlab.attention.reference.attention`, the formula in PyTorch's own operations, has every derivative.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch
@@ -35,8 +33,7 @@ from flashlab.attention.inputs import check_qkv, one_of, refuse_words, scale_of
 from flashlab.attention.options import Window, softcap_of, window_of
 
 _WORDS = "causal, scale, window, softcap and backend"
-HOPPER = "p11_flash"
-"""The backend for compute capability 9.0."""
+HOPPER = "p11_flash"  # the backend for compute capability 9.0
 
 
 class Chosen(NamedTuple):

@@ -22,8 +22,6 @@ Sources: the tutorials of Triton's repository, python/tutorials/gluon, for the l
 (2024), for the order of the products, and for the parts of a block that is specialised.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

@@ -4,8 +4,6 @@ A kernel cannot check: with a wrong shape it reads the wrong memory and returns 
 `check_qkv` first, and `scale_of` for the scale.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, SupportsFloat

@@ -6,8 +6,6 @@ the kernel without the branches that they switch off, and the difference of two 
 (`text`), run and timed (the kernel with those constants is that text, which a test shows), and no line lives twice.
 """
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Naive attention: the formula, one line of PyTorch at a time (Algorithm 0 of Dao et al., "FlashAttention", 2022)."""
 
-from __future__ import annotations
-
 import math
 
 import torch

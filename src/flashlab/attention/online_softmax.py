@@ -10,8 +10,6 @@ Sources: Milakov & Gimelshein 2018 (the one-pass sum), Rabe & Staats 2021 (the s
 """
 # ruff: noqa: E741 (l is the name that the papers and every kernel give to the row sum)
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ Both masks say the same kind of thing: query i sees the keys from i + first to i
 end (bottom-right): the last query stands beside the last key. So a kernel needs two numbers, and no mask in memory.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple, SupportsFloat
 

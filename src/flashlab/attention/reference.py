@@ -9,8 +9,6 @@ key), and a row that may look at no key at all gives an output of 0 and a log-su
 gradient. Windows and soft-caps: `flashlab.attention.options`.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

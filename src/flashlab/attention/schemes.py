@@ -10,8 +10,6 @@ stops them; `flashlab.attention.triton_minimal` (phase 3) is the one to use.
 Source of the two-pass kernel's first pass: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

@@ -15,8 +15,6 @@ tiling attention with it is Dao et al., "FlashAttention" (2022), Algorithm 1; di
 query block at a time on the outside, are Dao, "FlashAttention-2" (2023), Algorithm 1.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

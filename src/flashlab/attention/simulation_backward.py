@@ -14,8 +14,6 @@ Sources: Dao et al., "FlashAttention" (2022), Algorithm 4; two kernels without a
 Attention".
 """
 
-from __future__ import annotations
-
 import torch
 
 from flashlab.attention.inputs import check_block, check_causal, check_qkv, check_results, scale_of

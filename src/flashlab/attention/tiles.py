@@ -6,8 +6,6 @@ shared memory of a block (99 KiB on consumer GPUs, 163 on an A100, 227 on an H10
 tiles a large one that fits and does not spill, but was never timed there.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -14,8 +14,6 @@ A static cache has room for more keys than there are. Then the first function sa
 mask, and each layer is a step over a cache (flashlab.attention.cache_door).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -15,8 +15,6 @@ Sources: Dao et al., "FlashAttention" (2022), Algorithm 4; Dao, "FlashAttention-
 tutorial "Fused Attention" for two kernels without atomics.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -291,7 +289,6 @@ def flash_attention_backward(
     softcap: float | None = None,
     allow_tf32: bool = False,
     tiles: Tiles | None = None,
-    tune_tiles: bool = False,
     concurrent: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk and dv, from what `flash_attention_forward` took and gave.
@@ -299,7 +296,7 @@ def flash_attention_backward(
     Args:
         grad_o: like q, with any strides, those of an expanded tensor too. grad_lse: like lse, or None for zeros.
         q, k, v, causal, scale, window, softcap, allow_tf32: as in the forward pass. o, lse: what it gave.
-        tiles, tune_tiles: as `tile` and `tune_tile` there.
+        tiles: as `tile` there.
         concurrent: launch dq's kernel on a stream of its own, so that it runs beside dkdv's; neither needs the other.
             None: where one of them alone leaves multiprocessors idle.
     Returns:
@@ -317,7 +314,7 @@ def flash_attention_backward(
     lse = lse.contiguous()
     with current_device(q):
         delta = _launch_delta(grad_o, q, k, o, lse, grad_lse)
-        _launch_both((q, k, v, grad_o, lse, delta), (dq, dk, dv), scores, tiles, tune_tiles, concurrent)
+        _launch_both((q, k, v, grad_o, lse, delta), (dq, dk, dv), scores, tiles, concurrent)
     return dq, dk, dv
 
 
@@ -343,7 +340,6 @@ def _launch_both(
     wanted: tuple[torch.Tensor, ...],
     scores: dict[str, Any],
     tiles: Tiles | None,
-    tune_tiles: bool,
     concurrent: bool | None,
 ) -> None:
     """dkdv and dq, in turn or at once. given: q, k, v, grad_o, lse, delta. wanted: dq, dk, dv."""
@@ -365,8 +361,8 @@ def _launch_both(
 
     of_keys = Work("dkdv", head_dim, q.dtype, masked, seq_k, seq_q, batch * kv_heads)
     of_queries = Work("dq", head_dim, q.dtype, masked, seq_q, seq_k, batch * heads)
-    dkdv_tile = tile_for(of_keys, tiles and tiles.dkdv, q.device, launch_dkdv if tune_tiles else None)
-    dq_tile = tile_for(of_queries, tiles and tiles.dq, q.device, launch_dq if tune_tiles else None)
+    dkdv_tile = tile_for(of_keys, tiles and tiles.dkdv, q.device)
+    dq_tile = tile_for(of_queries, tiles and tiles.dq, q.device)
     if concurrent is None:
         concurrent = leaves_idle(of_keys, dkdv_tile, q.device) or leaves_idle(of_queries, dq_tile, q.device)
     if not (concurrent and q.is_cuda):

@@ -16,8 +16,6 @@ Sources: Dao et al., "FlashAttention" (2022), and Dao, "FlashAttention-2" (2023)
 for the two kinds of tiles; sliding windows: Beltagy et al., "Longformer" (2020); soft-caps: Gemma 2 (2024).
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
@@ -397,7 +395,9 @@ def alignment(itemsize: int, *layouts: tuple[Sequence[int], Sequence[int]]) -> i
     return 1 if any(step % elements for step in apart) else elements
 
 
-def tile_for(work: Work, given: Tile | None, device: torch.device, launch: Callable[[Tile], None] | None) -> Tile:
+def tile_for(
+    work: Work, given: Tile | None, device: torch.device, launch: Callable[[Tile], None] | None = None
+) -> Tile:
     """The caller's tile, or the one that is found with `launch` to be the fastest, or the recorded choice."""
     if given is not None:
         check_block("BLOCK_M", given.BLOCK_M, power_of_two=True)

@@ -7,8 +7,6 @@ kernel (triton_forward) does not pay it, is the rest of the phase.
 Sources: those of triton_minimal; grouped queries: Ainslie et al., "GQA" (2023).
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

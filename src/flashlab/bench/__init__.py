@@ -1,10 +1,8 @@
 """Timing on a GPU, recorded results (recorded/*.json) and figures that others published (published/*.csv).
 
 BENCHES names every bench; `flashlab bench NAME` runs it. A bench that times something is a harness.Bench and gives
-``jobs()``, ``measure(job)`` and ``table(record)``; flashlab.bench.harness has the rest, for all of them.
+``jobs()`` and ``measure(job)``; flashlab.bench.harness has the rest, for all of them.
 """
-
-from __future__ import annotations
 
 import importlib
 from types import ModuleType

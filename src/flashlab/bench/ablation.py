@@ -4,8 +4,6 @@ Every variant computes the same attention, and is checked before it is timed; al
 with random inputs and with maxima that move in every tile (`mma.inputs`).
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Sequence
@@ -18,8 +16,6 @@ from flashlab.bench.rows import by, grid, where
 from flashlab.cuda import CudaModule, load_inline
 from flashlab.kernels.ablations import ABLATIONS, WHOLE
 from flashlab.table import Table
-
-ROUNDS = 9
 
 
 class Built(NamedTuple):
@@ -51,7 +47,7 @@ def jobs() -> list[harness.Row]:
 def prepare(todo: Sequence[harness.Row], until: float) -> dict[str, Any]:
     """Builds and checks."""
     del todo, until
-    return {"rounds": ROUNDS, "worst_error_of_bound": max(mma.verify(b, b.module) for b in built())}
+    return {"rounds": mma.ROUNDS, "worst_error_of_bound": max(mma.verify(b, b.module) for b in built())}
 
 
 def measure(job: harness.Row) -> list[harness.Row]:
@@ -61,7 +57,7 @@ def measure(job: harness.Row) -> list[harness.Row]:
     functions: dict[str, harness.Way] = {"fa2": peers.sdpa("FLASH_ATTENTION", q, k, v, job["causal"])}
     mine = [b for b in built() if b.head_dim == q.shape[3]]
     functions |= {b.name: functools.partial(b.module.forward, q, k, v, causal=job["causal"]) for b in mine}
-    found = mma.rows_of(job, *harness.times_of(functions, ROUNDS))
+    found = mma.rows_of(job, *harness.times_of(functions, mma.ROUNDS))
     whole = next(r["ms"] for r in found if r["name"] == WHOLE.name)
     return [r | ({"vs_whole": whole / r["ms"]} if "ms" in r else {}) for r in found]
 

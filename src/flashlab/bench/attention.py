@@ -10,8 +10,6 @@ alone on an empty GPU: "out of memory" is then its own, not its neighbours'. The
 small, and are timed one after the other where they are not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -6,8 +6,6 @@ flashlab bench all --minutes 25          # in all; run it again to go on
 flashlab bench all --quick --out FOLDER  # FOLDER/mma.json, ...
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Sequence
@@ -29,13 +27,10 @@ def run_one(name: str, arguments: Sequence[str]) -> int:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = records.parser(__doc__, "all")
     parser.add_argument("--minutes", type=float, help="stop after about so many, in all; run it again to go on")
-    parser.add_argument("--without", nargs="+", default=(), choices=OF_ALL, help="benches to leave out")
     given = parser.parse_args(arguments)
     end = time.monotonic() + 60 * (given.minutes or 0)
     failed = []
     for name in OF_ALL:
-        if name in given.without:
-            continue
         reason = why_not(name, given.quick)
         if reason is None and given.minutes and time.monotonic() > end:
             reason = "the time is up"

@@ -10,8 +10,6 @@ workspace   what FlashAttention-2 allocates beside its result, over the number o
 stalls      where a kernel's issue slots go, by ncu
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path

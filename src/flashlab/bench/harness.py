@@ -17,8 +17,6 @@ is memory's. What reads a record takes `recorded()` or `record()`; where that ha
     flashlab bench things --merge FILE        # its rows take the place of the record's: of a run elsewhere, say
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import gc
@@ -49,12 +47,10 @@ Row = dict[str, Any]
 Data = dict[str, Any]
 Way = Callable[[], Any]
 
-ATTEMPTS = 2
-"""How often a job is begun that ends the whole process: once may be the user, twice is the job."""
+ATTEMPTS = 2  # how often a job is begun that ends the whole process: once may be the user, twice is the job
 NOT_YET = "not measured yet"
 _NOT_FACTS = ("bench", "machine", "rows", "left")
-LEAST_CHANGE = 0.01
-"""Medians that differ by less are the same, however small the spread of either."""
+LEAST_CHANGE = 0.01  # medians that differ by less are the same, however small the spread of either
 
 
 def on_gpu() -> bool:
@@ -68,7 +64,7 @@ class Bench:
 
     jobs(): every measurement, in the order in which they are done; a run may end before the last. quick_jobs(): those
     of --quick, where these are not the first `quick`. measure(job): the rows of one job. table(record): what is printed
-    of a record.
+    of a record, where that is not `times_table`.
     prepare(jobs, until), where there is one: before the jobs, on a GPU: builds and checks, until a time of
     time.monotonic(); more facts.
 
@@ -95,6 +91,11 @@ class Bench:
         """The module's own, or the first of all."""
         own = getattr(sys.modules[self.module], "quick_jobs", None)
         return own() if own else self.jobs()[: self.quick]
+
+    def table(self, data: Data) -> Table:
+        """The module's own, or all times."""
+        own = getattr(sys.modules[self.module], "table", None)
+        return own(data) if own else times_table(self, data)
 
     @property
     def name(self) -> str:
@@ -349,7 +350,7 @@ def run(
 def _earlier(machine: Data, rows: int) -> list[Data]:
     """What a record has from earlier sessions: how many rows in all, by which commit, when, at which clock, with
     which driver, which does not compile the kernels."""
-    names = ("date", "commit", "sources", "driver", "sm_clock_mhz", "throttled")
+    names = ("date", "commit", "sources", "driver", "sm_clock_mhz")
     return [*machine.get("earlier", []), {"rows": rows} | {n: machine[n] for n in names if n in machine}]
 
 
@@ -428,6 +429,24 @@ def read(bench: Bench, path: Path) -> Data:
     except (ValueError, RecursionError):
         why = "is no JSON"
     raise SystemExit(f"{path} {why}: name a file that the bench has written, or leave it out and measure.")
+
+
+def times_table(bench: Bench, data: Data) -> Table:
+    """Of each measurement everyone's microseconds, the fastest first; then who has none, and why in a word."""
+    who = next(key for key in ("name", "variant", "attention") if key in bench.keys)
+    found: dict[str, list[Row]] = {}
+    for row in data["rows"]:
+        if who in row and ("ms" in row or "unavailable" in row):
+            what = describe({k: row[k] for k in ("part", *bench.keys) if k in row and k != who})
+            found.setdefault(what, []).append(row)
+    said = {
+        what: "; ".join(
+            f"{row[who]} {1e3 * row['ms']:.1f}" if "ms" in row else f"{row[who]}: {short(row)}"
+            for row in sorted(rows, key=lambda row: row.get("ms", math.inf))
+        )
+        for what, rows in found.items()
+    }
+    return Table.of([*said.items()], ["what", "microseconds"], caption="" if said else NOT_YET)
 
 
 # ---- two records -----------------------------------------------------------------------------------------------------

@@ -1,13 +1,10 @@
 """Phase 11 on a Hopper GPU: its kernels beside cuDNN, FlashAttention-2 and 4, and what the course had before.
 
-    flashlab bench hopper --only shapes --step "p11_flash STAGES=3" --out x.json   # in the place of the last step
-    flashlab bench hopper --only variants --variants BLOCK_N=96 BLOCK_N=96,STAGES=3 --out y.json
-
 shapes     forward, 16384 queries and 2048 columns in all heads together: N 512 ... 32768, D 64, 128, 256, causal and
            not, bf16 and fp16; then grouped queries, by token, odd lengths, more keys than queries
 sizes      forward, head sizes between those; at N = 4096 the last step with other macros too
 ladder     every step of the phase at four shapes, beside cuDNN and the last kernel of phase 9
-variants   the last step with its macros set otherwise, one at a time, or as --variants says
+variants   the last step with its macros set otherwise, one at a time
 inputs     the last step, with trust and without, beside its peers: scores that rise, sinks, scores three times as wide;
            speed, error over whole heads (the largest and rms), and how many tiles are doubted
 captured   the same for the scores of language models, layer by layer (flashlab.bench.hopper_inputs)
@@ -24,8 +21,6 @@ Every o is compared with float64 by the checker's rule (flashlab.check.tolerance
 nowhere. FlashAttention-4 compiles for minutes: with FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 several processes do so
 beforehand. TFLOP/s count 4 Nq Nk D for each head, half if causal, and 2.5 times that backward.
 """
-
-from __future__ import annotations
 
 import functools
 import itertools
@@ -46,7 +41,7 @@ from flashlab.attention import triton_forward
 from flashlab.bench import harness, hopper_backward, hopper_inputs, hopper_jobs, ncu, peers, timing, truth, validation
 from flashlab.bench.harness import Row, Way
 from flashlab.bench.hopper_inputs import Inputs
-from flashlab.bench.hopper_jobs import BOXES, CUDNN, DTYPES, FA2, FA4, OURS, P9, TRITON, Kernel, chosen
+from flashlab.bench.hopper_jobs import BOXES, CUDNN, DTYPES, FA2, FA4, OURS, P9, TRITON, Kernel, last
 from flashlab.bench.hopper_results import goal_table
 from flashlab.bench.mma import Variant
 from flashlab.bench.peers import fa4
@@ -61,8 +56,7 @@ CACHED = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 # ---- the kernels -----------------------------------------------------------------------------------------------------
 Key = tuple[str, int, torch.dtype]  # a Kernel's name, head_dim, dtype
 _modules: dict[Key, CudaModule | Exception] = {}
-_unsound: set[str] = set()
-"""The steps whose trial failed."""
+_unsound: set[str] = set()  # the steps whose trial failed
 
 
 def module_of(name: str, head_dim: int, dtype: torch.dtype) -> CudaModule:
@@ -83,9 +77,9 @@ def module_of(name: str, head_dim: int, dtype: torch.dtype) -> CudaModule:
     return found
 
 
-def wanted_modules(todo: Iterable[Row], step: str | None = None, variants: Sequence[str] = ()) -> list[Key]:
+def wanted_modules(todo: Iterable[Row]) -> list[Key]:
     """What these jobs need of nvcc, each once."""
-    ours, found = chosen(step), []
+    ours, found = last(), []
     for job in todo:
         part, dtype = job["part"], DTYPES[job.get("dtype", "bf16")]
         if part in ("planted", "backward"):  # the last builds its own
@@ -95,7 +89,7 @@ def wanted_modules(todo: Iterable[Row], step: str | None = None, variants: Seque
         elif job.get("what") == "cases":
             found += [(ours.name, d, t) for d in ours.step.head_dims for t in ours.step.dtypes]
         else:
-            names = hopper_jobs.steps_of(job, ours, variants) + ([P9] if part in ("shapes", "sizes", "ladder") else [])
+            names = hopper_jobs.steps_of(job) + ([P9] if part in ("shapes", "sizes", "ladder") else [])
             found += [(name, job.get("head_dim") or job["shape"][3], dtype) for name in names]
     return [key for key in dict.fromkeys(found) if key[1] in Kernel(key[0]).step.head_dims]
 
@@ -122,7 +116,7 @@ def fa4_version() -> str:
         return "a version without a name"
 
 
-def forward_of(name: str, *qkv: torch.Tensor, causal: bool, step: str | None = None) -> Way:
+def forward_of(name: str, *qkv: torch.Tensor, causal: bool) -> Way:
     """The forward pass of OURS, of a step, or of a peer, on these tensors. Raises where it cannot be had here."""
     q, k, v = qkv
     if name in (CUDNN, FA2):
@@ -131,7 +125,7 @@ def forward_of(name: str, *qkv: torch.Tensor, causal: bool, step: str | None = N
         return functools.partial(triton_forward.flash_attention_forward, q, k, v, causal=causal, tma=name == BOXES)
     if name == FA4:
         return peers.flash_attention_4(q, k, v, causal)
-    name = chosen(step).name if name == OURS else name
+    name = last().name if name == OURS else name
     return functools.partial(module_of(name, q.shape[3], q.dtype).forward, q, k, v, causal=causal)
 
 
@@ -156,16 +150,13 @@ def make(job: Row) -> Inputs:
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
-def measure(
-    job: Row, step: str | None = None, variants: Sequence[str] = (), rounds: int = 9, captured: Path | None = None
-) -> list[Row]:
-    """The rows of a job. step: of which kernel, in the place of the last step. variants: see `varied`. captured: the
-    file of tools/capture_scores.py."""
-    part, ours = job["part"], chosen(step)
+def measure(job: Row, rounds: int = 9, captured: Path | None = None) -> list[Row]:
+    """The rows of a job. captured: the file of tools/capture_scores.py."""
+    part = job["part"]
     if part == "backward":
         return hopper_backward.measure(job, rounds)
     if part == "validate":
-        return [job | {"name": OURS} | validate(job, step)]
+        return [job | {"name": OURS} | validate(job)]
     if part == "planted":
         return [job | planted(job["what"])]
     if part in ("counters", "profile", "sanitizer"):
@@ -176,15 +167,15 @@ def measure(
             return [job | {"name": "all", "said": said}]
         return [job | row for row in (count() if part == "counters" else profile())]
     if part == "clock":
-        return measure_clock(job, step)
-    names = hopper_jobs.steps_of(job, ours, variants)
+        return measure_clock(job)
+    names = hopper_jobs.steps_of(job)
     if part in ("inputs", "captured"):
-        return measure_inputs(job, [OURS, *names[1:], CUDNN, FA2, FA4], step, rounds, captured)
+        return measure_inputs(job, [OURS, *names[1:], CUDNN, FA2, FA4], rounds, captured)
     names = [*names_here(), *names[1:]] if part in ("shapes", "sizes") else [*names, P9, CUDNN]
-    return compared(job, names, step, rounds, harness.sets_of(make(job)))
+    return compared(job, names, rounds, harness.sets_of(make(job)))
 
 
-def measure_inputs(job: Row, names: Sequence[str], step: str | None, rounds: int, captured: Path | None) -> list[Row]:
+def measure_inputs(job: Row, names: Sequence[str], rounds: int, captured: Path | None) -> list[Row]:
     """`compared`, over whole heads, and in our row how many tiles are doubted of so many that are trusted."""
     if job["part"] == "captured":
         inputs, counted = hopper_inputs.captured(job["inputs"], job["layer"], job["shape"], captured)
@@ -193,16 +184,16 @@ def measure_inputs(job: Row, names: Sequence[str], step: str | None, rounds: int
     else:
         inputs = make(job)
         counted = hopper_inputs.doubts(*inputs[:2], causal=job["causal"])
-    rows = compared(job, names, step, rounds, [inputs])
+    rows = compared(job, names, rounds, [inputs])
     return [row | counted._asdict() if row["name"] == OURS else row for row in rows]
 
 
-def measure_clock(job: Row, step: str | None) -> list[Row]:
+def measure_clock(job: Row) -> list[Row]:
     """A row for each kernel, and for a product of 8192 x 8192 matrices: its speed and the clock when it runs alone."""
     q, k, v = make(job)
     draw = torch.zeros if job["inputs"] == "zeros" else torch.randn
     a = draw(8192, 8192, device=q.device, dtype=q.dtype)
-    ways, reasons = _ways([OURS, CUDNN, FA2, FA4], [(q, k, v)], job["causal"], step)
+    ways, reasons = _ways([OURS, CUDNN, FA2, FA4], [(q, k, v)], job["causal"])
     able, more = timing.able(ways | {"matmul": lambda: a @ a})
     found = timing.sustained(able)
     product = {"matmul": found.pop("matmul")} if "matmul" in found else {}
@@ -213,24 +204,22 @@ def measure_clock(job: Row, step: str | None) -> list[Row]:
 Several = Sequence[Sequence[torch.Tensor]]  # sets of q, k and v
 
 
-def _ways(
-    names: Sequence[str], several: Several, causal: bool, step: str | None
-) -> tuple[dict[str, list[Way]], dict[str, str]]:
+def _ways(names: Sequence[str], several: Several, causal: bool) -> tuple[dict[str, list[Way]], dict[str, str]]:
     """Each one's functions, one for each set of inputs; and why the others have none."""
-    return timing.made(names, lambda name: [forward_of(name, *qkv, causal=causal, step=step) for qkv in several])
+    return timing.made(names, lambda name: [forward_of(name, *qkv, causal=causal) for qkv in several])
 
 
-def compared(job: Row, names: Sequence[str], step: str | None, rounds: int, several: Several) -> list[Row]:
+def compared(job: Row, names: Sequence[str], rounds: int, several: Several) -> list[Row]:
     """A row for each of the names: their times in turns, and how far from right each is, of other inputs over whole
     heads."""
-    ways, reasons = _ways(names, several, job["causal"], step)
+    ways, reasons = _ways(names, several, job["causal"])
     found, more = times(ways, rounds)
     q, k, v = several[0]
     wanted = truth.pieces(q, k, v, job["causal"], q.shape[2] if job["part"] in ("inputs", "captured") else None)
     for name in found:
         found[name] |= truth.judged(ways[name][0](), wanted)
     if OURS in found:
-        found[OURS]["step"] = chosen(step).name
+        found[OURS]["step"] = last().name
     return harness.rows_of(job, found, reasons | more, hopper_jobs.work_of(job))
 
 
@@ -250,8 +239,7 @@ LISTED = (
     (512, 256), (640, 128), (1023, 1024), (1024, 1023), (0, 16), (16, 0), (176, 176), (2049, 2049),
 )  # fmt: skip
 """Queries and keys: flash-attention's own test list, nothing at all, and more than a grid of tiles at once."""
-HEADS = ((2, 2, 2), (1, 6, 2), (1, 4, 1), (1, 7, 1), (0, 2, 2))
-"""Batch, heads, key heads."""
+HEADS = ((2, 2, 2), (1, 6, 2), (1, 4, 1), (1, 7, 1), (0, 2, 2))  # batch, heads, key heads
 
 
 def listed(most: int | None) -> Iterator[truth.Case]:
@@ -261,30 +249,30 @@ def listed(most: int | None) -> Iterator[truth.Case]:
             yield *heads, rows, keys
 
 
-def validate(job: Row, step: str | None = None) -> Row:
-    """What is found of the kernel in a job of this part."""
-    ours = chosen(step)
-    how = {"repeats": repeated, "shapes": compare_listed, "cases": lambda job, ours: checked(ours)}[job["what"]]
-    return {"step": ours.name} | how(job, ours)
+def validate(job: Row) -> Row:
+    """What is found of the last step in a job of this part."""
+    how = {"repeats": repeated, "shapes": compare_listed, "cases": checked}[job["what"]]
+    return {"step": last().name} | how(job)
 
 
-def repeated(job: Row, ours: Kernel) -> Row:
+def repeated(job: Row) -> Row:
     """different: how many of the repetitions gave other bits of o or lse than the first run."""
     q, k, v = make(job)
-    module = module_of(ours.name, q.shape[3], q.dtype)
+    module = module_of(last().name, q.shape[3], q.dtype)
     way = functools.partial(module.forward, q, k, v, causal=job["causal"])
     return {"different": hopper_backward.different(way, way(), job["repeats"])}
 
 
-def compare_listed(job: Row, ours: Kernel) -> Row:
+def compare_listed(job: Row) -> Row:
     """See truth.compared."""
     dtype = DTYPES[job["dtype"]]
-    forward = module_of(ours.name, job["head_dim"], dtype).forward
+    forward = module_of(last().name, job["head_dim"], dtype).forward
     return truth.compared(forward, listed(job.get("most")), job["head_dim"], dtype, job["causal"])
 
 
-def checked(ours: Kernel) -> Row:
+def checked(job: Row) -> Row:
     """The checker's own cases, all of them: what a learner's kernel has to pass, and longer ones."""
+    ours = last()
 
     def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, scale: float | None = None):
         return module_of(ours.name, q.shape[3], q.dtype).forward(q, k, v, causal=causal, scale=scale)
@@ -438,15 +426,13 @@ def _by_launch(rows: Sequence[Row]) -> dict[str, Row]:
 
 
 # ---- before the measurements -----------------------------------------------------------------------------------------
-def prepare(
-    todo: Sequence[Row], until: float, step: str | None = None, variants: Sequence[str] = (), **options: Any
-) -> Row:
+def prepare(todo: Sequence[Row], until: float, **options: Any) -> Row:
     """Builds what the jobs need, by as many compilers as there are cores, and tries it out."""
     del options
     start = time.monotonic()
     room = 2 * (until - start) / hopper_jobs.SECONDS  # the time is up at twice that
     todo = [job for i, job in enumerate(todo) if i < room]
-    keys = wanted_modules(todo, step, variants)
+    keys = wanted_modules(todo)
     parts = ("shapes", "sizes", "inputs", "captured", "clock")
     compiled = {(j["dtype"], j["shape"][3], j["causal"]) for j in todo if j["part"] in parts}
     names = ([TRITON, BOXES] if any(job["part"] in ("shapes", "sizes") for job in todo) else []) + (
@@ -501,8 +487,6 @@ BENCH = harness.Bench(
     keys=("kind", "inputs", "layer", "shape", "kv_heads", "keys", "causal", "dtype", "what", "head_dim", "tool",
           "name"),
     options={
-        "step": {"metavar": "NAME", "help": "the kernel to measure in the place of the phase's last one"},
-        "variants": {"nargs": "+", "default": (), "metavar": "MACRO=N,...", "help": "of the part of that name"},
         "rounds": {"type": int, "default": 9},
         "captured": {"type": Path, "metavar": "FILE", "help": "that tools/capture_scores.py wrote"},
     },

@@ -8,8 +8,6 @@ kernels by themselves, stand beside it. Every dq, dk and dv of the first head, a
 repetitions that gave other bits.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
@@ -32,12 +30,10 @@ VARIANTS = dict.fromkeys((64, 128), (SEVEN, "ORDERED=0", "SKEWED=0", f"{SEVEN} K
 """Macros set otherwise, by head_dim."""
 ALONE = {"statistics": 1, "statistics, keys": 3}
 """Which kernels a row is of: `launches` of flashlab.cuda.hopper_backward."""
-DOOR = "flash_attention"
-"""What a model calls, by autograd: whatever backend that takes."""
+DOOR = "flash_attention"  # what a model calls, by autograd: whatever backend that takes
 REPEATS = 20
 LARGE = 2**28
-JUDGED = 4096
-"""Up to so many rows two heads are compared with float64; of more, one."""
+JUDGED = 4096  # up to so many rows two heads are compared with float64; of more, one
 
 Defines = tuple[tuple[str, int], ...]
 Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # grad_o, q, k, v

@@ -8,8 +8,6 @@ A model that comes as a package is captured beforehand, by tools/capture_scores.
 `flashlab bench hopper --captured FILE` reads. The course's own is trained where it is measured, in less than a minute.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable
@@ -21,8 +19,7 @@ import torch
 from flashlab import runtime
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q, k, v
-KEYS = 128
-"""Of a tile of p11_flash, where it trusts."""
+KEYS = 128  # of a tile of p11_flash, where it trusts
 STEP = 12.0
 """By how much a tile's scores lie above those before it. 9.7 more than the maximum so far, and a tile is in doubt."""
 RAISED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -39,8 +36,7 @@ last to the first), and its place in that tile. A sink: the first key is far abo
 WIDE = "three times as wide"
 MADE = (*RAISED, WIDE)
 OWN, PACKAGE = "flashlab's, on the lessons", "SmolLM2-135M"
-LAYERS = {OWN: 8, PACKAGE: 30}
-"""The models whose scores are captured, and how many layers they have."""
+LAYERS = {OWN: 8, PACKAGE: 30}  # the models whose scores are captured, and how many layers they have
 
 
 def shaped(kind: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -1,7 +1,5 @@
 """What the bench of phase 11 measures: kernels, peers, and jobs in their order."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -15,15 +13,13 @@ from flashlab.bench.truth import RULE  # noqa: F401
 from flashlab.kernels import Step
 
 PHASE = 11
-OURS = "p11"
-"""The name of phase 11's last step in every row; the row's `step` says which that was."""
+OURS = "p11"  # the name of phase 11's last step in every row; the row's `step` says which that was
 CUDNN, FA2, FA4, P9 = "cuDNN", "FlashAttention-2", "FlashAttention-4", "p9_flash"
 TRITON, BOXES = "triton", "triton, descriptors"
 PEERS = (CUDNN, FA2, FA4, P9, TRITON, BOXES)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "f32": torch.float32}
 HEAD_DIMS = (128, 64, 256)
-LENGTHS = (4096, 1024, 16384, 2048, 8192, 512, 32768)
-"""The most telling first."""
+LENGTHS = (4096, 1024, 16384, 2048, 8192, 512, 32768)  # the most telling first
 KINDS = ("standard", "sizes", "grouped", "by token", "odd", "cross")
 SIZES: dict[int, tuple[str, ...]] = {
     96: ("SLAB=64 BLOCK_N=128 TALL=2", "BLOCK_N=160 TALL=2", "LATE_TURN=1"),
@@ -69,33 +65,32 @@ class Kernel:
         return {macro: int(value) for macro, value in (x.split("=") for x in self.name.split()[1:])}
 
 
-def chosen(step: str | None) -> Kernel:
-    """The kernel that stands for the phase: of that name, or its last step. Raises KeyError for a name that is none."""
-    found = Kernel(step or ladder()[-1].name)
-    kernels.step(found.name.split()[0])
-    return found
+def last() -> Kernel:
+    """The kernel that stands for the phase."""
+    return Kernel(ladder()[-1].name)
 
 
 _AS_THEY_ARE = {"TRUST": lambda head_dim: int(head_dim < 256), "LATE_TURN": lambda head_dim: int(head_dim == 64)}
 """Macros of the last step whose default is not the same for every head_dim."""
 
 
-def varied(ours: Kernel, others: Sequence[str] = (), head_dim: int = 128) -> list[str]:
-    """The kernel, and it with one macro of its step set otherwise; or as others say: "STAGES=3,BLOCK_N=64"."""
-    known = []
+def varied(ours: Kernel, head_dim: int = 128) -> list[str]:
+    """The kernel, and it with one macro of its step set otherwise."""
+    found = [ours.name]
     for macro, values in ours.step.defines.items():
         usual = _AS_THEY_ARE[macro](head_dim) if macro in _AS_THEY_ARE else values[0]
-        known += [f"{macro}={value}" for value in values if value != usual]
-    return [ours.name, *(f"{ours.name} {x.replace(',', ' ')}" for x in others or known)]
+        found += [f"{ours.name} {macro}={value}" for value in values if value != usual]
+    return found
 
 
-def steps_of(job: Row, ours: Kernel, variants: Sequence[str] = ()) -> list[str]:
-    """The kernels of the phase that a job of a shape is about; of the ladder's every step, else ours first, and what
-    else it is set beside: with other macros, or without trust."""
+def steps_of(job: Row) -> list[str]:
+    """The kernels of the phase that a job of a shape is about; of the ladder's every step, else the last first, and
+    what else it is set beside: with other macros, or without trust."""
+    ours = last()
     if job["part"] == "ladder":
         return [one.name for one in ladder()]
     if job["part"] == "variants":
-        return varied(ours, variants, job["shape"][3])
+        return varied(ours, job["shape"][3])
     if job["part"] in ("inputs", "captured", "clock"):
         return [ours.name, f"{ours.name} TRUST=0", FORGETS, ROUNDED]
     others = SIZES[job["shape"][3]] if job["part"] == "sizes" and job["shape"][2] == 4096 else ()

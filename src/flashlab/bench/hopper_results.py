@@ -1,7 +1,5 @@
 """What a record of the bench of phase 11 says: speeds, ratios, means, the ladder, and which goals are met."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

@@ -13,8 +13,6 @@ published   the rows of published/triton_vs_torch.csv again: causal, one head; o
 TFLOP/s count 4 N^2 D for each head forward, half if causal, and 2.5 times that backward.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math
@@ -161,11 +159,8 @@ def passes(name: str, forward: dict[str, Way], inputs: Sequence[torch.Tensor], g
         return forward
     if name == "backward":
         return {key: backward_of(way, inputs, grad_o) for key, way in forward.items()}
-    return {key: _both(way, inputs, grad_o) for key, way in forward.items()}
-
-
-def _both(way: Way, inputs: Sequence[torch.Tensor], grad_o: torch.Tensor) -> Way:
-    return lambda: torch.autograd.grad(way(), inputs, grad_o)
+    both = lambda way: torch.autograd.grad(way(), inputs, grad_o)  # noqa: E731
+    return {key: functools.partial(both, way) for key, way in forward.items()}
 
 
 # ---- is Gluon fit to be measured? ------------------------------------------------------------------------------------
@@ -196,8 +191,8 @@ def rows_of(job: Row, found: dict[str, Row], reasons: dict[str, str]) -> list[Ro
     return harness.rows_of(job, found, reasons, work)
 
 
-def measure(job: Row, without: Sequence[str] = ()) -> list[Row]:
-    """The rows of one job. Its inputs are its own, and gone afterwards. without: implementations to leave out."""
+def measure(job: Row) -> list[Row]:
+    """The rows of one job. Its inputs are its own, and gone afterwards."""
     own = {"gluon": measure_gluon, "streams": measure_streams} | dict.fromkeys(TUNED, tune)
     if job["part"] in own:
         return own[job["part"]](job)
@@ -208,12 +203,11 @@ def measure(job: Row, without: Sequence[str] = ()) -> list[Row]:
     q, k, v, grad_o = make(job["shape"], dtype, with_grad)
     names: list[str] = [OURS, "eager"]
     if job["part"] == "shapes" and torch.cuda.is_available() and not runtime.INTERPRETED:
-        hopper = [BOXES] + ([GLUON] if GLUON not in without and trial("specialised") is None else [])
+        hopper = [BOXES] + ([GLUON] if trial("specialised") is None else [])
         hopper = hopper if torch.cuda.get_device_capability(q.device) >= (9, 0) else []
         names = [OURS, *([] if with_grad else hopper), *PEERS]
     if job["part"] == "flex":
         names = ["cuDNN", *peers.FLEX]
-    names = [name for name in names if name not in without]
     ways = passes(job["pass"], forwards(q, k, v, job["causal"], names), (q, k, v), grad_o)
     found, reasons = times_of(ways)
     if job["part"] == "flex" and not with_grad and "cuDNN" in found:
@@ -329,7 +323,7 @@ def write_choices(rows: Sequence[Row], target: str, path: Path | None = None) ->
 
 
 # ---- compiling beforehand, on all cores ------------------------------------------------------------------------------
-def compile_one(job: Row, tile: Sequence[int] | None = None, without: Sequence[str] = ()) -> None:
+def compile_one(job: Row, tile: Sequence[int] | None = None) -> None:
     """In a process of its own: compile what a job will launch, into the caches on disk. Same arguments, fewer rows."""
     if job["part"] in TUNED:
         timing.able({"": launcher(job, 512)(tiles.Tile(*tile or ()))})
@@ -339,13 +333,13 @@ def compile_one(job: Row, tile: Sequence[int] | None = None, without: Sequence[s
         timing.able(option_ways(q, k, v) if job["part"] == "options" else gluon_ways(q, k, v, job["causal"]))
         return
     q, k, v, grad_o = make(job["shape"], DTYPES[job.get("dtype", "bf16")], grad=job["pass"] != "forward")
-    names = [OURS, *(["FlexAttention"] if job["part"] == "shapes" and "FlexAttention" not in without else [])]
+    names = [OURS, *(["FlexAttention"] if job["part"] == "shapes" else [])]
     if job["part"] == "flex":  # max-autotune measures while it compiles: not beside others
         names = ["FlexAttention", "FlexAttention, FLASH"]
     timing.able(passes(job["pass"], forwards(q, k, v, job["causal"], names), (q, k, v), grad_o))
 
 
-def prepare(todo: Sequence[Row], until: float, without: Sequence[str] = ()) -> None:
+def prepare(todo: Sequence[Row], until: float) -> None:
     """Compile for all the jobs at once, as far as the time goes."""
     tasks: dict[str, tuple[Any, ...]] = {}
     for job in todo:
@@ -354,8 +348,8 @@ def prepare(todo: Sequence[Row], until: float, without: Sequence[str] = ()) -> N
                 tasks[f"{harness.describe(job)} {tile}"] = (job, list(tile))
         elif job.get("pass") != "backward" or job["part"] == "flex":  # elsewhere "both" compiles it
             # A Triton kernel is the same for all lengths; FlexAttention is compiled for each.
-            every = job["part"] in ("shapes", "flex") and "FlexAttention" not in without
-            tasks[harness.describe(job if every else job | {"shape": job["shape"][3]})] = (job, None, without)
+            every = job["part"] in ("shapes", "flex")
+            tasks[harness.describe(job if every else job | {"shape": job["shape"][3]})] = (job,)
     workers = max(1, min(12, (os.cpu_count() or 2) - 2))
     start = time.monotonic()
     done = harness.compiled_by(workers, compile_one, tasks.values(), until)
@@ -460,15 +454,6 @@ def ratios(data: Data, name: str, peer: str, which: str) -> dict[tuple[int, int,
     return {key: r[peer]["ms"] / r[name]["ms"] for key, r in at.items() if {name, peer} <= r.keys()}
 
 
-def table(data: Data) -> Table:
-    """TFLOP/s of each implementation at each shape, for the part "shapes"."""
-    at = by(where(of(data), part="shapes"), "pass", "D", "causal", "N")
-    order = sorted(at.items(), key=lambda pair: (PASSES.index(pair[0][0]), *pair[0][1:]))
-    names = dict.fromkeys(r["name"] for r in where(data["rows"], part="shapes"))
-    said = lambda r: f"{r['tflops']:.3g}" if "ms" in r else ""  # noqa: E731
-    return grid(dict(order), ("pass", "D", "mask", "N"), said, names, "TFLOP/s")
-
-
 # ---- reading: the backward pass --------------------------------------------------------------------------------------
 def over_lengths(
     data: Data, which: str, head_dim: int, causal: bool, names: Sequence[str] = (OURS, *PEERS), column: str = "tflops",
@@ -540,6 +525,5 @@ def span(values: Iterable[float]) -> str:
 BENCH = harness.Bench(
     __name__, "phases 4 and 5 are", ("kernel", "head_dim", "shape", "causal", "pass", "dtype", "name", "tile"),
     minutes=8.0, facts={"dtype": "bfloat16"},
-    options={"without": {"nargs": "+", "default": (), "metavar": "NAME", "help": "implementations to leave out"}},
 )  # fmt: skip
 main, recorded = BENCH.main, BENCH.recorded

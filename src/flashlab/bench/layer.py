@@ -23,8 +23,6 @@ timeline   case, pass, layer; one row: the MOST_EVENTS longest events [name, sta
            last is "stream 7" for a kernel and "thread 1" for an operation that no other one called
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -52,8 +50,7 @@ BACKENDS = {
     "SDPA, cuDNN": "CUDNN_ATTENTION",
     "SDPA, memory-efficient": "EFFICIENT_ATTENTION",
 }
-COMPILED = {"original, compiled": ORIGINAL, "SDPA, compiled": SDPA}
-"""What torch.compile was given."""
+COMPILED = {"original, compiled": ORIGINAL, "SDPA, compiled": SDPA}  # what torch.compile was given
 NAMES = (ORIGINAL, "original, compiled", APART, OURS, SDPA, *BACKENDS, "SDPA, compiled")
 SCOPES = ("layer", "attention")
 PASSES = ("forward", "both")
@@ -64,8 +61,7 @@ RUNS = {"published": 100, "present": 20}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PUBLISHED_LAYERS = {"original": ORIGINAL, "flash": APART}
 """Which of NAMES is meant by a layer of the published table: its RoPE is small operations in both."""
-OUR_KERNEL = "flash_attention_kernel"
-"""The name of the forward kernel in a profile."""
+OUR_KERNEL = "flash_attention_kernel"  # the name of the forward kernel in a profile
 
 
 @dataclass(frozen=True)
@@ -501,15 +497,6 @@ def milliseconds(text: Any) -> float:
     """Of a time as torch.profiler prints it: "2.267s", "673.615ms", "400.000us"."""
     number, unit = re.fullmatch(r"([\d.]+)(s|ms|us)", str(text)).groups()  # type: ignore[union-attr]
     return float(number) * {"s": 1e3, "ms": 1.0, "us": 1e-3}[unit]
-
-
-def table(data: Data) -> Table:
-    """The times of every case of a record."""
-    tables = [(case, times_table(data, case)) for case in dict.fromkeys(row["case"] for row in data["rows"])]
-    if not tables:
-        return Table.of([], ["case"], caption=NOT_YET)
-    rows = [[case, *row] for case, found in tables for row in found.rows]
-    return Table.of(rows, ["case", *tables[0][1].columns], align="ll" + "r" * 6, caption=tables[0][1].caption)
 
 
 BENCH = harness.Bench(__name__, "the layer is", ("case", "scope", "pass", "layer", "name", "op"), minutes=5.0)

@@ -23,8 +23,6 @@ training   attention, dtype, jitter; one row: losses, in nats per byte, one per 
            weights are changed by about a rounding; how far that curve is from eager's own is the noise
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
@@ -65,12 +63,10 @@ EXCHANGES = {
 }
 """What is exchanged: the way before, and the way after."""
 PASSES = ("forward", "backward", "optimizer")
-DTYPES: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
-"""What autocast is told."""
+DTYPES: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}  # what autocast is told
 BATCH, SEQ_LEN = 4, 1024
 WARM, ROUNDS = 5, 10
-SECONDS = 2.0
-"""Of steps after warm-up: then no more than 3 are done."""
+SECONDS = 2.0  # of steps after warm-up: then no more than 3 are done
 TINY = Config(width=32, depth=2, heads=2, vocabulary=BYTES, positions=32)
 TRAINED = Config(width=384, depth=6, heads=6, vocabulary=BYTES, positions=256)
 STEPS = 300
@@ -79,10 +75,8 @@ JITTER = {"float32": 2.0**-23, "bfloat16": 2.0**-9}
 NOISE = "eager, other roundings"
 SERIES = 400
 LONGEST = 2**20
-STEP_SECONDS = 25.0
-"""A length at which a step would take longer, by four times the one before, is not tried."""
-SIZE_NAMES = {"sm": "small", "md": "medium", "lg": "large"}
-"""Of the published table."""
+STEP_SECONDS = 25.0  # a length at which a step would take longer, by four times the one before, is not tried
+SIZE_NAMES = {"sm": "small", "md": "medium", "lg": "large"}  # of the published table
 
 
 # ---- what is measured ------------------------------------------------------------------------------------------------
@@ -158,7 +152,7 @@ class Training:
         drawn = torch.randint(shape.vocabulary, (batch, seq_len + 1), generator=torch.Generator().manual_seed(0))
         self.tokens, self.targets = drawn[:, :-1].to(device), drawn[:, 1:].to(device)
 
-    def attend(self, way: dict[str, Any]) -> Training:
+    def attend(self, way: dict[str, Any]) -> "Training":
         """The same model, optimizer and tokens, with another attention and RoPE."""
         for module in self.model.modules():
             if isinstance(module, RotaryAttention):
@@ -587,14 +581,6 @@ PUBLISHED_PASSES = {
     ("forward_backward", "backward"): "backward",
 }
 """By the published run and column: the pass here."""
-
-
-def table(data: Data) -> Table:
-    """The steps of a record, in every dtype."""
-    found = [(dtype, step_table(data, dtype)) for dtype in DTYPES]
-    rows = [[dtype, *row] for dtype, one in found for row in one.rows]
-    said = (data["machine"]["gpu"] or "a CPU") if rows else NOT_YET
-    return Table.of(rows, ["dtype", *found[0][1].columns], align="lll" + "r" * 6, caption=said)
 
 
 BENCH = harness.Bench(

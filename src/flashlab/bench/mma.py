@@ -11,8 +11,6 @@ Every kernel is first checked against float64. Inputs stay in L2 where they fit,
 in every tile: what a kernel saves by not rescaling O shows only beside the two.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math
@@ -30,14 +28,14 @@ from flashlab.attention import reference
 from flashlab.bench import harness, ncu, peers, published, timing, truth
 from flashlab.bench.harness import Data, Row, jobs_of
 from flashlab.bench.records import NoGpu
-from flashlab.bench.rows import grid, where
+from flashlab.bench.rows import where
 from flashlab.cuda import CudaModule, load_inline
 from flashlab.cuda.resources import Resources, resources
 from flashlab.cuda.toolchain import device_arch
 from flashlab.kernels import SERIES as ALL
 from flashlab.kernels import SIDE, Step, step
-from flashlab.table import Table
 
+ROUNDS = 9
 SERIES = tuple(s for s in ALL if torch.float16 in s.dtypes)  # those on the tensor cores
 STAGES_ADA = {
     "naive_unfused": "unfused", "mma_naive": "p7_naive", "mma_stage1": "p8_6_store STAGES=1",
@@ -257,7 +255,7 @@ PEERS = {"published": ("unfused", "fa2"), "final": ("fa2", "cudnn", "unfused")}
 """By part; of the others "fa2" alone."""
 
 
-def measure(job: Row, rounds: int = 9) -> list[Row]:
+def measure(job: Row) -> list[Row]:
     """The rows of a job: our kernels and their peers, in turns. "ladder" with registers and spills, "published" with
     the first values of each output, "exhibits" with the error of o against float64."""
     if job["part"] == "counters":
@@ -278,7 +276,7 @@ def measure(job: Row, rounds: int = 9) -> list[Row]:
     }  # unfused: no scores beyond 16 GB
     ways |= {one.name: functools.partial(module.forward, *qkv, causal=causal) for one, module in _kernels_of(job)}
     options = {"target_ms": 1.5} if part in ("published", "final") else {}
-    rows = rows_of(job, *harness.times_of(ways, rounds, **options))
+    rows = rows_of(job, *harness.times_of(ways, ROUNDS, **options))
     want = reference.attention(*(x[:1, :1] for x in qkv))[0] if part == "exhibits" else None
     for row in rows:
         kernel = main_kernel(_kernels().get((row["name"], d), []), causal) if part == "ladder" else None
@@ -332,7 +330,7 @@ def quick_jobs() -> list[Row]:
     return ladder + [job for job in where(jobs(), part="final", table="big") if job["shape"] in big]
 
 
-def prepare(todo: Sequence[Row], until: float, rounds: int) -> dict[str, Any]:
+def prepare(todo: Sequence[Row], until: float) -> dict[str, Any]:
     """Builds what the jobs need, and checks all of it against float64."""
     del until
     parts = {job["part"] for job in todo}
@@ -343,7 +341,7 @@ def prepare(todo: Sequence[Row], until: float, rounds: int) -> dict[str, Any]:
     built = [one for which in kinds for one in _built(which)]
     worst = max((verify(v, module) for v, module in built), default=0.0)
     print(f"{len(built)} kernels agree with float64: the worst error is {worst:.2f} of the bound", file=sys.stderr)
-    return {"rounds": rounds} | ({"worst_error_of_bound": worst} if every else {})
+    return {"rounds": ROUNDS} | ({"worst_error_of_bound": worst} if every else {})
 
 
 def summary(data: Data) -> dict[str, Row]:
@@ -357,20 +355,7 @@ def summary(data: Data) -> dict[str, Row]:
     }
 
 
-def table(data: Data) -> Table:
-    """TFLOP/s of every variant at the large shapes, and of the last step's peers."""
-    found: dict[str, Row] = {}
-    for r in [*where(data["rows"], part="ladder"), *where(data["rows"], part="final", table="big")]:
-        if (tuple(r["shape"]), r["causal"]) in BIG:
-            moving = ", moving" if r.get("inputs") == "moving" else ""
-            case = f"D {r['shape'][3]}{', causal' if r['causal'] else ''}{moving}"
-            found.setdefault(r["name"], {}).setdefault(case, r)  # the ladder's before the last step's
-    at = {(name,): rows for name, rows in found.items()}
-    return grid(at, ["TFLOP/s"], lambda r: f"{r['tflops']:.0f}" if "ms" in r else "")
-
-
 BENCH = harness.Bench(
-    __name__, "the tensor-core kernels are", ("table", "exhibit", "shape", "causal", "inputs", "name"), quick_too=True,
-    options={"rounds": {"type": int, "default": 9}},
+    __name__, "the tensor-core kernels are", ("table", "exhibit", "shape", "causal", "inputs", "name"), quick_too=True
 )  # fmt: skip
 main = BENCH.main

@@ -6,8 +6,6 @@ The profiled process may announce what it is about to launch: a line that begins
 handed back with the rows of the kernels that came after it.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

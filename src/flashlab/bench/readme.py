@@ -2,15 +2,12 @@
 
     flashlab bench readme                   # writes README.md, between its marks, docs/results.md and docs/results.svg
     flashlab bench readme --check           # writes nothing; exit status 1 and a sentence where they are out of date
-    flashlab bench readme --records FOLDER  # from other records than recorded/
-    flashlab bench readme --json            # only what the figure shows; --out FILE writes it there
 
 The text is in docs/results.md.jinja and docs/readme.md.jinja, and every number in it is looked up here. What has not
 been measured is a dash in a table; a paragraph that speaks of it is left out. So run it after a record has changed.
 """
 
-from __future__ import annotations
-
+import argparse
 import contextlib
 import functools
 import hashlib
@@ -34,8 +31,7 @@ ROOT = Path(__file__).parents[3]
 GPU = "h200"
 RECORDS = ("walls", "triton", "industrial", "scalar", "mma", "ablation", "validation", "layer", "lm", "hopper",
            "decode")  # fmt: skip
-RINGS = ("ring", "ring_x4")
-"""Of several GPUs, each with machines of its own."""
+RINGS = ("ring", "ring_x4")  # of several GPUs, each with machines of its own
 BEGIN, END = "<!-- results: written by `flashlab bench readme` -->", "<!-- end of the results -->"
 COMMAND = "flashlab bench readme"
 
@@ -600,28 +596,17 @@ def stale(root: Path = ROOT, folder: Path | None = None) -> list[str]:
     return said
 
 
-def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> None:
-    parser = records.parser(__doc__, "readme")
+def main(arguments: Sequence[str] | None = None, root: Path = ROOT, folder: Path | None = None) -> None:
+    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__.partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 where they are out of date")
-    parser.add_argument("--records", type=Path, metavar="FOLDER", help="where the records are")
     given = parser.parse_args(arguments)
     if not (root / "README.md").exists():
         raise SystemExit(f"there is no README.md in {root}: this command belongs to a checkout of the course")
     if given.check:
-        raise SystemExit("\n".join(stale(root, given.records)) or None)
-    found = load(given.records)
-    if given.out:
-        records.write_json(given.out, drawn(found))
-    if given.json:
-        print(json.dumps(drawn(found), indent=1))
-    if given.out or given.json:
-        return
+        raise SystemExit("\n".join(stale(root, folder)) or None)
+    found = load(folder)
     pages = {name: text.encode() for name, text in made(root, found).items()}
     pages["docs/results.svg"] = draw(drawn(found))  # all of them, before one is written
     for name, content in pages.items():
         records.write_whole(root / name, content)
         print(f"written: {name}")
-
-
-if __name__ == "__main__":
-    main()

@@ -4,8 +4,6 @@ A bench has a ``main(arguments)``, which takes ``--out FILE``, ``--quick`` and `
 ``keep``: it writes the record, and prints its table last. What is timed is measured by flashlab.bench.harness.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import functools
@@ -18,7 +16,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, distribution, version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +98,7 @@ def commit() -> str | None:
     """The git commit of this package's files; None where nobody can say.
 
     The environment's FLASHLAB_COMMIT, for whoever made a copy; `sources` can prove it right or wrong. Else, of a
-    checkout, what git says, "-dirty" where the files differ from it; of an installation from a repository what pip
-    noted.
+    checkout, what git says, "-dirty" where the files differ from it.
     """
     here = Path(__file__)
     git = functools.partial(subprocess.run, capture_output=True, text=True, timeout=20)
@@ -115,16 +112,7 @@ def commit() -> str | None:
             return git(["git", "-C", str(here.parent), *describe]).stdout.strip() or None
     except (OSError, subprocess.TimeoutExpired):
         pass
-    return _installed_from()
-
-
-def _installed_from() -> str | None:
-    """The commit that pip noted where it installed the package from a repository."""
-    try:
-        note = json.loads(distribution("flashlab").read_text("direct_url.json") or "{}")
-    except (PackageNotFoundError, ValueError):
-        return None
-    return note.get("vcs_info", {}).get("commit_id")
+    return None
 
 
 def sources() -> str:

@@ -5,8 +5,6 @@ table("sm_90")                   # of the recorded figures
 occupancy("A100", ["p9_flash"])  # how many blocks and warps an SM of it holds, and which resource ends it
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

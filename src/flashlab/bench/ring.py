@@ -2,7 +2,6 @@
 
     flashlab bench ring                                   # on all GPUs here; writes recorded/ring_<gpu>[_x<GPUs>].json
     flashlab bench ring --ranks 2 --out x.json
-    torchrun --nproc-per-node 2 -m flashlab.bench.ring           # the same, started by hand
     flashlab bench ring --quick                                  # tiny, two ranks as threads with gloo, on any machine
     flashlab bench ring --graphs                                 # the ring recorded in a CUDA graph too
 
@@ -15,8 +14,6 @@ The names: one GPU, the whole sequence; flashlab.distributed's ring, zigzag or c
 sending while computing, with all heads at once (not as few as keep a GPU busy), or as a graph; its all-gather and
 Ulysses; rings of pairs, on more than two GPUs: pairs exchange heads; and context_parallel over two backends of SDPA.
 """
-
-from __future__ import annotations
 
 import argparse
 import functools
@@ -51,8 +48,7 @@ CUDNN, FA2 = "context_parallel, cuDNN", "context_parallel, FlashAttention-2"
 BACKENDS = {CUDNN: SDPBackend.CUDNN_ATTENTION, FA2: SDPBackend.FLASH_ATTENTION}
 ALTERNATELY, GATHER, ULYSSES, PAIRS = "ring, one after the other", "all-gather", "Ulysses", "rings of pairs"
 AT_ONCE = "ring, all heads at once"
-OURS = {True: ZIGZAG, False: CONTIGUOUS}
-"""What counts, causal or not."""
+OURS = {True: ZIGZAG, False: CONTIGUOUS}  # what counts, causal or not
 SIMULATED = {ZIGZAG: ("ring", "zigzag"), CONTIGUOUS: ("ring", "contiguous"), GATHER: ("gather", "zigzag"),
              ULYSSES: ("ulysses", "zigzag"), PAIRS: ("mesh", "zigzag")}  # fmt: skip
 """How flashlab.distributed.scaling names the ways."""
@@ -77,16 +73,14 @@ CASES = (
     Case(16, 16, 65536, False, "forward"), Case(8, 8, 262144, True, "forward"), Case(32, 8, 65536, True, "forward"),
     Case(32, 8, 65536, True, "both"), Case(16, 16, 2**19, True, "both"),
 )  # fmt: skip
-LONG = CASES[-1]
-"""Of this the memory counts: only one GPU and the ring are measured."""
+LONG = CASES[-1]  # of this the memory counts: only one GPU and the ring are measured
 QUICK = (Case(4, 2, 64, True, "both"), Case(4, 2, 64, False, "forward"))
 MANY = tuple(Case(heads, heads, n, True, which) for n in (2**16, 2**18, 2**20) for heads in (16, 8)
              for which in ("forward", "both"))  # fmt: skip
 """On more than two GPUs."""
 GOALS: dict[Case, float] = {CASES[0]: 0.97, CASES[1]: 0.80, CASES[2]: 0.93, CASES[3]: 0.985, CASES[4]: 0.985}
 """The share of the ideal that the ring is to reach on two GPUs; set before anything was measured."""
-GOALS_OF_MANY = {4: 0.95, 8: 0.92}
-"""The same on so many, at 262144 tokens."""
+GOALS_OF_MANY = {4: 0.95, 8: 0.92}  # the same on so many, at 262144 tokens
 OVER_PEER, ERROR, LONGEST = 1.2, 1.1, 0.975
 """Both passes, at 65536 on two GPUs and at 262144 on more: times as fast as context_parallel. The error, of one GPU's.
 The longest sequence, of as many times one GPU's as there are ranks: 1.95 of 2."""
@@ -119,14 +113,11 @@ def ways(link: Link, case: Case, whole: Sequence[torch.Tensor], graphs: bool) ->
             options["group"] = link
         return passes(mine(layout, heads), functools.partial(function, causal=case.causal, layout=layout, **options))
 
-    def on_one() -> Way:
-        return passes(whole, functools.partial(flashlab.flash_attention, causal=case.causal))
-
     best = "zigzag" if case.causal else "contiguous"
     ring = functools.partial(over_ranks, ring_attention)
     brief = case.n <= 2**18  # where a call takes seconds, what says nothing new is left out
     found: dict[str, Callable[[], Way]] = {
-        ONE: on_one,
+        ONE: lambda: passes(whole, functools.partial(flashlab.flash_attention, causal=case.causal)),
         CONTIGUOUS: functools.partial(ring, "contiguous"),
         OURS[case.causal]: lambda: ring(best),
     }
@@ -422,11 +413,6 @@ def _start_ranks(given: argparse.Namespace, arguments: Sequence[str]) -> None:
 
 
 def _as_rank(link: Link, given: argparse.Namespace) -> None:
-    if not torch.cuda.is_available():  # gloo, by torchrun: to try the program
-        rows = measure_all(link, True)
-        if link.rank == 0:
-            records.keep(given.out, _record(records.machine(), link.world, rows), table, given)
-        return
     path = records.place("ring", given)
     if path is not None and given.out is None and link.world > 2:
         path = path.with_stem(f"{path.stem}_x{link.world}")

@@ -11,8 +11,6 @@ Source: Williams, Waterman and Patterson, "Roofline: An Insightful Visual Perfor
 (2009), Communications of the ACM 52(4).
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 

@@ -5,8 +5,6 @@ rows.where(found, part="shapes", name={"p11", "cuDNN"})
 rows.over(rows.by(found, "D", "N"), "p11", "cuDNN")  # how many times as fast, at each (D, N)
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -15,8 +13,7 @@ from flashlab.table import Table
 
 Row = dict[str, Any]
 Data = Mapping[str, Any]
-At = dict[tuple, dict[str, Row]]
-"""Rows by name, at each value of some keys."""
+At = dict[tuple, dict[str, Row]]  # rows by name, at each value of some keys
 Lines = dict[str, tuple[list[int], list[float]]]
 DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "f32"}
 

@@ -10,8 +10,6 @@ sdpa_math_f32       the same, its unfused backend
 p6_...              a step of the series
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,7 +21,6 @@ from flashlab.bench.harness import Data, Row
 from flashlab.bench.rows import by, of
 from flashlab.cuda import CudaModule, load_inline
 from flashlab.kernels import steps
-from flashlab.table import Table
 
 PEERS = ("torch_naive_f32", "sdpa_efficient_f32", "sdpa_math_f32")
 CAUSAL_SHAPES = ((8, 16, 1024, 64), (4, 16, 2048, 64), (4, 16, 2048, 128))
@@ -40,7 +37,7 @@ def shapes() -> list[Shape]:
     return [(*s, False) for s in (*ada, *wide)] + [(*s, True) for s in CAUSAL_SHAPES]
 
 
-def measure(job: Row, rounds: int = 15) -> list[Row]:
+def measure(job: Row) -> list[Row]:
     """A row for each variant, with its time, its speed and its largest error against float64."""
     batch, heads, seq_len, head_dim, causal = (job[name] for name in SHAPE)
     torch.manual_seed(seq_len + head_dim)
@@ -55,7 +52,7 @@ def measure(job: Row, rounds: int = 15) -> list[Row]:
     }
     functions = {name: [variant(*qkv) for qkv in inputs] for name, variant in variants.items()}
     torch.backends.cuda.matmul.allow_tf32 = False
-    times, reasons = harness.times_of(functions, rounds)
+    times, reasons = harness.times_of(functions, 15)
     q, k, v = (x.double() for x in inputs[0])
     want = peers.unfused(q, k, v, causal)()
     for name in times:
@@ -65,11 +62,11 @@ def measure(job: Row, rounds: int = 15) -> list[Row]:
 
 
 @functools.cache
-def _modules(head_dims: Sequence[int] = (64, 128)) -> dict[str, CudaModule]:
+def _modules() -> dict[str, CudaModule]:
     """Every step, for the head_dims that are measured; several nvcc at a time."""
-    wanted = [(s, d) for s in STEPS for d in head_dims]
+    wanted = [(s, d) for s in STEPS for d in (64, 128)]
     built = harness.at_once(lambda one: load_inline(one[0], backend="nvcc", head_dim=one[1]), wanted)
-    return {s.name: module for (s, d), module in zip(wanted, built, strict=True) if d == head_dims[0]}
+    return {s.name: module for (s, d), module in zip(wanted, built, strict=True) if d == 64}
 
 
 def jobs() -> list[Row]:
@@ -77,7 +74,7 @@ def jobs() -> list[Row]:
     return [{"part": "shapes"} | dict(zip(SHAPE, shape, strict=True)) for shape in shapes()]
 
 
-def prepare(todo: Sequence[Row], until: float, rounds: int) -> None:
+def prepare(todo: Sequence[Row], until: float) -> None:
     """Builds."""
     _modules()
 
@@ -90,19 +87,8 @@ def ratios(data: Data, variant: str, peer: str = "torch_naive_f32") -> dict[tupl
     }
 
 
-def table(data: Data) -> Table:
-    """How many times as fast as unfused PyTorch each variant is, over the shapes."""
-    rows = []
-    for name in (*(s.name for s in STEPS), *PEERS):
-        found = sorted(ratios(data, name).values())
-        if found:
-            rows.append([name, *(f"{x:.2f}" for x in (found[0], found[len(found) // 2], found[-1]))])
-    return Table.of(rows, ["variant", "lowest", "median", "highest"], align="lrrr",
-                    caption="times as fast as unfused PyTorch, float32")  # fmt: skip
-
-
 BENCH = harness.Bench(
     __name__, "the float32 kernels are", (*SHAPE, "variant"), quick_too=True, quick=3,
-    facts={"dtype": "float32"}, options={"rounds": {"type": int, "default": 15}},
+    facts={"dtype": "float32"},
 )  # fmt: skip
 main, recorded = BENCH.main, BENCH.recorded

@@ -8,8 +8,6 @@ many loads have no other MMA between themselves and the first that waits for the
 the instructions' order, not about time.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import statistics

@@ -11,8 +11,6 @@ most. A list of functions instead of one stands for the same work on different t
 of tensors would stay in the L2 cache, the graph goes through them in turn.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc
@@ -32,8 +30,7 @@ from flashlab.bench.records import NoGpu, machine, nvidia_smi, this_gpu
 Work = Callable[[], Any] | Sequence[Callable[[], Any]]
 
 
-Times = dict[str, Any]
-"""Of one call, over the rounds: ms, the median; fastest; slowest; rounds. In milliseconds."""
+Times = dict[str, Any]  # of one call, over the rounds: ms, the median; fastest; slowest; rounds. In milliseconds.
 
 
 def summary(samples: Sequence[float]) -> Times:
@@ -213,22 +210,13 @@ def allocated(fn: Callable[[], Any]) -> int:
 # ---- the machine while it is measured --------------------------------------------------------------------------------
 @contextlib.contextmanager
 def measured() -> Iterator[dict[str, Any]]:
-    """The machine's description for a record; at the end it holds the SM clock as it was meanwhile, and what held it
-    down. Raises NoGpu."""
+    """The machine's description for a record; at the end it holds the SM clock as it was meanwhile. Raises NoGpu."""
     if not torch.cuda.is_available():
         raise NoGpu("this is measured on a CUDA GPU, and PyTorch sees none")
     found = machine()
     with Clock() as clock:
         yield found
     found["sm_clock_mhz"] = clock.summary()
-    found["throttled"] = clock.throttled()
-
-
-THROTTLES = {
-    0x4: "power cap", 0x8: "hardware slowdown", 0x20: "too warm", 0x40: "too warm, by the hardware",
-    0x80: "power brake",
-}  # fmt: skip
-"""The bits of nvidia-smi's reasons for a lower clock that say that the chip was held back."""
 
 
 class Sample(NamedTuple):
@@ -236,18 +224,17 @@ class Sample(NamedTuple):
 
     at: float
     mhz: int | None
-    reasons: int | None
     watts: float | None
 
 
 class Clock:
-    """Samples the clock of the multiprocessors, what holds it down, and the power, while it is open."""
+    """Samples the clock of the multiprocessors, and the power, while it is open."""
 
     def __init__(self, every: float = 0.5) -> None:
         self.samples: list[Sample] = []
         self._every = every
 
-    def __enter__(self) -> Clock:
+    def __enter__(self) -> "Clock":
         most = nvidia_smi("clocks.max.sm") or ""
         self._most = int(most) if most.isdecimal() else None
         self._done = threading.Event()
@@ -255,7 +242,7 @@ class Clock:
         self._thread.start()
         return self
 
-    def _sample(self, read: Reader | None) -> None:
+    def _sample(self, read: "Reader | None") -> None:
         while read and not self._done.wait(self._every):
             found = read()
             if found[0] is None:
@@ -266,26 +253,18 @@ class Clock:
         self._done.set()
         self._thread.join()
 
-    def throttled(self) -> dict[str, float] | None:
-        """The share of the samples in which each of THROTTLES held the clock down; {} for never, None if not known."""
-        reasons = [s.reasons for s in self.samples if s.reasons is not None]
-        if not reasons:
-            return None
-        shares = {name: sum(bool(r & bit) for r in reasons) / len(reasons) for bit, name in THROTTLES.items()}
-        return {name: share for name, share in shares.items() if share}
-
     def summary(self, start: float = 0.0, end: float = math.inf) -> dict[str, float | None] | None:
         """MHz of the samples between two times: median, lowest, highest, and what the chip can at most; the median of
         the watts. None without samples."""
         some = [s for s in self.samples if start <= s.at <= end]
-        mhz, watts = ([x for x in column if x is not None] for column in ([s[1] for s in some], [s[3] for s in some]))
+        mhz, watts = [s.mhz for s in some if s.mhz is not None], [s.watts for s in some if s.watts is not None]
         if not mhz:
             return None
         found = {"median": statistics.median(mhz), "lowest": min(mhz), "highest": max(mhz), "max": self._most}
         return found | ({"watts": statistics.median(watts)} if watts else {})
 
 
-Reader = Callable[[], tuple[int | None, int | None, float | None]]  # MHz, the bits of THROTTLES, watts
+Reader = Callable[[], tuple[int | None, float | None]]  # MHz, watts
 
 
 def _nvml() -> Reader | None:
@@ -294,17 +273,15 @@ def _nvml() -> Reader | None:
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
         clock, power = library.nvmlDeviceGetClockInfo, library.nvmlDeviceGetPowerUsage
-        held = library.nvmlDeviceGetCurrentClocksThrottleReasons
         if library.nvmlInit_v2() or library.nvmlDeviceGetHandleByUUID(this_gpu().encode(), ctypes.byref(handle)):
             return None
     except (OSError, AttributeError):
         return None
 
-    def read() -> tuple[int | None, int | None, float | None]:
-        mhz, milliwatts, reasons = ctypes.c_uint(), ctypes.c_uint(), ctypes.c_ulonglong()
-        failed = (clock(handle, 1, ctypes.byref(mhz)), held(handle, ctypes.byref(reasons)),  # 1: of the multiprocessors
-                  power(handle, ctypes.byref(milliwatts)))  # fmt: skip
-        said = (mhz.value, reasons.value, milliwatts.value / 1e3)
-        return tuple(None if bad else x for bad, x in zip(failed, said, strict=True))  # type: ignore[return-value]
+    def read() -> tuple[int | None, float | None]:
+        mhz, milliwatts = ctypes.c_uint(), ctypes.c_uint()
+        no_mhz = clock(handle, 1, ctypes.byref(mhz))  # 1: of the multiprocessors
+        no_watts = power(handle, ctypes.byref(milliwatts))
+        return None if no_mhz else mhz.value, None if no_watts else milliwatts.value / 1e3
 
     return read

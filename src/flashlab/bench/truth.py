@@ -4,8 +4,6 @@ error, rms: of o, the largest and the root of the mean square. of_bound, lse_of_
 what is allowed, so that right is at most RULE; None where something is NaN.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple

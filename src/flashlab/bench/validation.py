@@ -11,8 +11,6 @@ A native count that the emulator cannot know is not compared (instructions, stal
 are sectors of plain loads and of cp.async together: the hardware has one counter for both.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -8,8 +8,6 @@ scheme_b  one head through each escape hatch and through two_pass: milliseconds 
 Times are as flashlab.bench.timing takes them; those of the schemes include filling their outputs first.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,9 +20,7 @@ from flashlab.attention import reference, schemes
 from flashlab.attention.cost import naive_peak_bytes
 from flashlab.attention.naive import naive_attention
 from flashlab.bench import harness, peers, timing
-from flashlab.bench.harness import Data, Row, jobs_of
-from flashlab.bench.rows import by, where
-from flashlab.table import Table
+from flashlab.bench.harness import Row, jobs_of
 
 HEADS, HEAD_DIM = 16, 128
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -108,17 +104,6 @@ def _tried(way: Callable[[], Any], q: torch.Tensor, k: torch.Tensor, v: torch.Te
         return {"ok": False, "message": str(error)} | figures
     want, _ = reference.attention(*(x[None, None] for x in (q, k, v)))
     return {"ok": True, "max_error": (o.double() - want[0, 0]).abs().max().item()}
-
-
-def table(data: Data) -> Table:
-    """Time and peak memory of both ways over the lengths."""
-    rows = []
-    for (n,), by_name in by(where(data["rows"], part="lengths"), "seq_len").items():
-        cells = [f"{r['ms']:.4f} {r['peak_bytes'] / 2**20:.1f}".split() if "ms" in r else ["none"] * 2
-                 for r in (by_name["naive"], by_name["fused"])]  # fmt: skip
-        rows.append([n, cells[0][0], cells[1][0], cells[0][1], cells[1][1]])
-    columns = ["N", "naive, ms", "FlashAttention-2, ms", "naive, MiB", "FlashAttention-2, MiB"]
-    return Table.of(rows, columns, align="rrrrr")
 
 
 BENCH = harness.Bench(

@@ -15,8 +15,3 @@ resources   registers, spills, shared memory and instructions of the compiled ke
 from flashlab.cuda.errors import CompileError, CudaError, LaunchError, Unavailable
 from flashlab.cuda.inline import CudaModule, load_inline
 from flashlab.cuda.toolchain import BACKENDS, default_backend, missing
-
-__all__ = [
-    "BACKENDS", "CompileError", "CudaError", "CudaModule", "LaunchError", "Unavailable", "default_backend",
-    "load_inline", "missing",
-]  # fmt: skip

@@ -1,7 +1,5 @@
 """What an extern "C" function is called with, checked against its signature before anything is launched."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The C++ file of a PyTorch extension: it makes the extern "C" functions of a CUDA source callable with tensors."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Iterable
 

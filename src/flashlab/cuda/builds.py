@@ -4,8 +4,6 @@ Both make a shared library with the source's extern "C" functions as symbols, wh
 one that PyTorch builds is a Python module too, with the functions bound to tensors (flashlab.cuda.binding).
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import importlib.machinery

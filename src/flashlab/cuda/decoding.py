@@ -6,8 +6,6 @@ The last step, p12_decode, is a backend of `flashlab.flash_attention_with_cache`
 on, built by nvcc, or in the emulator. On Hopper its exhibit p12_side_cluster takes its place for one sequence.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from typing import Any
@@ -29,10 +27,8 @@ ROWS, TILE, PARTS_PER_SM = 16, 16, 8
 LARGEST, SHORT = 16, 16384
 """Blocks of a cluster; and keys of a sequence that p12_side_cluster is taken for. In a longer one few blocks read, and
 how fast depends on where a chip has its multiprocessors: 1 x 65536 took 65 us on one H200 and 78 on another."""
-WARPS = {64: 8, 128: 8, 256: 4}
-"""Of its blocks."""
-SHARED = 131 << 10
-"""Bytes of shared memory that a block of the last step takes."""
+WARPS = {64: 8, 128: 8, 256: 4}  # of its blocks
+SHARED = 131 << 10  # bytes of shared memory that a block of the last step takes
 SMALLER = {d: (("WARPS", warps), ("STAGES", stages)) for d, warps, stages in ((64, 4, 6), (128, 4, 3), (256, 2, 3))}
 """Macros of the last step for blocks of 98 KB. They are slower on an H200 (66 us become 70 at 16 sequences of 4096
 keys), but two of them keep a multiprocessor busy where it has many short pieces (64 sequences of 2048: 135 to 130)."""
@@ -113,7 +109,9 @@ def decode(
     built = compiled(name, head_dim, q.dtype, backend or backend_for(q, check), check, defines)
     q, o = fitting(q.resolve_neg()), fitting(out)
     lengths = lengths.to(torch.int32).contiguous()
-    table = page_table if page_table is None else _with_rows(page_table.to(torch.int32))
+    table = page_table if page_table is None else page_table.to(torch.int32)
+    if table is not None and table.stride(1) != 1:
+        table = table.contiguous()
     planned = functools.partial(kernels.splits_for, pairs, page * width, group, 64, q.element_size(), sms)
     splits = 1 if number in (1, 7, 8) else splits or planned()
     if name == CLUSTER and not 1 <= splits <= LARGEST:
@@ -145,10 +143,6 @@ def cluster_blocks(device: torch.device, head_dim: int, dtype: torch.dtype, clus
             warps = WARPS[head_dim]
             return cdiv(tiles, warps * cdiv(tiles, warps * shapes.splits))
     return None
-
-
-def _with_rows(table: torch.Tensor) -> torch.Tensor:
-    return table if table.stride(1) == 1 else table.contiguous()
 
 
 def _expect_taken(

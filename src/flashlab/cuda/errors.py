@@ -4,8 +4,6 @@ A compiler's message is shown with the line of the source that it is about, in t
 emulator's host compiler.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 
@@ -109,7 +107,7 @@ ADVICE = {
     "least one block, and at most 65535 in y and z",
     "cudaErrorLaunchOutOfResources": "a block needs more registers than a multiprocessor has: fewer threads, or "
     "__launch_bounds__",
-    "cudaErrorNoKernelImageForDevice": "the code was compiled for another GPU: load it again, without arch=",
+    "cudaErrorNoKernelImageForDevice": "the code was compiled for another GPU: load it again",
     "cudaErrorUnsupportedPtxVersion": "the driver is older than this nvcc: update the driver",
     "cudaErrorInsufficientDriver": "the driver is older than this nvcc: update the driver",
     "cudaErrorIllegalAddress": f"a thread touched memory that is not its own. {_NAMES_THE_LINE}; {_STICKY}",

@@ -5,8 +5,6 @@
 It runs on capability 9.0, or in the emulator.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from typing import Any
@@ -20,8 +18,7 @@ from flashlab.kernels.problem import ELEMENTS, Strides, fitting
 from flashlab.kernels.series import HALVES, path
 
 HEAD_DIMS = (64, 80, 96, 112, 128)
-BLOCK = 128
-"""Rows of a block in the source: its two numbers of each row have place for whole blocks."""
+BLOCK = 128  # rows of a block in the source: its two numbers of each row have place for whole blocks
 SOURCE = path("p11_backward")
 
 

@@ -8,8 +8,6 @@ The same source is built by PyTorch, by nvcc alone, or for the emulator: flashla
 kept (flashlab.runtime.cache), each under a key made from everything that goes into it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import math
@@ -49,19 +47,16 @@ class CudaModule:
 
     def __init__(
         self, text: Text, *, backend: str, check: bool = False, defines: dict[str, Any] | None = None,
-        include_dirs: Sequence[Path] = (), arch: str | None = None, functions: Sequence[str] | None = None,
-        head_dim: int | None = None, dtype: torch.dtype | None = None, head_dims: tuple[int, ...] = (),
-        adds: bool = False, verbose: bool = False,
+        include_dirs: Sequence[Path] = (), head_dim: int | None = None, dtype: torch.dtype | None = None,
+        head_dims: tuple[int, ...] = (), adds: bool = False, verbose: bool = False,
     ):  # fmt: skip
         self._text, self._check, self._defines, self._verbose = text, check, dict(defines or {}), verbose
-        self._include_dirs, self._arch, self._adds = list(include_dirs), arch, adds
+        self._include_dirs, self._adds = list(include_dirs), adds
         self.backend = backend
         self.report: Report | None = None
-        unknown = [f for f in functions or () if f not in text.entries]
-        if unknown or not text.entries:
-            wanted, there = (unknown or ["at all"])[0], ", ".join(text.entries) or "none"
-            raise ValueError(f'{text.name} has no extern "C" function {wanted}; it has {there}')
-        self.entries = {n: e for n, e in text.entries.items() if functions is None or n in functions}
+        if not text.entries:
+            raise ValueError(f'{text.name} has no extern "C" function at all')
+        self.entries = text.entries
         fixed = self._defines.get("HEAD_DIM")
         self.head_dims = (int(fixed),) if fixed else head_dims or text.head_dims
         # A kernel of the series is compiled for one head_dim and one dtype. The first variant is built at once, so that
@@ -77,7 +72,7 @@ class CudaModule:
 
     def _native(self, defines: dict[str, Any]) -> Native:
         folders = self._text.folders(self._include_dirs)
-        arch = self._arch or toolchain.arch_for(toolchain.device_arch(), self._text.code)
+        arch = toolchain.arch_for(toolchain.device_arch(), self._text.code)
         flags = toolchain.nvcc_flags(arch, defines, folders)
         return Native(self._text, build(self._text, flags, self.backend, folders=folders, verbose=self._verbose))
 
@@ -259,10 +254,8 @@ def load_inline(
     *,
     defines: dict[str, Any] | None = None,
     include_dirs: Sequence[str | os.PathLike] = (),
-    functions: Sequence[str] | None = None,
     check: bool = False,
     backend: str | None = None,
-    arch: str | None = None,
     name: str | None = None,
     head_dim: int | None = None,
     dtype: torch.dtype | None = None,
@@ -276,11 +269,9 @@ def load_inline(
             code. ``simt.h``, ``ptx.cuh`` and ``problem.cuh`` are found.
         defines: macros, as ``{"BLOCK_M": 64}``; True defines a macro as 1, None leaves it undefined.
         include_dirs: where else to look for headers.
-        functions: which extern "C" functions to offer; all of them, if None.
         check: a watched build of the emulator, on any machine: it sees races, bad addresses and bank conflicts;
             ``module.report`` has what it found and counted.
         backend: "torch", "nvcc" or "emulator"; ``default_backend()``, if None.
-        arch: nvcc's ``-arch``; this GPU's, if None.
         name: what the compiler's messages call the source; "kernel.cu", or the file's own name, if None.
         head_dim, dtype: of a kernel of the series, the variant to build now (the defaults of its source, if None);
             others are built when tensors ask for them.
@@ -304,6 +295,6 @@ def load_inline(
         toolchain.check_capability(text.name, text.code, torch.cuda.get_device_capability(), gpu)
     return CudaModule(
         text, backend=backend, check=check, defines=defines, include_dirs=[Path(d).resolve() for d in include_dirs],
-        arch=arch, functions=functions, head_dim=head_dim, dtype=dtype or (step.dtypes[0] if step else None),
-        head_dims=step.head_dims if step else (), adds=bool(step and step.adds), verbose=verbose,
+        head_dim=head_dim, dtype=dtype or (step.dtypes[0] if step else None), head_dims=step.head_dims if step else (),
+        adds=bool(step and step.adds), verbose=verbose,
     )  # fmt: skip

@@ -9,8 +9,6 @@ Triton kernels, or of PyTorch's own products in blocks of queries where those ar
 inputs. Phase 12's last kernel is a backend of `flash_attention_with_cache`.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -7,8 +7,6 @@ the instructions. Dynamic shared memory is chosen at the launch: the emulator's 
 nvcc, ``flashlab.bench.resources`` has the figures of the series that were measured.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 import shutil
@@ -38,25 +36,19 @@ OPCODES = ("FFMA", "HMMA", "HGMMA", "LDS", "LDSM", "STS", "LDG", "LDGSTS", "STG"
 class Resources:
     """What one kernel, compiled for one target, uses.
 
-    Attributes:
-        kernel: its name, template arguments included.
-        registers: 32-bit registers per thread.
-        spill_bytes: bytes that a thread stores to local memory for want of registers.
-        static_shared_bytes: of its ``__shared__`` arrays of fixed size.
-        dynamic_shared_bytes: what its launch asks for beside them; None, where no launch of it was seen.
-        instructions: how often an opcode stands in the code (not: is executed); without modifiers, MUFU.EX2 aside.
-        stack_bytes: of local memory per thread: what is spilled, and arrays that are indexed while the kernel runs.
+    instructions: how often an opcode stands in the code (not: is executed); without modifiers, MUFU.EX2 aside.
+    stack_bytes: of local memory per thread: what is spilled, and arrays that are indexed while the kernel runs.
     """
 
     step: str
-    kernel: str
+    kernel: str  # its name, template arguments included
     target: str
     head_dim: int
     element: str
-    registers: int
-    spill_bytes: int
-    static_shared_bytes: int
-    dynamic_shared_bytes: int | None
+    registers: int  # of 32 bits, per thread
+    spill_bytes: int  # that a thread stores to local memory for want of registers
+    static_shared_bytes: int  # of its ``__shared__`` arrays of fixed size
+    dynamic_shared_bytes: int | None  # what its launch asks for beside them; None, where no launch of it was seen
     instructions: dict[str, int] = field(hash=False)
     stack_bytes: int = field(default=0, compare=False)  # not in every record
 

@@ -4,8 +4,6 @@ Nothing of the source is changed. After it comes, for a kernel of the series, a 
 pointers; for nvcc also what CUDA said of the launch.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import re
@@ -31,8 +29,7 @@ extern "C" int forward_arrays(const void* q, const void* k, const void* v, void*
     return forward(&p, stream);
 }
 """
-GUARDED = "flashlab_guarded_"
-"""How the name begins of a function that Python calls in place of the source's own."""
+GUARDED = "flashlab_guarded_"  # how the name begins of a function that Python calls in place of the source's own
 # For nvcc, before the source: a request for shared memory is looked at before the driver refuses it without a number.
 _BEFORE = """#include <cuda_runtime.h>
 static int flashlab_asked = 0;

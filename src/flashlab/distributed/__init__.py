@@ -21,8 +21,3 @@ from flashlab.distributed.link import Link, RankLost, connect, start
 from flashlab.distributed.ring import ring_attention
 from flashlab.distributed.threads import RanksFailed, run
 from flashlab.distributed.ulysses import mesh_attention, ulysses_attention
-
-__all__ = [
-    "LAYOUTS", "Link", "RankLost", "RanksFailed", "all_gather_attention", "connect", "mesh_attention", "positions",
-    "ring_attention", "run", "shard", "start", "ulysses_attention", "unshard",
-]  # fmt: skip

@@ -6,8 +6,6 @@ rank, so that the longest sequence does not grow with the number of ranks.
 Source: Dubey et al., "The Llama 3 Herd of Models" (2024), arXiv 2407.21783, section 3.3.2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

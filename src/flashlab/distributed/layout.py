@@ -18,16 +18,12 @@ Sources: zigzag: Zhu, ring-flash-attention (2024), and Dubey et al., "The Llama 
 stripes: Brandon et al., "Striped Attention" (2023), arXiv 2311.09431.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
 from flashlab.attention.inputs import one_of
-
-__all__ = ["LAYOUTS", "Block", "blocks", "local_lengths", "pairs", "places", "positions", "shard", "shards", "unshard"]
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
 

@@ -7,8 +7,6 @@ On GPUs that is NCCL, on CPUs gloo, with ranks as processes or as threads (flash
 the bytes that its rank sends; given a `trace`, it also notes what the rank did when.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -24,8 +22,7 @@ import torch.distributed as dist
 HEAD_START = 20_000
 """Cycles, 10 us, that a GPU's next kernel waits for after a transfer was begun. NCCL copies by blocks of its own: they
 find no place once a kernel has blocks on every multiprocessor, and then nothing is sent while that computes."""
-TIMEOUT = 60.0
-"""Seconds that a rank waits for another before it gives up."""
+TIMEOUT = 60.0  # seconds that a rank waits for another before it gives up
 
 
 class RankLost(RuntimeError):
@@ -137,7 +134,7 @@ class Link:
             self.group.allreduce([total]).wait()
         return total / self.world
 
-    def split(self, heads: int) -> tuple[Link, Link]:
+    def split(self, heads: int) -> tuple["Link", "Link"]:
         """Two links of this rank on a mesh of world / heads by heads ranks: of the ring, and of the `heads` neighbours.
 
         Every rank has to call it; the groups are made once. Raises ValueError where the ranks form no such mesh.
@@ -155,7 +152,7 @@ class Link:
         self._meshes[heads] = around, beside
         return around, beside
 
-    def _of(self, name: str, heads: int, mine: int, groups: list[list[int]]) -> Link:
+    def _of(self, name: str, heads: int, mine: int, groups: list[list[int]]) -> "Link":
         if self.part is not None:
             return Link(self.part(f"{name}{heads}.{mine}", groups[mine]), None, self.trace, self.timeout, self.counts)
         known = dist.get_process_group_ranks(self.group)
@@ -214,8 +211,7 @@ class Link:
         self.group = None
 
 
-Group = Link | dist.ProcessGroup | None
-"""What a function takes as its group: see `connect`."""
+Group = Link | dist.ProcessGroup | None  # what a function takes as its group: see `connect`
 _LINKS: WeakKeyDictionary[Any, Link] = WeakKeyDictionary()
 
 

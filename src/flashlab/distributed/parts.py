@@ -10,8 +10,6 @@ The gradient of a block needs o and lse of the *whole* row: p = exp(score - lse)
 and what the block's keys are due of the gradient comes out without the other blocks.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -13,8 +13,6 @@ Sources: Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers fo
 2310.01889; Zhu, ring-flash-attention (2024).
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple

@@ -9,8 +9,6 @@ The simulation knows three things: how fast a kernel is at a length (measured on
 (published), and what a step costs beside them. It has no congestion and no slow GPU, so it is kinder than a cluster.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -101,9 +99,7 @@ class Machine:
         return flop * (2.5 if backward else 1) / self.speed(n, backward)
 
 
-def one_gpu(
-    machine: Machine, n: int, *, heads: int, head_dim: int, causal: bool = True, both: bool = False
-) -> float:  # fmt: skip
+def one_gpu(machine: Machine, n: int, *, heads: int, head_dim: int, causal: bool = True, both: bool = False) -> float:
     """Seconds of one GPU with the whole sequence, of a forward pass; `both`: and of its backward pass."""
     flop = 4 * heads * head_dim * n * n / (2 if causal else 1)
     return sum(machine.seconds(flop, n, backward) for backward in (False, True)[: 1 + both])

@@ -7,8 +7,6 @@ third of a second, because nobody imports torch again; the function may be defin
 ranks all came to a good end serves the next run too.
 """
 
-from __future__ import annotations
-
 import atexit
 import threading
 from collections.abc import Callable, Sequence
@@ -58,8 +56,7 @@ class _Groups:
             del self.known[key]
 
 
-_IDLE: dict[tuple[int, float], _Groups] = {}
-"""By world and timeout: groups that wait for the next run."""
+_IDLE: dict[tuple[int, float], _Groups] = {}  # by world and timeout: groups that wait for the next run
 atexit.register(_IDLE.clear)  # while gloo's threads can still end
 
 

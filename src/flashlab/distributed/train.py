@@ -8,8 +8,6 @@ there has to change. Three things do: rotary embedding turns a row by its place 
 goes over ranks; and before each update the gradients are averaged, since the loss is the mean over all ranks' rows.
 """
 
-from __future__ import annotations
-
 import argparse
 import threading
 from collections.abc import Callable, Sequence

@@ -11,8 +11,6 @@ Sources: Jacobs et al., "DeepSpeed Ulysses" (2023), arXiv 2309.14509; the mesh: 
 2405.07719.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 bank_map(ax, addresses("p8_3_stages"), "before")
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 

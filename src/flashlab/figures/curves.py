@@ -4,8 +4,6 @@ curves(ax, [("formula", n, bytes, "blue", "-"), ("counted", n, seen, "orange", "
 level(ax, 99, "RTX cards")
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@ Every function takes numbers or tensors of them. With g = lane // 4 and t = lane
 ISA, "Matrix fragments for mma.m16n8k16 with floating point type".
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

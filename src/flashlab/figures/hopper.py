@@ -5,8 +5,6 @@ show.table([row("p11_1_tma")], COLUMNS)
 timelines({"turns": replayed("p11_7_ping_pong")}, clocks=(2000, 6000))
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from typing import Any

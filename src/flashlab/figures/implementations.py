@@ -4,8 +4,6 @@ look("cuDNN").color       # the name of a colour of show.COLORS
 looks(["triton", "x"])    # of several lines of one figure; names that the table has not get what is left
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

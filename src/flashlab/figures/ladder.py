@@ -5,8 +5,6 @@ grow(table, "p8_4_swizzle")                 # adds its row to a table that grows
 ladder_figure(run, (4, 16, 4096, 128), causal=False)
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence

@@ -4,8 +4,6 @@ tile_map(ax, seen, walks, BLOCK_M, title)   a mask, and the tiles that a run vis
 programs(ax, found, title)                  programs by the head and the rows that they computed
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

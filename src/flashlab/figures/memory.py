@@ -1,7 +1,5 @@
 """Who sees which memory, what one load fetches, and which tile is on chip when."""
 
-from __future__ import annotations
-
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure

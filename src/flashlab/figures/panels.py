@@ -3,8 +3,6 @@
 panels({"D = 64": {"triton": ([512, 1024], [90, 140])}}, ylabel="TFLOP/s", log="x")
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 

@@ -5,8 +5,6 @@ timeline(ax, events, ...)  them as bars
 allocated(trace)           bytes in use over time
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

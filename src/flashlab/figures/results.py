@@ -3,8 +3,6 @@
 results([["8 · swizzle", "this course", 240.8]], {"Forward": {"cuDNN": [[512, 500.0]]}}, {}, "Forward pass on one H200")
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ steps(ax, [[2, 2], [0, 4]], "a title")            work by step and rank
 timeline(ax, events, "a title")                  from a trace: (rank, step, what, begin, end, amount)
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -3,8 +3,6 @@
 draw(ax, 4.3, {"tensor cores": 714.0}, {"phase 8": ([2048], [305.0], "green", "o")}, {"p8_6_store": (2048, 305.0)})
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

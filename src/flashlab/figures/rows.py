@@ -1,7 +1,5 @@
 """Phase 0: small matrices to check by hand, and a row of scores that is read key by key or block by block."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 
 import matplotlib.pyplot as plt

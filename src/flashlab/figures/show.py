@@ -8,8 +8,6 @@ in JupyterLab, on a code host and in print. Nothing here knows any one kernel.
     show.table(rows, columns)
 """
 
-from __future__ import annotations
-
 import ast
 import difflib
 import html
@@ -48,8 +46,7 @@ COLORS = {
     "grey": "#8C8C8C",
     "light": "#E6E6E6",
 }
-MOST_SVG = 40_000
-"""Characters of a figure as SVG: every clone carries them."""
+MOST_SVG = 40_000  # characters of a figure as SVG: every clone carries them
 _CYCLE = ["blue", "orange", "green", "red", "purple", "sky", "black"]
 
 

@@ -3,8 +3,6 @@
 The figures are drawn from the `Step`s of a real run, so the numbers in them are the simulation's own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

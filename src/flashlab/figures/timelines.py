@@ -3,8 +3,6 @@
 units(ax, [("copies", "K0", 0, 1000), ("products", "S0", 1000, 1024)], "a title")
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from matplotlib.axes import Axes

@@ -3,8 +3,6 @@
 timeline(ax, events(2), "two stages")     # which copies are under way while a tile is worked on
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Sequence

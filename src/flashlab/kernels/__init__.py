@@ -21,6 +21,3 @@ from flashlab.kernels.series import (
     steps,
     whole,
 )
-
-__all__ = ["ALL", "DECODING", "FOLDER", "HOPPER", "HOPPER_SIDE", "PTX", "SERIES", "SIDE", "Step", "path", "source",
-           "step", "steps", "whole"]  # fmt: skip

@@ -4,8 +4,6 @@ Each is an edit of ``p9_flash.cu`` with its headers, by its exact text. All of t
 runs each in the emulator, and ``flashlab bench ablation`` times them beside the whole and beside FlashAttention-2.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from flashlab.kernels.series import SERIES, Step, whole
@@ -15,17 +13,11 @@ WHOLE: Step = SERIES[-1]
 
 @dataclass(frozen=True)
 class Ablation:
-    """The kernel without one idea.
+    """The kernel without one idea."""
 
-    Attributes:
-        name: what is taken out, in a few words.
-        instead: what the kernel does in its place.
-        edits: (old, new): each old text stands in the source once.
-    """
-
-    name: str
-    instead: str
-    edits: tuple[tuple[str, str], ...]
+    name: str  # what is taken out, in a few words
+    instead: str  # what the kernel does in its place
+    edits: tuple[tuple[str, str], ...]  # (old, new): each old text stands in the source once
 
     def text(self) -> str:
         """The source. Raises ValueError: a text to be edited is not there, or there more than once."""

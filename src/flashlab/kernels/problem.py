@@ -4,8 +4,6 @@ A source is compiled with ``-DHEAD_DIM`` and ``-DELEMENT`` and called as ``forwa
 ``flashlab.cuda.load_inline`` does both, and fills the struct with ``problem``.
 """
 
-from __future__ import annotations
-
 import ctypes
 
 import torch

@@ -8,8 +8,6 @@ In Python `# region: name` and `# endregion`. Any indent; regions may nest; a na
 lines are for the tools: nothing that is shown holds them, and the lines that are left keep the numbers of the file.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 
@@ -62,7 +60,7 @@ def regions(text: str) -> dict[str, Region]:
 def numbered(text: str, name: str | None = None) -> list[tuple[int, str]]:
     """The lines of a region, or of the whole source, each with its number in the file; no markers.
 
-    Raises ValueError as `regions` does, KeyError as `region_text` does.
+    Raises ValueError as `regions`; KeyError, with the names there are, where the source has no such region.
     """
     lines = text.splitlines()
     part = Region(1, len(lines))
@@ -77,21 +75,14 @@ def numbered(text: str, name: str | None = None) -> list[tuple[int, str]]:
 
 
 def region_text(text: str, name: str) -> str:
-    """The text of one region, without the markers of those inside it.
-
-    Raises:
-        KeyError: the source has no such region; the message has the names there are.
-        ValueError: as `regions`.
-    """
+    """The text of one region, without the markers of those inside it. Raises as `numbered`."""
     return "\n".join(line for _, line in numbered(text, name)) + "\n"
 
 
 def replace(text: str, name: str, new: str) -> tuple[str, Region]:
     """The source with the lines of one region replaced, those of the regions inside it too; and where the new ones are.
 
-    Raises:
-        KeyError: the source has no such region; the message has the names there are.
-        ValueError: the new text has no line; or as `regions`.
+    Raises as `numbered`, and ValueError where the new text has no line.
     """
     region_text(text, name)
     lines, own = text.splitlines(), new.strip("\n").splitlines()

@@ -5,8 +5,6 @@ step 4 of phase 8. Beside the ladder stand exhibits, an idea that another ladder
 one holds the regions in which it differs from the step beside it, and the rest is that step's.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,8 +16,7 @@ from flashlab.kernels import regions
 from flashlab.runtime import cache
 
 FOLDER = Path(__file__).parent
-PTX = FOLDER / "ptx"
-"""Where the headers are that say an instruction as a function."""
+PTX = FOLDER / "ptx"  # where the headers are that say an instruction as a function
 HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -27,23 +24,16 @@ HALVES = (torch.float16, torch.bfloat16)
 class Step:
     """One file of the series, or of the exhibits beside it.
 
-    Attributes:
-        name: the file's, without ``.cu``.
-        idea: in one phrase, what is new.
-        head_dims: which the file can be compiled for.
-        defines: macros it knows besides HEAD_DIM and ELEMENT, with the values to try; the first is the default.
-        dtypes: of its tensors; the first is the default.
-        beside: of an exhibit, the step from which it differs; "" for a step of the ladder.
-        adds: o and lse are float32, and merged with what is there.
+    defines: macros it knows besides HEAD_DIM and ELEMENT, with the values to try; the first is the default.
     """
 
-    name: str
-    idea: str
-    head_dims: tuple[int, ...] = (64, 128)
+    name: str  # the file's, without ``.cu``
+    idea: str  # in one phrase, what is new
+    head_dims: tuple[int, ...] = (64, 128)  # which the file can be compiled for
     defines: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    dtypes: tuple[torch.dtype, ...] = HALVES
-    beside: str = ""
-    adds: bool = False
+    dtypes: tuple[torch.dtype, ...] = HALVES  # of its tensors; the first is the default
+    beside: str = ""  # of an exhibit, the step from which it differs
+    adds: bool = False  # o and lse are float32, and merged with what is there
 
     @property
     def phase(self) -> int:

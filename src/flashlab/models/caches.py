@@ -18,8 +18,6 @@ Sources: Pope et al., "Efficiently Scaling Transformer Inference" (2022), arXiv 
 and for memory that is reserved against memory that is used.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -34,7 +32,7 @@ from flashlab.models.pager import Pager, pages_for
 CACHES = ("dense", "static", "paged")
 
 
-def attention_of(cache: StaticCache, new: int, backend: str) -> Callable[..., torch.Tensor]:
+def attention_of(cache: "StaticCache", new: int, backend: str) -> Callable[..., torch.Tensor]:
     """What gives o of (q, *cache.read(layer)) for the last `new` tokens of each sequence, in every layer of one step.
 
     q, o: [batch, heads, new, head_dim]. backend: of `flashlab.flash_attention_with_cache`; or "sdpa", PyTorch's, which

@@ -10,8 +10,6 @@ Prompts may differ in length. Then shorter ones are filled up in front, so that 
 what fills them up is written nowhere, and no query sees it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -25,9 +23,7 @@ from flashlab.models.pager import pages_for
 from flashlab.models.rope import fused_rope, rope
 
 
-def step(
-    model: LanguageModel, tokens: torch.Tensor, cache: StaticCache, *, backend: str = "auto"
-) -> torch.Tensor:  # fmt: skip
+def step(model: LanguageModel, tokens: torch.Tensor, cache: StaticCache, *, backend: str = "auto") -> torch.Tensor:
     """Scores of the token that comes after each sequence; K and V of `tokens` are written to the cache.
 
     Reserve first: `cache.reserve(counts)`. A step of a static or a paged cache reads nothing on the host, so it may be

@@ -12,8 +12,6 @@ depths; RMSNorm: Zhang and Sennrich (2019), arXiv 1910.07467; SwiGLU: Shazeer, "
 (2020), arXiv 2002.05202; both with rotary embedding: Touvron et al., "LLaMA" (2023), arXiv 2302.13971.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,10 +24,8 @@ from flashlab.attention.inputs import one_of
 from flashlab.models.layer import AttentionLayer
 from flashlab.models.rope import rope_table
 
-BYTES = 256
-"""The vocabulary of a model that reads bytes."""
-GPT2_TOKENS = 50257
-"""The vocabulary of GPT-2: for timing, where the words do not matter."""
+BYTES = 256  # the vocabulary of a model that reads bytes
+GPT2_TOKENS = 50257  # the vocabulary of GPT-2: for timing, where the words do not matter
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,6 @@ Sources: grouped-query attention: Ainslie et al., "GQA" (2023), arXiv 2305.13245
 Is All You Need" (2017), arXiv 1706.03762.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

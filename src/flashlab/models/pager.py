@@ -14,8 +14,6 @@ Source: Kwon et al., "Efficient Memory Management for Large Language Model Servi
 2309.06180, sections 4.2 to 4.4.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import torch

@@ -21,8 +21,6 @@ that is also its gradient: the backward pass is the same kernel with -sin.
 Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021), arXiv 2104.09864.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -7,8 +7,6 @@ was made:
     python -m flashlab.models.text src/lessons
 """
 
-from __future__ import annotations
-
 import hashlib
 import sys
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ is equal within noise? A yardstick is a run with the same attention whose first 
 rounding (`jitter`). Its curve differs from the first by what rounding alone can do.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -20,8 +20,3 @@ def describe() -> str:
     if INTERPRETED:
         return "Triton kernels are interpreted on the CPU"
     return f"Triton kernels are compiled for {limits()}"
-
-
-__all__ = [
-    "GPUS", "INTERPRETED", "SHARED_MEMORY", "GpuLimits", "UnknownGpu", "WrongMode", "describe", "device", "limits",
-]  # fmt: skip

@@ -6,8 +6,6 @@ was built is kept with its digest, and looked at before it is used: a build that
 The folder of a build under way is locked by who makes it, so that what a killed one left can be told, and removed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

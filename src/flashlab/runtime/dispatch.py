@@ -8,8 +8,6 @@ second derivative raise NotImplementedError, on both ways. torch.library.custom_
 refuses every transform of torch.func; so the operators are defined here by the means below it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, NoReturn
@@ -120,9 +118,7 @@ def _defined(name: str, schema: str, run: Callable[..., Any], fake: Callable[...
     return overload
 
 
-def _function(
-    name: str, forward: Callable[..., Any], backward: Callable[..., Any], jvp: Callable[..., Any]
-) -> Any:  # fmt: skip
+def _function(name: str, forward: Callable[..., Any], backward: Callable[..., Any], jvp: Callable[..., Any]) -> Any:
     """A class of torch.autograd.Function with these methods."""
     methods = {"forward": forward, "backward": backward, "jvp": jvp}
     return type(f"flashlab::{name}", (torch.autograd.Function,), {key: staticmethod(f) for key, f in methods.items()})

@@ -59,8 +59,7 @@ def _loaded_mode() -> bool | None:
     return type(standard.sum).__name__ == "InterpretedFunction"  # tl.sum is itself a @jit function
 
 
-INTERPRETED: bool = _choose_mode()
-"""Triton kernels are interpreted on the CPU in this process."""
+INTERPRETED: bool = _choose_mode()  # Triton kernels are interpreted on the CPU in this process
 
 
 def device() -> torch.device:

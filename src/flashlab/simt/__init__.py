@@ -22,24 +22,3 @@ from flashlab.simt.errors import (
 )
 from flashlab.simt.report import Counters, Finding, Launch, Report
 from flashlab.simt.run import Module, compile_cuda
-
-__all__ = [
-    "Build",
-    "CompileError",
-    "Compiler",
-    "Counters",
-    "DeadlockError",
-    "Finding",
-    "HostError",
-    "IllegalAccess",
-    "KernelFindings",
-    "KernelTimeout",
-    "KernelTrap",
-    "Launch",
-    "LaunchError",
-    "Module",
-    "Report",
-    "SimtError",
-    "compile_cuda",
-    "find_compiler",
-]

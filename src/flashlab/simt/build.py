@@ -5,8 +5,6 @@ and counted. A watched build calls the runtime at each load and store as well. B
 under a key made from all that goes into them: the source, the headers that it includes, compiler, flags and CPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -50,19 +48,11 @@ STATIC_SHARED = 48 * 1024  # bytes: what a GPU gives a kernel that has not asked
 
 @dataclass(frozen=True)
 class Compiler:
-    """A host C++ compiler, and what it is told.
+    """A g++, and what it is told."""
 
-    Attributes:
-        path: the executable.
-        clang: clang++ rather than g++.
-        version: its own first line.
-        target: flags for this machine's CPU; part of every cache key, with the CPU's name.
-    """
-
-    path: str
-    clang: bool
-    version: str
-    target: tuple[str, ...]
+    path: str  # the executable
+    version: str  # its own first line
+    target: tuple[str, ...]  # flags for this machine's CPU; part of every cache key, with the CPU's name
 
     @property
     def major(self) -> int:
@@ -77,37 +67,27 @@ class Compiler:
         # bypass our printf. -fno-semantic-interposition: or g++ would inline no function that others could replace.
         # -fno-var-tracking: a fifth of g++'s time goes into where variables are, and only lines are asked for.
         common = "-fPIC -fno-semantic-interposition -fno-strict-aliasing -ffp-contract=off -U_FORTIFY_SOURCE"
-        lines = "-gline-tables-only" if self.clang else "-g1 -fno-gnu-unique -fno-var-tracking"
-        return (*common.split(), *self.target, *lines.split(), "-gdwarf-4")
+        return (*common.split(), *self.target, "-g1", "-fno-gnu-unique", "-fno-var-tracking", "-gdwarf-4")
 
     @property
     def kernel(self) -> tuple[str, ...]:
         # -Werror=return-type: without its `return`, the host part runs on into whatever comes next.
         quiet = (
             "-Wall -Werror=return-type -Wno-unknown-pragmas -Wno-unused-variable -Wno-unused-function "
-            "-Wno-unused-local-typedefs "
-        )
-        quiet += (
-            "-Wno-unused-const-variable -Wno-pass-failed"
-            if self.clang
-            else "-Wno-unused-but-set-variable -Wno-unused-but-set-parameter -Wno-attributes -Wno-psabi"
+            "-Wno-unused-local-typedefs -Wno-unused-but-set-variable -Wno-unused-but-set-parameter -Wno-attributes "
+            "-Wno-psabi"
         )
         # The runtime knows an instruction by its return address. So a call in tail position must stay a call,
         # and nothing may make two instructions of one in the source (jump threading) or one of two (merged
         # branches). -fno-extern-tls-init: `extern __shared__` arrays need no constructor.
-        one_to_one = "-fno-builtin-printf -fno-optimize-sibling-calls "
-        one_to_one += (
-            "-mllvm -jump-threading-threshold=0 -mllvm -disable-tail-duplicate -mllvm -disable-early-taildup "
-            "-mllvm -tail-dup-placement=false -mllvm -sink-common-insts=false -mllvm -hoist-common-insts=false "
-            "-mllvm -enable-tail-merge=false"
-            if self.clang
-            else "-fno-thread-jumps -fno-crossjumping -fno-tree-tail-merge -fno-code-hoisting -fno-ipa-icf "
-            "-fno-extern-tls-init"
+        one_to_one = (
+            "-fno-builtin-printf -fno-optimize-sibling-calls -fno-thread-jumps -fno-crossjumping -fno-tree-tail-merge "
+            "-fno-code-hoisting -fno-ipa-icf -fno-extern-tls-init"
         )
         # A local that is never set holds a pattern (runtime/values.h); a large frame meets the guard of its stack; a
         # loop that never ends is not taken for one that has ended; an int that overflows wraps around, in the fast
         # build too, which would otherwise compute some offsets in 64 bits that the text has in 32.
-        pattern = ("-ftrivial-auto-var-init=pattern",) if self.clang or self.major >= 12 else ()
+        pattern = ("-ftrivial-auto-var-init=pattern",) if self.major >= 12 else ()
         others = "-fstack-clash-protection -fno-finite-loops -fwrapv"
         return (*self.language, *quiet.split(), *one_to_one.split(), *pattern, *others.split())
 
@@ -116,13 +96,6 @@ class Compiler:
         # The hooks of -fsanitize=thread are the runtime's own (hooks.cpp); the sanitizer's library is not
         # linked. Whatever would merge, split or repeat an access of the source is turned off: an access is to
         # be one instruction, as in the GPU's code. A float4 must stay one access of 16 bytes.
-        if self.clang:
-            return (
-                "-O1", "-fsanitize=thread,array-bounds,alignment", "-fno-vectorize", "-fno-slp-vectorize",
-                "-mllvm", "-tsan-instrument-func-entry-exit=0",
-                "-mllvm", "-tsan-instrument-read-before-write=1", "-mllvm", "-tsan-distinguish-volatile=1",
-                "-fdata-sections",
-            )  # fmt: skip
         return (
             "-O1", "-fsanitize=thread,bounds,alignment", "--param", "tsan-instrument-func-entry-exit=0",
             *(("--param", "tsan-distinguish-volatile=1") if self.major >= 11 else ()),
@@ -138,22 +111,20 @@ class Compiler:
 
 @functools.cache
 def find_compiler(name: str | None = None) -> Compiler:
-    """The named compiler; else the one of ``$FLASHLAB_CXX``, g++, clang++, in this order.
-
-    Raises:
-        SimtError: there is none.
-    """
+    """The named g++; else the one of ``$FLASHLAB_CXX``, or g++. Raises SimtError where there is none."""
     wanted = name or os.environ.get("FLASHLAB_CXX")
-    for candidate in [wanted] if wanted else ["g++", "clang++", "c++"]:
+    for candidate in [wanted] if wanted else ["g++", "c++"]:
         path = shutil.which(candidate)
         if not path:
             continue
         text = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
+        if "clang" in text:
+            continue
         native = ("-march=native",) if platform.machine() in ("x86_64", "AMD64") else ()
-        return Compiler(path, "clang" in text, text.splitlines()[0] if text else candidate, native)
+        return Compiler(path, text.splitlines()[0] if text else candidate, native)
     raise SimtError(
-        f"the C++ compiler {wanted!r} was not found" if wanted
-        else "no C++ compiler was found: the emulator needs g++ or clang++ (on Debian: apt-get install g++)"
+        f"the C++ compiler {wanted!r} was not found, or is no g++" if wanted
+        else "no g++ was found, which the emulator needs (on Debian: apt-get install g++)"
     )  # fmt: skip
 
 
@@ -228,17 +199,12 @@ def _closure(headers: tuple[str, ...], places: tuple[Path, ...]) -> tuple[Path, 
 
 
 def read_ahead(cxx: Compiler, flags: Sequence[str], text: str, places: Sequence[Path]) -> list[str]:
-    """Flags with which g++ finds the headers that a source includes read already: most of what it would read.
+    """Flags with which g++ finds the headers that a source includes read already: most of what it would read. Nothing
+    where there are none, or it does not work; then each build reads them for itself.
 
-    Args:
-        flags: without macros.
-        text: the source.
-        places: where it looks for headers before it comes to the emulator's.
-
-    Returns:
-        nothing where there are none, or it does not work; then each build reads them for itself.
+    flags: without macros. places: where it looks for headers before it comes to the emulator's.
     """
-    included = set() if cxx.clang else set(source.includes(text, [*places, *OWN]))
+    included = set(source.includes(text, [*places, *OWN]))
     headers = next((h for h in READ_AHEAD if included.issuperset(_closure(h, OWN))), None)
     return _read(cxx, tuple(flags), headers, cache.folder("simt")) if headers else []
 
@@ -298,7 +264,6 @@ def build(
     defines: dict[str, object] | None = None,
     include_dirs: tuple[str | Path, ...] = (),
     compiler: str | None = None,
-    std: str = "c++17",
     runtime_defines: tuple[str, ...] = (),
 ) -> Build:
     """Compiles a source, or finds it compiled.
@@ -306,15 +271,13 @@ def build(
     Args:
         text: CUDA C++. name: what to call it in messages. directory: where ``#include "..."`` looks first.
         defines: macros, as :func:`macros` takes them. compiler: as in :func:`find_compiler`.
-        check, include_dirs, std, runtime_defines: as of :func:`flashlab.simt.run.compile_cuda`.
+        check, include_dirs, runtime_defines: as of :func:`flashlab.simt.run.compile_cuda`.
 
     Raises:
         CompileError: with the compiler's messages, against the lines of ``text``.
     """
     cxx = find_compiler(compiler)
-    if not re.fullmatch(r"(c|gnu)\+\+(17|1z|2.)", std):
-        raise ValueError(f'std is {std!r}; it is "c++17", "c++20" or a later standard that the compiler knows')
-    language = [f"-std={std}", *cxx.kernel, *(cxx.check if check else cxx.fast)]
+    language = ["-std=c++17", *cxx.kernel, *(cxx.check if check else cxx.fast)]
     flags = [*language, *macros(defines), *searched(directory, include_dirs)]
     places = [*([directory] if directory else []), *(Path(d).resolve() for d in include_dirs)]
     digests = [(str(p), cache.file_digest(p)) for p in source.includes(text, [*places, *SYSTEM])]
@@ -386,15 +349,10 @@ def _expect_static_fits(symbols: list[elf.Symbol]) -> None:
 def _link(
     cxx: Compiler, runtime: Path, work: Path, check: bool, kernels: set[str]
 ) -> tuple[tuple[elf.Symbol, ...], tuple[int, int]]:
-    """Makes kernel.so of kernel.o, to be run by the runtime in a folder.
+    """Makes kernel.so of kernel.o: the static ``__shared__`` arrays; where ``extern __shared__`` begins, its alignment.
 
-    Each array lies where its declared alignment lets it lie, and at no better place: what needs more is found.
-
-    Returns:
-        the static ``__shared__`` arrays; where ``extern __shared__`` begins, and the alignment it is declared with.
-
-    Raises:
-        CompileError: too much static shared memory, or what the linker says.
+    Each array lies where its declared alignment lets it lie, and at no better place: what needs more is found. Raises
+    CompileError: too much static shared memory, or what the linker says.
     """
     symbols = elf.thread_local_symbols(work / "kernel.o")
     _expect_static_fits(symbols)
@@ -407,8 +365,6 @@ def _link(
     wanted = [s.name for s in symbols if not s.defined and s.name not in INDICES]
     command += [f"-Wl,--defsym,{s}={dynamic}" for s in wanted]
     command += _wraps([*WRAPPED, *WRAPPED_IN_MODULES])
-    if cxx.clang and check:  # it copies structs with memcpy, and its sanitizer looks at that from inside the function
-        command += _wraps(("memcpy", "memmove", "memset"))
     linked = _run([*command, "-Wl,-z,defs", "-lm", "-lc"], work)
     if linked.returncode:
         raise CompileError(linked.stderr.strip())

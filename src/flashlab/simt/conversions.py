@@ -3,8 +3,6 @@
 No run shows an offset that wraps around, unless a tensor has more than 2^31 elements.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import tempfile
@@ -32,14 +30,12 @@ def conversions(
     text: str, *, name: str, directory: Path | None = None, defines: Mapping[str, Any] | None = None,
     include_dirs: Iterable[Path] = (),
 ) -> list[Conversion]:  # fmt: skip
-    """Those of a source's own lines, in their order. Nothing where the compiler is not g++, or does not take it.
+    """Those of a source's own lines, in their order. Nothing where g++ does not take it.
 
     Args:
         text, name, directory, defines, include_dirs: as of `flashlab.simt.build.build`.
     """
     cxx = find_compiler(None)
-    if cxx.clang:
-        return []
     language = ["-std=c++17", *cxx.kernel, *cxx.fast]
     flags = [*language, *macros(defines), *searched(directory, include_dirs)]
     places = [*([Path(directory)] if directory else []), *map(Path, include_dirs)]

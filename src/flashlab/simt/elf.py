@@ -1,7 +1,5 @@
 """The symbol table of an ELF object: the ``__shared__`` arrays that it defines, and those it wants given."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import struct
@@ -24,7 +22,7 @@ class Symbol:
     kernel: int = 0  # the address of the kernel whose own it is; 0: of a function that several may call
     align: int = 0  # of an array of shared memory: the alignment that it is declared with, in bytes; 0: not known
 
-    def owned(self, kernels: dict[str, int]) -> Symbol:
+    def owned(self, kernels: dict[str, int]) -> "Symbol":
         """With its kernel, of these by mangled name."""
         for name, at in kernels.items():
             if self.name.startswith(f"_ZZ{name[2:]}E"):
@@ -65,11 +63,7 @@ def _symbols(path: Path | str, wanted: int) -> list[Symbol]:
 
 
 def thread_local_symbols(path: Path | str) -> list[Symbol]:
-    """The thread-local symbols of a 64-bit little-endian ELF file, by offset.
-
-    Raises:
-        ValueError: the file is no such ELF file.
-    """
+    """The thread-local symbols of a 64-bit little-endian ELF file, by offset. Raises ValueError for another file."""
     return _symbols(path, _TLS)
 
 
@@ -100,15 +94,9 @@ def base_name(mangled: str) -> str:
 def place_thread_local(path: Path | str, within: int, extra: int) -> dict[str, int]:
     """Gives each thread-local variable of an object, in a section of its own, the alignment that it asks for, no more.
 
-    A variable of alignment A then lies A bytes beyond a multiple of ``within``, whatever the linker does.
-
-    Args:
-        path: the object; it is changed.
-        within: a power of two; variables of this alignment, or a larger one, stay as they are.
-        extra: bytes that are kept free behind each.
-
-    Returns:
-        name -> alignment, in bytes.
+    A variable of alignment A then lies A bytes beyond a multiple of ``within``, whatever the linker does; those of this
+    alignment, or a larger one, stay as they are. ``extra`` bytes are kept free behind each. The object is changed.
+    Returns name -> alignment, in bytes.
     """
     data = bytearray(Path(path).read_bytes())
     (at,), (size, _) = struct.unpack_from("<Q", data, 40), struct.unpack_from("<HH", data, 58)

@@ -1,7 +1,5 @@
 """What can go wrong between a CUDA source and its results."""
 
-from __future__ import annotations
-
 
 class SimtError(Exception):
     """Base of the emulator's errors. ``report`` holds what was found and counted until then, or is None."""

@@ -1,7 +1,5 @@
 """From addresses in a compiled module to lines of the source it came from."""
 
-from __future__ import annotations
-
 import functools
 import re
 import shutil
@@ -19,14 +17,10 @@ class Place:
     file: str
     line: int
     function: str = ""
-    callers: tuple[Place, ...] = ()
+    callers: tuple["Place", ...] = ()
 
     def __str__(self) -> str:
         return f"line {self.line}"
-
-
-def _is_emulator(file: str) -> bool:
-    return file.startswith((*map(str, OWN), "/usr/")) or file in ("??", "")
 
 
 class Resolver:
@@ -58,7 +52,8 @@ class Resolver:
                 frames.append((file, int(line) if line.isdigit() else 0, function))
                 at += 2
             self.functions[address] = frames[0][2] if frames else ""
-            places = [Place(_short(f), n, fn) for f, n, fn in frames if not _is_emulator(f) and n]
+            emulator = (*map(str, OWN), "/usr/", "??")
+            places = [Place(_short(f), n, fn) for f, n, fn in frames if f and n and not f.startswith(emulator)]
             self.known[address] = (
                 Place(places[0].file, places[0].line, places[0].function, tuple(places[1:])) if places else None
             )

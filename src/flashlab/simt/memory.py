@@ -6,8 +6,6 @@ that the caller's view has in its storage: counts of sectors then do not depend 
 allocate. The copies lie in a file in memory, which the emulator's process maps too (process.py).
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os
@@ -105,15 +103,10 @@ class _Piece:
 
 
 class GlobalMemory:
-    """Copies of some arrays in a file; a context manager.
+    """Copies of some arrays in a file, whose first page is for the process to say how far it is; a context manager.
 
     Arrays that overlap in the caller's memory overlap here in the same way. Addresses are relative to where the
-    emulator's process puts the memory.
-
-    Attributes:
-        file: its descriptor. The first page is for the process to say how far it is.
-        bytes: of addresses that the process is to reserve.
-        pieces: (place in the file, bytes, address) of what it is to map.
+    emulator's process puts the memory: so many `bytes` of them, and `pieces`: (place in the file, bytes, address).
     """
 
     def __init__(self, views: list[View]):
@@ -179,7 +172,7 @@ class GlobalMemory:
         page = ctypes.string_at(self._base, 24 + 128)
         return (*struct.unpack_from("QQQ", page), page[24:].partition(b"\0")[0].decode(errors="replace"))
 
-    def __enter__(self) -> GlobalMemory:
+    def __enter__(self) -> "GlobalMemory":
         return self
 
     def __exit__(self, *exception: object) -> None:

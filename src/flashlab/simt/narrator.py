@@ -1,7 +1,5 @@
 """From the runtime's records to a :class:`Report`."""
 
-from __future__ import annotations
-
 import functools
 import re
 from dataclasses import replace
@@ -61,9 +59,7 @@ def _show(index: Index | None, shape: Index) -> str:
 class Narrator:
     """Knows the source, the arrays and the arguments of one call.
 
-    Args:
-        build: the module.
-        arguments: number -> name, bytes, shape and item size of the arrays among the entry's arguments.
+    arguments: number -> name, bytes, shape and item size of the arrays among the entry's arguments.
     """
 
     def __init__(self, build: Build, arguments: dict[int, tuple[str, int, tuple[int, ...], int]]):
@@ -237,7 +233,7 @@ class Narrator:
             shared=self._shared,
             declared=self._declared,
             beyond=self._beyond,
-            variable=self._variable,
+            variable=functools.partial(_variable_name, str(self.build.library)),
             argument=lambda number: self.arguments.get(number, ("", 0, (), 1)),
             block=lambda number: _show(_index(number, blocks), blocks),
             line=lambda pc: f" in line {n}" if (n := self._own_line(self.resolver.place(pc))) else "",
@@ -297,13 +293,10 @@ class Narrator:
             return f"{self.build.dynamic - address} bytes before the dynamic shared memory"
         return "outside of every __shared__ array"
 
-    def _variable(self, address: int) -> str:
-        """The module's variable at an address."""
-        return _variable_name(str(self.build.library), address)
-
 
 @functools.lru_cache(maxsize=256)
 def _variable_name(library: str, address: int) -> str:
+    """The module's variable at an address."""
     for s in elf.variables(library):
         if s.offset <= address < s.offset + s.size:
             return elf.base_name(s.name)

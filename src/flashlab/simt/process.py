@@ -5,8 +5,6 @@ So each library is loaded into a small process of its own (runtime/runner.cpp, r
 call to the next, so that ``__device__`` variables keep their values, and ends with a call that did not return.
 """
 
-from __future__ import annotations
-
 import array
 import atexit
 import contextlib
@@ -37,24 +35,17 @@ ALIVE = 32  # processes that wait for a next call; beyond that the one that has 
 class Ending:
     """How a call ended.
 
-    Attributes:
-        kind: "returned"; "exit", "assert", "exception", "device-call" and "signal" of the host part; "stuck" (it did
-            not end when it was told to); "killed" (the process is gone, and could not say why).
-        code: of exit(), or the signal's number.
-        host: it happened in the host part's thread.
-        stack: a SIGSEGV just beyond the thread's stack.
-        address: that the signal was about.
-        pcs: where, innermost first, in the module; 0 is elsewhere.
-        text: of an assertion or an exception, or the last of what the process wrote to stderr.
+    kind: "returned"; "exit", "assert", "exception", "device-call" and "signal" of the host part; "stuck" (it did not
+    end when it was told to); "killed" (the process is gone, and could not say why).
     """
 
     kind: str
-    code: int = 0
-    host: bool = True
-    stack: bool = False
-    address: int = 0
-    pcs: tuple[int, ...] = ()
-    text: str = ""
+    code: int = 0  # of exit(), or the signal's number
+    host: bool = True  # it happened in the host part's thread
+    stack: bool = False  # a SIGSEGV just beyond the thread's stack
+    address: int = 0  # that the signal was about
+    pcs: tuple[int, ...] = ()  # where, innermost first, in the module; 0 is elsewhere
+    text: str = ""  # of an assertion or an exception, or the last of what the process wrote to stderr
 
 
 @dataclass
@@ -115,18 +106,11 @@ class _Work:
 
 
 class Process:
-    """A library in a process.
+    """A library in a process: `runner` loads it, and gets `description` first (``describe`` of serve.cpp).
 
-    Args:
-        runner: the executable that loads it.
-        library: the module.
-        description: sent first (``describe`` of serve.cpp).
-        watch: as in :meth:`call`, of the time that it takes to load: constructors of global variables run then.
-
-    Raises:
-        SimtError: the process cannot be started, or the library not be loaded.
-        KernelTimeout: it was still being loaded when the time was up.
-        HostError: it ended as it was loaded.
+    watch: as in :meth:`call`, of the time that it takes to load: constructors of global variables run then. Raises
+    SimtError: it cannot be started or loaded; KernelTimeout: the time was up before; HostError: it ended as it was
+    loaded.
     """
 
     def __init__(self, runner: Path, library: Path, description: str, watch: Callable[[float, float], float]):
@@ -220,11 +204,7 @@ class Process:
                 return True
 
     def _wait(self, deadline: float, last: set[str], frames: dict[str, bytes] | None = None) -> dict[str, bytes]:
-        """Reads frames until one of ``last`` is there, or the time is up.
-
-        Raises:
-            Gone: the process has ended.
-        """
+        """Reads frames until one of ``last`` is there, or the time is up. Raises Gone: the process has ended."""
         frames = {} if frames is None else frames
         watched: list[Any] = [self._socket, self._out, self._err]
         while not last & frames.keys():
@@ -270,16 +250,12 @@ class Process:
 
     # ---- a call ----------------------------------------------------------------------------------
     def call(self, request: str, file: int, watch: Callable[[float, float], float]) -> Reply:
-        """Runs an entry.
+        """Runs an entry; where it is cancelled by an exception of this thread (Ctrl-C), that is the reply's
+        ``interrupt``.
 
-        Args:
-            request: as serve.cpp reads it.
-            file: descriptor of the shared memory.
-            watch: called twice a second and more with the seconds that have gone by, and those of them in which the
-                process was at work; returns in how many the call is to be cancelled, at the earliest.
-
-        Returns:
-            the reply; where it is cancelled by an exception of this thread (Ctrl-C), with that as ``interrupt``.
+        request: as serve.cpp reads it. file: descriptor of the shared memory. watch: called twice a second and more
+        with the seconds that have gone by, and those of them in which the process was at work; returns in how many the
+        call is to be cancelled, at the earliest.
         """
         self._between_calls = False
         for text in self._texts.values():
@@ -363,11 +339,7 @@ _lock = threading.Lock()
 
 @contextlib.contextmanager
 def process(runner: Path, library: Path, description: str, watch: Callable[[float, float], float]):
-    """The process of a library, for one call; a new one where there is none, or it has ended.
-
-    Raises:
-        SimtError: it cannot be started; see :class:`Process`, which says what the arguments are.
-    """
+    """The process of a library, for one call; a new one where there is none, or it has ended: see `Process`."""
     key = str(library)
     while True:
         with _lock:

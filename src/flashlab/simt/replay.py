@@ -10,8 +10,6 @@ clock; the warpgroups that compute some share them. Copies: one queue of 64 byte
 An instruction takes one clock, and everything else nothing. A warpgroup is represented by its first warp.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """What a run found and counted: the classes that a learner sees."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -181,14 +179,7 @@ class Report:
                 total.setdefault(line, Counters()).update(counters)
         return dict(sorted(total.items()))
 
-    @property
-    def by_kernel(self) -> dict[str, Counters]:
-        total: dict[str, Counters] = {}
-        for launch in self.launches:
-            total.setdefault(launch.kernel, Counters()).update(launch.counters)
-        return total
-
-    def raise_if_findings(self) -> Report:
+    def raise_if_findings(self) -> "Report":
         """Returns itself, or raises :class:`KernelFindings` with the first of the errors among the findings."""
         errors = [f for f in self.findings if f.severity == "error"]
         if errors:

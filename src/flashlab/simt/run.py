@@ -1,7 +1,5 @@
 """Calling the entries of a compiled CUDA source on arrays."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import operator
@@ -92,7 +90,6 @@ class Module:
         threads: int | None = None,
         timeout: float | None = None,
         shared_limit: int = 227 * 1024,
-        capability: int = 90,
         multiprocessors: int = 132,
         unwritten: tuple[str, ...] | list[str] = (),
         echo: bool = True,
@@ -114,8 +111,7 @@ class Module:
                 10 s. After 2 s a line on stderr says how far it is.
             shared_limit: bytes of dynamic shared memory that a block may ask for (227 KB: H100, H200; 99 KB:
                 RTX 30, 40, 50).
-            capability: compute capability that cudaDeviceGetAttribute reports, times 10.
-            multiprocessors: the number of SMs that it reports.
+            multiprocessors: the number of SMs that cudaDeviceGetAttribute reports.
             unwritten: names of arguments that hold nothing yet: a watched build finds reads of what no kernel has
                 written. An array that is NaN throughout holds nothing either.
             echo: print what the source printed.
@@ -133,12 +129,14 @@ class Module:
             HostError: the host part, or the constructor of a global variable, ended the process.
         """
         signature = self._signature(entry, args)
-        threads = _default_threads() if threads is None else _within("threads", threads, 1, 4096)
+        threads = len(os.sched_getaffinity(0)) if threads is None else _within("threads", threads, 1, 4096)
         shared_limit = _within("shared_limit", shared_limit, 0, MAX_SHARED)
         multiprocessors = _within("multiprocessors", multiprocessors, 1, 1 << 20)
-        capability, timeline = _within("capability", capability, 10, 1000), _within("timeline", timeline, 0, 1 << 31)
-        _expect_seconds(timeout)
-        settings = (threads, shared_limit, multiprocessors, capability, int(self.build.check), timeline)
+        timeline = _within("timeline", timeline, 0, 1 << 31)
+        number = timeout is None or (isinstance(timeout, int | float) and not isinstance(timeout, bool))
+        if not number or not (timeout is None or 0 < timeout <= MAX_TIMEOUT):
+            raise ValueError(f"timeout is {timeout!r}; it is a number of seconds above 0, up to {MAX_TIMEOUT}, or None")
+        settings = (threads, shared_limit, multiprocessors, int(self.build.check), timeline)
         empty = _numbers_of(signature, unwritten)
         return self._call(signature, args, self._views(signature, args, empty), empty, settings, timeout, echo)
 
@@ -212,10 +210,7 @@ class Module:
 class _Watch:
     """Says when a call is to be given up, and, after two seconds and then now and again, on stderr how far it is.
 
-    Without ``memory`` the module is being loaded.
-
-    Attributes:
-        seconds: that it has taken.
+    Without ``memory`` the module is being loaded. seconds: that it has taken.
     """
 
     def __init__(self, entry: str, memory: GlobalMemory | None, timeout: float | None):
@@ -252,12 +247,6 @@ def _holds_nothing(array: Any) -> bool:
     return array.numel() > 0 and bool(array.isnan().all())
 
 
-def _expect_seconds(timeout: float | None) -> None:
-    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float)
-                                or not 0 < timeout <= MAX_TIMEOUT):  # fmt: skip
-        raise ValueError(f"timeout is {timeout!r}; it is a number of seconds above 0, up to {MAX_TIMEOUT}, or None")
-
-
 def _numbers_of(signature: Entry, names: tuple[str, ...] | list[str]) -> set[int]:
     known = {p.name: number for number, p in enumerate(signature.parameters)}
     for name in names:
@@ -270,15 +259,6 @@ def _within(name: str, value: object, low: int, high: int) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__") or not low <= operator.index(value) <= high:
         raise ValueError(f"{name} is {value!r}; it is an integer from {low} to {high}")
     return operator.index(value)
-
-
-def _default_threads() -> int:
-    wanted = os.environ.get("FLASHLAB_SIMT_THREADS", "").strip()
-    if wanted:
-        if not wanted.isdecimal() or not int(wanted):
-            raise ValueError(f"FLASHLAB_SIMT_THREADS is {wanted!r}; it is the number of OS threads that run blocks")
-        return min(int(wanted), 4096)
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _check_array(entry: str, p: Parameter, v: View) -> None:
@@ -354,7 +334,6 @@ def compile_cuda(
     include_dirs: tuple[str | Path, ...] | list[str | Path] = (),
     compiler: str | None = None,
     name: str | None = None,
-    std: str = "c++17",
     runtime_defines: tuple[str, ...] = (),
 ) -> Module:
     """Compiles CUDA C++ for the CPU.
@@ -367,9 +346,8 @@ def compile_cuda(
         defines: macros, as ``{"BLOCK_M": 64}``.
         include_dirs: where else to look for headers. ``simt.h``, ``ptx.cuh``, ``cuda_fp16.h`` and
             ``cuda_bf16.h`` are found anyway.
-        compiler: "g++", "clang++" or a path; ``$FLASHLAB_CXX``, or the first one found, by default.
+        compiler: a g++, by name or path; ``$FLASHLAB_CXX``, or g++, by default.
         name: what messages call a source given as text.
-        std: the C++ standard of the source, "c++17" or later.
         runtime_defines: for tests of the runtime.
 
     Raises:
@@ -389,7 +367,6 @@ def compile_cuda(
             defines=defines,
             include_dirs=tuple(include_dirs),
             compiler=compiler,
-            std=std,
             runtime_defines=runtime_defines,
         )
     )

@@ -1,7 +1,5 @@
 """The sentence for each kind of finding."""
 
-from __future__ import annotations
-
 import re
 import signal
 from collections.abc import Callable
@@ -70,40 +68,24 @@ _CONFIGURATION = {
 
 @dataclass(frozen=True)
 class Facts:
-    """What a sentence is made of.
+    """What a sentence is made of."""
 
-    Attributes:
-        how, words, v: the runtime's: what was done, a word or two, three numbers.
-        who, whom: the threads, in words.
-        here, there: " in line 12", or nothing.
-        kernel: its name.
-        warning: it may be meant so.
-        beyond: says what bytes of shared memory are that belong to no array, given their offset from the dynamic
-            part (below 0), and number.
-        variable: names a variable of the module, given its address.
-        shared: names bytes of shared memory, given their address and number.
-        declared: the array of shared memory at an address, and the alignment that it is declared with; 0: not known.
-        argument: name, bytes, shape and item size of an argument, given its number.
-        line: " in line 12" of an address in the module, or nothing.
-        block: the index of a block, given its number.
-    """
-
-    how: str
-    words: str
+    how: str  # the runtime's: what was done
+    words: str  # a word or two
     v: tuple[int, int, int]
-    who: str
+    who: str  # the threads, in words
     whom: str
-    here: str
+    here: str  # " in line 12", or nothing
     there: str
     kernel: str
-    warning: bool
-    shared: Callable[[int, int], str]
-    declared: Callable[[int], tuple[str, int]]
-    beyond: Callable[[int, int], str]
-    variable: Callable[[int], str]
-    argument: Callable[[int], tuple[str, int, tuple[int, ...], int]]
-    line: Callable[[int], str]
-    block: Callable[[int], str]
+    warning: bool  # it may be meant so
+    shared: Callable[[int, int], str]  # names bytes of shared memory: address, number
+    declared: Callable[[int], tuple[str, int]]  # the array at an address, and its alignment; 0: not known
+    beyond: Callable[[int, int], str]  # what bytes are that belong to no array: offset from the dynamic part, number
+    variable: Callable[[int], str]  # of the module, at an address
+    argument: Callable[[int], tuple[str, int, tuple[int, ...], int]]  # by number: name, bytes, shape and item size
+    line: Callable[[int], str]  # " in line 12" of an address in the module, or nothing
+    block: Callable[[int], str]  # the index of a block, by its number
 
     @property
     def does(self) -> str:
@@ -262,11 +244,6 @@ def _shared_out_of_bounds(f: Facts) -> str:
         f"{f.who} {f.does}{f.here} bytes {offset} to {offset + size - 1} of dynamic shared memory; "
         f"the launch asked for {limit}"
     )
-
-
-def _index_out_of_bounds(f: Facts) -> str:
-    array = re.sub(r"\s*\[", " [", f.words.strip("'"), count=1)
-    return f"{f.who} uses{f.here} index {f.v[0]} of an array of type {array}"
 
 
 # ---- global memory ---------------------------------------------------------------------------------
@@ -551,16 +528,6 @@ def _phase_wait(f: Facts, row: list[str]) -> str:
     return f"{who}{f.line(at)} for {what}: phase {phase} is under way, " + " and ".join(lacks)
 
 
-def _lanes_missing(f: Facts) -> str:
-    reason = f"the warp has only {f.v[1]} threads" if f.v[1] < 32 else "the others have exited"
-    return f"{f.who} executes {f.how}{f.here} with lanes {lanes(f.v[0])} only, but it needs all 32: {reason}"
-
-
-def _exited_lanes(f: Facts) -> str:
-    gone = f"names lanes {lanes(f.v[0])}, which have exited or never come here"
-    return f"{f.who} calls {f.how}{f.here} with a mask that {gone}"
-
-
 # ---- the end of a thread, and of a launch ----------------------------------------------------------
 def _unfinished(f: Facts) -> str:
     return f"{f.kernel} had run {f.v[0]} of its {_count(f.v[1], 'block')}"
@@ -584,13 +551,8 @@ _INSTEAD = {
     "malloc": "pass the memory to the kernel, or use __shared__", "throw": "a kernel has no exceptions: use assert",
     "exit": "use return, or __trap()", "abort": "use assert, or __trap()",
 }  # fmt: skip
-_SAME = {"calloc": "malloc", "realloc": "malloc", "free": "malloc", "new": "malloc", "new[]": "malloc",
-         "delete": "malloc", "_exit": "exit", "_Exit": "exit", "quick_exit": "exit"}  # fmt: skip
-
-
-def _host_call(f: Facts) -> str:
-    instead = _INSTEAD[_SAME.get(f.words, f.words)]
-    return f"{f.who} calls {f.words}{f.here}, which is not emulated in a kernel: {instead}"
+_INSTEAD |= dict.fromkeys(("calloc", "realloc", "free", "new", "new[]", "delete"), _INSTEAD["malloc"])
+_INSTEAD |= dict.fromkeys(("_exit", "_Exit", "quick_exit"), _INSTEAD["exit"])
 
 
 def _wrong_stream(f: Facts) -> str:
@@ -626,7 +588,10 @@ _SENTENCES: dict[str, str | Callable[[Facts], str]] = {
         + f" of block {f.block(f.v[2])}" * (f.words == "remote")
     ),
     "shared-out-of-bounds": _shared_out_of_bounds,
-    "index-out-of-bounds": _index_out_of_bounds,
+    "index-out-of-bounds": lambda f: (
+        f"{f.who} uses{f.here} index {f.v[0]} of an array of type "
+        + re.sub(r"\s*\[", " [", f.words.strip("'"), count=1)
+    ),
     "not-shared": "{f.who} takes{f.here} the shared-memory address of a pointer that does not point there",
     "global-out-of-bounds": _global_out_of_bounds,
     "read-only": "{f.who} {f.does_globally}{f.here} {f.array}, which the entry declares const",
@@ -635,8 +600,14 @@ _SENTENCES: dict[str, str | Callable[[Facts], str]] = {
     "copy-size": "{f.who} asks cp.async{f.here} for {f.v[0]} source bytes of {f.v[1]}",
     "divergent": _divergent,
     "deadlock": _deadlock,
-    "lanes-missing": _lanes_missing,
-    "exited-lanes": _exited_lanes,
+    "lanes-missing": lambda f: (
+        f"{f.who} executes {f.how}{f.here} with lanes {lanes(f.v[0])} only, but it needs all 32: "
+        + (f"the warp has only {f.v[1]} threads" if f.v[1] < 32 else "the others have exited")
+    ),
+    "exited-lanes": lambda f: (
+        f"{f.who} calls {f.how}{f.here} with a mask that names lanes {lanes(f.v[0])}, which have exited or never come "
+        "here"
+    ),
     "mask-without-self": (
         "{f.who} calls {f.how}{f.here} with the mask {f.v[0]:#010x}, in which its own lane, {f.v[1]}, is missing"
     ),
@@ -739,7 +710,7 @@ _SENTENCES: dict[str, str | Callable[[Facts], str]] = {
         if f.how == "launch"
         else f"{f.who} was running{f.here} when it was interrupted"
     ),
-    "host-call": _host_call,
+    "host-call": lambda f: f"{f.who} calls {f.words}{f.here}, which is not emulated in a kernel: {_INSTEAD[f.words]}",
     "launch-in-kernel": (
         "{f.who} launches {f.words}{f.here}: a kernel that launches another is not emulated: launch it on the host"
     ),
@@ -767,11 +738,7 @@ _SIGNALS: dict[int, str] = {
 def host_end(entry: str, ending: Ending, here: str, seconds: float) -> str:
     """How the host part of an entry ended instead of returning; nothing where it returned.
 
-    Args:
-        entry: its name.
-        ending: see process.py.
-        here: " in line 12", or nothing.
-        seconds: what the call was allowed.
+    here: " in line 12", or nothing. seconds: what the call was allowed.
     """
     who = f"the host part of {entry}"
     said = f": {ending.text}" if ending.text else ""

@@ -6,8 +6,6 @@ keyword ``__noinline__`` (a name that the C++ library uses for itself). And the 
 entries are read, so that Python can call them with the right types.
 """
 
-from __future__ import annotations
-
 import bisect
 import ctypes
 import itertools
@@ -71,12 +69,7 @@ def _regions(text: str) -> Iterator[_Region]:
 
 
 class Preprocessed:
-    """The learner's part of a preprocessed source: all but the emulator's own headers and the system's.
-
-    Args:
-        text: what the compiler printed for ``-E``.
-        own: folders whose files are not the learner's.
-    """
+    """The learner's part of what the compiler printed for ``-E``: all but files in `own` folders and the system's."""
 
     def __init__(self, text: str, own: tuple[str, ...]):
         self.text = text
@@ -405,12 +398,7 @@ DTYPES = {
 
 
 def to_number(entry: str, p: Parameter, value: Any) -> bool | int | float:
-    """A value as the parameter's type wants it.
-
-    Raises:
-        TypeError: it is no such number.
-        ValueError: the type cannot hold it.
-    """
+    """A value as the parameter's type wants it. Raises TypeError: no such number; ValueError: it cannot be held."""
     kind: Any = C_TYPES.get(p.kind)
     if kind is None:
         raise TypeError(f"{entry}: {p.name} has the type {p.kind}; an entry takes pointers and plain numbers")

@@ -32,10 +32,9 @@ import torch
 from flashlab import runtime
 from flashlab.runtime import cache
 from flashlab.triton_tools import compile_child
-from flashlab.triton_tools.portable import NotPortable, jit_function, module_source, unwrap
+from flashlab.triton_tools.portable import jit_function, module_source, unwrap
 
-TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
-"""The targets that the course's kernels are compiled for."""
+TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")  # the targets that the course's kernels are compiled for
 
 OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
 TENSOR_CORE_OPCODES = ("HMMA", "HGMMA", "UTCHMMA", "IMMA", "QMMA", "QGMMA", "OMMA", "DMMA")
@@ -373,9 +372,3 @@ def _run_child(source: str, name: str, jobs: list[dict], timeout: float) -> tupl
         text = results.read_text(encoding="utf-8") if results.exists() else ""
         complaint = errors.read_text(errors="replace").strip().splitlines()
         return [json.loads(line) for line in text.splitlines() if line.endswith("}")], ended, "\n".join(complaint[-3:])
-
-
-__all__ = [
-    "TARGETS", "CompileChildError", "CompileReport", "CompileTimeout", "NotPortable",
-    "cache_folder", "compile_report", "compile_reports",
-]  # fmt: skip

@@ -6,8 +6,6 @@ to an element that a tensor does not have raises the sentence that the watched i
 raises AttributeError; float16 and float32 alone, no bfloat16.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Mapping
 from types import SimpleNamespace
@@ -92,19 +90,19 @@ class Pointer:
     def dtype(self) -> Any:
         return SimpleNamespace(element_ty=self.buffer.data.dtype)
 
-    def __add__(self, offsets: Any) -> Pointer:
+    def __add__(self, offsets: Any) -> "Pointer":
         return Pointer(self.buffer, np.add(self.at, offsets, dtype=np.int64))
 
-    def __sub__(self, offsets: Any) -> Pointer:
+    def __sub__(self, offsets: Any) -> "Pointer":
         return Pointer(self.buffer, np.subtract(self.at, offsets, dtype=np.int64))
 
     __radd__ = __add__
 
-    def __getitem__(self, key: Any) -> Pointer:
+    def __getitem__(self, key: Any) -> "Pointer":
         return Pointer(self.buffer, self.at[key])
 
     @property
-    def T(self) -> Pointer:
+    def T(self) -> "Pointer":
         return Pointer(self.buffer, np.transpose(self.at))
 
 

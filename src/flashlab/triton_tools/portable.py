@@ -74,7 +74,7 @@ class _Collector:
         if inspect.ismodule(value):
             self.values[name] = value
             self.imports.append(f"import {value.__name__} as {name}")
-        elif jit_function(value) and not _of_triton(value):
+        elif jit_function(value) and not (getattr(unwrap(value), "__module__", None) or "").startswith("triton."):
             self.add_definition(name, value)
         elif (origin := importable_as(value)) is not None:
             self.values[name] = value
@@ -162,10 +162,6 @@ def _jit_arguments(value) -> str:
         if setting := given.get(name, getattr(kernel, name, None)):
             found[name] = list(setting) if name != "noinline" else setting
     return f"({', '.join(f'{name}={setting!r}' for name, setting in found.items())})" if found else ""
-
-
-def _of_triton(value) -> bool:
-    return (getattr(unwrap(value), "__module__", None) or "").split(".")[0] == "triton"
 
 
 def importable_as(value) -> tuple[str, str] | None:

@@ -4,8 +4,6 @@ A `tl.constexpr` is known when a kernel is compiled, so of `if CAUSAL:` only one
 text of that, with its comments, for a reader; it is a kernel too, with the same parameters and the same result.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import textwrap

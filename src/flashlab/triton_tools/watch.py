@@ -27,8 +27,7 @@ from torch.utils._pytree import tree_map
 from flashlab import runtime
 from flashlab.triton_tools.portable import importable_as, module_source
 
-SECTOR_BYTES = 32
-"""HBM and L2 move whole sectors of this size, aligned to it."""
+SECTOR_BYTES = 32  # HBM and L2 move whole sectors of this size, aligned to it
 
 
 class OutOfBounds(IndexError):

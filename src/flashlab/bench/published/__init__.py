@@ -5,15 +5,12 @@
 {'batch': 1, 'heads': 1, 'seq_len': 1024, 'head_dim': 64, 'variant': 'naive_unfused', 'ms': 0.096726}
 """
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
 
-NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.csv")))
-"""The tables there are."""
+NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.csv")))  # the tables there are
 
 Value = int | float | str | None
 
@@ -34,6 +31,3 @@ def _value(text: str) -> Value:
         except ValueError:
             pass
     return text or None
-
-
-__all__ = ["FOLDER", "NAMES", "load"]

@@ -3,14 +3,10 @@
 play("ring")        as the last line of a cell; the figure above the cell stands for it where no JavaScript runs
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
 from IPython.display import HTML
-
-__all__ = ["WORDS", "play"]
 
 WORDS = {
     "softmax": "The online softmax, step by step, on numbers of yours.",

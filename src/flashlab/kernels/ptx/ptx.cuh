@@ -1,6 +1,6 @@
 // ptx.cuh - the tensor-core and copy instructions as functions: each is one line of inline PTX.
 //
-// That is what nvcc compiles. g++ and clang++ get the same functions from simt/ptx_emulated.h, which hands them to the
+// That is what nvcc compiles. g++ gets the same functions from simt/ptx_emulated.h, which hands them to the
 // emulator; this file is the border between the two.
 //
 // Registers are uint32_t and hold two 16-bit numbers, the one with the lower index in the lower half. T is __half or

@@ -1,7 +1,7 @@
 // ptx_cluster.cuh - thread block clusters (sm_90): blocks that run at the same time on neighbouring multiprocessors, a
 // barrier of all of them, and each other's shared memory ("distributed shared memory").
 //
-// That is what nvcc compiles. g++ and clang++ get the same functions from simt/ptx_cluster_emulated.h.
+// That is what nvcc compiles. g++ gets the same functions from simt/ptx_cluster_emulated.h.
 //
 // A launch with cudaLaunchAttributeClusterDimension makes clusters of blocks that follow each other in x; without it a
 // cluster is one block. Names and operand order follow the PTX ISA.

@@ -1,7 +1,7 @@
 // ptx_sm90.cuh - what Hopper (sm_90) adds for copies: barriers in shared memory that count arrivals and bytes, the
 // tensor memory accelerator (TMA) that fills them, and the instructions around these. Each is one line of inline PTX.
 //
-// That is what nvcc compiles. g++ and clang++ get the same functions from simt/ptx_sm90_emulated.h.
+// That is what nvcc compiles. g++ gets the same functions from simt/ptx_sm90_emulated.h.
 //
 // An mbarrier is 8 bytes of shared memory, 8-byte aligned, named by its 32-bit address. Bytes are copied by the async
 // proxy, another way into memory than loads and stores: see fence_proxy_async. A cluster is one block here: nothing

@@ -1,6 +1,6 @@
 // wgmma.cuh - the matrix product of Hopper (sm_90a): D += A B by the four warps of a warpgroup, which go on meanwhile.
 //
-// That is what nvcc compiles. g++ and clang++ get the same functions from simt/wgmma_emulated.h.
+// That is what nvcc compiles. g++ gets the same functions from simt/wgmma_emulated.h.
 //
 // A is 64 x 16, B 16 x N, D 64 x N, for every N that is a multiple of 8 up to 256; T is __half or __nv_bfloat16, the sums
 // are float. B lies in shared memory, A there (wgmma_ss) or in registers (wgmma_rs). A warpgroup is four warps whose first

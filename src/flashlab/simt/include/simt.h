@@ -1,7 +1,7 @@
 // simt.h - include this first in a .cu file, and the same file runs on a GPU and on a CPU.
 //
 //   nvcc          the header is empty.
-//   g++, clang++  the CUDA language is spelled in C++, and the kernels run in the emulator of ../runtime:
+//   g++           the CUDA language is spelled in C++, and the kernels run in the emulator of ../runtime:
 //                 a thread block is an OS thread, a CUDA thread is a fiber, and an operation of the whole
 //                 warp (shuffle, ldmatrix, mma) happens when the last of its lanes has arrived. A launch,
 //                 kernel<<<grid, block, shared_bytes, stream>>>(args...), is no C++: flashlab.simt rewrites it.

@@ -43,7 +43,7 @@ extern "C" void simt_cp_async(uint32_t dst, const void* src, int bytes, int src_
                  bytes);
     if (ok) me->copies.push_back({dst, (const char*)src, bytes, src_bytes, site, me->group});
 }
-extern "C" void simt_cp_async_commit() { kernel_lane(CALLER)->group++; }
+extern "C" void cp_async_commit() { kernel_lane(CALLER)->group++; }
 extern "C" void simt_cp_async_wait(int groups_left) {
     ENTER_FROM_KERNEL(me);
     if (groups_left < 0) me->group++, groups_left = 0;

@@ -32,11 +32,11 @@ void simt_tma_load(uint32_t dst, const CUtensorMap* map, uint32_t bar, const int
     BulkCopy load = tensor_copy(me, "tma_load", map, dst, at, rank);
     issue(me, load, TMA_LOAD, bar);
 }
-void simt_tma_prefetch(const CUtensorMap* map) {
+void tma_prefetch(const CUtensorMap* map) {
     ENTER_FROM_KERNEL(me);
     check_map(me, "tma_prefetch", map);
 }
-void simt_bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar) {
+void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar) {
     ENTER_FROM_KERNEL(me);
     BulkCopy load = row_copy(me, "bulk_load", (uintptr_t)src, dst, bytes);
     issue(me, load, BULK_LOAD, bar);

@@ -84,11 +84,11 @@ void simt_tma_store(const CUtensorMap* map, uint32_t src, const int* at, int ran
     if (!add) copy.map.dims[0] = (copy.map.dims[0] * map->item + 15) / 16 * 16 / map->item;
     issue(me, copy, add ? TMA_REDUCE : TMA_STORE);
 }
-void simt_bulk_store(void* dst, uint32_t src, uint32_t bytes) {
+void bulk_store(void* dst, uint32_t src, uint32_t bytes) {
     ENTER_FROM_KERNEL(me);
     issue(me, row_copy(me, "bulk_store", (uintptr_t)dst, src, bytes), BULK_STORE);
 }
-void simt_bulk_commit() { kernel_lane(CALLER)->bulk_group++; }
+void bulk_commit() { kernel_lane(CALLER)->bulk_group++; }
 void simt_bulk_wait(int groups_left, int read) {
     ENTER_FROM_KERNEL(me);
     size_t done = 0;

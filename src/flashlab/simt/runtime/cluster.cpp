@@ -268,8 +268,8 @@ static uint8_t* reach(Lane* me, uint32_t address, int bytes, bool writes) {
 
 // ---- what the kernel calls ----------------------------------------------------------------------
 extern "C" {
-uint32_t simt_cluster_rank() { return (uint32_t)kernel_lane(CALLER)->block->rank; }
-uint32_t simt_cluster_size() { return kernel_lane(CALLER)->block->launch->cluster; }
+uint32_t cluster_rank() { return (uint32_t)kernel_lane(CALLER)->block->rank; }
+uint32_t cluster_size() { return kernel_lane(CALLER)->block->launch->cluster; }
 void simt_cluster_arrive(int release_too) {
     ENTER_FROM_KERNEL(me);
     Cluster& c = cluster_of(me->block);
@@ -286,12 +286,12 @@ void simt_cluster_arrive(int release_too) {
     c.end_phase_if_all_have_arrived();
     go_on_after_release(me);
 }
-void simt_cluster_wait() {
+void cluster_wait() {
     ENTER_FROM_KERNEL(me);
     if (me->cluster_arrivals == me->cluster_waits) file_fatal(me, {"cluster-barrier", "cluster_wait"});
     wait_for_others(me, IN_CLUSTER);
 }
-uint32_t simt_cluster_address(uint32_t shared_address, uint32_t rank) {
+uint32_t cluster_address(uint32_t shared_address, uint32_t rank) {
     return (shared_address & ((1u << RANK_SHIFT) - 1)) | (rank < NO_RANK ? rank + 1 : NO_RANK) << RANK_SHIFT;
 }
 void simt_cluster_store(uint32_t address, const void* from, int bytes) {

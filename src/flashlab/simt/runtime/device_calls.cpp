@@ -5,22 +5,15 @@
 #include "values.h"
 #include <stdarg.h>
 #include <time.h>
-#ifdef __x86_64__
-#include <x86intrin.h>
-#endif
 
 namespace simt {
 
 extern "C" {
 // ---- odds and ends ---------------------------------------------------------------------------------
 long long clock64() {
-#ifdef __x86_64__
-    return (long long)__rdtsc();
-#else
     timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return t.tv_sec * 1000000000ll + t.tv_nsec;
-#endif
 }
 void simt_bounds(long long threads, ...) {
     Lane* me = kernel_lane(CALLER);
@@ -50,9 +43,6 @@ uint32_t simt_shared_address(const void* p) {
         file_fatal(me, {"not-shared"}, cudaErrorIllegalAddress);
     }
     return (uint32_t)(a - w.base);
-}
-void* simt_shared_pointer(uint32_t address) {
-    return (void*)(kernel_lane(CALLER)->block->worker->window.base + address);
 }
 
 // ---- atomics ------------------------------------------------------------------------------------

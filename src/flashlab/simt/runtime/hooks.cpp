@@ -1,4 +1,4 @@
-// The eyes of the watched build. g++ and clang++ with -fsanitize=thread call a function before each load and
+// The eyes of the watched build. g++ with -fsanitize=thread calls a function before each load and
 // store that may touch memory others can see, and with -fsanitize=bounds one for each index that is too
 // large. Those functions usually come from a library of the compiler; here they are ours.
 #include "faults.h"
@@ -108,15 +108,7 @@ extern "C" {
     void __tsan_volatile_read##n(void* p) { hook(p, n, false, VOLATILE, CALLER); } \
     void __tsan_volatile_write##n(void* p) { hook(p, n, true, VOLATILE, CALLER); } \
     void __tsan_unaligned_volatile_read##n(void* p) { hook(p, n, false, UNALIGNED, CALLER); } \
-    void __tsan_unaligned_volatile_write##n(void* p) { hook(p, n, true, UNALIGNED, CALLER); } \
-    void __tsan_read_write##n(void* p) { \
-        hook(p, n, false, PLAIN, CALLER); \
-        hook(p, n, true, PLAIN, CALLER); \
-    } \
-    void __tsan_unaligned_read_write##n(void* p) { \
-        hook(p, n, false, UNALIGNED, CALLER); \
-        hook(p, n, true, UNALIGNED, CALLER); \
-    }
+    void __tsan_unaligned_volatile_write##n(void* p) { hook(p, n, true, UNALIGNED, CALLER); }
 // clang-format off
 HOOKS(1)
 HOOKS(2)
@@ -126,24 +118,18 @@ HOOKS(16)
 // clang-format on
 void __tsan_read_range(void* p, long bytes) { range(p, bytes, false, CALLER); }
 void __tsan_write_range(void* p, long bytes) { range(p, bytes, true, CALLER); }
-// Copies of whole structs. Newer versions of clang++ call __tsan_memcpy. Older ones call memcpy: the linker
-// then makes it __wrap_memcpy, for a watched build (build.py).
+// Copies of whole structs, by the functions of language.h.
 static void copied(const void* to, const void* from, size_t bytes, uintptr_t pc) {
     Lane* me = current_lane();
     if (!me || me->block->worker->inside) return;
     if (from) range((char*)from, (long)bytes, false, pc);
     range((char*)to, (long)bytes, true, pc);
 }
-#define COPY_HOOKS(prefix) \
-    void* prefix##memcpy(void* to, const void* from, size_t n) { \
-        return copied(to, from, n, CALLER), memcpy(to, from, n); \
-    } \
-    void* prefix##memmove(void* to, const void* from, size_t n) { \
-        return copied(to, from, n, CALLER), memmove(to, from, n); \
-    } \
-    void* prefix##memset(void* to, int byte, size_t n) { return copied(to, nullptr, n, CALLER), memset(to, byte, n); }
-COPY_HOOKS(__wrap_)
-COPY_HOOKS(__tsan_)
+void* __tsan_memcpy(void* to, const void* from, size_t n) { return copied(to, from, n, CALLER), memcpy(to, from, n); }
+void* __tsan_memmove(void* to, const void* from, size_t n) {
+    return copied(to, from, n, CALLER), memmove(to, from, n);
+}
+void* __tsan_memset(void* to, int byte, size_t n) { return copied(to, nullptr, n, CALLER), memset(to, byte, n); }
 void __tsan_init() {}
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
@@ -162,10 +148,6 @@ void __tsan_vptr_read(void**) {}
     FETCH_HOOK(bits, T, fetch_and, __atomic_fetch_and) \
     FETCH_HOOK(bits, T, fetch_or, __atomic_fetch_or) \
     FETCH_HOOK(bits, T, fetch_xor, __atomic_fetch_xor) \
-    T __tsan_atomic##bits##_compare_exchange_val(volatile T* p, T e, T v, int, int) { \
-        __atomic_compare_exchange_n(p, &e, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST); \
-        return e; \
-    } \
     int __tsan_atomic##bits##_compare_exchange_strong(volatile T* p, T* e, T v, int, int) { \
         return __atomic_compare_exchange_n(p, e, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST); \
     } \
@@ -199,7 +181,6 @@ static void index_out_of_bounds(UbsanIndex* data, uintptr_t index, uintptr_t pc)
     file(me, {"index-out-of-bounds", "", data->array->name, {narrow ? (int32_t)index : (int64_t)index}});
 }
 void __ubsan_handle_out_of_bounds(UbsanIndex* data, uintptr_t index) { index_out_of_bounds(data, index, CALLER); }
-void __ubsan_handle_out_of_bounds_abort(UbsanIndex* data, uintptr_t index) { index_out_of_bounds(data, index, CALLER); }
 
 // -fsanitize=alignment: an access through a pointer that is no multiple of what its type wants. (Where the compiler
 // knows that, an access comes as an unaligned one, as those of memcpy do.)
@@ -217,7 +198,6 @@ static void misaligned(const UbsanMismatch* data, uintptr_t a, uintptr_t pc) {
     file_misaligned(me, a, bytes, data->kind == 1 ? "store" : "load");
 }
 void __ubsan_handle_type_mismatch_v1(UbsanMismatch* data, uintptr_t a) { misaligned(data, a, CALLER); }
-void __ubsan_handle_type_mismatch_v1_abort(UbsanMismatch* data, uintptr_t a) { misaligned(data, a, CALLER); }
 }
 
 }  // namespace simt

@@ -275,7 +275,7 @@ struct Worker {  // an OS thread that runs blocks
 struct Settings {     // set by Python
     int threads = 2;  // OS threads
     size_t shared_limit = MAX_SHARED;
-    int multiprocessors = 132, capability = 90;
+    int multiprocessors = 132;
     bool checked = false;  // a watched build
     uint64_t timeline = 0;  // of how many blocks the events are kept
     const void* stream = nullptr;  // that the entry is given, if it takes one

@@ -147,7 +147,7 @@ void add_load(Lane* me, Mbarrier& bar, uint32_t address, const BulkCopy& load) {
 }
 
 extern "C" {
-void simt_mbarrier_init(uint32_t bar, int arrivals) {
+void mbarrier_init(uint32_t bar, int arrivals) {
     ENTER_FROM_KERNEL(me);
     Worker* worker = me->block->worker;
     check_address(me, bar);
@@ -157,7 +157,7 @@ void simt_mbarrier_init(uint32_t bar, int arrivals) {
     if (me->block->launch->checked) worker->shadow->make_mbarrier(me, bar, worker->sites->find(me->pc, MBARRIER_INIT));
     mbarriers(me).make(me, bar, arrivals);
 }
-void simt_mbarrier_inval(uint32_t bar) {
+void mbarrier_inval(uint32_t bar) {
     ENTER_FROM_KERNEL(me);
     const Mbarrier& there = mbarrier_at(me, bar, "mbarrier_inval");
     const size_t loads = there.loads.size(), waiting = there.waiting.size();
@@ -166,26 +166,26 @@ void simt_mbarrier_inval(uint32_t bar) {
     if (me->block->launch->checked) me->block->worker->shadow->end_mbarrier(bar);
     mbarriers(me).end(bar);
 }
-void simt_mbarrier_arrive(uint32_t bar) {
+void mbarrier_arrive(uint32_t bar) {
     ENTER_FROM_KERNEL(me);
     arrive(me, bar, "mbarrier_arrive", 0);
 }
-void simt_mbarrier_arrive_expect_tx(uint32_t bar, uint32_t bytes) {
+void mbarrier_arrive_expect_tx(uint32_t bar, uint32_t bytes) {
     ENTER_FROM_KERNEL(me);
     arrive(me, bar, "mbarrier_arrive_expect_tx", bytes);
 }
-void simt_mbarrier_expect_tx(uint32_t address, uint32_t bytes) {
+void mbarrier_expect_tx(uint32_t address, uint32_t bytes) {
     ENTER_FROM_KERNEL(me);
     expect(me, mbarrier_at(me, address, "mbarrier_expect_tx"), bytes, "mbarrier_expect_tx");
 }
-void simt_fence_mbarrier_init() {
+void fence_mbarrier_init() {
     ENTER_FROM_KERNEL(me);
     for (auto& entry : mbarriers(me).all) {
         Mbarrier& bar = entry.second;
         if (bar.init.thread == (uint64_t)me->id && !bar.init_fenced) bar.init_fenced = me->warp->time;
     }
 }
-int simt_mbarrier_test_wait(uint32_t address, uint32_t parity) {
+bool mbarrier_test_wait(uint32_t address, uint32_t parity) {
     ENTER_FROM_KERNEL(me);
     const bool no = to_wait_for(me, address, parity, "mbarrier_test_wait").gives_up(me, parity);
     count_access(me, me->block->worker->sites->find(me->pc, MBARRIER_WAIT), NO_ADDRESS, 0);

@@ -567,8 +567,8 @@ extern "C" int simt_device_attribute(int attribute) {
     // Of each block the system keeps 1 KB, so that a block can have all of an SM's but that.
     case cudaDevAttrMaxSharedMemoryPerMultiprocessor: return (int)settings.shared_limit + 1024;
     case cudaDevAttrMultiProcessorCount: return settings.multiprocessors;
-    case cudaDevAttrComputeCapabilityMajor: return settings.capability / 10;
-    case cudaDevAttrComputeCapabilityMinor: return settings.capability % 10;
+    case cudaDevAttrComputeCapabilityMajor: return 9;
+    case cudaDevAttrComputeCapabilityMinor: return 0;
     default: return 0;
     }
 }

@@ -171,8 +171,8 @@ static void serve_call(const std::string& text, int file) {
             in >> word;
             call.function = dlsym(module, word.c_str());
         } else if (word == "settings") {
-            in >> settings.threads >> settings.shared_limit >> settings.multiprocessors >> settings.capability >>
-                settings.checked >> settings.timeline;
+            in >> settings.threads >> settings.shared_limit >> settings.multiprocessors >> settings.checked >>
+                settings.timeline;
         } else if (word == "memory") {
             in >> mapping.bytes;
             void* p = mmap(nullptr, mapping.bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);

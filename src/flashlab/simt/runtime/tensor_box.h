@@ -4,7 +4,7 @@
 // of 32, 64 or 128 bytes: by the address itself, whose bits 4 to 6 are xored with bits 7 to 9 (128B), 4 and 5 with 7
 // and 8 (64B), 4 with 7 (32B).
 #pragma once
-#include "../include/simt/ptx_sm90_ops.h"
+#include "../include/simt/ptx_sm90_emulated.h"
 #include <algorithm>
 
 namespace simt {

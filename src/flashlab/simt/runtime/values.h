@@ -12,11 +12,7 @@
 
 namespace simt {
 
-#ifdef __clang__
-constexpr uint32_t NEVER_SET = 0xaaaaaaaau;
-#else
 constexpr uint32_t NEVER_SET = 0xfefefefeu;
-#endif
 
 // Do these bytes hold what was never set? At least half of them: a struct may have padding, of one word in
 // four. A single byte of that value says nothing.

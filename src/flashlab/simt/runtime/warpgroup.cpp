@@ -312,11 +312,11 @@ void simt_wgmma(const SimtWgmmaIn* in, int variant) {
     ENTER_FROM_KERNEL(me);
     join_collective(me, SIMT_WGMMA, ~0u, in, nullptr, variant);
 }
-void simt_wgmma_fence() {
+void wgmma_fence() {
     ENTER_FROM_KERNEL(me);
     join_collective(me, SIMT_WGMMA_FENCE, ~0u, nullptr, nullptr, 0);
 }
-void simt_wgmma_commit() {
+void wgmma_commit() {
     ENTER_FROM_KERNEL(me);
     join_collective(me, SIMT_WGMMA_COMMIT, ~0u, nullptr, nullptr, 0);
 }

@@ -58,13 +58,8 @@ SIMT_INLINE void* simt_memset(void* to, int byte, size_t n) { return __tsan_mems
 // One thread block runs on one OS thread, so that "one copy a block" is "one copy an OS thread". The arrays
 // named by `extern __shared__ T name[]` all get the address of the block's dynamic shared memory, when the
 // module is linked.
-// __constinit tells g++ that it need not ask at each use whether a constructor has run; clang++ sees that for
-// itself.
-#ifdef __clang__
-#define __shared__ thread_local
-#else
+// __constinit tells g++ that it need not ask at each use whether a constructor has run.
 #define __shared__ __constinit thread_local
-#endif
 
 // ---- vector types -------------------------------------------------------------------------------
 // Their alignment is what makes one 8- or 16-byte access of a lane: it is CUDA's.
@@ -111,13 +106,12 @@ constexpr int warpSize = 32;
 
 // ---- odds and ends ------------------------------------------------------------------------------
 extern "C" {
-long long clock64();  // cycles of the CPU: they order events, they measure nothing of a GPU
+long long clock64();  // nanoseconds of the CPU: they order events, they measure nothing of a GPU
 void simt_bounds(long long threads, ...);  // the launch may have so many in a block
 void simt_fence();
 void simt_yield();    // let the other threads of the block run
 void simt_trap() __attribute__((noreturn));
 }
-SIMT_INLINE long long wall_clock64() { return clock64(); }
 SIMT_INLINE void __nanosleep(unsigned) { simt_yield(); }
 SIMT_INLINE void __threadfence_block() { asm volatile("" ::: "memory"); }  // a block is one OS thread
 SIMT_INLINE void __threadfence() { simt_fence(); }

@@ -4,23 +4,17 @@
 #include "ptx_ops.h"
 
 extern "C" {
-uint32_t simt_cluster_rank();
-uint32_t simt_cluster_size();
+uint32_t cluster_rank();
+uint32_t cluster_size();
 void simt_cluster_arrive(int release);
-void simt_cluster_wait();
-uint32_t simt_cluster_address(uint32_t shared_address, uint32_t rank);
+void cluster_wait();
+uint32_t cluster_address(uint32_t shared_address, uint32_t rank);
 void simt_cluster_store(uint32_t address, const void* from, int bytes);
 void simt_cluster_load(uint32_t address, void* to, int bytes);
 }
 
-SIMT_INLINE uint32_t cluster_rank() { return simt_cluster_rank(); }
-SIMT_INLINE uint32_t cluster_size() { return simt_cluster_size(); }
 SIMT_INLINE void cluster_arrive() { simt_cluster_arrive(1); }
 SIMT_INLINE void cluster_arrive_relaxed() { simt_cluster_arrive(0); }
-SIMT_INLINE void cluster_wait() { simt_cluster_wait(); }
-SIMT_INLINE uint32_t cluster_address(uint32_t shared_address, uint32_t rank) {
-    return simt_cluster_address(shared_address, rank);
-}
 
 #define SIMT_CLUSTER_ACCESS(type, load) \
     SIMT_INLINE void cluster_store(uint32_t address, type v) { simt_cluster_store(address, &v, sizeof v); } \

@@ -51,7 +51,6 @@ SIMT_INLINE void cp_async(uint32_t dst, const void* src, int src_bytes = BYTES) 
     static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async copies 4, 8 or 16 bytes");
     simt_cp_async(dst, src, BYTES, src_bytes);
 }
-SIMT_INLINE void cp_async_commit() { simt_cp_async_commit(); }
 template <int N>
 SIMT_INLINE void cp_async_wait() {
     simt_cp_async_wait(N);

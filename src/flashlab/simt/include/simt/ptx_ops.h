@@ -20,13 +20,11 @@ enum { SIMT_MATRIX_TRANS = 8 };  // ldmatrix, stmatrix: added to the count (1, 2
 
 extern "C" {
 uint32_t simt_shared_address(const void* p);  // the 32-bit address of a byte of shared memory
-void* simt_shared_pointer(uint32_t address);
 void simt_cp_async(uint32_t dst, const void* src, int bytes, int src_bytes);
-void simt_cp_async_commit();
+void cp_async_commit();
 void simt_cp_async_wait(int groups_left);  // -1: wait_all
 }
 SIMT_INLINE size_t __cvta_generic_to_shared(const void* p) { return simt_shared_address(p); }
-SIMT_INLINE void* __cvta_shared_to_generic(size_t a) { return simt_shared_pointer((uint32_t)a); }
 
 SIMT_INLINE void simt_ldmatrix(uint32_t* r, uint32_t address, int count, int trans) {
     simt_warp(SIMT_LDMATRIX, 0xffffffffu, &address, r, count | trans);
@@ -39,10 +37,3 @@ SIMT_INLINE void simt_stmatrix(uint32_t address, const uint32_t* r, int count, i
 SIMT_INLINE void simt_mma(uint32_t* d, const SimtMmaIn& in, int variant) {
     simt_warp(SIMT_MMA, 0xffffffffu, &in, d, variant);
 }
-
-// The intrinsics of <cuda_pipeline.h> that have the same meaning
-SIMT_INLINE void __pipeline_memcpy_async(void* dst, const void* src, size_t bytes, size_t zero_fill = 0) {
-    simt_cp_async(simt_shared_address(dst), src, (int)bytes, (int)(bytes - zero_fill));
-}
-SIMT_INLINE void __pipeline_commit() { simt_cp_async_commit(); }
-SIMT_INLINE void __pipeline_wait_prior(size_t n) { simt_cp_async_wait((int)n); }

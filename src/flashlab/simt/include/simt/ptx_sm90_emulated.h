@@ -1,17 +1,30 @@
-// The functions of ptx_sm90.cuh for a host compiler: each calls the emulator where nvcc would see inline PTX.
+// The functions of ptx_sm90.cuh for a host compiler: each is the emulator where nvcc would see inline PTX.
 // ptx_sm90.cuh says what they do, and includes this file.
 #pragma once
-#include "ptx_sm90_ops.h"
+#include "ptx_ops.h"
+#include "tensor_map_types.h"
+
+extern "C" {
+void mbarrier_init(uint32_t bar, int arrivals);
+void mbarrier_inval(uint32_t bar);
+void mbarrier_arrive(uint32_t bar);
+void mbarrier_arrive_expect_tx(uint32_t bar, uint32_t bytes);
+void mbarrier_expect_tx(uint32_t bar, uint32_t bytes);
+[[nodiscard]] bool mbarrier_test_wait(uint32_t bar, uint32_t parity);
+int simt_mbarrier_wait(uint32_t bar, uint32_t parity, int may_give_up);
+void fence_mbarrier_init();
+void simt_fence_proxy_async(int global);
+void simt_tma_load(uint32_t dst, const CUtensorMap* map, uint32_t bar, const int* at, int rank);
+void simt_tma_store(const CUtensorMap* map, uint32_t src, const int* at, int rank, int add);
+void tma_prefetch(const CUtensorMap* map);
+void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar);
+void bulk_store(void* dst, uint32_t src, uint32_t bytes);
+void bulk_commit();
+void simt_bulk_wait(int groups_left, int read);  // read: only until shared memory has been read
+void simt_setmaxnreg(int registers, int increase);
+}
 
 // ---- mbarrier -----------------------------------------------------------------------------------
-SIMT_INLINE void mbarrier_init(uint32_t bar, int arrivals) { simt_mbarrier_init(bar, arrivals); }
-SIMT_INLINE void mbarrier_inval(uint32_t bar) { simt_mbarrier_inval(bar); }
-SIMT_INLINE void mbarrier_arrive(uint32_t bar) { simt_mbarrier_arrive(bar); }
-SIMT_INLINE void mbarrier_arrive_expect_tx(uint32_t bar, uint32_t bytes) { simt_mbarrier_arrive_expect_tx(bar, bytes); }
-SIMT_INLINE void mbarrier_expect_tx(uint32_t bar, uint32_t bytes) { simt_mbarrier_expect_tx(bar, bytes); }
-[[nodiscard]] SIMT_INLINE bool mbarrier_test_wait(uint32_t bar, uint32_t parity) {
-    return simt_mbarrier_test_wait(bar, parity);
-}
 [[nodiscard]] SIMT_INLINE bool mbarrier_try_wait(uint32_t bar, uint32_t parity) {
     return simt_mbarrier_wait(bar, parity, 1);
 }
@@ -21,7 +34,6 @@ SIMT_INLINE void mbarrier_expect_tx(uint32_t bar, uint32_t bytes) { simt_mbarrie
 SIMT_INLINE void mbarrier_wait(uint32_t bar, uint32_t parity) { simt_mbarrier_wait(bar, parity, 0); }
 
 // ---- fences -------------------------------------------------------------------------------------
-SIMT_INLINE void fence_mbarrier_init() { simt_fence_mbarrier_init(); }
 SIMT_INLINE void fence_proxy_async() { simt_fence_proxy_async(0); }
 SIMT_INLINE void fence_proxy_async_global() { simt_fence_proxy_async(1); }
 
@@ -45,14 +57,8 @@ SIMT_INLINE void tma_reduce_add(const CUtensorMap* map, uint32_t src, int c0, C.
     const int at[] = {c0, (int)c...};
     simt_tma_store(map, src, at, 1 + sizeof...(C), 1);
 }
-SIMT_INLINE void tma_prefetch(const CUtensorMap* map) { simt_tma_prefetch(map); }
 
 // ---- bulk copies --------------------------------------------------------------------------------
-SIMT_INLINE void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar) {
-    simt_bulk_load(dst, src, bytes, bar);
-}
-SIMT_INLINE void bulk_store(void* dst, uint32_t src, uint32_t bytes) { simt_bulk_store(dst, src, bytes); }
-SIMT_INLINE void bulk_commit() { simt_bulk_commit(); }
 template <int N>
 SIMT_INLINE void bulk_wait() {
     simt_bulk_wait(N, 0);

@@ -4,8 +4,6 @@
 #pragma once
 #include "wgmma_ops.h"
 
-SIMT_INLINE void wgmma_fence() { simt_wgmma_fence(); }
-SIMT_INLINE void wgmma_commit() { simt_wgmma_commit(); }
 template <int PENDING>
 SIMT_INLINE void wgmma_wait() {
     static_assert(PENDING >= 0 && PENDING <= 7, "wgmma_wait leaves 0 to 7 groups under way");

@@ -1,6 +1,6 @@
 // The emulator's operations of a warpgroup: what wgmma_emulated.h calls where nvcc would see inline PTX.
 #pragma once
-#include "ptx_sm90_ops.h"
+#include "ptx_sm90_emulated.h"
 
 enum SimtWgmma {  // added to N
     SIMT_WGMMA_BF16 = 512,
@@ -17,7 +17,7 @@ struct SimtWgmmaIn {
 
 extern "C" {
 void simt_wgmma(const SimtWgmmaIn* in, int variant);
-void simt_wgmma_fence();
-void simt_wgmma_commit();
+void wgmma_fence();
+void wgmma_commit();
 void simt_wgmma_wait(int groups_left);
 }
