@@ -33,10 +33,13 @@ from flashlab.check.lookup import Row
 from flashlab.check.poison import MarkedEmpty, mark_unwritten, unwritten
 from flashlab.cuda import CompileError, CudaModule
 from flashlab.simt import SimtError
+from flashlab.simt.report import Event
 from flashlab.simt.sentences import KINDS
 from flashlab.simt.source import blank_comments
 
 FOLDER = Path(__file__).parent / "changes"
+_SHOWN = 60  # characters of a line
+_MARK = "flashlab_answer;"
 _SECONDS = 2.0  # that a change may take on one input
 _LONGEST = 200  # characters of two causes
 _ALMOST = 0.35  # costs so near say nothing about which is likelier
@@ -55,6 +58,14 @@ Seen = list[Any]  # for each input: a finding, or the sums of its outputs, behin
 Outputs = Sequence[torch.Tensor]
 _ACCESS = re.compile(r"\b(?:reads?|writes?|wrote|fills?)\b(?: with \w+)?")  # of a race: which came first
 _MISSING = re.compile(r"(?:bytes|parity|phase|Barrier) \d+|\d+(?: of \d+)? arrivals? missing|has \d+ of the \d+")
+# What is told beside a right answer's: where, and the number that comes with it.
+_BESIDE = {
+    "mbarrier-wait": ("waits for {}", "asks for parity {1} of {0}"),
+    "arrive": ("arrives at {}", "announces {1} bytes at {0}"),
+    "load": ("fills {}", "fills {1} bytes of {0}"),
+    "barrier": ("comes to barrier {}", "meets {1} threads at barrier {0}"),
+    "barrier-arrive": ("arrives at barrier {}", "is one of {1} threads at barrier {0}"),
+}
 _DONE = ("arrive", "mbarrier-wait", "load", "store", "barrier", "barrier-arrive", "wgmma", "wait", "registers")
 
 
@@ -108,7 +119,16 @@ def traced(run: Callable[[CudaModule], Outputs], warps: Collection[int] = range(
         did = [[e.did, *e.values] for w in warps for e in events if e.warp == w and e.did in _DONE]
         return _marked(errors, did, [] if errors else outputs)
 
+    kept.traced = run  # type: ignore[attr-defined]
     return kept
+
+
+def _events(module: CudaModule, run: Callable[[CudaModule], Outputs]) -> list[Event]:
+    """What the warps of the first block did; of a run that goes wrong, as far as it went."""
+    with contextlib.suppress(SimtError):
+        run(module)
+    launches = [x.events for x in module.report.launches] if module.report is not None else []
+    return [e for e in max(launches, key=len, default=[]) if not e.block and e.did in _BESIDE]
 
 
 def all_found(run: Callable[[CudaModule], Outputs], ended: bool = False) -> Callable[[CudaModule], Any]:
@@ -132,6 +152,7 @@ def all_found(run: Callable[[CudaModule], Outputs], ended: bool = False) -> Call
         did = [(name, report.counters[name]) for name in ("cp_async", "mma_during_copies", "mma_copy_groups")]
         return _marked(hazards, did, outputs)
 
+    kept.traced = run  # type: ignore[attr-defined]
     return kept
 
 
@@ -153,6 +174,7 @@ class Trials:
         equal: {piece of what is said of a change: why it is as right}.
         read: the statements of an answer, where it is not these alone; unread: the answer of such statements.
         unless: {slug of a row: a pattern}, of what an answer has to which the row does not speak.
+        lies: what is at a byte of the dynamic shared memory, in words, where that is known.
     """
 
     id: str
@@ -169,6 +191,7 @@ class Trials:
     read: Callable[[str], str] = str
     unread: Callable[[str], str] = str
     unless: Mapping[str, str] = field(default_factory=dict)
+    lies: Callable[[int], str | None] = lambda byte: None
 
     def __post_init__(self) -> None:
         TRIALS[self.id] = self
@@ -225,6 +248,51 @@ class Trials:
         near = (x[1] for x in fitting[1:] if x[0] != slug and x[2] <= cost + _ALMOST)
         other = next((x for x in near if x.partition(":")[0] != fitting[0][1].partition(":")[0]), None)
         return slug, f"{said}. Or: {other}" if other and len(said + other) < _LONGEST else said
+
+    def beside(self, module: CudaModule) -> str:
+        """In words, the first thing that a line of the answer does otherwise than a right answer, of runs with a trace:
+        a warp's waits, arrivals and copies come in one order each, whatever the answer's style.
+        """
+        lines, right = module.code.splitlines(), None
+        frame = self.place(joined([_MARK] * len(parted(self.kept["text"])))).splitlines()
+        marked = [i for i, line in enumerate(frame) if _MARK in line]
+        own = range(marked[0] + 1, len(lines) - len(frame) + marked[-1] + 2)
+        for run in (x.traced for x in self.runs if hasattr(x, "traced")):
+            if not (mine := _events(module, run)):
+                continue
+            right = right or self.build(self.place(self.kept["text"]))
+            theirs = _events(right, run)
+            wanted: dict[tuple[int, str], list[Event]] = {}
+            for e in theirs:
+                wanted.setdefault((e.warp, e.did), []).append(e)
+            done, times = Counter[tuple[int, str]](), Counter[tuple[int, int]]()
+            for e in mine:
+                of = wanted.get((e.warp, e.did), [])
+                nth, done[e.warp, e.did] = done[e.warp, e.did], done[e.warp, e.did] + 1
+                times[e.warp, e.line or 0] += 1
+                free = e.did.startswith("barrier") and e.values[0] not in {
+                    x.values[0] for x in theirs if x.did == e.did
+                }
+                if nth < len(of) and of[nth].values[free:] == e.values[free:]:  # any barrier will do that nobody uses
+                    continue
+                if e.line is None or e.line not in own:
+                    break  # another thing before it was otherwise, or it cannot be said where
+                code = lines[e.line - 1].split("//")[0].strip()
+                code = code if len(code) < _SHOWN else f"{code[:_SHOWN]} …"
+                nth_time = f"`{code}`, the {_nth(times[e.warp, e.line])} time"
+                return self._said_beside(nth_time, e, of[nth] if nth < len(of) else None)
+        return ""
+
+    def _said_beside(self, said: str, e: Event, other: Event | None) -> str:
+        where, number = _BESIDE[e.did]
+        named = [str(x.values[0]) if "barrier {}" in where else self.lies(x.values[0]) or f"byte {x.values[0]} of the "
+                 "shared memory" for x in (e, other) if x]  # fmt: skip
+        if other is None:
+            return f"{said}, {where.format(named[0])}: a right answer's warp does not, or not so often"
+        if e.values[0] != other.values[0]:
+            return f"{said}, {where.format(named[0])}, where a right answer {where.format(named[1])}"
+        right = number.format(named[1], other.values[1]).partition(" of ")[0].partition(" at ")[0]
+        return f"{said}, {number.format(named[0], e.values[1])}, where a right answer {right}"
 
     def _own(self, pattern: str, code: str) -> bool:
         """Whether the learner's part of the code has this pattern, spaces or not."""
@@ -374,6 +442,10 @@ def _piece(said: str) -> str:
 _KEPT = 7  # numbers of an output: unwritten, NaN, inf, -inf, the size, two sums
 
 
+def _nth(n: int) -> str:
+    return f"{n}{ {1: 'st', 2: 'nd', 3: 'rd'}.get(n, 'th') }"
+
+
 def _sums(x: torch.Tensor) -> list[Any]:
     blank = unwritten(x)
     x = x.detach().double().flatten()
@@ -429,6 +501,9 @@ def explained(module: Callable[[], CudaModule], *trials: Trials, vague: Sequence
         if failed.diagnosis not in plain and (not vague or failed.diagnosis in (*vague, *KINDS)):
             with contextlib.suppress(CheckFailed):  # it does not compile as it is looked at
                 found = next(filter(None, (x.explain(module()) for x in trials)), None)
+            beside = (x.beside(module()) for x in trials if found is None and failed.diagnosis in KINDS)
+            if said := next(filter(None, beside), ""):
+                raise CheckFailed(f"{said}\n{failed.sentence}", diagnosis=failed.diagnosis, case=failed.case) from None
         if found is None:
             raise
         slug, said = found

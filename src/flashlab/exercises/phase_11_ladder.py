@@ -438,6 +438,7 @@ def _stage_at(byte: int) -> str | None:
 
 PRODUCER = Trials(
     "11.8", _watched(_HEAD_DIM), region=True, place=lambda text: _with_producer(text).text, tol=1e-3, most=230,
+    lies=_stage_at,
     runs=[traced(_halves(*_PRODUCED[0], head_dim=_HEAD_DIM), (8, 9, 10, 11)),
           traced(_halves(2, 2, 1, 130, 200, True, head_dim=_HEAD_DIM), (8, 9, 10, 11))],
     notes={
@@ -1070,6 +1071,7 @@ _C = "float& c = s[4 * n + 2 * r + e];"
 _OF_S = "        wgmma_wait<0>();                                       // and to us"
 LOOP = Trials(
     "11.13", _watched(_HEAD_DIM), region=True, place=lambda text: _in_file(RING, "loop", text).text, tol=1e-3, most=230,
+    lies=_slot_at,
     runs=[traced(_halves(*_SEVERAL, head_dim=_HEAD_DIM), (0, 4)), _halves(1, 2, 1, 40, 24, True, head_dim=_HEAD_DIM)],
     notes={
         "2 * j": "K of tile j is item 2 j of the ring", "2 * j + 1": "V of tile j is item 2 j + 1",
