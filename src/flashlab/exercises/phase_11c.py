@@ -362,7 +362,7 @@ def _inputs(heads: int, kv_heads: int, seq_q: int, seq_k: int, causal: bool) -> 
     return [grad_o, q, k, v, o.half(), lse.float()]
 
 
-def _gradients(shape: Sequence[Any]) -> Callable[[CudaModule], Outputs]:
+def _gradients(shape: Sequence[Any], **options: Any) -> Callable[[CudaModule], Outputs]:
     given = _inputs(*shape)
 
     def run(module: CudaModule) -> Outputs:
@@ -372,6 +372,10 @@ def _gradients(shape: Sequence[Any]) -> Callable[[CudaModule], Outputs]:
             )
 
     return run
+
+
+def _traced(shape: Sequence[Any]) -> Callable[[CudaModule], Any]:
+    return all_found(_gradients(shape, timeout=4.0, timeline=1), ended=True)
 
 
 def _backward(text: Any) -> CudaModule:
@@ -406,7 +410,7 @@ def _dq_of_a_square(text: str) -> Source:
 _BOTH_STORED = "        named_barrier_sync(1 + CONSUMERS, CONSUMERS * GROUP);\n"
 _FENCE, _ARRIVE = "        fence_proxy_async();\n", "if (lane == 0) mbarrier_arrive"
 SQUARE = Trials(
-    "11c.3", _backward, [all_found(_gradients(_BACKWARD[0]), ended=True)], region=True, tol=1e-3, most=130,
+    "11c.3", _backward, [_traced(_BACKWARD[0])], region=True, tol=1e-3, most=130,
     place=lambda text: _dq_of_a_square(text).text,
     equal={
         "`1 + CONSUMERS`": "a named barrier that is free there", "the term `1`": "a named barrier that is free there",
@@ -518,7 +522,7 @@ def _ending(main_loop: str, store: str) -> Source:
 _ALL_READ = "named_barrier_sync(1 + CONSUMERS, CONSUMERS * GROUP);"
 _OWN_READ = "named_barrier_sync(1 + consumer, GROUP);"
 ENDING = Trials(
-    "11c.4", _backward, [all_found(_gradients(x), ended=True) for x in _BACKWARD[:2]], region=True,
+    "11c.4", _backward, [_traced(x) for x in _BACKWARD[:2]], region=True,
     tol=1e-3, most=100,
     place=lambda text: _ending(*parted(text)).text,
     equal={
