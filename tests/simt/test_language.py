@@ -75,14 +75,17 @@ def test_shuffles_of_part_of_a_warp(language):
     assert (out == np.where(LANES < 16, LANES ^ 1, 31)).all()
 
 
-def test_votes_and_reductions(language):
-    out = np.zeros(9, np.uint32)
-    assert language.run_votes(out).ok
+def test_votes_matches_and_reductions(language):
+    keys = (LANES % 5).astype(np.int32)
+    out = np.zeros(15, np.uint32)
+    assert language.run_votes(out, keys).ok
     bits = lambda chosen: int(sum(1 << int(lane) for lane in LANES[chosen]))  # noqa: E731
     assert out[0] == bits(LANES % 4 == 1)
-    assert out[1:5].tolist() == [1, 0, 1, 0]
-    assert out[5:8].tolist() == [496, 2**32 - 5, 31]
-    assert out[8] == bits(LANES % 2 == 1)  # the lanes that came to __activemask together
+    assert out[1:6].tolist() == [1, 0, 1, 0, 1]
+    assert out[6] == bits(keys == keys[3])
+    assert out[7:12].tolist() == [496, 2**32 - 5, 31, 2**32 - 1, 0]
+    assert out[12] == bits(LANES % 2 == 1)  # the lanes that came to __activemask together
+    assert out[13] == 2**32 - 1 and out[14] == 1
 
 
 def test_atomics(language):

@@ -83,8 +83,8 @@ __global__ void shuffle_in_halves(int* out) {  // two groups of lanes, each with
 }
 ENTRY run_shuffle_in_halves(int* out) { shuffle_in_halves<<<1, 32>>>(out); }
 
-// ---- votes, reductions, the active mask ---------------------------------------------------------
-__global__ void votes(unsigned* out) {  // out [9]
+// ---- votes, matches, reductions, the active mask ------------------------------------------------
+__global__ void votes(unsigned* out, const int* keys) {  // out [12]
     const int lane = threadIdx.x;
     const unsigned all = ~0u;
     const unsigned r[] = {__ballot_sync(all, lane % 4 == 1),
@@ -92,16 +92,23 @@ __global__ void votes(unsigned* out) {  // out [9]
                           (unsigned)__any_sync(all, 0),
                           (unsigned)__all_sync(all, lane < 32),
                           (unsigned)__all_sync(all, lane < 31),
+                          (unsigned)__uni_sync(all, 1),
+                          __match_any_sync(all, keys[lane]),
                           __reduce_add_sync(all, (unsigned)lane),
                           (unsigned)__reduce_min_sync(all, lane - 5),
-                          __reduce_max_sync(all, (unsigned)lane)};
+                          __reduce_max_sync(all, (unsigned)lane),
+                          __reduce_or_sync(all, 1u << lane),
+                          __reduce_xor_sync(all, (unsigned)lane)};
     if (lane == 3)
-        for (int i = 0; i < 8; i++) out[i] = r[i];
+        for (int i = 0; i < 12; i++) out[i] = r[i];
     unsigned active = 0;
     if (lane % 2) active = __activemask();
-    if (lane == 1) out[8] = active;
+    if (lane == 1) out[12] = active;
+    int same;
+    const unsigned match = __match_all_sync(all, 7, &same);
+    if (lane == 0) out[13] = match, out[14] = same;
 }
-ENTRY run_votes(unsigned* out) { votes<<<1, 32>>>(out); }
+ENTRY run_votes(unsigned* out, const int* keys) { votes<<<1, 32>>>(out, keys); }
 
 // ---- atomics ------------------------------------------------------------------------------------
 __global__ void atomics(int* i, float* f, __half2* h, unsigned* u) {

@@ -10,9 +10,9 @@
 namespace simt {
 
 const char* collective_name(int op, int param) {
-    static const char* const votes[] = {"__ballot_sync", "__any_sync", "__all_sync"};  // as SimtVote
+    static const char* const votes[] = {"__ballot_sync", "__any_sync", "__all_sync", "__uni_sync"};  // as SimtVote
     static const char* const names[] = {
-        "__syncwarp", "a shuffle", "a vote", "a __reduce_sync", "elect.sync", "ldmatrix",
+        "__syncwarp", "a shuffle", "a vote", "a __match_sync", "a __reduce_sync", "elect.sync", "ldmatrix",
         "stmatrix",   "mma",       "wgmma",  "wgmma_fence",    "wgmma_commit",    "wgmma_wait", "setmaxnreg"};
     static_assert(sizeof names / sizeof *names == SIMT_SETMAXNREG + 1, "each SimtOp has a name");
     return op == SIMT_VOTE ? votes[param] : names[op];
@@ -46,9 +46,25 @@ static void vote(Warp* warp, const Slot& slot) {
     for (int l = 0; l < WARP; l++)
         if ((slot.arrived >> l & 1) && *(const int*)warp->lanes[l].in) ballot |= 1u << l;
     const unsigned all = ballot == slot.arrived, any = ballot != 0;
-    const unsigned result = slot.param == SIMT_BALLOT ? ballot : slot.param == SIMT_ANY ? any : all;
+    const unsigned result = slot.param == SIMT_BALLOT ? ballot
+                            : slot.param == SIMT_ANY  ? any
+                            : slot.param == SIMT_ALL  ? all
+                                                      : all || !any;
     for (int l = 0; l < WARP; l++)
         if (slot.arrived >> l & 1) *(unsigned*)warp->lanes[l].out = result;
+}
+
+static void match(Warp* warp, const Slot& slot) {
+    for (int l = 0; l < WARP; l++) {
+        if (!(slot.arrived >> l & 1)) continue;
+        unsigned same = 0;
+        for (int k = 0; k < WARP; k++)
+            if ((slot.arrived >> k & 1) && *(const uint64_t*)warp->lanes[k].in == *(const uint64_t*)warp->lanes[l].in)
+                same |= 1u << k;
+        unsigned* out = (unsigned*)warp->lanes[l].out;
+        out[1] = same == slot.arrived;
+        out[0] = slot.param && !out[1] ? 0 : same;
+    }
 }
 
 static void reduce(Warp* warp, const Slot& slot) {
@@ -63,7 +79,10 @@ static void reduce(Warp* warp, const Slot& slot) {
         if (first) total = v;
         else if (kind == SIMT_ADD) total += v;
         else if (kind == SIMT_MIN) total = less ? v : total;
-        else total = less ? total : v;
+        else if (kind == SIMT_MAX) total = less ? total : v;
+        else if (kind == SIMT_AND) total &= v;
+        else if (kind == SIMT_OR) total |= v;
+        else total ^= v;
         first = false;
     }
     for (int l = 0; l < WARP; l++)
@@ -84,6 +103,7 @@ static void execute(Warp* warp, const Slot& slot) {
     case SIMT_SYNCWARP: warp->known[warp->index] = warp->time++; break;  // what the lanes did is visible to all of them
     case SIMT_SHUFFLE: shuffle(warp, slot); break;
     case SIMT_VOTE: vote(warp, slot); break;
+    case SIMT_MATCH: match(warp, slot); break;
     case SIMT_REDUCE: reduce(warp, slot); break;
     case SIMT_ELECT: elect(warp, slot); break;
     case SIMT_LDMATRIX: load_matrix(warp, slot); break;

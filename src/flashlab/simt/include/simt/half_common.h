@@ -60,6 +60,7 @@ SIMT_INLINE float simt_fma_to_odd(float a, float b, float c) {
 // clang-format off
 #define SIMT_SIXTEEN_BITS(H, H2, half, half2, to_bits, to_float)                                            \
     struct H##_raw { unsigned short x; };                                                                   \
+    struct H2##_raw { unsigned short x, y; };                                                               \
     struct __align__(2) H {                                                                                 \
         uint16_t bits;                                                                                      \
         H() = default;  /* uninitialised, so that it may live in shared memory */                           \
@@ -87,6 +88,7 @@ SIMT_INLINE float simt_fma_to_odd(float a, float b, float c) {
     SIMT_INLINE H __uint2##half##_rn(unsigned i) { return H(i); }                                           \
     SIMT_INLINE float __##half##2float(H h) { return (float)h; }                                            \
     SIMT_INLINE int __##half##2int_rn(H h) { return (int)__builtin_rintf((float)h); }                       \
+    SIMT_INLINE int __##half##2int_rz(H h) { return (int)(float)h; }                                        \
     SIMT_INLINE H2 __float2##half2##_rn(float f) { return {H(f), H(f)}; }                                   \
     SIMT_INLINE H2 __floats2##half2##_rn(float a, float b) { return {H(a), H(b)}; }                         \
     SIMT_INLINE H2 __float22##half2##_rn(float2 f) { return {H(f.x), H(f.y)}; }                             \
@@ -103,11 +105,16 @@ SIMT_INLINE float simt_fma_to_odd(float a, float b, float c) {
     SIMT_INLINE H2 make_##half2(H a, H b) { return {a, b}; }                                                \
     SIMT_INLINE H2 __##half##2##half2(H h) { return {h, h}; }                                               \
     SIMT_INLINE unsigned short __##half##_as_ushort(H h) { return h.bits; }                                 \
+    SIMT_INLINE short __##half##_as_short(H h) { return (short)h.bits; }                                    \
     SIMT_INLINE H __ushort_as_##half(unsigned short u) { return H(H##_raw{u}); }                            \
+    SIMT_INLINE H __short_as_##half(short s) { return H(H##_raw{(unsigned short)s}); }                      \
     SIMT_INLINE H __hadd(H a, H b) { return H((float)a + (float)b); }                                       \
     SIMT_INLINE H __hsub(H a, H b) { return H((float)a - (float)b); }                                       \
     SIMT_INLINE H __hmul(H a, H b) { return H((float)a * (float)b); }                                       \
     SIMT_INLINE H __hdiv(H a, H b) { return H((float)a / (float)b); }                                       \
+    SIMT_INLINE H __hadd_rn(H a, H b) { return __hadd(a, b); }                                              \
+    SIMT_INLINE H __hsub_rn(H a, H b) { return __hsub(a, b); }                                              \
+    SIMT_INLINE H __hmul_rn(H a, H b) { return __hmul(a, b); }                                              \
     SIMT_INLINE H __hfma(H a, H b, H c) { return H(simt_fma_to_odd((float)a, (float)b, (float)c)); }        \
     SIMT_INLINE H __hneg(H a) { return H(H##_raw{(unsigned short)(a.bits ^ 0x8000)}); }                     \
     SIMT_INLINE H __habs(H a) { return H(H##_raw{(unsigned short)(a.bits & 0x7fff)}); }                     \
@@ -125,12 +132,19 @@ SIMT_INLINE float simt_fma_to_odd(float a, float b, float c) {
         if (__hisnan(a) || __hisnan(b)) return __hisnan(a) ? b : a;                                         \
         return (float)b < (float)a || (a.bits == 0 && b.bits == 0x8000) ? b : a;                            \
     }                                                                                                       \
+    SIMT_INLINE H __hmax_nan(H a, H b) { return __hisnan(a) ? a : __hisnan(b) ? b : __hmax(a, b); }         \
+    SIMT_INLINE H __hmin_nan(H a, H b) { return __hisnan(a) ? a : __hisnan(b) ? b : __hmin(a, b); }         \
     SIMT_PAIR_2(H2, __hadd2, __hadd)                                                                        \
     SIMT_PAIR_2(H2, __hsub2, __hsub)                                                                        \
     SIMT_PAIR_2(H2, __hmul2, __hmul)                                                                        \
+    SIMT_PAIR_2(H2, __hadd2_rn, __hadd)                                                                     \
+    SIMT_PAIR_2(H2, __hsub2_rn, __hsub)                                                                     \
+    SIMT_PAIR_2(H2, __hmul2_rn, __hmul)                                                                     \
     SIMT_PAIR_2(H2, __h2div, __hdiv)                                                                        \
     SIMT_PAIR_2(H2, __hmax2, __hmax)                                                                        \
     SIMT_PAIR_2(H2, __hmin2, __hmin)                                                                        \
+    SIMT_PAIR_2(H2, __hmax2_nan, __hmax_nan)                                                                \
+    SIMT_PAIR_2(H2, __hmin2_nan, __hmin_nan)                                                                \
     SIMT_PAIR_1(H2, __hneg2, __hneg)                                                                        \
     SIMT_PAIR_1(H2, __habs2, __habs)                                                                        \
     SIMT_INLINE H2 __hfma2(H2 a, H2 b, H2 c) { return {__hfma(a.x, b.x, c.x), __hfma(a.y, b.y, c.y)}; }     \
@@ -143,11 +157,20 @@ SIMT_INLINE float simt_fma_to_odd(float a, float b, float c) {
     SIMT_ORDER(H, H2, ge, >=)                                                                               \
     SIMT_FUNCTION(H, H2, exp, expf(x))                                                                      \
     SIMT_FUNCTION(H, H2, exp2, exp2f(x))                                                                    \
+    SIMT_FUNCTION(H, H2, exp10, exp10f(x))                                                                  \
     SIMT_FUNCTION(H, H2, log, logf(x))                                                                      \
     SIMT_FUNCTION(H, H2, log2, log2f(x))                                                                    \
+    SIMT_FUNCTION(H, H2, log10, log10f(x))                                                                  \
     SIMT_FUNCTION(H, H2, sqrt, sqrtf(x))                                                                    \
     SIMT_FUNCTION(H, H2, rsqrt, 1.f / sqrtf(x))                                                             \
     SIMT_FUNCTION(H, H2, rcp, 1.f / x)                                                                      \
+    SIMT_FUNCTION(H, H2, sin, sinf(x))                                                                      \
+    SIMT_FUNCTION(H, H2, cos, cosf(x))                                                                      \
+    SIMT_FUNCTION(H, H2, tanh, tanhf(x))                                                                    \
+    SIMT_FUNCTION(H, H2, floor, floorf(x))                                                                  \
+    SIMT_FUNCTION(H, H2, ceil, ceilf(x))                                                                    \
+    SIMT_FUNCTION(H, H2, trunc, truncf(x))                                                                  \
+    SIMT_FUNCTION(H, H2, rint, rintf(x))                                                                    \
     SIMT_ARITHMETIC(H, +, __hadd)                                                                           \
     SIMT_ARITHMETIC(H, -, __hsub)                                                                           \
     SIMT_ARITHMETIC(H, *, __hmul)                                                                           \

@@ -112,6 +112,7 @@ void simt_fence();
 void simt_yield();    // let the other threads of the block run
 void simt_trap() __attribute__((noreturn));
 }
+SIMT_INLINE long long wall_clock64() { return clock64(); }
 SIMT_INLINE void __nanosleep(unsigned) { simt_yield(); }
 SIMT_INLINE void __threadfence_block() { asm volatile("" ::: "memory"); }  // a block is one OS thread
 SIMT_INLINE void __threadfence() { simt_fence(); }

@@ -41,10 +41,15 @@ SIMT_BITS(int, __float_as_int, float)
 SIMT_BITS(unsigned, __float_as_uint, float)
 SIMT_BITS(float, __int_as_float, int)
 SIMT_BITS(float, __uint_as_float, unsigned)
+SIMT_BITS(long long, __double_as_longlong, double)
+SIMT_BITS(double, __longlong_as_double, long long)
 #undef SIMT_BITS
 SIMT_INLINE int __popc(unsigned x) { return __builtin_popcount(x); }
+SIMT_INLINE int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
 SIMT_INLINE int __clz(int x) { return x ? __builtin_clz((unsigned)x) : 32; }
+SIMT_INLINE int __clzll(long long x) { return x ? __builtin_clzll((unsigned long long)x) : 64; }
 SIMT_INLINE int __ffs(int x) { return __builtin_ffs(x); }
+SIMT_INLINE int __ffsll(long long x) { return __builtin_ffsll(x); }
 SIMT_INLINE unsigned __brev(unsigned x) {
     unsigned r = 0;
     for (int i = 0; i < 32; i++) r |= (x >> i & 1) << (31 - i);
@@ -68,6 +73,7 @@ SIMT_INLINE unsigned __funnelshift_r(unsigned lo, unsigned hi, unsigned n) {
 }
 SIMT_INLINE int __mulhi(int a, int b) { return (int)((int64_t)a * b >> 32); }
 SIMT_INLINE unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)((uint64_t)a * b >> 32); }
+SIMT_INLINE int __mul24(int a, int b) { return (a << 8 >> 8) * (b << 8 >> 8); }
 
 // ---- float: named roundings and fast versions ---------------------------------------------------
 SIMT_INLINE float __fadd_rn(float a, float b) { return a + b; }
@@ -76,17 +82,25 @@ SIMT_INLINE float __fmul_rn(float a, float b) { return a * b; }
 SIMT_INLINE float __fdiv_rn(float a, float b) { return a / b; }
 SIMT_INLINE float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 SIMT_INLINE float __frcp_rn(float x) { return 1.f / x; }
+SIMT_INLINE float __fsqrt_rn(float x) { return __builtin_sqrtf(x); }
+SIMT_INLINE float __frsqrt_rn(float x) { return 1.f / __builtin_sqrtf(x); }
 SIMT_INLINE float rsqrtf(float x) { return 1.f / __builtin_sqrtf(x); }
+SIMT_INLINE double rsqrt(double x) { return 1. / __builtin_sqrt(x); }
 SIMT_INLINE float __fdividef(float a, float b) { return a / b; }
 // Macros: glibc declares functions of these names for itself.
 #define __expf(...) expf(__VA_ARGS__)
 #define __exp2f(...) exp2f(__VA_ARGS__)
+#define __exp10f(...) exp10f(__VA_ARGS__)
 #define __logf(...) logf(__VA_ARGS__)
 #define __log2f(...) log2f(__VA_ARGS__)
+#define __log10f(...) log10f(__VA_ARGS__)
 #define __powf(...) powf(__VA_ARGS__)
 #define __sinf(...) sinf(__VA_ARGS__)
 #define __cosf(...) cosf(__VA_ARGS__)
+#define __tanf(...) tanf(__VA_ARGS__)
+#define __sincosf(...) sincosf(__VA_ARGS__)
 SIMT_INLINE float __saturatef(float x) { return x > 0.f ? (x < 1.f ? x : 1.f) : 0.f; }  // NaN becomes 0, as on a GPU
+SIMT_INLINE float fdividef(float a, float b) { return a / b; }
 
 // ---- conversions between numbers ----------------------------------------------------------------
 // Out of range a GPU saturates and NaN is 0; a plain C++ cast on a CPU would do neither.
@@ -100,5 +114,9 @@ SIMT_FLOAT_TO(int, __float2int_rn, __builtin_rint, -2147483648., 2147483647.)
 SIMT_FLOAT_TO(int, __float2int_rz, __builtin_trunc, -2147483648., 2147483647.)
 SIMT_FLOAT_TO(int, __float2int_rd, __builtin_floor, -2147483648., 2147483647.)
 SIMT_FLOAT_TO(int, __float2int_ru, __builtin_ceil, -2147483648., 2147483647.)
+SIMT_FLOAT_TO(unsigned, __float2uint_rn, __builtin_rint, 0., 4294967295.)
+SIMT_FLOAT_TO(unsigned, __float2uint_rz, __builtin_trunc, 0., 4294967295.)
 #undef SIMT_FLOAT_TO
 SIMT_INLINE float __int2float_rn(int x) { return (float)x; }
+SIMT_INLINE float __uint2float_rn(unsigned x) { return (float)x; }
+SIMT_INLINE float __double2float_rn(double x) { return (float)x; }

@@ -7,6 +7,7 @@ enum SimtOp {
     SIMT_SYNCWARP,
     SIMT_SHUFFLE,
     SIMT_VOTE,
+    SIMT_MATCH,
     SIMT_REDUCE,
     SIMT_ELECT,
     SIMT_LDMATRIX,
@@ -19,8 +20,8 @@ enum SimtOp {
     SIMT_SETMAXNREG,
 };
 enum SimtShuffle { SIMT_SHFL_IDX, SIMT_SHFL_XOR, SIMT_SHFL_UP, SIMT_SHFL_DOWN };
-enum SimtVote { SIMT_BALLOT, SIMT_ANY, SIMT_ALL };
-enum SimtReduce { SIMT_ADD, SIMT_MIN, SIMT_MAX };
+enum SimtVote { SIMT_BALLOT, SIMT_ANY, SIMT_ALL, SIMT_UNI };
+enum SimtReduce { SIMT_ADD, SIMT_MIN, SIMT_MAX, SIMT_AND, SIMT_OR, SIMT_XOR };
 enum SimtBarrier { SIMT_BAR_PLAIN, SIMT_BAR_COUNT, SIMT_BAR_AND, SIMT_BAR_OR };
 struct SimtShuffleIn {
     uint64_t value;
@@ -78,6 +79,26 @@ SIMT_INLINE unsigned simt_vote(unsigned mask, int predicate, int kind) {
 SIMT_INLINE unsigned __ballot_sync(unsigned m, int p) { return simt_vote(m, p, SIMT_BALLOT); }
 SIMT_INLINE int __any_sync(unsigned m, int p) { return (int)simt_vote(m, p, SIMT_ANY); }
 SIMT_INLINE int __all_sync(unsigned m, int p) { return (int)simt_vote(m, p, SIMT_ALL); }
+SIMT_INLINE int __uni_sync(unsigned m, int p) { return (int)simt_vote(m, p, SIMT_UNI); }
+
+template <class T>
+SIMT_INLINE unsigned simt_match(unsigned mask, T value, int all, int* same) {
+    static_assert(sizeof(T) == 4 || sizeof(T) == 8, "a match compares 4 or 8 bytes a lane");
+    uint64_t in = 0;
+    memcpy(&in, &value, sizeof(T));
+    unsigned out[2];
+    simt_warp(SIMT_MATCH, mask, &in, out, all);
+    if (same) *same = (int)out[1];
+    return out[0];
+}
+template <class T>
+SIMT_INLINE unsigned __match_any_sync(unsigned m, T v) {
+    return simt_match(m, v, 0, nullptr);
+}
+template <class T>
+SIMT_INLINE unsigned __match_all_sync(unsigned m, T v, int* same) {
+    return simt_match(m, v, 1, same);
+}
 
 SIMT_INLINE unsigned simt_reduce(unsigned mask, unsigned value, int kind, int is_signed) {
     unsigned out;
@@ -90,3 +111,6 @@ SIMT_INLINE unsigned __reduce_max_sync(unsigned m, unsigned v) { return simt_red
 SIMT_INLINE int __reduce_add_sync(unsigned m, int v) { return (int)simt_reduce(m, (unsigned)v, SIMT_ADD, 1); }
 SIMT_INLINE int __reduce_min_sync(unsigned m, int v) { return (int)simt_reduce(m, (unsigned)v, SIMT_MIN, 1); }
 SIMT_INLINE int __reduce_max_sync(unsigned m, int v) { return (int)simt_reduce(m, (unsigned)v, SIMT_MAX, 1); }
+SIMT_INLINE unsigned __reduce_and_sync(unsigned m, unsigned v) { return simt_reduce(m, v, SIMT_AND, 0); }
+SIMT_INLINE unsigned __reduce_or_sync(unsigned m, unsigned v) { return simt_reduce(m, v, SIMT_OR, 0); }
+SIMT_INLINE unsigned __reduce_xor_sync(unsigned m, unsigned v) { return simt_reduce(m, v, SIMT_XOR, 0); }
