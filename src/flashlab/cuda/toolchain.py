@@ -138,7 +138,7 @@ def nvcc_flags(arch: str, macros: Mapping[str, Any], folders: Iterable[Path]) ->
 _NEEDS = {
     r"tma_\w+|bulk_(?:load|store)|mbarrier_\w+": ((9, 0), "TMA"),
     r"stmatrix_x\d": ((9, 0), "stmatrix"),
-    r"cp_async": ((8, 0), "cp.async"),
+    r"cp_async|__pipeline_memcpy_async": ((8, 0), "cp.async"),
     r"mma_m16n8k16|mma_m16n8k8": ((8, 0), "mma.m16n8k16"),
     r"ldmatrix_x\d": ((7, 5), "ldmatrix"),
 }

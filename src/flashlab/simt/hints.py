@@ -9,7 +9,7 @@ from flashlab.simt.source import blank_comments
 _INSTEAD = (
     (r"cooperative_groups.*", "__syncthreads, __syncwarp and the __shfl functions"),
     (r"mma\.h|crt/mma\.h", "mma_m16n8k16 and ldmatrix_x4 of ptx.cuh"),
-    (r"cuda(/|_)(pipeline|barrier|ptx).*", "cp_async, cp_async_commit and cp_async_wait of ptx.cuh"),
+    (r"cuda/(pipeline|barrier|ptx).*", "cp_async, cp_async_commit and cp_async_wait of ptx.cuh"),
     (r"cub/.*", "a reduction or scan with the __shfl functions"),
     (r"(curand|curand_kernel|cublas|cublas_v2|cublasLt|cudnn|cufft|cusparse|cusolver\w*)(\.h|\w*\.h)", "arrays made by "
      "numpy or torch, which also do what the library does"),

@@ -37,3 +37,10 @@ SIMT_INLINE void simt_stmatrix(uint32_t address, const uint32_t* r, int count, i
 SIMT_INLINE void simt_mma(uint32_t* d, const SimtMmaIn& in, int variant) {
     simt_warp(SIMT_MMA, 0xffffffffu, &in, d, variant);
 }
+
+// The intrinsics of <cuda_pipeline.h> that have the same meaning
+SIMT_INLINE void __pipeline_memcpy_async(void* dst, const void* src, size_t bytes, size_t zero_fill = 0) {
+    simt_cp_async(simt_shared_address(dst), src, (int)bytes, (int)(bytes - zero_fill));
+}
+SIMT_INLINE void __pipeline_commit() { cp_async_commit(); }
+SIMT_INLINE void __pipeline_wait_prior(size_t n) { simt_cp_async_wait((int)n); }

@@ -1,0 +1,3 @@
+// On a CPU everything of this header is in simt.h.
+#pragma once
+#include "simt.h"
