@@ -816,7 +816,8 @@ for run in RUNS:
 # So with pages of 16 it is ahead of FlashInfer, except where most keys are read. On large caches cuDNN leads by 4 to 7 %, and with pages of 128 FlashAttention-4 and FlexAttention by up to 5. One to
 # three of these are the pages (a kernel that only copies them loses as much, says `notes/phase_12_experiments.md`), the rest is ours. FlashAttention-4 splits no keys on this chip: with one sequence
 # most of it waits.
-#
+
+# %% [markdown]
 # With one short sequence of heads of 128 it is ahead of all. Of 1024 keys nine tenths of the time is waiting, of 8192 four tenths: for the launch, a page, the first keys, the cluster. How long, if the reads
 # went at cuDNN's speed with the largest cache?
 
