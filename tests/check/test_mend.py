@@ -88,7 +88,7 @@ def test_two_results_may_have_a_change_each():
             full = max(0, min(seq_k, m_start // group + seq_k - seq_q) // block_n)
         return end, full
 
-    said = mended(it.index, answer, it.own_text)
+    said, _ = mended(it.index, answer, it.own_text)
     assert re.fullmatch(
         r"end: the term `-1` is missing in `.* 2 .*`; and full: the term `1` is missing in `m_start.*`", said
     )

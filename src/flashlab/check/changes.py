@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import copy
 import functools
 import inspect
 import itertools
 import math
+import operator
 import re
 import textwrap
 import warnings
@@ -127,6 +129,7 @@ class Text:
             loop.body.insert(0, ast.Expr(ast.Call(ast.Name("_tick", ast.Load()), [], [])))
         ast.fix_missing_locations(tree)
         self.tree, self.globals, self.turns = tree, fn.__globals__, 0  # turns: of its loops, in all that has been run
+        self.foreign = False  # a learner's, of which a change may make numbers grow without end
         self.numbers = self.params  # those that are numbers
         self.reads = Counter(n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load))
         halves = {ast.unparse(n): n for n in ast.walk(tree) if isinstance(n, ast.BinOp)}
@@ -219,6 +222,8 @@ class Text:
 
     def function(self, tree: ast.FunctionDef) -> tuple[Callable[..., Any], dict[str, Any]]:
         """The function of a tree, whose loops end, and the names that it looks up."""
+        if self.foreign:
+            tree = ast.fix_missing_locations(_Bounded().visit(copy.deepcopy(tree)))
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # "'int' object is not callable"
@@ -232,7 +237,7 @@ class Text:
             if self.turns - begun > _MOST_STEPS:
                 raise EndlessError
 
-        names = {**self.globals, **self.fixed, "math": math, "_tick": tick}
+        names = {**self.globals, **self.fixed, "math": math, "_tick": tick, "_bounded": _bounded}
         exec(code, names)
         made = names[tree.name]
 
@@ -242,6 +247,41 @@ class Text:
             return made(*args)
 
         return run, names
+
+
+class _Bounded(ast.NodeTransformer):
+    """Products and powers by `_bounded`."""
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        self.generic_visit(node)
+        name = _GROWING.get(type(node.op))
+        return (
+            ast.Call(ast.Name("_bounded", ast.Load()), [ast.Constant(name), node.left, node.right], [])
+            if name
+            else node
+        )
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
+        if type(node.op) not in _GROWING or not isinstance(node.target, ast.Name):
+            return self.generic_visit(node)
+        return ast.Assign(
+            [node.target], self.visit(ast.BinOp(ast.Name(node.target.id, ast.Load()), node.op, node.value))
+        )
+
+
+_GROWING = {ast.Mult: "mul", ast.Pow: "pow", ast.LShift: "lshift"}
+_BITS = 4096
+
+
+def _bounded(name: str, a: Any, b: Any) -> Any:
+    """a * b, a ** b or a << b; OverflowError where that is a whole number, a text or a list beyond reason."""
+    if any(isinstance(x, (str, list, tuple)) and isinstance(y, int) and y > _BITS for x, y in ((a, b), (b, a))):
+        raise OverflowError(name)
+    if isinstance(a, int) and isinstance(b, int):
+        bits = {"mul": a.bit_length() + b.bit_length(), "pow": a.bit_length() * max(b, 1), "lshift": a.bit_length() + b}
+        if bits[name] > _BITS:
+            raise OverflowError(name)
+    return getattr(operator, name)(a, b)
 
 
 class Variants:

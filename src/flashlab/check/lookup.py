@@ -42,7 +42,6 @@ _ENDLESS = EndlessError.__name__
 _CLAIMED = re.compile(r"`([a-z]\w+|[^\w`]{1,3})` (?:stands|adds|is taken for)")
 _FOR_A_NUMBER = re.compile(r"stands where [\d.]+ belongs")
 _ALMOST = 0.35  # costs so near say nothing about which is likelier
-_LIKELY = 2.0  # what costs less is often done
 _SYMPTOMS = ("always-the-same", "always-one-branch")
 _PAIRED = 200  # changes that are tried two at a time
 _TRIES = 12_000
@@ -272,19 +271,20 @@ class Index:
             return slug, f"{said}; {' and '.join(others)} {'is' if len(others) == 1 else 'are'} wrong too"
         return None
 
-    def is_likely(self, got: Outcome) -> bool:
-        """Whether what explains these values is a row or a slip that is often made, and no mere symptom."""
+    def cost(self, got: Outcome) -> float:
+        """Of the change that explains all of these values; 0: it is a row."""
         if self.looked_up is None or self.looked_up[0] is not got or not self.looked_up[1]:
-            return False
+            return math.inf
         text, change, _ = self.looked_up[1][0]
-        return text is None or (change.cost < _LIKELY and change.slug not in _SYMPTOMS)
+        return 0.0 if text is None else math.inf if change.slug in _SYMPTOMS else change.cost
 
-    def note_on(self, got: Outcome) -> str:
-        """Why the piece is there whose change explains these values."""
-        if self.looked_up is None or self.looked_up[0] is not got or not self.looked_up[1]:
-            return ""
-        text, change, _ = self.looked_up[1][0]
-        return self._note(text, change, "") if text is not None else ""
+    def less_sure(self, sentence: str) -> str:
+        """The same, where no change of the learner's own text was found that makes it right."""
+        _, whole, parts = self.looked_up
+        for text, change, _ in whole[:1] or [x[0] for x in parts.values() if x]:
+            if text is not None and not change.said.startswith(("it is ", "{order}")):
+                sentence = sentence.replace(change.said, f"as in a right answer where {change.said}", 1)
+        return sentence
 
     def _leaves(self, outcome: Outcome, got: Outcome, others: set[int]) -> bool:
         """Whether the other wrong results are then right, or as they are: else the causes contradict each other."""

@@ -11,6 +11,7 @@ After Singh, Gulwani and Solar-Lezama, "Automated Feedback Generation for Introd
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import inspect
 import itertools
@@ -39,18 +40,18 @@ def own_text(fn: Callable[..., Any], make: Callable[..., Text] = Text) -> Text |
         text = make(fn, {name: name for name in fn.__code__.co_varnames})
     except (OSError, TypeError, SyntaxError, AttributeError, AssertionError, ValueError):
         return None
-    text.globals = {**text.globals, **closed}
+    text.globals, text.foreign = {**text.globals, **closed}, True
     return text
 
 
-def mended(index: Index, fn: Callable[..., Any], make: Callable[..., Text] = Text) -> str:
+def mended(index: Index, fn: Callable[..., Any], make: Callable[..., Text] = Text) -> tuple[str, float]:
     """In words, the likeliest change of this function, or of one beside it that it calls, that gives all that is right,
-    or one for each of several wrong results; "" where there is none.
+    on further inputs too, or one for each of several wrong results; "" where there is none. And what it costs.
     """
     until = time.process_time() + _SECONDS
     text = own_text(fn, make)
     if text is None:
-        return ""
+        return "", 0.0
     now = {x.__name__: x for x in text.globals.values() if isinstance(x, FunctionType) and x is not fn
            and x.__code__.co_filename == fn.__code__.co_filename and x.__name__ in text.often}  # fmt: skip
     text.globals |= {name: functools.partial(_called, now, name) for name in now}
@@ -66,7 +67,14 @@ def mended(index: Index, fn: Callable[..., Any], make: Callable[..., Text] = Tex
         if part := own_text(helper):
             made += [(part, change, functools.partial(_with, now, name, other, text.compiled()))
                      for _, change, other in _runs(index, part, {})]  # fmt: skip
-    of_part: dict[int, str] = {}
+    right = index.run(index.texts[0].compiled(), index.more)
+
+    def is_right(run: Callable[..., Any]) -> bool:
+        outcome = index.run(run)
+        return all(index.same_outcome([outcome[i]], [index.right[i]]) for i in order) and index.same_outcome(
+            index.run(run, index.more), right)  # fmt: skip
+
+    of_part: dict[int, Change] = {}
     for of, change, run in sorted(made, key=lambda x: (len(x[1].edits) > 1, x[1].cost)):
         if time.process_time() > until:
             break
@@ -75,13 +83,15 @@ def mended(index: Index, fn: Callable[..., Any], make: Callable[..., Text] = Tex
         mends = [p for p in left if all(index.same_outcome([outcome[i]], [index.right[i]], p) for i in order)]
         if not mends or not (words := said(of, change)):
             continue
-        if all(index.same_outcome([outcome[i]], [index.right[i]]) for i in order):
-            return words
-        of_part |= {p: words for p in mends if p not in of_part}
+        if is_right(run):
+            return words, change.cost
+        of_part |= {p: change for p in mends if p not in of_part and of is text}
     if len(wrong) > 1 and len(of_part) == len(wrong):
-        each = [f"{index.names[p]}: {words}" for p, words in of_part.items()]
-        return ("; and " if sum(map(len, each)) < index.longest - 20 else ";\nand ").join(each)
-    return ""
+        with contextlib.suppress(SyntaxError):
+            if is_right(text.compiled(*{id(c): c for c in of_part.values()}.values())):
+                each = [f"{index.names[p]}: {said(text, change)}" for p, change in of_part.items()]
+                return ("; and " if sum(map(len, each)) < index.longest - 20 else ";\nand ").join(each), 2.0
+    return "", 0.0
 
 
 def _called(now: dict[str, Any], name: str, *given: Any, **named: Any) -> Any:
@@ -99,9 +109,15 @@ def _with(now: dict[str, Any], name: str, other: Any, run: Callable[..., Any], *
 
 def _runs(index: Index, text: Text, values: dict[str, Any]) -> list[tuple[Text, Change, Callable[..., Any]]]:
     made = [*changes(text, values, index.kinds), *(_further(text) if not index.kinds else ())]
-    made = [c for c in made if c.slug not in (*_BY_CHANCE, *index.without)]
+    made = [c for c in made if c.slug not in (*_BY_CHANCE, *index.without) and not (index.kinds and _without_limit(c))]
     variants = Variants(text, made)
     return [(text, c, run) for c in made if (run := variants.chosen(c)) is not None]
+
+
+def _without_limit(change: Change) -> bool:
+    """Whether a maximum or the like goes, of tensors: any reference gives as good a sum, as long as none overflows."""
+    old, new = _both(change.edits[0])
+    return isinstance(old, ast.Call) and new in old.args and getattr(old.func, "attr", "")[:3] in ("max", "min", "whe")
 
 
 def _further(text: Text) -> Iterator[Change]:
@@ -190,7 +206,9 @@ def _part(text: Text, edit: Any) -> str:
     """Of a term, a factor or a divisor that goes or comes: which."""
     old, new = _both(edit)
     for whole, rest, what in ((old, new, "one too many, in"), (new, old, "missing in")):
-        if isinstance(whole, ast.BinOp) and type(whole.op) in _KINDS and (rest is whole.left or rest is whole.right):
+        if not isinstance(whole, ast.BinOp) or type(whole.op) not in _KINDS:
+            continue
+        if rest is whole.left or (rest is whole.right and isinstance(whole.op, (ast.Add, ast.Mult))):
             part, around = (text.plain(x) for x in (whole.right if rest is whole.left else whole.left, old))
             sign = "-" * isinstance(whole.op, ast.Sub) * (rest is whole.left)
             around = around if len(around) < _SHORT else f"{around[:_SHORT]} ..."
@@ -203,12 +221,21 @@ def _both(edit: Any) -> tuple[Any, Any]:
     return (getattr(node, name) if at is None else getattr(node, name)[at]), new
 
 
+def _dump(x: Any) -> str:
+    return ast.dump(x) if isinstance(x, ast.AST) else repr([*map(_dump, x)] if isinstance(x, list) else x)
+
+
+def _pairs(x: Any, y: Any) -> list[tuple[Any, Any]]:
+    both = isinstance(x, list) and isinstance(y, list) and len(x) == len(y)
+    return [*zip(x, y, strict=True)] if both else [(x, y)]
+
+
 def _pieces(text: Text, edit: Any) -> tuple[str, str]:
     old, new = _both(edit)
     while type(old) is type(new) and not isinstance(old, ast.stmt):  # the smallest part in which they differ
-        pairs = [(a, b) for a, b in zip(ast.iter_child_nodes(old), ast.iter_child_nodes(new), strict=False)
-                 if ast.dump(a) != ast.dump(b)]  # fmt: skip
-        if len(pairs) != 1 or not isinstance(pairs[0][0], ast.expr) or not isinstance(pairs[0][1], ast.expr):
+        fields = [(getattr(old, x), getattr(new, x)) for x in old._fields]
+        pairs = [pair for x, y in fields for pair in _pairs(x, y) if _dump(pair[0]) != _dump(pair[1])]
+        if len(pairs) != 1 or not all(isinstance(x, ast.expr) for x in pairs[0]):
             break
         old, new = pairs[0]
     first, second = ((text.plain(x).splitlines() or [""])[0].rstrip(":") for x in (old, new))

@@ -139,19 +139,20 @@ class Rule:
         return Text(fn, words, whole=self.index.texts[0].whole)
 
     def explained(self, learners: Callable[..., Any], got: Sequence[Any]) -> tuple[str, str] | None:
-        """The likelier of two: a change of the right text that gives all of these values, and one of the learner's that
-        gives the right ones.
+        """A row that gives all of these values; or the likelier of two: a change of the right text that gives them, and
+        one of the learner's that gives the right ones.
         """
-        found = self.index.explain(got)
-        if self.index.is_likely(got) or not self.index.code:
+        index = self.index
+        found = index.explain(got)
+        cost = index.cost(got) if found else math.inf
+        if not index.code or cost == 0:
             return found
-        own = ""
+        own, price = "", 0.0
         with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(Exception):  # any text may come
-            own = mended(self.index, _unwrapped(learners), self.own_text)
-        if not own:
-            return found
-        note = self.index.note_on(got) if found else ""
-        return "own-slip", f"{own}: {note or 'the rest is right'}"
+            own, price = mended(index, _unwrapped(learners), self.own_text)
+        if own and price <= cost:
+            return "own-slip", f"{own}: the rest is right"
+        return (found[0], index.less_sure(found[1])) if found and not own else found
 
     def with_row(self, row: Row) -> Callable[..., Any]:
         """The function as a learner with this mistake has it."""
