@@ -11,8 +11,6 @@
 #
 # Fill in each cell that says `YOUR CODE HERE`, or mend the one that is there, run it, then run the check below it. A check that fails says in one
 # sentence what is wrong. `hint("12.4")` gives the next hint, `progress()` shows where you are.
-#
-# **Time:** about five hours.
 
 # %% [markdown]
 # The names are the lecture's:

@@ -44,14 +44,15 @@ def own_text(fn: Callable[..., Any], make: Callable[..., Text] = Text) -> Text |
     return text
 
 
-def mended(index: Index, fn: Callable[..., Any], make: Callable[..., Text] = Text) -> tuple[str, float]:
+def mended(index: Index, fn: Callable[..., Any], make: Callable[..., Text] = Text) -> tuple[str | None, float]:
     """In words, the likeliest change of this function, or of one beside it that it calls, that gives all that is right,
-    on further inputs too, or one for each of several wrong results; "" where there is none. And what it costs.
+    on further inputs too, or one for each of several wrong results; "" where there is none, None of what is no `def`.
+    And what it costs.
     """
     until = time.process_time() + _SECONDS
     text = own_text(fn, make)
     if text is None:
-        return "", 0.0
+        return None, 0.0
     now = {x.__name__: x for x in text.globals.values() if isinstance(x, FunctionType) and x is not fn
            and x.__code__.co_filename == fn.__code__.co_filename and x.__name__ in text.often}  # fmt: skip
     text.globals |= {name: functools.partial(_called, now, name) for name in now}

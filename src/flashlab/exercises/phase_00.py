@@ -61,7 +61,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
         "With n equal scores s the sum is n · e^s. Set it equal to the largest number and solve for s.",
     ],
     returns="the largest score",
-    inputs=[(torch.float16, 1), (torch.float16, 8), (torch.bfloat16, 4096), (torch.float32, 1024)],
+    inputs=[(torch.float16, 1), (torch.float16, 8), (torch.bfloat16, 4096), (torch.float32, 1024), (torch.float64, 9)],
     draw=lambda r: (r.choice(_DTYPES), r.choice((1, 2, 3, 10, r.randint(1, 5000)))),
     also=["math.log(torch.finfo(dtype).max / n)"],
     notes={

@@ -7,7 +7,7 @@ CUtensorMap map_of_k(const T* qkv, int batch, int seq, int heads);
 // endregion
 
 //   out [15]: bytes between qkv and where the map begins, 4 dims, 3 strides, 4 of the box; rank, type, swizzle
-extern "C" int fields(const T* qkv, int64_t* out, int batch, int seq, int heads, void* stream) {
+extern "C" int k_map(const T* qkv, int64_t* out, int batch, int seq, int heads, void* stream) {
     const CUtensorMap map = map_of_k(qkv, batch, seq, heads);
     *out++ = (int64_t)map.base - (int64_t)qkv;
     for (int i = 0; i < 4; i++) *out++ = map.dims[i];

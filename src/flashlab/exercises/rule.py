@@ -147,12 +147,12 @@ class Rule:
         cost = index.cost(got) if found else math.inf
         if not index.code or cost == 0:
             return found
-        own, price = "", 0.0
+        own, price = None, 0.0
         with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(Exception):  # any text may come
             own, price = mended(index, _unwrapped(learners), self.own_text)
         if own and price <= cost:
             return "own-slip", f"{own}: the rest is right"
-        return (found[0], index.less_sure(found[1])) if found and not own else found
+        return (found[0], index.less_sure(found[1])) if found and own == "" else found
 
     def with_row(self, row: Row) -> Callable[..., Any]:
         """The function as a learner with this mistake has it."""
