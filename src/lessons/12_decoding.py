@@ -830,7 +830,7 @@ for run in RUNS:
         print(bench.said(case), {NAMES[n]: f"{t - reads:.1f} us" for n, t in row.items() if n in NAMES})
 
 # %% [markdown]
-# About 5 µs for ours and 5 to 7 for cuDNN, whatever the cache. A model of 32 layers waits that long 32 times for each token.
+# 5 to 6 µs for ours and 6 to 7 for cuDNN, whatever the cache. A model of 32 layers waits that long 32 times for each token.
 #
 # Goals were set before the kernel was first timed:
 

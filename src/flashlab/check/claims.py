@@ -71,6 +71,14 @@ class Claims:
             judge(self, *(x or "" for x in found.groups())) for form, judge in forms if (found := form.match(said))
         )
 
+    def is_missing(self, said: str) -> bool:
+        """Whether it says that a parameter is missing that is there less often than in the right text."""
+        found = _LACKS.match(said)
+        if found is None or found[1] not in self.params:
+            return False
+        mine, right = self._counts(found[1])
+        return mine < right
+
     def _counts(self, piece: str, before: str = "", behind: str = "") -> tuple[int, int]:
         """How often a piece is in the learner's text, and in the right one."""
         found = re.compile(rf"(?<= ){before}{re.escape(tokens(piece).strip())}(?= ){behind}")
@@ -138,6 +146,7 @@ class Claims:
             not self._counts(x)[1] and (re.search(r"\de", x) or len(x) > 1) for x in numbers)  # fmt: skip
 
 
+_LACKS = re.compile(r"the (?:term|factor|division by|remainder by) `-?(\w+)` is missing")
 _WHERE = r"(?:, in `([^`]*)`)?"
 _FORMS: tuple[tuple[re.Pattern[str], Callable[..., bool]], ...] = tuple(
     (re.compile(form), judge)

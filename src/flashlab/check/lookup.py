@@ -278,11 +278,23 @@ class Index:
         text, change, _ = self.looked_up[1][0]
         return 0.0 if text is None else math.inf if change.slug in _SYMPTOMS else change.cost
 
+    def note_on(self, own: str) -> str:
+        """Why the piece is there whose change explains the values, where what is said of a learner's text names it."""
+        for text, change, _ in self.looked_up[1][:1]:
+            if text is not None and any(f"`{piece}`" in own for piece in change.about):
+                return self._note(text, change, "")
+        return ""
+
     def less_sure(self, sentence: str) -> str:
-        """The same, where no change of the learner's own text was found that makes it right."""
+        """The same, where no change of the learner's own text was found that makes it right: but what is said to be
+        missing, and is there less often than in the right text, is.
+        """
         _, whole, parts = self.looked_up
         for text, change, _ in whole[:1] or [x[0] for x in parts.values() if x]:
-            if text is not None and not change.said.startswith(("it is ", "{order}")):
+            if text is None or change.said.startswith(("it is ", "{order}")):
+                continue
+            right = tokens_of(ast.unparse(text.tree))
+            if not Claims(self.code, right, text.words, text.locals, text.params).is_missing(change.said):
                 sentence = sentence.replace(change.said, f"as in a right answer where {change.said}", 1)
         return sentence
 

@@ -151,7 +151,7 @@ class Rule:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(Exception):  # any text may come
             own, price = mended(index, _unwrapped(learners), self.own_text)
         if own and price <= cost:
-            return "own-slip", f"{own}: the rest is right"
+            return "own-slip", f"{own}: {(found and index.note_on(own)) or 'the rest is right'}"
         return (found[0], index.less_sure(found[1])) if found and own == "" else found
 
     def with_row(self, row: Row) -> Callable[..., Any]:
