@@ -16,8 +16,10 @@ from flashlab import runtime
 from flashlab.attention.naive import naive_attention
 from flashlab.attention.triton_minimal import flash_attention_forward
 from flashlab.bench import harness, peers, timing
+from flashlab.bench.rows import by, grid, of, where
 from flashlab.check.cases import Case, make_inputs
 from flashlab.check.tolerance import excess, truth
+from flashlab.table import Table
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 LONG = (4096, 4001)  # the second is no multiple of any tile
@@ -73,6 +75,13 @@ def accuracy(n: int, head_dim: int, dtype: torch.dtype = torch.float16, content:
         "o_of_bound": excess(o, right.o, right.o_bound).max().item(),
         "lse_of_bound": excess(lse, right.lse, right.lse_bound).max().item(),
     }  # fmt: skip
+
+
+def table(data: dict[str, Any]) -> Table:
+    """Microseconds of each implementation over the lengths."""
+    said = lambda r: f"{1e3 * r['ms']:.1f} ({r['tflops']:.1f})" if "ms" in r else "none"  # noqa: E731
+    at = by(where(of(data), part="times"), "D", "N")
+    return grid(at, ("D", "N"), said, NAMES, "microseconds, in brackets TFLOP/s")
 
 
 BENCH = harness.Bench(__name__, "phase 3's kernel is", ("seq_len", "head_dim", "name"), quick_too=True)
