@@ -55,6 +55,9 @@ QUICK = [next(x for x in ROWS if x[0] == id) for id in ("6.1", "7.8") if id in T
 def test_a_row_is_told(id, row):
     text = edited(joined(answers_of(id, "solutions")), row.edits)
     told = said(id, *parted(text))  # what two edits of a slug give alike is told as either
+    if "this is the code as it was given" in told:  # a hunt's own bug, of which no cause is told
+        assert find(id).untouched
+        return
     assert any(other.sentence in told for other in TRIALS[id].rows if other.slug == row.slug)
 
 

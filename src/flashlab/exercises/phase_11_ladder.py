@@ -870,7 +870,7 @@ LAUNCH = Trials(
             [(_MAPS[0], _MAPS[0].replace("BLOCK_M", "BLOCK_N"))]),
         Row("boxes-of-k", "boxes of K and V have BLOCK_N rows, as many as their tiles",
             [(x, x.replace("BLOCK_N", "BLOCK_M")) for x in _MAPS[1:]]),
-        *(Row("rows-of-k", f"{who} seq_k rows", [(x, x.replace("seq_k", "seq_q")) for x in maps])
+        *(Row("rows-of-k", f"{who} seq_k rows, Q alone has seq_q", [(x, x.replace("seq_k", "seq_q")) for x in maps])
           for who, maps in (("K and V have", _MAPS[1:]), ("K has", _MAPS[1:2]), ("V has", _MAPS[2:]))),
         Row("no-producer", "the launch has no warps for the producer: a block has THREADS threads",
             [("<<<blocks, THREADS,", "<<<blocks, 128 * CONSUMERS,")]),
