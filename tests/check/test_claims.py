@@ -46,3 +46,25 @@ def test_what_a_name_of_the_right_text_stands_for():
 def test_a_product_is_no_part_of_a_longer_one():
     claims = Claims(tokens("2 * width * width"), tokens("2 * width * width + 2 * width"))
     assert not claims.untrue("the term `2 * width` is missing")
+
+
+@pytest.mark.parametrize(
+    ("learners", "told"),
+    [
+        ("a = 2 * x\nb = max(a, y, 3)", True),  # max is there: the limit is not what is missing
+        ("a = 2 * x\nb = a", False),
+        ("b = max(2 * x, y) if y < 3 else 0", True),
+    ],
+)
+def test_a_row_fits_where_its_edits_can_be_seen(learners, told):
+    claims = Claims(tokens_of(learners), tokens_of("a = 2 * x\nb = max(a, y)"), own=["a", "b"])
+    assert claims.unlike([("max(a, y)", "a")]) is told
+
+
+def test_what_is_seen_in_the_text_is_sure():
+    right = tokens_of("t = flops / (rate * 1e12) + moved / (speed * 1e9)")
+    forgotten, binary = (tokens_of(f"flops / (rate * 1e12) + moved / {x}") for x in ("speed", "(speed * 2**30)"))
+    assert Claims(forgotten, right).seen("the factor `1e9` is missing, in `speed * 1e9`")
+    assert Claims(binary, right).seen("2**30 stands where 1e9 belongs, in `speed * 1e9`")
+    assert not Claims(right, right).seen("1e9 stands where 1e12 belongs, in `rate * 1e12`")
+    assert Claims(binary, right).no_number("16 stands where 8 belongs")

@@ -96,3 +96,35 @@ def test_two_results_may_have_a_change_each():
 
 def test_what_is_no_function_of_ones_own_is_left_alone():
     assert own_text(lambda x: x) is None and own_text(torch.add) is None
+
+
+def only_compute(flops, bytes_moved, gpu):
+    if flops < bytes_moved:
+        return bytes_moved / (gpu.memory_gb_s * 1e9), "memory"
+    return flops / (gpu.fp16_tflops * 1e12), "compute"
+
+
+def plainly_compute(flops, bytes_moved, gpu):
+    return flops / (gpu.fp16_tflops * 1e12), "compute"
+
+
+@pytest.mark.parametrize(("answer", "hedged"), [(only_compute, True), (plainly_compute, False)])
+def test_a_row_that_the_text_is_not_like_is_told_as_a_comparison(answer, hedged):
+    with pytest.raises(CheckFailed, match="only the time of arithmetic counts") as caught:
+        RULES["1.2"].check(answer)
+    assert caught.value.sentence.startswith("as in an answer where") is hedged
+
+
+def rounded_share(rows, parts):
+    times, calls = {}, {}
+    for row in rows:
+        part = parts.get(row.key, "other")
+        times[part] = times.get(part, 0) + row.self_cpu_time_total
+        calls[part] = calls.get(part, 0) + row.count
+    most = max(times, key=times.get)
+    return most, round(times[most] / sum(times.values()), 3), calls[most]
+
+
+def test_a_number_that_is_rounded_should_not_be():
+    with pytest.raises(CheckFailed, match=r"`round\(times\[most\] / sum.* stands where `times\[most\] / sum"):
+        RULES["10.1"].check(rounded_share)

@@ -766,7 +766,7 @@ def _of_operation(text: Text, node: ast.BinOp) -> Iterator[tuple[Any, ...]]:
         yield "dividend-missing", said, 1.8, right
         if isinstance(op, ast.Div):
             yield "twice", f"the division by {w(right)} is there twice", 2.1, ast.BinOp(node, op, right)
-            said = f"1 is divided by {w(right)} where {w(left)} belongs"
+            said = f"1 stands where {w(left)} belongs, in {w(node)}"
             yield "dividend-missing", said, 1.8, _expr("1 / b", b=right)
     signs = (ast.Add, ast.Sub)
     for other in _OPERATORS.get(type(op), ()):

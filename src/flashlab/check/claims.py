@@ -11,6 +11,7 @@ import contextlib
 import re
 import textwrap
 import tokenize
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 _TOKEN = re.compile(r"[A-Za-z_]\w*|\d[\w.]*|\.\d\w*|//|\*\*|[-+*/%<>=!&|^]=|<<|>>|&&|\|\||\S")
@@ -19,12 +20,18 @@ _COMPARISON = re.compile(r"(.*) (<=|>=|==|!=|<|>) (.*)")
 _DIVIDED = {"division": ("//", "/"), "remainder": ("%",)}
 _PLAIN = re.compile(r"[A-Za-z_][\w.]*")
 _NAME = re.compile(r"(?<![\w.])[A-Za-z_]\w*(?![\w(.])")
+_NO_SIGN = "()[]{},.:="
 _LEAST = 10  # that a number has to be for a factor of 1000 to come of it
 
 
 def tokens(code: str) -> str:
     """A code's tokens with one blank between them, and blanks around it."""
-    return f" {' '.join(_TOKEN.findall(code.replace(chr(34), chr(39))))} "
+    return f" {' '.join(map(_plainly, _TOKEN.findall(code.replace(chr(34), chr(39)))))} "
+
+
+def _plainly(token: str) -> str:
+    """1e9 as `ast.unparse` writes it."""
+    return repr(float(token)) if re.fullmatch(r"\d+e\d+", token) else token
 
 
 def tokens_of(source: str) -> str:
@@ -42,7 +49,7 @@ def tokens_of(source: str) -> str:
                 depth = None if word == ":" and depth == 0 else depth
             elif token.type in (tokenize.NAME, tokenize.OP, tokenize.NUMBER) or (
                 token.type == tokenize.STRING and not word.startswith('"""')):  # fmt: skip
-                kept.append(word.replace(chr(34), chr(39)))
+                kept.append(_plainly(word.replace(chr(34), chr(39))))
     return f" {' '.join(kept)} ".replace(" _tick ( ) ", " ")
 
 
@@ -71,13 +78,32 @@ class Claims:
             judge(self, *(x or "" for x in found.groups())) for form, judge in forms if (found := form.match(said))
         )
 
-    def is_missing(self, said: str) -> bool:
-        """Whether it says that a parameter is missing that is there less often than in the right text."""
-        found = _LACKS.match(said)
-        if found is None or found[1] not in self.params:
-            return False
-        mine, right = self._counts(found[1])
-        return mine < right
+    def unlike(self, edits: Sequence[tuple[str, str]]) -> bool:
+        """Whether one of these edits of the right text cannot be seen in the learner's: it has of every word and sign
+        that goes as many as the right text, and of none that comes more.
+        """
+        mine, right = (Counter(code.replace(">", "<").split()) for code in (self.learners, self.right))
+        for old, new in edits:
+            before, after = (Counter(tokens_of(x).replace(">", "<").split()) for x in (old, new))
+            told = {x for x in (before - after) + (after - before) if x not in self.own and x not in _NO_SIGN}
+            if told and not any(mine[x] < right[x] if before[x] > after[x] else mine[x] > right[x] for x in told):
+                return True
+        return False
+
+    def seen(self, said: str) -> bool:
+        """Whether what it says to be missing is there less often than in the right text, every word of it, and what it
+        says to stand there more often.
+        """
+        lacks, stands = _LACKS.match(said), _STANDS.match(said)
+        piece = lacks[1] or lacks[2] if lacks else stands[2] if stands else ""
+        words = [x for x in re.findall(r"[A-Za-z_]\w*|\d[\w.]*", piece) if x not in self.own]
+        counts = map(self._counts, words)
+        return bool(words) and all(mine < right for mine, right in counts) and (not stands or self._more(stands[1]))
+
+    def no_number(self, said: str) -> bool:
+        """Whether it says of a number that it stands somewhere, and it stands nowhere."""
+        found = _NUMBER_STANDS.match(said)
+        return bool(found) and not self._counts(found[1])[0]  # type: ignore[index]
 
     def _counts(self, piece: str, before: str = "", behind: str = "") -> tuple[int, int]:
         """How often a piece is in the learner's text, and in the right one."""
@@ -113,6 +139,9 @@ class Claims:
         return self._there(piece) or (found is not None and self._there(f"{found[2]} {found[3]}"))
 
     def _instead(self, what: str, piece: str, whole: str) -> bool:
+        if what.isdigit() and piece not in self.own:
+            mine, right = self._counts(piece)
+            return mine >= right > 0 and not self._more(what)
         if not _PLAIN.fullmatch(what) or what in self.own or not self._counts(what)[1]:
             return False  # a name that the right text has: of a number, or of what it makes, nothing is known
         if not self._counts(what)[0] or (piece.isdigit() and not self._more(what)):
@@ -146,7 +175,9 @@ class Claims:
             not self._counts(x)[1] and (re.search(r"\de", x) or len(x) > 1) for x in numbers)  # fmt: skip
 
 
-_LACKS = re.compile(r"the (?:term|factor|division by|remainder by) `-?(\w+)` is missing")
+_LACKS = re.compile(r"(?:the (?:term|factor|division by|remainder by) )?`-?([^`]+)` is missing|`(\w+)` is taken for")
+_STANDS = re.compile(r"`?([^`]+?)`? stands where `?([^`,]+?)`? belongs")
+_NUMBER_STANDS = re.compile(r"`?(\d[\w.]*)`? stands where")
 _WHERE = r"(?:, in `([^`]*)`)?"
 _FORMS: tuple[tuple[re.Pattern[str], Callable[..., bool]], ...] = tuple(
     (re.compile(form), judge)

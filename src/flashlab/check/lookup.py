@@ -43,6 +43,7 @@ _CLAIMED = re.compile(r"`([a-z]\w+|[^\w`]{1,3})` (?:stands|adds|is taken for)")
 _FOR_A_NUMBER = re.compile(r"stands where [\d.]+ belongs")
 _ALMOST = 0.35  # costs so near say nothing about which is likelier
 _SYMPTOMS = ("always-the-same", "always-one-branch")
+_UNLIKE = 1.5  # the cost of a row that the learner's text does not look like
 _PAIRED = 200  # changes that are tried two at a time
 _TRIES = 12_000
 
@@ -276,7 +277,8 @@ class Index:
         if self.looked_up is None or self.looked_up[0] is not got or not self.looked_up[1]:
             return math.inf
         text, change, _ = self.looked_up[1][0]
-        return 0.0 if text is None else math.inf if change.slug in _SYMPTOMS else change.cost
+        symptom = change.slug in _SYMPTOMS or (text is None and change.cost)
+        return math.inf if symptom else change.cost
 
     def note_on(self, own: str) -> str:
         """Why the piece is there whose change explains the values, where what is said of a learner's text names it."""
@@ -285,16 +287,17 @@ class Index:
                 return self._note(text, change, "")
         return ""
 
-    def less_sure(self, sentence: str) -> str:
-        """The same, where no change of the learner's own text was found that makes it right: but what is said to be
-        missing, and is there less often than in the right text, is.
+    def less_sure(self, sentence: str, mends: bool) -> str:
+        """The same, where no change of the learner's own text was found that makes it right, or its words do not fit,
+        unless what it says can be seen in that text. mends: one was found.
         """
         _, whole, parts = self.looked_up
         for text, change, _ in whole[:1] or [x[0] for x in parts.values() if x]:
             if text is None or change.said.startswith(("it is ", "{order}")):
                 continue
             right = tokens_of(ast.unparse(text.tree))
-            if not Claims(self.code, right, text.words, text.locals, text.params).is_missing(change.said):
+            claims = Claims(self.code, right, text.words, text.locals, text.params)
+            if claims.no_number(change.said) if mends else not claims.seen(change.said):
                 sentence = sentence.replace(change.said, f"as in a right answer where {change.said}", 1)
         return sentence
 
@@ -321,14 +324,26 @@ class Index:
         """The outcomes, less those whose words do not fit the learner's text: of an operator that it has not, say."""
         right = [(x, tokens_of(ast.unparse(x.tree))) for x in self.texts if self.code]
         claims = {id(x): Claims(self.code, code, x.words, x.locals, x.params) for x, code in right}
-        for found in self.outcomes:
-            text, change, _ = found
+        late = list[Found]()  # rows whose values come by another way here
+        for nth, found in enumerate(self.outcomes):
+            text, change, outcome = found
+            if text is None and right and claims[id(self.texts[0])].unlike(self.rows[nth][0].edits):
+                late.append((None, Change(change.slug, self._as_in_an_answer(change.said), _UNLIKE, ()), outcome))
+                continue
+            while late and change.cost >= _UNLIKE:
+                yield late.pop(0)
             if id(text) in claims and claims[id(text)].untrue(change.said, of_one):
                 continue
             claimed = _CLAIMED.match(change.said)
             known = text is not None and claimed and claimed[1] not in (*text.params, *text.locals)
             if not (self.written and known and claimed[1] not in self.written):  # type: ignore[index]
                 yield found
+        yield from late
+
+    def _as_in_an_answer(self, said: str) -> str:
+        head, colon, rest = said.partition(": ")
+        of_results = colon and all(x in self.names for x in re.split(", | and ", head))
+        return f"{head}: as in an answer where {rest}" if of_results else f"as in an answer where {said}"
 
     def _may_be(self, found: Found, part: int) -> bool:
         """Whether it may be told of one result alone: a row, only if that is all it is about."""

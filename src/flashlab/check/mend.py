@@ -28,6 +28,7 @@ _LONGEST = 160  # characters of what is said
 _SHORT = 60
 _KINDS = {ast.Add: "term", ast.Sub: "term", ast.Mult: "factor", ast.Div: "divisor", ast.FloorDiv: "divisor"}
 _BEHIND = "outside-of-the-loop"
+_ROUNDING = ("round", "int", "ceil", "floor", "abs")
 _DIVISIONS = (ast.Div, ast.FloorDiv)
 _TWO_PLACES = ("lines-exchanged", _BEHIND)
 _BY_CHANCE = ("taken-as-fixed", "always-the-same", "always-0", "wrong-base", "in-every-block")  # or no words for it
@@ -110,9 +111,16 @@ def _with(now: dict[str, Any], name: str, other: Any, run: Callable[..., Any], *
 
 def _runs(index: Index, text: Text, values: dict[str, Any]) -> list[tuple[Text, Change, Callable[..., Any]]]:
     made = [*changes(text, values, index.kinds), *(_further(text) if not index.kinds else ())]
-    made = [c for c in made if c.slug not in (*_BY_CHANCE, *index.without) and not (index.kinds and _without_limit(c))]
+    made = [c for c in made if c.slug not in (*_BY_CHANCE, *index.without) and not (
+        _digits(c) or (index.kinds and _without_limit(c)))]  # fmt: skip
     variants = Variants(text, made)
     return [(text, c, run) for c in made if (run := variants.chosen(c)) is not None]
+
+
+def _digits(change: Change) -> bool:
+    """Whether a number is rounded to more digits: it should not be."""
+    (holder, _, at), _ = change.edits[0]
+    return isinstance(holder, ast.Call) and getattr(holder.func, "id", "") == "round" and bool(at)
 
 
 def _without_limit(change: Change) -> bool:
@@ -122,10 +130,12 @@ def _without_limit(change: Change) -> bool:
 
 
 def _further(text: Text) -> Iterator[Change]:
-    """What a right text has nowhere and a wrong one may want: a quotient rounded up, a divisor of the whole sum that
-    divides one term, another factor or term of a line.
+    """What a right text has nowhere and a wrong one may want: no rounding, a quotient rounded up, a divisor of the
+    whole sum that divides one term, another factor or term of a line.
     """
     for slot, node in _slots(text.tree):
+        if isinstance(node, ast.Call) and node.args and ast.unparse(node.func).split(".")[-1] in _ROUNDING:
+            yield Change("more", "", 1.0, ((slot, node.args[0]),))
         if not isinstance(node, ast.BinOp):
             continue
         a, b = node.left, node.right

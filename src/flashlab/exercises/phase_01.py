@@ -49,7 +49,8 @@ from flashlab.triton_tools.watch import watched
     hint={
         "bytes_read": "go through the five lines, and note for each which matrices it reads",
         "bytes_written": "go through the five lines, and note for each which matrix it writes",
-        "flops": "a multiply-add is two operations; a score is scaled, has the mask added, and takes 5 in the softmax",
+        "flops": "there are two products, and a multiply-add is two operations; a score is scaled, has the mask added, "
+        "and takes 5 in the softmax",
     },
     also=["((5 * N * N + 3 * N * D) * itemsize, (4 * N * N + N * D) * itemsize, 4 * N * N * D + 7 * N * N)"],
 )  # fmt: skip

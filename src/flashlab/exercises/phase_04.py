@@ -509,9 +509,9 @@ def capped_causal_kernel(
 # ---- 4.8 ------------------------------------------------------------------------------------------------------------
 
 
-def _layout(heads: int, stride_b: int, stride_h: int, stride_n: int) -> tuple[Any, ...]:
+def _layout(heads: int, stride_b: int, stride_h: int, stride_n: int, block: int = 32) -> tuple[Any, ...]:
     """row_offsets_kernel's arguments, for three batches."""
-    return empty(3 * heads, 32, dtype=torch.int64), heads, stride_b, stride_h, stride_n, 32
+    return empty(3 * heads, block, dtype=torch.int64), heads, stride_b, stride_h, stride_n, block
 
 
 _WIDE = {name: (f"{name} = {old}.to(tl.int64)", f"{name} = {old}") for name, old in (
@@ -547,7 +547,7 @@ def _still(*names: str) -> Row:
     returns="the offset",
     programs=lambda heads, **_: 3 * heads,
     inputs={
-        "a small tensor": _layout(3, 6144, 2048, 64),
+        "a small tensor": _layout(3, 6144, 2048, 64), "blocks of 16": _layout(2, 4096, 2048, 64, 16),
         "rows far apart, as in a long sequence": _layout(2, 64, 16, 2**27),
         "batches far apart": _layout(2, 2**30, 2**20, 64), "heads far apart": _layout(8, 128, 2**29, 128),
         "everything far apart": _layout(4, 2**30 + 64, 2**29 + 32, 2**27 + 16),

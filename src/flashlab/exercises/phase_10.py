@@ -121,7 +121,6 @@ def _lines(r: random.Random) -> tuple[Lines, str]:
         Row("rows-for-calls", "calls: it is how many rows the part has: a row says in `count` how often it was called",
             [("+ row.count", "+ 1")]),
     ],
-    tol=0.006,  # two decimals will do
 )  # fmt: skip
 @no_type_check
 def bottleneck(rows, parts):
@@ -283,6 +282,7 @@ _COMPILED = ("compiled", 0.05, 30, (900.0, 200.0, 60.0))
         ((_EAGER, _FLASH), _GPU, 10, 20), ((_FLASH, _EAGER), _GPU, 10, 20), ((_EAGER, _COMPILED, _FLASH), _GPU, 4, 3),
         ((_FLASH,), _GPU, 10, 20), ((("a", *_FLASH[1:]), ("b", *_FLASH[1:])), _GPU, 5, 7),
         ((_FLASH, _EAGER), _GPU, 3, 1), ((_FLASH, _EAGER), _GPU, 100, 2), ((_SLOW_KERNELS,), _GPU, 4, 9),
+        ((("short", 0.02, 1, (1.0,)),), _GPU, 20, 9),
     ],
     rows=[
         Row("first-calls", "the usual time is the median of all calls: with few rounds that is a first call",

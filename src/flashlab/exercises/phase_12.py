@@ -64,6 +64,10 @@ def _model(r: random.Random) -> tuple[int, ...]:
     rows=[
         Row("queries-counted-twice", "ridge_queries: the intensity of `queries` queries is taken: it is asked how many "
             "there have to be", [("/ of_one", "/ (of_one * queries)")]),
+        Row("ridge-itself", "ridge_queries: this is the ridge, in operations per byte: asked is how many queries "
+            "reach it", [("math.ceil(tflops * 1000 / gb_s / of_one)", "tflops * 1000 / gb_s")]),
+        Row("upside-down", "ridge_queries: the ridge is upside down: it is operations per second over bytes per second",
+            [("tflops * 1000 / gb_s", "gb_s / (tflops * 1000)")]),
     ],
 )  # fmt: skip
 def wall_of(heads, kv_heads, queries, itemsize, tflops, gb_s):
@@ -220,9 +224,10 @@ def merge_parts(os: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, tor
     inputs=[
         (8, 64, 132, 2), (8, 20, 108, 1), (1, 20, 13, 1), (1, 3, 132, 2), (132, 40, 132, 2), (133, 40, 132, 2),
         (67, 40, 132, 4), (66, 40, 132, 4), (4, 1, 132, 1), (4, 1, 132, 3), (10, 7, 132, 2), (5, 50, 264, 3),
-        (2, 38, 13, 5),
+        (2, 38, 13, 5), (1, 520, 264, 2), (1, 300, 132, 1),
     ],
-    draw=lambda r: (r.randint(1, 70), r.randint(1, 60), r.choice((13, 64, 108, 132, 264)), r.randint(1, 5)),
+    draw=lambda r: (r.randint(1, 70), r.choice((r.randint(1, 60), r.randint(60, 600))),
+                    r.choice((13, 64, 108, 132, 264)), r.randint(1, 5)),
     words={"most": "the number of splits", "share": "the share"},
     notes={
         "slots // programs": "all blocks run at once", "tiles // least": "a split has at least `least` tiles",
@@ -232,6 +237,9 @@ def merge_parts(os: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, tor
     rows=[
         Row("empty-splits", "splits that get no tile are begun too: the shares are rounded up, so that fewer take all",
             [("return math.ceil(tiles / share)", "return most")]),
+        Row("longest-not-average", "splits and share: here the longest share has `least` tiles at least: asked is the "
+            "average, tiles / splits",
+            [("tiles // least", "max(n for n in range(1, tiles + 1) if math.ceil(tiles / n) >= least or n == 1)")]),
     ],
 )  # fmt: skip
 def one_wave(programs, tiles, slots, least):

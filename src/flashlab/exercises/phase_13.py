@@ -51,6 +51,8 @@ def _row(r: random.Random) -> tuple[int, ...]:
             [("row % half, row", "(row % half if row < half else n - 1 - row), row")]),
         Row("not-striped", "striped: these are whole shards, one behind the other: it is token by token, in turns",
             [("row * world + rank", "rank * n + row")]),
+        Row("whole-shards", "zigzag: these are whole shards, one behind the other: a rank has a piece from the front "
+            "and one from the back", [("piece * half + row % half", "rank * n + row")]),
         Row("last-of-the-first", "zigzag: row n // 2 is the first one of the late piece, not the last of the early one",
             [("row < half", "row <= half"), ("row % half", "(row if row <= half else row - half)")]),
     ],

@@ -152,7 +152,7 @@ class Rule:
             own, price = mended(index, _unwrapped(learners), self.own_text)
         if own and price <= cost:
             return "own-slip", f"{own}: {(found and index.note_on(own)) or 'the rest is right'}"
-        return (found[0], index.less_sure(found[1])) if found and own == "" else found
+        return (found[0], index.less_sure(found[1], bool(own))) if found and own is not None else found
 
     def with_row(self, row: Row) -> Callable[..., Any]:
         """The function as a learner with this mistake has it."""
@@ -342,11 +342,14 @@ class Rule:
             if not (units and found):
                 continue
             name = self.returns[i]
-            if name in self.hint:
-                said = " and ".join(f"{n:g} {words}" for n, words in zip(found, units, strict=True) if n)
-                return "miscounted", f"{name} counts {said or 'nothing'}: {self.hint[name]}"
             right = [x[i] for x in self.index.right]
             want = in_units(right, self.tried, self.params, units, self.fn.__globals__) or found
+            if name in self.hint:
+                counted = [*zip(found, want, units, strict=True)]
+                said = " and ".join(f"{n:g} {words}" for n, _, words in counted if n)
+                off = [f"too {'few' if n < m else 'many'} of {words.rsplit('of ')[-1].removeprefix('times ')} (by "
+                       f"{abs(n - m):g})" for n, m, words in counted if n != m]  # fmt: skip
+                return "miscounted", f"{name} counts {said or 'nothing'}, {' and '.join(off)}: {self.hint[name]}"
             off = [f"{n:g} {unit}, {m:g} is right" for n, m, unit in zip(found, want, units, strict=True) if n != m]
             said = f"{name} counts {'; and '.join(off)}"
             if off and len(said) <= self.index.longest:
@@ -397,12 +400,17 @@ def written(answer: Any) -> frozenset[str]:
 
 
 def code_of(answer: Any) -> str:
-    """The same tokens in order; of a file, those of the function alone."""
+    """The same tokens in order; of a file, those of the function alone, and of what it calls there."""
     fn = _unwrapped(answer)
     try:
         file = inspect.getfile(fn)
-        own = inspect.getsource(fn) if os.path.exists(file) else "".join(inspect.findsource(fn)[0])
-        return "" if file.startswith(_PACKAGE) else tokens_of(own)
+        if file.startswith(_PACKAGE):
+            return ""
+        if not os.path.exists(file):
+            return tokens_of("".join(inspect.findsource(fn)[0]))
+        called = (_unwrapped(fn.__globals__.get(name)) for name in fn.__code__.co_names)
+        beside = [x for x in called if inspect.isfunction(x) and x is not fn and x.__code__.co_filename == file]
+        return "".join(tokens_of(inspect.getsource(x)) for x in (fn, *beside))
     except (OSError, TypeError):
         return ""
 
