@@ -232,7 +232,7 @@ TOLD = [
     ("12.5", lambda r, h, g, m, n: (h * g + r // m, r % m, max(n - m + r % m + 1, 0), -g * m % 16), "heads of a query"),
     ("12.7", lambda script, size: [(n, 0) for n, _ in RULES["12.7"].fn(script, size)], "copied"),
     ("12.8", lambda *x: [(s, a, b - 1) for s, a, b in RULES["12.8"].fn(*x)], "end"),
-    ("13.1", lambda row, rank, n, world: (rank * n + row, row * world + rank), "the division by `2` is missing"),
+    ("13.1", lambda row, rank, n, world: (rank * n + row, row * world + rank), "these are whole shards"),
     ("13.4", lambda t, g, h, kv, e, w: 2 * w * (t * 1000 * e * kv // (2 * g * h)), "rounded down: it is rounded up"),
     ("13.6", lambda x: x.reshape(len(x), x.shape[1] // len(x), -1, x.shape[3]), "a reshape alone leaves the numbers"),
 ]  # fmt: skip

@@ -83,9 +83,11 @@ class Claims:
         that goes as many as the right text, and of none that comes more.
         """
         mine, right = (Counter(code.replace(">", "<").split()) for code in (self.learners, self.right))
-        for old, new in edits:
-            before, after = (Counter(tokens_of(x).replace(">", "<").split()) for x in (old, new))
-            told = {x for x in (before - after) + (after - before) if x not in self.own and x not in _NO_SIGN}
+        both = [[Counter(tokens_of(x).replace(">", "<").split()) for x in edit] for edit in edits]
+        gone, come = (sum((edit[side] for edit in both), Counter[str]()) for side in (0, 1))
+        for before, after in both:
+            told = {x for x in (before - after) + (after - before)
+                    if gone[x] != come[x] and x not in self.own and x not in _NO_SIGN}  # fmt: skip
             if told and not any(mine[x] < right[x] if before[x] > after[x] else mine[x] > right[x] for x in told):
                 return True
         return False

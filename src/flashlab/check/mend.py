@@ -55,7 +55,8 @@ def mended(index: Index, fn: Callable[..., Any], make: Callable[..., Text] = Tex
     if text is None:
         return None, 0.0
     now = {x.__name__: x for x in text.globals.values() if isinstance(x, FunctionType) and x is not fn
-           and x.__code__.co_filename == fn.__code__.co_filename and x.__name__ in text.often}  # fmt: skip
+           and x.__code__.co_filename == fn.__code__.co_filename
+           and x.__name__ in {*text.often} - {*text.params, *text.locals}}  # fmt: skip
     text.globals |= {name: functools.partial(_called, now, name) for name in now}
     got = index.run(text.compiled())
     wrong = index.wrong_parts(got)
@@ -64,10 +65,10 @@ def mended(index: Index, fn: Callable[..., Any], make: Callable[..., Text] = Tex
     if index.kinds:
         text.kinds = index.kinds.kinds_of(text, [tuple(map(index.copied, x)) for x in index.inputs[:3]])
     values = {name: [given[i] for given in index.inputs] for i, name in enumerate(text.params)}
-    made = _runs(index, text, values)
+    made, called = _runs(index, text, values), text.compiled()
     for name, helper in tuple(now.items()):
         if part := own_text(helper):
-            made += [(part, change, functools.partial(_with, now, name, other, text.compiled()))
+            made += [(part, change, functools.partial(_with, now, name, other, called))
                      for _, change, other in _runs(index, part, {})]  # fmt: skip
     right = index.run(index.texts[0].compiled(), index.more)
 
