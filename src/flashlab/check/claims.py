@@ -53,6 +53,10 @@ def tokens_of(source: str) -> str:
     return f" {' '.join(kept)} ".replace(" _tick ( ) ", " ")
 
 
+def _words(code: str) -> Counter[str]:
+    return Counter(code.replace(">", "<").split())
+
+
 class Claims:
     """What can be seen to be untrue of a learner's text.
 
@@ -82,25 +86,27 @@ class Claims:
         """Whether one of these edits of the right text cannot be seen in the learner's: it has of every word and sign
         that goes as many as the right text, and of none that comes more.
         """
-        mine, right = (Counter(code.replace(">", "<").split()) for code in (self.learners, self.right))
-        both = [[Counter(tokens_of(x).replace(">", "<").split()) for x in edit] for edit in edits]
+        both = [[_words(tokens_of(x)) for x in edit] for edit in edits]
         gone, come = (sum((edit[side] for edit in both), Counter[str]()) for side in (0, 1))
         for before, after in both:
-            told = {x for x in (before - after) + (after - before)
-                    if gone[x] != come[x] and x not in self.own and x not in _NO_SIGN}  # fmt: skip
-            if told and not any(mine[x] < right[x] if before[x] > after[x] else mine[x] > right[x] for x in told):
+            told = [x for x in self._steps(before, after) if gone[x] != come[x]]
+            if told and not any(self._took(x, before[x] > after[x]) for x in told):
                 return True
         return False
 
-    def seen(self, said: str) -> bool:
-        """Whether what it says to be missing is there less often than in the right text, every word of it, and what it
-        says to stand there more often.
-        """
-        lacks, stands = _LACKS.match(said), _STANDS.match(said)
-        piece = lacks[1] or lacks[2] if lacks else stands[2] if stands else ""
-        words = [x for x in re.findall(r"[A-Za-z_]\w*|\d[\w.]*", piece) if x not in self.own]
-        counts = map(self._counts, words)
-        return bool(words) and all(mine < right for mine, right in counts) and (not stands or self._more(stands[1]))
+    def seen(self, changed: str) -> bool:
+        """Whether the learner's text is this change of the right one, or has its every word and sign."""
+        before, after = _words(self.right), _words(changed)
+        told = self._steps(before, after)
+        return self.learners == changed or (bool(told) and all(self._took(x, before[x] > after[x]) for x in told))
+
+    def _steps(self, before: Counter[str], after: Counter[str]) -> list[str]:
+        """What tells one from the other: its own names mean nothing in another text."""
+        return [x for x in (before - after) + (after - before) if x not in self.own and x not in _NO_SIGN]
+
+    def _took(self, word: str, goes: bool) -> bool:
+        mine, right = _words(self.learners)[word], _words(self.right)[word]
+        return mine < right if goes else mine > right
 
     def no_number(self, said: str) -> bool:
         """Whether it says of a number that it stands somewhere, and it stands nowhere."""
@@ -177,8 +183,6 @@ class Claims:
             not self._counts(x)[1] and (re.search(r"\de", x) or len(x) > 1) for x in numbers)  # fmt: skip
 
 
-_LACKS = re.compile(r"(?:the (?:term|factor|division by|remainder by) )?`-?([^`]+)` is missing|`(\w+)` is taken for")
-_STANDS = re.compile(r"`?([^`]+?)`? stands where `?([^`,]+?)`? belongs")
 _NUMBER_STANDS = re.compile(r"`?(\d[\w.]*)`? stands where")
 _WHERE = r"(?:, in `([^`]*)`)?"
 _FORMS: tuple[tuple[re.Pattern[str], Callable[..., bool]], ...] = tuple(

@@ -297,7 +297,9 @@ class Index:
                 continue
             right = tokens_of(ast.unparse(text.tree))
             claims = Claims(self.code, right, text.words, text.locals, text.params)
-            if claims.no_number(change.said) if mends else not claims.seen(change.said):
+            with text.changed(change):
+                changed = tokens_of(ast.unparse(text.tree))
+            if claims.no_number(change.said) if mends else not claims.seen(changed):
                 sentence = sentence.replace(change.said, f"as in a right answer where {change.said}", 1)
         return sentence
 

@@ -197,7 +197,7 @@ def _terms(node: ast.expr) -> list[ast.expr]:
 def said(text: Text, change: Change) -> str:
     """What stands there, and what belongs there; "" where that is too long."""
     if change.said.startswith("{order}"):
-        return "the results come in another order than is asked"
+        return ""  # the index says which
     if change.slug == "names-exchanged":
         return change.said
     pieces = [_pieces(text, edit) for edit in change.edits]

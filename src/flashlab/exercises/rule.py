@@ -25,7 +25,6 @@ import inspect
 import io
 import math
 import operator
-import os
 import random
 import sys
 import tokenize
@@ -400,16 +399,14 @@ def written(answer: Any) -> frozenset[str]:
 
 
 def code_of(answer: Any) -> str:
-    """The same tokens in order; of a file, those of the function alone, and of what it calls there."""
+    """The same tokens in order, of the function alone and of what it calls beside it."""
     fn = _unwrapped(answer)
     try:
         file = inspect.getfile(fn)
         if file.startswith(_PACKAGE):
             return ""
-        if not os.path.exists(file):
-            return tokens_of("".join(inspect.findsource(fn)[0]))
         called = (_unwrapped(fn.__globals__.get(name)) for name in fn.__code__.co_names)
-        beside = [x for x in called if inspect.isfunction(x) and x is not fn and x.__code__.co_filename == file]
+        beside = [x for x in called if inspect.isfunction(x) and x is not fn and x.__module__ == fn.__module__]
         return "".join(tokens_of(inspect.getsource(x)) for x in (fn, *beside))
     except (OSError, TypeError):
         return ""
