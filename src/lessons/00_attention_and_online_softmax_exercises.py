@@ -159,7 +159,7 @@ check("0.5", attention_in_blocks)
 # $\ell$ only $\mathrm{lse} = m + \ln \ell$ is left. Merge `(o1, lse1)` and `(o2, lse2)` into the result over all keys.
 #
 # Three lines are enough, with your `merge` of 0.4 and `finish`. Mind that lse may be 1000, and that a row may have seen no key on one
-# device, or on both ($o = 0$, $\mathrm{lse} = -\infty$).
+# device, or on both ($o = 0$, $\mathrm{lse} = -\infty$). `o` comes back in the dtype of `o1`, and lse in its own.
 
 # %% tags=["exercise"]
 # MILESTONE flashlab.attention.online_softmax: merge_finished

@@ -66,7 +66,7 @@ test_window_blocks_in_several_styles = accepted(
 )
 IN_16_BITS = "dk, dv = dk.to(Q.dtype).float(), dv.to(Q.dtype).float()"
 test_what_is_said_of_window_blocks = told(
-    ("5.4", (BEGIN, "max(0, start_n - (N - M) + 1)"), "`start_n - (N - M)` is one too large"),
+    ("5.4", (BEGIN, "max(0, start_n - (N - M) + 1)"), "the term `1` is one too many"),
     ("5.4", ("        q, do =", f"        {IN_16_BITS}\n        q, do ="), "16 bits in each turn"),
     ("5.4", (LOWER, f"p = p * ({SEEN})"), "inf · 0 is NaN"),
     ("5.4", (END, "M"), "end behind the last"),

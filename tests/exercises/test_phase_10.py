@@ -481,7 +481,7 @@ def copying(q, k, v, t):
         (tables, lambda q, k, v, t: windowed(*fused_rope(q, k, *t), v, causal=False, window=(11, None)),
          "not-causal"),
         (tables, lambda q, k, v, t: windowed(*fused_rope(q, k, *t), v, scale=1.0), "division-missing"),
-        (tables, lambda q, k, v, t: windowed(*fused_rope(q / math.sqrt(q.shape[3]), k, *t), v), "function-missing"),
+        (tables, lambda q, k, v, t: windowed(*fused_rope(q / math.sqrt(q.shape[3]), k, *t), v), "scaled-twice"),
         (tables, lambda q, k, v, t: windowed(*[x.bfloat16() for x in (rope(q, *t), rope(k, *t), v)]).to(q.dtype),
          "wrong-value"),
         (tables, lambda q, k, v, t: turned_by(rope)(q, k, v, t).transpose(1, 2), "wrong-shape"),

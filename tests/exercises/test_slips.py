@@ -7,7 +7,8 @@ from lesson_answers import diagnosed, told
 
 test_a_slip_is_told_by_the_piece_that_it_is_in = told(
     ("0.3", [("continue", "break")], "m and l: `break` stands where `continue` belongs."),
-    ("0.4", [("State(m, l, o)", "State(m, l, o / l.masked_fill(l == 0, 1.0)[..., None])")], "o is divided by l"),
+    ("0.4", [("State(m, l, o)", "State(m, l, o / l.masked_fill(l == 0, 1.0)[..., None])")],
+     "the divisor `l.masked_fill(l == 0, 1.0)[..., None]` is one too many"),
     ("0.5", [("torch.maximum(m, x.max())", "x.max()")], "exp overflowed"),
     ("0.6", [("State(lse1, torch.ones_like(lse1), o1.to(lse1.dtype))", "State(*(x.to(o1.dtype) for x in (lse1, "
       "torch.ones_like(lse1), o1)))"), ("State(lse2, torch.ones_like(lse2), o2.to(lse2.dtype))", "State(*(x.to("
@@ -20,7 +21,7 @@ test_a_slip_is_told_by_the_piece_that_it_is_in = told(
      "`sink` is taken for 0.0, whatever it is"),
     ("4.7", [("capped(s, cap)", "s")], "`capped` is missing: "),
     ("11b.1", [("column % 2 + row // 8 % 2 * 2", "column % 2 * 2 + row // 8 % 2")],
-     "register: `2` multiplies `column % 2`, and not `row // 8 % 2`"),
+     "`column % 2 * 2 + row // 8 % 2` stands where `column % 2 + row // 8 % 2 * 2` belongs"),
     ("13.8", [("half if causal and source >", "half if not causal and source >")],
      "`causal` stands where `not causal` belongs"),
     ("11c.2", [("oldest = tile * BLOCK_M + N - M - window + 1", "oldest = tile * BLOCK_M - window + 1")],

@@ -612,9 +612,9 @@ def _rows_by_factors(observations: Sequence[Observation], wrong: Sequence[Observ
     each = torch.cat(factors)
     why = ": what is each row divided by, and does its sum go with it?"
     if of_lse and all(bool((off + factor.log()).abs().max() < 0.02) for off, factor in of_lse):
-        why = ". o times exp(lse) is right, so acc is, and l alone is not: is it rescaled when acc is, and once?"
+        why = ". o times exp(lse) is right, so acc is, and l alone is not: what is in it, and is it rescaled as acc is?"
     elif of_lse and all(bool(off.abs().max() < 0.005) for off, _ in of_lse):
-        why = ". lse is right, so l is; acc has this factor: is it rescaled exactly when l is?"
+        why = ". lse is right, so l is; acc has this factor: is it rescaled as l is, and only so?"
     rows = _wrong_rows(calm[0])
     what = "every row of o" if bool(rows.all()) else f"{_rows(rows)} of o"
     said = f"{_difference(observations, wrong)}{what}: right but for one factor per row, {each.min():.3g} to "
@@ -697,8 +697,8 @@ def _describe(observations: Sequence[Observation], wrong: Sequence[Observation])
     finer = finer and any(bool((s.truth.lse_bound < 0.1).all()) for s in wrong)
     end = ". lse is right in every case, so the maxima and the sums are" if finer else ""
     if name == "lse" and all(_lse_never_set(s) for s in wrong if s.case.content in CALM):
-        end = ", and -inf in every row. o is right here, so the sums are not 0: lse is the maximum plus the logarithm "
-        end += "of the sum, and the maximum is still -inf. Is it ever set?"
+        end = ", and -inf in every row. o is right here, so the sums are not 0: something that lse is made of is still "
+        end += "-inf, as it began: is the maximum ever set?"
         return CheckFailed(f"{difference}{share}: {value}{end}", diagnosis="maximum-never-set", case=str(seen.case))
     return CheckFailed(f"{difference}{share}: {value}{end}", diagnosis="wrong-value", case=str(seen.case))
 

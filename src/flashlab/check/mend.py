@@ -16,7 +16,7 @@ import functools
 import inspect
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -26,6 +26,8 @@ from flashlab.check.lookup import Index
 _SECONDS = 2.0  # of one core
 _LONGEST = 160  # characters of what is said
 _SHORT = 60
+_SHARED = 1.0  # what it costs more to find fault with a line that a right text has
+_LINES = (ast.Assign, ast.AugAssign, ast.Return, ast.Expr)
 _KINDS = {ast.Add: "term", ast.Sub: "term", ast.Mult: "factor", ast.Div: "divisor", ast.FloorDiv: "divisor"}
 _BEHIND = "outside-of-the-loop"
 _ROUNDING = ("round", "int", "ceil", "floor", "abs")
@@ -66,6 +68,7 @@ def mended(index: Index, fn: Callable[..., Any], make: Callable[..., Text] = Tex
         text.kinds = index.kinds.kinds_of(text, [tuple(map(index.copied, x)) for x in index.inputs[:3]])
     values = {name: [given[i] for given in index.inputs] for i, name in enumerate(text.params)}
     made, called = _runs(index, text, values), text.compiled()
+    shared = _lines_of_both(text, index.texts)
     for name, helper in tuple(now.items()):
         if part := own_text(helper):
             made += [(part, change, functools.partial(_with, now, name, other, called))
@@ -78,7 +81,11 @@ def mended(index: Index, fn: Callable[..., Any], make: Callable[..., Text] = Tex
             index.run(run, index.more), right)  # fmt: skip
 
     of_part: dict[int, Change] = {}
-    for of, change, run in sorted(made, key=lambda x: (len(x[1].edits) > 1, x[1].cost)):
+
+    def price(change: Change) -> float:
+        return change.cost + _SHARED * all(id(holder) in shared for (holder, _, _), _ in change.edits)
+
+    for of, change, run in sorted(made, key=lambda x: (len(x[1].edits) > 1, price(x[1]))):
         if time.process_time() > until:
             break
         outcome = index.run(run)
@@ -87,7 +94,7 @@ def mended(index: Index, fn: Callable[..., Any], make: Callable[..., Text] = Tex
         if not mends or not (words := said(of, change)):
             continue
         if is_right(run):
-            return words, change.cost
+            return words, price(change)
         of_part |= {p: change for p in mends if p not in of_part and of is text}
     if len(wrong) > 1 and len(of_part) == len(wrong):
         with contextlib.suppress(SyntaxError):
@@ -95,6 +102,13 @@ def mended(index: Index, fn: Callable[..., Any], make: Callable[..., Text] = Tex
                 each = [f"{index.names[p]}: {said(text, change)}" for p, change in of_part.items()]
                 return ("; and " if sum(map(len, each)) < index.longest - 20 else ";\nand ").join(each), 2.0
     return "", 0.0
+
+
+def _lines_of_both(text: Text, right: Sequence[Text]) -> set[int]:
+    """What stands in lines that a right text has too: it is less likely to be what is wrong."""
+    known = {ast.unparse(line) for other in right for line in ast.walk(other.tree) if isinstance(line, _LINES)}
+    lines = [line for line in ast.walk(text.tree) if isinstance(line, _LINES) and ast.unparse(line) in known]
+    return {id(x) for line in lines for x in ast.walk(line)}
 
 
 def _called(now: dict[str, Any], name: str, *given: Any, **named: Any) -> Any:

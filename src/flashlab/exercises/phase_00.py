@@ -314,7 +314,10 @@ tensor_rule(
     also=[_merge_inline, _merge_patched],
     words={"ca": "exp(a.m - m)", "cb": "exp(b.m - m)", "correction_a": "exp(a.m - m)", "correction_b": "exp(b.m - m)",
            "base": "m, or 0 where it is -inf,"},
-    nan={"identity": _MINUS_INFINITY, "masked": _MINUS_INFINITY, "": _MINUS_INFINITY},
+    nan={
+        "identity": _MINUS_INFINITY, "masked": _MINUS_INFINITY,
+        "": "NaN comes of -inf - (-inf), or of an exponential that overflowed, times 0: subtract the new maximum first",
+    },
     notes={
         "ca": "either of the two may have the smaller maximum, and must be rescaled then",
         "cb": "either of the two may have the smaller maximum, and must be rescaled then",
@@ -432,6 +435,8 @@ tensor_rule(
         "lse of -1000": (*_result(_R, -1000.0), *_result(_R, -1001.0)),
         "o in float16, lse in float32": (*_lower(_result(_R, 30.0)), *_lower(_result(_R, 31.0))),
         "the second saw no key": (*_result(_R, 0.0), *_NO_RESULT), "neither saw a key": (*_NO_RESULT, *_NO_RESULT),
+        "rows far apart": tuple(map(torch.cat, zip(_result(_R, 1000.0), _result(_R, 0.0), strict=True))) + tuple(
+            map(torch.cat, zip(_result(_R, 0.0), _result(_R, 1000.0), strict=True))),
     },
     draw=lambda r: (*_result(r, r.gauss(0, 2)), *(_NO_RESULT if r.random() < 0.2 else _result(r, r.gauss(0, 2)))),
     also=[_from_scratch],
@@ -456,7 +461,7 @@ tensor_rule(
             instead="(((o1 * lse1[..., None] + o2 * lse2[..., None]) / (lse1 + lse2)[..., None]).to(o1.dtype), "
             "torch.logaddexp(lse1, lse2))"),
         Row("lse-added", "lse: the two lse were added; add their exponentials, then take the logarithm",
-            [("return o.to(o1.dtype), lse", "return o, lse1 + lse2")]),
+            [("return o.to(o1.dtype), lse", "return o.to(o1.dtype), lse1 + lse2")]),
         Row("exp-of-lse", "a finished result is the state m = lse, l = 1: the sum is in m already", [
             ("torch.ones_like(lse1)", "lse1.exp()"), ("torch.ones_like(lse2)", "lse2.exp()")]),
         Row("empty-sum", "a finished result counts with a sum of 1 beside m = lse, and not with a sum of 0",

@@ -108,6 +108,7 @@ def _rows(r: random.Random) -> Numbers:
         for seq_q, seq_k, prefix, block, tile in (
             (64, 64, 0, 16, 16), (50, 130, 90, 16, 32), (100, 37, 5, 32, 16), (1, 147, 30, 16, 64), (40, 40, 20, 32, 8),
             (33, 35, 0, 8, 8), (33, 40, 40, 16, 8), (200, 90, 33, 64, 32),
+            (16, 8, 0, 4, 16),
             *((24, 24 + offset, 8 - offset, 8, 8) for offset in range(1, 8)),  # any remainder of a tile
         )
         for start in range(0, seq_q, block)

@@ -173,13 +173,15 @@ def _by_weights(os, lses):
         "1 split": _parts(_SEEN, 1, 3, 0), "4 splits": _parts(_SEEN, 4, 3, 0),
         "4 splits, some empty": _parts(_SEEN, 4, 6, 0.5), "3 splits, all empty": _parts(_SEEN, 3, 4, 1.0),
         "lse near 1000": _parts(_SEEN, 3, 2, 0.2, low=1000.0), "lse near -1000": _parts(_SEEN, 3, 2, 0.2, low=-1000.0),
+        "rows far apart": tuple(torch.cat(x, 1) for x in zip(
+            _parts(_SEEN, 3, 2, 0.2), _parts(_SEEN, 3, 2, 0.2, low=1000.0), strict=True)),
     },
     draw=lambda r: _parts(r, r.randint(1, 5), r.randint(1, 4), r.choice((0, 0.4, 1.0)), low=r.gauss(0, 3)),
     also=[_by_weights],
     nan={
         "empty": "an empty part has lse -inf and an o that nobody wrote: its share has to be 0 where all are empty "
         "too, and 0 * NaN is NaN",
-        "": "a weight overflowed: only differences of lse go into an exponential",
+        "": "a weight overflowed: into an exponential go differences of lse that are never above 0",
     },
     words={"share": "the part's share", "there": "whether the part has keys"},
     notes={

@@ -109,14 +109,15 @@ _R = random.Random(13)
     inputs={
         "1 part": _parts(_R, 1), "2 parts": _parts(_R, 2), "8 parts": _parts(_R, 8),
         "lse near 1000": _parts(_R, 4, low=1000.0), "lse near -1000": _parts(_R, 4, low=-1000.0),
-        "lse far apart": _parts(_R, 6, wide=300.0), "parts that saw no key": _late(_R),
+        "lse far apart": _parts(_R, 6, wide=300.0), "lse further apart": _parts(_R, 4, wide=2000.0),
+        "parts that saw no key": _late(_R),
     },
     draw=lambda r: _late(r) if r.random() < 0.3 else _parts(r, r.randint(1, 6), low=r.gauss(0, 3)),
     also=[_two_weights, "((torch.softmax(lses, 0)[..., None] * os).sum(0), torch.logsumexp(lses, 0))"],
     nan={
         "no key": "a part that saw no key has lse -inf: with the share as a sigmoid it counts for nothing, and no NaN "
         "arises",
-        "": "a weight overflowed: only differences of lse go into an exponential",
+        "": "a weight overflowed: into an exponential go differences of lse that are never above 0",
     },
     words={"share": "the part's share", "o": "o", "lse": "lse"},
     notes={

@@ -297,7 +297,7 @@ ROWS: tuple[Mistake, ...] = (
            *([(_SAFE, "m_new = m_safe = torch.zeros_like(m_i)"), *more] for more in (
                [], [_LOW]))),
     *_rows("m-starts-at-zero", "wrong where all scores of a row are negative: the running maximum starts at 0; it has "
-           "to start at minus infinity", [(_START, "m_i = q.new_zeros(q.shape[:3])")]),
+           "to start below every score", [(_START, "m_i = q.new_zeros(q.shape[:3])")]),
     *_rows("one-maximum", "one maximum is taken for all rows of a tile; a row far below it underflows: each row has "
            "its own", [(_M_NEW, "m_new = torch.maximum(m_i, of_the_block(s, BLOCK_M))")], sizes=BLOCKS),
     *_rows("padding-in-the-maximum", f"{_RAGGED[:-2]} and all scores are negative: the padded keys, with scores of 0, "
@@ -365,7 +365,7 @@ ROWS: tuple[Mistake, ...] = (
              "i + seq_k - seq_q, so that the last query sees the last key", "j <= i"),
     *_causal("causal-offset-sign", "the causal offset has the wrong sign: query i sees the keys up to i + seq_k - "
              "seq_q", "j <= i - N + M"),
-    *_causal("causal-upside-down", "the causal mask is on the wrong axis: queries see the keys after them, not those "
+    *_causal("causal-upside-down", "the causal mask is turned round: queries see the keys after them, not those "
              "before", "j >= i + N - M", "j >= i"),
     *_causal("causal-upside-down", "the causal mask hides what it should show: its condition is inverted",
              "j > i + N - M"),
