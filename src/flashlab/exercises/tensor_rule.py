@@ -12,7 +12,9 @@ rule for each: those that `part` registers are judged first.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import random
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -172,8 +174,17 @@ class TensorRule(Rule):
         elif errors or self.index.wrong_parts(got):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what a change does is no matter of the learner's
-                failed = self._failure(learners, got, errors)
+                failed = self._failure(learners, got if errors else self._on_the_cpu(learners, got), errors)
             raise failed
+
+    def _on_the_cpu(self, learners: Callable[..., Any], got: list[Any]) -> list[Any]:
+        """What it gives where the changes run: only there the same sums give the same bits."""
+        if not self.on_device or runtime.device().type == "cpu":
+            return got
+        with contextlib.redirect_stdout(io.StringIO()):
+            here = [*self.index.run(learners, self.tried)]
+        wrong = not any(isinstance(x, str) for x in here) and self.index.wrong_parts(here)
+        return here if wrong else got
 
     def _failure(self, learners: Callable[..., Any], got: list[Any], errors: Sequence[Exception]) -> CheckFailed:
         index, names = self.index, self.returns
