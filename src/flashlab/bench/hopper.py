@@ -31,7 +31,6 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +44,7 @@ from flashlab.bench.hopper_jobs import BOXES, CUDNN, DTYPES, FA2, FA4, OURS, P9,
 from flashlab.bench.hopper_results import goal_table
 from flashlab.bench.mma import Variant
 from flashlab.bench.peers import fa4
+from flashlab.bench.records import version_of
 from flashlab.bench.validation import Count
 from flashlab.check import CheckFailed, verify
 from flashlab.check.mistakes.hopper import MUTANTS
@@ -106,14 +106,6 @@ def try_out(step: str, *builds: str) -> None:
         if found["wrong"]:
             where = f"D = {d}, {dtype}, {'causal' if causal else 'whole'}"
             raise ValueError(f"at {where} it is wrong: {found}")
-
-
-def fa4_version() -> str:
-    """ "4.0.0b36"."""
-    try:
-        return version("flash-attn-4")
-    except PackageNotFoundError:
-        return "a version without a name"
 
 
 def forward_of(name: str, *qkv: torch.Tensor, causal: bool) -> Way:
@@ -463,7 +455,8 @@ def prepare(todo: Sequence[Row], until: float, **options: Any) -> Row:
     for line in failed:
         print(f"  {line}", file=sys.stderr)
     # Without it a record keeps the version that its rows are of.
-    return {"not_built": failed} | ({"flash_attention_4": fa4_version()} if fa4()[0] else {})
+    there = {"flash_attention_4": version_of("flash-attn-4") or "a version without a name"} if fa4()[0] else {}
+    return {"not_built": failed} | there
 
 
 def _tried(key: Key) -> str:

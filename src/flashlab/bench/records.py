@@ -76,8 +76,8 @@ def machine() -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version() if gpu else None,
         "nvcc": nvcc_version() if find_nvcc() else None,
         "torch": torch.__version__,
-        "triton": _version("triton"),
-        "numpy": _version("numpy"),
+        "triton": version_of("triton"),
+        "numpy": version_of("numpy"),
         "python": platform.python_version(),
         "cores": len(os.sched_getaffinity(0)),
         "triton_kernels": "interpreted" if runtime.INTERPRETED else "compiled",
@@ -87,7 +87,8 @@ def machine() -> dict[str, Any]:
     }
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """Of an installed package, or None."""
     try:
         return version(package)
     except PackageNotFoundError:
