@@ -314,10 +314,6 @@ def test_a_function_is_called_in_a_process_of_its_own():
     assert harness.again(*harness.calling(print, "a", "b c"), capture_output=True, text=True).stdout == "a b c\n"
 
 
-def test_the_sources_have_a_name_of_their_own():
-    assert len(records.sources()) == 12 and records.sources() == records.sources() == records.machine()["sources"]
-
-
 @pytest.mark.long
 def test_what_may_hang_or_crash_is_tried_in_a_process_of_its_own(capsys):
     def tried(text, seconds=60.0):

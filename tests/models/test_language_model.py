@@ -67,11 +67,6 @@ def test_no_token_sees_what_comes_after_it():
     assert a.shape == (2, 20, BYTES)
 
 
-def test_it_refuses_more_tokens_than_positions():
-    with pytest.raises(ValueError, match="there are 40 tokens; this model has 32 positions"):
-        build(TINY)(*tokens(TINY, seq_len=40))
-
-
 @pytest.mark.parametrize(
     "attention, fused",
     [
