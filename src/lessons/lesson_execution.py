@@ -1,7 +1,5 @@
 """Runs a notebook of the course in a kernel of this interpreter, and makes its outputs the same on every run."""
 
-from __future__ import annotations
-
 import ast
 import base64
 import contextlib

@@ -4,8 +4,6 @@ A published figure is one number of one row. Its counterpart is what a record of
 on the same shape: a number, or in words why there is none. UNLIKE names the tables where it is not the same work.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable, Iterable, Iterator

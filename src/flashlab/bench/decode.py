@@ -11,8 +11,6 @@ launches and all; cache_bytes; `same`: the share of SDPA's tokens that it writes
 the same kernel appends to every cache.
 """
 
-from __future__ import annotations
-
 import functools
 import random
 import time
