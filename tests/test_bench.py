@@ -143,4 +143,3 @@ def test_without_its_own_lines_each_announcement_is_a_kernel_or_nothing_is_known
     one_each = quiet.replace('LAUNCH {"n": 2}', 'LAUNCH {"n": 2}\nLAUNCH {"n": 3}')
     assert [r["launch"]["n"] for r in ncu.parse(one_each, {"read": "dram__bytes_read.sum"})] == [1, 2, 3]
     assert ncu.parse("==ERROR== no kernels were profiled", {"read": "x"}) == []
-

@@ -168,25 +168,27 @@ def disassemble(cubin: bytes) -> str:
     return "\n".join(f"{address} {instruction}" for address, instruction in lines)
 
 
+def chain(error: BaseException, what: str) -> list[BaseException]:
+    """The error, its "__cause__" (or "__context__": what was being handled), and so on."""
+    found = [error]
+    while (further := getattr(found[-1], what)) is not None:
+        found.append(further)
+    return found
+
+
 def error_text(error: BaseException) -> str:
     """The message that says most: an error inside a called @jit function is the cause of the caller's."""
-    chain = [error]
-    while chain[-1].__cause__ is not None:
-        chain.append(chain[-1].__cause__)
-    return "\n".join(f"{type(link).__name__}: {link}".rstrip() for link in chain)
+    return "\n".join(f"{type(link).__name__}: {link}".rstrip() for link in chain(error, "__cause__"))
 
 
 def is_refusal(error: BaseException) -> bool:
     """Whether it is the compiler that refuses, and not the machine (a full disk, no memory, a tool that was killed)."""
-    cause, context = [error], [error]
-    while cause[-1].__cause__ is not None:
-        cause.append(cause[-1].__cause__)
-    while context[-1].__context__ is not None:  # what was being handled: for ptxas's own refusal, its exit status
-        context.append(context[-1].__context__)
-    if any(isinstance(e, (OSError, MemoryError, ImportError, subprocess.SubprocessError)) for e in cause):
+    causes = chain(error, "__cause__")
+    if any(isinstance(e, (OSError, MemoryError, ImportError, subprocess.SubprocessError)) for e in causes):
         return False
     machine = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EIO, errno.EROFS, errno.EMFILE)
-    if any(isinstance(e, MemoryError) or getattr(e, "errno", None) in machine for e in context):
+    # What was being handled: for ptxas's own refusal, its exit status.
+    if any(isinstance(e, MemoryError) or getattr(e, "errno", None) in machine for e in chain(error, "__context__")):
         return False
     return re.search(rf"{MACHINE}|ptxas.* failed with error code (?:-|137)", error_text(error)) is None
 

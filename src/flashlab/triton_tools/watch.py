@@ -6,6 +6,7 @@
 """
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -95,29 +96,21 @@ class Window:
 
     def missing(self, offsets: np.ndarray) -> np.ndarray:
         """Which byte offsets from the first element are no element of the tensor."""
-        bad = offsets % self.itemsize != 0
-        rest = offsets // self.itemsize
-        bad |= rest < 0
-        dims = sorted(
-            (d for d in range(len(self.shape)) if self.shape[d] > 1 and self.strides[d]), key=self.strides.__getitem__
-        )
-        if 0 in self.shape:
-            return np.ones_like(bad)
-        if self._overlaps(dims):
-            last = sum((self.shape[d] - 1) * self.strides[d] for d in dims)
-            return bad | (rest > last)
-        for d in reversed(dims):
-            bad |= rest // self.strides[d] >= self.shape[d]
-            rest = rest % self.strides[d]
-        return bad | (rest != 0)
+        element, rest = np.divmod(offsets, self.itemsize)
+        there = (rest == 0) & (element >= 0) & (element < len(self._exists))
+        there[there] = self._exists[element[there]]
+        return ~there
 
-    def _overlaps(self, dims: list[int]) -> bool:
-        reach = 0
-        for d in dims:
-            if self.strides[d] <= reach:
-                return True
-            reach += (self.shape[d] - 1) * self.strides[d]
-        return False
+    @functools.cached_property
+    def _exists(self) -> np.ndarray:
+        """From the first element to the last: which the tensor has; a view may leave gaps."""
+        if 0 in self.shape:
+            return np.zeros(0, bool)
+        shape = [n if step else 1 for n, step in zip(self.shape, self.strides, strict=True)]
+        last = sum((n - 1) * step for n, step in zip(shape, self.strides, strict=True))
+        found = np.zeros(last + 1, bool)
+        found[torch.arange(last + 1).as_strided(shape, self.strides).numpy()] = True
+        return found
 
     def outside(self, doing: str, offsets: np.ndarray, bad: np.ndarray, grid: tuple[int, ...]) -> str:
         """What is said of an access to these byte offsets, of which some are `bad`."""
