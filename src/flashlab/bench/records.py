@@ -160,24 +160,23 @@ def place(name: str, given: argparse.Namespace) -> Path | None:
 
 
 def keep(
-    out: Path | None, result: dict[str, Any], table: Callable[[dict[str, Any]], Table], given: argparse.Namespace
-) -> None:
+    out: Path | None, result: dict[str, Any], table: Callable[[dict[str, Any]], Table], given: argparse.Namespace,
+    where: str = "",
+) -> None:  # fmt: skip
     """Writes a result, and prints its table or, with --json, all of it; where it is, is told last."""
     if out is not None:
         write_json(out, result)
     print(json.dumps(result, indent=1) if given.json else table(result))
-    where = f"{result['machine']['gpu'] or 'a CPU'}, {result['machine']['date']}"
+    where = where or f"{result['machine']['gpu'] or 'a CPU'}, {result['machine']['date']}"
     said = f"{where}: " + (f"written to {out}" if out else "not written: a quick run")
     print(said, file=sys.stderr if given.json else sys.stdout)
 
 
 def keep_compiled(path: Path, given: argparse.Namespace, target: str, facts: dict[str, Any], table: Table) -> None:
     """The same of what a compiler gives, which needs no GPU: the record is `path`, with the facts and which nvcc."""
+    result = {"nvcc": nvcc_version(), "date": datetime.date.today().isoformat()} | facts
     out = given.out or (None if given.quick else path)
-    if out is not None:
-        write_json(out, {"nvcc": nvcc_version(), "date": datetime.date.today().isoformat()} | facts)
-    print(table)
-    print(f"nvcc {nvcc_version()}, {target}: " + (f"written to {out}" if out else "not written: a quick run"))
+    keep(out, result, lambda _: table, given, f"nvcc {result['nvcc']}, {target}")
 
 
 def entry(main: Callable[[], None]) -> None:

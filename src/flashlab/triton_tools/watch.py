@@ -8,7 +8,6 @@
 import contextlib
 import functools
 import importlib
-import importlib.util
 import inspect
 import os
 import pickle
@@ -331,13 +330,10 @@ def _named_tensors(fn, args, kwargs) -> dict[str, torch.Tensor]:
 
 
 def _traffic_in_child(fn, args, kwargs) -> Traffic:
-    origin = importable_as(fn)
+    module, name = importable_as(fn) or (None, fn.__name__)
+    text = f"from {module} import {name}\n" if module else module_source(fn)
     with tempfile.TemporaryDirectory(prefix="flashlab-traffic-") as folder:
-        if origin is None:
-            name = fn.__name__
-            Path(folder, "launcher_source.py").write_text(module_source(fn), encoding="utf-8")
-        else:
-            name = ":".join(origin)
+        Path(folder, "launcher_source.py").write_text(text, encoding="utf-8")
         try:
             torch.save((args, kwargs), Path(folder, "arguments.pt"))
         except (TypeError, AttributeError, pickle.PicklingError) as error:
@@ -345,7 +341,7 @@ def _traffic_in_child(fn, args, kwargs) -> Traffic:
                 f"an argument of {fn.__name__} cannot be taken to the process that interprets ({error}); arguments are "
                 "tensors and plain values: put the rest, a kernel for instance, into a function around the launcher"
             ) from error
-        paths = [os.path.abspath(entry) if entry else os.getcwd() for entry in sys.path]
+        paths = [folder, *(os.path.abspath(entry) if entry else os.getcwd() for entry in sys.path)]
         environment = os.environ | {
             "FLASHLAB_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths),
         }  # fmt: skip
@@ -364,15 +360,7 @@ def _traffic_in_child(fn, args, kwargs) -> Traffic:
 
 def _child(folder: str, name: str) -> None:
     """The child process: load the function and its arguments, run it watched, write the result."""
-    if ":" in name:
-        module_name, name = name.split(":")
-        module = importlib.import_module(module_name)
-    else:
-        spec = importlib.util.spec_from_file_location("launcher_source", Path(folder, "launcher_source.py"))
-        assert spec is not None and spec.loader is not None, f"no loader for a Python file in {folder}"
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["launcher_source"] = module
-        spec.loader.exec_module(module)
+    module = importlib.import_module("launcher_source")
     args, kwargs = torch.load(Path(folder, "arguments.pt"), weights_only=False)
     answer: Traffic | Exception
     try:
