@@ -96,15 +96,15 @@ def test_everyone_computes_the_same_attention(steps, monkeypatch):
 
 
 def test_a_kernel_is_varied_by_its_macros(monkeypatch):
-    one = hopper_jobs.Kernel("p8_6_store")
+    one = kernels.step("p8_6_store")
     assert hopper_jobs.varied(one) == ["p8_6_store", "p8_6_store STAGES=1", "p8_6_store STAGES=3"]
-    assert hopper_jobs.Kernel("p8_6_store STAGES=3 X=1").defines == {"STAGES": 3, "X": 1}
+    assert hopper_jobs.defines_of("p8_6_store STAGES=3 X=1") == (("STAGES", 3), ("X", 1))
     given = {}
     monkeypatch.setattr(hopper, "_modules", {})
     monkeypatch.setattr(hopper, "load_inline", lambda step, **options: given.update(options) or step.name)
     assert hopper.module_of("p8_6_store STAGES=3", 64, torch.float16) == "p8_6_store"
     assert given["defines"] == {"STAGES": 3}
-    monkeypatch.setattr(hopper_jobs, "ladder", lambda: (one.step,))
+    monkeypatch.setattr(hopper_jobs, "ladder", lambda: (one,))
     keys = hopper.wanted_modules([{"part": "variants", "shape": [1, 1, 64, 64], "causal": False}])
     assert [key[0] for key in keys] == hopper_jobs.varied(one)
 

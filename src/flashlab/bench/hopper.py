@@ -40,7 +40,7 @@ from flashlab.attention import triton_forward
 from flashlab.bench import harness, hopper_backward, hopper_inputs, hopper_jobs, ncu, peers, timing, truth, validation
 from flashlab.bench.harness import Row, Way
 from flashlab.bench.hopper_inputs import Inputs
-from flashlab.bench.hopper_jobs import BOXES, CUDNN, DTYPES, FA2, FA4, OURS, P9, TRITON, Kernel, last
+from flashlab.bench.hopper_jobs import BOXES, CUDNN, DTYPES, FA2, FA4, OURS, P9, TRITON, defines_of, last, step_of
 from flashlab.bench.hopper_results import goal_table
 from flashlab.bench.mma import Variant
 from flashlab.bench.peers import fa4
@@ -54,7 +54,7 @@ CACHED = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 
 
 # ---- the kernels -----------------------------------------------------------------------------------------------------
-Key = tuple[str, int, torch.dtype]  # a Kernel's name, head_dim, dtype
+Key = tuple[str, int, torch.dtype]  # a step with its macros, head_dim, dtype
 _modules: dict[Key, CudaModule | Exception] = {}
 _unsound: set[str] = set()  # the steps whose trial failed
 
@@ -65,7 +65,7 @@ def module_of(name: str, head_dim: int, dtype: torch.dtype) -> CudaModule:
     if key not in _modules:
         backend = "nvcc" if harness.on_gpu() else "emulator"
         try:
-            one, defines = Kernel(name).step, Kernel(name).defines
+            one, defines = step_of(name), dict(defines_of(name))
             if head_dim not in one.head_dims or dtype not in one.dtypes:
                 raise ValueError(f"{one.name} is not written for {dtype} with a head_dim of {head_dim}")
             _modules[key] = load_inline(one, backend=backend, head_dim=head_dim, dtype=dtype, defines=defines)
@@ -87,11 +87,11 @@ def wanted_modules(todo: Iterable[Row]) -> list[Key]:
         if part in ("counters", "profile", "sanitizer"):
             found += [(v.name, v.head_dim, v.dtype) for v in launched()]
         elif job.get("what") == "cases":
-            found += [(ours.name, d, t) for d in ours.step.head_dims for t in ours.step.dtypes]
+            found += [(ours.name, d, t) for d in ours.head_dims for t in ours.dtypes]
         else:
             names = hopper_jobs.steps_of(job) + ([P9] if part in ("shapes", "sizes", "ladder") else [])
             found += [(name, job.get("head_dim") or job["shape"][3], dtype) for name in names]
-    return [key for key in dict.fromkeys(found) if key[1] in Kernel(key[0]).step.head_dims]
+    return [key for key in dict.fromkeys(found) if key[1] in step_of(key[0]).head_dims]
 
 
 _TRIED = ((1, 2, 2, 1, 1), (2, 6, 2, 300, 300), (4, 16, 16, 4096, 4096))  # batch, heads, key heads, queries, keys
@@ -269,7 +269,7 @@ def checked(job: Row) -> Row:
     def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, scale: float | None = None):
         return module_of(ours.name, q.shape[3], q.dtype).forward(q, k, v, causal=causal, scale=scale)
 
-    about: dict[str, Any] = {"dtypes": ours.step.dtypes, "head_dims": ours.step.head_dims}
+    about: dict[str, Any] = {"dtypes": ours.dtypes, "head_dims": ours.head_dims}
     try:
         report = verify(kernel, causal=True, gqa=True, empty=True, deterministic=True, full=True, **about)
     except CheckFailed as failed:
@@ -440,7 +440,7 @@ def prepare(todo: Sequence[Row], until: float, **options: Any) -> Row:
     named = {t: name for name, t in DTYPES.items()}
     builds: dict[str, list[str]] = {}
     for name, head_dim, dtype in keys:
-        if Kernel(name).step.phase == hopper_jobs.PHASE and not isinstance(_modules[name, head_dim, dtype], Exception):
+        if step_of(name).phase == hopper_jobs.PHASE and not isinstance(_modules[name, head_dim, dtype], Exception):
             builds.setdefault(name, []).append(f"{head_dim} {named[dtype]}")
 
     def tried(name: str) -> str | None:
