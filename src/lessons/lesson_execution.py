@@ -1,20 +1,17 @@
 """Runs a notebook of the course in a kernel of this interpreter, and makes its outputs the same on every run."""
 
 import ast
-import base64
 import contextlib
 import hashlib
 import os
 import re
 import signal
-import struct
 import tempfile
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import ipykernel.kernelspec
 import nbformat
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
@@ -25,6 +22,8 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernel
 
 FORMAT = 1  # part of every digest: raise it when this file changes what an execution writes
 CELL_TIMEOUT = 300  # seconds
+# A PNG does not say which matplotlib has drawn it.
+FIGURES = 'c.InlineBackend.print_figure_kwargs = {"bbox_inches": "tight", "metadata": {"Software": None}}\n'
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 ADDRESS = re.compile(r"\bat 0x[0-9a-fA-F]{6,}")
 # A path below a directory that only this machine has; not the path part of a URL, nor base64.
@@ -129,15 +128,6 @@ def _kill(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
-class ThisInterpreter(KernelSpecManager):
-    """Starts the kernel with the interpreter that runs this file, whatever kernels are installed."""
-
-    def get_kernel_spec(self, kernel_name):
-        return self.kernel_spec_class(
-            resource_dir=ipykernel.kernelspec.RESOURCES, **ipykernel.kernelspec.get_kernel_dict()
-        )
-
-
 @contextlib.contextmanager
 def kernel_for(notebook, folder: Path, root: Path) -> Iterator[tuple[NotebookClient, Callable[[], str]]]:
     """Start a kernel for the notebook, working directory `folder`; shut it down at the end.
@@ -147,10 +137,12 @@ def kernel_for(notebook, folder: Path, root: Path) -> Iterator[tuple[NotebookCli
     """
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flashlab-")))
+        (scratch / "profile_default").mkdir()
+        (scratch / "profile_default" / "ipython_kernel_config.py").write_text(FIGURES)
         log = stack.enter_context(open(scratch / "kernel.log", "w+", encoding="utf-8", errors="replace"))
         kernel = AsyncKernelManager(
             kernel_name="python3",
-            kernel_spec_manager=ThisInterpreter(),
+            kernel_spec_manager=KernelSpecManager(kernel_dirs=[]),  # this interpreter, whatever kernels are installed
             transport="ipc",
             connection_file=str(scratch / "kernel.json"),  # sockets nobody else can reach
         )
@@ -218,7 +210,7 @@ def raised_at(count: int, traceback: str, lines: list[int | None]) -> int | None
 
 
 def normalise_outputs(cell, root: Path) -> None:
-    """One output for adjacent chunks of a stream; PNG without metadata; tracebacks with short file names."""
+    """One output for adjacent chunks of a stream; tracebacks with short file names."""
     merged = []
     for output in cell.outputs:
         if output.output_type == "stream" and merged and merged[-1].get("name") == output.name:
@@ -226,10 +218,6 @@ def normalise_outputs(cell, root: Path) -> None:
             continue
         if output.output_type == "error":
             output.traceback = [short_paths(line, root) for line in output.traceback]
-        png = output.get("data", {}).get("image/png")
-        if png:
-            data = strip_png(base64.b64decode(png))
-            output.data["image/png"] = base64.b64encode(data).decode()
         merged.append(output)
     cell.outputs = merged
 
@@ -238,17 +226,6 @@ def short_paths(text: str, root: Path) -> str:
     text = re.sub(r"(?:/[\w.+-]+)+/(?=site-packages/)", "", text)
     text = text.replace(f"{root}{os.sep}", "")
     return re.sub(r"(?:/[\w.+-]+)+/(?=lib/python3\.\d+/)", "", text)
-
-
-def strip_png(data: bytes) -> bytes:
-    """Drop the chunks that hold text and dates (matplotlib writes its version there)."""
-    out, at = data[:8], 8
-    while at < len(data):
-        (length,) = struct.unpack(">I", data[at : at + 4])
-        if data[at + 4 : at + 8] not in (b"tEXt", b"zTXt", b"iTXt", b"tIME"):
-            out += data[at : at + 12 + length]
-        at += 12 + length
-    return out
 
 
 def output_texts(cell) -> Iterator[str]:
