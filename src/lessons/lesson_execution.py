@@ -83,22 +83,16 @@ def imported_names(source: str, package: str, late: bool = True) -> list[str]:
 
     Args:
         package: what relative imports are relative to.
-        late: functions, and what is for type checkers, count too.
+        late: functions, and what stands under an `if`, for type checkers, count too.
     """
     try:
         tree = ast.parse(source)
     except SyntaxError:  # an IPython magic: keep the other lines
         tree = ast.parse("\n".join(re.findall(r"^(?:import|from) +flashlab[^(\\\n]*$", source, re.M)))
+    if not late:
+        tree.body = [node for node in tree.body if not isinstance(node, ast.FunctionDef | ast.If)]
     names = []
-    nodes: list[ast.AST] = [tree]
-    while nodes:
-        node = nodes.pop()
-        if not late and (
-            isinstance(node, ast.FunctionDef)
-            or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
-        ):
-            continue
-        nodes += ast.iter_child_nodes(node)
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
