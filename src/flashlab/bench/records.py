@@ -5,6 +5,7 @@ A bench has a ``main(arguments)``, which takes ``--out FILE``, ``--quick`` and `
 """
 
 import argparse
+import contextlib
 import datetime
 import functools
 import hashlib
@@ -106,13 +107,11 @@ def commit() -> str | None:
     said = os.environ.get("FLASHLAB_COMMIT", "")
     if re.fullmatch(r"[0-9a-f]{7,40}(-dirty)?", said):
         return said
-    try:
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         # A checkout around an installed package is not its own.
         if git(["git", "-C", str(here.parent), "ls-files", "--error-unmatch", here.name]).returncode == 0:
             describe = ["describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
             return git(["git", "-C", str(here.parent), *describe]).stdout.strip() or None
-    except (OSError, subprocess.TimeoutExpired):
-        pass
     return None
 
 

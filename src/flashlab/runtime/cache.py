@@ -162,13 +162,11 @@ def _digest(built: dict[str, Any]) -> str:
 
 def _whole(done: Path) -> dict[str, Any] | None:
     """The notes of a build; None where there is none, and where it is not what was made."""
-    try:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         manifest = json.loads((done / _MANIFEST).read_text(encoding="utf-8"))
         built = manifest["built"]
         if manifest["digest"] == _digest(built) and all(file_digest(done / f) == d for f, d in built["files"].items()):
             return built["notes"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        pass
     return None
 
 

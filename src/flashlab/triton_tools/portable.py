@@ -187,12 +187,9 @@ def _literal(value) -> str | None:
     if type(value) is float:
         return repr(value) if abs(value) < float("inf") else f"float('{value}')"
     if type(value) in (tuple, list):
-        items = []
-        for item in value:
-            literal = _literal(item)
-            if literal is None:
-                return None
-            items.append(literal)
+        items = [_literal(item) for item in value]
+        if None in items:
+            return None
         return f"[{', '.join(items)}]" if type(value) is list else f"({''.join(f'{item}, ' for item in items)})"
     module = type(value).__module__.split(".")[0]
     if module == "triton" and type(value).__name__ == "constexpr":
