@@ -11,7 +11,7 @@ stalls      where a kernel's issue slots go, by ncu
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -129,10 +129,6 @@ STALLS = {
 LAST = SERIES[-1].name
 
 
-def _tensors(shape: Sequence[int], dtype: torch.dtype = torch.float16) -> list[torch.Tensor]:
-    return [torch.randn(*shape, device="cuda").to(dtype) for _ in range(3)]
-
-
 def _last(*qkv: torch.Tensor) -> Any:
     return load_inline(step(LAST), backend="nvcc").forward(*qkv)
 
@@ -165,7 +161,7 @@ def launch(name: str) -> None:
     """For ncu: one of LAUNCHES, with the L2 cache flushed before it."""
     shape, dtype, run = LAUNCHES[name]
     torch.backends.cuda.matmul.allow_tf32 = False
-    q, k, v = _tensors(shape, dtype)
+    q, k, v = harness.draw(*[shape] * 3, dtype=dtype)
     run(q, k, v)  # builds, workspaces
     torch.cuda.synchronize()
     torch.zeros(512 * 2**20, dtype=torch.uint8, device="cuda").max()  # read too: no written line is left in L2
@@ -226,7 +222,7 @@ def naive_kernels() -> list[Row]:
     """Microseconds of each of PyTorch's four kinds of kernel (scores, scale, softmax, output) at phase 1's shapes."""
     rows = []
     for n in (2048, 4096, 8192, 16384):
-        q, k, v = _tensors((1, 16, n, 128))
+        q, k, v = harness.draw(*[(1, 16, n, 128)] * 3, dtype=torch.float16)
         for _ in range(3):
             naive_attention(q, k, v)
         torch.cuda.synchronize()
@@ -247,7 +243,7 @@ def workspace() -> list[Row]:
     for backend, heads, n in itertools.product(
         ("FLASH_ATTENTION", "EFFICIENT_ATTENTION"), (1, 4, 16, 64, 128), (512, 1024, 2048, 4096, 8192, 16384)
     ):
-        q, k, v = _tensors((1, heads, n, 64))
+        q, k, v = harness.draw(*[(1, heads, n, 64)] * 3, dtype=torch.float16)
         way = peers.sdpa(backend, q, k, v)
         way()
         peak = timing.allocated(way)
