@@ -187,8 +187,8 @@ def _literal(value) -> str | None:
     if type(value) is float:
         return repr(value) if abs(value) < float("inf") else f"float('{value}')"
     if type(value) in (tuple, list):
-        items = [_literal(item) for item in value]
-        if None in items:
+        items = [text for item in value if (text := _literal(item)) is not None]
+        if len(items) < len(value):
             return None
         return f"[{', '.join(items)}]" if type(value) is list else f"({''.join(f'{item}, ' for item in items)})"
     module = type(value).__module__.split(".")[0]

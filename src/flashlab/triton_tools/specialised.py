@@ -32,11 +32,11 @@ def specialised(function, **constants: object) -> str:
         seen.add(statement)
         last = statement.body[-1].end_lineno or 0
         yield _known(statement.test, constants), statement.lineno, statement.body[0].lineno, last
-        first, *others = statement.orelse or [None]
-        if isinstance(first, ast.If) and not others and re.match(r" *elif\b", source.splitlines()[first.lineno - 1]):
-            yield from branches(first)
-        elif first is not None:
-            yield True, last + 1, first.lineno, statement.orelse[-1].end_lineno or 0
+        other = statement.orelse[:1]
+        if other and isinstance(other[0], ast.If) and re.match(r" *elif\b", source.splitlines()[other[0].lineno - 1]):
+            yield from branches(other[0])
+        elif other:
+            yield True, last + 1, other[0].lineno, statement.orelse[-1].end_lineno or 0
 
     for statement in ast.walk(ast.parse(source)):  # the outer ones first
         if not isinstance(statement, ast.If) or statement in seen or statement.lineno not in lines:
