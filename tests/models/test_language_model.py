@@ -136,11 +136,6 @@ def test_gradients_and_optimizer_state_by_formula():
     assert said.total == said.parameters + said.gradients + said.optimizer + said.activations
 
 
-def test_another_attention_has_no_formula():
-    with pytest.raises(ValueError, match="attention is 'sdpa'; there is a formula for 'eager' and for 'flash'"):
-        memory.attention_bytes(config("small", attention="sdpa"), 1, 128)
-
-
 # ---- the text
 
 
@@ -180,6 +175,8 @@ def test_it_refuses():
     ):
         with pytest.raises(ValueError, match=sentence):
             train(shape, **dict(steps=1, batch=1, seq_len=16) | options)
+    with pytest.raises(ValueError, match="attention is 'sdpa'; there is a formula for 'eager' and for 'flash'"):
+        memory.attention_bytes(config("small", attention="sdpa"), 1, 128)
     with pytest.raises(ValueError, match="one curve has 1 steps and the other 2"):
         distance([1.0], [1.0, 2.0])
     assert math.isnan(distance([1.0, math.nan], [1.0, 2.0]))
