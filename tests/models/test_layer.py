@@ -64,17 +64,6 @@ def test_every_form_gives_the_same(attention, fused, dtype):
             assert ours[name].dtype == dtype and (ours[name] - want).abs().max() <= allowed, name
 
 
-def test_autocast_keeps_the_weights_and_computes_in_its_dtype():
-    x = draw(1, 16, 48)
-    for attention, fused in FORMS:
-        built = layer(attention, fused)
-        with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
-            y = built(x, *rope_table(16, 16, device=DEVICE))
-        assert y.dtype == torch.bfloat16
-        y.float().sum().backward()
-        assert all(w.grad.dtype == torch.float32 and w.grad.isfinite().all() for w in built.parameters())
-
-
 def test_it_refuses():
     for arguments, sentence in (
         (dict(width=48, heads=5), "width is 48; 5 heads do not share it evenly: pass head_dim"),
