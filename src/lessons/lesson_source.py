@@ -136,10 +136,7 @@ def read_lesson(path: Path, *, linked: bool = True) -> Lesson:
         raise lesson.error(1, f"the file should start with this header:\n{HEADER}")
     physical = text.splitlines()
     marks = [i for i, line in enumerate(physical, 1) if re.match(r"# %%(?: |$)", line)]
-    try:
-        notebook = jupytext.reads(text, fmt="py:percent")
-    except Exception as error:  # whatever jupytext finds wrong
-        raise lesson.error(None, f"jupytext cannot read it: {error}") from error
+    notebook = jupytext.reads(text, fmt="py:percent")
     if len(marks) != len(notebook.cells):
         raise lesson.error(
             marks[0] if marks else 1,
