@@ -328,17 +328,17 @@ def test_what_may_hang_or_crash_is_tried_in_a_process_of_its_own(capsys):
 # ---- all of them ---------------------------------------------------------------------------------------------------
 def test_all_runs_what_can_run_here_says_why_not_of_the_others_and_fails_with_one(monkeypatch, capsys, tmp_path):
     called = []
-    monkeypatch.setattr(everything, "run_one", lambda name, options: called.append((name, *options)) or name == "mma")
-    monkeypatch.setattr(everything, "why_not", lambda name, quick: None if name in ("mma", "walls") else "no nvcc")
+
+    def again(*words):
+        assert words[:3] == ("-m", "flashlab.cli", "bench")
+        called.append(words[3:])
+        return SimpleNamespace(returncode=words[3] == "mma")
+
+    monkeypatch.setattr(harness, "again", again)
+    monkeypatch.setattr(Bench, "needs", lambda self, quick: None if self.name in ("mma", "walls") else "no nvcc")
     with pytest.raises(SystemExit, match="failed: mma$"):
         everything.main(["--quick", "--minutes", "3", "--out", str(tmp_path)])
     for name, call in zip(("walls", "mma"), called, strict=True):
         assert call[:3] == (name, "--quick", "--minutes") and float(call[3]) <= 3
         assert call[4:] == ("--out", str(tmp_path / f"{name}.json"))
     assert capsys.readouterr().out.count("left out: no nvcc") == len(OF_ALL) - 2
-
-
-@pytest.mark.slow
-def test_a_bench_runs_in_a_process_of_its_own(capfd):
-    assert everything.run_one("readme", ["--help"]) == 0
-    assert "flashlab bench readme" in capfd.readouterr().out
