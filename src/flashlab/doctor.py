@@ -113,12 +113,11 @@ def memory() -> int | None:
     return total
 
 
-def triton_ptxas() -> str | None:
-    """The CUDA assembler that comes with Triton's wheel: the compile reports use it, GPU or not."""
+def has_ptxas() -> bool:
+    """Whether Triton's wheel has the CUDA assembler: the compile reports use it, GPU or not."""
     spec = importlib.util.find_spec("triton")
     places = (spec.submodule_search_locations if spec else None) or []
-    paths = (Path(place, "backends", "nvidia", "bin", "ptxas") for place in places)
-    return next((str(path) for path in paths if path.exists()), None)
+    return any(Path(place, "backends", "nvidia", "bin", "ptxas").exists() for place in places)
 
 
 def python_headers() -> bool:
@@ -156,7 +155,7 @@ def examine(collect: bool = False) -> dict[str, Any]:
             "compiler": "g++" if shutil.which("g++") else None,
             "python_headers": python_headers(),
             "nvcc": _nvcc(),
-            "ptxas": triton_ptxas() is not None,
+            "ptxas": has_ptxas(),
             "driver_cuda": driver_cuda(),
         },
         "gpus": torch.get("gpus") or [],

@@ -183,8 +183,9 @@ def execute(
                     client.execute_cell(cell, i)
                 except CellExecutionError as error:
                     traceback, said_last = (ANSI.sub("", text) for text in (error.traceback, error.evalue))
-                    line = raised_at(cell.execution_count, traceback, lines) or start
-                    raise lesson.error(line, f"{error.ename}: {said_last}") from None
+                    found = re.search(rf"Cell In\[{cell.execution_count}\], line (\d+)", traceback)
+                    line = dict(enumerate(lines, 1)).get(int(found[1])) if found else None
+                    raise lesson.error(line or start, f"{error.ename}: {said_last}") from None
                 except CellTimeoutError:
                     raise lesson.error(start, f"the cell ran for more than {CELL_TIMEOUT} s") from None
                 except DeadKernelError:
@@ -195,12 +196,6 @@ def execute(
                     raise lesson.error(start, problem)
             on_cell()
     notebook.metadata["language_info"] = nbformat.from_dict({"name": "python"})  # no interpreter version
-
-
-def raised_at(count: int, traceback: str, lines: list[int | None]) -> int | None:
-    """The lesson's line on which a cell raised, from the traceback's 'Cell In[3], line 2'."""
-    found = re.search(rf"Cell In\[{count}\], line (\d+)", traceback)
-    return lines[int(found[1]) - 1] if found and int(found[1]) <= len(lines) else None
 
 
 def normalise_outputs(cell, root: Path) -> None:

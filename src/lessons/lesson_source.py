@@ -46,7 +46,6 @@ QUOTE = re.compile(
 UNTITLED = re.compile(r"^## (?P<id>\d+[a-z]?\.\d+)\s*$")
 ASIDE = re.compile(r"^[ \t]*(?:#|//): .*\n|[ \t]+(?:#|//): .*$", re.M)  # said of a repair
 REGION = re.compile(r"^\s*# (region:.*|endregion)\s*$")  # flashlab.kernels.regions: never shown
-PHASE = re.compile(r"\bPhase (\d+)\b")
 
 Line = tuple[int | None, str]  # the number it has in the lesson (None: written by the build), and the text
 
@@ -174,11 +173,6 @@ def read_lesson(path: Path, *, linked: bool = True) -> Lesson:
     return lesson
 
 
-def _to_lecture(mention: re.Match[str], names: dict[str, str]) -> str:
-    name = names.get(mention[1])
-    return f"[{mention[0]}](../notebooks/{name}.ipynb)" if name else mention[0]
-
-
 def add_links(lesson: Lesson) -> None:
     """Behind the title a line with the page's hours and its other halves, and a last cell that leads on.
 
@@ -205,7 +199,9 @@ def add_links(lesson: Lesson) -> None:
         end = f"**Next:** [the exercises of this phase]({page})" + (f", then {following}." if after else ".")
         needed = next(c for c in lesson.cells if c.lines[0][1] == "## What you need first")
         names = {str(p.number): p.name for p in PHASES if lesson.path.with_name(f"{p.name}.py").is_file()}
-        needed.lines = [(n, PHASE.sub(lambda m: _to_lecture(m, names), line)) for n, line in needed.lines]
+        known = re.compile(rf"\bPhase ({'|'.join(names)})\b")
+        to_it = lambda mention: f"[{mention[0]}](../notebooks/{names[mention[1]]}.ipynb)"  # noqa: E731
+        needed.lines = [(n, known.sub(to_it, line)) for n, line in needed.lines]
     key = lesson.name.partition("_")[0]
     lesson.cells.insert(1, Cell("markdown", [(None, top)], [], lesson.cells[0].line, f"{key}-links"))
     lesson.cells.append(Cell("markdown", [(None, end)], [], lesson.cells[-1].line, f"{key}-next"))

@@ -121,12 +121,6 @@ def forward_of(name: str, *qkv: torch.Tensor, causal: bool) -> Way:
     return functools.partial(module_of(name, q.shape[3], q.dtype).forward, q, k, v, causal=causal)
 
 
-def names_here() -> list[str]:
-    """Who is measured on this machine: Triton's descriptors are nothing for the interpreter, nor for older chips."""
-    boxes = harness.on_gpu() and torch.cuda.get_device_capability() >= (9, 0)
-    return [OURS, *(name for name in hopper_jobs.PEERS if boxes or name != BOXES)]
-
-
 # ---- the tensors, and what is right ----------------------------------------------------------------------------------
 def make(job: Row) -> Inputs:
     """q, k, v of a job."""
@@ -163,7 +157,10 @@ def measure(job: Row, rounds: int = 9, captured: Path | None = None) -> list[Row
     names = hopper_jobs.steps_of(job)
     if part in ("inputs", "captured"):
         return measure_inputs(job, [OURS, *names[1:], CUDNN, FA2, FA4], rounds, captured)
-    names = [*names_here(), *names[1:]] if part in ("shapes", "sizes") else [*names, P9, CUDNN]
+    # Triton's descriptors are nothing for the interpreter, nor for older chips.
+    boxes = harness.on_gpu() and torch.cuda.get_device_capability() >= (9, 0)
+    here = [name for name in hopper_jobs.PEERS if boxes or name != BOXES]
+    names = [OURS, *here, *names[1:]] if part in ("shapes", "sizes") else [*names, P9, CUDNN]
     return compared(job, names, rounds, harness.sets_of(make(job)))
 
 

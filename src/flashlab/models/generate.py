@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from flashlab.attention.cache_door import CACHE_BACKENDS
 from flashlab.attention.inputs import one_of
@@ -130,7 +131,8 @@ def generate(
             scores = _without_cache(model, prompts, written)
         elif not written:
             kept.reserve(lengths)
-            scores = step(model, _filled_up(prompts), kept, backend=backend)
+            tokens = pad_sequence(prompts, batch_first=True, padding_side="left")
+            scores = step(model, tokens, kept, backend=backend)
         else:
             kept.reserve([1] * len(prompts))
             last = written[-1][:, None]
@@ -180,12 +182,6 @@ def _without_cache(
     """Scores [batch, vocabulary] from the whole text of each sequence, one after the other."""
     texts = [torch.cat([prompt, *(tokens[b : b + 1] for tokens in written)]) for b, prompt in enumerate(prompts)]
     return torch.cat([model(text[None])[:, -1] for text in texts])
-
-
-def _filled_up(prompts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[batch, longest]: each prompt at the end of its row, with token 0 in front."""
-    longest = max(len(prompt) for prompt in prompts)
-    return torch.stack([torch.nn.functional.pad(prompt, (longest - len(prompt), 0)) for prompt in prompts])
 
 
 def _choose(scores: torch.Tensor, temperature: float, generator: torch.Generator | None) -> torch.Tensor:
