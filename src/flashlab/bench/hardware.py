@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from flashlab import runtime
-from flashlab.attention import cost, triton_minimal
+from flashlab.attention import cost
 from flashlab.attention.naive import naive_attention
+from flashlab.attention.triton_minimal import flash_attention_forward
 from flashlab.bench import harness, ncu, peers, timing
 from flashlab.bench.harness import Data, Row
 from flashlab.bench.rows import where
@@ -133,10 +134,6 @@ def _last(*qkv: torch.Tensor) -> Any:
     return load_inline(step(LAST), backend="nvcc").forward(*qkv)
 
 
-def _minimal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-    return triton_minimal.flash_attention_forward(q[0, 0], k[0, 0], v[0, 0])
-
-
 def _sdpa(backend: str) -> Callable[..., Any]:
     return lambda *qkv: peers.sdpa(backend, *qkv)()
 
@@ -145,7 +142,7 @@ def _sdpa(backend: str) -> Callable[..., Any]:
 LAUNCHES: dict[str, tuple[tuple[int, ...], torch.dtype, Callable[..., Any]]] = {
     "naive": ((1, 1, 16384, 64), torch.float16, naive_attention),
     "naive, in L2": ((1, 1, 2048, 64), torch.float16, naive_attention),
-    "minimal": ((1, 1, 16384, 64), torch.float16, _minimal),
+    "minimal": ((1, 1, 16384, 64), torch.float16, lambda *qkv: flash_attention_forward(*(x[0, 0] for x in qkv))),
     "fa2": ((1, 1, 16384, 64), torch.float16, _sdpa("FLASH_ATTENTION")),
     "series": ((1, 1, 16384, 64), torch.float16, _last),
     "series, 64 heads": ((4, 16, 8192, 64), torch.float16, _last),

@@ -128,7 +128,8 @@ def generate(
     replayed: Callable[[torch.Tensor], torch.Tensor] | None = None
     for _ in range(new_tokens):
         if kept is None:
-            scores = _without_cache(model, prompts, written)
+            texts = [torch.cat([x, *(tokens[b : b + 1] for tokens in written)]) for b, x in enumerate(prompts)]
+            scores = torch.cat([model(text[None])[:, -1] for text in texts])  # one after the other
         elif not written:
             kept.reserve(lengths)
             tokens = pad_sequence(prompts, batch_first=True, padding_side="left")
@@ -174,14 +175,6 @@ def _cache_of(
         most = max(totals)
         return PagedCache(config, batch, max(1, pages), page_size, capacity=most, dtype=dtype, device=device)
     raise ValueError(f"cache is {cache!r}; it must be {one_of([*map(repr, CACHES), 'None'])}, or a cache")
-
-
-def _without_cache(
-    model: LanguageModel, prompts: Sequence[torch.Tensor], written: Sequence[torch.Tensor]
-) -> torch.Tensor:
-    """Scores [batch, vocabulary] from the whole text of each sequence, one after the other."""
-    texts = [torch.cat([prompt, *(tokens[b : b + 1] for tokens in written)]) for b, prompt in enumerate(prompts)]
-    return torch.cat([model(text[None])[:, -1] for text in texts])
 
 
 def _choose(scores: torch.Tensor, temperature: float, generator: torch.Generator | None) -> torch.Tensor:

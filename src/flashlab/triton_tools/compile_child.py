@@ -62,27 +62,6 @@ def decode(spec):
     return value
 
 
-def end_with_the_parent() -> None:
-    """Ask Linux to stop this process when its parent ends, however that comes about; compilers can take minutes."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
-
-
-def do_without_torch() -> None:
-    """Triton's argument specialisation imports torch to know torch.Tensor, which takes longer than compiling."""
-    stand_in = types.ModuleType("torch")
-    stand_in.Tensor = type("Tensor", (), {})  # type: ignore[attr-defined]
-    sys.modules["torch"] = stand_in
-
-
-def do_without_triton_key() -> None:
-    """Triton hashes all of its own files, half a gigabyte, for the key of its cache; ours is empty and thrown away."""
-    from triton.runtime import cache
-
-    if hasattr(cache, "triton_key"):
-        cache.triton_key = lambda: "one process, one version"
-
-
 def load(source: str, name: str):
     """The object called ``name`` of a module made from ``source``.
 
@@ -194,7 +173,9 @@ def is_refusal(error: BaseException) -> bool:
 
 
 def main(request_path: str, results_path: str) -> None:
-    end_with_the_parent()
+    # Linux stops this process when its parent ends, however that comes about; compilers can take minutes.
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
     request = json.loads(Path(request_path).read_text())
     sys.path[:] = request["sys_path"]
     with open(results_path, "a", encoding="utf-8") as results:
@@ -203,9 +184,14 @@ def main(request_path: str, results_path: str) -> None:
             print(json.dumps(line), file=results, flush=True)
 
         if set(re.findall(r"^(?:import|from) (\w+)", request["source"], re.MULTILINE)) <= {"triton", "math"}:
-            do_without_torch()
+            # Triton's specialisation of arguments imports it to know torch.Tensor, which takes longer than compiling.
+            sys.modules["torch"] = stand_in = types.ModuleType("torch")
+            stand_in.Tensor = type("Tensor", (), {})  # type: ignore[attr-defined]
         try:
-            do_without_triton_key()
+            from triton.runtime import cache
+
+            if hasattr(cache, "triton_key"):  # a hash of its own files, half a gigabyte; our cache is thrown away
+                cache.triton_key = lambda: "one process, one version"
             kernel = load(request["source"], request["name"])
         except Exception as error:
             report(fatal=error_text(error))

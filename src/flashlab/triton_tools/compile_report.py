@@ -157,7 +157,9 @@ def compile_reports(
     shared_only: stop when the shared memory is known, in less than half of the time; the rest of a report is empty.
     """
     if jit_function(kernel) is None:
-        raise TypeError(f"a report is for a @triton.jit kernel; this is {_describe(kernel)}")
+        raw = unwrap(kernel)
+        what = f"the plain function {raw.__name__}" if inspect.isfunction(raw) else f"a {type(kernel).__name__}"
+        raise TypeError(f"a report is for a @triton.jit kernel; this is {what}")
     name = unwrap(kernel).__name__
     source = module_source(kernel)
     jobs: list[dict[str, Any]] = []
@@ -180,11 +182,6 @@ def compile_reports(
         _report(name, job, stored[key] if key in stored else fresh[key], from_cache=key in stored)
         for key, job in zip(keys, jobs, strict=True)
     ]
-
-
-def _describe(value) -> str:
-    raw = unwrap(value)
-    return f"the plain function {raw.__name__}" if inspect.isfunction(raw) else f"a {type(value).__name__}"
 
 
 def _encode(kernel, arguments: Mapping[str, object], options: dict) -> tuple[dict, dict]:

@@ -234,7 +234,9 @@ class WatchedMemory:
             for window in (self.windows[int(n)] for n in numbers if n < len(self.windows)):
                 for watcher in self.watching:
                     watcher.traffic.undefined.add(window.name)
-            other = undefined_like(other)
+            # NaN for the interpreter's zeros; bfloat16 comes as uint16, and other integers stay as they are.
+            if other.dtype.kind == "f" or other.dtype == np.uint16:
+                other = np.full_like(other, 0x7FC0 if other.dtype == np.uint16 else np.nan)
         return self._real.load(self._resolve(pointers, mask, True, False), mask, other, dtype)
 
     def store(self, pointers, data, mask):
@@ -246,13 +248,6 @@ class WatchedMemory:
     def atomic_cas(self, pointers, compare, data, sem):
         mask = np.ones(pointers.shape, bool)
         return self._real.atomic_cas(self._resolve(pointers, mask, True, True), compare, data, sem)
-
-
-def undefined_like(zeros: np.ndarray) -> np.ndarray:
-    """NaN in the place of the interpreter's zeros; bfloat16 comes as uint16, and other integers stay as they are."""
-    if zeros.dtype.kind == "f":
-        return np.full_like(zeros, np.nan)
-    return np.full_like(zeros, 0x7FC0) if zeros.dtype == np.uint16 else zeros
 
 
 def _tensors_in(name: str, value):
