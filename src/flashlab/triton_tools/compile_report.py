@@ -252,18 +252,13 @@ def _report(name: str, job: dict, outcome: dict, from_cache: bool) -> CompileRep
         shared_bytes=outcome.get("shared_bytes"),
         registers=outcome.get("registers"),
         spill_bytes=outcome.get("spill_bytes"),
-        instructions=_opcodes(sass),
+        # "0a30 @!P0 HMMA.16816.F32 R4, ..." counts as HMMA, "MUFU.EX2 R1, R2" as MUFU.EX2.
+        instructions=Counter(re.findall(r"^[0-9a-f]+ (?:@!?U?P\w+ )?(MUFU\.\w+|[A-Z][A-Z0-9_]*)", sass, re.MULTILINE)),
         ptx=outcome.get("ptx", ""),
         sass=sass,
         seconds=outcome["seconds"],
         from_cache=from_cache,
     )
-
-
-def _opcodes(sass: str) -> Counter:
-    """Opcodes of a listing: "0a30 @!P0 HMMA.16816.F32 R4, ..." counts as HMMA, "MUFU.EX2 R1, R2" as MUFU.EX2."""
-    opcodes = re.findall(r"^[0-9a-f]+ (?:@!?U?P\w+ )?(MUFU\.\w+|[A-Z][A-Z0-9_]*)", sass, re.MULTILINE)
-    return Counter(opcodes)
 
 
 # ---- the cache ------------------------------------------------------------------------------------------------------
