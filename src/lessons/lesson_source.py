@@ -20,6 +20,7 @@ import jupytext
 import nbformat.v4
 
 from flashlab.course import PHASES, hours, number_of
+from flashlab.triton_tools.portable import names_read
 
 # A cell that is made is validated alone, and once more by jupytext: a quarter of the time that a lesson takes. A
 # notebook is validated where it is written, and by the tests.
@@ -381,21 +382,18 @@ def blocks(lesson: Lesson, cell: Cell) -> list[Block]:
         raise lesson.error(found[-1].line, f"BEGIN {found[-1].kind} has no END {found[-1].kind}")
     found = [b for b in found if b.kind != "CODE" or not b.is_empty]
     for block, after in zip(found, [*found[1:], None], strict=True):
-        if block.kind == "STARTER" and (after is None or after.kind != "SOLUTION"):
-            raise lesson.error(block.line, "a STARTER is followed at once by its SOLUTION")
+        if block.kind == "STARTER":
+            if after is None or after.kind != "SOLUTION":
+                raise lesson.error(block.line, "a STARTER is followed at once by its SOLUTION")
+            after.blank = ()
     return found
 
 
 def unsolved(lesson: Lesson, cell: Cell) -> list[Line]:
     """The lines of an exercise cell as the learner gets them."""
     out: list[Line] = []
-    before = ""
     for block in blocks(lesson, cell):
-        if block.kind != "SOLUTION":
-            out += block.lines
-        elif before != "STARTER":
-            out += [(None, text) for text in block.blank]
-        before = block.kind
+        out += [(None, text) for text in block.blank] if block.kind == "SOLUTION" else block.lines
     return trimmed(out)
 
 
@@ -562,13 +560,7 @@ def how_to_get(name: str, quotes: list[Quote], root: Path) -> str:
 
 def free_names(source: str) -> set[str]:
     """The global names that a cell's code uses, anywhere in it, and does not bind itself."""
-    table = symtable.symtable(plain_python(source), "cell", "exec")
-    used = {s.get_name() for s in table.get_symbols() if s.is_referenced()}
-    inner = list(table.get_children())
-    while inner:
-        scope = inner.pop()
-        used |= {s.get_name() for s in scope.get_symbols() if s.is_global() and s.is_referenced()}
-        inner += scope.get_children()
+    used = names_read(plain_python(source))
     return used - defined_names(source) - set(dir(builtins)) - {"__name__", "__file__"}
 
 

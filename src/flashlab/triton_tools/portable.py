@@ -129,13 +129,19 @@ def _source(raw, keep_decorators: bool) -> tuple[str, ast.AST]:
     return source.rstrip() + "\n", tree
 
 
-def _names_read(text: str, tree: ast.AST) -> list[str]:
-    """Global names that a definition reads, in order, without the builtins; annotations included."""
-    scopes = [symtable.symtable(text, "definition", "exec")]
+def names_read(text: str) -> set[str]:
+    """Global names that a source reads, anywhere in it; annotations included."""
+    scopes = [symtable.symtable(text, "source", "exec")]
     names = {symbol.get_name() for symbol in scopes[0].get_symbols() if symbol.is_referenced()}
     while scopes:
         scopes += (scope := scopes.pop()).get_children()
         names |= {s.get_name() for s in scope.get_symbols() if s.is_global() and s.is_referenced()}
+    return names
+
+
+def _names_read(text: str, tree: ast.AST) -> list[str]:
+    """Those of a definition in order, without the builtins."""
+    names = names_read(text)
     read = (node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load))
     return [name for name in dict.fromkeys(read) if name in names and not hasattr(builtins, name)]
 
