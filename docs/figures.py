@@ -5,8 +5,6 @@ python docs/figures.py [FOLDER]      with a folder, only the figures, into it
 Its results are written by `flashlab bench readme`, from the records.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

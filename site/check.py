@@ -6,8 +6,6 @@ a phone; axe-core finds nothing serious, in the light and in the dark; it weighs
 server sends it. Then what a reader does: searches, walks with Next and Previous, opens folds, plays with the drawings.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import gzip

@@ -62,12 +62,10 @@ def hints() -> dict[str, tuple[int, list[str]]]:
     found = {}
     for path in sorted((ROOT / "src" / "flashlab" / "exercises").glob("phase_[0-9]*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            called = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
             told = {k.arg: k.value for k in node.keywords} if isinstance(node, ast.Call) else {}
-            # A further function of one exercise has no minutes.
-            if called in ("exercise", "rule", "tensor_rule", "kernel_rule") and "minutes" in told:
-                values = (ast.literal_eval(node.args[0]), *(ast.literal_eval(told[x]) for x in ("minutes", "hints")))
-                found[values[0]] = values[1:]
+            if {"minutes", "hints"} <= told.keys():  # a further function of one exercise has no minutes
+                id, *values = map(ast.literal_eval, (node.args[0], told["minutes"], told["hints"]))
+                found[id] = tuple(values)
     return found
 
 

@@ -314,10 +314,6 @@ def test_a_function_is_called_in_a_process_of_its_own():
     assert harness.again(*harness.calling(print, "a", "b c"), capture_output=True, text=True).stdout == "a b c\n"
 
 
-def test_the_sources_have_a_name_of_their_own():
-    assert len(records.sources()) == 12 and records.sources() == records.sources() == records.machine()["sources"]
-
-
 @pytest.mark.long
 def test_what_may_hang_or_crash_is_tried_in_a_process_of_its_own(capsys):
     def tried(text, seconds=60.0):
@@ -330,30 +326,19 @@ def test_what_may_hang_or_crash_is_tried_in_a_process_of_its_own(capsys):
 
 
 # ---- all of them ---------------------------------------------------------------------------------------------------
-@pytest.fixture
-def called(monkeypatch):
-    found = []
-    monkeypatch.setattr(everything, "run_one", lambda name, options: found.append((name, *options)) or 0)
-    return found
+def test_all_runs_what_can_run_here_says_why_not_of_the_others_and_fails_with_one(monkeypatch, capsys, tmp_path):
+    called = []
 
+    def again(*words):
+        assert words[:3] == ("-m", "flashlab.cli", "bench")
+        called.append(words[3:])
+        return SimpleNamespace(returncode=words[3] == "mma")
 
-def test_all_runs_what_can_run_here_and_says_why_not_of_the_others(called, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(everything, "why_not", lambda name, quick: None if name in ("mma", "walls") else "no nvcc")
-    everything.main(["--quick", "--minutes", "3", "--out", str(tmp_path)])
+    monkeypatch.setattr(harness, "again", again)
+    monkeypatch.setattr(Bench, "needs", lambda self, quick: None if self.name in ("mma", "walls") else "no nvcc")
+    with pytest.raises(SystemExit, match="failed: mma$"):
+        everything.main(["--quick", "--minutes", "3", "--out", str(tmp_path)])
     for name, call in zip(("walls", "mma"), called, strict=True):
         assert call[:3] == (name, "--quick", "--minutes") and float(call[3]) <= 3
         assert call[4:] == ("--out", str(tmp_path / f"{name}.json"))
     assert capsys.readouterr().out.count("left out: no nvcc") == len(OF_ALL) - 2
-
-
-def test_all_fails_where_one_failed(monkeypatch):
-    monkeypatch.setattr(everything, "why_not", lambda name, quick: None)
-    monkeypatch.setattr(everything, "run_one", lambda name, options: int(name == "mma"))
-    with pytest.raises(SystemExit, match="failed: mma"):
-        everything.main(["--quick"])
-
-
-@pytest.mark.slow
-def test_a_bench_runs_in_a_process_of_its_own(capfd):
-    assert everything.run_one("readme", ["--help"]) == 0
-    assert "flashlab bench readme" in capfd.readouterr().out

@@ -4,24 +4,10 @@ import pytest
 import torch
 
 from flashlab.attention import triton_forward
-from flashlab.bench import layer, peers
+from flashlab.bench import layer, peers, timing
 from flashlab.bench.layer import CASES, OURS, SCOPES
 
 SHAPES = ["tiny", "tiny, projections"]
-
-
-def able(case, scope):
-    """Who runs on this machine, compiled ones left out: that takes its time."""
-    found = {}
-    for name in layer.names_of("time", scope):
-        try:
-            module, _ = layer.build(name, CASES[case], scope)
-            with torch.no_grad():
-                layer.pass_of(module, CASES[case], scope, "forward", layer.draw(CASES[case], scope))()
-            found[name] = module
-        except RuntimeError:
-            assert name in layer.BACKENDS
-    return found
 
 
 def test_the_published_case_is_what_the_published_figures_tell():
@@ -33,16 +19,19 @@ def test_the_published_case_is_what_the_published_figures_tell():
 @pytest.mark.parametrize("case", SHAPES)
 @pytest.mark.parametrize("scope", SCOPES)
 def test_every_layer_computes_the_same(case, scope):
-    found = able(case, scope)
-    assert {"original", OURS, layer.SDPA} <= set(found)
     inputs = layer.draw(CASES[case], scope)
-    ways = {name: layer.pass_of(module, CASES[case], scope, "both", inputs) for name, module in found.items()}
-    outputs = {n: layer.pass_of(m, CASES[case], scope, "forward", inputs)() for n, m in found.items()}
-    want, grads = outputs["original"], ways["original"]()
-    for name, way in ways.items():
-        assert outputs[name].grad_fn is None
-        torch.testing.assert_close(outputs[name], want, atol=1e-5, rtol=0)
-        for a, b in zip(way(), grads, strict=True):
+
+    def both(name):  # compiled ones are left out: that takes its time
+        module, _ = layer.build(name, CASES[case], scope)
+        return [layer.pass_of(module, CASES[case], scope, which, inputs)() for which in ("forward", "both")]
+
+    found, reasons = timing.made(layer.names_of("time", scope), both)
+    assert {"original", OURS, layer.SDPA} <= set(found) and reasons.keys() <= layer.BACKENDS.keys()
+    want, grads = found["original"]
+    for output, gradients in found.values():
+        assert output.grad_fn is None
+        torch.testing.assert_close(output, want, atol=1e-5, rtol=0)
+        for a, b in zip(gradients, grads, strict=True):
             torch.testing.assert_close(a, b, atol=2e-4, rtol=0)
 
 

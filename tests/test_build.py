@@ -58,9 +58,7 @@ def check(id, fn):
     assert fn(3) == 6, id
 
 # %% [markdown]
-# ## 2.1 Twice
-#
-# *Warm-up · 5 min*
+# ## 2.1
 
 # %% tags=["exercise"]
 def twice(x):
@@ -74,8 +72,7 @@ def twice(x):
 check("2.1", twice)
 
 # %% [markdown]
-# ## 2.2 The one from the library
-# *Core · 10 min*
+# ## 2.2
 
 # %% tags=["exercise"]
 # MILESTONE flashlab.tinymod:traced
@@ -88,8 +85,7 @@ def double(x):
 check("2.2", double)
 
 # %% [markdown]
-# ## 2.3 Find the bug
-# *Bug hunt · 10 min*
+# ## 2.3
 
 # %% tags=["exercise"]
 # BEGIN STARTER
@@ -104,6 +100,12 @@ def buggy(x):
 # %% tags=["check"]
 check("2.3", buggy)
 '''
+
+REGISTERED = """
+rule("2.1", title="Twice", minutes=5, difficulty="Warm-up")
+rule("2.2", title="The one from the library", minutes=10)
+rule("2.3", title="Find the bug", minutes=10, difficulty="Bug hunt")
+"""
 
 TINYMOD = '''
 import functools
@@ -127,7 +129,8 @@ def double(x):
 def root(tmp_path, monkeypatch):
     """A course with one lesson, and a module `tinylib` that its lecture imports."""
     package = tmp_path / "src" / "flashlab"
-    package.mkdir(parents=True)
+    (package / "exercises").mkdir(parents=True)
+    (package / "exercises" / "phase_02.py").write_text(REGISTERED)
     (package / "__init__.py").write_text("")
     (package / "tinymod.py").write_text(TINYMOD)
     (tmp_path / "src" / "tinylib.py").write_text("from flashlab.tinymod import double as double\n")
@@ -469,9 +472,9 @@ MALFORMED = {
     "marker in a plain cell": ('    """Stands', '    # BEGIN SOLUTION\n    """Stands',
                                '    # BEGIN SOLUTION\n    """Stands', 'needs tags=["exercise"]'),
     "no check": ('# %% tags=["check"]\ncheck("2.2", double)\n', "", "## 2.2", "exercise 2.2 has no check cell"),
-    "no heading": ("## 2.3 Find", "Find", '# %% tags=["check"]\ncheck("2.3"', "has no heading"),
-    "out of order": ("## 2.2 The", "## 2.4 The", "# ## 2.4", "should be 2.2"),
-    "no minutes": ("*Core · 10 min*", "*Core*", "# ## 2.2", "such as *Core · 20 min*"),
+    "no heading": ("# ## 2.3", "# Find", '# %% tags=["check"]\ncheck("2.3"', "has no heading"),
+    "out of order": ("## 2.2", "## 2.3", '# ## 2.3\n\n# %% tags=["exercise"]\n# MILE', "should be 2.2"),
+    "not registered": ("## 2.2", "## 2.4", "# ## 2.4", "registers no '2.4' with a title"),
     "unknown tag": ('tags=["check"]\ncheck("2.2"', 'tags=["chek"]\ncheck("2.2"', '# %% tags=["chek"]',
                     "unknown tag 'chek'"),
 }  # fmt: skip
@@ -533,7 +536,7 @@ def test_a_filled_in_exercise_is_never_overwritten(root, no_kernel, capsys):
     assert run(root) == 0, "there is nothing new to write"
     assert "holds your answers and is up to date" in capsys.readouterr().out
 
-    edit(root, "02_tiny_exercises", "## 2.1 Twice", "## 2.1 Two times")
+    (root / "src/flashlab/exercises/phase_02.py").write_text(REGISTERED.replace("Twice", "Two times"))
     assert run(root) == 1
     out = capsys.readouterr().out
     assert "exercises/02_tiny.ipynb: NOT written" in out and "--force-exercises" in out

@@ -189,6 +189,7 @@ NOTEBOOK = """
     import flashlab, sys
     from flashlab.triton_tools.compile_report import compile_report
     from flashlab.triton_tools.portable import NotPortable
+    from flashlab.triton_tools.watch import OutOfBounds, hbm_traffic
     from IPython.core.interactiveshell import InteractiveShell
     shell = InteractiveShell.instance()
 
@@ -196,10 +197,10 @@ NOTEBOOK = """
         shell.run_cell(text).raise_error()
 
     cell('''
-    import torch, triton
+    import torch, triton, triton.language as tl
     import triton.language as language
     BLOCK: language.constexpr = language.constexpr(128)
-    WIDTH = language.constexpr(2)
+    WIDTH, EXTRA = language.constexpr(2), language.constexpr(0)
     i, n = object(), torch.ones(3)  # a kernel has its own names, whatever the notebook calls so
     ''')
     cell('''
@@ -216,7 +217,32 @@ NOTEBOOK = """
     def kernel(x_ptr, n, MORE: language.constexpr):
         i = language.arange(0, BLOCK)
         language.store(x_ptr + i, outer(language.load(x_ptr + i, mask=i < n)) + MORE, mask=i < n)
+
+    @triton.jit
+    def in_place(x_ptr, n, SIZE: tl.constexpr):
+        i = language.program_id(0) * SIZE + language.arange(0, SIZE)
+        language.store(x_ptr + i, inner(language.load(x_ptr + i, mask=i < n)), mask=i < n + EXTRA)
+
+    def launcher(x, size=32):
+        in_place[(triton.cdiv(len(x), size),)](x, len(x), SIZE=size)
+
+    def with_kernel(kernel):
+        def launch(x):
+            kernel[(1,)](x, len(x), SIZE=128)
+        return launch
     ''')
+    launcher, x = shell.user_ns["launcher"], shell.user_ns["torch"].ones(100)
+    print(hbm_traffic(launcher, x, size=64))
+    print(hbm_traffic(shell.user_ns["with_kernel"](shell.user_ns["in_place"]), x).read_from)
+    cell("EXTRA = language.constexpr(2)")
+    try:
+        hbm_traffic(launcher, x)
+    except OutOfBounds as error:
+        print(error)
+    try:
+        hbm_traffic(launcher, x, size=shell.user_ns["with_kernel"](1))
+    except TypeError as error:
+        print(error)
     kernel, arguments = shell.user_ns["kernel"], {"x_ptr": shell.user_ns["torch"].float32, "n": 100, "MORE": 5}
     first = compile_report(kernel, arguments)
     print(first.ok, first.from_cache, compile_report(kernel, arguments).from_cache)
@@ -239,8 +265,9 @@ NOTEBOOK = """
 
 @pytest.mark.slow
 @pytest.mark.parametrize("interpret", ["1", pytest.param("0", marks=pytest.mark.long)])
-def test_kernels_of_notebook_cells(interpret):
-    """Both kinds of process: in one @triton.jit makes a JITFunction, in the other an InterpretedFunction."""
+def test_kernels_and_launchers_of_notebook_cells(interpret):
+    """Both kinds of process: in one @triton.jit makes a JITFunction, in the other an InterpretedFunction. Each asks a
+    child of the other kind, for a report or for the traffic."""
     pytest.importorskip("IPython")
     environment = os.environ | {"FLASHLAB_INTERPRET": interpret, "IPYTHONDIR": os.environ["XDG_CACHE_HOME"]}
     environment.pop("TRITON_INTERPRET", None)
@@ -248,7 +275,12 @@ def test_kernels_of_notebook_cells(interpret):
         [sys.executable, "-c", textwrap.dedent(NOTEBOOK)], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    traffic, by_tensor, outside, untaken, *lines = done.stdout.splitlines()
+    assert traffic.startswith("400 bytes read by 2 loads, 400 bytes written by 2 stores")
+    assert outside.startswith("store out of bounds: element [100] of x, which has shape [100]")
+    assert by_tensor == "Counter({'x': 400})" and (
+        interpret == "1" or untaken.startswith("an argument of launcher cannot be taken to the process that interprets")
+    )
     assert lines[0] in ("True False True", "True True True")  # the second process finds the first one's report
     assert lines[1] in ("True False True", "True True True")
     assert lines[2].startswith("inner uses 'WIDTH', a object, which cannot be written out as source")

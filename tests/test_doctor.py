@@ -73,6 +73,11 @@ def gpu_machine(gpu=GPU, **software):
     return report
 
 
+INTERPRETING = gpu_machine() | {"interpret": True}
+OLD_DRIVER = gpu_machine(driver_cuda="12.2")
+OLD_DRIVER["software"]["torch"] |= {"gpu_usable": False, "gpus": []}
+
+
 def modes(report):
     return {phase.number: doctor.phase_report(phase, report)["mode"] for phase in doctor.PHASES}
 
@@ -167,13 +172,7 @@ def test_with_a_gpu_everything_is_native():
     ampere = gpu_machine({**GPU, "name": "NVIDIA A100", "capability": [8, 0]})
     assert modes(ampere)[11] == "emulated"  # TMA and wgmma are Hopper's
     assert modes(ampere)[8] == "native" and modes(ampere)["11b"] == "interpreted"
-
-
-def test_a_wish_to_interpret_wins_over_the_gpu():
-    report = gpu_machine()
-    report["interpret"] = True
-    assert modes(report)[3] == "interpreted"
-    assert any("FLASHLAB_INTERPRET" in text for text in doctor.advice(report))
+    assert modes(INTERPRETING)[3] == modes(OLD_DRIVER)[3] == "interpreted"  # a wish wins over the GPU
 
 
 @pytest.mark.parametrize(
@@ -195,35 +194,25 @@ def test_the_wish_is_read_as_the_runtime_reads_it(monkeypatch, variables, want):
 
 
 @pytest.mark.parametrize(
-    "change, words",
+    "report, words",
     [
-        ({"triton": {"missing": True}}, "triton is not installed in /env"),
-        ({"torch": {"missing": True}, "triton": {"missing": True}}, "torch and triton are not installed"),
-        ({"triton": {"version": "3.9.0"}}, "was not tried with"),
-        ({"jupyterlab": None}, "JupyterLab is not installed"),
-        ({"driver_cuda": "12.4"}, "this torch is a CPU build"),
-        ({"compiler": None}, "no C++ compiler"),
-        ({"python": "3.9.1"}, "outside 3.10 to 3.14"),
+        (machine(triton={"missing": True}), "triton is not installed in /env"),
+        (machine(torch={"missing": True}, triton={"missing": True}), "torch and triton are not installed"),
+        (machine(triton={"version": "3.9.0"}), "was not tried with"),
+        (machine(jupyterlab=None), "JupyterLab is not installed"),
+        (machine(driver_cuda="12.4"), "this torch is a CPU build"),
+        (machine(compiler=None), "no C++ compiler"),
+        (machine(python="3.9.1"), "outside 3.10 to 3.14"),
+        (INTERPRETING, "FLASHLAB_INTERPRET"),
+        (OLD_DRIVER, "built for CUDA 13.0 and cannot use the GPU (driver: CUDA 12.2)"),
+        (gpu_machine({**GPU, "name": "Tesla T4", "capability": [7, 5]}), "compute capability 7.5"),
+        (gpu_machine(python_headers=False), "python3.12-dev"),
     ],
+    ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_advice_names_what_is_missing(change, words):
-    said = doctor.advice(machine(**change))
-    assert len(said) == 1
-    assert words in said[0]
-    assert said[0].endswith(".")
-
-
-def test_advice_on_a_gpu_that_cannot_be_used():
-    report = gpu_machine(driver_cuda="12.2")
-    report["software"]["torch"] |= {"gpu_usable": False, "gpus": []}
+def test_advice_names_what_is_missing_or_cannot_be_used(report, words):
     (said,) = doctor.advice(report)
-    assert "CUDA 13.0" in said
-    assert "CUDA 12.2" in said
-    assert modes(report)[3] == "interpreted"
-    (said,) = doctor.advice(gpu_machine({**GPU, "name": "Tesla T4", "capability": [7, 5]}))
-    assert "7.5" in said
-    (said,) = doctor.advice(gpu_machine(python_headers=False))
-    assert "python3.12-dev" in said
+    assert words in said and said.endswith(".")
 
 
 def test_every_row_is_printed(capsys, monkeypatch):

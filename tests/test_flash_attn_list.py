@@ -4,8 +4,6 @@ Every combination that a backend takes is right, forward and backward; every oth
 interpreted a sample is run; all of it on a GPU: `pytest -m gpu -n 8 --dist loadgroup tests/test_flash_attn_list.py`.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from typing import NamedTuple

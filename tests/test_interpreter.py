@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -275,65 +274,3 @@ def doubling(x_ptr, n, BLOCK: tl.constexpr):
 
 
 FACTOR: tl.constexpr = tl.constexpr(2)
-
-COMPILING = """
-    import os, sys, types
-    os.environ["FLASHLAB_INTERPRET"] = "0"
-    from flashlab.triton_tools import watch
-    import torch, triton, triton.language as tl
-    from flashlab import runtime
-    assert not runtime.INTERPRETED
-
-    from IPython.core.interactiveshell import InteractiveShell
-    shell = InteractiveShell.instance()
-    shell.run_cell('''
-    import torch, triton, triton.language as tl
-    STEP: tl.constexpr = tl.constexpr(3)
-
-    @triton.jit
-    def helper(x):
-        return x * STEP
-
-    @triton.jit
-    def kernel(x_ptr, n, BLOCK: tl.constexpr):
-        i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        tl.store(x_ptr + i, helper(tl.load(x_ptr + i, mask=i < n)), mask=i < n + EXTRA)
-
-    EXTRA: tl.constexpr = tl.constexpr(0)
-
-    def launcher(x, block=32):
-        kernel[(triton.cdiv(len(x), block),)](x, len(x), BLOCK=block)
-
-    def with_kernel(kernel):
-        def launch(x):
-            kernel[(1,)](x, len(x), BLOCK=128)
-        return launch
-    ''').raise_error()
-    launcher = shell.user_ns["launcher"]
-    x = torch.ones(100)
-    print(watch.hbm_traffic(launcher, x, block=64))
-    shell.user_ns["EXTRA"] = tl.constexpr(2)
-    try:
-        watch.hbm_traffic(launcher, x)
-    except watch.OutOfBounds as error:
-        print(error)
-    shell.user_ns["EXTRA"] = tl.constexpr(0)
-    print(watch.hbm_traffic(shell.user_ns["with_kernel"](shell.user_ns["kernel"]), x).read_from)
-    try:
-        watch.hbm_traffic(launcher, x, block=shell.user_ns["with_kernel"](1))
-    except TypeError as error:
-        print(error)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_hbm_traffic_in_a_process_that_compiles():
-    """A launcher and kernels of notebook cells go to a child process that interprets."""
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(COMPILING)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert lines[0].startswith("400 bytes read by 2 loads, 400 bytes written by 2 stores")
-    assert lines[1].startswith("store out of bounds: element [100] of x, which has shape [100]")
-    assert lines[2] == "Counter({'x': 400})"
-    assert lines[3].startswith("an argument of launcher cannot be taken to the process that interprets")

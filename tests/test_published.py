@@ -1,8 +1,6 @@
 """No published figure is without its counterpart."""
 
-import json
-
-from flashlab.bench import counterparts, layer, published
+from flashlab.bench import counterparts, published
 from flashlab.bench.counterparts import RULES
 
 
@@ -20,11 +18,3 @@ def test_every_figure_of_every_table_is_asked_for():
         assert len(labels) == sum(cell is not None for cell in cells), name
         assert len(set(labels)) == len(labels) or name == "gqa_layer_profile"  # an operation is there twice
         assert all(figure.value is not None for figure, _ in counterparts.counterparts(name))
-
-
-def test_a_profile_that_could_not_be_taken_answers_with_its_reason(tmp_path):
-    jobs = [j for j in layer.jobs() if j["part"] == "profile"]
-    rows = [j | {"name": "all", "unavailable": "out of memory: 1"} for j in jobs]
-    data = {"machine": {"gpu": "NVIDIA Stand-in"}, "rows": rows}
-    (tmp_path / "layer_stand_in.json").write_text(json.dumps(data))
-    assert {ours.value for _, ours in counterparts.counterparts("gqa_layer_profile", tmp_path)} == {"out of memory: 1"}

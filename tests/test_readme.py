@@ -1,7 +1,5 @@
 """README and docs/results.md say what the records say: tables, sentences, figure; a changed record is noticed."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """The roofline of the records, and what lecture 10 says of the language model's."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

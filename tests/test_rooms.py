@@ -1,7 +1,5 @@
 """A later room may import an earlier one, never the reverse: read from the imports themselves."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 

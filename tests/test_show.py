@@ -99,17 +99,16 @@ def test_no_shown_line_is_wider_than_the_page(shown, code):
         assert squeezed == ["voidg(){", re.sub(r"\s|//", "", code), "}"]
 
 
-def test_source_of_something_without_one():
-    with pytest.raises(TypeError, match="no source text"):
-        show.source(len)
-
-
 # ---------------------------------------------------------------- tables and animations
 
 
-def test_a_row_of_the_wrong_length():
+def test_what_cannot_be_shown():
+    with pytest.raises(TypeError, match="no source text"):
+        show.source(len)
     with pytest.raises(ValueError, match="a row has 1 cells"):
         show.table([("a",)], ["x", "y"])
+    with pytest.raises(ValueError, match="at least one figure"):
+        show.gif([])
 
 
 def test_gif_plays_every_frame_and_is_the_same_each_time():
@@ -124,11 +123,6 @@ def test_gif_plays_every_frame_and_is_the_same_each_time():
     assert picture.n_frames == 3
     assert first.data == second.data
     assert not plt.get_fignums()
-
-
-def test_an_animation_of_nothing():
-    with pytest.raises(ValueError, match="at least one figure"):
-        show.gif([])
 
 
 def test_a_figure_is_told_in_words_wherever_it_is_shown():

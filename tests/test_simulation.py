@@ -1,7 +1,5 @@
 """The simulation against the oracle; the meter. (Its costs: lecture 2.)"""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -9,8 +9,6 @@ refuse, how many of the others are explained, and how many are open. (A change o
 kernel is explained by giving what the right one gives on all drawn inputs.) Nothing else is computed; minutes a kernel.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -8,8 +8,6 @@ one run; `quick` is what of `unit` is not slow, `long` what `unit` leaves out. A
 are in none of the parts: only `CI=true` compares exercises/ with the lessons.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

@@ -9,6 +9,7 @@ Nothing is a failure here: the exit status is 0, and what could be better stands
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.metadata
 import importlib.util
@@ -95,12 +96,9 @@ def driver_cuda() -> str | None:
 def cores() -> int:
     """CPU cores that this process may use: its affinity, and a container's quota."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        if quota != "max":
-            count = min(count, max(1, round(int(quota) / int(period))))
-    except (OSError, ValueError):
-        pass
+    with contextlib.suppress(OSError, ValueError):  # "max 100000"
+        quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
+        count = min(count, max(1, round(quota / period)))
     return count
 
 
@@ -110,21 +108,16 @@ def memory() -> int | None:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (OSError, ValueError):
         return None
-    try:
+    with contextlib.suppress(OSError, ValueError):
         total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    except (OSError, ValueError):
-        pass
     return total
 
 
-def triton_ptxas() -> str | None:
-    """The CUDA assembler that comes with Triton's wheel: the compile reports use it, GPU or not."""
+def has_ptxas() -> bool:
+    """Whether Triton's wheel has the CUDA assembler: the compile reports use it, GPU or not."""
     spec = importlib.util.find_spec("triton")
-    for place in (spec.submodule_search_locations if spec else None) or []:
-        path = Path(place, "backends", "nvidia", "bin", "ptxas")
-        if path.exists():
-            return str(path)
-    return None
+    places = (spec.submodule_search_locations if spec else None) or []
+    return any(Path(place, "backends", "nvidia", "bin", "ptxas").exists() for place in places)
 
 
 def python_headers() -> bool:
@@ -162,7 +155,7 @@ def examine(collect: bool = False) -> dict[str, Any]:
             "compiler": "g++" if shutil.which("g++") else None,
             "python_headers": python_headers(),
             "nvcc": _nvcc(),
-            "ptxas": triton_ptxas() is not None,
+            "ptxas": has_ptxas(),
             "driver_cuda": driver_cuda(),
         },
         "gpus": torch.get("gpus") or [],

@@ -22,8 +22,6 @@ first keeps a copy as NN_slug.mine-DATE.ipynb.
 CONTRIBUTING.md describes the lesson format; lesson_source.py enforces it.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import copy

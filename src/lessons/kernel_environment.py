@@ -1,7 +1,5 @@
 """The environment of the kernels that run our notebooks: the same in the build and under nbval."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,22 +1,17 @@
 """Runs a notebook of the course in a kernel of this interpreter, and makes its outputs the same on every run."""
 
-from __future__ import annotations
-
 import ast
-import base64
 import contextlib
 import hashlib
 import os
 import re
 import signal
-import struct
 import tempfile
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import ipykernel.kernelspec
 import nbformat
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
@@ -27,6 +22,8 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernel
 
 FORMAT = 1  # part of every digest: raise it when this file changes what an execution writes
 CELL_TIMEOUT = 300  # seconds
+# A PNG does not say which matplotlib has drawn it.
+FIGURES = 'c.InlineBackend.print_figure_kwargs = {"bbox_inches": "tight", "metadata": {"Software": None}}\n'
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 ADDRESS = re.compile(r"\bat 0x[0-9a-fA-F]{6,}")
 # A path below a directory that only this machine has; not the path part of a URL, nor base64.
@@ -86,22 +83,16 @@ def imported_names(source: str, package: str, late: bool = True) -> list[str]:
 
     Args:
         package: what relative imports are relative to.
-        late: functions, and what is for type checkers, count too.
+        late: functions, and what stands under an `if`, for type checkers, count too.
     """
     try:
         tree = ast.parse(source)
     except SyntaxError:  # an IPython magic: keep the other lines
         tree = ast.parse("\n".join(re.findall(r"^(?:import|from) +flashlab[^(\\\n]*$", source, re.M)))
+    if not late:
+        tree.body = [node for node in tree.body if not isinstance(node, ast.FunctionDef | ast.If)]
     names = []
-    nodes: list[ast.AST] = [tree]
-    while nodes:
-        node = nodes.pop()
-        if not late and (
-            isinstance(node, ast.FunctionDef)
-            or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
-        ):
-            continue
-        nodes += ast.iter_child_nodes(node)
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -131,15 +122,6 @@ def _kill(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
-class ThisInterpreter(KernelSpecManager):
-    """Starts the kernel with the interpreter that runs this file, whatever kernels are installed."""
-
-    def get_kernel_spec(self, kernel_name):
-        return self.kernel_spec_class(
-            resource_dir=ipykernel.kernelspec.RESOURCES, **ipykernel.kernelspec.get_kernel_dict()
-        )
-
-
 @contextlib.contextmanager
 def kernel_for(notebook, folder: Path, root: Path) -> Iterator[tuple[NotebookClient, Callable[[], str]]]:
     """Start a kernel for the notebook, working directory `folder`; shut it down at the end.
@@ -149,10 +131,12 @@ def kernel_for(notebook, folder: Path, root: Path) -> Iterator[tuple[NotebookCli
     """
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flashlab-")))
+        (scratch / "profile_default").mkdir()
+        (scratch / "profile_default" / "ipython_kernel_config.py").write_text(FIGURES)
         log = stack.enter_context(open(scratch / "kernel.log", "w+", encoding="utf-8", errors="replace"))
         kernel = AsyncKernelManager(
             kernel_name="python3",
-            kernel_spec_manager=ThisInterpreter(),
+            kernel_spec_manager=KernelSpecManager(kernel_dirs=[]),  # this interpreter, whatever kernels are installed
             transport="ipc",
             connection_file=str(scratch / "kernel.json"),  # sockets nobody else can reach
         )
@@ -199,8 +183,9 @@ def execute(
                     client.execute_cell(cell, i)
                 except CellExecutionError as error:
                     traceback, said_last = (ANSI.sub("", text) for text in (error.traceback, error.evalue))
-                    line = raised_at(cell.execution_count, traceback, lines) or start
-                    raise lesson.error(line, f"{error.ename}: {said_last}") from None
+                    found = re.search(rf"Cell In\[{cell.execution_count}\], line (\d+)", traceback)
+                    line = dict(enumerate(lines, 1)).get(int(found[1])) if found else None
+                    raise lesson.error(line or start, f"{error.ename}: {said_last}") from None
                 except CellTimeoutError:
                     raise lesson.error(start, f"the cell ran for more than {CELL_TIMEOUT} s") from None
                 except DeadKernelError:
@@ -213,14 +198,8 @@ def execute(
     notebook.metadata["language_info"] = nbformat.from_dict({"name": "python"})  # no interpreter version
 
 
-def raised_at(count: int, traceback: str, lines: list[int | None]) -> int | None:
-    """The lesson's line on which a cell raised, from the traceback's 'Cell In[3], line 2'."""
-    found = re.search(rf"Cell In\[{count}\], line (\d+)", traceback)
-    return lines[int(found[1]) - 1] if found and int(found[1]) <= len(lines) else None
-
-
 def normalise_outputs(cell, root: Path) -> None:
-    """One output for adjacent chunks of a stream; PNG without metadata; tracebacks with short file names."""
+    """One output for adjacent chunks of a stream; tracebacks with short file names."""
     merged = []
     for output in cell.outputs:
         if output.output_type == "stream" and merged and merged[-1].get("name") == output.name:
@@ -228,10 +207,6 @@ def normalise_outputs(cell, root: Path) -> None:
             continue
         if output.output_type == "error":
             output.traceback = [short_paths(line, root) for line in output.traceback]
-        png = output.get("data", {}).get("image/png")
-        if png:
-            data = strip_png(base64.b64decode(png))
-            output.data["image/png"] = base64.b64encode(data).decode()
         merged.append(output)
     cell.outputs = merged
 
@@ -240,17 +215,6 @@ def short_paths(text: str, root: Path) -> str:
     text = re.sub(r"(?:/[\w.+-]+)+/(?=site-packages/)", "", text)
     text = text.replace(f"{root}{os.sep}", "")
     return re.sub(r"(?:/[\w.+-]+)+/(?=lib/python3\.\d+/)", "", text)
-
-
-def strip_png(data: bytes) -> bytes:
-    """Drop the chunks that hold text and dates (matplotlib writes its version there)."""
-    out, at = data[:8], 8
-    while at < len(data):
-        (length,) = struct.unpack(">I", data[at : at + 4])
-        if data[at + 4 : at + 8] not in (b"tEXt", b"zTXt", b"iTXt", b"tIME"):
-            out += data[at : at + 12 + length]
-        at += 12 + length
-    return out
 
 
 def output_texts(cell) -> Iterator[str]:

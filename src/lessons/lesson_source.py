@@ -11,7 +11,7 @@ import functools
 import hashlib
 import re
 import symtable
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import jupytext
 import nbformat.v4
 
 from flashlab.course import PHASES, hours, number_of
+from flashlab.triton_tools.portable import names_read
 
 # A cell that is made is validated alone, and once more by jupytext: a quarter of the time that a lesson takes. A
 # notebook is validated where it is written, and by the tests.
@@ -35,22 +36,17 @@ HEADER = """\
 # ---
 """
 TAGS = {"exercise", "check", "raises-exception", "nbval-ignore-output"}
-DIFFICULTIES = ("Warm-up", "Core", "Stretch", "Bug hunt")
 
 MARKER = re.compile(
     r"^(?P<indent>[ \t]*)(?P<word>#|//)\s*(?P<edge>BEGIN|END) (?P<name>SOLUTION|STARTER)\b(?P<said>:.*)?"
 )
 QUOTE = re.compile(
-    r"^# (?P<word>FROM|MILESTONE) +(?P<module>\w+(?:\.\w+)*): *(?P<symbols>\w+(?: *, *\w+)*)"
+    r"^# (?P<word>FROM|MILESTONE|RULE) +(?P<module>\w+(?:\.\w+)*): *(?P<symbols>\w+(?: *, *\w+)*)"
     r"(?P<bare> +\(no docstrings\))?\s*$"
 )
-RULE = re.compile(r"^# RULE (?P<module>\w+(?:\.\w+)*): *(?P<symbols>\w+(?: *, *\w+)*)\s*$")
 UNTITLED = re.compile(r"^## (?P<id>\d+[a-z]?\.\d+)\s*$")
 ASIDE = re.compile(r"^[ \t]*(?:#|//): .*\n|[ \t]+(?:#|//): .*$", re.M)  # said of a repair
 REGION = re.compile(r"^\s*# (region:.*|endregion)\s*$")  # flashlab.kernels.regions: never shown
-HEADING = re.compile(r"^## (?P<id>\d+[a-z]?\.\d+)\s+(?P<title>\S.*?)\s*$")
-PHASE = re.compile(r"\bPhase (\d+)\b")
-EFFORT = re.compile(r"^\*(?P<difficulty>[^·*]+?) · (?P<minutes>\d+) min\*$")
 
 Line = tuple[int | None, str]  # the number it has in the lesson (None: written by the build), and the text
 
@@ -82,13 +78,13 @@ class Cell:
 
 @dataclass(frozen=True)
 class Exercise:
-    """One exercise as its heading announces it: `## 2.3 Title`, then `*Core · 20 min*`."""
+    """One exercise, as `flashlab.exercises` registers it; `line` is that of its heading, `## 2.3`."""
 
     id: str
     title: str
     difficulty: str
     minutes: int
-    line: int
+    line: int | None
 
 
 @dataclass
@@ -140,10 +136,7 @@ def read_lesson(path: Path, *, linked: bool = True) -> Lesson:
         raise lesson.error(1, f"the file should start with this header:\n{HEADER}")
     physical = text.splitlines()
     marks = [i for i, line in enumerate(physical, 1) if re.match(r"# %%(?: |$)", line)]
-    try:
-        notebook = jupytext.reads(text, fmt="py:percent")
-    except Exception as error:  # whatever jupytext finds wrong
-        raise lesson.error(None, f"jupytext cannot read it: {error}") from error
+    notebook = jupytext.reads(text, fmt="py:percent")
     if len(marks) != len(notebook.cells):
         raise lesson.error(
             marks[0] if marks else 1,
@@ -181,11 +174,6 @@ def read_lesson(path: Path, *, linked: bool = True) -> Lesson:
     return lesson
 
 
-def _to_lecture(mention: re.Match[str], names: dict[str, str]) -> str:
-    name = names.get(mention[1])
-    return f"[{mention[0]}](../notebooks/{name}.ipynb)" if name else mention[0]
-
-
 def add_links(lesson: Lesson) -> None:
     """Behind the title a line with the page's hours and its other halves, and a last cell that leads on.
 
@@ -212,7 +200,9 @@ def add_links(lesson: Lesson) -> None:
         end = f"**Next:** [the exercises of this phase]({page})" + (f", then {following}." if after else ".")
         needed = next(c for c in lesson.cells if c.lines[0][1] == "## What you need first")
         names = {str(p.number): p.name for p in PHASES if lesson.path.with_name(f"{p.name}.py").is_file()}
-        needed.lines = [(n, PHASE.sub(lambda m: _to_lecture(m, names), line)) for n, line in needed.lines]
+        known = re.compile(rf"\bPhase ({'|'.join(names)})\b")
+        to_it = lambda mention: f"[{mention[0]}](../notebooks/{names[mention[1]]}.ipynb)"  # noqa: E731
+        needed.lines = [(n, known.sub(to_it, line)) for n, line in needed.lines]
     key = lesson.name.partition("_")[0]
     lesson.cells.insert(1, Cell("markdown", [(None, top)], [], lesson.cells[0].line, f"{key}-links"))
     lesson.cells.append(Cell("markdown", [(None, end)], [], lesson.cells[-1].line, f"{key}-next"))
@@ -222,20 +212,19 @@ def from_rules(lesson: Lesson, lines: list[Line], root: Path) -> list[Line]:
     """A cell with what stands in `flashlab.exercises`: `## 4.5` gets its title, `# RULE module: function` its code."""
     out: list[Line] = []
     for number, line in lines:
-        if match := RULE.match(line):
-            shown: list[Line] = []
-            quote = Quote(number or 0, "RULE", match["module"], tuple(re.split(r" *, *", match["symbols"])), False)
+        if (quote := quote_of(number, line)) and quote.word == "RULE":
             for i, symbol in enumerate(quote.symbols):
                 source = symbol_source(lesson, root, quote, symbol)
                 code = source[re.search(r"^(@triton\.jit|def )", source, re.M).start() :]  # type: ignore[union-attr]
                 code = re.sub(r"  # fmt: skip$", "", code, flags=re.M)
-                shown += [(None, "")] * (2 if i else 0) + [(number, text) for text in code.split("\n")]
-            out += shown
+                out += [(None, "")] * (2 if i else 0) + [(number, text) for text in code.split("\n")]
         elif match := UNTITLED.match(line):
             told = registered(lesson, match["id"], root, number)
             lesson.bug = told.get("bug", ())
-            effort = f"*{told.get('difficulty', 'Core')} · {told['minutes']} min*"
-            out += [(number, f"{line.rstrip()} {told['title']}"), (None, ""), (None, effort)]
+            exercise = Exercise(match["id"], told["title"], told.get("difficulty", "Core"), told["minutes"], number)
+            lesson.exercises.append(exercise)
+            effort = f"*{exercise.difficulty} · {exercise.minutes} min*"
+            out += [(number, f"{line.rstrip()} {exercise.title}"), (None, ""), (None, effort)]
         else:
             out.append((number, line))
     return out
@@ -295,11 +284,9 @@ def check_lecture(lesson: Lesson) -> None:
 
 def check_exercises(lesson: Lesson) -> None:
     """Every heading has its check cell and the reverse, in order; every exercise cell has something to fill."""
-    headings: list[Exercise] = []
     checks: dict[str, int] = {}
     for cell in lesson.cells:
         if cell.type == "markdown":
-            headings += read_headings(lesson, cell)
             continue
         marked = [n for n, line in cell.lines if MARKER.match(line) or line.startswith("# MILESTONE")]
         if marked and "exercise" not in cell.tags:
@@ -320,31 +307,15 @@ def check_exercises(lesson: Lesson) -> None:
                 first = checks[exercise_id]
                 raise lesson.error(cell.line, f"exercise {exercise_id} is checked twice, first on line {first}")
             checks[exercise_id] = cell.line
-    lesson.exercises = headings
-    for i, exercise in enumerate(headings, 1):
+    for i, exercise in enumerate(lesson.exercises, 1):
         if exercise.id != f"{lesson.number}.{i}":
             wanted = f"{lesson.number}.{i}"
             raise lesson.error(exercise.line, f"exercise {exercise.id} should be {wanted}: ids are unique, in order")
         if exercise.id not in checks:
             raise lesson.error(exercise.line, f'exercise {exercise.id} has no check cell: # %% tags=["check"]')
-    if stray := set(checks) - {e.id for e in headings}:
+    if stray := set(checks) - {e.id for e in lesson.exercises}:
         exercise_id = sorted(stray)[0]
-        raise lesson.error(checks[exercise_id], f"check({exercise_id!r}, ...) has no heading '## {exercise_id} Title'")
-
-
-def read_headings(lesson: Lesson, cell: Cell) -> Iterator[Exercise]:
-    for i, (number, line) in enumerate(cell.lines):
-        if not (heading := HEADING.match(line)):
-            continue
-        effort = next((text for _, text in cell.lines[i + 1 :] if text.strip()), "")
-        match = EFFORT.match(effort.strip())
-        if not match or match["difficulty"] not in DIFFICULTIES:
-            raise lesson.error(
-                number,
-                f"under the heading of exercise {heading['id']} comes a line such as *Core · 20 min* "
-                f"(one of {', '.join(DIFFICULTIES)}), not {effort!r}",
-            )
-        yield Exercise(heading["id"], heading["title"], match["difficulty"], int(match["minutes"]), number)
+        raise lesson.error(checks[exercise_id], f"check({exercise_id!r}, ...) has no heading '## {exercise_id}'")
 
 
 def check_calls(cell: Cell) -> list[str]:
@@ -411,21 +382,18 @@ def blocks(lesson: Lesson, cell: Cell) -> list[Block]:
         raise lesson.error(found[-1].line, f"BEGIN {found[-1].kind} has no END {found[-1].kind}")
     found = [b for b in found if b.kind != "CODE" or not b.is_empty]
     for block, after in zip(found, [*found[1:], None], strict=True):
-        if block.kind == "STARTER" and (after is None or after.kind != "SOLUTION"):
-            raise lesson.error(block.line, "a STARTER is followed at once by its SOLUTION")
+        if block.kind == "STARTER":
+            if after is None or after.kind != "SOLUTION":
+                raise lesson.error(block.line, "a STARTER is followed at once by its SOLUTION")
+            after.blank = ()
     return found
 
 
 def unsolved(lesson: Lesson, cell: Cell) -> list[Line]:
     """The lines of an exercise cell as the learner gets them."""
     out: list[Line] = []
-    before = ""
     for block in blocks(lesson, cell):
-        if block.kind != "SOLUTION":
-            out += block.lines
-        elif before != "STARTER":
-            out += [(None, text) for text in block.blank]
-        before = block.kind
+        out += [(None, text) for text in block.blank] if block.kind == "SOLUTION" else block.lines
     return trimmed(out)
 
 
@@ -451,12 +419,9 @@ def trimmed(lines: list[Line]) -> list[Line]:
 
 @dataclass(frozen=True)
 class Quote:
-    """`# FROM module: symbol, symbol` or `# MILESTONE ...`: what of the package a cell is filled with.
+    """`# FROM module: symbol, symbol`, `# MILESTONE ...` or `# RULE ...`: what of the package a cell is filled with.
 
-    Attributes:
-        line: of the lesson.
-        word: "FROM" or "MILESTONE".
-        bare: without docstrings.
+    line: of the lesson. word: "FROM", "MILESTONE" or "RULE". bare: without docstrings.
     """
 
     line: int
@@ -470,18 +435,25 @@ class Quote:
         return f"{self.word} {self.module}: {', '.join(self.symbols)}"
 
 
+def quote_of(number: int | None, line: str) -> Quote | None:
+    """What a line quotes; None where it is no such line."""
+    if not (match := QUOTE.match(line)):
+        return None
+    symbols = tuple(re.split(r" *, *", match["symbols"]))
+    return Quote(number or 0, match["word"], match["module"], symbols, bool(match["bare"]))
+
+
 def read_quotes(lesson: Lesson, cell: Cell, word: str) -> tuple[list[Quote], list[Line]]:
     """The FROM or MILESTONE lines at the head of a cell, and the lines below them."""
     quotes: list[Quote] = []
     for i, (number, line) in enumerate(cell.lines):
         if not re.match(rf"# {word}\b", line):
             continue
-        if not (match := QUOTE.match(line)):
+        if not (quote := quote_of(number, line)):
             raise lesson.error(number, f"{line!r} should read '# {word} flashlab.module: symbol, symbol'")
         if i != len(quotes):
             raise lesson.error(number, f"{word} lines come first in their cell")
-        symbols = tuple(re.split(r" *, *", match["symbols"]))
-        quotes.append(Quote(number, word, match["module"], symbols, bool(match["bare"])))
+        quotes.append(quote)
     return quotes, cell.lines[len(quotes) :]
 
 
@@ -588,13 +560,7 @@ def how_to_get(name: str, quotes: list[Quote], root: Path) -> str:
 
 def free_names(source: str) -> set[str]:
     """The global names that a cell's code uses, anywhere in it, and does not bind itself."""
-    table = symtable.symtable(plain_python(source), "cell", "exec")
-    used = {s.get_name() for s in table.get_symbols() if s.is_referenced()}
-    inner = list(table.get_children())
-    while inner:
-        scope = inner.pop()
-        used |= {s.get_name() for s in scope.get_symbols() if s.is_global() and s.is_referenced()}
-        inner += scope.get_children()
+    used = names_read(plain_python(source))
     return used - defined_names(source) - set(dir(builtins)) - {"__name__", "__file__"}
 
 

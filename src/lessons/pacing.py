@@ -6,8 +6,6 @@
 `RULES` are the limits; tests/test_pacing.py holds every lecture to them.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import itertools

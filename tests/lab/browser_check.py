@@ -7,8 +7,6 @@ the environment variable CHROMIUM); without them it stops, which is a failure wh
 a temporary folder, so no answer of a learner is touched. What has to hold is asserted in `reader` and `learner`.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re
@@ -97,7 +95,7 @@ class Lab:
         command += ["--LabApp.expose_app_in_browser=True", f"--port={self.url.rpartition(':')[2]}"]
         self.process = subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT, env=environment)
 
-    def __enter__(self) -> Lab:
+    def __enter__(self) -> "Lab":
         for _ in range(200):
             try:
                 urllib.request.urlopen(f"{self.url}/api/status")

@@ -3,11 +3,10 @@
 import pytest
 import torch
 from drawn import draw
-from sequences import Sequences
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashlab import runtime
-from flashlab.models.caches import CACHES, DenseCache, PagedCache, StaticCache, attention_of, cache_memory
+from flashlab.models.caches import CACHES, DenseCache, PagedCache, StaticCache, cache_memory
 from flashlab.models.generate import generate, step
 from flashlab.models.language_model import Config, LanguageModel
 from flashlab.models.pager import OutOfPages
@@ -38,24 +37,6 @@ def all_caches(batch, pages=64, page_size=4, capacity=40):
         "static": StaticCache(SHAPE, batch, capacity, device=DEVICE),
         "paged": PagedCache(SHAPE, batch, pages, page_size, capacity=capacity, device=DEVICE),
     }
-
-
-# ---- attention over a cache
-
-
-@pytest.mark.parametrize("paged", [False, True])
-@pytest.mark.parametrize("new", [1, 3])
-@pytest.mark.parametrize("backend", ["auto", "reference", "sdpa", "triton"])
-def test_attention_over_a_cache_is_the_formula_for_each_sequence(backend, new, paged):
-    if backend == "sdpa" and paged:
-        pytest.skip("it cannot follow a page table")
-    x = Sequences([0, 1, 4, 5, 11], group=3, head_dim=8, page=4 if paged else None, queries=new)
-    cache = StaticCache(SHAPE, 5, 12, device=DEVICE)
-    cache.lengths, cache.page_table = x.lengths, x.table
-    kept = [c.nan_to_num() if backend == "sdpa" else c for c in (x.k_cache, x.v_cache)]
-    o = attention_of(cache, new, backend)(x.q, *kept, cache.lengths, cache.page_table)
-    x.expect(o)
-    assert not o[0].any()
 
 
 # ---- the same tokens

@@ -93,12 +93,13 @@ def timed(names: Sequence[str], job: Row, which: str, graphs: bool) -> tuple[dic
 
     Where several sets of tensors would still be in L2 together with one, they are gone through in turn.
     """
+
+    def way(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_o: torch.Tensor) -> Way:
+        forward = way_of(name, q, k, v)
+        return harness.backward_of(forward, (q, k, v), grad_o) if which == "backward" else forward
+
     sets = harness.sets_of(inputs(job))
-    ways = {name: [way_of(name, *one[:3]) for one in sets] for name in names}
-    if which == "backward":
-        for name, mine in ways.items():
-            ways[name] = [harness.backward_of(way, one[:3], one[3]) for way, one in zip(mine, sets, strict=True)]
-    return harness.times_of(ways, **({"graphs": graphs} if harness.on_gpu() else {}))
+    return harness.times_of({name: [way(name, *one) for one in sets] for name in names}, graphs=graphs)
 
 
 def measure(job: Row) -> list[Row]:

@@ -4,12 +4,9 @@ A published figure is one number of one row. Its counterpart is what a record of
 on the same shape: a number, or in words why there is none. UNLIKE names the tables where it is not the same work.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from flashlab.bench import layer, lm, published, records
@@ -38,7 +35,6 @@ class Ours(NamedTuple):
 
 
 Found = tuple[Figure, "Ours | None"]
-_OF_ROWS = ("name", "variant", "pass", "op", "kernel")  # what the rows of one job differ in
 
 
 class Asked(NamedTuple):
@@ -55,16 +51,11 @@ class Asked(NamedTuple):
 def _found(asked: Asked, runs: Iterable[tuple[str, Row]]) -> Ours | None:
     """The counterpart, or why it has none, in one of the runs: (file, record)."""
     for file, data in runs:
-        for row in where(data["rows"], part=asked.part):
-            whole = row.get("name") == "all"  # a job that failed stands for all that it would have measured
-            if all(
-                row.get(k) == v or (whole and k in _OF_ROWS and row.get(k) in (None, "all"))
-                for k, v in asked.wanted.items()
-            ):
-                value = row[asked.column] * asked.unit if asked.column in row else None
-                said = row.get("unavailable") if value is None else asked.instead or value
-                if said is not None:
-                    return Ours(said, file, data["machine"]["gpu"] or "a CPU", tuple(row.get("first", ())))
+        for row in where(data["rows"], part=asked.part, **asked.wanted):
+            value = row[asked.column] * asked.unit if asked.column in row else None
+            said = row.get("unavailable") if value is None else asked.instead or value
+            if said is not None:
+                return Ours(said, file, data["machine"]["gpu"] or "a CPU", tuple(row.get("first", ())))
     return None
 
 
@@ -157,12 +148,12 @@ UNLIKE = {
 """By table: what is not the same on both sides, or not known, beside the GPU. Else function, shape and dtype are."""
 
 
-def counterparts(name: str, folder: Path | None = None) -> list[Found]:
+def counterparts(name: str) -> list[Found]:
     """Every figure of a published table, with its counterpart in the records or None. Raises KeyError."""
 
     @functools.cache
     def runs(bench: str) -> list[tuple[str, Row]]:
-        paths = sorted((folder or records.RECORDED).glob(f"{bench}_*.json"))
+        paths = sorted(records.RECORDED.glob(f"{bench}_*.json"))
         return [(path.name, json.loads(path.read_text(encoding="utf-8"))) for path in paths]
 
     return [

@@ -11,8 +11,6 @@ launches and all; cache_bytes; `same`: the share of SDPA's tokens that it writes
 the same kernel appends to every cache.
 """
 
-from __future__ import annotations
-
 import functools
 import random
 import time
@@ -351,35 +349,32 @@ def off(case: Case, q: torch.Tensor, x: Filled, o: torch.Tensor) -> float:
 # ---- what a record says ----------------------------------------------------------------------------------------------
 def goals(data: Data) -> list[dict[str, Any]]:
     """Each goal: of which case, what, found (None: not measured), wanted, met."""
+    there = side_by_side(data)
+    found: list[dict[str, Any]] = []
 
-    def ms(case: Case, name: str) -> float | None:
-        rows = where(data["rows"], part="work", name=name, **case._asdict())
-        return rows[0].get("ms") if rows else None
+    def us(case: Case, name: str) -> float | None:
+        return there.get(said(case), {}).get(name)
 
-    def ratio(a: float | None, b: float | None) -> float | None:
-        return a / b if a and b else None
+    def add(case: Case, what: str, a: float | None, b: float | None, wanted: float, at_least: bool = False) -> None:
+        value = a / b if a and b else None
+        met = value is not None and (value >= wanted if at_least else value <= wanted)
+        found.append({"case": list(case), "what": what, "found": value, "wanted": wanted, "met": met})
 
-    found: list[tuple[Case, str, float | None, float, bool]] = []
     for case in LARGE:
-        ours, whole = ms(case, OURS), ms(case, WHOLE)
-        found += [(case, "speed, of cuDNN's", ratio(ms(case, CUDNN), ours), OF_CUDNN, True),
-                  (case, "pages of 16, of a contiguous cache's time", ratio(ours, whole), OF_WHOLE, False),
-                  (case, "pages of 1, the same", ratio(ms(case, ONES), whole), ONES_OF_WHOLE, False)]  # fmt: skip
+        ours, whole = us(case, OURS), us(case, WHOLE)
+        add(case, "speed, of cuDNN's", us(case, CUDNN), ours, OF_CUDNN, at_least=True)
+        add(case, "pages of 16, of a contiguous cache's time", ours, whole, OF_WHOLE)
+        add(case, "pages of 1, the same", us(case, ONES), whole, ONES_OF_WHOLE)
     for case, most in MICROSECONDS.items():
-        ours = ms(case, OURS)
-        found.append((case, "microseconds", ours and 1e3 * ours, most, False))
+        add(case, "microseconds", us(case, OURS), 1.0, most)
     by_job = {(row["batch"], row["keys"], row["name"]): row.get("ms") for row in where(data["rows"], part="generate")}
     for batch, keys in WRITING if by_job else ():
         sdpa, ours = (by_job.get((batch, keys, name)) for name in (GRAPH, OURS_WRITES))
         small = config("small")
         case = Case(batch, small.heads, small.key_heads, keys, small.head_dim)
-        found.append((case, "a token's speed, of SDPA's in a graph", ratio(sdpa, ours), OF_SDPA, True))
-    found.append((UNEVEN, "time, of its even twin's", ratio(ms(UNEVEN, OURS), ms(EVEN, OURS)), OF_EVEN, False))
-    return [
-        {"case": list(case), "what": what, "found": value, "wanted": goal,
-         "met": value is not None and (value >= goal if at_least else value <= goal)}
-        for case, what, value, goal, at_least in found
-    ]  # fmt: skip
+        add(case, "a token's speed, of SDPA's in a graph", sdpa, ours, OF_SDPA, at_least=True)
+    add(UNEVEN, "time, of its even twin's", us(UNEVEN, OURS), us(EVEN, OURS), OF_EVEN)
+    return found
 
 
 def said(case: Case) -> str:

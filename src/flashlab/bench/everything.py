@@ -13,17 +13,6 @@ from collections.abc import Sequence
 from flashlab.bench import OF_ALL, harness, module_of, records
 
 
-def why_not(name: str, quick: bool) -> str | None:
-    """Why a bench cannot run on this machine, or None."""
-    return module_of(name).BENCH.needs(quick)
-
-
-def run_one(name: str, arguments: Sequence[str]) -> int:
-    """A bench in a process of its own, so that a GPU that one leaves broken is whole for the next. Its exit status."""
-    code = "import sys; from flashlab.cli import main; sys.argv[0] = 'flashlab'; main()"
-    return harness.again("-c", code, "bench", name, *arguments).returncode
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = records.parser(__doc__, "all")
     parser.add_argument("--minutes", type=float, help="stop after about so many, in all; run it again to go on")
@@ -31,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     end = time.monotonic() + 60 * (given.minutes or 0)
     failed = []
     for name in OF_ALL:
-        reason = why_not(name, given.quick)
+        reason = module_of(name).BENCH.needs(given.quick)
         if reason is None and given.minutes and time.monotonic() > end:
             reason = "the time is up"
         if reason:
@@ -42,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options += ["--minutes", f"{(end - time.monotonic()) / 60:.2f}"] if given.minutes else []
         options += ["--out", str(given.out / f"{name}.json")] if given.out else []
         print(f"{name}", flush=True, file=sys.stderr)
-        failed += [name] if run_one(name, options) else []
+        # In a process of its own, so that a GPU that one leaves broken is whole for the next.
+        done = harness.again("-m", "flashlab.cli", "bench", name, *options)
+        failed += [name] if done.returncode else []
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")

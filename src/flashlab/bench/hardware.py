@@ -11,15 +11,16 @@ stalls      where a kernel's issue slots go, by ncu
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from flashlab import runtime
-from flashlab.attention import cost, triton_minimal
+from flashlab.attention import cost
 from flashlab.attention.naive import naive_attention
+from flashlab.attention.triton_minimal import flash_attention_forward
 from flashlab.bench import harness, ncu, peers, timing
 from flashlab.bench.harness import Data, Row
 from flashlab.bench.rows import where
@@ -129,16 +130,8 @@ STALLS = {
 LAST = SERIES[-1].name
 
 
-def _tensors(shape: Sequence[int], dtype: torch.dtype = torch.float16) -> list[torch.Tensor]:
-    return [torch.randn(*shape, device="cuda").to(dtype) for _ in range(3)]
-
-
 def _last(*qkv: torch.Tensor) -> Any:
     return load_inline(step(LAST), backend="nvcc").forward(*qkv)
-
-
-def _minimal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-    return triton_minimal.flash_attention_forward(q[0, 0], k[0, 0], v[0, 0])
 
 
 def _sdpa(backend: str) -> Callable[..., Any]:
@@ -149,7 +142,7 @@ def _sdpa(backend: str) -> Callable[..., Any]:
 LAUNCHES: dict[str, tuple[tuple[int, ...], torch.dtype, Callable[..., Any]]] = {
     "naive": ((1, 1, 16384, 64), torch.float16, naive_attention),
     "naive, in L2": ((1, 1, 2048, 64), torch.float16, naive_attention),
-    "minimal": ((1, 1, 16384, 64), torch.float16, _minimal),
+    "minimal": ((1, 1, 16384, 64), torch.float16, lambda *qkv: flash_attention_forward(*(x[0, 0] for x in qkv))),
     "fa2": ((1, 1, 16384, 64), torch.float16, _sdpa("FLASH_ATTENTION")),
     "series": ((1, 1, 16384, 64), torch.float16, _last),
     "series, 64 heads": ((4, 16, 8192, 64), torch.float16, _last),
@@ -165,7 +158,7 @@ def launch(name: str) -> None:
     """For ncu: one of LAUNCHES, with the L2 cache flushed before it."""
     shape, dtype, run = LAUNCHES[name]
     torch.backends.cuda.matmul.allow_tf32 = False
-    q, k, v = _tensors(shape, dtype)
+    q, k, v = harness.draw(*[shape] * 3, dtype=dtype)
     run(q, k, v)  # builds, workspaces
     torch.cuda.synchronize()
     torch.zeros(512 * 2**20, dtype=torch.uint8, device="cuda").max()  # read too: no written line is left in L2
@@ -226,7 +219,7 @@ def naive_kernels() -> list[Row]:
     """Microseconds of each of PyTorch's four kinds of kernel (scores, scale, softmax, output) at phase 1's shapes."""
     rows = []
     for n in (2048, 4096, 8192, 16384):
-        q, k, v = _tensors((1, 16, n, 128))
+        q, k, v = harness.draw(*[(1, 16, n, 128)] * 3, dtype=torch.float16)
         for _ in range(3):
             naive_attention(q, k, v)
         torch.cuda.synchronize()
@@ -247,7 +240,7 @@ def workspace() -> list[Row]:
     for backend, heads, n in itertools.product(
         ("FLASH_ATTENTION", "EFFICIENT_ATTENTION"), (1, 4, 16, 64, 128), (512, 1024, 2048, 4096, 8192, 16384)
     ):
-        q, k, v = _tensors((1, heads, n, 64))
+        q, k, v = harness.draw(*[(1, heads, n, 64)] * 3, dtype=torch.float16)
         way = peers.sdpa(backend, q, k, v)
         way()
         peak = timing.allocated(way)

@@ -31,7 +31,6 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +40,11 @@ from flashlab.attention import triton_forward
 from flashlab.bench import harness, hopper_backward, hopper_inputs, hopper_jobs, ncu, peers, timing, truth, validation
 from flashlab.bench.harness import Row, Way
 from flashlab.bench.hopper_inputs import Inputs
-from flashlab.bench.hopper_jobs import BOXES, CUDNN, DTYPES, FA2, FA4, OURS, P9, TRITON, Kernel, last
+from flashlab.bench.hopper_jobs import BOXES, CUDNN, DTYPES, FA2, FA4, OURS, P9, TRITON, defines_of, last, step_of
 from flashlab.bench.hopper_results import goal_table
 from flashlab.bench.mma import Variant
 from flashlab.bench.peers import fa4
+from flashlab.bench.records import version_of
 from flashlab.bench.validation import Count
 from flashlab.check import CheckFailed, verify
 from flashlab.check.mistakes.hopper import MUTANTS
@@ -54,7 +54,7 @@ CACHED = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 
 
 # ---- the kernels -----------------------------------------------------------------------------------------------------
-Key = tuple[str, int, torch.dtype]  # a Kernel's name, head_dim, dtype
+Key = tuple[str, int, torch.dtype]  # a step with its macros, head_dim, dtype
 _modules: dict[Key, CudaModule | Exception] = {}
 _unsound: set[str] = set()  # the steps whose trial failed
 
@@ -65,7 +65,7 @@ def module_of(name: str, head_dim: int, dtype: torch.dtype) -> CudaModule:
     if key not in _modules:
         backend = "nvcc" if harness.on_gpu() else "emulator"
         try:
-            one, defines = Kernel(name).step, Kernel(name).defines
+            one, defines = step_of(name), dict(defines_of(name))
             if head_dim not in one.head_dims or dtype not in one.dtypes:
                 raise ValueError(f"{one.name} is not written for {dtype} with a head_dim of {head_dim}")
             _modules[key] = load_inline(one, backend=backend, head_dim=head_dim, dtype=dtype, defines=defines)
@@ -87,11 +87,11 @@ def wanted_modules(todo: Iterable[Row]) -> list[Key]:
         if part in ("counters", "profile", "sanitizer"):
             found += [(v.name, v.head_dim, v.dtype) for v in launched()]
         elif job.get("what") == "cases":
-            found += [(ours.name, d, t) for d in ours.step.head_dims for t in ours.step.dtypes]
+            found += [(ours.name, d, t) for d in ours.head_dims for t in ours.dtypes]
         else:
             names = hopper_jobs.steps_of(job) + ([P9] if part in ("shapes", "sizes", "ladder") else [])
             found += [(name, job.get("head_dim") or job["shape"][3], dtype) for name in names]
-    return [key for key in dict.fromkeys(found) if key[1] in Kernel(key[0]).step.head_dims]
+    return [key for key in dict.fromkeys(found) if key[1] in step_of(key[0]).head_dims]
 
 
 _TRIED = ((1, 2, 2, 1, 1), (2, 6, 2, 300, 300), (4, 16, 16, 4096, 4096))  # batch, heads, key heads, queries, keys
@@ -108,14 +108,6 @@ def try_out(step: str, *builds: str) -> None:
             raise ValueError(f"at {where} it is wrong: {found}")
 
 
-def fa4_version() -> str:
-    """ "4.0.0b36"."""
-    try:
-        return version("flash-attn-4")
-    except PackageNotFoundError:
-        return "a version without a name"
-
-
 def forward_of(name: str, *qkv: torch.Tensor, causal: bool) -> Way:
     """The forward pass of OURS, of a step, or of a peer, on these tensors. Raises where it cannot be had here."""
     q, k, v = qkv
@@ -127,12 +119,6 @@ def forward_of(name: str, *qkv: torch.Tensor, causal: bool) -> Way:
         return peers.flash_attention_4(q, k, v, causal)
     name = last().name if name == OURS else name
     return functools.partial(module_of(name, q.shape[3], q.dtype).forward, q, k, v, causal=causal)
-
-
-def names_here() -> list[str]:
-    """Who is measured on this machine: Triton's descriptors are nothing for the interpreter, nor for older chips."""
-    boxes = harness.on_gpu() and torch.cuda.get_device_capability() >= (9, 0)
-    return [OURS, *(name for name in hopper_jobs.PEERS if boxes or name != BOXES)]
 
 
 # ---- the tensors, and what is right ----------------------------------------------------------------------------------
@@ -171,7 +157,10 @@ def measure(job: Row, rounds: int = 9, captured: Path | None = None) -> list[Row
     names = hopper_jobs.steps_of(job)
     if part in ("inputs", "captured"):
         return measure_inputs(job, [OURS, *names[1:], CUDNN, FA2, FA4], rounds, captured)
-    names = [*names_here(), *names[1:]] if part in ("shapes", "sizes") else [*names, P9, CUDNN]
+    # Triton's descriptors are nothing for the interpreter, nor for older chips.
+    boxes = harness.on_gpu() and torch.cuda.get_device_capability() >= (9, 0)
+    here = [name for name in hopper_jobs.PEERS if boxes or name != BOXES]
+    names = [OURS, *here, *names[1:]] if part in ("shapes", "sizes") else [*names, P9, CUDNN]
     return compared(job, names, rounds, harness.sets_of(make(job)))
 
 
@@ -277,7 +266,7 @@ def checked(job: Row) -> Row:
     def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, scale: float | None = None):
         return module_of(ours.name, q.shape[3], q.dtype).forward(q, k, v, causal=causal, scale=scale)
 
-    about: dict[str, Any] = {"dtypes": ours.step.dtypes, "head_dims": ours.step.head_dims}
+    about: dict[str, Any] = {"dtypes": ours.dtypes, "head_dims": ours.head_dims}
     try:
         report = verify(kernel, causal=True, gqa=True, empty=True, deterministic=True, full=True, **about)
     except CheckFailed as failed:
@@ -448,7 +437,7 @@ def prepare(todo: Sequence[Row], until: float, **options: Any) -> Row:
     named = {t: name for name, t in DTYPES.items()}
     builds: dict[str, list[str]] = {}
     for name, head_dim, dtype in keys:
-        if Kernel(name).step.phase == hopper_jobs.PHASE and not isinstance(_modules[name, head_dim, dtype], Exception):
+        if step_of(name).phase == hopper_jobs.PHASE and not isinstance(_modules[name, head_dim, dtype], Exception):
             builds.setdefault(name, []).append(f"{head_dim} {named[dtype]}")
 
     def tried(name: str) -> str | None:
@@ -463,7 +452,8 @@ def prepare(todo: Sequence[Row], until: float, **options: Any) -> Row:
     for line in failed:
         print(f"  {line}", file=sys.stderr)
     # Without it a record keeps the version that its rows are of.
-    return {"not_built": failed} | ({"flash_attention_4": fa4_version()} if fa4()[0] else {})
+    there = {"flash_attention_4": version_of("flash-attn-4") or "a version without a name"} if fa4()[0] else {}
+    return {"not_built": failed} | there
 
 
 def _tried(key: Key) -> str:

@@ -20,7 +20,8 @@ from flashlab.attention import reference, triton_backward, triton_forward
 from flashlab.attention.door import flash_attention
 from flashlab.bench import harness, hopper_jobs, industrial, peers, timing
 from flashlab.bench.harness import Row, Way
-from flashlab.bench.hopper_jobs import CUDNN, DTYPES, FA2, FA4, OURS, TRITON
+from flashlab.bench.hopper_jobs import CUDNN, DTYPES, FA2, FA4, OURS, TRITON, defines_of
+from flashlab.bench.truth import right as is_right
 from flashlab.check.training import wanted, worst
 from flashlab.cuda import operators  # noqa: F401  (the door takes p11_flash once this is imported)
 from flashlab.cuda.hopper_backward import compiled, hopper_backward
@@ -35,13 +36,7 @@ REPEATS = 20
 LARGE = 2**28
 JUDGED = 4096  # up to so many rows two heads are compared with float64; of more, one
 
-Defines = tuple[tuple[str, int], ...]
 Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # grad_o, q, k, v
-
-
-def defines_of(name: str) -> Defines:
-    """ "p11 KEY_STEP=64": (("KEY_STEP", 64),)"""
-    return tuple((macro, int(value)) for macro, value in (x.split("=") for x in name.split() if "=" in x))
 
 
 def backend() -> str:
@@ -112,7 +107,7 @@ def try_out(*names: str) -> None:
         result = judged(hopper_backward(*given, o, lse, causal=causal, **how), given, causal)
         where = f"{name}, N = {size[2]}, {'causal' if causal else 'whole'}, {kv_heads} key heads"
         print(f"{where}: {result}", flush=True)
-        if result["of_bound"] is None or result["of_bound"] > hopper_jobs.RULE:
+        if not is_right(result):
             raise ValueError(f"at {where} it is wrong: {result}")
 
 

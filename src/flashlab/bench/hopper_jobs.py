@@ -1,7 +1,6 @@
 """What the bench of phase 11 measures: kernels, peers, and jobs in their order."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import product
 
 import torch
@@ -9,7 +8,6 @@ import torch
 from flashlab import kernels
 from flashlab.bench import harness, hopper_inputs, validation
 from flashlab.bench.harness import Row, jobs_of
-from flashlab.bench.truth import RULE  # noqa: F401
 from flashlab.kernels import Step
 
 PHASE = 11
@@ -50,34 +48,29 @@ def ladder() -> tuple[Step, ...]:
     return kernels.steps(PHASE)
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """A step with its macros as they are, or with some of them set: "p11_flash STAGES=3 BLOCK_N=64"."""
-
-    name: str
-
-    @property
-    def step(self) -> Step:
-        return kernels.step(self.name.split()[0])  # KeyError for a name that is none
-
-    @property
-    def defines(self) -> dict[str, int]:
-        return {macro: int(value) for macro, value in (x.split("=") for x in self.name.split()[1:])}
+def step_of(kernel: str) -> Step:
+    """Of a step with its macros as they are, or with some of them set: "p11_flash STAGES=3 BLOCK_N=64"."""
+    return kernels.step(kernel.split()[0])  # KeyError for a name that is none
 
 
-def last() -> Kernel:
+def defines_of(kernel: str) -> tuple[tuple[str, int], ...]:
+    """ "p11 KEY_STEP=64": (("KEY_STEP", 64),)"""
+    return tuple((macro, int(value)) for macro, value in (x.split("=") for x in kernel.split() if "=" in x))
+
+
+def last() -> Step:
     """The kernel that stands for the phase."""
-    return Kernel(ladder()[-1].name)
+    return ladder()[-1]
 
 
 _AS_THEY_ARE = {"TRUST": lambda head_dim: int(head_dim < 256), "LATE_TURN": lambda head_dim: int(head_dim == 64)}
 """Macros of the last step whose default is not the same for every head_dim."""
 
 
-def varied(ours: Kernel, head_dim: int = 128) -> list[str]:
+def varied(ours: Step, head_dim: int = 128) -> list[str]:
     """The kernel, and it with one macro of its step set otherwise."""
     found = [ours.name]
-    for macro, values in ours.step.defines.items():
+    for macro, values in ours.defines.items():
         usual = _AS_THEY_ARE[macro](head_dim) if macro in _AS_THEY_ARE else values[0]
         found += [f"{ours.name} {macro}={value}" for value in values if value != usual]
     return found

@@ -233,21 +233,10 @@ def pass_of(module: nn.Module, case: Case, scope: str, which: str, inputs: Seque
     """The function to time: "forward" without gradients, or "both", with those of the inputs and of the weights."""
     tables = rope_table(case.seq_len, case.head_dim, device=runtime.device()) if scope == "layer" else ()
     if which == "forward":
-
-        def forward() -> torch.Tensor:
-            with torch.no_grad():
-                return module(*inputs, *tables)
-
-        return forward
+        return torch.no_grad()(lambda: module(*inputs, *tables))
     wanted = [*inputs, *module.parameters()]
     (grad,) = harness.draw(inputs[0].shape, dtype=inputs[0].dtype, seed=1)  # o is like q
     return lambda: torch.autograd.grad(module(*inputs, *tables), wanted, grad)
-
-
-def way_for(name: str, case: str | Case, which: str = "forward", scope: str = "layer") -> Way:
-    """The function that is timed for one of NAMES: on this machine, with the case's inputs. Raises KeyError."""
-    shape = CASES[case] if isinstance(case, str) else case
-    return pass_of(build(name, shape, scope)[0], shape, scope, which, draw(shape, scope))
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
@@ -255,7 +244,8 @@ def measure(job: Row) -> list[Row]:
     """The rows of one job."""
     if job["part"] in ("time", "compiled"):
         return measure_times(job)
-    way = way_for(job["layer"], job["case"], job["pass"])
+    case = CASES[job["case"]]
+    way = pass_of(build(job["layer"], case, "layer")[0], case, "layer", job["pass"], draw(case, "layer"))
     if job["part"] == "timeline":
         longest = sorted(one_call(way), key=lambda e: -e.us)[:MOST_EVENTS]
         return [job | {"events": [list(e) for e in sorted(longest, key=lambda e: e.start_us)]}]

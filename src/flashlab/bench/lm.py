@@ -176,12 +176,10 @@ class Watch:
         self("begin")
 
     def __call__(self, what: str) -> None:
+        mark: Any = torch.cuda.Event(enable_timing=True) if harness.on_gpu() else time.perf_counter()
         if harness.on_gpu():
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append((what, event))
-        else:
-            self._marks.append((what, time.perf_counter()))
+            mark.record()
+        self._marks.append((what, mark))
 
     def read(self) -> dict[str, float]:
         """By what has ended; "step" is all of it."""
@@ -191,7 +189,7 @@ class Watch:
         def between(a: Any, b: Any) -> float:
             return a.elapsed_time(b) if harness.on_gpu() else 1e3 * (b - a)
 
-        found = {what: between(a, b) for (_, a), (what, b) in zip(self._marks[:-1], self._marks[1:], strict=True)}
+        found = {what: between(a, b) for (_, a), (what, b) in itertools.pairwise(self._marks)}
         return found | {"step": between(self._marks[0][1], self._marks[-1][1])}
 
 

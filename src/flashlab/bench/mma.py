@@ -14,7 +14,6 @@ in every tile: what a kernel saves by not rescaling O shows only beside the two.
 import functools
 import json
 import math
-import re
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,6 +27,7 @@ from flashlab.attention import reference
 from flashlab.bench import harness, ncu, peers, published, timing, truth
 from flashlab.bench.harness import Data, Row, jobs_of
 from flashlab.bench.records import NoGpu
+from flashlab.bench.resources import tile_of
 from flashlab.bench.rows import where
 from flashlab.cuda import CudaModule, load_inline
 from flashlab.cuda.resources import Resources, resources
@@ -117,18 +117,8 @@ def build(wanted: Sequence[Variant]) -> Built:
 
 
 def main_kernel(found: Iterable[Resources], causal: bool) -> Resources | None:
-    """Of a step's kernels the one that a large grid runs: of its mask, with the largest tile, the keys not split.
-
-    Its template arguments are its tile (numbers), then its flags: the first says causal, a further one splits the keys.
-    """
-    suited = []
-    for r in found:
-        inside = re.search(r"<(.*)>", r.kernel)
-        words = re.findall(r"\w+", inside[1]) if inside else []
-        flags = [word == "true" for word in words if word in ("true", "false")]
-        tile = tuple(int(word) for word in words if word.isdigit())
-        if r.kernel.startswith("flash_forward") and flags[:1] in ([], [causal]) and not any(flags[1:]):
-            suited.append((tile, r))
+    """Of a step's kernels the one that a large grid runs: of its mask, with the largest tile, the keys not split."""
+    suited = [(tile, r) for r in found if (tile := tile_of(r, causal))]
     return max(suited, key=lambda pair: pair[0])[1] if suited else None
 
 

@@ -3,8 +3,6 @@
 Each returns a function without arguments, for flashlab.bench.timing: what it needs beside q, k and v is made before.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import math

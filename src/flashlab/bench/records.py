@@ -5,6 +5,7 @@ A bench has a ``main(arguments)``, which takes ``--out FILE``, ``--quick`` and `
 """
 
 import argparse
+import contextlib
 import datetime
 import functools
 import hashlib
@@ -76,8 +77,8 @@ def machine() -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version() if gpu else None,
         "nvcc": nvcc_version() if find_nvcc() else None,
         "torch": torch.__version__,
-        "triton": _version("triton"),
-        "numpy": _version("numpy"),
+        "triton": version_of("triton"),
+        "numpy": version_of("numpy"),
         "python": platform.python_version(),
         "cores": len(os.sched_getaffinity(0)),
         "triton_kernels": "interpreted" if runtime.INTERPRETED else "compiled",
@@ -87,7 +88,8 @@ def machine() -> dict[str, Any]:
     }
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """Of an installed package, or None."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -105,13 +107,11 @@ def commit() -> str | None:
     said = os.environ.get("FLASHLAB_COMMIT", "")
     if re.fullmatch(r"[0-9a-f]{7,40}(-dirty)?", said):
         return said
-    try:
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         # A checkout around an installed package is not its own.
         if git(["git", "-C", str(here.parent), "ls-files", "--error-unmatch", here.name]).returncode == 0:
             describe = ["describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
             return git(["git", "-C", str(here.parent), *describe]).stdout.strip() or None
-    except (OSError, subprocess.TimeoutExpired):
-        pass
     return None
 
 
@@ -159,24 +159,23 @@ def place(name: str, given: argparse.Namespace) -> Path | None:
 
 
 def keep(
-    out: Path | None, result: dict[str, Any], table: Callable[[dict[str, Any]], Table], given: argparse.Namespace
-) -> None:
+    out: Path | None, result: dict[str, Any], table: Callable[[dict[str, Any]], Table], given: argparse.Namespace,
+    where: str = "",
+) -> None:  # fmt: skip
     """Writes a result, and prints its table or, with --json, all of it; where it is, is told last."""
     if out is not None:
         write_json(out, result)
     print(json.dumps(result, indent=1) if given.json else table(result))
-    where = f"{result['machine']['gpu'] or 'a CPU'}, {result['machine']['date']}"
+    where = where or f"{result['machine']['gpu'] or 'a CPU'}, {result['machine']['date']}"
     said = f"{where}: " + (f"written to {out}" if out else "not written: a quick run")
     print(said, file=sys.stderr if given.json else sys.stdout)
 
 
 def keep_compiled(path: Path, given: argparse.Namespace, target: str, facts: dict[str, Any], table: Table) -> None:
     """The same of what a compiler gives, which needs no GPU: the record is `path`, with the facts and which nvcc."""
+    result = {"nvcc": nvcc_version(), "date": datetime.date.today().isoformat()} | facts
     out = given.out or (None if given.quick else path)
-    if out is not None:
-        write_json(out, {"nvcc": nvcc_version(), "date": datetime.date.today().isoformat()} | facts)
-    print(table)
-    print(f"nvcc {nvcc_version()}, {target}: " + (f"written to {out}" if out else "not written: a quick run"))
+    keep(out, result, lambda _: table, given, f"nvcc {result['nvcc']}, {target}")
 
 
 def entry(main: Callable[[], None]) -> None:

@@ -97,7 +97,8 @@ def occupancy(gpu: str, names: Sequence[str], head_dim: int = 64) -> list[Occupa
     kernels = [r for r in recorded()["kernels"] if (r.target, r.head_dim) == (limits.target, head_dim)]
     found = []
     for name in names:
-        fitting = [(tile, fits(r, limits)) for r in kernels if r.step == name if (tile := _plain_tile(r))]
+        mine = [r for r in kernels if r.step == name and r.element != "__nv_bfloat16"]
+        fitting = [(tile, fits(r, limits)) for r in mine if (tile := tile_of(r))]
         if not fitting:
             raise ValueError(f"no figures of {name} for {limits.target}, head_dim {head_dim}")
         tallest = max(tile[0] for tile, _ in fitting)
@@ -106,11 +107,16 @@ def occupancy(gpu: str, names: Sequence[str], head_dim: int = 64) -> list[Occupa
     return found
 
 
-def _plain_tile(kernel: Resources) -> tuple[int, ...] | None:
-    """The numbers among a kernel's template arguments; None for one with a mask, with split keys, or for the merge."""
-    if not kernel.kernel.startswith("flash_forward") or "true" in kernel.kernel or kernel.element == "__nv_bfloat16":
+def tile_of(kernel: Resources, causal: bool = False) -> tuple[int, ...] | None:
+    """The numbers among a kernel's template arguments; None for one of another mask, with split keys, or for the merge.
+
+    Of the flags among them the first says causal, a further one splits the keys.
+    """
+    words = re.findall(r"\w+", kernel.kernel.partition("<")[2])
+    flags = [word == "true" for word in words if word in ("true", "false")]
+    if not kernel.kernel.startswith("flash_forward") or flags[:1] not in ([], [causal]) or any(flags[1:]):
         return None
-    return tuple(int(x) for x in re.findall(r"\b\d+\b", kernel.kernel)) or (0,)
+    return tuple(int(word) for word in words if word.isdigit()) or (0,)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -42,10 +42,9 @@ def quick_jobs() -> list[harness.Row]:
 def measure(job: harness.Row) -> list[harness.Row]:
     """One row for each implementation: milliseconds and TFLOP/s, or why there are none; or the errors of the kernel."""
     n, head_dim = job["seq_len"], job["head_dim"]
-    torch.manual_seed(n + head_dim)
     if job["part"] == "errors":
         return [job | {"name": NAMES[0]} | accuracy(n, head_dim, getattr(torch, job["dtype"]), job["content"])]
-    q, k, v = (torch.randn(n, head_dim, device=runtime.device(), dtype=torch.float16) for _ in range(3))
+    q, k, v = harness.draw(*[(n, head_dim)] * 3, dtype=torch.float16)
     ways: list[Callable[[], Any]] = [
         lambda: flash_attention_forward(q, k, v),
         lambda: naive_attention(q, k, v),

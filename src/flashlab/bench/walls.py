@@ -37,20 +37,15 @@ def quick_jobs() -> list[Row]:
 
 def measure(job: Row) -> list[Row]:
     """The rows of one job."""
-    torch.manual_seed(1)
     if job["part"] == "lengths":
         return measure_length(job)
     return [job | row for row in (measure_scheme_a if job["part"] == "scheme_a" else measure_scheme_b)(HEAD_DIM)]
 
 
-def _qkv(*shape: int) -> list[torch.Tensor]:
-    return [torch.randn(shape, device=runtime.device(), dtype=torch.float16) for _ in range(3)]
-
-
 def measure_length(job: Row) -> list[Row]:
     """The rows of naive attention and of FlashAttention-2 at one length; one that cannot run says why."""
     shape = [1, HEADS, job["seq_len"], HEAD_DIM]
-    q, k, v = _qkv(*shape)
+    q, k, v = harness.draw(*[shape] * 3, dtype=torch.float16)
     predicted = naive_peak_bytes(job["seq_len"], HEAD_DIM, heads=HEADS)
     about: Row = {"naive": {"predicted_peak_bytes": predicted}, "fused": {"backend": "FLASH_ATTENTION"}}
     ways = {"naive": lambda: naive_attention(q, k, v), "fused": peers.sdpa("FLASH_ATTENTION", q, k, v)}
@@ -66,7 +61,7 @@ def measure_scheme_a(head_dim: int) -> list[Row]:
     ways: dict[int, Callable[[], Any]] = {}
     seq_len = 64
     while len(ways) == len(rows):
-        q, k, v = _qkv(seq_len, head_dim)
+        q, k, v = harness.draw(*[(seq_len, head_dim)] * 3, dtype=torch.float16)
         row = {"shape": [1, 1, seq_len, head_dim], "name": "scheme A", "seq_len": seq_len}
         row |= {"shared_bytes": schemes.scheme_a_shared_bytes(seq_len, head_dim)}
         way = functools.partial(schemes.scheme_a, q, k, v)
@@ -80,8 +75,8 @@ def measure_scheme_a(head_dim: int) -> list[Row]:
 
 def measure_scheme_b(head_dim: int, seq_len: int = 256) -> list[Row]:
     """Each escape hatch and two_pass, one program per multiprocessor of the GPU, at a length scheme_b can hold."""
-    q = torch.randn(64 * runtime.limits().sms, head_dim, device=runtime.device(), dtype=torch.float16)
-    k, v = _qkv(seq_len, head_dim)[:2]
+    rows = 64 * runtime.limits().sms
+    q, k, v = harness.draw(*((n, head_dim) for n in (rows, seq_len, seq_len)), dtype=torch.float16)
     ways: dict[str, Callable[[], Any]] = {"scheme A": lambda: schemes.scheme_a(q, k, v)}
     ways |= {how: functools.partial(schemes.scheme_b, q, k, v, how=how) for how in schemes.ESCAPE_HATCHES}
     ways |= {"two passes": lambda: schemes.two_pass(q, k, v)}

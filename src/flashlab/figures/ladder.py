@@ -123,9 +123,7 @@ def ladder_figure(run: dict[str, Any], shape: Sequence[int], causal: bool) -> Fi
     figure, ax = plt.subplots(figsize=(7.8, 4.6))
     y = range(len(rows))
     ax.barh(y, [r["tflops"] for r in rows], color=COLORS[look("this course").color])
-    spread = [[flops(r, "slowest") for r in rows], [flops(r, "fastest") for r in rows]]
-    errors = [[max(0.0, r["tflops"] - s) for r, s in zip(rows, spread[0], strict=True)],
-              [max(0.0, s - r["tflops"]) for r, s in zip(rows, spread[1], strict=True)]]  # fmt: skip
+    errors = [[abs(flops(r, which) - r["tflops"]) for r in rows] for which in ("slowest", "fastest")]
     speeds = [r["tflops"] for r in rows]
     ax.errorbar(speeds, list(y), xerr=errors, fmt="none", ecolor=COLORS["black"], elinewidth=1)
     top = max(r["tflops"] for r in [*rows, peer])

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from flashlab.attention.cache_door import CACHE_BACKENDS
 from flashlab.attention.inputs import one_of
@@ -127,10 +128,12 @@ def generate(
     replayed: Callable[[torch.Tensor], torch.Tensor] | None = None
     for _ in range(new_tokens):
         if kept is None:
-            scores = _without_cache(model, prompts, written)
+            texts = [torch.cat([x, *(tokens[b : b + 1] for tokens in written)]) for b, x in enumerate(prompts)]
+            scores = torch.cat([model(text[None])[:, -1] for text in texts])  # one after the other
         elif not written:
             kept.reserve(lengths)
-            scores = step(model, _filled_up(prompts), kept, backend=backend)
+            tokens = pad_sequence(prompts, batch_first=True, padding_side="left")
+            scores = step(model, tokens, kept, backend=backend)
         else:
             kept.reserve([1] * len(prompts))
             last = written[-1][:, None]
@@ -172,20 +175,6 @@ def _cache_of(
         most = max(totals)
         return PagedCache(config, batch, max(1, pages), page_size, capacity=most, dtype=dtype, device=device)
     raise ValueError(f"cache is {cache!r}; it must be {one_of([*map(repr, CACHES), 'None'])}, or a cache")
-
-
-def _without_cache(
-    model: LanguageModel, prompts: Sequence[torch.Tensor], written: Sequence[torch.Tensor]
-) -> torch.Tensor:
-    """Scores [batch, vocabulary] from the whole text of each sequence, one after the other."""
-    texts = [torch.cat([prompt, *(tokens[b : b + 1] for tokens in written)]) for b, prompt in enumerate(prompts)]
-    return torch.cat([model(text[None])[:, -1] for text in texts])
-
-
-def _filled_up(prompts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[batch, longest]: each prompt at the end of its row, with token 0 in front."""
-    longest = max(len(prompt) for prompt in prompts)
-    return torch.stack([torch.nn.functional.pad(prompt, (longest - len(prompt), 0)) for prompt in prompts])
 
 
 def _choose(scores: torch.Tensor, temperature: float, generator: torch.Generator | None) -> torch.Tensor:

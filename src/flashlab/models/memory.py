@@ -6,7 +6,7 @@
     activations        what the forward pass keeps for the backward pass
 
 The first three depend on the model alone. The activations grow with the batch and with the length of the text, and
-those of an eager attention with the square of the length. `kept_tensors` counts what PyTorch really keeps, so that each
+those of an eager attention with the square of the length. `kept_bytes` counts what PyTorch really keeps, so that each
 formula can be checked.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), arXiv

@@ -1,14 +1,11 @@
 """The text that the small models are trained on: the words of lectures 0 to 9, as bytes.
 
-`lessons.txt` beside this file holds it, so that an installed package has it too. It is a copy that was taken once, and
-stays as it is when a lecture is reworded: two runs can only be compared if both read the same text. `collect` is how it
-was made:
-
-    python -m flashlab.models.text src/lessons
+`lessons.txt` beside this file holds it, so that an installed package has it too: the lectures' markdown cells in order,
+with blank lines between. It is a copy that was taken once, and stays as it is when a lecture is reworded: two runs can
+only be compared if both read the same text.
 """
 
 import hashlib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,23 +44,3 @@ def batches(
         start = torch.randint(len(text) - seq_len, (batch, 1), generator=generator)
         pieces = text[start + torch.arange(seq_len + 1)].long().to(device)
         yield pieces[:, :-1], pieces[:, 1:]
-
-
-def collect(lessons: Path) -> str:
-    """Return the markdown cells of the lectures in a folder of jupytext sources, in order, with blank lines between."""
-    import jupytext
-
-    cells = [
-        cell.source.strip()
-        for path in sorted(lessons.glob("[0-9][0-9]_*.py"))
-        if not path.stem.endswith("_exercises")
-        for cell in jupytext.read(path).cells
-        if cell.cell_type == "markdown"
-    ]
-    return "\n\n".join(cells) + "\n"
-
-
-if __name__ == "__main__":
-    data = collect(Path(sys.argv[1])).encode()
-    FILE.write_bytes(data)
-    print(f"{len(data)} bytes, SHA256 = {hashlib.sha256(data).hexdigest()!r}")

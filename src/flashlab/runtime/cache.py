@@ -162,13 +162,11 @@ def _digest(built: dict[str, Any]) -> str:
 
 def _whole(done: Path) -> dict[str, Any] | None:
     """The notes of a build; None where there is none, and where it is not what was made."""
-    try:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         manifest = json.loads((done / _MANIFEST).read_text(encoding="utf-8"))
         built = manifest["built"]
         if manifest["digest"] == _digest(built) and all(file_digest(done / f) == d for f, d in built["files"].items()):
             return built["notes"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        pass
     return None
 
 
@@ -235,18 +233,9 @@ def prune(builds: Path, keep: int = 1000, days: float = 1.0) -> None:
             shutil.rmtree(path.parent, ignore_errors=True)
 
 
-def sweep(folder: Path, *patterns: str, hours: float = 3.0) -> None:
-    """Removes the user's files and folders of these names that have not changed for hours: who made them was killed.
-
-    Args:
-        patterns: those of workspaces, and of files that were being written, if none are given.
-    """
-    for path in (p for pattern in patterns or ("build-*", "*.part") for p in folder.glob(pattern)):
+def sweep(folder: Path) -> None:
+    """Removes workspaces and unfinished files that have not changed for hours: who made them was killed."""
+    for path in (*folder.glob("build-*"), *folder.glob("*.part")):
         with contextlib.suppress(OSError):  # another process may be sweeping too
-            found = path.lstat()
-            if found.st_uid != os.getuid() or found.st_mtime > time.time() - hours * 3600:
-                continue
-            if stat.S_ISDIR(found.st_mode):
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink()
+            if path.lstat().st_mtime < time.time() - 3 * 3600:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()

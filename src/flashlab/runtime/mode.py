@@ -33,7 +33,8 @@ def _choose_mode() -> bool:
     else:
         asked = os.environ.get("TRITON_INTERPRET", "").strip().lower() in ("1", "true", "on", "yes", "y")
         interpret = asked or not torch.cuda.is_available()
-    loaded = _loaded_mode()
+    standard = sys.modules.get("triton.language.standard")  # None: Triton is not imported yet
+    loaded = standard and type(standard.sum).__name__ == "InterpretedFunction"  # tl.sum is itself a @jit function
     if loaded is not None and loaded != interpret:
         if interpret:
             raise WrongMode(
@@ -49,14 +50,6 @@ def _choose_mode() -> bool:
         interpret = True  # imported interpreting, on a GPU machine, and nobody asked otherwise: go on like that
     os.environ["TRITON_INTERPRET"] = "1" if interpret else "0"
     return interpret
-
-
-def _loaded_mode() -> bool | None:
-    """True or False: Triton is imported and interprets or compiles. None: it is not imported yet."""
-    standard = sys.modules.get("triton.language.standard")
-    if standard is None:
-        return None
-    return type(standard.sum).__name__ == "InterpretedFunction"  # tl.sum is itself a @jit function
 
 
 INTERPRETED: bool = _choose_mode()  # Triton kernels are interpreted on the CPU in this process

@@ -62,27 +62,6 @@ def decode(spec):
     return value
 
 
-def end_with_the_parent() -> None:
-    """Ask Linux to stop this process when its parent ends, however that comes about; compilers can take minutes."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
-
-
-def do_without_torch() -> None:
-    """Triton's argument specialisation imports torch to know torch.Tensor, which takes longer than compiling."""
-    stand_in = types.ModuleType("torch")
-    stand_in.Tensor = type("Tensor", (), {})  # type: ignore[attr-defined]
-    sys.modules["torch"] = stand_in
-
-
-def do_without_triton_key() -> None:
-    """Triton hashes all of its own files, half a gigabyte, for the key of its cache; ours is empty and thrown away."""
-    from triton.runtime import cache
-
-    if hasattr(cache, "triton_key"):
-        cache.triton_key = lambda: "one process, one version"
-
-
 def load(source: str, name: str):
     """The object called ``name`` of a module made from ``source``.
 
@@ -168,31 +147,35 @@ def disassemble(cubin: bytes) -> str:
     return "\n".join(f"{address} {instruction}" for address, instruction in lines)
 
 
+def chain(error: BaseException, what: str) -> list[BaseException]:
+    """The error, its "__cause__" (or "__context__": what was being handled), and so on."""
+    found = [error]
+    while (further := getattr(found[-1], what)) is not None:
+        found.append(further)
+    return found
+
+
 def error_text(error: BaseException) -> str:
     """The message that says most: an error inside a called @jit function is the cause of the caller's."""
-    chain = [error]
-    while chain[-1].__cause__ is not None:
-        chain.append(chain[-1].__cause__)
-    return "\n".join(f"{type(link).__name__}: {link}".rstrip() for link in chain)
+    return "\n".join(f"{type(link).__name__}: {link}".rstrip() for link in chain(error, "__cause__"))
 
 
 def is_refusal(error: BaseException) -> bool:
     """Whether it is the compiler that refuses, and not the machine (a full disk, no memory, a tool that was killed)."""
-    cause, context = [error], [error]
-    while cause[-1].__cause__ is not None:
-        cause.append(cause[-1].__cause__)
-    while context[-1].__context__ is not None:  # what was being handled: for ptxas's own refusal, its exit status
-        context.append(context[-1].__context__)
-    if any(isinstance(e, (OSError, MemoryError, ImportError, subprocess.SubprocessError)) for e in cause):
+    causes = chain(error, "__cause__")
+    if any(isinstance(e, (OSError, MemoryError, ImportError, subprocess.SubprocessError)) for e in causes):
         return False
     machine = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EIO, errno.EROFS, errno.EMFILE)
-    if any(isinstance(e, MemoryError) or getattr(e, "errno", None) in machine for e in context):
+    # What was being handled: for ptxas's own refusal, its exit status.
+    if any(isinstance(e, MemoryError) or getattr(e, "errno", None) in machine for e in chain(error, "__context__")):
         return False
     return re.search(rf"{MACHINE}|ptxas.* failed with error code (?:-|137)", error_text(error)) is None
 
 
 def main(request_path: str, results_path: str) -> None:
-    end_with_the_parent()
+    # Linux stops this process when its parent ends, however that comes about; compilers can take minutes.
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
     request = json.loads(Path(request_path).read_text())
     sys.path[:] = request["sys_path"]
     with open(results_path, "a", encoding="utf-8") as results:
@@ -201,9 +184,14 @@ def main(request_path: str, results_path: str) -> None:
             print(json.dumps(line), file=results, flush=True)
 
         if set(re.findall(r"^(?:import|from) (\w+)", request["source"], re.MULTILINE)) <= {"triton", "math"}:
-            do_without_torch()
+            # Triton's specialisation of arguments imports it to know torch.Tensor, which takes longer than compiling.
+            sys.modules["torch"] = stand_in = types.ModuleType("torch")
+            stand_in.Tensor = type("Tensor", (), {})  # type: ignore[attr-defined]
         try:
-            do_without_triton_key()
+            from triton.runtime import cache
+
+            if hasattr(cache, "triton_key"):  # a hash of its own files, half a gigabyte; our cache is thrown away
+                cache.triton_key = lambda: "one process, one version"
             kernel = load(request["source"], request["name"])
         except Exception as error:
             report(fatal=error_text(error))

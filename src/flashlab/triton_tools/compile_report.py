@@ -157,7 +157,9 @@ def compile_reports(
     shared_only: stop when the shared memory is known, in less than half of the time; the rest of a report is empty.
     """
     if jit_function(kernel) is None:
-        raise TypeError(f"a report is for a @triton.jit kernel; this is {_describe(kernel)}")
+        raw = unwrap(kernel)
+        what = f"the plain function {raw.__name__}" if inspect.isfunction(raw) else f"a {type(kernel).__name__}"
+        raise TypeError(f"a report is for a @triton.jit kernel; this is {what}")
     name = unwrap(kernel).__name__
     source = module_source(kernel)
     jobs: list[dict[str, Any]] = []
@@ -180,11 +182,6 @@ def compile_reports(
         _report(name, job, stored[key] if key in stored else fresh[key], from_cache=key in stored)
         for key, job in zip(keys, jobs, strict=True)
     ]
-
-
-def _describe(value) -> str:
-    raw = unwrap(value)
-    return f"the plain function {raw.__name__}" if inspect.isfunction(raw) else f"a {type(value).__name__}"
 
 
 def _encode(kernel, arguments: Mapping[str, object], options: dict) -> tuple[dict, dict]:
@@ -255,18 +252,13 @@ def _report(name: str, job: dict, outcome: dict, from_cache: bool) -> CompileRep
         shared_bytes=outcome.get("shared_bytes"),
         registers=outcome.get("registers"),
         spill_bytes=outcome.get("spill_bytes"),
-        instructions=_opcodes(sass),
+        # "0a30 @!P0 HMMA.16816.F32 R4, ..." counts as HMMA, "MUFU.EX2 R1, R2" as MUFU.EX2.
+        instructions=Counter(re.findall(r"^[0-9a-f]+ (?:@!?U?P\w+ )?(MUFU\.\w+|[A-Z][A-Z0-9_]*)", sass, re.MULTILINE)),
         ptx=outcome.get("ptx", ""),
         sass=sass,
         seconds=outcome["seconds"],
         from_cache=from_cache,
     )
-
-
-def _opcodes(sass: str) -> Counter:
-    """Opcodes of a listing: "0a30 @!P0 HMMA.16816.F32 R4, ..." counts as HMMA, "MUFU.EX2 R1, R2" as MUFU.EX2."""
-    opcodes = re.findall(r"^[0-9a-f]+ (?:@!?U?P\w+ )?(MUFU\.\w+|[A-Z][A-Z0-9_]*)", sass, re.MULTILINE)
-    return Counter(opcodes)
 
 
 # ---- the cache ------------------------------------------------------------------------------------------------------

@@ -116,6 +116,17 @@ class Model:
         np.exp, np.exp2, np.log, np.log2, np.sqrt, lambda x: 1 / np.sqrt(x), np.abs, np.floor))  # fmt: skip
     maximum, minimum, trans = (staticmethod(f) for f in (np.fmax, np.fmin, np.transpose))
     range = static_range = staticmethod(range)
+    zeros = staticmethod(lambda shape, dtype: np.zeros(shape, dtype).view(Tile))
+    full = staticmethod(lambda shape, value, dtype: np.full(shape, value, dtype).view(Tile))
+    where = staticmethod(lambda condition, a, b: _tile(np.where(condition, a, b)))
+    reshape = staticmethod(lambda x, shape: np.reshape(x, shape))
+    permute = staticmethod(lambda x, dims: np.transpose(x, dims))
+    cdiv = staticmethod(lambda a, b: (a + b - 1) // b)
+    cast = staticmethod(lambda x, dtype: _tile(x).to(dtype))
+    sigmoid = staticmethod(lambda x: 1 / (1 + np.exp(-x)))
+    sum = staticmethod(lambda x, axis=None: _tile(np.sum(x, axis, dtype=None if x.dtype != bool else np.int32)))
+    max = staticmethod(lambda x, axis=None: _tile(np.max(x, axis)))
+    min = staticmethod(lambda x, axis=None: _tile(np.min(x, axis)))
 
     def __init__(self) -> None:
         self.program, self.programs = 0, 1
@@ -133,43 +144,10 @@ class Model:
             raise ValueError("the length of arange is a power of 2, and not large")
         return np.arange(begin, end, dtype=np.int32).view(Tile)
 
-    def zeros(self, shape: Any, dtype: Any) -> Any:
-        return np.zeros(shape, dtype).view(Tile)
-
-    def full(self, shape: Any, value: Any, dtype: Any) -> Any:
-        return np.full(shape, value, dtype).view(Tile)
-
-    def where(self, condition: Any, a: Any, b: Any) -> Any:
-        return _tile(np.where(condition, a, b))
-
-    def reshape(self, x: Any, shape: Any) -> Any:
-        return np.reshape(x, shape)
-
-    def permute(self, x: Any, dims: Any) -> Any:
-        return np.transpose(x, dims)
-
     def split(self, x: Any) -> Any:
         if x.shape[-1] != 2:
             raise ValueError("the last axis of what is split has length 2")
         return x[..., 0], x[..., 1]
-
-    def cdiv(self, a: Any, b: Any) -> Any:
-        return (a + b - 1) // b
-
-    def cast(self, x: Any, dtype: Any) -> Any:
-        return _tile(x).to(dtype)
-
-    def sigmoid(self, x: Any) -> Any:
-        return 1 / (1 + np.exp(-x))
-
-    def sum(self, x: Any, axis: Any = None) -> Any:
-        return _tile(np.sum(x, axis, dtype=None if x.dtype != bool else np.int32))
-
-    def max(self, x: Any, axis: Any = None) -> Any:
-        return _tile(np.max(x, axis))
-
-    def min(self, x: Any, axis: Any = None) -> Any:
-        return _tile(np.min(x, axis))
 
     def dot(self, a: Any, b: Any, acc: Any = None, input_precision: str = "tf32", **_: Any) -> Any:
         if a.dtype != b.dtype:

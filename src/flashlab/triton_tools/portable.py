@@ -129,13 +129,19 @@ def _source(raw, keep_decorators: bool) -> tuple[str, ast.AST]:
     return source.rstrip() + "\n", tree
 
 
-def _names_read(text: str, tree: ast.AST) -> list[str]:
-    """Global names that a definition reads, in order, without the builtins; annotations included."""
-    scopes = [symtable.symtable(text, "definition", "exec")]
+def names_read(text: str) -> set[str]:
+    """Global names that a source reads, anywhere in it; annotations included."""
+    scopes = [symtable.symtable(text, "source", "exec")]
     names = {symbol.get_name() for symbol in scopes[0].get_symbols() if symbol.is_referenced()}
     while scopes:
         scopes += (scope := scopes.pop()).get_children()
         names |= {s.get_name() for s in scope.get_symbols() if s.is_global() and s.is_referenced()}
+    return names
+
+
+def _names_read(text: str, tree: ast.AST) -> list[str]:
+    """Those of a definition in order, without the builtins."""
+    names = names_read(text)
     read = (node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load))
     return [name for name in dict.fromkeys(read) if name in names and not hasattr(builtins, name)]
 
@@ -187,12 +193,9 @@ def _literal(value) -> str | None:
     if type(value) is float:
         return repr(value) if abs(value) < float("inf") else f"float('{value}')"
     if type(value) in (tuple, list):
-        items = []
-        for item in value:
-            literal = _literal(item)
-            if literal is None:
-                return None
-            items.append(literal)
+        items = [text for item in value if (text := _literal(item)) is not None]
+        if len(items) < len(value):
+            return None
         return f"[{', '.join(items)}]" if type(value) is list else f"({''.join(f'{item}, ' for item in items)})"
     module = type(value).__module__.split(".")[0]
     if module == "triton" and type(value).__name__ == "constexpr":

@@ -6,11 +6,11 @@ text of that, with its comments, for a reader; it is a kernel too, with the same
 
 import ast
 import inspect
+import re
 import textwrap
+from collections.abc import Iterator
 
 from flashlab.triton_tools.portable import unwrap
-
-_Branch = tuple[bool | None, list[str], list[str]]  # of an if: its test, where it is known; header; body
 
 
 def specialised(function, **constants: object) -> str:
@@ -24,75 +24,53 @@ def specialised(function, **constants: object) -> str:
     if unknown:
         raise KeyError(f"{raw.__name__} has no parameter {', '.join(sorted(unknown))}")
     source = textwrap.dedent(inspect.getsource(raw))
-    tree = ast.parse(source)
-    text = _Text(source.splitlines(), constants).block(tree.body, 1)
-    return "\n".join(text) + "\n"
+    lines: dict[int, str] = dict(enumerate(source.splitlines(), 1))  # those that are left
+    seen: set[ast.If] = set()
 
+    def branches(statement: ast.If) -> Iterator[tuple[bool | None, int, int, int]]:
+        """The test of each, where it is known; the first line of its header and of its body, and its last."""
+        seen.add(statement)
+        last = statement.body[-1].end_lineno or 0
+        yield _known(statement.test, constants), statement.lineno, statement.body[0].lineno, last
+        other = statement.orelse[:1]
+        if other and isinstance(other[0], ast.If) and re.match(r" *elif\b", source.splitlines()[other[0].lineno - 1]):
+            yield from branches(other[0])
+        elif other:
+            yield True, last + 1, other[0].lineno, statement.orelse[-1].end_lineno or 0
 
-class _Text:
-    def __init__(self, lines: list[str], constants: dict[str, object]):
-        self.lines, self.constants = lines, constants
-
-    def raw(self, first: int, last: int) -> list[str]:
-        """Lines counted from 1, both ends included."""
-        return self.lines[first - 1 : last]
-
-    def block(self, statements: list[ast.stmt], first: int) -> list[str]:
-        """The lines of statements, from line `first`, where the comments above the first of them begin."""
-        out: list[str] = []
-        for statement in statements:
-            out += self.raw(first, statement.lineno - 1)
-            body = getattr(statement, "body", None)
-            if isinstance(statement, ast.If):
-                out += self.choice(statement)
-            elif body:
-                out += self.raw(statement.lineno, body[0].lineno - 1) + self.block(body, body[0].lineno)
-            else:
-                out += self.raw(statement.lineno, statement.end_lineno or statement.lineno)
-            first = (statement.end_lineno or statement.lineno) + 1
-        return out
-
-    def choice(self, statement: ast.If) -> list[str]:
-        branches = self.branches(statement)
-        open_ = [branch for branch in branches if branch[0] is not False]
-        decided = next((i for i, branch in enumerate(open_) if branch[0]), None)
-        if decided is not None:
-            open_ = open_[: decided + 1]
-        if not open_:
-            return []
-        if decided == 0:
-            return [line.removeprefix("    ") for line in open_[0][2]]
-        indent = " " * statement.col_offset
-        out: list[str] = []
-        for i, (test, header, body) in enumerate(open_):
+    for statement in ast.walk(ast.parse(source)):  # the outer ones first
+        if not isinstance(statement, ast.If) or statement in seen or statement.lineno not in lines:
+            continue
+        open_ = 0  # branches so far that may be taken
+        decided: bool | None = False
+        for test, header, body, last in branches(statement):
+            if test is False or decided:
+                for n in range(header, last + 1):
+                    lines.pop(n, None)
+                continue
             if test:
-                header = [f"{indent}else:"]
-            elif i == 0 and header[0].startswith(f"{indent}elif"):
-                header = [header[0].replace("elif", "if", 1), *header[1:]]
-            out += header + body
-        return out
+                head = re.sub(r"\S.*", "else:", lines[header])
+                for n in range(header, body):
+                    del lines[n]
+                if open_:
+                    lines[header] = head
+                else:
+                    lines |= {n: lines[n].removeprefix("    ") for n in range(body, last + 1)}
+            elif not open_:
+                lines[header] = re.sub(r"^( *)elif\b", r"\1if", lines[header])
+            open_, decided = open_ + 1, test
+    return "\n".join(lines[n] for n in sorted(lines)) + "\n"
 
-    def branches(self, statement: ast.If) -> list[_Branch]:
-        header = self.raw(statement.lineno, statement.body[0].lineno - 1)
-        found = [(self.known(statement.test), header, self.block(statement.body, statement.body[0].lineno))]
-        if len(statement.orelse) == 1 and isinstance(chained := statement.orelse[0], ast.If):
-            if self.lines[chained.lineno - 1].lstrip().startswith("elif"):
-                return found + self.branches(chained)
-        if statement.orelse:
-            last = statement.body[-1].end_lineno or statement.body[-1].lineno
-            header = self.raw(last + 1, statement.orelse[0].lineno - 1)
-            found.append((True, header, self.block(statement.orelse, statement.orelse[0].lineno)))
-        return found
 
-    def known(self, test: ast.expr) -> bool | None:
-        """The value of a test that only the constants decide; None where it needs more."""
-        if isinstance(test, ast.BoolOp):
-            values = [self.known(value) for value in test.values]
-            decisive = isinstance(test.op, ast.Or)
-            if decisive in values:
-                return decisive
-            return None if None in values else not decisive
-        names = {node.id for node in ast.walk(test) if isinstance(node, ast.Name)}
-        if not names <= self.constants.keys():
-            return None
-        return bool(eval(compile(ast.Expression(test), "test", "eval"), {"__builtins__": {}}, dict(self.constants)))
+def _known(test: ast.expr, constants: dict[str, object]) -> bool | None:
+    """The value of a test that only the constants decide; None where it needs more."""
+    if isinstance(test, ast.BoolOp):
+        values = [_known(value, constants) for value in test.values]
+        decisive = isinstance(test.op, ast.Or)
+        if decisive in values:
+            return decisive
+        return None if None in values else not decisive
+    names = {node.id for node in ast.walk(test) if isinstance(node, ast.Name)}
+    if not names <= constants.keys():
+        return None
+    return bool(eval(compile(ast.Expression(test), "test", "eval"), {"__builtins__": {}}, dict(constants)))
