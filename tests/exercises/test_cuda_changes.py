@@ -40,6 +40,7 @@ def test_it_is_known_why_a_change_does_not_show(id):
 
 
 ROWS = [(id, row) for id, it in TRIALS.items() for row in it.rows]
+BESIDE = {"one-consumer": "comes to barrier 1, where a right answer comes to barrier 3"}  # a race, told by its warp
 CHANCE = ("no-fence", "counted-too-early")  # of 12.6: which of its races is met first, and told, is chance
 QUICK = [next(x for x in ROWS if x[0] == id) for id in ("6.1", "7.8") if id in TRIALS]
 
@@ -58,7 +59,8 @@ def test_a_row_is_told(id, row):
     if "this is the code as it was given" in told:  # a hunt's own bug, of which no cause is told
         assert find(id).untouched
         return
-    assert any(other.sentence in told for other in TRIALS[id].rows if other.slug == row.slug)
+    said_of_it = [BESIDE.get(row.slug, row.sentence), *(x.sentence for x in TRIALS[id].rows if x.slug == row.slug)]
+    assert any(x in told for x in said_of_it)
 
 
 @pytest.mark.parametrize("id", [pytest.param(x, marks=[] if x in ("6.1", "7.5") else pytest.mark.long) for x in TRIALS])

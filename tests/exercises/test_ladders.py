@@ -45,7 +45,7 @@ def test_what_is_found_in_a_trace(answer, slug):
 
 test_what_a_slip_of_one_result_is_called = told(
     ("9.11", ("-(-blocks * s // places)", "(blocks * s // places)"), "`blocks * s // places` stands where"),
-    ("9.11", ("range(1, most + 1)", "range(1, max(2, most))"), "the term `1` is missing in `tiles // 4`"),
+    ("9.11", ("range(1, most + 1)", "range(1, max(2, most))"), "`tiles // 4` is one too small"),
     ("9.11", ("-(-blocks * s // places)", "-(-blocks // places)"), "the factor `s` is missing, in `blocks * s`"),
     ("9.11", ("(head_dim + 1)", "(head_dim + 2)"), "the term `-1` is missing in `head_dim + 2`"),
     ("9.11", ("rows * (head_dim + 1)", "4 * rows * (head_dim + 1)"), "the factor `4` is one too many"),

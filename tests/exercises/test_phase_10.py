@@ -322,7 +322,7 @@ test_the_rotation_gone_wrong = told(
     pytest.param("10.6", ("    tl.store(y_ptrs, (", "    tl.store(y_ptrs, x1, mask=inside)\n    tl.store(y_ptrs, ("),
                  "each number of Y is stored 1.5 times", marks=COUNTED),
     pytest.param("10.6", ("mask=inside, other=0.0)\n    sin", "mask=rows[:, None] < M + 1, other=0.0)\n    sin"),
-                 "out of bounds", marks=pytest.mark.long),
+                 "out of bounds", marks=(pytest.mark.long, COUNTED)),
     every=3,
 )  # fmt: skip
 
