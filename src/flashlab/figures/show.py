@@ -370,22 +370,30 @@ def _closed_up(texts: Sequence[str], room: int) -> list[str]:
 
 
 def _rows(head: str, text: str, sign: str = "") -> Iterator[str]:
-    """A line of code behind its number, in as many rows of at most WIDTH characters as it takes: broken before a
-    comment, else at the last space that fits."""
+    """A line of code behind its number, in as many rows of at most WIDTH characters as it takes."""
     room = WIDTH - len(head)
     if len(text) > room and text.endswith("----"):
         text = text[: max(room, len(text.rstrip("-")))]  # a rule across the page
-    own = len(text) - len(text.lstrip())
+    at = _cut(text, room, len(text) - len(text.lstrip()))
+    yield f"{head}{text[:at]}".rstrip()
+    rest = text[at:].strip()
     comment = re.match(r" *(//|#(?= )) ?", text)
-    indent = comment[0] if comment else " " * min(own + 4, room // 2)
-    while text:
-        behind, space = _BEHIND.match(text), text.rfind(" ", own + 1, room + 1)
-        at = len(text) if len(text) <= room else space if space > 0 else room
-        if len(text) > room and behind and behind.end(1) <= room:
-            at = behind.end(1)
-        yield f"{head}{text[:at]}".rstrip()
-        head, own = sign.ljust(len(head)), len(indent)
-        text = indent + rest if (rest := text[at:].strip()) else ""
+    indent = comment[0] if comment else " " * min(len(text) - len(text.lstrip()) + 4, room // 2)
+    while rest:
+        at = _cut(indent + rest, room, len(indent))
+        yield f"{sign}{' ' * (len(head) - len(sign))}{(indent + rest)[:at]}".rstrip()
+        rest = (indent + rest)[at:].strip()
+
+
+def _cut(text: str, room: int, indent: int) -> int:
+    """Where to break a line: before a comment, else at the last space that leaves `room` characters."""
+    if len(text) <= room:
+        return len(text)
+    comment = _BEHIND.match(text)
+    if comment and comment.end(1) <= room:
+        return comment.end(1)
+    space = text.rfind(" ", indent + 1, room + 1)
+    return space if space > 0 else room
 
 
 # ---- tables and animations -------------------------------------------------------------------------------------------

@@ -6,8 +6,8 @@
 """
 
 import contextlib
-import functools
 import importlib
+import importlib.util
 import inspect
 import os
 import pickle
@@ -95,21 +95,29 @@ class Window:
 
     def missing(self, offsets: np.ndarray) -> np.ndarray:
         """Which byte offsets from the first element are no element of the tensor."""
-        element, rest = np.divmod(offsets, self.itemsize)
-        there = (rest == 0) & (element >= 0) & (element < len(self._exists))
-        there[there] = self._exists[element[there]]
-        return ~there
-
-    @functools.cached_property
-    def _exists(self) -> np.ndarray:
-        """From the first element to the last: which the tensor has; a view may leave gaps."""
+        bad = offsets % self.itemsize != 0
+        rest = offsets // self.itemsize
+        bad |= rest < 0
+        dims = sorted(
+            (d for d in range(len(self.shape)) if self.shape[d] > 1 and self.strides[d]), key=self.strides.__getitem__
+        )
         if 0 in self.shape:
-            return np.zeros(0, bool)
-        shape = [n if step else 1 for n, step in zip(self.shape, self.strides, strict=True)]
-        last = sum((n - 1) * step for n, step in zip(shape, self.strides, strict=True))
-        found = np.zeros(last + 1, bool)
-        found[torch.arange(last + 1).as_strided(shape, self.strides).numpy()] = True
-        return found
+            return np.ones_like(bad)
+        if self._overlaps(dims):
+            last = sum((self.shape[d] - 1) * self.strides[d] for d in dims)
+            return bad | (rest > last)
+        for d in reversed(dims):
+            bad |= rest // self.strides[d] >= self.shape[d]
+            rest = rest % self.strides[d]
+        return bad | (rest != 0)
+
+    def _overlaps(self, dims: list[int]) -> bool:
+        reach = 0
+        for d in dims:
+            if self.strides[d] <= reach:
+                return True
+            reach += (self.shape[d] - 1) * self.strides[d]
+        return False
 
     def outside(self, doing: str, offsets: np.ndarray, bad: np.ndarray, grid: tuple[int, ...]) -> str:
         """What is said of an access to these byte offsets, of which some are `bad`."""
@@ -234,9 +242,7 @@ class WatchedMemory:
             for window in (self.windows[int(n)] for n in numbers if n < len(self.windows)):
                 for watcher in self.watching:
                     watcher.traffic.undefined.add(window.name)
-            # NaN for the interpreter's zeros; bfloat16 comes as uint16, and other integers stay as they are.
-            if other.dtype.kind == "f" or other.dtype == np.uint16:
-                other = np.full_like(other, 0x7FC0 if other.dtype == np.uint16 else np.nan)
+            other = undefined_like(other)
         return self._real.load(self._resolve(pointers, mask, True, False), mask, other, dtype)
 
     def store(self, pointers, data, mask):
@@ -248,6 +254,13 @@ class WatchedMemory:
     def atomic_cas(self, pointers, compare, data, sem):
         mask = np.ones(pointers.shape, bool)
         return self._real.atomic_cas(self._resolve(pointers, mask, True, True), compare, data, sem)
+
+
+def undefined_like(zeros: np.ndarray) -> np.ndarray:
+    """NaN in the place of the interpreter's zeros; bfloat16 comes as uint16, and other integers stay as they are."""
+    if zeros.dtype.kind == "f":
+        return np.full_like(zeros, np.nan)
+    return np.full_like(zeros, 0x7FC0) if zeros.dtype == np.uint16 else zeros
 
 
 def _tensors_in(name: str, value):
@@ -325,10 +338,13 @@ def _named_tensors(fn, args, kwargs) -> dict[str, torch.Tensor]:
 
 
 def _traffic_in_child(fn, args, kwargs) -> Traffic:
-    module, name = importable_as(fn) or (None, fn.__name__)
-    text = f"from {module} import {name}\n" if module else module_source(fn)
+    origin = importable_as(fn)
     with tempfile.TemporaryDirectory(prefix="flashlab-traffic-") as folder:
-        Path(folder, "launcher_source.py").write_text(text, encoding="utf-8")
+        if origin is None:
+            name = fn.__name__
+            Path(folder, "launcher_source.py").write_text(module_source(fn), encoding="utf-8")
+        else:
+            name = ":".join(origin)
         try:
             torch.save((args, kwargs), Path(folder, "arguments.pt"))
         except (TypeError, AttributeError, pickle.PicklingError) as error:
@@ -336,7 +352,7 @@ def _traffic_in_child(fn, args, kwargs) -> Traffic:
                 f"an argument of {fn.__name__} cannot be taken to the process that interprets ({error}); arguments are "
                 "tensors and plain values: put the rest, a kernel for instance, into a function around the launcher"
             ) from error
-        paths = [folder, *(os.path.abspath(entry) if entry else os.getcwd() for entry in sys.path)]
+        paths = [os.path.abspath(entry) if entry else os.getcwd() for entry in sys.path]
         environment = os.environ | {
             "FLASHLAB_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths),
         }  # fmt: skip
@@ -355,7 +371,15 @@ def _traffic_in_child(fn, args, kwargs) -> Traffic:
 
 def _child(folder: str, name: str) -> None:
     """The child process: load the function and its arguments, run it watched, write the result."""
-    module = importlib.import_module("launcher_source")
+    if ":" in name:
+        module_name, name = name.split(":")
+        module = importlib.import_module(module_name)
+    else:
+        spec = importlib.util.spec_from_file_location("launcher_source", Path(folder, "launcher_source.py"))
+        assert spec is not None and spec.loader is not None, f"no loader for a Python file in {folder}"
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["launcher_source"] = module
+        spec.loader.exec_module(module)
     args, kwargs = torch.load(Path(folder, "arguments.pt"), weights_only=False)
     answer: Traffic | Exception
     try:
