@@ -102,6 +102,11 @@ def test_no_shown_line_is_wider_than_the_page(shown, code):
 # ---------------------------------------------------------------- tables and animations
 
 
+def test_an_empty_line_of_code_is_a_line(shown):
+    show.region("// region: a\nint a;\n\nint b;\n// endregion\n", "a")
+    assert show.shown(shown[-1]) == ["int a;", "", "int b;"]
+
+
 def test_what_cannot_be_shown():
     with pytest.raises(TypeError, match="no source text"):
         show.source(len)
