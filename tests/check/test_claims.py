@@ -4,9 +4,10 @@ import pytest
 
 from flashlab.check.claims import Claims, tokens, tokens_of
 
-RIGHT = (
-    "next_k = (step + 2) // per_k\nx = b[(step + 2) % 3]\nif n < tiles and moved > above: total += -(-blocks // places)"
-)
+RIGHT = """next_k = (step + 2) // per_k
+x = b[(step + 2) % 3]
+if n < tiles and moved > above: total += -(-blocks // places)
+next_k.roll(1)"""
 
 
 @pytest.mark.parametrize(
@@ -21,6 +22,7 @@ RIGHT = (
         ("`moved` has the wrong sign", "moved >", "-moved >"),
         ("`blocks` is 1000 times what it should be", "-blocks", "-1000 * blocks"),
         ("`n < tiles` is not asked", "n < tiles and ", ""),
+        ("`.roll` is missing: `next_k` is taken as it stands", "next_k.roll(1)", "next_k"),
     ],
 )
 def test_what_is_said_is_true_of_the_changed_text_alone(said, old, new):

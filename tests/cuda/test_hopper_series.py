@@ -26,7 +26,7 @@ def test_the_last_step_takes_every_shape(head_dim, dtype):
     run(FLASH, MORE[0], head_dim=head_dim, dtype=dtype, check=True)
 
 
-SIZES = [(d, hopper_jobs.Kernel(f"p11_flash {x}").defines) for d, tried in hopper_jobs.SIZES.items() for x in tried]
+SIZES = [(d, dict(hopper_jobs.defines_of(f"p11_flash {x}"))) for d, tried in hopper_jobs.SIZES.items() for x in tried]
 
 
 @pytest.mark.long

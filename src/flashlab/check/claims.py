@@ -180,6 +180,10 @@ class Claims:
         """Of a name in a formula, without a 1 or anything that has an end."""
         return bool(_PLAIN.fullmatch(piece)) and not re.search(r" (1|range|len|arange|[<>]=?|-?1\.0) ", self.learners)
 
+    def _called(self, method: str) -> bool:
+        mine, right = self._counts(method)
+        return mine >= right > 0
+
     def _factor(self, size: str) -> bool:
         numbers = re.findall(r"(?<= )\d[\w.]*(?= )", self.learners)
         return int(size) > _LEAST and not any(
@@ -196,6 +200,7 @@ _FORMS: tuple[tuple[re.Pattern[str], Callable[..., bool]], ...] = tuple(
         (r"the comparison is `([^`]*) (<=|>=|==|!=|<|>) ([^`]*)`", Claims._compared),
         (r"`([^`]*)` is one too (?:large|small)$", Claims._one_off),
         (r"`[^`]*` is (?:1 / )?(\d+) times what it should be", Claims._factor),
+        (r"`\.(\w+)` is missing: ", Claims._called),
         (rf"the (term|factor|line|loop|condition) `([^`]*)` is missing(){_WHERE}", Claims._missing),
         (r"the (division|remainder) by `([^`]*)` is missing: it is `([^`]*)` as it stands()", Claims._missing),
         (r"()`([^`]*)` is missing: it is `([^`]*)` as it stands()", Claims._missing),

@@ -300,7 +300,8 @@ class Index:
             with text.changed(change):
                 changed = tokens_of(ast.unparse(text.tree))
             if claims.no_number(change.said) if mends else not claims.seen(changed):
-                sentence = sentence.replace(change.said, f"as in a right answer where {change.said}", 1)
+                said = rf"(?<!answer where ){re.escape(change.said)}"
+                sentence = re.sub(said, lambda found: f"as in a right answer where {found[0]}", sentence, count=1)
         return sentence
 
     def _leaves(self, outcome: Outcome, got: Outcome, others: set[int]) -> bool:

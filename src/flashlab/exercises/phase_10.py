@@ -555,6 +555,8 @@ def _read_once(kernel: Any) -> None:
     rows=[
         Row("no-norm", "the norm is left out: each row is divided by the root of its mean square, and multiplied by w",
             [("x1 = x1 * norm *", "w1 ="), ("x2 = x2 * norm *", "w2 =")]),
+        Row("no-weights", "W is left out: a number of a normed row is multiplied by the w of its column",
+            [(" * tl.load(W_ptr + pairs)[None, :]", ""), (" * tl.load(W_ptr + HALF + pairs)[None, :]", "")]),
         Row("norm-of-a-half", "each half of a row has a norm of its own: the mean is over all its 2 * HALF numbers", [
             ("x1 * norm", "x1 * tl.rsqrt(tl.sum(x1 * x1, axis=1) / HALF + eps)[:, None]"),
             ("x2 * norm", "x2 * tl.rsqrt(tl.sum(x2 * x2, axis=1) / HALF + eps)[:, None]")]),
