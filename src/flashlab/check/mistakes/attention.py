@@ -330,8 +330,8 @@ ROWS: tuple[Mistake, ...] = (
            sizes=_counts(32, 64, 128, 256, 16, steps=True), where=lambda case: case.block_n is not None),
     *_rows("tail-skipped", f"{_RAGGED}the last, partly filled block is never visited",
            [(_LOOP, "range(0, N // BLOCK_N * BLOCK_N, BLOCK_N)")], sizes=TILES, where=lambda case: case.seq_k > 15),
-    *_rows("mask-inverted", "wrong everywhere: the keys are hidden, and the padding of the last tile is seen; the mask "
-           "is the wrong way round", [(_TAIL, _TAIL.replace("<", ">="))], sizes=PADDED),
+    *_rows("mask-inverted", "wrong everywhere: no key counts, at most the padding of the last tile: the mask is the "
+           "wrong way round, or nothing is added up", [(_TAIL, _TAIL.replace("<", ">="))], sizes=PADDED),
     *_rows("last-block-skipped", _LAST_LOST, *([(_LOOP, f"range(0, N - BLOCK_N{kept}, BLOCK_N)")] for kept in (
         " if N > BLOCK_N else N", "")), sizes=TILES),
     *_rows("tail-mask-on-rows", f"{_RAGGED}the mask of the tail lies on the rows of the scores, the queries; it "
