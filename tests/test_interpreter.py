@@ -15,7 +15,7 @@ import triton.language as tl
 
 from flashlab import flash_attention, runtime
 from flashlab.triton_tools.repairs import REPAIRS, narrow, widen
-from flashlab.triton_tools.watch import OutOfBounds, Traffic, hbm_traffic, watched
+from flashlab.triton_tools.watch import OutOfBounds, Traffic, Window, hbm_traffic, watched
 
 interpreted = pytest.mark.skipif(not runtime.INTERPRETED, reason="kernels are compiled in this process")
 CASES = Path(__file__).with_name("interpreter_cases.py")
@@ -274,3 +274,9 @@ def doubling(x_ptr, n, BLOCK: tl.constexpr):
 
 
 FACTOR: tl.constexpr = tl.constexpr(2)
+
+
+def test_a_view_of_far_apart_rows_costs_nothing_to_watch():
+    far = Window(0, "X_ptr", 0, 4, (2, 3), (2**40, 1))
+    offsets = np.array([0, 8, 12, 4 * 2**40, 4 * 2**40 + 8, 4 * 2**40 + 12, 2, -4])
+    assert far.missing(offsets).tolist() == [False, False, True, False, False, True, True, True]
