@@ -97,7 +97,7 @@ def test_what_is_legal_is_let_through(name, mode, check):
 def test_what_is_said_of_several_blocks_is_said_every_time(mode):
     """Whichever is faster."""
     first = [(f.kind, f.severity, f.line, f.other_line) for f in run(MEMORY, mode)]
-    for _ in range(3 if mode == 94 else 12):  # 94 takes a second
+    for _ in range(12):
         assert [(f.kind, f.severity, f.line, f.other_line) for f in run(MEMORY, mode)] == first
 
 
