@@ -680,7 +680,7 @@ grow("p11_10_epilogue")
 # been overwritten. So the warp computes it again, alone, with phase 8's `ldmatrix` and `mma.sync`, and takes the usual way.
 
 # %% [markdown]
-# In exact arithmetic any reference gives the same result. In floats it must not be above the maximum so far, where everything might become 0; the
+# In exact arithmetic any reference gives the same result. In floats it must not be far above the maximum, where everything might become 0; the
 # maximum of tiles before never is. And it must not be so far below that sums overflow or digits are lost. The idea is from FlashDecoding++, which
 # takes a constant.
 
@@ -732,8 +732,8 @@ print("\nOne of them:", FOUND["K is released before the wgmma are waited for"].m
 
 # %% [markdown]
 # And on a GPU? NVIDIA's tool is `compute-sanitizer`. Its *racecheck* follows the loads and stores of threads. A tile that TMA
-# brings has no thread that stores it, and an operand of `wgmma` no thread that loads it. On the H200, on the day of the record, all four kernels
-# computed right results, and *racecheck* saw nothing; *synccheck* complained of one, the wait for V that is missing. For
+# brings has no thread that stores it, and an operand of `wgmma` no thread that loads it. On the H200, on the day of the record, three of the
+# four kernels computed right results, and *racecheck* saw nothing; *synccheck* complained of one, the wait for V that is missing. For
 # kernels in Gluon there is Triton's *concurrency sanitizer*; for CUDA C++ we know of no tool but the emulator.
 
 # %% [markdown]

@@ -237,8 +237,8 @@ assert all(len(OTHER[who]) > 1 and max(OTHER[who]) < 16 for who in ("a lag of 8"
 # tiles *rise*, scores lie 12 above those of the tile before.
 
 # %% [markdown]
-# `p11_15_portions` computes each doubted tile again, as this step does; *doubted* says how many of the trusted tiles those are. The last kernel, `p11`, remembers
-# its doubts: that is step 16. `TRUST=0` looks at every maximum. TFLOP/s, $N = 4096$:
+# `p11_15_portions` computes each doubted tile again, as this step does; *doubted* says how many of the trusted tiles those are. The last kernel, `p11`, learns
+# from its doubts: that is step 16. `TRUST=0` looks at every maximum. TFLOP/s, $N = 4096$:
 
 # %%
 OTHERS = {at: rows for run in RUNS for at, rows in hopper_results.input_rows(run).items()}
@@ -344,38 +344,74 @@ show.diff(step("p11_14_trust"), step("p11_15_portions"), "constants", "probabili
 # %% [markdown]
 # ## 7 · Step 16: trust that learns
 #
-# Scores that rise in one tile often rise in the next. So a warp that was in doubt is *wary* for some tiles: after the first portion it votes
-# against trust, whatever its sums are, and looks at the maxima. S of that portion is kept in registers of its own, so nothing is computed twice.
-
-# %%
-show.diff(step("p11_15_portions"), step("p11_16_learns"), "trust")
+# Where every tile raises the maxima, each is computed twice. But what is wrong with P under too low a reference? It is too large, by one factor for the whole row, and
+# float32 holds it up to $2^{127}$. So S is not needed: a warp in doubt takes the largest P of each row, and divides the row by it. Only where P is larger still,
+# the product is computed again.
 
 # %% [markdown]
-# After a doubt that is for 3 tiles. If the next doubt follows soon, for 15, then for 63; each trusted tile halves what was learnt. With each part it is forgotten: otherwise the bits
-# of a row would depend on which parts its block had before. Counted for 64 rows, which trust 31 tiles: how many are computed again?
+# And scores that rise in one tile often rise in the next. A reference far *above* the maximum would stand for many tiles. What speaks against it is the range of P: fp16 ends at
+# $2^{-24}$. But bf16 has float32's exponents, and a weight near $2^{-64}$ has as many bits as one near 1. So a doubt puts the reference
+# `ROOM` = 64 bits above the maximum. The next comes when tiles have risen by 78 more.
 
 # %%
-def computed_again(name, place):
-    """Tiles that are: in each of 32 one key lies 12 above the one in the tile before, at this place."""
+show.diff(step("p11_15_portions"), step("p11_16_learns"), "lower", "trust")
+
+# %% [markdown]
+# A key that dominates its row has an exact weight, a power of two, only where the reference was set by it. So at the last tile a warp that has had a doubt sets it anew. With each
+# part the doubt is forgotten: otherwise the bits of a row would depend on which parts its block had before.
+#
+# Counted for 64 rows, which trust 31 tiles: in how many is a doubt, and how many are computed again?
+
+# %%
+def counted(name, rise, dtype=torch.bfloat16):
+    """(doubts, tiles computed again): in each of 32 tiles the last key lies so much above that of the one before."""
     g = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 1, n, 64, generator=g).bfloat16() for n in (64, 4096, 4096))
+    q, k, v = (torch.randn(1, 1, n, 64, generator=g).to(dtype) for n in (64, 4096, 4096))
     keys = torch.arange(4096)
-    q[..., 0], k[..., 0] = 8, 12 * (32 - keys // 128) * (keys % 128 == place)
-    module = load_inline(step(name), backend="emulator", dtype=torch.bfloat16)
+    q[..., 0], k[..., 0] = 8, rise * (32 - keys // 128) * (keys % 128 == 127)
+    module = load_inline(step(name), backend="emulator", dtype=dtype)
     module.forward(q, k, v, echo=False)
-    return module.report.counters.get("mma", 0) // 64 // 4  # of 64 mma.sync by each of four warps
+    found = module.report.counters
+    return found["shuffles"] // 4 // 4, found.get("mma", 0) // 64 // 4  # a maximum: 4 shuffles by each of four warps
 
-STEPS = "p11_15_portions", "p11_16_learns"
-AGAIN = {place: [computed_again(name, place) for name in STEPS] for place in (0, 127)}
-show.table([[f"key {place} of each tile", *n] for place, n in AGAIN.items()], ["what rises", *STEPS])
-assert AGAIN == {0: [31, 0], 127: [31, 3]}
+def doubts_and_again(name, rise, dtype=torch.bfloat16):
+    (some, again), (others, _) = counted(name, rise, dtype), counted(name, 0, dtype)
+    return some - others, again
+
+WAYS = ("p11_15_portions", torch.bfloat16), ("p11_16_learns", torch.bfloat16), ("p11_16_learns", torch.float16)
+AGAIN = {rise: [doubts_and_again(name, rise, dtype) for name, dtype in WAYS] for rise in (12, 60, 100)}
+show.table([[f"{rise}, {rise / math.log(2):.0f} bits", *(f"{n}, {m}" for n, m in found)] for rise, found in AGAIN.items()],
+           ["each tile rises by", *(f"{name}, {str(dtype)[6:]}" for name, dtype in WAYS)])
+assert AGAIN == {12: [(31, 31), (7, 0), (31, 0)], 60: [(31, 31), (31, 1), (31, 0)], 100: [(31, 31), (31, 31), (31, 31)]}
 
 # %% [markdown]
-# At key 0 the first portion tells, and S is there; at key 127 only the third does, so that three doubts cost a product each.
+# What does room cost? Small numbers of V are multiplied by P of $2^{-64}$, and what falls below float32's $2^{-126}$ loses bits. Again O should be V, here in columns from
+# $2^{-40}$ to $2^{-104}$, with all eight bits of a bf16; scores rise by 17 bits from tile to tile:
+
+# %%
+q, k = torch.zeros(1, 1, 64, 64), torch.zeros(1, 1, 512, 64)
+q[..., 0], k[0, 0, :, 0] = 8, 12 * (4 - torch.arange(512) // 128)
+v = (255 * 2.0 ** -torch.arange(48, 112)).expand(1, 1, 512, 64)
+for name, _ in WAYS[:2]:
+    kernel = load_inline(step(name), backend="emulator", dtype=torch.bfloat16)
+    o = kernel.forward(q.bfloat16(), k.bfloat16(), v.bfloat16(), echo=False)[0]
+    print(f"{name}: right down to 2^-{40 + int((o[0, 0, 0] == v[0, 0, 0]).sum())}")
 
 # %% [markdown]
-# So in the table of section 5, where the last kernel has this too, the rising rows run at 0.72 to 0.99 times the best peer's speed instead of 0.41 to 0.54, and those that rise now and then gain up to 15 %. The price: the ladder loses 1 to 3 %
-# (`p11_flash` below), wide scores up to 4 %, and those of the two models up to 3 %. S of the first portion needs registers; that this is why, nothing isolates. What else was tried, and what ptxas made of it, is in `notes/phase_11_experiments.md`.
+# No model that we know of has such values. And on a GPU? The rising scores of section 5, beside the best peer of each:
+
+# %%
+RISING = [rows for at, rows in OTHERS.items() if at[0].startswith("every tile")]
+OF_BEST = {}
+for who in ("p11_15_portions", "p11_flash TRUST=0", "p11"):
+    best = [min(row["ms"] for name, row in rows.items() if not name.startswith("p11")) for rows in RISING]
+    OF_BEST[who] = sorted(ms / rows[who]["ms"] for ms, rows in zip(best, RISING, strict=True))
+    print(f"{who}: {OF_BEST[who][0]:.2f} to {OF_BEST[who][-1]:.2f} times the speed of the best peer")
+assert OF_BEST["p11"][0] > max(0.95, OF_BEST["p11_flash TRUST=0"][0]) and OF_BEST["p11_15_portions"][-1] < 0.6
+
+# %% [markdown]
+# An earlier step 16 looked at the maxima of the next tiles before it had overwritten their S; that took registers from every tile, and reached 0.72 to 0.99. What else was
+# tried, and what ptxas made of it, is in `notes/phase_11_experiments.md`.
 
 # %% [markdown]
 # ## 8 · The last step: every shape
@@ -500,10 +536,9 @@ for run in RUNS:
         print(f"{name:13} {min(r):.2f} to {max(r):.2f} times as fast as the kernel as it is")
 
 # %% [markdown]
-# - `TRUST=0`: each tile's maxima are looked at, and there are no portions. 6 to 14 % slower at $D = 128$, 9 to 10 % at $D = 64$. At $D = 256$
+# - `TRUST=0`: each tile's maxima are looked at, and there are no portions. 8 to 15 % slower at $D = 128$, 10 to 11 % at $D = 64$. At $D = 256$
 #   that is how the kernel is, and `TRUST=1` gains nothing.
-# - `LATE_TURN`: the turn after the first portion costs up to 8 % with two consumers. With three, at $D = 64$, it was worth 1 to 2 % before the kernel learnt
-#   from its doubts; now it is worth less than 1 %.
+# - `LATE_TURN`: the turn after the first portion costs up to 8 % with two consumers. With three, at $D = 64$, it is worth 1 %.
 
 # %% [markdown]
 # - `PING_PONG=0`: taking turns is worth 2 % at $D = 64$ (`LATE_TURN` included), and nothing elsewhere any more.
@@ -521,7 +556,7 @@ for run in RUNS:
     head_dims = [shape[3] for shape, _ in hopper_results.ladder_speeds(run, "variants")]
     assert all((r < 0.99) == (d == 64) for r, d in zip(ratios["PING_PONG=0"], head_dims, strict=True))
     assert max(ratios["TRUST=0"]) < 0.97 and all(abs(r - 1) < 0.01 for r in ratios["TRUST=1"])
-    assert all(0.99 < r < 1 for r in ratios["LATE_TURN=0"]) and min(ratios["LATE_TURN=1"]) < 0.95
+    assert all(0.98 < r < 1 for r in ratios["LATE_TURN=0"]) and min(ratios["LATE_TURN=1"]) < 0.95
     assert min(ratios["DYNAMIC=0"]) < 0.85 and max(ratios["POLYNOMIAL=4"]) < 1.01
     assert min(ratios["POLYNOMIAL=4"]) < 0.95
     some = [r for r in run["rows"] if r["part"] == "variants" and "POLYNOMIAL" in r["name"]]
@@ -794,15 +829,15 @@ for run in RUNS:
         print(f"{name}: {'result ' + r['result'] + '; ' if r else ''}{said}")
 
 # %% [markdown]
-# On the GPU all four computed right results, on that day. *racecheck* and *memcheck* saw nothing; *synccheck* complains of the first alone, the wait
-# for V that is missing.
+# Three of the four computed right results on the GPU, on that day; days before all four did. *racecheck* and *memcheck* saw nothing; *synccheck* complains of
+# the first alone, the wait for V that is missing.
 
 # %%
 for run in RUNS:
     rows = hopper_results.planted_rows(run)
     noticed = {name for name, r in rows.items()
                for text in r["said"].values() if not re.search(r"\b0 (errors|hazards)", text)}
-    assert noticed == {"K is waited for, V is not"} and {r["result"] for r in rows.values()} == {"right"}
+    assert noticed == {"K is waited for, V is not"} and sum(r["result"] == "right" for r in rows.values()) == 3
     print("noticed by compute-sanitizer:", *noticed)
 
 # %% [markdown]

@@ -87,20 +87,33 @@ SHORT = ({"POLYNOMIAL": 4}, {"POLYNOMIAL": 1, "HEAD_DIM": 128, "TRUST": 1})
     [pytest.param(s, d, marks=[] if s is FLASH and d in SHORT else pytest.mark.long) for s, d in MACROS],
     ids=lambda x: getattr(x, "name", str(x)),
 )
-def test_scores_that_jump(step, defines):
+@pytest.mark.parametrize("dtype", FLASH.dtypes, ids=str)
+def test_scores_that_jump(step, defines, dtype):
     """In every head, two tiles after the first reached: by so many bits, in the first, a middle, the last portion."""
     defines, generator = dict(defines), torch.Generator().manual_seed(0)
     d = defines.pop("HEAD_DIM", 64)
     n = defines.get("BLOCK_N", {96: 96, 192: 96, 256: 64}.get(d, 128))
-    heads = [(bits, key) for bits in (8, 200, 300) for key in (0, n // 2, n * 3 // 4)]
+    heads = [(bits, key) for bits in (8, 40, 61, 64, 120, 200, 300) for key in (0, n // 2, n * 3 // 4)]
     q, k, v = (torch.randn(1, len(heads), rows, d, generator=generator) for rows in (64, 3 * n, 3 * n))
     q[..., 0], k[..., 0] = 16, 0
     for head, (bits, key) in enumerate(heads):  # the tile at n is met before that at 0
         k[0, head, [key, n + key], 0] = torch.tensor([2.0, 1.0]) * bits * math.log(2) * d**0.5 / 16
-    q, k, v = q.half(), k.half(), v.half()
-    o, lse = load_inline(step, backend="emulator", head_dim=d, defines=defines).forward(q, k, v, sms=2)
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    module = load_inline(step, backend="emulator", head_dim=d, dtype=dtype, defines=defines)
+    o, lse = module.forward(q, k, v, sms=2)
     want, want_lse = reference.attention(q, k, v)
-    assert (o - want).abs().max() <= 2 * BOUND[torch.float16] and (lse - want_lse).abs().max() <= 1e-3
+    assert (o - want).abs().max() <= 2 * BOUND[dtype] and (lse - want_lse).abs().max() <= 1e-3
+
+
+@pytest.mark.parametrize("dtype", FLASH.dtypes, ids=str)
+def test_scores_so_wide_that_each_row_rises_at_its_own_tiles(dtype):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, n, 64, generator=generator).to(dtype) for n in (130, 700, 700))
+    module = load_inline(FLASH, backend="emulator", dtype=dtype)
+    for scale, causal in ((10.0, False), (20.0, False), (50.0, True)):
+        o, lse = module.forward(q, k, v, scale=scale, causal=causal)
+        want, want_lse = reference.attention(q, k, v, scale=scale, causal=causal)
+        assert (o - want).abs().max() <= 2 * BOUND[dtype] and (lse - want_lse).abs().max() <= 1e-3
 
 
 @pytest.mark.long

@@ -1,7 +1,7 @@
 """What q, k and v of the bench of phase 11 are like: drawn, made for trust or against it, or captured from models.
 
 Since step 14 phase 11 computes a full tile of keys under the maximum of the tiles before, and where a sum says that
-this was too low, a warp computes it again. What that costs depends on the scores. `shaped` gives drawn inputs scores
+this was too low, a warp lowers it, or computes it again (until step 16 always). What that costs depends on the scores. `shaped` gives drawn inputs scores
 of another kind; `captured` has those of a language model; `doubts` counts the tiles that are computed again.
 
 A model that comes as a package is captured beforehand, by tools/capture_scores.py, which writes the file that
@@ -64,7 +64,7 @@ class Doubts(NamedTuple):
 def doubts(q: torch.Tensor, k: torch.Tensor, *, causal: bool, most: float = 16384.0) -> Doubts:
     """What p11_15_portions, which forgets its doubts, does with q and k: its rule in PyTorch, tile by tile.
 
-    q, k: [batch, heads, rows, head_dim]. p11_flash computes fewer of them again: after a doubt it is wary for a while.
+    q, k: [batch, heads, rows, head_dim]. p11_flash computes few of them again: it learns from a doubt.
 
     A warp has 16 rows. A quad of lanes has a row, and each lane sums its own 32 of a tile's probabilities, computed
     under the maximum so far. Where one sum is above `most`, the warp computes the tile again, and looks at its maxima.

@@ -119,7 +119,7 @@ HOPPER = (
     Step("p11_13_parts", "the next part begins before this one has ended", defines=_POLYNOMIAL),
     Step("p11_14_trust", "a full tile's maxima are looked at only in need", defines=_POLYNOMIAL | {"TRUST": (1, 0)}),
     Step("p11_15_portions", "a tile's exponentials in three portions", defines=_POLYNOMIAL | {"TRUST": (1, 0)}),
-    Step("p11_16_learns", "who was in doubt looks first for a while", defines=_POLYNOMIAL | {"TRUST": (1, 0)}),
+    Step("p11_16_learns", "a doubt lowers P, and leaves room for more", defines=_POLYNOMIAL | {"TRUST": (1, 0)}),
     Step("p11_flash", "tiles for small grids; every head size", head_dims=(64, 80, 96, 112, 128, 160, 192, 256),
          defines=_POLYNOMIAL | {"DYNAMIC": (1, 0, 2), "BLOCK_N": (128, 96), "TRUST": (1, 0), "LATE_TURN": (1, 0)}),
 )  # fmt: skip

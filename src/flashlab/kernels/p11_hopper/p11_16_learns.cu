@@ -1,8 +1,8 @@
 // Phase 11, step 16: trust that learns.
 //
 // O = softmax(scale * Q K^T) V, fp16 or bf16 in and out, fp32 accumulators and statistics. Where every tile of keys
-// raises the rows' maxima, all of them were computed twice. Now a warp that was in doubt is wary for some tiles: it
-// looks at their maxima before the second portion, while all of S still stands.
+// raises the rows' maxima, all of them were computed twice. But P under too low a reference is not wrong: it is too
+// large by a factor. Now a doubt lowers P, and leaves room for the tiles to come.
 //
 // Compile with -DHEAD_DIM=64 or 128, and -DELEMENT=__half or __nv_bfloat16, -DPING_PONG=1 or 0, -DDYNAMIC=1 or 0,
 // -DTRUST=1 or 0, -DPOLYNOMIAL=0 (none), 8 or 4.
@@ -29,7 +29,9 @@ constexpr int Q_BYTES = BLOCK_M * COLUMNS * 2, KV_BYTES = BLOCK_N * COLUMNS * 2;
 // How far the row maximum may lag behind, in log2 units, where it is looked at; and the most that a lane's part of
 // a row of P may add up to, where it is not: far from fp16's 65504.
 constexpr float RESCALE_ABOVE = TRUST ? 0.f : 8.f, MOST = 16384.f;
-constexpr int MOST_WARY = 63;                                  // New: tiles that a warp is wary of after a doubt
+// New: how far a doubt lifts the reference above the maximum, in log2 units: room for the tiles to come. P in bf16 is
+// as exact at 2^-64 as at 1; fp16 has no such room. And how large P may be to be lowered by a float that is not 0.
+constexpr float ROOM = std::is_same_v<T, __half> ? 0.f : 64.f, LOWERED = ROOM > 0.f ? 0x1p62f : 0x1p126f;
 constexpr int SECOND = S_TILES / (HEAD_DIM == 64 ? 8 : 2), THIRD = S_TILES * 3 / 4;    // portions, in MMA tiles
 constexpr int Q_STAGES = 2, BARRIERS = 4 + 2 * Q_STAGES + 4 * STAGES;
 struct __align__(16) Part { int batch, head, m_start, end; };  // a head's rows, and tiles that some of them see
@@ -146,7 +148,7 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
 
     // region: main loop
     int nth = 0;                                               // tiles so far
-    int wary, span;                                            // New: for how many tiles more; as the doubt was told
+    bool doubted;                                              // New: the part has had a doubt
     // region: turns
     // Barrier 1 + c is consumer c's turn: its own 128 threads wait there, those of the one before it arrive.
     auto take_turn = [&] { if (PING_PONG) named_barrier_sync(1 + consumer, 2 * GROUP); };
@@ -242,42 +244,55 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
         };
         // endregion
 
+        // region: lower
+        // New: under too low a reference P is too large, but right. It is lowered while that rises: S is not needed
+        auto lower = [&] {
+#pragma unroll
+            for (int r = 0; r < ROWS_PER_LANE; r++) {
+                float most = 0.f;
+                for (int n = 0; n < S_TILES; n++) most = fmaxf(most, fmaxf(s[4 * n + 2 * r], s[4 * n + 2 * r + 1]));
+                most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+                most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+                m_new[r] = m_i[r] + fmaxf(0.f, log2f(most) + ROOM) / scale_log2;
+            }
+            moved = true, rescale();
+            for (int i = 0; i < S_TILES * 4; i++) s[i] *= correction[i / 2 % 2];
+            for (int r = 0; r < ROWS_PER_LANE; r++) sums[r] *= correction[r];
+        };
+        // endregion
+
         // region: trust
         // P of a full tile is computed under the maximum of the tiles before. Most often that is right, or too low
-        // by little. If not, a sum tells: S has been overwritten by then, and the warp computes it again.
+        // by little. If not, a sum tells.
         // Where none does, a tile adds up to 4 MOST |V| to O: it is finite if |V| < 2^112 / tiles, as all of fp16 is.
         auto doubtful = [&](bool found) {                      // May be asked of a portion too
             for (int r = 0; r < ROWS_PER_LANE; r++) found |= !(sums[r] <= MOST) || m_i[r] == -INFINITY;  // NaN too
             return __any_sync(~0u, found);
         };
-        // New: after a doubt the warp is wary for some tiles. It looks at the maxima before the second portion; S of
-        // the first one is kept for that. Wary for longer, the sooner one doubt follows another.
         if constexpr (TRUSTED) {
-            float first[SECOND * 4];
-            for (int i = 0; i < SECOND * 4; i++) first[i] = s[i];
             probabilities(0, SECOND);
-            bool in_doubt = doubtful(wary > 0);                // No exponential is computed before its portion
+            // New: at the last tile it asks once more: a key that dominates its row there gets an exact weight
+            bool in_doubt = doubtful(doubted && j == 0);       // No exponential is computed before its portion
             if (LATE_TURN) pass_turn();
-            do {                                               // (with a branch of another form ptxas loses 4 %)
-                if (!in_doubt) {
-                    probabilities(SECOND, THIRD);
-                    output_is_there();                         // So P may be written,
-                    round_p(0, THIRD);                         // while the third portion is computed
-                    probabilities(THIRD, S_TILES);
-                    in_doubt = doubtful(false);
-                    if (!in_doubt) {
-                        span >>= 1;
-                        break;
-                    }
+            if (!in_doubt) {
+                probabilities(SECOND, THIRD);
+                output_is_there();                             // So P may be written,
+                round_p(0, THIRD);                             // while the third portion is computed
+                probabilities(THIRD, S_TILES);
+                in_doubt = doubtful(false);
+            } else output_is_there(), probabilities(SECOND, S_TILES);
+            if (in_doubt) {
+                bool lost = false;                             // New: only if P is too large, or a row had seen no key,
+                for (int r = 0; r < ROWS_PER_LANE; r++) lost |= !(sums[r] < LOWERED) || m_i[r] == -INFINITY;
+                if (__any_sync(~0u, lost)) {                   // S is computed again
                     scores_again<BLOCK_M>(s, (uint32_t)q_operand % 16384 * 16, k_smem + stage * KV_BYTES);
-                    wary = span = min(4 * span + 3, MOST_WARY);
-                } else {
-                    output_is_there();
-                    for (int i = 0; i < SECOND * 4; i++) s[i] = first[i];
-                    wary = max(wary - 1, 0);
-                }
-                maxima(), rescale(), probabilities(0, S_TILES), round_p(0, THIRD);
-            } while (false);
+                    maxima();
+                    for (int r = 0; r < ROWS_PER_LANE; r++)
+                        m_new[r] += (m_new[r] - m_i[r]) * scale_log2 > 0.f ? ROOM / scale_log2 : 0.f;
+                    rescale(), probabilities(0, S_TILES);
+                } else lower();
+                round_p(0, THIRD), doubted = true;
+            }
         } else maxima(), rescale(), probabilities(0, S_TILES);
         for (int r = 0; r < ROWS_PER_LANE; r++) l_i[r] += sums[r];
         if (lane == 0) mbarrier_arrive(empty_k + 8 * stage);   // this warp has read K_j
@@ -306,7 +321,7 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
         if (CAUSAL) full = max(0, min(full, (at.m_start + consumer * 64 + 1 + p.seq_k - p.seq_q) / BLOCK_N));
         for (float& x : acc) x = 0.f;
         for (int r = 0; r < ROWS_PER_LANE; r++) m_i[r] = -INFINITY, l_i[r] = 0.f;
-        wary = span = 0;                                       // New: or the bits would depend on who had which part
+        doubted = false;                                       // New: or the bits would depend on who had which part
         // The last tiles may be seen by the other consumers' rows only
         const int first_row = at.m_start + consumer * 64, q_stage = n % Q_STAGES;
         const int mine = !CAUSAL ? at.end : first_row < p.seq_q ? min(at.end, end_of(first_row + 64)) : 0;
