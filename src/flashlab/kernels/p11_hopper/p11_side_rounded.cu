@@ -13,7 +13,7 @@
     float acc[O_TILES * 4];                                    // O, not yet divided by l_o
     float m_i[ROWS_PER_LANE];                                  // the rows' maxima, of the raw scores
     float l_i[ROWS_PER_LANE];                                  // their sums, over this lane's columns
-    float l_o[ROWS_PER_LANE] = {};                             // New: of the rounded weights
+    float l_o[ROWS_PER_LANE] = {}, tile_o[ROWS_PER_LANE];      // New: of the rounded weights; of this tile's
     const uint32_t o_lane = o_smem + (warp_row + lane % 16) * SLAB_ROW;    // the row that it gives to stmatrix
     const float scale_log2 = p.scale * LOG2E;                  // exp(x) is computed as exp2(x * log2(e))
     // endregion
@@ -54,15 +54,18 @@
         };
         // Two neighbouring accumulators of S, rounded, are the A fragment of P: no lane needs another's numbers.
         auto round_p = [&](int from, int to) {
-            if (FIRST && from == 0) l_o[0] = l_o[1] = 0.f;     // New: a part begins
-            float sum[ROWS_PER_LANE][2] = {{l_o[0]}, {l_o[1]}};
+            if (from == 0) tile_o[0] = tile_o[1] = 0.f;        // New: again, after a doubt
+            float sum[ROWS_PER_LANE][2] = {{tile_o[0]}, {tile_o[1]}};
 #pragma unroll
             for (int i = 2 * from; i < 2 * to; i++) {
                 p_rmem[i / 4][i % 4] = pack<T>(s[2 * i], s[2 * i + 1]);
                 const float2 weights = unpack<T>(p_rmem[i / 4][i % 4]);
                 sum[i % 2][0] += weights.x, sum[i % 2][1] += weights.y;
             }
-            for (int r = 0; r < ROWS_PER_LANE; r++) l_o[r] = sum[r][0] + sum[r][1];
+            for (int r = 0; r < ROWS_PER_LANE; r++) {
+                tile_o[r] = sum[r][0] + sum[r][1];
+                if (to == S_TILES) l_o[r] = FIRST ? tile_o[r] : l_o[r] + tile_o[r];
+            }
         };
         // endregion
 
