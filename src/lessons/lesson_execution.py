@@ -8,7 +8,6 @@ import re
 import signal
 import tempfile
 import textwrap
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -106,25 +105,10 @@ def imported_names(source: str, package: str, late: bool = True) -> list[str]:
 
 # ---------------------------------------------------------------- execution
 
-_RUNNING: set[int] = set()  # process groups of kernels
-STOPPED = threading.Event()
-
-
-def stop_kernels() -> None:
-    """End every kernel that runs a notebook here, one that is only starting too: their cells fail."""
-    STOPPED.set()
-    for group in list(_RUNNING):
-        _kill(group)
-
-
-def _kill(group: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, signal.SIGKILL)
-
 
 @contextlib.contextmanager
 def kernel_for(notebook, folder: Path, root: Path) -> Iterator[tuple[NotebookClient, Callable[[], str]]]:
-    """Start a kernel for the notebook, working directory `folder`; shut it down at the end.
+    """Start a kernel for the notebook, working directory `folder`; shut it down at the end, and kill it at Ctrl-C.
 
     Yields the client, whose `execute_cell(cell, index)` runs a cell, and a function that returns what the kernel
     process itself has said (not the cells): of use when it died.
@@ -156,15 +140,12 @@ def kernel_for(notebook, folder: Path, root: Path) -> Iterator[tuple[NotebookCli
             return textwrap.shorten(log.read()[-2000:], 600)
 
         with client.setup_kernel(env=environment, stdout=log, stderr=log, cleanup_kc=True):
-            group = kernel.provisioner.pgid
-            if group and group != os.getpgrp():
-                _RUNNING.add(group)
-                if STOPPED.is_set():
-                    _kill(group)
             try:
                 yield client, said
-            finally:
-                _RUNNING.discard(group)
+            except KeyboardInterrupt:  # no kernel goes on, nor what it started
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(kernel.provisioner.pgid, signal.SIGKILL)
+                raise
 
 
 def execute(
