@@ -1,6 +1,5 @@
 """Decoding over a cache: the kernels and their door, whole caches and pages, against float64; refusals, fakes."""
 
-import re
 from unittest import mock
 
 import pytest
@@ -14,7 +13,6 @@ from flashlab.attention import cache_door, decode
 from flashlab.attention.tiles import Tile
 from flashlab.cuda import decoding
 from flashlab.kernels.series import DECODING
-from flashlab.triton_tools.compile_report import compile_reports
 
 BF16 = torch.bfloat16
 DTYPES = (torch.float16, BF16, FLOAT32)
@@ -142,31 +140,6 @@ def test_offsets_of_more_than_32_bits(axis):
     table = None if axis else torch.tensor([[2]], dtype=torch.int32, device=DEVICE)
     given = x.q, *far_apart((k_cache, v_cache), axis), x.lengths - 1, table
     x.expect(*flash_attention_with_cache(*given, k_new=k_new, v_new=v_new, backend="triton", return_lse=True))
-
-
-# ---- what the compiler makes of it
-
-
-@pytest.mark.long
-def test_pages_do_not_cost_the_second_tile_in_flight():
-    """Triton keeps one tile in flight where addresses are loaded in the same turn: the table is read a turn ahead."""
-    launches = [decode.compile_arguments("decode", BF16, 128, page=page) for page in (None, 16, 64)]
-    whole, *paged = compile_reports(decode.decode_kernel, launches, targets=["sm_90"])
-    for report in paged:
-        assert report.ok and report.spill_bytes == 0 and report.shared_bytes >= whole.shared_bytes >= 2**16
-
-
-def test_the_last_to_arrive_sees_what_the_others_stored():
-    """Every thread's part is stored before the barrier, one thread counts behind it with release and acquire, and all
-    wait for what it found before any reads a part."""
-    launch = decode.compile_arguments("decode", BF16, 128, fused=True)
-    (report,) = compile_reports(decode.decode_kernel, [launch], targets=["sm_90"])
-    found = re.findall(r"st\.global|bar\.sync|atom\.global\.gpu\.acq_rel|ld\.global", report.ptx)
-    count = next(i for i, word in enumerate(found) if word.startswith("atom"))
-    before = found[:count][::-1]
-    assert before.index("bar.sync") < before.index("st.global")
-    after = found[count:]
-    assert after.index("bar.sync") < after.index("ld.global")
 
 
 # ---- PyTorch
