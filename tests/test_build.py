@@ -297,19 +297,6 @@ def test_a_cell_that_cannot_be_compared_elsewhere_fails(root, capsys, code, sent
     assert not (root / "notebooks" / "02_tiny.ipynb").exists()
 
 
-def test_an_expected_exception_is_kept_without_paths_and_must_be_raised(root, capsys):
-    lecture_of(root, 'import json\njson.loads("{")', "print(1)")
-    edit(root, "02_tiny", "# %%\nimport", '# %% tags=["raises-exception"]\nimport')
-    assert run(root) == 0, capsys.readouterr().out
-    error = notebook(root, "notebooks/02_tiny").cells[0].outputs[0]
-    assert error.ename == "JSONDecodeError"
-    assert "json/decoder.py" in "".join(error.traceback)
-
-    edit(root, "02_tiny", 'json.loads("{")', 'json.loads("{}");')
-    assert run(root) == 1
-    assert "tagged raises-exception, but nothing was raised" in capsys.readouterr().out
-
-
 # ---------------------------------------------------------------- when a lesson is executed
 
 

@@ -172,39 +172,29 @@ def execute(
                 except DeadKernelError:
                     raise lesson.error(start, f"the kernel died while it ran this cell {said()}".rstrip()) from None
                 cell.metadata.pop("execution", None)
-                normalise_outputs(cell, root)
+                merge_streams(cell)
                 if problem := output_problem(cell):
                     raise lesson.error(start, problem)
             on_cell()
     notebook.metadata["language_info"] = nbformat.from_dict({"name": "python"})  # no interpreter version
 
 
-def normalise_outputs(cell, root: Path) -> None:
-    """One output for adjacent chunks of a stream; tracebacks with short file names."""
+def merge_streams(cell) -> None:
+    """One output for adjacent chunks of a stream."""
     merged = []
     for output in cell.outputs:
         if output.output_type == "stream" and merged and merged[-1].get("name") == output.name:
             merged[-1].text += output.text
-            continue
-        if output.output_type == "error":
-            output.traceback = [short_paths(line, root) for line in output.traceback]
-        merged.append(output)
+        else:
+            merged.append(output)
     cell.outputs = merged
 
 
-def short_paths(text: str, root: Path) -> str:
-    text = re.sub(r"(?:/[\w.+-]+)+/(?=site-packages/)", "", text)
-    text = text.replace(f"{root}{os.sep}", "")
-    return re.sub(r"(?:/[\w.+-]+)+/(?=lib/python3\.\d+/)", "", text)
-
-
 def output_texts(cell) -> Iterator[str]:
-    """The textual outputs of a cell, tracebacks included."""
+    """The textual outputs of a cell."""
     for output in cell.outputs:
         if output.output_type == "stream":
             yield output.text
-        elif output.output_type == "error":
-            yield ANSI.sub("", "\n".join(output.traceback))
         else:
             for mime, data in output.data.items():
                 if mime.startswith("text/") or mime == "image/svg+xml":
@@ -214,12 +204,8 @@ def output_texts(cell) -> Iterator[str]:
 def output_problem(cell) -> str | None:
     """One sentence when an output would not be the same elsewhere, or None."""
     tags = cell.metadata.get("tags", [])
-    if any(o.output_type == "stream" and o.name == "stderr" for o in cell.outputs):
-        text = "".join(o.text for o in cell.outputs if o.output_type == "stream" and o.name == "stderr")
+    if text := "".join(o.text for o in cell.outputs if o.output_type == "stream" and o.name == "stderr"):
         return f"the cell writes to stderr: {text.strip().splitlines()[0] if text.strip() else text!r}"
-    raised = any(o.output_type == "error" for o in cell.outputs)
-    if "raises-exception" in tags and not raised:
-        return "the cell is tagged raises-exception, but nothing was raised"
     for text in output_texts(cell):
         if match := PATH.search(text):
             shown = text[match.start() :].split("\n")[0][:80]

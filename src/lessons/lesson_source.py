@@ -35,7 +35,7 @@ HEADER = """\
 #     name: python3
 # ---
 """
-TAGS = {"exercise", "check", "raises-exception", "nbval-ignore-output"}
+TAGS = {"exercise", "check", "nbval-ignore-output"}
 
 MARKER = re.compile(
     r"^(?P<indent>[ \t]*)(?P<word>#|//)\s*(?P<edge>BEGIN|END) (?P<name>SOLUTION|STARTER)\b(?P<said>:.*)?"
@@ -612,7 +612,7 @@ def make_notebook(lesson: Lesson, kind: str, root: Path) -> tuple[nbformat.Noteb
         if "exercise" in tags:
             lines = unsolved(lesson, cell) if kind == "exercises" else solved(lesson, cell, root)
             quotes = quotes if kind == "solutions" else []
-        if kind == "exercises" and "check" in tags and "raises-exception" not in tags:
+        if kind == "exercises" and "check" in tags:
             tags.append("raises-exception")  # so that "Run All" goes on past an unsolved exercise
         source = "\n".join(text for _, text in lines)
         metadata = {"tags": tags} if tags else {}

@@ -153,8 +153,6 @@ def output_lines(cell) -> int:
 def shown_lines(output) -> int:
     if output.output_type == "stream":
         return len(output.text.rstrip("\n").split("\n"))
-    if output.output_type == "error":
-        return sum(line.count("\n") + 1 for line in output.traceback)
     rich = [mime for mime in output.data if mime != "text/plain"]
     return 0 if rich else output.data.get("text/plain", "").count("\n") + 1
 
