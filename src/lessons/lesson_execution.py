@@ -84,10 +84,7 @@ def imported_names(source: str, package: str, late: bool = True) -> list[str]:
         package: what relative imports are relative to.
         late: functions, and what stands under an `if`, for type checkers, count too.
     """
-    try:
-        tree = ast.parse(source)
-    except SyntaxError:  # an IPython magic: keep the other lines
-        tree = ast.parse("\n".join(re.findall(r"^(?:import|from) +flashlab[^(\\\n]*$", source, re.M)))
+    tree = ast.parse(source)
     if not late:
         tree.body = [node for node in tree.body if not isinstance(node, ast.FunctionDef | ast.If)]
     names = []

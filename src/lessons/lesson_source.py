@@ -560,26 +560,14 @@ def how_to_get(name: str, quotes: list[Quote], root: Path) -> str:
 
 def free_names(source: str) -> set[str]:
     """The global names that a cell's code uses, anywhere in it, and does not bind itself."""
-    used = names_read(plain_python(source))
+    used = names_read(source)
     return used - defined_names(source) - set(dir(builtins)) - {"__name__", "__file__"}
 
 
 def defined_names(source: str) -> set[str]:
     """The names that a cell's code leaves behind."""
-    symbols = symtable.symtable(plain_python(source), "cell", "exec").get_symbols()
+    symbols = symtable.symtable(source, "cell", "exec").get_symbols()
     return {s.get_name() for s in symbols if s.is_assigned() or s.is_imported()}
-
-
-@functools.cache  # most cells are in an exercise's page and in its solution's
-def plain_python(source: str) -> str:
-    """A cell without IPython's magics; nothing, where it is no Python at all."""
-    for text in (source, re.sub(r"^\s*[%!].*$", "", source, flags=re.M)):
-        try:
-            ast.parse(text)
-        except SyntaxError:
-            continue
-        return text
-    return ""
 
 
 def module_file(root: Path, module: str) -> Path | None:
@@ -619,7 +607,10 @@ def make_notebook(lesson: Lesson, kind: str, root: Path) -> tuple[nbformat.Noteb
         new_cell = nbformat.v4.new_code_cell if cell.type == "code" else nbformat.v4.new_markdown_cell
         notebook.cells.append(new_cell(source, id=cell.id, metadata=metadata))
         if cell.type == "code":
-            known |= defined_names(source)
+            try:
+                known |= defined_names(source)
+            except SyntaxError as error:
+                raise lesson.error(lines[(error.lineno or 1) - 1][0], f"SyntaxError: {error.msg}") from None
             if quotes:
                 check_names(lesson, quotes, known, root)
         numbers.append([n for n, _ in lines])
