@@ -538,24 +538,9 @@ def check_names(lesson: Lesson, quotes: list[Quote], known: set[str], root: Path
     """
     source = "\n".join(text for _, text in quoted(lesson, quotes, root))
     if missing := sorted(free_names(source) - known):
-        ways = "; ".join(how_to_get(name, quotes, root) for name in missing)
         names = f"the name{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
-        sentence = f"the code for this cell needs {names}, which no cell before it defines or imports: add {ways}"
+        sentence = f"the code for this cell needs {names}, which no cell before it defines or imports"
         raise lesson.error(quotes[0].line, sentence)
-
-
-def how_to_get(name: str, quotes: list[Quote], root: Path) -> str:
-    """The statement with which a cell gets a name that code of these modules uses."""
-    for module in (quote.module for quote in quotes):
-        path = module_file(root, module)
-        for node in ast.parse(path.read_text(encoding="utf-8")).body if path else []:
-            if name not in bound_by(node):
-                continue
-            if not isinstance(node, (ast.Import, ast.ImportFrom)):
-                return f"from {module} import {name}"
-            node.names = [a for a in node.names if (a.asname or a.name).split(".")[0] == name]
-            return ast.unparse(node)
-    return name
 
 
 def free_names(source: str) -> set[str]:
