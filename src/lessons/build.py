@@ -221,8 +221,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--only", action="append", metavar="02", help="only this phase; repeatable")
     parser.add_argument("--check", action="store_true", help="execute and write nothing, exit 1 on a difference")
-    too = "with --check: compare exercises/ too (default: only where CI=true)"
-    parser.add_argument("--exercises", action=argparse.BooleanOptionalAction, help=too)
+    too = "with --check: compare exercises/ too, as where CI=true"
+    parser.add_argument("--exercises", action="store_true", help=too)
     parser.add_argument("--force", action="store_true", help="execute lessons that have not changed too")
     filled = "replace exercises that were filled in, keeping a copy of each"
     parser.add_argument("--force-exercises", action="store_true", help=filled)
@@ -238,7 +238,7 @@ def main(argv: list[str] | None = None) -> int:
             console.print("stopped by you: what was built is kept, and the next build goes on from there")
             return 130
     in_ci = os.environ.get("CI", "").lower() == "true"
-    exercises = in_ci if options.exercises is None else options.exercises
+    exercises = options.exercises or in_ci
     problems, stale = out_of_date(paths, root, exercises, strays=in_ci and not options.only)
     for problem in problems:
         console.print(f"out of date: {problem}", markup=False)
