@@ -3,6 +3,7 @@
 import torch
 
 from flashlab import runtime
+from flashlab.check.training import worst
 
 DEVICE = runtime.device()
 ORDERS = {"bhnd": (0, 1, 2, 3), "bnhd": (0, 2, 1, 3), "bhdn": (0, 1, 3, 2)}
@@ -14,6 +15,12 @@ def drawn(batch, heads, kv_heads, seq_q, seq_k, d, dtype=torch.float32, layout="
     for count, rows, mean in ((heads, seq_q, 0), (kv_heads, seq_k, 0), (kv_heads, seq_k, 0.5), (heads, seq_q, 0.1)):
         x = (torch.randn(batch, count, rows, d, generator=generator) + mean).to(device, dtype)
         yield x.permute(order).contiguous().permute(order)
+
+
+def within(right, **got):
+    """Asserts that each of these results is within its bound."""
+    name, error = worst(right, **got)
+    assert error <= 1, f"{name} is off by {error:.3g} times its bound"
 
 
 def draw(*shape, dtype=torch.float32, seed=0):

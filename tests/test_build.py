@@ -154,28 +154,26 @@ time.sleep(60)
 
 @pytest.mark.long
 def test_ctrl_c_stops_the_build(root):
-    jobs = 2
-    marks = [root / f"mark{i}" for i in range(4)]
+    marks = [root / f"mark{i}" for i in range(2)]
     (root / "src" / "lessons" / "02_tiny.py").unlink()
     (root / "src" / "lessons" / "02_tiny_exercises.py").unlink()
     for i, mark in enumerate(marks):
         text = f"# %% [markdown]\n# # {i} · Sleepy\n" + SLEEPY.replace("PLACE", repr(str(mark)))
         lesson(root, f"{i:02d}_sleepy", text)
     process = subprocess.Popen(
-        [sys.executable, build.__file__, "--root", str(root), "--jobs", str(jobs)],
+        [sys.executable, build.__file__, "--root", str(root)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
-    while sum(mark.exists() and len(mark.read_text().split()) == 2 for mark in marks) < jobs:
+    while not marks[0].exists() or len(marks[0].read_text().split()) < 2:
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)
     said, complaint = process.communicate()
     assert process.returncode == 130 and "Traceback" not in complaint, complaint
     assert "stopped by you: what was built is kept" in said
-    assert said.count("stopped by you, its notebooks are as they were") == jobs
-    assert sum(mark.exists() for mark in marks) == jobs, "no other lesson was begun"
+    assert not marks[1].exists(), "no other lesson was begun"
     assert snapshot(root) == {} and not list(root.glob("*/.*.ipynb.*"))
-    for pid in (pid for mark in marks[:jobs] for pid in mark.read_text().split()):
+    for pid in marks[0].read_text().split():
         state = Path(f"/proc/{pid}/stat")
         assert not state.exists() or state.read_text().split()[2] == "Z", "a kernel, or what it started, still runs"
 
@@ -245,7 +243,7 @@ def test_an_execution_is_reproducible_byte_for_byte(root, capsys):
     assert run(root) == 0
     assert snapshot(root) == first, "nothing changed, so nothing is executed, not even the time"
 
-    assert run(root, "--force", "--jobs", "2") == 0
+    assert run(root, "--force") == 0
     again = snapshot(root)
     assert again.keys() == first.keys()
     assert again["solutions/02_tiny.ipynb"] == first["solutions/02_tiny.ipynb"]
@@ -297,19 +295,6 @@ def test_a_cell_that_cannot_be_compared_elsewhere_fails(root, capsys, code, sent
     assert run(root) == 1
     assert sentence in capsys.readouterr().out
     assert not (root / "notebooks" / "02_tiny.ipynb").exists()
-
-
-def test_an_expected_exception_is_kept_without_paths_and_must_be_raised(root, capsys):
-    lecture_of(root, 'import json\njson.loads("{")', "print(1)")
-    edit(root, "02_tiny", "# %%\nimport", '# %% tags=["raises-exception"]\nimport')
-    assert run(root) == 0, capsys.readouterr().out
-    error = notebook(root, "notebooks/02_tiny").cells[0].outputs[0]
-    assert error.ename == "JSONDecodeError"
-    assert "json/decoder.py" in "".join(error.traceback)
-
-    edit(root, "02_tiny", 'json.loads("{")', 'json.loads("{}");')
-    assert run(root) == 1
-    assert "tagged raises-exception, but nothing was raised" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------- when a lesson is executed
@@ -368,7 +353,7 @@ def test_imports_are_followed(root):
     assert found("import numpy") == ""
     assert found("from flashlab.a import f") == "__init__.py a.py b.py c.py"
     kit = "__init__.py c.py kit/__init__.py kit/inner.py kit/parts/kernel.cu"
-    assert found("%matplotlib inline\nfrom flashlab import kit") == kit
+    assert found("from flashlab import kit") == kit
     exercises = "__init__.py a.py b.py c.py exercises/__init__.py exercises/phase_02.py"
     assert found("import flashlab.exercises") == exercises
     (package / "__init__.py").write_text(
@@ -432,22 +417,22 @@ def test_a_cell_is_filled_with_the_code_it_names_and_runs_it(root, capsys):
 
 
 UNRESOLVED = {
-    "an import": ([], "traced", "functools", "import functools"),
-    "a function": (["import functools"], "double", "traced", "from flashlab.tinymod import traced"),
-    "several": ([], "traced, uses_path", "Path, functools, p", "from pathlib import Path; import functools; from"),
-    "an annotation": (["p = 1"], "uses_path", "Path", "from pathlib import Path"),
+    "an import": ([], "traced", "functools"),
+    "a function": (["import functools"], "double", "traced"),
+    "several": ([], "traced, uses_path", "Path, functools, p"),
+    "an annotation": (["p = 1"], "uses_path", "Path"),
 }
 
 
-@pytest.mark.parametrize("before, symbols, names, way", UNRESOLVED.values(), ids=UNRESOLVED)
-def test_a_name_that_the_code_needs_and_no_cell_has(root, no_kernel, capsys, before, symbols, names, way):
+@pytest.mark.parametrize("before, symbols, names", UNRESOLVED.values(), ids=UNRESOLVED)
+def test_a_name_that_the_code_needs_and_no_cell_has(root, no_kernel, capsys, before, symbols, names):
     more = "from pathlib import Path\n\np = Path()\n\ndef uses_path(x: Path):\n    return [p for y in x if len(y)]\n"
     (root / "src/flashlab/tinymod.py").write_text(f"{more}{TINYMOD}")
     path = lecture_of(root, *before, f"# FROM flashlab.tinymod: {symbols}")
     assert run(root) == 1
     out = capsys.readouterr().out
     line = path.read_text()[: path.read_text().index("# FROM")].count("\n") + 1
-    assert f"src/lessons/02_tiny.py, line {line}: " in out and f" {names}, which no cell" in out and way in out
+    assert f"src/lessons/02_tiny.py, line {line}: " in out and f" {names}, which no cell" in out
     assert not no_kernel
 
 
@@ -622,8 +607,6 @@ def test_a_learners_exercise_is_compared_only_in_ci_or_on_request(root, no_kerne
     out = capsys.readouterr().out
     assert "exercises/02_tiny.ipynb: cell 4 is not as in its lesson" in out
     assert "notebooks/99_scratch.ipynb: no lesson" in out
-    (root / "notebooks" / "99_scratch.ipynb").unlink()
-    assert run(root, "--check", "--no-exercises") == 0
 
 
 # ---------------------------------------------------------------- small parts

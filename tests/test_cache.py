@@ -17,7 +17,9 @@ def own(tmp_path, monkeypatch):
 
 def write(text):
     def make(work):
-        (work / "kernel.so").write_text(text)
+        (work / "parts").mkdir()
+        for file in ("kernel.so", "parts/kernel.o"):
+            (work / file).write_text(text)
         return {"text": text}
 
     return make
@@ -53,20 +55,11 @@ DAMAGE = {
 @pytest.mark.parametrize("how", DAMAGE)
 @pytest.mark.parametrize("name", ["kernel.so", "parts/kernel.o"])
 def test_what_is_not_as_it_was_built_is_built_again(own, name, how):
-    def make(text):
-        def make(work):
-            (work / "parts").mkdir()
-            for file in ("kernel.so", "parts/kernel.o"):
-                (work / file).write_text(text)
-            return {}
-
-        return make
-
-    file = cache.kept("cuda", "key", make("a library")).folder / name
+    file = cache.kept("cuda", "key", write("a library")).folder / name
     file.write_bytes(DAMAGE[how](file.read_bytes()))
-    again = cache.kept("cuda", "key", make("another library"))
+    again = cache.kept("cuda", "key", write("another library"))
     assert not again.from_cache and file.read_text() == "another library"
-    assert cache.kept("cuda", "key", make("a third")).from_cache
+    assert cache.kept("cuda", "key", write("a third")).from_cache
     assert [p.name for p in (own / "cuda").iterdir()] == ["key"]
 
 

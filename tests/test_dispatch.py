@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from drawn import draw
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -28,9 +29,8 @@ class Names(TorchDispatchMode):
         return out
 
 
-def inputs(requires_grad=False):
-    drawn = [torch.randn(1, 2, 5, 16, generator=torch.Generator().manual_seed(i)).to(DEVICE) for i in range(3)]
-    return [x.requires_grad_(requires_grad) for x in drawn]
+def inputs():
+    return [draw(1, 2, 5, 16, seed=i) for i in range(3)]
 
 
 @pytest.mark.parametrize("backend", ["reference", "simulation", "torch", "triton", "p6_1_fa1"])

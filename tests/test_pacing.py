@@ -58,7 +58,7 @@ def test_words(text, count):
         ("fig, (left, right) = plt.subplots(1, 2)\nz = f(x)\nleft.plot(z)\n", 2),
         ("for ax, x in zip(axes, data):\n    y = g(x)\n    ax.plot(y)", 2),
         ("curves.curves(ax, [('one', x, y, 'blue', '-')])\nplt.show()", 2),
-        ("%matplotlib inline\nif ax:\n    pass\nelse:\n    x = 1", 1),
+        ("if ax:\n    pass\nelse:\n    x = 1", 1),
     ],
 )
 def test_plotting_lines(source, count):

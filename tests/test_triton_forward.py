@@ -7,8 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from drawn import drawn
-from huge_tensors import NO_ROOM, REASON, far_apart
+from drawn import drawn, within
 
 from flashlab import runtime
 from flashlab.attention import tiles
@@ -21,7 +20,7 @@ from flashlab.attention.triton_forward import (
     hbm_bytes,
 )
 from flashlab.check import verify
-from flashlab.check.training import wanted, worst
+from flashlab.check.training import wanted
 from flashlab.triton_tools.compile_report import compile_reports
 from flashlab.triton_tools.watch import hbm_traffic
 
@@ -39,8 +38,7 @@ def make(*sizes, **options):
 def expect(q, k, v, *, run=flash_attention_forward, tile=SMALL, **options):
     o, lse = run(q, k, v, tile=tile, **options)
     assert o.dtype == q.dtype and o.shape == q.shape and lse.dtype == FLOAT32 and lse.shape == q.shape[:3]
-    name, error = worst(wanted(q, k, v, **options), o=o, lse=lse)
-    assert error <= 1, f"{name} is off by {error:.3g} times its bound"
+    within(wanted(q, k, v, **options), o=o, lse=lse)
     return o, lse
 
 
@@ -53,14 +51,6 @@ def test_the_checkers_longer_cases():
 @pytest.mark.parametrize("head_dim", [8, 16, 32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 256])
 def test_flash_attentions_list_of_head_sizes(head_dim):
     expect(*make(1, 7 if head_dim == 8 else 2, 1, 37, 50, head_dim, torch.bfloat16), tile=None, causal=True)
-
-
-@pytest.mark.parametrize("split", [True, False])
-def test_the_split_changes_no_result(split):
-    q, k, v = make(1, 1, 1, 50, 80, 16)
-    for options in (dict(), dict(causal=True), dict(window=(20, 30))):
-        o, lse = flash_attention_forward(q, k, v, tile=SMALL, split=split, **options)
-        assert worst(wanted(q, k, v, **options), o=o, lse=lse)[1] <= 1
 
 
 def test_tiles_that_no_row_sees_are_never_loaded():
@@ -149,33 +139,6 @@ def test_strides_of_zero_and_gaps():
     expect(q[:1].expand(2, 2, 20, 16), k, v)
 
 
-@pytest.mark.skipif(NO_ROOM, reason=REASON)
-@pytest.mark.parametrize("axis", [0, 1, 2], ids=["batches", "heads", "rows"])
-def test_offsets_past_32_bits(axis):
-    shape = [1, 1, 20, 16]
-    shape[axis] = 3
-    near = tuple(make(shape[0], shape[1], shape[1], shape[2], shape[2], 16, SIXTEEN))
-    far = far_apart(near, axis)
-    for got, want in zip(flash_attention_forward(*far), flash_attention_forward(*near), strict=True):
-        assert torch.equal(got, want)
-
-
-def test_batches_and_heads_are_on_grid_x():
-    """y and z end at 65535 blocks. Interpreted, so many programs would take minutes: there the grid alone is seen."""
-    grids = []
-
-    class Kernel:
-        def __getitem__(self, grid):
-            grids.append(grid)
-            return (lambda *args, **options: None) if runtime.INTERPRETED else flash_attention_kernel[grid]
-
-    q, k, v = make(70, 1000, 1000, 3, 3, 8, SIXTEEN)
-    o, lse = flash_attention_forward(q, k, v, kernel=Kernel())
-    assert grids == [(70_000,)]
-    if not runtime.INTERPRETED:
-        assert worst(wanted(q, k, v), o=o, lse=lse)[1] <= 1
-
-
 def test_too_many_rows_for_one_launch():
     one = torch.zeros((), dtype=SIXTEEN, device=DEVICE)
     for shape, sentence in (
@@ -239,7 +202,7 @@ def test_tuning_keeps_the_result_and_is_remembered(tmp_path, monkeypatch):
     tiles._tuned.cache_clear()
     q, k, v = make(1, 4, 4, 512, 512, 64, SIXTEEN)
     o, lse = flash_attention_forward(q, k, v, tune_tile=True)
-    assert worst(wanted(q, k, v), o=o, lse=lse)[1] <= 1
+    within(wanted(q, k, v), o=o, lse=lse)
     (tile,) = tiles._tuned().values()
     assert tile in tiles.SEARCH["forward, small"][:2]
     tiles._tuned.cache_clear()

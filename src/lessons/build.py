@@ -30,14 +30,13 @@ import os
 import sys
 import textwrap
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nbformat
-from lesson_execution import STOPPED, execute, execution_digest, stop_kernels
+from lesson_execution import execute, execution_digest
 from lesson_source import LessonError, content_digest, find_lessons, inputs, make_notebook, read_lesson
 from rich.console import Console
-from rich.progress import Progress, TaskID
+from rich.progress import Progress
 
 from flashlab.runtime.cache import write_whole
 
@@ -98,9 +97,7 @@ def backup(path: Path) -> Path:
     return kept
 
 
-def build_lesson(
-    path: Path, root: Path, options: argparse.Namespace, bars: Progress, task: TaskID
-) -> tuple[bool, list[str]]:
+def build_lesson(path: Path, root: Path, options: argparse.Namespace, bars: Progress) -> tuple[bool, list[str]]:
     """Build one lesson file: execute first, then replace its notebooks. Raises LessonError, nothing written.
 
     Returns whether it went well, and lines to print.
@@ -113,9 +110,11 @@ def build_lesson(
     how = "outputs kept"
     if options.force or not keep_outputs(notebook, read_notebook(target)):
         target.parent.mkdir(exist_ok=True)
-        bars.update(task, total=len(notebook.cells), visible=True)
-        started = time.perf_counter()
-        execute(notebook, lesson, numbers, target.parent, root, lambda: bars.advance(task))
+        task, started = bars.add_task(path.stem, total=len(notebook.cells)), time.perf_counter()
+        try:
+            execute(notebook, lesson, numbers, target.parent, root, lambda: bars.advance(task))
+        finally:
+            bars.remove_task(task)
         how = f"executed in {time.perf_counter() - started:.1f} s"
     ok, lines = True, []
     if lesson.is_exercises:
@@ -144,37 +143,20 @@ def write_exercise(notebook, path: Path, force: bool) -> tuple[bool, list[str]]:
 
 
 def build(paths: list[Path], root: Path, options: argparse.Namespace, console: Console) -> bool:
-    """Build the lessons; a failing one is reported and the others go on. Returns whether all went well.
-
-    Ctrl-C (KeyboardInterrupt) ends the kernels that run, begins no other lesson, and leaves every notebook whole.
-    """
-    STOPPED.clear()
-    bars = Progress(console=console, transient=True, disable=not console.is_terminal)
-
-    def one(path: Path) -> bool:
-        if STOPPED.is_set():
-            return False
-        task = bars.add_task(path.stem, total=None, visible=False)
-        try:
-            ok, lines = build_lesson(path, root, options, bars, task)
-        except LessonError as error:
-            ok, lines = False, [f"{error}\n  nothing written for this lesson, its notebooks are as they were"]
-        except Exception as error:  # the other lessons go on
-            ok, lines = False, [f"{path.stem}: the build failed with {type(error).__name__}: {error}"]
-        bars.update(task, visible=False)
-        if STOPPED.is_set() and not ok:
-            lines = [f"{path.stem}: stopped by you, its notebooks are as they were"]
-        for line in lines:
-            console.print(line, style=None if ok else "red", markup=False)
-        return ok
-
-    with bars, ThreadPoolExecutor(max_workers=max(1, options.jobs)) as pool:
-        try:
-            return all(list(pool.map(one, paths)))
-        except KeyboardInterrupt:
-            stop_kernels()
-            pool.shutdown(cancel_futures=True)
-            raise
+    """Build the lessons in turn; a failing one is reported and the others go on. Returns whether all went well."""
+    well = True
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bars:
+        for path in paths:
+            try:
+                ok, lines = build_lesson(path, root, options, bars)
+            except LessonError as error:
+                ok, lines = False, [f"{error}\n  nothing written for this lesson, its notebooks are as they were"]
+            except Exception as error:  # the other lessons go on
+                ok, lines = False, [f"{path.stem}: the build failed with {type(error).__name__}: {error}"]
+            for line in lines:
+                console.print(line, style=None if ok else "red", markup=False)
+            well &= ok
+    return well
 
 
 # ---------------------------------------------------------------- check
@@ -239,13 +221,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--only", action="append", metavar="02", help="only this phase; repeatable")
     parser.add_argument("--check", action="store_true", help="execute and write nothing, exit 1 on a difference")
-    too = "with --check: compare exercises/ too (default: only where CI=true)"
-    parser.add_argument("--exercises", action=argparse.BooleanOptionalAction, help=too)
+    too = "with --check: compare exercises/ too, as where CI=true"
+    parser.add_argument("--exercises", action="store_true", help=too)
     parser.add_argument("--force", action="store_true", help="execute lessons that have not changed too")
     filled = "replace exercises that were filled in, keeping a copy of each"
     parser.add_argument("--force-exercises", action="store_true", help=filled)
-    at_once = "lessons at once (default 1: neighbours disturb each other's timings)"
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help=at_once)
     parser.add_argument("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     root = options.root.resolve()
@@ -258,7 +238,7 @@ def main(argv: list[str] | None = None) -> int:
             console.print("stopped by you: what was built is kept, and the next build goes on from there")
             return 130
     in_ci = os.environ.get("CI", "").lower() == "true"
-    exercises = in_ci if options.exercises is None else options.exercises
+    exercises = options.exercises or in_ci
     problems, stale = out_of_date(paths, root, exercises, strays=in_ci and not options.only)
     for problem in problems:
         console.print(f"out of date: {problem}", markup=False)

@@ -8,7 +8,6 @@ import re
 import signal
 import tempfile
 import textwrap
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -85,10 +84,7 @@ def imported_names(source: str, package: str, late: bool = True) -> list[str]:
         package: what relative imports are relative to.
         late: functions, and what stands under an `if`, for type checkers, count too.
     """
-    try:
-        tree = ast.parse(source)
-    except SyntaxError:  # an IPython magic: keep the other lines
-        tree = ast.parse("\n".join(re.findall(r"^(?:import|from) +flashlab[^(\\\n]*$", source, re.M)))
+    tree = ast.parse(source)
     if not late:
         tree.body = [node for node in tree.body if not isinstance(node, ast.FunctionDef | ast.If)]
     names = []
@@ -106,25 +102,10 @@ def imported_names(source: str, package: str, late: bool = True) -> list[str]:
 
 # ---------------------------------------------------------------- execution
 
-_RUNNING: set[int] = set()  # process groups of kernels
-STOPPED = threading.Event()
-
-
-def stop_kernels() -> None:
-    """End every kernel that runs a notebook here, one that is only starting too: their cells fail."""
-    STOPPED.set()
-    for group in list(_RUNNING):
-        _kill(group)
-
-
-def _kill(group: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, signal.SIGKILL)
-
 
 @contextlib.contextmanager
 def kernel_for(notebook, folder: Path, root: Path) -> Iterator[tuple[NotebookClient, Callable[[], str]]]:
-    """Start a kernel for the notebook, working directory `folder`; shut it down at the end.
+    """Start a kernel for the notebook, working directory `folder`; shut it down at the end, and kill it at Ctrl-C.
 
     Yields the client, whose `execute_cell(cell, index)` runs a cell, and a function that returns what the kernel
     process itself has said (not the cells): of use when it died.
@@ -156,15 +137,12 @@ def kernel_for(notebook, folder: Path, root: Path) -> Iterator[tuple[NotebookCli
             return textwrap.shorten(log.read()[-2000:], 600)
 
         with client.setup_kernel(env=environment, stdout=log, stderr=log, cleanup_kc=True):
-            group = kernel.provisioner.pgid
-            if group and group != os.getpgrp():
-                _RUNNING.add(group)
-                if STOPPED.is_set():
-                    _kill(group)
             try:
                 yield client, said
-            finally:
-                _RUNNING.discard(group)
+            except KeyboardInterrupt:  # no kernel goes on, nor what it started
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(kernel.provisioner.pgid, signal.SIGKILL)
+                raise
 
 
 def execute(
@@ -191,39 +169,29 @@ def execute(
                 except DeadKernelError:
                     raise lesson.error(start, f"the kernel died while it ran this cell {said()}".rstrip()) from None
                 cell.metadata.pop("execution", None)
-                normalise_outputs(cell, root)
+                merge_streams(cell)
                 if problem := output_problem(cell):
                     raise lesson.error(start, problem)
             on_cell()
     notebook.metadata["language_info"] = nbformat.from_dict({"name": "python"})  # no interpreter version
 
 
-def normalise_outputs(cell, root: Path) -> None:
-    """One output for adjacent chunks of a stream; tracebacks with short file names."""
+def merge_streams(cell) -> None:
+    """One output for adjacent chunks of a stream."""
     merged = []
     for output in cell.outputs:
         if output.output_type == "stream" and merged and merged[-1].get("name") == output.name:
             merged[-1].text += output.text
-            continue
-        if output.output_type == "error":
-            output.traceback = [short_paths(line, root) for line in output.traceback]
-        merged.append(output)
+        else:
+            merged.append(output)
     cell.outputs = merged
 
 
-def short_paths(text: str, root: Path) -> str:
-    text = re.sub(r"(?:/[\w.+-]+)+/(?=site-packages/)", "", text)
-    text = text.replace(f"{root}{os.sep}", "")
-    return re.sub(r"(?:/[\w.+-]+)+/(?=lib/python3\.\d+/)", "", text)
-
-
 def output_texts(cell) -> Iterator[str]:
-    """The textual outputs of a cell, tracebacks included."""
+    """The textual outputs of a cell."""
     for output in cell.outputs:
         if output.output_type == "stream":
             yield output.text
-        elif output.output_type == "error":
-            yield ANSI.sub("", "\n".join(output.traceback))
         else:
             for mime, data in output.data.items():
                 if mime.startswith("text/") or mime == "image/svg+xml":
@@ -233,12 +201,8 @@ def output_texts(cell) -> Iterator[str]:
 def output_problem(cell) -> str | None:
     """One sentence when an output would not be the same elsewhere, or None."""
     tags = cell.metadata.get("tags", [])
-    if any(o.output_type == "stream" and o.name == "stderr" for o in cell.outputs):
-        text = "".join(o.text for o in cell.outputs if o.output_type == "stream" and o.name == "stderr")
+    if text := "".join(o.text for o in cell.outputs if o.output_type == "stream" and o.name == "stderr"):
         return f"the cell writes to stderr: {text.strip().splitlines()[0] if text.strip() else text!r}"
-    raised = any(o.output_type == "error" for o in cell.outputs)
-    if "raises-exception" in tags and not raised:
-        return "the cell is tagged raises-exception, but nothing was raised"
     for text in output_texts(cell):
         if match := PATH.search(text):
             shown = text[match.start() :].split("\n")[0][:80]

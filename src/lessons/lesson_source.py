@@ -35,7 +35,7 @@ HEADER = """\
 #     name: python3
 # ---
 """
-TAGS = {"exercise", "check", "raises-exception", "nbval-ignore-output"}
+TAGS = {"exercise", "check", "nbval-ignore-output"}
 
 MARKER = re.compile(
     r"^(?P<indent>[ \t]*)(?P<word>#|//)\s*(?P<edge>BEGIN|END) (?P<name>SOLUTION|STARTER)\b(?P<said>:.*)?"
@@ -538,48 +538,21 @@ def check_names(lesson: Lesson, quotes: list[Quote], known: set[str], root: Path
     """
     source = "\n".join(text for _, text in quoted(lesson, quotes, root))
     if missing := sorted(free_names(source) - known):
-        ways = "; ".join(how_to_get(name, quotes, root) for name in missing)
         names = f"the name{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
-        sentence = f"the code for this cell needs {names}, which no cell before it defines or imports: add {ways}"
+        sentence = f"the code for this cell needs {names}, which no cell before it defines or imports"
         raise lesson.error(quotes[0].line, sentence)
-
-
-def how_to_get(name: str, quotes: list[Quote], root: Path) -> str:
-    """The statement with which a cell gets a name that code of these modules uses."""
-    for module in (quote.module for quote in quotes):
-        path = module_file(root, module)
-        for node in ast.parse(path.read_text(encoding="utf-8")).body if path else []:
-            if name not in bound_by(node):
-                continue
-            if not isinstance(node, (ast.Import, ast.ImportFrom)):
-                return f"from {module} import {name}"
-            node.names = [a for a in node.names if (a.asname or a.name).split(".")[0] == name]
-            return ast.unparse(node)
-    return name
 
 
 def free_names(source: str) -> set[str]:
     """The global names that a cell's code uses, anywhere in it, and does not bind itself."""
-    used = names_read(plain_python(source))
+    used = names_read(source)
     return used - defined_names(source) - set(dir(builtins)) - {"__name__", "__file__"}
 
 
 def defined_names(source: str) -> set[str]:
     """The names that a cell's code leaves behind."""
-    symbols = symtable.symtable(plain_python(source), "cell", "exec").get_symbols()
+    symbols = symtable.symtable(source, "cell", "exec").get_symbols()
     return {s.get_name() for s in symbols if s.is_assigned() or s.is_imported()}
-
-
-@functools.cache  # most cells are in an exercise's page and in its solution's
-def plain_python(source: str) -> str:
-    """A cell without IPython's magics; nothing, where it is no Python at all."""
-    for text in (source, re.sub(r"^\s*[%!].*$", "", source, flags=re.M)):
-        try:
-            ast.parse(text)
-        except SyntaxError:
-            continue
-        return text
-    return ""
 
 
 def module_file(root: Path, module: str) -> Path | None:
@@ -612,14 +585,17 @@ def make_notebook(lesson: Lesson, kind: str, root: Path) -> tuple[nbformat.Noteb
         if "exercise" in tags:
             lines = unsolved(lesson, cell) if kind == "exercises" else solved(lesson, cell, root)
             quotes = quotes if kind == "solutions" else []
-        if kind == "exercises" and "check" in tags and "raises-exception" not in tags:
+        if kind == "exercises" and "check" in tags:
             tags.append("raises-exception")  # so that "Run All" goes on past an unsolved exercise
         source = "\n".join(text for _, text in lines)
         metadata = {"tags": tags} if tags else {}
         new_cell = nbformat.v4.new_code_cell if cell.type == "code" else nbformat.v4.new_markdown_cell
         notebook.cells.append(new_cell(source, id=cell.id, metadata=metadata))
         if cell.type == "code":
-            known |= defined_names(source)
+            try:
+                known |= defined_names(source)
+            except SyntaxError as error:
+                raise lesson.error(lines[(error.lineno or 1) - 1][0], f"SyntaxError: {error.msg}") from None
             if quotes:
                 check_names(lesson, quotes, known, root)
         numbers.append([n for n, _ in lines])

@@ -16,16 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import nbformat
-from lesson_source import (
-    Lesson,
-    Quote,
-    cell_quotes,
-    find_lessons,
-    make_notebook,
-    plain_python,
-    read_lesson,
-    symbol_source,
-)
+from lesson_source import Lesson, Quote, cell_quotes, find_lessons, make_notebook, read_lesson, symbol_source
 
 from flashlab.table import Table
 
@@ -153,8 +144,6 @@ def output_lines(cell) -> int:
 def shown_lines(output) -> int:
     if output.output_type == "stream":
         return len(output.text.rstrip("\n").split("\n"))
-    if output.output_type == "error":
-        return sum(line.count("\n") + 1 for line in output.traceback)
     rich = [mime for mime in output.data if mime != "text/plain"]
     return 0 if rich else output.data.get("text/plain", "").count("\n") + 1
 
@@ -163,7 +152,7 @@ def plotting_lines(source: str) -> int:
     """Lines of a cell that draw with matplotlib: of statements, and of the heads of loops, that name figures, axes or
     what is assigned from them. A call into flashlab.figures is one such line, however much it draws."""
     drawing, found = {"plt", "ax", "axes", "fig", "figure", "Rectangle"}, 0
-    pending = ast.parse(plain_python(source)).body[::-1]
+    pending = ast.parse(source).body[::-1]
     while pending:
         node = pending.pop()
         inner = [x for name in ("body", "orelse", "finalbody") for x in getattr(node, name, [])]

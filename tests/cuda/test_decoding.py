@@ -1,6 +1,6 @@
 """Phase 12's kernels: right against float64, clean under the checks; refusals. Without its fences: lecture 12.
 
-On a GPU the same tests run natively, and more of them.
+On a GPU the same tests run natively, and more of them. Layouts, new keys and opcheck: tests/test_decode.py.
 """
 
 import itertools
@@ -192,34 +192,6 @@ def test_a_cuda_graph_replays_with_other_lengths():
 
 
 # ---- a backend of the door -------------------------------------------------------------------------------------------
-
-
-def test_the_door_leads_to_it_with_layouts_and_new_keys():
-    """Pages as [pages, page, kv_heads, head_dim], a table that lies by columns, 64-bit numbers, q with rows apart."""
-    x = Sequences([9, 30, 0], page=4, head_dim=64, dtype=BF16, queries=2, spare=2)
-    k_cache, v_cache = (c.transpose(1, 2).contiguous().transpose(1, 2) for c in (x.k_cache, x.v_cache))
-    q, table = x.q.mT.contiguous().mT, x.table.clamp(min=0).long().mT.contiguous().mT
-    lengths = x.lengths.long()
-    o, lse = flash_attention_with_cache(q, k_cache, v_cache, lengths, table, backend=LAST, return_lse=True)
-    assert o.stride() == torch.empty_like(q).stride()
-    x.expect(o, lse)
-    unused = sorted(set(range(len(k_cache))) - set(x.table[x.table >= 0].tolist()))
-    for i, n in enumerate(x.lengths.tolist()):
-        if n % 4 == 0:
-            table[i, n // 4] = unused.pop()
-    new = [torch.randn(3, 2, 1, 64, generator=torch.Generator().manual_seed(1)).to(DEVICE, BF16) for _ in "kv"]
-    given = q, k_cache, v_cache, lengths, table
-    found = flash_attention_with_cache(*given, k_new=new[0], v_new=new[1], backend=LAST, return_lse=True)
-    for i in range(3):
-        x.k[i], x.v[i] = (torch.cat([a[i], b[i : i + 1]], 2) for a, b in ((x.k, new[0]), (x.v, new[1])))
-    x.expect(*found)
-
-
-def test_pytorch_finds_nothing_wrong_with_it():
-    x = Sequences([3, 18], head_dim=64, dtype=BF16)
-    x.table.clamp_(min=0)
-    options = 0.125, None, None, 0, LAST
-    torch.library.opcheck(torch.ops.flashlab.decode.default, (*x.given, *options), test_utils="test_faketensor")
 
 
 def test_nothing_at_all():

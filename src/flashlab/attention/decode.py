@@ -331,7 +331,7 @@ def decode(
         part_lse = q.new_empty((splits, *lse.shape), dtype=torch.float32)
     counters = torch.zeros(programs, dtype=torch.int32, device=q.device) if fused else lengths
     table = lengths if page_table is None else page_table
-    shared = _shared_arguments(q, k_cache, v_cache, o, splits)
+    shared = _shared_arguments(q, o, splits)
     with current_device(q):
         decode_kernel[(programs, splits)](
             q, k_cache, v_cache, table, lengths, part_o, part_lse, o, lse, counters,
@@ -375,9 +375,7 @@ def _strides(**tensors: torch.Tensor) -> dict[str, int]:
     }
 
 
-def _shared_arguments(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, splits: int
-) -> dict[str, Any]:
+def _shared_arguments(q: torch.Tensor, o: torch.Tensor, splits: int) -> dict[str, Any]:
     """What the kernel and the merge are both told, by parameter name."""
     batch, heads, queries, head_dim = q.shape
     block_d = max(16, triton.next_power_of_2(head_dim))
@@ -415,31 +413,3 @@ def decode_options(
 @functools.cache
 def _sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else SMS
-
-
-def compile_arguments(
-    kernel: str, dtype: torch.dtype, head_dim: int, *, group: int = 4, page: int | None = 16, splits: int = 4,
-    fused: bool = False, softcap: float | None = None, left: int | None = None,
-) -> dict[str, object]:  # fmt: skip
-    """What a compile report needs for a launch of "decode", "merge" or "append" with one query per sequence."""
-    q = torch.empty((4, 8 * group, 1, head_dim), dtype=dtype, device="meta")
-    cache = torch.empty((1024 if page else 4, 8, page or 4096, head_dim), dtype=dtype, device="meta")
-    table = torch.empty((4, 4096 // page), dtype=torch.int32, device="meta") if page else None
-    lengths = torch.empty(4, dtype=torch.int32, device="meta")
-    shared = _shared_arguments(q, cache, cache, q, splits)
-    kept = _cache_arguments(cache, cache, lengths, table, 1)
-    parts = {"PART_O_ptr": torch.float32, "PART_LSE_ptr": torch.float32, "O_ptr": dtype, "LSE_ptr": torch.float32}
-    cached = {"K_ptr": dtype, "V_ptr": dtype, "TABLE_ptr": torch.int32, "LENGTHS_ptr": torch.int32}
-    if kernel == "merge":
-        return parts | shared | {"heads": 8 * group}
-    if kernel == "append":
-        new = torch.empty((4, 8, 1, head_dim), dtype=dtype, device="meta")
-        return cached | kept | _strides(nk=new, nv=new) | {
-            "NEW_K_ptr": dtype, "NEW_V_ptr": dtype, "HEAD_DIM": head_dim, "BLOCK_D": shared["BLOCK_D"], "BLOCK_N": 1,
-        }  # fmt: skip
-    tile = tile_of(group, head_dim, dtype)
-    return (
-        cached | parts | {"Q_ptr": dtype, "COUNTERS_ptr": torch.int32, "group": group} | shared | kept
-        | decode_options(q, cache, cache, q, None, left, softcap) | tile._asdict()
-        | {"SPLIT": splits > 1, "FUSED": fused}
-    )  # fmt: skip

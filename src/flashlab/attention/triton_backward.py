@@ -386,14 +386,8 @@ def compile_arguments(
     kernel: str, dtype: torch.dtype, head_dim: int, tile: Tile, *, seq: int = 4096, heads: int = 16,
     causal: bool = False, window: Window = None, softcap: float | None = None,
 ) -> dict[str, object]:  # fmt: skip
-    """What a compile report needs for a launch of "delta", "dkdv" or "dq" on contiguous [1, heads, seq, head_dim]."""
+    """What a compile report needs for a launch of "dkdv" or "dq" on contiguous [1, heads, seq, head_dim]."""
     x = torch.empty((1, heads, seq, head_dim), dtype=dtype, device="meta")
-    if kernel == "delta":
-        arguments = launch_arguments(tile, q=x, k=x, o=x, do=x)
-        dropped = ("stride_q", "stride_k", "N", "group", "BLOCK_N", "num")
-        pointers = {"O_ptr": dtype, "DO_ptr": dtype, "DLSE_ptr": torch.float32, "DELTA_ptr": torch.float32}
-        kept: dict[str, Any] = {name: value for name, value in arguments.items() if not name.startswith(dropped)}
-        return pointers | kept | {"HAS_DLSE": False}
     results = {"dq": x} if kernel == "dq" else {"dk": x, "dv": x}
     pointers = {f"{name}_ptr": dtype for name in ("Q", "K", "V", "DO", *(name.upper() for name in results))}
     pointers |= {"LSE_ptr": torch.float32, "DELTA_ptr": torch.float32}

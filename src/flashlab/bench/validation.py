@@ -11,7 +11,6 @@ A native count that the emulator cannot know is not compared (instructions, stal
 are sectors of plain loads and of cp.async together: the hardware has one counter for both.
 """
 
-import json
 import re
 import shutil
 import subprocess
@@ -97,10 +96,9 @@ def emulate(v: Variant, metrics: Mapping[str, Count] = METRICS) -> tuple[torch.T
 
 
 def launch_all() -> list[torch.Tensor]:
-    """Every variant once on the GPU, in order; announced on a line each, for the profiler's table."""
+    """Every variant once on the GPU, in order."""
     outputs = []
     for v, module in build(variants()):
-        print("LAUNCH " + json.dumps([v.name, v.head_dim]), flush=True)
         o, _ = module.forward(*(x.cuda() for x in inputs(v)), causal=True)
         torch.cuda.synchronize()
         outputs.append(o.cpu())

@@ -21,7 +21,7 @@ from flashlab import runtime
 from flashlab.attention import triton_forward
 from flashlab.attention.backends import BACKENDS, quick
 from flashlab.attention.blockwise import attention_backward_blockwise
-from flashlab.attention.door import HOPPER, choose_backend
+from flashlab.attention.door import HOPPER
 from flashlab.attention.online_softmax import merge_finished
 from flashlab.attention.triton_forward import current_device
 from flashlab.cuda import operators  # noqa: F401  (the CUDA series among the backends)
@@ -32,11 +32,6 @@ from flashlab.kernels import step
 Part = tuple[torch.Tensor, torch.Tensor]
 """o [batch, heads, rows, head_dim] and lse [batch, heads, rows], of some of the keys."""
 _WIDE = ("reference", "simulation", "torch")  # float32 costs them nothing, or they take it anyway
-
-
-def backend_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, backend: str) -> str:
-    """The backend that does a block of these; raises as `flashlab.attention.door.choose_backend`."""
-    return choose_backend(q, k, v, causal=causal, backend=backend).backend
 
 
 def block_forward(

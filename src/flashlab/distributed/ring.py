@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 import torch
 
 from flashlab.attention.backends import INSTEAD
+from flashlab.attention.door import choose_backend
 from flashlab.attention.inputs import check_causal, refuse_words, scale_of
 from flashlab.distributed.layout import LAYOUTS, Block, blocks, local_lengths, pairs
 from flashlab.distributed.link import Group, Link, connect
-from flashlab.distributed.parts import added, backend_for, block_backward
+from flashlab.distributed.parts import added, block_backward
 from flashlab.runtime.dispatch import no_forward_mode, once
 
 
@@ -87,7 +88,7 @@ def plan_of(
 ) -> Plan:  # fmt: skip
     """The plan of `ring_attention`; raises what that raises, before anything is sent."""
     check_causal(causal)
-    chosen = backend_for(q, k, v, causal, backend)
+    chosen = choose_backend(q, k, v, causal=causal, backend=backend).backend
     batch, heads, n, head_dim = q.shape
     if k.shape[2] != n:
         raise ValueError(f"q has {n} rows and k has {k.shape[2]}: both are the rank's shard of one sequence")

@@ -190,15 +190,6 @@ def launch_arguments(
     }  # fmt: skip
 
 
-def compile_arguments(dtype: torch.dtype, head_dim: int, *, back: bool = False) -> dict[str, object]:
-    """What a compile report needs for a launch on contiguous tensors [1, 16, 4096, head_dim] and 4 key heads."""
-    q = torch.empty((1, 16, 4096, head_dim), dtype=dtype, device="meta")
-    k, cos = q[:, :4].contiguous(), torch.empty((4096, head_dim // 2), device="meta")
-    pointers = {f"{name}_ptr": dtype for name in ("Q", "K", "TURNED_Q", "TURNED_K")}
-    tables = {"COS_ptr": torch.float32, "SIN_ptr": torch.float32}
-    return pointers | tables | launch_arguments(q, k, q, k, cos, cos, 0, back)
-
-
 def check_table(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, offset: int) -> None:
     """Raise TypeError or ValueError, a sentence, unless the tables have the angles of x's rows."""
     for name, table in (("cos", cos), ("sin", sin)):
