@@ -149,7 +149,7 @@ TOLD = [
     ("8.7", [("wait<0>();\n    __syncthreads();         // all of V_j", "wait<1>();\n    __syncthreads();  // V_j")],
      "read-before-wait", "in part E, `ldmatrix_x4_trans"),
     ("8.7", [(V_8_7, ""), ("    @Q\n", "    @Q\n    copy_v(j);\n")], "no-overlap", "could be 15360"),
-    ("8.8", [("> last) x = -INFINITY;", "> last) {}")], "tail-not-masked", "be -INFINITY. And causal: each row sees"),
+    ("8.8", [("> last) x = -INFINITY;", "> last) {}")], "tail-not-masked", "in m and l. And causal: each row sees"),
     ("8.8", [("at(key, d * 16 + lane / 8 % 2 * 8)", "at(n * 16 + lane % 16, d * 16 + lane / 16 * 8)")],
      "fragment-swapped", "b1 of the first 8 keys"),
     ("8.8", [(COPY, PLAIN)], "no-cp-async", "hold up their thread"),

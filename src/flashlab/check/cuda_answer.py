@@ -26,7 +26,7 @@ import torch
 
 from flashlab.attention import reference
 from flashlab.check import CheckFailed, expect, expect_close, verification, verify
-from flashlab.check.cases import Case
+from flashlab.check.cases import Case, case_list
 from flashlab.check.diagnose import RIGHT_AS_WRITTEN
 from flashlab.check.mistakes import weights
 from flashlab.check.mistakes.kernels import explain
@@ -684,7 +684,7 @@ def _examined(
             raise _rows_twice(failed, module, whole, head_dim, dtype, sms) from None
         if failed.diagnosis == "low-precision":  # a key too few in a row's many may look like a rounding
             _expect_last_key(forward, head_dim, dtype)
-        known = explain(forward, head_dim) if vague else None
+        known = explain(forward, head_dim, partial(_simpler, forward, head_dim, dtype, max_tile)) if vague else None
         if known is None or (known[0] == "wrong-with-many-keys" and failed.diagnosis in weights.SLUGS):
             raise _honest(failed) from None
         raise CheckFailed(known[1], diagnosis=known[0], case=failed.case) from None
@@ -693,6 +693,18 @@ def _examined(
     _expect_moving_maxima(forward, head_dim, dtype)
     _expect_any_scale(forward, head_dim, dtype)
     return Verdict(checked.cases + len(reports), reports[0].counters)
+
+
+def _simpler(forward: Callable[..., Any], head_dim: int, dtype: torch.dtype, max_tile: int) -> tuple[str, str] | None:
+    """The slug and the sentence of what is wrong with one head and no mask, where a cause of that is known."""
+    options: dict[str, Any] = {"dtypes": (dtype,), "head_dims": (head_dim,), "batched": False, "strided": False}
+    cases = [replace(x, seq_q=min(x.seq_q, 16)) for x in case_list(max_seq=300, max_tile=max_tile, **options)]
+    try:
+        verification.run(lambda case, *qkv: forward(*qkv, causal=False, scale=case.softmax_scale), cases)
+    except CheckFailed as failed:
+        if failed.diagnosis not in VAGUE:
+            return failed.diagnosis, f"with one head and no mask: {_honest(failed).sentence}"
+    return None
 
 
 def expect_variant(whole: Source, head_dim: int, dtype: torch.dtype = torch.bfloat16) -> None:
