@@ -41,7 +41,7 @@ from flashlab.kernels.series import FOLDER as KERNELS
 from flashlab.kernels.series import Step
 from flashlab.simt import Counters, Finding, Report, SimtError
 from flashlab.simt.conversions import conversions
-from flashlab.simt.source import blank_comments, entries
+from flashlab.simt.source import _matching, blank_comments, entries
 
 HOLE = "YOUR CODE HERE"
 
@@ -333,7 +333,7 @@ def with_nan(text: str) -> str:
     """
     code = blank_comments(text)
     members = [
-        range(m.end(), _closing(code, m.end())) for m in re.finditer(r"\b(?:struct|union|class)\b[^;{}()]*{", code)
+        range(m.end(), _matching(code, m.end() - 1)) for m in re.finditer(r"\b(?:struct|union|class)\b[^;{}()]*{", code)
     ]
     found = []
     for m in _DECLARED.finditer(code):
@@ -351,16 +351,6 @@ def _without_value(declared: str) -> list[str]:
     while before != declared:  # what is in brackets has commas of its own
         before, declared = declared, re.sub(r"\([^()]*\)|\[[^\[\]]*\]|\{[^{}]*\}", "", declared)
     return [name for part in declared.split(",") if re.fullmatch(r"\w+", name := part.strip())]
-
-
-def _closing(code: str, at: int) -> int:
-    """Where the brace closes that was opened before `at`."""
-    depth = 1
-    for brace in re.finditer(r"[{}]", code[at:]):
-        depth += 1 if brace[0] == "{" else -1
-        if not depth:
-            return at + brace.start()
-    return len(code)
 
 
 def expect_set(whole: Source, *, head_dim: int = 64, dtype: torch.dtype = torch.float16) -> None:
