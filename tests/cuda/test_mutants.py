@@ -13,7 +13,7 @@ from flashlab.check.mistakes.series import Mutant
 from flashlab.kernels.series import step
 
 MUTANTS = (*series.MUTANTS, *hopper.MUTANTS)
-RIGHT = ("p8_side_split_kv", "p8_1_split_q", "p8_3_stages", "p8_4_swizzle", "p9_1_masks", "p11_4_producer", "p11_flash")
+RIGHT = ("p8_1_split_q", "p8_3_stages", "p8_4_swizzle", "p9_1_masks", "p11_4_producer", "p11_flash")
 FIRST = {(m in series.MUTANTS, m.found[0]): m for m in reversed(MUTANTS) if "max_seq" not in m.options}
 """Of each diagnosis one: every mutant is a build of its own, and the others are tried where `-m long` asks for them."""
 

@@ -10,7 +10,6 @@ from lesson_answers import accepted, answers_of, diagnosis, failure, told
 from lesson_answers import changed_texts as changed
 
 from flashlab.check.cuda_answer import PROBES, built, probe, source_of
-from flashlab.cuda import load_inline
 from flashlab.exercises import check, phase_11, phase_11c
 from flashlab.exercises.rule import RULES
 from flashlab.kernels import step
@@ -140,32 +139,6 @@ def test_the_ladder_keeps_these_budgets(head_dim):
     registers = {e.values[0] for e in report.launches[0].events if e.did == "registers"}
     assert registers == {used, 32 if consumers == 3 else 24}
     assert phase_11.consumer_registers(consumers, min(registers)) == used
-
-
-def test_the_emulator_deals_out_as_many_registers():
-    text = """#include "ptx_sm90.cuh"
-__global__ void deal() {
-    if (threadIdx.x >= CONSUMERS * 128) setmaxnreg_dec<PRODUCER>();
-    else setmaxnreg_inc<CONSUMER>();
-}
-extern "C" int run(void* stream) {
-    deal<<<1, CONSUMERS * 128 + 128, 0, (cudaStream_t)stream>>>();
-    return (int)cudaGetLastError();
-}
-"""
-    for consumers, more in ((2, 0), (4, 0), (4, 8)):
-        numbers = {
-            "CONSUMERS": consumers,
-            "PRODUCER": 24,
-            "CONSUMER": phase_11.consumer_registers(consumers, 24) + more,
-        }
-        module = load_inline(text, backend="emulator", defines=numbers)
-        if not more:
-            module.launch("run", echo=False)
-            continue
-        with pytest.raises(SimtError) as caught:
-            module.launch("run", echo=False)
-        assert "registers-missing" in str(caught.value)
 
 
 # ---- 11.5 ------------------------------------------------------------------------------------------------------------
