@@ -15,7 +15,8 @@ CATALOGUE = (*ROWS, *READ_OFF)
 FIRST = [*{row.slug: row for row in reversed(CATALOGUE) if row.slug != "l-in-low-precision"}.values()][::2]
 IN_FLOAT32 = ("tf32", "weights-not-scaled")
 EVERYTHING = ("causal", "mask", "wrong-kv", "l-counts", "finite")
-TELLING = {"padding-in-the-maximum": 1, "m-of-this-block-only": 1}  # sizes at which it is no other mistake
+# Sizes at which it is no other mistake.
+TELLING = {"padding-in-the-maximum": 1, "m-of-this-block-only": 1, "causal-first-tile-only": 1}
 SEEN = ("one-maximum",)  # in 16 bits P is 0 before it is in float32, and rows of o are: that is told
 BLOCK_N = (32, 64, 16, 128)  # of the mistakes that depend on no tile: another one from row to row
 

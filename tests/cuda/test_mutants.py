@@ -1,4 +1,4 @@
-"""Every broken kernel of the zoo is found, and in words that name its mistake; the kernels they come from pass."""
+"""Every broken kernel of the zoo is found, and in words that name its mistake."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from flashlab.check.mistakes.series import Mutant
 from flashlab.kernels.series import step
 
 MUTANTS = (*series.MUTANTS, *hopper.MUTANTS)
-RIGHT = ("p8_side_split_kv", "p8_1_split_q", "p8_3_stages", "p8_4_swizzle", "p9_1_masks", "p11_4_producer", "p11_flash")
 FIRST = {(m in series.MUTANTS, m.found[0]): m for m in reversed(MUTANTS) if "max_seq" not in m.options}
 """Of each diagnosis one: every mutant is a build of its own, and the others are tried where `-m long` asks for them."""
 
@@ -37,18 +36,6 @@ def test_a_broken_kernel_is_told_its_mistake(mutant):
 def test_a_mutant_that_no_longer_fits_is_told():
     with pytest.raises(ValueError, match="'no such line' occurs 0 times in p11_4_producer.cu, gone"):
         Mutant("gone", "p11_4_producer", (("no such line", ""),), ()).source()
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in ("p9_1_masks", "p11_flash") else pytest.mark.long) for n in RIGHT]
-)
-def test_the_kernels_they_come_from_pass(name):
-    assert trial.examine(step(name), fast=False, max_seq=150, sms=1 if name == "p11_flash" else 132).cases > 30
-
-
-@pytest.mark.long
-def test_the_last_kernel_passes_with_split_keys():
-    assert trial.examine(step("p9_flash"), fast=False, max_seq=1100).cases > 30
 
 
 def test_a_finding_quotes_the_learners_lines():
@@ -85,4 +72,4 @@ def test_a_right_function_has_no_mistake_to_explain():
             s = s.masked_fill(~seen, -torch.inf)
         return s.softmax(-1).nan_to_num() @ v.double(), s.logsumexp(-1)
 
-    assert explain(right, 64) is None
+    assert explain(right, 64, lambda: None) is None

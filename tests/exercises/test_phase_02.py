@@ -16,9 +16,6 @@ def test_the_right_answers_pass():
 
 test_each_part_of_the_loop_is_named = diagnosed(
     ("2.3", ("torch.exp(m_i - m_new)", "torch.exp(m_new - m_i).nan_to_num(posinf=0)"), "correction-inverted"),
-    ("2.3", ("torch.exp(m_i - m_new)", "torch.exp(m_i - m_new) ** 2"), "corrected-twice"),
-    ("2.3", ("acc * correction[:, None]", "acc * 0"), "overwritten"),
-    ("2.3", ("acc * correction[:, None]", "acc"), "o-not-rescaled"),
     # The zero that guards a subtraction is not the maximum.
     ("2.6", ("        m_i = m_new\n", "        m_i = m_safe\n"), "guard-kept"),
 )

@@ -38,7 +38,6 @@ MASK = "seen = (key <= query + N - M) | (key < prefix)"
 
 
 test_the_mask_of_a_tile_in_other_styles = accepted(
-    ("4.3", (MASK, "seen = (key - query <= N - M) | (key < prefix)")),
     ("4.3", (MASK, "seen = key < tl.minimum(tl.maximum(query + N - M + 1, prefix), N)")),
     ("4.3", (MASK, "seen = (tl.where(query + N >= key + M, 1, 0) + (key < prefix)) > 0")),
     every=3,
@@ -51,7 +50,6 @@ test_the_mask_of_a_tile_in_other_styles = accepted(
 SCORES = "s = tl.dot(q, k.T, s)"
 PRODUCTS = "q.to(tl.float32)[:, None, :] * k.to(tl.float32)[None, :, :]"
 test_a_wide_head_in_other_styles = accepted(
-    ("4.4", (SCORES, "s += tl.dot(q, tl.trans(k))")),
     ("4.4", (SCORES, f"s += tl.sum({PRODUCTS}, axis=2)")),
     ("4.4", ("    s = tl.dot(", "    k = tl.where(real, k, 0.0)\n        s = tl.dot(")),
     marks=[LONG],
@@ -65,7 +63,6 @@ CAP = "y = cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * x / cap)))"
 
 T = "t = tl.exp(-2.0 * tl.abs(x) / cap)\n    "
 test_a_cap_in_other_styles = accepted(
-    ("4.6", (CAP, "y = cap * (2.0 / (1.0 + tl.exp(-2.0 * x / cap)) - 1.0)")),
     ("4.6", (CAP, "y = cap - 2.0 * cap / (1.0 + tl.exp2(x * (2.885390081777927 / cap)))")),
     ("4.6", (CAP, "y = cap * (2.0 * tl.sigmoid(2.0 * x / cap) - 1.0)")),
     ("4.6", (CAP, f"{T}y = tl.where(x < 0, -cap, cap) * (1.0 - t) / (1.0 + t)")),
@@ -90,7 +87,6 @@ MASKED = '        s = tl.where(seen, capped(s, cap), float("-inf"))\n'
 
 
 test_nobody_looks_ahead_in_other_styles = accepted(
-    ("4.7", ("capped(s, cap)", "cap * (2.0 * tl.sigmoid(2.0 * s / cap) - 1.0)")),
     ("4.7", (MASKED, '        s = capped(s, cap) + tl.where(seen, 0.0, float("-inf"))\n')),
     marks=[LONG],
 )
@@ -155,11 +151,8 @@ def test_pytorch_is_no_kernel():
 @pytest.mark.parametrize(
     "change, slug",
     [
-        (("V_ptr += batch * stride_vb + head // group", "V_ptr += batch * stride_vb + head % (heads // group)"),
-         "wrong-kv-head"),
         (("        end = tl.minimum(N, (block + 1) * BLOCK_M + N - M)",
           "        end = tl.minimum(N, (block + 1) * BLOCK_M)"), None),
-        ([("offs_m + N - M)", "offs_m)"), ("BLOCK_M + N - M)", "BLOCK_M)")], "causal-top-left"),
         pytest.param(("acc * correction[:, None])", "acc)"), "factor-missing", marks=LONG),
         (("        seen = offs_n.T < N\n", "        seen = offs_n.T < end + BLOCK_N\n"), "condition-missing"),
         (("offs_m * stride_qm + offs_d * stride_qd", "offs_m * stride_qm + offs_d"), "factor-missing"),
@@ -205,11 +198,9 @@ test_the_ladder = diagnosed(
     ("4.13", ("scale = head_dim**-0.5", "scale = value_dim**-0.5"), "default-scale"),
     ("4.11", ("offs_d * stride_kd", "offs_d"), "factor-missing"),
     *(pytest.param(id, ("offs_d * stride_kd", "offs_d"), "factor-missing", marks=LONG) for id in ("4.12", "4.13")),
-    *(pytest.param("4.11", [("BLOCK_N=64", "BLOCK_N=32"), change], slug, marks=marks) for change, slug, marks in (
-        (("acc * correction[:, None])", "acc)"), "o-not-rescaled", LONG),
-        (("s = tl.where((offs_n < N).T, ", "s = tl.where((offs_n >= 0).T, "), "tail-not-masked", LONG),
-        (("        m_i = m_new", "        acc = acc.to(tl.float16).to(tl.float32)\n        m_i = m_new"),
-         "rounded-in-every-turn", ()))),
+    ("4.11", [("BLOCK_N=64", "BLOCK_N=32"),
+              ("        m_i = m_new", "        acc = acc.to(tl.float16).to(tl.float32)\n        m_i = m_new")],
+     "rounded-in-every-turn"),
     marks=[WATCHED], every=4,
 )  # fmt: skip
 # Rows past M are stored by nobody.

@@ -28,13 +28,9 @@ def test_delta_of_16_bit_inputs():
 
 P, DP = "torch.exp(scale * (q @ k.T) - lse[:, None])", "kept * (do @ v.T) / keep"
 test_dq_in_several_styles = accepted(
-    ("5.3", [("dq = dq + ds @ k", "dq = dq + scale * ds @ k"), ("return scale * dq", "return dq")]),
     ("5.3", ("range(0, len(K), BLOCK_N)", "reversed(range(0, len(K), BLOCK_N))")),
-    ("5.3", (P, "torch.exp2((scale * (q @ k.T) - lse[:, None]) * 1.4426950408889634)")),
-    ("5.3", (f"p * ({DP} - delta[:, None])", f"p * {DP} - p * delta[:, None]")),
     ("5.3", [("p * (kept", "p.double() * (kept"), ("dq + ds @ k", "dq + ds.float() @ k")]),
     ("5.3", (DP, "torch.where(kept, do @ v.T / keep, 0)")),
-    ("5.3", (DP, "do / keep @ v.T * kept.float()")),
 )
 test_dq_by_a_quotient_of_exponentials = told(
     ("5.3", (P, "torch.exp(scale * (q @ k.T)) / torch.exp(lse)[:, None]"), "infinite in float32")
@@ -60,13 +56,10 @@ SEEN = "torch.ones_like(p).cumsum(1) > torch.ones_like(p).cumsum(0) + distance -
 test_window_blocks_in_several_styles = accepted(
     ("5.4", [("p.to(dO.dtype).float()", "p"), ("ds.to(Q.dtype).float()", "ds")]),
     ("5.4", (BEGIN, f"{BEGIN} // BLOCK_M * BLOCK_M")),
-    ("5.4", [("dk = dk + ", "dk += "), ("dv = dv + ", "dv += ")]),
-    ("5.4", ("return scale * dk, dv", "return [dk * scale, dv]")),
     ("5.4", (LOWER, f"p = torch.where({SEEN}, p, 0.0)")),
 )
 IN_16_BITS = "dk, dv = dk.to(Q.dtype).float(), dv.to(Q.dtype).float()"
 test_what_is_said_of_window_blocks = told(
-    ("5.4", (BEGIN, "max(0, start_n - (N - M) + 1)"), "the term `1` is one too many"),
     ("5.4", ("        q, do =", f"        {IN_16_BITS}\n        q, do ="), "16 bits in each turn"),
     ("5.4", (LOWER, f"p = p * ({SEEN})"), "inf · 0 is NaN"),
     ("5.4", (END, "M"), "end behind the last"),
@@ -87,8 +80,6 @@ MASKED = "ds = tl.where(in_range[None, :], p * (dp - delta[:, None]), 0.0)"
 HIDDEN = 's = tl.where(in_range[None, :], s, float("-inf"))'
 KERNELS = [pytest.mark.slow, INTERPRETED]
 test_dq_kernel_in_several_styles = accepted(
-    ("5.6", [("dq = tl.dot(ds.to(k.dtype), k, dq" + IEEE, "dq += tl.dot(ds.to(k.dtype), k" + IEEE)]),
-    ("5.6", [("p = tl.exp(s - lse[:, None])", "p = tl.exp2((s - lse[:, None]) * 1.4426950408889634)")]),
     ("5.6", [("p = tl.exp(s - lse[:, None])", "p = tl.where(in_range[None, :], tl.exp(s - lse[:, None]), 0.0)"),
              (MASKED, "ds = p * (dp - delta[:, None])")]),
     ("5.6", ("* scale\n        p =", f"* scale\n        {HIDDEN}\n        p =")),
@@ -106,22 +97,18 @@ test_dc_kernel_in_several_styles = accepted(
 
 
 test_what_is_said_of_kernels = told(
-    ("5.11", ("* stride_dcn", "* stride_cn"), "`stride_cn` stands where `stride_dcn`"),
-    ("5.11", ("range(0, M, BLOCK_M)", "range(0, M, BLOCK_N)"), "`BLOCK_N` stands where `BLOCK_M`"),
-    ("5.11", ("dc = tl.dot(ds", "dc += tl.dot(ds"), "it doubles in every turn"),
     ("5.6", (MASKED, "p = tl.exp(tl.where(in_range[None, :], s, -1.0e6) - lse[:, None])\n        ds = p * (dp - "
              "delta[:, None])"), "NaN in the last tile"),
     ("5.6", ("        s = tl.dot(", f"        dq = dq{CUT}\n        s = tl.dot("), "16 bits in each turn"),
+    ("5.11", ("dc = tl.dot(ds", "dc += tl.dot(ds"), "it doubles in every turn"),
     ("5.12", ("p_t = tl.where(offs_n[:, None] <= offs_m[None, :] + N - M, p_t, 0.0)",
              "p_t = p_t * (offs_n[:, None] <= offs_m[None, :] + N - M)"), "inf · 0 is NaN"),
     ("5.13", ("t = 2.0 / (1.0 + tl.exp(-2.0 * s / softcap)) - 1.0",
              "t = (tl.exp(2.0 * s / softcap) - 1.0) / (tl.exp(2.0 * s / softcap) + 1.0)"), "inf / inf"),
     ("5.13", ("ds = tl.where(seen, ds, 0.0)", "ds = ds * seen"), "inf · 0 is NaN"),
     ("5.13", ("seen = offs_n[None, :] < N", "seen = offs_n[None, :] >= 0"), "a key that is not there has a P"),
-    ("5.12", ("p_t = tl.where(offs_n[:, None] <= offs_m[None, :] + N - M, p_t, 0.0)", "p_t = p_t"), "is not asked"),
     ("5.12", ("tl.store(dk_ptrs, (dk", "dk, dv = dv / scale, dk * scale\n    tl.store(dk_ptrs, (dk"),
      "what is stored at `dk_ptrs` and at `dv_ptrs` is exchanged"),
-    ("5.12", ("head * stride_doh", "head * stride_qh"), "`stride_qh` stands where `stride_doh`"),
     ("5.5", ("tl.load(o_ptrs, mask=offs_m[:, None]", "tl.load(o_ptrs, mask=offs_d[None, :]"),
      "a mask, or with one that is always true"),
     ("5.5", ("g * dg", "dg"), "dO = g · dY"),

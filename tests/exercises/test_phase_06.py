@@ -62,39 +62,40 @@ def test_the_visits_of_6_7(rows_of_a_tile, words):
     assert words in str(failure("6.7", visited))
 
 
-# Another way to write 6.8: a warp per block, one row per lane, exponentials to base e, rows in plain floats.
+# Another way to write 6.8: a warp per block, one row per lane, exponentials to base e, rows in plain floats (and 7.10).
 ONE_WARP = """
 #include "problem.cuh"
 
 constexpr int ROWS = 32, KEYS = 16;
 
 __global__ void attention(Problem p) {
-    __shared__ float k[KEYS][64], v[KEYS][64];
+    __shared__ float k[KEYS][HEAD_DIM], v[KEYS][HEAD_DIM];
     const int tiles = (p.seq_q + ROWS - 1) / ROWS, which = blockIdx.x / tiles;
     const int batch = which / p.heads, head = which % p.heads, kv = head * p.kv_heads / p.heads;
     const int lane = threadIdx.x, row = blockIdx.x % tiles * ROWS + lane;
     const bool exists = row < p.seq_q;
     const int sees = !exists ? 0 : p.causal ? min(p.seq_k, row + p.seq_k - p.seq_q + 1) : p.seq_k;
-    float q[64], o[64], m = -INFINITY, l = 0;
-    for (int d = 0; d < 64; d++) q[d] = exists ? rows_of(p.q, p.q_stride, batch, head, row)[d] : 0, o[d] = 0;
+    float q[HEAD_DIM], o[HEAD_DIM], m = -INFINITY, l = 0;
+    const T* from = rows_of(p.q, p.q_stride, batch, head, row);
+    for (int d = 0; d < HEAD_DIM; d++) q[d] = exists ? (float)from[d] : 0, o[d] = 0;
     for (int start = 0; start < p.seq_k; start += KEYS) {
         __syncwarp();
-        for (int i = lane; i < KEYS * 64; i += 32) {
-            const int key = start + i / 64, d = i % 64;
-            k[i / 64][d] = key < p.seq_k ? rows_of(p.k, p.k_stride, batch, kv, key)[d] : 0;
-            v[i / 64][d] = key < p.seq_k ? rows_of(p.v, p.v_stride, batch, kv, key)[d] : 0;
+        for (int i = lane; i < KEYS * HEAD_DIM; i += 32) {
+            const int key = start + i / HEAD_DIM, d = i % HEAD_DIM;
+            k[i / HEAD_DIM][d] = key < p.seq_k ? (float)rows_of(p.k, p.k_stride, batch, kv, key)[d] : 0;
+            v[i / HEAD_DIM][d] = key < p.seq_k ? (float)rows_of(p.v, p.v_stride, batch, kv, key)[d] : 0;
         }
         __syncwarp();
         for (int n = 0; n < KEYS && start + n < sees; n++) {
             float s = 0;
-            for (int d = 0; d < 64; d++) s += q[d] * k[n][d];
+            for (int d = 0; d < HEAD_DIM; d++) s += q[d] * k[n][d];
             const float m_new = fmaxf(m, s * p.scale), c = expf(m - m_new), e = expf(s * p.scale - m_new);
             m = m_new, l = l * c + e;
-            for (int d = 0; d < 64; d++) o[d] = o[d] * c + e * v[n][d];
+            for (int d = 0; d < HEAD_DIM; d++) o[d] = o[d] * c + e * v[n][d];
         }
     }
     if (!exists) return;
-    for (int d = 0; d < 64; d++) rows_of(p.o, p.o_stride, batch, head, row)[d] = l > 0 ? o[d] / l : 0;
+    for (int d = 0; d < HEAD_DIM; d++) rows_of(p.o, p.o_stride, batch, head, row)[d] = T(l > 0 ? o[d] / l : 0);
     p.lse[(int64_t)which * p.seq_q + row] = l > 0 ? m + logf(l) : -INFINITY;
 }
 extern "C" int forward(const Problem* p, void* stream) {

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from lesson_answers import answers_of, failure
+from test_phase_06 import ONE_WARP
 
 from flashlab.cuda import load_inline
 from flashlab.exercises import check, phase_07
@@ -55,34 +56,7 @@ def test_fragments_may_be_loaded_by_hand_where_no_ldmatrix_is_asked_for():
     assert check("7.9", old[:begin] + by_hand + old[end:])
 
 
-SCALAR = r"""
-#include "problem.cuh"
-__global__ void attention(const Problem p) {                     // a row per block, a thread per column of O
-    const int row = blockIdx.x, batch = blockIdx.y / p.heads, head = blockIdx.y % p.heads, d = threadIdx.x;
-    const int kv_head = head / (p.heads / p.kv_heads);
-    const T* q = rows_of(p.q, p.q_stride, batch, head, row);
-    const int end = p.causal ? min(p.seq_k, row + 1 + p.seq_k - p.seq_q) : p.seq_k;
-    float m = -INFINITY, l = 0.f, o = 0.f;
-    for (int j = 0; j < end; j++) {
-        const T* k = rows_of(p.k, p.k_stride, batch, kv_head, j);
-        float s = 0.f;
-        for (int i = 0; i < HEAD_DIM; i++) s += (float)q[i] * (float)k[i];
-        s *= p.scale;
-        const float larger = fmaxf(m, s), correction = expf(m - larger), weight = expf(s - larger);
-        m = larger, l = l * correction + weight;
-        o = o * correction + weight * (float)rows_of(p.v, p.v_stride, batch, kv_head, j)[d];
-    }
-    rows_of(p.o, p.o_stride, batch, head, row)[d] = T(l > 0.f ? o / l : 0.f);
-    if (d == 0) p.lse[(int64_t)blockIdx.y * p.seq_q + row] = m + logf(l);
-}
-extern "C" int forward(const Problem* p, void* stream) {
-    attention<<<dim3(p->seq_q, p->batch * p->heads), HEAD_DIM, 0, (cudaStream_t)stream>>>(*p);
-    return (int)cudaGetLastError();
-}
-"""
-
-
 @pytest.mark.long  # a minute of scalar products
 def test_the_tensor_cores_have_to_be_used():
-    failed = failure("7.10", SCALAR)
+    failed = failure("7.10", ONE_WARP)
     assert failed.diagnosis == "wrong-count" and "no MMA" in str(failed)

@@ -174,9 +174,7 @@ def test_the_cost_of_first_calls_in_several_styles(fn):
 
 COSTS = [
     ("all calls", lambda t, w, r: sum(t[:w]) - w * statistics.mean(t), "mean over all calls"),
-    ("not times warmup", lambda t, w, r: sum(t[:w]) - statistics.mean(t[w:]), "the factor `warmup` is missing"),
     ("not scaled", lambda t, w, r: sum(t[:w]) - sum(t[w:]), "all later calls, `rounds` of them"),
-    ("nothing less", lambda t, w, r: sum(t[:w]), "the term"),
     ("negative", lambda t, w, r: w * t[-1] - sum(t[:w]), "other way round"),
     ("first alone", lambda t, w, r: t[0] - t[-1], "should be"),
     ("per call", lambda t, w, r: sum(t[:w]) / w - t[-1], "should be"),
@@ -242,10 +240,7 @@ WRONG_TIMES = [
     (never_waited, "still has work to do"),
     (neither, "two things are wrong"),
     (counting_the_warm_up, "two things are wrong"),
-    (lambda run, gpu, w, r: in_batches(run, gpu, w, r) * 50, "should be"),
-    (lambda run, gpu, w, r: in_batches(run, gpu, w, r) / 1000, "1 / 1000 times"),
     (lambda run, gpu, w, r: -in_batches(run, gpu, w, r), "other way round"),
-    (lambda run, gpu, w, r: print(gpu.clock()), "returns nothing"),
     (lambda run, gpu, w, r: f"{in_batches(run, gpu, w, r)} ms", "should be a number"),
     (lambda run, gpu, w, r: [run() for _ in range(w + r)] and time.perf_counter() * 0 + 2.0, "never read"),
 ]
@@ -405,12 +400,6 @@ def repeated(q, k, v, t):
     return windowed(q, k, v)
 
 
-def expanded(q, k, v, t):
-    q, k = fused_rope(q, k, *t)
-    k, v = (x[:, :, None].expand(-1, -1, q.shape[1] // x.shape[1], -1, -1).reshape(q.shape) for x in (k, v))
-    return windowed(q, k, v)
-
-
 def materialised(q, k, v, t):
     q, k = fused_rope(q, k, *t)
     q = q.unflatten(1, (k.shape[1], -1))
@@ -419,12 +408,6 @@ def materialised(q, k, v, t):
     later = torch.ones(N, N, device=q.device)
     later = (later.triu(1) + later.tril(-12)).bool()
     return torch.einsum("bkgmn,bknd->bkgmd", s.masked_fill(later, -math.inf).softmax(-1), v).flatten(1, 2)
-
-
-def with_a_mask(q, k, v, t):
-    N = q.shape[2]
-    mask = torch.ones(N, N, dtype=torch.bool, device=q.device).tril().triu(-11)
-    return F.scaled_dot_product_attention(*fused_rope(q, k, *t), v, attn_mask=mask, enable_gqa=True)
 
 
 def rebuilt(q, k, v, t):
@@ -458,17 +441,13 @@ def copying(q, k, v, t):
     [
         (tables, lambda q, k, v, t: slow(q, k, v), "scores-in-memory"),
         (tables, materialised, "scores-in-memory"),
-        (tables, with_a_mask, "scores-in-memory"),
         (lambda p, d, device: (torch.ones(p, p, device=device).tril().triu(-11).log(), *tables(p, d, device)),
          lambda q, k, v, t: F.scaled_dot_product_attention(
              *fused_rope(q, k, *t[1:]), v, attn_mask=t[0][: q.shape[2], : q.shape[2]].to(q.dtype), enable_gqa=True),
          "scores-in-memory"),
         (tables, repeated, "kv-repeated"),
-        (tables, expanded, "kv-repeated"),
         (tables, rebuilt, "tables-rebuilt"),
         (tables, looking(lambda o: o.isnan().any().item()), "waits"),
-        (tables, looking(lambda o: bool((o > 100).any())), "waits"),
-        (tables, looking(lambda o: o[0, 0, 0, 0].tolist()), "waits"),
         (tables, looking(lambda o: o.sum().cpu()), "waits"),
         (tables, looking(lambda o: o[o.isnan()]), "waits"),
         (tables, looking(lambda o: o[0, 0, 0, 0].to("cpu")), "waits"),
@@ -480,16 +459,9 @@ def copying(q, k, v, t):
         (tables, copying, "too-many-bytes"),
         (tables, lambda q, k, v, t: windowed(*fused_rope(q, k, *t), v, causal=False, window=(11, None)),
          "not-causal"),
-        (tables, lambda q, k, v, t: windowed(*fused_rope(q, k, *t), v, scale=1.0), "division-missing"),
         (tables, lambda q, k, v, t: windowed(*fused_rope(q / math.sqrt(q.shape[3]), k, *t), v), "scaled-twice"),
         (tables, lambda q, k, v, t: windowed(*[x.bfloat16() for x in (rope(q, *t), rope(k, *t), v)]).to(q.dtype),
          "wrong-value"),
-        (tables, lambda q, k, v, t: turned_by(rope)(q, k, v, t).transpose(1, 2), "wrong-shape"),
-        (tables, lambda q, k, v, t: turned_by(rope)(q, k, v, t).double(), "wrong-dtype"),
-        (tables, lambda q, k, v, t: windowed(*fused_rope(q.mul_(1.5), k, *t), v), "inputs-changed"),
-        (tables, lambda q, k, v, t: None, "returned-none"),
-        (tables, lambda q, k, v, t: [q], "wrong-type"),
-        (lambda p, d, device: None, turned_by(rope), "exception"),
     ],
 )  # fmt: skip
 @pytest.mark.every(2)

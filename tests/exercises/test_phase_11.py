@@ -10,7 +10,6 @@ from lesson_answers import accepted, answers_of, diagnosis, failure, told
 from lesson_answers import changed_texts as changed
 
 from flashlab.check.cuda_answer import PROBES, built, probe, source_of
-from flashlab.cuda import load_inline
 from flashlab.exercises import check, phase_11, phase_11c
 from flashlab.exercises.rule import RULES
 from flashlab.kernels import step
@@ -107,12 +106,9 @@ def test_a_float_is_no_number_of_bytes():
         (("tile + 32 * k, SWIZZLE_128", "tile + 16 * k, SWIZZLE_128"), "wrong-address"),
         (("tile + 32 * k, SWIZZLE_128, 16, 8 * 128", "tile + 32 * k, SWIZZLE_128, 16, 128"), "wrong-stride"),
         (("SWIZZLE_64", "SWIZZLE_128"), "wrong-swizzle"),
-        (("8 * 64", "8 * 128"), "wrong-stride"),
-        (("16 * 128 * k", "32 * k"), "wrong-address"),
         (("64 * 128, 8 * 128", "8 * 128, 64 * 128"), "wrong-stride"),
         (("64 * 128, 8 * 128", "16, 8 * 128"), "wrong-leading"),
         (("SWIZZLE_128, 64 * 128, 8 * 128", "SWIZZLE_128, 64 * 128, 8 * 128, 3"), "wrong-base-offset"),
-        (("tile + 32 * k, SWIZZLE_128", "tile + 32 * k, SWIZZLE_NONE"), "wrong-swizzle"),
         (("tile + 32 * k, SWIZZLE_64", "tile, SWIZZLE_64"), "wrong-address"),
         (("v_rows(", "v_row("), "wrong-entry"),
     ],
@@ -145,32 +141,6 @@ def test_the_ladder_keeps_these_budgets(head_dim):
     assert phase_11.consumer_registers(consumers, min(registers)) == used
 
 
-def test_the_emulator_deals_out_as_many_registers():
-    text = """#include "ptx_sm90.cuh"
-__global__ void deal() {
-    if (threadIdx.x >= CONSUMERS * 128) setmaxnreg_dec<PRODUCER>();
-    else setmaxnreg_inc<CONSUMER>();
-}
-extern "C" int run(void* stream) {
-    deal<<<1, CONSUMERS * 128 + 128, 0, (cudaStream_t)stream>>>();
-    return (int)cudaGetLastError();
-}
-"""
-    for consumers, more in ((2, 0), (4, 0), (4, 8)):
-        numbers = {
-            "CONSUMERS": consumers,
-            "PRODUCER": 24,
-            "CONSUMER": phase_11.consumer_registers(consumers, 24) + more,
-        }
-        module = load_inline(text, backend="emulator", defines=numbers)
-        if not more:
-            module.launch("run", echo=False)
-            continue
-        with pytest.raises(SimtError) as caught:
-            module.launch("run", echo=False)
-        assert "registers-missing" in str(caught.value)
-
-
 # ---- 11.5 ------------------------------------------------------------------------------------------------------------
 def test_blames_of_other_shapes():
     right = phase_11.waited_for
@@ -201,7 +171,6 @@ O_FENCE, V_SLOT = "fence_proxy_async();", "empty_slot + 8 * ((2 * nth - 1) % SLO
 test_what_no_row_says = told(
     ("11.6", [("bulk_commit();", "bulk_commit(;")], "it does not compile"),
     ("11.6", [("if (first_thread) bulk_wait_read<HEAD_DIM / SLAB - 1>();", "")], "may still be under way"),
-    ("11.6", [("if (first_thread) bulk", "if (threadIdx.x % GROUP == 32) bulk")], "may still be under way"),
     ("11.6", [(O_FENCE, ""), ("#pragma unroll\n            for", f"{O_FENCE}\n#pragma unroll\n            for")],
      "after its last store"),
     ("11.6", [("slab * SLAB,", "(1 - slab) * SLAB,")], "are in the wrong order: column 0 holds column 64"),
@@ -217,24 +186,19 @@ test_what_no_row_says = told(
     ("11.12", [(HEADS, HEADS.replace("kv_", ""))], "told of kv_heads heads"),
     ("11.12", [(" + BARRIERS * 8", "")], "the shared memory is too small"),
     ("11.12", [("-smem_u32(pool) % 1024", "1008")], "the memory begins 16 bytes beyond a multiple of 1024, where"),
-    ("11.12", [("(pool) % 1024", "(pool) % 128")], "the memory begins 128 bytes beyond a multiple of 1024, where"),
     ("11.12", [("p->heads, p->batch)", "p->heads)")], "the grid is (2, 4, 1) for 2 batches of 4 heads"),
     ("11.12", [("blockIdx.x, ", "0, ")], "rows 192 to 399 of 400 are wrong"),
     ("11.12", [("THREADS, 1)", "THREADS)")], "does not say that an SM has one block"),
     ("11.12", [("THREADS, 1)", "THREADS, 2)")], "room for more than one block of 512 threads"),
-    ("11.12", [("THREADS, 1)", "1024, 1)")], "room for more than one block of 512 threads"),
     ("11.12", [("THREADS, SHARED", "THREADS - 32, SHARED")], "that is no whole number of warpgroups"),
     ("11.12", [("const Problem p", "const Problem& p")], "a kernel's parameter cannot be a reference"),
     ("11.12", [("char* shared = pool + -smem_u32(pool) % 1024", "extern __shared__ __align__(1024) char shared[]")],
      "declare no array beside it"),  # the lecture's line
     ("11.8", [("((n - 1) / V_STAGES + 1) % 2", "(n - 1) / K_STAGES % 2 ^ 1")], "asks for parity 1 of `empty_v` of"),
     ("11.13", [("2 * j / SLOTS % 2", "j & 1")], "`full` of slot 2, where a right answer asks for parity 0"),
-    ("11.13", [("2 * j / SLOTS % 2", "2 * j / SLOTS % 2 ^ 1")], "asks for parity 1 of `full` of slot 0"),
     ("11.13", [("acc[4 * n + 2 * r + e] *= correction;", ";")], "O is not rescaled"),
     ("11.13", [(K_READ, ""), (SLOT_OF_V, K_READ + SLOT_OF_V)], "when the softmax of tile 0 begins, K of the tile has"),
     ("11.14", [(COUNTS, COUNTS.replace("CONSUMERS", "1"))], "How many arrivals does `empty` wait for?"),
-    ("11.14", [(BOUNDS, "")], "no __launch_bounds__(THREADS, 1) says how many threads"),
-    ("11.14", [(HEADS, HEADS.replace("kv_", ""))], "told of kv_heads heads"),
     ("11.14", [(Q_IS_HERE, f"{Q_IS_HERE}\n    if (tiles == 0) return;")], "128 of the first 176 rows"),
     ("11.14", [(NEXT, NEXT + LATE)], "7 times it asks for a tile only when"),
     ("11.14", [("STAGES = 2", "STAGES = 1")], "the producer does not run ahead"),
@@ -399,7 +363,6 @@ test_a_power_is_told_why = told(
     ("11c.1", [("f = x - n;", "f = given - n;"), ("    x = x <", "    const float given = x;\n    x = x <")],
      "Limit x before"),
     ("11c.1", [("-127.f ? -127.f", "-129.f ? -129.f")], "runs over into the sign"),
-    ("11c.1", [("128.f ? 128.f", "1000.f ? 1000.f")], "from 129 on runs over"),
     every=2,
 )  # fmt: skip
 

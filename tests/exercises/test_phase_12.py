@@ -88,9 +88,6 @@ def tile_by_tile(lengths, block_n, programs, p):
 
 
 STYLES = [
-    ("12.1", lambda h, kv, q, e, t, g: (2 * h * q / (kv * e), -(-t * 500 * kv * e // (g * h)))),
-    ("12.2", lambda t, n, j, h, p, kv, d: (d * (j % p + p * (h + kv * t[j // p])), -(-n // p) * p - n)),
-    ("12.5", lambda r, h, g, m, n: (h * g + r % g, r // g, max(n - m + r // g + 1, 0), (16 - g * m % 16) % 16)),
     ("12.7", by_tokens),
     ("12.8", tile_by_tile),
 ]

@@ -195,53 +195,28 @@ def by_steps(xs, old, start=-math.inf):
     return m, l
 
 
-def times(flops, moved, gpu):
-    return flops / (gpu.fp16_tflops * 1e12), moved / (gpu.memory_gb_s * 1e9)
-
-
 with_sink = RULES["5.1"].fn
 TOLD = [
     ("0.1", lambda t, n: math.log(65504 / n), "`dtype` is taken for float16, whatever it is"),
     ("0.2", lambda x: torch.softmax(x, 0).nan_to_num(), "`softmax` runs along dim=0: it is dim=-1"),
     ("0.3", lambda xs: by_steps(xs, "l * exp(m - m_new) ** 2"), "l: `math.exp(m - m_new)` counts twice, as its square"),
     ("0.3", lambda xs: (lambda m, l: (m, l + (l > 3)))(*RULES["0.3"].fn(xs)), "m is right in every case"),
-    ("0.3", lambda xs: by_steps(xs, "0"), "l: the term `l * math.exp(m - m_new)` is missing"),
     ("0.4", lambda a, b: merge(a, b)._replace(m=a.m), "`b.m` does not count: it is `a.m` always"),
-    ("0.4", lambda a, b: merge(a, b)._replace(l=a.l), "l"),
     ("1.1", lambda n, d, e: (e * (4 * n * n + 3 * n * d), e * (4 * n * n + n * d), n * n * (4 * d + 7)),
      "bytes_read counts 4 matrices of N × N and 3 of N × D"),
-    ("1.1", lambda n, d, e: (e * (5 * n * n + 3 * n * d), 4 * n * n + n * d, n * n * (4 * d + 7)), "factor `itemsize`"),
-    ("1.2", lambda *x: (sum(times(*x)), "memory" if times(*x)[1] > times(*x)[0] else "compute"), "are added where one"),
-    ("1.2", lambda *x: (max(times(*x)), "memory" if x[0] / x[1] < 100 else "compute"), "seconds is right in every"),
-    ("1.5", lambda limit, d, m, e: (limit // (d * e) - m) // 2 + 1, "padded to a power of two before"),
-    ("2.1", lambda: RULES["2.1"].fn() | {"acc": 6.0, "O": 3.2}, "acc: the old acc is 3 + 5 there"),
     ("2.2", lambda s, v: (s.amax(1), torch.exp(s - s.amax(1)[:, None]).mean(1), torch.exp(s - s.amax(1)[:, None]) @ v),
      "l: `mean` stands where `sum` belongs"),
     ("2.7", lambda M, N, D, B, e: ((M + (M // B + 1) * 2 * N) * D * e, M * D * e + 4 * M), "rounded down, plus 1"),
     ("3.7", lambda M, N, D, B, e: 2 * (N + M * -(-N // B)) * D * e + 4 * N, "`M` and `N` are exchanged, everywhere"),
-    ("10.2", lambda a, b, s: (1 / (1 - a + a / s) - 1, *RULES["10.2"].fn(a, b, s)[1:]), "layer is 1 too small"),
     ("8.1", lambda width: 2 - width // 16 % 2, "2 stands where 8 belongs, both times: there are"),
     ("8.2", lambda row, chunk: chunk ^ 3 * row // 8, "`//` stands where `%` belongs"),
-    ("8.2", lambda row, chunk: chunk * (row % 8 + 1) % 8, "each place from 0 to 7 has to be used once"),
-    ("10.1", lambda rows, parts: (lambda x: (x[0], 100 * x[1], x[2]))(RULES["10.1"].fn(rows, parts)), "100 times"),
-    ("10.7", lambda *x: (RULES["10.7"].fn(*x) or (16, 16))[::-1], "BLOCK_M is 256, it should be 128"),
     ("11.1", lambda script, n: RULES["11.1"].fn([x for x in script if x[0] != "copy"], n), "elements for 3 operations"),
     ("4.1", lambda *x: (whose(*x)[3], *whose(*x)[:3]), "come as (block, batch"),
     ("4.5", lambda a, z, m, n, lo, hi: (a - n + m - hi, min(m, z - n + m + lo)), "begin: nothing keeps it from going"),
     ("5.1", lambda p, dp: (p * (dp - (p * dp).sum()), with_sink(p, dp)[1]), "one `sum` is taken for all rows"),
     ("5.1", lambda p, dp: (p * (dp - (p * p * dp).sum(1, keepdim=True)), with_sink(p, dp)[1]), "`p` is there twice"),
     ("5.1", lambda p, dp: (p * (dp - (p * dp).sum(1)), with_sink(p, dp)[1]), "`keepdim=True` is missing"),
-    ("5.2 delta_over_columns", lambda o, do: (o.float() * do).sum(0), "`sum` runs along dim=0: it is dim=1"),
-    ("12.1", lambda h, kv, q, e, t, g: (h * q / kv, -(-t * 500 * kv * e // (g * h))), "intensity"),
     ("12.2", lambda t, n, j, h, p, kv, d: (((t[j // p] * p + j % p) * kv + h) * d, -n % p), "`kv_head` changes faster"),
-    ("12.3", lambda os, ls: ((torch.softmax(ls, 0)[..., None] * os).sum(0), ls.logsumexp(0)), "0 * NaN is NaN"),
-    ("12.4", lambda n, t, s, least: (RULES["12.4"].fn(n, t, s, least)[0], 1), "share"),
-    ("12.5", lambda r, h, g, m, n: (h * g + r // m, r % m, max(n - m + r % m + 1, 0), -g * m % 16), "heads of a query"),
-    ("12.7", lambda script, size: [(n, 0) for n, _ in RULES["12.7"].fn(script, size)], "copied"),
-    ("12.8", lambda *x: [(s, a, b - 1) for s, a, b in RULES["12.8"].fn(*x)], "end"),
-    ("13.1", lambda row, rank, n, world: (rank * n + row, row * world + rank), "these are whole shards"),
-    ("13.4", lambda t, g, h, kv, e, w: 2 * w * (t * 1000 * e * kv // (2 * g * h)), "rounded down: it is rounded up"),
-    ("13.6", lambda x: x.reshape(len(x), x.shape[1] // len(x), -1, x.shape[3]), "a reshape alone leaves the numbers"),
 ]  # fmt: skip
 
 

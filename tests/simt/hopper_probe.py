@@ -5,8 +5,8 @@
 It prints what differs, and writes a checksum of each answer of the GPU. data/hopper_probe_h200.json is what it wrote on
 an H200; test_hopper_probe.py compares the emulator with it.
 
-The cases are those of the emulator's own tests: descriptors that kernels use, and some that make no sense (wrong
-strides, a base offset, a start inside the pattern); boxes of every rank, type and swizzle, at the edges of tensors.
+What is asked is what that record names: descriptors that kernels use, and some that make no sense (wrong strides, a
+base offset, a start inside the pattern); boxes of every rank, type and swizzle, at the edges of tensors.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import re
 import sys
 import tempfile
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -31,39 +32,38 @@ from flashlab.simt import SimtError
 
 from .conftest import compile_for_hopper, module
 from .test_hopper_copies import memory_of, numbers, random_box
-from .wgmma_model import BYTES, cases, descriptor, image, k_major, mn_major
 
-SHAPES = (8, 24, 64, 176, 256)
-BOXES = 150
+RECORD = Path(__file__).parent / "data" / "hopper_probe_h200.json"
+BYTES = 32 * 1024  # of the image that the descriptors look at
 Machine = Callable[..., None]  # source, macros, entry, and its arrays and numbers
 
 
-def stays_inside(case: tuple[int, int, int, int, int], n: int) -> bool:
-    """Whether an operand of n rows lies within the image: what lies behind it a GPU does not let a wgmma read."""
-    start, swizzle, leading, stride, _ = case
-    corners = [layout(swizzle, leading, stride)(row, k) for layout in (k_major, mn_major) for row in range(n)
-               for k in (0, 15)]  # fmt: skip
-    return start + max(corners) + 16 <= BYTES
+def asked() -> tuple[dict[tuple[str, ...], list[int]], list[str]]:
+    """Descriptors by operand, its rows, trans and bf16; and the boxes."""
+    descriptors, boxes = defaultdict(list), []
+    for name in json.loads(RECORD.read_text())["checksums"]:
+        if found := re.fullmatch(r"([ab]) n(\d+) trans(\d) bf16(\d) (0x\w+)", name):
+            descriptors[found.groups()[:4]].append(int(found[5], 16))
+        else:
+            boxes.append(name)
+    return descriptors, boxes
 
 
 def operands(machine: Machine) -> Iterator[tuple[str, np.ndarray]]:
     """What each descriptor names: name and answer, of A and of B, K-major and not, in both types."""
-    for n in SHAPES:
-        asked = [d for d in cases()[:: 1 if n == 64 else 7] if stays_inside(d, n)]
-        some = np.array([descriptor(*d) for d in asked], np.uint64)
-        for operand in ("a", "b") if n == 64 else ("b",):
-            for trans in (0, 1):
-                for bf16 in (0, 1):
-                    columns = n if operand == "b" else 16
-                    found = np.zeros((2, len(some), 64, columns), np.float32)
-                    for half, out in zip(image(), found, strict=True):
-                        bits = half.view(np.uint16)
-                        if bf16:  # the same words, as a bfloat16 reads them: small ones alone are whole numbers
-                            bits = (half.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-                        given = (bits, BYTES, some, out, len(some), trans, bf16)
-                        machine("wgmma_probe.cu", {"PROBE_N": n}, f"run_decode_{operand}", *given)
-                    for i, desc in enumerate(some):
-                        yield f"{operand} n{n} trans{trans} bf16{bf16} {desc:#018x}", found[:, i]
+    number = np.arange(BYTES // 2)
+    images = number % 2048, number // 2048  # as float16 they say together which word is meant
+    for (operand, n, trans, bf16), descriptors in asked()[0].items():
+        some = np.array(descriptors, np.uint64)
+        found = np.zeros((2, len(some), 64, int(n) if operand == "b" else 16), np.float32)
+        for half, out in zip(images, found, strict=True):
+            bits = half.astype(np.float16).view(np.uint16)
+            if int(bf16):  # the same words, as a bfloat16 reads them: small ones alone are whole numbers
+                bits = (half.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+            given = (bits, BYTES, some, out, len(some), int(trans), int(bf16))
+            machine("wgmma_probe.cu", {"PROBE_N": int(n)}, f"run_decode_{operand}", *given)
+        for i, desc in enumerate(some):
+            yield f"{operand} n{n} trans{trans} bf16{bf16} {desc:#018x}", found[:, i]
 
 
 def box_case(name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int]:
@@ -76,11 +76,6 @@ def box_case(name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray,
     x, out = memory_of(box, int(seed)), np.zeros(max(box.bytes, 16), np.uint8)
     y = memory_of(box, int(seed) + 1000) if how == "store" else x.copy()
     return x, y, out.view(np.uint32), numbers(box, other, kind, shift, int(how == "store")), int(how == "load")
-
-
-def box_names() -> list[str]:
-    every = [f"{how} {seed}" for seed in range(BOXES) for how in ("load", "store")]
-    return every + [f"crooked {name}" for name in every[: BOXES // 5]]
 
 
 REFUSED = np.frombuffer(b"refused", np.uint8)
@@ -140,7 +135,7 @@ def there(name: str) -> np.ndarray:
 def answers() -> Iterator[tuple[str, np.ndarray]]:
     """The emulator's, all of them."""
     yield from operands(emulated)
-    for name in box_names():
+    for name in asked()[1]:
         yield name, answer_of(name, emulated)
 
 
@@ -149,7 +144,7 @@ def answers_there() -> Iterator[tuple[str, np.ndarray]]:
     yield from operands(on_gpu)
     compiled("hopper_copies.cu", ())
     with ProcessPoolExecutor(12, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
-        yield from zip(box_names(), pool.map(there, box_names()), strict=True)
+        yield from zip(asked()[1], pool.map(there, asked()[1]), strict=True)
 
 
 def checksum(answer: np.ndarray) -> int:

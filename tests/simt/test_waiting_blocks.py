@@ -27,30 +27,8 @@ __global__ void reverse(int* a, int* b, int* count, int rounds) {
         grid_barrier(count, 2 * r * gridDim.x);
     }
 }
-__global__ void last_tells(int* a, int* b, int* count, int rounds) {  // who comes last gives a flag to the others
-    const int i = blockIdx.x * blockDim.x + threadIdx.x;
-    for (int r = 1; r <= rounds; r++) {
-        a[i] = r * 1000 + i;
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            FENCE;
-            if (atomicAdd(count, 1) == gridDim.x - 1) {
-                *count = 0;
-                FENCE;
-                *(volatile int*)(count + 1) = r;
-            } else {
-                while (*(volatile int*)(count + 1) < r) PAUSE;
-            }
-            FENCE;
-        }
-        __syncthreads();
-        b[i] = a[gridDim.x * blockDim.x - 1 - i];
-        grid_barrier(count + 2, r * gridDim.x);
-    }
-}
-extern "C" int run(int* a, int* b, int* count, int blocks, int rounds, int flag) {
-    if (flag) last_tells<<<blocks, 64>>>(a, b, count, rounds);
-    else reverse<<<blocks, 64>>>(a, b, count, rounds);
+extern "C" int run(int* a, int* b, int* count, int blocks, int rounds) {
+    reverse<<<blocks, 64>>>(a, b, count, rounds);
     return cudaGetLastError();
 }
 """
@@ -66,9 +44,9 @@ def module(how: str, check: bool, fence: str = "__threadfence()", missing: int =
     return simt.compile_cuda(text, name="barrier.cu", check=check, defines={**POLLS[how], "FENCE": fence})
 
 
-def reversed_by(built: simt.Module, blocks: int, flag: int, threads: int) -> tuple[simt.Report, bool]:
-    a, b, count = np.zeros(blocks * 64, np.int32), np.zeros(blocks * 64, np.int32), np.zeros(4, np.int32)
-    report = built.run(a, b, count, blocks, 2, flag, threads=threads)
+def reversed_by(built: simt.Module, blocks: int, threads: int) -> tuple[simt.Report, bool]:
+    a, b, count = np.zeros(blocks * 64, np.int32), np.zeros(blocks * 64, np.int32), np.zeros(1, np.int32)
+    report = built.run(a, b, count, blocks, 2, threads=threads)
     return report, bool((b == 2000 + np.arange(len(b))[::-1]).all())
 
 
@@ -76,8 +54,8 @@ def reversed_by(built: simt.Module, blocks: int, flag: int, threads: int) -> tup
 @pytest.mark.parametrize("build", ["fast", "check"])
 def test_a_right_grid_barrier_is_silent(build, how):
     built = module(how, build == "check")
-    for blocks, flag, threads in ((12, 0, 1), (4, 0, 2), (4, 1, 1)):
-        report, right = reversed_by(built, blocks, flag, threads)
+    for blocks, threads in ((12, 1), (4, 2)):
+        report, right = reversed_by(built, blocks, threads)
         assert right and report.findings == [], report
 
 
@@ -86,7 +64,7 @@ def test_a_barrier_one_arrival_short_is_found_every_time(how):
     """Whether or not the last block is late in this run."""
     built = module(how, True, missing=1)
     for blocks in (2, 4, 4, 4, 4, 6, 12):
-        report, _ = reversed_by(built, blocks, 0, 2)
+        report, _ = reversed_by(built, blocks, 2)
         assert [(f.kind, f.line, f.other_line) for f in report.findings] == [("global-race", 15, 17)], report
 
 
@@ -114,5 +92,5 @@ def test_who_waits_for_a_lost_update_and_for_which_word_is_told(little_patience)
 
 
 def test_a_barrier_without_fences_orders_nothing():
-    report, _ = reversed_by(module("atomic", True, fence=""), 6, 0, 2)
+    report, _ = reversed_by(module("atomic", True, fence=""), 6, 2)
     assert {f.kind for f in report.findings} == {"global-race"}

@@ -8,7 +8,7 @@ below a finite "minus infinity", ragged tails, strides, masked rows).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -230,17 +230,13 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> tuple[torch.
         return torch.randn(case.batch, heads, rows, case.head_dim, generator=generator, dtype=torch.float64)
 
     q, k, v = randn(case.heads, case.seq_q), randn(case.kv_heads, case.seq_k), randn(case.kv_heads, case.seq_k) + 0.5
-    if case.content == "creeping":
-        _creeping(q, k, v, case)
-    else:
-        _CONTENT[case.content](q, k, case.softmax_scale)
+    if case.content in _ADDED:
+        _add_scores(q, k, case.softmax_scale, _ADDED[case.content](torch.arange(case.seq_k, dtype=q.dtype)))
+    elif case.content != "plain":
+        {"spread": _spread, "huge": _huge, "creeping": _creeping}[case.content](q, k, v, case)
     layouts = MIXED_LAYOUTS.get(case.layout, (case.layout,) * 3)
     q, k, v = (guarded(x.to(case.dtype), layout, device) for x, layout in zip((q, k, v), layouts, strict=True))
     return q, k, v
-
-
-def _plain(q: torch.Tensor, k: torch.Tensor, scale: float) -> None:
-    pass
 
 
 def _add_scores(q: torch.Tensor, k: torch.Tensor, scale: float, added: torch.Tensor) -> None:
@@ -250,36 +246,25 @@ def _add_scores(q: torch.Tensor, k: torch.Tensor, scale: float, added: torch.Ten
     k[..., 0] = added / (size * scale)
 
 
-def _late(q, k, scale):
-    added = torch.zeros(k.shape[2], dtype=q.dtype)
-    added[-1] = 7.0
-    _add_scores(q, k, scale, added)
-
-
-def _rising(q, k, scale):
-    _add_scores(q, k, scale, torch.linspace(0, 28, k.shape[2], dtype=q.dtype))
-
-
-def _falling(q, k, scale):
+# What is added to the score of each key.
+_ADDED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "late": lambda key: 7.0 * (key == len(key) - 1),
+    "rising": lambda key: torch.linspace(0, 28, len(key), dtype=key.dtype),
     # Steep: a correction that has to undo a fall of the maximum overflows within any three blocks.
-    _add_scores(q, k, scale, torch.linspace(float(k.shape[2]), 0, k.shape[2], dtype=q.dtype))
+    "falling": lambda key: torch.linspace(len(key), 0, len(key), dtype=key.dtype),
+    "near +200": lambda key: torch.full_like(key, 200.0),
+    "near -200": lambda key: torch.full_like(key, -200.0),
+}
 
 
-def _near(level: float):
-    def change(q, k, scale):
-        _add_scores(q, k, scale, torch.full((k.shape[2],), level, dtype=q.dtype))
-
-    return change
-
-
-def _spread(q, k, scale):
+def _spread(q, k, v, case):
     """Scores with a standard deviation near 33, whatever the head_dim."""
-    size = math.sqrt(33 / (scale * math.sqrt(q.shape[-1])))
+    size = math.sqrt(33 / (case.softmax_scale * math.sqrt(q.shape[-1])))
     q.mul_(size)
     k.mul_(size)
 
 
-def _huge(q, k, scale):
+def _huge(q, k, v, case):
     """Every q.k is HUGE, exactly: a right kernel averages V, and no rounding of the scores is to be forgiven."""
     q.zero_()
     k.zero_()
@@ -298,15 +283,3 @@ def _creeping(q, k, v, case):
     added[0] = 0.0
     _add_scores(q, k, case.softmax_scale, added)
     v.mul_(0.02).add_(1.0)
-
-
-_CONTENT = {
-    "plain": _plain,
-    "late": _late,
-    "rising": _rising,
-    "falling": _falling,
-    "near +200": _near(200.0),
-    "near -200": _near(-200.0),
-    "spread": _spread,
-    "huge": _huge,
-}

@@ -26,7 +26,7 @@ import torch
 
 from flashlab.attention import reference
 from flashlab.check import CheckFailed, expect, expect_close, verification, verify
-from flashlab.check.cases import Case
+from flashlab.check.cases import Case, case_list
 from flashlab.check.diagnose import RIGHT_AS_WRITTEN
 from flashlab.check.mistakes import weights
 from flashlab.check.mistakes.kernels import explain
@@ -41,7 +41,7 @@ from flashlab.kernels.series import FOLDER as KERNELS
 from flashlab.kernels.series import Step
 from flashlab.simt import Counters, Finding, Report, SimtError
 from flashlab.simt.conversions import conversions
-from flashlab.simt.source import blank_comments, entries
+from flashlab.simt.source import _matching, blank_comments, entries
 
 HOLE = "YOUR CODE HERE"
 
@@ -333,7 +333,7 @@ def with_nan(text: str) -> str:
     """
     code = blank_comments(text)
     members = [
-        range(m.end(), _closing(code, m.end())) for m in re.finditer(r"\b(?:struct|union|class)\b[^;{}()]*{", code)
+        range(m.end(), _matching(code, m.end() - 1)) for m in re.finditer(r"\b(?:struct|union|class)\b[^;{}()]*{", code)
     ]
     found = []
     for m in _DECLARED.finditer(code):
@@ -351,16 +351,6 @@ def _without_value(declared: str) -> list[str]:
     while before != declared:  # what is in brackets has commas of its own
         before, declared = declared, re.sub(r"\([^()]*\)|\[[^\[\]]*\]|\{[^{}]*\}", "", declared)
     return [name for part in declared.split(",") if re.fullmatch(r"\w+", name := part.strip())]
-
-
-def _closing(code: str, at: int) -> int:
-    """Where the brace closes that was opened before `at`."""
-    depth = 1
-    for brace in re.finditer(r"[{}]", code[at:]):
-        depth += 1 if brace[0] == "{" else -1
-        if not depth:
-            return at + brace.start()
-    return len(code)
 
 
 def expect_set(whole: Source, *, head_dim: int = 64, dtype: torch.dtype = torch.float16) -> None:
@@ -684,7 +674,7 @@ def _examined(
             raise _rows_twice(failed, module, whole, head_dim, dtype, sms) from None
         if failed.diagnosis == "low-precision":  # a key too few in a row's many may look like a rounding
             _expect_last_key(forward, head_dim, dtype)
-        known = explain(forward, head_dim) if vague else None
+        known = explain(forward, head_dim, partial(_simpler, forward, head_dim, dtype, max_tile)) if vague else None
         if known is None or (known[0] == "wrong-with-many-keys" and failed.diagnosis in weights.SLUGS):
             raise _honest(failed) from None
         raise CheckFailed(known[1], diagnosis=known[0], case=failed.case) from None
@@ -693,6 +683,19 @@ def _examined(
     _expect_moving_maxima(forward, head_dim, dtype)
     _expect_any_scale(forward, head_dim, dtype)
     return Verdict(checked.cases + len(reports), reports[0].counters)
+
+
+def _simpler(forward: Callable[..., Any], head_dim: int, dtype: torch.dtype, max_tile: int) -> tuple[str, str] | None:
+    """The slug and the sentence of what is wrong with one head and no mask, where a cause of that is known."""
+    options: dict[str, Any] = {"dtypes": (dtype,), "head_dims": (head_dim,), "batched": False, "strided": False}
+    every = (replace(x, seq_q=min(x.seq_q, 16)) for x in case_list(max_seq=300, max_tile=max_tile, **options))
+    cases = [*{(x.content, x.scale, x.seq_k % 16 == 0, x.seq_k < 16): x for x in every}.values()]  # one of each kind
+    try:
+        verification.run(lambda case, *qkv: forward(*qkv, causal=False, scale=case.softmax_scale), cases)
+    except CheckFailed as failed:
+        if failed.diagnosis not in (*VAGUE, "no-max-subtraction"):
+            return failed.diagnosis, f"with one head and no mask: {_honest(failed).sentence}"
+    return None
 
 
 def expect_variant(whole: Source, head_dim: int, dtype: torch.dtype = torch.bfloat16) -> None:

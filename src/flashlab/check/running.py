@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 
+import torch
+
 from flashlab.check.failed import CheckFailed
 
 _current_case: ContextVar[str | None] = ContextVar("flashlab_case", default=None)
@@ -56,6 +58,17 @@ def compiler_can_be_asked(about: str, ask: Callable[[bool], Sequence[str]]) -> N
     warnings = _compiler_warnings.get()
     if warnings is not None:
         warnings.askable.setdefault(about, ask)
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """For small cases: more threads of torch only get in each other's way."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def ran_on(case: str | None) -> None:

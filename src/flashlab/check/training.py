@@ -20,7 +20,7 @@ from flashlab.attention.options import visible
 from flashlab.attention.reference import Gradients
 from flashlab.check.cases import Case, make_inputs
 from flashlab.check.failed import CheckFailed
-from flashlab.check.running import running
+from flashlab.check.running import one_thread, running
 from flashlab.check.tolerance import FLOAT32, bounded, excess
 
 
@@ -169,22 +169,13 @@ _EMPTY = [_spec("no keys", 5, 0), _spec("no queries", 0, 5), _spec("no batch", 5
 _LONG = [_spec("a long sequence", 513, 513, heads=2, kv_heads=2), _spec("a long sequence, few keys", 512, 130)]
 
 
+@one_thread()
 def run_gradients(call: Call, cases: Sequence[Case], *, deterministic: bool = False) -> GradientReport:
     """Run `call(case, q, k, v)` on every case and differentiate it; raise `CheckFailed` with a diagnosis.
 
     Its result is o or (o, lse, ...), from which autograd has to reach q, k and v. Half of the cases hand on a gradient
     of stride 0, as ``o.sum().backward()`` does. deterministic: each case twice, compared bit by bit.
     """
-    __tracebackhide__ = True
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the cases are small: more threads only get in each other's way
-    try:
-        return _verified(call, cases, deterministic)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _verified(call: Call, cases: Sequence[Case], deterministic: bool) -> GradientReport:
     __tracebackhide__ = True
     seen: list[tuple[Case, dict[str, Wanted], dict[str, torch.Tensor], tuple[torch.Tensor, ...]]] = []
     largest, failed = 0.0, False

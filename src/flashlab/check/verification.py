@@ -16,7 +16,7 @@ from flashlab.check.failed import CheckFailed
 from flashlab.check.mistakes import weights
 from flashlab.check.observation import Observation
 from flashlab.check.poison import MarkedEmpty, memory, unwritten
-from flashlab.check.running import running
+from flashlab.check.running import one_thread, running
 from flashlab.check.symptoms import Symptoms, watched
 from flashlab.check.tolerance import truth_of
 from flashlab.check.training import GradientReport, gradient_cases, run_gradients
@@ -212,6 +212,7 @@ def _options(case: Case, takes: dict[str, bool]) -> dict[str, Any]:
     return {x: value for x, value in options.items() if x in takes and not (case.omit_defaults and takes[x])}
 
 
+@one_thread()
 def run(
     call: Call, cases: Sequence[Case], *, lse: bool = True, deterministic: bool = False, one_head: bool = False
 ) -> Report:
@@ -219,16 +220,6 @@ def run(
 
     one_head: the learner's own tensors have no batch and heads; sentences about shapes then leave them out.
     """
-    __tracebackhide__ = True
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the cases are small: more threads only get in each other's way
-    try:
-        return _run(call, cases, lse, deterministic, one_head)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _run(call: Call, cases: Sequence[Case], lse: bool, deterministic: bool, one_head: bool) -> Report:
     __tracebackhide__ = True
     observations: list[Observation] = []
     wrong, kept = False, None

@@ -95,7 +95,7 @@ __global__ void hostile(const __grid_constant__ CUtensorMap map, const float* x,
     case 90: setmaxnreg_dec<256>(), setmaxnreg_dec<24>(), setmaxnreg_inc<256>(); break;  // right
     case 91: named_barrier_sync(16, 128); break;                     // expect: barrier-arguments; 16
     case 92: named_barrier_arrive(3, 33); break;                     // expect: barrier-arguments; 33
-    case 93: named_barrier_sync(1, 256); break;                      // expect: deadlock; Barrier 1 has 128 of the 256 threads
+    case 93: named_barrier_sync(1, 256); break;                      // expect: deadlock; Barrier 1 has 128 of the 256 threads that it waits for: warps 0-3
     case 94: return wgmma_fence(), wgmma_ss<8>(d, 0, 0), wgmma_commit(); // expect: uninitialised-shared never-waited shared-out-of-bounds; wgmma
     }
     if (d[0] + wide[1] == 1234567) y[1] = d[0];

@@ -119,7 +119,7 @@ __global__ void memory(const __grid_constant__ Maps maps, const CUtensorMap* in_
     case 53: tile[threadIdx.x] = 1; fence_proxy_async(); named_barrier_sync(1, 64); STORE; FIRST bulk_wait<0>(); break;  // right
     // ---- volatile
     case 54: FIRST COUNT(z); break;                                                               // expect: global-race; an update between the two is lost
-    case 55: FIRST *FLAG = *FLAG + 3; break;                                                      // expect: global-race; Use atomicAdd
+    case 55: FIRST *FLAG = *FLAG + 3; break;                                                      // expect: global-race; updates through a volatile
     case 56: if (threadIdx.x % 32 == 0 && blockIdx.x == 0) COUNT(z); break;                       // expect: global-race; Use atomicAdd
     case 57: if (blockIdx.x == 0) { FIRST *FLAG = 1; } else { FIRST while (*FLAG == 0) {} } break;  // right
     case 58:

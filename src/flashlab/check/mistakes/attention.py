@@ -313,6 +313,9 @@ ROWS: tuple[Mistake, ...] = (
     *_rows("tail-not-masked", f"{_RAGGED}the keys that fill up the last tile count: what is added to their scores is a "
            "small negative number, and has to be minus infinity",
            *([(_TAIL, f"s = torch.where(j < N, s, s - {by})")] for by in (1, 10, 100)), sizes=PADDED),
+    *_rows("n-start-forgotten", "right in the first tile; in the last, the keys that do not exist count as keys of "
+           "zeros, with a score of 0. Key n of a tile is key start_n + n: is start_n in the comparison?",
+           [(_TAIL, _TAIL.replace("j <", "j - start_n <"))], sizes=TILES),
     *_rows("tail-in-l", f"{_RAGGED}l counts the keys that fill up the last tile; mask the scores with minus infinity "
            "before P is summed", [(_L, _L + " + (j >= N).sum() * exp(-m_safe)")], sizes=PADDED),
     *_rows("read-past-the-end", f"NaN {_RAGGED[6:-2]}: what fills up the last tile of K or V is not 0; masked-out rows "
@@ -365,6 +368,8 @@ ROWS: tuple[Mistake, ...] = (
              "i + seq_k - seq_q, so that the last query sees the last key", "j <= i"),
     *_causal("causal-offset-sign", "the causal offset has the wrong sign: query i sees the keys up to i + seq_k - "
              "seq_q", "j <= i - N + M"),
+    *_rows("always-causal", "the causal mask is applied where none is asked for: is `causal` looked at?",
+           [(f"if causal:\n            {_CAUSAL}", _CAUSAL)]),
     *_causal("causal-upside-down", "the causal mask is turned round: queries see the keys after them, not those "
              "before", "j >= i + N - M", "j >= i"),
     *_causal("causal-upside-down", "the causal mask hides what it should show: its condition is inverted",

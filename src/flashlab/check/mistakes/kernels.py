@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 import torch
 
 from flashlab.check import pattern
-from flashlab.check.mistakes import tiles
 
 Tensor = torch.Tensor
 ROWS = 64  # of Q, K and V in the small problem: one tile of each
@@ -23,12 +22,19 @@ MMA_K = 16  # and of a smaller one: a kernel's smallest tile
 _CHUNK = 8  # elements of 16 bytes
 
 
-def explain(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> tuple[str, str] | None:
+def explain(
+    forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int, simpler: Callable[[], tuple[str, str] | None]
+) -> tuple[str, str] | None:
     """The slug and the sentence of the mistake that ``forward(q, k, v, causal=..., scale=...)`` makes, if it is known.
 
     Args:
         forward: takes q, k, v [1, 1, rows, head_dim] in fp16 and returns (o, lse).
+        simpler: what the catalogue of attention says of simpler cases, where it knows no cause of all of them.
     """
+
+    def plain() -> tuple[str, str] | None:
+        return _falling(forward, head_dim) or simpler()
+
     for rows in (ROWS, MMA_K):
         q, k, v = _tensors(rows, head_dim)
         o, lse = (x[0, 0].double() for x in forward(q, k, v, causal=False, scale=None))
@@ -42,16 +48,16 @@ def explain(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> tup
         truth = _attend(*one)
         if _near(o, truth):
             if rows < ROWS:  # right in a tile of 16 keys, wrong in four of them
-                return tiles.explain(forward, head_dim) or _tiles(forward, head_dim, sizes=(16, 32))
+                return plain() or _tiles(forward, head_dim, sizes=(16, 32))
             causal = _causal(forward, head_dim)
-            if causal and (tail := tiles.tail(forward, head_dim)):  # there may be no mask at all
-                return tail[0], f"{tail[1]}. And {causal[1]}"
+            if causal and (other := plain()):  # there may be no mask at all
+                return other[0], f"{other[1]}. And {causal[1]}"
             found = causal or _tiles(forward, head_dim) or _split(forward, head_dim)
-            return found or tiles.explain(forward, head_dim) or _many_keys(forward, head_dim)
+            return found or plain() or _many_keys(forward, head_dim)
         for slug, sentence, prediction in _predictions(*one):
             if not _near(prediction, truth) and _near(o, prediction):
                 return slug, sentence
-    return _sum_of_scores(forward, head_dim) or _places_of_v(forward, head_dim) or tiles.explain(forward, head_dim)
+    return _sum_of_scores(forward, head_dim) or _places_of_v(forward, head_dim) or plain()
 
 
 def _all_zero(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int, lse: Tensor) -> tuple[str, str]:
@@ -153,7 +159,7 @@ def _tensors(rows: int, head_dim: int, queries: int | None = None) -> tuple[Tens
 
 
 def _near(a: Tensor, b: Tensor) -> bool:
-    return bool((a - b).abs().max() < 0.012)
+    return bool(((a - b).abs() < 0.012 * b.abs().clamp(min=1)).all())
 
 
 def _weights(q: Tensor, k: Tensor) -> Tensor:
@@ -274,6 +280,11 @@ def _reductions(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[str, str, Ten
         yield "quad-not-reduced", both, own @ v / some[:, column_lane]
         some = torch.stack([p[:, lane == x].sum(1) for x in range(count)], 1)
         yield "quad-not-reduced", f"the sum is reduced {masks}: {advice}", p @ v / some[:, column_lane]
+        inside = "acc is divided by a lane's own sum inside of the loop: leave the division to the end"
+        yield "divided-twice", inside, p @ v / some[:, column_lane] / p.sum(1, keepdim=True)
+    fourth = "the output is 1/4 of what it should be: the sum is exchanged in the quad with each tile, and once more "
+    fourth += "at the end. In the loop a lane sums its own columns only"
+    yield "l-reduced-twice", fourth, p @ v / p.sum(1, keepdim=True) / 4
     for total in (sums, *(sums + sums[other] for other in other_rows)):
         yield "quad-not-reduced", f"the sum is not that of the row: {advice}", p @ v / total[:, column_pair]
 
@@ -338,6 +349,29 @@ def _tiles(
     if explained:
         return explained.most_common(1)[0][0]
     return _corrections(forward, head_dim) or _exponent(forward, head_dim)
+
+
+_HALF = 128  # keys: a multiple of any tile
+
+
+def _falling(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -> tuple[str, str] | None:
+    """A maximum that is the tile's own: right until it falls so far that the correction is infinite."""
+    right = {}
+    for fall in (20.0, 150.0, -20.0, -150.0):  # of the scores of the keys from _HALF on, in units of ln
+        q, k, v = _tensors(2 * _HALF, head_dim, queries=16)
+        q, v = 0.05 * q, v + 0.5
+        q[..., 0], k[..., 0] = math.sqrt(head_dim), 0.0
+        k[:, :, _HALF:, 0] = -fall
+        o = forward(q, k, v, causal=False, scale=None)[0][0, 0].double()
+        finite = bool(o.isfinite().all())
+        right[fall] = finite and _near(o, _attend(q[0, 0].double(), k[0, 0].double(), v[0, 0].double()))
+        if fall == 150.0 and finite:
+            return None
+    if right == {20.0: True, 150.0: False, -20.0: True, -150.0: True}:
+        said = "right where the maximum rises from tile to tile, and not finite where the scores of a later tile lie "
+        said += "far below it: the new maximum has to take in the old one, not this tile's scores alone"
+        return "maximum-of-the-tile", said
+    return None
 
 
 # What a correction's exponent may be, as a multiple of the right one, at a scale.
