@@ -680,7 +680,7 @@ grow("p11_10_epilogue")
 # been overwritten. So the warp computes it again, alone, with phase 8's `ldmatrix` and `mma.sync`, and takes the usual way.
 
 # %% [markdown]
-# In exact arithmetic any reference gives the same result. In floats it must not be far above the maximum, where everything might become 0; the
+# In exact arithmetic any reference gives the same result. In floats it must not be far above the maximum, where everything might become 0 (bf16 has room there: 11c, step 16); the
 # maximum of tiles before never is. And it must not be so far below that sums overflow or digits are lost. The idea is from FlashDecoding++, which
 # takes a constant.
 

@@ -121,6 +121,18 @@ def test_scores_so_wide_that_each_row_rises_at_its_own_tiles(name, dtype):
         assert (o - want).abs().max() <= 2 * BOUND[dtype] and (lse - want_lse).abs().max() <= 1e-3
 
 
+@pytest.mark.parametrize("dtype", FLASH.dtypes, ids=str)
+def test_a_rise_near_the_most_that_can_be_lowered(dtype):
+    """The factor that lowers P must not be flushed to 0, whichever way references are rounded."""
+    module, room = load_inline(FLASH, backend="emulator", dtype=dtype), 64 * (dtype == torch.bfloat16)
+    q, k, v = torch.zeros(1, 1, 64, 64), torch.zeros(1, 1, 256, 64), torch.full((1, 1, 256, 64), 2.0)
+    q[..., 0], k[:, :, 7, 0], v[:, :, 7] = 64, 1, 3
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    for bits in (bits + i * 1e-6 for bits in (120 - room, 126 - room) for i in range(-8, 9)):
+        o, lse = module.forward(q, k, v, scale=bits * math.log(2) / 64)
+        assert (o == 3).all() and (lse - bits * math.log(2)).abs().max() <= 1e-4, bits
+
+
 @pytest.mark.long
 def test_where_one_key_dominates_its_rounding_cancels():
     """Under an older maximum its weight is no power of two; its rounding is an error of the whole row, in o alone.

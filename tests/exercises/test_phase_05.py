@@ -100,7 +100,7 @@ test_what_is_said_of_kernels = told(
     ("5.6", (MASKED, "p = tl.exp(tl.where(in_range[None, :], s, -1.0e6) - lse[:, None])\n        ds = p * (dp - "
              "delta[:, None])"), "NaN in the last tile"),
     ("5.6", ("        s = tl.dot(", f"        dq = dq{CUT}\n        s = tl.dot("), "16 bits in each turn"),
-    ("5.11", ("dc = tl.dot(ds", "dc += tl.dot(ds"), "it doubles in every turn"),
+    ("5.11", ("dc = tl.dot(ds", "dc += tl.dot(ds"), "the rest is right"),
     ("5.12", ("p_t = tl.where(offs_n[:, None] <= offs_m[None, :] + N - M, p_t, 0.0)",
              "p_t = p_t * (offs_n[:, None] <= offs_m[None, :] + N - M)"), "inf · 0 is NaN"),
     ("5.13", ("t = 2.0 / (1.0 + tl.exp(-2.0 * s / softcap)) - 1.0",

@@ -31,7 +31,7 @@ constexpr int Q_BYTES = BLOCK_M * COLUMNS * 2, KV_BYTES = BLOCK_N * COLUMNS * 2;
 constexpr float RESCALE_ABOVE = TRUST ? 0.f : 8.f, MOST = 16384.f;
 // New: how far a doubt lifts the reference above the maximum, in log2 units: room for the tiles to come. P in bf16 is
 // as exact at 2^-64 as at 1; fp16 has no such room. And how large P may be to be lowered by a float that is not 0.
-constexpr float ROOM = std::is_same_v<T, __half> ? 0.f : 64.f, LOWERED = ROOM > 0.f ? 0x1p62f : 0x1p126f;
+constexpr float ROOM = std::is_same_v<T, __half> ? 0.f : 64.f, LOWERED = ROOM > 0.f ? 0x1p56f : 0x1p120f;
 constexpr int SECOND = S_TILES / (HEAD_DIM == 64 ? 8 : 2), THIRD = S_TILES * 3 / 4;    // portions, in MMA tiles
 constexpr int Q_STAGES = 2, BARRIERS = 4 + 2 * Q_STAGES + 4 * STAGES;
 struct __align__(16) Part { int batch, head, m_start, end; };  // a head's rows, and tiles that some of them see
@@ -271,7 +271,7 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
         };
         if constexpr (TRUSTED) {
             probabilities(0, SECOND);
-            // New: at the last tile it asks once more: a key that dominates its row there gets an exact weight
+            // New: at the last tile that is a doubt too: a key that dominates its row there gets an exact weight
             bool in_doubt = doubtful(doubted && j == 0);       // No exponential is computed before its portion
             if (LATE_TURN) pass_turn();
             if (!in_doubt) {

@@ -34,7 +34,7 @@ constexpr int KV_BYTES = BLOCK_N * COLUMNS * 2;      // per tile of shared memor
 constexpr float RESCALE_ABOVE = TRUST ? 0.f : 8.f, MOST = 16384.f;
 // How far a doubt lifts the reference above the maximum, in log2 units: room for the tiles to come. P in bf16 is
 // as exact at 2^-64 as at 1; fp16 has no such room. And how large P may be to be lowered by a float that is not 0.
-constexpr float ROOM = std::is_same_v<T, __half> ? 0.f : 64.f, LOWERED = ROOM > 0.f ? 0x1p62f : 0x1p126f;
+constexpr float ROOM = std::is_same_v<T, __half> ? 0.f : 64.f, LOWERED = ROOM > 0.f ? 0x1p56f : 0x1p120f;
 constexpr int SECOND = S_TILES / (HEAD_DIM == 64 ? 8 : 2), THIRD = S_TILES * 3 / 4;    // portions, in MMA tiles
 constexpr bool O_IN_Q = HEAD_DIM > 128;                        // New: O takes the place of Q: there is no other
 constexpr int Q_STAGES = O_IN_Q ? 1 : 2, BARRIERS = 4 + 2 * Q_STAGES + 4 * STAGES;     // New; 8 bytes each
@@ -302,7 +302,7 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
         };
         if constexpr (TRUSTED) {
             probabilities(0, SECOND);
-            // At the last tile it asks once more: a key that dominates its row there gets an exact weight
+            // At the last tile that is a doubt too: a key that dominates its row there gets an exact weight
             bool in_doubt = doubtful(doubted && j == 0);       // No exponential is computed before its portion
             if (LATE_TURN) pass_turn();
             if (!in_doubt) {
