@@ -594,6 +594,9 @@ def _of_name(text: Text, parent: ast.AST, node: ast.Name) -> Iterator[tuple[Any,
                 if mixed and other in text.params and node.id in text.params and beside:
                     said = f"the middle of `{node.id}` and `{other}` stands where {w(node)} belongs"
                     yield "wrong-name", said, 2.5, _expr("(x + y) // 2", x=node, y=name)
+                if mixed and other in text.params and beside:
+                    said = f"{w(node)} is counted from the end: it is `{other} - 1` less {w(node)}"
+                    yield "from-the-end", said, 2.4, _expr(f"{other} - 1 - x", x=node), node.id, other
                 for sign in "-+" if mixed and other in text.params and beside else "":
                     said = f"`{other} {sign} 1` stands where {w(node)} belongs"
                     yield "wrong-name", said, 2.4, _expr(f"x {sign} 1", x=name), node.id, other, sign
@@ -721,7 +724,7 @@ def _of_number(text: Text, parent: ast.AST, node: ast.Constant) -> Iterator[tupl
         others = [10.0 ** (power + k) for k in (-3, 3, -6, 6, -9, 9)] + [2.0 ** round(power / 3 * 10), 1]
     elif isinstance(value, int):
         others += [k for k in (2, 3, 4, 8) if k != value]
-    seen = [value]
+    seen = [value, *(others if getattr(getattr(parent, "func", None), "attr", "") == "program_id" else ())]
     within = (ast.BinOp, ast.Compare) if not text.kinds else (ast.BinOp, ast.Compare, ast.Call)
     whole = text.say(parent) if isinstance(parent, within) else ""
     for other in others:
@@ -759,6 +762,8 @@ def _of_operation(text: Text, node: ast.BinOp) -> Iterator[tuple[Any, ...]]:
         yield "twice", f"{noun} {w(left)} is there twice" if twice == "twice" else f"{w(left)} is {twice}", 2.1, (
             ast.BinOp(left, ast.Mult() if noun == "the factor" else ast.Add(), node))  # fmt: skip
     elif isinstance(op, (ast.Div, ast.FloorDiv, ast.Mod)):
+        if isinstance(op, ast.Mod) and text.whole and not text.kinds:
+            yield "from-the-end", f"{w(node)} is counted from the end", 1.9, _expr("b - 1 - x", b=right, x=node)
         what = "remainder by" if isinstance(op, ast.Mod) else "division by"
         yield "division-missing", f"the {what} {w(right)} is missing: it is {w(left)} as it stands", 1.0, left
         inside = text.results and id(node) not in text.results
@@ -859,7 +864,14 @@ def _of_call(text: Text, node: ast.Call) -> Iterator[tuple[Any, ...]]:
                 it = w(kept) if not text.results else "it"
                 yield "limit-missing", f"nothing keeps {it} from going {side} {w(gone)}", 1.0, kept, text.plain(gone)
             else:
-                yield "always-the-limit", f"{w(gone)} does not count: it is {w(kept)} always", 1.1, kept
+                said = f"{w(gone)} does not count: it is {w(kept)} always"
+                if text.kinds and id(node) not in text.results:
+                    said = f"{w(kept)} is taken, whichever of {w(kept)} and {w(gone)} is the {name[:3]}imum"
+                yield "always-the-limit", said, 1.1, kept
+            if text.whole and not text.kinds:
+                said = f"{w(kept)} alone counts where it is not 0: the larger of it and {w(gone)} does"
+                yield "either-or", said.replace("larger", "smaller" if name == "min" else "larger"), 2.0, _expr(
+                    f"a or {name}(a, b)", a=kept, b=gone)  # fmt: skip
         either = f"{w(node.args[0])} and {w(node.args[1])}"
         for mixed, how in (("a + b", "added"), ("(a + b) / 2", "averaged")):
             said = f"{either} are {how} where one of them belongs"
@@ -868,7 +880,7 @@ def _of_call(text: Text, node: ast.Call) -> Iterator[tuple[Any, ...]]:
         for gone in node.args:
             others = [x for x in node.args if x is not gone]
             yield "limit-missing", f"{w(gone)} does not count", 0.95, ast.Call(node.func, others, []), text.plain(gone)
-    elif len(node.args) == 1 and not node.keywords and behind is None:
+    elif len(node.args) == 1 and not node.keywords and behind is None and not isinstance(node.args[0], ast.Constant):
         said = f"`{called}` is missing: it is {w(node.args[0])} as it stands"
         yield "function-missing", said, 1.3, node.args[0], name
         inner = node.args[0]

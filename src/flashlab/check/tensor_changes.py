@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import itertools
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -118,6 +119,17 @@ def _of_method(text: Text, node: ast.Call, owner: ast.expr, name: str) -> Iterat
         new = _expr(f"torch.log({parts[0]})", x=tensor, d=options[0])
         yield "overflows", unshifted.format(w(node)), 1.2, new
     if name == "sum":
+        if isinstance(tensor, ast.BinOp) and isinstance(tensor.op, ast.Mult):
+            new = _expr(
+                "x * y",
+                **{x: _of(node, tensor, factor) for x, factor in zip("xy", (tensor.left, tensor.right), strict=True)},
+            )
+            yield (
+                "sum-of-the-parts",
+                f"each factor of {w(tensor)} is summed by itself: it is the products' sum",
+                1.5,
+                new,
+            )
         new = copy.copy(node)
         swap = _expr("abs(x)", x=tensor)
         new.func = ast.Attribute(swap if not of_module else owner, name, ast.Load())
@@ -126,6 +138,13 @@ def _of_method(text: Text, node: ast.Call, owner: ast.expr, name: str) -> Iterat
     if name in ("amax", "max"):
         said = f"{w(node)} is 0 where it is negative: a maximum starts at -inf, not at 0"
         yield "starts-at-0", said, 1.5, _expr("y.clamp(min=0)", y=node), name
+
+
+def _of(node: ast.Call, old: ast.expr, new: ast.expr) -> ast.expr:
+    """The same call, of another tensor."""
+    owner = node.func.value  # type: ignore[attr-defined]
+    func = ast.Attribute(new if owner is old else owner, node.func.attr, ast.Load())  # type: ignore[attr-defined]
+    return ast.Call(func, [new if x is old else x for x in node.args], node.keywords)
 
 
 def _is_none(node: ast.expr) -> bool:
@@ -228,6 +247,57 @@ def _of_range(text: Text, loop: ast.For) -> Iterator[Change]:
     }  # fmt: skip
     for way, (slug, said, cost) in ways.items():
         yield Change(slug, said, cost, ((slot, _expr(way, b=begin, e=end, s=step)),), about=("range",))
+
+
+def further(text: Text) -> Iterator[Change]:
+    """Of a learner's text, what a right one has nowhere: a number that should be -inf, what is not finite and stays or
+    goes, a running result that is not rescaled or divided.
+    """
+    infinite = _expr("-math.inf")
+    axes = {
+        name: max((kind[1] for kind in kinds if isinstance(kind, tuple)), default=-1)
+        for name, kinds in text.kinds.items()
+    }
+    for slot in _places(text.tree):
+        node = _at(slot)
+        match node:
+            case ast.Name(id=name, ctx=ast.Load()) if axes.get(name, -1) > 0:
+                yield Change("not-finite", "", 1.6, ((slot, _expr("x.nan_to_num()", x=node)),))
+            case ast.Constant(value=0) | ast.UnaryOp(op=ast.USub(), operand=ast.Constant()):
+                yield Change("finite-number", "", 1.6, ((slot, infinite),))
+            case ast.Call(func=ast.Attribute(attr="zeros_like" | "new_zeros" as name), args=[of]):
+                full = ast.Attribute(node.func.value, name.replace("zeros", "full"), ast.Load())
+                yield Change("finite-number", "", 1.2, ((slot, _new(ast.Call(full, [of, infinite], node.keywords))),))
+            case ast.Call(func=ast.Attribute(attr="nan_to_num")):
+                for names in (["neginf"], ["nan", "neginf"]) if not node.keywords else ():
+                    new = ast.Call(node.func, node.args, [ast.keyword(name, infinite) for name in names])
+                    yield Change("finite-number", "", 1.0, ((slot, _new(new)),))
+    for line in [n for loop in ast.walk(text.tree) if isinstance(loop, ast.For) for n in loop.body]:
+        name = getattr(line.targets[0], "id", "") if isinstance(line, ast.Assign) else ""
+        reads = [slot for slot in _places(line) if getattr(_at(slot), "id", "") == name and slot[1] != "targets"]
+        behind = {
+            x: "[..., None]" * (axes[name] - n)
+            for x, n in axes.items()
+            if name and 0 < n and n + 1 >= axes.get(name, 9) >= n
+        }
+        where = f"in `{ast.unparse(line)[:60]}`"
+        for a, b in itertools.permutations(behind if reads else (), 2):
+            if behind[a] != behind[b]:
+                continue
+            for slot in reads:
+                said = f"the factor `torch.exp({a} - {b}){behind[a]}` is missing at `{name}`, {where}"
+                new = _expr(f"x * torch.exp({a} - {b}).nan_to_num(){behind[a]}", x=_at(slot))
+                yield Change("not-rescaled", said, 1.6, ((slot, new),))
+            for by in (a, f"1 + {a}", f"{a} + {b}"):
+                divisor = f"({by}){behind[a]}"
+                new = _expr(f"(x / {divisor}).nan_to_num()", x=line.value)
+                said = f"the divisor `{divisor}` is missing, {where}"
+                yield Change("not-divided", said, 1.8, (((line, "value", None), new),))
+
+
+def _at(slot: Slot) -> Any:
+    value = getattr(slot[0], slot[1])
+    return value if slot[2] is None else value[slot[2]]
 
 
 def _in_every_turn(text: Text, loop: ast.For, node: ast.BinOp) -> Iterator[Change]:
