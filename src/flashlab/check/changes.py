@@ -159,11 +159,12 @@ class Text:
         results = [x for value in returned for x in (value.elts if isinstance(value, ast.Tuple) else [value])]
         named = [v for x in results if isinstance(x, ast.Name) for v in assigned[x.id] if v is not None]
         self.results = {id(x) for x in (*results, *named)}
-        for local, meant in assigned.items():
-            if len(meant) == 1 and meant[0] is not None and local not in self.words:
-                said = self.plain(meant[0])
+        self.meant = {name: x[0] for name, x in assigned.items() if len(x) == 1 and x[0] is not None}
+        for local, value in self.meant.items():
+            if local not in self.words:
+                said = self.plain(value)
                 if len(said) <= _LONGEST_NAME:
-                    compound = isinstance(meant[0], (ast.BinOp, ast.IfExp, ast.Compare))
+                    compound = isinstance(value, (ast.BinOp, ast.IfExp, ast.Compare))
                     self.words[local] = f"({said})" if compound else said
 
     @functools.cached_property
@@ -197,19 +198,13 @@ class Text:
         """Inside it `tree` has these changes."""
         before = []
         try:
-            for (node, name, at), new in (edit for change in changes for edit in change.edits):
-                before.append((node, name, at, getattr(node, name) if at is None else getattr(node, name)[at]))
-                if at is None:
-                    setattr(node, name, new)
-                else:
-                    getattr(node, name)[at] = new
+            for slot, new in (edit for change in changes for edit in change.edits):
+                before.append((slot, _at(slot)))
+                _put_at(slot, new)
             yield
         finally:
-            for node, name, at, old in reversed(before):
-                if at is None:
-                    setattr(node, name, old)
-                else:
-                    getattr(node, name)[at] = old
+            for slot, old in reversed(before):
+                _put_at(slot, old)
 
     def compiled(self, *changes: Change) -> Callable[..., Any]:
         """The function with these changes; SyntaxError where they make no sense."""
@@ -379,15 +374,14 @@ def _nested(changes: Sequence[Change]) -> bool:
     edits = [edit for c in changes for edit in c.edits]
     if len(edits) == 1:
         return False
-    olds = [getattr(node, name) if at is None else getattr(node, name)[at] for (node, name, at), _ in edits]
+    olds = [_at(slot) for slot, _ in edits]
     inner = {id(n) for x in (*olds, *(new for _, new in edits)) for n in ast.walk(x)}
     return any(id(node) in inner for (node, _, _), _ in edits)
 
 
 def _fits(slot: Slot, new: ast.AST) -> bool:
     """Whether a conditional may stand in this place: of two statements or two expressions, and no slice."""
-    node, name, at = slot
-    old = getattr(node, name) if at is None else getattr(node, name)[at]
+    old = _at(slot)
     both = [old, new]
     if all(isinstance(x, ast.stmt) for x in both):
         return True
@@ -395,6 +389,18 @@ def _fits(slot: Slot, new: ast.AST) -> bool:
         return False
     stored = isinstance(getattr(old, "ctx", None), (ast.Store, ast.Del))
     return all(isinstance(x, ast.expr) for x in both) and not stored
+
+
+def _at(slot: Slot) -> Any:
+    value = getattr(slot[0], slot[1])
+    return value if slot[2] is None else value[slot[2]]
+
+
+def _put_at(slot: Slot, new: Any) -> None:
+    if slot[2] is None:
+        setattr(slot[0], slot[1], new)
+    else:
+        getattr(slot[0], slot[1])[slot[2]] = new
 
 
 def _slots(root: ast.AST) -> Iterator[tuple[Slot, ast.expr]]:
@@ -869,9 +875,8 @@ def _of_call(text: Text, node: ast.Call) -> Iterator[tuple[Any, ...]]:
                     said = f"{w(kept)} is taken, whichever of {w(kept)} and {w(gone)} is the {name[:3]}imum"
                 yield "always-the-limit", said, 1.1, kept
             if text.whole and not text.kinds:
-                said = f"{w(kept)} alone counts where it is not 0: the larger of it and {w(gone)} does"
-                yield "either-or", said.replace("larger", "smaller" if name == "min" else "larger"), 2.0, _expr(
-                    f"a or {name}(a, b)", a=kept, b=gone)  # fmt: skip
+                said = f"{w(kept)} alone counts where it is not 0: it is the {name} with {w(gone)}"
+                yield "either-or", said, 2.0, _expr(f"a or {name}(a, b)", a=kept, b=gone)
         either = f"{w(node.args[0])} and {w(node.args[1])}"
         for mixed, how in (("a + b", "added"), ("(a + b) / 2", "averaged")):
             said = f"{either} are {how} where one of them belongs"

@@ -219,8 +219,8 @@ class Index:
 
     def _fits_where_finite(self, outcome: Outcome, got: Outcome) -> bool:
         """Of a row: in two wrong cases, and all others in which it gives no NaN, which a learner may have patched."""
-        plain = [i for i in self.order if not (isinstance(outcome[i], str) or any(
-            torch.as_tensor(x).isnan().any() for x in outcome[i] if not isinstance(x, str)))]  # fmt: skip
+        plain = [i for i in self.order if not isinstance(outcome[i], str) and not any(
+            isinstance(x, (float, torch.Tensor)) and torch.as_tensor(x).isnan().any() for x in outcome[i])]  # fmt: skip
         wrong = [not self._same_values(x, right, None) for x, right in zip(got, self.right, strict=True)]
         return len(plain) < len(wrong) and sum(wrong[i] for i in plain) > 1 and self._fits(outcome, got, order=plain)
 

@@ -16,12 +16,11 @@ import functools
 import inspect
 import itertools
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
 from typing import Any
 
-from flashlab.check.changes import Change, Slot, Text, Variants, _expr, _new, _rounded_up, _slots, changes
+from flashlab.check.changes import Change, Slot, Text, Variants, _at, _expr, _new, _rounded_up, _slots, changes
 from flashlab.check.claims import tokens
 from flashlab.check.lookup import Index
 
@@ -38,7 +37,6 @@ _BEHIND = "outside-of-the-loop"
 _ROUNDING = ("round", "int", "ceil", "floor", "abs")
 _DIVISIONS = (ast.Div, ast.FloorDiv)
 _BINARY = {f"2 ** {n}": 10 ** (n // 10 * 3) for n in (10, 20, 30, 40)}
-_LARGE = 1000  # of a number that may stand for infinity
 _TWO_PLACES = ("lines-exchanged", _BEHIND)
 _BY_CHANCE = ("taken-as-fixed", "always-the-same", "always-0", "wrong-base", "in-every-block")  # or no words for it
 
@@ -137,7 +135,7 @@ def _with(now: dict[str, Any], name: str, other: Any, run: Callable[..., Any], *
 
 
 def _runs(index: Index, text: Text, values: dict[str, Any]) -> list[tuple[Text, Change, Callable[..., Any]]]:
-    further = getattr(index.kinds, "further", _nothing) if index.kinds else _further
+    further = getattr(index.kinds, "further", lambda _: ()) if index.kinds else _further
     made = [*changes(text, values, index.kinds), *_of_lines(text), *further(text)]
     made = [c for c in made if c.slug not in (*_BY_CHANCE, *index.without) and not (
         _digits(c) or (index.kinds and _without_limit(c)))]  # fmt: skip
@@ -145,28 +143,23 @@ def _runs(index: Index, text: Text, values: dict[str, Any]) -> list[tuple[Text, 
     return [(text, c, run) for c in made if (run := variants.chosen(c)) is not None]
 
 
-def _nothing(text: Text) -> tuple[Change, ...]:
-    return ()
-
-
 def _of_lines(text: Text) -> Iterator[Change]:
     """Two names exchanged in one line alone; a part of what a name stands for in its place, or of two alike names."""
-    lines = [line for line in ast.walk(text.tree) if isinstance(line, _LINES)]
-    sets = {id(line): _pairs_of(line) if isinstance(line, ast.Assign) else [] for line in lines}
-    once = Counter(n.id for n in ast.walk(text.tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
     own = {*text.params, *text.locals}
     meant = {name: [x for x in ast.walk(value) if x is not value and (isinstance(x, (ast.BinOp, ast.Call)) or (
                     isinstance(x, ast.Name) and isinstance(x.ctx, ast.Load) and x.id in own))]
-             for pairs in sets.values() for name, value in pairs if once[name] == 1}  # fmt: skip
-    whole = {ast.unparse(x): name for name, parts in reversed(meant.items())
+             for name, value in text.meant.items()}  # fmt: skip
+    whole = {ast.unparse(x): (x, name) for name, parts in reversed(meant.items())
              for x in parts if not isinstance(x, ast.Name)}  # fmt: skip
-    for line in lines:
+    for line in [line for line in ast.walk(text.tree) if isinstance(line, _LINES)]:
         reads: dict[str, list[Slot]] = {}
         for slot, node in _slots(line):
-            if (name := whole.get(ast.unparse(node))) and name not in dict(sets[id(line)]):
-                yield Change(_PART, "", 1.2, ((slot, _new(ast.Name(name, ast.Load()))),))
+            if (of := whole.get(ast.unparse(node))) and node is not of[0]:
+                yield Change(_PART, "", 1.2, ((slot, _new(ast.Name(of[1], ast.Load()))),))
             if isinstance(node, ast.UnaryOp) and isinstance(node.operand, ast.Constant):
                 yield Change("wrong-sign", "", 1.2, ((slot, node.operand),))
+            if isinstance(node, ast.Name) and isinstance(slot[0], ast.Call):
+                yield Change("wrong-sign", "", 1.9, ((slot, _expr("-x", x=node)),))
             if isinstance(node, ast.Name) and node.id in own:
                 reads.setdefault(node.id, []).append(slot)
         where = (text.plain(line).splitlines() or [""])[0]
@@ -182,14 +175,6 @@ def _of_lines(text: Text) -> Iterator[Change]:
         for name, slots in reads.items():
             for slot, part in itertools.product(slots, meant.get(name, ())):
                 yield Change(_PART, "", 1.9, ((slot, part),))
-
-
-def _pairs_of(line: ast.Assign) -> list[tuple[str, ast.expr]]:
-    """Names that a line sets, each with what it sets it to."""
-    target, value = line.targets[0], line.value
-    several = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts)
-    pairs = zip(target.elts, value.elts, strict=True) if several else [(target, value)]  # type: ignore[attr-defined]
-    return [(name.id, x) for name, x in pairs if isinstance(name, ast.Name)]
 
 
 def _digits(change: Change) -> bool:
@@ -215,7 +200,7 @@ def _further(text: Text) -> Iterator[Change]:
             yield Change("more", "", 1.0, (roundings[-1],))
         if isinstance(node, ast.BinOp) and ast.unparse(node) in _BINARY:
             yield Change("more", "", 1.0, ((slot, ast.Constant(_BINARY[ast.unparse(node)])),))
-        if isinstance(node, ast.Constant) and type(node.value) in (int, float) and abs(node.value) >= _LARGE:
+        if isinstance(node, ast.Constant) and type(node.value) in (int, float) and abs(node.value) >= 1000:
             yield Change("more", "", 1.0, ((slot, _expr("math.inf")),))
         if not isinstance(node, ast.BinOp):
             continue
@@ -321,8 +306,7 @@ def _part(text: Text, edit: Any) -> str:
 
 
 def _both(edit: Any) -> tuple[Any, Any]:
-    (node, name, at), new = edit
-    return (getattr(node, name) if at is None else getattr(node, name)[at]), new
+    return _at(edit[0]), edit[1]
 
 
 def _dump(x: Any) -> str:
@@ -339,7 +323,7 @@ def _pieces(text: Text, edit: Any) -> tuple[str, str]:
     while type(old) is type(new) and not isinstance(old, ast.stmt):  # the smallest part in which they differ
         fields = [(getattr(old, x), getattr(new, x)) for x in old._fields]
         pairs = [pair for x, y in fields for pair in _pairs(x, y) if _dump(pair[0]) != _dump(pair[1])]
-        if len(pairs) != 1 or not all(isinstance(x, ast.expr) for x in pairs[0]):
+        if len(pairs) != 1 or not all(isinstance(x, ast.expr) and not isinstance(x, ast.Tuple) for x in pairs[0]):
             break
         old, new = pairs[0]
     first, second = ((text.plain(x).splitlines() or [""])[0].rstrip(":") for x in (old, new))
@@ -348,7 +332,7 @@ def _pieces(text: Text, edit: Any) -> tuple[str, str]:
 
 def _place(text: Text, change: Change, old: str) -> str:
     """Where a piece stands that is there more than once."""
-    if ast.unparse(text.tree).count(old) < 2:
+    if ast.unparse(text.tree).count(old) < 2 and not old.isdigit():
         return ""
     holder = change.edits[0][0][0]
     line = holder if isinstance(holder, (ast.stmt, ast.BinOp, ast.Call)) else None

@@ -853,8 +853,6 @@ _LAYERS = (
         Row("not-turned", "q and k are not turned: the rotary embedding is missing", [
             ("torch.cat((q1 * cos - q2 * sin, q1 * sin + q2 * cos), -1)", "q"),
             ("torch.cat((k1 * cos - k2 * sin, k1 * sin + k2 * cos), -1)", "k")]),
-        Row("k-not-turned", "k is not turned: q and k both are", [
-            ("torch.cat((k1 * cos - k2 * sin, k1 * sin + k2 * cos), -1)", "k")]),
         Row("v-turned", "v is turned as well; only q and k are", [
             ("    group =", "    v = torch.cat((v[..., :half] * cos - v[..., half:] * sin, v[..., :half] * sin + "
              "v[..., half:] * cos), -1)\n    group =")]),

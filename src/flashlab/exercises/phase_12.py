@@ -191,7 +191,8 @@ def _by_weights(os, lses):
     },
     rows=[
         Row("averaged", "o is the plain mean of the parts that have keys: each is as heavy as exp(lse)",
-            [("share[..., None] *", "((lses > -math.inf) / (lses > -math.inf).sum(0).clamp(min=1))[..., None] *")]),
+            [("share = torch.exp(lses - lse.masked_fill(lse == -math.inf, 0.0))",
+              "share = (lses > -math.inf).double()\n    share = share / share.sum(0).clamp(min=1)")]),
         Row("weighted-by-lse", "o: the parts are weighted by lse; each is as heavy as exp(lse)",
             [("torch.exp(lses - lse.masked_fill(lse == -math.inf, 0.0))", "lses / lses.sum(0)")]),
         Row("empty-lse-zero", "lse of a row without a key is 0: no key is a sum of 0, and its logarithm is -inf",

@@ -485,10 +485,6 @@ def _ring(r: random.Random, world: int, half: int, causal: bool) -> tuple[Any, .
         "source == rank": "its own keys alone have a diagonal",
     },
     rows=[
-        Row("rows-left-out", "without a mask late ranks' keys meet half of the rows only: all rows see all keys",
-            [("half if causal and source > rank else 0", "half if source > rank else 0")]),
-        Row("keys-left-out", "without a mask half of the early ranks' keys is left out: all rows see all keys",
-            [("half if causal and source < rank else n", "half if source < rank else n")]),
         Row("nothing-left-out", "with a causal mask steps now take pairs that it hides: leave out halves there",
             [("half if causal and source > rank else 0", "0"), ("half if causal and source < rank else n", "n")]),
     ],
