@@ -496,7 +496,9 @@ def _of_parameters(text: Text, values: Mapping[str, Sequence[Any]]) -> Iterator[
         yield Change("names-exchanged", f"`{a}` and `{b}` are exchanged, everywhere", 2.05, edits)
     for name, seen in values.items():
         plain_ones = all(isinstance(x, (int, float, str)) or not hasattr(x, "__len__") for x in seen)
-        several = list(dict.fromkeys(seen)) if plain_ones else []
+        several = (
+            list(dict.fromkeys(seen)) if plain_ones and not name.startswith("stride_") else []
+        )  # nobody counts one
         for i, value in enumerate(several if len(several) <= _FEW else ()):
             plain = isinstance(value, (int, float, str))
             text.fixed[f"_{name}_{i}"] = value
@@ -871,7 +873,7 @@ def _of_call(text: Text, node: ast.Call) -> Iterator[tuple[Any, ...]]:
                 yield "limit-missing", f"nothing keeps {it} from going {side} {w(gone)}", 1.0, kept, text.plain(gone)
             else:
                 said = f"{w(gone)} does not count: it is {w(kept)} always"
-                if text.kinds and id(node) not in text.results:
+                if text.kinds:
                     said = f"{w(kept)} is taken, whichever of {w(kept)} and {w(gone)} is the {name[:3]}imum"
                 yield "always-the-limit", said, 1.1, kept
             if text.whole and not text.kinds:
