@@ -307,7 +307,11 @@ class Index:
         if text is None or not self.code or not change.slug.endswith("-missing"):
             return False
         with text.changed(change):
-            left = {n.id for n in ast.walk(text.tree) if isinstance(n, ast.Name)}
+            read = {n.id for n in ast.walk(text.tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+            lines = [
+                x for x in text.tree.body if ast.unparse(getattr(x, "targets", [x])[0]) not in {*text.meant} - read
+            ]
+            left = {n.id for line in lines for n in ast.walk(line) if isinstance(n, ast.Name)}
         return any(f" {name} " in self.code for name in {*text.params} & {*text.reads} - left)
 
     def _claims(self, text: Text) -> Claims:

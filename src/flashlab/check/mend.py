@@ -162,12 +162,12 @@ def _of_lines(text: Text) -> Iterator[Change]:
                 yield Change("wrong-sign", "", 1.9, ((slot, _expr("-x", x=node)),))
             if isinstance(node, ast.Name) and node.id in own:
                 reads.setdefault(node.id, []).append(slot)
-        where = (text.plain(line).splitlines() or [""])[0]
-        where = where if len(where) < _SHORT else f"{where[:_SHORT]} ..."
         for a, b in itertools.combinations(reads, 2):
             turned = [(slot, _new(ast.Name(y, ast.Load()))) for x, y in ((a, b), (b, a)) for slot in reads[x]]
             if text.are_alike(a, b):
-                yield Change("names-exchanged", f"`{a}` and `{b}` are exchanged, in `{where}`", 1.6, tuple(turned))
+                yield Change(
+                    "names-exchanged", f"`{a}` and `{b}` are exchanged, in {text.say(line)}", 1.6, tuple(turned)
+                )
             parts = [*zip(meant.get(a, ()), meant.get(b, ()), strict=False)]
             for x, y in parts if len(reads[a]) == len(reads[b]) else ():
                 for here, there in zip(reads[a], reads[b], strict=True) if type(x) is type(y) else ():

@@ -265,18 +265,17 @@ def further(text: Text) -> Iterator[Change]:
         reads = [slot for slot in _places(line) if getattr(_at(slot), "id", "") == name and slot[1] != "targets"]
         of = axes.get(name, 0)
         behind = {x: "[..., None]" * (of - n) for x, n in axes.items() if of >= n >= max(1, of - 1)}
-        where = f"in `{ast.unparse(line)[:60]}`"
         for a, b in itertools.permutations(behind if reads else (), 2):
             if behind[a] != behind[b]:
                 continue
             for slot in reads:
-                said = f"the factor `torch.exp({a} - {b}){behind[a]}` is missing at `{name}`, {where}"
+                said = f"the factor `torch.exp({a} - {b}){behind[a]}` is missing at `{name}`, in {text.say(line)}"
                 new = _expr(f"x * torch.exp({a} - {b}).nan_to_num(){behind[a]}", x=_at(slot))
                 yield Change("not-rescaled", said, 1.6, ((slot, new),))
             for by in (a, f"1 + {a}", f"{a} + {b}"):
                 divisor = f"({by}){behind[a]}"
                 new = _expr(f"(x / {divisor}).nan_to_num()", x=line.value)
-                said = f"the divisor `{divisor}` is missing, {where}"
+                said = f"the divisor `{divisor}` is missing, in {text.say(line)}"
                 yield Change("not-divided", said, 1.8, (((line, "value", None), new),))
 
 
