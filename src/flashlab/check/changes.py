@@ -603,7 +603,7 @@ def _of_name(text: Text, parent: ast.AST, node: ast.Name) -> Iterator[tuple[Any,
                     said = f"the middle of `{node.id}` and `{other}` stands where {w(node)} belongs"
                     yield "wrong-name", said, 2.5, _expr("(x + y) // 2", x=node, y=name)
                 if mixed and other in text.params and beside:
-                    said = f"{w(node)} is counted from the end: it is `{other} - 1` less {w(node)}"
+                    said = f"{w(node)} is counted from the end of {w(name)}"
                     yield "from-the-end", said, 2.4, _expr(f"{other} - 1 - x", x=node), node.id, other
                 for sign in "-+" if mixed and other in text.params and beside else "":
                     said = f"`{other} {sign} 1` stands where {w(node)} belongs"
