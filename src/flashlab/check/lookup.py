@@ -43,7 +43,7 @@ _CLAIMED = re.compile(r"`([a-z]\w+|[^\w`]{1,3})` (?:stands|adds|is taken for)")
 _FOR_A_NUMBER = re.compile(r"stands where [\d.]+ belongs")
 _ALMOST = 0.35  # costs so near say nothing about which is likelier
 _SYMPTOMS = ("always-the-same", "always-one-branch")
-_UNSEEN = 0.6  # what a change costs more of which nothing is seen in the learner's text
+_UNSEEN = 0.8  # what a change costs more of which nothing is seen in the learner's text
 _UNLIKE = 1.5  # the cost of a row that the learner's text does not look like
 _PAIRED = 200  # changes that are tried two at a time
 _TRIES = 12_000
@@ -295,7 +295,7 @@ class Index:
     def _seen(self, found: Found) -> bool:
         """Whether the learner's text has the words and signs of a change."""
         text, change, _ = found
-        if text is None or not self.code or change.slug == "exchanged":
+        if text is None or not self.code or change.said.startswith(("it is ", "{order}")):
             return True
         with text.changed(change):
             changed = tokens_of(ast.unparse(text.tree))
@@ -324,15 +324,13 @@ class Index:
                 return self._note(text, change, "")
         return ""
 
-    def less_sure(self, sentence: str, mends: bool) -> str:
-        """The same, where no change of the learner's own text was found that makes it right, or its words do not fit,
-        unless what it says can be seen in that text. mends: one was found.
-        """
+    def less_sure(self, sentence: str) -> str:
+        """The same as a comparison, unless what it says can be seen in the learner's text."""
         _, whole, parts = self.looked_up
         for text, change, _ in whole[:1] or [x[0] for x in parts.values() if x]:
-            if text is None or change.said.startswith(("it is ", "{order}")):
+            if text is None:
                 continue
-            if self._claims(text).no_number(change.said) if mends else not self._seen((text, change, ())):
+            if self._claims(text).no_number(change.said) or not self._seen((text, change, ())):
                 said = rf"(?<!answer where ){re.escape(change.said)}"
                 sentence = re.sub(said, lambda found: f"as in a right answer where {found[0]}", sentence, count=1)
         return sentence

@@ -506,12 +506,13 @@ def _as_the_interpreter_counts(bytes_read: Callable[..., Any]) -> None:
     notes={
         "2": "K and V are two matrices, Q and O as well", "programs": "each program reads all of K and V",
         "itemsize": "an element has itemsize bytes", "M": "each block reads its own rows of Q, O and lse once",
-        "HEAD_DIM": "a row has HEAD_DIM elements", "4": "lse is in float32", "4 * M": "lse is read too",
+        "HEAD_DIM": "a row has HEAD_DIM elements", "4": "lse is in float32",
         "math.ceil(M / BLOCK_M)": "the last program counts too, and there is no fraction of one",
     },
     rows=[
         Row("masked-rows", "rows past the end are masked: they are not read",
             [("(2 * M + 2", "(2 * programs * BLOCK_M + 2"), ("4 * M", "4 * programs * BLOCK_M")]),
+        Row("lse-not-read", "4 · M bytes too few: the keys before are in lse, which is read too", [(" + 4 * M", "")]),
         Row("like-the-lectures", "that is the lecture's kernel: this one reads O and lse as well",
             [("(2 * M + 2", "(M + 2"), (" + 4 * M", "")]),
         Row("scores-read", "the scores are counted: they never leave the chip", [("* itemsize", "* itemsize + M * N * "

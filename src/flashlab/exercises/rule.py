@@ -151,7 +151,7 @@ class Rule:
             own, price = mended(index, _unwrapped(learners), self.own_text)
         if own and price <= cost:
             return "own-slip", f"{own}: {(found and index.note_on(own)) or 'the rest is right'}"
-        return (found[0], index.less_sure(found[1], bool(own))) if found and own is not None else found
+        return (found[0], index.less_sure(found[1])) if found and own is not None else found
 
     def with_row(self, row: Row) -> Callable[..., Any]:
         """The function as a learner with this mistake has it."""
