@@ -876,9 +876,6 @@ def _of_call(text: Text, node: ast.Call) -> Iterator[tuple[Any, ...]]:
                 if text.kinds:
                     said = f"{w(kept)} is taken, whichever of {w(kept)} and {w(gone)} is the {name[:3]}imum"
                 yield "always-the-limit", said, 1.1, kept
-            if text.whole and not text.kinds:
-                said = f"{w(kept)} alone counts where it is not 0: it is the {name} with {w(gone)}"
-                yield "either-or", said, 2.0, _expr(f"a or {name}(a, b)", a=kept, b=gone)
         either = f"{w(node.args[0])} and {w(node.args[1])}"
         for mixed, how in (("a + b", "added"), ("(a + b) / 2", "averaged")):
             said = f"{either} are {how} where one of them belongs"

@@ -200,7 +200,7 @@ def _further(text: Text) -> Iterator[Change]:
             yield Change("more", "", 1.0, (roundings[-1],))
         if isinstance(node, ast.BinOp) and ast.unparse(node) in _BINARY:
             yield Change("more", "", 1.0, ((slot, ast.Constant(_BINARY[ast.unparse(node)])),))
-        if isinstance(node, ast.Constant) and type(node.value) in (int, float) and abs(node.value) >= 1000:
+        if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)) and abs(node.value) >= 1000:
             yield Change("more", "", 1.0, ((slot, _expr("math.inf")),))
         if not isinstance(node, ast.BinOp):
             continue
@@ -294,7 +294,7 @@ def _part(text: Text, edit: Any) -> str:
         if isinstance(whole, ast.Call) and getattr(whole.func, "value", None) is rest:
             alone = ast.Call(ast.Name(whole.func.attr), whole.args, whole.keywords)  # type: ignore[attr-defined]
             where = what.replace(", in", " behind").replace(" in", " behind")
-            return f"`.{text.plain(alone)}` is {where} `{text.plain(rest)[:_SHORT]}`"
+            return f"`.{text.plain(alone)}` is {where} `{text.plain(whole.func.value)[:_SHORT]}`"  # type: ignore[attr-defined]
         if not isinstance(whole, ast.BinOp) or type(whole.op) not in _KINDS:
             continue
         if rest is whole.left or (rest is whole.right and isinstance(whole.op, (ast.Add, ast.Mult))):

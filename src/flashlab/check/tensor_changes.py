@@ -35,9 +35,9 @@ def of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any,
         case ast.Subscript(value=value, slice=ast.Tuple(elts=parts)) if any(_is_none(x) for x in parts):
             how = f"[{', '.join(map(ast.unparse, parts))}]"
             yield "axis-missing", f"`{how}` is missing behind {w(value)}", 1.2, value, how
-            rest = [x for x in parts if not _is_none(x)]
-            for at in range(len(parts)) if len(rest) + 1 == len(parts) else ():
-                axes = [*rest[:at], ast.Constant(None), *rest[at:]]
+            others = [x for x in parts if not _is_none(x)]
+            for at in range(len(parts)) if len(others) + 1 == len(parts) else ():
+                axes = [*others[:at], ast.Constant(None), *others[at:]]
                 new = ast.Subscript(value, ast.Tuple(axes, ast.Load()), ast.Load())
                 if not _is_none(parts[at]):
                     yield "wrong-axis", f"{w(new)} stands where {w(node)} belongs", 1.4, new, how, at
@@ -253,9 +253,10 @@ def further(text: Text) -> Iterator[Change]:
                 yield Change("not-finite", "", 1.6, ((slot, _expr("x.nan_to_num()", x=node)),))
             case ast.Constant(value=0) | ast.UnaryOp(op=ast.USub(), operand=ast.Constant()):
                 yield Change("finite-number", "", 1.6, ((slot, infinite),))
-            case ast.Call(func=ast.Attribute(attr="zeros_like" | "new_zeros" as name), args=[of]):
-                full = ast.Attribute(node.func.value, name.replace("zeros", "full"), ast.Load())
-                yield Change("finite-number", "", 1.2, ((slot, _new(ast.Call(full, [of, infinite], node.keywords))),))
+            case ast.Call(func=ast.Attribute(value=owner, attr="zeros_like" | "new_zeros" as name), args=[shape]):
+                full = ast.Attribute(owner, name.replace("zeros", "full"), ast.Load())
+                new: ast.expr = ast.Call(full, [shape, infinite], node.keywords)
+                yield Change("finite-number", "", 1.2, ((slot, _new(new)),))
             case ast.Call(func=ast.Attribute(attr="nan_to_num")):
                 for names in (["neginf"], ["nan", "neginf"]) if not node.keywords else ():
                     new = ast.Call(node.func, node.args, [ast.keyword(name, infinite) for name in names])

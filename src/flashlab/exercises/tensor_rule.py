@@ -279,7 +279,7 @@ class TensorRule(Rule):
         for given in [given for given, bad in zip(self.tried, off, strict=True) if bad and self.alone]:
             rows = self.alone(*given)  # type: ignore[misc]
             with contextlib.redirect_stdout(io.StringIO()):
-                if rows and self.index.same_outcome(*(self.index.run(x, rows) for x in (learners, self.right))):
+                if rows and self.index.same_outcome(self.index.run(learners, rows), self.index.run(self.right, rows)):
                     break
         else:
             return None
