@@ -23,7 +23,7 @@ test_a_slip_is_told_by_the_piece_that_it_is_in = told(
     ("11b.1", [("column % 2 + row // 8 % 2 * 2", "column % 2 * 2 + row // 8 % 2")],
      "`column % 2 * 2 + row // 8 % 2` stands where `column % 2 + row // 8 % 2 * 2` belongs"),
     ("13.8", [("half if causal and source >", "half if not causal and source >")],
-     "`causal` stands where `not causal` belongs"),
+     "`causal` is asked the other way round"),
     ("11c.2", [("oldest = tile * BLOCK_M + N - M - window + 1", "oldest = tile * BLOCK_M - window + 1")],
      "turn: the term `N - M` is missing"),
     ("12.2", [("table[j // page]", "j // page")], "`j // page` itself stands where `table[j // page]` belongs"),
