@@ -23,6 +23,7 @@ next_k.roll(1)"""
         ("`blocks` is 1000 times what it should be", "-blocks", "-1000 * blocks"),
         ("`n < tiles` is not asked", "n < tiles and ", ""),
         ("`.roll` is missing: `next_k` is taken as it stands", "next_k.roll(1)", "next_k"),
+        ("the arguments of `roll` are exchanged", "next_k.roll(1)", "next_k.roll(0)"),
     ],
 )
 def test_what_is_said_is_true_of_the_changed_text_alone(said, old, new):

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 
+from flashlab.attention.online_softmax import State
 from flashlab.check import CheckFailed
 from flashlab.check.mend import mended, own_text
 from flashlab.exercises import exercises
@@ -51,9 +52,54 @@ def both_wrong(blocks, tiles, places, rows, head_dim):
     return best, best * rows * (head_dim + 1) if best > 1 else 0
 
 
+def by_portion(number, m_blocks, heads, group, kv_together):
+    blocks = sorted(
+        ((h, m) for h in range(heads) for m in range(m_blocks)),
+        key=lambda x: (x[0] // (kv_together * group), -x[1], -x[0]),
+    )
+    return blocks[number]
+
+
+def not_infinite(attention, layers, faster):
+    f = lambda s, t: 1 / (1 - s + s / t)  # noqa: E731
+    share = attention * layers
+    return f(attention, faster), f(share, faster), math.inf if share == 1 else f(share, 1e6)
+
+
+def weighted_twice(a, b):
+    m = torch.maximum(a.m, b.m)
+    safe = m.masked_fill(m == -math.inf, 0.0)
+    la, lb = a.l * torch.exp(a.m - safe), b.l * torch.exp(b.m - safe)
+    return State(m, la + lb, la[..., None] * a.o + lb[..., None] * b.o)
+
+
+def exchanged(os, lses):
+    o, lse = torch.zeros_like(os[0]), torch.full_like(lses[0], -math.inf)
+    for x, y in zip(os.nan_to_num(), lses, strict=True):
+        new = torch.logaddexp(lse, y)
+        safe = new.masked_fill(new == -math.inf, 0)
+        o = torch.exp(y - safe)[:, None] * o + torch.exp(lse - safe)[:, None] * x
+        lse = new
+    return o, lse
+
+
+def not_rescaled(os, lses):
+    o, lse = torch.zeros_like(os[0]), torch.full_like(lses[0], -math.inf)
+    for x, y in zip(os.nan_to_num(), lses, strict=True):
+        new = torch.logaddexp(lse, y)
+        o = o + torch.exp(y - new).nan_to_num()[:, None] * x
+        lse = new
+    return o, lse
+
+
 @pytest.mark.parametrize(
     ("id", "answer", "said"),
     [
+        ("9.10", by_portion, "`-x[0]` stands where `x[0]` belongs"),
+        ("10.2", not_infinite, "`1e6` stands where `math.inf` belongs"),
+        ("0.4", weighted_twice, "`la` stands where `torch.exp(a.m - safe)` belongs, and `lb` where"),
+        ("12.3", exchanged, "`y` and `lse` are exchanged, in `o = "),
+        ("12.3", not_rescaled, "the factor `torch.exp(lse - new)[..., None]` is missing at `o`, in `o"),
         ("9.1", not_divided, "stands where `(m_start + block_m - 1) // group"),
         ("9.1", a_turn_too_few, "`(full + 1) * block_n < seq_k` stands where `(full + 1) * block_n <= seq_k` belongs"),
         ("9.11", in_a_helper, "`blocks * s // places` stands where `-(-(blocks * s) // places)` belongs"),

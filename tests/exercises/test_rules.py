@@ -57,7 +57,7 @@ LARGE = ("4.9", "4.10", "4.11", "4.12", "4.13", "5.4", "5.10", "5.11", "5.12", "
 WIDE = ("4.7", "5.6", "10.6")  # kernels too, of five seconds each: 3.3, 4.4, 4.8, 5.5 and 12.10 stand for them
 ONCE = [pytest.param(id, marks=pytest.mark.long) if id.split()[0] in (*LARGE, *WIDE) else id for id in RULES]
 # Not every change of these kernels is told yet; the others of an empty page have been looked through.
-UNTOLD = ("4.9", "4.10", "4.11", "4.12", "4.13", "5.4", "5.12", "5.13", "12.9")
+UNTOLD = ("4.9", "4.10", "4.11", "4.12", "4.13", "5.4", "5.12", "5.13", "10.6", "12.9")
 TOLD = [
     pytest.param(id, marks=(pytest.mark.long, pytest.mark.xfail(strict=False))) if id in UNTOLD else one
     for id, one in zip(RULES, ONCE, strict=True)
@@ -201,7 +201,7 @@ TOLD = [
     ("0.2", lambda x: torch.softmax(x, 0).nan_to_num(), "`softmax` runs along dim=0: it is dim=-1"),
     ("0.3", lambda xs: by_steps(xs, "l * exp(m - m_new) ** 2"), "l: `math.exp(m - m_new)` counts twice, as its square"),
     ("0.3", lambda xs: (lambda m, l: (m, l + (l > 3)))(*RULES["0.3"].fn(xs)), "m is right in every case"),
-    ("0.4", lambda a, b: merge(a, b)._replace(m=a.m), "`b.m` does not count: it is `a.m` always"),
+    ("0.4", lambda a, b: merge(a, b)._replace(m=a.m), "whichever of `a.m` and `b.m` is the maximum"),
     ("1.1", lambda n, d, e: (e * (4 * n * n + 3 * n * d), e * (4 * n * n + n * d), n * n * (4 * d + 7)),
      "bytes_read counts 4 matrices of N × N and 3 of N × D"),
     ("2.2", lambda s, v: (s.amax(1), torch.exp(s - s.amax(1)[:, None]).mean(1), torch.exp(s - s.amax(1)[:, None]) @ v),
@@ -217,6 +217,10 @@ TOLD = [
     ("5.1", lambda p, dp: (p * (dp - (p * p * dp).sum(1, keepdim=True)), with_sink(p, dp)[1]), "`p` is there twice"),
     ("5.1", lambda p, dp: (p * (dp - (p * dp).sum(1)), with_sink(p, dp)[1]), "`keepdim=True` is missing"),
     ("12.2", lambda t, n, j, h, p, kv, d: (((t[j // p] * p + j % p) * kv + h) * d, -n % p), "`kv_head` changes faster"),
+    ("12.3", lambda os, ls: (os.nan_to_num().sum(0) / (~ls.isinf()).sum(0).clamp(1)[:, None], ls.logsumexp(0)), "mean"),
+    ("12.3", lambda os, ls: ((os.nan_to_num() * (ls / ls.sum(0)).nan_to_num()[..., None]).sum(0), ls.logsumexp(0)),
+     "o: the parts are weighted by lse; each"),
+    ("12.3", lambda os, ls: RULES["12.3"].fn(os, ls.masked_fill(ls.isinf().any(1)[:, None], -math.inf)), "each row by"),
 ]  # fmt: skip
 
 

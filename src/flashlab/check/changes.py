@@ -159,11 +159,12 @@ class Text:
         results = [x for value in returned for x in (value.elts if isinstance(value, ast.Tuple) else [value])]
         named = [v for x in results if isinstance(x, ast.Name) for v in assigned[x.id] if v is not None]
         self.results = {id(x) for x in (*results, *named)}
-        for local, meant in assigned.items():
-            if len(meant) == 1 and meant[0] is not None and local not in self.words:
-                said = self.plain(meant[0])
+        self.meant = {name: x[0] for name, x in assigned.items() if len(x) == 1 and x[0] is not None}
+        for local, value in self.meant.items():
+            if local not in self.words:
+                said = self.plain(value)
                 if len(said) <= _LONGEST_NAME:
-                    compound = isinstance(meant[0], (ast.BinOp, ast.IfExp, ast.Compare))
+                    compound = isinstance(value, (ast.BinOp, ast.IfExp, ast.Compare))
                     self.words[local] = f"({said})" if compound else said
 
     @functools.cached_property
@@ -197,19 +198,13 @@ class Text:
         """Inside it `tree` has these changes."""
         before = []
         try:
-            for (node, name, at), new in (edit for change in changes for edit in change.edits):
-                before.append((node, name, at, getattr(node, name) if at is None else getattr(node, name)[at]))
-                if at is None:
-                    setattr(node, name, new)
-                else:
-                    getattr(node, name)[at] = new
+            for slot, new in (edit for change in changes for edit in change.edits):
+                before.append((slot, _at(slot)))
+                _put_at(slot, new)
             yield
         finally:
-            for node, name, at, old in reversed(before):
-                if at is None:
-                    setattr(node, name, old)
-                else:
-                    getattr(node, name)[at] = old
+            for slot, old in reversed(before):
+                _put_at(slot, old)
 
     def compiled(self, *changes: Change) -> Callable[..., Any]:
         """The function with these changes; SyntaxError where they make no sense."""
@@ -379,15 +374,14 @@ def _nested(changes: Sequence[Change]) -> bool:
     edits = [edit for c in changes for edit in c.edits]
     if len(edits) == 1:
         return False
-    olds = [getattr(node, name) if at is None else getattr(node, name)[at] for (node, name, at), _ in edits]
+    olds = [_at(slot) for slot, _ in edits]
     inner = {id(n) for x in (*olds, *(new for _, new in edits)) for n in ast.walk(x)}
     return any(id(node) in inner for (node, _, _), _ in edits)
 
 
 def _fits(slot: Slot, new: ast.AST) -> bool:
     """Whether a conditional may stand in this place: of two statements or two expressions, and no slice."""
-    node, name, at = slot
-    old = getattr(node, name) if at is None else getattr(node, name)[at]
+    old = _at(slot)
     both = [old, new]
     if all(isinstance(x, ast.stmt) for x in both):
         return True
@@ -395,6 +389,18 @@ def _fits(slot: Slot, new: ast.AST) -> bool:
         return False
     stored = isinstance(getattr(old, "ctx", None), (ast.Store, ast.Del))
     return all(isinstance(x, ast.expr) for x in both) and not stored
+
+
+def _at(slot: Slot) -> Any:
+    value = getattr(slot[0], slot[1])
+    return value if slot[2] is None else value[slot[2]]
+
+
+def _put_at(slot: Slot, new: Any) -> None:
+    if slot[2] is None:
+        setattr(slot[0], slot[1], new)
+    else:
+        getattr(slot[0], slot[1])[slot[2]] = new
 
 
 def _slots(root: ast.AST) -> Iterator[tuple[Slot, ast.expr]]:
@@ -490,7 +496,9 @@ def _of_parameters(text: Text, values: Mapping[str, Sequence[Any]]) -> Iterator[
         yield Change("names-exchanged", f"`{a}` and `{b}` are exchanged, everywhere", 2.05, edits)
     for name, seen in values.items():
         plain_ones = all(isinstance(x, (int, float, str)) or not hasattr(x, "__len__") for x in seen)
-        several = list(dict.fromkeys(seen)) if plain_ones else []
+        several = (
+            list(dict.fromkeys(seen)) if plain_ones and not name.startswith("stride_") else []
+        )  # nobody counts one
         for i, value in enumerate(several if len(several) <= _FEW else ()):
             plain = isinstance(value, (int, float, str))
             text.fixed[f"_{name}_{i}"] = value
@@ -594,6 +602,9 @@ def _of_name(text: Text, parent: ast.AST, node: ast.Name) -> Iterator[tuple[Any,
                 if mixed and other in text.params and node.id in text.params and beside:
                     said = f"the middle of `{node.id}` and `{other}` stands where {w(node)} belongs"
                     yield "wrong-name", said, 2.5, _expr("(x + y) // 2", x=node, y=name)
+                if mixed and other in text.params and beside:
+                    said = f"{w(node)} is counted from the end of {w(name)}"
+                    yield "from-the-end", said, 2.4, _expr(f"{other} - 1 - x", x=node), node.id, other
                 for sign in "-+" if mixed and other in text.params and beside else "":
                     said = f"`{other} {sign} 1` stands where {w(node)} belongs"
                     yield "wrong-name", said, 2.4, _expr(f"x {sign} 1", x=name), node.id, other, sign
@@ -721,7 +732,7 @@ def _of_number(text: Text, parent: ast.AST, node: ast.Constant) -> Iterator[tupl
         others = [10.0 ** (power + k) for k in (-3, 3, -6, 6, -9, 9)] + [2.0 ** round(power / 3 * 10), 1]
     elif isinstance(value, int):
         others += [k for k in (2, 3, 4, 8) if k != value]
-    seen = [value]
+    seen = [value, *(others if getattr(getattr(parent, "func", None), "attr", "") == "program_id" else ())]
     within = (ast.BinOp, ast.Compare) if not text.kinds else (ast.BinOp, ast.Compare, ast.Call)
     whole = text.say(parent) if isinstance(parent, within) else ""
     for other in others:
@@ -759,6 +770,8 @@ def _of_operation(text: Text, node: ast.BinOp) -> Iterator[tuple[Any, ...]]:
         yield "twice", f"{noun} {w(left)} is there twice" if twice == "twice" else f"{w(left)} is {twice}", 2.1, (
             ast.BinOp(left, ast.Mult() if noun == "the factor" else ast.Add(), node))  # fmt: skip
     elif isinstance(op, (ast.Div, ast.FloorDiv, ast.Mod)):
+        if isinstance(op, ast.Mod) and text.whole and not text.kinds:
+            yield "from-the-end", f"{w(node)} is counted from the end", 1.9, _expr("b - 1 - x", b=right, x=node)
         what = "remainder by" if isinstance(op, ast.Mod) else "division by"
         yield "division-missing", f"the {what} {w(right)} is missing: it is {w(left)} as it stands", 1.0, left
         inside = text.results and id(node) not in text.results
@@ -859,7 +872,10 @@ def _of_call(text: Text, node: ast.Call) -> Iterator[tuple[Any, ...]]:
                 it = w(kept) if not text.results else "it"
                 yield "limit-missing", f"nothing keeps {it} from going {side} {w(gone)}", 1.0, kept, text.plain(gone)
             else:
-                yield "always-the-limit", f"{w(gone)} does not count: it is {w(kept)} always", 1.1, kept
+                said = f"{w(gone)} does not count: it is {w(kept)} always"
+                if text.kinds:
+                    said = f"{w(kept)} is taken, whichever of {w(kept)} and {w(gone)} is the {name[:3]}imum"
+                yield "always-the-limit", said, 1.1, kept
         either = f"{w(node.args[0])} and {w(node.args[1])}"
         for mixed, how in (("a + b", "added"), ("(a + b) / 2", "averaged")):
             said = f"{either} are {how} where one of them belongs"
@@ -868,7 +884,7 @@ def _of_call(text: Text, node: ast.Call) -> Iterator[tuple[Any, ...]]:
         for gone in node.args:
             others = [x for x in node.args if x is not gone]
             yield "limit-missing", f"{w(gone)} does not count", 0.95, ast.Call(node.func, others, []), text.plain(gone)
-    elif len(node.args) == 1 and not node.keywords and behind is None:
+    elif len(node.args) == 1 and not node.keywords and behind is None and not isinstance(node.args[0], ast.Constant):
         said = f"`{called}` is missing: it is {w(node.args[0])} as it stands"
         yield "function-missing", said, 1.3, node.args[0], name
         inner = node.args[0]

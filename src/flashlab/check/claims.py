@@ -184,6 +184,11 @@ class Claims:
         mine, right = self._counts(method)
         return mine >= right > 0
 
+    def _exchanged(self, called: str) -> bool:
+        """Calls of it have the right text's arguments."""
+        calls = re.findall(rf"(?<= ){called} \( [^()]* \)(?= )", self.right)
+        return bool(calls) and all(self._counts(x)[0] >= n for x, n in Counter(calls).items())
+
     def _factor(self, size: str) -> bool:
         numbers = re.findall(r"(?<= )\d[\w.]*(?= )", self.learners)
         return int(size) > _LEAST and not any(
@@ -196,6 +201,7 @@ _FORMS: tuple[tuple[re.Pattern[str], Callable[..., bool]], ...] = tuple(
     (re.compile(form), judge)
     for form, judge in (
         (r"the factor `([^`]*)` is there twice", Claims._twice),
+        (r"the arguments of `(\w+)` are exchanged", Claims._exchanged),
         (r"`([^`]*)` has the wrong sign", Claims._sign),
         (r"the comparison is `([^`]*) (<=|>=|==|!=|<|>) ([^`]*)`", Claims._compared),
         (r"`([^`]*)` is one too (?:large|small)$", Claims._one_off),

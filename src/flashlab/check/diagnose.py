@@ -698,7 +698,7 @@ def _describe(observations: Sequence[Observation], wrong: Sequence[Observation])
     end = ". lse is right in every case, so the maxima and the sums are" if finer else ""
     if name == "lse" and all(_lse_never_set(s) for s in wrong if s.case.content in CALM):
         end = ", and -inf in every row. o is right here, so the sums are not 0: something that lse is made of is still "
-        end += "-inf, as it began: is the maximum ever set?"
+        end += "-inf, as it began: a maximum that is never set, or the old lse?"
         return CheckFailed(f"{difference}{share}: {value}{end}", diagnosis="maximum-never-set", case=str(seen.case))
     return CheckFailed(f"{difference}{share}: {value}{end}", diagnosis="wrong-value", case=str(seen.case))
 

@@ -43,6 +43,7 @@ _CLAIMED = re.compile(r"`([a-z]\w+|[^\w`]{1,3})` (?:stands|adds|is taken for)")
 _FOR_A_NUMBER = re.compile(r"stands where [\d.]+ belongs")
 _ALMOST = 0.35  # costs so near say nothing about which is likelier
 _SYMPTOMS = ("always-the-same", "always-one-branch")
+_UNSEEN = 0.8  # what a change costs more of which nothing is seen in the learner's text
 _UNLIKE = 1.5  # the cost of a row that the learner's text does not look like
 _PAIRED = 200  # changes that are tried two at a time
 _TRIES = 12_000
@@ -216,6 +217,13 @@ class Index:
                 return False
         return True
 
+    def _fits_where_finite(self, outcome: Outcome, got: Outcome) -> bool:
+        """Of a row: in two wrong cases, and all others in which it gives no NaN, which a learner may have patched."""
+        plain = [i for i in self.order if not isinstance(outcome[i], str) and not any(
+            isinstance(x, (float, torch.Tensor)) and torch.as_tensor(x).isnan().any() for x in outcome[i])]  # fmt: skip
+        wrong = [not self._same_values(x, right, None) for x, right in zip(got, self.right, strict=True)]
+        return len(plain) < len(wrong) and sum(wrong[i] for i in plain) > 1 and self._fits(outcome, got, order=plain)
+
     def _same_values(self, x: Values | str, y: Values | str, part: int | None) -> bool:
         if isinstance(x, str) or isinstance(y, str):
             return isinstance(x, str) and isinstance(y, str) and x == y
@@ -240,8 +248,12 @@ class Index:
             for found in self._said_of_it():  # the likelier first: one that is far less likely is not told
                 if whole and found[1].cost - whole[0][1].cost > _ALMOST:
                     break
-                if self._fits(found[2], got) and self.wrong_parts(found[2]):  # what the check accepts is no cause
-                    whole.append(found)
+                if self._fits(found[2], got) and self.wrong_parts(found[2]) and not self._goes_along(found):
+                    whole.append(found)  # what the check accepts is no cause
+            if whole and not self._seen(whole[0]):  # a row is likelier, though the text is not like it either
+                rows = itertools.takewhile(lambda x: x[1].cost <= _UNLIKE, self._said_of_it())
+                whole = [x for x in rows if x[0] is None and self._fits(x[2], got)] + whole
+            whole = whole or [x for x in self._said_of_it() if x[0] is None and self._fits_where_finite(x[2], got)][:1]
             wrong = self.wrong_parts(got) if not whole else []
             parts = {
                 i: [x for x in self._said_of_it(of_one=len(self.names) > 1)
@@ -276,9 +288,34 @@ class Index:
         """Of the change that explains all of these values; 0: it is a row."""
         if self.looked_up is None or self.looked_up[0] is not got or not self.looked_up[1]:
             return math.inf
-        text, change, _ = self.looked_up[1][0]
+        text, change, _ = found = self.looked_up[1][0]
         symptom = change.slug in _SYMPTOMS or (text is None and change.cost)
-        return math.inf if symptom else change.cost
+        return math.inf if symptom else change.cost + _UNSEEN * (not self._seen(found))
+
+    def _seen(self, found: Found) -> bool:
+        """Whether the learner's text has the words and signs of a change."""
+        text, change, _ = found
+        if text is None or not self.code or change.said.startswith(("it is ", "{order}")):
+            return True
+        with text.changed(change):
+            changed = tokens_of(ast.unparse(text.tree))
+        return self._claims(text).seen(changed)
+
+    def _goes_along(self, found: Found) -> bool:
+        """Whether a parameter that the learner's text has would be missing with what is said to be missing."""
+        text, change, _ = found
+        if text is None or not self.code or not change.slug.endswith("-missing"):
+            return False
+        with text.changed(change):
+            read = {n.id for n in ast.walk(text.tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+            lines = [
+                x for x in text.tree.body if ast.unparse(getattr(x, "targets", [x])[0]) not in {*text.meant} - read
+            ]
+            left = {n.id for line in lines for n in ast.walk(line) if isinstance(n, ast.Name)}
+        return any(f" {name} " in self.code for name in {*text.params} & {*text.reads} - left)
+
+    def _claims(self, text: Text) -> Claims:
+        return Claims(self.code, tokens_of(ast.unparse(text.tree)), text.words, text.locals, text.params)
 
     def note_on(self, own: str) -> str:
         """Why the piece is there whose change explains the values, where what is said of a learner's text names it."""
@@ -287,19 +324,13 @@ class Index:
                 return self._note(text, change, "")
         return ""
 
-    def less_sure(self, sentence: str, mends: bool) -> str:
-        """The same, where no change of the learner's own text was found that makes it right, or its words do not fit,
-        unless what it says can be seen in that text. mends: one was found.
-        """
+    def less_sure(self, sentence: str) -> str:
+        """The same as a comparison, unless what it says can be seen in the learner's text."""
         _, whole, parts = self.looked_up
         for text, change, _ in whole[:1] or [x[0] for x in parts.values() if x]:
-            if text is None or change.said.startswith(("it is ", "{order}")):
+            if text is None:
                 continue
-            right = tokens_of(ast.unparse(text.tree))
-            claims = Claims(self.code, right, text.words, text.locals, text.params)
-            with text.changed(change):
-                changed = tokens_of(ast.unparse(text.tree))
-            if claims.no_number(change.said) if mends else not claims.seen(changed):
+            if self._claims(text).no_number(change.said) or not self._seen((text, change, ())):
                 said = rf"(?<!answer where ){re.escape(change.said)}"
                 sentence = re.sub(said, lambda found: f"as in a right answer where {found[0]}", sentence, count=1)
         return sentence
@@ -325,12 +356,11 @@ class Index:
 
     def _said_of_it(self, of_one: bool = False) -> Iterator[Found]:
         """The outcomes, less those whose words do not fit the learner's text: of an operator that it has not, say."""
-        right = [(x, tokens_of(ast.unparse(x.tree))) for x in self.texts if self.code]
-        claims = {id(x): Claims(self.code, code, x.words, x.locals, x.params) for x, code in right}
+        claims = {id(x): self._claims(x) for x in self.texts if self.code}
         late = list[Found]()  # rows whose values come by another way here
         for nth, found in enumerate(self.outcomes):
             text, change, outcome = found
-            if text is None and right and claims[id(self.texts[0])].unlike(self.rows[nth][0].edits):
+            if text is None and claims and claims[id(self.texts[0])].unlike(self.rows[nth][0].edits):
                 late.append((None, Change(change.slug, self._as_in_an_answer(change.said), _UNLIKE, ()), outcome))
                 continue
             while late and change.cost >= _UNLIKE:
@@ -429,7 +459,8 @@ class Index:
             for found in (x for x in said if x[0] is text and x[1].slug in _PLAIN):
                 if len(mine) == _PAIRED:
                     break
-                if not all(self._fits(found[2], self.right, part, [i]) for i in differs[:4]):
+                ends = any(isinstance(found[2][i], str) and not isinstance(got[i], str) for i in telling)
+                if not ends and not all(self._fits(found[2], self.right, part, [i]) for i in differs[:4]):
                     mine.append(found)
             pairs = itertools.combinations(range(len(mine)), 2)
             apart = self._contradict([x[2] for x in mine], got, telling, part)

@@ -20,18 +20,23 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
 from typing import Any
 
-from flashlab.check.changes import Change, Text, Variants, _expr, _new, _slots, changes
+from flashlab.check.changes import Change, Slot, Text, Variants, _at, _expr, _new, _rounded_up, _slots, changes
+from flashlab.check.claims import tokens
 from flashlab.check.lookup import Index
 
 _SECONDS = 2.0  # of one core
 _LONGEST = 160  # characters of what is said
 _SHORT = 60
 _SHARED = 1.0  # what it costs more to find fault with a line that a right text has
+_LONGER = 0.15  # for each word and sign that is added
 _LINES = (ast.Assign, ast.AugAssign, ast.Return, ast.Expr)
 _KINDS = {ast.Add: "term", ast.Sub: "term", ast.Mult: "factor", ast.Div: "divisor", ast.FloorDiv: "divisor"}
+_PART = "part-of-it"
+_WORDED = ("names-exchanged", "not-rescaled", "not-divided", "rounded-all")
 _BEHIND = "outside-of-the-loop"
 _ROUNDING = ("round", "int", "ceil", "floor", "abs")
 _DIVISIONS = (ast.Div, ast.FloorDiv)
+_BINARY = {f"2 ** {n}": 10 ** (n // 10 * 3) for n in (10, 20, 30, 40)}
 _TWO_PLACES = ("lines-exchanged", _BEHIND)
 _BY_CHANCE = ("taken-as-fixed", "always-the-same", "always-0", "wrong-base", "in-every-block")  # or no words for it
 
@@ -83,17 +88,18 @@ def mended(index: Index, fn: Callable[..., Any], make: Callable[..., Text] = Tex
     of_part: dict[int, Change] = {}
 
     def price(change: Change) -> float:
-        return change.cost + _SHARED * all(id(holder) in shared for (holder, _, _), _ in change.edits)
+        longer = max(_length(new) - _length(old) for old, new in map(_both, change.edits))
+        known = all(id(holder) in shared for (holder, _, _), _ in change.edits)
+        return change.cost + _SHARED * known + _LONGER * max(0, longer)
 
     for of, change, run in sorted(made, key=lambda x: (len(x[1].edits) > 1, price(x[1]))):
         if time.process_time() > until:
             break
         outcome = index.run(run)
-        left = [p for p in wrong if p not in of_part or not of_part]
-        mends = [p for p in left if all(index.same_outcome([outcome[i]], [index.right[i]], p) for i in order)]
+        mends = [p for p in wrong if all(index.same_outcome([outcome[i]], [index.right[i]], p) for i in order)]
         if not mends or not (words := said(of, change)):
             continue
-        if is_right(run):
+        if len(mends) == len(wrong) and is_right(run):
             return words, price(change)
         of_part |= {p: change for p in mends if p not in of_part and of is text}
     if len(wrong) > 1 and len(of_part) == len(wrong):
@@ -111,6 +117,10 @@ def _lines_of_both(text: Text, right: Sequence[Text]) -> set[int]:
     return {id(x) for line in lines for x in ast.walk(line)}
 
 
+def _length(x: Any) -> int:
+    return len(tokens(ast.unparse(x) if isinstance(x, ast.AST) else "").split())
+
+
 def _called(now: dict[str, Any], name: str, *given: Any, **named: Any) -> Any:
     return now[name](*given, **named)
 
@@ -125,11 +135,46 @@ def _with(now: dict[str, Any], name: str, other: Any, run: Callable[..., Any], *
 
 
 def _runs(index: Index, text: Text, values: dict[str, Any]) -> list[tuple[Text, Change, Callable[..., Any]]]:
-    made = [*changes(text, values, index.kinds), *(_further(text) if not index.kinds else ())]
+    further = getattr(index.kinds, "further", lambda _: ()) if index.kinds else _further
+    made = [*changes(text, values, index.kinds), *_of_lines(text), *further(text)]
     made = [c for c in made if c.slug not in (*_BY_CHANCE, *index.without) and not (
         _digits(c) or (index.kinds and _without_limit(c)))]  # fmt: skip
     variants = Variants(text, made)
     return [(text, c, run) for c in made if (run := variants.chosen(c)) is not None]
+
+
+def _of_lines(text: Text) -> Iterator[Change]:
+    """Two names exchanged in one line alone; a part of what a name stands for in its place, or of two alike names."""
+    own = {*text.params, *text.locals}
+    meant = {name: [x for x in ast.walk(value) if x is not value and (isinstance(x, (ast.BinOp, ast.Call)) or (
+                    isinstance(x, ast.Name) and isinstance(x.ctx, ast.Load) and x.id in own))]
+             for name, value in text.meant.items()}  # fmt: skip
+    whole = {ast.unparse(x): (x, name) for name, parts in reversed(meant.items())
+             for x in parts if not isinstance(x, ast.Name)}  # fmt: skip
+    for line in [line for line in ast.walk(text.tree) if isinstance(line, _LINES)]:
+        reads: dict[str, list[Slot]] = {}
+        for slot, node in _slots(line):
+            if (of := whole.get(ast.unparse(node))) and node is not of[0]:
+                yield Change(_PART, "", 1.2, ((slot, _new(ast.Name(of[1], ast.Load()))),))
+            if isinstance(node, ast.UnaryOp) and isinstance(node.operand, ast.Constant):
+                yield Change("wrong-sign", "", 1.2, ((slot, node.operand),))
+            if isinstance(node, ast.Name) and isinstance(slot[0], ast.Call):
+                yield Change("wrong-sign", "", 1.9, ((slot, _expr("-x", x=node)),))
+            if isinstance(node, ast.Name) and node.id in own:
+                reads.setdefault(node.id, []).append(slot)
+        for a, b in itertools.combinations(reads, 2):
+            turned = [(slot, _new(ast.Name(y, ast.Load()))) for x, y in ((a, b), (b, a)) for slot in reads[x]]
+            if text.are_alike(a, b):
+                yield Change(
+                    "names-exchanged", f"`{a}` and `{b}` are exchanged, in {text.say(line)}", 1.6, tuple(turned)
+                )
+            parts = [*zip(meant.get(a, ()), meant.get(b, ()), strict=False)]
+            for x, y in parts if len(reads[a]) == len(reads[b]) else ():
+                for here, there in zip(reads[a], reads[b], strict=True) if type(x) is type(y) else ():
+                    yield Change(_PART, "", 1.9, ((here, x), (there, y)))
+        for name, slots in reads.items():
+            for slot, part in itertools.product(slots, meant.get(name, ())):
+                yield Change(_PART, "", 1.9, ((slot, part),))
 
 
 def _digits(change: Change) -> bool:
@@ -148,9 +193,15 @@ def _further(text: Text) -> Iterator[Change]:
     """What a right text has nowhere and a wrong one may want: no rounding, a quotient rounded up, a divisor of the
     whole sum that divides one term, another factor or term of a line.
     """
+    roundings: list[tuple[Slot, Any]] = []
     for slot, node in _slots(text.tree):
         if isinstance(node, ast.Call) and node.args and ast.unparse(node.func).split(".")[-1] in _ROUNDING:
-            yield Change("more", "", 1.0, ((slot, node.args[0]),))
+            roundings.append((slot, node.args[0]))
+            yield Change("more", "", 1.0, (roundings[-1],))
+        if isinstance(node, ast.BinOp) and ast.unparse(node) in _BINARY:
+            yield Change("more", "", 1.0, ((slot, ast.Constant(_BINARY[ast.unparse(node)])),))
+        if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)) and abs(node.value) >= 1000:
+            yield Change("more", "", 1.0, ((slot, _expr("math.inf")),))
         if not isinstance(node, ast.BinOp):
             continue
         a, b = node.left, node.right
@@ -160,6 +211,10 @@ def _further(text: Text) -> Iterator[Change]:
             for rounded, factor in ((a, b), (b, a)):
                 if new := _into(rounded, factor):
                     yield Change("brackets", "", 1.5, ((slot, _new(new)),))
+                floor = isinstance(rounded, ast.BinOp) and isinstance(rounded.op, ast.FloorDiv)
+                of = (rounded.left, rounded.right) if floor else _rounded_up(rounded)  # type: ignore[attr-defined]
+                if of and _dump(of[1]) == _dump(factor):
+                    yield Change("more", "", 0.6, ((slot, of[0]),))
         if isinstance(node.op, (ast.Add, ast.Sub)) and not isinstance(getattr(slot[0], "op", None), (ast.Add, ast.Sub)):
             terms = _terms(node)
             for at, term in enumerate(terms):
@@ -170,6 +225,8 @@ def _further(text: Text) -> Iterator[Change]:
                     whole = ast.BinOp(functools.reduce(_plus, [term.left, *more]), term.op, term.right)
                     others = [x for x in rest if not any(x is y for y in more)]
                     yield Change("brackets", "", 1.5, ((slot, _new(functools.reduce(_plus, [whole, *others]))),))
+    if len(roundings) > 1:
+        yield Change("rounded-all", "numbers are rounded that should not be", 1.0, tuple(roundings))
     for line in ast.walk(text.tree):
         if not isinstance(line, (ast.Assign, ast.AugAssign, ast.Return)) or line.value is None:
             continue
@@ -212,13 +269,15 @@ def said(text: Text, change: Change) -> str:
     """What stands there, and what belongs there; "" where that is too long."""
     if change.said.startswith("{order}"):
         return ""  # the index says which
-    if change.slug == "names-exchanged":
+    if change.slug in _WORDED:
         return change.said
     pieces = [_pieces(text, edit) for edit in change.edits]
     if change.slug in _TWO_PLACES:
         place = "stands in the loop, and belongs behind it" if change.slug == _BEHIND else "comes too early"
         return f"the line `{pieces[0][0]}` {place}"
     old, new = pieces[0]
+    if change.slug == _PART and len(pieces) == 2:
+        return f"`{old}` stands where `{new}` belongs, and `{pieces[1][0]}` where `{pieces[1][1]}` does"
     if len(set(pieces)) > 1 or old == new:
         return ""
     where = "" if len(pieces) == 1 else ", both times" if len(pieces) == 2 else ", everywhere"
@@ -232,6 +291,10 @@ def _part(text: Text, edit: Any) -> str:
     """Of a term, a factor or a divisor that goes or comes: which."""
     old, new = _both(edit)
     for whole, rest, what in ((old, new, "one too many, in"), (new, old, "missing in")):
+        if isinstance(whole, ast.Call) and getattr(whole.func, "value", None) is rest:
+            alone = ast.Call(ast.Name(whole.func.attr), whole.args, whole.keywords)  # type: ignore[attr-defined]
+            where = what.replace(", in", " behind").replace(" in", " behind")
+            return f"`.{text.plain(alone)}` is {where} `{text.plain(whole.func.value)[:_SHORT]}`"  # type: ignore[attr-defined]
         if not isinstance(whole, ast.BinOp) or type(whole.op) not in _KINDS:
             continue
         if rest is whole.left or (rest is whole.right and isinstance(whole.op, (ast.Add, ast.Mult))):
@@ -243,8 +306,7 @@ def _part(text: Text, edit: Any) -> str:
 
 
 def _both(edit: Any) -> tuple[Any, Any]:
-    (node, name, at), new = edit
-    return (getattr(node, name) if at is None else getattr(node, name)[at]), new
+    return _at(edit[0]), edit[1]
 
 
 def _dump(x: Any) -> str:
@@ -261,7 +323,7 @@ def _pieces(text: Text, edit: Any) -> tuple[str, str]:
     while type(old) is type(new) and not isinstance(old, ast.stmt):  # the smallest part in which they differ
         fields = [(getattr(old, x), getattr(new, x)) for x in old._fields]
         pairs = [pair for x, y in fields for pair in _pairs(x, y) if _dump(pair[0]) != _dump(pair[1])]
-        if len(pairs) != 1 or not all(isinstance(x, ast.expr) for x in pairs[0]):
+        if len(pairs) != 1 or not all(isinstance(x, ast.expr) and not isinstance(x, ast.Tuple) for x in pairs[0]):
             break
         old, new = pairs[0]
     first, second = ((text.plain(x).splitlines() or [""])[0].rstrip(":") for x in (old, new))
@@ -270,7 +332,7 @@ def _pieces(text: Text, edit: Any) -> tuple[str, str]:
 
 def _place(text: Text, change: Change, old: str) -> str:
     """Where a piece stands that is there more than once."""
-    if ast.unparse(text.tree).count(old) < 2:
+    if ast.unparse(text.tree).count(old) < 2 and not old.isdigit():
         return ""
     holder = change.edits[0][0][0]
     line = holder if isinstance(holder, (ast.stmt, ast.BinOp, ast.Call)) else None

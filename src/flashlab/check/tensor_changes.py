@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import itertools
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from flashlab.check.changes import CHANGED, Change, Slot, Text, _expr, _new
+from flashlab.check.changes import CHANGED, Change, Slot, Text, _at, _expr, _new
 from flashlab.check.code_changes import of_code, of_lines
 
 _REDUCTIONS = {
@@ -34,9 +35,12 @@ def of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any,
         case ast.Subscript(value=value, slice=ast.Tuple(elts=parts)) if any(_is_none(x) for x in parts):
             how = f"[{', '.join(map(ast.unparse, parts))}]"
             yield "axis-missing", f"`{how}` is missing behind {w(value)}", 1.2, value, how
-            if len(parts) == 2:
-                new = ast.Subscript(value, ast.Tuple(parts[::-1], ast.Load()), ast.Load())
-                yield "wrong-axis", f"{w(new)} stands where {w(node)} belongs", 1.4, new, how
+            others = [x for x in parts if not _is_none(x)]
+            for at in range(len(parts)) if len(others) + 1 == len(parts) else ():
+                axes = [*others[:at], ast.Constant(None), *others[at:]]
+                new = ast.Subscript(value, ast.Tuple(axes, ast.Load()), ast.Load())
+                if not _is_none(parts[at]):
+                    yield "wrong-axis", f"{w(new)} stands where {w(node)} belongs", 1.4, new, how, at
         case ast.Subscript(value=value, slice=ast.Slice(lower=lower, upper=upper)):
             yield "slice-missing", f"all of {w(value)} is taken where {w(node)} belongs", 1.6, value, "slice"
             if lower is not None:
@@ -118,6 +122,10 @@ def _of_method(text: Text, node: ast.Call, owner: ast.expr, name: str) -> Iterat
         new = _expr(f"torch.log({parts[0]})", x=tensor, d=options[0])
         yield "overflows", unshifted.format(w(node)), 1.2, new
     if name == "sum":
+        if isinstance(tensor, ast.BinOp) and isinstance(tensor.op, ast.Mult) and len(options) == 1:
+            said = f"each factor of {w(tensor)} is summed by itself: it is the products' sum"
+            new = _expr("x.sum(d) * y.sum(d)", x=tensor.left, y=tensor.right, d=options[0])
+            yield "sum-of-the-parts", said, 1.5, new
         new = copy.copy(node)
         swap = _expr("abs(x)", x=tensor)
         new.func = ast.Attribute(swap if not of_module else owner, name, ast.Load())
@@ -186,7 +194,7 @@ def of_statements(text: Text) -> Iterator[Change]:
         said = "`exp2` and `log2` stand where `exp` and `log` belong: the base is e"
         yield Change("wrong-base", said, 1.7, tuple(of["exp"] + of["log"]))
     for slot in _places(text.tree):
-        line = getattr(slot[0], slot[1]) if slot[2] is None else getattr(slot[0], slot[1])[slot[2]]
+        line = _at(slot)
         for jump, here, there in ((ast.Continue, "continue", "break"), (ast.Break, "break", "continue")):
             if isinstance(line, jump):
                 said = f"`{there}` stands where `{here}` belongs"
@@ -230,11 +238,52 @@ def _of_range(text: Text, loop: ast.For) -> Iterator[Change]:
         yield Change(slug, said, cost, ((slot, _expr(way, b=begin, e=end, s=step)),), about=("range",))
 
 
+def further(text: Text) -> Iterator[Change]:
+    """Of a learner's text, what a right one has nowhere: a number that should be -inf, what is not finite and stays or
+    goes, a running result that is not rescaled or divided.
+    """
+    infinite = _expr("-math.inf")
+    axes = {
+        x: max((kind[1] for kind in kinds if isinstance(kind, tuple)), default=0) for x, kinds in text.kinds.items()
+    }
+    for slot in _places(text.tree):
+        node = _at(slot)
+        match node:
+            case ast.Name(id=name, ctx=ast.Load()) if axes.get(name):
+                yield Change("not-finite", "", 1.6, ((slot, _expr("x.nan_to_num()", x=node)),))
+            case ast.Constant(value=0) | ast.UnaryOp(op=ast.USub(), operand=ast.Constant()):
+                yield Change("finite-number", "", 1.6, ((slot, infinite),))
+            case ast.Call(func=ast.Attribute(value=owner, attr="zeros_like" | "new_zeros" as name), args=[shape]):
+                full = ast.Attribute(owner, name.replace("zeros", "full"), ast.Load())
+                new: ast.expr = ast.Call(full, [shape, infinite], node.keywords)
+                yield Change("finite-number", "", 1.2, ((slot, _new(new)),))
+            case ast.Call(func=ast.Attribute(attr="nan_to_num")):
+                for names in (["neginf"], ["nan", "neginf"]) if not node.keywords else ():
+                    new = ast.Call(node.func, node.args, [ast.keyword(name, infinite) for name in names])
+                    yield Change("finite-number", "", 1.0, ((slot, _new(new)),))
+    lines = [line for loop in ast.walk(text.tree) if isinstance(loop, ast.For) for line in loop.body]
+    for line, name in [(x, getattr(x.targets[0], "id", "")) for x in lines if isinstance(x, ast.Assign)]:
+        reads = [slot for slot in _places(line) if getattr(_at(slot), "id", "") == name and slot[1] != "targets"]
+        of = axes.get(name, 0)
+        behind = {x: "[..., None]" * (of - n) for x, n in axes.items() if of >= n >= max(1, of - 1)}
+        for a, b in itertools.permutations(behind if reads else (), 2):
+            if behind[a] != behind[b]:
+                continue
+            for slot in reads:
+                said = f"the factor `torch.exp({a} - {b}){behind[a]}` is missing at `{name}`, in {text.say(line)}"
+                new = _expr(f"x * torch.exp({a} - {b}).nan_to_num(){behind[a]}", x=_at(slot))
+                yield Change("not-rescaled", said, 1.6, ((slot, new),))
+            for by in (a, f"1 + {a}", f"{a} + {b}"):
+                divisor = f"({by}){behind[a]}"
+                new = _expr(f"(x / {divisor}).nan_to_num()", x=line.value)
+                said = f"the divisor `{divisor}` is missing, in {text.say(line)}"
+                yield Change("not-divided", said, 1.8, (((line, "value", None), new),))
+
+
 def _in_every_turn(text: Text, loop: ast.For, node: ast.BinOp) -> Iterator[Change]:
     """x / y, or x * y, after the loop that makes x: done in the loop, and perhaps again at the end."""
     inside = {id(n) for n in ast.walk(loop)}
-    slot = next((s for s in _places(text.tree) if getattr(s[0], s[1]) is node or s[2] is not None
-                 and getattr(s[0], s[1])[s[2]] is node), None)  # fmt: skip
+    slot = next((s for s in _places(text.tree) if _at(s) is node), None)
     made = {t.id for n in ast.walk(loop) if isinstance(n, ast.Assign) for t in ast.walk(n.targets[0])
             if isinstance(t, ast.Name)}  # fmt: skip
     for kept, by in ((node.left, node.right), (node.right, node.left)):
@@ -245,9 +294,7 @@ def _in_every_turn(text: Text, loop: ast.For, node: ast.BinOp) -> Iterator[Chang
         done = "divided by" if isinstance(node.op, ast.Div) else "multiplied by"
         line = _new(ast.Assign([ast.Name(kept.id, ast.Store())], ast.BinOp(kept, node.op, by)))
         turn = _new(ast.For(loop.target, loop.iter, [*loop.body, line], []))
-        holder: Slot | None = next(
-            (s for s in _places(text.tree) if s[2] is not None and getattr(s[0], s[1])[s[2]] is loop), None
-        )
+        holder = next((s for s in _places(text.tree) if _at(s) is loop), None)
         if holder is None:
             continue
         said = f"{text.say(kept)} is {done} {text.say(by)} in every block"

@@ -72,7 +72,7 @@ class KernelRule(TensorRule):
 
     writes: tuple[str, ...] = ()
     programs: Callable[..., int] = lambda **_: 1
-    tries: int = 600
+    tries: int = 900
     work: int = 8_000
     call: Callable[..., Any] | None = None
 

@@ -29,7 +29,7 @@ from flashlab.check import expect, expect_close, running
 from flashlab.check.lookup import Row
 from flashlab.exercises.registry import exercise
 from flashlab.exercises.rule import rule
-from flashlab.exercises.tensor_rule import EMPTY_ROWS, normal, part, tensor_rule
+from flashlab.exercises.tensor_rule import EMPTY_ROWS, normal, part, rows_of, tensor_rule
 
 INF = math.inf
 
@@ -311,6 +311,8 @@ tensor_rule(
         "batch and heads": (_state(_R, 0.0, 2, 2, 4), _state(_R, 0.0, 2, 2, 4)),
     },
     draw=_two_states,
+    alone=lambda a, b: [tuple(State(*(x[i : i + 1] for x in s)) for s in (a, b)) for i in range(a.m.numel())] if (
+        a.m.ndim == 1) else [],
     also=[_merge_inline, _merge_patched],
     words={"ca": "exp(a.m - m)", "cb": "exp(b.m - m)", "correction_a": "exp(a.m - m)", "correction_b": "exp(b.m - m)",
            "base": "m, or 0 where it is -inf,"},
@@ -415,6 +417,7 @@ def _from_scratch(o1, lse1, o2, lse2):
     return o.to(o1.dtype), m + torch.log(s)
 
 
+_FAR = _result(random.Random(6), 0.0)  # below the other rows, in both
 _NO_RESULT = finish(identity(4, head_dim=2, dtype=torch.float64))
 
 tensor_rule(
@@ -435,10 +438,11 @@ tensor_rule(
         "lse of -1000": (*_result(_R, -1000.0), *_result(_R, -1001.0)),
         "o in float16, lse in float32": (*_lower(_result(_R, 30.0)), *_lower(_result(_R, 31.0))),
         "the second saw no key": (*_result(_R, 0.0), *_NO_RESULT), "neither saw a key": (*_NO_RESULT, *_NO_RESULT),
-        "rows far apart": tuple(map(torch.cat, zip(_result(_R, 1000.0), _result(_R, 0.0), strict=True))) + tuple(
-            map(torch.cat, zip(_result(_R, 0.0), _result(_R, 1000.0), strict=True))),
+        "rows far apart": tuple(map(torch.cat, zip(_result(_R, 1000.0), _result(_R, 0.0), _FAR, strict=True))) + tuple(
+            map(torch.cat, zip(_result(_R, 0.0), _result(_R, 1000.0), _FAR, strict=True))),
     },
     draw=lambda r: (*_result(r, r.gauss(0, 2)), *(_NO_RESULT if r.random() < 0.2 else _result(r, r.gauss(0, 2)))),
+    alone=rows_of(0),
     also=[_from_scratch],
     words={"s": "w1 + w2", "base": "m"},
     nan={

@@ -298,11 +298,11 @@ def _some_block(r: random.Random) -> tuple[int, ...]:
         Row("head-by-head", "one head's blocks come one behind the other; the long ones of all heads go first",
             [("first + place % share, m_blocks - 1 - place // share",
               "first + place // m_blocks, m_blocks - 1 - place % m_blocks")]),
-        Row("heads-from-behind", "head: a portion's heads come from the last to the first: theirs is the heads' order",
-            [("first + place % share", "first + share - 1 - place % share")]),
         Row("heads-of-a-group-apart", "head: a portion's heads come one of each key head, and then the next: theirs is "
             "the heads' order", [("first + place % share", "first + place % share % (share // group) * group + place % "
                                   "share // (share // group)")]),
+        Row("key-head-by-key-head", "a portion's key heads come one behind the other, each with all of its blocks: the "
+            "long ones of all go first", [("together = kv_together * group", "together = group")]),
         Row("key-heads-left", "the last portion's heads are counted as key heads: heads - first query heads are left",
             [("heads - first)", "(heads - first) // group)")]),
     ],

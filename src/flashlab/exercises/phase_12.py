@@ -25,7 +25,7 @@ from flashlab.cuda import CudaModule
 from flashlab.exercises.kernel_rule import empty, kernel_rule
 from flashlab.exercises.registry import exercise
 from flashlab.exercises.rule import rule
-from flashlab.exercises.tensor_rule import normal, tensor_rule
+from flashlab.exercises.tensor_rule import normal, rows_of, tensor_rule
 from flashlab.exercises.triton_answers import in_bounds
 from flashlab.simt.source import blank_comments
 
@@ -178,6 +178,7 @@ def _by_weights(os, lses):
     },
     draw=lambda r: _parts(r, r.randint(1, 5), r.randint(1, 4), r.choice((0, 0.4, 1.0)), low=r.gauss(0, 3)),
     also=[_by_weights],
+    alone=rows_of(1),
     nan={
         "empty": "an empty part has lse -inf and an o that nobody wrote: its share has to be 0 where all are empty "
         "too, and 0 * NaN is NaN",
@@ -190,7 +191,10 @@ def _by_weights(os, lses):
     },
     rows=[
         Row("averaged", "o is the plain mean of the parts that have keys: each is as heavy as exp(lse)",
-            [("share[..., None] *", "((lses > -math.inf) / (lses > -math.inf).sum(0).clamp(min=1))[..., None] *")]),
+            [("share = torch.exp(lses - lse.masked_fill(lse == -math.inf, 0.0))",
+              "share = (lses > -math.inf).double()\n    share = share / share.sum(0).clamp(min=1)")]),
+        Row("weighted-by-lse", "o: the parts are weighted by lse; each is as heavy as exp(lse)",
+            [("torch.exp(lses - lse.masked_fill(lse == -math.inf, 0.0))", "lses / lses.sum(0)")]),
         Row("empty-lse-zero", "lse of a row without a key is 0: no key is a sum of 0, and its logarithm is -inf",
             [("return (share", "lse = lse.masked_fill(lse == -math.inf, 0.0)\n    return (share")]),
     ],
@@ -290,6 +294,10 @@ def _packed(r: random.Random) -> tuple[int, ...]:
     rows=[
         Row("by-heads", "the queries of a head stand together here: in this tile it is the heads of a query",
             [("r % group", "r // queries"), ("r // group", "r % queries")]),
+        Row("aligned-at-the-start", "seen: query i is taken for the sequence's token i: the last query is its last one",
+            [("max(0, length - queries + 1 + query)", "min(length, query + 1)")]),
+        Row("padded-by-query", "idle: the heads of each query are filled up to 16 rows: here all rows are packed",
+            [("-(group * queries) % 16", "queries * (-group % 16)")]),
     ],
 )  # fmt: skip
 def packed_row(r, kv_head, group, queries, length):

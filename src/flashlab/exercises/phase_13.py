@@ -10,7 +10,7 @@ import torch
 
 from flashlab.check.lookup import Row
 from flashlab.exercises.rule import rule
-from flashlab.exercises.tensor_rule import normal, tensor_rule
+from flashlab.exercises.tensor_rule import normal, rows_of, tensor_rule
 
 # ---- 13.1 ------------------------------------------------------------------------------------------------------------
 
@@ -114,6 +114,7 @@ _R = random.Random(13)
     },
     draw=lambda r: _late(r) if r.random() < 0.3 else _parts(r, r.randint(1, 6), low=r.gauss(0, 3)),
     also=[_two_weights, "((torch.softmax(lses, 0)[..., None] * os).sum(0), torch.logsumexp(lses, 0))"],
+    alone=rows_of(1),
     nan={
         "no key": "a part that saw no key has lse -inf: with the share as a sigmoid it counts for nothing, and no NaN "
         "arises",
@@ -129,6 +130,8 @@ _R = random.Random(13)
     rows=[
         Row("averaged", "o is the plain mean of the parts: each is as heavy as exp(lse)",
             instead="(os.mean(0), torch.logsumexp(lses, 0))"),
+        Row("weighted-by-lse", "o: state and part are weighted by lse; each is as heavy as exp(lse)",
+            [("torch.sigmoid(lse_part - lse)", "(lse_part / (lse + lse_part))")]),
         Row("half-and-half", "o is the mean of state and part, whatever their lse: the heavier counts for more",
             [("torch.sigmoid(lse_part - lse)", "torch.sigmoid(0 * lse)")]),
         Row("lse-first", "lse has the part in it already when the share is taken: o first, then lse", [
@@ -482,10 +485,6 @@ def _ring(r: random.Random, world: int, half: int, causal: bool) -> tuple[Any, .
         "source == rank": "its own keys alone have a diagonal",
     },
     rows=[
-        Row("rows-left-out", "without a mask late ranks' keys meet half of the rows only: all rows see all keys",
-            [("half if causal and source > rank else 0", "half if source > rank else 0")]),
-        Row("keys-left-out", "without a mask half of the early ranks' keys is left out: all rows see all keys",
-            [("half if causal and source < rank else n", "half if source < rank else n")]),
         Row("nothing-left-out", "with a causal mask steps now take pairs that it hides: leave out halves there",
             [("half if causal and source > rank else 0", "0"), ("half if causal and source < rank else n", "n")]),
     ],

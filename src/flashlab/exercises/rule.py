@@ -151,7 +151,7 @@ class Rule:
             own, price = mended(index, _unwrapped(learners), self.own_text)
         if own and price <= cost:
             return "own-slip", f"{own}: {(found and index.note_on(own)) or 'the rest is right'}"
-        return (found[0], index.less_sure(found[1], bool(own))) if found and own is not None else found
+        return (found[0], index.less_sure(found[1])) if found and own is not None else found
 
     def with_row(self, row: Row) -> Callable[..., Any]:
         """The function as a learner with this mistake has it."""
@@ -400,16 +400,21 @@ def written(answer: Any) -> frozenset[str]:
 
 def code_of(answer: Any) -> str:
     """The same tokens in order, of the function alone and of what it calls beside it."""
+    return "".join(map(tokens_of, sources(answer)))
+
+
+def sources(answer: Any) -> list[str]:
+    """The texts of the function and of those that it calls beside it."""
     fn = _unwrapped(answer)
     try:
         file = inspect.getfile(fn)
         if file.startswith(_PACKAGE):
-            return ""
+            return []
         called = (_unwrapped(fn.__globals__.get(name)) for name in fn.__code__.co_names)
         beside = [x for x in called if inspect.isfunction(x) and x is not fn and x.__module__ == fn.__module__]
-        return "".join(tokens_of(inspect.getsource(x)) for x in (fn, *beside))
+        return [inspect.getsource(x) for x in (fn, *beside)]
     except (OSError, TypeError):
-        return ""
+        return []
 
 
 def functions(id: str) -> list[Rule]:

@@ -16,6 +16,7 @@ import contextlib
 import functools
 import io
 import random
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ from flashlab.check.poison import carried
 from flashlab.check.running import is_unsolved
 from flashlab.check.symptoms import Symptoms, seen_where, watched
 from flashlab.exercises.answers import in_words
-from flashlab.exercises.rule import RULES, Rule, code_of, rule, written
+from flashlab.exercises.rule import RULES, Rule, code_of, rule, sources, written
 
 _BESIDE, _DRAWN, _DIFFERING, _TRIES, _WORK = 6, 60, 30, 2_000, 15_000
 EMPTY_ROWS = "empty rows"  # a key of `nan`: all that is lost should be 0, or -inf
@@ -57,6 +58,7 @@ class TensorRule(Rule):
             Of several cases each needs one.
         beside: how many drawn inputs the check runs beside its own.
         without: slugs of changes that say too much: on one input alone some of them fit by chance.
+        alone: makes inputs of one row each of one, where each row is for itself.
     """
 
     names: tuple[str, ...] = ()
@@ -67,6 +69,7 @@ class TensorRule(Rule):
     tries: int = _TRIES
     without: tuple[str, ...] = ()
     trials: int = _DRAWN
+    alone: Callable[..., Sequence[tuple[Any, ...]]] | None = None
 
     @cached_property
     def index(self) -> Index:
@@ -214,7 +217,7 @@ class TensorRule(Rule):
         evidence += f"; right: {'; '.join(right[:2])}{'; ...' if len(right) > 2 else ''}" if right else ""
         found = (
             self._not_finite(got, wrong) or self._all_nan(got, wrong) or self.explained(learners, got)
-            or (self.symptom(learners) if self.symptom else None)
+            or (self.symptom(learners) if self.symptom else None) or self._together(learners, off)
             or self._common(got, wrong) or index.explain_as_two(got) or index.explain(got, some=True)
             or self._pattern(got, wrong)
         )  # fmt: skip
@@ -271,6 +274,19 @@ class TensorRule(Rule):
                 return row.slug, row.said
         return "not-finite", f"{self.returns[wrong[0]]} is NaN everywhere: inf - inf, 0 * inf and 0 / 0 are"
 
+    def _together(self, learners: Callable[..., Any], off: Sequence[bool]) -> tuple[str, str] | None:
+        """Of a wrong case whose rows are right each by itself: something is of all rows together."""
+        for given in [given for given, bad in zip(self.tried, off, strict=True) if bad and self.alone]:
+            rows = self.alone(*given)  # type: ignore[misc]
+            with contextlib.redirect_stdout(io.StringIO()):
+                if rows and self.index.same_outcome(self.index.run(learners, rows), self.index.run(self.right, rows)):
+                    break
+        else:
+            return None
+        found = re.findall(r"\S[^\n]*\.(?:max|min|amax|any|all|sum|mean)\(\)[^\n]*", "\n".join(sources(learners)))
+        said = f"{self.case(given)}: each row by itself is right, and with others it is not: something is of all rows"
+        return "rows-together", said + (f", in `{found[0].rstrip(':')}`" if len(found) == 1 else "")
+
     def _common(self, got: Sequence[Values], wrong: Sequence[int]) -> tuple[str, str] | None:
         """Few digits; or one factor, one difference or one value in every case."""
         seen = Symptoms()
@@ -307,6 +323,11 @@ class TensorRule(Rule):
                     if x.numel() >= 4:
                         break
         return None
+
+
+def rows_of(axis: int) -> Callable[..., list[tuple[torch.Tensor, ...]]]:
+    """For `alone`: all that is given has its rows along this axis."""
+    return lambda *given: [tuple(x.narrow(axis, i, 1) for x in given) for i in range(given[0].shape[axis])]
 
 
 def copied(x: Any, on_device: bool = False) -> Any:

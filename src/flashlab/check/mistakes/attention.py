@@ -324,7 +324,7 @@ ROWS: tuple[Mistake, ...] = (
            where=lambda case: case.batch * case.heads == 1),  # behind the others lie the numbers of the next
     *_rows("mask-one-too-late", f"{_RAGGED}the mask is off by one, and the padded key number seq_k counts",
            [(_TAIL, _TAIL.replace("<", "<="))], sizes=PADDED),
-    *_rows("mask-uses-seq-q", "wrong where seq_q != seq_k: the mask of the tail compares the keys' numbers with the "
+    *_rows("mask-uses-seq-q", "wrong where seq_q != seq_k: the mask of the tail, or the end of the keys, goes by the "
            "number of queries", [(_TAIL, _TAIL.replace("N", "M"))], sizes=PADDED),
     *_rows("same-rows-only", "each block of queries meets the keys of the same rows only: K and V belong to all of "
            "them", [(_TAIL, _TAIL.replace("j < N", "(j < N) & (j // BLOCK_M == i // BLOCK_M)"))], sizes=BLOCKS[1:]),
