@@ -1,8 +1,8 @@
 """What q, k and v of the bench of phase 11 are like: drawn, made for trust or against it, or captured from models.
 
-Since step 14 phase 11 computes a full tile of keys under the maximum of the tiles before, and where a sum says that
-this was too low, a warp lowers it, or computes it again (until step 16 always). What that costs depends on the scores. `shaped` gives drawn inputs scores
-of another kind; `captured` has those of a language model; `doubts` counts the tiles that are computed again.
+Since step 14 phase 11 computes a full tile of keys under the maximum of the tiles before. Where a sum says that this
+was too low, a warp computes it again, and from step 16 on lowers it. What that costs depends on the scores. `shaped`
+gives drawn inputs scores of another kind; `captured` has those of a language model; `doubts` counts such tiles.
 
 A model that comes as a package is captured beforehand, by tools/capture_scores.py, which writes the file that
 `flashlab bench hopper --captured FILE` reads. The course's own is trained where it is measured, in less than a minute.

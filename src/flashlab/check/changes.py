@@ -97,6 +97,20 @@ class EndlessError(Exception):
     """A change has made a loop endless."""
 
 
+def _tree_of(fn: Callable[..., Any], other: str | Edits | None) -> ast.FunctionDef:
+    """A function's, without its decorators and docstring; with edits, or with another expression for its body."""
+    edits = other if other and not isinstance(other, str) else None
+    source = edited_function(fn, edits) if edits else textwrap.dedent(inspect.getsource(fn))
+    tree = ast.parse(source).body[0]
+    assert isinstance(tree, ast.FunctionDef), "a right text is one function"
+    tree.decorator_list, tree.returns = [], None
+    if ast.get_docstring(tree) is not None:
+        tree.body = tree.body[1:]
+    if isinstance(other, str):
+        tree.body = [ast.Return(ast.parse(other, mode="eval").body)]
+    return tree
+
+
 class Text:
     """A right function's text.
 
@@ -109,19 +123,7 @@ class Text:
         self, fn: Callable[..., Any], words: Mapping[str, str] | None = None, other: str | Edits | None = None,
         whole: bool = True,
     ):  # fmt: skip
-        instead = other if isinstance(other, str) else None
-        source = (
-            edited_function(fn, other)
-            if other and not isinstance(other, str)
-            else textwrap.dedent(inspect.getsource(fn))
-        )
-        tree = ast.parse(source).body[0]
-        assert isinstance(tree, ast.FunctionDef), "a right text is one function"
-        tree.decorator_list, tree.returns = [], None
-        if ast.get_docstring(tree) is not None:
-            tree.body = tree.body[1:]
-        if instead is not None:
-            tree.body = [ast.Return(ast.parse(instead, mode="eval").body)]
+        tree = _tree_of(fn, other)
         self.params = [a.arg for a in tree.args.args]
         for argument in tree.args.args:
             argument.annotation = None

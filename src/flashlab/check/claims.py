@@ -101,7 +101,7 @@ class Claims:
         told = [x for x in told if x[0].isalnum()] or told  # signs are many
         # That a name is not there says little: another style may not want it.
         sure = any(x in self.params or x[0].isdigit() or after[x] > before[x] for x in told)
-        return self.learners == changed or (sure and all(self._took(x, before[x] > after[x]) for x in told))
+        return self.learners.split() == changed.split() or (sure and all(self._took(x, before[x] > after[x]) for x in told))
 
     def _steps(self, before: Counter[str], after: Counter[str]) -> list[str]:
         """What tells one from the other: its own names mean nothing in another text."""

@@ -308,6 +308,8 @@ class Index:
             return False
         with text.changed(change):
             read = {n.id for n in ast.walk(text.tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+            if any(self.code.count(f" {name} ") == 1 for name in {*text.meant} - read):
+                return False  # the learner's text has it, and does not read it
             lines = [
                 x for x in text.tree.body if ast.unparse(getattr(x, "targets", [x])[0]) not in {*text.meant} - read
             ]

@@ -80,16 +80,21 @@ def of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any,
             upper = ast.Call(node.func, [_expr("-x", x=inner.right)], [])
             yield "term-missing", f"the term {w(inner.left)} is missing, in {w(node)}", 1.9, upper
     if isinstance(node, ast.Compare) and isinstance(node.comparators[0], ast.BinOp):
-        left, right = node.left, node.comparators[0]
-        for term, rest in ((right.left, right.right), (right.right, right.left)):
-            away = ast.Compare(_expr("abs(a - t)", a=left, t=term), node.ops, [rest])
-            yield "taken-as-positive", f"it is {w(away)}: it is {w(node)}, without the absolute value", 1.8, away
-        if isinstance(right.right, ast.Name):
-            by = right.right
-            for way, how in ("t / 2", "half"), ("2 * t", "twice"), ("t * math.log(2)", "ln 2 times"), (
-                "t / math.log(2)", "1 / ln 2 times"):  # fmt: skip
-                times = ast.Compare(left, node.ops, [ast.BinOp(right.left, right.op, _expr(way, t=by))])
-                yield "wrong-factor", f"{w(by)} is {how} what it should be", 1.9, times
+        yield from _of_comparison(w, node, node.comparators[0])
+
+
+def _of_comparison(w: Callable[[ast.expr], str], node: ast.Compare, right: ast.BinOp) -> Iterator[tuple[Any, ...]]:
+    """x < a + b."""
+    left = node.left
+    for term, rest in ((right.left, right.right), (right.right, right.left)):
+        away = ast.Compare(_expr("abs(a - t)", a=left, t=term), node.ops, [rest])
+        yield "taken-as-positive", f"it is {w(away)}: it is {w(node)}, without the absolute value", 1.8, away
+    if isinstance(right.right, ast.Name):
+        by = right.right
+        for way, how in ("t / 2", "half"), ("2 * t", "twice"), ("t * math.log(2)", "ln 2 times"), (
+            "t / math.log(2)", "1 / ln 2 times"):  # fmt: skip
+            times = ast.Compare(left, node.ops, [ast.BinOp(right.left, right.op, _expr(way, t=by))])
+            yield "wrong-factor", f"{w(by)} is {how} what it should be", 1.9, times
 
 
 def _of_method(text: Text, node: ast.Call, owner: ast.expr, name: str) -> Iterator[tuple[Any, ...]]:
