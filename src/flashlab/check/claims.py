@@ -35,14 +35,14 @@ def _plainly(token: str) -> str:
 
 
 def tokens_of(source: str) -> str:
-    """The tokens of a Python text, less its comments, docstrings and the heads of its functions."""
+    """The tokens of a Python text, less its comments, docstrings and the heads and decorators of functions."""
     kept: list[str] = []
     depth: int | None = None  # of the brackets, within a head
     lines = iter(textwrap.dedent(source).splitlines(keepends=True))
     with contextlib.suppress(SyntaxError, tokenize.TokenError):
         for token in tokenize.generate_tokens(lambda: next(lines, "")):
             word = token.string
-            if word in ("def", "lambda"):
+            if word in ("def", "lambda") or (word == "@" and not token.start[1]):
                 depth = 0
             elif depth is not None:
                 depth += (word in ("(", "[", "{")) - (word in (")", "]", "}"))
@@ -101,7 +101,8 @@ class Claims:
         told = [x for x in told if x[0].isalnum()] or told  # signs are many
         # That a name is not there says little: another style may not want it.
         sure = any(x in self.params or x[0].isdigit() or after[x] > before[x] for x in told)
-        return self.learners.split() == changed.split() or (sure and all(self._took(x, before[x] > after[x]) for x in told))
+        same = self.learners.split() == changed.split()
+        return same or (sure and all(self._took(x, before[x] > after[x]) for x in told))
 
     def _steps(self, before: Counter[str], after: Counter[str]) -> list[str]:
         """What tells one from the other: its own names mean nothing in another text."""
