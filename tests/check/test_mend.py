@@ -92,6 +92,12 @@ def not_rescaled(os, lses):
     return o, lse
 
 
+def late_rows(rank, source, n, world):
+    if source == rank:
+        return 0, n, True
+    return (n // 2, n // 2, False) if source < rank else (n // 2, n, False)
+
+
 @pytest.mark.parametrize(
     ("id", "answer", "said"),
     [
@@ -100,6 +106,7 @@ def not_rescaled(os, lses):
         ("0.4", weighted_twice, "`la` stands where `torch.exp(a.m - safe)` belongs, and `lb` where"),
         ("12.3", exchanged, "`y` and `lse` are exchanged, in `o = "),
         ("12.3", not_rescaled, "the factor `torch.exp(lse - new)[..., None]` is missing at `o`, in `o"),
+        ("13.3", late_rows, "`n // 2` stands where `0` belongs"),
         ("9.1", not_divided, "stands where `(m_start + block_m - 1) // group"),
         ("9.1", a_turn_too_few, "`(full + 1) * block_n < seq_k` stands where `(full + 1) * block_n <= seq_k` belongs"),
         ("9.11", in_a_helper, "`blocks * s // places` stands where `-(-(blocks * s) // places)` belongs"),

@@ -16,7 +16,7 @@ import functools
 import inspect
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -121,6 +121,13 @@ def _length(x: Any) -> int:
     return len(tokens(ast.unparse(x) if isinstance(x, ast.AST) else "").split())
 
 
+def _remainder(change: Change) -> bool:
+    """Whether it takes a remainder: often that is 0, by accident."""
+    olds, news = zip(*map(_both, change.edits), strict=True)
+    return any(isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mod) for n in news) and not any(
+        isinstance(o, ast.BinOp) and isinstance(o.op, ast.Mod) for o in olds)  # fmt: skip
+
+
 def _called(now: dict[str, Any], name: str, *given: Any, **named: Any) -> Any:
     return now[name](*given, **named)
 
@@ -136,15 +143,19 @@ def _with(now: dict[str, Any], name: str, other: Any, run: Callable[..., Any], *
 
 def _runs(index: Index, text: Text, values: dict[str, Any]) -> list[tuple[Text, Change, Callable[..., Any]]]:
     further = getattr(index.kinds, "further", lambda _: ()) if index.kinds else _further
-    made = [*changes(text, values, index.kinds), *_of_lines(text), *further(text)]
+    there = {ast.unparse(x) for right in index.texts for x in ast.walk(right.tree) if isinstance(x, ast.Constant)}
+    ends = [end for end in (0, 1) if str(end) in there]
+    made = [*changes(text, values, index.kinds), *_of_lines(text, ends), *further(text)]
+    divides = any(isinstance(x, ast.Mod) for right in index.texts for x in ast.walk(right.tree))
     made = [c for c in made if c.slug not in (*_BY_CHANCE, *index.without) and not (
-        _digits(c) or (index.kinds and _without_limit(c)))]  # fmt: skip
+        _digits(c) or (index.kinds and _without_limit(c)) or (not divides and _remainder(c)))]  # fmt: skip
     variants = Variants(text, made)
     return [(text, c, run) for c in made if (run := variants.chosen(c)) is not None]
 
 
-def _of_lines(text: Text) -> Iterator[Change]:
-    """Two names exchanged in one line alone; a part of what a name stands for in its place, or of two alike names."""
+def _of_lines(text: Text, ends: Iterable[int]) -> Iterator[Change]:
+    """Two names exchanged in one line alone; a part of what a name stands for in its place, or of two alike names; 0
+    or 1, where a right text has it."""
     own = {*text.params, *text.locals}
     meant = {name: [x for x in ast.walk(value) if x is not value and (isinstance(x, (ast.BinOp, ast.Call)) or (
                     isinstance(x, ast.Name) and isinstance(x.ctx, ast.Load) and x.id in own))]
@@ -158,6 +169,8 @@ def _of_lines(text: Text) -> Iterator[Change]:
                 yield Change(_PART, "", 1.2, ((slot, _new(ast.Name(of[1], ast.Load()))),))
             if isinstance(node, ast.UnaryOp) and isinstance(node.operand, ast.Constant):
                 yield Change("wrong-sign", "", 1.2, ((slot, node.operand),))
+            if isinstance(node, ast.BinOp):
+                yield from (Change(_PART, "", 0.9, ((slot, _new(ast.Constant(end))),)) for end in ends)
             if isinstance(node, ast.Name) and isinstance(slot[0], ast.Call):
                 yield Change("wrong-sign", "", 1.9, ((slot, _expr("-x", x=node)),))
             if isinstance(node, ast.Name) and node.id in own:
