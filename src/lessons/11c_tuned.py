@@ -306,7 +306,8 @@ for run in RUNS:
 ROUNDED = {at: rows for at, rows in OTHERS.items() if "p11_side_rounded" in rows}
 for at, rows in ROUNDED.items():
     if at[0] == "three times as wide":
-        print(f"{at}: error {wrong(rows):.2f} times the best peer's, {wrong(rows, 'p11_side_rounded'):.2f} with rounded sums")
+        print(f"{at}: error {wrong(rows):.2f} times the best peer's,",
+              f"{wrong(rows, 'p11_side_rounded'):.2f} with rounded sums")
 costs = sorted(rows["p11"]["ms"] / rows["p11_side_rounded"]["ms"] for rows in ROUNDED.values())
 print(f"over all scores: {costs[0]:.2f} to {costs[-1]:.2f} times as fast")
 assert costs[-1] < 0.96
@@ -381,7 +382,7 @@ show.diff(step("p11_15_portions"), step("p11_16_learns"), "constants", "lower", 
 
 # %%
 def counted(name, rise, dtype=torch.bfloat16):
-    """(doubts, tiles computed again): in each of 32 tiles the last key lies so much above that of the one before."""
+    """(doubts, tiles computed again): each of 32 tiles' last key is so much above that of the one before."""
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, n, 64, generator=g).to(dtype) for n in (64, 4096, 4096))
     keys = torch.arange(4096)
@@ -389,17 +390,20 @@ def counted(name, rise, dtype=torch.bfloat16):
     module = load_inline(step(name), backend="emulator", dtype=dtype)
     module.forward(q, k, v, echo=False)
     found = module.report.counters
-    return found["shuffles"] // 4 // 4, found.get("mma", 0) // 64 // 4  # a maximum: 4 shuffles by each of four warps
+    # a maximum is 4 shuffles by each of four warps, a tile 64 mma.sync
+    return found["shuffles"] // 4 // 4, found.get("mma", 0) // 64 // 4
 
 def doubts_and_again(name, rise, dtype=torch.bfloat16):
     (some, again), (others, _) = counted(name, rise, dtype), counted(name, 0, dtype)
     return some - others, again
 
-WAYS = ("p11_15_portions", torch.bfloat16), ("p11_16_learns", torch.bfloat16), ("p11_16_learns", torch.float16)
+BF16, FP16 = torch.bfloat16, torch.float16
+WAYS = ("p11_15_portions", BF16), ("p11_16_learns", BF16), ("p11_16_learns", FP16)
 AGAIN = {rise: [doubts_and_again(name, rise, dtype) for name, dtype in WAYS] for rise in (12, 60, 100)}
-show.table([[f"{rise}, {rise / math.log(2):.0f} bits", *(f"{n}, {m}" for n, m in found)] for rise, found in AGAIN.items()],
+show.table([[f"{rise}, {rise / math.log(2):.0f} bits", *(f"{n}, {m}" for n, m in found)]
+            for rise, found in AGAIN.items()],
            ["each tile rises by", *(f"{name}, {str(dtype)[6:]}" for name, dtype in WAYS)])
-assert AGAIN == {12: [(31, 31), (7, 0), (31, 0)], 60: [(31, 31), (31, 1), (31, 0)], 100: [(31, 31), (31, 31), (31, 31)]}
+assert AGAIN == {12: [(31, 31), (7, 0), (31, 0)], 60: [(31, 31), (31, 1), (31, 0)], 100: [(31, 31)] * 3}
 
 # %% [markdown]
 # Rises of 17 bits use up the room in five tiles: seven doubts for 31.
@@ -517,8 +521,8 @@ for run in RUNS:
 # - **Several consumers and the overlap** (5, 6) bring the next part at $D = 128$ without a mask; elsewhere the overlap loses.
 # - **Ping-pong** (7) pays where the overlap lost: with a causal mask and at $D = 64$.
 # - **The store by TMA** (10) pays most where rows are few.
-# - **Trust** (14) brings 6 to 12 %, most at $D = 128$ and $N = 4096$; **portions** (15) 3 to 6 %, most at $D = 64$; step 16 costs up to 2 % here. The first two shorten what each warp does one
-#   after the other.
+# - **Trust** (14) brings 6 to 12 %, most at $D = 128$ and $N = 4096$; **portions** (15) 3 to 6 %, most at $D = 64$; step 16 costs up to 2 %. The first two shorten
+#   a warp's chain.
 
 # %%
 for run in RUNS:
@@ -856,7 +860,8 @@ for run in RUNS:
     rows = hopper_results.planted_rows(run)
     noticed = {name for name, r in rows.items()
                for text in r["said"].values() if not re.search(r"\b0 (errors|hazards)", text)}
-    assert noticed == {"K is waited for, V is not"} and sum(r["result"] == "right" for r in rows.values()) == 3
+    assert noticed == {"K is waited for, V is not"}
+    assert sum(r["result"] == "right" for r in rows.values()) == 3
     print("noticed by compute-sanitizer:", *noticed)
 
 # %% [markdown]
