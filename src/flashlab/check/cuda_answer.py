@@ -41,7 +41,7 @@ from flashlab.kernels.series import FOLDER as KERNELS
 from flashlab.kernels.series import Step
 from flashlab.simt import Counters, Finding, Report, SimtError
 from flashlab.simt.conversions import conversions
-from flashlab.simt.source import _matching, blank_comments, entries
+from flashlab.simt.source import blank_comments, entries, matching
 
 HOLE = "YOUR CODE HERE"
 
@@ -333,7 +333,7 @@ def with_nan(text: str) -> str:
     """
     code = blank_comments(text)
     members = [
-        range(m.end(), _matching(code, m.end() - 1)) for m in re.finditer(r"\b(?:struct|union|class)\b[^;{}()]*{", code)
+        range(m.end(), matching(code, m.end() - 1)) for m in re.finditer(r"\b(?:struct|union|class)\b[^;{}()]*{", code)
     ]
     found = []
     for m in _DECLARED.finditer(code):

@@ -16,7 +16,7 @@ import functools
 import inspect
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -143,9 +143,8 @@ def _with(now: dict[str, Any], name: str, other: Any, run: Callable[..., Any], *
 
 def _runs(index: Index, text: Text, values: dict[str, Any]) -> list[tuple[Text, Change, Callable[..., Any]]]:
     further = getattr(index.kinds, "further", lambda _: ()) if index.kinds else _further
-    there = {ast.unparse(x) for right in index.texts for x in ast.walk(right.tree) if isinstance(x, ast.Constant)}
-    ends = [end for end in (0, 1) if str(end) in there]
-    made = [*changes(text, values, index.kinds), *_of_lines(text, ends), *further(text)]
+    zero = any(ast.unparse(x) == "0" for right in index.texts for x in ast.walk(right.tree))
+    made = [*changes(text, values, index.kinds), *_of_lines(text, zero), *further(text)]
     divides = any(isinstance(x, ast.Mod) for right in index.texts for x in ast.walk(right.tree))
     made = [c for c in made if c.slug not in (*_BY_CHANCE, *index.without) and not (
         _digits(c) or (index.kinds and _without_limit(c)) or (not divides and _remainder(c)))]  # fmt: skip
@@ -153,9 +152,9 @@ def _runs(index: Index, text: Text, values: dict[str, Any]) -> list[tuple[Text, 
     return [(text, c, run) for c in made if (run := variants.chosen(c)) is not None]
 
 
-def _of_lines(text: Text, ends: Iterable[int]) -> Iterator[Change]:
+def _of_lines(text: Text, zero: bool) -> Iterator[Change]:
     """Two names exchanged in one line alone; a part of what a name stands for in its place, or of two alike names; 0
-    or 1, where a right text has it."""
+    for what is computed, where a right text has a 0."""
     own = {*text.params, *text.locals}
     meant = {name: [x for x in ast.walk(value) if x is not value and (isinstance(x, (ast.BinOp, ast.Call)) or (
                     isinstance(x, ast.Name) and isinstance(x.ctx, ast.Load) and x.id in own))]
@@ -169,8 +168,8 @@ def _of_lines(text: Text, ends: Iterable[int]) -> Iterator[Change]:
                 yield Change(_PART, "", 1.2, ((slot, _new(ast.Name(of[1], ast.Load()))),))
             if isinstance(node, ast.UnaryOp) and isinstance(node.operand, ast.Constant):
                 yield Change("wrong-sign", "", 1.2, ((slot, node.operand),))
-            if isinstance(node, ast.BinOp):
-                yield from (Change(_PART, "", 0.9, ((slot, _new(ast.Constant(end))),)) for end in ends)
+            if zero and isinstance(node, ast.BinOp):
+                yield Change(_PART, "", 0.9, ((slot, _new(ast.Constant(0))),))
             if isinstance(node, ast.Name) and isinstance(slot[0], ast.Call):
                 yield Change("wrong-sign", "", 1.9, ((slot, _expr("-x", x=node)),))
             if isinstance(node, ast.Name) and node.id in own:

@@ -120,7 +120,7 @@ class Preprocessed:
 
     def _check_parameters(self, at: int) -> None:
         """Raises SourceError for a kernel's parameters, which begin here, that nvcc or TMA would not take."""
-        for p in _split(self.learners[at + 1 : _matching(self.blanked, at) - 1]):
+        for p in _split(self.learners[at + 1 : matching(self.blanked, at) - 1]):
             constant = GRID_CONSTANT in p
             if constant and not re.search(r"\bconst\b", p):
                 raise self.error(at, "a __grid_constant__ parameter is const")
@@ -134,7 +134,7 @@ class Preprocessed:
     def _by_reference(self, at: int) -> Iterator[tuple[int, int, str]]:
         """Edits that make references of a kernel's __grid_constant__ parameters, to the launch's own copy."""
         begin = at + 1
-        for p in _split(self.learners[begin : _matching(self.blanked, at) - 1]):
+        for p in _split(self.learners[begin : matching(self.blanked, at) - 1]):
             begin = self.learners.index(p, begin)
             plain = re.sub(r"\bconst\b|__attribute__\(\(annotate\(\S*\)\)\)", lambda m: " " * len(m[0]), p)
             name = re.search(r"\S\s+(\w+)\s*(?:=.*)?$", plain, re.S)
@@ -151,7 +151,7 @@ class Preprocessed:
             size = f"struct {{ {given} char c[__alignof__({m[1]})]; }}"
             yield m.end(), m.end(), f" static {size} {ALIGNED}{number} __attribute__((used));"
         for m in re.finditer(r"\bthread_local\s+(alignas\s*\()", self.blanked):  # nvcc takes it there, g++ does not
-            close = _matching(self.blanked, m.end() - 1)
+            close = matching(self.blanked, m.end() - 1)
             yield m.start(1), m.end(), "__attribute__((aligned("
             yield close - 1, close, ")))"
         # g++ likes arrays to have 16 bytes and more, but for those that ask for something: for what their type has.
@@ -236,7 +236,7 @@ class _Kernel:
         return not given or len(_split(given[1])) < self.parameters
 
 
-def _matching(text: str, at: int) -> int:
+def matching(text: str, at: int) -> int:
     """Just behind the bracket that closes the one at ``at``."""
     depth = 0
     for i in range(at, len(text)):
@@ -257,7 +257,7 @@ def _kernels(text: str, blanked: str) -> dict[str, _Kernel]:
         if not declarator:
             continue
         open_ = declarator.end() - 1
-        parameters = _split(blanked[open_ + 1 : _matching(blanked, open_) - 1])
+        parameters = _split(blanked[open_ + 1 : matching(blanked, open_) - 1])
         kernel = found.setdefault(declarator[1], _Kernel(set(), set()))
         kernel.defaults |= any("=" in p for p in parameters)
         types = (re.sub(r"(?<=[\s*&>])\w+(\[\d*\])?$", "", p.split("=")[0].strip()) for p in parameters)
@@ -272,7 +272,7 @@ def _kernels(text: str, blanked: str) -> dict[str, _Kernel]:
             if m.end() - 1 in kernel.declared:
                 continue
             before = blanked[: m.start()].rstrip()[-1:]
-            after = blanked[_matching(blanked, m.end() - 1) :].lstrip()[:1]
+            after = blanked[matching(blanked, m.end() - 1) :].lstrip()[:1]
             kernel.overloaded |= after == "{" and bool(before) and (before.isalnum() or before in "_*&>")
     return found
 
@@ -290,7 +290,7 @@ def _host_functions(text: str, blanked: str) -> list[int]:
         head, begin, at = blanked[at : brace.start()], at, brace.end()
         if brace[0] != "{" or re.search(r"\bnamespace\b[\w\s:]*$|\bextern\s*\"\s*\"\s*$", head):
             continue
-        at = _matching(blanked, brace.start())
+        at = matching(blanked, brace.start())
         declarator = re.search(r"(\w+)\s*(\((?:[^()]|\([^()]*\))*\))\s*(?:noexcept\s*)?$", head)
         before = head[: declarator.start()] if declarator else ""
         if declarator is None or re.search(r"[=:]|\boperator\b", before.replace("::", "")) or KERNEL in text[begin:at]:
@@ -315,7 +315,7 @@ def _bounds(blanked: str) -> list[tuple[int, int, str]]:
         declarator = re.compile(rf"(?:\s|\bvoid\b|{_BOUNDS})*\w+\s*(?:<[^;{{}}()]*>\s*)?(?=\()").match(blanked, m.end())
         if declarator is None:
             continue
-        end = _matching(blanked, declarator.end())
+        end = matching(blanked, declarator.end())
         body = re.compile(r"\s*\{").match(blanked, end)
         if body is not None:
             given = " ".join(m[0].partition("(")[2].split())
@@ -328,7 +328,7 @@ def _null_pointers(blanked: str, at: int) -> list[tuple[int, int, str]]:
     open_ = blanked.find("(", at)
     if open_ < 0 or blanked[at:open_].strip():
         return []
-    inside = blanked[open_ : _matching(blanked, open_)]
+    inside = blanked[open_ : matching(blanked, open_)]
     return [
         (open_ + m.start(1), open_ + m.end(1), "nullptr") for m in re.finditer(r"[(,]\s*(__null)(?=\s*[,)])", inside)
     ]
@@ -478,7 +478,7 @@ def entries(source: str) -> dict[str, Entry]:
         if not match:
             continue
         start = begin + match.end()
-        at = _matching(text, start - 1)
+        at = matching(text, start - 1)
         if not re.match(r"\s*(noexcept\s*)?\{", text[at:]):
             continue
         parameters = [p for p in _split(text[start : at - 1]) if p.strip() != "void"]

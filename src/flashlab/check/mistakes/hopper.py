@@ -8,7 +8,7 @@ descriptor, a mask or a weight is the checker's.
 
 from __future__ import annotations
 
-from flashlab.check.mistakes.series import Mutant, _mutant
+from flashlab.check.mistakes.series import Mutant, mutant
 
 _PRODUCER, _LAST = "p11_4_producer", "p11_flash"
 _WAIT_K = "mbarrier_wait(full_k + 8 * stage, phase);"
@@ -29,51 +29,51 @@ _O_STORED = (
 
 MUTANTS: tuple[Mutant, ...] = (
     # ---- mbarriers and stages
-    _mutant("the consumer waits for the wrong parity", _PRODUCER, (_WAIT_K, _WAIT_K.replace("phase", "phase ^ 1")),
+    mutant("the consumer waits for the wrong parity", _PRODUCER, (_WAIT_K, _WAIT_K.replace("phase", "phase ^ 1")),
             found=["read-before-wait"], words=["wgmma", "tma_load", "phase of its mbarrier"]),
-    _mutant("K is waited for, V is not", _PRODUCER, (_WAIT_V, ""),
+    mutant("K is waited for, V is not", _PRODUCER, (_WAIT_V, ""),
             found=["read-before-wait"], words=["wgmma", "tma_load", "wait"]),
-    _mutant("K is released before the wgmma are waited for", _PRODUCER,
+    mutant("K is released before the wgmma are waited for", _PRODUCER,
             (_RELEASE_K, ""), (_SCORES_READY, f"wgmma_commit(); {_RELEASE_K} wgmma_wait<0>();"),
             found=["stage-overwritten"], words=["tma_load", "wgmma", "wgmma_wait"]),
-    _mutant("a tile is passed by without a look", _LAST,
+    mutant("a tile is passed by without a look", _LAST,
             ("mbarrier_wait(full_k + 8 * stage, phase);              // or it would say so of the tile before", ""),
             (f"{_WAIT_V}\n        {_GIVE_K}", _GIVE_K),
             found=["stage-overwritten"], words=["tma_load", "wgmma", "wgmma_wait"],
             probes=((1, 1, 1, 640, 640, True),)),
     # ---- wgmma, registers, named barriers, the store of O
-    _mutant("no wgmma_fence after P is written", _PRODUCER, (_FENCE_P, ""),
+    mutant("no wgmma_fence after P is written", _PRODUCER, (_FENCE_P, ""),
             found=["wgmma-fence"], words=["wgmma_fence", "registers of A"]),
-    _mutant("one warp gives its registers back", _LAST,
+    mutant("one warp gives its registers back", _LAST,
             (_DEC, f"if (warp == WARPS) {{ {_DEC} }}"),
             found=["registers-missing"], words=["setmaxnreg_inc<160>", "the other warps hold 61440"]),
-    _mutant("a turn of one warpgroup instead of two", _LAST,
+    mutant("a turn of one warpgroup instead of two", _LAST,
             (_TAKE, _TAKE.replace("2 * ", "")),
             found=["barrier-threads"], words=["as one of 128 threads", "as one of 256"]),
-    _mutant("no proxy fence before O is stored", _LAST, (_O_STORED, _O_BARRIER),
+    mutant("no proxy fence before O is stored", _LAST, (_O_STORED, _O_BARRIER),
             found=["proxy-fence"], words=["tma_store", "stmatrix", "fence_proxy_async"]),
     # ---- descriptors: only the numbers tell
-    _mutant("no swizzle in K's descriptor", _PRODUCER,
+    mutant("no swizzle in K's descriptor", _PRODUCER,
             ("descriptor(k_smem + stage * KV_BYTES)",
              "smem_descriptor(k_smem + stage * KV_BYTES, SWIZZLE_NONE, 16, 8 * SLAB_ROW)"),
             found=["wrong-scores"], words=["Which rows of Q and of K"], max_seq=70),
-    _mutant("V as a K-major operand", _PRODUCER, (_PV, _PV.replace("true", "false")),
+    mutant("V as a K-major operand", _PRODUCER, (_PV, _PV.replace("true", "false")),
             found=["read-before-wait"], words=["wgmma", "descriptor"]),
-    _mutant("the next 16 rows of V are 8 rows on", _PRODUCER,
+    mutant("the next 16 rows of V are 8 rows on", _PRODUCER,
             (_PV, _PV.replace("rows_on(k)", "rows_on(k) / 2")),
             found=["values-exchanged"], words=["on key 16 gets the value of key 8"], max_seq=70),
-    _mutant("the leading offset of one slab in 128 columns", _PRODUCER,
+    mutant("the leading offset of one slab in 128 columns", _PRODUCER,
             (_BY_ROWS, _BY_ROWS.replace("ROWS * SLAB_ROW, 8", "16, 8")),
             found=["values-moved"], head_dim=128, max_seq=70,
             words=["V[0, 64] belongs (key, column), V[0, 8] is multiplied", "8 x 8 matrices of V"]),
-    _mutant("every consumer multiplies the first one's rows of Q", _LAST,
+    mutant("every consumer multiplies the first one's rows of Q", _LAST,
             ("q_stage * Q_BYTES + consumer * 64 * SLAB_ROW)", "q_stage * Q_BYTES)"),
             found=["o-rows-repeated"], words=["row 64 of o holds what belongs in row 0", "for 64 of 128"]),
     # ---- masks and weights
-    _mutant("a first tile without a key gives NaN", _PRODUCER,
+    mutant("a first tile without a key gives NaN", _PRODUCER,
             ("(m_i[r] == -INFINITY ? 0.f : m_i[r])", "m_i[r]"),
             found=["masked-rows-nan"], words=["-inf - (-inf)"]),
-    _mutant("the lazy rescaling leaves l as it is", _LAST,
+    mutant("the lazy rescaling leaves l as it is", _LAST,
             ("m_i[r] = m_new[r], l_i[r] *= correction[r];", "m_i[r] = m_new[r];"),
             found=["l-not-rescaled"], words=["acc is rescaled and l is not"]),
 )  # fmt: skip

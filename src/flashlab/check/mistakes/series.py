@@ -47,7 +47,7 @@ class Mutant:
         return examine(self.source(), fast=False, **{"max_seq": 150} | self.options)
 
 
-def _mutant(name: str, file: str, *edits: tuple[str, str], found: Sequence[str], words: Sequence[str] = (), **options):
+def mutant(name: str, file: str, *edits: tuple[str, str], found: Sequence[str], words: Sequence[str] = (), **options):
     if file == "p11_flash":  # few multiprocessors: blocks take several parts, and have three consumers
         options = {"sms": 1} | options
     return Mutant(name, file, edits, tuple(found), tuple(words), options)
@@ -71,59 +71,59 @@ _FIRST = PROBES[:1]
 
 MUTANTS: tuple[Mutant, ...] = (
     # ---- copies, barriers, stages: the emulator sees them
-    _mutant("the copies are not waited for", "p8_3_stages", (_WAIT, ""),
+    mutant("the copies are not waited for", "p8_3_stages", (_WAIT, ""),
             found=["read-before-wait", "stage-overwritten"], words=["cp_async_commit, cp_async_wait", "cp_async<16>"]),
-    _mutant("no barrier before a tile is overwritten, one stage", "p8_3_stages",
+    mutant("no barrier before a tile is overwritten, one stage", "p8_3_stages",
             (_barrier("or one would overwrite tile", 12), "//"),
             found=["stage-overwritten"], words=["the stage is still in use"], STAGES=1),
-    _mutant("no barrier before K and V are overwritten", "p8_1_split_q",
+    mutant("no barrier before K and V are overwritten", "p8_1_split_q",
             (_barrier("or one would overwrite tile j - 1"), "//"),
             found=["race"], words=["no barrier between"]),
-    _mutant("a barrier that some warps skip", "p8_3_stages", (_BARRIER, "if (warp != 3) __syncthreads();  //"),
+    mutant("a barrier that some warps skip", "p8_3_stages", (_BARRIER, "if (warp != 3) __syncthreads();  //"),
             found=["race", "divergent", "deadlock"], words=["barrier"]),
-    _mutant("a shuffle in a branch", "p8_3_stages",
+    mutant("a shuffle in a branch", "p8_3_stages",
             (_SHUFFLE, "m_new[r] = x; if (t < 2) m_new[r] = fmaxf(x, __shfl_xor_sync(~0u, x, 2));"),
             found=["divergent", "exited-lanes"], words=["shuffle"]),
     # ---- shared and global memory
-    _mutant("shared memory for one stage too few", "p8_3_stages",
+    mutant("shared memory for one stage too few", "p8_3_stages",
             ("SHARED = Q_BYTES + 2 * STAGES * KV_BYTES;", "SHARED = Q_BYTES + (2 * STAGES - 1) * KV_BYTES;"),
             found=["shared-out-of-bounds"], words=["the launch asked for"]),
-    _mutant("the tail is not zero-filled", "p8_3_stages", (_COPY, f"if (exists) {_COPY}"),
+    mutant("the tail is not zero-filled", "p8_3_stages", (_COPY, f"if (exists) {_COPY}"),
             found=["uninitialised-shared"], words=["nobody has written"]),
-    _mutant("rows beyond the end are copied", "p8_3_stages",
+    mutant("rows beyond the end are copied", "p8_3_stages",
             ("(exists ? row : 0) * row_stride", "row * row_stride"), (_COPY, _COPY.replace("exists ? 16 : 0", "16")),
             found=["global-out-of-bounds"], words=["past its end"]),
     # ---- fragments and swizzle: only the numbers tell
-    _mutant("the swizzle on the store only", "p8_4_swizzle",
+    mutant("the swizzle on the store only", "p8_4_swizzle",
             _PLAIN,
             ("k_smem + stage + at(", "k_smem + stage + plain("),
             found=["swizzle-one-side"], words=["swizzle"]),
-    _mutant("V is not transposed", "p8_4_swizzle", ("ldmatrix_x2_trans(b,", "ldmatrix_x2(b,"),
+    mutant("V is not transposed", "p8_4_swizzle", ("ldmatrix_x2_trans(b,", "ldmatrix_x2(b,"),
             found=["v-not-transposed"], words=["trans"]),
-    _mutant("c2 and c3 swapped in P", "p8_4_swizzle", ("pack<T>(c[2], c[3])", "pack<T>(c[3], c[2])"),
+    mutant("c2 and c3 swapped in P", "p8_4_swizzle", ("pack<T>(c[2], c[3])", "pack<T>(c[3], c[2])"),
             found=["fragment-swapped"]),
-    _mutant("c2 and c3 swapped in O", "p8_4_swizzle",
+    mutant("c2 and c3 swapped in O", "p8_4_swizzle",
             ("pack<T>(acc[n][2 * r] * inverse, acc[n][2 * r + 1] * inverse);",
              "pack<T>(acc[n][2 * r + r] * inverse, acc[n][2 * r + 1 - r] * inverse);"),
             found=["fragment-swapped"]),
-    _mutant("a1 and a2 swapped in P", "p8_4_swizzle",
+    mutant("a1 and a2 swapped in P", "p8_4_swizzle",
             ("pack<T>(c[2], c[3]), pack<T>(d[0], d[1])", "pack<T>(d[0], d[1]), pack<T>(c[2], c[3])"),
             found=["fragment-swapped"]),
-    _mutant("b0 and b1 swapped in V", "p8_4_swizzle",
+    mutant("b0 and b1 swapped in V", "p8_4_swizzle",
             ("mma_m16n8k16<T>(acc[n], a, b[0], b[1]);", "mma_m16n8k16<T>(acc[n], a, b[1], b[0]);"),
             found=["fragment-swapped"], words=["b0 of V with b1"]),
-    _mutant("shuffle mask 0x10 for 0b10 in the maximum", "p8_4_swizzle",
+    mutant("shuffle mask 0x10 for 0b10 in the maximum", "p8_4_swizzle",
             (_SHUFFLE, _SHUFFLE.replace(", 2)", ", 0x10)")),
             found=["quad-not-reduced"]),
-    _mutant("shuffle mask 0x10 for 0b10 in the sum", "p8_4_swizzle",
+    mutant("shuffle mask 0x10 for 0b10 in the sum", "p8_4_swizzle",
             ("sum += __shfl_xor_sync(~0u, sum, 2);", "sum += __shfl_xor_sync(~0u, sum, 0x10);"),
             found=["quad-not-reduced"]),
     # ---- the softmax and the mask
-    _mutant("the tail is not masked", "p8_4_swizzle", (_MASK, "if (p.causal) " + _MASK), found=["tail-not-masked"]),
-    _mutant("the diagonal's tile counts as full", "p9_1_masks",
+    mutant("the tail is not masked", "p8_4_swizzle", (_MASK, "if (p.causal) " + _MASK), found=["tail-not-masked"]),
+    mutant("the diagonal's tile counts as full", "p9_1_masks",
             ("full = max(0, min(full, (m_start + 1 + diagonal) / BLOCK_N));", ""),
             found=["diagonal-not-masked", "causal-by-block"]),
-    _mutant("the parts are merged with equal weights", "p9_flash",
+    mutant("the parts are merged with equal weights", "p9_flash",
             ("exp2_approx((part_lse[s * rows + row] - base) * LOG2E)", "1.f"), found=["split-not-weighted"],
             probes=_FIRST, max_seq=1100),
 )  # fmt: skip
