@@ -203,6 +203,6 @@ def test_a_row_without_keys_has_no_gradient(products):
 @pytest.mark.parametrize(("head_dim", "dtype"), [*itertools.product(HEAD_DIMS, (FP16, BF16))], ids=str)
 def test_right_on_a_gpu(head_dim, dtype, products):
     for case, causal in itertools.product((*CASES, (2, 8, 2, 1000, 1000)), (False, True)):
-        inputs, how = (x.cuda() for x in make(*case, head_dim, dtype)), dict(backend="nvcc", products=products)
+        inputs, how = [x.cuda() for x in make(*case, head_dim, dtype)], dict(backend="nvcc", products=products)
         first, *more = (run(*inputs, causal=causal, **how) for run in (expect, *[gradients] * 4))
         assert all(torch.equal(a, b) for again in more for a, b in zip(first, again, strict=True))
