@@ -41,6 +41,20 @@ def test_blocks_have_one_consumer_where_parts_are_few():
     assert [launch.block[0] for launch in launches] == [4 * 128, 2 * 128]
 
 
+@pytest.mark.parametrize(
+    ("case", "asked"),
+    [
+        ((10, 10, 70, 130, True), 10),
+        ((10, 10, 70, 130, False), 10),
+        ((4, 4, 70, 130, False), 0),
+        ((8, 8, 192, 90, False), 0),
+    ],
+    ids=["causal", "rows for two consumers of three", "few parts", "equal parts"],
+)
+def test_blocks_ask_for_parts_that_are_unequal_and_many(case, asked):
+    assert run(FLASH, case).launches[0].counters["global_atomics"] == asked
+
+
 @pytest.mark.parametrize("name", ["p11_1_tma", "p11_6_overlap", "p11_flash"])
 def test_layouts(name):
     """Heads between the rows, one batch of several, keys that several batches share, a row that is a part of a row."""

@@ -57,9 +57,11 @@ template <int CONSUMERS_> struct Tile {                        // New: what depe
 // endregion
 
 // region: scheduler
-// New: whether blocks ask the counter for their next part.
-template <bool CAUSAL> __host__ __device__ constexpr bool asks(int parts, int blocks) {
-    return DYNAMIC > !CAUSAL && parts > blocks;
+// New: whether blocks ask the counter for their next part. Without a mask parts are equal, unless the last of a head
+// leaves a consumer without rows; then it pays where parts are many.
+template <class Tile, bool CAUSAL> __host__ __device__ __forceinline__ bool asks(int seq_q, int parts, int blocks) {
+    const bool alike = !CAUSAL && (seq_q - 1) % Tile::BLOCK_M >= Tile::BLOCK_M - 64;
+    return DYNAMIC > (alike || (!CAUSAL && parts < 4 * blocks)) && parts > blocks;
 }
 // endregion
 
@@ -134,7 +136,8 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
                 next_part[n % 2] = here;
                 mbarrier_arrive(full_part + 8 * (n % 2));      // the consumers see it with the barrier's phase
                 if (part >= parts) break;
-                const int next = gridDim.x + (asks<CAUSAL>(parts, gridDim.x) ? atomicAdd((int*)p.workspace, 1) : part);
+                const bool asking = asks<Tile, CAUSAL>(p.seq_q, parts, gridDim.x);
+                const int next = gridDim.x + (asking ? atomicAdd((int*)p.workspace, 1) : part);
                 const int kv_head = here.head / (p.heads / p.kv_heads), q_stage = n % Q_STAGES;
                 auto load_q = [&] {                            // after the first K, which need not wait for it
                     mbarrier_wait(empty_q + 8 * q_stage, n / Q_STAGES & 1 ^ 1);
@@ -355,8 +358,10 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
         doubted = false;                                       // or the bits would depend on who had which part
         // The last tiles may be seen by the other consumers' rows only
         const int first_row = at.m_start + consumer * 64, q_stage = n % Q_STAGES;
-        const int mine = !CAUSAL ? at.end : first_row < p.seq_q ? min(at.end, end_of(first_row + 64)) : 0;
-        if (CAUSAL) for (; j >= mine; j--) pass_by();
+        // region: mine
+        const int mine = first_row < p.seq_q ? min(at.end, end_of(first_row + 64)) : 0;
+        // endregion
+        for (; j >= mine; j--) pass_by();                      // New: without a mask too, where it has no rows
         mbarrier_wait(full_q + 8 * q_stage, n / Q_STAGES & 1); // each use of Q's place is a phase
         q_operand = descriptor(q_smem + q_stage * Q_BYTES + consumer * 64 * SLAB_ROW);
         if (mine > 0) {
@@ -427,10 +432,11 @@ template <class Tile> static int launch(const Problem& p, void* stream) {
     // As many heads as have K and V in half of a 50 MB L2
     const int64_t fit = max((int64_t)1, 24000000 / ((int64_t)p.seq_k * HEAD_DIM * 4 + 1));
     const int heads = p.batch * p.heads, heads_together = (int)min((int64_t)heads, fit);
-    // New: the longest part is not to begin last. So the last group has work for two such parts per block
-    const int last = min(heads, ceil_div(2 * p.sms, max(1, ceil_div(p.seq_q, Tile::BLOCK_M))));
+    // New: the longest part is not to begin last. So the last group has several parts for each block, long and short
+    const int m_blocks = max(1, ceil_div(p.seq_q, Tile::BLOCK_M));
+    const int last = min(heads, ceil_div((m_blocks < 32 ? 3 : 4) * p.sms, m_blocks));
     const int groups = (heads - last) / heads_together, grid = min(p.sms, parts<Tile>(p));
-    if (p.causal ? asks<true>(parts<Tile>(p), grid) : asks<false>(parts<Tile>(p), grid))
+    if ((p.causal ? asks<Tile, true> : asks<Tile, false>)(p.seq_q, parts<Tile>(p), grid))
         // region: clear the counter
         cudaMemsetAsync(p.workspace, 0, sizeof(int), (cudaStream_t)stream);
         // endregion

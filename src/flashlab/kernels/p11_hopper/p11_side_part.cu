@@ -23,7 +23,8 @@ struct __align__(16) Part { int batch, head, m_start, end, begin = 0, piece = 0,
     // region: parts
     const int m_blocks = ceil_div(p.seq_q, BLOCK_M), all = m_blocks * p.batch * p.heads, rounds = all / (int)gridDim.x;
     int halved = 0;                                            // New: how often the last parts are
-    if (!CAUSAL && asks<CAUSAL>(all, gridDim.x)) while (ceil_div(p.seq_k, BLOCK_N) >> halved >= 2 * WHOLE) halved++;
+    const bool asked = !CAUSAL && asks<Tile, CAUSAL>(p.seq_q, all, gridDim.x);
+    if (asked) while (ceil_div(p.seq_k, BLOCK_N) >> halved >= 2 * WHOLE) halved++;
     const int whole = halved ? (rounds - 1) * gridDim.x : all, cut = all - whole, parts = whole + cut * (halved + 1);
     // endregion
 
@@ -41,6 +42,11 @@ struct __align__(16) Part { int batch, head, m_start, end, begin = 0, piece = 0,
                 // region: tiles of a part
                 for (int j = here.end - 1; j >= here.begin; j--, nth++) {
                     // endregion
+
+        // region: mine
+        // New: of a piece that does not begin with the first key, every consumer takes all
+        const int mine = at.begin > 0 || first_row < p.seq_q ? min(at.end, end_of(first_row + 64)) : 0;
+        // endregion
 
             // region: full tiles
             for (; j >= at.begin; j--) tile(j, std::false_type{}, std::false_type{});  // the full ones

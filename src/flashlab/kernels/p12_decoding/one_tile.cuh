@@ -9,8 +9,9 @@ __device__ __forceinline__ int at(int row, int column) { return row * ROW_BYTES 
 // region: state
 struct State {                                                 // c0 c1 | c2 c3: columns 2t, 2t + 1 of row g | g + 8
     float acc[O_TILES][4];                                     // O, not yet divided by l_i
-    float m_i[2], l_i[2];                                      // of rows g, g + 8: maxima in log2 units; a lane's sums
+    float m_i[2], l_i[2];                                      // of rows g, g + 8: references of P, in log2 units; sums
 };
+constexpr float RESCALE_ABOVE = 8.f;                           // how far a maximum may be above its reference
 // endregion
 
 // region: one tile
@@ -31,36 +32,35 @@ __device__ __forceinline__ void take(State& x, const uint32_t (&q_rmem)[HEAD_DIM
     for (int e = 0; e < 8; e++) s[e / 4][e % 4] += odd[e / 4][e % 4];
     // endregion
     // region: row maxima
-    float m_new[2];
-    bool moved = false;
+    bool doubt = false;                                        // whether a P of this lane would be above 2^8
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-        m_new[r] = x.m_i[r];
+    for (int r = 0; r < 2; r++)
 #pragma unroll
         for (int n = 0; n < 4; n++) {
             float& e = s[n / 2][r * 2 + n % 2];
             e = start + n / 2 * MMA_N + t * 2 + n % 2 <= last_key[r] ? e * scale_log2 : -INFINITY;
-            m_new[r] = fmaxf(m_new[r], e);
+            doubt |= e > x.m_i[r] + RESCALE_ABOVE;
         }
-        m_new[r] = fmaxf(m_new[r], __shfl_xor_sync(~0u, m_new[r], 1));         // a row lives in four lanes
-        m_new[r] = fmaxf(m_new[r], __shfl_xor_sync(~0u, m_new[r], 2));
-        moved |= m_new[r] > x.m_i[r];
-    }
     // endregion
     // region: rescale
-    if (__any_sync(~0u, moved)) {                              // seldom, after the first tiles
+    if (__any_sync(~0u, doubt)) {                              // seldom, after the first tiles
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            const float base = m_new[r] == -INFINITY ? 0.f : m_new[r];         // -inf - (-inf) would be NaN
+            float m_new = x.m_i[r];
+#pragma unroll
+            for (int n = 0; n < 4; n++) m_new = fmaxf(m_new, s[n / 2][r * 2 + n % 2]);
+            m_new = fmaxf(m_new, __shfl_xor_sync(~0u, m_new, 1));              // a row lives in four lanes
+            m_new = fmaxf(m_new, __shfl_xor_sync(~0u, m_new, 2));
+            const float base = m_new == -INFINITY ? 0.f : m_new;               // -inf - (-inf) would be NaN
             const float correction = exp2_approx(x.m_i[r] - base);
-            x.m_i[r] = m_new[r], x.l_i[r] *= correction;
+            x.m_i[r] = m_new, x.l_i[r] *= correction;
 #pragma unroll
             for (int n = 0; n < O_TILES; n++) x.acc[n][r * 2] *= correction, x.acc[n][r * 2 + 1] *= correction;
         }
     }
     // endregion
     // region: probabilities
-    // P = exp(S - maximum), in place. Two neighbouring accumulators, rounded, are the A fragment of P.
+    // P = exp(S - reference), in place. Two neighbouring accumulators, rounded, are the A fragment of P.
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const float base = x.m_i[r] == -INFINITY ? 0.f : x.m_i[r];
@@ -86,7 +86,7 @@ __device__ __forceinline__ void take(State& x, const uint32_t (&q_rmem)[HEAD_DIM
 // endregion
 
 // region: sum
-// Four columns of a row and what they weigh: m is the maximum in log2 units, l the sum, of parts that were merged.
+// Four columns of a row and what they weigh: m is the reference in log2 units, l the sum, of parts that were merged.
 struct Sum {
     float m, l;
     float4 o;
