@@ -404,18 +404,17 @@ def stream_table(data: Data) -> Table:
 
 def ratio_table(data: Data, name: str, others: Sequence[str]) -> Table:
     """How many times as fast as each of the others it is, forward, by head_dim, mask and length."""
-    found = {other: ratios(data, name, other, "forward") for other in others}
-    keys = {key for by_shape in found.values() for key in by_shape}
-    lengths = sorted({n for _, n, _ in keys})
     rows = [
-        [d, "causal" if causal else "whole", other, *(f"{x:.2f}" if x else "" for x in line)]
-        for d, causal in sorted({(d, causal) for d, _, causal in keys})
-        for other, by_shape in found.items()
-        if any(line := [by_shape.get((d, n, causal)) for n in lengths])
+        {"D": d, "mask": causal, "beside": other, "name": str(n), "N": n, "ratio": ratio}
+        for other in others
+        for (d, n, causal), ratio in ratios(data, name, other, "forward").items()
     ]
-    caption = f"{data['machine']['gpu']}, forward: how many times as fast {name} is, at these N"
-    columns = ["D", "mask", "beside", *map(str, lengths)]
-    return Table.of(rows, columns, align="rll" + "r" * len(lengths), caption=caption if rows else "not measured")
+    at = by(sorted(rows, key=lambda r: (r["D"], r["mask"])), "D", "mask", "beside")
+    lengths = map(str, sorted({r["N"] for r in rows}))
+    caption = (
+        f"{data['machine']['gpu']}, forward: how many times as fast {name} is, at these N" if rows else "not measured"
+    )
+    return grid(at, ("D", "mask", "beside"), lambda r: f"{r['ratio']:.2f}", lengths, caption)
 
 
 def published_table(data: Data, which: str, head_dim: int, dtype: str) -> Table:
@@ -437,15 +436,17 @@ def published_table(data: Data, which: str, head_dim: int, dtype: str) -> Table:
 
 def eager_table(data: Data, least: int = 1) -> Table:
     """The part "published" at lengths from `least` on: how many times as fast as eager attention the kernels are."""
-    rows = [r for r in timed(data, part="published") if r["N"] >= least]
-    at = by(rows, "dtype", "D", "pass", "N")
-    lengths = sorted({r["N"] for r in rows})
-    lines = sorted({key[:3] for key in at}, key=lambda key: (key[:2], PASSES.index(key[2])))
-    pairs = {key: r["eager"]["ms"] / r[OURS]["ms"] for key, r in at.items() if {"eager", OURS} <= r.keys()}
-    cells = [[*line, *(f"{pairs[line + (n,)]:.2f}" if line + (n,) in pairs else "" for n in lengths)] for line in lines]
+    at = by(timed(data, part="published"), "dtype", "D", "pass", "N")
+    rows = [
+        r[OURS] | {"name": f"N = {r[OURS]['N']}", "ratio": r["eager"]["ms"] / r[OURS]["ms"]}
+        for (*_, n), r in at.items()
+        if n >= least and {"eager", OURS} <= r.keys()
+    ]
+    rows.sort(key=lambda r: (r["dtype"], r["D"], PASSES.index(r["pass"])))
+    names = [f"N = {n}" for n in sorted({r["N"] for r in rows})]
     caption = f"{data['machine']['gpu']}, one head, causal: how many times as fast as eager attention"
-    columns = ["dtype", "D", "pass", *(f"N = {n}" for n in lengths)]
-    return Table.of(cells, columns, align="lrl" + "r" * len(lengths), caption=caption if rows else "not measured")
+    keys = ("dtype", "D", "pass")
+    return grid(by(rows, *keys), keys, lambda r: f"{r['ratio']:.2f}", names, caption if rows else "not measured")
 
 
 def ratios(data: Data, name: str, peer: str, which: str) -> dict[tuple[int, int, bool], float]:
