@@ -110,9 +110,9 @@ def test_forks_share_their_prompt_and_part_from_each_other():
     with torch.no_grad():
         cache.reserve([10])
         step(model, text[None], cache)
-        cache.follow([first, cache.pager.fork(first), cache.pager.fork(first, 6)])
+        cache.follow([first, cache.pager.fork(first), cache.pager.fork(first)])
         assert cache.pager.free_pages == 6  # three pages hold all of them
-        texts = [text, text, text[:6]]
+        texts = [text] * 3
         for new in ([3, 4, 5], [6, 7, 8], [9, 9, 9]):
             cache.reserve([1, 1, 1])
             new = torch.tensor(new, device=DEVICE)
