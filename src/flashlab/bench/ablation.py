@@ -45,7 +45,6 @@ def jobs() -> list[harness.Row]:
 
 
 def prepare(todo: Sequence[harness.Row], until: float) -> dict[str, Any]:
-    """Builds and checks."""
     del todo, until
     return {"rounds": mma.ROUNDS, "worst_error_of_bound": max(mma.verify(b, b.module) for b in built())}
 

@@ -241,7 +241,6 @@ def pass_of(module: nn.Module, case: Case, scope: str, which: str, inputs: Seque
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
 def measure(job: Row) -> list[Row]:
-    """The rows of one job."""
     if job["part"] in ("time", "compiled"):
         return measure_times(job)
     case = CASES[job["case"]]

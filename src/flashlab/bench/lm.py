@@ -130,7 +130,6 @@ def _batch(job: Row) -> int:
 
 
 def measure(job: Row) -> list[Row]:
-    """The rows of one job."""
     steps = {"step": measure_step, "turns": measure_turns, "training": measure_training}
     return (steps | {"memory": measure_memory, "limit": measure_limit})[job["part"]](job)
 

@@ -304,7 +304,6 @@ def launch_once() -> None:
 
 # ---- the whole -------------------------------------------------------------------------------------------------------
 def jobs() -> list[Row]:
-    """Every measurement, in the order of the docstring."""
     return [
         *({"part": "ladder"} | about(case) for case in LADDER),
         *({"part": "exhibits", "exhibit": side.name, "shape": list(shape)} for side, shape in exhibits()),
