@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flashlab.bench import BENCHES, OF_ALL, everything, harness, module_of, records, timing
+from flashlab.bench import BENCHES, OF_ALL, harness, module_of, records, timing
 from flashlab.bench.harness import Bench
 from flashlab.table import Table
 
@@ -285,7 +285,7 @@ def test_the_clock_of_a_time(monkeypatch):
         while len(clock.samples) < 3:
             time.sleep(0.001)
     assert clock.summary() == {"median": 1500, "lowest": 1500, "highest": 1500, "max": 1980}
-    clock.samples = [timing.Sample(1.0, 1500, None), timing.Sample(2.0, 1700, 650.0)]
+    clock.samples = [(1.0, 1500, None), (2.0, 1700, 650.0)]
     assert clock.summary(1.5)["median"] == 1700 and clock.summary(1.5)["watts"] == 650
     assert clock.summary(0, 1.5)["highest"] == 1500 and clock.summary(3) is None
 
@@ -330,7 +330,7 @@ def test_all_runs_what_can_run_here_says_why_not_of_the_others_and_fails_with_on
     monkeypatch.setattr(harness, "again", again)
     monkeypatch.setattr(Bench, "needs", lambda self, quick: None if self.name in ("mma", "walls") else "no nvcc")
     with pytest.raises(SystemExit, match="failed: mma$"):
-        everything.main(["--quick", "--minutes", "3", "--out", str(tmp_path)])
+        module_of("all").main(["--quick", "--minutes", "3", "--out", str(tmp_path)])
     for name, call in zip(("walls", "mma"), called, strict=True):
         assert call[:3] == (name, "--quick", "--minutes") and float(call[3]) <= 3
         assert call[4:] == ("--out", str(tmp_path / f"{name}.json"))

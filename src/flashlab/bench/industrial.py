@@ -404,7 +404,7 @@ def stream_table(data: Data) -> Table:
 
 def ratio_table(data: Data, name: str, others: Sequence[str]) -> Table:
     """How many times as fast as each of the others it is, forward, by head_dim, mask and length."""
-    rows = [
+    rows: list[Row] = [
         {"D": d, "mask": causal, "beside": other, "name": str(n), "N": n, "ratio": ratio}
         for other in others
         for (d, n, causal), ratio in ratios(data, name, other, "forward").items()
