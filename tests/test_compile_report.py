@@ -131,12 +131,12 @@ def test_timeout_is_an_error_and_the_compiler_is_stopped():
 def test_a_damaged_cache_entry_is_compiled_again(cache):
     arguments = {"x_ptr": F16, "y_ptr": F16, "n": 48}
     want = compile_report(copy, arguments)
-    for entry in module.cache_folder().glob("*.json.gz"):
+    for entry in module.cache.folder("compile").glob("*.json.gz"):
         entry.write_bytes(entry.read_bytes()[:100])
     again = compile_report(copy, arguments)
     assert not again.from_cache and again == want
     assert compile_report(copy, dict(reversed(arguments.items()))).from_cache
-    assert not list(module.cache_folder().glob("*.part"))
+    assert not list(module.cache.folder("compile").glob("*.part"))
 
 
 def error(raised, cause=None, context=None):

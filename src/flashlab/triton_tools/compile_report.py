@@ -256,11 +256,6 @@ def _report(name: str, job: dict, outcome: dict, from_cache: bool) -> CompileRep
 # ---- the cache ------------------------------------------------------------------------------------------------------
 
 
-def cache_folder() -> Path:
-    """Where reports are kept (see flashlab.runtime.cache). Safe to delete."""
-    return cache.folder("compile")
-
-
 def _key(source: str, name: str, job: dict) -> str:
     parts = [_FORMAT, version("triton"), source, name, job["capability"], job["arguments"], job["options"],
              job["shared_only"]]  # fmt: skip
@@ -269,7 +264,7 @@ def _key(source: str, name: str, job: dict) -> str:
 
 def _cached(key: str) -> dict | None:
     try:
-        outcome = json.loads(gzip.decompress((cache_folder() / f"{key}.json.gz").read_bytes()))
+        outcome = json.loads(gzip.decompress((cache.folder("compile") / f"{key}.json.gz").read_bytes()))
         said = outcome.get("refused") or outcome["sass"] or outcome["registers"] is None  # shared_only
         whole = outcome["key"] == key and outcome["seconds"] >= 0 and said
         return outcome if whole else None
@@ -279,7 +274,7 @@ def _cached(key: str) -> dict | None:
 
 def _store(key: str, outcome: dict) -> None:
     try:
-        folder = cache_folder()
+        folder = cache.folder("compile")
         cache.write_whole(
             folder / f"{key}.json.gz", gzip.compress(json.dumps(outcome | {"key": key}).encode(), mtime=0)
         )
