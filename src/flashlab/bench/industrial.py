@@ -28,7 +28,7 @@ from flashlab import runtime
 from flashlab.attention import gluon_forward, tiles, triton_backward, triton_forward
 from flashlab.attention.door import flash_attention
 from flashlab.attention.gluon_forward import GluonTile, flash_attention_gluon
-from flashlab.bench import harness, peers, published, records, timing
+from flashlab.bench import harness, peers, published, records, timing, truth
 from flashlab.bench.harness import Data, Row, Way, backward_of, draw, jobs_of, times_of
 from flashlab.bench.rows import Lines, by, grid, lines, of, where
 from flashlab.table import Table
@@ -164,24 +164,18 @@ def passes(name: str, forward: dict[str, Way], inputs: Sequence[torch.Tensor], g
 
 
 # ---- is Gluon fit to be measured? ------------------------------------------------------------------------------------
-_TRIAL = """
-import sys
-import torch
-from flashlab.attention.gluon_forward import flash_attention_gluon
-
-for d, n, causal in ((64, 300, False), (128, 1000, True), (128, 4096, False), (256, 520, True)):
-    q, k, v = (torch.randn(2, 16, n, d, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    o, _ = flash_attention_gluon(q, k, v, causal=causal, step=sys.argv[1])
-    want = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=causal)
-    error = (o.float() - want).abs().max().item()
-    assert error < 0.05, f"at D = {d}, N = {n}, {'causal' if causal else 'whole'} it is off by {error:.3g}"
-"""
+def try_out(step: str) -> None:
+    """Launches a Gluon kernel at a few shapes. Raises AssertionError where a result is wrong."""
+    forward = functools.partial(flash_attention_gluon, step=step)
+    for d, n, causal in ((64, 300, False), (128, 1000, True), (128, 4096, False), (256, 520, True)):
+        found = truth.compared(forward, [(2, 16, 16, n, n)], d, torch.bfloat16, causal)
+        assert truth.right(found), f"at D = {d}, N = {n}, {'causal' if causal else 'whole'} it is wrong: {found}"
 
 
 @functools.cache
 def trial(step: str) -> str | None:
     """Why a Gluon kernel is not to be launched here, or None: it is tried in a process of its own."""
-    return gluon_forward.why_not(runtime.device()) or harness.trial("-c", _TRIAL, step, seconds=120.0)
+    return gluon_forward.why_not(runtime.device()) or harness.trial(*harness.calling(try_out, step), seconds=120.0)
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
