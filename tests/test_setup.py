@@ -378,14 +378,6 @@ def test_new_pins(course):
     course.assert_right()
 
 
-@pytest.mark.parametrize("text", ['{"pyproject": ', "[]"])
-def test_a_damaged_stamp_is_no_stamp(course, text):
-    course.run()
-    (course.venv / "flashlab-ready.json").write_text(text)
-    assert course.run("hello.py").returncode == 0
-    assert len(course.pip_runs()) == 2
-
-
 def test_the_doctor_needs_no_set_up_and_none_is_made_where_none_is_wanted(course):
     (course.root / "doctor.py").write_text("import sys; print('seen by', sys.prefix)")
     assert course.run("doctor.py").stdout == f"seen by {sys.prefix}\n"
