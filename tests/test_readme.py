@@ -52,9 +52,9 @@ def test_the_readme_says_what_is_recorded():
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in ("industrial", "mma", "hopper") else pytest.mark.long)
-             for n in readme.RECORDS]
-)  # fmt: skip
+    "name",
+    [pytest.param(n, marks=[] if n in ("industrial", "mma", "hopper") else pytest.mark.long) for n in readme.RECORDS],
+)
 @pytest.mark.every(3)
 def test_a_changed_record_is_noticed_and_the_command_named(name, copies):
     root, folder = copies

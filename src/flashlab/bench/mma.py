@@ -345,5 +345,5 @@ def summary(data: Data) -> dict[str, Row]:
 
 BENCH = harness.Bench(
     __name__, "the tensor-core kernels are", ("table", "exhibit", "shape", "causal", "inputs", "name"), quick_too=True
-)  # fmt: skip
+)
 main = BENCH.main

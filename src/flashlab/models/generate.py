@@ -141,7 +141,7 @@ def generate(
 
 def _expect_room(
     model: LanguageModel, cache: str | StaticCache | None, lengths: Sequence[int], new_tokens: int
-) -> None:  # fmt: skip
+) -> None:
     before = cache.tokens if isinstance(cache, StaticCache) else [0] * len(lengths)
     longest = max(map(sum, zip(before, lengths, strict=False)), default=0)
     most = longest + new_tokens - 1  # the last token is not read again
