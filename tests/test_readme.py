@@ -183,7 +183,7 @@ def test_the_ladder_goes_from_slow_to_fast_and_names_each_shape():
 
 
 def test_the_figure_draws_its_data_in_the_colours_of_the_implementations():
-    from flashlab.figures.results import results
+    from flashlab.figures.panels import results
 
     data = readme.drawn(readme.load())
     figure = results(data["bars"], data["plots"], data["names"], data["title"])

@@ -65,7 +65,7 @@ from flashlab import runtime
 from flashlab.attention.cost import trace_ops
 from flashlab.attention.inputs import one_of
 from flashlab.bench import attention, counterparts, layer as layers, lm, published, roofline
-from flashlab.figures import curves, profiles, rooflines, show
+from flashlab.figures import curves, profiles, show
 from flashlab.figures.panels import panels
 from flashlab.models import layer as layer_module, memory
 from flashlab.models.language_model import BYTES, SIZES, Config, make_optimizer
@@ -1222,7 +1222,7 @@ for gpu, found in roofs.items():
     names = {p.name.partition(",")[0]: (p.intensity, p.tflops) for p in named}
     tops = {u + ", documented" * (u in found.not_measured): top for u, top in found.units.items()}
     fig, ax = plt.subplots(figsize=(8.6, 5.4))
-    rooflines.draw(ax, found.memory, tops, groups, names, ylim=(5, 1600),
+    curves.reached(ax, found.memory, tops, groups, names, ylim=(5, 1600),
                    title=f"The whole course on an {gpu}")
     plt.show()
 

@@ -501,11 +501,11 @@ def draw(data: Mapping[str, Any]) -> bytes:
     import matplotlib
     import matplotlib.pyplot as plt
 
-    from flashlab.figures import results, show
+    from flashlab.figures import panels, show
 
     with matplotlib.rc_context({"svg.hashsalt": "flashlab", "svg.fonttype": "path"}):
         show.style()
-        figure = results.results(data["bars"], data["plots"], data["names"], data["title"])
+        figure = panels.results(data["bars"], data["plots"], data["names"], data["title"])
         file = io.BytesIO()
         told = {"Date": None, "Creator": None, "Title": data["title"], "Description": f"data {digest(data)}"}
         figure.savefig(file, format="svg", facecolor="white", metadata=told)
