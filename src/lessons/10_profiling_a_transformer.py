@@ -70,7 +70,7 @@ from flashlab.figures.panels import panels
 from flashlab.models import layer as layer_module, memory
 from flashlab.models.language_model import BYTES, SIZES, Config, make_optimizer
 from flashlab.models.rope import check_table, fused_rope, launch_arguments, rope_table
-from flashlab.models.train import distance, train
+from flashlab.models.train import distance, fit
 from flashlab.table import Table
 from flashlab.triton_tools.watch import hbm_traffic
 
@@ -1119,7 +1119,7 @@ RUNS = {"eager": ("eager", 0.0), "ours": ("flash", 0.0), "sdpa": ("sdpa", 0.0),
 curve = {}
 for name, (kind, jitter) in RUNS.items():
     shape = replace(SMALL_MODEL, attention=kind, fused_rope=kind == "flash")
-    curve[name] = train(shape, steps=10, batch=2, seq_len=24, lr=1e-2, jitter=jitter)
+    _, curve[name] = fit(shape, steps=10, batch=2, seq_len=24, lr=1e-2, jitter=jitter)
 apart = {name: distance(curve["eager"], found) for name, found in curve.items() if name != "eager"}
 noise = max(apart["eager, other roundings"], torch.finfo(torch.float32).eps * curve["eager"][0])
 assert all(found[-1] < found[0] - 0.3 for found in curve.values())
@@ -1136,7 +1136,7 @@ def slightly_wrong(q, k, v, *, causal=True):
 
 
 layer_module.ATTENTIONS["wrong"] = slightly_wrong
-wrong = train(replace(SMALL_MODEL, attention="wrong"), steps=10, batch=2, seq_len=24, lr=1e-2)
+_, wrong = fit(replace(SMALL_MODEL, attention="wrong"), steps=10, batch=2, seq_len=24, lr=1e-2)
 del layer_module.ATTENTIONS["wrong"]
 assert distance(curve["eager"], wrong) > 8 * noise and wrong[-1] < wrong[0] - 0.3
 print("a scale that is wrong by 10 % is outside of the noise, and its loss falls too")

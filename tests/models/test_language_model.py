@@ -9,7 +9,7 @@ import torch
 from flashlab import runtime
 from flashlab.models import memory, text
 from flashlab.models.language_model import BYTES, Config, LanguageModel, config, make_optimizer, train_step
-from flashlab.models.train import distance, train
+from flashlab.models.train import distance, fit
 
 DEVICE = runtime.device()
 ON_GPU = DEVICE.type == "cuda"
@@ -129,7 +129,7 @@ def test_it_refuses():
         (TINY, dict(seq_len=64), "there are 64 tokens; this model has 32 positions"),
     ):
         with pytest.raises(ValueError, match=sentence):
-            train(shape, **dict(steps=1, batch=1, seq_len=16) | options)
+            fit(shape, **dict(steps=1, batch=1, seq_len=16) | options)
     with pytest.raises(ValueError, match="attention is 'sdpa'; there is a formula for 'eager' and for 'flash'"):
         memory.attention_bytes(config("small", attention="sdpa"), 1, 128)
     with pytest.raises(ValueError, match="one curve has 1 steps and the other 2"):

@@ -103,27 +103,24 @@ class AttentionLayer(nn.Module):
 
     Args:
         width: the numbers per token. heads: query heads. kv_heads: key heads, as many unless given.
-        head_dim: width / heads unless given.
         attention, causal, fused_rope: as `RotaryAttention`.
     Raises:
         ValueError: heads that do not divide evenly; an attention of another name.
     """
 
     def __init__(
-        self, width: int, heads: int, kv_heads: int | None = None, head_dim: int | None = None, *,
+        self, width: int, heads: int, kv_heads: int | None = None, *,
         attention: str = "eager", causal: bool = True, fused_rope: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
-        if head_dim is None:
-            if width % heads:
-                raise ValueError(f"width is {width}; {heads} heads do not share it evenly: pass head_dim")
-            head_dim = width // heads
+        if width % heads:
+            raise ValueError(f"width is {width}; {heads} heads do not share it evenly")
         if heads % kv_heads:
             raise ValueError(
                 f"kv_heads is {kv_heads}; {heads} query heads cannot share {kv_heads} key heads evenly"
             )  # fmt: skip
-        self.head_dim = head_dim
+        self.head_dim = head_dim = width // heads
         self.to_q = nn.Linear(width, heads * head_dim, bias=False)
         self.to_k = nn.Linear(width, kv_heads * head_dim, bias=False)
         self.to_v = nn.Linear(width, kv_heads * head_dim, bias=False)
