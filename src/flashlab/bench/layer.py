@@ -40,8 +40,8 @@ from flashlab import runtime
 from flashlab.bench import harness, peers, published, timing
 from flashlab.bench.harness import NOT_YET, Data, Row, Way, jobs_of
 from flashlab.bench.rows import where
-from flashlab.models.layer import ATTENTIONS, AttentionLayer, RotaryAttention
-from flashlab.models.rope import rope, rope_table
+from flashlab.models.layer import ATTENTIONS, AnyAttention, AttentionLayer, RotaryAttention
+from flashlab.models.rope import rope_table
 from flashlab.table import Table
 
 ORIGINAL, APART, OURS, SDPA = "original", "ours, RoPE apart", "ours", "SDPA"
@@ -137,18 +137,6 @@ def sdpa_by(backend: str, repeat: bool) -> Attention:
     return attention
 
 
-class Core(RotaryAttention):
-    """Any attention, and before it RoPE in small operations, where it is given its tables."""
-
-    def __init__(self, attention: Attention, causal: bool) -> None:
-        super().__init__("sdpa", causal=causal)
-        self.way = attention
-
-    def forward(self, q, k, v, *tables):
-        q, k = (rope(x, *tables) for x in (q, k)) if tables else (q, k)
-        return self.way(q, k, v, causal=self.causal)
-
-
 def draw(case: Case, scope: str) -> list[torch.Tensor]:
     """What a layer reads, the same each time, each wanting a gradient.
 
@@ -180,9 +168,9 @@ def build(name: str, case: Case, scope: str) -> tuple[nn.Module, Row]:
         attention = ATTENTIONS[{ORIGINAL: "eager", APART: "flash", OURS: "flash", SDPA: "sdpa"}[plain]]
         if name == SDPA:
             about = {"backend": chosen(case)}
-    core = Core(attention, case.causal)
+    core: RotaryAttention = AnyAttention(attention, causal=case.causal)
     if plain == OURS and scope == "layer":
-        core = RotaryAttention("flash", causal=case.causal, fused_rope=True)  # type: ignore[assignment]
+        core = RotaryAttention("flash", causal=case.causal, fused_rope=True)
     module: nn.Module = _projected(core, case) if scope == "layer" and case.projections else core
     if name in COMPILED:
         peers.many_shapes()

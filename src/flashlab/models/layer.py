@@ -98,6 +98,18 @@ class RotaryAttention(nn.Module):
         return ATTENTIONS[self.attention](q, k, v, causal=self.causal)
 
 
+class AnyAttention(RotaryAttention):
+    """An attention that has no name, (q, k, v, *, causal) -> o; without the tables no RoPE comes before it."""
+
+    def __init__(self, attention: Callable[..., torch.Tensor], *, causal: bool = True) -> None:
+        super().__init__(causal=causal)
+        self.way = attention
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *tables: torch.Tensor) -> torch.Tensor:
+        q, k = (rope(x, *tables) for x in (q, k)) if tables else (q, k)
+        return self.way(q, k, v, causal=self.causal)
+
+
 class AttentionLayer(nn.Module):
     """The four projections around `RotaryAttention`. None has a bias.
 
