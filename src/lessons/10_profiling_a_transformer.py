@@ -978,7 +978,7 @@ for kind in ("eager", "flash"):
 for kind, fused in (("eager", False), ("flash", False), ("flash", True)):
     model = build(attention=kind, fused_rope=fused)
     pieces = tokens[:, :-1].clone(), tokens[:, 1:].clone()
-    counted = memory.kept_bytes(model, lambda: model(*pieces))
+    counted = memory.kept_bytes(lambda: model(*pieces), model)
     said = memory.training_memory(model.config, 2, 64, fused_norm=ON_GPU).activations
     assert counted == said
     print(f"{kind}{', fused RoPE' if fused else ''}: to the byte as the formula says")
@@ -1277,7 +1277,7 @@ for gpu in roofs:
 # %%
 for n in (64, 128):
     q, k, v, _ = attention.inputs({"d_model": 16, "seq_len": n, "dtype": "float32"})
-    held = {name: attention.saved_bytes(attention.way_of(name, q, k, v)) for name in ("eager", "ours")}
+    held = {name: memory.kept_bytes(attention.way_of(name, q, k, v)) for name in ("eager", "ours")}
     assert held["eager"] == attention.BATCH * (3 * n * 16 + n * n) * 4
     assert held["ours"] == attention.BATCH * (4 * n * 16 * 4 + 4 * n)
     print(f"N = {n}: eager saves {held['eager']} bytes, ours {held['ours']}: as predicted")

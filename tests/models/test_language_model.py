@@ -78,14 +78,14 @@ def test_activations_by_formula(attention, fused, kv_heads, dtype):
     batch, seq_len, itemsize = 3, 20, dtype.itemsize
     x = torch.randn(batch, seq_len, 32, dtype=dtype, device=DEVICE, requires_grad=True)
     block = model.blocks[0]
-    layer = memory.kept_bytes(model, lambda: block.attention(x, model.cos, model.sin))
+    layer = memory.kept_bytes(lambda: block.attention(x, model.cos, model.sin), model)
     assert layer == sum(memory.attention_bytes(shape, batch, seq_len, itemsize=itemsize).values())
 
     options = dict(itemsize=itemsize, fused_norm=ON_GPU)
-    whole_block = memory.kept_bytes(model, lambda: block(x, model.cos, model.sin))
+    whole_block = memory.kept_bytes(lambda: block(x, model.cos, model.sin), model)
     assert whole_block == sum(memory.block_bytes(shape, batch, seq_len, **options).values())
     pairs = tuple(y.clone() for y in tokens(shape, batch, seq_len))  # else they are one piece of memory
-    whole = memory.kept_bytes(model, lambda: model(*pairs))
+    whole = memory.kept_bytes(lambda: model(*pairs), model)
     said = memory.training_memory(shape, batch, seq_len, **options)
     assert whole == said.activations and said.parameters == sum(w.nbytes for w in model.parameters())
     assert said.total == whole + 4 * said.parameters  # gradients, and two averages

@@ -186,12 +186,15 @@ def rows_of(job: Row, found: Mapping[str, Row], reasons: Mapping[str, str], work
     return rows + [job | {"name": name, "unavailable": why} for name, why in reasons.items()]
 
 
-def draw(*shapes: Sequence[int], dtype: torch.dtype, seed: int | None = None, device: Any = None) -> list[torch.Tensor]:
-    """Tensors of random numbers, the same each time. They have a generator of their own: a recording of a CUDA graph
-    that failed leaves PyTorch's unusable."""
+def draw(
+    *shapes: Sequence[int], dtype: torch.dtype, seed: int | None = None, device: Any = None, grad: int = 0
+) -> list[torch.Tensor]:
+    """Tensors of random numbers, the same each time; the first `grad` of them want a gradient. They have a generator of
+    their own: a recording of a CUDA graph that failed leaves PyTorch's unusable."""
     device = runtime.device() if device is None else device
     generator = torch.Generator(device).manual_seed(sum(shapes[0]) if seed is None else seed)
-    return [torch.randn(tuple(x), device=device, dtype=dtype, generator=generator) for x in shapes]
+    drawn = [torch.randn(tuple(x), device=device, dtype=dtype, generator=generator) for x in shapes]
+    return [x.requires_grad_(i < grad) for i, x in enumerate(drawn)]
 
 
 def sets_of(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:

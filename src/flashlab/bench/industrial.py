@@ -114,10 +114,7 @@ def quick_jobs() -> list[Row]:
 
 def make(shape: Sequence[int], dtype: torch.dtype = torch.bfloat16, grad: bool = False) -> list[torch.Tensor]:
     """q, k, v and the gradient of o, drawn anew, and the same each time."""
-    drawn = draw(*[shape] * 4, dtype=dtype)
-    for x in drawn[:3]:
-        x.requires_grad_(grad)
-    return drawn
+    return draw(*[shape] * 4, dtype=dtype, grad=3 * grad)
 
 
 def forwards(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, names: Iterable[str]) -> dict[str, Way]:

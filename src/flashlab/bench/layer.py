@@ -148,8 +148,7 @@ def draw(case: Case, scope: str) -> list[torch.Tensor]:
     shapes: list[tuple[int, ...]] = [(case.batch, h, case.seq_len, case.head_dim) for h in heads]
     if scope == "layer" and case.projections:
         shapes = [(case.batch, case.seq_len, case.heads * case.head_dim)]
-    drawn = harness.draw(*shapes, dtype=DTYPES[case.dtype], seed=case.seq_len + case.head_dim)
-    return [x.requires_grad_() for x in drawn]
+    return harness.draw(*shapes, dtype=DTYPES[case.dtype], seed=case.seq_len + case.head_dim, grad=len(shapes))
 
 
 def build(name: str, case: Case, scope: str) -> tuple[nn.Module, Row]:

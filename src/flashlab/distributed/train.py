@@ -118,10 +118,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--check", action="store_true", help="train on one rank too, and compare the losses")
     given = parser.parse_args(arguments)
     link = start(given.timeout)
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     layout = given.layout or ("contiguous" if given.way == "ulysses" else "zigzag")
     try:
-        options = dict(steps=given.steps, seq_len=given.seq_len, batch=2, device=device)
+        options = dict(steps=given.steps, seq_len=given.seq_len, batch=2, device=link.device)
         losses = fit_split(SMALL, group=link, way=given.way, layout=layout, heads=given.heads, **options)
         if link.rank == 0:
             for step, loss in enumerate(losses):
