@@ -19,7 +19,6 @@ import argparse
 import functools
 import math
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +30,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashlab
-from flashlab.bench import records, timing
+from flashlab.bench import harness, records, timing
 from flashlab.bench.harness import Data, Row, Way
 from flashlab.bench.records import NoGpu
 from flashlab.bench.rows import of as rows_of
@@ -401,9 +400,8 @@ def _start_ranks(given: argparse.Namespace, arguments: Sequence[str]) -> None:
     if ranks < 2 or ranks > there:
         raise NoGpu(f"a ring takes two GPUs at least, and PyTorch sees {there}; --quick runs on any machine")
     rest = [x for x in arguments if x not in ("bench", "ring")]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    done = subprocess.run([*command, "-m", "flashlab.bench.ring", *rest])
-    if done.returncode:
+    started = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    if (done := harness.again(*started, "-m", "flashlab.bench.ring", *rest)).returncode:
         raise SystemExit(done.returncode)
 
 
