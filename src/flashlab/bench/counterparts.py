@@ -17,9 +17,8 @@ Row = dict[str, Any]
 
 
 class Figure(NamedTuple):
-    """A published figure: its table, which one it is, and its value: ms, 10^6 bytes where `label` says mb, "OOM"."""
+    """A published figure: which one of its row it is, and its value: ms, 10^6 bytes where `label` says mb, "OOM"."""
 
-    table: str
     label: str
     value: Any
 
@@ -152,7 +151,7 @@ def counterparts(name: str) -> list[Found]:
     """Every figure of a published table, with its counterpart in the records or None. Raises KeyError."""
     runs = functools.cache(records.recorded)
     return [
-        (Figure(name, label, value), next(filter(None, (_found(a, runs(a.bench)) for a in several)), None))
+        (Figure(label, value), next(filter(None, (_found(a, runs(a.bench)) for a in several)), None))
         for row in published.load(name)
         for label, value, several in RULES[name](row)
     ]

@@ -118,7 +118,6 @@ def simulate(
         raise ValueError(f"way is {way!r}; it must be {one_of([repr(x) for x in WAYS])}")
     flop, local, group = 4 * heads * head_dim, n // world, min(group, machine.node, world)
     kv, q = 4 * kv_heads * local * head_dim, 2 * heads * local * head_dim
-    wide = 2 * kv
     across = machine.between if world > machine.node else machine.inside
     if way == "ulysses" and world > kv_heads or way == "mesh" and (group > kv_heads or world % group):
         return math.inf
@@ -126,17 +125,17 @@ def simulate(
     def one_pass(backward: bool) -> float:
         if way == "gather":  # a ring of NCCL's own, then the busiest rank's kernel; backward, gradients come home
             busiest = max(map(sum, zip(*work(world, n, causal=True, layout=layout), strict=True)))
-            sent = (world - 1) * (wide if backward else kv) / (across * 1e9)
+            sent = (world - 1) * kv * (1 + backward) / (across * 1e9)
             # whole tensors: cleared, added to, dealt out and summed; or only put in order
-            copied = world * (6 * wide if backward else 2 * kv) / (machine.memory * 1e9)
+            copied = world * kv * (12 if backward else 2) / (machine.memory * 1e9)
             return sent + copied + machine.seconds(flop * busiest, local, backward) + machine.step_us / 1e6
         if way == "ulysses":
             each = machine.seconds(flop * n * n / 2 / world, n, backward)
             return _exchange(machine, world, 2 * q + kv) + each + machine.step_us / 1e6
         if way == "mesh":
-            ring = _ring(machine, world // group, n, flop // group, kv, wide, layout, group, backward)
+            ring = _ring(machine, world // group, n, flop // group, kv, layout, group, backward)
             return _exchange(machine, group, 2 * q + kv) + ring
-        return _ring(machine, world, n, flop, kv, wide, layout, 1, backward)
+        return _ring(machine, world, n, flop, kv, layout, 1, backward)
 
     return sum(one_pass(backward) for backward in (False, True)[: 1 + both])
 
@@ -147,9 +146,7 @@ def _exchange(machine: Machine, world: int, sent: float) -> float:
     return sent * ((1 - out - 1 / world) / machine.inside + out / machine.between + 2 / machine.memory) / 1e9
 
 
-def _ring(
-    machine: Machine, world: int, n: int, flop: int, kv: int, wide: int, layout: str, apart: int, backward: bool
-) -> float:
+def _ring(machine: Machine, world: int, n: int, flop: int, kv: int, layout: str, apart: int, backward: bool) -> float:
     """Rank by rank: a step begins when the one before has ended and its keys are there; they are sent meanwhile.
     Backward the gradients follow a step behind their keys, and nothing hides their last step."""
     flops = machine.in_ring[backward] * flop * np.array(work(world, n, causal=True, layout=layout))
@@ -161,9 +158,9 @@ def _ring(
         ended = begin + seconds[step] + machine.step_us / 1e6
         if step + 1 == world:
             break
-        sent = kv + (wide if backward and step else 0)
+        sent = kv + (2 * kv if backward and step else 0)
         arrives = np.maximum(begin, np.roll(begin, 1)) + sent / link
         begin = np.maximum(ended, arrives)
     if backward and world > 1:
-        ended = np.maximum(ended, begin + wide / link) + kv / link
+        ended = np.maximum(ended, begin + 2 * kv / link) + kv / link
     return float(ended.max())
