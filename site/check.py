@@ -222,17 +222,18 @@ class Reader:
         if "q=banks+of+old" not in self.page.url:
             self.note("the page for what is missing does not search for its words")
 
-    def screenshots(self, folder: Path, shots: dict[str, tuple[str, dict[str, int], bool, str]]) -> None:
+    def screenshots(self, folder: Path, places: list[tuple[str, str]]) -> None:
+        """Of each page, around the part that is named: on a laptop in the light, on a phone in the dark."""
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        for shot, (name, size, dark, at) in shots.items():
-            self.open(name, size=size, dark=dark)
-            if self.page.locator("[data-drawing]").count():
-                self.page.locator("[data-drawing] svg").first.wait_for()
-            if at:
+        for number, (name, at) in enumerate(places):
+            for size, dark in ((LAPTOP, False), (PHONE, True)):
+                self.open(name, size=size, dark=dark)
+                if self.page.locator("[data-drawing]").count():
+                    self.page.locator("[data-drawing] svg").first.wait_for()
                 self.page.locator(at).first.evaluate("e => e.scrollIntoView({block: 'center', behavior: 'instant'})")
-            self.page.wait_for_timeout(400)
-            self.page.screenshot(path=folder / f"{shot}.png")
+                self.page.wait_for_timeout(400)
+                self.page.screenshot(path=folder / f"{number:02} {Path(name).stem} {size['width']}.png")
 
 
 def main() -> int:
@@ -268,26 +269,14 @@ def main() -> int:
             reader.folds(next(x for x in lectures if 'class="later"' in (site / x).read_text()), course[-1])
             reader.drawings()
             reader.missing()
-        shots = {
-            "index": ("index.html", LAPTOP, False, ""),
-            "index-phone-dark": ("index.html", PHONE, True, ""),
-            "lecture": (lectures[8], LAPTOP, False, "[data-drawing]"),
-            "lecture-dark": (lectures[4], LAPTOP, True, "article img"),
-            "lecture-phone": (lectures[0], PHONE, False, "article img"),
-            "lecture-phone-dark": (lectures[11], PHONE, True, "div.cell_output pre"),
-            "formulas": (lectures[0], LAPTOP, False, "mjx-container[display=true]"),
-            "code": (lectures[11], LAPTOP, False, "div.cell_output pre"),
-            "exercises": (course[2], LAPTOP, False, "details.hide"),
-            "results-phone": ("results.html", PHONE, False, "table"),
-            "glossary": ("glossary.html", LAPTOP, True, ""),
-            "search": ("search.html?q=swizzle", LAPTOP, False, ""),
-            "missing": ("nothing.html", LAPTOP, False, ""),
-            **{f"drawing-{name}": ("drawings.html", LAPTOP, dark, f"[data-drawing={name}]") for name, dark in (
-                ("softmax", False), ("fragments", False), ("banks", True), ("causal", False), ("ring", True))},
-            "drawings-phone": ("drawings.html", PHONE, True, "[data-drawing=fragments]"),
-        }  # fmt: skip
+        drawings = ("softmax", "fragments", "banks", "causal", "ring")
+        code, glossary, search = "div.cell_output pre", "glossary.html", "search.html?q=swizzle"
+        places = [("index.html", "h1"), (lectures[0], "mjx-container[display=true]"), (lectures[4], "article img"),
+                  (lectures[11], code), (course[2], "details.hide"), ("results.html", "table"), (glossary, "h1"),
+                  (search, "h1"), ("nothing.html", "h1"),
+                  *(("drawings.html", f"[data-drawing={name}]") for name in drawings)]  # fmt: skip
         problems = list(dict.fromkeys(reader.wrong))
-        reader.screenshots(BUILD / "site-shots", shots)
+        reader.screenshots(BUILD / "site-shots", places)
         chromium.close()
     server.shutdown()
     wrong += problems

@@ -23,7 +23,6 @@ from flashlab.bench import (
 )
 from flashlab.bench.hopper_jobs import BOXES, CUDNN, FA2, FA4, OURS, P9, TRITON
 from flashlab.bench.mma import Variant
-from flashlab.bench.timing import attention_flops
 from flashlab.check.tolerance import bounded
 from flashlab.cuda import load_inline
 
@@ -94,6 +93,7 @@ def test_a_kernel_is_varied_by_its_macros(monkeypatch):
     monkeypatch.setattr(hopper_jobs, "ladder", lambda: (one,))
     keys = hopper.wanted_modules([{"part": "variants", "shape": [1, 1, 64, 64], "causal": False}])
     assert [key[0] for key in keys] == hopper_jobs.varied(one)
+    assert hopper.wanted_modules(hopper_jobs.backward_jobs()) == []  # that builds its own
 
 
 # ---- what is right -------------------------------------------------------------------------------------------------
@@ -176,13 +176,6 @@ def test_other_bits_are_counted(steps, monkeypatch):
     assert not hopper_backward.same_bits(zero, -zero) and hopper_backward.same_bits(zero / zero, (zero / zero).clone())
 
 
-def test_the_list_of_shapes_is_compared(steps, monkeypatch):
-    every = list(hopper.listed(160))
-    assert {heads[:1] for heads in every} == {(0,), (1,), (2,)} and (1, 7, 1, 2, 1) in every
-    found = validated(hopper_jobs._listed(64, "fp16", True, most=160), monkeypatch)
-    assert found["wrong"] == [] and found["cases"] == len(every) and found["of_bound"] <= 1
-
-
 def test_a_trial_says_where_a_result_is_wrong(steps, monkeypatch):
     monkeypatch.setattr(hopper, "_TRIED", ((1, 2, 2, 1, 1), (1, 6, 2, 30, 30)))
     monkeypatch.setattr(hopper, "module_of", lambda *key: Module())
@@ -229,18 +222,6 @@ def test_before_the_measurements_all_is_built_and_tried_and_what_fails_is_said(s
 
 
 # ---- the backward pass ---------------------------------------------------------------------------------------------
-@emulated
-def test_gradients_are_measured_and_compared():
-    (job,) = [job for job in hopper_jobs.quick_jobs() if job["part"] == "backward"]
-    assert hopper_jobs.work_of(job) == attention_flops(*job["shape"], causal=True)
-    rows = {row["name"]: row for row in hopper.measure(job | {"shape": [1, 2, 40, 64]})}
-    assert rows[OURS]["of_bound"] <= 1 and rows[OURS]["different"] == 0 and "unavailable" in rows[CUDNN]
-    seven = rows[f"{OURS} {hopper_backward.SEVEN}"]
-    assert seven["of_bound"] <= 1 and seven["different"] == 0
-    assert all(hopper_results.right(rows[name]) for name in (FA2, TRITON))
-    assert hopper.wanted_modules([job]) == []
-
-
 def test_a_wrong_gradient_is_seen():
     given = hopper_backward.make([1, 4, 40, 64], 2, torch.float16)
     grad_o, q, k, v = given
@@ -275,14 +256,21 @@ def test_counts_stand_beside_the_emulators(steps, monkeypatch):
     assert row["counters"]["wgmma, by warp"] == [0, 7.0]  # it has none
 
 
-def test_one_tool_of_the_sanitizer_is_one_row(steps, monkeypatch):
-    ran = []
+@pytest.fixture
+def ran(monkeypatch):
+    """The commands that validation runs; each is answered as by a sanitizer without findings, or a right kernel."""
+    commands = []
 
     def run(command, **options):
-        ran.append(command)
-        return types.SimpleNamespace(stdout="========= ERROR SUMMARY: 0 errors\n")
+        commands.append(command)
+        sanitizer = "========= ERROR SUMMARY: 0 errors\n"
+        return types.SimpleNamespace(stdout=sanitizer if "compute-sanitizer" in command else "RESULT right\n")
 
     monkeypatch.setattr(validation.subprocess, "run", run)
+    return commands
+
+
+def test_one_tool_of_the_sanitizer_is_one_row(steps, ran, monkeypatch):
     (row,) = hopper.measure({"part": "sanitizer", "tool": "memcheck"})
     assert row["said"] == "ERROR SUMMARY: 0 errors" and ran[0][2] == "memcheck" and "launch_all" in ran[0][-3]
     monkeypatch.setattr(hopper, "_unsound", {"p9_1_masks"})
@@ -295,18 +283,9 @@ def test_one_tool_of_the_sanitizer_is_one_row(steps, monkeypatch):
     assert not hopper_results._clean({"said": "no summary: killed"})
 
 
-def test_what_is_planted_is_in_the_zoo_and_leaves_nobody_waiting(monkeypatch):
+def test_what_is_planted_is_in_the_zoo_and_leaves_nobody_waiting(ran):
     known = {m.name: m for m in hopper.MUTANTS}
     assert all("deadlock" not in known[name].found for name in hopper_jobs.PLANTED)
-    ran = []
-
-    def run(command, **options):
-        ran.append(command)
-        native = "compute-sanitizer" not in command
-        said = "RESULT right\n" if native else "========= RACECHECK SUMMARY: 0 hazards displayed\n"
-        return types.SimpleNamespace(stdout=said)
-
-    monkeypatch.setattr(validation.subprocess, "run", run)
     (job,) = [job for job in hopper_jobs.jobs() if job.get("what") == hopper_jobs.PLANTED[0]]
     (row,) = hopper.measure(job)
     assert row["result"] == "right" and set(row["said"]) == set(hopper.PLANTED_TOOLS)
@@ -377,5 +356,9 @@ def test_a_quick_run_in_the_emulator(steps, tmp_path, capsys):
     for row in judged:  # everyone computes the same attention, by token too
         assert hopper_results.right(row) and ("lse_of_bound" in row) == (row["name"] != FA2), row
     assert [r["different"] for r in data["rows"] if r.get("what") == "repeats"] == [0]
-    assert [r["wrong"] for r in data["rows"] if r.get("what") == "shapes"] == [[]]
+    (listed,) = [r for r in data["rows"] if r.get("what") == "shapes"]
+    assert listed["wrong"] == [] and listed["cases"] == len(list(hopper.listed(160))) and listed["of_bound"] <= 1
+    seven = f"{OURS} {hopper_backward.SEVEN}"
+    assert all(hopper_results.right(rows["backward", name]) for name in (OURS, seven, FA2, TRITON))
+    assert rows["backward", OURS]["different"] == rows["backward", seven]["different"] == 0
     assert "times as fast as the best peer" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The bench of phases 4 and 5, as far as no GPU is needed: its jobs, how a run ends and goes on, recorded tiles."""
+"""The bench of phases 4 and 5, as far as no GPU is needed: its jobs, recorded tiles; and that of attention alone."""
 
 import json
 from types import SimpleNamespace
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flashlab.attention import reference, tiles
-from flashlab.bench import industrial, peers
+from flashlab.bench import attention, industrial, peers
 from flashlab.bench.industrial import OURS
 
 
@@ -111,3 +111,23 @@ def test_what_is_tuned_is_taken_from_then_on(monkeypatch):
     job = industrial.jobs(["tune"])[0]
     rows = industrial.measure(job)
     assert kept == [(rows, "sm_90")] and [tuple(row["tile"]) for row in rows] == list(industrial.tiles_of(job))
+
+
+# ---- attention alone ----------------------------------------------------------------------------------------------
+ALONE = {"part": "attention", "d_model": 16, "seq_len": 40, "dtype": "float32"}
+
+
+def test_a_job_that_failed_is_in_the_table():
+    assert "no room" in repr(attention.table({"rows": [ALONE | {"name": "all", "unavailable": "no room: 1"}]}))
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_compiled_eager_is_the_same_and_its_backward_pass_can_be_repeated():
+    q, k, v, grad_o = attention.inputs(ALONE)
+    o = peers.compiled_unfused(q, k, v)()
+    torch.testing.assert_close(o, peers.unfused(q, k, v)(), atol=1e-5, rtol=0)
+    first, second = (torch.autograd.grad(o, (q, k, v), grad_o, retain_graph=True) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        torch.testing.assert_close(a, b)
+    assert peers.replaced() >= 0

@@ -11,7 +11,7 @@ from lesson_source import find_lessons
 from pacing import ROOT
 
 from flashlab.attention.online_softmax import block_state, identity, merge
-from flashlab.figures import curves, fragments, hopper, implementations, profiles, rings, rooflines, rows, show
+from flashlab.figures import curves, fragments, hopper, implementations, profiles, rings, rows, show
 from flashlab.figures.panels import panels
 from flashlab.figures.tiles import walk
 from flashlab.simt.replay import Replay, Span
@@ -53,7 +53,7 @@ def test_a_roofline_has_its_roofs_and_points(ax):
 def test_points_below_a_roofline_and_their_names(ax):
     groups = {"ours": ([512.0, 512.0, 8.0], [90.0, 60.0, 12.0], "blue", "o"), "peers": ([512.0], [95.0], "black", "x")}
     names = {"slow": (512.0, 60.0), "fast": (512.0, 90.0), "peer": (512.0, 95.0), "naive": (8.0, 12.0)}
-    rooflines.draw(ax, 2.0, {"unit": 100.0}, groups, names, title="T", ylim=(5, 200))
+    curves.reached(ax, 2.0, {"unit": 100.0}, groups, names, title="T", ylim=(5, 200))
     assert (max(ax.lines[0].get_ydata()), min(ax.lines[0].get_ydata())) == pytest.approx((100, 2 * ax.get_xlim()[0]))
     drawn = [line.get_xydata().tolist() for line in ax.lines if line.get_marker() in ("o", "x")]
     assert drawn == [[[512, 90], [512, 60], [8, 12]], [[512, 95]]]

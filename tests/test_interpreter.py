@@ -1,5 +1,6 @@
 """The interpreter's repairs, its bounds checks and its byte counters."""
 
+import functools
 import json
 import os
 import subprocess
@@ -43,28 +44,21 @@ NUMPY = tuple(int(part) for part in np.__version__.split(".")[:2])
 NEEDED_HERE = {"index": triton.__version__.startswith("3.6.") and NUMPY >= (2, 4)}
 
 
-class Answers(dict):
-    """What interpreter_cases.py says in each of its modes, asked once."""
-
-    def __missing__(self, mode):
-        environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "FLASHLAB_INTERPRET")}
-        done = subprocess.run([sys.executable, str(CASES), mode], env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        self[mode] = json.loads(done.stdout)
-        return self[mode]
-
-
-@pytest.fixture(scope="module")
-def answers():
-    return Answers()
+@functools.cache
+def answers(mode):
+    """What interpreter_cases.py says in this one of its modes."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "FLASHLAB_INTERPRET")}
+    done = subprocess.run([sys.executable, str(CASES), mode], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 @pytest.mark.long  # another release of Triton or numpy changes it, or a change of the repairs
 @pytest.mark.parametrize("repair", CANARIES)
-def test_each_repair_is_still_needed(answers, repair):
+def test_each_repair_is_still_needed(repair):
     stack = f"Triton {triton.__version__} with numpy {np.__version__}"
     for case in CANARIES[repair]:
-        right, _ = answers["plain"][case]
+        right, _ = answers("plain")[case]
         if NEEDED_HERE.get(repair, True):
             assert not right, (f"{stack} does without the repair {repair}: when every version of the course does, take "
                                "it out of src/flashlab/triton_tools/repairs.py")  # fmt: skip
@@ -74,15 +68,15 @@ def test_each_repair_is_still_needed(answers, repair):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [*RIGHT_ANYWAY, *(case for cases in CANARIES.values() for case in cases)])
-def test_right_with_the_repairs(answers, case):
-    right, wrong = answers["repaired"][case]
+def test_right_with_the_repairs(case):
+    right, wrong = answers("repaired")[case]
     assert right, wrong
 
 
 @pytest.mark.slow
-def test_every_repair_has_a_canary_and_every_case_is_listed(answers):
+def test_every_repair_has_a_canary_and_every_case_is_listed():
     assert set(CANARIES) == set(REPAIRS)
-    assert set(answers["repaired"]) == {case for cases in CANARIES.values() for case in cases} | set(RIGHT_ANYWAY)
+    assert set(answers("repaired")) == {case for cases in CANARIES.values() for case in cases} | set(RIGHT_ANYWAY)
 
 
 def test_narrow_agrees_with_torch_on_every_kind_of_float():

@@ -52,9 +52,9 @@ def test_the_readme_says_what_is_recorded():
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in ("industrial", "mma", "hopper") else pytest.mark.long)
-             for n in readme.RECORDS]
-)  # fmt: skip
+    "name",
+    [pytest.param(n, marks=[] if n in ("industrial", "mma", "hopper") else pytest.mark.long) for n in readme.RECORDS],
+)
 @pytest.mark.every(3)
 def test_a_changed_record_is_noticed_and_the_command_named(name, copies):
     root, folder = copies
@@ -183,7 +183,7 @@ def test_the_ladder_goes_from_slow_to_fast_and_names_each_shape():
 
 
 def test_the_figure_draws_its_data_in_the_colours_of_the_implementations():
-    from flashlab.figures.results import results
+    from flashlab.figures.panels import results
 
     data = readme.drawn(readme.load())
     figure = results(data["bars"], data["plots"], data["names"], data["title"])

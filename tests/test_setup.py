@@ -73,7 +73,7 @@ SUITABLE = "and the course needs 3.10 to 3.14"
         ({"python3": "3.11"}, {"PYTHON": "no-such-python"}, "is not a Python 3 that runs"),
         ({"python3": "3.11", "uname": "Darwin"}, {}, "the course runs on Linux"),
     ],
-)  # fmt: skip
+)
 def test_without_a_suitable_python_one_sentence(tmp_path, there, variables, said):
     assert said in one_sentence(find(tool_box(tmp_path / "bin", there), **variables))
 
@@ -132,7 +132,7 @@ def test_no_venv_module_and_no_disk_space(monkeypatch):
         ("  × No solution found:\n  ╰─▶ Because there is no version of torch==9", "there is no version of torch==9."),
         ("  Caused by: invalid peer certificate: UnknownIssuer", "certificate was refused"),
     ],
-)  # fmt: skip
+)
 def test_why_pip_or_uv_failed_in_one_sentence(log, words):
     said = bootstrap.explain(log)
     assert words in said
@@ -376,14 +376,6 @@ def test_new_pins(course):
     cut_short(course)
     assert "an earlier set-up was cut short" in course.run().stdout
     course.assert_right()
-
-
-@pytest.mark.parametrize("text", ['{"pyproject": ', "[]"])
-def test_a_damaged_stamp_is_no_stamp(course, text):
-    course.run()
-    (course.venv / "flashlab-ready.json").write_text(text)
-    assert course.run("hello.py").returncode == 0
-    assert len(course.pip_runs()) == 2
 
 
 def test_the_doctor_needs_no_set_up_and_none_is_made_where_none_is_wanted(course):

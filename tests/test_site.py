@@ -18,7 +18,7 @@ from flashlab.attention import online_softmax
 from flashlab.attention.options import band
 from flashlab.attention.triton_forward import tile_edges
 from flashlab.exercises import exercises
-from flashlab.figures import banks, drawings, fragments
+from flashlab.figures import drawings, fragments, traces
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -210,7 +210,7 @@ def test_the_drawn_fragment_is_the_packages(drawn, operand):
 def test_the_drawn_banks_are_those_that_the_kernels_ask_for(drawn):
     for name, swizzled in (("p8_3_stages", "false"), ("p8_4_swizzle", "true")):
         addresses = drawn("banks", f"[0, 1, 2, 3, 4, 5, 6, 7].map((row) => d.address(row, 0, 128, {swizzled}))")
-        assert tuple(addresses) == banks.addresses(name)
+        assert tuple(addresses) == traces.addresses(name)
         assert drawn("banks", f"d.wavefronts({addresses})") == (1 if swizzled == "true" else 8)
 
 

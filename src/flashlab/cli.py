@@ -181,10 +181,9 @@ def _bench_command(name: str) -> Callable[[typer.Context], None]:
 
 
 # Their options are their own; --out and --quick are among them.
-for _name, _bench_row in BENCHES.items():
+for _name, (_what, _needs) in BENCHES.items():
     _options = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-    _help = f"{_bench_row.what} Needs {_bench_row.needs}."
-    bench.command(_name, help=_help, context_settings=_options)(_bench_command(_name))
+    bench.command(_name, help=f"{_what} Needs {_needs}.", context_settings=_options)(_bench_command(_name))
 
 
 def main() -> None:

@@ -39,7 +39,7 @@ from flashlab.bench import hardware
 from flashlab.bench.records import recorded
 from flashlab.bench.resources import recorded as resources
 from flashlab.cuda import load_inline
-from flashlab.figures import banks, drawings, ladder, show, traces
+from flashlab.figures import drawings, ladder, show, traces
 from flashlab.figures.ladder import COLUMNS, counted, grow, row
 from flashlab.kernels import step, steps
 
@@ -275,7 +275,7 @@ assert 2 * TABLE[-1][5] == TABLE[-2][5] and TABLE[-1][3] == TABLE[-2][3]
 # But a row of K has 128 bytes for $D = 64$: once around all banks. So every row begins in the same bank.
 
 # %%
-where = {name: banks.addresses(name) for name in ("p8_3_stages", "p8_4_swizzle")}
+where = {name: traces.addresses(name) for name in ("p8_3_stages", "p8_4_swizzle")}
 print("bytes :", *where["p8_3_stages"])
 print("banks :", *(a // 4 % 32 for a in where["p8_3_stages"]))
 c = counted("p8_3_stages").counters
@@ -319,7 +319,7 @@ assert all(sorted(line) == list(range(8)) for line in [*square, *zip(*square)])
 # %%
 show.diff(step("p8_3_stages"), step("p8_4_swizzle"), "swizzle", context=0)
 fig, axes = plt.subplots(1, 2, figsize=(9, 2.8))
-asked = [banks.bank_map(ax, where[name], f"{name}: K, columns 0 to 7") for name, ax in zip(where, axes)]
+asked = [traces.bank_map(ax, where[name], f"{name}: K, columns 0 to 7") for name, ax in zip(where, axes)]
 plt.show()
 
 # %% [markdown]

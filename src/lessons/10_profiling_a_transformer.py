@@ -65,12 +65,12 @@ from flashlab import runtime
 from flashlab.attention.cost import trace_ops
 from flashlab.attention.inputs import one_of
 from flashlab.bench import attention, counterparts, layer as layers, lm, published, roofline
-from flashlab.figures import curves, profiles, rooflines, show
+from flashlab.figures import curves, profiles, show
 from flashlab.figures.panels import panels
 from flashlab.models import layer as layer_module, memory
 from flashlab.models.language_model import BYTES, SIZES, Config, make_optimizer
 from flashlab.models.rope import check_table, fused_rope, launch_arguments, rope_table
-from flashlab.models.train import distance, train
+from flashlab.models.train import distance, fit
 from flashlab.table import Table
 from flashlab.triton_tools.watch import hbm_traffic
 
@@ -978,7 +978,7 @@ for kind in ("eager", "flash"):
 for kind, fused in (("eager", False), ("flash", False), ("flash", True)):
     model = build(attention=kind, fused_rope=fused)
     pieces = tokens[:, :-1].clone(), tokens[:, 1:].clone()
-    counted = memory.kept_bytes(model, lambda: model(*pieces))
+    counted = memory.kept_bytes(lambda: model(*pieces), model)
     said = memory.training_memory(model.config, 2, 64, fused_norm=ON_GPU).activations
     assert counted == said
     print(f"{kind}{', fused RoPE' if fused else ''}: to the byte as the formula says")
@@ -1119,7 +1119,7 @@ RUNS = {"eager": ("eager", 0.0), "ours": ("flash", 0.0), "sdpa": ("sdpa", 0.0),
 curve = {}
 for name, (kind, jitter) in RUNS.items():
     shape = replace(SMALL_MODEL, attention=kind, fused_rope=kind == "flash")
-    curve[name] = train(shape, steps=10, batch=2, seq_len=24, lr=1e-2, jitter=jitter)
+    _, curve[name] = fit(shape, steps=10, batch=2, seq_len=24, lr=1e-2, jitter=jitter)
 apart = {name: distance(curve["eager"], found) for name, found in curve.items() if name != "eager"}
 noise = max(apart["eager, other roundings"], torch.finfo(torch.float32).eps * curve["eager"][0])
 assert all(found[-1] < found[0] - 0.3 for found in curve.values())
@@ -1136,7 +1136,7 @@ def slightly_wrong(q, k, v, *, causal=True):
 
 
 layer_module.ATTENTIONS["wrong"] = slightly_wrong
-wrong = train(replace(SMALL_MODEL, attention="wrong"), steps=10, batch=2, seq_len=24, lr=1e-2)
+_, wrong = fit(replace(SMALL_MODEL, attention="wrong"), steps=10, batch=2, seq_len=24, lr=1e-2)
 del layer_module.ATTENTIONS["wrong"]
 assert distance(curve["eager"], wrong) > 8 * noise and wrong[-1] < wrong[0] - 0.3
 print("a scale that is wrong by 10 % is outside of the noise, and its loss falls too")
@@ -1222,7 +1222,7 @@ for gpu, found in roofs.items():
     names = {p.name.partition(",")[0]: (p.intensity, p.tflops) for p in named}
     tops = {u + ", documented" * (u in found.not_measured): top for u, top in found.units.items()}
     fig, ax = plt.subplots(figsize=(8.6, 5.4))
-    rooflines.draw(ax, found.memory, tops, groups, names, ylim=(5, 1600),
+    curves.reached(ax, found.memory, tops, groups, names, ylim=(5, 1600),
                    title=f"The whole course on an {gpu}")
     plt.show()
 
@@ -1277,7 +1277,7 @@ for gpu in roofs:
 # %%
 for n in (64, 128):
     q, k, v, _ = attention.inputs({"d_model": 16, "seq_len": n, "dtype": "float32"})
-    held = {name: attention.saved_bytes(attention.way_of(name, q, k, v)) for name in ("eager", "ours")}
+    held = {name: memory.kept_bytes(attention.way_of(name, q, k, v)) for name in ("eager", "ours")}
     assert held["eager"] == attention.BATCH * (3 * n * 16 + n * n) * 4
     assert held["ours"] == attention.BATCH * (4 * n * 16 * 4 + 4 * n)
     print(f"N = {n}: eager saves {held['eager']} bytes, ours {held['ours']}: as predicted")

@@ -38,7 +38,7 @@ from flashlab.attention import gluon_forward
 from flashlab.attention.gluon_forward import LN_2, all_threads
 from flashlab.bench import industrial
 from flashlab.check import verify
-from flashlab.figures import curves, fragments, show, timelines
+from flashlab.figures import curves, fragments, profiles, show
 from flashlab.triton_tools.compile_report import compile_report, compile_reports
 from triton.experimental import gluon  # after flashlab, which decides whether kernels are interpreted here
 from triton.experimental.gluon import language as gl
@@ -263,7 +263,7 @@ def busy(bars):
 
 
 figure, ax = plt.subplots(figsize=(8.6, 1.9))
-timelines.units(ax, timeline(one_tile_orders(3)), "one_tile")
+profiles.units(ax, timeline(one_tile_orders(3)), "one_tile")
 plt.show()
 print(f"the tensor cores work {busy(timeline(one_tile_orders(200))):.0%} of the time")
 
@@ -363,7 +363,7 @@ def specialised_orders(tiles):
 figure, axes = plt.subplots(2, 1, figsize=(8.6, 3.6), sharex=True)
 orders = {"pipelined": pipelined_orders, "specialised": specialised_orders}
 for ax, (name, made) in zip(axes, orders.items(), strict=True):
-    timelines.units(ax, timeline(made(5)), name)
+    profiles.units(ax, timeline(made(5)), name)
     print(f"{name}: the tensor cores work {busy(timeline(made(200))):.0%} of the time")
 plt.show()
 

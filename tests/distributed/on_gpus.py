@@ -49,12 +49,11 @@ def passes(q, k, v, grad_o, attention):
 
 def main(few):
     link = start(timeout=120)
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     wrong = 0
     for name, function, layout, causal, backend, dtype, documents, heads in cases(link.world, few):
         began, n = time.perf_counter(), sum(documents)
         g = torch.Generator().manual_seed(0)  # the same on every rank
-        whole = [torch.randn(1, h, n, 64, generator=g).to(dtype).to(device) for h in (16, 8, 8, 16)]
+        whole = [torch.randn(1, h, n, 64, generator=g).to(dtype).to(link.device) for h in (16, 8, 8, 16)]
         cut = dict(layout=layout, documents=None if len(documents) == 1 else documents, heads=heads)
         mine = [shard(x, link.rank, link.world, **cut) for x in whole]
         options = dict(causal=causal, layout=layout, backend=backend)

@@ -82,21 +82,6 @@ def test_the_same_tokens_from_the_cuda_kernel_and_from_a_graph(cache):
         assert torch.equal(generate(model, texts, 3, cache=cache, **some), want), some
 
 
-def test_drawn_tokens_depend_on_the_generator_alone():
-    def write(cache, seed=1, temperature=1.0, new=8):
-        generator = torch.Generator(DEVICE).manual_seed(seed)
-        return generate(model, texts, new, cache=cache, temperature=temperature, generator=generator)
-
-    model, texts = build(), prompts(3, 8)
-    want = write(None)
-    for cache in CACHES:
-        assert torch.equal(write(cache), want)
-    assert not torch.equal(write("static", seed=2), want)
-    assert torch.equal(write("static", temperature=1e-4), generate(model, texts, 8))
-    often = [write("static", seed=seed, temperature=1e4, new=1)[0, 0].item() for seed in range(40)]
-    assert len(set(often)) > 15  # nearly every token is as likely as every other
-
-
 @pytest.mark.parametrize("kind", CACHES)
 def test_a_step_takes_several_tokens_and_different_numbers_of_them(kind):
     """As for a prefill in chunks, and for drafts: the scores are those of the whole text at its last token."""
@@ -125,9 +110,9 @@ def test_forks_share_their_prompt_and_part_from_each_other():
     with torch.no_grad():
         cache.reserve([10])
         step(model, text[None], cache)
-        cache.follow([first, cache.pager.fork(first), cache.pager.fork(first, 6)])
+        cache.follow([first, cache.pager.fork(first), cache.pager.fork(first)])
         assert cache.pager.free_pages == 6  # three pages hold all of them
-        texts = [text, text, text[:6]]
+        texts = [text] * 3
         for new in ([3, 4, 5], [6, 7, 8], [9, 9, 9]):
             cache.reserve([1, 1, 1])
             new = torch.tensor(new, device=DEVICE)
@@ -196,8 +181,6 @@ def test_it_refuses():
         (([], 1), {}, r"the prompts have \[\] tokens and new_tokens is 1; there must be a prompt"),
         ((prompts(0, 3), 1), {}, r"the prompts have \[0, 3\] tokens"),
         ((texts, -1), {}, "new_tokens is -1"),
-        ((texts, 1), dict(temperature=-1.0), "temperature is -1.0; it must be at least 0"),
-        ((texts, 1), dict(temperature=float("nan")), "temperature is nan"),
         ((texts, 1), dict(cache="Paged"), "cache is 'Paged'; it must be 'dense', 'static', 'paged' or None, or"),
         ((texts, 1), dict(cache="paged", page_size=0), "page_size is 0"),
         ((texts, 1), dict(backend="Triton"), "backend is 'Triton'; it must be 'auto', 'sdpa', 'triton'"),
@@ -232,13 +215,4 @@ def test_what_is_reserved_is_what_the_tensors_hold():
             assert said.table == cache.page_table.nbytes
         assert said.reserved == there and said.used == 47 * 2 * 2 * 2 * 8 * 4
         assert said.table == (160 if kind == "paged" else 0)
-
-
-def test_pages_waste_less_than_a_page_of_each_sequence():
-    lengths = torch.randint(1, 1025, (64,), generator=torch.Generator().manual_seed(0)).tolist()
-    shape = Config(width=256, depth=3, heads=8, kv_heads=2)
-    for page_size in (1, 4, 256):
-        paged = cache_memory(shape, lengths, "paged", page_size=page_size)
-        waste = (paged.reserved - paged.used) // (paged.used // sum(lengths))
-        assert waste == sum(-length % page_size for length in lengths) <= len(lengths) * (page_size - 1)
-    assert cache_memory(shape, [], "dense") == (0, 0, 0) and cache_memory(shape, [0], "paged").share == 1.0
+    assert cache_memory(SHAPE, [], "dense") == (0, 0, 0) and cache_memory(SHAPE, [0], "paged").share == 1.0

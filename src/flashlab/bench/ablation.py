@@ -7,7 +7,7 @@ with random inputs and with maxima that move in every tile (`mma.inputs`).
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -18,25 +18,14 @@ from flashlab.kernels.ablations import ABLATIONS, WHOLE
 from flashlab.table import Table
 
 
-class Built(NamedTuple):
-    """A variant, compiled: as `mma.verify` wants it."""
-
-    name: str
-    head_dim: int
-    module: CudaModule
-    dtype: torch.dtype = torch.float16
-
-
 @functools.cache
-def built() -> list[Built]:
-    """The whole, and the kernel without each idea. Raises flashlab.cuda.Unavailable, CompileError."""
+def built() -> dict[tuple[int, str], CudaModule]:
+    """The whole, and the kernel without each idea, by head_dim and name. Raises Unavailable, CompileError of cuda."""
     texts = {WHOLE.name: WHOLE.path.read_text(encoding="utf-8")} | {a.name: a.text() for a in ABLATIONS}
-
-    def one(job: tuple[int, str]) -> Built:
-        head_dim, name = job
-        return Built(name, head_dim, load_inline(texts[name], backend="nvcc", head_dim=head_dim, dtype=torch.float16))
-
-    return harness.at_once(one, itertools.product((64, 128), texts))
+    wanted = [*itertools.product((64, 128), texts)]
+    options: dict[str, Any] = {"backend": "nvcc", "dtype": torch.float16}
+    modules = harness.at_once(lambda one: load_inline(texts[one[1]], head_dim=one[0], **options), wanted)
+    return dict(zip(wanted, modules, strict=True))
 
 
 def jobs() -> list[harness.Row]:
@@ -45,9 +34,9 @@ def jobs() -> list[harness.Row]:
 
 
 def prepare(todo: Sequence[harness.Row], until: float) -> dict[str, Any]:
-    """Builds and checks."""
     del todo, until
-    return {"rounds": mma.ROUNDS, "worst_error_of_bound": max(mma.verify(b, b.module) for b in built())}
+    worst = max(mma.verify(name, head_dim, torch.float16, module) for (head_dim, name), module in built().items())
+    return {"rounds": mma.ROUNDS, "worst_error_of_bound": worst}
 
 
 def measure(job: harness.Row) -> list[harness.Row]:
@@ -55,8 +44,8 @@ def measure(job: harness.Row) -> list[harness.Row]:
     torch.manual_seed(0)
     q, k, v = mma.inputs(job["shape"], job["inputs"])
     functions: dict[str, harness.Way] = {"fa2": peers.sdpa("FLASH_ATTENTION", q, k, v, job["causal"])}
-    mine = [b for b in built() if b.head_dim == q.shape[3]]
-    functions |= {b.name: functools.partial(b.module.forward, q, k, v, causal=job["causal"]) for b in mine}
+    mine = {name: module for (head_dim, name), module in built().items() if head_dim == q.shape[3]}
+    functions |= {n: functools.partial(m.forward, q, k, v, causal=job["causal"]) for n, m in mine.items()}
     found = mma.rows_of(job, *harness.times_of(functions, mma.ROUNDS))
     whole = next(r["ms"] for r in found if r["name"] == WHOLE.name)
     return [r | ({"vs_whole": whole / r["ms"]} if "ms" in r else {}) for r in found]

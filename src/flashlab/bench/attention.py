@@ -49,10 +49,7 @@ def _job(d_model: int, seq_len: int, dtype: str) -> Row:
 def inputs(job: Row) -> list[torch.Tensor]:
     """q, k, v, which want a gradient, and the gradient of o: [batch, 1, seq_len, d_model]."""
     shape = (BATCH, 1, job["seq_len"], job["d_model"])
-    drawn = harness.draw(*[shape] * 4, dtype=DTYPES[job["dtype"]], seed=job["seq_len"] + job["d_model"])
-    for x in drawn[:3]:
-        x.requires_grad_()
-    return drawn
+    return harness.draw(*[shape] * 4, dtype=DTYPES[job["dtype"]], seed=job["seq_len"] + job["d_model"], grad=3)
 
 
 def way_of(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Way:
@@ -62,11 +59,6 @@ def way_of(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Way:
     return (peers.unfused if name == "eager" else peers.compiled_unfused)(q, k, v)
 
 
-def saved_bytes(way: Way) -> int:
-    """Bytes of all that a forward pass saves for its backward pass: each storage once, the inputs too if saved."""
-    return kept_bytes(torch.nn.Module(), way)
-
-
 def alone(name: str, job: Row) -> Row:
     """Both passes of one way once, with nothing else in memory: what it holds between them. Raises what it raises."""
     harness.emptied()
@@ -74,7 +66,7 @@ def alone(name: str, job: Row) -> Row:
     way = way_of(name, q, k, v)
     already = peers.replaced()
     torch.autograd.grad(way(), (q, k, v), grad_o)  # compiles, tunes
-    about: Row = {"saved_bytes": saved_bytes(way)}
+    about: Row = {"saved_bytes": kept_bytes(way)}
     if name == "compiled eager":
         about["replaced"] = peers.replaced() > already
     if harness.on_gpu():

@@ -5,7 +5,6 @@ on the same shape: a number, or in words why there is none. UNLIKE names the tab
 """
 
 import functools
-import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -18,9 +17,8 @@ Row = dict[str, Any]
 
 
 class Figure(NamedTuple):
-    """A published figure: its table, which one it is, and its value: ms, 10^6 bytes where `label` says mb, "OOM"."""
+    """A published figure: which one of its row it is, and its value: ms, 10^6 bytes where `label` says mb, "OOM"."""
 
-    table: str
     label: str
     value: Any
 
@@ -48,14 +46,15 @@ class Asked(NamedTuple):
     instead: str = ""
 
 
-def _found(asked: Asked, runs: Iterable[tuple[str, Row]]) -> Ours | None:
-    """The counterpart, or why it has none, in one of the runs: (file, record)."""
-    for file, data in runs:
+def _found(asked: Asked, runs: Iterable[Row]) -> Ours | None:
+    """The counterpart, or why it has none, in one of the runs."""
+    for data in runs:
+        gpu = data["machine"]["gpu"]
         for row in where(data["rows"], part=asked.part, **asked.wanted):
             value = row[asked.column] * asked.unit if asked.column in row else None
             said = row.get("unavailable") if value is None else asked.instead or value
             if said is not None:
-                return Ours(said, file, data["machine"]["gpu"] or "a CPU", tuple(row.get("first", ())))
+                return Ours(said, records.default_path(asked.bench, gpu).name, gpu, tuple(row.get("first", ())))
     return None
 
 
@@ -150,14 +149,9 @@ UNLIKE = {
 
 def counterparts(name: str) -> list[Found]:
     """Every figure of a published table, with its counterpart in the records or None. Raises KeyError."""
-
-    @functools.cache
-    def runs(bench: str) -> list[tuple[str, Row]]:
-        paths = sorted(records.RECORDED.glob(f"{bench}_*.json"))
-        return [(path.name, json.loads(path.read_text(encoding="utf-8"))) for path in paths]
-
+    runs = functools.cache(records.recorded)
     return [
-        (Figure(name, label, value), next(filter(None, (_found(a, runs(a.bench)) for a in several)), None))
+        (Figure(label, value), next(filter(None, (_found(a, runs(a.bench)) for a in several)), None))
         for row in published.load(name)
         for label, value, several in RULES[name](row)
     ]

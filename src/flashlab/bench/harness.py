@@ -35,8 +35,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from flashlab import runtime
 from flashlab.bench import records, timing
@@ -160,9 +158,9 @@ def _unlike(a: Data, b: Data, names: Sequence[str] = ("gpu", "torch", "triton"))
 
 def merged(bench: Bench, old: Data, new: Data) -> Data:
     """The record `old`, with the rows of `new` in the place of those of the same jobs; a job that failed in `new`
-    leaves the old rows. Raises ValueError where the two are of other machines or versions."""
+    leaves the old rows. Raises SystemExit where the two are of other machines or versions."""
     if unlike := _unlike(old["machine"], new["machine"]):
-        raise ValueError(f"the two records are of another {', '.join(unlike)}: rows of both cannot stand in one record")
+        raise SystemExit(f"the two records are of another {', '.join(unlike)}: rows of both cannot stand in one record")
     done = [job for job in bench.jobs() if any(is_of(r, job) and r.get("name") != "all" for r in new["rows"])]
 
     def of_them(row: Row) -> bool:
@@ -188,12 +186,15 @@ def rows_of(job: Row, found: Mapping[str, Row], reasons: Mapping[str, str], work
     return rows + [job | {"name": name, "unavailable": why} for name, why in reasons.items()]
 
 
-def draw(*shapes: Sequence[int], dtype: torch.dtype, seed: int | None = None, device: Any = None) -> list[torch.Tensor]:
-    """Tensors of random numbers, the same each time. They have a generator of their own: a recording of a CUDA graph
-    that failed leaves PyTorch's unusable."""
+def draw(
+    *shapes: Sequence[int], dtype: torch.dtype, seed: int | None = None, device: Any = None, grad: int = 0
+) -> list[torch.Tensor]:
+    """Tensors of random numbers, the same each time; the first `grad` of them want a gradient. They have a generator of
+    their own: a recording of a CUDA graph that failed leaves PyTorch's unusable."""
     device = runtime.device() if device is None else device
     generator = torch.Generator(device).manual_seed(sum(shapes[0]) if seed is None else seed)
-    return [torch.randn(tuple(x), device=device, dtype=dtype, generator=generator) for x in shapes]
+    drawn = [torch.randn(tuple(x), device=device, dtype=dtype, generator=generator) for x in shapes]
+    return [x.requires_grad_(i < grad) for i, x in enumerate(drawn)]
 
 
 def sets_of(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -336,13 +337,13 @@ def run(
         left = waiting(todo, rows)
         if left and on_gpu() and hasattr(bench, "prepare"):
             facts |= bench.prepare(left, time.monotonic() + (end - time.monotonic()) / 2, **options) or {}
-        with _progress(bench, len(left)) as said:
-            for job in left:
-                if time.monotonic() > end:
-                    break
-                rows = _measured(bench, job, rows, lambda now: save(data() | {"rows": now}), options)
-                save(data())
-                said(job, [row for row in rows if is_of(row, job)])
+        for number, job in enumerate(left, 1):
+            if time.monotonic() > end:
+                break
+            rows = _measured(bench, job, rows, lambda now: save(data() | {"rows": now}), options)
+            save(data())
+            said = _said(bench, [row for row in rows if is_of(row, job)])
+            print(f"{number}/{len(left)}  {describe(job)}: {said}", file=sys.stderr, flush=True)
         found = data()
     return found | {"machine": machine}  # with its clock
 
@@ -396,39 +397,24 @@ def describe(job: Row) -> str:
     return " ".join(word(key, value) for key, value in job.items())
 
 
-@contextlib.contextmanager
-def _progress(bench: Bench, total: int) -> Iterator[Callable[[Row, list[Row]], None]]:
-    """A bar with the time that is left, and a line for each job above it; without a terminal the lines alone."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-               TextColumn("left:"), TimeRemainingColumn())  # fmt: skip
-    console, done = Console(stderr=True, highlight=False), itertools.count(1)
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
-        task = progress.add_task(bench.name, total=total)
-
-        def said(job: Row, rows: list[Row]) -> None:
-            fast = min((r for r in rows if "ms" in r), key=lambda r: r["ms"], default=None)
-            who = fast and next((fast[k] for k in ("name", "variant", "tile") if k in fast), bench.name)
-            none = [f"none runs: {row['unavailable']}" for row in rows if "unavailable" in row]
-            text = f"fastest {who}, {1e3 * fast['ms']:.1f} us" if fast else [*none, f"{len(rows)} rows"][0]
-            console.print(f"{next(done)}/{total}  {describe(job)}: {text}", markup=False, soft_wrap=True)
-            progress.advance(task)
-
-        yield said
+def _said(bench: Bench, rows: Sequence[Row]) -> str:
+    """What a job gave, in a few words."""
+    if fast := min((r for r in rows if "ms" in r), key=lambda r: r["ms"], default=None):
+        who = next((fast[k] for k in ("name", "variant", "tile") if k in fast), bench.name)
+        return f"fastest {who}, {1e3 * fast['ms']:.1f} us"
+    return next((f"none runs: {row['unavailable']}" for row in rows if "unavailable" in row), f"{len(rows)} rows")
 
 
 def read(bench: Bench, path: Path) -> Data:
     """A record of this bench. Raises SystemExit, with one sentence, where the file is missing or no such record."""
     try:
-        data: Data = json.loads(path.read_text(encoding="utf-8"), parse_constant=int)  # NaN: a ValueError
-        why = f"is no record of `flashlab bench {bench.name}`"
-        if isinstance(data, dict) and isinstance(data.get("machine"), dict) and "rows" in data:
-            if all(isinstance(row, dict) for row in data["rows"]):
-                return data
-    except OSError as error:
-        why = f"cannot be read ({error.strerror})"
-    except (ValueError, RecursionError):
-        why = "is no JSON"
-    raise SystemExit(f"{path} {why}: name a file that the bench has written, or leave it out and measure.")
+        data: Data = json.loads(path.read_text(encoding="utf-8"))
+        if {"machine", "rows"} <= data.keys():
+            return data
+        why = "it has no machine and no rows"
+    except (OSError, ValueError, AttributeError) as error:
+        why = str(error)
+    raise SystemExit(f"{path} is no record of `flashlab bench {bench.name}`: {why}")
 
 
 def times_table(bench: Bench, data: Data) -> Table:
@@ -524,21 +510,13 @@ def main(bench: Bench, arguments: Sequence[str] | None = None) -> None:
     given = parser(bench).parse_args(arguments)
     if given.compare:
         before, after = (read(bench, path) for path in given.compare)
-        try:
-            table, worse = compare(bench, before, after)
-        except (KeyError, TypeError, AttributeError) as error:
-            a, b = given.compare
-            raise SystemExit(f"{a} or {b} has a row that `flashlab bench {bench.name}` did not write") from error
+        table, worse = compare(bench, before, after)
         print(json.dumps(changes(bench, before, after)) if given.json else table)
         raise SystemExit(int(worse))
     if given.merge:
-        try:
-            new = json.loads(given.merge.read_text(encoding="utf-8"))
-            path = given.out or records.default_path(bench.name, new["machine"]["gpu"])
-            data = merged(bench, json.loads(path.read_text(encoding="utf-8")), new)
-        except (OSError, ValueError, KeyError) as error:
-            raise SystemExit(f"{given.merge} is not merged: {error}") from None
-        records.keep(path, data, bench.table, given)
+        new = read(bench, given.merge)
+        path = given.out or records.default_path(bench.name, new["machine"]["gpu"])
+        records.keep(path, merged(bench, read(bench, path), new), bench.table, given)
         return
     only = getattr(given, "only", None)
     todo = [job for job in (bench.quick_jobs() if given.quick else bench.jobs()) if not only or job["part"] in only]

@@ -297,15 +297,13 @@ def doubted(row: Row) -> float:
 
 def input_table(data: Row, part: str = "inputs") -> Table:
     """TFLOP/s of everyone by what the inputs are like, how many tiles are doubted, and ours over the best peer."""
-    found = {at: rows for at, rows in input_rows(data, part).items() if best_of(rows)}
-    names = names_in(found)
-    cells = []
-    for (kind, d, causal), rows in found.items():
-        ours, best = rows[OURS], best_of(rows) or ""
-        low, high = spread(ours, rows[best])
-        ratio = f"{rows[best]['ms'] / ours['ms']:.2f} ({low:.2f} to {high:.2f})"
-        about = [kind, d, "causal" if causal else "", f"{doubted(ours):.1%}"]
-        cells.append([*about, *(_cell(rows.get(n)) for n in names), best, ratio])
+    found = {at: s for at, rows in input_rows(data, part).items() if (s := Standing({}, rows)).best}
+    names = list(dict.fromkeys(name for s in found.values() for name in s.rows))
+    cells = [
+        [kind, d, "causal" if causal else "", f"{doubted(s.rows[OURS]):.1%}"]
+        + [*(_cell(s.rows.get(n)) for n in names), s.best, s.said]
+        for (kind, d, causal), s in found.items()
+    ]
     columns = ["inputs", "D", "", "doubted", *names, "best peer", f"{OURS} / best"]
     caption = f"{_where(data)}, bf16, N = 4096: TFLOP/s; doubted: of the tiles that are trusted" if cells else ""
     return Table.of(cells, columns, align="lrlr" + "r" * len(names) + "lr", caption=caption)
@@ -357,10 +355,9 @@ def backward_table(data: Row) -> Table:
     """TFLOP/s of everyone's backward pass, and ours over the best peer."""
     found = ladder_speeds(data, "backward")
     names, cells = names_in(found), []
-    for (shape, causal), rows in found.items():
-        best = min((rows[n]["ms"] for n in PEERS if n in rows), default=None)
-        over = f"{best / rows[OURS]['ms']:.2f}" if best and OURS in rows else ""
-        cells.append([_label(shape, causal), *(_cell(rows.get(n)) for n in names), over])
+    for at, rows in found.items():
+        over = Standing({}, rows).said.partition(" ")[0]
+        cells.append([_label(*at), *(_cell(rows.get(n)) for n in names), over])
     columns = ["backward", *names, f"{OURS} / best"]
     caption = f"{_where(data)}, bf16: TFLOP/s, by 2.5 times the forward pass" if found else "no gradient is measured"
     return Table.of(cells, columns, align="l" + "r" * (len(names) + 1), caption=caption)

@@ -28,7 +28,7 @@ from flashlab import runtime
 from flashlab.attention import gluon_forward, tiles, triton_backward, triton_forward
 from flashlab.attention.door import flash_attention
 from flashlab.attention.gluon_forward import GluonTile, flash_attention_gluon
-from flashlab.bench import harness, peers, published, records, timing
+from flashlab.bench import harness, peers, published, records, timing, truth
 from flashlab.bench.harness import Data, Row, Way, backward_of, draw, jobs_of, times_of
 from flashlab.bench.rows import Lines, by, grid, lines, of, where
 from flashlab.table import Table
@@ -114,10 +114,7 @@ def quick_jobs() -> list[Row]:
 
 def make(shape: Sequence[int], dtype: torch.dtype = torch.bfloat16, grad: bool = False) -> list[torch.Tensor]:
     """q, k, v and the gradient of o, drawn anew, and the same each time."""
-    drawn = draw(*[shape] * 4, dtype=dtype)
-    for x in drawn[:3]:
-        x.requires_grad_(grad)
-    return drawn
+    return draw(*[shape] * 4, dtype=dtype, grad=3 * grad)
 
 
 def forwards(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, names: Iterable[str]) -> dict[str, Way]:
@@ -164,24 +161,18 @@ def passes(name: str, forward: dict[str, Way], inputs: Sequence[torch.Tensor], g
 
 
 # ---- is Gluon fit to be measured? ------------------------------------------------------------------------------------
-_TRIAL = """
-import sys
-import torch
-from flashlab.attention.gluon_forward import flash_attention_gluon
-
-for d, n, causal in ((64, 300, False), (128, 1000, True), (128, 4096, False), (256, 520, True)):
-    q, k, v = (torch.randn(2, 16, n, d, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    o, _ = flash_attention_gluon(q, k, v, causal=causal, step=sys.argv[1])
-    want = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=causal)
-    error = (o.float() - want).abs().max().item()
-    assert error < 0.05, f"at D = {d}, N = {n}, {'causal' if causal else 'whole'} it is off by {error:.3g}"
-"""
+def try_out(step: str) -> None:
+    """Launches a Gluon kernel at a few shapes. Raises AssertionError where a result is wrong."""
+    forward = functools.partial(flash_attention_gluon, step=step)
+    for d, n, causal in ((64, 300, False), (128, 1000, True), (128, 4096, False), (256, 520, True)):
+        found = truth.compared(forward, [(2, 16, 16, n, n)], d, torch.bfloat16, causal)
+        assert truth.right(found), f"at D = {d}, N = {n}, {'causal' if causal else 'whole'} it is wrong: {found}"
 
 
 @functools.cache
 def trial(step: str) -> str | None:
     """Why a Gluon kernel is not to be launched here, or None: it is tried in a process of its own."""
-    return gluon_forward.why_not(runtime.device()) or harness.trial("-c", _TRIAL, step, seconds=120.0)
+    return gluon_forward.why_not(runtime.device()) or harness.trial(*harness.calling(try_out, step), seconds=120.0)
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
@@ -404,18 +395,17 @@ def stream_table(data: Data) -> Table:
 
 def ratio_table(data: Data, name: str, others: Sequence[str]) -> Table:
     """How many times as fast as each of the others it is, forward, by head_dim, mask and length."""
-    found = {other: ratios(data, name, other, "forward") for other in others}
-    keys = {key for by_shape in found.values() for key in by_shape}
-    lengths = sorted({n for _, n, _ in keys})
-    rows = [
-        [d, "causal" if causal else "whole", other, *(f"{x:.2f}" if x else "" for x in line)]
-        for d, causal in sorted({(d, causal) for d, _, causal in keys})
-        for other, by_shape in found.items()
-        if any(line := [by_shape.get((d, n, causal)) for n in lengths])
+    rows: list[Row] = [
+        {"D": d, "mask": causal, "beside": other, "name": str(n), "N": n, "ratio": ratio}
+        for other in others
+        for (d, n, causal), ratio in ratios(data, name, other, "forward").items()
     ]
-    caption = f"{data['machine']['gpu']}, forward: how many times as fast {name} is, at these N"
-    columns = ["D", "mask", "beside", *map(str, lengths)]
-    return Table.of(rows, columns, align="rll" + "r" * len(lengths), caption=caption if rows else "not measured")
+    at = by(sorted(rows, key=lambda r: (r["D"], r["mask"])), "D", "mask", "beside")
+    lengths = map(str, sorted({r["N"] for r in rows}))
+    caption = (
+        f"{data['machine']['gpu']}, forward: how many times as fast {name} is, at these N" if rows else "not measured"
+    )
+    return grid(at, ("D", "mask", "beside"), lambda r: f"{r['ratio']:.2f}", lengths, caption)
 
 
 def published_table(data: Data, which: str, head_dim: int, dtype: str) -> Table:
@@ -437,15 +427,17 @@ def published_table(data: Data, which: str, head_dim: int, dtype: str) -> Table:
 
 def eager_table(data: Data, least: int = 1) -> Table:
     """The part "published" at lengths from `least` on: how many times as fast as eager attention the kernels are."""
-    rows = [r for r in timed(data, part="published") if r["N"] >= least]
-    at = by(rows, "dtype", "D", "pass", "N")
-    lengths = sorted({r["N"] for r in rows})
-    lines = sorted({key[:3] for key in at}, key=lambda key: (key[:2], PASSES.index(key[2])))
-    pairs = {key: r["eager"]["ms"] / r[OURS]["ms"] for key, r in at.items() if {"eager", OURS} <= r.keys()}
-    cells = [[*line, *(f"{pairs[line + (n,)]:.2f}" if line + (n,) in pairs else "" for n in lengths)] for line in lines]
+    at = by(timed(data, part="published"), "dtype", "D", "pass", "N")
+    rows = [
+        r[OURS] | {"name": f"N = {r[OURS]['N']}", "ratio": r["eager"]["ms"] / r[OURS]["ms"]}
+        for (*_, n), r in at.items()
+        if n >= least and {"eager", OURS} <= r.keys()
+    ]
+    rows.sort(key=lambda r: (r["dtype"], r["D"], PASSES.index(r["pass"])))
+    names = [f"N = {n}" for n in sorted({r["N"] for r in rows})]
     caption = f"{data['machine']['gpu']}, one head, causal: how many times as fast as eager attention"
-    columns = ["dtype", "D", "pass", *(f"N = {n}" for n in lengths)]
-    return Table.of(cells, columns, align="lrl" + "r" * len(lengths), caption=caption if rows else "not measured")
+    keys = ("dtype", "D", "pass")
+    return grid(by(rows, *keys), keys, lambda r: f"{r['ratio']:.2f}", names, caption if rows else "not measured")
 
 
 def ratios(data: Data, name: str, peer: str, which: str) -> dict[tuple[int, int, bool], float]:

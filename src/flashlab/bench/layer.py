@@ -40,8 +40,8 @@ from flashlab import runtime
 from flashlab.bench import harness, peers, published, timing
 from flashlab.bench.harness import NOT_YET, Data, Row, Way, jobs_of
 from flashlab.bench.rows import where
-from flashlab.models.layer import ATTENTIONS, AttentionLayer, RotaryAttention
-from flashlab.models.rope import rope, rope_table
+from flashlab.models.layer import ATTENTIONS, AnyAttention, AttentionLayer, RotaryAttention
+from flashlab.models.rope import rope_table
 from flashlab.table import Table
 
 ORIGINAL, APART, OURS, SDPA = "original", "ours, RoPE apart", "ours", "SDPA"
@@ -137,18 +137,6 @@ def sdpa_by(backend: str, repeat: bool) -> Attention:
     return attention
 
 
-class Core(RotaryAttention):
-    """Any attention, and before it RoPE in small operations, where it is given its tables."""
-
-    def __init__(self, attention: Attention, causal: bool) -> None:
-        super().__init__("sdpa", causal=causal)
-        self.way = attention
-
-    def forward(self, q, k, v, *tables):
-        q, k = (rope(x, *tables) for x in (q, k)) if tables else (q, k)
-        return self.way(q, k, v, causal=self.causal)
-
-
 def draw(case: Case, scope: str) -> list[torch.Tensor]:
     """What a layer reads, the same each time, each wanting a gradient.
 
@@ -160,8 +148,7 @@ def draw(case: Case, scope: str) -> list[torch.Tensor]:
     shapes: list[tuple[int, ...]] = [(case.batch, h, case.seq_len, case.head_dim) for h in heads]
     if scope == "layer" and case.projections:
         shapes = [(case.batch, case.seq_len, case.heads * case.head_dim)]
-    drawn = harness.draw(*shapes, dtype=DTYPES[case.dtype], seed=case.seq_len + case.head_dim)
-    return [x.requires_grad_() for x in drawn]
+    return harness.draw(*shapes, dtype=DTYPES[case.dtype], seed=case.seq_len + case.head_dim, grad=len(shapes))
 
 
 def build(name: str, case: Case, scope: str) -> tuple[nn.Module, Row]:
@@ -180,9 +167,9 @@ def build(name: str, case: Case, scope: str) -> tuple[nn.Module, Row]:
         attention = ATTENTIONS[{ORIGINAL: "eager", APART: "flash", OURS: "flash", SDPA: "sdpa"}[plain]]
         if name == SDPA:
             about = {"backend": chosen(case)}
-    core = Core(attention, case.causal)
+    core: RotaryAttention = AnyAttention(attention, causal=case.causal)
     if plain == OURS and scope == "layer":
-        core = RotaryAttention("flash", causal=case.causal, fused_rope=True)  # type: ignore[assignment]
+        core = RotaryAttention("flash", causal=case.causal, fused_rope=True)
     module: nn.Module = _projected(core, case) if scope == "layer" and case.projections else core
     if name in COMPILED:
         peers.many_shapes()
@@ -220,13 +207,10 @@ def _takes_groups(backend: str, case: Case) -> bool:
 
 
 def chosen(case: Case) -> str:
-    """The backend that PyTorch chooses for such inputs; "not known" where it does not say."""
+    """The backend that PyTorch chooses for such inputs."""
     q, k, v = (x.requires_grad_() for x in _few(case))
-    try:
-        found = torch._fused_sdp_choice(q, k, v, is_causal=case.causal, enable_gqa=case.heads != case.kv_heads)
-        return SDPBackend(found).name
-    except (AttributeError, TypeError, ValueError, RuntimeError):
-        return "not known"
+    grouped = case.heads != case.kv_heads
+    return SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=case.causal, enable_gqa=grouped)).name
 
 
 def pass_of(module: nn.Module, case: Case, scope: str, which: str, inputs: Sequence[torch.Tensor]) -> Way:
@@ -241,7 +225,6 @@ def pass_of(module: nn.Module, case: Case, scope: str, which: str, inputs: Seque
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
 def measure(job: Row) -> list[Row]:
-    """The rows of one job."""
     if job["part"] in ("time", "compiled"):
         return measure_times(job)
     case = CASES[job["case"]]

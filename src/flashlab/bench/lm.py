@@ -42,7 +42,7 @@ from flashlab.bench.harness import NOT_YET, Data, Row, jobs_of
 from flashlab.bench.rows import by, names_in, where
 from flashlab.models.language_model import BYTES, SIZES, Config, LanguageModel, config, make_optimizer, train_step
 from flashlab.models.layer import RotaryAttention
-from flashlab.models.train import distance, train
+from flashlab.models.train import distance, fit
 from flashlab.table import Table
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -130,7 +130,6 @@ def _batch(job: Row) -> int:
 
 
 def measure(job: Row) -> list[Row]:
-    """The rows of one job."""
     steps = {"step": measure_step, "turns": measure_turns, "training": measure_training}
     return (steps | {"memory": measure_memory, "limit": measure_limit})[job["part"]](job)
 
@@ -395,7 +394,7 @@ def measure_training(job: Row) -> list[Row]:
     shape = replace(TINY if tiny else TRAINED, **WAYS[job["attention"]])
     options: dict[str, Any] = {"steps": 5, "batch": 2} if tiny else {"steps": STEPS, "batch": 16}
     begin = time.monotonic()
-    found = train(shape, seq_len=shape.positions, autocast=DTYPES[job["dtype"]], jitter=job["jitter"], **options)
+    _, found = fit(shape, seq_len=shape.positions, autocast=DTYPES[job["dtype"]], jitter=job["jitter"], **options)
     seconds = time.monotonic() - begin
     return [job | {"losses": [round(loss, 6) for loss in found], "seconds": round(seconds, 2)}]
 

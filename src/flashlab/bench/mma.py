@@ -138,18 +138,17 @@ CASES = (
 )  # fmt: skip
 
 
-def verify(v: Any, module: CudaModule) -> float:
+def verify(name: str, head_dim: int, dtype: torch.dtype, module: CudaModule) -> float:
     """The worst error against float64, as a part of what is allowed; raises AssertionError above that.
 
-    Causal and not, strides of both layouts; what a kernel does not write is NaN. ``v`` is a Variant, or what else has
-    its name, head_dim and dtype.
+    Causal and not, strides of both layouts; what a kernel does not write is NaN.
     """
     found = []
     for causal in (False, True):
-        found.append(truth.compared(module.forward, CASES, v.head_dim, v.dtype, causal))
-        moving = q, k, values = [x.to(v.dtype) for x in inputs((1, 2, 512, v.head_dim), "moving")]
+        found.append(truth.compared(module.forward, CASES, head_dim, dtype, causal))
+        moving = q, k, values = [x.to(dtype) for x in inputs((1, 2, 512, head_dim), "moving")]
         found.append(truth.judged(module.forward(*moving, causal=causal), truth.pieces(q, k, values, causal)))
-    assert all(map(truth.right, found)), f"{v.name} {v.dtype} D={v.head_dim} is wrong: {found}"
+    assert all(map(truth.right, found)), f"{name} {dtype} D={head_dim} is wrong: {found}"
     return max(row["of_bound"] for row in found)
 
 
@@ -304,7 +303,6 @@ def launch_once() -> None:
 
 # ---- the whole -------------------------------------------------------------------------------------------------------
 def jobs() -> list[Row]:
-    """Every measurement, in the order of the docstring."""
     return [
         *({"part": "ladder"} | about(case) for case in LADDER),
         *({"part": "exhibits", "exhibit": side.name, "shape": list(shape)} for side, shape in exhibits()),
@@ -329,7 +327,7 @@ def prepare(todo: Sequence[Row], until: float) -> dict[str, Any]:
     every = "ladder" in parts  # which has the others'
     kinds = ["every"] if every else sorted({which for part, which in KINDS.items() if part in parts})
     built = [one for which in kinds for one in _built(which)]
-    worst = max((verify(v, module) for v, module in built), default=0.0)
+    worst = max((verify(v.name, v.head_dim, v.dtype, module) for v, module in built), default=0.0)
     print(f"{len(built)} kernels agree with float64: the worst error is {worst:.2f} of the bound", file=sys.stderr)
     return {"rounds": ROUNDS} | ({"worst_error_of_bound": worst} if every else {})
 
@@ -347,5 +345,5 @@ def summary(data: Data) -> dict[str, Row]:
 
 BENCH = harness.Bench(
     __name__, "the tensor-core kernels are", ("table", "exhibit", "shape", "causal", "inputs", "name"), quick_too=True
-)  # fmt: skip
+)
 main = BENCH.main

@@ -64,12 +64,8 @@ def flash_attention_4(
 
 def unfused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False) -> Callable[[], torch.Tensor]:
     """softmax(q k^T * scale) v in PyTorch's operations, with the scores in memory."""
-    mask = _mask(q, k) if causal else None
+    mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1) if causal else None
     return lambda: _unfused(q, k, v, mask)
-
-
-def _mask(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    return torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
 
 
 def _unfused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -79,16 +75,13 @@ def _unfused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tens
     return s.softmax(-1) @ v
 
 
-def compiled_unfused(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False
-) -> Callable[[], torch.Tensor]:
+def compiled_unfused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], torch.Tensor]:
     """The operations of `unfused`, given to torch.compile for these shapes.
 
     Its compiler knows this pattern, and may put scaled_dot_product_attention in its place; `replaced` counts how often.
     """
-    mask = _mask(q, k) if causal else None
     compiled = _compiled_unfused()
-    return lambda: compiled(q, k, v, mask)
+    return lambda: compiled(q, k, v, None)
 
 
 @functools.cache

@@ -24,6 +24,7 @@ import jinja2  # torch needs it, so it is there
 
 from flashlab.bench import decode, hopper_inputs, hopper_jobs, hopper_results, layer, lm, mma, peers, records, ring
 from flashlab.bench.harness import Data, Row
+from flashlab.bench.hopper_results import Standing
 from flashlab.bench.rows import At, Missing, by, of, over, where
 from flashlab.table import Table
 
@@ -192,7 +193,7 @@ def input_table(found: All) -> str:
     for (kind, d, causal), rows in at.items():
         if not causal and hopper_results.best_of(rows):
             ours = rows[hopper_jobs.OURS]
-            ratios = (_over_best(some) for some in (rows, at.get((kind, d, True), {})))
+            ratios = (Standing({}, some).ratio for some in (rows, at.get((kind, d, True), {})))
             errors = [ours["error"], min(rows[n]["error"] for n in ALONE if n in rows)]
             lines.append([kind, d, f"{hopper_results.doubted(ours):.1%}", *_cells(rows, HOPPER),
                           *(f"{x:.2f}" if x else "–" for x in ratios), *(f"{x:.1e}" for x in errors)])  # fmt: skip
@@ -344,12 +345,12 @@ class Questions:
 
     def hopper_goals(self) -> list[bool]:
         some(self.rows["hopper"])
-        return [row[-1].startswith("met") for row in hopper_results.goal_table(self.found["hopper"]).rows]
+        return [verdict.said.startswith("met") for verdict in hopper_results.verdicts(self.found["hopper"])]
 
     def costs(self) -> tuple[list[str], list[float], list[float]]:
         """The inputs on which it is behind the best peer somewhere; its speed over that one there, and elsewhere."""
         at = hopper_results.input_rows(self.found["hopper"])
-        made = {key: x for key, rows in at.items() if (x := _over_best(rows))}
+        made = {key: x for key, rows in at.items() if (x := Standing({}, rows).ratio)}
         kinds = list(dict.fromkeys(kind for (kind, _, _), x in made.items() if x < 1))
         slow, fast = ([x for (kind, _, _), x in made.items() if (kind in kinds) == held] for held in (True, False))
         return [f"*{kind}*" for kind in kinds], slow, fast
@@ -441,11 +442,6 @@ class Questions:
 LM = "flash, fused RoPE"
 
 
-def _over_best(rows: Mapping[str, Row]) -> float | None:
-    best = hopper_results.best_of(rows)
-    return rows[best]["ms"] / rows[hopper_jobs.OURS]["ms"] if best else None
-
-
 def machine_words(found: All) -> str:
     """Which machine, versions, commits and dates the numbers have."""
     kinds: dict[str, dict[str, list[str]]] = {}
@@ -505,11 +501,11 @@ def draw(data: Mapping[str, Any]) -> bytes:
     import matplotlib
     import matplotlib.pyplot as plt
 
-    from flashlab.figures import results, show
+    from flashlab.figures import panels, show
 
     with matplotlib.rc_context({"svg.hashsalt": "flashlab", "svg.fonttype": "path"}):
         show.style()
-        figure = results.results(data["bars"], data["plots"], data["names"], data["title"])
+        figure = panels.results(data["bars"], data["plots"], data["names"], data["title"])
         file = io.BytesIO()
         told = {"Date": None, "Creator": None, "Title": data["title"], "Description": f"data {digest(data)}"}
         figure.savefig(file, format="svg", facecolor="white", metadata=told)

@@ -19,7 +19,6 @@ import argparse
 import functools
 import math
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +30,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashlab
-from flashlab.bench import records, timing
+from flashlab.bench import harness, records, timing
 from flashlab.bench.harness import Data, Row, Way
 from flashlab.bench.records import NoGpu
 from flashlab.bench.rows import of as rows_of
@@ -179,14 +178,13 @@ together no longer than that, if two do."""
 
 def milliseconds(link: Link, work: Way, times: int = 1) -> float:
     """Of the slowest rank, one of `times` calls in a row; all begin together."""
-    device = _device()
-    link.all_gather(torch.zeros(1, device=device))
+    link.all_gather(torch.zeros(1, device=link.device))
 
     def several() -> None:
         for _ in range(times):
             work()
 
-    if device.type == "cuda":
+    if link.device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda._sleep(PAUSE)
         took = timing.milliseconds(several, torch.cuda.current_stream())
@@ -194,17 +192,12 @@ def milliseconds(link: Link, work: Way, times: int = 1) -> float:
         start = time.perf_counter()
         several()
         took = 1e3 * (time.perf_counter() - start)
-    return link.all_gather(torch.tensor([took / times], device=device)).max().item()
-
-
-def _device() -> torch.device:
-    cuda = torch.cuda.is_available() and dist.is_initialized()
-    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    return link.all_gather(torch.tensor([took / times], device=link.device)).max().item()
 
 
 def link_speed(link: Link, mib: int, rounds: int) -> Row:
     """10^9 bytes per second that a rank sends to the next while it receives as much."""
-    x = torch.empty(mib << 20, dtype=torch.uint8, device=_device())
+    x = torch.empty(mib << 20, dtype=torch.uint8, device=link.device)
 
     def both_ways() -> None:
         _, arrived = link.pass_on(x)
@@ -217,7 +210,7 @@ def link_speed(link: Link, mib: int, rounds: int) -> Row:
 
 def measure(link: Link, case: Case, rounds: int, graphs: bool = False) -> list[Row]:
     """The rows of a case; the same on every rank."""
-    device = _device()
+    device = link.device
     generator = torch.Generator(device).manual_seed(case.n)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     heads = (case.heads, case.kv_heads, case.kv_heads, case.heads)
@@ -258,7 +251,8 @@ def measure(link: Link, case: Case, rounds: int, graphs: bool = False) -> list[R
 def _timed(link: Link, able: Mapping[str, Way], rounds: int) -> dict[str, Row]:
     """Milliseconds by name, a round after the other; no more rounds than `MOST_MS` allows, but two."""
     first = {name: milliseconds(link, work) for name, work in able.items()}
-    often = {name: max(1, math.ceil(AT_LEAST_MS / ms)) if _device().type == "cuda" else 1 for name, ms in first.items()}
+    least = AT_LEAST_MS if link.device.type == "cuda" else 0.0
+    often = {name: max(1, math.ceil(least / ms)) for name, ms in first.items()}
     a_round = sum(often[name] * ms for name, ms in first.items())
     long = a_round * rounds > MOST_MS
     times = {name: [ms] if long else [] for name, ms in first.items()}
@@ -406,9 +400,8 @@ def _start_ranks(given: argparse.Namespace, arguments: Sequence[str]) -> None:
     if ranks < 2 or ranks > there:
         raise NoGpu(f"a ring takes two GPUs at least, and PyTorch sees {there}; --quick runs on any machine")
     rest = [x for x in arguments if x not in ("bench", "ring")]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    done = subprocess.run([*command, "-m", "flashlab.bench.ring", *rest])
-    if done.returncode:
+    started = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    if (done := harness.again(*started, "-m", "flashlab.bench.ring", *rest)).returncode:
         raise SystemExit(done.returncode)
 
 

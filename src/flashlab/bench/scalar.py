@@ -69,12 +69,10 @@ def _modules() -> dict[str, CudaModule]:
 
 
 def jobs() -> list[Row]:
-    """Every shape."""
     return [{"part": "shapes"} | dict(zip(SHAPE, shape, strict=True)) for shape in shapes()]
 
 
 def prepare(todo: Sequence[Row], until: float) -> None:
-    """Builds."""
     _modules()
 
 

@@ -20,7 +20,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -219,19 +219,14 @@ def measured() -> Iterator[dict[str, Any]]:
     found["sm_clock_mhz"] = clock.summary()
 
 
-class Sample(NamedTuple):
-    """A reading at a time of time.monotonic(); None for what is not known."""
-
-    at: float
-    mhz: int | None
-    watts: float | None
-
-
 class Clock:
-    """Samples the clock of the multiprocessors, and the power, while it is open."""
+    """Samples the clock of the multiprocessors, and the power, while it is open.
+
+    samples: (a time of time.monotonic(), MHz, watts); None for what is not known.
+    """
 
     def __init__(self, every: float = 0.5) -> None:
-        self.samples: list[Sample] = []
+        self.samples: list[tuple[float, int | None, float | None]] = []
         self._every = every
 
     def __enter__(self) -> "Clock":
@@ -247,7 +242,7 @@ class Clock:
             found = read()
             if found[0] is None:
                 return
-            self.samples.append(Sample(time.monotonic(), *found))
+            self.samples.append((time.monotonic(), *found))
 
     def __exit__(self, *exception: object) -> None:
         self._done.set()
@@ -256,8 +251,8 @@ class Clock:
     def summary(self, start: float = 0.0, end: float = math.inf) -> dict[str, float | None] | None:
         """MHz of the samples between two times: median, lowest, highest, and what the chip can at most; the median of
         the watts. None without samples."""
-        some = [s for s in self.samples if start <= s.at <= end]
-        mhz, watts = [s.mhz for s in some if s.mhz is not None], [s.watts for s in some if s.watts is not None]
+        some = [(mhz, watts) for at, mhz, watts in self.samples if start <= at <= end]
+        mhz, watts = [x for x, _ in some if x is not None], [x for _, x in some if x is not None]
         if not mhz:
             return None
         found = {"median": statistics.median(mhz), "lowest": min(mhz), "highest": max(mhz), "max": self._most}

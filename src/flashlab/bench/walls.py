@@ -36,7 +36,6 @@ def quick_jobs() -> list[Row]:
 
 
 def measure(job: Row) -> list[Row]:
-    """The rows of one job."""
     if job["part"] == "lengths":
         return measure_length(job)
     return [job | row for row in (measure_scheme_a if job["part"] == "scheme_a" else measure_scheme_b)(HEAD_DIM)]

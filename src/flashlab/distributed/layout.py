@@ -126,39 +126,36 @@ def shard(
 
 
 def unshard(
-    parts: Sequence[torch.Tensor], *, layout: str = "zigzag", documents: Sequence[int] | None = None, heads: int = 1,
-    dim: int = -2,
-) -> torch.Tensor:  # fmt: skip
+    parts: Sequence[torch.Tensor], *, layout: str = "zigzag", documents: Sequence[int] | None = None, heads: int = 1
+) -> torch.Tensor:
     """The whole sequence again, of the shards of all ranks in order; arguments as `shard`."""
-    shape = list(parts[0].shape)
-    shape[dim] = sum(x.shape[dim] for x in parts)
-    whole = parts[0].new_empty(shape)
-    for there, rows in _matched(whole, parts, layout, documents, heads, dim):
-        there.copy_(rows)
+    *before, rows, last = parts[0].shape
+    whole = parts[0].new_empty(*before, rows * len(parts), last)
+    for there, here in _matched(whole, parts, layout, documents, heads):
+        there.copy_(here)
     return whole
 
 
 def shards(
-    x: torch.Tensor, world: int, *, layout: str = "zigzag", documents: Sequence[int] | None = None, dim: int = -2
+    x: torch.Tensor, world: int, *, layout: str = "zigzag", documents: Sequence[int] | None = None
 ) -> torch.Tensor:
     """The rows of all ranks at once, [world, ...]; arguments as `shard`. It has no gradient."""
-    shape = list(x.shape)
-    shape[dim] //= world
-    parts = x.new_empty(world, *shape)
-    for there, rows in _matched(x, parts, layout, documents, 1, dim):
-        rows.copy_(there)
+    *before, rows, last = x.shape
+    parts = x.new_empty(world, *before, rows // world, last)
+    for there, here in _matched(x, parts, layout, documents, 1):
+        here.copy_(there)
     return parts
 
 
 def _matched(
     whole: torch.Tensor, parts: Sequence[torch.Tensor] | torch.Tensor, layout: str, documents: Sequence[int] | None,
-    heads: int, dim: int,
+    heads: int,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
     """Views of the same rows, in the whole sequence and in a shard."""
     for rank, part in enumerate(parts):
-        runs = _runs(whole.shape[dim], rank, len(parts), layout, documents, heads)
-        for run, rows in zip(runs, part.split([len(run) for run in runs], dim), strict=True):
-            yield whole[_at(whole, dim, run)], rows
+        runs = _runs(whole.shape[-2], rank, len(parts), layout, documents, heads)
+        for run, rows in zip(runs, part.split([len(run) for run in runs], -2), strict=True):
+            yield whole[_at(whole, -2, run)], rows
 
 
 def _at(x: torch.Tensor, dim: int, run: range) -> tuple[slice, ...]:

@@ -174,7 +174,7 @@ class Link:
         """
         if self.world == 1 or numbers in self.agreed:
             return
-        mine, sent = torch.tensor(numbers, device=_device(self.group)), self.counts.sent
+        mine, sent = torch.tensor(numbers, device=self.device), self.counts.sent
         sizes = self.all_gather(torch.tensor([len(numbers)], device=mine.device)).flatten().tolist()
         if len(set(sizes)) == 1:
             found = [tuple(row) for row in self.all_gather(mine).tolist()]
@@ -198,6 +198,12 @@ class Link:
                 f"rank {self.rank} of {self.world} waited for {who} in step {self.step}, and in vain: a rank has ended "
                 f"or has not answered within {self.timeout:g} s; what it said itself is the cause"
             ) from error
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are: this process's GPU with NCCL, else the CPU."""
+        on_gpu = isinstance(self.group, dist.ProcessGroup) and self.group.name() == "nccl"
+        return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
     @property
     def busy(self) -> bool:
@@ -264,8 +270,3 @@ def start(timeout: float = TIMEOUT) -> Link:
     link = connect()
     link.timeout = timeout
     return link
-
-
-def _device(group: Any) -> torch.device:
-    on_gpu = isinstance(group, dist.ProcessGroup) and group.name() == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

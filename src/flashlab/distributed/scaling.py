@@ -40,14 +40,13 @@ def critical_path(world: int, n: int, *, causal: bool, layout: str) -> int:
 
 
 def sent_bytes(
-    way: str, world: int, n: int, *, heads: int, kv_heads: int, head_dim: int, itemsize: int = 2, wide: int = 4,
-    backward: bool = False,
-) -> int:  # fmt: skip
+    way: str, world: int, n: int, *, heads: int, kv_heads: int, head_dim: int, itemsize: int = 2, backward: bool = False
+) -> int:
     """Bytes that one rank sends in a forward pass, or in its backward pass.
 
     Args:
-        way: "gather", "ring" or "ulysses". n: rows of a rank, of one batch. itemsize: bytes per number of q, k and v;
-            wide: of a gradient that is summed over ranks.
+        way: "gather", "ring" or "ulysses". n: rows of a rank, of one batch. itemsize: bytes per number of q, k and v; a
+            gradient that is summed over ranks is float32.
     Raises:
         ValueError: another way.
     """
@@ -60,8 +59,8 @@ def sent_bytes(
     if not backward:
         return forward
     if way == "gather":
-        return (world - 1) * kv * wide
-    return forward + (kv * ((world - 1) * wide + itemsize) if world > 1 else 0)  # the last step is no sum any more
+        return (world - 1) * kv * 4
+    return forward + (kv * ((world - 1) * 4 + itemsize) if world > 1 else 0)  # the last step is no sum any more
 
 
 @dataclass(frozen=True)
@@ -99,17 +98,17 @@ class Machine:
         return flop * (2.5 if backward else 1) / self.speed(n, backward)
 
 
-def one_gpu(machine: Machine, n: int, *, heads: int, head_dim: int, causal: bool = True, both: bool = False) -> float:
-    """Seconds of one GPU with the whole sequence, of a forward pass; `both`: and of its backward pass."""
-    flop = 4 * heads * head_dim * n * n / (2 if causal else 1)
+def one_gpu(machine: Machine, n: int, *, heads: int, head_dim: int, both: bool = False) -> float:
+    """Seconds of one GPU with the whole sequence, of a causal forward pass; `both`: and of its backward pass."""
+    flop = 2 * heads * head_dim * n * n
     return sum(machine.seconds(flop, n, backward) for backward in (False, True)[: 1 + both])
 
 
 def simulate(
-    way: str, machine: Machine, world: int, n: int, *, heads: int, kv_heads: int, head_dim: int, itemsize: int = 2,
-    causal: bool = True, layout: str = "zigzag", group: int = 8, both: bool = False,
+    way: str, machine: Machine, world: int, n: int, *, heads: int, kv_heads: int, head_dim: int, layout: str = "zigzag",
+    group: int = 8, both: bool = False,
 ) -> float:  # fmt: skip
-    """Seconds of a forward pass over the whole sequence of n tokens; infinity where the way has no room for the ranks.
+    """Seconds of a causal forward pass over n tokens in 16 bits; infinity where the way has no room for the ranks.
 
     Args:
         way: of `WAYS`. group: ranks of a mesh that share heads; they are in one node. both: and of the backward pass,
@@ -118,26 +117,25 @@ def simulate(
     if way not in WAYS:
         raise ValueError(f"way is {way!r}; it must be {one_of([repr(x) for x in WAYS])}")
     flop, local, group = 4 * heads * head_dim, n // world, min(group, machine.node, world)
-    kv, q = 2 * kv_heads * local * head_dim * itemsize, heads * local * head_dim * itemsize
-    wide = kv // itemsize * 4
+    kv, q = 4 * kv_heads * local * head_dim, 2 * heads * local * head_dim
     across = machine.between if world > machine.node else machine.inside
     if way == "ulysses" and world > kv_heads or way == "mesh" and (group > kv_heads or world % group):
         return math.inf
 
     def one_pass(backward: bool) -> float:
         if way == "gather":  # a ring of NCCL's own, then the busiest rank's kernel; backward, gradients come home
-            busiest = max(map(sum, zip(*work(world, n, causal=causal, layout=layout), strict=True)))
-            sent = (world - 1) * (wide if backward else kv) / (across * 1e9)
+            busiest = max(map(sum, zip(*work(world, n, causal=True, layout=layout), strict=True)))
+            sent = (world - 1) * kv * (1 + backward) / (across * 1e9)
             # whole tensors: cleared, added to, dealt out and summed; or only put in order
-            copied = world * (6 * wide if backward else 2 * kv) / (machine.memory * 1e9)
+            copied = world * kv * (12 if backward else 2) / (machine.memory * 1e9)
             return sent + copied + machine.seconds(flop * busiest, local, backward) + machine.step_us / 1e6
         if way == "ulysses":
-            each = machine.seconds(flop * n * n / (2 if causal else 1) / world, n, backward)
+            each = machine.seconds(flop * n * n / 2 / world, n, backward)
             return _exchange(machine, world, 2 * q + kv) + each + machine.step_us / 1e6
         if way == "mesh":
-            ring = _ring(machine, world // group, n, flop // group, kv, wide, causal, layout, group, backward)
+            ring = _ring(machine, world // group, n, flop // group, kv, layout, group, backward)
             return _exchange(machine, group, 2 * q + kv) + ring
-        return _ring(machine, world, n, flop, kv, wide, causal, layout, 1, backward)
+        return _ring(machine, world, n, flop, kv, layout, 1, backward)
 
     return sum(one_pass(backward) for backward in (False, True)[: 1 + both])
 
@@ -148,13 +146,10 @@ def _exchange(machine: Machine, world: int, sent: float) -> float:
     return sent * ((1 - out - 1 / world) / machine.inside + out / machine.between + 2 / machine.memory) / 1e9
 
 
-def _ring(
-    machine: Machine, world: int, n: int, flop: int, kv: int, wide: int, causal: bool, layout: str, apart: int,
-    backward: bool,
-) -> float:  # fmt: skip
+def _ring(machine: Machine, world: int, n: int, flop: int, kv: int, layout: str, apart: int, backward: bool) -> float:
     """Rank by rank: a step begins when the one before has ended and its keys are there; they are sent meanwhile.
     Backward the gradients follow a step behind their keys, and nothing hides their last step."""
-    flops = machine.in_ring[backward] * flop * np.array(work(world, n, causal=causal, layout=layout))
+    flops = machine.in_ring[backward] * flop * np.array(work(world, n, causal=True, layout=layout))
     seconds = machine.seconds(flops, n // world, backward)
     nodes = np.arange(world) * apart // machine.node
     link = np.where(nodes == np.roll(nodes, 1), machine.inside, machine.between) * 1e9  # from the previous rank
@@ -163,9 +158,9 @@ def _ring(
         ended = begin + seconds[step] + machine.step_us / 1e6
         if step + 1 == world:
             break
-        sent = kv + (wide if backward and step else 0)
+        sent = kv + (2 * kv if backward and step else 0)
         arrives = np.maximum(begin, np.roll(begin, 1)) + sent / link
         begin = np.maximum(ended, arrives)
     if backward and world > 1:
-        ended = np.maximum(ended, begin + wide / link) + kv / link
+        ended = np.maximum(ended, begin + 2 * kv / link) + kv / link
     return float(ended.max())

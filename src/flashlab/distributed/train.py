@@ -9,6 +9,7 @@ goes over ranks; and before each update the gradients are averaged, since the lo
 """
 
 import argparse
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,7 +26,7 @@ from flashlab.distributed.ring import ring_attention
 from flashlab.distributed.ulysses import mesh_attention, ulysses_attention
 from flashlab.models import text
 from flashlab.models.language_model import BYTES, Block, Config, LanguageModel, make_optimizer, train_step
-from flashlab.models.rope import rope
+from flashlab.models.layer import AnyAttention
 from flashlab.models.train import distance, drawn, fit, rising
 
 SMALL = Config(width=256, depth=2, heads=16, kv_heads=8, vocabulary=BYTES, positions=1024, attention="flash")
@@ -34,19 +35,6 @@ WAYS: dict[str, Callable[..., torch.Tensor]] = {
 }  # fmt: skip
 """By the names on the command line; "mesh" beside them."""
 _DRAWING = threading.Lock()  # the generator of first weights belongs to the process, and ranks may be its threads
-
-
-class _SplitAttention(nn.Module):
-    """In the place of `flashlab.models.layer.RotaryAttention`."""
-
-    def __init__(self, attention: Callable[..., torch.Tensor], **options: Any) -> None:
-        super().__init__()
-        self.attention, self.options = attention, options
-
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> torch.Tensor:
-        return self.attention(rope(q, cos, sin), rope(k, cos, sin), v, **self.options)
 
 
 def split_model(
@@ -73,7 +61,7 @@ def split_model(
     )
     for block in model.blocks:
         assert isinstance(block, Block), "the model is made of blocks"
-        block.attention.add_module("core", _SplitAttention(attention, causal=True, layout=layout, **options))
+        block.attention.core = AnyAttention(functools.partial(attention, layout=layout, **options))
     return model
 
 
@@ -130,10 +118,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--check", action="store_true", help="train on one rank too, and compare the losses")
     given = parser.parse_args(arguments)
     link = start(given.timeout)
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     layout = given.layout or ("contiguous" if given.way == "ulysses" else "zigzag")
     try:
-        options = dict(steps=given.steps, seq_len=given.seq_len, batch=2, device=device)
+        options = dict(steps=given.steps, seq_len=given.seq_len, batch=2, device=link.device)
         losses = fit_split(SMALL, group=link, way=given.way, layout=layout, heads=given.heads, **options)
         if link.rank == 0:
             for step, loss in enumerate(losses):

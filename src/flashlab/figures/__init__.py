@@ -8,14 +8,10 @@ tiles       phase 2: which tiles are where, while the simulation runs
 masks       phase 4: which program computes what, which tiles of a mask are visited
 memory      who sees which memory, what a load fetches, which tile is on chip when
 fragments   what a lane holds of the operands of an MMA
-rooflines   programs as points, under what a machine can do
-profiles    a profiler's trace as bars in time, and the memory in use
+profiles    a profiler's trace as bars in time, the memory in use, and what the units of a chip do when
 rings       phase 13: who has which tokens, work by step and rank, what ranks did when
-timelines   what the units of a chip do at which time
-banks       which banks of shared memory are asked for
-traces      what a kernel does in which order, from print statements in a copy of it
-panels      several small plots of one kind, over sequence lengths
+traces      what a kernel does in which order, and which banks it asks for, from print statements in a copy of it
+panels      several small plots of one kind, over sequence lengths; the README's figure
 drawings    pictures that answer to the reader, in the browser
-results     the README's figure
 ladder      the steps of the series side by side: counted, timed
 """

@@ -52,25 +52,8 @@ _CYCLE = ["blue", "orange", "green", "red", "purple", "sky", "black"]
 
 def style() -> None:
     """Set the course's look for every figure drawn after it: size, type, grid, colours; and have it told in words."""
-    plt.rcParams.update(
-        {
-            "figure.figsize": (7.0, 3.6),
-            "figure.dpi": 110,
-            "figure.constrained_layout.use": True,
-            "font.size": 10,
-            "axes.titlesize": 11,
-            "axes.titleweight": "bold",
-            "axes.titlelocation": "left",
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-            "axes.grid": True,
-            "axes.axisbelow": True,
-            "grid.alpha": 0.3,
-            "legend.frameon": False,
-            "lines.linewidth": 2.0,
-            "axes.prop_cycle": plt.cycler(color=[COLORS[c] for c in _CYCLE]),
-        }
-    )
+    plt.style.use(Path(__file__).with_name("course.mplstyle"))
+    plt.rcParams["axes.prop_cycle"] = plt.cycler(color=[COLORS[c] for c in _CYCLE])
     if shell := get_ipython():
         plt.switch_backend(plt.get_backend())  # which says how figures are shown when it is first loaded
         formats = shell.display_formatter.formatters

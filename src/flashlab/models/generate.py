@@ -89,9 +89,8 @@ def recorded(
 def generate(
     model: LanguageModel, prompts: Sequence[torch.Tensor] | torch.Tensor, new_tokens: int, *,
     cache: str | StaticCache | None = "static", page_size: int = 16, backend: str = "auto", graph: bool = False,
-    temperature: float = 0.0, generator: torch.Generator | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Write `new_tokens` tokens behind each prompt.
+    """Write `new_tokens` tokens behind each prompt, each time the likeliest.
 
     Args:
         prompts: [batch, seq_len], or one [seq_len] for each sequence, int64, on the model's device.
@@ -100,13 +99,11 @@ def generate(
         page_size: tokens per page of a paged cache.
         backend: of the attention over the cache: "sdpa", or one of `flashlab.flash_attention_with_cache`.
         graph: record the step into a CUDA graph, which is replayed for every token: no time goes into launches.
-        temperature: scores are divided by it before a token is drawn; 0 takes the likeliest.
-        generator: draws the tokens, on the model's device; PyTorch's own unless given.
     Returns:
         [batch, new_tokens], int64: the new tokens alone.
     Raises:
-        ValueError: no prompt, an empty one, more tokens than the model has positions, another cache, a temperature
-            below 0, another backend; a graph of a dense cache, of none, or without a GPU.
+        ValueError: no prompt, an empty one, more tokens than the model has positions, another cache or backend; a
+            graph of a dense cache, of none, or without a GPU.
         flashlab.models.pager.OutOfPages: the pool of a cache of your own is too small.
     """
     prompts = list(prompts)
@@ -116,8 +113,6 @@ def generate(
             f"the prompts have {lengths} tokens and new_tokens is {new_tokens}; there must be a prompt, each with a "
             "token at least, and no fewer than 0 new ones"
         )
-    if not temperature >= 0:
-        raise ValueError(f"temperature is {temperature}; it must be at least 0, which takes the likeliest token")
     _expect_room(model, cache, lengths, new_tokens)
     if backend not in (known := ["auto", "sdpa", *CACHE_BACKENDS]):
         raise ValueError(f"backend is {backend!r}; it must be {one_of([*map(repr, known)])}")
@@ -140,13 +135,13 @@ def generate(
             if graph and replayed is None:
                 replayed = recorded(model, last, kept, backend)
             scores = replayed(last) if replayed else step(model, last, kept, backend=backend)
-        written.append(_choose(scores, temperature, generator))
+        written.append(scores.argmax(-1))
     return torch.stack(written, 1) if written else prompts[0].new_empty(len(prompts), 0)
 
 
 def _expect_room(
     model: LanguageModel, cache: str | StaticCache | None, lengths: Sequence[int], new_tokens: int
-) -> None:  # fmt: skip
+) -> None:
     before = cache.tokens if isinstance(cache, StaticCache) else [0] * len(lengths)
     longest = max(map(sum, zip(before, lengths, strict=False)), default=0)
     most = longest + new_tokens - 1  # the last token is not read again
@@ -175,10 +170,3 @@ def _cache_of(
         most = max(totals)
         return PagedCache(config, batch, max(1, pages), page_size, capacity=most, dtype=dtype, device=device)
     raise ValueError(f"cache is {cache!r}; it must be {one_of([*map(repr, CACHES), 'None'])}, or a cache")
-
-
-def _choose(scores: torch.Tensor, temperature: float, generator: torch.Generator | None) -> torch.Tensor:
-    """[batch], int64: the likeliest token, or one that is drawn."""
-    if temperature == 0:
-        return scores.argmax(-1)
-    return torch.multinomial(torch.softmax(scores.float() / temperature, -1), 1, generator=generator)[:, 0]

@@ -98,32 +98,41 @@ class RotaryAttention(nn.Module):
         return ATTENTIONS[self.attention](q, k, v, causal=self.causal)
 
 
+class AnyAttention(RotaryAttention):
+    """An attention that has no name, (q, k, v, *, causal) -> o; without the tables no RoPE comes before it."""
+
+    def __init__(self, attention: Callable[..., torch.Tensor], *, causal: bool = True) -> None:
+        super().__init__(causal=causal)
+        self.way = attention
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *tables: torch.Tensor) -> torch.Tensor:
+        q, k = (rope(x, *tables) for x in (q, k)) if tables else (q, k)
+        return self.way(q, k, v, causal=self.causal)
+
+
 class AttentionLayer(nn.Module):
     """The four projections around `RotaryAttention`. None has a bias.
 
     Args:
         width: the numbers per token. heads: query heads. kv_heads: key heads, as many unless given.
-        head_dim: width / heads unless given.
         attention, causal, fused_rope: as `RotaryAttention`.
     Raises:
         ValueError: heads that do not divide evenly; an attention of another name.
     """
 
     def __init__(
-        self, width: int, heads: int, kv_heads: int | None = None, head_dim: int | None = None, *,
+        self, width: int, heads: int, kv_heads: int | None = None, *,
         attention: str = "eager", causal: bool = True, fused_rope: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
-        if head_dim is None:
-            if width % heads:
-                raise ValueError(f"width is {width}; {heads} heads do not share it evenly: pass head_dim")
-            head_dim = width // heads
+        if width % heads:
+            raise ValueError(f"width is {width}; {heads} heads do not share it evenly")
         if heads % kv_heads:
             raise ValueError(
                 f"kv_heads is {kv_heads}; {heads} query heads cannot share {kv_heads} key heads evenly"
             )  # fmt: skip
-        self.head_dim = head_dim
+        self.head_dim = head_dim = width // heads
         self.to_q = nn.Linear(width, heads * head_dim, bias=False)
         self.to_k = nn.Linear(width, kv_heads * head_dim, bias=False)
         self.to_v = nn.Linear(width, kv_heads * head_dim, bias=False)

@@ -121,12 +121,12 @@ def training_memory(
     return TrainingMemory(weights, weights, 2 * weights, config.depth * block + rest)
 
 
-def kept_bytes(model: nn.Module, run: Callable[[], Any]) -> int:
+def kept_bytes(run: Callable[[], Any], model: nn.Module | None = None) -> int:
     """Run the forward pass `run()`, and count the bytes that PyTorch keeps for the backward pass; on any device.
 
-    Weights and buffers are left out, because they are there anyway. Memory that several operations keep counts once.
+    A model's weights and buffers are left out: they are there anyway. Memory that several operations keep counts once.
     """
-    there = {x.untyped_storage()._cdata for x in [*model.parameters(), *model.buffers()]}
+    there = {x.untyped_storage()._cdata for x in [*model.parameters(), *model.buffers()]} if model else set()
     kept: dict[int, torch.Tensor] = {}  # the tensors themselves: so no memory is freed and used again
 
     def keep(x: torch.Tensor) -> torch.Tensor:

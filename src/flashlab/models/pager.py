@@ -117,24 +117,18 @@ class Pager:
             pages.extend(self._take() for _ in range(pages_for(self._lengths[sequence], self.page_size) - len(pages)))
         return copies
 
-    def fork(self, sequence: int, length: int | None = None) -> int:
-        """Begin a sequence with the first `length` tokens of another, all unless given; it shares their pages.
+    def fork(self, sequence: int) -> int:
+        """Begin a sequence with the tokens of another, whose pages it shares; no page is taken or copied.
 
         Returns:
-            The number of the new sequence. No page is taken or copied.
+            The number of the new sequence.
         Raises:
-            ValueError: a sequence that is not there, or more tokens than it has.
+            ValueError: a sequence that is not there.
         """
         self._check(sequence)
-        length = self._lengths[sequence] if length is None else length
-        if not 0 <= length <= self._lengths[sequence]:
-            raise ValueError(
-                f"length is {length}; sequence {sequence} has {self._lengths[sequence]} tokens to be shared"
-            )
-        shared = self._pages[sequence][: pages_for(length, self.page_size)]
-        for page in shared:
+        for page in self._pages[sequence]:
             self.references[page] += 1
-        return self._begin(shared, length)
+        return self._begin(self._pages[sequence], self._lengths[sequence])
 
     def free(self, sequence: int) -> None:
         """End a sequence. A page that no other sequence refers to returns to the pool.

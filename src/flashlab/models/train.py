@@ -6,18 +6,11 @@ is equal within noise? A yardstick is a run with the same attention whose first 
 rounding (`jitter`). Its curve differs from the first by what rounding alone can do.
 """
 
-from typing import Any
-
 import torch
 
 from flashlab import runtime
 from flashlab.models import text
 from flashlab.models.language_model import Config, LanguageModel, make_optimizer, train_step
-
-
-def train(config: Config, **options: Any) -> list[float]:
-    """The losses of `fit`, whose options these are."""
-    return fit(config, **options)[1]
 
 
 def fit(

@@ -41,14 +41,6 @@ TENSOR_CORE_OPCODES = ("HMMA", "HGMMA", "UTCHMMA", "IMMA", "QMMA", "QGMMA", "OMM
 _FORMAT = 3  # of the cache's entries; raise it when what is stored changes
 
 
-class CompileTimeout(TimeoutError):
-    """The compiler was still at it when the time was up; it was stopped."""
-
-
-class CompileChildError(RuntimeError):
-    """The compiling process could not be started, or load the kernel's source; or it met a full disk, and the like."""
-
-
 @dataclass(frozen=True)
 class CompileReport:
     """What the compiler made of one kernel for one target.
@@ -132,8 +124,8 @@ def compile_report(
     timeout     seconds.
 
     A kernel that the compiler refuses gives a report with ``ok`` False and its message in ``error``. Raises TypeError
-    for something that is no kernel and for a missing or unknown argument, ValueError (NotPortable) for a kernel whose
-    source cannot be found, UnknownGpu for the target, CompileTimeout, CompileChildError where the machine is at fault.
+    for something that is no kernel and for a missing or unknown argument, ValueError for a kernel whose source cannot
+    be found, UnknownGpu for the target, TimeoutError, RuntimeError where the machine is at fault, or the child.
     """
     return compile_reports(
         kernel, [arguments], targets=[target], num_warps=num_warps, num_stages=num_stages, timeout=timeout
@@ -264,11 +256,6 @@ def _report(name: str, job: dict, outcome: dict, from_cache: bool) -> CompileRep
 # ---- the cache ------------------------------------------------------------------------------------------------------
 
 
-def cache_folder() -> Path:
-    """Where reports are kept (see flashlab.runtime.cache). Safe to delete."""
-    return cache.folder("compile")
-
-
 def _key(source: str, name: str, job: dict) -> str:
     parts = [_FORMAT, version("triton"), source, name, job["capability"], job["arguments"], job["options"],
              job["shared_only"]]  # fmt: skip
@@ -277,7 +264,7 @@ def _key(source: str, name: str, job: dict) -> str:
 
 def _cached(key: str) -> dict | None:
     try:
-        outcome = json.loads(gzip.decompress((cache_folder() / f"{key}.json.gz").read_bytes()))
+        outcome = json.loads(gzip.decompress((cache.folder("compile") / f"{key}.json.gz").read_bytes()))
         said = outcome.get("refused") or outcome["sass"] or outcome["registers"] is None  # shared_only
         whole = outcome["key"] == key and outcome["seconds"] >= 0 and said
         return outcome if whole else None
@@ -287,7 +274,7 @@ def _cached(key: str) -> dict | None:
 
 def _store(key: str, outcome: dict) -> None:
     try:
-        folder = cache_folder()
+        folder = cache.folder("compile")
         cache.write_whole(
             folder / f"{key}.json.gz", gzip.compress(json.dumps(outcome | {"key": key}).encode(), mtime=0)
         )
@@ -315,21 +302,21 @@ def _run_jobs(source: str, name: str, jobs: dict[str, dict], timeout: float) -> 
         started = None
         for line in lines:
             if "fatal" in line:
-                raise CompileChildError(f"the compiling process could not load the source of {name}: {line['fatal']}")
+                raise RuntimeError(f"the compiling process could not load the source of {name}: {line['fatal']}")
             key = keys[line.pop("job")]
             if "started" in line:
                 started = key
             elif "error" in line and not line["refused"]:  # not stored: the next attempt may fare better
-                raise CompileChildError(f"{name} could not be compiled on this machine: {line['error']}")
+                raise RuntimeError(f"{name} could not be compiled on this machine: {line['error']}")
             else:
                 outcomes[key] = line
                 _store(key, line)
         if ended is None:
-            raise CompileTimeout(f"compiling {name} took more than {timeout:g} seconds a configuration and was stopped")
+            raise TimeoutError(f"compiling {name} took more than {timeout:g} seconds a configuration and was stopped")
         if ended == 0:
             break
         if started is None or started in outcomes or re.search(compile_child.MACHINE, complaint):
-            raise CompileChildError(f"the compiling process ended with status {ended}: {complaint}")
+            raise RuntimeError(f"the compiling process ended with status {ended}: {complaint}")
         # The compiler itself died (an assertion or a fault in LLVM or MLIR, too little memory): that is the outcome of
         # this job. It is not stored: the next attempt may fare better.
         how = signal.Signals(-ended).name if ended < 0 else f"status {ended}"

@@ -198,16 +198,12 @@ class Model:
     def _stored(self, pointer: Pointer, value: Any, mask: Any, doing: str) -> tuple[Any, Any, Any]:
         at, mask = self._places(pointer, mask, doing)
         if not pointer.buffer.written:
-            raise InputChangedError(f"{pointer.buffer.name} is written to: it is an input")
+            raise ValueError(f"{pointer.buffer.name} is written to: it is an input")
         value = np.broadcast_to(np.asarray(value).astype(pointer.buffer.data.dtype), at.shape)
         if mask is None:
             return at, value, pointer.buffer.data
         mask = np.broadcast_to(mask, at.shape)
         return at[mask], value[mask], pointer.buffer.data
-
-
-class InputChangedError(Exception):
-    """A kernel writes to one of its inputs."""
 
 
 def launch(

@@ -16,10 +16,6 @@ import textwrap
 from types import NoneType
 
 
-class NotPortable(ValueError):
-    """The function's source, or something that it refers to, cannot be taken to another process."""
-
-
 def unwrap(function):
     """The plain Python function under @triton.jit, @triton.autotune, @triton.heuristics; else the argument itself."""
     while not inspect.isfunction(function) and hasattr(function, "fn"):
@@ -44,12 +40,12 @@ def is_gluon(value) -> bool:
 def module_source(function) -> str:
     """The text of a module in which ``function``, a Triton kernel or a Python function, is defined by its own name.
 
-    Raises NotPortable where there is no source (built by ``exec``, typed at a prompt), where two different things go by
+    Raises ValueError where there is no source (built by ``exec``, typed at a prompt), where two different things go by
     one name, or where a global has no literal form.
     """
     raw = unwrap(function)
     if not inspect.isfunction(raw):
-        raise NotPortable(f"{function!r} is no Python function")
+        raise ValueError(f"{function!r} is no Python function")
     collector = _Collector()
     collector.add_definition(raw.__name__, function)
     return collector.text()
@@ -70,7 +66,7 @@ class _Collector:
             known = self.values[name]
             if known is value or (_literal(value) is not None and _literal(value) == _literal(known)):
                 return
-            raise NotPortable(f"{user} needs two different things that are called {name!r}; rename one of them")
+            raise ValueError(f"{user} needs two different things that are called {name!r}; rename one of them")
         if inspect.ismodule(value):
             self.values[name] = value
             self.imports.append(f"import {value.__name__} as {name}")
@@ -89,7 +85,7 @@ class _Collector:
             self.values[name] = value
             self.definitions.append(f"{name} = {text}\n")
         else:
-            raise NotPortable(
+            raise ValueError(
                 f"{user} uses {name!r}, a {type(value).__name__}, which cannot be written out as source; "
                 "pass it as an argument, or make it a number, a string or a tl.constexpr"
             )
@@ -117,12 +113,12 @@ def _source(raw, keep_decorators: bool) -> tuple[str, ast.AST]:
         source = textwrap.dedent(inspect.getsource(raw))
         tree = ast.parse(source).body[0]
     except (OSError, TypeError, SyntaxError, IndexError) as error:
-        raise NotPortable(
+        raise ValueError(
             f"there is no source for {raw.__name__!r} (typed at a prompt, or built by exec): "
             "write it in a file or in a notebook cell"
         ) from error
     if not isinstance(tree, ast.FunctionDef | ast.ClassDef):
-        raise NotPortable(f"{raw.__name__!r} is not defined by a plain def (a lambda?): write a def")
+        raise ValueError(f"{raw.__name__!r} is not defined by a plain def (a lambda?): write a def")
     if not keep_decorators:
         tree.decorator_list = []
         source = "\n".join(source.splitlines()[tree.lineno - 1 :])

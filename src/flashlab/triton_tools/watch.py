@@ -7,7 +7,6 @@
 
 import contextlib
 import importlib
-import importlib.util
 import inspect
 import os
 import pickle
@@ -338,13 +337,10 @@ def _named_tensors(fn, args, kwargs) -> dict[str, torch.Tensor]:
 
 
 def _traffic_in_child(fn, args, kwargs) -> Traffic:
-    origin = importable_as(fn)
     with tempfile.TemporaryDirectory(prefix="flashlab-traffic-") as folder:
-        if origin is None:
-            name = fn.__name__
-            Path(folder, "launcher_source.py").write_text(module_source(fn), encoding="utf-8")
-        else:
-            name = ":".join(origin)
+        if (origin := importable_as(fn)) is None:
+            origin = "flashlab_launcher", fn.__name__
+            Path(folder, f"{origin[0]}.py").write_text(module_source(fn), encoding="utf-8")
         try:
             torch.save((args, kwargs), Path(folder, "arguments.pt"))
         except (TypeError, AttributeError, pickle.PicklingError) as error:
@@ -352,13 +348,13 @@ def _traffic_in_child(fn, args, kwargs) -> Traffic:
                 f"an argument of {fn.__name__} cannot be taken to the process that interprets ({error}); arguments are "
                 "tensors and plain values: put the rest, a kernel for instance, into a function around the launcher"
             ) from error
-        paths = [os.path.abspath(entry) if entry else os.getcwd() for entry in sys.path]
+        paths = [folder, *(os.path.abspath(entry) if entry else os.getcwd() for entry in sys.path)]
         environment = os.environ | {
             "FLASHLAB_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths),
         }  # fmt: skip
         environment.pop("TRITON_INTERPRET", None)
         program = "import sys; from flashlab.triton_tools import watch; watch._child(*sys.argv[1:])"
-        command = [sys.executable, "-c", program, folder, name]
+        command = [sys.executable, "-c", program, folder, *origin]
         ended = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         result = Path(folder, "result.pt")
         if not result.exists():
@@ -369,21 +365,13 @@ def _traffic_in_child(fn, args, kwargs) -> Traffic:
     return answer
 
 
-def _child(folder: str, name: str) -> None:
+def _child(folder: str, module: str, name: str) -> None:
     """The child process: load the function and its arguments, run it watched, write the result."""
-    if ":" in name:
-        module_name, name = name.split(":")
-        module = importlib.import_module(module_name)
-    else:
-        spec = importlib.util.spec_from_file_location("launcher_source", Path(folder, "launcher_source.py"))
-        assert spec is not None and spec.loader is not None, f"no loader for a Python file in {folder}"
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["launcher_source"] = module
-        spec.loader.exec_module(module)
+    fn = getattr(importlib.import_module(module), name)
     args, kwargs = torch.load(Path(folder, "arguments.pt"), weights_only=False)
     answer: Traffic | Exception
     try:
-        answer = hbm_traffic(getattr(module, name), *args, **kwargs)
+        answer = hbm_traffic(fn, *args, **kwargs)
     except OutOfBounds as error:
         answer = OutOfBounds(str(error))
     except Exception as error:
