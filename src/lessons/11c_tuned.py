@@ -459,7 +459,7 @@ for run in RUNS:
 
 # %% [markdown]
 # With a mask, parts have different lengths, and the longest one must not begin last: all others would wait for it. So the last group of heads
-# gets three parts for every block, or four where rows are many. Then short parts come last. Without a mask all parts are equal but one: $N = 1024$ is
+# gets two parts for every block, or three or four where rows are many. Then short parts come last. Without a mask all parts are equal but one: $N = 1024$ is
 # $5\tfrac13$ times 192 rows, and of a head's last part the third consumer has none. It passes its turns by, and so that part is shorter. Where parts
 # are many, blocks ask the counter then too. (`notes/phase_11_experiments.md` has what each gained.)
 

@@ -434,7 +434,7 @@ template <class Tile> static int launch(const Problem& p, void* stream) {
     const int heads = p.batch * p.heads, heads_together = (int)min((int64_t)heads, fit);
     // New: the longest part is not to begin last. So the last group has several parts for each block, long and short
     const int m_blocks = max(1, ceil_div(p.seq_q, Tile::BLOCK_M));
-    const int last = min(heads, ceil_div((m_blocks < 32 ? 3 : 4) * p.sms, m_blocks));
+    const int each = m_blocks < 8 ? 2 : m_blocks < 32 ? 3 : 4, last = min(heads, ceil_div(each * p.sms, m_blocks));
     const int groups = (heads - last) / heads_together, grid = min(p.sms, parts<Tile>(p));
     if ((p.causal ? asks<Tile, true> : asks<Tile, false>)(p.seq_q, parts<Tile>(p), grid))
         // region: clear the counter
