@@ -33,7 +33,7 @@ Edits = Sequence[tuple[str, str]]  # (old, new) texts, each of which occurs once
 Slot = tuple[ast.AST, str, "int | None"]  # a node, one of its fields, and the place in it where it is a list
 
 CHANGED = "<a change>"  # the file's name of a changed text
-_MOST_STEPS = 2_000  # of a loop that a change may have made endless
+MOST_STEPS = 2_000  # of a loop that a change may have made endless
 _FACTORS = (4, 8, 1000, 1024)
 _FEW = 12  # values of a parameter, each of which an answer may take for all of them
 _LONGEST_NAME = 44  # characters of a definition that stands for a local name
@@ -231,7 +231,7 @@ class Text:
 
         def tick() -> None:
             self.turns += 1
-            if self.turns - begun > _MOST_STEPS:
+            if self.turns - begun > MOST_STEPS:
                 raise EndlessError
 
         names = {**self.globals, **self.fixed, "math": math, "_tick": tick, "_bounded": _bounded}

@@ -17,10 +17,12 @@ import inspect
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
-from flashlab.check.changes import Change, Slot, Text, Variants, _at, _expr, _new, _rounded_up, _slots, changes
+from flashlab.check.changes import (
+    MOST_STEPS, Change, EndlessError, Slot, Text, Variants, _at, _expr, _new, _rounded_up, _slots, changes,
+)  # fmt: skip
 from flashlab.check.claims import tokens
 from flashlab.check.lookup import Index
 
@@ -48,8 +50,34 @@ def own_text(fn: Callable[..., Any], make: Callable[..., Text] = Text) -> Text |
         text = make(fn, {name: name for name in fn.__code__.co_varnames})
     except (OSError, TypeError, SyntaxError, AttributeError, AssertionError, ValueError):
         return None
-    text.globals, text.foreign = {**text.globals, **closed}, True
+    text.globals, text.foreign = {name: _ending(x) for name, x in {**text.globals, **closed}.items()}, True
     return text
+
+
+class _Ending:
+    """An iterator without end, of which a loop, or what else goes through all of it, sees the first few items."""
+
+    def __init__(self, endless: Iterator[Any]) -> None:
+        self.endless = endless
+
+    def __next__(self) -> Any:
+        return next(self.endless)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from itertools.islice(self.endless, MOST_STEPS)
+        raise EndlessError
+
+
+_ENDLESS = (itertools.count, itertools.cycle, itertools.repeat)
+
+
+def _ending(x: Any) -> Any:
+    """What a name stands for, where a change may put it in the place of something that ends."""
+    if x is itertools:
+        return SimpleNamespace(**{name: _ending(value) for name, value in vars(itertools).items()})
+    if isinstance(x, _ENDLESS):
+        return _Ending(x)
+    return (lambda *given, **named: _Ending(x(*given, **named))) if x in _ENDLESS else x
 
 
 def mended(index: Index, fn: Callable[..., Any], make: Callable[..., Text] = Text) -> tuple[str | None, float]:
@@ -64,7 +92,10 @@ def mended(index: Index, fn: Callable[..., Any], make: Callable[..., Text] = Tex
     now = {x.__name__: x for x in text.globals.values() if isinstance(x, FunctionType) and x is not fn
            and x.__code__.co_filename == fn.__code__.co_filename
            and x.__name__ in {*text.often} - {*text.params, *text.locals}}  # fmt: skip
-    text.globals |= {name: functools.partial(_called, now, name) for name in now}
+    parts = {name: part for name, helper in now.items() if (part := own_text(helper))}
+    for each in (text, *parts.values()):
+        each.globals |= {name: functools.partial(_called, now, name) for name in now}
+    now |= {name: part.compiled() for name, part in parts.items()}  # their loops end
     got = index.run(text.compiled())
     wrong = index.wrong_parts(got)
     off = [i for i in index.order if not index.same_outcome([got[i]], [index.right[i]])]
@@ -74,10 +105,9 @@ def mended(index: Index, fn: Callable[..., Any], make: Callable[..., Text] = Tex
     values = {name: [given[i] for given in index.inputs] for i, name in enumerate(text.params)}
     made, called = _runs(index, text, values), text.compiled()
     shared = _lines_of_both(text, index.texts)
-    for name, helper in tuple(now.items()):
-        if part := own_text(helper):
-            made += [(part, change, functools.partial(_with, now, name, other, called))
-                     for _, change, other in _runs(index, part, {})]  # fmt: skip
+    for name, part in parts.items():
+        made += [(part, change, functools.partial(_with, now, name, other, called))
+                 for _, change, other in _runs(index, part, {})]  # fmt: skip
     right = index.run(index.texts[0].compiled(), index.more)
 
     def is_right(run: Callable[..., Any]) -> bool:
