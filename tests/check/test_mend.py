@@ -1,5 +1,6 @@
 """Answers in a style of their own, with one slip: what change of the learner's text makes them right."""
 
+import itertools
 import math
 import re
 
@@ -8,6 +9,7 @@ import torch
 
 from flashlab.attention.online_softmax import State
 from flashlab.check import CheckFailed
+from flashlab.check.changes import EndlessError
 from flashlab.check.mend import mended, own_text
 from flashlab.exercises import exercises
 from flashlab.exercises.rule import RULES
@@ -181,3 +183,20 @@ def rounded_share(rows, parts):
 def test_a_number_that_is_rounded_should_not_be():
     with pytest.raises(CheckFailed, match=r"`round\(times\[most\] / sum.* stands where `times\[most\] / sum"):
         RULES["10.1"].check(rounded_share)
+
+
+fresh = itertools.count()
+
+
+def test_what_has_no_end_comes_to_one():  # a change may put it in the place of a list
+    def two(n):
+        return next(fresh), next(itertools.count(n))
+
+    assert own_text(two).compiled()(7) == (next(fresh) - 1, 7)
+
+    def all_of_it(n):
+        return sum(1 for _ in fresh) if n else {*itertools.count()}
+
+    for n in (0, 1):
+        with pytest.raises(EndlessError):
+            own_text(all_of_it).compiled()(n)

@@ -25,6 +25,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from flashlab.check.code_changes import of_code, of_lines
@@ -154,6 +155,7 @@ class Text:
                 for name, value in zip(targets, values, strict=True):
                     if isinstance(name, ast.Name):
                         assigned[name.id].append(value)
+        self.assigned = assigned
         self.locals = list(assigned)
         lists = (ast.List, ast.ListComp, ast.Dict, ast.Tuple)
         self.lists = {name for name, meant in assigned.items() if meant and isinstance(meant[0], lists)}
@@ -185,7 +187,7 @@ class Text:
         named = {n: n.id for n in read if not isinstance(getattr(n, "ctx", None), ast.Store)}
         for n, name in named.items():
             n.id = self.words[name]
-        said = _short_numbers(ast.unparse(node))
+        said = re.sub(r"(^|\()0 \+ ", r"\1", _short_numbers(ast.unparse(node)))
         for n, name in named.items():
             n.id = name
         whole = said.startswith("(") and said.endswith(")") and said.count("(") == 1
@@ -234,7 +236,8 @@ class Text:
             if self.turns - begun > MOST_STEPS:
                 raise EndlessError
 
-        names = {**self.globals, **self.fixed, "math": math, "_tick": tick, "_bounded": _bounded}
+        known = {name: _ending(x) for name, x in self.globals.items()} if self.foreign else self.globals
+        names = {**known, **self.fixed, "math": math, "_tick": tick, "_bounded": _bounded}
         exec(code, names)
         made = names[tree.name]
 
@@ -244,6 +247,32 @@ class Text:
             return made(*args)
 
         return run, names
+
+
+class _Ending:
+    """An iterator without end, of which a loop, or what else goes through all of it, sees the first few items."""
+
+    def __init__(self, endless: Iterator[Any]) -> None:
+        self.endless = endless
+
+    def __next__(self) -> Any:
+        return next(self.endless)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from itertools.islice(self.endless, MOST_STEPS)
+        raise EndlessError
+
+
+_ENDLESS = (itertools.count, itertools.cycle, itertools.repeat)
+
+
+def _ending(x: Any) -> Any:
+    """What a name stands for, where a change may put it in the place of something that ends."""
+    if x is itertools:
+        return SimpleNamespace(**{name: _ending(value) for name, value in vars(itertools).items()})
+    if isinstance(x, _ENDLESS):
+        return _Ending(x)
+    return (lambda *given, **named: _Ending(x(*given, **named))) if x in _ENDLESS else x
 
 
 class _Bounded(ast.NodeTransformer):

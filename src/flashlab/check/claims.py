@@ -135,6 +135,9 @@ class Claims:
         """Whether one of these is in the learner's text more often than in the right one."""
         return any(mine > right for mine, right in map(self._counts, pieces))
 
+    def _no_more(self, piece: str) -> bool:
+        return not self._more(piece)
+
     def _missing(self, what: str, piece: str, as_it_is: str, whole: str) -> bool:
         if as_it_is:
             signs = _DIVIDED.get(what, ())
@@ -203,6 +206,7 @@ _FORMS: tuple[tuple[re.Pattern[str], Callable[..., bool]], ...] = tuple(
     for form, judge in (
         (r"the factor `([^`]*)` is there twice", Claims._twice),
         (r"the arguments of `(\w+)` are exchanged", Claims._exchanged),
+        (r"`(break|continue|pass)` stands where", Claims._no_more),
         (r"`([^`]*)` has the wrong sign", Claims._sign),
         (r"the comparison is `([^`]*) (<=|>=|==|!=|<|>) ([^`]*)`", Claims._compared),
         (r"`([^`]*)` is one too (?:large|small)$", Claims._one_off),

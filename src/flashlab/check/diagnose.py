@@ -84,7 +84,7 @@ def _structure(observations: Sequence[Observation], wrong: Sequence[Observation]
             sentence = f"{none} of o are 0, and their lse is NaN, the others right: something turned a NaN into 0. "
             sentence += "Where does the NaN arise? -inf - (-inf), inf * 0, or 0 / 0"
             return "nan-hidden", sentence, lost[0]
-        return "rows-not-computed", f"{none} of o are 0, the others right: are they ever computed?", lost[0]
+        return "rows-not-computed", f"{none} of o are 0, the others right: never computed, or made 0", lost[0]
     layouts = {seen.case.layout for seen in wrong}
     if "contiguous" not in layouts and any(s.ok and s.case.layout == "contiguous" for s in observations):
         said = "right for contiguous inputs only: the addresses have to use each tensor's own strides"
@@ -697,8 +697,8 @@ def _describe(observations: Sequence[Observation], wrong: Sequence[Observation])
     finer = finer and any(bool((s.truth.lse_bound < 0.1).all()) for s in wrong)
     end = ". lse is right in every case, so the maxima and the sums are" if finer else ""
     if name == "lse" and all(_lse_never_set(s) for s in wrong if s.case.content in CALM):
-        end = ", and -inf in every row. o is right here, so the sums are not 0: something that lse is made of is still "
-        end += "-inf, as it began: a maximum that is never set, or the old lse?"
+        end = ", and -inf in every row. o is right here, so the sums are not 0: something that lse is made of is "
+        end += "-inf: a maximum as it began, the old lse, or the logarithm of a sum that is 0?"
         return CheckFailed(f"{difference}{share}: {value}{end}", diagnosis="maximum-never-set", case=str(seen.case))
     return CheckFailed(f"{difference}{share}: {value}{end}", diagnosis="wrong-value", case=str(seen.case))
 

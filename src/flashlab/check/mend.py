@@ -17,12 +17,10 @@ import inspect
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from types import FunctionType, SimpleNamespace
+from types import FunctionType
 from typing import Any
 
-from flashlab.check.changes import (
-    MOST_STEPS, Change, EndlessError, Slot, Text, Variants, _at, _expr, _new, _rounded_up, _slots, changes,
-)  # fmt: skip
+from flashlab.check.changes import Change, Slot, Text, Variants, _at, _expr, _new, _rounded_up, _slots, changes
 from flashlab.check.claims import tokens
 from flashlab.check.lookup import Index
 
@@ -47,37 +45,11 @@ def own_text(fn: Callable[..., Any], make: Callable[..., Text] = Text) -> Text |
     """The text of a learner's function, in its own names; None of what is no `def`."""
     try:
         closed = inspect.getclosurevars(fn).nonlocals
-        text = make(fn, {name: name for name in fn.__code__.co_varnames})
+        text = make(fn, {name: name for name in fn.__code__.co_varnames + fn.__code__.co_cellvars})
     except (OSError, TypeError, SyntaxError, AttributeError, AssertionError, ValueError):
         return None
-    text.globals, text.foreign = {name: _ending(x) for name, x in {**text.globals, **closed}.items()}, True
+    text.globals, text.foreign = {**text.globals, **closed}, True
     return text
-
-
-class _Ending:
-    """An iterator without end, of which a loop, or what else goes through all of it, sees the first few items."""
-
-    def __init__(self, endless: Iterator[Any]) -> None:
-        self.endless = endless
-
-    def __next__(self) -> Any:
-        return next(self.endless)
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from itertools.islice(self.endless, MOST_STEPS)
-        raise EndlessError
-
-
-_ENDLESS = (itertools.count, itertools.cycle, itertools.repeat)
-
-
-def _ending(x: Any) -> Any:
-    """What a name stands for, where a change may put it in the place of something that ends."""
-    if x is itertools:
-        return SimpleNamespace(**{name: _ending(value) for name, value in vars(itertools).items()})
-    if isinstance(x, _ENDLESS):
-        return _Ending(x)
-    return (lambda *given, **named: _Ending(x(*given, **named))) if x in _ENDLESS else x
 
 
 def mended(index: Index, fn: Callable[..., Any], make: Callable[..., Text] = Text) -> tuple[str | None, float]:
@@ -120,14 +92,20 @@ def mended(index: Index, fn: Callable[..., Any], make: Callable[..., Text] = Tex
     def price(change: Change) -> float:
         longer = max(_length(new) - _length(old) for old, new in map(_both, change.edits))
         known = all(id(holder) in shared for (holder, _, _), _ in change.edits)
-        return change.cost + _SHARED * known + _LONGER * max(0, longer)
+        kept = any(
+            isinstance(old, ast.BinOp)
+            and isinstance(old.op, ast.FloorDiv)
+            and (new is old.left or isinstance(getattr(new, "op", None), ast.Mult))
+            for old, new in map(_both, change.edits)
+        )  # more likely its being rounded down is wrong
+        return change.cost + _SHARED * known + _LONGER * max(0, longer) + 1.5 * kept
 
     for of, change, run in sorted(made, key=lambda x: (len(x[1].edits) > 1, price(x[1]))):
         if time.process_time() > until:
             break
         outcome = index.run(run)
         mends = [p for p in wrong if all(index.same_outcome([outcome[i]], [index.right[i]], p) for i in order)]
-        if not mends or not (words := said(of, change)):
+        if not mends or not (words := said(of, change)) or _undoes(of, change):
             continue
         if len(mends) == len(wrong) and is_right(run):
             return words, price(change)
@@ -145,6 +123,23 @@ def _lines_of_both(text: Text, right: Sequence[Text]) -> set[int]:
     known = {ast.unparse(line) for other in right for line in ast.walk(other.tree) if isinstance(line, _LINES)}
     lines = [line for line in ast.walk(text.tree) if isinstance(line, _LINES) and ast.unparse(line) in known]
     return {id(x) for line in lines for x in ast.walk(line)}
+
+
+def _undoes(text: Text, change: Change) -> bool:
+    """Whether a change takes out what the text is about: all of a tensor for the part that a name stands for, or every
+    use of a parameter."""
+    for old, new in map(_both, change.edits):
+        if isinstance(old, ast.Name) and isinstance(new, ast.Name) and new.id in text.params:
+            of = text.assigned.get(old.id, ())
+            if any(isinstance(x, ast.Subscript) and getattr(x.value, "id", "") == new.id for x in of):
+                return True
+    before = {*text.params} & {*_reads(text.tree)}
+    with text.changed(change):
+        return not before <= {*_reads(text.tree)}
+
+
+def _reads(tree: ast.AST) -> Iterator[str]:
+    return (x.id for x in ast.walk(tree) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Load))
 
 
 def _length(x: Any) -> int:

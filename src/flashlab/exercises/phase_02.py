@@ -294,13 +294,14 @@ def whole_matrix(flash_attention_one_head_sim: Callable[..., Any]) -> Any:
 
 
 def _expect_blocks_not_exchanged(fn: Callable[..., Any]) -> None:
-    """Products of 16 rows and 64 keys, not of 64 rows and 16 keys: told by how many there are."""
-    Q, K, V = random_tensors((16, 32), (128, 32), (128, 32))
-    case = "M=16, N=128, BLOCK_M=16, BLOCK_N=64"
-    products = _products(fn, Q, K, V, 16, 64, case=case)
-    said = f"the values are right, but {products} products were computed where one block of rows and two blocks of "
-    said += "keys need 4: are BLOCK_M and BLOCK_N exchanged?"
-    expect(products <= 4, said, diagnosis="blocks-exchanged", case=case)
+    """Products of BLOCK_M rows and BLOCK_N keys: told by how many there are."""
+    for M, N, BLOCK_M, BLOCK_N, most in ((16, 128, 16, 64, 4), (64, 64, 64, 16, 8)):
+        Q, K, V = random_tensors((M, 32), (N, 32), (N, 32))
+        case = f"{M=}, {N=}, {BLOCK_M=}, {BLOCK_N=}"
+        products = _products(fn, Q, K, V, BLOCK_M, BLOCK_N, case=case)
+        said = f"the values are right, but {products} products were computed where one block of rows and {most // 2} "
+        said += f"blocks of keys need {most}: rows go by BLOCK_M, keys by BLOCK_N, and no block is empty"
+        expect(products <= most, said, diagnosis="blocks-exchanged", case=case)
 
 
 # ---- 2.5, 2.6: bug hunts -----------------------------------------------------------------------------------

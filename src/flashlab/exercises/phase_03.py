@@ -182,12 +182,13 @@ def scale_log2(scale):
 def _rows_apart(r: random.Random, rows: int, N: int, level: str = "near 0") -> tuple[Any, ...]:
     """row_lse_kernel's arguments: rows of N scores, apart in memory."""
     x = normal(r, rows, N, dtype=torch.float32)
-    x = {"falling by 300": x + torch.linspace(300, 0, N), "all 2": torch.full_like(x, 2.0)}.get(level, 3 * x)
+    ramp = torch.linspace(0, 300, N)
+    x = {"falling by 300": x - ramp, "rising by 300": x + ramp, "all 2": torch.full_like(x, 2.0)}.get(level, 3 * x)
     x = apart(x + (float(level.removeprefix("near ")) if level.startswith("near") else 0.0), 39)
     return x, empty(rows), x.stride(0), N, 32
 
 
-_LEVELS = ("near 0", "near -5", "near 300", "falling by 300", "near -3.39e38", "all 2")
+_LEVELS = ("near 0", "near -5", "near 300", "falling by 300", "rising by 300", "near -3.39e38", "all 2")
 _AGAIN = "the address has to move with start"
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import io
 import random
 import re
@@ -143,8 +144,15 @@ class TensorRule(Rule):
                 said = f"{name} should be a number, not {in_words(mine, article=True)}"
                 raise CheckFailed(said, diagnosis="wrong-type", case=case)
 
+    def own_text(self, fn: Any, words: Mapping[str, str]) -> Text:
+        text = super().own_text(fn, words)
+        text.launched = self.through  # type: ignore[method-assign]
+        return text
+
     def check(self, answer: Any) -> str:
         learners = self.through(answer)
+        if learners is not answer and inspect.isfunction(answer):
+            learners.__wrapped__ = answer  # type: ignore[attr-defined]  # its text is looked at
         self.compare(learners)
         report = self.then(answer) if self.then is not None and watched() is None else None
         return repr(report).removeprefix("✓ ") if isinstance(report, Report) else f"{len(self.tried)} cases"
