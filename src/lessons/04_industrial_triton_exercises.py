@@ -71,15 +71,7 @@ check("4.2", prefix_edges)
 # *Is a comparison with N needed at all, for a row that exists?*
 
 # %% tags=["exercise"]
-@triton.jit
-def tile_mask_kernel(seen_ptr, start_m, start_n, M, N, prefix, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    r = tl.arange(0, BLOCK_M)
-    c = tl.arange(0, BLOCK_N)
-    # BEGIN SOLUTION
-    query, key = start_m + r[:, None], start_n + c[None, :]
-    seen = (key <= query + N - M) | (key < prefix)
-    # END SOLUTION
-    tl.store(seen_ptr + r[:, None] * BLOCK_N + c[None, :], seen.to(tl.int32))
+# RULE flashlab.exercises.phase_04: tile_mask_kernel
 
 # %% tags=["check"]
 # hint("4.3")

@@ -190,7 +190,9 @@ fresh = itertools.count()
 
 def test_what_has_no_end_comes_to_one():  # a change may put it in the place of a list
     def two(n):
-        return next(fresh), next(itertools.count(n))
+        from itertools import count
+
+        return next(fresh), next(count(n))
 
     assert own_text(two).compiled()(7) == (next(fresh) - 1, 7)
 

@@ -237,7 +237,7 @@ class Text:
                 raise EndlessError
 
         known = {name: _ending(x) for name, x in self.globals.items()} if self.foreign else self.globals
-        names = {**known, **self.fixed, "math": math, "_tick": tick, "_bounded": _bounded}
+        names = {**known, **self.fixed, "math": math, "_tick": tick, "_bounded": _bounded, "_itertools": _ENDING}
         exec(code, names)
         made = names[tree.name]
 
@@ -275,8 +275,20 @@ def _ending(x: Any) -> Any:
     return (lambda *given, **named: _Ending(x(*given, **named))) if x in _ENDLESS else x
 
 
+_ENDING = _ending(itertools)
+
+
 class _Bounded(ast.NodeTransformer):
-    """Products and powers by `_bounded`."""
+    """Products and powers by `_bounded`, and no itertools but those that end."""
+
+    def visit_Import(self, node: ast.Import | ast.ImportFrom) -> ast.AST:
+        if "itertools" not in {getattr(node, "module", ""), *(x.name for x in node.names)}:
+            return node
+        kept = [(x.asname or x.name, "_itertools" if x.name == "itertools" else f"_itertools.{x.name}")
+                for x in node.names]  # fmt: skip
+        return ast.parse("; ".join(f"{name} = {value}" for name, value in kept)).body[0]
+
+    visit_ImportFrom = visit_Import
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         self.generic_visit(node)

@@ -144,22 +144,12 @@ def prefix_edges(start, stop, seq_q, seq_k, prefix, BLOCK_N):
 # ---- 4.3 ------------------------------------------------------------------------------------------------------------
 
 
-def _mask_of(kernel: Any) -> Callable[..., Any]:
-    kernel = kernel_of(kernel, ("seen_ptr", "start_m", "start_n", "M", "N", "prefix", "BLOCK_M", "BLOCK_N"))
-
-    def launch(start_m: int, start_n: int, M: int, N: int, prefix: int) -> torch.Tensor:
-        case = f"queries from {start_m}, keys from {start_n}, M={M}, N={N}, prefix={prefix}"
-        out = torch.full((16, 32), -9, dtype=torch.int32, device=runtime.device())
-        with in_bounds(case, seen=out):
-            kernel[(1,)](out, start_m, start_n, M, N, prefix, BLOCK_M=16, BLOCK_N=32)
-        out = out[: max(0, min(16, M - start_m))]  # what a row that does not exist sees is nobody's business
-        expect(not (out == -9).any(), "some of the tile is never stored", diagnosis="never-written", case=case)
-        return out
-
-    return launch
+def _of_a_tile(*tile: int) -> tuple[Any, ...]:
+    """tile_mask_kernel's arguments, of a tile whose rows all exist."""
+    return empty(16, 32, dtype=torch.int32), *tile, 16, 32
 
 
-@tensor_rule(
+@kernel_rule(
     "4.3",
     title="The mask of a tile", minutes=15,
     hints=[
@@ -168,30 +158,31 @@ def _mask_of(kernel: Any) -> Callable[..., Any]:
         "a tile.",
         "seen = (start_n + c[None, :] <= start_m + r[:, None] + N - M) | (start_n + c[None, :] < prefix)",
     ],
-    answer="tile_mask_kernel",
+    writes="seen_ptr",
     returns="seen",
     inputs={
-        f"queries from {m}, keys from {n}, M={M}, N={N}, prefix={prefix}": (m, n, M, N, prefix)
+        f"queries from {m}, keys from {n}, M={M}, N={N}, prefix={prefix}": _of_a_tile(m, n, M, N, prefix)
         for m, n, M, N, prefix in (
-            (0, 0, 64, 64, 0), (16, 16, 64, 64, 40), (32, 16, 64, 64, 20), (0, 32, 16, 50, 37), (16, 32, 24, 50, 0),
-            (0, 0, 40, 10, 5), (32, 0, 40, 10, 10), (0, 128, 1, 147, 3), (48, 48, 50, 51, 50), (16, 16, 20, 34, 30))
+            (0, 0, 64, 64, 0), (16, 16, 64, 64, 40), (32, 16, 64, 64, 20), (0, 32, 16, 50, 37), (16, 32, 32, 58, 0),
+            (0, 0, 40, 10, 5), (24, 0, 40, 10, 10), (0, 128, 16, 147, 3), (48, 48, 64, 65, 50), (16, 16, 32, 46, 30))
     },
-    draw=lambda r: (lambda M, N: (r.randrange(M) // 16 * 16, r.randrange(N) // 32 * 32, M, N, r.randint(0, N)))(
-        r.randint(1, 90), r.randint(1, 90)),
-    through=_mask_of,
-    words={"offs_m": "(start_m + r)", "offs_n": "(start_n + c)"},  # the page has no such names
+    draw=lambda r: (lambda M, N: _of_a_tile(r.randint(0, M - 16), r.randrange(N) // 32 * 32, M, N, r.randint(0, N)))(
+        r.randint(16, 90), r.randint(1, 90)),
+    words={"query": "(start_m + r)", "key": "(start_n + c)", "offs_n": "(start_n + c)"},  # the page has no such names
+    also=[[("key = start_n + c[None, :]", "offs_n = start_n + c"), ("(key <=", "(offs_n[None, :] <="),
+           ("(key <", "(offs_n[None, :] <"), ("+ N - M", "+ (N - M)")]],
     notes={
         "start_m": "the first row of the tile is number start_m, not 0",
         **dict.fromkeys(("N - M", "N", "M"), ALIGNED),
         "start_n": "the first column of the tile is number start_n, not 0", "r": "row r is query start_m + r",
-        "offs_n[None, :] < prefix": "every query sees the first `prefix` keys", "c": "column c is key start_n + c",
-        "offs_n[None, :] <= offs_m[:, None] + (N - M)": "a query sees the keys up to its own position, that one too",
+        "prefix": "every query sees the first `prefix` keys", "c": "column c is key start_n + c",
+        "key <= query + N - M": "a query sees the keys up to its own position, that one too",
     },
     rows=[
         Row("prefix-of-queries", "the first `prefix` keys are hidden from the queries from `prefix` on; every query "
-            "sees them", [("(offs_n[None, :] < prefix)", "((offs_n[None, :] < prefix) & (offs_m[:, None] < prefix))")]),
+            "sees them", [("(key < prefix)", "((key < prefix) & (query < prefix))")]),
         Row("one-too-many", "each query sees one key too many, the one behind its own position",
-            [("+ (N - M)", "+ (N - M) + 1")]),
+            [("+ N - M", "+ N - M + 1")]),
         Row("starts-exchanged", "start_m and start_n are exchanged: row 0 is query start_m, and column 0 key start_n",
             [("start_m + r", "start_n + r"), ("start_n + c", "start_m + c")]),
         Row("start-times-block", "start_m is multiplied by BLOCK_M; it is a row's number already", [
@@ -203,12 +194,16 @@ def _mask_of(kernel: Any) -> Callable[..., Any]:
         "seen_ptr": torch.int32, "start_m": 16, "start_n": 16, "M": 50, "N": 60, "prefix": 9, "BLOCK_M": 16,
         "BLOCK_N": 32}),
 )  # fmt: skip
-def mask_of_a_tile(start_m, start_n, M, N, prefix):
-    r, c = torch.arange(16)[: max(0, M - start_m)], torch.arange(32)
-    offs_m = start_m + r
-    offs_n = start_n + c
-    seen = (offs_n[None, :] <= offs_m[:, None] + (N - M)) | (offs_n[None, :] < prefix)
-    return seen.broadcast_to(len(r), 32).int()  # as a store does
+@triton.jit
+def tile_mask_kernel(seen_ptr, start_m, start_n, M, N, prefix, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    r = tl.arange(0, BLOCK_M)
+    c = tl.arange(0, BLOCK_N)
+    # BEGIN SOLUTION
+    query = start_m + r[:, None]
+    key = start_n + c[None, :]
+    seen = (key <= query + N - M) | (key < prefix)
+    # END SOLUTION
+    tl.store(seen_ptr + r[:, None] * BLOCK_N + c[None, :], seen.to(tl.int32))
 
 
 # ---- 4.4 ------------------------------------------------------------------------------------------------------------
