@@ -272,7 +272,7 @@ def _ending(x: Any) -> Any:
         return SimpleNamespace(**{name: _ending(value) for name, value in vars(itertools).items()})
     if isinstance(x, _ENDLESS):
         return _Ending(x)
-    return (lambda *given, **named: _Ending(x(*given, **named))) if x in _ENDLESS else x
+    return (lambda *given, **named: _Ending(x(*given, **named))) if any(x is made for made in _ENDLESS) else x
 
 
 _ENDING = _ending(itertools)
@@ -281,14 +281,15 @@ _ENDING = _ending(itertools)
 class _Bounded(ast.NodeTransformer):
     """Products and powers by `_bounded`, and no itertools but those that end."""
 
-    def visit_Import(self, node: ast.Import | ast.ImportFrom) -> ast.AST:
-        if "itertools" not in {getattr(node, "module", ""), *(x.name for x in node.names)}:
-            return node
-        kept = [(x.asname or x.name, "_itertools" if x.name == "itertools" else f"_itertools.{x.name}")
-                for x in node.names]  # fmt: skip
-        return ast.parse("; ".join(f"{name} = {value}" for name, value in kept)).body[0]
+    def visit_Import(self, node: ast.Import) -> Any:
+        parts = [f"{x.asname or x.name} = _itertools" if x.name == "itertools" else f"import {x.name}" + (
+                 f" as {x.asname}" if x.asname else "") for x in node.names]  # fmt: skip
+        return ast.parse("; ".join(parts)).body
 
-    visit_ImportFrom = visit_Import
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> Any:
+        if node.module != "itertools":
+            return node
+        return ast.parse("; ".join(f"{x.asname or x.name} = _itertools.{x.name}" for x in node.names)).body
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         self.generic_visit(node)

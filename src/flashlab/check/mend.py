@@ -61,12 +61,12 @@ def mended(index: Index, fn: Callable[..., Any], make: Callable[..., Text] = Tex
     text = own_text(fn, make)
     if text is None:
         return None, 0.0
-    now = {x.__name__: x for x in text.globals.values() if isinstance(x, FunctionType) and x is not fn
+    now: dict[str, Any] = {x.__name__: x for x in text.globals.values() if isinstance(x, FunctionType) and x is not fn
            and x.__code__.co_filename == fn.__code__.co_filename
            and x.__name__ in {*text.often} - {*text.params, *text.locals}}  # fmt: skip
     parts = {name: part for name, helper in now.items() if (part := own_text(helper))}
-    for each in (text, *parts.values()):
-        each.globals |= {name: functools.partial(_called, now, name) for name in now}
+    for part in (text, *parts.values()):
+        part.globals |= {name: functools.partial(_called, now, name) for name in now}
     now |= {name: part.compiled() for name, part in parts.items()}  # their loops end
     got = index.run(text.compiled())
     wrong = index.wrong_parts(got)

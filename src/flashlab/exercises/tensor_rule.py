@@ -146,7 +146,7 @@ class TensorRule(Rule):
 
     def own_text(self, fn: Any, words: Mapping[str, str]) -> Text:
         text = super().own_text(fn, words)
-        text.launched = self.through  # type: ignore[method-assign]
+        text.launched = self.through  # type: ignore[method-assign, assignment]
         return text
 
     def check(self, answer: Any) -> str:
