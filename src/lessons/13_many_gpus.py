@@ -477,7 +477,7 @@ shape = dict(heads=32, kv_heads=8, head_dim=128)
 for world in (2, 8, 64):
     there, back = (sent_bytes("ring", world, 4096, backward=b, **shape) for b in (False, True))
     print(f"{world:2} ranks of 4096 tokens: forward {there / 2**20:4.0f} MiB, backward {back / there:.2f} x")
-small = dict(heads=4, kv_heads=4, head_dim=D, itemsize=8, wide=8)
+small = dict(heads=4, kv_heads=4, head_dim=D, itemsize=8)
 back = sent_bytes("ring", WORLD, N // WORLD, backward=True, **small)
 assert found[0][3] == back
 print(f"here in float64: expected {back} bytes, counted {found[0][3]}")

@@ -46,7 +46,7 @@ def sent_bytes(
 
     Args:
         way: "gather", "ring" or "ulysses". n: rows of a rank, of one batch. itemsize: bytes per number of q, k and v; a
-            gradient that is summed over ranks is float32.
+            gradient that is summed over ranks has 4 at least.
     Raises:
         ValueError: another way.
     """
@@ -58,9 +58,10 @@ def sent_bytes(
     forward = (world - 1) * kv * itemsize
     if not backward:
         return forward
+    summed = max(4, itemsize)
     if way == "gather":
-        return (world - 1) * kv * 4
-    return forward + (kv * ((world - 1) * 4 + itemsize) if world > 1 else 0)  # the last step is no sum any more
+        return (world - 1) * kv * summed
+    return forward + (kv * ((world - 1) * summed + itemsize) if world > 1 else 0)  # the last step is no sum any more
 
 
 @dataclass(frozen=True)

@@ -450,7 +450,11 @@ def flash_attention_next_kernel(
     ],
 )
 def half_right(flash_attention_forward_kernel: Any) -> Report:
-    return _verify_forward(flash_attention_forward_kernel)
+    report = _verify_forward(flash_attention_forward_kernel)
+    text = inspect.getsource(flash_attention_forward_kernel.fn)
+    said = "right, but by another exponential: the kernel is to go on working with `exp2`, and lse alone is wrong"
+    expect("exp2(" in text and "tl.exp(" not in text, said, diagnosis="another-base")
+    return report
 
 
 @exercise(

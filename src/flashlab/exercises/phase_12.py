@@ -406,6 +406,9 @@ def _expect_merged(module: CudaModule, whole: Source, rows: int, N: int, splits:
         expect(not untouched or launch == "first", said, diagnosis="counter-not-reset", case=case)
         said = f"nobody merges {untouched} of {rows} rows: where each of {splits} warps counts once, the last sees "
         expect(not untouched, f"{said}{splits - 1}", diagnosis="nobody-is-last", case=case)
+        said = f"the counters are {counters.tolist()} behind the {launch} launch, and have to be 0 again: the next one "
+        said += "may have other splits"
+        expect(not counters.any(), said, diagnosis="counter-not-reset", case=case)
         blank = int(unwritten(o).sum())
         said = f"{blank} of {o.numel()} elements of o are never written: is `last` true in every lane that merges?"
         expect(not blank, said, diagnosis="last-in-one-lane", case=case)
