@@ -928,6 +928,7 @@ show.region(path("scores_again.cuh"), "scores again")
 # the counter set to 0.
 
 # %%
+show.region(path("tiles.cuh"), "heads together")
 show.region(step("p11_flash"), "store", "launch")
 
 # %% [markdown]

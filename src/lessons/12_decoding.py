@@ -499,9 +499,8 @@ show.region(CUDA, "queries")
 show.region(WALK, "main loop")
 
 # %% [markdown]
-# One tile is phase 9's: two products, a reference that may lag behind the maximum by 8, and P that stays in registers. The rows are heads of the group and their queries, and each has its own
-# last key. S is added up in two sums, as an MMA waits for the one whose sum it goes on with. And the four lanes of a row ask each other for its maximum only where one of them has found a
-# score too large. So a warp, whose chain of waits is all that a short cache takes, seldom waits for two shuffles: 1 to 3 % for one sequence, nothing for many.
+# One tile is phase 9's: two products, a reference that lags behind the maximum by up to 8, P in registers. Each row has its own last key. S is added up in two
+# sums, as an MMA waits for the one before. The four lanes of a row share a maximum only where one found too large a score: 1 to 3 % for one sequence.
 
 # %%
 show.region(path("one_tile.cuh"), "state", "one tile")

@@ -161,7 +161,7 @@ _ROWS_SUM = "each row's weights sum to 1: take the sum along the keys, and keep 
         "(lambda p: p @ v / p.sum(-1, keepdim=True))((lambda s: torch.exp(s - s.amax(-1, keepdim=True)))(q @ k.T / "
         "math.sqrt(q.shape[-1])))",
     ],
-    nan={"": "not finite where the scores are large: exp takes a scaled score less its row's scaled maximum"},
+    nan={"": "not finite where the scores are large: subtract the row's maximum before the exp, of scaled scores"},
     notes={
         "math.sqrt(q.shape[-1])": "the scores are scaled by 1 / sqrt(D), once", "math.sqrt": "it is 1 / sqrt(D)",
         "scores -= scores.amax(dim=-1, keepdim=True)": _ROW_MAXIMUM, "scores.amax": _ROW_MAXIMUM,

@@ -7,9 +7,7 @@ template <class Kernel> static int launch(Kernel kernel, const Problem& p, void*
     const CUtensorMap v_map = map_of(p.v, p.v_stride, p.batch, p.kv_heads, p.seq_k, BLOCK_N);
     const CUtensorMap o_map = map_of(p.o, p.o_stride, p.batch, p.heads, p.seq_q, 64);
     const int parts = p.batch * p.heads * ceil_div(p.seq_q, BLOCK_M), grid = min(p.sms, parts);
-    // As many heads as have K and V in half of a 50 MB L2
-    const int64_t fit = max((int64_t)1, 24000000 / ((int64_t)p.seq_k * HEAD_DIM * 4 + 1));
-    const int heads_together = (int)min((int64_t)p.batch * p.heads, fit);
+    const int heads_together = fit_together(p.seq_k, p.batch * p.heads);
     cudaMemsetAsync(p.workspace, 0, sizeof(int), (cudaStream_t)stream);
     // More than 48 KB of shared memory have to be asked for. A refusal is what cudaGetLastError then returns.
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED);

@@ -200,10 +200,6 @@ template <bool CAUSAL> __device__ __forceinline__ Part part_of(int blocks, int h
     const int group_heads = min(heads_together, heads - group * heads_together);
     return {group * heads_together + in_group % group_heads, in_group / group_heads};
 }
-// As many heads as have two tensors in half of a 50 MB L2
-static int fit_together(int rows, int heads) {
-    return (int)min((int64_t)heads, max((int64_t)1, 24000000 / ((int64_t)rows * HEAD_DIM * 4 + 1)));
-}
 // endregion
 
 // region: shared memory of keys

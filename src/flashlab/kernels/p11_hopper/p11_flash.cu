@@ -50,18 +50,19 @@ template <int CONSUMERS_> struct Tile {                        // New: what depe
     static constexpr int CONSUMERS = CONSUMERS_, WARPS = 4 * CONSUMERS, THREADS = (CONSUMERS + 1) * GROUP;
     // Per thread. At the launch 65536 / THREADS; then these. With one consumer that is enough for both: none moves.
     static constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 232, PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 40;
-    static constexpr int BLOCK_M = WARPS * MMA_M, Q_BYTES = BLOCK_M * COLUMNS * 2;
+    static constexpr int BLOCK_M = WARPS * MMA_M, Q_BYTES = BLOCK_M * COLUMNS * 2, TURNS = PING_PONG && CONSUMERS > 1;
     static constexpr int BARRIERS_AT = (Q_STAGES + !O_IN_Q) * Q_BYTES + 2 * STAGES * KV_BYTES;
     static constexpr int SHARED = BARRIERS_AT + 8 * BARRIERS + 2 * sizeof(Part);
+    static __host__ __device__ int parts(const Problem& p) { return p.batch * p.heads * ceil_div(p.seq_q, BLOCK_M); }
 };
 // endregion
 
 // region: scheduler
 // New: whether blocks ask the counter for their next part. Without a mask parts are equal, unless the last of a head
 // leaves a consumer without rows; then it pays where parts are many.
-template <class Tile, bool CAUSAL> __host__ __device__ __forceinline__ bool asks(int seq_q, int parts, int blocks) {
-    const bool alike = !CAUSAL && (seq_q - 1) % Tile::BLOCK_M >= Tile::BLOCK_M - 64;
-    return DYNAMIC > (alike || (!CAUSAL && parts < 4 * blocks)) && parts > blocks;
+template <class Tile> __host__ __device__ __forceinline__ bool asks(const Problem& p) {
+    const bool unequal = (p.seq_q - 1) % Tile::BLOCK_M < Tile::BLOCK_M - 64 && Tile::parts(p) > 4 * p.sms;
+    return DYNAMIC + (p.causal || unequal) > 1 && Tile::parts(p) > p.sms;
 }
 // endregion
 
@@ -136,8 +137,7 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
                 next_part[n % 2] = here;
                 mbarrier_arrive(full_part + 8 * (n % 2));      // the consumers see it with the barrier's phase
                 if (part >= parts) break;
-                const bool asking = asks<Tile, CAUSAL>(p.seq_q, parts, gridDim.x);
-                const int next = gridDim.x + (asking ? atomicAdd((int*)p.workspace, 1) : part);
+                const int next = gridDim.x + (asks<Tile>(p) ? atomicAdd((int*)p.workspace, 1) : part);
                 const int kv_head = here.head / (p.heads / p.kv_heads), q_stage = n % Q_STAGES;
                 auto load_q = [&] {                            // after the first K, which need not wait for it
                     mbarrier_wait(empty_q + 8 * q_stage, n / Q_STAGES & 1 ^ 1);
@@ -184,9 +184,8 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
     bool doubted;                                              // the part has had a doubt
     // region: turns
     // Barrier 1 + c is consumer c's turn: its own 128 threads wait there, those of the one before it arrive.
-    constexpr bool TURNS = PING_PONG && CONSUMERS > 1;         // New
-    auto take_turn = [&] { if (TURNS) named_barrier_sync(1 + consumer, 2 * GROUP); };
-    auto pass_turn = [&] { if (TURNS) named_barrier_arrive(1 + (consumer + 1) % CONSUMERS, 2 * GROUP); };
+    auto take_turn = [&] { if (Tile::TURNS) named_barrier_sync(1 + consumer, 2 * GROUP); };
+    auto pass_turn = [&] { if (Tile::TURNS) named_barrier_arrive(1 + (consumer + 1) % CONSUMERS, 2 * GROUP); };
     if (consumer == CONSUMERS - 1) pass_turn();                // consumer 0 begins
     // endregion
 
@@ -423,33 +422,29 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
 extern "C" int64_t workspace_floats(const Problem* p) { return 1; }        // the counter
 // endregion
 // New
-template <class Tile> int parts(const Problem& p) { return p.batch * p.heads * ceil_div(p.seq_q, Tile::BLOCK_M); }
 template <class Tile> static int launch(const Problem& p, void* stream) {
     const CUtensorMap q_map = map_of(p.q, p.q_stride, p.batch, p.heads, p.seq_q, Tile::BLOCK_M);
     const CUtensorMap k_map = map_of(p.k, p.k_stride, p.batch, p.kv_heads, p.seq_k, BLOCK_N);
     const CUtensorMap v_map = map_of(p.v, p.v_stride, p.batch, p.kv_heads, p.seq_k, BLOCK_N);
     const CUtensorMap o_map = map_of(p.o, p.o_stride, p.batch, p.heads, p.seq_q, 64);
-    // As many heads as have K and V in half of a 50 MB L2
-    const int64_t fit = max((int64_t)1, 24000000 / ((int64_t)p.seq_k * HEAD_DIM * 4 + 1));
-    const int heads = p.batch * p.heads, heads_together = (int)min((int64_t)heads, fit);
     // New: the longest part is not to begin last. So the last group has several parts for each block, long and short
-    const int m_blocks = max(1, ceil_div(p.seq_q, Tile::BLOCK_M));
+    const int heads = p.batch * p.heads, grid = min(p.sms, Tile::parts(p)), m_blocks = max(1, Tile::parts(p) / heads);
     const int each = m_blocks < 8 ? 2 : m_blocks < 32 ? 3 : 4, last = min(heads, ceil_div(each * p.sms, m_blocks));
-    const int groups = (heads - last) / heads_together, grid = min(p.sms, parts<Tile>(p));
-    if ((p.causal ? asks<Tile, true> : asks<Tile, false>)(p.seq_q, parts<Tile>(p), grid))
+    const int together = fit_together(p.seq_k, heads), groups = (heads - last) / together;
+    if (asks<Tile>(p))
         // region: clear the counter
         cudaMemsetAsync(p.workspace, 0, sizeof(int), (cudaStream_t)stream);
         // endregion
     // More than 48 KB of shared memory have to be asked for. A refusal is what cudaGetLastError then returns.
     const auto kernel = p.causal ? flash_forward<Tile, true> : flash_forward<Tile, false>;
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::SHARED);
-    kernel<<<grid, Tile::THREADS, Tile::SHARED, (cudaStream_t)stream>>>(p, heads_together, groups, q_map, k_map, v_map,
+    kernel<<<grid, Tile::THREADS, Tile::SHARED, (cudaStream_t)stream>>>(p, together, groups, q_map, k_map, v_map,
                                                                         o_map);
     return (int)cudaGetLastError();
 }
 
 extern "C" int forward(const Problem* p, void* stream) {
-    using Tall = Tile<TALL>;                                   // New: with one consumer, where that fills more blocks
-    return 2 * parts<Tall>(*p) <= p->sms ? launch<Tile<1>>(*p, stream) : launch<Tall>(*p, stream);
+    // New: with one consumer, where that fills more blocks
+    return 2 * Tile<TALL>::parts(*p) <= p->sms ? launch<Tile<1>>(*p, stream) : launch<Tile<TALL>>(*p, stream);
 }
 // endregion

@@ -23,8 +23,7 @@ struct __align__(16) Part { int batch, head, m_start, end, begin = 0, piece = 0,
     // region: parts
     const int m_blocks = ceil_div(p.seq_q, BLOCK_M), all = m_blocks * p.batch * p.heads, rounds = all / (int)gridDim.x;
     int halved = 0;                                            // New: how often the last parts are
-    const bool asked = !CAUSAL && asks<Tile, CAUSAL>(p.seq_q, all, gridDim.x);
-    if (asked) while (ceil_div(p.seq_k, BLOCK_N) >> halved >= 2 * WHOLE) halved++;
+    if (!CAUSAL && asks<Tile>(p)) while (ceil_div(p.seq_k, BLOCK_N) >> halved >= 2 * WHOLE) halved++;
     const int whole = halved ? (rounds - 1) * gridDim.x : all, cut = all - whole, parts = whole + cut * (halved + 1);
     // endregion
 

@@ -30,4 +30,11 @@ template <int ROWS> __device__ __forceinline__ uint64_t descriptor_of_rows(uint3
 }
 __device__ __forceinline__ constexpr uint64_t rows_on(int k) { return k * MMA_K * SLAB_ROW / 16; }
 // endregion
+
+// region: heads together
+// As many heads as have two tensors of so many rows in half of a 50 MB L2: step 8's, for the steps from 11 on.
+inline int fit_together(int rows, int heads) {
+    return (int)min((int64_t)heads, max((int64_t)1, 24000000 / ((int64_t)rows * HEAD_DIM * 4 + 1)));
+}
+// endregion
 #include "simt/names_end.h"
