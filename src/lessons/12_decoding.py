@@ -499,8 +499,8 @@ show.region(CUDA, "queries")
 show.region(WALK, "main loop")
 
 # %% [markdown]
-# One tile is phase 9's: two products, a reference that lags behind the maximum by up to 8, P in registers. Each row has its own last key. S is added up in two
-# sums, as an MMA waits for the one before. The four lanes of a row share a maximum only where one found too large a score: 1 to 3 % for one sequence.
+# One tile is phase 9's: two products, a reference that lags behind the maximum by up to 8, P in registers. Each row has its own last key. S is two sums, as an
+# MMA waits for the one before. A row's four lanes share a maximum only where one has found too large a score.
 
 # %%
 show.region(path("one_tile.cuh"), "state", "one tile")
