@@ -61,13 +61,7 @@ def mended(index: Index, fn: Callable[..., Any], make: Callable[..., Text] = Tex
     text = own_text(fn, make)
     if text is None:
         return None, 0.0
-    now: dict[str, Any] = {x.__name__: x for x in text.globals.values() if isinstance(x, FunctionType) and x is not fn
-           and x.__code__.co_filename == fn.__code__.co_filename
-           and x.__name__ in {*text.often} - {*text.params, *text.locals}}  # fmt: skip
-    parts = {name: part for name, helper in now.items() if (part := own_text(helper))}
-    for part in (text, *parts.values()):
-        part.globals |= {name: functools.partial(_called, now, name) for name in now}
-    now |= {name: part.compiled() for name, part in parts.items()}  # their loops end
+    now, parts = _beside(text, fn)
     got = index.run(text.compiled())
     wrong = index.wrong_parts(got)
     off = [i for i in index.order if not index.same_outcome([got[i]], [index.right[i]])]
@@ -123,6 +117,18 @@ def _lines_of_both(text: Text, right: Sequence[Text]) -> set[int]:
     known = {ast.unparse(line) for other in right for line in ast.walk(other.tree) if isinstance(line, _LINES)}
     lines = [line for line in ast.walk(text.tree) if isinstance(line, _LINES) and ast.unparse(line) in known]
     return {id(x) for line in lines for x in ast.walk(line)}
+
+
+def _beside(text: Text, fn: Callable[..., Any]) -> tuple[dict[str, Any], dict[str, Text]]:
+    """The functions beside this one that it may call, by name, as they are called now; and their texts."""
+    now: dict[str, Any] = {x.__name__: x for x in text.globals.values() if isinstance(x, FunctionType) and x is not fn
+           and x.__code__.co_filename == fn.__code__.co_filename
+           and x.__name__ in {*text.often} - {*text.params, *text.locals}}  # fmt: skip
+    parts = {name: part for name, helper in now.items() if (part := own_text(helper))}
+    for part in (text, *parts.values()):
+        part.globals |= {name: functools.partial(_called, now, name) for name in now}
+    now |= {name: part.compiled() for name, part in parts.items()}  # their loops end
+    return now, parts
 
 
 def _undoes(text: Text, change: Change) -> bool:
