@@ -459,9 +459,9 @@ for run in RUNS:
 
 # %% [markdown]
 # With a mask, parts have different lengths, and the longest one must not begin last: all others would wait for it. So the last group of heads
-# gets two parts for every block, or three or four where rows are many. Then short parts come last. Without a mask all parts are equal but one: $N = 1024$ is
-# $5\tfrac13$ times 192 rows, and of a head's last part the third consumer has none. It passes its turns by, and so that part is shorter. Where parts
-# are many, blocks ask the counter then too. (`notes/phase_11_experiments.md` has what each gained.)
+# gets two parts for every block, or three or four where rows are many. Then short parts come last. Without a mask all parts of a head are equal, but for the
+# last: with three consumers $N = 1024$ is $5\tfrac13$ parts of 192 rows, and of the last one the third consumer has none. It passes its turns by, so that part is
+# shorter. Where parts are many, blocks ask the counter then too. (`notes/phase_11_experiments.md` has what each gained.)
 
 # %%
 show.diff(whole("p11_16_learns"), step("p11_flash"), "constants", "launch")
@@ -566,8 +566,8 @@ for run in RUNS:
 
 # %% [markdown]
 # - `PING_PONG=0`: taking turns is worth 2 % at $D = 64$ (`LATE_TURN` included), and nothing elsewhere any more.
-# - `DYNAMIC=0`: without the counter three of the four causal shapes lose, the long one most: it has the most unequal parts. The counter is used with
-#   a mask alone; `DYNAMIC=2` uses it always. Where that changes nothing in the kernel, what differs is noise: up to 2 %.
+# - `DYNAMIC=0`: without the counter three of the four causal shapes lose, the long one most: it has the most unequal parts. When this
+#   was measured it was used with a mask alone; `DYNAMIC=2` uses it always. Where that changes nothing in the kernel, what differs is noise: up to 2 %.
 
 # %% [markdown]
 # - `POLYNOMIAL=4`: slower at every shape, and at the causal ones its `lse` is refused by the rule. An exponential is one instruction, the

@@ -34,7 +34,7 @@ Edits = Sequence[tuple[str, str]]  # (old, new) texts, each of which occurs once
 Slot = tuple[ast.AST, str, "int | None"]  # a node, one of its fields, and the place in it where it is a list
 
 CHANGED = "<a change>"  # the file's name of a changed text
-MOST_STEPS = 2_000  # of a loop that a change may have made endless
+_MOST_STEPS = 2_000  # of a loop that a change may have made endless
 _FACTORS = (4, 8, 1000, 1024)
 _FEW = 12  # values of a parameter, each of which an answer may take for all of them
 _LONGEST_NAME = 44  # characters of a definition that stands for a local name
@@ -233,7 +233,7 @@ class Text:
 
         def tick() -> None:
             self.turns += 1
-            if self.turns - begun > MOST_STEPS:
+            if self.turns - begun > _MOST_STEPS:
                 raise EndlessError
 
         known = {name: _ending(x) for name, x in self.globals.items()} if self.foreign else self.globals
@@ -259,7 +259,7 @@ class _Ending:
         return next(self.endless)
 
     def __iter__(self) -> Iterator[Any]:
-        yield from itertools.islice(self.endless, MOST_STEPS)
+        yield from itertools.islice(self.endless, _MOST_STEPS)
         raise EndlessError
 
 

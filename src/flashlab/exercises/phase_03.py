@@ -27,6 +27,7 @@ from flashlab.attention.triton_minimal import (
     flash_attention_forward_kernel,
 )
 from flashlab.check import CheckFailed, expect, expect_close, verify_one_head
+from flashlab.check.claims import tokens_of
 from flashlab.check.lookup import Row
 from flashlab.check.verification import Report
 from flashlab.exercises.kernel_rule import apart, empty, kernel_rule
@@ -451,9 +452,9 @@ def flash_attention_next_kernel(
 )
 def half_right(flash_attention_forward_kernel: Any) -> Report:
     report = _verify_forward(flash_attention_forward_kernel)
-    text = inspect.getsource(flash_attention_forward_kernel.fn)
+    code = tokens_of(inspect.getsource(flash_attention_forward_kernel.fn))
     said = "right, but by another exponential: the kernel is to go on working with `exp2`, and lse alone is wrong"
-    expect("exp2(" in text and "tl.exp(" not in text, said, diagnosis="another-base")
+    expect("exp" not in code.split(), said, diagnosis="another-base")
     return report
 
 
