@@ -234,7 +234,7 @@ def test_an_exception_of_a_launcher_ends_no_process(cache, monkeypatch):
     text = sources.read(THROWS, "throws.cu")
     native = builds.Native(text, nvcc(text))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: types.SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     monkeypatch.setattr(native.dll, "flashlab_set_device", lambda device: 0)
     x = torch.zeros(1)
     with pytest.raises(errors.LaunchError, match="^refuse: n is negative$"):

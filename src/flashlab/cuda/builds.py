@@ -16,7 +16,7 @@ import subprocess
 import sys
 import sysconfig
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -127,6 +127,7 @@ class Native:
     def __init__(self, text: Text, built: Build):
         """Raises CacheError where the library cannot be loaded."""
         self.library, self.from_cache, self.warnings = built.library, built.from_cache, built.warnings(text)
+        self._functions: dict[str, tuple[Callable[..., Any], list[int]]] = {}
         try:
             self.extension = _import(built.library, built.module) if built.module else None
             self.dll = ctypes.CDLL(str(built.library), mode=os.RTLD_NOW | os.RTLD_LOCAL)
@@ -137,6 +138,15 @@ class Native:
                 "or set FLASHLAB_CACHE to a folder of this machine alone"
             ) from None
 
+    def _function(self, entry: _source.Entry) -> tuple[Callable[..., Any], list[int]]:
+        """A function of the source, told once what it takes and returns; and which of that are streams."""
+        function = getattr(self.dll, GUARDED + entry.name)
+        function.restype = None if entry.returns == "void" else _source.C_TYPES.get(entry.returns, ctypes.c_int)
+        function.argtypes = [_source.C_TYPES.get(p.kind, ctypes.c_void_p) for p in entry.parameters]
+        found = function, [i for i, p in enumerate(entry.parameters) if _source.is_stream(p)]
+        self._functions[entry.name] = found
+        return found
+
     def call(self, entry: _source.Entry, arguments: Sequence[Any], device: int) -> int:
         """Calls a function of the source on a GPU and returns what it returns; 0 for one that returns nothing.
 
@@ -144,12 +154,13 @@ class Native:
         not looked at. Raises LaunchError: a function that returns an int returned CUDA's code of an error; after one
         that returns nothing, CUDA's last error was one; or it threw a C++ exception, whose text is the error's.
         """
-        function = getattr(self.dll, GUARDED + entry.name)
-        function.restype = None if entry.returns == "void" else _source.C_TYPES.get(entry.returns, ctypes.c_int)
+        function, of_streams = self._functions.get(entry.name) or self._function(entry)
+        given = [_value(x) for x in arguments]
         with torch.cuda.device(device):
             self.dll.flashlab_set_device(device)
-            stream = torch.cuda.current_stream(device).cuda_stream
-            returned = function(*(_value(p, x, stream) for p, x in zip(entry.parameters, arguments, strict=True)))
+            for i in of_streams:
+                given[i] = torch._C._cuda_getCurrentRawStream(device)
+            returned = function(*given)
         if entry.returns != "int" or returned == -1:  # perhaps after an exception
             thrown = self.dll.flashlab_thrown().decode(errors="replace")
             if thrown:
@@ -163,15 +174,11 @@ class Native:
         return 0
 
 
-def _value(p: _source.Parameter, x: Any, stream: int) -> Any:
-    """An argument as ctypes passes it."""
-    if _source.is_stream(p):
-        return ctypes.c_void_p(stream)
-    if p.kind == "pointer":
-        if isinstance(x, ctypes.Structure):
-            return ctypes.byref(x)
-        return ctypes.c_void_p(x.data_ptr() if isinstance(x, torch.Tensor) else x)
-    return _source.C_TYPES[p.kind](x)
+def _value(x: Any) -> Any:
+    """An argument as ctypes takes it for a pointer or a number."""
+    if isinstance(x, torch.Tensor):
+        return x.data_ptr()
+    return ctypes.byref(x) if isinstance(x, ctypes.Structure) else x
 
 
 def _import(library: Path, name: str) -> ModuleType:

@@ -7,6 +7,8 @@ It runs on capability 9.0, or in the emulator.
 
 import ctypes
 import functools
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -74,26 +76,36 @@ def hopper_backward(
     check_causal(causal)
     check_results(q, {"grad_o": grad_o, "o": o}, {"lse": lse, "grad_lse": grad_lse}, no_grad=True)
     built = module or compiled(q.shape[3], q.dtype, backend, check, defines)
+    scale = scale_of(scale, q.shape[3])
+    return gradients(built, grad_o, grad_lse, q, k, v, o, lse, causal, scale, launches, dict(defines), **launch)
+
+
+def gradients(
+    built: CudaModule, grad_o: torch.Tensor, grad_lse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor,
+    v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float, launches: int = 7,
+    defines: Mapping[str, int] = MappingProxyType({}), **launch: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """`hopper_backward` by a build, of arguments that were checked already: its checks take as long as the rest."""
     dq, dk, dv = (new_output(x) for x in (q, k, v))
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
-    given = [fitting(x.detach()) for x in (q, k, v, o, grad_o)]
+    given = [fitting(x) for x in (q, k, v, o, grad_o)]
     shapes = Backward(
         *(Strides(*x.stride()[:3]) for x in (*given, dq, dk, dv)), *q.shape[:2], k.shape[1], q.shape[2], k.shape[2],
-        int(causal), scale_of(scale, q.shape[3]), launches,
+        int(causal), scale, launches,
     )  # fmt: skip
     rows = q.shape[0] * q.shape[1] * -(-q.shape[2] // BLOCK) * BLOCK
     statistics = torch.empty(2 * rows, device=q.device)
     sums = turns = None
-    if ("PRODUCTS", 7) not in defines:  # tiles of two squares of 64 rows and 64 columns
+    if defines.get("PRODUCTS") != 7:  # tiles of two squares of 64 rows and 64 columns
         turns = torch.zeros(rows // 128 * -(-q.shape[3] // 64), dtype=torch.int32, device=q.device)
         sums = torch.empty(turns.numel() * 2 * 64 * 64, device=q.device)
-        if ("ORDERED", 0) in defines:  # else the first block stores
+        if defines.get("ORDERED") == 0:  # else the first block stores
             sums.zero_()
-    if built.backend == "emulator":
-        unwritten = ("sums",) if sums is not None and ("ORDERED", 0) not in defines else ()
-        launch = {"unwritten": ("dq", "dk", "dv", "row_statistics", *unwritten), **launch}
     grad_lse = grad_lse if grad_lse is None else grad_lse.contiguous()
-    results = dq, dk, dv, statistics, sums, turns
-    built.launch("backward", *given, lse.contiguous(), grad_lse, *results, shapes, **launch)
+    values = [*given, lse.contiguous(), grad_lse, dq, dk, dv, statistics, sums, turns, shapes]
+    if built.backend == "emulator":
+        unwritten = ("sums",) if sums is not None and defines.get("ORDERED") != 0 else ()
+        launch = {"unwritten": ("dq", "dk", "dv", "row_statistics", *unwritten), **launch}
+    built.launch_checked("backward", values, **launch)
     return dq, dk, dv

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from flashlab.attention.inputs import scale_of
 from flashlab.cuda import arguments, toolchain
 from flashlab.cuda.binding import binding_source
 from flashlab.cuda.builds import Native, build
@@ -153,6 +154,12 @@ class CudaModule:
             return self._emulate(built, entry, values, options)
         return built.call(entry, values, arguments.gpu(entry, values))
 
+    def launch_checked(self, entry: str, args: Sequence[Any], **options: Any) -> Any:
+        """`launch`, of arguments that fit, the first one a tensor of the GPU, and the stream left out as the last."""
+        if isinstance(self._built, Module):
+            return self.launch(entry, *args, **options)
+        return self._built.call(self.entries[entry], [*args, None], args[0].device.index)
+
     def _emulate(self, built: Module, entry: _source.Entry, values: list[Any], options: dict[str, Any]) -> Any:
         """Tensors of a GPU work as well: the emulator gets copies."""
         copies = {i: x for i, x in enumerate(values) if isinstance(x, torch.Tensor) and x.device.type != "cpu"}
@@ -208,19 +215,26 @@ class CudaModule:
         if self._adds != (into is not None):
             raise ValueError(f"{self._text.name} {'adds: pass `into`' if self._adds else 'adds to nothing: no `into`'}")
         if into is not None:
-            o, lse = into
-            _problem.check_out(o, q, k, v, lse)
-        else:
-            if out is not None:
-                _problem.check_out(out, q, k, v)
-            o = new_output(q) if out is None else out
-            lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-        if o.numel() == 0 or (into is not None and k.shape[2] == 0):
+            _problem.check_out(into[0], q, k, v, into[1])
+        elif out is not None:
+            _problem.check_out(out, q, k, v)
+        scale = scale_of(scale, q.shape[-1])
+        return self.compute(q, k, v, causal=causal, scale=scale, sms=sms, into=into, out=out, **launch)
+
+    def compute(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float, sms: int | None = None,
+        out: torch.Tensor | None = None, into: tuple[torch.Tensor, torch.Tensor] | None = None, **launch: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """`forward`, of arguments that were checked already: its checks take as long as the rest."""
+        _problem.check_rows(q, k)
+        o = into[0] if into else new_output(q) if out is None else out
+        lse = into[1] if into else torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        if o.numel() == 0 or (into and k.shape[2] == 0):
             return o, lse
         if k.shape[2] == 0:
             return o.zero_(), lse.fill_(-math.inf)
-        gpu = None if self.backend == "emulator" else torch.cuda.get_device_properties(q.device)
-        sms = sms or (gpu.multi_processor_count if gpu else 132)
+        emulated = self.backend == "emulator"
+        sms = sms or (132 if emulated else multiprocessors(q.device.index))
         q, k, v, factor = _problem.fitted(q, k, v, scale)
         p = _problem.problem(q, k, v, o, lse, causal=causal, scale=factor, sms=sms)
         built = self._variant((q.shape[-1], _problem.ELEMENTS[q.dtype]))
@@ -229,7 +243,7 @@ class CudaModule:
         if isinstance(built, Module):
             self._launch(built, entry, given, {"unwritten": ("o", "lse", "workspace")[2 if into else 0 :], **launch})
         else:
-            built.call(entry, [*given, None], q.device.index)  # checked above; the stream is the last
+            built.call(entry, [*given, None], q.device.index)  # the stream is the last
         return o, lse
 
     def _workspace_floats(self, built: Native | Module, p: _problem.Problem) -> int:
@@ -241,6 +255,12 @@ class CudaModule:
         function = built.dll.workspace_floats
         function.restype = ctypes.c_int64
         return function(ctypes.byref(p))
+
+
+@functools.cache
+def multiprocessors(device: int) -> int:
+    """Of a GPU, by its number."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def new_output(q: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from flashlab.attention.cache_door import CACHE_BACKENDS, CacheBackend
 from flashlab.attention.inputs import check_qkv, scale_of
 from flashlab.attention.options import window_of
 from flashlab.cuda import decoding
-from flashlab.cuda.hopper_backward import HEAD_DIMS, hopper_backward
+from flashlab.cuda.hopper_backward import HEAD_DIMS, compiled, gradients
 from flashlab.cuda.inline import CudaModule, load_inline
 from flashlab.cuda.toolchain import find_nvcc, missing
 from flashlab.kernels.series import DECODING, HOPPER, SERIES, Step, step
@@ -66,7 +66,7 @@ def attention(
 def _backend(this: Step) -> Backend:
     def forward(q, k, v, *, left, right, softcap, scale):
         loaded = module(this.name, head_dim=q.shape[-1], dtype=q.dtype, on_gpu=q.is_cuda)
-        return loaded.forward(q, k, v, causal=right == 0, scale=scale)
+        return loaded.compute(q, k, v, causal=right == 0, scale=scale)
 
     hopper = this in HOPPER
     return Backend(
@@ -85,8 +85,8 @@ def _hopper_backward(grad_o, grad_lse, q, k, v, o, lse, *, left, right, softcap,
     if q.shape[-1] not in HEAD_DIMS:
         options = dict(left=left, right=right, softcap=softcap, scale=scale)
         return best_backward(grad_o, grad_lse, q, k, v, o, lse, **options)
-    how = dict(causal=right == 0, scale=scale, backend="nvcc" if q.is_cuda else "emulator")
-    return hopper_backward(grad_o, q, k, v, o, lse, grad_lse=grad_lse, **how)
+    built = compiled(q.shape[-1], q.dtype, "nvcc" if q.is_cuda else "emulator")
+    return gradients(built, grad_o, grad_lse, q, k, v, o, lse, right == 0, scale)
 
 
 def _unfit(device: torch.device) -> str | None:

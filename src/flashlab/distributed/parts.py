@@ -25,7 +25,7 @@ from flashlab.attention.door import HOPPER
 from flashlab.attention.online_softmax import merge_finished
 from flashlab.attention.triton_forward import current_device
 from flashlab.cuda import operators  # noqa: F401  (the CUDA series among the backends)
-from flashlab.cuda.hopper_backward import HEAD_DIMS, hopper_backward
+from flashlab.cuda.hopper_backward import HEAD_DIMS, compiled, gradients
 from flashlab.cuda.inline import CudaModule, load_inline
 from flashlab.kernels import step
 
@@ -56,7 +56,7 @@ def block_backward(
     """What a block adds to dq, dk and dv, from o and lse of the whole rows; float32 where the kernel gives it."""
     right = 0 if causal else None
     if backend == HOPPER and q.is_cuda and q.shape[-1] in HEAD_DIMS and q.dtype != torch.float32:
-        return hopper_backward(grad_o, q, k, v, o, lse, causal=causal, scale=scale)
+        return gradients(compiled(q.shape[-1], q.dtype, "nvcc"), grad_o, None, q, k, v, o, lse, causal, scale)
     options: dict[str, Any] = dict(scale=scale, left=None, right=right, softcap=None)
     if backend in _WIDE or (backend != "triton" and quick(q, None, right, None) == "torch"):
         if q.dtype != torch.float64:
@@ -91,7 +91,7 @@ def added(
     lse_rows = lse[:, :, rows]
     together = lse_rows.contiguous()
     kernel = adding(q.shape[-1], q.dtype, q.is_cuda)
-    kernel.forward(*some, causal=causal, scale=scale, into=(o[:, :, rows], together))
+    kernel.compute(*some, causal=causal, scale=scale, into=(o[:, :, rows], together))
     if together is not lse_rows:
         lse_rows.copy_(together)
     return state

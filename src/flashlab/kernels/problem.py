@@ -48,6 +48,10 @@ def check(
     check_qkv(q, k, v, dtypes=tuple(ELEMENTS), head_dims=head_dims, same_v=True, no_grad=True)
     check_causal(causal)
     scale_of(scale, q.shape[-1])
+
+
+def check_rows(q: torch.Tensor, k: torch.Tensor) -> None:
+    """Raises ValueError where there are more rows than a kernel's int can count."""
     batch, heads, seq_q, _ = q.shape
     if batch * heads * seq_q >= 2**31 or max(seq_q, k.shape[2]) >= 2**30:
         raise ValueError(f"{batch * heads * seq_q} query rows are too many for one launch (2^31): split the batch")
