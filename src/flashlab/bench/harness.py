@@ -168,7 +168,8 @@ def merged(bench: Bench, old: Data, new: Data) -> Data:
 
     found = [*(r for r in old["rows"] if not of_them(r)), *filter(of_them, new["rows"])]
     facts = {k: v for k, v in (old | new).items() if k not in _NOT_FACTS}
-    earlier = [*_earlier(old["machine"], len(old["rows"])), *new["machine"].get("earlier", [])]
+    earlier = _earlier(old["machine"], len(old["rows"]))
+    earlier += [x for x in new["machine"].get("earlier", []) if x not in earlier]
     return record_of(bench, new["machine"] | {"earlier": earlier}, found, facts, len(waiting(bench.jobs(), found)))
 
 

@@ -23,6 +23,7 @@ from flashlab.check.lookup import Row
 from flashlab.check.poison import mark_unwritten, unwritten
 from flashlab.cuda import CudaModule
 from flashlab.exercises.kernel_rule import empty, kernel_rule
+from flashlab.exercises.phase_12_arrivals import arrivals_told
 from flashlab.exercises.registry import exercise
 from flashlab.exercises.rule import rule
 from flashlab.exercises.tensor_rule import normal, rows_of, tensor_rule
@@ -386,7 +387,8 @@ def last_to_arrive(arrive: str) -> str:
         for check in (False, True):
             module = built(whole, check=check)
             for rows, N, splits in ((2, 37, 4), (1, 5, 1), (3, 9, 5)):
-                _expect_merged(module, whole, rows, N, splits)
+                with arrivals_told(whole, _launched(rows, N, splits)):
+                    _expect_merged(module, whole, rows, N, splits)
     return "three launches and each again with the same counters, nothing found by the emulator"
 
 
@@ -399,7 +401,7 @@ def _expect_merged(module: CudaModule, whole: Source, rows: int, N: int, splits:
         for x in (o, *parts):
             x.fill_(math.nan)
         mark_unwritten(o)
-        ran(module, whole, case, functools.partial(module.launch, "run", *given, echo=False))
+        ran(module, whole, case, functools.partial(module.launch, "run", *given, echo=False, timeout=3.0))
         untouched = int(o.isnan().unflatten(1, (2, 32)).all(2).any(1).sum())
         said = f"right in the first launch, but in the second nobody merges {untouched} of {rows} rows: their "
         said += f"counters are {counters.tolist()} after it, and have to be 0 again"
