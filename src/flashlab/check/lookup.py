@@ -38,6 +38,7 @@ _PLAIN = (  # what may be told together with another one; two rare ones give too
     "limit-missing", "wrong-rounding", "wrong-function", "function-missing", "brackets-missing", "upside-down",
     "wrong-operator", "wrong-comparison", "taken-as-fixed", "condition-missing",
 )  # fmt: skip
+HEDGE = "as in a right answer where"
 _ENDLESS = EndlessError.__name__
 _CLAIMED = re.compile(r"`([a-z]\w+|[^\w`]{1,3})` (?:stands|adds|is taken for)")
 _FOR_A_NUMBER = re.compile(r"stands where [\d.]+ belongs")
@@ -334,7 +335,7 @@ class Index:
                 continue
             if self._claims(text).no_number(change.said) or not self._seen((text, change, ())):
                 said = rf"(?<!answer where ){re.escape(change.said)}"
-                sentence = re.sub(said, lambda found: f"as in a right answer where {found[0]}", sentence, count=1)
+                sentence = re.sub(said, lambda found: f"{HEDGE} {found[0]}", sentence, count=1)
         return sentence
 
     def _leaves(self, outcome: Outcome, got: Outcome, others: set[int]) -> bool:

@@ -302,22 +302,50 @@ def _from_nothing(kernel: Any) -> Callable[..., Any]:
     return forward
 
 
+def _under(
+    old: torch.Tensor, new: torch.Tensor, largest: torch.Tensor, w_old: torch.Tensor, w_new: torch.Tensor,
+    sums: list[torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """o and lse of two parts with the weights e^w_old and e^w_new; sums: logs of others by which o is divided."""
+    total = torch.logsumexp(torch.stack(sums or [w_old, w_new]), 0)
+    o = torch.exp(w_old - total)[:, None] * old + torch.exp(w_new - total)[:, None] * new
+    return o, largest + torch.logsumexp(torch.stack([w_old, w_new]), 0)
+
+
+def _expect_weights(got: torch.Tensor, want: torch.Tensor, old: torch.Tensor, new: torch.Tensor, case: str) -> None:
+    """CheckFailed, in weights, where a row is a sum of the two parts, with others than it should have."""
+    parts = torch.stack([old, new], 2)
+    found, right = (torch.linalg.lstsq(parts, x[:, :, None]).solution[:, :, 0] for x in (got, want))
+    off = (found - right).abs().amax(1)
+    row = int(off.argmax())
+    if got.isfinite().all() and off[row] > 1e-2 and torch.allclose((parts @ found[:, :, None])[..., 0], got, atol=1e-3):
+        (a, b), (x, y) = found[row].tolist(), right[row].tolist()
+        said = (
+            f"in row {row} what O held counts {a:.3g}, and the new keys' part {b:.3g}: they should count {x:.3g} and "
+        )
+        raise CheckFailed(f"{said}{y:.3g}", diagnosis="merge-weights", case=case)
+
+
 def _expect_it_goes_on(kernel: Any) -> None:
     """CheckFailed where the earlier keys' o and lse are lost, or weighed wrongly."""
-    for case, first, second in (("scores alike", 1.0, 1.0), ("larger scores first", 30.0, 1.0),
-                                ("larger scores last", 1.0, 30.0)):  # fmt: skip
+    for case, before, first, second in (("scores alike", 50, 1.0, 1.0), ("scores alike", 2, 1.0, 1.0),
+                                        ("larger scores first", 50, 30.0, 1.0),
+                                        ("larger scores last", 50, 1.0, 30.0)):  # fmt: skip
         q, k, v = random_tensors((40, 32), (90, 32), (90, 32))
-        k = torch.cat([first * k[:50], second * k[50:]])
+        k = torch.cat([first * k[:before], second * k[before:]])
         (o, lse), new = (reference.attention(*(x[None, None] for x in (q, *kv)))
-                         for kv in ((k[:50], v[:50]), (k[50:], v[50:])))  # fmt: skip
+                         for kv in ((k[:before], v[:before]), (k[before:], v[before:])))  # fmt: skip
         o, lse, new_o, new_lse = (x[0, 0].float() for x in (o, lse, *new))
-        got_o, got_lse, case = o.clone(), lse.clone(), f"40 keys after 50 others, {case}"
-        _goes_on(kernel, q, k[50:], v[50:], got_o, got_lse, case=case)
+        got_o, got_lse, case = o.clone(), lse.clone(), f"{90 - before} keys after {before} others, {case}"
+        _goes_on(kernel, q, k[before:], v[before:], got_o, got_lse, case=case)
+        largest = torch.maximum(lse, (q @ k[before:].T).amax(1) * 32**-0.5)
 
         def merged(of_l: Any = 0.0, lse: Any = lse, o: Any = o, new_o: Any = new_o, new_lse: Any = new_lse) -> Any:
             """of_l: log of what l_i begins with, under m_i = lse."""
             total = torch.logsumexp(torch.stack([lse + of_l, new_lse]), 0)
             return torch.exp(lse - total)[:, None] * o + torch.exp(new_lse - total)[:, None] * new_o, total
+
+        w_old, w_new = lse - largest, new_lse - largest  # their logs, under the largest
 
         def is_it(like: Any, got: Any = (got_o, got_lse)) -> bool:
             return all(torch.allclose(*pair, atol=1e-3) for pair in zip(got, like, strict=True))
@@ -331,17 +359,44 @@ def _expect_it_goes_on(kernel: Any) -> None:
             ("l-starts-at-0", f"the keys before are in acc and not in l_i: {sum_is_1}", merged(-math.inf)),
             ("wrong-sum", f"l_i begins with e^lse; {sum_is_1}", merged(lse)),
             ("acc-starts-at-0", "the keys before are in l_i and not in acc: it starts from o", merged(o=0 * o)),
+            (
+                "old-weight",
+                "the keys before count with the weight 1: it is e^(lse - the larger maximum)",
+                _under(o, new_o, largest, 0 * w_old, w_new),
+            ),
+            (
+                "old-weight",
+                "o of the keys before counts with the weight 1, and its sum does not: it is the same",
+                _under(o, new_o, largest, 0 * w_old, w_new, [w_old, w_new]),
+            ),
+            (
+                "old-weight",
+                "the keys before are lost where a larger score comes: their weight is e^(lse - maximum)",
+                _under(o, new_o, largest, torch.where(w_old == 0, w_old, -math.inf), w_new),
+            ),
+            (
+                "wrong-base",
+                "the weight of the keys before is e^x of a number in base 2: lse, or the maximum, is in base "
+                "2, so it is exp2",
+                _under(o, new_o, largest, w_old * LOG2_E, w_new),
+            ),
+            (
+                "wrong-base",
+                "the weight of the keys before is 2^x of a natural number: times log2(e)",
+                _under(o, new_o, largest, w_old / LOG2_E, w_new),
+            ),
         ):
             if is_it(wrong) and not is_it(merged()):
                 raise CheckFailed(said, diagnosis=slug, case=case)
         want_o, want_lse = merged()
+        _expect_weights(got_o, want_o, o, new_o, case)
         expect_close(got_o, want_o, what="o", case=case, tol=1e-3)
         expect_close(got_lse, want_lse, what="lse", case=case, tol=1e-3)
     (o, lse), case = _begun(len(q), q.shape[1], q.dtype), "no key before, and none now"
     want = {"o": o.clone(), "lse": lse.clone()}
     _goes_on(kernel, q, k[:0], v[:0], o, lse, case=case)
     for what, got in (("o", o), ("lse", lse)):
-        because = "where no key came, o is 0 and lse -inf: what is 0 / 0 here?"
+        because = "where no key came, o is 0 and lse -inf: what are 0 / 0 and -inf - (-inf)?"
         expect_close(got, want[what], what=what, case=case, tol=0.0, diagnosis="no-key-yet", because=because)
 
 

@@ -164,7 +164,8 @@ def _of_a_tile(*tile: int) -> tuple[Any, ...]:
         f"queries from {m}, keys from {n}, M={M}, N={N}, prefix={prefix}": _of_a_tile(m, n, M, N, prefix)
         for m, n, M, N, prefix in (
             (0, 0, 64, 64, 0), (16, 16, 64, 64, 40), (32, 16, 64, 64, 20), (0, 32, 16, 50, 37), (16, 32, 32, 58, 0),
-            (0, 0, 40, 10, 5), (24, 0, 40, 10, 10), (0, 128, 16, 147, 3), (48, 48, 64, 65, 50), (16, 16, 32, 46, 30))
+            (0, 0, 40, 10, 5), (24, 0, 40, 10, 10), (0, 0, 40, 10, 0), (0, 128, 16, 147, 3), (48, 48, 64, 65, 50),
+            (16, 16, 32, 46, 30))
     },
     draw=lambda r: (lambda M, N: _of_a_tile(r.randint(0, M - 16), r.randrange(N) // 32 * 32, M, N, r.randint(0, N)))(
         r.randint(16, 90), r.randint(1, 90)),

@@ -5,9 +5,11 @@ CUDA answers are text, as in phase 8.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -29,7 +31,7 @@ from flashlab.check.cuda_answer import (
     replaced,
     text_of,
 )
-from flashlab.check.cuda_index import Outputs, Trials, all_found, explained, forwards, parted
+from flashlab.check.cuda_index import KINDS, Outputs, Trials, all_found, explained, forwards, parted
 from flashlab.check.lookup import Row
 from flashlab.check.poison import mark_unwritten
 from flashlab.cuda import CudaModule
@@ -504,9 +506,54 @@ def merge_of_parts(merge_loop: str) -> str:
     ]  # fmt: skip
     with explained(lambda: built(whole, check=True, HEAD_DIM=128), MERGE):
         for given in cases:
-            _expect_merge(whole, *given)
+            with _weights_told(whole):
+                _expect_merge(whole, *given)
     _expect_one_pass(whole)
     return f"{len(cases)} cases, parts without a key among them"
+
+
+_PROBES = {
+    "one part": (0.0,), "a part with a smaller lse second": (3.0, 0.0), "a part with a larger lse second": (0.0, 3.0),
+    "a part without a key second": (0.0, -math.inf), "a part without a key first": (-math.inf, 0.0),
+    "two parts without a key": (-math.inf, -math.inf), "three parts that are alike": (0.0, 0.0, 0.0),
+    "lse far from 0": (200.0, 201.0),
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def _weights_told(whole: Source) -> Iterator[None]:
+    """Tells first what parts count, in the plainest case in which that is wrong."""
+    try:
+        yield
+    except CheckFailed as failed:
+        said = "" if failed.diagnosis in KINDS else _said_of_weights(built(whole, check=False, HEAD_DIM=64))
+        if not said:
+            raise
+        raise CheckFailed(f"{said}\n{failed.sentence}", diagnosis=failed.diagnosis, case=failed.case) from None
+
+
+def _said_of_weights(module: CudaModule) -> str:
+    """Read from parts of ones and zeros; "" where no case shows it, or columns of o differ."""
+    for what, lse in _PROBES.items():
+        part_lse, counts = torch.tensor(lse)[:, None].expand(-1, 8).contiguous(), []
+        for s, of_s in enumerate(lse):
+            part_o = torch.zeros(len(lse), 8, 64)
+            part_o[s] = of_s > -math.inf
+            o, merged = _merged(module, part_o, part_lse)
+            if not torch.equal(o.nan_to_num(7.0), o[:1, :1].nan_to_num(7.0).expand_as(o)):
+                return ""
+            counts.append(float(o[0, 0]))
+        right = [0.0 if x == -math.inf else x for x in torch.softmax(part_lse[:, 0], 0).nan_to_num(0.0).tolist()]
+        whole, found = float(torch.logsumexp(part_lse[:, 0], 0)), float(merged[0])
+        given = ", ".join(f"{x:g}" for x in lse)
+        if not torch.allclose(torch.tensor(counts), torch.tensor(right), atol=2e-3):
+            mine, wanted = (" and ".join(f"{x:.3g}" for x in values) for values in (counts, right))
+            return f"{what}, lse {given}: in o they count {mine}, and should count {wanted}"
+        if not math.isclose(found, whole, abs_tol=1e-3):
+            return (
+                f"{what}, lse {given}: they count as they should in o, but lse is {found:.4g}; it should be {whole:.4g}"
+            )
+    return ""
 
 
 def _expect_one_pass(whole: Source) -> None:

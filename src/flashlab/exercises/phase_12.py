@@ -8,6 +8,7 @@ import math
 import random
 import tempfile
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from flashlab.cuda import CudaModule
 from flashlab.exercises.kernel_rule import empty, kernel_rule
 from flashlab.exercises.phase_12_arrivals import arrivals_told
 from flashlab.exercises.registry import exercise
-from flashlab.exercises.rule import rule
+from flashlab.exercises.rule import RULES, rule
 from flashlab.exercises.tensor_rule import normal, rows_of, tensor_rule
 from flashlab.exercises.triton_answers import in_bounds
 from flashlab.simt.source import blank_comments
@@ -443,6 +444,71 @@ def _script(r: random.Random) -> tuple[Any, ...]:
     return tuple(script), r.randint(1, 4)
 
 
+_Script = tuple[tuple[str, int], ...]
+
+
+def _short_scripts() -> Iterator[tuple[_Script, int]]:
+    """All scripts of up to six operations, the shortest first, each with pages of one, two and three tokens."""
+    longer: list[tuple[_Script, int, tuple[int, ...]]] = [
+        ((("new", 0),), 1, (0,))
+    ]  # and how many began, which are there
+    for _ in range(6):
+        shorter, longer = longer, []
+        for script, count, there in shorter:
+            yield from ((script, page_size) for page_size in (2, 1, 3))
+            for s in there:
+                longer.append(((*script, ("append", s)), count, there))
+                longer.append(((*script, ("fork", s)), count + 1, (*there, count)))
+                longer.append(((*script, ("free", s)), count, tuple(x for x in there if x != s)))
+            longer.append(((*script, ("new", 0)), count + 1, (*there, count)))
+
+
+def _why(script: _Script, page_size: int) -> str:
+    """What the last operation of a script has to do."""
+    what, s = script[-1]
+    if what == "new":
+        return "a new sequence has no page yet"
+    if what == "fork":
+        return "a fork shares all pages, and takes or copies none"
+    before, after = (pager(x, page_size)[-1] for x in (script[:-1], script))
+    if what == "free":
+        stay = before[0] - after[0]
+        return f"{stay} of its pages {'is' if stay == 1 else 'are'} nobody else's" if stay else (
+            "all of its pages are another's too, or it has none")  # fmt: skip
+    if after[1]:
+        return (
+            f"the last page of sequence {s} has room, but another sequence refers to it: it is copied, and in use too"
+        )
+    if after[0] > before[0]:
+        return f"sequence {s} has no page with room: it takes a new one, which is no copy"
+    return f"the last page of sequence {s} has room, and no other sequence refers to it (any more): it is written to"
+
+
+def _smallest_script(learners: Callable[..., Any], longest: int = 4000) -> tuple[str, str] | None:
+    """The shortest script whose last operation goes wrong, and what that has to do; None where none does."""
+    for script, page_size in itertools.islice(_short_scripts(), longest):
+        right = pager(script, page_size)[-1]
+        try:
+            got: Any = tuple(map(int, learners(script, page_size)[-1]))
+            found = f"gives {got}, and should give {right}"
+        except Exception as error:
+            got, found = None, f"raises {type(error).__name__}"
+        if got != right:
+            said = ", ".join(what if what == "new" else f"{what} {s}" for what, s in script)
+            return "a-script", f"page_size {page_size}: {said} {found}: {_why(script, page_size)}"
+    return None
+
+
+def _every_short_script(learners: Callable[..., Any]) -> None:
+    """CheckFailed for what 46 scripts do not tell from right."""
+    if found := _smallest_script(learners):
+        raise CheckFailed(found[1], diagnosis=found[0])
+    for script, page_size in RULES["12.7"].drawn(300):
+        for got, right in zip(learners(script, page_size), pager(script, page_size), strict=True):
+            said = f"a script of {len(script)} operations goes wrong: {got}, it should be {right}"
+            expect(tuple(map(int, got)) == right, said, diagnosis="a-script", case=f"page_size={page_size}")
+
+
 _FORKED = (("new", 0), *[("append", 0)] * 5, ("fork", 0), ("append", 1), ("append", 0), ("fork", 1), ("append", 2),
            ("free", 0), ("append", 1), ("free", 2), ("free", 1))  # fmt: skip
 
@@ -460,6 +526,8 @@ _FORKED = (("new", 0), *[("append", 0)] * 5, ("fork", 0), ("append", 1), ("appen
         "In use are the pages with references above 0. free takes one from each page of the sequence.",
     ],
     returns="in_use, copied",
+    symptom=_smallest_script,
+    then=_every_short_script,
     each="operation",
     item=int,
     inputs=[

@@ -39,7 +39,7 @@ from flashlab.check import CheckFailed, running
 from flashlab.check.changes import Text, edited_function
 from flashlab.check.claims import tokens_of
 from flashlab.check.expect import allowed_error
-from flashlab.check.lookup import _TRIES, Index, Row, Values, as_they_are, in_units, same, where_right
+from flashlab.check.lookup import _TRIES, HEDGE, Index, Row, Values, as_they_are, in_units, same, where_right
 from flashlab.check.mend import mended
 from flashlab.check.symptoms import Symptoms, watched
 from flashlab.exercises.answers import _PACKAGE, in_words, python_fingerprint
@@ -314,9 +314,11 @@ class Rule:
         well = [name for i, name in enumerate(names) if i not in wrong]
         evidence = "; ".join(numbers)
         evidence += f". {' and '.join(well)} {'are' if len(well) > 1 else 'is'} right in every case" if well else ""
+        cause = (self.hint and self._counted(got, wrong)) or self.explained(learners, got) or self._counted(got, wrong)
+        if self.symptom and (not cause or (self.each and HEDGE in cause[1])):
+            cause = self.symptom(learners) or cause
         said = (
-            (self.hint and self._counted(got, wrong)) or self.explained(learners, got) or self._counted(got, wrong)
-            or (self.symptom(learners) if self.symptom else None) or self._common(got, wrong)
+            cause or self._common(got, wrong)
             or index.explain_as_two(got) or index.explain(got, some=True) or self._where(learners, wrong, off)
         )  # fmt: skip
         if said is None:
