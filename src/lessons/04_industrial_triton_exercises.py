@@ -118,14 +118,7 @@ check("4.5", seen_by)
 # 56578.)
 
 # %% tags=["exercise"]
-@triton.jit
-def cap_kernel(x_ptr, y_ptr, cap, BLOCK: tl.constexpr):
-    i = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + i)
-    # BEGIN SOLUTION
-    y = cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * x / cap)))
-    # END SOLUTION
-    tl.store(y_ptr + i, y)
+# RULE flashlab.exercises.phase_04: cap_kernel
 
 # %% tags=["check"]
 # hint("4.6")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,8 +22,8 @@ from flashlab.check.lookup import Row
 from flashlab.exercises.kernel_rule import apart, empty, kernel_rule
 from flashlab.exercises.phase_04_ladder import ALIGNED
 from flashlab.exercises.rule import RULES, rule
-from flashlab.exercises.tensor_rule import EMPTY_ROWS, normal, tensor_rule
-from flashlab.exercises.triton_answers import compiles, in_bounds, kernel_of
+from flashlab.exercises.tensor_rule import EMPTY_ROWS, normal
+from flashlab.exercises.triton_answers import compiles
 
 Numbers = tuple[int, ...]
 
@@ -344,27 +343,14 @@ def seen_by(start, stop, seq_q, seq_k, left, right):
 # ---- 4.6 ------------------------------------------------------------------------------------------------------------
 
 
-def _cap_of(kernel: Any) -> Callable[..., Any]:
-    kernel = kernel_of(kernel, ("x_ptr", "y_ptr", "cap", "BLOCK"))
-
-    def launch(x: torch.Tensor, cap: float) -> torch.Tensor:
-        y, case = torch.full_like(x, math.nan), f"cap={cap:g}, x up to infinity"
-        with in_bounds(case, x=x, y=y):
-            kernel[(1,)](x, y, cap, BLOCK=128)
-        expect(not y.isnan().all(), "y is NaN everywhere, or never written", diagnosis="never-written", case=case)
-        return y
-
-    return launch
-
-
-def _to_be_capped(r: random.Random, cap: float) -> tuple[torch.Tensor, float]:
-    """128 numbers: some around the cap, some where an exponential overflows, and what is beyond everything."""
+def _to_be_capped(r: random.Random, cap: float) -> tuple[Any, ...]:
+    """cap_kernel's arguments: x around the cap, where an exponential overflows, and what is beyond everything."""
     edge = torch.tensor([0.0, 1e-3, -1e-3, 0.5, -0.5, 40.0, -40.0, 90.0, -90.0, 1e4, -1e4, 1e30, -1e30, math.inf])
     times = torch.tensor([z * sign for z in (5, 12, 20, 30, 46, 60, 87, 90, 120, 200) for sign in (1, -1)])
-    return torch.cat([normal(r, 94, dtype=torch.float32) * cap, times * cap, edge]), cap
+    return torch.cat([normal(r, 94, dtype=torch.float32) * cap, times * cap, edge]), empty(128), cap, 128
 
 
-@tensor_rule(
+@kernel_rule(
     "4.6",
     title="A cap that does not overflow", minutes=15,
     hints=[
@@ -373,33 +359,34 @@ def _to_be_capped(r: random.Random, cap: float) -> tuple[torch.Tensor, float]:
         "(t - 1) / (t + 1) = 1 - 2 / (t + 1). For z = 100 that is 1 - 2 / inf = 1, and for z = -100 it is 1 - 2 / 1.",
         "z = x / cap, so y = cap * (1 - 2 / (1 + tl.exp(2 * x / cap))).",
     ],
-    answer="cap_kernel",
+    writes="y_ptr",
     returns="y",
     inputs={f"cap={cap:g}, x up to infinity": _to_be_capped(random.Random(int(cap)), cap) for cap in (2.0, 1.0, 3.0)},
     draw=lambda r: _to_be_capped(r, r.choice((0.5, 1.0, 2.5))),
-    beside=1,
-    words={"torch": "tl"},
-    also=["cap * torch.tanh(x / cap)", "cap * (2.0 * torch.sigmoid(2.0 * x / cap) - 1.0)"],
-    through=_cap_of,
-    on_device=True,
+    also=[[("1.0 - 2.0 / (1.0 + tl.exp(2.0 * x / cap))", "2.0 * tl.sigmoid(2.0 * x / cap) - 1.0")]],
     nan={"": "an exponential is infinite where y is NaN, and inf / inf, inf - inf and inf * 0 are NaN: write the "
          "fraction so that only its denominator becomes infinite"},
     notes={
         "cap": "it is cap * tanh(x / cap)", "2.0": "the exponential in tanh is that of twice its argument",
-        "torch.exp": "exp2(z * log2(e)) is exp(z)", "x": "it is cap * tanh(x / cap)",
+        "tl.exp": "exp2(z * log2(e)) is exp(z)", "x": "it is cap * tanh(x / cap)",
     },
     rows=[
         Row("log2e-twice", "log2(e) is multiplied in, and then e is raised to the power: it belongs to exp2",
-            instead="cap * torch.tanh(x / cap * math.log2(math.e))"),
+            [("2.0 * x / cap", "2.0 * x / cap * 1.4426950408889634")]),
         Row("clipped", "that is x, cut off at the cap; tanh bends it softly: near the cap it is well below x",
-            instead="x.clamp(-cap, cap)"),
-        Row("x-times-tanh", "that is x * tanh(x / cap): it is cap * tanh(x / cap)", instead="x * torch.tanh(x / cap)"),
+            [("cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * x / cap)))", "tl.minimum(tl.maximum(x, -cap), cap)")]),
+        Row("x-times-tanh", "that is x * tanh(x / cap): it is cap * tanh(x / cap)", [("= cap *", "= x *")]),
     ],
     tol=6e-5,
-    then=lambda kernel: compiles(kernel, {"x_ptr": torch.float32, "y_ptr": torch.float32, "cap": 50.0, "BLOCK": 128}),
 )  # fmt: skip
-def softly_capped(x, cap):
-    return cap * (1.0 - 2.0 / (1.0 + torch.exp(2.0 * x / cap)))
+@triton.jit
+def cap_kernel(x_ptr, y_ptr, cap, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i)
+    # BEGIN SOLUTION
+    y = cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * x / cap)))
+    # END SOLUTION
+    tl.store(y_ptr + i, y)
 
 
 # ---- 4.7 ------------------------------------------------------------------------------------------------------------
