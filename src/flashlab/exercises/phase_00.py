@@ -564,25 +564,6 @@ def _same(got: Any, want: State) -> bool:
 # ---- 0.8 ------------------------------------------------------------------------------------------------------------
 
 
-def _lazy_in_one(scores, v, BLOCK_N, threshold):
-    m, last = scores.new_tensor(-math.inf), scores.new_tensor(-math.inf)
-    l, o = scores.new_zeros(()), scores.new_zeros(v.shape[-1])
-    corrections = 0
-    for start in range(0, len(scores), BLOCK_N):
-        x, v_block = scores[start : start + BLOCK_N], v[start : start + BLOCK_N]
-        top = x.max()
-        last = torch.maximum(last, top)
-        if last == -math.inf:
-            continue
-        if top > m + threshold:
-            correction = torch.exp(m - top)
-            corrections = corrections + (1 if m > -math.inf else 0)
-            l, o, m = l * correction, o * correction, top
-        p = torch.exp(x - m)
-        l, o = l + p.sum(), o + p @ v_block
-    return o / (l if l > 0 else 1), m + torch.log(l), corrections
-
-
 def _lazily(r: random.Random) -> tuple[torch.Tensor, torch.Tensor, int, float]:
     n = r.randint(1, 20)
     return 4 * normal(r, n), 0.5 + normal(r, n, 2), r.randint(1, 8), r.choice((0.0, 1.0, 2.5, 6.0))
@@ -619,7 +600,14 @@ _TOO_LOW = "exp overflowed: the reference must follow a maximum that is above it
         for case, x in _CLIMBS.items() for n, threshold in ((4, 0.0), (4, 5.0), (1, 2.5), (7, 8 * math.log(2)))
     },
     draw=_lazily,
-    also=[_lazy_in_one],
+    also=[[  # one branch
+        ("m = scores.new_tensor(-math.inf)", "m, last = scores.new_tensor(-math.inf), scores.new_tensor(-math.inf)"),
+        ("if top == -math.inf", "last = torch.maximum(last, top)\n        if last == -math.inf"),
+        ("if m == -math.inf:\n            m = top\n        elif", "if"),
+        ("l, o, m = l * correction, o * correction, top\n            corrections += 1",
+         "corrections = corrections + (1 if m > -math.inf else 0)\n"
+         "            l, o, m = l * correction, o * correction, top"),
+        ("(o / l if l > 0 else o)", "o / (l if l > 0 else 1)")]],
     nan={"masked": _NO_KEY, "": _TOO_LOW},
     notes={
         "correction": "l and o must be rescaled when the reference moves, by exp(old - new)",

@@ -213,17 +213,6 @@ def _of_tiles(fn: Callable[..., Any]) -> None:
     expect(wide - narrow >= 128 * 496 * 4 // 2, said, diagnosis="block-ignored")
 
 
-def _dq_in_base_2(q, do, lse, delta, K, V, KEPT, keep, BLOCK_N, scale):
-    dq = torch.zeros_like(q)
-    for start_n in range(0, len(K), BLOCK_N):
-        k, v = K[start_n : start_n + BLOCK_N], V[start_n : start_n + BLOCK_N]
-        kept = KEPT[:, start_n : start_n + BLOCK_N]
-        p = torch.exp2(scale * (q @ k.T) * math.log2(math.e) - lse[:, None] * math.log2(math.e))
-        ds = p * (kept * (do @ v.T) / keep - delta[:, None])
-        dq = dq + scale * (ds @ k)
-    return dq
-
-
 @tensor_rule(
     "5.3",
     title="dQ under dropout", minutes=25,
@@ -245,7 +234,10 @@ def _dq_in_base_2(q, do, lse, delta, K, V, KEPT, keep, BLOCK_N, scale):
        "a tile whose P is 1e-26 and whose V is 1e25": _of_dq(4, 12, 8, 1.0, 4, 2, _faint)},
     draw=lambda r: _of_dq(r.randint(1, 6), r.randint(1, 30), 8, r.choice((0.3, 0.5, 0.7)), r.choice((1, 4, 8)),
                           r.randrange(2**20)),
-    also=[_dq_in_base_2],
+    also=[[  # in base 2
+        ("torch.exp(scale * (q @ k.T) - lse[:, None])",
+         "torch.exp2(scale * (q @ k.T) * math.log2(math.e) - lse[:, None] * math.log2(math.e))"),
+        ("dq + ds @ k", "dq + scale * (ds @ k)"), ("return scale * dq", "return dq")]],
     nan={"-120": TAIL, "120": "exp(120) is infinite in float32: subtract lse, then take the exponential"},
     notes=NOTES | {
         **dict.fromkeys(("kept", "keep"), "O is P · KEPT / keep times V, so dP has both factors"),
@@ -309,24 +301,6 @@ def _some_block_of_keys(r: random.Random) -> tuple[Any, ...]:
                                r.randint(1, 40), r.randrange(2**20))  # fmt: skip
 
 
-def _window_with_a_mask(K_block, V_block, start_n, Q, dO, lse, delta, N, BLOCK_M, scale, window):
-    k, v = K_block.float(), V_block.float()
-    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-    M = len(Q)
-    begin = max(0, start_n + M - N)
-    end = min(M, start_n + len(k) - 1 + M - N + window)
-    for start_m in range(begin, end, BLOCK_M):
-        q, do = Q[start_m : start_m + BLOCK_M].float(), dO[start_m : start_m + BLOCK_M].float()
-        lse_i, delta_i = lse[start_m : start_m + BLOCK_M], delta[start_m : start_m + BLOCK_M]
-        p = torch.exp(scale * (q @ k.T) - lse_i[:, None])
-        i, j = torch.arange(len(q))[:, None] + start_m + N - M, torch.arange(len(k))[None, :] + start_n
-        p = torch.where((j <= i) & (j > i - window), p, 0.0)
-        dv = dv + p.T @ do
-        ds = p * (do @ v.T - delta_i[:, None])
-        dk = dk + ds.T @ q
-    return scale * dk, dv
-
-
 def _far_too_old(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor) -> None:
     """P of key 4 overflows for the queries that do not see it any more; queries 8 to 11 hardly see keys 4 to 7."""
     q[16:, 0], k[4, 0] = 16.0, 64.0
@@ -365,6 +339,18 @@ _BEGIN = "max(0, start_n - (N - M))"
 _END = "min(M, start_n + len(k) - 1 - (N - M) + window)"
 _DISTANCE = "start_m + N - M - start_n"
 _UPPER, _LOWER = f"distance = {_DISTANCE}", "p = torch.triu(p, distance - window + 1)"
+_ROWS_OF_A_TILE = "Q[rows].float(), dO[rows].float()"
+_WITH_A_MASK = [
+    (_BEGIN, "max(0, start_n + M - N)"), (_END, "min(M, start_n + len(k) - 1 + M - N + window)"),
+    ("        rows = slice(start_m, min(start_m + BLOCK_M, M))\n", ""),
+    (_ROWS_OF_A_TILE, _ROWS_OF_A_TILE.replace("rows", "start_m : start_m + BLOCK_M")),
+    (_UPPER, "lse_i, delta_i = lse[start_m : start_m + BLOCK_M], delta[start_m : start_m + BLOCK_M]"),
+    ("lecture.probabilities_sim(q, k, lse[rows], distance, scale)", "torch.exp(scale * (q @ k.T) - lse_i[:, None])"),
+    (_LOWER, "i, j = torch.arange(len(q))[:, None] + start_m + N - M, torch.arange(len(k))[None, :] + start_n\n"
+     "        p = torch.where((j <= i) & (j > i - window), p, 0.0)"),
+    ("p.to(dO.dtype).float().T", "p.T"), ("ds.to(Q.dtype).float().T", "ds.T"),
+    ("delta[rows, None]", "delta_i[:, None]"),
+]  # fmt: skip
 
 
 @tensor_rule(
@@ -384,8 +370,8 @@ _UPPER, _LOWER = f"distance = {_DISTANCE}", "p = torch.triu(p, distance - window
     returns="dk, dv",
     inputs=_BLOCKS,
     draw=_some_block_of_keys,
-    also=[_window_with_a_mask, [(_BEGIN, f"{_BEGIN} // BLOCK_M * BLOCK_M")]],
-    words={"lse_i": "lse[rows]", "delta_i": "delta[rows]"},
+    also=[_WITH_A_MASK, [(_BEGIN, f"{_BEGIN} // BLOCK_M * BLOCK_M")]],
+    words={"lse_i": "lse[rows]", "delta_i": "delta[rows]", "j": "j"},
     nan={"far too large": "P of a hidden pair may be infinite, and inf · 0 is NaN: set P to 0 there, do not multiply"},
     notes=NOTES | {
         "start_n": _SEES, "start_m": _SEES, "N - M": _SEES, "window": _SEES, "distance": _SEES,

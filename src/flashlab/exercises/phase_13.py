@@ -82,16 +82,6 @@ def _late(r: random.Random) -> tuple[torch.Tensor, ...]:
     return o.masked_fill(hidden[..., None], 0.0), lse.masked_fill(hidden, float("-inf"))
 
 
-def _two_weights(os, lses):
-    o, lse = os[0], lses[0]
-    for o_part, lse_part in zip(os[1:], lses[1:], strict=True):
-        m = torch.maximum(lse, lse_part)
-        a, b = torch.exp(lse - m), torch.exp(lse_part - m)
-        o = (o * a[:, None] + o_part * b[:, None]) / (a + b)[:, None]
-        lse = m + torch.log(a + b)
-    return o, lse
-
-
 _R = random.Random(13)
 
 
@@ -113,14 +103,20 @@ _R = random.Random(13)
         "parts that saw no key": _late(_R),
     },
     draw=lambda r: _late(r) if r.random() < 0.3 else _parts(r, r.randint(1, 6), low=r.gauss(0, 3)),
-    also=[_two_weights, "((torch.softmax(lses, 0)[..., None] * os).sum(0), torch.logsumexp(lses, 0))"],
+    also=[
+        [("share = torch.sigmoid(lse_part - lse)[:, None]",
+          "m = torch.maximum(lse, lse_part)\n        a, b = torch.exp(lse - m), torch.exp(lse_part - m)"),
+         ("o + share * (o_part - o)", "(o * a[:, None] + o_part * b[:, None]) / (a + b)[:, None]"),
+         ("torch.logaddexp(lse, lse_part)", "m + torch.log(a + b)")],
+        "((torch.softmax(lses, 0)[..., None] * os).sum(0), torch.logsumexp(lses, 0))",
+    ],
     alone=rows_of(1),
     nan={
         "no key": "a part that saw no key has lse -inf: with the share as a sigmoid it counts for nothing, and no NaN "
         "arises",
         "": "a weight overflowed: into an exponential go differences of lse that are never above 0",
     },
-    words={"share": "the part's share", "o": "o", "lse": "lse"},
+    words={"share": "the part's share", **{name: name for name in ("o", "lse", "m", "a", "b")}},
     notes={
         "share": "o moves toward the part by the part's share of both sums",
         "lse_part - lse": "the share is the sigmoid of lse_part - lse: the heavier, the more",
