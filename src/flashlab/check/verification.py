@@ -124,14 +124,8 @@ def verify_one_head(
     always_causal: bool = False,
     dtypes: Sequence[torch.dtype] = (torch.float16,),
     head_dims: Sequence[int] = (64,),
-    cross: bool = True,
-    strided: bool = True,
-    empty: bool = False,
-    lse: bool = True,
     max_seq: int | None = None,
     max_tile: int = 256,
-    deterministic: bool = False,
-    full: bool = False,
 ) -> Report:
     """`verify` for fn(q, k, v, *, causal, scale) -> (o, lse) on one head: q and o [M, D], k and v [N, D], lse [M].
 
@@ -149,21 +143,17 @@ def verify_one_head(
         causal=causal or always_causal,
         dtypes=dtypes,
         head_dims=head_dims,
-        cross=cross,
         strided=False,
-        empty=empty,
         batched=False,
         scaled="scale" in takes,
         max_seq=max_seq,
         max_tile=max_tile,
-        full=full,
     )
     if always_causal:
         cases = list(dict.fromkeys(replace(case, causal=True) for case in cases))
-    if strided:
-        for layout in ("q by columns", "k by columns", "v by columns"):
-            cases.append(replace(cases[0], name=f"{layout}, the others not", seq_q=40, seq_k=40, layout=layout))
-    return run(call, cases, lse=lse, deterministic=deterministic, one_head=True)
+    for layout in ("q by columns", "k by columns", "v by columns"):
+        cases.append(replace(cases[0], name=f"{layout}, the others not", seq_q=40, seq_k=40, layout=layout))
+    return run(call, cases, one_head=True)
 
 
 def verify_block(
@@ -172,9 +162,6 @@ def verify_block(
     block_sizes: Sequence[int] = (16, 32, 64),
     dtypes: Sequence[torch.dtype] = (torch.float32,),
     head_dims: Sequence[int] = (64,),
-    lse: bool = True,
-    max_seq: int | None = None,
-    full: bool = False,
 ) -> Report:
     """`verify` for fn(Q_block, K, V, BLOCK_N) -> (O_block, lse): one block of queries against all keys, in tiles.
 
@@ -188,22 +175,14 @@ def verify_block(
         __tracebackhide__ = True
         return as_batch(fn(q[0, 0], k[0, 0], v[0, 0], case.block_n, **_options(case, takes)))
 
-    cases = case_list(
-        dtypes=dtypes,
-        head_dims=head_dims,
-        strided=False,
-        batched=False,
-        scaled="scale" in takes,
-        max_seq=max_seq,
-        full=full,
-    )
+    cases = case_list(dtypes=dtypes, head_dims=head_dims, strided=False, batched=False, scaled="scale" in takes)
     cases = [replace(case, seq_q=min(case.seq_q, 64)) for case in cases]
     tiled = []
     for i, case in enumerate(cases):
         everything = case.content in ("rising", "late") or case.name == "a last block that is not full"
         chosen = block_sizes if everything else [block_sizes[i % len(block_sizes)]]
         tiled += [replace(case, block_n=block_n) for block_n in chosen]
-    return run(call, tiled, lse=lse, one_head=True)
+    return run(call, tiled, one_head=True)
 
 
 def _options(case: Case, takes: dict[str, bool]) -> dict[str, Any]:
