@@ -1,17 +1,15 @@
 """expect and expect_close: what passes, what fails, and with which words."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
+from failing import failure_of
 
 from flashlab.check import CheckFailed, expect, expect_close
 
-
-def failure(*args, **kwargs) -> CheckFailed:
-    with pytest.raises(CheckFailed) as caught:
-        expect_close(*args, **kwargs)
-    return caught.value
+failure = partial(failure_of, expect_close)
 
 
 @pytest.mark.parametrize(

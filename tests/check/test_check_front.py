@@ -8,9 +8,11 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 
 import pytest
 import torch
+from failing import failure_of
 
 from flashlab.check import CheckFailed, expect_close, running, verify
 from flashlab.course import PHASES
@@ -46,10 +48,7 @@ def saved(file) -> dict:
     return {id: asdict(entry) for id, entry in record.load().items()}
 
 
-def failure(*args) -> CheckFailed:
-    with pytest.raises(CheckFailed) as caught:
-        check(*args)
-    return caught.value
+failure = partial(failure_of, check)
 
 
 def test_a_right_answer_passes_in_one_line(course):

@@ -4,8 +4,9 @@ from functools import partial
 
 import pytest
 import torch
+from failing import failure_of
 
-from flashlab.check import CheckFailed, verify, verify_block, verify_one_head
+from flashlab.check import verify, verify_block, verify_one_head
 from flashlab.check.mistakes.attention import READ_OFF, ROWS, build, flash_forward
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
@@ -19,12 +20,6 @@ EVERYTHING = ("causal", "mask", "wrong-kv", "l-counts", "finite")
 TELLING = {"padding-in-the-maximum": 1, "m-of-this-block-only": 1, "causal-first-tile-only": 1}
 SEEN = ("one-maximum",)  # in 16 bits P is 0 before it is in float32, and rows of o are: that is told
 BLOCK_N = (32, 64, 16, 128)  # of the mistakes that depend on no tile: another one from row to row
-
-
-def failure(front, fn, **options) -> CheckFailed:
-    with pytest.raises(CheckFailed) as caught:
-        front(fn, **options)
-    return caught.value
 
 
 def wrong(row):
@@ -60,12 +55,12 @@ def one_head(fn):
 @pytest.mark.every(3)
 def test_a_row_is_rejected_and_told(row):
     if row.slug == "keys-stepped-over":
-        failed = failure(verify_block, of_blocks(wrong(row)))
+        failed = failure_of(verify_block, of_blocks(wrong(row)))
     else:
         everything = row.slug.startswith(EVERYTHING)
         dtype = torch.float32 if row.slug in IN_FLOAT32 else torch.float16
         square = row.slug == "q-and-k-exchanged"
-        failed = failure(verify, wrong(row), causal=everything, gqa=everything, cross=not square, dtypes=(dtype,))
+        failed = failure_of(verify, wrong(row), causal=everything, gqa=everything, cross=not square, dtypes=(dtype,))
     assert failed.diagnosis == row.slug or row.slug in SEEN, failed
     assert failed.case and "\n" not in str(failed) and len(str(failed)) < 250
     assert str(failed).startswith(row.sentence.partition("{")[0]) or row.slug in SEEN
@@ -87,7 +82,7 @@ def named(slug):
 @pytest.mark.every(3)
 @pytest.mark.long
 def test_mistakes_are_named_in_other_dtypes(slug, dtype):
-    assert failure(verify, build(*named(slug).edits), dtypes=(dtype,)).diagnosis == slug
+    assert failure_of(verify, build(*named(slug).edits), dtypes=(dtype,)).diagnosis == slug
 
 
 SIMPLER = ["o-not-rescaled", "correction-inverted", "no-max-subtraction", "normalised-in-the-loop", "tail-skipped"]
@@ -97,13 +92,13 @@ SIMPLER = ["o-not-rescaled", "correction-inverted", "no-max-subtraction", "norma
 @pytest.mark.every(3)
 def test_the_simpler_fronts_name_the_same_mistakes(slug):
     fn = build(*named(slug).edits)
-    assert failure(verify_one_head, one_head(fn)).diagnosis == slug
-    assert failure(verify_block, of_blocks(fn)).diagnosis == slug
+    assert failure_of(verify_one_head, one_head(fn)).diagnosis == slug
+    assert failure_of(verify_block, of_blocks(fn)).diagnosis == slug
 
 
 def test_the_same_wrong_output_gets_the_same_sentence():
     unknown = build(*READ_OFF[0].edits)
-    first, second = failure(verify, unknown, causal=True), failure(verify, unknown, causal=True)
+    first, second = failure_of(verify, unknown, causal=True), failure_of(verify, unknown, causal=True)
     assert (str(first), first.diagnosis, first.case) == (str(second), second.diagnosis, second.case)
 
 
@@ -113,7 +108,7 @@ def test_an_unknown_mistake_is_described_honestly():
         o[:, :, 17::2] += 0.25
         return o, lse
 
-    failed = failure(verify, odd_rows)
+    failed = failure_of(verify, odd_rows)
     assert failed.diagnosis == "wrong-value"
     assert "only cases with more than 16 queries fail" in str(failed) or "rows" in str(failed), str(failed)
     assert "o[17, 0]" in str(failed)
@@ -121,5 +116,5 @@ def test_an_unknown_mistake_is_described_honestly():
 
 def test_two_mistakes_at_once_are_still_rejected():
     edits = [edit for slug in ("o-not-rescaled", "scale-one-over-d", "lse-in-base-2") for edit in named(slug).edits]
-    failed = failure(verify, build(*edits))
+    failed = failure_of(verify, build(*edits))
     assert failed.case and str(failed)

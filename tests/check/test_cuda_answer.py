@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from failing import failure_of
 
-from flashlab.check import CheckFailed, cuda_answer
+from flashlab.check import cuda_answer
 from flashlab.check.cuda_answer import Answer, Source, does_not_compile, failure, source_of, text_of
 from flashlab.check.running import heeding_warnings
 from flashlab.cuda.errors import compile_error
@@ -26,17 +27,11 @@ extern "C" int run(const float* x, float* y, void* stream) {
 """
 
 
-def failed(call, *args, **options):
-    with pytest.raises(CheckFailed) as caught:
-        call(*args, **options)
-    return caught.value
-
-
 def test_a_blank_and_what_is_no_text():
     assert text_of("code", "kernel") == "code"
     with pytest.raises(NotImplementedError):
         text_of(f"int x = /* {cuda_answer.HOLE} */", "kernel")
-    error = failed(text_of, 3, "kernel")
+    error = failure_of(text_of, 3, "kernel")
     assert error.diagnosis == "wrong-type" and str(error) == "kernel should be the CUDA text, a string, not a int"
 
 
@@ -87,13 +82,15 @@ def test_an_answer_is_run_in_both_builds():
 
 def test_a_wrong_answer_is_told():
     x, y = torch.zeros(64), torch.zeros(64)
-    racy = failed(Answer(SUM.replace("__syncthreads();", ""), "sum").run, x, y, case="64 numbers", check=True)
+    racy = failure_of(Answer(SUM.replace("__syncthreads();", ""), "sum").run, x, y, case="64 numbers", check=True)
     assert (racy.diagnosis, racy.case) == ("race", "64 numbers") and "line 4 of your code" in str(racy)
-    gone = failed(Answer(SUM.replace("int run(", "int walk("), "sum").run, x, y, case="", check=True)
+    gone = failure_of(Answer(SUM.replace("int run(", "int walk("), "sum").run, x, y, case="", check=True)
     assert gone.diagnosis == "wrong-entry" and "`run`" in str(gone)
-    fewer = failed(Answer(SUM.replace("float* y, void", "float* y, int n, void"), "sum").run, x, y, case="", check=True)
+    fewer = failure_of(
+        Answer(SUM.replace("float* y, void", "float* y, int n, void"), "sum").run, x, y, case="", check=True
+    )
     assert fewer.diagnosis == "wrong-entry" and "the parameters of `run` should stay" in str(fewer)
-    broken = failed(Answer(SUM.replace("63 -", "63 ="), "sum").run, x, y, case="", check=True)
+    broken = failure_of(Answer(SUM.replace("63 -", "63 ="), "sum").run, x, y, case="", check=True)
     assert broken.diagnosis == "does-not-compile" and "line 6 of your code" in str(broken)
 
 
@@ -177,5 +174,5 @@ def test_what_a_kernel_reads_before_it_is_set_is_found(name):
     cuda_answer.expect_set(Source(text, name, 1, 10), dtype=dtype)
     unset = text.replace("acc[c] = make_float4(0, 0, 0, 0);", "").replace("acc[O_TILES][4] = {};", "acc[O_TILES][4];")
     assert unset != text
-    error = failed(cuda_answer.expect_set, Source(unset, name, 1, 10), dtype=dtype)
+    error = failure_of(cuda_answer.expect_set, Source(unset, name, 1, 10), dtype=dtype)
     assert error.diagnosis == "uninitialised-local" and "o is NaN at [0, 0, 0, 0]" in str(error)

@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
+from failing import failure_of
 
-from flashlab.check import CheckFailed, verify, verify_one_head
+from flashlab.check import verify, verify_one_head
 from flashlab.check.mistakes.weights import counted, crossed
 
 
@@ -29,17 +30,11 @@ def attention(
     return o.to(v.dtype), lse
 
 
-def failed(front, fn, **options):
-    with pytest.raises(CheckFailed) as caught:
-        front(fn, **options)
-    return caught.value
-
-
 def failure(**mistake):
     def fn(q, k, v, *, causal, scale):
         return attention(q, k, v, causal, scale, **mistake)
 
-    return failed(verify_one_head, fn, causal=True, max_seq=200)
+    return failure_of(verify_one_head, fn, causal=True, max_seq=200)
 
 
 def half_of_o(o, lse):
@@ -81,7 +76,7 @@ def test_a_nan_that_was_hidden_is_told():
         blind = late if causal else torch.zeros_like(late)
         return o.masked_fill(blind[:, None], 0.0), lse.masked_fill(blind, math.nan)
 
-    assert failed(verify_one_head, hides, causal=True, max_seq=200).diagnosis == "nan-hidden"
+    assert failure_of(verify_one_head, hides, causal=True, max_seq=200).diagnosis == "nan-hidden"
 
 
 def test_an_lse_of_another_head_is_told_as_that():
@@ -91,7 +86,7 @@ def test_an_lse_of_another_head_is_told_as_that():
         o, lse = (torch.stack([out[at][i] for at in pairs]).unflatten(0, q.shape[:2]) for i in (0, 1))
         return o, lse.flatten(0, 1).roll(1, 0).unflatten(0, q.shape[:2])
 
-    told = failed(verify, fn, causal=True, max_seq=100)
+    told = failure_of(verify, fn, causal=True, max_seq=100)
     assert told.diagnosis == "wrong-head-stored" and "o is right, but" in str(told)
 
 
@@ -100,7 +95,7 @@ def test_something_added_to_the_sum_is_no_rounding():
         o, lse = attention(q.float(), k.float(), v.float(), causal, scale)
         return (o / (1 + 4e-3 / (1 + len(k)))).to(v.dtype), lse
 
-    assert failed(verify_one_head, fn, max_seq=200).diagnosis == "rows-scaled"
+    assert failure_of(verify_one_head, fn, max_seq=200).diagnosis == "rows-scaled"
 
 
 def test_how_often_slices_count():
@@ -142,7 +137,7 @@ def test_several_tiles_are_read_off(mistake, slug, words):
     def fn(q, k, v, *, scale):
         return one_tile_at_a_time(q, k, v, scale, **mistake)
 
-    told = failed(verify_one_head, fn, max_seq=300)
+    told = failure_of(verify_one_head, fn, max_seq=300)
     assert told.diagnosis == slug and words in str(told)
 
 
@@ -166,7 +161,7 @@ def test_an_lse_that_is_wrong_alone(of_m, of_dots, off, slug, words, causal):
         m = s.amax(1)
         return o, torch.where(m == -math.inf, lse, lse + (of_m - 1) * m + of_dots / scale * m + off)
 
-    told = failed(verify_one_head, fn, causal=causal, max_seq=200)
+    told = failure_of(verify_one_head, fn, causal=causal, max_seq=200)
     assert told.diagnosis == slug and words in str(told)
 
 
