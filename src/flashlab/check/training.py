@@ -227,18 +227,13 @@ def _differentiated(call: Call, case: Case, q, k, v, grad_o) -> dict[str, torch.
     return got
 
 
-class _Terms(NamedTuple):
-    """The parts of the backward pass in float64, for each query head by itself."""
-
-    dq: torch.Tensor
-    dk: torch.Tensor
-    dv: torch.Tensor
-
-
 def _terms(
     case: Case, q, k, v, do, *, hidden: torch.Tensor | None = None, delta: bool = True, lse: bool = True
-) -> _Terms:
-    """As a kernel would compute them from o and lse, with another mask, or without delta or lse."""
+) -> Gradients:
+    """In float64 as a kernel would compute them from o and lse, with another mask, or without delta or lse.
+
+    dk and dv are those of each query head by itself.
+    """
     group = q.shape[1] // k.shape[1]
     o, row_lse = reference.attention(q, k, v, causal=case.causal, scale=case.softmax_scale)
     wide_k, wide_v = (x.double().repeat_interleave(group, 1) for x in (k, v))
@@ -252,39 +247,31 @@ def _terms(
     if delta:
         ds = ds - (do.double() * o).sum(-1, keepdim=True)
     ds = case.softmax_scale * p * ds
-    return _Terms(ds @ wide_k, ds.transpose(-1, -2) @ q.double(), p.transpose(-1, -2) @ do.double())
-
-
-def _summed(terms: _Terms, group: int) -> Gradients:
-    return Gradients(terms.dq, _shared_sum(terms.dk, group), _shared_sum(terms.dv, group))
+    return Gradients(ds @ wide_k, ds.transpose(-1, -2) @ q.double(), p.transpose(-1, -2) @ do.double())
 
 
 def _models(case: Case, q, k, v, do) -> dict[str, Gradients]:
     """What known mistakes give on a case, by diagnosis."""
-    group, scale = q.shape[1] // k.shape[1], case.softmax_scale
-    right = _terms(case, q, k, v, do)
-    whole = _summed(right, group)
-    everything = torch.zeros(q.shape[2], k.shape[2], dtype=torch.bool)
-    top_left = ~_top_left(q.shape[2], k.shape[2])
+    group, scale, (M, N) = q.shape[1] // k.shape[1], case.softmax_scale, (q.shape[2], k.shape[2])
+
+    def summed(**wrong: Any) -> Gradients:
+        terms = _terms(case, q, k, v, do, **wrong)
+        return Gradients(terms.dq, _shared_sum(terms.dk, group), _shared_sum(terms.dv, group))
+
+    right, whole = _terms(case, q, k, v, do), summed()
+    everything = torch.zeros(M, N, dtype=torch.bool)
+    after = torch.arange(N)[None, :] > torch.arange(M)[:, None]  # as a mask aligned at the first key hides them
     return {
-        "delta-missing": _summed(_terms(case, q, k, v, do, delta=False), group),
+        "delta-missing": summed(delta=False),
         "dq-not-scaled": whole._replace(dq=whole.dq / scale),
         "dk-not-scaled": whole._replace(dk=whole.dk / scale),
         "dq-scaled-twice": whole._replace(dq=whole.dq * scale),
         "group-not-summed": Gradients(whole.dq, right.dk[:, group - 1 :: group], right.dv[:, group - 1 :: group]),
-        "causal-mask-missing": _summed(_terms(case, q, k, v, do, hidden=everything), group),
-        "causal-aligned-top-left": _summed(
-            _terms(case, q, k, v, do, hidden=top_left if case.causal else everything), group
-        ),
-        "causal-always": _summed(
-            _terms(case, q, k, v, do, hidden=~visible(q.shape[2], k.shape[2], causal=True)), group
-        ),
-        "probabilities-not-normalised": _summed(_terms(case, q, k, v, do, lse=False), group),
+        "causal-mask-missing": summed(hidden=everything),
+        "causal-aligned-top-left": summed(hidden=after if case.causal else everything),
+        "causal-always": summed(hidden=~visible(M, N, causal=True)),
+        "probabilities-not-normalised": summed(lse=False),
     }
-
-
-def _top_left(seq_q: int, seq_k: int) -> torch.Tensor:
-    return torch.arange(seq_k)[None, :] <= torch.arange(seq_q)[:, None]
 
 
 SENTENCES = {
