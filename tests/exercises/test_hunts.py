@@ -62,7 +62,6 @@ HALF = params([
     ("4.8", [("rows = tl.arange(0, BLOCK)", "rows = tl.arange(0, BLOCK).to(tl.int64)")], "batch-and-head-overflow"),
     ("4.8", [("batch = pid // heads", "batch = (pid // heads).to(tl.int64)")], "head-and-rows-overflow"),
     ("5.9", [("if start_m == start_n:", "if causal and start_m == start_n:")], "own-slip"),
-    ("5.9", [("range(start_n, N", "range(0, N")], "diagonal-always-masked"),
     ("5.10", [("math.ceil(M / BLOCK_M)", "math.ceil(N / BLOCK_N)")], "limit-missing"),
     ("6.2", [("x + half];\n        }\n    }", "x + half];\n            __syncwarp();\n        }\n    }")], "race"),
     ("6.5", [("head % p.kv_heads", "head / p.kv_heads")], "wrong-kv-head"),
@@ -80,7 +79,6 @@ HALF = params([
     ("11.6", [("HEAD_DIM / SLAB>", "1>"), ("            fence_proxy_async();\n", "")], "proxy-fence"),
     ("11.7", [("wgmma_wait<1>", "wgmma_wait<0>")], "out-of-order"),
     ("11c.4", [("1 + consumer, GROUP", "1 + consumer, CONSUMERS * GROUP")], "deadlock"),
-    ("12.10", [("other=0)", "other=0).to(tl.int64)")], "page-only"),
     ("12.11", [("first = b * sequence_stride", "first = b * head_dim")], "one-row-each"),
 ])  # fmt: skip
 # Words of a diagnosis, which untouched code is not told.

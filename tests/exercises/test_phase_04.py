@@ -73,7 +73,6 @@ test_what_a_formula_is_told = diagnosed(
     ("4.3", (MASK, MASK + "\n    seen = ~seen"), "inverted"),
     ("4.6", (CAP, "t = tl.exp(2.0 * x / cap)\n    y = cap * (t - 1.0) / (t + 1.0)"), "not-finite"),
     ("4.6", (CAP, "y = cap * (1.0 - 2.0 / (1.0 + tl.exp(x / cap)))"), "factor-missing"),
-    ("4.6", (CAP, "y = tl.minimum(tl.maximum(x, -cap), cap)"), "clipped"),
     ("4.6", (CAP, "y = cap * torch.tanh(x / cap)"), "not-triton"),
     ("4.6", (CAP, CAP + "\n    tl.store(x_ptr + i, y)"), "inputs-changed"),
     ("4.7", ("s = tl.where(seen, capped(s, cap),", f"{OVERFLOWS}\n        s = tl.where(seen, x,"), "not-finite"),

@@ -109,7 +109,6 @@ TOLD = [
     ("8.4", [("2 * STAGES - 2;", "2 * STAGES - 1;")], "read-before-wait", "3, and V_j's group has 2 younger"),
     ("8.5", [(REFILL, "load_kv(j + 1);")], None, "right with 2 stages, and not with 3"),
     ("8.3", [(AT, "offset ^ (offset >> 7 & 7) * 16")], "bank-conflicts", "right with head_dim 64, and not with 128: "),
-    ("8.5", [("<2 * STAGES - 4>", "<2 * STAGES - 2>")], None, "nothing is waited for"),
     ("8.5", [("<2 * STAGES - 4>", "<STAGES - 2>")], "waits-too-long", "not needed yet"),
     ("8.5", [(REFILL, f"{REFILL}\n        cp_async_wait<0>();\n        __syncthreads();")], "no-overlap", "every copy"),
     ("8.5", [("        __syncthreads();", "        //")], None, "__syncthreads"),
