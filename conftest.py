@@ -13,9 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "src" / "lessons")]
 
-# jsonschema, which nbformat imports, builds grammars of web addresses with it: three seconds that no notebook needs.
-sys.modules.setdefault("rfc3987_syntax", None)
-
+import tools.no_grammars  # noqa: E402, F401
 from kernel_environment import kernel_environment  # noqa: E402 (found through the line above)
 
 # Unsolved on purpose: tests/test_notebooks.py runs them, made afresh from src/lessons.

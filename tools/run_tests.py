@@ -45,8 +45,8 @@ def parts(python: str = sys.executable) -> list[Part]:
     # One process that crashes is a failure; by itself xdist would run its file again, eight times.
     spread = ("-n", "auto", "--dist", "loadfile", "--max-worker-restart", "1") if xdist else ()
     unit = (*tests, *spread, *(("--no-loadscope-reorder",) if xdist else ()), "tests", f"--ignore={STARTERS}")
-    nbval = (*pytest, *spread, "--nbval", "--nbval-current-env", f"--nbval-cell-timeout={CELL_TIMEOUT}",
-             "--nbval-sanitize-with", "nbval.cfg", "-p", "no:cacheprovider")  # fmt: skip
+    nbval = (*pytest, *spread, "-p", "tools.no_grammars", "-p", "no:cacheprovider", "--nbval", "--nbval-current-env",
+             f"--nbval-cell-timeout={CELL_TIMEOUT}", "--nbval-sanitize-with", "nbval.cfg")  # fmt: skip
     lint = ((python, "-m", "ruff", "check", "."), (python, "-m", "ruff", "format", "--check", "--quiet", "."),
             (python, "-m", "mypy"))  # fmt: skip
     build = str(ROOT / "src" / "lessons" / "build.py")
@@ -106,6 +106,8 @@ def main(names: list[str]) -> int:
     # A process for each core: threads of small products, torch's and numpy's, would only spin and wait for each other.
     for library in ("OMP", "OPENBLAS"):
         os.environ.setdefault(f"{library}_NUM_THREADS", "1")
+    # Images of containers say so to stay small: each process would compile the package, and pytest all tests, anew.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     every = parts()
     unknown = [name for name in names if name not in {part.name for part in every}]
     if unknown:
