@@ -38,6 +38,10 @@ def pytest_configure(config):
         profile.mkdir()
         (profile / "ipython_kernel_config.py").write_text(DRAWN_ONCE)
         os.environ.update(kernel_environment(ROOT, _scratch))
+        from jupyter_client.provisioning import local_provisioner
+        from tools.forked_kernels import Kernel
+
+        local_provisioner.launch_kernel = Kernel
     else:
         os.environ["MPLBACKEND"] = "Agg"
 

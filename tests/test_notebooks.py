@@ -12,14 +12,17 @@ import re
 import types
 import urllib.parse
 from pathlib import Path
+from unittest import mock
 
 import nbformat
 import pytest
+from jupyter_client.provisioning import local_provisioner
 from lesson_execution import kernel_for, output_problem
 from lesson_source import blocks, check_calls, find_lessons, lesson_name, quoted
 from lesson_source import make_notebook as new_notebook
 from lesson_source import read_lesson as new_lesson
 from pacing import output_lines, reading_minutes, squeezed
+from tools.forked_kernels import Kernel
 
 from flashlab.course import number_of, phase
 from flashlab.exercises import registry as registry
@@ -63,7 +66,8 @@ EXERCISE_IDS = [pytest.param(PAGES[e.phase], id, id=id) for id, e in registry.ex
 def run_unsolved(path):
     """Run an exercise notebook as a learner first meets it. Returns [(cell, its error output or None)]."""
     notebook = make_notebook(path, "exercises")
-    with kernel_for(notebook, ROOT / "exercises", ROOT) as (client, _):
+    forked = mock.patch.object(local_provisioner, "launch_kernel", Kernel)
+    with forked, kernel_for(notebook, ROOT / "exercises", ROOT) as (client, _):
         client.allow_errors = True
         for i, cell in enumerate(notebook.cells):
             if cell.cell_type == "code":
