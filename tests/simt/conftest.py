@@ -11,7 +11,7 @@ import pytest
 
 from flashlab.cuda.toolchain import nvcc
 from flashlab.kernels import PTX
-from flashlab.simt import HostError, Module, Report, SimtError, compile_cuda, run
+from flashlab.simt import HostError, Module, Report, SimtError, compile_cuda, process, run
 from flashlab.simt.build import INCLUDE
 
 KERNELS = Path(__file__).parent / "kernels"
@@ -58,5 +58,6 @@ def compile_for_hopper(name: str, out: Path, *options: str) -> str:
 
 @pytest.fixture
 def little_patience(monkeypatch):
-    """What never ends is given up after 2 s of its own work: a busy machine does not cut short what ends."""
-    monkeypatch.setattr(run, "PATIENCE", 2.0)
+    """What never ends is given up after 1 s of its own work: a busy machine does not cut short what ends."""
+    monkeypatch.setattr(run, "PATIENCE", 1.0)
+    monkeypatch.setattr(process, "PATIENCE", 0.5)  # and killed that much later, where it does not end by itself
