@@ -95,14 +95,10 @@ def test_the_sentence_uses_the_callers_names():
         check_qkv(ONE, ONE[:, :8], ONE, rank=2, names=("Q_block", "K", "V"))
 
 
-@pytest.mark.parametrize("scale", [1, 0.5, -2.0, 0, np.float32(0.25), torch.tensor(0.125), 1e-300, 2.0**104])
+@pytest.mark.parametrize("scale", [None, 1, 0.5, -2.0, 0, np.float32(0.25), torch.tensor(0.125), 1e-300, 2.0**104])
 def test_a_scale_that_float32_holds_is_taken_as_it_is(scale):
-    assert scale_of(scale, 64) == float(scale)
+    assert scale_of(scale, 64) == (0.125 if scale is None else float(scale))
     assert math.isfinite(torch.tensor(scale_of(scale, 64) * 1.4426950408889634, dtype=torch.float32).item())
-
-
-def test_the_default_scale():
-    assert scale_of(None, 64) == 0.125
 
 
 @pytest.mark.parametrize(

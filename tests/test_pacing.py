@@ -37,32 +37,23 @@ def test_no_code_of_an_exercise_page_is_cut_off(folder):
 
 
 @pytest.mark.parametrize(
-    "text, count",
+    "what, text, count",
     [
-        ("# A title\n\nTwo *words*.", 4),
-        ("so $a + b = c$ holds, and\n$$x\n= y$$", 5),
-        ("see\n\n<details><summary>Answer</summary>\n\nlong text\n\n</details>\nthis", 2),
-        ("code:\n```\nx = 1\n```\n", 1),
-        ("| a | b c |\n|---|---|\n| 1 | 2 |", 5),
+        (pacing.words, "# A title\n\nTwo *words*.", 4),
+        (pacing.words, "so $a + b = c$ holds, and\n$$x\n= y$$", 5),
+        (pacing.words, "see\n\n<details><summary>Answer</summary>\n\nlong text\n\n</details>\nthis", 2),
+        (pacing.words, "code:\n```\nx = 1\n```\n", 1),
+        (pacing.words, "| a | b c |\n|---|---|\n| 1 | 2 |", 5),
+        (pacing.plotting_lines, "import matplotlib.pyplot as plt\nx = 1", 0),
+        (pacing.plotting_lines, "fig, ax = plt.subplots()\nax.plot(\n    x,\n    y)\nplt.show()", 5),
+        (pacing.plotting_lines, "fig, (left, right) = plt.subplots(1, 2)\nz = f(x)\nleft.plot(z)\n", 2),
+        (pacing.plotting_lines, "for ax, x in zip(axes, data):\n    y = g(x)\n    ax.plot(y)", 2),
+        (pacing.plotting_lines, "curves.curves(ax, [('one', x, y, 'blue', '-')])\nplt.show()", 2),
+        (pacing.plotting_lines, "if ax:\n    pass\nelse:\n    x = 1", 1),
     ],
 )
-def test_words(text, count):
-    assert pacing.words(text) == count
-
-
-@pytest.mark.parametrize(
-    "source, count",
-    [
-        ("import matplotlib.pyplot as plt\nx = 1", 0),
-        ("fig, ax = plt.subplots()\nax.plot(\n    x,\n    y)\nplt.show()", 5),
-        ("fig, (left, right) = plt.subplots(1, 2)\nz = f(x)\nleft.plot(z)\n", 2),
-        ("for ax, x in zip(axes, data):\n    y = g(x)\n    ax.plot(y)", 2),
-        ("curves.curves(ax, [('one', x, y, 'blue', '-')])\nplt.show()", 2),
-        ("if ax:\n    pass\nelse:\n    x = 1", 1),
-    ],
-)
-def test_plotting_lines(source, count):
-    assert pacing.plotting_lines(source) == count
+def test_words_and_plotting_lines(what, text, count):
+    assert what(text) == count
 
 
 def test_output_lines_are_those_of_text():

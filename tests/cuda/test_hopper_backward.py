@@ -64,23 +64,15 @@ def test_right_in_the_fast_build(head_dim, dtype, products):
         expect(*make(*case, head_dim, dtype), causal=causal, products=products)
 
 
-@each_way
-@pytest.mark.parametrize(("head_dim", "dtype"), [(64, FP16), pytest.param(128, BF16, marks=pytest.mark.long)], ids=str)
-@pytest.mark.every(2)
-def test_clean_in_the_check_build(head_dim, dtype, products):
-    for case in ((1, 2, 1, 100, 130), (1, 2, 2, 300, 450), (1, 1, 1, 70, 33)):
-        for causal in (False, True):
-            expect(*make(*case, head_dim, dtype), causal=causal, check=True, products=products)
-
-
-@each_way
 @pytest.mark.parametrize(
-    "head_dim", [96, pytest.param(80, marks=pytest.mark.long), pytest.param(112, marks=pytest.mark.long)]
-)
-def test_head_sizes_between(head_dim, products):
-    for case in ((1, 2, 1, 100, 130), (1, 1, 1, 70, 33)):
-        for causal in (False, True):
-            expect(*make(*case, head_dim, BF16), causal=causal, check=True, products=products)
+    ("head_dim", "dtype", "products"),
+    [(64, FP16, 5), (96, BF16, 5), (96, BF16, 7), pytest.param(64, FP16, 7, marks=pytest.mark.long),
+     *(pytest.param(d, BF16, n, marks=pytest.mark.long) for d in (128, 80, 112) for n in (5, 7))], ids=str,
+)  # fmt: skip
+def test_clean_in_the_check_build(head_dim, dtype, products):
+    cases = ((1, 2, 1, 100, 130), (1, 1, 1, 70, 33), *[(1, 2, 2, 300, 450)] * (head_dim in (64, 128)))
+    for case, causal in itertools.product(cases, (False, True)):
+        expect(*make(*case, head_dim, dtype), causal=causal, check=True, products=products)
 
 
 @pytest.mark.long

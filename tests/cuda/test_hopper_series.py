@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from test_series import BOUND, CASES, MORE, run
+from test_series import BOUND, CASES, MORE, expect, run
 
 from flashlab.attention import reference
 from flashlab.bench import hopper_jobs
@@ -68,9 +68,7 @@ def test_layouts(name):
     shared = halves(1, 1, 90, 64).expand(2, 1, 90, 64)
     wide = halves(2, 3, 70, 192)[..., 64:128]
     for q_, k_, v_ in ((q, k, v), (q, shared, v), (wide, k, v)):
-        o, lse = module.forward(q_, k_, v_, causal=True)
-        want, want_lse = reference.attention(q_, k_, v_, causal=True)
-        assert (o - want).abs().max() <= BOUND[torch.float16] and (lse - want_lse).abs().max() <= 1e-4
+        expect(*module.forward(q_, k_, v_, causal=True), q_, k_, v_, bound=BOUND[torch.float16], causal=True)
 
 
 @pytest.mark.parametrize("defines", [{}, {"POLYNOMIAL": 4}], ids=str)
@@ -118,9 +116,7 @@ def test_scores_that_jump(step, defines, dtype):
         k[0, head, [key, n + key], 0] = torch.tensor([2.0, 1.0]) * bits * math.log(2) * d**0.5 / 16
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     module = load_inline(step, backend="emulator", head_dim=d, dtype=dtype, defines=defines)
-    o, lse = module.forward(q, k, v, sms=2)
-    want, want_lse = reference.attention(q, k, v)
-    assert (o - want).abs().max() <= 2 * BOUND[dtype] and (lse - want_lse).abs().max() <= 1e-3
+    expect(*module.forward(q, k, v, sms=2), q, k, v, bound=2 * BOUND[dtype], lse_bound=1e-3)
 
 
 @pytest.mark.parametrize("name", ["p11_flash", pytest.param("p11_side_rounded", marks=pytest.mark.long)])
@@ -130,9 +126,8 @@ def test_scores_so_wide_that_each_row_rises_at_its_own_tiles(name, dtype):
     q, k, v = (torch.randn(1, 1, n, 64, generator=generator).to(dtype) for n in (130, 700, 700))
     module = load_inline(step(name), backend="emulator", dtype=dtype)
     for scale, causal in ((10.0, False), (20.0, False), (50.0, True)):
-        o, lse = module.forward(q, k, v, scale=scale, causal=causal)
-        want, want_lse = reference.attention(q, k, v, scale=scale, causal=causal)
-        assert (o - want).abs().max() <= 2 * BOUND[dtype] and (lse - want_lse).abs().max() <= 1e-3
+        options = dict(scale=scale, causal=causal)
+        expect(*module.forward(q, k, v, **options), q, k, v, bound=2 * BOUND[dtype], lse_bound=1e-3, **options)
 
 
 @pytest.mark.parametrize("dtype", FLASH.dtypes, ids=str)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -167,9 +168,12 @@ except RankLost as error:
 """
 
 
-def processes(world, *arguments, port):
+def processes(world, *arguments):
     """Ranks as processes, as torchrun starts them; what each printed, and its exit status."""
     root = str(Path(flashlab.__file__).parents[1])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     more = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world), "PYTHONPATH": root,
             "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # fmt: skip
     started = [
@@ -181,27 +185,25 @@ def processes(world, *arguments, port):
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_ends_the_others(unused_port):
-    (said, err, code), (_, _, killed) = processes(2, "-c", KILLED, port=unused_port)
+def test_a_process_that_is_killed_ends_the_others():
+    (said, err, code), (_, _, killed) = processes(2, "-c", KILLED)
     assert killed == -signal.SIGKILL and code == 0, err
     assert "rank 0 of 2 waited for rank 1" in said and "a rank has ended" in said
 
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_the_training_program_has_the_same_losses_on_two_processes(unused_port):
+def test_the_training_program_has_the_same_losses_on_two_processes():
     arguments = ("-m", "flashlab.distributed.train", "--steps", "3", "--seq-len", "64", "--check")
-    (said, err, code), (silent, _, other) = processes(2, *arguments, port=unused_port)
+    (said, err, code), (silent, _, other) = processes(2, *arguments)
     assert code == other == 0 and not silent, err
     assert said.count("step ") == 3 and "2 ranks and one: losses differ by at most" in said
 
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_the_cases_of_the_gpus_run_here_too(unused_port):
+def test_the_cases_of_the_gpus_run_here_too():
     """tests/distributed/on_gpus.py is what `pytest -m multi_gpu` starts on GPUs: here with gloo, and fewer cases."""
-    (said, err, code), (_, _, other) = processes(
-        2, str(Path(__file__).with_name("on_gpus.py")), "few", port=unused_port
-    )
+    (said, err, code), (_, _, other) = processes(2, str(Path(__file__).with_name("on_gpus.py")), "few")
     assert code == other == 0, err + said
     assert said.count(" ok") >= 5 and "all cases right" in said

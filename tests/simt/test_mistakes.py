@@ -37,8 +37,10 @@ def cases(name: str, expected: str) -> dict[str, tuple[re.Match, set[int]]]:
 MISTAKES = cases("mistakes.cu", r"// expect: (?P<check>[^|]*) \| (?P<fast>[^;]*)(; (?P<words>.*))?$")
 RIGHT = cases("right.cu", r"// out\[0\] = (?P<first>[\d.]+)")
 HOST = cases("host.cu", r"// expect: (?P<error>\w+): (?P<words>.*)$")
-SAMPLED = [pytest.param(k, b, id=f"{k}-{b}") for k, (x, _) in MISTAKES.items() if not x["words"] for b in BUILDS]
-TOLD = [pytest.param(k, b, id=f"{k}-{b}") for k, (x, _) in MISTAKES.items() if x["words"] for b in BUILDS]
+CASES = [  # of those that are told in words of their own each one
+    pytest.param(kernel, build, id=f"{kernel}-{build}", marks=[] if x["words"] else pytest.mark.every(3))
+    for kernel, (x, _) in MISTAKES.items() for build in BUILDS
+]  # fmt: skip
 # Of what ends the launch. All else that does is an IllegalAccess.
 ERRORS = {
     simt.DeadlockError: "divergent deadlock lanes-missing mask-without-self barrier-arguments",
@@ -62,7 +64,8 @@ def run(name: str, entry: str, check: bool) -> tuple[simt.Report, np.ndarray]:
     return report, out
 
 
-def expect(kernel: str, build: str, capfd) -> None:
+@pytest.mark.parametrize("kernel, build", CASES)
+def test_a_mistake_is_found_and_told(kernel, build, capfd):
     expected, lines = MISTAKES[kernel]
     report, _ = run("mistakes.cu", kernel, build == "check")
     wanted = expected[build].split()
@@ -75,17 +78,6 @@ def expect(kernel: str, build: str, capfd) -> None:
     if lines:
         assert finding.line in lines and finding.other_line in {None, *lines}, report
     assert capfd.readouterr().out == ""
-
-
-@pytest.mark.parametrize("kernel, build", SAMPLED)
-@pytest.mark.every(3)
-def test_a_mistake_is_found(kernel, build, capfd):
-    expect(kernel, build, capfd)
-
-
-@pytest.mark.parametrize("kernel, build", TOLD)
-def test_a_mistake_is_found_and_told(kernel, build, capfd):
-    expect(kernel, build, capfd)
 
 
 def test_what_a_finding_holds():
