@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -350,6 +351,33 @@ def _to_be_capped(r: random.Random, cap: float) -> tuple[Any, ...]:
     return torch.cat([normal(r, 94, dtype=torch.float32) * cap, times * cap, edge]), empty(128), cap, 128
 
 
+def _where_wrong(learners: Callable[..., Any]) -> tuple[str, str] | None:
+    """Of a function of each x alone: for which x it is wrong."""
+    for given in RULES["4.6"].tried:
+        x, cap, y = given[0], given[2], learners(*given)
+        wanted = cap * torch.tanh(x / cap)
+        off = ~((y - wanted).abs() <= 1e-4 * max(1.0, cap))
+        size, worst = x.abs() / cap, int((x.abs() + ~off * math.inf).argmin())
+        there = f"at x = {x[worst]:.4g} it is {y[worst]:.4g}, and should be {wanted[worst]:.4g}"
+        if not off.any():
+            continue
+        if y[off].isnan().all() and not x[off].any():
+            return "not-finite", f"with cap {cap:g} y is NaN where x is 0: what is divided by x, or by its size, there?"
+        if y[off].isnan().all() and size[off].min() > size[~off & x.isfinite()].min():
+            said = "an exponential is infinite where y is NaN, and inf / inf, inf - inf and inf * 0 are NaN: write the "
+            said += (
+                f"fraction so that only its denominator becomes infinite (from x = {x[worst]:.3g} with cap {cap:g} on)"
+            )
+            return "not-finite", said
+        if not off.all() and size[off].min() > size[~off].max():
+            at = float(size[~off].max())
+            return "beyond", f"y is right as far as x is {at:.3g} times the cap, not beyond: {there} (cap {cap:g})"
+        if not off[x != 0].all() and (x[off] > 0).all() != (x[off] < 0).all():
+            which = "greater" if (x[off] > 0).all() else "less"
+            return "one-sign", f"wrong are only x {which} than 0: {there} (cap {cap:g})"
+    return None
+
+
 @kernel_rule(
     "4.6",
     title="A cap that does not overflow", minutes=15,
@@ -361,11 +389,10 @@ def _to_be_capped(r: random.Random, cap: float) -> tuple[Any, ...]:
     ],
     writes="y_ptr",
     returns="y",
-    inputs={f"cap={cap:g}, x up to infinity": _to_be_capped(random.Random(int(cap)), cap) for cap in (2.0, 1.0, 3.0)},
-    draw=lambda r: _to_be_capped(r, r.choice((0.5, 1.0, 2.5))),
+    inputs={f"cap={cap}, x up to infinity": _to_be_capped(random.Random(cap), float(cap)) for cap in (2, 1, 3, 30)},
+    draw=lambda r: _to_be_capped(r, r.choice((0.5, 1.0, 2.5, 50.0))),
+    symptom=_where_wrong,
     also=[[("1.0 - 2.0 / (1.0 + tl.exp(2.0 * x / cap))", "2.0 * tl.sigmoid(2.0 * x / cap) - 1.0")]],
-    nan={"": "an exponential is infinite where y is NaN, and inf / inf, inf - inf and inf * 0 are NaN: write the "
-         "fraction so that only its denominator becomes infinite"},
     notes={
         "cap": "it is cap * tanh(x / cap)", "2.0": "the exponential in tanh is that of twice its argument",
         "tl.exp": "exp2(z * log2(e)) is exp(z)", "x": "it is cap * tanh(x / cap)",

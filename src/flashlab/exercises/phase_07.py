@@ -40,6 +40,7 @@ from flashlab.check.lookup import Row
 from flashlab.check.mistakes.weights import counted, crossed
 from flashlab.check.stored import expect_results, expect_stored
 from flashlab.cuda import CudaModule
+from flashlab.exercises.phase_07_fragments import Factors, fragments_told
 from flashlab.exercises.registry import exercise
 from flashlab.exercises.rule import rule
 from flashlab.kernels.problem import ELEMENTS
@@ -287,7 +288,8 @@ def _expect_scores(answer: Answer, cases: Sequence[tuple[int, torch.dtype]], tai
 )
 def tile_of_scores(one_tile: str) -> str:
     answer = Answer(one_tile, "one_tile")
-    with explained(lambda: ONE_TILE.build(answer.whole), ONE_TILE):
+    factors = Factors("Q", "K", "S", 48, torch.float16, True, {"HEAD_DIM": 48})
+    with fragments_told(answer, factors), explained(lambda: ONE_TILE.build(answer.whole), ONE_TILE):
         _expect_scores(answer, [(48, torch.float16), (16, torch.float16), (64, torch.bfloat16)])
     return "D = 16, 48 and 64, with D/16 MMAs"
 
@@ -380,8 +382,8 @@ SECOND_PRODUCT = Trials(
     title="P becomes A",
     minutes=15,
     hints=[
-        "Take a_position: register r of A is row g + 8 (r % 2), columns 2t + 8 (r // 2) and the next. Where are these "
-        "in c and d?",
+        "Register r of A is row g + 8 (r % 2), columns 2t + 8 (r // 2) and the next, as in 7.1. Where are these in c "
+        "and d?",
         "a[0] is row g, columns 2t and 2t + 1, which are c[0] and c[1]. a[1] is eight rows below: c[2] and c[3]. a[2] "
         "is eight columns to the right of a[0].",
         "a[0] = pack<T>(c[0], c[1]); a[1] = pack<T>(c[2], c[3]); a[2] = pack<T>(d[0], d[1]); a[3] = pack<T>(d[2], "
@@ -390,7 +392,8 @@ SECOND_PRODUCT = Trials(
 )
 def fragment_of_p(second_product: str) -> str:
     answer = Answer(second_product, "second_product")
-    with explained(lambda: SECOND_PRODUCT.build(answer.whole), SECOND_PRODUCT):
+    factors = Factors("P", "V", "O", 16, torch.float32, False)
+    with fragments_told(answer, factors), explained(lambda: SECOND_PRODUCT.build(answer.whole), SECOND_PRODUCT):
         for dtype in DTYPES:
             p, v, case = normal(16, 16, seed=5).abs(), normal(16, 8).to(dtype), spelled(dtype)
             want = {"P V": p.to(dtype).double() @ v.double()}

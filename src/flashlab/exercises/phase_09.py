@@ -504,10 +504,9 @@ def merge_of_parts(merge_loop: str) -> str:
             *((2, 4, how) for how in _LOW),
         )
     ]  # fmt: skip
-    with explained(lambda: built(whole, check=True, HEAD_DIM=128), MERGE):
+    with _weights_told(whole), explained(lambda: built(whole, check=True, HEAD_DIM=128), MERGE):
         for given in cases:
-            with _weights_told(whole):
-                _expect_merge(whole, *given)
+            _expect_merge(whole, *given)
     _expect_one_pass(whole)
     return f"{len(cases)} cases, parts without a key among them"
 
@@ -522,14 +521,16 @@ _PROBES = {
 
 @contextlib.contextmanager
 def _weights_told(whole: Source) -> Iterator[None]:
-    """Tells first what parts count, in the plainest case in which that is wrong."""
+    """Tells what parts count, in the plainest case in which that is wrong: behind a cause that is known."""
     try:
         yield
     except CheckFailed as failed:
         said = "" if failed.diagnosis in KINDS else _said_of_weights(built(whole, check=False, HEAD_DIM=64))
         if not said:
             raise
-        raise CheckFailed(f"{said}\n{failed.sentence}", diagnosis=failed.diagnosis, case=failed.case) from None
+        known, *numbers = failed.sentence.split("\n")
+        both = f"{known}\n{said}" if numbers else f"{said}\n{known}"
+        raise CheckFailed(both, diagnosis=failed.diagnosis, case=failed.case) from None
 
 
 def _said_of_weights(module: CudaModule) -> str:

@@ -1,0 +1,160 @@
+"""7.3 and 7.5: what the registers hold when a learner's MMA is reached, and where its sums are stored.
+
+The inputs of a run are numbers that say where they come from. So a register that holds another element than m16n8k16
+wants is seen, whatever the addresses are made of.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import product
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+
+from flashlab.check import CheckFailed
+from flashlab.check.cuda_answer import Answer, built, normal
+from flashlab.kernels.problem import ELEMENTS
+from flashlab.simt import SimtError
+
+_MOST = 16  # MMAs that are noted
+_SECOND = 1024  # what the second factor's numbers begin with
+_PLAIN = ("global-out-of-bounds", "wrong-count", "does-not-compile", "wrong-entry")
+_NOTED = f"""
+static uint32_t told_registers_[{_MOST}][32][6];
+static float told_sums_[{_MOST}][32][4];
+static int told_count_[32];
+template <class T> static __device__ void told_mma_(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {{
+    const int lane = threadIdx.x % 32, n = told_count_[lane]++ % {_MOST};
+    for (int i = 0; i < 6; i++) told_registers_[n][lane][i] = i < 4 ? a[i] : i == 4 ? b0 : b1;
+    mma_m16n8k16<T>(c, a, b0, b1);
+    for (int i = 0; i < 4; i++) told_sums_[n][lane][i] = c[i];
+}}
+extern "C" void told(int* registers, float* sums, int* count) {{
+    memcpy(registers, told_registers_, sizeof told_registers_), memcpy(sums, told_sums_, sizeof told_sums_);
+    memcpy(count, told_count_, sizeof told_count_), memset(told_count_, 0, sizeof told_count_);
+}}
+#define mma_m16n8k16 told_mma_
+"""
+
+
+class Factors(NamedTuple):
+    """Of a product [16, depth] by [depth, 8]: what its factors are called, the dtype of the first, and whether the
+    second lies as [8, depth]; the result's name."""
+
+    first: str
+    second: str
+    result: str
+    depth: int
+    dtype: torch.dtype
+    turned: bool
+    macros: Mapping[str, int] = MappingProxyType({})
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (8, self.depth) if self.turned else (self.depth, 8)
+
+    def name(self, number: float) -> str:
+        """Which element a register's number is."""
+        at = int(number) if number == number and abs(number) < 1e4 else -1
+        if 0 <= at < 16 * self.depth:
+            return f"{self.first}[{at // self.depth}, {at % self.depth}]"
+        rows, columns = self.shape
+        at -= _SECOND
+        if 0 <= at < rows * columns:
+            return f"{self.second}[{at // columns}, {at % columns}]"
+        return f"no element of {self.first} or {self.second}"
+
+    def wanted(self, lane: int, register: int, half: int, depth: int) -> str:
+        """What m16n8k16 wants there; registers 4 and 5 are B's."""
+        g, t = divmod(lane, 4)
+        if register < 4:
+            return f"{self.first}[{g + register % 2 * 8}, {depth + t * 2 + register // 2 * 8 + half}]"
+        at = g, depth + t * 2 + (register - 4) * 8 + half
+        return f"{self.second}[{at[0]}, {at[1]}]" if self.turned else f"{self.second}[{at[1]}, {at[0]}]"
+
+
+@contextlib.contextmanager
+def fragments_told(answer: Answer, factors: Factors) -> Iterator[None]:
+    """Has the first register that holds something else told first, or a sum that is stored in another place."""
+    try:
+        yield
+    except CheckFailed as failed:
+        if failed.diagnosis in _PLAIN or not (said := _said(answer, factors)):
+            raise
+        known = failed.sentence.split("\n")[0]  # what gives the same, or the numbers
+        raise CheckFailed(f"{said}\n{known}", diagnosis=failed.diagnosis, case=failed.case) from None
+
+
+def _said(answer: Answer, factors: Factors) -> str:
+    include = '#include "ptx.cuh"\n'
+    source = replace(answer.whole, text=answer.whole.text.replace(include, include + _NOTED, 1))
+    numbers = torch.arange(16.0 * factors.depth).reshape(16, -1)
+    second = _SECOND + torch.arange(8.0 * factors.depth).reshape(factors.shape)
+    registers = torch.zeros(_MOST, 32, 6, dtype=torch.int32)
+    sums, count, result = torch.zeros(_MOST, 32, 4), torch.zeros(32, dtype=torch.int32), torch.zeros(16, 8)
+
+    def run(first: torch.Tensor, second: torch.Tensor) -> None:
+        module.launch("run", first.to(factors.dtype), second.half(), result, echo=False, timeout=2.0)
+        module.launch("told", registers, sums, count, echo=False)
+
+    try:
+        macros: dict[str, Any] = {"ELEMENT": ELEMENTS[torch.float16], **factors.macros}
+        module = built(source, check=False, **macros)
+        run(numbers, second)
+        wrong, reached = _registers(registers, factors), int(count[0])
+        if wrong or reached > _MOST:
+            return wrong
+        if reached < factors.depth // 16:
+            return (
+                f"there {'is' if reached == 1 else 'are'} {reached} MMAs, of 16 of the {factors.depth} dimensions each"
+            )
+        first, second = normal(16, factors.depth, seed=1).half(), normal(*factors.shape, seed=2).half()
+        run(first, second)
+    except (CheckFailed, SimtError, TypeError):
+        return ""
+    right = first.float() @ (second.T if factors.turned else second).float()
+    return _stores(sums[reached - 1], right, result, factors.result)
+
+
+def _registers(registers: torch.Tensor, factors: Factors) -> str:
+    """Of the first MMA in which something is wrong."""
+    halves = registers.view(torch.float16).unflatten(2, (6, 2)).tolist()
+    for n in range(factors.depth // 16):
+        off = {
+            (lane, r): [
+                (factors.name(halves[n][lane][r][half]), factors.wanted(lane, r, half, 16 * n)) for half in (0, 1)
+            ]
+            for lane, r in product(range(32), range(6))
+        }
+        off = {at: pairs for at, pairs in off.items() if any(mine != wanted for mine, wanted in pairs)}
+        for factor, these in ((factors.first, range(4)), (factors.second, (4, 5))):
+            found = [at for at in off if at[1] in these]
+            if not found:
+                continue
+            lane, r = found[0]
+            mine, wanted = (
+                " and ".join(x) if x[0] != x[1] else f"{x[0]} twice" for x in zip(*off[lane, r], strict=True)
+            )
+            register = f"a[{r}]" if r < 4 else f"b[{r - 4}]"
+            where = f"in MMA {n + 1} " if n else ""
+            said = f"{where}{register} of lane {lane} holds {mine}, where m16n8k16 wants {wanted}"
+            return f"{said}: {len(found)} of {32 * len(these)} registers with {factor} are wrong"
+    return ""
+
+
+def _stores(sums: torch.Tensor, right: torch.Tensor, result: torch.Tensor, name: str) -> str:
+    """Where a lane's sums are stored."""
+    for lane, i in product(range(32), range(4)):
+        row, column = lane // 4 + i // 2 * 8, lane % 4 * 2 + i % 2
+        mine, wanted = float(sums[lane, i]), float(right[row, column])
+        if abs(mine - wanted) > 1e-2:
+            return (
+                f"the operands are right, and c[{i}] of lane {lane} is {mine:.4g} behind the last MMA, not {wanted:.4g}"
+            )
+        if float(result[row, column]) != mine:
+            there = (result == mine).nonzero().tolist()
+            where = f"stored at {there[0]}" if there else "stored nowhere"
+            return f"c[{i}] of lane {lane} is {name}[{row}, {column}], and {where}"
+    return ""
