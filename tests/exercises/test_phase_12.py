@@ -1,7 +1,7 @@
 """Phase 12's exercises: answers in other styles, wrong and right, and what is told of a fence that is missing."""
 
 import pytest
-from lesson_answers import diagnosis
+from lesson_answers import diagnosis, failure
 from test_rules import judge
 
 from flashlab.exercises import check
@@ -96,3 +96,8 @@ STYLES = [
 @pytest.mark.parametrize(("id", "fn"), STYLES)
 def test_another_style_is_right(id, fn):
     judge(id, fn)
+
+
+def test_the_shortest_script_that_goes_wrong_is_told():
+    late = failure("12.7", lambda script, page_size: by_tokens(script[:-1], page_size) + [(1, 0)]).sentence
+    assert "page_size 2: new gives (1, 0), and should give (0, 0): a new sequence has no page yet" in late

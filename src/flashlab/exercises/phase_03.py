@@ -410,11 +410,12 @@ def _expect_it_goes_on(kernel: Any) -> None:
         "m_i is lse times log2(e) = 1.4427, l_i is 1, acc is o, in float32: two loads with the mask offs_m < M. Where "
         "no key was seen m_i is -inf, and the first correction takes the 1 away.",
         "Keep the simulation of phase 2 beside you: each of its lines has one line here. Order: scores, mask with "
-        "-inf, m_new, p, correction, l_i, acc, then m_i = m_new. Scores: `tl.dot(q, k.T) * scale_log2`.",
+        "-inf, m_new, p, correction, l_i, acc, then m_i = m_new. Scores: `tl.dot(q, k.T, input_precision='ieee') * "
+        "scale_log2`.",
         "Mask the scores with `tl.where(in_range[None, :], s, float('-inf'))`: keys are the columns of s. The masked "
         "K rows are zeros, and a score of 0 is not nothing.",
-        "acc = tl.dot(p.to(v.dtype), v, acc) after acc was multiplied by correction[:, None]. At the end acc / l_i, "
-        "and lse = (m_i + log2(l_i)) * ln 2, both stored with the mask offs_m < M.",
+        "acc = tl.dot(p.to(v.dtype), v, acc, input_precision='ieee') after acc was multiplied by correction[:, None]. "
+        "At the end acc / l_i, and lse = (m_i + log2(l_i)) * ln 2, both stored with the mask offs_m < M.",
         "float32 inputs wrong in the fourth digit? That is TF32: tl.dot(..., input_precision='ieee').",
     ],
 )

@@ -103,8 +103,8 @@ def _said(answer: Answer, factors: Factors) -> str:
         macros: dict[str, Any] = {"ELEMENT": ELEMENTS[torch.float16], **factors.macros}
         module = built(source, check=False, **macros)
         run(numbers, second)
-        wrong, reached = _registers(registers, factors), int(count[0])
-        if wrong or reached > _MOST:
+        reached = int(count[0])
+        if (wrong := _registers(registers[:reached], factors)) or reached > _MOST:
             return wrong
         if reached < factors.depth // 16:
             return (
@@ -121,7 +121,7 @@ def _said(answer: Answer, factors: Factors) -> str:
 def _registers(registers: torch.Tensor, factors: Factors) -> str:
     """Of the first MMA in which something is wrong."""
     halves = registers.view(torch.float16).unflatten(2, (6, 2)).tolist()
-    for n in range(factors.depth // 16):
+    for n in range(min(len(halves), factors.depth // 16)):
         off = {
             (lane, r): [
                 (factors.name(halves[n][lane][r][half]), factors.wanted(lane, r, half, 16 * n)) for half in (0, 1)

@@ -258,9 +258,9 @@ def hiding_length(tflops, gb_s, heads, kv_heads, itemsize, world):
 # ---- 13.5 ------------------------------------------------------------------------------------------------------------
 
 
-def _saved(r: random.Random, world: int, n: int, head_dim: int = 3) -> tuple[torch.Tensor, ...]:
+def _saved(r: random.Random, world: int, n: int, size: float = 0.7, head_dim: int = 3) -> tuple[torch.Tensor, ...]:
     """q, k, v, do [world, n, head_dim], lse and delta [world, n] of a ring without a mask; scale 1."""
-    q, k, v, do = (0.7 * normal(r, world, n, head_dim) for _ in range(4))
+    q, k, v, do = (x * normal(r, world, n, head_dim) for x in (size, size, 0.7, 0.7))
     v = v + 0.5
     s = torch.einsum("wid,ujd->wiuj", q, k).flatten(2)
     p, lse = torch.softmax(s, -1), torch.logsumexp(s, -1)
@@ -295,8 +295,10 @@ _SHARES = "what a rank finds is added to the gradients of the keys that it has"
         "home.",
     ],
     returns="dk, dv",
-    inputs={f"{world} ranks of {n} rows": _saved(_R, world, n) for world, n in ((1, 4), (2, 3), (3, 2), (4, 4))},
+    inputs={f"{world} ranks of {n} rows": _saved(_R, world, n) for world, n in ((1, 4), (2, 3), (3, 2), (4, 4))} | {
+        "2 ranks of 3 rows, scores of some 1000": _saved(_R, 2, 3, 20.0)},
     draw=lambda r: _saved(r, r.randint(1, 4), r.randint(1, 5)),
+    nan={"": "e^1000 is infinite: P is exp(score - lse), the difference first"},
     also=[_travelling],
     notes={
         "dk": _SHARES, "dv": _SHARES, "lse": "P is exp(score - lse), with lse of the whole row",
