@@ -1,6 +1,7 @@
 """Runs a notebook of the course in a kernel of this interpreter, and makes its outputs the same on every run."""
 
 import ast
+import functools
 import contextlib
 import hashlib
 import os
@@ -77,6 +78,7 @@ def imported_files(sources: list[str], phase: int, root: Path) -> list[Path]:
     return sorted(found)
 
 
+@functools.cache  # most lessons import the same files
 def imported_names(source: str, package: str, late: bool = True) -> list[str]:
     """Names of flashlab that a source imports anywhere in it, or takes as flashlab.name.
 

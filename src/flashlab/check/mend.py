@@ -363,7 +363,7 @@ def _pairs(x: Any, y: Any) -> list[tuple[Any, Any]]:
 
 def _pieces(text: Text, edit: Any) -> tuple[str, str]:
     old, new = _both(edit)
-    while type(old) is type(new) and not isinstance(old, ast.stmt):  # the smallest part in which they differ
+    while type(old) is type(new) and not isinstance(old, (ast.stmt, ast.UnaryOp)):  # the smallest part that differs
         fields = [(getattr(old, x), getattr(new, x)) for x in old._fields]
         pairs = [pair for x, y in fields for pair in _pairs(x, y) if _dump(pair[0]) != _dump(pair[1])]
         if len(pairs) != 1 or not all(isinstance(x, ast.expr) and not isinstance(x, ast.Tuple) for x in pairs[0]):
@@ -378,6 +378,9 @@ def _place(text: Text, change: Change, old: str) -> str:
     if ast.unparse(text.tree).count(old) < 2 and not old.isdigit():
         return ""
     holder = change.edits[0][0][0]
-    line = holder if isinstance(holder, (ast.stmt, ast.BinOp, ast.Call)) else None
+    line: ast.AST | None = holder if isinstance(holder, (ast.stmt, ast.BinOp, ast.Call)) else None
+    if line is None:  # the least that has it
+        around = [x for x in ast.walk(text.tree) if isinstance(x, (ast.Subscript, *_LINES)) and holder in ast.walk(x)]
+        line = min(around, key=_length, default=None)
     whole = (text.plain(line).splitlines() or [""])[0].rstrip(":") if line else ""
     return f", in `{whole}`" if whole and len(whole) <= _LONGEST else ""

@@ -125,7 +125,9 @@ def told(error: BaseException, run: Callable[..., Any], called: Called, case: st
             sentence = f"the compiler refuses your kernel: {why}, in its line {raised.node.lineno}, `{line}`"
             return CheckFailed(sentence, diagnosis="does-not-compile", case=case)
         if place := _learners_line(raised.__traceback__, run):
-            return CheckFailed(f"your code raised {_words(raised)}, {place}", diagnosis="exception", case=case)
+            more = [note for note in getattr(raised, "__notes__", ()) if not note.startswith("This happened in")]
+            sentence = "\n".join([*more, f"your code raised {_words(raised)}, {place}"])
+            return CheckFailed(sentence, diagnosis="exception", case=case)
     wanted = _wanted(run)
     if called.returned:
         sentence = f"your function returned {called.returned}, and the check could do nothing with it"

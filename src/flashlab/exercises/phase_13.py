@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
 import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -283,6 +286,30 @@ def _travelling(q, k, v, do, lse, delta):
 _SHARES = "what a rank finds is added to the gradients of the keys that it has"
 
 
+def _shares_told(learners: Callable[..., Any]) -> tuple[str, str] | None:
+    """How often the queries of each rank count in the gradients of a rank's keys, where that is not once."""
+    q, k, v, do, lse, delta = given = _saved(random.Random(5), 3, 8)
+    pairs = [(r, s) for s in range(3) for r in range(3)]
+    p = [torch.exp(q[r] @ k[s].T - lse[r][:, None]) for r, s in pairs]
+    of_v = [p.T @ do[r] for p, (r, s) in zip(p, pairs, strict=True)]
+    of_k = [(p * (do[r] @ v[s].T - delta[r][:, None])).T @ q[r] for p, (r, s) in zip(p, pairs, strict=True)]
+    with contextlib.redirect_stdout(io.StringIO()):
+        found = learners(*given)
+    for name, got, parts in zip(("dk", "dv"), found, (of_k, of_v), strict=True):
+        columns = torch.stack([x.flatten() for x in parts], 1)
+        for rank in range(3) if got.shape == k.shape else ():
+            counts = torch.linalg.lstsq(columns, got[rank].flatten()[:, None]).solution[:, 0]
+            off = [
+                (r, s, float(x)) for (r, s), x in zip(pairs, counts, strict=True) if abs(float(x) - (s == rank)) > 1e-6
+            ]
+            if not off or not torch.allclose(columns @ counts, got[rank].flatten(), atol=1e-8):
+                continue
+            off = sorted(((r, s, round(x, 3) + 0.0) for r, s, x in off), key=lambda x: -abs(x[2]))[:2]
+            said = [f"rank {r}'s queries count {x:g} times for the keys of rank {s}" for r, s, x in off]
+            return "shares", f"three ranks: in {name} of rank {rank} {' and '.join(said)}: once for its own, else never"
+    return None
+
+
 @tensor_rule(
     "13.5",
     title="Gradients that travel", minutes=30, difficulty="Stretch",
@@ -298,6 +325,7 @@ _SHARES = "what a rank finds is added to the gradients of the keys that it has"
     inputs={f"{world} ranks of {n} rows": _saved(_R, world, n) for world, n in ((1, 4), (2, 3), (3, 2), (4, 4))} | {
         "2 ranks of 3 rows, scores of some 1000": _saved(_R, 2, 3, 20.0)},
     draw=lambda r: _saved(r, r.randint(1, 4), r.randint(1, 5)),
+    symptom=_shares_told,
     nan={"": "e^1000 is infinite: P is exp(score - lse), the difference first"},
     also=[_travelling],
     notes={

@@ -41,6 +41,7 @@ from flashlab.check.claims import tokens_of
 from flashlab.check.expect import allowed_error
 from flashlab.check.lookup import _TRIES, HEDGE, Index, Row, Values, as_they_are, in_units, same, where_right
 from flashlab.check.mend import mended
+from flashlab.check.running import is_unsolved
 from flashlab.check.symptoms import Symptoms, watched
 from flashlab.exercises.answers import _PACKAGE, in_words, python_fingerprint
 from flashlab.exercises.registry import exercise, find
@@ -249,8 +250,13 @@ class Rule:
             return self._judge(learners, self.judged)
         got = []
         for given in self.tried:
-            with running(self.case(given)):
-                result = self.called(learners, *given)
+            try:
+                with running(self.case(given)):
+                    result = self.called(learners, *given)
+            except Exception as error:
+                if self.each and self.symptom and not is_unsolved(error) and (found := self.symptom(learners)):
+                    error.__dict__.setdefault("__notes__", []).append(found[1])
+                raise
             got.append(self.read(result, self.case(given)))
         for given, mine, right in zip(self.tried, got, self.index.right, strict=True):
             if self.each and len(mine[0]) != len(right[0]):

@@ -274,13 +274,18 @@ class TensorRule(Rule):
         return ("not-finite", words[0]) if words else None
 
     def _all_nan(self, got: Sequence[Values], wrong: Sequence[int]) -> tuple[str, str] | None:
-        """Many changes give nothing but NaN: which one did cannot be told, if it is none of the rows."""
-        if not all(torch.as_tensor(mine[i], dtype=torch.float64).isnan().all() for mine in got for i in wrong):
+        """Many changes give nothing but NaN, or 0: which one did cannot be told, if it is none of the rows."""
+        found = [torch.as_tensor(mine[i], dtype=torch.float64) for mine in got for i in wrong]
+        lost, zero = all(x.isnan().all() for x in found), not any(x.any() for x in found)
+        if not (lost or zero):
             return None
         for text, row, outcome in self.index.outcomes:
             if text is None and self.index.same_outcome(outcome, got):
                 return row.slug, row.said
-        return "not-finite", f"{self.returns[wrong[0]]} is NaN everywhere: inf - inf, 0 * inf and 0 / 0 are"
+        if lost:
+            return "not-finite", f"{self.returns[wrong[0]]} is NaN everywhere: inf - inf, 0 * inf and 0 / 0 are"
+        names = " and ".join(self.returns[i] for i in wrong)
+        return "zero", f"{names} {'are' if len(wrong) > 1 else 'is'} 0 everywhere: what is added up does not come back"
 
     def _together(self, learners: Callable[..., Any], off: Sequence[bool]) -> tuple[str, str] | None:
         """Of a wrong case whose rows are right each by itself: something is of all rows together."""

@@ -285,8 +285,8 @@ ROWS: tuple[Mistake, ...] = (
            "own maximum; it has to be the larger of that and m_old", [(_M_NEW, "m_new = s.amax(-1)")], sizes=TILES),
     *_rows("m-not-updated", "only the last block of keys counts: m_i is not set to m_new at the end of the loop, so "
            "each block forgets the ones before it", [(_NEXT, "")], sizes=TILES),
-    *_rows("normalised-in-the-loop", "acc is divided by l in every block and once more at the end: divide once, after "
-           "the last block", [(_NEXT, _IN_LOOP)], sizes=TILES),
+    *_rows("normalised-in-the-loop", "acc is divided by l before the end (in every block?) and once more at the end: "
+           "divide once, after the last block", [(_NEXT, _IN_LOOP)], sizes=TILES),
     *_rows("normalised-in-the-loop-only", "acc is divided by l inside the loop, where l is not complete yet: divide "
            "once, after the last block", [(_NEXT, _IN_LOOP), (_O, "o[:] = acc.to(low)")], sizes=TILES),
     *_rows("normalised-twice", "O is divided by l twice: p (or acc) is divided already",
@@ -334,7 +334,8 @@ ROWS: tuple[Mistake, ...] = (
     *_rows("tail-skipped", f"{_RAGGED}the last, partly filled block is never visited",
            [(_LOOP, "range(0, N // BLOCK_N * BLOCK_N, BLOCK_N)")], sizes=TILES, where=lambda case: case.seq_k > 15),
     *_rows("mask-inverted", "wrong everywhere: no key counts, at most the padding of the last tile: the mask is the "
-           "wrong way round, or nothing is added up", [(_TAIL, _TAIL.replace("<", ">="))], sizes=PADDED),
+           "wrong way round, nothing is added up, or what was is lost in the end", [(_TAIL, _TAIL.replace("<", ">="))],
+           sizes=PADDED),
     *_rows("last-block-skipped", _LAST_LOST, *([(_LOOP, f"range(0, N - BLOCK_N{kept}, BLOCK_N)")] for kept in (
         " if N > BLOCK_N else N", "")), sizes=TILES),
     *_rows("tail-mask-on-rows", f"{_RAGGED}the mask of the tail lies on the rows of the scores, the queries; it "
