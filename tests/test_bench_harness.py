@@ -223,22 +223,17 @@ def test_a_record_that_is_none_is_named_in_one_sentence(things, tmp_path, text, 
 
 # ---- every bench on it ---------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("name", "bench"), HARNESSED.items(), ids=HARNESSED)
-def test_every_bench_is_one_entry(name, bench):
+def test_every_bench_is_one_entry_and_its_records_are_read_as_they_are(name, bench):
     todo = bench.jobs()
     assert bench.name == name and todo and len({json.dumps(j) for j in todo}) == len(todo)
     assert json.loads(json.dumps(todo)) == todo, "a job is found again in JSON"
     assert all("part" in j for j in todo)
     assert bench.quick_jobs() and {j["part"] for j in bench.quick_jobs()} <= {j["part"] for j in todo}
     assert set(vars(harness.parser(bench).parse_args([]))) >= {"out", "quick", "json", "minutes", "compare", "anew"}
-
-
-@pytest.mark.parametrize(("name", "bench"), HARNESSED.items(), ids=HARNESSED)
-def test_the_records_are_read_as_they_are(name, bench):
     for data in records.recorded(name):
         rows = data["rows"]
         labels = [harness.describe({k: r[k] for k in ("part", *bench.keys) if k in r}) for r in rows if "ms" in r]
         assert len(set(labels)) == len(labels), "a row is not told from another"
-        todo = bench.jobs()
         assert len(harness.waiting(todo, rows)) < len(todo)
         assert all(any(harness.is_of(row, job) for job in todo) for row in rows), "what was measured is asked for still"
         assert not harness.compare(bench, data, data)[1] and len(bench.table(data).rows) >= 5
