@@ -3,7 +3,7 @@
 `on_cpu` loads a module with Gluon kernels over stand-ins that are as unkind as the hardware may be. A box that the copy
 engine is asked for is NaN from then on, and arrives later, from another thread. A product reads its operands when it is
 waited for, not when it is started: a tile that is overwritten too early is read wrong. Parts of `warp_specialize` are
-threads; a barrier that is waited for in vain is an error after some seconds.
+threads; where all that is left waits for barriers, and no copy is under way, that is an error.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ import types
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-
-PATIENCE = 5.0  # seconds until a wait is taken for a deadlock
 
 
 class Block(torch.Tensor):
@@ -36,8 +34,8 @@ def block(x) -> Block:
 class Barrier:
     """An mbarrier: a phase is complete when `count` have arrived and all expected bytes have come."""
 
-    def __init__(self):
-        self.changed = threading.Condition()
+    def __init__(self, machine):
+        self.machine, self.changed = machine, machine.changed
         self.count = 0
 
     def init(self, count):
@@ -56,9 +54,8 @@ class Barrier:
                 self.changed.notify_all()
 
     def wait(self, parity):
-        with self.changed:
-            if not self.changed.wait_for(lambda: self.phase % 2 != parity, PATIENCE):
-                raise TimeoutError(f"nobody completes phase {self.phase} of a barrier")
+        if not self.machine.wait(lambda: self.phase % 2 != parity):
+            raise TimeoutError(f"nobody completes phase {self.phase} of a barrier")
 
 
 class Shared:
@@ -130,6 +127,23 @@ class Machine:
         self.random = random.Random(seed)
         self.engine = ThreadPoolExecutor(4)
         self.failed = []
+        self.changed, self.moving, self.waits = threading.Condition(), 1, []
+
+    def move(self, count):
+        """So many more, or fewer, threads that do not wait and copies that are under way."""
+        with self.changed:
+            self.moving += count
+            self.changed.notify_all()
+
+    def wait(self, done):
+        """Whether that comes true before all that is left waits."""
+        with self.changed:
+            self.waits.append(done)
+            self.move(-1)
+            self.changed.wait_for(lambda: done() or not (self.moving or any(other() for other in self.waits)))
+            self.waits.remove(done)
+            self.moving += 1
+            return done()
 
     def queue(self, name):
         if not hasattr(self.own, name):
@@ -139,7 +153,7 @@ class Machine:
     # -- language ------------------------------------------------------------------------------------------------------
     def allocate(self, dtype, shape, layout):
         if dtype == torch.int64:
-            made = Barriers(Barrier() for _ in range(shape[0]))
+            made = Barriers(Barrier(self) for _ in range(shape[0]))
             return made[0] if len(shape) == 1 else made
         return Shared(torch.full(shape, float("nan"), dtype=dtype))
 
@@ -156,12 +170,15 @@ class Machine:
                 function(*arguments)
             except BaseException as error:
                 self.failed.append(error)
+            self.move(-1)
 
+        self.move(len(parts) - 1)  # this thread waits for them
         threads = [threading.Thread(target=run, args=part, daemon=True) for part in parts]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
+        self.move(1)
         if self.failed:
             raise self.failed[0]
 
@@ -182,7 +199,8 @@ class Machine:
             smem.data.copy_(box)
             barrier.change(expected=-desc.block_type.nbytes)
 
-        self.engine.submit(arrive)
+        self.move(1)
+        self.engine.submit(arrive).add_done_callback(lambda _: self.move(-1))
 
     def send(self, desc, coord, smem):
         self.queue("sent").append((desc, coord, smem))
