@@ -58,6 +58,6 @@ def compile_for_hopper(name: str, out: Path, *options: str) -> str:
 
 @pytest.fixture
 def little_patience(monkeypatch):
-    """What never ends is given up after 1 s of its own work: a busy machine does not cut short what ends."""
-    monkeypatch.setattr(run, "PATIENCE", 1.0)
+    """What never ends is given up after 2 s of its own work: a busy machine does not cut short what ends."""
+    monkeypatch.setattr(run, "PATIENCE", 2.0)
     monkeypatch.setattr(process, "PATIENCE", 0.5)  # and killed that much later, where it does not end by itself
