@@ -1,8 +1,8 @@
 """Runs a notebook of the course in a kernel of this interpreter, and makes its outputs the same on every run."""
 
 import ast
-import functools
 import contextlib
+import functools
 import hashlib
 import os
 import re
