@@ -302,28 +302,17 @@ def _from_nothing(kernel: Any) -> Callable[..., Any]:
     return forward
 
 
-def _under(
-    old: torch.Tensor, new: torch.Tensor, largest: torch.Tensor, w_old: torch.Tensor, w_new: torch.Tensor,
-    sums: list[torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """o and lse of two parts with the weights e^w_old and e^w_new; sums: logs of others by which o is divided."""
-    total = torch.logsumexp(torch.stack(sums or [w_old, w_new]), 0)
-    o = torch.exp(w_old - total)[:, None] * old + torch.exp(w_new - total)[:, None] * new
-    return o, largest + torch.logsumexp(torch.stack([w_old, w_new]), 0)
-
-
 def _expect_weights(got: torch.Tensor, want: torch.Tensor, old: torch.Tensor, new: torch.Tensor, case: str) -> None:
     """CheckFailed, in weights, where a row is a sum of the two parts, with others than it should have."""
+    if not got.isfinite().all():
+        return
     parts = torch.stack([old, new], 2)
     found, right = (torch.linalg.lstsq(parts, x[:, :, None]).solution[:, :, 0] for x in (got, want))
-    off = (found - right).abs().amax(1)
-    row = int(off.argmax())
-    if got.isfinite().all() and off[row] > 1e-2 and torch.allclose((parts @ found[:, :, None])[..., 0], got, atol=1e-3):
-        (a, b), (x, y) = found[row].tolist(), right[row].tolist()
-        said = (
-            f"in row {row} what O held counts {a:.3g}, and the new keys' part {b:.3g}: they should count {x:.3g} and "
-        )
-        raise CheckFailed(f"{said}{y:.3g}", diagnosis="merge-weights", case=case)
+    row = int((found - right).abs().amax(1).argmax())
+    (a, b), (x, y) = ((round(z, 5) + 0.0 for z in of[row].tolist()) for of in (found, right))
+    if max(abs(a - x), abs(b - y)) > 1e-2 and torch.allclose((parts @ found[:, :, None])[..., 0], got, atol=1e-3):
+        said = f"in row {row} what O held counts {a:.3g}, and the new keys' part {b:.3g}: they should count {x:.3g} and"
+        raise CheckFailed(f"{said} {y:.3g}", diagnosis="merge-weights", case=case)
 
 
 def _expect_it_goes_on(kernel: Any) -> None:
@@ -338,14 +327,11 @@ def _expect_it_goes_on(kernel: Any) -> None:
         o, lse, new_o, new_lse = (x[0, 0].float() for x in (o, lse, *new))
         got_o, got_lse, case = o.clone(), lse.clone(), f"{90 - before} keys after {before} others, {case}"
         _goes_on(kernel, q, k[before:], v[before:], got_o, got_lse, case=case)
-        largest = torch.maximum(lse, (q @ k[before:].T).amax(1) * 32**-0.5)
 
         def merged(of_l: Any = 0.0, lse: Any = lse, o: Any = o, new_o: Any = new_o, new_lse: Any = new_lse) -> Any:
             """of_l: log of what l_i begins with, under m_i = lse."""
             total = torch.logsumexp(torch.stack([lse + of_l, new_lse]), 0)
             return torch.exp(lse - total)[:, None] * o + torch.exp(new_lse - total)[:, None] * new_o, total
-
-        w_old, w_new = lse - largest, new_lse - largest  # their logs, under the largest
 
         def is_it(like: Any, got: Any = (got_o, got_lse)) -> bool:
             return all(torch.allclose(*pair, atol=1e-3) for pair in zip(got, like, strict=True))
@@ -359,32 +345,6 @@ def _expect_it_goes_on(kernel: Any) -> None:
             ("l-starts-at-0", f"the keys before are in acc and not in l_i: {sum_is_1}", merged(-math.inf)),
             ("wrong-sum", f"l_i begins with e^lse; {sum_is_1}", merged(lse)),
             ("acc-starts-at-0", "the keys before are in l_i and not in acc: it starts from o", merged(o=0 * o)),
-            (
-                "old-weight",
-                "the keys before count with the weight 1: it is e^(lse - the larger maximum)",
-                _under(o, new_o, largest, 0 * w_old, w_new),
-            ),
-            (
-                "old-weight",
-                "o of the keys before counts with the weight 1, and its sum does not: it is the same",
-                _under(o, new_o, largest, 0 * w_old, w_new, [w_old, w_new]),
-            ),
-            (
-                "old-weight",
-                "the keys before are lost where a larger score comes: their weight is e^(lse - maximum)",
-                _under(o, new_o, largest, torch.where(w_old == 0, w_old, -math.inf), w_new),
-            ),
-            (
-                "wrong-base",
-                "the weight of the keys before is e^x of a number in base 2: lse, or the maximum, is in base "
-                "2, so it is exp2",
-                _under(o, new_o, largest, w_old * LOG2_E, w_new),
-            ),
-            (
-                "wrong-base",
-                "the weight of the keys before is 2^x of a natural number: times log2(e)",
-                _under(o, new_o, largest, w_old / LOG2_E, w_new),
-            ),
         ):
             if is_it(wrong) and not is_it(merged()):
                 raise CheckFailed(said, diagnosis=slug, case=case)

@@ -357,7 +357,7 @@ def _where_wrong(learners: Callable[..., Any]) -> tuple[str, str] | None:
         x, cap, y = given[0], given[2], learners(*given)
         wanted = cap * torch.tanh(x / cap)
         off = ~((y - wanted).abs() <= 1e-4 * max(1.0, cap))
-        size, worst = x.abs() / cap, int((x.abs() + ~off * math.inf).argmin())
+        size, worst = x.abs() / cap, int(torch.where(off, x.abs(), math.inf).argmin())
         there = f"at x = {x[worst]:.4g} it is {y[worst]:.4g}, and should be {wanted[worst]:.4g}"
         if not off.any():
             continue

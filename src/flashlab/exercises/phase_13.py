@@ -297,7 +297,7 @@ def _shares_told(learners: Callable[..., Any]) -> tuple[str, str] | None:
         found = learners(*given)
     for name, got, parts in zip(("dk", "dv"), found, (of_k, of_v), strict=True):
         columns = torch.stack([x.flatten() for x in parts], 1)
-        for rank in range(3) if got.shape == k.shape else ():
+        for rank in range(3) if got.shape == k.shape and got.isfinite().all() else ():
             counts = torch.linalg.lstsq(columns, got[rank].flatten()[:, None]).solution[:, 0]
             off = [
                 (r, s, float(x)) for (r, s), x in zip(pairs, counts, strict=True) if abs(float(x) - (s == rank)) > 1e-6
