@@ -361,7 +361,7 @@ def _where_wrong(learners: Callable[..., Any]) -> tuple[str, str] | None:
         there = f"at x = {x[worst]:.4g} it is {y[worst]:.4g}, and should be {wanted[worst]:.4g}"
         if not off.any():
             continue
-        if y[off].isnan().all() and not x[off].any():
+        if y[off].isnan().all() and not x[off & x.isfinite()].any():
             return "not-finite", f"with cap {cap:g} y is NaN where x is 0: what is divided by x, or by its size, there?"
         if y[off].isnan().all() and size[off].min() > size[~off & x.isfinite()].min():
             said = "an exponential is infinite where y is NaN, and inf / inf, inf - inf and inf * 0 are NaN: write the "
