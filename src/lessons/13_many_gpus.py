@@ -769,8 +769,8 @@ assert share[2**20, "Ulysses", 16] == 0, "16 GPUs, 8 key heads"
 # ### Measured on two GPUs
 #
 # `flashlab bench ring`, started by torchrun, measures the same on real links: one GPU, the ring in its layouts, and PyTorch's
-# `context_parallel` beside it. The share of the ideal, 16 heads (8 at 262 144 tokens). The H100's run has the backward pass of seven
-# products, the H200's that of five ([lecture 11c](11c_tuned.ipynb)). *As a graph*: all steps are launched at once, as one CUDA graph.
+# `context_parallel` beside it. The share of the ideal, 16 heads (8 at 262 144 tokens). *As a graph*: all
+# steps are launched at once, as one CUDA graph.
 
 # %%
 kept = ("ring, zigzag", "ring, contiguous", "ring, as a graph", "all-gather", "Ulysses", bench.CUDNN)
@@ -800,9 +800,9 @@ for gpu, found in at.items():
     both = next(shares for c, shares in found.items() if c.which == "both")
     ratio = both["ring, zigzag"] / both[bench.CUDNN]
     print(f"{gpu}: forward and backward, {ratio:.2f} times as fast as context_parallel")
-    assert (ratio > 1) == (gpu == "H200")
+    assert ratio > 1
 shortest = at["H100"][min((c for c in cases if c.causal), key=lambda c: c.n)]
-assert shortest["ring, as a graph"] > 1.3 * shortest["ring, zigzag"]
+assert shortest["ring, as a graph"] > 1.1 * shortest["ring, zigzag"]
 for (gpu, ranks), data in runs.items():
     for what, value, wanted, met in bench.goals(data):
         if "longest" in what and value is not None:
