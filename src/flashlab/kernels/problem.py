@@ -48,6 +48,7 @@ def check(
     check_qkv(q, k, v, dtypes=tuple(ELEMENTS), head_dims=head_dims, same_v=True, no_grad=True)
     check_causal(causal)
     scale_of(scale, q.shape[-1])
+    check_rows(q, k)
 
 
 def check_rows(q: torch.Tensor, k: torch.Tensor) -> None:
