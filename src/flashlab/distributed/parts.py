@@ -56,6 +56,7 @@ def block_backward(
     """What a block adds to dq, dk and dv, from o and lse of the whole rows; float32 where the kernel gives it."""
     right = 0 if causal else None
     if backend == HOPPER and q.is_cuda and q.shape[-1] in HEAD_DIMS and q.dtype != torch.float32:
+        grad_o = grad_o.resolve_neg()  # the kernel reads memory
         return gradients(compiled(q.shape[-1], q.dtype, "nvcc"), grad_o, None, q, k, v, o, lse, causal, scale)
     options: dict[str, Any] = dict(scale=scale, left=None, right=right, softcap=None)
     if backend in _WIDE or (backend != "triton" and quick(q, None, right, None) == "torch"):

@@ -134,9 +134,7 @@ def _registers(registers: torch.Tensor, factors: Factors) -> str:
             if not found:
                 continue
             lane, r = found[0]
-            mine, wanted = (
-                " and ".join(x) if x[0] != x[1] else f"{x[0]} twice" for x in zip(*off[lane, r], strict=True)
-            )
+            mine, wanted = (" and ".join(x) for x in zip(*off[lane, r], strict=True))
             register = f"a[{r}]" if r < 4 else f"b[{r - 4}]"
             where = f"in MMA {n + 1} " if n else ""
             said = f"{where}{register} of lane {lane} holds {mine}, where m16n8k16 wants {wanted}"
@@ -155,6 +153,6 @@ def _stores(sums: torch.Tensor, right: torch.Tensor, result: torch.Tensor, name:
             )
         if float(result[row, column]) != mine:
             there = (result == mine).nonzero().tolist()
-            where = f"stored at {there[0]}" if there else "stored nowhere"
+            where = f"stored at {there[0]}" if there else "neither there nor elsewhere"
             return f"c[{i}] of lane {lane} is {name}[{row}, {column}], and {where}"
     return ""

@@ -59,8 +59,12 @@ def _said(whole: Source, given: Sequence[Any], unordered: bool) -> str:
     own = blank_comments(whole.text.split("// region: arrive")[1].split("// endregion")[0])
     if _OUT_OF_SIGHT.search(own):
         return ""
-    if not any(name in own for name in _COUNTS):
+    if not re.search(r"\bcounter\b", own):
+        return "nothing is counted: which of a row's blocks comes last is not known before they have come"
+    if not re.search(r"\batomic\w+", own):
         return "the counter is read and then written: two warps may find the same number; atomicAdd does both in one"
+    if not any(name in own for name in _COUNTS):
+        return ""
     counters, rows, _, splits = given[5:9]
     counters.zero_()
     told = torch.zeros(rows, splits, 2, 32, _EVENTS, dtype=torch.int32)
@@ -92,10 +96,9 @@ def _counts(warps: list[_Arrival]) -> str:
     found = sorted(old for warp in warps for _, old in warp.counted)
     if not any(counts):
         return "no warp counts: is there a lane in which atomicAdd is reached, and is its counter this one?"
-    if max(counts) > 1:
-        return (
-            f"a warp counts {max(counts)} times, in {_lanes([x for x, _ in warps[0].counted])}: one lane counts for all"
-        )
+    if (most := max(counts)) > 1:
+        lanes = _lanes([lane for lane, _ in warps[counts.index(most)].counted])
+        return f"a warp counts {most} times, in {lanes}: one lane counts for all"
     if min(counts) == 0:
         return f"{counts.count(0)} of {len(warps)} warps do not count: each does, whatever it has found"
     if found != [*range(len(warps))]:
