@@ -7,6 +7,7 @@ import torch
 from failing import failure_of
 
 from flashlab.check import verify, verify_one_head
+from flashlab.check.mistakes.mask_rule import Seen, rule_of
 from flashlab.check.mistakes.weights import counted, crossed
 
 
@@ -51,8 +52,10 @@ def some_rows_nan(o, lse):
     [
         ({"dims": slice(0, 48)}, "wrong-dimensions", "dimensions 48 to 63 are missing"),
         ({"dims": [*range(64), *range(8, 16)]}, "wrong-dimensions", "dimensions 8 to 15 count 2 times"),
-        ({"end": lambda i, m, n: i + n - m + 2}, "wrong-keys", "query 0 counts keys 0 to 2, and should count key 0"),
-        ({"end": lambda i, m, n: i + abs(n - m)}, "wrong-keys", "query 0 counts keys 0 to 3, and should count no key"),
+        ({"end": lambda i, m, n: i + n - m + 2}, "wrong-keys", "counts the keys up to i + seq_k - seq_q + 2;"),
+        ({"end": lambda i, m, n: i + abs(n - m)}, "wrong-keys", "counts the keys up to i + abs(seq_k - seq_q);"),
+        ({"end": lambda i, m, n: i + (n - m) // 16 * 16}, "wrong-keys", "up to i + (seq_k - seq_q) // 16 * 16;"),
+        ({"end": lambda i, m, n: i * n // m}, "wrong-keys", "query 0 counts key 0, and should count no key"),
         ({"moved": 8}, "values-exchanged", "the value of key 0 gets the weight of key 8"),
         ({"sums": 1.25}, "output-scaled", "0.8 times"),
         ({"after": lambda o, lse: (o, 0.995 * lse)}, "lse-scaled", "every lse is 0.995 times"),
@@ -172,3 +175,17 @@ def test_which_dimensions_meet():
     again = torch.cat([q[:, :8], q[:, :8], q[:, 16:]], 1)
     assert crossed(q, k, again @ k.T, 1e-6) == "dimensions 8 to 15 of K are multiplied with dimensions 0 to 7 of Q"
     assert crossed(q, k, (q @ k.T).cos(), 1e-6) is None
+
+
+def test_the_rule_of_a_mask():
+    def seen(mask):
+        shapes = [(9, 9), (9, 5), (5, 9), (12, 7), (1, 6), (20, 33)]
+        grids = [(torch.arange(m)[:, None], torch.arange(n)[None]) for m, n in shapes]
+        right = [j <= i + j.shape[1] - len(i) for i, j in grids]
+        return [Seen(mask(i, j, seen), seen) for (i, j), seen in zip(grids, right, strict=True)]
+
+    assert rule_of(seen(lambda i, j, right: right)) is None
+    assert rule_of(seen(lambda i, j, right: right & (i % 2 == j % 3))) is None
+    assert "keys up to i + seq_q" in rule_of(seen(lambda i, j, right: j <= i + len(i)))
+    tail = rule_of(seen(lambda i, j, right: right & (j < j.shape[1] // 8 * 8)))
+    assert tail == "in each of 6 shapes the keys from key seq_k // 8 * 8 on are counted by no query"

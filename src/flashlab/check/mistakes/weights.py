@@ -7,6 +7,7 @@ missing from the scores. Nothing here guesses at a line of code.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import torch
 from flashlab import runtime
 from flashlab.check import pattern
 from flashlab.check.cases import Case
+from flashlab.check.mistakes.mask_rule import Seen, rule_of
 
 Tensor = torch.Tensor
 Call = Callable[[Case, Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
@@ -52,6 +54,8 @@ def explain(call: Call, like: Case) -> tuple[str, str, str] | None:
         if found is None and (found := _picked(call, case, columns)):
             again = _picked(call, case, last - columns)
         if found and found == again:  # else it is about columns of o, not keys
+            if found[0] == "wrong-keys" and (rule := _rule(call, like, case)):
+                return found[0], rule + found[1], str(case)
             return found[0], found[1] + (_right_before(call, like, shapes[0]) if case != first else ""), str(case)
         if found:
             return None
@@ -65,6 +69,36 @@ def _plain(like: Case, seq_q: int, seq_k: int) -> Case:
     )  # fmt: skip
 
 
+def _rule(call: Call, like: Case, wrong: Case) -> str:
+    """Words for the rule by which the mask is wrong, if it is one, from `wrong` and the shapes of few keys."""
+    sizes = [s for s in SHAPES if s[1] <= min(like.head_dim, 63)]
+    seen = []
+    for seq_q, seq_k in dict.fromkeys([*sizes, (wrong.seq_q, wrong.seq_k)]):
+        case = _plain(like, seq_q, seq_k)
+        with contextlib.suppress(Exception):  # where it raises, it may be for the same reason
+            if read := _weights(call, case, *_spread(case), torch.arange(seq_k) % case.head_dim):
+                seen.append(Seen(read[0] > 1e-3 / seq_k, _visible(case)))
+    rule = rule_of(seen)
+    right = "query i counts those up to i + seq_k - seq_q" if like.causal else "each query counts all keys"
+    return f"{rule}; right: {right}. " if rule else ""
+
+
+def _visible(case: Case) -> Tensor:
+    """[queries, keys]"""
+    rows, keys = torch.arange(case.seq_q)[:, None], torch.arange(case.seq_k)[None, :]
+    whole = torch.ones(case.seq_q, case.seq_k, dtype=torch.bool)
+    return keys <= rows + case.seq_k - case.seq_q if case.causal else whole
+
+
+def _spread(case: Case) -> tuple[Tensor, Tensor]:
+    """q and k with scores of a standard deviation of one half."""
+    generator = torch.Generator().manual_seed(3)
+    q = torch.randn(case.seq_q, case.head_dim, generator=generator)
+    return 0.5 / (case.softmax_scale * math.sqrt(case.head_dim)) * q, torch.randn(
+        case.seq_k, case.head_dim, generator=generator
+    )
+
+
 def _right_before(call: Call, like: Case, shape: tuple[int, int]) -> str:
     """Words that the weights are right in a smaller case, if they are; where they cannot be read they may not be."""
     case, generator = _plain(like, *shape), torch.Generator().manual_seed(3)
@@ -73,18 +107,13 @@ def _right_before(call: Call, like: Case, shape: tuple[int, int]) -> str:
     if read is None:
         return ""
     scores = case.softmax_scale * q.to(case.dtype).double() @ k.to(case.dtype).double().T
-    rows, keys = torch.arange(case.seq_q)[:, None], torch.arange(case.seq_k)[None, :]
-    visible = keys <= rows + case.seq_k - case.seq_q if case.causal else torch.ones_like(scores, dtype=torch.bool)
-    right = _near(read[0], _softmax(scores, visible), _TOLERANCE.get(case.dtype, 1e-4))
+    right = _near(read[0], _softmax(scores, _visible(case)), _TOLERANCE.get(case.dtype, 1e-4))
     return f"; right with seq_q={shape[0]} and seq_k={shape[1]}" if right else ""
 
 
 def _read(call: Call, case: Case, columns: Tensor) -> Found | None:
     """columns: [seq_k], in which column of V each key has its 1; more keys than columns take several calls."""
-    generator = torch.Generator().manual_seed(3)
-    q = 0.5 / (case.softmax_scale * math.sqrt(case.head_dim)) * torch.randn(case.seq_q, case.head_dim,
-                                                                            generator=generator)  # fmt: skip
-    k = torch.randn(case.seq_k, case.head_dim, generator=generator)
+    q, k = _spread(case)
     read = _weights(call, case, q, k, columns)
     if read is None:
         return None
@@ -92,12 +121,10 @@ def _read(call: Call, case: Case, columns: Tensor) -> Found | None:
     if lse is not None and bool(lse.isnan().any()):
         return None
     parts = case.softmax_scale * q.to(case.dtype).double()[:, None] * k.to(case.dtype).double()[None]
-    scores, shift = parts.sum(2), case.seq_k - case.seq_q
+    scores = parts.sum(2)
     if scores.numel() > 100 and scores.std() < 0.1:  # q is lost in the dtype: as many zeros would make up for any key
         return None
-    rows, keys = torch.arange(case.seq_q)[:, None], torch.arange(case.seq_k)[None, :]
-    visible = keys <= rows + shift if case.causal else torch.ones(case.seq_q, case.seq_k, dtype=torch.bool)
-    tolerance = _TOLERANCE.get(case.dtype, 1e-4)
+    visible, tolerance = _visible(case), _TOLERANCE.get(case.dtype, 1e-4)
     if _near(weights, _softmax(scores, visible), tolerance):
         return None
     if found := _rows_taken(
