@@ -49,33 +49,17 @@ from flashlab.simt.source import blank_comments
 BANK_BYTES, ROW_BYTES = 128, 16  # all 32 banks; what one address of ldmatrix stands for
 
 
-def _without_conflicts(verdict: Verdict, head_dim: int, source: Source | None = None) -> None:
-    """Raises CheckFailed where ldmatrix has bank conflicts; source: of an answer that defines at()."""
+def _without_conflicts(verdict: Verdict, head_dim: int) -> None:
+    """Raises CheckFailed where ldmatrix has bank conflicts."""
     c = verdict.counters
     if c["ldmatrix_wavefronts"] == c["ldmatrix_ideal"]:
         return
-    which = _shared_banks(source, head_dim) if source else None
     raise CheckFailed(
         f"the result is right, but ldmatrix takes {c['ldmatrix_wavefronts']} wavefronts where "
-        f"{c['ldmatrix_ideal']} would do: " + (which or "two rows of one 8 x 8 tile still share their banks"),
+        f"{c['ldmatrix_ideal']} would do: two rows of one 8 x 8 tile share their banks",
         diagnosis="bank-conflicts",
         case=f"head_dim={head_dim}",
     )
-
-
-def _shared_banks(source: Source, head_dim: int) -> str | None:
-    """Which rows of an 8 x 8 tile at() puts into the same banks."""
-    chunks, bytes_ = head_dim // 8, _places(source, head_dim, 64)
-    for first, chunk in itertools.product(range(0, 64, 8), range(chunks)):
-        groups = [bytes_[(first + i) * chunks + chunk] % BANK_BYTES // ROW_BYTES for i in range(8)]
-        often = max(set(groups), key=groups.count)
-        if groups.count(often) > 1:
-            rows = ", ".join(str(first + i) for i in range(8) if groups[i] == often)
-            return (
-                f"of the 8 x 8 tile of rows {first} to {first + 7}, columns {8 * chunk} to {8 * chunk + 7}, rows "
-                f"{rows} are in the same four banks, {4 * often} to {4 * often + 3}"
-            )
-    return None
 
 
 @contextlib.contextmanager
@@ -234,9 +218,15 @@ def _swizzled(text: str, trials: Trials, *head_dims: int) -> str:
     for head_dim in head_dims:
         only_here = _beside("head_dim 64", head_dim, head_dim > 64)
         with only_here, explained(lambda: trials.build(_calling(source, _CALLED)), trials):
-            if watched() is None:
-                _expect_places(source, head_dim)
-            _without_conflicts(examine(source, head_dim=head_dim, fast=False, max_seq=150), head_dim, source)
+            try:
+                if watched() is None:
+                    _expect_places(source, head_dim)
+                _without_conflicts(examine(source, head_dim=head_dim, fast=False, max_seq=150), head_dim)
+            except CheckFailed as failed:
+                if failed.diagnosis not in (*_WRONG_PLACES, "bank-conflicts") or not (said := _xored(source, head_dim)):
+                    raise
+                sentence = f"{said}\n{failed.sentence}"
+                raise CheckFailed(sentence, diagnosis=failed.diagnosis, case=failed.case) from None
     return f"head_dim {' and '.join(map(str, head_dims))}: right, and no bank conflict"
 
 
@@ -270,21 +260,50 @@ AT = Trials(
 )  # fmt: skip
 
 
+_WRONG_PLACES = ("misaligned", "not-a-permutation", "outside-the-tile")
+
+
+def _xored(source: Source, head_dim: int) -> str:
+    """Words for what at() XORs to the offset of a chunk, where it is not one of its own for each of eight rows."""
+    row_bytes = 2 * head_dim
+    byte = torch.tensor(_places(source, head_dim, 64)).unflatten(0, (64, -1))
+    bits = byte ^ (torch.arange(64)[:, None] * row_bytes + torch.arange(head_dim // 8) * 16)  # [row, chunk]
+    if (unlike := (bits != bits[:, :1]).nonzero()).numel():
+        row, chunk = unlike[0].tolist()
+        return (
+            f"at() XORs {bits[row, 0]} to the offset of at({row}, 0), and {bits[row, chunk]} to that of at({row}, "
+            f"{8 * chunk}): it has to be one number for all columns of a row"
+        )
+    beside = max(1, BANK_BYTES // row_bytes)  # rows that lie in one 128 bytes
+    for first in range(0, 64, 8):
+        mine = bits[first : first + 8, 0]
+        whole = bool(((mine % 16 == 0) & (mine >= 0) & (mine < min(BANK_BYTES, row_bytes))).all())
+        if not whole or len((mine + torch.arange(8) % beside * row_bytes).unique()) < 8:
+            need = (
+                "each of the eight needs another"
+                if beside == 1
+                else "each pair, which lies in one 128 bytes, needs another"
+            )
+            listed = ", ".join(map(str, mine.tolist()))
+            return (
+                f"at() XORs {listed} to the offsets of rows {first} to {first + 7}: {need} of 0, 16, ..., "
+                f"{min(BANK_BYTES, row_bytes) - 16}, or they share banks"
+            )
+    return ""
+
+
 def _expect_places(source: Source, head_dim: int, rows: int = 64) -> None:
     """Raises CheckFailed where at(), called alone, is no place of its own for each chunk of a tile."""
     chunks, case, room = head_dim // 8, f"head_dim={head_dim}", rows * head_dim * 2
     taken: dict[int, str] = {}
     for i, byte in enumerate(_places(source, head_dim, rows)):
         name = f"at({i // chunks}, {i % chunks * 8})"
-        wrong = {
-            "misaligned": (byte % ROW_BYTES, "; sixteen bytes that ldmatrix reads begin at a multiple of 16"),
-            "not-a-permutation": (byte in taken, f", and so is {taken.get(byte)}: two chunks of a tile in one place"),
-            "outside-the-tile": (
-                not 0 <= byte < room,
-                f"; a tile of {rows} rows has {room} bytes, and no room for more",
-            ),
-        }
-        for slug, (holds, sentence) in wrong.items():
+        wrong = (
+            (byte % ROW_BYTES, "; sixteen bytes that ldmatrix reads begin at a multiple of 16"),
+            (byte in taken, f", and so is {taken.get(byte)}: two chunks of a tile in one place"),
+            (not 0 <= byte < room, f"; a tile of {rows} rows has {room} bytes, and no room for more"),
+        )
+        for slug, (holds, sentence) in zip(_WRONG_PLACES, wrong, strict=True):
             expect(not holds, f"{name} is byte {byte}{sentence}", diagnosis=slug, case=case)
         taken[byte] = name
 
