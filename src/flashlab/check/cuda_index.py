@@ -478,7 +478,8 @@ def _found(report: Any) -> str:
     if not findings:
         return ""
     first = findings[0]
-    where = re.search(r"(?:element \d+|\d+ bytes \w+ the \w+) of \w+", first.message)
+    said = re.sub(r"\[[-\d, ]+\], number (\d+),", r"\1", first.message)  # an element by its number alone
+    where = re.search(r"(?:element \d+|\d+ bytes \w+ the \w+) of \w+", said)
     return f"{first.kind} {first.block} {first.thread} {where[0] if where else ''}"
 
 

@@ -115,7 +115,7 @@ class Facts:
         if number < 0:
             return self.variable(offset)
         name, _, shape, item = self.argument(number)
-        return f"element {offset // item} of {name}" if shape else name
+        return f"{_element(offset // item, shape)} of {name}" if shape else name
 
     @property
     def cluster_block(self) -> str:
@@ -130,6 +130,15 @@ class Facts:
     @property
     def mbarrier(self) -> str:
         return f"the mbarrier{self.there.replace(' in', ' of')} ({self.shared(self.v[2], 8)})"
+
+
+def _element(number: int, shape: tuple[int, ...]) -> str:
+    """With its place in each dimension; past the end the first one is too large."""
+    at, rest = list[int](), number
+    for size in reversed(shape[1:]):
+        rest, place = divmod(rest, size)
+        at.insert(0, place)
+    return f"element [{rest}, {', '.join(map(str, at))}], number {number}," if at else f"element {number}"
 
 
 def _count(n: int, noun: str) -> str:
@@ -264,7 +273,7 @@ def _global_out_of_bounds(f: Facts) -> str:
         return f"{does} {_count(-offset, 'byte')} before the start of {array}"
     if offset < size:
         return f"{does} {_count(number, 'byte')} that run over the end of {array}"
-    return f"{does} element {offset // item} of {array}, {_count(offset + number - size, 'byte')} past its end"
+    return f"{does} {_element(offset // item, shape)} of {array}, {_count(offset + number - size, 'byte')} past its end"
 
 
 def _global_race(f: Facts) -> str:
