@@ -254,8 +254,8 @@ def failure(findings: Sequence[Finding], whole: Source, case: str | None = None)
         sentence += (
             "; if another thread writes it, a barrier between the two is missing, or that thread has returned before"
             if unsure
-            else "; no thread does so up to the next barrier: is an index another one, here or where it should be filled, "
-            "or does a loop, or what it may not exceed, leave that out?"
+            else "; no thread does so up to the next barrier: is an index another one, here or where it should be "
+            "filled, or does a loop, or what it may not exceed, leave that out?"
         )
     skipped = next((f for f in findings if f.kind == "exited-threads"), None)
     if first.kind in _RACES and skipped is not None:  # who has gone past a barrier races with those who wait in it

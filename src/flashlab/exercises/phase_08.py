@@ -412,7 +412,8 @@ LOOP_HEAD = Trials(
     place=lambda text: _with_head(text).text,
     rows=[
         Row("read-before-wait", "tile j is not waited for, or not by each thread in each round: before load_kv at "
-            "most 2 * STAGES - 2 groups are under way, tile j's two among them", [("2 * STAGES - 4", "2 * STAGES - 2")]),
+            "most 2 * STAGES - 2 groups are under way, tile j's two among them",
+            [("2 * STAGES - 4", "2 * STAGES - 2")]),
         Row("v-not-there", "K of the tile is waited for, V of it is not: nothing waits for it later",
             [("2 * STAGES - 4", "2 * STAGES - 3")]),
         Row("commit-skipped", "past the last tile load_kv is not called, so it closes no empty groups either, and the "
