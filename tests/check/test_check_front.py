@@ -132,6 +132,14 @@ def test_a_learners_exception_is_told_with_its_line_and_case(course):
     assert saved(course)["97.1"]["tries"] == 1
 
 
+def test_shapes_that_do_not_match_are_told(course):
+    def mine(x):
+        many, sums = torch.ones(3, 4), torch.ones(3)
+        return many / sums[None, :]
+
+    assert "; there many is [3, 4], sums[None, :] [1, 3]" in str(failure("97.1", mine))
+
+
 def test_a_line_of_a_cell_is_called_so(course):
     source = "def mine(x):\n    y = x\n    return y.missing\n"
     names = {}

@@ -7,6 +7,8 @@ out of their code, else with what their function returned, since the check could
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import functools
 import hashlib
 import inspect
@@ -17,7 +19,7 @@ import sysconfig
 import textwrap
 import tokenize
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -126,7 +128,7 @@ def told(error: BaseException, run: Callable[..., Any], called: Called, case: st
             return CheckFailed(sentence, diagnosis="does-not-compile", case=case)
         if place := _learners_line(raised.__traceback__, run):
             more = [note for note in getattr(raised, "__notes__", ()) if not note.startswith("This happened in")]
-            sentence = "\n".join([*more, f"your code raised {_words(raised)}, {place}"])
+            sentence = "\n".join([*more, f"your code raised {_words(raised)}, {place}{_shapes(raised)}"])
             return CheckFailed(sentence, diagnosis="exception", case=case)
     wanted = _wanted(run)
     if called.returned:
@@ -157,13 +159,16 @@ def _words(error: BaseException) -> str:
     return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
+def _is_library(file: str) -> bool:
+    return file.startswith((_PACKAGE, *_LIBRARIES, "<frozen")) or "site-packages" in file
+
+
 def _learners_line(traceback: TracebackType | None, run: Callable[..., Any]) -> str:
     """'in line 3 of the cell, `x = y[0]`': the innermost frame that is neither the check's nor a library's, or ''."""
     found = ""
     while traceback is not None:
         file, number = traceback.tb_frame.f_code.co_filename, traceback.tb_lineno
-        library = file.startswith((_PACKAGE, *_LIBRARIES, "<frozen")) or "site-packages" in file
-        if not library and traceback.tb_frame.f_code is not getattr(run, "__code__", None):
+        if not _is_library(file) and traceback.tb_frame.f_code is not getattr(run, "__code__", None):
             code = linecache.getline(file, number, traceback.tb_frame.f_globals).strip()
             code = code if len(code) <= _LINE else code[:_LINE].rstrip() + " …"
             # What IPython runs is a cell, called <ipython-input-3-...> or .../ipykernel_123/456.py.
@@ -171,6 +176,39 @@ def _learners_line(traceback: TracebackType | None, run: Callable[..., Any]) -> 
             found = f"in line {number} of {where}" + (f", `{code}`" if code else "")
         traceback = traceback.tb_next
     return found
+
+
+def _shapes(error: BaseException) -> str:
+    """'; there x is [4, 8], y[:, None] [4, 1]': the tensors of the line, where an exception is about their shapes."""
+    if not re.search(r"shape|size|dimension|broadcast", str(error)) or (traceback := error.__traceback__) is None:
+        return ""
+    found: dict[str, str] = {}
+    while traceback is not None:
+        frame, number = traceback.tb_frame, traceback.tb_lineno
+        if not _is_library(frame.f_code.co_filename):
+            found = {}
+            with contextlib.suppress(SyntaxError):  # a line of several
+                line = linecache.getline(frame.f_code.co_filename, number, frame.f_globals).strip()
+                for node in ast.walk(ast.parse(line)):
+                    if shape := _shape_of(node, frame.f_locals):
+                        found[ast.unparse(node)] = shape
+        traceback = traceback.tb_next
+    bare = [name for name in found if any(other.startswith(f"{name}[") for other in found)]
+    listed = [f"{name} {'is ' * (i == 0)}{found[name]}" for i, name in enumerate(x for x in found if x not in bare)]
+    return f"; there {', '.join(listed)}" if len(listed) > 1 else ""
+
+
+def _shape_of(node: ast.AST, known: Mapping[str, Any]) -> str:
+    """The shape of a tensor that a name stands for, perhaps with new dimensions, as in x[:, None]; or ''."""
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Tuple):
+        whole, places = _shape_of(node.value, known), [ast.unparse(x) for x in node.slice.elts]
+        sizes = whole[1:-1].split(", ")
+        if not whole or set(places) != {"None", ":"} or places.count(":") != len(sizes):
+            return ""
+        return f"[{', '.join('1' if x == 'None' else sizes.pop(0) for x in places)}]"
+    value = known.get(node.id) if isinstance(node, ast.Name) else None
+    shape = [getattr(x, "value", x) for x in getattr(value, "shape", ())]
+    return str(shape) if shape and all(isinstance(x, int) for x in shape) else ""
 
 
 # ---- what a function should return ----------------------------------------------------------------------------------
