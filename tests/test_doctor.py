@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
 from typer.testing import CliRunner
 
 from flashlab import bench, cli, doctor
@@ -86,9 +87,6 @@ def modes(report):
 
 
 def test_the_report_of_this_machine_is_json_and_complete():
-    import torch
-    import triton
-
     report = json.loads(run_doctor(options=["--json"]))
     assert report["software"]["torch"]["version"] == torch.__version__
     assert report["software"]["triton"]["version"] == triton.__version__

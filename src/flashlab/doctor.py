@@ -27,8 +27,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING or __package__:
     from flashlab.course import PHASES, Phase
+    from flashlab.table import Table
 else:  # run by its path: its own folder is on the path, and the package, which imports torch, is not
     from course import PHASES, Phase
+    from table import Table
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHONS = ((3, 10), (3, 14))
@@ -357,44 +359,17 @@ def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     return found if report["gpus"] else [*found, ("GPU", "none")]
 
 
-def phase_rows(report: dict[str, Any]) -> list[tuple[str, str, str, str]]:
-    """(number, title, mode, how) for the second table."""
-    return [(str(p["number"]), p["title"], p["mode"], p["how"]) for p in report["phases"]]
-
-
 def print_report(report: dict[str, Any]) -> None:
-    """The report for people, with rich where it is installed and as plain columns where it is not."""
+    """The report for people, with rich where it is installed and as plain text, in ASCII, where it is not."""
+    phases = [(str(p["number"]), p["title"], p["mode"], p["how"]) for p in report["phases"]]
+    tables = [Table.of(rows(report), ("This machine", "")), Table.of(phases, ("", "The course on it", "Runs", "How"))]
+    advice = "\n\n".join(f"- {sentence}" for sentence in report["advice"]) or "Nothing is missing."
     try:
-        from rich import box
         from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
+
+        Console(highlight=False, markup=False).print(*tables, advice, sep="\n")
     except ImportError:
-        for what, value in rows(report):
-            print(f"{what:<15}{value}")
-        print()
-        for number, title, mode, how in phase_rows(report):
-            print(f"{number:>2}  {title:<44}{mode:<13}{how}")
-        for sentence in report["advice"]:
-            print(f"\n- {sentence}")
-        return
-    console = Console(highlight=False)
-    table = Table(title="This machine", title_justify="left", show_header=False, box=box.SIMPLE_HEAD, padding=(0, 1))
-    for what, value in rows(report):
-        table.add_row(Text(what, style="bold"), Text(value))
-    console.print(table)
-    table = Table(title="The course on it", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
-    table.add_column("", justify="right", no_wrap=True)
-    for column in ("Phase", "Runs", "How"):
-        table.add_column(column, no_wrap=column == "Runs")
-    styles = {"native": "green", "interpreted": "cyan", "emulated": "cyan", "cannot run": "red"}
-    for number, title, mode, how in phase_rows(report):
-        table.add_row(number, Text(title), Text(mode, style=styles[mode]), Text(how))
-    console.print(table)
-    for sentence in report["advice"]:
-        console.print(Text(f"→ {sentence}", style="yellow"))
-    if not report["advice"]:
-        console.print(Text("Nothing is missing.", style="green"))
+        print(*(str(part).replace("─", "-") for part in (*tables, advice)), sep="\n\n")
 
 
 def main(arguments: list[str]) -> int:
