@@ -1,4 +1,4 @@
-"""The built website in a real browser: `make site-check`. Screenshots of it go to build/site-shots.
+"""The built website in a real browser: `make site-check`.
 
 Every page: loads without an error in the console and without another host; its formulas are rendered; its links and
 anchors lead somewhere; figures have texts, headings are in order; no scrolling sideways at the size of a laptop and of
@@ -222,19 +222,6 @@ class Reader:
         if "q=banks+of+old" not in self.page.url:
             self.note("the page for what is missing does not search for its words")
 
-    def screenshots(self, folder: Path, places: list[tuple[str, str]]) -> None:
-        """Of each page, around the part that is named: on a laptop in the light, on a phone in the dark."""
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        for number, (name, at) in enumerate(places):
-            for size, dark in ((LAPTOP, False), (PHONE, True)):
-                self.open(name, size=size, dark=dark)
-                if self.page.locator("[data-drawing]").count():
-                    self.page.locator("[data-drawing] svg").first.wait_for()
-                self.page.locator(at).first.evaluate("e => e.scrollIntoView({block: 'center', behavior: 'instant'})")
-                self.page.wait_for_timeout(400)
-                self.page.screenshot(path=folder / f"{number:02} {Path(name).stem} {size['width']}.png")
-
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -269,18 +256,10 @@ def main() -> int:
             reader.folds(next(x for x in lectures if 'class="later"' in (site / x).read_text()), course[-1])
             reader.drawings()
             reader.missing()
-        drawings = ("softmax", "fragments", "banks", "causal", "ring")
-        code, glossary, search = "div.cell_output pre", "glossary.html", "search.html?q=swizzle"
-        places = [("index.html", "h1"), (lectures[0], "mjx-container[display=true]"), (lectures[4], "article img"),
-                  (lectures[11], code), (course[2], "details.hide"), ("results.html", "table"), (glossary, "h1"),
-                  (search, "h1"), ("nothing.html", "h1"),
-                  *(("drawings.html", f"[data-drawing={name}]") for name in drawings)]  # fmt: skip
-        problems = list(dict.fromkeys(reader.wrong))
-        reader.screenshots(BUILD / "site-shots", places)
         chromium.close()
     server.shutdown()
-    wrong += problems
-    print("\n".join(wrong) or f"{len(pages)} pages are as they should be; screenshots in {BUILD / 'site-shots'}")
+    wrong += dict.fromkeys(reader.wrong)
+    print("\n".join(wrong) or f"{len(pages)} pages are as they should be")
     return bool(wrong)
 
 
