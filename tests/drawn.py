@@ -12,9 +12,14 @@ ORDERS = {"bhnd": (0, 1, 2, 3), "bnhd": (0, 2, 1, 3), "bhdn": (0, 1, 3, 2)}
 def drawn(batch, heads, kv_heads, seq_q, seq_k, d, dtype=torch.float32, layout="bhnd", seed=0, device=DEVICE):
     """q, k, v and the gradient of o. layout: the order in memory; in bhdn head_dim is not the last."""
     generator, order = torch.Generator().manual_seed(seed), ORDERS[layout]
-    for count, rows, mean in ((heads, seq_q, 0), (kv_heads, seq_k, 0), (kv_heads, seq_k, 0.5), (heads, seq_q, 0.1)):
-        x = (torch.randn(batch, count, rows, d, generator=generator) + mean).to(device, dtype)
-        yield x.permute(order).contiguous().permute(order)
+    each = (heads, seq_q, 0), (kv_heads, seq_k, 0), (kv_heads, seq_k, 0.5), (heads, seq_q, 0.1)
+    found = [torch.randn(batch, count, rows, d, generator=generator) + mean for count, rows, mean in each]
+    return tuple(x.to(device, dtype).permute(order).contiguous().permute(order) for x in found)
+
+
+def qkv(*sizes, **options):
+    """q, k and v alone."""
+    return drawn(*sizes, **options)[:3]
 
 
 def within(right, **got):

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from drawn import drawn, within
+from drawn import qkv, within
 
 from flashlab import choose_backend, flash_attention, runtime
 from flashlab.attention import backends, blockwise, triton_forward
@@ -29,8 +29,7 @@ OPTIONS = [dict(), dict(causal=True), dict(window=(5, 3)), dict(causal=True, win
 
 
 def make(batch=1, heads=4, kv_heads=2, seq_q=12, seq_k=18, head_dim=16, dtype=torch.float32, grad=True):
-    q, k, v, _ = drawn(batch, heads, kv_heads, seq_q, seq_k, head_dim, dtype)
-    return tuple(x.requires_grad_(grad) for x in (q, k, v))
+    return tuple(x.requires_grad_(grad) for x in qkv(batch, heads, kv_heads, seq_q, seq_k, head_dim, dtype))
 
 
 def backward(o, inputs, grad_o):

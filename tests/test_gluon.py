@@ -1,13 +1,12 @@
 """Phase 11b's Gluon kernels: their logic on a CPU, what the compiler makes of them, and on Hopper their results."""
 
 import contextlib
-import itertools
 import re
 from functools import partial
 
 import pytest
 import torch
-from drawn import drawn, within
+from drawn import qkv, within
 from gluon_stand_in import on_cpu
 
 from flashlab import runtime
@@ -25,7 +24,7 @@ DEVICE = runtime.device() if HOPPER else "cpu"
 
 
 def make(*sizes, layout="bhnd", device=DEVICE):
-    return tuple(itertools.islice(drawn(*sizes, torch.bfloat16, layout, sum(sizes[3:5]), device), 3))
+    return qkv(*sizes, torch.bfloat16, layout, sum(sizes[3:5]), device)
 
 
 def expect(run, q, k, v, **options):
@@ -145,7 +144,7 @@ def test_the_stand_in_finds(mistake):
 # ---- refusals ------------------------------------------------------------------------------------------------------
 def test_bad_inputs_are_refused_with_a_sentence(cpu):
     (odd, *_), (wide, *_), (q, k, v) = (make(1, 1, 1, 10, 10, d, device="cpu") for d in (36, 264, 64))
-    for qkv, options, error, sentence in (
+    for inputs, options, error, sentence in (
         ((odd,) * 3, {}, ValueError, "a head_dim that is a multiple of 8"),
         ((wide,) * 3, {}, ValueError, "head_dim is 264"),
         ((q, k, v), dict(step="fast"), ValueError, "step is 'fast'"),
@@ -154,7 +153,7 @@ def test_bad_inputs_are_refused_with_a_sentence(cpu):
         ((q.float(), k.float(), v.float()), {}, TypeError, "float32"),
     ):
         with pytest.raises(error, match=sentence):
-            cpu.flash_attention_gluon(*qkv, **options)
+            cpu.flash_attention_gluon(*inputs, **options)
     with pytest.raises(ValueError, match=r"k\.contiguous\(\)"):
         boxes("k", k.expand(1, 2, 10, 64), 64, 64)
 

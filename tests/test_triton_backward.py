@@ -31,11 +31,6 @@ SMALL = Tiles(Tile(16, 16, 4, 2), Tile(16, 16, 4, 2))
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def make(*sizes, **options):
-    """q, k, v and the gradient of o."""
-    return tuple(drawn(*sizes, **options))
-
-
 def gradients(q, k, v, do, tiles=SMALL, concurrent=None, **options):
     o, lse = flash_attention_forward(q, k, v, **options)
     return flash_attention_backward(do, q, k, v, o, lse, tiles=tiles, concurrent=concurrent, **options)
@@ -56,7 +51,7 @@ def expect(q, k, v, do, tiles=SMALL, **options):
 @pytest.mark.parametrize("seq_q, seq_k", [(1, 1), (5, 17), (17, 5), (40, 40), (33, 70)])
 def test_the_simulation(seq_q, seq_k, causal):
     for dtype in (torch.float32, torch.bfloat16):
-        q, k, v, do = (x.cpu() for x in make(1, 2, 1, seq_q, seq_k, 16, dtype))
+        q, k, v, do = (x.cpu() for x in drawn(1, 2, 1, seq_q, seq_k, 16, dtype))
         o, lse = reference.attention(q, k, v, causal=causal)
         dq, dk, dv = flash_attention_backward_sim(do, q, k, v, o.to(dtype), lse.float(), 16, 32, causal=causal)
         within(wanted(q, k, v, do, causal=causal), dq=dq, dk=dk, dv=dv)
@@ -79,7 +74,7 @@ def test_drawn_shapes_masks_and_layouts(data):
     dtype, layout = draw(st.sampled_from(DTYPES), "dtype"), draw(st.sampled_from(["bhnd", "bnhd", "bhdn"]), "layout")
     head_dim = draw(st.sampled_from([8, 16, 40, 59]), "head_dim")
     batch = 4 if seq_q * seq_k < 100 else 1  # the rule is calibrated on a twin, which may be lucky with a few numbers
-    inputs = make(batch, kv_heads * group, kv_heads, seq_q, seq_k, head_dim, dtype, layout=layout)
+    inputs = drawn(batch, kv_heads * group, kv_heads, seq_q, seq_k, head_dim, dtype, layout=layout)
     sides = st.sampled_from([16, 32])
     forward, *blocks = (Tile(draw(sides, "BLOCK_M"), draw(sides, "BLOCK_N"), 4, 2) for _ in range(3))
     options = dict(
@@ -95,11 +90,11 @@ def test_drawn_shapes_masks_and_layouts(data):
 
 @pytest.mark.parametrize("head_dim", [8, 16, 59, 80, 111, 128, 192, 256])
 def test_head_sizes(head_dim):
-    expect(*make(1, 2, 1, 30, 37, head_dim, torch.float16), None, causal=True)
+    expect(*drawn(1, 2, 1, 30, 37, head_dim, torch.float16), None, causal=True)
 
 
 def test_two_runs_agree_in_every_bit():
-    inputs = make(2, 2, 1, 20, 33, 16, torch.float16)
+    inputs = drawn(2, 2, 1, 20, 33, 16, torch.float16)
     for options in (dict(), dict(causal=True, softcap=20.0)):
         first = gradients(*inputs, **options)
         for run in range(2 if runtime.INTERPRETED else 50):
@@ -113,7 +108,7 @@ def test_offsets_past_32_bits(axis):
     """Of the forward pass too: these gradients are of its o and lse."""
     shape = [1, 1, 20, 16]
     shape[axis] = 3
-    q, k, v, do = make(shape[0], shape[1], shape[1], shape[2], shape[2], 16, torch.float16)
+    q, k, v, do = drawn(shape[0], shape[1], shape[1], shape[2], shape[2], 16, torch.float16)
     want = gradients(q, k, v, do)
     for got, right in zip(gradients(*far_apart((q, k, v, do), axis)), want, strict=True):
         assert torch.equal(got, right)
@@ -133,7 +128,7 @@ def test_batches_and_heads_are_on_grid_x(monkeypatch):
 
     for name in ("delta_kernel", "dkdv_kernel", "dq_kernel"):
         monkeypatch.setattr(triton_backward, name, recorded(getattr(triton_backward, name)))
-    q, k, v, do = make(70, 1000, 1000, 3, 3, 8, torch.float16)
+    q, k, v, do = drawn(70, 1000, 1000, 3, 3, 8, torch.float16)
     o, lse = flash_attention_forward(q, k, v, kernel=recorded(flash_attention_kernel))
     dq, dk, dv = flash_attention_backward(do, q, k, v, o, lse)
     assert grids == [(70_000,)] * 4
@@ -143,22 +138,22 @@ def test_batches_and_heads_are_on_grid_x(monkeypatch):
 
 
 def test_float32_is_float32_unless_tf32_is_asked_for():
-    inputs = make(1, 1, 1, 40, 40, 32)
+    inputs = drawn(1, 1, 1, 40, 40, 32)
     expect(*inputs)
     dq, dk, dv = gradients(*inputs, allow_tf32=True)
     assert worst(wanted(*inputs), dq=dq, dk=dk, dv=dv)[1] > 3
 
 
 def test_rows_and_keys_that_see_nothing_have_no_gradient():
-    dq, dk, dv = expect(*make(1, 2, 1, 40, 17, 16), causal=True)
+    dq, dk, dv = expect(*drawn(1, 2, 1, 40, 17, 16), causal=True)
     assert (dq[:, :, :23] == 0).all()
-    dq, dk, dv = expect(*make(1, 2, 1, 10, 80, 16), window=(5, 0))
+    dq, dk, dv = expect(*drawn(1, 2, 1, 10, 80, 16), window=(5, 0))
     assert (dk[:, :, :65] == 0).all() and (dv[:, :, :65] == 0).all()
 
 
 def test_scores_far_from_zero():
     """exp(0 - lse) overflows for keys that are not there; what is masked must not turn into NaN."""
-    q, k, v, do = make(1, 1, 1, 20, 37, 16)
+    q, k, v, do = drawn(1, 1, 1, 20, 37, 16)
     q[..., 0], k[..., 0] = 20.0, -40.0
     for options in (dict(), dict(causal=True), dict(window=(4, 4))):
         dq, dk, dv = gradients(q, k, v, do, **options)
@@ -168,7 +163,7 @@ def test_scores_far_from_zero():
 
 
 def test_the_gradient_of_the_log_sum_exp():
-    q, k, v, do = make(1, 2, 1, 20, 30, 16)
+    q, k, v, do = drawn(1, 2, 1, 20, 30, 16)
     o, lse = flash_attention_forward(q, k, v, causal=True)
     dlse = torch.randn(lse.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     got = flash_attention_backward(do, q, k, v, o, lse, grad_lse=dlse, causal=True, tiles=SMALL)
@@ -181,7 +176,7 @@ def test_the_gradient_of_the_log_sum_exp():
 
 @pytest.mark.skipif(not runtime.INTERPRETED, reason="addresses are watched where kernels are interpreted")
 def test_no_access_out_of_bounds_and_each_result_written_once():
-    q, k, v, do = make(1, 4, 2, 33, 50, 24, torch.float16)
+    q, k, v, do = drawn(1, 4, 2, 33, 50, 24, torch.float16)
     o, lse = flash_attention_forward(q, k, v, causal=True)
     with watched() as traffic:
         flash_attention_backward(do, q, k, v, o, lse, causal=True, tiles=SMALL)

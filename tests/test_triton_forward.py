@@ -1,13 +1,12 @@
 """Phase 4's kernel: sizes, layouts, values; compiled. (Drawn cases: test_triton_backward; the checker's: lecture 4.)"""
 
-import itertools
 import json
 import math
 from functools import partial
 
 import pytest
 import torch
-from drawn import drawn, within
+from drawn import qkv, within
 
 from flashlab import runtime
 from flashlab.attention import tiles
@@ -30,11 +29,6 @@ SIXTEEN, FLOAT32 = torch.float16, torch.float32
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def make(*sizes, **options):
-    """q, k, v."""
-    return tuple(itertools.islice(drawn(*sizes, **options), 3))
-
-
 def expect(q, k, v, *, run=flash_attention_forward, tile=SMALL, **options):
     o, lse = run(q, k, v, tile=tile, **options)
     assert o.dtype == q.dtype and o.shape == q.shape and lse.dtype == FLOAT32 and lse.shape == q.shape[:3]
@@ -50,17 +44,17 @@ def test_the_checkers_longer_cases():
 
 @pytest.mark.parametrize("head_dim", [8, 16, 32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 256])
 def test_flash_attentions_list_of_head_sizes(head_dim):
-    expect(*make(1, 7 if head_dim == 8 else 2, 1, 37, 50, head_dim, torch.bfloat16), tile=None, causal=True)
+    expect(*qkv(1, 7 if head_dim == 8 else 2, 1, 37, 50, head_dim, torch.bfloat16), tile=None, causal=True)
 
 
 def test_tiles_that_no_row_sees_are_never_loaded():
     """What would spread if it were: NaN above the diagonal tile, left and right of a window, behind the last key."""
-    q, k, v = make(1, 1, 1, 16, 160, 16)
+    q, k, v = qkv(1, 1, 1, 16, 160, 16)
     want, _ = flash_attention_forward(q, k, v, window=(10, 5), tile=SMALL)
     k[:, :, : 160 - 16 - 10] = math.nan
     v[:, :, : 160 - 16 - 10] = math.nan
     assert torch.equal(flash_attention_forward(q, k, v, window=(10, 5), tile=SMALL)[0], want)
-    q, k, v = make(1, 1, 1, 64, 64, 16)
+    q, k, v = qkv(1, 1, 1, 64, 64, 16)
     want, _ = flash_attention_forward(q, k, v, causal=True, tile=SMALL)
     k[:, :, 32:] = math.nan
     v[:, :, 32:] = math.nan
@@ -69,7 +63,7 @@ def test_tiles_that_no_row_sees_are_never_loaded():
 
 @pytest.mark.skipif(not runtime.INTERPRETED, reason="counted where kernels are interpreted")
 def test_causal_reads_the_tiles_of_the_triangle():
-    q, k, v = make(1, 1, 1, 128, 128, 16, SIXTEEN)
+    q, k, v = qkv(1, 1, 1, 128, 128, 16, SIXTEEN)
     traffic = hbm_traffic(flash_attention_forward, q, k, v, causal=True, tile=SMALL)
     triangle = 8 * 9 // 2  # tiles of 16 keys: 1 for the first block of queries, 8 for the last
     assert traffic.read_from["k"] == traffic.read_from["v"] == triangle * 16 * 16 * 2
@@ -79,7 +73,7 @@ def test_causal_reads_the_tiles_of_the_triangle():
 
 @pytest.mark.parametrize("heads, kv_heads, seq_q, seq_k, head_dim", [(3, 3, 128, 96, 32), (4, 2, 70, 90, 40)])
 def test_bytes_are_what_the_formula_says(heads, kv_heads, seq_q, seq_k, head_dim):
-    q, k, v = make(2, heads, kv_heads, seq_q, seq_k, head_dim, SIXTEEN)
+    q, k, v = qkv(2, heads, kv_heads, seq_q, seq_k, head_dim, SIXTEEN)
     traffic = hbm_traffic(flash_attention_forward, q, k, v, tile=Tile(64, 32, 4, 2))
     want = hbm_bytes(2, heads, kv_heads, seq_q, seq_k, head_dim, 2, 64)
     assert (traffic.bytes_read, traffic.bytes_written) == want
@@ -92,13 +86,13 @@ HAS_TMA = runtime.INTERPRETED or torch.cuda.get_device_capability()[0] >= 9
 @pytest.mark.parametrize("head_dim", [16, 40, 64])
 def test_tensor_descriptors(head_dim):
     for layout in ("bhnd", "bnhd"):
-        inputs = make(1, 2, 1, 40, 70, head_dim, SIXTEEN, layout)
+        inputs = qkv(1, 2, 1, 40, 70, head_dim, SIXTEEN, layout)
         for options in (dict(), dict(causal=True), dict(window=(20, 9), softcap=4.0)):
             expect(*inputs, run=partial(flash_attention_forward, tma=True), tile=Tile(32, 16, 4, 2), **options)
 
 
 def test_tensor_descriptors_that_cannot_be():
-    for inputs in (make(1, 1, 1, 20, 20, 59, SIXTEEN), make(1, 1, 1, 20, 24, 16, layout="bhdn")):
+    for inputs in (qkv(1, 1, 1, 20, 20, 59, SIXTEEN), qkv(1, 1, 1, 20, 24, 16, layout="bhdn")):
         with pytest.raises(ValueError, match="k has strides .* a tensor descriptor needs a last stride of 1 and rows"):
             flash_attention_forward(*inputs, tma=True)
 
@@ -107,7 +101,7 @@ def test_tensor_descriptors_that_cannot_be():
 @pytest.mark.parametrize("logit", [-1e4, -2.45e5, 2e5])
 def test_logits_far_from_zero(dtype, logit):
     """A finite stand-in for minus infinity would win against such scores."""
-    q, k, v = make(1, 1, 1, 20, 40, 16, dtype)
+    q, k, v = qkv(1, 1, 1, 20, 40, 16, dtype)
     q.zero_()
     k.zero_()
     q[..., 0], k[..., 0] = 256.0, round(logit / 256)
@@ -117,7 +111,7 @@ def test_logits_far_from_zero(dtype, logit):
 
 
 def test_a_row_of_minus_infinity_and_a_row_of_nan():
-    q, k, v = make(1, 1, 1, 20, 40, 16)
+    q, k, v = qkv(1, 1, 1, 20, 40, 16)
     k[..., 0] = -math.inf
     q[:, :, :3, 0] = 1.0
     q[:, :, 3:] = 0.0  # 0 * -inf is NaN
@@ -127,7 +121,7 @@ def test_a_row_of_minus_infinity_and_a_row_of_nan():
 
 
 def test_strides_of_zero_and_gaps():
-    q, k, v = make(2, 2, 1, 20, 35, 16)
+    q, k, v = qkv(2, 2, 1, 20, 35, 16)
     wide = torch.full((2, 1, 35, 3, 16), math.nan, device=DEVICE)
     wide[:, :, :, 1] = k
     gaps = wide[:, :, :, 1]
@@ -150,13 +144,13 @@ def test_too_many_rows_for_one_launch():
 
 
 def test_a_window_wider_than_32_bits():
-    q, k, v = make(1, 1, 1, 20, 30, 16)
+    q, k, v = qkv(1, 1, 1, 20, 30, 16)
     for window in ((2**40, 3), (3, 2**40), 2**40):
         expect(q, k, v, window=window)
 
 
 def test_the_output_has_the_inputs_order_in_memory_and_the_run_repeats():
-    q, k, v = make(2, 3, 3, 33, 40, 16, SIXTEEN, "bnhd")
+    q, k, v = qkv(2, 3, 3, 33, 40, 16, SIXTEEN, "bnhd")
     before = [x.clone() for x in (q, k, v)]
     first = flash_attention_forward(q, k, v, causal=True)
     assert first[0].stride() == q.stride()
@@ -200,7 +194,7 @@ def test_tuning_keeps_the_result_and_is_remembered(tmp_path, monkeypatch):
     monkeypatch.setenv("FLASHLAB_CACHE", str(tmp_path))
     monkeypatch.setitem(tiles.SEARCH, "forward, small", (Tile(64, 32, 4, 2), Tile(32, 64, 4, 2), Tile(512, 512, 4, 4)))
     tiles._tuned.cache_clear()
-    q, k, v = make(1, 4, 4, 512, 512, 64, SIXTEEN)
+    q, k, v = qkv(1, 4, 4, 512, 512, 64, SIXTEEN)
     o, lse = flash_attention_forward(q, k, v, tune_tile=True)
     within(wanted(q, k, v), o=o, lse=lse)
     (tile,) = tiles._tuned().values()

@@ -31,7 +31,7 @@ each_way = pytest.mark.parametrize("products", [5, 7])
 
 def make(batch, heads, kv_heads, seq_q, seq_k, head_dim=64, dtype=FP16):
     """q, k, v and the gradient of o."""
-    return tuple(drawn(batch, heads, kv_heads, seq_q, seq_k, head_dim, dtype, seed=seq_q, device="cpu"))
+    return drawn(batch, heads, kv_heads, seq_q, seq_k, head_dim, dtype, seed=seq_q, device="cpu")
 
 
 def gradients(q, k, v, grad_o, *, backend="emulator", check=False, defines=(), products=5, threads=None, **options):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from drawn import drawn, within
+from drawn import qkv, within
 
 import flashlab
 from flashlab.attention import reference
@@ -17,8 +17,8 @@ DEVICES = ["cpu", *(["cuda"] if missing("nvcc") is None else [])]
 
 def inputs_of(name, device, seq_k):
     """q, k, v; of p11_flash in a head size whose gradient is p11_backward's."""
-    q, k, v, _ = drawn(1, 2, 1, 20, seq_k, 96 if name == "p11_flash" else 64, step(name).dtypes[0], device=device)
-    return [x.requires_grad_() for x in (q, k, v)]
+    head_dim = 96 if name == "p11_flash" else 64
+    return [x.requires_grad_() for x in qkv(1, 2, 1, 20, seq_k, head_dim, step(name).dtypes[0], device=device)]
 
 
 def test_every_step_is_registered_with_all_that_pytorch_asks():
