@@ -31,11 +31,6 @@ def _start(context: typer.Context) -> None:
         raise typer.Exit(1)
 
 
-@bench.callback()
-def _bench() -> None:
-    """Measure, and keep the figures as JSON."""
-
-
 @app.command()
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False) -> None:
     """What this machine has, and which phase runs how on it."""
