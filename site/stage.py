@@ -12,11 +12,11 @@ from __future__ import annotations
 import ast
 import hashlib
 import html
-import importlib.util
 import json
 import os
 import posixpath
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -42,12 +42,8 @@ NOT_SHOWN = {"The phases", "Licence"}  # the map on the left has them; the foote
 
 def load_phases() -> tuple[Callable[[float], str], tuple[Any, ...]]:
     """`flashlab.course`'s `hours` and PHASES, without the package, which imports torch."""
-    spec = importlib.util.spec_from_file_location("course", ROOT / "src" / "flashlab" / "course.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["course"] = module
-    spec.loader.exec_module(module)
-    return module.hours, tuple(p for p in module.PHASES if (ROOT / "notebooks" / f"{p.name}.ipynb").exists())
+    course = runpy.run_path(str(ROOT / "src" / "flashlab" / "course.py"), run_name="course")
+    return course["hours"], tuple(p for p in course["PHASES"] if (ROOT / "notebooks" / f"{p.name}.ipynb").exists())
 
 
 def repository() -> str:
