@@ -8,7 +8,6 @@ one run; `quick` is what of `unit` is not slow, `long` what `unit` leaves out. A
 are in none of the parts: only `CI=true` compares exercises/ with the lessons.
 """
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -41,10 +40,9 @@ def parts(python: str = sys.executable) -> list[Part]:
     tests = (*pytest, "-p", "no:nbval")  # its imports take seconds in each process
     # A process for each core, a file of tests in one process: what a file builds, it builds once. The files of the unit
     # tests come in the order of tests/conftest.py, the longest first; of the starters each page is one test.
-    xdist = importlib.util.find_spec("xdist") is not None
     # One process that crashes is a failure; by itself xdist would run its file again, eight times.
-    spread = ("-n", "auto", "--dist", "loadfile", "--max-worker-restart", "1") if xdist else ()
-    unit = (*tests, *spread, *(("--no-loadscope-reorder",) if xdist else ()), "tests", f"--ignore={STARTERS}")
+    spread = ("-n", "auto", "--dist", "loadfile", "--max-worker-restart", "1")
+    unit = (*tests, *spread, "--no-loadscope-reorder", "tests", f"--ignore={STARTERS}")
     nbval = (*pytest, *spread, "-p", "tools.no_grammars", "-p", "no:cacheprovider", "--nbval", "--nbval-current-env",
              f"--nbval-cell-timeout={CELL_TIMEOUT}", "--nbval-sanitize-with", "nbval.cfg")  # fmt: skip
     lint = ((python, "-m", "ruff", "check", "."), (python, "-m", "ruff", "format", "--check", "--quiet", "."),
@@ -57,7 +55,7 @@ def parts(python: str = sys.executable) -> list[Part]:
 
     lectures, solutions = ours("notebooks"), ours("solutions")
     in_sync = (python, build, "--check")
-    starters = (*tests, *(("-n", "auto", "--dist", "worksteal") if xdist else ()), STARTERS)
+    starters = (*tests, "-n", "auto", "--dist", "worksteal", STARTERS)
     return [
         Part("static", "ruff, mypy, and lessons in sync with the notebooks", (*lint, in_sync), at_once=True),
         Part("lint", "ruff and mypy", lint, True),
