@@ -1,6 +1,6 @@
 """Nsight Compute, asked from Python: which counters the kernels of a process leave behind.
 
-    rows = profile(["-m", "flashlab.bench.hardware", "--launch", "naive"], {"read": "dram__bytes_read.sum"})
+    rows = profile(harness.calling(hardware.launch, "naive"), {"read": "dram__bytes_read.sum"})
 
 The profiled process may announce what it is about to launch: a line that begins with ``LAUNCH `` and goes on in JSON is
 handed back with the rows of the kernels that came after it.

@@ -18,7 +18,7 @@ import torch
 
 from flashlab.bench import harness, peers, published, timing
 from flashlab.bench.harness import Data, Row
-from flashlab.bench.rows import by, of
+from flashlab.bench.rows import by, of, over
 from flashlab.cuda import CudaModule, load_inline
 from flashlab.kernels import steps
 
@@ -78,10 +78,7 @@ def prepare(todo: Sequence[Row], until: float) -> None:
 
 def ratios(data: Data, variant: str, peer: str = "torch_naive_f32") -> dict[tuple, float]:
     """By shape (batch, heads, seq_len, head_dim, causal): how many times faster than the peer the variant is."""
-    at = by([r for r in of(data) if "ms" in r], "batch", "heads", "N", "D", "causal")
-    return {
-        shape: rows[peer]["ms"] / rows[variant]["ms"] for shape, rows in at.items() if {variant, peer} <= rows.keys()
-    }
+    return over(by(of(data), "batch", "heads", "N", "D", "causal"), variant, peer)
 
 
 BENCH = harness.Bench(

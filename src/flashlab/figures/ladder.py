@@ -147,8 +147,7 @@ def ladder_figure(run: dict[str, Any], shape: Sequence[int], causal: bool) -> Fi
 
 def gains(run: dict[str, Any], shape: Sequence[int], causal: bool, inputs: str = "randn") -> dict[str, float]:
     """Of a recorded run: each step's speed over the step's before, by name; {} where the run has not this shape."""
-    rows = _at(run, shape, causal, inputs)
-    rows = [r for r in rows if r["name"] != "fa2" and "=" not in r["name"]]
+    rows = [r for r in _at(run, shape, causal, inputs) if r["name"] != "fa2" and "=" not in r["name"]]
     return {b["name"]: b["tflops"] / a["tflops"] for a, b in zip(rows, rows[1:], strict=False)}
 
 
