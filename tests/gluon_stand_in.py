@@ -158,11 +158,7 @@ class Machine:
         return Shared(torch.full(shape, float("nan"), dtype=dtype))
 
     def store(self, pointer, x, mask):
-        self.put(pointer.base.view(-1), pointer.offset, x, mask)
-
-    @staticmethod
-    def put(flat, at, x, mask):
-        flat[at[mask]] = x[mask]
+        pointer.base.view(-1)[pointer.offset[mask]] = x[mask]
 
     def warp_specialize(self, parts, warps, registers):
         def run(function, arguments):
@@ -289,7 +285,7 @@ def stand_ins(machine: Machine) -> dict[str, types.ModuleType]:
     )
     hopper = module(
         "hopper", fence_async_shared=nothing, mbarrier=barrier, tma=tma, warpgroup_mma=machine.product,
-        warpgroup_mma_wait=lambda pending, deps: machine.product_wait(pending, deps),
+        warpgroup_mma_wait=machine.product_wait,
     )  # fmt: skip
     root = "triton.experimental.gluon"
     return {

@@ -66,15 +66,13 @@ def test_every_step_and_every_define_of_each_is_measured():
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_moving_inputs_move_every_rows_maximum_in_every_tile(head_dim):
     torch.manual_seed(0)
-    q, k, v = mma.inputs((1, 2, 1024, head_dim), "moving", "cpu")
-    assert q.dtype == torch.float16 and all(x.isfinite().all() for x in (q, k, v))
-    s = q.float() @ k.float().mT * head_dim**-0.5 * math.log2(math.e)
-    tiles = s.unflatten(3, (-1, 64)).amax(4).flip(3)  # in the order in which they are read
-    moves = tiles.cummax(3).values.diff(dim=3)
-    assert (moves > 8).float().mean() > 0.999  # RESCALE_ABOVE of the kernels
-    q, k, v = mma.inputs((1, 2, 1024, head_dim), "randn", "cpu")
-    s = q.float() @ k.float().mT * head_dim**-0.5 * math.log2(math.e)
-    assert not (s.unflatten(3, (-1, 64)).amax(4).flip(3).cummax(3).values.diff(dim=3) > 8).any()
+    for content, most, least in (("moving", 1.0, 0.999), ("randn", 0.0, -1.0)):
+        q, k, v = mma.inputs((1, 2, 1024, head_dim), content, "cpu")
+        assert q.dtype == torch.float16 and all(x.isfinite().all() for x in (q, k, v))
+        s = q.float() @ k.float().mT * head_dim**-0.5 * math.log2(math.e)
+        tiles = s.unflatten(3, (-1, 64)).amax(4).flip(3)  # in the order in which they are read
+        moves = tiles.cummax(3).values.diff(dim=3) > 8  # RESCALE_ABOVE of the kernels
+        assert least < moves.float().mean() <= most
     with pytest.raises(ValueError, match="randn or moving"):
         mma.inputs((1, 1, 64, 64), "still", "cpu")
 

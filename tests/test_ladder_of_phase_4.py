@@ -1,12 +1,12 @@
 """The steps of phase 4: texts that differ by one idea each, and are the kernel for their constants."""
 
 import difflib
-import importlib.util
 
 import pytest
 import torch
+from drawn import qkv
+from test_house import load
 
-from flashlab import runtime
 from flashlab.attention.ladder import STEPS, text
 from flashlab.attention.tiles import Tile
 
@@ -21,18 +21,9 @@ def lines(step):
 def test_the_text_of_a_step_is_the_kernel_for_its_constants(step, tmp_path):
     file = tmp_path / f"{step.name}.py"
     file.write_text(HEAD + text(step))
-    spec = importlib.util.spec_from_file_location(step.name, file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    generator = torch.Generator().manual_seed(1)
-    q, k, v = (
-        torch.randn(1, heads, rows, step.head_dim, generator=generator).to(runtime.device(), torch.float16)
-        for heads, rows in ((2, 20), (1, 180), (1, 180))
-    )
-    tile = Tile(32, 32, 4, 2)
-    for got, want in zip(
-        step.run(q, k, v, tile=tile, kernel=module.flash_attention_kernel), step.run(q, k, v, tile=tile), strict=True
-    ):
+    kernel, tile = load(file).flash_attention_kernel, Tile(32, 32, 4, 2)
+    inputs = qkv(1, 2, 1, 20, 180, step.head_dim, torch.float16)
+    for got, want in zip(step.run(*inputs, tile=tile, kernel=kernel), step.run(*inputs, tile=tile), strict=True):
         assert torch.equal(got, want)
 
 

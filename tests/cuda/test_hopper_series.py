@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from drawn import qkv
 from test_series import BOUND, CASES, MORE, expect, run
 
 from flashlab.attention import reference
@@ -73,8 +74,7 @@ def test_layouts(name):
 
 @pytest.mark.parametrize("defines", [{}, {"POLYNOMIAL": 4}], ids=str)
 def test_infinities_and_nan_stay_what_they_are(defines):
-    generator = torch.Generator().manual_seed(2)
-    q, k, v = (torch.randn(1, 1, 70, 64, generator=generator).half() for _ in range(3))
+    q, k, v = qkv(1, 1, 1, 70, 70, 64, torch.float16, seed=2, device="cpu")
     q[:, :, 3] = math.nan
     v[:, :, 5, 7] = math.inf
     module = load_inline(FLASH, backend="emulator", defines=defines)
@@ -122,8 +122,7 @@ def test_scores_that_jump(step, defines, dtype):
 @pytest.mark.parametrize("name", ["p11_flash", pytest.param("p11_side_rounded", marks=pytest.mark.long)])
 @pytest.mark.parametrize("dtype", FLASH.dtypes, ids=str)
 def test_scores_so_wide_that_each_row_rises_at_its_own_tiles(name, dtype):
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 1, n, 64, generator=generator).to(dtype) for n in (130, 700, 700))
+    q, k, v = qkv(1, 1, 1, 130, 700, 64, dtype, device="cpu")
     module = load_inline(step(name), backend="emulator", dtype=dtype)
     for scale, causal in ((10.0, False), (20.0, False), (50.0, True)):
         options = dict(scale=scale, causal=causal)

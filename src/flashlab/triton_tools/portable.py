@@ -78,8 +78,7 @@ class _Collector:
         elif inspect.isfunction(unwrap(value)) or inspect.isclass(value):
             self.add_definition(name, value)
         elif (text := _literal(value)) is not None:
-            for module in ("triton.language", "torch"):
-                alias = {"triton.language": "tl"}.get(module, module)
+            for alias, module in (("tl", "triton.language"), ("torch", "torch")):
                 if f"{alias}." in text:
                     self.add(alias, sys.modules[module], user)
             self.values[name] = value
