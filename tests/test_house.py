@@ -211,8 +211,3 @@ def test_no_part_looks_at_a_learners_answers():
     for part in run_tests.parts():
         words = [word for command in part.commands for word in command]
         assert not any("exercises/" in word or word == "exercises" for word in words)
-
-
-@pytest.mark.parametrize("seconds, text", [(4.21, "4.2 s"), (59.9, "59.9 s"), (187, "3 min 07 s")])
-def test_times_are_legible(seconds, text):
-    assert run_tests.clock(seconds) == text

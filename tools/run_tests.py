@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -71,17 +72,21 @@ def parts(python: str = sys.executable) -> list[Part]:
     ]  # fmt: skip
 
 
-def run_part(part: Part, number: int, of: int, begun: float) -> tuple[bool, float]:
-    """Run one part, its output straight to the screen. Returns (passed, seconds)."""
-    print(f"\n[{number}/{of}] {part.title}   ({clock(time.time() - begun)} so far)", flush=True)
+def since(start: float) -> timedelta:
+    return timedelta(seconds=round(time.time() - start))
+
+
+def run_part(part: Part, number: int, of: int, begun: float) -> tuple[bool, timedelta]:
+    """Run one part, its output straight to the screen. Returns (passed, how long it took)."""
+    print(f"\n[{number}/{of}] {part.title}   ({since(begun)} so far)", flush=True)
     start = time.time()
     if part.at_once:
         passed = all(_side_by_side(part.commands))
     else:
         passed = all([subprocess.run(command, cwd=ROOT).returncode == 0 for command in part.commands])
-    seconds = time.time() - start
-    print(f"[{number}/{of}] {'passed' if passed else 'FAILED'} in {clock(seconds)}", flush=True)
-    return passed, seconds
+    took = since(start)
+    print(f"[{number}/{of}] {'passed' if passed else 'FAILED'} in {took}", flush=True)
+    return passed, took
 
 
 def _side_by_side(commands: Sequence[Sequence[str]]) -> list[bool]:
@@ -93,11 +98,6 @@ def _side_by_side(commands: Sequence[Sequence[str]]) -> list[bool]:
             passed.append(done.returncode == 0)
             print(done.stdout, end="", flush=True)
     return passed
-
-
-def clock(seconds: float) -> str:
-    """ "4.2 s" or "3 min 07 s"."""
-    return f"{seconds:.1f} s" if seconds < 60 else f"{int(seconds) // 60} min {int(seconds) % 60:02d} s"
 
 
 def main(names: list[str]) -> int:
@@ -121,10 +121,10 @@ def main(names: list[str]) -> int:
             print(f"\nstopped by you in part {number} of {len(chosen)}: {part.title}", file=sys.stderr)
             return 130
     print()
-    for part, passed, seconds in results:
-        print(f"  {'passed' if passed else 'FAILED'}  {part.name:<10} {clock(seconds):>13}   {part.title}")
+    for part, passed, took in results:
+        print(f"  {'passed' if passed else 'FAILED'}  {part.name:<10} {took!s:>8}   {part.title}")
     failed = [part for part, passed, _ in results if not passed]
-    print(f"  {'passed' if not failed else 'FAILED'}  {'in all':<10} {clock(time.time() - begun):>13}")
+    print(f"  {'passed' if not failed else 'FAILED'}  {'in all':<10} {since(begun)!s:>8}")
     if failed:
         print("\nTo run again only what failed: " + ", ".join(f"make test-{part.name}" for part in failed))
     sys.stdout.flush()
