@@ -49,28 +49,16 @@ class Cost:
     lines: tuple[Line, ...]
 
     @property
-    def bytes_read(self) -> int:
-        return sum(line.bytes_read for line in self.lines)
+    def total(self) -> Line:
+        """All of the lines as one."""
+        return Line("all lines", *map(sum, zip(*(line[1:] for line in self.lines), strict=True)))
 
-    @property
-    def bytes_written(self) -> int:
-        return sum(line.bytes_written for line in self.lines)
-
-    @property
-    def bytes(self) -> int:
-        return self.bytes_read + self.bytes_written
-
-    @property
-    def matmul_flops(self) -> int:
-        return sum(line.matmul_flops for line in self.lines)
-
-    @property
-    def other_flops(self) -> int:
-        return sum(line.other_flops for line in self.lines)
-
-    @property
-    def flops(self) -> int:
-        return self.matmul_flops + self.other_flops
+    bytes_read = property(lambda self: self.total.bytes_read)
+    bytes_written = property(lambda self: self.total.bytes_written)
+    bytes = property(lambda self: self.bytes_read + self.bytes_written)
+    matmul_flops = property(lambda self: self.total.matmul_flops)
+    other_flops = property(lambda self: self.total.other_flops)
+    flops = property(lambda self: self.total.flops)
 
     @property
     def intensity(self) -> float:
