@@ -99,3 +99,16 @@ def test_a_few_values_may_be_near_others_by_chance():
 def test_it_is_said_with_the_comparison():
     with pytest.raises(CheckFailed, match=r"y is wrong at .*; every value is 3 times what it should be"):
         expect_close(3 * X, X, what="y")
+
+
+def test_a_factor_of_each_row_that_is_made_of_something_known():
+    lse = X[:, 0].clone()
+    known = {"delta": X[:, 1].abs() + 1, "lse": lse}
+
+    def said(factors):
+        return pattern.observe(factors[:, None] * X, X, 1e-9, known)
+
+    assert said(torch.exp(0.5 * lse)).endswith("which is exp(0.5 * lse)")
+    assert said(torch.exp(1 - lse)).endswith("which is exp(-1 * lse +1)")
+    assert said(3 / known["delta"]).endswith("which is 3 * 1 / delta")
+    assert "What is it multiplied" in said(torch.exp(lse * lse))

@@ -5,18 +5,21 @@ Nothing here knows a mistake. Each observation is checked on every element befor
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 Tensor = torch.Tensor
 NAMES = {1: ("element",), 2: ("row", "column"), 3: ("plane", "row", "column")}
 
 
-def observe(actual: Tensor, expected: Tensor, bound: float) -> str | None:
+def observe(actual: Tensor, expected: Tensor, bound: float, known: Mapping[str, Tensor] | None = None) -> str | None:
     """A half-sentence on how `actual` is wrong, or None.
 
     Args:
         actual, expected: of one shape, float64.
         bound: the largest absolute error that is no error.
+        known: vectors by name, which a factor of each row, or each column, may be made of.
     """
     if actual.numel() < 4 or not actual.isfinite().all() or not expected.isfinite().all():
         return None
@@ -24,7 +27,7 @@ def observe(actual: Tensor, expected: Tensor, bound: float) -> str | None:
     found = _factor(actual, expected, bound) or _shift(actual, expected, bound)
     if found is None and actual.ndim in NAMES:
         found = (
-            _line_factors(actual, expected, bound)
+            _line_factors(actual, expected, bound, known or {})
             or _repeated(actual, expected, wrong, bound)
             or _misplaced(actual, expected, wrong, bound)
         )
@@ -64,7 +67,7 @@ def _factor(actual: Tensor, expected: Tensor, bound: float) -> str | None:
     return f"every value is {factor:.6g} times what it should be"
 
 
-def _line_factors(actual: Tensor, expected: Tensor, bound: float) -> str | None:
+def _line_factors(actual: Tensor, expected: Tensor, bound: float, known: Mapping[str, Tensor]) -> str | None:
     """Each row, or each column, right but for a factor of its own: as where it is divided by something else."""
     if actual.ndim != 2 or min(actual.shape) < 2:
         return None
@@ -83,9 +86,27 @@ def _line_factors(actual: Tensor, expected: Tensor, bound: float) -> str | None:
             continue
         if bool(((want.abs() > 100 * bound).sum(1) < 3).any()):
             continue  # two numbers are near a multiple of two others too easily
+        made = next((text for known_as, x in known.items() if (text := _made_of(factors, x.double(), known_as))), "")
+        if made:
+            return f"each {name} is right but for a factor of its own, which is {made}"
         listed = ", ".join(f"{x:.4g}" for x in factors[:4].tolist()) + (", ..." if len(factors) > 4 else "")
         return f"each {name} is right but for a factor of its own: {listed}. What is it multiplied or divided by?"
     return None
+
+
+def _made_of(factors: Tensor, x: Tensor, name: str) -> str:
+    """'exp(0.5 * lse)', or '2 * delta': how factors are made of a vector, if they are."""
+    if x.shape != factors.shape or len(x.unique()) < 4 or not bool(x.isfinite().all() & (factors > 0).all()):
+        return ""
+    line = torch.stack([x, torch.ones_like(x)], 1)
+    a, b = torch.linalg.lstsq(line, factors.log()[:, None]).solution[:, 0].tolist()
+    if abs(a) > 0.01 and bool(((a * x + b - factors.log()).abs() < 1e-3).all()):
+        return f"exp({a:.3g} * {name}{f' {b:+.3g}' if abs(b) > 1e-3 else ''})"
+    for text, ratio in ((f"{{}}{name}", factors / x), (f"{{}}1 / {name}", factors * x)):
+        if bool(((ratio - ratio[0]).abs() < 1e-3 * ratio[0].abs()).all()):
+            times = ratio[0].item()
+            return text.format("" if abs(times - 1) < 1e-3 else f"{times:.3g} * ")
+    return ""
 
 
 def _shift(actual: Tensor, expected: Tensor, bound: float) -> str | None:

@@ -331,7 +331,9 @@ class TensorRule(Rule):
             for given, mine, right in zip(self.tried, got, self.index.right, strict=True):
                 if not self.index.same_outcome([mine], [right], i) and isinstance(right[i], torch.Tensor):
                     x, y = (z[i].double() for z in (mine, right))
-                    if seen := pattern.observe(x, y, allowed_error(right[i], self.tol)):
+                    named = zip(getattr(self, "params", inspect.signature(self.right).parameters), given, strict=False)
+                    known = {name: z for name, z in named if isinstance(z, torch.Tensor) and z.ndim == 1}
+                    if seen := pattern.observe(x, y, allowed_error(right[i], self.tol), known):
                         return "wrong-value", f"{self.returns[i]}, {self.case(given)}: {seen}"
                     if x.numel() >= 4:
                         break
