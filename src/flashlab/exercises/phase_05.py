@@ -558,6 +558,8 @@ def _launches(kernel: str) -> dict[str, tuple[Any, ...]]:
         case = f"{M} queries, {N} keys, BLOCK_M={BLOCK_M}, BLOCK_N={BLOCK_N}, {str(dtype).removeprefix('torch.')}"
         found[case] = _launch_of(kernel, M, N, BLOCK_M, BLOCK_N, D, scale, M, dtype)
     found["20 queries and keys, tiles of 16, contiguous"] = _launch_of(kernel, 20, 20, 16, 16, apart_by=0)
+    found["16 queries and keys, one full tile, every score near -120"] = _launch_of(
+        kernel, 16, 16, 16, 16, scale=1.0, change=_near(-120.0))  # fmt: skip
     # The second is lower than what some write for -inf.
     for score, dtype in ((-120.0, torch.float16), (-(2.0**100), torch.float32)):
         case = f"20 queries and keys, tiles of 16, every score near {score:.3g}"
@@ -575,8 +577,14 @@ def _some_launch(kernel: str) -> Callable[[random.Random], tuple[Any, ...]]:
     )  # fmt: skip
 
 
-_TAIL = {"near": "NaN in the last tile: what is exp(score - lse) for a key or a query that is not there, and what is "
-         "that times 0?"}  # fmt: skip
+def _tail(what: str) -> dict[str, str]:
+    """What is said of NaN where scores are far below 0. what: of what the last tile has too many."""
+    return {
+        "full tile": "NaN where tiles are full: exp(score) and exp(lse) are 0 there, each by itself, and not "
+        "exp(score - lse)",
+        "near": f"NaN in the last tile alone: P of a {what} that is not there is not 0. Its score is 0, exp(0 - lse) "
+        "is infinite, and that times 0 is NaN",
+    }
 
 
 @kernel_rule(
@@ -595,7 +603,7 @@ _TAIL = {"near": "NaN in the last tile: what is exp(score - lse) for a key or a 
     programs=lambda M, BLOCK_M, **_: -(-M // BLOCK_M),
     inputs=_launches("dq"),
     draw=_some_launch("dq"),
-    nan=_TAIL,
+    nan=_tail("key"),
     notes=OF_KERNELS,
     rows=[mixed_bases("dq", "s", "lse[:, None]"), *rounded_sums(dq=(", dq, input", f", dq{CUT}, input"))],
 )  # fmt: skip
@@ -654,7 +662,7 @@ _TWO_SUMS = (  # as the lecture has them
     programs=lambda N, BLOCK_N, **_: -(-N // BLOCK_N),
     inputs=_launches("dc"),
     draw=_some_launch("dc"),
-    nan=_TAIL,
+    nan=_tail("query"),
     notes=OF_KERNELS,
     rows=[
         mixed_bases("dc", "s_t", "lse[None, :]"),
