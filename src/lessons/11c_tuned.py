@@ -565,9 +565,9 @@ for run in RUNS:
 # - `LATE_TURN`: the turn after the first portion costs up to 10 % with two consumers. With three, at $D = 64$, it is worth 1 %.
 
 # %% [markdown]
-# - `PING_PONG=0`: taking turns is worth 2 % at $D = 64$ (`LATE_TURN` included), and nothing elsewhere any more.
-# - `DYNAMIC=0`: without the counter three of the four causal shapes lose, the long one most: it has the most unequal parts. When this
-#   was measured it was used with a mask alone; `DYNAMIC=2` uses it always. Where that changes nothing in the kernel, what differs is noise: up to 2 %.
+# - `PING_PONG=0`: taking turns is worth 1 to 2 % at $D = 64$ (`LATE_TURN` included), and nothing elsewhere any more.
+# - `DYNAMIC=0`: without the counter three of the four causal shapes lose, the long one most: it has the most unequal parts. Without a
+#   mask it is used up to $D = 96$, and by `DYNAMIC=2` always. Where that changes nothing in the kernel, what differs is noise: up to 2 %.
 
 # %% [markdown]
 # - `POLYNOMIAL=4`: slower at every shape, and at the causal ones its `lse` is refused by the rule. An exponential is one instruction, the
@@ -578,7 +578,7 @@ for run in RUNS:
 for run in RUNS:
     ratios = changed(run)
     head_dims = [shape[3] for shape, _ in hopper_results.ladder_speeds(run, "variants")]
-    assert all((r < 0.99) == (d == 64) for r, d in zip(ratios["PING_PONG=0"], head_dims, strict=True))
+    assert all((r < 0.995) == (d == 64) for r, d in zip(ratios["PING_PONG=0"], head_dims, strict=True))
     assert max(ratios["TRUST=0"]) < 0.97 and all(abs(r - 1) < 0.01 for r in ratios["TRUST=1"])
     assert all(0.98 < r < 1 for r in ratios["LATE_TURN=0"]) and min(ratios["LATE_TURN=1"]) < 0.95
     assert min(ratios["DYNAMIC=0"]) < 0.85 and max(ratios["POLYNOMIAL=4"]) < 1.01
