@@ -187,7 +187,7 @@ def _shapes(error: BaseException) -> str:
         frame, number = traceback.tb_frame, traceback.tb_lineno
         if not _is_library(frame.f_code.co_filename):
             found = {}
-            with contextlib.suppress(SyntaxError):  # a line of several
+            with contextlib.suppress(Exception):  # one of several lines; a learner's own class may raise from anywhere
                 line = linecache.getline(frame.f_code.co_filename, number, frame.f_globals).strip()
                 for node in ast.walk(ast.parse(line)):
                     if shape := _shape_of(node, frame.f_locals):
