@@ -191,3 +191,5 @@ def test_the_rule_of_a_mask():
     assert tail.startswith("in each of 6 shapes the keys from key seq_k // 8 * 8 on are counted by no query; right: ")
     short = rule_of(seen(lambda i, j, right: right & (j < (i // 16 * 16 + 16).clamp(max=len(i)) // 16 * 16)))
     assert "a block of 16 queries walks over the keys before m_end, rounded down to tiles of 16" in short
+    ahead = rule_of(seen(lambda i, j, right: j <= i // 16 * 16 + j.shape[1] - len(i)))
+    assert "keys before key i // 16 * 16 + seq_k - seq_q + 1" in ahead

@@ -108,6 +108,8 @@ def test_the_causal_kernel():
     top_left = (CAUSAL[1][0], CAUSAL[1][1].replace(" + N - M", ""))
     slug = diagnosis("3.8", kernel_from(LECTURE, top_left))
     assert "causal" in slug or slug == "wrong-value"
+    start, end = (("offs_n = start_n", "offs_n = start_n // BLOCK_N * BLOCK_M"), (SKIPPING[1], SKIPPING[1]))
+    assert diagnosis("3.8", kernel_from(LECTURE, *CAUSAL, SKIPPING, start, end)) == "tile-sides-alike"
 
 
 MASKED_COPY = """@triton.jit

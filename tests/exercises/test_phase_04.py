@@ -188,7 +188,7 @@ test_the_ladder = diagnosed(
     pytest.param("4.11", ("triton.cdiv(M, 64) * batch", "triton.cdiv(M, 64)"), "rows-not-written", marks=LONG),
     ("4.11", ("    N, kv_heads = k.shape[1:3]", "    k, v = (x.repeat_interleave(heads // k.shape[2], 2) for x in "
               "(k, v))\n    N, kv_heads = k.shape[1:3]"), "key-heads-copied"),
-    pytest.param("4.12", ("    lse = ((m_i", "    lse = tl.where(l_i == 0.0, 0.0, (m_i"), "wrong-value",
+    pytest.param("4.12", ("    lse = ((m_i", "    lse = tl.where(l_i == 0.0, 0.0, (m_i"), "masked-rows-lse",
                  marks=LONG),
     ("4.13", ("BLOCK_D=max(16, triton.next_power_of_2(head_dim))", "BLOCK_D=triton.next_power_of_2(head_dim)"),
      "tile-too-small"),
@@ -214,6 +214,22 @@ def test_two_mistakes_at_once():
     assert strict.diagnosis == "two-slips" and "`N - M` is missing" in str(strict)
 
 
+ALL_TILES = "    for start_n in range(0, N, BLOCK_N):"
+PREFIXED, END = "offs_n.T < prefix", "end = tl.minimum(N, tl.maximum(prefix, (block + 1) * BLOCK_M + N - M))"
+test_which_keys_are_counted = told(
+    ("4.7", (ALL_TILES, ALL_TILES.replace("N,", "tl.minimum(N, (tl.program_id(0) + 1) * BLOCK_M - 1 + N - M),")),
+     "walks over the keys before (b + 1) * BLOCK_M + N - M - 1, rounded up to tiles of BLOCK_N"),
+    ("4.12", (PREFIXED, "(offs_m < prefix) & (offs_n.T < prefix)"),
+     "only queries before query prefix count the keys before prefix"),
+    ("4.12", (END, END.replace("tl.maximum(prefix, (block + 1) * BLOCK_M + N - M)", "(block + 1) * BLOCK_M + N - M")),
+     "a block of queries walks over the keys before m_end + N - M, rounded up to tiles"),
+    ("4.12", ("- m_safe)", "- m_safe) + 0.0 * tl.exp2(m_safe - m_i)"), ": inf * 0"),
+    marks=[WATCHED], every=4,
+)  # fmt: skip
+test_the_prefix_saves_tiles_too = diagnosed(
+    ("4.12", ("range(0, end, BLOCK_N)", "range(0, N if prefix else end, BLOCK_N)"), "causal-tiles-not-skipped"),
+    marks=[WATCHED],
+)
 test_a_tile_is_not_one_number = told(
     ("4.3", (MASK, MASK.replace(" | ", " or ")), "where one number is wanted"),
     ("4.3", (MASK, "seen = key - N + M <= query < M"), "where one number is wanted"),

@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 
 from flashlab.check import pattern
-from flashlab.check.cases import Case
+from flashlab.check.cases import Case, make_inputs
 from flashlab.check.failed import CheckFailed
 from flashlab.check.mistakes.attention import CALM, ROWS, Mistake, Size
 from flashlab.check.models import Problem, attend, problem
@@ -163,8 +163,10 @@ def _masked_rows(seen: Observation) -> Found:
             return "masked-rows-nan", sentence, seen
         said = "rows that may look at no key give NaN: -inf - (-inf) or 0 / 0; o has to be 0 there, and lse -inf"
         return "masked-rows-nan", said, seen
-    said = "rows that may look at no key are not 0: o has to be 0 there, and lse -inf; does a finite number stand for "
-    said += "minus infinity, so that their masked keys all get the same weight?"
+    said = "rows that may look at no key are not 0: o has to be 0 there, and lse -inf"
+    v = make_inputs(seen.case, torch.device("cpu"))[2].double()
+    if bool((seen.o[rows].abs() <= v.abs().max()).all()):  # a mean of values
+        said += "; does a finite number stand for minus infinity, so that their masked keys all get the same weight?"
     return "masked-rows-not-zero", said, seen
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from flashlab import runtime
 from flashlab.check.cases import Case, case_list, make_inputs
 from flashlab.check.diagnose import diagnose
 from flashlab.check.failed import CheckFailed
+from flashlab.check.first_nan import where_made
 from flashlab.check.mistakes import weights
 from flashlab.check.observation import Observation
 from flashlab.check.poison import MarkedEmpty, memory, unwritten
@@ -191,6 +194,13 @@ def _options(case: Case, takes: dict[str, bool]) -> dict[str, Any]:
     return {x: value for x, value in options.items() if x in takes and not (case.omit_defaults and takes[x])}
 
 
+# Sentences that are better with the line in which NaN arise, and the slug that they have then.
+_OF_NAN = {
+    "wrong-value": "not-finite",
+    **{x: x for x in ("nan-everywhere", "correction-inverted", "masked-rows-nan", "nan-hidden", "rows-not-computed")},
+}
+
+
 @one_thread()
 def run(
     call: Call, cases: Sequence[Case], *, lse: bool = True, deterministic: bool = False, one_head: bool = False
@@ -216,7 +226,7 @@ def run(
         kept = kept or (case, o, o.clone())
     if wrong:
         failed = _maximum_of_padding(diagnose(observations), call, observations, lse, one_head)
-        raise _with_weights(failed, call, observations)
+        raise _with_weights(_with_first_nan(failed, call, observations), call, observations)
     if kept is not None:
         _expect_own_output(*kept)
     if deterministic:
@@ -241,6 +251,23 @@ def _maximum_of_padding(
     said += "past the end, whose scores are 0, and right with 128 rows, where it has none. Each row has its own "
     said += "maximum"
     return CheckFailed(said, diagnosis="one-maximum", case=failed.case)
+
+
+def _with_first_nan(failed: CheckFailed, call: Call, observations: Sequence[Observation]) -> CheckFailed:
+    """With the line in which NaN arise, where the outputs show some, or rows of 0 that may hide them."""
+    if failed.diagnosis not in _OF_NAN or watched() is not None:
+        return failed
+    lost = [seen for seen in observations if not seen.ok and not seen.o.isfinite().all()]
+    for seen in lost or [seen for seen in observations if str(seen.case) == failed.case]:
+        inputs = make_inputs(seen.case, runtime.device())
+        with contextlib.suppress(Exception):  # the first run raised nothing, and has its verdict
+            if made := where_made(partial(call, seen.case, *inputs)):
+                sentence = f"{failed.sentence}. NaN arises in {made}"
+                if failed.diagnosis == "wrong-value":
+                    sentence = f"o has NaN, which arises in {made}. {failed.sentence[0].upper()}{failed.sentence[1:]}"
+                return CheckFailed(sentence, diagnosis=_OF_NAN[failed.diagnosis], case=failed.case)
+        break
+    return failed
 
 
 def _with_weights(failed: CheckFailed, call: Call, observations: Sequence[Observation]) -> CheckFailed:

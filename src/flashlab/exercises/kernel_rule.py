@@ -16,17 +16,18 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from flashlab import runtime
-from flashlab.check import CheckFailed, expect, kernel_changes
+from flashlab.check import CheckFailed, expect, kernel_changes, pattern
 from flashlab.check.kernel_changes import KernelText
 from flashlab.check.lookup import Index, Values, outcome_of
+from flashlab.check.mistakes.mask_rule import Mask, Seen, rule_of
 from flashlab.check.poison import MarkedEmpty, unwritten
 from flashlab.exercises.rule import rule
 from flashlab.exercises.tensor_rule import TensorRule, copied
@@ -35,6 +36,7 @@ from flashlab.triton_tools.watch import OutOfBounds, Traffic
 from flashlab.triton_tools.watch import watched as watched_memory
 
 _CALLS = 200  # of the model's functions, small ones, in a turn
+_SIDES = {"BLOCK_M": "B", "BLOCK_N": "T"}  # as the rules of masks call them
 NOTHING = 12344.0
 """What a result holds before a kernel writes it: every float has this number, and no result here is as large."""
 
@@ -60,6 +62,20 @@ def empty(*shape: int, gap: int = 0, dtype: torch.dtype = torch.float32) -> torc
     return apart(torch.full(shape, NOTHING, dtype=dtype), gap)
 
 
+class Keys(NamedTuple):
+    """How to read off which keys a kernel of attention counts: with values of which each belongs to one key.
+
+    Attributes:
+        given: the kernel's arguments, of the sizes in `shapes`: M queries, N keys, and what the mask depends on.
+        visible: Python for which keys j [1, N] the queries i [M, 1] should count. mask: the same in words.
+    """
+
+    given: Callable[..., tuple[Any, ...]]
+    shapes: Sequence[Mapping[str, int]]
+    visible: str
+    mask: Mask
+
+
 @dataclass(frozen=True)
 class KernelRule(TensorRule):
     """A `TensorRule` whose function is a kernel.
@@ -67,6 +83,7 @@ class KernelRule(TensorRule):
     Attributes:
         writes: the parameters that it stores to, as `returns` names them. programs: of a launch, from its arguments.
         work: turns of loops and programs of changes that a verdict runs: some seconds.
+        keys: of a kernel of attention.
         call: calls what is handed in where that is a function around a kernel, with the arguments of the right one.
     """
 
@@ -74,6 +91,7 @@ class KernelRule(TensorRule):
     programs: Callable[..., int] = lambda **_: 1
     tries: int = 900
     work: int = 8_000
+    keys: Keys | None = None
     call: Callable[..., Any] | None = None
 
     @property
@@ -169,6 +187,35 @@ class KernelRule(TensorRule):
         compiles(answer, {name: x.dtype if isinstance(x, torch.Tensor) else x for name, x in given.items()})
         return f"{said}, and it compiles"
 
+    def read_off(self, learners: Callable[..., Any]) -> tuple[str, str] | None:
+        """Which keys are counted."""
+        if self.keys is None:
+            return None
+        with contextlib.suppress(Exception):  # another input: what fails there explains nothing
+            rule = _counted_twice(self.keys, read := [*self._weights(learners, self.keys)]) or rule_of(
+                [_seen(self.keys, *each) for each in read], self.keys.mask)  # fmt: skip
+            if rule:
+                return "wrong-keys", rule.replace("seq_q", "M").replace("seq_k", "N")
+        return None
+
+    def _weights(self, learners: Callable[..., Any], keys: Keys) -> Iterator[tuple[Mapping[str, int], torch.Tensor]]:
+        """The sizes, and what each query gives to each key where all scores are alike, [M, N]."""
+        for sizes in keys.shapes:
+            given = keys.given(**sizes)
+            q, k, v = (dict(zip(self.params, given, strict=True))[f"{x}_ptr"] for x in "QKV")
+            q.zero_(), k.zero_()
+            counted = []
+            for first in range(0, sizes["N"], v.shape[-1]):
+                mine = torch.arange(first, min(first + v.shape[-1], sizes["N"]))
+                v.zero_()[..., mine, mine - first] = 1
+                got = learners(*(copied(x, True) for x in given))
+                o = (got[0] if isinstance(got, (tuple, list)) else got).detach().cpu()
+                counted.append(o.reshape(-1, *o.shape[-2:])[0, :, : len(mine)].double())
+            weights = torch.cat(counted, 1)
+            if not weights.isfinite().all():
+                raise ValueError("NaN says nothing of keys")
+            yield sizes, weights
+
     def makes_no_sense(self, got: Sequence[Any]) -> bool:
         """Whether Triton refuses it: an exception other than a stray address."""
         return any(isinstance(x, str) and " out of bounds: " not in x for x in got)
@@ -197,6 +244,27 @@ class KernelRule(TensorRule):
                     said = f"{left} of {x.numel()} elements of {name} are never stored [{self.case(given)}]"
                     return "never-written", said
         return super()._common(got, wrong)
+
+
+def _seen(keys: Keys, sizes: Mapping[str, int], weights: torch.Tensor) -> Seen:
+    i, j = torch.arange(sizes["M"])[:, None], torch.arange(sizes["N"])[None]
+    numbers = {_SIDES.get(name, name): x for name, x in sizes.items() if name not in ("M", "N")}
+    return Seen(weights > 1e-3 / sizes["N"], eval(keys.visible, {"i": i, "j": j, **sizes}), numbers)
+
+
+def _counted_twice(keys: Keys, read: Sequence[tuple[Mapping[str, int], torch.Tensor]]) -> str | None:
+    """Words for keys that count several times, where every key that is counted should weigh the same."""
+    for sizes, weights in read:
+        some = weights > 1e-3 / sizes["N"]
+        times = weights / weights.masked_fill(~some, math.inf).amin(1, keepdim=True)
+        if bool(((times - times.round()).abs()[some] > 0.02).any()):
+            return None
+        for row in (times.round() > 1).any(1).nonzero().flatten().tolist():
+            most = int(times[row].round().max())
+            several = pattern.runs(times[row].round() == most, "key")
+            named = ", ".join(f"{name}={x}" for name, x in sizes.items())
+            return f"query {row} counts {several} {'twice' if most == 2 else f'{most} times'} ({named})"
+    return None
 
 
 def _made(fn: Callable[..., Any], returns: tuple[str, ...], **data: Any) -> KernelRule:

@@ -253,9 +253,22 @@ def row_lse_kernel(x_ptr, lse_ptr, stride, N, BLOCK: tl.constexpr):
 def _verify_forward(kernel: Any) -> Report:
     kernel_of(kernel, FORWARD_PARAMETERS)
     report = verify_one_head(_forward(kernel), head_dims=(64, 32), max_seq=300, max_tile=128)
+    _expect_other_tiles(kernel)
     _expect_strides_of_o(kernel)
     compiles(kernel, compile_arguments(torch.float16, 64))
     return report
+
+
+def _expect_other_tiles(kernel: Any, causal: bool = False) -> None:
+    """Tiles whose sides differ, of a kernel that is right where they are alike."""
+    q, k, v = random_tensors((100, 32), (150, 32), (150, 32))
+    want, _ = reference.attention(*(x[None, None] for x in (q, k, v)), causal=causal)
+    for BLOCK_M, BLOCK_N in ((64, 16), (16, 64)):
+        case = f"M=100, N=150, BLOCK_M={BLOCK_M}, BLOCK_N={BLOCK_N}"
+        with in_bounds(case, q=q, k=k, v=v):
+            o, _ = flash_attention_forward(q, k, v, None, BLOCK_M, BLOCK_N, kernel=kernel)
+        because = "it is right where both are 32: does one of them stand where the other belongs?"
+        expect_close(o, want[0, 0], what="o", case=case, tol=1e-2, diagnosis="tile-sides-alike", because=because)
 
 
 def _expect_strides_of_o(kernel: Any) -> None:
@@ -573,6 +586,7 @@ def causal_tiles(flash_attention_causal_kernel: Any) -> Report:
     q, k, v = random_tensors((128, 32), (128, 32), (128, 32), dtype=torch.float16)
     row = 32 * 2  # bytes
     needed = (32 + 64 + 96 + 128) * row  # of K, by the four programs of 32 rows
+    _expect_other_tiles(kernel, causal=True)
     read = hbm_traffic(_launcher(kernel), q, k, v).read_from["k"]
     said = f"right, but it reads {read} bytes of K for M = N = 128 and BLOCK_M = BLOCK_N = 32, where {needed} "
     said += "suffice: end the loop where the program's last row stops seeing keys"

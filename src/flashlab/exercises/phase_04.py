@@ -20,7 +20,8 @@ import triton.language as tl
 from flashlab import runtime
 from flashlab.check import expect
 from flashlab.check.lookup import Row
-from flashlab.exercises.kernel_rule import apart, empty, kernel_rule
+from flashlab.check.mistakes.mask_rule import ALL, CAUSAL
+from flashlab.exercises.kernel_rule import Keys, apart, empty, kernel_rule
 from flashlab.exercises.phase_04_ladder import ALIGNED
 from flashlab.exercises.rule import RULES, rule
 from flashlab.exercises.tensor_rule import EMPTY_ROWS, normal
@@ -419,10 +420,12 @@ def cap_kernel(x_ptr, y_ptr, cap, BLOCK: tl.constexpr):
 # ---- 4.7 ------------------------------------------------------------------------------------------------------------
 
 
-def _one_head(r: random.Random, M: int, N: int, *numbers: float, lse: bool = False) -> tuple[Any, ...]:
+def _one_head(
+    r: random.Random, M: int, N: int, *numbers: float, lse: bool = False, tile: tuple[int, int] = (16, 32)
+) -> tuple[Any, ...]:
     """The arguments of a kernel for one head: contiguous, no two of its sizes alike, so that an axis mixed up shows."""
     q, k, v = (normal(r, rows, 64, dtype=torch.float16) + shift for rows, shift in ((M, 0), (N, 0), (N, 0.5)))
-    return q, k, v, empty(M, 64, dtype=torch.float16), *([empty(M)] if lse else []), M, N, *numbers, 64, 16, 32
+    return q, k, v, empty(M, 64, dtype=torch.float16), *([empty(M)] if lse else []), M, N, *numbers, 64, *tile
 
 
 _CAP = "        s = capped(s, cap)\n"
@@ -457,9 +460,20 @@ def capped(s, cap):
     inputs={
         f"M={M}, N={N}, cap={cap:g}, scale={scale:g}": _one_head(random.Random(M + N), M, N, scale, cap)
         for M, N, cap, scale in ((20, 70, 2.0, 0.5), (40, 40, 50.0, 0.25), (48, 48, 1.0, 0.5), (33, 33, 3.0, 0.25),
-                                 (50, 33, 2.0, 0.5), (55, 25, 20.0, 0.5), (60, 1, 2.0, 0.5), (18, 20, 1.0, 8.0))
+                                 (50, 33, 2.0, 0.5), (55, 25, 20.0, 0.5), (60, 1, 2.0, 0.5), (18, 20, 1.0, 8.0),
+                                 (32, 33, 50.0, 0.05))  # of two blocks, and the last key of its own tile
+    } | {
+        "M=70, N=130, cap=50, scale=0.5, BLOCK_M=64, BLOCK_N=16":  # many tiles, of which no side is the other's
+            _one_head(random.Random(9), 70, 130, 0.5, 50.0, tile=(64, 16)),
     },
     draw=lambda r: _one_head(r, r.randint(1, 60), r.randint(1, 60), r.choice((0.25, 0.5)), r.choice((1.0, 2.0, 20.0))),
+    keys=Keys(
+        lambda M, N, BLOCK_M, BLOCK_N: _one_head(random.Random(0), M, N, 1.0, 20.0, tile=(BLOCK_M, BLOCK_N)),
+        [{"M": m, "N": n, "BLOCK_M": b, "BLOCK_N": t} for m, n, b, t in (
+            (16, 16, 16, 32), (33, 33, 16, 32), (20, 60, 16, 32), (50, 20, 16, 32), (40, 64, 16, 32), (32, 33, 16, 32),
+            (130, 128, 64, 16))],
+        "j <= i + N - M", CAUSAL,
+    ),
     nan={EMPTY_ROWS: "the rows that see no key hold NaN: where is -inf - (-inf), or 0 / 0?",
          "scale=8": "NaN where scores are far above the cap: an exponential is infinite there, as in 4.6"},
     notes={
@@ -627,6 +641,12 @@ def _taken_for(sink: str) -> list[tuple[str, str]]:
             (20, 40, 0.2, -math.inf), (20, 40, 0.2, 200.0), (20, 40, 0.2, -200.0))
     },
     draw=lambda r: _one_head(r, r.randint(1, 40), r.randint(1, 90), r.choice((0.1, 0.2)), r.uniform(-3, 3), lse=True),
+    keys=Keys(
+        lambda M, N, BLOCK_M, BLOCK_N: _one_head(
+            random.Random(0), M, N, 1.0, -math.inf, lse=True, tile=(BLOCK_M, BLOCK_N)),
+        [{"M": m, "N": n, "BLOCK_M": 16, "BLOCK_N": 32} for m, n in ((16, 16), (33, 33), (20, 60), (50, 20), (40, 64))],
+        "(j < N) & (i < M)", ALL,
+    ),
     nan={
         "-inf": "not finite where the sink is -inf, which is ordinary attention: which difference is -inf - (-inf)?",
         "200": "not finite, though smaller sinks are right: relative to a maximum that the sink is part of, no "

@@ -18,7 +18,8 @@ from triton.runtime.interpreter import interpreter_builder
 from flashlab import runtime
 from flashlab.check import CheckFailed, Report, expect, expect_close, verify
 from flashlab.check.lookup import Row
-from flashlab.exercises.kernel_rule import apart, empty, kernel_rule
+from flashlab.check.mistakes.mask_rule import PREFIX
+from flashlab.exercises.kernel_rule import Keys, apart, empty, kernel_rule
 from flashlab.exercises.tensor_rule import EMPTY_ROWS, normal
 from flashlab.exercises.triton_answers import in_bounds
 from flashlab.triton_tools.watch import watched as watched_memory
@@ -58,7 +59,7 @@ def expect_scales(fn: Callable[..., Any], head_dim: int = 40, value_dim: int = 0
            diagnosis="scale-negative", case=f"head_dim={head_dim}, scale=-0.2")  # fmt: skip
 
 
-def expect_tiles_skipped(fn: Callable[..., Any]) -> None:
+def expect_tiles_skipped(fn: Callable[..., Any], mask: str = "the causal mask") -> None:
     """A causal mask has to save reads of K; a block whose rows see no key reads nothing of it."""
 
     def bytes_of_k(M: int, N: int, causal: bool) -> int:
@@ -68,7 +69,7 @@ def expect_tiles_skipped(fn: Callable[..., Any]) -> None:
         return traffic.read_from["k"]
 
     whole, read = bytes_of_k(512, 512, False), bytes_of_k(512, 512, True)
-    said = f"right, but with the causal mask it reads {read} bytes of K of {whole} for 512 queries and keys: end the "
+    said = f"right, but with {mask} it reads {read} bytes of K of {whole} for 512 queries and keys: end the "
     said += "loop where the block's last row stops seeing keys"
     expect(read < 0.85 * whole, said, diagnosis="causal-tiles-not-skipped", case="seq_q=512, seq_k=512, causal")
     said = "right, but tiles are read that no row sees: of 257 queries only the last sees the one key, and more than "
@@ -375,18 +376,34 @@ def heads_attention(q, k, v, *, scale=None):
     # END SOLUTION
 
 
-def _with_a_prefix(prefix_attention: Callable[..., Any]) -> Report:
+def _by_prefix(prefix_attention: Callable[..., Any]) -> Callable[..., Any]:
+    """Causal attention: a prefix of 0; and attention to all keys: a prefix of all."""
+
     def forward(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False, scale: float | None = None
     ) -> Any:
         with in_bounds(None, q=q, k=k, v=v):
             return prefix_attention(q, k, v, prefix=0 if causal else k.shape[2], scale=scale)
 
-    report = verify(forward, causal=True, gqa=True, max_seq=150)
+    return forward
+
+
+def _verify_prefix(prefix_attention: Callable[..., Any]) -> Report:
+    return verify(_by_prefix(prefix_attention), causal=True, gqa=True, max_seq=150)
+
+
+def _with_a_prefix(prefix_attention: Callable[..., Any]) -> Report:
+    forward, report = _by_prefix(prefix_attention), _verify_prefix(prefix_attention)
     expect_scales(forward, 64)
     if runtime.INTERPRETED:
         expect_no_copies(prefix_attention)
         expect_tiles_skipped(forward)
+        expect_tiles_skipped(
+            lambda q, k, v, causal, scale: prefix_attention(
+                q, k, v, prefix=min(1, k.shape[2] - 1) if causal else k.shape[2], scale=scale
+            ),
+            mask="a prefix of 1",
+        )
         expect_64_bits(forward)
     return report
 
@@ -412,8 +429,16 @@ _PREFIXES = (
     inputs={_named(x, prefix=n): _of_a_prefix(random.Random(i), x, n) for i, (x, n) in enumerate(_PREFIXES)}
     | _and_two_more(_of_a_prefix, 0),
     draw=lambda r: (lambda x: _of_a_prefix(r, x, r.randint(0, x[4])))(_some_shape(r, *(2 * [r.choice((16, 32))]))),
+    keys=Keys(
+        lambda M, N, prefix: _of_a_prefix(random.Random(0), (1, 1, 1, M, N, 64, 64), prefix),
+        [{"M": m, "N": n, "prefix": p} for m, n, p in (
+            (16, 16, 5), (20, 50, 40), (60, 30, 0), (66, 60, 20), (10, 65, 0), (3, 129, 0), (129, 129, 0),
+            (100, 100, 70), (150, 90, 30), (80, 150, 100), (200, 210, 0))],
+        "(j < prefix) | (j <= i + N - M)", PREFIX,
+    ),
     nan=_EMPTY,
     rows=[*_SHARED, *_TOP_LEFT],
+    symptom=_told_by(_verify_prefix),
     then=_with_a_prefix,
 )  # fmt: skip
 @triton.jit

@@ -145,7 +145,11 @@ class Rule:
         index = self.index
         found = index.explain(got)
         cost = index.cost(got) if found else math.inf
-        if not index.code or cost == 0:
+        if cost == 0:
+            return found
+        if read := self.read_off(learners):
+            return read
+        if not index.code:
             return found
         own, price = None, 0.0
         with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(Exception):  # any text may come
@@ -153,6 +157,10 @@ class Rule:
         if own and price <= cost:
             return "own-slip", f"{own}: {(found and index.note_on(own)) or 'the rest is right'}"
         return (found[0], index.less_sure(found[1])) if found and own is not None else found
+
+    def read_off(self, learners: Callable[..., Any]) -> tuple[str, str] | None:
+        """What other inputs show of the answer, where no row is it: before a guess at the text."""
+        return None
 
     def with_row(self, row: Row) -> Callable[..., Any]:
         """The function as a learner with this mistake has it."""

@@ -30,6 +30,7 @@ from flashlab import runtime
 from flashlab.check import CheckFailed, Report, pattern, running, tensor_changes
 from flashlab.check.changes import Text
 from flashlab.check.expect import allowed_error
+from flashlab.check.first_nan import where_made
 from flashlab.check.lookup import Index, Values
 from flashlab.check.poison import carried
 from flashlab.check.running import is_unsolved
@@ -45,6 +46,9 @@ def normal(r: random.Random, *shape: int, dtype: torch.dtype = torch.float64) ->
     """Normally distributed numbers, always the same from the same `r`."""
     generator = torch.Generator().manual_seed(r.randrange(2**31))
     return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+_OF_NAN = ("not-finite", "zero", "wrong-value")  # better said with the line in which NaN arise
 
 
 @dataclass(frozen=True)
@@ -229,9 +233,22 @@ class TensorRule(Rule):
             or self._common(got, wrong) or index.explain_as_two(got) or index.explain(got, some=True)
             or self._pattern(got, wrong)
         )  # fmt: skip
+        if (found is None or (found[0] in _OF_NAN and "arises in" not in found[1])) and (
+            made := self._nan_made(learners, got, off)
+        ):
+            found = "not-finite", f"{_ended(found[1]) + ' ' if found else ''}NaN arises in {made}"
         if found is None:
             return CheckFailed(evidence, case=case)
         return CheckFailed(f"{_ended(found[1])}\n{evidence}", diagnosis=found[0], case=case)
+
+    def _nan_made(self, learners: Callable[..., Any], got: Sequence[Values], off: Sequence[bool]) -> str | None:
+        """The line in which NaN arise, where a result shows some, or all of it is 0, which may hide them."""
+        for given, mine, bad in zip(self.tried, got, off, strict=True):
+            results = [torch.as_tensor(x, dtype=torch.float64) for x in mine if isinstance(x, (float, torch.Tensor))]
+            if bad and any(x.isnan().any() or not x.any() for x in results):
+                with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(Exception):
+                    return where_made(lambda: learners(*[copied(x, self.on_device) for x in given]))  # noqa: B023
+        return None
 
     def _of_errors(self, got: Sequence[Any], errors: Sequence[Exception]) -> tuple[str, str] | None:
         """Nothing, where every case raises what a name or an argument too many does: many changes do."""

@@ -18,7 +18,7 @@ import torch
 from flashlab import runtime
 from flashlab.check import pattern
 from flashlab.check.cases import Case
-from flashlab.check.mistakes.mask_rule import Seen, rule_of
+from flashlab.check.mistakes.mask_rule import ALL, CAUSAL, Seen, rule_of
 
 Tensor = torch.Tensor
 Call = Callable[[Case, Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
@@ -78,7 +78,7 @@ def _rule(call: Call, like: Case, wrong: Case) -> str:
         with contextlib.suppress(Exception):  # where it raises, it may be for the same reason
             if read := _weights(call, case, *_spread(case), torch.arange(seq_k) % case.head_dim):
                 seen.append(Seen(read[0] > 1e-3 / seq_k, _visible(case)))
-    rule = rule_of(seen, like.causal)
+    rule = rule_of(seen, CAUSAL if like.causal else ALL)
     return f"{rule}. " if rule else ""
 
 
