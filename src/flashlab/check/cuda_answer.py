@@ -314,7 +314,7 @@ def _conversions(whole: Source, macros: dict[str, Any], passed: bool) -> list[st
     for line, kind, expression in conversions(
         whole.text, name=f"{whole.name}.cu", directory=KERNELS, defines=macros, include_dirs=[KERNELS]
     ):
-        if not whole.own(line):
+        if not whole.own(line) or (kind == "offset" and "smem" in expression):  # shared memory is small
             continue
         if kind == "offset":
             told.append(

@@ -52,10 +52,14 @@ def own_text(fn: Callable[..., Any], make: Callable[..., Text] = Text) -> Text |
     return text
 
 
-def mended(index: Index, fn: Callable[..., Any], make: Callable[..., Text] = Text) -> tuple[str | None, float]:
+def mended(
+    index: Index, fn: Callable[..., Any], make: Callable[..., Text] = Text, then: Callable[..., Any] | None = None
+) -> tuple[str | None, float]:
     """In words, the likeliest change of this function, or of one beside it that it calls, that gives all that is right,
     on further inputs too, or one for each of several wrong results; "" where there is none, None of what is no `def`.
     And what it costs.
+
+    then: raises CheckFailed where such a function gives what is right and is not.
     """
     until = time.process_time() + _SECONDS
     text = own_text(fn, make)
@@ -78,8 +82,14 @@ def mended(index: Index, fn: Callable[..., Any], make: Callable[..., Text] = Tex
 
     def is_right(run: Callable[..., Any]) -> bool:
         outcome = index.run(run)
-        return all(index.same_outcome([outcome[i]], [index.right[i]]) for i in order) and index.same_outcome(
-            index.run(run, index.more), right)  # fmt: skip
+        if not all(index.same_outcome([outcome[i]], [index.right[i]]) for i in order) or not index.same_outcome(
+                index.run(run, index.more), right):  # fmt: skip
+            return False
+        with contextlib.suppress(Exception):
+            if then is not None:
+                then(run)
+            return True
+        return False
 
     of_part: dict[int, Change] = {}
 

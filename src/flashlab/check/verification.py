@@ -197,7 +197,17 @@ def _options(case: Case, takes: dict[str, bool]) -> dict[str, Any]:
 # Sentences that are better with the line in which NaN arise, and the slug that they have then.
 _OF_NAN = {
     "wrong-value": "not-finite",
-    **{x: x for x in ("nan-everywhere", "correction-inverted", "masked-rows-nan", "nan-hidden", "rows-not-computed")},
+    **{
+        x: x
+        for x in (
+            "nan-everywhere",
+            "correction-inverted",
+            "masked-rows-nan",
+            "masked-rows-lse",
+            "nan-hidden",
+            "rows-not-computed",
+        )
+    },
 }
 
 
@@ -257,7 +267,7 @@ def _with_first_nan(failed: CheckFailed, call: Call, observations: Sequence[Obse
     """With the line in which NaN arise, where the outputs show some, or rows of 0 that may hide them."""
     if failed.diagnosis not in _OF_NAN or watched() is not None:
         return failed
-    lost = [seen for seen in observations if not seen.ok and not seen.o.isfinite().all()]
+    lost = [x for x in observations if not x.ok and (x.o.isnan().any() or (x.lse is not None and x.lse.isnan().any()))]
     for seen in lost or [seen for seen in observations if str(seen.case) == failed.case]:
         inputs = make_inputs(seen.case, runtime.device())
         with contextlib.suppress(Exception):  # the first run raised nothing, and has its verdict
@@ -272,7 +282,7 @@ def _with_first_nan(failed: CheckFailed, call: Call, observations: Sequence[Obse
 
 def _with_weights(failed: CheckFailed, call: Call, observations: Sequence[Observation]) -> CheckFailed:
     """What the weights of single keys tell, where the outputs of the cases told nothing but that they are wrong."""
-    if failed.diagnosis != "wrong-value" or watched() is not None:
+    if failed.diagnosis not in ("wrong-value", "masked-rows-not-zero") or "?" in failed.sentence or watched():
         return failed
     cases = [replace(seen.case, seq_q=0, seq_k=0) for seen in observations if not seen.ok]
     told_apart = {(c.dtype, c.head_dim, c.causal, c.softmax_scale, c.block_n): c for c in reversed(cases)}

@@ -103,10 +103,12 @@ def _said(answer: Answer, factors: Factors) -> str:
         macros: dict[str, Any] = {"ELEMENT": ELEMENTS[torch.float16], **factors.macros}
         module = built(source, check=False, **macros)
         run(numbers, second)
-        reached = int(count[0])
+        reached, enough = int(count[0]), factors.depth // 16
+        if enough < reached <= _MOST:
+            return f"there are {reached} MMAs, and {factors.depth} dimensions take {enough}, of 16 each"
         if (wrong := _registers(registers[:reached], factors)) or reached > _MOST:
             return wrong
-        if reached < factors.depth // 16:
+        if reached < enough:
             return (
                 f"there {'is' if reached == 1 else 'are'} {reached} MMAs, of 16 of the {factors.depth} dimensions each"
             )
@@ -153,6 +155,9 @@ def _stores(sums: torch.Tensor, right: torch.Tensor, result: torch.Tensor, name:
             )
         if float(result[row, column]) != mine:
             there = (result == mine).nonzero().tolist()
+            times = result / right
+            if not there and (times - times[0, 0]).abs().max() < 1e-2 * times[0, 0].abs():
+                return f"the sums are right behind the last MMA, and stored are {times[0, 0]:.4g} times them"
             where = f"stored at {there[0]}" if there else "neither there nor elsewhere"
             return f"c[{i}] of lane {lane} is {name}[{row}, {column}], and {where}"
     return ""

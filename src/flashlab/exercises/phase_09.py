@@ -650,8 +650,8 @@ _RIGHT, _BETWEEN, _LEFT = _DOWN.format("full", "true"), _DOWN.format("whole", "f
 _FIRST_ROW, _LAST_ROW = "max(0, m_start + diagonal - LEFT)", "max(0, m_start + BLOCK_M - 1 + diagonal - LEFT)"
 _BEGIN, _WHOLE = f"begin = {_FIRST_ROW} / BLOCK_N", f"whole = ceil_div({_LAST_ROW}, BLOCK_N)"
 _CLIPPED = "ceil_div(max(0, min(m_start + BLOCK_M, p.seq_q) - 1 + diagonal - LEFT), BLOCK_N)"
-# (queries, keys): where the window begins with a tile, ends one, and where it does for the last row
-_BORDERS = (128, 492), (128, 491), (128, 493), (128, 494)
+# (queries, keys, causal): where the window begins with a tile, ends one, and where it does for the last row
+_BORDERS: list[tuple[int, int, bool]] = [(128, seq_k, True) for seq_k in (492, 491, 493, 494)]
 
 
 def _walked(seq_q: int, seq_k: int, causal: bool = True) -> Callable[[CudaModule], Any]:
@@ -667,7 +667,7 @@ def _walked(seq_q: int, seq_k: int, causal: bool = True) -> Callable[[CudaModule
 
 
 GLUE = Trials(
-    "9.5", _watched, [*(_walked(*x) for x in ((200, 520), (400, 330), *_BORDERS)), _walked(64, 200, causal=False)],
+    "9.5", _watched, [_walked(*x) for x in [(200, 520, True), (400, 330, True), *_BORDERS, (64, 200, False)]],
     region=True, tol=1e-3, place=lambda text: _telling(_together(text)),
     read=lambda text: _PLACE.sub(lambda m: f"flashlab_part {m[1]};", text),
     words={"begin": "begin", "whole": "whole"},
@@ -738,15 +738,61 @@ def kernel_of_parts(kernel: str) -> str:
     _expect_parts(text)
     whole = Source(_together(text), "kernel")
     cases = [(1, 1, 1, 200, 520, True), (1, 2, 1, 130, 700, False), (2, 1, 1, 600, 450, True)]
-    cases += [(1, 1, 1, *sizes, True) for sizes in _BORDERS]
-    with explained(lambda: _watched(_telling(whole.text)), GLUE):
+    cases += [(1, 1, 1, *shape) for shape in _BORDERS]
+    with explained(lambda: _watched(_telling(whole.text)), GLUE), _walk_told(whole.text):
         verdict = examine(whole)  # of cases that are shorter than the window
         for shape in cases:
             _expect_window(whole, *shape)
         _expect_window(whole, *cases[0], _NARROW)
-        for sizes in ((768, 768), *_BORDERS):
-            _expect_few_tiles(whole.text, *sizes)
+        _expect_constant_mask(whole.text)
+        for sizes in [*_BORDERS, (768, 768, True), (130, 700, False)]:
+            said = _wrong_walk(whole.text, *sizes)
+            expect(said is None, f"right, but {said}", diagnosis="wrong-walk")
     return f"{verdict.cases + len(cases) + 1} cases right, nothing found by the emulator"
+
+
+@contextlib.contextmanager
+def _walk_told(whole: str) -> Iterator[None]:
+    """Say first which tiles a block works on, where they are not those that it should."""
+    try:
+        yield
+    except CheckFailed as failed:
+        said = None
+        for sizes in [*_BORDERS, (200, 520, True), (130, 700, False), (400, 330, True)]:
+            with contextlib.suppress(Exception):  # what fails here fails there too
+                said = said or _wrong_walk(whole, *sizes)
+        with contextlib.suppress(Exception):
+            said = said or _wrong_walk(whole, 200, 520, True, _NARROW)
+        if said is None or said in failed.sentence:
+            raise
+        raise CheckFailed(f"{said}\n{failed.sentence}", diagnosis="wrong-walk", case=failed.case) from None
+
+
+def _wrong_walk(whole: str, seq_q: int, seq_k: int, causal: bool, left: int = _WINDOW) -> str | None:
+    """Words for the tiles of the first block that works on others than it should, or in another order."""
+    whole = whole.replace(f"LEFT = {_WINDOW};", f"LEFT = {left};")
+    text = _telling(whole, 'if (threadIdx.x == 0) printf("%d\\n", -1 - m_start);\n')
+    module = built(Source(text, "kernel"), check=False)
+    q, k = (torch.zeros(1, 1, n, 64).half() for n in (seq_q, seq_k))
+    module.forward(q, k, k, causal=causal, echo=False)
+    assert module.report is not None, "every run in the emulator leaves a report"
+    tall, wide, numbers = 128, 64, [int(x) for x in module.report.printed.split()]
+    walks: dict[int, list[tuple[int, bool]]] = {m_start: [] for m_start in range(0, seq_q, tall)}
+    for tile, m_start in zip(numbers[::2], numbers[1::2], strict=True):
+        walks[-1 - m_start].append((tile // 2, tile % 2 == 1))
+    for m_start, walk in walks.items():
+        first = m_start + seq_k - seq_q  # the position of its first row
+        last = min(m_start + tall, seq_q) - 1 + seq_k - seq_q
+        end, full = -(-seq_k // wide), seq_k // wide
+        if causal:
+            end, full = max(0, min(end, -(-(first + tall) // wide))), max(0, min(full, (first + 1) // wide))
+        uncut, of_all = (-(-max(0, x - left) // wide) for x in (last, first + tall - 1))  # of rows past the end, too
+        want = [(j, not uncut <= j < full) for j in range(end - 1, max(0, first - left) // wide - 1, -1)]
+        if [(j, mask or uncut <= j < of_all) for j, mask in walk] != [(j, x or uncut <= j < of_all) for j, x in want]:
+            listed = [", ".join(f"{j}{'*' * mask}" for j, mask in tiles) or "none" for tiles in (walk, want)]
+            said = f"LEFT={left}, seq_q={seq_q}, seq_k={seq_k}{', causal' * causal}: the block at m_start={m_start} "
+            return f"{said}works on tiles {listed[0]}; right: {listed[1]} (*: with a mask)"
+    return None
 
 
 def _expect_window(
@@ -767,22 +813,6 @@ def _expect_window(
     narrow = f"right with LEFT = {_WINDOW}; with {left} no tile is full: is none walked twice, and none left out?"
     expect_close(lse, want, what="lse", case=case, tol=1e-4, because=narrow if left == _NARROW else None)
     expect_close(o, p @ v.double(), what="o", case=case, tol=4e-3)
-
-
-def _expect_few_tiles(whole: str, seq_q: int, seq_k: int) -> None:
-    """Counts the tiles of one causal head, and those of them that run with a mask."""
-    tall, wide, visited, full = 128, 64, 0, 0
-    for first in range(seq_k - seq_q, seq_k, tall):  # the position of a block's first row
-        visited += -(-min(seq_k, first + tall) // wide) - max(0, first - _WINDOW) // wide
-        full += max(0, (first + 1) // wide - -(-max(0, first + tall - 1 - _WINDOW) // wide))
-    masked, plain = _bodies(whole, seq_q, seq_k)
-    case = f"seq_q={seq_q}, seq_k={seq_k}, causal, LEFT={_WINDOW}"
-    said = f"right, but {masked + plain} tiles are visited, and some row sees a key of {visited} of them: the walk "
-    said += "ends at `begin`"
-    expect(masked + plain <= visited, said, diagnosis="tiles-outside", case=case)
-    said = f"right, but {masked} tiles are masked, and {plain} are not: {full} lie between the borders, and need no "
-    said += "mask"
-    expect(plain >= full, said, diagnosis="everything-masked", case=case)
 
 
 def _expect_parts(text: str) -> None:
@@ -810,23 +840,13 @@ def _telling(whole: str, more: str = "") -> str:
     return whole.replace(scores, f'if (threadIdx.x == 0) printf("%d\\n", 2 * j + (int)MASKED);\n{more}{scores}')
 
 
-def _bodies(whole: str, seq_q: int, seq_k: int) -> tuple[int, int]:
-    """How many tiles of one causal head run with a mask, and how many without.
-
-    Raises CheckFailed where MASKED is no constant.
-    """
-    text = _telling(whole, 'static_assert(MASKED || !MASKED, "MASKED");\n')
+def _expect_constant_mask(whole: str) -> None:
     try:
-        module = built(Source(text, "kernel"), check=False)
+        built(Source(_telling(whole, 'static_assert(MASKED || !MASKED, "MASKED");\n'), "kernel"), check=False)
     except CheckFailed:  # it compiled without these lines
         said = "right, but MASKED is a variable that is looked at while the kernel runs: every tile pays for the "
         said += "mask. Make it a constant of each of two bodies: constexpr bool MASKED = decltype(is_masked)::value"
         raise CheckFailed(said, diagnosis="not-a-constant") from None
-    q, k = (torch.zeros(1, 1, n, 64).half() for n in (seq_q, seq_k))
-    module.forward(q, k, k, causal=True, echo=False)
-    assert module.report is not None, "every run in the emulator leaves a report"
-    tiles = [int(x) % 2 for x in module.report.printed.split()]
-    return sum(tiles), len(tiles) - sum(tiles)
 
 
 # ---- 9.6 ------------------------------------------------------------------------------------------------------------

@@ -153,7 +153,8 @@ class Rule:
             return found
         own, price = None, 0.0
         with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(Exception):  # any text may come
-            own, price = mended(index, _unwrapped(learners), self.own_text)
+            plain = inspect.isfunction(learners) and not hasattr(learners, "answer")
+            own, price = mended(index, _unwrapped(learners), self.own_text, self.then if plain else None)
         if own and price <= cost:
             return "own-slip", f"{own}: {(found and index.note_on(own)) or 'the rest is right'}"
         return (found[0], index.less_sure(found[1])) if found and own is not None else found

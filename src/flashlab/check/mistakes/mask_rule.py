@@ -60,6 +60,7 @@ _PLAIN = (
     Form("the keys before key {} are counted by every query", "right | (j < c)"),
     Form("the keys from key {} on are counted by every query", "right | (j >= c)"),
     Form(_UP_TO.format("i * seq_k // seq_q{}"), "j <= i * seq_k // seq_q + c"),
+    Form("where seq_q = seq_k query i counts the keys up to i{}, elsewhere all", "(j <= i + c) | (seq_q != seq_k)"),
     Form("query i counts the keys up to its own i, and every query those before key {}", "(j <= i) | (j < c)"),
 )
 # In masks of blocks of B queries and tiles of T keys: the first query of a block and the one behind it, the key behind
@@ -103,7 +104,7 @@ _FIRST = (
 )  # fmt: skip
 _BASE = (
     *_FIRST[1:5], "max(seq_k - seq_q, 0)", "min(seq_k - seq_q, 0)", "abs(seq_k - seq_q)", "2 * (seq_k - seq_q)",
-    "(seq_k - seq_q) % seq_k", "min(seq_q, seq_k)", "max(seq_q, seq_k)",
+    "(seq_k - seq_q) % seq_k", "seq_k // seq_q", "min(seq_q, seq_k)", "max(seq_q, seq_k)",
 )  # fmt: skip
 # What the open number may be, as Python; short ones first.
 _MORE = (*_BASE[4:], "-2", "2", *(f"{x} {by}" for by in ("- 1", "+ 1", "- 2", "+ 2") for x in _BASE))
