@@ -370,7 +370,7 @@ def _where_wrong(learners: Callable[..., Any]) -> tuple[str, str] | None:
                 f"fraction so that only its denominator becomes infinite (from x = {x[worst]:.3g} with cap {cap:g} on)"
             )
             return "not-finite", said
-        if not off.all() and size[off].min() > size[~off].max():
+        if not off.all() and size[off].min() > size[~off].max() > 0:
             at = float(size[~off].max())
             return "beyond", f"y is right as far as x is {at:.3g} times the cap, not beyond: {there} (cap {cap:g})"
         if not off[x != 0].all() and (x[off] > 0).all() != (x[off] < 0).all():
@@ -395,7 +395,7 @@ def _where_wrong(learners: Callable[..., Any]) -> tuple[str, str] | None:
     symptom=_where_wrong,
     also=[[("1.0 - 2.0 / (1.0 + tl.exp(2.0 * x / cap))", "2.0 * tl.sigmoid(2.0 * x / cap) - 1.0")]],
     notes={
-        "cap": "it is cap * tanh(x / cap)", "2.0": "the exponential in tanh is that of twice its argument",
+        "cap": "it is cap * tanh(x / cap)", "2.0": "tanh(z) has e^2z, or 2 sigmoid(2z) - 1",
         "tl.exp": "exp2(z * log2(e)) is exp(z)", "x": "it is cap * tanh(x / cap)",
     },
     rows=[

@@ -359,6 +359,8 @@ ARRIVE = Trials(
             [(f"__syncwarp();{' ' * 46}// lane 0", "// lane 0")]),
         Row("counter-not-reset", "nobody puts the counter back to 0 for the next launch",
             [("if (before == splits - 1) *counter = 0;", "")]),
+        Row("nobody-merges", "`last` is true in no warp: what lane 0 finds decides in every lane, beside splits - 1",
+            [("if (before == splits - 1)", "if (before == -1)"), ("0) == splits - 1", "0) == -1")]),
     ],
 )  # fmt: skip
 

@@ -113,7 +113,9 @@ def _last(warps: list[_Arrival]) -> str:
     right = f"with {len(warps)} split{'s' * (len(warps) > 1)} the last is the one that finds {len(warps) - 1}"
     true = [warp for warp in warps if any(warp.last)]
     if not true:
-        return f"`last` is true in no warp: {right} in the counter"
+        lane = next((lane for warp in warps for lane, old in warp.counted if old == len(warps) - 1), 0)
+        said = f"`last` is true in no warp, though lane {lane} of one found {len(warps) - 1}, as the last of {len(warps)}"
+        return f"{said}: is that the number that is compared, with splits - 1, and in every lane?"
     if len(true) > 1:
         return f"`last` is true in {len(true)} of {len(warps)} warps: {right} in the counter"
     (old,) = (old for _, old in true[0].counted)
