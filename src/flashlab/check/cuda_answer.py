@@ -334,6 +334,12 @@ _FILL = (
 )
 
 
+NOT_SET = (
+    "right in the emulator, but a local variable is read before it is set: with NaN in all that are declared without a "
+    "value"
+)
+
+
 def with_nan(text: str) -> str:
     """CUDA text with NaN in every local variable that is declared without a value; lines keep their numbers.
 
@@ -377,8 +383,7 @@ def expect_set(whole: Source, *, head_dim: int = 64, dtype: torch.dtype = torch.
     outputs = module.forward(*normal(3, 1, 1, 200, head_dim).to(dtype), causal=True, echo=False)
     for name, x in zip(("o", "lse"), outputs, strict=True):
         at = x.isnan().nonzero()[:1].flatten().tolist()
-        said = "right in the emulator, but a local variable is read before it is set: with NaN in all that are "
-        said += f"declared without a value, {name} is NaN at {at}. On a GPU a register may hold anything"
+        said = f"{NOT_SET}, {name} is NaN at {at}. On a GPU a register may hold anything"
         case = f"{spelled(dtype)}, seq_q=200, seq_k=200, causal"
         expect(not at, said, diagnosis="uninitialised-local", case=case)
 

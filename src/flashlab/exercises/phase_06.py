@@ -76,7 +76,9 @@ _MATRICES = ((4, 32), (8, 64), (10, 50), (7, 33), (1, 1), (3, 100), (50, 10))
 
 
 def _expect_coalesced(c: Counters, kind: str, most: int, advice: str, case: str) -> None:
-    sectors = c[f"global_{kind}_sectors"]
+    sectors, moved = c[f"global_{kind}_sectors"], c[f"global_{kind}_bytes"]
+    if moved >= 24 * sectors:  # whole sectors, again and again
+        advice = f"they move {moved} bytes, so elements are {'loaded' if kind == 'load' else 'stored'} more than once"
     said = f"right, but the {kind}s touch {sectors} sectors where {most} suffice: {advice}"
     expect(sectors <= most, said, diagnosis="not-coalesced", case=case)
 

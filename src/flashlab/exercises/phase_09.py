@@ -19,6 +19,7 @@ import torch
 from flashlab.check import CheckFailed, expect, expect_close
 from flashlab.check.changes import edited
 from flashlab.check.cuda_answer import (
+    NOT_SET,
     PROBES,
     Source,
     built,
@@ -30,6 +31,7 @@ from flashlab.check.cuda_answer import (
     region,
     replaced,
     text_of,
+    with_nan,
 )
 from flashlab.check.cuda_index import KINDS, Outputs, Trials, all_found, explained, forwards, parted
 from flashlab.check.lookup import Row
@@ -507,6 +509,11 @@ def merge_of_parts(merge_loop: str) -> str:
     with _weights_told(whole), explained(lambda: built(whole, check=True, HEAD_DIM=128), MERGE):
         for given in cases:
             _expect_merge(whole, *given)
+    if (filled := with_nan(whole.text)) != whole.text:
+        try:
+            _expect_merge(replace(whole, text=filled), *cases[0])
+        except CheckFailed as failed:
+            raise CheckFailed(f"{NOT_SET}, {failed.sentence}", diagnosis="uninitialised-local") from None
     _expect_one_pass(whole)
     return f"{len(cases)} cases, parts without a key among them"
 

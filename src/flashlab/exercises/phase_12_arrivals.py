@@ -114,7 +114,9 @@ def _last(warps: list[_Arrival]) -> str:
     true = [warp for warp in warps if any(warp.last)]
     if not true:
         lane = next((lane for warp in warps for lane, old in warp.counted if old == len(warps) - 1), 0)
-        said = f"`last` is true in no warp, though lane {lane} of one found {len(warps) - 1}, as the last of {len(warps)}"
+        said = (
+            f"`last` is true in no warp, though lane {lane} of one found {len(warps) - 1}, as the last of {len(warps)}"
+        )
         return f"{said}: is that the number that is compared, with splits - 1, and in every lane?"
     if len(true) > 1:
         return f"`last` is true in {len(true)} of {len(warps)} warps: {right} in the counter"
