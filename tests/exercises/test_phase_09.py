@@ -28,7 +28,7 @@ test_what_no_single_change_says = told(
      "fp16 has no such digits"),
     ("9.3", [("(before - base)", "(before - m_new[r])")], "`base` is the reference that it has from now on"),
     ("9.3", [(f"if ({FAR}) ", "")], "but not row by row"),
-    ("9.5", [("for (; j >= full; j--)", "for (; j >= begin; j--)")], "right: 7*, 6*, 5*, 4, 3, 2*, 1* (*: with a mask)"),
+    ("9.5", [("for (; j >= full; j--)", "for (; j >= begin; j--)")], "right: 7*, 6*, 5*, 4, 3, 2*, 1* (*"),
     ("9.5", [("auto is_masked", "bool MASKED"), ("        constexpr bool MASKED = decltype(is_masked)::value;\n", ""),
              *((f"j >= {x}; j--) tile(j, std::{y}_type{{}})", f"j >= {x}; j--) tile(j, {y})")
                for x, y in (("full", "true"), ("whole", "false"), ("begin", "true")))], "MASKED is a variable"),
