@@ -83,8 +83,9 @@ check("5.3", dq_block)
 # ## 5.4
 #
 # **The milestone of this phase**: the walk down a column, under a sliding window. Query i sees the `window` keys up to its own, which is
-# i + N − M: the last query sees the last key. So j is seen if i + N − M − window < j ≤ i + N − M. A window longer than N is the causal mask.
-# A block of keys walks down over the queries, BLOCK_M at a time. It visits no block of queries in which none sees one of these keys, at neither end.
+# i + N − M: the last query sees the last key. So j is seen if i + N − M − window < j ≤ i + N − M.
+# A block of keys walks down over the queries, BLOCK_M at a time, from whichever query you begin with. It visits a block of queries only if one of
+# them sees one of these keys: that decides where the walk begins, and where it ends.
 #
 # `lecture.probabilities_sim(q, k, lse, distance, scale)` gives a tile of P in float32, of which row i sees its columns j ≤ i + distance. The
 # other edge is yours. A score that is hidden there may be much larger than lse.

@@ -88,8 +88,8 @@ check("13.4", hiding_length)
 # %% [markdown]
 # ## 13.5
 #
-# The backward ring, all ranks at once. Sending to the next rank is `x.roll(1, 0)`: index 1 then has what index 0 had. Only that, and phase
-# 5's lines for dK and dV.
+# The backward ring, all ranks at once. Sending to the next rank is `x.roll(1, 0)`: index 1 then has what index 0 had. You need only that, as
+# often as something has to get home, and phase 5's lines for dK and dV.
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_13: backward_ring

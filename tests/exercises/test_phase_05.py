@@ -63,6 +63,7 @@ test_what_is_said_of_window_blocks = told(
     ("5.4", ("        q, do =", f"        {IN_16_BITS}\n        q, do ="), "16 bits in each turn"),
     ("5.4", (LOWER, f"p = p * ({SEEN})"), "inf · 0 is NaN"),
     ("5.4", (END, "M"), "end behind the last"),
+    ("5.4", (END, f"{END[:-1]} + 1)"), "where 2 have a query"),
     ("5.4", (BEGIN, "0"), "begin at the first query"),
     marks=[pytest.mark.long],
 )

@@ -29,6 +29,8 @@ WRONG = {
                       "counter-not-reset"),
     "not acquired": (RIGHT[: RIGHT.rindex(FENCE)] + RIGHT[RIGHT.rindex(FENCE) + len(FENCE) :], "acquire-missing"),
     "not shown to the others": ("".join(RIGHT.rsplit("    __syncwarp();\n", 1)), "global-race"),
+    "acquired behind the barrier": (
+        RIGHT[: RIGHT.rindex(FENCE)] + RIGHT[RIGHT.rindex(FENCE) + len(FENCE) :] + FENCE, "not-acquired"),
     "a barrier of the block": (RIGHT.replace("__syncwarp", "__syncthreads"), "barrier-of-the-block"),
     "one too late": (RIGHT.replace("== splits;", "== splits + 1;"), "nobody-is-last"),
 }  # fmt: skip

@@ -26,7 +26,7 @@ from flashlab.check.lookup import Row
 from flashlab.check.poison import mark_unwritten, unwritten
 from flashlab.cuda import CudaModule
 from flashlab.exercises.kernel_rule import empty, kernel_rule
-from flashlab.exercises.phase_12_arrivals import arrivals_told
+from flashlab.exercises.phase_12_arrivals import arrivals_told, said_of_arrivals
 from flashlab.exercises.registry import exercise
 from flashlab.exercises.rule import RULES, rule
 from flashlab.exercises.tensor_rule import normal, rows_of, tensor_rule
@@ -394,6 +394,8 @@ def last_to_arrive(arrive: str) -> str:
             for rows, N, splits in ((2, 37, 4), (1, 5, 1), (3, 9, 5)):
                 with arrivals_told(whole, _launched(rows, N, splits)):
                     _expect_merged(module, whole, rows, N, splits)
+    said = said_of_arrivals(whole, _launched(2, 37, 4), unordered=True)
+    expect(not said, f"the numbers are right, but {said}", diagnosis="not-acquired")
     return "three launches and each again with the same counters, nothing found by the emulator"
 
 
@@ -564,12 +566,13 @@ _FORKED = (("new", 0), *[("append", 0)] * 5, ("fork", 0), ("append", 1), ("appen
     ],
 )  # fmt: skip
 def pager(script, page_size):
-    """A list of (in_use, copied), one for each operation: pages that sequences refer to then, pages that it
+    """A list of (in_use, copied), one for each operation: pages that sequences refer to behind it, pages that it
     copied.
 
-    script: ("new", _) begins the next sequence, without tokens; ("fork", s) begins the next one with all
-    tokens of sequence s; ("append", s) adds one token to s; ("free", s) ends it. Sequences are numbered from
-    0, in the order in which they begin. A part-filled page that is shared is copied before it is written to.
+    script: ("new", s) begins the next sequence, without tokens, whatever s is; ("fork", s) begins the next one
+    with all tokens of sequence s; ("append", s) adds one token to s; ("free", s) ends it. Sequences are numbered
+    from 0, in the order in which they begin. A part-filled page that is shared is copied before it is written
+    to.
     """
     # BEGIN SOLUTION
     table: list[list[int]] = []

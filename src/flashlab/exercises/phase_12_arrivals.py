@@ -49,12 +49,12 @@ def arrivals_told(whole: Source, given: Sequence[Any]) -> Iterator[None]:
     try:
         yield
     except CheckFailed as failed:
-        if said := _said(whole, given, unordered=failed.diagnosis in (*KINDS, "merged-too-early")):
+        if said := said_of_arrivals(whole, given, unordered=failed.diagnosis in (*KINDS, "merged-too-early")):
             raise CheckFailed(f"{said}\n{failed.sentence}", diagnosis=failed.diagnosis, case=failed.case) from None
         raise
 
 
-def _said(whole: Source, given: Sequence[Any], unordered: bool) -> str:
+def said_of_arrivals(whole: Source, given: Sequence[Any], unordered: bool) -> str:
     """What is wrong with the counts, with `last`, or (if unordered) with what orders the parts; "" where nothing is."""
     own = blank_comments(whole.text.split("// region: arrive")[1].split("// endregion")[0])
     if _OUT_OF_SIGHT.search(own):
