@@ -109,7 +109,7 @@ test_what_is_said_of_kernels = told(
     ("5.13", ("ds = tl.where(seen, ds, 0.0)", "ds = ds * seen"), "inf · 0 is NaN"),
     ("5.13", ("seen = offs_n[None, :] < N", "seen = offs_n[None, :] >= 0"), "a key that is not there has a P"),
     ("5.12", ("tl.store(dk_ptrs, (dk", "dk, dv = dv / scale, dk * scale\n    tl.store(dk_ptrs, (dk"),
-     "what is stored at `dk_ptrs` and at `dv_ptrs` is exchanged"),
+     "(dv / scale, dk * scale)` is one too many"),
     ("5.5", ("tl.load(o_ptrs, mask=offs_m[:, None]", "tl.load(o_ptrs, mask=offs_d[None, :]"),
      "a mask, or with one that is always true"),
     ("5.5", ("g * dg", "dg"), "dO = g · dY"),
