@@ -225,7 +225,7 @@ def _swizzled(text: str, trials: Trials, *head_dims: int) -> str:
             except CheckFailed as failed:
                 if failed.diagnosis not in (*_WRONG_PLACES, "bank-conflicts") or not (said := _xored(source, head_dim)):
                     raise
-                sentence = f"{said}\n{failed.sentence.splitlines()[-1]}"
+                sentence = f"{said}; {failed.sentence.splitlines()[-1]}"
                 raise CheckFailed(sentence, diagnosis=failed.diagnosis, case=failed.case) from None
     return f"head_dim {' and '.join(map(str, head_dims))}: right, and no bank conflict"
 
