@@ -61,7 +61,7 @@ HALF = params([
     ("4.7", [('where(seen, s, float("-inf"))', "where(seen, s, -1e30)")], "capped-after-mask"),
     ("4.8", [("rows = tl.arange(0, BLOCK)", "rows = tl.arange(0, BLOCK).to(tl.int64)")], "batch-and-head-overflow"),
     ("4.8", [("batch = pid // heads", "batch = (pid // heads).to(tl.int64)")], "head-and-rows-overflow"),
-    ("5.9", [("if start_m == start_n:", "if causal and start_m == start_n:")], "own-slip"),
+    ("5.9", [("if start_m == start_n:", "if causal and start_m == start_n:")], "always-one-branch"),
     ("5.10", [("math.ceil(M / BLOCK_M)", "math.ceil(N / BLOCK_N)")], "limit-missing"),
     ("6.2", [("x + half];\n        }\n    }", "x + half];\n            __syncwarp();\n        }\n    }")], "race"),
     ("6.5", [("head % p.kv_heads", "head / p.kv_heads")], "wrong-kv-head"),

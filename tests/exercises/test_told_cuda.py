@@ -113,7 +113,7 @@ TOLD = [
     ("7.10", [("uint32_t b[4]; ", "uint32_t b[4]; float x[4] = {}; for (int i = 0; i < 4; i++) "
                "mma_m16n8k16<T>(x, q[d], 0, 0);")], "wrong-count", "is a product computed twice?"),
     ("7.10", [(OUT, f"float x[4] = {{}};\n    mma_m16n8k16<T>(x, q[0], 0, 0);\n    {OUT}")], "wrong-count", "beside"),
-    ("8.3", [(AT, "row * ROW_BYTES + (column / 8 ^ row / 8 % 8) * 16")], None, "rows 0, 1, 2, 3, 4, 5, 6"),
+    ("8.3", [(AT, "row * ROW_BYTES + (column / 8 ^ row / 8 % 8) * 16")], None, "0, 0, 0 to the offsets of rows 0 to 7"),
     ("8.3", [(AT, "row * (ROW_BYTES + 16) + column * 2")], "outside-the-tile", "no room"),
     ("8.3", [(AT, "row * ROW_BYTES + (column / 8 + row) % 8 * 16")], "not-a-permutation", "in one place"),
     ("8.4", [("2 * STAGES - 3;", "STAGES - 1;")], "waits-too-long", "younger"),
