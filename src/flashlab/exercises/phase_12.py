@@ -566,13 +566,13 @@ _FORKED = (("new", 0), *[("append", 0)] * 5, ("fork", 0), ("append", 1), ("appen
     ],
 )  # fmt: skip
 def pager(script, page_size):
-    """A list of (in_use, copied), one for each operation: pages that sequences refer to behind it, pages that it
-    copied.
+    """A list of (in_use, copied), one for each operation: pages that sequences refer to behind it,
+    pages that it copied.
 
-    script: ("new", s) begins the next sequence, without tokens, whatever s is; ("fork", s) begins the next one
-    with all tokens of sequence s; ("append", s) adds one token to s; ("free", s) ends it. Sequences are numbered
-    from 0, in the order in which they begin. A part-filled page that is shared is copied before it is written
-    to.
+    script: ("new", s) begins the next sequence, without tokens, whatever s is; ("fork", s) begins the
+    next one with all tokens of sequence s; ("append", s) adds one token to s; ("free", s) ends it.
+    Sequences are numbered from 0, in the order in which they begin. A part-filled page that is shared
+    is copied before it is written to.
     """
     # BEGIN SOLUTION
     table: list[list[int]] = []
