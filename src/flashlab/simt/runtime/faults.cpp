@@ -60,11 +60,15 @@ static void leave_lane(Worker* worker, Finding f, int error, void* context) {
     siglongjmp(worker->escape, 1);
 }
 
+static Finding cut_short() { return {cancelled() == 1 ? "timeout" : "interrupted"}; }
+
 static void on_fault(int signal, siginfo_t* info, void* context) {
     Worker* worker = this_worker();
     // abort() inside the runtime is the C library's, which has found its heap destroyed, and holds its lock.
     if (!worker || !worker->in_lane || (worker->inside && signal == SIGABRT))
         end_host("signal", signal, program_counter(context), "", info);
+    // A cancellation that met a lane between two stacks, and faulted when it walked up one of them.
+    if (cancelled() && worker->inside) leave_lane(worker, cut_short(), cudaErrorLaunchTimeout, context);
     const Lane* lane = worker->running;
     const uintptr_t a = (uintptr_t)info->si_addr;
     if (signal == SIGFPE) leave_lane(worker, {"division-by-zero"}, cudaErrorLaunchFailure, context);
@@ -110,7 +114,7 @@ static void on_cancel(int, siginfo_t* info, void* context) {
     }
     if (!worker && on_host()) end_host("stuck", 0, program_counter(context), "", info);
     if (!worker || !worker->in_lane || worker->inside) return;
-    leave_lane(worker, {cancelled() == 1 ? "timeout" : "interrupted"}, cudaErrorLaunchTimeout, context);
+    leave_lane(worker, cut_short(), cudaErrorLaunchTimeout, context);
 }
 
 void install_handlers() {
