@@ -81,15 +81,7 @@ def mended(
     right = index.run(index.texts[0].compiled(), index.more)
 
     def is_right(run: Callable[..., Any]) -> bool:
-        outcome = index.run(run)
-        if not all(index.same_outcome([outcome[i]], [index.right[i]]) for i in order) or not index.same_outcome(
-                index.run(run, index.more), right):  # fmt: skip
-            return False
-        with contextlib.suppress(Exception):
-            if then is not None:
-                then(run)
-            return True
-        return False
+        return _is_right(index, run, order, right, then)
 
     of_part: dict[int, Change] = {}
 
@@ -120,6 +112,22 @@ def mended(
                 each = [f"{index.names[p]}: {said(text, change)}" for p, change in of_part.items()]
                 return ("; and " if sum(map(len, each)) < index.longest - 20 else ";\nand ").join(each), 2.0
     return "", 0.0
+
+
+def _is_right(
+    index: Index, run: Callable[..., Any], order: Sequence[int], right: Any, then: Callable[..., Any] | None
+) -> bool:
+    """Whether a function gives what is right, on further inputs too, and passes what is asked beside that."""
+    outcome = index.run(run)
+    if not all(index.same_outcome([outcome[i]], [index.right[i]]) for i in order):
+        return False
+    if not index.same_outcome(index.run(run, index.more), right):
+        return False
+    with contextlib.suppress(Exception):
+        if then is not None:
+            then(run)
+        return True
+    return False
 
 
 def _lines_of_both(text: Text, right: Sequence[Text]) -> set[int]:
