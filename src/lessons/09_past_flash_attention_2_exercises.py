@@ -154,15 +154,15 @@ for letter in PARTS:
     show.source(part(letter))
 
 # %% [markdown]
-# Write the kernel: a line `// PART A` stands for the part A. Put all of them in an order that works, each once, some of them inside of the loop; more
-# than one order is right. What is missing between them is yours to write:
+# Write the kernel: a line `// PART A` stands for the part A. Put each of them once, some inside of the loop; more than one order works. What is missing
+# between them is yours:
 #
 # - `begin`, which several parts use: the first tile of which some row of the block sees a key, and behind it the first tile that the left border does not cut;
 # - the loop. Its body is a lambda `tile(j, is_masked)` that is compiled twice, with `MASKED` as a constant in it. The tiles are walked backwards,
 #   from `end - 1` to `begin`. With a window there are masked ones at both ends, and the full ones lie between.
 #
-# The window holds without `CAUSAL` too. Where it is narrow no tile is full: the check runs it with `LEFT` 40 as well. And it looks at the walk: no
-# tile is visited of which no row sees a key, and a tile that every row sees whole runs without a mask.
+# The window holds without `CAUSAL` too, and the check runs it with `LEFT` 40 as well, where no tile is full. It looks at the walk: no tile is
+# visited of which no row sees a key, and one that every row sees whole runs without a mask.
 
 # %% tags=["exercise"]
 # BEGIN STARTER

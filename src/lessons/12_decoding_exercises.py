@@ -111,7 +111,7 @@ check("12.5", packed_row)
 # launch can be repeated. One lane counts for its warp: you have `lane` and `splits`, and `atomicAdd(counter, 1)` returns the old value. No
 # barrier of the block, please. (A shuffle or a vote brings a number to the other lanes, and orders no memory.)
 #
-# The check runs it in the emulator, whose watched build sees which writes are published before which reads, and who acquires them. (The first check compiles: ten seconds.)
+# The check runs it in the emulator, which sees which writes are published before which reads, and who acquires them.
 
 # %% tags=["exercise"]
 arrive = r"""

@@ -80,9 +80,7 @@ def mended(
                  for _, change, other in _runs(index, part, {})]  # fmt: skip
     right = index.run(index.texts[0].compiled(), index.more)
 
-    def is_right(run: Callable[..., Any]) -> bool:
-        return _is_right(index, run, order, right, then)
-
+    is_right = functools.partial(_is_right, index, order, right, then)
     of_part: dict[int, Change] = {}
 
     def price(change: Change) -> float:
@@ -115,7 +113,7 @@ def mended(
 
 
 def _is_right(
-    index: Index, run: Callable[..., Any], order: Sequence[int], right: Any, then: Callable[..., Any] | None
+    index: Index, order: Sequence[int], right: Any, then: Callable[..., Any] | None, run: Callable[..., Any]
 ) -> bool:
     """Whether a function gives what is right, on further inputs too, and passes what is asked beside that."""
     outcome = index.run(run)

@@ -194,21 +194,11 @@ def _options(case: Case, takes: dict[str, bool]) -> dict[str, Any]:
     return {x: value for x, value in options.items() if x in takes and not (case.omit_defaults and takes[x])}
 
 
-# Sentences that are better with the line in which NaN arise, and the slug that they have then.
-_OF_NAN = {
-    "wrong-value": "not-finite",
-    **{
-        x: x
-        for x in (
-            "nan-everywhere",
-            "correction-inverted",
-            "masked-rows-nan",
-            "masked-rows-lse",
-            "nan-hidden",
-            "rows-not-computed",
-        )
-    },
-}
+# Sentences that are better with the line in which NaN arise.
+_OF_NAN = (
+    "wrong-value", "nan-everywhere", "correction-inverted", "masked-rows-nan", "masked-rows-lse", "nan-hidden",
+    "rows-not-computed",
+)  # fmt: skip
 
 
 @one_thread()
@@ -272,10 +262,11 @@ def _with_first_nan(failed: CheckFailed, call: Call, observations: Sequence[Obse
         inputs = make_inputs(seen.case, runtime.device())
         with contextlib.suppress(Exception):  # the first run raised nothing, and has its verdict
             if made := where_made(partial(call, seen.case, *inputs)):
-                sentence = f"{failed.sentence}. NaN arises in {made}"
-                if failed.diagnosis == "wrong-value":
+                slug, sentence = failed.diagnosis, f"{failed.sentence}. NaN arises in {made}"
+                if slug == "wrong-value":
+                    slug = "not-finite"
                     sentence = f"o has NaN, which arises in {made}. {failed.sentence[0].upper()}{failed.sentence[1:]}"
-                return CheckFailed(sentence, diagnosis=_OF_NAN[failed.diagnosis], case=failed.case)
+                return CheckFailed(sentence, diagnosis=slug, case=failed.case)
         break
     return failed
 
