@@ -161,8 +161,8 @@ for letter in PARTS:
 # - the loop. Its body is a lambda `tile(j, is_masked)` that is compiled twice, with `MASKED` as a constant in it. The tiles are walked backwards,
 #   from `end - 1` to `begin`. With a window there are masked ones at both ends, and the full ones lie between.
 #
-# The window holds without `CAUSAL` too, and the check runs it with `LEFT` 40 as well, where no tile is full. It looks at the walk: no tile is
-# visited of which no row sees a key, and one that every row sees whole runs without a mask.
+# The window holds without `CAUSAL` too, and with `LEFT` 40, where no tile is full. The check looks at the walk: no tile is visited of which no row
+# sees a key, and one that every row sees whole runs without a mask.
 
 # %% tags=["exercise"]
 # BEGIN STARTER
