@@ -106,7 +106,7 @@ check("12.5", packed_row)
 # In this CUDA kernel each warp works for itself: its lanes have stored their part of 32 columns in global memory, `part_o` and `part_lse`. Each of `splits` warps has such a part of the same columns. What follows your lines is `if (!last) return;`, then the merge, which
 # reads the parts of *all* of these warps.
 #
-# Set `last`, a `bool` of each thread that is declared already. `counter` points to an `int` that these warps share: 0 before the launch, and 0 again behind it, so that the
+# Set `last`, a `bool` of each thread, declared already. `counter` points to an `int` that these warps share: 0 before the launch, and 0 again behind it, so that the
 # launch can be repeated. One lane counts for its warp: you have `lane` and `splits`; `atomicAdd(counter, 1)` returns the old value. No
 # barrier of the block. (A shuffle or a vote brings a number to the other lanes, and orders no memory.)
 #
