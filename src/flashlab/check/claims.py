@@ -19,6 +19,7 @@ _TURNED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "==": "==", "!=": "!="}
 _COMPARISON = re.compile(r"(.*) (<=|>=|==|!=|<|>) (.*)")
 _DIVIDED = {"division": ("//", "/"), "remainder": ("%",)}
 _PLAIN = re.compile(r"[A-Za-z_][\w.]*")
+_PIECE = re.compile(r"`([^`]*)`")
 _NAME = re.compile(r"(?<![\w.])[A-Za-z_]\w*(?![\w(.])")
 _NO_SIGN = "()[]{},.:="
 _LEAST = 10  # that a number has to be for a factor of 1000 to come of it
@@ -75,6 +76,8 @@ class Claims:
 
     def untrue(self, said: str, of_one: bool = False) -> bool:
         """of_one: it is said of one of several results, for which alone a piece may be missing."""
+        if any(piece in self.own and not self._counts(piece)[0] for piece in _PIECE.findall(said)):
+            return True  # of a name that the learner has not
         for words, name in self.words:
             said = said.replace(words, name)
         forms = _FORMS[:-_OF_PRESENCE] if of_one else _FORMS

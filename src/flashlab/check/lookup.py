@@ -228,6 +228,8 @@ class Index:
     def _same_values(self, x: Values | str, y: Values | str, part: int | None) -> bool:
         if isinstance(x, str) or isinstance(y, str):
             return isinstance(x, str) and isinstance(y, str) and x == y
+        if len(x) != len(y):
+            return False
         if part is not None and same(x[part], y[part], self.tol):
             return True
         if part is not None and self.alike is as_they_are:

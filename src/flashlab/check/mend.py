@@ -34,10 +34,14 @@ _KINDS = {ast.Add: "term", ast.Sub: "term", ast.Mult: "factor", ast.Div: "diviso
 _PART = "part-of-it"
 _WORDED = ("names-exchanged", "not-rescaled", "not-divided", "rounded-all")
 _BEHIND = "outside-of-the-loop"
+_WITHIN = "in-each-turn"
 _ROUNDING = ("round", "int", "ceil", "floor", "abs")
 _DIVISIONS = (ast.Div, ast.FloorDiv)
 _BINARY = {f"2 ** {n}": 10 ** (n // 10 * 3) for n in (10, 20, 30, 40)}
-_TWO_PLACES = ("lines-exchanged", _BEHIND)
+_TWO_PLACES = {
+    "lines-exchanged": "comes too early", _BEHIND: "stands in the loop, and belongs behind it",
+    _WITHIN: "stands before the loop, and belongs inside it",
+}  # fmt: skip
 _BY_CHANCE = ("taken-as-fixed", "always-the-same", "always-0", "wrong-base", "in-every-block")  # or no words for it
 
 
@@ -286,6 +290,7 @@ def _further(text: Text) -> Iterator[Change]:
                     yield Change("brackets", "", 1.5, ((slot, _new(functools.reduce(_plus, [whole, *others]))),))
     if len(roundings) > 1:
         yield Change("rounded-all", "numbers are rounded that should not be", 1.0, tuple(roundings))
+    yield from _of_state(text)
     for line in ast.walk(text.tree):
         if not isinstance(line, (ast.Assign, ast.AugAssign, ast.Return)) or line.value is None:
             continue
@@ -296,6 +301,32 @@ def _further(text: Text) -> Iterator[Change]:
                 for way in ("x * y", "x + y", "x // y", "x - y"):
                     new = _expr(way, x=x, y=ast.Name(other, ast.Load()))
                     yield Change("more", "", 2.5, ((slot, new),))
+
+
+def _of_state(text: Text) -> Iterator[Change]:
+    """What goes wrong from turn to turn: a list that two names share, a number that begins anew or does not, a pair the
+    other way round.
+    """
+    nodes = [*ast.walk(text.tree)]
+    names = {x.id for x in nodes if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
+    indexed = [x for x in nodes if isinstance(x, ast.Subscript) and isinstance(x.slice, ast.Name)]
+    items = [_expr(x) for x in (*sorted(names), *{ast.unparse(x) for x in indexed if isinstance(x.ctx, ast.Load)})]
+    for slot, node in _slots(text.tree):
+        kept = isinstance(slot[0], (ast.Call, ast.Assign, ast.Tuple, ast.List, ast.Dict))
+        if kept and isinstance(node, (ast.Name, ast.Subscript)) and isinstance(node.ctx, ast.Load):
+            yield Change("shared", "", 1.0, ((slot, _expr("list(x)", x=node)),))
+        if kept and isinstance(node, ast.Constant) and type(node.value) is int:
+            for item in items:
+                yield Change(_PART, "", 1.5, ((slot, item),))
+        if isinstance(node, ast.Tuple) and len(node.elts) == 2 and isinstance(node.ctx, ast.Load):
+            yield Change("turned", "", 1.0, ((slot, _new(ast.Tuple(node.elts[::-1], ast.Load()))),))
+    loops = [x for x in text.tree.body if isinstance(x, (ast.For, ast.While))]
+    for at, line in enumerate(text.tree.body):
+        if isinstance(line, ast.Assign) and isinstance(line.value, ast.Constant):
+            for loop in loops:
+                begun = _new(ast.If(ast.Constant(True), [line, loop.body[1]], []))
+                edits = (((text.tree, "body", at), _new(ast.Pass())), ((loop, "body", 1), begun))
+                yield Change(_WITHIN, "", 1.2, edits)
 
 
 def _into(rounded: ast.expr, factor: ast.expr) -> ast.expr | None:
@@ -332,8 +363,7 @@ def said(text: Text, change: Change) -> str:
         return change.said
     pieces = [_pieces(text, edit) for edit in change.edits]
     if change.slug in _TWO_PLACES:
-        place = "stands in the loop, and belongs behind it" if change.slug == _BEHIND else "comes too early"
-        return f"the line `{pieces[0][0]}` {place}"
+        return f"the line `{pieces[0][0]}` {_TWO_PLACES[change.slug]}"
     old, new = pieces[0]
     if change.slug == _PART and len(pieces) == 2:
         return f"`{old}` stands where `{new}` belongs, and `{pieces[1][0]}` where `{pieces[1][1]}` does"

@@ -468,9 +468,12 @@ def _short_scripts() -> Iterator[tuple[_Script, int]]:
             longer.append(((*script, ("new", 0)), count + 1, (*there, count)))
 
 
-def _why(script: _Script, page_size: int) -> str:
+def _why(script: _Script, page_size: int, raises: bool) -> str:
     """What the last operation of a script has to do."""
     what, s = script[-1]
+    begun = sum(x in ("new", "fork") for x, _ in script)
+    if raises:
+        return f"sequences are numbered from 0 in the order in which they begin, and {begun} have begun"
     if what == "new":
         return "a new sequence has no page yet"
     if what == "fork":
@@ -491,7 +494,7 @@ def _why(script: _Script, page_size: int) -> str:
 
 def _told(script: _Script, page_size: int, found: str) -> tuple[str, str]:
     said = ", ".join(what if what == "new" else f"{what} {s}" for what, s in script)
-    return "a-script", f"page_size {page_size}: {said} {found}: {_why(script, page_size)}"
+    return "a-script", f"page_size {page_size}: {said} {found}: {_why(script, page_size, found[:6] == 'raises')}"
 
 
 def _smallest_script(learners: Callable[..., Any], longest: int = 4000) -> tuple[str, str] | None:
@@ -523,6 +526,8 @@ def _every_short_script(learners: Callable[..., Any]) -> None:
         raise CheckFailed(found[1], diagnosis=found[0])
 
 
+_IN_USE = "sum(n > 0 for n in users.values())"
+_COPY = "table[s][-1] = next(fresh)\n                users[table[s][-1]] = 1"
 _FORKED = (("new", 0), *[("append", 0)] * 5, ("fork", 0), ("append", 1), ("append", 0), ("fork", 1), ("append", 2),
            ("free", 0), ("append", 1), ("free", 2), ("free", 1))  # fmt: skip
 
@@ -563,6 +568,31 @@ _FORKED = (("new", 0), *[("append", 0)] * 5, ("fork", 0), ("append", 1), ("appen
         Row("copied-at-once", "a fork takes pages at once: it shares all of them, and a page is copied when somebody "
             "appends to it", [("table.append(list(table[s]))", "table.append([next(fresh) for _ in table[s]])"),
                               ("users.update(table[s])", "users.update(table[-1])")]),
+        Row("fork-without-references", "a fork adds no reference to its pages, and they are in use while anybody "
+            "refers to them", [("users.update(table[s])", "pass")]),
+        Row("fork-without-tokens", "a fork begins without tokens: it has all tokens of its sequence, and its length",
+            [("length.append(length[s])", "length.append(0)")]),
+        Row("fork-of-full-pages", "a fork has only the full pages: it has all tokens of its sequence", [
+            ("table.append(list(table[s]))", "table.append(table[s][: length[s] // page_size])"),
+            ("length.append(length[s])", "length.append(length[s] // page_size * page_size)"),
+            ("users.update(table[s])", "users.update(table[-1])")]),
+        *(Row("counted-otherwise", f"in_use: {said}", [(_IN_USE, how)]) for said, how in (
+            ("a page is counted once for each sequence: one that several refer to is one page", "sum(users.values())"),
+            ("pages that nobody refers to any more are counted too", "len(users)"))),
+        Row("counted-before", "in_use is counted before the operation: it is asked behind it",
+            [("copied = 0\n", f"copied, before = 0, {_IN_USE}\n"), (f"({_IN_USE}, copied)", "(before, copied)")]),
+        *(Row("copied-otherwise", f"copied: {said} are counted: the last page is copied, one page",
+              [("copied = 1", f"copied = {n}")])
+          for said, n in (("all pages of the sequence", "len(table[s])"), ("tokens", "length[s] % page_size"))),
+        *(Row("behind-the-old-page", f"the copy {what}: it takes the place of the page that it is made of",
+              [(_COPY, how)])
+          for what, how in (
+              ("comes behind the old page", _COPY.replace("[-1] = next(fresh)", ".append(next(fresh))", 1)),
+              ("is counted, and the sequence keeps the old page", "users[next(fresh)] = 1"))),
+        Row("shared-for-ever", "a page that was shared once is copied, though nobody else refers to it any more", [
+            ("length, fresh,", "ever: set[int] = set()\n    length, fresh,"),
+            ("users[table[s][-1]] > 1", "table[s][-1] in ever"),
+            ("users.update(table[s])", "users.update(table[s])\n            ever.update(table[s])")]),
     ],
 )  # fmt: skip
 def pager(script, page_size):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import math
 import random
 from collections.abc import Callable
@@ -283,6 +284,15 @@ def _travelling(q, k, v, do, lse, delta):
     return dk, dv
 
 
+_SENT, _HOME = ("k", "v", "dk", "dv"), "return dk, dv"
+
+
+def _sends(*names: str) -> tuple[str, str]:
+    """The edit by which these go on to the next rank."""
+    said = ", ".join(names)
+    return "k, v, dk, dv = (x.roll(1, 0) for x in (k, v, dk, dv))", f"{said}, = (x.roll(1, 0) for x in ({said},))"
+
+
 _SHARES = "what a rank finds is added to the gradients of the keys that it has"
 
 
@@ -337,20 +347,24 @@ def _shares_told(learners: Callable[..., Any]) -> tuple[str, str] | None:
         "roll": "K, V, dK and dV all go on to the next rank",
     },
     rows=[
-        Row("gradients-stay", "dk and dv stay where they are while k and v travel: they belong to the keys, and go "
-            "with them", [("(k, v, dk, dv)", "(k, v)"), ("k, v, dk, dv = (", "k, v = (")]),
-        Row("keys-stay", "k and v never move: after a step a rank has those of the rank before",
-            [("(k, v, dk, dv)", "(dk, dv)"), ("k, v, dk, dv = (", "dk, dv = (")]),
-        Row("only-k-moves", "k moves and v stays: both of a key belong together",
-            [("(k, v, dk, dv)", "(k, dk, dv)"), ("k, v, dk, dv = (", "k, dk, dv = (")]),
-        Row("only-v-moves", "v moves and k stays: both of a key belong together",
-            [("(k, v, dk, dv)", "(v, dk, dv)"), ("k, v, dk, dv = (", "v, dk, dv = (")]),
-        Row("q-moves", "q goes on too: it stays, with its rank's do, lse and delta",
-            [("(k, v, dk, dv)", "(q, k, v, dk, dv)"), ("k, v, dk, dv = (", "q, k, v, dk, dv = (")]),
+        *(Row("stays", f"{' and '.join(those)} {'stay' if those[1:] else 'stays'}: k, v, dk and dv of a key belong "
+              "together, and go on together", [_sends(*[x for x in _SENT if x not in those])])
+          for those in (("dk", "dv"), ("dk",), ("dv",), ("k", "v"), ("k",), ("v",))),
+        *(Row("moves", f"{' and '.join(those)} {'go' if those[1:] else 'goes'} on too: q, do, lse and delta stay with "
+              "their rank", [_sends(*_SENT, *those)])
+          for n in (1, 2, 3, 4) for those in itertools.combinations(("q", "do", "lse", "delta"), n)),
         Row("softmax-of-a-block", "P is a softmax over the keys of a step: it is exp(score - lse), with lse of the "
             "whole row", [("torch.exp(q @ k.mT - lse[..., None])", "torch.softmax(q @ k.mT, -1)")]),
-        Row("not-home", "dk and dv end on a neighbour: after the last step they go on once more",
-            [("return dk, dv", "return dk.roll(-1, 0), dv.roll(-1, 0)")]),
+        *(Row("not-home", f"{said} on a neighbour: after the last step they go on once more",
+              [(_HOME, f"return {what}")])
+          for said, what in (("dk and dv end", "dk.roll(-1, 0), dv.roll(-1, 0)"), ("dv ends", "dk, dv.roll(-1, 0)"),
+                             ("dk ends", "dk.roll(-1, 0), dv"))),
+        Row("sent-once", "dk and dv go on once, in the end: they go on with their keys in every step",
+            [_sends("k", "v"), (_HOME, "return dk.roll(1, 0), dv.roll(1, 0)")]),
+        Row("keys-ahead", "k and v go on before a step's sums, and dk and dv behind them: the sums are another rank's",
+            [("    for _ in", "    k, v = k.roll(1, 0), v.roll(1, 0)\n    for _ in")]),
+        *(Row("other-steps", f"there are {said}: a step for each rank is needed", [("len(q)", steps)])
+          for said, steps in (("two steps", "2"), ("as many steps as a rank has rows", "q.shape[1]"))),
     ],
 )  # fmt: skip
 def backward_ring(

@@ -331,7 +331,9 @@ class Rule:
         evidence += f". {' and '.join(well)} {'are' if len(well) > 1 else 'is'} right in every case" if well else ""
         cause = (self.hint and self._counted(got, wrong)) or self.explained(learners, got) or self._counted(got, wrong)
         if self.symptom and (not cause or (self.each and HEDGE in cause[1])):
-            cause = self.symptom(learners) or cause
+            seen = self.symptom(learners)
+            evidence = f"As{HEDGE[2:]}{cause[1].partition(HEDGE)[2]}. {evidence}" if seen and cause else evidence
+            cause = seen or cause
         said = (
             cause or self._common(got, wrong)
             or index.explain_as_two(got) or index.explain(got, some=True) or self._where(learners, wrong, off)
