@@ -19,7 +19,6 @@ _TURNED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "==": "==", "!=": "!="}
 _COMPARISON = re.compile(r"(.*) (<=|>=|==|!=|<|>) (.*)")
 _DIVIDED = {"division": ("//", "/"), "remainder": ("%",)}
 _PLAIN = re.compile(r"[A-Za-z_][\w.]*")
-_PIECE = re.compile(r"`([^`]*)`")
 _NAME = re.compile(r"(?<![\w.])[A-Za-z_]\w*(?![\w(.])")
 _NO_SIGN = "()[]{},.:="
 _LEAST = 10  # that a number has to be for a factor of 1000 to come of it
@@ -76,8 +75,6 @@ class Claims:
 
     def untrue(self, said: str, of_one: bool = False) -> bool:
         """of_one: it is said of one of several results, for which alone a piece may be missing."""
-        if any(piece in self.own and not self._counts(piece)[0] for piece in _PIECE.findall(said)):
-            return True  # of a name that the learner has not
         for words, name in self.words:
             said = said.replace(words, name)
         forms = _FORMS[:-_OF_PRESENCE] if of_one else _FORMS
@@ -160,6 +157,8 @@ class Claims:
         if what.isdigit() and piece not in self.own:
             mine, right = self._counts(piece)
             return mine >= right > 0 and not self._more(what)
+        if self._unknown(what) and self._unknown(piece):
+            return True
         if not _PLAIN.fullmatch(what) or what in self.own or not self._counts(what)[1]:
             return False  # a name that the right text has: of a number, or of what it makes, nothing is known
         if not self._counts(what)[0] or (piece.isdigit() and not self._more(what)):
@@ -185,7 +184,12 @@ class Claims:
 
     def _one_off(self, piece: str) -> bool:
         """Of a name in a formula, without a 1 or anything that has an end."""
-        return bool(_PLAIN.fullmatch(piece)) and not re.search(r" (1|range|len|arange|[<>]=?|-?1\.0) ", self.learners)
+        ends = re.search(r" (1|range|len|arange|[<>]=?|-?1\.0) ", self.learners)
+        return self._unknown(piece) or (bool(_PLAIN.fullmatch(piece)) and not ends)
+
+    def _unknown(self, name: str) -> bool:
+        """Whether it is one of the right text's own names, and not in the learner's."""
+        return name in self.own and not self._counts(name)[0]
 
     def _called(self, method: str) -> bool:
         mine, right = self._counts(method)

@@ -723,6 +723,7 @@ def _difference(observations: Sequence[Observation], wrong: Sequence[Observation
         ("only cases with grouped queries fail; in the first ", lambda s: s.case.heads != s.case.kv_heads),
         ("only cases with seq_q != seq_k fail; in the first ", lambda s: s.case.seq_q != s.case.seq_k),
         ("only another scale than the default fails; in the first such case ", lambda s: s.case.scale is not None),
+        ("it fails where scale and causal have their defaults; there ", lambda s: s.case.omit_defaults),
         ("only large scores fail; in the first such case ", lambda s: s.case.content not in CALM),
         ("only 16-bit inputs fail, float32 is right; in the first ", lambda s: s.case.dtype != torch.float32),
         ("only this dtype fails; in its first case ", lambda s: s.case.dtype == wrong[0].case.dtype),

@@ -319,7 +319,7 @@ def _of_state(text: Text) -> Iterator[Change]:
             for item in items:
                 yield Change(_PART, "", 1.5, ((slot, item),))
         if isinstance(node, ast.Tuple) and len(node.elts) == 2 and isinstance(node.ctx, ast.Load):
-            yield Change("turned", "", 1.0, ((slot, _new(ast.Tuple(node.elts[::-1], ast.Load()))),))
+            yield Change("turned", "", 1.3, ((slot, _new(ast.Tuple(node.elts[::-1], ast.Load()))),))
     loops = [x for x in text.tree.body if isinstance(x, (ast.For, ast.While))]
     for at, line in enumerate(text.tree.body):
         if isinstance(line, ast.Assign) and isinstance(line.value, ast.Constant):

@@ -90,7 +90,7 @@ class KernelRule(TensorRule):
     writes: tuple[str, ...] = ()
     programs: Callable[..., int] = lambda **_: 1
     tries: int = 900
-    work: int = 8_000
+    work: int = 14_000
     keys: Keys | None = None
     call: Callable[..., Any] | None = None
 

@@ -367,7 +367,10 @@ class Rule:
                 said = " and ".join(f"{n:g} {words}" for n, _, words in counted if n)
                 off = [f"too {'few' if n < m else 'many'} of {words.rsplit('of ')[-1].removeprefix('times ')} (by "
                        f"{abs(n - m):g})" for n, m, words in counted if n != m]  # fmt: skip
-                return "miscounted", f"{name} counts {said or 'nothing'}, {' and '.join(off)}: {self.hint[name]}"
+                said = f"{name} counts {said or 'nothing'}, {' and '.join(off)}"
+                why = self.hint[name]
+                below = len(said) + len(why) + 2 > self.index.longest
+                return "miscounted", f"{said}.\n{why[0].upper()}{why[1:]}" if below else f"{said}: {why}"
             off = [f"{n:g} {unit}, {m:g} is right" for n, m, unit in zip(found, want, units, strict=True) if n != m]
             said = f"{name} counts {'; and '.join(off)}"
             if off and len(said) <= self.index.longest:
