@@ -14,8 +14,9 @@ import triton.language as tl
 from flashlab import runtime
 from flashlab.attention import simulation_backward as lecture
 from flashlab.attention.cost import Meter
-from flashlab.check import expect
+from flashlab.check import expect, pattern
 from flashlab.check.lookup import Row
+from flashlab.check.mistakes.mask_rule import WINDOW, Seen, rule_of
 from flashlab.exercises.kernel_rule import apart, empty, kernel_rule
 from flashlab.exercises.phase_02 import expect_flat_memory, peak_bytes
 from flashlab.exercises.phase_05_ladder import CUT, NOTES, OF_KERNELS, TAIL, in_small_steps, mixed_bases, rounded_sums
@@ -307,6 +308,32 @@ def _far_too_old(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Te
     q[8:12, 1], k[:, 1], k[4:8, 1] = 4.0, 8.0, -8.0
 
 
+def _weights_told(window_block_sim: Callable[..., Any]) -> tuple[str, str] | None:
+    """Which keys count for which queries, where all scores and lse are 0: then P is 1 where a query sees a key."""
+    seen, odd, device = [], "", runtime.device()
+    for M, N, block, window in ((16, 16, 4, 5), (12, 20, 4, 6), (20, 12, 4, 7), (16, 24, 8, 40), (30, 30, 8, 9)):
+        q, keys, lse = (torch.zeros(*shape, device=device) for shape in ((M, M), (N, M), (M,)))
+        parts = []
+        for start in range(0, N, 8):
+            k = keys[start : start + 8]
+            given = k, k, start, q, torch.eye(M, device=device), lse, lse, N, block, 1.0, window
+            parts.append(window_block_sim(*given)[1].detach().cpu())
+        p = torch.cat(parts).T
+        distance = torch.arange(M)[:, None] + N - M - torch.arange(N)
+        now = Seen(p != 0, (distance >= 0) & (distance < window), {"window": window})
+        seen.append(now)
+        where = f" ({M} queries, {N} keys, BLOCK_M={block}, window={window}, scores and lse 0)"
+        if torch.equal(now.counted, now.visible) and (off := ((p - p.round()).abs() > 1e-3).nonzero()).numel():
+            i, j = off[0].tolist()
+            return "wrong-weights", f"P of query {i} and key {j} is {p[i, j]:.4g}, and exp(0 - 0) = 1 is right{where}"
+        for i in (now.counted != now.visible).any(1).nonzero().flatten().tolist() if not odd else ():
+            here, there = (pattern.runs(x[i], "key") if x[i].any() else "no key" for x in (now.counted, now.visible))
+            odd = odd or f"query {i} counts for {here}, and it sees {there}{where}"
+    rule = rule_of(seen, WINDOW)
+    said = rule.replace("seq_q", "M").replace("seq_k", "N") if rule else odd
+    return ("wrong-keys", said) if said else None
+
+
 def _of_few_tiles(window_block_sim: Callable[..., Any]) -> None:
     """CheckFailed where tiles are computed that no query sees."""
     for window, few in ((20, 3), (17, 2)):  # the second ends with a block of queries
@@ -417,6 +444,7 @@ _WITH_A_MASK = [
     tol=2e-3,
     tries=500,
     on_device=True,
+    symptom=_weights_told,
     then=_of_few_tiles,
 )  # fmt: skip
 def window_block_sim(K_block, V_block, start_n, Q, dO, lse, delta, N, BLOCK_M, scale, window):

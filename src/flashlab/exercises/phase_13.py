@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import itertools
 import math
 import random
@@ -303,11 +301,7 @@ def _shares_told(learners: Callable[..., Any]) -> tuple[str, str] | None:
     p = [torch.exp(q[r] @ k[s].T - lse[r][:, None]) for r, s in pairs]
     of_v = [p.T @ do[r] for p, (r, s) in zip(p, pairs, strict=True)]
     of_k = [(p * (do[r] @ v[s].T - delta[r][:, None])).T @ q[r] for p, (r, s) in zip(p, pairs, strict=True)]
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            found = learners(*given)
-    except Exception:  # of three ranks alone
-        return None
+    found = learners(*given)
     for name, got, parts in zip(("dk", "dv"), found, (of_k, of_v), strict=True):
         columns = torch.stack([x.flatten() for x in parts], 1)
         for rank in range(3) if got.shape == k.shape and got.isfinite().all() else ():

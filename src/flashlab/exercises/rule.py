@@ -163,6 +163,12 @@ class Rule:
         """What other inputs show of the answer, where no row is it: before a guess at the text."""
         return None
 
+    def symptom_of(self, learners: Callable[..., Any]) -> tuple[str, str] | None:
+        """What its `symptom` says: on inputs of its own, so what fails there explains nothing."""
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(Exception):
+            return self.symptom(learners) if self.symptom else None
+        return None
+
     def with_row(self, row: Row) -> Callable[..., Any]:
         """The function as a learner with this mistake has it."""
         if row.instead:
@@ -331,7 +337,7 @@ class Rule:
         evidence += f". {' and '.join(well)} {'are' if len(well) > 1 else 'is'} right in every case" if well else ""
         cause = (self.hint and self._counted(got, wrong)) or self.explained(learners, got) or self._counted(got, wrong)
         if self.symptom and (not cause or (self.each and HEDGE in cause[1])):
-            seen = self.symptom(learners)
+            seen = self.symptom_of(learners)
             evidence = f"As{HEDGE[2:]}{cause[1].partition(HEDGE)[2]}. {evidence}" if seen and cause else evidence
             cause = seen or cause
         said = (

@@ -229,7 +229,7 @@ class TensorRule(Rule):
         evidence += f"; right: {'; '.join(right[:2])}{'; ...' if len(right) > 2 else ''}" if right else ""
         found = (
             self._not_finite(got, wrong) or self._all_nan(got, wrong) or self.explained(learners, got)
-            or (self.symptom(learners) if self.symptom else None) or self._together(learners, off)
+            or self.symptom_of(learners) or self._together(learners, off)
             or self._common(got, wrong) or index.explain_as_two(got) or index.explain(got, some=True)
             or self._pattern(got, wrong)
         )  # fmt: skip

@@ -137,6 +137,23 @@ PREFIX = Mask(
     ("prefix", "prefix - 1", "prefix + 1", "seq_k - seq_q + prefix", "seq_k - seq_q - prefix"),
 )  # fmt: skip
 
+_OLDEST = "seq_k - seq_q - window"
+WINDOW = Mask(
+    f"query i counts those from i + {_OLDEST} + 1 to i + seq_k - seq_q",
+    forms=(
+        Form(f"query i counts the keys from i + {_OLDEST} + 1 up to i{{}}", f"(j > i + {_OLDEST}) & (j <= i + c)"),
+        Form("query i counts the keys from i{} up to i + seq_k - seq_q", "(j >= i + c) & (j <= i + seq_k - seq_q)"),
+    ),
+    numbers=(
+        _OLDEST,
+        f"{_OLDEST} + 2",
+        "-window",
+        "1 - window",
+        "seq_k - seq_q + window",
+        "seq_k - seq_q + window - 1",
+    ),
+)
+
 
 def rule_of(seen: Sequence[Seen], mask: Mask = CAUSAL) -> str | None:
     """Words for the rule by which queries count keys in all of these shapes, or None where none of those known fits.
