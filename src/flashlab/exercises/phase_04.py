@@ -376,7 +376,28 @@ def _where_wrong(learners: Callable[..., Any]) -> tuple[str, str] | None:
         if not off[x != 0].all() and (x[off] > 0).all() != (x[off] < 0).all():
             which = "greater" if (x[off] > 0).all() else "less"
             return "one-sign", f"wrong are only x {which} than 0: {there} (cap {cap:g})"
-    return None
+    return _shape_told(learners)
+
+
+_SLOPES = {math.log(2) ** 2: " = ln(2)^2", math.log(2): " = ln 2", 1 / math.log(2): " = log2(e)", 2.0: "", 0.5: ""}
+
+
+def _shape_told(learners: Callable[..., Any]) -> tuple[str, str] | None:
+    """From where to where it runs, and how steeply through 0."""
+    cap = 3.0
+    x = torch.zeros(128)
+    x[:4] = torch.tensor([-60.0, -0.01, 0.01, 60.0]) * cap
+    y = learners(*(copied(x, True) for x in (x, empty(128), cap, 128))).cpu() / cap
+    first, last, middle = (round(float(y[i]), 3) + 0.0 for i in (0, 3, 4))
+    slope = float(y[2] - y[1]) / 0.02
+    name = next((said for value, said in _SLOPES.items() if abs(slope / value - 1) < 1e-3), "")
+    if not y[:5].isfinite().all():
+        return None
+    there = f"is {middle:g} at 0 and has the slope {slope:.3g}{name} there"
+    if abs(slope) > 10:
+        there = f"jumps at 0 from {float(y[1]):.2g} to {float(y[2]):.2g}"
+    said = f"in units of the cap y runs from {first:g} to {last:g}, {there}"
+    return "another-curve", f"{said}; tanh runs from -1 to 1, is 0 at 0 and has the slope 1 (cap {cap:g})"
 
 
 @kernel_rule(
