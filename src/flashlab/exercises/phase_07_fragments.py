@@ -5,7 +5,8 @@ wants is seen, whatever the addresses are made of.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from types import MappingProxyType
@@ -83,7 +84,8 @@ def fragments_told(answer: Answer, factors: Factors) -> Iterator[None]:
     except CheckFailed as failed:
         if failed.diagnosis in _PLAIN or not (said := _said(answer, factors)):
             raise
-        known = failed.sentence.split("\n")[0]  # what gives the same, or the numbers
+        lines = failed.sentence.split("\n")  # what gives the same, which nobody needs beside a rule, and the numbers
+        known = lines[-1 if " apart" in said or "in every lane" in said else 0]
         raise CheckFailed(f"{said}\n{known}", diagnosis=failed.diagnosis, case=failed.case) from None
 
 
@@ -124,28 +126,54 @@ def _registers(registers: torch.Tensor, factors: Factors) -> str:
     """Of the first MMA in which something is wrong."""
     halves = registers.view(torch.float16).unflatten(2, (6, 2)).tolist()
     for n in range(min(len(halves), factors.depth // 16)):
-        off = {
-            (lane, r): [
-                (factors.name(halves[n][lane][r][half]), factors.wanted(lane, r, half, 16 * n)) for half in (0, 1)
-            ]
-            for lane, r in product(range(32), range(6))
+        held = {
+            at: [(factors.name(halves[n][at[0]][at[1]][half]), factors.wanted(*at, half, 16 * n)) for half in (0, 1)]
+            for at in product(range(32), range(6))
         }
-        off = {at: pairs for at, pairs in off.items() if any(mine != wanted for mine, wanted in pairs)}
-        for factor, these in ((factors.first, range(4)), (factors.second, (4, 5))):
+        off = [at for at, pairs in held.items() if any(mine != wanted for mine, wanted in pairs)]
+        for factor, these, width in (
+            (factors.first, range(4), factors.depth),
+            (factors.second, (4, 5), factors.shape[1]),
+        ):
             found = [at for at in off if at[1] in these]
             if not found:
                 continue
-            lane, r = found[0]
-            mine, wanted = (" and ".join(x) for x in zip(*off[lane, r], strict=True))
-            register = f"a[{r}]" if r < 4 else f"b[{r - 4}]"
+            mine, wanted = (" and ".join(x) for x in zip(*held[found[0]], strict=True))
             where = f"in MMA {n + 1} " if n else ""
-            said = f"{where}{register} of lane {lane} holds {mine}, where m16n8k16 wants {wanted}"
-            return f"{said}: {len(found)} of {32 * len(these)} registers with {factor} are wrong"
+            said = f"{where}{_called(found[0][1])} of lane {found[0][0]} holds {mine}, where m16n8k16 wants {wanted}: "
+            rule = _apart([(r, *pair) for (_, r), pairs in held.items() for pair in pairs if r in these], factor, width)
+            return said + (rule or f"{len(found)} of {32 * len(these)} registers with {factor} are wrong")
     return ""
 
 
+def _called(register: int) -> str:
+    return f"a[{register}]" if register < 4 else f"b[{register - 4}]"
+
+
+def _apart(held: Sequence[tuple[int, str, str]], factor: str, width: int) -> str:
+    """Of (register, what it holds, what is wanted) of all lanes: how far apart rows are, or which are shifted."""
+    found = [re.findall(rf"{factor}\[(\d+), (\d+)\]", f"{mine} {wanted}") for _, mine, wanted in held]
+    if any(len(x) < 2 for x in found):
+        return ""
+    places = torch.tensor([[[*map(int, x)] for x in both] for both in found])  # [registers, mine or wanted, 2]
+    mine, wanted = places.unbind(1)
+    for apart in range(1, 4 * width):
+        if torch.equal(mine @ torch.tensor([width, 1]), wanted @ torch.tensor([apart, 1])):
+            return f"rows of {factor} are taken {apart} elements apart, and are {width} apart"
+    shifts: dict[int, set[tuple[int, ...]]] = {}
+    for (register, _, _), shift in zip(held, (mine - wanted).tolist(), strict=True):
+        shifts.setdefault(register, set()).add(tuple(shift))
+    moved = [register for register, x in shifts.items() if x != {(0, 0)}]
+    if len(by := {x for register in moved for x in shifts[register]}) > 1 or any(len(x) > 1 for x in shifts.values()):
+        return ""
+    far = " and ".join(f"{abs(x)} {what} too {'far' if x > 0 else 'near'}"
+                       for x, what in zip(*by, ("rows", "columns"), strict=True) if x)  # fmt: skip
+    return f"in every lane {' and '.join(map(_called, moved))} {'is' if len(moved) == 1 else 'are'} {far}"
+
+
 def _stores(sums: torch.Tensor, right: torch.Tensor, result: torch.Tensor, name: str) -> str:
-    """Where a lane's sums are stored."""
+    """Where a lane's sums are stored; one that is found elsewhere before one that is lost."""
+    lost = ""
     for lane, i in product(range(32), range(4)):
         row, column = lane // 4 + i // 2 * 8, lane % 4 * 2 + i % 2
         mine, wanted = float(sums[lane, i]), float(right[row, column])
@@ -158,6 +186,8 @@ def _stores(sums: torch.Tensor, right: torch.Tensor, result: torch.Tensor, name:
             times = result / right
             if not there and (times - times[0, 0]).abs().max() < 1e-2 * times[0, 0].abs():
                 return f"the sums are right behind the last MMA, and stored are {times[0, 0]:.4g} times them"
-            where = f"stored at {there[0]}" if there else "neither there nor elsewhere"
-            return f"c[{i}] of lane {lane} is {name}[{row}, {column}], and {where}"
-    return ""
+            said = f"c[{i}] of lane {lane} is {name}[{row}, {column}], and "
+            if there:
+                return f"{said}stored at {there[0]}"
+            lost = lost or f"{said}neither there nor elsewhere"
+    return lost
