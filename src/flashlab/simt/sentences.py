@@ -315,11 +315,12 @@ def _unaligned_array(f: Facts, address: int, multiple: int) -> str:
 
 
 def _misaligned(f: Facts) -> str:
-    where = "shared" if f.words == "shared" or f.how in ("ldmatrix", "stmatrix") else "global"
-    return (
-        f"{f.who} {f.does}{f.here} {f.v[1]} bytes of {where} memory at an address that is no multiple of {f.v[1]}"
-        + (_unaligned_array(f, f.v[0], f.v[1]) if where == "shared" else "")
-    )
+    if not (f.words == "shared" or f.how in ("ldmatrix", "stmatrix")):
+        return f"{f.who} {f.does}{f.here} {f.v[1]} bytes of global memory at an address that is no multiple of {f.v[1]}"
+    unaligned = _unaligned_array(f, f.v[0], f.v[1])
+    matrix = "; an address counts bytes, and an index elements" if f.how in ("ldmatrix", "stmatrix") else ""
+    said = f"{f.who} {f.does}{f.here} {f.v[1]} bytes of shared memory at an address that is no multiple of {f.v[1]}"
+    return said + (unaligned or f": {f.bytes}{matrix}")
 
 
 # ---- copies ----------------------------------------------------------------------------------------
