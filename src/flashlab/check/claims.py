@@ -187,6 +187,13 @@ class Claims:
         ends = re.search(r" (1|range|len|arange|[<>]=?|-?1\.0) ", self.learners)
         return self._unknown(piece) or (bool(_PLAIN.fullmatch(piece)) and not ends)
 
+    def of_a_stranger(self, said: str) -> bool:
+        """Whether it says what is wrong with one of the right text's own names, and it is not there; what is missing
+        need not be.
+        """
+        pieces = " ".join(re.findall(r"`([^`]*)`", said.partition(", in `")[0]))
+        return " is missing" not in said and any(self._unknown(name) for name in _NAME.findall(pieces))
+
     def _unknown(self, name: str) -> bool:
         """Whether it is one of the right text's own names, and not in the learner's."""
         return name in self.own and not self._counts(name)[0]

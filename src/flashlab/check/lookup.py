@@ -106,12 +106,13 @@ def _calls() -> Iterator[Counter[str]]:
 
 
 def outcome_of(error: BaseException) -> str:
-    """An exception as the result of a call: its name; of a stray address and of torch, whose one exception stands for
-    all shapes that do not fit, all that it says.
+    """An exception as the result of a call: its name; of a stray address and of those that torch has for whatever does
+    not fit, all that it says.
     """
     if isinstance(error, UnboundLocalError):
         return NameError.__name__  # a line is missing, here or there
-    return str(error) if type(error) is RuntimeError or type(error).__name__ == "OutOfBounds" else type(error).__name__
+    said = type(error) in (RuntimeError, IndexError, ValueError) or type(error).__name__ == "OutOfBounds"
+    return str(error) if said else type(error).__name__
 
 
 class Later(Sequence[Any]):
@@ -300,6 +301,8 @@ class Index:
         text, change, _ = found
         if text is None or not self.code or change.said.startswith(("it is ", "{order}")):
             return True
+        if self._claims(text).of_a_stranger(change.said):
+            return False
         with text.changed(change):
             changed = tokens_of(ast.unparse(text.tree))
         return self._claims(text).seen(changed)

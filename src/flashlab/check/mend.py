@@ -268,6 +268,8 @@ def _further(text: Text) -> Iterator[Change]:
         if not isinstance(node, ast.BinOp):
             continue
         a, b = node.left, node.right
+        if isinstance(node.op, ast.Mod):
+            yield Change("rounded-down", "", 1.2, ((slot, _expr("a - a % b", a=a, b=b)),))
         if isinstance(node.op, _DIVISIONS):
             yield Change("rounded-up", "", 1.6, ((slot, _expr("-(-a // b)", a=a, b=b)),))
         if isinstance(node.op, ast.Mult):
@@ -311,7 +313,14 @@ def _of_state(text: Text) -> Iterator[Change]:
     names = {x.id for x in nodes if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
     indexed = [x for x in nodes if isinstance(x, ast.Subscript) and isinstance(x.slice, ast.Name)]
     items = [_expr(x) for x in (*sorted(names), *{ast.unparse(x) for x in indexed if isinstance(x.ctx, ast.Load)})]
+    slices = [x for x in nodes if isinstance(x, ast.Slice) and x.step is None]
+    ends = {(ast.unparse(x), side): x for s in slices for side in ("lower", "upper") if (x := getattr(s, side))}
     for slot, node in _slots(text.tree):
+        if isinstance(node, ast.Slice) and node.step is None:
+            for (_, side), end in ends.items():
+                if getattr(node, side) is None:
+                    bounds = {"lower": node.lower, "upper": node.upper, side: end}
+                    yield Change("cut", "", 1.3, ((slot, _new(ast.Slice(**bounds))),))
         kept = isinstance(slot[0], (ast.Call, ast.Assign, ast.Tuple, ast.List, ast.Dict))
         if kept and isinstance(node, (ast.Name, ast.Subscript)) and isinstance(node.ctx, ast.Load):
             yield Change("shared", "", 1.0, ((slot, _expr("list(x)", x=node)),))

@@ -220,7 +220,9 @@ class KernelRule(TensorRule):
         """Whether Triton refuses it: an exception other than a stray address."""
         return any(isinstance(x, str) and " out of bounds: " not in x for x in got)
 
-    def _of_errors(self, got: Sequence[Any], errors: Sequence[Exception]) -> tuple[str, str] | None:
+    def _of_errors(
+        self, learners: Callable[..., Any], got: Sequence[Any], errors: Sequence[Exception]
+    ) -> tuple[str, str] | None:
         """Of a stray address alone: what Triton says of other exceptions is the cause."""
         return None if self.makes_no_sense(got) else self.index.explain(got) or self.index.explain_as_two(got)
 

@@ -31,7 +31,7 @@ from flashlab.check import CheckFailed, Report, pattern, running, tensor_changes
 from flashlab.check.changes import Text
 from flashlab.check.expect import allowed_error
 from flashlab.check.first_nan import where_made
-from flashlab.check.lookup import Index, Values
+from flashlab.check.lookup import HEDGE, Index, Values
 from flashlab.check.poison import carried
 from flashlab.check.running import is_unsolved
 from flashlab.check.symptoms import Symptoms, seen_where, watched
@@ -208,8 +208,8 @@ class TensorRule(Rule):
         at = off.index(True)
         case = self.case(self.tried[at])
         if errors:
-            cause = self._of_errors(got, errors)
-            if cause is None:
+            cause = self._of_errors(learners, got, errors)
+            if cause is None or HEDGE in cause[1]:
                 raise errors[0]
             words = f"{type(errors[0]).__name__}: {errors[0]}"
             return CheckFailed(f"{_ended(cause[1])}\nYour code raised {words[:160]}", diagnosis=cause[0], case=case)
@@ -219,7 +219,8 @@ class TensorRule(Rule):
         if shapes:
             i, x, y = shapes[0]
             said = f"{names[i]} has the shape {_shape(x)}, it should be {_shape(y)}"
-            found = index.explain(got)
+            found = self.explained(learners, got)
+            found = None if found and HEDGE in found[1] else found
             return CheckFailed(f"{found[1]}.\n{said}" if found else said, diagnosis="wrong-shape", case=case)
         evidence = "; ".join(self._seen(i, got) for i in wrong)
         well = [name for i, name in enumerate(names) if i not in wrong]
@@ -250,10 +251,12 @@ class TensorRule(Rule):
                     return where_made(lambda: learners(*[copied(x, self.on_device) for x in given]))  # noqa: B023
         return None
 
-    def _of_errors(self, got: Sequence[Any], errors: Sequence[Exception]) -> tuple[str, str] | None:
+    def _of_errors(
+        self, learners: Callable[..., Any], got: Sequence[Any], errors: Sequence[Exception]
+    ) -> tuple[str, str] | None:
         """Nothing, where every case raises what a name or an argument too many does: many changes do."""
         vague = all(isinstance(x, str) for x in got) and isinstance(errors[0], (TypeError, AttributeError, NameError))
-        return None if vague else self.index.explain(got)
+        return None if vague else self.explained(learners, got)
 
     def _seen(self, part: int, got: Sequence[Values]) -> str:
         """Where a result is wrong in the first case in which it is, with two of its numbers."""
