@@ -161,7 +161,8 @@ class Text:
         self.lists = {name for name, meant in assigned.items() if meant and isinstance(meant[0], lists)}
         returned = [n.value for n in ast.walk(tree) if isinstance(n, ast.Return) and n.value is not None]
         results = [x for value in returned for x in (value.elts if isinstance(value, ast.Tuple) else [value])]
-        named = [v for x in results if isinstance(x, ast.Name) for v in assigned[x.id] if v is not None]
+        turns = {id(x) for loop in ast.walk(tree) if isinstance(loop, (ast.For, ast.While)) for x in ast.walk(loop)}
+        named = [v for x in results if isinstance(x, ast.Name) for v in assigned[x.id] if v and id(v) not in turns]
         self.results = {id(x) for x in (*results, *named)}
         self.meant = {name: x[0] for name, x in assigned.items() if len(x) == 1 and x[0] is not None}
         for local, value in self.meant.items():

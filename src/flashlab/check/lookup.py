@@ -273,6 +273,8 @@ class Index:
         alone = {i: [x for x in parts[i] if self._leaves(x[2], got, {*wrong} - {i})] for i in wrong}
         if wrong and all(alone.values()):
             parts, told = alone, {i: self._told(alone[i], i) for i in wrong}
+            if len(one := {parts[i][0][1].said for i in wrong}) == 1:
+                return told[wrong[0]][0], self._of(wrong, one.pop())
             both = "; and ".join(said for _, said in told.values())
             if len(both) > self.longest:
                 both = "; and ".join(self._told(parts[i], i, noted=False)[1] for i in wrong)

@@ -299,10 +299,9 @@ def _further(text: Text) -> Iterator[Change]:
         several = line.value.elts if isinstance(line.value, ast.Tuple) else [line.value]
         for i, x in enumerate(several):
             slot = (line.value, "elts", i) if isinstance(line.value, ast.Tuple) else (line, "value", None)
-            for other in (*text.numbers, *text.locals):
-                for way in ("x * y", "x + y", "x // y", "x - y"):
-                    new = _expr(way, x=x, y=ast.Name(other, ast.Load()))
-                    yield Change("more", "", 2.5, ((slot, new),))
+            ways = ("x * y", "x + y", "x // y", "x - y", "y // x", "y - x")
+            for other, way in (*itertools.product((*text.numbers, *text.locals), ways), ("1", "x + y"), ("1", "x - y")):
+                yield Change("more", "", 2.5, ((slot, _expr(way, x=x, y=_expr(other))),))
 
 
 def _of_state(text: Text) -> Iterator[Change]:
@@ -330,6 +329,16 @@ def _of_state(text: Text) -> Iterator[Change]:
         if isinstance(node, ast.Tuple) and len(node.elts) == 2 and isinstance(node.ctx, ast.Load):
             yield Change("turned", "", 1.3, ((slot, _new(ast.Tuple(node.elts[::-1], ast.Load()))),))
     loops = [x for x in text.tree.body if isinstance(x, (ast.For, ast.While))]
+    for loop in loops:
+        for holder in ast.walk(loop):
+            for at, line in enumerate(body) if isinstance(body := getattr(holder, "body", None), list) else ():
+                if (
+                    isinstance(line, ast.Assign)
+                    and len(line.targets) == 1
+                    and isinstance(line.targets[0], ast.Subscript)
+                ):
+                    new = _new(ast.AugAssign(line.targets[0], ast.Add(), line.value))
+                    yield Change("added", "", 1.3, (((holder, "body", at), new),))
     for at, line in enumerate(text.tree.body):
         if isinstance(line, ast.Assign) and isinstance(line.value, ast.Constant):
             for loop in loops:

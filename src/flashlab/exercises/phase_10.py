@@ -99,6 +99,8 @@ def _lines(r: random.Random) -> tuple[Lines, str]:
             [("+ row.self_cpu_time_total", "+ row.self_cpu_time_total * row.count")]),
         Row("one-call", "the times are divided by count: the part with the most time in all its calls is wanted",
             [("+ row.self_cpu_time_total", "+ row.self_cpu_time_total / row.count")]),
+        Row("all-calls", "calls: all parts' are counted: those of the slowest one are asked",
+            [("calls[slowest]", "sum(calls.values())")]),
         Row("other-left-out", 'operations that `parts` does not have are left out: they are the part "other"',
             [('        part = parts.get(row.key, "other")\n',
               '        if row.key not in parts:\n            continue\n        part = parts[row.key]\n')]),

@@ -31,6 +31,8 @@ from flashlab.exercises.rule import rule
     rows=[
         Row("warps-of-one-group", "the warps are counted over all warpgroups: row 64 is in warp 4",
             [("row // 16", "row // 16 % 4")]),
+        Row("lanes-by-columns", "lanes go on from row to row: four lanes hold a row's 8 columns, the next four the "
+            "next row", [("row % 8 * 4 + column % 8 // 2", "row % 8 + column % 8 // 2 * 8")]),
     ],
 )  # fmt: skip
 def holder_of(row, column):
@@ -71,6 +73,15 @@ def _box(r: random.Random) -> tuple[int, int, int, int]:
         Row("k-and-v-in-turn", "that is the order K, V, K, V: K of a tile comes before V of the tile before it",
             [("b > 0 and (b % 2 == 0 or b == 2 * tiles - 1)", "b % 2 == 1"),
              ("(b - 1) // 2 if is_v else (b + 1) // 2", "b // 2")]),
+        Row("all-of-k-first", "all boxes of K come before those of V: they are ordered as they are used, K₁ before V₀",
+            [("b > 0 and (b % 2 == 0 or b == 2 * tiles - 1)", "b >= tiles"),
+             ("(b - 1) // 2 if is_v else (b + 1) // 2", "b % tiles")]),
+        Row("turn-for-parity", "parity: it is how often the places were used: of that the last bit, turned round",
+            [("at // stages % 2 ^ 1", "at // stages")]),
+        *(Row("boxes-for-tiles", f"{what} of K's and V's boxes together: each has places of its own",
+              [("at = done + tile", f"at = {at}")])
+          for what, at in (("places are used in the order", "2 * done + b"),
+                           ("a place is counted", "2 * (done + tile) + is_v"))),
     ],
 )  # fmt: skip
 def next_box(b, tiles, done, stages):

@@ -53,6 +53,8 @@ def _row(r: random.Random) -> tuple[int, ...]:
             [("row % half, row", "(row % half if row < half else n - 1 - row), row")]),
         Row("not-striped", "striped: these are whole shards, one behind the other: it is token by token, in turns",
             [("row * world + rank", "rank * n + row")]),
+        Row("even-and-odd", "zigzag: even rows are taken for the early piece, odd ones for the late: it is the first "
+            "half of the rows and the second", [("row < half", "row % 2 == 0"), ("row % half", "row // 2")]),
         Row("whole-shards", "zigzag: these are whole shards, one behind the other: a rank has a piece from the front "
             "and one from the back", [("piece * half + row % half", "rank * n + row")]),
         Row("last-of-the-first", "zigzag: row n // 2 is the first one of the late piece, not the last of the early one",
@@ -392,6 +394,20 @@ def _heads(r: random.Random, world: int, each: int, n: int) -> tuple[torch.Tenso
     return (normal(r, world, world * each, n, 2),)
 
 
+def _token_told(learners: Callable[..., Any]) -> tuple[str, str] | None:
+    """The first token that is in another's place."""
+    for world, heads, n in ((2, 2, 2), (2, 4, 2), (3, 6, 2)):
+        x = torch.arange(1.0 * world * heads * n).reshape(world, heads, n, 1)
+        got, right = learners(x).float(), to_heads(x)
+        for place in (got != right).nonzero().tolist()[:1]:
+            came, wanted = (f"token {int(v) % n} of head {int(v) // n % heads} from rank {int(v) // n // heads}"
+                            for v in (got[tuple(place)], right[tuple(place)]))  # fmt: skip
+            rank, head, token, _ = place
+            return "a-token", (f"{world} ranks, {heads} heads, {n} tokens each: on rank {rank} row {token} of its head "
+                               f"{head} is {came}, and should be {wanted}")  # fmt: skip
+    return None
+
+
 @tensor_rule(
     "13.6",
     title="Heads for tokens", minutes=20,
@@ -402,6 +418,7 @@ def _heads(r: random.Random, world: int, each: int, n: int) -> tuple[torch.Tenso
         "permute(1, 2, 0, 3, 4) is [to, heads per rank, from, n, D]; flatten(2, 3) joins the tokens.",
     ],
     returns="y",
+    symptom=_token_told,
     inputs={
         f"{world} ranks, {world * each} heads, {n} tokens per rank": _heads(_R, world, each, n)
         for world, each, n in ((1, 2, 3), (2, 1, 3), (2, 2, 2), (4, 1, 2), (3, 2, 4))
