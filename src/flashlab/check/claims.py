@@ -191,7 +191,8 @@ class Claims:
         """Whether it says what is wrong with one of the right text's own names, and it is not there; what is missing
         need not be.
         """
-        pieces = " ".join(re.findall(r"`([^`]*)`", said.partition(", in `")[0]))
+        said = re.sub(r".* is missing: (?=.* as it stands)", "", said).partition(", in `")[0]
+        pieces = " ".join(re.findall(r"`([^`]*)`", said))
         return " is missing" not in said and any(self._unknown(name) for name in _NAME.findall(pieces))
 
     def _unknown(self, name: str) -> bool:

@@ -36,6 +36,7 @@ _WORDED = ("names-exchanged", "not-rescaled", "not-divided", "rounded-all")
 _BEHIND = "outside-of-the-loop"
 _WITHIN = "in-each-turn"
 _ROUNDING = ("round", "int", "ceil", "floor", "abs")
+_POWERS = ("exp", "exp2")
 _DIVISIONS = (ast.Div, ast.FloorDiv)
 _BINARY = {f"2 ** {n}": 10 ** (n // 10 * 3) for n in (10, 20, 30, 40)}
 _TWO_PLACES = {
@@ -261,6 +262,12 @@ def _further(text: Text) -> Iterator[Change]:
         if isinstance(node, ast.Call) and node.args and ast.unparse(node.func).split(".")[-1] in _ROUNDING:
             roundings.append((slot, node.args[0]))
             yield Change("more", "", 1.0, (roundings[-1],))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in _POWERS:
+            for other in (*text.numbers, *text.locals):
+                less = ast.Call(
+                    node.func, [_expr("x - y", x=node.args[0], y=_expr(other)), *node.args[1:]], node.keywords
+                )
+                yield Change("more", "", 2.2, ((slot, _new(less)),))
         if isinstance(node, ast.BinOp) and ast.unparse(node) in _BINARY:
             yield Change("more", "", 1.0, ((slot, ast.Constant(_BINARY[ast.unparse(node)])),))
         if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)) and abs(node.value) >= 1000:
@@ -298,6 +305,8 @@ def _further(text: Text) -> Iterator[Change]:
             continue
         several = line.value.elts if isinstance(line.value, ast.Tuple) else [line.value]
         for i, x in enumerate(several):
+            if isinstance(x, ast.Constant) and isinstance(x.value, bool):
+                continue
             slot = (line.value, "elts", i) if isinstance(line.value, ast.Tuple) else (line, "value", None)
             ways = ("x * y", "x + y", "x // y", "x - y", "y // x", "y - x")
             for other, way in (*itertools.product((*text.numbers, *text.locals), ways), ("1", "x + y"), ("1", "x - y")):
@@ -326,7 +335,9 @@ def _of_state(text: Text) -> Iterator[Change]:
         if kept and isinstance(node, ast.Constant) and type(node.value) is int:
             for item in items:
                 yield Change(_PART, "", 1.5, ((slot, item),))
-        if isinstance(node, ast.Tuple) and len(node.elts) == 2 and isinstance(node.ctx, ast.Load):
+        if isinstance(node, ast.Constant) and isinstance(node.value, bool):
+            yield Change("turned", "", 1.3, ((slot, ast.Constant(not node.value)),))
+        if isinstance(node, ast.Tuple) and not isinstance(slot[0], ast.Assign) and len(node.elts) == 2:
             yield Change("turned", "", 1.3, ((slot, _new(ast.Tuple(node.elts[::-1], ast.Load()))),))
     loops = [x for x in text.tree.body if isinstance(x, (ast.For, ast.While))]
     for loop in loops:

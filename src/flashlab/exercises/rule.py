@@ -269,7 +269,7 @@ class Rule:
                 with running(self.case(given)):
                     result = self.called(learners, *given)
             except Exception as error:
-                if self.each and self.symptom and not is_unsolved(error) and (found := self.symptom(learners)):
+                if not is_unsolved(error) and (found := self._of_error(learners, error)):
                     error.__dict__.setdefault("__notes__", []).append(found[1])
                 raise
             got.append(self.read(result, self.case(given)))
@@ -292,6 +292,17 @@ class Rule:
         if self.then is not None:
             self.then(learners)
         return f"{len(got)} inputs"
+
+    def _of_error(self, learners: Callable[..., Any], error: Exception) -> tuple[str, str] | None:
+        """What is told before an exception: one that numbers make, not what Python does not know."""
+        if self.each and self.symptom:
+            return self.symptom(learners)
+        if not isinstance(error, (ArithmeticError, LookupError, ValueError)):
+            return None
+        self.index.written, self.index.code = written(learners), code_of(learners)
+        with contextlib.redirect_stdout(io.StringIO()):
+            found = self.explained(learners, [*self.index.run(learners, self.tried)])
+        return found if found and HEDGE not in found[1] else None
 
     def _note_symptoms(self, got: Sequence[Values | str]) -> None:
         """Of a hunt's own code: what is wrong, without a cause."""
