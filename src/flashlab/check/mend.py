@@ -224,6 +224,9 @@ def _of_lines(text: Text, zero: bool) -> Iterator[Change]:
                 yield Change(_PART, "", 0.9, ((slot, _new(ast.Constant(0))),))
             if isinstance(node, ast.Name) and isinstance(slot[0], ast.Call):
                 yield Change("wrong-sign", "", 1.9, ((slot, _expr("-x", x=node)),))
+            term = isinstance(slot[0], ast.BinOp) and isinstance(slot[0].op, (ast.Add, ast.Sub))
+            for other in text.numbers if term and isinstance(node, ast.Name) else ():
+                yield Change("more", "", 2.3, ((slot, _expr("x * y", x=node, y=_expr(other))),))
             if isinstance(node, ast.Name) and node.id in own:
                 reads.setdefault(node.id, []).append(slot)
         for a, b in itertools.combinations(reads, 2):
