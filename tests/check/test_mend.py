@@ -111,7 +111,7 @@ def late_rows(rank, source, n, world):
         ("13.3", late_rows, "`n // 2` stands where `0` belongs"),
         ("9.1", not_divided, "stands where `(m_start + block_m - 1) // group"),
         ("9.1", a_turn_too_few, "`(full + 1) * block_n < seq_k` stands where `(full + 1) * block_n <= seq_k` belongs"),
-        ("9.11", in_a_helper, "`blocks * s // places` stands where `-(-(blocks * s) // places)` belongs"),
+        ("9.11", in_a_helper, "`blocks * s // places` is rounded down: it is rounded up"),
         ("9.11", both_wrong, "`math.ceil(blocks / places) * s` stands where `math.ceil(blocks * s / places)` belongs"),
     ],
 )

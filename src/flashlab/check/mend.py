@@ -397,6 +397,9 @@ def said(text: Text, change: Change) -> str:
     if change.slug in _TWO_PLACES:
         return f"the line `{pieces[0][0]}` {_TWO_PLACES[change.slug]}"
     old, new = pieces[0]
+    before, after = _both(change.edits[0])
+    if isinstance(before, ast.BinOp) and isinstance(before.op, ast.FloorDiv) and _rounded_up(after):
+        return f"`{old}` is rounded down: it is rounded up"
     if change.slug == _PART and len(pieces) == 2:
         return f"`{old}` stands where `{new}` belongs, and `{pieces[1][0]}` where `{pieces[1][1]}` does"
     if len(set(pieces)) > 1 or old == new:
