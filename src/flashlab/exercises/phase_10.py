@@ -705,6 +705,13 @@ _CHIPS = (  # FLOP/s, bytes/s, bytes of shared memory
     },
     also=[[("2 * STAGES * B", "STAGES * (B + B)"), ("M + N + N + M", "2 * M + 2 * N")]],
     rows=[
+        *(Row("none-forgotten", f"a number is returned where no {what}: return None",
+              [(f"if not {these}:\n        return None", f"{these} = {these} or [{last}]")])
+          for what, these, last in (("BLOCK_M reaches the ridge", "reaching", 256), ("BLOCK_N fits", "fitting", 16))),
+        *(Row("other-sizes", f"{which} {what}: the sizes are the powers of two from 16 to 256",
+              [(f"for {x} in sizes", f"for {x} in {sizes}")])
+          for which, x in (("BLOCK_M", "M"), ("BLOCK_N", "B"))
+          for what, sizes in (("is never 256", "sizes[:-1]"), ("may be 512", "[*sizes, 512]"))),
         Row("scores-in-shared", "BLOCK_N: a tile of scores counts in the shared memory: it stays in registers",
             [("* HEAD_DIM * itemsize <=", "* HEAD_DIM * itemsize + BLOCK_M * B * itemsize <=")]),
         Row("only-divisors", "BLOCK_N: only sizes that divide N are taken: the last tile may be cut",

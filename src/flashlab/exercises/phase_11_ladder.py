@@ -159,8 +159,9 @@ EPILOGUE = Trials(
     place=lambda text: _with_epilogue(text).text, tol=1e-3, most=130,
     rows=[
         # So it looks with a wait behind the barrier, without one, or with one group for both slabs.
-        Row("not-read-yet", "a slab is filled while the store that reads its place may still be under way: first comes "
-            "a wait for that store's group, then the barrier that all threads meet at", [("SLAB - 1>", "SLAB>")]),
+        Row("not-read-yet", "a slab is filled while the store that reads its place may still be under way: before it "
+            "comes a wait that leaves fewer groups than there are places, then a barrier of all",
+            [("SLAB - 1>", "SLAB>")]),
         Row("same-place", "two stores go to one place of O: a coordinate of tma_store is not what it should be",
             [("slab * SLAB,", "0,")]),
         # Without a fence, with one too early or of threads, it looks the same: what is said is true of all.

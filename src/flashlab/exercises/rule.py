@@ -320,8 +320,9 @@ class Rule:
         except CheckFailed as symptom:
             if symptom.diagnosis in ("wrong-type", "returned-none"):
                 raise
+            self.index.written, self.index.code = written(learners), code_of(learners)
             with contextlib.redirect_stdout(io.StringIO()):
-                said = self.index.explain(self.index.run(learners, self.tried))
+                said = self.explained(learners, [*self.index.run(learners, self.tried)])
             if said is None:
                 raise
             sentence = f"{said[1]}.\n{symptom.sentence}"
