@@ -40,7 +40,7 @@ from flashlab.check.lookup import Row
 from flashlab.check.mistakes.weights import counted, crossed
 from flashlab.check.stored import expect_results, expect_stored
 from flashlab.cuda import CudaModule
-from flashlab.exercises.phase_07_fragments import Factors, fragments_told
+from flashlab.exercises.phase_07_fragments import Factors, fragments_told, sums_told
 from flashlab.exercises.registry import exercise
 from flashlab.exercises.rule import rule
 from flashlab.kernels.problem import ELEMENTS
@@ -554,7 +554,7 @@ def sums_by_mma(row_sums: str) -> str:
     for dtype in DTYPES:
         p, case = normal(16, 16, seed=8).abs().to(dtype), spelled(dtype)
         want, why = {"sum_gmem": p.double().sum(1)}, "lane t = 0 of each quad writes rows g and g + 8"
-        with explained(lambda: ROW_SUMS.build(answer.whole), ROW_SUMS):
+        with sums_told(answer), explained(lambda: ROW_SUMS.build(answer.whole), ROW_SUMS):
             c = expect_results(
                 answer, [p, None], want, case, checks=_builds(dtype), tol=1e-4, because=why, dtype=dtype
             )  # fmt: skip

@@ -16,8 +16,10 @@ import torch
 
 from flashlab.check import CheckFailed
 from flashlab.check.cuda_answer import Answer, built, normal
+from flashlab.check.pattern import runs
 from flashlab.kernels.problem import ELEMENTS
 from flashlab.simt import SimtError
+from flashlab.simt.sentences import KINDS
 
 _MOST = 16  # MMAs that are noted
 _SECOND = 1024  # what the second factor's numbers begin with
@@ -191,3 +193,48 @@ def _stores(sums: torch.Tensor, right: torch.Tensor, result: torch.Tensor, name:
                 return f"{said}stored at {there[0]}"
             lost = lost or f"{said}neither there nor elsewhere"
     return lost
+
+
+@contextlib.contextmanager
+def sums_told(answer: Answer) -> Iterator[None]:
+    """Of sums of the rows of a 16 x 16 matrix: has told first which elements of it are added up."""
+    try:
+        yield
+    except CheckFailed as failed:
+        if failed.diagnosis in (*_PLAIN, *KINDS) or not (said := _added_up(answer)):
+            raise
+        raise CheckFailed(f"{said}\n{failed.sentence}", diagnosis=failed.diagnosis, case=failed.case) from None
+
+
+def _added_up(answer: Answer) -> str:
+    out = torch.zeros(16)
+
+    def run(p: torch.Tensor) -> torch.Tensor:
+        module.launch("run", p.half(), out, echo=False, timeout=2.0)
+        return out.clone()
+
+    try:
+        module, eye = built(answer.whole, check=False, ELEMENT=ELEMENTS[torch.float16]), torch.eye(16)
+        begins = run(torch.zeros(16, 16))
+        if begins.any():
+            return f"where P is 0 sum[{int(begins.nonzero()[0])}] is {float(begins[begins != 0][0]):g}"
+        some = normal(16, 16, seed=1).abs().half().float()
+        if not torch.allclose(run(2 * some), 2 * run(some), rtol=1e-3):
+            return "with 2 P each sum is not twice as large: what else is P multiplied by?"
+        rows = torch.stack([run(one[:, None].expand(16, 16)) for one in eye], 1)  # [sum, row of ones]
+        columns = torch.stack([run(one[None].expand(16, 16)) for one in eye], 1)
+    except (CheckFailed, SimtError, TypeError):
+        return ""
+    for i in range(16):
+        of = rows[i].nonzero().flatten().tolist()
+        often = columns[i]
+        if of == [i] and (often == 1).all():
+            continue
+        which = "all columns" if (often == often[0]).all() else f"{runs(often != 0, 'column')}"
+        times = sorted({*often[often != 0].tolist()})
+        counted = f", {times[0]:g} times each," if len(times) == 1 and times != [1.0] else ""
+        here = " and ".join(f"row {r}" for r in of[:2]) or "no row"
+        return (
+            f"sum[{i}] adds up {which}{counted} of {here}{' and others' if of[2:] else ''}: it is row {i}'s, each once"
+        )
+    return ""

@@ -903,6 +903,21 @@ def _padded(r: random.Random, splits: int, queries: tuple[int, ...]) -> tuple[An
     return os, lses, [0, *itertools.accumulate(queries)]
 
 
+def _row_told(learners: Callable[..., Any]) -> tuple[str, str] | None:
+    """Whose query stands in the first row of o that is wrong: with one part, of numbers that say where they are."""
+    queries = 2, 1, 3
+    parts = torch.arange(9.0).reshape(1, 3, 3, 1).expand(1, 3, 3, 3).clone()
+    starts = [0, *itertools.accumulate(queries)]
+    got, right = (fn(parts, torch.zeros(1, 3, 3), starts)[:, 0].tolist() for fn in (learners, hunted_merge))
+    for row, (mine, wanted) in enumerate(zip(got, right, strict=False)):
+        if mine != wanted:
+            known = mine == mine and mine in range(9)
+            here = f"has query {int(mine) % 3} of sequence {int(mine) // 3}" if known else "was never written"
+            where = f"query {int(wanted) % 3} of sequence {int(wanted) // 3}"
+            return "a-row", f"with 2, 1 and 3 queries row {row} of o {here}, and is for {where}"
+    return None
+
+
 @tensor_rule(
     "12.11",
     title="The first one is always right", minutes=20, difficulty="Bug hunt",
@@ -919,6 +934,7 @@ def _padded(r: random.Random, splits: int, queries: tuple[int, ...]) -> tuple[An
         "o is packed: it has no axis of sequences, and a stride of 0 for it. Sequence b begins at row starts[b].",
     ],
     returns="o",
+    symptom=_row_told,
     inputs={
         "1 sequence": _padded(_SEEN, 2, (3,)), "2 sequences of 1 query": _padded(_SEEN, 2, (1, 1)),
         "4 sequences of 1 query": _padded(_SEEN, 3, (1, 1, 1, 1)), "queries 2, 1, 3": _padded(_SEEN, 2, (2, 1, 3)),
@@ -930,8 +946,17 @@ def _padded(r: random.Random, splits: int, queries: tuple[int, ...]) -> tuple[An
         "weight": "a part counts with its share of the sum", "rows": "a sequence has so many rows",
     },
     rows=[
-        Row("one-row-each", "sequence b is written from row b on: that is right where each has one query",
-            [("starts[b] * row_stride", "b * row_stride")]),
+        *(Row("one-row-each", f"sequence b is written {said}: it begins at row starts[b]",
+              [("starts[b] * row_stride", first)])
+          for said, first in (
+              ("from row b on, which is right where each has one query", "b * row_stride"),
+              ("from row b * queries on, as if all had the most queries", "b * queries * head_dim"),
+              ("from row b times its own queries on", "b * rows * head_dim"),
+              ("from element starts[b] on", "starts[b]"))),
+        Row("plain-mean", "all splits count the same: a split's share is its exp(lse) of the sum of all",
+            [("(weight[:, :, None] * part_o[:, b, :rows]).sum(dim=0)", "part_o[:, b, :rows].mean(dim=0)")]),
+        Row("not-divided", "the splits' shares do not sum to 1: of exp(lse) each has its part of the sum",
+            [("torch.softmax(part_lse[:, b, :rows], dim=0)", "torch.exp(part_lse[:, b, :rows])")]),
     ],
 )  # fmt: skip
 def hunted_merge(part_o: torch.Tensor, part_lse: torch.Tensor, starts: list[int]) -> torch.Tensor:
