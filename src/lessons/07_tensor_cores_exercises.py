@@ -297,8 +297,8 @@ check("7.7", loop)
 #
 # The sum of P's rows costs an addition an element and shuffles at the end. A matrix product can do it:
 # $P \cdot \mathbf{1}$, with a B that is all ones, has the sum of row $i$ in every column of row $i$. The A fragment is
-# there anyway, and an operand of ones needs no load. Write each row's sum to `sum_gmem`, `[16]`, with one more MMA, no
-# shuffle and no `ldmatrix` more.
+# there anyway, and an operand of ones needs no load. Write each row's sum to `sum_gmem`, `[16]`, with one MMA, no
+# shuffle, and no `ldmatrix` but the one that is given.
 #
 # Then think: which sum is it, of P before or after its rounding to 16 bits? Is that better or worse for $O = PV / l$?
 

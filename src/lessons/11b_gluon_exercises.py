@@ -32,9 +32,10 @@ check("11b.1", holder_of)
 # ## 11b.2
 #
 # The loading warp orders the boxes of a block of queries in the order in which they are used: K₀, K₁, V₀, K₂, V₁, and so on; V of the last tile comes
-# last. K and V have `stages` places each, used in turn, and a barrier `free` for each place. The program's earlier blocks of queries had `done` tiles.
+# last. K and V have `stages` places each, used in turn, and each place of each has a barrier `free`. The program's earlier blocks of queries had `done` tiles.
 #
-# For box number `b` of a block with `tiles` tiles say what is ordered, where it goes, and for which parity of its barrier `free` the warp waits first.
+# For box number `b` of a block with `tiles` tiles say what is ordered, where it goes, and for which parity of that place's `free` the warp waits before it orders. A
+# wait for parity 1 passes at once while nobody has arrived.
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_11b: next_box

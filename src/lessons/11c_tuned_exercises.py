@@ -61,7 +61,7 @@ check("11c.1", exp2_polynomial)
 #
 # - An addition takes a step. It is done when exactly `turn` blocks have added to the tile; until then its block stands still.
 # - Blocks begin in the order of their numbers, as many as have room, perhaps one at a time.
-# - The order of each sum is the same in every run. With all blocks at a time no step is lost: in which order does a block take its tiles?
+# - The order of each sum has to be the same in every run. With all blocks at a time the grid should take as few steps as any order of the tiles allows.
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_11c: additions

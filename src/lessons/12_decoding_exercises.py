@@ -193,7 +193,8 @@ check("12.10", key_offsets_kernel)
 # ## 12.11
 #
 # Sequences may have different numbers of queries. So the result is *packed*: rows of one sequence behind those of the other. The parts of the splits
-# are padded, as that is simpler. Without splits the kernel was right in every test; with them in the first sequence only.
+# are padded, as that is simpler. Without splits the kernel was right in every test. With splits only the first
+# sequence is right.
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_12: hunted_merge

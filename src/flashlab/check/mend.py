@@ -97,7 +97,8 @@ def mended(
             and (new is old.left or isinstance(getattr(new, "op", None), ast.Mult))
             for old, new in map(_both, change.edits)
         )  # more likely its being rounded down is wrong
-        return change.cost + _SHARED * known + _LONGER * max(0, longer) + 1.5 * kept
+        number = change.slug == "wrong-number"  # nothing comes or goes
+        return change.cost - 0.5 * number + _SHARED * known + _LONGER * max(0, longer) + 1.5 * kept
 
     for of, change, run in sorted(made, key=lambda x: (len(x[1].edits) > 1, price(x[1]))):
         if time.process_time() > until:
@@ -220,6 +221,8 @@ def _of_lines(text: Text, zero: bool) -> Iterator[Change]:
                 yield Change(_PART, "", 1.2, ((slot, _new(ast.Name(of[1], ast.Load()))),))
             if isinstance(node, ast.UnaryOp) and isinstance(node.operand, ast.Constant):
                 yield Change("wrong-sign", "", 1.2, ((slot, node.operand),))
+            if isinstance(node, ast.Constant) and type(node.value) is int and node.value and node.value % 4 == 0:
+                yield Change("wrong-number", "", 2.0, ((slot, ast.Constant(node.value // 4)),))
             if zero and isinstance(node, ast.BinOp):
                 yield Change(_PART, "", 0.9, ((slot, _new(ast.Constant(0))),))
             if isinstance(node, ast.Name) and isinstance(slot[0], ast.Call):
@@ -353,6 +356,9 @@ def _of_state(text: Text) -> Iterator[Change]:
                 ):
                     new = _new(ast.AugAssign(line.targets[0], ast.Add(), line.value))
                     yield Change("added", "", 1.3, (((holder, "body", at), new),))
+                    of, key = line.targets[0].value, line.targets[0].slice
+                    before = _expr("d.get(k, 0) + x", d=of, k=key, x=line.value)
+                    yield Change("added", "", 1.4, (((line, "value", None), before),))
     for at, line in enumerate(text.tree.body):
         if isinstance(line, ast.Assign) and isinstance(line.value, ast.Constant):
             for loop in loops:
@@ -450,7 +456,8 @@ def _pieces(text: Text, edit: Any) -> tuple[str, str]:
         if len(pairs) != 1 or not all(isinstance(x, ast.expr) and not isinstance(x, ast.Tuple) for x in pairs[0]):
             break
         old, new = pairs[0]
-    first, second = ((text.plain(x).splitlines() or [""])[0].rstrip(":") for x in (old, new))
+    ends = "" if isinstance(old, ast.Slice) else ":"
+    first, second = ((text.plain(x).splitlines() or [""])[0].rstrip(ends) for x in (old, new))
     return first, second
 
 
