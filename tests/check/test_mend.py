@@ -145,7 +145,7 @@ def test_two_results_may_have_a_change_each():
 
     said, _ = mended(it.index, answer, it.own_text)
     assert re.fullmatch(
-        r"end: the term `-1` is missing in `.* 2 .*`; and full: the term `1` is missing in `m_start.*`", said
+        r"end: `2` stands where `1` belongs, in `.* 2`; and full: the term `1` is missing in `m_start.*`", said
     )
 
 

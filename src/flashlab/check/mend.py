@@ -197,7 +197,7 @@ def _with(now: dict[str, Any], name: str, other: Any, run: Callable[..., Any], *
 def _runs(index: Index, text: Text, values: dict[str, Any]) -> list[tuple[Text, Change, Callable[..., Any]]]:
     further = getattr(index.kinds, "further", lambda _: ()) if index.kinds else _further
     zero = any(ast.unparse(x) == "0" for right in index.texts for x in ast.walk(right.tree))
-    made = [*changes(text, values, index.kinds), *_of_lines(text, zero), *further(text)]
+    made = [*changes(text, values, index.kinds), *_of_lines(text, zero), *_of_state(text), *further(text)]
     divides = any(isinstance(x, ast.Mod) for right in index.texts for x in ast.walk(right.tree))
     made = [c for c in made if c.slug not in (*_BY_CHANCE, *index.without) and not (
         _digits(c) or (index.kinds and _without_limit(c)) or (not divides and _remainder(c)))]  # fmt: skip
@@ -305,7 +305,6 @@ def _further(text: Text) -> Iterator[Change]:
                     yield Change("brackets", "", 1.5, ((slot, _new(functools.reduce(_plus, [whole, *others]))),))
     if len(roundings) > 1:
         yield Change("rounded-all", "numbers are rounded that should not be", 1.0, tuple(roundings))
-    yield from _of_state(text)
     for line in ast.walk(text.tree):
         if not isinstance(line, (ast.Assign, ast.AugAssign, ast.Return)) or line.value is None:
             continue
@@ -349,15 +348,13 @@ def _of_state(text: Text) -> Iterator[Change]:
     for loop in loops:
         for holder in ast.walk(loop):
             for at, line in enumerate(body) if isinstance(body := getattr(holder, "body", None), list) else ():
-                if (
-                    isinstance(line, ast.Assign)
-                    and len(line.targets) == 1
-                    and isinstance(line.targets[0], ast.Subscript)
-                ):
-                    new = _new(ast.AugAssign(line.targets[0], ast.Add(), line.value))
+                if isinstance(line, ast.Return):
+                    yield Change("turned", "", 1.3, (((holder, "body", at), _new(ast.Continue())),))
+                target = line.targets[0] if isinstance(line, ast.Assign) else None
+                if isinstance(target, ast.Subscript):
+                    new = _new(ast.AugAssign(target, ast.Add(), line.value))
                     yield Change("added", "", 1.3, (((holder, "body", at), new),))
-                    of, key = line.targets[0].value, line.targets[0].slice
-                    before = _expr("d.get(k, 0) + x", d=of, k=key, x=line.value)
+                    before = _expr("d.get(k, 0) + x", d=target.value, k=target.slice, x=line.value)
                     yield Change("added", "", 1.4, (((line, "value", None), before),))
     for at, line in enumerate(text.tree.body):
         if isinstance(line, ast.Assign) and isinstance(line.value, ast.Constant):

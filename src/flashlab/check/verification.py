@@ -342,7 +342,7 @@ def _outputs(
             skip = 2 if one_head else 0
             sizes = [tuple(each.shape) if isinstance(each, torch.Tensor) else () for each, _, _ in wanted.values()]
             if lse and sizes[::-1] == [size for _, size, _ in wanted.values()]:
-                fail("wrong-order", "(lse, o) is returned: return (o, lse)")
+                fail("wrong-order", "o and lse are exchanged: return (o, lse)")
             fail("wrong-shape", f"{name} has shape {list(x.shape[skip:])}; it should be {list(size[skip:])}")
         if x.dtype not in dtypes:
             fail("wrong-dtype", f"{name} is {x.dtype}; it should be {dtypes[0]}")

@@ -423,6 +423,7 @@ ROWS: tuple[Mistake, ...] = (
     *_of_lse("lse-m-not-scaled", "lse uses the maximum of the scores before they were scaled",
              "m_i / scale + torch.log(l_i)"),
     *_of_lse("lse-is-l", "lse is l itself: it is m + log(l)", "l_i"),
+    *_of_lse("exp-of-lse", "lse is e^lse, the sum itself: it is the logarithm, m + log(l)", "l_i * exp(m_i)"),
     # Mistakes that only show in the rounding.
     *_rows("o-accumulated-in-low-precision", f"{_NEARLY}O is accumulated in the inputs' dtype; keep acc in float32 "
            "until the end", [(_ACC, f"{_ACC.replace('= ', '= (', 1)}).to(dtype).to(wide)")], sizes=COARSE, close=True),
