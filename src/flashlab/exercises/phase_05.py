@@ -374,7 +374,8 @@ _WITH_A_MASK = [
     (_ROWS_OF_A_TILE, _ROWS_OF_A_TILE.replace("rows", "start_m : start_m + BLOCK_M")),
     (_UPPER, "lse_i, delta_i = lse[start_m : start_m + BLOCK_M], delta[start_m : start_m + BLOCK_M]"),
     ("lecture.probabilities_sim(q, k, lse[rows], distance, scale)", "torch.exp(scale * (q @ k.T) - lse_i[:, None])"),
-    (_LOWER, "i, j = torch.arange(len(q))[:, None] + start_m + N - M, torch.arange(len(k))[None, :] + start_n\n"
+    (_LOWER, "i = torch.arange(len(q), device=q.device)[:, None] + start_m + N - M\n"
+     "        j = torch.arange(len(k), device=q.device)[None, :] + start_n\n"
      "        p = torch.where((j <= i) & (j > i - window), p, 0.0)"),
     ("p.to(dO.dtype).float().T", "p.T"), ("ds.to(Q.dtype).float().T", "ds.T"),
     ("delta[rows, None]", "delta_i[:, None]"),
