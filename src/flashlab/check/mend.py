@@ -223,6 +223,14 @@ def _of_lines(text: Text, zero: bool) -> Iterator[Change]:
                 yield Change("wrong-sign", "", 1.2, ((slot, node.operand),))
             if isinstance(node, ast.Constant) and type(node.value) is int and node.value and node.value % 4 == 0:
                 yield Change("wrong-number", "", 2.0, ((slot, ast.Constant(node.value // 4)),))
+            inner = isinstance(slot[0], ast.BinOp) and isinstance(slot[0].op, ast.Add)
+            terms = _terms(node) if isinstance(node, ast.BinOp) and not inner else []
+            for i, j in itertools.permutations(range(len(terms)), 2) if len(terms) < 5 else ():
+                if isinstance(product := terms[i], ast.BinOp) and isinstance(product.op, ast.Mult):
+                    for rest, factor in ((product.left, product.right), (product.right, product.left)):
+                        moved = [*terms]
+                        moved[i], moved[j] = rest, ast.BinOp(terms[j], ast.Mult(), factor)
+                        yield Change("elsewhere", "", 1.9, ((slot, _new(functools.reduce(_plus, moved))),))
             if zero and isinstance(node, ast.BinOp):
                 yield Change(_PART, "", 0.9, ((slot, _new(ast.Constant(0))),))
             if isinstance(node, ast.Name) and isinstance(slot[0], ast.Call):

@@ -224,7 +224,7 @@ class KernelRule(TensorRule):
         self, learners: Callable[..., Any], got: Sequence[Any], errors: Sequence[Exception]
     ) -> tuple[str, str] | None:
         """Of a stray address alone: what Triton says of other exceptions is the cause."""
-        return None if self.makes_no_sense(got) else self.index.explain(got) or self.index.explain_as_two(got)
+        return None if self.makes_no_sense(got) else self.explained(learners, got) or self.index.explain_as_two(got)
 
     def _not_finite(
         self, got: Sequence[Values], wrong: Sequence[int], nan: Mapping[str, str] | None = None

@@ -209,7 +209,7 @@ class TensorRule(Rule):
         case = self.case(self.tried[at])
         if errors:
             cause = self._of_errors(learners, got, errors)
-            if cause is None or HEDGE in cause[1]:
+            if cause is None:
                 raise errors[0]
             words = f"{type(errors[0]).__name__}: {errors[0]}"
             return CheckFailed(f"{_ended(cause[1])}\nYour code raised {words[:160]}", diagnosis=cause[0], case=case)
@@ -256,7 +256,8 @@ class TensorRule(Rule):
     ) -> tuple[str, str] | None:
         """Nothing, where every case raises what a name or an argument too many does: many changes do."""
         vague = all(isinstance(x, str) for x in got) and isinstance(errors[0], (TypeError, AttributeError, NameError))
-        return None if vague else self.explained(learners, got)
+        found = None if vague else self.explained(learners, got)
+        return None if found and HEDGE in found[1] else found
 
     def _seen(self, part: int, got: Sequence[Values]) -> str:
         """Where a result is wrong in the first case in which it is, with two of its numbers."""
