@@ -135,6 +135,29 @@ def _lane(r: random.Random) -> tuple[int]:
     return (r.randrange(32),)
 
 
+def _tile_told(right: str) -> Callable[..., tuple[str, str] | None]:
+    """Which 8 x 8 tile the first register that gets another one gets: its rows are named by eight lanes."""
+
+    def told(learners: Callable[..., Any]) -> tuple[str, str] | None:
+        for register in range(4):
+            lanes = range(8 * register, 8 * register + 8)
+            mine, wanted = ([tuple(fn(lane)) for lane in lanes] for fn in (learners, globals()[right]))
+            if mine != wanted:
+                here, there = (_tile_of(rows) for rows in (mine, wanted))
+                return "wrong-tile", f"register {register}, whose rows lanes {lanes[0]} to {lanes[-1]} name, gets " + (
+                    f"{here}: {there} belong there")  # fmt: skip
+        return None
+
+    return told
+
+
+def _tile_of(rows: Sequence[tuple[int, int]]) -> str:
+    key, dimension = rows[0]
+    if rows == [(key + i, dimension) for i in range(8)]:
+        return f"keys {key} to {key + 7}, dimensions {dimension} to {dimension + 7}"
+    return f"rows from {', '.join(map(str, rows[:3]))} and so on"
+
+
 @rule(
     "7.2",
     title="Thirty-two addresses", minutes=15,
@@ -147,6 +170,7 @@ def _lane(r: random.Random) -> tuple[int]:
     ],
     returns="key, dimension",
     strict=True,
+    symptom=_tile_told("k_address"),
     inputs=[(lane,) for lane in range(32)],
     draw=_lane,
     notes={
@@ -172,6 +196,7 @@ def k_address(lane):
     "7.2",
     returns="key, dimension",
     strict=True,
+    symptom=_tile_told("v_address"),
     inputs=[(lane,) for lane in range(32)],
     draw=_lane,
     notes={

@@ -69,7 +69,7 @@ class Rule:
         then: asked last, with the learner's function; raises CheckFailed.
         judged: says in place of the values what is right, where more than one is; raises CheckFailed.
         called: calls a function with an input, where that is no plain call. shown: an input in words.
-        symptom: asked where no change explains the answer: (slug, sentence) in numbers, or None.
+        symptom: asked where no change surely explains the answer: (slug, sentence) in numbers, or None.
         each: the results come as a list, a tuple for each of these ("operation"). item: makes one value of a tuple.
         id: of the exercise, which may ask for several functions.
         parts: further functions of the answer, rules `"ID NAME"` without an `id`, which are judged first.
@@ -348,7 +348,7 @@ class Rule:
         evidence = "; ".join(numbers)
         evidence += f". {' and '.join(well)} {'are' if len(well) > 1 else 'is'} right in every case" if well else ""
         cause = (self.hint and self._counted(got, wrong)) or self.explained(learners, got) or self._counted(got, wrong)
-        if self.symptom and (not cause or (self.each and HEDGE in cause[1])):
+        if self.symptom and (not cause or HEDGE in cause[1]):
             seen = self.symptom_of(learners)
             evidence = f"As{HEDGE[2:]}{cause[1].partition(HEDGE)[2]}. {evidence}" if seen and cause else evidence
             cause = seen or cause
