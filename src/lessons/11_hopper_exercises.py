@@ -166,6 +166,7 @@ check("11.5", waited_for)
 # made it leave **slab by slab**: each slab of 64 columns has its own part of the buffer, its own store and its own group. So the first slab of a part
 # may be filled, as it should, while the second one of the part before is still being read. But there is a mistake. On a GPU it may never show. In the
 # emulator it does. Run the check, look for what is wrong, repair it. Slabs should still leave one by one, and nobody should wait for more than has to be over.
+# (`bulk_wait_read<n>` returns when of its thread's groups at most the n latest are still being read.)
 
 # %% tags=["exercise"]
 epilogue = r"""

@@ -211,7 +211,7 @@ class Rule:
         if self.each:
             return self._read_each(got, case)
         none = (None,) * len(names)
-        if isinstance(got, (tuple, list)) and tuple(got) == none and none in self.index.right:
+        if isinstance(got, (tuple, list)) and any(x is None for x in got) and none in self.index.right:
             raise CheckFailed(f"{got} is returned: return None alone", diagnosis="wrong-type", case=case)
         parts: Sequence[Any] = [got]
         if len(names) > 1:
