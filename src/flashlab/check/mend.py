@@ -333,7 +333,8 @@ def _of_state(text: Text) -> Iterator[Change]:
     nodes = [*ast.walk(text.tree)]
     names = {x.id for x in nodes if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
     indexed = [x for x in nodes if isinstance(x, ast.Subscript) and isinstance(x.slice, ast.Name)]
-    items = [_expr(x) for x in (*sorted(names), *{ast.unparse(x) for x in indexed if isinstance(x.ctx, ast.Load)})]
+    read = {ast.unparse(x) for x in indexed if isinstance(x.ctx, ast.Load)}
+    items = [_expr(x) for x in (*sorted(names), *sorted(read))]  # the same verdict each time
     slices = [x for x in nodes if isinstance(x, ast.Slice) and x.step is None]
     ends = {(ast.unparse(x), side): x for s in slices for side in ("lower", "upper") if (x := getattr(s, side))}
     for slot, node in _slots(text.tree):

@@ -296,7 +296,7 @@ class Rule:
     def _of_error(self, learners: Callable[..., Any], error: Exception) -> tuple[str, str] | None:
         """What is told before an exception: one that numbers make, not what Python does not know."""
         if self.each and self.symptom:
-            return self.symptom(learners)
+            return self.symptom_of(learners)
         if not isinstance(error, (ArithmeticError, LookupError, ValueError)):
             return None
         self.index.written, self.index.code = written(learners), code_of(learners)
