@@ -35,9 +35,9 @@ import triton.language as tl
 # %% [markdown]
 # ## 4.1
 #
-# Another order of programs than the lecture's. Query heads that share a key head read the same tiles, so they run side by side: neighbouring programs are the
-# query heads of one group, for the same block of queries. Then come the blocks of that group, *the last block first*, because under a causal mask it is the
-# longest. Then the key heads of a batch, then the batches. Take `pid` apart.
+# Another order of programs than the lecture's. As `pid` goes up, what changes first is the query head within a group: heads that share a key head read the
+# same tiles, so they run side by side, for the same block of queries. Next changes the block, *the last one first*, because under a causal mask it is the
+# longest; next the key head; last the batch. Take `pid` apart, into whole numbers. `block` is 0 for a head's first queries.
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_04: whose
@@ -83,8 +83,9 @@ check("4.3", tile_mask_kernel)
 # In DeepSeek's latent attention a score is a sum over 576 columns. Padded to 1024, a tile would not fit. So the columns come in pieces.
 #
 # One program computes `s` = Q Kᵀ for M ≤ BLOCK_M queries and N ≤ BLOCK_N keys, without a scale. Q and K are fp16, and have HEAD_DIM
-# columns, any number; their tiles have BLOCK_D, a power of two, and none has more, however wide HEAD_DIM is. A row of Q begins `stride_q` elements after
-# the one before, and what lies between the rows is not yours to read. S is float32, and its rows follow one another without a gap.
+# columns, any number; a tile of them has BLOCK_D columns, a power of two, and no tile of yours may have more, however wide HEAD_DIM is. A row of Q begins
+# `stride_q` elements after the one before, and what lies between the rows is not yours to read. Rows of K and of S, which is float32, follow one another
+# without a gap.
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_04: scores_kernel

@@ -18,8 +18,16 @@ from flashlab.exercises import check, hint, progress
 # %% [markdown]
 # ## 11b.1
 #
-# The lecture's `place` goes from a thread's register to an element of the product. Go back: which warp, which lane and which register hold element
-# `(row, column)`? The tile has 64 rows for each warpgroup, and any number of columns that is a multiple of 8. Warps are counted over all warpgroups.
+# The lecture's `place` goes from a thread's register to an element of the product. Each bit of the three numbers is a step of (rows, columns), the first
+# that of bit 0:
+#
+# | register | (0, 1) | (8, 0) | (0, 8) | (0, 16) | … |
+# |:--|:--|:--|:--|:--|:--|
+# | **lane** | (0, 2) | (0, 4) | (1, 0) | (2, 0) | (4, 0) |
+# | **warp** | (16, 0) | (32, 0) | (64, 0) | … | |
+#
+# Go back: which warp, which lane and which register hold element `(row, column)`? The tile has 64 rows for each warpgroup, and any number of columns
+# that is a multiple of 8. Warps are counted over all warpgroups.
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_11b: holder_of

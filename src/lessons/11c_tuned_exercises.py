@@ -53,7 +53,7 @@ check("11c.1", exp2_polynomial)
 # ## 11c.2
 #
 # Blocks of BLOCK_N keys add to dQ's tiles of BLOCK_M queries. Each tile has a *turn*: how many blocks have added to it. In the lecture block $j$ waits for
-# turn $j$. Under a sliding window query i sees `window` keys, up to key i + N − M. So a block adds only to the tiles in which a query sees one of its keys. A
+# turn $j$. Under a sliding window query i sees `window` keys, the last of them key i + N − M (fewer where that begins before key 0). So a block adds only to the tiles in which a query sees one of its keys. A
 # kernel of 2025 kept turn $j$, and waited for ever (pytorch/FBGEMM, pull request 4982).
 
 # %% [markdown]

@@ -193,8 +193,8 @@ check("12.10", key_offsets_kernel)
 # ## 12.11
 #
 # Sequences may have different numbers of queries. So the result is *packed*: rows of one sequence behind those of the other. The parts of the splits
-# are padded, as that is simpler. Without splits the kernel was right in every test. With splits only the first
-# sequence is right.
+# are padded to the longest sequence, as that is simpler, and what lies in the padding is whatever was there before. Without splits the
+# kernel was right in every test. With splits only the first sequence is right. Find the mistake, and mend it.
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_12: hunted_merge

@@ -239,7 +239,7 @@ def test_no_function_is_named_that_the_learner_has_not_written():
 @pytest.mark.parametrize(
     ("id", "wrong", "slug"),
     [
-        ("4.1", lambda p, m, h, kv: (p // m // h, p // m % h, p // m % h / (h // kv), p % m), "no-whole-number"),
+        ("4.1", lambda p, m, h, kv: (p // m // h, p // m % h, p // m % h / (h // kv), p % m), "float"),
         ("4.1", lambda p, m, h, kv: (p // m // h, p // m % h, p % m), "wrong-type"),
         ("4.1", lambda p, m, h, kv: (p // m // h, p // m % h, p // m % h // (kv // h), p % m), "exception"),
         ("4.1", lambda p, m, h, kv: {"batch": p}, "wrong-type"),

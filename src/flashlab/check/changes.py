@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import copy
 import functools
 import inspect
 import itertools
 import math
 import operator
+import pickle
 import re
 import textwrap
 import warnings
@@ -223,7 +223,7 @@ class Text:
     def function(self, tree: ast.FunctionDef) -> tuple[Callable[..., Any], dict[str, Any]]:
         """The function of a tree, whose loops end, and the names that it looks up."""
         if self.foreign:
-            tree = ast.fix_missing_locations(_Bounded().visit(copy.deepcopy(tree)))
+            tree = ast.fix_missing_locations(_Bounded().visit(pickle.loads(pickle.dumps(tree))))
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # "'int' object is not callable"

@@ -228,9 +228,11 @@ class Trials:
         if self._same(right, [x[1:] if _hazard(x) else x for x in got]):
             return None  # the values are right
         code, right_text = module.code, self.kept.get("text", "")
-        claims = Claims(tokens(code), tokens(blank_comments(self.place(right_text)))) if right_text else None
+        right_code = blank_comments(self.place(right_text))
+        claims = Claims(tokens(code), tokens(right_code)) if right_text else None
         fitting = [x for x in self.kept["changes"] if self._same(x[3], got) and not (
-            x[2] and (_of_another(x[1], code) or (claims and claims.untrue(x[1]))))]  # fmt: skip
+            x[2] and (_of_another(x[1], code) or (claims and claims.untrue(x[1]))
+                      or _elsewhere(x[1], blank_comments(code), right_code)))]  # fmt: skip
         fitting = [x for x in fitting if not (x[0] in self.unless and self._own(self.unless[x[0]], code))]
         if any(map(_of_a_place, got)):
             fitting = [x for x in fitting if not self._own(_piece(x[1]), code)]
@@ -431,6 +433,22 @@ def _of_another(said: str, code: str) -> bool:
     found = re.match(r"`([A-Za-z_][\w.]*)` stands where", said)
     found = found or re.match(r"`INFINITY` has the wrong sign, in `.* (\W+) -(INFINITY)`", said)
     return found is not None and "".join(found.groups()) not in re.sub(r"\s", "", code)
+
+
+def _elsewhere(said: str, code: str, right: str) -> bool:
+    """Whether it says that a name is missing which the answer has as often, or whose call it has not; that a number is
+    there twice; that something stands where the answer has what belongs.
+    """
+    mine, theirs = (re.sub(r"\s", "", x) for x in (code, right))
+    if found := re.match(r"`([^`]*)` stands where `([^`]*)` belongs", said):
+        stands, belongs = (re.sub(r"\s", "", x) for x in found.groups())
+        return stands not in mine and mine.count(belongs) >= theirs.count(belongs) > 0
+    if not (found := re.match(r"the (?:factor|term) `(\w+)` is missing", said)):
+        return re.match(r"`\d+` is counted twice", said) is not None
+    own, of_right = (Counter(re.findall(r"[A-Za-z_]\w*", x)) for x in (code, right))
+    lines = "".join(line for line in right.splitlines() if found[1] in line)
+    calls = {*re.findall(r"(\w+)\s*\(", lines)} - {"if", "for", "while"}
+    return own[found[1]] >= of_right[found[1]] or bool(calls and all(own[x] < of_right[x] for x in calls))
 
 
 def _piece(said: str) -> str:

@@ -258,6 +258,9 @@ def further(text: Text) -> Iterator[Change]:
         match node:
             case ast.Name(id=name, ctx=ast.Load()) if axes.get(name):
                 yield Change("not-finite", "", 1.6, ((slot, _expr("x.nan_to_num()", x=node)),))
+            case ast.Call(func=ast.Attribute(value=owner, attr="maximum"), args=given):
+                both = ast.Call(ast.Attribute(owner, "logaddexp", ast.Load()), given, [])
+                yield Change("wrong-function", "", 1.2, ((slot, _new(both)),))
             case ast.Constant(value=0) | ast.UnaryOp(op=ast.USub(), operand=ast.Constant()):
                 yield Change("finite-number", "", 1.6, ((slot, infinite),))
             case ast.Call(func=ast.Attribute(value=owner, attr="zeros_like" | "new_zeros" as name), args=[shape]):

@@ -119,7 +119,7 @@ def expect_kinds(id: str, run: Callable[..., Any], answers: tuple[Any, ...]) -> 
 
 def told(error: BaseException, run: Callable[..., Any], called: Called, case: str | None) -> CheckFailed:
     """The exception as a sentence for the learner."""
-    for raised in reversed(_chain(error)):
+    for raised in reversed(chain(error)):
         if hasattr(raised, "node") and hasattr(raised, "src"):  # Triton's CompilationError; interpreted, none is raised
             why = getattr(raised, "error_message", None) or raised.__cause__ or type(raised).__name__
             why = " ".join(str(why).split())[:_LONGEST]
@@ -141,13 +141,13 @@ def told(error: BaseException, run: Callable[..., Any], called: Called, case: st
     return CheckFailed(f"{sentence} ({_words(error)})", diagnosis="wrong-type", case=case)
 
 
-def _chain(error: BaseException) -> list[BaseException]:
+def chain(error: BaseException) -> list[BaseException]:
     """The exception and what it was raised from, as Triton's interpreter wraps a kernel's own."""
-    chain: list[BaseException] = []
-    while error is not None and error not in chain and len(chain) < 8:
-        chain.append(error)
+    found: list[BaseException] = []
+    while error is not None and error not in found and len(found) < 8:
+        found.append(error)
         error = error.__cause__ or error.__context__  # type: ignore[assignment]
-    return chain
+    return found
 
 
 def _words(error: BaseException) -> str:

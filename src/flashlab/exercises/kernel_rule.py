@@ -25,6 +25,7 @@ import torch
 
 from flashlab import runtime
 from flashlab.check import CheckFailed, expect, kernel_changes, pattern
+from flashlab.check.changes import Edits
 from flashlab.check.kernel_changes import KernelText
 from flashlab.check.lookup import Index, Values, outcome_of
 from flashlab.check.mistakes.mask_rule import Mask, Seen, rule_of
@@ -85,6 +86,7 @@ class KernelRule(TensorRule):
         work: turns of loops and programs of changes that a verdict runs: some seconds.
         keys: of a kernel of attention.
         call: calls what is handed in where that is a function around a kernel, with the arguments of the right one.
+        edits: of the function's text, which make it the right one.
     """
 
     writes: tuple[str, ...] = ()
@@ -93,6 +95,7 @@ class KernelRule(TensorRule):
     work: int = 14_000
     keys: Keys | None = None
     call: Callable[..., Any] | None = None
+    edits: Edits | None = None
 
     @property
     def right(self) -> Callable[..., Any]:
@@ -103,7 +106,7 @@ class KernelRule(TensorRule):
 
     def text(self, other: Any = None) -> KernelText:
         kept = {name: name for name in self.fn.__code__.co_varnames}
-        return KernelText(self.fn, self.writes, self.programs, {**kept, **self.words}, other)
+        return KernelText(self.fn, self.writes, self.programs, {**kept, **self.words}, other or self.edits)
 
     def own_text(self, fn: Any, words: Mapping[str, str]) -> KernelText:
         if self.call is not None:
@@ -269,7 +272,8 @@ def _counted_twice(keys: Keys, read: Sequence[tuple[Mapping[str, int], torch.Ten
     return None
 
 
-def _made(fn: Callable[..., Any], returns: tuple[str, ...], **data: Any) -> KernelRule:
+def made(fn: Callable[..., Any], returns: tuple[str, ...], **data: Any) -> KernelRule:
+    """A rule that is not registered: see `tensor_rule.made`."""
     inputs: Mapping[str, Any] = data.pop("inputs")
     writes = tuple(data.pop("writes").split(", "))
     it = KernelRule(
@@ -284,7 +288,7 @@ def kernel_rule(id: str, **data: Any) -> Callable[[Any], Any]:
     """Register the decorated kernel as the right answer of exercise `id`; `data`: the fields of `KernelRule`."""
 
     def register(kernel: Any) -> Any:
-        rule(id, make=_made, beside=data.pop("beside", 0), **data)(kernel.fn)
+        rule(id, make=made, beside=data.pop("beside", 0), **data)(kernel.fn)
         return kernel
 
     return register

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from flashlab.attention import reference, schemes
 from flashlab.attention.cost import fused_cost, naive_cost, trace_ops
 from flashlab.check import CheckFailed, expect, verify_one_head
 from flashlab.check.lookup import Row
-from flashlab.exercises.kernel_rule import empty, kernel_rule
+from flashlab.exercises.kernel_rule import KernelRule, apart, empty, kernel_rule, made
 from flashlab.exercises.registry import exercise
 from flashlab.exercises.rule import rule
 from flashlab.exercises.tensor_rule import copied, normal, tensor_rule
@@ -246,6 +246,47 @@ def _verify_padded(kernel: Any, **options: Any) -> Any:
         raise
 
 
+def of_one_head(
+    r: random.Random, M: int, N: int, HEAD_DIM: int, BLOCK_M: int, BLOCK_N: int, large: float
+) -> tuple[Any, ...]:
+    """A kernel's arguments; behind each row is room, so that a stride taken for another shows. large: makes scores that
+    overflow without their maximum; below 0, all of one sign.
+    """
+    q, k, v = (apart(normal(r, n, HEAD_DIM, dtype=torch.float32), gap) for n, gap in ((M, 8), (N, 16), (N, 24)))
+    q, k = (q.abs(), k.abs()) if large < 0 else (q, k)
+    q *= large
+    o = empty(M, HEAD_DIM, gap=4)
+    strides = (step for x in (q, k, v, o) for step in x.stride())
+    return q, k, v, o, empty(M), *strides, M, N, 0.3, HEAD_DIM, BLOCK_M, BLOCK_N
+
+
+def mended_to(
+    kernel: Any, sizes: Sequence[tuple[float, ...]], draw: Callable[[random.Random], tuple[float, ...]],
+    given: Callable[..., tuple[Any, ...]] = of_one_head, writes: str = "o_ptr, lse_ptr", **data: Any,
+) -> KernelRule:  # fmt: skip
+    """What a learner's kernel of one head is mended to. sizes, draw: M, N, HEAD_DIM, BLOCK_M, BLOCK_N, large."""
+    return made(
+        kernel.fn, ("o", "lse"), writes=writes, programs=lambda M, BLOCK_M, **_: -(-M // BLOCK_M),
+        inputs={str(x): given(random.Random(i), *x) for i, x in enumerate(sizes)},
+        draw=lambda r: given(r, *draw(r)), tol=1e-4, **data,
+    )  # fmt: skip
+
+
+SIZES = ((5, 7, 16, 16, 4, 1.0), (20, 16, 16, 16, 8, 1.0), (9, 9, 8, 4, 4, 60.0), (9, 9, 8, 4, 4, -60.0))
+
+
+def some_sizes(r: random.Random) -> tuple[float, ...]:
+    sides = (r.choice(x) for x in ((8, 16), (4, 8), (4, 8), (1.0, 60.0, -60.0)))
+    return r.randint(1, 20), r.randint(1, 20), *sides
+
+
+_SCHEME_A = mended_to(
+    schemes.scheme_a_kernel, [(*x, schemes.padded(x[1]), large) for x, large in (
+        ((5, 7, 16, 16), 1.0), ((20, 16, 16, 16), 1.0), ((9, 9, 8, 4), 60.0), ((9, 9, 8, 4), -60.0))],
+    lambda r: (r.randint(1, 20), (n := r.randint(1, 16)), r.choice((8, 16)), r.choice((4, 8)), schemes.padded(n), 1.0),
+)  # fmt: skip
+
+
 @exercise(
     "1.4",
     title="Scheme A",
@@ -263,7 +304,8 @@ def _verify_padded(kernel: Any, **options: Any) -> Any:
 )
 def scheme_a(scheme_a_kernel: Any) -> str:
     kernel = kernel_of(scheme_a_kernel)
-    report = _verify_padded(kernel, dtypes=(torch.float16, torch.bfloat16), head_dims=(64, 32))
+    with _SCHEME_A.mending(kernel):
+        report = _verify_padded(kernel, dtypes=(torch.float16, torch.bfloat16), head_dims=(64, 32))
     compiles(kernel, schemes.kernel_arguments(64, 64, BLOCK_N=64), num_stages=1)
     return f"{report.verdict}; compiled for sm_90"
 
@@ -463,6 +505,9 @@ def _expect_two_passes(run: Callable[..., Any]) -> None:
     expect(passes >= 2, said, diagnosis="one-pass", case="M=N=64, BLOCK_N=32")
 
 
+_TWO_PASSES = mended_to(schemes.two_pass_kernel, SIZES, some_sizes)
+
+
 @exercise(
     "1.8",
     title="Both walls, in two passes",
@@ -483,7 +528,8 @@ def _expect_two_passes(run: Callable[..., Any]) -> None:
 def two_passes(two_pass_kernel: Any) -> str:
     kernel = kernel_of(two_pass_kernel)
     run = _one_head(kernel, BLOCK_N=lambda n: 32)
-    report = verify_one_head(run, head_dims=(64, 32), max_tile=128)
+    with _TWO_PASSES.mending(kernel):
+        report = verify_one_head(run, head_dims=(64, 32), max_tile=128)
     _expect_two_passes(run)
     compiled = compiles(kernel, schemes.kernel_arguments(4096, 64, BLOCK_N=64), target="sm_120", num_stages=1)
     said = f"right, but it needs {compiled.shared_bytes} bytes of shared memory for tiles of 64 keys: hold one block "

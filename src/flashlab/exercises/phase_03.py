@@ -8,6 +8,7 @@ is given to the real compiler, which accepts less than the interpreter.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import random
@@ -31,6 +32,7 @@ from flashlab.check.claims import tokens_of
 from flashlab.check.lookup import Row
 from flashlab.check.verification import Report
 from flashlab.exercises.kernel_rule import apart, empty, kernel_rule
+from flashlab.exercises.phase_01 import SIZES, mended_to, of_one_head, some_sizes
 from flashlab.exercises.phase_02 import random_tensors
 from flashlab.exercises.registry import exercise
 from flashlab.exercises.rule import rule
@@ -259,6 +261,26 @@ def _verify_forward(kernel: Any) -> Report:
     return report
 
 
+def _given(r: random.Random, *sizes: Any, later: bool = False, unseen: bool = False) -> tuple[Any, ...]:
+    """The arguments of phase 3's kernels. later: o and lse are those of earlier keys. unseen: whoever visits the last
+    tile of keys has NaN of it.
+    """
+    *given, M, N, scale, HEAD_DIM, BLOCK_M, BLOCK_N = of_one_head(r, *sizes)
+    if later:
+        given[3][:], given[4][:] = normal(r, *given[3].shape), normal(r, M)
+    if unseen:
+        given[2][(N - 1) // BLOCK_N * BLOCK_N :] = math.nan
+    return *given, scale * LOG2_E, M, N, HEAD_DIM, BLOCK_M, BLOCK_N
+
+
+_CAUSAL = mended_to(
+    flash_attention_forward_kernel, ((12, 5, 8, 4, 4, 1.0), *SIZES, (12, 12, 8, 4, 4, 1.0)), some_sizes,
+    lambda r, *sizes: _given(r, *sizes, unseen=r.random() < 0.5), "O_ptr, LSE_ptr", edits=[
+        ("range(0, N, BLOCK_N)", "range(0, tl.minimum(N, (tl.program_id(0) + 1) * BLOCK_M + N - M), BLOCK_N)"),
+        ("where(in_range[None, :], s", "where(in_range[None, :] & (offs_n[None, :] <= offs_m[:, None] + N - M), s"),
+    ])  # fmt: skip
+
+
 def _expect_other_tiles(kernel: Any, causal: bool = False) -> None:
     """Tiles whose sides differ, of a kernel that is right where they are alike."""
     q, k, v = random_tensors((100, 32), (150, 32), (150, 32))
@@ -395,9 +417,10 @@ def _expect_it_goes_on(kernel: Any) -> None:
 def of_any_length(flash_attention_next_kernel: Any) -> Report:
     kernel = kernel_of(flash_attention_next_kernel, FORWARD_PARAMETERS)
     dtypes = (torch.float16, torch.bfloat16, torch.float32)
-    report = verify_one_head(_from_nothing(kernel), dtypes=dtypes, head_dims=(64, 32), max_seq=300, max_tile=128)
-    _expect_strides_of_o(kernel)
-    _expect_it_goes_on(kernel)
+    with _NEXT.mending(kernel):
+        report = verify_one_head(_from_nothing(kernel), dtypes=dtypes, head_dims=(64, 32), max_seq=300, max_tile=128)
+        _expect_strides_of_o(kernel)
+        _expect_it_goes_on(kernel)
     compiles(kernel, compile_arguments(torch.float16, 64))
     return report
 
@@ -461,6 +484,11 @@ def flash_attention_next_kernel(
     tl.store(o_ptrs, acc.to(O_ptr.dtype.element_ty), mask=offs_m[:, None] < M)
     tl.store(LSE_ptr + offs_m, (m_i + tl.log2(l_i)) * 0.6931471805599453, mask=offs_m < M)
     # END SOLUTION
+
+
+_NEXT = mended_to(
+    flash_attention_next_kernel, SIZES, some_sizes, functools.partial(_given, later=True), "O_ptr, LSE_ptr"
+)
 
 
 @exercise(
@@ -582,11 +610,12 @@ def bytes_read(M, N, HEAD_DIM, BLOCK_M, itemsize):
 def causal_tiles(flash_attention_causal_kernel: Any) -> Report:
     kernel = kernel_of(flash_attention_causal_kernel, FORWARD_PARAMETERS)
     forward = _forward(kernel)
-    report = verify_one_head(forward, always_causal=True, head_dims=(64, 32), max_seq=200, max_tile=128)
+    with _CAUSAL.mending(kernel):
+        report = verify_one_head(forward, always_causal=True, head_dims=(64, 32), max_seq=200, max_tile=128)
+        _expect_other_tiles(kernel, causal=True)
     q, k, v = random_tensors((128, 32), (128, 32), (128, 32), dtype=torch.float16)
     row = 32 * 2  # bytes
     needed = (32 + 64 + 96 + 128) * row  # of K, by the four programs of 32 rows
-    _expect_other_tiles(kernel, causal=True)
     read = hbm_traffic(_launcher(kernel), q, k, v).read_from["k"]
     said = f"right, but it reads {read} bytes of K for M = N = 128 and BLOCK_M = BLOCK_N = 32, where {needed} "
     said += "suffice: end the loop where the program's last row stops seeing keys"

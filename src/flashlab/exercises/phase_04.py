@@ -50,7 +50,7 @@ def _grid(r: random.Random) -> Numbers:
         "batches, and head is kv_head * group + pid % group.",
     ],
     returns="batch, head, kv_head, block",
-    whole=True,
+    strict=True,
     inputs=[
         (pid, blocks, heads, kv_heads)
         for batch, heads, kv_heads, blocks in ((2, 6, 2, 4), (3, 4, 4, 5), (2, 8, 1, 3), (2, 6, 3, 1), (1, 8, 2, 7))

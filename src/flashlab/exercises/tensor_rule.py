@@ -19,7 +19,7 @@ import io
 import random
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -32,10 +32,11 @@ from flashlab.check.changes import Text
 from flashlab.check.expect import allowed_error
 from flashlab.check.first_nan import where_made
 from flashlab.check.lookup import HEDGE, Index, Values
+from flashlab.check.mend import mended
 from flashlab.check.poison import carried
 from flashlab.check.running import is_unsolved
 from flashlab.check.symptoms import Symptoms, seen_where, watched
-from flashlab.exercises.answers import in_words
+from flashlab.exercises.answers import chain, in_words
 from flashlab.exercises.rule import RULES, Rule, code_of, rule, sources, written
 
 _BESIDE, _DRAWN, _DIFFERING, _TRIES, _WORK = 6, 60, 30, 2_000, 15_000
@@ -201,6 +202,32 @@ class TensorRule(Rule):
         wrong = not any(isinstance(x, str) for x in here) and self.index.wrong_parts(here)
         return here if wrong else got
 
+    @contextlib.contextmanager
+    def mending(self, answer: Any) -> Iterator[None]:
+        """Where what is asked within fails, a change of the answer's own text that makes it right is told first."""
+        try:
+            yield
+        except Exception as failed:
+            raises = not isinstance(failed, CheckFailed)
+            if is_unsolved(failed) or not (said := self._mended(answer, raises)):
+                raise
+            said += ": the rest is right"
+            if not isinstance(failed, CheckFailed):
+                for error in chain(failed):
+                    error.__dict__.setdefault("__notes__", []).append(said)
+                raise
+            raise CheckFailed(f"{said}\n{failed.sentence}", diagnosis="own-slip", case=failed.case) from None
+
+    def _mended(self, answer: Any, raises: bool) -> str | None:
+        """raises: it raises what is no stray address, and has to do so here too."""
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(), contextlib.suppress(Exception):
+            warnings.simplefilter("ignore")
+            fn = getattr(answer, "fn", answer)
+            made = self.own_text(fn, {}).compiled() if raises else None
+            if made is None or any(isinstance(x, str) for x in self.index.run(made)):
+                return mended(self.index, fn, self.own_text, self.then)[0]
+        return None
+
     def _failure(self, learners: Callable[..., Any], got: list[Any], errors: Sequence[Exception]) -> CheckFailed:
         index, names = self.index, self.returns
         index.written, index.code = written(learners), code_of(learners)
@@ -235,9 +262,10 @@ class TensorRule(Rule):
             or self._pattern(got, wrong)
         )  # fmt: skip
         if (found is None or (found[0] in _OF_NAN and "arises in" not in found[1])) and (
-            made := self._nan_made(learners, got, off)
+            line := self._nan_made(learners, got, off)
         ):
-            found = "not-finite", f"{_ended(found[1]) + ' ' if found else ''}NaN arises in {made}"
+            fits = found and ("overflow" not in found[1] or "inf" in line)
+            found = "not-finite", f"{_ended(found[1]) + ' ' if found and fits else ''}NaN arises in {line}"
         if found is None:
             return CheckFailed(evidence, case=case)
         return CheckFailed(f"{_ended(found[1])}\n{evidence}", diagnosis=found[0], case=case)
@@ -413,19 +441,20 @@ def _in_short(x: Any) -> str:
     return in_words(x).removeprefix("tensor ").split(" float")[0]
 
 
-def _made(fn: Callable[..., Any], returns: tuple[str, ...], **data: Any) -> TensorRule:
+def made(fn: Callable[..., Any], returns: tuple[str, ...], **data: Any) -> TensorRule:
+    """A rule that is not registered: what an answer is mended to that something else judges (`mending`)."""
     inputs = data.pop("inputs")
     return TensorRule(fn, returns, inputs=tuple(inputs.values()), names=tuple(inputs), **data)
 
 
-tensor_rule = functools.partial(rule, make=_made)
+tensor_rule = functools.partial(rule, make=made)
 
 
 def part(id: str, *, returns: str, **data: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function as one of several that answer exercise `id`; see `Rule`'s `parts`."""
 
     def register(fn: Callable[..., Any]) -> Callable[..., Any]:
-        RULES[f"{id} {fn.__name__}"] = _made(fn, tuple(returns.split(", ")), **data)
+        RULES[f"{id} {fn.__name__}"] = made(fn, tuple(returns.split(", ")), **data)
         return fn
 
     return register
