@@ -155,6 +155,9 @@ class Text:
                 for name, value in zip(targets, values, strict=True):
                     if isinstance(name, ast.Name):
                         assigned[name.id].append(value)
+                    for one in name.elts if isinstance(name, ast.Tuple) else ():  # of what a call gives
+                        if isinstance(one, ast.Name):
+                            assigned[one.id].append(None)
         self.assigned = assigned
         self.locals = list(assigned)
         lists = (ast.List, ast.ListComp, ast.Dict, ast.Tuple)
@@ -772,7 +775,8 @@ def _of_number(text: Text, parent: ast.AST, node: ast.Constant) -> Iterator[tupl
     value: Any = node.value
     half = value // 2 if isinstance(value, int) and value % 2 == 0 else value / 2
     others: list[Any] = [value + 1, value - 1, 2 * value, half, 4 * value, -value, 0, 1]
-    if abs(value) >= 1000 and abs(math.log10(abs(value)) % 1) < 1e-9:
+    units = not (text.kinds and text.foreign)  # tensors have none
+    if units and abs(value) >= 1000 and abs(math.log10(abs(value)) % 1) < 1e-9:
         power = round(math.log10(abs(value)))
         others = [10.0 ** (power + k) for k in (-3, 3, -6, 6, -9, 9)] + [2.0 ** round(power / 3 * 10), 1]
     elif isinstance(value, int):

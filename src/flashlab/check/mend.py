@@ -194,9 +194,11 @@ def _with(now: dict[str, Any], name: str, other: Any, run: Callable[..., Any], *
         now[name] = before
 
 
-def _finite(change: Change) -> bool:
-    """Whether it puts a number where there is -inf: large enough, that is right too often."""
-    return change.slug == "finite-number" and any(isinstance(new, ast.Constant) for _, new in change.edits)
+def _too_often_right(change: Change) -> bool:
+    """Of tensors: a number, or inf, where there is -inf, and a factor of 1000: what is large enough does not show."""
+    old, new = (ast.unparse(x) if isinstance(x, ast.AST) else "" for x in _both(change.edits[0]))
+    finite = change.slug == "finite-number" and any(isinstance(new, ast.Constant) for _, new in change.edits)
+    return finite or ("inf" in old and old.lstrip("-") == new) or "1000" in new or "1024" in new
 
 
 def _runs(index: Index, text: Text, values: dict[str, Any]) -> list[tuple[Text, Change, Callable[..., Any]]]:
@@ -204,8 +206,8 @@ def _runs(index: Index, text: Text, values: dict[str, Any]) -> list[tuple[Text, 
     zero = any(ast.unparse(x) == "0" for right in index.texts for x in ast.walk(right.tree))
     made = [*changes(text, values, index.kinds), *_of_lines(text, zero), *_of_state(text), *further(text)]
     divides = any(isinstance(x, ast.Mod) for right in index.texts for x in ast.walk(right.tree))
-    made = [c for c in made if c.slug not in (*_BY_CHANCE, *index.without) and not (_digits(c) or _finite(c) or (
-        index.kinds and _without_limit(c)) or (not divides and _remainder(c)))]  # fmt: skip
+    made = [c for c in made if c.slug not in (*_BY_CHANCE, *index.without) and not (_digits(c) or (
+        index.kinds and (_without_limit(c) or _too_often_right(c))) or (not divides and _remainder(c)))]  # fmt: skip
     variants = Variants(text, made)
     return [(text, c, run) for c in made if (run := variants.chosen(c)) is not None]
 

@@ -58,6 +58,7 @@ class Symptoms:
             factors = got[large] / want[large]
             factor = factors.mean()
             alike = (factors - factor).abs().max() < 5e-5 * factor.abs() and factor.abs() > 1e-9
+            alike = alike and (factor - 1).abs() > 1e-5
             if alike and ((got - factor * want).abs() <= 4 * bound + 1e-4 * (factor * want).abs()).all():
                 return f"{what} is {_named(factor.item())} times what it should be, in every case"
         shift = got - want
@@ -169,7 +170,9 @@ def spans(indices: Sequence[int], name: str, size: int) -> str:
 
 def _examples(off: torch.Tensor, got: torch.Tensor, want: torch.Tensor) -> str:
     at = off.nonzero().tolist()
-    chosen = at if len(at) < 2 else [at[0], at[-1]]
-    return " and ".join(
-        f"{f'{i} ' if i else ''}is {got[tuple(i)].item():.4g}, should be {want[tuple(i)].item():.4g}" for i in chosen
-    )
+    said = []
+    for i in at if len(at) < 2 else [at[0], at[-1]]:
+        x, y = got[tuple(i)].item(), want[tuple(i)].item()
+        digits = 4 if f"{x:.4g}" != f"{y:.4g}" else 10
+        said.append(f"{f'{i} ' if i else ''}is {x:.{digits}g}, should be {y:.{digits}g}")
+    return " and ".join(said)

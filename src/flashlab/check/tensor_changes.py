@@ -23,7 +23,7 @@ from flashlab.check.code_changes import of_code, of_lines
 
 _REDUCTIONS = {
     "sum": ("mean", "amax", "prod"), "amax": ("amin", "mean", "sum"), "max": ("min", "mean", "sum"),
-    "logsumexp": ("amax", "sum", "mean"), "mean": ("sum",),
+    "logsumexp": ("amax", "sum", "mean"), "mean": ("sum",), "median": ("max",),
 }  # fmt: skip
 _CASTS = ("float", "double", "half", "to", "unsqueeze", "contiguous")
 

@@ -109,6 +109,7 @@ part(
         "two rows": (_t([1.0, 2.0, 3.0], [-5.0, 0.0, -1.0]), _t([3.0], [0.0])),
         "scores near 1000": (_t([999.0, 1000.0]), _t(1000.0)),
         "masked scores": (_t([-INF, 1.0], [-INF, -INF]), _t([1.0], [-INF])),
+        "maxima far from 0": (_t([30000.0, -INF], [-30000.0, -INF]), _t([30000.0], [-30000.0])),
     },
     draw=lambda r: (lambda x: (x, x.amax(dim=-1, keepdim=True)))(_some_scores(r)),
     also=["torch.exp(x - m).nan_to_num(0.0)"],
@@ -130,6 +131,8 @@ tensor_rule(
         "two small rows": (_t([1.0, 2.0, 3.0], [3.0, 1.0, 1.0]),),
         "three rows and two axes before them": (torch.linspace(-2, 3, 24).double().sin().view(2, 3, 4) * 4,),
         "scores of 1000": (_t([1000.0, 1001.0]),), "scores of -1000": (_t([-1000.0, -1001.0]),),
+        "scores of 30000": (_t([30000.0, 30001.0], [-30000.0, -30001.0]),),
+        "low scores beside -inf": (_t([-INF, -1000.0], [-INF, -30000.0]),),
         "one score far above the others": (_t([0.0] * 15 + [1000.0]),),
         "rows at different heights": (_t([0.0, 1.0], [2000.0, 2001.0]),),
         "masked scores and a masked row": (_t([-INF, 1.0, 2.0], [-INF, -INF, -INF]),),
@@ -143,14 +146,13 @@ tensor_rule(
         "scores of": "the exponentials overflowed or all underflowed: subtract the row maximum before exp",
         "far above": "exp overflowed: what is subtracted from each row must be its maximum, so that no exponent is "
         "above 0",
-        "heights": _OWN_MAXIMUM, "masked": _NO_KEY, "": _NO_KEY,
+        "heights": _OWN_MAXIMUM, "beside -inf": _OWN_MAXIMUM, "masked": _NO_KEY, "": _NO_KEY,
     },
     notes={
         "torch.softmax(x, dim=-1)": "the softmax runs along the last axis", "l.masked_fill": _NO_KEY,
         "dtype": "the result has the dtype of x", "p.sum(dim=-1, keepdim=True)": "each row is to sum to 1",
         "p.sum": "each row is divided by its own sum", "m": "subtract the row's maximum before exp",
         "l.masked_fill(l == 0, 1.0)": "the exponentials are divided by their row's sum",
-        "x.amax": "each row has its own maximum",
     },
     rows=[
         Row("finite-sentinel", "a fully masked row gives equal weights to keys that nobody may see: its softmax is 0",

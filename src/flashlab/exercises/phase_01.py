@@ -268,7 +268,7 @@ def mended_to(
     return made(
         kernel.fn, ("o", "lse"), writes=writes, programs=lambda M, BLOCK_M, **_: -(-M // BLOCK_M),
         inputs={str(x): given(random.Random(i), *x) for i, x in enumerate(sizes)},
-        draw=lambda r: given(r, *draw(r)), tol=1e-4, **data,
+        draw=lambda r: given(r, *draw(r)), tol=2e-3, **data,
     )  # fmt: skip
 
 

@@ -163,7 +163,7 @@ _TILE, _TILE_V = torch.tensor([[1.0, 3, 2], [0, -1, -2]]), torch.tensor([[1.0, 1
         r.randint(2, 5), r.randint(2, 6), r.randint(1, 4)),
     nan={"300": "subtract the row's own maximum before the exponential; without it scores of 300 overflow"},
     notes={
-        "s.amax": "each row has its own maximum", "m[:, None]": "subtract the row's maximum before the exponential",
+        "m[:, None]": "subtract the row's maximum before the exponential",
         "torch.exp": "the exponential is e^x", "p.sum": "l is the sum itself", "p": "the weights are exponentials",
     },
     rows=[

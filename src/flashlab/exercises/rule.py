@@ -154,7 +154,7 @@ class Rule:
         own, price = None, 0.0
         with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(Exception):  # any text may come
             plain = inspect.isfunction(learners) and not hasattr(learners, "answer")
-            own, price = mended(index, _unwrapped(learners), self.own_text, self.then if plain else None)
+            own, price = mended(index, unwrapped(learners), self.own_text, self.then if plain else None)
         if own and price <= cost:
             return "own-slip", f"{own}: {(found and index.note_on(own)) or 'the rest is right'}"
         return (found[0], index.less_sure(found[1])) if found and own is not None else found
@@ -421,14 +421,14 @@ class Rule:
         return ("right-where", f"{names} {verb} right just where {where}") if where else None
 
 
-def _unwrapped(answer: Any) -> Any:
+def unwrapped(answer: Any) -> Any:
     """The function that a learner has written, or the one of the kernel that it launches."""
     return inspect.unwrap(getattr(answer.answer, "fn", None) if hasattr(answer, "answer") else answer)  # type: ignore
 
 
 def written(answer: Any) -> frozenset[str]:
     """The tokens of the learner's cell or file in which a function, or the kernel that it launches, is written."""
-    fn = _unwrapped(answer)
+    fn = unwrapped(answer)
     try:
         if inspect.getfile(fn).startswith(_PACKAGE):
             return frozenset()
@@ -445,12 +445,12 @@ def code_of(answer: Any) -> str:
 
 def sources(answer: Any) -> list[str]:
     """The texts of the function and of those that it calls beside it."""
-    fn = _unwrapped(answer)
+    fn = unwrapped(answer)
     try:
         file = inspect.getfile(fn)
         if file.startswith(_PACKAGE):
             return []
-        called = (_unwrapped(fn.__globals__.get(name)) for name in fn.__code__.co_names)
+        called = (unwrapped(fn.__globals__.get(name)) for name in fn.__code__.co_names)
         beside = [x for x in called if inspect.isfunction(x) and x is not fn and x.__module__ == fn.__module__]
         return [inspect.getsource(x) for x in (fn, *beside)]
     except (OSError, TypeError):

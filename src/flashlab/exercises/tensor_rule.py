@@ -37,7 +37,7 @@ from flashlab.check.poison import carried
 from flashlab.check.running import is_unsolved
 from flashlab.check.symptoms import Symptoms, seen_where, watched
 from flashlab.exercises.answers import chain, in_words
-from flashlab.exercises.rule import RULES, Rule, code_of, rule, sources, written
+from flashlab.exercises.rule import RULES, Rule, code_of, rule, sources, unwrapped, written
 
 _BESIDE, _DRAWN, _DIFFERING, _TRIES, _WORK = 6, 60, 30, 2_000, 15_000
 EMPTY_ROWS = "empty rows"  # a key of `nan`: all that is lost should be 0, or -inf
@@ -222,7 +222,7 @@ class TensorRule(Rule):
         """raises: it raises what is no stray address, and has to do so here too."""
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(), contextlib.suppress(Exception):
             warnings.simplefilter("ignore")
-            fn = getattr(answer, "fn", answer)
+            fn = getattr(unwrapped(answer), "fn", unwrapped(answer))
             made = self.own_text(fn, {}).compiled() if raises else None
             if made is None or any(isinstance(x, str) for x in self.index.run(made)):
                 return mended(self.index, fn, self.own_text, self.then)[0]
@@ -255,8 +255,16 @@ class TensorRule(Rule):
         right = [name for name, bad in zip(self.names, off, strict=False) if not bad]
         evidence += f". {sum(off)} of {len(off)} cases are wrong" if len(off) > 1 else ""
         evidence += f"; right: {'; '.join(right[:2])}{'; ...' if len(right) > 2 else ''}" if right else ""
+        lost = self._not_finite(got, wrong)
+        found = self.explained(learners, got) if lost else self._all_nan(got, wrong)
+        if lost and found and HEDGE not in found[1]:
+            evidence = f"{_ended(lost[1])}\n{evidence}"
+        elif lost or found:
+            found = lost or found
+            if own := self._mended(learners, False):
+                found, evidence = ("own-slip", f"{own}: the rest is right"), f"{_ended(found[1])}\n{evidence}"
         found = (
-            self._not_finite(got, wrong) or self._all_nan(got, wrong) or self.explained(learners, got)
+            found or self.explained(learners, got)
             or self.symptom_of(learners) or self._together(learners, off)
             or self._common(got, wrong) or index.explain_as_two(got) or index.explain(got, some=True)
             or self._pattern(got, wrong)
@@ -265,6 +273,7 @@ class TensorRule(Rule):
             line := self._nan_made(learners, got, off)
         ):
             fits = found and ("overflow" not in found[1] or "inf" in line)
+            fits = fits and ("0 / 0" not in str(found) or "inf / inf" not in line)
             found = "not-finite", f"{_ended(found[1]) + ' ' if found and fits else ''}NaN arises in {line}"
         if found is None:
             return CheckFailed(evidence, case=case)
