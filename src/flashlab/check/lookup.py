@@ -401,10 +401,14 @@ class Index:
         spent, self.spent = self.spent, 0
         pair = self._pair(got, wrong[0] if len(wrong) == 1 else None)
         self.spent = spent
-        if pair:
-            said = self._of(wrong, pair[0].said)
-            return "two-slips", f"two slips at once would give this: {said}; and {pair[1].said}"
-        return None
+        if pair is None:
+            return None
+        text, one, other = pair
+        with text.changed(one, other):
+            changed = tokens_of(ast.unparse(text.tree))
+        if self.code and not self._claims(text).seen(changed):
+            return None  # two changes give much by chance
+        return "two-slips", f"two slips at once would give this: {self._of(wrong, one.said)}; and {other.said}"
 
     def _told(self, fitting: Sequence[Found], part: int | None = None, noted: bool = True) -> tuple[str, str]:
         """The likeliest, and another one where they are two things: where other inputs tell them apart."""
@@ -453,7 +457,7 @@ class Index:
             return f"{self.names[wrong[0]]} {said[3:]}{follow}"
         return f"{names}: {said}"
 
-    def _pair(self, got: Outcome, part: int | None) -> tuple[Change, Change] | None:
+    def _pair(self, got: Outcome, part: int | None) -> tuple[Text, Change, Change] | None:
         """Two of the likelier changes of one text that give all of these values together.
 
         Of two slips each mostly does to a result what it does alone: where one leaves it right, it is what the other
@@ -478,6 +482,8 @@ class Index:
                 a, b = mine[i][1], mine[k][1]
                 if a.clashes(b) or (a.slug == b.slug == "wrong-name" and a.edits[0][0][0] is b.edits[0][0][0]):
                     continue  # two other names in one operation give too much by chance
+                if a.said == b.said or a.slug == b.slug == "wrong-sign":
+                    continue  # of one piece
                 if a.slug == b.slug == "wrong-name" and _FOR_A_NUMBER.search(a.said + b.said):
                     continue
                 tries += 1
@@ -485,7 +491,7 @@ class Index:
                     return None
                 fn = self.variants[id(text)].chosen(a, b)
                 if fn and self._fits(self.run(fn), got, part, order):
-                    return a, b
+                    return text, a, b
         return None
 
     def _contradict(

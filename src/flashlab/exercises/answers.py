@@ -126,9 +126,9 @@ def told(error: BaseException, run: Callable[..., Any], called: Called, case: st
             line = raised.src.splitlines()[raised.node.lineno - 1].strip()[:_LINE]
             sentence = f"the compiler refuses your kernel: {why}, in its line {raised.node.lineno}, `{line}`"
             return CheckFailed(sentence, diagnosis="does-not-compile", case=case)
-        if place := _learners_line(raised.__traceback__, run):
+        if where := learners_line(raised.__traceback__, run):
             more = [note for note in getattr(raised, "__notes__", ()) if not note.startswith("This happened in")]
-            sentence = "\n".join([*more, f"your code raised {_words(raised)}, {place}{_shapes(raised)}"])
+            sentence = "\n".join([*more, f"your code raised {_words(raised)}, {where}{_shapes(raised)}"])
             return CheckFailed(sentence, diagnosis="exception", case=case)
     wanted = _wanted(run)
     if called.returned:
@@ -163,17 +163,24 @@ def _is_library(file: str) -> bool:
     return file.startswith((_PACKAGE, *_LIBRARIES, "<frozen")) or "site-packages" in file
 
 
-def _learners_line(traceback: TracebackType | None, run: Callable[..., Any]) -> str:
+def place(file: str, number: int, code: str) -> str:
+    """'in line 3 of the cell, `x = y[0]`'; '' of a library's line."""
+    if _is_library(file):
+        return ""
+    code = code.strip()
+    code = code if len(code) <= _LINE else code[:_LINE].rstrip() + " …"
+    # What IPython runs is a cell, called <ipython-input-3-...> or .../ipykernel_123/456.py.
+    where = "the cell" if re.search(r"ipykernel_\d+|<ipython-input|^<", file) else Path(file).name
+    return f"in line {number} of {where}" + (f", `{code}`" if code else "")
+
+
+def learners_line(traceback: TracebackType | None, run: Callable[..., Any]) -> str:
     """'in line 3 of the cell, `x = y[0]`': the innermost frame that is neither the check's nor a library's, or ''."""
     found = ""
     while traceback is not None:
         file, number = traceback.tb_frame.f_code.co_filename, traceback.tb_lineno
         if not _is_library(file) and traceback.tb_frame.f_code is not getattr(run, "__code__", None):
-            code = linecache.getline(file, number, traceback.tb_frame.f_globals).strip()
-            code = code if len(code) <= _LINE else code[:_LINE].rstrip() + " …"
-            # What IPython runs is a cell, called <ipython-input-3-...> or .../ipykernel_123/456.py.
-            where = "the cell" if re.search(r"ipykernel_\d+|<ipython-input|^<", file) else Path(file).name
-            found = f"in line {number} of {where}" + (f", `{code}`" if code else "")
+            found = place(file, number, linecache.getline(file, number, traceback.tb_frame.f_globals))
         traceback = traceback.tb_next
     return found
 

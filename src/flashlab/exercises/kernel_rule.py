@@ -32,7 +32,7 @@ from flashlab.check.mistakes.mask_rule import Mask, Seen, rule_of
 from flashlab.check.poison import MarkedEmpty, unwritten
 from flashlab.exercises.rule import rule
 from flashlab.exercises.tensor_rule import TensorRule, copied
-from flashlab.exercises.triton_answers import compiles, explain_undefined, kernel_of
+from flashlab.exercises.triton_answers import compiles, explain_undefined, kernel_of, stray
 from flashlab.triton_tools.watch import OutOfBounds, Traffic
 from flashlab.triton_tools.watch import watched as watched_memory
 
@@ -182,8 +182,7 @@ class KernelRule(TensorRule):
         try:
             said = super().check(answer)
         except OutOfBounds as error:
-            sentence = f"{error}: look at what makes this address (indices, strides) and at the mask"
-            raise CheckFailed(sentence, diagnosis="out-of-bounds") from None
+            raise stray(error, None) from None
         if self.call is not None:
             return said
         given = dict(zip(self.params, self.inputs[0], strict=True))

@@ -6,14 +6,17 @@ own words, with the lines quoted. Then the results are compared, of the fast bui
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import re
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
 
+from flashlab.attention import reference
 from flashlab.check import CheckFailed, expect
 from flashlab.check.changes import edited
 from flashlab.check.cuda_answer import (
@@ -26,6 +29,7 @@ from flashlab.check.cuda_answer import (
     lines_of,
     normal,
     probe,
+    ran,
     replaced,
     whole_kernel,
 )
@@ -64,12 +68,43 @@ def sum_with_bias(add_bias: str) -> str:
     with explained(lambda: answer.module(check=True), ADD_BIAS):
         for rows, cols in _MATRICES:
             case, x, bias = f"rows={rows}, cols={cols}", normal(rows, cols), normal(cols, seed=1)
-            c = expect_results(answer, [x, bias, None, rows, cols], {"y": x + bias}, case, because=_WRITTEN)
+            with _whose(answer, rows, cols):
+                c = expect_results(answer, [x, bias, None, rows, cols], {"y": x + bias}, case, because=_WRITTEN)
             # The stores apart: a warp of 8 x 4 elements saves as many sectors of bias as it wastes of x.
             for kind in ("load", "store"):
                 most, advice = _row_sectors(rows, cols, kind == "load"), ", so that a warp has 32 neighbouring columns"
                 _expect_coalesced(c, kind, most, f"threadIdx.x should run along the row{advice}", case)
     return f"{len(_MATRICES)} shapes, both builds"
+
+
+_STRAYS = re.compile(r"thread (\d+|\(.*?\)) of block (\d+|\(.*?\)) (reads|writes).* past its end")
+
+
+@contextlib.contextmanager
+def _whose(answer: Answer, rows: int, cols: int) -> Iterator[None]:
+    """Where a thread strays or an element is not written: which element is a thread's, x running along a row."""
+    try:
+        yield
+    except CheckFailed as failed:
+        report, said = answer.module(check=True).report, ""
+        if report is not None and report.launches and "threadIdx.y" in answer.whole.text:
+            (x_blocks, y_blocks, _), (x_threads, y_threads, _) = report.launches[0].grid, report.launches[0].block
+            size = f"the matrix has {rows} rows and {cols} columns"
+            if at := _STRAYS.match(failed.sentence):
+                (tx, ty, *_), (bx, by, *_) = ([*map(int, re.findall(r"\d+", n)), 0] for n in at.groups()[:2])
+                row, col = by * y_threads + ty, bx * x_threads + tx
+                said = f"this thread's element is row {row}, column {col}"
+                there = row < rows and col < cols
+                said += f", number {row * cols + col}" if there else f", and {size}: it has to do nothing"
+            elif failed.diagnosis == "elements-missing":
+                covered = f"{y_blocks * y_threads} rows and {x_blocks * x_threads} columns"
+                said = f"a grid of {x_blocks} x {y_blocks} blocks of {x_threads} x {y_threads} threads"
+                enough = x_blocks * x_threads >= cols and y_blocks * y_threads >= rows
+                said += " has a thread for each element: does each take its own?" if enough else (
+                    f" covers {covered}, and {size}")  # fmt: skip
+        if not said:
+            raise
+        raise CheckFailed(f"{said}\n{failed.sentence}", diagnosis=failed.diagnosis, case=failed.case) from None
 
 
 _MATRICES = ((4, 32), (8, 64), (10, 50), (7, 33), (1, 1), (3, 100), (50, 10))
@@ -424,6 +459,20 @@ def _examined(source: Source, *trials: Trials) -> Verdict:
     return examined(source, *trials, dtype=torch.float32, probes=_PROBES, max_seq=200)
 
 
+def _expect_heads(source: Source) -> None:
+    """Several tiles of each of several heads of several sequences."""
+    q, (k, v) = normal(2, 6, 130, 64, seed=1), normal(2, 2, 3, 8, 64, seed=2)
+    case = "batch=2, heads=6, kv_heads=3, seq_q=130, seq_k=8"
+    o, lse = ran(module := _in_float32(source), source, case, partial(module.forward, q, k, v, echo=False))
+    for what, got, want in zip(("o", "lse"), (o, lse), reference.attention(q, k, v), strict=True):
+        off = (got - want).abs().reshape(12, -1).amax(1) > 1e-4
+        heads = [f"head {i % 6} of batch {i // 6}" for i in off.nonzero().flatten().tolist()]
+        said = (
+            f"{what} is wrong in {', '.join(heads[:4])}{' ...' if len(heads) > 4 else ''}, and {12 - len(heads)} of 12 "
+        )
+        expect(not heads, f"{said}heads are right", diagnosis="wrong-heads", case=case)
+
+
 @exercise(
     "6.5",
     title="Right for two kinds of model",
@@ -440,7 +489,10 @@ def _examined(source: Source, *trials: Trials) -> Verdict:
     ],
 )
 def heads_of_a_block(which_rows: str) -> Verdict:
-    return _examined(replaced(FRAME, "which rows", lines_of(which_rows, "which_rows")), WHICH_ROWS)
+    source = replaced(FRAME, "which rows", lines_of(which_rows, "which_rows"))
+    verdict = _examined(source, WHICH_ROWS)
+    _expect_heads(source)
+    return verdict
 
 
 @exercise(

@@ -605,9 +605,9 @@ SLACK = 1.5  # times the MMAs that the products need: tiles that do not divide C
 CAUSAL = 0.8  # of the MMAs without a mask; tiles of 128 rows do 0.75
 
 
-def _run_whole(whole: Source, head_dim: int, dtype: torch.dtype) -> tuple[float, float, bool]:
-    """Compares one variant with the oracle. Returns FLOPs of its MMAs over those needed, causal over all, and whether
-    some are beside the tiles that are needed."""
+def _run_whole(whole: Source, head_dim: int, dtype: torch.dtype) -> tuple[float, float, bool, bool]:
+    """Compares one variant with the oracle. Returns FLOPs of its MMAs over those needed, causal over all, whether some
+    are beside the tiles that are needed, and whether there are more of them under a mask, where it hides no tile."""
     module = built(whole, check=False, head_dim=head_dim, dtype=dtype)
     q, k, v = normal(3, 1, 1, COUNTED, head_dim, seed=1).to(dtype)
     flops, need = [], 4 * COUNTED**2 * head_dim
@@ -622,7 +622,11 @@ def _run_whole(whole: Source, head_dim: int, dtype: torch.dtype) -> tuple[float,
         assert module.report is not None, "every run in the emulator leaves a report"
         flops.append(module.report.counters["mma_flops"])
     beside = flops[0] > need and flops[0] - flops[2] == need // 2  # as many more with fewer keys
-    return flops[0] / need, flops[1] / max(1, flops[0]), beside
+    few = []
+    for causal in (False, True):
+        module.forward(q[:, :, :20], k[:, :, :32], v[:, :, :32], causal=causal, echo=False)
+        few.append(module.report.counters["mma_flops"])  # type: ignore[union-attr]
+    return flops[0] / need, flops[1] / max(1, flops[0]), beside, few[1] > few[0]
 
 
 @exercise(
@@ -661,7 +665,7 @@ def whole_forward(kernel: str) -> str:
         raise of_a_variant(failed, 128, lambda: large(torch.float16)) from None
     for head_dim, dtype in ((64, torch.float16), (128, torch.bfloat16)):
         cases += 2
-        share, causal, beside = _run_whole(whole, head_dim, dtype)
+        share, causal, beside, past = _run_whole(whole, head_dim, dtype)
         case = f"{spelled(dtype)}, head_dim={head_dim}"
         wrong = [
             (share == 0, f"there is no MMA in it: {_USE}"),
@@ -673,6 +677,8 @@ def whole_forward(kernel: str) -> str:
              "tile, or is a product computed twice?"),
             (causal > CAUSAL, f"a causal mask leaves {causal:.0%} of the MMAs, where about half are needed: stop after "
              "the last tile that the block's last row sees"),
+            (past, "for 20 queries and 32 keys a causal mask takes more MMAs than none: the loop goes past the last "
+             "key"),
         ]  # fmt: skip
         for holds, sentence in wrong:
             expect(not holds, f"{_RIGHT} {sentence}", diagnosis="wrong-count", case=case)

@@ -56,6 +56,7 @@ def _model(r: random.Random) -> tuple[int, ...]:
     inputs=[
         (32, 8, 1, 2, 989, 4800), (32, 8, 4, 2, 989, 4800), (32, 32, 1, 2, 989, 4800), (64, 8, 1, 1, 1979, 4800),
         (16, 1, 2, 2, 312, 1555), (8, 8, 1, 4, 100, 1000), (128, 1, 1, 2, 989, 3350),
+        (8, 8, 1, 2, 989, 3), (8, 4, 1, 2, 1, 9000),
     ],
     draw=_model,
     words={"rows": "the rows that read a key head", "of_one": "the intensity of one query"},

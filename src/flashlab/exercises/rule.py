@@ -347,7 +347,9 @@ class Rule:
         well = [name for i, name in enumerate(names) if i not in wrong]
         evidence = "; ".join(numbers)
         evidence += f". {' and '.join(well)} {'are' if len(well) > 1 else 'is'} right in every case" if well else ""
-        cause = (self.hint and self._counted(got, wrong)) or self.explained(learners, got) or self._counted(got, wrong)
+        cause = self.explained(learners, got)
+        if not cause or (self.hint and "but exchanged" not in cause[1]):
+            cause = self._counted(got, wrong) or cause
         if self.symptom and (not cause or HEDGE in cause[1]):
             seen = self.symptom_of(learners)
             evidence = f"As{HEDGE[2:]}{cause[1].partition(HEDGE)[2]}. {evidence}" if seen and cause else evidence

@@ -10,6 +10,7 @@ import ast
 import contextlib
 import inspect
 import itertools
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 
 from flashlab import runtime
 from flashlab.check import CheckFailed, expect, running
+from flashlab.exercises.answers import place
 from flashlab.triton_tools.compile_report import CompileReport, compile_report
 from flashlab.triton_tools.watch import OutOfBounds, Traffic, watched
 
@@ -67,8 +69,18 @@ def in_bounds(case: str | None, **tensors: torch.Tensor) -> Iterator[Traffic | N
         with running(case), watched(**tensors) if runtime.INTERPRETED else contextlib.nullcontext() as traffic:
             yield traffic
     except OutOfBounds as error:
-        sentence = f"{error}: look at what makes this address (indices, strides) and at the mask"
-        raise CheckFailed(sentence, diagnosis="out-of-bounds", case=case) from None
+        raise stray(error, case) from None
+
+
+def stray(error: OutOfBounds, case: str | None) -> CheckFailed:
+    """What is said of an address outside of its tensor: where it is made, and whether a mask is missing."""
+    frame = next((x for x in reversed(error.stack) if place(x.filename, x.lineno or 0, "")), None)
+    code = (frame and frame.line) or ""
+    where = f", {place(frame.filename, frame.lineno or 0, code)}" if frame else ""
+    whole = code.count("(") == code.count(")") and len(re.findall(r"\btl\.(?:load|store)\(", code)) == 1
+    why = "look at what makes this address (indices, strides) and at the mask"
+    why = "it has no mask=, and its tile goes past the end" if whole and "mask" not in code else why
+    return CheckFailed(f"{error}{where}: {why}", diagnosis="out-of-bounds", case=case)
 
 
 def explain_undefined(traffic: Traffic | None, o: torch.Tensor, case: str | None) -> None:

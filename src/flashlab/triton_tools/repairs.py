@@ -13,8 +13,10 @@ import inspect
 import math
 import sys
 import threading
+import traceback
 import types
 import warnings
+from typing import Any
 
 import numpy as np
 import triton.language as tl
@@ -259,10 +261,11 @@ def _watch_launches() -> None:
             with WatchedMemory.launch(self, args, kwargs):
                 return original_call(self, *args, **kwargs)
         except ti.InterpreterError as error:
-            cause: BaseException | None = error
+            cause: Any = error
             while cause is not None and not isinstance(cause, OutOfBounds):
                 cause = cause.__cause__
             if cause is not None:
+                cause.stack = traceback.StackSummary.extract(traceback.walk_tb(cause.__traceback__), lookup_lines=False)
                 raise cause.with_traceback(None) from None
             raise
 

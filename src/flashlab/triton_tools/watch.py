@@ -13,7 +13,9 @@ import pickle
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections import Counter
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +32,12 @@ SECTOR_BYTES = 32  # HBM and L2 move whole sectors of this size, aligned to it
 
 
 class OutOfBounds(IndexError):
-    """A kernel read or wrote an element that its tensor does not have; the access was not carried out."""
+    """A kernel read or wrote an element that its tensor does not have; the access was not carried out.
+
+    stack: the calls that led to it, the innermost last.
+    """
+
+    stack: Sequence[traceback.FrameSummary] = ()
 
 
 @dataclass
