@@ -196,7 +196,7 @@ check("1.7", masked_kernel)
 #
 # The kernel of the lecture's section 10. K and V come in blocks of `BLOCK_N`, for any $N$. Pass 1 finds `m_i` and `l_i`, the maximum and the
 # sum of each row (phase 0's recurrence, for a block instead of one key). Pass 2 computes the scores again and accumulates `o` in `acc`.
-# No rescaling of `o`, no slice, and shared memory that does not depend on $N$.
+# No rescaling of `o`, no slice, and shared memory that does not depend on $N$. Scores may be of any size, 10³⁰ too: what fits beside them in a float32?
 #
 # Three functions that scheme A did not need: `tl.zeros([A, B], tl.float32)` makes a tile of zeros, `tl.full([A], value, tl.float32)` one of
 # any value, and `tl.maximum(x, y)` takes the larger of two tiles, element by element.

@@ -147,8 +147,8 @@ check("4.7", capped_causal_kernel)
 #
 # This kernel writes down at which element each of the first BLOCK rows of each head begins: program `pid` has head
 # `pid % heads` of batch `pid // heads`. It was tested on small tensors. On a long video, whose Q, K and V are views into one
-# large buffer, the output was noise, without an error. The author had thought of the problem, as you can see. Read the
-# symptoms, repair the kernel.
+# large buffer, the output was noise, without an error. The author had thought of the problem, as you can see. Run the check
+# for the symptoms, and repair the kernel.
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_04: row_offsets_kernel

@@ -187,7 +187,7 @@ check("6.4", row_lse)
 # of K and V as of Q: every test passed. Models with a single head of K and V: every test passed. Then came a model with 8 heads of Q and 2 of K
 # and V, and its texts made no sense.
 #
-# The check puts the lines into the file and runs it. It shows which heads of which case are wrong. Whose keys do they see?
+# The check puts the lines into `p6_2_loop_order.cu` and runs it. It shows which heads of which case are wrong. Whose keys do they see?
 
 # %% tags=["exercise"]
 #: Neighbouring heads of Q share a head of K and V: with 8 and 2, heads 0 to 3 have the first; % took turns.
@@ -232,7 +232,9 @@ for name in ("state", "store"):
 # |---|---|
 # | `k_smem[n][c]`, `v_smem[n][c]` | chunk `c` (a `float4`) of key `n`, `n < BLOCK_N`, `c < CHUNKS` |
 # | `q_rmem[c]`, `acc[c]` | chunk `2 * c + odd` of your row, `c < OWN` |
-# | `m_i`, `l_i` | the row's state: the same in both lanes |
+# | `m_i`, `l_i` | the row's state, the same in both lanes: the maximum of the scores times `scale_log2`, and the sum of their powers of 2 |
+# | `row`, `odd` | the row of the tile of Q, and 0 or 1 for its first and second lane |
+# | `m_start`, `n_start` | the first row of the tile of Q, the first key of this tile |
 # | `scale_log2`, `exp2_approx(x)` | the scale times $\log_2 e$; $2^x$ |
 # | `dot(a, b, sum)` | `sum` plus the product of two chunks |
 # | `axpy(x, b, c)`, `scaled(x, b)` | $x\,b + c$ and $x\,b$, `b` and `c` chunks |

@@ -638,10 +638,10 @@ check("9.10", block_of)
 # ## 9.11
 #
 # Section 10's rule for the number of shares looks at the blocks alone. FlashAttention's looks at *rounds*: `places` blocks run at a time, and a round takes as long as its longest share of the `tiles` of keys.
-# So with s shares the time is ⌈`blocks` · s / `places`⌉ · ⌈`tiles` / s⌉. Find the s with the least time; of several the smallest, since each part has to be merged. A share has at least four tiles, so s is at most `tiles` // 4; and
+# So with s shares the time is ⌈`blocks` · s / `places`⌉ · ⌈`tiles` / s⌉. Find the s with the least time; of several the smallest, since each part has to be merged. Shares should not get too short: s is at most `tiles` // 4, and
 # s = 1 is always allowed.
 #
-# And the workspace: for each share and each of `rows` rows a part of O and its lse, in floats. Without a split, none.
+# And the workspace: for each share and each of the launch's `rows` rows a part of O and its lse, in floats. Without a split, none.
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_09_ladder: splits_of

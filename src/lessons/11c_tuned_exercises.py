@@ -75,8 +75,8 @@ check("11c.2", additions)
 #
 # In `p11_backward.cu` with `HEAD_DIM` 128 a tile has `TILE` = 64 queries. These lines compute its dQ and hand it on; `end_step`, in the lecture, calls
 # them. (Leave the whole file closed.) Issue the product, by
-# `wgmma_ss<N, T, TRANS_A, TRANS_B>`; `end_step` waits for it. `CONSUMERS` is 2, `GROUP` its 128 threads; `consumer`, `warp` and `lane` are
-# set. Named barriers 1 and 2 belong to one consumer each; 3 is free.
+# `wgmma_ss<N, T, TRANS_A, TRANS_B>`, between a fence and a commit; `end_step` waits for it. `CONSUMERS` is 2, `GROUP` its 128 threads; `consumer`,
+# `warp` (0 to 7, of the block) and `lane` are set. Barriers 1 and 2 (`named_barrier_sync(id, threads)`) belong to one consumer each; 3 is free.
 
 # %% [markdown]
 # | address | what lies there |
@@ -85,7 +85,7 @@ check("11c.2", additions)
 # | `k_smem` | K [BLOCK, HEAD_DIM], in slabs of 64 columns |
 # | `dq_smem + nth % 2 * DQ_BYTES` | two squares, `DQ_BYTES / CONSUMERS` bytes each: consumer c's has columns 64 c and on |
 # | `dq_full + 8 * (nth % 2)` | each of 8 warps arrives when its numbers lie there |
-# | `dq_empty + 8 * (nth % 2)` | the thread that adds arrives when it has been read |
+# | `dq_empty + 8 * (nth % 2)` | the thread that adds arrives when it has been read; before the first two tiles nobody does |
 #
 # A square holds MMA tile after MMA tile: of each the 128 threads' accumulators, a `float4` each. `shared + (address - k_smem)` is a pointer there.
 

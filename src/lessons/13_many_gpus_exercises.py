@@ -141,7 +141,7 @@ check("13.8", hunted_ring)
 # %% [markdown]
 # ## 13.9
 #
-# With a sliding window most blocks of a ring are empty, and zigzag is the wrong remedy: two pieces have two sets of neighbours. Contiguous
+# With a sliding window most blocks of a ring are empty (token i sees itself and the `window` tokens before it, where they exist), and zigzag is the wrong remedy: two pieces have two sets of neighbours. Contiguous
 # pieces need just the keys of a few ranks before them. Of how many, and is the work even?
 #
 # When it is solved, try it with 8 ranks of 4096 tokens and a window of 4096, and then of 32 768: at which window does the ring need to be

@@ -244,6 +244,8 @@ def _of_lines(text: Text, zero: bool) -> Iterator[Change]:
                 yield Change(_PART, "", 0.9, ((slot, _new(ast.Constant(0))),))
             if isinstance(node, ast.Name) and isinstance(slot[0], ast.Call):
                 yield Change("wrong-sign", "", 1.9, ((slot, _expr("-x", x=node)),))
+            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv):
+                yield Change("more", "", 1.6, ((slot, _expr("x * y", x=node, y=node.right)),))
             term = isinstance(slot[0], ast.BinOp) and isinstance(slot[0].op, (ast.Add, ast.Sub))
             for other in text.numbers if term and isinstance(node, ast.Name) else ():
                 yield Change("more", "", 2.3, ((slot, _expr("x * y", x=node, y=_expr(other))),))

@@ -255,14 +255,9 @@ class TensorRule(Rule):
         right = [name for name, bad in zip(self.names, off, strict=False) if not bad]
         evidence += f". {sum(off)} of {len(off)} cases are wrong" if len(off) > 1 else ""
         evidence += f"; right: {'; '.join(right[:2])}{'; ...' if len(right) > 2 else ''}" if right else ""
-        lost = self._not_finite(got, wrong)
-        found = self.explained(learners, got) if lost else self._all_nan(got, wrong)
-        if lost and found and HEDGE not in found[1]:
-            evidence = f"{_ended(lost[1])}\n{evidence}"
-        elif lost or found:
-            found = lost or found
-            if own := self._mended(learners, False):
-                found, evidence = ("own-slip", f"{own}: the rest is right"), f"{_ended(found[1])}\n{evidence}"
+        found = self._not_finite(got, wrong) or self._all_nan(got, wrong)
+        if found and (own := self._mended(learners, False)):
+            found, evidence = ("own-slip", f"{own}: the rest is right"), f"{_ended(found[1])}\n{evidence}"
         found = (
             found or self.explained(learners, got)
             or self.symptom_of(learners) or self._together(learners, off)
