@@ -131,7 +131,7 @@ tensor_rule(
         "two small rows": (_t([1.0, 2.0, 3.0], [3.0, 1.0, 1.0]),),
         "three rows and two axes before them": (torch.linspace(-2, 3, 24).double().sin().view(2, 3, 4) * 4,),
         "scores of 1000": (_t([1000.0, 1001.0]),), "scores of -1000": (_t([-1000.0, -1001.0]),),
-        "scores of 30000": (_t([30000.0, 30001.0], [-30000.0, -30001.0]),),
+        "rows at heights of 30000 and -30000": (_t([30000.0, 30001.0], [-30000.0, -30001.0]),),
         "low scores beside -inf": (_t([-INF, -1000.0], [-INF, -30000.0]),),
         "one score far above the others": (_t([0.0] * 15 + [1000.0]),),
         "rows at different heights": (_t([0.0, 1.0], [2000.0, 2001.0]),),
