@@ -26,6 +26,12 @@ test_a_slip_is_told_by_the_piece_that_it_is_in = told(
     ("12.6", [("__shfl_sync(~0u, before, 0) == splits - 1", "before == splits - 1")], "never written: is `last`"),
     ("12.7", [("users.subtract(table[s])", "users.update(dict.fromkeys(table[s], -9))")],
      "operation 12, ('free', 0), it should be"),
+    ("1.4", [("offs_n[:, None] * stride_vn", "offs_n[:, None] * stride_kn")], "where `stride_vn` belongs"),
+    ("1.8", [("tl.exp(s - m_i[:, None]) / l_i", "tl.exp(s - m_i[:, None]) / m_i")], "`m_i` stands where `l_i` belongs"),
+    ("2.4", [("K, V, BLOCK_N, scale)\n", "K, V, BLOCK_N, scale / 2)\n")], "the divisor `2` is one too many"),
+    ("2.9", [("key[None, :] > last", "key[None, :] >= last")], "`key[None, :] > last_key[:, None]` belongs"),
+    ("3.4", [("offs_n[:, None] * stride_vn", "offs_n[:, None] * stride_kn")], "where `stride_vn` belongs"),
+    ("3.8", [("offs_n[:, None] * stride_vn", "offs_n[:, None] * stride_kn")], "where `stride_vn` belongs"),
     every=3,
 )  # fmt: skip
 
@@ -39,7 +45,7 @@ ONE = "m_i = tl.max(tl.max(s, axis=1), axis=0) + tl.zeros([BLOCK_M], tl.float32)
 test_what_agrees_by_chance_is_no_cause = diagnosed(
     # One result agrees with that of a change which does other things to the rest.
     ("0.8", (MOVED, LESS), "not-finite"),
-    ("10.7", ("if not fitting:\n        return None", "if not fitting:\n        return BLOCK_M, 16"), "wrong-value"),
+    ("10.7", ("if not fitting:\n        return None", "if not fitting:\n        return BLOCK_M, 16"), "none-forgotten"),
     # Rows past the end have scores of 0, which hold up the maximum of a tile as a start at 0 does.
     ("1.4", ("m_i = tl.max(s, axis=1)", ONE), "one-maximum"),
     every=2,

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from flashlab.check import tensor_changes
-from flashlab.check.changes import Change, Edits, Slot, Text, _expr, _new
+from flashlab.check.changes import Change, Edits, Slot, Text, _expr, _new, _slots
 from flashlab.triton_tools.model import Model, Pointer, launch
 from flashlab.triton_tools.portable import jit_function
 
@@ -157,6 +157,20 @@ def of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any,
         yield "absolute-values", f"absolute values are summed: {w(node.args[0])} keeps its signs", 1.9, _with(
             node, args=[_expr("tl.abs(x)", x=node.args[0]), *node.args[1:]])  # fmt: skip
         yield "mean", "the mean is taken: it is the sum", 1.7, _expr("x / y.shape[1]", x=node, y=node.args[0])
+
+
+def further(text: Text) -> Iterator[Change]:
+    """Of a learner's text: in one line, all strides of one tensor for those of another."""
+    known = {name for name in text.params if name.startswith("stride_")}
+    tensors = sorted({name[:-1] for name in known})
+    for line in [x for x in ast.walk(text.tree) if isinstance(x, (ast.Assign, ast.AugAssign, ast.Expr))]:
+        at = [(slot, node.id) for slot, node in _slots(line) if isinstance(node, ast.Name) and node.id in known]
+        for mine, other in itertools.permutations(tensors, 2):
+            edits = [(slot, _new(ast.Name(other + name[-1], ast.Load()))) for slot, name in at if name[:-1] == mine]
+            if len(edits) > 1 and all(new.id in known for _, new in edits):
+                one, of = (x.removeprefix("stride_").upper() for x in (mine, other))
+                said = f"the strides of {one} stand where those of {of} belong, in {text.say(line)}"
+                yield Change("strides-of-another", said, 1.5, tuple(edits))
 
 
 def of_statements(text: Text) -> Iterator[Change]:

@@ -249,11 +249,17 @@ def _verify_padded(kernel: Any, **options: Any) -> Any:
 def of_one_head(
     r: random.Random, M: int, N: int, HEAD_DIM: int, BLOCK_M: int, BLOCK_N: int, large: float
 ) -> tuple[Any, ...]:
-    """A kernel's arguments; behind each row is room, so that a stride taken for another shows. large: makes scores that
-    overflow without their maximum; below 0, all of one sign.
+    """A kernel's arguments; behind each row, or column, is room: a stride taken for another shows.
+
+    large: makes scores that overflow without their maximum; below 0, all of one sign.
     """
-    q, k, v = (apart(normal(r, n, HEAD_DIM, dtype=torch.float32), gap) for n, gap in ((M, 8), (N, 16), (N, 24)))
-    q, k = (q.abs(), k.abs()) if large < 0 else (q, k)
+    by_columns = r.random() < 0.5
+    q, k, v = (
+        apart(normal(r, HEAD_DIM, n, dtype=torch.float16), gap).T if by_columns else
+        apart(normal(r, n, HEAD_DIM, dtype=torch.float16), gap) for n, gap in ((M, 8), (N, 16), (N, 24))
+    )  # fmt: skip
+    if large < 0:
+        q.abs_(), k.abs_()
     q *= large
     o = empty(M, HEAD_DIM, gap=4)
     strides = (step for x in (q, k, v, o) for step in x.stride())
@@ -268,7 +274,7 @@ def mended_to(
     return made(
         kernel.fn, ("o", "lse"), writes=writes, programs=lambda M, BLOCK_M, **_: -(-M // BLOCK_M),
         inputs={str(x): given(random.Random(i), *x) for i, x in enumerate(sizes)},
-        draw=lambda r: given(r, *draw(r)), tol=2e-3, **data,
+        draw=lambda r: given(r, *draw(r)), tol=5e-3, **data,
     )  # fmt: skip
 
 
