@@ -120,6 +120,8 @@ class Text:
         other: another way to write it: an expression of the parameters that gives the same, or edits of the text.
     """
 
+    foreign = False  # a learner's, of which a change may make numbers grow without end
+
     def __init__(
         self, fn: Callable[..., Any], words: Mapping[str, str] | None = None, other: str | Edits | None = None,
         whole: bool = True,
@@ -132,7 +134,6 @@ class Text:
             loop.body.insert(0, ast.Expr(ast.Call(ast.Name("_tick", ast.Load()), [], [])))
         ast.fix_missing_locations(tree)
         self.tree, self.globals, self.turns = tree, fn.__globals__, 0  # turns: of its loops, in all that has been run
-        self.foreign = False  # a learner's, of which a change may make numbers grow without end
         self.numbers = self.params  # those that are numbers
         self.reads = Counter(n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load))
         halves = {ast.unparse(n): n for n in ast.walk(tree) if isinstance(n, ast.BinOp)}

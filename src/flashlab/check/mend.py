@@ -66,7 +66,6 @@ def mended(
 
     then: raises CheckFailed where such a function gives what is right and is not.
     """
-    until = time.process_time() + _SECONDS
     text = own_text(fn, make)
     if text is None:
         return None, 0.0
@@ -100,6 +99,7 @@ def mended(
         number = change.slug == "wrong-number"  # nothing comes or goes
         return change.cost - 0.5 * number + _SHARED * known + _LONGER * max(0, longer) + 1.5 * kept
 
+    until = time.process_time() + _SECONDS
     for of, change, run in sorted(made, key=lambda x: (len(x[1].edits) > 1, price(x[1]))):
         if time.process_time() > until:
             break
