@@ -30,7 +30,7 @@ from flashlab.check.lookup import Row
 from flashlab.check.mistakes import weights
 from flashlab.exercises.registry import exercise
 from flashlab.exercises.rule import RULES, rule
-from flashlab.exercises.tensor_rule import made, normal, part, tensor_rule
+from flashlab.exercises.tensor_rule import TensorRule, made, normal, part, tensor_rule
 
 
 def _oracle(Q: torch.Tensor, K: torch.Tensor, V: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -267,7 +267,7 @@ def _expect_value_columns(fn: Callable[..., Any], **options: Any) -> None:
     expect_close(O, want, what="O", case=case, tol=1e-4, diagnosis="v-dim-ignored")
 
 
-def _head(r: random.Random, M: int, N: int, BLOCK_M: int, BLOCK_N: int, shift: float = 0.0) -> tuple[Any, ...]:
+def _head(r: random.Random, M: Any, N: Any, BLOCK_M: Any, BLOCK_N: Any, shift: float = 0.0) -> tuple[Any, ...]:
     Q, K, V, _, scale, _ = _block(r, M, N, BLOCK_N, shift)
     return Q, K, V[:, :9].contiguous(), BLOCK_M, BLOCK_N, scale
 
@@ -276,14 +276,14 @@ def _some_head(r: random.Random) -> tuple[Any, ...]:
     return _head(r, r.randint(1, 9), r.randint(1, 9), r.randint(1, 4), r.randint(1, 4))
 
 
-_WHOLE = made(
-    flash_attention_one_head_sim, ("O", "lse"),
-    inputs={"5 rows, 4 keys, tiles 2 x 3": _head(random.Random(1), 5, 4, 2, 3), "4 rows, 7 keys, tiles 2 x 2": _head(
-        random.Random(2), 4, 7, 2, 2), "scores near 300": _head(random.Random(3), 3, 8, 4, 2, 300.0)},
-    draw=_some_head,
-    on_device=True,
-    tol=1e-4,
-)  # fmt: skip
+def _of_a_head(fn: Callable[..., Any], **data: Any) -> TensorRule:
+    """What an answer of a whole head is mended to."""
+    sizes = (5, 4, 2, 2), (4, 11, 2, 4), (6, 8, 4, 2, 300.0)  # M, N, BLOCK_M, BLOCK_N, by how much scores are higher
+    inputs = {str(x): _head(random.Random(i), *x) for i, x in enumerate(sizes)}
+    return made(fn, ("O", "lse"), inputs=inputs, draw=_some_head, on_device=True, tol=1e-4, **data)
+
+
+_WHOLE = _of_a_head(flash_attention_one_head_sim)
 
 
 @exercise(
@@ -597,12 +597,4 @@ def _expect_tiles_skipped(flash_attention_causal_sim: Callable[..., Any]) -> Non
     expect(tiles < needed + 0.5, said, diagnosis="tiles-not-skipped", case=case)
 
 
-_CAUSAL = made(
-    flash_attention_causal_sim, ("O", "lse"),
-    inputs={"5 rows, 4 keys, tiles 2 x 2": _head(random.Random(1), 5, 4, 2, 2), "4 rows, 11 keys, tiles 2 x 4": _head(
-        random.Random(2), 4, 11, 2, 4), "scores near 300": _head(random.Random(3), 6, 8, 4, 2, 300.0)},
-    draw=_some_head,
-    on_device=True,
-    tol=1e-4,
-    then=_expect_tiles_skipped,
-)  # fmt: skip
+_CAUSAL = _of_a_head(flash_attention_causal_sim, then=_expect_tiles_skipped)
