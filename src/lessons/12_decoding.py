@@ -472,8 +472,8 @@ bars = {}
 for name, batch, hue in (("ragged", ragged, "orange"), ("even", even, "blue")):
     equal = cdiv(KV_HEADS * sum(cdiv(n, tile) for n in batch), H200.sms) + 2
     bars[name] = [busiest(batch, s) for s in numbers] + [equal], hue
-curves.columns(ax, [f"{s} split{'s' * (s > 1)}" for s in numbers] + ["equal shares"], bars, ylabel="tiles of time",
-               title="The busiest multiprocessor")
+names = ["1 split", *(f"{s} splits" for s in numbers[1:]), "equal shares"]
+curves.columns(ax, names, bars, ylabel="tiles of time", title="The busiest multiprocessor")
 ax.legend()
 plt.show()
 
