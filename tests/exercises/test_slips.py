@@ -32,6 +32,7 @@ test_a_slip_is_told_by_the_piece_that_it_is_in = told(
     ("2.9", [("key[None, :] > last", "key[None, :] >= last")], "`key[None, :] > last_key[:, None]` belongs"),
     ("3.4", [("offs_n[:, None] * stride_vn", "offs_n[:, None] * stride_kn")], "where `stride_vn` belongs"),
     ("3.8", [("offs_n[:, None] * stride_vn", "offs_n[:, None] * stride_kn")], "where `stride_vn` belongs"),
+    ("11c.3", [("consumer * BLOCK * SLAB_ROW", "consumer * 64")], "hold dS of queries 0 to 7 and keys 32 to 39"),
     every=3,
 )  # fmt: skip
 

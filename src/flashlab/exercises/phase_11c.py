@@ -403,6 +403,34 @@ def _expect_gradients(module: CudaModule, whole: Source) -> None:
             expect_close(x, right, what=name, case=case, tol=6e-3 * float(right.abs().max()))
 
 
+def _read_off(module: CudaModule) -> str:
+    """Which dS a wrong dQ is made of, by blocks of 8 x 8: where K is a multiple of the identity, dQ is dS."""
+    grad_o, q, k, v, *_ = _inputs(1, 1, 64, _BACKWARD_DIM, False)
+    k[0, 0] = 4 * torch.eye(_BACKWARD_DIM)
+    o, lse = reference.attention(q, k, v)
+    got = hopper_backward(grad_o, q, k, v, o.half(), lse.float(), module=module, echo=False, threads=1, timeout=4.0)
+    both = got[0], reference.attention_backward(grad_o, q, k, v)[0]
+    x, y = (z[0, 0].double().reshape(8, 8, 16, 8).transpose(1, 2).flatten(0, 1) for z in both)
+
+    def near(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.cdist(x.flatten(1), y.flatten(1)) < 0.05 * y.flatten(1).norm(dim=1)
+
+    def place(i: int, rows: str, columns: str) -> str:
+        r, c = i // 16 * 8, i % 16 * 8
+        return f"{rows} {r} to {r + 7}{columns} {c} to {c + 7}"
+
+    held, turned = near(x, y), near(x, y.mT)
+    mixed = near(x.flatten(1).sort().values, y.flatten(1).sort().values)
+    for i in (~held.diagonal()).nonzero().flatten().tolist():
+        for of, how in ((held, ""), (turned, ", transposed"), (mixed, ", in another order")):
+            found = of[i].nonzero().flatten().tolist()
+            what = f"dS of {place(found[0], 'queries', ' and keys')}{how}" if found else "0"
+            if found or not x[i].any():
+                said = f"where K is 4 times the identity, dQ is 4 dS: {place(i, 'rows', ', columns')} hold {what}"
+                return f"{said}; {int(held.diagonal().sum())} of {len(x)} blocks of 8 x 8 are right\n"
+    return ""
+
+
 def _dq_of_a_square(text: str) -> Source:
     return _in_backward(dQ_of_a_square=text)
 
@@ -504,6 +532,8 @@ def dq_of_a_tile(dq_of_a_square: str) -> str:
         with explained(lambda: module, SQUARE):
             _expect_gradients(module, whole)
     except CheckFailed as failed:
+        if failed.diagnosis == "wrong-value":
+            raise CheckFailed(f"{_read_off(module)}{failed.sentence}", case=failed.case) from None
         if failed.diagnosis != "uninitialised-shared":
             raise
         said = f"{failed.sentence.partition('; if')[0]}. Places of dQ: where does a consumer's square begin, counted "
