@@ -12,6 +12,8 @@ import torch
 Tensor = torch.Tensor
 NAMES = {1: ("element",), 2: ("row", "column"), 3: ("plane", "row", "column")}
 
+_RUNS = 4  # that are listed
+
 
 def observe(actual: Tensor, expected: Tensor, bound: float, known: Mapping[str, Tensor] | None = None) -> str | None:
     """A half-sentence on how `actual` is wrong, or None.
@@ -189,5 +191,9 @@ def runs(chosen: Tensor, name: str) -> str:
         return f"{name}s {places[0]} to {places[-1]}"
     if steps == {2} and len(places) >= len(chosen) // 2:
         return f"the {'odd' if places[0] % 2 else 'even'} {name}s"
-    listed = ", ".join(map(str, places[:6]))
-    return f"{name}s {listed}{', ...' if len(places) > 6 else ''}"
+    first = [x for x in places if x - 1 not in places]
+    last = [x for x in places if x + 1 not in places]
+    if len(places) > 6 and len(first) <= _RUNS:
+        parts = (f"{a} to {b}" if a < b else f"{a}" for a, b in zip(first, last, strict=True))
+        return f"{name}s {', '.join(parts)}"
+    return f"{name}s {', '.join(map(str, places[:6]))}{', ...' if len(places) > 6 else ''}"

@@ -135,7 +135,11 @@ def _partly(name: str, missing: torch.Tensor, case: str) -> CheckFailed:
     whole_heads = missing.flatten(2).all(2)  # [batch, heads]
     if torch.equal(missing, whole_heads.view(*whole_heads.shape, *[1] * (missing.ndim - 2)).expand_as(missing)):
         b, h = whole_heads.nonzero()[0].tolist()
-        advice = "its row is number (batch * heads + head) * seq_q + row" if name == "lse" else "rows_of finds the rows"
+        advice = (
+            "its row is number (batch * heads + head) * seq_q + row"
+            if name == "lse"
+            else "has it a block, and does rows_of find its rows?"
+        )
         said = f"{name} is stored for {int((~whole_heads).sum())} of {whole_heads.numel()} heads: nothing is ever "
         said += f"written to batch {b}, head {h}; {advice}"
         return CheckFailed(said, diagnosis=f"{name}-of-heads-not-stored", case=case)
