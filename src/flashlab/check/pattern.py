@@ -193,7 +193,7 @@ def runs(chosen: Tensor, name: str) -> str:
         return f"the {'odd' if places[0] % 2 else 'even'} {name}s"
     first = [x for x in places if x - 1 not in places]
     last = [x for x in places if x + 1 not in places]
-    if len(places) > 6 and len(first) <= _RUNS:
+    if len(places) >= 4 * len(first) and len(first) <= _RUNS:  # not here and there
         parts = (f"{a} to {b}" if a < b else f"{a}" for a, b in zip(first, last, strict=True))
         return f"{name}s {', '.join(parts)}"
     return f"{name}s {', '.join(map(str, places[:6]))}{', ...' if len(places) > 6 else ''}"
