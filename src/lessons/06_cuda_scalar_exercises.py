@@ -225,16 +225,15 @@ for name in ("state", "store"):
     show.source(region(two_lanes(), name))
 
 # %% [markdown]
-# Two neighbours read two neighbouring chunks of a key: different banks, so one wavefront serves both. Had each lane one *half* of the row, they
-# would lie 128 bytes apart, in the same banks. What you have:
+# Two neighbours read two neighbouring chunks of a key: different banks, one wavefront. (Halves of a row would lie in the same banks.) What you have:
 #
 # | | |
 # |---|---|
 # | `k_smem[n][c]`, `v_smem[n][c]` | chunk `c` (a `float4`) of key `n`, `n < BLOCK_N`, `c < CHUNKS` |
 # | `q_rmem[c]`, `acc[c]` | chunk `2 * c + odd` of your row, `c < OWN` |
-# | `m_i`, `l_i` | the row's state, the same in both lanes: the maximum of the scores times `scale_log2`, and the sum of their powers of 2 |
-# | `row`, `odd` | the row of the tile of Q, and 0 or 1 for its first and second lane |
-# | `m_start`, `n_start` | the first row of the tile of Q, the first key of this tile |
+# | `m_i`, `l_i` | the row's state, the same in both lanes; `m_i` is of scores times `scale_log2` |
+# | `row`, `odd` | of the tile of Q; 0 or 1, which lane of the two |
+# | `m_start`, `n_start` | the first row, the first key of a tile |
 # | `scale_log2`, `exp2_approx(x)` | the scale times $\log_2 e$; $2^x$ |
 # | `dot(a, b, sum)` | `sum` plus the product of two chunks |
 # | `axpy(x, b, c)`, `scaled(x, b)` | $x\,b + c$ and $x\,b$, `b` and `c` chunks |

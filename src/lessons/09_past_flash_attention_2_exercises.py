@@ -31,8 +31,8 @@ from flashlab.kernels import path
 # A block owns the rows `m_start` to `m_start + block_m - 1`. Tile $j$ holds the keys `j * block_n` to `j * block_n + block_n - 1`. Keys
 # from `seq_k` on do not exist. If `causal`, query $i$ sees the keys up to $i$ + `seq_k - seq_q`.
 #
-# Return `end`, one past the last tile of which some row sees a key, and `full`, the first tile that is not seen whole by every row: the loop needs no
-# mask before it. All rows of the block count as rows, those past the last query, too.
+# Return `end`, one past the last tile of which some row sees a key, and `full`, the first tile that is not seen whole by every row. Rows
+# past the last query count, too.
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_09: tiles
@@ -65,9 +65,8 @@ check("9.2", blocks_per_sm)
 #
 # In `p9_3_rescale` a row that moves far takes its whole warp with it, so a row's last bits depend on its neighbours. Somebody made *rescale* lazy row by
 # row: a row that has not moved far keeps its `m_i`, whatever the others do. It passed a thousand tests with `torch.randn`, and was shipped. Then some
-# rows of a model's output looked as if their largest scores hardly counted, always rows whose large scores come late in the walk. Run the check, and say
-# to yourself **in which cases it is right, and by which factor what came before weighs too much**. Then repair the text. It has to stay lazy, row by
-# row: where no maximum moves, nothing is multiplied, so the vote stays.
+# rows of a model's output looked as if their largest scores hardly counted, always rows whose large scores come late. Run the check: **in which cases is
+# it right, and by which factor does what came before weigh too much?** Then repair the text. It has to stay lazy, row by row, and the vote stays.
 #
 # `m_i` is a row's reference, `m_new` its maximum including this tile (both of raw scores), `moved` whether a row of this lane has moved far, `acc` and
 # `l_i` what the earlier tiles have left.

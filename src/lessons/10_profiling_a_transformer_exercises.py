@@ -51,10 +51,10 @@ import triton.language as tl
 # - `row.cpu_time_total`, the same with them. `aten::matmul` calls `aten::bmm`: this time of `bmm` is in both rows.
 #
 # `parts` is for instance `{"aten::bmm": "products", "aten::_softmax": "softmax"}`. Operations that it does not have are the part `"other"`.
-# Return the part with the most time of its own, its share of the whole profile's time (0 to 1; the whole is the sum of all self times), and how many
+# Return the part with the most time of its own, its share of the whole profile's time (of all self times, 0 to 1), and how many
 # calls it has.
 #
-# The next cell makes a profile of the original layer, on this machine.
+# The next cell profiles the original layer, on this machine.
 
 # %% tags=["nbval-ignore-output"]
 torch.set_num_threads(1)  # so that no operation's time has in it that threads wait for each other

@@ -74,7 +74,7 @@ check("11.2", waits, tile_bytes)
 # | `v_rows` | 64 rows of 192 columns, as three slabs [64, 64], one behind the other | 128 bytes | MN-major: a row is one k, its columns are n |
 # | `narrow_columns` | 64 rows of 32 columns: a row has 64 bytes | 64 bytes | K-major |
 #
-# Each function returns the descriptor of step `k`: the operand whose K are 16k to 16k + 15, as far as the tile has columns (or, of V, rows). Distances are in bytes; swizzles are
+# Each function returns the descriptor of step `k`: the operand whose K are 16k to 16k + 15. Distances are in bytes; swizzles are
 # `SWIZZLE_128`, `_64`, `_32` and `_NONE`. The check multiplies it by the identity:
 # it sees what you have named.
 

@@ -624,7 +624,8 @@ def _run_whole(whole: Source, head_dim: int, dtype: torch.dtype) -> tuple[float,
     beside = flops[0] > need and flops[0] - flops[2] == need // 2  # as many more with fewer keys
     few = []
     for causal in (False, True):
-        module.forward(q[:, :, :20], k[:, :, :32], v[:, :, :32], causal=causal, echo=False)
+        given = q[:, :, :20], k[:, :, :32], v[:, :, :32]
+        ran(module, whole, "seq_q=20, seq_k=32", partial(module.forward, *given, causal=causal, echo=False))
         few.append(module.report.counters["mma_flops"])  # type: ignore[union-attr]
     return flops[0] / need, flops[1] / max(1, flops[0]), beside, few[1] > few[0]
 
