@@ -703,7 +703,7 @@ assert busy(whole) < 0.971 and busy(cut) > 0.99
 #
 # What follows is a **simulation**, no measurement. It has three inputs: the speed of phase 11's last kernel by length, measured on one
 # H200; the links of published machines, 450 GB/s within a node of eight and 50 GB/s per GPU between nodes; and what a step costs beside
-# them, 150 µs and 0.5 % of its kernels' time, backward 5 %, fitted to the runs below. What an all-gather or an exchange copies goes at 4 TB/s. No congestion.
+# them, 150 µs and 1 % of its kernels' time, backward 6 %, fitted to the runs below. What an all-gather or an exchange copies goes at 4 TB/s. No congestion.
 
 # %%
 (record,) = [r for r in records.recorded("hopper") if r["machine"]["gpu"] == "NVIDIA H200"]

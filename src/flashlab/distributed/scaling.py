@@ -84,7 +84,7 @@ class Machine:
     inside: float = 450.0
     between: float = 50.0
     step_us: float = 150.0
-    in_ring: tuple[float, float] = (1.005, 1.05)
+    in_ring: tuple[float, float] = (1.01, 1.06)
     memory: float = 4000.0
     backward: Mapping[int, float] | None = None
 
