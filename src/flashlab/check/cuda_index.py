@@ -27,6 +27,7 @@ from flashlab.check import cuda_text
 from flashlab.check.changes import Change, changes, edited
 from flashlab.check.claims import Claims, tokens
 from flashlab.check.cuda_answer import VAGUE, Source, Verdict, examine
+from flashlab.check.cuda_mend import mended
 from flashlab.check.cuda_text import CHOSEN, PRELUDE, CudaText
 from flashlab.check.failed import CheckFailed
 from flashlab.check.lookup import Row
@@ -40,6 +41,7 @@ from flashlab.simt.source import blank_comments
 FOLDER = Path(__file__).parent / "changes"
 _SHOWN = 60  # characters of a line
 _MARK = "flashlab_answer;"
+_HEDGED = "it gives just what a right kernel gives in which "
 _SECONDS = 2.0  # that a change may take on one input
 _LONGEST = 200  # characters of two causes
 _ALMOST = 0.35  # costs so near say nothing about which is likelier
@@ -246,19 +248,29 @@ class Trials:
         numbers = [n for x in got if (n := _numbers_of(x))]
         if numbers and not any(any(x[4::_KEPT]) for x in numbers):
             return None  # NaN or 0 everywhere, as of many changes
-        said = f"it gives just what a right kernel gives in which {said}"
+        said = f"{_HEDGED}{said}"
         near = (x[1] for x in fitting[1:] if x[0] != slug and x[2] <= cost + _ALMOST)
         other = next((x for x in near if x.partition(":")[0] != fitting[0][1].partition(":")[0]), None)
         return slug, f"{said}. Or: {other}" if other and len(said + other) < _LONGEST else said
+
+    def own_lines(self, code: str) -> range:
+        """Which lines of a file, from 0, stand where the right text does."""
+        lines, frame = code.splitlines(), self.place(joined([_MARK] * len(parted(self.kept["text"])))).splitlines()
+        marked = [i for i, line in enumerate(frame) if _MARK in line]
+        return range(marked[0], len(lines) - len(frame) + marked[-1] + 1)
+
+    def gives(self, module: CudaModule, number: int) -> bool:
+        """Whether a build gives on this run what is right, whatever its warps do on the way."""
+        run, right = self.runs[number], self.kept["right"][number]
+        plain = getattr(run, "traced", None)
+        return self._alike(_numbers_of(right) if plain else right, self._one(module, plain or run))
 
     def beside(self, module: CudaModule) -> str:
         """In words, the first thing that a line of the answer does otherwise than a right answer, of runs with a trace:
         a warp's waits, arrivals and copies come in one order each, whatever the answer's style.
         """
         lines, right = module.code.splitlines(), None
-        frame = self.place(joined([_MARK] * len(parted(self.kept["text"])))).splitlines()
-        marked = [i for i, line in enumerate(frame) if _MARK in line]
-        own = range(marked[0] + 1, len(lines) - len(frame) + marked[-1] + 2)
+        own = self.own_lines(module.code)
         for run in (x.traced for x in self.runs if hasattr(x, "traced")):
             if not (mine := _events(module, run)):
                 continue
@@ -277,7 +289,7 @@ class Trials:
                 }
                 if nth < len(of) and of[nth].values[free:] == e.values[free:]:  # any barrier will do that nobody uses
                     continue
-                if e.line is None or e.line not in own:
+                if e.line is None or e.line - 1 not in own:
                     break  # another thing before it was otherwise, or it cannot be said where
                 code = lines[e.line - 1].split("//")[0].strip()
                 code = code if len(code) < _SHOWN else f"{code[:_SHOWN]} …"
@@ -512,6 +524,10 @@ def explained(module: Callable[[], CudaModule], *trials: Trials, vague: Sequence
 
     vague: the diagnoses that say no cause, where others do; findings never do.
     """
+
+    def known(said: str) -> bool:
+        return any(row.sentence == said for x in trials for row in x.rows)
+
     try:
         yield
     except CheckFailed as failed:
@@ -520,14 +536,17 @@ def explained(module: Callable[[], CudaModule], *trials: Trials, vague: Sequence
         if failed.diagnosis not in plain and (not vague or failed.diagnosis in (*vague, *KINDS)):
             with contextlib.suppress(CheckFailed):  # it does not compile as it is looked at
                 found = next(filter(None, (x.explain(module()) for x in trials)), None)
+                alone = len(parted(trials[0].kept["text"])) == 1
+                if alone and not (found and known(found[1])) and (said := mended(trials[0], module().text)):
+                    found = found[0] if found else failed.diagnosis, said
             beside = (x.beside(module()) for x in trials if found is None and failed.diagnosis in KINDS)
             if said := next(filter(None, beside), ""):
                 raise CheckFailed(f"{said}\n{failed.sentence}", diagnosis=failed.diagnosis, case=failed.case) from None
         if found is None:
             raise
         slug, said = found
-        if failed.diagnosis in KINDS and not any(row.sentence == said for x in trials for row in x.rows):
-            if failed.diagnosis == "uninitialised-local":
+        if failed.diagnosis in KINDS and not known(said):
+            if failed.diagnosis == "uninitialised-local" and said.startswith(_HEDGED):
                 raise
             slug = failed.diagnosis
         raise CheckFailed(f"{said}\n{failed.sentence}", diagnosis=slug, case=failed.case) from None

@@ -50,6 +50,9 @@ _SYMBOLS: dict[type, str] = {
 _AUGMENTED = {f"{_SYMBOLS[op]}=": op for op in (*_PRECEDENCE,) if op is not ast.FloorDiv}
 
 
+_ALL_LANES = 0xFFFFFFFF
+
+
 class UnreadableError(ValueError):
     """A piece of CUDA that has no such form."""
 
@@ -397,7 +400,7 @@ class CudaText(Text):
             case ast.Constant(bool() as value):
                 return str(value).lower(), 20
             case ast.Constant(int() as value):
-                return str(value), 20 if value >= 0 else 12
+                return hex(value) if value == _ALL_LANES else str(value), 20 if value >= 0 else 12
             case ast.Constant(float() as value):
                 return f"{value!r}f" if not words else f"{value:g}", 20
             case ast.Attribute(value, attr):

@@ -429,7 +429,8 @@ def said(text: Text, change: Change) -> str:
         return ""
     where = "" if len(pieces) == 1 else ", both times" if len(pieces) == 2 else ", everywhere"
     part = _part(text, change.edits[0])
-    words = f"the line `{old}` is one too many" if new == "pass" else part or f"`{old}` stands where `{new}` belongs"
+    gone = new in ("pass", "")
+    words = f"the line `{old}` is one too many" if gone else part or f"`{old}` stands where `{new}` belongs"
     where = where or (_place(text, change, old) if not part else "")
     return "" if len(words) > _LONGEST else words + where * (len(words + where) <= _LONGEST)
 
@@ -483,7 +484,7 @@ def _place(text: Text, change: Change, old: str) -> str:
     if ast.unparse(text.tree).count(old) < 2 and not old.isdigit():
         return ""
     holder = change.edits[0][0][0]
-    line: ast.AST | None = holder if isinstance(holder, (ast.stmt, ast.BinOp, ast.Call)) else None
+    line: ast.AST | None = holder if isinstance(holder, (ast.stmt, ast.BinOp, ast.Call, ast.Compare)) else None
     if line is None:  # the least that has it
         around = [x for x in ast.walk(text.tree) if isinstance(x, (ast.Subscript, *_LINES)) and holder in ast.walk(x)]
         line = min(around, key=_length, default=None)

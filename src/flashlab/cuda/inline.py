@@ -55,6 +55,7 @@ class CudaModule:
         self._include_dirs, self._adds = list(include_dirs), adds
         self.backend = backend
         self.report: Report | None = None
+        self.timeout: float | None = None  # of the emulator's launches that are given none
         if not text.entries:
             raise ValueError(f'{text.name} has no extern "C" function at all')
         self.entries = text.entries
@@ -86,8 +87,13 @@ class CudaModule:
             raise compile_error(text.name, text.text, str(error), "the emulator's host compiler") from None
 
     @property
+    def text(self) -> str:
+        """The source."""
+        return self._text.text
+
+    @property
     def code(self) -> str:
-        """The source without its comments."""
+        """The source without its comments and strings."""
         return self._text.code
 
     @property
@@ -165,7 +171,7 @@ class CudaModule:
         copies = {i: x for i, x in enumerate(values) if isinstance(x, torch.Tensor) and x.device.type != "cpu"}
         values = [x.cpu() if i in copies else x for i, x in enumerate(values)]
         try:
-            self.report = built.launch(entry.name, *values, **options)
+            self.report = built.launch(entry.name, *values, **{"timeout": self.timeout} | options)
         except _simt_errors.SimtError as error:
             self.report = error.report
             returned = re.search(r"returned (\d+) \((\w+)\)", str(error))

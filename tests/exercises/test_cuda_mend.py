@@ -1,0 +1,80 @@
+"""CUDA answers in a style of their own, with one slip: what change of the learner's lines makes them right."""
+
+import pytest
+from lesson_answers import answers_of
+from lesson_answers import answers_of
+
+from flashlab.check import cuda_mend
+from flashlab.check.changes import edited
+from flashlab.check.cuda_index import TRIALS
+from flashlab.exercises import exercises
+
+exercises()
+
+TILE = """
+        const int visible = p.causal ? min(p.seq_k - n_start, m_start + row + diagonal + 1 - n_start) : p.seq_k - n_start;
+        float s[BLOCK_N] = {};
+        for (int c = 0; c < OWN; c++)
+            for (int n = 0; n < BLOCK_N; n++) s[n] = dot(k_smem[n][c * 2 + odd], q_rmem[c], s[n]);
+        float top = -INFINITY;
+        for (int n = 0; n < BLOCK_N; n++) {
+            s[n] = (s[n] + __shfl_xor_sync(~0u, s[n], 1)) * scale_log2;
+            if (n >= visible) s[n] = -INFINITY;
+            top = fmaxf(top, s[n]);
+        }
+        const float fresh = fmaxf(top, m_i);
+        if (fresh != -INFINITY) {
+            const float shrink = exp2_approx(m_i - fresh);
+            for (int c = 0; c < OWN; c++) acc[c] = scaled(shrink, acc[c]);
+            float total = 0.f;
+            for (int n = 0; n < BLOCK_N; n++) {
+                const float w = exp2_approx(s[n] - fresh);
+                total += w;
+                for (int c = 0; c < OWN; c++) acc[c] = axpy(w, v_smem[n][c * 2 + odd], acc[c]);
+            }
+            l_i = fmaf(l_i, shrink, total);
+            m_i = fresh;
+        }
+"""  # fmt: skip
+TRANSPOSE = """#include "simt.h"
+__global__ void transpose(const float* x, float* y, int rows, int cols) {
+    __shared__ float tile[32][33];
+    int tx = threadIdx.x, ty = threadIdx.y, left = blockIdx.x * 32, top = blockIdx.y * 32;
+    for (int k = 0; k < 32; k += 8)
+        if (top + ty + k < rows && left + tx < cols) tile[ty + k][tx] = x[(top + ty + k) * cols + left + tx];
+    __syncthreads();
+    for (int k = 0; k < 32; k += 8)
+        if (left + ty + k < cols && top + tx < rows) y[(left + ty + k) * rows + top + tx] = tile[tx][ty + k];
+}
+extern "C" int run(const float* x, float* y, int rows, int cols, void* stream) {
+    transpose<<<dim3((cols + 31) / 32, (rows + 31) / 32), dim3(32, 8), 0, (cudaStream_t)stream>>>(x, y, rows, cols);
+    return (int)cudaGetLastError();
+}
+"""
+
+# exercise, text, (old, new), what is said
+SLIPS = [
+    ("6.6", TILE, ("m_i = fresh;", "m_i = top;"), "`top` stands where `fresh` belongs"),
+    ("6.6", TILE, ("            m_i = fresh;\n", ""), "the line `m_i = fresh` is missing"),
+    ("6.6", TILE, ("exp2_approx(m_i - fresh)", "exp2_approx(fresh - m_i)"), "`fresh - m_i` stands where `m_i - fresh` belongs"),
+    ("6.6", TILE, ("exp2_approx(s[n] - fresh)", "exp2_approx(s[n])"), "`s[n]` stands where `s[n] - fresh` belongs"),
+    ("6.6", TILE, ("__shfl_xor_sync(~0u, s[n], 1)", "__shfl_sync(~0u, s[n], (threadIdx.x + 1) % 32)"),
+     "`__shfl_sync(~0u, s[n], (threadIdx.x + 1) % 32)` stands where `__shfl_xor_sync(~0u, s[n], 1)` belongs"),
+    ("6.3", TRANSPOSE, ("    __syncthreads();\n", ""), "`__syncthreads()` is missing behind "),
+    ("6.3", TRANSPOSE, ("(left + ty + k) * rows", "(left + ty + k) * cols"), "`cols` stands where `rows` belongs"),
+    ("6.6", TILE, ("fmaf(l_i, shrink, total)", "fmaf(l_i, total, shrink)"),
+     "`fmaf(l_i, total, shrink)` stands where `fmaf(l_i, shrink, total)` belongs"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("id, text, edit, words", SLIPS, ids=[x[3] for x in SLIPS])
+def test_a_slip_is_told_in_the_learners_words(id, text, edit, words, monkeypatch):
+    monkeypatch.setattr(cuda_mend, "_SECONDS", 60.0)  # on a machine with other work
+    assert cuda_mend.mended(TRIALS[id], TRIALS[id].place(edited(text, [edit]))).startswith(words)
+
+
+def test_nothing_is_said_of_a_right_answer_or_of_two_slips(monkeypatch):
+    monkeypatch.setattr(cuda_mend, "_SECONDS", 60.0)
+    two = edited(TILE, [("m_i = fresh;", "m_i = top;"), ("s[n] - fresh", "s[n]")])
+    for text in (TILE, *answers_of("6.6", "solutions"), two, "        no CUDA at all (;\n"):
+        assert cuda_mend.mended(TRIALS["6.6"], TRIALS["6.6"].place(text)) == ""
