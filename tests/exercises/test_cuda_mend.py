@@ -2,7 +2,6 @@
 
 import pytest
 from lesson_answers import answers_of
-from lesson_answers import answers_of
 
 from flashlab.check import cuda_mend
 from flashlab.check.changes import edited
@@ -12,7 +11,8 @@ from flashlab.exercises import exercises
 exercises()
 
 TILE = """
-        const int visible = p.causal ? min(p.seq_k - n_start, m_start + row + diagonal + 1 - n_start) : p.seq_k - n_start;
+        int visible = p.seq_k - n_start;
+        if (p.causal) visible = min(visible, m_start + row + diagonal + 1 - n_start);
         float s[BLOCK_N] = {};
         for (int c = 0; c < OWN; c++)
             for (int n = 0; n < BLOCK_N; n++) s[n] = dot(k_smem[n][c * 2 + odd], q_rmem[c], s[n]);
@@ -56,8 +56,9 @@ extern "C" int run(const float* x, float* y, int rows, int cols, void* stream) {
 SLIPS = [
     ("6.6", TILE, ("m_i = fresh;", "m_i = top;"), "`top` stands where `fresh` belongs"),
     ("6.6", TILE, ("            m_i = fresh;\n", ""), "the line `m_i = fresh` is missing"),
-    ("6.6", TILE, ("exp2_approx(m_i - fresh)", "exp2_approx(fresh - m_i)"), "`fresh - m_i` stands where `m_i - fresh` belongs"),
-    ("6.6", TILE, ("exp2_approx(s[n] - fresh)", "exp2_approx(s[n])"), "`s[n]` stands where `s[n] - fresh` belongs"),
+    ("6.6", TILE, ("exp2_approx(m_i - fresh)", "exp2_approx(fresh - m_i)"),
+     "`fresh - m_i` stands where `m_i - fresh` belongs"),
+    ("6.6", TILE, ("exp2_approx(s[n] - fresh)", "exp2_approx(s[n])"), "the term `-fresh` is missing in `s[n]`"),
     ("6.6", TILE, ("__shfl_xor_sync(~0u, s[n], 1)", "__shfl_sync(~0u, s[n], (threadIdx.x + 1) % 32)"),
      "`__shfl_sync(~0u, s[n], (threadIdx.x + 1) % 32)` stands where `__shfl_xor_sync(~0u, s[n], 1)` belongs"),
     ("6.3", TRANSPOSE, ("    __syncthreads();\n", ""), "`__syncthreads()` is missing behind "),

@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 import re
+import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -412,8 +413,8 @@ class Trials:
         near = before[2] and other[2] <= before[2] + _ALMOST and before[0] != other[0]
         return not near and self._same(before[3], other[3])
 
-    def _built(self, whole: CudaText, made: Sequence[Any]) -> tuple[CudaModule, set[int]]:
-        """One build of all the changes, and the numbers of those that do not compile."""
+    def _built(self, whole: CudaText, made: Sequence[Any], until: float = math.inf) -> tuple[CudaModule, set[int]]:
+        """One build of all the changes, and the numbers of those that do not compile; until: the time to give up."""
         refused: set[int] = set()
         while True:
             text = PRELUDE + self.place(self.unread(whole.all_in_one(made, refused)))
@@ -423,7 +424,7 @@ class Trials:
                 error = failed.__context__
                 assert isinstance(error, CompileError), failed
                 more = {n for m in error.messages if m.line for n in _numbers(text, m.line)} - refused
-                if not more:
+                if not more or time.monotonic() > until:
                     raise
                 refused |= more
 

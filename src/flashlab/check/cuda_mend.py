@@ -7,17 +7,19 @@ gives what is right on all of an exercise's trials is told. So nothing is said t
 from __future__ import annotations
 
 import ast
+import contextlib
 import itertools
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flashlab.check import cuda_text
-from flashlab.check.changes import Change, _new, _slots, changes
+from flashlab.check.changes import Change, Slot, _new, _slots, changes
 from flashlab.check.claims import tokens
-from flashlab.check.cuda_text import CudaText, Declaration
+from flashlab.check.cuda_text import CudaText, Declaration, _counts
 from flashlab.check.failed import CheckFailed
 from flashlab.check.mend import _BY_CHANCE, _LONGER, _SHARED, _both, said
 
@@ -25,8 +27,10 @@ if TYPE_CHECKING:
     from flashlab.check.cuda_index import Trials
 
 _SECONDS = 6.0  # on a machine with other work, where some of these are not tried; else it takes 1 to 5
-_TRIED = {"6": 350, "7": 350, "8": 150, "9": 120}  # changes, by phase: later kernels take long to build and to run
+_FIRST = 80  # changes of the first build
+_TRIED = {"6": 350, "7": 350, "8": 200, "9": 200, "11": 80}  # by phase: later kernels take longer
 _REMOVED = ("condition-missing", "limit-missing", "term-missing", "factor-missing", "function-missing")
+_LIKELY = ("wrong-name", "wrong-number")  # nothing comes or goes
 _LINES = (ast.Assign, ast.AugAssign, ast.Return, ast.Expr, Declaration)
 _ALIKE = 0.5  # of the words and signs of a right text's piece, that the one in its place has
 _KEPT = r"\b(?:const|__shared__|static|__restrict__|constexpr)\b|\s"
@@ -45,29 +49,42 @@ def mended(it: Trials, code: str) -> str:
     try:
         mine = "\n".join(code.splitlines()[own.start : own.stop])
         text, right = (CudaText(it.read(x), it.region) for x in (mine, it.kept["text"]))
-        frame = CudaText(it.place(it.kept["text"]))
-        made = _likeliest(text, right, frame, tried)
-        module, refused = it._built(text, made)
+        around = _types(it.place(it.kept["text"]))
+        made = _likeliest(text, right, around, tried)
+        for some in (made[:_FIRST], made[_FIRST:]):
+            if said_of_it := _tried(it, text, some, until) if some else "":
+                return said_of_it
     except (cuda_text.UnreadableError, SyntaxError, CheckFailed, AssertionError, StopIteration, KeyError):
-        return ""  # what cannot be read, or not be put together again
+        pass  # what cannot be read, or not be put together again
+    return ""
+
+
+def _tried(it: Trials, text: CudaText, made: Sequence[Change], until: float) -> str:
+    module, refused = it._built(text, made, until)
     module.timeout = 1.0
-    order = [i for i in range(len(it.runs)) if not it.gives(module, i)]
-    if not order:
-        return ""  # what is wrong does not show here
-    order += [i for i in range(len(it.runs)) if i not in order]
+    order = [i for i in range(len(it.runs)) if not it.gives(module, i)]  # what is wrong first
+    order += [i for i in range(len(it.runs)) if i not in order] if order else []
     for number, change in enumerate(made, 1):
         if time.monotonic() > until:
-            return ""
-        if number in refused:
-            continue
-        module.launch("flashlab_choose", number)
-        if all(it.gives(module, i) for i in order):
-            return _said(text, change)
+            break
+        if order and number not in refused:
+            module.launch("flashlab_choose", number)
+            if all(it.gives(module, i) for i in order):
+                return _said(text, change)
     return ""
+
+
+def _types(code: str) -> dict[str, str]:
+    """Of the variables of a file, where it can be read."""
+    with contextlib.suppress(cuda_text.UnreadableError, SyntaxError):
+        return CudaText(code).types
+    return {}
 
 
 def _said(text: CudaText, change: Change) -> str:
     words = change.said if change.slug == _MISSING else said(text, change)
+    if isinstance(change.edits[0][0][0], Declaration):
+        words = words.partition(", in `")[0] + text.line_of(replace(change, said=""))
     held = r"^`(?:if|while) \((.*)\)` stands where `\w+ \(true\)` belongs"
     return re.sub(held, r"the condition `\1` is one too many", words)
 
@@ -75,33 +92,37 @@ def _said(text: CudaText, change: Change) -> str:
 _MISSING = "line-added"
 
 
-def _likeliest(text: CudaText, right: CudaText, frame: CudaText, tried: int) -> list[Change]:
+def _likeliest(text: CudaText, right: CudaText, around: dict[str, str], tried: int) -> list[Change]:
     shared = _known(text, right)
-    around = {x: of for x, of in frame.types.items() if x not in text.types}
+    around = {
+        x: of for x, of in around.items() if x not in {*text.types, *right.types} and text.reads[x] + right.reads[x]
+    }
     text.locals += [x for x in around if x in text.reads]
-    text.kinds |= {x: frame.kinds[x] for x in around}
-    found = [
-        *changes(text, None, cuda_text),
-        *_missing_lines(text, right),
-        *_of_the_right(text, right),
-        *_further(text),
-    ]
-    scope, own = _in_scope(text), {*text.types}
+    text.kinds |= {x: {text.kind_of(of)} for x, of in around.items()}
     text.types |= around
+    scope = _in_scope(text, {*text.params, *around})
+    pieces = _missing_lines(text, right, scope), _of_the_right(text, right), _further(text, right)
+    found = [*changes(text, None, cuda_text), *itertools.chain(*pieces)]
 
     def fits(change: Change) -> bool:  # types, and what is declared where
         if change.slug == "wrong-name" and not all(_alike(text, *_both(x)) for x in change.edits):
+            return False
+        if any(type(getattr(old, "value", "")) is int and type(getattr(new, "value", 0)) is float
+               for old, new in map(_both, change.edits)):  # fmt: skip
             return False
         if any(
             isinstance(x[0], ast.Assign) and text.plain(x[0].targets[0]) == text.plain(new) for x, new in change.edits
         ):
             return False  # set to itself
-        return change.slug == _MISSING or all(_names(new) & own <= scope.get(id(x[0]), own) for x, new in change.edits)
+        return change.slug == _MISSING or all(
+            _names(new) & {*text.types} <= scope.get(id(x[0]), _names(new)) for x, new in change.edits
+        )
 
     made: dict[Any, Change] = {}
     far = {x for x in around if text.kinds[x] == {"int"}}  # there are many, and each has its place
     for change in sorted(
-        filter(fits, found), key=lambda x: _price(x, shared) + _FAR * any(_names(new) & far for _, new in x.edits)
+        filter(fits, found),
+        key=lambda x: _price(x, shared) + _FAR * (x.slug != _MISSING and any(_names(new) & far for _, new in x.edits)),
     ):
         key = change.said, *((id(holder), *where, text.plain(new)) for (holder, *where), new in change.edits)
         if change.slug not in _BY_CHANCE and _said(text, change):
@@ -111,10 +132,13 @@ def _likeliest(text: CudaText, right: CudaText, frame: CudaText, tried: int) -> 
     return [*made.values()]
 
 
+def _type(text: CudaText, name: str) -> str:
+    return re.sub(_KEPT, "", text.types.get(name, ""))
+
+
 def _alike(text: CudaText, old: Any, new: Any) -> bool:
-    """Whether two names are of one kind."""
-    of = [re.sub(_KEPT, "", text.types.get(x.id, "")) for x in (old, new) if isinstance(x, ast.Name)]
-    return len(of) < 2 or of[0] == of[1]
+    """Whether two names are of one type."""
+    return len({_type(text, x.id) for x in (old, new) if isinstance(x, ast.Name)}) < 2
 
 
 def _known(text: CudaText, right: CudaText) -> set[int]:
@@ -128,8 +152,9 @@ def _price(change: Change, shared: set[int]) -> float:
     def length(x: Any) -> int:
         return sum(isinstance(n, _COUNTED) for n in ast.walk(x)) if isinstance(x, ast.AST) else 0
 
+    likely = change.slug in _LIKELY and not any(isinstance(new, ast.Attribute) for _, new in change.edits)
     target = any(field in ("target", "targets") for (_, field, _), _ in change.edits)  # else a line counts for nothing
-    rare = 0.7 * (change.slug in _REMOVED) - 0.5 * (change.slug == "wrong-name") + target  # pieces are rather missing
+    rare = 0.7 * (change.slug in _REMOVED) - 0.5 * likely + target  # pieces are rather missing
     longer = 0 if change.slug == _MISSING else max(length(new) - length(old) for old, new in map(_both, change.edits))
     known = change.slug != _MISSING and all(id(holder) in shared for (holder, _, _), _ in change.edits)
     return change.cost + rare + _SHARED * known + _LONGER * max(0, longer)
@@ -139,8 +164,8 @@ def _names(node: Any) -> set[str]:
     return {x.id for x in ast.walk(node) if isinstance(x, ast.Name)} if isinstance(node, ast.AST) else set()
 
 
-def _in_scope(text: CudaText) -> dict[int, set[str]]:
-    """Of each node the variables of the text that are declared where it stands."""
+def _in_scope(text: CudaText, outside: set[str]) -> dict[int, set[str]]:
+    """Of each node the variables that are declared where it stands; outside: before all of the text."""
     scope: dict[int, set[str]] = {}
 
     def walk(block: Iterable[ast.AST], names: set[str]) -> None:
@@ -154,7 +179,7 @@ def _in_scope(text: CudaText) -> dict[int, set[str]]:
             for field in ("body", "orelse"):
                 walk(getattr(one, field, ()), inner)
 
-    walk(text.tree.body, {*text.params})
+    walk(text.tree.body, outside)
     return scope
 
 
@@ -170,7 +195,7 @@ def _blocks(text: CudaText) -> Iterator[tuple[ast.AST, str, list[Any]]]:
                 yield holder, field, block
 
 
-def _missing_lines(text: CudaText, right: CudaText) -> Iterator[Change]:
+def _missing_lines(text: CudaText, right: CudaText, scope: dict[int, set[str]]) -> Iterator[Change]:
     """A line of the right text that is there less often, behind each line, where its names are known; a variable of the
     frame that is never set, set to one of the answer's at the end of a block.
     """
@@ -179,7 +204,6 @@ def _missing_lines(text: CudaText, right: CudaText) -> Iterator[Change]:
     known = _known_names(text, right)
     nodes = {right.plain(n): n for n in ast.walk(right.tree) if isinstance(n, whole) and _names(n) <= known
              and not isinstance(getattr(n, "value", None), ast.Constant)}  # fmt: skip
-    scope = _in_scope(text)
     set_to, own = ({x.plain(t) for n in ast.walk(x.tree) for t in _targets(n)} for x in (right, text))
     for holder, field, block in _blocks(text):
         for at, line in enumerate(block):
@@ -189,15 +213,14 @@ def _missing_lines(text: CudaText, right: CudaText) -> Iterator[Change]:
                 where = f"behind `{text.plain(line)[:_LONGEST]}`"
                 new = _foreign(right, text, nodes[call])
                 yield _added(holder, field, at, line, new, f"`{call}` is missing {where}")
-        declared = [n for x in block if isinstance(x, Declaration) for n in re.findall(r"(\w+)\s*=", "".join(x.texts))]
-        for name in sorted(set_to - own - {*right.locals}) if block else ():
-            for other in declared:
+        for name in sorted((set_to - own) & ({*text.types} | set_to - {*right.locals})) if block else ():
+            for other in sorted(x for x in scope[id(block[-1])] if x != name and _type(text, x) == _type(text, name)):
                 new = ast.Assign([ast.Name(name, ast.Store())], ast.Name(other, ast.Load()))
                 at = len(block) - 1
                 yield _added(holder, field, at, block[at], new, f"the line `{name} = {other}` is missing")
 
 
-def _further(text: CudaText) -> Iterator[Change]:
+def _further(text: CudaText, right: CudaText) -> Iterator[Change]:
     """A variable of the frame that is set too early; what an exponential's argument, a bound or an index lacks."""
     for holder, field, block in _blocks(text):
         for at, line in enumerate(block[:-1]):
@@ -205,16 +228,30 @@ def _further(text: CudaText) -> Iterator[Change]:
                 last = ast.If(ast.Constant(True), [block[-1], line], [])
                 edits = ((holder, field, at), _new(ast.Pass())), ((holder, field, len(block) - 1), _new(last))
                 yield Change(_MISSING, f"the line `{text.plain(line)}` comes too early", 1.3, edits)
+    constants = [x for x in ("LN2", "LOG2E") if x in right.reads]
     ints, floats = ([x for x in text.locals if text.kinds.get(x) == {kind}] for kind in ("int", "float"))
+    add, sub, mult = ast.Add(), ast.Sub(), ast.Mult()
+
+    def more(slot: Slot, node: ast.expr, ops: Sequence[ast.operator], names: Iterable[str], cost: float) -> Any:
+        for op, name in itertools.product(ops, names):
+            yield Change("more", "", cost, ((slot, _new(ast.BinOp(node, op, ast.Name(name, ast.Load())))),))
+
     for slot, node in _slots(text.tree):
-        if isinstance(node, ast.Call) and "exp" in text.plain(node.func) and len(node.args) == 1:
-            for other in floats:
-                less = ast.BinOp(node.args[0], ast.Sub(), ast.Name(other, ast.Load()))
-                yield Change("more", "", 1.2, ((slot, _new(ast.Call(node.func, [less], []))),))
-        if isinstance(slot[0], (ast.Compare, ast.Subscript)) and isinstance(node, (ast.Name, ast.BinOp)):
-            for other, sign in itertools.product(ints, (ast.Add(), ast.Sub())):
-                new = ast.BinOp(node, sign, ast.Name(other, ast.Load()))
-                yield Change("more", "", 2.2, ((slot, _new(new)),))
+        holder, field, _ = slot
+        summed = isinstance(holder, ast.BinOp) and isinstance(holder.op, (ast.Add, ast.Sub))
+        if isinstance(holder, ast.Call) and field == "args" and "exp" in text.plain(holder.func):
+            yield from more(slot, node, [sub], floats, 1.2)
+            yield from more(slot, node, [mult], constants, 1.2)
+        elif summed and isinstance(node, (ast.Name, ast.Subscript)) and not _counts(text, node):
+            yield from more(slot, node, [mult], floats, 1.2)
+        elif isinstance(holder, (ast.Compare, ast.Subscript)) and isinstance(node, (ast.Name, ast.BinOp)):
+            yield from more(slot, node, [add, sub], ints, 2.2)
+        elif isinstance(node, ast.Constant) and node.value == 0 and isinstance(holder, (Declaration, ast.IfExp)):
+            minus = ast.UnaryOp(ast.USub(), ast.Name("INFINITY", ast.Load()))
+            yield Change("more", "", 1.2, ((slot, _new(minus)),))
+        if isinstance(node, ast.Attribute) and node.attr in "xyzw":
+            for attr in sorted({*"xyzw"} - {node.attr}):
+                yield Change("wrong-name", "", 1.8, ((slot, _new(ast.Attribute(node.value, attr, ast.Load()))),))
 
 
 def _known_names(text: CudaText, right: CudaText) -> set[str]:

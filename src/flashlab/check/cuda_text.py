@@ -126,12 +126,12 @@ class CudaText(Text):
         ast.fix_missing_locations(self.tree)
         names = [n.id for n in ast.walk(self.tree) if isinstance(n, ast.Name)]
         self.reads, self.locals = Counter(names), [x for x in self.types if x not in self.params and x in names]
-        self.kinds = {name: {self._kind(of)} for name, of in self.types.items()}
+        self.kinds = {name: {self.kind_of(of)} for name, of in self.types.items()}
         self.numbers = [x for x in self.params if self.kinds[x] == {"int"}]
         self.parts, self.results = [], set()
 
     @staticmethod
-    def _kind(of: str) -> str:
+    def kind_of(of: str) -> str:
         return "pointer" if "*" in of else "array" if "[" in of else "float" if "float" in of else "int"
 
     def _functions(self, tokens: Sequence[str]) -> list[list[ast.stmt]]:
