@@ -126,7 +126,7 @@ def traced(run: Callable[[CudaModule], Outputs], warps: Collection[int] = range(
     return kept
 
 
-def _events(module: CudaModule, run: Callable[[CudaModule], Outputs]) -> list[Event]:
+def events_of(module: CudaModule, run: Callable[[CudaModule], Outputs]) -> list[Event]:
     """What the warps of the first block did; of a run that goes wrong, as far as it went."""
     with contextlib.suppress(SimtError):
         run(module)
@@ -273,17 +273,24 @@ class Trials:
         lines, right = module.code.splitlines(), None
         own = self.own_lines(module.code)
         for run in (x.traced for x in self.runs if hasattr(x, "traced")):
-            if not (mine := _events(module, run)):
+            if not (mine := events_of(module, run)):
                 continue
             right = right or self.build(self.place(self.kept["text"]))
-            theirs = _events(right, run)
+            theirs = events_of(right, run)
             wanted: dict[tuple[int, str], list[Event]] = {}
             for e in theirs:
                 wanted.setdefault((e.warp, e.did), []).append(e)
             done, times = Counter[tuple[int, str]](), Counter[tuple[int, int]]()
-            for e in mine:
+            more = Counter(e.warp for e in mine if e.did.startswith("barrier"))
+            more.subtract(e.warp for e in theirs if e.did.startswith("barrier"))
+            for at, e in enumerate(mine):
                 of = wanted.get((e.warp, e.did), [])
-                nth, done[e.warp, e.did] = done[e.warp, e.did], done[e.warp, e.did] + 1
+                nth = done[e.warp, e.did]
+                if e.did == "barrier" and nth < len(of) and e.values[1] < (threads := of[nth].values[1]):
+                    later = (x for x in mine[at + 1 :] if x.did == "barrier" and x.warp == e.warp)
+                    if more[e.warp] > 0 or any(x.values[1] == threads for x in later):
+                        continue  # one more, of its own group: it does no harm
+                done[e.warp, e.did] += 1
                 times[e.warp, e.line or 0] += 1
                 free = e.did.startswith("barrier") and e.values[0] not in {
                     x.values[0] for x in theirs if x.did == e.did
@@ -456,6 +463,11 @@ def _elsewhere(said: str, code: str, right: str) -> bool:
     if found := re.match(r"`([^`]*)` stands where `([^`]*)` belongs", said):
         stands, belongs = (re.sub(r"\s", "", x) for x in found.groups())
         return stands not in mine and mine.count(belongs) >= theirs.count(belongs) > 0
+    if found := re.match(r"the line `([^`]*)` is missing", said):
+        line = re.sub(r"\s", "", found[1])
+        return mine.count(line) >= theirs.count(line) or (
+            line.startswith("if(") and mine.count("if(") >= theirs.count("if(")
+        )
     if not (found := re.match(r"the (?:factor|term) `(\w+)` is missing", said)):
         return re.match(r"`\d+` is counted twice", said) is not None
     own, of_right = (Counter(re.findall(r"[A-Za-z_]\w*", x)) for x in (code, right))

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flashlab.check import cuda_text
 from flashlab.check.changes import Change, Slot, _new, _slots, changes
@@ -22,9 +22,6 @@ from flashlab.check.claims import tokens
 from flashlab.check.cuda_text import CudaText, Declaration, _counts
 from flashlab.check.failed import CheckFailed
 from flashlab.check.mend import _BY_CHANCE, _LONGER, _SHARED, _both, said
-
-if TYPE_CHECKING:
-    from flashlab.check.cuda_index import Trials
 
 _SECONDS = 6.0  # on a machine with other work, where some of these are not tried; else it takes 1 to 5
 _FIRST = 80  # changes of the first build
@@ -36,12 +33,13 @@ _ALIKE = 0.5  # of the words and signs of a right text's piece, that the one in 
 _KEPT = r"\b(?:const|__shared__|static|__restrict__|constexpr)\b|\s"
 _FAR = 0.5  # what it costs more to set an index of the frame
 _COUNTED = (ast.Name, ast.Constant, ast.operator, ast.cmpop, ast.Attribute, ast.Subscript, ast.Call)
+_ROOT = 8  # characters that functions have in common of which one is taken for another
 _SHORTEST = 5  # words and signs of a piece
 _LONGEST = 80  # characters of a missing line
 
 
-def mended(it: Trials, code: str) -> str:
-    """In words, the change that makes a file right; "" where there is none, or too late."""
+def mended(it: Any, code: str) -> str:
+    """In words, the change that makes a file right by an exercise's `Trials`; "" where there is none, or too late."""
     until, tried = time.monotonic() + _SECONDS, _TRIED.get(it.id.partition(".")[0], 0)
     if not tried:
         return ""
@@ -49,6 +47,7 @@ def mended(it: Trials, code: str) -> str:
     try:
         mine = "\n".join(code.splitlines()[own.start : own.stop])
         text, right = (CudaText(it.read(x), it.region) for x in (mine, it.kept["text"]))
+        text.foreign = True
         around = _types(it.place(it.kept["text"]))
         made = _likeliest(text, right, around, tried)
         for some in (made[:_FIRST], made[_FIRST:]):
@@ -59,7 +58,7 @@ def mended(it: Trials, code: str) -> str:
     return ""
 
 
-def _tried(it: Trials, text: CudaText, made: Sequence[Change], until: float) -> str:
+def _tried(it: Any, text: CudaText, made: Sequence[Change], until: float) -> str:
     module, refused = it._built(text, made, until)
     module.timeout = 1.0
     order = [i for i in range(len(it.runs)) if not it.gives(module, i)]  # what is wrong first
@@ -152,7 +151,8 @@ def _price(change: Change, shared: set[int]) -> float:
     def length(x: Any) -> int:
         return sum(isinstance(n, _COUNTED) for n in ast.walk(x)) if isinstance(x, ast.AST) else 0
 
-    likely = change.slug in _LIKELY and not any(isinstance(new, ast.Attribute) for _, new in change.edits)
+    axis = any(getattr(getattr(new, "value", None), "id", "") == "threadIdx" for _, new in change.edits)  # often 0
+    likely = change.slug in _LIKELY and not axis
     target = any(field in ("target", "targets") for (_, field, _), _ in change.edits)  # else a line counts for nothing
     rare = 0.7 * (change.slug in _REMOVED) - 0.5 * likely + target  # pieces are rather missing
     longer = 0 if change.slug == _MISSING else max(length(new) - length(old) for old, new in map(_both, change.edits))
@@ -210,9 +210,10 @@ def _missing_lines(text: CudaText, right: CudaText, scope: dict[int, set[str]]) 
             for call in (x for x in nodes if calls[x] > ours[x] and len(x) < _LONGEST):
                 if not _names(nodes[call]) & {*text.types} <= scope[id(line)]:
                     continue
-                where = f"behind `{text.plain(line)[:_LONGEST]}`"
-                new = _foreign(right, text, nodes[call])
-                yield _added(holder, field, at, line, new, f"`{call}` is missing {where}")
+                new, here = _foreign(right, text, nodes[call]), text.plain(line)[:_LONGEST]
+                yield _added(holder, field, at, line, new, f"`{call}` is missing behind `{here}`")
+                if isinstance(line, ast.Expr) and here.split("(")[0][:_ROOT] == call.split("(")[0][:_ROOT]:
+                    yield _added(holder, field, at, ast.Pass(), new, f"`{here}` stands where `{call}` belongs", 0.9)
         for name in sorted((set_to - own) & ({*text.types} | set_to - {*right.locals})) if block else ():
             for other in sorted(x for x in scope[id(block[-1])] if x != name and _type(text, x) == _type(text, name)):
                 new = ast.Assign([ast.Name(name, ast.Store())], ast.Name(other, ast.Load()))
@@ -265,9 +266,9 @@ def _targets(node: ast.AST) -> list[Any]:
     return [x for x in found if isinstance(x, ast.Name)]
 
 
-def _added(holder: ast.AST, field: str, at: int, line: Any, new: ast.stmt, words: str) -> Change:
+def _added(holder: ast.AST, field: str, at: int, line: Any, new: ast.stmt, words: str, cost: float = 1.0) -> Change:
     lines = ast.If(ast.Constant(True), [line, new], [])
-    return Change(_MISSING, words, 1.0, (((holder, field, at), _new(lines)),))
+    return Change(_MISSING, words, cost, (((holder, field, at), _new(lines)),))
 
 
 def _foreign(right: CudaText, text: CudaText, node: Any) -> Any:
@@ -287,7 +288,17 @@ def _of_the_right(text: CudaText, right: CudaText) -> Iterator[Change]:
     pieces = {right.plain(n): n for n in ast.walk(right.tree) if isinstance(n, kinds)}
     pieces = {x: n for x, n in pieces.items() if len(tokens(x).split()) >= _SHORTEST and _names(n) <= known}
     counted = {x: Counter(tokens(x).split()) for x in pieces}
+    have, wanted = (Counter(x.plain(n) for n in ast.walk(x.tree) if isinstance(n, ast.expr)) for x in (text, right))
+    sums = (n for n in ast.walk(right.tree) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Add))
+    terms = {said: x for n in sums for x in (n.left, n.right)
+             if have[said := right.plain(x)] < wanted[said] and not said.isdigit() and _names(x) <= known}  # fmt: skip
     for slot, node in _slots(text.tree):
+        if isinstance(node, (ast.Name, ast.BinOp)) and (
+            isinstance(slot[0], Declaration) or slot[1] in ("args", "slice")
+        ):
+            for term in terms.values():
+                more = ast.BinOp(node, ast.Add(), _foreign(right, text, term))
+                yield Change("more", "", 1.0, ((slot, _new(more)),))
         mine = Counter(tokens(text.plain(node)).split())
         for said_there, piece in pieces.items():
             there = counted[said_there]

@@ -50,9 +50,6 @@ _SYMBOLS: dict[type, str] = {
 _AUGMENTED = {f"{_SYMBOLS[op]}=": op for op in (*_PRECEDENCE,) if op is not ast.FloorDiv}
 
 
-_ALL_LANES = 0xFFFFFFFF
-
-
 class UnreadableError(ValueError):
     """A piece of CUDA that has no such form."""
 
@@ -120,6 +117,8 @@ class CudaText(Text):
         self.words, self.whole, self.fixed, self.lists = words or {}, True, {}, set()
         self.params: list[str] = []
         tokens = [m[1] for m in _TOKEN.finditer(_COMMENTS.sub(" ", text).rstrip())]
+        tokens = [x for x, left in zip(tokens, ["", *tokens], strict=False) if (left, x) != ("if", "constexpr")]
+        self.spelled = {int(x, 0): x for x in tokens if re.fullmatch(r"0[xb][\da-fA-F]+", x)}
         bodies = [self._block(tokens)] if region else self._functions(tokens)
         self.tree = ast.FunctionDef("text", ast.arguments([], [], None, [], [], None, []), [], [])
         self.tree.body = [Body(body=x) for x in bodies]  # type: ignore[call-arg]
@@ -400,7 +399,9 @@ class CudaText(Text):
             case ast.Constant(bool() as value):
                 return str(value).lower(), 20
             case ast.Constant(int() as value):
-                return hex(value) if value == _ALL_LANES else str(value), 20 if value >= 0 else 12
+                return self.spelled.get(value, str(value)) if words and self.foreign else str(
+                    value
+                ), 20 if value >= 0 else 12
             case ast.Constant(float() as value):
                 return f"{value!r}f" if not words else f"{value:g}", 20
             case ast.Attribute(value, attr):

@@ -96,8 +96,8 @@ def mended(
             and (new is old.left or isinstance(getattr(new, "op", None), ast.Mult))
             for old, new in map(_both, change.edits)
         )  # more likely its being rounded down is wrong
-        number = change.slug == "wrong-number"  # nothing comes or goes
-        return change.cost - 0.5 * number + _SHARED * known + _LONGER * max(0, longer) + 1.5 * kept
+        likely = change.slug in ("wrong-number", "wrong-comparison")  # nothing comes or goes
+        return change.cost - 0.5 * likely + _SHARED * known + _LONGER * max(0, longer) + 1.5 * kept
 
     until = time.process_time() + _SECONDS
     for of, change, run in sorted(made, key=lambda x: (len(x[1].edits) > 1, price(x[1]))):
@@ -242,7 +242,7 @@ def _of_lines(text: Text, zero: bool) -> Iterator[Change]:
                         yield Change("elsewhere", "", 1.9, ((slot, _new(functools.reduce(_plus, moved))),))
             if zero and isinstance(node, ast.BinOp):
                 yield Change(_PART, "", 0.9, ((slot, _new(ast.Constant(0))),))
-            if isinstance(node, ast.Name) and isinstance(slot[0], ast.Call):
+            if isinstance(node, ast.Name) and isinstance(slot[0], ast.Call) and not _keeps(slot[0]):
                 yield Change("wrong-sign", "", 1.9, ((slot, _expr("-x", x=node)),))
             if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv):
                 yield Change("more", "", 1.6, ((slot, _expr("x * y", x=node, y=node.right)),))
@@ -264,6 +264,11 @@ def _of_lines(text: Text, zero: bool) -> Iterator[Change]:
         for name, slots in reads.items():
             for slot, part in itertools.product(slots, meant.get(name, ())):
                 yield Change(_PART, "", 1.9, ((slot, part),))
+
+
+def _keeps(call: ast.Call) -> bool:
+    """Whether it is a list's or a set's, for which the sign of what it keeps may not show."""
+    return getattr(call.func, "attr", "") in ("add", "append", "discard", "extend", "get", "setdefault", "update")
 
 
 def _digits(change: Change) -> bool:

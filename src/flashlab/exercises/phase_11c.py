@@ -16,7 +16,7 @@ import torch
 from flashlab.attention import reference
 from flashlab.check import CheckFailed, expect, expect_close, running
 from flashlab.check.cuda_answer import Source, built, expect_defined, normal, ran, replaced, text_of
-from flashlab.check.cuda_index import Outputs, Trials, all_found, explained, parted
+from flashlab.check.cuda_index import Outputs, Trials, all_found, events_of, explained, parted
 from flashlab.check.lookup import Row
 from flashlab.check.poison import MarkedEmpty
 from flashlab.cuda import CudaModule
@@ -597,4 +597,21 @@ def dk_where_k_lay(main_loop: str, store: str) -> str:
     module = _backward(whole)
     with explained(lambda: module, ENDING):
         _expect_gradients(module, whole)
+    _expect_counted(module)
     return f"{len(_BACKWARD)} cases right, nothing found by the emulator"
+
+
+def _expect_counted(module: CudaModule) -> None:
+    """Raises CheckFailed where more threads come to a named barrier than it counts: which of them let each other go on
+    is chance, and the emulator runs but one order.
+    """
+    warps: dict[tuple[Any, ...], set[int]] = {}
+    for e in events_of(module, _gradients(_BACKWARD[0], timeline=1)):
+        if e.did.startswith("barrier"):
+            warps.setdefault(e.values[:2], set()).add(e.warp)
+    for (number, threads), met in warps.items():
+        said = (
+            f"{32 * len(met)} threads come to barrier {number}, which counts {threads}: any {threads} of them let each "
+        )
+        said += "other go on, so a consumer may pass that the other has not met"
+        expect(32 * len(met) <= threads, said, diagnosis="barrier-counts-too-few")
