@@ -465,9 +465,8 @@ def _elsewhere(said: str, code: str, right: str) -> bool:
         return stands not in mine and mine.count(belongs) >= theirs.count(belongs) > 0
     if found := re.match(r"the line `([^`]*)` is missing", said):
         line = re.sub(r"\s", "", found[1])
-        return mine.count(line) >= theirs.count(line) or (
-            line.startswith("if(") and mine.count("if(") >= theirs.count("if(")
-        )
+        asked = [len(re.findall(r"\bif\b", x)) for x in (code, right)] if line.startswith("if(") else (0, 1)
+        return mine.count(line) >= theirs.count(line) or asked[0] >= asked[1]
     if not (found := re.match(r"the (?:factor|term) `(\w+)` is missing", said)):
         return re.match(r"`\d+` is counted twice", said) is not None
     own, of_right = (Counter(re.findall(r"[A-Za-z_]\w*", x)) for x in (code, right))

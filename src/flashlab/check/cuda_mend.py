@@ -34,6 +34,7 @@ _KEPT = r"\b(?:const|__shared__|static|__restrict__|constexpr)\b|\s"
 _FAR = 0.5  # what it costs more to set an index of the frame
 _COUNTED = (ast.Name, ast.Constant, ast.operator, ast.cmpop, ast.Attribute, ast.Subscript, ast.Call)
 _ROOT = 8  # characters that functions have in common of which one is taken for another
+_LARGE = 100  # no number of an index
 _SHORTEST = 5  # words and signs of a piece
 _LONGEST = 80  # characters of a missing line
 
@@ -88,7 +89,7 @@ def _said(text: CudaText, change: Change) -> str:
     return re.sub(held, r"the condition `\1` is one too many", words)
 
 
-_MISSING = "line-added"
+_MISSING, _TERM = "line-added", "term-of-a-right-text"
 
 
 def _likeliest(text: CudaText, right: CudaText, around: dict[str, str], tried: int) -> list[Change]:
@@ -113,6 +114,11 @@ def _likeliest(text: CudaText, right: CudaText, around: dict[str, str], tried: i
             isinstance(x[0], ast.Assign) and text.plain(x[0].targets[0]) == text.plain(new) for x, new in change.edits
         ):
             return False  # set to itself
+        asked = (
+            (x[0], x[1], new) for x, new in change.edits if isinstance(x[0], (ast.If, ast.While)) and x[1] == "test"
+        )
+        if any(isinstance(new, (ast.Name, ast.Constant)) for *_, new in asked):
+            return False  # it holds always, where the trials are of one size
         return change.slug == _MISSING or all(
             _names(new) & {*text.types} <= scope.get(id(x[0]), _names(new)) for x, new in change.edits
         )
@@ -121,7 +127,10 @@ def _likeliest(text: CudaText, right: CudaText, around: dict[str, str], tried: i
     far = {x for x in around if text.kinds[x] == {"int"}}  # there are many, and each has its place
     for change in sorted(
         filter(fits, found),
-        key=lambda x: _price(x, shared) + _FAR * (x.slug != _MISSING and any(_names(new) & far for _, new in x.edits)),
+        key=lambda x: (
+            _price(x, shared)
+            + _FAR * (x.slug not in (_MISSING, _TERM) and any(_names(new) & far for _, new in x.edits))
+        ),
     ):
         key = change.said, *((id(holder), *where, text.plain(new)) for (holder, *where), new in change.edits)
         if change.slug not in _BY_CHANCE and _said(text, change):
@@ -155,7 +164,11 @@ def _price(change: Change, shared: set[int]) -> float:
     likely = change.slug in _LIKELY and not axis
     target = any(field in ("target", "targets") for (_, field, _), _ in change.edits)  # else a line counts for nothing
     rare = 0.7 * (change.slug in _REMOVED) - 0.5 * likely + target  # pieces are rather missing
-    longer = 0 if change.slug == _MISSING else max(length(new) - length(old) for old, new in map(_both, change.edits))
+    longer = (
+        0
+        if change.slug in (_MISSING, _TERM)
+        else max(length(new) - length(old) for old, new in map(_both, change.edits))
+    )
     known = change.slug != _MISSING and all(id(holder) in shared for (holder, _, _), _ in change.edits)
     return change.cost + rare + _SHARED * known + _LONGER * max(0, longer)
 
@@ -232,6 +245,8 @@ def _further(text: CudaText, right: CudaText) -> Iterator[Change]:
     constants = [x for x in ("LN2", "LOG2E") if x in right.reads]
     ints, floats = ([x for x in text.locals if text.kinds.get(x) == {kind}] for kind in ("int", "float"))
     add, sub, mult = ast.Add(), ast.Sub(), ast.Mult()
+    both = (n for x in (text, right) for n in ast.walk(x.tree))
+    numbers = {n.value for n in both if isinstance(n, ast.Constant) and type(n.value) is int and n.value < _LARGE}
 
     def more(slot: Slot, node: ast.expr, ops: Sequence[ast.operator], names: Iterable[str], cost: float) -> Any:
         for op, name in itertools.product(ops, names):
@@ -250,6 +265,11 @@ def _further(text: CudaText, right: CudaText) -> Iterator[Change]:
         elif isinstance(node, ast.Constant) and node.value == 0 and isinstance(holder, (Declaration, ast.IfExp)):
             minus = ast.UnaryOp(ast.USub(), ast.Name("INFINITY", ast.Load()))
             yield Change("more", "", 1.2, ((slot, _new(minus)),))
+        if isinstance(node, ast.Constant) and type(n := node.value) is int:
+            near = {n * 2, *(n // x for x in (2, 4, 8) if n % x == 0)} if n and not n & (n - 1) else set()
+            for other, cost in (*((x, 1.6) for x in sorted(near)), *((x, 2.1) for x in sorted(numbers - near))):
+                if other and other != n:
+                    yield Change("wrong-number", "", cost, ((slot, ast.Constant(other)),))
         if isinstance(node, ast.Attribute) and node.attr in "xyzw":
             for attr in sorted({*"xyzw"} - {node.attr}):
                 yield Change("wrong-name", "", 1.8, ((slot, _new(ast.Attribute(node.value, attr, ast.Load()))),))
@@ -293,12 +313,12 @@ def _of_the_right(text: CudaText, right: CudaText) -> Iterator[Change]:
     terms = {said: x for n in sums for x in (n.left, n.right)
              if have[said := right.plain(x)] < wanted[said] and not said.isdigit() and _names(x) <= known}  # fmt: skip
     for slot, node in _slots(text.tree):
-        if isinstance(node, (ast.Name, ast.BinOp)) and (
-            isinstance(slot[0], Declaration) or slot[1] in ("args", "slice")
-        ):
+        behind_cast = isinstance(slot[0], ast.BinOp) and isinstance(slot[0].op, ast.Pow)
+        whole = isinstance(slot[0], Declaration) or slot[1] in ("args", "slice") or behind_cast
+        if whole and isinstance(node, (ast.Name, ast.BinOp)):
             for term in terms.values():
                 more = ast.BinOp(node, ast.Add(), _foreign(right, text, term))
-                yield Change("more", "", 1.0, ((slot, _new(more)),))
+                yield Change(_TERM, "", 1.2, ((slot, _new(more)),))
         mine = Counter(tokens(text.plain(node)).split())
         for said_there, piece in pieces.items():
             there = counted[said_there]
