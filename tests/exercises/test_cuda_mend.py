@@ -68,7 +68,13 @@ SLIPS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("id, text, edit, words", SLIPS, ids=[x[3] for x in SLIPS])
+QUICK = ("`fresh - m_i`", "the line", "`cols`")
+
+
+@pytest.mark.parametrize(
+    "id, text, edit, words",
+    [pytest.param(*x, id=x[3], marks=[] if x[3].startswith(QUICK) else pytest.mark.long) for x in SLIPS],
+)
 def test_a_slip_is_told_in_the_learners_words(id, text, edit, words, monkeypatch):
     monkeypatch.setattr(cuda_mend, "_SECONDS", 60.0)  # on a machine with other work
     assert cuda_mend.mended(TRIALS[id], TRIALS[id].place(edited(text, [edit]))).startswith(words)

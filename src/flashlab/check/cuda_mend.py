@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from flashlab.check import cuda_text
-from flashlab.check.changes import Change, Slot, _new, _slots, changes
+from flashlab.check.changes import Change, Slot, _at, _new, _slots, changes
 from flashlab.check.claims import tokens
 from flashlab.check.cuda_text import CudaText, Declaration, _counts
 from flashlab.check.failed import CheckFailed
@@ -93,60 +93,48 @@ _MISSING, _TERM = "line-added", "term-of-a-right-text"
 
 
 def _likeliest(text: CudaText, right: CudaText, around: dict[str, str], tried: int) -> list[Change]:
+    """So many changes of the answer, the likeliest first; around: the types of the file's variables."""
     shared = _known(text, right)
-    around = {
-        x: of for x, of in around.items() if x not in {*text.types, *right.types} and text.reads[x] + right.reads[x]
-    }
+    read = text.reads + right.reads
+    around = {x: of for x, of in around.items() if x in read and x not in {*text.types, *right.types}}
     text.locals += [x for x in around if x in text.reads]
     text.kinds |= {x: {text.kind_of(of)} for x, of in around.items()}
     text.types |= around
     scope = _in_scope(text, {*text.params, *around})
     pieces = _missing_lines(text, right, scope), _of_the_right(text, right), _further(text, right)
     found = [*changes(text, None, cuda_text), *itertools.chain(*pieces)]
-
-    def fits(change: Change) -> bool:  # types, and what is declared where
-        if change.slug == "wrong-name" and not all(_alike(text, *_both(x)) for x in change.edits):
-            return False
-        if any(type(getattr(old, "value", "")) is int and type(getattr(new, "value", 0)) is float
-               for old, new in map(_both, change.edits)):  # fmt: skip
-            return False
-        if any(
-            isinstance(x[0], ast.Assign) and text.plain(x[0].targets[0]) == text.plain(new) for x, new in change.edits
-        ):
-            return False  # set to itself
-        asked = (
-            (x[0], x[1], new) for x, new in change.edits if isinstance(x[0], (ast.If, ast.While)) and x[1] == "test"
-        )
-        if any(isinstance(new, (ast.Name, ast.Constant)) for *_, new in asked):
-            return False  # it holds always, where the trials are of one size
-        return change.slug == _MISSING or all(
-            _names(new) & {*text.types} <= scope.get(id(x[0]), _names(new)) for x, new in change.edits
-        )
-
+    indices = {x for x in around if text.kinds[x] == {"int"}}  # there are many, and each has its place
     made: dict[Any, Change] = {}
-    far = {x for x in around if text.kinds[x] == {"int"}}  # there are many, and each has its place
-    for change in sorted(
-        filter(fits, found),
-        key=lambda x: (
-            _price(x, shared)
-            + _FAR * (x.slug not in (_MISSING, _TERM) and any(_names(new) & far for _, new in x.edits))
-        ),
-    ):
+    for change in sorted(found, key=lambda x: _price(x, shared, indices)):
         key = change.said, *((id(holder), *where, text.plain(new)) for (holder, *where), new in change.edits)
-        if change.slug not in _BY_CHANCE and _said(text, change):
+        if change.slug not in _BY_CHANCE and _fits(text, change, scope) and _said(text, change):
             made.setdefault(key, change)
         if len(made) == tried:
             break
     return [*made.values()]
 
 
+def _fits(text: CudaText, change: Change, scope: dict[int, set[str]]) -> bool:
+    """Whether it is of one type, of what is declared there, and not right by accident."""
+    for (holder, field, at), new in change.edits:
+        old = _at((holder, field, at))
+        names = (x.id for x in (old, new) if isinstance(x, ast.Name))
+        if change.slug == "wrong-name" and len({_type(text, x) for x in names}) > 1:
+            return False
+        if type(getattr(old, "value", "")) is int and type(getattr(new, "value", 0)) is float:
+            return False
+        if isinstance(holder, ast.Assign) and text.plain(holder.targets[0]) == text.plain(new):
+            return False  # set to itself
+        if isinstance(holder, (ast.If, ast.While)) and field == "test" and isinstance(new, (ast.Name, ast.Constant)):
+            return False  # it holds always, where the trials are of one size
+        own = _names(new) & {*text.types}
+        if change.slug != _MISSING and not own <= scope.get(id(holder), own):
+            return False
+    return True
+
+
 def _type(text: CudaText, name: str) -> str:
     return re.sub(_KEPT, "", text.types.get(name, ""))
-
-
-def _alike(text: CudaText, old: Any, new: Any) -> bool:
-    """Whether two names are of one type."""
-    return len({_type(text, x.id) for x in (old, new) if isinstance(x, ast.Name)}) < 2
 
 
 def _known(text: CudaText, right: CudaText) -> set[int]:
@@ -156,21 +144,22 @@ def _known(text: CudaText, right: CudaText) -> set[int]:
     return {id(x) for line in lines for x in ast.walk(line)}
 
 
-def _price(change: Change, shared: set[int]) -> float:
+def _price(change: Change, shared: set[int], indices: set[str]) -> float:
+    """The lower, the likelier is it that this is what a learner has to change; indices: of the frame."""
+
     def length(x: Any) -> int:
         return sum(isinstance(n, _COUNTED) for n in ast.walk(x)) if isinstance(x, ast.AST) else 0
 
     axis = any(getattr(getattr(new, "value", None), "id", "") == "threadIdx" for _, new in change.edits)  # often 0
     likely = change.slug in _LIKELY and not axis
     target = any(field in ("target", "targets") for (_, field, _), _ in change.edits)  # else a line counts for nothing
-    rare = 0.7 * (change.slug in _REMOVED) - 0.5 * likely + target  # pieces are rather missing
-    longer = (
-        0
-        if change.slug in (_MISSING, _TERM)
-        else max(length(new) - length(old) for old, new in map(_both, change.edits))
-    )
-    known = change.slug != _MISSING and all(id(holder) in shared for (holder, _, _), _ in change.edits)
-    return change.cost + rare + _SHARED * known + _LONGER * max(0, longer)
+    price = change.cost + 0.7 * (change.slug in _REMOVED) - 0.5 * likely + target  # pieces are rather missing
+    if change.slug != _MISSING:
+        price += _SHARED * all(id(holder) in shared for (holder, _, _), _ in change.edits)
+    if change.slug not in (_MISSING, _TERM):
+        price += _LONGER * max(0, *(length(new) - length(old) for old, new in map(_both, change.edits)))
+        price += _FAR * any(_names(new) & indices for _, new in change.edits)
+    return price
 
 
 def _names(node: Any) -> set[str]:

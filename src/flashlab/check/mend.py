@@ -96,7 +96,7 @@ def mended(
             and (new is old.left or isinstance(getattr(new, "op", None), ast.Mult))
             for old, new in map(_both, change.edits)
         )  # more likely its being rounded down is wrong
-        likely = change.slug in ("wrong-number", "wrong-comparison")  # nothing comes or goes
+        likely = change.slug == "wrong-number" or _loosened(change)  # nothing comes or goes
         return change.cost - 0.5 * likely + _SHARED * known + _LONGER * max(0, longer) + 1.5 * kept
 
     until = time.process_time() + _SECONDS
@@ -264,6 +264,12 @@ def _of_lines(text: Text, zero: bool) -> Iterator[Change]:
         for name, slots in reads.items():
             for slot, part in itertools.product(slots, meant.get(name, ())):
                 yield Change(_PART, "", 1.9, ((slot, part),))
+
+
+def _loosened(change: Change) -> bool:
+    """Whether a comparison counts equal numbers too, or no longer."""
+    ops = [{type(x.ops[0]) for x in pair if isinstance(x, ast.Compare)} for pair in map(_both, change.edits)]
+    return all(x in ({ast.Lt, ast.LtE}, {ast.Gt, ast.GtE}) for x in ops)
 
 
 def _keeps(call: ast.Call) -> bool:
