@@ -51,6 +51,8 @@ _PLAIN = (
     "does-not-compile", "wrong-type", "wrong-entry", "no-launch", "launch-failed", "nothing-stored",
     "barrier-arguments",
 )  # fmt: skip
+# What is seen in a kernel's results, and may have several causes: nothing but what mends the answer is told before it.
+_SEEN = ("maximum-never-set", "corrected-twice", "nothing-rescaled", "o-columns-exchanged", "causal-by-block")
 # Findings that may come of another mistake: the outputs behind them are kept too.
 _EQUAL = {"<= -INFINITY`: it is `==`": "nothing is below -inf"}  # of every text
 # Findings of a place in shared memory, which many mistakes have in common.
@@ -545,7 +547,10 @@ def explained(module: Callable[[], CudaModule], *trials: Trials, vague: Sequence
     except CheckFailed as failed:
         found = None
         plain = (*_PLAIN, "deadlock") if vague else _PLAIN  # of a whole kernel no trace is kept
-        if failed.diagnosis not in plain and (not vague or failed.diagnosis in (*vague, *KINDS)):
+        if vague and failed.diagnosis in _SEEN:
+            with contextlib.suppress(CheckFailed):
+                found = (failed.diagnosis, said) if (said := mended(trials[0], module().text)) else None
+        elif failed.diagnosis not in plain and (not vague or failed.diagnosis in (*vague, *KINDS)):
             with contextlib.suppress(CheckFailed):  # it does not compile as it is looked at
                 found = next(filter(None, (x.explain(module()) for x in trials)), None)
                 alone = len(parted(trials[0].kept["text"])) == 1

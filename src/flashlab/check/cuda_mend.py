@@ -21,7 +21,7 @@ from flashlab.check.changes import Change, Slot, _at, _new, _slots, changes
 from flashlab.check.claims import tokens
 from flashlab.check.cuda_text import CudaText, Declaration, _counts
 from flashlab.check.failed import CheckFailed
-from flashlab.check.mend import _BY_CHANCE, _LONGER, _SHARED, _both, said
+from flashlab.check.mend import _BY_CHANCE, _LONGER, _PART, _SHARED, _both, said
 
 _SECONDS = 6.0  # on a machine with other work, where some of these are not tried; else it takes 1 to 5
 _FIRST = 80  # changes of the first build
@@ -97,7 +97,7 @@ def _likeliest(text: CudaText, right: CudaText, around: dict[str, str], tried: i
     shared = _known(text, right)
     read = text.reads + right.reads
     around = {x: of for x, of in around.items() if x in read and x not in {*text.types, *right.types}}
-    text.locals += [x for x in around if x in text.reads]
+    text.locals += [*around]
     text.kinds |= {x: {text.kind_of(of)} for x, of in around.items()}
     text.types |= around
     scope = _in_scope(text, {*text.params, *around})
@@ -158,6 +158,7 @@ def _price(change: Change, shared: set[int], indices: set[str]) -> float:
         price += _SHARED * all(id(holder) in shared for (holder, _, _), _ in change.edits)
     if change.slug not in (_MISSING, _TERM):
         price += _LONGER * max(0, *(length(new) - length(old) for old, new in map(_both, change.edits)))
+    if change.slug in ("wrong-name", "more"):
         price += _FAR * any(_names(new) & indices for _, new in change.edits)
     return price
 
@@ -312,4 +313,4 @@ def _of_the_right(text: CudaText, right: CudaText) -> Iterator[Change]:
         for said_there, piece in pieces.items():
             there = counted[said_there]
             if mine != there and (mine & there).total() >= _ALIKE * max(mine.total(), there.total()):
-                yield Change("part-of-it", "", 1.3, ((slot, _new(_foreign(right, text, piece))),))
+                yield Change(_PART, "", 1.3, ((slot, _new(_foreign(right, text, piece))),))
