@@ -111,7 +111,7 @@ check("0.3", online_max_and_sum)
 # The states may have any leading axes: `m` and `l` are `[...]`, `o` is `[..., D]`. Either of them, or both, may be the identity
 # $(-\infty, 0, 0)$, in all rows or in some.
 #
-# Do not change `a` and `b`. Do not divide: a state stays unnormalised.
+# Do not change `a` and `b`, and keep their dtype. Do not divide: a state stays unnormalised.
 
 # %% tags=["exercise"]
 # MILESTONE flashlab.attention.online_softmax: merge

@@ -164,8 +164,8 @@ check("2.5", hunted_5)
 # to the first, and turned the loop round. The order of the tiles cannot matter: the online softmax is associative (phase 0). Yet the
 # output is full of NaN.
 #
-# **Which rows are NaN, and what is special about the first tile that they meet?** A large negative number in the place of
-# $-\infty$ is no repair: the check has rows that see no key at all, and for them O = 0 and lse = $-\infty$.
+# **Which rows are NaN, and what is special about the first tile that they meet?** A large negative number where the
+# maximum or a masked score is $-\infty$ is no repair: the check has rows that see no key at all, and for them O = 0 and lse = $-\infty$.
 
 # %% tags=["exercise"]
 def hunted_6(Q, K, V, BLOCK_N, scale=None):

@@ -40,7 +40,7 @@ import triton.language as tl
 #
 # Some models (gpt-oss is one) have a *sink* in each head, as in 4.9: one more score in every row's softmax, the same learned number for
 # all rows, whose value is zero. `p` and `dp` are `[M, N]`, without the sink, so a row of p sums to less than 1. Return `ds`, the gradient
-# with respect to the scores, and `dsink`, that with respect to the sink, a single number. No N × N matrix is needed, and no loop.
+# with respect to the scores, and `dsink`, that with respect to the sink, a tensor without axes. No N × N matrix is needed, and no loop.
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_05: softmax_backward

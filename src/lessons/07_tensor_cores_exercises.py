@@ -38,7 +38,7 @@ from flashlab.kernels import path, step
 #
 # The lecture goes from an element of A to its lane. Do the same for the other two. `holder_of_b(row, column)` returns
 # `(lane, register, half)` for an element of B, 16 × 8; `holder_of_c(row, column)` returns `(lane, register)` for one of
-# C, 16 × 8. Use the figures; no loops, no search.
+# C, 16 × 8. Use the lecture's figures of B and C; no loops, no search.
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_07: holder_of_b, holder_of_c

@@ -54,7 +54,8 @@ check("11.1", complete)
 
 # %% [markdown]
 # And how many bytes are announced for a tile of `tile_rows` rows? It comes in boxes of `box_rows` rows and 64 columns, as where a cluster's blocks share a copy.
-# `rows_left` rows of the tensor are left, at least one; a box without any is not asked for. `tile_rows` is a multiple of `box_rows`.
+# `rows_left` rows of the tensor are left, at least one; a box without a row of them is not asked for, and one with some
+# counts whole. `tile_rows` is a multiple of `box_rows`.
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_11: waits, tile_bytes

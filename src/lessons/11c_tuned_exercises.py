@@ -138,7 +138,7 @@ check("11c.3", dq_of_a_square)
 # and dK over K in shared memory, and TMA takes them from there. These lines come from `PRODUCTS=7`, where another kernel computes dQ, and were right there.
 # Now every gradient is right too, in each run that we have seen. But the check build objects. Find the mistake and repair it.
 #
-# `store_tile` writes the consumer's own 64 rows, fences, lets its 128 threads meet, and stores them by TMA. `begin_step` and `end_step` are those
+# `store_tile` writes the consumer's own 64 rows, fences, lets its 128 threads meet (barrier 1 + consumer; 3 is free), and stores them by TMA. `begin_step` and `end_step` are those
 # of the lecture: all five products.
 
 # %% tags=["exercise"]

@@ -48,7 +48,8 @@ check("13.1", position)
 # ## 13.2
 #
 # Parts come one after the other, and are merged into a state. Implementations on GPUs do it with *one* weight per row: the share of the new
-# part. No maximum is needed for it, and nothing overflows. Find the share, then the two lines.
+# part. No maximum is needed for it, and nothing overflows. Find the share, then the line of
+# the output and that of `lse`, in the dtype that came.
 #
 # The first part is a rank's own and has seen a key in each row. Later ones may have seen none: `lse` is $-\infty$ there and `o` is 0.
 
