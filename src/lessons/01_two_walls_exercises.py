@@ -126,7 +126,7 @@ check("1.4", scheme_a_kernel)
 # Scheme A keeps three tiles in shared memory: `BLOCK_M` rows of Q, and `BLOCK_N` rows each of K and V. A row has `HEAD_DIM` numbers, a
 # number `itemsize` bytes. `BLOCK_N` is $N$ padded to a power of two, at least 16. A program may have `limit` bytes.
 #
-# Return the smallest number of keys $N$, **any integer from 1 on**, that scheme A cannot run. (It is not a power of two. Why?)
+# Return the smallest number of keys $N$, **any integer from 1 on**, that scheme A cannot run. (Where it is not 1, it is no power of two. Why?)
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_01: first_failing

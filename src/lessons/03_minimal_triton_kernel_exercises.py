@@ -54,7 +54,8 @@ check("3.1", copy_tile_kernel)
 # The kernel works with $2^x$. Write the two conversions at its borders, in plain Python and torch:
 #
 # - `scale_log2(scale)`: the factor for $q \cdot k$ so that $2^{\mathrm{scale\_log2} \cdot (q \cdot k)} = e^{\text{scale} \cdot (q \cdot k)}$.
-# - `natural_lse(m, l)`: the natural log-sum-exp, from the base-2 maximum `m` and the sum `l` of $2^{s - m}$.
+# - `natural_lse(m, l)`: the natural log-sum-exp of each row, from the base-2 maximum `m` and the sum `l` of $2^{s - m}$: tensors, of scores $s$ that have
+#   been multiplied by `scale_log2`.
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_03: scale_log2, natural_lse

@@ -252,7 +252,8 @@ check("4.12", prefix_attention)
 # ## 4.13
 #
 # DeepSeek's models multiply Q and K of 192 columns, and V of 128. Begin with your kernel of 4.12, without the prefix: causal or not. Q and K have
-# `head_dim` columns, V and O have `value_dim`, and neither need be a power of two. The check takes both from 8 to 128.
+# `head_dim` columns, V and O have `value_dim`, and neither need be a power of two. The check takes both from 8 to 128, rows that see no key (o is 0,
+# lse $-\infty$), and offsets beyond 32 bits. How many tiles the loop visits is not counted here.
 
 # %% tags=["exercise"]
 # BEGIN STARTER

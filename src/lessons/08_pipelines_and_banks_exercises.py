@@ -166,11 +166,11 @@ check("8.6", short_rows)
 # The milestone of this phase: the lecture's parts, and another pipeline. There is **one** buffer for K and one for V, half of what
 # two stages of them take. So K's next tile is copied while V is used, and V's while K is used.
 #
-# Below are the sixteen parts in no order, without their comments. A line `@K` in your text stands for part K. The parts bring every brace of
-# theirs, and start no copy. `copy_q()`, `copy_k(j)` and `copy_v(j)` start one, and close its group; past the last tile the group is empty.
+# Below are the sixteen parts in no order, without their comments. A line `@K` in your text stands for part K. Every brace but your
+# loop's stands in a part, the kernel's too, and no part starts a copy. `copy_q()`, `copy_k(j)` and `copy_v(j)` do, and close its group: past the last tile an empty one, so call them there too.
 # Each tile is copied once.
 #
-# Yours are the order, the loop over the tiles of keys, and each copy, each `cp_async_wait<N>()` and each `__syncthreads()` before it and in it.
+# Yours are the order, the loop over the tiles of keys, and each copy, each `cp_async_wait<N>()` and each `__syncthreads()` before the loop and in it.
 # The check wants a copy under way during both products; only the last $O \mathrel{+}= PV$ has none left.
 
 # %%
@@ -232,7 +232,8 @@ check("8.7", kernel)
 # ```
 #
 # It is compiled with `HEAD_DIM` 64 and 128, and `T` is `__half`. Any right kernel passes if it multiplies on the tensor
-# cores, has no bank conflict in `ldmatrix`, keeps copies by `cp.async` under way during its MMAs, and stores full sectors.
+# cores, has no bank conflict in `ldmatrix`, keeps copies by `cp.async` under way during its MMAs, and stores full sectors. A row without a key has o = 0 and
+# lse = `-INFINITY`; scores may be as low as a `float` can be.
 #
 # Do it in steps, and check after each: the check first says what is wrong, then what is slow. What the include gives you:
 

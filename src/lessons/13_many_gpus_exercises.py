@@ -77,7 +77,7 @@ check("13.3", zigzag_block)
 # ## 13.4
 #
 # The lecture derived from how many tokens per rank on sending is hidden, without a mask. Now for a causal zigzag ring, in tokens of
-# the *whole* sequence, which zigzag cuts into $2W$ equal pieces: whole tokens each. Every step but the first is meant; the first has more work.
+# the *whole* sequence, which zigzag cuts into $2W$ equal pieces of whole tokens: so it is a multiple of $2W$. Every step but the first is meant; the first has more work.
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_13: hiding_length

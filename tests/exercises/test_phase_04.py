@@ -1,5 +1,7 @@
 """Phase 4's checks: right answers of every style pass, and at least eight wrong ones of each exercise are told why."""
 
+import importlib.util
+
 import pytest
 from lesson_answers import accepted, answers_of, changed, diagnosed, diagnosis, failure, told
 
@@ -168,6 +170,7 @@ def test_from_an_empty_page_wrong(change, slug):
 
 
 @WATCHED
+@pytest.mark.long
 def test_a_stray_address_is_told_whatever_the_tiles():
     tiles = ("M, 64)", "M, 32)"), ("BLOCK_M=64, BLOCK_N=64", "BLOCK_M=32, BLOCK_N=16")
     swapped = [(f"head // group * stride_{x}h", f"head % group * stride_{x}h") for x in "kv"]
@@ -199,7 +202,7 @@ test_the_ladder = diagnosed(
     *(pytest.param(id, ("offs_d * stride_kd", "offs_d"), "factor-missing", marks=LONG) for id in ("4.12", "4.13")),
     ("4.11", [("BLOCK_N=64", "BLOCK_N=32"),
               ("        m_i = m_new", "        acc = acc.to(tl.float16).to(tl.float32)\n        m_i = m_new")],
-     "rounded-in-every-turn"),
+     "own-slip"),
     marks=[WATCHED], every=4,
 )  # fmt: skip
 # Rows past M are stored by nobody.
@@ -293,3 +296,81 @@ def test_two_names_in_one_difference_are_no_cause():
 @pytest.mark.long
 def test_an_empty_page_needs_no_more_than_the_step_before():
     assert check("4.10", *answers_of("4.13", "solutions"))
+
+
+ANOTHER = """
+import torch
+import triton
+import triton.language as tl
+
+@triton.jit
+def own(q_p, k_p, v_p, o_p, lse_p, qs0, qs1, qs2, qs3, ks0, ks1, ks2, ks3, vs0, vs1, vs2, vs3, scale, nq, nk, H,
+        CAUSAL: tl.constexpr, REP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PK: tl.constexpr,
+        PV: tl.constexpr):
+    b, h = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
+    first_row = tl.program_id(0) * 16
+    rows = first_row + tl.arange(0, 16).to(tl.int64)
+    ck, cv = tl.arange(0, PK).to(tl.int64), tl.arange(0, PV).to(tl.int64)
+    shift = nk - nq
+    qt = tl.load(q_p + b * qs0 + h * qs1 + rows[:, None] * qs2 + ck[None, :] * qs3,
+                 mask=(rows[:, None] < nq) & (ck[None, :] < DK), other=0.0)
+    kbase, vbase = k_p + b * ks0 + h // REP * ks1, v_p + b * vs0 + h // REP * vs1
+    best = tl.full((16,), float("-inf"), dtype=tl.float32)
+    total, out = tl.zeros((16,), dtype=tl.float32), tl.zeros((16, PV), dtype=tl.float32)
+    stop = tl.minimum(nk, first_row + 16 + shift) if CAUSAL else nk
+    j = 0
+    while j < stop:
+        cols = j + tl.arange(0, 32).to(tl.int64)
+        col_ok = cols < stop
+        kt = tl.load(kbase + cols[None, :] * ks2 + ck[:, None] * ks3,
+                     mask=col_ok[None, :] & (ck[:, None] < DK), other=0.0)
+        keep = col_ok[None, :] & (rows[:, None] >= 0)
+        if CAUSAL:
+            keep = keep & (rows[:, None] + shift >= cols[None, :])
+        x = tl.where(keep, tl.dot(qt, kt) * scale, float("-inf"))
+        new_best = tl.maximum(best, tl.max(x, 1))
+        base = tl.where(new_best > float("-inf"), new_best, 0.0)
+        e, fade = tl.exp(x - base[:, None]), tl.exp(best - base)
+        total = total * fade + tl.sum(e, 1)
+        vt = tl.load(vbase + cols[:, None] * vs2 + cv[None, :] * vs3,
+                     mask=col_ok[:, None] & (cv[None, :] < DV), other=0.0)
+        out = out * fade[:, None] + tl.dot(e.to(tl.float16), vt)
+        best = new_best
+        j += 32
+    empty = total == 0.0
+    lse = tl.where(empty, float("-inf"), best + tl.log(tl.where(empty, 1.0, total)))
+    out = tl.where(empty[:, None], 0.0, out / tl.where(empty, 1.0, total)[:, None])
+    line = (b * H + h) * nq + rows
+    tl.store(o_p + line[:, None] * DV + cv[None, :], out.to(tl.float16), mask=(rows[:, None] < nq) & (cv[None, :] < DV))
+    tl.store(lse_p + line, lse, mask=rows < nq)
+
+def two_sizes_attention(q, k, v, *, causal=False, scale=None):
+    B, H, nq, dk = q.shape
+    dv = v.size(-1)
+    o, lse = q.new_empty(B, H, nq, dv), q.new_empty(B, H, nq, dtype=torch.float32)
+    scale = dk ** -0.5 if scale is None else scale
+    pk, pv = (max(triton.next_power_of_2(x), 16) for x in (dk, dv))
+    own[(triton.cdiv(nq, 16), H, B)](q, k, v, o, lse, *q.stride(), *k.stride(), *v.stride(), scale, nq, k.size(2), H,
+                                     causal, H // k.size(1), dk, dv, pk, pv)
+    return o, lse
+"""
+
+
+@WATCHED
+@pytest.mark.parametrize(
+    "old, new, words",
+    [
+        ("total * fade", "total", "the factor `fade` is missing at `total`"),
+        pytest.param("        best = new_best\n", "", "the line `best = new_best` is missing", marks=LONG),
+        pytest.param("rows[:, None] + shift", "rows[:, None]", "the term `shift` is missing", marks=LONG),
+        pytest.param("h // REP * vs1", "h // REP * ks1", "`ks1` stands where `vs1` belongs", marks=LONG),
+        pytest.param(" & (cv[None, :] < DV), other", ", other", "& (cv[None, :] < DV)` belongs", marks=LONG),
+    ],
+)
+def test_a_kernel_of_ones_own_is_mended_within_its_function(old, new, words, tmp_path):
+    assert ANOTHER.count(old) == 1
+    (tmp_path / "own.py").write_text(ANOTHER.replace(old, new))
+    spec = importlib.util.spec_from_file_location("own", tmp_path / "own.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert words in failure("4.13", module.two_sizes_attention).sentence

@@ -333,6 +333,7 @@ def test_the_lectures_order_asks_too_late():
     assert "when V of tile 0 has been read: its place is free when K of tile 0" in failure("11.8", text).sentence
 
 
+@pytest.mark.long
 def test_scores_of_another_tile_than_v_is_of_are_no_wrong_correction():
     text = changed("11.8", ("(end - 1 - n) * BLOCK_N", "n * BLOCK_N"))[0]
     assert "correction" not in failure("11.8", text).sentence

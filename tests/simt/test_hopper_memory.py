@@ -93,7 +93,10 @@ def test_what_is_legal_is_let_through(name, mode, check):
     assert not run(name, mode, check)
 
 
-@pytest.mark.parametrize("mode", [39, 54, 63, 64, 65, 66, 72, 73, 75, 76, 77, 78, 79, *range(81, 96)])
+WAITS = pytest.param(94, marks=pytest.mark.long)  # each time a second
+
+
+@pytest.mark.parametrize("mode", [39, 54, 63, 64, 65, 66, 72, 73, 75, 76, 77, 78, 79, *range(81, 94), WAITS, 95])
 def test_what_is_said_of_several_blocks_is_said_every_time(mode):
     """Whichever is faster."""
     first = [(f.kind, f.severity, f.line, f.other_line) for f in run(MEMORY, mode)]

@@ -122,6 +122,11 @@ class Text:
 
     foreign = False  # a learner's, of which a change may make numbers grow without end
 
+    @functools.cached_property
+    def unchanged(self) -> str:
+        """The whole text, as Python has it."""
+        return ast.unparse(self.tree)
+
     def __init__(
         self, fn: Callable[..., Any], words: Mapping[str, str] | None = None, other: str | Edits | None = None,
         whole: bool = True,
@@ -839,8 +844,9 @@ def _of_operation(text: Text, node: ast.BinOp) -> Iterator[tuple[Any, ...]]:
         yield "wrong-sign" if "sign" in said else "wrong-operator", said, 1.2 if "sign" in said else 1.7, ast.BinOp(
             left, other(), right), type(op), other, text.plain(right)  # fmt: skip
     if isinstance(op, (ast.Sub, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow, ast.MatMult)):
-        yield "upside-down" if isinstance(op, (ast.Div, ast.FloorDiv)) else "operands-exchanged", (
-            f"{w(node)} is the other way round"), 1.5, ast.BinOp(right, op, left)  # fmt: skip
+        slug = "upside-down" if isinstance(op, (ast.Div, ast.FloorDiv)) else "operands-exchanged"
+        cost, new = (1.2, right) if getattr(left, "value", None) == 1 else (1.5, ast.BinOp(right, op, left))
+        yield slug, f"{w(node)} is the other way round", cost, new
     if isinstance(op, ast.FloorDiv):
         ways = {"a / b": "is not rounded", "-(-a // b)": "is rounded up", "a // b + 1": "is one too large"}
         for way, said in (ways | {"round(a / b)": "is rounded to the nearest"}).items():

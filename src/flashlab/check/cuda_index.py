@@ -49,10 +49,13 @@ _ALMOST = 0.35  # costs so near say nothing about which is likelier
 # What needs no cause, or is its own.
 _PLAIN = (
     "does-not-compile", "wrong-type", "wrong-entry", "no-launch", "launch-failed", "nothing-stored",
-    "barrier-arguments",
+    "barrier-arguments", "wrong-stream",
 )  # fmt: skip
 # What is seen in a kernel's results, and may have several causes: nothing but what mends the answer is told before it.
-_SEEN = ("maximum-never-set", "corrected-twice", "nothing-rescaled", "o-columns-exchanged", "causal-by-block")
+_SEEN = (
+    "maximum-never-set", "corrected-twice", "nothing-rescaled", "o-columns-exchanged", "causal-by-block",
+    "mask-inverted",
+)  # fmt: skip
 # Findings that may come of another mistake: the outputs behind them are kept too.
 _EQUAL = {"<= -INFINITY`: it is `==`": "nothing is below -inf"}  # of every text
 # Findings of a place in shared memory, which many mistakes have in common.
@@ -256,9 +259,14 @@ class Trials:
         other = next((x for x in near if x.partition(":")[0] != fitting[0][1].partition(":")[0]), None)
         return slug, f"{said}. Or: {other}" if other and len(said + other) < _LONGEST else said
 
+    @property
+    def parts(self) -> int:
+        """Of how many texts an answer is."""
+        return len(parted(self.kept["text"]))
+
     def own_lines(self, code: str) -> range:
         """Which lines of a file, from 0, stand where the right text does."""
-        lines, frame = code.splitlines(), self.place(joined([_MARK] * len(parted(self.kept["text"])))).splitlines()
+        lines, frame = code.splitlines(), self.place(joined([_MARK] * self.parts)).splitlines()
         marked = [i for i, line in enumerate(frame) if _MARK in line]
         return range(marked[0], len(lines) - len(frame) + marked[-1] + 1)
 
@@ -553,8 +561,7 @@ def explained(module: Callable[[], CudaModule], *trials: Trials, vague: Sequence
         elif failed.diagnosis not in plain and (not vague or failed.diagnosis in (*vague, *KINDS)):
             with contextlib.suppress(CheckFailed):  # it does not compile as it is looked at
                 found = next(filter(None, (x.explain(module()) for x in trials)), None)
-                alone = len(parted(trials[0].kept["text"])) == 1
-                if alone and not (found and known(found[1])) and (said := mended(trials[0], module().text)):
+                if not (found and known(found[1])) and (said := mended(trials[0], module().text)):
                     found = found[0] if found else failed.diagnosis, said
             beside = (x.beside(module()) for x in trials if found is None and failed.diagnosis in KINDS)
             if said := next(filter(None, beside), ""):

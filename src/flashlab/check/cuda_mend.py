@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import re
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,13 +19,14 @@ from typing import Any
 from flashlab.check import cuda_text
 from flashlab.check.changes import Change, Slot, _at, _new, _slots, changes
 from flashlab.check.claims import tokens
-from flashlab.check.cuda_text import CudaText, Declaration, _counts
+from flashlab.check.cuda_text import CudaText, Declaration, Loop, Opaque, _counts
 from flashlab.check.failed import CheckFailed
-from flashlab.check.mend import _BY_CHANCE, _LONGER, _PART, _SHARED, _both, said
+from flashlab.check.mend import _BY_CHANCE, _LONGER, _PART, _SHARED, _both, in_turn, said
 
-_SECONDS = 6.0  # on a machine with other work, where some of these are not tried; else it takes 1 to 5
+_SECONDS = 5.0  # on a machine with other work, where some of these are not tried; else it takes 1 to 5
+_AT_LEAST = 1.5  # of it for the trials of a build
 _FIRST = 80  # changes of the first build
-_TRIED = {"6": 350, "7": 350, "8": 200, "9": 200, "11": 80}  # by phase: later kernels take longer
+_TRIED = {"6": 350, "7": 350, "8": 300, "9": 300, "11": 80}  # by phase: later kernels take longer
 _REMOVED = ("condition-missing", "limit-missing", "term-missing", "factor-missing", "function-missing")
 _LIKELY = ("wrong-name", "wrong-number")  # nothing comes or goes
 _LINES = (ast.Assign, ast.AugAssign, ast.Return, ast.Expr, Declaration)
@@ -42,7 +43,7 @@ _LONGEST = 80  # characters of a missing line
 def mended(it: Any, code: str) -> str:
     """In words, the change that makes a file right by an exercise's `Trials`; "" where there is none, or too late."""
     until, tried = time.monotonic() + _SECONDS, _TRIED.get(it.id.partition(".")[0], 0)
-    if not tried:
+    if not tried or it.parts > 1:
         return ""
     own = it.own_lines(code)
     try:
@@ -51,9 +52,13 @@ def mended(it: Any, code: str) -> str:
         text.foreign = True
         around = _types(it.place(it.kept["text"]))
         made = _likeliest(text, right, around, tried)
-        for some in (made[:_FIRST], made[_FIRST:]):
-            if said_of_it := _tried(it, text, some, until) if some else "":
-                return said_of_it
+        start = time.monotonic()
+        if said_of_it := _tried(it, text, made[:_FIRST], until):
+            return said_of_it
+        more = int(
+            _FIRST * (until - time.monotonic()) / (time.monotonic() - start)
+        )  # so many take the time that is left
+        return _tried(it, text, made[_FIRST : _FIRST + more], until) if more > 0 else ""
     except (cuda_text.UnreadableError, SyntaxError, CheckFailed, AssertionError, StopIteration, KeyError):
         pass  # what cannot be read, or not be put together again
     return ""
@@ -61,9 +66,9 @@ def mended(it: Any, code: str) -> str:
 
 def _tried(it: Any, text: CudaText, made: Sequence[Change], until: float) -> str:
     module, refused = it._built(text, made, until)
-    module.timeout = 1.0
-    order = [i for i in range(len(it.runs)) if not it.gives(module, i)]  # what is wrong first
-    order += [i for i in range(len(it.runs)) if i not in order] if order else []
+    module.timeout, until = 1.0, max(until, time.monotonic() + _AT_LEAST)
+    wrong, rest = _by_time(it, module)
+    order = [*wrong, *rest] if wrong else []
     for number, change in enumerate(made, 1):
         if time.monotonic() > until:
             break
@@ -72,6 +77,16 @@ def _tried(it: Any, text: CudaText, made: Sequence[Change], until: float) -> str
             if all(it.gives(module, i) for i in order):
                 return _said(text, change)
     return ""
+
+
+def _by_time(it: Any, module: Any) -> tuple[list[int], list[int]]:
+    """The runs that are wrong and those that are right, the quickest first."""
+    took: tuple[dict[int, float], dict[int, float]] = {}, {}
+    for i in range(len(it.runs)):
+        start = time.monotonic()
+        took[it.gives(module, i)][i] = time.monotonic() - start
+    wrong, right = (sorted(x, key=lambda i: x[i]) for x in took)  # noqa: B023
+    return wrong, right
 
 
 def _types(code: str) -> dict[str, str]:
@@ -83,7 +98,7 @@ def _types(code: str) -> dict[str, str]:
 
 def _said(text: CudaText, change: Change) -> str:
     words = change.said if change.slug == _MISSING else said(text, change)
-    if isinstance(change.edits[0][0][0], Declaration):
+    if words and isinstance(change.edits[0][0][0], Declaration):
         words = words.partition(", in `")[0] + text.line_of(replace(change, said=""))
     held = r"^`(?:if|while) \((.*)\)` stands where `\w+ \(true\)` belongs"
     return re.sub(held, r"the condition `\1` is one too many", words)
@@ -105,7 +120,7 @@ def _likeliest(text: CudaText, right: CudaText, around: dict[str, str], tried: i
     found = [*changes(text, None, cuda_text), *itertools.chain(*pieces)]
     indices = {x for x in around if text.kinds[x] == {"int"}}  # there are many, and each has its place
     made: dict[Any, Change] = {}
-    for change in sorted(found, key=lambda x: _price(x, shared, indices)):
+    for change in in_turn((_price(x, shared, indices), x.slug, x) for x in found):
         key = change.said, *((id(holder), *where, text.plain(new)) for (holder, *where), new in change.edits)
         if change.slug not in _BY_CHANCE and _fits(text, change, scope) and _said(text, change):
             made.setdefault(key, change)
@@ -116,6 +131,8 @@ def _likeliest(text: CudaText, right: CudaText, around: dict[str, str], tried: i
 
 def _fits(text: CudaText, change: Change, scope: dict[int, set[str]]) -> bool:
     """Whether it is of one type, of what is declared there, and not right by accident."""
+    if change.slug == "wrong-number" and len(change.edits) > 1 and getattr(change.edits[0][1], "value", 2) in (0, 1):
+        return False  # 32 for 1 everywhere: one lane does all, and nothing is exchanged
     for (holder, field, at), new in change.edits:
         old = _at((holder, field, at))
         names = (x.id for x in (old, new) if isinstance(x, ast.Name))
@@ -176,6 +193,7 @@ def _in_scope(text: CudaText, outside: set[str]) -> dict[int, set[str]]:
             inner = names
             for first in getattr(one, "first", ()):
                 inner = inner | _declared(first)
+            inner = inner | {*re.findall(r"(\w+) (?=[,)])", getattr(one, "head", ""))}  # a lambda's arguments
             scope.update((id(x), inner) for x in ast.walk(one))
             names = names | _declared(one)
             scope[id(one)] = names
@@ -214,6 +232,8 @@ def _missing_lines(text: CudaText, right: CudaText, scope: dict[int, set[str]]) 
                 if not _names(nodes[call]) & {*text.types} <= scope[id(line)]:
                     continue
                 new, here = _foreign(right, text, nodes[call]), text.plain(line)[:_LONGEST]
+                if here == call:
+                    continue
                 yield _added(holder, field, at, line, new, f"`{call}` is missing behind `{here}`")
                 if isinstance(line, ast.Expr) and here.split("(")[0][:_ROOT] == call.split("(")[0][:_ROOT]:
                     yield _added(holder, field, at, ast.Pass(), new, f"`{here}` stands where `{call}` belongs", 0.9)
@@ -225,13 +245,21 @@ def _missing_lines(text: CudaText, right: CudaText, scope: dict[int, set[str]]) 
 
 
 def _further(text: CudaText, right: CudaText) -> Iterator[Change]:
-    """A variable of the frame that is set too early; what an exponential's argument, a bound or an index lacks."""
+    """A loop too many; a variable of the frame set too early; what an exponential, a bound or an index lacks."""
     for holder, field, block in _blocks(text):
+        for at, line in enumerate(block):
+            if isinstance(line, Loop) or (isinstance(line, Opaque) and not line.declares):
+                said_of_it = re.sub(r"(?<=\() | (?=[);]|$)", "", text.plain(line))
+                words = f"the line `{said_of_it}` is one too many, with all that belongs to it"
+                yield Change(_MISSING, words, 1.6, (((holder, field, at), _new(ast.Pass())),))
         for at, line in enumerate(block[:-1]):
-            if isinstance(line, ast.Assign) and not {x.id for x in _targets(line)} & {*text.types}:
+            set_to = {x.id for x in _targets(line)} if isinstance(line, ast.Assign) else set()
+            if set_to and not set_to & {*text.types}:
                 last = ast.If(ast.Constant(True), [block[-1], line], [])
                 edits = ((holder, field, at), _new(ast.Pass())), ((holder, field, len(block) - 1), _new(last))
                 yield Change(_MISSING, f"the line `{text.plain(line)}` comes too early", 1.3, edits)
+    made = {x for n in ast.walk(text.tree) for x in _declared(n)}
+    unread = sorted(x for x in made if not text.reads[x] and text.kind_of(text.types.get(x, "")) in ("int", "float"))
     constants = [x for x in ("LN2", "LOG2E") if x in right.reads]
     ints, floats = ([x for x in text.locals if text.kinds.get(x) == {kind}] for kind in ("int", "float"))
     add, sub, mult = ast.Add(), ast.Sub(), ast.Mult()
@@ -244,6 +272,8 @@ def _further(text: CudaText, right: CudaText) -> Iterator[Change]:
 
     for slot, node in _slots(text.tree):
         holder, field, _ = slot
+        for name in unread if isinstance(node, ast.Name) else ():  # it is there for something
+            yield Change("wrong-name", "", 0.4, ((slot, _new(ast.Name(name, ast.Load()))),))
         summed = isinstance(holder, ast.BinOp) and isinstance(holder.op, (ast.Add, ast.Sub))
         if isinstance(holder, ast.Call) and field == "args" and "exp" in text.plain(holder.func):
             yield from more(slot, node, [sub], floats, 1.2)
@@ -267,7 +297,7 @@ def _further(text: CudaText, right: CudaText) -> Iterator[Change]:
 
 def _known_names(text: CudaText, right: CudaText) -> set[str]:
     """Names of the right text that mean something in the answer."""
-    frame = {*right.reads} - {*right.locals}
+    frame = {*right.reads} - {*right.locals, *right.params}
     return _names(text.tree) | frame | {*right.others}
 
 
@@ -297,20 +327,31 @@ def _of_the_right(text: CudaText, right: CudaText) -> Iterator[Change]:
     kinds = (ast.BinOp, ast.Call, ast.Compare, ast.IfExp, ast.Subscript)
     pieces = {right.plain(n): n for n in ast.walk(right.tree) if isinstance(n, kinds)}
     pieces = {x: n for x, n in pieces.items() if len(tokens(x).split()) >= _SHORTEST and _names(n) <= known}
-    counted = {x: Counter(tokens(x).split()) for x in pieces}
+    counted = [(_foreign(right, text, n), Counter(tokens(x).split())) for x, n in pieces.items()]
     have, wanted = (Counter(x.plain(n) for n in ast.walk(x.tree) if isinstance(n, ast.expr)) for x in (text, right))
     sums = (n for n in ast.walk(right.tree) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Add))
-    terms = {said: x for n in sums for x in (n.left, n.right)
+    terms = {said: (_foreign(right, text, x), Counter(tokens(right.plain(other)).split())) for n in sums
+             for x, other in ((n.left, n.right), (n.right, n.left))
              if have[said := right.plain(x)] < wanted[said] and not said.isdigit() and _names(x) <= known}  # fmt: skip
+
+    def alike(a: Counter[str], b: Counter[str]) -> bool:
+        fewer, more = sorted((a.total(), b.total()))
+        return fewer >= _ALIKE * more and (a & b).total() >= _ALIKE * more
+
+    same: dict[tuple[str, int], list[tuple[float, Any]]] = defaultdict(list)
     for slot, node in _slots(text.tree):
+        mine = Counter(tokens(text.plain(node)).split())
         behind_cast = isinstance(slot[0], ast.BinOp) and isinstance(slot[0].op, ast.Pow)
         whole = isinstance(slot[0], Declaration) or slot[1] in ("args", "slice") or behind_cast
         if whole and isinstance(node, (ast.Name, ast.BinOp)):
-            for term in terms.values():
-                more = ast.BinOp(node, ast.Add(), _foreign(right, text, term))
-                yield Change(_TERM, "", 1.2, ((slot, _new(more)),))
-        mine = Counter(tokens(text.plain(node)).split())
-        for said_there, piece in pieces.items():
-            there = counted[said_there]
-            if mine != there and (mine & there).total() >= _ALIKE * max(mine.total(), there.total()):
-                yield Change(_PART, "", 1.3, ((slot, _new(_foreign(right, text, piece))),))
+            for term, others in terms.values():
+                more = ast.BinOp(node, ast.Add(), term)
+                yield Change(_TERM, "", 1.2 + 0.4 * (not alike(mine, others)), ((slot, _new(more)),))
+        for nth, (piece, there) in enumerate(counted):
+            if mine != there and alike(mine, there):
+                cost = 1.1 + 0.1 * ((mine | there).total() - (mine & there).total())
+                yield Change(_PART, "", cost, ((slot, piece),))
+                same[text.plain(node), nth].append((cost, (slot, piece)))
+    for found in same.values():
+        if len(found) > 1:
+            yield Change(_PART, "", found[0][0] + 0.1, tuple(edit for _, edit in found))

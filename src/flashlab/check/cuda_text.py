@@ -38,6 +38,7 @@ _TYPES = (
 _CHANGED = {"__global__", "__device__", "Problem", "CUtensorMap"}  # of a head: the last two are of host functions
 _CAST = re.compile(rf"(?:const )?{_TYPES}(?: const)?(?: \*)*")
 _OPENS, _CLOSES = "([{", ")]}"
+_GOES_ON = ("else", "while", ";", ",", ")")  # behind the brackets of a statement that does not end there
 _PRECEDENCE: dict[type, int] = {
     ast.BitOr: 4, ast.BitXor: 5, ast.BitAnd: 6, ast.LShift: 9, ast.RShift: 9, ast.Add: 10, ast.Sub: 10, ast.Mult: 11,
     ast.Div: 11, ast.FloorDiv: 11, ast.Mod: 11,
@@ -59,6 +60,11 @@ class Opaque(ast.stmt):
 
     c: str
     _fields = ()
+
+    @property
+    def declares(self) -> bool:
+        """Whether it may: what stands behind it needs it."""
+        return not re.match(r"(?:for|while|do|if|switch)\b", self.c)
 
 
 class Body(ast.stmt):
@@ -105,6 +111,25 @@ def _split(tokens: Sequence[str], by: str) -> list[Sequence[str]]:
             pieces.append(tokens[start:i])
             start = i + 1
     return [*pieces, tokens[start:]]
+
+
+def _end(tokens: Sequence[str], at: int) -> int:
+    """Where the statement ends that begins at `at`, whatever it is."""
+    if tokens[at].startswith("#"):
+        return at + 1
+    depth = 0
+    for i in range(at, len(tokens)):
+        depth += (tokens[i] in _OPENS) - (tokens[i] in _CLOSES)
+        after = tokens[i + 1] if i + 1 < len(tokens) else ""
+        if not depth and (tokens[i] == ";" and after != "else" or tokens[i] == "}" and after not in _GOES_ON):
+            return i + 1
+    return len(tokens)
+
+
+def _opaque(tokens: Sequence[str]) -> Opaque:
+    node = Opaque()
+    node.c = _joined(tokens)
+    return node
 
 
 class CudaText(Text):
@@ -159,7 +184,11 @@ class CudaText(Text):
         found: list[ast.stmt] = []
         at = 0
         while at < len(tokens):
-            more, at = self._statement(tokens, at)
+            try:
+                more, at = self._statement(tokens, at)
+            except (UnreadableError, SyntaxError):
+                end = _end(tokens, at)
+                more, at = [_opaque(tokens[at:end])], end
             found += more
         return found
 
@@ -229,9 +258,7 @@ class CudaText(Text):
                 return [declared]
             return [self._assignment(x) for x in _split(tokens, ",")]
         except (UnreadableError, SyntaxError):
-            node = Opaque()
-            node.c = _joined(tokens) + ";"
-            return [node]
+            return [_opaque([*tokens, ";"])]
 
     def _declaration(self, tokens: Sequence[str]) -> ast.stmt | None:
         at = 0
@@ -399,9 +426,8 @@ class CudaText(Text):
             case ast.Constant(bool() as value):
                 return str(value).lower(), 20
             case ast.Constant(int() as value):
-                return self.spelled.get(value, str(value)) if words and self.foreign else str(
-                    value
-                ), 20 if value >= 0 else 12
+                spelled = self.spelled.get(value, "") if words and self.foreign else ""
+                return spelled or str(value), 20 if value >= 0 else 12
             case ast.Constant(float() as value):
                 return f"{value!r}f" if not words else f"{value:g}", 20
             case ast.Attribute(value, attr):
@@ -498,7 +524,8 @@ class CudaText(Text):
         def line(holder: ast.AST, field: str, at: int, one: ast.stmt) -> str:
             said = self.built(one, other)
             own = [] if isinstance(one, (Body, ast.If, ast.While)) else other[id(one), "", None]
-            if isinstance(one, (Declaration, Opaque)) or (isinstance(one, Body) and one.head):
+            declares = isinstance(one, Declaration) or (isinstance(one, Opaque) and one.declares)
+            if declares or (isinstance(one, Body) and one.head):
                 return said
             for number, instead in [*other[id(holder), field, at], *own]:
                 said = f"if ({CHOSEN} == {number}) {{ {instead} }}\nelse {{ {said} }}"

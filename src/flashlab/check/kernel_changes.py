@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import ast
 import copy
+import functools
+import inspect
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 
 from flashlab.check import tensor_changes
 from flashlab.check.changes import Change, Edits, Slot, Text, _expr, _new, _slots
@@ -60,6 +65,66 @@ class KernelText(Text):
             return list(results.values()) if len(results) > 1 else results[self.outputs[0]]
 
         return run
+
+
+class HostedText(KernelText):
+    """A learner's kernel with a function of its own around it: `compiled` makes a function of the inputs, which `call`
+    hands to that function, with the changed kernel in the kernel's place.
+    """
+
+    def __init__(self, host: FunctionType, call: Callable[..., Any]):
+        kernels = {
+            name: found for name in host.__code__.co_names if (found := jit_function(host.__globals__.get(name)))
+        }
+        if len(kernels) != 1:
+            raise TypeError("not one kernel")
+        ((self.name, kernel),) = kernels.items()
+        self.host, self.call = host, call
+        parameters = inspect.signature(kernel.fn).parameters.values()
+        self.defaults = {x.name: x.default for x in parameters if x.default is not x.empty}
+        super().__init__(kernel.fn, (), lambda **_: 1, {name: name for name in kernel.fn.__code__.co_varnames})
+
+    def launched(self, made: Callable[..., Any]) -> Callable[..., Any]:
+        return functools.partial(self._run, made, self.host)
+
+    def _run(self, made: Callable[..., Any], host: FunctionType, *given: Any) -> Any:
+        inputs = {id(x) for x in given}
+
+        def start(grid: Any, *args: Any, **named: Any) -> None:
+            arguments = {**self.defaults, **named, **dict(zip(self.params, args, strict=False))}
+            arguments = {name: arguments[name] for name in self.params}
+            sizes = grid(arguments) if callable(grid) else grid
+            self.turns += math.prod(sizes)
+            new = {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor) and id(x) not in inputs}
+            written = launch(made, self.model, sizes, arguments, tuple(new), self.constants, self.buffers)
+            for name, x in new.items():
+                x.copy_(written[name])
+
+        names = {**host.__globals__, self.name: _Started(start)}
+        again = FunctionType(host.__code__, names, host.__name__, host.__defaults__, host.__closure__)
+        again.__kwdefaults__ = host.__kwdefaults__
+        return self.call(again, *given)
+
+
+class HostText(Text):
+    """The function around a learner's kernel, whose changes run with that kernel as it is."""
+
+    def __init__(self, kernel: HostedText):
+        super().__init__(kernel.host, {name: name for name in kernel.host.__code__.co_varnames})
+        self.kernel, self.made, self.foreign = kernel, kernel.function(kernel.tree)[0], True
+
+    def launched(self, made: Any) -> Callable[..., Any]:
+        return functools.partial(self.kernel._run, self.made, made)
+
+
+@dataclass(frozen=True)
+class _Started:
+    """What stands in a kernel's place: `kernel[grid](...)` is start(grid, ...)."""
+
+    start: Callable[..., None]
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return functools.partial(self.start, grid)
 
 
 def _name(node: ast.AST) -> str:
@@ -160,7 +225,11 @@ def of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any,
 
 
 def further(text: Text) -> Iterator[Change]:
-    """Of a learner's text: in one line, all strides of one tensor for those of another."""
+    """Of a learner's text: in one line, all strides of one tensor for those of another; a result not moved on or
+    rescaled in the loop, a parameter that nothing reads, an edge without the difference of two lengths.
+    """
+    yield from _of_loops(text)
+    yield from _of_edges(text)
     known = {name for name in text.params if name.startswith("stride_")}
     tensors = sorted({name[:-1] for name in known})
     for line in [x for x in ast.walk(text.tree) if isinstance(x, (ast.Assign, ast.AugAssign, ast.Expr))]:
@@ -171,6 +240,94 @@ def further(text: Text) -> Iterator[Change]:
                 one, of = (x.removeprefix("stride_").upper() for x in (mine, other))
                 said = f"the strides of {one} stand where those of {of} belong, in {text.say(line)}"
                 yield Change("strides-of-another", said, 1.5, tuple(edits))
+
+
+def _of_edges(text: Text) -> Iterator[Change]:
+    """An edge without the difference of two lengths, a product without what nobody reads, an index not divided."""
+    fixed: set[str] = getattr(text, "constants", set())
+    numbers = {x for x in text.kinds if text.kinds[x] == {"number"} or x in fixed}
+    nodes = [*_slots(text.tree)]
+    names = [x for x in ast.walk(text.tree) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Load)]
+    unread = [x for x in text.params if x not in {n.id for n in names}]
+    divided = {ast.unparse(n): n for _, n in nodes if isinstance(n, ast.BinOp) and isinstance(n.op, ast.FloorDiv)}
+
+    def edge(parent: ast.AST) -> bool:
+        compared = isinstance(parent, ast.Compare) and not isinstance(parent.ops[0], (ast.Eq, ast.NotEq))
+        return compared or (isinstance(parent, ast.Call) and _name(parent) in ("minimum", "maximum"))
+
+    edges = [(slot, node) for slot, node in nodes if edge(slot[0]) and isinstance(node, ast.expr)]
+    at_edges = {x.id for _, node in edges for x in ast.walk(node) if isinstance(x, ast.Name)}
+    sizes = [x for x in text.params if x in at_edges & numbers - fixed]
+    own = [x for x in text.locals if x in numbers and isinstance(getattr(
+        (text.assigned.get(x) or [None])[-1], "op", None), (ast.Add, ast.Sub))]  # fmt: skip
+    pairs = [f"{a} - {b}" for a, b in itertools.permutations(sizes, 2)]
+    shifts = [*own, *([x for x in pairs if x in text.unchanged] or pairs)]  # one that stands elsewhere, if any does
+    for slot, node in edges:
+        for shift in shifts if not isinstance(node, ast.Constant) else ():
+            cost = 0.3 + 0.1 * (slot[1] == "left")
+            yield Change("edge", "", cost, ((slot, ast.BinOp(node, ast.Add(), _expr(shift))),))
+    for slot, node in nodes:
+        if isinstance(node, ast.Call) and _name(node) == "dot":
+            for name in unread:
+                yield Change("more", "", 1.0, ((slot, ast.BinOp(node, ast.Mult(), _expr(name))),))
+        if not isinstance(node, ast.Name) or node.id not in numbers:
+            continue
+        factor = isinstance(slot[0], ast.BinOp) and isinstance(slot[0].op, ast.Mult)
+        for new in (x for x in divided.values() if factor and getattr(x.left, "id", "") == node.id):
+            yield Change("divisor", "", 0.9, ((slot, new),))
+        for name in {*unread} & numbers | ((fixed - {node.id}) if factor and node.id in fixed else set()):
+            yield Change("wrong-name", "", 0.5 if name in unread else 1.0, ((slot, _expr(name)),))
+    yield from _of_masks(text)
+
+
+def _of_masks(text: Text) -> Iterator[Change]:
+    """A condition that another mask has, beside those of a mask or in the place of one."""
+    masks = [x for x in ast.walk(text.tree) if isinstance(x, ast.keyword) and x.arg == "mask"]
+    parts = {ast.unparse(x): x for mask in masks for x in _conditions(mask.value)}
+    turned = {"[:, None]": "[None, :]", "[None, :]": "[:, None]"}
+    for said, (here, there) in itertools.product([*parts], turned.items()):
+        if said.endswith(here) and said.count("[") == 1:
+            other = said.replace(here, there)
+            parts.setdefault(other, _expr(other))
+    for mask in masks:
+        own = [ast.unparse(x) for x in _conditions(mask.value)]
+        for new in (x for said, x in parts.items() if said not in own):
+            yield Change("mask", "", 0.9, (((mask, "value", None), ast.BinOp(mask.value, ast.BitAnd(), new)),))
+            for slot, node in _slots(mask):
+                if ast.unparse(node) in own:
+                    yield Change("mask", "", 1.0, ((slot, new),))
+
+
+def _conditions(mask: ast.expr) -> list[ast.expr]:
+    both = isinstance(mask, ast.BinOp) and isinstance(mask.op, ast.BitAnd)
+    return [*_conditions(mask.left), *_conditions(mask.right)] if both else [mask]  # type: ignore[attr-defined]
+
+
+def _of_loops(text: Text) -> Iterator[Change]:
+    """What is read in a loop and never set there; what is added to without a factor that the loop makes."""
+    axes = {x: max((k[1] for k in kinds if isinstance(k, tuple) and k[0] == "tile"), default=0)
+            for x, kinds in text.kinds.items()}  # fmt: skip
+    for loop in (x for x in ast.walk(text.tree) if isinstance(x, (ast.For, ast.While))):
+        inside = [n for line in loop.body for n in ast.walk(line) if isinstance(n, ast.Name)]
+        made = {n.id for n in inside if isinstance(n.ctx, ast.Store)}
+        moved = {getattr(x.targets[0], "id", ""): ast.unparse(x.value) for x in loop.body
+                 if isinstance(x, ast.Assign) and "maximum" in ast.unparse(x.value)}  # fmt: skip
+        for name in sorted({n.id for n in inside} - made - {*text.params}):
+            for other in (x for x in sorted(made) if axes.get(x) == axes.get(name) and name in moved.get(x, "")):
+                line = ast.Assign([ast.Name(name, ast.Store())], ast.Name(other, ast.Load()))
+                both = ast.If(ast.Constant(True), [loop.body[-1], line], [])
+                said = f"the line `{name} = {other}` is missing at the end of the loop"
+                yield Change("never-moved", said, 0.2, (((loop, "body", len(loop.body) - 1), _new(both)),))
+        for line in (x for x in loop.body if isinstance(x, ast.Assign)):
+            name = getattr(line.targets[0], "id", "")
+            for slot, node in _slots(line):
+                if not (isinstance(node, ast.Name) and node.id == name and axes.get(name)):
+                    continue
+                for factor in sorted(x for x in made if axes.get(name, 0) >= axes.get(x, 0) > 0 and x != name):
+                    behind = "[:, None]" * (axes[name] - axes[factor])
+                    said = f"the factor `{factor}{behind}` is missing at `{name}`, in {text.say(line)}"
+                    new = _expr(f"x * {factor}{behind}", x=node)
+                    yield Change("not-rescaled", said, 0.6, ((slot, new),))
 
 
 def of_statements(text: Text) -> Iterator[Change]:

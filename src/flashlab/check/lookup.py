@@ -450,7 +450,7 @@ class Index:
         if said.startswith("{order}"):
             order = [self.names[int(i)] for i in said[7:].split(",")]
             came, wanted = ", ".join(order), ", ".join(self.names)
-            return f"the results are right, but exchanged: they come as ({came}): return ({wanted})"
+            return f"the results are exchanged: they come as ({came}): return ({wanted})"
         names = " and ".join(self.names[i] for i in wrong).replace(" and ", ", ", max(0, len(wrong) - 2))
         if said.startswith("it is "):  # of the first: the others are computed of it
             follow = f", and {names.partition(' and ' if len(wrong) == 2 else ', ')[2]} with it" if wrong[1:] else ""

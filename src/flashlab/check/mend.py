@@ -16,23 +16,26 @@ import functools
 import inspect
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FunctionType
 from typing import Any
 
 from flashlab.check.changes import Change, Slot, Text, Variants, _at, _expr, _new, _rounded_up, _slots, changes
 from flashlab.check.claims import tokens
+from flashlab.check.kernel_changes import HostedText, HostText
 from flashlab.check.lookup import Index
 
-_SECONDS = 3.0  # of one core
+_SECONDS, _HOSTED = 3.0, 2.0  # of one core; the latter for a kernel with a function around it, whose text is long
 _LONGEST = 160  # characters of what is said
 _SHORT = 60
+_OFTEN, _MANY = 0.002, 4000  # what each change of a kind costs more than the one before, where there are so many
 _SHARED = 1.0  # what it costs more to find fault with a line that a right text has
 _LONGER = 0.15  # for each word and sign that is added
 _LINES = (ast.Assign, ast.AugAssign, ast.Return, ast.Expr)
 _KINDS = {ast.Add: "term", ast.Sub: "term", ast.Mult: "factor", ast.Div: "divisor", ast.FloorDiv: "divisor"}
 _PART = "part-of-it"
-_WORDED = ("names-exchanged", "not-rescaled", "not-divided", "rounded-all", "strides-of-another")
+_WORDED = ("names-exchanged", "never-moved", "not-rescaled", "not-divided", "rounded-all", "strides-of-another")
 _BEHIND = "outside-of-the-loop"
 _WITHIN = "in-each-turn"
 _ROUNDING = ("round", "int", "ceil", "floor", "abs")
@@ -76,31 +79,15 @@ def mended(
     order = [*off, *(i for i in index.order if i not in off)]
     if index.kinds:
         text.kinds = index.kinds.kinds_of(text, [tuple(map(index.copied, x)) for x in index.inputs[:3]])
-    values = {name: [given[i] for given in index.inputs] for i, name in enumerate(text.params)}
-    made, called = _runs(index, text, values), text.compiled()
     shared = _lines_of_both(text, index.texts)
-    for name, part in parts.items():
-        made += [(part, change, functools.partial(_with, now, name, other, called))
-                 for _, change, other in _runs(index, part, {})]  # fmt: skip
+    made = _in_order(index, text, now, parts, shared)
     right = index.run(index.texts[0].compiled(), index.more)
 
     is_right = functools.partial(_is_right, index, order, right, then)
     of_part: dict[int, Change] = {}
 
-    def price(change: Change) -> float:
-        longer = max(_length(new) - _length(old) for old, new in map(_both, change.edits))
-        known = all(id(holder) in shared for (holder, _, _), _ in change.edits)
-        kept = any(
-            isinstance(old, ast.BinOp)
-            and isinstance(old.op, ast.FloorDiv)
-            and (new is old.left or isinstance(getattr(new, "op", None), ast.Mult))
-            for old, new in map(_both, change.edits)
-        )  # more likely its being rounded down is wrong
-        likely = change.slug == "wrong-number" or _loosened(change)  # nothing comes or goes
-        return change.cost - 0.5 * likely + _SHARED * known + _LONGER * max(0, longer) + 1.5 * kept
-
-    until = time.process_time() + _SECONDS
-    for of, change, run in sorted(made, key=lambda x: (len(x[1].edits) > 1, price(x[1]))):
+    until = time.process_time() + (_SECONDS if not isinstance(text, HostedText) else _HOSTED)
+    for of, change, run in made:
         if time.process_time() > until:
             break
         outcome = index.run(run)
@@ -108,7 +95,7 @@ def mended(
         if not mends or not (words := said(of, change)) or _undoes(of, change):
             continue
         if len(mends) == len(wrong) and is_right(run):
-            return words, price(change)
+            return words, _price(change, shared)
         of_part |= {p: change for p in mends if p not in of_part and of is text}
     if len(wrong) > 1 and len(of_part) == len(wrong):
         with contextlib.suppress(SyntaxError):
@@ -116,6 +103,50 @@ def mended(
                 each = [f"{index.names[p]}: {said(text, change)}" for p, change in of_part.items()]
                 return ("; and " if sum(map(len, each)) < index.longest - 20 else ";\nand ").join(each), 2.0
     return "", 0.0
+
+
+def _in_order(
+    index: Index, text: Text, now: dict[str, Any], parts: dict[str, Text], shared: set[int]
+) -> list[tuple[Text, Change, Callable[..., Any]]]:
+    """The changes of a text, and of those beside it, with the function that each makes; the likeliest first."""
+    if isinstance(text, HostedText):  # it is called with the inputs
+        made, around = _runs(index, text, {}, index.kinds), HostText(text)
+        variants = Variants(around, beside := [*changes(around, {})])
+        made += [(around, c, run) for c in beside if (run := variants.chosen(c)) is not None]
+        return in_turn((_price(x[1], shared), x[1].slug, x) for x in made)
+    values = {name: [given[i] for given in index.inputs] for i, name in enumerate(text.params)}
+    made, called = _runs(index, text, values, index.kinds), text.compiled()
+    for name, part in parts.items():
+        made += [(part, change, functools.partial(_with, now, name, other, called))
+                 for _, change, other in _runs(index, part, {}, index.kinds)]  # fmt: skip
+    return sorted(made, key=lambda x: (len(x[1].edits) > 1, _price(x[1], shared)))
+
+
+def _price(change: Change, shared: set[int]) -> float:
+    """The lower, the likelier. shared: what stands in lines that a right text has too."""
+    longer = max(_length(new) - _length(old) for old, new in map(_both, change.edits))
+    known = all(id(holder) in shared for (holder, _, _), _ in change.edits)
+    kept = any(
+        isinstance(old, ast.BinOp)
+        and isinstance(old.op, ast.FloorDiv)
+        and (new is old.left or isinstance(getattr(new, "op", None), ast.Mult))
+        for old, new in map(_both, change.edits)
+    )  # more likely its being rounded down is wrong
+    likely = change.slug == "wrong-number" or _loosened(change)  # nothing comes or goes
+    return change.cost - 0.5 * likely + _SHARED * known + _LONGER * max(0, longer) + 1.5 * kept
+
+
+def in_turn(priced: Iterable[tuple[float, str, Any]]) -> list[Any]:
+    """The cheapest first, of (price, kind, what); of a long text's changes, where a kind has hundreds, each costs more
+    than the one before, or nothing else would be tried.
+    """
+    nth: Counter[str] = Counter()
+    priced = sorted(priced, key=lambda x: x[0])
+    found = []
+    for price, kind, one in priced:
+        nth[kind] += 1
+        found.append((price + _OFTEN * nth[kind] * (len(priced) > _MANY), one))
+    return [one for _, one in sorted(found, key=lambda x: x[0])]
 
 
 def _is_right(
@@ -154,16 +185,35 @@ def _beside(text: Text, fn: Callable[..., Any]) -> tuple[dict[str, Any], dict[st
 
 
 def _undoes(text: Text, change: Change) -> bool:
-    """Whether a change takes out what the text is about: all of a tensor for the part that a name stands for, or every
-    use of a parameter."""
+    """Whether a change takes out what the text is about: all of a tensor, or all before its end, for the part that a
+    name stands for, or every use of a parameter."""
+    parts = {part: whole for loop in ast.walk(text.tree) if isinstance(loop, ast.For) for part, whole in _parts(loop)}
     for old, new in map(_both, change.edits):
         if isinstance(old, ast.Name) and isinstance(new, ast.Name) and new.id in text.params:
             of = text.assigned.get(old.id, ())
-            if any(isinstance(x, ast.Subscript) and getattr(x.value, "id", "") == new.id for x in of):
+            if any(isinstance(x, ast.Subscript) and getattr(x.value, "id", "") == new.id for x in of if x):
+                return True
+            if new.id in parts.get(old.id, ()):
+                return True
+        if isinstance(old, ast.Subscript) and isinstance(old.slice, ast.Slice) and _dump(old.value) == _dump(new):
+            if not isinstance(old.slice.lower, (ast.Constant, type(None))):
+                return True
+        slices = ([n.lower for n in ast.walk(x) if isinstance(n, ast.Slice)] for x in (old, new))
+        for x, y in zip(*slices, strict=False):
+            if not isinstance(x, (ast.Constant, type(None))) and (y is None or ast.unparse(y) == "0"):
                 return True
     before = {*text.params} & {*_reads(text.tree)}
     with text.changed(change):
         return not before <= {*_reads(text.tree)}
+
+
+def _parts(loop: ast.For) -> Iterator[tuple[str, set[str]]]:
+    """The names that a loop sets, each with what it is a part of: `for s, v in zip(scores.split(n), V.split(n))`."""
+    targets, values = [loop.target], [loop.iter]
+    if isinstance(loop.target, ast.Tuple) and isinstance(loop.iter, ast.Call):
+        targets, values = loop.target.elts, loop.iter.args
+    for target, value in zip(targets, values, strict=False):
+        yield getattr(target, "id", ""), {*_reads(value)}
 
 
 def _reads(tree: ast.AST) -> Iterator[str]:
@@ -201,13 +251,17 @@ def _too_often_right(change: Change) -> bool:
     return finite or ("inf" in old and old.lstrip("-") == new) or "1000" in new or "1024" in new
 
 
-def _runs(index: Index, text: Text, values: dict[str, Any]) -> list[tuple[Text, Change, Callable[..., Any]]]:
-    further = getattr(index.kinds, "further", lambda _: ()) if index.kinds else _further
-    zero = any(ast.unparse(x) == "0" for right in index.texts for x in ast.walk(right.tree))
-    made = [*changes(text, values, index.kinds), *_of_lines(text, zero), *_of_state(text), *further(text)]
+def _runs(
+    index: Index, text: Text, values: dict[str, Any], kinds: Any
+) -> list[tuple[Text, Change, Callable[..., Any]]]:
+    further = getattr(kinds, "further", lambda _: ()) if kinds else _further
+    hosted = isinstance(text, HostedText)  # no lists, and time for few
+    zero = not hosted and any(ast.unparse(x) == "0" for right in index.texts for x in ast.walk(right.tree))
+    state = () if hosted else _of_state(text)
+    made = [*changes(text, values, kinds), *_of_lines(text, zero), *_of_blocks(text), *state, *further(text)]
     divides = any(isinstance(x, ast.Mod) for right in index.texts for x in ast.walk(right.tree))
     made = [c for c in made if c.slug not in (*_BY_CHANCE, *index.without) and not (_digits(c) or (
-        index.kinds and (_without_limit(c) or _too_often_right(c))) or (not divides and _remainder(c)))]  # fmt: skip
+        kinds and (_without_limit(c) or _too_often_right(c))) or (not divides and _remainder(c)))]  # fmt: skip
     variants = Variants(text, made)
     return [(text, c, run) for c in made if (run := variants.chosen(c)) is not None]
 
@@ -249,6 +303,11 @@ def _of_lines(text: Text, zero: bool) -> Iterator[Change]:
             term = isinstance(slot[0], ast.BinOp) and isinstance(slot[0].op, (ast.Add, ast.Sub))
             for other in text.numbers if term and isinstance(node, ast.Name) else ():
                 yield Change("more", "", 2.3, ((slot, _expr("x * y", x=node, y=_expr(other))),))
+            for value in text.meant.values():  # the other operand of the same maximum
+                operands = value.args if isinstance(value, ast.Call) and len(value.args) == 2 else ()
+                for one, instead in itertools.permutations(operands, 2):
+                    if node is not one and isinstance(one, ast.Call) and ast.unparse(node) == ast.unparse(one):
+                        yield Change(_PART, "", 1.2, ((slot, _new(instead)),))
             if isinstance(node, ast.Name) and node.id in own:
                 reads.setdefault(node.id, []).append(slot)
         for a, b in itertools.combinations(reads, 2):
@@ -264,6 +323,18 @@ def _of_lines(text: Text, zero: bool) -> Iterator[Change]:
         for name, slots in reads.items():
             for slot, part in itertools.product(slots, meant.get(name, ())):
                 yield Change(_PART, "", 1.9, ((slot, part),))
+
+
+def _of_blocks(text: Text) -> Iterator[Change]:
+    """What two names are set to in lines that follow each other, exchanged."""
+    for block in (getattr(x, "body", None) for x in ast.walk(text.tree)):
+        for a, b in itertools.pairwise(block) if isinstance(block, list) else ():
+            if not (isinstance(a, ast.Assign) and isinstance(b, ast.Assign)):
+                continue
+            one, other = (getattr(x.targets[0], "id", "") for x in (a, b))
+            if one and other and one != other and text.are_alike(one, other):
+                edits = ((a, "value", None), b.value), ((b, "value", None), a.value)
+                yield Change("names-exchanged", f"`{one}` and `{other}` are exchanged", 1.6, edits)
 
 
 def _loosened(change: Change) -> bool:
@@ -434,7 +505,7 @@ def said(text: Text, change: Change) -> str:
     before, after = _both(change.edits[0])
     if isinstance(before, ast.BinOp) and isinstance(before.op, ast.FloorDiv) and _rounded_up(after):
         return f"`{old}` is rounded down: it is rounded up"
-    if change.slug == _PART and len(pieces) == 2:
+    if change.slug == _PART and len({*pieces}) == 2:
         return f"`{old}` stands where `{new}` belongs, and `{pieces[1][0]}` where `{pieces[1][1]}` does"
     if len(set(pieces)) > 1 or old == new:
         return ""
@@ -447,8 +518,13 @@ def said(text: Text, change: Change) -> str:
 
 
 def _part(text: Text, edit: Any) -> str:
-    """Of a term, a factor or a divisor that goes or comes: which."""
+    """Of a term, a factor, a divisor or a condition that goes or comes: which."""
     old, new = _both(edit)
+    if isinstance(new, ast.IfExp) and (
+        arm := next((x for x in (new.body, new.orelse) if _dump(x) == _dump(old)), None)
+    ):
+        test, other = text.plain(new.test), text.plain(new.orelse if arm is new.body else new.body)
+        return f"`{test}` is not asked: where it {'fails' if arm is new.body else 'holds'}, it is `{other}`"
     for whole, rest, what in ((old, new, "one too many, in"), (new, old, "missing in")):
         if isinstance(whole, ast.Call) and getattr(whole.func, "value", None) is rest:
             alone = ast.Call(ast.Name(whole.func.attr), whole.args, whole.keywords)  # type: ignore[attr-defined]
@@ -492,7 +568,7 @@ def _pieces(text: Text, edit: Any) -> tuple[str, str]:
 
 def _place(text: Text, change: Change, old: str) -> str:
     """Where a piece stands that is there more than once."""
-    if ast.unparse(text.tree).count(old) < 2 and not old.isdigit():
+    if text.unchanged.count(old) < 2 and not old.isdigit():
         return ""
     holder = change.edits[0][0][0]
     line: ast.AST | None = holder if isinstance(holder, (ast.stmt, ast.BinOp, ast.Call, ast.Compare)) else None

@@ -258,9 +258,19 @@ def further(text: Text) -> Iterator[Change]:
         match node:
             case ast.Name(id=name, ctx=ast.Load()) if axes.get(name):
                 yield Change("not-finite", "", 1.6, ((slot, _expr("x.nan_to_num()", x=node)),))
+                for function in ("log", "exp") if isinstance(slot[0], (ast.BinOp, ast.Assign)) else ():
+                    yield Change(f"{function}-missing", "", 1.6, ((slot, _expr(f"x.{function}()", x=node)),))
             case ast.Call(func=ast.Attribute(value=owner, attr="maximum"), args=given):
                 both = ast.Call(ast.Attribute(owner, "logaddexp", ast.Load()), given, [])
-                yield Change("wrong-function", "", 1.2, ((slot, _new(both)),))
+                yield Change("wrong-function", "", 2.0, ((slot, _new(both)),))
+            case ast.Call(func=ast.Attribute(attr="log" | "log2")):
+                for name in (x for x, n in axes.items() if n):
+                    yield Change("more", "", 1.4, ((slot, _expr("y + x", x=node, y=_expr(name))),))
+            case ast.Call(func=ast.Attribute(value=owner, attr="max" | "amax")):
+                total = ast.Call(ast.Attribute(owner, "sum", ast.Load()), node.args, node.keywords)
+                yield Change("wrong-function", "", 1.5, ((slot, _new(total)),))
+            case ast.BinOp(left=ast.Constant(value=2), op=ast.Pow(), right=power):
+                yield Change("power-of-2", "", 1.2, ((slot, _expr("x.exp()", x=power)),))
             case ast.Constant(value=0) | ast.UnaryOp(op=ast.USub(), operand=ast.Constant()):
                 yield Change("finite-number", "", 1.6, ((slot, infinite),))
             case ast.Call(func=ast.Attribute(value=owner, attr="zeros_like" | "new_zeros" as name), args=[shape]):

@@ -26,7 +26,7 @@ import torch
 from flashlab import runtime
 from flashlab.check import CheckFailed, expect, kernel_changes, pattern
 from flashlab.check.changes import Edits
-from flashlab.check.kernel_changes import KernelText
+from flashlab.check.kernel_changes import HostedText, KernelText
 from flashlab.check.lookup import Index, Values, outcome_of
 from flashlab.check.mistakes.mask_rule import Mask, Seen, rule_of
 from flashlab.check.poison import MarkedEmpty, unwritten
@@ -110,7 +110,7 @@ class KernelRule(TensorRule):
 
     def own_text(self, fn: Any, words: Mapping[str, str]) -> KernelText:
         if self.call is not None:
-            raise TypeError("a function around a kernel: what the model runs is the kernel alone")
+            return HostedText(fn, lambda host, *given: self._called(host, dict(zip(self.params, given, strict=True))))
         return KernelText(fn, self.writes, self.programs, dict(words))
 
     def with_row(self, row: Any) -> Callable[..., Any]:
@@ -135,8 +135,7 @@ class KernelRule(TensorRule):
             results: Any = list(outputs.values()) if len(outputs) > 1 else outputs[self.writes[0]]
             with watched_memory() if runtime.INTERPRETED else contextlib.nullcontext() as traffic:
                 if self.call is not None:
-                    with MarkedEmpty():
-                        results = self.call(kernel, **arguments)
+                    results = self._called(kernel, arguments)
                 else:
                     kernel[(self.programs(**arguments),)](*(arguments | outputs).values())
             if traffic is not None:
@@ -147,12 +146,19 @@ class KernelRule(TensorRule):
                 said = "no Triton kernel reads anything here: the work should be done in a kernel of yours, and of a "
                 said += "grid of 0 programs none runs"
                 expect(traffic.loads > 0 or self.call is None, said, diagnosis="no-kernel")
-            if self.call is not None and isinstance(results, (tuple, list)):  # what the learner's torch.empty made
-                results = [x.masked_fill(unwritten(x), NOTHING) if isinstance(x, torch.Tensor) else x for x in results]
             return results
 
         launch.answer = kernel  # type: ignore[attr-defined]
         return launch
+
+    def _called(self, fn: Any, arguments: Mapping[str, Any]) -> Any:
+        """What a function around a kernel gives, with `NOTHING` for what nobody wrote into its torch.empty."""
+        assert self.call is not None, "only of such a function"
+        with MarkedEmpty():
+            results = self.call(fn, **arguments)
+        if not isinstance(results, (tuple, list)):
+            return results
+        return [x.masked_fill(unwritten(x), NOTHING) if isinstance(x, torch.Tensor) else x for x in results]
 
     @cached_property
     def traffic(self) -> Traffic:

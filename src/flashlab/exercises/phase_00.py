@@ -358,6 +358,7 @@ _ROWS = {
     "the largest score in the last block": _X.index_fill(0, torch.tensor(10), 4.0),
     "a maximum that moves in every block": torch.linspace(-3, 3, 12).double(),
     "scores around 1000": _X.index_fill(0, torch.tensor(10), 4.0) + 1000,
+    "scores around -1000": _X.index_fill(0, torch.tensor(10), 4.0) - 1000,
     "scores that are all equal": torch.full_like(_X, 2.0),
     "a score of 1000 in the first block": _X.index_fill(0, torch.tensor(0), 1000.0),
     "a score of 1000 in the last block": _X.index_fill(0, torch.tensor(10), 1000.0),

@@ -22,7 +22,7 @@ from flashlab.check import CheckFailed, expect, verify_one_head
 from flashlab.check.lookup import Row
 from flashlab.exercises.kernel_rule import KernelRule, apart, empty, kernel_rule, made
 from flashlab.exercises.registry import exercise
-from flashlab.exercises.rule import rule
+from flashlab.exercises.rule import RULES, rule
 from flashlab.exercises.tensor_rule import copied, normal, tensor_rule
 from flashlab.exercises.triton_answers import calls, compiles, explain_undefined, in_bounds, kernel_of
 from flashlab.triton_tools.watch import watched
@@ -333,6 +333,21 @@ _PADDED = "N is padded to a power of two before it meets shared memory: the answ
 _POWER = "that is the first power of two that fails: lengths below it are padded to it and fail too"
 
 
+def _tiles_of(answer: Callable[..., Any]) -> tuple[str, str] | None:
+    """What the tiles take at the first length that an answer, or the right one, says fails."""
+    it = RULES["1.5"]
+    for limit, head_dim, block_m, itemsize in it.tried:
+        mine, want = (fn(limit, head_dim, block_m, itemsize) for fn in (answer, it.fn))
+        if mine != want and mine >= 1:
+            n = min(mine, want)
+            block_n = max(16, 1 << (n - 1).bit_length())
+            size = (block_m + 2 * block_n) * head_dim * itemsize
+            said = f"a length of {n} is padded to {block_n}, and the three tiles take {size} bytes: that "
+            said += f"fits into {limit}" if mine < want else f"does not fit into {limit}"
+            return "wrong-length", f"with HEAD_DIM={head_dim}, BLOCK_M={block_m}, itemsize={itemsize} {said}"
+    return None
+
+
 @rule(
     "1.5",
     title="The first length that fails", minutes=10,
@@ -354,6 +369,7 @@ _POWER = "that is the first power of two that fails: lengths below it are padded
         ((64 + 2 * 128) * 128 * 2 + 300, 128, 64, 2),  # a row more would fit, two numbers for each row of Q would not
         ((64 + 2 * 10) * 128 * 2, 128, 64, 2),  # 8 keys would fit, but a tile has 16 at least
     ],
+    symptom=_tiles_of,
     draw=_tiles,
     words={"block_n": "BLOCK_N", "runs_up_to": "the longest N that runs"},
     notes={

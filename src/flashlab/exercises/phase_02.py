@@ -471,6 +471,14 @@ def _parts(r: random.Random, N: int, splits: int, scale: float | None = None, dt
     return Q, K, V, 4, splits, scale
 
 
+def _apart(N: int, splits: int, step: float) -> tuple[Any, ...]:
+    """Parts, and the last rows of Q, whose scores lie far from those of the others."""
+    Q, K, V, block_n, splits, scale = _parts(random.Random(N), N, splits, shift=1.0)
+    K[:, 0] = torch.arange(N).div(N // splits, rounding_mode="floor") * step / 5
+    Q[3:, 0] = 10.0
+    return Q, K, V, block_n, splits, scale
+
+
 def _expect_split(fn: Callable[..., Any]) -> None:
     """As many parts as asked for, and a merge in float32."""
     Q_block, K, V = random_tensors((6, 16), (50, 16), (50, 16))
@@ -509,6 +517,8 @@ _UNLIKE = "a part weighs exp(its lse - the whole lse), and these weights sum to 
         **{f"50 keys, {splits} splits": _parts(random.Random(splits), 50, splits) for splits in (3, 2, 7, 50, 64, 1)},
         "12 keys, 3 splits, scores near +120": _parts(random.Random(1), 12, 3, shift=120.0),
         "12 keys, 3 splits, scores near -120": _parts(random.Random(1), 12, 3, shift=-120.0),
+        "12 keys, 3 splits, scores that rise by 120 from part to part": _apart(12, 3, 120.0),
+        "12 keys, 3 splits, scores that fall by 120 from part to part": _apart(12, 3, -120.0),
         "50 keys, 5 splits, scale=0.7": _parts(random.Random(2), 50, 5, 0.7),
         "50 keys in float16, 4 splits": _parts(random.Random(3), 50, 4, dtype=torch.float16),
     },

@@ -134,6 +134,29 @@ def _base_2(r: random.Random, size: float = 8.0) -> tuple[torch.Tensor, torch.Te
 _BASES = "from base 2 to base e it is times ln 2 = 0.6931, and m and log2(l) are both in base 2"
 
 
+def _growth(answer: Callable[..., Any]) -> tuple[str, str] | None:
+    """By how much a row's lse grows with each of its parts, where that is wrong."""
+    m, l = torch.tensor([3.0, 40.0]), torch.tensor([1.5, 5.0])
+    for what, more, why in (
+        ("where m is 1 larger", (m + 1, l), "2^m is twice as much"),
+        ("where l is twice as large", (m, 2 * l), "so is the row's total"),
+    ):
+        grown = (answer(*more) - answer(m, l)).tolist()
+        if any(abs(x - math.log(2)) > 1e-3 for x in grown):
+            said = f"{what}, {why}, and its natural logarithm ln 2 = 0.6931 larger; yours is {grown[0]:.4g} larger"
+            return "wrong-base", said + f" (m = 3, l = 1.5), or {grown[1]:.4g} (m = 40, l = 5)"
+    return None
+
+
+def _twice(answer: Callable[..., Any]) -> tuple[str, str] | None:
+    """What twice the scale gives, where that is not twice as much."""
+    one, two = answer(0.5), answer(1.0)
+    if abs(two - 2 * one) < 1e-6 * abs(two):
+        return None
+    said = f"for a scale of 0.5 it is {one:.6g}, for one of 1 {two:.6g}: it should be twice as much"
+    return "not-proportional", f"{said}, as 2^(scale_log2 · qk) is exp(scale · qk) for every qk"
+
+
 @part(
     "3.2",
     returns="natural_lse",
@@ -141,6 +164,7 @@ _BASES = "from base 2 to base e it is times ln 2 = 0.6931, and m and log2(l) are
     draw=_base_2,
     also=["m * math.log(2) + torch.log(l)"],
     nan={"1000": "is 2^m computed? It overflows"},
+    symptom=_growth,
     notes={"math.log(2)": _BASES, "torch.log2": _BASES, "torch.log2(l)": "a sum of 2^x is in base 2 too"},
     tol=1e-3,
     on_device=True,
@@ -165,6 +189,7 @@ def natural_lse(m, l):
     inputs={f"scale = {scale}": (scale,) for scale in (0.3, 1.0, 0.125)},
     draw=lambda r: (r.choice((0.5, 0.088, r.uniform(0.01, 3))),),
     also=["scale / math.log(2)"],
+    symptom=_twice,
     notes={"scale * math.log2(math.e)": "the factor is log2(e) = 1.4427, not its inverse, ln 2",
            "math.log2(math.e)": "2^(scale · qk) is not exp(scale · qk)", "math.log2": "the factor is log2(e) = 1.4427",
            "math.log(2)": "the factor is log2(e) = 1 / ln 2 = 1.4427"},

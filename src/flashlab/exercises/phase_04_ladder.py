@@ -6,7 +6,7 @@ import contextlib
 import math
 import random
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -105,19 +105,29 @@ def expect_small_heads(fn: Callable[..., Any]) -> None:
 _NARROW = "which products of an index and a stride have 32 bits?"
 
 
+_FAR = {  # of q, k and v where it begins in a file, its shape and its strides
+    "batches of k, heads of v, rows of q": (
+        (0, (3, 3, 17, 16), (768, 256, 2**27, 1)), (2**12, (3, 3, 5, 16), (2**30, 80, 16, 1)),
+        (2**13, (3, 3, 5, 16), (80, 2**30, 16, 1))),
+    "keys of k and of v": (
+        (2**13, (1, 1, 17, 16), (272, 272, 16, 1)), (0, (1, 1, 5, 16), (16, 16, 2**29, 1)),
+        (2**12, (1, 1, 5, 16), (16, 16, 2**29, 1))),
+}  # fmt: skip
+
+
 def expect_64_bits(fn: Callable[..., Any]) -> None:
     """Rows, heads and batches that lie 2^31 elements apart; of the file behind them only what is touched is there."""
-    case = "elements 2^31 apart: batches of k, heads of v, rows of q"
+    for what, layouts in _FAR.items():
+        _expect_far(fn, f"elements 2^31 apart: {what}", layouts)
+
+
+def _expect_far(fn: Callable[..., Any], case: str, layouts: Sequence[tuple[Any, ...]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         try:
             far = torch.from_file(f"{folder}/far", shared=True, size=2**31 + 2**14, dtype=torch.float16)
         except (RuntimeError, OSError):
             return  # no room for it here
-        q, k, v = (
-            far.as_strided(shape, stride, at) for at, shape, stride in (
-                (0, (3, 3, 17, 16), (768, 256, 2**27, 1)), (2**12, (3, 3, 5, 16), (2**30, 80, 16, 1)),
-                (2**13, (3, 3, 5, 16), (80, 2**30, 16, 1)))
-        )  # fmt: skip
+        q, k, v = (far.as_strided(shape, stride, at) for at, shape, stride in layouts)
         small = [normal(random.Random(i), *x.shape, dtype=torch.float16) for i, x in enumerate((q, k, v))]
         for x, values in zip((q, k, v), small, strict=True):
             x.copy_(values)
@@ -130,8 +140,7 @@ def expect_64_bits(fn: Callable[..., Any]) -> None:
                 raise
             sentence = f"{failed.sentence}. Here an offset is 2^31, which wraps around in 32 bits: {_NARROW}"
             raise CheckFailed(sentence, diagnosis="offset-overflow", case=case) from None
-        expect_close(o, want, what="o", case=case, diagnosis="offset-overflow",
-                     because=_NARROW)  # fmt: skip
+        expect_close(o, want, what="o", case=case, diagnosis="offset-overflow", because=_NARROW)
 
 
 def _told_by(verified: Callable[..., Report]) -> Callable[[Any], tuple[str, str] | None]:

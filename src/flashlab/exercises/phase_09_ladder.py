@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -25,7 +27,7 @@ from flashlab.check.cuda_answer import (
 from flashlab.check.cuda_index import Trials, all_found, explained, forwards
 from flashlab.check.lookup import Row
 from flashlab.exercises.registry import exercise
-from flashlab.exercises.rule import rule
+from flashlab.exercises.rule import RULES, rule
 from flashlab.kernels.series import step
 from flashlab.simt import Report
 
@@ -271,6 +273,30 @@ def _some_block(r: random.Random) -> tuple[int, ...]:
     return r.choice(_launch(r.randint(1, 6), r.randint(1, 7), r.randint(1, 4), r.randint(1, 4)))
 
 
+def _order(answer: Callable[..., Any]) -> tuple[str, str] | None:
+    """Which blocks of a launch come twice or never, or in which order they come, of the smallest that is wrong."""
+    for sizes in sorted([(1, 3, 2, 1), (2, 3, 3, 2), (3, 4, 2, 2), (4, 5, 1, 2), (3, 4, 1, 3)]):
+        launch = _launch(*sizes)
+        got, want = ([tuple(fn(*x)) for x in launch] for fn in (answer, RULES["9.10"].fn))
+        m_blocks, heads, group, together = launch[0][1:]
+        case = f"with m_blocks={m_blocks}, heads={heads}, group={group}, kv_together={together}"
+        if missing := sorted({*want} - {*got}):
+            head, m_block = missing[0]
+            said = f"{case} block {m_block} of head {head} is nobody's"
+            twice = next(((n, x) for n, x in enumerate(got) if x not in want or x in got[:n]), None)
+            if twice:
+                n, (head, m_block) = twice
+                of = f"number {got.index(twice[1])} has that too" if twice[1] in want else "which does not exist"
+                said += f"; number {n} has block {m_block} of head {head}, {of}"
+            return "wrong-order", said
+        for i, what in ((0, "heads"), (1, "blocks of rows")):
+            mine, right = ([x[i] for x in order] for order in (got, want))
+            if mine != right:
+                listed, should = (", ".join(map(str, x[:12])) + ", ..." * (len(x) > 12) for x in (mine, right))
+                return "wrong-order", f"{case} the {what} come as {listed}; they should as {should}"
+    return None
+
+
 @rule(
     "9.10",
     title="Long blocks first", minutes=15,
@@ -286,6 +312,7 @@ def _some_block(r: random.Random) -> tuple[int, ...]:
     strict=True,
     inputs=_launch(3, 4, 2, 2) + _launch(4, 5, 1, 2) + _launch(2, 3, 3, 2) + _launch(5, 2, 2, 4) + _launch(1, 3, 2, 1),
     draw=_some_block,
+    symptom=_order,
     words={"together": "kv_together * group"},
     notes={
         "group": "K and V have to fit in the cache: key heads are counted, and each has `group` query heads",
@@ -298,9 +325,6 @@ def _some_block(r: random.Random) -> tuple[int, ...]:
         Row("head-by-head", "one head's blocks come one behind the other; the long ones of all heads go first",
             [("first + place % share, m_blocks - 1 - place // share",
               "first + place // m_blocks, m_blocks - 1 - place % m_blocks")]),
-        Row("heads-of-a-group-apart", "head: a portion's heads come one of each key head, and then the next: theirs is "
-            "the heads' order", [("first + place % share", "first + place % share % (share // group) * group + place % "
-                                  "share // (share // group)")]),
         Row("key-head-by-key-head", "a portion's key heads come one behind the other, each with all of its blocks: the "
             "long ones of all go first", [("together = kv_together * group", "together = group")]),
         Row("key-heads-left", "the last portion's heads are counted as key heads: heads - first query heads are left",

@@ -110,12 +110,16 @@ def _events(whole: Source, shape: Sequence[Any], head_dim: int = 64) -> list[Eve
 @contextlib.contextmanager
 def _by_name(name: Callable[[int], str | None]) -> Any:
     """Failures with `bytes 8 to 15 of the dynamic shared memory` by the name of what lies there."""
+
+    def named(found: re.Match[str]) -> str:
+        byte = int(found[1])
+        of = name(byte) or found[0]
+        return of if byte % 8 == 0 or of == found[0] else f"byte {byte % 8} of {of}, which begins at its byte 0"
+
     try:
         yield
     except CheckFailed as failed:
-        said = re.sub(
-            r"bytes (\d+) to \d+ of the dynamic shared memory", lambda m: name(int(m[1])) or m[0], failed.sentence
-        )
+        said = re.sub(r"bytes (\d+) to \d+ of the dynamic shared memory", named, failed.sentence)
         raise CheckFailed(said, diagnosis=failed.diagnosis, case=failed.case) from None
 
 

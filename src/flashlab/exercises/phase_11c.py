@@ -610,8 +610,7 @@ def _expect_counted(module: CudaModule) -> None:
         if e.did.startswith("barrier"):
             warps.setdefault(e.values[:2], set()).add(e.warp)
     for (number, threads), met in warps.items():
-        said = (
-            f"{32 * len(met)} threads come to barrier {number}, which counts {threads}: any {threads} of them let each "
-        )
-        said += "other go on, so a consumer may pass that the other has not met"
-        expect(32 * len(met) <= threads, said, diagnosis="barrier-counts-too-few")
+        come = 32 * len(met)
+        said = f"{come} threads come to barrier {number}, which counts {threads}: any {threads} of them let each other "
+        said += "go on, so a consumer may pass that the other has not met"
+        expect(come <= threads, said, diagnosis="barrier-counts-too-few")

@@ -348,7 +348,7 @@ class Rule:
         evidence = "; ".join(numbers)
         evidence += f". {' and '.join(well)} {'are' if len(well) > 1 else 'is'} right in every case" if well else ""
         cause = self.explained(learners, got)
-        if not cause or (self.hint and "but exchanged" not in cause[1]):
+        if not cause or (self.hint and "are exchanged: they" not in cause[1]):
             cause = self._counted(got, wrong) or cause
         if self.symptom and (not cause or HEDGE in cause[1]):
             seen = self.symptom_of(learners)
@@ -425,7 +425,8 @@ class Rule:
 
 def unwrapped(answer: Any) -> Any:
     """The function that a learner has written, or the one of the kernel that it launches."""
-    return inspect.unwrap(getattr(answer.answer, "fn", None) if hasattr(answer, "answer") else answer)  # type: ignore
+    answer = getattr(answer, "answer", answer)
+    return inspect.unwrap(getattr(answer, "fn", answer))
 
 
 def written(answer: Any) -> frozenset[str]:

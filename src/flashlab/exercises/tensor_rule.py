@@ -267,10 +267,12 @@ class TensorRule(Rule):
         if (found is None or (found[0] in _OF_NAN and "arises in" not in found[1])) and (
             line := self._nan_made(learners, got, off)
         ):
-            fits = found and (
-                " overflow" not in found[1] or "underflow" in found[1] or bool(re.search(r"(?<!-)\binf", line))
+            large = bool(re.search(r"(?<!-)\binf", line)) or "underflow" in str(found)
+            fits = (
+                found
+                and (large or " overflow" not in found[1])
+                and ("0 / 0" not in found[1] or "inf / inf" not in line)
             )
-            fits = fits and ("0 / 0" not in str(found) or "inf / inf" not in line)
             found = "not-finite", f"{_ended(found[1]) + ' ' if found and fits else ''}NaN arises in {line}"
         if found is None:
             return CheckFailed(evidence, case=case)

@@ -6,8 +6,9 @@ to an element that a tensor does not have raises the sentence that the watched i
 raises AttributeError; float16 and float32 alone, no bfloat16.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,7 +108,7 @@ class Pointer:
 
 
 class Model:
-    """What a kernel calls `tl`, for one program at a time: `program` is its number along axis 0."""
+    """What a kernel calls `tl`, for one program at a time: `program` is its number along each axis."""
 
     float16, float32, float64 = (np.dtype(f"float{bits}") for bits in (16, 32, 64))
     int1, int8, int32, int64, uint32 = map(np.dtype, ("bool", "int8", "int32", "int64", "uint32"))
@@ -129,15 +130,16 @@ class Model:
     min = staticmethod(lambda x, axis=None: _tile(np.min(x, axis)))
 
     def __init__(self) -> None:
-        self.program, self.programs = 0, 1
+        self.program: tuple[int, ...] = (0, 0, 0)
+        self.programs: tuple[int, ...] = (1, 1, 1)
 
     def program_id(self, axis: int) -> Any:
         if axis not in (0, 1, 2):
             raise ValueError("a grid has three axes")
-        return _tile(self.program if axis == 0 else 0, np.int32)
+        return _tile(self.program[axis], np.int32)
 
     def num_programs(self, axis: int) -> Any:
-        return _tile(self.programs if axis == 0 else 1, np.int32)
+        return _tile(self.programs[axis], np.int32)
 
     def arange(self, begin: int, end: int) -> Any:
         if (end - begin) & (end - begin - 1) or not 0 < end - begin <= _MOST:
@@ -174,7 +176,7 @@ class Model:
             window, itemsize = buffer.window, buffer.data.itemsize
             bad = window.missing(used.reshape(-1).astype(np.int64) * itemsize)
             if bad.any():
-                raise OutOfBounds(window.outside(doing, used.reshape(-1) * itemsize, bad, (self.program, 0, 0)))
+                raise OutOfBounds(window.outside(doing, used.reshape(-1) * itemsize, bad, self.program))
         return at, mask
 
     def load(self, pointer: Pointer, mask: Any = None, other: Any = None, **_: Any) -> Any:
@@ -209,13 +211,14 @@ class Model:
 def launch(
     kernel: Callable[..., Any],
     tl: Model,
-    programs: int,
+    programs: int | Sequence[int],
     arguments: Mapping[str, Any],
     outputs: tuple[str, ...],
     constants: Collection[str] = (),
     known: dict[int, tuple[torch.Tensor, Buffer]] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Run a function whose `tl` is this model, over a grid of so many programs; the tensors that it has written.
+    """Run a function whose `tl` is this model, over a grid of so many programs, along each axis; the tensors that it
+    has written.
 
     constants: the arguments that are `tl.constexpr`; other whole numbers have 32 bits. known: buffers of inputs, kept.
     """
@@ -230,8 +233,10 @@ def launch(
         whole = isinstance(x, int) and name not in constants and abs(x) < 2**31
         pointer = Pointer(buffers[name], _tile(0, np.int64)) if name in buffers else None
         given.append(pointer if pointer is not None else _tile(x, np.int32) if whole else x)
-    tl.programs = programs
+    grid = (programs,) if isinstance(programs, int) else tuple(programs)
+    x, y, z = tl.programs = (*grid, 1, 1)[:3]
     with np.errstate(all="ignore"):
-        for tl.program in range(programs):
+        for k, j, i in itertools.product(range(z), range(y), range(x)):
+            tl.program = i, j, k
             kernel(*given)
     return {name: buffers[name].result() for name in outputs}
