@@ -275,7 +275,8 @@ def _of_edges(text: Text) -> Iterator[Change]:
         factor = isinstance(slot[0], ast.BinOp) and isinstance(slot[0].op, ast.Mult)
         for new in (x for x in divided.values() if factor and getattr(x.left, "id", "") == node.id):
             yield Change("divisor", "", 0.9, ((slot, new),))
-        for name in {*unread} & numbers | ((fixed - {node.id}) if factor and node.id in fixed else set()):
+        others = {*unread} & numbers | ((fixed - {node.id}) if factor and node.id in fixed else set())
+        for name in sorted(others):
             yield Change("wrong-name", "", 0.5 if name in unread else 1.0, ((slot, _expr(name)),))
     yield from _of_masks(text)
 
@@ -310,10 +311,11 @@ def _of_loops(text: Text) -> Iterator[Change]:
     for loop in (x for x in ast.walk(text.tree) if isinstance(x, (ast.For, ast.While))):
         inside = [n for line in loop.body for n in ast.walk(line) if isinstance(n, ast.Name)]
         made = {n.id for n in inside if isinstance(n.ctx, ast.Store)}
-        moved = {getattr(x.targets[0], "id", ""): ast.unparse(x.value) for x in loop.body
-                 if isinstance(x, ast.Assign) and "maximum" in ast.unparse(x.value)}  # fmt: skip
+        moved = {getattr(x.targets[0], "id", ""): {n.id for n in ast.walk(x.value) if isinstance(n, ast.Name)}
+                 for x in loop.body if isinstance(x, ast.Assign) and "maximum" in ast.unparse(x.value)}  # fmt: skip
         for name in sorted({n.id for n in inside} - made - {*text.params}):
-            for other in (x for x in sorted(made) if axes.get(x) == axes.get(name) and name in moved.get(x, "")):
+            alike = (x for x in sorted(made) if axes.get(x) == axes.get(name) and name in moved.get(x, ()))
+            for other in alike:
                 line = ast.Assign([ast.Name(name, ast.Store())], ast.Name(other, ast.Load()))
                 both = ast.If(ast.Constant(True), [loop.body[-1], line], [])
                 said = f"the line `{name} = {other}` is missing at the end of the loop"

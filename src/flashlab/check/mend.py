@@ -189,6 +189,9 @@ def _undoes(text: Text, change: Change) -> bool:
     name stands for, or every use of a parameter."""
     parts = {part: whole for loop in ast.walk(text.tree) if isinstance(loop, ast.For) for part, whole in _parts(loop)}
     for old, new in map(_both, change.edits):
+        tests = [getattr(x, "test", x) for x in (old, new)]
+        if isinstance(tests[0], ast.Compare) and isinstance(tests[1], ast.Constant):
+            return True  # a condition that then always holds, or never
         if isinstance(old, ast.Name) and isinstance(new, ast.Name) and new.id in text.params:
             of = text.assigned.get(old.id, ())
             if any(isinstance(x, ast.Subscript) and getattr(x.value, "id", "") == new.id for x in of if x):
