@@ -64,10 +64,12 @@ SLIPS = [
     ("6.3", TRANSPOSE, ("(left + ty + k) * rows", "(left + ty + k) * cols"), "`cols` stands where `rows` belongs"),
     ("6.6", TILE, ("fmaf(l_i, shrink, total)", "fmaf(l_i, total, shrink)"),
      "`fmaf(l_i, total, shrink)` stands where `fmaf(l_i, shrink, total)` belongs"),
+    ("6.4", TRIALS["6.4"].kept["text"], ("step < 32", "step <= 32"),
+     "`step <= 32` stands where `step < 32` belongs: 32 lanes take five rounds"),
 ]  # fmt: skip
 
 
-QUICK = ("`fresh - m_i`", "the line", "`cols`")
+QUICK = ("`fresh - m_i`", "the line", "`cols`", "`step")
 
 
 @pytest.mark.parametrize(

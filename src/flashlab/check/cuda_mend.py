@@ -12,7 +12,7 @@ import itertools
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from flashlab.check.changes import Change, Slot, _at, _new, _slots, changes
 from flashlab.check.claims import tokens
 from flashlab.check.cuda_text import CudaText, Declaration, Loop, Opaque, _counts
 from flashlab.check.failed import CheckFailed
-from flashlab.check.mend import _BY_CHANCE, _LONGER, _PART, _SHARED, _both, in_turn, said
+from flashlab.check.mend import _BY_CHANCE, _LONGER, _PART, _SHARED, _both, _loosened, in_turn, said
 
 _SECONDS = 5.0  # on a machine with other work, where some of these are not tried; else it takes 1 to 5
 _AT_LEAST = 1.5  # of it for the trials of a build
@@ -75,8 +75,15 @@ def _tried(it: Any, text: CudaText, made: Sequence[Change], until: float) -> str
         if order and number not in refused:
             module.launch("flashlab_choose", number)
             if all(it.gives(module, i) for i in order):
-                return _said(text, change)
+                return _noted(it.notes, _said(text, change))
     return ""
+
+
+def _noted(notes: Mapping[str, str], words: str) -> str:
+    """And why what belongs there is there, where the exercise says that."""
+    found = re.search(r"where `([^`]+)` belongs|the (?:term|factor|divisor) `([^`]+)` is missing", words)
+    note = notes.get(found[1] or found[2]) if found else None
+    return f"{words}: {note}" if note else words
 
 
 def _by_time(it: Any, module: Any) -> tuple[list[int], list[int]]:
@@ -145,7 +152,8 @@ def _fits(text: CudaText, change: Change, scope: dict[int, set[str]]) -> bool:
         if isinstance(holder, (ast.If, ast.While)) and field == "test" and isinstance(new, (ast.Name, ast.Constant)):
             return False  # it holds always, where the trials are of one size
         own = _names(new) & {*text.types}
-        if change.slug != _MISSING and not own <= scope.get(id(holder), own):
+        known = scope.get(id(holder.test if isinstance(holder, Loop) else holder), own)  # of a loop its own too
+        if change.slug != _MISSING and not own <= known:
             return False
     return True
 
@@ -168,7 +176,7 @@ def _price(change: Change, shared: set[int], indices: set[str]) -> float:
         return sum(isinstance(n, _COUNTED) for n in ast.walk(x)) if isinstance(x, ast.AST) else 0
 
     axis = any(getattr(getattr(new, "value", None), "id", "") == "threadIdx" for _, new in change.edits)  # often 0
-    likely = change.slug in _LIKELY and not axis
+    likely = (change.slug in _LIKELY and not axis) or _loosened(change)
     target = any(field in ("target", "targets") for (_, field, _), _ in change.edits)  # else a line counts for nothing
     price = change.cost + 0.7 * (change.slug in _REMOVED) - 0.5 * likely + target  # pieces are rather missing
     if change.slug != _MISSING:
