@@ -167,10 +167,10 @@ check("8.6", short_rows)
 # two stages of them take. So K's next tile is copied while V is used, and V's while K is used.
 #
 # Below are the sixteen parts in no order, without their comments. A line `@K` in your text stands for part K. Every brace but your
-# loop's stands in a part, the kernel's too, and no part starts a copy. `copy_q()`, `copy_k(j)` and `copy_v(j)` do, and close its group: past the last tile an empty one, so call them there too.
+# loop's stands in a part. No part starts a copy: `copy_q()`, `copy_k(j)` and `copy_v(j)` do, and close its group. Call them past the last tile too, for an empty group.
 # Each tile is copied once.
 #
-# Yours are the order, the loop over the tiles of keys, and each copy, each `cp_async_wait<N>()` and each `__syncthreads()` before the loop and in it.
+# Yours are the order, the loop over the tiles, and each copy, `cp_async_wait<N>()` and `__syncthreads()` before it and in it.
 # The check wants a copy under way during both products; only the last $O \mathrel{+}= PV$ has none left.
 
 # %%

@@ -187,6 +187,7 @@ test_the_ladder = diagnosed(
     ("4.11", ("    batch, M, heads, head_dim = q.shape", "    batch, M, heads, head_dim = q.mul_(2).shape"),
      "inputs-changed"),
     ("4.11", ("+ tl.arange(0, BLOCK_M)).to(tl.int64)", "+ tl.arange(0, BLOCK_M))"), "offset-overflow"),
+    ("4.13", ("+ tl.arange(0, BLOCK_N)).to(tl.int64)", "+ tl.arange(0, BLOCK_N))"), "offset-overflow"),
     pytest.param("4.11", ("LSE_ptr + batch_head * M", "LSE_ptr + head * M"), "never-written", marks=LONG),
     pytest.param("4.11", ("triton.cdiv(M, 64) * batch", "triton.cdiv(M, 64)"), "rows-not-written", marks=LONG),
     ("4.11", ("    N, kv_heads = k.shape[1:3]", "    k, v = (x.repeat_interleave(heads // k.shape[2], 2) for x in "

@@ -55,10 +55,9 @@ def mended(it: Any, code: str) -> str:
         start = time.monotonic()
         if said_of_it := _tried(it, text, made[:_FIRST], until):
             return said_of_it
-        more = int(
-            _FIRST * (until - time.monotonic()) / (time.monotonic() - start)
-        )  # so many take the time that is left
-        return _tried(it, text, made[_FIRST : _FIRST + more], until) if more > 0 else ""
+        each = (time.monotonic() - start) / _FIRST
+        more = max(0, int((until - time.monotonic()) / each))  # so many as there is time for
+        return _tried(it, text, made[_FIRST:][:more], until) if more else ""
     except (cuda_text.UnreadableError, SyntaxError, CheckFailed, AssertionError, StopIteration, KeyError):
         pass  # what cannot be read, or not be put together again
     return ""

@@ -194,16 +194,13 @@ def _undoes(text: Text, change: Change) -> bool:
             return True  # a condition that then always holds, or never
         if isinstance(old, ast.Name) and isinstance(new, ast.Name) and new.id in text.params:
             of = text.assigned.get(old.id, ())
-            if any(isinstance(x, ast.Subscript) and getattr(x.value, "id", "") == new.id for x in of if x):
+            cut = any(isinstance(x, ast.Subscript) and getattr(x.value, "id", "") == new.id for x in of if x)
+            if cut or new.id in parts.get(old.id, ()):
                 return True
-            if new.id in parts.get(old.id, ()):
-                return True
-        if isinstance(old, ast.Subscript) and isinstance(old.slice, ast.Slice) and _dump(old.value) == _dump(new):
-            if not isinstance(old.slice.lower, (ast.Constant, type(None))):
-                return True
-        slices = ([n.lower for n in ast.walk(x) if isinstance(n, ast.Slice)] for x in (old, new))
-        for x, y in zip(*slices, strict=False):
-            if not isinstance(x, (ast.Constant, type(None))) and (y is None or ast.unparse(y) == "0"):
+        begins, other = ([n.lower for n in ast.walk(x) if isinstance(n, ast.Slice)] for x in (old, new))
+        whole = isinstance(old, ast.Subscript) and _dump(old.value) == _dump(new)
+        for x, y in zip(begins, [None] * len(begins) if whole else other, strict=False):
+            if x is not None and not isinstance(x, ast.Constant) and (y is None or ast.unparse(y) == "0"):
                 return True
     before = {*text.params} & {*_reads(text.tree)}
     with text.changed(change):
@@ -278,6 +275,10 @@ def _of_lines(text: Text, zero: bool) -> Iterator[Change]:
              for name, value in text.meant.items()}  # fmt: skip
     whole = {ast.unparse(x): (x, name) for name, parts in reversed(meant.items())
              for x in parts if not isinstance(x, ast.Name)}  # fmt: skip
+    beside: dict[str, list[tuple[ast.expr, ast.expr]]] = {}  # of an operand of a maximum or the like: the other one
+    for value in (x for x in text.meant.values() if isinstance(x, ast.Call) and len(x.args) == 2):
+        for one, instead in itertools.permutations(value.args, 2):
+            beside.setdefault(ast.unparse(one), []).append((one, instead))
     for line in [line for line in ast.walk(text.tree) if isinstance(line, _LINES)]:
         reads: dict[str, list[Slot]] = {}
         for slot, node in _slots(line):
@@ -306,11 +307,9 @@ def _of_lines(text: Text, zero: bool) -> Iterator[Change]:
             term = isinstance(slot[0], ast.BinOp) and isinstance(slot[0].op, (ast.Add, ast.Sub))
             for other in text.numbers if term and isinstance(node, ast.Name) else ():
                 yield Change("more", "", 2.3, ((slot, _expr("x * y", x=node, y=_expr(other))),))
-            for value in text.meant.values():  # the other operand of the same maximum
-                operands = value.args if isinstance(value, ast.Call) and len(value.args) == 2 else ()
-                for one, instead in itertools.permutations(operands, 2):
-                    if node is not one and isinstance(one, ast.Call) and ast.unparse(node) == ast.unparse(one):
-                        yield Change(_PART, "", 1.2, ((slot, _new(instead)),))
+            for one, instead in beside.get(ast.unparse(node), ()) if isinstance(node, ast.Call) else ():
+                if node is not one:
+                    yield Change(_PART, "", 1.2, ((slot, _new(instead)),))
             if isinstance(node, ast.Name) and node.id in own:
                 reads.setdefault(node.id, []).append(slot)
         for a, b in itertools.combinations(reads, 2):

@@ -267,11 +267,10 @@ class TensorRule(Rule):
         if (found is None or (found[0] in _OF_NAN and "arises in" not in found[1])) and (
             line := self._nan_made(learners, got, off)
         ):
-            large = bool(re.search(r"(?<!-)\binf", line)) or "underflow" in str(found)
-            fits = (
-                found
-                and (large or " overflow" not in found[1])
-                and ("0 / 0" not in found[1] or "inf / inf" not in line)
+            large = bool(re.search(r"(?<!-)\binf", line))
+            fits = found is not None and not (
+                (" overflow" in found[1] and "underflow" not in found[1] and not large)
+                or ("0 / 0" in found[1] and "inf / inf" in line)
             )
             found = "not-finite", f"{_ended(found[1]) + ' ' if found and fits else ''}NaN arises in {line}"
         if found is None:
