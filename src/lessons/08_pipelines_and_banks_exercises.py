@@ -170,7 +170,7 @@ check("8.6", short_rows)
 # loop's stands in a part. No part starts a copy: `copy_q()`, `copy_k(j)` and `copy_v(j)` do, and close its group. Call them past the last tile too, for an empty group.
 # Each tile is copied once.
 #
-# Yours are the order, the loop over the tiles, and each copy, `cp_async_wait<N>()` and `__syncthreads()` before it and in it.
+# Yours are the order, the loop over the tiles, and each copy, `cp_async_wait<N>()` and `__syncthreads()` before the loop and in it.
 # The check wants a copy under way during both products; only the last $O \mathrel{+}= PV$ has none left.
 
 # %%
