@@ -77,7 +77,7 @@ def test_a_change_is_told(id):
 @pytest.mark.parametrize(
     "old, new, words",
     [
-        ("bias[c]", "bias[0]", "`0` stands where `c` belongs, in `bias[0]`"),
+        ("bias[c]", "bias[0]", "`0` stands where `c` belongs, in `bias[0]"),
         ("blockDim.y *", "blockDim.x *", "`blockDim.x` stands where `blockDim.y` belongs"),
         ("r < rows", "r < rows - 1", "`r < rows - 1` stands where `r <= rows - 1` belongs"),
         ("bias[c] + in[at]", "in[at] - bias[c]", "`in[at] - bias[c]` stands where `in[at] + bias[c]` belongs"),

@@ -88,3 +88,10 @@ TWO = edited(TILE, [("m_i = fresh;", "m_i = top;"), ("s[n] - fresh", "s[n]")])
 def test_nothing_is_said_of_a_right_answer_or_of_two_slips(text, monkeypatch):
     monkeypatch.setattr(cuda_mend, "_SECONDS", 60.0)
     assert cuda_mend.mended(TRIALS["6.6"], TRIALS["6.6"].place(text)) == ""
+
+
+def test_a_value_is_told_where_no_change_mends_it(monkeypatch):
+    monkeypatch.setattr(cuda_mend, "_OF_VALUES", 60.0)
+    text = edited(TRANSPOSE, [("x[(top + ty + k) * cols + left + tx]", "x[(top + ty) * cols + left + tx + k]")])
+    told = cuda_mend.mended(TRIALS["6.3"], TRIALS["6.3"].place(text))
+    assert told == "`(top + ty) * cols + left + tx + k` is 24 in thread 0 of block 0, the 4th time, and should be 2304"

@@ -20,11 +20,13 @@ from flashlab.check import cuda_text
 from flashlab.check.changes import Change, Slot, _at, _new, _slots, changes
 from flashlab.check.claims import tokens
 from flashlab.check.cuda_text import CudaText, Declaration, Loop, Opaque, _counts
+from flashlab.check.cuda_values import value_mended
 from flashlab.check.failed import CheckFailed
 from flashlab.check.mend import _BY_CHANCE, _LONGER, _PART, _SHARED, _both, _loosened, in_turn, said
 
 _SECONDS = 5.0  # on a machine with other work, where some of these are not tried; else it takes 1 to 5
 _AT_LEAST = 1.5  # of it for the trials of a build
+_OF_VALUES = 2.0  # more, for the values
 _FIRST = 80  # changes of the first build
 _TRIED = {"6": 350, "7": 350, "8": 300, "9": 300, "11": 80}  # by phase: later kernels take longer
 _REMOVED = ("condition-missing", "limit-missing", "term-missing", "factor-missing", "function-missing")
@@ -41,7 +43,9 @@ _LONGEST = 80  # characters of a missing line
 
 
 def mended(it: Any, code: str) -> str:
-    """In words, the change that makes a file right by an exercise's `Trials`; "" where there is none, or too late."""
+    """In words, the change that makes a file right by an exercise's `Trials`, or which of its values is wrong; "" where
+    there is none, or too late.
+    """
     until, tried = time.monotonic() + _SECONDS, _TRIED.get(it.id.partition(".")[0], 0)
     if not tried or it.parts > 1:
         return ""
@@ -53,17 +57,23 @@ def mended(it: Any, code: str) -> str:
         around = _types(it.place(it.kept["text"]))
         made = _likeliest(text, right, around, tried)
         start = time.monotonic()
-        if said_of_it := _tried(it, text, made[:_FIRST], until):
+        said_of_it, order = _tried(it, text, made[:_FIRST], until)
+        if said_of_it or not order:
             return said_of_it
         each = (time.monotonic() - start) / _FIRST
+        of_a_value, price = value_mended(it, text, right, order, time.monotonic() + _OF_VALUES, _said)
+        if of_a_value and price <= 1.0:
+            return of_a_value
+        until += _OF_VALUES
         more = max(0, int((until - time.monotonic()) / each))  # so many as there is time for
-        return _tried(it, text, made[_FIRST:][:more], until) if more else ""
+        return (more and _tried(it, text, made[_FIRST:][:more], until)[0]) or of_a_value
     except (cuda_text.UnreadableError, SyntaxError, CheckFailed, AssertionError, StopIteration, KeyError):
         pass  # what cannot be read, or not be put together again
     return ""
 
 
-def _tried(it: Any, text: CudaText, made: Sequence[Change], until: float) -> str:
+def _tried(it: Any, text: CudaText, made: Sequence[Change], until: float) -> tuple[str, list[int]]:
+    """What is said of the first change that makes it right; and the runs, the wrong ones first, if there are any."""
     module, refused = it._built(text, made, until)
     module.timeout, until = 1.0, max(until, time.monotonic() + _AT_LEAST)
     wrong, rest = _by_time(it, module)
@@ -74,8 +84,8 @@ def _tried(it: Any, text: CudaText, made: Sequence[Change], until: float) -> str
         if order and number not in refused:
             module.launch("flashlab_choose", number)
             if all(it.gives(module, i) for i in order):
-                return _noted(it.notes, _said(text, change))
-    return ""
+                return _noted(it.notes, _said(text, change)), order
+    return "", order
 
 
 def _noted(notes: Mapping[str, str], words: str) -> str:

@@ -153,6 +153,13 @@ class CudaText(Text):
         self.kinds = {name: {self.kind_of(of)} for name, of in self.types.items()}
         self.numbers = [x for x in self.params if self.kinds[x] == {"int"}]
         self.parts, self.results = [], set()
+        made, nodes = defaultdict[str, list[ast.expr]](list), [*ast.walk(self.tree)]
+        for node in nodes:
+            for text, value in zip(node.texts, node.values, strict=False) if isinstance(node, Declaration) else ():
+                made[next(iter(re.findall(r"(\w+)\s*=\s*$", text)), "")].append(value)
+        again = {ast.unparse(x) for n in nodes if isinstance(n, (ast.Assign, ast.AugAssign)) for x in (
+                 n.targets if isinstance(n, ast.Assign) else [n.target])}  # fmt: skip
+        self.meant = {name: x[0] for name, x in made.items() if len(x) == 1 and name not in again}
 
     @staticmethod
     def kind_of(of: str) -> str:

@@ -147,6 +147,7 @@ class Index:
             input that a change may write to. without: slugs of changes that are not made.
         called: calls a function with one input. longest: characters that a sentence may have. most: work of a verdict,
             in turns of loops and programs; so many calls of functions are a turn too. error: an exception as a result.
+        case: an input in words.
     """
 
     def __init__(
@@ -157,11 +158,12 @@ class Index:
         copied: Callable[[Any], Any] = lambda x: x, without: Sequence[str] = (),
         called: Callable[..., Any] = lambda fn, *given: fn(*given), longest: int = 200, most: int = 10**6,
         calls: int = 30, error: Callable[[BaseException], str] = outcome_of,
+        case: Callable[[tuple[Any, ...]], str] = lambda given: "",
     ):  # fmt: skip
         self.copied, self.without = copied, without
         self.texts, self.inputs, self.names, self.read, self.tol, self.rows = texts, inputs, names, read, tol, rows
         self.alike, self.more, self.notes, self.kinds, self.tries = alike, more, notes or {}, kinds, tries
-        self.called, self.longest, self.error = called, longest, error
+        self.called, self.longest, self.error, self.case = called, longest, error, case
         self.right: list[Any] = []
         self.work: list[int] = []  # turns on each input
         right = texts[0].compiled()
@@ -172,6 +174,7 @@ class Index:
             self.work.append(1 + max(texts[0].turns - before, counted.total() // calls))
         self.order = sorted(range(len(inputs)), key=lambda i: self.work[i])  # what takes least tells most of them apart
         self.looked_up: Any = None  # an answer's outcome, and the changes that fit
+        self.of_result = ""  # which of its expressions gives a wrong result of what is right
         self.variants: dict[int, Variants] = {}
         self.written: frozenset[str] = frozenset()  # the tokens of the learner's text, where it is known
         self.code = ""  # the same in order, less the heads of functions
@@ -326,6 +329,9 @@ class Index:
 
     def _claims(self, text: Text) -> Claims:
         return Claims(self.code, tokens_of(ast.unparse(text.tree)), text.words, text.locals, text.params)
+
+    def result_told(self) -> tuple[str, str] | None:
+        return ("own-slip", f"{self.of_result}: the rest is right") if self.of_result else None
 
     def note_on(self, own: str) -> str:
         """Why the piece is there whose change explains the values, where what is said of a learner's text names it."""

@@ -21,10 +21,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FunctionType
 from typing import Any
 
+import torch
+
 from flashlab.check.changes import Change, Slot, Text, Variants, _at, _expr, _new, _rounded_up, _slots, changes
 from flashlab.check.claims import tokens
 from flashlab.check.kernel_changes import HostedText, HostText
-from flashlab.check.lookup import Index
+from flashlab.check.lookup import Index, Outcome
+from flashlab.check.value_mend import value_mended
 
 _SECONDS, _HOSTED = 3.0, 2.0  # of one core; the latter for a kernel with a function around it, whose text is long
 _LONGEST = 160  # characters of what is said
@@ -102,7 +105,13 @@ def mended(
             if is_right(text.compiled(*{id(c): c for c in of_part.values()}.values())):
                 each = [f"{index.names[p]}: {said(text, change)}" for p, change in of_part.items()]
                 return ("; and " if sum(map(len, each)) < index.longest - 20 else ";\nand ").join(each), 2.0
-    return "", 0.0
+    return value_mended(index, text, off, is_right, said) if off and not _has_nan(got) else ("", 0.0)
+
+
+def _has_nan(got: Outcome) -> bool:
+    """Whether NaN is among the results: the line in which it arises says more than a value."""
+    values = (x for one in got if not isinstance(one, str) for x in one)
+    return any(bool(torch.as_tensor(x).isnan().any()) for x in values if isinstance(x, (float, torch.Tensor)))
 
 
 def _in_order(

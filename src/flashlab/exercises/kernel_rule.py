@@ -122,7 +122,7 @@ class KernelRule(TensorRule):
         return Index(
             [self.text(other) for other in (None, *self.also)], self.tried, self.returns, self._values, self.tol, rows,
             self.alike, self.drawn(4), self.notes, kernel_changes, self.tries, without=self.without, most=self.work,
-            calls=_CALLS, error=outcome_of if self.call is None else _address_of,
+            calls=_CALLS, error=outcome_of if self.call is None else _address_of, case=self.case,
         )  # fmt: skip
 
     def launched(self, kernel: Any) -> Callable[..., Any]:

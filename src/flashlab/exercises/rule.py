@@ -49,6 +49,7 @@ from flashlab.exercises.registry import exercise, find
 RULES: dict[str, Rule] = {}
 
 _COUNTS = ("no", "one", "two", "three", "four", "five", "six")
+_LATE = 5.0  # what costs more says less than all else
 _BESIDE = 40  # drawn inputs that the check runs beside its own
 _DRAWN = 3000
 
@@ -126,7 +127,7 @@ class Rule:
         rows = [(row, self.with_row(row)) for row in self.rows]
         return Index(
             texts, self.tried, self.returns, self._values, self.tol, rows, self.alike, self.drawn(300), self.notes,
-            tries=self.tries, called=self.called, longest=200 - len(self.prefix),
+            tries=self.tries, called=self.called, longest=200 - len(self.prefix), case=self.case,
         )  # fmt: skip
 
     @cached_property
@@ -155,6 +156,7 @@ class Rule:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(Exception):  # any text may come
             plain = inspect.isfunction(learners) and not hasattr(learners, "answer")
             own, price = mended(index, unwrapped(learners), self.own_text, self.then if plain else None)
+        index.of_result, own = (own, "") if own and price > _LATE else ("", own)
         if own and price <= cost:
             return "own-slip", f"{own}: {(found and index.note_on(own)) or 'the rest is right'}"
         return (found[0], index.less_sure(found[1])) if found and own is not None else found
@@ -356,7 +358,8 @@ class Rule:
             cause = seen or cause
         said = (
             cause or self._common(got, wrong)
-            or index.explain_as_two(got) or index.explain(got, some=True) or self._where(learners, wrong, off)
+            or index.explain_as_two(got) or index.explain(got, some=True) or index.result_told()
+            or self._where(learners, wrong, off)
         )  # fmt: skip
         if said is None:
             return CheckFailed(f"{evidence}; {sum(off)} of {len(off)} cases are wrong", case=case)

@@ -88,7 +88,7 @@ class TensorRule(Rule):
         more = self.drawn(_DIFFERING)
         return Index(
             texts, self.tried, self.returns, self._values, self.tol, rows, self.alike, more, self.notes,
-            tensor_changes, self.tries, copied, self.without, most=_WORK,
+            tensor_changes, self.tries, copied, self.without, most=_WORK, case=self.case,
         )  # fmt: skip
 
     @cached_property
@@ -262,7 +262,7 @@ class TensorRule(Rule):
             found or self.explained(learners, got)
             or self.symptom_of(learners) or self._together(learners, off)
             or self._common(got, wrong) or index.explain_as_two(got) or index.explain(got, some=True)
-            or self._pattern(got, wrong)
+            or index.result_told() or self._pattern(got, wrong)
         )  # fmt: skip
         if (found is None or (found[0] in _OF_NAN and "arises in" not in found[1])) and (
             line := self._nan_made(learners, got, off)
