@@ -178,7 +178,7 @@ check("0.6", merge_finished)
 # ## 0.7
 #
 # A loop merges $n$ states one after another: $n - 1$ merges, each waiting for the one before it. Because `merge` is associative,
-# pairs can be merged at the same time, then pairs of the results. These are $n - 1$ merges too, but only $\lceil \log_2 n \rceil$ deep.
+# pairs can be merged at the same time, then pairs of the results. These are $n - 1$ merges too, none of them with `nothing`, but only $\lceil \log_2 n \rceil$ deep.
 # The threads of a GPU combine their partial sums in this way (phase 6). By section 7 of the lecture it is also the more accurate order.
 #
 # Write it for *any* associative operation: merge neighbours only and keep their order. The list may have any length; an empty one

@@ -162,7 +162,7 @@ check("12.8", pieces_of)
 # ## 12.9
 #
 # Close the lecture. One query per sequence, a group's heads as rows, pages, lengths on the device, splits: a program computes the
-# part of one sequence, key head and split. The programs are numbered in that order, splits fastest. Here a page has the key heads side by
+# part of one sequence, key head and split. The programs stand on one axis, in any order. Here a page has the key heads side by
 # side: `[PAGE, kv_heads, HEAD_DIM]`, other than in the lecture. All tensors are contiguous, and float32: products with `input_precision="ieee"`.
 #
 # Shares are whole tiles of `BLOCK_N` keys, equal and rounded up; tiles are counted from the sequence's first key. A share may be empty: o is 0

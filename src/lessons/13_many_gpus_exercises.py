@@ -130,7 +130,7 @@ check("13.7", hunted_dq)
 # ## 13.8
 #
 # A ring in zigzag. It was written for language models, and made them twice as fast as the contiguous one. Then it was used for images, where
-# every patch sees every other.
+# every patch sees every other. The check shows the symptoms, and no cause, until you change the code.
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_13: hunted_ring

@@ -94,4 +94,5 @@ def test_a_value_is_told_where_no_change_mends_it(monkeypatch):
     monkeypatch.setattr(cuda_mend, "_OF_VALUES", 60.0)
     text = edited(TRANSPOSE, [("x[(top + ty + k) * cols + left + tx]", "x[(top + ty) * cols + left + tx + k]")])
     told = cuda_mend.mended(TRIALS["6.3"], TRIALS["6.3"].place(text))
-    assert told == "`(top + ty) * cols + left + tx + k` is 24 in thread 0 of block 0, the 4th time, and should be 2304"
+    wrong = "`(top + ty) * cols + left + tx + k`, or what it reads, is wrong"
+    assert told == f"{wrong}: it is 24 in thread 0 of block 0, the 4th time, and should be 2304"

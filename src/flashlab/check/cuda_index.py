@@ -287,9 +287,8 @@ class Trials:
                 continue
             right = right or self.build(self.place(self.kept["text"]))
             theirs = events_of(right, run)
-            wanted: dict[tuple[int, str], list[Event]] = {}
-            for e in theirs:
-                wanted.setdefault((e.warp, e.did), []).append(e)
+            numbers = _numbering(mine, theirs)
+            wanted, own_of = _by_warp(theirs), _by_warp(mine)
             done, times = Counter[tuple[int, str]](), Counter[tuple[int, int]]()
             more = Counter(e.warp for e in mine if e.did.startswith("barrier"))
             more.subtract(e.warp for e in theirs if e.did.startswith("barrier"))
@@ -302,17 +301,20 @@ class Trials:
                         continue  # one more, of its own group: it does no harm
                 done[e.warp, e.did] += 1
                 times[e.warp, e.line or 0] += 1
-                free = e.did.startswith("barrier") and e.values[0] not in {
-                    x.values[0] for x in theirs if x.did == e.did
-                }
-                if nth < len(of) and of[nth].values[free:] == e.values[free:]:  # any barrier will do that nobody uses
+                if nth < len(of) and of[nth].values == numbers(e):
                     continue
                 if e.line is None or e.line - 1 not in own:
                     break  # another thing before it was otherwise, or it cannot be said where
                 code = lines[e.line - 1].split("//")[0].strip()
                 code = code if len(code) < _SHOWN else f"{code[:_SHOWN]} …"
                 nth_time = f"`{code}`, the {_nth(times[e.warp, e.line])} time"
-                return self._said_beside(nth_time, e, of[nth] if nth < len(of) else None)
+                rest, due = ([*map(how, x[nth:])] for how, x in ((numbers, own_of[e.warp, e.did]), (_values, of)))
+                if due and rest[1 : len(due) + 1] == due[: len(rest) - 1]:  # one more than in a right answer
+                    return self._said_beside(nth_time, e, None)
+                other = of[nth] if nth < len(of) else None
+                if other is not None and e.did.startswith("barrier"):
+                    other = replace(other, values=_numbering(theirs, mine)(other))
+                return self._said_beside(nth_time, e, other)
         return ""
 
     def _said_beside(self, said: str, e: Event, other: Event | None) -> str:
@@ -456,6 +458,32 @@ def joined(answers: Sequence[str]) -> str:
 
 def parted(text: str) -> list[str]:
     return re.split(r"\s*".join(map(re.escape, re.findall(r"\w+|;", _OTHER))), text)
+
+
+def _values(e: Event) -> tuple[int, int]:
+    return e.values
+
+
+def _by_warp(events: Sequence[Event]) -> dict[tuple[int, str], list[Event]]:
+    found: dict[tuple[int, str], list[Event]] = {}
+    for e in events:
+        found.setdefault((e.warp, e.did), []).append(e)
+    return found
+
+
+def _numbering(mine: Sequence[Event], theirs: Sequence[Event]) -> Callable[[Event], tuple[int, int]]:
+    """What an event says, with the barriers numbered as in the other's: each is that one with which it comes most often
+    in the same place. An answer may number them as it likes.
+    """
+    there, pairs = _by_warp(theirs), Counter[tuple[int, int]]()
+    for of, events in _by_warp(mine).items():
+        if of[1].startswith("barrier"):
+            pairs.update((x.values[0], y.values[0]) for x, y in zip(events, there.get(of, []), strict=False))
+    named: dict[int, int] = {}
+    for (x, y), _ in sorted(pairs.items(), key=lambda z: (-z[1], z[0][0] != z[0][1], z[0])):
+        if x not in named and y not in named.values():
+            named[x] = y
+    return lambda e: (named.get(e.values[0], e.values[0]), e.values[1]) if e.did.startswith("barrier") else _values(e)
 
 
 def _of_another(said: str, code: str) -> bool:

@@ -62,8 +62,8 @@ def mended(it: Any, code: str) -> str:
             return said_of_it
         each = (time.monotonic() - start) / _FIRST
         of_a_value, price = value_mended(it, text, right, order, time.monotonic() + _OF_VALUES, _said)
-        if of_a_value and price <= 1.0:
-            return of_a_value
+        if (of_a_value and price <= 1.0) or tried <= _FIRST:  # a number is right by chance in few runs
+            return of_a_value * (price <= 1.0)
         until += _OF_VALUES
         more = max(0, int((until - time.monotonic()) / each))  # so many as there is time for
         return (more and _tried(it, text, made[_FIRST:][:more], until)[0]) or of_a_value

@@ -7,6 +7,7 @@ What is no Python has another form in the tree: a cast, a dereference or a templ
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import keyword
 import re
@@ -160,6 +161,11 @@ class CudaText(Text):
         again = {ast.unparse(x) for n in nodes if isinstance(n, (ast.Assign, ast.AugAssign)) for x in (
                  n.targets if isinstance(n, ast.Assign) else [n.target])}  # fmt: skip
         self.meant = {name: x[0] for name, x in made.items() if len(x) == 1 and name not in again}
+
+    @functools.cached_property
+    def unchanged(self) -> str:
+        """The whole text, as `plain` has its pieces."""
+        return re.sub(r" < ([\w:, +*-]+) >\(", r"<\1>(", self.all_in_one([]))
 
     @staticmethod
     def kind_of(of: str) -> str:

@@ -35,7 +35,7 @@ _PRELUDE = f"""#include <type_traits>
 #include <string.h>
 struct FlashlabValue {{ int thread; double x; }} __attribute__((packed));
 static FlashlabValue* flashlab_noted[{_SPOTS}];
-static int flashlab_count[{_SPOTS}], flashlab_spots = 0, flashlab_put_at = -1, flashlab_threads = 0, flashlab_busy = 0;
+static int flashlab_count[{_SPOTS}], flashlab_spots = 0, flashlab_put_at = -1, flashlab_threads = 0;
 static const double* flashlab_instead;
 static int flashlab_next[{_THREADS}], flashlab_end[{_THREADS}];
 __attribute__((noinline, no_sanitize("thread"))) static double flashlab_at(int spot, double x) {{
@@ -95,6 +95,7 @@ def value_mended(
 
 def _spots(text: CudaText) -> Iterator[Spot]:
     """Every expression that may be a number: what a variable is set to, and its parts."""
+    lines = _lines(text.tree)
     for holder in ast.walk(text.tree):
         for name, value in ast.iter_fields(holder):
             for at, node in enumerate(value) if isinstance(value, list) else ((None, value),):
@@ -105,7 +106,21 @@ def _spots(text: CudaText) -> Iterator[Spot]:
                         (whole and not isinstance(node, ast.Constant)) or isinstance(node, _SEEN)
                     ):
                         last = text.kind_of(text.types.get(target, "")) == "pointer"
-                        yield Spot((holder, name, at), node, target, last)
+                        yield Spot((holder, name, at), node, target, lines[id(node)], last)
+
+
+def _lines(tree: ast.AST) -> dict[int, int]:
+    """Of each node in which statement it stands, as they come."""
+    lines: dict[int, int] = {}
+
+    def visit(node: ast.AST, line: int) -> int:
+        lines[id(node)] = line = line + isinstance(node, ast.stmt)
+        for child in ast.iter_child_nodes(node):
+            line = visit(child, line)
+        return line
+
+    visit(tree, 0)
+    return lines
 
 
 def _set_to(holder: ast.AST, name: str, at: int | None) -> tuple[str, bool | None]:
@@ -128,6 +143,7 @@ def _set_to(holder: ast.AST, name: str, at: int | None) -> tuple[str, bool | Non
 
 class _Run(Watched):
     text: CudaText
+    quick = False
 
     def __init__(self, it: Any, text: CudaText, order: Sequence[int]):
         super().__init__()

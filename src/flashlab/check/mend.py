@@ -583,8 +583,11 @@ def _place(text: Text, change: Change, old: str) -> str:
         return ""
     holder = change.edits[0][0][0]
     line: ast.AST | None = holder if isinstance(holder, (ast.stmt, ast.BinOp, ast.Call, ast.Compare)) else None
+    around = [x for x in ast.walk(text.tree) if isinstance(x, (ast.Subscript, *_LINES)) and holder in ast.walk(x)]
     if line is None:  # the least that has it
-        around = [x for x in ast.walk(text.tree) if isinstance(x, (ast.Subscript, *_LINES)) and holder in ast.walk(x)]
         line = min(around, key=_length, default=None)
     whole = (text.plain(line).splitlines() or [""])[0].rstrip(":") if line else ""
+    if text.unchanged.count(whole) > 1:  # the least that is there once
+        wholes = [text.plain(x) for x in sorted(around, key=_length)]
+        whole = next((x for x in wholes if whole in x and text.unchanged.count(x) < 2 and "\n" not in x), whole)
     return f", in `{whole}`" if whole and len(whole) <= _LONGEST else ""

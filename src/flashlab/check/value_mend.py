@@ -35,17 +35,20 @@ _FEW = 3  # so many values that will do say which one belongs there
 _DEEP = 6  # definitions within definitions
 _LONG, _SHORT = 110, 90  # characters of an expression that is told; of numbers, and the input
 _ROOM = 10**7  # numbers of all spots on one input
+_SOME, _ROUNDED = 50, 2e-3  # numbers of a result; what rounding it to 16 bits may change
 _HOOK = "_value"
 
 
 @dataclass(frozen=True)
 class Spot:
-    """An expression of a text, and the name that is set to it, if there is one. last: it is a result."""
+    """An expression of a text, and the name that is set to it, if there is one. line: they come in this order. last: it
+    is a result."""
 
     slot: Slot
     node: ast.expr
     target: str
-    last: bool = False
+    line: int
+    last: bool
 
 
 class Values:
@@ -59,12 +62,25 @@ class Values:
             return False
         return bool(np.allclose(self.flat, other.flat, rtol=tol, atol=1e-3 * tol, equal_nan=True))
 
+    @property
+    def always(self) -> bool:
+        """Whether it is a flag that is always set, or never: that is right by chance too often."""
+        return len(self.flat) > 1 and bool((self.flat == 0).all() or (self.flat == 1).all())
+
+    def has(self, result: Values) -> bool:
+        """Whether the result is among what it gives: a sum's last value is."""
+        some = result.flat[np.isfinite(result.flat)][:_SOME]
+        if self.alike(result, _ROUNDED) or not (set(some) - {0.0, 1.0}):
+            return self.alike(result, _ROUNDED)
+        return bool(np.isclose(some[:, None], self.flat, rtol=_ROUNDED, atol=1e-6).any(1).all())
+
 
 class Watched:
     """A text whose spots are watched. of_first: what they give on the first input that was looked at."""
 
     text: Text
     spots: Sequence[Spot]
+    quick = True  # all can be tried, one line after the other
 
     def __init__(self) -> None:
         self.known: dict[int, dict[int, Values]] = {}
@@ -128,16 +144,21 @@ def found_in(
         ends = [wanted[k] for k, x in enumerate(right.spots) if k in wanted and x.last]
         usual = _distinct(wanted)
         known = {at for at, values in got.items() if any(values.alike(wanted[k]) for k in usual)}
-        for at in sorted({*got} - known, key=lambda k: (_length(mine.spots[k].node), k)):
+        for at in sorted(
+            {*got} - known, key=lambda k: (mine.quick * mine.spots[k].line, _length(mine.spots[k].node), k)
+        ):
             node, here = mine.spots[at].node, []
+            if found and mine.quick and mine.spots[at].line > mine.spots[found[0].at].line:
+                break  # what comes of it
             if isinstance(node, ast.Name) or any(_within(mine.spots[x.at].node, node) for x in found):
                 continue
             sure = all(_is_known(mine, known, node, x) for x in ast.walk(node) if isinstance(x, ast.Name))
-            fitting = [k for k in usual if mine.fits(got[at], wanted[k])]
+            fitting = [k for k in usual if mine.fits(got[at], wanted[k]) and not (
+                       wanted[k].always and isinstance(right.spots[k].node, (ast.Compare, ast.BoolOp)))]  # fmt: skip
             for by in sorted(fitting, key=lambda k: -_often(got[at], wanted[k])):
                 if late():
                     return _said(mine, found, say)
-                last = any(wanted[by].alike(x, 2e-3) for x in ends)
+                last = any(wanted[by].has(x) for x in ends)
                 if (sure or not last) and mine.does(at, right, by) and not mine.does(at, right, by, moved=True):
                     here.append(_Found(at, by, right, sure, last))
             found += here * (len(here) <= _FEW)
@@ -162,7 +183,7 @@ def _is_known(mine: Watched, known: set[int], node: ast.expr, name: ast.Name) ->
 def _said(mine: Watched, found: Sequence[_Found], say: Callable[[Any, Change], str]) -> tuple[str, float]:
     plain = mine.text.plain
     found = [x for x in found if len(plain(mine.spots[x.at].node)) <= _LONG]
-    found = sorted(found, key=lambda x: (not x.sure, mine.spots[x.at].node.lineno))  # where it begins
+    found = sorted(found, key=lambda x: (not x.sure, mine.spots[x.at].line))
     for x in found:
         spot = mine.spots[x.at]
         old = plain(spot.node)
@@ -175,7 +196,8 @@ def _said(mine: Watched, found: Sequence[_Found], say: Callable[[Any, Change], s
     for x in found:
         if told := mine.told(mine.of_first[x.at], x.right.of_first[x.by]):
             it = f"`{plain(mine.spots[x.at].node)}`"
-            return f"what {it} reads is right, and it {told}" if x.sure else f"{it} {told}", 9.0 if x.last else 2.5
+            whose = f"what {it} reads is right, and it" if x.sure else f"{it}, or what it reads, is wrong: it"
+            return f"{whose} {told}", 9.0 if x.last else 2.5
     return "", 0.0
 
 
@@ -350,7 +372,9 @@ def _spots(text: Text, tree: ast.AST | None = None) -> Iterator[Spot]:
                 if isinstance(child, _SEEN) and loaded and id(child) not in left_out:
                     targets = parent.targets if isinstance(parent, ast.Assign) else ()
                     set_to = getattr(targets[0], "id", "") if targets else ""
-                    yield Spot((parent, name, at), child, set_to, id(child) in text.results)
+                    yield Spot(
+                        (parent, name, at), child, set_to, getattr(child, "lineno", 0), id(child) in text.results
+                    )
 
 
 def _watched(text: Text, which: Sequence[int], hook: Callable[[int, Any], Any]) -> Callable[..., Any]:

@@ -116,6 +116,10 @@ class KernelRule(TensorRule):
     def with_row(self, row: Any) -> Callable[..., Any]:
         return self.text(row.edits).compiled()
 
+    @property
+    def writes_to_inputs(self) -> str:
+        return f"the kernel writes to a tensor that it should read: it is {' and '.join(self.writes)} that it writes"
+
     @cached_property
     def index(self) -> Index:
         rows = [(row, self.with_row(row)) for row in self.rows]

@@ -469,8 +469,8 @@ def consumer_registers(consumers, producer):
     "11.4",
     returns="block_n",
     whole=True,
-    inputs=[(d, r, others) for d, r in ((64, 160), (64, 240), (128, 168), (128, 240), (256, 240))
-            for others in (20, 40, 56)],
+    inputs=[(64, 248, 10), *((d, r, others) for d, r in ((64, 160), (64, 240), (128, 168), (128, 240), (256, 240))
+                             for others in (20, 40, 56))],
     draw=lambda r: (r.choice((64, 128)), 8 * r.randint(20, 31), r.randint(10, 60)),
     words={"left": "left"},
     notes={

@@ -509,9 +509,9 @@ def hunted_dq(q, k, v, do, lse, delta):
 # ---- 13.8 ------------------------------------------------------------------------------------------------------------
 
 
-def _ring(r: random.Random, world: int, half: int, causal: bool) -> tuple[Any, ...]:
+def _ring(r: random.Random, world: int, half: int, causal: bool, large: float = 1.0) -> tuple[Any, ...]:
     q, k, v = (normal(r, world, 2 * half, 2) for _ in range(3))
-    return q, k, v + 0.5, causal
+    return large * q, k, v + 0.5, causal
 
 
 @tensor_rule(
@@ -532,7 +532,7 @@ def _ring(r: random.Random, world: int, half: int, causal: bool) -> tuple[Any, .
     inputs={
         f"{world} ranks of {2 * half} rows, causal={causal}": _ring(_R, world, half, causal)
         for world, half in ((1, 2), (2, 1), (2, 3), (4, 2)) for causal in (False, True)
-    },
+    } | {"scores of some 1000": _ring(_R, 2, 2, False, 1000.0)},
     draw=lambda r: _ring(r, r.randint(1, 4), r.randint(1, 3), r.random() < 0.5),
     notes={
         "causal": "only a causal mask hides pairs", "half": "a piece is half of a shard",

@@ -71,6 +71,7 @@ class Rule:
         judged: says in place of the values what is right, where more than one is; raises CheckFailed.
         called: calls a function with an input, where that is no plain call. shown: an input in words.
         symptom: asked where no change surely explains the answer: (slug, sentence) in numbers, or None.
+        mends: an answer's own text is changed too; not where a larger number is as right, and so much else.
         each: the results come as a list, a tuple for each of these ("operation"). item: makes one value of a tuple.
         id: of the exercise, which may ask for several functions.
         parts: further functions of the answer, rules `"ID NAME"` without an `id`, which are judged first.
@@ -104,6 +105,7 @@ class Rule:
     parts: tuple[str, ...] = ()
     answer: str = ""
     trials: int = _DRAWN
+    mends: bool = True
     tries: int = _TRIES
 
     @property
@@ -150,7 +152,7 @@ class Rule:
             return found
         if read := self.read_off(learners):
             return read
-        if not index.code:
+        if not (index.code and self.mends):
             return found
         own, price = None, 0.0
         with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(Exception):  # any text may come

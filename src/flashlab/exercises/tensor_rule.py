@@ -16,6 +16,7 @@ import contextlib
 import functools
 import inspect
 import io
+import math
 import random
 import re
 import warnings
@@ -37,7 +38,7 @@ from flashlab.check.poison import carried
 from flashlab.check.running import is_unsolved
 from flashlab.check.symptoms import Symptoms, seen_where, watched
 from flashlab.exercises.answers import chain, in_words
-from flashlab.exercises.rule import RULES, Rule, code_of, rule, sources, unwrapped, written
+from flashlab.exercises.rule import _LATE, RULES, Rule, code_of, rule, sources, unwrapped, written
 
 _BESIDE, _DRAWN, _DIFFERING, _TRIES, _WORK = 6, 60, 30, 2_000, 15_000
 EMPTY_ROWS = "empty rows"  # a key of `nan`: all that is lost should be 0, or -inf
@@ -76,6 +77,10 @@ class TensorRule(Rule):
     without: tuple[str, ...] = ()
     trials: int = _DRAWN
     alone: Callable[..., Sequence[tuple[Any, ...]]] | None = None
+
+    @property
+    def writes_to_inputs(self) -> str:
+        return "the function changes its inputs in place: write to new tensors, or work on a copy"
 
     @cached_property
     def index(self) -> Index:
@@ -182,8 +187,7 @@ class TensorRule(Rule):
                 got.append(self.index.error(error))
                 continue
             if not all(_same_input(x, y) for x, y in zip(mine, given, strict=True)):
-                said = "the function changes its inputs in place: write to new tensors, or work on a copy"
-                raise CheckFailed(said, diagnosis="inputs-changed", case=case)
+                raise CheckFailed(self.writes_to_inputs, diagnosis="inputs-changed", case=case)
             got.append(self.read(result, case, right))
         if watched() is not None:
             self._note_symptoms(got)
@@ -218,14 +222,15 @@ class TensorRule(Rule):
                 raise
             raise CheckFailed(f"{said}\n{failed.sentence}", diagnosis="own-slip", case=failed.case) from None
 
-    def _mended(self, answer: Any, raises: bool) -> str | None:
-        """raises: it raises what is no stray address, and has to do so here too."""
+    def _mended(self, answer: Any, raises: bool, most: float = math.inf) -> str | None:
+        """raises: it raises what is no stray address, and has to do so here too. most: that it may cost."""
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(), contextlib.suppress(Exception):
             warnings.simplefilter("ignore")
             fn = getattr(unwrapped(answer), "fn", unwrapped(answer))
             made = self.own_text(fn, {}).compiled() if raises else None
             if made is None or any(isinstance(x, str) for x in self.index.run(made)):
-                return mended(self.index, fn, self.own_text, self.then)[0]
+                words, price = mended(self.index, fn, self.own_text, self.then)
+                return words if price <= most else None
         return None
 
     def _failure(self, learners: Callable[..., Any], got: list[Any], errors: Sequence[Exception]) -> CheckFailed:
@@ -256,7 +261,7 @@ class TensorRule(Rule):
         evidence += f". {sum(off)} of {len(off)} cases are wrong" if len(off) > 1 else ""
         evidence += f"; right: {'; '.join(right[:2])}{'; ...' if len(right) > 2 else ''}" if right else ""
         found = self._not_finite(got, wrong) or self._all_nan(got, wrong)
-        if found and (own := self._mended(learners, False)):
+        if found and (own := self._mended(learners, False, _LATE)):
             found, evidence = ("own-slip", f"{own}: the rest is right"), f"{_ended(found[1])}\n{evidence}"
         found = (
             found or self.explained(learners, got)

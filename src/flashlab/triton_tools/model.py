@@ -125,9 +125,13 @@ class Model:
     cdiv = staticmethod(lambda a, b: (a + b - 1) // b)
     cast = staticmethod(lambda x, dtype: _tile(x).to(dtype))
     sigmoid = staticmethod(lambda x: 1 / (1 + np.exp(-x)))
-    sum = staticmethod(lambda x, axis=None: _tile(np.sum(x, axis, dtype=None if x.dtype != bool else np.int32)))
-    max = staticmethod(lambda x, axis=None: _tile(np.max(x, axis)))
-    min = staticmethod(lambda x, axis=None: _tile(np.min(x, axis)))
+    max, min = (staticmethod(lambda x, axis=None, keep_dims=False, f=f: _tile(f(x, axis, keepdims=keep_dims)))
+                for f in (np.max, np.min))  # fmt: skip
+    expand_dims, broadcast_to = staticmethod(np.expand_dims), staticmethod(np.broadcast_to)
+
+    @staticmethod
+    def sum(x: Any, axis: int | None = None, keep_dims: bool = False) -> Any:
+        return _tile(np.sum(x, axis, dtype=None if x.dtype != bool else np.int32, keepdims=keep_dims))
 
     def __init__(self) -> None:
         self.program: tuple[int, ...] = (0, 0, 0)
