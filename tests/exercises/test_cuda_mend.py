@@ -92,6 +92,7 @@ def test_nothing_is_said_of_a_right_answer_or_of_two_slips(text, monkeypatch):
 
 def test_a_value_is_told_where_no_change_mends_it(monkeypatch):
     monkeypatch.setattr(cuda_mend, "_OF_VALUES", 60.0)
+    monkeypatch.setitem(cuda_mend._TRIED, "6", cuda_mend._FIRST + 1)  # and little else
     text = edited(TRANSPOSE, [("x[(top + ty + k) * cols + left + tx]", "x[(top + ty) * cols + left + tx + k]")])
     told = cuda_mend.mended(TRIALS["6.3"], TRIALS["6.3"].place(text))
     wrong = "`(top + ty) * cols + left + tx + k`, or what it reads, is wrong"
