@@ -124,7 +124,7 @@ check("11.3", descriptors)
 # consumer thread take with `setmaxnreg`? (The launch's rest is lost.)
 #
 # A consumer has 64 rows. O (`head_dim` columns, float), S of the next tile (`block_n` columns, float) and P of this tile (`block_n`
-# columns, 16 bits) are in its 128 threads' registers together, and `others` more per thread, which has `registers`. How large can `block_n`, a multiple
+# columns, 16 bits) are in its 128 threads' registers together, and `others` more: a thread has `registers`. How large can `block_n`, a multiple
 # of 16, be? (What `wgmma` allows is no limit here.)
 
 # %% tags=["exercise"]

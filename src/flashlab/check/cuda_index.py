@@ -308,7 +308,7 @@ class Trials:
                 code = lines[e.line - 1].split("//")[0].strip()
                 code = code if len(code) < _SHOWN else f"{code[:_SHOWN]} …"
                 nth_time = f"`{code}`, the {_nth(times[e.warp, e.line])} time"
-                rest, due = ([*map(how, x[nth:])] for how, x in ((numbers, own_of[e.warp, e.did]), (_values, of)))
+                rest, due = [*map(numbers, own_of[e.warp, e.did][nth:])], [x.values for x in of[nth:]]
                 if due and rest[1 : len(due) + 1] == due[: len(rest) - 1]:  # one more than in a right answer
                     return self._said_beside(nth_time, e, None)
                 other = of[nth] if nth < len(of) else None
@@ -460,10 +460,6 @@ def parted(text: str) -> list[str]:
     return re.split(r"\s*".join(map(re.escape, re.findall(r"\w+|;", _OTHER))), text)
 
 
-def _values(e: Event) -> tuple[int, int]:
-    return e.values
-
-
 def _by_warp(events: Sequence[Event]) -> dict[tuple[int, str], list[Event]]:
     found: dict[tuple[int, str], list[Event]] = {}
     for e in events:
@@ -483,7 +479,7 @@ def _numbering(mine: Sequence[Event], theirs: Sequence[Event]) -> Callable[[Even
     for (x, y), _ in sorted(pairs.items(), key=lambda z: (-z[1], z[0][0] != z[0][1], z[0])):
         if x not in named and y not in named.values():
             named[x] = y
-    return lambda e: (named.get(e.values[0], e.values[0]), e.values[1]) if e.did.startswith("barrier") else _values(e)
+    return lambda e: (named.get(e.values[0], e.values[0]), e.values[1]) if e.did.startswith("barrier") else e.values
 
 
 def _of_another(said: str, code: str) -> bool:

@@ -89,8 +89,10 @@ def value_mended(
 
     it: the exercise's `Trials`. order: of its runs, one that is wrong first. until: the time to end.
     """
-    mine, theirs = _Run(it, text, order), _Run(it, right, order)
-    return found_in(mine, [theirs], order[0], lambda: time.monotonic() > until, say)
+    with contextlib.suppress(SimtError, OverflowError):  # its process has ended; a number beyond all
+        mine, theirs = _Run(it, text, order), _Run(it, right, order)
+        return found_in(mine, [theirs], order[0], lambda: time.monotonic() > until, say)
+    return "", 0.0
 
 
 def _spots(text: CudaText) -> Iterator[Spot]:

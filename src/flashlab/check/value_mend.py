@@ -70,7 +70,7 @@ class Values:
     def has(self, result: Values) -> bool:
         """Whether the result is among what it gives: a sum's last value is."""
         some = result.flat[np.isfinite(result.flat)][:_SOME]
-        if self.alike(result, _ROUNDED) or not (set(some) - {0.0, 1.0}):
+        if not (set(some) - {0.0, 1.0}):  # flags, which may be those of anything
             return self.alike(result, _ROUNDED)
         return bool(np.isclose(some[:, None], self.flat, rtol=_ROUNDED, atol=1e-6).any(1).all())
 
@@ -144,11 +144,10 @@ def found_in(
         ends = [wanted[k] for k, x in enumerate(right.spots) if k in wanted and x.last]
         usual = _distinct(wanted)
         known = {at for at, values in got.items() if any(values.alike(wanted[k]) for k in usual)}
-        for at in sorted(
-            {*got} - known, key=lambda k: (mine.quick * mine.spots[k].line, _length(mine.spots[k].node), k)
-        ):
+        lines = [x.line * mine.quick for x in mine.spots]
+        for at in sorted({*got} - known, key=lambda k: (lines[k], _length(mine.spots[k].node), k)):
             node, here = mine.spots[at].node, []
-            if found and mine.quick and mine.spots[at].line > mine.spots[found[0].at].line:
+            if found and lines[at] > lines[found[0].at]:
                 break  # what comes of it
             if isinstance(node, ast.Name) or any(_within(mine.spots[x.at].node, node) for x in found):
                 continue
