@@ -74,6 +74,9 @@ class Change:
     key: tuple[Any, ...] = ()  # the same for the same slip in another place
     about: tuple[str, ...] = ()  # pieces of the text that a note may explain, the nearest first
 
+    def clashes(self, other: Change) -> bool:
+        return any(a == b for (a, _), (b, _) in itertools.product(self.edits, other.edits))
+
 
 def edited(text: str, edits: Edits, name: str = "the text") -> str:
     """The text with these edits; ValueError where one does not fit once."""
@@ -340,7 +343,7 @@ class Variants:
         self.text = text
         fixed = {id(n) for n in ast.walk(text.tree.args)}  # evaluated once, where the function is made
         fixed |= {id(n) for n in ast.walk(text.tree) if isinstance(n, ast.JoinedStr)}
-        choosable = [c for c in changes if not _nested(c.edits) and all(
+        choosable = [c for c in changes if not _nested([c]) and all(
             id(slot[0]) not in fixed and _fits(slot, new) for slot, new in c.edits)]  # fmt: skip
         self.changes: dict[int, Change] = {}
         self._put(choosable)
@@ -394,14 +397,14 @@ class Variants:
 
         return one(chosen, among([*others.values()], 1), right)
 
-    def chosen(self, change: Change) -> Callable[..., Any] | None:
-        if id(change) not in self.changes:
+    def chosen(self, *changes: Change) -> Callable[..., Any] | None:
+        if (len(changes) > 1 and _nested(changes)) or not all(id(c) in self.changes for c in changes):
             try:
-                return self.text.compiled(change)
+                return self.text.compiled(*changes)
             except SyntaxError:
                 return None
         choice: dict[str, int] = {}
-        for (node, name, at), new in change.edits:
+        for (node, name, at), new in (edit for c in changes for edit in c.edits):
             variable, others = self.places[id(node), name, at]
             choice[variable] = [*others].index(id(new)) + 1
         none = dict.fromkeys(choice, 0)
@@ -420,8 +423,9 @@ def _If(test: ast.expr, yes: ast.stmt, no: ast.stmt) -> ast.If:
     return ast.If(test, [yes], [no])
 
 
-def _nested(edits: Sequence[tuple[Slot, Any]]) -> bool:
+def _nested(changes: Sequence[Change]) -> bool:
     """Whether an edit is made in what another one replaces, or puts there."""
+    edits = [edit for c in changes for edit in c.edits]
     if len(edits) == 1:
         return False
     olds = [_at(slot) for slot, _ in edits]

@@ -2,7 +2,7 @@
 
 `Index` runs every change of `changes` once on the check's own inputs and keeps what came out; the learner's values are
 looked up in it. A cause is told only if it gives all of them, on every input; the likelier first, and where two of
-different kinds do, both. Where none does: one cause for each of several results.
+different kinds do, both. Where none does: one cause for each of several results, or two slips in one of them.
 
 A rule's index is made when the first wrong answer comes: some 300 to 900 changes, 0.1 to 0.4 s on one core, and nothing
 that could be out of date. So is that of a Triton kernel, whose 500 to 4000 changes run on a model. The input that takes
@@ -27,12 +27,17 @@ import torch
 
 from flashlab.check.changes import Change, EndlessError, Text, Variants, changes
 from flashlab.check.claims import Claims, tokens_of
-from flashlab.check.expect import is_close
+from flashlab.check.expect import allowed_error, is_close
 
 Values = tuple[Any, ...]  # the results of one call: numbers, texts or tensors
 Outcome = Sequence["Values | str"]  # for each input; a text: the exception that it raised
 Found = tuple["Text | None", Change, Outcome]  # None: a row
 
+_PLAIN = (  # what may be told together with another one; two rare ones give too much by chance
+    "term-missing", "factor-missing", "division-missing", "wrong-sign", "off-by-one", "wrong-name", "wrong-number",
+    "limit-missing", "wrong-rounding", "wrong-function", "function-missing", "brackets-missing", "upside-down",
+    "wrong-operator", "wrong-comparison", "taken-as-fixed", "condition-missing",
+)  # fmt: skip
 HEDGE = "as in a right answer where"
 _ENDLESS = EndlessError.__name__
 _CLAIMED = re.compile(r"`([a-z]\w+|[^\w`]{1,3})` (?:stands|adds|is taken for)")
@@ -41,6 +46,8 @@ _ALMOST = 0.35  # costs so near say nothing about which is likelier
 _SYMPTOMS = ("always-the-same", "always-one-branch")
 _UNSEEN = 1.5  # what a change costs more of which nothing is seen in the learner's text
 _UNLIKE = 1.5  # the cost of a row that the learner's text does not look like
+_PAIRED = 200  # changes that are tried two at a time
+_TRIES = 12_000
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,10 @@ def same(a: Any, b: Any, tol: float) -> bool:
 
 def as_they_are(*values: Any) -> Values:
     return values
+
+
+def _shape(x: Any) -> Any:
+    return x.shape if isinstance(x, torch.Tensor) else None
 
 
 @contextlib.contextmanager
@@ -132,8 +143,8 @@ class Index:
         read: makes `Values` of what a call returned; raises where it cannot. tol: see `same`.
         alike: makes one of results that are as good as each other. more: inputs on which two causes may differ.
         notes: {piece of the text: why it is there}, told with every change of it.
-        kinds: further changes, see `changes`. copied: makes a copy of an input that a change may write to.
-        without: slugs of changes that are not made.
+        kinds: further changes, see `changes`. tries: how many pairs of changes are tried. copied: makes a copy of an
+            input that a change may write to. without: slugs of changes that are not made.
         called: calls a function with one input. longest: characters that a sentence may have. most: work of a verdict,
             in turns of loops and programs; so many calls of functions are a turn too. error: an exception as a result.
         case: an input in words.
@@ -143,7 +154,7 @@ class Index:
         self, texts: Sequence[Text], inputs: Sequence[tuple[Any, ...]], names: Sequence[str],
         read: Callable[[Any], Values], tol: float, rows: Sequence[tuple[Row, Callable[..., Any]]] = (),
         alike: Callable[..., Values] = as_they_are, more: Sequence[tuple[Any, ...]] = (),
-        notes: Mapping[str, str] | None = None, kinds: Any = None,
+        notes: Mapping[str, str] | None = None, kinds: Any = None, tries: int = _TRIES,
         copied: Callable[[Any], Any] = lambda x: x, without: Sequence[str] = (),
         called: Callable[..., Any] = lambda fn, *given: fn(*given), longest: int = 200, most: int = 10**6,
         calls: int = 30, error: Callable[[BaseException], str] = outcome_of,
@@ -151,7 +162,7 @@ class Index:
     ):  # fmt: skip
         self.copied, self.without = copied, without
         self.texts, self.inputs, self.names, self.read, self.tol, self.rows = texts, inputs, names, read, tol, rows
-        self.alike, self.more, self.notes, self.kinds = alike, more, notes or {}, kinds
+        self.alike, self.more, self.notes, self.kinds, self.tries = alike, more, notes or {}, kinds, tries
         self.called, self.longest, self.error, self.case = called, longest, error, case
         self.right: list[Any] = []
         self.work: list[int] = []  # turns on each input
@@ -164,6 +175,7 @@ class Index:
         self.order = sorted(range(len(inputs)), key=lambda i: self.work[i])  # what takes least tells most of them apart
         self.looked_up: Any = None  # an answer's outcome, and the changes that fit
         self.of_result = ""  # which of its expressions gives a wrong result of what is right
+        self.variants: dict[int, Variants] = {}
         self.written: frozenset[str] = frozenset()  # the tokens of the learner's text, where it is known
         self.code = ""  # the same in order, less the heads of functions
         self.most, self.spent = most, 0  # work of a verdict; what is left out costs a cause, and the symptom is told
@@ -189,7 +201,7 @@ class Index:
                 text.kinds = self.kinds.kinds_of(text, [tuple(map(self.copied, x)) for x in self.inputs[:3]])
             seen = {name: [given[i] for given in self.inputs] for i, name in enumerate(text.params)}
             made = [c for c in changes(text, seen, self.kinds) if c.slug not in self.without]
-            variants = Variants(text, made)
+            variants = self.variants[id(text)] = Variants(text, made)
             runs = ((c, variants.chosen(c)) for c in made)
             found += [(text, c, self.run(run)) for c, run in runs if run is not None]
         beside = 0.3 if self.kinds else 0.0  # other texts are other functions then: one's own is likelier
@@ -387,6 +399,23 @@ class Index:
         text, _, outcome = found
         return text is not None or self.wrong_parts(outcome) == [part]
 
+    def explain_as_two(self, got: Outcome) -> tuple[str, str] | None:
+        """(slug, sentence) of two changes that give all of these values together, or None."""
+        wrong = self.wrong_parts(got)
+        if all(isinstance(x[i], str) for x in self.right for i in wrong):
+            return None  # a word is right too often by chance
+        spent, self.spent = self.spent, 0
+        pair = self._pair(got, wrong[0] if len(wrong) == 1 else None)
+        self.spent = spent
+        if pair is None:
+            return None
+        text, one, other = pair
+        with text.changed(one, other):
+            changed = tokens_of(ast.unparse(text.tree))
+        if self.code and not self._claims(text).seen(changed):
+            return None  # two changes give much by chance
+        return "two-slips", f"two slips at once would give this: {self._of(wrong, one.said)}; and {other.said}"
+
     def _told(self, fitting: Sequence[Found], part: int | None = None, noted: bool = True) -> tuple[str, str]:
         """The likeliest, and another one where they are two things: where other inputs tell them apart."""
         text, best, outcome = fitting[0]
@@ -433,6 +462,69 @@ class Index:
             follow = f", and {names.partition(' and ' if len(wrong) == 2 else ', ')[2]} with it" if wrong[1:] else ""
             return f"{self.names[wrong[0]]} {said[3:]}{follow}"
         return f"{names}: {said}"
+
+    def _pair(self, got: Outcome, part: int | None) -> tuple[Text, Change, Change] | None:
+        """Two of the likelier changes of one text that give all of these values together.
+
+        Of two slips each mostly does to a result what it does alone: where one leaves it right, it is what the other
+        makes of it. Pairs of which that is so come first.
+        """
+        differs = [i for i in self.order if not self._same_values(got[i], self.right[i], None)]
+        # One of two may do nothing to the first inputs. On those that differ further, both may touch one element.
+        telling, order = differs[:2], [*differs, *(i for i in self.order if i not in differs)]
+        tries = 0
+        for text in self.texts:
+            mine: list[Found] = []
+            said = self._said_of_it(of_one=len(self.names) > 1)
+            for found in (x for x in said if x[0] is text and x[1].slug in _PLAIN):
+                if len(mine) == _PAIRED:
+                    break
+                ends = any(isinstance(found[2][i], str) and not isinstance(got[i], str) for i in telling)
+                if not ends and not all(self._fits(found[2], self.right, part, [i]) for i in differs[:4]):
+                    mine.append(found)
+            pairs = itertools.combinations(range(len(mine)), 2)
+            apart = self._contradict([x[2] for x in mine], got, telling, part)
+            for i, k in sorted(pairs, key=lambda x: (apart[x[0]][x[1]], mine[x[0]][1].cost + mine[x[1]][1].cost)):
+                a, b = mine[i][1], mine[k][1]
+                if a.clashes(b) or (a.slug == b.slug == "wrong-name" and a.edits[0][0][0] is b.edits[0][0][0]):
+                    continue  # two other names in one operation give too much by chance
+                if a.said == b.said or a.slug == b.slug == "wrong-sign":
+                    continue  # of one piece
+                if a.slug == b.slug == "wrong-name" and _FOR_A_NUMBER.search(a.said + b.said):
+                    continue
+                tries += 1
+                if tries > self.tries or self.spent > self.most:
+                    return None
+                fn = self.variants[id(text)].chosen(a, b)
+                if fn and self._fits(self.run(fn), got, part, order):
+                    return text, a, b
+        return None
+
+    def _contradict(
+        self, found: Sequence[Outcome], got: Outcome, at: Sequence[int], part: int | None
+    ) -> list[list[bool]]:
+        """For each two: whether an element that one of them leaves right is not what the other makes of it."""
+        parts = range(len(self.names)) if part is None else [part]
+        at = [i for i in at if not isinstance(got[i], str) and not isinstance(self.right[i], str)]
+        places = [(i, p) for i in at for p in parts if _shape(got[i][p]) == _shape(self.right[i][p])]
+        if not found or not places:
+            return [[False] * len(found) for _ in found]
+        right, mine = (
+            torch.stack([torch.cat([self._elements(x[i], p, wanted[i][p]) for i, p in places]) for x in found]).float()
+            for wanted in (self.right, got)
+        )
+        bad = right @ (1 - mine).T > 0
+        return (bad | bad.T).tolist()
+
+    def _elements(self, x: Values | str, part: int, wanted: Any) -> torch.Tensor:
+        """Of each number of a result whether it is what is wanted."""
+        mine: Any = None if isinstance(x, str) else x[part]
+        if not isinstance(wanted, torch.Tensor):
+            return torch.tensor([mine is not None and same(mine, wanted, self.tol)])
+        if _shape(mine) != wanted.shape:
+            return torch.zeros(wanted.numel(), dtype=torch.bool)
+        a, b = mine.double().flatten(), wanted.double().flatten()
+        return ((a - b).abs() <= allowed_error(wanted, self.tol)) | (a == b) | (a.isnan() & b.isnan())
 
     def survivors(self, more: Sequence[tuple[Any, ...]]) -> Iterator[tuple[Change, tuple[Any, ...] | None]]:
         """Changes that the check's inputs do not tell from the right text, and one of `more` that does, or None."""

@@ -91,6 +91,7 @@ class KernelRule(TensorRule):
 
     writes: tuple[str, ...] = ()
     programs: Callable[..., int] = lambda **_: 1
+    tries: int = 900
     work: int = 14_000
     keys: Keys | None = None
     call: Callable[..., Any] | None = None
@@ -124,7 +125,7 @@ class KernelRule(TensorRule):
         rows = [(row, self.with_row(row)) for row in self.rows]
         return Index(
             [self.text(other) for other in (None, *self.also)], self.tried, self.returns, self._values, self.tol, rows,
-            self.alike, self.drawn(4), self.notes, kernel_changes, without=self.without, most=self.work,
+            self.alike, self.drawn(4), self.notes, kernel_changes, self.tries, without=self.without, most=self.work,
             calls=_CALLS, error=outcome_of if self.call is None else _address_of, case=self.case,
         )  # fmt: skip
 
@@ -235,7 +236,7 @@ class KernelRule(TensorRule):
         self, learners: Callable[..., Any], got: Sequence[Any], errors: Sequence[Exception]
     ) -> tuple[str, str] | None:
         """Of a stray address alone: what Triton says of other exceptions is the cause."""
-        return None if self.makes_no_sense(got) else self.explained(learners, got)
+        return None if self.makes_no_sense(got) else self.explained(learners, got) or self.index.explain_as_two(got)
 
     def _not_finite(
         self, got: Sequence[Values], wrong: Sequence[int], nan: Mapping[str, str] | None = None

@@ -635,6 +635,7 @@ _TOO_LOW = "exp overflowed: the reference must follow a maximum that is above it
         Row("moved-unseen", "the reference moves although no correction is made: below the threshold it stays as it is",
             [("            corrections += 1\n", "            corrections += 1\n        m = torch.maximum(m, top)\n")]),
     ],
+    tries=500,
 )  # fmt: skip
 def lazy_attention(
     scores: torch.Tensor, v: torch.Tensor, BLOCK_N: int, threshold: float

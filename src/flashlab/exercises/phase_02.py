@@ -129,6 +129,7 @@ _LARGEST = "m_new is the largest score seen so far, in both blocks: ln 8, a natu
         Row("old-l", "l_i: the old l_i is a term of 1 for each key there; it is 1 + 1/2", [("1.5 *", "2 *")]),
     ],
     tol=1e-3,
+    tries=0,
     without=("wrong-number", "off-by-one", "half", "twice", "twice-as-much", "taken-as-positive", "brackets-too-wide",
              "wrong-name", "rounded", "root", "squared", "sum-for-one"),
 )  # fmt: skip

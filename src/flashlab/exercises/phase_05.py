@@ -443,6 +443,7 @@ _WITH_A_MASK = [
             "key; its last key is seen by later ones", [("start_n + len(k) - 1 - (N - M)", "start_n - (N - M)")]),
     ],
     tol=2e-3,
+    tries=500,
     on_device=True,
     symptom=_weights_told,
     then=_of_few_tiles,

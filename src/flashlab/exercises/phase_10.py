@@ -824,6 +824,7 @@ _LAYERS = (
     draw=_some_layer,
     on_device=True,
     tol=2e-5 if runtime.INTERPRETED else 1e-2,
+    tries=0,
     words={"turn_q": "the rotary embedding of q", "turn_k": "the rotary embedding of k"},
     notes={
         "k.shape[1]": "head h reads key head h // group", "math.sqrt(D)": "scores are divided by the square root of D",

@@ -787,6 +787,7 @@ def _of_far_pages(kernel: Any) -> None:
         "length": "keys from the length on do not exist", "width": "a row of the table has `width` entries",
         "BLOCK_N": "shares are whole tiles",
     },
+    tries=100,
     then=_of_far_pages,
 )  # fmt: skip
 @triton.jit

@@ -542,6 +542,7 @@ def _ring(r: random.Random, world: int, half: int, causal: bool, large: float = 
         Row("nothing-left-out", "with a causal mask steps now take pairs that it hides: leave out halves there",
             [("half if causal and source > rank else 0", "0"), ("half if causal and source < rank else n", "n")]),
     ],
+    tries=300,
 )  # fmt: skip
 def hunted_ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
     """o [ranks, n, D], scale 1; q, k, v: [ranks, n, D], index 0 the rank that has it, dealt out in zigzag."""

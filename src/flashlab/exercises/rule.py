@@ -39,7 +39,7 @@ from flashlab.check import CheckFailed, running
 from flashlab.check.changes import Text, edited_function
 from flashlab.check.claims import tokens_of
 from flashlab.check.expect import allowed_error
-from flashlab.check.lookup import HEDGE, Index, Row, Values, as_they_are, in_units, same, where_right
+from flashlab.check.lookup import _TRIES, HEDGE, Index, Row, Values, as_they_are, in_units, same, where_right
 from flashlab.check.mend import mended
 from flashlab.check.running import is_unsolved
 from flashlab.check.symptoms import Symptoms, watched
@@ -76,6 +76,7 @@ class Rule:
         id: of the exercise, which may ask for several functions.
         parts: further functions of the answer, rules `"ID NAME"` without an `id`, which are judged first.
         trials: inputs on which a change that the check accepts is compared with the right rule.
+        tries: pairs of changes that are tried.
         answer: what the learner hands in where that is no such function: a kernel, which `through` makes one.
     """
 
@@ -105,6 +106,7 @@ class Rule:
     answer: str = ""
     trials: int = _DRAWN
     mends: bool = True
+    tries: int = _TRIES
 
     @property
     def prefix(self) -> str:
@@ -127,7 +129,7 @@ class Rule:
         rows = [(row, self.with_row(row)) for row in self.rows]
         return Index(
             texts, self.tried, self.returns, self._values, self.tol, rows, self.alike, self.drawn(300), self.notes,
-            called=self.called, longest=200 - len(self.prefix), case=self.case,
+            tries=self.tries, called=self.called, longest=200 - len(self.prefix), case=self.case,
         )  # fmt: skip
 
     @cached_property
@@ -358,7 +360,7 @@ class Rule:
             cause = seen or cause
         said = (
             cause or self._common(got, wrong)
-            or index.explain(got, some=True) or index.result_told()
+            or index.explain_as_two(got) or index.explain(got, some=True) or index.result_told()
             or self._where(learners, wrong, off)
         )  # fmt: skip
         if said is None:

@@ -40,7 +40,7 @@ from flashlab.check.symptoms import Symptoms, seen_where, watched
 from flashlab.exercises.answers import chain, in_words
 from flashlab.exercises.rule import _LATE, RULES, Rule, code_of, rule, sources, unwrapped, written
 
-_BESIDE, _DRAWN, _DIFFERING, _WORK = 6, 60, 30, 15_000
+_BESIDE, _DRAWN, _DIFFERING, _TRIES, _WORK = 6, 60, 30, 2_000, 15_000
 EMPTY_ROWS = "empty rows"  # a key of `nan`: all that is lost should be 0, or -inf
 
 
@@ -73,6 +73,7 @@ class TensorRule(Rule):
     on_device: bool = False
     nan: Mapping[str, str] = field(default_factory=dict)
     beside: int = _BESIDE
+    tries: int = _TRIES
     without: tuple[str, ...] = ()
     trials: int = _DRAWN
     alone: Callable[..., Sequence[tuple[Any, ...]]] | None = None
@@ -92,7 +93,7 @@ class TensorRule(Rule):
         more = self.drawn(_DIFFERING)
         return Index(
             texts, self.tried, self.returns, self._values, self.tol, rows, self.alike, more, self.notes,
-            tensor_changes, copied, self.without, most=_WORK, case=self.case,
+            tensor_changes, self.tries, copied, self.without, most=_WORK, case=self.case,
         )  # fmt: skip
 
     @cached_property
@@ -265,7 +266,7 @@ class TensorRule(Rule):
         found = (
             found or self.explained(learners, got)
             or self.symptom_of(learners) or self._together(learners, off)
-            or self._common(got, wrong) or index.explain(got, some=True)
+            or self._common(got, wrong) or index.explain_as_two(got) or index.explain(got, some=True)
             or index.result_told() or self._pattern(got, wrong)
         )  # fmt: skip
         if (found is None or (found[0] in _OF_NAN and "arises in" not in found[1])) and (
