@@ -66,10 +66,11 @@ SLIPS = [
      "`fmaf(l_i, total, shrink)` stands where `fmaf(l_i, shrink, total)` belongs"),
     ("6.4", TRIALS["6.4"].kept["text"], ("step < 32", "step <= 32"),
      "`step <= 32` stands where `step < 32` belongs: 32 lanes take five rounds"),
+    ("9.6", TRIALS["9.6"].kept["text"], ("i = 1", "i = 2"), "`2` stands where `1` belongs, where `i` is made"),
 ]  # fmt: skip
 
 
-QUICK = ("`fresh - m_i`", "the line", "`cols`", "`step")
+QUICK = ("`fresh - m_i`", "the line", "`cols`", "`step", "`2`")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -269,6 +270,21 @@ class Trials:
         lines, frame = code.splitlines(), self.place(joined([_MARK] * self.parts)).splitlines()
         marked = [i for i, line in enumerate(frame) if _MARK in line]
         return range(marked[0], len(lines) - len(frame) + marked[-1] + 1)
+
+    def own_text(self, code: str) -> str:
+        """The text, or texts, of a file which stand where the right ones do."""
+        lines, own = code.splitlines(), self.own_lines(code)
+        if self.parts == 1:
+            return "\n".join(lines[own.start : own.stop])
+        frame = self.place(joined([f"{_MARK}\n"] * self.parts)).splitlines()
+        marked, texts, begin = [i for i, line in enumerate(frame) if _MARK in line], [], own.start
+        for here, there in itertools.pairwise([*marked, len(frame)]):
+            behind = frame[here + 1 : there]
+            first = begin if there < len(frame) else len(lines) - len(behind)
+            end = next(i for i in range(first, len(lines)) if lines[i : i + len(behind)] == behind)
+            texts.append("\n".join(lines[begin:end]))
+            begin = end + len(behind)
+        return joined(texts)
 
     def gives(self, module: CudaModule, number: int) -> bool:
         """Whether a build gives on this run what is right, whatever its warps do on the way."""

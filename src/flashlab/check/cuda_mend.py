@@ -28,7 +28,7 @@ _SECONDS = 5.0  # on a machine with other work, where some of these are not trie
 _AT_LEAST = 1.5  # of it for the trials of a build
 _OF_VALUES = 2.0  # more, for the values
 _FIRST = 80  # changes of the first build
-_TRIED = {"6": 350, "7": 350, "8": 300, "9": 300, "11": 80}  # by phase: later kernels take longer
+_TRIED = {"6": 350, "7": 350, "8": 300, "9": 300, "11": 80, "11c": 80, "12": 80}  # by phase: later kernels take longer
 _REMOVED = ("condition-missing", "limit-missing", "term-missing", "factor-missing", "function-missing")
 _LIKELY = ("wrong-name", "wrong-number")  # nothing comes or goes
 _LINES = (ast.Assign, ast.AugAssign, ast.Return, ast.Expr, Declaration)
@@ -47,12 +47,10 @@ def mended(it: Any, code: str) -> str:
     there is none, or too late.
     """
     until, tried = time.monotonic() + _SECONDS, _TRIED.get(it.id.partition(".")[0], 0)
-    if not tried or it.parts > 1:
+    if not tried:
         return ""
-    own = it.own_lines(code)
     try:
-        mine = "\n".join(code.splitlines()[own.start : own.stop])
-        text, right = (CudaText(it.read(x), it.region) for x in (mine, it.kept["text"]))
+        text, right = (CudaText(it.read(x), it.region) for x in (it.own_text(code), it.kept["text"]))
         text.foreign = True
         around = _types(it.place(it.kept["text"]))
         made = _likeliest(text, right, around, tried)
