@@ -95,7 +95,7 @@ def test_a_value_is_told_as_an_expression_where_there_is_one():
 
 def test_a_value_is_told_as_a_number_where_its_names_are_missing():
     said, price = mended(index_of(norm_in_turns), of_exponentials)
-    assert said == "what `math.exp(a) + math.exp(b)` reads is right, and it is 74.684, and should be 25 [x=3.0]"
+    assert said == "`math.exp(a) + math.exp(b)`, or what it reads, is wrong: it is 74.684, and should be 25 [x=3.0]"
     assert price == 2.5
 
 

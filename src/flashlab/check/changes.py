@@ -251,10 +251,10 @@ class Text:
         exec(code, names)
         made = names[tree.name]
 
-        def run(*args: Any) -> Any:
+        def run(*args: Any, **named: Any) -> Any:
             nonlocal begun
             begun = self.turns
-            return made(*args)
+            return made(*args, **named)
 
         return run, names
 
@@ -409,10 +409,10 @@ class Variants:
             choice[variable] = [*others].index(id(new)) + 1
         none = dict.fromkeys(choice, 0)
 
-        def run(*given: Any) -> Any:
+        def run(*given: Any, **named: Any) -> Any:
             self.names.update(choice)
             try:
-                return self.run(*given)
+                return self.run(*given, **named)
             finally:
                 self.names.update(none)
 
@@ -933,7 +933,7 @@ def _of_call(text: Text, node: ast.Call) -> Iterator[tuple[Any, ...]]:
                     said = f"{w(kept)} is taken, whichever of {w(kept)} and {w(gone)} is the {name[:3]}imum"
                 yield "always-the-limit", said, 1.1, kept
         either = f"{w(node.args[0])} and {w(node.args[1])}"
-        for mixed, how in (("a + b", "added"), ("(a + b) / 2", "averaged")):
+        for mixed, how in (("a + b", "added"), ("(a + b) / 2", "averaged"))[: 1 if text.foreign else 2]:
             said = f"{either} are {how} where one of them belongs"
             yield "sum-for-one", said, 1.9, _expr(mixed, a=node.args[0], b=node.args[1])
     elif name in ("min", "max") and len(node.args) > 2:

@@ -35,7 +35,9 @@ def of_code(text: Any, node: ast.expr) -> Iterator[tuple[Any, ...]]:
         for i, gone in enumerate(node.values):
             rest = node.values[:i] + node.values[i + 1 :]
             new = rest[0] if len(rest) == 1 else ast.BoolOp(node.op, rest)
-            yield "condition-missing", f"{w(gone)} is not asked", 1.1, new, ast.unparse(gone)
+            again = text.kinds and len(rest) == 1 and text.often[getattr(gone, "id", "")] > 1
+            beside = f", beside {w(rest[0])}" if again else ""
+            yield "condition-missing", f"{w(gone)} is not asked{beside}", 1.1, new, ast.unparse(gone)
             turned_round = [*node.values[:i], ast.UnaryOp(ast.Not(), gone), *node.values[i + 1 :]]
             said = f"{w(gone)} is asked the other way round"
             yield "condition-inverted", said, 1.5, ast.BoolOp(node.op, turned_round), ast.unparse(gone)

@@ -85,9 +85,17 @@ class HostedText(KernelText):
         super().__init__(kernel.fn, (), lambda **_: 1, {name: name for name in kernel.fn.__code__.co_varnames})
 
     def launched(self, made: Callable[..., Any]) -> Callable[..., Any]:
-        return functools.partial(self._run, made, self.host)
+        return functools.partial(self._run, made, self._around)
 
-    def _run(self, made: Callable[..., Any], host: FunctionType, *given: Any) -> Any:
+    def _around(self, start: Callable[..., None]) -> Callable[..., Any]:
+        """The function, which calls `start` where it launches its kernel."""
+        host = self.host
+        names = {**host.__globals__, self.name: _Started(start)}
+        again = FunctionType(host.__code__, names, host.__name__, host.__defaults__, host.__closure__)
+        again.__kwdefaults__ = host.__kwdefaults__
+        return again
+
+    def _run(self, made: Callable[..., Any], around: Callable[..., Any], *given: Any) -> Any:
         inputs = {id(x) for x in given}
 
         def start(grid: Any, *args: Any, **named: Any) -> None:
@@ -100,10 +108,7 @@ class HostedText(KernelText):
             for name, x in new.items():
                 x.copy_(written[name])
 
-        names = {**host.__globals__, self.name: _Started(start)}
-        again = FunctionType(host.__code__, names, host.__name__, host.__defaults__, host.__closure__)
-        again.__kwdefaults__ = host.__kwdefaults__
-        return self.call(again, *given)
+        return self.call(around(start), *given)
 
 
 class HostText(Text):
@@ -112,12 +117,18 @@ class HostText(Text):
     def __init__(self, kernel: HostedText):
         super().__init__(kernel.host, {name: name for name in kernel.host.__code__.co_varnames})
         self.kernel, self.made, self.foreign = kernel, kernel.function(kernel.tree)[0], True
+        self.started = _Started(print)
+        self.globals = {**self.globals, kernel.name: self.started}
 
     def launched(self, made: Any) -> Callable[..., Any]:
-        return functools.partial(self.kernel._run, self.made, made)
+        def around(start: Callable[..., None]) -> Any:
+            self.started.start = start
+            return made
+
+        return functools.partial(self.kernel._run, self.made, around)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Started:
     """What stands in a kernel's place: `kernel[grid](...)` is start(grid, ...)."""
 

@@ -38,7 +38,8 @@ _LONGER = 0.15  # for each word and sign that is added
 _LINES = (ast.Assign, ast.AugAssign, ast.Return, ast.Expr)
 _KINDS = {ast.Add: "term", ast.Sub: "term", ast.Mult: "factor", ast.Div: "divisor", ast.FloorDiv: "divisor"}
 _PART = "part-of-it"
-_WORDED = ("names-exchanged", "never-moved", "not-rescaled", "not-divided", "rounded-all", "strides-of-another")
+_WORDED = ("names-exchanged", "never-moved", "not-rescaled", "not-divided", "rounded-all", "strides-of-another",
+           "turned-round", "counted-in-a-tile")  # fmt: skip
 _BEHIND = "outside-of-the-loop"
 _WITHIN = "in-each-turn"
 _ROUNDING = ("round", "int", "ceil", "floor", "abs")
@@ -105,11 +106,12 @@ def mended(
             if is_right(text.compiled(*{id(c): c for c in of_part.values()}.values())):
                 each = [f"{index.names[p]}: {said(text, change)}" for p, change in of_part.items()]
                 return ("; and " if sum(map(len, each)) < index.longest - 20 else ";\nand ").join(each), 2.0
-    return value_mended(index, text, off, is_right, said) if off and not _has_nan(got) else ("", 0.0)
+    value, price = value_mended(index, text, off, is_right, said) if off else ("", 0.0)
+    return (value, price) if price <= 1.0 or not _has_nan(got) else ("", 0.0)
 
 
 def _has_nan(got: Outcome) -> bool:
-    """Whether NaN is among the results: the line in which it arises says more than a value."""
+    """Whether NaN is among the results: the line in which it arises says more than a number."""
     values = (x for one in got if not isinstance(one, str) for x in one)
     return any(bool(torch.as_tensor(x).isnan().any()) for x in values if isinstance(x, (float, torch.Tensor)))
 
@@ -120,7 +122,7 @@ def _in_order(
     """The changes of a text, and of those beside it, with the function that each makes; the likeliest first."""
     if isinstance(text, HostedText):  # it is called with the inputs
         made, around = _runs(index, text, {}, index.kinds), HostText(text)
-        variants = Variants(around, beside := [*changes(around, {})])
+        variants = Variants(around, beside := [*changes(around, {}), *_of_grids(around)])
         made += [(around, c, run) for c in beside if (run := variants.chosen(c)) is not None]
         return in_turn((_price(x[1], shared), x[1].slug, x) for x in made)
     values = {name: [given[i] for given in index.inputs] for i, name in enumerate(text.params)}
@@ -142,7 +144,8 @@ def _price(change: Change, shared: set[int]) -> float:
         for old, new in map(_both, change.edits)
     )  # more likely its being rounded down is wrong
     likely = change.slug == "wrong-number" or _loosened(change)  # nothing comes or goes
-    return change.cost - 0.5 * likely + _SHARED * known + _LONGER * max(0, longer) + 1.5 * kept
+    whole = change.slug == "mask" or any(isinstance(new, ast.If) for _, new in change.edits)  # it is there already
+    return change.cost - 0.5 * likely + _SHARED * known + _LONGER * max(0, longer * (not whole)) + 1.5 * kept
 
 
 def in_turn(priced: Iterable[tuple[float, str, Any]]) -> list[Any]:
@@ -267,7 +270,8 @@ def _runs(
     hosted = isinstance(text, HostedText)  # no lists, and time for few
     zero = not hosted and any(ast.unparse(x) == "0" for right in index.texts for x in ast.walk(right.tree))
     state = () if hosted else _of_state(text)
-    made = [*changes(text, values, kinds), *_of_lines(text, zero), *_of_blocks(text), *state, *further(text)]
+    made = [*changes(text, values, kinds), *_of_lines(text, zero), *_of_blocks(text), *state, *further(text),
+            *_of_flags(text, values), *_of_sums(text), *_of_tiles(text)]  # fmt: skip
     divides = any(isinstance(x, ast.Mod) for right in index.texts for x in ast.walk(right.tree))
     made = [c for c in made if c.slug not in (*_BY_CHANCE, *index.without) and not (_digits(c) or (
         kinds and (_without_limit(c) or _too_often_right(c))) or (not divides and _remainder(c)))]  # fmt: skip
@@ -348,6 +352,83 @@ def _of_blocks(text: Text) -> Iterator[Change]:
                 yield Change("names-exchanged", f"`{one}` and `{other}` are exchanged", 1.6, edits)
 
 
+def _of_flags(text: Text, values: dict[str, Any]) -> Iterator[Change]:
+    """A parameter that says yes or no, taken the other way round, or not asked in a condition."""
+    for flag in [x for x, given in values.items() if given and all(isinstance(y, bool) for y in given)]:
+        first = text.tree.body[0]
+        turned = ast.parse(f"{flag} = not {flag}").body
+        begun = _new(ast.If(ast.Constant(True), [*turned, first], []))
+        words = f"`{flag}` is taken the other way round, everywhere"
+        yield Change("turned-round", words, 1.2, (((text.tree, "body", 0), begun),))
+        for holder in ast.walk(text.tree):
+            if isinstance(holder, (ast.If, ast.IfExp)) and flag not in _reads(holder.test):
+                new = ast.BoolOp(ast.And(), [_expr(flag), holder.test])
+                yield Change("condition-missing", "", 1.0, (((holder, "test", None), _new(new)),))
+
+
+def _of_sums(text: Text) -> Iterator[Change]:
+    """What a loop multiplies one of its sums by, and not the other."""
+    for loop in (x for x in ast.walk(text.tree) if isinstance(x, ast.For)):
+        blocks = [body for x in ast.walk(loop) if isinstance(body := getattr(x, "body", None), list)]
+        lines = [(body, at) for body in blocks for at in range(len(body))]
+        parts = {id(body[at]): [*_set_by(body[at])] for body, at in lines}
+        sums = {name for set_to in parts.values() for name, value in set_to if name in _reads(value)}
+        for body, at in lines:
+            line, own = body[at], dict(parts[id(body[at])])
+            for name, value in own.items():
+                product = value if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mult) else None
+                by = product and {_plain(product.left): product.right, _plain(product.right): product.left}.get(name)
+                for other, behind in itertools.product(sums - {*own}, ("", "[:, None]", "[..., None]") if by else ()):
+                    factor = f"{_plain(by)}{behind}"
+                    more = ast.parse(f"{other} = {other} * {factor}").body
+                    words = f"`{other}` is not multiplied by `{factor}`, as `{name}` is"
+                    holder = next(x for x in ast.walk(loop) if getattr(x, "body", None) is body)
+                    new = _new(ast.If(ast.Constant(True), [*more, line], []))
+                    yield Change("not-rescaled", words, 1.3, (((holder, "body", at), new),))
+
+
+def _set_by(line: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
+    """The names that a line sets, each with what it is set to."""
+    if isinstance(line, ast.AugAssign) and isinstance(line.target, ast.Name):
+        yield line.target.id, ast.BinOp(ast.Name(line.target.id, ast.Load()), line.op, line.value)
+    if isinstance(line, ast.Assign):
+        target, value = line.targets[0], line.value
+        several = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
+        for x, y in zip(target.elts, value.elts, strict=False) if several else [(target, value)]:  # type: ignore
+            if isinstance(x, ast.Name):
+                yield x.id, y
+
+
+def _of_tiles(text: Text) -> Iterator[Change]:
+    """Numbers that count from 0 in each tile, where they count in all of the tensor."""
+    loops = [x for x in ast.walk(text.tree) if isinstance(x, ast.For) and isinstance(x.target, ast.Name)]
+    inner = next((x for x in reversed(loops) if _aranges(x)), None)
+    counted = [(s, x) for s, x in _slots(inner or ast.Module([], [])) if _dump(x) in _aranges(inner)]
+    begins = [ast.unparse(x.target) for x in loops if any(y is inner for y in ast.walk(x))]
+    for several in itertools.product((*begins, ""), repeat=len(counted)) if len(counted) < 4 else ():
+        edits = [(s, _expr(f"x + {name}", x=x)) for (s, x), name in zip(counted, several, strict=True) if name]
+        if edits:
+            each = " and ".join(f"`{name}` is missing at `{text.plain(x)}`"
+                                for (_, x), name in zip(counted, several, strict=True) if name)  # fmt: skip
+            words = f"{each}: it counts from 0 in each tile"
+            yield Change("counted-in-a-tile", words, 1.0 + 0.3 * len(edits), tuple(edits))
+
+
+def _aranges(tree: ast.AST | None) -> set[str]:
+    calls = (x for x in ast.walk(tree or ast.Pass()) if isinstance(x, ast.Call))
+    return {_dump(x) for x in calls if ast.unparse(x.func).endswith("arange")}
+
+
+def _of_grids(text: Text) -> Iterator[Change]:
+    """The numbers of a grid's blocks in another order."""
+    for node in ast.walk(text.tree):
+        sizes = node.slice if isinstance(node, ast.Subscript) else None
+        for order in itertools.permutations(sizes.elts) if isinstance(sizes, ast.Tuple) and len(sizes.elts) < 4 else ():
+            if [*order] != sizes.elts:  # type: ignore[union-attr]
+                new = _new(ast.Tuple([*order], ast.Load()))
+                yield Change("grid-exchanged", "", 0.8, (((node, "slice", None), new),))
+
+
 def _loosened(change: Change) -> bool:
     """Whether a comparison counts equal numbers too, or no longer."""
     ops = [{type(x.ops[0]) for x in pair if isinstance(x, ast.Compare)} for pair in map(_both, change.edits)]
@@ -425,7 +506,7 @@ def _further(text: Text) -> Iterator[Change]:
             if isinstance(x, ast.Constant) and isinstance(x.value, bool):
                 continue
             slot = (line.value, "elts", i) if isinstance(line.value, ast.Tuple) else (line, "value", None)
-            ways = ("x * y", "x + y", "x // y", "x - y", "y // x", "y - x")
+            ways = ("x * y", "x + y", "x - y", "y - x", *(("x // y", "y // x") if text.whole else ("x / y", "y / x")))
             for other, way in (*itertools.product((*text.numbers, *text.locals), ways), ("1", "x + y"), ("1", "x - y")):
                 yield Change("more", "", 2.5, ((slot, _expr(way, x=x, y=_expr(other))),))
 
@@ -553,6 +634,10 @@ def _part(text: Text, edit: Any) -> str:
 
 def _both(edit: Any) -> tuple[Any, Any]:
     return _at(edit[0]), edit[1]
+
+
+def _plain(x: Any) -> str:
+    return ast.unparse(x) if isinstance(x, ast.AST) else ""
 
 
 def _dump(x: Any) -> str:

@@ -129,6 +129,7 @@ class _Found:
     right: Watched
     sure: bool  # all that it reads is right
     last: bool  # it is a result: what it should be is what the exercise asks for
+    part: bool  # what the learner has there is right, and only a part of what belongs there
 
 
 def found_in(
@@ -145,28 +146,36 @@ def found_in(
         usual = _distinct(wanted)
         known = {at for at, values in got.items() if any(values.alike(wanted[k]) for k in usual)}
         lines = [x.line * mine.quick for x in mine.spots]
-        for at in sorted({*got} - known, key=lambda k: (lines[k], _length(mine.spots[k].node), k)):
+        within = {at: _around(got[at], right, wanted) for at in known if mine.spots[at].target}  # a part is forgotten
+        for at in sorted({*got} - known | {at for at, x in within.items() if x}, key=lambda k: (lines[k], _length(mine.spots[k].node), k)):
             node, here = mine.spots[at].node, []
             if found and lines[at] > lines[found[0].at]:
                 break  # what comes of it
             if isinstance(node, ast.Name) or any(_within(mine.spots[x.at].node, node) for x in found):
                 continue
             sure = all(_is_known(mine, known, node, x) for x in ast.walk(node) if isinstance(x, ast.Name))
-            fitting = [k for k in usual if mine.fits(got[at], wanted[k]) and not (
+            fitting = [k for k in within.get(at, usual) if mine.fits(got[at], wanted[k]) and not (
                        wanted[k].always and isinstance(right.spots[k].node, (ast.Compare, ast.BoolOp)))]  # fmt: skip
             for by in sorted(fitting, key=lambda k: -_often(got[at], wanted[k])):
                 if late():
                     return _said(mine, found, say)
                 last = any(wanted[by].has(x) for x in ends)
                 if (sure or not last) and mine.does(at, right, by) and not mine.does(at, right, by, moved=True):
-                    here.append(_Found(at, by, right, sure, last))
+                    here.append(_Found(at, by, right, sure, last, at in known))
             found += here * (len(here) <= _FEW)
     return _said(mine, found, say)
 
 
+def _around(mine: Values, right: Watched, wanted: dict[int, Values]) -> list[int]:
+    """The spots of the right text of which this is a part."""
+    alike = [right.spots[k].node for k in wanted if wanted[k].alike(mine)]
+    whole = (k for k in wanted if any(x is not right.spots[k].node and _within(x, right.spots[k].node) for x in alike))
+    return [k for k in whole if not wanted[k].alike(mine)]
+
+
 def _often(mine: Values, other: Values) -> int:
     """How many of the values are those of the other."""
-    return int(np.isclose(mine.flat, other.flat, equal_nan=True).sum())
+    return int(np.isclose(mine.flat, other.flat, equal_nan=True).sum()) if mine.flat.shape == other.flat.shape else 0
 
 
 def _is_known(mine: Watched, known: set[int], node: ast.expr, name: ast.Name) -> bool:
@@ -195,7 +204,7 @@ def _said(mine: Watched, found: Sequence[_Found], say: Callable[[Any, Change], s
     for x in found:
         if told := mine.told(mine.of_first[x.at], x.right.of_first[x.by]):
             it = f"`{plain(mine.spots[x.at].node)}`"
-            whose = f"what {it} reads is right, and it" if x.sure else f"{it}, or what it reads, is wrong: it"
+            whose = f"something is missing beside {it}: it" if x.part else f"{it}, or what it reads, is wrong: it"
             return f"{whose} {told}", 9.0 if x.last else 2.5
     return "", 0.0
 
@@ -208,6 +217,7 @@ def _in_own_names(mine: Watched, found: _Found) -> Iterator[ast.expr]:
     set_to = {x.target: k for k, x in enumerate(right.spots) if k in wanted and x.target}
     own = {x.node.id: got[k] for k, x in enumerate(mine.spots) if k in got and isinstance(x.node, ast.Name)}
     own |= {x.target: got[k] for k, x in enumerate(mine.spots) if k in got and x.target}
+    own.pop(mine.spots[found.at].target, None)  # it is another one then
     places = dict(zip(right.text.params, mine.text.params, strict=False))
 
     def named(node: Any, depth: int) -> Any:
@@ -306,7 +316,7 @@ class _Run(Watched):
 
     def fits(self, mine: Values, instead: Values) -> bool:
         each = zip(mine.each, instead.each, strict=False)
-        return mine.shapes == instead.shapes and all(_as(y, x) is not None for x, y in each)
+        return len(mine.each) == len(instead.each) and all(_as(y, x) is not None for x, y in each)
 
     def does(self, at: int, right: Watched, by: int, moved: bool = False) -> bool:
         index, values = self.index, iter(())
@@ -329,6 +339,8 @@ class _Run(Watched):
         case = f" [{self.index.case(self.index.inputs[next(iter(self.known))])}]"
         for nth, (x, y) in enumerate(zip(mine.each, right.each, strict=True), 1):
             a, b = (_array(z).reshape(-1) for z in (x, y))
+            if a.shape != b.shape:
+                break
             if np.allclose(a.astype(float), b.astype(float), rtol=1e-2, equal_nan=True):
                 continue
             k = where_most(a, b)
@@ -413,9 +425,12 @@ def _plain_shape(x: Any) -> tuple[int, ...]:
 
 def _as(new: Any, old: Any) -> Any:
     """The value in the other one's shape and kind; None where it has not so many numbers, or they are flags."""
+    tensors = isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)
+    if tensors and new.dim() == old.dim() and all(n in (1, m) for n, m in zip(old.shape, new.shape, strict=True)):
+        old = old.expand(new.shape)  # of which it is made where it is used
     if _plain_shape(new) != _plain_shape(old):
         return None
-    if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
+    if tensors:
         return new.reshape(old.shape).to(old.dtype) if (new.dtype == torch.bool) == (old.dtype == torch.bool) else None
     if isinstance(old, np.ndarray) and isinstance(new, np.ndarray):
         return new.reshape(old.shape).astype(old.dtype) if (new.dtype == bool) == (old.dtype == bool) else None
