@@ -166,7 +166,9 @@ def plainly_compute(flops, bytes_moved, gpu):
 def test_a_row_that_the_text_is_not_like_is_not_told():
     with pytest.raises(CheckFailed, match="only the time of arithmetic counts"):
         RULES["1.2"].check(plainly_compute)
-    with pytest.raises(CheckFailed, match="^`flops < bytes_moved`, or what it reads, is wrong: it is False, and should"):
+    with pytest.raises(
+        CheckFailed, match="^`flops < bytes_moved`, or what it reads, is wrong: it is False, and should"
+    ):
         RULES["1.2"].check(only_compute)
 
 

@@ -692,7 +692,7 @@ def _one_off(text: Text, parent: ast.AST, node: ast.expr) -> Iterator[tuple[Any,
     if root or isinstance(parent, ast.BinOp):
         it = "it" if root else w(node)
         yield "twice-as-much", f"{it} is counted twice", 2.3, _expr("2 * x", x=node)
-        for way in ("x / 2", "x // 2") if text.whole else ("x / 2",):
+        for way in ("x / 2", "x // 2")[text.foreign :] if text.whole else ("x / 2",):
             yield "half", f"{it} is half of what it should be", 2.4, _expr(way, x=node)
         if not isinstance(node, ast.Constant):
             yield "wrong-sign", f"{it} has the wrong sign", 2.3 if root else 1.9, _expr("-x", x=node)

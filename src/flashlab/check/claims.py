@@ -157,14 +157,14 @@ class Claims:
         if what.isdigit() and piece not in self.own:
             mine, right = self._counts(piece)
             return mine >= right > 0 and not self._more(what)
-        if self._unknown(what) and self._unknown(piece):
+        if (self._unknown(what) and self._unknown(piece)) or (whole and self._there(whole)):
             return True
         if not _PLAIN.fullmatch(what) or what in self.own or not self._counts(what)[1]:
             return False  # a name that the right text has: of a number, or of what it makes, nothing is known
         if not self._counts(what)[0] or (piece.isdigit() and not self._more(what)):
             return True
         mine, right = self._counts(piece)
-        return bool(whole and self._there(whole)) or self._there(piece) or (mine >= right > 0 and not self._more(what))
+        return self._there(piece) or (mine >= right > 0 and not self._more(what))
 
     def _twice(self, piece: str) -> bool:
         mine, right = self._counts(piece)

@@ -222,6 +222,7 @@ def expect_launched(report: Report) -> None:
 
 
 _RACES = ("race", "global-race", "stage-overwritten")
+DIVERGENT = "some threads wait at the barrier"
 _CAUSES = ("wgmma-registers",)  # who does not wait for the sums releases their stage too early as well
 
 
@@ -261,8 +262,8 @@ def failure(findings: Sequence[Finding], whole: Source, case: str | None = None)
     if first.kind in _RACES and skipped is not None:  # who has gone past a barrier races with those who wait in it
         at = re.search(r"\bline (\d+)", skipped.message)
         where = f" in {whole.place(int(at[1])).split(',')[0]}" if at else ""
-        sentence += f". Some threads wait at the barrier{where} when others have ended: it may not stand in a branch "
-        sentence += "that some do not take"
+        said = f"{DIVERGENT}{where} when others have ended: it may not stand in a branch that some do not take"
+        sentence = f"{said}\n{sentence}"
     own = "\n".join(whole.text.splitlines()[(whole.first or 1) - 1 : whole.last])
     met = re.search(r"\bline (\d+)", skipped.message) if first.kind in _RACES and skipped is not None else None
     waits = "in __syncthreads" in sentence or (met is not None and "__syncthreads" in whole.place(int(met[1])))

@@ -28,7 +28,7 @@ import torch
 from flashlab.check import cuda_text
 from flashlab.check.changes import Change, changes, edited
 from flashlab.check.claims import Claims, tokens
-from flashlab.check.cuda_answer import VAGUE, Source, Verdict, examine
+from flashlab.check.cuda_answer import DIVERGENT, VAGUE, Source, Verdict, examine
 from flashlab.check.cuda_mend import mended
 from flashlab.check.cuda_text import CHOSEN, PRELUDE, CudaText
 from flashlab.check.failed import CheckFailed
@@ -593,6 +593,8 @@ def explained(module: Callable[[], CudaModule], *trials: Trials, vague: Sequence
     try:
         yield
     except CheckFailed as failed:
+        if failed.sentence.startswith(DIVERGENT):
+            raise
         found = None
         plain = (*_PLAIN, "deadlock") if vague else _PLAIN  # of a whole kernel no trace is kept
         if vague and failed.diagnosis in _SEEN:

@@ -38,6 +38,11 @@ _FAR = 0.5  # what it costs more to set an index of the frame
 _COUNTED = (ast.Name, ast.Constant, ast.operator, ast.cmpop, ast.Attribute, ast.Subscript, ast.Call)
 _ROOT = 8  # characters that functions have in common of which one is taken for another
 _LARGE = 100  # no number of an index
+_VALUES = (ast.Name, ast.Constant, ast.Subscript, ast.Call)  # no conditions
+_ORDERED = re.compile("sync|wait|arrive|commit|fence")
+_EXTREMES = ("fmax", "fmin", "max", "min")
+_BASES = ({"exp2f": "expf", "exp2": "exp", "log2f": "logf", "log2": "log", "exp2_approx": "expf"},
+          {"expf": "exp2f", "__expf": "exp2f", "logf": "log2f", "__logf": "log2f"})  # fmt: skip
 _SHORTEST = 5  # words and signs of a piece
 _LONGEST = 80  # characters of a missing line
 
@@ -134,9 +139,11 @@ def _likeliest(text: CudaText, right: CudaText, around: dict[str, str], tried: i
     found = [*changes(text, None, cuda_text), *itertools.chain(*pieces)]
     indices = {x for x in around if text.kinds[x] == {"int"}}  # there are many, and each has its place
     made: dict[Any, Change] = {}
+    axes = {x for one in (text, right) for x in re.findall(r"\b\w+(?:Idx|Dim)\.\w", one.unchanged)}
     for change in in_turn((_price(x, shared, indices), x.slug, x) for x in found):
         key = change.said, *((id(holder), *where, text.plain(new)) for (holder, *where), new in change.edits)
-        if change.slug not in _BY_CHANCE and _fits(text, change, scope) and _said(text, change):
+        of_another = {*re.findall(r"\b\w+(?:Idx|Dim)\.\w", " ".join(text.plain(new) for _, new in change.edits))} - axes
+        if change.slug not in _BY_CHANCE and not of_another and _fits(text, change, scope) and _said(text, change):
             made.setdefault(key, change)
         if len(made) == tried:
             break
@@ -147,8 +154,17 @@ def _fits(text: CudaText, change: Change, scope: dict[int, set[str]]) -> bool:
     """Whether it is of one type, of what is declared there, and not right by accident."""
     if change.slug == "wrong-number" and len(change.edits) > 1 and getattr(change.edits[0][1], "value", 2) in (0, 1):
         return False  # 32 for 1 everywhere: one lane does all, and nothing is exchanged
+    tests = {id(x.test) for x in ast.walk(text.tree) if isinstance(x, Loop)}
+    lambdas = [(m[1], x) for x in ast.walk(text.tree) if (m := re.match(r"auto (\w+) = \[", getattr(x, "head", "")))]
     for (holder, field, at), new in change.edits:
         old = _at((holder, field, at))
+        if any(name in _names(new) and any(x is holder for x in ast.walk(one)) for name, one in lambdas):
+            return False  # within itself
+        if id(old) in tests and isinstance(new, ast.Compare) and _turned(old, new):
+            return False  # no turn at all
+        if isinstance(holder, ast.Call) and text.plain(new) in map(text.plain, holder.args):
+            if text.plain(holder.func).startswith(_EXTREMES):
+                return False  # of one, not of two: any reference gives as good a sum
         names = (x.id for x in (old, new) if isinstance(x, ast.Name))
         if change.slug == "wrong-name" and len({_type(text, x) for x in names}) > 1:
             return False
@@ -156,13 +172,20 @@ def _fits(text: CudaText, change: Change, scope: dict[int, set[str]]) -> bool:
             return False
         if isinstance(holder, ast.Assign) and text.plain(holder.targets[0]) == text.plain(new):
             return False  # set to itself
-        if isinstance(holder, (ast.If, ast.While)) and field == "test" and isinstance(new, (ast.Name, ast.Constant)):
+        if isinstance(holder, ast.Compare) and isinstance(new, ast.Compare):
+            return False
+        if isinstance(holder, (ast.If, ast.While)) and field == "test" and isinstance(new, _VALUES):
             return False  # it holds always, where the trials are of one size
         own = _names(new) & {*text.types}
         known = scope.get(id(holder.test if isinstance(holder, Loop) else holder), own)  # of a loop its own too
         if change.slug != _MISSING and not own <= known:
             return False
     return True
+
+
+def _turned(old: Any, new: ast.Compare) -> bool:
+    less = [isinstance(x.ops[0], (ast.Lt, ast.LtE)) for x in (old, new) if isinstance(x, ast.Compare)]
+    return len(less) == 2 and less[0] != less[1]
 
 
 def _type(text: CudaText, name: str) -> str:
@@ -186,6 +209,7 @@ def _price(change: Change, shared: set[int], indices: set[str]) -> float:
     likely = (change.slug in _LIKELY and not axis) or _loosened(change)
     target = any(field in ("target", "targets") for (_, field, _), _ in change.edits)  # else a line counts for nothing
     price = change.cost + 0.7 * (change.slug in _REMOVED) - 0.5 * likely + target  # pieces are rather missing
+    price -= 0.6 * (change.slug == "lines-exchanged" and bool(_ORDERED.search(change.said)))
     if change.slug != _MISSING:
         price += _SHARED * all(id(holder) in shared for (holder, _, _), _ in change.edits)
     if change.slug not in (_MISSING, _TERM):
@@ -277,6 +301,14 @@ def _further(text: CudaText, right: CudaText) -> Iterator[Change]:
     unread = sorted(x for x in made if not text.reads[x] and text.kind_of(text.types.get(x, "")) in ("int", "float"))
     constants = [x for x in ("LN2", "LOG2E") if x in right.reads]
     ints, floats = ([x for x in text.locals if text.kinds.get(x) == {kind}] for kind in ("int", "float"))
+    called = [(slot, x) for slot, x in _slots(text.tree) if isinstance(x, ast.Call)]
+    for to in _BASES:
+        powers = [(slot, x, f) for slot, x in called if (f := text.plain(x.func)) in to]
+        olds = dict.fromkeys(f for _, _, f in powers)
+        if {"log", "exp"} <= {f.strip("_")[:3] for f in olds}:
+            here, there = (" and ".join(f"`{x}`" for x in y) for y in (olds, dict.fromkeys(to[f] for f in olds)))
+            edits = [(slot, _new(ast.Call(ast.Name(to[f], ast.Load()), x.args, []))) for slot, x, f in powers]
+            yield Change(_MISSING, f"{here} stand where {there} belong", 1.0, tuple(edits))
     add, sub, mult = ast.Add(), ast.Sub(), ast.Mult()
     both = (n for x in (text, right) for n in ast.walk(x.tree))
     numbers = {n.value for n in both if isinstance(n, ast.Constant) and type(n.value) is int and n.value < _LARGE}

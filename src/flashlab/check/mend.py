@@ -43,6 +43,7 @@ _WORDED = ("names-exchanged", "never-moved", "not-rescaled", "not-divided", "rou
 _BEHIND = "outside-of-the-loop"
 _WITHIN = "in-each-turn"
 _ROUNDING = ("round", "int", "ceil", "floor", "abs")
+_LIMITS = ("min", "max", "minimum", "maximum")
 _POWERS = ("exp", "exp2")
 _DIVISIONS = (ast.Div, ast.FloorDiv)
 _BINARY = {f"2 ** {n}": 10 ** (n // 10 * 3) for n in (10, 20, 30, 40)}
@@ -271,7 +272,7 @@ def _runs(
     zero = not hosted and any(ast.unparse(x) == "0" for right in index.texts for x in ast.walk(right.tree))
     state = () if hosted else _of_state(text)
     made = [*changes(text, values, kinds), *_of_lines(text, zero), *_of_blocks(text), *state, *further(text),
-            *_of_flags(text, values), *_of_sums(text), *_of_tiles(text)]  # fmt: skip
+            *_of_flags(text, values), *_of_sums(text), *_of_tiles(text), *_of_unread(text)]  # fmt: skip
     divides = any(isinstance(x, ast.Mod) for right in index.texts for x in ast.walk(right.tree))
     made = [c for c in made if c.slug not in (*_BY_CHANCE, *index.without) and not (_digits(c) or (
         kinds and (_without_limit(c) or _too_often_right(c))) or (not divides and _remainder(c)))]  # fmt: skip
@@ -364,6 +365,16 @@ def _of_flags(text: Text, values: dict[str, Any]) -> Iterator[Change]:
             if isinstance(holder, (ast.If, ast.IfExp)) and flag not in _reads(holder.test):
                 new = ast.BoolOp(ast.And(), [_expr(flag), holder.test])
                 yield Change("condition-missing", "", 1.0, (((holder, "test", None), _new(new)),))
+
+
+def _of_unread(text: Text) -> Iterator[Change]:
+    """What is made and never read, in a minimum or the like."""
+    for name in sorted({*text.locals} - {*_reads(text.tree)}):
+        for slot, node in _slots(text.tree):
+            called = ast.unparse(node.func).split(".")[-1] if isinstance(node, ast.Call) else ""
+            if called in _LIMITS and len(node.args) > 1:  # type: ignore[attr-defined]
+                more = ast.Call(node.func, [*node.args, _expr(name)], node.keywords)  # type: ignore[attr-defined]
+                yield Change("limit-missing", "", 0.4, ((slot, _new(more)),))
 
 
 def _of_sums(text: Text) -> Iterator[Change]:
@@ -592,7 +603,8 @@ def said(text: Text, change: Change) -> str:
         return change.said
     pieces = [_pieces(text, edit) for edit in change.edits]
     if change.slug in _TWO_PLACES:
-        return f"the line `{pieces[0][0]}` {_TWO_PLACES[change.slug]}"
+        words, then = f"the line `{pieces[0][0]}` {_TWO_PLACES[change.slug]}", f", before `{pieces[0][1]}`"
+        return words + then * (change.slug == "lines-exchanged" and len(words + then) <= _LONGEST)
     old, new = pieces[0]
     before, after = _both(change.edits[0])
     if isinstance(before, ast.BinOp) and isinstance(before.op, ast.FloorDiv) and _rounded_up(after):

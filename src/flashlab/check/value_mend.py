@@ -147,7 +147,10 @@ def found_in(
         known = {at for at, values in got.items() if any(values.alike(wanted[k]) for k in usual)}
         lines = [x.line * mine.quick for x in mine.spots]
         within = {at: _around(got[at], right, wanted) for at in known if mine.spots[at].target}  # a part is forgotten
-        for at in sorted({*got} - known | {at for at, x in within.items() if x}, key=lambda k: (lines[k], _length(mine.spots[k].node), k)):
+        for at in sorted(
+            {*got} - known | {at for at, x in within.items() if x},
+            key=lambda k: (lines[k], _length(mine.spots[k].node), k),
+        ):
             node, here = mine.spots[at].node, []
             if found and lines[at] > lines[found[0].at]:
                 break  # what comes of it
@@ -191,7 +194,7 @@ def _is_known(mine: Watched, known: set[int], node: ast.expr, name: ast.Name) ->
 def _said(mine: Watched, found: Sequence[_Found], say: Callable[[Any, Change], str]) -> tuple[str, float]:
     plain = mine.text.plain
     found = [x for x in found if len(plain(mine.spots[x.at].node)) <= _LONG]
-    found = sorted(found, key=lambda x: (not x.sure, mine.spots[x.at].line))
+    found = sorted(found, key=lambda x: (mine.spots[x.at].line, not x.sure))
     for x in found:
         spot = mine.spots[x.at]
         old = plain(spot.node)

@@ -296,7 +296,8 @@ _MERGES = "in the merge, both sums are brought under the common maximum before t
 ROW_LSE = Trials(
     "6.4", _watched,
     [calls("run", _scores(n, kind), None, 4, n, out=(4,)) for n, kind in (
-        (100, "random"), (257, "rising"), (5, "random"), (64, "near -200"), (64, "near 300"), (64, "all 2"))],
+        (100, "random"), (257, "rising"), (5, "random"), (64, "near -200"), (64, "near 300"), (64, "all 2"),
+        (33, "a peak"))],
     words={x: x for x in ("m_new", "base", "value", "m_other", "l_other")}, most=400,
     equal={
         **dict.fromkeys(("`threadIdx.x ==", "`threadIdx.x !=", "`threadIdx.x <=", "`threadIdx.x >=", "x == 0`"),

@@ -346,7 +346,9 @@ class TensorRule(Rule):
         if lost:
             return "not-finite", f"{self.returns[wrong[0]]} is NaN everywhere: inf - inf, 0 * inf and 0 / 0 are"
         names = " and ".join(self.returns[i] for i in wrong)
-        said = f"{names} {'are' if len(wrong) > 1 else 'is'} 0 everywhere: nothing is added up, or it does not come back"
+        said = (
+            f"{names} {'are' if len(wrong) > 1 else 'is'} 0 everywhere: nothing is added up, or it does not come back"
+        )
         return "zero", said
 
     def _together(self, learners: Callable[..., Any], off: Sequence[bool]) -> tuple[str, str] | None:
