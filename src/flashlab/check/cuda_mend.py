@@ -307,8 +307,8 @@ def _further(text: CudaText, right: CudaText) -> Iterator[Change]:
         olds = dict.fromkeys(f for _, _, f in powers)
         if {"log", "exp"} <= {f.strip("_")[:3] for f in olds}:
             here, there = (" and ".join(f"`{x}`" for x in y) for y in (olds, dict.fromkeys(to[f] for f in olds)))
-            edits = [(slot, _new(ast.Call(ast.Name(to[f], ast.Load()), x.args, []))) for slot, x, f in powers]
-            yield Change(_MISSING, f"{here} stand where {there} belong", 1.0, tuple(edits))
+            every = [(slot, _new(ast.Call(ast.Name(to[f], ast.Load()), x.args, []))) for slot, x, f in powers]
+            yield Change(_MISSING, f"{here} stand where {there} belong", 1.0, tuple(every))
     add, sub, mult = ast.Add(), ast.Sub(), ast.Mult()
     both = (n for x in (text, right) for n in ast.walk(x.tree))
     numbers = {n.value for n in both if isinstance(n, ast.Constant) and type(n.value) is int and n.value < _LARGE}
