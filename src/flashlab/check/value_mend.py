@@ -204,11 +204,10 @@ def _said(mine: Watched, found: Sequence[_Found], say: Callable[[Any, Change], s
                 change = Change("value", "", 0.0, ((spot.slot, _new(new)),))
                 if well and mine.is_right(change):
                     return say(mine.text, change) or f"`{old}` stands where `{plain(new)}` belongs", 1.0
-    for x in found:
+    for x in (x for x in found if not x.part):
         if told := mine.told(mine.of_first[x.at], x.right.of_first[x.by]):
             it = f"`{plain(mine.spots[x.at].node)}`"
-            whose = f"something is missing beside {it}: it" if x.part else f"{it}, or what it reads, is wrong: it"
-            return f"{whose} {told}", 9.0 if x.last else 2.5
+            return f"{it}, or what it reads, is wrong: it {told}", 9.0 if x.last else 2.5
     return "", 0.0
 
 

@@ -41,6 +41,7 @@ from flashlab.exercises.answers import chain, in_words
 from flashlab.exercises.rule import _LATE, RULES, Rule, code_of, rule, sources, unwrapped, written
 
 _BESIDE, _DRAWN, _DIFFERING, _TRIES, _WORK = 6, 60, 30, 2_000, 15_000
+_UNKNOWN = ("wrong-value", "not-finite", "nan-everywhere", "rows-scaled")  # what is told has no cause
 EMPTY_ROWS = "empty rows"  # a key of `nan`: all that is lost should be 0, or -inf
 
 
@@ -207,13 +208,16 @@ class TensorRule(Rule):
         return here if wrong else got
 
     @contextlib.contextmanager
-    def mending(self, answer: Any) -> Iterator[None]:
-        """Where what is asked within fails, a change of the answer's own text that makes it right is told first."""
+    def mending(self, answer: Any, hunt: bool = False) -> Iterator[None]:
+        """Where what is asked within fails, a change of the answer's own text that makes it right is told first; in a
+        hunt, where no cause is known.
+        """
         try:
             yield
         except Exception as failed:
             raises = not isinstance(failed, CheckFailed)
-            if is_unsolved(failed) or not (said := self._mended(answer, raises)):
+            known = hunt and getattr(failed, "diagnosis", "") not in _UNKNOWN
+            if is_unsolved(failed) or known or not (said := self._mended(answer, raises)):
                 raise
             said += ": the rest is right"
             if not isinstance(failed, CheckFailed):
