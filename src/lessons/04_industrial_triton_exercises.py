@@ -179,8 +179,8 @@ check("4.9", sink_attention_kernel)
 # ## 4.10
 #
 # **Write this one last, after 4.11 to 4.13:** they are the ladder to it. Then close them and the lecture, and write a kernel and its launcher from nothing. It takes q
-# `[batch, heads, seq_q, head_dim]` and k, v `[batch, kv_heads, seq_k, head_dim]`, in fp16, with any strides, any lengths, any `head_dim` from 8 to 128,
-# and heads a multiple of kv_heads. `causal` is aligned at the end. A row that sees no key gives o = 0 and lse = −inf. Tiles that
+# `[batch, heads, seq_q, head_dim]` and k, v `[batch, kv_heads, seq_k, head_dim]`, in fp16, with any strides (an offset may need 64 bits), any lengths, any `head_dim` from 8 to 128,
+# any scale, and heads a multiple of kv_heads. `causal` is aligned at the end. A row that sees no key gives o = 0 and lse = −inf. Tiles that
 # no row sees are not loaded: the check counts.
 #
 # It need not be the lecture's last kernel: one loop with one mask is enough. It asks for 4.13's kernel with one head size and 4.12's end of the

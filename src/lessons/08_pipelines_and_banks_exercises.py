@@ -42,7 +42,8 @@ check("8.1", wavefronts)
 #
 # ## 8.2
 #
-# A row of `head_dim` 64 is eight chunks of 16 bytes, one of 128 is sixteen. `place(row, chunk)` says where in its row a chunk is kept. Two
+# A row of `head_dim` 64 is eight chunks of 16 bytes, one of 128 is sixteen. `place(row, chunk)` says where in its row a chunk is kept, for rows
+# of 8, 16 or 32 chunks alike. Two
 # things must hold: in every row each place is used once; and the same chunk of the eight rows $8i \dots 8i + 7$ is in eight different groups
 # of four banks (place $p$ is in group $p \bmod 8$). The lecture's
 # two, $c \oplus (r \bmod 8)$ and $(c + r) \bmod 8$, are taken: find another.

@@ -49,7 +49,7 @@ check("9.1", tiles)
 # - **registers**: a warp takes 32 times a thread's registers, rounded up to a multiple of 256. An SM has 65 536, a quarter for each of its four
 #   schedulers, and a warp takes its registers from one quarter;
 # - **shared memory**: what the block asks for, and 1024 bytes more for the system;
-# - **warps**: an SM holds `warps_per_sm` of them.
+# - **warps**: an SM holds `warps_per_sm` of them. (`threads` is a multiple of 32.)
 #
 # An A100 has 164 KiB of shared memory and 64 warps per SM, an RTX 4090 100 KiB and 48. All sizes that are given are bytes.
 
@@ -216,7 +216,8 @@ check("9.5", kernel)
 #
 # From `p9_1_masks` on the kernel walks its tiles backwards, from `end - 1` to 0, and has two stages. Give it three: two tiles are on their way while one
 # is worked on. The check sets `STAGES = 3`, and the size of shared memory follows from it. What has to change is below: what is under way before the
-# loop and when Q may be read (`before_loop`), what each round waits for (`IN_FLIGHT`, as large as it may be, so that it waits for no tile but its own), and which tile it asks for.
+# loop and when Q may be read (`before_loop`), what each round waits for (`IN_FLIGHT`), and which tile it asks for. Both waits leave as much in flight as they may: for Q alone,
+# and for no tile but the round's own.
 #
 # (Whether it pays is another question. At `head_dim` 128 three stages take 112 KiB with Q, two take 80. By 9.2 an A100 then holds one block per SM in place of two, an H200
 # two as before, and an RTX 4090, which gives a block 99 KiB, none.)

@@ -202,9 +202,10 @@ check("11.6", epilogue)
 # ## 11.7
 #
 # In `p11_6_ring.cu`, as the check calls it, K and V of step 6 share **one ring** of three slots: K of the nth tile is item 2 nth, V of it item 2 nth + 1, and item i lies in slot
-# i % `SLOTS`. `empty_slot` has a barrier for each slot, at which every consumer arrives once for each item. The producer fills the slots in the ring's order. So they should become free
-# in this order, each as soon as its product has ended: V of the tile before, then K of this one, both by `first_thread`. Somebody has issued O += P V first for that. Both
-# products are to be under way together: nobody waits between the two.
+# i % `SLOTS`. `empty_slot` has a barrier for each slot, at which every consumer arrives once for each item. The producer fills the slots in the ring's order. What is asked:
+#
+# - slots become free in this order, each as soon as its product has ended: V of the tile before, then K of this one, both by `first_thread`;
+# - both products are under way together: nobody waits between the two. (O += P V is issued first, so that it ends first. In the first tile there is none.)
 
 # %% [markdown]
 # `slot` is that of this tile's K. `add_output()` waits for V of the tile before, issues O += P V and commits it. Below are the lines before the softmax.

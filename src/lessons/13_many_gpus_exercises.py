@@ -35,7 +35,8 @@ from flashlab.exercises import check, hint, progress
 # ## 13.1
 #
 # Before anything is computed, each row has to know where it stands: rotary embedding needs it, and so does the mask. Two layouts, a rank's
-# row, and its position in the whole sequence.
+# row, and its position in the whole sequence, a whole number. **Zigzag**: the sequence is cut into 2 · world pieces, and rank r has pieces r
+# and 2 · world − 1 − r, in this order. **Striped**: token after token goes to the next rank.
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_13: position

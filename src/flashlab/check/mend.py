@@ -39,7 +39,7 @@ _LINES = (ast.Assign, ast.AugAssign, ast.Return, ast.Expr)
 _KINDS = {ast.Add: "term", ast.Sub: "term", ast.Mult: "factor", ast.Div: "divisor", ast.FloorDiv: "divisor"}
 _PART = "part-of-it"
 _WORDED = ("names-exchanged", "never-moved", "not-rescaled", "not-divided", "rounded-all", "strides-of-another",
-           "turned-round", "counted-in-a-tile")  # fmt: skip
+           "turned-round", "counted-in-a-tile", "not-set-back")  # fmt: skip
 _BEHIND = "outside-of-the-loop"
 _WITHIN = "in-each-turn"
 _ROUNDING = ("round", "int", "ceil", "floor", "abs")
@@ -561,6 +561,14 @@ def _of_state(text: Text) -> Iterator[Change]:
                     yield Change("added", "", 1.3, (((holder, "body", at), new),))
                     before = _expr("d.get(k, 0) + x", d=target.value, k=target.slice, x=line.value)
                     yield Change("added", "", 1.4, (((line, "value", None), before),))
+    begun_with = {name: value for line in text.tree.body for name, value in _set_by(line)}
+    for branch in (x for loop in loops for x in ast.walk(loop) if isinstance(x, ast.If)):
+        last = branch.body[-1]
+        for name, value in begun_with.items():
+            if isinstance(value, (ast.Name, ast.Constant)) and name not in dict(_set_by(last)):
+                again = _new(ast.If(ast.Constant(True), [last, *ast.parse(f"{name} = {_plain(value)}").body], []))
+                words = f"`{name}` is not set back to `{_plain(value)}`, where `{text.plain(branch.test)}`"
+                yield Change("not-set-back", words, 1.0, (((branch, "body", len(branch.body) - 1), again),))
     for at, line in enumerate(text.tree.body):
         if isinstance(line, ast.Assign) and isinstance(line.value, ast.Constant):
             for loop in loops:

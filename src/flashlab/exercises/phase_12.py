@@ -257,8 +257,8 @@ def one_wave(programs, tiles, slots, least):
     """(splits, share): as many splits as fit at once, and the tiles of the longest.
 
     programs: blocks without a split, each with `tiles` tiles of keys; slots: so many blocks run at once. With
-    more than one split no split is to have fewer than `least` tiles on the average, and none is to be empty:
-    the shares are equal, rounded up.
+    more than one split tiles / splits is to be `least` or more. The shares are equal, rounded up, and then no
+    split is to be empty.
     """
     # BEGIN SOLUTION
     most = max(1, min(slots // programs, tiles // least))
