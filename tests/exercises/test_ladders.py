@@ -46,7 +46,7 @@ def test_what_is_found_in_a_trace(answer, slug):
 test_what_a_slip_of_one_result_is_called = told(
     ("9.11", ("(head_dim + 1)", "(head_dim + 2)"), "`2` stands where `1` belongs, in `head_dim + 2`"),
     ("9.1", ("min(seq_k, last + 1 + diagonal)", "last + 1 + diagonal"), "going above `seq_k`"),
-    ("9.2", ("min(by_registers, by_shared", "min(by_shared"), "`blocks by registers` does not count"),
+    ("9.2", ("min(by_registers, by_shared", "min(by_shared"), "warps, by_registers)` belongs"),
 )
 NONE = ("if scale is None else scale", "if not scale else scale")
 test_a_scale_of_0_is_a_scale = diagnosed(

@@ -200,8 +200,14 @@ def _beside(text: Text, fn: Callable[..., Any]) -> tuple[dict[str, Any], dict[st
 def _undoes(text: Text, change: Change) -> bool:
     """Whether a change takes out what the text is about: all of a tensor, or all before its end, for the part that a
     name stands for, or every use of a parameter."""
-    parts = {part: whole for loop in ast.walk(text.tree) if isinstance(loop, ast.For) for part, whole in _parts(loop)}
+    loops = [loop for loop in ast.walk(text.tree) if isinstance(loop, ast.For)]
+    parts = {part: whole for loop in loops for part, whole in _parts(loop)}
+    begins: list[Any] = [x.iter.args[0] for x in loops if isinstance(x.iter, ast.Call) and len(x.iter.args) > 1]
+    begins += [value for x in begins if isinstance(x, ast.Name) for value in text.assigned.get(x.id, ()) if value]
+    of_begins = {id(x) for begin in begins for x in ast.walk(begin)}
     for old, new in map(_both, change.edits):
+        if id(old) in of_begins and isinstance(new, ast.Constant) and new.value == 0:
+            return True  # all of the walk, where a part is enough
         tests = [getattr(x, "test", x) for x in (old, new)]
         if isinstance(tests[0], ast.Compare) and isinstance(tests[1], ast.Constant):
             return True  # a condition that then always holds, or never

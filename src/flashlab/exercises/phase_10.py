@@ -930,7 +930,7 @@ def _expect_lean(prepare: Callable[..., Any], fast: Callable[..., Any]) -> None:
     q, k, v = (x.to(runtime.device()) for x in _layer(random.Random(0), 2, heads, kv_heads, N, D, 128)[:3])
     prepared = prepare(128, D, q.device)
     with running(case), torch.no_grad():
-        fast(*(x[:, :, 1:] for x in (q, k, v)), prepare(128, D, q.device))  # a first call may compile, of other sizes
+        fast(*(x[:, :, 1:] for x in (q, k, v)), prepare(256, D, q.device))  # a first call may compile, of other sizes
         with _Waiting() as waiting, _Seen() as seen:
             fast(q, k, v, prepared)
     size = q.element_size() * (q.numel() + k.numel())

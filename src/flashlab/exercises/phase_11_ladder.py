@@ -938,7 +938,8 @@ def launch_of_a_kernel(launch: str) -> str:
             raise CheckFailed(f"{story}\n{failed.sentence}", diagnosis="wrong-grid", case=failed.case) from None
     story = _grid_story(whole)
     expect(story is None, f"the result is right, but {story}", diagnosis="wrong-grid", case="seq_q=384, heads=4")
-    _expect_all_blocks(whole)
+    said = f"m_block is 0, 1, 2 ..., and block m_block has the rows from m_block * {_BLOCK_M} on"
+    _expect_all_blocks(whole, _LAUNCHED[:2], said)
     _expect_few_heads(whole)
     _expect_bounds(whole)
     _expect_any_pool(whole)
@@ -988,19 +989,18 @@ def _compiles(whole: Source, more: str) -> bool:
     return False
 
 
-def _expect_all_blocks(whole: Source) -> None:
-    """CheckFailed where a block behind the first of a head has other rows than its own."""
-    for batch, heads, kv_heads, seq_q, seq_k, causal in _LAUNCHED[:2]:
+def _expect_all_blocks(whole: Source, shapes: Sequence[Sequence[int]], rule: str) -> None:
+    """CheckFailed where a block behind the first of a head has other rows than its own; rule: which it has."""
+    for batch, heads, kv_heads, seq_q, seq_k, causal in shapes:
         generator = torch.Generator().manual_seed(seq_q)
         q, k, v = (torch.randn(batch, h, n, 64, generator=generator).half()
                    for h, n in ((heads, seq_q), (kv_heads, seq_k), (kv_heads, seq_k)))  # fmt: skip
         with MarkedEmpty():
-            o, _ = built(whole, check=True).forward(q, k, v, causal=causal, echo=False)
-        off = (o.double() - reference.attention(q, k, v, causal=causal)[0]).abs().amax((0, 1, 3))
+            o, _ = built(whole, check=True).forward(q, k, v, causal=bool(causal), echo=False)
+        off = (o.double() - reference.attention(q, k, v, causal=bool(causal))[0]).abs().amax((0, 1, 3))
         wrong = (~(off < 4e-3)).nonzero().flatten().tolist()
         said = f"rows {wrong[0]} to {wrong[-1]} of {seq_q} are wrong: " if wrong else ""
-        said += f"m_block is 0, 1, 2 ..., and block m_block has the rows from m_block * {_BLOCK_M} on"
-        expect(not wrong, said, diagnosis="wrong-rows", case=f"seq_q={seq_q}, seq_k={seq_k}")
+        expect(not wrong, said + rule, diagnosis="wrong-rows", case=f"seq_q={seq_q}, seq_k={seq_k}")
 
 
 def _expect_any_pool(whole: Source) -> None:
@@ -1260,6 +1260,8 @@ def hopper_kernel(my_kernel: str) -> str:
     with explained(lambda: _watched()(whole), HOPPER_KERNEL, vague=VAGUE):
         verdict = examine(whole, fast=False, probes=(*_SHORT, _NO_KEYS), max_seq=150)
     _expect_to_wait_for_the_slow(whole)
+    said = "each block of a head has rows of its own, and so have its Q, its mask and the last key that it sees"
+    _expect_all_blocks(whole, [(1, 1, 1, 400, 400, True)], said)
     _expect_few_heads(whole)
     _expect_zeros(whole)
     _expect_bounds(whole)
