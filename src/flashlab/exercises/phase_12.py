@@ -644,6 +644,32 @@ def _ragged(r: random.Random) -> tuple[Any, ...]:
     return lengths, r.choice((1, 16, 32)), programs, r.randrange(programs)
 
 
+def _dealt(answer: Callable[..., Any]) -> tuple[str, str] | None:
+    """Who reads which keys: nobody, several, or another program than should."""
+    for lengths, block_n, programs in (((9, 4, 6), 4, 2), ((40, 3, 0, 18), 4, 4), ((17, 0, 16, 15), 16, 3)):
+        read, right = ([[(s, key) for s, first, end in fn(lengths, block_n, programs, p) for key in range(first, end)]
+                        for p in range(programs)] for fn in (answer, pieces_of))  # fmt: skip
+        case = f"lengths={lengths}, block_n={block_n}, programs={programs}"
+        often = Counter(itertools.chain(*read))
+        for s, key in [*itertools.chain(*right), *sorted(often)]:
+            if often[s, key] != 1 or key >= lengths[s]:
+                who = "nobody" if not often[s, key] else f"{often[s, key]} programs" if often[s, key] > 1 else "one"
+                behind = ", which has no such key" if key >= lengths[s] else ""
+                return "not-read-once", f"key {key} of sequence {s} is read by {who}{behind} [{case}]"
+        for p, (mine, wanted) in enumerate(zip(read, right, strict=True)):
+            if {*mine} != {*wanted}:
+                tiles = [len({(s, key // block_n) for s, key in keys}) for keys in (mine, wanted)]
+                said = f"each key is read once, but program {p} has {tiles[0]} tiles, and should have {tiles[1]}"
+                if tiles[0] == tiles[1]:
+                    said = f"each key is read once, but program {p} has other tiles than the run that is its own"
+                return "dealt-otherwise", f"{said} [{case}]: runs are of equal length, rounded up, one behind the other"
+        counts = [len(fn(lengths, block_n, programs, 0)) for fn in (answer, pieces_of)]
+        if counts[0] != counts[1]:
+            said = f"the keys are right, in {counts[0]} pieces for {counts[1]}"
+            return "not-joined", f"{said} [{case}]: what follows each other in a sequence is one piece"
+    return None
+
+
 @rule(
     "12.8",
     title="Equal shares of ragged lengths", minutes=40, difficulty="Stretch",
@@ -664,6 +690,7 @@ def _ragged(r: random.Random) -> tuple[Any, ...]:
        ((17, 0, 16, 15), 16, 2, 1)],
     draw=_ragged,
     words={"before": "the tiles before this sequence", "share": "the share", "tiles": "the sequence's tiles"},
+    symptom=_dealt,
     notes={
         "block_n": "tiles have block_n keys", "length": "the last tile ends where the sequence ends",
         "share": "every program gets the same number of tiles", "before": "the tiles of earlier sequences come first",
@@ -675,8 +702,8 @@ def pieces_of(lengths, block_n, programs, p):
     reads.
 
     The tiles of block_n keys of all sequences, one after the other, are dealt out in runs of equal length,
-    rounded up; a sequence's last tile may be shorter. Later programs may have fewer tiles, or none. No piece
-    is empty.
+    rounded up; a sequence's last tile may be shorter. Later programs may have fewer tiles, or none. A run has
+    at most one piece of a sequence, and none that is empty.
     """
     # BEGIN SOLUTION
     share = math.ceil(sum(math.ceil(n / block_n) for n in lengths) / programs)

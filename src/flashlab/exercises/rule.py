@@ -281,7 +281,10 @@ class Rule:
             if self.each and len(mine[0]) != len(right[0]):
                 each = self.each if len(right[0]) == 1 else f"{self.each}s"
                 several = f"the result has {len(mine[0])} elements for {len(right[0])} {each}"
-                slug, said = self.index.explain(got) or ("wrong-shape", "")
+                self.index.written, self.index.code = written(learners), code_of(learners)
+                found = self.explained(learners, got)
+                seen = self.symptom_of(learners) if not found or HEDGE in found[1] else None
+                slug, said = seen or found or ("wrong-shape", "")
                 raise CheckFailed(
                     f"{said}.\n{several}" if said else f"{several}: return one for each",
                     diagnosis=slug, case=self.case(given),
