@@ -228,15 +228,17 @@ def _differentiated(call: Call, case: Case, q, k, v, grad_o) -> dict[str, torch.
 
 
 def _terms(
-    case: Case, q, k, v, do, *, hidden: torch.Tensor | None = None, delta: bool = True, lse: bool = True
-) -> Gradients:
+    case: Case, q, k, v, do, *, hidden: torch.Tensor | None = None, delta: bool = True, lse: bool = True,
+    in_turn: bool = False,
+) -> Gradients:  # fmt: skip
     """In float64 as a kernel would compute them from o and lse, with another mask, or without delta or lse.
 
-    dk and dv are those of each query head by itself.
+    dk and dv are those of each query head by itself. in_turn: query head h reads key head h % kv_heads.
     """
     group = q.shape[1] // k.shape[1]
     o, row_lse = reference.attention(q, k, v, causal=case.causal, scale=case.softmax_scale)
-    wide_k, wide_v = (x.double().repeat_interleave(group, 1) for x in (k, v))
+    wide_k, wide_v = (x.double().repeat(1, group, 1, 1) if in_turn else x.double().repeat_interleave(group, 1)
+                      for x in (k, v))  # fmt: skip
     if hidden is None:
         hidden = ~visible(q.shape[2], k.shape[2], case.causal)
     s = case.softmax_scale * (q.double() @ wide_k.transpose(-1, -2))
@@ -258,7 +260,7 @@ def _models(case: Case, q, k, v, do) -> dict[str, Gradients]:
         terms = _terms(case, q, k, v, do, **wrong)
         return Gradients(terms.dq, _shared_sum(terms.dk, group), _shared_sum(terms.dv, group))
 
-    right, whole = _terms(case, q, k, v, do), summed()
+    right, whole, turned = _terms(case, q, k, v, do), summed(), _terms(case, q, k, v, do, in_turn=True)
     everything = torch.zeros(M, N, dtype=torch.bool)
     after = torch.arange(N)[None, :] > torch.arange(M)[:, None]  # as a mask aligned at the first key hides them
     return {
@@ -267,6 +269,12 @@ def _models(case: Case, q, k, v, do) -> dict[str, Gradients]:
         "dk-not-scaled": whole._replace(dk=whole.dk / scale),
         "dq-scaled-twice": whole._replace(dq=whole.dq * scale),
         "group-not-summed": Gradients(whole.dq, right.dk[:, group - 1 :: group], right.dv[:, group - 1 :: group]),
+        "first-of-the-group": Gradients(whole.dq, right.dk[:, ::group], right.dv[:, ::group]),
+        "dk-dv-exchanged": whole._replace(dk=whole.dv, dv=whole.dk),
+        "wrong-kv-head": whole._replace(dq=turned.dq),
+        "wrong-kv-head-throughout": Gradients(
+            turned.dq, *(x.unflatten(1, (group, -1)).sum(1) if x.numel() else x[:, ::group] for x in turned[1:])
+        ),
         "causal-mask-missing": summed(hidden=everything),
         "causal-aligned-top-left": summed(hidden=after if case.causal else everything),
         "causal-always": summed(hidden=~visible(M, N, causal=True)),
@@ -274,15 +282,21 @@ def _models(case: Case, q, k, v, do) -> dict[str, Gradients]:
     }
 
 
+_OF_ONE_HEAD = "dk and dv of a key head are those of one query head"
+_IN_TURN = "take the key heads in turn: query head h reads key head h // group"
 SENTENCES = {
     "delta-missing": "dq and dk are those of dS = P * dP: delta, the row's sum of dO * O, is not subtracted",
     "dq-not-scaled": "dq is right but for the factor scale",
     "dk-not-scaled": "dk is right but for the factor scale",
     "dq-scaled-twice": "dq has the factor scale twice",
-    "group-not-summed": "dk and dv of a key head are those of one query head; all the heads that read it add to them",
+    "group-not-summed": f"{_OF_ONE_HEAD}; all the heads that read it add to them",
     "causal-mask-missing": "the gradients are those of P without the causal mask",
     "causal-aligned-top-left": "the gradients are those of a causal mask aligned at the first key, not at the last",
     "causal-always": "the gradients have a causal mask where none was asked for; with causal=True they are right",
+    "first-of-the-group": f"{_OF_ONE_HEAD}; all the heads that read it add to them",
+    "dk-dv-exchanged": "dk and dv are exchanged",
+    "wrong-kv-head": f"dq is that of query heads which {_IN_TURN}",
+    "wrong-kv-head-throughout": f"the gradients are those of query heads which {_IN_TURN}",
     "probabilities-not-normalised": "the gradients are those of exp(score - maximum), not divided by the row's sum",
 }
 
@@ -293,10 +307,22 @@ def _diagnosed(seen: Sequence[tuple[Case, dict[str, Wanted], dict[str, torch.Ten
     case, right, got, _ = wrong[0]
     name, error = worst(right, **got)
     if all(right["o"].excess(got["o"]) <= 1 for _, right, got, _ in seen):
-        models = [_models(case, *inputs) for case, _, _, inputs in wrong]
+        unseen = [case.causal and case.seq_q > case.seq_k for case, *_ in wrong]  # rows without a key, in them
+        calm = [entry for entry, x in zip(wrong, unseen, strict=True) if not x] or wrong
+        models = [_models(case, *inputs) for case, _, _, inputs in calm]
         for slug, sentence in SENTENCES.items():
-            if all(_fits(model[slug], entry[1], entry[2]) for model, entry in zip(models, wrong, strict=True)):
-                return CheckFailed(sentence, diagnosis=slug, case=str(case))
+            if all(_fits(model[slug], entry[1], entry[2]) for model, entry in zip(models, calm, strict=True)):
+                return CheckFailed(sentence, diagnosis=slug, case=str(calm[0][0]))
+        low = [case.content == "near -200" for case, *_ in wrong]
+        if any(low) and all(x or y for x, y in zip(low, unseen, strict=True)) and not got["dq"].isfinite().all():
+            said = (
+                "what fills up the last tile of keys has a score of 0, and exp(0 - lse) is infinite where every score "
+            )
+            said += "is low: inf * 0 is NaN, so these keys are hidden by `where`"
+            return CheckFailed(said, diagnosis="tail-overflows", case=str(case))
+        if all(unseen) and all(_lost_alone(entry[0], entry[2]) for entry in wrong):
+            said = "rows that see no key lose their gradients, or others': their lse is -inf, and exp(score - lse) is "
+            return CheckFailed(f"{said}infinite; their P is 0", diagnosis="masked-rows-nan", case=str(case))
     off = right[name].value - got[name].cpu().double()
     index = tuple(int(i) for i in torch.unravel_index(off.nan_to_num(nan=torch.inf).abs().argmax(), off.shape))
     values = f"{got[name].cpu().double()[index]:.4g}, where {right[name].value[index]:.4g} is right"
@@ -304,6 +330,12 @@ def _diagnosed(seen: Sequence[tuple[Case, dict[str, Wanted], dict[str, torch.Ten
     others = ", ".join(n for n in right if n != "lse" and n in got and right[n].excess(got[n]) <= 1) or "nothing else"
     said = f"{name} is {sizes}: {name}{list(index)} is {values}; within their bounds there: {others}"
     return CheckFailed(said, diagnosis=f"wrong-{name}", case=str(case))
+
+
+def _lost_alone(case: Case, got: dict[str, torch.Tensor]) -> bool:
+    """Whether what is NaN, or infinite, in dq are just rows that see no key."""
+    lost = ~got["dq"].isfinite().all(-1)
+    return bool(lost.any()) and not lost[..., case.seq_q - case.seq_k :].any()
 
 
 def _fits(model: Gradients, right: dict[str, Wanted], got: dict[str, torch.Tensor]) -> bool:
