@@ -97,4 +97,5 @@ def test_a_value_is_told_where_no_change_mends_it(monkeypatch):
     text = edited(TRANSPOSE, [("x[(top + ty + k) * cols + left + tx]", "x[(top + ty) * cols + left + tx + k]")])
     told = cuda_mend.mended(TRIALS["6.3"], TRIALS["6.3"].place(text))
     wrong = "`(top + ty) * cols + left + tx + k`, or what it reads, is wrong"
-    assert told == f"{wrong}: it is 24 in thread 0 of block 0, the 4th time, and should be 2304"
+    of_run = {f"{wrong}: it is 24 in thread 0 of block 0, the 4th time, and should be {24 * cols}" for cols in (96, 70)}
+    assert told in of_run  # the quickest comes first
