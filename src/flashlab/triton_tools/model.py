@@ -107,13 +107,18 @@ class Pointer:
         return Pointer(self.buffer, np.transpose(self.at))
 
 
+def _of_single(f: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A function, which takes Python's floats, as a launch's are, as float32."""
+    return lambda x: f(np.float32(x)) if isinstance(x, float) else f(x)
+
+
 class Model:
     """What a kernel calls `tl`, for one program at a time: `program` is its number along each axis."""
 
     float16, float32, float64 = (np.dtype(f"float{bits}") for bits in (16, 32, 64))
     int1, int8, int32, int64, uint32 = map(np.dtype, ("bool", "int8", "int32", "int64", "uint32"))
     constexpr = staticmethod(lambda x: x)
-    exp, exp2, log, log2, sqrt, rsqrt, abs, floor = (staticmethod(f) for f in (
+    exp, exp2, log, log2, sqrt, rsqrt, abs, floor = (staticmethod(_of_single(f)) for f in (
         np.exp, np.exp2, np.log, np.log2, np.sqrt, lambda x: 1 / np.sqrt(x), np.abs, np.floor))  # fmt: skip
     maximum, minimum, trans = (staticmethod(f) for f in (np.fmax, np.fmin, np.transpose))
     range = static_range = staticmethod(range)
