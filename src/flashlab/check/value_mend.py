@@ -98,6 +98,10 @@ class Watched:
     def noted(self, i: int) -> dict[int, Values]:
         raise NotImplementedError
 
+    def after(self, at: int, right: Watched, by: int) -> dict[int, Values]:
+        """`of_first`, where it can be told with what another spot gives in the place of one."""
+        return self.of_first
+
     def fits(self, mine: Values, instead: Values) -> bool:
         """Whether a spot that gives the one may give the other."""
         raise NotImplementedError
@@ -163,7 +167,9 @@ def found_in(
                 if late():
                     return _said(mine, found, say)
                 last = any(wanted[by].has(x) for x in ends)
-                if (sure or not last) and mine.does(at, right, by) and not mine.does(at, right, by, moved=True):
+                if not ((sure or not last) and mine.does(at, right, by)):
+                    continue
+                if at in known or not mine.does(at, right, by, moved=True):  # any higher maximum is as right
                     here.append(_Found(at, by, right, sure, last, at in known))
             found += here * (len(here) <= _FEW)
     return _said(mine, found, say)
@@ -214,7 +220,7 @@ def _said(mine: Watched, found: Sequence[_Found], say: Callable[[Any, Change], s
 def _in_own_names(mine: Watched, found: _Found) -> Iterator[ast.expr]:
     """The right spot's expression, or one with the same values, with the names under which the learner has them."""
     right = found.right
-    got, wanted = mine.of_first, right.of_first
+    got, wanted = mine.after(found.at, right, found.by), right.of_first
     of = {id(x.node): k for k, x in enumerate(right.spots) if k in wanted}
     set_to = {x.target: k for k, x in enumerate(right.spots) if k in wanted and x.target}
     own = {x.node.id: got[k] for k, x in enumerate(mine.spots) if k in got and isinstance(x.node, ast.Name)}
@@ -306,9 +312,18 @@ class _Run(Watched):
         return value
 
     def noted(self, i: int) -> dict[int, Values]:
+        return self._given(i, self.run)
+
+    def after(self, at: int, right: Watched, by: int) -> dict[int, Values]:
+        i = next(iter(self.known))
+        values = iter(right.on(i)[by].each)
+        put = lambda k, x: self._note(k, _as(next(values), x) if k == at else x)  # noqa: E731
+        return self._given(i, _watched(self.text, range(len(self.spots)), put))
+
+    def _given(self, i: int, run: Callable[..., Any]) -> dict[int, Values]:
         self.values.clear()
         self.room = _ROOM
-        self.index._one(self.run, self.index.inputs[i])
+        self.index._one(run, self.index.inputs[i])
         found = {}
         for at, each in self.values.items():
             with contextlib.suppress(OverflowError):  # a whole number beyond every float
