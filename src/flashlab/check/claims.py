@@ -185,11 +185,8 @@ class Claims:
     def _one_off(self, piece: str) -> bool:
         """Of a name in a formula, without a 1 or anything that has an end."""
         ends = re.search(r" (1|range|len|arange|[<>]=?|-?1\.0) ", self.learners)
-        return self._absent(piece) or self._unknown(piece) or (bool(_PLAIN.fullmatch(piece)) and not ends)
-
-    def _absent(self, piece: str) -> bool:
-        """Of more than a name."""
-        return " " in piece and not self._counts(piece)[0]
+        absent = " " in piece and not self._counts(piece)[0]
+        return absent or self._unknown(piece) or (bool(_PLAIN.fullmatch(piece)) and not ends)
 
     def of_a_stranger(self, said: str) -> bool:
         """Whether it says what is wrong with one of the right text's own names, and it is not there; what is missing
@@ -229,7 +226,6 @@ _FORMS: tuple[tuple[re.Pattern[str], Callable[..., bool]], ...] = tuple(
         (r"`([^`]*)` has the wrong sign", Claims._sign),
         (r"the comparison is `([^`]*) (<=|>=|==|!=|<|>) ([^`]*)`", Claims._compared),
         (r"`([^`]*)` is one too (?:large|small)(?=$|,)", Claims._one_off),
-        (r"`([^`]*)` is not rounded", Claims._absent),
         (r"`[^`]*` is (?:1 / )?(\d+) times what it should be", Claims._factor),
         (r"`\.(\w+)` is missing: ", Claims._called),
         (rf"the (term|factor|line|loop|condition) `([^`]*)` is missing(){_WHERE}", Claims._missing),
