@@ -50,6 +50,7 @@ RULES: dict[str, Rule] = {}
 
 _COUNTS = ("no", "one", "two", "three", "four", "five", "six")
 _LATE = 5.0  # what costs more says less than all else
+_NEAR = 0.1  # so near, the learner's own words come first
 _BESIDE = 40  # drawn inputs that the check runs beside its own
 _DRAWN = 3000
 
@@ -159,7 +160,7 @@ class Rule:
             plain = inspect.isfunction(learners) and not hasattr(learners, "answer")
             own, price = mended(index, unwrapped(learners), self.own_text, self.then if plain else None)
         index.of_result, own = (own, "") if own and price > _LATE else ("", own)
-        if own and price <= cost:
+        if own and price <= cost + _NEAR:
             return "own-slip", f"{own}: {(found and index.note_on(own)) or 'the rest is right'}"
         return (found[0], index.less_sure(found[1])) if found and own is not None else found
 
