@@ -631,7 +631,7 @@ def said(text: Text, change: Change) -> str:
     part = _part(text, change.edits[0])
     gone = new in ("pass", "")
     words = f"the line `{old}` is one too many" if gone else part or f"`{old}` stands where `{new}` belongs"
-    where = where or (_place(text, change, old) if not part else "")
+    where = where or (_place(text, change, old) if not part or old.isidentifier() else "")
     return "" if len(words) > _LONGEST else words + where * (len(words + where) <= _LONGEST)
 
 

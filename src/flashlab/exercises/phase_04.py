@@ -680,7 +680,7 @@ def _taken_for(sink: str) -> list[tuple[str, str]]:
     },
     also=[[*_NO_SINK, (_O, _JOINED), (_LSE, "lse = m_new + tl.log(l_i)")]],
     rows=[
-        Row("sink-ignored", "the result is that without a sink: l_i begins at exp(sink - m_i) = 1, not at 0",
+        Row("sink-ignored", "the result is that without a sink: l_i begins at 1, and m_i at the sink, which keeps it",
             [_NO_SINK[1]]),
         Row("lse-without-sink", "lse is the logarithm of the sum without the sink",
             [*_NO_SINK, (_LSE, ""), (_O, f"{_LSE}\n    {_JOINED}")]),
