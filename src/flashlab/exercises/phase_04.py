@@ -511,7 +511,6 @@ def capped(s, cap):
         Row("hidden-in-the-sum", "a hidden key is not in the product with V, but its weight is in the sum that O is "
             "divided by", [(_CAP_AND_MASK, _MASK + _CAP), ("dot(p.to", "dot(tl.where(seen, p, 0.0).to")]),
         Row("capped-twice", "the scores are capped twice", [(_CAP_AND_MASK, _CAP + _CAP_AND_MASK)]),
-        Row("offset-sign", "the offset of the mask has the wrong sign: it is N - M", [("+ N - M", "+ M - N")]),
         Row("top-left", f"the mask is aligned at the first key: {ALIGNED}", [(" + N - M", "")]),
         Row("scaled-after-cap", "the scale is multiplied in after the cap; it comes before",
             [("tl.dot(q, k.T) * scale", "tl.dot(q, k.T)"), ("capped(s, cap),", "capped(s, cap) * scale,")]),

@@ -853,7 +853,6 @@ _IN_16_BITS = "in float16, 2048 + 1 is 2048: add up in float32"
             [(".float().sum(dim=2).to(dk.dtype)", "[:, :, 0]")]),
         Row("last-head-only", "that is the gradient of the group's last head alone: all of them add up",
             [(".float().sum(dim=2).to(dk.dtype)", "[:, :, -1]")]),
-        Row("first-heads", "those are the first heads; nothing is summed", instead="dk[:, :kv_heads]"),
         Row("all-heads", "every key head has the sum over all query heads; it has that of its own group",
             instead="dk.sum(1, keepdim=True).expand(-1, kv_heads, -1, -1)"),
     ],

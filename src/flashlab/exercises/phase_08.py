@@ -172,11 +172,6 @@ _TAKEN = "it is one of the lecture's two: find another"
         Row("of-the-lecture", _TAKEN, instead="chunk // 8 * 8 + (chunk + row) % 8"),
         *(Row("not-a-permutation", "the term `chunk // 8 * 8` is missing: a chunk stays in its group of eight",
               instead=x) for x in ("(chunk + row) % 8", "(chunk ^ row) % 8")),
-        Row("not-a-permutation", "the remainder by `8` is missing: there are eight groups of banks",
-            instead="chunk ^ row"),
-        Row("bank-conflicts", "row % 4 has four values, and eight rows need eight", instead="chunk ^ row % 4"),
-        Row("bank-conflicts", "rows 2i and 2i + 1 have one row // 2, and eight rows need eight values",
-            instead="chunk ^ row // 2 % 8"),
     ],
     notes={
         "3 * row % 8": "a number below 8 keeps a chunk inside its group of eight", "chunk // 8 * 8": "a chunk stays in "

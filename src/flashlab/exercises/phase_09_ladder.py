@@ -322,9 +322,6 @@ def _order(answer: Callable[..., Any]) -> tuple[str, str] | None:
     rows=[
         Row("short-first", "the order is turned around: the last rows see the most keys, so their blocks go first",
             [("m_blocks - 1 - place // share", "place // share")]),
-        Row("head-by-head", "one head's blocks come one behind the other; the long ones of all heads go first",
-            [("first + place % share, m_blocks - 1 - place // share",
-              "first + place // m_blocks, m_blocks - 1 - place % m_blocks")]),
         Row("key-head-by-key-head", "a portion's key heads come one behind the other, each with all of its blocks: the "
             "long ones of all go first", [("together = kv_together * group", "together = group")]),
         Row("key-heads-left", "the last portion's heads are counted as key heads: heads - first query heads are left",

@@ -322,9 +322,6 @@ _LAST = "min(M, min(N, (block + 1) * BLOCK_N) - 1 - (N - M) + window)"
         Row("waits-too-long", "the walk goes from the first tile to the last: each block begins where the one before "
             "it comes a step later", [("reversed(range(begin // BLOCK_M, -(-end // BLOCK_M)))",
                                     "range(begin // BLOCK_M, -(-end // BLOCK_M))")]),
-        Row("waits-for-ever", "the last of a tile's blocks begins: it is launched last, and may have no place before "
-            "the others end", [("block - max(0, oldest) // BLOCK_N", "min(N - 1, min(M, (tile + 1) * BLOCK_M) - 1 + "
-                                "N - M) // BLOCK_N - block")]),
     ],
     judged=_expect_turns,
     trials=400,

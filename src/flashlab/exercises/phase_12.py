@@ -564,8 +564,6 @@ _FORKED = (("new", 0), *[("append", 0)] * 5, ("fork", 0), ("append", 1), ("appen
         "> 1": "a page of one's own is written to", "list": "a fork goes its own way from here on",
     },
     rows=[
-        Row("written-while-shared", "copied is always 0: a shared page that is part-filled would be written to, and "
-            "the other sequence would read it", [("users[table[s][-1]] > 1", "False")]),
         Row("copied-at-once", "a fork takes pages at once: it shares all of them, and a page is copied when somebody "
             "appends to it", [("table.append(list(table[s]))", "table.append([next(fresh) for _ in table[s]])"),
                               ("users.update(table[s])", "users.update(table[-1])")]),
@@ -573,15 +571,9 @@ _FORKED = (("new", 0), *[("append", 0)] * 5, ("fork", 0), ("append", 1), ("appen
             "refers to them", [("users.update(table[s])", "pass")]),
         Row("fork-without-tokens", "a fork begins without tokens: it has all tokens of its sequence, and its length",
             [("length.append(length[s])", "length.append(0)")]),
-        Row("fork-of-full-pages", "a fork has only the full pages: it has all tokens of its sequence", [
-            ("table.append(list(table[s]))", "table.append(table[s][: length[s] // page_size])"),
-            ("length.append(length[s])", "length.append(length[s] // page_size * page_size)"),
-            ("users.update(table[s])", "users.update(table[-1])")]),
         *(Row("counted-otherwise", f"in_use: {said}", [(_IN_USE, how)]) for said, how in (
             ("a page is counted once for each sequence: one that several refer to is one page", "sum(users.values())"),
             ("pages that nobody refers to any more are counted too", "len(users)"))),
-        Row("counted-before", "in_use is counted before the operation: it is asked behind it",
-            [("copied = 0\n", f"copied, before = 0, {_IN_USE}\n"), (f"({_IN_USE}, copied)", "(before, copied)")]),
         *(Row("copied-otherwise", f"copied: {said} are counted: the last page is copied, one page",
               [("copied = 1", f"copied = {n}")])
           for said, n in (("all pages of the sequence", "len(table[s])"), ("tokens", "length[s] % page_size"))),
@@ -590,10 +582,6 @@ _FORKED = (("new", 0), *[("append", 0)] * 5, ("fork", 0), ("append", 1), ("appen
           for what, how in (
               ("comes behind the old page", _COPY.replace("[-1] = next(fresh)", ".append(next(fresh))", 1)),
               ("is counted, and the sequence keeps the old page", "users[next(fresh)] = 1"))),
-        Row("shared-for-ever", "a page that was shared once is copied, though nobody else refers to it any more", [
-            ("length, fresh,", "ever: set[int] = set()\n    length, fresh,"),
-            ("users[table[s][-1]] > 1", "table[s][-1] in ever"),
-            ("users.update(table[s])", "users.update(table[s])\n            ever.update(table[s])")]),
     ],
 )  # fmt: skip
 def pager(script, page_size):
@@ -902,11 +890,6 @@ _FEW_BITS = "every offset is right up to a multiple of 2^32: the page's number h
     draw=lambda r: _places(tuple(r.randrange(200_000) for _ in range(r.randint(1, 4))), r.randint(1, 2**19),
                            r.randint(1, 2**28), r.choice((1, 3, 16))),
     rows=[
-        Row("page-only", "the page has 64 bits now, but keys within a page may lie far apart too: their product has 32",
-            [("(key % PAGE).to(tl.int64)", "key % PAGE")]),
-        Row("slot-only", "the key's place in its page has 64 bits, but the page's number, loaded from the table, has "
-            "32",
-            [(").to(tl.int64)\n    slot", ")\n    slot")]),
     ],
     tol=0.5,
 )  # fmt: skip

@@ -45,8 +45,6 @@ def _row(r: random.Random) -> tuple[int, ...]:
     rows=[
         Row("neighbours", "zigzag: the second piece is number world + rank, which is as late for all: it is "
             "2 * world - 1 - rank", [("2 * world - 1 - rank", "world + rank")]),
-        Row("one-piece-late", "zigzag: the late rows lie one piece too far behind: its number is 2 * world - 1 - rank, "
-            "and the rows in it are counted from 0", [("2 * world - 1 - rank", "2 * world - rank")]),
         Row("one-piece-early", "zigzag: the late rows lie one piece too early: its number is 2 * world - 1 - rank",
             [("2 * world - 1 - rank", "2 * world - 2 - rank")]),
         Row("mirrored", "zigzag: the late piece is turned round: its tokens have the order that they had",
@@ -429,17 +427,6 @@ def _token_told(learners: Callable[..., Any]) -> tuple[str, str] | None:
         "permute": "the axes are [to, heads per rank, from, n, D] afterwards", "2": "the tokens of all ranks join",
     },
     rows=[
-        Row("tokens-interleaved", "the tokens of the ranks are interleaved: all of rank 0 come first, then those of "
-            "rank 1", [("permute(1, 2, 0, 3, 4)", "permute(1, 2, 3, 0, 4)")]),
-        Row("only-reshaped", "nothing was sent: a reshape alone leaves the numbers where they are",
-            instead="x.reshape(len(x), x.shape[1] // len(x), -1, x.shape[3])"),
-        Row("only-reshaped", "nothing was sent: rank i still has what it had", [("permute(1, 2,", "permute(0, 2,"),
-                                                                         ("2, 0, 3, 4)", "2, 1, 3, 4)")]),
-        Row("heads-in-turns", "the heads are dealt out in turns: rank i gets i * heads / W and following, in a row",
-            [("(1, (world, -1)).permute(1, 2, 0, 3, 4)", "(1, (-1, world)).permute(2, 1, 0, 3, 4)")]),
-        Row("own-heads", "every rank has its own tokens as often as there are ranks: those of the others are missing",
-            instead="torch.stack([torch.cat([y] * len(x), 1) for y in "
-                    "x.unflatten(1, (len(x), -1)).diagonal().movedim(-1, 0)])"),
     ],
 )  # fmt: skip
 def to_heads(x: torch.Tensor) -> torch.Tensor:
