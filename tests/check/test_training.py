@@ -1,5 +1,7 @@
 """verify(fn, grads=True): right attention passes, every mutant of the backward pass is rejected, the known by name."""
 
+import types
+
 import pytest
 import torch
 from failing import failure_of
@@ -134,3 +136,21 @@ def test_the_device_is_that_of_the_kernels():
 
     verify_gradients(forward, dtypes=(torch.float32,))
     assert seen == {runtime.device().type}
+
+
+def in_turn(dO, Q, K, V, O, lse, *sizes, **options):
+    """dq as if query head h read key head h % kv_heads."""
+    found = simulation_backward.flash_attention_backward_sim(dO, Q, K, V, O, lse, *sizes, **options)
+    turned = [x.repeat(1, Q.shape[1] // x.shape[1], 1, 1) for x in (K, V)]
+    return simulation_backward.flash_attention_backward_sim(dO, Q, *turned, O, lse, *sizes, **options)[0], *found[1:]
+
+
+def exchanged(*given, **options):
+    dq, dk, dv = simulation_backward.flash_attention_backward_sim(*given, **options)
+    return dq, dv, dk
+
+
+@pytest.mark.parametrize("backward, slug", [(in_turn, "wrong-kv-head"), (exchanged, "dk-dv-exchanged")])
+def test_gradients_of_another_head_or_of_another_tensor_are_known(backward, slug):
+    fn = attention_with(types.SimpleNamespace(flash_attention_backward_sim=backward))
+    assert failure_of(verify_gradients, fn, dtypes=(torch.float16,)).diagnosis == slug

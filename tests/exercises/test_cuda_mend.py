@@ -51,6 +51,8 @@ extern "C" int run(const float* x, float* y, int rows, int cols, void* stream) {
 }
 """
 
+BASE_2 = TRIALS["6.4"].kept["text"].replace("expf", "exp2f").replace("logf", "log2f")
+
 # exercise, text, (old, new), what is said
 SLIPS = [
     ("6.6", TILE, ("m_i = fresh;", "m_i = top;"), "`top` stands where `fresh` belongs"),
@@ -66,6 +68,10 @@ SLIPS = [
      "`fmaf(l_i, total, shrink)` stands where `fmaf(l_i, shrink, total)` belongs"),
     ("6.4", TRIALS["6.4"].kept["text"], ("step < 32", "step <= 32"),
      "`step <= 32` stands where `step < 32` belongs: 32 lanes take five rounds"),
+    ("6.4", BASE_2, ("step *= 2", "step += step"), "`exp2f` and `log2f` stand where `expf` and `logf` belong"),
+    ("9.6", TRIALS["9.6"].kept["text"], ("cp_async_wait<IN_FLIGHT>();\n        __syncthreads();",
+     "__syncthreads();\n        cp_async_wait<IN_FLIGHT>();"),
+     "the line `__syncthreads()` comes too early, before `cp_async_wait<IN_FLIGHT>()`"),
     ("9.6", TRIALS["9.6"].kept["text"], ("i = 1", "i = 2"), "`2` stands where `1` belongs, where `i` is made"),
 ]  # fmt: skip
 

@@ -360,6 +360,7 @@ def two_sizes_attention(q, k, v, *, causal=False, scale=None):
     "old, new, words",
     [
         ("total * fade", "total", "the factor `fade` is missing at `total`"),
+        pytest.param("16), H, B)](", "16), B, H)](", "H, B)` belongs", marks=LONG),
         pytest.param("        best = new_best\n", "", "the line `best = new_best` is missing", marks=LONG),
         pytest.param("rows[:, None] + shift", "rows[:, None]", "the term `shift` is missing", marks=LONG),
         pytest.param("h // REP * vs1", "h // REP * ks1", "`ks1` stands where `vs1` belongs", marks=LONG),

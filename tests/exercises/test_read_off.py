@@ -39,6 +39,21 @@ def logarithm_of_the_scale(scale):
     return math.log2(scale)
 
 
+def tiles_in_turn(lengths, block_n, programs, p):
+    tiles = [(s, i) for s, n in enumerate(lengths) for i in range(0, n, block_n)]
+    return [(s, i, min(i + block_n, lengths[s])) for s, i in tiles[p::programs]]
+
+
+def tiles_apart(lengths, block_n, programs, p):
+    tiles = [(s, i) for s, n in enumerate(lengths) for i in range(0, n, block_n)]
+    share = -(-len(tiles) // programs)
+    return [(s, i, min(i + block_n, lengths[s])) for s, i in tiles[p * share : (p + 1) * share]]
+
+
+def whole_sequences(lengths, block_n, programs, p):
+    return [(s, 0, n) for s, n in enumerate(lengths) if n and s % programs == p and s < 2]
+
+
 def natural(m, l):
     return (m + torch.log2(l)) * math.log(2)
 
@@ -51,6 +66,9 @@ def natural(m, l):
             [padded_to_nothing],
             "a length of 129 is padded to 256, and the three tiles take 270336 bytes: that does",
         ),
+        ("12.8", [tiles_in_turn], "each key is read once, but program 0 has other tiles than the run that is its own"),
+        ("12.8", [tiles_apart], "the keys are right, in 3 pieces for 1"),
+        ("12.8", [whole_sequences], "key 0 of sequence 2 is read by nobody"),
         ("3.2", [lambda s: s / math.log(2), logarithm_of_a_product], "where m is 1 larger, 2^m is twice as much"),
         ("3.2", [logarithm_of_the_scale, natural], "for a scale of 0.5 it is -1, for one of 1 0: it should be twice"),
         ("9.10", [portions_in_turn], "the heads come as 0, 3, 1, 4, 2, 5; they should as 0, 1, 2, 3, 4, 5"),
