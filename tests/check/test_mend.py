@@ -136,7 +136,8 @@ def in_each_tile(q, k, v, do, lse, delta, BLOCK, scale, causal):
             rows, keys = slice(i, i + BLOCK), slice(j, j + BLOCK)
             p = torch.exp(scale * (q[rows] @ k[keys].T) - lse[rows, None])
             if causal:
-                r, c = torch.arange(len(q[rows])), torch.arange(len(k[keys]))
+                r = torch.arange(len(q[rows]), device=q.device)
+                c = torch.arange(len(k[keys]), device=q.device)
                 p = p.masked_fill(c[None, :] > r[:, None], 0.0)
             dv[keys] += p.T @ do[rows]
             dk[keys] += scale * (p * (do[rows] @ v[keys].T - delta[rows, None])).T @ q[rows]
@@ -178,7 +179,7 @@ def a_mean(p, v, o, do, dlse):
     [
         ("0.8", one_sum_not_rescaled, "`o` is not multiplied by `math.exp(m - top)`, as `l` is"),
         ("11.1", never_set_back, "`left` is not set back to `arrivals`, where `left <= 0 and owed == 0`"),
-        ("5.9", in_each_tile, "`i` is missing at `torch.arange(len(q[rows]))` and `j` is missing at"),
+        ("5.9", in_each_tile, "`i` is missing at `torch.arange(len(q[rows]), device=q.device)` and `j` is missing at"),
         ("5.9", the_other_way_round, "`causal` is taken the other way round, everywhere"),
         ("9.2", warps_never_read, "stands where `min(by_registers, by_shared, by_warps)` belongs"),
         ("1.2", rate_for_time, "`roof` stands where `flops / roof` belongs"),
