@@ -13,6 +13,9 @@ import pytest
 import torch
 
 import flashlab  # noqa: F401
+from flashlab.check import mend
+
+mend.loud = True  # a mender that fails says nothing, as one that finds nothing
 
 HERE = Path(__file__).parent
 # Whole kernels in the emulator, the whole zoo of mutants, compilers, processes: each file takes some ten seconds.

@@ -22,10 +22,12 @@ sys.path[:0] = [str(ROOT / "tests" / "exercises"), str(ROOT / "src" / "lessons")
 
 from lesson_answers import answers_of  # noqa: E402
 
-from flashlab.check import CheckFailed  # noqa: E402
+from flashlab.check import CheckFailed, cuda_index  # noqa: E402
 from flashlab.check.cuda_index import TRIALS, joined, parted  # noqa: E402
 from flashlab.exercises import registry  # noqa: E402
 from flashlab.exercises.rule import RULES  # noqa: E402
+
+cuda_index.mended = lambda *_: ""  # it asks for what is computed here
 
 
 def judged(id: str, text: str) -> str:

@@ -127,7 +127,7 @@ check("0.4", merge)
 # %% [markdown]
 # ## 0.5
 #
-# The function below computes attention for one row, `BLOCK_N` keys at a time. Its author tested it, and it passed. It has one bug,
+# The function below computes attention for one row, `BLOCK_N` keys at a time, and is to go on doing so. Its author tested it, and it passed. It has one bug,
 # the commonest one in hand-written FlashAttention kernels.
 #
 # Read the symptoms in the cell after it before you read the code a second time: **for which rows is it right?** Then repair it.

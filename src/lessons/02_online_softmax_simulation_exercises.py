@@ -99,6 +99,7 @@ check("2.3", flash_attention_forward_sim)
 #
 # One block of rows is done; now all M of them. Loop over blocks of BLOCK_M query rows and call `flash_attention_forward_sim` for
 # each, as `flash_attention_forward_sim(Q_block, K, V, BLOCK_N, scale)`. M need not be a multiple of BLOCK_M, nor V_DIM be HEAD_DIM.
+# The check counts products and bytes: both block sizes matter.
 #
 # This uses your function from 2.3. To do this exercise first, import ours:
 # `from flashlab.attention.simulation import flash_attention_forward_sim`.

@@ -104,7 +104,7 @@ check("6.2", block_sum)
 #
 # `y [cols][rows]` is the transpose of `x [rows][cols]`. Straight from `x` to `y`, either the loads or the stores of a warp have the stride of a
 # row. So go through shared memory: a block of 32 × 8 threads brings in a tile of 32 × 32 numbers along the rows of `x`, and writes it out along the
-# rows of `y`. The launch is given.
+# rows of `y`. The launch is given; the tile's declaration is yours to change.
 #
 # The check wants the right result on any size, no sector more than needed, no race, and no bank conflict.
 

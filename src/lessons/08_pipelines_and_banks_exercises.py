@@ -90,7 +90,7 @@ check("8.3", at)
 show.source(two_groups())
 
 # %% [markdown]
-# Write both counts as expressions in `STAGES`. Each wait has to be long enough that its tile has arrived, and no longer:
+# Write both counts as expressions in `STAGES`: 2, 3 and 4 are tried, and no one number is right for all. Q's copy is in the group of the first K. Each wait has to be long enough that its tile has arrived, and no longer:
 # the copies of later tiles should go on.
 
 # %% tags=["exercise"]

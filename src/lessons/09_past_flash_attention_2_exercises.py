@@ -31,8 +31,7 @@ from flashlab.kernels import path
 # A block owns the rows `m_start` to `m_start + block_m - 1`. Tile $j$ holds the keys `j * block_n` to `j * block_n + block_n - 1`. Keys
 # from `seq_k` on do not exist. If `causal`, query $i$ sees the keys up to $i$ + `seq_k - seq_q`.
 #
-# Return `end`, one past the last tile of which some row sees a key, and `full`, the first tile that is not seen whole by every row. Rows
-# past the last query count, too.
+# Return `end`, one past the last tile of which some row sees a key, and `full`, the first tile that is not seen whole by every row.
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_09: tiles
@@ -624,7 +623,7 @@ check("9.9", output)
 # ## 9.10
 #
 # Section 7 counts *query* heads that are worked on together. But what has to fit into the L2 cache is K and V, so count *key* heads: `kv_together` of them at a time, each with
-# the `group` query heads that read it, are a *portion*; the last one may have fewer. Query head h reads key head h // group. The launch has `m_blocks` · `heads` blocks. Within a portion of heads the longest blocks go first, those of all its heads in the heads' order; then the
+# the `group` query heads that read it, are a *portion*; the last one may have fewer. Query head h reads key head h // group. The launch has `m_blocks` · `heads` blocks. Within a portion of heads the longest blocks, a head's last ones, go first: those of all its heads in the heads' order; then the
 # second longest, and so on.
 
 # %% tags=["exercise"]

@@ -55,7 +55,7 @@ check("11.1", complete)
 # %% [markdown]
 # And how many bytes are announced for a tile of `tile_rows` rows? It comes in boxes of `box_rows` rows and 64 columns, as where a cluster's blocks share a copy.
 # `rows_left` rows of the tensor are left, at least one; a box without a row of them is not asked for, and one with some
-# counts whole. `tile_rows` is a multiple of `box_rows`.
+# counts whole; so does the last box of a row where `head_dim` is no multiple of 64. `tile_rows` is a multiple of `box_rows`.
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_11: waits, tile_bytes
@@ -138,8 +138,7 @@ check("11.4", most_stages, consumer_registers, widest_tile)
 # ## 11.5
 #
 # The emulator keeps a log of what each warp does. Here is that of a small pipeline with two stages: warps 0 and 1 consume, warp 2
-# produces. An event is (warp, what it did, the barrier's address). Which phase a wait was for, only the order says. Three events stand in a
-# line, behind the number of the first.
+# produces. An event is (warp, what it did, the barrier's address). Three events stand in a line, behind the number of the first.
 
 # %%
 events, arrivals = log(stages=2, consumers=2, tiles=3)
@@ -148,10 +147,13 @@ for i in range(0, len(events), 3):
 print("arrivals per phase, of each barrier:", arrivals)
 
 # %% [markdown]
-# A wait is for one phase of a barrier, so for the warps whose arrivals make up this phase. (No warp arrives twice in one.) Say it for each wait that has passed.
-# The check has other logs too: in some, two or three producers take turns.
-# (The copies that such a phase also waits for were asked for by one of these warps. A wait that passes at a barrier that is new was
-# for nobody: the empty set.)
+# A wait is for one phase of a barrier, so for the warps whose arrivals make up this phase. (No warp arrives twice in one.) The log does not number
+# phases, but it can be counted: so many arrivals as the barrier's number says make one, and a wait that passes was for the latest that was
+# complete by then. Say for each wait that has passed (`mbarrier-passed`) which warps it was for. Where no phase is complete yet, as at a barrier that
+# is new, it was for nobody: the empty set.
+#
+# The check has other logs too: in some, two or three producers take turns. (The copies that a phase also waits for were asked for by one of
+# these warps.)
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_11: waited_for

@@ -28,7 +28,7 @@ from flashlab.exercises import check, hint, progress
 # BEGIN STARTER
 exp2_polynomial = r"""
 __device__ __forceinline__ float exp2_polynomial(float x) {
-    return // YOUR CODE HERE
+    // YOUR CODE HERE
 }
 """
 # END STARTER

@@ -38,6 +38,7 @@ import triton.language as tl
 # ## 12.1
 #
 # The lecture counts one query, in 16 bits. Now any number of queries per sequence (a draft, a part of a prompt), and any size of a number.
+# As there, both products count, a multiply-add as two operations, and of the memory K and V alone.
 # How many queries does it take until the tensor cores, and not the memory, are the wall?
 
 # %% tags=["exercise"]

@@ -174,9 +174,148 @@ def a_mean(p, v, o, do, dlse):
     return p * (do @ v.T - (o * do).sum(1, keepdim=True)) + dlse[:, None] / p.shape[1]
 
 
+def weight_of_another_sum(first, second):
+    top = torch.maximum(first.m, second.m)
+    safe = top.masked_fill(top == -math.inf, 0)
+    f1, f2 = ((x.m - safe).exp().unsqueeze(-1) for x in (first, second))
+    return State(top, first.l + second.l, f1 * first.o + f2 * second.o)
+
+
+def divided_in_each_turn(scores, v, BLOCK_N):
+    m, l, o = scores.new_tensor(-math.inf), scores.new_tensor(0.0), v.new_zeros(v.shape[-1])
+    for start in range(0, len(scores), BLOCK_N):
+        x = scores[start : start + BLOCK_N]
+        m_new = torch.maximum(m, x.max())
+        alpha, p = torch.exp(m - m_new), torch.exp(x - m_new)
+        l = l * alpha + p.sum()
+        o = (o * alpha + p @ v[start : start + BLOCK_N]) / l
+        m = m_new
+    return o
+
+
+def corrected_too_much(scores, v, BLOCK_N):
+    x = scores[:BLOCK_N]
+    m, l, o = x.max(), torch.exp(x - x.max()).sum(), torch.exp(x - x.max()) @ v[:BLOCK_N]
+    for start in range(BLOCK_N, len(scores), BLOCK_N):
+        x = scores[start : start + BLOCK_N]
+        m_new = torch.maximum(m, x.max())
+        p = torch.exp(x - m_new)
+        l = (l + p.sum()) * torch.exp(m - m_new)
+        o = (o + p @ v[start : start + BLOCK_N]) * torch.exp(m - m_new)
+        m = m_new
+    return o / l
+
+
+def of_this_turn_alone(scores, v, BLOCK_N):
+    ref, Z, acc = scores[0], scores.new_zeros(()), torch.zeros_like(v[0])
+    for s, vb in zip(scores.split(BLOCK_N), v.split(BLOCK_N), strict=True):
+        now = s.max()
+        e = (s - now).exp()
+        Z, acc, ref = (ref - now).exp() * Z + e.sum(), (ref - now).exp() * acc + e @ vb, now
+    return acc / Z
+
+
+def in_slices(q, k, v, causal):
+    ranks, n, dim = q.shape
+    out = torch.empty_like(q)
+    for me in range(ranks):
+        num, den, top = torch.zeros(n, dim).double(), torch.zeros(n).double(), torch.full((n,), -math.inf).double()
+        for hop in range(ranks):
+            src, rows, keys = (me - hop) % ranks, slice(0, n), slice(0, n)
+            if causal and src < me:
+                keys = slice(0, n // 2)
+            if causal and src > me:
+                rows = slice(n // 2, n)
+            x = q[me, rows] @ k[src, keys].T
+            if causal and src == me:
+                x = x + torch.full_like(x, -math.inf).triu(1)
+            m = torch.maximum(top[rows], x.amax(1))
+            c, e = torch.exp(top[rows] - m), torch.exp(x - m[:, None])
+            num[rows] = num[rows] * c[:, None] + e @ v[src, keys]
+            den[rows] = den[rows] * c + e.sum(1)
+        out[me] = (num / den[:, None]).to(q.dtype)
+    return out
+
+
+def in_base_2(xs):
+    m, l = -math.inf, 0.0
+    for x in xs:
+        if x > -math.inf:
+            n = max(m, x)
+            l, m = l * 2 ** (m - n) + 2 ** (x - n), n
+    return m, l
+
+
+def any_for_all(os, lses):
+    empty, lse = torch.isneginf(lses).any(0), torch.logsumexp(lses, 0)
+    w = torch.exp(lses - torch.where(empty, torch.zeros_like(lse), lse))
+    o = (w[..., None] * torch.nan_to_num(os)).sum(0)
+    return torch.where(empty[:, None], torch.zeros_like(o), o), lse
+
+
+def another_factor(q, k, v, do, lse, delta):
+    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    for _ in range(len(q)):
+        p = torch.exp(q @ k.mT - lse[..., None])
+        dv = dv + p.mT @ do
+        ds = p * (do @ v.mT - delta[..., None])
+        dk = dk + ds @ k
+        k, v, dk, dv = (t.roll(1, 0) for t in (k, v, dk, dv))
+    return dk, dv
+
+
+def above_alone(heads, kv_heads, queries, itemsize, tflops, gb_s):
+    one = 2 * heads / (kv_heads * itemsize)
+    return one * queries, math.floor(tflops * 1000 / gb_s / one) + 1
+
+
+def summed_before(q, k, v):
+    s = q @ k.T
+    s *= 1 / math.sqrt(q.shape[-1])
+    s -= s.amax(dim=1, keepdim=True)
+    total = s.sum(dim=1, keepdim=True)
+    s.exp_()
+    return (s @ v) / total
+
+
+def multiplied(q, k, v):
+    s = torch.mm(q, k.t()).mul_(math.sqrt(q.size(1)))
+    s.sub_(s.amax(1, keepdim=True)).exp_()
+    return (s @ v) / s.sum(dim=1, keepdim=True)
+
+
+def a_first_split_too_few(os, lses):
+    top = lses.amax(0)
+    top = torch.where(top.isneginf(), torch.zeros_like(top), top)
+    num, den = torch.zeros_like(os[0]), torch.zeros_like(top)
+    for i in range(1, len(os)):
+        w = (lses[i] - top).exp()
+        num = num + w[:, None] * torch.where(w[:, None] > 0, os[i], torch.zeros_like(os[i]))
+        den = den + w
+    return num / torch.where(den > 0, den, torch.ones_like(den))[:, None], top + den.log()
+
+
+def a_large_epsilon(x):
+    p = torch.nan_to_num((x - x.amax(-1, keepdim=True)).exp(), nan=0.0)
+    return p / (p.sum(-1, keepdim=True) + 1e-3)
+
+
 @pytest.mark.parametrize(
     ("id", "answer", "said"),
     [
+        ("0.4", weight_of_another_sum, "`first.l + second.l` lacks the weights `f1.squeeze(-1)` and `f2.squeeze(-1)`"),
+        ("0.5", divided_in_each_turn, "`o` is divided by `l` in each turn: once, behind the loop"),
+        ("0.5", corrected_too_much, "multiplies the new term too, in"),
+        ("0.5", of_this_turn_alone, "`s.max()` stands where `max(ref, s.max())` belongs"),
+        ("0.3", in_base_2, "base 2 stands where base e belongs, everywhere"),
+        ("13.8", in_slices, "the line `top[rows] = m` is missing at the end of the loop"),
+        ("12.3", any_for_all, "`torch.isneginf(lses).any` stands where `torch.isneginf(lses).all` belongs"),
+        ("12.3", a_first_split_too_few, "`1` stands where `0` belongs, in `range(1, len(os))`"),
+        ("13.5", another_factor, "`ds @ k` stands where `ds.mT @ q` belongs"),
+        ("12.1", above_alone, "+ 1` stands where `math.ceil("),
+        ("1.3", summed_before, "the line `total = s.sum(dim=1, keepdim=True)` comes too early, before `s.exp_()`"),
+        ("1.3", multiplied, ".mul_` stands where `torch.mm(q, k.t()).div_` belongs"),
+        ("0.2", a_large_epsilon, "`0.001` stands where `1e-30` belongs"),
         ("0.8", one_sum_not_rescaled, "`o` is not multiplied by `math.exp(m - top)`, as `l` is"),
         ("11.1", never_set_back, "`left` is not set back to `arrivals`, where `left <= 0 and owed == 0`"),
         ("5.9", in_each_tile, "`i` is missing at `torch.arange(len(q[rows]), device=q.device)` and `j` is missing at"),

@@ -53,6 +53,9 @@ extern "C" int run(const float* x, float* y, int rows, int cols, void* stream) {
 
 BASE_2 = TRIALS["6.4"].kept["text"].replace("expf", "exp2f").replace("logf", "log2f")
 
+ONE_ROUND = edited(TRANSPOSE, [("k < 32; k += 8)\n        if (top", "k < 8; k += 8)\n        if (top")])
+SWIZZLED = edited(TRANSPOSE, [("tile[32][33]", "tile[32][32]"), ("tile[ty + k][tx]", "tile[ty + k][tx ^ (ty + k)]")])
+
 # exercise, text, (old, new), what is said
 SLIPS = [
     ("6.6", TILE, ("m_i = fresh;", "m_i = top;"), "`top` stands where `fresh` belongs"),
@@ -64,6 +67,11 @@ SLIPS = [
      "`__shfl_sync(~0u, s[n], (threadIdx.x + 1) % 32)` stands where `__shfl_xor_sync(~0u, s[n], 1)` belongs"),
     ("6.3", TRANSPOSE, ("    __syncthreads();\n", ""), "`__syncthreads()` is missing behind "),
     ("6.3", TRANSPOSE, ("(left + ty + k) * rows", "(left + ty + k) * cols"), "`cols` stands where `rows` belongs"),
+    ("6.3", TRANSPOSE, ("= blockIdx.x * 32, top = blockIdx.y * 32", "= blockIdx.y * 32, top = blockIdx.x * 32"),
+     "`blockIdx.y * 32` and `blockIdx.x * 32` are exchanged"),
+    ("6.3", ONE_ROUND, ("k < 32; k += 8)\n        if (left", "k < 8; k += 8)\n        if (left"),
+     "`8` stands where `32` belongs, both times"),
+    ("6.3", SWIZZLED, ("tile[tx][ty + k]", "tile[tx][ty+k]"), "`ty + k` stands where `ty + k ^ tx` belongs"),
     ("6.6", TILE, ("fmaf(l_i, shrink, total)", "fmaf(l_i, total, shrink)"),
      "`fmaf(l_i, total, shrink)` stands where `fmaf(l_i, shrink, total)` belongs"),
     ("6.4", TRIALS["6.4"].kept["text"], ("step < 32", "step <= 32"),

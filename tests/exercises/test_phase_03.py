@@ -11,7 +11,7 @@ from lesson_answers import diagnosis, run
 
 from flashlab.attention import triton_minimal
 from flashlab.attention.triton_minimal import LOG2_E
-from flashlab.check import CheckFailed
+from flashlab.check import CheckFailed, mend
 from flashlab.check.changes import edited
 from flashlab.exercises import check, phase_03
 from flashlab.triton_tools.watch import watched
@@ -116,6 +116,30 @@ def test_the_causal_kernel():
     assert "causal" in slug or slug == "wrong-value"
     start, end = (("offs_n = start_n", "offs_n = start_n // BLOCK_N * BLOCK_M"), (SKIPPING[1], SKIPPING[1]))
     assert diagnosis("3.8", kernel_from(LECTURE, *CAUSAL, SKIPPING, start, end)) == "tile-sides-alike"
+
+
+STRIDES = "offs_n[:, None] * stride_kn + offs_d[None, :] * stride_kd"
+ONE_SIDE = "[:, None] * stride_kd + offs_d[None, :] * stride_kn"
+V_PTRS = "        v_ptrs = V_ptr + offs_n[:, None] * stride_vn + offs_d[None, :] * stride_vd\n"
+STEP = "        k_first += BLOCK_N * stride_kn\n"
+LATE = ("range(0, tl.min", "range(tl.maximum(tl.program_id(0) * BLOCK_M + N - M, 0) // BLOCK_N * BLOCK_N, tl.min")
+ON = (
+    "    for start_n",
+    "    v_ptrs = V_ptr + tl.arange(0, BLOCK_N)[:, None] * stride_vn + offs_d[None, :] * stride_vd\n    "
+    "k_first = K_ptr + tl.arange(0, BLOCK_N)[:, None] * stride_kn + offs_d[None, :] * stride_kd\n    for start_n",
+)
+
+
+@pytest.mark.parametrize(("edits", "said"), [
+    ([(STRIDES, f"offs_n{ONE_SIDE}")], "`stride_kd` and `stride_kn` are exchanged"),  # no loop comes to its end
+    ([(SKIPPING[1], SKIPPING[1].replace(*LATE))], r"// BLOCK_N \* BLOCK_N` stands where `0` belongs"),
+    ([ON, (f"K_ptr + {STRIDES}", "k_first"), (V_PTRS, ""), ("        m_i = m_new\n", f"        m_i = m_new\n{STEP}")],
+     "`v_ptrs` is not moved on, as `k_first` is"),
+])  # fmt: skip
+def test_addresses_that_stray_or_stay_are_mended(edits, said, monkeypatch):
+    monkeypatch.setattr(mend, "_SECONDS", 60.0)  # on a machine with other work
+    with pytest.raises(CheckFailed, match=f"^[^\n]*{said}"):
+        check("3.8", kernel_from(LECTURE, *CAUSAL, SKIPPING, *edits))
 
 
 MASKED_COPY = """@triton.jit

@@ -313,8 +313,11 @@ def test_an_answer_of_which_no_cause_is_known_costs_a_bounded_number_of_runs(id,
 
 
 def test_what_is_missing_behind_brackets_is_named_without_them():
-    said = [x.said for text in RULES["12.10"].index.texts for x in changes(text, None)]
-    assert "`.to(tl.int64)` is missing behind `key % PAGE`" in said and not any(".(" in x for x in said)
+    def slot(key, PAGE):
+        return (key % PAGE).to(torch.int64)
+
+    said = [x.said for x in changes(Text(slot), None)]
+    assert "`.to(torch.int64)` is missing behind `key % PAGE`" in said and not any(".(" in x for x in said)
 
 
 def test_all_changes_in_one_function_give_what_each_gives_alone():

@@ -121,6 +121,7 @@ class Text:
     """
 
     foreign = False  # a learner's, of which a change may make numbers grow without end
+    from_zero = False  # a learner's: a right one walks from 0
 
     @functools.cached_property
     def unchanged(self) -> str:
@@ -313,9 +314,9 @@ class _Bounded(ast.NodeTransformer):
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
         if type(node.op) not in _GROWING or not isinstance(node.target, ast.Name):
             return self.generic_visit(node)
-        return ast.Assign(
-            [node.target], self.visit(ast.BinOp(ast.Name(node.target.id, ast.Load()), node.op, node.value))
-        )
+        new = self.visit(ast.BinOp(ast.Name(node.target.id, ast.Load()), node.op, node.value))
+        new.args[0].value = f"i{new.args[0].value}"  # of a tensor in place
+        return ast.Assign([node.target], new)
 
 
 _GROWING = {ast.Mult: "mul", ast.Pow: "pow", ast.LShift: "lshift"}
@@ -328,7 +329,7 @@ def _bounded(name: str, a: Any, b: Any) -> Any:
         raise OverflowError(name)
     if isinstance(a, int) and isinstance(b, int):
         bits = {"mul": a.bit_length() + b.bit_length(), "pow": a.bit_length() * max(b, 1), "lshift": a.bit_length() + b}
-        if bits[name] > _BITS:
+        if bits[name.removeprefix("i")] > _BITS:
             raise OverflowError(name)
     return getattr(operator, name)(a, b)
 
@@ -972,6 +973,13 @@ def _of_call(text: Text, node: ast.Call) -> Iterator[tuple[Any, ...]]:
                 yield "wrong-axis", said, 1.3, ast.Call(node.func, node.args, value), other_dim
 
 
+def _sets(line: ast.stmt) -> bool:
+    """Whether a line sets something: `x.exp_()` does too."""
+    call = line.value if isinstance(line, ast.Expr) else None
+    in_place = isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr.endswith("_")
+    return in_place or isinstance(line, (ast.Assign, ast.AugAssign))
+
+
 def _of_statements(text: Text) -> Iterator[Change]:
     """Lines left out, exchanged with the next, and moved out of a loop."""
     for holder in ast.walk(text.tree):
@@ -994,9 +1002,9 @@ def _of_statements(text: Text) -> Iterator[Change]:
                         new = _new(ast.AugAssign(line.target, op(), line.value))
                         said = f"`{_SYMBOLS[op]}=` stands where `{_SYMBOLS[type(line.op)]}=` belongs"
                         yield Change("wrong-operator", said, 1.7, ((slot, new),))
-                if at + 1 < len(block) and isinstance(line, (ast.Assign, ast.AugAssign)):
+                if at + 1 < len(block) and _sets(line):
                     after = block[at + 1]
-                    if isinstance(after, (ast.Assign, ast.AugAssign)):
+                    if _sets(after):
                         said = f"the line `{text.plain(line)}` comes too late"
                         both = ((slot, after), ((holder, field, at + 1), line))
                         yield Change("lines-exchanged", said, 1.7, both)

@@ -42,12 +42,13 @@ def of_code(text: Any, node: ast.expr) -> Iterator[tuple[Any, ...]]:
             said = f"{w(gone)} is asked the other way round"
             yield "condition-inverted", said, 1.5, ast.BoolOp(node.op, turned_round), ast.unparse(gone)
         names = dict.fromkeys(n.id for n in ast.walk(node) if isinstance(n, ast.Name) and n.id in text.params)
-        for a, b in itertools.combinations(names, 2):
+        opposite = zip(*(_own_names(text, x) for x in node.values), strict=False) if text.foreign else ()
+        for a, b in dict.fromkeys([*itertools.combinations(names, 2), *(x for x in opposite if len({*x}) == 2)]):
             new = copy.deepcopy(node)
             for n in ast.walk(new):
                 if isinstance(n, ast.Name) and n.id in (a, b):
                     n.id = b if n.id == a else a
-            yield "names-exchanged", f"`{a}` and `{b}` are exchanged, in {w(node)}", 1.7, new
+            yield "names-exchanged", f"`{a}` and `{b}` are exchanged, in {w(node)}", 1.1 if text.foreign else 1.7, new
     if isinstance(node, ast.Compare) and len(node.ops) == 1 and isinstance(node.comparators[0], (ast.Tuple, ast.List)):
         among = node.comparators[0]
         if isinstance(node.ops[0], ast.In) and all(isinstance(x, ast.Constant) for x in among.elts):
@@ -111,7 +112,9 @@ def of_lines(text: Any) -> Iterator[tuple[Any, ...]]:
                         yield "condition-missing", f"{asked} is taken to hold always", 1.0, slot, held
                     else:
                         yield "condition-missing", f"{asked} is not asked", 0.9, slot, held
-                    new = ast.If(ast.UnaryOp(ast.Not(), line.test), line.body, line.orelse)
+                    negated = line.test if isinstance(line.test, ast.UnaryOp) else None
+                    other = negated.operand if negated else ast.UnaryOp(ast.Not(), line.test)
+                    new = ast.If(other, line.body, line.orelse)
                     yield "condition-inverted", f"{asked} is asked the other way round", 1.6, slot, new
                     for after in (block or [])[at + 1 : at + 2]:
                         if isinstance(after, ast.If) and not line.orelse:
@@ -126,3 +129,8 @@ def _then_end(new: ast.If, holder: ast.AST) -> ast.If:
     if isinstance(holder, (ast.For, ast.While)):
         new.body.append(ast.Continue())
     return new
+
+
+def _own_names(text: Any, node: ast.expr) -> list[str]:
+    """The names of a condition, as they come."""
+    return [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and n.id in {*text.params, *text.locals}]

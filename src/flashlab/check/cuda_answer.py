@@ -577,7 +577,8 @@ def examine(
             raise
         for slug, look in (("wrong-stride", _by_layouts), ("wrong-kv-head", _by_heads)):
             if (more := look(failed.sentence, kernel, head_dim, dtype, sms, **defines)) is not None:
-                raise CheckFailed(f"{failed.sentence}. {more}", diagnosis=slug, case=failed.case) from None
+                said = f"{more[0].lower()}{more[1:]}\n{failed.sentence}"
+                raise CheckFailed(said, diagnosis=slug, case=failed.case) from None
         raise
 
 

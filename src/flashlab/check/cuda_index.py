@@ -78,13 +78,18 @@ _BESIDE = {
 _DONE = ("arrive", "mbarrier-wait", "load", "store", "barrier", "barrier-arrive", "wgmma", "wait", "registers")
 
 
+def _limit(module: CudaModule) -> dict[str, Any]:
+    """The seconds of a launch: fewer where many changes are tried."""
+    return {"timeout": min(_SECONDS, module.timeout or _SECONDS)}
+
+
 def calls(entry: str, *given: Any, out: Sequence[int], **options: Any) -> Callable[[CudaModule], Outputs]:
     """A run of an extern "C" function. given: its arguments, None for a float32 output of the shape `out`."""
 
     def run(module: CudaModule) -> Outputs:
         outputs = [mark_unwritten(torch.empty(*out)) for x in given if x is None]
         fresh = iter(outputs)
-        module.launch(entry, *(next(fresh) if x is None else x for x in given), echo=False, timeout=_SECONDS, **options)
+        module.launch(entry, *(next(fresh) if x is None else x for x in given), echo=False, **_limit(module), **options)
         return outputs
 
     return run
@@ -106,7 +111,7 @@ def forwards(
 
     def run(module: CudaModule) -> Outputs:
         with MarkedEmpty():
-            return module.forward(q, k, v, causal=causal, echo=False, timeout=_SECONDS, **options)
+            return module.forward(q, k, v, causal=causal, echo=False, **_limit(module), **options)
 
     return run
 
@@ -184,6 +189,7 @@ class Trials:
         read: the statements of an answer, where it is not these alone; unread: the answer of such statements.
         unless: {slug of a row: a pattern}, of what an answer has to which the row does not speak.
         lies: what is at a byte of the dynamic shared memory, in words, where that is known.
+        then: what is asked of a build beside its outputs; raises CheckFailed.
     """
 
     id: str
@@ -201,6 +207,7 @@ class Trials:
     unread: Callable[[str], str] = str
     unless: Mapping[str, str] = field(default_factory=dict)
     lies: Callable[[int], str | None] = lambda byte: None
+    then: Callable[[CudaModule], Any] = lambda module: None
 
     def __post_init__(self) -> None:
         TRIALS[self.id] = self
@@ -242,6 +249,9 @@ class Trials:
         fitting = [x for x in self.kept["changes"] if self._same(x[3], got) and not (
             x[2] and (_of_another(x[1], code) or (claims and claims.untrue(x[1]))
                       or _elsewhere(x[1], blank_comments(code), right_code)))]  # fmt: skip
+        lines = module.code.splitlines()
+        own = {x for i in self.own_lines(module.code) for x in re.findall(r"\w+", lines[i])}
+        fitting = [x for x in fitting if not x[2] or {*re.findall(r"`([A-Za-z_]\w*)`", x[1])[:1]} <= own]
         fitting = [x for x in fitting if not (x[0] in self.unless and self._own(self.unless[x[0]], code))]
         if any(map(_of_a_place, got)):
             fitting = [x for x in fitting if not self._own(_piece(x[1]), code)]
@@ -292,6 +302,13 @@ class Trials:
         plain = getattr(run, "traced", None)
         return self._alike(_numbers_of(right) if plain else right, self._one(module, plain or run))
 
+    def well(self, module: CudaModule) -> bool:
+        """Whether a build that gives what is right is also right in what is asked beside that."""
+        with contextlib.suppress(CheckFailed):
+            self.then(module)
+            return True
+        return False
+
     def beside(self, module: CudaModule) -> str:
         """In words, the first thing that a line of the answer does otherwise than a right answer, of runs with a trace:
         a warp's waits, arrivals and copies come in one order each, whatever the answer's style.
@@ -304,7 +321,7 @@ class Trials:
             right = right or self.build(self.place(self.kept["text"]))
             theirs = events_of(right, run)
             numbers = _numbering(mine, theirs)
-            wanted, own_of = _by_warp(theirs), _by_warp(mine)
+            wanted, own_of = _by_warp(_less_idle(theirs, mine)), _by_warp(mine)
             done, times = Counter[tuple[int, str]](), Counter[tuple[int, int]]()
             more = Counter(e.warp for e in mine if e.did.startswith("barrier"))
             more.subtract(e.warp for e in theirs if e.did.startswith("barrier"))
@@ -325,20 +342,25 @@ class Trials:
                 code = code if len(code) < _SHOWN else f"{code[:_SHOWN]} …"
                 nth_time = f"`{code}`, the {_nth(times[e.warp, e.line])} time"
                 rest, due = [*map(numbers, own_of[e.warp, e.did][nth:])], [x.values for x in of[nth:]]
-                if due and rest[1 : len(due) + 1] == due[: len(rest) - 1]:  # one more than in a right answer
-                    return self._said_beside(nth_time, e, None)
                 other = of[nth] if nth < len(of) else None
+                if other is not None and rest == due[1 : len(rest) + 1]:  # one less than in a right answer
+                    return self._said_beside(nth_time, e, other, missing=True)
+                if due and rest[1:] and rest[1 : len(due) + 1] == due[: len(rest) - 1]:  # one more
+                    return self._said_beside(nth_time, e, None)
                 if other is not None and e.did.startswith("barrier"):
                     other = replace(other, values=_numbering(theirs, mine)(other))
                 return self._said_beside(nth_time, e, other)
         return ""
 
-    def _said_beside(self, said: str, e: Event, other: Event | None) -> str:
+    def _said_beside(self, said: str, e: Event, other: Event | None, missing: bool = False) -> str:
         where, number = _BESIDE[e.did]
         named = [str(x.values[0]) if "barrier {}" in where else self.lies(x.values[0]) or f"byte {x.values[0]} of the "
                  "shared memory" for x in (e, other) if x]  # fmt: skip
         if other is None:
             return f"{said}, {where.format(named[0])}: a right answer's warp does not, or not so often"
+        if missing and named[0] != named[1]:
+            said = f"before {said}, {where.format(named[0])}"
+            return f"a right answer's warp {where.format(named[1])} {said}: that is missing"
         if e.values[0] != other.values[0]:
             return f"{said}, {where.format(named[0])}, where a right answer {where.format(named[1])}"
         right = number.format(named[1], other.values[1]).partition(" of ")[0].partition(" at ")[0]
@@ -474,6 +496,26 @@ def joined(answers: Sequence[str]) -> str:
 
 def parted(text: str) -> list[str]:
     return re.split(r"\s*".join(map(re.escape, re.findall(r"\w+|;", _OTHER))), text)
+
+
+def _less_idle(events: Sequence[Event], others: Sequence[Event]) -> list[Event]:
+    """Without the waits for a phase before the first, which pass at once, where others go on to arrive without them."""
+    skipped, waited, arrived = set[int](), set[Any](), set[int]()
+    for e in others:
+        if e.did == "mbarrier-wait" and (e.warp, e.values[0]) not in waited:
+            waited.add((e.warp, e.values[0]))
+            if e.values[1] == 0 and e.warp in arrived:
+                skipped.add(e.warp)
+        if e.did == "arrive":
+            arrived.add(e.warp)
+    kept, begun = [], set[Any]()
+    for e in events:
+        at = (e.warp, e.values[0]) if e.did == "mbarrier-wait" else None
+        if at and e.warp in skipped and at not in begun and e.values[1] == 1:
+            continue
+        begun.add(at)
+        kept.append(e)
+    return kept
 
 
 def _by_warp(events: Sequence[Event]) -> dict[tuple[int, str], list[Event]]:

@@ -17,14 +17,16 @@ from dataclasses import replace
 from typing import Any
 
 from flashlab.check import cuda_text
-from flashlab.check.changes import Change, Slot, _at, _new, _slots, changes
+from flashlab.check.changes import Change, Slot, _at, _expr, _new, _slots, changes
 from flashlab.check.claims import tokens
 from flashlab.check.cuda_text import CudaText, Declaration, Loop, Opaque, _counts
 from flashlab.check.cuda_values import value_mended
 from flashlab.check.failed import CheckFailed
-from flashlab.check.mend import _BY_CHANCE, _LONGER, _PART, _SHARED, _both, _loosened, in_turn, said
+from flashlab.check.mend import _BY_CHANCE, _LONGER, _SHARED, _both, _loosened, in_turn, said
+from flashlab.check.own_changes import PART
 
 _SECONDS = 5.0  # on a machine with other work, where some of these are not tried; else it takes 1 to 5
+_ENDLESS = 0.2  # seconds, at least, after which a changed text has no end
 _AT_LEAST = 1.5  # of it for the trials of a build
 _OF_VALUES = 2.0  # more, for the values
 _FIRST = 80  # changes of the first build
@@ -79,14 +81,15 @@ def _tried(it: Any, text: CudaText, made: Sequence[Change], until: float) -> tup
     """What is said of the first change that makes it right; and the runs, the wrong ones first, if there are any."""
     module, refused = it._built(text, made, until)
     module.timeout, until = 1.0, max(until, time.monotonic() + _AT_LEAST)
-    wrong, rest = _by_time(it, module)
+    wrong, rest, longest = _by_time(it, module)
+    module.timeout = min(1.0, max(_ENDLESS, 10 * longest))  # a loop that ends never is left soon
     order = [*wrong, *rest] if wrong else []
     for number, change in enumerate(made, 1):
         if time.monotonic() > until:
             break
         if order and number not in refused:
             module.launch("flashlab_choose", number)
-            if all(it.gives(module, i) for i in order):
+            if all(it.gives(module, i) for i in order) and it.well(module):
                 return _noted(it.notes, _said(text, change)), order
     return "", order
 
@@ -98,14 +101,14 @@ def _noted(notes: Mapping[str, str], words: str) -> str:
     return f"{words}: {note}" if note else words
 
 
-def _by_time(it: Any, module: Any) -> tuple[list[int], list[int]]:
-    """The runs that are wrong and those that are right, the quickest first."""
+def _by_time(it: Any, module: Any) -> tuple[list[int], list[int], float]:
+    """The runs that are wrong and those that are right, the quickest first; and the seconds of the longest."""
     took: tuple[dict[int, float], dict[int, float]] = {}, {}
     for i in range(len(it.runs)):
         start = time.monotonic()
         took[it.gives(module, i)][i] = time.monotonic() - start
     wrong, right = (sorted(x, key=lambda i: x[i]) for x in took)  # noqa: B023
-    return wrong, right
+    return wrong, right, max((*took[0].values(), *took[1].values()))
 
 
 def _types(code: str) -> dict[str, str]:
@@ -172,10 +175,16 @@ def _fits(text: CudaText, change: Change, scope: dict[int, set[str]]) -> bool:
             return False
         if isinstance(holder, ast.Assign) and text.plain(holder.targets[0]) == text.plain(new):
             return False  # set to itself
-        if isinstance(holder, ast.Compare) and isinstance(new, ast.Compare):
+        if isinstance(holder, ast.Compare) and (isinstance(new, ast.Compare) or "INFINITY" in text.plain(old)):
             return False
+        if isinstance(new, ast.Compare) and isinstance(new.ops[0], ast.GtE) and text.plain(new.comparators[0]) == "0":
+            return False  # always, of an index
         if isinstance(holder, (ast.If, ast.While)) and field == "test" and isinstance(new, _VALUES):
             return False  # it holds always, where the trials are of one size
+        if isinstance(holder, ast.BinOp) and isinstance(holder.op, (ast.Mod, ast.Sub, ast.FloorDiv, ast.Div)):
+            sides = [new if field == side else getattr(holder, side) for side in ("left", "right")]
+            if len({*map(text.plain, sides)}) == 1:
+                return False  # 0 or 1, whatever it is
         own = _names(new) & {*text.types}
         known = scope.get(id(holder.test if isinstance(holder, Loop) else holder), own)  # of a loop its own too
         if change.slug != _MISSING and not own <= known:
@@ -283,35 +292,53 @@ def _missing_lines(text: CudaText, right: CudaText, scope: dict[int, set[str]]) 
                 yield _added(holder, field, at, block[at], new, f"the line `{name} = {other}` is missing")
 
 
-def _further(text: CudaText, right: CudaText) -> Iterator[Change]:
-    """A loop too many; a variable of the frame set too early; what an exponential, a bound or an index lacks."""
+def _whole_lines(text: CudaText, right: CudaText) -> Iterator[Change]:
+    """A line or a loop too many, too early, or in the other's place; what is added to where it is set; a barrier."""
+    unmet = "__shared__" in text.unchanged and "__syncthreads" not in right.unchanged
     for holder, field, block in _blocks(text):
         for at, line in enumerate(block):
+            slot, here = (holder, field, at), text.plain(line).split("\n")[0][:_LONGEST]
+            if unmet and not isinstance(line, (Declaration, ast.Return)):
+                met = ast.parse("__syncthreads()").body[0]
+                yield _added(holder, field, at, line, met, f"`__syncthreads()` is missing behind `{here}`", 0.9)
             if isinstance(line, Loop) or (isinstance(line, Opaque) and not line.declares):
                 said_of_it = re.sub(r"(?<=\() | (?=[);]|$)", "", text.plain(line))
                 words = f"the line `{said_of_it}` is one too many, with all that belongs to it"
-                yield Change(_MISSING, words, 1.6, (((holder, field, at), _new(ast.Pass())),))
-        for at, line in enumerate(block[:-1]):
-            set_to = {x.id for x in _targets(line)} if isinstance(line, ast.Assign) else set()
-            if set_to and not set_to & {*text.types}:
-                last = ast.If(ast.Constant(True), [block[-1], line], [])
-                edits = ((holder, field, at), _new(ast.Pass())), ((holder, field, len(block) - 1), _new(last))
-                yield Change(_MISSING, f"the line `{text.plain(line)}` comes too early", 1.3, edits)
+                yield Change(_MISSING, words, 1.6, ((slot, _new(ast.Pass())),))
+            if isinstance(line, ast.If) and len(line.body) == 1 and not line.orelse:
+                words = f"the line `if ({text.plain(line.test)}) {text.plain(line.body[0])}` is one too many"
+                if isinstance(line.body[0], _LINES):
+                    yield Change(_MISSING, words, 1.3, ((slot, _new(ast.Pass())),))
+            if isinstance(line, ast.AugAssign) and isinstance(line.op, ast.Add):
+                put = _new(ast.Assign([line.target], line.value))
+                yield Change(_MISSING, f"`+=` stands where `=` belongs, in `{here}`", 1.2, ((slot, put),))
+            if isinstance(line, ast.Assign) and at + 1 < len(block):
+                set_to = {x.id for x in _targets(line)}
+                if set_to and not set_to & {*text.types}:
+                    last = ast.If(ast.Constant(True), [block[-1], line], [])
+                    edits = (slot, _new(ast.Pass())), ((holder, field, len(block) - 1), _new(last))
+                    yield Change(_MISSING, f"the line `{text.plain(line)}` comes too early", 1.3, edits)
+        for one, other in _initialisers(block):
+            words = f"`{text.plain(_at(one))}` and `{text.plain(_at(other))}` are exchanged"
+            yield Change("names-exchanged", words, 1.3, ((one, _at(other)), (other, _at(one))))
+
+
+def _further(text: CudaText, right: CudaText) -> Iterator[Change]:
+    """What an exponential, a bound or an index lacks."""
+    yield from _whole_lines(text, right)
+    yield from _heads(text, right)
+    yield from _throughout(text, right)
     made = {x for n in ast.walk(text.tree) for x in _declared(n)}
     unread = sorted(x for x in made if not text.reads[x] and text.kind_of(text.types.get(x, "")) in ("int", "float"))
+    powers = sorted({f for x in ast.walk(text.tree) if isinstance(x, ast.Call) and "exp" in (f := text.plain(x.func))})
     constants = [x for x in ("LN2", "LOG2E") if x in right.reads]
     ints, floats = ([x for x in text.locals if text.kinds.get(x) == {kind}] for kind in ("int", "float"))
-    called = [(slot, x) for slot, x in _slots(text.tree) if isinstance(x, ast.Call)]
-    for to in _BASES:
-        powers = [(slot, x, f) for slot, x in called if (f := text.plain(x.func)) in to]
-        olds = dict.fromkeys(f for _, _, f in powers)
-        if {"log", "exp"} <= {f.strip("_")[:3] for f in olds}:
-            here, there = (" and ".join(f"`{x}`" for x in y) for y in (olds, dict.fromkeys(to[f] for f in olds)))
-            every = [(slot, _new(ast.Call(ast.Name(to[f], ast.Load()), x.args, []))) for slot, x, f in powers]
-            yield Change(_MISSING, f"{here} stand where {there} belong", 1.0, tuple(every))
+    pairs = [*itertools.permutations(floats, 2)] if len(floats) < 2 * _SHORTEST else []
+    kept = {id(x) for n in ast.walk(text.tree) if isinstance(n, ast.Assign) for x in ast.walk(n.value)
+            if _name(x) in {*map(_name, n.targets)} & {*floats}}  # fmt: skip
+    swizzled = any(isinstance(x, ast.BitXor) for x in ast.walk(text.tree))
     add, sub, mult = ast.Add(), ast.Sub(), ast.Mult()
-    both = (n for x in (text, right) for n in ast.walk(x.tree))
-    numbers = {n.value for n in both if isinstance(n, ast.Constant) and type(n.value) is int and n.value < _LARGE}
+    numbers = _numbers(text, right)
 
     def more(slot: Slot, node: ast.expr, ops: Sequence[ast.operator], names: Iterable[str], cost: float) -> Any:
         for op, name in itertools.product(ops, names):
@@ -327,6 +354,16 @@ def _further(text: CudaText, right: CudaText) -> Iterator[Change]:
             yield from more(slot, node, [mult], constants, 1.2)
         elif summed and isinstance(node, (ast.Name, ast.Subscript)) and not _counts(text, node):
             yield from more(slot, node, [mult], floats, 1.2)
+            for (a, b), f in itertools.product(pairs if id(node) in kept else (), powers):
+                power = ast.Call(ast.Name(f, ast.Load()), [_expr(f"{a} - {b}")], [])
+                yield Change(_TERM, "", 1.0, ((slot, _new(ast.BinOp(node, mult, power))),))
+        elif (
+            swizzled
+            and isinstance(holder, ast.Subscript)
+            and isinstance(row := holder.value, ast.Subscript)
+            and (isinstance(node, (ast.Name, ast.BinOp)) and field == "slice")
+        ):
+            yield Change("swizzled", "", 0.8, ((slot, _new(ast.BinOp(node, ast.BitXor(), row.slice))),))
         elif isinstance(holder, (ast.Compare, ast.Subscript)) and isinstance(node, (ast.Name, ast.BinOp)):
             yield from more(slot, node, [add, sub], ints, 2.2)
         elif isinstance(node, ast.Constant) and node.value == 0 and isinstance(holder, (Declaration, ast.IfExp)):
@@ -334,12 +371,83 @@ def _further(text: CudaText, right: CudaText) -> Iterator[Change]:
             yield Change("more", "", 1.2, ((slot, _new(minus)),))
         if isinstance(node, ast.Constant) and type(n := node.value) is int:
             near = {n * 2, *(n // x for x in (2, 4, 8) if n % x == 0)} if n and not n & (n - 1) else set()
-            for other, cost in (*((x, 1.6) for x in sorted(near)), *((x, 2.1) for x in sorted(numbers - near))):
-                if other and other != n:
-                    yield Change("wrong-number", "", cost, ((slot, ast.Constant(other)),))
+            for value, cost in (*((x, 1.6) for x in sorted(near)), *((x, 2.1) for x in sorted(numbers - near))):
+                if value and value != n:
+                    yield Change("wrong-number", "", cost, ((slot, ast.Constant(value)),))
         if isinstance(node, ast.Attribute) and node.attr in "xyzw":
             for attr in sorted({*"xyzw"} - {node.attr}):
                 yield Change("wrong-name", "", 1.8, ((slot, _new(ast.Attribute(node.value, attr, ast.Load()))),))
+
+
+def _numbers(*texts: CudaText) -> set[int]:
+    nodes = (n for x in texts for n in ast.walk(x.tree))
+    return {n.value for n in nodes if isinstance(n, ast.Constant) and type(n.value) is int and n.value < _LARGE}
+
+
+def _throughout(text: CudaText, right: CudaText) -> Iterator[Change]:
+    """Another base everywhere, another number in the bounds of all loops that have it."""
+    bounds = defaultdict(list)
+    for slot, x in (found for n in ast.walk(text.tree) if isinstance(n, Loop) for found in _slots(n.test)):
+        if isinstance(x, ast.Constant) and type(x.value) is int:
+            bounds[x.value].append(slot)
+    for bound, slots in bounds.items():
+        for wanted in sorted({*_numbers(text, right), 2 * bound, 4 * bound} - {0, bound}) if len(slots) > 1 else ():
+            yield Change("wrong-number", "", 1.7, tuple((slot, ast.Constant(wanted)) for slot in slots))
+
+    called = [(slot, x) for slot, x in _slots(text.tree) if isinstance(x, ast.Call)]
+    for to in _BASES:
+        based = [(slot, x, f) for slot, x in called if (f := text.plain(x.func)) in to]
+        olds = dict.fromkeys(f for _, _, f in based)
+        if {"log", "exp"} <= {f.strip("_")[:3] for f in olds}:
+            here, there = (" and ".join(f"`{x}`" for x in y) for y in (olds, dict.fromkeys(to[f] for f in olds)))
+            every = [(slot, _new(ast.Call(ast.Name(to[f], ast.Load()), x.args, []))) for slot, x, f in based]
+            yield Change(_MISSING, f"{here} stand where {there} belong", 1.0, tuple(every))
+
+
+def _heads(text: CudaText, right: CudaText) -> Iterator[Change]:
+    """A loop that begins, ends and goes on as one of the right text does."""
+
+    def head(of: CudaText, loop: Loop) -> tuple[str, list[Any], list[str]] | None:
+        """The variable, and where its three numbers stand; in words."""
+        first, step = (x[0] if len(x) == 1 else None for x in (loop.first, loop.step))
+        if not (isinstance(first, Declaration) and len(first.values) == 1 and isinstance(step, ast.AugAssign)):
+            return None
+        name, places = _name(step.target), [(first, "values", 0), (loop, "test", None), (step, "value", None)]
+        op = {ast.Add: "+=", ast.Mult: "*=", ast.Sub: "-="}.get(type(step.op), "")
+        words = [of.plain(_at(x)) for x in places]
+        return (name, places, [*words[:2], f"{name} {op} {words[2]}"]) if op else None
+
+    for mine in (x for x in ast.walk(text.tree) if isinstance(x, Loop)):
+        for other in (x for x in ast.walk(right.tree) if isinstance(x, Loop)):
+            here, there = head(text, mine), head(right, other)
+            if not (here and there and "-=" not in here[2][2] + there[2][2] and "*=" not in here[2][2]):
+                continue
+            news = [_foreign(right, text, ast.Expression(_at(x)).body) for x in there[1]]
+            for x in (x for new in news for x in ast.walk(new) if isinstance(x, ast.Name) and x.id == there[0]):
+                x.id = here[0]
+            if "*= 2" in there[2][2]:
+                news[2] = ast.Name(here[0], ast.Load())
+            heads = (f"for ({here[0]} = {a}; {b}; {c})" for a, b, c in (here[2], [re.sub(
+                     rf"\b{there[0]}\b", here[0], x) for x in there[2]]))  # fmt: skip
+            words = "`{}` stands where `{}` belongs".format(*heads)
+            yield Change(_MISSING, words, 1.3, tuple(zip(here[1], map(_new, news), strict=True)))
+
+
+def _name(node: ast.AST) -> str:
+    return getattr(node, "id", "")
+
+
+def _initialisers(block: Sequence[Any]) -> Iterator[tuple[Slot, Slot]]:
+    """Two places that follow each other where variables of one type are set."""
+    for node, behind in itertools.pairwise([*block, None]):
+        ours = [*range(len(node.values))] if isinstance(node, Declaration) else []
+        slots: list[Slot] = [(node, "values", i) for i in ours]
+        if isinstance(behind, Declaration) and len(behind.values) == len(ours) == 1:
+            slots.append((behind, "values", 0))
+        for a, b in itertools.pairwise(slots):
+            kinds = [re.sub(rf"{_KEPT}|\w+ =", "", x[0].texts[x[2]]) for x in (a, b)]  # type: ignore[attr-defined]
+            if kinds[0] == kinds[1] or not kinds[1].strip(",; \0"):
+                yield a, b
 
 
 def _known_names(text: CudaText, right: CudaText) -> set[str]:
@@ -397,8 +505,8 @@ def _of_the_right(text: CudaText, right: CudaText) -> Iterator[Change]:
         for nth, (piece, there) in enumerate(counted):
             if mine != there and alike(mine, there):
                 cost = 1.1 + 0.1 * ((mine | there).total() - (mine & there).total())
-                yield Change(_PART, "", cost, ((slot, piece),))
+                yield Change(PART, "", cost, ((slot, piece),))
                 same[text.plain(node), nth].append((cost, (slot, piece)))
     for found in same.values():
         if len(found) > 1:
-            yield Change(_PART, "", found[0][0] + 0.1, tuple(edit for _, edit in found))
+            yield Change(PART, "", found[0][0] + 0.1, tuple(edit for _, edit in found))

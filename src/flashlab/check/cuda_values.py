@@ -145,7 +145,6 @@ def _set_to(holder: ast.AST, name: str, at: int | None) -> tuple[str, bool | Non
 
 class _Run(Watched):
     text: CudaText
-    quick = True
 
     def __init__(self, it: Any, text: CudaText, order: Sequence[int]):
         super().__init__()

@@ -91,8 +91,8 @@ def _structure(observations: Sequence[Observation], wrong: Sequence[Observation]
         return "strides-ignored", said, first
     others = [seen for seen in wrong if seen not in masked]
     if {seen.case.content for seen in others} == {"huge"} and all(_as_a_sentinel_gives(seen) for seen in others):
-        said = "wrong where the scores are hugely negative: a finite number (-1e4, -1e6, ...) stands for minus "
-        said += "infinity, and real scores are below it; use -inf"
+        said = "wrong where the scores are hugely negative: a mask, or what a maximum begins or ends with, is a finite "
+        said += "number (0, -1e4, ...), and real scores are below it; use -inf"
         return "finite-sentinel", said, others[0]
     return None
 

@@ -53,7 +53,7 @@ class KernelText(Text):
         """A stride is taken for one of the same tensor or axis, or for a size; a size for no stride."""
         one, other = (str(name).removeprefix("stride_") if "stride_" in str(name) else "" for name in names)
         if one and other:
-            return one[:-1] == other[:-1] or one[-1] == other[-1]
+            return one[:-1] == other[:-1] or one[-1] == other[-1] or min(map(len, (one, other))) > 2
         return not other and (not one or str(names[1]).isupper()) and super().are_alike(*names)
 
     def launched(self, made: Callable[..., Any]) -> Callable[..., Any]:
@@ -281,6 +281,26 @@ def _of_edges(text: Text) -> Iterator[Change]:
         if isinstance(node, ast.Call) and _name(node) == "dot":
             for name in unread:
                 yield Change("more", "", 1.0, ((slot, ast.BinOp(node, ast.Mult(), _expr(name))),))
+            for i, name in itertools.product(
+                (0, 1), (x for x, kinds in text.kinds.items() if ("tile", 2, "f") in kinds)
+            ):
+                if i < len(node.args):
+                    yield Change("wrong-name", "", 0.9, (((node, "args", i), _new(_expr(f"tl.trans({name})"))),))
+            if not any(x.arg == "input_precision" for x in node.keywords):
+                exact = [*node.keywords, ast.keyword("input_precision", ast.Constant("ieee"))]
+                words = f'`input_precision="ieee"` is missing in {text.say(node)}: float32 is rounded to TF32'
+                yield Change("tf32", words, 0.4, ((slot, _new(_with(node, keywords=exact))),))
+            for name in (x for x, kinds in text.kinds.items() if kinds == {"float"}):
+                yield Change("more", "", 1.0, ((slot, ast.BinOp(node, ast.Mult(), _expr(name))),))
+        if isinstance(node, ast.Call) and _name(node) == "where" and isinstance(node.args[-1], ast.Constant):
+            yield Change("finite-number", "", 0.1, (((node, "args", 2), _expr('float("-inf")')),))
+        if isinstance(node, ast.Call) and _name(node) == "max" and isinstance(node.args[0], ast.Call):
+            if _name(node.args[0]) == "max":
+                yield Change("more", "", 0.8, ((slot, node.args[0]),))
+        if isinstance(slot[0], ast.Assign) and slot[1] == "value":
+            for name in (x for x in text.locals if ("tile", 2, "b") in text.kinds.get(x, ()) and not text.reads[x]):
+                hidden = _expr(f'tl.where({name}, x, float("-inf"))', x=node)
+                yield Change("mask", "", 0.1, ((slot, _new(hidden)),))
         if not isinstance(node, ast.Name) or node.id not in numbers:
             continue
         factor = isinstance(slot[0], ast.BinOp) and isinstance(slot[0].op, ast.Mult)
@@ -315,22 +335,36 @@ def _conditions(mask: ast.expr) -> list[ast.expr]:
     return [*_conditions(mask.left), *_conditions(mask.right)] if both else [mask]  # type: ignore[attr-defined]
 
 
+def _is_pointer(text: Text, name: str) -> bool:
+    return any("ptr" in x.id.lower() for value in text.assigned.get(name, ()) if value for x in ast.walk(value)
+               if isinstance(x, ast.Name))  # fmt: skip
+
+
+def _moved_on(text: Text, loop: Any, at: int, line: ast.AugAssign, name: str) -> Iterator[Change]:
+    """Pointers that stay where others go on."""
+    strides = [x.id for x in ast.walk(line.value) if isinstance(x, ast.Name) and x.id.startswith("stride_")]
+    own = {x.id for value in text.assigned.get(name, ()) if value for x in ast.walk(value)
+           if isinstance(x, ast.Name) and x.id.startswith("stride_")}  # fmt: skip
+    for stride in sorted(own) if len(strides) == 1 else ():
+        step = ast.parse(ast.unparse(line.value).replace(strides[0], stride), mode="eval").body
+        moved = ast.AugAssign(ast.Name(name, ast.Store()), line.op, step)
+        both = ast.If(ast.Constant(True), [line, moved], [])
+        said = f"`{name}` is not moved on, as `{line.target.id}` is"  # type: ignore[union-attr]
+        yield Change("never-moved", said, 0.2, (((loop, "body", at), _new(both)),))
+
+
 def _of_loops(text: Text) -> Iterator[Change]:
-    """What is read in a loop and never set there; what is added to without a factor that the loop makes."""
+    """Pointers that a loop never moves; what is added to without a factor that the loop makes."""
     axes = {x: max((k[1] for k in kinds if isinstance(k, tuple) and k[0] == "tile"), default=0)
             for x, kinds in text.kinds.items()}  # fmt: skip
     for loop in (x for x in ast.walk(text.tree) if isinstance(x, (ast.For, ast.While))):
         inside = [n for line in loop.body for n in ast.walk(line) if isinstance(n, ast.Name)]
         made = {n.id for n in inside if isinstance(n.ctx, ast.Store)}
-        moved = {getattr(x.targets[0], "id", ""): {n.id for n in ast.walk(x.value) if isinstance(n, ast.Name)}
-                 for x in loop.body if isinstance(x, ast.Assign) and "maximum" in ast.unparse(x.value)}  # fmt: skip
-        for name in sorted({n.id for n in inside} - made - {*text.params}):
-            alike = (x for x in sorted(made) if axes.get(x) == axes.get(name) and name in moved.get(x, ()))
-            for other in alike:
-                line = ast.Assign([ast.Name(name, ast.Store())], ast.Name(other, ast.Load()))
-                both = ast.If(ast.Constant(True), [loop.body[-1], line], [])
-                said = f"the line `{name} = {other}` is missing at the end of the loop"
-                yield Change("never-moved", said, 0.2, (((loop, "body", len(loop.body) - 1), _new(both)),))
+        read = {n.id for n in inside} - made - {*text.params, *text.globals}
+        for at, step in enumerate(loop.body):
+            if isinstance(step, ast.AugAssign) and isinstance(step.target, ast.Name):
+                for name in sorted(x for x in read if _is_pointer(text, x) and _is_pointer(text, step.target.id)):
+                    yield from _moved_on(text, loop, at, step, name)
         for line in (x for x in loop.body if isinstance(x, ast.Assign)):
             name = getattr(line.targets[0], "id", "")
             for slot, node in _slots(line):

@@ -41,6 +41,7 @@ _PLAIN = (  # what may be told together with another one; two rare ones give too
 HEDGE = "as in a right answer where"
 _ENDLESS = EndlessError.__name__
 _CLAIMED = re.compile(r"`([a-z]\w+|[^\w`]{1,3})` (?:stands|adds|is taken for)")
+_WHOLE = re.compile(r"it is `(\w+)`$")
 _FOR_A_NUMBER = re.compile(r"stands where [\d.]+ belongs")
 _ALMOST = 0.35  # costs so near say nothing about which is likelier
 _SYMPTOMS = ("always-the-same", "always-one-branch")
@@ -172,6 +173,7 @@ class Index:
             with _calls() as counted:
                 self.right.append(self._one(right, given))
             self.work.append(1 + max(texts[0].turns - before, counted.total() // calls))
+        assert not inputs or not all(isinstance(x, str) for x in self.right), f"the right text: {self.right[0]}"
         self.order = sorted(range(len(inputs)), key=lambda i: self.work[i])  # what takes least tells most of them apart
         self.looked_up: Any = None  # an answer's outcome, and the changes that fit
         self.of_result = ""  # which of its expressions gives a wrong result of what is right
@@ -336,7 +338,8 @@ class Index:
     def note_on(self, own: str) -> str:
         """Why the piece is there whose change explains the values, where what is said of a learner's text names it."""
         for text, change, _ in self.looked_up[1][:1]:
-            if text is not None and any(f"`{piece}`" in own for piece in change.about):
+            pieces = [x for x in change.about if not x.isdigit()]  # another 2 has another reason
+            if text is not None and any(f"`{piece}`" in own for piece in pieces):
                 return self._note(text, change, "")
         return ""
 
@@ -385,6 +388,9 @@ class Index:
                 continue
             claimed = _CLAIMED.match(change.said)
             known = text is not None and claimed and claimed[1] not in (*text.params, *text.locals)
+            whole = _WHOLE.match(change.said) if self.written and text is not None else None
+            if whole and whole[1] not in self.written:
+                continue
             if not (self.written and known and claimed[1] not in self.written):  # type: ignore[index]
                 yield found
         yield from late

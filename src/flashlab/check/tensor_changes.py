@@ -25,6 +25,8 @@ _REDUCTIONS = {
     "sum": ("mean", "amax", "prod"), "amax": ("amin", "mean", "sum"), "max": ("min", "mean", "sum"),
     "logsumexp": ("amax", "sum", "mean"), "mean": ("sum",), "median": ("max",),
 }  # fmt: skip
+_OPPOSITE = {f"{a}{end}": f"{b}{end}" for x, y in (("mul", "div"), ("add", "sub")) for a, b in ((x, y), (y, x))
+             for end in ("", "_")}  # fmt: skip
 _CASTS = ("float", "double", "half", "to", "unsqueeze", "contiguous")
 
 
@@ -269,6 +271,22 @@ def further(text: Text) -> Iterator[Change]:
             case ast.Call(func=ast.Attribute(value=owner, attr="max" | "amax")):
                 total = ast.Call(ast.Attribute(owner, "sum", ast.Load()), node.args, node.keywords)
                 yield Change("wrong-function", "", 1.5, ((slot, _new(total)),))
+            case ast.Compare(left=left, ops=[ast.Eq() | ast.NotEq()], comparators=[ast.Name()]):
+                yield Change("finite-number", "", 1.2, ((slot, ast.Compare(left, node.ops, [infinite])),))
+            case ast.BinOp(op=ast.MatMult(), left=left, right=right):
+                for name in (x for x, n in axes.items() if n > 1):
+                    for way in (f"x.mT @ {name}", f"x @ {name}.mT", f"x.mT @ {name}.mT"):
+                        yield Change("wrong-name", "", 1.2, ((slot, _expr(way, x=left)),))
+                    for way in (f"{name}.mT @ x", f"{name} @ x.mT", f"{name}.mT @ x.mT"):
+                        yield Change("wrong-name", "", 1.2, ((slot, _expr(way, x=right)),))
+            case ast.Call(func=ast.Attribute(value=owner, attr=name)) if name in _OPPOSITE:
+                turned = ast.Call(ast.Attribute(owner, _OPPOSITE[name], ast.Load()), node.args, node.keywords)
+                yield Change("upside-down", "", 1.2, ((slot, _new(turned)),))
+            case ast.Call(func=ast.Attribute(value=owner, attr="any" | "all" as name)):
+                both = ast.Call(
+                    ast.Attribute(owner, "all" if name == "any" else "any", ast.Load()), node.args, node.keywords
+                )
+                yield Change("wrong-function", "", 1.0, ((slot, _new(both)),))
             case ast.BinOp(left=ast.Constant(value=2), op=ast.Pow(), right=power):
                 yield Change("power-of-2", "", 1.2, ((slot, _expr("x.exp()", x=power)),))
             case ast.Constant(value=0) | ast.UnaryOp(op=ast.USub(), operand=ast.Constant()):
@@ -281,6 +299,11 @@ def further(text: Text) -> Iterator[Change]:
                 for names in (["neginf"], ["nan", "neginf"]) if not node.keywords else ():
                     new = ast.Call(node.func, node.args, [ast.keyword(name, infinite) for name in names])
                     yield Change("finite-number", "", 1.0, ((slot, _new(new)),))
+    yield from _not_rescaled(text, axes)
+
+
+def _not_rescaled(text: Text, axes: dict[str, int]) -> Iterator[Change]:
+    """What a loop makes of itself, with a factor or a divisor."""
     lines = [line for loop in ast.walk(text.tree) if isinstance(loop, ast.For) for line in loop.body]
     for line, name in [(x, getattr(x.targets[0], "id", "")) for x in lines if isinstance(x, ast.Assign)]:
         reads = [slot for slot in _places(line) if getattr(_at(slot), "id", "") == name and slot[1] != "targets"]

@@ -321,8 +321,8 @@ def _diagnosed(seen: Sequence[tuple[Case, dict[str, Wanted], dict[str, torch.Ten
             said += "is low: inf * 0 is NaN, so these keys are hidden by `where`"
             return CheckFailed(said, diagnosis="tail-overflows", case=str(case))
         if all(unseen) and all(_lost_alone(entry[0], entry[2]) for entry in wrong):
-            said = "rows that see no key lose their gradients, or others': their lse is -inf, and exp(score - lse) is "
-            return CheckFailed(f"{said}infinite; their P is 0", diagnosis="masked-rows-nan", case=str(case))
+            said = "a row that sees no key has an lse of -inf, so exp(score - lse) is infinite, and gradients are NaN: "
+            return CheckFailed(f"{said}its P should be 0", diagnosis="masked-rows-nan", case=str(case))
     off = right[name].value - got[name].cpu().double()
     index = tuple(int(i) for i in torch.unravel_index(off.nan_to_num(nan=torch.inf).abs().argmax(), off.shape))
     values = f"{got[name].cpu().double()[index]:.4g}, where {right[name].value[index]:.4g} is right"

@@ -37,6 +37,7 @@ _LONG, _SHORT = 110, 90  # characters of an expression that is told; of numbers,
 _ROOM = 10**7  # numbers of all spots on one input
 _SOME, _ROUNDED = 50, 2e-3  # numbers of a result; what rounding it to 16 bits may change
 _HOOK = "_value"
+IN_NUMBERS = ", or what it reads, is wrong:"
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,6 @@ class Watched:
 
     text: Text
     spots: Sequence[Spot]
-    quick = True  # all can be tried, one line after the other
 
     def __init__(self) -> None:
         self.known: dict[int, dict[int, Values]] = {}
@@ -137,11 +137,11 @@ class _Found:
 
 
 def found_in(
-    mine: Watched, rights: Iterable[Watched], i: int, late: Callable[[], bool], say: Callable[[Any, Change], str]
+    mine: Watched, rights: Iterable[Watched], i: int, late: Callable[[], bool], say: Callable[[Any, Change], str | None]
 ) -> tuple[str, float]:
     """(which expression of a text is wrong, and what belongs there, in words; what that costs, 9 if it is a result);
     "" where no value is found. i: an input on which it is wrong. late: whether it is time to end. say: what is said of
-    a change.
+    a change, None of one that is no repair.
     """
     found, got = list[_Found](), mine.on(i)
     for right in rights:
@@ -149,7 +149,7 @@ def found_in(
         ends = [wanted[k] for k, x in enumerate(right.spots) if k in wanted and x.last]
         usual = _distinct(wanted)
         known = {at for at, values in got.items() if any(values.alike(wanted[k]) for k in usual)}
-        lines = [x.line * mine.quick for x in mine.spots]
+        lines = [x.line for x in mine.spots]
         within = {at: _around(got[at], right, wanted) for at in known if mine.spots[at].target}  # a part is forgotten
         for at in sorted(
             {*got} - known | {at for at, x in within.items() if x},
@@ -197,7 +197,7 @@ def _is_known(mine: Watched, known: set[int], node: ast.expr, name: ast.Name) ->
     return bool(parts & known)
 
 
-def _said(mine: Watched, found: Sequence[_Found], say: Callable[[Any, Change], str]) -> tuple[str, float]:
+def _said(mine: Watched, found: Sequence[_Found], say: Callable[[Any, Change], str | None]) -> tuple[str, float]:
     plain = mine.text.plain
     found = [x for x in found if len(plain(mine.spots[x.at].node)) <= _LONG]
     found = sorted(found, key=lambda x: (mine.spots[x.at].line, not x.sure))
@@ -208,12 +208,12 @@ def _said(mine: Watched, found: Sequence[_Found], say: Callable[[Any, Change], s
             with contextlib.suppress(SyntaxError):
                 well = plain(new) != old and len(plain(new)) <= min(_LONG, 2 * len(old) + 30)
                 change = Change("value", "", 0.0, ((spot.slot, _new(new)),))
-                if well and mine.is_right(change):
-                    return say(mine.text, change) or f"`{old}` stands where `{plain(new)}` belongs", 1.0
+                if well and (words := say(mine.text, change)) is not None and mine.is_right(change):
+                    return words or f"`{old}` stands where `{plain(new)}` belongs", 1.0
     for x in (x for x in found if not x.part):
         if told := mine.told(mine.of_first[x.at], x.right.of_first[x.by]):
             it = f"`{plain(mine.spots[x.at].node)}`"
-            return f"{it}, or what it reads, is wrong: it {told}", 9.0 if x.last else 2.5
+            return f"{it}{IN_NUMBERS} it {told}", 9.0 if x.last else 2.5
     return "", 0.0
 
 
@@ -282,7 +282,7 @@ def _length(node: ast.AST) -> int:
 
 def value_mended(
     index: Index, text: Text, off: Sequence[int], is_right: Callable[[Callable[..., Any]], bool],
-    say: Callable[[Text, Change], str],
+    say: Callable[[Text, Change], str | None],
 ) -> tuple[str, float]:  # fmt: skip
     """`found_in` a text. off: the inputs on which it is wrong. is_right: whether a function gives what is right, on
     further inputs too.
@@ -448,7 +448,8 @@ def _as(new: Any, old: Any) -> Any:
     if _plain_shape(new) != _plain_shape(old):
         return None
     if tensors:
-        return new.reshape(old.shape).to(old.dtype) if (new.dtype == torch.bool) == (old.dtype == torch.bool) else None
+        alike = (new.dtype == torch.bool) == (old.dtype == torch.bool)
+        return new.reshape(old.shape).to(old.dtype, copy=True) if alike else None  # it may be changed in place
     if isinstance(old, np.ndarray) and isinstance(new, np.ndarray):
         return new.reshape(old.shape).astype(old.dtype) if (new.dtype == bool) == (old.dtype == bool) else None
     numbers = not any(isinstance(x, (torch.Tensor, np.ndarray)) for x in (old, new))

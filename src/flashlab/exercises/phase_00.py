@@ -525,7 +525,11 @@ def a_tree(merge_as_tree: Callable[..., State]) -> Any:
         tree = _on(case, merge_as_tree, list(range(n)), pair, "nothing")
         said = "the function returns None: is a `return` missing?"
         expect(tree is not None, said, diagnosis="returned-none", case=case)
-        leaves = [leaf for leaf in _leaves(tree) if leaf != "nothing"]
+        expect(
+            count[0] or n == 1, "`merge` is never called: it makes one state of two", diagnosis="no-merge", case=case
+        )
+        every = [*_leaves(tree)]
+        leaves = [leaf for leaf in every if leaf != "nothing"]
         lost, twice = sorted(set(range(n)) - set(leaves)), len(leaves) != len(set(leaves))
         sentence = f"states {lost} were left out; a state without a partner goes on to the next round"
         expect(not lost, sentence, diagnosis="state-lost", case=case)
@@ -533,8 +537,12 @@ def a_tree(merge_as_tree: Callable[..., State]) -> Any:
         expect(not twice, said, diagnosis="merged-twice", case=case)
         sentence = "the states were reordered: merge neighbours, so that the tree also serves operations that do not "
         sentence += "commute"
+        if leaves == [*range(n)][::-1]:
+            sentence = "they come in the reverse order: merge(left, right), the one with the earlier states first"
         expect(leaves == list(range(n)), sentence, diagnosis="reordered", case=case)
-        most = math.ceil(math.log2(n))
+        most, idle = math.ceil(math.log2(n)), len(every) - len(leaves)
+        said = "every state is merged with `nothing`, which is for the empty list alone"
+        expect(idle < n, said, diagnosis="extra-merges", case=case)
         sentence = f"the result is {_plural(_depth(tree), 'merge')} deep; {_plural(n, 'state')} need no more than "
         sentence += f"{most}"
         expect(_depth(tree) <= most, sentence, diagnosis="not-a-tree", case=case)

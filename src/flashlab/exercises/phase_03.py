@@ -289,12 +289,12 @@ def _verify_forward(kernel: Any) -> Report:
 
 def _given(r: random.Random, *sizes: Any, later: bool = False, unseen: bool = False) -> tuple[Any, ...]:
     """The arguments of phase 3's kernels. later: o and lse are those of earlier keys. unseen: whoever visits the last
-    tile of keys has NaN of it.
+    of several tiles of keys has NaN of it.
     """
     *given, M, N, scale, HEAD_DIM, BLOCK_M, BLOCK_N = of_one_head(r, *sizes)
     if later:
         given[3][:], given[4][:] = normal(r, *given[3].shape), normal(r, M)
-    if unseen:
+    if unseen and N > BLOCK_N:
         given[2][(N - 1) // BLOCK_N * BLOCK_N :] = math.nan
     return *given, scale * LOG2_E, M, N, HEAD_DIM, BLOCK_M, BLOCK_N
 
@@ -620,12 +620,16 @@ def _as_the_interpreter_counts(bytes_read: Callable[..., Any]) -> None:
     rows=[
         Row("masked-rows", "rows past the end are masked: they are not read",
             [("(2 * M + 2", "(2 * programs * BLOCK_M + 2"), ("4 * M", "4 * programs * BLOCK_M")]),
-        Row("lse-not-read", "4 · M bytes too few: the keys before are in lse, which is read too", [(" + 4 * M", "")]),
-        Row("like-the-lectures", "that is the lecture's kernel: this one reads O and lse as well",
-            [("(2 * M + 2", "(M + 2"), (" + 4 * M", "")]),
-        Row("scores-read", "the scores are counted: they never leave the chip", [("* itemsize", "* itemsize + M * N * "
-            "itemsize")]),
     ],
+    units={
+        "bytes_read": {
+            "times Q or O": "M * HEAD_DIM * itemsize", "times K or V": "N * HEAD_DIM * itemsize",
+            "times K or V for each program": "math.ceil(M / BLOCK_M) * N * HEAD_DIM * itemsize",
+            "times Q or O for each program": "math.ceil(M / BLOCK_M) * M * HEAD_DIM * itemsize",
+            "times the scores, which never leave the chip": "M * N * itemsize", "times lse": "4 * M",
+            "times lse for each program": "math.ceil(M / BLOCK_M) * 4 * M",
+        },
+    },
     then=_as_the_interpreter_counts,
 )  # fmt: skip
 def bytes_read(M, N, HEAD_DIM, BLOCK_M, itemsize):

@@ -386,18 +386,18 @@ def _shape_told(learners: Callable[..., Any]) -> tuple[str, str] | None:
     """From where to where it runs, and how steeply through 0."""
     cap = 3.0
     x = torch.zeros(128)
-    x[:4] = torch.tensor([-60.0, -0.01, 0.01, 60.0]) * cap
+    x[:4] = torch.tensor([-60.0, -1e-3, 1e-3, 60.0]) * cap
     y = learners(*(copied(x, True) for x in (x, empty(128), cap, 128))).cpu() / cap
     first, last, middle = (round(float(y[i]), 3) + 0.0 for i in (0, 3, 4))
-    slope = float(y[2] - y[1]) / 0.02
+    slope = float(y[2] - y[1]) / 2e-3
     name = next((said for value, said in _SLOPES.items() if abs(slope / value - 1) < 1e-3), "")
     if not y[:5].isfinite().all():
         return None
     there = f"is {middle:g} at 0 and has the slope {slope:.3g}{name} there"
     if abs(slope) > 10:
         there = f"jumps at 0 from {float(y[1]):.2g} to {float(y[2]):.2g}"
-    said = f"in units of the cap y runs from {first:g} to {last:g}, {there}"
-    return "another-curve", f"{said}; tanh runs from -1 to 1, is 0 at 0 and has the slope 1 (cap {cap:g})"
+    said = f"in units of the cap y is {first:g} at x = -60 and {last:g} at 60, {there}"
+    return "another-curve", f"{said}; tanh is -1, 1 and 0, and has the slope 1 at 0 (cap {cap:g})"
 
 
 @kernel_rule(

@@ -78,6 +78,9 @@ class Factors(NamedTuple):
         return f"{self.second}[{at[0]}, {at[1]}]" if self.turned else f"{self.second}[{at[1]}, {at[0]}]"
 
 
+_OPERANDS = "the operands are right, and"
+
+
 @contextlib.contextmanager
 def fragments_told(answer: Answer, factors: Factors) -> Iterator[None]:
     """Has the first register that holds something else told first, or a sum that is stored in another place."""
@@ -88,7 +91,9 @@ def fragments_told(answer: Answer, factors: Factors) -> Iterator[None]:
             raise
         lines = failed.sentence.split("\n")  # what gives the same, which nobody needs beside a rule, and the numbers
         known = lines[-1 if " apart" in said or "in every lane" in said else 0]
-        raise CheckFailed(f"{said}\n{known}", diagnosis=failed.diagnosis, case=failed.case) from None
+        cause = said.startswith(_OPERANDS) and failed.diagnosis != "wrong-value"  # what is told says more then
+        both = f"{known}\n{said}" if cause else f"{said}\n{known}"
+        raise CheckFailed(both, diagnosis=failed.diagnosis, case=failed.case) from None
 
 
 def _said(answer: Answer, factors: Factors) -> str:
@@ -110,12 +115,11 @@ def _said(answer: Answer, factors: Factors) -> str:
         reached, enough = int(count[0]), factors.depth // 16
         if enough < reached <= _MOST:
             return f"there are {reached} MMAs, and {factors.depth} dimensions take {enough}, of 16 each"
+        if reached < enough:
+            few = "is 1 MMA" if reached == 1 else f"are {reached} MMAs"
+            return f"there {few}, of 16 of the {factors.depth} dimensions each"
         if (wrong := _registers(registers[:reached], factors)) or reached > _MOST:
             return wrong
-        if reached < enough:
-            return (
-                f"there {'is' if reached == 1 else 'are'} {reached} MMAs, of 16 of the {factors.depth} dimensions each"
-            )
         first, second = normal(16, factors.depth, seed=1).half(), normal(*factors.shape, seed=2).half()
         run(first, second)
     except (CheckFailed, SimtError, TypeError):
@@ -180,9 +184,7 @@ def _stores(sums: torch.Tensor, right: torch.Tensor, result: torch.Tensor, name:
         row, column = lane // 4 + i // 2 * 8, lane % 4 * 2 + i % 2
         mine, wanted = float(sums[lane, i]), float(right[row, column])
         if abs(mine - wanted) > 1e-2:
-            return (
-                f"the operands are right, and c[{i}] of lane {lane} is {mine:.4g} behind the last MMA, not {wanted:.4g}"
-            )
+            return f"{_OPERANDS} c[{i}] of lane {lane} is {mine:.4g} behind the last MMA, not {wanted:.4g}"
         if float(result[row, column]) != mine:
             there = (result == mine).nonzero().tolist()
             times = result / right
@@ -230,6 +232,8 @@ def _added_up(answer: Answer) -> str:
         often = columns[i]
         if of == [i] and (often == 1).all():
             continue
+        if not of and not often.any():
+            return f"sum[{i}] is never written, or always 0: it is row {i}'s"
         which = "all columns" if (often == often[0]).all() else f"{runs(often != 0, 'column')}"
         times = sorted({*often[often != 0].tolist()})
         counted = f", {times[0]:g} times each," if len(times) == 1 and times != [1.0] else ""

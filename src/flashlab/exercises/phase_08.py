@@ -371,7 +371,7 @@ def groups_in_flight(in_flight: str) -> str:
         module, said, case = built(ours, check=True, STAGES=stages), torch.zeros(2).int(), f"STAGES={stages}"
         module.in_flight(said)
         for which, got, want in zip("KV", said.tolist(), (2 * stages - 3, 2 * stages - 2), strict=True):
-            name, (wanted, more) = f"IN_FLIGHT_{which} is {got}", map(_younger, (want, want - got))
+            name, (wanted, more) = f"with {stages} stages IN_FLIGHT_{which} is {got}", map(_younger, (want, want - got))
             expect(got >= 0, f"{name}; a count of groups is not negative", diagnosis="wrong-value", case=case)
             sentence = f"{name}: the result is right, but the wait for {which}_j also waits for {more}, "
             sentence += "which nobody needs yet; the copies overlap with less work than they could"

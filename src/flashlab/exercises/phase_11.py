@@ -307,7 +307,7 @@ def _(descriptors: str) -> str:
                 step, slip = next(((step, slip) for step, slip in slips if given[step] and slip), (0, None))
                 if slip is None or failed.diagnosis == "does-not-compile":
                     raise
-                sentence = f"{failed.sentence}. In {name}(tile, {step}) {slip[0]}"
+                sentence = f"in {name}(tile, {step}) {slip[0]}\n{failed.sentence}"
                 raise CheckFailed(sentence, diagnosis=f"wrong-{slip[1]}", case=name) from None
             seen.append(out.int())
         _expect_tile(which, seen[0], seen[1], given.tolist())

@@ -148,11 +148,45 @@ def _why(x: torch.Tensor, y: torch.Tensor) -> tuple[str, str] | None:
     for slug, sentence, given, near in said:
         if bool(((y / given - 1).abs() < near).all()) and (slug != "wrong-exponent" or abs(times - 1) > 0.01):
             return slug, f"{sentence}\n"
-    for way, whole in (("cut towards 0", x.trunc()), ("rounded down", low)):
+    cut = "rounded by adding 0.5 and cutting towards 0, which is another number below 0", (x + 0.5).trunc()
+    for way, whole in (("cut towards 0", x.trunc()), ("rounded down", low), cut):
         far = (x - whole).abs()
         if bool(good[far <= 0.5].all()) and not bool(good[far > 0.9].any()):
             return "wrong-split", f"x is {way}: right are those at most 0.5 from there, so round to the nearest\n"
+    if read := _of_the_polynomial(f, y / torch.exp2(n)) or _at_whole_numbers(n[f == 0], y[f == 0], places):
+        return read[0], f"{read[1]}\n"
     return ("wrong-below", "it is the same at -126 and -125.7: x is limited too early\n") if limited else None
+
+
+def _of_the_polynomial(f: torch.Tensor, y: torch.Tensor) -> tuple[str, str] | None:
+    """Which of its coefficients is wrong; None of what is no polynomial of f, or is right."""
+    some = f.abs() < 0.45
+    powers = torch.stack([f[some] ** k for k in range(6)], 1)
+    found = torch.linalg.lstsq(powers, y[some, None]).solution[:, 0]
+    if not y.isfinite().all() or bool((powers @ found - y[some]).abs().max() > 1e-4):
+        return None
+    right = torch.tensor([math.log(2) ** k / math.factorial(k) for k in range(6)], dtype=torch.float64)
+    if bool((found.flip(0) / right - 1).abs().max() < 0.2):
+        return "wrong-coefficients", "the coefficients come in reverse order: 2^f is 1 + ln(2) f + ..."
+    off = ((found - right).abs() > 0.02 * right)[:5].nonzero().flatten().tolist()
+    k = off[0] if off else 0
+    has = round(float(found[k]), 4) + 0.0
+    said = f"the polynomial's coefficient of f^{k} is {has:g}, and should be near {right[k]:.4g}"
+    return ("wrong-coefficients", said) if len(off) == 1 else None
+
+
+def _at_whole_numbers(n: torch.Tensor, y: torch.Tensor, places: str) -> tuple[str, str] | None:
+    """What is wrong with 2^n, where the polynomial is 1."""
+    bits, want = y.float().view(torch.int32), (n.int() + 127) << 23
+    off = ((y / torch.exp2(n) - 1).abs() > _ALLOWED).nonzero().flatten().tolist()
+    if not off:
+        return None
+    if bool(((bits >> 23) - n.int()).remainder(256).eq(0).all()):
+        return "wrong-exponent", f"n stands in the exponent without the 127: {places}"
+    at = off[-1]
+    mine, right = (int(x[at]) & 0xFFFFFFFF for x in (bits, want))
+    said = f"at x = {float(n[at]):g}, where f is 0, the bits are {mine:#010x}, and should be {right:#010x}: {places}"
+    return "wrong-exponent", said
 
 
 def _powers(module: CudaModule, whole: Source, x: torch.Tensor) -> torch.Tensor:

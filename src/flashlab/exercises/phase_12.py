@@ -862,21 +862,19 @@ def _places(pages: tuple[int, ...], stride_page: int, stride_slot: int, page: in
     return out, table, len(pages) * page, stride_page, stride_slot, page, 16
 
 
-_FEW_BITS = "every offset is right up to a multiple of 2^32: the page's number has 32 bits, as the table has"
+_FEW_BITS = "the page's number has 32 bits, as the table has: every offset is right up to a multiple of 2^32"
 
 
 @kernel_rule(
     "12.10",
     title="The cache grew", minutes=15, difficulty="Bug hunt",
-    bug=Row("page-overflow", _FEW_BITS,
-            [(").to(tl.int64)\n    slot", ")\n    slot"), ("(key % PAGE).to(tl.int64)", "key % PAGE")]),
+    bug=Row("page-overflow", _FEW_BITS, [(").to(tl.int64)\n    slot", ")\n    slot")]),
     history="vllm-project/vllm, pull request 47671 (2026), in its Triton decode kernels; issue 50427 (2026), in "
     "FlexAttention's",
     hints=[
         "Subtract what is stored from what should be stored. Of which number is it a multiple?",
         "2^32. Which factors make the large product, and how many bits has each? What is an entry of the table?",
-        "The page's number is loaded from an int32 table: .to(tl.int64) behind the load, before it is multiplied. And "
-        "is it the only product? A stride between keys may be large too.",
+        "The page's number is loaded from an int32 table: .to(tl.int64) behind the load, before it is multiplied.",
     ],
     writes="OUT_ptr",
     returns="the offset",
@@ -884,13 +882,11 @@ _FEW_BITS = "every offset is right up to a multiple of 2^32: the page's number h
     inputs={
         "a small cache": _places((2, 0, 1), 512, 32, 16), "pages of 1 key": _places((5, 3, 9, 4), 64, 64, 1),
         "a stride of 276480, pages to 9000": _places((7766, 7767, 9000, 12), 276480, 576, 8),
+        "an odd stride": _places((9001, 7), 276481, 576, 8),
         "many pages": _places((163000, 1, 40000), 131072, 1024, 16),
-        "keys far apart": _places((3, 1), 64, 2**28, 16),
     },
     draw=lambda r: _places(tuple(r.randrange(200_000) for _ in range(r.randint(1, 4))), r.randint(1, 2**19),
-                           r.randint(1, 2**28), r.choice((1, 3, 16))),
-    rows=[
-    ],
+                           r.randint(1, 4096), r.choice((1, 3, 16))),
     tol=0.5,
 )  # fmt: skip
 @triton.jit
@@ -898,9 +894,9 @@ def key_offsets_kernel(
     OUT_ptr, TABLE_ptr, keys, stride_page, stride_slot, PAGE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     key = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    #: Repaired: 64 bits before anything is multiplied.
+    #: Repaired: 64 bits before it is multiplied.
     page = tl.load(TABLE_ptr + key // PAGE, mask=key < keys, other=0).to(tl.int64)
-    slot = (key % PAGE).to(tl.int64)
+    slot = key % PAGE
     tl.store(OUT_ptr + key, page * stride_page + slot * stride_slot, mask=key < keys)
 
 

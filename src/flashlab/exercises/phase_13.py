@@ -283,6 +283,7 @@ def _travelling(q, k, v, do, lse, delta):
 
 
 _SENT, _HOME = ("k", "v", "dk", "dv"), "return dk, dv"
+_KEPT = ("q", "do", "lse", "delta")
 
 
 def _sends(*names: str) -> tuple[str, str]:
@@ -344,9 +345,10 @@ def _shares_told(learners: Callable[..., Any]) -> tuple[str, str] | None:
         *(Row("stays", f"{' and '.join(those)} {'stay' if those[1:] else 'stays'}: k, v, dk and dv of a key belong "
               "together, and go on together", [_sends(*[x for x in _SENT if x not in those])])
           for those in (("dk", "dv"), ("dk",), ("dv",), ("k", "v"), ("k",), ("v",))),
-        *(Row("moves", f"{' and '.join(those)} {'go' if those[1:] else 'goes'} on too: q, do, lse and delta stay with "
-              "their rank", [_sends(*_SENT, *those)])
-          for n in (1, 2, 3, 4) for those in itertools.combinations(("q", "do", "lse", "delta"), n)),
+        *(Row("moves", f"{' and '.join(those)} {'are' if those[1:] else 'is'} of another rank than "
+              f"{' and '.join(x for x in _KEPT if x not in those)}: q, do, lse and delta stay together",
+              [_sends(*_SENT, *those)]) for n in (1, 2, 3) for those in itertools.combinations(_KEPT, n)),
+        Row("moves", "q, do, lse and delta go on too: they stay with their rank", [_sends(*_SENT, *_KEPT)]),
         Row("softmax-of-a-block", "P is a softmax over the keys of a step: it is exp(score - lse), with lse of the "
             "whole row", [("torch.exp(q @ k.mT - lse[..., None])", "torch.softmax(q @ k.mT, -1)")]),
         *(Row("not-home", f"{said} on a neighbour: after the last step they go on once more",
@@ -355,7 +357,8 @@ def _shares_told(learners: Callable[..., Any]) -> tuple[str, str] | None:
                              ("dk ends", "dk.roll(-1, 0), dv"))),
         Row("sent-once", "dk and dv go on once, in the end: they go on with their keys in every step",
             [_sends("k", "v"), (_HOME, "return dk.roll(1, 0), dv.roll(1, 0)")]),
-        Row("keys-ahead", "k and v go on before a step's sums, and dk and dv behind them: the sums are another rank's",
+        Row("keys-ahead", "dk and dv end on the next rank: k and v go on before a step's sums, or dk and dv once too "
+            "often",
             [("    for _ in", "    k, v = k.roll(1, 0), v.roll(1, 0)\n    for _ in")]),
         *(Row("other-steps", f"there are {said}: a step for each rank is needed", [("len(q)", steps)])
           for said, steps in (("two steps", "2"), ("as many steps as a rank has rows", "q.shape[1]"))),

@@ -40,7 +40,7 @@ from flashlab.check.changes import Text, edited_function
 from flashlab.check.claims import tokens_of
 from flashlab.check.expect import allowed_error
 from flashlab.check.lookup import _TRIES, HEDGE, Index, Row, Values, as_they_are, in_units, same, where_right
-from flashlab.check.mend import mended
+from flashlab.check.mend import mended, quietly
 from flashlab.check.running import is_unsolved
 from flashlab.check.symptoms import Symptoms, watched
 from flashlab.exercises.answers import _PACKAGE, in_words, python_fingerprint
@@ -49,6 +49,7 @@ from flashlab.exercises.registry import exercise, find
 RULES: dict[str, Rule] = {}
 
 _COUNTS = ("no", "one", "two", "three", "four", "five", "six")
+_LIKELY = 1.0  # what costs no more comes before what was read off
 _LATE = 5.0  # what costs more says less than all else
 _NEAR = 0.1  # so near, the learner's own words come first
 _BESIDE = 40  # drawn inputs that the check runs beside its own
@@ -115,6 +116,12 @@ class Rule:
         return f"{self.fn.__name__}: " if len(functions(self.id)) > 1 else ""
 
     @property
+    def rest(self) -> str:
+        """What is right with the change that is told."""
+        several = self.prefix or any(self is RULES.get(f"{x.id} {name}") for x in RULES.values() for name in x.parts)
+        return f"then `{self.fn.__name__}` is right" if several else "the rest is right"
+
+    @property
     def right(self) -> Callable[..., Any]:
         """What gives the right values."""
         return self.fn
@@ -151,17 +158,19 @@ class Rule:
         cost = index.cost(got) if found else math.inf
         if cost == 0:
             return found
-        if read := self.read_off(learners):
-            return read
+        read = self.read_off(learners)
         if not (index.code and self.mends):
-            return found
+            return read or found
         own, price = None, 0.0
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(Exception):  # any text may come
+        with contextlib.redirect_stdout(io.StringIO()), quietly():
             plain = inspect.isfunction(learners) and not hasattr(learners, "answer")
             own, price = mended(index, unwrapped(learners), self.own_text, self.then if plain else None)
+        if read:
+            likely = own and price <= _LIKELY
+            return ("own-slip", f"{own}: {self.rest}.\n{read[1]}") if likely else read
         index.of_result, own = (own, "") if own and price > _LATE else ("", own)
         if own and price <= cost + _NEAR:
-            return "own-slip", f"{own}: {(found and index.note_on(own)) or 'the rest is right'}"
+            return "own-slip", f"{own}: {(found and index.note_on(own)) or self.rest}"
         return (found[0], index.less_sure(found[1])) if found and own is not None else found
 
     def read_off(self, learners: Callable[..., Any]) -> tuple[str, str] | None:

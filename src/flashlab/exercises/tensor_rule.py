@@ -33,15 +33,17 @@ from flashlab.check.changes import Text
 from flashlab.check.expect import allowed_error
 from flashlab.check.first_nan import where_made
 from flashlab.check.lookup import HEDGE, Index, Values
-from flashlab.check.mend import mended
+from flashlab.check.mend import mended, quietly
 from flashlab.check.poison import carried
 from flashlab.check.running import is_unsolved
 from flashlab.check.symptoms import Symptoms, seen_where, watched
+from flashlab.check.value_mend import IN_NUMBERS
 from flashlab.exercises.answers import chain, in_words
 from flashlab.exercises.rule import _LATE, RULES, Rule, code_of, rule, sources, unwrapped, written
 
 _BESIDE, _DRAWN, _DIFFERING, _TRIES, _WORK = 6, 60, 30, 2_000, 15_000
-_UNKNOWN = ("wrong-value", "not-finite", "nan-everywhere", "rows-scaled")  # what is told has no cause
+_NO_CAUSE = ("wrong-value", "not-finite", "nan-everywhere", "rows-scaled", "output-scaled")
+_UNKNOWN = (*_NO_CAUSE, "wrong-keys")  # what is told is no line yet
 EMPTY_ROWS = "empty rows"  # a key of `nan`: all that is lost should be 0, or -inf
 
 
@@ -216,10 +218,12 @@ class TensorRule(Rule):
             yield
         except Exception as failed:
             raises = not isinstance(failed, CheckFailed)
-            known = hunt and getattr(failed, "diagnosis", "") not in _UNKNOWN
-            if is_unsolved(failed) or known or not (said := self._mended(answer, raises)):
+            slug = getattr(failed, "diagnosis", "")
+            if is_unsolved(failed) or (hunt and slug not in _UNKNOWN) or not (said := self._mended(answer, raises)):
                 raise
-            said += ": the rest is right"
+            if IN_NUMBERS in said and slug not in _NO_CAUSE:
+                raise
+            said += f": {self.rest}"
             if not isinstance(failed, CheckFailed):
                 for error in chain(failed):
                     error.__dict__.setdefault("__notes__", []).append(said)
@@ -228,7 +232,7 @@ class TensorRule(Rule):
 
     def _mended(self, answer: Any, raises: bool, most: float = math.inf) -> str | None:
         """raises: it raises what is no stray address, and has to do so here too. most: that it may cost."""
-        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(), contextlib.suppress(Exception):
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(), quietly():
             warnings.simplefilter("ignore")
             fn = getattr(unwrapped(answer), "fn", unwrapped(answer))
             made = self.own_text(fn, {}).compiled() if raises else None
@@ -241,7 +245,8 @@ class TensorRule(Rule):
         index, names = self.index, self.returns
         index.written, index.code = written(learners), code_of(learners)
         off = [not index.same_outcome([x], [y]) for x, y in zip(got, index.right, strict=True)]
-        at = off.index(True)
+        raised = [isinstance(x, str) for x in got]
+        at = (raised if errors and any(raised) else off).index(True)
         case = self.case(self.tried[at])
         if errors:
             cause = self._of_errors(learners, got, errors)
@@ -266,7 +271,7 @@ class TensorRule(Rule):
         evidence += f"; right: {'; '.join(right[:2])}{'; ...' if len(right) > 2 else ''}" if right else ""
         found = self._not_finite(got, wrong) or self._all_nan(got, wrong)
         if found and (own := self._mended(learners, False, _LATE)):
-            found, evidence = ("own-slip", f"{own}: the rest is right"), f"{_ended(found[1])}\n{evidence}"
+            found, evidence = ("own-slip", f"{own}: {self.rest}"), f"{_ended(found[1])}\n{evidence}"
         found = (
             found or self.explained(learners, got)
             or self.symptom_of(learners) or self._together(learners, off)

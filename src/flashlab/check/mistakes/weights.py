@@ -369,9 +369,11 @@ def _some_scores(used: Tensor, scores: Tensor, lse: Tensor, bound: float) -> Fou
         right, clear = (off <= bound).all(axis), (off > 4 * bound).any(axis)
         if right.sum() >= 4 and clear.sum() >= 1 and bool((right | clear).all()):
             some = pattern.runs(~right, name).replace("querys", "queries")
-            said = f"o and lse are of scores that are right but for {some}: there the score is not the product of "
-            said += f"that {name}{' with the queries' if name == 'key' else ' with the keys'}. Which rows of Q and of "
-            said += "K are multiplied for them?"
+            said = f"o and lse are of scores that are right but for {some}: there the score is not the scaled "
+            said += (
+                f"product of that {name}{' with the queries' if name == 'key' else ' with the keys'}. Which rows of Q "
+            )
+            said += "and of K are multiplied for them, and is it scaled like the others?"
             return "wrong-scores", said
     return None
 

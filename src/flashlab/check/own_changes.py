@@ -1,0 +1,545 @@
+"""What a learner's own text may want that is no change of a right text: `mend` runs these beside those of `changes`.
+
+A name for a part of what it stands for, a weight that one of two sums lacks, a condition that a right text has, what is
+never set in a loop. Each is a class that readers' answers have shown, and says by itself what is wrong where the pieces
+would not.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import itertools
+import pickle
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from flashlab.check.changes import Change, Slot, Text, _at, _expr, _new, _rounded_up, _slots
+
+LINES = (ast.Assign, ast.AugAssign, ast.Return, ast.Expr)
+PART, WITHIN = "part-of-it", "in-each-turn"
+ROUNDING = ("round", "int", "ceil", "floor", "abs")
+_BEHIND_A_FACTOR = ("", "[:, None]", "[..., None]", "-")
+_RUNNING = ("maximum", "logaddexp", "max")
+_LIMITS = ("min", "max", "minimum", "maximum")
+_POWERS = ("exp", "exp2")
+_DIVISIONS = (ast.Div, ast.FloorDiv)
+_BINARY = {f"2 ** {n}": 10 ** (n // 10 * 3) for n in (10, 20, 30, 40)}
+
+
+def own_changes(text: Text, rights: Sequence[Text], values: dict[str, Any], alone: bool) -> Iterator[Change]:
+    """Every one of them. values: what the parameters are in the inputs; alone: no function launches the text."""
+    zero = alone and any(ast.unparse(x) == "0" for right in rights for x in ast.walk(right.tree))
+    yield from _of_lines(text, zero)
+    yield from _of_blocks(text)
+    yield from _of_state(text) if alone else ()  # no lists there, and time for few
+    yield from _of_flags(text, values)
+    yield from _of_sums(text)
+    yield from _of_bases(text)
+    yield from _of_merges(text)
+    yield from _of_running(text)
+    yield from _of_conditions(text, rights)
+    yield from _of_tiles(text)
+    yield from _of_unread(text)
+
+
+def _of_lines(text: Text, zero: bool) -> Iterator[Change]:
+    """Two names exchanged in one line alone; a part of what a name stands for in its place, or of two alike names; 0
+    for what is computed, where a right text has a 0."""
+    own = {*text.params, *text.locals}
+    meant = {name: [x for x in ast.walk(value) if x is not value and (isinstance(x, (ast.BinOp, ast.Call)) or (
+                    isinstance(x, ast.Name) and isinstance(x.ctx, ast.Load) and x.id in own))]
+             for name, value in text.meant.items()}  # fmt: skip
+    whole = {ast.unparse(x): (x, name) for name, parts in reversed(meant.items())
+             for x in parts if not isinstance(x, ast.Name)}  # fmt: skip
+    beside: dict[str, list[tuple[ast.expr, ast.expr]]] = {}  # of an operand of a maximum or the like: the other one
+    for value in (x for x in text.meant.values() if isinstance(x, ast.Call) and len(x.args) == 2):
+        for one, instead in itertools.permutations(value.args, 2):
+            beside.setdefault(ast.unparse(one), []).append((one, instead))
+    for line in [line for line in ast.walk(text.tree) if isinstance(line, LINES)]:
+        reads: dict[str, list[Slot]] = {}
+        for slot, node in _slots(line):
+            if (of := whole.get(ast.unparse(node))) and node is not of[0]:
+                yield Change(PART, "", 1.2, ((slot, _new(ast.Name(of[1], ast.Load()))),))
+            if isinstance(node, ast.BinOp) and ast.unparse(node.right).lstrip("-") == "0.5":
+                yield Change("root", "", 1.2, ((slot, ast.BinOp(node.left, ast.Pow(), node.right)),))
+            if isinstance(node, ast.UnaryOp) and isinstance(node.operand, ast.Constant):
+                yield Change("wrong-sign", "", 1.2, ((slot, node.operand),))
+            if isinstance(node, ast.Constant) and type(node.value) is int and node.value and node.value % 4 == 0:
+                yield Change("wrong-number", "", 2.0, ((slot, ast.Constant(node.value // 4)),))
+            inner = isinstance(slot[0], ast.BinOp) and isinstance(slot[0].op, ast.Add)
+            terms = terms_of(node) if isinstance(node, ast.BinOp) and not inner else []
+            for i, j in itertools.permutations(range(len(terms)), 2) if len(terms) < 5 else ():
+                if isinstance(product := terms[i], ast.BinOp) and isinstance(product.op, ast.Mult):
+                    for rest, factor in ((product.left, product.right), (product.right, product.left)):
+                        moved = [*terms]
+                        moved[i], moved[j] = rest, ast.BinOp(terms[j], ast.Mult(), factor)
+                        yield Change("elsewhere", "", 1.9, ((slot, _new(functools.reduce(_plus, moved))),))
+            if zero and isinstance(node, ast.BinOp):
+                yield Change(PART, "", 1.6, ((slot, _new(ast.Constant(0))),))
+            if isinstance(node, ast.Name) and isinstance(slot[0], ast.Call) and not _keeps(slot[0]):
+                yield Change("wrong-sign", "", 1.9, ((slot, _expr("-x", x=node)),))
+            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv):
+                yield Change("more", "", 1.6, ((slot, _expr("x * y", x=node, y=node.right)),))
+            term = isinstance(slot[0], ast.BinOp) and isinstance(slot[0].op, (ast.Add, ast.Sub))
+            for other in text.numbers if term and isinstance(node, ast.Name) else ():
+                yield Change("more", "", 2.3, ((slot, _expr("x * y", x=node, y=_expr(other))),))
+            for one, instead in beside.get(ast.unparse(node), ()) if isinstance(node, ast.Call) else ():
+                if node is not one:
+                    yield Change(PART, "", 1.2, ((slot, _new(instead)),))
+            if isinstance(node, ast.Name) and node.id in own:
+                reads.setdefault(node.id, []).append(slot)
+        for a, b in itertools.combinations(reads, 2):
+            turned = [(slot, _new(ast.Name(y, ast.Load()))) for x, y in ((a, b), (b, a)) for slot in reads[x]]
+            if text.are_alike(a, b):
+                yield Change(
+                    "names-exchanged", f"`{a}` and `{b}` are exchanged, in {text.say(line)}", 1.6, tuple(turned)
+                )
+            parts = [*zip(meant.get(a, ()), meant.get(b, ()), strict=False)]
+            for x, y in parts if len(reads[a]) == len(reads[b]) else ():
+                for here, there in zip(reads[a], reads[b], strict=True) if type(x) is type(y) else ():
+                    yield Change(PART, "", 1.9, ((here, x), (there, y)))
+        for name, slots in reads.items():
+            for slot, part in itertools.product(slots, meant.get(name, ())):
+                yield Change(PART, "", 1.9, ((slot, part),))
+
+
+def _of_blocks(text: Text) -> Iterator[Change]:
+    """What two names are set to in lines that follow each other, exchanged."""
+    for block in (getattr(x, "body", None) for x in ast.walk(text.tree)):
+        for a, b in itertools.pairwise(block) if isinstance(block, list) else ():
+            if not (isinstance(a, ast.Assign) and isinstance(b, ast.Assign)):
+                continue
+            one, other = (getattr(x.targets[0], "id", "") for x in (a, b))
+            if one and other and one != other and text.are_alike(one, other):
+                edits = ((a, "value", None), b.value), ((b, "value", None), a.value)
+                yield Change("names-exchanged", f"`{one}` and `{other}` are exchanged", 1.6, edits)
+
+
+def _of_flags(text: Text, values: dict[str, Any]) -> Iterator[Change]:
+    """A parameter that says yes or no, taken the other way round, or not asked in a condition."""
+    for flag in [x for x, given in values.items() if given and all(isinstance(y, bool) for y in given)]:
+        first = text.tree.body[0]
+        turned = ast.parse(f"{flag} = not {flag}").body
+        begun = _new(ast.If(ast.Constant(True), [*turned, first], []))
+        words = f"`{flag}` is taken the other way round, everywhere"
+        yield Change("turned-round", words, 1.2, (((text.tree, "body", 0), begun),))
+        for holder in ast.walk(text.tree):
+            if isinstance(holder, (ast.If, ast.IfExp)) and flag not in reads(holder.test):
+                new = ast.BoolOp(ast.And(), [_expr(flag), holder.test])
+                yield Change("condition-missing", "", 1.0, (((holder, "test", None), _new(new)),))
+
+
+def _of_conditions(text: Text, rights: Sequence[Text]) -> Iterator[Change]:
+    """A condition of a right text in the place of one; two opposite ones the wrong way round; the edges of a part."""
+    known = {*text.params, *text.locals}
+    asked = [
+        (slot, x) for slot, x in _slots(text.tree) if slot[1] == "test" and isinstance(slot[0], (ast.If, ast.IfExp))
+    ]
+    wanted = {ast.unparse(x.test): x.test for right in rights for x in ast.walk(right.tree)
+              if isinstance(x, (ast.If, ast.IfExp)) and {*reads(x.test)} <= known | {*right.globals}}  # fmt: skip
+    have = {ast.unparse(x) for _, x in asked}
+    for (slot, x), (said_there, there) in itertools.product(asked, wanted.items()):
+        if said_there not in have and {*reads(x)} & {*reads(there)}:
+            yield Change("condition-missing", "", 0.9, ((slot, _new(pickle.loads(pickle.dumps(there)))),))
+    opposite = {ast.Lt: ast.Gt, ast.Gt: ast.Lt, ast.LtE: ast.GtE, ast.GtE: ast.LtE}
+    compared: dict[str, list[tuple[Slot, ast.Compare]]] = {}
+    for slot, x in _slots(text.tree):
+        if isinstance(x, ast.Compare) and type(x.ops[0]) in opposite:
+            compared.setdefault(plain(x.left) + plain(x.comparators[0]), []).append((slot, x))
+    for both in (x for x in compared.values() if len(x) == 2 and len({type(y.ops[0]) for _, y in x}) == 2):
+        edits = tuple((slot, ast.Compare(x.left, [opposite[type(x.ops[0])]()], x.comparators)) for slot, x in both)
+        words = " and ".join(f"`{text.plain(x)}`" for _, x in both)
+        yield Change("names-exchanged", f"{words} are exchanged", 0.9, edits)
+    parts = [
+        x for _, x in _slots(text.tree) if isinstance(x, ast.Call) and plain(x.func) == "slice" and len(x.args) == 2
+    ]
+    edges = {plain(y): y for x in parts for y in x.args}
+    for slot, x in _slots(text.tree):
+        for a, b in itertools.permutations(edges.values(), 2) if any(x is y for y in parts) else ():
+            yield Change("cut", "", 1.3, ((slot, _new(ast.Call(x.func, [a, b], []))),))  # type: ignore[attr-defined]
+
+
+def _of_unread(text: Text) -> Iterator[Change]:
+    """What is made and never read, in a minimum or the like."""
+    for name in sorted({*text.locals} - {*reads(text.tree)}):
+        for slot, node in _slots(text.tree):
+            called = ast.unparse(node.func).split(".")[-1] if isinstance(node, ast.Call) else ""
+            if called in _LIMITS and len(node.args) > 1:  # type: ignore[attr-defined]
+                more = ast.Call(node.func, [*node.args, _expr(name)], node.keywords)  # type: ignore[attr-defined]
+                yield Change("limit-missing", "", 0.4, ((slot, _new(more)),))
+
+
+def _of_sums(text: Text) -> Iterator[Change]:
+    """What a loop multiplies one of its sums by, and not the other."""
+    for loop in (x for x in ast.walk(text.tree) if isinstance(x, ast.For)):
+        holders = [x for x in ast.walk(loop) if isinstance(getattr(x, "body", None), list)]
+        lines = [(holder, at, line) for holder in holders for at, line in enumerate(holder.body)]  # type: ignore
+        parts = {id(line): [*_set_by(line)] for _, _, line in lines}
+        sums = {name for set_to in parts.values() for name, value in set_to if name in reads(value)}
+        for holder, at, line in lines:
+            own = dict(parts[id(line)])
+            for name, value in own.items():
+                product = value if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mult) else None
+                by = product and {plain(product.left): product.right, plain(product.right): product.left}.get(name)
+                for other, behind in itertools.product(sums - {*own}, ("", "[:, None]", "[..., None]") if by else ()):
+                    factor = f"{plain(by)}{behind}"
+                    more = ast.parse(f"{other} = {other} * {factor}").body
+                    words = f"`{other}` is not multiplied by `{factor}`, as `{name}` is"
+                    new = _new(ast.If(ast.Constant(True), [*more, line], []))
+                    yield Change("not-rescaled", words, 1.3, (((holder, "body", at), new),))
+
+
+def _of_bases(text: Text) -> Iterator[Change]:
+    """Base 2 for e, throughout."""
+    nodes = [*_slots(text.tree)]
+    powers = [
+        (s, x) for s, x in nodes if isinstance(x, ast.BinOp) and isinstance(x.op, ast.Pow) and plain(x.left) == "2"
+    ]
+    calls = [x for _, x in nodes if isinstance(x, ast.Call) and isinstance(x.func, ast.Attribute)
+             and x.func.attr in ("exp2", "log2")]  # fmt: skip
+    for way in ("math.exp(x)", "x.exp()") if powers else ("",):
+        edits = [(s, _new(_expr(way, x=x.right))) for s, x in powers if isinstance(x, ast.BinOp)]
+        edits += [((x, "func", None), _new(ast.Attribute(x.func.value, x.func.attr[:3], ast.Load())))  # type: ignore
+                  for x in calls]  # fmt: skip
+        if len(edits) > 1:
+            yield Change("base-2", "base 2 stands where base e belongs, everywhere", 0.9, tuple(edits))
+
+
+def _of_merges(text: Text) -> Iterator[Change]:
+    """Weights that one of two sums has and the other lacks; a number that keeps a divisor from 0, and is too large."""
+    sums = [(slot, x) for slot, x in _slots(text.tree) if isinstance(x, ast.BinOp) and isinstance(x.op, ast.Add)]
+    weights = {dump(x): x for _, node in sums for x in _weights_of(node)}
+    for slot, node in sums:
+        bare = not any(isinstance(getattr(x, "op", None), ast.Mult) for x in (node.left, node.right))
+        for factors, behind in itertools.product(weights.values() if bare else (), _BEHIND_A_FACTOR):
+            a, b = (_reshaped(f, behind) for f in factors)
+            new = _expr("a * x + b * y", a=a, b=b, x=node.left, y=node.right)
+            words = f"`{text.plain(node)}` lacks the weights `{text.plain(a)}` and `{text.plain(b)}`"
+            yield Change("not-rescaled", words, 1.2, ((slot, _new(new)),))
+    for slot, number in _slots(text.tree):
+        if isinstance(number, ast.Constant) and isinstance(number.value, float) and 0 < number.value <= 0.1:
+            yield Change("wrong-number", "", 1.6, ((slot, ast.Constant(1e-30)),))
+
+
+def _weights_of(node: ast.BinOp) -> Iterator[list[ast.expr]]:
+    """Of a * x + b * y: a and b, and x and y."""
+    match node:
+        case ast.BinOp(left=ast.BinOp(op=ast.Mult()) as one, right=ast.BinOp(op=ast.Mult()) as other):
+            yield [one.left, other.left]
+            yield [one.right, other.right]
+
+
+def _of_running(text: Text) -> Iterator[Change]:
+    """Of sums that a loop makes: a factor that another one has, or that the new term has too; a division in each turn;
+    a maximum of this turn alone, or one that is never handed on."""
+    for loop in (x for x in ast.walk(text.tree) if isinstance(x, ast.For)):
+        holders: list[Any] = [x for x in ast.walk(loop) if isinstance(getattr(x, "body", None), list)]
+        places: list[Slot] = [(holder, "body", at) for holder in holders for at in range(len(holder.body))]
+        lines = [(at, name, value) for at in places for name, value in _set_by(_at(at), parts=True)]
+        sums = [x for x in lines if x[1] in map(plain, ast.walk(x[2]))]
+        slots = {id(node): slot for slot, node in _slots(loop)}
+        over: list[tuple[Slot, Any]] = []
+        for at, name, value in sums:
+            here = slots.get(id(value))
+            match value:
+                case ast.BinOp(op=ast.Add()):
+                    for _, other, product in sums:
+                        yield from _with_the_weight_of(text, at, name, other, product)
+                case ast.BinOp(left=ast.BinOp(left=old, op=ast.Add(), right=term), op=ast.Mult(), right=by) if here:
+                    if plain(old) == name:
+                        over.append((here, _new(_expr("x * c + t", x=old, c=by, t=term))))
+                        words = f"`{text.plain(by)}` multiplies the new term too, in `{text.plain(value)}`"
+                case ast.BinOp(op=ast.Div(), left=kept, right=by) if here:
+                    yield from _divided_behind(text, loop, name, by, (here, kept))
+        if over:
+            yield Change("not-rescaled", f"{words}: it belongs to what was there before", 0.9, tuple(over))
+        stored = {plain(x) for x in ast.walk(loop) if isinstance(getattr(x, "ctx", None), ast.Store)}
+        yield from _set_for_added(text, loop, [x for x in lines if x not in sums], slots)
+        for at, name, value in lines:
+            called = plain(value.func).split(".")[-1] if isinstance(value, ast.Call) else ""
+            for before in value.args if called in _RUNNING else ():  # type: ignore[attr-defined]
+                if isinstance(before, (ast.Name, ast.Subscript)) and plain(before) not in stored:
+                    last, block = ast.parse(f"{plain(before)} = {name}").body[0], at[0].body  # type: ignore[attr-defined]
+                    new = _new(ast.If(ast.Constant(True), [block[-1], last], []))
+                    words = f"the line `{plain(last)}` is missing at the end of the loop"
+                    yield Change("never-moved", words, 0.3, (((at[0], "body", len(block) - 1), new),))
+            kept_as = [x for _, x, y in lines if plain(y) == name] if called in ("max", "amax") else []
+            for old_name, way in itertools.product(kept_as, ("torch.maximum", "tl.maximum", "max")):
+                if id(value) in slots and (way.split(".")[0] in text.globals or way == "max"):
+                    limited = _new(_expr(f"{way}({old_name}, x)", x=value))
+                    yield Change("limit-missing", "", 0.9, ((slots[id(value)], limited),))
+
+
+def _set_for_added(
+    text: Text, loop: ast.For, lines: Sequence[tuple[Slot, str, ast.expr]], slots: dict[int, Slot]
+) -> Iterator[Change]:
+    """What a loop sets anew in each turn, and is there before it and behind it: a sum, or a maximum so far."""
+    begun = {name for line in text.tree.body if line is not loop for name, _ in _set_by(line)}
+    inside = {id(x) for x in ast.walk(loop)}
+    read = {x.id for x in ast.walk(text.tree) if isinstance(x, ast.Name) and id(x) not in inside
+            and isinstance(x.ctx, ast.Load)}  # fmt: skip
+    for at, name, value in lines:
+        line: Any = _at(at)
+        if name not in begun & read or not (isinstance(line, ast.Assign) and isinstance(line.targets[0], ast.Name)):
+            continue
+        added = _new(ast.AugAssign(line.targets[0], ast.Add(), value))
+        yield Change("not-rescaled", f"`=` stands where `+=` belongs, in {text.say(line)}", 1.0, ((at, added),))
+        called = plain(value.func).split(".")[-1] if isinstance(value, ast.Call) else ""
+        if called in ("max", "amax") and id(value) in slots and "tl" in text.globals:
+            limited = _new(_expr(f"tl.maximum({name}, x)", x=value))
+            yield Change("limit-missing", "", 0.9, ((slots[id(value)], limited),))
+
+
+def _divided_behind(text: Text, loop: ast.For, name: str, by: ast.expr, edit: Any) -> Iterator[Change]:
+    """A division that belongs behind the loop. edit: of the line in the loop."""
+    reads = [s for s, x in _slots(text.tree) if isinstance(x, ast.Name) and x.id == name
+             and x.lineno > (loop.end_lineno or 0)]  # fmt: skip
+    words = f"`{name}` is divided by `{text.plain(by)}` in each turn: once, behind the loop"
+    for way in ("x / y", "(x / y).nan_to_num()") if reads else ():
+        edits = [(s, _new(_expr(way, x=ast.Name(name, ast.Load()), y=by))) for s in reads]
+        yield Change("not-rescaled", words, 1.0, (edit, *edits))
+
+
+def _with_the_weight_of(text: Text, at: Slot, name: str, other: str, product: ast.expr) -> Iterator[Change]:
+    """A running sum that lacks the factor that another one has."""
+    line: Any = _at(at)
+    terms = [(s, x) for s, x in _slots(line) if plain(x) == name and isinstance(s[0], ast.BinOp)
+             and isinstance(s[0].op, ast.Add)]  # fmt: skip
+    for node in ast.walk(product) if other != name else ():
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+            by = {plain(node.left): node.right, plain(node.right): node.left}.get(other)
+            for behind in _BEHIND_A_FACTOR if by is not None else ():
+                factor = _reshaped(by, behind)  # type: ignore[arg-type]
+                words = f"`{name}` is not multiplied by `{text.plain(factor)}`, as `{other}` is"
+                edits = [(slot, _new(_expr("x * c", x=x, c=factor))) for slot, x in terms]
+                if isinstance(line, ast.AugAssign):
+                    value = _expr("x * c + t", x=ast.Name(name, ast.Load()), c=factor, t=line.value)
+                    edits = [(at, _new(ast.Assign([line.target], value)))]
+                if edits:
+                    yield Change("not-rescaled", words, 1.1, tuple(edits))
+
+
+def _reshaped(factor: ast.expr, behind: str) -> ast.expr:
+    """A factor of rows, for a matrix; or ("-") that of a matrix, for a vector."""
+    if behind == "-":
+        if isinstance(factor, ast.Subscript) or ast.unparse(factor).endswith((".unsqueeze(-1)", ".unsqueeze(1)")):
+            return factor.value if isinstance(factor, ast.Subscript) else factor.func.value  # type: ignore
+        return _expr("x.squeeze(-1)", x=factor)
+    return _expr(f"x{behind}", x=factor)
+
+
+def _set_by(line: ast.stmt, parts: bool = False) -> Iterator[tuple[str, ast.expr]]:
+    """The names that a line sets, each with what it is set to. parts: those of tensors too, by what stands there."""
+    if parts and isinstance(line, ast.Assign) and isinstance(line.targets[0], ast.Subscript):
+        yield plain(line.targets[0]), line.value
+    if isinstance(line, ast.AugAssign) and isinstance(line.target, ast.Name):
+        yield line.target.id, ast.BinOp(ast.Name(line.target.id, ast.Load()), line.op, line.value)
+    if isinstance(line, ast.Assign):
+        target, value = line.targets[0], line.value
+        several = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
+        for x, y in zip(target.elts, value.elts, strict=False) if several else [(target, value)]:  # type: ignore
+            if isinstance(x, ast.Name):
+                yield x.id, y
+
+
+def _of_tiles(text: Text) -> Iterator[Change]:
+    """Numbers that count from 0 in each tile, where they count in all of the tensor; a walk that begins late."""
+    loops = [x for x in ast.walk(text.tree) if isinstance(x, ast.For) and isinstance(x.target, ast.Name)]
+    for walk in (x.iter for x in loops if text.from_zero):
+        if isinstance(walk, ast.Call) and len(walk.args) > 1 and plain(walk.args[0]) != "0":
+            yield Change(PART, "", 0.5, (((walk, "args", 0), _new(ast.Constant(0))),))
+    inner = next((x for x in reversed(loops) if _aranges(x)), None)
+    counted = [(s, x) for s, x in _slots(inner or ast.Module([], [])) if dump(x) in _aranges(inner)]
+    begins = [ast.unparse(x.target) for x in loops if any(y is inner for y in ast.walk(x))]
+    for several in itertools.product((*begins, ""), repeat=len(counted)) if len(counted) < 4 else ():
+        edits = [(s, _expr(f"x + {name}", x=x)) for (s, x), name in zip(counted, several, strict=True) if name]
+        if edits:
+            each = " and ".join(f"`{name}` is missing at `{text.plain(x)}`"
+                                for (_, x), name in zip(counted, several, strict=True) if name)  # fmt: skip
+            words = f"{each}: it counts from 0 in each tile"
+            yield Change("counted-in-a-tile", words, 1.0 + 0.3 * len(edits), tuple(edits))
+
+
+def _aranges(tree: ast.AST | None) -> set[str]:
+    calls = (x for x in ast.walk(tree or ast.Pass()) if isinstance(x, ast.Call))
+    return {dump(x) for x in calls if ast.unparse(x.func).endswith("arange")}
+
+
+def of_grids(text: Text) -> Iterator[Change]:
+    """The numbers of a grid's blocks in another order."""
+    for node in ast.walk(text.tree):
+        sizes = node.slice if isinstance(node, ast.Subscript) else None
+        for order in itertools.permutations(sizes.elts) if isinstance(sizes, ast.Tuple) and len(sizes.elts) < 4 else ():
+            if [*order] != sizes.elts:  # type: ignore[union-attr]
+                new = _new(ast.Tuple([*order], ast.Load()))
+                yield Change("grid-exchanged", "", 0.8, (((node, "slice", None), new),))
+
+
+def of_numbers(text: Text) -> Iterator[Change]:
+    """What a right text has nowhere and a wrong one may want: no rounding, a quotient rounded up, a divisor of the
+    whole sum that divides one term.
+    """
+    roundings: list[tuple[Slot, Any]] = []
+    for slot, node in _slots(text.tree):
+        if isinstance(node, ast.Call) and node.args and ast.unparse(node.func).split(".")[-1] in ROUNDING:
+            roundings.append((slot, node.args[0]))
+            yield Change("more", "", 1.0, (roundings[-1],))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in _POWERS:
+            for other in (*text.numbers, *text.locals):
+                less = ast.Call(
+                    node.func, [_expr("x - y", x=node.args[0], y=_expr(other)), *node.args[1:]], node.keywords
+                )
+                yield Change("more", "", 2.2, ((slot, _new(less)),))
+        if isinstance(node, ast.BinOp) and ast.unparse(node) in _BINARY:
+            yield Change("more", "", 1.0, ((slot, ast.Constant(_BINARY[ast.unparse(node)])),))
+        if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)) and abs(node.value) >= 1000:
+            yield Change("more", "", 1.0, ((slot, _expr("math.inf")),))
+        if not isinstance(node, ast.BinOp):
+            continue
+        a, b = node.left, node.right
+        if isinstance(node.op, ast.Mod):
+            yield Change("rounded-down", "", 1.2, ((slot, _expr("a - a % b", a=a, b=b)),))
+        if isinstance(node.op, _DIVISIONS):
+            yield Change("rounded-up", "", 1.6, ((slot, _expr("-(-a // b)", a=a, b=b)),))
+        if isinstance(node.op, ast.Mult):
+            for rounded, factor in ((a, b), (b, a)):
+                if new := _into(rounded, factor):
+                    yield Change("brackets", "", 1.5, ((slot, _new(new)),))
+                floor = isinstance(rounded, ast.BinOp) and isinstance(rounded.op, ast.FloorDiv)
+                of = (rounded.left, rounded.right) if floor else _rounded_up(rounded)  # type: ignore[attr-defined]
+                if of and dump(of[1]) == dump(factor):
+                    yield Change("more", "", 0.6, ((slot, of[0]),))
+        if isinstance(node.op, (ast.Add, ast.Sub)) and not isinstance(getattr(slot[0], "op", None), (ast.Add, ast.Sub)):
+            terms = terms_of(node)
+            for at, term in enumerate(terms):
+                rest = terms[:at] + terms[at + 1 :]
+                if not (rest and isinstance(term, ast.BinOp) and isinstance(term.op, _DIVISIONS)):
+                    continue
+                for more in (x for n in (1, 2, len(rest)) for x in itertools.combinations(rest, n)):
+                    whole = ast.BinOp(functools.reduce(_plus, [term.left, *more]), term.op, term.right)
+                    others = [x for x in rest if not any(x is y for y in more)]
+                    yield Change("brackets", "", 1.5, ((slot, _new(functools.reduce(_plus, [whole, *others]))),))
+        if isinstance(node.op, ast.Add) and plain(b) == "1":
+            match a:
+                case ast.BinOp(left=x, op=ast.FloorDiv(), right=y):
+                    yield Change("rounded-up", "", 0.4, ((slot, _expr("-(-x // y)", x=x, y=y)),))
+                case ast.Call(func=ast.Attribute(value=owner, attr="floor"), args=given):
+                    up = ast.Call(ast.Attribute(owner, "ceil", ast.Load()), given, [])
+                    yield Change("rounded-up", "", 0.4, ((slot, _new(up)),))
+    if len(roundings) > 1:
+        yield Change("rounded-all", "numbers are rounded that should not be", 1.0, tuple(roundings))
+    yield from _of_values(text)
+
+
+def _of_values(text: Text) -> Iterator[Change]:
+    """Another factor or term of a line."""
+    for line in ast.walk(text.tree):
+        if not isinstance(line, (ast.Assign, ast.AugAssign, ast.Return)) or line.value is None:
+            continue
+        several = line.value.elts if isinstance(line.value, ast.Tuple) else [line.value]
+        for i, x in enumerate(several):
+            if isinstance(x, ast.Constant) and isinstance(x.value, bool):
+                continue
+            slot = (line.value, "elts", i) if isinstance(line.value, ast.Tuple) else (line, "value", None)
+            ways = ("x * y", "x + y", "x - y", "y - x", *(("x // y", "y // x") if text.whole else ("x / y", "y / x")))
+            for other, way in (*itertools.product((*text.numbers, *text.locals), ways), ("1", "x + y"), ("1", "x - y")):
+                yield Change("more", "", 2.5, ((slot, _expr(way, x=x, y=_expr(other))),))
+
+
+def _of_state(text: Text) -> Iterator[Change]:
+    """What goes wrong from turn to turn: a list that two names share, a number that begins anew or does not, a pair the
+    other way round.
+    """
+    nodes = [*ast.walk(text.tree)]
+    names = {x.id for x in nodes if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
+    indexed = [x for x in nodes if isinstance(x, ast.Subscript) and isinstance(x.slice, ast.Name)]
+    read = {ast.unparse(x) for x in indexed if isinstance(x.ctx, ast.Load)}
+    items = [_expr(x) for x in (*sorted(names), *sorted(read))]  # the same verdict each time
+    slices = [x for x in nodes if isinstance(x, ast.Slice) and x.step is None]
+    ends = {(ast.unparse(x), side): x for s in slices for side in ("lower", "upper") if (x := getattr(s, side))}
+    for slot, node in _slots(text.tree):
+        if isinstance(node, ast.Slice) and node.step is None:
+            for (_, side), end in ends.items():
+                if getattr(node, side) is None:
+                    bounds = {"lower": node.lower, "upper": node.upper, side: end}
+                    yield Change("cut", "", 1.3, ((slot, _new(ast.Slice(**bounds))),))
+        kept = isinstance(slot[0], (ast.Call, ast.Assign, ast.Tuple, ast.List, ast.Dict))
+        if kept and isinstance(node, (ast.Name, ast.Subscript)) and isinstance(node.ctx, ast.Load):
+            yield Change("shared", "", 1.0, ((slot, _expr("list(x)", x=node)),))
+        if kept and isinstance(node, ast.Constant) and type(node.value) is int:
+            for item in items:
+                yield Change(PART, "", 1.5, ((slot, item),))
+        if isinstance(node, ast.Constant) and isinstance(node.value, bool):
+            yield Change("turned", "", 1.3, ((slot, ast.Constant(not node.value)),))
+        if isinstance(node, ast.Tuple) and not isinstance(slot[0], ast.Assign) and len(node.elts) == 2:
+            yield Change("turned", "", 1.3, ((slot, _new(ast.Tuple(node.elts[::-1], ast.Load()))),))
+    loops = [x for x in text.tree.body if isinstance(x, (ast.For, ast.While))]
+    for loop in loops:
+        for holder in ast.walk(loop):
+            for at, line in enumerate(body) if isinstance(body := getattr(holder, "body", None), list) else ():
+                if isinstance(line, ast.Return):
+                    yield Change("turned", "", 1.3, (((holder, "body", at), _new(ast.Continue())),))
+                target = line.targets[0] if isinstance(line, ast.Assign) else None
+                if isinstance(target, ast.Subscript):
+                    new = _new(ast.AugAssign(target, ast.Add(), line.value))
+                    yield Change("added", "", 1.3, (((holder, "body", at), new),))
+                    before = _expr("d.get(k, 0) + x", d=target.value, k=target.slice, x=line.value)
+                    yield Change("added", "", 1.4, (((line, "value", None), before),))
+    begun_with = {name: value for line in text.tree.body for name, value in _set_by(line)}
+    for branch in (x for loop in loops for x in ast.walk(loop) if isinstance(x, ast.If)):
+        last = branch.body[-1]
+        for name, value in begun_with.items():
+            if isinstance(value, (ast.Name, ast.Constant)) and name not in dict(_set_by(last)):
+                again = _new(ast.If(ast.Constant(True), [last, *ast.parse(f"{name} = {plain(value)}").body], []))
+                words = f"`{name}` is not set back to `{plain(value)}`, where `{text.plain(branch.test)}`"
+                yield Change("not-set-back", words, 1.0, (((branch, "body", len(branch.body) - 1), again),))
+    for at, line in enumerate(text.tree.body):
+        if isinstance(line, ast.Assign) and isinstance(line.value, ast.Constant):
+            for loop in loops:
+                begun = _new(ast.If(ast.Constant(True), [line, loop.body[1]], []))
+                edits = (((text.tree, "body", at), _new(ast.Pass())), ((loop, "body", 1), begun))
+                yield Change(WITHIN, "", 1.2, edits)
+
+
+def _into(rounded: ast.expr, factor: ast.expr) -> ast.expr | None:
+    """ceil(a / b) * factor with the factor within what is rounded."""
+    match rounded:
+        case ast.BinOp(left=a, op=ast.FloorDiv(), right=b):
+            return _expr("a * f // b", a=a, b=b, f=factor)
+        case ast.UnaryOp(op=ast.USub(), operand=ast.BinOp(left=a, op=ast.FloorDiv(), right=b)):
+            return _expr("-(a * f // b)", a=a, b=b, f=factor)
+        case ast.Call(func=called, args=[ast.BinOp(left=a, op=ast.Div(), right=b)]):
+            return _expr("g(a * f / b)", g=called, a=a, b=b, f=factor)
+    return None
+
+
+def _plus(x: ast.expr, y: ast.expr) -> ast.expr:
+    if isinstance(y, ast.UnaryOp) and isinstance(y.op, ast.USub):
+        return ast.BinOp(x, ast.Sub(), y.operand)
+    return ast.BinOp(x, ast.Add(), y)
+
+
+def terms_of(node: ast.expr) -> list[ast.expr]:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return [*terms_of(node.left), *terms_of(node.right)]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub):
+        return [*terms_of(node.left), ast.UnaryOp(ast.USub(), node.right)]
+    return [node]
+
+
+def _keeps(call: ast.Call) -> bool:
+    """Whether it is a list's or a set's, for which the sign of what it keeps may not show."""
+    return getattr(call.func, "attr", "") in ("add", "append", "discard", "extend", "get", "setdefault", "update")
+
+
+def plain(x: Any) -> str:
+    return ast.unparse(x) if isinstance(x, ast.AST) else ""
+
+
+def dump(x: Any) -> str:
+    return ast.dump(x) if isinstance(x, ast.AST) else repr([*map(dump, x)] if isinstance(x, list) else x)
+
+
+def reads(tree: ast.AST) -> Iterator[str]:
+    return (x.id for x in ast.walk(tree) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Load))
