@@ -181,7 +181,7 @@ check("10.6", turn_kernel)
 # ## 10.7
 #
 # One program of a flash kernel, without a mask, reads `BLOCK_M` rows of Q once, then all `N` rows of K and of V, and writes `BLOCK_M` rows of
-# O. It computes two products with `BLOCK_M` × `N` × `HEAD_DIM` multiply-adds each. Let all of its reads come from HBM, none from a cache.
+# O. It computes two products of `BLOCK_M` × `N` × `HEAD_DIM` multiply-adds. All of its reads come from HBM.
 #
 # - `BLOCK_M` is the **smallest** power of two, from 16 to 256, with which the program's FLOPs per byte reach the roofline's ridge, which is
 #   `peak_flops / bytes_per_s`. A multiply-add is 2 FLOPs; leave the softmax out.
