@@ -186,7 +186,7 @@ check("10.6", turn_kernel)
 # - `BLOCK_M` is the **smallest** power of two, from 16 to 256, with which the program's FLOPs per byte reach the roofline's ridge, which is
 #   `peak_flops / bytes_per_s`. A multiply-add is 2 FLOPs; leave the softmax out.
 # - `BLOCK_N` is then the **largest** power of two, from 16 to 256, with which the tiles fit into `shared_bytes`: one tile of Q, and `STAGES`
-#   tiles of K and of V, each `BLOCK_N` rows, also where that is more than `N`. O stays in registers.
+#   tiles of K and of V, each `BLOCK_N` rows, even if `N` is less. O stays in registers.
 #
 # A number has `itemsize` bytes. Return `None` where no `BLOCK_M` reaches the ridge, or no `BLOCK_N` fits with it.
 
