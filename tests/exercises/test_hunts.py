@@ -55,7 +55,7 @@ TOUCHED = params([
 # A change that goes half the way, or the wrong way.
 HALF = params([
     ("1.7", [("offs_m[:, None] < M, 0.0", "offs_n[None, :] < M, 0.0")], "mask-uses-seq-q"),
-    ("2.5", [("row[:, None]", "row[:, None] + abs(N - M)")], "wrong-keys"),
+    ("2.5", [("row[:, None]", "row[:, None] + abs(N - M)")], "own-slip"),
     ("2.6", [("(acc / l_safe[:, None])", "(acc / l_safe[:, None]).nan_to_num(0.0)")], "nan-hidden"),
     ("2.6", [("s - m_new[:, None]", "s - torch.where(m_new == -math.inf, 0.0, m_new)[:, None]")], "first-tile-masked"),
     ("4.7", [('where(seen, s, float("-inf"))', "where(seen, s, -1e30)")], "capped-after-mask"),

@@ -43,8 +43,8 @@ MASKED = 's += tl.where(offs_n[None, :] {} N, 0.0, float("-inf"))'
 LOADED = "k = tl.load(k_ptrs, mask=offs_n[None, :] < N, other={})"
 test_what_is_told_of_whole_kernels = diagnosed(
     ("1.4", (KEYS_MASKED, ""), "tail-not-masked"),
-    ("1.7", [(MASKED.format("<"), ""), (LOADED.format("0.0"), LOADED.format('float("-inf")'))], "wrong-value"),
-    ("1.8", ("        p = tl", "        s = tl.dot(q, k) * scale\n        p = tl"), "m-starts-too-high"),  # not masked
+    ("1.7", [(MASKED.format("<"), ""), (LOADED.format("0.0"), LOADED.format('float("-inf")'))], "not-finite"),
+    ("1.8", ("        p = tl", "        s = tl.dot(q, k) * scale\n        p = tl"), "own-slip"),
     ("1.8", ("        m_i = m_new\n", ""), "own-slip"),
     every=3,
     marks=[pytest.mark.slow],

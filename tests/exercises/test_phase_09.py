@@ -47,7 +47,7 @@ test_what_no_single_change_says = told(
     ("9.12", [("n < O_TILES; n++) {\n            const float* c", "n < 8; n++) {\n            const float* c")],
      "written to columns 64 to 127 of 128, in rows"),
     # What stands in the right text alone is no cause: another's loop or guard may be written in any way.
-    ("9.6", [("i < STAGES; i++) load_kv(end - i);", "i < 4; i++) load_kv(end - i);")], "has a turn more"),
+    ("9.6", [("i < STAGES; i++) load_kv(end - i);", "i < 4; i++) load_kv(end - i);")], "`for (i = 1; i < STAGES"),
     ("9.9", [("if (next_k < BLOCK_N / MMA_K) ld", "ld")], "`next_k < BLOCK_N / MMA_K` is not asked"),
     one_of_each=True, every=6,
 )  # fmt: skip

@@ -194,8 +194,8 @@ test_what_no_row_says = told(
     ("11.12", [("const Problem p", "const Problem& p")], "a kernel's parameter cannot be a reference"),
     ("11.12", [("char* shared = pool + -smem_u32(pool) % 1024", "extern __shared__ __align__(1024) char shared[]")],
      "declare no array beside it"),  # the lecture's line
-    ("11.8", [("((n - 1) / V_STAGES + 1) % 2", "(n - 1) / K_STAGES % 2 ^ 1")], "asks for parity 1 of `empty_v` of"),
-    ("11.13", [("2 * j / SLOTS % 2", "j & 1")], "`full` of slot 2, where a right answer asks for parity 0"),
+    ("11.8", [("((n - 1) / V_STAGES + 1) % 2", "(n - 1) / K_STAGES % 2 ^ 1")], "((n - 1) / V_STAGES + 1) % 2"),
+    ("11.13", [("2 * j / SLOTS % 2", "j & 1")], "2 * j / SLOTS % 2"),
     ("11.13", [("acc[4 * n + 2 * r + e] *= correction;", ";")], "O is not rescaled"),
     ("11.13", [(K_READ, ""), (SLOT_OF_V, K_READ + SLOT_OF_V)], "when the softmax of tile 0 begins, K of the tile has"),
     ("11.14", [(COUNTS, COUNTS.replace("CONSUMERS", "1"))], "How many arrivals does `empty` wait for?"),

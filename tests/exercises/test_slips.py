@@ -15,9 +15,9 @@ test_a_slip_is_told_by_the_piece_that_it_is_in = told(
       "return o, lse.to(lse1.dtype)")], "the arithmetic is in the dtype of lse"),
     ("2.8", [("K.chunk(splits), V.chunk(splits)", "K.split(splits), V.split(splits)")], "not as their length?"),
     ("3.3", [("tl.exp(m - m_new) + tl.sum(tl.exp(x - m_new), axis=0)", "tl.exp2(m - m_new) + tl.sum(tl.exp2(x - "
-      "m_new), axis=0)"), ("tl.log(l)", "tl.log2(l)")], "`exp2` and `log2` stand where `exp` and `log` belong"),
+      "m_new), axis=0)"), ("tl.log(l)", "tl.log2(l)")], "base 2 stands where base e belongs, everywhere"),
     ("4.9", [("m_i = tl.full([BLOCK_M], sink, tl.float32)", "m_i = tl.full([BLOCK_M], 0.0, tl.float32)")],
-     "`sink` is taken for 0.0, whatever it is"),
+     "`0.0` stands where `sink` belongs"),
     ("11b.1", [("column % 2 + row // 8 % 2 * 2", "column % 2 * 2 + row // 8 % 2")],
      "`column % 2 * 2 + row // 8 % 2` stands where `column % 2 + row // 8 % 2 * 2` belongs"),
     ("12.2", [("table[j // page]", "j // page")], "`j // page` itself stands where `table[j // page]` belongs"),

@@ -79,7 +79,7 @@ TOLD = [
     ("7.3", [("i < 4; i++) s_gmem", "i < 0; i++) s_gmem")], "nothing-stored", "nothing is stored"),
     ("7.3", [("mma_m16n8k16<T>", "mma_m16n8k16")], "fp16-alone", "right in float16 alone"),
     ("7.3", [(SLICE_7_3, SLICE_7_3.replace("mma", "if (D == 16 || d + 16 < D) mma"))], "wrong-value",
-     "dimensions 32 to 47 are missing"),
+     "there are 2 MMAs, of 16 of the 48 dimensions each"),
     ("7.3", [("t * 2 + i % 2", "i % 2 * 4 + t")], "wrong-value", "c[1] of lane 0 is S[0, 1], and stored at [0, 4]"),
     ("7.3", [("lane % 16 * D", "(lane % 8 + lane / 16 * 8) * D")], "wrong-value", "a[1] of lane 0 holds Q[0, 0]"),
     ("7.3", [("= c[i]", "= 0.5f * c[i]")], "wrong-value",

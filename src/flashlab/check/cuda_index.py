@@ -499,21 +499,18 @@ def parted(text: str) -> list[str]:
 
 
 def _less_idle(events: Sequence[Event], others: Sequence[Event]) -> list[Event]:
-    """Without the waits for a phase before the first, which pass at once, where others go on to arrive without them."""
-    skipped, waited, arrived = set[int](), set[Any](), set[int]()
+    """Without the waits for a phase before the first, which pass at once, at barriers where others do without them."""
+    begun, first = set[Any](), dict[Any, int]()
     for e in others:
-        if e.did == "mbarrier-wait" and (e.warp, e.values[0]) not in waited:
-            waited.add((e.warp, e.values[0]))
-            if e.values[1] == 0 and e.warp in arrived:
-                skipped.add(e.warp)
-        if e.did == "arrive":
-            arrived.add(e.warp)
-    kept, begun = [], set[Any]()
+        if e.did == "mbarrier-wait":
+            first.setdefault((e.warp, e.values[0]), e.values[1])
+    kept = []
     for e in events:
-        at = (e.warp, e.values[0]) if e.did == "mbarrier-wait" else None
-        if at and e.warp in skipped and at not in begun and e.values[1] == 1:
-            continue
-        begun.add(at)
+        at = (e.warp, e.values[0])
+        if e.did == "mbarrier-wait" and at not in begun:
+            begun.add(at)
+            if e.values[1] == 1 and first.get(at) == 0:
+                continue
         kept.append(e)
     return kept
 
@@ -544,7 +541,8 @@ def _of_another(said: str, code: str) -> bool:
     """Whether it says that something stands somewhere which the text has nowhere: this is not what was written."""
     found = re.match(r"`([A-Za-z_][\w.]*)` stands where", said)
     found = found or re.match(r"`INFINITY` has the wrong sign, in `.* (\W+) -(INFINITY)`", said)
-    return found is not None and "".join(found.groups()) not in re.sub(r"\s", "", code)
+    found = found or re.match(r"`([^`.]+)` is the other way round", said)
+    return found is not None and re.sub(r"\s", "", "".join(found.groups())) not in re.sub(r"\s", "", code)
 
 
 def _elsewhere(said: str, code: str, right: str) -> bool:

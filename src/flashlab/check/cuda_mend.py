@@ -165,9 +165,11 @@ def _fits(text: CudaText, change: Change, scope: dict[int, set[str]]) -> bool:
             return False  # within itself
         if id(old) in tests and isinstance(new, ast.Compare) and _turned(old, new):
             return False  # no turn at all
-        if isinstance(holder, ast.Call) and text.plain(new) in map(text.plain, holder.args):
-            if text.plain(holder.func).startswith(_EXTREMES):
+        if isinstance(holder, ast.Call):
+            if text.plain(new) in map(text.plain, holder.args) and text.plain(holder.func).startswith(_EXTREMES):
                 return False  # of one, not of two: any reference gives as good a sum
+            if "__shfl" in text.plain(holder.func) and getattr(new, "value", 0) == 32:
+                return False  # of 32 lanes that is lane 0
         names = (x.id for x in (old, new) if isinstance(x, ast.Name))
         if change.slug == "wrong-name" and len({_type(text, x) for x in names}) > 1:
             return False

@@ -22,6 +22,7 @@ import torch
 
 from flashlab.check import tensor_changes
 from flashlab.check.changes import Change, Edits, Slot, Text, _expr, _new, _slots
+from flashlab.check.poison import carried
 from flashlab.triton_tools.model import Model, Pointer, launch
 from flashlab.triton_tools.portable import jit_function
 
@@ -96,6 +97,7 @@ class HostedText(KernelText):
         return again
 
     def _run(self, made: Callable[..., Any], around: Callable[..., Any], *given: Any) -> Any:
+        given = tuple(carried(x, x.device) if isinstance(x, torch.Tensor) else x for x in given)  # it may write to them
         inputs = {id(x) for x in given}
 
         def start(grid: Any, *args: Any, **named: Any) -> None:
@@ -104,7 +106,7 @@ class HostedText(KernelText):
             sizes = grid(arguments) if callable(grid) else grid
             self.turns += math.prod(sizes)
             new = {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor) and id(x) not in inputs}
-            written = launch(made, self.model, sizes, arguments, tuple(new), self.constants, self.buffers)
+            written = launch(made, self.model, sizes, arguments, tuple(new), self.constants)
             for name, x in new.items():
                 x.copy_(written[name])
 
@@ -292,8 +294,9 @@ def _of_edges(text: Text) -> Iterator[Change]:
                 yield Change("tf32", words, 0.4, ((slot, _new(_with(node, keywords=exact))),))
             for name in (x for x, kinds in text.kinds.items() if kinds == {"float"}):
                 yield Change("more", "", 1.0, ((slot, ast.BinOp(node, ast.Mult(), _expr(name))),))
-        if isinstance(node, ast.Call) and _name(node) == "where" and isinstance(node.args[-1], ast.Constant):
-            yield Change("finite-number", "", 0.1, (((node, "args", 2), _expr('float("-inf")')),))
+        if isinstance(node, ast.Call) and _name(node) == "where":
+            for i in (i for i, x in enumerate(node.args) if isinstance(x, ast.Constant)):
+                yield Change("finite-number", "", 0.1, (((node, "args", i), _expr('float("-inf")')),))
         if isinstance(node, ast.Call) and _name(node) == "max" and isinstance(node.args[0], ast.Call):
             if _name(node.args[0]) == "max":
                 yield Change("more", "", 0.8, ((slot, node.args[0]),))

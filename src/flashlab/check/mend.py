@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -88,13 +89,15 @@ def own_text(fn: Callable[..., Any], make: Callable[..., Text] = Text) -> Text |
 
 
 def mended(
-    index: Index, fn: Callable[..., Any], make: Callable[..., Text] = Text, then: Callable[..., Any] | None = None
-) -> tuple[str | None, float]:
+    index: Index, fn: Callable[..., Any], make: Callable[..., Text] = Text, then: Callable[..., Any] | None = None,
+    walks: bool = True,
+) -> tuple[str | None, float]:  # fmt: skip
     """In words, the likeliest change of this function, or of one beside it that it calls, that gives all that is right,
     on further inputs too, or one for each of several wrong results; "" where there is none, None of what is no `def`.
     And what it costs.
 
-    then: raises CheckFailed where such a function gives what is right and is not.
+    then: raises CheckFailed where such a function gives what is right and is not. walks: how often a loop goes round
+    may be changed.
     """
     text = own_text(fn, make)
     if text is None:
@@ -111,6 +114,11 @@ def mended(
               if isinstance(x, ast.Call) and ast.unparse(x.func).split(".")[-1] == "range"]  # fmt: skip
     text.from_zero = bool(ranges) and all(len(x) == 1 or ast.unparse(x[0]) == "0" for x in ranges)
     made = _in_order(index, text, now, parts, shared)
+    if not walks:
+        heads, ends = _of_heads(text)
+        made = [x for x in made if not any(
+            id(holder) in heads or ends & {*reads(new)} - {*reads(_at(slot))} for slot, new in x[1].edits
+            for holder in slot[:1])]  # fmt: skip
     right = index.run(index.texts[0].compiled(), index.more)
 
     is_right = functools.partial(_is_right, index, order, right, then)
@@ -136,8 +144,22 @@ def mended(
     return (value, price) if price <= 1.0 or not _has_nan(got) else ("", 0.0)
 
 
+def _of_heads(text: Text) -> tuple[set[int], set[str]]:
+    """What says how often a loop goes round, and how far a turn reaches: its head, the lines that set what that reads,
+    ends of slices; and the names there.
+    """
+    loops = [loop for loop in ast.walk(text.tree) if isinstance(loop, ast.For)]
+    names = {name for loop in loops for name in reads(loop.iter)}
+    lines = [x for x in ast.walk(text.tree) if isinstance(x, ast.Assign) and names & {
+        y.id for y in ast.walk(x.targets[0]) if isinstance(y, ast.Name)}]  # fmt: skip
+    names |= {x.id for line in lines for x in ast.walk(line) if isinstance(x, ast.Name)} - {*text.globals}
+    slices = [x for x in ast.walk(text.tree) if isinstance(x, ast.Slice) or plain(getattr(x, "func", x)) == "slice"]
+    parts = [*(loop.iter for loop in loops), *lines, *slices]
+    return {id(x) for part in parts for x in ast.walk(part)} | {*map(id, loops)}, names
+
+
 def _said_of_value(text: Text, change: Change) -> str | None:
-    return None if _undoes(text, change) else said(text, change)
+    return None if _undoes(text, change) or (text.kinds and _too_often_right(change)) else said(text, change)
 
 
 def _has_nan(got: Outcome) -> bool:
@@ -310,6 +332,9 @@ def _too_often_right(change: Change) -> bool:
     """Of tensors: a number, or inf, where there is -inf, and a factor of 1000: what is large enough does not show."""
     old, new = (ast.unparse(x) if isinstance(x, ast.AST) else "" for x in _both(change.edits[0]))
     finite = change.slug == "finite-number" and any(isinstance(new, ast.Constant) for _, new in change.edits)
+    values = [getattr(x, "value", 0) for x in _both(change.edits[0])]
+    finite |= all(isinstance(x, float) and x >= _HUGE for x in values)
+    finite |= bool(re.match(r"[\w.]*full\(.*inf", old)) and "inf" not in new  # a maximum that starts elsewhere
     return finite or ("inf" in old and old.lstrip("-") == new) or "1000" in new or "1024" in new
 
 
@@ -318,7 +343,7 @@ def _runs(
 ) -> list[tuple[Text, Change, Callable[..., Any]]]:
     further = getattr(kinds, "further", lambda _: ()) if kinds else of_numbers
     alone = not isinstance(text, HostedText)
-    made = [*changes(text, values, kinds), *further(text), *own_changes(text, index.texts, values, alone)]
+    made = [*changes(text, values, kinds), *further(text), *map(_copied, own_changes(text, index.texts, values, alone))]
     made = [c for c in made if not any(isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store) and x.id in text.globals
             for _, new in c.edits if isinstance(new, ast.stmt) for x in ast.walk(new))]  # fmt: skip
     made = [c for c in made if c.edits and not (text.whole and _fraction(c)) and not _negligible(c, values)]
@@ -329,6 +354,16 @@ def _runs(
         made = [c for c in made if not (_without_limit(c) or _too_often_right(c) or _hides(text, c))]
     variants = Variants(text, made)
     return [(text, c, run) for c in made if (run := variants.chosen(c)) is not None]
+
+
+def _copied(change: Change) -> Change:
+    """The same, where a part of the text takes the place of something in it: a tree that has itself as a part has no
+    end.
+    """
+    if not any(holder is x for (holder, _, _), new in change.edits for x in ast.walk(new)):
+        return change
+    edits = tuple((slot, pickle.loads(pickle.dumps(new))) for slot, new in change.edits)
+    return dataclasses.replace(change, edits=edits)
 
 
 def _fraction(change: Change) -> bool:

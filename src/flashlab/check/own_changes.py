@@ -233,7 +233,7 @@ def _weights_of(node: ast.BinOp) -> Iterator[list[ast.expr]]:
 def _of_running(text: Text) -> Iterator[Change]:
     """Of sums that a loop makes: a factor that another one has, or that the new term has too; a division in each turn;
     a maximum of this turn alone, or one that is never handed on."""
-    for loop in (x for x in ast.walk(text.tree) if isinstance(x, ast.For)):
+    for loop in (x for x in ast.walk(text.tree) if isinstance(x, (ast.For, ast.While))):
         holders: list[Any] = [x for x in ast.walk(loop) if isinstance(getattr(x, "body", None), list)]
         places: list[Slot] = [(holder, "body", at) for holder in holders for at in range(len(holder.body))]
         lines = [(at, name, value) for at in places for name, value in _set_by(_at(at), parts=True)]
@@ -255,26 +255,32 @@ def _of_running(text: Text) -> Iterator[Change]:
         if over:
             yield Change("not-rescaled", f"{words}: it belongs to what was there before", 0.9, tuple(over))
         stored = {plain(x) for x in ast.walk(loop) if isinstance(getattr(x, "ctx", None), ast.Store)}
-        yield from _set_for_added(text, loop, [x for x in lines if x not in sums], slots)
+        yield from _set_for_added(text, loop, [x for x in lines if x not in sums])
+        begun = {name for line in text.tree.body if line is not loop for name, _ in _set_by(line)}
         for at, name, value in lines:
-            called = plain(value.func).split(".")[-1] if isinstance(value, ast.Call) else ""
-            for before in value.args if called in _RUNNING else ():  # type: ignore[attr-defined]
+            called = _called(value)
+            for before in value.args if called in _RUNNING and isinstance(value, ast.Call) else ():
                 if isinstance(before, (ast.Name, ast.Subscript)) and plain(before) not in stored:
                     last, block = ast.parse(f"{plain(before)} = {name}").body[0], at[0].body  # type: ignore[attr-defined]
                     new = _new(ast.If(ast.Constant(True), [block[-1], last], []))
                     words = f"the line `{plain(last)}` is missing at the end of the loop"
                     yield Change("never-moved", words, 0.3, (((at[0], "body", len(block) - 1), new),))
-            kept_as = [x for _, x, y in lines if plain(y) == name] if called in ("max", "amax") else []
+            kept_as = [x for _, x, y in lines if plain(y) == name or (x == name and x in begun and y is value)]
             for old_name, way in itertools.product(kept_as, ("torch.maximum", "tl.maximum", "max")):
-                if id(value) in slots and (way.split(".")[0] in text.globals or way == "max"):
+                known = way.split(".")[0] in text.globals or way == "max"
+                if called in ("max", "amax") and id(value) in slots and known:
                     limited = _new(_expr(f"{way}({old_name}, x)", x=value))
                     yield Change("limit-missing", "", 0.9, ((slots[id(value)], limited),))
 
 
-def _set_for_added(
-    text: Text, loop: ast.For, lines: Sequence[tuple[Slot, str, ast.expr]], slots: dict[int, Slot]
-) -> Iterator[Change]:
-    """What a loop sets anew in each turn, and is there before it and behind it: a sum, or a maximum so far."""
+def _called(value: ast.expr) -> str:
+    """The function of a call, or of `x.max(1)[0]` and `x.max(1).values`."""
+    call = value.value if isinstance(value, (ast.Subscript, ast.Attribute)) else value
+    return plain(call.func).split(".")[-1] if isinstance(call, ast.Call) else ""
+
+
+def _set_for_added(text: Text, loop: ast.stmt, lines: Sequence[tuple[Slot, str, ast.expr]]) -> Iterator[Change]:
+    """What a loop sets anew in each turn, and is there before it and behind it: a sum."""
     begun = {name for line in text.tree.body if line is not loop for name, _ in _set_by(line)}
     inside = {id(x) for x in ast.walk(loop)}
     read = {x.id for x in ast.walk(text.tree) if isinstance(x, ast.Name) and id(x) not in inside
@@ -285,13 +291,9 @@ def _set_for_added(
             continue
         added = _new(ast.AugAssign(line.targets[0], ast.Add(), value))
         yield Change("not-rescaled", f"`=` stands where `+=` belongs, in {text.say(line)}", 1.0, ((at, added),))
-        called = plain(value.func).split(".")[-1] if isinstance(value, ast.Call) else ""
-        if called in ("max", "amax") and id(value) in slots and "tl" in text.globals:
-            limited = _new(_expr(f"tl.maximum({name}, x)", x=value))
-            yield Change("limit-missing", "", 0.9, ((slots[id(value)], limited),))
 
 
-def _divided_behind(text: Text, loop: ast.For, name: str, by: ast.expr, edit: Any) -> Iterator[Change]:
+def _divided_behind(text: Text, loop: ast.stmt, name: str, by: ast.expr, edit: Any) -> Iterator[Change]:
     """A division that belongs behind the loop. edit: of the line in the loop."""
     reads = [s for s, x in _slots(text.tree) if isinstance(x, ast.Name) and x.id == name
              and x.lineno > (loop.end_lineno or 0)]  # fmt: skip

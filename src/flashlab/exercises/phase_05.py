@@ -877,7 +877,8 @@ def _of_a_hunt(n: int, block: int, causal: bool, scale: float = 0.4) -> tuple[An
     "5.9",
     title="It was only ever asked for one", minutes=20, difficulty="Bug hunt",
     bug=Row(
-        "causal-always", "without causal the walk still begins at the diagonal, and its tile is still masked",
+        "causal-always", "without causal a query still sees its own and earlier keys alone: walk, mask or both "
+        "are as with it",
         [("start_n if causal else 0", "start_n"), ("causal and start_m == start_n", "start_m == start_n")],
     ),
     history="the tutorial of Triton: triton-lang/triton, issues 4541 (2024) and 5660 (2025), pull request 5241",
@@ -931,6 +932,17 @@ def _of_a_grid(M: int, N: int, BLOCK_M: int, BLOCK_N: int, scale: float = 0.3) -
     return q, k, v, o, lse, do, BLOCK_M, BLOCK_N, scale
 
 
+def _never_computed(hunted: Callable[..., Any]) -> tuple[str, str] | None:
+    """The first rows of a result that no program computes."""
+    for M, N, m, n in ((17, 50, 16, 16), (50, 17, 16, 8), (33, 16, 16, 16)):
+        results = hunted(*_of_a_grid(M, N, m, n))
+        for name, of, x, block in zip(("dq", "dk"), ("queries", "keys"), results, (m, n), strict=False):
+            if (nothing := (x == 0).all(dim=1)).any():
+                said = f"{pattern.runs(nothing, 'row')} of {name} are never computed: no program has these {of}"
+                return "never-computed", f"{said} (with {M} queries, {N} keys and blocks of {block} {of})"
+    return None
+
+
 _QUERIES, _KEYS = (f"each block of {x} needs a program" for x in ("queries", "keys"))
 
 
@@ -961,7 +973,8 @@ _QUERIES, _KEYS = (f"each block of {x} needs a program" for x in ("queries", "ke
             [("max(math.ceil(M / BLOCK_M), math.ceil(N / BLOCK_N))",
               "max(math.ceil(M / BLOCK_N), math.ceil(N / BLOCK_M))")]),
     ],
-    mends=False,  # more programs than there are blocks do no harm
+    symptom=_never_computed,
+    walks=False,  # more programs than there are blocks do no harm
     on_device=True,
 )  # fmt: skip
 def hunted_10(q, k, v, o, lse, do, BLOCK_M, BLOCK_N, scale):

@@ -443,9 +443,6 @@ INNER_LOOP = Trials(
             "the end", [("+ odd], acc[c]);", "+ odd], acc[c]); acc[c] = scaled(1 / l_i, acc[c]);")]),
         Row("exp2-without-log2e", "exp2 is used on scores that were not multiplied by log2(e)",
             [("s[n] * scale_log2", "s[n] * p.scale")]),
-        Row("always-causal", "the causal mask is applied where none is asked for: is p.causal looked at?",
-            [("p.causal ? min(p.seq_k, m_start + row + diagonal + 1) - n_start : p.seq_k - n_start",
-              "min(p.seq_k, m_start + row + diagonal + 1) - n_start")]),
         Row("causal-top-left", "causal: query i sees the keys up to i, as if the mask began at the first key. The last "
             "query sees the last key, query i those up to i + seq_k - seq_q", [("row + diagonal + 1", "row + 1")]),
         Row("tail-not-masked", "the keys that do not exist count as keys of zeros, with a score of 0: it has to be "

@@ -396,8 +396,6 @@ SECOND_PRODUCT = Trials(
             "c[1]", [(f"pack<T>({a})", f"pack<T>({b})") for a, b in (
                 ("c[0], c[1]", "c[0], d[0]"), ("c[2], c[3]", "c[1], d[1]"), ("d[0], d[1]", "c[2], d[2]"),
                 ("d[2], d[3]", "c[3], d[3]"))]),
-        Row("one-tile-twice", "columns 8 to 15 are columns 0 to 7 again: they are in d",
-            [("pack<T>(d[0], d[1])", "pack<T>(c[0], c[1])"), ("pack<T>(d[2], d[3])", "pack<T>(c[2], c[3])")]),
     ],
 )  # fmt: skip
 

@@ -22,7 +22,7 @@ from flashlab.simt import SimtError
 from flashlab.simt.sentences import KINDS
 
 _MOST = 16  # MMAs that are noted
-_SECOND = 1024  # what the second factor's numbers begin with
+_FIRST, _SECOND = 1, 1024  # what the factors' numbers begin with: 0 is nobody's
 _PLAIN = ("global-out-of-bounds", "wrong-count", "does-not-compile", "wrong-entry")
 _NOTED = f"""
 static uint32_t told_registers_[{_MOST}][32][6];
@@ -60,14 +60,25 @@ class Factors(NamedTuple):
 
     def name(self, number: float) -> str:
         """Which element a register's number is."""
-        at = int(number) if number == number and abs(number) < 1e4 else -1
-        if 0 <= at < 16 * self.depth:
-            return f"{self.first}[{at // self.depth}, {at % self.depth}]"
-        rows, columns = self.shape
-        at -= _SECOND
-        if 0 <= at < rows * columns:
-            return f"{self.second}[{at // columns}, {at % columns}]"
-        return f"no element of {self.first} or {self.second}"
+        (rows, columns), number = self.shape, number if number == number else 0.0
+        for name, begin, count, width in (
+            (self.first, _FIRST, 16 * self.depth, self.depth), (self.second, _SECOND, rows * columns, columns)
+        ):  # fmt: skip
+            if 0 <= (at := number - begin) < count and at == int(at):
+                return f"{name}[{int(at) // width}, {int(at) % width}]"
+        return "" if number else "0"
+
+    def held(self, register: torch.Tensor) -> str:
+        """What a register holds, int32 [1]: two elements, or what else its bits are."""
+        halves = register.view(torch.float16).tolist()
+        names = [self.name(x) for x in halves]
+        whole = self.name(float(register.view(torch.float32)))
+        other = [self.name(x) for x in register.view(torch.bfloat16).tolist()]
+        if not all(names) and whole not in ("", "0"):
+            return f"all 32 bits of {whole}, a float32 that nobody has rounded"
+        if not all(names) and all(other):
+            return f"{' and '.join(other)} in bfloat16, not float16"
+        return " and ".join(name or f"{x:.4g}, which is no element," for name, x in zip(names, halves, strict=True))
 
     def wanted(self, lane: int, register: int, half: int, depth: int) -> str:
         """What m16n8k16 wants there; registers 4 and 5 are B's."""
@@ -99,7 +110,7 @@ def fragments_told(answer: Answer, factors: Factors) -> Iterator[None]:
 def _said(answer: Answer, factors: Factors) -> str:
     include = '#include "ptx.cuh"\n'
     source = replace(answer.whole, text=answer.whole.text.replace(include, include + _NOTED, 1))
-    numbers = torch.arange(16.0 * factors.depth).reshape(16, -1)
+    numbers = _FIRST + torch.arange(16.0 * factors.depth).reshape(16, -1)
     second = _SECOND + torch.arange(8.0 * factors.depth).reshape(factors.shape)
     registers = torch.zeros(_MOST, 32, 6, dtype=torch.int32)
     sums, count, result = torch.zeros(_MOST, 32, 4), torch.zeros(32, dtype=torch.int32), torch.zeros(16, 8)
@@ -144,12 +155,25 @@ def _registers(registers: torch.Tensor, factors: Factors) -> str:
             found = [at for at in off if at[1] in these]
             if not found:
                 continue
-            mine, wanted = (" and ".join(x) for x in zip(*held[found[0]], strict=True))
+            lane, r = found[0]
+            if times := _times(registers[n][:, list(these)], factors, n, these):
+                return f"the registers hold {times:.4g} times the elements of {factor}"
+            mine, wanted = factors.held(registers[n, lane, r : r + 1]), " and ".join(x for _, x in held[lane, r])
             where = f"in MMA {n + 1} " if n else ""
-            said = f"{where}{_called(found[0][1])} of lane {found[0][0]} holds {mine}, where m16n8k16 wants {wanted}: "
+            said = f"{where}{_called(r)} of lane {lane} holds {mine}, where m16n8k16 wants {wanted}: "
             rule = _apart([(r, *pair) for (_, r), pairs in held.items() for pair in pairs if r in these], factor, width)
             return said + (rule or f"{len(found)} of {32 * len(these)} registers with {factor} are wrong")
     return ""
+
+
+def _times(registers: torch.Tensor, factors: Factors, n: int, these: Sequence[int]) -> float | None:
+    """How often each register holds what is wanted, [32, registers], if it is the same number in all."""
+    numbers = {factors.name(x): x for x in (*range(_FIRST, _SECOND), *range(_SECOND, 2 * _SECOND))}
+    wanted = torch.tensor([[[numbers[factors.wanted(lane, r, half, 16 * n)] for half in (0, 1)] for r in these]
+                           for lane in range(32)])  # fmt: skip
+    times = registers.contiguous().view(torch.float16).unflatten(1, (-1, 2)).float() / wanted
+    first = float(times[0, 0, 0])
+    return first if first and (times - first).abs().max() < 2e-3 * abs(first) else None
 
 
 def _called(register: int) -> str:
@@ -205,7 +229,8 @@ def sums_told(answer: Answer) -> Iterator[None]:
     except CheckFailed as failed:
         if failed.diagnosis in (*_PLAIN, *KINDS) or not (said := _added_up(answer)):
             raise
-        raise CheckFailed(f"{said}\n{failed.sentence}", diagnosis=failed.diagnosis, case=failed.case) from None
+        known = failed.sentence.partition("\n")[0]
+        raise CheckFailed(f"{said}\n{known}", diagnosis=failed.diagnosis, case=failed.case) from None
 
 
 def _added_up(answer: Answer) -> str:

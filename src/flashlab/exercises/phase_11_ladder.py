@@ -159,14 +159,26 @@ def _with_epilogue(text: str) -> Source:
     return Source("\n".join([*lines[:begin], *own, *lines[end + 1 :]]) + "\n", whole.name, begin + 1, begin + len(own))
 
 
+def _own_barriers(module: CudaModule) -> None:
+    """CheckFailed where the last run met at one barrier in two numbers of threads: one of the turns' is taken."""
+    threads: dict[int, set[int]] = {}
+    for e in (e for x in (module.report.launches if module.report is not None else []) for e in x.events):
+        if e.did in ("barrier", "barrier-arrive"):
+            threads.setdefault(e.values[0], set()).add(e.values[1])
+    for number, several in threads.items():
+        said = f"barrier {number} is met at by {' and by '.join(map(str, sorted(several)))} threads: it is one of the "
+        said += "consumers' turns, 1 to CONSUMERS, which may come at any time. Those behind them are free"
+        expect(len(several) == 1, said, diagnosis="barrier-of-the-turns")
+
+
 _TWO_PARTS = (1, 2, 1, 130, 70, False)
 EPILOGUE = Trials(
     "11.6", _watched(_HEAD_DIM), [traced(_halves(*_TWO_PARTS, head_dim=_HEAD_DIM, sms=1))], region=True,
-    place=lambda text: _with_epilogue(text).text, tol=1e-3, most=130,
+    place=lambda text: _with_epilogue(text).text, tol=1e-3, most=130, then=_own_barriers,
     rows=[
         # So it looks with a wait behind the barrier, without one, or with one group for both slabs.
         Row("not-read-yet", "a slab is filled while the store that reads its place may still be under way: before it "
-            "comes a wait that leaves fewer groups than there are places, then a barrier of all",
+            "comes a wait that leaves fewer groups (a slab each) than there are places, then a barrier of all",
             [("SLAB - 1>", "SLAB>")]),
         Row("same-place", "two stores go to one place of O: a coordinate of tma_store is not what it should be",
             [("slab * SLAB,", "0,")]),
@@ -219,6 +231,8 @@ def last_mile(epilogue: str) -> str:
         # One block, which uses its buffer again
         verdict = examine(whole, head_dim=_HEAD_DIM, fast=False, probes=_SHORT, max_seq=150, sms=1)
     expect_variant(whole, head_dim=64)
+    EPILOGUE.runs[0](module := _watched(_HEAD_DIM)(whole))
+    _own_barriers(module)
     sentence = "the result is right, but no O leaves by tma_store: the copy engine should do it"
     expect(verdict.counters["tma_stores"] > 0, sentence, diagnosis="no-tma-store", case=case)
     _expect_one_under_way(text, case)

@@ -334,9 +334,9 @@ def _launched(rows: int, N: int, splits: int) -> list[Any]:
     return [s, v, *empty_ones, torch.zeros(rows, 2, dtype=torch.int32), rows, N, splits]
 
 
-def _twice(module: CudaModule) -> list[torch.Tensor]:
-    given, outputs = _launched(2, 37, 4), []
-    for _ in range(2):
+def _thrice(module: CudaModule) -> list[torch.Tensor]:
+    outputs = []
+    for given in 2 * [_launched(2, 37, 4)] + [_launched(1, 9, 5)]:
         given[2].fill_(math.nan)
         module.launch("run", *given, echo=False, timeout=2.0)
         outputs += [given[2].clone(), given[5].float()]
@@ -345,7 +345,7 @@ def _twice(module: CudaModule) -> list[torch.Tensor]:
 
 _SHOWN = "every warp's lane 0 shows what its warp has written, to all that see its count"
 ARRIVE = Trials(
-    "12.6", lambda text: built(text, check=True), [_twice], region=True, place=lambda text: _arriving(text).text,
+    "12.6", lambda text: built(text, check=True), [_thrice], region=True, place=lambda text: _arriving(text).text,
     words={"before": "before"},
     notes={"splits - 1": "the last of `splits` warps sees splits - 1 before it", "lane == 0": "one lane counts"},
     equal={
@@ -507,9 +507,22 @@ def _smallest_script(learners: Callable[..., Any], longest: int = 4000) -> tuple
                 got = tuple(map(int, learners(script, page_size)[-1]))
         except Exception as error:
             return _told(script, page_size, f"raises {type(error).__name__}")
+        if got != right and _adds_up(learners):
+            return "running-total", "copied is a running total: it is how many pages this operation copies, 0 or 1"
         if got != right:
             return _told(script, page_size, f"gives {got}, and should give {right}")
     return None
+
+
+def _adds_up(learners: Callable[..., Any]) -> bool:
+    """Whether the second number counts all copies so far, and the first is right."""
+    for script, page_size in RULES["12.7"].drawn(20):
+        with contextlib.redirect_stdout(io.StringIO()):
+            got = [tuple(map(int, x)) for x in learners(script, page_size)]
+        in_use, copied = zip(*pager(script, page_size), strict=True)
+        if got != [*zip(in_use, itertools.accumulate(copied), strict=True)]:
+            return False
+    return True
 
 
 def _every_short_script(learners: Callable[..., Any]) -> None:
@@ -684,6 +697,28 @@ def _dealt(answer: Callable[..., Any]) -> tuple[str, str] | None:
         "share": "every program gets the same number of tiles", "before": "the tiles of earlier sequences come first",
         "math.ceil": "a part of a tile is a tile",
     },
+    rows=[
+        Row("whole-sequences", "whole sequences are dealt, as many to each program: it is tiles that are",
+            instead="[(s, 0, n) for s, n in enumerate(lengths) if n and s // math.ceil(len(lengths) / programs) == p]"),
+        Row("each-by-itself", "each sequence is dealt among all programs by itself: all tiles stand on one line",
+            [("before += tiles", "before = 0"), ("share = math.ceil(sum(math.ceil(n / block_n) for n in lengths) / "
+              "programs)\n    ", ""),
+             ("        first, end =", "        share = math.ceil(tiles / programs)\n        first, end =")]),
+        Row("a-line-of-keys", "it is keys that are dealt, whose tiles go on from one sequence into the next: a tile "
+            "has keys of one sequence, and its last tile may be shorter",
+            [("sum(math.ceil(n / block_n) for n in lengths) / programs)",
+              "math.ceil(sum(lengths) / block_n) / programs) * block_n"),
+             ("tiles = math.ceil(length / block_n)", "tiles = length"),
+             ("first * block_n, min(end * block_n, length)", "first, end")]),
+        Row("share-of-keys", "the share is computed from the number of all keys: each sequence has its own last tile",
+            [("sum(math.ceil(n / block_n) for n in lengths) / programs", "sum(lengths) / programs / block_n")]),
+        Row("passed-by", "sequences of which this program has no piece are not counted among the tiles before",
+            [("min(end * block_n, length)))\n", "min(end * block_n, length)))\n    ")]),
+        *(Row("from-the-first-sequence", "first and end are counted from the first sequence's beginning: take off the "
+              "tiles before this one",
+              [("first * block_n, min(end * block_n, length)", f"(first + before) * block_n, {x}")])
+          for x in ("(end + before) * block_n", "min((end + before) * block_n, length)")),
+    ],
 )  # fmt: skip
 def pieces_of(lengths, block_n, programs, p):
     """A list of (sequence, first, end): the keys, from first to end - 1, that program p of a persistent grid

@@ -21,11 +21,11 @@ _FIRST = 1000  # from here on an event is what an atomic found in the counter
 _WATCH = f"""
     int* const noted_ = told + ((row * splits + split) * COLUMNS + d) * {_EVENTS};
     auto note_ = [&](int event) {{ if (noted_[0] < {_EVENTS - 2}) noted_[++noted_[0]] = event; }};
-    auto found_ = [&](auto x) {{ return note_({_FIRST} + (int)x), x; }};
+    auto found_ = [&](auto x, auto n) {{ if (n) note_({_FIRST} + (int)x); return x; }};
 #define __syncwarp(...) (note_('S'), (__syncwarp)(__VA_ARGS__))
 #define __threadfence() (note_('F'), (__threadfence)())
 #define __threadfence_system() (note_('F'), (__threadfence_system)())
-""" + "".join(f"#define {name}(...) found_(({name})(__VA_ARGS__))\n" for name in _COUNTS)
+""" + "".join(f"#define {name}(word, n) found_(({name})(word, n), n)\n" for name in _COUNTS)
 
 
 class _Arrival(NamedTuple):
@@ -130,26 +130,37 @@ def _last(warps: list[_Arrival]) -> str:
 
 
 def _order(warps: list[_Arrival]) -> str:
-    """What is missing between the parts and the count, or between the count and the parts of the others."""
+    """What is missing between the parts and the count, or between the count and the parts of the others.
+
+    A fence orders what its lane has written, and what a barrier before it has shown to it: so one will do behind a
+    barrier, or one of each lane before it. On the way back as well.
+    """
     ((lane, _),) = warps[-1].counted
-    events = warps[-1].events[lane]
-    at = next(i for i, event in enumerate(events) if event >= _FIRST)
-    before, behind = ("".join(map(chr, x)) for x in (events[:at], [e for e in events[at + 1 :] if e < _FIRST]))
+    events = warps[-1].events
+    at = next(i for i, event in enumerate(events[lane]) if event >= _FIRST)
+    before, behind = (_marks(x) for x in (events[lane][:at], events[lane][at + 1 :]))
+    barriers = before.count("S")
     if "F" not in before:
         return (
             f"no __threadfence() stands before the count: lane {lane} counts, and nobody is shown what its warp wrote"
         )
-    if "S" not in before:
+    if not barriers:
         return f"no __syncwarp() stands before the count: lane {lane} counts while others may still store"
-    if "S" not in before[: before.rindex("F")]:
+    others = [_marks(x).split("S") for i, x in enumerate(events) if i != lane]
+    if "S" not in before[: before.rindex("F")] and not all("F" in "".join(x[:barriers]) for x in others):
         return (
             f"the fence of lane {lane} stands before the __syncwarp(): so it shows what lane {lane} wrote, and no other"
         )
-    if "F" not in behind:
+    each = "S" in behind and all("F" in "".join(x[barriers + 1 :]) for x in (*others, _marks(events[lane]).split("S")))
+    if "F" not in behind and not each:
         return f"no __threadfence() stands behind the count: lane {lane} may still see the parts as they were before"
-    if "S" not in behind[behind.index("F") :]:
+    if not each and "S" not in behind[behind.index("F") :]:
         return f"no __syncwarp() stands behind the second fence: what lane {lane} sees, the others may not see yet"
     return ""
+
+
+def _marks(events: Sequence[int]) -> str:
+    return "".join(chr(event) for event in events if event < _FIRST)
 
 
 def _lanes(lanes: list[int]) -> str:

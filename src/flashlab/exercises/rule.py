@@ -73,7 +73,7 @@ class Rule:
         judged: says in place of the values what is right, where more than one is; raises CheckFailed.
         called: calls a function with an input, where that is no plain call. shown: an input in words.
         symptom: asked where no change surely explains the answer: (slug, sentence) in numbers, or None.
-        mends: an answer's own text is changed too; not where a larger number is as right, and so much else.
+        mends: an answer's own text is changed too. walks: also how often its loops go round: not where more is right.
         each: the results come as a list, a tuple for each of these ("operation"). item: makes one value of a tuple.
         id: of the exercise, which may ask for several functions.
         parts: further functions of the answer, rules `"ID NAME"` without an `id`, which are judged first.
@@ -108,6 +108,7 @@ class Rule:
     answer: str = ""
     trials: int = _DRAWN
     mends: bool = True
+    walks: bool = True
     tries: int = _TRIES
 
     @property
@@ -164,7 +165,8 @@ class Rule:
         own, price = None, 0.0
         with contextlib.redirect_stdout(io.StringIO()), quietly():
             plain = inspect.isfunction(learners) and not hasattr(learners, "answer")
-            own, price = mended(index, unwrapped(learners), self.own_text, self.then if plain else None)
+            then = self.then if plain else None
+            own, price = mended(index, unwrapped(learners), self.own_text, then, self.walks)
         if read:
             likely = own and price <= _LIKELY
             return ("own-slip", f"{own}: {self.rest}.\n{read[1]}") if likely else read

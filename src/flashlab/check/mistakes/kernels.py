@@ -279,7 +279,8 @@ def _reductions(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[str, str, Ten
         both = f"the maximum and the sum are reduced {masks}: {advice}"
         yield "quad-not-reduced", both, own @ v / some[:, column_lane]
         some = torch.stack([p[:, lane == x].sum(1) for x in range(count)], 1)
-        yield "quad-not-reduced", f"the sum is reduced {masks}: {advice}", p @ v / some[:, column_lane]
+        late = f"O is divided by a sum that is reduced {masks}: {advice}, before the division"
+        yield "quad-not-reduced", late, p @ v / some[:, column_lane]
         inside = "acc is divided by a lane's own sum inside of the loop: leave the division to the end"
         yield "divided-twice", inside, p @ v / some[:, column_lane] / p.sum(1, keepdim=True)
     fourth = "the output is 1/4 of what it should be: the sum is exchanged in the quad with each tile, and once more "

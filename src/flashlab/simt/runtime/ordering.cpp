@@ -14,7 +14,14 @@ struct Word {
         uint32_t thread, time, now;   // time: of its fence
         bool fenced;                  // there had been a fence_proxy_async_global in its block
         std::vector<uint32_t> known;  // of the block's warps
+        std::vector<std::pair<uint32_t, uint32_t>> fences;  // of other threads: who, and when
         Block::Learnt learnt;         // of other blocks, at other words: who learns of this has learnt this word's
+
+        bool covers(const GlobalStamp& s) const {
+            auto by = [&](const auto& fence) { return fence.first == s.thread && s.time <= fence.second; };
+            return s.time <= known[s.thread / WARP] || by(std::make_pair(thread, time)) ||
+                   std::any_of(fences.begin(), fences.end(), by);
+        }
     };
     std::unordered_map<uint32_t, std::vector<Published>> by_block;
     uint32_t count = 0;
@@ -172,6 +179,17 @@ void let_another_update(Lane* lane, uintptr_t address) {
     block->holds = false, word.met = true, word.updating--, updating--;
 }
 
+// What its own last fence covers is published, and what the fences of others do that come before it, by a barrier: fences
+// are sequentially consistent.
+static void add_fences_of_others(const Lane* lane, Word::Published& p) {
+    const Block* block = lane->block;
+    for (const Warp* w = block->warp; w < block->warp + block->warps; w++)
+        for (const Lane* other = w->lanes; other < w->lanes + w->count; other++)
+            if (other != lane && other->fence.time && before(other->id, other->fence.time, lane)) {
+                p.fences.push_back({(uint32_t)other->id, other->fence.time});
+                join(p.known.data(), other->fence.known.data(), block->warps);
+            }
+}
 void meet(Lane* lane, uintptr_t address, bool learn, bool publish) {
     publish &= lane->fence.time != 0;
     const bool polls = learn && lane->in_vain > 0 && lane->polled == address;
@@ -194,9 +212,10 @@ void meet(Lane* lane, uintptr_t address, bool learn, bool publish) {
     if (!has_news(word, lane, elsewhere)) return;
     note_look(word, lane, true);
     block->published++;
-    word.by_block[(uint32_t)block->number].push_back({(uint32_t)block->number, ++word.count, (uint32_t)lane->id,
-                                                      lane->fence.time, lane->warp->time, block->global_fences,
-                                                      lane->fence.known, elsewhere});
+    auto& mine = word.by_block[(uint32_t)block->number];
+    mine.push_back({(uint32_t)block->number, ++word.count, (uint32_t)lane->id, lane->fence.time, lane->warp->time,
+                    block->global_fences, lane->fence.known, {}, elsewhere});
+    add_fences_of_others(lane, mine.back());
     if (learn) looks();
 }
 
@@ -211,9 +230,7 @@ static bool search(const Block::Learnt& learnt, const GlobalStamp& s, std::map<W
         auto it = l.first->by_block.find(s.block);
         if (it != l.first->by_block.end())
             for (auto& p : it->second)
-                if (p.number <= l.second && (p.fenced || !fenced) &&
-                    (s.thread == p.thread ? s.time <= p.time : s.time <= p.known[s.thread / WARP]))
-                    return true;
+                if (p.number <= l.second && (p.fenced || !fenced) && p.covers(s)) return true;
         for (auto& of_block : l.first->by_block)
             for (auto& p : of_block.second) {
                 if (p.number <= from || p.number > l.second) continue;

@@ -1,5 +1,6 @@
 // What orders threads of different blocks. Nothing does, but for this: a thread that has passed a
-// __threadfence() publishes with an atomic (or a volatile store) all that was visible to it at the fence. A
+// __threadfence() publishes with an atomic (or a volatile store) all that was visible to it at the fence, and what
+// was to others at fences of theirs, if a barrier stands between: the fences are sequentially consistent. A
 // thread whose atomic (or volatile load) comes to the same word later looks at it, and acquires it with a
 // __threadfence() of its own. The barriers of its block hand that on to the other threads.
 #pragma once
