@@ -300,9 +300,42 @@ def a_large_epsilon(x):
     return p / (p.sum(-1, keepdim=True) + 1e-3)
 
 
+def from_the_last_program(pid, m_blocks, heads, kv_heads):
+    pid = m_blocks * heads - 1 - pid % (m_blocks * heads) + pid // (m_blocks * heads) * (m_blocks * heads)
+    rest, g = divmod(pid, heads // kv_heads)
+    rest, b = divmod(rest, m_blocks)
+    batch, kv = divmod(rest, kv_heads)
+    return batch, kv * (heads // kv_heads) + g, kv, b
+
+
+def a_block_late(q, k, v, o, lse, do, BLOCK_M, BLOCK_N, scale):
+    delta = (o * do).sum(1)
+    dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
+    blocks = -(-len(q) // BLOCK_M)
+    for pid in range(blocks - (-len(k) // BLOCK_N)):
+        first, side = (pid * BLOCK_M, q) if pid < blocks else ((pid - blocks + 1) * BLOCK_N, k)
+        rows = slice(first, first + (BLOCK_M if pid < blocks else BLOCK_N))
+        if side is q:
+            p = torch.exp(scale * q[rows] @ k.T - lse[rows, None])
+            dq[rows] = scale * (p * (do[rows] @ v.T - delta[rows, None])) @ k
+        else:
+            p = torch.exp(scale * q @ k[rows].T - lse[:, None])
+            dv[rows] = p.T @ do
+            dk[rows] = scale * (p * (do @ v[rows].T - delta[:, None])).T @ q
+    return dq, dk, dv
+
+
+def without_p(p, dp):
+    weighted = p * dp
+    return dp - weighted.sum(1, keepdim=True), -((1 - p.sum(1)) * weighted.sum(1)).sum()
+
+
 @pytest.mark.parametrize(
     ("id", "answer", "said"),
     [
+        ("4.1", from_the_last_program, "is counted from the end"),
+        ("5.10", a_block_late, "the term `1` is one too many, in `pid - blocks + 1`"),
+        ("5.1", without_p, "the factor `p` is missing"),
         ("0.4", weight_of_another_sum, "`first.l + second.l` lacks the weights `f1.squeeze(-1)` and `f2.squeeze(-1)`"),
         ("0.5", divided_in_each_turn, "`o` is divided by `l` in each turn: once, behind the loop"),
         ("0.5", corrected_too_much, "multiplies the new term too, in"),

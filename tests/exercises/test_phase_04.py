@@ -3,11 +3,13 @@
 import importlib.util
 
 import pytest
+import torch
 from lesson_answers import accepted, answers_of, changed, diagnosed, diagnosis, failure, told
 
 from flashlab import runtime
 from flashlab.check import CheckFailed
 from flashlab.exercises import check
+from flashlab.exercises.rule import RULES
 
 LONG = pytest.mark.long  # up to a minute each: pairs of changes are tried, and the shorter ones find as much
 WATCHED = pytest.mark.skipif(not runtime.INTERPRETED, reason="addresses are watched where kernels are interpreted")
@@ -362,17 +364,37 @@ def two_sizes_attention(q, k, v, *, causal=False, scale=None):
     "old, new, words",
     [
         ("total * fade", "total", "the factor `fade` is missing at `total`"),
-        pytest.param("16), H, B)](", "16), B, H)](", "H, B)` belongs", marks=LONG),
+        pytest.param("16), H, B)](", "16), B, H)](", "are exchanged", marks=LONG),
         pytest.param("        best = new_best\n", "", "the line `best = new_best` is missing", marks=LONG),
         pytest.param("rows[:, None] + shift", "rows[:, None]", "the term `shift` is missing", marks=LONG),
         pytest.param("h // REP * vs1", "h // REP * ks1", "`ks1` stands where `vs1` belongs", marks=LONG),
         pytest.param(" & (cv[None, :] < DV), other", ", other", "& (cv[None, :] < DV)` belongs", marks=LONG),
+        pytest.param("line[:, None] * DV", "line[:, None] * DK", "`DK` stands where `DV` belongs", marks=LONG),
+        pytest.param("o, lse = q.new_empty(B, H, nq, dv),", "o, lse = torch.empty_like(q),", "as long as `v`'s",
+                     marks=LONG),
     ],
-)
+)  # fmt: skip
 def test_a_kernel_of_ones_own_is_mended_within_its_function(old, new, words, tmp_path):
+    assert words in failure("4.13", another(old, new, tmp_path)).sentence
+
+
+def another(old, new, folder):
     assert ANOTHER.count(old) == 1
-    (tmp_path / "own.py").write_text(ANOTHER.replace(old, new))
-    spec = importlib.util.spec_from_file_location("own", tmp_path / "own.py")
+    (folder / "own.py").write_text(ANOTHER.replace(old, new))
+    spec = importlib.util.spec_from_file_location("own", folder / "own.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert words in failure("4.13", module.two_sizes_attention).sentence
+    return module.two_sizes_attention
+
+
+@WATCHED
+def test_an_answer_that_is_run_again_writes_to_none_of_the_inputs(tmp_path):
+    """Not even where its kernel stores to a view of one: the next answer gets them too."""
+    stored = "tl.store(o_p + line[:, None] * DV"
+    answer = another(stored, "tl.store(q_p + line[:, None] * DV", tmp_path)
+    viewed = another("(q, k, v, o, lse, *q", "(q[:], k, v, o, lse, *q", tmp_path)
+    viewed.__globals__["own"] = answer.__globals__["own"]
+    rule = RULES["4.13"]
+    before = [x.clone() for x in rule.tried[0][:3]]
+    rule.index.run(rule.own_text(viewed, {}).compiled())[0]
+    assert all(map(torch.equal, before, rule.tried[0][:3]))

@@ -499,17 +499,21 @@ def parted(text: str) -> list[str]:
 
 
 def _less_idle(events: Sequence[Event], others: Sequence[Event]) -> list[Event]:
-    """Without the waits for a phase before the first, which pass at once, at barriers where others do without them."""
-    begun, first = set[Any](), dict[Any, int]()
+    """Without the waits for a phase before the first, which pass at once, at barriers where others do without them: at
+    which they wait for the first one when they have arrived at two, or to which they have not come yet.
+    """
+    begun, first, arrived = set[Any](), dict[Any, int](), Counter[int]()
     for e in others:
         if e.did == "mbarrier-wait":
-            first.setdefault((e.warp, e.values[0]), e.values[1])
+            first.setdefault((e.warp, e.values[0]), e.values[1] if arrived[e.warp] > 1 else 1)
+        arrived[e.warp] += e.did == "arrive"
+    late = {warp for (warp, _), parity in first.items() if parity == 0}
     kept = []
     for e in events:
         at = (e.warp, e.values[0])
         if e.did == "mbarrier-wait" and at not in begun:
             begun.add(at)
-            if e.values[1] == 1 and first.get(at) == 0:
+            if e.values[1] == 1 and e.warp in late and not first.get(at):
                 continue
         kept.append(e)
     return kept

@@ -280,6 +280,8 @@ def _of_edges(text: Text) -> Iterator[Change]:
             cost = 0.3 + 0.1 * (slot[1] == "left")
             yield Change("edge", "", cost, ((slot, ast.BinOp(node, ast.Add(), _expr(shift))),))
     for slot, node in nodes:
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv):
+            yield Change("rounded-up", "", 1.0, ((slot, _expr("tl.cdiv(a, b)", a=node.left, b=node.right)),))
         if isinstance(node, ast.Call) and _name(node) == "dot":
             for name in unread:
                 yield Change("more", "", 1.0, ((slot, ast.BinOp(node, ast.Mult(), _expr(name))),))

@@ -22,7 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -55,7 +55,7 @@ _SHARED = 1.0  # what it costs more to find fault with a line that a right text 
 _LONGER = 0.15  # for each word and sign that is added
 _KINDS = {ast.Add: "term", ast.Sub: "term", ast.Mult: "factor", ast.Div: "divisor", ast.FloorDiv: "divisor"}
 _WORDED = ("names-exchanged", "never-moved", "not-rescaled", "not-divided", "rounded-all", "strides-of-another",
-           "turned-round", "counted-in-a-tile", "not-set-back", "tf32", "base-2")  # fmt: skip
+           "turned-round", "counted-in-a-tile", "shape-of-another", "not-set-back", "tf32", "base-2")  # fmt: skip
 _BEHIND = "outside-of-the-loop"
 _TWO_PLACES = {
     "lines-exchanged": "comes too early", _BEHIND: "stands in the loop, and belongs behind it",
@@ -109,11 +109,11 @@ def mended(
     order = [*off, *(i for i in index.order if i not in off)]
     if index.kinds:
         text.kinds = index.kinds.kinds_of(text, [tuple(map(index.copied, x)) for x in index.inputs[:3]])
-    shared = _lines_of_both(text, index.texts)
+    likely = _Likely(_lines_of_both(text, index.texts), _at_strays(text, got), {*text.params} - {*reads(text.tree)})
     ranges = [x.args for right in index.texts for x in ast.walk(right.tree)
               if isinstance(x, ast.Call) and ast.unparse(x.func).split(".")[-1] == "range"]  # fmt: skip
     text.from_zero = bool(ranges) and all(len(x) == 1 or ast.unparse(x[0]) == "0" for x in ranges)
-    made = _in_order(index, text, now, parts, shared)
+    made = _in_order(index, text, now, parts, likely)
     if not walks:
         heads, ends = _of_heads(text)
         made = [x for x in made if not any(
@@ -133,7 +133,7 @@ def mended(
         if not mends or not (words := said(of, change)) or _undoes(of, change):
             continue
         if len(mends) == len(wrong) and is_right(run):
-            return words, _price(change, shared)
+            return words, _price(change, likely)
         of_part |= {p: change for p in mends if p not in of_part and of is text}
     if len(wrong) > 1 and len(of_part) == len(wrong):
         with contextlib.suppress(SyntaxError):
@@ -169,35 +169,47 @@ def _has_nan(got: Outcome) -> bool:
 
 
 def _in_order(
-    index: Index, text: Text, now: dict[str, Any], parts: dict[str, Text], shared: set[int]
+    index: Index, text: Text, now: dict[str, Any], parts: dict[str, Text], likely: _Likely
 ) -> list[tuple[Text, Change, Callable[..., Any]]]:
     """The changes of a text, and of those beside it, with the function that each makes; the likeliest first."""
     if isinstance(text, HostedText):  # it is called with the inputs
         made, around = _runs(index, text, {}, index.kinds), HostText(text)
         variants = Variants(around, beside := [*changes(around, {}), *of_grids(around)])
         made += [(around, c, run) for c in beside if (run := variants.chosen(c)) is not None]
-        return in_turn((_price(x[1], shared), x[1].slug, x) for x in made)
+        return in_turn((_price(x[1], likely), x[1].slug, x) for x in made)
     values = {name: [given[i] for given in index.inputs] for i, name in enumerate(text.params)}
     made, called = _runs(index, text, values, index.kinds), text.compiled()
     for name, part in parts.items():
         made += [(part, change, functools.partial(_with, now, name, other, called))
                  for _, change, other in _runs(index, part, {}, index.kinds)]  # fmt: skip
-    return sorted(made, key=lambda x: (len(x[1].edits) > 1, _price(x[1], shared)))
+    return sorted(made, key=lambda x: (len(x[1].edits) > 1, _price(x[1], likely)))
 
 
-def _price(change: Change, shared: set[int]) -> float:
-    """The lower, the likelier. shared: what stands in lines that a right text has too."""
+class _Likely(NamedTuple):
+    """What stands in lines that a right text has too, or that have a stray address; parameters that nobody reads."""
+
+    shared: set[int]
+    strays: set[int]
+    unread: set[str]
+
+
+def _price(change: Change, likely: _Likely) -> float:
+    """The lower, the likelier."""
     longer = max(_length(new) - _length(old) for old, new in map(_both, change.edits))
-    known = all(id(holder) in shared for (holder, _, _), _ in change.edits)
+    known = all(id(holder) in likely.shared for (holder, _, _), _ in change.edits)
+    strays = any(id(holder) in likely.strays for (holder, _, _), _ in change.edits)
+    unread = any(likely.unread & {*reads(new)} for _, new in change.edits if isinstance(new, ast.AST))
     kept = any(
         isinstance(old, ast.BinOp)
         and isinstance(old.op, ast.FloorDiv)
         and (new is old.left or isinstance(getattr(new, "op", None), ast.Mult))
         for old, new in map(_both, change.edits)
     )  # more likely its being rounded down is wrong
-    likely = change.slug == "wrong-number" or _loosened(change)  # nothing comes or goes
-    whole = change.slug == "mask" or any(isinstance(new, ast.If) for _, new in change.edits)  # it is there already
-    return change.cost - 0.5 * likely + _SHARED * known + _LONGER * max(0, longer * (not whole)) + 1.5 * kept
+    as_long = change.slug == "wrong-number" or _loosened(change)  # nothing comes or goes
+    there = change.slug in ("mask", "shape-of-another")
+    whole = there or any(isinstance(new, ast.If) for _, new in change.edits)  # it is there already
+    price = change.cost - 0.5 * as_long + _SHARED * known + _LONGER * max(0, longer * (not whole)) + 1.5 * kept
+    return price - _SHARED * strays - _SHARED * unread
 
 
 def in_turn(priced: Iterable[tuple[float, str, Any]]) -> list[Any]:
@@ -227,6 +239,14 @@ def _is_right(
             then(run)
         return True
     return False
+
+
+def _at_strays(text: Text, got: Outcome) -> set[int]:
+    """What stands in lines that name a tensor which is read or written out of bounds."""
+    strays = {m[1] for x in got if isinstance(x, str) and (m := re.search(r"out of bounds: .* of (\w+)", x))}
+    lines = [x for x in ast.walk(text.tree) if isinstance(x, LINES) and any(
+        name.removesuffix("_ptr").lower() in strays for name in reads(x))] if strays else []  # fmt: skip
+    return {id(x) for line in lines for x in ast.walk(line)}
 
 
 def _lines_of_both(text: Text, right: Sequence[Text]) -> set[int]:

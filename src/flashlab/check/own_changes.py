@@ -23,6 +23,7 @@ _BEHIND_A_FACTOR = ("", "[:, None]", "[..., None]", "-")
 _RUNNING = ("maximum", "logaddexp", "max")
 _LIMITS = ("min", "max", "minimum", "maximum")
 _POWERS = ("exp", "exp2")
+_FEW = 9
 _DIVISIONS = (ast.Div, ast.FloorDiv)
 _BINARY = {f"2 ** {n}": 10 ** (n // 10 * 3) for n in (10, 20, 30, 40)}
 
@@ -161,7 +162,13 @@ def _of_conditions(text: Text, rights: Sequence[Text]) -> Iterator[Change]:
 
 
 def _of_unread(text: Text) -> Iterator[Change]:
-    """What is made and never read, in a minimum or the like."""
+    """What is made and never read, in a minimum or the like; a parameter that is not, in two places of another one."""
+    number = [{"number"}, {"flag"}]
+    unread = [x for x in text.params if not text.reads[x] and text.kinds.get(x) in number]
+    for name, other in itertools.product(unread, (x for x in text.params if text.kinds.get(x) in number)):
+        slots = [s for s, x in _slots(text.tree) if isinstance(x, ast.Name) and x.id == other]
+        for both in itertools.combinations(slots, 2) if 2 < len(slots) < _FEW else ():
+            yield Change("wrong-name", "", 1.2, tuple((s, ast.Name(name, ast.Load())) for s in both))
     for name in sorted({*text.locals} - {*reads(text.tree)}):
         for slot, node in _slots(text.tree):
             called = ast.unparse(node.func).split(".")[-1] if isinstance(node, ast.Call) else ""
@@ -246,6 +253,7 @@ def _of_running(text: Text) -> Iterator[Change]:
                 case ast.BinOp(op=ast.Add()):
                     for _, other, product in sums:
                         yield from _with_the_weight_of(text, at, name, other, product)
+                    yield from _with_a_weight_alike(text, name, value, {x for _, x, _ in lines})
                 case ast.BinOp(left=ast.BinOp(left=old, op=ast.Add(), right=term), op=ast.Mult(), right=by) if here:
                     if plain(old) == name:
                         over.append((here, _new(_expr("x * c + t", x=old, c=by, t=term))))
@@ -322,6 +330,18 @@ def _with_the_weight_of(text: Text, at: Slot, name: str, other: str, product: as
                     yield Change("not-rescaled", words, 1.1, tuple(edits))
 
 
+def _with_a_weight_alike(text: Text, name: str, total: ast.BinOp, made: set[str]) -> Iterator[Change]:
+    """exp(m - top) * l + t, with a weight of its own, exp(x - top), for t."""
+    for old, field in ((total.left, "right"), (total.right, "left")):
+        weight = next((x for x in ast.walk(old) if isinstance(x, ast.Call) and x.args and isinstance(
+            x.args[0], ast.BinOp) and isinstance(x.args[0].op, ast.Sub)), None)  # fmt: skip
+        for other in sorted(made - {name}) if weight and name in map(plain, ast.walk(old)) else ():
+            difference = _expr("x - y", x=_expr(other), y=weight.args[0].right)  # type: ignore[union-attr]
+            by, term = ast.Call(weight.func, [difference], weight.keywords), getattr(total, field)  # type: ignore
+            words = f"`{text.plain(term)}` is not multiplied by `{text.plain(by)}`, in `{text.plain(total)}`"
+            yield Change("not-rescaled", words, 1.0, (((total, field, None), _new(_expr("t * w", t=term, w=by))),))
+
+
 def _reshaped(factor: ast.expr, behind: str) -> ast.expr:
     """A factor of rows, for a matrix; or ("-") that of a matrix, for a vector."""
     if behind == "-":
@@ -351,9 +371,12 @@ def _of_tiles(text: Text) -> Iterator[Change]:
     for walk in (x.iter for x in loops if text.from_zero):
         if isinstance(walk, ast.Call) and len(walk.args) > 1 and plain(walk.args[0]) != "0":
             yield Change(PART, "", 0.5, (((walk, "args", 0), _new(ast.Constant(0))),))
-    inner = next((x for x in reversed(loops) if _aranges(x)), None)
+    stepped = {y.target.id: x for x in ast.walk(text.tree) if isinstance(x, ast.While) for y in x.body
+               if isinstance(y, ast.AugAssign) and isinstance(y.target, ast.Name)}  # fmt: skip
+    inner: Any = next((x for x in reversed([*loops, *stepped.values()]) if _aranges(x)), None)
     counted = [(s, x) for s, x in _slots(inner or ast.Module([], [])) if dump(x) in _aranges(inner)]
     begins = [ast.unparse(x.target) for x in loops if any(y is inner for y in ast.walk(x))]
+    begins += [name for name, x in stepped.items() if x is inner]
     for several in itertools.product((*begins, ""), repeat=len(counted)) if len(counted) < 4 else ():
         edits = [(s, _expr(f"x + {name}", x=x)) for (s, x), name in zip(counted, several, strict=True) if name]
         if edits:
@@ -369,8 +392,13 @@ def _aranges(tree: ast.AST | None) -> set[str]:
 
 
 def of_grids(text: Text) -> Iterator[Change]:
-    """The numbers of a grid's blocks in another order."""
-    for node in ast.walk(text.tree):
+    """The numbers of a grid's blocks in another order; a result as wide as another tensor."""
+    for slot, node in _slots(text.tree):
+        if isinstance(node, ast.Call) and plain(node.func).endswith("empty_like"):
+            for other in (x for x in text.params[:3] if x != plain(node.args[0])):
+                way = f"x.new_empty(*x.shape[:-1], {other}.shape[-1])"
+                words = f"`{text.plain(node)}` has `{plain(node.args[0])}`'s shape: its rows are as long as `{other}`'s"
+                yield Change("shape-of-another", words, 0.0, ((slot, _expr(way, x=node.args[0])),))
         sizes = node.slice if isinstance(node, ast.Subscript) else None
         for order in itertools.permutations(sizes.elts) if isinstance(sizes, ast.Tuple) and len(sizes.elts) < 4 else ():
             if [*order] != sizes.elts:  # type: ignore[union-attr]

@@ -268,6 +268,10 @@ def further(text: Text) -> Iterator[Change]:
             case ast.Call(func=ast.Attribute(attr="log" | "log2")):
                 for name in (x for x, n in axes.items() if n):
                     yield Change("more", "", 1.4, ((slot, _expr("y + x", x=node, y=_expr(name))),))
+            case ast.Call(func=ast.Attribute(value=owner, attr="max" | "amax" | "sum" as name), args=[], keywords=[]):
+                for how in ("-1", "-1, keepdim=True"):
+                    of_rows = f"x.{name.replace('max', 'amax').replace('aam', 'am')}({how})"
+                    yield Change("one-for-all", "", 0.8, ((slot, _expr(of_rows, x=owner)),))
             case ast.Call(func=ast.Attribute(value=owner, attr="max" | "amax")):
                 total = ast.Call(ast.Attribute(owner, "sum", ast.Load()), node.args, node.keywords)
                 yield Change("wrong-function", "", 1.5, ((slot, _new(total)),))
@@ -299,6 +303,11 @@ def further(text: Text) -> Iterator[Change]:
                 for names in (["neginf"], ["nan", "neginf"]) if not node.keywords else ():
                     new = ast.Call(node.func, node.args, [ast.keyword(name, infinite) for name in names])
                     yield Change("finite-number", "", 1.0, ((slot, _new(new)),))
+    for line in (x for x in ast.walk(text.tree) if isinstance(x, ast.Assign)):
+        of = axes.get(getattr(line.targets[0], "id", ""), 0)
+        for name in (x for x, n in axes.items() if n == of > 1 and x not in text.params):
+            said = f"the factor `{name}` is missing in `{text.plain(line.value)}`"
+            yield Change("not-rescaled", said, 2.0, (((line, "value", None), _expr(f"x * {name}", x=line.value)),))
     yield from _not_rescaled(text, axes)
 
 

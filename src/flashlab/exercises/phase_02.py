@@ -187,11 +187,15 @@ def block_state(s, v):
 # ---- 2.3, 2.4: the milestones ------------------------------------------------------------------------------
 
 
-def _block(r: random.Random, M: Any, N: Any, BLOCK_N: Any, shift: float = 0.0, fall: float = 0.0) -> tuple[Any, ...]:
-    """Scores that rise from block to block, or fall."""
+def _block(
+    r: random.Random, M: Any, N: Any, BLOCK_N: Any, shift: float = 0.0, fall: float = 0.0, apart: float = 0.0
+) -> tuple[Any, ...]:  # fmt: skip
+    """Scores that rise from block to block, or fall. apart: of a row's scores and the next one's."""
     Q, K, V = (normal(r, rows, 16, dtype=torch.float32) for rows in (M, N, N))
     Q[:, 0] = 4.0
     K[:, 0] = torch.arange(N) / 4 + shift - torch.arange(N) // BLOCK_N * fall
+    Q[:, 1] += apart * torch.arange(M)
+    K[:, 1] += float(apart > 0)
     return Q, K, V, BLOCK_N, r.choice((None, 0.3)), None
 
 
@@ -200,7 +204,8 @@ part(
     returns="O, lse",
     inputs={"5 rows, 4 keys, 2 a block": _block(random.Random(1), 5, 4, 2), "3 rows, 11 keys, 4 a block": _block(
         random.Random(2), 3, 11, 4), "scores near 300": _block(random.Random(3), 3, 8, 4, 300.0),
-        "scores that fall far": _block(random.Random(4), 3, 8, 4, fall=100.0)},
+        "scores that fall far": _block(random.Random(4), 3, 8, 4, fall=100.0),
+        "rows of very different scores": _block(random.Random(5), 3, 8, 4, apart=900.0)},
     draw=lambda r: _block(r, r.randint(1, 4), r.randint(1, 12), r.randint(1, 5)),
     notes={
         "correction": "where the row maximum rises, l_i and acc are multiplied by exp(m_i - m_new)",

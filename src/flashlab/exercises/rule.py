@@ -43,6 +43,7 @@ from flashlab.check.lookup import _TRIES, HEDGE, Index, Row, Values, as_they_are
 from flashlab.check.mend import mended, quietly
 from flashlab.check.running import is_unsolved
 from flashlab.check.symptoms import Symptoms, watched
+from flashlab.check.value_mend import IN_NUMBERS
 from flashlab.exercises.answers import _PACKAGE, in_words, python_fingerprint
 from flashlab.exercises.registry import exercise, find
 
@@ -367,7 +368,7 @@ class Rule:
         evidence = "; ".join(numbers)
         evidence += f". {' and '.join(well)} {'are' if len(well) > 1 else 'is'} right in every case" if well else ""
         cause = self.explained(learners, got)
-        if not cause or (self.hint and "are exchanged: they" not in cause[1]):
+        if not cause or IN_NUMBERS in cause[1] or (self.hint and "are exchanged: they" not in cause[1]):
             cause = self._counted(got, wrong) or cause
         if self.symptom and (not cause or HEDGE in cause[1]):
             seen = self.symptom_of(learners)

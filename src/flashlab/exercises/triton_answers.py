@@ -78,9 +78,22 @@ def stray(error: OutOfBounds, case: str | None) -> CheckFailed:
     code = (frame and frame.line) or ""
     where = f", {place(frame.filename, frame.lineno or 0, code)}" if frame else ""
     whole = code.count("(") == code.count(")") and len(re.findall(r"\btl\.(?:load|store)\(", code)) == 1
-    why = "look at what makes this address (indices, strides) and at the mask"
+    why = _beyond(str(error)) or "look at what makes this address (indices, strides) and at the mask"
     why = "it has no mask=, and its tile goes past the end" if whole and "mask" not in code else why
     return CheckFailed(f"{error}{where}: {why}", diagnosis="out-of-bounds", case=case)
+
+
+def _beyond(said: str) -> str:
+    """Of an element of a matrix that is outside along one axis: what that says of the address; "" of others."""
+    found = re.search(r"element \[(\d+), (\d+)\] of .* shape \[(\d+), (\d+)\].*?(\d+) of (\d+) elements", said)
+    row, column, rows, columns, outside, elements = map(int, found.groups()) if found else (0,) * 6
+    if row >= rows and column < columns:
+        if outside == elements:
+            return f"all of it is behind the last row, {rows - 1}: it is moved on too far, or by the wrong stride"
+        return f"rows end at {rows - 1}, and nothing in its mask keeps it below that, or its index is too large"
+    if row < rows and column >= columns:
+        return f"that is behind the end of row {row}: columns that no mask keeps out, or a stride that is not its own"
+    return ""
 
 
 def explain_undefined(traffic: Traffic | None, o: torch.Tensor, case: str | None) -> None:
