@@ -65,7 +65,7 @@ check("9.2", blocks_per_sm)
 # In `p9_3_rescale` a row that moves far takes its whole warp with it, so a row's last bits depend on its neighbours. Somebody made *rescale* lazy row by
 # row: a row that has not moved far keeps its `m_i`, whatever the others do. It passed a thousand tests with `torch.randn`, and was shipped. Then some
 # rows of a model's output looked as if their largest scores hardly counted, always rows whose large scores come late. Run the check: **in which cases is
-# it right, and by which factor does what came before weigh too much?** Then repair the text. It has to stay lazy, row by row, and the vote stays.
+# it right, and by which factor does what came before weigh too much?** Then repair the text. It has to stay lazy, row by row.
 #
 # `m_i` is a row's reference, `m_new` its maximum including this tile (both of raw scores), `moved` whether a row of this lane has moved far, `acc` and
 # `l_i` what the earlier tiles have left.

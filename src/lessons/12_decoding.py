@@ -424,7 +424,8 @@ show.region(step("p12_6_last_block"), "last to arrive")
 # (`__shfl_sync` hands over a register and orders no memory.) So the chain is: the others store; a barrier; fence; count. And back: count; fence; a barrier; the others read. In
 # Triton `debug_barrier` is the first of these barriers. (A fence in *each* thread, before the barrier, will do as well: `__threadfence()` is PTX's `fence.sc`, and all of these
 # have one order. One thread's is cheaper.)
-#
+
+# %% [markdown]
 # The parts are merged in their order, not in that of their arrival, so that the result is the same bit by bit. Atomic additions to o would not give that.
 
 # %%

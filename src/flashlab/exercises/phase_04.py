@@ -67,8 +67,8 @@ def _grid(r: random.Random) -> Numbers:
         Row("key-heads-first", "the key heads run before the blocks: here come first all blocks of a group, and then "
             "the next key head", [("rest % m_blocks\n", "rest // kv_heads % m_blocks\n"),
                                   ("rest // m_blocks % kv_heads", "rest % kv_heads")]),
-        Row("group-for-kv-heads", "the key heads and the heads of a group are exchanged: group = heads // kv_heads heads "
-            "share each of the kv_heads",
+        Row("group-for-kv-heads", "the key heads and the heads of a group are exchanged: heads // kv_heads heads share "
+            "each of the kv_heads",
             [("rest = pid // group", "group, kv_heads = kv_heads, group\n    rest = pid // group")]),
         Row("kv-head-modulo", "kv_head is head % kv_heads: the query heads that share a key head are neighbours",
             [("pid % group, kv_head", "pid % group, (kv_head * group + pid % group) % kv_heads")]),

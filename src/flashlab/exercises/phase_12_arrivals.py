@@ -49,8 +49,10 @@ def arrivals_told(whole: Source, given: Sequence[Any]) -> Iterator[None]:
     try:
         yield
     except CheckFailed as failed:
-        if said := said_of_arrivals(whole, given, unordered=failed.diagnosis in (*KINDS, "merged-too-early")):
-            raise CheckFailed(f"{said}\n{failed.sentence}", diagnosis=failed.diagnosis, case=failed.case) from None
+        unordered = failed.diagnosis in (*KINDS, "merged-too-early")
+        if said := said_of_arrivals(whole, given, unordered):
+            both = f"{said}\n{failed.sentence}" if unordered else said
+            raise CheckFailed(both, diagnosis=failed.diagnosis, case=failed.case) from None
         raise
 
 
