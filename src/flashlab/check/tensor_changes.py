@@ -303,12 +303,17 @@ def further(text: Text) -> Iterator[Change]:
                 for names in (["neginf"], ["nan", "neginf"]) if not node.keywords else ():
                     new = ast.Call(node.func, node.args, [ast.keyword(name, infinite) for name in names])
                     yield Change("finite-number", "", 1.0, ((slot, _new(new)),))
+    yield from _without_a_factor(text, axes)
+    yield from _not_rescaled(text, axes)
+
+
+def _without_a_factor(text: Text, axes: dict[str, int]) -> Iterator[Change]:
+    """A matrix times another one that the text makes."""
     for line in (x for x in ast.walk(text.tree) if isinstance(x, ast.Assign)):
         of = axes.get(getattr(line.targets[0], "id", ""), 0)
         for name in (x for x, n in axes.items() if n == of > 1 and x not in text.params):
             said = f"the factor `{name}` is missing in `{text.plain(line.value)}`"
             yield Change("not-rescaled", said, 2.0, (((line, "value", None), _expr(f"x * {name}", x=line.value)),))
-    yield from _not_rescaled(text, axes)
 
 
 def _not_rescaled(text: Text, axes: dict[str, int]) -> Iterator[Change]:
