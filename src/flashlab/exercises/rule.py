@@ -74,7 +74,7 @@ class Rule:
         judged: says in place of the values what is right, where more than one is; raises CheckFailed.
         called: calls a function with an input, where that is no plain call. shown: an input in words.
         symptom: asked where no change surely explains the answer: (slug, sentence) in numbers, or None.
-        mends: an answer's own text is changed too. walks: also how often its loops go round: not where more is right.
+        walks: of an answer's own text it is changed, too, how often its loops go round: not where more is as right.
         each: the results come as a list, a tuple for each of these ("operation"). item: makes one value of a tuple.
         id: of the exercise, which may ask for several functions.
         parts: further functions of the answer, rules `"ID NAME"` without an `id`, which are judged first.
@@ -108,7 +108,6 @@ class Rule:
     parts: tuple[str, ...] = ()
     answer: str = ""
     trials: int = _DRAWN
-    mends: bool = True
     walks: bool = True
     tries: int = _TRIES
 
@@ -161,7 +160,7 @@ class Rule:
         if cost == 0:
             return found
         read = self.read_off(learners)
-        if not (index.code and self.mends):
+        if not index.code:
             return read or found
         own, price = None, 0.0
         with contextlib.redirect_stdout(io.StringIO()), quietly():
