@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import itertools
+import keyword
 import re
 import time
 from collections import Counter, defaultdict
@@ -24,13 +25,14 @@ from flashlab.check.cuda_values import value_mended
 from flashlab.check.failed import CheckFailed
 from flashlab.check.mend import _BY_CHANCE, _LONGER, _SHARED, _both, _loosened, in_turn, said
 from flashlab.check.own_changes import PART
+from flashlab.check.value_mend import nth_time
 
 _SECONDS = 5.0  # on a machine with other work, where some of these are not tried; else it takes 1 to 5
 _ENDLESS = 0.2  # seconds, at least, after which a changed text has no end
 _AT_LEAST = 1.5  # of it for the trials of a build
 _OF_VALUES = 2.0  # more, for the values
 _FIRST = 80  # changes of the first build
-_TRIED = {"6": 350, "7": 350, "8": 300, "9": 300, "11": 80, "11c": 80, "12": 80}  # by phase: later kernels take longer
+_TRIED = {"6": 700, "7": 700, "8": 400, "9": 400, "11": 80, "11c": 80, "12": 80}  # by phase: later kernels take longer
 _REMOVED = ("condition-missing", "limit-missing", "term-missing", "factor-missing", "function-missing")
 _LIKELY = ("wrong-name", "wrong-number")  # nothing comes or goes
 _LINES = (ast.Assign, ast.AugAssign, ast.Return, ast.Expr, Declaration)
@@ -45,6 +47,7 @@ _ORDERED = re.compile("sync|wait|arrive|commit|fence")
 _EXTREMES = ("fmax", "fmin", "max", "min")
 _BASES = ({"exp2f": "expf", "exp2": "exp", "log2f": "logf", "log2": "log", "exp2_approx": "expf"},
           {"expf": "exp2f", "__expf": "exp2f", "logf": "log2f", "__logf": "log2f"})  # fmt: skip
+_BY_HAND = 1.5  # what it costs more to say that what is made by hand is wrong
 _SHORTEST = 5  # words and signs of a piece
 _LONGEST = 80  # characters of a missing line
 
@@ -90,8 +93,23 @@ def _tried(it: Any, text: CudaText, made: Sequence[Change], until: float) -> tup
         if order and number not in refused:
             module.launch("flashlab_choose", number)
             if all(it.gives(module, i) for i in order) and it.well(module):
-                return _noted(it.notes, _said(text, change)), order
+                return _noted(it.notes, _said(text, change) + _which(text, change)), order
     return "", order
+
+
+def _which(text: CudaText, change: Change) -> str:
+    """Of a piece that stands in several alike, which one of these."""
+    if len(change.edits) > 1 or not (place := re.search(r", in `([^`]+)`$", _said(text, change))):
+        return ""
+
+    def in_order(node: ast.AST) -> Iterator[ast.AST]:
+        yield node
+        for child in ast.iter_child_nodes(node):
+            yield from in_order(child)
+
+    holder = change.edits[0][0][0]
+    alike = [any(x is holder for x in ast.walk(n)) for n in in_order(text.tree) if text.plain(n) == place[1]]
+    return f", the {nth_time(alike.index(True) + 1).split()[1]} of {len(alike)}" if sum(alike) == 1 < len(alike) else ""
 
 
 def _noted(notes: Mapping[str, str], words: str) -> str:
@@ -119,14 +137,14 @@ def _types(code: str) -> dict[str, str]:
 
 
 def _said(text: CudaText, change: Change) -> str:
-    words = change.said if change.slug == _MISSING else said(text, change)
+    words = change.said if change.slug in (_MISSING, _GUARD) else said(text, change)
     if words and isinstance(change.edits[0][0][0], Declaration):
         words = words.partition(", in `")[0] + text.line_of(replace(change, said=""))
     held = r"^`(?:if|while) \((.*)\)` stands where `\w+ \(true\)` belongs"
     return re.sub(held, r"the condition `\1` is one too many", words)
 
 
-_MISSING, _TERM = "line-added", "term-of-a-right-text"
+_MISSING, _TERM, _GUARD = "line-added", "term-of-a-right-text", "condition-added"
 
 
 def _likeliest(text: CudaText, right: CudaText, around: dict[str, str], tried: int) -> list[Change]:
@@ -256,7 +274,7 @@ def _in_scope(text: CudaText, outside: set[str]) -> dict[int, set[str]]:
 
 def _declared(node: ast.AST) -> set[str]:
     texts = node.texts if isinstance(node, Declaration) else []
-    return {*re.findall(r"(\w+)\s*(?:\[[^]]*\])*\s*[=;]", "".join(texts))}
+    return {*re.findall(r"(\w+)\)?\s*(?:\[[^]]*\]\s*)*[=;\0]", "".join(texts))}
 
 
 def _blocks(text: CudaText) -> Iterator[tuple[ast.AST, str, list[Any]]]:
@@ -273,9 +291,15 @@ def _missing_lines(text: CudaText, right: CudaText, scope: dict[int, set[str]]) 
     whole = (ast.Expr, ast.AugAssign)
     calls, ours = (Counter(x.plain(n) for n in ast.walk(x.tree) if isinstance(n, whole)) for x in (right, text))
     known = _known_names(text, right)
+    wanted, have = (
+        Counter(x.plain(n.func) for n in ast.walk(x.tree) if isinstance(n, ast.Call)) for x in (right, text)
+    )
     nodes = {right.plain(n): n for n in ast.walk(right.tree) if isinstance(n, whole) and _names(n) <= known
              and not isinstance(getattr(n, "value", None), ast.Constant)}  # fmt: skip
     set_to, own = ({x.plain(t) for n in ast.walk(x.tree) for t in _targets(n)} for x in (right, text))
+    by_hand = {_base(x.targets[0]) for x in ast.walk(text.tree) if isinstance(x, ast.Assign)} - {""}
+    kept = {x for x in text.types if text.types[x].strip() == "int"} - own - {
+        x for n in ast.walk(text.tree) if isinstance(n, Loop) for one in n.first for x in _declared(one)}  # fmt: skip
     for holder, field, block in _blocks(text):
         for at, line in enumerate(block):
             for call in (x for x in nodes if calls[x] > ours[x] and len(x) < _LONGEST):
@@ -284,9 +308,16 @@ def _missing_lines(text: CudaText, right: CudaText, scope: dict[int, set[str]]) 
                 new, here = _foreign(right, text, nodes[call]), text.plain(line)[:_LONGEST]
                 if here == call:
                     continue
-                yield _added(holder, field, at, line, new, f"`{call}` is missing behind `{here}`")
+                made = sorted(_names(new) & by_hand)
+                words = f"`{call}` is missing behind `{here}`"
+                words = f"`{made[0]}` is not what `{call}` makes of it, behind `{here}`" if made else words
+                there = have[call.split("(")[0]] >= wanted[call.split("(")[0]] > 0  # in other words
+                yield _added(holder, field, at, line, new, words, 1.0 + _BY_HAND * bool(made) + _SHARED * there)
                 if isinstance(line, ast.Expr) and here.split("(")[0][:_ROOT] == call.split("(")[0][:_ROOT]:
                     yield _added(holder, field, at, ast.Pass(), new, f"`{here}` stands where `{call}` belongs", 0.9)
+        for name in sorted({x for n in block if not isinstance(n, Declaration) for x in _names(n)} & kept):
+            words, more = f"`{name}` is never moved on: `{name}++` is missing", ast.parse(f"{name} += 1").body[0]
+            yield _added(holder, field, len(block) - 1, block[-1], more, f"{words} at the end of the loop", 0.3)
         for name in sorted((set_to - own) & ({*text.types} | set_to - {*right.locals})) if block else ():
             for other in sorted(x for x in scope[id(block[-1])] if x != name and _type(text, x) == _type(text, name)):
                 new = ast.Assign([ast.Name(name, ast.Store())], ast.Name(other, ast.Load()))
@@ -297,9 +328,21 @@ def _missing_lines(text: CudaText, right: CudaText, scope: dict[int, set[str]]) 
 def _whole_lines(text: CudaText, right: CudaText) -> Iterator[Change]:
     """A line or a loop too many, too early, or in the other's place; what is added to where it is set; a barrier."""
     unmet = "__shared__" in text.unchanged and "__syncthreads" not in right.unchanged
+    guards, known = _guards(text), _known_names(text, right)
+    tests = {right.plain(n.test): n.test for n in ast.walk(right.tree) if isinstance(n, ast.If)}
+    asked = [
+        (x, _foreign(right, text, ast.Expression(test).body)) for x, test in tests.items() if _names(test) <= known
+    ]
     for holder, field, block in _blocks(text):
         for at, line in enumerate(block):
             slot, here = (holder, field, at), text.plain(line).split("\n")[0][:_LONGEST]
+            element = isinstance(line, (ast.Assign, ast.AugAssign)) and not _targets(line)
+            for guard, test in (
+                ((x, _expr(x)) for x in guards) if element else asked if isinstance(line, ast.Expr) else ()
+            ):
+                if not isinstance(holder, ast.If):
+                    words = f"`if ({guard})` is missing before `{here}`"
+                    yield Change(_GUARD, words, 1.0, ((slot, _new(ast.If(test, [line], []))),))
             if unmet and not isinstance(line, (Declaration, ast.Return)):
                 met = ast.parse("__syncthreads()").body[0]
                 yield _added(holder, field, at, line, met, f"`__syncthreads()` is missing behind `{here}`", 0.9)
@@ -325,22 +368,102 @@ def _whole_lines(text: CudaText, right: CudaText) -> Iterator[Change]:
             yield Change("names-exchanged", words, 1.3, ((one, _at(other)), (other, _at(one))))
 
 
+def _guards(text: CudaText) -> list[str]:
+    """Conditions that some threads of a block fail: of one alone, of as many as a loop says."""
+    made = [(re.findall(r"(\w+)\s*=\s*$", n.texts[i]), text.plain(x)) for n in ast.walk(text.tree)
+            if isinstance(n, Declaration) for i, x in enumerate(n.values)]  # fmt: skip
+    threads = ["threadIdx.x", *(x for names, value in made if value.startswith("threadIdx.x") for x in names)]
+    loops = {x for n in ast.walk(text.tree) if isinstance(n, Loop) for one in n.first for x in _declared(one)}
+    return [f"{x} {y}" for x in threads if x in text.unchanged for y in ("== 0", *(f"< {z}" for z in sorted(loops)))]
+
+
+def _base(node: ast.AST) -> str:
+    """The array of which an element is set."""
+    while isinstance(node, ast.Subscript):
+        node = node.value
+        if isinstance(node, ast.Name):
+            return node.id
+    return ""
+
+
+def _terms(text: CudaText, slot: Slot, node: ast.AST) -> list[tuple[Slot, Any]]:
+    """Of an index: the numbers, or multiples of one, that are summed in it."""
+    name = node.left if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) else node
+    multiple = name is node or isinstance(node.right, ast.Constant)  # type: ignore[attr-defined]
+    if isinstance(name, ast.Name) and multiple and text.kinds.get(name.id) == {"int"}:
+        summed = isinstance(slot[0], ast.BinOp) and isinstance(slot[0].op, (ast.Add, ast.Sub))
+        return [(slot, node)] if summed else []
+    return (
+        [x for s, y in _slots(node) if s[0] is node for x in _terms(text, s, y)] if isinstance(node, ast.BinOp) else []
+    )
+
+
+def _frame(node: ast.AST) -> str:
+    """An expression less its names and numbers."""
+    return re.sub(r"\w+", "", ast.unparse(node))
+
+
+def _in_one_line(text: CudaText) -> Iterator[Change]:
+    """In one line another array of the same type, two terms of an index or two arguments exchanged; a name without the
+    factor that it has elsewhere; a loop that goes on where one ended.
+    """
+    arrays = [x for x in text.types if text.kinds.get(x) == {"array"}]
+    for line in (x for x in ast.walk(text.tree) if isinstance(x, (ast.Expr, ast.Assign))):
+        slots: dict[str, list[Slot]] = defaultdict(list)
+        for x in (x for x in ast.walk(line) if isinstance(x, ast.Subscript) and _name(x.value) in arrays):
+            slots[_name(x.value)].append((x, "value", None))
+        for here, there in itertools.product(slots, arrays):
+            if here != there and _type(text, here) == _type(text, there):
+                edits = tuple((slot, _new(ast.Name(there, ast.Load()))) for slot in slots[here])
+                yield Change("wrong-name", "", 1.2, edits)
+    for slot, node in _slots(text.tree):
+        if isinstance(node, ast.BinOp) and not isinstance(slot[0], ast.BinOp):
+            for (a, x), (b, y) in itertools.combinations(_terms(text, slot, node), 2):
+                if text.plain(x) != text.plain(y):
+                    words = f"`{text.plain(x)}` and `{text.plain(y)}` are exchanged, in `{text.plain(node)}`"
+                    yield Change("names-exchanged", words, 1.0, ((a, y), (b, x)))
+        if isinstance(node, ast.Call) and len(node.args) == 2 and len({*map(_frame, node.args)}) == 1:
+            if not text.plain(node.func).startswith(_EXTREMES):
+                turned = _new(ast.Call(node.func, node.args[::-1], []))
+                yield Change("arguments-exchanged", "", 1.2, ((slot, turned),))
+    products = {_name(x): y for _, n in _slots(text.tree) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mult)
+                for x, y in ((n.left, n.right), (n.right, n.left)) if _name(x) and _name(y)}  # fmt: skip
+    for slot, node in _slots(text.tree):
+        factor = isinstance(slot[0], ast.BinOp) and isinstance(slot[0].op, ast.Mult)
+        by = products.get(_name(node))
+        if by is not None and not (factor and _name(by) in {*map(_name, ast.iter_child_nodes(slot[0]))}):
+            yield Change("more", "", 0.8, ((slot, _new(ast.BinOp(node, ast.Mult(), by))),))
+    for block in (text.tree.body, *(block for _, _, block in _blocks(text))):
+        for one, other in itertools.pairwise(x for x in block if isinstance(x, Loop)):
+            first = other.first[0] if len(other.first) == 1 else None
+            if isinstance(first, Declaration) and len(first.values) == 1 and isinstance(one.test, ast.Compare):
+                on = ast.BinOp(one.test.comparators[0], ast.Add(), first.values[0])
+                yield Change("more", "", 0.8, (((first, "values", 0), _new(on)),))
+
+
 def _further(text: CudaText, right: CudaText) -> Iterator[Change]:
     """What an exponential, a bound or an index lacks."""
     yield from _whole_lines(text, right)
     yield from _heads(text, right)
     yield from _throughout(text, right)
-    made = {x for n in ast.walk(text.tree) for x in _declared(n)}
+    yield from _in_one_line(text)
+    made = {x for n in ast.walk(text.tree) for x in _declared(n) if not keyword.iskeyword(x)}
     unread = sorted(x for x in made if not text.reads[x] and text.kind_of(text.types.get(x, "")) in ("int", "float"))
     powers = sorted({f for x in ast.walk(text.tree) if isinstance(x, ast.Call) and "exp" in (f := text.plain(x.func))})
     constants = [x for x in ("LN2", "LOG2E") if x in right.reads]
-    ints, floats = ([x for x in text.locals if text.kinds.get(x) == {kind}] for kind in ("int", "float"))
+    ints, floats, idle = ([x for x in of if text.kinds.get(x) == {kind}] for of, kind in (
+        (text.locals, "int"), (text.locals, "float"), (unread, "float")))  # fmt: skip
     pairs = [*itertools.permutations(floats, 2)] if len(floats) < 2 * _SHORTEST else []
     kept = {id(x) for n in ast.walk(text.tree) if isinstance(n, ast.Assign) for x in ast.walk(n.value)
             if _name(x) in {*map(_name, n.targets)} & {*floats}}  # fmt: skip
     swizzled = any(isinstance(x, ast.BitXor) for x in ast.walk(text.tree))
     add, sub, mult = ast.Add(), ast.Sub(), ast.Mult()
     numbers = _numbers(text, right)
+    functions = {
+        x.plain(n.func): len(n.args) for x in (text, right) for n in ast.walk(x.tree) if isinstance(n, ast.Call)
+    }
+    lasts = {one.plain(x): _expr(one.plain(x)) for one in (text, right) for _, x in _slots(one.tree)
+             if re.fullmatch(r"[A-Z]\w* - 1", one.plain(x))}  # fmt: skip
 
     def more(slot: Slot, node: ast.expr, ops: Sequence[ast.operator], names: Iterable[str], cost: float) -> Any:
         for op, name in itertools.product(ops, names):
@@ -356,6 +479,7 @@ def _further(text: CudaText, right: CudaText) -> Iterator[Change]:
             yield from more(slot, node, [mult], constants, 1.2)
         elif summed and isinstance(node, (ast.Name, ast.Subscript)) and not _counts(text, node):
             yield from more(slot, node, [mult], floats, 1.2)
+            yield from more(slot, node, [mult], idle, 0.4)
             for (a, b), f in itertools.product(pairs if id(node) in kept else (), powers):
                 power = ast.Call(ast.Name(f, ast.Load()), [_expr(f"{a} - {b}")], [])
                 yield Change(_TERM, "", 1.0, ((slot, _new(ast.BinOp(node, mult, power))),))
@@ -366,19 +490,40 @@ def _further(text: CudaText, right: CudaText) -> Iterator[Change]:
             and (isinstance(node, (ast.Name, ast.BinOp)) and field == "slice")
         ):
             yield Change("swizzled", "", 0.8, ((slot, _new(ast.BinOp(node, ast.BitXor(), row.slice))),))
+        elif summed and _name(node) in ints:
+            yield Change("more", "", 1.2, ((slot, _new(_expr("x * 2", x=node))),))
         elif isinstance(holder, (ast.Compare, ast.Subscript)) and isinstance(node, (ast.Name, ast.BinOp)):
             yield from more(slot, node, [add, sub], ints, 2.2)
         elif isinstance(node, ast.Constant) and node.value == 0 and isinstance(holder, (Declaration, ast.IfExp)):
             minus = ast.UnaryOp(ast.USub(), ast.Name("INFINITY", ast.Load()))
             yield Change("more", "", 1.2, ((slot, _new(minus)),))
+        if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Mult)):
+            if swizzled and isinstance(node.op, ast.Add):
+                yield Change("wrong-operator", "", 1.2, ((slot, ast.BinOp(node.left, ast.BitXor(), node.right)),))
+            elif not isinstance(node.op, ast.Add) and any(map(_is_power, (node.left, node.right))):
+                yield Change("more", "", 1.2, ((slot, _new(ast.BinOp(node, add, ast.Constant(1)))),))
         if isinstance(node, ast.Constant) and type(n := node.value) is int:
+            for name in ints if isinstance(holder, ast.Call) and field == "args" else ():
+                yield Change("wrong-name", "", 1.4, ((slot, _new(ast.Name(name, ast.Load()))),))
             near = {n * 2, *(n // x for x in (2, 4, 8) if n % x == 0)} if n and not n & (n - 1) else set()
             for value, cost in (*((x, 1.6) for x in sorted(near)), *((x, 2.1) for x in sorted(numbers - near))):
                 if value and value != n:
                     yield Change("wrong-number", "", cost, ((slot, ast.Constant(value)),))
+        if isinstance(holder, ast.Compare) and isinstance(holder.ops[0], (ast.Eq, ast.NotEq)):
+            for end in (*lasts.values(), ast.Constant(0)):
+                if text.plain(node) in (*lasts, "0") and text.plain(node) != text.plain(end):
+                    yield Change("wrong-end", "", 0.9, ((slot, _new(end)),))
+        if isinstance(node, ast.Call) and (own := text.plain(node.func)).isidentifier():
+            for f in (f for f, n in functions.items() if f.isidentifier() and f != own and n == len(node.args)):
+                if f[:_ROOT] == own[:_ROOT]:
+                    yield Change("wrong-function", "", 0.8, (((node, "func", None), ast.Name(f, ast.Load())),))
         if isinstance(node, ast.Attribute) and node.attr in "xyzw":
             for attr in sorted({*"xyzw"} - {node.attr}):
                 yield Change("wrong-name", "", 1.8, ((slot, _new(ast.Attribute(node.value, attr, ast.Load()))),))
+
+
+def _is_power(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and "exp" in _name(node.func)
 
 
 def _numbers(*texts: CudaText) -> set[int]:
@@ -387,7 +532,17 @@ def _numbers(*texts: CudaText) -> set[int]:
 
 
 def _throughout(text: CudaText, right: CudaText) -> Iterator[Change]:
-    """Another base everywhere, another number in the bounds of all loops that have it."""
+    """Another base everywhere, another number in the bounds of all loops that have it, a constant's name for a number
+    that divides.
+    """
+    divided = defaultdict(list)
+    for slot, x in _slots(text.tree):
+        by = slot[1] == "right" and isinstance(slot[0], ast.BinOp) and isinstance(slot[0].op, (ast.Div, ast.Mod))
+        if by and isinstance(x, ast.Constant):
+            divided[x.value, text.plain(slot[0].left)].append(slot)  # type: ignore[attr-defined]
+    constants = sorted(x for x in _known_names(text, right) if x in right.reads and re.fullmatch("[A-Z][A-Z_]+", x))
+    for slots, name in itertools.product(divided.values(), constants):
+        yield Change("wrong-number", "", 1.4, tuple((slot, ast.Name(name, ast.Load())) for slot in slots))
     bounds = defaultdict(list)
     for slot, x in (found for n in ast.walk(text.tree) if isinstance(n, Loop) for found in _slots(n.test)):
         if isinstance(x, ast.Constant) and type(x.value) is int:
@@ -483,6 +638,13 @@ def _of_the_right(text: CudaText, right: CudaText) -> Iterator[Change]:
     known = _known_names(text, right)
     kinds = (ast.BinOp, ast.Call, ast.Compare, ast.IfExp, ast.Subscript)
     pieces = {right.plain(n): n for n in ast.walk(right.tree) if isinstance(n, kinds)}
+    off_by = {_name(n.left): n for n in pieces.values()
+              if isinstance(n, ast.BinOp) and isinstance(n.right, ast.Constant)
+              and isinstance(n.op, (ast.Add, ast.Sub))}  # fmt: skip
+    off_by = {x: _foreign(right, text, n) for x, n in off_by.items() if x and right.plain(n) not in text.unchanged}
+    for slot, node in _slots(text.tree):
+        if _name(node) in off_by and not isinstance(slot[0], ast.BinOp):
+            yield Change("more", "", 0.8, ((slot, off_by[_name(node)]),))
     pieces = {x: n for x, n in pieces.items() if len(tokens(x).split()) >= _SHORTEST and _names(n) <= known}
     counted = [(_foreign(right, text, n), Counter(tokens(x).split())) for x, n in pieces.items()]
     have, wanted = (Counter(x.plain(n) for n in ast.walk(x.tree) if isinstance(n, ast.expr)) for x in (text, right))

@@ -243,6 +243,7 @@ def further(text: Text) -> Iterator[Change]:
     """
     yield from _of_loops(text)
     yield from _of_edges(text)
+    yield from _of_walks(text)
     known = {name for name in text.params if name.startswith("stride_")}
     tensors = sorted({name[:-1] for name in known})
     for line in [x for x in ast.walk(text.tree) if isinstance(x, (ast.Assign, ast.AugAssign, ast.Expr))]:
@@ -272,7 +273,8 @@ def _of_edges(text: Text) -> Iterator[Change]:
     at_edges = {x.id for _, node in edges for x in ast.walk(node) if isinstance(x, ast.Name)}
     sizes = [x for x in text.params if x in at_edges & numbers - fixed]
     own = [x for x in text.locals if x in numbers and isinstance(getattr(
-        (text.assigned.get(x) or [None])[-1], "op", None), (ast.Add, ast.Sub))]  # fmt: skip
+        (value := (text.assigned.get(x) or [None])[-1]), "op", None), (ast.Add, ast.Sub)) and {
+        n.id for n in ast.walk(value) if isinstance(n, ast.Name)} <= {*text.params}]  # type: ignore[arg-type]  # fmt: skip
     pairs = [f"{a} - {b}" for a, b in itertools.permutations(sizes, 2)]
     shifts = [*own, *([x for x in pairs if x in text.unchanged] or pairs)]  # one that stands elsewhere, if any does
     for slot, node in edges:
@@ -315,6 +317,32 @@ def _of_edges(text: Text) -> Iterator[Change]:
         for name in sorted(others):
             yield Change("wrong-name", "", 0.5 if name in unread else 1.0, ((slot, _expr(name)),))
     yield from _of_masks(text)
+
+
+def _of_walks(text: Text) -> Iterator[Change]:
+    """Where a loop ends: one later, a block later, not before or not after a length."""
+    fixed: set[str] = getattr(text, "constants", set())
+    numbers = [x for x in text.params if text.kinds.get(x) == {"number"} and x not in fixed]
+    lengths = [x for x in numbers if not x.startswith("stride_")]
+    heads = [x.iter for x in ast.walk(text.tree) if isinstance(x, ast.For) and isinstance(x.iter, ast.Call)]
+    read = {x.id for head in heads for x in ast.walk(head) if isinstance(x, ast.Name)} - {*text.params}
+    begun = [*heads, *(x for name in read for x in text.assigned.get(name, ()) if x)]
+    known = {x.id for value in begun for x in ast.walk(value) if isinstance(x, ast.Name)}
+    asked = {x.id for n in ast.walk(text.tree) if isinstance(n, ast.Compare) for x in ast.walk(n)
+             if isinstance(x, ast.Name)} - known  # fmt: skip
+    read = known - {*text.params}
+    ends = {id(x) for name in read for x in text.assigned.get(name, ()) if x}
+    ends |= {id(x) for call in begun for y in ast.walk(call) if isinstance(y, ast.Call) for x in y.args}
+    for slot, node in _slots(text.tree):
+        if id(node) not in ends or isinstance(node, ast.Constant):
+            continue
+        for more in ("1", *sorted(fixed & {*text.reads}), "-1"):
+            yield Change("edge", "", 0.5 + 0.3 * (more == "-1"), ((slot, _expr(f"x + {more}", x=node)),))
+        for name, way in itertools.product(lengths, ("maximum", "minimum")):
+            if name not in ast.unparse(node):
+                said = f"`{name}` is forgotten where a loop ends: `tl.{way}({text.plain(node)}, {name})` belongs there"
+                cost = 0.8 if name in asked and way == "maximum" else 1.3
+                yield Change("walks-to", said, cost, ((slot, _expr(f"tl.{way}(x, {name})", x=node)),))
 
 
 def _of_masks(text: Text) -> Iterator[Change]:

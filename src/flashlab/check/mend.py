@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashlab.check.changes import Change, Text, Variants, _at, _rounded_up, changes
+from flashlab.check.changes import Change, Text, Variants, _at, _put_at, _rounded_up, changes
 from flashlab.check.claims import tokens
 from flashlab.check.kernel_changes import HostedText, HostText
 from flashlab.check.lookup import Index, Outcome
@@ -46,6 +46,8 @@ from flashlab.check.own_changes import (
 from flashlab.check.value_mend import value_mended
 
 _SECONDS, _HOSTED = 3.0, 2.0  # of one core; the latter for a kernel with a function around it, whose text is long
+_PIECE, _OF_A_RIGHT_ONE = 4, 0.6  # signs of a piece, less one; what it costs less to make one of a right text
+_MORE = 0.7  # to look for a change that walks over less
 _HUGE = 10**4
 _AROUND = 8  # words, spaces and signs that are shown beside what differs
 _LONGEST = 160  # characters of what is said
@@ -55,7 +57,8 @@ _SHARED = 1.0  # what it costs more to find fault with a line that a right text 
 _LONGER = 0.15  # for each word and sign that is added
 _KINDS = {ast.Add: "term", ast.Sub: "term", ast.Mult: "factor", ast.Div: "divisor", ast.FloorDiv: "divisor"}
 _WORDED = ("names-exchanged", "never-moved", "not-rescaled", "not-divided", "rounded-all", "strides-of-another",
-           "turned-round", "counted-in-a-tile", "shape-of-another", "not-set-back", "tf32", "base-2")  # fmt: skip
+           "turned-round", "walks-to",
+           "counted-in-a-tile", "shape-of-another", "not-set-back", "tf32", "base-2")  # fmt: skip
 _BEHIND = "outside-of-the-loop"
 _TWO_PLACES = {
     "lines-exchanged": "comes too early", _BEHIND: "stands in the loop, and belongs behind it",
@@ -109,7 +112,11 @@ def mended(
     order = [*off, *(i for i in index.order if i not in off)]
     if index.kinds:
         text.kinds = index.kinds.kinds_of(text, [tuple(map(index.copied, x)) for x in index.inputs[:3]])
-    likely = _Likely(_lines_of_both(text, index.texts), _at_strays(text, got), {*text.params} - {*reads(text.tree)})
+    pieces = {_canon(x) for right in index.texts for x in ast.walk(right.tree) if isinstance(x, ast.expr)}
+    likely = _Likely(
+        _lines_of_both(text, index.texts), _at_strays(text, got), {*text.params} - {*reads(text.tree)},
+        {x for x in pieces if x.count(" ") >= _PIECE},
+    )  # fmt: skip
     ranges = [x.args for right in index.texts for x in ast.walk(right.tree)
               if isinstance(x, ast.Call) and ast.unparse(x.func).split(".")[-1] == "range"]  # fmt: skip
     text.from_zero = bool(ranges) and all(len(x) == 1 or ast.unparse(x[0]) == "0" for x in ranges)
@@ -123,6 +130,7 @@ def mended(
 
     is_right = functools.partial(_is_right, index, order, right, then)
     of_part: dict[int, Change] = {}
+    found, other = list[tuple[int, float, str]](), index.texts[0]
 
     until = time.process_time() + (_SECONDS if not isinstance(text, HostedText) else _HOSTED)
     for of, change, run in made:
@@ -133,8 +141,16 @@ def mended(
         if not mends or not (words := said(of, change)) or _undoes(of, change):
             continue
         if len(mends) == len(wrong) and is_right(run):
-            return words, _price(change, likely)
+            walks_on = bool(text.kinds) and any(id(slot[0]) in _of_heads(of)[0] for slot, _ in change.edits)
+            if not walks_on and not found:
+                return words, _price(change, likely)
+            turns = _turns(text, functools.partial(index.run, run))
+            if isinstance(text, HostedText) or turns <= _turns(other, functools.partial(index.run, other.compiled())):
+                found.append((turns, _price(change, likely), words))
+                until = min(until, time.process_time() + _MORE)
         of_part |= {p: change for p in mends if p not in of_part and of is text}
+    if found:  # what walks over more is right by accident
+        return min(found)[2], min(found)[1]
     if len(wrong) > 1 and len(of_part) == len(wrong):
         with contextlib.suppress(SyntaxError):
             if is_right(text.compiled(*{id(c): c for c in of_part.values()}.values())):
@@ -142,6 +158,12 @@ def mended(
                 return ("; and " if sum(map(len, each)) < index.longest - 20 else ";\nand ").join(each), 2.0
     value, price = value_mended(index, text, off, is_right, _said_of_value) if off else ("", 0.0)
     return (value, price) if price <= 1.0 or not _has_nan(got) else ("", 0.0)
+
+
+def _turns(text: Text, run: Callable[[], Any]) -> int:
+    before = text.turns
+    run()
+    return text.turns - before
 
 
 def _of_heads(text: Text) -> tuple[set[int], set[str]]:
@@ -174,7 +196,8 @@ def _in_order(
     """The changes of a text, and of those beside it, with the function that each makes; the likeliest first."""
     if isinstance(text, HostedText):  # it is called with the inputs
         made, around = _runs(index, text, {}, index.kinds), HostText(text)
-        variants = Variants(around, beside := [*changes(around, {}), *of_grids(around)])
+        beside = [x for x in (*changes(around, {}), *of_grids(around)) if not _of_a_tile(x)]
+        variants = Variants(around, beside)
         made += [(around, c, run) for c in beside if (run := variants.chosen(c)) is not None]
         return in_turn((_price(x[1], likely), x[1].slug, x) for x in made)
     values = {name: [given[i] for given in index.inputs] for i, name in enumerate(text.params)}
@@ -185,12 +208,38 @@ def _in_order(
     return sorted(made, key=lambda x: (len(x[1].edits) > 1, _price(x[1], likely)))
 
 
+def _of_a_tile(change: Change) -> bool:
+    """Whether it is another size of a tile, in the function around a kernel: any one is right."""
+    olds = [getattr(_at(slot), "value", 0) for slot, _ in change.edits]
+    return change.slug == "wrong-number" and all(type(x) is int and x >= 16 and not x & (x - 1) for x in olds)
+
+
 class _Likely(NamedTuple):
-    """What stands in lines that a right text has too, or that have a stray address; parameters that nobody reads."""
+    """What stands in lines that a right text has too, or that have a stray address; parameters that nobody reads; right
+    pieces.
+    """
 
     shared: set[int]
     strays: set[int]
     unread: set[str]
+    pieces: set[str]
+
+    def made(self, change: Change) -> int:
+        """1 where a piece of a right text comes of it, -1 where one goes."""
+        slot, new = change.edits[0]
+        if len(change.edits) > 1 or not isinstance(slot[0], ast.expr) or not isinstance(new, ast.expr):
+            return 0
+        before, old = _canon(slot[0]), _at(slot)
+        _put_at(slot, new)
+        try:
+            return (not self.pieces.isdisjoint(map(_canon, (slot[0], new)))) - (before in self.pieces)
+        finally:
+            _put_at(slot, old)
+
+
+def _canon(node: ast.AST) -> str:
+    """An expression's words and signs, in any order."""
+    return " ".join(sorted(tokens(ast.unparse(node)).split()))
 
 
 def _price(change: Change, likely: _Likely) -> float:
@@ -209,7 +258,7 @@ def _price(change: Change, likely: _Likely) -> float:
     there = change.slug in ("mask", "shape-of-another")
     whole = there or any(isinstance(new, ast.If) for _, new in change.edits)  # it is there already
     price = change.cost - 0.5 * as_long + _SHARED * known + _LONGER * max(0, longer * (not whole)) + 1.5 * kept
-    return price - _SHARED * strays - _SHARED * unread
+    return price - _SHARED * strays - _SHARED * unread - _OF_A_RIGHT_ONE * likely.made(change)
 
 
 def in_turn(priced: Iterable[tuple[float, str, Any]]) -> list[Any]:
@@ -371,7 +420,9 @@ def _runs(
     made = [c for c in made if c.slug not in (*_BY_CHANCE, *index.without) and not _digits(c)
             and (divides or not _remainder(c))]  # fmt: skip
     if kinds:
-        made = [c for c in made if not (_without_limit(c) or _too_often_right(c) or _hides(text, c))]
+        made = [
+            c for c in made if not (c.slug == "twice" or _without_limit(c) or _too_often_right(c) or _hides(text, c))
+        ]
     variants = Variants(text, made)
     return [(text, c, run) for c in made if (run := variants.chosen(c)) is not None]
 
@@ -441,6 +492,14 @@ def said(text: Text, change: Change) -> str:
     before, after = _both(change.edits[0])
     if isinstance(before, ast.BinOp) and isinstance(before.op, ast.FloorDiv) and _rounded_up(after):
         return f"`{old}` is rounded down: it is rounded up"
+    holder, by = change.edits[0][0][0], ast.unparse(after) if isinstance(after, ast.AST) else ""
+    once = text.whole and len(pieces) == 1 and by in (f"{text.plain(before)} + 1", f"{text.plain(before)} - 1")
+    if once and isinstance(holder, ast.BinOp) and isinstance(holder.op, ast.Mult):
+        other = holder.left if before is holder.right else holder.right
+        names = isinstance(before, ast.Name) and isinstance(other, ast.Name)
+        how = "missing beside" if by.endswith("+ 1") else "too many in"
+        if names:
+            return f"one `{text.plain(other)}` is {how} `{text.plain(holder)}`"
     if change.slug == PART and len({*pieces}) == 2:
         return f"`{old}` stands where `{new}` belongs, and `{pieces[1][0]}` where `{pieces[1][1]}` does"
     if len(set(pieces)) > 1 or old == new:

@@ -24,6 +24,7 @@ _RUNNING = ("maximum", "logaddexp", "max")
 _LIMITS = ("min", "max", "minimum", "maximum")
 _POWERS = ("exp", "exp2")
 _FEW = 9
+_LOOSER = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
 _DIVISIONS = (ast.Div, ast.FloorDiv)
 _BINARY = {f"2 ** {n}": 10 ** (n // 10 * 3) for n in (10, 20, 30, 40)}
 
@@ -83,6 +84,12 @@ def _of_lines(text: Text, zero: bool) -> Iterator[Change]:
             if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv):
                 yield Change("more", "", 1.6, ((slot, _expr("x * y", x=node, y=node.right)),))
             term = isinstance(slot[0], ast.BinOp) and isinstance(slot[0].op, (ast.Add, ast.Sub))
+            if term and isinstance(node, ast.Name) and node.id in text.numbers:
+                yield Change("more", "", 1.5, ((slot, _expr("2 * x", x=node)),))
+            if isinstance(node, ast.BinOp) and not isinstance(slot[0], ast.BinOp):
+                yield from _of_constants(text, node)
+            if isinstance(node, ast.Call):
+                yield from _of_listed(node)
             for other in text.numbers if term and isinstance(node, ast.Name) else ():
                 yield Change("more", "", 2.3, ((slot, _expr("x * y", x=node, y=_expr(other))),))
             for one, instead in beside.get(ast.unparse(node), ()) if isinstance(node, ast.Call) else ():
@@ -103,6 +110,28 @@ def _of_lines(text: Text, zero: bool) -> Iterator[Change]:
         for name, slots in reads.items():
             for slot, part in itertools.product(slots, meant.get(name, ())):
                 yield Change(PART, "", 1.9, ((slot, part),))
+
+
+def _of_constants(text: Text, node: ast.BinOp) -> Iterator[Change]:
+    """Two numbers of an expression exchanged."""
+    numbers = [(slot, x) for slot, x in _slots(node) if isinstance(x, ast.Constant) and type(x.value) is int]
+    for (a, x), (b, y) in itertools.combinations(numbers, 2):
+        if x.value != y.value:
+            words = f"`{plain(x)}` and `{plain(y)}` are exchanged, in {text.say(node)}"
+            yield Change("names-exchanged", words, 1.5, ((a, y), (b, x)))
+
+
+def _of_listed(call: ast.Call) -> Iterator[Change]:
+    """Numbers that are listed: each one more or less, or in the other order."""
+    numbers = [i for i, x in enumerate(call.args) if isinstance(x, ast.Constant) and type(x.value) is int]
+    values = [call.args[i].value for i in numbers]  # type: ignore[attr-defined]
+    for new in ([x + 1 for x in values], [x - 1 for x in values], values[::-1]) if len(values) > 1 else ():
+        args = [*call.args]
+        for i, x in zip(numbers, new, strict=True):
+            args[i] = ast.Constant(x)
+        edits = tuple(((call, "args", i), _new(args[i])) for i in numbers if args[i] is not call.args[i])
+        there, here = (ast.unparse(ast.Call(call.func, x, call.keywords)) for x in (args, call.args))
+        yield Change("names-exchanged", f"`{here}` stands where `{there}` belongs", 1.2, edits)
 
 
 def _of_blocks(text: Text) -> Iterator[Change]:
@@ -488,6 +517,7 @@ def _of_state(text: Text) -> Iterator[Change]:
     items = [_expr(x) for x in (*sorted(names), *sorted(read))]  # the same verdict each time
     slices = [x for x in nodes if isinstance(x, ast.Slice) and x.step is None]
     ends = {(ast.unparse(x), side): x for s in slices for side in ("lower", "upper") if (x := getattr(s, side))}
+    added = [x.value for x in nodes if isinstance(x, ast.AugAssign)]
     for slot, node in _slots(text.tree):
         if isinstance(node, ast.Slice) and node.step is None:
             for (_, side), end in ends.items():
@@ -502,8 +532,18 @@ def _of_state(text: Text) -> Iterator[Change]:
                 yield Change(PART, "", 1.5, ((slot, item),))
         if isinstance(node, ast.Constant) and isinstance(node.value, bool):
             yield Change("turned", "", 1.3, ((slot, ast.Constant(not node.value)),))
-        if isinstance(node, ast.Tuple) and not isinstance(slot[0], ast.Assign) and len(node.elts) == 2:
-            yield Change("turned", "", 1.3, ((slot, _new(ast.Tuple(node.elts[::-1], ast.Load()))),))
+        several = isinstance(slot[0], ast.Assign) and isinstance(slot[0].targets[0], ast.Tuple)
+        if isinstance(node, ast.Tuple) and not several and len(node.elts) == 2:
+            yield Change("turned", "", 0.9, ((slot, _new(ast.Tuple(node.elts[::-1], ast.Load()))),))
+        if isinstance(node, ast.Compare) and len(node.ops) > 1:
+            for i, op in enumerate(node.ops):
+                if type(op) in _LOOSER:
+                    ops = [*node.ops[:i], _LOOSER[type(op)](), *node.ops[i + 1 :]]
+                    yield Change("compared", "", 0.9, ((slot, _new(ast.Compare(node.left, ops, node.comparators))),))
+        if isinstance(slot[0], ast.AugAssign) and slot[1] == "value":
+            for other in added:
+                if plain(other) != plain(node) and {*reads(other)} == {*reads(node)}:
+                    yield Change(PART, "", 0.9, ((slot, _new(pickle.loads(pickle.dumps(other)))),))
     loops = [x for x in text.tree.body if isinstance(x, (ast.For, ast.While))]
     for loop in loops:
         for holder in ast.walk(loop):

@@ -875,6 +875,7 @@ THIRD_STAGE = Trials(
     "9.6", _watched, [*map(all_found, (_halves((1, 1, 1, 64, 330, False)), _RUNS[1]))], region=True, tol=1e-3, most=110,
     place=lambda text: _third_stage(*parted(text)).text,
     equal={"sign, both times": "any place will do, if load_kv and the loop take the same", "`BLOCK_M`": "both are 64"},
+    unless={"q-before-wait": r"cp_async_wait<(STAGES-1|2)>"},
     notes={
         "j - STAGES + 1": "it goes into the stage of tile j + 1, which has been worked on",
         "(end - 1 - j) % STAGES": "tile j lies in stage (end - 1 - j) % STAGES, where it was copied to",
@@ -898,7 +899,7 @@ THIRD_STAGE = Trials(
             [(_FIRST_TILES, "load_kv(end - 1);"), ("cp_async_wait<STAGES - 1>", "cp_async_wait<1>")]),
         Row("one-tile-before", "one tile is on its way before the loop, and STAGES - 1 have to be",
             [(_FIRST_TILES, "load_kv(end - 1);")]),
-        Row("read-before-wait", "Q is read when its copy may still be under way: STAGES - 1 groups are younger",
+        Row("q-before-wait", "Q is read when its copy may still be under way: STAGES - 1 groups are younger",
             [("cp_async_wait<STAGES - 1>", "cp_async_wait<STAGES>")]),
         Row("read-before-wait", "tile j is read when its copy may still be under way: STAGES - 2 groups are younger",
             [("IN_FLIGHT = STAGES - 2", "IN_FLIGHT = STAGES - 1")]),

@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import itertools
 import math
 import operator
 import random
@@ -55,6 +56,7 @@ _LATE = 5.0  # what costs more says less than all else
 _NEAR = 0.1  # so near, the learner's own words come first
 _BESIDE = 40  # drawn inputs that the check runs beside its own
 _DRAWN = 3000
+_MOVED = 200  # of which one number is exchanged
 
 
 @dataclass(frozen=True)
@@ -376,7 +378,7 @@ class Rule:
         said = (
             cause or self._common(got, wrong)
             or index.explain_as_two(got) or index.explain(got, some=True) or index.result_told()
-            or self._where(learners, wrong, off)
+            or self._of_another(got, wrong) or self._moved_by(learners, wrong) or self._where(learners, wrong, off)
         )  # fmt: skip
         if said is None:
             return CheckFailed(f"{evidence}; {sum(off)} of {len(off)} cases are wrong", case=case)
@@ -429,6 +431,42 @@ class Rule:
                     )
             if common := seen.everywhere(self.returns[i]):
                 return "wrong-factor", common
+        return None
+
+    def _of_another(self, got: list[Values], wrong: list[int]) -> tuple[str, str] | None:
+        """A result that is right for another function of the exercise."""
+        others = [it for it in functions(self.id) if it is not self and it.params == self.params]
+        for i, it in ((i, it) for i in wrong for it in others if self.returns[i] in it.returns):
+            at = it.returns.index(self.returns[i])
+            right = [(x[at],) for x in it.index.run(it.fn, self.tried)]
+            if self.index.same_outcome([(x[i],) for x in got], right, 0):
+                said = f"{self.returns[i]} is what it should be in `{it.fn.__name__}`, and not here"
+                return "of-another-function", said
+        return None
+
+    def _moved_by(self, learners: Callable[..., Any], wrong: list[int]) -> tuple[str, str] | None:
+        """Which numbers change a result, where others should."""
+        if self.each or not all(isinstance(x, (int, float)) for given in self.tried for x in given):
+            return None
+        drawn = self.drawn(_MOVED)
+        for i in wrong:
+            mine, right = set[str](), set[str]()
+            for n, name in enumerate(self.params):
+                moved = [(*a[:n], b[n], *a[n + 1 :]) for a, b in itertools.pairwise(drawn)]
+                for fn, by in ((learners, mine), (self.fn, right)):
+                    with contextlib.redirect_stdout(io.StringIO()):
+                        pairs = zip(self.index.run(fn, drawn), self.index.run(fn, moved), strict=False)
+                    if any(x[i] != y[i] for x, y in pairs if not isinstance(x, str) and not isinstance(y, str)):
+                        by.add(name)
+            if mine == right:
+                continue
+            more, less = (" and ".join(f"`{x}`" for x in self.params if x in a - b)
+                          for a, b in ((mine, right), (right, mine)))  # fmt: skip
+            said = " and ".join(
+                x for x in (f"changes with {more}" * bool(more), f"never with {less}" * bool(less)) if x
+            )
+            should = " and ".join(f"`{x}`" for x in self.params if x in right)
+            return "moved-by-another", f"{self.returns[i]} {said}: it should change with {should or 'none of them'}"
         return None
 
     def _where(self, learners: Callable[..., Any], wrong: list[int], off: list[bool]) -> tuple[str, str] | None:
