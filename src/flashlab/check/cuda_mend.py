@@ -23,9 +23,8 @@ from flashlab.check.claims import tokens
 from flashlab.check.cuda_text import CudaText, Declaration, Loop, Opaque, _counts
 from flashlab.check.cuda_values import value_mended
 from flashlab.check.failed import CheckFailed
-from flashlab.check.mend import _BY_CHANCE, _LONGER, _SHARED, _both, _loosened, in_turn, said
+from flashlab.check.mend import _BY_CHANCE, _LONGER, _SHARED, _both, _loosened, in_turn, said, which
 from flashlab.check.own_changes import PART
-from flashlab.check.value_mend import nth_time
 
 _SECONDS = 5.0  # on a machine with other work, where some of these are not tried; else it takes 1 to 5
 _ENDLESS = 0.2  # seconds, at least, after which a changed text has no end
@@ -93,23 +92,8 @@ def _tried(it: Any, text: CudaText, made: Sequence[Change], until: float) -> tup
         if order and number not in refused:
             module.launch("flashlab_choose", number)
             if all(it.gives(module, i) for i in order) and it.well(module):
-                return _noted(it.notes, _said(text, change) + _which(text, change)), order
+                return _noted(it.notes, (words := _said(text, change)) + which(text, change, words)), order
     return "", order
-
-
-def _which(text: CudaText, change: Change) -> str:
-    """Of a piece that stands in several alike, which one of these."""
-    if len(change.edits) > 1 or not (place := re.search(r", in `([^`]+)`$", _said(text, change))):
-        return ""
-
-    def in_order(node: ast.AST) -> Iterator[ast.AST]:
-        yield node
-        for child in ast.iter_child_nodes(node):
-            yield from in_order(child)
-
-    holder = change.edits[0][0][0]
-    alike = [any(x is holder for x in ast.walk(n)) for n in in_order(text.tree) if text.plain(n) == place[1]]
-    return f", the {nth_time(alike.index(True) + 1).split()[1]} of {len(alike)}" if sum(alike) == 1 < len(alike) else ""
 
 
 def _noted(notes: Mapping[str, str], words: str) -> str:

@@ -43,7 +43,7 @@ from flashlab.check.own_changes import (
     reads,
     terms_of,
 )
-from flashlab.check.value_mend import value_mended
+from flashlab.check.value_mend import nth_time, value_mended
 
 _SECONDS, _HOSTED = 3.0, 2.0  # of one core; the latter for a kernel with a function around it, whose text is long
 _PIECE, _OF_A_RIGHT_ONE = 4, 0.6  # signs of a piece, less one; what it costs less to make one of a right text
@@ -59,6 +59,7 @@ _KINDS = {ast.Add: "term", ast.Sub: "term", ast.Mult: "factor", ast.Div: "diviso
 _WORDED = ("names-exchanged", "never-moved", "not-rescaled", "not-divided", "rounded-all", "strides-of-another",
            "turned-round", "walks-to",
            "counted-in-a-tile", "shape-of-another", "not-set-back", "tf32", "base-2")  # fmt: skip
+_PLACES = (ast.Subscript, ast.Call, ast.BinOp, ast.Compare)
 _BEHIND = "outside-of-the-loop"
 _TWO_PLACES = {
     "lines-exchanged": "comes too early", _BEHIND: "stands in the loop, and belongs behind it",
@@ -113,8 +114,9 @@ def mended(
     if index.kinds:
         text.kinds = index.kinds.kinds_of(text, [tuple(map(index.copied, x)) for x in index.inputs[:3]])
     pieces = {_canon(x) for right in index.texts for x in ast.walk(right.tree) if isinstance(x, ast.expr)}
+    stray = {m[1] for x in got if isinstance(x, str) and (m := re.search(r"out of bounds: .* of (\w+)", x))}
     likely = _Likely(
-        _lines_of_both(text, index.texts), _at_strays(text, got), {*text.params} - {*reads(text.tree)},
+        _lines_of_both(text, index.texts), stray, _at_strays(text, stray), {*text.params} - {*reads(text.tree)},
         {x for x in pieces if x.count(" ") >= _PIECE},
     )  # fmt: skip
     ranges = [x.args for right in index.texts for x in ast.walk(right.tree)
@@ -142,6 +144,7 @@ def mended(
             continue
         if len(mends) == len(wrong) and is_right(run):
             walks_on = bool(text.kinds) and any(id(slot[0]) in _of_heads(of)[0] for slot, _ in change.edits)
+            words += which(of, change, words)
             if not walks_on and not found:
                 return words, _price(change, likely)
             turns = _turns(text, functools.partial(index.run, run))
@@ -194,17 +197,18 @@ def _in_order(
     index: Index, text: Text, now: dict[str, Any], parts: dict[str, Text], likely: _Likely
 ) -> list[tuple[Text, Change, Callable[..., Any]]]:
     """The changes of a text, and of those beside it, with the function that each makes; the likeliest first."""
-    if isinstance(text, HostedText):  # it is called with the inputs
-        made, around = _runs(index, text, {}, index.kinds), HostText(text)
-        beside = [x for x in (*changes(around, {}), *of_grids(around)) if not _of_a_tile(x)]
-        variants = Variants(around, beside)
-        made += [(around, c, run) for c in beside if (run := variants.chosen(c)) is not None]
-        return in_turn((_price(x[1], likely), x[1].slug, x) for x in made)
-    values = {name: [given[i] for given in index.inputs] for i, name in enumerate(text.params)}
+    hosted = isinstance(text, HostedText)  # it is called with the inputs
+    values = {name: [given[i] for given in index.inputs] for i, name in enumerate(text.params)} if not hosted else {}
     made, called = _runs(index, text, values, index.kinds), text.compiled()
     for name, part in parts.items():
         made += [(part, change, functools.partial(_with, now, name, other, called))
                  for _, change, other in _runs(index, part, {}, index.kinds)]  # fmt: skip
+    if isinstance(text, HostedText):
+        around = HostText(text)
+        beside = [x for x in (*changes(around, {}), *of_grids(around)) if not _of_a_tile(x)]
+        variants = Variants(around, beside)
+        made += [(around, c, run) for c in beside if (run := variants.chosen(c)) is not None]
+        return in_turn((_price(x[1], likely), x[1].slug, x) for x in made)
     return sorted(made, key=lambda x: (len(x[1].edits) > 1, _price(x[1], likely)))
 
 
@@ -215,11 +219,12 @@ def _of_a_tile(change: Change) -> bool:
 
 
 class _Likely(NamedTuple):
-    """What stands in lines that a right text has too, or that have a stray address; parameters that nobody reads; right
-    pieces.
+    """What stands in lines that a right text has too; tensors that are read or written out of bounds, and what is in
+    lines with these; parameters that nobody reads; pieces of a right text.
     """
 
     shared: set[int]
+    stray: set[str]
     strays: set[int]
     unread: set[str]
     pieces: set[str]
@@ -246,7 +251,10 @@ def _price(change: Change, likely: _Likely) -> float:
     """The lower, the likelier."""
     longer = max(_length(new) - _length(old) for old, new in map(_both, change.edits))
     known = all(id(holder) in likely.shared for (holder, _, _), _ in change.edits)
-    strays = any(id(holder) in likely.strays for (holder, _, _), _ in change.edits)
+    strays = any(
+        id(holder) in likely.strays or getattr(new, "id", "").lower() in likely.stray
+        for (holder, _, _), new in change.edits
+    )
     unread = any(likely.unread & {*reads(new)} for _, new in change.edits if isinstance(new, ast.AST))
     kept = any(
         isinstance(old, ast.BinOp)
@@ -290,11 +298,10 @@ def _is_right(
     return False
 
 
-def _at_strays(text: Text, got: Outcome) -> set[int]:
-    """What stands in lines that name a tensor which is read or written out of bounds."""
-    strays = {m[1] for x in got if isinstance(x, str) and (m := re.search(r"out of bounds: .* of (\w+)", x))}
+def _at_strays(text: Text, stray: set[str]) -> set[int]:
+    """What stands in lines that name one of these tensors."""
     lines = [x for x in ast.walk(text.tree) if isinstance(x, LINES) and any(
-        name.removesuffix("_ptr").lower() in strays for name in reads(x))] if strays else []  # fmt: skip
+        name.removesuffix("_ptr").lower() in stray for name in reads(x))] if stray else []  # fmt: skip
     return {id(x) for line in lines for x in ast.walk(line)}
 
 
@@ -573,17 +580,33 @@ def _pieces(text: Text, edit: Any) -> tuple[str, str]:
     return first, second
 
 
+def which(text: Text, change: Change, words: str) -> str:
+    """Of a piece that stands in several alike, which one of these."""
+    if len(change.edits) > 1 or not (place := re.search(r", in `([^`]+)`$", words)):
+        return ""
+
+    def in_order(node: ast.AST) -> Iterator[ast.AST]:
+        yield node
+        for child in ast.iter_child_nodes(node):
+            yield from in_order(child)
+
+    holder = change.edits[0][0][0]
+    alike = [any(x is holder for x in ast.walk(n)) for n in in_order(text.tree) if text.plain(n) == place[1]]
+    return f", the {nth_time(alike.index(True) + 1).split()[1]} of {len(alike)}" if sum(alike) == 1 < len(alike) else ""
+
+
 def _place(text: Text, change: Change, old: str) -> str:
     """Where a piece stands that is there more than once."""
     if text.unchanged.count(old) < 2 and not old.isdigit():
         return ""
     holder = change.edits[0][0][0]
     line: ast.AST | None = holder if isinstance(holder, (ast.stmt, ast.BinOp, ast.Call, ast.Compare)) else None
-    around = [x for x in ast.walk(text.tree) if isinstance(x, (ast.Subscript, *LINES)) and holder in ast.walk(x)]
+    around = [x for x in ast.walk(text.tree) if isinstance(x, (*_PLACES, *LINES)) and holder in ast.walk(x)]
     if line is None:  # the least that has it
         line = min(around, key=_length, default=None)
     whole = (text.plain(line).splitlines() or [""])[0].rstrip(":") if line else ""
     if text.unchanged.count(whole) > 1:  # the least that is there once
         wholes = [text.plain(x) for x in sorted(around, key=_length)]
-        whole = next((x for x in wholes if whole in x and text.unchanged.count(x) < 2 and "\n" not in x), whole)
+        once = (x for x in wholes if whole in x and text.unchanged.count(x) < 2 and "\n" not in x)
+        whole = next((x for x in once if len(x) <= _LONGEST), whole)
     return f", in `{whole}`" if whole and len(whole) <= _LONGEST else ""
