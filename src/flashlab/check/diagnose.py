@@ -482,6 +482,12 @@ def _scaled_output(observations: Sequence[Observation], wrong: Sequence[Observat
     return "output-scaled", f"every output is {factors[0]:.3g} times what it should be", wrong[0]
 
 
+_OF_LSE = {
+    1 / math.log(10): ", log10(e): there is a logarithm to base 10 in it",
+    math.log(10): ", ln(10): there is a logarithm to base 10 in it",
+}
+
+
 def _scaled_lse(wrong: Sequence[Observation]) -> Found | None:
     """o right, and every lse the same multiple of the right one."""
     got = torch.cat([s.lse.flatten() for s in wrong if s.lse is not None])
@@ -493,7 +499,10 @@ def _scaled_lse(wrong: Sequence[Observation]) -> Found | None:
     factor = (got @ right / (right @ right)).item()
     if len(got) < 8 or abs(factor - 1) < 1e-4 or bool(((got - factor * right).abs() > 2 * bound + 1e-5).any()):
         return None
-    return "lse-scaled", f"o is right, and every lse is {factor:.5g} times what it should be", wrong[0]
+    near = next((said for x, said in _OF_LSE.items() if abs(factor / x - 1) < 1e-3), "")
+    rounded = ": is a constant rounded?" if abs(factor - 1) < 0.01 else ""
+    said = f"o is right, and every lse is {factor:.5g} times what it should be{near or rounded}"
+    return "lse-scaled", said, wrong[0]
 
 
 def _parts_of_lse(observations: Sequence[Observation], wrong: Sequence[Observation]) -> Found | None:

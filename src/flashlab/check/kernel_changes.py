@@ -244,6 +244,7 @@ def further(text: Text) -> Iterator[Change]:
     yield from _of_loops(text)
     yield from _of_edges(text)
     yield from _of_walks(text)
+    yield from _of_beginnings(text)
     known = {name for name in text.params if name.startswith("stride_")}
     tensors = sorted({name[:-1] for name in known})
     for line in [x for x in ast.walk(text.tree) if isinstance(x, (ast.Assign, ast.AugAssign, ast.Expr))]:
@@ -271,7 +272,7 @@ def _of_edges(text: Text) -> Iterator[Change]:
 
     edges = [(slot, node) for slot, node in nodes if edge(slot[0]) and isinstance(node, ast.expr)]
     at_edges = {x.id for _, node in edges for x in ast.walk(node) if isinstance(x, ast.Name)}
-    sizes = [x for x in text.params if x in at_edges & numbers - fixed]
+    sizes = [x for x in text.params if x in (at_edges | {*unread}) & numbers - fixed and not x.startswith("stride_")]
     own = [x for x in text.locals if x in numbers and isinstance(getattr(
         (value := (text.assigned.get(x) or [None])[-1]), "op", None), (ast.Add, ast.Sub)) and {
         n.id for n in ast.walk(value) if isinstance(n, ast.Name)} <= {*text.params}]  # type: ignore[arg-type]  # fmt: skip
@@ -343,6 +344,22 @@ def _of_walks(text: Text) -> Iterator[Change]:
                 said = f"`{name}` is forgotten where a loop ends: `tl.{way}({text.plain(node)}, {name})` belongs there"
                 cost = 0.8 if name in asked and way == "maximum" else 1.3
                 yield Change("walks-to", said, cost, ((slot, _expr(f"tl.{way}(x, {name})", x=node)),))
+
+
+def _of_beginnings(text: Text) -> Iterator[Change]:
+    """What a loop makes of itself, from another first value."""
+    loops = [x for x in ast.walk(text.tree) if isinstance(x, (ast.For, ast.While))]
+    inside = {
+        x.id for loop in loops for x in ast.walk(loop) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)
+    }
+    for line in (x for x in text.tree.body if isinstance(x, ast.Assign)):
+        name = getattr(line.targets[0], "id", "")
+        for first in ("0.0", "1.0", 'float("-inf")') if name in inside and any(
+            isinstance(kind, tuple) and kind[0] == "tile" for kind in text.kinds.get(name, ())
+        ) else ():  # fmt: skip
+            said = f"`{name}` begins at `{text.plain(line.value)}`, and should at {first}"
+            new = _expr(f"tl.where(x == x, {first}, {first})", x=line.value)
+            yield Change("begins-elsewhere", said, 0.9, (((line, "value", None), new),))
 
 
 def _of_masks(text: Text) -> Iterator[Change]:

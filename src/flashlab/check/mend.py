@@ -57,7 +57,7 @@ _SHARED = 1.0  # what it costs more to find fault with a line that a right text 
 _LONGER = 0.15  # for each word and sign that is added
 _KINDS = {ast.Add: "term", ast.Sub: "term", ast.Mult: "factor", ast.Div: "divisor", ast.FloorDiv: "divisor"}
 _WORDED = ("names-exchanged", "never-moved", "not-rescaled", "not-divided", "rounded-all", "strides-of-another",
-           "turned-round", "walks-to",
+           "turned-round", "walks-to", "begins-elsewhere",
            "counted-in-a-tile", "shape-of-another", "not-set-back", "tf32", "base-2")  # fmt: skip
 _PLACES = (ast.Subscript, ast.Call, ast.BinOp, ast.Compare)
 _BEHIND = "outside-of-the-loop"
@@ -263,7 +263,7 @@ def _price(change: Change, likely: _Likely) -> float:
         for old, new in map(_both, change.edits)
     )  # more likely its being rounded down is wrong
     as_long = change.slug == "wrong-number" or _loosened(change)  # nothing comes or goes
-    there = change.slug in ("mask", "shape-of-another")
+    there = change.slug in ("mask", "shape-of-another", "not-divided")
     whole = there or any(isinstance(new, ast.If) for _, new in change.edits)  # it is there already
     price = change.cost - 0.5 * as_long + _SHARED * known + _LONGER * max(0, longer * (not whole)) + 1.5 * kept
     return price - _SHARED * strays - _SHARED * unread - _OF_A_RIGHT_ONE * likely.made(change)

@@ -88,8 +88,17 @@ def _of_lines(text: Text, zero: bool) -> Iterator[Change]:
                 yield Change("more", "", 1.5, ((slot, _expr("2 * x", x=node)),))
             if isinstance(node, ast.BinOp) and not isinstance(slot[0], ast.BinOp):
                 yield from _of_constants(text, node)
+                target = line.targets[0] if isinstance(line, ast.Assign) and slot[0] is line else None
+                for other in own if isinstance(target, ast.Name) else ():
+                    if text.are_alike(other, target.id):  # type: ignore[union-attr]
+                        yield Change(PART, "", 1.8, ((slot, ast.Name(other, ast.Load())),))
             if isinstance(node, ast.Call):
                 yield from _of_listed(node)
+            last = node.right if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add) else None
+            if isinstance(last, ast.Name) and last.id in text.params:
+                module = "tl." if "tl" in text.globals and text.kinds else ""
+                for way in ("maximum", "minimum") if module else ("max", "min"):
+                    yield Change("more", "", 1.3, ((slot, _expr(f"{module}{way}(x, y)", x=node.left, y=last)),))  # type: ignore
             for other in text.numbers if term and isinstance(node, ast.Name) else ():
                 yield Change("more", "", 2.3, ((slot, _expr("x * y", x=node, y=_expr(other))),))
             for one, instead in beside.get(ast.unparse(node), ()) if isinstance(node, ast.Call) else ():
@@ -168,6 +177,10 @@ def _of_conditions(text: Text, rights: Sequence[Text]) -> Iterator[Change]:
     ]
     wanted = {ast.unparse(x.test): x.test for right in rights for x in ast.walk(right.tree)
               if isinstance(x, (ast.If, ast.IfExp)) and {*reads(x.test)} <= known | {*right.globals}}  # fmt: skip
+    lefts = {plain(x.left): x.left for x in ast.walk(text.tree) if isinstance(x, ast.Compare)}
+    for node in (x for x in ast.walk(text.tree) if isinstance(x, ast.Compare) and len(lefts) < _FEW):
+        for other in (x for said, x in lefts.items() if said != plain(node.left)):
+            yield Change(PART, "", 1.1, (((node, "left", None), _new(pickle.loads(pickle.dumps(other)))),))
     have = {ast.unparse(x) for _, x in asked}
     for (slot, x), (said_there, there) in itertools.product(asked, wanted.items()):
         if said_there not in have and {*reads(x)} & {*reads(there)}:
@@ -253,6 +266,15 @@ def _of_merges(text: Text) -> Iterator[Change]:
             new = _expr("a * x + b * y", a=a, b=b, x=node.left, y=node.right)
             words = f"`{text.plain(node)}` lacks the weights `{text.plain(a)}` and `{text.plain(b)}`"
             yield Change("not-rescaled", words, 1.2, ((slot, _new(new)),))
+    products = [x for _, x in _slots(text.tree) if isinstance(x, ast.BinOp) and isinstance(x.op, ast.Mult)]
+    scales = {x.id for y in products for x in ast.walk(y) if isinstance(x, ast.Name) and x.id in text.locals}
+    for slot, x in _slots(text.tree):
+        if not (isinstance(x, ast.Name) and x.id in text.locals and isinstance(slot[0], ast.BinOp)):
+            continue
+        for factor, behind in itertools.product(sorted(scales - {*reads(slot[0])}), ("", "[:, None]")):
+            if not behind or ("tile", 1, "f") in text.kinds.get(factor, ()):
+                words = f"`{x.id}` is not multiplied by `{factor}{behind}`, in `{text.plain(slot[0])}`"
+                yield Change("not-rescaled", words, 1.1, ((slot, _expr(f"x * {factor}{behind}", x=x)),))
     for slot, number in _slots(text.tree):
         if isinstance(number, ast.Constant) and isinstance(number.value, float) and 0 < number.value <= 0.1:
             yield Change("wrong-number", "", 1.6, ((slot, ast.Constant(1e-30)),))

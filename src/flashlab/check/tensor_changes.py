@@ -259,12 +259,14 @@ def further(text: Text) -> Iterator[Change]:
         node = _at(slot)
         match node:
             case ast.Name(id=name, ctx=ast.Load()) if axes.get(name):
+                for other in (x for x, n in axes.items() if n == axes[name] and isinstance(slot[0], ast.Assign)):
+                    yield Change("more", "", 1.2, ((slot, _expr(f"x + torch.log({other})", x=node)),))
                 yield Change("not-finite", "", 1.6, ((slot, _expr("x.nan_to_num()", x=node)),))
                 for function in ("log", "exp") if isinstance(slot[0], (ast.BinOp, ast.Assign)) else ():
                     yield Change(f"{function}-missing", "", 1.6, ((slot, _expr(f"x.{function}()", x=node)),))
             case ast.Call(func=ast.Attribute(value=owner, attr="maximum"), args=given):
                 both = ast.Call(ast.Attribute(owner, "logaddexp", ast.Load()), given, [])
-                yield Change("wrong-function", "", 2.0, ((slot, _new(both)),))
+                yield Change("wrong-function", "", 3.2, ((slot, _new(both)),))
             case ast.Call(func=ast.Attribute(attr="log" | "log2")):
                 for name in (x for x, n in axes.items() if n):
                     yield Change("more", "", 1.4, ((slot, _expr("y + x", x=node, y=_expr(name))),))

@@ -265,7 +265,8 @@ def _with_first_nan(failed: CheckFailed, call: Call, observations: Sequence[Obse
                 slug, sentence = failed.diagnosis, f"{failed.sentence}. NaN arises in {made}"
                 if slug == "wrong-value":
                     slug = "not-finite"
-                    sentence = f"o has NaN, which arises in {made}. {failed.sentence[0].upper()}{failed.sentence[1:]}"
+                    has = "lse" if seen.lse is not None and not seen.o.isnan().any() else "o"
+                    sentence = f"{has} has NaN, which arises in {made}. {failed.sentence[0].upper()}{failed.sentence[1:]}"
                 return CheckFailed(sentence, diagnosis=slug, case=failed.case)
         break
     return failed

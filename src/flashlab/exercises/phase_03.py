@@ -584,7 +584,7 @@ def _expect_low_rows(kernel: Any) -> None:
         "rows whose scores are all low come out wrong in whole tiles too, where no key is masked: m_i is above all of "
     )
     said += "them from the start, and every p is 0"
-    well = torch.allclose(o.cpu(), want[0, 0].to("cpu", o.dtype), atol=1e-2)
+    well = torch.allclose(o.cpu(), want[0, 0].to("cpu", o.dtype), atol=0.1)  # else o is 0; such scores have few digits
     expect(well, said, diagnosis="m-starts-at-zero", case="M=32, N=64, BLOCK_M = BLOCK_N = 32, every score below -400")
 
 
