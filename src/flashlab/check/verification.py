@@ -266,7 +266,8 @@ def _with_first_nan(failed: CheckFailed, call: Call, observations: Sequence[Obse
                 if slug == "wrong-value":
                     slug = "not-finite"
                     has = "lse" if seen.lse is not None and not seen.o.isnan().any() else "o"
-                    sentence = f"{has} has NaN, which arises in {made}. {failed.sentence[0].upper()}{failed.sentence[1:]}"
+                    rest = failed.sentence
+                    sentence = f"{has} has NaN, which arises in {made}. {rest[0].upper()}{rest[1:]}"
                 return CheckFailed(sentence, diagnosis=slug, case=failed.case)
         break
     return failed
