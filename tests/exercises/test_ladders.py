@@ -27,6 +27,14 @@ test_gradients_that_are_lost_on_the_way = diagnosed(
 )  # fmt: skip
 
 
+test_what_a_launcher_lacks_is_told = told(
+    ("5.14", ("triton.cdiv(N, BLOCK), batch", "triton.cdiv(M, BLOCK), batch"), "`M` stands where `N` belongs"),
+    ("5.14", ("batch * heads * triton.cdiv(M", "heads * triton.cdiv(M"), "the factor `batch` is missing in `heads"),
+    ("5.14", (".contiguous() for x", " for x"), "`.contiguous()` is missing behind"),
+    every=2,
+)  # fmt: skip
+
+
 def longest(bars):
     took = {n: sum(length for u, name, _, length in bars if (u, name) == ("CPU", n)) for n in traced.OPTIONAL}
     return max(took, key=took.get), 1.0 + max(took.values())

@@ -464,6 +464,9 @@ def _slots(root: ast.AST) -> Iterator[tuple[Slot, ast.expr]]:
         if isinstance(root, ast.Call) and name == "func":
             if isinstance(value, ast.Attribute):
                 yield from _slots(value)
+            if isinstance(value, ast.Subscript):  # the grid of a launch
+                yield (value, "slice", None), value.slice
+                yield from _slots(value.slice)
             continue
         for at, child in enumerate(value) if isinstance(value, list) else ((None, value),):
             if not isinstance(child, ast.AST):

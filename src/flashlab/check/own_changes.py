@@ -89,9 +89,9 @@ def _of_lines(text: Text, zero: bool) -> Iterator[Change]:
             if isinstance(node, ast.BinOp) and not isinstance(slot[0], ast.BinOp):
                 yield from _of_constants(text, node)
                 target = line.targets[0] if isinstance(line, ast.Assign) and slot[0] is line else None
-                for other in own if isinstance(target, ast.Name) else ():
-                    if text.are_alike(other, target.id):  # type: ignore[union-attr]
-                        yield Change(PART, "", 1.8, ((slot, ast.Name(other, ast.Load())),))
+                for other in own if isinstance(target, (ast.Name, ast.Attribute)) else ():
+                    if text.are_alike(other, getattr(target, "id", "")):
+                        yield Change(PART, "", 1.5, ((slot, ast.Name(other, ast.Load())),))
             if isinstance(node, ast.Call):
                 yield from _of_listed(node)
             last = node.right if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add) else None
@@ -450,11 +450,10 @@ def of_grids(text: Text) -> Iterator[Change]:
                 way = f"x.new_empty(*x.shape[:-1], {other}.shape[-1])"
                 words = f"`{text.plain(node)}` has `{plain(node.args[0])}`'s shape: its rows are as long as `{other}`'s"
                 yield Change("shape-of-another", words, 0.0, ((slot, _expr(way, x=node.args[0])),))
-        sizes = node.slice if isinstance(node, ast.Subscript) else None
-        for order in itertools.permutations(sizes.elts) if isinstance(sizes, ast.Tuple) and len(sizes.elts) < 4 else ():
-            if [*order] != sizes.elts:  # type: ignore[union-attr]
-                new = _new(ast.Tuple([*order], ast.Load()))
-                yield Change("grid-exchanged", "", 0.8, (((node, "slice", None), new),))
+        sizes = node.elts if slot[1] == "slice" and isinstance(node, ast.Tuple) and len(node.elts) < 4 else []
+        for order in itertools.permutations(sizes):
+            if [*order] != sizes:
+                yield Change("grid-exchanged", "", 0.8, ((slot, _new(ast.Tuple([*order], ast.Load()))),))
 
 
 def of_numbers(text: Text) -> Iterator[Change]:

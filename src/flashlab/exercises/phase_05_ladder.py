@@ -12,7 +12,7 @@ import triton.language as tl
 
 from flashlab import runtime
 from flashlab.attention import reference
-from flashlab.check import Report, expect, verify
+from flashlab.check import Report, expect, host_mend, verify
 from flashlab.check.lookup import Row
 from flashlab.check.training import wanted, worst
 from flashlab.exercises.kernel_rule import apart, empty, kernel_rule
@@ -470,6 +470,41 @@ def _expect_scales(attention: Callable[..., Any]) -> None:
     ],
 )
 def _(attention: Callable[..., Any]) -> Report:
+    with host_mend.mended(attention, _in_small, _small_cases(), flash_attention_forward=_plain_forward):
+        return _expect_autograd(attention)
+
+
+def _plain_forward(q: Any, k: Any, v: Any, *, causal: bool = False, scale: float | None = None, **_: Any) -> Any:
+    """The formula: no kernel is waited for."""
+    o, lse = reference.attention(q, k, v, causal=causal, scale=scale)
+    return o.to(q.dtype), lse.to(torch.float32)
+
+
+def _in_small(attention: Callable[..., Any], case: Any) -> list[torch.Tensor]:
+    (q, k, v, do, dlse), options = case
+    ours = [x.detach().requires_grad_() for x in (q, k, v)]
+    with torch.enable_grad():
+        o, lse = attention(*ours, **options)
+        return [o.detach(), *torch.autograd.grad((o * do).sum() + (lse * dlse).sum(), ours)]
+
+
+def _small_cases() -> dict[str, Any]:
+    """Of `host_mend.mended`: groups, batches, more keys or queries, strides."""
+    cases = {}
+    for batch, heads, kv_heads, M, N, options in (
+        (1, 4, 2, 20, 33, {"causal": True, "scale": 0.3}), (2, 2, 1, 34, 13, {}), (2, 2, 2, 20, 20, {"scale": 0.5}),
+        (1, 2, 1, 70, 40, {"causal": True}),
+    ):  # fmt: skip
+        shapes = ((heads, M, 16), (kv_heads, N, 16), (kv_heads, N, 16), (heads, M, 16), (heads, M))
+        q, k, v, do, dlse = (x.cpu() for x in _inputs(*((batch, *shape) for shape in shapes)))
+        q, do = q.transpose(1, 2).contiguous().transpose(1, 2), do.mT.contiguous().mT
+        o, _ = reference.attention(q, k, v, **options)
+        right = reference.attention_backward(do, q, k, v, grad_lse=dlse, **options)
+        cases[f"{M} queries"] = ((q, k, v, do, dlse), options), [o, *right]
+    return cases
+
+
+def _expect_autograd(attention: Callable[..., Any]) -> Report:
     case = "heads=2, seq_q=20, seq_k=20, head_dim=16"
     q, k, v = (x.requires_grad_() for x in _inputs(*[(1, 2, 20, 16)] * 3))
     with torch.enable_grad(), in_bounds(case) as traffic:
