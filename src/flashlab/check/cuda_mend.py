@@ -651,7 +651,7 @@ def _of_the_right(text: CudaText, right: CudaText) -> Iterator[Change]:
                 more = ast.BinOp(node, ast.Add(), term)
                 yield Change(_TERM, "", 1.2 + 0.4 * (not alike(mine, others)), ((slot, _new(more)),))
         for nth, (piece, there) in enumerate(counted):
-            if mine != there and alike(mine, there):
+            if mine != there and alike(mine, there) and not isinstance(slot[0], ast.Return):  # that is all of it
                 cost = 1.1 + 0.1 * ((mine | there).total() - (mine & there).total())
                 yield Change(PART, "", cost, ((slot, piece),))
                 same[text.plain(node), nth].append((cost, (slot, piece)))

@@ -107,7 +107,7 @@ def _spots(text: CudaText) -> Iterator[Spot]:
                     if whole is not None and (
                         (whole and not isinstance(node, ast.Constant)) or isinstance(node, _SEEN)
                     ):
-                        last = text.kind_of(text.types.get(target, "")) == "pointer"
+                        last = isinstance(holder, ast.Return) or text.kind_of(text.types.get(target, "")) == "pointer"
                         yield Spot((holder, name, at), node, target, lines[id(node)], last)
 
 

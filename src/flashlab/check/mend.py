@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashlab.check.changes import Change, Text, Variants, _at, _put_at, _rounded_up, changes
+from flashlab.check.changes import Change, EndlessError, Text, Variants, _at, _put_at, _rounded_up, changes
 from flashlab.check.claims import tokens
 from flashlab.check.kernel_changes import HostedText, HostText
 from flashlab.check.lookup import Index, Outcome
@@ -161,6 +161,24 @@ def mended(
                 return ("; and " if sum(map(len, each)) < index.longest - 20 else ";\nand ").join(each), 2.0
     value, price = value_mended(index, text, off, is_right, _said_of_value) if off else ("", 0.0)
     return (value, price) if price <= 1.0 or not _has_nan(got) else ("", 0.0)
+
+
+def mended_for(fn: Callable[..., Any], passes: Callable[[Any], Any]) -> str:
+    """In words, the likeliest change of a function that passes, which raises nothing then: of many right answers."""
+    if (text := own_text(fn)) is None:
+        return ""
+    made = [*changes(text, {}), *of_numbers(text), *own_changes(text, (), {}, True)]
+    variants = Variants(text, made := [c for c in made if c.slug not in _BY_CHANCE and not _fraction(c)])
+    nothing = _Likely(set(), set(), set(), set(), set())
+    until = time.process_time() + _SECONDS
+    for change in sorted(made, key=lambda c: _price(c, nothing)):
+        if time.process_time() > until:
+            break
+        if (words := said(text, change)) and (run := variants.chosen(change)):
+            with contextlib.suppress(Exception, EndlessError):
+                passes(run)
+                return words + which(text, change, words)
+    return ""
 
 
 def _turns(text: Text, run: Callable[[], Any]) -> int:

@@ -24,6 +24,7 @@ _RUNNING = ("maximum", "logaddexp", "max")
 _LIMITS = ("min", "max", "minimum", "maximum")
 _POWERS = ("exp", "exp2")
 _FEW = 9
+_SHIFTS = {ast.LShift: ast.RShift, ast.RShift: ast.LShift}
 _LOOSER = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
 _DIVISIONS = (ast.Div, ast.FloorDiv)
 _BINARY = {f"2 ** {n}": 10 ** (n // 10 * 3) for n in (10, 20, 30, 40)}
@@ -83,6 +84,8 @@ def _of_lines(text: Text, zero: bool) -> Iterator[Change]:
                 yield Change("wrong-sign", "", 1.9, ((slot, _expr("-x", x=node)),))
             if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv):
                 yield Change("more", "", 1.6, ((slot, _expr("x * y", x=node, y=node.right)),))
+            if text.whole and not text.kinds:
+                yield from _of_bits(text, slot, node)
             term = isinstance(slot[0], ast.BinOp) and isinstance(slot[0].op, (ast.Add, ast.Sub))
             if term and isinstance(node, ast.Name) and node.id in text.numbers:
                 yield Change("more", "", 1.5, ((slot, _expr("2 * x", x=node)),))
@@ -119,6 +122,19 @@ def _of_lines(text: Text, zero: bool) -> Iterator[Change]:
         for name, slots in reads.items():
             for slot, part in itertools.product(slots, meant.get(name, ())):
                 yield Change(PART, "", 1.9, ((slot, part),))
+
+
+def _of_bits(text: Text, slot: Slot, node: ast.expr) -> Iterator[Change]:
+    """Other bits, another way to shift, the last bits of a number for all of it."""
+    masked = isinstance(slot[0], ast.BinOp) and isinstance(slot[0].op, ast.BitAnd) and isinstance(node, ast.Constant)
+    for mask in (1, 3, 7, 15, 31) if masked else ():
+        yield Change("wrong-number", "", 1.2, ((slot, ast.Constant(mask)),))
+    if isinstance(node, ast.BinOp) and type(node.op) in _SHIFTS:
+        turned = ast.BinOp(node.left, _SHIFTS[type(node.op)](), node.right)
+        yield Change("wrong-operator", "", 1.0, ((slot, _new(turned)),))
+    if isinstance(node, ast.Name) and node.id in text.numbers and isinstance(slot[0], ast.BinOp):
+        for way in ("x % 8", "x & 7", "x % 32", "x & 31"):
+            yield Change("more", "", 1.4, ((slot, _expr(way, x=node)),))
 
 
 def _of_constants(text: Text, node: ast.BinOp) -> Iterator[Change]:
@@ -313,13 +329,18 @@ def _of_running(text: Text) -> Iterator[Change]:
                     yield from _divided_behind(text, loop, name, by, (here, kept))
         if over:
             yield Change("not-rescaled", f"{words}: it belongs to what was there before", 0.9, tuple(over))
+        running = {name for _, name, _ in sums if name.isidentifier()}
+        for slot, node in _slots(loop):
+            for name in running if isinstance(node, ast.Subscript) and isinstance(slot[0], ast.BinOp) else ():
+                yield Change("wrong-name", "", 1.2, ((slot, ast.Name(name, ast.Load())),))
         stored = {plain(x) for x in ast.walk(loop) if isinstance(getattr(x, "ctx", None), ast.Store)}
         yield from _set_for_added(text, loop, [x for x in lines if x not in sums])
         begun = {name for line in text.tree.body if line is not loop for name, _ in _set_by(line)}
         for at, name, value in lines:
             called = _called(value)
             for before in value.args if called in _RUNNING and isinstance(value, ast.Call) else ():
-                if isinstance(before, (ast.Name, ast.Subscript)) and plain(before) not in stored:
+                given = isinstance(before, ast.Subscript) and plain(before.value) in text.params
+                if isinstance(before, (ast.Name, ast.Subscript)) and plain(before) not in stored and not given:
                     last, block = ast.parse(f"{plain(before)} = {name}").body[0], at[0].body  # type: ignore[attr-defined]
                     new = _new(ast.If(ast.Constant(True), [block[-1], last], []))
                     words = f"the line `{plain(last)}` is missing at the end of the loop"

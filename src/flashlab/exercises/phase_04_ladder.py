@@ -325,6 +325,7 @@ _HEADS = (
     | _and_two_more(_of_heads),
     draw=lambda r: _of_heads(r, _some_shape(r, *(2 * [r.choice((16, 32))]))),
     rows=_SHARED,
+    axes=("batches", "rows", "heads", "columns"),
     symptom=_told_by(_verify_heads),
     then=_all_heads,
 )  # fmt: skip

@@ -41,7 +41,7 @@ from flashlab.check.changes import Text, edited_function
 from flashlab.check.claims import tokens_of
 from flashlab.check.expect import allowed_error
 from flashlab.check.lookup import _TRIES, HEDGE, Index, Row, Values, as_they_are, in_units, same, where_right
-from flashlab.check.mend import mended, quietly
+from flashlab.check.mend import mended, mended_for, quietly
 from flashlab.check.running import is_unsolved
 from flashlab.check.symptoms import Symptoms, watched
 from flashlab.check.value_mend import IN_NUMBERS
@@ -344,6 +344,8 @@ class Rule:
             self.index.written, self.index.code = written(learners), code_of(learners)
             with contextlib.redirect_stdout(io.StringIO()):
                 said = self.explained(learners, [*self.index.run(learners, self.tried)])
+                if (said is None or HEDGE in said[1]) and (own := mended_for(unwrapped(learners), judged)):
+                    said = "own-slip", f"{own}: then it is right"
             if said is None:
                 raise
             sentence = f"{said[1]}.\n{symptom.sentence}"

@@ -68,6 +68,7 @@ class TensorRule(Rule):
             Of several cases each needs one.
         beside: how many drawn inputs the check runs beside its own.
         without: slugs of changes that say too much: on one input alone some of them fit by chance.
+        axes: what those of a result are called; lse has batches, heads and rows.
         alone: makes inputs of one row each of one, where each row is for itself.
     """
 
@@ -78,6 +79,7 @@ class TensorRule(Rule):
     beside: int = _BESIDE
     tries: int = _TRIES
     without: tuple[str, ...] = ()
+    axes: tuple[str, ...] = ()
     trials: int = _DRAWN
     alone: Callable[..., Sequence[tuple[Any, ...]]] | None = None
 
@@ -315,8 +317,10 @@ class TensorRule(Rule):
                 x, y = (torch.as_tensor(z[part], dtype=torch.float64) for z in (mine, right))
                 if x.ndim == 0:
                     return f"{self.returns[part]} is {x.item():.7g}, it should be {y.item():.7g} [{self.case(given)}]"
-                seen = seen_where(x, y, allowed_error(right[part], self.tol))
-                return f"{self.returns[part]} {seen} [{self.case(given)}]"
+                name = self.returns[part]
+                axes = self.axes if name != "lse" else ("batches", "heads", "rows") if x.ndim > 1 else ()
+                seen = seen_where(x, y, allowed_error(right[part], self.tol), axes)
+                return f"{name} {seen} [{self.case(given)}]"
         raise AssertionError("unreachable")
 
     def _not_finite(
