@@ -431,6 +431,7 @@ def _further(text: CudaText, right: CudaText) -> Iterator[Change]:
     yield from _heads(text, right)
     yield from _throughout(text, right)
     yield from _in_one_line(text)
+    yield from _for_another(text, right)
     made = {x for n in ast.walk(text.tree) for x in _declared(n) if not keyword.iskeyword(x)}
     unread = sorted(x for x in made if not text.reads[x] and text.kind_of(text.types.get(x, "")) in ("int", "float"))
     powers = sorted({f for x in ast.walk(text.tree) if isinstance(x, ast.Call) and "exp" in (f := text.plain(x.func))})
@@ -442,12 +443,6 @@ def _further(text: CudaText, right: CudaText) -> Iterator[Change]:
             if _name(x) in {*map(_name, n.targets)} & {*floats}}  # fmt: skip
     swizzled = any(isinstance(x, ast.BitXor) for x in ast.walk(text.tree))
     add, sub, mult = ast.Add(), ast.Sub(), ast.Mult()
-    numbers = _numbers(text, right)
-    functions = {
-        x.plain(n.func): len(n.args) for x in (text, right) for n in ast.walk(x.tree) if isinstance(n, ast.Call)
-    }
-    lasts = {one.plain(x): _expr(one.plain(x)) for one in (text, right) for _, x in _slots(one.tree)
-             if re.fullmatch(r"[A-Z]\w* - 1", one.plain(x))}  # fmt: skip
 
     def more(slot: Slot, node: ast.expr, ops: Sequence[ast.operator], names: Iterable[str], cost: float) -> Any:
         for op, name in itertools.product(ops, names):
@@ -486,6 +481,17 @@ def _further(text: CudaText, right: CudaText) -> Iterator[Change]:
                 yield Change("wrong-operator", "", 1.2, ((slot, ast.BinOp(node.left, ast.BitXor(), node.right)),))
             elif not isinstance(node.op, ast.Add) and any(map(_is_power, (node.left, node.right))):
                 yield Change("more", "", 1.2, ((slot, _new(ast.BinOp(node, add, ast.Constant(1)))),))
+
+
+def _for_another(text: CudaText, right: CudaText) -> Iterator[Change]:
+    """A number, a name, a function or an axis in the place of another one."""
+    numbers, ints = _numbers(text, right), [x for x in text.locals if text.kinds.get(x) == {"int"}]
+    calls = [(x, n) for x in (text, right) for n in ast.walk(x.tree) if isinstance(n, ast.Call)]
+    functions = {x.plain(n.func): len(n.args) for x, n in calls}
+    lasts = {one.plain(x): _expr(one.plain(x)) for one in (text, right) for _, x in _slots(one.tree)
+             if re.fullmatch(r"[A-Z]\w* - 1", one.plain(x))}  # fmt: skip
+    for slot, node in _slots(text.tree):
+        holder, field, _ = slot
         if isinstance(node, ast.Constant) and type(n := node.value) is int:
             for name in ints if isinstance(holder, ast.Call) and field == "args" else ():
                 yield Change("wrong-name", "", 1.4, ((slot, _new(ast.Name(name, ast.Load()))),))

@@ -282,9 +282,28 @@ def _of_edges(text: Text) -> Iterator[Change]:
         for shift in shifts if not isinstance(node, ast.Constant) else ():
             cost = 0.3 + 0.1 * (slot[1] == "left")
             yield Change("edge", "", cost, ((slot, ast.BinOp(node, ast.Add(), _expr(shift))),))
+    yield from _of_calls(text, unread)
     for slot, node in nodes:
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv):
             yield Change("rounded-up", "", 1.0, ((slot, _expr("tl.cdiv(a, b)", a=node.left, b=node.right)),))
+        if isinstance(slot[0], ast.Assign) and slot[1] == "value":
+            for name in (x for x in text.locals if ("tile", 2, "b") in text.kinds.get(x, ()) and not text.reads[x]):
+                hidden = _expr(f'tl.where({name}, x, float("-inf"))', x=node)
+                yield Change("mask", "", 0.1, ((slot, _new(hidden)),))
+        if not isinstance(node, ast.Name) or node.id not in numbers:
+            continue
+        factor = isinstance(slot[0], ast.BinOp) and isinstance(slot[0].op, ast.Mult)
+        for new in (x for x in divided.values() if factor and getattr(x.left, "id", "") == node.id):
+            yield Change("divisor", "", 0.9, ((slot, new),))
+        others = {*unread} & numbers | ((fixed - {node.id}) if factor and node.id in fixed else set())
+        for name in sorted(others):
+            yield Change("wrong-name", "", 0.5 if name in unread else 1.0, ((slot, _expr(name)),))
+    yield from _of_masks(text)
+
+
+def _of_calls(text: Text, unread: Sequence[str]) -> Iterator[Change]:
+    """What a product, a condition or a maximum lacks."""
+    for slot, node in _slots(text.tree):
         if isinstance(node, ast.Call) and _name(node) == "dot":
             for name in unread:
                 yield Change("more", "", 1.0, ((slot, ast.BinOp(node, ast.Mult(), _expr(name))),))
@@ -305,19 +324,6 @@ def _of_edges(text: Text) -> Iterator[Change]:
         if isinstance(node, ast.Call) and _name(node) == "max" and isinstance(node.args[0], ast.Call):
             if _name(node.args[0]) == "max":
                 yield Change("more", "", 0.8, ((slot, node.args[0]),))
-        if isinstance(slot[0], ast.Assign) and slot[1] == "value":
-            for name in (x for x in text.locals if ("tile", 2, "b") in text.kinds.get(x, ()) and not text.reads[x]):
-                hidden = _expr(f'tl.where({name}, x, float("-inf"))', x=node)
-                yield Change("mask", "", 0.1, ((slot, _new(hidden)),))
-        if not isinstance(node, ast.Name) or node.id not in numbers:
-            continue
-        factor = isinstance(slot[0], ast.BinOp) and isinstance(slot[0].op, ast.Mult)
-        for new in (x for x in divided.values() if factor and getattr(x.left, "id", "") == node.id):
-            yield Change("divisor", "", 0.9, ((slot, new),))
-        others = {*unread} & numbers | ((fixed - {node.id}) if factor and node.id in fixed else set())
-        for name in sorted(others):
-            yield Change("wrong-name", "", 0.5 if name in unread else 1.0, ((slot, _expr(name)),))
-    yield from _of_masks(text)
 
 
 def _of_walks(text: Text) -> Iterator[Change]:

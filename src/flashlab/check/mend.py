@@ -113,21 +113,12 @@ def mended(
     order = [*off, *(i for i in index.order if i not in off)]
     if index.kinds:
         text.kinds = index.kinds.kinds_of(text, [tuple(map(index.copied, x)) for x in index.inputs[:3]])
-    pieces = {_canon(x) for right in index.texts for x in ast.walk(right.tree) if isinstance(x, ast.expr)}
-    stray = {m[1] for x in got if isinstance(x, str) and (m := re.search(r"out of bounds: .* of (\w+)", x))}
-    likely = _Likely(
-        _lines_of_both(text, index.texts), stray, _at_strays(text, stray), {*text.params} - {*reads(text.tree)},
-        {x for x in pieces if x.count(" ") >= _PIECE},
-    )  # fmt: skip
+    likely = _likely(index, text, got)
     ranges = [x.args for right in index.texts for x in ast.walk(right.tree)
               if isinstance(x, ast.Call) and ast.unparse(x.func).split(".")[-1] == "range"]  # fmt: skip
     text.from_zero = bool(ranges) and all(len(x) == 1 or ast.unparse(x[0]) == "0" for x in ranges)
     made = _in_order(index, text, now, parts, likely)
-    if not walks:
-        heads, ends = _of_heads(text)
-        made = [x for x in made if not any(
-            id(holder) in heads or ends & {*reads(new)} - {*reads(_at(slot))} for slot, new in x[1].edits
-            for holder in slot[:1])]  # fmt: skip
+    made = made if walks else [x for x in made if not _walks(text, x[1])]
     right = index.run(index.texts[0].compiled(), index.more)
 
     is_right = functools.partial(_is_right, index, order, right, then)
@@ -185,6 +176,12 @@ def _turns(text: Text, run: Callable[[], Any]) -> int:
     before = text.turns
     run()
     return text.turns - before
+
+
+def _walks(text: Text, change: Change) -> bool:
+    """Whether it changes how often a loop goes round, or how far."""
+    heads, ends = _of_heads(text)
+    return any(id(slot[0]) in heads or ends & {*reads(new)} - {*reads(_at(slot))} for slot, new in change.edits)
 
 
 def _of_heads(text: Text) -> tuple[set[int], set[str]]:
@@ -258,6 +255,14 @@ class _Likely(NamedTuple):
             return (not self.pieces.isdisjoint(map(_canon, (slot[0], new)))) - (before in self.pieces)
         finally:
             _put_at(slot, old)
+
+
+def _likely(index: Index, text: Text, got: Outcome) -> _Likely:
+    pieces = {_canon(x) for right in index.texts for x in ast.walk(right.tree) if isinstance(x, ast.expr)}
+    stray = {m[1] for x in got if isinstance(x, str) and (m := re.search(r"out of bounds: .* of (\w+)", x))}
+    unread = {*text.params} - {*reads(text.tree)}
+    long = {x for x in pieces if x.count(" ") >= _PIECE}
+    return _Likely(_lines_of_both(text, index.texts), stray, _at_strays(text, stray), unread, long)
 
 
 def _canon(node: ast.AST) -> str:

@@ -64,46 +64,7 @@ def _of_lines(text: Text, zero: bool) -> Iterator[Change]:
         for slot, node in _slots(line):
             if (of := whole.get(ast.unparse(node))) and node is not of[0]:
                 yield Change(PART, "", 1.2, ((slot, _new(ast.Name(of[1], ast.Load()))),))
-            if isinstance(node, ast.BinOp) and ast.unparse(node.right).lstrip("-") == "0.5":
-                yield Change("root", "", 1.2, ((slot, ast.BinOp(node.left, ast.Pow(), node.right)),))
-            if isinstance(node, ast.UnaryOp) and isinstance(node.operand, ast.Constant):
-                yield Change("wrong-sign", "", 1.2, ((slot, node.operand),))
-            if isinstance(node, ast.Constant) and type(node.value) is int and node.value and node.value % 4 == 0:
-                yield Change("wrong-number", "", 2.0, ((slot, ast.Constant(node.value // 4)),))
-            inner = isinstance(slot[0], ast.BinOp) and isinstance(slot[0].op, ast.Add)
-            terms = terms_of(node) if isinstance(node, ast.BinOp) and not inner else []
-            for i, j in itertools.permutations(range(len(terms)), 2) if len(terms) < 5 else ():
-                if isinstance(product := terms[i], ast.BinOp) and isinstance(product.op, ast.Mult):
-                    for rest, factor in ((product.left, product.right), (product.right, product.left)):
-                        moved = [*terms]
-                        moved[i], moved[j] = rest, ast.BinOp(terms[j], ast.Mult(), factor)
-                        yield Change("elsewhere", "", 1.9, ((slot, _new(functools.reduce(_plus, moved))),))
-            if zero and isinstance(node, ast.BinOp):
-                yield Change(PART, "", 1.6, ((slot, _new(ast.Constant(0))),))
-            if isinstance(node, ast.Name) and isinstance(slot[0], ast.Call) and not _keeps(slot[0]):
-                yield Change("wrong-sign", "", 1.9, ((slot, _expr("-x", x=node)),))
-            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv):
-                yield Change("more", "", 1.6, ((slot, _expr("x * y", x=node, y=node.right)),))
-            if text.whole and not text.kinds:
-                yield from _of_bits(text, slot, node)
-            term = isinstance(slot[0], ast.BinOp) and isinstance(slot[0].op, (ast.Add, ast.Sub))
-            if term and isinstance(node, ast.Name) and node.id in text.numbers:
-                yield Change("more", "", 1.5, ((slot, _expr("2 * x", x=node)),))
-            if isinstance(node, ast.BinOp) and not isinstance(slot[0], ast.BinOp):
-                yield from _of_constants(text, node)
-                target = line.targets[0] if isinstance(line, ast.Assign) and slot[0] is line else None
-                for other in own if isinstance(target, (ast.Name, ast.Attribute)) else ():
-                    if text.are_alike(other, getattr(target, "id", "")):
-                        yield Change(PART, "", 1.5, ((slot, ast.Name(other, ast.Load())),))
-            if isinstance(node, ast.Call):
-                yield from _of_listed(node)
-            last = node.right if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add) else None
-            if isinstance(last, ast.Name) and last.id in text.params:
-                module = "tl." if "tl" in text.globals and text.kinds else ""
-                for way in ("maximum", "minimum") if module else ("max", "min"):
-                    yield Change("more", "", 1.3, ((slot, _expr(f"{module}{way}(x, y)", x=node.left, y=last)),))  # type: ignore
-            for other in text.numbers if term and isinstance(node, ast.Name) else ():
-                yield Change("more", "", 2.3, ((slot, _expr("x * y", x=node, y=_expr(other))),))
+            yield from _of_node(text, line, slot, node, zero)
             for one, instead in beside.get(ast.unparse(node), ()) if isinstance(node, ast.Call) else ():
                 if node is not one:
                     yield Change(PART, "", 1.2, ((slot, _new(instead)),))
@@ -122,6 +83,51 @@ def _of_lines(text: Text, zero: bool) -> Iterator[Change]:
         for name, slots in reads.items():
             for slot, part in itertools.product(slots, meant.get(name, ())):
                 yield Change(PART, "", 1.9, ((slot, part),))
+
+
+def _of_node(text: Text, line: ast.stmt, slot: Slot, node: ast.expr, zero: bool) -> Iterator[Change]:
+    """Of an expression of a line; zero: a right text has a 0."""
+    own = {*text.params, *text.locals}
+    if isinstance(node, ast.BinOp) and ast.unparse(node.right).lstrip("-") == "0.5":
+        yield Change("root", "", 1.2, ((slot, ast.BinOp(node.left, ast.Pow(), node.right)),))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.operand, ast.Constant):
+        yield Change("wrong-sign", "", 1.2, ((slot, node.operand),))
+    if isinstance(node, ast.Constant) and type(node.value) is int and node.value and node.value % 4 == 0:
+        yield Change("wrong-number", "", 2.0, ((slot, ast.Constant(node.value // 4)),))
+    inner = isinstance(slot[0], ast.BinOp) and isinstance(slot[0].op, ast.Add)
+    terms = terms_of(node) if isinstance(node, ast.BinOp) and not inner else []
+    for i, j in itertools.permutations(range(len(terms)), 2) if len(terms) < 5 else ():
+        if isinstance(product := terms[i], ast.BinOp) and isinstance(product.op, ast.Mult):
+            for rest, factor in ((product.left, product.right), (product.right, product.left)):
+                moved = [*terms]
+                moved[i], moved[j] = rest, ast.BinOp(terms[j], ast.Mult(), factor)
+                yield Change("elsewhere", "", 1.9, ((slot, _new(functools.reduce(_plus, moved))),))
+    if zero and isinstance(node, ast.BinOp):
+        yield Change(PART, "", 1.6, ((slot, _new(ast.Constant(0))),))
+    if isinstance(node, ast.Name) and isinstance(slot[0], ast.Call) and not _keeps(slot[0]):
+        yield Change("wrong-sign", "", 1.9, ((slot, _expr("-x", x=node)),))
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv):
+        yield Change("more", "", 1.6, ((slot, _expr("x * y", x=node, y=node.right)),))
+    if text.whole and not text.kinds:
+        yield from _of_bits(text, slot, node)
+    term = isinstance(slot[0], ast.BinOp) and isinstance(slot[0].op, (ast.Add, ast.Sub))
+    if term and isinstance(node, ast.Name) and node.id in text.numbers:
+        yield Change("more", "", 1.5, ((slot, _expr("2 * x", x=node)),))
+    if isinstance(node, ast.BinOp) and not isinstance(slot[0], ast.BinOp):
+        yield from _of_constants(text, node)
+        target = line.targets[0] if isinstance(line, ast.Assign) and slot[0] is line else None
+        for other in own if isinstance(target, (ast.Name, ast.Attribute)) else ():
+            if text.are_alike(other, getattr(target, "id", "")):
+                yield Change(PART, "", 1.5, ((slot, ast.Name(other, ast.Load())),))
+    if isinstance(node, ast.Call):
+        yield from _of_listed(node)
+    last = node.right if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add) else None
+    if isinstance(last, ast.Name) and last.id in text.params:
+        module = "tl." if "tl" in text.globals and text.kinds else ""
+        for way in ("maximum", "minimum") if module else ("max", "min"):
+            yield Change("more", "", 1.3, ((slot, _expr(f"{module}{way}(x, y)", x=node.left, y=last)),))  # type: ignore
+    for other in text.numbers if term and isinstance(node, ast.Name) else ():
+        yield Change("more", "", 2.3, ((slot, _expr("x * y", x=node, y=_expr(other))),))
 
 
 def _of_bits(text: Text, slot: Slot, node: ast.expr) -> Iterator[Change]:
@@ -586,6 +592,11 @@ def _of_state(text: Text) -> Iterator[Change]:
             for other in added:
                 if plain(other) != plain(node) and {*reads(other)} == {*reads(node)}:
                     yield Change(PART, "", 0.9, ((slot, _new(pickle.loads(pickle.dumps(other)))),))
+    yield from _of_turns(text)
+
+
+def _of_turns(text: Text) -> Iterator[Change]:
+    """What is added, set back or begun in the turns of a loop."""
     loops = [x for x in text.tree.body if isinstance(x, (ast.For, ast.While))]
     for loop in loops:
         for holder in ast.walk(loop):
