@@ -11,6 +11,7 @@ import contextlib
 import functools
 import inspect
 import math
+import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType
@@ -26,6 +27,7 @@ from flashlab.check.own_changes import of_grids, own_changes, plain
 from flashlab.triton_tools.model import launch
 from flashlab.triton_tools.portable import jit_function
 
+_VAGUE = ("wrong-dq", "wrong-dk", "wrong-dv", "wrong-value", "out-of-bounds")
 _STORES = ("tl.store", "tl.atomic")
 _SECONDS = 6.0  # of one core: a trial takes some 20 ms
 _NOBODYS = mend._Likely(set(), set(), set(), set(), set())
@@ -63,7 +65,7 @@ def mended(answer: Callable[..., Any], run: Run, cases: Mapping[str, Any], **ins
         yield
     except Exception as failed:
         said = ""
-        if getattr(failed, "diagnosis", "") not in ("not-solved-yet", "wrong-type"):
+        if getattr(failed, "diagnosis", "out-of-bounds") in _VAGUE:
             with mend.quietly():
                 said = _found(inspect.unwrap(getattr(answer, "answer", answer)), run, [*cases.values()], instead)
         if not said:
@@ -149,7 +151,7 @@ def _on_model(kernel: FunctionType) -> Callable[..., None]:
     def start(grid: Any, *args: Any, **named: Any) -> None:
         arguments = {**defaults, **named, **dict(zip(text.params, args, strict=False))}
         arguments = {name: arguments[name] for name in text.params}
-        sizes = grid(arguments) if callable(grid) else grid
+        sizes = [*map(operator.index, grid(arguments) if callable(grid) else grid)]
         text.turns += math.prod(sizes)
         into = {name: x for name, x in arguments.items() if name in stored and isinstance(x, torch.Tensor)}
         for name, x in launch(made, text.model, sizes, arguments, tuple(into), text.constants).items():

@@ -12,6 +12,8 @@ import functools
 import inspect
 import itertools
 import math
+import operator
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FunctionType, SimpleNamespace
@@ -103,7 +105,7 @@ class HostedText(KernelText):
         def start(grid: Any, *args: Any, **named: Any) -> None:
             arguments = {**self.defaults, **named, **dict(zip(self.params, args, strict=False))}
             arguments = {name: arguments[name] for name in self.params}
-            sizes = grid(arguments) if callable(grid) else grid
+            sizes = [*map(operator.index, grid(arguments) if callable(grid) else grid)]  # a tensor is none
             self.turns += math.prod(sizes)
             new = {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor) and id(x) not in inputs}
             written = launch(made, self.model, sizes, arguments, tuple(new), self.constants)
@@ -338,10 +340,13 @@ def _of_walks(text: Text) -> Iterator[Change]:
     asked = {x.id for n in ast.walk(text.tree) if isinstance(n, ast.Compare) for x in ast.walk(n)
              if isinstance(x, ast.Name)} - known  # fmt: skip
     read = known - {*text.params}
+    here = Counter(x.id for value in begun for x in ast.walk(value) if isinstance(x, ast.Name))
+    read = {x for x in read if here[x] == text.reads[x]}  # by a mask too: then it is no end alone
     ends = {id(x) for name in read for x in text.assigned.get(name, ()) if x}
     ends |= {id(x) for call in begun for y in ast.walk(call) if isinstance(y, ast.Call) for x in y.args}
     for slot, node in _slots(text.tree):
-        if id(node) not in ends or isinstance(node, ast.Constant):
+        less = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub) and isinstance(node.right, ast.Constant)
+        if id(node) not in ends or isinstance(node, ast.Constant) or less:  # it may be left out
             continue
         for more in ("1", *sorted(fixed & {*text.reads}), "-1"):
             yield Change("edge", "", 0.5 + 0.3 * (more == "-1"), ((slot, _expr(f"x + {more}", x=node)),))

@@ -45,7 +45,7 @@ from flashlab.check.own_changes import (
 )
 from flashlab.check.value_mend import nth_time, value_mended
 
-_SECONDS, _HOSTED = 3.0, 2.0  # of one core; the latter for a kernel with a function around it, whose text is long
+_SECONDS = 3.0  # of one core
 _PIECE, _OF_A_RIGHT_ONE = 4, 0.6  # signs of a piece, less one; what it costs less to make one of a right text
 _MORE = 0.7  # to look for a change that walks over less
 _HUGE = 10**4
@@ -125,7 +125,7 @@ def mended(
     of_part: dict[int, Change] = {}
     found, other = list[tuple[int, float, str]](), index.texts[0]
 
-    until = time.process_time() + (_SECONDS if not isinstance(text, HostedText) else _HOSTED)
+    until = time.process_time() + _SECONDS
     for of, change, run in made:
         if time.process_time() > until:
             break

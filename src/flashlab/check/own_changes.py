@@ -293,13 +293,21 @@ def _of_merges(text: Text) -> Iterator[Change]:
     for slot, x in _slots(text.tree):
         if not (isinstance(x, ast.Name) and x.id in text.locals and isinstance(slot[0], ast.BinOp)):
             continue
-        for factor, behind in itertools.product(sorted(scales - {*reads(slot[0])}), ("", "[:, None]")):
+        if text.kinds and not _is_float(text, x.id):
+            continue
+        by = sorted(x for x in scales - {*reads(slot[0])} if not text.kinds or _is_float(text, x))
+        for factor, behind in itertools.product(by, ("", "[:, None]")):
             if not behind or ("tile", 1, "f") in text.kinds.get(factor, ()):
                 words = f"`{x.id}` is not multiplied by `{factor}{behind}`, in `{text.plain(slot[0])}`"
                 yield Change("not-rescaled", words, 1.1, ((slot, _expr(f"x * {factor}{behind}", x=x)),))
     for slot, number in _slots(text.tree):
         if isinstance(number, ast.Constant) and isinstance(number.value, float) and 0 < number.value <= 0.1:
             yield Change("wrong-number", "", 1.6, ((slot, ast.Constant(1e-30)),))
+
+
+def _is_float(text: Text, name: str) -> bool:
+    """Of a tensor, or of a kernel's tile."""
+    return any(x[0] != "pointer" and x[-1] not in ("i", "b") for x in text.kinds.get(name, ()) if isinstance(x, tuple))
 
 
 def _weights_of(node: ast.BinOp) -> Iterator[list[ast.expr]]:
@@ -337,7 +345,8 @@ def _of_running(text: Text) -> Iterator[Change]:
             yield Change("not-rescaled", f"{words}: it belongs to what was there before", 0.9, tuple(over))
         running = {name for _, name, _ in sums if name.isidentifier()}
         for slot, node in _slots(loop):
-            for name in running if isinstance(node, ast.Subscript) and isinstance(slot[0], ast.BinOp) else ():
+            given = isinstance(node, ast.Subscript) and plain(node.value) in text.params
+            for name in running if given and isinstance(slot[0], ast.BinOp) else ():
                 yield Change("wrong-name", "", 1.2, ((slot, ast.Name(name, ast.Load())),))
         stored = {plain(x) for x in ast.walk(loop) if isinstance(getattr(x, "ctx", None), ast.Store)}
         yield from _set_for_added(text, loop, [x for x in lines if x not in sums])
@@ -582,7 +591,8 @@ def _of_state(text: Text) -> Iterator[Change]:
             yield Change("turned", "", 1.3, ((slot, ast.Constant(not node.value)),))
         several = isinstance(slot[0], ast.Assign) and isinstance(slot[0].targets[0], ast.Tuple)
         if isinstance(node, ast.Tuple) and not several and len(node.elts) == 2:
-            yield Change("turned", "", 0.9, ((slot, _new(ast.Tuple(node.elts[::-1], ast.Load()))),))
+            cost = 0.9 if isinstance(slot[0], ast.Assign) else 1.3
+            yield Change("turned", "", cost, ((slot, _new(ast.Tuple(node.elts[::-1], ast.Load()))),))
         if isinstance(node, ast.Compare) and len(node.ops) > 1:
             for i, op in enumerate(node.ops):
                 if type(op) in _LOOSER:

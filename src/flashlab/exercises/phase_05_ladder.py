@@ -485,7 +485,7 @@ def _in_small(attention: Callable[..., Any], case: Any) -> list[torch.Tensor]:
     ours = [x.detach().requires_grad_() for x in (q, k, v)]
     with torch.enable_grad():
         o, lse = attention(*ours, **options)
-        return [o.detach(), *torch.autograd.grad((o * do).sum() + (lse * dlse).sum(), ours)]
+        return [o.detach(), lse.detach(), *torch.autograd.grad((o * do).sum() + (lse * dlse).sum(), ours)]
 
 
 def _small_cases() -> dict[str, Any]:
@@ -498,9 +498,9 @@ def _small_cases() -> dict[str, Any]:
         shapes = ((heads, M, 16), (kv_heads, N, 16), (kv_heads, N, 16), (heads, M, 16), (heads, M))
         q, k, v, do, dlse = (x.cpu() for x in _inputs(*((batch, *shape) for shape in shapes)))
         q, do = q.transpose(1, 2).contiguous().transpose(1, 2), do.mT.contiguous().mT
-        o, _ = reference.attention(q, k, v, **options)
+        o, lse = reference.attention(q, k, v, **options)
         right = reference.attention_backward(do, q, k, v, grad_lse=dlse, **options)
-        cases[f"{M} queries"] = ((q, k, v, do, dlse), options), [o, *right]
+        cases[f"{M} queries"] = ((q, k, v, do, dlse), options), [o, lse, *right]
     return cases
 
 
