@@ -325,6 +325,29 @@ def a_block_late(q, k, v, o, lse, do, BLOCK_M, BLOCK_N, scale):
     return dq, dk, dv
 
 
+def numbers_of_other_bits(row, column):
+    def bits(number, *which):
+        return sum((number >> bit & 1) << place for place, bit in enumerate(which))
+
+    lane = bits(column, 0, 1) | bits(row, 0, 1, 2) << 2
+    return row >> 4, lane, bits(column, 0) | bits(row, 3) << 1 | column >> 3 << 2
+
+
+def late_piece_first(row, rank, n, world):
+    second, within = divmod(row, n // 2)
+    pieces = (2 * world - 1 - rank, rank)
+    return pieces[second] * (n // 2) + within, rank + world * row
+
+
+def beside_the_first_part(os, lses):
+    o, lse = os[0].clone(), lses[0].clone()
+    for i in range(1, os.shape[0]):
+        w = 1 / (1 + torch.exp(lses[0] - lses[i]))
+        o = (1 - w).unsqueeze(-1) * o + w.unsqueeze(-1) * os[i]
+        lse = torch.logaddexp(lse, lses[i])
+    return o.to(os.dtype), lse
+
+
 def without_p(p, dp):
     weighted = p * dp
     return dp - weighted.sum(1, keepdim=True), -((1 - p.sum(1)) * weighted.sum(1)).sum()
@@ -364,6 +387,9 @@ def without_p(p, dp):
         ("13.3", late_rows, "`n // 2` stands where `0` belongs"),
         ("9.1", not_divided, "stands where `(m_start + block_m - 1) // group"),
         ("9.1", a_turn_too_few, "`(full + 1) * block_n < seq_k` stands where `(full + 1) * block_n <= seq_k` belongs"),
+        ("11b.1", numbers_of_other_bits, "`bits(column, 0, 1)` stands where `bits(column, 1, 2)` belongs"),
+        ("13.1", late_piece_first, "rank, rank` stands where `rank, 2 * world - 1 - rank` belongs"),
+        ("13.2", beside_the_first_part, "`lses[0]` stands where `lse` belongs, in `lses[0] - lses[i]`"),
         ("9.11", in_a_helper, "`blocks * s // places` is rounded down: it is rounded up"),
         ("9.11", both_wrong, "`math.ceil(blocks / places) * s` stands where `math.ceil(blocks * s / places)` belongs"),
     ],

@@ -51,6 +51,50 @@ extern "C" int run(const float* x, float* y, int rows, int cols, void* stream) {
 }
 """
 
+MERGE = """#include "simt.h"
+__global__ void row_lse(const float* x, float* lse, int n) {
+    const float* row = x + blockIdx.x * n;
+    float m = -INFINITY, l = 0.f;
+    for (int i = threadIdx.x; i < n; i += 32) {
+        const float v = row[i];
+        if (v > m) {
+            l = l * expf(m - v) + 1.f;
+            m = v;
+        } else {
+            l += expf(v - m);
+        }
+    }
+    for (int mask = 16; mask > 0; mask /= 2) {
+        const float m_other = __shfl_xor_sync(0xffffffffu, m, mask), l_other = __shfl_xor_sync(0xffffffffu, l, mask);
+        const float m_new = fmaxf(m, m_other);
+        const float a = m == -INFINITY ? 0.f : expf(m - m_new);
+        const float b = m_other == -INFINITY ? 0.f : expf(m_other - m_new);
+        l = l * a + l_other * b;
+        m = m_new;
+    }
+    if (threadIdx.x == 0) lse[blockIdx.x] = m + logf(l);
+}
+extern "C" int run(const float* x, float* lse, int rows, int n, void* stream) {
+    row_lse<<<rows, 32, 0, (cudaStream_t)stream>>>(x, lse, n);
+    return (int)cudaGetLastError();
+}
+"""
+TURNS = """constexpr int FIRST = 4, MEET = 256;
+__device__ int giver(int consumer) { return consumer == CONSUMERS - 1 ? 0 : consumer + 1; }
+__device__ void take_turn(int consumer) {
+    named_barrier_sync(FIRST + giver(consumer), MEET);
+}
+__device__ void pass_turn(int consumer) {
+    named_barrier_arrive(FIRST + consumer, MEET);
+}
+__device__ void begin(int consumer) {
+    if (consumer == 0) pass_turn(consumer);
+}
+__device__ void end(int consumer) {
+    if (giver(consumer) == 0) take_turn(consumer);
+}
+"""
+
 BASE_2 = TRIALS["6.4"].kept["text"].replace("expf", "exp2f").replace("logf", "log2f")
 
 ONE_ROUND = edited(TRANSPOSE, [("k < 32; k += 8)\n        if (top", "k < 8; k += 8)\n        if (top")])
@@ -80,11 +124,18 @@ SLIPS = [
     ("9.6", TRIALS["9.6"].kept["text"], ("cp_async_wait<IN_FLIGHT>();\n        __syncthreads();",
      "__syncthreads();\n        cp_async_wait<IN_FLIGHT>();"),
      "the line `__syncthreads()` comes too early, before `cp_async_wait<IN_FLIGHT>()`"),
+    ("6.4", MERGE, ("l * a + l_other", "l + l_other"), "the factor `a` is missing in `l`, in `l + l_other * b`"),
+    ("6.4", MERGE, ("u, l, mask)", "u, l, 16)"), "`16` stands where `mask` belongs"),
+    ("6.4", MERGE, (" + 1.f;", ";"), "the term `1` is missing in `l * expf(m - v)`"),
+    ("11.10", TURNS, ("if (giver(consumer) == 0)", "if (consumer == 0)"),
+     "`0` stands where `CONSUMERS - 1` belongs, in `consumer == 0`, the second of 2"),
+    ("11.10", TURNS, ("sync(FIRST + giver(consumer)", "arrive(FIRST + giver(consumer)"),
+     "`named_barrier_arrive` stands where `named_barrier_sync` belongs, in `named_barrier_arrive(FIRST + giver"),
     ("9.6", TRIALS["9.6"].kept["text"], ("i = 1", "i = 2"), "`2` stands where `1` belongs, where `i` is made"),
 ]  # fmt: skip
 
 
-QUICK = ("`fresh - m_i`", "the line", "`cols`", "`step", "`2`")
+QUICK = ("`fresh - m_i`", "the line", "`cols`", "`step", "`2`", "the factor `a`", "`0`")
 
 
 @pytest.mark.parametrize(

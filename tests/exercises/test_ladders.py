@@ -56,6 +56,10 @@ test_what_a_slip_of_one_result_is_called = told(
     ("9.1", ("min(seq_k, last + 1 + diagonal)", "last + 1 + diagonal"), "going above `seq_k`"),
     ("9.2", ("min(by_registers, by_shared", "min(by_shared"), "warps, by_registers)` belongs"),
 )
+test_what_a_result_depends_on = told(
+    ("7.1", ("row // 8, row % 2", "column // 4, row % 2"), "register changes with `column` and never with `row`"),
+    ("7.1", ("4 * column + row % 8 // 2, row", "4 * (row % 8) + column // 2, row"), "should be in `holder_of_c`"),
+)
 NONE = ("if scale is None else scale", "if not scale else scale")
 test_a_scale_of_0_is_a_scale = diagnosed(
     *((id, NONE, "scale-zero") for id in ("4.11", "4.10", "4.12", "4.13", "5.14")), every=5

@@ -158,7 +158,7 @@ def test_pytorch_is_no_kernel():
           "        end = tl.minimum(N, (block + 1) * BLOCK_M)"), None),
         pytest.param(("acc * correction[:, None])", "acc)"), "own-slip", marks=LONG),
         (("        seen = offs_n.T < N\n", "        seen = offs_n.T < end + BLOCK_N\n"), "own-slip"),
-        (("offs_m * stride_qm + offs_d * stride_qd", "offs_m * stride_qm + offs_d"), "factor-missing"),
+        (("offs_m * stride_qm + offs_d * stride_qd", "offs_m * stride_qm + offs_d"), "own-slip"),
         (("o = torch.empty((batch, heads, M, value_dim), dtype=q.dtype, device=q.device)", "o = torch.empty_like(q)"),
          "not-contiguous"),
         pytest.param(("BLOCK_M + N - M)\n", "BLOCK_M + N - M + BLOCK_N)\n"), "one-tile-too-many",

@@ -77,7 +77,7 @@ TOLD = [
      "row 127 does not see key 128"),
     ("7.3", [(SLICE_7_3, f"        mma_m16n8k16<T>(c, a, 0, 0);\n{SLICE_7_3}")], "wrong-count", "6 m16n8k16 where 3"),
     ("7.3", [("i < 4; i++) s_gmem", "i < 0; i++) s_gmem")], "nothing-stored", "nothing is stored"),
-    ("7.3", [("mma_m16n8k16<T>", "mma_m16n8k16")], "fp16-alone", "right in float16 alone"),
+    ("7.3", [("mma_m16n8k16<T>", "mma_m16n8k16")], "fp16-alone", "`mma_m16n8k16<T>(c, a"),
     ("7.3", [(SLICE_7_3, SLICE_7_3.replace("mma", "if (D == 16 || d + 16 < D) mma"))], "wrong-value",
      "there are 2 MMAs, of 16 of the 48 dimensions each"),
     ("7.3", [("t * 2 + i % 2", "i % 2 * 4 + t")], "wrong-value", "c[1] of lane 0 is S[0, 1], and stored at [0, 4]"),
