@@ -401,6 +401,13 @@ def test_a_slip_in_ones_own_words_is_told(id, answer, said, monkeypatch):
     assert said in failed.value.sentence.splitlines()[0]
 
 
+def test_the_turns_of_a_kernels_loops_are_counted():
+    """Of repairs that walk over more or less the one with the fewest is told."""
+    index = RULES["3.3"].index
+    text = index.texts[0]
+    assert mend._turns(index, text, text.compiled()) > len(index.inputs)
+
+
 def test_a_row_and_a_likely_change_of_the_right_text_come_first():
     def off(m_start, block_m, block_n, group, seq_q, seq_k, causal):
         last = (m_start + block_m - 1) // group + seq_k - seq_q if causal else seq_k  # the query's own key is left out

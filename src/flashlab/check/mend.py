@@ -133,16 +133,16 @@ def mended(
         mends = [p for p in wrong if all(index.same_outcome([outcome[i]], [index.right[i]], p) for i in order)]
         if not mends or not (words := said(of, change)) or _undoes(of, change):
             continue
+        further = bool(text.kinds) and _at_heads(of, change)
         if len(mends) == len(wrong) and is_right(run):
-            walks_on = bool(text.kinds) and any(id(slot[0]) in _of_heads(of)[0] for slot, _ in change.edits)
             words += which(of, change, words)
-            if not walks_on and not found:
+            if not further and not found:
                 return words, _price(change, likely)
-            turns = _turns(text, functools.partial(index.run, run))
-            if isinstance(text, HostedText) or turns <= _turns(other, functools.partial(index.run, other.compiled())):
+            turns = _turns(index, text, run)
+            if isinstance(text, HostedText) or turns <= _turns(index, other, other.compiled()):
                 found.append((turns, _price(change, likely), words))
                 until = min(until, time.process_time() + _MORE)
-        of_part |= {p: change for p in mends if p not in of_part and of is text}
+        of_part |= {p: change for p in mends if p not in of_part and of is text and not further}
     if found:  # what walks over more is right by accident
         return min(found)[2], min(found)[1]
     if len(wrong) > 1 and len(of_part) == len(wrong):
@@ -172,10 +172,18 @@ def mended_for(fn: Callable[..., Any], passes: Callable[[Any], Any]) -> str:
     return ""
 
 
-def _turns(text: Text, run: Callable[[], Any]) -> int:
+def _turns(index: Index, text: Text, run: Callable[..., Any]) -> int:
+    """Of the loops, on all inputs."""
     before = text.turns
-    run()
+    _ = [*index.run(run)]
     return text.turns - before
+
+
+def _at_heads(text: Text, change: Change) -> bool:
+    """Whether it changes something in the head of a loop, or in what that reads."""
+    heads, _ = _of_heads(text)
+    olds = [x for slot, _ in change.edits if isinstance(old := _at(slot), ast.AST) for x in (slot[0], *ast.walk(old))]
+    return any(id(x) in heads for x in olds)
 
 
 def _walks(text: Text, change: Change) -> bool:

@@ -116,7 +116,7 @@ def _of_node(text: Text, line: ast.stmt, slot: Slot, node: ast.expr, zero: bool)
     if isinstance(node, ast.BinOp) and not isinstance(slot[0], ast.BinOp):
         yield from _of_constants(text, node)
         target = line.targets[0] if isinstance(line, ast.Assign) and slot[0] is line else None
-        for other in own if isinstance(target, (ast.Name, ast.Attribute)) else ():
+        for other in own - {plain(target)} if isinstance(target, (ast.Name, ast.Attribute)) else ():
             if text.are_alike(other, getattr(target, "id", "")):
                 yield Change(PART, "", 1.5, ((slot, ast.Name(other, ast.Load())),))
     if isinstance(node, ast.Call):
