@@ -28,7 +28,7 @@ import torch
 
 from flashlab.check.changes import Change, EndlessError, Text, Variants, _at, _put_at, _rounded_up, changes
 from flashlab.check.claims import tokens
-from flashlab.check.kernel_changes import HostedText, HostText
+from flashlab.check.kernel_changes import HostedText, HostText, KernelText
 from flashlab.check.lookup import Index, Outcome
 from flashlab.check.own_changes import (
     LINES,
@@ -133,7 +133,7 @@ def mended(
         mends = [p for p in wrong if all(index.same_outcome([outcome[i]], [index.right[i]], p) for i in order)]
         if not mends or not (words := said(of, change)) or _undoes(of, change):
             continue
-        further = bool(text.kinds) and _at_heads(of, change)
+        further = isinstance(text, KernelText) and _at_heads(of, change)  # else a walk is the learner's own
         if len(mends) == len(wrong) and is_right(run):
             words += which(of, change, words)
             if not further and not found:
