@@ -254,7 +254,7 @@ for name in ("state", "loop head", "load K and V"):
 # | name | meaning |
 # |:--|:--|
 # | `q_smem`, `k_smem`, `v_smem` | the tiles, 16 rows of HEAD_DIM each |
-# | `at(row, column)` | the byte offset of an element: `q_smem + at(...)` is its address |
+# | `at(row, column)` | the byte offset of an element: `smem_u32(q_smem + at(...))` is the address that `ldmatrix` wants |
 # | `S_TILES`, `O_TILES` | 2 and HEAD_DIM / 8: C tiles of S and of O |
 # | `m_start`, `warp_row` | the block's first row; 0, as there is one warp |
 # | `p.causal`, `p.seq_k`, `diagonal` | causal: a row sees the keys up to `row + diagonal` |
