@@ -29,8 +29,7 @@ from flashlab.triton_tools.portable import jit_function
 
 _VAGUE = ("wrong-dq", "wrong-dk", "wrong-dv", "wrong-value", "out-of-bounds")
 _STORES = ("tl.store", "tl.atomic")
-_SECONDS = 6.0  # of one core: a trial takes some 20 ms
-_NOBODYS = mend._Likely(set(), set(), set(), set(), set())
+_SECONDS = 6.0  # of one core: a trial takes some 4 ms
 Run = Callable[[Callable[..., Any], Any], Sequence[torch.Tensor]]
 
 
@@ -97,7 +96,7 @@ def _first(parts: Sequence[_Part], cases: Sequence[Any]) -> str:
         part.kinds = tensor_changes.kinds_of(part, [(case,) for case in cases[:1]])
         made = [*changes(part, {}), *of_grids(part), *_of_hosts(part, own), *own_changes(part, (), {}, False)]
         variants = Variants(part, made := [c for c in made if c.slug not in mend._BY_CHANCE and not mend._of_a_tile(c)])
-        priced += [(mend._price(c, _NOBODYS), c.slug, (part, c, x)) for c in made if (x := variants.chosen(c))]
+        priced += [(mend._price(c, mend.UNKNOWN), c.slug, (part, c, x)) for c in made if (x := variants.chosen(c))]
     for part, change, one in mend.in_turn(priced):
         if time.process_time() > until:
             break
@@ -123,7 +122,6 @@ def _functions(names: dict[str, Any], file: str) -> Iterator[tuple[Any, str, Fun
 
 
 def _parts(names: dict[str, Any], file: str, run: Callable[[Any], Any]) -> Iterator[_Part]:
-
     def put(owner: Any, name: str, made: Any) -> Any:
         if isinstance(owner, dict):
             before, owner[name] = owner[name], made

@@ -160,9 +160,8 @@ def mended_for(fn: Callable[..., Any], passes: Callable[[Any], Any]) -> str:
         return ""
     made = [*changes(text, {}), *of_numbers(text), *own_changes(text, (), {}, True)]
     variants = Variants(text, made := [c for c in made if c.slug not in _BY_CHANCE and not _fraction(c)])
-    nothing = _Likely(set(), set(), set(), set(), set())
     until = time.process_time() + _SECONDS
-    for change in sorted(made, key=lambda c: _price(c, nothing)):
+    for change in sorted(made, key=lambda c: _price(c, UNKNOWN)):
         if time.process_time() > until:
             break
         if (words := said(text, change)) and (run := variants.chosen(change)):
@@ -220,8 +219,8 @@ def _in_order(
     index: Index, text: Text, now: dict[str, Any], parts: dict[str, Text], likely: _Likely
 ) -> list[tuple[Text, Change, Callable[..., Any]]]:
     """The changes of a text, and of those beside it, with the function that each makes; the likeliest first."""
-    hosted = isinstance(text, HostedText)  # it is called with the inputs
-    values = {name: [given[i] for given in index.inputs] for i, name in enumerate(text.params)} if not hosted else {}
+    given = [] if isinstance(text, HostedText) else text.params  # else a function of the inputs launches it
+    values = {name: [x[i] for x in index.inputs] for i, name in enumerate(given)}
     made, called = _runs(index, text, values, index.kinds), text.compiled()
     for name, part in parts.items():
         made += [(part, change, functools.partial(_with, now, name, other, called))
@@ -263,6 +262,9 @@ class _Likely(NamedTuple):
             return (not self.pieces.isdisjoint(map(_canon, (slot[0], new)))) - (before in self.pieces)
         finally:
             _put_at(slot, old)
+
+
+UNKNOWN = _Likely(set(), set(), set(), set(), set())  # where no right text is known
 
 
 def _likely(index: Index, text: Text, got: Outcome) -> _Likely:
@@ -534,9 +536,8 @@ def said(text: Text, change: Change) -> str:
     once = text.whole and len(pieces) == 1 and by in (f"{text.plain(before)} + 1", f"{text.plain(before)} - 1")
     if once and isinstance(holder, ast.BinOp) and isinstance(holder.op, ast.Mult):
         other = holder.left if before is holder.right else holder.right
-        names = isinstance(before, ast.Name) and isinstance(other, ast.Name)
         how = "missing beside" if by.endswith("+ 1") else "too many in"
-        if names:
+        if isinstance(before, ast.Name) and isinstance(other, ast.Name):
             return f"one `{text.plain(other)}` is {how} `{text.plain(holder)}`"
     if change.slug == PART and len({*pieces}) == 2:
         return f"`{old}` stands where `{new}` belongs, and `{pieces[1][0]}` where `{pieces[1][1]}` does"
