@@ -190,6 +190,7 @@ class Trials:
         unless: {slug of a row: a pattern}, of what an answer has to which the row does not speak.
         lies: what is at a byte of the dynamic shared memory, in words, where that is known.
         then: what is asked of a build beside its outputs; raises CheckFailed.
+        judged: of many right answers, whether a build is one.
     """
 
     id: str
@@ -208,6 +209,7 @@ class Trials:
     unless: Mapping[str, str] = field(default_factory=dict)
     lies: Callable[[int], str | None] = lambda byte: None
     then: Callable[[CudaModule], Any] = lambda module: None
+    judged: Callable[[CudaModule], bool] | None = None
 
     def __post_init__(self) -> None:
         TRIALS[self.id] = self
@@ -299,6 +301,10 @@ class Trials:
     def gives(self, module: CudaModule, number: int) -> bool:
         """Whether a build gives on this run what is right, whatever its warps do on the way."""
         run, right = self.runs[number], self.kept["right"][number]
+        if self.judged is not None:
+            with contextlib.suppress(SimtError):
+                return self.judged(module)
+            return False
         plain = getattr(run, "traced", None)
         return self._alike(_numbers_of(right) if plain else right, self._one(module, plain or run))
 

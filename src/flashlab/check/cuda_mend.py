@@ -65,7 +65,7 @@ def mended(it: Any, code: str) -> str:
         made = _likeliest(text, right, around, tried)
         start = time.monotonic()
         said_of_it, order = _tried(it, text, made[:_FIRST], until)
-        if said_of_it or not order:
+        if said_of_it or not order or it.judged:  # then the right text's values are some of many
             return said_of_it
         each = (time.monotonic() - start) / _FIRST
         of_a_value, price = value_mended(it, text, right, order, time.monotonic() + _OF_VALUES, _said)

@@ -458,8 +458,18 @@ def head_of_the_loop(loop_head: str) -> str:
 
 # ---- 8.6 ------------------------------------------------------------------------------------------------------------
 
+
+
+def _any_swizzle(module: CudaModule) -> bool:
+    """Whether each chunk of 64 rows of 64 bytes has a place of its own, and no ldmatrix meets a conflict."""
+    places = _all_places(module)[0].int()[:256]
+    banks = places.view(8, 8, 4).div(16, rounding_mode="floor") % 8
+    own = places.sort().values == torch.arange(256) * 16
+    return bool(own.all() and (banks.sort(1).values == torch.arange(8)[:, None]).all())
+
+
 AT_64_BYTES = replace(
-    AT, id="8.6", build=partial(built, check=True, head_dim=32), words={},
+    AT, id="8.6", build=partial(built, check=True, head_dim=32), judged=_any_swizzle, words={},
     notes=_NOTES | {"row / 2": "two rows of 64 bytes share 128", "row / 2 % 4": "four pairs of rows, four places"},
     equal={"-4 stands": "row is not negative", "7 stands": "the columns are 0, 8, 16 and 24"},
 )  # fmt: skip
