@@ -158,7 +158,7 @@ def mended_for(fn: Callable[..., Any], passes: Callable[[Any], Any]) -> str:
     """In words, the likeliest change of a function that passes, which raises nothing then: of many right answers."""
     if (text := own_text(fn)) is None:
         return ""
-    made = [*changes(text, {}), *of_numbers(text), *own_changes(text, (), {}, True)]
+    made = [*changes(text, {}), *of_numbers(text), *map(_copied, own_changes(text, (), {}, True))]
     variants = Variants(text, made := [c for c in made if c.slug not in _BY_CHANCE and not _fraction(c)])
     until = time.process_time() + _SECONDS
     for change in sorted(made, key=lambda c: _price(c, UNKNOWN)):

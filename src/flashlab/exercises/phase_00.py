@@ -11,7 +11,7 @@ import math
 import random
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,7 +28,7 @@ from flashlab.attention.online_softmax import (
 from flashlab.check import expect, expect_close, running
 from flashlab.check.lookup import Row
 from flashlab.exercises.registry import exercise
-from flashlab.exercises.rule import rule
+from flashlab.exercises.rule import mending, rule
 from flashlab.exercises.tensor_rule import EMPTY_ROWS, normal, part, rows_of, tensor_rule
 
 INF = math.inf
@@ -489,16 +489,19 @@ def _on(case: str, fn: Callable[..., Any], *args: Any) -> Any:
         return fn(*args)
 
 
-def _depth(tree: Any) -> int:
-    return 1 + max(_depth(part) for part in tree) if isinstance(tree, tuple) else 0
+class _Merge(NamedTuple):
+    """What `merge` gives where a number stands for a state: these states, in order, so many merges deep."""
+
+    leaves: list[Any]
+    depth: int
+
+
+def _tree_of(x: Any) -> _Merge:
+    return x if isinstance(x, _Merge) else _Merge([x], 0)
 
 
 def _plural(count: int, noun: str) -> str:
     return f"{count} {noun}" + ("" if count == 1 else "s")
-
-
-def _leaves(tree: Any) -> list[int]:
-    return [leaf for part in tree for leaf in _leaves(part)] if isinstance(tree, tuple) else [tree]
 
 
 @exercise(
@@ -513,22 +516,29 @@ def _leaves(tree: Any) -> list[int]:
     ],
 )
 def a_tree(merge_as_tree: Callable[..., State]) -> Any:
+    return mending(merge_as_tree, _expect_a_tree)
+
+
+def _expect_a_tree(merge_as_tree: Callable[..., State]) -> str:
     for n in (13, 1, 2, 3, 4, 5, 7, 8, 64, 100):
         case = f"{n} states"
-        count = [0]
+        count, most = [0], math.ceil(math.log2(n))
 
-        def pair(a, b, count=count):
+        def pair(a, b, n=n, count=count):
             count[0] += 1
-            return (a, b)
+            one, other = _tree_of(a), _tree_of(b)
+            whole = _Merge(one.leaves + other.leaves, 1 + max(one.depth, other.depth))
+            said = f"after {count[0]} merges of {_plural(n, 'state')} a sum has {len(whole.leaves)} of them in it"
+            expect(max(count[0], len(whole.leaves)) <= 4 * n, said, diagnosis="extra-merges", case=f"{n} states")
+            return whole
 
-        # Numbers for states and tuples for merges: the result is the tree itself.
-        tree = _on(case, merge_as_tree, list(range(n)), pair, "nothing")
+        got = _on(case, merge_as_tree, list(range(n)), pair, "nothing")
         said = "the function returns None: is a `return` missing?"
-        expect(tree is not None, said, diagnosis="returned-none", case=case)
+        expect(got is not None, said, diagnosis="returned-none", case=case)
         expect(
             count[0] or n == 1, "`merge` is never called: it makes one state of two", diagnosis="no-merge", case=case
         )
-        every = [*_leaves(tree)]
+        every, depth = _tree_of(got)
         leaves = [leaf for leaf in every if leaf != "nothing"]
         lost, twice = sorted(set(range(n)) - set(leaves)), len(leaves) != len(set(leaves))
         sentence = f"states {lost} were left out; a state without a partner goes on to the next round"
@@ -540,12 +550,12 @@ def a_tree(merge_as_tree: Callable[..., State]) -> Any:
         if leaves == [*range(n)][::-1]:
             sentence = "they come in the reverse order: merge(left, right), the one with the earlier states first"
         expect(leaves == list(range(n)), sentence, diagnosis="reordered", case=case)
-        most, idle = math.ceil(math.log2(n)), len(every) - len(leaves)
+        idle = len(every) - len(leaves)
         said = "every state is merged with `nothing`, which is for the empty list alone"
         expect(idle < n, said, diagnosis="extra-merges", case=case)
-        sentence = f"the result is {_plural(_depth(tree), 'merge')} deep; {_plural(n, 'state')} need no more than "
+        sentence = f"the result is {_plural(depth, 'merge')} deep; {_plural(n, 'state')} need no more than "
         sentence += f"{most}"
-        expect(_depth(tree) <= most, sentence, diagnosis="not-a-tree", case=case)
+        expect(depth <= most, sentence, diagnosis="not-a-tree", case=case)
         said = f"{_plural(count[0], 'merge')} for {_plural(n, 'state')}; {n - 1} suffice"
         expect(count[0] == n - 1, said, diagnosis="extra-merges", case=case)
 

@@ -459,7 +459,6 @@ def head_of_the_loop(loop_head: str) -> str:
 # ---- 8.6 ------------------------------------------------------------------------------------------------------------
 
 
-
 def _any_swizzle(module: CudaModule) -> bool:
     """Whether each chunk of 64 rows of 64 bytes has a place of its own, and no ldmatrix meets a conflict."""
     places = _all_places(module)[0].int()[:256]

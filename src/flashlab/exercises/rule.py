@@ -344,12 +344,10 @@ class Rule:
             self.index.written, self.index.code = written(learners), code_of(learners)
             with contextlib.redirect_stdout(io.StringIO()):
                 said = self.explained(learners, [*self.index.run(learners, self.tried)])
-                if (said is None or HEDGE in said[1]) and (own := mended_for(unwrapped(learners), judged)):
-                    said = "own-slip", f"{own}: then it is right"
-            if said is None:
+                own = "" if said and HEDGE not in said[1] else _mended(learners, judged)
+            if not (words := own or (said or ("", ""))[1]):
                 raise
-            sentence = f"{said[1]}.\n{symptom.sentence}"
-            raise CheckFailed(sentence, diagnosis=symptom.diagnosis, case=symptom.case) from None
+            raise _after(words, symptom) from None
 
     def _expect_the_same_again(self, learners: Callable[..., Any], got: list[Values]) -> None:
         with contextlib.redirect_stdout(io.StringIO()):
@@ -481,6 +479,27 @@ class Rule:
         verb = "is" if len(wrong) == 1 else "are"
         names = " and ".join(self.returns[i] for i in wrong)
         return ("right-where", f"{names} {verb} right just where {where}") if where else None
+
+
+def mending(learners: Callable[..., Any], judged: Callable[[Callable[..., Any]], Any]) -> Any:
+    """The verdict of `judged`; a change of the learner's own that passes is told before what is wrong."""
+    try:
+        return judged(learners)
+    except CheckFailed as symptom:
+        if not (words := _mended(learners, judged)):
+            raise
+        raise _after(words, symptom) from None
+
+
+def _mended(learners: Callable[..., Any], judged: Callable[[Callable[..., Any]], Any]) -> str:
+    own = ""
+    with quietly():
+        own = mended_for(unwrapped(learners), judged)
+    return own and f"{own}: then it is right"
+
+
+def _after(words: str, symptom: CheckFailed) -> CheckFailed:
+    return CheckFailed(f"{words}.\n{symptom.sentence}", diagnosis=symptom.diagnosis, case=symptom.case)
 
 
 def unwrapped(answer: Any) -> Any:
