@@ -20,6 +20,7 @@ import math
 import operator
 import pickle
 import re
+import sys
 import textwrap
 import warnings
 from collections import Counter, defaultdict
@@ -35,6 +36,7 @@ Slot = tuple[ast.AST, str, "int | None"]  # a node, one of its fields, and the p
 
 CHANGED = "<a change>"  # the file's name of a changed text
 _MOST_STEPS = 2_000  # of a loop that a change may have made endless
+_LONGEST_LIST = 100_000
 _FACTORS = (4, 8, 1000, 1024)
 _FEW = 12  # values of a parameter, each of which an answer may take for all of them
 _LONGEST_NAME = 44  # characters of a definition that stands for a local name
@@ -244,7 +246,7 @@ class Text:
 
         def tick() -> None:
             self.turns += 1
-            if self.turns - begun > _MOST_STEPS:
+            if self.turns - begun > _MOST_STEPS or (self.foreign and _grows(sys._getframe(1).f_locals)):
                 raise EndlessError
 
         known = {name: _ending(x) for name, x in self.globals.items()} if self.foreign else self.globals
@@ -258,6 +260,11 @@ class Text:
             return made(*args, **named)
 
         return run, names
+
+
+def _grows(names: Mapping[str, Any]) -> bool:
+    """Whether a list has become so long that a change must have doubled it in each turn."""
+    return any(type(x) is list and len(x) > _LONGEST_LIST for x in names.values())
 
 
 class _Ending:
