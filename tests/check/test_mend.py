@@ -11,7 +11,7 @@ from flashlab.attention.online_softmax import State
 from flashlab.check import CheckFailed, mend
 from flashlab.check.changes import EndlessError
 from flashlab.check.mend import mended, own_text
-from flashlab.exercises import exercises
+from flashlab.exercises import check, exercises
 from flashlab.exercises.rule import RULES
 
 exercises()
@@ -491,3 +491,54 @@ def test_what_has_no_end_comes_to_one():  # a change may put it in the place of 
     for n in (0, 1):
         with pytest.raises(EndlessError):
             own_text(all_of_it).compiled()(n)
+
+
+@pytest.mark.parametrize(
+    "id", [id for id, it in RULES.items() if it.judged is None and getattr(it, "call", None) is None]
+)
+def test_what_is_right_is_right_for_the_mender(id):
+    """Else it finds nothing, whatever an answer has, and nobody notices."""
+    it = RULES[id]
+    text = own_text(it.fn, it.own_text)
+    got = text.steps_as(lambda run: [*it.index.run(run)])
+    assert it.index.wrong_parts(got) == []
+    if (asked := it.asked_of(it.fn)) is not None:
+        asked(text.compiled())
+
+
+def by_brute_force(block, M, N, BLOCK_M, BLOCK_N, window):
+    blocks = {}
+    for i in range(M):
+        for key in range(max(0, i + N - M - window + 1), i + N - M):
+            blocks.setdefault(i // BLOCK_M, set()).add(key // BLOCK_N)
+    mine = [tile for tile in sorted(blocks, reverse=True) if block in blocks[tile]]
+    return [(tile, sorted(blocks[tile]).index(block)) for tile in mine]
+
+
+def three_conditions(block, M, N, BLOCK_M, BLOCK_N, window):
+    found = []
+    for tile in range(M // BLOCK_M):
+        low, high = max(0, tile * BLOCK_M + N - M - window + 1), min(M, (tile + 1) * BLOCK_M) - 1 + N - M
+        if high < 0 or low >= min(N, (block + 1) * BLOCK_N) or high < block * BLOCK_N:
+            continue
+        found.append((tile, block - low // BLOCK_N))
+    return found[::-1]
+
+
+@pytest.mark.parametrize("fn, words", [
+    (by_brute_force, "the term `1` is missing in `i + N - M`"), (three_conditions, "`M // BLOCK_M` is rounded down"),
+])  # fmt: skip
+def test_an_answer_of_many_turns_and_of_many_conditions_is_mended(fn, words):
+    with pytest.raises(CheckFailed, match=re.escape(words)):
+        check("11c.2", fn)
+
+
+def test_a_change_that_doubles_a_list_ends():
+    def grows(n):
+        found = [n]
+        while len(found) < 10**9:
+            found = found + found
+        return found
+
+    with pytest.raises(EndlessError):
+        own_text(grows).compiled()(1)

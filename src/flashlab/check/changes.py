@@ -35,8 +35,8 @@ Edits = Sequence[tuple[str, str]]  # (old, new) texts, each of which occurs once
 Slot = tuple[ast.AST, str, "int | None"]  # a node, one of its fields, and the place in it where it is a list
 
 CHANGED = "<a change>"  # the file's name of a changed text
-_MOST_STEPS = 2_000  # of a loop that a change may have made endless
-_LONGEST_LIST = 100_000
+_MOST_ITEMS = 2_000  # of an iterator that a change may have made endless
+_LONGEST_LIST, _TIMES_AS_MANY = 100_000, 3
 _FACTORS = (4, 8, 1000, 1024)
 _FEW = 12  # values of a parameter, each of which an answer may take for all of them
 _LONGEST_NAME = 44  # characters of a definition that stands for a local name
@@ -124,6 +124,8 @@ class Text:
 
     foreign = False  # a learner's, of which a change may make numbers grow without end
     from_zero = False  # a learner's: a right one walks from 0
+    most_steps = 2_000  # of the loops in one call, that a change may have made endless
+    longest = 0  # so many in one call
 
     @functools.cached_property
     def unchanged(self) -> str:
@@ -228,6 +230,14 @@ class Text:
         with self.changed(*changes):
             return self.launched(self.function(self.tree)[0])
 
+    def steps_as(self, run: Callable[[Callable[..., Any]], Any]) -> Any:
+        """What `run` makes of the text; a change of it may take some times as many steps, and no more."""
+        self.most_steps, before = 100 * self.most_steps, self.most_steps
+        try:
+            return run(self.compiled())
+        finally:
+            self.most_steps = max(before, _TIMES_AS_MANY * self.longest)
+
     def launched(self, made: Callable[..., Any]) -> Callable[..., Any]:
         """What is called with an input, of the function itself."""
         return made
@@ -246,7 +256,7 @@ class Text:
 
         def tick() -> None:
             self.turns += 1
-            if self.turns - begun > _MOST_STEPS or (self.foreign and _grows(sys._getframe(1).f_locals)):
+            if self.turns - begun > self.most_steps or (self.foreign and _grows(sys._getframe(1).f_locals)):
                 raise EndlessError
 
         known = {name: _ending(x) for name, x in self.globals.items()} if self.foreign else self.globals
@@ -257,7 +267,10 @@ class Text:
         def run(*args: Any, **named: Any) -> Any:
             nonlocal begun
             begun = self.turns
-            return made(*args, **named)
+            try:
+                return made(*args, **named)
+            finally:
+                self.longest = max(self.longest, self.turns - begun)
 
         return run, names
 
@@ -277,7 +290,7 @@ class _Ending:
         return next(self.endless)
 
     def __iter__(self) -> Iterator[Any]:
-        yield from itertools.islice(self.endless, _MOST_STEPS)
+        yield from itertools.islice(self.endless, _MOST_ITEMS)
         raise EndlessError
 
 
@@ -983,8 +996,10 @@ def _of_call(text: Text, node: ast.Call) -> Iterator[tuple[Any, ...]]:
                 yield "wrong-axis", said, 1.3, ast.Call(node.func, node.args, value), other_dim
 
 
-def _sets(line: ast.stmt) -> bool:
-    """Whether a line sets something: `x.exp_()` does too."""
+def _sets(line: ast.stmt, calls: bool = False) -> bool:
+    """Whether a line sets something: `x.exp_()` does too; calls: or calls what may do so."""
+    if calls and isinstance(line, ast.Expr):
+        return True
     call = line.value if isinstance(line, ast.Expr) else None
     in_place = isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr.endswith("_")
     return in_place or isinstance(line, (ast.Assign, ast.AugAssign))
@@ -1012,9 +1027,9 @@ def _of_statements(text: Text) -> Iterator[Change]:
                         new = _new(ast.AugAssign(line.target, op(), line.value))
                         said = f"`{_SYMBOLS[op]}=` stands where `{_SYMBOLS[type(line.op)]}=` belongs"
                         yield Change("wrong-operator", said, 1.7, ((slot, new),))
-                if at + 1 < len(block) and _sets(line):
+                if at + 1 < len(block) and _sets(line, text.foreign):
                     after = block[at + 1]
-                    if _sets(after):
+                    if _sets(after, text.foreign):
                         said = f"the line `{text.plain(line)}` comes too late"
                         both = ((slot, after), ((holder, field, at + 1), line))
                         yield Change("lines-exchanged", said, 1.7, both)

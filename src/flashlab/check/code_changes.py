@@ -42,8 +42,9 @@ def of_code(text: Any, node: ast.expr) -> Iterator[tuple[Any, ...]]:
             said = f"{w(gone)} is asked the other way round"
             yield "condition-inverted", said, 1.5, ast.BoolOp(node.op, turned_round), ast.unparse(gone)
         names = dict.fromkeys(n.id for n in ast.walk(node) if isinstance(n, ast.Name) and n.id in text.params)
-        opposite = zip(*(_own_names(text, x) for x in node.values), strict=False) if text.foreign else ()
-        for a, b in dict.fromkeys([*itertools.combinations(names, 2), *(x for x in opposite if len({*x}) == 2)]):
+        asked = [_own_names(text, x) for x in node.values] if text.foreign else []
+        opposite = [x for one, other in itertools.combinations(asked, 2) for x in zip(one, other, strict=False)]
+        for a, b in dict.fromkeys([*itertools.combinations(names, 2), *(x for x in opposite if x[0] != x[1])]):
             new = copy.deepcopy(node)
             for n in ast.walk(new):
                 if isinstance(n, ast.Name) and n.id in (a, b):

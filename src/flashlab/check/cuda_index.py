@@ -331,6 +331,8 @@ class Trials:
             done, times = Counter[tuple[int, str]](), Counter[tuple[int, int]]()
             more = Counter(e.warp for e in mine if e.did.startswith("barrier"))
             more.subtract(e.warp for e in theirs if e.did.startswith("barrier"))
+            anywhere = Counter(x.values[0] for x in theirs if x.did == "barrier-arrive")
+            anywhere.subtract(numbers(x)[0] for x in mine if x.did == "barrier-arrive")
             for at, e in enumerate(mine):
                 of = wanted.get((e.warp, e.did), [])
                 nth = done[e.warp, e.did]
@@ -342,6 +344,8 @@ class Trials:
                 times[e.warp, e.line or 0] += 1
                 if nth < len(of) and of[nth].values == numbers(e):
                     continue
+                if e.did == "barrier-arrive" and anywhere[numbers(e)[0]] >= 0:
+                    continue  # another warp's arrival, perhaps
                 if e.line is None or e.line - 1 not in own:
                     break  # another thing before it was otherwise, or it cannot be said where
                 code = lines[e.line - 1].split("//")[0].strip()

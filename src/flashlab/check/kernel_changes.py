@@ -334,6 +334,7 @@ def _of_walks(text: Text) -> Iterator[Change]:
     numbers = [x for x in text.params if text.kinds.get(x) == {"number"} and x not in fixed]
     lengths = [x for x in numbers if not x.startswith("stride_")]
     heads = [x.iter for x in ast.walk(text.tree) if isinstance(x, ast.For) and isinstance(x.iter, ast.Call)]
+    heads += [x.test for x in ast.walk(text.tree) if isinstance(x, ast.While)]  # type: ignore[misc]
     read = {x.id for head in heads for x in ast.walk(head) if isinstance(x, ast.Name)} - {*text.params}
     begun = [*heads, *(x for name in read for x in text.assigned.get(name, ()) if x)]
     known = {x.id for value in begun for x in ast.walk(value) if isinstance(x, ast.Name)}

@@ -40,6 +40,7 @@ _PLAIN = (  # what may be told together with another one; two rare ones give too
 )  # fmt: skip
 HEDGE = "as in a right answer where"
 _ENDLESS = EndlessError.__name__
+_UNCLEAR = 2.0  # what it costs to take one of several rows that give the same
 _CLAIMED = re.compile(r"`([a-z]\w+|[^\w`]{1,3})` (?:stands|adds|is taken for)")
 _WHOLE = re.compile(r"it is `(\w+)`$")
 _FOR_A_NUMBER = re.compile(r"stands where [\d.]+ belongs")
@@ -296,9 +297,11 @@ class Index:
         return None
 
     def cost(self, got: Outcome) -> float:
-        """Of the change that explains all of these values; 0: it is a row."""
+        """Of the change that explains all of these values; 0: it is a row, and no other one is."""
         if self.looked_up is None or self.looked_up[0] is not got or not self.looked_up[1]:
             return math.inf
+        if len({x.said for text, x, _ in self.looked_up[1] if text is None}) > 1:
+            return _UNCLEAR
         text, change, _ = found = self.looked_up[1][0]
         symptom = change.slug in _SYMPTOMS or (text is None and change.cost)
         return math.inf if symptom else change.cost + _UNSEEN * (not self._seen(found))
@@ -426,7 +429,9 @@ class Index:
         """The likeliest, and another one where they are two things: where other inputs tell them apart."""
         text, best, outcome = fitting[0]
         if text is None:
-            return best.slug, best.said
+            other = next((x.said for t, x, _ in fitting if t is None and x.said != best.said), "")
+            both = f"{best.said}. Or: {other}" if other else best.said
+            return best.slug, both if len(both) <= self.longest else best.said
         raw = [i for i, _ in enumerate(self.names) if not self._raw(outcome, i)]
         sentence = self._of(raw if part is None else [part], best.said)
         for other_text, other, _ in fitting[1:]:

@@ -107,7 +107,7 @@ def mended(
     if text is None:
         return None, 0.0
     now, parts = _beside(text, fn)
-    got = index.run(text.compiled())
+    got = text.steps_as(lambda run: [*index.run(run)])
     wrong = index.wrong_parts(got)
     off = [i for i in index.order if not index.same_outcome([got[i]], [index.right[i]])]
     order = [*off, *(i for i in index.order if i not in off)]
@@ -160,6 +160,8 @@ def mended_for(fn: Callable[..., Any], passes: Callable[[Any], Any]) -> str:
         return ""
     made = [*changes(text, {}), *of_numbers(text), *map(_copied, own_changes(text, (), {}, True))]
     variants = Variants(text, made := [c for c in made if c.slug not in _BY_CHANCE and not _fraction(c)])
+    with contextlib.suppress(Exception, EndlessError):
+        text.steps_as(passes)
     until = time.process_time() + _SECONDS
     for change in sorted(made, key=lambda c: _price(c, UNKNOWN)):
         if time.process_time() > until:
@@ -195,13 +197,14 @@ def _of_heads(text: Text) -> tuple[set[int], set[str]]:
     """What says how often a loop goes round, and how far a turn reaches: its head, the lines that set what that reads,
     ends of slices; and the names there.
     """
-    loops = [loop for loop in ast.walk(text.tree) if isinstance(loop, ast.For)]
-    names = {name for loop in loops for name in reads(loop.iter)}
+    loops = [loop for loop in ast.walk(text.tree) if isinstance(loop, (ast.For, ast.While))]
+    heads = [loop.iter if isinstance(loop, ast.For) else loop.test for loop in loops]
+    names = {name for head in heads for name in reads(head)}
     lines = [x for x in ast.walk(text.tree) if isinstance(x, ast.Assign) and names & {
         y.id for y in ast.walk(x.targets[0]) if isinstance(y, ast.Name)}]  # fmt: skip
     names |= {x.id for line in lines for x in ast.walk(line) if isinstance(x, ast.Name)} - {*text.globals}
     slices = [x for x in ast.walk(text.tree) if isinstance(x, ast.Slice) or plain(getattr(x, "func", x)) == "slice"]
-    parts = [*(loop.iter for loop in loops), *lines, *slices]
+    parts = [*heads, *lines, *slices]
     return {id(x) for part in parts for x in ast.walk(part)} | {*map(id, loops)}, names
 
 
@@ -283,6 +286,7 @@ def _canon(node: ast.AST) -> str:
 def _price(change: Change, likely: _Likely) -> float:
     """The lower, the likelier."""
     longer = max(_length(new) - _length(old) for old, new in map(_both, change.edits))
+    longer *= not change.slug.endswith("-exchanged")
     known = all(id(holder) in likely.shared for (holder, _, _), _ in change.edits)
     strays = any(
         id(holder) in likely.strays or getattr(new, "id", "").lower() in likely.stray
@@ -453,7 +457,8 @@ def _runs(
     further = getattr(kinds, "further", lambda _: ()) if kinds else of_numbers
     alone = not isinstance(text, HostedText)
     made = [*changes(text, values, kinds), *further(text), *map(_copied, own_changes(text, index.texts, values, alone))]
-    made = [c for c in made if not any(isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store) and x.id in text.globals
+    foreign = {*text.globals} - {*text.locals}
+    made = [c for c in made if not any(isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store) and x.id in foreign
             for _, new in c.edits if isinstance(new, ast.stmt) for x in ast.walk(new))]  # fmt: skip
     made = [c for c in made if c.edits and not (text.whole and _fraction(c)) and not _negligible(c, values)]
     divides = any(isinstance(x, ast.Mod) for right in index.texts for x in ast.walk(right.tree))

@@ -11,7 +11,8 @@ import ast
 import functools
 import itertools
 import pickle
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from flashlab.check.changes import Change, Slot, Text, _at, _expr, _new, _rounded_up, _slots
@@ -44,6 +45,13 @@ def own_changes(text: Text, rights: Sequence[Text], values: dict[str, Any], alon
     yield from _of_conditions(text, rights)
     yield from _of_tiles(text)
     yield from _of_unread(text)
+    yield from _of_calls_alone(text, rights)
+    yield from of_two_names(text, text.are_alike) if alone else ()
+    for branch, at, line in of_branches(text):
+        block = getattr(*branch)
+        both = _new(ast.If(ast.Constant(True), [block[-1], line], []))
+        words = f"{text.say(line)} stands in one branch alone: it is missing behind {text.say(block[-1])}"
+        yield Change("not-rescaled", words, 1.2, (((*branch, at), both),))
 
 
 def _of_lines(text: Text, zero: bool) -> Iterator[Change]:
@@ -153,7 +161,12 @@ def _of_constants(text: Text, node: ast.BinOp) -> Iterator[Change]:
 
 
 def _of_listed(call: ast.Call) -> Iterator[Change]:
-    """Numbers that are listed: each one more or less, or in the other order."""
+    """Numbers that are listed: each one more or less, or in the other order; axes in any."""
+    for at, axes in enumerate(call.args):
+        order = [getattr(x, "value", None) for x in axes.elts] if isinstance(axes, ast.Tuple) else []
+        for turned in itertools.permutations(order) if {*order} == {*range(len(order))} and len(order) < 5 else ():
+            new = ast.Tuple([ast.Constant(x) for x in turned], ast.Load())
+            yield Change("wrong-axis", "", 1.2 + 0.1 * len(order), (((call, "args", at), _new(new)),))
     numbers = [i for i, x in enumerate(call.args) if isinstance(x, ast.Constant) and type(x.value) is int]
     values = [call.args[i].value for i in numbers]  # type: ignore[attr-defined]
     for new in ([x + 1 for x in values], [x - 1 for x in values], values[::-1]) if len(values) > 1 else ():
@@ -223,6 +236,47 @@ def _of_conditions(text: Text, rights: Sequence[Text]) -> Iterator[Change]:
     for slot, x in _slots(text.tree):
         for a, b in itertools.permutations(edges.values(), 2) if any(x is y for y in parts) else ():
             yield Change("cut", "", 1.3, ((slot, _new(ast.Call(x.func, [a, b], []))),))  # type: ignore[attr-defined]
+
+
+def _of_calls_alone(text: Text, rights: Sequence[Text]) -> Iterator[Change]:
+    """A line of a right text that only calls something, such as a wait, before each line."""
+    lines = {plain(x): x for right in rights for x in ast.walk(right.tree) if isinstance(x, ast.Expr)
+             and {*reads(x)} <= {*text.params, *text.globals}}  # fmt: skip
+    for holder in (x for x in ast.walk(text.tree) if isinstance(getattr(x, "body", None), list)):
+        for (said, new), (at, line) in itertools.product(lines.items(), enumerate(holder.body)):  # type: ignore
+            if plain(line) != said and "_tick" not in (said, plain(line)[:5]):
+                both = _new(ast.If(ast.Constant(True), [new, line], []))
+                words = f"the line `{said}` is missing before {text.say(line)}"
+                yield Change("not-rescaled", words, 1.1, (((holder, "body", at), both),))
+
+
+def of_two_names(text: Text, alike: Callable[[str, str], bool]) -> Iterator[Change]:
+    """Two names exchanged in all of a block, or one of them for the other in all of a line or of an element."""
+    everywhere = Counter(reads(text.tree))
+    for part in (x for x in ast.walk(text.tree) if x is not text.tree):
+        block = isinstance(getattr(part, "body", None), list)
+        slots: dict[str, list[Slot]] = defaultdict(list)
+        for slot, node in _slots(part) if block or isinstance(part, (*LINES, ast.Subscript)) else ():
+            if isinstance(node, ast.Name) and node.id in {*text.params, *text.locals}:
+                slots[node.id].append(slot)
+        for a, b in itertools.combinations(slots, 2) if block else ():
+            if len(slots[a]) + len(slots[b]) > 2 and alike(a, b):
+                edits = [(slot, _new(ast.Name(y, ast.Load()))) for x, y in ((a, b), (b, a)) for slot in slots[x]]
+                words = f"`{a}` and `{b}` are exchanged, in `{text.plain(part).splitlines()[0].rstrip(':{ ')}`"
+                yield Change("names-exchanged", words, 1.7, tuple(edits))
+        for a, b in itertools.product(slots, {*text.params, *text.locals}) if not block else ():
+            if 1 < len(slots[a]) < everywhere[a] and a != b and alike(a, b):
+                yield Change("wrong-name", "", 1.9, tuple((slot, _new(ast.Name(b, ast.Load()))) for slot in slots[a]))
+
+
+def of_branches(text: Text) -> Iterator[tuple[tuple[ast.AST, str], int, ast.stmt]]:
+    """A line that stands in one branch alone, with the end of the other one."""
+    for branch in (x for x in ast.walk(text.tree) if isinstance(x, ast.If) and x.orelse):
+        for here, there in ((branch.body, "orelse"), (branch.orelse, "body")):
+            other = getattr(branch, there)
+            for line in here:
+                if isinstance(line, LINES) and plain(line) not in map(plain, other):
+                    yield (branch, there), len(other) - 1, line
 
 
 def _of_unread(text: Text) -> Iterator[Change]:
@@ -628,7 +682,7 @@ def _of_turns(text: Text) -> Iterator[Change]:
                 words = f"`{name}` is not set back to `{plain(value)}`, where `{text.plain(branch.test)}`"
                 yield Change("not-set-back", words, 1.0, (((branch, "body", len(branch.body) - 1), again),))
     for at, line in enumerate(text.tree.body):
-        if isinstance(line, ast.Assign) and isinstance(line.value, ast.Constant):
+        if isinstance(line, ast.Assign) and isinstance(line.value, (ast.Constant, ast.List, ast.Dict)):
             for loop in loops:
                 begun = _new(ast.If(ast.Constant(True), [line, loop.body[1]], []))
                 edits = (((text.tree, "body", at), _new(ast.Pass())), ((loop, "body", 1), begun))

@@ -116,6 +116,9 @@ class KernelRule(TensorRule):
     def with_row(self, row: Any) -> Callable[..., Any]:
         return self.text(row.edits).compiled()
 
+    def asked_of(self, learners: Any) -> None:
+        return None  # of a kernel: here its text runs as a function
+
     @property
     def writes_to_inputs(self) -> str:
         return f"the kernel writes to a tensor that it should read: it is {' and '.join(self.writes)} that it writes"
@@ -235,8 +238,10 @@ class KernelRule(TensorRule):
     def _of_errors(
         self, learners: Callable[..., Any], got: Sequence[Any], errors: Sequence[Exception]
     ) -> tuple[str, str] | None:
-        """Of a stray address alone: what Triton says of other exceptions is the cause."""
-        return None if self.makes_no_sense(got) else self.explained(learners, got) or self.index.explain_as_two(got)
+        """Of other exceptions than a stray address what Triton says is the cause, or a change of the answer's own."""
+        if self.makes_no_sense(got):
+            return self._own_slip(learners, raises=True)
+        return self.explained(learners, got) or self.index.explain_as_two(got)
 
     def _not_finite(
         self, got: Sequence[Values], wrong: Sequence[int], nan: Mapping[str, str] | None = None

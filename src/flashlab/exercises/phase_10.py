@@ -79,7 +79,8 @@ def _lines(r: random.Random) -> tuple[Lines, str]:
           ("aten::mul", 30, 80.0, 80.0), ("aten::_softmax", 1, 90.0, 90.0)), "parts"),
         ((("aten::triu", 1, 250.0, 250.0), ("aten::div", 1, 20.0, 20.0), ("aten::bmm", 4, 360.0, 360.0),
           ("aten::matmul", 4, 8.0, 368.0), ("aten::mul", 6, 12.0, 12.0)), "parts"),
-        ((("aten::addmm", 3, 90.0, 90.0), ("aten::add", 7, 10.0, 10.0), ("aten::bmm", 1, 80.0, 80.0)), "parts"),
+        ((("aten::addmm", 3, 90.0, 90.0), ("aten::add", 7, 10.0, 10.0), ("aten::bmm", 1, 80.0, 80.0),
+          ("aten::addmm_", 2, 50.0, 50.0)), "parts"),
     ],
     draw=_lines,
     called=lambda fn, lines, parts: fn(*_profile(lines, parts)),
@@ -125,6 +126,9 @@ def _lines(r: random.Random) -> tuple[Lines, str]:
             ("slowest = max(times, key=times.get)", "row = max(rows, key=lambda row: row.self_cpu_time_total)\n"
              '    slowest = parts.get(row.key, "other")'),
             ("times[slowest] /", "row.self_cpu_time_total /"), ("calls[slowest]", "row.count")]),
+        Row("one-operation", "calls: those of the part's slowest operation alone are counted: a part has several",
+            [("calls[slowest]", 'max((row for row in rows if parts.get(row.key, "other") == slowest), key=lambda row: '
+              "row.self_cpu_time_total).count")]),
         Row("rows-for-calls", "calls: it is how many rows the part has: a row says in `count` how often it was called",
             [("+ row.count", "+ 1")]),
     ],
@@ -308,7 +312,8 @@ _COMPILED = ("compiled", 0.05, 30, (900.0, 200.0, 60.0))
             "times their mean",
             [("statistics.mean(took[warmup:])", "sum(took[warmup:]) / warmup")]),
         Row("warmed-up-before", "the function is run before it is timed: what its first calls cost is gone then",
-            [("        took = []\n", "        took = []\n        for _ in range(warmup):\n            run()\n")]),
+            [("        took = []\n", "        took = []\n        for _ in range(warmup):\n            run()\n"
+              "        gpu.synchronize()\n")]),
         Row("not-waited-for", "the clock is read before the call's kernel has ended: wait for it before the second "
             "reading, so that each call is timed alone", [("            gpu.synchronize()\n", "")]),
         Row("all-summed", "the later calls are summed too: the cost is that of the first `warmup` ones",

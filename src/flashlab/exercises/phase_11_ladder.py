@@ -635,6 +635,18 @@ def own_map(map_of_k: str) -> str:
 # ---- 11.10 ----------------------------------------------------------------------------------------------------------
 
 
+def _none_left(module: CudaModule, case: str | None = None) -> Counter[int]:
+    """Threads at each barrier that was used, none of which waits there; CheckFailed where a turn is left over."""
+    came = Counter[int]()
+    for e in module.report.launches[0].events if module.report else ():
+        if e.did in ("barrier", "barrier-arrive") and e.values[0]:
+            came[e.values[0]] = (came[e.values[0]] + 32) % e.values[1]
+    left = ", ".join(f"{threads} threads at barrier {number}" for number, threads in came.items() if threads)
+    said = f"the order is right, but a turn is left over at the end, which nobody takes: {left}"
+    expect(not left, said, diagnosis="turn-left-over", case=case)
+    return came
+
+
 def _turns(module: CudaModule) -> Outputs:
     order = torch.full((9,), -1, dtype=torch.int32)
     module.launch("run", order, 3, echo=False, timeline=1, timeout=1.0)
@@ -644,7 +656,8 @@ def _turns(module: CudaModule) -> Outputs:
 _PASS, _TAKE = "if (consumer == 0) pass_turn(consumer);", "if (consumer == CONSUMERS - 1) take_turn(consumer);"
 _TO = "named_barrier_arrive(4 + (consumer + CONSUMERS - 1) % CONSUMERS, 2 * GROUP);"
 OWN_TURNS = Trials(
-    "11.10", _watched(CONSUMERS=3), [traced(_turns)], place=lambda text: _in_file(TURNS, "turns", text).text,
+    "11.10", _watched(CONSUMERS=3), [traced(_turns)], then=_none_left,
+    place=lambda text: _in_file(TURNS, "turns", text).text,
     notes={
         "consumer == 0": "the last consumer begins, so consumer 0 passes on, as if its turn had just been",
         "2 * GROUP": "two consumers meet at a barrier: who waits, and who arrives",
@@ -718,13 +731,7 @@ def _expect_turns(module: CudaModule, whole: Source, consumers: int) -> None:
         said = f"the turns went {_listed(order.tolist())}; they should go {_listed(goes)}"
         expect(order.tolist() == goes, said, diagnosis="wrong-order", case=case)
         assert module.report is not None, "every run in the emulator leaves a report"
-        came, events = Counter[int](), module.report.launches[0].events
-        for e in events:
-            if e.did in ("barrier", "barrier-arrive") and e.values[0]:
-                came[e.values[0]] = (came[e.values[0]] + 32) % e.values[1]
-        left = ", ".join(f"{threads} threads at barrier {number}" for number, threads in came.items() if threads)
-        expect(not left, f"the order is right, but a turn is left over at the end, which nobody takes: {left}",
-               diagnosis="turn-left-over", case=case)  # fmt: skip
+        events, came = module.report.launches[0].events, _none_left(module, case)
         taken = _listed(sorted({1, 2, 3} & {*came}))
         expect(not taken, f"the order is right, but these barriers are in use: {taken}. Turns begin at 4",
                diagnosis="barrier-taken", case=case)  # fmt: skip

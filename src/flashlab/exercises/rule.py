@@ -166,9 +166,7 @@ class Rule:
             return read or found
         own, price = None, 0.0
         with contextlib.redirect_stdout(io.StringIO()), quietly():
-            plain = inspect.isfunction(learners) and not hasattr(learners, "answer")
-            then = self.then if plain else None
-            own, price = mended(index, unwrapped(learners), self.own_text, then, self.walks)
+            own, price = mended(index, unwrapped(learners), self.own_text, self.asked_of(learners), self.walks)
         if read:
             likely = own and price <= _LIKELY
             return ("own-slip", f"{own}: {self.rest}.\n{read[1]}") if likely else read
@@ -176,6 +174,10 @@ class Rule:
         if own and price <= cost + _NEAR:
             return "own-slip", f"{own}: {(found and index.note_on(own)) or self.rest}"
         return (found[0], index.less_sure(found[1])) if found and own is not None else found
+
+    def asked_of(self, learners: Any) -> Callable[..., Any] | None:
+        """What a function is asked beside its values: none of one that the check has put together."""
+        return self.then if inspect.isfunction(learners) and not hasattr(learners, "answer") else None
 
     def read_off(self, learners: Callable[..., Any]) -> tuple[str, str] | None:
         """What other inputs show of the answer, where no row is it: before a guess at the text."""

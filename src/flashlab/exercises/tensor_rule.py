@@ -239,7 +239,7 @@ class TensorRule(Rule):
             fn = getattr(unwrapped(answer), "fn", unwrapped(answer))
             made = self.own_text(fn, {}).compiled() if raises else None
             if made is None or any(isinstance(x, str) for x in self.index.run(made)):
-                words, price = mended(self.index, fn, self.own_text, self.then)
+                words, price = mended(self.index, fn, self.own_text, self.asked_of(answer))
                 return words if price <= most else None
         return None
 
@@ -308,7 +308,11 @@ class TensorRule(Rule):
         """Nothing, where every case raises what a name or an argument too many does: many changes do."""
         vague = all(isinstance(x, str) for x in got) and isinstance(errors[0], (TypeError, AttributeError, NameError))
         found = None if vague else self.explained(learners, got)
-        return None if found and HEDGE in found[1] else found
+        return self._own_slip(learners) if found and HEDGE in found[1] else found
+
+    def _own_slip(self, learners: Callable[..., Any], raises: bool = False) -> tuple[str, str] | None:
+        own = self._mended(learners, raises)
+        return ("own-slip", f"{own}: {self.rest}") if own else None
 
     def _seen(self, part: int, got: Sequence[Values]) -> str:
         """Where a result is wrong in the first case in which it is, with two of its numbers."""
