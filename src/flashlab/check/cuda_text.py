@@ -729,7 +729,8 @@ def _of_call(text: CudaText, node: ast.Call, called: str) -> Iterator[tuple[obje
             ast.Call(node.func, [*args[:i], args[i + 1], args[i], *args[i + 2 :]], []),
         )
     for other in ast.walk(text.tree) if len(args) > 1 else ():
-        if isinstance(other, ast.Call) and ast.dump(other.func) == ast.dump(node.func) and w(other) != w(node):
+        same = isinstance(other, ast.Call) and ast.dump(other.func) == ast.dump(node.func) and w(other) != w(node)
+        if same and not any(x is node for x in ast.walk(other)):  # else it would be within itself
             likely = 0.9 if name == "pack" else 1.7  # registers are easily confused
             yield "wrong-call", f"{w(other)} stands where {w(node)} belongs", likely, other
     if called.startswith("__shfl") and isinstance(args[-1], ast.Constant):

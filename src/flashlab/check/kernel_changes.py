@@ -233,7 +233,7 @@ def of_expression(text: Text, slot: Slot, node: ast.expr) -> Iterator[tuple[Any,
     for better in other if name else ():
         new = _with(node, func=ast.Attribute(_expr("tl"), better, ast.Load()))
         yield "wrong-function", f"`{better}` stands where `{name}` belongs", 1.7, new, name, better
-    if name == "sum":
+    if name == "sum" and node.args:
         yield "absolute-values", f"absolute values are summed: {w(node.args[0])} keeps its signs", 1.9, _with(
             node, args=[_expr("tl.abs(x)", x=node.args[0]), *node.args[1:]])  # fmt: skip
         yield "mean", "the mean is taken: it is the sum", 1.7, _expr("x / y.shape[1]", x=node, y=node.args[0])
@@ -323,7 +323,7 @@ def _of_calls(text: Text, unread: Sequence[str]) -> Iterator[Change]:
         if isinstance(node, ast.Call) and _name(node) == "where":
             for i in (i for i, x in enumerate(node.args) if isinstance(x, ast.Constant)):
                 yield Change("finite-number", "", 0.1, (((node, "args", i), _expr('float("-inf")')),))
-        if isinstance(node, ast.Call) and _name(node) == "max" and isinstance(node.args[0], ast.Call):
+        if isinstance(node, ast.Call) and _name(node) == "max" and node.args:
             if _name(node.args[0]) == "max":
                 yield Change("more", "", 0.8, ((slot, node.args[0]),))
 
