@@ -334,7 +334,8 @@ check("6.7", causal_bytes_read)
 #
 # - any lengths, also `seq_q` different from `seq_k`; causal or not; grouped K/V heads; any strides; head_dim 64;
 # - `lse` is the natural logarithm of a row's sum of exponentials; a row that sees no key has `o` = 0 and `lse` = $-\infty$;
-# - the rows of a block share what they load: each number of K and V serves at least 8 rows. Any tile size will do.
+# - the rows of a block share what they load: each number of K and V serves at least 8 rows. Any tile size will do;
+# - neighbouring threads load neighbouring numbers, of Q, K and V alike: sectors are counted.
 
 # %% [markdown]
 # Close the lecture. Begin with something that launches and stores zeros, and let the check say what comes next: it first runs the check build

@@ -215,8 +215,8 @@ check("9.5", kernel)
 #
 # From `p9_1_masks` on the kernel walks its tiles backwards, from `end - 1` to 0, and has two stages. Give it three: two tiles are on their way while one
 # is worked on. The check sets `STAGES = 3`, and the size of shared memory follows from it. What has to change is below: what is under way before the
-# loop and when Q may be read (`before_loop`), what each round waits for (`IN_FLIGHT`), and which tile it asks for. Both waits leave as much in flight as they may: for Q alone,
-# and for no tile but the round's own.
+# loop and when Q may be read (`before_loop`), what each round waits for (`IN_FLIGHT`), and which tile it asks for. The first wait is
+# for Q alone, a round's for its own tile alone: neither waits for more.
 #
 # (Whether it pays is another question. At `head_dim` 128 three stages take 112 KiB with Q, two take 80. By 9.2 an A100 then holds one block per SM in place of two, an H200
 # two as before, and an RTX 4090, which gives a block 99 KiB, none.)

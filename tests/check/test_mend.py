@@ -390,7 +390,7 @@ def without_p(p, dp):
         ("11b.1", numbers_of_other_bits, "`bits(column, 0, 1)` stands where `bits(column, 1, 2)` belongs"),
         ("13.1", late_piece_first, "rank, rank` stands where `rank, 2 * world - 1 - rank` belongs"),
         ("13.2", beside_the_first_part, "`lses[0]` stands where `lse` belongs, in `lses[0] - lses[i]`"),
-        ("9.11", in_a_helper, "`blocks * s // places` is rounded down: it is rounded up"),
+        ("9.11", in_a_helper, "`blocks * s // places` is rounded down: it should be rounded up"),
         ("9.11", both_wrong, "`math.ceil(blocks / places) * s` stands where `math.ceil(blocks * s / places)` belongs"),
     ],
 )

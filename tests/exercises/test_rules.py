@@ -274,7 +274,7 @@ def areas():
     [
         (lambda w, h, r: (r * w * h, -(-w // h)), "total: the term `1` is missing"),
         (lambda w, h, r: (r * (w - 1) * (h + 1), -(-w // h)), "two slips at once would give this"),
-        (lambda w, h, r: (r * (w + 1) * h, w // h), "tiles: `width / height` is rounded down: it is rounded up"),
+        (lambda w, h, r: (r * (w + 1) * h, w // h), "tiles: `width / height` is rounded down: it should be rounded up"),
         (lambda w, h, r: ((w + 1) * h, w // h), "; and tiles: "),
         (lambda w, h, r: ((r - 1) * (w + 1) * h, -(-w // h)), "total: `rounds` is one too small"),
         (lambda w, h, r: (r * (w + 1) * h * 3, -(-w // h)), "total is 3 times what it should be, in every case"),

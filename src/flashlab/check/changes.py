@@ -781,11 +781,11 @@ def _of_rounding_up(text: Text, a: ast.expr, b: ast.expr) -> Iterator[tuple[Any,
     ways = {
         "a // b": "is rounded down", "a / b": "is not rounded", "a // b + 1": "is rounded down, plus 1",
         "round(a / b)": "is rounded to the nearest", "max(1, a // b)": "is rounded down, to 1 at least",
-        "-(-a // b) - 1": "is one less, once it is rounded up",
-        "-(-a // b) + 1": "is one more, once it is rounded up",
+        "-(-a // b) - 1": "is rounded up, less 1",
+        "-(-a // b) + 1": "is rounded up, plus 1",
     }  # fmt: skip
     for way, how in ways.items():
-        yield "wrong-rounding", f"{said} {how}: it is rounded up", 1.1, _expr(way, a=a, b=b), way
+        yield "wrong-rounding", f"{said} {how}: it should be rounded up", 1.1, _expr(way, a=a, b=b), way
     for alone in "ab1":
         instead = {"a": a, "b": b}.get(alone)
         what = text.say(instead) if instead else "`1`"
@@ -823,7 +823,8 @@ def _of_number(text: Text, parent: ast.AST, node: ast.Constant) -> Iterator[tupl
             yield "wrong-number", said, 1.6 + 0.1 * len(seen), ast.Constant(other), value, other
     ratio = isinstance(parent, ast.BinOp) and isinstance(parent.op, (ast.Div, ast.FloorDiv, ast.Mod))
     used = {n.id for n in ast.walk(parent) if ratio and isinstance(n, ast.Name)}  # x / x is a number, not x
-    for name in [x for x in text.numbers if x not in used] if whole and not isinstance(parent, ast.Call) else ():
+    numbers = [x for x in text.numbers if x not in used and text.kinds.get(x, {"number"}) == {"number"}]
+    for name in numbers if whole and not isinstance(parent, ast.Call) else ():
         said = f"`{name}` stands where {value:g} belongs, in {whole}"
         yield "wrong-name", said, 2.3, ast.Name(name, ast.Load()), value, name
 

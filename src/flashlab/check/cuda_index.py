@@ -301,12 +301,14 @@ class Trials:
     def gives(self, module: CudaModule, number: int) -> bool:
         """Whether a build gives on this run what is right, whatever its warps do on the way."""
         run, right = self.runs[number], self.kept["right"][number]
-        if self.judged is not None:
-            with contextlib.suppress(SimtError):
-                return self.judged(module)
-            return False
         plain = getattr(run, "traced", None)
         return self._alike(_numbers_of(right) if plain else right, self._one(module, plain or run))
+
+    def is_one(self, module: CudaModule) -> bool:
+        """Whether a build is another right answer, where there are many."""
+        with contextlib.suppress(SimtError):
+            return self.judged is not None and self.judged(module)
+        return False
 
     def well(self, module: CudaModule) -> bool:
         """Whether a build that gives what is right is also right in what is asked beside that."""

@@ -88,7 +88,7 @@ def _tried(it: Any, text: CudaText, made: Sequence[Change], until: float) -> tup
     module.timeout, until = 1.0, max(until, time.monotonic() + _AT_LEAST)
     wrong, rest, longest = _by_time(it, module)
     module.timeout = min(1.0, max(_ENDLESS, 10 * longest))  # a loop that ends never is left soon
-    order = [*wrong, *rest] if wrong else []
+    order, another = [*wrong, *rest] if wrong else [], ""
     for number, change in enumerate(made, 1):
         if time.monotonic() > until:
             break
@@ -96,7 +96,9 @@ def _tried(it: Any, text: CudaText, made: Sequence[Change], until: float) -> tup
             module.launch("flashlab_choose", number)
             if all(it.gives(module, i) for i in order) and it.well(module):
                 return _noted(it.notes, (words := _said(text, change)) + which(text, change, words)), order
-    return "", order
+            if not another and it.is_one(module):
+                another = _said(text, change)
+    return another, order
 
 
 def _noted(notes: Mapping[str, str], words: str) -> str:

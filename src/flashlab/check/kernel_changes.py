@@ -13,7 +13,8 @@ import inspect
 import itertools
 import math
 import operator
-from collections import Counter
+import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FunctionType, SimpleNamespace
@@ -52,11 +53,15 @@ class KernelText(Text):
         stored = [n.args[1] for n in ast.walk(self.tree) if isinstance(n, ast.Call) and _name(n) == "store"]
         self.results = {id(x) for x in stored}
 
+    @functools.cached_property
+    def strides(self) -> dict[str, tuple[str, str]]:
+        return strides_of(self.params)
+
     def are_alike(self, *names: Any) -> bool:
         """A stride is taken for one of the same tensor or axis, or for a size; a size for no stride."""
-        one, other = (str(name).removeprefix("stride_") if "stride_" in str(name) else "" for name in names)
+        one, other = (self.strides.get(name) for name in names)
         if one and other:
-            return one[:-1] == other[:-1] or one[-1] == other[-1] or min(map(len, (one, other))) > 2
+            return one[0] == other[0] or one[1] == other[1]
         return not other and (not one or str(names[1]).isupper()) and super().are_alike(*names)
 
     def launched(self, made: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,6 +135,20 @@ class HostText(Text):
             return made
 
         return functools.partial(self.kernel._run, self.made, around)
+
+
+def strides_of(names: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Of each stride its tensor and its axis, where they are named alike: stride_qm, q_stride_m, sqm or q_m."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for pattern in (r"stride_(\w+)(\w)", r"(\w+)_stride_?(\w+)", r"s_?([a-z])(\w)", r"([a-zA-Z]+)_(\w\w?)"):
+        named = {name: m.groups() for name in names if (m := re.fullmatch(pattern, name))}
+        axes: dict[str, set[str]] = defaultdict(set)
+        for tensor, axis in named.values():
+            axes[tensor].add(axis)
+        of = {x for x in axes if any(len(axes[x] & axes[y]) > 1 for y in axes if y != x)}
+        if found := {name: x for name, x in named.items() if x[0] in of}:
+            break
+    return {name: ("", name) for name in names if name.startswith("stride_")} | found
 
 
 @dataclass
@@ -247,15 +266,16 @@ def further(text: Text) -> Iterator[Change]:
     yield from _of_edges(text)
     yield from _of_walks(text)
     yield from _of_beginnings(text)
-    known = {name for name in text.params if name.startswith("stride_")}
-    tensors = sorted({name[:-1] for name in known})
+    known: dict[str, tuple[str, str]] = getattr(text, "strides", {})
+    there = {place: name for name, place in known.items()}
+    tensors = sorted({of for of, _ in there if of})
     for line in [x for x in ast.walk(text.tree) if isinstance(x, (ast.Assign, ast.AugAssign, ast.Expr))]:
         at = [(slot, node.id) for slot, node in _slots(line) if isinstance(node, ast.Name) and node.id in known]
         for mine, other in itertools.permutations(tensors, 2):
-            edits = [(slot, _new(ast.Name(other + name[-1], ast.Load()))) for slot, name in at if name[:-1] == mine]
-            if len(edits) > 1 and all(new.id in known for _, new in edits):
-                one, of = (x.removeprefix("stride_").upper() for x in (mine, other))
-                said = f"the strides of {one} stand where those of {of} belong, in {text.say(line)}"
+            own = [(slot, there.get((other, known[name][1]), "")) for slot, name in at if known[name][0] == mine]
+            edits = [(slot, _new(ast.Name(name, ast.Load()))) for slot, name in own]
+            if len(edits) > 1 and all(name for _, name in own):
+                said = f"the strides of {mine.upper()} stand where those of {other.upper()} belong, in {text.say(line)}"
                 yield Change("strides-of-another", said, 1.5, tuple(edits))
 
 
@@ -274,7 +294,8 @@ def _of_edges(text: Text) -> Iterator[Change]:
 
     edges = [(slot, node) for slot, node in nodes if edge(slot[0]) and isinstance(node, ast.expr)]
     at_edges = {x.id for _, node in edges for x in ast.walk(node) if isinstance(x, ast.Name)}
-    sizes = [x for x in text.params if x in (at_edges | {*unread}) & numbers - fixed and not x.startswith("stride_")]
+    strides = getattr(text, "strides", {})
+    sizes = [x for x in text.params if x in (at_edges | {*unread}) & numbers - fixed and x not in strides]
     own = [x for x in text.locals if x in numbers and isinstance(getattr(
         (value := (text.assigned.get(x) or [None])[-1]), "op", None), (ast.Add, ast.Sub)) and {
         n.id for n in ast.walk(value) if isinstance(n, ast.Name)} <= {*text.params}]  # type: ignore[arg-type]  # fmt: skip
@@ -332,7 +353,7 @@ def _of_walks(text: Text) -> Iterator[Change]:
     """Where a loop ends: one later, a block later, not before or not after a length."""
     fixed: set[str] = getattr(text, "constants", set())
     numbers = [x for x in text.params if text.kinds.get(x) == {"number"} and x not in fixed]
-    lengths = [x for x in numbers if not x.startswith("stride_")]
+    lengths = [x for x in numbers if x not in getattr(text, "strides", {})]
     heads = [x.iter for x in ast.walk(text.tree) if isinstance(x, ast.For) and isinstance(x.iter, ast.Call)]
     heads += [x.test for x in ast.walk(text.tree) if isinstance(x, ast.While)]  # type: ignore[misc]
     read = {x.id for head in heads for x in ast.walk(head) if isinstance(x, ast.Name)} - {*text.params}
@@ -404,9 +425,10 @@ def _is_pointer(text: Text, name: str) -> bool:
 
 def _moved_on(text: Text, loop: Any, at: int, line: ast.AugAssign, name: str) -> Iterator[Change]:
     """Pointers that stay where others go on."""
-    strides = [x.id for x in ast.walk(line.value) if isinstance(x, ast.Name) and x.id.startswith("stride_")]
+    known = getattr(text, "strides", {})
+    strides = [x.id for x in ast.walk(line.value) if isinstance(x, ast.Name) and x.id in known]
     own = {x.id for value in text.assigned.get(name, ()) if value for x in ast.walk(value)
-           if isinstance(x, ast.Name) and x.id.startswith("stride_")}  # fmt: skip
+           if isinstance(x, ast.Name) and x.id in known}  # fmt: skip
     for stride in sorted(own) if len(strides) == 1 else ():
         step = ast.parse(ast.unparse(line.value).replace(strides[0], stride), mode="eval").body
         moved = ast.AugAssign(ast.Name(name, ast.Store()), line.op, step)

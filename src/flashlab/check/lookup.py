@@ -429,8 +429,8 @@ class Index:
         """The likeliest, and another one where they are two things: where other inputs tell them apart."""
         text, best, outcome = fitting[0]
         if text is None:
-            other = next((x.said for t, x, _ in fitting if t is None and x.said != best.said), "")
-            both = f"{best.said}. Or: {other}" if other else best.said
+            said = next((x.said for t, x, _ in fitting if t is None and x.said != best.said), "")
+            both = f"{best.said}. Or: {said}" if said else best.said
             return best.slug, both if len(both) <= self.longest else best.said
         raw = [i for i, _ in enumerate(self.names) if not self._raw(outcome, i)]
         sentence = self._of(raw if part is None else [part], best.said)

@@ -139,7 +139,9 @@ def mended(
             if not further and not found:
                 return words, _price(change, likely)
             turns = _turns(index, text, run)
-            if isinstance(text, HostedText) or turns <= _turns(index, other, other.compiled()):
+            loops = any(isinstance(x, (ast.For, ast.While)) for x in ast.walk(other.tree))
+            alone = isinstance(text, HostedText) or not loops  # there is no walk to compare with
+            if alone or turns <= _turns(index, other, other.compiled()):
                 found.append((turns, _price(change, likely), words))
                 until = min(until, time.process_time() + _MORE)
         of_part |= {p: change for p in mends if p not in of_part and of is text and not further}
@@ -150,8 +152,10 @@ def mended(
             if is_right(text.compiled(*{id(c): c for c in of_part.values()}.values())):
                 each = [f"{index.names[p]}: {said(text, change)}" for p, change in of_part.items()]
                 return ("; and " if sum(map(len, each)) < index.longest - 20 else ";\nand ").join(each), 2.0
-    value, price = value_mended(index, text, off, is_right, _said_of_value) if off else ("", 0.0)
-    return (value, price) if price <= 1.0 or not _has_nan(got) else ("", 0.0)
+    nan = _has_nan(got)  # which another walk may step round
+    say = functools.partial(_said_of_value, nan and isinstance(text, KernelText))
+    value, price = value_mended(index, text, off, is_right, say) if off else ("", 0.0)
+    return (value, price) if price <= 1.0 or not nan else ("", 0.0)
 
 
 def mended_for(fn: Callable[..., Any], passes: Callable[[Any], Any]) -> str:
@@ -205,11 +209,14 @@ def _of_heads(text: Text) -> tuple[set[int], set[str]]:
     names |= {x.id for line in lines for x in ast.walk(line) if isinstance(x, ast.Name)} - {*text.globals}
     slices = [x for x in ast.walk(text.tree) if isinstance(x, ast.Slice) or plain(getattr(x, "func", x)) == "slice"]
     parts = [*heads, *lines, *slices]
-    return {id(x) for part in parts for x in ast.walk(part)} | {*map(id, loops)}, names
+    nodes = (x for part in parts for x in ast.walk(part) if isinstance(x, (ast.expr, ast.slice)))  # a Load is shared
+    return {*map(id, nodes)} | {*map(id, loops)}, names
 
 
-def _said_of_value(text: Text, change: Change) -> str | None:
-    return None if _undoes(text, change) or (text.kinds and _too_often_right(change)) else said(text, change)
+def _said_of_value(no_heads: bool, text: Text, change: Change) -> str | None:
+    if _undoes(text, change) or (text.kinds and _too_often_right(change)) or (no_heads and _at_heads(text, change)):
+        return None
+    return said(text, change)
 
 
 def _has_nan(got: Outcome) -> bool:
@@ -536,7 +543,7 @@ def said(text: Text, change: Change) -> str:
     old, new = pieces[0]
     before, after = _both(change.edits[0])
     if isinstance(before, ast.BinOp) and isinstance(before.op, ast.FloorDiv) and _rounded_up(after):
-        return f"`{old}` is rounded down: it is rounded up"
+        return f"`{old}` is rounded down: it should be rounded up"
     holder, by = change.edits[0][0][0], ast.unparse(after) if isinstance(after, ast.AST) else ""
     once = text.whole and len(pieces) == 1 and by in (f"{text.plain(before)} + 1", f"{text.plain(before)} - 1")
     if once and isinstance(holder, ast.BinOp) and isinstance(holder.op, ast.Mult):

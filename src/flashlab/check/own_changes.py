@@ -165,8 +165,8 @@ def _of_listed(call: ast.Call) -> Iterator[Change]:
     for at, axes in enumerate(call.args):
         order = [getattr(x, "value", None) for x in axes.elts] if isinstance(axes, ast.Tuple) else []
         for turned in itertools.permutations(order) if {*order} == {*range(len(order))} and len(order) < 5 else ():
-            new = ast.Tuple([ast.Constant(x) for x in turned], ast.Load())
-            yield Change("wrong-axis", "", 1.2 + 0.1 * len(order), (((call, "args", at), _new(new)),))
+            axes_there = ast.Tuple([ast.Constant(x) for x in turned], ast.Load())
+            yield Change("wrong-axis", "", 1.5, (((call, "args", at), _new(axes_there)),))
     numbers = [i for i, x in enumerate(call.args) if isinstance(x, ast.Constant) and type(x.value) is int]
     values = [call.args[i].value for i in numbers]  # type: ignore[attr-defined]
     for new in ([x + 1 for x in values], [x - 1 for x in values], values[::-1]) if len(values) > 1 else ():

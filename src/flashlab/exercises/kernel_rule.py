@@ -121,7 +121,7 @@ class KernelRule(TensorRule):
 
     @property
     def writes_to_inputs(self) -> str:
-        return f"the kernel writes to a tensor that it should read: it is {' and '.join(self.writes)} that it writes"
+        return f"the kernel writes to a tensor that it should only read: {' and '.join(self.writes)} is to be written"
 
     @cached_property
     def index(self) -> Index:

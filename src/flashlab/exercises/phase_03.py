@@ -105,6 +105,9 @@ _OWN = "each matrix has strides of its own, and each stride its own index"
              ("cols[None, :] * stride_xc", "cols[None, :] * stride_xr")]),
         Row("columns-side-by-side", "the strides from column to column are taken for 1, in x and in y",
             [(" * stride_xc", ""), (" * stride_yc", "")]),
+        *(Row("strides-ignored", f"{x} is taken to be contiguous: its strides say where its rows and columns lie", [
+            (f"rows[:, None] * stride_{x}r", "rows[:, None] * COLS"),
+            (f"cols[None, :] * stride_{x}c", "cols[None, :]")]) for x in "xy"),
         Row("never-written", "nothing is ever stored to y", [("tl.store(y_ptrs, tl.load(x_ptrs))", "tl.load(x_ptrs)")]),
     ],
 )  # fmt: skip

@@ -661,6 +661,6 @@ def _expect_shared(c: Counters) -> float:
         said += f"where at least {SERVED} are wanted: give each block more rows"
     expect(served >= SERVED, said, diagnosis=slug, case=case)
     said = f"right, and tiles are shared, but the loads touch {sectors} sectors where {asked // 32} hold what is asked "
-    said += "for: let neighbouring threads copy neighbouring numbers of a row"
+    said += "for: let neighbouring threads load neighbouring numbers of a row, of Q too"
     expect(2 * 32 * sectors <= 3 * asked, said, diagnosis="not-coalesced", case=case)
     return served

@@ -254,7 +254,7 @@ class Rule:
             if (self.whole or self.strict) and (
                 isinstance(number, str) or not math.isfinite(number) or number != int(number)
             ):
-                by = ": division by // gives one" if isinstance(value, float) and math.isfinite(value) else ""
+                by = ": is it to be rounded up, or down?" if isinstance(value, float) and math.isfinite(value) else ""
                 sentence = f"{name} is {value!r:.40}, which is no whole number{by}"
                 raise CheckFailed(sentence, diagnosis="no-whole-number", case=case)
             if self.strict and isinstance(number, float):
@@ -346,6 +346,7 @@ class Rule:
             self.index.written, self.index.code = written(learners), code_of(learners)
             with contextlib.redirect_stdout(io.StringIO()):
                 said = self.explained(learners, [*self.index.run(learners, self.tried)])
+                said = None if said and IN_NUMBERS in said[1] else said  # other numbers are as right
                 own = "" if said and HEDGE not in said[1] else _mended(learners, judged)
             if not (words := own or (said or ("", ""))[1]):
                 raise
