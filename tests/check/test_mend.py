@@ -542,3 +542,15 @@ def test_a_change_that_doubles_a_list_ends():
 
     with pytest.raises(EndlessError):
         own_text(grows).compiled()(1)
+
+
+def one_less(m_start, block_m, block_n, group, seq_q, seq_k, causal):
+    rows = range(m_start, min(m_start + block_m, group * seq_q))
+    keys = [max(0, min(seq_k, row // group + seq_k - seq_q + 1)) if causal else seq_k for row in rows]
+    return max(keys) // block_n, min(keys) // block_n
+
+
+def test_a_change_that_makes_another_thing_of_a_result_ends_nothing():
+    """Here `rows` for a number, of which no minimum can be taken."""
+    with pytest.raises(CheckFailed, match=re.escape("`max(keys) // block_n` is rounded down")):
+        check("9.1", one_less)

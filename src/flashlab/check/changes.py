@@ -55,7 +55,8 @@ _FUNCTIONS: Mapping[str, tuple[str, ...]] = {
     "log": ("log2", "log10"), "log2": ("log", "log10"), "log10": ("log",), "exp": ("exp2",), "exp2": ("exp",),
     "min": ("max",), "max": ("min",), "maximum": ("minimum",), "minimum": ("maximum",), "ceil": ("floor",),
     "floor": ("ceil",), "amax": ("amin", "sum"), "amin": ("amax",), "sum": ("mean", "amax"), "sqrt": (),
-    "abs": (), "tiny": ("max",), "median": ("mean",), "logaddexp": ("maximum", "logaddexp2"),
+    "abs": (), "tiny": ("max",), "tril": ("triu",), "triu": ("tril",),
+    "median": ("mean",), "logaddexp": ("maximum", "logaddexp2"),
 }  # fmt: skip
 _TURNS = dict.fromkeys((ast.Lt, ast.Gt), "a turn more") | dict.fromkeys((ast.LtE, ast.GtE), "a turn less")
 _SYMBOLS: Mapping[type, str] = {

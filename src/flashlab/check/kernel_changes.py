@@ -341,6 +341,10 @@ def _of_calls(text: Text, unread: Sequence[str]) -> Iterator[Change]:
                 yield Change("tf32", words, 0.4, ((slot, _new(_with(node, keywords=exact))),))
             for name in (x for x, kinds in text.kinds.items() if kinds == {"float"}):
                 yield Change("more", "", 1.0, ((slot, ast.BinOp(node, ast.Mult(), _expr(name))),))
+        if isinstance(node, ast.Call) and _name(node) in ("exp", "exp2") and len(node.args) == 1:
+            rows = (x for x, kinds in text.kinds.items() if ("tile", 1, "f") in kinds)
+            for less in (f"x - {name}{axes}" for name in rows for axes in ("[:, None]", "[None, :]")):
+                yield Change("more", "", 1.2, (((node, "args", 0), _expr(less, x=node.args[0])),))
         if isinstance(node, ast.Call) and _name(node) == "where":
             for i in (i for i, x in enumerate(node.args) if isinstance(x, ast.Constant)):
                 yield Change("finite-number", "", 0.1, (((node, "args", i), _expr('float("-inf")')),))

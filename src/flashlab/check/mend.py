@@ -51,7 +51,7 @@ _MORE = 0.7  # to look for a change that walks over less
 _HUGE = 10**4
 _AROUND = 8  # words, spaces and signs that are shown beside what differs
 _LONGEST = 160  # characters of what is said
-_SHORT = 60
+_SHORT, _BEGUN = 60, 12
 _OFTEN, _MANY = 0.002, 4000  # what each change of a kind costs more than the one before, where there are so many
 _SHARED = 1.0  # what it costs more to find fault with a line that a right text has
 _LONGER = 0.15  # for each word and sign that is added
@@ -468,6 +468,8 @@ def _runs(
     made = [c for c in made if not any(isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store) and x.id in foreign
             for _, new in c.edits if isinstance(new, ast.stmt) for x in ast.walk(new))]  # fmt: skip
     made = [c for c in made if c.edits and not (text.whole and _fraction(c)) and not _negligible(c, values)]
+    short = (ast.Name, ast.Constant)
+    made = [c for c in made if c.slug != "twice" or isinstance(getattr(c.edits[0][1], "right", None), short)]
     divides = any(isinstance(x, ast.Mod) for right in index.texts for x in ast.walk(right.tree))
     made = [c for c in made if c.slug not in (*_BY_CHANCE, *index.without) and not _digits(c)
             and (divides or not _remainder(c))]  # fmt: skip
@@ -525,8 +527,12 @@ def _digits(change: Change) -> bool:
 
 
 def _without_limit(change: Change) -> bool:
-    """Whether a maximum or the like goes, of tensors: any reference gives as good a sum, as long as none overflows."""
+    """Whether a maximum or the like goes, of tensors, or is one for all rows: any reference gives as good a sum, as
+    long as none overflows.
+    """
     old, new = _both(change.edits[0])
+    if isinstance(old, ast.Call) and isinstance(new, ast.Call) and plain(old.func).endswith("max"):
+        return plain(old.func) == plain(new.func) and len(new.args + new.keywords) < len(old.args + old.keywords)
     return isinstance(old, ast.Call) and new in old.args and getattr(old.func, "attr", "")[:3] in ("max", "min", "whe")
 
 
@@ -564,8 +570,22 @@ def said(text: Text, change: Change) -> str:
     where = where or (_place(text, change, old) if not part or old.isidentifier() else
                       _place(text, change, spot) if again else "")  # fmt: skip
     if len(words) > _LONGEST and not gone:
-        words, where = "`{}` stands where `{}` belongs".format(*_where_they_differ(old, new)), ""
+        shorter = _where_they_differ(old, new), _shortened(text, *_both(change.edits[0]))
+        words, where = min(("`{}` stands where `{}` belongs".format(*x) for x in shorter), key=len), ""
     return "" if len(words) > _LONGEST else words + where * (len(words + where) <= _LONGEST)
+
+
+def _shortened(text: Text, old: Any, new: Any) -> tuple[str, str]:
+    """Both pieces, with the beginning alone of the long parts that they have in common."""
+    here, there = ({dump(x) for x in ast.walk(y) if isinstance(x, ast.expr)} for y in (old, new))
+
+    class Short(ast.NodeTransformer):
+        def visit(self, node: ast.AST) -> Any:
+            said = text.plain(node) if dump(node) in here & there else ""
+            return ast.Name(f"{said[:_BEGUN]}…") if len(said) > 2 * _BEGUN else self.generic_visit(node)
+
+    one, other = (text.plain(Short().visit(pickle.loads(pickle.dumps(x)))).splitlines() for x in (old, new))
+    return (one or [""])[0], (other or [""])[0]
 
 
 def _where_they_differ(old: str, new: str) -> tuple[str, str]:
