@@ -531,8 +531,9 @@ def _without_limit(change: Change) -> bool:
     long as none overflows.
     """
     old, new = _both(change.edits[0])
-    if isinstance(old, ast.Call) and isinstance(new, ast.Call) and plain(old.func).endswith("max"):
-        return plain(old.func) == plain(new.func) and len(new.args + new.keywords) < len(old.args + old.keywords)
+    calls = isinstance(old, ast.Call) and isinstance(new, ast.Call) and plain(old.func).endswith("max")
+    if calls and plain(old.func) == plain(new.func) and len(new.args + new.keywords) < len(old.args + old.keywords):
+        return True
     return isinstance(old, ast.Call) and new in old.args and getattr(old.func, "attr", "")[:3] in ("max", "min", "whe")
 
 
