@@ -438,10 +438,7 @@ def _further(text: CudaText, right: CudaText) -> Iterator[Change]:
     yield from _in_one_line(text)
     yield from _for_another(text, right)
     yield from of_two_names(text, lambda a, b: _type(text, a) == _type(text, b))
-    for (branch, field), at, line in of_branches(text):
-        block = getattr(branch, field)
-        words = f"`{text.plain(line)}` is missing behind `{text.plain(block[at])}`, as it stands in the other branch"
-        yield _added(branch, field, at, block[at], line, words, 1.0)
+    yield from _in_one_branch(text)
     made = {x for n in ast.walk(text.tree) for x in _declared(n) if not keyword.iskeyword(x)}
     unread = sorted(x for x in made if not text.reads[x] and text.kind_of(text.types.get(x, "")) in ("int", "float"))
     powers = sorted({f for x in ast.walk(text.tree) if isinstance(x, ast.Call) and "exp" in (f := text.plain(x.func))})
@@ -491,6 +488,13 @@ def _further(text: CudaText, right: CudaText) -> Iterator[Change]:
                 yield Change("wrong-operator", "", 1.2, ((slot, ast.BinOp(node.left, ast.BitXor(), node.right)),))
             elif not isinstance(node.op, ast.Add) and any(map(_is_power, (node.left, node.right))):
                 yield Change("more", "", 1.2, ((slot, _new(ast.BinOp(node, add, ast.Constant(1)))),))
+
+
+def _in_one_branch(text: CudaText) -> Iterator[Change]:
+    for (branch, field), at, line in of_branches(text):
+        block = getattr(branch, field)
+        words = f"`{text.plain(line)}` is missing behind `{text.plain(block[at])}`, as it stands in the other branch"
+        yield _added(branch, field, at, block[at], line, words, 1.0)
 
 
 def _for_another(text: CudaText, right: CudaText) -> Iterator[Change]:

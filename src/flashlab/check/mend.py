@@ -114,9 +114,7 @@ def mended(
     if index.kinds:
         text.kinds = index.kinds.kinds_of(text, [tuple(map(index.copied, x)) for x in index.inputs[:3]])
     likely = _likely(index, text, got)
-    ranges = [x.args for right in index.texts for x in ast.walk(right.tree)
-              if isinstance(x, ast.Call) and ast.unparse(x.func).split(".")[-1] == "range"]  # fmt: skip
-    text.from_zero = bool(ranges) and all(len(x) == 1 or ast.unparse(x[0]) == "0" for x in ranges)
+    text.from_zero = _walk_from_zero(index.texts)
     made = _in_order(index, text, now, parts, likely)
     made = made if walks else [x for x in made if not _walks(text, x[1])]
     right = index.run(index.texts[0].compiled(), index.more)
@@ -139,8 +137,7 @@ def mended(
             if not further and not found:
                 return words, _price(change, likely)
             turns = _turns(index, text, run)
-            loops = any(isinstance(x, (ast.For, ast.While)) for x in ast.walk(other.tree))
-            alone = isinstance(text, HostedText) or not loops  # there is no walk to compare with
+            alone = isinstance(text, HostedText) or not _of_heads(other)[1]  # there is no walk to compare with
             if alone or turns <= _turns(index, other, other.compiled()):
                 found.append((turns, _price(change, likely), words))
                 until = min(until, time.process_time() + _MORE)
@@ -152,10 +149,7 @@ def mended(
             if is_right(text.compiled(*{id(c): c for c in of_part.values()}.values())):
                 each = [f"{index.names[p]}: {said(text, change)}" for p, change in of_part.items()]
                 return ("; and " if sum(map(len, each)) < index.longest - 20 else ";\nand ").join(each), 2.0
-    nan = _has_nan(got)  # which another walk may step round
-    say = functools.partial(_said_of_value, nan and isinstance(text, KernelText))
-    value, price = value_mended(index, text, off, is_right, say) if off else ("", 0.0)
-    return (value, price) if price <= 1.0 or not nan else ("", 0.0)
+    return _mended_by_value(index, text, off, is_right, _has_nan(got)) if off else ("", 0.0)
 
 
 def mended_for(fn: Callable[..., Any], passes: Callable[[Any], Any]) -> str:
@@ -175,6 +169,12 @@ def mended_for(fn: Callable[..., Any], passes: Callable[[Any], Any]) -> str:
                 passes(run)
                 return words + which(text, change, words)
     return ""
+
+
+def _walk_from_zero(rights: Sequence[Text]) -> bool:
+    ranges = [x.args for right in rights for x in ast.walk(right.tree)
+              if isinstance(x, ast.Call) and ast.unparse(x.func).split(".")[-1] == "range"]  # fmt: skip
+    return bool(ranges) and all(len(x) == 1 or ast.unparse(x[0]) == "0" for x in ranges)
 
 
 def _turns(index: Index, text: Text, run: Callable[..., Any]) -> int:
@@ -213,6 +213,15 @@ def _of_heads(text: Text) -> tuple[set[int], set[str]]:
     return {*map(id, nodes)} | {*map(id, loops)}, names
 
 
+def _mended_by_value(
+    index: Index, text: Text, off: Sequence[int], is_right: Callable[..., bool], nan: bool
+) -> tuple[str, float]:
+    """nan: of NaN among the results, which another walk may step round, and whose first line says more than a number."""
+    say = functools.partial(_said_of_value, nan and isinstance(text, KernelText))
+    value, price = value_mended(index, text, off, is_right, say)
+    return (value, price) if price <= 1.0 or not nan else ("", 0.0)
+
+
 def _said_of_value(no_heads: bool, text: Text, change: Change) -> str | None:
     if _undoes(text, change) or (text.kinds and _too_often_right(change)) or (no_heads and _at_heads(text, change)):
         return None
@@ -220,7 +229,7 @@ def _said_of_value(no_heads: bool, text: Text, change: Change) -> str | None:
 
 
 def _has_nan(got: Outcome) -> bool:
-    """Whether NaN is among the results: the line in which it arises says more than a number."""
+    """Whether NaN is among the results."""
     values = (x for one in got if not isinstance(one, str) for x in one)
     return any(bool(torch.as_tensor(x).isnan().any()) for x in values if isinstance(x, (float, torch.Tensor)))
 
