@@ -216,7 +216,7 @@ def _of_heads(text: Text) -> tuple[set[int], set[str]]:
 def _mended_by_value(
     index: Index, text: Text, off: Sequence[int], is_right: Callable[..., bool], nan: bool
 ) -> tuple[str, float]:
-    """nan: of NaN among the results, which another walk may step round, and whose first line says more than a number."""
+    """nan: it is among the results; another walk may step round it, and its first line says more than a number."""
     say = functools.partial(_said_of_value, nan and isinstance(text, KernelText))
     value, price = value_mended(index, text, off, is_right, say)
     return (value, price) if price <= 1.0 or not nan else ("", 0.0)
