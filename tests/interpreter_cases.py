@@ -130,6 +130,19 @@ def range_over_an_argument():
     return y, torch.full((16,), 48.0)
 
 
+@triton.jit
+def by_methods(x_ptr, y_ptr, N: tl.constexpr):
+    x = tl.load(x_ptr + tl.arange(0, N))
+    y = x.exp().log() + x.exp2().log2() + x.sqrt() + x.rsqrt() + x.sin() + x.cos() + x.floor() + x.ceil() + x.erf()
+    tl.store(y_ptr + tl.arange(0, N), y)
+
+
+def maths_by_methods():
+    x, y = torch.linspace(0.5, 4.0, 16), torch.zeros(16)
+    by_methods[(1,)](x, y, 16)
+    return y, 2 * x + x.sqrt() + x.rsqrt() + x.sin() + x.cos() + x.floor() + x.ceil() + x.erf()
+
+
 def no_warnings():
     """Overflow and -inf - (-inf) are arithmetic, not news: a GPU does not warn."""
     x = torch.full((N,), -float("inf"), dtype=torch.float32)
@@ -216,6 +229,7 @@ CASES = {
     "dot_tf32": product(dot, A, B, A_TF32, B_TF32),
     "atomic_add": atomic_add,
     "range_over_an_argument": range_over_an_argument,
+    "maths_by_methods": maths_by_methods,
     "no_warnings": no_warnings,
     "patched_once": patched_once,
     "described_once": described_once,

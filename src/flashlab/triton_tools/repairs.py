@@ -194,6 +194,21 @@ def _repair_index() -> None:
     ti._patch_lang_tensor = patch_lang_tensor
 
 
+_MATHS = ("exp", "exp2", "log", "log2", "sqrt", "sqrt_rn", "rsqrt", "sin", "cos", "floor", "ceil", "erf")
+
+
+def _repair_members() -> None:
+    """x.exp() is tl.exp(x), which alone is patched for a launch: the method would still ask for a compiler."""
+    original_patch_tensor = ti._patch_lang_tensor
+
+    def patch_lang_tensor(tensor, scope):
+        original_patch_tensor(tensor, scope)
+        for name in _MATHS:
+            scope.set_attr(tensor, name, lambda self, name=name: getattr(tl, name)(self))
+
+    ti._patch_lang_tensor = patch_lang_tensor
+
+
 def _repair_patching() -> None:
     """Triton patches its language module again for every call of tl.max, tl.sum and the like, which takes more time
     than the arithmetic. Once a launch, for the two modules that functions see, is enough."""
@@ -300,7 +315,7 @@ def _one_launch_at_a_time() -> None:
 
 _METHODS = {name: method for name, method in vars(_RepairedBuilder).items() if inspect.isfunction(method)}
 _OTHERS = {
-    "reductions": _repair_reductions, "warnings": _repair_warnings, "index": _repair_index,
+    "reductions": _repair_reductions, "warnings": _repair_warnings, "index": _repair_index, "members": _repair_members,
     "patching": _repair_patching, "types": _repair_types,
 }  # fmt: skip
 REPAIRS = (*_METHODS, *_OTHERS)
