@@ -13,6 +13,7 @@ from flashlab.check.changes import EndlessError
 from flashlab.check.mend import mended, own_text
 from flashlab.exercises import check, exercises
 from flashlab.exercises.rule import RULES
+from flashlab.triton_tools.model import Model, launch
 
 exercises()
 
@@ -554,3 +555,16 @@ def test_a_change_that_makes_another_thing_of_a_result_ends_nothing():
     """Here `rows` for a number, of which no minimum can be taken."""
     with pytest.raises(CheckFailed, match=re.escape("`max(keys) // block_n` is rounded down")):
         check("9.1", one_less)
+
+
+def test_methods_and_hints_of_a_kernel_run_on_the_model():
+    tl = Model()
+
+    def kernel(x_ptr, y_ptr):
+        at = tl.multiple_of(tl.arange(0, 8), 8)
+        x = tl.load(x_ptr + at)
+        tl.store(y_ptr + at, x.exp().log() + tl.math.exp2(x).log2() + x.sqrt().floor())
+
+    x, y = torch.linspace(1, 4, 8), torch.zeros(8)
+    got = launch(kernel, tl, 1, {"x_ptr": x, "y_ptr": y}, ("y_ptr",))["y_ptr"]
+    torch.testing.assert_close(got, 2 * x + x.sqrt().floor())

@@ -118,8 +118,14 @@ class Model:
     float16, float32, float64 = (np.dtype(f"float{bits}") for bits in (16, 32, 64))
     int1, int8, int32, int64, uint32 = map(np.dtype, ("bool", "int8", "int32", "int64", "uint32"))
     constexpr = staticmethod(lambda x: x)
-    exp, exp2, log, log2, sqrt, rsqrt, abs, floor = (staticmethod(_of_single(f)) for f in (
-        np.exp, np.exp2, np.log, np.log2, np.sqrt, lambda x: 1 / np.sqrt(x), np.abs, np.floor))  # fmt: skip
+    exp, exp2, log, log2, sqrt, rsqrt, abs, floor, ceil, sin, cos = (staticmethod(_of_single(f)) for f in (
+        np.exp, np.exp2, np.log, np.log2, np.sqrt, lambda x: 1 / np.sqrt(x), np.abs, np.floor, np.ceil, np.sin, np.cos)
+    )  # fmt: skip
+    multiple_of, max_contiguous, max_constancy = (staticmethod(lambda x, _: x),) * 3  # what a compiler may count on
+    assume, debug_barrier, static_assert = (staticmethod(lambda *_: None),) * 3
+    fma = staticmethod(lambda x, y, z: x * y + z)
+    clamp = staticmethod(lambda x, min, max: np.fmin(np.fmax(x, min), max))
+    ravel = staticmethod(np.ravel)
     maximum, minimum, trans = (staticmethod(f) for f in (np.fmax, np.fmin, np.transpose))
     range = static_range = staticmethod(range)
     zeros = staticmethod(lambda shape, dtype: np.zeros(shape, dtype).view(Tile))
@@ -137,6 +143,10 @@ class Model:
     @staticmethod
     def sum(x: Any, axis: int | None = None, keep_dims: bool = False) -> Any:
         return _tile(np.sum(x, axis, dtype=None if x.dtype != bool else np.int32, keepdims=keep_dims))
+
+    @property
+    def math(self) -> "Model":
+        return self
 
     def __init__(self) -> None:
         self.program: tuple[int, ...] = (0, 0, 0)
@@ -215,6 +225,10 @@ class Model:
             return at, value, pointer.buffer.data
         mask = np.broadcast_to(mask, at.shape)
         return at[mask], value[mask], pointer.buffer.data
+
+
+for _name in ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "abs", "floor", "ceil", "sin", "cos"):
+    setattr(Tile, _name, getattr(Model, _name))
 
 
 def launch(
