@@ -56,9 +56,9 @@ _OFTEN, _MANY = 0.002, 4000  # what each change of a kind costs more than the on
 _SHARED = 1.0  # what it costs more to find fault with a line that a right text has
 _LONGER = 0.15  # for each word and sign that is added
 _KINDS = {ast.Add: "term", ast.Sub: "term", ast.Mult: "factor", ast.Div: "divisor", ast.FloorDiv: "divisor"}
-_WORDED = ("names-exchanged", "never-moved", "not-rescaled", "not-divided", "rounded-all", "strides-of-another",
-           "turned-round", "walks-to", "begins-elsewhere",
-           "counted-in-a-tile", "shape-of-another", "not-set-back", "tf32", "base-2")  # fmt: skip
+_WORDED = ("line-added", "names-exchanged", "never-moved", "not-rescaled", "not-divided", "rounded-all", "tf32", "base-2",
+           "strides-of-another", "turned-round", "walks-to", "begins-elsewhere", "counted-in-a-tile",
+           "shape-of-another", "not-set-back")  # fmt: skip
 _PLACES = (ast.Subscript, ast.Call, ast.BinOp, ast.Compare)
 _BEHIND = "outside-of-the-loop"
 _TWO_PLACES = {
@@ -477,8 +477,7 @@ def _runs(
     made = [c for c in made if not any(isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store) and x.id in foreign
             for _, new in c.edits if isinstance(new, ast.stmt) for x in ast.walk(new))]  # fmt: skip
     made = [c for c in made if c.edits and not (text.whole and _fraction(c)) and not _negligible(c, values)]
-    short = (ast.Name, ast.Constant)
-    made = [c for c in made if c.slug != "twice" or isinstance(getattr(c.edits[0][1], "right", None), short)]
+    made = [c for c in made if not _squares(c)]
     divides = any(isinstance(x, ast.Mod) for right in index.texts for x in ast.walk(right.tree))
     made = [c for c in made if c.slug not in (*_BY_CHANCE, *index.without) and not _digits(c)
             and (divides or not _remainder(c))]  # fmt: skip
@@ -507,6 +506,12 @@ def _fraction(change: Change) -> bool:
     rounded = isinstance(holder, ast.Call) and plain(holder.func).split(".")[-1] in ROUNDING
     ops = [getattr(x, "op", None) for x in (old, new)]
     return isinstance(ops[0], ast.FloorDiv) and isinstance(ops[1], ast.Div) and not rounded
+
+
+def _squares(change: Change) -> bool:
+    """Whether a factor or a term comes again that is more than a name or a number: that is right by accident."""
+    again = getattr(change.edits[0][1], "right", None)
+    return change.slug == "twice" and not isinstance(again, (ast.Name, ast.Constant))
 
 
 def _negligible(change: Change, values: dict[str, Any]) -> bool:
