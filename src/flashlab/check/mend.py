@@ -56,9 +56,9 @@ _OFTEN, _MANY = 0.002, 4000  # what each change of a kind costs more than the on
 _SHARED = 1.0  # what it costs more to find fault with a line that a right text has
 _LONGER = 0.15  # for each word and sign that is added
 _KINDS = {ast.Add: "term", ast.Sub: "term", ast.Mult: "factor", ast.Div: "divisor", ast.FloorDiv: "divisor"}
-_WORDED = ("line-added", "names-exchanged", "never-moved", "not-rescaled", "not-divided", "rounded-all", "tf32", "base-2",
+_WORDED = ("line-added", "names-exchanged", "never-moved", "not-rescaled", "not-divided", "rounded-all", "tf32",
            "strides-of-another", "turned-round", "walks-to", "begins-elsewhere", "counted-in-a-tile",
-           "shape-of-another", "not-set-back")  # fmt: skip
+           "shape-of-another", "not-set-back", "base-2")  # fmt: skip
 _PLACES = (ast.Subscript, ast.Call, ast.BinOp, ast.Compare)
 _BEHIND = "outside-of-the-loop"
 _TWO_PLACES = {
