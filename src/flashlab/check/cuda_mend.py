@@ -113,7 +113,8 @@ def _by_time(it: Any, module: Any) -> tuple[list[int], list[int], float]:
     took: tuple[dict[int, float], dict[int, float]] = {}, {}
     for i in range(len(it.runs)):
         start = time.monotonic()
-        took[it.gives(module, i)][i] = time.monotonic() - start
+        gives = it.gives(module, i)
+        took[gives][i] = time.monotonic() - start
     wrong, right = (sorted(x, key=lambda i: x[i]) for x in took)  # noqa: B023
     return wrong, right, max((*took[0].values(), *took[1].values()))
 

@@ -606,6 +606,20 @@ SERVED = 8  # query rows that each number of K and V has to serve, at least
 _SHARED_PROBE = (1, 1, 1, 256, 256, False)
 
 
+KERNEL = Trials(
+    "6.8", _in_float32, [forwards((2, 4, 2, 9, 40, False)), forwards((1, 2, 1, 160, 172, True)), *_RUNS[2:]], most=400,
+    words={x: x for x in ("m_blocks", "m_start", "head_index", "m_new", "base", "correction", "keys", "row", "n_end")},
+    equal={
+        "above `p.seq_k`": "keys past the last one are zeros, and no row of the last block sees them",
+        "are exchanged, in `": "a product has no order",
+        **dict.fromkeys(("`m_blocks - 1 - m_block`", "`m_block` is taken"), "the blocks may begin in any order"),
+        **dict.fromkeys(("`p.seq_k` is taken", "BLOCK_M + diagonal` is one", "`n_start < n_end`", "`max` stands"),
+                        "what no row sees is hidden; the page does not ask to leave it out"),
+        **dict.fromkeys(("`(m_i + log2f(l_i)) * LN2` is taken", "l_i <= 0"), "log2(0) is -inf, and no sum is below 0"),
+    },
+)  # fmt: skip
+
+
 @exercise(
     "6.8",
     title="FlashAttention on an empty page",
@@ -634,7 +648,7 @@ _SHARED_PROBE = (1, 1, 1, 256, 256, False)
 def float32_kernel(flash_attention: str) -> str:
     whole = whole_kernel(flash_attention, "flash_attention")
     expect_stored(whole, dtype=torch.float32)
-    verdict = _examined(whole, WHICH_ROWS, INNER_LOOP)
+    verdict = _examined(whole, KERNEL)
     expect_set(whole, dtype=torch.float32)
     module = built(whole, check=True, head_dim=64, dtype=torch.float32)
     served = _expect_shared(probe(module, whole, _SHARED_PROBE, dtype=torch.float32).counters)
