@@ -1,5 +1,7 @@
 """CUDA answers in a style of their own, with one slip: what change of the learner's lines makes them right."""
 
+import time
+
 import pytest
 
 from flashlab.check import cuda_mend
@@ -162,5 +164,17 @@ def test_a_value_is_told_where_no_change_mends_it(monkeypatch):
     text = edited(TRANSPOSE, [("x[(top + ty + k) * cols + left + tx]", "x[(top + ty) * cols + left + tx + k]")])
     told = cuda_mend.mended(TRIALS["6.3"], TRIALS["6.3"].place(text))
     wrong = "`(top + ty) * cols + left + tx + k`, or what it reads, is wrong"
-    of_run = {f"{wrong}: it is 24 in thread 0 of block 0, the 4th time, and should be {24 * cols}" for cols in (96, 70)}
+    of_run = {f"{wrong}: it is 24 in thread 0 of block 0, the 4th time, and should be {24 * cols}" for cols in (96, 70, 5)}
     assert told in of_run  # the quickest comes first
+
+
+def test_the_quickest_of_the_wrong_runs_comes_first():
+    class Trials:
+        runs = range(3)
+
+        def gives(self, module, i):
+            time.sleep((0.06, 0.0, 0.03)[i])
+            return i == 1
+
+    wrong, right, longest = cuda_mend._by_time(Trials(), None)
+    assert (wrong, right) == ([2, 0], [1]) and longest > 0.05

@@ -40,10 +40,20 @@ WRONG = {
 
 # Each lane its own: `__threadfence()` is membar.gl, PTX's fence.sc, and these are in one order for all.
 FENCES_OF_ALL = "__threadfence();\n" + RIGHT.replace(FENCE, "") + "__threadfence();\n"
+# The other lanes come to their second fence before lane 0 has counted.
+TWO_OF_EACH_LANE = """
+    __threadfence();
+    __syncwarp();
+    unsigned before = 0;
+    if (lane == 0) before = atomicInc((unsigned*)counter, splits - 1);
+    __threadfence();
+    __syncwarp();
+    last = __any_sync(~0u, lane == 0 && before + 1 == splits);
+"""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", [RIGHT, FENCES_OF_ALL])
+@pytest.mark.parametrize("text", [RIGHT, FENCES_OF_ALL, TWO_OF_EACH_LANE])
 def test_the_last_warp_to_arrive_in_another_style(text):
     check("12.6", text)
 

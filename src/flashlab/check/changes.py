@@ -246,7 +246,10 @@ class Text:
     def function(self, tree: ast.FunctionDef) -> tuple[Callable[..., Any], dict[str, Any]]:
         """The function of a tree, whose loops end, and the names that it looks up."""
         if self.foreign:
-            tree = ast.fix_missing_locations(_Bounded().visit(pickle.loads(pickle.dumps(tree))))
+            tree = _Bounded().visit(pickle.loads(pickle.dumps(tree)))
+            if any(isinstance(x, ast.Name) and x.id == tree.name for x in ast.walk(tree)):  # it calls itself
+                tree.body.insert(0, ast.Expr(ast.Call(ast.Name("_tick", ast.Load()), [], [])))
+            tree = ast.fix_missing_locations(tree)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # "'int' object is not callable"
@@ -346,7 +349,8 @@ _BITS = 4096
 
 def _bounded(name: str, a: Any, b: Any) -> Any:
     """a * b, a ** b or a << b; OverflowError where that is a whole number, a text or a list beyond reason."""
-    if any(isinstance(x, (str, list, tuple)) and isinstance(y, int) and y > _BITS for x, y in ((a, b), (b, a))):
+    several = ((x, y) for x, y in ((a, b), (b, a)) if isinstance(x, (str, list, tuple)) and isinstance(y, int))
+    if any(len(x) * y > _BITS for x, y in several):
         raise OverflowError(name)
     if isinstance(a, int) and isinstance(b, int):
         bits = {"mul": a.bit_length() + b.bit_length(), "pow": a.bit_length() * max(b, 1), "lshift": a.bit_length() + b}
@@ -871,8 +875,10 @@ def _of_operation(text: Text, node: ast.BinOp) -> Iterator[tuple[Any, ...]]:
             left, other(), right), type(op), other, text.plain(right)  # fmt: skip
     if isinstance(op, (ast.Sub, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow, ast.MatMult)):
         slug = "upside-down" if isinstance(op, (ast.Div, ast.FloorDiv)) else "operands-exchanged"
-        cost, new = (1.2, right) if getattr(left, "value", None) == 1 else (1.5, ast.BinOp(right, op, left))
-        yield slug, f"{w(node)} is the other way round", cost, new
+        if getattr(left, "value", None) == 1:
+            yield slug, f"{w(right)} stands where {w(node)} belongs", 1.2, right
+        else:
+            yield slug, f"{w(node)} is the other way round", 1.5, ast.BinOp(right, op, left)
     if isinstance(op, ast.FloorDiv):
         ways = {"a / b": "is not rounded", "-(-a // b)": "is rounded up", "a // b + 1": "is one too large"}
         for way, said in (ways | {"round(a / b)": "is rounded to the nearest"}).items():

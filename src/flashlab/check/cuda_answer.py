@@ -51,7 +51,7 @@ PROBES = ((1, 2, 1, 200, 200, True), (1, 1, 1, 64, 330, False), (2, 1, 1, 70, 24
 _ROUNDING = ("l-in-low-precision", "o-accumulated-in-low-precision")
 VAGUE = (
     "wrong-value", "nan-everywhere", "output-scaled", "rows-scaled", "p-columns-exchanged", "low-precision",
-    "wrong-weights", "all-zero", *_ROUNDING, *weights.SLUGS,
+    "wrong-weights", "all-zero", "rows-not-written", *_ROUNDING, *weights.SLUGS,
 )  # fmt: skip
 _QUOTED = 64  # characters of a line
 

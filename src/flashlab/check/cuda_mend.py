@@ -169,6 +169,12 @@ def _fits(text: CudaText, change: Change, scope: dict[int, set[str]]) -> bool:
     lambdas = [(m[1], x) for x in ast.walk(text.tree) if (m := re.match(r"auto (\w+) = \[", getattr(x, "head", "")))]
     for (holder, field, at), new in change.edits:
         old = _at((holder, field, at))
+        if isinstance(getattr(new, "op", None), ast.Pow) and _name(new.left) not in text.others:
+            return False  # that is how a cast is written here
+        if text.plain(old) in ("true", "false") and isinstance(new, ast.BinOp):
+            return False
+        if type(getattr(old, "value", "")) is int and isinstance(new, ast.Name) and _type(text, new.id) == "bool":
+            return False
         if any(name in _names(new) and any(x is holder for x in ast.walk(one)) for name, one in lambdas):
             return False  # within itself
         if id(old) in tests and isinstance(new, ast.Compare) and _turned(old, new):
@@ -295,11 +301,11 @@ def _missing_lines(text: CudaText, right: CudaText, scope: dict[int, set[str]]) 
             for call in (x for x in nodes if calls[x] > ours[x] and len(x) < _LONGEST):
                 if not _names(nodes[call]) & {*text.types} <= scope[id(line)]:
                     continue
-                new, here = _foreign(right, text, nodes[call]), text.plain(line)[:_LONGEST]
+                new, here = _foreign(right, text, nodes[call]), text.plain(line).split("\n")[0].rstrip(" {")[:_LONGEST]
                 if here == call:
                     continue
                 made = sorted(_names(new) & by_hand)
-                words = f"`{call}` is missing behind `{here}`"
+                words = f"`{call}` is missing behind `{here}{' { … }' * (here != text.plain(line)[:_LONGEST])}`"
                 words = f"`{made[0]}` is not what `{call}` makes of it, behind `{here}`" if made else words
                 there = have[call.split("(")[0]] >= wanted[call.split("(")[0]] > 0  # in other words
                 yield _added(holder, field, at, line, new, words, 1.0 + _BY_HAND * bool(made) + _SHARED * there)
@@ -308,7 +314,8 @@ def _missing_lines(text: CudaText, right: CudaText, scope: dict[int, set[str]]) 
         for name in sorted({x for n in block if not isinstance(n, Declaration) for x in _names(n)} & kept):
             words, more = f"`{name}` is never moved on: `{name}++` is missing", ast.parse(f"{name} += 1").body[0]
             yield _added(holder, field, len(block) - 1, block[-1], more, f"{words} at the end of the loop", 0.3)
-        for name in sorted((set_to - own) & ({*text.types} | set_to - {*right.locals})) if block else ():
+        fixed = {x for x in text.types if "const" in text.types[x].split()}
+        for name in sorted((set_to - own - fixed) & ({*text.types} | set_to - {*right.locals})) if block else ():
             for other in sorted(x for x in scope[id(block[-1])] if x != name and _type(text, x) == _type(text, name)):
                 new = ast.Assign([ast.Name(name, ast.Store())], ast.Name(other, ast.Load()))
                 at = len(block) - 1
@@ -440,6 +447,7 @@ def _further(text: CudaText, right: CudaText) -> Iterator[Change]:
     yield from _for_another(text, right)
     yield from of_two_names(text, lambda a, b: _type(text, a) == _type(text, b))
     yield from _in_one_branch(text)
+    yield from _of_strides(text, right)
     made = {x for n in ast.walk(text.tree) for x in _declared(n) if not keyword.iskeyword(x)}
     unread = sorted(x for x in made if not text.reads[x] and text.kind_of(text.types.get(x, "")) in ("int", "float"))
     powers = sorted({f for x in ast.walk(text.tree) if isinstance(x, ast.Call) and "exp" in (f := text.plain(x.func))})
@@ -491,6 +499,18 @@ def _further(text: CudaText, right: CudaText) -> Iterator[Change]:
                 yield Change("more", "", 1.2, ((slot, _new(ast.BinOp(node, add, ast.Constant(1)))),))
 
 
+def _of_strides(text: CudaText, right: CudaText) -> Iterator[Change]:
+    """A stride for a number; that of a tensor which the line names is the likelier."""
+    strides = {said: _foreign(of, text, x) for of in (text, right) for x in ast.walk(of.tree)
+               if isinstance(x, ast.Attribute) and "_stride." in (said := of.plain(x))}  # fmt: skip
+    for line in (x for x in ast.walk(text.tree) if isinstance(x, _LINES)):
+        for slot, node in _slots(line):
+            product = isinstance(node, ast.Constant) and isinstance(getattr(slot[0], "op", None), ast.Mult)
+            for said, stride in strides.items() if product else ():
+                cost = 0.8 if said.rpartition(".")[0] in text.plain(line) else 1.4
+                yield Change("wrong-name", "", cost, ((slot, _new(stride)),))
+
+
 def _in_one_branch(text: CudaText) -> Iterator[Change]:
     for (branch, field), at, line in of_branches(text):
         block = getattr(branch, field)
@@ -505,15 +525,20 @@ def _for_another(text: CudaText, right: CudaText) -> Iterator[Change]:
     functions = {x.plain(n.func): len(n.args) for x, n in calls}
     lasts = {one.plain(x): _expr(one.plain(x)) for one in (text, right) for _, x in _slots(one.tree)
              if re.fullmatch(r"[A-Z]\w* - 1", one.plain(x))}  # fmt: skip
+    tests = {id(x.test) for x in ast.walk(text.tree) if isinstance(x, Loop)}
     for slot, node in _slots(text.tree):
         holder, field, _ = slot
         if isinstance(node, ast.Constant) and type(n := node.value) is int:
             for name in ints if isinstance(holder, ast.Call) and field == "args" else ():
                 yield Change("wrong-name", "", 1.4, ((slot, _new(ast.Name(name, ast.Load()))),))
             near = {n * 2, *(n // x for x in (2, 4, 8) if n % x == 0)} if n and not n & (n - 1) else set()
-            for value, cost in (*((x, 1.6) for x in sorted(near)), *((x, 2.1) for x in sorted(numbers - near))):
+            cheap = 1.45 if id(holder) in tests else 1.6  # twice or half as many turns
+            for value, cost in (*((x, cheap) for x in sorted(near)), *((x, 2.1) for x in sorted(numbers - near))):
                 if value and value != n:
                     yield Change("wrong-number", "", cost, ((slot, ast.Constant(value)),))
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) and text.plain(node.right) == "2":
+            of = ast.BinOp(node.left, ast.Add(), ast.Constant(1))
+            yield Change("wrong-parity", "", 1.0, ((slot, _new(ast.BinOp(of, node.op, node.right))),))
         if isinstance(holder, ast.Compare) and isinstance(holder.ops[0], (ast.Eq, ast.NotEq)):
             for end in (*lasts.values(), ast.Constant(0)):
                 if text.plain(node) in (*lasts, "0") and text.plain(node) != text.plain(end):
@@ -614,7 +639,7 @@ def _initialisers(block: Sequence[Any]) -> Iterator[tuple[Slot, Slot]]:
 
 def _known_names(text: CudaText, right: CudaText) -> set[str]:
     """Names of the right text that mean something in the answer."""
-    frame = {*right.reads} - {*right.locals, *right.params}
+    frame = {*right.reads} - {*right.locals, *right.params, *re.findall(r"\b([A-Z]\w*) = ", right.unchanged)}
     return _names(text.tree) | frame | {*right.others}
 
 

@@ -297,7 +297,8 @@ class CudaText(Text):
         for part in _split(tokens[start:], ","):
             name = next(x for x in part if re.fullmatch(r"[A-Za-z_]\w*", x) and x not in ("const", "__restrict__"))
             stars = "*" if "*" in part[: part.index(name)] else ""
-            dimensions = "[" if len(part) > part.index(name) + 1 and part[part.index(name) + 1] == "[" else ""
+            sizes = part[: part.index("=")] if "=" in part else part
+            dimensions = "[" * sizes.count("[")
             self.types[name] = f"{of} {stars}{dimensions}"
             value = None
             if not plain and (listed := self._list(of, part)):
@@ -306,7 +307,7 @@ class CudaText(Text):
                 for x in elements:
                     values.append(x)
                     texts.append(", ")
-                texts[-1] = "}" + _NEXT
+                texts[-1] = part[-1] + _NEXT
                 continue
             if "=" in part and not plain and part[part.index("=") + 1] != "{":
                 value = self._expression(part[part.index("=") + 1 :])
@@ -322,7 +323,9 @@ class CudaText(Text):
         return node
 
     def _list(self, of: str, part: Sequence[str]) -> list[Any]:
-        """Of `name[] = {a, b}` the text before, and its elements; nothing of what is no such list."""
+        """Of `name[] = {a, b}`, or `dim3 name(a, b)`, the text before, and its elements; nothing of what is no list."""
+        if of.split()[-1] == "dim3" and part[1:2] == ["("]:
+            return [_joined(part[:2]), *map(self._expression, _split(part[2:-1], ","))]
         if "=" not in part or part[part.index("=") + 1] != "{" or part[-1] != "}" or "{" in part[part.index("=") + 2 :]:
             return []
         inside = part[part.index("=") + 2 : -1]
@@ -562,8 +565,9 @@ class CudaText(Text):
             return f"if ({value(node, 'test', None, node.test)}) {{ {lines(node, 'body')} }}{orelse}"
         if isinstance(node, Declaration):
             values = [value(node, "values", i, x) for i, x in enumerate(node.values)]
+            listed = "dim3" not in node.of  # each one in braces has that type
             values = [
-                f"({node.of}){v}" if text.rstrip().endswith(("{", ",")) and CHOSEN in v else v
+                f"({node.of}){v}" if listed and text.rstrip().endswith(("{", ",")) and CHOSEN in v else v
                 for text, v in zip(node.texts, values, strict=False)
             ]
             said = "".join(t + v for t, v in zip(node.texts, [*values, ""], strict=True))

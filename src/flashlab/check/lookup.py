@@ -48,6 +48,7 @@ _ALMOST = 0.35  # costs so near say nothing about which is likelier
 _SYMPTOMS = ("always-the-same", "always-one-branch")
 _UNSEEN = 1.5  # what a change costs more of which nothing is seen in the learner's text
 _UNLIKE = 1.5  # the cost of a row that the learner's text does not look like
+_SHORT = 60  # characters of what a name stands for
 _PAIRED = 200  # changes that are tried two at a time
 _TRIES = 12_000
 
@@ -357,8 +358,19 @@ class Index:
                 continue
             if self._claims(text).no_number(change.said) or not self._seen((text, change, ())):
                 said = rf"(?<!answer where ){re.escape(change.said)}"
-                sentence = re.sub(said, lambda found: f"{HEDGE} {found[0]}", sentence, count=1)
+                meant = self._its_own_names(text, change.said)
+                sentence = re.sub(said, lambda found: f"{HEDGE} {found[0]}{meant}", sentence, count=1)  # noqa: B023
         return sentence
+
+    def _its_own_names(self, text: Text, said: str) -> str:
+        """What names of the right text stand for there, where the learner's text has them not, or for another thing."""
+        pieces = " ".join(re.findall(r"`([^`]*)`", said))
+        names = dict.fromkeys(re.findall(r"(?<![\w.])[A-Za-z_]\w*(?![\w=])", pieces))
+        meant = {name: ast.unparse(text.meant[name]) for name in names
+                 if isinstance(text.meant.get(name), (ast.BinOp, ast.Call, ast.Compare, ast.Subscript))}  # fmt: skip
+        told = [f"`{name}` is `{x}`" for name, x in meant.items()
+                if tokens_of(f"{name} = {x}").strip() not in self.code and len(x) <= _SHORT]  # fmt: skip
+        return f" (there {' and '.join(told)})" if told and len(said + " ".join(told)) < self.longest else ""
 
     def _leaves(self, outcome: Outcome, got: Outcome, others: set[int]) -> bool:
         """Whether the other wrong results are then right, or as they are: else the causes contradict each other."""

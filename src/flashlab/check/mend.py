@@ -21,12 +21,12 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
 
-from flashlab.check.changes import Change, EndlessError, Text, Variants, _at, _put_at, _rounded_up, changes
+from flashlab.check.changes import Change, EndlessError, Text, Variants, _at, _put_at, _rounded_up, _slots, changes
 from flashlab.check.claims import tokens
 from flashlab.check.kernel_changes import HostedText, HostText, KernelText
 from flashlab.check.lookup import Index, Outcome
@@ -48,7 +48,7 @@ from flashlab.check.value_mend import nth_time, value_mended
 _SECONDS = 3.0  # of one core
 _PIECE, _OF_A_RIGHT_ONE = 4, 0.6  # signs of a piece, less one; what it costs less to make one of a right text
 _MORE = 0.7  # to look for a change that walks over less
-_HUGE = 10**4
+_HUGE, _THOUSAND = 10**4, 1000
 _AROUND = 8  # words, spaces and signs that are shown beside what differs
 _LONGEST = 160  # characters of what is said
 _SHORT, _BEGUN = 60, 12
@@ -85,11 +85,19 @@ def own_text(fn: Callable[..., Any], make: Callable[..., Text] = Text) -> Text |
     """The text of a learner's function, in its own names; None of what is no `def`."""
     try:
         closed = inspect.getclosurevars(fn).nonlocals
-        text = make(fn, {name: name for name in fn.__code__.co_varnames + fn.__code__.co_cellvars})
+        text = make(fn, {name: name for name in _named_in(fn.__code__)})
     except (OSError, TypeError, SyntaxError, AttributeError, AssertionError, ValueError):
         return None
     text.globals, text.foreign = {**text.globals, **closed}, True
     return text
+
+
+def _named_in(code: CodeType) -> Iterator[str]:
+    """The variables of a function, and of those within it."""
+    yield from code.co_varnames + code.co_cellvars
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _named_in(inner)
 
 
 def mended(
@@ -133,6 +141,8 @@ def mended(
             continue
         further = isinstance(text, KernelText) and _at_heads(of, change)  # else a walk is the learner's own
         if len(mends) == len(wrong) and is_right(run):
+            if _never_asked(of, change, is_right):
+                continue
             words += which(of, change, words)
             if not further and not found:
                 return words, _price(change, likely)
@@ -157,7 +167,8 @@ def mended_for(fn: Callable[..., Any], passes: Callable[[Any], Any]) -> str:
     if (text := own_text(fn)) is None:
         return ""
     made = [*changes(text, {}), *of_numbers(text), *map(_copied, own_changes(text, (), {}, True))]
-    variants = Variants(text, made := [c for c in made if c.slug not in _BY_CHANCE and not _fraction(c)])
+    made = [c for c in made if not (c.slug in _BY_CHANCE or _fraction(c) or _too_often_right(c))]
+    variants = Variants(text, made)
     with contextlib.suppress(Exception, EndlessError):
         text.steps_as(passes)
     until = time.process_time() + _SECONDS
@@ -477,7 +488,9 @@ def _runs(
     made = [c for c in made if not any(isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store) and x.id in foreign
             for _, new in c.edits if isinstance(new, ast.stmt) for x in ast.walk(new))]  # fmt: skip
     made = [c for c in made if c.edits and not (text.whole and _fraction(c)) and not _negligible(c, values)]
-    made = [c for c in made if not _squares(c)]
+    made = [c for c in made if not _squares(c) and not _never(text, c)]
+    if not any(_has(right.tree, lambda x: x >= _THOUSAND) for right in index.texts):  # there are no units
+        made = [c for c in made if not _has(c.edits[0][1], lambda x: x == _THOUSAND)]
     divides = any(isinstance(x, ast.Mod) for right in index.texts for x in ast.walk(right.tree))
     made = [c for c in made if c.slug not in (*_BY_CHANCE, *index.without) and not _digits(c)
             and (divides or not _remainder(c))]  # fmt: skip
@@ -512,6 +525,34 @@ def _squares(change: Change) -> bool:
     """Whether a factor or a term comes again that is more than a name or a number: that is right by accident."""
     again = getattr(change.edits[0][1], "right", None)
     return change.slug == "twice" and not isinstance(again, (ast.Name, ast.Constant))
+
+
+def _never(text: Text, change: Change) -> bool:
+    """Whether what is compared with infinity is a whole number then."""
+    (holder, _, _), new = change.edits[0]
+    kinds = text.kinds.get(getattr(new, "id", ""), ())
+    whole = any(isinstance(kind, tuple) and kind[-1] == "i" for kind in kinds)
+    return whole and isinstance(holder, ast.Compare) and "inf" in ast.unparse(holder)
+
+
+def _never_asked(text: Text, change: Change, is_right: Callable[..., bool]) -> bool:
+    """Whether a condition that it changes need not be asked then: yes or no is as right, and right by accident."""
+    slot, new = change.edits[0]
+    asked = [x for x in ast.walk(text.tree) if isinstance(x, ast.Compare) and any(y is slot[0] for y in ast.walk(x))]
+    if isinstance(new, ast.Compare):
+        asked.append(_at(slot))
+    for place in (s for s, node in _slots(text.tree) if node in asked and not isinstance(s[0], ast.While)):
+        for answer in (True, False):
+            with contextlib.suppress(SyntaxError):
+                if is_right(text.compiled(Change("", "", 0.0, ((place, ast.Constant(answer)),)))):
+                    return True
+    return False
+
+
+def _has(tree: Any, wanted: Callable[[float], bool]) -> bool:
+    """Whether there is such a number in it."""
+    values = (getattr(x, "value", 0) for x in ast.walk(tree)) if isinstance(tree, ast.AST) else ()
+    return any(isinstance(x, (int, float)) and wanted(x) for x in values)
 
 
 def _negligible(change: Change, values: dict[str, Any]) -> bool:
@@ -647,7 +688,10 @@ def _pairs(x: Any, y: Any) -> list[tuple[Any, Any]]:
 
 
 def _pieces(text: Text, edit: Any) -> tuple[str, str]:
+    (holder, field, _), _ = edit
     old, new = _both(edit)
+    if field == "slice" and isinstance(old, ast.Tuple):
+        old, new = holder, ast.Subscript(holder.value, new, ast.Load())
     while type(old) is type(new) and not isinstance(old, (ast.stmt, ast.UnaryOp)):  # the smallest part that differs
         fields = [(getattr(old, x), getattr(new, x)) for x in old._fields]
         pairs = [pair for x, y in fields for pair in _pairs(x, y) if dump(pair[0]) != dump(pair[1])]

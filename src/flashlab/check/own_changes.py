@@ -22,6 +22,7 @@ PART, WITHIN = "part-of-it", "in-each-turn"
 ROUNDING = ("round", "int", "ceil", "floor", "abs")
 _BEHIND_A_FACTOR = ("", "[:, None]", "[..., None]", "-")
 _RUNNING = ("maximum", "logaddexp", "max")
+_REDUCED = ("sum", "mean", "amax")
 _LIMITS = ("min", "max", "minimum", "maximum")
 _POWERS = ("exp", "exp2")
 _FEW = 9
@@ -47,6 +48,8 @@ def own_changes(text: Text, rights: Sequence[Text], values: dict[str, Any], alon
     yield from _of_unread(text)
     yield from _of_calls_alone(text, rights)
     yield from of_two_names(text, text.are_alike) if alone else ()
+    yield from of_remainders(text)
+    yield from _of_reductions(text, rights)
     for branch, at, line in of_branches(text):
         block = getattr(*branch)
         both = _new(ast.If(ast.Constant(True), [block[-1], line], []))
@@ -116,6 +119,11 @@ def _of_node(text: Text, line: ast.stmt, slot: Slot, node: ast.expr, zero: bool)
         yield Change("wrong-sign", "", 1.9, ((slot, _expr("-x", x=node)),))
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv):
         yield Change("more", "", 1.6, ((slot, _expr("x * y", x=node, y=node.right)),))
+    match node:
+        case ast.Call(func=ast.Attribute(value=ast.BinOp(left=a, op=ast.Mult(), right=b), attr=called), keywords=[]):
+            for first, second in ((a, b), (b, a)):  # rounded, or widened, before the product
+                alone = ast.Call(ast.Attribute(first, called, ast.Load()), node.args, [])
+                yield Change("brackets", "", 1.5, ((slot, _new(ast.BinOp(alone, ast.Mult(), second))),))
     if text.whole and not text.kinds:
         yield from _of_bits(text, slot, node)
     term = isinstance(slot[0], ast.BinOp) and isinstance(slot[0].op, (ast.Add, ast.Sub))
@@ -212,6 +220,10 @@ def _of_conditions(text: Text, rights: Sequence[Text]) -> Iterator[Change]:
     ]
     wanted = {ast.unparse(x.test): x.test for right in rights for x in ast.walk(right.tree)
               if isinstance(x, (ast.If, ast.IfExp)) and {*reads(x.test)} <= known | {*right.globals}}  # fmt: skip
+    for part in (x for x in ast.walk(text.tree) if isinstance(x, ast.comprehension)):
+        for i, test in enumerate(part.ifs):
+            words = f"the condition `{text.plain(test)}` is one too many"
+            yield Change("line-added", words, 1.2, (((part, "ifs", i), ast.Constant(True)),))
     lefts = {plain(x.left): x.left for x in ast.walk(text.tree) if isinstance(x, ast.Compare)}
     for node in (x for x in ast.walk(text.tree) if isinstance(x, ast.Compare) and len(lefts) < _FEW):
         for other in (x for said, x in lefts.items() if said != plain(node.left)):
@@ -259,8 +271,9 @@ def of_two_names(text: Text, alike: Callable[[str, str], bool]) -> Iterator[Chan
         for slot, node in _slots(part) if block or isinstance(part, (*LINES, ast.Subscript)) else ():
             if isinstance(node, ast.Name) and node.id in {*text.params, *text.locals}:
                 slots[node.id].append(slot)
+        walk = {*reads(part.iter)} if isinstance(part, ast.For) else set()
         for a, b in itertools.combinations(slots, 2) if block else ():
-            if len(slots[a]) + len(slots[b]) > 2 and alike(a, b):
+            if len(slots[a]) + len(slots[b]) > 2 and alike(a, b) and not {a, b} <= walk:
                 edits = [(slot, _new(ast.Name(y, ast.Load()))) for x, y in ((a, b), (b, a)) for slot in slots[x]]
                 words = f"`{a}` and `{b}` are exchanged, in `{text.plain(part).splitlines()[0].rstrip(':{ ')}`"
                 yield Change("names-exchanged", words, 1.7, tuple(edits))
@@ -277,6 +290,33 @@ def of_branches(text: Text) -> Iterator[tuple[tuple[ast.AST, str], int, ast.stmt
             for line in here:
                 if isinstance(line, LINES) and plain(line) not in map(plain, other):
                     yield (branch, there), len(other) - 1, line
+
+
+def of_remainders(text: Text) -> Iterator[Change]:
+    """A quotient and the remainder of the same two numbers, exchanged."""
+    found: dict[str, dict[type, list[tuple[Slot, ast.BinOp]]]] = {}
+    for slot, x in _slots(text.tree):
+        if isinstance(x, ast.BinOp) and isinstance(x.op, (ast.Mod, ast.FloorDiv)):
+            found.setdefault(f"{dump(x.left)} {dump(x.right)}", {}).setdefault(type(x.op), []).append((slot, x))
+    for both in (x for x in found.values() if len(x) == 2):
+        turned = {ast.Mod: ast.FloorDiv(), ast.FloorDiv: ast.Mod()}
+        edits = [(slot, _new(ast.BinOp(x.left, turned[type(x.op)], x.right))) for of in both.values() for slot, x in of]
+        words = " and ".join(text.say(of[0][1]) for of in both.values())
+        yield Change("names-exchanged", f"{words} are exchanged", 1.0, tuple(edits))
+
+
+def _of_reductions(text: Text, rights: Sequence[Text]) -> Iterator[Change]:
+    """A sum, or the like, that a right text makes of a result, and this one does not."""
+    calls = {plain(ast.Call(ast.Attribute(ast.Name("x"), x.func.attr), x.args, x.keywords))
+             for right in rights for x in ast.walk(right.tree)
+             if isinstance(x, ast.Call) and isinstance(x.func, ast.Attribute) and x.func.attr in _REDUCED}  # fmt: skip
+    for line in ast.walk(text.tree) if calls else ():
+        value = line.value if isinstance(line, (ast.Assign, ast.Return)) else None
+        slots: list[Slot] = [(line, "value", None)] if value else []
+        if isinstance(value, ast.Tuple):
+            slots = [(value, "elts", i) for i in range(len(value.elts))]
+        for slot, way in itertools.product(slots, sorted(calls)):
+            yield Change("function-missing", "", 1.2, ((slot, _expr(way, x=_at(slot))),))
 
 
 def _of_unread(text: Text) -> Iterator[Change]:
@@ -512,6 +552,11 @@ def _of_tiles(text: Text) -> Iterator[Change]:
     for walk in (x.iter for x in loops if text.from_zero):
         if isinstance(walk, ast.Call) and len(walk.args) > 1 and plain(walk.args[0]) != "0":
             yield Change(PART, "", 0.5, (((walk, "args", 0), _new(ast.Constant(0))),))
+    for loop in (x for x in loops if plain(getattr(x.iter, "func", None)) == "range" and len(x.iter.args) == 2):  # type: ignore
+        for name in sorted({*text.numbers, *text.meant} - {*reads(loop.iter)}):
+            edges: list[Any] = [ast.BinOp(x, ast.Mult(), _expr(name)) for x in loop.iter.args]  # type: ignore
+            new = ast.Call(ast.Name("range", ast.Load()), edges, [])
+            yield Change("more", "", 1.4, (((loop, "iter", None), _new(new)),))
     stepped = {y.target.id: x for x in ast.walk(text.tree) if isinstance(x, ast.While) for y in x.body
                if isinstance(y, ast.AugAssign) and isinstance(y.target, ast.Name)}  # fmt: skip
     inner: Any = next((x for x in reversed([*loops, *stepped.values()]) if _aranges(x)), None)

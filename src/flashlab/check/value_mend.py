@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import itertools
 import math
 import pickle
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ import numpy as np
 import torch
 
 from flashlab.check.changes import Change, Slot, Text, _new
+from flashlab.check.claims import tokens
 from flashlab.check.lookup import Index
 
 _SEEN = (ast.BinOp, ast.Call, ast.Compare, ast.Subscript, ast.UnaryOp, ast.IfExp, ast.Attribute, ast.BoolOp, ast.Name)
@@ -34,6 +36,9 @@ _SECONDS = 1.5
 _FEW = 3  # so many values that will do say which one belongs there
 _DEEP = 6  # definitions within definitions
 _LONG, _SHORT = 110, 90  # characters of an expression that is told; of numbers, and the input
+_NEAR, _FAR = 30, 50  # characters more than those of what stands there twice
+_LESS_SURE = 1.6  # what it costs to say a piece of the right text in the learner's names
+_ALIKE = 3  # words and signs that come, of a result
 _ROOM = 10**7  # numbers of all spots on one input
 _SOME, _ROUNDED = 50, 2e-3  # numbers of a result; what rounding it to 16 bits may change
 _HOOK = "_value"
@@ -201,15 +206,21 @@ def _said(mine: Watched, found: Sequence[_Found], say: Callable[[Any, Change], s
     plain = mine.text.plain
     found = [x for x in found if len(plain(mine.spots[x.at].node)) <= _LONG]
     found = sorted(found, key=lambda x: (mine.spots[x.at].line, not x.sure))
-    for x in found:
+    ways = (_NEAR, True, False), (_FAR, False, False), (_FAR, False, True)
+    for (room, shorter, last), x in itertools.product(ways, found):
+        if x.last != last:
+            continue
         spot = mine.spots[x.at]
         old = plain(spot.node)
-        for new in _in_own_names(mine, x) if not x.last else ():
+        for new in _in_own_names(mine, x, shorter):
             with contextlib.suppress(SyntaxError):
-                well = plain(new) != old and len(plain(new)) <= min(_LONG, 2 * len(old) + 30)
+                words, own = (Counter(tokens(y).split()) for y in (plain(new), old))
+                if x.last and (words - own).total() > _ALIKE:
+                    continue  # a result is what the exercise asks for
+                well = plain(new) != old and len(plain(new)) <= min(_LONG, 2 * len(old) + room)
                 change = Change("value", "", 0.0, ((spot.slot, _new(new)),))
-                if well and (words := say(mine.text, change)) is not None and mine.is_right(change):
-                    return words or f"`{old}` stands where `{plain(new)}` belongs", 1.0
+                if well and (said := say(mine.text, change)) is not None and mine.is_right(change):
+                    return said or f"`{old}` stands where `{plain(new)}` belongs", 1.0 if shorter else _LESS_SURE
     for x in (x for x in found if not x.part):
         if told := mine.told(mine.of_first[x.at], x.right.of_first[x.by]):
             it = f"`{plain(mine.spots[x.at].node)}`"
@@ -217,8 +228,10 @@ def _said(mine: Watched, found: Sequence[_Found], say: Callable[[Any, Change], s
     return "", 0.0
 
 
-def _in_own_names(mine: Watched, found: _Found) -> Iterator[ast.expr]:
-    """The right spot's expression, or one with the same values, with the names under which the learner has them."""
+def _in_own_names(mine: Watched, found: _Found, shorter: bool) -> Iterator[ast.expr]:
+    """The right spot's expression, or one with the same values, with the names under which the learner has them.
+    shorter: a name for a whole piece, too.
+    """
     right = found.right
     got, wanted = mine.after(found.at, right, found.by), right.of_first
     of = {id(x.node): k for k, x in enumerate(right.spots) if k in wanted}
@@ -237,7 +250,8 @@ def _in_own_names(mine: Watched, found: _Found) -> Iterator[ast.expr]:
         if isinstance(node, ast.Name) and node.id in places:
             return ast.Name(places[node.id], ast.Load())
         k = of.get(id(node), set_to.get(getattr(node, "id", "")))
-        same = [x for x, values in own.items() if k is not None and depth and values.alike(wanted[k])]
+        whole = shorter or isinstance(node, ast.Name)
+        same = [x for x, values in own.items() if k is not None and depth and whole and values.alike(wanted[k])]
         if same and _shapes(own[same[0]]) == _shapes(wanted[k]):  # type: ignore[index]
             return ast.Name(same[0], ast.Load())
         if isinstance(node, ast.Name) and node.id in right.text.locals:

@@ -522,12 +522,14 @@ def a_tree(merge_as_tree: Callable[..., State]) -> Any:
 def _expect_a_tree(merge_as_tree: Callable[..., State]) -> str:
     for n in (13, 1, 2, 3, 4, 5, 7, 8, 64, 100):
         case = f"{n} states"
-        count, most = [0], math.ceil(math.log2(n))
+        count, most, uneven = [0], math.ceil(math.log2(n)), list[tuple[int, int]]()
 
-        def pair(a, b, n=n, count=count):
+        def pair(a, b, n=n, count=count, uneven=uneven):
             count[0] += 1
             one, other = _tree_of(a), _tree_of(b)
             whole = _Merge(one.leaves + other.leaves, 1 + max(one.depth, other.depth))
+            if 2 ** (whole.depth - 1) >= len(whole.leaves):
+                uneven.append((len(one.leaves), len(other.leaves)))
             said = f"after {count[0]} merges of {_plural(n, 'state')} a sum has {len(whole.leaves)} of them in it"
             expect(max(count[0], len(whole.leaves)) <= 4 * n, said, diagnosis="extra-merges", case=f"{n} states")
             return whole
@@ -553,10 +555,16 @@ def _expect_a_tree(merge_as_tree: Callable[..., State]) -> str:
         idle = len(every) - len(leaves)
         said = "every state is merged with `nothing`, which is for the empty list alone"
         expect(idle < n, said, diagnosis="extra-merges", case=case)
-        sentence = f"the result is {_plural(depth, 'merge')} deep; {_plural(n, 'state')} need no more than "
-        sentence += f"{most}"
+        sentence = ""
+        if depth > most:
+            left, right = max(uneven, key=lambda x: abs(x[0] - x[1]))
+            sentence = f"a sum of {_plural(left, 'state')} is merged with one of {right}: merge two that have as many, "
+            sentence += f"or nearly\nThe result is {_plural(depth, 'merge')} deep; {n} states need no more than {most}"
         expect(depth <= most, sentence, diagnosis="not-a-tree", case=case)
         said = f"{_plural(count[0], 'merge')} for {_plural(n, 'state')}; {n - 1} suffice"
+        said += f": `nothing` is merged {'once' if idle == 1 else f'{idle} times'}, and is for the empty list" * (
+            idle > 0
+        )
         expect(count[0] == n - 1, said, diagnosis="extra-merges", case=case)
 
     case = "no states"

@@ -612,8 +612,8 @@ def _tail(what: str) -> dict[str, str]:
     return {
         "full tile": "NaN where tiles are full: exp(score) and exp(lse) are 0 there, each by itself, and not "
         "exp(score - lse)",
-        "near": f"NaN in the last tile alone: P of a {what} that is not there is not 0. Its score is 0, exp(0 - lse) "
-        "is infinite, and that times 0 is NaN",
+        "near": f"NaN in the last tile alone: P of a {what} that is not there is not 0: where lse is lower than "
+        "the score it gets, exp(score - lse) is infinite, and that times 0 is NaN",
     }
 
 

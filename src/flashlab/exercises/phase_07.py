@@ -19,6 +19,7 @@ from flashlab.attention import reference
 from flashlab.check import CheckFailed, expect, expect_close
 from flashlab.check.cuda_answer import (
     PROBES,
+    VAGUE,
     Answer,
     Source,
     built,
@@ -490,6 +491,7 @@ LOOP = Trials(
     words={x: x for x in ("m_new", "base", "correction", "last_key", "row", "x", "c", "d")},
     equal=_OF_THE_MASK | {
         "warp_row": "there is one warp, and its first row is 0",
+        **dict.fromkeys(("`n < S_TILES`", "`S_TILES` is one"), "what is behind an array of registers is not seen"),
         "comes too late": "neither line needs the other", "outside of `smem_u32`": "the address is a number of bytes",
         "MMA_K` is missing": "BLOCK_N is MMA_K: k is 0", "in `k * MMA_K`": "BLOCK_N is MMA_K: k is 0",
         "k * MMA_K` is missing": "BLOCK_N is MMA_K: k is 0", "BLOCK_N / MMA_K": "both are 16",
@@ -594,7 +596,8 @@ WHOLE = Trials(
     words={x: x for x in ("lane", "g", "t", "first", "head", "last", "base")},
     equal=_OF_THE_MASK | {
         "by `p.heads`": "the check runs two batches", "by `p.kv_heads`": "the check runs 2 heads of K for 6 of Q",
-        "it is `p.seq_k` always": "the check counts MMAs", "start <= end": "the check counts MMAs",
+        "`t == 0`": "each lane of a quad has the row's lse",
+        **dict.fromkeys(("it is `p.seq_k` always", "start <= end"), "the check counts MMAs"),
     },
 )  # fmt: skip
 
@@ -651,7 +654,8 @@ def _run_whole(whole: Source, head_dim: int, dtype: torch.dtype) -> tuple[float,
 )
 def whole_forward(kernel: str) -> str:
     whole = whole_kernel(kernel, "kernel")
-    expect_stored(whole)
+    with explained(lambda: built(whole, check=True), WHOLE, vague=VAGUE):
+        expect_stored(whole)
     cases = examined(whole, WHOLE, LOOP).cases
     expect_set(whole)
 

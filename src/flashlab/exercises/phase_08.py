@@ -678,11 +678,13 @@ PIPELINED = Trials(
     words={x: x for x in ("lane", "g", "t", "start", "head", "base", "top", "ahead")},
     equal={
         "below `0`": "fewer tiles than none are none", "above `p.seq_k`": "keys past the last one are masked",
-        "`1` is missing, in `j + 1 < tiles": "a tile past the last one is zeros, and not used",
-        "`j` is missing, in `j + 1`": "a tile past the last one is zeros, and not used",
+        **dict.fromkeys(("tiles` is not asked", "`1` is missing, in `j + 1", "`j` is missing, in `j + 1`"),
+                        "a tile past the last one is zeros, and not used"),
+        "`j == 0` is not asked": "the registers of Q get the same numbers again",
         "`TILE` is missing, in `3 * TILE`": "48 KB are there without being asked for",
         "factor `3`": "48 KB are there without being asked for", "`t == 0`": "each lane of a quad has the row's lse",
-        "it is `p.seq_k` always": "the page does not ask to leave out tiles that nobody sees",
+        **dict.fromkeys(("it is `p.seq_k` always", "`p.seq_k` is taken"),
+                        "the page does not ask to leave out tiles that nobody sees"),
         **dict.fromkeys(("by `p.heads`", "`p->batch`"), "the check runs two batches"),
         "by `p.kv_heads`": "the check runs 2 heads of K for 6 of Q", "`start` is": "the check runs more causal rows",
     },
@@ -741,7 +743,7 @@ def _well_made(c: Counters, head_dim: int) -> None:
     sentence = f"{right} nothing is copied by cp.async: loads and stores hold up their thread"
     expect(c["cp_async"] > 0, sentence, diagnosis="no-cp-async", case=case)
     sentence = f"{right} a copy is under way during {c['mma_during_copies']} of {mma} MMAs: start the next copy "
-    sentence += "before you work on what has arrived"
+    sentence += "before you work on what has arrived, and wait for what the next product reads alone"
     expect(c["mma_during_copies"] >= mma / 3, sentence, diagnosis="no-overlap", case=case)
     sectors, fewest = c["global_store_sectors"], n * (head_dim * 2 + 4) // 32
     sentence = f"{right} the stores touch {sectors} sectors of 32 bytes where {fewest} hold O and lse: a lane should "

@@ -908,13 +908,7 @@ THIRD_STAGE = Trials(
 _WAIT = re.compile(r"\bcp_async_wait\s*<([^;]*)>\s*\(\s*\)\s*;")
 
 
-def _expect_q_alone(wait: re.Match[str]) -> str:
-    """The wait for Q, and before it, on the same line, the test that it waits for no tile.
-
-    A learner who puts Q into the first tile's group has to wait for that one too.
-    """
-    own_group = wait.string[: wait.start()].count("cp_async_commit()") >= 2
-    return (f'static_assert(({wait[1]}) >= STAGES - 1, "Q_WAIT"); ' if own_group else "") + wait[0]
+_Q_ALONE = r'static_assert((\1) >= STAGES - 1, "Q_WAIT"); \g<0>'
 
 
 @exercise(
@@ -938,11 +932,12 @@ def third_stage(before_loop: str, in_loop: str) -> str:
         verdict = examine(whole)
     test = 'static_assert(IN_FLIGHT >= STAGES - 2, "IN_FLIGHT");'
     try:
-        _watched(_third_stage(_WAIT.sub(_expect_q_alone, texts[0]), texts[1], test))
+        _watched(_third_stage(_WAIT.sub(_Q_ALONE, texts[0]), texts[1], test))
     except CheckFailed as failed:  # it compiled without these lines
         for_q = "Q_WAIT" in failed.sentence
         raise CheckFailed(
-            "right, but where Q is waited for, STAGES - 1 groups should be left in flight, those of the first tiles"
+            "right, but where Q is waited for, STAGES - 1 groups should be left in flight, those of the first tiles: Q "
+            "is a group of its own"
             if for_q
             else "right, but IN_FLIGHT should leave the copies of all later tiles in flight: with three stages that is "
             "one group",

@@ -372,7 +372,8 @@ class Rule:
         evidence = "; ".join(numbers)
         evidence += f". {' and '.join(well)} {'are' if len(well) > 1 else 'is'} right in every case" if well else ""
         cause = self.explained(learners, got)
-        if not cause or IN_NUMBERS in cause[1] or (self.hint and "are exchanged: they" not in cause[1]):
+        by_chance = cause and (IN_NUMBERS in cause[1] or "`2` is missing in" in cause[1])  # of what is as large
+        if not cause or by_chance or (self.hint and "are exchanged: they" not in cause[1]):
             cause = self._counted(got, wrong) or cause
         if self.symptom and (not cause or HEDGE in cause[1]):
             seen = self.symptom_of(learners)

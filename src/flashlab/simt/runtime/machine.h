@@ -105,10 +105,10 @@ struct LaneOfBlock {  // what of a lane begins anew with each block
     uintptr_t in_use_low = 0, in_use_bytes = 0;  // all of in_use lies in there
     std::vector<RegistersInUse> in_use;
     std::vector<GivenRegisters> given;
-    struct {
+    struct Fence {
         uint32_t time = 0;  // of the warp; 0: there was none
         std::vector<uint32_t> known;
-    } fence;  // its last __threadfence (ordering.h)
+    } fence, earlier_fence;  // its last __threadfence, and the one before (ordering.h)
     const void* in;  // while in a collective: its operands and its result, on its own stack
     void* out;
     uint32_t group = 0;     // cp.async: number of the open group

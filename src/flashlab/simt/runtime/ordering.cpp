@@ -85,6 +85,7 @@ static void add_look(std::vector<Block::Look>& looks, const Lane* lane, Word* wo
 void fence(Lane* lane) {
     Warp* w = lane->warp;
     for (auto& l : known_to(lane, lane->block->looked)) add_look(lane->block->acquired, lane, l.first, l.second);
+    lane->earlier_fence = lane->fence;
     lane->fence.time = w->time;
     lane->fence.known.assign(w->known, w->known + lane->block->warps);
     w->time++;  // what the lane does from here on is not covered
@@ -180,15 +181,16 @@ void let_another_update(Lane* lane, uintptr_t address) {
 }
 
 // What its own last fence covers is published, and what the fences of others do that come before it, by a barrier: fences
-// are sequentially consistent.
+// are sequentially consistent. (Another's last one may stand behind that barrier.)
 static void add_fences_of_others(const Lane* lane, Word::Published& p) {
     const Block* block = lane->block;
     for (const Warp* w = block->warp; w < block->warp + block->warps; w++)
         for (const Lane* other = w->lanes; other < w->lanes + w->count; other++)
-            if (other != lane && other->fence.time && before(other->id, other->fence.time, lane)) {
-                p.fences.push_back({(uint32_t)other->id, other->fence.time});
-                join(p.known.data(), other->fence.known.data(), block->warps);
-            }
+            for (const auto* fence : {&other->fence, &other->earlier_fence})
+                if (other != lane && fence->time && before(other->id, fence->time, lane)) {
+                    p.fences.push_back({(uint32_t)other->id, fence->time});
+                    join(p.known.data(), fence->known.data(), block->warps);
+                }
 }
 void meet(Lane* lane, uintptr_t address, bool learn, bool publish) {
     publish &= lane->fence.time != 0;
