@@ -128,7 +128,7 @@ SLIPS = [
      "the line `__syncthreads()` comes too early, before `cp_async_wait<IN_FLIGHT>()`"),
     ("6.4", MERGE, ("l * a + l_other", "l + l_other"), "the factor `a` is missing in `l`, in `l + l_other * b`"),
     ("6.4", MERGE, ("u, l, mask)", "u, l, 16)"), "`16` stands where `mask` belongs"),
-    ("6.4", MERGE, (" + 1.f;", ";"), "the term `1` is missing in `l * expf(m - v)`"),
+    ("6.4", MERGE, (" + 1.f;", ";"), "`l += expf(v - m)` is missing behind `m = v`"),
     ("11.10", TURNS, ("if (giver(consumer) == 0)", "if (consumer == 0)"),
      "`0` stands where `CONSUMERS - 1` belongs, in `consumer == 0`, the second of 2"),
     ("11.10", TURNS, ("sync(FIRST + giver(consumer)", "arrive(FIRST + giver(consumer)"),
@@ -164,7 +164,8 @@ def test_a_value_is_told_where_no_change_mends_it(monkeypatch):
     text = edited(TRANSPOSE, [("x[(top + ty + k) * cols + left + tx]", "x[(top + ty) * cols + left + tx + k]")])
     told = cuda_mend.mended(TRIALS["6.3"], TRIALS["6.3"].place(text))
     wrong = "`(top + ty) * cols + left + tx + k`, or what it reads, is wrong"
-    of_run = {f"{wrong}: it is 24 in thread 0 of block 0, the 4th time, and should be {24 * cols}" for cols in (96, 70, 5)}
+    where = "in thread 0 of block 0, the 4th time"
+    of_run = {f"{wrong}: it is 24 {where}, and should be {24 * cols}" for cols in (96, 70, 5)}
     assert told in of_run  # the quickest comes first
 
 

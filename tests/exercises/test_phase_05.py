@@ -113,7 +113,7 @@ test_what_is_said_of_kernels = told(
     ("5.12", ("tl.store(dk_ptrs, (dk", "dk, dv = dv / scale, dk * scale\n    tl.store(dk_ptrs, (dk"),
      "(dv / scale, dk * scale)` is one too many"),
     ("5.5", ("tl.load(o_ptrs, mask=offs_m[:, None]", "tl.load(o_ptrs, mask=offs_d[None, :]"),
-     "`offs_d[None, :] < M` stands where"),
+     "`offs_d[None, :]` stands where `offs_m[:, None]`"),
     ("5.5", ("g * dg", "dg"), "dO = g · dY"),
     ("5.13", ("        if SOFTCAP:\n            ds = ds * (1.0 - t * t)",
              "        ds = ds * (1.0 - (s / softcap) * (s / softcap))"), "no soft-cap and nothing is hidden"),

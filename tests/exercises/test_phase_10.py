@@ -310,7 +310,7 @@ AGAIN = "0 * tl.load(x_ptrs, mask=inside, other=0.0)"
 test_the_rotation_gone_wrong = told(
     pytest.param("10.6", ("rows[:, None] < M", "rows[:, None] <= M"), "`rows[:, None] <= M`", marks=COUNTED),
     ("10.6", [(X1_X2, X1_X2.replace(".to(tl.float32)", "")), (COS, f"{COS}.to(X_ptr.dtype.element_ty)")], "Y "),
-    ("10.6", ("tl.store(y_ptrs, (", "tl.store(x_ptrs, ("), "it is Y_ptr that it writes"),
+    ("10.6", ("tl.store(y_ptrs, (", "tl.store(x_ptrs, ("), "Y_ptr is to be written"),
     pytest.param("10.6", ("(x1 * sin + x2 * cos)", f"(x1 * sin + x2 * cos + {AGAIN})"),
                  "each number of X is read 1.5 times", marks=COUNTED),
     pytest.param("10.6", ("    tl.store(y_ptrs, (", "    tl.store(y_ptrs, x1, mask=inside)\n    tl.store(y_ptrs, ("),

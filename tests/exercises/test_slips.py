@@ -21,7 +21,7 @@ test_a_slip_is_told_by_the_piece_that_it_is_in = told(
     ("11b.1", [("column % 2 + row // 8 % 2 * 2", "column % 2 * 2 + row // 8 % 2")],
      "`column % 2 * 2 + row // 8 % 2` stands where `column % 2 + row // 8 % 2 * 2` belongs"),
     ("12.2", [("table[j // page]", "j // page")], "`j // page` itself stands where `table[j // page]` belongs"),
-    ("12.3", [("torch.logsumexp(lses, 0)", "lses.exp().sum(0).log()")], "the exponentials are taken as they are"),
+    ("12.3", [("torch.logsumexp(lses, 0)", "lses.exp().sum(0).log()")], "`torch.logsumexp(lses, 0)` belongs"),
     ("12.6", [("    if (lane == 0) {", "    {")], "in all lanes: one lane counts for all"),
     ("12.6", [("__shfl_sync(~0u, before, 0) == splits - 1", "before == splits - 1")], "`last` is true in lane 0 alone"),
     ("12.7", [("users.subtract(table[s])", "users.update(dict.fromkeys(table[s], -9))")],

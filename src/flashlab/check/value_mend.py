@@ -220,7 +220,8 @@ def _said(mine: Watched, found: Sequence[_Found], say: Callable[[Any, Change], s
                 well = plain(new) != old and len(plain(new)) <= min(_LONG, 2 * len(old) + room)
                 change = Change("value", "", 0.0, ((spot.slot, _new(new)),))
                 if well and (said := say(mine.text, change)) is not None and mine.is_right(change):
-                    return said or f"`{old}` stands where `{plain(new)}` belongs", 1.0 if shorter else _LESS_SURE
+                    price = 1.0 if shorter else _LESS_SURE + 0.8 * last
+                    return said or f"`{old}` stands where `{plain(new)}` belongs", price
     for x in (x for x in found if not x.part):
         if told := mine.told(mine.of_first[x.at], x.right.of_first[x.by]):
             it = f"`{plain(mine.spots[x.at].node)}`"

@@ -596,7 +596,8 @@ ENDING = Trials(
         "first_thread": "the others have stored nothing",
         "head, batch)` comes too late": "either may be stored first",
     },
-    unless={"k-overwritten": r"store_tile\(dk,p\.scale,(?!k_smem|v_smem)|named_barrier_\w+\((1\+CONSUMERS|3),"},
+    unless={"k-overwritten": r"store_tile\(dk,p\.scale,(?!k_smem|v_smem)|"
+            r"named_barrier_\w+\((?:1\+CONSUMERS|3),.{0,80}store_tile\(dk,"},
     rows=[
         Row("k-overwritten", "of K all 128 rows are read: by dQ = dS K of the other consumer too, which may be late. "
             "So both have to have waited for their products before anybody stores where K lay",
