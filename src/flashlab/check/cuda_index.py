@@ -54,8 +54,8 @@ _PLAIN = (
 )  # fmt: skip
 # What is seen in a kernel's results, and may have several causes: nothing but what mends the answer is told before it.
 _SEEN = (
-    "maximum-never-set", "corrected-twice", "nothing-rescaled", "o-columns-exchanged", "causal-by-block",
-    "mask-inverted",
+    "maximum-never-set", "corrected-twice", "nothing-rescaled", "o-columns-exchanged", "o-columns-repeated",
+    "o-rows-exchanged", "o-rows-repeated", "masked-rows-nan", "causal-by-block", "mask-inverted",
 )  # fmt: skip
 # Findings that may come of another mistake: the outputs behind them are kept too.
 _EQUAL = {"<= -INFINITY`: it is `==`": "nothing is below -inf"}  # of every text
