@@ -342,7 +342,8 @@ def _price(change: Change, likely: _Likely) -> float:
     there = change.slug in ("mask", "shape-of-another", "not-divided")
     whole = there or any(isinstance(new, ast.If) for _, new in change.edits)  # it is there already
     price = change.cost - 0.5 * as_long + _SHARED * known + _LONGER * max(0, longer * (not whole)) + 1.5 * kept
-    price += any(isinstance(old, ast.BinOp) and isinstance(new, ast.UnaryOp) for old, new in map(_both, change.edits))
+    lost = (getattr(new, "operand", 0) is getattr(old, "right", 1) for old, new in map(_both, change.edits))
+    price += any(lost)  # a - b becomes -b
     return price - _SHARED * strays - _SHARED * unread - _OF_A_RIGHT_ONE * likely.made(change)
 
 
