@@ -166,7 +166,8 @@ check("2.5", hunted_5)
 # output is full of NaN.
 #
 # **Which rows are NaN, and what is special about the first tile that they meet?** A large negative number where the
-# maximum or a masked score is $-\infty$ is no repair: the check has rows that see no key at all, and for them O = 0 and lse = $-\infty$.
+# maximum or a masked score is $-\infty$ is no repair: the check has rows that see no key at all, and for them O = 0 and lse = $-\infty$, and it
+# has scores below any such number.
 
 # %% tags=["exercise"]
 def hunted_6(Q, K, V, BLOCK_N, scale=None):

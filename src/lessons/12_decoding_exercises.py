@@ -181,7 +181,7 @@ check("12.9", part_kernel)
 # ## 12.10
 #
 # This kernel writes down at which element each key of a sequence begins. It served for weeks. Then somebody gave the cache more memory, and after
-# some hours of traffic other kernels crashed, here and there.
+# some hours of traffic other kernels crashed, here and there. The table of pages holds 32-bit numbers; the elements are written down in 64 bits.
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_12: key_offsets_kernel
@@ -194,8 +194,8 @@ check("12.10", key_offsets_kernel)
 # ## 12.11
 #
 # Sequences may have different numbers of queries. So the result is *packed*: rows of one sequence behind those of the other. The parts of the splits
-# are padded to the longest sequence, as that is simpler, and what lies in the padding is whatever was there before. Without splits the
-# kernel was right in every test. With splits only the first sequence is right. Find the mistake, and mend it.
+# are padded to the longest sequence, as that is simpler, and what lies in the padding is whatever was there before. The kernel without splits,
+# which is not here, was right in every test. With splits a single sequence is right. Find the mistake, and mend it.
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_12: hunted_merge

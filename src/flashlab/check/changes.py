@@ -875,10 +875,9 @@ def _of_operation(text: Text, node: ast.BinOp) -> Iterator[tuple[Any, ...]]:
             left, other(), right), type(op), other, text.plain(right)  # fmt: skip
     if isinstance(op, (ast.Sub, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow, ast.MatMult)):
         slug = "upside-down" if isinstance(op, (ast.Div, ast.FloorDiv)) else "operands-exchanged"
-        if getattr(left, "value", None) == 1:
-            yield slug, f"{w(right)} stands where {w(node)} belongs", 1.2, right
-        else:
-            yield slug, f"{w(node)} is the other way round", 1.5, ast.BinOp(right, op, left)
+        turned = f"{w(node)} is the other way round", 1.5, ast.BinOp(right, op, left)
+        less = f"{w(right)} stands where {w(node)} belongs", 1.2, right
+        yield slug, *(less if getattr(left, "value", None) == 1 else turned)
     if isinstance(op, ast.FloorDiv):
         ways = {"a / b": "is not rounded", "-(-a // b)": "is rounded up", "a // b + 1": "is one too large"}
         for way, said in (ways | {"round(a / b)": "is rounded to the nearest"}).items():

@@ -565,9 +565,8 @@ class CudaText(Text):
             return f"if ({value(node, 'test', None, node.test)}) {{ {lines(node, 'body')} }}{orelse}"
         if isinstance(node, Declaration):
             values = [value(node, "values", i, x) for i, x in enumerate(node.values)]
-            listed = "dim3" not in node.of  # each one in braces has that type
-            values = [
-                f"({node.of}){v}" if listed and text.rstrip().endswith(("{", ",")) and CHOSEN in v else v
+            values = [  # each one in braces has that type
+                f"({node.of}){v}" if "dim3" not in node.of and text.rstrip().endswith(("{", ",")) and CHOSEN in v else v
                 for text, v in zip(node.texts, values, strict=False)
             ]
             said = "".join(t + v for t, v in zip(node.texts, [*values, ""], strict=True))

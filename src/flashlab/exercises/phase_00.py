@@ -555,18 +555,20 @@ def _expect_a_tree(merge_as_tree: Callable[..., State]) -> str:
         idle = len(every) - len(leaves)
         said = "every state is merged with `nothing`, which is for the empty list alone"
         expect(idle < n, said, diagnosis="extra-merges", case=case)
-        sentence = ""
-        if depth > most:
-            left, right = max(uneven, key=lambda x: abs(x[0] - x[1]))
-            sentence = f"a sum of {_plural(left, 'state')} is merged with one of {right}: merge two that have as many, "
-            sentence += f"or nearly\nThe result is {_plural(depth, 'merge')} deep; {n} states need no more than {most}"
+        left, right = max(uneven, key=lambda x: abs(x[0] - x[1]), default=(0, 0))
+        sentence = f"a sum of {_plural(left, 'state')} is merged with one of {right}: merge two that have as many, or "
+        sentence += f"nearly\nThe result is {_plural(depth, 'merge')} deep; {n} states need no more than {most}"
         expect(depth <= most, sentence, diagnosis="not-a-tree", case=case)
         said = f"{_plural(count[0], 'merge')} for {_plural(n, 'state')}; {n - 1} suffice"
-        said += f": `nothing` is merged {'once' if idle == 1 else f'{idle} times'}, and is for the empty list" * (
-            idle > 0
-        )
+        times = "once" if idle == 1 else f"{idle} times"
+        said += f": `nothing` is merged {times}, and is for the empty list" if idle else ""
         expect(count[0] == n - 1, said, diagnosis="extra-merges", case=case)
+    _expect_a_sum_of_states(merge_as_tree)
+    return "12 lists, each as flat as it can be"
 
+
+def _expect_a_sum_of_states(merge_as_tree: Callable[..., State]) -> None:
+    """Of none, and of some that are real."""
     case = "no states"
     nothing = identity(head_dim=2)
     got = _on(case, merge_as_tree, [], merge, nothing)
@@ -583,7 +585,6 @@ def _expect_a_tree(merge_as_tree: Callable[..., State]) -> str:
     got = _on(case, merge_as_tree, states, merge, identity(head_dim=2, dtype=torch.float64))
     expect(states == given, "the list of states was changed; work on a copy", diagnosis="inputs-changed", case=case)
     expect_close(finish(State(*got))[0], torch.softmax(x, 0) @ v, what="the output", case=case)
-    return "12 lists, each as flat as it can be"
 
 
 def _same(got: Any, want: State) -> bool:

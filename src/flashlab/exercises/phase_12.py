@@ -962,7 +962,7 @@ def _row_told(learners: Callable[..., Any]) -> tuple[str, str] | None:
 
 @tensor_rule(
     "12.11",
-    title="The first one is always right", minutes=20, difficulty="Bug hunt",
+    title="A single one is always right", minutes=20, difficulty="Bug hunt",
     bug=Row("all-on-the-first", "every sequence is written from row 0 on: the last one stays there, and later rows are "
             "never written",
             [(": torch.Tensor, part_lse: torch.Tensor, starts: list[int]) -> torch.Tensor", ", part_lse, starts)"),
