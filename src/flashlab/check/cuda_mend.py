@@ -301,11 +301,11 @@ def _missing_lines(text: CudaText, right: CudaText, scope: dict[int, set[str]]) 
             for call in (x for x in nodes if calls[x] > ours[x] and len(x) < _LONGEST):
                 if not _names(nodes[call]) & {*text.types} <= scope[id(line)]:
                     continue
-                new, here = _foreign(right, text, nodes[call]), text.plain(line).split("\n")[0].rstrip(" {")[:_LONGEST]
+                new, here = _foreign(right, text, nodes[call]), text.plain(line)[:_LONGEST]
                 if here == call:
                     continue
                 made = sorted(_names(new) & by_hand)
-                words = f"`{call}` is missing behind `{here}{' { … }' * (here != text.plain(line)[:_LONGEST])}`"
+                words = f"`{call}` is missing behind `{here}`"
                 words = f"`{made[0]}` is not what `{call}` makes of it, behind `{here}`" if made else words
                 there = have[call.split("(")[0]] >= wanted[call.split("(")[0]] > 0  # in other words
                 yield _added(holder, field, at, line, new, words, 1.0 + _BY_HAND * bool(made) + _SHARED * there)

@@ -502,7 +502,7 @@ def _runs(
     made = [c for c in made if not any(isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store) and x.id in foreign
             for _, new in c.edits if isinstance(new, ast.stmt) for x in ast.walk(new))]  # fmt: skip
     made = [c for c in made if c.edits and not (text.whole and _fraction(c)) and not _negligible(c, values)]
-    made = [c for c in made if not _squares(c) and not _never(text, c)]
+    made = [c for c in made if not _squares(c)]
     if not any(_has(right.tree, lambda x: x >= _THOUSAND) for right in index.texts):  # there are no units
         made = [c for c in made if not _has(c.edits[0][1], lambda x: x == _THOUSAND)]
     divides = any(isinstance(x, ast.Mod) for right in index.texts for x in ast.walk(right.tree))
@@ -539,14 +539,6 @@ def _squares(change: Change) -> bool:
     """Whether a factor or a term comes again that is more than a name or a number: that is right by accident."""
     again = getattr(change.edits[0][1], "right", None)
     return change.slug == "twice" and not isinstance(again, (ast.Name, ast.Constant))
-
-
-def _never(text: Text, change: Change) -> bool:
-    """Whether what is compared with infinity is a whole number then."""
-    (holder, _, _), new = change.edits[0]
-    kinds = text.kinds.get(getattr(new, "id", ""), ())
-    whole = any(isinstance(kind, tuple) and kind[-1] == "i" for kind in kinds)
-    return whole and isinstance(holder, ast.Compare) and "inf" in ast.unparse(holder)
 
 
 def _never_asked(text: Text, change: Change, is_right: Callable[..., bool]) -> bool:

@@ -48,7 +48,7 @@ def own_changes(text: Text, rights: Sequence[Text], values: dict[str, Any], alon
     yield from _of_unread(text)
     yield from _of_calls_alone(text, rights)
     yield from of_two_names(text, text.are_alike) if alone else ()
-    yield from of_remainders(text)
+    yield from _of_remainders(text)
     yield from _of_reductions(text, rights)
     for branch, at, line in of_branches(text):
         block = getattr(*branch)
@@ -292,7 +292,7 @@ def of_branches(text: Text) -> Iterator[tuple[tuple[ast.AST, str], int, ast.stmt
                     yield (branch, there), len(other) - 1, line
 
 
-def of_remainders(text: Text) -> Iterator[Change]:
+def _of_remainders(text: Text) -> Iterator[Change]:
     """A quotient and the remainder of the same two numbers, exchanged."""
     found: dict[str, dict[type, list[tuple[Slot, ast.BinOp]]]] = {}
     for slot, x in _slots(text.tree):
