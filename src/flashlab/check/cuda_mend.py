@@ -457,6 +457,7 @@ def _further(text: CudaText, right: CudaText) -> Iterator[Change]:
     pairs = [*itertools.permutations(floats, 2)] if len(floats) < 2 * _SHORTEST else []
     kept = {id(x) for n in ast.walk(text.tree) if isinstance(n, ast.Assign) for x in ast.walk(n.value)
             if _name(x) in {*map(_name, n.targets)} & {*floats}}  # fmt: skip
+    in_powers = {id(x) for n in ast.walk(text.tree) if _is_power(n) for x in n.args}  # type: ignore[attr-defined]
     swizzled = any(isinstance(x, ast.BitXor) for x in ast.walk(text.tree))
     add, sub, mult = ast.Add(), ast.Sub(), ast.Mult()
 
@@ -472,6 +473,11 @@ def _further(text: CudaText, right: CudaText) -> Iterator[Change]:
         if isinstance(holder, ast.Call) and field == "args" and "exp" in text.plain(holder.func):
             yield from more(slot, node, [sub], floats, 1.2)
             yield from more(slot, node, [mult], constants, 1.2)
+        elif id(holder) in in_powers and _name(node) in floats:
+            yield from more(slot, node, [sub], floats, 1.0)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, float) and not isinstance(holder, Declaration):
+            for name in floats if text.kinds.get(_name(getattr(holder, "target", node))) != {"int"} else ():
+                yield Change("wrong-name", "", 1.0, ((slot, _new(ast.Name(name, ast.Load()))),))
         elif summed and isinstance(node, (ast.Name, ast.Subscript)) and not _counts(text, node):
             yield from more(slot, node, [mult], floats, 1.2)
             yield from more(slot, node, [mult], idle, 0.4)

@@ -313,6 +313,9 @@ def _of_edges(text: Text) -> Iterator[Change]:
             for name in (x for x in text.locals if ("tile", 2, "b") in text.kinds.get(x, ()) and not text.reads[x]):
                 hidden = _expr(f'tl.where({name}, x, float("-inf"))', x=node)
                 yield Change("mask", "", 0.1, ((slot, _new(hidden)),))
+        term = isinstance(slot[0], ast.BinOp) and isinstance(slot[0].op, ast.Add)
+        for name in {*unread} & {*strides} if term and isinstance(node, (ast.Subscript, ast.Name, ast.Call)) else ():
+            yield Change("more", "", 0.6, ((slot, ast.BinOp(node, ast.Mult(), _expr(name))),))
         if not isinstance(node, ast.Name) or node.id not in numbers:
             continue
         factor = isinstance(slot[0], ast.BinOp) and isinstance(slot[0].op, ast.Mult)

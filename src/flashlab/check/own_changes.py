@@ -263,7 +263,7 @@ def _of_calls_alone(text: Text, rights: Sequence[Text]) -> Iterator[Change]:
 
 
 def of_two_names(text: Text, alike: Callable[[str, str], bool]) -> Iterator[Change]:
-    """Two names exchanged in all of a block, or one of them for the other in all of a line or of an element."""
+    """Two names exchanged in all of a block or of a line, or one for the other in all of a line or of an element."""
     everywhere = Counter(reads(text.tree))
     for part in (x for x in ast.walk(text.tree) if x is not text.tree):
         block = isinstance(getattr(part, "body", None), list)
@@ -272,8 +272,8 @@ def of_two_names(text: Text, alike: Callable[[str, str], bool]) -> Iterator[Chan
             if isinstance(node, ast.Name) and node.id in {*text.params, *text.locals}:
                 slots[node.id].append(slot)
         walk = {*reads(part.iter)} if isinstance(part, ast.For) else set()
-        for a, b in itertools.combinations(slots, 2) if block else ():
-            if len(slots[a]) + len(slots[b]) > 2 and alike(a, b) and not {a, b} <= walk:
+        for a, b in itertools.combinations(slots, 2) if block or isinstance(part, LINES) else ():
+            if len(slots[a]) + len(slots[b]) > 2 * block and alike(a, b) and not {a, b} <= walk:
                 edits = [(slot, _new(ast.Name(y, ast.Load()))) for x, y in ((a, b), (b, a)) for slot in slots[x]]
                 words = f"`{a}` and `{b}` are exchanged, in `{text.plain(part).splitlines()[0].rstrip(':{ ')}`"
                 yield Change("names-exchanged", words, 1.7, tuple(edits))

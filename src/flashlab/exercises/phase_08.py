@@ -11,7 +11,7 @@ import contextlib
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -129,16 +129,16 @@ def _expect_a_swizzle(place: Callable[[int, int], int]) -> str:
             with running(f"{case}, row {row}"):
                 places = [place(row, chunk) for chunk in range(chunks)]
                 once = sorted(places) == list(range(chunks))
-            said = f"row {row} puts its {chunks} chunks at places {places}: each place from 0 to {chunks - 1} has to "
-            said += "be used once"
-            expect(once, said, diagnosis="not-a-permutation", case=case)
+            if not once:
+                raise CheckFailed(_not_once(row, places), diagnosis="not-a-permutation", case=case)
             table.append(places)
         for first, chunk in itertools.product(range(0, 64, 8), range(chunks)):
             groups = [table[first + i][chunk] % 8 for i in range(8)]
             shared = next((g for g in groups if groups.count(g) > 1), None)
             if shared is not None:
                 rows = ", ".join(str(first + i) for i in range(8) if groups[i] == shared)
-                said = f"chunk {chunk} of rows {rows} is in the same four banks, {4 * shared} to {4 * shared + 3}"
+                said = f"chunk {chunk} of rows {rows} is in the same four banks, {4 * shared} to {4 * shared + 3}: in "
+                said += f"rows {first} to {first + 7} its places % 8 are {groups}, and eight different ones are wanted"
                 raise CheckFailed(said, diagnosis="bank-conflicts", case=case)
     xor, rotated = (
         [[f(row, chunk) for chunk in range(chunks)] for row in range(64)]
@@ -146,6 +146,18 @@ def _expect_a_swizzle(place: Callable[[int, int], int]) -> str:
     )
     expect(table not in (xor, rotated), "no two chunks of it meet", diagnosis="of-the-lecture")
     return "no conflict in any ldmatrix, head_dim 64, 128 and 256"
+
+
+def _not_once(row: int, places: Sequence[int]) -> str:
+    """What is wrong with the places of a row's chunks, where some meet or do not exist."""
+    chunk = next((c for c, x in enumerate(places) if x // 8 != c // 8), -1)
+    if chunk < 0:  # each in its group of eight
+        chunk = next(c for c, x in enumerate(places) if x in places[:c])
+        said = f"chunks {places.index(places[chunk])} and {chunk} at one place, {places[chunk]}: its number within the "
+        return f"row {row} puts {said}group of eight is to be rotated (a sum, % 8) or XORed by what the row says"
+    where = "in another group of eight" if 0 <= places[chunk] < len(places) else f"which is none of {len(places)}"
+    said = f"row {row} puts chunk {chunk} at place {places[chunk]}, {where}: chunk // 8 * 8 stays as it is"
+    return f"{said}, and the number within the group is to stay below 8 (% 8, or an XOR by less than 8)"
 
 
 _TAKEN = "it is one of the lecture's two: find another"

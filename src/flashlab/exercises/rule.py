@@ -171,7 +171,7 @@ class Rule:
             likely = own and price <= _LIKELY
             return ("own-slip", f"{own}: {self.rest}.\n{read[1]}") if likely else read
         index.of_result, own = (own, "") if own and price > _LATE else ("", own)
-        if own and price <= cost + _NEAR:
+        if own and price <= cost + _NEAR and not (found and IN_NUMBERS in own):
             return "own-slip", f"{own}: {(found and index.note_on(own)) or self.rest}"
         return (found[0], index.less_sure(found[1])) if found and own is not None else found
 
