@@ -152,7 +152,8 @@ print("arrivals per phase, of each barrier:", arrivals)
 # complete by then. Say for each wait that has passed (`mbarrier-passed`) which warps it was for. Where no phase is complete yet, as at a barrier that
 # is new, it was for nobody: the empty set.
 #
-# The check has other logs too: in some, two or three producers take turns. (The copies that a phase also waits for were asked for by one of
+# The check has other logs too: in some, two or three producers take turns; in some, a warp arrives for the next phase before another one has passed,
+# or waits for a phase to which it belongs. (The copies that a phase also waits for were asked for by one of
 # these warps.)
 
 # %% tags=["exercise"]

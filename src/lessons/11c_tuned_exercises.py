@@ -74,7 +74,7 @@ check("11c.2", additions)
 # ## 11c.3
 #
 # In `p11_backward.cu` with `HEAD_DIM` 128 a tile has `TILE` = 64 queries. These lines compute its dQ and hand it on; `end_step`, in the lecture, calls
-# them. (Leave the whole file closed.) Issue the product, by
+# them. (The file has these lines: leave it, and the lecture's fold with all of it, closed.) Issue the product, by
 # `wgmma_ss<N, T, TRANS_A, TRANS_B>`, between a fence and a commit; `end_step` waits for it. `CONSUMERS` is 2, `GROUP` its 128 threads; `consumer`,
 # `warp` (0 to 7, of the block) and `lane` are set. Barriers 1 and 2 (`named_barrier_sync(id, threads)`) belong to one consumer each; 3 is free.
 
@@ -88,6 +88,10 @@ check("11c.2", additions)
 # | `dq_empty + 8 * (nth % 2)` | the thread that adds arrives when it has been read; before the first two tiles nobody does |
 #
 # A square holds MMA tile after MMA tile: of each the 128 threads' accumulators, a `float4` each. `shared + (address - k_smem)` is a pointer there.
+#
+# For an operand whose inner dimension lies along its rows: `descriptor(address)`, and on to its kth 16 columns by `+ columns_on<ROWS>(k)`, where ROWS is
+# the tile's height. For one whose inner dimension is its rows, with that operand's `TRANS` set: `descriptor_of_rows<ROWS>(address)`, and
+# `+ rows_on(k)`.
 
 # %% tags=["exercise"]
 dq_of_a_square = r"""

@@ -906,7 +906,7 @@ def _of_brackets(text: Text, node: ast.BinOp) -> Iterator[tuple[Any, ...]]:
         )
         for part, rest, whole in halves:
             yield "brackets-missing", f"{w(right)} divides {w(part)} alone, and not {w(rest)}", 1.4, whole
-    factors = _factors(node)
+    factors = factors_of(node)
     for i, total in enumerate(factors if len(factors) > 1 else ()):  # (a + b) * f * g: f may stand at a or b alone
         if not (isinstance(total, ast.BinOp) and isinstance(total.op, signs)):
             continue
@@ -920,7 +920,7 @@ def _of_brackets(text: Text, node: ast.BinOp) -> Iterator[tuple[Any, ...]]:
                 yield "brackets-missing", f"{w(factor)} multiplies {w(mine)} alone, and not {w(rest)}", 1.4, new
     if isinstance(op, (ast.Add, ast.Sub)):
         for product, other_side in ((right, left), (left, right)):
-            factors = _factors(product) if isinstance(product, ast.BinOp) else []
+            factors = factors_of(product) if isinstance(product, ast.BinOp) else []
             for i, factor in enumerate(factors if len(factors) > 1 else ()):
                 others = _product(factors[:i] + factors[i + 1 :])
                 first, second = (other_side, others) if product is right else (others, other_side)
@@ -932,9 +932,9 @@ def _of_brackets(text: Text, node: ast.BinOp) -> Iterator[tuple[Any, ...]]:
                 yield "factor-elsewhere", said, 1.6, ast.BinOp(sides[0], op, sides[1])
 
 
-def _factors(node: ast.expr) -> list[ast.expr]:
+def factors_of(node: ast.expr) -> list[ast.expr]:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        return [*_factors(node.left), *_factors(node.right)]
+        return [*factors_of(node.left), *factors_of(node.right)]
     return [node]
 
 

@@ -454,10 +454,10 @@ def _further(text: CudaText, right: CudaText) -> Iterator[Change]:
     constants = [x for x in ("LN2", "LOG2E") if x in right.reads]
     ints, floats, idle = ([x for x in of if text.kinds.get(x) == {kind}] for of, kind in (
         (text.locals, "int"), (text.locals, "float"), (unread, "float")))  # fmt: skip
+    yield from _of_floats(text, floats)
     pairs = [*itertools.permutations(floats, 2)] if len(floats) < 2 * _SHORTEST else []
     kept = {id(x) for n in ast.walk(text.tree) if isinstance(n, ast.Assign) for x in ast.walk(n.value)
             if _name(x) in {*map(_name, n.targets)} & {*floats}}  # fmt: skip
-    in_powers = {id(x) for n in ast.walk(text.tree) if _is_power(n) for x in n.args}  # type: ignore[attr-defined]
     swizzled = any(isinstance(x, ast.BitXor) for x in ast.walk(text.tree))
     add, sub, mult = ast.Add(), ast.Sub(), ast.Mult()
 
@@ -473,11 +473,6 @@ def _further(text: CudaText, right: CudaText) -> Iterator[Change]:
         if isinstance(holder, ast.Call) and field == "args" and "exp" in text.plain(holder.func):
             yield from more(slot, node, [sub], floats, 1.2)
             yield from more(slot, node, [mult], constants, 1.2)
-        elif id(holder) in in_powers and _name(node) in floats:
-            yield from more(slot, node, [sub], floats, 1.0)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, float) and not isinstance(holder, Declaration):
-            for name in floats if text.kinds.get(_name(getattr(holder, "target", node))) != {"int"} else ():
-                yield Change("wrong-name", "", 1.0, ((slot, _new(ast.Name(name, ast.Load()))),))
         elif summed and isinstance(node, (ast.Name, ast.Subscript)) and not _counts(text, node):
             yield from more(slot, node, [mult], floats, 1.2)
             yield from more(slot, node, [mult], idle, 0.4)
@@ -503,6 +498,19 @@ def _further(text: CudaText, right: CudaText) -> Iterator[Change]:
                 yield Change("wrong-operator", "", 1.2, ((slot, ast.BinOp(node.left, ast.BitXor(), node.right)),))
             elif not isinstance(node.op, ast.Add) and any(map(_is_power, (node.left, node.right))):
                 yield Change("more", "", 1.2, ((slot, _new(ast.BinOp(node, add, ast.Constant(1)))),))
+
+
+def _of_floats(text: CudaText, floats: Sequence[str]) -> Iterator[Change]:
+    """A variable that a factor of an exponent lacks as a difference, or one in the place of a number."""
+    in_powers = {id(x) for n in ast.walk(text.tree) if _is_power(n) for x in n.args}  # type: ignore[attr-defined]
+    for slot, node in _slots(text.tree):
+        number = isinstance(node, ast.Constant) and isinstance(node.value, float)
+        for name in floats:
+            new = ast.Name(name, ast.Load())
+            if id(slot[0]) in in_powers and _name(node) in floats:
+                yield Change("more", "", 1.0, ((slot, _new(ast.BinOp(node, ast.Sub(), new))),))
+            elif number and not isinstance(slot[0], Declaration):
+                yield Change("wrong-name", "", 1.0, ((slot, _new(new)),))
 
 
 def _of_strides(text: CudaText, right: CudaText) -> Iterator[Change]:

@@ -10,6 +10,7 @@ import ast
 import contextlib
 import functools
 import inspect
+import itertools
 import math
 import operator
 import time
@@ -159,7 +160,9 @@ def _on_model(kernel: FunctionType) -> Callable[..., None]:
 
 
 def _of_hosts(text: Text, options: Mapping[str, ast.expr]) -> Iterator[Change]:
-    """A tensor that wants other strides, a size that a grid lacks, an option that is handed on as something else."""
+    """A tensor that wants other strides, a size that a grid or a loop lacks, an option that is not taken, or that is
+    handed on as something else.
+    """
     numbers = [x for x, kinds in text.kinds.items() if kinds == {"number"}]
     tensors = [x for x, kinds in text.kinds.items() if any(isinstance(kind, tuple) for kind in kinds)]
     sizes = [x for n in ast.walk(text.tree) if isinstance(n, ast.Subscript) for x in ast.walk(n.slice)]
@@ -182,6 +185,12 @@ def _of_hosts(text: Text, options: Mapping[str, ast.expr]) -> Iterator[Change]:
         )
         for option in (x for said, x in options.items() if handed and said != plain(node)):
             yield Change("wrong-name", "", 0.7 if isinstance(node, ast.Constant) else 1.4, ((slot, option),))
+        if isinstance(slot[0], ast.Assign) and slot[1] == "value":
+            for name in (x for x in text.params if x not in tensors):
+                yield Change("more", "", 0.0, ((slot, _new(_expr(f"{name} if {name} is not None else x", x=node))),))
+        if isinstance(node, ast.Constant) and plain(getattr(slot[0], "func", node)) == "range":
+            for name, axis in itertools.product((x for x in text.params if x in tensors), (0, 1)):
+                yield Change("wrong-number", "", 0.8, ((slot, _expr(f"{name}.shape[{axis}]")),))
         if isinstance(slot[0], ast.Assign) and isinstance(node, ast.Name) and node.id in numbers:
             for other in numbers:
                 yield Change("more", "", 1.2, ((slot, _expr(f"{other} // x", x=node)),))

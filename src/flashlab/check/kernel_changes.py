@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from flashlab.check import tensor_changes
-from flashlab.check.changes import Change, Edits, Slot, Text, _expr, _new, _slots
+from flashlab.check.changes import Change, Edits, Slot, Text, _expr, _new, _slots, factors_of
 from flashlab.check.poison import carried
 from flashlab.triton_tools.model import Model, Pointer, launch
 from flashlab.triton_tools.portable import jit_function
@@ -306,6 +306,7 @@ def _of_edges(text: Text) -> Iterator[Change]:
             cost = 0.3 + 0.1 * (slot[1] == "left")
             yield Change("edge", "", cost, ((slot, ast.BinOp(node, ast.Add(), _expr(shift))),))
     yield from _of_calls(text, unread)
+    yield from _of_factors(nodes, text, unread, {*strides})
     for slot, node in nodes:
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv):
             yield Change("rounded-up", "", 1.0, ((slot, _expr("tl.cdiv(a, b)", a=node.left, b=node.right)),))
@@ -313,9 +314,6 @@ def _of_edges(text: Text) -> Iterator[Change]:
             for name in (x for x in text.locals if ("tile", 2, "b") in text.kinds.get(x, ()) and not text.reads[x]):
                 hidden = _expr(f'tl.where({name}, x, float("-inf"))', x=node)
                 yield Change("mask", "", 0.1, ((slot, _new(hidden)),))
-        term = isinstance(slot[0], ast.BinOp) and isinstance(slot[0].op, ast.Add)
-        for name in {*unread} & {*strides} if term and isinstance(node, (ast.Subscript, ast.Name, ast.Call)) else ():
-            yield Change("more", "", 0.6, ((slot, ast.BinOp(node, ast.Mult(), _expr(name))),))
         if not isinstance(node, ast.Name) or node.id not in numbers:
             continue
         factor = isinstance(slot[0], ast.BinOp) and isinstance(slot[0].op, ast.Mult)
@@ -325,6 +323,23 @@ def _of_edges(text: Text) -> Iterator[Change]:
         for name in sorted(others):
             yield Change("wrong-name", "", 0.5 if name in unread else 1.0, ((slot, _expr(name)),))
     yield from _of_masks(text)
+
+
+def _of_factors(
+    nodes: Sequence[tuple[Slot, Any]], text: Text, unread: Sequence[str], strides: set[str]
+) -> Iterator[Change]:
+    """What nobody reads in the place of two factors, or a stride of these as a factor that is missing."""
+    for slot, node in nodes:
+        many = factors_of(node) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) else []
+        for name, (i, k) in itertools.product(unread, itertools.combinations(range(len(many)), 2)):
+            rest = [x for at, x in enumerate(many) if at not in (i, k)]
+            new = functools.reduce(lambda a, b: ast.BinOp(a, ast.Mult(), b), [*rest, _expr(name)])
+            both = f"{text.plain(many[i])} * {text.plain(many[k])}"
+            words = f"`{both}` stands where `{name}` belongs, in {text.say(node)}"
+            yield Change("strides-of-another", words, 0.8, ((slot, _new(new)),))
+        term = isinstance(slot[0], ast.BinOp) and isinstance(slot[0].op, ast.Add)
+        for name in {*unread} & strides if term and isinstance(node, (ast.Subscript, ast.Name, ast.Call)) else ():
+            yield Change("more", "", 0.6, ((slot, ast.BinOp(node, ast.Mult(), _expr(name))),))
 
 
 def _of_calls(text: Text, unread: Sequence[str]) -> Iterator[Change]:

@@ -31,6 +31,7 @@ from flashlab.check.claims import tokens
 from flashlab.check.kernel_changes import HostedText, HostText, KernelText
 from flashlab.check.lookup import Index, Outcome
 from flashlab.check.own_changes import (
+    BEFORE,
     LINES,
     PART,
     ROUNDING,
@@ -65,6 +66,7 @@ _BEHIND = "outside-of-the-loop"
 _TWO_PLACES = {
     "lines-exchanged": "comes too early", _BEHIND: "stands in the loop, and belongs behind it",
     WITHIN: "stands before the loop, and belongs inside it",
+    BEFORE: "stands in the loop, and belongs before it",
 }  # fmt: skip
 _BY_CHANCE = ("taken-as-fixed", "always-the-same", "always-0", "wrong-base", "in-every-block")  # or no words for it
 
@@ -273,7 +275,8 @@ def _in_order(
         variants = Variants(around, beside)
         made += [(around, c, run) for c in beside if (run := variants.chosen(c)) is not None]
         return in_turn((_price(x[1], likely), x[1].slug, x) for x in made)
-    return sorted(made, key=lambda x: (len(x[1].edits) > 1, _price(x[1], likely)))
+    several = lambda c: len(c.edits) > 1 and c.slug not in _TWO_PLACES  # noqa: E731
+    return sorted(made, key=lambda x: (several(x[1]), _price(x[1], likely)))
 
 
 def _of_a_tile(change: Change) -> bool:
@@ -610,7 +613,12 @@ def said(text: Text, change: Change) -> str:
         return words + then * (change.slug == "lines-exchanged" and len(words + then) <= _LONGEST)
     old, new = pieces[0]
     before, after = _both(change.edits[0])
-    if isinstance(before, ast.BinOp) and isinstance(before.op, ast.FloorDiv) and _rounded_up(after):
+    if (
+        isinstance(before, ast.BinOp)
+        and isinstance(before.op, ast.FloorDiv)
+        and _rounded_up(after)
+        and (not isinstance(before.left, ast.UnaryOp))
+    ):
         return f"`{old}` is rounded down: it should be rounded up"
     holder, by = change.edits[0][0][0], ast.unparse(after) if isinstance(after, ast.AST) else ""
     once = text.whole and len(pieces) == 1 and by in (f"{text.plain(before)} + 1", f"{text.plain(before)} - 1")

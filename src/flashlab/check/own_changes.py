@@ -18,7 +18,9 @@ from typing import Any
 from flashlab.check.changes import Change, Slot, Text, _at, _expr, _new, _rounded_up, _slots
 
 LINES = (ast.Assign, ast.AugAssign, ast.Return, ast.Expr)
-PART, WITHIN = "part-of-it", "in-each-turn"
+PART, WITHIN, BEFORE = "part-of-it", "in-each-turn", "before-the-loop"
+_NUMBERS = ("value", "args", "elts", "left", "right")  # where one stands
+_OF_ALL = ("sum", "max", "min", "any", "all", "len")
 ROUNDING = ("round", "int", "ceil", "floor", "abs")
 _BEHIND_A_FACTOR = ("", "[:, None]", "[..., None]", "-")
 _RUNNING = ("maximum", "logaddexp", "max")
@@ -50,6 +52,7 @@ def own_changes(text: Text, rights: Sequence[Text], values: dict[str, Any], alon
     yield from of_two_names(text, text.are_alike) if alone else ()
     yield from _of_remainders(text)
     yield from _of_reductions(text, rights)
+    yield from _of_negations(text)
     for branch, at, line in of_branches(text):
         block = getattr(*branch)
         both = _new(ast.If(ast.Constant(True), [block[-1], line], []))
@@ -290,6 +293,24 @@ def of_branches(text: Text) -> Iterator[tuple[tuple[ast.AST, str], int, ast.stmt
             for line in here:
                 if isinstance(line, LINES) and plain(line) not in map(plain, other):
                     yield (branch, there), len(other) - 1, line
+
+
+def _of_negations(text: Text) -> Iterator[Change]:
+    """What is turned round and should not be, or should: a mask, a flag."""
+    for slot, node in _slots(text.tree):
+        holder, field, at = slot
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.Not, ast.Invert)):
+            yield Change("negated", "", 0.8, ((slot, node.operand),))
+        elif not isinstance(node, (ast.Name, ast.Call, ast.Attribute)):
+            continue
+        elif field == "test":
+            yield Change("negated", "", 1.2, ((slot, _new(ast.UnaryOp(ast.Not(), node))),))
+        elif (
+            plain(getattr(holder, "func", None)).split(".")[-1] in ("where", "masked_fill")
+            and field == "args"
+            and not at
+        ):
+            yield Change("negated", "", 1.0, ((slot, _new(ast.UnaryOp(ast.Invert(), node))),))
 
 
 def _of_remainders(text: Text) -> Iterator[Change]:
@@ -644,7 +665,45 @@ def of_numbers(text: Text) -> Iterator[Change]:
                     yield Change("rounded-up", "", 0.4, ((slot, _new(up)),))
     if len(roundings) > 1:
         yield Change("rounded-all", "numbers are rounded that should not be", 1.0, tuple(roundings))
+    yield from _of_bounds(text)
+    yield from _of_sums_anew(text)
     yield from _of_values(text)
+
+
+def _of_bounds(text: Text) -> Iterator[Change]:
+    """A limit, the begin or the step of a range, another reduction, a sign of all of a quotient."""
+    names = [*dict.fromkeys((*text.params, *text.locals))]
+    for slot, node in _slots(text.tree):
+        called = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+        if called in _OF_ALL and len(node.args) == 1:  # type: ignore[attr-defined]
+            for other in _OF_ALL:
+                yield Change("wrong-function", "", 0.9, (((node, "func", None), ast.Name(other, ast.Load())),))
+        if called == "range" and len(given := node.args) < 3:  # type: ignore[attr-defined]
+            for name in names:
+                ends = [_expr(name), *given] if len(given) == 1 else [*given, _expr(name)]
+                yield Change("more", "", 1.0, ((slot, _new(ast.Call(node.func, ends, []))),))  # type: ignore[attr-defined]
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv) and isinstance(node.left, ast.UnaryOp):
+            yield Change("negated", "", 0.6, ((slot, _expr("-x", x=node)),))
+        whole = isinstance(node, (ast.Name, ast.BinOp, ast.Call)) and slot[1] in _NUMBERS
+        for name, way in itertools.product(names if whole else (), ("min(x, y)", "max(x, y)")):
+            if name != plain(node):
+                yield Change("limit-missing", "", 1.6, ((slot, _expr(way, x=node, y=_expr(name))),))
+
+
+def _of_sums_anew(text: Text) -> Iterator[Change]:
+    """A sum that each turn of a loop sets anew, or begins anew."""
+    for outer in ast.walk(text.tree):
+        for at, loop in enumerate(body) if isinstance(body := getattr(outer, "body", None), list) else ():
+            before = [x for line in text.tree.body if line.lineno < loop.lineno for x in ast.walk(line)]
+            begun = {x.id for x in before if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
+            for i, line in enumerate(loop.body) if isinstance(loop, (ast.For, ast.While)) else ():
+                for name, value in _set_by(line) if isinstance(line, ast.Assign) else ():
+                    if name in begun:
+                        yield Change("more", "", 0.9, (((line, "value", None), _expr(f"{name} + x", x=value)),))
+                    elif not {*reads(value)} & {*text.locals}:
+                        first = _new(ast.If(ast.Constant(True), [line, loop], []))
+                        edits = (((loop, "body", i), _new(ast.Pass())), ((outer, "body", at), first))
+                        yield Change(BEFORE, "", 1.2, edits)
 
 
 def _of_values(text: Text) -> Iterator[Change]:

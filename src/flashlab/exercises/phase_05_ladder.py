@@ -12,7 +12,7 @@ import triton.language as tl
 
 from flashlab import runtime
 from flashlab.attention import reference
-from flashlab.check import Report, expect, host_mend, verify
+from flashlab.check import Report, expect, host_mend, running, verify
 from flashlab.check.lookup import Row
 from flashlab.check.training import wanted, worst
 from flashlab.exercises.kernel_rule import apart, empty, kernel_rule
@@ -394,10 +394,10 @@ def _expect_gradient_of_lse(attention: Callable[..., Any]) -> None:
     without = reference.attention_backward(do, q, k, v, causal=True, scale=0.3)
     opposite = reference.attention_backward(do, q, k, v, causal=True, scale=0.3, grad_lse=-dlse)
 
-    def fits(model: Any) -> bool:
+    def fits(model: Any, found: Any = got) -> bool:
         return all(
             bool(((x.cpu().double() - y.cpu()).abs() <= 1e-3 * y.cpu().abs().max()).all())
-            for x, y in zip(got, model, strict=True)
+            for x, y in zip(found, model, strict=True)
         )
 
     expect(not fits(without), "the gradient of lse is dropped: dS is P (dP - delta + dlse), so it goes into delta",
@@ -405,6 +405,12 @@ def _expect_gradient_of_lse(attention: Callable[..., Any]) -> None:
     expect(not fits(opposite), "the gradient of lse has the wrong sign: dS is P (dP - delta + dlse), so delta - dlse",
            diagnosis="dlse-sign", case=case)  # fmt: skip
     expect(fits(right), "dq, dk and dv are wrong for a loss of o and of lse, and right for a loss of o alone",
+           diagnosis="dlse-wrong", case=case)  # fmt: skip
+    case = case.replace("of o and of lse", "of lse alone")
+    with torch.enable_grad(), running(case):
+        alone = torch.autograd.grad((dlse * attention(*ours, causal=True, scale=0.3)[1]).sum(), ours[:2])
+    right = reference.attention_backward(torch.zeros_like(do), q, k, v, causal=True, scale=0.3, grad_lse=dlse)
+    expect(fits(right[:2], alone), "dq and dk are right for a loss of o, and of both, and wrong for one of lse alone",
            diagnosis="dlse-wrong", case=case)  # fmt: skip
 
 

@@ -316,6 +316,12 @@ _COMPILED = ("compiled", 0.05, 30, (900.0, 200.0, 60.0))
               "        gpu.synchronize()\n")]),
         Row("not-waited-for", "the clock is read before the call's kernel has ended: wait for it before the second "
             "reading, so that each call is timed alone", [("            gpu.synchronize()\n", "")]),
+        *(Row("one-first-call", "one of the first calls is told alone: each of the first `warmup` may take longer",
+              [("sum(took[:warmup]) - warmup * usual", x)]) for x in ("took[0] - usual", "max(took[:warmup]) - usual")),
+        Row("one-usual-call", "one usual call is taken away: from `warmup` calls, `warmup` usual ones are",
+            [("warmup * usual", "usual")]),
+        Row("first-calls", "the first calls are in the sum that is divided by `rounds`: the usual time is that of the "
+            "calls behind them", [("statistics.mean(took[warmup:])", "sum(took) / rounds")]),
         Row("all-summed", "the later calls are summed too: the cost is that of the first `warmup` ones",
             [("sum(took[:warmup])", "sum(took)")]),
     ],
@@ -366,6 +372,7 @@ def first_cost(runs, gpu, warmup=10, rounds=20):
         (("run", 0.05, 300, (50.0,)), _GPU, 2, 3), (("run", 0.4, 4, (100.0, 30.0)), _GPU, 4, 5),
         (("run", 0.001, 100, ()), _GPU, 3, 9), (("run", 0.02, 1, (200.0, 150.0, 100.0, 80.0)), _GPU, 4, 2),
         (("run", 0.02, 1, (50.0,)), SimulatedGpu(launch_ms=0.009), 5, 20), (("run", _HICCUP, 1, (50.0,)), _GPU, 5, 20),
+        (("run", 0.02, 1, (50.0,)), _GPU, 200, 1),
     ],
     draw=lambda r: (_program(r), _GPU, r.randint(4, 9), r.randint(1, 9)),
     called=_timed,

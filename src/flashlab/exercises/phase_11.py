@@ -5,6 +5,7 @@ What the Python answers say is compared with the emulator: phase_11.cu has the k
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 from collections.abc import Sequence
@@ -542,6 +543,11 @@ def log(
 # (stages, consumers, producers). With two producers and an odd number of stages the phases of one barrier are made up
 # by different warps; with three and four stages, the phases of one parity too.
 _PIPELINES = ((1, 1, 1), (2, 1, 1), (2, 2, 1), (3, 3, 2), (3, 2, 2), (4, 2, 3))
+# What the pipeline's warps do not do: arrive for the next phase before somebody has passed, wait for their own phase.
+_BY_HAND = (
+    ([(0, "arrive", 8), (1, "arrive", 8), (2, "arrive", 8), (3, "mbarrier-passed", 8)], {8: 2}),
+    ([(0, "arrive", 8), (1, "arrive", 8), (0, "mbarrier-passed", 8)], {8: 2}),
+)
 _TURNS = "phase = len(arrived[bar]) // arrivals[bar] - 1"
 _ADDED = "arrived[bar].append(warp)"
 _WHO = "set(arrived[bar][first : first + arrivals[bar]]) if phase >= 0 else set()"
@@ -557,7 +563,9 @@ def _pipeline(r: random.Random) -> tuple[tuple[int, ...], None]:
 
 
 def _pipeline_in_words(of: Sequence[int], _: None) -> str:
-    stages, consumers, _tiles, _seed, producers = of
+    stages, consumers, tiles, nth, producers = of
+    if not tiles:
+        return f"the log {_BY_HAND[nth][0]}, 2 arrivals per phase"
     return f"{stages} stages, {consumers} consumers, {producers} producer{'s' * (producers > 1)}"
 
 
@@ -575,9 +583,12 @@ def _pipeline_in_words(of: Sequence[int], _: None) -> str:
     returns="warp, warps",
     each="wait",
     item=lambda x: frozenset(map(int, x)) if hasattr(x, "__iter__") else int(x),
-    inputs=[((s, c, 3 * s + 1, seed, p), None) for seed, (s, c, p) in enumerate(_PIPELINES)],
+    inputs=[
+        *(((s, c, 3 * s + 1, seed, p), None) for seed, (s, c, p) in enumerate(_PIPELINES)),
+        *(((1, 1, 0, nth, 1), None) for nth, _ in enumerate(_BY_HAND)),
+    ],
     draw=_pipeline,
-    called=lambda fn, of, _: fn(*log(*of)),
+    called=lambda fn, of, _: fn(*(log(*of) if of[2] else copy.deepcopy(_BY_HAND[of[3]]))),
     shown=_pipeline_in_words,
     notes={
         _TURNS.removeprefix("phase = "): "the wait was for the latest phase that has all its arrivals",
@@ -591,6 +602,8 @@ def _pipeline_in_words(of: Sequence[int], _: None) -> str:
             [(_WHO, "{w for w, d, b in events if d == 'arrive' and b == bar}")]),
         Row("so-far", "you name everybody who has arrived at the barrier so far. A wait is for one phase: where "
             "producers take turns, each phase of `full` has the arrival of one of them", [(_WHO, "set(arrived[bar])")]),
+        Row("unfinished", "you take the latest arrivals, of a phase too that is not complete: the wait was for the one "
+            "before", [(_WHO, "set(arrived[bar][-arrivals[bar] :]) if phase >= 0 else set()")]),
         Row("phase-0-alone", "every wait is for phase 0 here: a barrier's second wait is for the phase after it",
             [(_TURNS, "phase = min(len(arrived[bar]) // arrivals[bar], 1) - 1")]),
         Row("itself", "you name the warp that waits too: it was for others", [(_WHO, f"{{warp}} | ({_WHO})")]),

@@ -290,6 +290,11 @@ __global__ void memory(const __grid_constant__ Maps maps, const CUtensorMap* in_
         if (threadIdx.x < 32) mbarrier_arrive(BAR), tile[threadIdx.x] = 2;  // <- behind an mbarrier's
         else WAIT, y[threadIdx.x] = tile[threadIdx.x - 32];                                       // expect: race from behind an mbarrier's; no barrier between
         break;
+    case 130:  // the wait is for the first phase; that the third one ends too before it passes orders nothing
+        FILL;
+        if (threadIdx.x < 32) WAIT, tile[threadIdx.x] = 2;                                        // expect: race from of a later phase; no barrier between
+        else if (threadIdx.x == 32) mbarrier_arrive(BAR), y[0] = tile[0], mbarrier_arrive(BAR), mbarrier_arrive(BAR);  // <- of a later phase
+        break;
     default: break;
     }
 }

@@ -57,6 +57,7 @@ struct Copy {
 struct BulkStore;   // bytes on their way from shared to global memory (bulk_store.cpp)
 struct PhaseWait {  // what a lane waits for: a phase of an mbarrier (mbarrier.cpp)
     uint32_t bar, parity;
+    bool over = false;  // it has ended: what later phases release is not for this wait
 };
 
 // Two accesses that nothing orders: what is known of the earlier one, and how to tell of it.

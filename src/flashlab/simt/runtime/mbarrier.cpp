@@ -48,6 +48,10 @@ void Mbarriers::end_phase(Block* block, Mbarrier& bar) {
     bar.pending = bar.count;
     bar.expected = bar.brought = bar.warps = 0;
     memset(bar.looked, 0, sizeof bar.looked);
+    for (Lane* lane : bar.waiting) {
+        acquire(lane->warp, bar.passed);
+        lane->phase_wait.over = true;
+    }
     passing.insert(passing.end(), bar.waiting.begin(), bar.waiting.end());
     bar.waiting.clear();
 }
@@ -56,7 +60,8 @@ bool Mbarriers::pass_waits(Block* block) {
         if (!entry.second.waiting.empty() && entry.second.has_all()) end_phase(block, entry.second);
     if (passing.empty()) return false;
     for (Lane* lane : passing) {
-        if (Mbarrier* bar = find(lane->phase_wait.bar)) acquire(lane->warp, bar->passed);
+        Mbarrier* bar = lane->phase_wait.over ? nullptr : find(lane->phase_wait.bar);
+        if (bar) acquire(lane->warp, bar->passed);
         make_runnable(lane);
     }
     passing.clear();
