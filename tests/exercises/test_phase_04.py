@@ -74,7 +74,7 @@ test_a_cap_in_other_styles = accepted(
 )
 OVERFLOWS = "t = tl.exp(2.0 * s / cap)\n        x = cap * (t - 1.0) / (t + 1.0)"
 test_what_a_formula_is_told = diagnosed(
-    ("4.3", (MASK, MASK + "\n    seen = ~seen"), "inverted"),
+    ("4.3", (MASK, MASK + "\n    seen = ~seen"), "own-slip"),
     ("4.6", (CAP, "t = tl.exp(2.0 * x / cap)\n    y = cap * (t - 1.0) / (t + 1.0)"), "not-finite"),
     ("4.6", (CAP, "y = cap * (1.0 - 2.0 / (1.0 + tl.exp(x / cap)))"), "factor-missing"),
     ("4.6", (CAP, "y = cap * torch.tanh(x / cap)"), "not-triton"),

@@ -198,7 +198,7 @@ test_what_no_row_says = told(
     ("11.13", [("2 * j / SLOTS % 2", "j & 1")], "2 * j / SLOTS % 2"),
     ("11.13", [("acc[4 * n + 2 * r + e] *= correction;", ";")], "O is not rescaled"),
     ("11.13", [(K_READ, ""), (SLOT_OF_V, K_READ + SLOT_OF_V)], "when the softmax of tile 0 begins, K of the tile has"),
-    ("11.14", [(COUNTS, COUNTS.replace("CONSUMERS", "1"))], "How many arrivals does `empty` wait for?"),
+    ("11.14", [(COUNTS, COUNTS.replace("CONSUMERS", "1"))], "and which counts its arrival, too"),
     ("11.14", [(Q_IS_HERE, f"{Q_IS_HERE}\n    if (tiles == 0) return;")], "128 of the first 176 rows"),
     ("11.14", [(NEXT, NEXT + LATE)], "7 times it asks for a tile only when"),
     ("11.14", [("STAGES = 2", "STAGES = 1")], "the producer does not run ahead"),

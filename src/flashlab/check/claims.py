@@ -209,6 +209,11 @@ class Claims:
         calls = re.findall(rf"(?<= ){called} \( [^()]* \)(?= )", self.right)
         return bool(calls) and all(self._counts(x)[0] >= n for x, n in Counter(calls).items())
 
+    def _rounded(self, divisor: str) -> bool:
+        """Nothing is divided by it there."""
+        divided = rf" (//?|%) (\( )*{divisor} |(cdiv|divmod) \(.* , {divisor} \)"
+        return any(self._counts(x)[0] for x in self.params) and not re.search(divided, self.learners)
+
     def _factor(self, size: str) -> bool:
         numbers = re.findall(r"(?<= )\d[\w.]*(?= )", self.learners)
         return int(size) > _LEAST and not any(
@@ -225,6 +230,7 @@ _FORMS: tuple[tuple[re.Pattern[str], Callable[..., bool]], ...] = tuple(
         (r"`(break|continue|pass)` stands where", Claims._no_more),
         (r"`([^`]*)` has the wrong sign", Claims._sign),
         (r"the comparison is `([^`]*) (<=|>=|==|!=|<|>) ([^`]*)`", Claims._compared),
+        (r"`[^`]*//? (\w+)` is (?:not rounded|rounded )", Claims._rounded),
         (r"`([^`]*)` is one too (?:large|small)(?=$|,)", Claims._one_off),
         (r"`[^`]*` is (?:1 / )?(\d+) times what it should be", Claims._factor),
         (r"`\.(\w+)` is missing: ", Claims._called),

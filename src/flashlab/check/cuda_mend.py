@@ -501,10 +501,16 @@ def _further(text: CudaText, right: CudaText) -> Iterator[Change]:
 
 
 def _of_floats(text: CudaText, floats: Sequence[str]) -> Iterator[Change]:
-    """A variable that a factor of an exponent lacks as a difference, or one in the place of a number."""
+    """A variable that a factor of an exponent lacks as a difference, or one in the place of a number; a size that a
+    number of a sum lacks as a factor.
+    """
+    sizes = [x for x in sorted(text.reads) if re.fullmatch("[A-Z][A-Z_]*", x) and x != "INFINITY"]
     in_powers = {id(x) for n in ast.walk(text.tree) if _is_power(n) for x in n.args}  # type: ignore[attr-defined]
     for slot, node in _slots(text.tree):
         number = isinstance(node, ast.Constant) and isinstance(node.value, float)
+        term = isinstance(node, ast.Constant) and isinstance(getattr(slot[0], "op", None), ast.Add)
+        for size in sizes if term and not number else ():
+            yield Change("more", "", 0.6, ((slot, _expr(f"x * {size}", x=node)),))
         for name in floats:
             new = ast.Name(name, ast.Load())
             if id(slot[0]) in in_powers and _name(node) in floats:

@@ -33,6 +33,7 @@ from flashlab.check.lookup import Index, Outcome
 from flashlab.check.own_changes import (
     BEFORE,
     LINES,
+    MOVED,
     PART,
     ROUNDING,
     WITHIN,
@@ -55,12 +56,13 @@ _AROUND = 8  # words, spaces and signs that are shown beside what differs
 _LONGEST = 160  # characters of what is said
 _SHORT, _BEGUN = 60, 12
 _OFTEN, _MANY = 0.002, 4000  # what each change of a kind costs more than the one before, where there are so many
+_KNOWN = 0.2  # what it costs more to find fault with a number that a right text has
 _SHARED = 1.0  # what it costs more to find fault with a line that a right text has
 _LONGER = 0.15  # for each word and sign that is added
 _KINDS = {ast.Add: "term", ast.Sub: "term", ast.Mult: "factor", ast.Div: "divisor", ast.FloorDiv: "divisor"}
 _WORDED = ("line-added", "names-exchanged", "never-moved", "not-rescaled", "not-divided", "rounded-all", "tf32",
            "strides-of-another", "turned-round", "walks-to", "begins-elsewhere", "counted-in-a-tile",
-           "shape-of-another", "not-set-back", "base-2")  # fmt: skip
+           "shape-of-another", "not-set-back", "base-2", MOVED)  # fmt: skip
 _PLACES = (ast.Subscript, ast.Call, ast.BinOp, ast.Compare)
 _BEHIND = "outside-of-the-loop"
 _TWO_PLACES = {
@@ -275,7 +277,8 @@ def _in_order(
         variants = Variants(around, beside)
         made += [(around, c, run) for c in beside if (run := variants.chosen(c)) is not None]
         return in_turn((_price(x[1], likely), x[1].slug, x) for x in made)
-    several = lambda c: len(c.edits) > 1 and c.slug not in _TWO_PLACES  # noqa: E731
+    moved = (_BEHIND, WITHIN, BEFORE, MOVED)  # one line
+    several = lambda c: len(c.edits) > 1 and c.slug not in moved  # noqa: E731
     return sorted(made, key=lambda x: (several(x[1]), _price(x[1], likely)))
 
 
@@ -287,7 +290,7 @@ def _of_a_tile(change: Change) -> bool:
 
 class _Likely(NamedTuple):
     """What stands in lines that a right text has too; tensors that are read or written out of bounds, and what is in
-    lines with these; parameters that nobody reads; pieces of a right text.
+    lines with these; parameters that nobody reads; pieces of a right text, and its numbers.
     """
 
     shared: set[int]
@@ -295,6 +298,7 @@ class _Likely(NamedTuple):
     strays: set[int]
     unread: set[str]
     pieces: set[str]
+    numbers: set[str]
 
     def made(self, change: Change) -> int:
         """1 where a piece of a right text comes of it, -1 where one goes."""
@@ -309,7 +313,7 @@ class _Likely(NamedTuple):
             _put_at(slot, old)
 
 
-UNKNOWN = _Likely(set(), set(), set(), set(), set())  # where no right text is known
+UNKNOWN = _Likely(set(), set(), set(), set(), set(), set())  # where no right text is known
 
 
 def _likely(index: Index, text: Text, got: Outcome) -> _Likely:
@@ -317,7 +321,8 @@ def _likely(index: Index, text: Text, got: Outcome) -> _Likely:
     stray = {m[1] for x in got if isinstance(x, str) and (m := re.search(r"out of bounds: .* of (\w+)", x))}
     unread = {*text.params} - {*reads(text.tree)}
     long = {x for x in pieces if x.count(" ") >= _PIECE}
-    return _Likely(_lines_of_both(text, index.texts), stray, _at_strays(text, stray), unread, long)
+    numbers = {x for x in pieces if x[:1].isdigit() and " " not in x}
+    return _Likely(_lines_of_both(text, index.texts), stray, _at_strays(text, stray), unread, long, numbers)
 
 
 def _canon(node: ast.AST) -> str:
@@ -347,6 +352,8 @@ def _price(change: Change, likely: _Likely) -> float:
     price = change.cost - 0.5 * as_long + _SHARED * known + _LONGER * max(0, longer * (not whole)) + 1.5 * kept
     lost = (getattr(new, "operand", 0) is getattr(old, "right", 1) for old, new in map(_both, change.edits))
     price += any(lost)  # a - b becomes -b
+    if change.slug == "wrong-number":  # a number of a right text is less likely to be what is wrong
+        price += _KNOWN * (plain(_at(change.edits[0][0])) in likely.numbers)
     return price - _SHARED * strays - _SHARED * unread - _OF_A_RIGHT_ONE * likely.made(change)
 
 
@@ -604,7 +611,8 @@ def _without_limit(change: Change) -> bool:
 def said(text: Text, change: Change) -> str:
     """What stands there, and what belongs there; "" where that is too long."""
     if change.said.startswith("{order}"):
-        return ""  # the index says which
+        alone = sum(isinstance(x, ast.Return) for x in ast.walk(text.tree)) < 2  # then the index says which
+        return "" if alone else f"the results are exchanged, in `{text.plain(change.edits[0][0][0])}`"[:_LONGEST]
     if change.slug in _WORDED:
         return change.said
     pieces = [_pieces(text, edit) for edit in change.edits]

@@ -18,7 +18,7 @@ from typing import Any
 from flashlab.check.changes import Change, Slot, Text, _at, _expr, _new, _rounded_up, _slots
 
 LINES = (ast.Assign, ast.AugAssign, ast.Return, ast.Expr)
-PART, WITHIN, BEFORE = "part-of-it", "in-each-turn", "before-the-loop"
+PART, WITHIN, BEFORE, MOVED = "part-of-it", "in-each-turn", "before-the-loop", "line-moved"
 _NUMBERS = ("value", "args", "elts", "left", "right")  # where one stands
 _OF_ALL = ("sum", "max", "min", "any", "all", "len")
 ROUNDING = ("round", "int", "ceil", "floor", "abs")
@@ -27,6 +27,7 @@ _RUNNING = ("maximum", "logaddexp", "max")
 _REDUCED = ("sum", "mean", "amax")
 _LIMITS = ("min", "max", "minimum", "maximum")
 _POWERS = ("exp", "exp2")
+_LINES = 12  # of a block, that are moved in it
 _FEW = 9
 _SHIFTS = {ast.LShift: ast.RShift, ast.RShift: ast.LShift}
 _LOOSER = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
@@ -53,6 +54,7 @@ def own_changes(text: Text, rights: Sequence[Text], values: dict[str, Any], alon
     yield from _of_remainders(text)
     yield from _of_reductions(text, rights)
     yield from _of_negations(text)
+    yield from _of_moves(text)
     for branch, at, line in of_branches(text):
         block = getattr(*branch)
         both = _new(ast.If(ast.Constant(True), [block[-1], line], []))
@@ -293,6 +295,23 @@ def of_branches(text: Text) -> Iterator[tuple[tuple[ast.AST, str], int, ast.stmt
             for line in here:
                 if isinstance(line, LINES) and plain(line) not in map(plain, other):
                     yield (branch, there), len(other) - 1, line
+
+
+def _of_moves(text: Text) -> Iterator[Change]:
+    """A line that belongs behind a later one, or before an earlier one, of its block; not the next one."""
+    for holder in ast.walk(text.tree):
+        block = getattr(holder, "body", None)
+        lines = [*enumerate(block)] if isinstance(block, list) else []
+        lines = [(i, x) for i, x in lines if isinstance(x, (ast.Assign, ast.AugAssign)) and "_tick" not in {*reads(x)}]
+        for (i, line), (k, other) in itertools.permutations(lines, 2) if len(lines) <= _LINES else ():
+            if abs(i - k) < 2:
+                continue
+            pair = [other, line] if i < k else [line, other]
+            where = "early: it belongs behind" if i < k else "late: it belongs before"
+            words = f"the line {text.say(line)} comes too {where} {text.say(other)}"
+            both = _new(ast.If(ast.Constant(True), pair, []))
+            cost = 1.3 + 0.1 * abs(i - k)
+            yield Change(MOVED, words, cost, (((holder, "body", i), _new(ast.Pass())), ((holder, "body", k), both)))
 
 
 def _of_negations(text: Text) -> Iterator[Change]:
@@ -679,12 +698,14 @@ def _of_bounds(text: Text) -> Iterator[Change]:
             for other in _OF_ALL:
                 yield Change("wrong-function", "", 0.9, (((node, "func", None), ast.Name(other, ast.Load())),))
         if called == "range" and len(given := node.args) < 3:  # type: ignore[attr-defined]
-            for name in names:
+            for name in (*names, "2"):
                 ends = [_expr(name), *given] if len(given) == 1 else [*given, _expr(name)]
                 yield Change("more", "", 1.0, ((slot, _new(ast.Call(node.func, ends, []))),))  # type: ignore[attr-defined]
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv) and isinstance(node.left, ast.UnaryOp):
             yield Change("negated", "", 0.6, ((slot, _expr("-x", x=node)),))
         whole = isinstance(node, (ast.Name, ast.BinOp, ast.Call)) and slot[1] in _NUMBERS
+        for name in {*names} & {*reads(node)} if whole and isinstance(node, ast.BinOp) else ():  # or the limit is all
+            yield Change(PART, "", 1.5, ((slot, _expr(name)),))
         for name, way in itertools.product(names if whole else (), ("min(x, y)", "max(x, y)")):
             if name != plain(node):
                 yield Change("limit-missing", "", 1.6, ((slot, _expr(way, x=node, y=_expr(name))),))

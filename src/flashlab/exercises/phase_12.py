@@ -248,6 +248,11 @@ def merge_parts(os: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, tor
     rows=[
         Row("empty-splits", "splits that get no tile are begun too: the shares are rounded up, so that fewer take all",
             [("return math.ceil(tiles / share)", "return most")]),
+        *(Row("share-raised", "the longest share is raised to `least`, and the splits follow from it: asked is first "
+              "how many splits leave `least` tiles each on average", [
+                  ("min(slots // programs, tiles // least)", "slots // programs"),
+                  ("math.ceil(tiles / most)\n", f"max(least, math.ceil(tiles / most)){x}\n")])
+          for x in ("", " if most > 1 else tiles")),
         Row("longest-not-average", "splits and share: here the longest share has `least` tiles at least: asked is the "
             "average, tiles / splits",
             [("tiles // least", "max(n for n in range(1, tiles + 1) if math.ceil(tiles / n) >= least or n == 1)")]),

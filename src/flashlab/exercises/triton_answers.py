@@ -79,7 +79,8 @@ def stray(error: OutOfBounds, case: str | None) -> CheckFailed:
     where = f", {place(frame.filename, frame.lineno or 0, code)}" if frame else ""
     whole = code.count("(") == code.count(")") and len(re.findall(r"\btl\.(?:load|store)\(", code)) == 1
     why = _beyond(str(error)) or "look at what makes this address (indices, strides) and at the mask"
-    why = "it has no mask=, and its tile goes past the end" if whole and "mask" not in code else why
+    none = "it has no mask=; where none is needed, an index or a stride is not its own"
+    why = none if whole and "mask" not in code else why
     return CheckFailed(f"{error}{where}: {why}", diagnosis="out-of-bounds", case=case)
 
 

@@ -363,7 +363,7 @@ def _wgmma_overwritten(f: Facts) -> str:
     if f.v[2]:
         return (
             f"{does} may still be reading: nothing between says that it has ended. A barrier does, at which a thread "
-            f"of that warpgroup arrives after its wgmma_wait{_elsewhere(f)}"
+            f"of that warpgroup arrives after its wgmma_wait, and which counts its arrival, too{_elsewhere(f)}"
         )
     return (
         f"{does} is still reading: no wgmma_wait of that warpgroup has ended it yet. A write comes after that wait, "
