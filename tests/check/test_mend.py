@@ -51,23 +51,6 @@ def place_of(table, length, j, kv_head, page, kv_heads, head_dim):
     return offset, -(-length // page) * page - length
 
 
-def heads_of_keys(number, m_blocks, heads, group, kv_together):
-    order = []
-    kv_heads = heads // group
-    for kv in range(0, kv_heads, kv_together):
-        stop = min(kv + kv_together, kv_heads)
-        for m_block in reversed(range(m_blocks)):
-            for head in range(kv, stop):
-                order.append((head, m_block))
-    return order[number]
-
-
-def not_summed(p, dp):
-    delta = (p * dp).sum(dim=1, keepdim=True)
-    p_sink = 1 - p.sum(dim=1)
-    return p * (dp - delta), -(p_sink * delta[:, 0])
-
-
 def both_wrong(blocks, tiles, places, rows, head_dim):
     best = 1
     for s in range(1, max(1, tiles // 4) + 1):
