@@ -209,7 +209,7 @@ check("0.7", merge_as_tree)
 #
 # - the first block that holds a finite score sets the reference to its maximum; that is no correction;
 # - a later block whose maximum is `> reference + threshold` moves the reference to that maximum: one correction;
-# - any other block is taken against the reference as it is. Its exponentials may exceed 1, and stay below
+# - any other block is taken against the reference as it is. Its exponentials may exceed 1, but not
 #   $e^{\text{threshold}}$;
 # - a row with no finite score gives $o = 0$, $\mathrm{lse} = -\infty$, 0 corrections.
 

@@ -12,7 +12,7 @@
 # Fill in each cell that says `YOUR CODE HERE`, run it, then run the check below it. A check that fails says in one sentence what is
 # wrong; `hint("8.4")` gives the next hint, `progress()` shows where you are.
 #
-# The CUDA answers are a few lines of text in a Python string. The check puts them in the place of the same lines of a kernel of the
+# The CUDA answers are a few lines of text in a Python string (8.8's is a whole file). The check puts them in the place of the same lines of a kernel of the
 # series, builds the whole file twice for the emulator, and runs it. No GPU is needed. In CUDA text the mark is `// YOUR CODE HERE`:
 # replace it, and leave the rest of the string as it is.
 

@@ -138,7 +138,7 @@ check("11.4", most_stages, consumer_registers, widest_tile)
 # ## 11.5
 #
 # The emulator keeps a log of what each warp does. Here is that of a small pipeline with two stages: warps 0 and 1 consume, warp 2
-# produces. An event is (warp, what it did, the barrier's address). Three events stand in a line, behind the number of the first.
+# produces. An event is (warp, what it did, the barrier's address); an arrival is called `arrive`. Three events stand in a line, behind the number of the first.
 
 # %%
 events, arrivals = log(stages=2, consumers=2, tiles=3)

@@ -620,7 +620,7 @@ _TOO_LOW = "exp overflowed: the reference must follow a maximum that is above it
         "Keep a reference m that is allowed to be stale. For each block compute its maximum, and compare it with the "
         "*reference*, not with the last maximum seen.",
         "Only if the block's maximum is above m + threshold: correct l and o by exp(m - new) and let m be the block's "
-        "maximum. Otherwise take the block's exponentials against the old m; they stay below exp(threshold).",
+        "maximum. Otherwise take the block's exponentials against the old m; they are exp(threshold) at most.",
         "At the end nothing changes: o / l and m + ln(l), with the reference m. The first block that holds a "
         "finite score sets m and is no correction.",
     ],
