@@ -88,7 +88,8 @@ check("11c.2", additions)
 # | `dq_empty + 8 * (nth % 2)` | the thread that adds arrives when it has been read; before the first two tiles nobody does |
 #
 # A square holds MMA tile after MMA tile: of each the 128 threads' accumulators, a `float4` each. `shared + (address - k_smem)` is a pointer there.
-#
+
+# %% [markdown]
 # For an operand whose inner dimension lies along its rows: `descriptor(address)`, and on to its kth 16 columns by `+ columns_on<ROWS>(k)`, where ROWS is
 # the tile's height. For one whose inner dimension is its rows, with that operand's `TRANS` set: `descriptor_of_rows<ROWS>(address)`, and
 # `+ rows_on(k)`.

@@ -338,7 +338,9 @@ def _of_factors(
             words = f"`{both}` stands where `{name}` belongs, in {text.say(node)}"
             yield Change("strides-of-another", words, 0.8, ((slot, _new(new)),))
         term = isinstance(slot[0], ast.BinOp) and isinstance(slot[0].op, ast.Add)
-        for name in {*unread} & strides if term and isinstance(node, (ast.Subscript, ast.Name, ast.Call)) else ():
+        for name in (
+            x for x in unread if term and x in strides and isinstance(node, (ast.Subscript, ast.Name, ast.Call))
+        ):
             yield Change("more", "", 0.6, ((slot, ast.BinOp(node, ast.Mult(), _expr(name))),))
 
 

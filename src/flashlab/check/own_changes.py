@@ -20,7 +20,7 @@ from flashlab.check.changes import Change, Slot, Text, _at, _expr, _new, _rounde
 LINES = (ast.Assign, ast.AugAssign, ast.Return, ast.Expr)
 PART, WITHIN, BEFORE, MOVED = "part-of-it", "in-each-turn", "before-the-loop", "line-moved"
 _NUMBERS = ("value", "args", "elts", "left", "right")  # where one stands
-_OF_ALL = ("sum", "max", "min", "any", "all", "len")
+_OF_ALL = ("any", "all", "sum", "max", "min", "len")
 ROUNDING = ("round", "int", "ceil", "floor", "abs")
 _BEHIND_A_FACTOR = ("", "[:, None]", "[..., None]", "-")
 _RUNNING = ("maximum", "logaddexp", "max")
@@ -695,7 +695,7 @@ def _of_bounds(text: Text) -> Iterator[Change]:
     for slot, node in _slots(text.tree):
         called = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
         if called in _OF_ALL and len(node.args) == 1:  # type: ignore[attr-defined]
-            for other in _OF_ALL:
+            for other in (x for x in _OF_ALL if x != called):
                 yield Change("wrong-function", "", 0.9, (((node, "func", None), ast.Name(other, ast.Load())),))
         if called == "range" and len(given := node.args) < 3:  # type: ignore[attr-defined]
             for name in (*names, "2"):
@@ -704,7 +704,9 @@ def _of_bounds(text: Text) -> Iterator[Change]:
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv) and isinstance(node.left, ast.UnaryOp):
             yield Change("negated", "", 0.6, ((slot, _expr("-x", x=node)),))
         whole = isinstance(node, (ast.Name, ast.BinOp, ast.Call)) and slot[1] in _NUMBERS
-        for name in {*names} & {*reads(node)} if whole and isinstance(node, ast.BinOp) else ():  # or the limit is all
+        for name in (
+            sorted({*names} & {*reads(node)}) if whole and isinstance(node, ast.BinOp) else ()
+        ):  # or the limit is all
             yield Change(PART, "", 1.5, ((slot, _expr(name)),))
         for name, way in itertools.product(names if whole else (), ("min(x, y)", "max(x, y)")):
             if name != plain(node):
