@@ -34,12 +34,12 @@ def make(batch, heads, kv_heads, seq_q, seq_k, head_dim=64, dtype=FP16):
     return drawn(batch, heads, kv_heads, seq_q, seq_k, head_dim, dtype, seed=seq_q, device="cpu")
 
 
-def gradients(q, k, v, grad_o, *, backend="emulator", check=False, defines=(), products=5, threads=None, **options):
+def gradients(q, k, v, grad_o, *, backend="emulator", check=False, defines=(), products=5, **options):
     """From an o that is rounded, as a forward pass gives it; nothing may be found."""
+    launch = {name: options.pop(name) for name in ("threads", "sms") if name in options}
     o, lse = reference.attention(q, k, v, **options)
     defines = defines if products == 5 else SEVEN + defines
-    how = dict(backend=backend, check=check, defines=defines)
-    how |= {} if threads is None else {"threads": threads}
+    how = dict(backend=backend, check=check, defines=defines, **launch)
     found = hopper_backward(grad_o, q, k, v, o.to(q.dtype), lse.float(), **how, **options)
     report = compiled(q.shape[3], q.dtype, backend, check, defines).report
     assert report is None or not report.findings, report.findings[0]
@@ -73,6 +73,8 @@ def test_clean_in_the_check_build(head_dim, dtype, products):
     cases = ((1, 2, 1, 100, 130), (1, 1, 1, 70, 33), *[(1, 2, 2, 300, 450)] * (head_dim in (64, 128)))
     for case, causal in itertools.product(cases, (False, True)):
         expect(*make(*case, head_dim, dtype), causal=causal, check=True, products=products)
+    for causal in (False, True):  # several parts for a block
+        expect(*make(1, 4, 2, 70, 130, head_dim, dtype), causal=causal, check=True, products=products, sms=1)
 
 
 @pytest.mark.long
@@ -92,9 +94,12 @@ def test_the_same_bits_again(products):
     """However many blocks of keys are resident: they add to dq in their order."""
     inputs = make(1, 4, 2, 300, 300)
     for causal in (False, True):
-        first, again, alone = (gradients(*inputs, causal=causal, products=products, threads=n) for n in (4, 4, 1))
-        for a, b, c in zip(first, again, alone, strict=True):
-            assert torch.equal(a.view(torch.int16), b.view(torch.int16)) and torch.equal(a, c)
+        first, *others = (
+            gradients(*inputs, causal=causal, products=products, **how)
+            for how in ({}, {"threads": 4}, {"threads": 1}, {"sms": 1}, {"sms": 5})
+        )
+        for a, *more in zip(first, *others, strict=True):
+            assert all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for b in more)
 
 
 # What the summing of dq rests on, each taken away: the emulator says so, though the results are right.
@@ -103,14 +108,15 @@ PLANTED = {
                                    "proxy-fence"),
     "dS of one consumer": ("        named_barrier_sync(1 + CONSUMERS, CONSUMERS * GROUP);", "", "race"),
     "dS in one place": ("nth % 2 * DS_BYTES", "nth % 1 * DS_BYTES", "stage-overwritten"),
-    "a square that may still be read": ("bulk_wait_read<0>();", "", "race"),
+    "a square that may still be read": ("                    bulk_wait_read<0>();\n", "", "race"),
     "a square without a proxy fence": ("        fence_proxy_async();\n        __syncwarp();", "__syncwarp();",
                                        "proxy-fence"),
-    "dK over K that is read": ("named_barrier_sync(1 + (FIVE ? CONSUMERS : consumer), (FIVE ? CONSUMERS : 1) * GROUP)",
+    "dK over dS that is read": ("named_barrier_sync(1 + (FIVE ? CONSUMERS : consumer), (FIVE ? CONSUMERS : 1) * GROUP)",
                                "named_barrier_sync(1 + consumer, GROUP)", "stage-overwritten"),
     "a turn that is not waited for": ("while (*turn != part.block) {}", "", "global-race"),
-    "a turn that is told too early": ("bulk_wait<0>();                            // it is added", "", "global-race"),
-    "a turn without a fence": ("                    __threadfence();\n", "", "global-race"),
+    "a turn that is told too early": ("bulk_wait<0>();                        // it is added", "", "global-race"),
+    "a turn without a fence": ("                        __threadfence();\n", "", "global-race"),
+    "a K that is not waited for": ("        mbarrier_wait(full_kept, n & 1);\n", "", "never-waited"),
 }  # fmt: skip
 
 
@@ -124,10 +130,11 @@ def test_what_the_sums_rest_on(what, tmp_path, monkeypatch):
     fresh = functools.cache(compiled.__wrapped__)
     monkeypatch.setattr(launcher, "SOURCE", tmp_path / SOURCE.name)
     monkeypatch.setattr(launcher, "compiled", fresh)
-    q, k, v, grad_o = make(1, 2, 1, 200, 300)
+    head_dim = 128 if "over dS" in what else 64  # at 64 a consumer's dK lies where itself has read
+    q, k, v, grad_o = make(1, 2, 1, 200, 300, head_dim)
     o, lse = reference.attention(q, k, v)
     hopper_backward(grad_o, q, k, v, o.half(), lse.float(), backend="emulator", check=True)
-    assert kind in {f.kind for f in fresh(64, FP16, "emulator", True, ()).report.findings}
+    assert kind in {f.kind for f in fresh(head_dim, FP16, "emulator", True, ()).report.findings}
 
 
 @pytest.mark.parametrize("scale", [0.3, -0.2, 0.0])

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from flashlab.attention.inputs import check_causal, check_qkv, check_results, scale_of
-from flashlab.cuda.inline import CudaModule, load_inline, new_output
+from flashlab.cuda.inline import CudaModule, load_inline, multiprocessors, new_output
 from flashlab.cuda.toolchain import default_backend
 from flashlab.kernels.problem import ELEMENTS, Strides, fitting
 from flashlab.kernels.series import HALVES, path
@@ -31,7 +31,7 @@ class Backward(ctypes.Structure):
         *((f"{name}_stride", Strides) for name in ("q", "k", "v", "o", "grad_o", "dq", "dk", "dv")),
         *((name, ctypes.c_int) for name in ("batch", "heads", "kv_heads", "seq_q", "seq_k", "causal")),
         ("scale", ctypes.c_float),
-        ("launches", ctypes.c_int),
+        *((name, ctypes.c_int) for name in ("sms", "launches")),
     ]
 
 
@@ -62,7 +62,7 @@ def hopper_backward(
         causal: query i sees the keys up to i + seq_k - seq_q. scale: head_dim ** -0.5, if None.
         backend, check, defines: of the build, see `compiled`. module: a build to take in its place.
         launches: which kernels, to time them: 1 for the rows' statistics + 2 for dk and dv, and the sums of dq + 4 for
-            dq. launch: options of the emulator's launch.
+            dq. launch: options of the emulator's launch, and sms, the multiprocessors that the kernel is told of.
 
     Returns:
         Each like its input. A key head's gradient is the sum over the query heads that read it; a row that sees no key
@@ -83,7 +83,7 @@ def hopper_backward(
 def gradients(
     built: CudaModule, grad_o: torch.Tensor, grad_lse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor,
     v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float, launches: int = 7,
-    defines: Mapping[str, int] = MappingProxyType({}), **launch: Any,
+    defines: Mapping[str, int] = MappingProxyType({}), sms: int | None = None, **launch: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """`hopper_backward` by a build, of arguments that were checked already: its checks take as long as the rest."""
     dq, dk, dv = (new_output(x) for x in (q, k, v))
@@ -92,20 +92,21 @@ def gradients(
     given = [fitting(x) for x in (q, k, v, o, grad_o)]
     shapes = Backward(
         *(Strides(*x.stride()[:3]) for x in (*given, dq, dk, dv)), *q.shape[:2], k.shape[1], q.shape[2], k.shape[2],
-        int(causal), scale, launches,
+        int(causal), scale, sms or (132 if built.backend == "emulator" else multiprocessors(q.device.index)), launches,
     )  # fmt: skip
     rows = q.shape[0] * q.shape[1] * -(-q.shape[2] // BLOCK) * BLOCK
     statistics = torch.empty(2 * rows, device=q.device)
-    sums = turns = None
-    if defines.get("PRODUCTS") != 7:  # tiles of two squares of 64 rows and 64 columns
-        turns = torch.zeros(rows // 128 * -(-q.shape[3] // 64), dtype=torch.int32, device=q.device)
-        sums = torch.empty(turns.numel() * 2 * 64 * 64, device=q.device)
+    # How many blocks have added to each tile of dq, behind how many parts are taken: `statistics` clears them
+    turns = (torch.empty if launches & 1 else torch.zeros)(rows // 64 + 1, dtype=torch.int32, device=q.device)
+    sums = None
+    if defines.get("PRODUCTS") != 7:  # those of 128 columns beyond D = 96
+        sums = torch.empty(rows * (q.shape[3] if q.shape[3] <= 96 else 128), device=q.device)
         if defines.get("ORDERED") == 0:  # else the first block stores
             sums.zero_()
     grad_lse = grad_lse if grad_lse is None else grad_lse.contiguous()
     values = [*given, lse.contiguous(), grad_lse, dq, dk, dv, statistics, sums, turns, shapes]
     if built.backend == "emulator":
-        unwritten = ("sums",) if sums is not None and defines.get("ORDERED") != 0 else ()
+        unwritten = ["sums"] * (sums is not None and defines.get("ORDERED") != 0) + ["turns"] * (launches & 1)
         launch = {"unwritten": ("dq", "dk", "dv", "row_statistics", *unwritten), **launch}
     built.launch_checked("backward", values, **launch)
     return dq, dk, dv

@@ -581,7 +581,8 @@ def dq_of_a_tile(dq_of_a_square: str) -> str:
 
 
 def _ending(main_loop: str, store: str) -> Source:
-    return _in_backward(main_loop_of_keys=main_loop, store_dK_and_dV=f"{store}}}\n")  # the kernel ends there
+    one = "    begin_part(0);  // a block's only one: there are fewer than multiprocessors\n"
+    return _in_backward(main_loop_of_keys=one + main_loop, store_dK_and_dV=f"{store}}}\n")  # the kernel ends there
 
 
 _ALL_READ = "named_barrier_sync(1 + CONSUMERS, CONSUMERS * GROUP);"

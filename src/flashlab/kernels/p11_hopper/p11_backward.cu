@@ -55,9 +55,11 @@ constexpr int BLOCK = WARPS * MMA_M;                           // rows that a bl
 constexpr int ROWS_PER_LANE = 2;                               // of an accumulator: g and g + 8
 constexpr int KEPT_BYTES = BLOCK * COLUMNS * 2;                // of a tile that stays
 constexpr bool ROOMY = FIVE && HEAD_DIM <= 96;                 // there are registers for the fragments of K and V
-// Queries of a stage of `keys`. Five products: dQ of a stage is a square of 64 x 64 for each consumer.
+// Queries of a stage of `keys`. Five products: of its dQ each consumer has a square, 64 queries and SQUARE columns.
+constexpr int SQUARE = ROOMY && HEAD_DIM > SLAB ? HEAD_DIM / 2 : 64;
 constexpr int QUERIES = FIVE ? CONSUMERS * 64 * SLAB / COLUMNS : QUERY_STEP;
-constexpr int DQ_BYTES = CONSUMERS * 64 * 64 * 4, DS_BYTES = QUERIES * BLOCK * 2;
+constexpr int DQ_BYTES = CONSUMERS * 64 * SQUARE * 4, DS_BYTES = QUERIES * BLOCK * 2;
+constexpr int SUMMED = DQ_BYTES / 4 / QUERIES;                 // columns of dQ that are summed
 constexpr int SUMS_BYTES = FIVE ? 2 * (DQ_BYTES + DS_BYTES) : 0;       // those of a tile, while the next is computed
 // Of a kernel that takes STEP rows at a time: a stage holds STEP rows of two tensors, and two numbers a row.
 template <int STEP> constexpr int STEP_BYTES = STEP * COLUMNS * 2;
@@ -65,9 +67,12 @@ template <int STEP> constexpr int STAGE_BYTES = 2 * STEP_BYTES<STEP> + 1024;    
 // As many stages as there is room for; then the barriers, 8 bytes each
 template <int STEP> constexpr int ROOM = ((226 << 10) - 2 * KEPT_BYTES - SUMS_BYTES) / STAGE_BYTES<STEP>;
 template <int STEP> constexpr int STAGES_OF = ROOM<STEP> < MOST_STAGES ? ROOM<STEP> : MOST_STAGES;
-template <int STEP> constexpr int BARRIERS = 1 + 2 * STAGES_OF<STEP> + (FIVE ? 4 : 0);
+template <int STEP> constexpr int BARRIERS = 2 * STAGES_OF<STEP> + 11;
 template <int STEP>
-constexpr int SHARED = 2 * KEPT_BYTES + STAGES_OF<STEP> * STAGE_BYTES<STEP> + SUMS_BYTES + 8 * BARRIERS<STEP>;
+constexpr int SHARED = 2 * KEPT_BYTES + STAGES_OF<STEP> * STAGE_BYTES<STEP> + SUMS_BYTES + 8 * BARRIERS<STEP> + 16;
+// dK and dV leave from where dS was, as far as there is room: so the next K and V may come meanwhile.
+constexpr bool K_LEAVES = FIVE, V_LEAVES = FIVE && KEPT_BYTES <= DS_BYTES;
+static_assert(!FIVE || KEPT_BYTES <= 2 * DS_BYTES, "dK needs as much room as K");
 static_assert(STAGES_OF<QUERIES> > 1 && (FIVE || STAGES_OF<KEY_STEP> > 1), "a stage is free when the next is in use");
 static_assert(FIVE || !SKEWED, "without the barrier of dS one consumer may run a turn ahead");
 static_assert(BLOCK % QUERIES == 0 && QUERIES <= 128, "two numbers for each of so many queries are 1024 bytes");
@@ -81,6 +86,7 @@ struct Backward {
     int batch, heads, kv_heads, seq_q, seq_k;
     int causal;                                                // query i sees the keys up to i + seq_k - seq_q
     float scale;                                               // P = softmax(scale * q k^T): of any sign
+    int sms;                                                   // multiprocessors of the device
     int launches;                                              // 1 statistics + 2 keys + 4 queries: 7, but to time them
 };
 // Rows of a head in row_statistics, which holds lse and then delta: as many as whole blocks have. So they begin where
@@ -122,10 +128,10 @@ template <int N> __device__ __forceinline__ void round_to(uint32_t (&a)[N / MMA_
 
 // region: store a tile
 // Where 16 rows x 16 columns, an A fragment of a warp, lie among its rows of a tile of BLOCK rows: columns 16 k and on.
-__device__ __forceinline__ uint32_t fragment_at(uint32_t tile_smem, int k) {
+template <int WIDTH = SLAB> __device__ __forceinline__ uint32_t fragment_at(uint32_t tile_smem, int k) {
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
-    const int column = k * MMA_K + lane / 16 * 8, chunk = column % SLAB / 8 ^ lane % 8 / LINE;
-    return tile_smem + (column / SLAB * BLOCK + warp * MMA_M + lane % 16) * SLAB_ROW + chunk * 16;
+    const int column = k * MMA_K + lane / 16 * 8, chunk = column % WIDTH / 8 ^ lane % 8 / LINE;
+    return tile_smem + (column / WIDTH * BLOCK + warp * MMA_M + lane % 16) * SLAB_ROW + chunk * 16;
 }
 // Writes it transposed, into a tile of ROWS rows and BLOCK columns: the warp's 16 columns, rows 16 k and on.
 template <int ROWS>
@@ -158,45 +164,69 @@ __device__ __forceinline__ void store_tile(const float (&acc)[HEAD_DIM / 2], flo
 // endregion
 
 // region: statistics
-// delta = rowsum(dO * O), less what a loss of lse adds to each dS of the row, and lse as exp2 wants it. Each lane takes
-// 16 bytes of a row. A row that does not exist, or sees no key, has an lse of inf: its P is exp2(-inf) = 0.
-constexpr int LANES_PER_ROW = HEAD_DIM > 64 ? 16 : 8, STATISTICS_ROWS = 256 / LANES_PER_ROW;   // they divide BLOCK
+// delta = rowsum(dO * O), less what a loss of lse adds to each dS of the row, and lse as exp2 wants it. A lane takes 16
+// bytes of a row here and there, of EACH rows: all are asked for before the first is used, or memory would wait for it.
+// A row that does not exist, or sees no key, has an lse of inf: its P is exp2(-inf) = 0.
+#ifndef EACH
+#define EACH 2
+#endif
+constexpr int LANES_PER_ROW = 8, CHUNKS = ceil_div(HEAD_DIM, 8 * LANES_PER_ROW);
+constexpr int ROWS_AT_ONCE = 256 / LANES_PER_ROW, STATISTICS_ROWS = EACH * ROWS_AT_ONCE;       // they divide BLOCK
 __global__ void __launch_bounds__(256)
 statistics(const Backward p, const void* o, const void* grad_o, const float* lse, const float* grad_lse,
-           float* lse_log2, float* delta) {
+           float* lse_log2, float* delta, int* counter, int* turns) {
     const int lane = threadIdx.x % LANES_PER_ROW, blocks = padded(p.seq_q) / STATISTICS_ROWS;
-    const int head_index = blockIdx.x / blocks;
-    const int row = blockIdx.x % blocks * STATISTICS_ROWS + threadIdx.x / LANES_PER_ROW;
-    float sum = 0.f, x = INFINITY;
-    if (row < p.seq_q && 8 * lane < HEAD_DIM) {
-        const int batch = head_index / p.heads, head = head_index % p.heads;
-        const uint4 a = *(const uint4*)(rows_of(o, p.o_stride, batch, head, row) + 8 * lane);
-        const uint4 b = *(const uint4*)(rows_of(grad_o, p.grad_o_stride, batch, head, row) + 8 * lane);
-        const uint32_t a_pairs[] = {a.x, a.y, a.z, a.w}, b_pairs[] = {b.x, b.y, b.z, b.w};
+    const int head_index = blockIdx.x / blocks, batch = head_index / p.heads, head = head_index % p.heads;
+    const int first_row = blockIdx.x % blocks * STATISTICS_ROWS + threadIdx.x / LANES_PER_ROW;
+    uint4 a[EACH][CHUNKS] = {}, b[EACH][CHUNKS] = {};
+    float of_row[EACH], minus[EACH] = {};
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float2 u = unpack<T>(a_pairs[i]), v = unpack<T>(b_pairs[i]);
-            sum += u.x * v.x + u.y * v.y;
-        }
+    for (int i = 0; i < EACH; i++) {
+        const int row = first_row + i * ROWS_AT_ONCE;
         const int64_t index = (int64_t)head_index * p.seq_q + row;
-        if (grad_lse && lane == 0) sum -= grad_lse[index];
-        x = lse[index] == -INFINITY ? INFINITY : lse[index] * LOG2E;
+        of_row[i] = row < p.seq_q ? lse[index] : -INFINITY;
+        if (grad_lse && row < p.seq_q) minus[i] = grad_lse[index];
+#pragma unroll
+        for (int c = 0; c < CHUNKS; c++) {
+            const int column = 8 * (c * LANES_PER_ROW + lane);
+            if (row >= p.seq_q || column >= HEAD_DIM) continue;
+            a[i][c] = *(const uint4*)(rows_of(o, p.o_stride, batch, head, row) + column);
+            b[i][c] = *(const uint4*)(rows_of(grad_o, p.grad_o_stride, batch, head, row) + column);
+        }
     }
-    for (int other = LANES_PER_ROW / 2; other > 0; other /= 2) sum += __shfl_xor_sync(~0u, sum, other);
-    const int64_t index = (int64_t)head_index * padded(p.seq_q) + row;
-    if (lane == 0) lse_log2[index] = x, delta[index] = x == INFINITY ? 0.f : sum;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        float sum = 0.f;
+#pragma unroll
+        for (int c = 0; c < CHUNKS; c++) {
+            const uint4 x = a[i][c], y = b[i][c];
+            const uint32_t x_pairs[] = {x.x, x.y, x.z, x.w}, y_pairs[] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                const float2 u = unpack<T>(x_pairs[j]), v = unpack<T>(y_pairs[j]);
+                sum += u.x * v.x + u.y * v.y;
+            }
+        }
+        for (int other = LANES_PER_ROW / 2; other > 0; other /= 2) sum += __shfl_xor_sync(~0u, sum, other);
+        const int64_t index = (int64_t)head_index * padded(p.seq_q) + first_row + i * ROWS_AT_ONCE;
+        const bool empty = of_row[i] == -INFINITY;
+        if (lane > 0) continue;
+        lse_log2[index] = empty ? INFINITY : of_row[i] * LOG2E, delta[index] = empty ? 0.f : sum - minus[i];
+        if (FIVE && index % QUERIES == 0) turns[index / QUERIES] = 0;
+        if (index == 0) *counter = 0;
+    }
 }
 // endregion
 
 // region: parts
-// Which block of which head a block of the grid takes. Causal ones differ in length: the longest begin, of as many
-// heads as fit in L2 together.
+// Which block of which head the n-th part is. Causal ones differ in length: the longest begin, of as many heads as fit
+// in L2 together.
 struct Part {
     int head_index, block;
 };
-template <bool CAUSAL> __device__ __forceinline__ Part part_of(int blocks, int heads, int heads_together) {
-    if (!CAUSAL) return {(int)blockIdx.x / blocks, (int)blockIdx.x % blocks};
-    const int group = blockIdx.x / (blocks * heads_together), in_group = blockIdx.x % (blocks * heads_together);
+template <bool CAUSAL> __device__ __forceinline__ Part part_of(int n, int blocks, int heads, int heads_together) {
+    if (!CAUSAL) return {n / blocks, n % blocks};
+    const int group = n / (blocks * heads_together), in_group = n % (blocks * heads_together);
     const int group_heads = min(heads_together, heads - group * heads_together);
     return {group * heads_together + in_group % group_heads, in_group / group_heads};
 }
@@ -209,7 +239,7 @@ keys(const Backward p, int heads_together, const float* lse_log2, const float* d
      const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
      const __grid_constant__ CUtensorMap v_map, const __grid_constant__ CUtensorMap grad_o_map,
      const __grid_constant__ CUtensorMap dk_map, const __grid_constant__ CUtensorMap dv_map,
-     const __grid_constant__ CUtensorMap sums_map, int* turns) {
+     const __grid_constant__ CUtensorMap sums_map, int* counter, int* turns) {
     constexpr int STEP = QUERY_STEP, TILE = QUERIES;           // queries at a time, of a stage
     constexpr int Q_BYTES = STEP_BYTES<TILE>, STAGE = STAGE_BYTES<TILE>, STAGES = STAGES_OF<TILE>;
     extern __shared__ __align__(1024) char shared[];
@@ -219,18 +249,24 @@ keys(const Backward p, int heads_together, const float* lse_log2, const float* d
     const uint32_t ds_smem = stages + STAGES * STAGE;          // five products: twice dS [TILE, BLOCK],
     const uint32_t dq_smem = ds_smem + 2 * DS_BYTES;           // and twice dQ, a square for each consumer
     const uint32_t full_kept = ds_smem + SUMS_BYTES, full = full_kept + 8, empty = full + 8 * STAGES;
-    const uint32_t dq_full = empty + 8 * STAGES, dq_empty = dq_full + 16;
+    const uint32_t dq_full = empty + 8 * STAGES, dq_empty = dq_full + 16, empty_k = dq_empty + 16;
+    const uint32_t empty_v = empty_k + 8, full_part = empty_v + 8, empty_part = full_part + 16;
+    Part* next_part = (Part*)(shared + (empty_part + 16 - k_smem));    // two of them
     // endregion
 
     // region: which keys
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, g = lane / 4, t = lane % 4;
     const int consumer = __shfl_sync(~0u, threadIdx.x / GROUP, 0);     // one number for a warp: so are its descriptors
-    const Part part = part_of<CAUSAL || FIVE>(ceil_div(p.seq_k, BLOCK), p.batch * p.kv_heads, heads_together);
-    const int batch = part.head_index / p.kv_heads, kv_head = part.head_index % p.kv_heads;
-    const int group = p.heads / p.kv_heads, n_start = part.block * BLOCK;
+    const int blocks = ceil_div(p.seq_k, BLOCK), group = p.heads / p.kv_heads;
     // Queries are taken by tiles: begin .. end - 1. Causal: key j is seen from query j - diagonal on.
     const int diagonal = p.seq_k - p.seq_q, end = ceil_div(p.seq_q, TILE);
-    const int begin = CAUSAL ? max(0, n_start - diagonal) / TILE : 0, tiles = max(0, end - begin);
+    Part part;                                                 // the one under way: each role follows by itself
+    int batch, kv_head, n_start, begin, tiles;
+    auto take = [&](Part taken) {
+        part = taken, batch = part.head_index / p.kv_heads, kv_head = part.head_index % p.kv_heads;
+        n_start = part.block * BLOCK, begin = CAUSAL ? max(0, n_start - diagonal) / TILE : 0;
+        tiles = max(0, end - begin);
+    };
     // Five products: from the last tile to the first. All blocks see the last one, so they walk side by side, each
     // behind the block whose turn is before its own; causal too, where the first blocks have most to do.
     auto tile_of = [&](int nth) { return FIVE ? end - 1 - nth % tiles : begin + nth % tiles; };
@@ -238,14 +274,23 @@ keys(const Backward p, int heads_together, const float* lse_log2, const float* d
         const int head_index = batch * p.heads + kv_head * group + nth / tiles;
         return (int64_t)head_index * padded(p.seq_q) + tile_of(nth) * TILE;
     };
+    auto next = [&](int n) {                                   // waits for the producer's word: whether there is one
+        mbarrier_wait(full_part + 8 * (n % 2), n / 2 & 1);
+        take(next_part[n % 2]);
+        mbarrier_arrive(empty_part + 8 * (n % 2));             // by every thread: it has read it
+        return part.head_index >= 0;
+    };
     // endregion
 
     // region: barriers of keys
     if (threadIdx.x == 0) {                                    // a full one waits for one arrival, and for bytes
-        // Every warp says that it has read lse and delta
+        // Every warp says that it has read lse and delta, every thread that it has read which part is next
         for (int i = 0; i < 1 + 2 * STAGES; i++) mbarrier_init(full_kept + 8 * i, i < 1 + STAGES ? 1 : WARPS);
-        if constexpr (FIVE)
-            for (int i = 0; i < 4; i++) mbarrier_init(dq_full + 8 * i, i < 2 ? WARPS : 1);
+        for (int i = 0; i < 4; i++) mbarrier_init(dq_full + 8 * i, i < 2 ? WARPS : 1);
+        for (int i = 0; i < 2; i++) {
+            mbarrier_init(empty_k + 8 * i, CONSUMERS), mbarrier_init(full_part + 8 * i, 1);
+            mbarrier_init(empty_part + 8 * i, CONSUMERS * GROUP + (FIVE ? 2 : 0));
+        }
         tma_prefetch(&q_map), tma_prefetch(&k_map), tma_prefetch(&v_map), tma_prefetch(&grad_o_map);
         fence_mbarrier_init();                                 // or the copy engine might not see them yet
     }
@@ -256,18 +301,40 @@ keys(const Backward p, int heads_together, const float* lse_log2, const float* d
     if (warp >= WARPS) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (warp == WARPS && elect_one()) {
-            mbarrier_arrive_expect_tx(full_kept, 2 * KEPT_BYTES);
-            copy_tile<BLOCK>(k_smem, k_map, full_kept, n_start, kv_head, batch);
-            copy_tile<BLOCK>(v_smem, v_map, full_kept, n_start, kv_head, batch);
-            for (int nth = 0; nth < tiles * group; nth++) {
-                const int stage = nth % STAGES, m_start = tile_of(nth) * TILE, head = kv_head * group + nth / tiles;
-                const uint32_t bar = full + 8 * stage, q_smem = stages + stage * STAGE, lse_smem = q_smem + 2 * Q_BYTES;
-                mbarrier_wait(empty + 8 * stage, nth / STAGES & 1 ^ 1);    // a new barrier passes this at once
-                mbarrier_arrive_expect_tx(bar, 2 * Q_BYTES + 8 * TILE);
-                copy_tile<TILE>(q_smem, q_map, bar, m_start, head, batch);
-                copy_tile<TILE>(q_smem + Q_BYTES, grad_o_map, bar, m_start, head, batch);
-                bulk_load(lse_smem, lse_log2 + row_of(nth), 4 * TILE, bar);
-                bulk_load(lse_smem + 4 * TILE, delta + row_of(nth), 4 * TILE, bar);
+            const int parts = blocks * p.batch * p.kv_heads;
+            for (int number = blockIdx.x, n = 0, done = 0;; n++) {
+                mbarrier_wait(empty_part + 8 * (n % 2), n / 2 & 1 ^ 1);    // a new barrier passes this at once
+                const Part here = number < parts ? part_of<CAUSAL || FIVE>(number, blocks, p.batch * p.kv_heads,
+                                                                           heads_together) : Part{-1, 0};
+                next_part[n % 2] = here;
+                mbarrier_arrive(full_part + 8 * (n % 2));
+                if (number >= parts) break;
+                take(here);
+                auto load_kept = [&] {
+                    mbarrier_wait(empty_k, n & 1 ^ 1);
+                    mbarrier_arrive_expect_tx(full_kept, 2 * KEPT_BYTES);
+                    for (int slab = 0; slab < COLUMNS / SLAB; slab++)
+                        tma_load(k_smem + slab * BLOCK * SLAB_ROW, &k_map, full_kept, slab * SQUARE, n_start, kv_head,
+                                 batch);
+                    mbarrier_wait(empty_v, n & 1 ^ 1);
+                    copy_tile<BLOCK>(v_smem, v_map, full_kept, n_start, kv_head, batch);
+                };
+                if (n == 0 || tiles == 0) load_kept();
+                for (int i = 0; i < tiles * group; i++) {
+                    const int nth = done + i, stage = nth % STAGES, m_start = tile_of(i) * TILE;
+                    const int head = kv_head * group + i / tiles;
+                    const uint32_t bar = full + 8 * stage, q_smem = stages + stage * STAGE;
+                    const uint32_t lse_smem = q_smem + 2 * Q_BYTES;
+                    mbarrier_wait(empty + 8 * stage, nth / STAGES & 1 ^ 1);
+                    mbarrier_arrive_expect_tx(bar, 2 * Q_BYTES + 8 * TILE);
+                    copy_tile<TILE>(q_smem, q_map, bar, m_start, head, batch);
+                    copy_tile<TILE>(q_smem + Q_BYTES, grad_o_map, bar, m_start, head, batch);
+                    bulk_load(lse_smem, lse_log2 + row_of(i), 4 * TILE, bar);
+                    bulk_load(lse_smem + 4 * TILE, delta + row_of(i), 4 * TILE, bar);
+                    if (i == 0 && n > 0) load_kept();          // the first tile need not wait for them
+                }
+                done += tiles * group;
+                number = gridDim.x + atomicAdd(counter, 1);    // not before: others wait for who has taken it
             }
         }
         // endregion
@@ -279,25 +346,27 @@ keys(const Backward p, int heads_together, const float* lse_log2, const float* d
         if (FIVE && warp > WARPS && warp <= WARPS + 2 && elect_one()) {
             const int which = warp - WARPS - 1;
             const uint32_t from = dq_smem + which * DQ_BYTES;
-            for (int nth = which; nth < tiles * group; nth += 2) {
-                const int index = (int)(row_of(nth) / TILE), to = index * (DQ_BYTES / 1024);
-                volatile int* turn = turns + index;            // how many blocks have added to this tile
-                if (ORDERED) {
-                    while (*turn != part.block) {}
-                    fence_proxy_async_global();                // their sums come before what is copied now
+            int nth = which;                                   // of all tiles of all parts
+            for (int n = 0, done = 0; next(n); done += tiles * group, n++)
+                for (; nth < done + tiles * group; nth += 2) {
+                    const int index = (int)(row_of(nth - done) / TILE), to = index * (DQ_BYTES / 1024);
+                    volatile int* turn = turns + index;        // how many blocks have added to this tile
+                    if (ORDERED) {
+                        while (*turn != part.block) {}
+                        fence_proxy_async_global();            // their sums come before what is copied now
+                    }
+                    mbarrier_wait(dq_full + 8 * which, nth / 2 & 1);
+                    if (ORDERED && part.block == 0) tma_store(&sums_map, from, 0, to);     // over what lies there
+                    else tma_reduce_add(&sums_map, from, 0, to);
+                    bulk_commit();
+                    bulk_wait_read<0>();
+                    mbarrier_arrive(dq_empty + 8 * which);
+                    if (ORDERED) {
+                        bulk_wait<0>();                        // it is added
+                        __threadfence();
+                        *turn = part.block + 1;
+                    }
                 }
-                mbarrier_wait(dq_full + 8 * which, nth / 2 & 1);
-                if (ORDERED && part.block == 0) tma_store(&sums_map, from, 0, to);     // over what lies there
-                else tma_reduce_add(&sums_map, from, 0, to);
-                bulk_commit();
-                bulk_wait_read<0>();
-                mbarrier_arrive(dq_empty + 8 * which);
-                if (ORDERED) {
-                    bulk_wait<0>();                            // it is added
-                    __threadfence();
-                    *turn = part.block + 1;
-                }
-            }
         }
         return;
     }
@@ -306,20 +375,26 @@ keys(const Backward p, int heads_together, const float* lse_log2, const float* d
 
     // region: state of keys
     // c0 c1 | c2 c3 of an accumulator: columns 2t, 2t + 1 of row g | of row g + 8
-    float dk[HEAD_DIM / 2] = {}, dv[HEAD_DIM / 2] = {};
+    float dk[HEAD_DIM / 2], dv[HEAD_DIM / 2];
     uint32_t p_rmem[STEP / MMA_K][4], ds_rmem[STEP / MMA_K][4];        // P^T and dS^T, rounded
     const uint64_t k_operand = descriptor(k_smem + consumer * 64 * SLAB_ROW);
     const uint64_t v_operand = descriptor(v_smem + consumer * 64 * SLAB_ROW);
     const bool first_thread = threadIdx.x % GROUP == 0;        // it says that its warpgroup is through
     const float scale_log2 = p.scale * LOG2E;                  // exp(x) is computed as exp2(x * log2(e))
     // The first query of the tile under way: counted, since a division in each tile costs 4 %
-    const int first_tile = (FIVE ? end - 1 : begin) * TILE, last_tile = (FIVE ? begin : end - 1) * TILE;
-    int row = first_tile;
-    const int first_row = n_start + warp * MMA_M + g, last_row = n_start + consumer * 64 + 63;     // keys
+    int first_tile, last_tile, row, first_row, last_row;       // queries; of the lane's and the consumer's keys
+    auto begin_part = [&](int n) {                             // whether there is one
+        if (!next(n)) return false;
+        first_tile = (FIVE ? end - 1 : begin) * TILE, last_tile = (FIVE ? begin : end - 1) * TILE, row = first_tile;
+        first_row = n_start + warp * MMA_M + g, last_row = n_start + consumer * 64 + 63;
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 2; i++) dk[i] = dv[i] = 0.f;
+        return true;
+    };
     // endregion
 
     // region: dQ of a square
-    float dq[32];                                              // 64 queries, 64 columns: over all keys of the block
+    float dq[SQUARE / 2];                                      // 64 queries: over all keys of the block
     // dQ = dS K: D = 64 has 128 queries in a stage, 64 for each consumer; else each has 64 columns, and all queries
     const uint64_t ds_operand = descriptor(ds_smem + (TILE > 64 ? consumer * 64 * SLAB_ROW : 0));
     const uint64_t dq_operand = descriptor_of_rows<BLOCK>(k_smem + (TILE > 64 ? 0 : consumer * BLOCK * SLAB_ROW));
@@ -329,7 +404,7 @@ keys(const Backward p, int heads_together, const float* lse_log2, const float* d
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < BLOCK / MMA_K; k++)
-            wgmma_ss<64, T, false, true>(dq, ds + columns_on<TILE>(k), dq_operand + rows_on(k), k > 0);
+            wgmma_ss<SQUARE, T, false, true>(dq, ds + columns_on<TILE>(k), dq_operand + rows_on(k), k > 0);
         wgmma_commit();
     };
     auto hand_dq_on = [&](int nth) {                           // as it lies in registers: `convert` knows
@@ -337,7 +412,7 @@ keys(const Backward p, int heads_together, const float* lse_log2, const float* d
         float4* square = (float4*)(shared + (square_smem - k_smem)) + threadIdx.x % GROUP;
         mbarrier_wait(dq_empty + nth % 2 * 8, nth / 2 & 1 ^ 1);            // the one before the last has been read
 #pragma unroll
-        for (int n = 0; n < 64 / MMA_N; n++)
+        for (int n = 0; n < SQUARE / MMA_N; n++)
             square[n * GROUP] = make_float4(dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
         fence_proxy_async();
         __syncwarp();
@@ -434,22 +509,31 @@ keys(const Backward p, int heads_together, const float* lse_log2, const float* d
     // endregion
 
     // region: main loop of keys
-    mbarrier_wait(full_kept, 0);
-    if constexpr (ROOMY)
+    for (int n = 0, nth = 0, all = 0; begin_part(n); n++) {          // part after part
+        mbarrier_wait(full_kept, n & 1);
+        if (K_LEAVES) {                                        // dK of the part before has been read: dS may come
+            if (first_thread) bulk_wait_read<0>();
+            named_barrier_sync(1 + CONSUMERS, CONSUMERS * GROUP);
+        }
+        if constexpr (ROOMY)
 #pragma unroll
-        for (int k = 0; k < HEAD_DIM / MMA_K; k++)
-            ldmatrix_x4(k_rmem[k], fragment_at(k_smem, k)), ldmatrix_x4(v_rmem[k], fragment_at(v_smem, k));
-    for (int nth = 0; nth < tiles * group; nth++)              // of every query head that reads this key head
+            for (int k = 0; k < HEAD_DIM / MMA_K; k++)
+                ldmatrix_x4(k_rmem[k], fragment_at<SQUARE>(k_smem, k)), ldmatrix_x4(v_rmem[k], fragment_at(v_smem, k));
+        for (all += tiles * group; nth < all; nth++)           // of every query head that reads this key head
 #pragma unroll
-        for (int first = 0; first < TILE; first += STEP) begin_step(nth, first), end_step(nth, first);
-    // endregion
+            for (int first = 0; first < TILE; first += STEP) begin_step(nth, first), end_step(nth, first);
+        // endregion
 
-    // region: store dK and dV
-    // Of K and V a consumer reads its own 64 rows alone: they become dK and dV. But dQ is of all rows of K
-    wgmma_wait<0>();
-    named_barrier_sync(1 + (FIVE ? CONSUMERS : consumer), (FIVE ? CONSUMERS : 1) * GROUP);     // all have waited
-    store_tile(dv, 1.f, v_smem, dv_map, n_start, kv_head, batch);
-    store_tile(dk, p.scale, k_smem, dk_map, n_start, kv_head, batch);
+        // region: store dK and dV
+        // Of K and V a consumer reads its own 64 rows alone, and they may become dK and dV. But dQ is of all rows of K
+        named_barrier_sync(1 + (FIVE ? CONSUMERS : consumer), (FIVE ? CONSUMERS : 1) * GROUP);     // all have waited
+        if (K_LEAVES && first_thread) mbarrier_arrive(empty_k);
+        if (V_LEAVES && first_thread) mbarrier_arrive(empty_v);
+        store_tile(dv, 1.f, V_LEAVES ? ds_smem + KEPT_BYTES : v_smem, dv_map, n_start, kv_head, batch);
+        store_tile(dk, p.scale, K_LEAVES ? ds_smem : k_smem, dk_map, n_start, kv_head, batch);
+        if (!V_LEAVES && first_thread) bulk_wait_read<K_LEAVES>(), mbarrier_arrive(empty_v);
+        if (!K_LEAVES && first_thread) bulk_wait_read<0>(), mbarrier_arrive(empty_k);
+    }
     if (first_thread) bulk_wait<0>();                          // they are written
 }
 // endregion
@@ -464,7 +548,7 @@ convert(const Backward p, const float* sums, const __grid_constant__ CUtensorMap
     const int blocks = padded(p.seq_q) / BLOCK, head_index = blockIdx.x / blocks;
     const int m_start = blockIdx.x % blocks * BLOCK, first_row = m_start + threadIdx.x / GROUP * 64;
     const int64_t in_sums = (int64_t)head_index * padded(p.seq_q) + first_row;
-    const float4* rows = (const float4*)(sums + in_sums * COLUMNS) + threadIdx.x % GROUP;
+    const float4* rows = (const float4*)(sums + in_sums * SUMMED) + threadIdx.x % GROUP;
     // Tiles that see no key at all, or are behind the last row, have no sums
     const int begin = p.causal ? (p.seq_q - p.seq_k) / QUERIES * QUERIES : 0;
     const bool summed = first_row >= begin && first_row < p.seq_q;
@@ -499,7 +583,7 @@ queries(const Backward p, int heads_together, const float* lse_log2, const float
     // region: which queries
     const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, g = lane / 4, t = lane % 4;
     const int consumer = threadIdx.x / GROUP, m_blocks = ceil_div(p.seq_q, BLOCK);
-    const Part part = part_of<CAUSAL>(m_blocks, p.batch * p.heads, heads_together);
+    const Part part = part_of<CAUSAL>(blockIdx.x, m_blocks, p.batch * p.heads, heads_together);
     const int batch = part.head_index / p.heads, head = part.head_index % p.heads;
     const int kv_head = head / (p.heads / p.kv_heads);
     const int m_start = (CAUSAL ? m_blocks - 1 - part.block : part.block) * BLOCK;     // the last rows see most
@@ -623,11 +707,13 @@ extern "C" int backward(const void* q, const void* k, const void* v, const void*
     const cudaStream_t s = (cudaStream_t)stream;
     const int64_t rows = (int64_t)p.batch * p.heads * padded(p.seq_q);
     float* delta = row_statistics + rows;
-    const int blocks = (int)(rows / STATISTICS_ROWS);
-    if (p.launches & 1) statistics<<<blocks, 256, 0, s>>>(p, o, grad_o, lse, grad_lse, row_statistics, delta);
+    const int blocks = (int)(rows / STATISTICS_ROWS), parts = p.batch * p.kv_heads * ceil_div(p.seq_k, BLOCK);
+    int* counter = turns++;                                    // of the parts that are taken
+    if (p.launches & 1)
+        statistics<<<blocks, 256, 0, s>>>(p, o, grad_o, lse, grad_lse, row_statistics, delta, counter, turns);
     CUtensorMap sums_map{};                                    // squares one after the other, as rows of 1 KB
     if constexpr (FIVE) {
-        const uint64_t dims[] = {256, (uint64_t)rows * COLUMNS / 256}, strides[] = {1024};
+        const uint64_t dims[] = {256, (uint64_t)rows * SUMMED / 256}, strides[] = {1024};
         const uint32_t box[] = {256, DQ_BYTES / 1024};
         sums_map = tensor_map(sums, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_NONE);
     }
@@ -638,10 +724,10 @@ extern "C" int backward(const void* q, const void* k, const void* v, const void*
     // More than 48 KB of shared memory have to be asked for. A refusal is what cudaGetLastError then returns.
     const auto of_keys = p.causal ? keys<true> : keys<false>;
     cudaFuncSetAttribute(of_keys, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED<QUERIES>);
-    if (p.launches & 2) of_keys<<<p.batch * p.kv_heads * ceil_div(p.seq_k, BLOCK), THREADS, SHARED<QUERIES>, s>>>(
+    if (p.launches & 2) of_keys<<<min(p.sms, parts), THREADS, SHARED<QUERIES>, s>>>(
         p, together, row_statistics, delta, map(q, p.q_stride, true, QUERIES),
         map(k, p.k_stride, false, BLOCK), map(v, p.v_stride, false, BLOCK), map(grad_o, p.grad_o_stride, true, QUERIES),
-        map(dk, p.dk_stride, false, 64), map(dv, p.dv_stride, false, 64), sums_map, turns);
+        map(dk, p.dk_stride, false, 64), map(dv, p.dv_stride, false, 64), sums_map, counter, turns);
 #if PRODUCTS == 5
     if (p.launches & 4)
         convert<<<(int)(rows / BLOCK), CONSUMERS * GROUP, KEPT_BYTES, s>>>(p, sums, map(dq, p.dq_stride, true, 64));
