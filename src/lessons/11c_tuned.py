@@ -677,8 +677,8 @@ show.region(path("p11_backward"), "dV and dK")
 # %% [markdown]
 # Every block of keys has a part of each query's $dQ$. Atomic additions would take them as they come, and the last bits would differ from run to run:
 # a float sum depends on its order. So each tile has a *turn*, a number in global memory that says how many blocks have added. Block $j$ waits until it is
-# $j$, and then the copy engine does the adding, by `tma_reduce_add`. The grid is persistent, as in lecture 11: who is through with its keys takes the next
-# number, so numbers are taken in order, and wait for smaller ones alone. The first of all that are not done goes on: nobody waits for ever.
+# $j$, and then the copy engine does the adding, by `tma_reduce_add`. The grid is persistent: who is through with its keys takes the next
+# number. So all wait for smaller numbers alone, and the first that is not done goes on: nobody waits for ever.
 
 # %% [markdown]
 # In which order a block takes its tiles, exercise 11c.2 asks. Two threads add, each every other tile, from a place of its own: `dq_full` says that

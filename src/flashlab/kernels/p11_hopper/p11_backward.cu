@@ -194,6 +194,9 @@ statistics(const Backward p, const void* o, const void* grad_o, const float* lse
             b[i][c] = *(const uint4*)(rows_of(grad_o, p.grad_o_stride, batch, head, row) + column);
         }
     }
+    // endregion
+
+    // region: delta
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
         float sum = 0.f;
@@ -695,8 +698,7 @@ queries(const Backward p, int heads_together, const float* lse_log2, const float
 #endif
 
 // region: launch
-// For five products, sums: what dQ is summed in, and turns: how many blocks have added to each tile of it. turns are
-// zeros; sums as well if they are not ORDERED, else the first block stores.
+// For five products, sums: what dQ is summed in, zeros if they are not ORDERED; turns: a counter, and one of each tile.
 extern "C" int backward(const void* q, const void* k, const void* v, const void* o, const void* grad_o,
                         const float* lse, const float* grad_lse, void* dq, void* dk, void* dv, float* row_statistics,
                         float* sums, int* turns, const void* shapes, void* stream) {
