@@ -164,60 +164,41 @@ __device__ __forceinline__ void store_tile(const float (&acc)[HEAD_DIM / 2], flo
 // endregion
 
 // region: statistics
-// delta = rowsum(dO * O), less what a loss of lse adds to each dS of the row, and lse as exp2 wants it. A lane takes 16
-// bytes of a row here and there, of EACH rows: all are asked for before the first is used, or memory would wait for it.
-// A row that does not exist, or sees no key, has an lse of inf: its P is exp2(-inf) = 0.
-#ifndef EACH
-#define EACH 2
-#endif
-constexpr int LANES_PER_ROW = 8, CHUNKS = ceil_div(HEAD_DIM, 8 * LANES_PER_ROW);
-constexpr int ROWS_AT_ONCE = 256 / LANES_PER_ROW, STATISTICS_ROWS = EACH * ROWS_AT_ONCE;       // they divide BLOCK
+// delta = rowsum(dO * O), less what a loss of lse adds to each dS of the row, and lse as exp2 wants it. Of a row eight
+// lanes take 16 bytes at a time. One that does not exist, or sees no key, has an lse of inf: its P is exp2(-inf) = 0.
+// And what counts is set to 0: which part is next, and the turns.
+constexpr int LANES_PER_ROW = 8, STATISTICS_ROWS = 256 / LANES_PER_ROW;        // they divide BLOCK
 __global__ void __launch_bounds__(256)
 statistics(const Backward p, const void* o, const void* grad_o, const float* lse, const float* grad_lse,
            float* lse_log2, float* delta, int* counter, int* turns) {
     const int lane = threadIdx.x % LANES_PER_ROW, blocks = padded(p.seq_q) / STATISTICS_ROWS;
-    const int head_index = blockIdx.x / blocks, batch = head_index / p.heads, head = head_index % p.heads;
-    const int first_row = blockIdx.x % blocks * STATISTICS_ROWS + threadIdx.x / LANES_PER_ROW;
-    uint4 a[EACH][CHUNKS] = {}, b[EACH][CHUNKS] = {};
-    float of_row[EACH], minus[EACH] = {};
+    const int head_index = blockIdx.x / blocks;
+    const int row = blockIdx.x % blocks * STATISTICS_ROWS + threadIdx.x / LANES_PER_ROW;
+    float sum = 0.f, x = INFINITY;
+    if (row < p.seq_q) {
+        const int batch = head_index / p.heads, head = head_index % p.heads;
+        const T* of_o = rows_of(o, p.o_stride, batch, head, row);
+        const T* of_grad_o = rows_of(grad_o, p.grad_o_stride, batch, head, row);
 #pragma unroll
-    for (int i = 0; i < EACH; i++) {
-        const int row = first_row + i * ROWS_AT_ONCE;
-        const int64_t index = (int64_t)head_index * p.seq_q + row;
-        of_row[i] = row < p.seq_q ? lse[index] : -INFINITY;
-        if (grad_lse && row < p.seq_q) minus[i] = grad_lse[index];
+        for (int column = 8 * lane; column < HEAD_DIM; column += 8 * LANES_PER_ROW) {
+            const uint4 a = *(const uint4*)(of_o + column), b = *(const uint4*)(of_grad_o + column);
+            const uint32_t a_pairs[] = {a.x, a.y, a.z, a.w}, b_pairs[] = {b.x, b.y, b.z, b.w};
 #pragma unroll
-        for (int c = 0; c < CHUNKS; c++) {
-            const int column = 8 * (c * LANES_PER_ROW + lane);
-            if (row >= p.seq_q || column >= HEAD_DIM) continue;
-            a[i][c] = *(const uint4*)(rows_of(o, p.o_stride, batch, head, row) + column);
-            b[i][c] = *(const uint4*)(rows_of(grad_o, p.grad_o_stride, batch, head, row) + column);
-        }
-    }
-    // endregion
-
-    // region: delta
-#pragma unroll
-    for (int i = 0; i < EACH; i++) {
-        float sum = 0.f;
-#pragma unroll
-        for (int c = 0; c < CHUNKS; c++) {
-            const uint4 x = a[i][c], y = b[i][c];
-            const uint32_t x_pairs[] = {x.x, x.y, x.z, x.w}, y_pairs[] = {y.x, y.y, y.z, y.w};
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                const float2 u = unpack<T>(x_pairs[j]), v = unpack<T>(y_pairs[j]);
+            for (int i = 0; i < 4; i++) {
+                const float2 u = unpack<T>(a_pairs[i]), v = unpack<T>(b_pairs[i]);
                 sum += u.x * v.x + u.y * v.y;
             }
         }
-        for (int other = LANES_PER_ROW / 2; other > 0; other /= 2) sum += __shfl_xor_sync(~0u, sum, other);
-        const int64_t index = (int64_t)head_index * padded(p.seq_q) + first_row + i * ROWS_AT_ONCE;
-        const bool empty = of_row[i] == -INFINITY;
-        if (lane > 0) continue;
-        lse_log2[index] = empty ? INFINITY : of_row[i] * LOG2E, delta[index] = empty ? 0.f : sum - minus[i];
-        if (FIVE && index % QUERIES == 0) turns[index / QUERIES] = 0;
-        if (index == 0) *counter = 0;
+        const int64_t index = (int64_t)head_index * p.seq_q + row;
+        if (grad_lse && lane == 0) sum -= grad_lse[index];
+        x = lse[index] == -INFINITY ? INFINITY : lse[index] * LOG2E;
     }
+    for (int other = LANES_PER_ROW / 2; other > 0; other /= 2) sum += __shfl_xor_sync(~0u, sum, other);
+    if (lane > 0) return;
+    const int64_t index = (int64_t)head_index * padded(p.seq_q) + row;
+    lse_log2[index] = x, delta[index] = x == INFINITY ? 0.f : sum;
+    if (FIVE && index % QUERIES == 0) turns[index / QUERIES] = 0;
+    if (index == 0) *counter = 0;
 }
 // endregion
 
