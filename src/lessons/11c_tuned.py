@@ -729,8 +729,11 @@ for backward in map(hopper_results.backward_table, RUNS):
 # Shared memory is the narrowest (`notes/phase_11_experiments.md`): up to $D = 96$ the fragments of $K$ and $V$ stay in registers and are not read again for
 # every tile. And the barrier in `multiply_dq` brings both consumers to one place in every tile. From there both would do the same at the same time: first
 # products, then exponentials, while the tensor cores have nothing to do. So the second one waits in each step until the first has its scores: `GO_ON` above.
-# Schedules that hide more (the next scores behind $dK$) gained nothing. But a fifth of the time at $N = 1024$ was spent before and behind the loop: so the grid
-# is persistent, and the next keys are loaded while $dK$ and $dV$ of these leave, from where $dS$ was.
+# Schedules that hide more (the next scores behind $dK$) gained nothing.
+
+# %% [markdown]
+# But a fifth of the time at $N = 1024$ was spent before and behind the loop. So the grid is persistent, and the next keys are loaded while $dK$ and $dV$ of
+# these leave, from where $dS$ was.
 
 # %% [markdown]
 # ## 11 · What limits it now
