@@ -580,7 +580,7 @@ for which in layers.PASSES:
         print(f"    in turns with ours, SDPA, compiled, is {faster:.2f} times as fast")
 
 # %% [markdown]
-# From RoPE. *Ours, RoPE apart* is ahead of SDPA by 3 to 5 percent: that is attention's part. The small operations are what SDPA's layer has too. Give RoPE to a compiler, and it fuses them for SDPA as well: *SDPA, compiled*, which took turns with ours in another job, comes to within a tenth of ours.
+# From RoPE. *Ours, RoPE apart* is ahead of SDPA by 5 percent: that is attention's part. The small operations are what SDPA's layer has too. Give RoPE to a compiler, and it fuses them for SDPA as well: *SDPA, compiled*, which took turns with ours in another job, comes much closer.
 #
 # So this layer gains more from a kernel of seventy lines than from the attention kernel, against a peer that has a good one. A single ratio for the whole layer would have hidden that.
 
@@ -619,7 +619,7 @@ display(layers.profile_table(data, "present", layers.OURS, "both"))
 display(layers.profile_table(data, "present", layers.SDPA, "both", most=4, kernels=True))
 
 # %% [markdown]
-# The projections, `aten::mm`: more than half of the layer is plain matrix products. Then our backward pass: `keys`, a kernel of phase 11, takes 2.9 ms, and cuDNN's one kernel, below, 2.7. An earlier record had phase 5's
+# The projections, `aten::mm`: more than half of the layer is plain matrix products. Then our backward pass: `keys`, a kernel of phase 11, takes 2.7 ms, as long as cuDNN's one kernel, below. An earlier record had phase 5's
 # two kernels there, with 4.3 ms: a profile like this one said what to do next in *this* layer. (`flash_forward` is phase 11's forward kernel. FLOPs are counted for what PyTorch knows.)
 
 # %% [markdown]
@@ -644,7 +644,7 @@ for name, events in recorded.items():
           f"the GPU works {sum(e[3] for e in events) / span:.0%} of the time")
 
 # %% [markdown]
-# *White is waiting.* The profiler makes launches slower, and what is white here is mostly Python on its way to the next launch. In ours the GPU waits 0.24 ms between two kernels, of which the longer one takes 0.9 ms.
+# *White is waiting.* The profiler makes launches slower, and what is white here is mostly Python on its way to the next launch. In ours the GPU waits 0.23 ms between two kernels, of which the longer one takes 0.9 ms.
 #
 # The table above knows nothing of this: its launches were recorded beforehand, in a CUDA graph, to time kernels alone. Keep the white in mind. A model may have to pay for it.
 
@@ -841,8 +841,8 @@ display(lm.exchanged_table(model_data))
 # %% [markdown]
 # Above 1, ours is faster. The last column is the same step as one CUDA graph, in which the GPU never waits for Python. Where the two columns differ, Python is what is measured.
 #
-# So *attention and RoPE*, launched by Python, are behind SDPA in three sizes of four, and attention alone in all. How far depends on the run, since it depends on how fast Python was: earlier ones had 0.76 to 0.88 and 0.85 to 1.01 where this one has 0.86 to 1.00.
-# As a graph the step gains 10 to 16 percent, nearly all by RoPE. Look at float32 too:
+# So launched by Python ours are behind SDPA in all four sizes. How far depends on the run, since it depends on how fast Python was: earlier ones had 0.76 to 1.03 for *attention and RoPE*, where this one has 0.92 to 0.99.
+# As a graph the step gains 11 to 16 percent, nearly all by RoPE. Look at float32 too:
 
 # %%
 display(lm.step_table(model_data, "float32"))
@@ -903,7 +903,7 @@ for size in SIZES:
 # eager attention: it fuses mask, scale and softmax, and launches what is left from a few lines of its own. Our attention is a closed operator to it, which is called as before, with all that the host does for it, in each layer and pass.
 
 # %% [markdown]
-# That is a mechanism, and no proof. The columns *its graph* are the test, where nobody waits for Python: there compiled eager is last of the three, and ours level with SDPA. So launches decided it, not kernels.
+# That is a mechanism, and no proof. The columns *its graph* are the test, where nobody waits for Python: there compiled eager is last of the three, and ours ahead of SDPA by 3 to 5 percent. So launches decided it, not kernels.
 #
 # And what would a missing warm-up have said?
 
@@ -932,6 +932,14 @@ for size, shape in SIZES.items():
 # %% [markdown]
 # This is *Amdahl's law*: if a part takes the share s of the time, then nothing that you do to it makes the whole more than $1/(1 - s)$ times as fast. FLOPs are not time: what attention
 # moves makes its share larger. But the order of magnitude is right, and it grows with N.
+#
+# The limit can be measured. Leave attention out: its o is v, and its gradient goes to q, k and v as it is. No kernel runs, so no attention is faster. SDPA, ours and *none*, each step as one CUDA graph. *Predict:* from which length on does a good attention kernel pay?
+
+# %%
+display(lm.lengths_table(model_data))
+
+# %% [markdown]
+# At 1024 tokens not even an attention for nothing makes the step of SDPA more than 5 to 6 percent faster; ours is 2 percent faster. At 32768 more than half of that step is attention, and ours makes the whole 1.13 and 1.15 times as fast. Short texts want a faster *rest*; long texts want the kernels of this course.
 #
 # The steps of all sizes side by side, where they are recorded. A missing bar ran out of memory or was not measured; the table says which.
 

@@ -40,7 +40,7 @@ from flashlab import runtime
 from flashlab.bench import harness, peers, published, timing
 from flashlab.bench.harness import NOT_YET, Data, Row, Way, jobs_of
 from flashlab.bench.rows import where
-from flashlab.models.layer import ATTENTIONS, AnyAttention, AttentionLayer, RotaryAttention
+from flashlab.models.layer import ATTENTIONS, AttentionLayer, RotaryAttention
 from flashlab.models.rope import rope_table
 from flashlab.table import Table
 
@@ -167,9 +167,7 @@ def build(name: str, case: Case, scope: str) -> tuple[nn.Module, Row]:
         attention = ATTENTIONS[{ORIGINAL: "eager", APART: "flash", OURS: "flash", SDPA: "sdpa"}[plain]]
         if name == SDPA:
             about = {"backend": chosen(case)}
-    core: RotaryAttention = AnyAttention(attention, causal=case.causal)
-    if plain == OURS and scope == "layer":
-        core = RotaryAttention("flash", causal=case.causal, fused_rope=True)
+    core = RotaryAttention(attention, causal=case.causal, fused_rope=plain == OURS)
     module: nn.Module = _projected(core, case) if scope == "layer" and case.projections else core
     if name in COMPILED:
         peers.many_shapes()

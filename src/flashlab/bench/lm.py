@@ -10,10 +10,11 @@ step to step, in an order that is shuffled in each round.
 step       size, attention, dtype, pass; ms, fastest, slowest, rounds: after WARM steps. pass is "forward", "backward",
            "optimizer", "step" for all three, or "forward only": without gradients. warm_up_ms: of the first WARM steps,
            one by one. Of "step" also peak_bytes, weights and optimizer included; held_bytes, between two steps; tokens
-turns      size, dtype, what; attention, compiled; times of a whole step; warm_up_ms; graph_ms: the step as one CUDA
-           graph, which never waits for Python, or graph_unavailable. what is "attention" or "compiled": each as it is
-           and through torch.compile (a model of its own; warm_up_ms has the compiler's time first); `replaced` says
-           whether it put fused attention in the place of eager
+turns      size, dtype, what, batch, seq_len; attention, compiled; times of a whole step; warm_up_ms; graph_ms: the
+           step as one CUDA graph, which never waits for Python, or graph_unavailable. what is "attention", "compiled":
+           each as it is and through torch.compile (a model of its own; warm_up_ms has the compiler's time first);
+           `replaced` says whether it put fused attention in the place of eager; or "lengths": longer texts, and "none",
+           where o is v and nothing is computed: no attention, however fast, makes the step faster than that
 memory     size, attention, dtype; one row: us and bytes, what is allocated during one step after warm-up, by Python's
            clock (SERIES points at most, of each its highest); ends {pass: us}; peak_bytes; drift, the bytes by which
            the sum misses what the allocator says at the end. On a CPU only what the step allocates
@@ -30,7 +31,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.profiler import ProfilerActivity
@@ -45,6 +46,23 @@ from flashlab.models.layer import RotaryAttention
 from flashlab.models.train import distance, fit
 from flashlab.table import Table
 
+
+class _Passed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return v.view_as(v)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return grads * 3
+
+
+def no_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True) -> torch.Tensor:
+    """o = v, without a kernel; and o's gradient for q, k and v, so that what comes before them works as ever."""
+    return cast(torch.Tensor, _Passed.apply(q, k, v))
+
+
+NONE = "none"
 WAYS: dict[str, dict[str, Any]] = {
     "eager": {"attention": "eager"},
     "sdpa": {"attention": "sdpa"},
@@ -54,6 +72,7 @@ WAYS: dict[str, dict[str, Any]] = {
 TURNS = {
     "attention": {**WAYS, "sdpa, fused RoPE": {"attention": "sdpa", "fused_rope": True}},
     "compiled": {way: WAYS[way] for way in ("eager", "sdpa", "flash")},
+    "lengths": {"sdpa": WAYS["sdpa"], "flash": WAYS["flash"], NONE: {"attention": no_attention}},
 }
 """By what is asked: the ways that take turns."""
 EXCHANGES = {
@@ -65,6 +84,8 @@ EXCHANGES = {
 PASSES = ("forward", "backward", "optimizer")
 DTYPES: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}  # what autocast is told
 BATCH, SEQ_LEN = 4, 1024
+LENGTHS = ((4, 1024), (4, 4096), (1, 16384), (1, 32768))
+"""Texts and tokens of each: where the length of texts is asked for."""
 WARM, ROUNDS = 5, 10
 SECONDS = 2.0  # of steps after warm-up: then no more than 3 are done
 TINY = Config(width=32, depth=2, heads=2, vocabulary=BYTES, positions=32)
@@ -91,6 +112,11 @@ def jobs() -> list[Row]:
         *steps(size=sizes[:3], attention=["eager"], dtype=full),  # the published ones
         *_training("float32"),
         *jobs_of("turns", size=sizes, dtype=low, what=["attention"]),
+        *[
+            job | {"batch": b, "seq_len": n}
+            for b, n in LENGTHS
+            for job in jobs_of("turns", size=("small", "medium"), dtype=low, what=["lengths"])
+        ],
         *jobs_of("turns", size=("medium", "small"), dtype=low, what=["compiled"]),
         *jobs_of("memory", size=small, attention=("eager", "flash"), dtype=low),
         *jobs_of("limit", attention=("eager", "flash"), dtype=low),
@@ -115,7 +141,7 @@ def quick_jobs() -> list[Row]:
     """Of every part something, with a tiny model; without torch.compile, which takes its time."""
     tiny, full, eager = ["tiny"], ["float32"], ["eager"]
     found = jobs_of("step", size=tiny, attention=("eager", "flash, fused RoPE"), dtype=full)
-    found += jobs_of("turns", size=tiny, dtype=full, what=["attention"])
+    found += jobs_of("turns", size=tiny, dtype=full, what=("attention", "lengths"))
     found += [job for part in ("memory", "limit") for job in jobs_of(part, size=tiny, attention=eager, dtype=full)]
     return found + jobs_of("training", attention=eager, dtype=full, jitter=[0.0], size=tiny)
 
@@ -238,7 +264,9 @@ def measure_turns(job: Row) -> list[Row]:
     """A row for each way of the job: its steps in turns with those of the others, then alone as one CUDA graph."""
     harness.emptied()
     shape = shape_of(job["size"])
-    options = (job["dtype"], _batch(job), min(SEQ_LEN, shape.positions))
+    length = job.get("seq_len", min(SEQ_LEN, shape.positions))
+    shape = replace(shape, positions=max(shape.positions, length))
+    options = (job["dtype"], job.get("batch", _batch(job)), length)
     first, rounds = (WARM, ROUNDS) if job["size"] != "tiny" else (2, 1)
     plain = Training(shape, *options)
     ways: dict[tuple[str, bool], Callable[[], Training]] = {}
@@ -498,6 +526,26 @@ def quickest(data: Data, size: str, column: str = "ms") -> tuple[str, bool, floa
     return min(found, key=lambda one: one[2], default=None)
 
 
+def by_length(data: Data, size: str) -> dict[tuple[int, int], dict[str, float]]:
+    """By texts and tokens of each: ms of a step as one CUDA graph by attention, NONE too, where SDPA was timed."""
+    found = where(data["rows"], part="turns", what="lengths", size=size)
+    ms = {(b, n): {row["attention"]: row["graph_ms"] for row in where(found, batch=b, seq_len=n) if "graph_ms" in row}
+          for b, n in LENGTHS}  # fmt: skip
+    return {length: took for length, took in ms.items() if "sdpa" in took}
+
+
+def lengths_table(data: Data) -> Table:
+    """`by_length`, and how many times as fast as with SDPA: with ours, and with no attention at all."""
+    rows = []
+    for size in _all_sizes(data):
+        for (batch, length), ms in by_length(data, size).items():
+            gains = [f"{ms['sdpa'] / ms[way]:.2f}" if way in ms else "" for way in ("flash", NONE)]
+            times = [f"{ms[way]:.1f}" if way in ms else "" for way in TURNS["lengths"]]
+            rows.append([size, f"{batch} × {length}", *times, *gains])
+    columns = ["size", "tokens", "SDPA, ms", "ours, ms", "none, ms", "ours, times as fast", "none"]
+    return _table(rows, columns, "ll" + "r" * 5, "bfloat16, as one CUDA graph", data)
+
+
 def graph_table(data: Data) -> Table:
     """ms of a step that Python launches, of the same as one CUDA graph, and how much of the first the GPU waits."""
     rows = []
@@ -581,7 +629,8 @@ PUBLISHED_PASSES = {
 
 
 BENCH = harness.Bench(
-    __name__, "the language model is", ("size", "attention", "dtype", "what", "compiled", "pass"), minutes=8.0,
+    __name__, "the language model is",
+    ("size", "attention", "dtype", "what", "batch", "seq_len", "compiled", "pass"), minutes=8.0,
     facts={"batch": BATCH, "seq_len": SEQ_LEN},
 )  # fmt: skip
 main, recorded, record = BENCH.main, BENCH.recorded, BENCH.record

@@ -430,6 +430,12 @@ class Questions:
             said += [f"{what} {listed(spans)}"] if spans else []
         return some(said)
 
+    def by_length(self, way: str) -> list[str]:
+        """How many times as fast as SDPA's a step is as one CUDA graph with this attention, by length of the texts."""
+        of_sizes = [lm.by_length(self.found["lm"], size) for size in lm.SIZES]
+        gains = {n: [of[n]["sdpa"] / of[n][way] for of in of_sizes if way in of.get(n, {})] for n in lm.LENGTHS}
+        return some(f"{span(found)} with {b} × {n} tokens" for (b, n), found in gains.items() if found)
+
     def runs_out(self) -> list[str]:
         called = {"eager": "eager attention", "sdpa": "SDPA", "flash": "ours"}
         return [f"{n} tokens with {called[way]}" for way, n in lm.runs_out(self.found["lm"]).items() if n]

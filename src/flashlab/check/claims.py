@@ -212,7 +212,8 @@ class Claims:
     def _rounded(self, divisor: str) -> bool:
         """Nothing is divided by it there."""
         divided = rf" (//?|%) (\( )*{divisor} |(cdiv|divmod) \(.* , {divisor} \)"
-        return any(self._counts(x)[0] for x in self.params) and not re.search(divided, self.learners)
+        names_kept = all(self._counts(x)[0] for x in self.params if x != divisor)
+        return names_kept and not re.search(divided, self.learners)
 
     def _factor(self, size: str) -> bool:
         numbers = re.findall(r"(?<= )\d[\w.]*(?= )", self.learners)

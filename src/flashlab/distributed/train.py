@@ -26,7 +26,7 @@ from flashlab.distributed.ring import ring_attention
 from flashlab.distributed.ulysses import mesh_attention, ulysses_attention
 from flashlab.models import text
 from flashlab.models.language_model import BYTES, Block, Config, LanguageModel, make_optimizer, train_step
-from flashlab.models.layer import AnyAttention
+from flashlab.models.layer import RotaryAttention
 from flashlab.models.train import distance, drawn, fit, rising
 
 SMALL = Config(width=256, depth=2, heads=16, kv_heads=8, vocabulary=BYTES, positions=1024, attention="flash")
@@ -61,7 +61,7 @@ def split_model(
     )
     for block in model.blocks:
         assert isinstance(block, Block), "the model is made of blocks"
-        block.attention.core = AnyAttention(functools.partial(attention, layout=layout, **options))
+        block.attention.core = RotaryAttention(functools.partial(attention, layout=layout, **options))
     return model
 
 

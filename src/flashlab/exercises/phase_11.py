@@ -545,8 +545,11 @@ def log(
 _PIPELINES = ((1, 1, 1), (2, 1, 1), (2, 2, 1), (3, 3, 2), (3, 2, 2), (4, 2, 3))
 # What the pipeline's warps do not do: arrive for the next phase before somebody has passed, wait for their own phase.
 _BY_HAND = (
-    ([(0, "arrive", 8), (1, "arrive", 8), (2, "arrive", 8), (3, "mbarrier-passed", 8)], {8: 2}),
-    ([(0, "arrive", 8), (1, "arrive", 8), (0, "mbarrier-passed", 8)], {8: 2}),
+    (
+        [(0, "arrive", 8), (3, "mbarrier-wait", 8), (1, "arrive", 8), (2, "arrive", 8), (3, "mbarrier-passed", 8)],
+        {8: 2},
+    ),
+    ([(0, "arrive", 8), (0, "mbarrier-wait", 8), (1, "arrive", 8), (0, "mbarrier-passed", 8)], {8: 2}),
 )
 _TURNS = "phase = len(arrived[bar]) // arrivals[bar] - 1"
 _ADDED = "arrived[bar].append(warp)"

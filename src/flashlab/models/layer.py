@@ -75,39 +75,33 @@ class RotaryAttention(nn.Module):
     """Rotary embedding and attention, without weights: what is between the projections of a layer.
 
     Args:
-        attention: a name of `ATTENTIONS`. causal: as there. fused_rope: one kernel for q and k, else `rope` for each.
+        attention: a name of `ATTENTIONS`, or a function like those. causal: as there. fused_rope: one kernel for q and
+            k, else `rope` for each.
     Raises:
         ValueError: an attention of another name.
     """
 
-    def __init__(self, attention: str = "eager", *, causal: bool = True, fused_rope: bool = False) -> None:
+    def __init__(
+        self, attention: str | Callable[..., torch.Tensor] = "eager", *,
+        causal: bool = True, fused_rope: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
-        if attention not in ATTENTIONS:
+        if not callable(attention) and attention not in ATTENTIONS:
             names = [repr(name) for name in ATTENTIONS]
             raise ValueError(f"attention is {attention!r}; it must be {one_of(names)}")
         self.attention, self.causal, self.fused_rope = attention, causal, fused_rope
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> torch.Tensor:
-        """o [batch, heads, seq_len, head_dim]; q, k, v as `eager_attention`, cos and sin as `rope_table` makes them."""
-        if self.fused_rope:
-            q, k = fused_rope(q, k, cos, sin)
-        else:
-            q, k = rope(q, cos, sin), rope(k, cos, sin)
-        return ATTENTIONS[self.attention](q, k, v, causal=self.causal)
-
-
-class AnyAttention(RotaryAttention):
-    """An attention that has no name, (q, k, v, *, causal) -> o; without the tables no RoPE comes before it."""
-
-    def __init__(self, attention: Callable[..., torch.Tensor], *, causal: bool = True) -> None:
-        super().__init__(causal=causal)
-        self.way = attention
-
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *tables: torch.Tensor) -> torch.Tensor:
-        q, k = (rope(x, *tables) for x in (q, k)) if tables else (q, k)
-        return self.way(q, k, v, causal=self.causal)
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *tables: torch.Tensor
+    ) -> torch.Tensor:  # fmt: skip
+        """o [batch, heads, seq_len, head_dim]; q, k, v as `eager_attention`. tables: cos and sin as `rope_table` makes
+        them; without them q and k are not turned."""
+        if tables and self.fused_rope:
+            q, k = fused_rope(q, k, *tables)
+        elif tables:
+            q, k = rope(q, *tables), rope(k, *tables)
+        attend = self.attention if callable(self.attention) else ATTENTIONS[self.attention]
+        return attend(q, k, v, causal=self.causal)
 
 
 class AttentionLayer(nn.Module):

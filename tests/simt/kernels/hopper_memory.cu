@@ -295,6 +295,38 @@ __global__ void memory(const __grid_constant__ Maps maps, const CUtensorMap* in_
         if (threadIdx.x < 32) WAIT, tile[threadIdx.x] = 2;                                        // expect: race from of a later phase; no barrier between
         else if (threadIdx.x == 32) mbarrier_arrive(BAR), y[0] = tile[0], mbarrier_arrive(BAR), mbarrier_arrive(BAR);  // <- of a later phase
         break;
+    // ---- a word hands on within a block, too
+    case 131:
+        if (threadIdx.x == 0) { y[7] = 1; __threadfence(); *FLAG = 1; }
+        else if (threadIdx.x == 32) { while (*FLAG == 0) __nanosleep(20); __threadfence(); y[8] = y[7]; y[7] = 2; }  // right
+        break;
+    case 132:
+        if (threadIdx.x == 0) { y[7] = 1; __threadfence(); *FLAG = 1; }
+        else if (threadIdx.x == 32) { while (*FLAG == 0) __nanosleep(20); y[8] = y[7]; }                        // expect: acquire-missing; behind that look
+        break;
+    case 133:
+        if (threadIdx.x == 0) { y[7] = 1; *FLAG = 1; }
+        else if (threadIdx.x == 32) { while (*FLAG == 0) __nanosleep(20); __threadfence(); y[8] = y[7]; }       // expect: global-race; no barrier between
+        break;
+    case 134:
+        if (threadIdx.x == 0) { y[8] = y[7]; __threadfence(); *FLAG = 1; }
+        else if (threadIdx.x == 32) { while (*FLAG == 0) __nanosleep(20); y[7] = 2; }                           // right
+        break;
+    case 135:
+        if (threadIdx.x == 0) { y[7] = 1; __threadfence(); *FLAG = 1; }  // <- before a flag that another looks at
+        else if (threadIdx.x == 32) while (*FLAG == 0) __nanosleep(20);
+        else if (threadIdx.x == 33) y[8] = y[7];                                                  // expect: global-race from before a flag that another looks at; no barrier between
+        break;
+    case 136:
+        if (threadIdx.x == 32) y[threadIdx.x] = 1, fence_proxy_async_global(), __threadfence(), *FLAG = 1;
+        else if (threadIdx.x == 0) { while (*FLAG == 0) __nanosleep(20); mbarrier_arrive_expect_tx(BAR, BYTES), bulk_load(TILE, y, BYTES, BAR); }
+        WAIT;                                                                                     // right
+        break;
+    case 137:
+        if (threadIdx.x == 32) y[threadIdx.x] = 1, __threadfence(), *FLAG = 1;
+        else if (threadIdx.x == 0) { while (*FLAG == 0) __nanosleep(20); mbarrier_arrive_expect_tx(BAR, BYTES), bulk_load(TILE, y, BYTES, BAR); }  // expect: proxy-fence; fence_proxy_async
+        WAIT;
+        break;
     default: break;
     }
 }

@@ -161,7 +161,7 @@ bool GlobalShadow::touch(Lane* lane, uintptr_t address, int bytes, Access access
 
     auto conflicts = [&](const GlobalStamp& s, bool wrote) {
         Conflict c{};
-        c.kind = s.block != block && known(lane, s, LOOKED) ? "acquire-missing" : "global-race";
+        c.kind = known(lane, s, LOOKED) ? "acquire-missing" : "global-race";
         c.how = how;
         c.other_how = s.loose ? "store" : s.atomic ? "atomic" : wrote ? "store" : "load";
         if ((s.update || now.update) && s.atomic && now.atomic)
@@ -228,11 +228,14 @@ bool GlobalShadow::touch(Lane* lane, uintptr_t address, int bytes, Access access
                 conflicts(*s, wrote);
             }
         }
-        // The same block.
+        // The same block: by its barriers, or by a word, as other blocks are.
         const GlobalStamp& last = cell.write;
         if (last.pc && last.block == block) {
+            const Knowledge needed = async ? LOOKED : ACQUIRED;
             if (same_block_ordered(last, lane))
                 unseen(last, visible_to_async(lane, GLOBAL, last.thread, last.time, last.fences, 0xff));
+            else if (known(lane, last, needed))
+                unseen(last, known(lane, last, needed, true));
             else if (meets(last) && !(last.loose && now.loose && known(lane, last, BY_BLOCK))) conflicts(last, true);
         }
         if (access == WRITE) {
@@ -241,7 +244,8 @@ bool GlobalShadow::touch(Lane* lane, uintptr_t address, int bytes, Access access
         }
         if (writes)
             for (const GlobalStamp& r : cell.read)
-                if (r.block == block && meets(r) && !same_block_ordered(r, lane)) conflicts(r, false);
+                if (r.block == block && meets(r) && !same_block_ordered(r, lane) && !known(lane, r, LOOKED))
+                    conflicts(r, false);
         if (reads && region->empty && (cell.full & mine) != mine && !filed) {
             file(lane, {"uninitialised-global", how, "",
                         {region->argument, bytes, (int64_t)(address - region->origin())}});
