@@ -403,6 +403,24 @@ def lecture_of(root, *cells):
     return lesson(root, "02_tiny", "".join(f"\n# %%\n{cell}\n" for cell in cells))
 
 
+def test_below_a_heading_a_page_needs_its_text_alone(root):
+    """The cells that are not there: the registered function, and the check of what is defined."""
+    cell, check = ('# %% tags=["exercise"]\ndef twice', 'check("2.1", twice)\n')
+    begin, end = EXERCISES.index(cell), EXERCISES.index(check)
+    function = EXERCISES[begin : EXERCISES.index("# %%", begin + 1)].split("\n", 1)[1]
+    registration = root / "src/flashlab/exercises/phase_02.py"
+    registration.write_text(REGISTERED.replace("\n", "\n@", 1).replace('up")\n', f'up")\n{function}', 1))
+    whole = EXERCISES.replace(check, f'# hint("2.1")\n{check}')
+    path = lesson(root, "02_tiny_exercises", whole)
+    wanted = [(c.id, c.source, c.tags) for c in lesson_source.read_lesson(path).cells]
+    for short in (
+        EXERCISES[: end - 21] + EXERCISES[end + len(check) :],
+        EXERCISES[:begin] + EXERCISES[end + len(check) :],
+    ):
+        lesson(root, "02_tiny_exercises", short)
+        assert [(c.id, c.source, c.tags) for c in lesson_source.read_lesson(path).cells] == wanted
+
+
 def test_a_cell_is_filled_with_the_code_it_names_and_runs_it(root, capsys):
     lecture_of(root, "import functools", "# FROM flashlab.tinymod: traced, double\nprint(double(21))")
     assert run(root) == 0, capsys.readouterr().out
@@ -447,6 +465,7 @@ def test_an_exercise_cell_is_not_filled_for_the_learner(root, no_kernel, capsys)
         assert "def traced" in sources(notebook(root, f"{kind}/02_tiny"))[1]
 
 
+MILESTONE = EXERCISES[EXERCISES.index("# MILESTONE") - 23 : EXERCISES.index("# %% [markdown]\n# ## 2.3")]
 MALFORMED = {
     "nested": ("    y = x + x", "    # BEGIN SOLUTION\n    y = x + x", "    # BEGIN SOLUTION\n    y",
                "BEGIN SOLUTION inside the SOLUTION that begins on line"),
@@ -456,7 +475,7 @@ MALFORMED = {
     "odd milestone": ("flashlab.tinymod:double", "double", "# MILESTONE double", "should read"),
     "marker in a plain cell": ('    """Stands', '    # BEGIN SOLUTION\n    """Stands',
                                '    # BEGIN SOLUTION\n    """Stands', 'needs tags=["exercise"]'),
-    "no check": ('# %% tags=["check"]\ncheck("2.2", double)\n', "", "## 2.2", "exercise 2.2 has no check cell"),
+    "nothing to fill": (MILESTONE, "", "## 2.2", "exercise 2.2 has no check cell"),
     "no heading": ("# ## 2.3", "# Find", '# %% tags=["check"]\ncheck("2.3"', "has no heading"),
     "out of order": ("## 2.2", "## 2.3", '# ## 2.3\n\n# %% tags=["exercise"]\n# MILE', "should be 2.2"),
     "not registered": ("## 2.2", "## 2.4", "# ## 2.4", "registers no '2.4' with a title"),

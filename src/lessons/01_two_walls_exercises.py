@@ -42,13 +42,6 @@ import triton.language as tl
 # Each line reads its inputs from HBM and writes its result there. Every number has `itemsize` bytes. Count the bytes read, the bytes
 # written and the FLOPs of all five lines. A multiply-add is 2 FLOPs; the softmax takes 5 per score.
 
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_01: count
-
-# %% tags=["check"]
-# hint("1.1")
-check("1.1", count)
-
 # %% [markdown]
 # ## 1.2
 #
@@ -56,13 +49,6 @@ check("1.1", count)
 # And which of the two is the bound, `"memory"` or `"compute"`?
 #
 # `gpu` is for instance `runtime.GPUS["H200"]`; `gpu.fp16_tflops` is in $10^{12}$ FLOP/s, `gpu.memory_gb_s` in $10^9$ byte/s.
-
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_01: least_time
-
-# %% tags=["check"]
-# hint("1.2")
-check("1.2", least_time)
 
 # %% [markdown]
 # ## 1.3
@@ -72,13 +58,6 @@ check("1.2", least_time)
 #
 # Torch's methods with a trailing underscore work in place: `x.exp_()` overwrites `x`. The check counts every byte; to see what it sees, run
 # `trace_ops(frugal_attention, q, k, v)`.
-
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_01: frugal_attention
-
-# %% tags=["check"]
-# hint("1.3")
-check("1.3", frugal_attention)
 
 # %% [markdown]
 # ## 1.4
@@ -116,10 +95,6 @@ def scheme_a_kernel(
     # YOUR CODE HERE
     raise NotImplementedError
 
-# %% tags=["check"]
-# hint("1.4")
-check("1.4", scheme_a_kernel)
-
 # %% [markdown]
 # ## 1.5
 #
@@ -128,13 +103,6 @@ check("1.4", scheme_a_kernel)
 #
 # Return the smallest number of keys $N$, **any integer from 1 on**, that scheme A cannot run. (Where it is not 1, it is no power of two. Why?)
 
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_01: first_failing
-
-# %% tags=["check"]
-# hint("1.5")
-check("1.5", first_failing)
-
 # %% [markdown]
 # ## 1.6
 #
@@ -142,13 +110,6 @@ check("1.5", first_failing)
 # `tl.reshape`, `tl.permute` and `tl.split`, as in appendix B of the lecture. No gather, no reduction, and no second load from `x_ptr`.
 #
 # `J` is a `tl.constexpr`, so Python's `if` works on it.
-
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_01: quarter_kernel
-
-# %% tags=["check"]
-# hint("1.6")
-check("1.6", quarter_kernel)
 
 # %% [markdown]
 # ## 1.7
@@ -187,10 +148,6 @@ def masked_kernel(
     tl.store(o_ptrs, o.to(o_ptr.dtype.element_ty), mask=offs_m[:, None] < M)
     tl.store(lse_ptr + offs_m, m_i + tl.log(l_i), mask=offs_m < M)
 
-# %% tags=["check"]
-# hint("1.7")
-check("1.7", masked_kernel)
-
 # %% [markdown]
 # ## 1.8
 #
@@ -223,7 +180,3 @@ def two_pass_kernel(
     # Store o and lse = m_i + log(l_i).
     # YOUR CODE HERE
     raise NotImplementedError
-
-# %% tags=["check"]
-# hint("1.8")
-check("1.8", two_pass_kernel)

@@ -44,25 +44,11 @@ from flashlab.attention.simulation import Step, check_inputs
 # Block 1 has the scores $(\ln 8,\ \ln 4)$ and the values $(1,\ 6)$. Do the step with pencil and paper. Return a dictionary
 # with the keys `m_new`, `correction`, `l_i`, `acc` (all after block 1) and `O`, the output that the row ends with.
 
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_02: one_step
-
-# %% tags=["check"]
-# hint("2.1")
-check("2.1", one_step)
-
 # %% [markdown]
 # ## 2.2
 #
 # The state of a single block of keys, from its scores `s` `[BLOCK_M, BLOCK_N]` and its values `v` `[BLOCK_N, HEAD_DIM]`: the row
 # maxima `m` `[BLOCK_M]`, the sums `l` `[BLOCK_M]` of `exp(s - m)`, and the *unnormalised* output `acc` `[BLOCK_M, HEAD_DIM]`.
-
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_02: block_state
-
-# %% tags=["check"]
-# hint("2.2")
-check("2.2", block_state)
 
 # %% [markdown]
 # ## 2.3
@@ -90,10 +76,6 @@ def flash_attention_forward_sim(Q_block, K, V, BLOCK_N, scale=None):
     # YOUR CODE HERE
     raise NotImplementedError
 
-# %% tags=["check"]
-# hint("2.3")
-check("2.3", flash_attention_forward_sim)
-
 # %% [markdown]
 # ## 2.4
 #
@@ -114,10 +96,6 @@ def flash_attention_one_head_sim(Q, K, V, BLOCK_M=64, BLOCK_N=64, scale=None):
     scale = check_inputs(Q, K, V, BLOCK_N, scale)
     # YOUR CODE HERE
     raise NotImplementedError
-
-# %% tags=["check"]
-# hint("2.4")
-check("2.4", flash_attention_one_head_sim)
 
 # %% [markdown]
 # ## 2.5
@@ -153,10 +131,6 @@ def hunted_5(Q, K, V, BLOCK_N, scale=None):
         m_i = m_new
     l_safe = torch.where(l_i == 0, 1.0, l_i)  # a row that sees no key: O = 0, lse = -inf
     return (acc / l_safe[:, None]).to(V.dtype), m_i + torch.log(l_i)
-
-# %% tags=["check"]
-# hint("2.5")
-check("2.5", hunted_5)
 
 # %% [markdown]
 # ## 2.6
@@ -194,10 +168,6 @@ def hunted_6(Q, K, V, BLOCK_N, scale=None):
     l_safe = torch.where(l_i == 0, 1.0, l_i)  # a row that sees no key: O = 0, lse = -inf
     return (acc / l_safe[:, None]).to(V.dtype), m_i + torch.log(l_i)
 
-# %% tags=["check"]
-# hint("2.6")
-check("2.6", hunted_6)
-
 # %% [markdown]
 # ## 2.7
 #
@@ -207,10 +177,6 @@ check("2.6", hunted_6)
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_02: hbm_bytes
-
-# %% tags=["check"]
-# hint("2.7")
-check("2.7", hbm_bytes)
 
 # %% [markdown]
 # Two questions, once your formula passes. From which BLOCK_M on does the tiled version ask for less than the naive one, with its
@@ -240,10 +206,6 @@ from flashlab.attention.simulation import flash_attention_forward_sim as worker
 
 # RULE flashlab.exercises.phase_02: split_kv_sim
 
-# %% tags=["check"]
-# hint("2.8")
-check("2.8", split_kv_sim)
-
 # %% [markdown]
 # ## 2.9
 #
@@ -264,10 +226,6 @@ def flash_attention_causal_sim(Q, K, V, BLOCK_M=64, BLOCK_N=64, scale=None):
     scale = check_inputs(Q, K, V, BLOCK_N, scale)
     # YOUR CODE HERE
     raise NotImplementedError
-
-# %% tags=["check"]
-# hint("2.9")
-check("2.9", flash_attention_causal_sim)
 
 # %% [markdown]
 # You now have FlashAttention's forward pass, tiled both ways, causal, and cut along the keys, in plain Python. Phase 3 writes 2.3 again in

@@ -41,13 +41,6 @@ import triton.language as tl
 # Copy the ROWS × COLS matrix `x` to `y`. It is `stride_xr` elements from one row of x to the next, and `stride_xc` from one column
 # to the next; likewise for y. One program, no masks: the tile is exactly the matrix.
 
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_03: copy_tile_kernel
-
-# %% tags=["check"]
-# hint("3.1")
-check("3.1", copy_tile_kernel)
-
 # %% [markdown]
 # ## 3.2
 #
@@ -60,22 +53,11 @@ check("3.1", copy_tile_kernel)
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_03: scale_log2, natural_lse
 
-# %% tags=["check"]
-# hint("3.2")
-check("3.2", scale_log2, natural_lse)
-
 # %% [markdown]
 # ## 3.3
 #
 # Program `row` computes $\log \sum_j e^{x_j}$ of its row of N elements, BLOCK at a time. N is anything, so the last block may reach
 # over the end. This is the online softmax without V: the state is two numbers, `m` and `l`. The base is $e$ here.
-
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_03: row_lse_kernel
-
-# %% tags=["check"]
-# hint("3.3")
-check("3.3", row_lse_kernel)
 
 # %% [markdown]
 # ## 3.4
@@ -92,10 +74,6 @@ check("3.3", row_lse_kernel)
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_03: flash_attention_next_kernel
-
-# %% tags=["check"]
-# hint("3.4")
-check("3.4", flash_attention_next_kernel)
 
 # %% [markdown]
 # ## 3.5
@@ -142,10 +120,6 @@ def half_right_kernel(
     #: m_i and log2(l_i) are in base 2, because the scores are; times ln 2 the sum is a natural logarithm.
     tl.store(LSE_ptr + offs_m, (m_i + tl.log2(l_i)) * 0.6931471805599453, mask=offs_m < M)
 
-# %% tags=["check"]
-# hint("3.5")
-check("3.5", half_right_kernel)
-
 # %% [markdown]
 # ## 3.6
 #
@@ -189,22 +163,11 @@ def no_infinity_kernel(
     tl.store(o_ptrs, o.to(O_ptr.dtype.element_ty), mask=offs_m[:, None] < M)
     tl.store(LSE_ptr + offs_m, (m_i + tl.log2(l_i)) * 0.6931471805599453, mask=offs_m < M)
 
-# %% tags=["check"]
-# hint("3.6")
-check("3.6", no_infinity_kernel)
-
 # %% [markdown]
 # ## 3.7
 #
 # How many bytes does one launch of your kernel of 3.4 ask to *read* from HBM? Q and O are `[M, HEAD_DIM]`, K and V are
 # `[N, HEAD_DIM]`, with `itemsize` bytes per element; lse is in float32. The check compares with what the interpreter counts.
-
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_03: bytes_read
-
-# %% tags=["check"]
-# hint("3.7")
-check("3.7", bytes_read)
 
 # %% [markdown]
 # ## 3.8
@@ -256,10 +219,6 @@ def flash_attention_causal_kernel(
     o_ptrs = O_ptr + offs_m[:, None] * stride_om + offs_d[None, :] * stride_od
     tl.store(o_ptrs, o.to(O_ptr.dtype.element_ty), mask=offs_m[:, None] < M)
     tl.store(LSE_ptr + offs_m, (m_i + tl.log2(l_i)) * 0.6931471805599453, mask=offs_m < M)
-
-# %% tags=["check"]
-# hint("3.8")
-check("3.8", flash_attention_causal_kernel)
 
 # %% [markdown]
 # ## Where you are

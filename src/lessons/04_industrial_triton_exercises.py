@@ -39,13 +39,6 @@ import triton.language as tl
 # same tiles, so they run side by side, for the same block of queries. Next changes the block, *the last one first*, because under a causal mask it is the
 # longest; next the key head; last the batch. Take `pid` apart, into whole numbers. `block` is 0 for a head's first queries.
 
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_04: whose
-
-# %% tags=["check"]
-# hint("4.1")
-check("4.1", whose)
-
 # %% [markdown]
 # ## 4.2
 #
@@ -55,13 +48,6 @@ check("4.1", whose)
 # - `whole_end`: the largest multiple of BLOCK_N such that *every* row of the block sees *all* keys before it;
 # - `end`: one past the last key that *some* row of the block sees; 0 if there is none.
 
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_04: prefix_edges
-
-# %% tags=["check"]
-# hint("4.2")
-check("4.2", prefix_edges)
-
 # %% [markdown]
 # ## 4.3
 #
@@ -69,13 +55,6 @@ check("4.2", prefix_edges)
 # M queries and N keys. Keys from N on do not exist, and `prefix` is at most N. (Rows from M on may hold anything.)
 #
 # *Is a comparison with N needed at all, for a row that exists?*
-
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_04: tile_mask_kernel
-
-# %% tags=["check"]
-# hint("4.3")
-check("4.3", tile_mask_kernel)
 
 # %% [markdown]
 # ## 4.4
@@ -87,13 +66,6 @@ check("4.3", tile_mask_kernel)
 # `stride_q` elements after the one before, and what lies between the rows is not yours to read. Rows of K and of S, which is float32, follow one another
 # without a gap.
 
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_04: scores_kernel
-
-# %% tags=["check"]
-# hint("4.4")
-check("4.4", scores_kernel)
-
 # %% [markdown]
 # ## 4.5
 #
@@ -104,26 +76,12 @@ check("4.4", scores_kernel)
 # (Libraries count differently. Where one says `left` keys *before* and another a window of so many keys *in all*, models were
 # off by one: Hugging Face transformers, issue 39408.)
 
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_04: seen_by
-
-# %% tags=["check"]
-# hint("4.5")
-check("4.5", seen_by)
-
 # %% [markdown]
 # ## 4.6
 #
 # Store $y = \mathrm{cap} \cdot \tanh(x / \mathrm{cap})$ for BLOCK numbers. `tl` has no `tanh`, but it has `tl.exp` and
 # `tl.exp2`. (The compiler also takes libdevice's and the chip's own: lecture 4, section 7. Neither can be interpreted.) Any x may come, infinity too. (vLLM's kernels returned NaN for scores above 88 times the cap until 2026: its issue
 # 56578.)
-
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_04: cap_kernel
-
-# %% tags=["check"]
-# hint("4.6")
-check("4.6", cap_kernel)
 
 # %% [markdown]
 # ## 4.7
@@ -138,10 +96,6 @@ from flashlab.exercises.phase_04 import capped
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_04: capped_causal_kernel
 
-# %% tags=["check"]
-# hint("4.7")
-check("4.7", capped_causal_kernel)
-
 # %% [markdown]
 # ## 4.8
 #
@@ -153,10 +107,6 @@ check("4.7", capped_causal_kernel)
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_04: row_offsets_kernel
 
-# %% tags=["check"]
-# hint("4.8")
-check("4.8", row_offsets_kernel)
-
 # %% [markdown]
 # ## 4.9
 #
@@ -167,13 +117,6 @@ check("4.8", row_offsets_kernel)
 #   \text{lse}_i = \ln \Big( e^{\text{sink}} + \sum_j e^{s_{ij}} \Big)$$
 #
 # Write the state before the loop, and the two lines after it. A sink of $-\infty$ is no sink. (Base $e$ here, no causal mask.)
-
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_04: sink_attention_kernel
-
-# %% tags=["check"]
-# hint("4.9")
-check("4.9", sink_attention_kernel)
 
 # %% [markdown]
 # ## 4.10

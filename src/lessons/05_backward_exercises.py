@@ -42,13 +42,6 @@ import triton.language as tl
 # all rows, whose value is zero. `p` and `dp` are `[M, N]`, without the sink, so a row of p sums to less than 1. Return `ds`, the gradient
 # with respect to the scores, and `dsink`, that with respect to the sink, a tensor without axes. No N × N matrix is needed, and no loop.
 
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_05: softmax_backward
-
-# %% tags=["check"]
-# hint("5.1")
-check("5.1", softmax_backward)
-
 # %% [markdown]
 # ## 5.2
 #
@@ -57,10 +50,6 @@ check("5.1", softmax_backward)
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_05: delta_over_keys, delta_over_columns
-
-# %% tags=["check"]
-# hint("5.2")
-check("5.2", delta_over_keys, delta_over_columns)
 
 # %% [markdown]
 # ## 5.3
@@ -71,13 +60,6 @@ check("5.2", delta_over_keys, delta_over_columns)
 # log-sum-exp of the scores, and the sum of O ∘ dO.
 #
 # Nothing in the function may have all N keys in its shape, but K, V and KEPT themselves.
-
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_05: dq_block
-
-# %% tags=["check"]
-# hint("5.3")
-check("5.3", dq_block)
 
 # %% [markdown]
 # ## 5.4
@@ -90,13 +72,6 @@ check("5.3", dq_block)
 # `lecture.probabilities_sim(q, k, lse, distance, scale)` gives a tile of P in float32, of which row i sees its columns j ≤ i + distance. The
 # other edge is yours. A score that is hidden there may be much larger than lse.
 
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_05: window_block_sim
-
-# %% tags=["check"]
-# hint("5.4")
-check("5.4", window_block_sim)
-
 # %% [markdown]
 # ## 5.5
 #
@@ -107,13 +82,6 @@ check("5.4", window_block_sim)
 # M need not be a multiple of BLOCK_M. O and dY each have their own two strides, and those of dY may be anything, also 0. g and both
 # results are float32 and contiguous. Multiply in float32.
 
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_05: gated_delta_kernel
-
-# %% tags=["check"]
-# hint("5.5")
-check("5.5", gated_delta_kernel)
-
 # %% [markdown]
 # ## 5.6
 #
@@ -123,38 +91,17 @@ check("5.5", gated_delta_kernel)
 # The check has float32 inputs too, and refuses TF32 for them: every `tl.dot` takes `input_precision="ieee"`. In some cases every lse is near −120, or near
 # −10³⁰. Think of the last tile there.
 
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_05: dq_kernel
-
-# %% tags=["check"]
-# hint("5.6")
-check("5.6", dq_kernel)
-
 # %% [markdown]
 # ## 5.7
 #
 # A loss depends on O and on the log-sum-exp of each row. `do` is its gradient with respect to O `[M, HEAD_DIM]`, `dlse` that with respect to
 # lse `[M]`. Return `ds` `[M, N]`, the gradient with respect to the scores.
 
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_05: scores_gradient
-
-# %% tags=["check"]
-# hint("5.7")
-check("5.7", scores_gradient)
-
 # %% [markdown]
 # ## 5.8
 #
 # Some kernels write dK for every *query* head, `[batch, heads, N, HEAD_DIM]`, and leave the sum to be done afterwards. Do it: return
 # `[batch, kv_heads, N, HEAD_DIM]` in the dtype of `dk`. Query head h reads key head h // (heads / kv_heads). Add up in float32.
-
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_05: group_sum
-
-# %% tags=["check"]
-# hint("5.8")
-check("5.8", group_sum)
 
 # %% [markdown]
 # ## 5.9
@@ -167,10 +114,6 @@ check("5.8", group_sum)
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_05: hunted_9
 
-# %% tags=["check"]
-# hint("5.9")
-check("5.9", hunted_9)
-
 # %% [markdown]
 # ## 5.10
 #
@@ -182,10 +125,6 @@ check("5.9", hunted_9)
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_05: hunted_10
 
-# %% tags=["check"]
-# hint("5.10")
-check("5.10", hunted_10)
-
 # %% [markdown]
 # ## 5.11
 #
@@ -194,13 +133,6 @@ check("5.10", hunted_10)
 # following of C. Every row is contiguous; `stride_qm` and the others go from one row to the next. lse and delta are contiguous, in float32.
 #
 # The check is that of 5.6: TF32 is refused here too. `tl.dot(tl.trans(p), ...)` is right in the interpreter; the lecture says why not to write it.
-
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_05: dc_kernel
-
-# %% tags=["check"]
-# hint("5.11")
-check("5.11", dc_kernel)
 
 # %% [markdown]
 # ## 5.12
@@ -212,25 +144,11 @@ check("5.11", dc_kernel)
 # If `CAUSAL`, the last query sees the last key, and tiles that see none of the block's keys are not visited. A row that sees no key has an lse of $-\infty$, as the forward
 # pass gives it.
 
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_05_ladder: grouped_dkdv_kernel
-
-# %% tags=["check"]
-# hint("5.12")
-check("5.12", grouped_dkdv_kernel)
-
 # %% [markdown]
 # ## 5.13
 #
 # dQ for the same tensors, with a soft-cap: the scores are $c \tanh(s / c)$, where s is scale · $q \cdot k$, and P is made of these. What follows for $ds$? `SOFTCAP` says
 # whether there is one, `softcap` is c. Triton has no tanh that the interpreter knows; make it of `tl.exp`. The loop and the end are yours.
-
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_05_ladder: capped_dq_kernel
-
-# %% tags=["check"]
-# hint("5.13")
-check("5.13", capped_dq_kernel)
 
 # %% [markdown]
 # ## 5.14

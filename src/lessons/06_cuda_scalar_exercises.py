@@ -51,10 +51,6 @@ extern "C" int run(const float* x, const float* bias, float* y, int rows, int co
 }
 """
 
-# %% tags=["check"]
-# hint("6.1")
-check("6.1", add_bias)
-
 # %% [markdown]
 # ## 6.2
 #
@@ -95,10 +91,6 @@ extern "C" int run(const float* x, float* y, int blocks, void* stream) {
 }
 """
 
-# %% tags=["check"]
-# hint("6.2")
-check("6.2", block_sum)
-
 # %% [markdown]
 # ## 6.3
 #
@@ -134,10 +126,6 @@ extern "C" int run(const float* x, float* y, int rows, int cols, void* stream) {
     return (int)cudaGetLastError();
 }
 """
-
-# %% tags=["check"]
-# hint("6.3")
-check("6.3", transpose)
 
 # %% [markdown]
 # ## 6.4
@@ -176,10 +164,6 @@ extern "C" int run(const float* x, float* lse, int rows, int n, void* stream) {
 }
 """
 
-# %% tags=["check"]
-# hint("6.4")
-check("6.4", row_lse)
-
 # %% [markdown]
 # ## 6.5
 #
@@ -207,10 +191,6 @@ which_rows = r"""
     float* lse_gmem = p.lse + (int64_t)head_index * p.seq_q + m_start;       // [BLOCK_M]
     const int row = threadIdx.x;                           // this thread's, of the tile
 """
-
-# %% tags=["check"]
-# hint("6.5")
-check("6.5", which_rows)
 
 # %% [markdown]
 # ## 6.6
@@ -284,10 +264,6 @@ inner_loop = r"""
 # END SOLUTION
 """
 
-# %% tags=["check"]
-# hint("6.6")
-check("6.6", inner_loop)
-
 # %% [markdown]
 # ## 6.7
 #
@@ -305,10 +281,6 @@ check("6.6", inner_loop)
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_06: causal_bytes_read
-
-# %% tags=["check"]
-# hint("6.7")
-check("6.7", causal_bytes_read)
 
 # %% [markdown]
 # Which of the two orders profits more from the mask, in the limit of long sequences?
@@ -363,10 +335,6 @@ flash_attention = r"""
 flash_attention = kernels.source("p6_2_loop_order")
 show.source(flash_attention)
 # END SOLUTION
-
-# %% tags=["check"]
-# hint("6.8")
-check("6.8", flash_attention)
 
 # %% [markdown]
 # You have written FlashAttention in CUDA, and you can say what it costs before it runs. Phase 7 gives the two products to the tensor cores.

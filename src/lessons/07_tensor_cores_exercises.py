@@ -43,10 +43,6 @@ from flashlab.kernels import path, step
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_07: holder_of_b, holder_of_c
 
-# %% tags=["check"]
-# hint("7.1")
-check("7.1", holder_of_b, holder_of_c)
-
 # %% [markdown]
 # ## 7.2
 #
@@ -62,10 +58,6 @@ check("7.1", holder_of_b, holder_of_c)
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_07: k_address, v_address
-
-# %% tags=["check"]
-# hint("7.2")
-check("7.2", k_address, v_address)
 
 # %% [markdown]
 # ## 7.3
@@ -109,10 +101,6 @@ extern "C" int run(const T* q, const T* k, float* s, void* stream) {
 }
 """
 
-# %% tags=["check"]
-# hint("7.3")
-check("7.3", one_tile)
-
 # %% [markdown]
 # ## 7.4
 #
@@ -146,10 +134,6 @@ extern "C" int run(const float* s, float* row_max, float* row_sum, void* stream)
     return (int)cudaGetLastError();
 }
 """
-
-# %% tags=["check"]
-# hint("7.4")
-check("7.4", row_statistics)
 
 # %% [markdown]
 # ## 7.5
@@ -193,10 +177,6 @@ extern "C" int run(const float* p, const T* v, float* o, void* stream) {
 }
 """
 
-# %% tags=["check"]
-# hint("7.5")
-check("7.5", second_product)
-
 # %% [markdown]
 # ## 7.6
 #
@@ -233,10 +213,6 @@ extern "C" int run(const T* p, const T* v, float* o, int keys, void* stream) {
     return (int)cudaGetLastError();
 }
 """
-
-# %% tags=["check"]
-# hint("7.6")
-check("7.6", pv)
 
 # %% [markdown]
 # ## 7.7
@@ -288,10 +264,6 @@ from flashlab.exercises.phase_07 import naive_loop
 loop = naive_loop()  # the lines of p7_naive.cu; section 10 of the lecture shows them, part by part
 # END SOLUTION
 
-# %% tags=["check"]
-# hint("7.7")
-check("7.7", loop)
-
 # %% [markdown]
 # ## 7.8
 #
@@ -327,10 +299,6 @@ extern "C" int run(const T* p, float* sum, void* stream) {
     return (int)cudaGetLastError();
 }
 """
-
-# %% tags=["check"]
-# hint("7.8")
-check("7.8", row_sums)
 
 # %% [markdown]
 # <details><summary>Answer</summary>
@@ -386,10 +354,6 @@ extern "C" int run(const T* q, const T* k, float* s, void* stream) {
     return (int)cudaGetLastError();
 }
 """
-
-# %% tags=["check"]
-# hint("7.9")
-check("7.9", any_eight)
 
 # %% [markdown]
 # ## 7.10
@@ -531,10 +495,6 @@ extern "C" int forward(const Problem* p, void* stream) {
 # END SOLUTION
 }
 """
-
-# %% tags=["check"]
-# hint("7.10")
-check("7.10", kernel)
 
 # %% [markdown]
 # You can now read any kernel that is built on `mma.sync`, and you have written one. It is slow, and you know from the

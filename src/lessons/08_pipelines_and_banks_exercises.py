@@ -29,13 +29,6 @@ from flashlab.kernels import path
 # address $a$ is in bank $a / 4 \bmod 32$. One 8×8 tile of an `ldmatrix` is eight rows of 16 bytes, row $r$ at address
 # $r \cdot \mathrm{row\_bytes}$. A wavefront delivers each bank once. How many wavefronts does the tile need, when `row_bytes` is a multiple of 16?
 
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_08: wavefronts
-
-# %% tags=["check"]
-# hint("8.1")
-check("8.1", wavefronts)
-
 # %% [markdown]
 # Padding a row of `head_dim` 64 from 128 to 144 bytes would do. It costs an eighth of the tile's shared memory, and every address
 # becomes a multiplication by 144. A swizzle costs neither.
@@ -47,13 +40,6 @@ check("8.1", wavefronts)
 # things must hold: in every row each place is used once; and the same chunk of the eight rows $8i \dots 8i + 7$ is in eight different groups
 # of four banks (place $p$ is in group $p \bmod 8$). The lecture's
 # two, $c \oplus (r \bmod 8)$ and $(c + r) \bmod 8$, are taken: find another.
-
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_08: place
-
-# %% tags=["check"]
-# hint("8.2")
-check("8.2", place)
 
 # %% [markdown]
 # ## 8.3
@@ -75,10 +61,6 @@ __device__ __forceinline__ int at(int row, int column) {
 # END SOLUTION
 }
 """
-
-# %% tags=["check"]
-# hint("8.3")
-check("8.3", at)
 
 # %% [markdown]
 # ## 8.4
@@ -107,10 +89,6 @@ constexpr int IN_FLIGHT_V = 2 * STAGES - 2;  // STAGES - 1 later tiles: the refi
 """
 # END SOLUTION
 
-# %% tags=["check"]
-# hint("8.4")
-check("8.4", in_flight)
-
 # %% [markdown]
 # ## 8.5
 #
@@ -134,10 +112,6 @@ loop_head = r"""
 # END SOLUTION
 """
 
-# %% tags=["check"]
-# hint("8.5")
-check("8.5", loop_head)
-
 # %% [markdown]
 # ## 8.6
 #
@@ -156,10 +130,6 @@ __device__ __forceinline__ int at(int row, int column) {
 # END SOLUTION
 }
 """
-
-# %% tags=["check"]
-# hint("8.6")
-check("8.6", short_rows)
 
 # %% [markdown]
 # ## 8.7
@@ -216,10 +186,6 @@ for (int j = 0; j < tiles; j++) {
 @I
 """
 # END SOLUTION
-
-# %% tags=["check"]
-# hint("8.7")
-check("8.7", kernel)
 
 # %% [markdown]
 # ## 8.8
@@ -395,10 +361,6 @@ extern "C" int forward(const Problem* p, void* stream) {
 }
 """
 # END SOLUTION
-
-# %% tags=["check"]
-# hint("8.8")
-check("8.8", blank_page)
 
 # %% [markdown]
 # The course's own answer, in `solutions/`, is not the kernel of the series: it has 8.7's pipeline. It needs less shared memory, and one barrier more per

@@ -33,13 +33,6 @@ from flashlab.kernels import path
 #
 # Return `end`, one past the last tile of which some row sees a key, and `full`, the first tile that is not seen whole by every row.
 
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_09: tiles
-
-# %% tags=["check"]
-# hint("9.1")
-check("9.1", tiles)
-
 # %% [markdown]
 # ## 9.2
 #
@@ -51,13 +44,6 @@ check("9.1", tiles)
 # - **warps**: an SM holds `warps_per_sm` of them. (`threads` is a multiple of 32.)
 #
 # An A100 has 164 KiB of shared memory and 64 warps per SM, an RTX 4090 100 KiB and 48. All sizes that are given are bytes.
-
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_09: blocks_per_sm
-
-# %% tags=["check"]
-# hint("9.2")
-check("9.2", blocks_per_sm)
 
 # %% [markdown]
 # ## 9.3
@@ -87,10 +73,6 @@ rescale = r"""
             }
         }
 """
-
-# %% tags=["check"]
-# hint("9.3")
-check("9.3", rescale)
 
 # %% [markdown]
 # ## 9.4
@@ -140,10 +122,6 @@ merge_loop = r"""
     const float inverse = l_i > 0.f ? 1.f / l_i : l_i;
 """
 # END SOLUTION
-
-# %% tags=["check"]
-# hint("9.4")
-check("9.4", merge_loop)
 
 # %% [markdown]
 # ## 9.5
@@ -205,10 +183,6 @@ kernel = r"""
 // PART J
 """
 # END SOLUTION
-
-# %% tags=["check"]
-# hint("9.5")
-check("9.5", kernel)
 
 # %% [markdown]
 # ## 9.6
@@ -284,10 +258,6 @@ in_loop = r"""
         load_kv(j - STAGES + 1);                               // into the stage of tile j + 1
 """
 # END SOLUTION
-
-# %% tags=["check"]
-# hint("9.6")
-check("9.6", before_loop, in_loop)
 
 # %% [markdown]
 # ## 9.7
@@ -466,10 +436,6 @@ extern "C" int forward(const Problem* p, void* stream) {
 """
 # END SOLUTION
 
-# %% tags=["check"]
-# hint("9.7")
-check("9.7", my_kernel)
-
 # %% [markdown]
 # ## 9.8
 #
@@ -543,10 +509,6 @@ store = r"""
 """
 # END SOLUTION
 
-# %% tags=["check"]
-# hint("9.8")
-check("9.8", store)
-
 # %% [markdown]
 # ## 9.9
 #
@@ -615,23 +577,12 @@ output = r"""
 """
 # END SOLUTION
 
-# %% tags=["check"]
-# hint("9.9")
-check("9.9", output)
-
 # %% [markdown]
 # ## 9.10
 #
 # Section 7 counts *query* heads that are worked on together. But what has to fit into the L2 cache is K and V, so count *key* heads: `kv_together` of them at a time, each with
 # the `group` query heads that read it, are a *portion*; the last one may have fewer. Query head h reads key head h // group. The launch has `m_blocks` · `heads` blocks. Within a portion of heads the longest blocks, a head's last ones, go first: those of all its heads in the heads' order; then the
 # second longest, and so on.
-
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_09_ladder: block_of
-
-# %% tags=["check"]
-# hint("9.10")
-check("9.10", block_of)
 
 # %% [markdown]
 # ## 9.11
@@ -641,13 +592,6 @@ check("9.10", block_of)
 # s = 1 is always allowed.
 #
 # And the workspace: for each share and each of the launch's `rows` rows a part of O and its lse, in floats. Without a split, none.
-
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_09_ladder: splits_of
-
-# %% tags=["check"]
-# hint("9.11")
-check("9.11", splits_of)
 
 # %% [markdown]
 # ## 9.12

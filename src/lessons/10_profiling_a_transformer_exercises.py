@@ -65,13 +65,6 @@ with profile(activities=[ProfilerActivity.CPU]) as seen:
     layer(q, k, v, cos, sin)
 print(seen.key_averages().table(sort_by="self_cpu_time_total", row_limit=8, max_name_column_width=24))
 
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_10: bottleneck
-
-# %% tags=["check"]
-# hint("10.1")
-check("10.1", bottleneck)
-
 # %% [markdown]
 # ## 10.2
 #
@@ -80,13 +73,6 @@ check("10.1", bottleneck)
 #
 # Return three factors: how much faster the layer becomes, how much faster the step becomes, and the limit of the step's factor, however
 # fast attention may get. The limit is `math.inf` where attention is the whole step.
-
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_10: worth
-
-# %% tags=["check"]
-# hint("10.2")
-check("10.2", worth)
 
 # %% [markdown]
 # ## 10.3
@@ -108,10 +94,6 @@ check("10.2", worth)
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_10: first_cost
 
-# %% tags=["check"]
-# hint("10.3")
-check("10.3", first_cost)
-
 # %% [markdown]
 # ## 10.4
 #
@@ -124,10 +106,6 @@ check("10.3", first_cost)
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_10: milliseconds
-
-# %% tags=["check"]
-# hint("10.4")
-check("10.4", milliseconds)
 
 # %% [markdown]
 # ## 10.5
@@ -148,13 +126,6 @@ check("10.4", milliseconds)
 # query and key, the same for all batches and heads; P; and o. Flash attention keeps x; q; K and V, not repeated; o; and lse, one number for
 # each query and head.
 
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_10: training_bytes
-
-# %% tags=["check"]
-# hint("10.5")
-check("10.5", training_bytes)
-
 # %% [markdown]
 # ## 10.6
 #
@@ -170,13 +141,6 @@ check("10.5", training_bytes)
 # Row $m$ of X stands at position `offset` + $m$. The tables are contiguous, `[positions, HALF]` in float32. X and Y have any strides. Compute in
 # float32 and round once, when you store. `M` is any number: mind the rows past it.
 
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_10: turn_kernel
-
-# %% tags=["check"]
-# hint("10.6")
-check("10.6", turn_kernel)
-
 # %% [markdown]
 # ## 10.7
 #
@@ -189,13 +153,6 @@ check("10.6", turn_kernel)
 #   tiles of K and of V, each `BLOCK_N` rows, even if `N` is less. O stays in registers.
 #
 # A number has `itemsize` bytes. Return `None` where no `BLOCK_M` reaches the ridge, or no `BLOCK_N` fits with it.
-
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_10: choose_tile
-
-# %% tags=["check"]
-# hint("10.7")
-check("10.7", choose_tile)
 
 # %% [markdown]
 # ## 10.8
@@ -255,10 +212,6 @@ def fast_attention(q, k, v, prepared):
     return flash_attention(q, k, v, causal=True, window=(WINDOW - 1, 0))
     # END SOLUTION
 
-# %% tags=["check"]
-# hint("10.8")
-check("10.8", prepare, fast_attention)
-
 # %% [markdown]
 # ## 10.9
 #
@@ -285,10 +238,6 @@ for unit in ("CPU", "GPU"):
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_10_trace: first_out
-
-# %% tags=["check"]
-# hint("10.9")
-check("10.9", first_out)
 
 # %% [markdown]
 # ## Where you are

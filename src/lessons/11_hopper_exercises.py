@@ -37,13 +37,6 @@ from flashlab.kernels import path
 # A phase wants `arrivals` arrivals, and all bytes that were announced. After *each* operation, say of parity 0 and of parity 1
 # whether a wait for it would pass.
 
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_11: complete
-
-# %% tags=["check"]
-# hint("11.1")
-check("11.1", complete)
-
 # %% [markdown]
 # ## 11.2
 #
@@ -59,10 +52,6 @@ check("11.1", complete)
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_11: waits, tile_bytes
-
-# %% tags=["check"]
-# hint("11.2")
-check("11.2", waits, tile_bytes)
 
 # %% [markdown]
 # ## 11.3
@@ -109,10 +98,6 @@ __device__ uint64_t narrow_columns(uint32_t tile, int k) {
 """
 # END SOLUTION
 
-# %% tags=["check"]
-# hint("11.3")
-check("11.3", descriptors)
-
 # %% [markdown]
 # ## 11.4
 #
@@ -129,10 +114,6 @@ check("11.3", descriptors)
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_11: most_stages, consumer_registers, widest_tile
-
-# %% tags=["check"]
-# hint("11.4")
-check("11.4", most_stages, consumer_registers, widest_tile)
 
 # %% [markdown]
 # ## 11.5
@@ -155,13 +136,6 @@ print("arrivals per phase, of each barrier:", arrivals)
 # The check has other logs too: in some, two or three producers take turns; in some, a warp arrives for the next phase before another one has passed,
 # or waits for a phase to which it belongs. (The copies that a phase also waits for were asked for by one of
 # these warps.)
-
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_11: waited_for
-
-# %% tags=["check"]
-# hint("11.5")
-check("11.5", waited_for)
 
 # %% [markdown]
 # ## 11.6
@@ -197,10 +171,6 @@ epilogue = r"""
         }
 """
 
-# %% tags=["check"]
-# hint("11.6")
-check("11.6", epilogue)
-
 # %% [markdown]
 # ## 11.7
 #
@@ -230,10 +200,6 @@ scores = r"""
         wgmma_wait<0>();                                       //: and the scores
         if (first_thread) mbarrier_arrive(empty_slot + 8 * slot);
 """
-
-# %% tags=["check"]
-# hint("11.7")
-check("11.7", scores)
 
 # %% [markdown]
 # ## 11.8
@@ -286,10 +252,6 @@ producer = r"""
 """
 # END SOLUTION
 
-# %% tags=["check"]
-# hint("11.8")
-check("11.8", producer)
-
 # %% [markdown]
 # ## 11.9
 #
@@ -325,10 +287,6 @@ CUtensorMap map_of_k(const T* qkv, int batch, int seq, int heads) {
 }
 """
 # END SOLUTION
-
-# %% tags=["check"]
-# hint("11.9")
-check("11.9", map_of_k)
 
 # %% [markdown]
 # ## 11.10
@@ -377,10 +335,6 @@ __device__ void end(int consumer) {
 """
 # END SOLUTION
 
-# %% tags=["check"]
-# hint("11.10")
-check("11.10", turns)
-
 # %% [markdown]
 # ## 11.11
 #
@@ -424,10 +378,6 @@ __device__ int take(const Hand& h, int n) {
 }
 """
 # END SOLUTION
-
-# %% tags=["check"]
-# hint("11.11")
-check("11.11", hand)
 
 # %% [markdown]
 # ## 11.12
@@ -479,10 +429,6 @@ extern "C" int forward(const Problem* p, void* stream) {
 }
 """
 # END SOLUTION
-
-# %% tags=["check"]
-# hint("11.12")
-check("11.12", launch)
 
 # %% [markdown]
 # ## 11.13
@@ -567,10 +513,6 @@ loop = r"""
     }
 """
 # END SOLUTION
-
-# %% tags=["check"]
-# hint("11.13")
-check("11.13", loop)
 
 # %% [markdown]
 # ## 11.14
@@ -735,10 +677,6 @@ extern "C" int forward(const Problem* p, void* stream) {
 }
 """
 # END SOLUTION
-
-# %% tags=["check"]
-# hint("11.14")
-check("11.14", my_kernel)
 
 # %% [markdown]
 # ## Where you are

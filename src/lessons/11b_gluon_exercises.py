@@ -29,13 +29,6 @@ from flashlab.exercises import check, hint, progress
 # Go back: which warp, which lane and which register hold element `(row, column)`? The tile has 64 rows for each warpgroup, and any number of columns
 # that is a multiple of 8. Warps are counted over all warpgroups.
 
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_11b: holder_of
-
-# %% tags=["check"]
-# hint("11b.1")
-check("11b.1", holder_of)
-
 # %% [markdown]
 # ## 11b.2
 #
@@ -47,10 +40,6 @@ check("11b.1", holder_of)
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_11b: next_box
-
-# %% tags=["check"]
-# hint("11b.2")
-check("11b.2", next_box)
 
 # %% [markdown]
 # ## Where you are

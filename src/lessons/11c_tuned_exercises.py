@@ -45,10 +45,6 @@ __device__ __forceinline__ float exp2_polynomial(float x) {
 """
 # END SOLUTION
 
-# %% tags=["check"]
-# hint("11c.1")
-check("11c.1", exp2_polynomial)
-
 # %% [markdown]
 # ## 11c.2
 #
@@ -62,13 +58,6 @@ check("11c.1", exp2_polynomial)
 # - An addition takes a step. It is done when exactly `turn` blocks have added to the tile; until then its block stands still.
 # - Blocks begin in the order of their numbers, as many as have room, perhaps one at a time.
 # - The order of each sum has to be the same in every run. With all blocks at a time the grid should take as few steps as any order of the tiles allows.
-
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_11c: additions
-
-# %% tags=["check"]
-# hint("11c.2")
-check("11c.2", additions)
 
 # %% [markdown]
 # ## 11c.3
@@ -132,10 +121,6 @@ dq_of_a_square = r"""
 # END SOLUTION
 """
 
-# %% tags=["check"]
-# hint("11c.3")
-check("11c.3", dq_of_a_square)
-
 # %% [markdown]
 # ## 11c.4
 #
@@ -161,10 +146,6 @@ store = r"""
     store_tile(dk, p.scale, k_smem, dk_map, n_start, kv_head, batch);
     if (first_thread) bulk_wait<0>();                          // they are written
 """
-
-# %% tags=["check"]
-# hint("11c.4")
-check("11c.4", main_loop, store)
 
 # %% [markdown]
 # ## Where you are

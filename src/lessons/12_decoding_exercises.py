@@ -41,37 +41,16 @@ import triton.language as tl
 # As there, both products count, a multiply-add as two operations, and of the memory K and V alone.
 # How many queries does it take until the tensor cores, and not the memory, are the wall?
 
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_12: wall_of
-
-# %% tags=["check"]
-# hint("12.1")
-check("12.1", wall_of)
-
 # %% [markdown]
 # ## 12.2
 #
 # From a key's number to the element at which it begins, and what the pages cost.
-
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_12: place_of
-
-# %% tags=["check"]
-# hint("12.2")
-check("12.2", place_of)
 
 # %% [markdown]
 # ## 12.3
 #
 # Splits of a short sequence get no key. A whole sequence may have none. So any part may be empty, and all of them too: the result is then 0,
 # with an lse of $-\infty$. Nobody writes o of an empty part. In the check it is NaN.
-
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_12: merge_parts
-
-# %% tags=["check"]
-# hint("12.3")
-check("12.3", merge_parts)
 
 # %% [markdown]
 # ## 12.4
@@ -81,25 +60,11 @@ check("12.3", merge_parts)
 # When it is solved, compare: for 8 programs of 128 tiles and 132 slots, what does `splits_for` of the lecture say, and
 # which of its terms makes the difference?
 
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_12: one_wave
-
-# %% tags=["check"]
-# hint("12.4")
-check("12.4", one_wave)
-
 # %% [markdown]
 # ## 12.5
 #
 # The lecture's tile goes through the queries of one head, then through those of the next. FlashAttention packs them the other way: the heads of one
 # query stand together. (Then the rows of a tile see nearly the same keys.) Name each row.
-
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_12: packed_row
-
-# %% tags=["check"]
-# hint("12.5")
-check("12.5", packed_row)
 
 # %% [markdown]
 # ## 12.6
@@ -129,35 +94,17 @@ arrive = r"""
 // END SOLUTION
 """
 
-# %% tags=["check"]
-# hint("12.6")
-check("12.6", arrive)
-
 # %% [markdown]
 # ## 12.7
 #
 # Count what a pager does, one token at a time, behind each operation. Forks share pages. Which page may be written to, and which has to be copied
 # first?
 
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_12: pager
-
-# %% tags=["check"]
-# hint("12.7")
-check("12.7", pager)
-
 # %% [markdown]
 # ## 12.8
 #
 # A batch has one sequence of 8192 keys and fifteen short ones. Splits are the same for all, so that the programs of the long one work on when all
 # others are through. A persistent grid deals out *tiles* instead. Which keys does program `p` read?
-
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_12: pieces_of
-
-# %% tags=["check"]
-# hint("12.8")
-check("12.8", pieces_of)
 
 # %% [markdown]
 # ## 12.9
@@ -170,13 +117,6 @@ check("12.8", pieces_of)
 # there, stored, and lse is $-\infty$. `BLOCK_M` is at least `group`, and `HEAD_DIM` a power of two. Scores times `scale_log2` are in units of log 2; lse is a natural logarithm.
 # Entries of the table that no key needs are -1, and what no key has in the cache is NaN.
 
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_12: part_kernel
-
-# %% tags=["check"]
-# hint("12.9")
-check("12.9", part_kernel)
-
 # %% [markdown]
 # ## 12.10
 #
@@ -185,10 +125,6 @@ check("12.9", part_kernel)
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_12: key_offsets_kernel
-
-# %% tags=["check"]
-# hint("12.10")
-check("12.10", key_offsets_kernel)
 
 # %% [markdown]
 # ## 12.11
@@ -199,10 +135,6 @@ check("12.10", key_offsets_kernel)
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_12: hunted_merge
-
-# %% tags=["check"]
-# hint("12.11")
-check("12.11", hunted_merge)
 
 # %% [markdown]
 # ## Where you are

@@ -38,13 +38,6 @@ from flashlab.exercises import check, hint, progress
 # row, and its position in the whole sequence, a whole number. **Zigzag**: the sequence is cut into 2 · world pieces, and rank r has pieces r
 # and 2 · world − 1 − r, in this order. **Striped**: token after token goes to the next rank.
 
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_13: position
-
-# %% tags=["check"]
-# hint("13.1")
-check("13.1", position)
-
 # %% [markdown]
 # ## 13.2
 #
@@ -54,25 +47,11 @@ check("13.1", position)
 #
 # The first part is a rank's own and has seen a key in each row. Later ones may have seen none: `lse` is $-\infty$ there and `o` is 0.
 
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_13: merge_along
-
-# %% tags=["check"]
-# hint("13.2")
-check("13.2", merge_along)
-
 # %% [markdown]
 # ## 13.3
 #
 # Zigzag, causal. A rank has its two pieces of queries, one after the other in one tensor, and the two pieces of keys of `source`. A kernel
 # is called once per step. Which rows, which keys, and is there a mask?
-
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_13: zigzag_block
-
-# %% tags=["check"]
-# hint("13.3")
-check("13.3", zigzag_block)
 
 # %% [markdown]
 # ## 13.4
@@ -80,37 +59,16 @@ check("13.3", zigzag_block)
 # The lecture derived from how many tokens per rank on sending is hidden, without a mask. Now for a causal zigzag ring, in tokens of
 # the *whole* sequence, which zigzag cuts into $2W$ equal pieces of whole tokens: so it is a multiple of $2W$. Every step but the first is meant; the first has more work.
 
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_13: hiding_length
-
-# %% tags=["check"]
-# hint("13.4")
-check("13.4", hiding_length)
-
 # %% [markdown]
 # ## 13.5
 #
 # The backward ring, all ranks at once. Sending to the next rank is `x.roll(1, 0)`: index 1 then has what index 0 had. You need only that, as
 # often as something has to get home, and phase 5's lines for dK and dV.
 
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_13: backward_ring
-
-# %% tags=["check"]
-# hint("13.5")
-check("13.5", backward_ring)
-
 # %% [markdown]
 # ## 13.6
 #
 # The all-to-all of Ulysses, as a change of axes.
-
-# %% tags=["exercise"]
-# RULE flashlab.exercises.phase_13: to_heads
-
-# %% tags=["check"]
-# hint("13.6")
-check("13.6", to_heads)
 
 # %% [markdown]
 # ## 13.7
@@ -123,10 +81,6 @@ check("13.6", to_heads)
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_13: hunted_dq
 
-# %% tags=["check"]
-# hint("13.7")
-check("13.7", hunted_dq)
-
 # %% [markdown]
 # ## 13.8
 #
@@ -135,10 +89,6 @@ check("13.7", hunted_dq)
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_13: hunted_ring
-
-# %% tags=["check"]
-# hint("13.8")
-check("13.8", hunted_ring)
 
 # %% [markdown]
 # ## 13.9
@@ -151,10 +101,6 @@ check("13.8", hunted_ring)
 
 # %% tags=["exercise"]
 # RULE flashlab.exercises.phase_13: with_window
-
-# %% tags=["check"]
-# hint("13.9")
-check("13.9", with_window)
 
 # %% [markdown]
 # ## Where you are

@@ -143,7 +143,7 @@ def read_lesson(path: Path, *, linked: bool = True) -> Lesson:
             f"{len(marks)} lines start with '# %%' but {len(notebook.cells)} cells were read: "
             "is there more than one blank line or some text before the first cell, or such a line inside a string?",
         )
-    seen: dict[str, int] = {}
+    root = path.parents[2]
     for cell, mark in zip(notebook.cells, marks, strict=True):
         metadata = {k: v for k, v in cell.metadata.items() if k != "lines_to_next_cell"}
         tags = metadata.pop("tags", [])
@@ -157,21 +157,57 @@ def read_lesson(path: Path, *, linked: bool = True) -> Lesson:
         while not physical[first - 1].strip():
             first += 1
         lines: list[Line] = [(first + i, line) for i, line in enumerate(cell.source.split("\n"))]
-        lines = from_rules(lesson, lines, path.parents[2])
+        lines = from_rules(lesson, lines, root)
         if lesson.bug and "exercise" in tags:
             lines = with_bug(lesson, lines)
-        digest = hashlib.sha256("\n".join(line for _, line in lines).encode()).hexdigest()[:10]
-        seen[digest] = seen.get(digest, 0) + 1
-        # From the content, so that a new cell does not change the ids of those after it.
-        cell_id = f"{lesson.name.partition('_')[0]}-{digest}" + (f"-{seen[digest]}" if seen[digest] > 1 else "")
-        lesson.cells.append(Cell(cell.cell_type, lines, list(tags), mark, cell_id))
+        lesson.cells.append(Cell(cell.cell_type, lines, list(tags), mark))
     if lesson.is_exercises:
+        add_cells(lesson, root)
         check_exercises(lesson)
     else:
         check_lecture(lesson)
+    seen: dict[str, int] = {}
+    for cell in lesson.cells:  # from the content, so that a new cell does not change the ids of those after it
+        digest = hashlib.sha256(cell.source.encode()).hexdigest()[:10]
+        seen[digest] = seen.get(digest, 0) + 1
+        cell.id = f"{lesson.name.partition('_')[0]}-{digest}" + (f"-{seen[digest]}" if seen[digest] > 1 else "")
     if linked:
         add_links(lesson)
     return lesson
+
+
+def add_cells(lesson: Lesson, root: Path) -> None:
+    """What the text below a heading does not have to say: a cell for the registered function, where none is to be
+    filled; and behind the cells to be filled a check of all that they define.
+    """
+    heads = {exercise.line: exercise.id for exercise in lesson.exercises}
+    sections: list[list[Cell]] = [[]]
+    for cell in lesson.cells:
+        sections += [[]] if heads.keys() & {number for number, _ in cell.lines} else []
+        sections[-1].append(cell)
+    for (line, id), section in zip(heads.items(), sections[1:], strict=True):
+        checked = next((i for i, cell in enumerate(section) if "check" in cell.tags), len(section))
+        told = registered(lesson, id, root, line)
+        if told["solves"] and not any("exercise" in cell.tags for cell in section):
+            lines = from_rules(lesson, [(line, f"# RULE {told['module']}: {told['solves']}")], root)
+            lesson.bug = told.get("bug", ())
+            lines = with_bug(lesson, lines) if lesson.bug else lines
+            section.insert(checked, Cell("code", lines, ["exercise"], section[-1].line))
+        places = [i for i, cell in enumerate(section) if "exercise" in cell.tags]
+        if places and not any("check" in cell.tags for cell in section):
+            defined = [name for i in places for name in _defined(lesson, section[i], root)]
+            lines = [(line, f'# hint("{id}")'), (line, f'check("{id}", {", ".join(defined)})')]
+            section.insert(places[-1] + 1, Cell("code", lines, ["check"], section[places[-1]].line))
+    lesson.cells = [cell for section in sections for cell in section]
+
+
+def _defined(lesson: Lesson, cell: Cell, root: Path) -> list[str]:
+    """What a filled cell defines, in its order; nothing where it has a mistake, which is told later."""
+    try:
+        body = _parsed("\n".join(text for _, text in solved(lesson, cell, root))).body
+    except (SyntaxError, LessonError):
+        return []
+    return [name for node in body if not isinstance(node, (ast.Import, ast.ImportFrom)) for name in bound_by(node)]
 
 
 def add_links(lesson: Lesson) -> None:
@@ -244,12 +280,14 @@ def with_bug(lesson: Lesson, lines: list[Line]) -> list[Line]:
 
 
 def registered(lesson: Lesson, exercise_id: str, root: Path, line: int | None) -> dict[str, Any]:
-    """Title, minutes, difficulty and bug of an exercise, read from the call that registers it."""
+    """Title, minutes, difficulty and bug of an exercise, read from the call that registers it; and the function that
+    it decorates, "" where it decorates none, and its module.
+    """
     path = module_file(root, f"flashlab.exercises.phase_{lesson.number:0>2}")
     paths = [path, *sorted(path.parent.glob(f"{path.stem}_*.py"))] if path else []
     for path in paths:
         if told := _announced(path.read_text(encoding="utf-8")).get(exercise_id):
-            return told
+            return told | {"module": f"flashlab.exercises.{path.stem}"}
     sentence = f"flashlab/exercises registers no {exercise_id!r} with a title: @exercise, @rule, @tensor_rule, ..."
     raise lesson.error(line, sentence)
 
@@ -258,13 +296,17 @@ def registered(lesson: Lesson, exercise_id: str, root: Path, line: int | None) -
 def _announced(text: str) -> dict[str, dict[str, Any]]:
     """Of the calls in a module with a title, the constants and the bug, by the first argument: the id."""
     found: dict[str, dict[str, Any]] = {}
-    for call in ast.walk(_parsed(text)):
+    nodes, lines = [*ast.walk(_parsed(text))], text.splitlines()
+    functions = (node for node in nodes if isinstance(node, ast.FunctionDef))
+    solutions = (f for f in functions if any("BEGIN SOLUTION" in line for line in lines[f.lineno : f.end_lineno]))
+    decorated = {id(call): f.name for f in solutions for call in f.decorator_list}
+    for call in nodes:
         if isinstance(call, ast.Call) and call.args and isinstance(call.args[0], ast.Constant):
             told = {str(k.arg): k.value.value for k in call.keywords if isinstance(k.value, ast.Constant)}
             for bug in (k.value for k in call.keywords if k.arg == "bug"):
                 told["bug"] = ast.literal_eval(bug.args[2] if isinstance(bug, ast.Call) else bug)
             if "title" in told:
-                found.setdefault(str(call.args[0].value), told)
+                found.setdefault(str(call.args[0].value), told | {"solves": decorated.get(id(call), "")})
     return found
 
 
