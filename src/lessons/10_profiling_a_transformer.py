@@ -832,6 +832,21 @@ for size in SIZES:
     print(f"{size}: a step with our kernels is " + (", ".join(said) or lm.NOT_YET))
 
 # %% [markdown]
+# The steps as bars. A missing one ran out of memory or was not measured; the table says which.
+
+# %%
+WAYS = {"eager": "grey", "sdpa": "green", "flash": "sky", "flash, fused RoPE": "blue"}  # as in every figure
+sizes = lm.over_sizes(model_data)
+print("attentions with a time:", len(sizes))
+if sizes:
+    fig, ax = plt.subplots(figsize=(8.0, 3.4))
+    bars = {way: ([dict(zip(*found)).get(size, math.nan) for size in SIZES], WAYS[way])
+            for way, found in sizes.items()}
+    curves.columns(ax, list(SIZES), bars, fmt="%.0f", ylabel="ms",
+                   title=f"One training step, bf16, 4 × 1024 tokens, {model_data['machine']['gpu']}")
+    plt.show()
+
+# %% [markdown]
 # In bf16 our kernels beat eager attention by far and need 0.6 of its memory. Beside SDPA the printed ratio flatters us: *our kernels* are two, attention and RoPE, and SDPA's row has RoPE in PyTorch's small operations. What is attention worth
 # alone? To tell, nothing else may change: one model in one process, whose attention and RoPE are exchanged from step to step, in turns:
 
@@ -841,8 +856,8 @@ display(lm.exchanged_table(model_data))
 # %% [markdown]
 # Above 1, ours is faster. The last column is the same step as one CUDA graph, in which the GPU never waits for Python. Where the two columns differ, Python is what is measured.
 #
-# So launched by Python ours are behind SDPA in all four sizes. How far depends on the run, since it depends on how fast Python was: earlier ones had 0.76 to 1.03 for *attention and RoPE*, where this one has 0.92 to 0.99.
-# As a graph the step gains 11 to 16 percent, nearly all by RoPE. Look at float32 too:
+# So launched by Python ours are behind SDPA in all four sizes. How far depends on the run, since it depends on how fast Python was: earlier ones had 0.59 to 1.03 for *attention and RoPE*, where this one has 0.92 to 0.99.
+# As a graph the step gains 11 to 16 percent, nearly all by RoPE. In float32 kernels take longer, Python is not late, and ours is ahead of SDPA in every size:
 
 # %%
 display(lm.step_table(model_data, "float32"))
@@ -853,13 +868,13 @@ display(lm.step_table(model_data, "float32"))
 
 # %%
 for dtype in lm.DTYPES:
-    for size in ("small", "large"):
+    for size in ("small", "medium"):
         rows_of = {way: lm.passes(model_data, size, way, dtype).get("optimizer") for way in lm.WAYS}
         said = ", ".join(f"{way} {row['ms']:.1f}" for way, row in rows_of.items() if row)
         print(f"optimiser, {size}, {dtype}, ms: {said or lm.NOT_YET}")
 
 # %% [markdown]
-# In float32 it takes the same time whatever the attention. In bf16 the same kernels on the same weights may take longer in some rows. That is what *waiting* looks like. Python launches kernel after
+# In float32 it takes the same time whatever the attention. In bf16 one row of *medium* takes 1.4 times as long as the others, with the same kernels on the same weights. That is what *waiting* looks like. Python launches kernel after
 # kernel. While kernels are long, it runs ahead and nobody notices. In bf16 they are short, Python is late, and a step takes as long as Python does.
 #
 # How much of a step is that? Record the whole step into one CUDA graph: forward, backward, optimiser. Then Python launches once, and the GPU never waits. From the same turns as above:
@@ -868,9 +883,9 @@ for dtype in lm.DTYPES:
 display(lm.graph_table(model_data))
 
 # %% [markdown]
-# The graph is the time of the kernels alone. What is more than that in the other column is waiting: the shorter the kernels, and the more Python has to do for each of them, the longer.
+# The graph is the time of the kernels, with short gaps between them. What is more than that in the other column is waiting: the shorter the kernels, and the more Python has to do for each of them, the longer. (This run had a busier host than the first table's: SDPA's small step took 28 ms there.)
 #
-# Could it be the attention kernels after all? Count them, at 200 TFLOP/s, which phases 4 and 5 measured as less than what they reach at this N and D, with more heads:
+# Could it be the attention kernels after all? Count them, at a modest 200 TFLOP/s:
 
 # %%
 shape = SIZES["small"]
@@ -880,12 +895,12 @@ print(f"attention in a step of the small model: {work / 1e12:.2f} TFLOP, {1e3 * 
 assert 1e3 * work / 200e12 < 2
 
 # %% [markdown]
-# Less than 2 ms. So a faster kernel would change little here. What is left is Python: its operators, and Triton's launches, as in the white of section 5.
+# Less than 2 ms; the end of this section measures it. So a faster kernel would change little here. What is left is Python: its operators, and Triton's launches, as in the white of section 5.
 #
 # How much it costs depends on the processor more than on anything else. In an earlier run four benches shared the host: there our step took 1.4 to 1.7 times as long as SDPA's, and the optimiser up to three times as long.
 
 # %% [markdown]
-# And half of our part of it was needless: an operator of `torch.library` can be traced and intercepted, and each call pays for that. Where nobody looks, the door now calls its functions plainly (`runtime/dispatch.py`): 0.13 ms instead of 0.43 for a forward call without the launch itself (`notes/phase_10_experiments.md`).
+# And most of our part of it was needless, before these tables: an operator of `torch.library` can be traced and intercepted, and each call pays for that. Where nobody looks, the door now calls its functions plainly (`runtime/dispatch.py`): 0.13 ms instead of 0.43 for a forward call without the launch itself (`notes/phase_10_experiments.md`).
 
 # %% [markdown]
 # *What would you do?* Anything that launches less: longer texts, larger batches, CUDA graphs, `torch.compile`. What torch.compile does is recorded for two models: each attention plain and compiled, in turns in one run:
@@ -903,7 +918,7 @@ for size in SIZES:
 # eager attention: it fuses mask, scale and softmax, and launches what is left from a few lines of its own. Our attention is a closed operator to it, which is called as before, with all that the host does for it, in each layer and pass.
 
 # %% [markdown]
-# That is a mechanism, and no proof. The columns *its graph* are the test, where nobody waits for Python: there compiled eager is last of the three, and ours ahead of SDPA by 3 to 5 percent. So launches decided it, not kernels.
+# That is a mechanism, and no proof. The columns *its graph* are the test, where nobody waits for Python: there compiled eager is last of the three, and ours ahead of SDPA by 3 to 5 percent. So launches decided between these two, not kernels. (The compiler also halves the graph's time: it fuses the small operations around attention.)
 #
 # And what would a missing warm-up have said?
 
@@ -911,10 +926,10 @@ for size in SIZES:
 display(lm.warm_up_table(model_data))
 
 # %% [markdown]
-# The first step of *flash* has nvcc or Triton's compiler in it. A mean over five steps would make it look many times as slow as it is.
+# The first step of *flash* has a compiler in it: nvcc for phase 11's kernels, or Triton's. *Fused RoPE* came last, and found all of it done. A mean over five steps would make it look many times as slow as it is.
 
 # %% [markdown]
-# So much for launches. But even without them, a model's ratio has to be smaller than a layer's: attention is only a part of a step. How large a part of a block?
+# So much for launches. Without them, how much can a faster attention give to a step? It is only a part of it. Begin with SDPA and ours, which keep no scores in memory: then FLOPs are a first guess. How large a part of a block's?
 #
 # With width w, a block's four projections have $4 w^2$ weights, and SwiGLU about $8 w^2$. Each weight is one multiplication and one addition per token: together $24 w^2$ FLOPs. Attention has $4 N w$ per token,
 # of which a causal mask leaves half:
@@ -927,33 +942,26 @@ for size, shape in SIZES.items():
           + ", ".join(f"{share:.0%} at N = {n}" for share, n in zip(shares, (1024, 4096, 16384))))
 
 # %% [markdown]
-# At N = 1024 not much. And that is the part of a block. Of a step it is less: the matrix at the end and the optimiser come on top. Even a kernel that takes no time at all could not change that.
+# At N = 1024 not much, and of a whole step it is less: the matrix at the end and the optimiser come on top.
+#
+# *Amdahl's law*: a part takes the share s of the time, and gets f times as fast. The rest, 1 - s, still takes its time. So the whole gets $1/(1 - s + s/f)$ times as fast, and never more than $1/(1 - s)$.
+#
+# The s is that of the version you start from. Of eager's step about half was attention, or more: so section 8 could gain a factor of 1.9. Of SDPA's it is less.
 
 # %% [markdown]
-# This is *Amdahl's law*: if a part takes the share s of the time, then nothing that you do to it makes the whole more than $1/(1 - s)$ times as fast. FLOPs are not time: what attention
-# moves makes its share larger. But the order of magnitude is right, and it grows with N.
+# How much less can be measured. Leave attention out: its o is v, and its gradient goes to q, k and v as it is. No kernel runs, so no attention is faster. SDPA, ours and *none*, with RoPE apart in all, each step as one CUDA graph. SDPA's time less *none*'s is its attention's.
 #
-# The limit can be measured. Leave attention out: its o is v, and its gradient goes to q, k and v as it is. No kernel runs, so no attention is faster. SDPA, ours and *none*, each step as one CUDA graph. *Predict:* from which length on does a good attention kernel pay?
+# *Predict:* from which length on does our attention make the step 5 percent faster?
 
 # %%
 display(lm.lengths_table(model_data))
 
 # %% [markdown]
-# At 1024 tokens not even an attention for nothing makes the step of SDPA more than 5 to 6 percent faster; ours is 2 percent faster. At 32768 more than half of that step is attention, and ours makes the whole 1.13 and 1.15 times as fast. Short texts want a faster *rest*; long texts want the kernels of this course.
+# From 16384 tokens on. At 1024 not even an attention for nothing would make it more than 5 to 6 percent faster; ours takes 2 of them, hardly more than two runs differ by (the same graphs above: 0 to 2). Yet at all lengths ours is at least 1.2 times as fast as SDPA's attention: the share decides.
 #
-# The steps of all sizes side by side, where they are recorded. A missing bar ran out of memory or was not measured; the table says which.
-
-# %%
-WAYS = {"eager": "grey", "sdpa": "green", "flash": "sky", "flash, fused RoPE": "blue"}  # as in every figure
-sizes = lm.over_sizes(model_data)
-print("attentions with a time:", len(sizes))
-if sizes:
-    fig, ax = plt.subplots(figsize=(8.0, 3.4))
-    bars = {way: ([dict(zip(*found)).get(size, math.nan) for size in SIZES], WAYS[way])
-            for way, found in sizes.items()}
-    curves.columns(ax, list(SIZES), bars, fmt="%.0f", ylabel="ms",
-                   title=f"One training step, bf16, 4 × 1024 tokens, {model_data['machine']['gpu']}")
-    plt.show()
+# And the measured share is only 0.4 to 0.75 of the FLOPs' share: norms, RoPE, loss and optimiser take time with few FLOPs. (4 × 4096 and 1 × 16384 are as many tokens: so *none* takes as long.)
+#
+# Short texts want a faster *rest*; long texts want the kernels of this course.
 
 # %% [markdown]
 # ## 9 · The memory of training

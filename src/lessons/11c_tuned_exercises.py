@@ -126,11 +126,11 @@ dq_of_a_square = r"""
 #
 # The end of the same kernel. A consumer has 64 of the block's 128 keys: dK and dV of these are in its registers. When the loop is over, it writes dV over V
 # and dK over K in shared memory, and TMA takes them from there. (A block has one part here. In the kernel they leave from where dS was, so that
-# the next K and V may come.) These lines come from `PRODUCTS=7`, where another kernel computes dQ, and were right there.
-# Now every gradient is right too, in each run that we have seen. But the check build objects. Find the mistake and repair it.
+# the next K and V may come.) The lines of `store` come from `PRODUCTS=7`, where another kernel computes dQ, and were right there.
+# Here every gradient is right too, in each run that we have seen. But the check build objects. Find the mistake and repair it.
 #
-# `store_tile` writes the consumer's own 64 rows, fences, lets its 128 threads meet (barrier 1 + consumer; 3 is free), and stores them by TMA. `begin_step` and `end_step` are those
-# of the lecture: all five products.
+# `store_tile` writes the consumer's own 64 rows, fences, lets its 128 threads meet, and stores them by TMA. `begin_step` and `end_step` are those
+# that the lecture tells of: all five products. Barrier 1 + consumer is a consumer's own, for its 128 threads; those from 4 on are taken.
 
 # %% tags=["exercise"]
 main_loop = r"""

@@ -354,7 +354,7 @@ def against_best(data: Row) -> tuple[int, int, int, int]:
 def backward_table(data: Row) -> Table:
     """TFLOP/s of everyone's backward pass, and ours over the best peer."""
     found = ladder_speeds(data, "backward")
-    names, cells = names_in(found), []
+    names, cells = [name for name in names_in(found) if ":" not in name], []  # a kernel by itself is none
     for at, rows in found.items():
         over = Standing({}, rows).said.partition(" ")[0]
         cells.append([_label(*at), *(_cell(rows.get(n)) for n in names), over])

@@ -889,6 +889,8 @@ def _of_operation(text: Text, node: ast.BinOp) -> Iterator[tuple[Any, ...]]:
         ):
             both = ast.BinOp(a, ast.Sub(), b)
             yield "term-missing", f"the term {w(both)} is missing", 1.1 + _weight(both), rest
+            other_way = ast.BinOp(ast.BinOp(rest, ast.Add(), b), ast.Sub(), a)
+            yield "wrong-sign", f"{w(both)} has the wrong sign", 1.3 + _weight(both), other_way
         case ast.BinOp(ast.BinOp(ast.BinOp(ast.BinOp(a, ast.Mult(), n), ast.Add(), b), ast.Mult(), c), ast.Add(), d):
             said = f"{w(b)} changes faster than {w(d)}: it is the other way round"
             yield "axes-exchanged", said, 1.3, _expr("(a * c + d) * n + b", a=a, n=n, b=b, c=c, d=d)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import copy
 import itertools
 import keyword
 import re
@@ -234,10 +235,13 @@ def _price(change: Change, shared: set[int], indices: set[str]) -> float:
     likely = (change.slug in _LIKELY and not axis) or _loosened(change)
     target = any(field in ("target", "targets") for (_, field, _), _ in change.edits)  # else a line counts for nothing
     price = change.cost + 0.7 * (change.slug in _REMOVED) - 0.5 * likely + target  # pieces are rather missing
-    price -= 0.6 * (change.slug == "lines-exchanged" and bool(_ORDERED.search(change.said)))
+    if change.slug == "lines-exchanged":
+        one, other = (_at(slot) for slot, _ in change.edits)
+        depends = bool(_set_in(one) & _names(other) or _set_in(other) & _names(one))
+        price -= 0.6 * bool(_ORDERED.search(change.said)) + 0.8 * depends
     if change.slug != _MISSING:
         price += _SHARED * all(id(holder) in shared for (holder, _, _), _ in change.edits)
-    if change.slug not in (_MISSING, _TERM):
+    if change.slug not in (_MISSING, _TERM, "lines-exchanged"):
         price += _LONGER * max(0, *(length(new) - length(old) for old, new in map(_both, change.edits)))
     if change.slug in ("wrong-name", "more"):
         price += _FAR * any(_names(new) & indices for _, new in change.edits)
@@ -246,6 +250,10 @@ def _price(change: Change, shared: set[int], indices: set[str]) -> float:
 
 def _names(node: Any) -> set[str]:
     return {x.id for x in ast.walk(node) if isinstance(x, ast.Name)} if isinstance(node, ast.AST) else set()
+
+
+def _set_in(node: Any) -> set[str]:
+    return {x.id for x in _targets(node)} if isinstance(node, (ast.Assign, ast.AugAssign)) else set()
 
 
 def _in_scope(text: CudaText, outside: set[str]) -> dict[int, set[str]]:
@@ -448,6 +456,7 @@ def _further(text: CudaText, right: CudaText) -> Iterator[Change]:
     yield from of_two_names(text, lambda a, b: _type(text, a) == _type(text, b))
     yield from _in_one_branch(text)
     yield from _of_strides(text, right)
+    yield from _of_states(text)
     made = {x for n in ast.walk(text.tree) for x in _declared(n) if not keyword.iskeyword(x)}
     unread = sorted(x for x in made if not text.reads[x] and text.kind_of(text.types.get(x, "")) in ("int", "float"))
     powers = sorted({f for x in ast.walk(text.tree) if isinstance(x, ast.Call) and "exp" in (f := text.plain(x.func))})
@@ -581,16 +590,21 @@ def _numbers(*texts: CudaText) -> set[int]:
     return {n.value for n in nodes if isinstance(n, ast.Constant) and type(n.value) is int and n.value < _LARGE}
 
 
+def _divisors(text: CudaText) -> Iterator[tuple[Slot, Any]]:
+    for slot, x in _slots(text.tree):
+        if slot[1] == "right" and isinstance(slot[0], ast.BinOp) and isinstance(slot[0].op, (ast.Div, ast.Mod)):
+            yield slot, x
+
+
 def _throughout(text: CudaText, right: CudaText) -> Iterator[Change]:
     """Another base everywhere, another number in the bounds of all loops that have it, a constant's name for a number
     that divides.
     """
-    divided = defaultdict(list)
-    for slot, x in _slots(text.tree):
-        by = slot[1] == "right" and isinstance(slot[0], ast.BinOp) and isinstance(slot[0].op, (ast.Div, ast.Mod))
-        if by and isinstance(x, ast.Constant):
+    divided, divide = defaultdict(list), {x.id for _, x in _divisors(right) if isinstance(x, ast.Name)}
+    for slot, x in _divisors(text):
+        if isinstance(x, ast.Constant):
             divided[x.value, text.plain(slot[0].left)].append(slot)  # type: ignore[attr-defined]
-    constants = sorted(x for x in _known_names(text, right) if x in right.reads and re.fullmatch("[A-Z][A-Z_]+", x))
+    constants = sorted(x for x in _known_names(text, right) if x in divide and re.fullmatch("[A-Z][A-Z_]+", x))
     for slots, name in itertools.product(divided.values(), constants):
         yield Change("wrong-number", "", 1.4, tuple((slot, ast.Name(name, ast.Load())) for slot in slots))
     bounds = defaultdict(list)
@@ -681,6 +695,34 @@ def _foreign(right: CudaText, text: CudaText, node: Any) -> Any:
         if isinstance(x, ast.Name):
             x.id = names.get(x.id, x.id)
     return new if isinstance(node, ast.stmt) else new.value  # type: ignore[attr-defined]
+
+
+def _of_states(text: CudaText) -> Iterator[Change]:
+    """What one loop has and another lacks, of a state that both bring up to date: a line that takes a variable over;
+    the exponential that is one of two summed terms' factor, for the other.
+    """
+    lines = {text.plain(x): x for x in ast.walk(text.tree) if isinstance(x, ast.Assign) and isinstance(
+        x.value, ast.Name) and _set_in(x)}  # fmt: skip
+    scope = _in_scope(text, {*text.params})
+    for holder, field, block in _blocks(text):
+        here = {text.plain(x) for x in block}
+        for said_of_it, line in lines.items() if isinstance(holder, Loop) and block else ():
+            if said_of_it not in here and _names(line) <= scope[id(block[-1])]:
+                words = f"the line `{said_of_it}` is missing at the end of the loop"
+                yield _added(holder, field, len(block) - 1, block[-1], copy.deepcopy(line), words, 0.5)
+    floats = sorted(x for x in text.types if text.kinds.get(x) == {"float"})
+    for slot, node in _slots(text.tree):
+        if not (isinstance(slot[0], ast.BinOp) and isinstance(slot[0].op, ast.Add)):
+            continue
+        other = slot[0].left if slot[1] == "right" else slot[0].right
+        powers: list[Any] = [x for x in ast.walk(other) if _is_power(x)]
+        for power in powers if isinstance(node, ast.expr) and not any(map(_is_power, ast.walk(node))) else ():
+            if isinstance(power.args[0], ast.BinOp) and isinstance(power.args[0].left, ast.Name):
+                for name in floats:
+                    factor = copy.deepcopy(power)
+                    factor.args[0].left = ast.Name(name, ast.Load())
+                    words = f"the factor `{text.plain(factor)}` is missing beside `{text.plain(node)}`"
+                    yield Change(_MISSING, words, 0.9, ((slot, _new(ast.BinOp(node, ast.Mult(), factor))),))
 
 
 def _of_the_right(text: CudaText, right: CudaText) -> Iterator[Change]:

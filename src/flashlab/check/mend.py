@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import math
 import pickle
 import re
 import time
@@ -145,10 +146,10 @@ def _mended(
 
     is_right = functools.partial(_is_right, index, order, right, then)
     of_part: dict[int, Change] = {}
-    found, other = list[tuple[int, float, str]](), index.texts[0]
+    found, other, enough = list[tuple[int, float, str]](), index.texts[0], False
 
     until = time.process_time() + _SECONDS
-    for of, change, run in made:
+    for at, (of, change, run) in enumerate(made):
         if time.process_time() > until:
             break
         outcome = index.run(run)
@@ -160,15 +161,15 @@ def _mended(
             if _never_asked(of, change, is_right):
                 continue
             words += which(of, change, words)
-            if not further and not found:
-                return words, _price(change, likely)
+            if not further and not enough:
+                return words + _or_above(change, made[at + 1 :], is_right), _price(change, likely)
             turns = _turns(index, text, run)
             alone = isinstance(text, HostedText) or not _of_heads(other)[1]  # there is no walk to compare with
+            found.append((turns, _price(change, likely), words))
             if alone or turns <= _turns(index, other, other.compiled()):
-                found.append((turns, _price(change, likely), words))
-                until = min(until, time.process_time() + _MORE)
+                enough, until = True, min(until, time.process_time() + _MORE)
         of_part |= {p: change for p in mends if p not in of_part and of is text and not further}
-    if found:  # what walks over more is right by accident
+    if enough or (found and min(found)[0] < max(found)[0]):  # what walks over more is right by accident
         return min(found)[2], min(found)[1]
     if len(wrong) > 1 and len(of_part) == len(wrong):
         with contextlib.suppress(SyntaxError):
@@ -229,13 +230,15 @@ def _of_heads(text: Text) -> tuple[set[int], set[str]]:
     ends of slices; and the names there.
     """
     loops = [loop for loop in ast.walk(text.tree) if isinstance(loop, (ast.For, ast.While))]
+    branches = [x for x in ast.walk(text.tree) if isinstance(x, ast.If)]
     heads = [loop.iter if isinstance(loop, ast.For) else loop.test for loop in loops]
     names = {name for head in heads for name in reads(head)}
     lines = [x for x in ast.walk(text.tree) if isinstance(x, ast.Assign) and names & {
         y.id for y in ast.walk(x.targets[0]) if isinstance(y, ast.Name)}]  # fmt: skip
     names |= {x.id for line in lines for x in ast.walk(line) if isinstance(x, ast.Name)} - {*text.globals}
     slices = [x for x in ast.walk(text.tree) if isinstance(x, ast.Slice) or plain(getattr(x, "func", x)) == "slice"]
-    parts = [*heads, *lines, *slices]
+    tests = [x.test for x in branches if any(line in lines for line in (*x.body, *x.orelse))]
+    parts = [*heads, *lines, *slices, *tests]
     nodes = (x for part in parts for x in ast.walk(part) if isinstance(x, (ast.expr, ast.slice)))  # a Load is shared
     return {*map(id, nodes)} | {*map(id, loops)}, names
 
@@ -283,8 +286,13 @@ def _in_order(
 
 
 def _of_a_tile(change: Change) -> bool:
-    """Whether it is another size of a tile, in the function around a kernel: any one is right."""
+    """Whether it is another size of a tile, in the function around a kernel: any one is right; or fewer digits of a
+    result, which agree by rounding.
+    """
     olds = [getattr(_at(slot), "value", 0) for slot, _ in change.edits]
+    if any(isinstance(old := _at(slot), ast.Call) and "dtype" in plain(old) and "dtype" not in plain(new)
+           for slot, new in change.edits):  # fmt: skip
+        return True
     return change.slug == "wrong-number" and all(type(x) is int and x >= 16 and not x & (x - 1) for x in olds)
 
 
@@ -583,6 +591,30 @@ def _negligible(change: Change, values: dict[str, Any]) -> bool:
             abs(eval(code, {}, dict(zip(values, x, strict=True)))) > _HUGE for x in zip(*values.values(), strict=True)
         )
     return False
+
+
+def _factor(change: Change) -> float | None:
+    """By which number a product is multiplied that is changed; None where it is no such change."""
+    old, new = _both(change.edits[0])
+    if len(change.edits) > 1 or not (isinstance(old, ast.expr) and isinstance(new, ast.expr)):
+        return None
+    for whole, rest, more in ((new, old, True), (old, new, False)):
+        if isinstance(whole, ast.BinOp) and isinstance(whole.op, ast.Mult) and rest in (whole.left, whole.right):
+            by = getattr(whole.left if rest is whole.right else whole.right, "value", None)
+            return None if not isinstance(by, (int, float)) or not by else by if more else 1 / by
+    one, other = (getattr(x, "value", None) for x in (old, new))
+    both = isinstance(one, (int, float)) and isinstance(other, (int, float)) and one and other
+    return other / one if both else None  # type: ignore[operator]
+
+
+def _or_above(change: Change, rest: Sequence[tuple[Text, Change, Any]], is_right: Callable[..., bool]) -> str:
+    """Of a fraction either side may have the factor that is wrong: the other one, too."""
+    factor = _factor(change)
+    others = (x for x in rest if factor and (by := _factor(x[1])) and math.isclose(by * factor, 1.0))
+    for of, other, run in itertools.islice(others, 12):
+        if (words := said(of, other)) and is_right(run):
+            return f"; or {words}"
+    return ""
 
 
 def _loosened(change: Change) -> bool:

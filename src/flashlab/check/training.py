@@ -229,9 +229,9 @@ def _differentiated(call: Call, case: Case, q, k, v, grad_o) -> dict[str, torch.
 
 def _terms(
     case: Case, q, k, v, do, *, hidden: torch.Tensor | None = None, delta: bool = True, lse: bool = True,
-    in_turn: bool = False,
+    in_turn: bool = False, scale: float | None = None,
 ) -> Gradients:  # fmt: skip
-    """In float64 as a kernel would compute them from o and lse, with another mask, or without delta or lse.
+    """In float64 as a kernel would compute them from o and lse, with another mask or scale, or without delta or lse.
 
     dk and dv are those of each query head by itself. in_turn: query head h reads key head h % kv_heads.
     """
@@ -241,14 +241,15 @@ def _terms(
                       for x in (k, v))  # fmt: skip
     if hidden is None:
         hidden = ~visible(q.shape[2], k.shape[2], case.causal)
-    s = case.softmax_scale * (q.double() @ wide_k.transpose(-1, -2))
+    scale = case.softmax_scale if scale is None else scale
+    s = scale * (q.double() @ wide_k.transpose(-1, -2))
     shift = row_lse if lse else s.masked_fill(hidden, -torch.inf).amax(-1)
     empty = torch.isneginf(row_lse)
     p = torch.exp(s - shift.masked_fill(empty, 0.0)[..., None]).masked_fill(hidden | empty[..., None], 0.0)
     ds = do.double() @ wide_v.transpose(-1, -2)
     if delta:
         ds = ds - (do.double() * o).sum(-1, keepdim=True)
-    ds = case.softmax_scale * p * ds
+    ds = scale * p * ds
     return Gradients(ds @ wide_k, ds.transpose(-1, -2) @ q.double(), p.transpose(-1, -2) @ do.double())
 
 
@@ -262,6 +263,7 @@ def _models(case: Case, q, k, v, do) -> dict[str, Gradients]:
 
     right, whole, turned = _terms(case, q, k, v, do), summed(), _terms(case, q, k, v, do, in_turn=True)
     everything = torch.zeros(M, N, dtype=torch.bool)
+    unmasked, plain = summed(hidden=everything), summed(scale=q.shape[3] ** -0.5)
     after = torch.arange(N)[None, :] > torch.arange(M)[:, None]  # as a mask aligned at the first key hides them
     return {
         "delta-missing": summed(delta=False),
@@ -275,7 +277,12 @@ def _models(case: Case, q, k, v, do) -> dict[str, Gradients]:
         "wrong-kv-head-throughout": Gradients(
             turned.dq, *(x.unflatten(1, (group, -1)).sum(1) if x.numel() else x[:, ::group] for x in turned[1:])
         ),
-        "causal-mask-missing": summed(hidden=everything),
+        "causal-mask-missing": unmasked,
+        "causal-mask-missing-in-dq": whole._replace(dq=unmasked.dq),
+        "causal-mask-missing-in-dk": unmasked._replace(dq=whole.dq),
+        "default-scale": plain,
+        "default-scale-in-dq": whole._replace(dq=plain.dq),
+        "default-scale-in-dk": plain._replace(dq=whole.dq),
         "causal-aligned-top-left": summed(hidden=after if case.causal else everything),
         "causal-always": summed(hidden=~visible(M, N, causal=True)),
         "probabilities-not-normalised": summed(lse=False),
@@ -283,6 +290,7 @@ def _models(case: Case, q, k, v, do) -> dict[str, Gradients]:
 
 
 _OF_ONE_HEAD = "dk and dv of a key head are those of one query head"
+_UNMASKED, _PLAIN = "of P without the causal mask", "of the scale 1 / sqrt(head_dim), also where another one is given"
 _IN_TURN = "take the key heads in turn: query head h reads key head h // group"
 SENTENCES = {
     "delta-missing": "dq and dk are those of dS = P * dP: delta, the row's sum of dO * O, is not subtracted",
@@ -290,7 +298,12 @@ SENTENCES = {
     "dk-not-scaled": "dk is right but for the factor scale",
     "dq-scaled-twice": "dq has the factor scale twice",
     "group-not-summed": f"{_OF_ONE_HEAD}; all the heads that read it add to them",
-    "causal-mask-missing": "the gradients are those of P without the causal mask",
+    "causal-mask-missing": f"the gradients are those {_UNMASKED}",
+    "causal-mask-missing-in-dq": f"dq is that {_UNMASKED}; dk and dv are right",
+    "causal-mask-missing-in-dk": f"dk and dv are those {_UNMASKED}; dq is right",
+    "default-scale": f"the gradients are those {_PLAIN}",
+    "default-scale-in-dq": f"dq is that {_PLAIN}; dk and dv are right",
+    "default-scale-in-dk": f"dk and dv are those {_PLAIN}; dq is right",
     "causal-aligned-top-left": "the gradients are those of a causal mask aligned at the first key, not at the last",
     "causal-always": "the gradients have a causal mask where none was asked for; with causal=True they are right",
     "first-of-the-group": f"{_OF_ONE_HEAD}; all the heads that read it add to them",

@@ -391,8 +391,16 @@ def _expect_gradient_of_lse(attention: Callable[..., Any]) -> None:
         expect(lse.requires_grad, found, diagnosis="lse-not-differentiable", case=case)
         got = torch.autograd.grad((do * o).sum() + (dlse * lse).sum(), ours)
     right = reference.attention_backward(do, q, k, v, causal=True, scale=0.3, grad_lse=dlse)
-    without = reference.attention_backward(do, q, k, v, causal=True, scale=0.3)
-    opposite = reference.attention_backward(do, q, k, v, causal=True, scale=0.3, grad_lse=-dlse)
+    belongs = "dS is P (dP - delta + dlse)"
+    models = [  # of dlse
+        ("dlse-dropped", 0 * dlse, f"the gradient of lse is dropped: {belongs}, so it goes into delta"),
+        ("dlse-sign", -dlse, f"the gradient of lse has the wrong sign: {belongs}, so delta - dlse"),
+        ("dlse-factor", dlse * lse.exp(), f"the gradient of lse is multiplied by exp(lse): {belongs}"),
+        ("dlse-factor", dlse * 0.3, f"the gradient of lse is multiplied by scale once too often: {belongs}"),
+        ("dlse-factor", dlse / 0.3, f"the gradient of lse lacks the factor scale, which all of dS has: {belongs}"),
+        ("dlse-summed", dlse.sum(-1, keepdim=True).expand_as(dlse), "each row has the gradient of lse of all rows: it "
+         f"is summed, and {belongs}, row by row"),
+    ]  # fmt: skip
 
     def fits(model: Any, found: Any = got) -> bool:
         return all(
@@ -400,15 +408,17 @@ def _expect_gradient_of_lse(attention: Callable[..., Any]) -> None:
             for x, y in zip(found, model, strict=True)
         )
 
-    expect(not fits(without), "the gradient of lse is dropped: dS is P (dP - delta + dlse), so it goes into delta",
-           diagnosis="dlse-dropped", case=case)  # fmt: skip
-    expect(not fits(opposite), "the gradient of lse has the wrong sign: dS is P (dP - delta + dlse), so delta - dlse",
-           diagnosis="dlse-sign", case=case)  # fmt: skip
+    for slug, given, said in models if not fits(right) else ():
+        model = reference.attention_backward(do, q, k, v, causal=True, scale=0.3, grad_lse=given.detach())
+        expect(not fits(model), said, diagnosis=slug, case=case)
     expect(fits(right), "dq, dk and dv are wrong for a loss of o and of lse, and right for a loss of o alone",
            diagnosis="dlse-wrong", case=case)  # fmt: skip
     case = case.replace("of o and of lse", "of lse alone")
     with torch.enable_grad(), running(case):
-        alone = torch.autograd.grad((dlse * attention(*ours, causal=True, scale=0.3)[1]).sum(), ours[:2])
+        of_lse = (dlse * attention(*ours, causal=True, scale=0.3)[1]).sum()
+        alone = torch.autograd.grad(of_lse, ours[:2], allow_unused=True)
+    said = "for a loss of lse alone backward returns None in the place of dq or dk: do is 0 then, and dlse is not"
+    expect(all(x is not None for x in alone), said, diagnosis="dlse-dropped", case=case)
     right = reference.attention_backward(torch.zeros_like(do), q, k, v, causal=True, scale=0.3, grad_lse=dlse)
     expect(fits(right[:2], alone), "dq and dk are right for a loss of o, and of both, and wrong for one of lse alone",
            diagnosis="dlse-wrong", case=case)  # fmt: skip

@@ -177,8 +177,8 @@ EPILOGUE = Trials(
     place=lambda text: _with_epilogue(text).text, tol=1e-3, most=130, then=_own_barriers,
     rows=[
         # So it looks with a wait behind the barrier, without one, or with one group for both slabs.
-        Row("not-read-yet", "a slab is filled while the store that reads its place may still be under way: before it "
-            "comes a wait that leaves fewer groups (a slab each) than there are places, then a barrier of all",
+        Row("not-read-yet", "a slab is filled while the store that reads its place may still be under way: has each "
+            "slab its place, each store a commit behind it? A wait for that group comes before, then a barrier of all",
             [("SLAB - 1>", "SLAB>")]),
         Row("same-place", "two stores go to one place of O: a coordinate of tma_store is not what it should be",
             [("slab * SLAB,", "0,")]),
@@ -717,6 +717,9 @@ def turns_backwards(turns: str) -> str:
     return "2 and 3 consumers take their turns, and none is left over"
 
 
+_LEFT_OVER = r"Barrier (\d+) has \d+ of the \d+ threads that it waits for: (warps? [\d, -]+ and )?(\d+) that did not"
+
+
 def _expect_turns(module: CudaModule, whole: Source, consumers: int) -> None:
     for rounds in (3, 1):
         case = f"CONSUMERS={consumers}, {rounds} round{'s' * (rounds > 1)}"
@@ -727,6 +730,9 @@ def _expect_turns(module: CudaModule, whole: Source, consumers: int) -> None:
             events = module.report.launches[0].events if module.report and module.report.launches else []
             went = [e.warp // 4 for e in events if e.did == "barrier-passed" and e.values[0] and e.warp % 4 == 0]
             said = f"turns were taken by {_listed(went) or 'nobody'}, and should be by {_listed(goes)}"
+            for number, waits, came in re.findall(_LEFT_OVER, failed.sentence):
+                said += f": of a group's 128 threads {came} came to barrier {number}"
+                said += "" if waits else ", where nobody waits"
             raise CheckFailed(f"{said}\n{failed.sentence}", diagnosis=failed.diagnosis, case=case) from None
         said = f"the turns went {_listed(order.tolist())}; they should go {_listed(goes)}"
         expect(order.tolist() == goes, said, diagnosis="wrong-order", case=case)
@@ -758,10 +764,17 @@ def _hand_out(parts: int, blocks: int) -> Callable[[CudaModule], Outputs]:
     return run
 
 
+def _place_named(byte: int) -> str:
+    """The mbarrier at this byte of theirs."""
+    number = byte // 8
+    return f"`{'full' if number < _PLACES else 'empty'}` of place {number % _PLACES}"
+
+
 _STORED = "    h.place[at] = part;\n    mbarrier_arrive(h.full + 8 * at);"
 _READ = "    const int part = h.place[at];\n    mbarrier_arrive(h.empty + 8 * at);\n    return part;"
 HAND = Trials(
     "11.11", _watched(), [traced(_hand_out(15, 1))], most=200, equal={"`at` multiplies `h.full`": "h.full is 8 there"},
+    lies=lambda byte: _place_named(byte - 8),
     unless={"arrives-before-it-reads": r"place\[0\]|\*h\.place"},
     place=lambda text: _in_file(PARTS, "hand", text).text,
     notes={
@@ -791,11 +804,6 @@ HAND = Trials(
              "const int at = 0;")]),
     ],
 )  # fmt: skip
-
-
-def _place_named(m: re.Match[str]) -> str:
-    number = int(m[1]) // 8
-    return f"`{'full' if number < _PLACES else 'empty'}` of place {number % _PLACES}"
 
 
 @exercise(
@@ -829,7 +837,7 @@ def _expect_parts(module: CudaModule, whole: Source, parts: int, blocks: int) ->
     try:
         _ran(module, whole, case, "run", counter, done, *sizes, timeline=1)
     except CheckFailed as failed:
-        said = re.sub(r"barriers at byte (\d+)", _place_named, failed.sentence)
+        said = re.sub(r"barriers at byte (\d+)", lambda m: _place_named(int(m[1])), failed.sentence)
         raise CheckFailed(said, diagnosis=failed.diagnosis, case=case) from None
     wrong = (done[:parts] != 1).nonzero()
     part, consumer = wrong[0].tolist() if len(wrong) else (0, 0)

@@ -151,7 +151,8 @@ def _why(x: torch.Tensor, y: torch.Tensor) -> tuple[str, str] | None:
     cut = "rounded by adding 0.5 and cutting towards 0, which is another number below 0", (x + 0.5).trunc()
     for way, whole in (("cut towards 0", x.trunc()), ("rounded down", low), cut):
         far = (x - whole).abs()
-        if bool(good[far <= 0.5].all()) and not bool(good[far > 0.9].any()):
+        nearly = (y / want - 1).abs() < 0.1  # the polynomial, a little beyond where it is good
+        if bool((good[far <= 0.5]).all() and nearly[far < 0.9].all()) and not bool(good[far > 0.9].any()):
             return "wrong-split", f"x is {way}: right are those at most 0.5 from there, so round to the nearest\n"
     if read := _of_the_polynomial(f, y / torch.exp2(n)) or _at_whole_numbers(n[f == 0], y[f == 0], places):
         return read[0], f"{read[1]}\n"
@@ -185,7 +186,8 @@ def _at_whole_numbers(n: torch.Tensor, y: torch.Tensor, places: str) -> tuple[st
         return "wrong-exponent", f"n stands in the exponent without the 127: {places}"
     at = off[-1]
     mine, right = (int(x[at]) & 0xFFFFFFFF for x in (bits, want))
-    said = f"at x = {float(n[at]):g}, where f is 0, the bits are {mine:#010x}, and should be {right:#010x}: {places}"
+    said = f"at x = {float(n[at]):g}, where f is 0, the result is {y[at]:g}, with the bits {mine:#010x}, and should be "
+    said += f"{want.view(torch.float32)[at]:g}, with the bits {right:#010x}"
     return "wrong-exponent", said
 
 

@@ -53,6 +53,7 @@ def normal(r: random.Random, *shape: int, dtype: torch.dtype = torch.float64) ->
     return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
+_MOVED = re.compile(r"the line `.*` comes too (early|late)")
 _OF_NAN = ("not-finite", "zero", "wrong-value")  # better said with the line in which NaN arise
 
 
@@ -272,7 +273,8 @@ class TensorRule(Rule):
         evidence += f". {sum(off)} of {len(off)} cases are wrong" if len(off) > 1 else ""
         evidence += f"; right: {'; '.join(right[:2])}{'; ...' if len(right) > 2 else ''}" if right else ""
         found = self._not_finite(got, wrong) or self._all_nan(got, wrong)
-        if found and (own := self._mended(learners, False, _LATE)):
+        own = found and self._mended(learners, False, _LATE)
+        if found and own and not (_MOVED.match(own) and "NaN" in found[1]):  # a line that moves hides what makes NaN
             found, evidence = ("own-slip", f"{own}: {self.rest}"), f"{_ended(found[1])}\n{evidence}"
         found = (
             found or self.explained(learners, got)
@@ -288,7 +290,10 @@ class TensorRule(Rule):
                 (" overflow" in found[1] and "underflow" not in found[1] and not large)
                 or ("0 / 0" in found[1] and "inf / inf" in line)
             )
-            found = "not-finite", f"{_ended(found[1]) + ' ' if found and fits else ''}NaN arises in {line}"
+            without = self._without_nan(got, off) if found is None else ""
+            line = f"{without} is wrong without NaN. In another case NaN arises in {line}" if without else (
+                f"NaN arises in {line}")  # fmt: skip
+            found = "not-finite", f"{_ended(found[1]) + ' ' if found and fits else ''}{line}"
         if found is None:
             return CheckFailed(evidence, case=case)
         return CheckFailed(f"{_ended(found[1])}\n{evidence}", diagnosis=found[0], case=case)
@@ -301,6 +306,14 @@ class TensorRule(Rule):
                 with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(Exception):
                     return where_made(lambda: learners(*[copied(x, self.on_device) for x in given]))  # noqa: B023
         return None
+
+    def _without_nan(self, got: Sequence[Values], off: Sequence[bool]) -> str:
+        """The first wrong case whose results have no NaN: what makes these is not all that is wrong."""
+        for given, mine, bad in zip(self.tried, got, off, strict=True):
+            floats = [torch.as_tensor(x) for x in mine if isinstance(x, (float, torch.Tensor))]
+            if bad and not any(x.isnan().any() for x in floats):
+                return f"the result of [{self.case(given)}]"
+        return ""
 
     def _of_errors(
         self, learners: Callable[..., Any], got: Sequence[Any], errors: Sequence[Exception]

@@ -515,9 +515,10 @@ def _deadlock(f: Facts) -> str:
 
 def _barrier_wait(row: list[str]) -> str:
     """Who waits at which named barrier, and how many have not come (runtime/deadlock.cpp)."""
-    number, arrived, expected, warps = (int(x) for x in row)
-    wait = "s" * (warps & (warps - 1) > 0)
-    return f"Barrier {number} has {arrived} of the {expected} threads that it waits for: warp{wait} {lanes(warps)}"
+    number, arrived, expected, waiting, warps = (int(x) for x in row)
+    who = [f"warp{'s' * (warps & (warps - 1) > 0)} {lanes(warps)}"] * (warps > 0)
+    who += [f"{arrived - waiting} that did not wait (named_barrier_arrive)"] * (arrived > waiting)
+    return f"Barrier {number} has {arrived} of the {expected} threads that it waits for: {', and '.join(who)}"
 
 
 def _phase_wait(f: Facts, row: list[str]) -> str:

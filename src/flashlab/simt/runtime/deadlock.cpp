@@ -56,17 +56,18 @@ static std::string waits_for_phases(const Block& block) {
     return text;
 }
 
-// The named barriers at which somebody waits, for Python: the number, threads that have arrived and that it waits for,
-// and the warps that wait there, a bit each.
+// The named barriers at which somebody waits or has arrived, for Python: the number, threads that have arrived and that
+// it waits for, those that wait there, and their warps, a bit each.
 static std::string waits_at_barriers(const Block& block) {
     std::string text;
     for (int id = 1; id < BARRIERS; id++) {
         const Barrier& b = block.barriers[id];
         uint32_t warps = 0;
         for (const Lane* lane : b.waiting) warps |= 1u << lane->warp->index;
-        if (!warps) continue;
+        if (!b.arrived) continue;
         text += text.empty() ? "" : ";";
-        for (const int64_t v : {(int64_t)id, (int64_t)b.arrived, (int64_t)b.expected, (int64_t)warps})
+        for (const int64_t v : {(int64_t)id, (int64_t)b.arrived, (int64_t)b.expected,
+                              (int64_t)b.waiting.size(), (int64_t)warps})
             text += (text.empty() || text.back() == ';' ? "" : ",") + std::to_string(v);
     }
     return text;
