@@ -594,9 +594,10 @@ def _negligible(change: Change, values: dict[str, Any]) -> bool:
 
 
 def _factor(change: Change) -> float | None:
-    """By which number a product is multiplied that is changed; None where it is no such change."""
-    old, new = _both(change.edits[0])
-    if len(change.edits) > 1 or not (isinstance(old, ast.expr) and isinstance(new, ast.expr)):
+    """By which number a product is multiplied that is changed; None where it is no such change, or of whole numbers."""
+    (holder, *_), (old, new) = change.edits[0][0], _both(change.edits[0])
+    rounded = isinstance(getattr(holder, "op", None), (ast.FloorDiv, ast.Mod))
+    if rounded or len(change.edits) > 1 or not (isinstance(old, ast.expr) and isinstance(new, ast.expr)):
         return None
     for whole, rest, more in ((new, old, True), (old, new, False)):
         if isinstance(whole, ast.BinOp) and isinstance(whole.op, ast.Mult) and rest in (whole.left, whole.right):

@@ -696,7 +696,8 @@ def _of_bounds(text: Text) -> Iterator[Change]:
         called = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
         if called in _OF_ALL and len(node.args) == 1:  # type: ignore[attr-defined]
             for other in (x for x in _OF_ALL if x != called):
-                yield Change("wrong-function", "", 0.9, (((node, "func", None), ast.Name(other, ast.Load())),))
+                cost = 0.9 if called != "sum" else 3.5  # its divisor may be missing
+                yield Change("wrong-function", "", cost, (((node, "func", None), ast.Name(other, ast.Load())),))
         if called == "range" and len(given := node.args) < 3:  # type: ignore[attr-defined]
             for name in (*names, "2"):
                 ends = [_expr(name), *given] if len(given) == 1 else [*given, _expr(name)]
