@@ -838,8 +838,7 @@ def _of_operation(text: Text, node: ast.BinOp) -> Iterator[tuple[Any, ...]]:
     w, left, right, op = text.say, node.left, node.right, node.op
     noun = {ast.Add: "the term", ast.Sub: "the term", ast.Mult: "the factor"}.get(type(op), "")
     if noun:
-        slug = noun.split()[1] + "-missing"
-        back = text.plain(right)
+        slug, back = noun.split()[1] + "-missing", text.plain(right)
         if isinstance(op, ast.Sub):
             back = f"-({back})" if " + " in back or " - " in back else f"-{back}"
         where = [f", in {w(node)}" if isinstance(x, ast.Constant) or text.reads[getattr(x, "id", "")] > 1 else ""
@@ -875,8 +874,8 @@ def _of_operation(text: Text, node: ast.BinOp) -> Iterator[tuple[Any, ...]]:
             left, other(), right), type(op), other, text.plain(right)  # fmt: skip
     if isinstance(op, (ast.Sub, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow, ast.MatMult)):
         slug = "upside-down" if isinstance(op, (ast.Div, ast.FloorDiv)) else "operands-exchanged"
-        turned = f"{w(node)} is the other way round", 1.5, ast.BinOp(right, op, left)
         less = f"{w(right)} stands where {w(node)} belongs", 1.2, right
+        turned = f"{w(node)} is the other way round", 1.5, ast.BinOp(right, op, left)
         yield slug, *(less if getattr(left, "value", None) == 1 else turned)
     if isinstance(op, ast.FloorDiv):
         ways = {"a / b": "is not rounded", "-(-a // b)": "is rounded up", "a // b + 1": "is one too large"}
@@ -887,10 +886,9 @@ def _of_operation(text: Text, node: ast.BinOp) -> Iterator[tuple[Any, ...]]:
         case ast.BinOp(ast.BinOp(rest, ast.Add(), a), ast.Sub(), b) | ast.BinOp(
             ast.BinOp(rest, ast.Sub(), b), ast.Add(), a
         ):
-            both = ast.BinOp(a, ast.Sub(), b)
+            both, turned_round = ast.BinOp(a, ast.Sub(), b), ast.BinOp(ast.BinOp(rest, ast.Add(), b), ast.Sub(), a)
             yield "term-missing", f"the term {w(both)} is missing", 1.1 + _weight(both), rest
-            other_way = ast.BinOp(ast.BinOp(rest, ast.Add(), b), ast.Sub(), a)
-            yield "wrong-sign", f"{w(both)} has the wrong sign", 1.3 + _weight(both), other_way
+            yield "wrong-sign", f"{w(both)} has the wrong sign", 1.3 + _weight(both), turned_round
         case ast.BinOp(ast.BinOp(ast.BinOp(ast.BinOp(a, ast.Mult(), n), ast.Add(), b), ast.Mult(), c), ast.Add(), d):
             said = f"{w(b)} changes faster than {w(d)}: it is the other way round"
             yield "axes-exchanged", said, 1.3, _expr("(a * c + d) * n + b", a=a, n=n, b=b, c=c, d=d)

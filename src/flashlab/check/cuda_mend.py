@@ -147,7 +147,7 @@ def _likeliest(text: CudaText, right: CudaText, around: dict[str, str], tried: i
     text.kinds |= {x: {text.kind_of(of)} for x, of in around.items()}
     text.types |= around
     scope = _in_scope(text, {*text.params, *around})
-    pieces = _missing_lines(text, right, scope), _of_the_right(text, right), _further(text, right)
+    pieces = _missing_lines(text, right, scope), _of_the_right(text, right), _of_states(text), _further(text, right)
     found = [*changes(text, None, cuda_text), *itertools.chain(*pieces)]
     indices = {x for x in around if text.kinds[x] == {"int"}}  # there are many, and each has its place
     made: dict[Any, Change] = {}
@@ -456,7 +456,6 @@ def _further(text: CudaText, right: CudaText) -> Iterator[Change]:
     yield from of_two_names(text, lambda a, b: _type(text, a) == _type(text, b))
     yield from _in_one_branch(text)
     yield from _of_strides(text, right)
-    yield from _of_states(text)
     made = {x for n in ast.walk(text.tree) for x in _declared(n) if not keyword.iskeyword(x)}
     unread = sorted(x for x in made if not text.reads[x] and text.kind_of(text.types.get(x, "")) in ("int", "float"))
     powers = sorted({f for x in ast.walk(text.tree) if isinstance(x, ast.Call) and "exp" in (f := text.plain(x.func))})
