@@ -832,7 +832,7 @@ for size in SIZES:
     print(f"{size}: a step with our kernels is " + (", ".join(said) or lm.NOT_YET))
 
 # %% [markdown]
-# The steps as bars. A missing one ran out of memory or was not measured; the table says which.
+# The steps as bars. (A missing one would have run out of memory, or not have been measured.)
 
 # %%
 WAYS = {"eager": "grey", "sdpa": "green", "flash": "sky", "flash, fused RoPE": "blue"}  # as in every figure
@@ -854,10 +854,10 @@ if sizes:
 display(lm.exchanged_table(model_data))
 
 # %% [markdown]
-# Above 1, ours is faster. The last column is the same step as one CUDA graph, in which the GPU never waits for Python. Where the two columns differ, Python is what is measured.
+# Above 1, ours is faster. The last column is the same step as one CUDA graph: the GPU never waits for Python. Where the two differ, Python is measured.
 #
-# So launched by Python ours are behind SDPA in all four sizes. How far depends on the run, since it depends on how fast Python was: earlier ones had 0.59 to 1.03 for *attention and RoPE*, where this one has 0.92 to 0.99.
-# As a graph the step gains 11 to 16 percent, nearly all by RoPE. In float32 kernels take longer, Python is not late, and ours is ahead of SDPA in every size:
+# So launched by Python ours are behind SDPA in all four sizes, on a busier host than the first table's. How far depends on how fast Python was: earlier runs had 0.59 to 1.03 for *attention and RoPE*, where this one has 0.92 to 0.99.
+# As a graph the step gains 11 to 16 percent, nearly all by RoPE. In float32 kernels take longer, Python is not late, and ours, with fused RoPE, is ahead of SDPA in every size:
 
 # %%
 display(lm.step_table(model_data, "float32"))
@@ -883,7 +883,7 @@ for dtype in lm.DTYPES:
 display(lm.graph_table(model_data))
 
 # %% [markdown]
-# The graph is the time of the kernels, with short gaps between them. What is more than that in the other column is waiting: the shorter the kernels, and the more Python has to do for each of them, the longer. (This run had a busier host than the first table's: SDPA's small step took 28 ms there.)
+# The graph is the time of the kernels, with short gaps between them. What is more than that in the other column is waiting: the shorter the kernels, and the more Python has to do for each of them, the longer.
 #
 # Could it be the attention kernels after all? Count them, at a modest 200 TFLOP/s:
 
@@ -900,7 +900,7 @@ assert 1e3 * work / 200e12 < 2
 # How much it costs depends on the processor more than on anything else. In an earlier run four benches shared the host: there our step took 1.4 to 1.7 times as long as SDPA's, and the optimiser up to three times as long.
 
 # %% [markdown]
-# And most of our part of it was needless, before these tables: an operator of `torch.library` can be traced and intercepted, and each call pays for that. Where nobody looks, the door now calls its functions plainly (`runtime/dispatch.py`): 0.13 ms instead of 0.43 for a forward call without the launch itself (`notes/phase_10_experiments.md`).
+# And before these tables were taken, most of our part of it was needless: an operator of `torch.library` can be traced and intercepted, and each call pays for that. Where nobody looks, the door (`flashlab.flash_attention`) now calls its functions plainly (`runtime/dispatch.py`): 0.13 ms instead of 0.43 for a forward call without the launch itself (`notes/phase_10_experiments.md`).
 
 # %% [markdown]
 # *What would you do?* Anything that launches less: longer texts, larger batches, CUDA graphs, `torch.compile`. What torch.compile does is recorded for two models: each attention plain and compiled, in turns in one run:
@@ -918,7 +918,7 @@ for size in SIZES:
 # eager attention: it fuses mask, scale and softmax, and launches what is left from a few lines of its own. Our attention is a closed operator to it, which is called as before, with all that the host does for it, in each layer and pass.
 
 # %% [markdown]
-# That is a mechanism, and no proof. The columns *its graph* are the test, where nobody waits for Python: there compiled eager is last of the three, and ours ahead of SDPA by 3 to 5 percent. So launches decided between these two, not kernels. (The compiler also halves the graph's time: it fuses the small operations around attention.)
+# That is a mechanism, and no proof. The columns *its graph* are the test, where nobody waits for Python: there compiled eager is last of the three, and ours ahead of SDPA by 3 to 5 percent. So launches decided between these two, not kernels. (The compiler also about halves the graph's time: it fuses the small operations around attention.)
 #
 # And what would a missing warm-up have said?
 
@@ -946,7 +946,7 @@ for size, shape in SIZES.items():
 #
 # *Amdahl's law*: a part takes the share s of the time, and gets f times as fast. The rest, 1 - s, still takes its time. So the whole gets $1/(1 - s + s/f)$ times as fast, and never more than $1/(1 - s)$.
 #
-# The s is that of the version you start from. Of eager's step about half was attention, or more: so section 8 could gain a factor of 1.9. Of SDPA's it is less.
+# The s is that of the version you start from. Of eager's step about half was attention, or more: so this section began with a factor of up to 1.9. Of SDPA's it is less.
 
 # %% [markdown]
 # How much less can be measured. Leave attention out: its o is v, and its gradient goes to q, k and v as it is. No kernel runs, so no attention is faster. SDPA, ours and *none*, with RoPE apart in all, each step as one CUDA graph. SDPA's time less *none*'s is its attention's.
@@ -957,9 +957,9 @@ for size, shape in SIZES.items():
 display(lm.lengths_table(model_data))
 
 # %% [markdown]
-# From 16384 tokens on. At 1024 not even an attention for nothing would make it more than 5 to 6 percent faster; ours takes 2 of them, hardly more than two runs differ by (the same graphs above: 0 to 2). Yet at all lengths ours is at least 1.2 times as fast as SDPA's attention: the share decides.
+# From somewhere between 4096 and 16384 tokens on. At 1024 not even an attention for nothing would make it more than 5 to 6 percent faster; ours takes 2 of them (the same graphs above: 0 to 2). Yet at all lengths ours is at least 1.2 times as fast as SDPA's attention: the share decides.
 #
-# And the measured share is only 0.4 to 0.75 of the FLOPs' share: norms, RoPE, loss and optimiser take time with few FLOPs. (4 × 4096 and 1 × 16384 are as many tokens: so *none* takes as long.)
+# And the measured share is only 0.4 to 0.8 of the FLOPs' share: norms, RoPE, loss and optimiser take time with few FLOPs. (4 × 4096 and 1 × 16384 are as many tokens: so *none* takes as long.)
 #
 # Short texts want a faster *rest*; long texts want the kernels of this course.
 

@@ -167,11 +167,14 @@ def _fits(text: CudaText, change: Change, scope: dict[int, set[str]]) -> bool:
     if change.slug == "wrong-number" and len(change.edits) > 1 and getattr(change.edits[0][1], "value", 2) in (0, 1):
         return False  # 32 for 1 everywhere: one lane does all, and nothing is exchanged
     tests = {id(x.test) for x in ast.walk(text.tree) if isinstance(x, Loop)}
+    asked = {id(n) for x in ast.walk(text.tree) if isinstance(x, ast.If) for n in ast.walk(x.test)}
     lambdas = [(m[1], x) for x in ast.walk(text.tree) if (m := re.match(r"auto (\w+) = \[", getattr(x, "head", "")))]
     for (holder, field, at), new in change.edits:
         old = _at((holder, field, at))
         if isinstance(getattr(new, "op", None), ast.Pow) and _name(new.left) not in text.others:
             return False  # that is how a cast is written here
+        if id(holder) in asked and text.plain(new).startswith("blockIdx"):
+            return False  # no thread of a block, or each: the condition is not asked any more
         if text.plain(old) in ("true", "false") and isinstance(new, ast.BinOp):
             return False
         if type(getattr(old, "value", "")) is int and isinstance(new, ast.Name) and _type(text, new.id) == "bool":
@@ -359,6 +362,9 @@ def _whole_lines(text: CudaText, right: CudaText) -> Iterator[Change]:
                 words = f"the line `if ({text.plain(line.test)}) {text.plain(line.body[0])}` is one too many"
                 if isinstance(line.body[0], _LINES):
                     yield Change(_MISSING, words, 1.3, ((slot, _new(ast.Pass())),))
+            elif isinstance(line, ast.If) and not line.orelse:
+                words = f"the condition `{text.plain(line.test)}` is one too many"
+                yield Change(_MISSING, words, 1.1, ((slot, _new(ast.If(ast.Constant(True), line.body, []))),))
             if isinstance(line, ast.AugAssign) and isinstance(line.op, ast.Add):
                 put = _new(ast.Assign([line.target], line.value))
                 yield Change(_MISSING, f"`+=` stands where `=` belongs, in `{here}`", 1.2, ((slot, put),))
@@ -573,7 +579,7 @@ def _for_another(text: CudaText, right: CudaText) -> Iterator[Change]:
                     yield Change("wrong-end", "", 0.9, ((slot, _new(end)),))
         if isinstance(node, ast.Call) and (own := text.plain(node.func)).isidentifier():
             for f in (f for f, n in functions.items() if f.isidentifier() and f != own and n == len(node.args)):
-                if f[:_ROOT] == own[:_ROOT]:
+                if f[:_ROOT] == own[:_ROOT] or (own[:2] == f[:2] == "__" and own[-5:] == f[-5:] == "_sync"):
                     yield Change("wrong-function", "", 0.8, (((node, "func", None), ast.Name(f, ast.Load())),))
         if isinstance(node, ast.Attribute) and node.attr in "xyzw":
             for attr in sorted({*"xyzw"} - {node.attr}):
@@ -720,7 +726,9 @@ def _of_states(text: CudaText) -> Iterator[Change]:
                 for name in floats:
                     factor = copy.deepcopy(power)
                     factor.args[0].left = ast.Name(name, ast.Load())
-                    words = f"the factor `{text.plain(factor)}` is missing beside `{text.plain(node)}`"
+                    words = (
+                        f"`{text.plain(node)}` is not multiplied by `{text.plain(factor)}`, in `{text.plain(slot[0])}`"
+                    )
                     yield Change(_MISSING, words, 0.9, ((slot, _new(ast.BinOp(node, ast.Mult(), factor))),))
 
 

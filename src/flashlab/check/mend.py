@@ -654,12 +654,8 @@ def said(text: Text, change: Change) -> str:
         return words + then * (change.slug == "lines-exchanged" and len(words + then) <= _LONGEST)
     old, new = pieces[0]
     before, after = _both(change.edits[0])
-    if (
-        isinstance(before, ast.BinOp)
-        and isinstance(before.op, ast.FloorDiv)
-        and _rounded_up(after)
-        and (not isinstance(before.left, ast.UnaryOp))
-    ):
+    up = _rounded_up(after) if isinstance(before, ast.BinOp) and isinstance(before.op, ast.FloorDiv) else None
+    if up and [*map(dump, up)] == [dump(before.left), dump(before.right)]:
         return f"`{old}` is rounded down: it should be rounded up"
     holder, by = change.edits[0][0][0], ast.unparse(after) if isinstance(after, ast.AST) else ""
     once = text.whole and len(pieces) == 1 and by in (f"{text.plain(before)} + 1", f"{text.plain(before)} - 1")
