@@ -671,7 +671,7 @@ for run in RUNS:
 # shared memory too, transposed (`place_transposed`). `nth` counts tiles; at $D = 64$ a tile is taken in two steps, from query `first` on. `numbers` and `of_g` are $\delta$, `hide` is the mask; `multiply_dq` issues $dQ$, and `hand_dq_on` brings it to shared memory.
 
 # %% [markdown]
-# $dS$ and $dQ$ have two places each, by turns. Who has passed the barrier in `multiply_dq` knows that the other consumer has waited for its $dQ$ of the tile before: so what that read may be overwritten in the next.
+# $dS$ and $dQ$ have two places each, by turns: tiles 3 and 5 share one. `multiply_dq` (you will write it, in exercise 11c.3) begins with a barrier of both consumers. Who passes it in tile 4 knows that the other one has waited for its $dQ$ of tile 3: so $dS$ of tile 5 may come where that was.
 
 # %%
 show.region(path("p11_backward"), "dV and dK")
@@ -679,7 +679,7 @@ show.region(path("p11_backward"), "dV and dK")
 # %% [markdown]
 # Every block of keys has a part of each query's $dQ$. Atomic additions would take them as they come, and the last bits would differ from run to run:
 # a float sum depends on its order. So each tile has a *turn*, a number in global memory that says how many blocks of keys have added; `statistics` sets it to 0. Block $j$ of a head waits until it is
-# $j$, and then the copy engine does the adding, by `tma_reduce_add`. All $j$ come to a tile's turn, since who sees a key sees those before it.
+# $j$, and then the copy engine does the adding, by `tma_reduce_add`. All smaller $j$ come to a tile before it, since a query that sees a key sees those before it.
 
 # %% [markdown]
 # Why does nobody wait for ever? The grid is persistent: who is through with its part takes the next, and parts are dealt out so that $j$ of a head comes before $j + 1$. So a part waits only for parts that were taken before it. The first of all that are not done waits for nobody: it goes on, and so, one after the other, do all.
@@ -731,9 +731,9 @@ for run in RUNS:
             print(f"{who:16} takes {min(r):.2f} to {max(r):.2f} times as long")
 
 # %% [markdown]
-# So the same bits each time are free: adding in any order takes longer. (Its sums have to begin as zeros, and all blocks add; what of that it is, was not isolated.) cuDNN is behind at every shape. FlashAttention-4, here without its option for the same bits, is behind at most of them, and ahead by up to 6 % at some of the long ones.
+# So the same bits each time cost nothing, as measured: adding in any order takes longer. (Its sums have to begin as zeros; whether that is why, was not isolated.) cuDNN is behind at every shape. FlashAttention-4, here without its option for the same bits, is behind at most of them, and ahead by up to 6 % at some of the long ones.
 #
-# TFLOP/s, by 2.5 times the forward pass. "≠": in 20 runs bits differed, which was asked of `p11`'s variants alone. *best* is the best of the others; `flash_attention` is `p11` through the door:
+# TFLOP/s, by 2.5 times the forward pass. "≠": in 20 runs bits differed, which was asked of `p11`'s variants alone. *best* is the best of the others; `flash_attention` is `p11` through the door, `KEY_STEP=64` takes 64 keys at a time; the variants were not timed at $D = 96$:
 
 # %%
 for backward in map(hopper_results.backward_table, RUNS):
@@ -744,7 +744,7 @@ for backward in map(hopper_results.backward_table, RUNS):
 # %% [markdown]
 # What was tried, with figures, is in `notes/phase_11_experiments.md`. Shared memory is the narrowest: up to $D = 96$ the fragments of $K$ and $V$ stay in registers and are not read again for
 # every tile. And the barrier in `multiply_dq` brings both consumers to one place in every tile. From there both would do the same at the same time: first
-# products, then exponentials, while the tensor cores have nothing to do. So the second one waits in each step until the first has its scores: `GO_ON` above.
+# products, then exponentials, while the tensor cores have nothing to do. So the second one waits in each step, in `begin_step`, until the first has its scores; above, `GO_ON` is the first one's arrival.
 # Schedules that hide more (the next scores behind $dK$) gained nothing.
 
 # %% [markdown]
