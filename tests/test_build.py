@@ -14,6 +14,7 @@ import lesson_execution
 import lesson_source
 import nbformat
 import pytest
+from tools.forked_kernels import second_try
 
 LECTURE = """
 # %% [markdown]
@@ -686,3 +687,20 @@ def test_a_failing_write_leaves_the_old_notebook(root, no_kernel, monkeypatch):
         assert run(root) == 1
     assert snapshot(root) == before
     assert not list(root.glob("notebooks/.*"))
+
+
+def test_a_kernel_that_says_nothing_is_begun_anew_once():
+    tried = []
+
+    def start(timeout, name, cwd=None):
+        tried.append((timeout, name, cwd))
+        if len(tried) < least:
+            raise RuntimeError("Kernel didn't respond")
+        return "a kernel"
+
+    least = 2
+    assert second_try(start)(60, "python", cwd="here") == "a kernel"
+    assert tried == [(20, "python", "here"), (60, "python", "here")]
+    least = 5
+    with pytest.raises(RuntimeError, match="didn't respond"):
+        second_try(start)(60, "python")

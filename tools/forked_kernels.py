@@ -44,6 +44,20 @@ class Kernel:
         os.kill(self.pid, number)
 
 
+def second_try(start):
+    """nbval's start_new_kernel: a kernel that says nothing is begun anew, once. With several processes that choose free
+    ports at the same time that happens, one time in some hundreds.
+    """
+
+    def begin(startup_timeout=60, *given, **named):
+        try:
+            return start(startup_timeout / 3, *given, **named)
+        except RuntimeError:
+            return start(startup_timeout, *given, **named)
+
+    return begin
+
+
 def serve():
     import ipykernel.kernelapp  # noqa: F401
     import matplotlib.figure  # noqa: F401
