@@ -699,8 +699,9 @@ def test_a_kernel_that_says_nothing_is_begun_anew_once():
         return "a kernel"
 
     least = 2
-    assert second_try(start)(60, "python", cwd="here") == "a kernel"
+    with pytest.warns(UserWarning, match="begun anew: Kernel didn't respond"):
+        assert second_try(start)(60, "python", cwd="here") == "a kernel"
     assert tried == [(20, "python", "here"), (60, "python", "here")]
     least = 5
-    with pytest.raises(RuntimeError, match="didn't respond"):
+    with pytest.warns(UserWarning), pytest.raises(RuntimeError, match="didn't respond"):
         second_try(start)(60, "python")

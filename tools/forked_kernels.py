@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 
 
 class Kernel:
@@ -45,14 +46,15 @@ class Kernel:
 
 
 def second_try(start):
-    """nbval's start_new_kernel: a kernel that says nothing is begun anew, once. With several processes that choose free
-    ports at the same time that happens, one time in some hundreds.
+    """nbval's start_new_kernel: a kernel that says nothing is begun anew, once, with a warning. One in some hundreds
+    did so; why is not known. (Two processes may have chosen one port.)
     """
 
     def begin(startup_timeout=60, *given, **named):
         try:
             return start(startup_timeout / 3, *given, **named)
-        except RuntimeError:
+        except RuntimeError as error:
+            warnings.warn(f"a kernel is begun anew: {error}", stacklevel=2)
             return start(startup_timeout, *given, **named)
 
     return begin

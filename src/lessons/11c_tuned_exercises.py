@@ -124,13 +124,13 @@ dq_of_a_square = r"""
 # %% [markdown]
 # ## 11c.4
 #
-# The end of the same kernel. A consumer has 64 of the block's 128 keys: dK and dV of these are in its registers. When the loop is over, it writes dV over V
-# and dK over K in shared memory, and TMA takes them from there. (A block has one part here. In the kernel they leave from where dS was, so that
+# The end of the same kernel. A consumer has dK and dV of 64 of the block's 128 keys in its registers. Behind the loop it writes dV over V
+# and dK over K in shared memory, and TMA takes them from there. (Here a block has one part; in the kernel they leave from where dS was, so that
 # the next K and V may come.) The lines of `store` come from `PRODUCTS=7`, where another kernel computes dQ, and were right there.
 # Here every gradient is right too, in each run that we have seen. But the check build objects. Find the mistake and repair it.
 #
-# `store_tile` writes the consumer's own 64 rows, fences, lets its 128 threads meet, and stores them by TMA. `begin_step` and `end_step` are those
-# that the lecture tells of: all five products. Barrier 1 + consumer is a consumer's own, for its 128 threads; those from 4 on are taken.
+# `store_tile` writes the consumer's own 64 rows, fences, lets its 128 threads meet, and stores them by TMA. `begin_step`
+# and `end_step` compute all five products. Barriers 1 and 2 are a consumer's own, 3 is both's (in `multiply_dq`), from 4 on they skew.
 
 # %% tags=["exercise"]
 main_loop = r"""

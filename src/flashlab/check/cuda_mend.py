@@ -147,7 +147,12 @@ def _likeliest(text: CudaText, right: CudaText, around: dict[str, str], tried: i
     text.kinds |= {x: {text.kind_of(of)} for x, of in around.items()}
     text.types |= around
     scope = _in_scope(text, {*text.params, *around})
-    pieces = _missing_lines(text, right, scope), _of_the_right(text, right), _of_states(text), _further(text, right)
+    pieces = (
+        _missing_lines(text, right, scope),
+        _of_the_right(text, right),
+        _of_states(text, scope),
+        _further(text, right),
+    )
     found = [*changes(text, None, cuda_text), *itertools.chain(*pieces)]
     indices = {x for x in around if text.kinds[x] == {"int"}}  # there are many, and each has its place
     made: dict[Any, Change] = {}
@@ -702,13 +707,12 @@ def _foreign(right: CudaText, text: CudaText, node: Any) -> Any:
     return new if isinstance(node, ast.stmt) else new.value  # type: ignore[attr-defined]
 
 
-def _of_states(text: CudaText) -> Iterator[Change]:
+def _of_states(text: CudaText, scope: dict[int, set[str]]) -> Iterator[Change]:
     """What one loop has and another lacks, of a state that both bring up to date: a line that takes a variable over;
     the exponential that is one of two summed terms' factor, for the other.
     """
     lines = {text.plain(x): x for x in ast.walk(text.tree) if isinstance(x, ast.Assign) and isinstance(
         x.value, ast.Name) and _set_in(x)}  # fmt: skip
-    scope = _in_scope(text, {*text.params})
     for holder, field, block in _blocks(text):
         here = {text.plain(x) for x in block}
         for said_of_it, line in lines.items() if isinstance(holder, Loop) and block else ():
@@ -722,7 +726,7 @@ def _of_states(text: CudaText) -> Iterator[Change]:
         other = slot[0].left if slot[1] == "right" else slot[0].right
         powers: list[Any] = [x for x in ast.walk(other) if _is_power(x)]
         for power in powers if isinstance(node, ast.expr) and not any(map(_is_power, ast.walk(node))) else ():
-            if isinstance(power.args[0], ast.BinOp) and isinstance(power.args[0].left, ast.Name):
+            if power.args and isinstance(power.args[0], ast.BinOp) and isinstance(power.args[0].left, ast.Name):
                 for name in floats:
                     factor = copy.deepcopy(power)
                     factor.args[0].left = ast.Name(name, ast.Load())

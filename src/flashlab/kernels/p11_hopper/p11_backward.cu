@@ -325,8 +325,8 @@ keys(const Backward p, int heads_together, const float* lse_log2, const float* d
 
         // region: sum dQ
         // Two threads, one for every other tile, add a tile's squares to the sums, after the blocks of smaller numbers.
-        // Those were launched before, and wait for none that was launched later: so the first of all that are not done
-        // goes on, however few of the grid are resident, and nobody waits for ever.
+        // Those parts were taken before, and wait for none that was taken later: so the first of all that are not done
+        // goes on, however few blocks there are, and nobody waits for ever.
         if (FIVE && warp > WARPS && warp <= WARPS + 2 && elect_one()) {
             const int which = warp - WARPS - 1;
             const uint32_t from = dq_smem + which * DQ_BYTES;
