@@ -127,7 +127,7 @@ dq_of_a_square = r"""
 # The end of the same kernel. A consumer has dK and dV of 64 of the block's 128 keys in its registers. Behind the loop it writes dV over V
 # and dK over K in shared memory, and TMA takes them from there. (Here a block has one part; in the kernel they leave from where dS was, so that
 # the next K and V may come.) The lines of `store` come from `PRODUCTS=7`, where another kernel computes dQ, and were right there.
-# Here every gradient is right too, in each run that we have seen. But the check build objects. Find the mistake and repair it.
+# Here every gradient is right too, in every run we saw. But the check build objects. Find the mistake and repair it.
 #
 # `store_tile` writes the consumer's own 64 rows, fences, lets its 128 threads meet, and stores them by TMA. `begin_step`
 # and `end_step` compute all five products. Barriers 1 and 2 are a consumer's own, 3 is both's (in `multiply_dq`), from 4 on they skew.
