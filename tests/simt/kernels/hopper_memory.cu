@@ -327,6 +327,14 @@ __global__ void memory(const __grid_constant__ Maps maps, const CUtensorMap* in_
         else if (threadIdx.x == 0) { while (*FLAG == 0) __nanosleep(20); mbarrier_arrive_expect_tx(BAR, BYTES), bulk_load(TILE, y, BYTES, BAR); }  // expect: proxy-fence; fence_proxy_async
         WAIT;
         break;
+    case 138:  // the lane that arrives for its warp comes last here: that hides nothing
+        if (threadIdx.x >= 32) {
+            tile[threadIdx.x] = tile[threadIdx.x - 32] = 1;  // <- fenced behind an arrival
+            __syncwarp();
+            if (threadIdx.x != 63) fence_proxy_async();
+            else mbarrier_arrive(BAR), fence_proxy_async();
+        } else if (threadIdx.x == 0) { WAIT; bulk_store(y, TILE, BYTES), bulk_commit(), bulk_wait<0>(); }   // expect: proxy-fence from fenced behind an arrival; fence_proxy_async
+        break;
     default: break;
     }
 }

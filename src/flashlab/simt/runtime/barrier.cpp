@@ -16,7 +16,7 @@ static void arrive(Lane* me, Barrier& b) {
         b.clock = Clock();
     }
     b.arrived++;
-    release(me->warp, b.clock);
+    release(me, b.clock);
 }
 
 static void let_go(Block* block, Barrier& b) {

@@ -14,8 +14,17 @@ namespace simt {
 inline void join(uint32_t* to, const uint32_t* from, int clocks) {
     for (int c = 0; c < clocks; c++) to[c] = std::max(to[c], from[c]);
 }
-inline void release(const Warp* warp, Clock& to) {
+inline void fences_count(Lane* me) {  // for others, from now on (proxy.h)
+    for (const Space space : {SHARED, GLOBAL}) {
+        auto& fences = me->proxy_fences[space];
+        for (auto f = fences.rbegin(); f != fences.rend() && *f > me->warp->time; ++f) *f = me->warp->time;
+        if (!fences.empty()) join(me->warp->fenced[space], me->fenced[space].data(), me->block->warps);
+    }
+}
+inline void release(Lane* me, Clock& to) {
+    const Warp* warp = me->warp;
     const Block* block = warp->block;
+    fences_count(me);
     join(to.known, warp->known, block->clocks);
     to.known[warp->index] = std::max(to.known[warp->index], warp->time);
     if (block->fences)

@@ -278,7 +278,7 @@ void simt_cluster_arrive(int release_too) {
     me->cluster_arrivals++;
     m.pending--;
     if (release_too) {
-        release(me->warp, m.released[c.phase % 3]);
+        release(me, m.released[c.phase % 3]);
     } else {
         if (m.relaxed.size() <= c.phase) m.relaxed.resize(c.phase + 1);
         m.relaxed[c.phase] |= 1u << me->warp->index;

@@ -3,6 +3,7 @@
 // A lane that comes to one leaves its operands, takes a place in a slot (one slot for each mask that is being
 // waited for) and lets the others run. The last lane to arrive does the work for all of them, reading each
 // lane's operands from, and writing each result to, that lane's own stack.
+#include "clocks.h"
 #include "counters.h"
 #include "values.h"
 #include "warpgroup.h"
@@ -100,7 +101,11 @@ static void execute(Warp* warp, const Slot& slot) {
     const Kind kind = slot.op == SIMT_SYNCWARP ? SYNC_WARP : slot.op == SIMT_SHUFFLE ? SHUFFLE : VOTE;
     if (!aligned(slot.op)) sites[sites.find(slot.pc, kind)].count[0]++;  // the others count for themselves
     switch (slot.op) {
-    case SIMT_SYNCWARP: warp->known[warp->index] = warp->time++; break;  // what the lanes did is visible to all of them
+    case SIMT_SYNCWARP:  // what the lanes did is visible to all of them
+        for (int l = 0; l < WARP; l++)
+            if (slot.arrived >> l & 1) fences_count(&warp->lanes[l]);
+        warp->known[warp->index] = warp->time++;
+        break;
     case SIMT_SHUFFLE: shuffle(warp, slot); break;
     case SIMT_VOTE: vote(warp, slot); break;
     case SIMT_MATCH: match(warp, slot); break;

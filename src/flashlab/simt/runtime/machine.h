@@ -115,7 +115,8 @@ struct LaneOfBlock {  // what of a lane begins anew with each block
     uint32_t group = 0;     // cp.async: number of the open group
     size_t first_copy = 0;  // copies[first_copy...] are still on their way
     std::vector<Copy> copies;
-    std::vector<uint32_t> proxy_fences[2];  // the warp's time at each of its fences (proxy.h), by Space
+    std::vector<uint32_t> proxy_fences[2];  // by Space: from which time of the warp on each of its fences counts (proxy.h)
+    std::vector<uint32_t> fenced[2];        // all that warp w did up to this time its own fences cover
     struct VolatileLoad {
         uint32_t call, time, known;  // which call it was; the warp's time, what its block knew of that word then
     };

@@ -131,7 +131,7 @@ static void arrive(Lane* me, uint32_t address, const char* how, int64_t bytes) {
     if (!(bar.warps >> warp & 1)) bar.first[warp] = (uint8_t)me->lane;
     bar.warps |= 1u << warp;
     if (bar.first[warp] == me->lane) note(me->warp, DID_ARRIVE, me->pc, address, bytes);  // once for a warp in step
-    release(me->warp, bar.arrived);
+    release(me, bar.arrived);
     bar.pending--;
     check_bytes(me, bar, address, how);
     if (bar.loads.empty() && bar.has_all()) {

@@ -6,7 +6,8 @@
 // way no fence is needed: waiting for the copy is enough.
 //
 // The shadows keep how many such fences a writer had done. The writer's next one, if there was one, came at a time of its
-// warp, and is ordered before what another thread does as any access of that time would be.
+// warp, and is ordered before what another thread does as any access of that time would be. Of a warp's lanes in some
+// order one may arrive for all: so a fence counts from the warp's next time on, or from the next barrier that its own lane comes to.
 #pragma once
 #include "shadow.h"
 
