@@ -21,7 +21,7 @@ LENGTHS = (4096, 1024, 16384, 2048, 8192, 512, 32768)  # the most telling first
 KINDS = ("standard", "sizes", "grouped", "by token", "odd", "cross")
 SIZES: dict[int, tuple[str, ...]] = {
     96: ("SLAB=64 BLOCK_N=128 TALL=2", "BLOCK_N=160 TALL=2", "LATE_TURN=1"),
-    192: ("BLOCK_N=112", "BLOCK_N=80", "TRUST=0"),
+    192: ("BLOCK_N=80", "TRUST=0"),
     80: ("SLAB=64 BLOCK_N=128 TALL=2", "BLOCK_N=176 TALL=2", "LATE_TURN=1"),
     112: ("BLOCK_N=80 TALL=3", "BLOCK_N=112"),
     160: ("SLAB=64 BLOCK_N=96", "BLOCK_N=112"),

@@ -36,8 +36,10 @@ constexpr float RESCALE_ABOVE = TRUST ? 0.f : 8.f, MOST = 16384.f;
 // as exact at 2^-64 as at 1; fp16 has no such room. And how large P may be to be lowered by a float that is not 0.
 constexpr float ROOM = std::is_same_v<T, __half> ? 0.f : 64.f, LOWERED = ROOM > 0.f ? 0x1p56f : 0x1p120f;
 constexpr int SECOND = S_TILES / (HEAD_DIM == 64 ? 8 : 2), THIRD = S_TILES * 3 / 4;    // portions, in MMA tiles
-constexpr bool O_IN_Q = HEAD_DIM > 128;                        // New: O takes the place of Q: there is no other
-constexpr int Q_STAGES = O_IN_Q ? 1 : 2, BARRIERS = 4 + 2 * Q_STAGES + 4 * STAGES;     // New; 8 bytes each
+constexpr int Q_STAGES = HEAD_DIM > 128 ? 1 : 2, BARRIERS = 4 + 2 * Q_STAGES + 4 * STAGES;     // New; 8 bytes each
+// New: beside a wide Q, K and V all of O has no room: it leaves by slabs, which take turns at what is left
+constexpr int O_COLUMNS = HEAD_DIM <= 128 ? COLUMNS : SLAB == 32 ? 96 : 128;
+constexpr int O_STEP = HEAD_DIM <= 128 ? HEAD_DIM : SLAB;
 // region: part
 struct __align__(16) Part { int batch, head, m_start, end; };  // a head's rows, and tiles of keys that some of them see
 // endregion
@@ -51,7 +53,7 @@ template <int CONSUMERS_> struct Tile {                        // New: what depe
     // Per thread. At the launch 65536 / THREADS; then these. With one consumer that is enough for both: none moves.
     static constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 160 : 232, PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 40;
     static constexpr int BLOCK_M = WARPS * MMA_M, Q_BYTES = BLOCK_M * COLUMNS * 2, TURNS = PING_PONG && CONSUMERS > 1;
-    static constexpr int BARRIERS_AT = (Q_STAGES + !O_IN_Q) * Q_BYTES + 2 * STAGES * KV_BYTES;
+    static constexpr int BARRIERS_AT = Q_STAGES * Q_BYTES + 2 * STAGES * KV_BYTES + BLOCK_M * O_COLUMNS * 2;
     static constexpr int SHARED = BARRIERS_AT + 8 * BARRIERS + 2 * sizeof(Part);
     static __host__ __device__ int parts(const Problem& p) { return p.batch * p.heads * ceil_div(p.seq_q, BLOCK_M); }
 };
@@ -77,7 +79,7 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
     const uint32_t q_smem = smem_u32(shared);                  // [Q_STAGES, BLOCK_M, HEAD_DIM]
     const uint32_t k_smem = q_smem + Q_STAGES * Q_BYTES;       // [STAGES, BLOCK_N, HEAD_DIM]
     const uint32_t v_smem = k_smem + STAGES * KV_BYTES;        // [STAGES, BLOCK_N, HEAD_DIM]
-    const uint32_t o_smem = O_IN_Q ? q_smem : v_smem + STAGES * KV_BYTES;              // New: [BLOCK_M, HEAD_DIM]
+    const uint32_t o_smem = v_smem + STAGES * KV_BYTES;        // [BLOCK_M, O_COLUMNS]
     const uint32_t full_q = q_smem + Tile::BARRIERS_AT;         // New: mbarriers, 8 bytes each
     const uint32_t full_k = full_q + 8 * Q_STAGES, full_v = full_k + 8 * STAGES;
     const uint32_t empty_k = full_v + 8 * STAGES, empty_v = empty_k + 8 * STAGES;      // of every stage
@@ -116,7 +118,7 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
             mbarrier_init(empty_k + 8 * i, WARPS);
             mbarrier_init(empty_v + 8 * i, CONSUMERS);
         }
-        for (int i = 0; i < Q_STAGES; i++) mbarrier_init(empty_q + 8 * i, O_IN_Q ? CONSUMERS : WARPS);
+        for (int i = 0; i < Q_STAGES; i++) mbarrier_init(empty_q + 8 * i, WARPS);
         for (int i = 0; i < 2; i++)                            // every thread of the consumers reads the number
             mbarrier_init(full_part + 8 * i, 1), mbarrier_init(empty_part + 8 * i, WARPS * WARP_SIZE);
         tma_prefetch(&q_map), tma_prefetch(&k_map), tma_prefetch(&v_map), tma_prefetch(&o_map);        // New
@@ -370,7 +372,7 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
             for (; j >= 0; j--) tile(j, std::false_type{}, std::false_type{});         // the full ones
             // endregion
         }
-        if (!O_IN_Q && lane == 0) mbarrier_arrive(empty_q + 8 * q_stage);           // a Q may come
+        if (lane == 0) mbarrier_arrive(empty_q + 8 * q_stage); // a Q may come
         if (mine > 0) {
             add_output();
             output_is_there();
@@ -378,6 +380,7 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
         // endregion
 
         // region: store
+        // region: last sums
         // O and lse
         float* lse = p.lse + ((int64_t)at.batch * p.heads + at.head) * p.seq_q + at.m_start;   // [batch, heads, seq_q]
         float inverse[ROWS_PER_LANE];
@@ -391,25 +394,29 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
             if (t == 0 && at.m_start + row < p.seq_q)
                 lse[row] = sum == 0.f ? -INFINITY : (m_i[r] * scale_log2 + log2f(sum)) * LN2;
         }
+        // endregion
         // 64 rows of o_smem are this consumer's alone. Its 128 threads have a barrier too, behind those of turns
-        if (first_thread) bulk_wait_read<0>();                 // the O before it has been read
-        named_barrier_sync(1 + CONSUMERS + consumer, GROUP);
 #pragma unroll
-        for (int n = 0; n < O_TILES; n += 2) {                 // two MMA tiles, 16 rows x 16 columns, per warp
-            uint32_t o_rmem[4];
-            for (int i = 0; i < 4; i++)
-                o_rmem[i] = pack<T>(acc[4 * n + 2 * i] * inverse[i % 2], acc[4 * n + 2 * i + 1] * inverse[i % 2]);
-            const int column = n * MMA_N + lane / 16 * 8, chunk = column % SLAB / 8 ^ lane % 8 / LINE;
-            stmatrix_x4(o_lane + column / SLAB * BLOCK_M * SLAB_ROW + chunk * 16, o_rmem);
-        }
-        fence_proxy_async();                                   // or the copy engine might not see what was stored
-        named_barrier_sync(1 + CONSUMERS + consumer, GROUP);
-        if (first_thread) {                                    // rows that do not exist are not written
-            for (int column = 0; column < HEAD_DIM; column += SLAB)
-                tma_store(&o_map, o_smem + (column / SLAB * BLOCK_M + consumer * 64) * SLAB_ROW, column,
-                          first_row, at.head, at.batch);
-            bulk_commit();
-            if (O_IN_Q) bulk_wait_read<0>(), mbarrier_arrive(empty_q + 8 * q_stage);   // New: O has left Q's place
+        for (int from = 0, place = 0; from < HEAD_DIM; from += O_STEP, place = (place + O_STEP) % O_COLUMNS) { // New
+            if (first_thread) from == 0 ? bulk_wait_read<0>() : bulk_wait_read<O_COLUMNS / O_STEP - 1>();  // it is free
+            named_barrier_sync(1 + CONSUMERS + consumer, GROUP);
+#pragma unroll
+            for (int n = from / MMA_N; n < min(from + O_STEP, HEAD_DIM) / MMA_N; n += 2) {     // 16 x 16, per warp
+                uint32_t o_rmem[4];
+                for (int i = 0; i < 4; i++)
+                    o_rmem[i] = pack<T>(acc[4 * n + 2 * i] * inverse[i % 2], acc[4 * n + 2 * i + 1] * inverse[i % 2]);
+                const int column = n * MMA_N - from + place + lane / 16 * 8;   // in o_smem
+                const int chunk = column % SLAB / 8 ^ lane % 8 / LINE;
+                stmatrix_x4(o_lane + column / SLAB * BLOCK_M * SLAB_ROW + chunk * 16, o_rmem);
+            }
+            fence_proxy_async();                               // or the copy engine might not see what was stored
+            named_barrier_sync(1 + CONSUMERS + consumer, GROUP);
+            if (first_thread) {                                // rows that do not exist are not written
+                for (int c = 0; c < min(O_STEP, HEAD_DIM - from); c += SLAB)
+                    tma_store(&o_map, o_smem + ((place + c) / SLAB * BLOCK_M + consumer * 64) * SLAB_ROW, from + c,
+                              first_row, at.head, at.batch);
+                bulk_commit();
+            }
         }
     }
     if (first_thread) bulk_wait<0>();                          // the last O is written
@@ -418,15 +425,12 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
 // endregion
 
 // region: launch
+#include "p11_hopper/start.cuh"
 // region: workspace
 extern "C" int64_t workspace_floats(const Problem* p) { return 1; }        // the counter
 // endregion
 // New
 template <class Tile> static int launch(const Problem& p, void* stream) {
-    const CUtensorMap q_map = map_of(p.q, p.q_stride, p.batch, p.heads, p.seq_q, Tile::BLOCK_M);
-    const CUtensorMap k_map = map_of(p.k, p.k_stride, p.batch, p.kv_heads, p.seq_k, BLOCK_N);
-    const CUtensorMap v_map = map_of(p.v, p.v_stride, p.batch, p.kv_heads, p.seq_k, BLOCK_N);
-    const CUtensorMap o_map = map_of(p.o, p.o_stride, p.batch, p.heads, p.seq_q, 64);
     // New: the longest part is not to begin last. So the last group has several parts for each block, long and short
     const int heads = p.batch * p.heads, grid = min(p.sms, Tile::parts(p)), m_blocks = max(1, Tile::parts(p) / heads);
     const int each = m_blocks < 8 ? 2 : m_blocks < 32 ? 3 : 4, last = min(heads, ceil_div(each * p.sms, m_blocks));
@@ -435,12 +439,8 @@ template <class Tile> static int launch(const Problem& p, void* stream) {
         // region: clear the counter
         cudaMemsetAsync(p.workspace, 0, sizeof(int), (cudaStream_t)stream);
         // endregion
-    // More than 48 KB of shared memory have to be asked for. A refusal is what cudaGetLastError then returns.
-    const auto kernel = p.causal ? flash_forward<Tile, true> : flash_forward<Tile, false>;
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::SHARED);
-    kernel<<<grid, Tile::THREADS, Tile::SHARED, (cudaStream_t)stream>>>(p, together, groups, q_map, k_map, v_map,
-                                                                        o_map);
-    return (int)cudaGetLastError();
+    return start(p.causal ? flash_forward<Tile, true> : flash_forward<Tile, false>, grid, Tile::THREADS, Tile::SHARED,
+                 Tile::BLOCK_M, p, stream, together, groups);
 }
 
 extern "C" int forward(const Problem* p, void* stream) {

@@ -102,10 +102,6 @@ struct __align__(16) Part { int batch, head, m_start, end, begin = 0, piece = 0,
             named_barrier_sync(1 + CONSUMERS + consumer, GROUP);
             if (first_thread) __threadfence(), atomicAdd(turn, 1);
         }
-        if (O_IN_Q) {
-            named_barrier_sync(1 + CONSUMERS + consumer, GROUP);
-            if (first_thread) mbarrier_arrive(empty_q + 8 * q_stage);      // nobody waits for O to leave Q's place
-        }
     }
     if (consumer == 0) take_turn();                            // the last turn that was passed on to it
 }
