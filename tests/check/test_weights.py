@@ -110,8 +110,10 @@ def test_how_often_slices_count():
     assert counted(design, design.sum(1) + design[:, 0] ** 2, 1e-6) is None
 
 
-def one_tile_at_a_time(q, k, v, scale, tile=32, shift=None, wrong=lambda c: c):
-    """Attention over tiles. shift: rows of V that stand `shift` too high, from that row on; wrong: the correction."""
+def one_tile_at_a_time(q, k, v, scale, tile=32, shift=None, wrong=lambda c: c, of_acc=lambda c: c):
+    """Attention over tiles. shift: rows of V that stand `shift` too high, from that row on; wrong: the correction,
+    of_acc: that of acc alone.
+    """
     if shift:
         v = torch.cat([v[:shift], v[: max(0, len(v) - shift)]])
     s = scale * (q.float() @ k.float().T)
@@ -121,7 +123,7 @@ def one_tile_at_a_time(q, k, v, scale, tile=32, shift=None, wrong=lambda c: c):
         part = s[:, start : start + tile]
         m_new = torch.maximum(m, part.amax(1))
         p, correction = torch.exp(part - m_new[:, None]), wrong(torch.exp(m - m_new))
-        l_i, acc = l_i * correction + p.sum(1), acc * correction[:, None] + p @ v[start : start + tile].float()
+        l_i, acc = l_i * correction + p.sum(1), acc * of_acc(correction)[:, None] + p @ v[start : start + tile].float()
         m = m_new
     return (acc / l_i[:, None]).to(v.dtype), m + torch.log(l_i)
 
@@ -133,6 +135,7 @@ def one_tile_at_a_time(q, k, v, scale, tile=32, shift=None, wrong=lambda c: c):
         ({"tile": 32, "wrong": lambda c: c**1.5}, "tiles-not-joined", "keys 0 to 31 are right beside each other"),
         ({"tile": 128, "wrong": lambda c: c**1.5}, "tiles-not-joined", "keys 0 to 127 are right beside each other"),
         ({"shift": 16}, "values-exchanged", "weight on key 16 gets the value of key 0, and so on, for 24 of 40"),
+        ({"tile": 4, "of_acc": torch.ones_like}, "o-not-rescaled", "gets the value of keys 0 to 4, and so on"),
     ],
 )
 @pytest.mark.every(3)

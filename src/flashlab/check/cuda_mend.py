@@ -24,7 +24,18 @@ from flashlab.check.claims import tokens
 from flashlab.check.cuda_text import CudaText, Declaration, Loop, Opaque, _counts
 from flashlab.check.cuda_values import value_mended
 from flashlab.check.failed import CheckFailed
-from flashlab.check.mend import _BY_CHANCE, _LONGER, _SHARED, _both, _loosened, in_turn, said, which
+from flashlab.check.mend import (
+    _BY_CHANCE,
+    _LONGER,
+    _SHARED,
+    AS_LIKELY,
+    _both,
+    _loosened,
+    in_turn,
+    line_of,
+    said,
+    which,
+)
 from flashlab.check.own_changes import PART, of_branches, of_two_names
 
 _SECONDS = 5.0  # on a machine with other work, where some of these are not tried; else it takes 1 to 5
@@ -32,6 +43,7 @@ _ENDLESS = 0.2  # seconds, at least, after which a changed text has no end
 _AT_LEAST = 1.5  # of it for the trials of a build
 _OF_VALUES = 2.0  # more, for the values
 _FIRST = 80  # changes of the first build
+_MORE = 0.5  # seconds for another change that is as likely
 _TRIED = {"6": 700, "7": 700, "8": 400, "9": 400, "11": 300, "11c": 300, "12": 300}  # by phase, where there is time
 _FEW_RUNS = ("11", "11c", "12")  # in which a number is right by chance
 _REMOVED = ("condition-missing", "limit-missing", "term-missing", "factor-missing", "function-missing")
@@ -90,16 +102,21 @@ def _tried(it: Any, text: CudaText, made: Sequence[Change], until: float) -> tup
     wrong, rest, longest = _by_time(it, module)
     module.timeout = min(1.0, max(_ENDLESS, 10 * longest))  # a loop that ends never is left soon
     order, another = [*wrong, *rest] if wrong else [], ""
+    found: Change | None = None
     for number, change in enumerate(made, 1):
-        if time.monotonic() > until:
+        if time.monotonic() > until or (found and change.cost > found.cost + AS_LIKELY):
             break
         if order and number not in refused:
             module.launch("flashlab_choose", number)
             if all(it.gives(module, i) for i in order) and it.well(module):
-                return _noted(it.notes, (words := _said(text, change)) + which(text, change, words)), order
+                words = _said(text, change) + which(text, change, _said(text, change))
+                if not found:
+                    found, another, until = change, words, min(until, time.monotonic() + _MORE)
+                elif line_of(text, change) is not line_of(text, found):
+                    return f"{another}; or {words}", order
             if not another and it.is_one(module):
                 another = _said(text, change)
-    return another, order
+    return _noted(it.notes, another) if found else another, order
 
 
 def _noted(notes: Mapping[str, str], words: str) -> str:
@@ -157,7 +174,8 @@ def _likeliest(text: CudaText, right: CudaText, around: dict[str, str], tried: i
     indices = {x for x in around if text.kinds[x] == {"int"}}  # there are many, and each has its place
     made: dict[Any, Change] = {}
     axes = {x for one in (text, right) for x in re.findall(r"\b\w+(?:Idx|Dim)\.\w", one.unchanged)}
-    for change in in_turn((_price(x, shared, indices), x.slug, x) for x in found):
+    priced = ((_price(x, shared, indices), x) for x in found)
+    for change in in_turn((price, x.slug, replace(x, cost=price)) for price, x in priced):
         key = change.said, *((id(holder), *where, text.plain(new)) for (holder, *where), new in change.edits)
         of_another = {*re.findall(r"\b\w+(?:Idx|Dim)\.\w", " ".join(text.plain(new) for _, new in change.edits))} - axes
         if change.slug not in _BY_CHANCE and not of_another and _fits(text, change, scope) and _said(text, change):

@@ -60,6 +60,7 @@ _OFTEN, _MANY = 0.002, 4000  # what each change of a kind costs more than the on
 _KNOWN = 0.2  # what it costs more to find fault with a number that a right text has
 _SHARED = 1.0  # what it costs more to find fault with a line that a right text has
 _LONGER = 0.15  # for each word and sign that is added
+AS_LIKELY = 0.3  # how much more a change may cost that is told beside another
 _KINDS = {ast.Add: "term", ast.Sub: "term", ast.Mult: "factor", ast.Div: "divisor", ast.FloorDiv: "divisor"}
 _WORDED = ("line-added", "names-exchanged", "never-moved", "not-rescaled", "not-divided", "rounded-all", "tf32",
            "strides-of-another", "turned-round", "walks-to", "begins-elsewhere", "counted-in-a-tile",
@@ -162,7 +163,10 @@ def _mended(
                 continue
             words += which(of, change, words)
             if not further and not enough:
-                return words + _or_above(change, made[at + 1 :], is_right), _price(change, likely)
+                price, rest = _price(change, likely), made[at + 1 :]
+                other_one = _or_above(change, rest, is_right) or _or_elsewhere(of, change, rest, likely, is_right)
+                apart = "; or " if len(words + other_one) < index.longest - 20 else ";\nor "
+                return words + apart * bool(other_one) + other_one, price
             turns = _turns(index, text, run)
             alone = isinstance(text, HostedText) or not _of_heads(other)[1]  # there is no walk to compare with
             found.append((turns, _price(change, likely), words))
@@ -594,10 +598,10 @@ def _negligible(change: Change, values: dict[str, Any]) -> bool:
 
 
 def _factor(change: Change) -> float | None:
-    """By which number a product is multiplied that is changed; None where it is no such change, or of whole numbers."""
+    """By which number a product is multiplied that is changed; None where it is no such change, or of a remainder."""
     (holder, *_), (old, new) = change.edits[0][0], _both(change.edits[0])
-    rounded = isinstance(getattr(holder, "op", None), (ast.FloorDiv, ast.Mod))
-    if rounded or len(change.edits) > 1 or not (isinstance(old, ast.expr) and isinstance(new, ast.expr)):
+    remainder = isinstance(getattr(holder, "op", None), ast.Mod)
+    if remainder or len(change.edits) > 1 or not (isinstance(old, ast.expr) and isinstance(new, ast.expr)):
         return None
     for whole, rest, more in ((new, old, True), (old, new, False)):
         if isinstance(whole, ast.BinOp) and isinstance(whole.op, ast.Mult) and rest in (whole.left, whole.right):
@@ -614,8 +618,31 @@ def _or_above(change: Change, rest: Sequence[tuple[Text, Change, Any]], is_right
     others = (x for x in rest if factor and (by := _factor(x[1])) and math.isclose(by * factor, 1.0))
     for of, other, run in itertools.islice(others, 12):
         if (words := said(of, other)) and is_right(run):
-            return f"; or {words}"
+            return words
     return ""
+
+
+def _or_elsewhere(
+    of: Text, change: Change, rest: Sequence[tuple[Text, Change, Any]], likely: _Likely, is_right: Callable[..., bool]
+) -> str:
+    """A change of another line that is as likely, and right too: that one is tried first does not make it the cause."""
+    line, most, until = line_of(of, change), _price(change, likely) + AS_LIKELY, time.process_time() + _MORE
+    for other_of, other, run in rest:
+        if time.process_time() > until or _price(other, likely) > most:
+            break
+        if line_of(other_of, other) is line or (isinstance(other_of, KernelText) and _at_heads(other_of, other)):
+            continue
+        words = "" if _undoes(other_of, other) else said(other_of, other)
+        if words and is_right(run) and not _never_asked(other_of, other, is_right):
+            return words + which(other_of, other, words)
+    return ""
+
+
+def line_of(text: Text, change: Change) -> ast.AST | None:
+    """The least statement that holds a change's place."""
+    holder = change.edits[0][0][0]
+    around = [x for x in ast.walk(text.tree) if isinstance(x, ast.stmt) and any(y is holder for y in ast.walk(x))]
+    return around[-1] if around else None
 
 
 def _loosened(change: Change) -> bool:

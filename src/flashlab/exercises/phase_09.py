@@ -370,6 +370,7 @@ def _merging(text: str) -> Source:
 
 
 _LIGHT = "a weight of 1.5e-6"
+_EMPTY = ("parts without a key", "parts without a key, others near -200")
 _LOW = {"near -1e4": (-1e4, -2e4), "near -1e30": (-1e30, -2e30)}  # lse of every second row
 
 
@@ -377,13 +378,17 @@ def _parts(splits: int, rows: int, head_dim: int, how: str = "") -> tuple[torch.
     """part_o [splits, rows, head_dim] and part_lse [splits, rows], float32."""
     generator = torch.Generator().manual_seed(splits)
     part_o = torch.randn(splits, rows, head_dim, generator=generator)
-    part_lse = 2 * torch.randn(splits, rows, generator=generator) + {"near 200": 200, "near -200": -200}.get(how, 0)
+    part_lse = 2 * torch.randn(splits, rows, generator=generator) + {
+        "near 200": 200,
+        "near -200": -200,
+        _EMPTY[1]: -200,
+    }.get(how, 0)
     if how == "near 200 and near -200":
         part_lse[1:2] += 400
         part_lse -= 200
-    if how == "parts without a key":
+    if how in _EMPTY:
         none = torch.rand(splits, rows, generator=generator) < 0.5
-        none[:, 0] = True
+        none[:, 0], none[:, 1] = True, torch.arange(splits) == 0
         part_lse[none], part_o[none] = -torch.inf, 0.0
     if how in _LOW:
         part_lse[:] = torch.tensor(_LOW[how])[torch.arange(rows) % 2]
@@ -405,7 +410,7 @@ MERGE = Trials(
     "9.4", lambda text: built(text, check=True, HEAD_DIM=128), region=True, place=lambda text: _merging(text).text,
     runs=[partial(_merged, part_o=o, part_lse=lse) for o, lse in (
         _parts(3, 9, 128), _parts(4, 8, 128, "parts without a key"), _parts(3, 8, 128, "near 200"),
-        _parts(2, 8, 128, "near -200"))],
+        _parts(2, 8, 128, "near -200"), _parts(4, 8, 128, _EMPTY[1]))],
     tol=5e-4,
     words={"reference": "the reference", "weight": "the weight", "correction": "the correction", "x": "x",
            "lse": "the part's lse", "m_new": "the new maximum"},
@@ -501,9 +506,9 @@ def merge_of_parts(merge_loop: str) -> str:
         (splits, rows, head_dim, how)
         for head_dim in (64, 128)
         for splits, rows, how in (
-            (3, 8, ""), (1, 5, ""), (7, 18, ""), (4, 8, "parts without a key"), (3, 8, "near 200"), (3, 8, "near -200"),
-            (2, 4, f"{_LIGHT}, first"), (2, 4, f"{_LIGHT}, last"), (3, 8, "near 200 and near -200"),
-            *((2, 4, how) for how in _LOW),
+            (3, 8, ""), (1, 5, ""), (7, 18, ""), *((4, 8, how) for how in _EMPTY),
+            *((3, 8, how) for how in ("near 200", "near -200", "near 200 and near -200")),
+            *((2, 4, how) for how in (f"{_LIGHT}, first", f"{_LIGHT}, last", *_LOW)),
         )
     ]  # fmt: skip
     with _weights_told(whole), explained(lambda: built(whole, check=True, HEAD_DIM=128), MERGE):

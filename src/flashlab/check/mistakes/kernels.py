@@ -140,8 +140,8 @@ def _places_of_v(forward: Callable[..., tuple[Tensor, Tensor]], head_dim: int) -
     both = ", and the other way round" if tuple(map(int, back)) == (j, c) else ""
     if bool((used[0] == used[0][:, :1]).all()) and bool((used[1] == column).all()):
         said = f"a query that has all of its weight on key {j} gets the value of key {j_used}{both}, and so on, for "
-        said += f"{int(wrong.any(1).sum())} of {n} keys; lse is right, so it is V's rows, or P's columns: which row "
-        said += "of the tile does each lane give to ldmatrix, or V's descriptor name?"
+        said += f"{int(wrong.any(1).sum())} of {n} keys; lse is right, so keys meet the values of others: which rows "
+        said += "of K's tile, and of V's, does each lane give to ldmatrix, or a descriptor name?"
         return "values-exchanged", said
     said = f"where V[{j}, {c}] belongs (key, column), V[{j_used}, {c_used}] is multiplied{both}, and so on, for "
     said += f"{int(wrong.sum())} of {wrong.numel()} numbers; lse is right. Which 8 x 8 matrices of V does this "
