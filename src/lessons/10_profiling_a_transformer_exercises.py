@@ -114,14 +114,14 @@ print(seen.key_averages().table(sort_by="self_cpu_time_total", row_limit=8, max_
 #
 # - an embedding, `vocabulary` rows of `width` numbers. The last matrix of the model is the same one, so it counts once;
 # - `depth` blocks. Each has four projections: from `width` to all the query heads, to all the key heads, to all the value heads, and back
-#   from the query heads to `width`. A head has `width // heads` numbers, and there are as many value heads as key heads, `kv_heads`. A block
-#   also has the three matrices of SwiGLU, each `width` × `hidden`, and two norms with `width` weights each;
+#   from the query heads to `width`. A head has `width // heads` numbers (`heads` divides `width`), and there are as many value heads as key
+#   heads, `kv_heads`. A block also has the three matrices of SwiGLU, each `width` × `hidden`, and two norms with `width` weights each;
 # - one last norm with `width` weights.
 #
 # AdamW keeps two averages for each parameter.
 
 # %% [markdown]
-# Of the activations count those of the attention layers, in all the blocks. Original attention keeps for the backward pass:
+# Of the activations count those of the attention layers, in all the blocks. In each block original attention keeps for the backward pass:
 # x, which the projections read; q; K repeated for every query head; V repeated for every query head; the mask, one **byte** for each pair of
 # query and key, the same for all batches and heads; P; and o. Flash attention keeps x; q; K and V, not repeated; o; and lse, one number for
 # each query and head.

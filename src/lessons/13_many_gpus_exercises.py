@@ -57,7 +57,8 @@ from flashlab.exercises import check, hint, progress
 # ## 13.4
 #
 # The lecture derived from how many tokens per rank on sending is hidden, without a mask. Now for a causal zigzag ring, in tokens of
-# the *whole* sequence, which zigzag cuts into $2W$ equal pieces of whole tokens: so it is a multiple of $2W$. Every step but the first is meant; the first has more work.
+# the *whole* sequence, which zigzag cuts into $2W$ equal pieces of whole tokens: so it is a multiple of $2W$, and $W$ is
+# 2 or more. Every step but the first is meant; the first has more work.
 
 # %% [markdown]
 # ## 13.5
