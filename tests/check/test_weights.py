@@ -135,7 +135,7 @@ def one_tile_at_a_time(q, k, v, scale, tile=32, shift=None, wrong=lambda c: c, o
         ({"tile": 32, "wrong": lambda c: c**1.5}, "tiles-not-joined", "keys 0 to 31 are right beside each other"),
         ({"tile": 128, "wrong": lambda c: c**1.5}, "tiles-not-joined", "keys 0 to 127 are right beside each other"),
         ({"shift": 16}, "values-exchanged", "weight on key 16 gets the value of key 0, and so on, for 24 of 40"),
-        ({"tile": 4, "of_acc": torch.ones_like}, "o-not-rescaled", "gets the value of keys 0 to 4, and so on"),
+        ({"tile": 4, "of_acc": torch.ones_like}, "acc-not-rescaled", "gets the value of keys 0 to 4, and so on"),
     ],
 )
 @pytest.mark.every(3)

@@ -67,6 +67,7 @@ def test_measured_is_recorded(name):
 
 # What ptxas is known to leave over: a few bytes, outside of the inner loop.
 SPILLS = {("p11_8_persistent", 64): 12, ("p11_9_scheduler", 64): 4, ("p11_16_learns", 64): 4, ("p11_flash", 64): 4}
+ONCE_A_PART = {64: 20, 80: 20, 96: 44, 112: 20, 128: 12}  # of the backward pass: outside of its loop over tiles
 BUILDS = [
     *((s, {"head_dim": d}) for s in HOPPER for d in s.head_dims),
     *((s, {"head_dim": d, "dtype": torch.bfloat16}) for s in DECODING for d in (64, 128)),
@@ -79,7 +80,8 @@ BUILDS = [
 @pytest.mark.parametrize("source, options", BUILDS, ids=lambda x: getattr(x, "name", str(x)))
 def test_nothing_is_spilled_or_serialised(source, options):
     found = resources.resources(source, launches=False, **options)
-    assert all(kernel.spill_bytes <= SPILLS.get((kernel.step, kernel.head_dim), 0) for kernel in found), found
+    once = ONCE_A_PART.get(options.get("HEAD_DIM"), 0)
+    assert all(kernel.spill_bytes <= SPILLS.get((kernel.step, kernel.head_dim), once) for kernel in found), found
     built_for = options.pop("head_dim", None), options.pop("dtype", None)
     log = resources._compiled(source, "sm_90", *built_for, options)[2]
     assert "Potential Performance Loss" not in log and "setmaxnreg" not in log  # what ptxas says if it has to

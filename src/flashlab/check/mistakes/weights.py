@@ -30,7 +30,7 @@ SHAPES = ((16, 16), (16, 13), (40, 40), (16, 40), (40, 16), (13, 29), (45, 33), 
 # What is told here. A check that knows more of its exercise tries that first.
 SLUGS = (
     "values-exchanged", "wrong-keys", "wrong-dimensions", "weights-not-normalised", "value-not-added",
-    "tiles-not-joined", "wrong-scores", "o-not-rescaled",
+    "tiles-not-joined", "wrong-scores", "acc-not-rescaled",
 )  # fmt: skip
 _SLICE = 8  # dimensions of the scores that are told apart
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # of a weight, relative
@@ -224,7 +224,8 @@ def _picked(call: Call, case: Case, columns: Tensor) -> Found | None:
     said = f"a query that has all of its weight on key {row} gets {gets}, and so on, for {len(wrong)} of {n} keys: "
     before = times.tril(-1)
     if not times.triu(1).any() and torch.equal(before, before.cummin(1).values):
-        return "o-not-rescaled", said + "when the maximum rises, what is in acc has to be multiplied by exp(old - new)"
+        said += "when the maximum rises, what is in acc has to be multiplied by exp(old - new)"
+        return "acc-not-rescaled", said
     return "values-exchanged", said + "a row of K, of V or a column of P is taken for another"
 
 
