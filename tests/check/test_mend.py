@@ -355,6 +355,11 @@ def beside_the_first_part(os, lses):
     return o.to(os.dtype), lse
 
 
+def one_of_two_tensors(tflops, gb_s, heads, kv_heads, itemsize, world):
+    above, below = tflops * 500 * itemsize * kv_heads, gb_s * heads
+    return 2 * world * -(-above // (2 * below))
+
+
 def without_p(p, dp):
     weighted = p * dp
     return dp - weighted.sum(1, keepdim=True), -((1 - p.sum(1)) * weighted.sum(1)).sum()
@@ -374,6 +379,7 @@ def without_p(p, dp):
         ("13.8", in_slices, "the line `top[rows] = m` is missing at the end of the loop"),
         ("12.3", any_for_all, "`torch.isneginf(lses).any` stands where `torch.isneginf(lses).all` belongs"),
         ("12.3", a_first_split_too_few, "`1` stands where `0` belongs, in `range(1, len(os))`"),
+        ("13.4", one_of_two_tensors, "in `2 * below`; or `500` stands where `1000` belongs"),  # both are as likely
         ("13.5", another_factor, "`ds @ k` stands where `ds.mT @ q` belongs"),
         ("12.1", above_alone, "+ 1` stands where `math.ceil("),
         ("1.3", summed_before, "the line `total = s.sum(dim=1, keepdim=True)` comes too early, before `s.exp_()`"),

@@ -31,8 +31,8 @@ from flashlab.check.mend import (
     AS_LIKELY,
     _both,
     _loosened,
+    elsewhere,
     in_turn,
-    line_of,
     said,
     which,
 )
@@ -112,7 +112,7 @@ def _tried(it: Any, text: CudaText, made: Sequence[Change], until: float) -> tup
                 words = _said(text, change) + which(text, change, _said(text, change))
                 if not found:
                     found, another, until = change, words, min(until, time.monotonic() + _MORE)
-                elif line_of(text, change) is not line_of(text, found):
+                elif elsewhere(text, change, text, found):
                     return f"{another}; or {words}", order
             if not another and it.is_one(module):
                 another = _said(text, change)

@@ -626,11 +626,12 @@ def _or_elsewhere(
     of: Text, change: Change, rest: Sequence[tuple[Text, Change, Any]], likely: _Likely, is_right: Callable[..., bool]
 ) -> str:
     """A change of another line that is as likely, and right too: that one is tried first does not make it the cause."""
-    line, most, until = line_of(of, change), _price(change, likely) + AS_LIKELY, time.process_time() + _MORE
+    most, until = _price(change, likely) + AS_LIKELY, time.process_time() + _MORE
     for other_of, other, run in rest:
         if time.process_time() > until or _price(other, likely) > most:
             break
-        if line_of(other_of, other) is line or (isinstance(other_of, KernelText) and _at_heads(other_of, other)):
+        heads = isinstance(other_of, KernelText) and _at_heads(other_of, other)
+        if heads or not elsewhere(of, change, other_of, other):
             continue
         words = "" if _undoes(other_of, other) else said(other_of, other)
         if words and is_right(run) and not _never_asked(other_of, other, is_right):
@@ -638,11 +639,15 @@ def _or_elsewhere(
     return ""
 
 
-def line_of(text: Text, change: Change) -> ast.AST | None:
-    """The least statement that holds a change's place."""
-    holder = change.edits[0][0][0]
-    around = [x for x in ast.walk(text.tree) if isinstance(x, ast.stmt) and any(y is holder for y in ast.walk(x))]
-    return around[-1] if around else None
+def elsewhere(of: Text, change: Change, other_of: Text, other: Change) -> bool:
+    """Whether two changes are of different lines, and neither is of a piece of the other's."""
+    lines, olds = list[ast.AST | None](), [_at(x.edits[0][0]) for x in (change, other)]
+    for text, one in ((of, change), (other_of, other)):
+        holder = one.edits[0][0][0]
+        around = [x for x in ast.walk(text.tree) if isinstance(x, ast.stmt) and any(y is holder for y in ast.walk(x))]
+        lines.append(around[-1] if around else None)
+    nested = any(x is b for a, b in itertools.permutations(olds) if isinstance(a, ast.AST) for x in ast.walk(a))
+    return lines[0] is not lines[1] and not nested
 
 
 def _loosened(change: Change) -> bool:
