@@ -444,8 +444,9 @@ assert OF_BEST["p11"][0] > max(0.95, OF_BEST["p11_flash TRUST=0"][0]) and OF_BES
 
 # %% [markdown]
 # From $D = 160$ on there is no room for all of O beside Q, K and V. At first O took the place of Q. But then the next part's Q could not come before
-# O had left. Now O leaves by slabs, which take turns at what room there is, and the next Q comes while the last tile is worked on: on one H200
-# that was 6 % faster at $D = 256$ and $N = 1024$, 11 % at 192 and 512 (`notes/phase_11_experiments.md`, *Between two parts*).
+# O had left. Now O leaves by slabs, which take turns at what room there is (`store_output`, in a header since step 11), and the next Q comes while the
+# last tile is worked on: on one H200 that was 6 % faster at $D = 256$ and $N = 1024$, 11 % at 192 and 512 (`notes/phase_11_experiments.md`, *Between
+# two parts*).
 
 # %% [markdown]
 # Heads of 80, 96, 112, 160 or 192 columns are not padded in memory. A tile in shared memory has whole slabs: TMA fills the rest with zeros,
@@ -469,6 +470,7 @@ for run in RUNS:
 
 # %%
 show.diff(whole("p11_16_learns"), whole("p11_flash"), "constants", "store", "launch")
+show.region(path("store_output.cuh"), "store output")
 
 # %% [markdown]
 # What becomes of that, for 132 SMs? Few parts and many, and the shared memory that a block asks for. It may have 227 KB:

@@ -23,8 +23,8 @@ _RELEASE_K = "if (threadIdx.x == 0) mbarrier_arrive(empty_k + 8 * stage);"
 _FENCE_P = "wgmma_fence();                                         // acc and p_rmem were written by their lanes"
 _O_BARRIER = "named_barrier_sync(1 + CONSUMERS + consumer, GROUP);"
 _O_STORED = (
-    "fence_proxy_async();                               // or the copy engine might not see what was stored\n"
-    f"            {_O_BARRIER}"
+    "fence_proxy_async();                                   // or the copy engine might not see what was stored\n"
+    f"        {_O_BARRIER}"
 )
 
 MUTANTS: tuple[Mutant, ...] = (

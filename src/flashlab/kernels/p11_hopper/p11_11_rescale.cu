@@ -26,6 +26,7 @@ constexpr float RESCALE_ABOVE = 8.f;
 constexpr int BARRIERS = 6 + 4 * STAGES;                       // 8 bytes each
 constexpr int SHARED = Q_BYTES + 2 * STAGES * KV_BYTES + Q_BYTES + 8 * BARRIERS + 8;         // Q_BYTES for O
 #include "p11_hopper/products.cuh"
+#include "p11_hopper/store_output.cuh"
 // endregion
 
 // region: row maxima
@@ -273,25 +274,8 @@ flash_forward(const Problem p, int heads_together,             // and what TMA h
             if (t == 0 && m_start + row < p.seq_q)
                 p.lse[first_row + row] = sum == 0.f ? -INFINITY : (m_i[r] * scale_log2 + log2f(sum)) * LN2;
         }
-        // 64 rows of o_smem are this consumer's alone. Its 128 threads have a barrier too, behind those of turns
-        if (first_thread) bulk_wait_read<0>();                 // the O before it has been read
-        named_barrier_sync(1 + CONSUMERS + consumer, GROUP);
-#pragma unroll
-        for (int n = 0; n < O_TILES; n += 2) {                 // two MMA tiles, 16 rows x 16 columns, per warp
-            uint32_t o_rmem[4];
-            for (int i = 0; i < 4; i++)
-                o_rmem[i] = pack<T>(acc[4 * n + 2 * i] * inverse[i % 2], acc[4 * n + 2 * i + 1] * inverse[i % 2]);
-            const int column = n * MMA_N + lane / 16 * 8, chunk = column % SLAB / 8 ^ lane % 8 / LINE;
-            stmatrix_x4(o_lane + column / SLAB * BLOCK_M * SLAB_ROW + chunk * 16, o_rmem);
-        }
-        fence_proxy_async();                                   // or the copy engine might not see what was stored
-        named_barrier_sync(1 + CONSUMERS + consumer, GROUP);
-        if (first_thread) {                                    // rows that do not exist are not written
-            for (int column = 0; column < HEAD_DIM; column += SLAB)
-                tma_store(&o_map, o_smem + (column / SLAB * BLOCK_M + consumer * 64) * SLAB_ROW, column,
-                          m_start + consumer * 64, head_index % p.heads, head_index / p.heads);
-            bulk_commit();
-        }
+        store_output<BLOCK_M, CONSUMERS>(acc, inverse, o_map, o_smem, o_lane, lane, consumer, first_thread,
+                                         m_start + consumer * 64, head_index % p.heads, head_index / p.heads);
     }
     if (first_thread) bulk_wait<0>();                          // the last O is written
     if (consumer == 0) take_turn();                            // the last turn that was passed on to it

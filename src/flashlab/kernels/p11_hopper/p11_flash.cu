@@ -44,6 +44,7 @@ constexpr int O_STEP = HEAD_DIM <= 128 ? HEAD_DIM : SLAB;
 struct __align__(16) Part { int batch, head, m_start, end; };  // a head's rows, and tiles of keys that some of them see
 // endregion
 #include "p11_hopper/products.cuh"
+#include "p11_hopper/store_output.cuh"
 #include "p11_hopper/maxima.cuh"
 #include "p11_hopper/exponential.cuh"
 #include "p11_hopper/scores_again.cuh"
@@ -395,29 +396,8 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
                 lse[row] = sum == 0.f ? -INFINITY : (m_i[r] * scale_log2 + log2f(sum)) * LN2;
         }
         // endregion
-        // 64 rows of o_smem are this consumer's alone. Its 128 threads have a barrier too, behind those of turns
-#pragma unroll
-        for (int from = 0, place = 0; from < HEAD_DIM; from += O_STEP, place = (place + O_STEP) % O_COLUMNS) { // New
-            if (first_thread) from == 0 ? bulk_wait_read<0>() : bulk_wait_read<O_COLUMNS / O_STEP - 1>();  // it is free
-            named_barrier_sync(1 + CONSUMERS + consumer, GROUP);
-#pragma unroll
-            for (int n = from / MMA_N; n < min(from + O_STEP, HEAD_DIM) / MMA_N; n += 2) {     // 16 x 16, per warp
-                uint32_t o_rmem[4];
-                for (int i = 0; i < 4; i++)
-                    o_rmem[i] = pack<T>(acc[4 * n + 2 * i] * inverse[i % 2], acc[4 * n + 2 * i + 1] * inverse[i % 2]);
-                const int column = n * MMA_N - from + place + lane / 16 * 8;   // in o_smem
-                const int chunk = column % SLAB / 8 ^ lane % 8 / LINE;
-                stmatrix_x4(o_lane + column / SLAB * BLOCK_M * SLAB_ROW + chunk * 16, o_rmem);
-            }
-            fence_proxy_async();                               // or the copy engine might not see what was stored
-            named_barrier_sync(1 + CONSUMERS + consumer, GROUP);
-            if (first_thread) {                                // rows that do not exist are not written
-                for (int c = 0; c < min(O_STEP, HEAD_DIM - from); c += SLAB)
-                    tma_store(&o_map, o_smem + ((place + c) / SLAB * BLOCK_M + consumer * 64) * SLAB_ROW, from + c,
-                              first_row, at.head, at.batch);
-                bulk_commit();
-            }
-        }
+        store_output<BLOCK_M, CONSUMERS, O_STEP, O_COLUMNS>(   // New: by slabs, where O is wide
+            acc, inverse, o_map, o_smem, o_lane, lane, consumer, first_thread, first_row, at.head, at.batch);
     }
     if (first_thread) bulk_wait<0>();                          // the last O is written
     if (consumer == 0) take_turn();                            // the last turn that was passed on to it
