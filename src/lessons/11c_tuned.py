@@ -439,14 +439,14 @@ assert OF_BEST["p11"][0] > max(0.95, OF_BEST["p11_flash TRUST=0"][0]) and OF_BES
 # %% [markdown]
 # ## 8 · The last step: every shape
 #
-# `p11_flash` is the same kernel with tiles for every shape, which should change nothing at the ladder's four. Where parts would be too few to fill
+# `p11_flash` is the same kernel with tiles for every shape, which should change little at the ladder's four. Where parts would be too few to fill
 # the GPU, blocks have one consumer. With $D = 256$ a tile of keys is 64 rows, and there is no trust: it gained nothing there.
 
 # %% [markdown]
 # From $D = 160$ on there is no room for all of O beside Q, K and V. At first O took the place of Q. But then the next part's Q could not come before
-# O had left. Now O leaves by slabs, which take turns at what room there is (`store_output`, in a header since step 11), and the next Q comes while the
-# last tile is worked on: on one H200 that was 6 % faster at $D = 256$ and $N = 1024$, 11 % at 192 and 512 (`notes/phase_11_experiments.md`, *Between
-# two parts*).
+# O had left. Now O leaves by slabs (`store_output`, in a header since step 11): five of 32 columns through three places at $D = 160$, three and
+# four of 64 through two at 192 and 256. So Q's place is free after the part's last scores, and each warp says so. On one H200 that was 6 % faster at
+# $D = 256$, $N = 1024$, and 11 % at $D = 192$, $N = 512$ (`notes/phase_11_experiments.md`, *Between two parts*).
 
 # %% [markdown]
 # Heads of 80, 96, 112, 160 or 192 columns are not padded in memory. A tile in shared memory has whole slabs: TMA fills the rest with zeros,
@@ -465,7 +465,7 @@ for run in RUNS:
 # %% [markdown]
 # With a mask, parts have different lengths, and the longest one must not begin last: all others would wait for it. So the last group of heads
 # gets two parts for every block, or three or four where rows are many. Then short parts come last. Without a mask all parts of a head are equal, but for the
-# last: with three consumers $N = 1024$ is $5\tfrac13$ parts of 192 rows, and of the last one the third consumer has none. It passes its turns by, so that part is
+# last: with three consumers $N = 1024$ is $5\tfrac13$ parts of 192 rows, and of the last one two consumers have none. They pass their turns by, so that part is
 # shorter. Where parts are many, blocks ask the counter then too. (`notes/phase_11_experiments.md` has what each gained.)
 
 # %%

@@ -109,7 +109,7 @@ def _tried(it: Any, text: CudaText, made: Sequence[Change], until: float) -> tup
         if order and number not in refused:
             module.launch("flashlab_choose", number)
             if all(it.gives(module, i) for i in order) and it.well(module):
-                words = _said(text, change) + which(text, change, _said(text, change))
+                words = (told := _said(text, change)) + which(text, change, told)
                 if not found:
                     found, another, until = change, words, min(until, time.monotonic() + _MORE)
                 elif elsewhere(text, change, text, found):

@@ -378,11 +378,8 @@ def _parts(splits: int, rows: int, head_dim: int, how: str = "") -> tuple[torch.
     """part_o [splits, rows, head_dim] and part_lse [splits, rows], float32."""
     generator = torch.Generator().manual_seed(splits)
     part_o = torch.randn(splits, rows, head_dim, generator=generator)
-    part_lse = 2 * torch.randn(splits, rows, generator=generator) + {
-        "near 200": 200,
-        "near -200": -200,
-        _EMPTY[1]: -200,
-    }.get(how, 0)
+    near = {"near 200": 200, "near -200": -200, _EMPTY[1]: -200}.get(how, 0)
+    part_lse = near + 2 * torch.randn(splits, rows, generator=generator)
     if how == "near 200 and near -200":
         part_lse[1:2] += 400
         part_lse -= 200

@@ -396,7 +396,7 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
                 lse[row] = sum == 0.f ? -INFINITY : (m_i[r] * scale_log2 + log2f(sum)) * LN2;
         }
         // endregion
-        store_output<BLOCK_M, CONSUMERS, O_STEP, O_COLUMNS>(   // New: by slabs, where O is wide
+        store_output<BLOCK_M, CONSUMERS, O_STEP, O_COLUMNS / O_STEP>(         // New: by slabs, where O is wide
             acc, inverse, o_map, o_smem, o_lane, lane, consumer, first_thread, first_row, at.head, at.batch);
     }
     if (first_thread) bulk_wait<0>();                          // the last O is written
