@@ -259,9 +259,9 @@ def times_of(ways: Mapping[str, timing.Work], rounds: int = 9, **options: Any) -
 
     options: of timing.interleaved. Where something cannot be recorded into a CUDA graph, none is, and the rows say so.
     """
-    if not on_gpu():
-        return timing.on_cpu(ways, rounds=min(rounds, 3))
     able, reasons = timing.able(ways)
+    if not on_gpu():
+        return timing.on_cpu(able, rounds=min(rounds, 3)), reasons
     try:
         return timing.interleaved(able, rounds=rounds, **options), reasons
     except RuntimeError as error:

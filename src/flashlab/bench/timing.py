@@ -63,7 +63,8 @@ def able(functions: Mapping[str, Work]) -> tuple[dict[str, Work], dict[str, str]
         given = functions[name]
         for function in [given] if callable(given) else given:
             function()
-        torch.cuda.synchronize()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         return given
 
     return made(functions, run)
@@ -75,24 +76,21 @@ def interleaved(
     rounds: int = 15,
     target_ms: float = 2.0,
     graphs: bool = True,
-    most_ms: float = 150.0,
 ) -> dict[str, Times]:
     """Times functions that launch GPU work, in turns.
 
     functions: by name; each without arguments, or a list of them: the same work on different tensors. target_ms: a
     replay repeats its function until it takes about as long. graphs: record into CUDA graphs; False: plain launches,
-    the CPU's time for them included where it is longer. most_ms: a function slower than this in all gets fewer rounds,
-    three at least. Raises NoGpu.
+    the CPU's time for them included where it is longer. One that takes 150 ms in all gets fewer rounds, three at least.
+    Raises NoGpu.
     """
-    if not torch.cuda.is_available():
-        raise NoGpu("timing needs a GPU, and PyTorch sees none")
     with _own_stream() as stream:
         runs = {name: _repeated(given, stream, target_ms, graphs) for name, given in functions.items()}
         samples: dict[str, list[float]] = {name: [] for name in runs}
         for number in range(rounds + 1):
             for name in order(runs, number):
                 work, repeats = runs[name]
-                if len(samples[name]) < 4 or sum(samples[name]) * repeats < most_ms:
+                if len(samples[name]) < 4 or sum(samples[name]) * repeats < 150.0:
                     samples[name].append(milliseconds(work, stream) / repeats)
     return {name: summary(found[1:]) for name, found in samples.items()}  # the first round warms up
 
@@ -104,15 +102,14 @@ def order(names: Iterable[str], number: int) -> list[str]:
     return found
 
 
-def sustained(functions: Mapping[str, Work], *, seconds: float = 2.5, settle: float = 1.2) -> dict[str, dict[str, Any]]:
-    """Each function alone, again and again for so many seconds; what is kept comes after it has settled.
+def sustained(functions: Mapping[str, Work]) -> dict[str, dict[str, Any]]:
+    """Each function alone, again and again for 2.5 seconds, of which the first 1.2 do not count.
 
     Where a chip may draw only so much power, a clock that holds for milliseconds does not hold for a second.
 
     By name: Times of a call, and `clock` as Clock.summary has it. Raises NoGpu.
     """
-    if not torch.cuda.is_available():
-        raise NoGpu("timing needs a GPU, and PyTorch sees none")
+    seconds, settle = 2.5, 1.2
     found = {}
     with _own_stream() as stream, Clock(0.02) as clock:
         for name, given in functions.items():
@@ -127,7 +124,9 @@ def sustained(functions: Mapping[str, Work], *, seconds: float = 2.5, settle: fl
 
 @contextlib.contextmanager
 def _own_stream() -> Iterator[torch.cuda.Stream]:
-    """The current stream, or, where that is the default, on which nothing can be recorded, a new one."""
+    """The current stream, or, where that is the default, on which nothing can be recorded, a new one. Raises NoGpu."""
+    if not torch.cuda.is_available():
+        raise NoGpu("timing needs a GPU, and PyTorch sees none")
     stream = torch.cuda.current_stream()
     if stream == torch.cuda.default_stream():
         stream = torch.cuda.Stream()
@@ -154,23 +153,16 @@ def _repeated(given: Work, stream: torch.cuda.Stream, target_ms: float, graphs: 
     return work, repeats
 
 
-def on_cpu(functions: Mapping[str, Work], *, rounds: int = 3) -> tuple[dict[str, Times], dict[str, str]]:
-    """Times functions by the clock on the wall, in turns, after a call that warms up; and why the others have none."""
-
-    def warmed(name: str) -> Callable[[], Any]:
-        given = functions[name]
-        function = given if callable(given) else given[0]
-        function()
-        return function
-
-    runs, reasons = made(functions, warmed)
-    samples: dict[str, list[float]] = {name: [] for name in runs}
+def on_cpu(functions: Mapping[str, Work], *, rounds: int) -> dict[str, Times]:
+    """Times functions that have run before by the clock on the wall, in turns; of several the first."""
+    samples: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(rounds):
-        for name, function in runs.items():
+        for name, given in functions.items():
+            function = given if callable(given) else given[0]
             start = time.perf_counter()
             function()
             samples[name].append(1e3 * (time.perf_counter() - start))
-    return {name: summary(found) for name, found in samples.items()}, reasons
+    return {name: summary(found) for name, found in samples.items()}
 
 
 def reason(error: BaseException) -> str:
