@@ -111,12 +111,10 @@ def try_out(step: str, *builds: str) -> None:
 def forward_of(name: str, *qkv: torch.Tensor, causal: bool) -> Way:
     """The forward pass of OURS, of a step, or of a peer, on these tensors. Raises where it cannot be had here."""
     q, k, v = qkv
-    if name in (CUDNN, FA2):
-        return peers.sdpa("CUDNN_ATTENTION" if name == CUDNN else "FLASH_ATTENTION", q, k, v, causal)
+    if name in (CUDNN, FA2, FA4):
+        return peers.attention(name, q, k, v, causal)
     if name in (TRITON, BOXES):
         return functools.partial(triton_forward.flash_attention_forward, q, k, v, causal=causal, tma=name == BOXES)
-    if name == FA4:
-        return peers.flash_attention_4(q, k, v, causal)
     name = last().name if name == OURS else name
     return functools.partial(module_of(name, q.shape[3], q.dtype).forward, q, k, v, causal=causal)
 
@@ -182,7 +180,8 @@ def measure_clock(job: Row) -> list[Row]:
     q, k, v = make(job)
     draw = torch.zeros if job["inputs"] == "zeros" else torch.randn
     a = draw(8192, 8192, device=q.device, dtype=q.dtype)
-    ways, reasons = _ways([OURS, CUDNN, FA2, FA4], [(q, k, v)], job["causal"])
+    who = [OURS, CUDNN, FA2, FA4]
+    ways, reasons = timing.made(who, lambda name: forward_of(name, q, k, v, causal=job["causal"]))
     able, more = timing.able(ways | {"matmul": lambda: a @ a})
     found = timing.sustained(able)
     product = {"matmul": found.pop("matmul")} if "matmul" in found else {}
@@ -190,21 +189,14 @@ def measure_clock(job: Row) -> list[Row]:
     return rows + harness.rows_of(job, product, {}, 2.0 * 8192**3)
 
 
-Several = Sequence[Sequence[torch.Tensor]]  # sets of q, k and v
-
-
-def _ways(names: Sequence[str], several: Several, causal: bool) -> tuple[dict[str, list[Way]], dict[str, str]]:
-    """Each one's functions, one for each set of inputs; and why the others have none."""
-    return timing.made(names, lambda name: [forward_of(name, *qkv, causal=causal) for qkv in several])
-
-
-def compared(job: Row, names: Sequence[str], rounds: int, several: Several) -> list[Row]:
+def compared(job: Row, names: Sequence[str], rounds: int, several: Sequence[Sequence[torch.Tensor]]) -> list[Row]:
     """A row for each of the names: their times in turns, and how far from right each is, of other inputs over whole
-    heads."""
-    ways, reasons = _ways(names, several, job["causal"])
+    heads. several: sets of q, k and v."""
+    causal = job["causal"]
+    ways, reasons = timing.made(names, lambda name: [forward_of(name, *qkv, causal=causal) for qkv in several])
     found, more = times(ways, rounds)
     q, k, v = several[0]
-    wanted = truth.pieces(q, k, v, job["causal"], q.shape[2] if job["part"] in ("inputs", "captured") else None)
+    wanted = truth.pieces(q, k, v, causal, q.shape[2] if job["part"] in ("inputs", "captured") else None)
     for name in found:
         found[name] |= truth.judged(ways[name][0](), wanted)
     if OURS in found:
@@ -239,27 +231,20 @@ def listed(most: int | None) -> Iterator[truth.Case]:
 
 
 def validate(job: Row) -> Row:
-    """What is found of the last step in a job of this part."""
-    how = {"repeats": repeated, "shapes": compare_listed, "cases": checked}[job["what"]]
-    return {"step": last().name} | how(job)
+    """What is found of the last step. Of "repeats" `different`: how many gave other bits of o or lse than the first
+    run; of "shapes" see truth.compared."""
+    step: Row = {"step": last().name}
+    if job["what"] == "cases":
+        return step | checked()
+    if job["what"] == "shapes":
+        dtype = DTYPES[job["dtype"]]
+        forward = module_of(last().name, job["head_dim"], dtype).forward
+        return step | truth.compared(forward, listed(job.get("most")), job["head_dim"], dtype, job["causal"])
+    way = forward_of(OURS, *make(job), causal=job["causal"])
+    return step | {"different": hopper_backward.different(way, way(), job["repeats"])}
 
 
-def repeated(job: Row) -> Row:
-    """different: how many of the repetitions gave other bits of o or lse than the first run."""
-    q, k, v = make(job)
-    module = module_of(last().name, q.shape[3], q.dtype)
-    way = functools.partial(module.forward, q, k, v, causal=job["causal"])
-    return {"different": hopper_backward.different(way, way(), job["repeats"])}
-
-
-def compare_listed(job: Row) -> Row:
-    """See truth.compared."""
-    dtype = DTYPES[job["dtype"]]
-    forward = module_of(last().name, job["head_dim"], dtype).forward
-    return truth.compared(forward, listed(job.get("most")), job["head_dim"], dtype, job["causal"])
-
-
-def checked(job: Row) -> Row:
+def checked() -> Row:
     """The checker's own cases, all of them: what a learner's kernel has to pass, and longer ones."""
     ours = last()
 

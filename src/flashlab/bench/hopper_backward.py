@@ -127,29 +127,30 @@ def ready(head_dim: int, dtype: str) -> dict[str, str | None]:
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
-def ways_of(job: Row, given: Given, o: torch.Tensor, lse: torch.Tensor) -> dict[str, Way]:
-    """The backward pass of everyone, by name."""
+def ways_of(job: Row, given: Given, o: torch.Tensor, lse: torch.Tensor) -> tuple[dict[str, Way], dict[str, str]]:
+    """The backward pass of everyone, by name; and why builds of ours have none."""
     causal, dtype = job["causal"], job["dtype"]
     grad_o, q, k, v = given
     ours = functools.partial(hopper_backward, *given, o, lse, causal=causal, backend=backend())
     found: dict[str, Way] = {}
+    reasons: dict[str, str] = {}
     for name, why in ready(q.shape[3], dtype).items():
         label = " ".join([OURS, *name.split()[2:]])
-        found[label] = industrial._refuse(why) if why else functools.partial(ours, defines=defines_of(name))
-        if label in (OURS, f"{OURS} {SEVEN}") and not why and harness.on_gpu():
+        if why:
+            reasons[label] = why
+            continue
+        found[label] = functools.partial(ours, defines=defines_of(name))
+        if label in (OURS, f"{OURS} {SEVEN}") and harness.on_gpu():
             found |= {
                 f"{label}: {what}": functools.partial(ours, defines=defines_of(name), launches=n)
                 for what, n in ALONE.items()
             }
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    backends = {CUDNN: "CUDNN_ATTENTION", FA2: "FLASH_ATTENTION"}
-    with_gradient: dict[str, Way] = {name: peers.sdpa(b, q, k, v, causal) for name, b in backends.items()}
+    with_gradient: dict[str, Way] = {name: peers.attention(name, q, k, v, causal) for name in (CUDNN, FA2, FA4)}
     with_gradient[DOOR] = functools.partial(flash_attention, q, k, v, causal=causal)
-    why = peers.fa4()[1]
-    with_gradient[FA4] = industrial._refuse(why) if why else peers.flash_attention_4(q, k, v, causal)
     found |= industrial.passes("backward", with_gradient, (q, k, v), grad_o)
     found[TRITON] = functools.partial(triton_backward.flash_attention_backward, *given, o, lse, causal=causal)
-    return found
+    return found, reasons
 
 
 def measure(job: Row, rounds: int = 9) -> list[Row]:
@@ -158,8 +159,8 @@ def measure(job: Row, rounds: int = 9) -> list[Row]:
     given = make(shape, shape[1], DTYPES[job["dtype"]])
     _, q, k, v = given
     o, lse = forward(q, k, v, causal)
-    ways = ways_of(job, given, o, lse)
-    found, reasons = harness.times_of(ways, rounds)
+    ways, reasons = ways_of(job, given, o, lse)
+    found, more = harness.times_of(ways, rounds)
     work = hopper_jobs.BACKWARD_WORK * hopper_jobs.work_of(job)
     for name, row in found.items():
         if ":" in name:  # a part of the work
@@ -169,4 +170,4 @@ def measure(job: Row, rounds: int = 9) -> list[Row]:
         row |= judged(gradients, given, causal, 2 if shape[2] <= JUDGED else 1)
         if name.startswith(OURS):
             row |= {"different": different(ways[name], gradients, REPEATS if harness.on_gpu() else 1)}
-    return harness.rows_of(job, found, reasons)
+    return harness.rows_of(job, found, reasons | more)

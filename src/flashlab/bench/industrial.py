@@ -117,41 +117,21 @@ def make(shape: Sequence[int], dtype: torch.dtype = torch.bfloat16, grad: bool =
     return draw(*[shape] * 4, dtype=dtype, grad=3 * grad)
 
 
-def forwards(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, names: Iterable[str]) -> dict[str, Way]:
-    """The forward pass of each implementation, with a gradient where q wants one."""
-    long = q.shape[2] > EAGER_MOST
-
-    def eager() -> Way:
-        if long and q.shape[0] * q.shape[1] > 1:
-            return _refuse(f"not measured beyond N = {EAGER_MOST}")
-        return peers.unfused(q, k, v, causal)
-
-    def ours() -> Way:
-        if q.requires_grad:
-            return lambda: flash_attention(q, k, v, causal=causal, backend="triton")
-        return lambda: triton_forward.flash_attention_forward(q, k, v, causal=causal)[0]
-
-    made: dict[str, Callable[[], Way]] = {
-        OURS: ours,
-        BOXES: lambda: lambda: triton_forward.flash_attention_forward(q, k, v, causal=causal, tma=True)[0],
-        GLUON: lambda: lambda: flash_attention_gluon(q, k, v, causal=causal)[0],
-        "FlashAttention-2": lambda: peers.sdpa("FLASH_ATTENTION", q, k, v, causal),
-        "cuDNN": lambda: peers.sdpa("CUDNN_ATTENTION", q, k, v, causal),
-        "eager": eager,
-    } | {how: functools.partial(peers.flex, q, k, v, causal, how) for how in peers.FLEX}
-    return {name: made[name]() for name in names}
-
-
-def _refuse(reason: str) -> Way:
-    def refuse() -> None:
-        raise RuntimeError(reason)
-
-    return refuse
+def forward_of(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Way:
+    """The forward pass of an implementation, with a gradient where q wants one. Raises RuntimeError: it is left out."""
+    if name == OURS and q.requires_grad:
+        return lambda: flash_attention(q, k, v, causal=causal, backend="triton")
+    if name in (OURS, BOXES):
+        return lambda: triton_forward.flash_attention_forward(q, k, v, causal=causal, tma=name == BOXES)[0]
+    if name == GLUON:
+        return lambda: flash_attention_gluon(q, k, v, causal=causal)[0]
+    if name == "eager" and q.shape[2] > EAGER_MOST and q.shape[0] * q.shape[1] > 1:
+        raise RuntimeError(f"not measured beyond N = {EAGER_MOST}")
+    return peers.attention(name, q, k, v, causal)
 
 
 def passes(name: str, forward: dict[str, Way], inputs: Sequence[torch.Tensor], grad_o: torch.Tensor) -> dict[str, Way]:
     """The functions to time for a pass, from those that compute o with a gradient."""
-
     if name == "forward":
         return forward
     if name == "backward":
@@ -199,7 +179,8 @@ def measure(job: Row) -> list[Row]:
         names = [OURS, *([] if with_grad else hopper), *PEERS]
     if job["part"] == "flex":
         names = ["cuDNN", *peers.FLEX]
-    ways = passes(job["pass"], forwards(q, k, v, job["causal"], names), (q, k, v), grad_o)
+    forward, left_out = timing.made(names, lambda name: forward_of(name, q, k, v, job["causal"]))
+    ways = passes(job["pass"], forward, (q, k, v), grad_o)
     found, reasons = times_of(ways)
     if job["part"] == "flex" and not with_grad and "cuDNN" in found:
         want = ways["cuDNN"]().float()
@@ -208,7 +189,7 @@ def measure(job: Row) -> list[Row]:
     if job["pass"] == "both" and q.is_cuda:
         for name in found:
             found[name]["peak_bytes"] = timing.allocated(ways[name])
-    return rows_of(job, found, reasons)
+    return rows_of(job, found, reasons | left_out)
 
 
 def option_ways(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Way]:
@@ -242,7 +223,7 @@ def measure_gluon(job: Row) -> list[Row]:
     q, k, v, _ = make(job["shape"])
     causal = job["causal"]
     ways = {n: way for n, way in gluon_ways(q, k, v, causal).items() if trial(n.partition(",")[0]) is None}
-    ways |= {"cuDNN": peers.sdpa("CUDNN_ATTENTION", q, k, v, causal)}
+    ways |= {"cuDNN": peers.attention("cuDNN", q, k, v, causal)}
     found, reasons = times_of(ways)
     reasons |= {step: str(trial(step)) for step in gluon_forward.KERNELS if trial(step) is not None}
     if "cuDNN" in found:
@@ -327,7 +308,8 @@ def compile_one(job: Row, tile: Sequence[int] | None = None) -> None:
     names = [OURS, *(["FlexAttention"] if job["part"] == "shapes" else [])]
     if job["part"] == "flex":  # max-autotune measures while it compiles: not beside others
         names = ["FlexAttention", "FlexAttention, FLASH"]
-    timing.able(passes(job["pass"], forwards(q, k, v, job["causal"], names), (q, k, v), grad_o))
+    forward = {name: forward_of(name, q, k, v, job["causal"]) for name in names}
+    timing.able(passes(job["pass"], forward, (q, k, v), grad_o))
 
 
 def prepare(todo: Sequence[Row], until: float) -> None:

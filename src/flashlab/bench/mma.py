@@ -16,7 +16,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ import torch
 from flashlab import runtime
 from flashlab.attention import reference
 from flashlab.bench import harness, ncu, peers, published, timing, truth
-from flashlab.bench.harness import Data, Row, jobs_of
+from flashlab.bench.harness import Data, Row, Way, jobs_of
 from flashlab.bench.records import NoGpu
 from flashlab.bench.resources import tile_of
 from flashlab.bench.rows import where
@@ -240,7 +240,9 @@ def _kernels_of(job: Row) -> Built:
     return [(v, m) for v, m in built if v == Variant(v.step, head_dim, defines=() if part == "final" else v.defines)]
 
 
-PEERS = {"published": ("unfused", "fa2"), "final": ("fa2", "cudnn", "unfused")}
+PEERS = {"fa2": "FlashAttention-2", "cudnn": "cuDNN", "unfused": "eager"}
+"""By the name in rows here: as flashlab.bench.peers has it."""
+PEERS_OF = {"published": ("unfused", "fa2"), "final": tuple(PEERS)}
 """By part; of the others "fa2" alone."""
 
 
@@ -253,26 +255,21 @@ def measure(job: Row) -> list[Row]:
     about: Row = {"causal": False, "inputs": "randn"}
     part, job = job["part"], about | job
     (batch, heads, n, d), causal = job["shape"], job["causal"]
-    qkv = q, k, v = inputs(job["shape"], job["inputs"])
-    peer: dict[str, Callable[[], Callable[[], Any]]] = {
-        "fa2": lambda: peers.sdpa("FLASH_ATTENTION", q, k, v, causal),
-        "cudnn": lambda: peers.sdpa("CUDNN_ATTENTION", q, k, v, causal),
-        "unfused": lambda: peers.unfused(q, k, v, causal),
-    }
+    q, k, v = inputs(job["shape"], job["inputs"])
+    # Unfused: no scores beyond 16 GB
     left_out = {"fa2"} if part == "exhibits" and d > 128 else {"unfused"} if batch * heads * n**2 > 2**33 else set()
-    ways = {
-        name: peer[name]() for name in PEERS.get(part, ("fa2",)) if name not in left_out
-    }  # unfused: no scores beyond 16 GB
-    ways |= {one.name: functools.partial(module.forward, *qkv, causal=causal) for one, module in _kernels_of(job)}
+    beside = [name for name in PEERS_OF.get(part, ("fa2",)) if name not in left_out]
+    ways: dict[str, Way] = {name: peers.attention(PEERS[name], q, k, v, causal) for name in beside}
+    ways |= {one.name: functools.partial(module.forward, q, k, v, causal=causal) for one, module in _kernels_of(job)}
     options = {"target_ms": 1.5} if part in ("published", "final") else {}
     rows = rows_of(job, *harness.times_of(ways, ROUNDS, **options))
-    want = reference.attention(*(x[:1, :1] for x in qkv))[0] if part == "exhibits" else None
+    want = reference.attention(*(x[:1, :1] for x in (q, k, v)))[0] if part == "exhibits" else None
     for row in rows:
         kernel = main_kernel(_kernels().get((row["name"], d), []), causal) if part == "ladder" else None
         row |= {"registers": kernel.registers, "spill_bytes": kernel.spill_bytes} if kernel else {}
         if want is not None:
             row["error"] = None
-        if "ms" in row and (part == "published" or (want is not None and row["name"] not in peer)):
+        if "ms" in row and (part == "published" or (want is not None and row["name"] not in PEERS)):
             out = ways[row["name"]]()
             o = out[0] if isinstance(out, tuple) else out
             kept = o[0, 0, 0, :3].tolist() if want is None else (o[:1, :1] - want).abs().max().item()

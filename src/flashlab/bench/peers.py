@@ -15,8 +15,21 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashlab.bench import timing
 
+SDPA = {"FlashAttention-2": "FLASH_ATTENTION", "cuDNN": "CUDNN_ATTENTION"}
+"""By the name in rows: a backend of scaled_dot_product_attention."""
 COMPILE: dict[str, Any] = {"fullgraph": True, "dynamic": False}
 """For torch.compile: all of a function or none of it, and anew for each shape."""
+
+
+def attention(
+    name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False
+) -> Callable[[], torch.Tensor]:
+    """The forward pass of a peer by its name in rows: of SDPA or FLEX, "FlashAttention-4", or "eager" (unfused)."""
+    if name in SDPA:
+        return sdpa(SDPA[name], q, k, v, causal)
+    if name in FLEX:
+        return flex(q, k, v, causal, name)
+    return {"FlashAttention-4": flash_attention_4, "eager": unfused}[name](q, k, v, causal)
 
 
 def sdpa(
@@ -50,12 +63,12 @@ def fa4(name: str = "flash_attn_func") -> tuple[Any, str]:
 def flash_attention_4(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False
 ) -> Callable[[], torch.Tensor]:
-    """FlashAttention-4, with its gradient. Raises RuntimeError where it cannot be imported, with the reason."""
-    function, why = fa4()
-    if function is None:
-        raise RuntimeError(why)
+    """FlashAttention-4, with its gradient. It raises RuntimeError where it cannot be imported, with the reason."""
 
     def run() -> torch.Tensor:
+        function, why = fa4()
+        if function is None:
+            raise RuntimeError(why)
         out = function(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal)
         return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 

@@ -12,17 +12,20 @@ p6_...              a step of the series
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from flashlab.bench import harness, peers, published, timing
-from flashlab.bench.harness import Data, Row
+from flashlab.bench.harness import Data, Row, Way
 from flashlab.bench.rows import by, of, over
 from flashlab.cuda import CudaModule, load_inline
 from flashlab.kernels import steps
 
-PEERS = ("torch_naive_f32", "sdpa_efficient_f32", "sdpa_math_f32")
+PEERS: dict[str, Callable[..., Way]] = {
+    "torch_naive_f32": peers.unfused,
+    "sdpa_efficient_f32": functools.partial(peers.sdpa, "EFFICIENT_ATTENTION"),
+    "sdpa_math_f32": functools.partial(peers.sdpa, "MATH"),
+}
 CAUSAL_SHAPES = ((8, 16, 1024, 64), (4, 16, 2048, 64), (4, 16, 2048, 128))
 STEPS = steps(6)
 SHAPE = ("batch", "heads", "seq_len", "head_dim", "causal")
@@ -41,15 +44,11 @@ def measure(job: Row) -> list[Row]:
     """A row for each variant, with its time, its speed and its largest error against float64."""
     batch, heads, seq_len, head_dim, causal = (job[name] for name in SHAPE)
     inputs = harness.sets_of(harness.draw(*[(batch, heads, seq_len, head_dim)] * 3, dtype=torch.float32))
-    variants: dict[str, Callable[..., Callable[[], Any]]] = {
-        name: lambda q, k, v, m=m: lambda: m.forward(q, k, v, causal=causal)[0] for name, m in _modules().items()
+    variants: dict[str, Callable[..., Way]] = {
+        name: lambda q, k, v, causal, m=m: lambda: m.forward(q, k, v, causal=causal)[0]
+        for name, m in _modules().items()
     }
-    variants |= {
-        "torch_naive_f32": lambda q, k, v: peers.unfused(q, k, v, causal),
-        "sdpa_efficient_f32": lambda q, k, v: peers.sdpa("EFFICIENT_ATTENTION", q, k, v, causal),
-        "sdpa_math_f32": lambda q, k, v: peers.sdpa("MATH", q, k, v, causal),
-    }
-    functions = {name: [variant(*qkv) for qkv in inputs] for name, variant in variants.items()}
+    functions = {name: [way(*qkv, causal) for qkv in inputs] for name, way in (variants | PEERS).items()}
     torch.backends.cuda.matmul.allow_tf32 = False
     times, reasons = harness.times_of(functions, 15)
     q, k, v = (x.double() for x in inputs[0])
