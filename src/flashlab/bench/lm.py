@@ -187,50 +187,37 @@ class Training:
     def step(self, done: Any = lambda what: None) -> None:
         train_step(self.model, self.optimizer, self.tokens, self.targets, autocast=self.autocast, done=done)
 
-    def forward_only(self) -> torch.Tensor:
+    def forward_only(self, done: Any) -> None:
         on = self.autocast is not None
         with torch.no_grad(), torch.autocast(self.tokens.device.type, dtype=self.autocast, enabled=on):
-            return self.model(self.tokens, self.targets)
+            self.model(self.tokens, self.targets)
+        done("forward only")
 
 
-class Watch:
-    """Milliseconds between its calls, each of which names what has ended; by the GPU's clock where there is one."""
+def timed(work: Callable[[Callable[[str], None]], None]) -> dict[str, float]:
+    """Milliseconds between what some work tells of: by what has ended; by the GPU's clock where there is one."""
+    marks: list[tuple[str, Any]] = []
 
-    def __init__(self) -> None:
-        self._marks: list[tuple[str, Any]] = []
-        self("begin")
-
-    def __call__(self, what: str) -> None:
-        mark: Any = torch.cuda.Event(enable_timing=True) if harness.on_gpu() else time.perf_counter()
+    def mark(what: str) -> None:
+        at: Any = torch.cuda.Event(enable_timing=True) if harness.on_gpu() else time.perf_counter()
         if harness.on_gpu():
-            mark.record()
-        self._marks.append((what, mark))
+            at.record()
+        marks.append((what, at))
 
-    def read(self) -> dict[str, float]:
-        """By what has ended; "step" is all of it."""
-        if harness.on_gpu():
-            torch.cuda.synchronize()
-
-        def between(a: Any, b: Any) -> float:
-            return a.elapsed_time(b) if harness.on_gpu() else 1e3 * (b - a)
-
-        found = {what: between(a, b) for (_, a), (what, b) in itertools.pairwise(self._marks)}
-        return found | {"step": between(self._marks[0][1], self._marks[-1][1])}
+    mark("begin")
+    work(mark)
+    if harness.on_gpu():
+        torch.cuda.synchronize()
+    return {
+        what: a.elapsed_time(b) if harness.on_gpu() else 1e3 * (b - a)
+        for (_, a), (what, b) in itertools.pairwise(marks)
+    }
 
 
 def timed_step(training: Training) -> dict[str, float]:
     """Milliseconds of one step by pass, and of all of it: "step"."""
-    watch = Watch()
-    training.step(watch)
-    return watch.read()
-
-
-def timed_forward(training: Training) -> dict[str, float]:
-    """Milliseconds of one forward pass without gradients."""
-    watch = Watch()
-    training.forward_only()
-    watch(which := "forward only")
-    return {which: watch.read()[which]}
+    found = timed(training.step)
+    return found | {"step": sum(found.values())}
 
 
 def measure_step(job: Row) -> list[Row]:
@@ -241,12 +228,12 @@ def measure_step(job: Row) -> list[Row]:
     training = Training(shape, job["dtype"], _batch(job), length)
     first, least, rounds = (WARM, 3, ROUNDS) if job["size"] != "tiny" else (2, 1, 1)
     rows: list[Row] = []
-    for timed in (timed_step, timed_forward):
-        warm = [timed(training) for _ in range(first)]
+    for work in (lambda: timed_step(training), lambda: timed(training.forward_only)):
+        warm = [work() for _ in range(first)]
         samples: list[dict[str, float]] = []
         begin = time.monotonic()
         while len(samples) < rounds and (len(samples) < least or time.monotonic() - begin < SECONDS):
-            samples.append(timed(training))
+            samples.append(work())
         for which in samples[0]:
             row = timing.summary([sample[which] for sample in samples])
             rows.append(job | {"pass": which} | row | {"warm_up_ms": [one[which] for one in warm]})
