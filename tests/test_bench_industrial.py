@@ -9,6 +9,7 @@ import torch
 from flashlab.attention import reference, tiles
 from flashlab.bench import attention, industrial, peers
 from flashlab.bench.industrial import OURS
+from flashlab.bench.rows import where
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -39,7 +40,7 @@ def test_flex_is_the_same_attention_and_asked_for_at_its_best(monkeypatch):
 
     monkeypatch.setattr(peers, "_compiled_flex", compiled)
     monkeypatch.setattr(industrial, "times_of", lambda ways: ({name: {"ms": 1.0} for name in ways}, {}))
-    job = next(j for j in industrial.jobs(["flex"]) if j["causal"]) | {"shape": [1, 2, 20, 16]}
+    job = where(industrial.jobs(), part="flex", causal=True)[0] | {"shape": [1, 2, 20, 16]}
     way = torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(peers, "sdpa", lambda backend, *qkv: lambda: way(*qkv[:3], is_causal=qkv[3]))
     rows = {row["name"]: row for row in industrial.measure(job)}
@@ -48,7 +49,7 @@ def test_flex_is_the_same_attention_and_asked_for_at_its_best(monkeypatch):
 
 
 def test_flex_is_measured_at_every_shape_and_who_cannot_run_says_why():
-    todo = industrial.jobs(["flex"])
+    todo = where(industrial.jobs(), part="flex")
     assert len({(*j["shape"], j["causal"]) for j in todo if j["pass"] == "forward"}) == 36 == len(todo) / 2
     data = industrial.recorded()[0]
     for row in data["flex"]:
@@ -83,15 +84,13 @@ def test_the_fastest_tile_with_and_without_a_mask_is_read_from_then_on(tmp_path,
     }
 
     path = tmp_path / "tiles.json"
-    industrial.write_choices(rows, "sm_90", path)
-    industrial.write_choices(tuned("forward", 256, False, n32=1.0), "sm_90", path)
+    monkeypatch.setattr(tiles, "MEASURED", path)
+    industrial.write_choices(rows, "sm_90")
+    industrial.write_choices(tuned("forward", 256, False, n32=1.0), "sm_90")
     assert json.loads(path.read_text()) == {
         "forward hopper 16-bit masked": [[64, [64, 64, 4, 2]]],
         "forward hopper 16-bit whole": [[64, [64, 32, 4, 2]], [256, [64, 32, 4, 2]]],
     }
-    monkeypatch.setattr(tiles, "MEASURED", path)
-    tiles._measured.cache_clear()
-    tiles.recorded.cache_clear()
     found = tiles.recorded("forward", "hopper", torch.bfloat16)
     assert [(c.head_dim, c.source) for c in found] == [(64, "measured"), (128, "compiled"), (256, "measured")]
     assert found[0].tile == (64, 32, 4, 2)
@@ -108,7 +107,7 @@ def test_what_is_tuned_is_taken_from_then_on(monkeypatch):
     monkeypatch.setattr(industrial, "times_of", lambda ways, rounds: ({name: {"ms": 1.0} for name in ways}, {}))
     monkeypatch.setattr(industrial.runtime, "limits", lambda: SimpleNamespace(target="sm_90"))
     monkeypatch.setattr(industrial, "write_choices", lambda rows, target: kept.append((rows, target)))
-    job = industrial.jobs(["tune"])[0]
+    job = where(industrial.jobs(), part="tune")[0]
     rows = industrial.measure(job)
     assert kept == [(rows, "sm_90")] and [tuple(row["tile"]) for row in rows] == list(industrial.tiles_of(job))
 

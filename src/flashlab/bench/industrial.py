@@ -19,7 +19,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +32,6 @@ from flashlab.bench.harness import Data, Row, Way, backward_of, draw, jobs_of, t
 from flashlab.bench.rows import Lines, by, grid, lines, of, where
 from flashlab.table import Table
 
-PARTS = ("tune", "one head", "shapes", "flex", "options", "streams", "gluon", "published")
 KERNELS = ("forward", "dkdv", "dq")
 TUNED = ("tune", "one head")
 PASSES = ("forward", "backward", "both")
@@ -63,19 +61,15 @@ DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 
 
 # ---- what is measured ------------------------------------------------------------------------------------------------
-def shapes() -> list[list[int]]:
-    """The lengths at each head_dim, the most telling first: a run may end before the last."""
-    lengths = (4096, 1024, 16384, 2048, 8192, 512)
-    return [[16384 // n, 2048 // d, n, d] for n in lengths for d in (128, 64, 256)]
-
-
-def jobs(parts: Sequence[str] = PARTS) -> list[Row]:
-    """Every measurement, as what its rows will say of themselves."""
-    masks = (False, True)
+def jobs() -> list[Row]:
+    """Every measurement, as what its rows will say of themselves; the most telling lengths first: a run may end before
+    the last."""
+    masks, lengths = (False, True), (4096, 1024, 16384, 2048, 8192, 512)
+    shapes = [[16384 // n, 2048 // d, n, d] for n in lengths for d in (128, 64, 256)]
     # "shapes" has FlexAttention at N = 512, 8192, 1024 and 4096 (not D = 256), 2048 (D = 256), 16384 (D = 128)
-    without = [s for s in shapes() if (s[2] in (1024, 4096) and s[3] == 256) or (s[2] == 16384 and s[3] != 128)
+    without = [s for s in shapes if (s[2] in (1024, 4096) and s[3] == 256) or (s[2] == 16384 and s[3] != 128)
                or (s[2] == 2048 and s[3] != 256)]  # fmt: skip
-    flex = {"shape": sorted(shapes(), key=lambda s: s not in without), "causal": masks}
+    flex = {"shape": sorted(shapes, key=lambda s: s not in without), "causal": masks}
     one_head = [
         {"part": "one head", "kernel": kernel, "head_dim": d, "shape": [1, 1, n, d], "causal": causal, "dtype": dtype}
         for dtype, n in (("bf16", FEW), ("f32", FEW), ("f32", 16384))
@@ -89,17 +83,16 @@ def jobs(parts: Sequence[str] = PARTS) -> list[Row]:
          "pass": name}
         for r in published.load("triton_vs_torch") for name in PASSES
     ]  # fmt: skip
-    found = [
+    return [
         *jobs_of("tune", kernel=KERNELS, head_dim=(128, 64, 256), causal=masks),
         *one_head,
-        *jobs_of("shapes", shape=shapes(), causal=masks, **{"pass": PASSES}),
+        *jobs_of("shapes", shape=shapes, causal=masks, **{"pass": PASSES}),
         *(job | {"pass": name} for name in PASSES[:2] for job in jobs_of("flex", **flex)),
         *jobs_of("options", shape=large[:2], **{"pass": ["forward"]}),
         *jobs_of("streams", shape=small, causal=[True], **{"pass": ["backward"]}),
         *jobs_of("gluon", shape=large, causal=masks, **{"pass": ["forward"]}),
         *published_jobs,
     ]
-    return [job for job in found if job["part"] in parts]
 
 
 def quick_jobs() -> list[Row]:
@@ -202,9 +195,8 @@ def measure_streams(job: Row) -> list[Row]:
     q, k, v, grad_o = make(job["shape"])
     o, lse = triton_forward.flash_attention_forward(q, k, v, causal=True)
     backward = functools.partial(triton_backward.flash_attention_backward, grad_o, q, k, v, o, lse, causal=True)
-    return rows_of(
-        job, *times_of({name: functools.partial(backward, concurrent=name == STREAMS[1]) for name in STREAMS})
-    )
+    ways = {name: functools.partial(backward, concurrent=name == STREAMS[1]) for name in STREAMS}
+    return rows_of(job, *times_of(ways))
 
 
 def gluon_ways(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> dict[str, Way]:
@@ -254,10 +246,6 @@ def launcher(job: Row, length: int | None = None) -> Callable[[tiles.Tile], Way]
     return way
 
 
-def few(job: Row) -> bool:
-    return job["part"] == "one head" and job["shape"][2] == FEW
-
-
 def tiles_of(job: Row) -> tuple[tiles.Tile, ...]:
     return tiles.search(job["kernel"], job["head_dim"], job["part"] == "one head")
 
@@ -277,14 +265,15 @@ def choices(rows: Sequence[Row], chip: str) -> dict[tuple[str, int], list[int]]:
     found: dict[tuple[str, int], list[tuple[float, list[int]]]] = {}
     for r in rows:
         if r["part"] in TUNED and "ms" in r:
-            name = tiles.name_of(r["kernel"], chip, r.get("dtype") == "f32", r["causal"], few(r))
+            few = r["part"] == "one head" and r["shape"][2] == FEW
+            name = tiles.name_of(r["kernel"], chip, r.get("dtype") == "f32", r["causal"], few)
             found.setdefault((name, r["head_dim"]), []).append((r["ms"], r["tile"]))
     return {key: min(times)[1] for key, times in found.items()}
 
 
-def write_choices(rows: Sequence[Row], target: str, path: Path | None = None) -> None:
+def write_choices(rows: Sequence[Row], target: str) -> None:
     """Put the fastest tiles where flashlab.attention.tiles reads them, for this class of chips."""
-    path = path or tiles.MEASURED
+    path = tiles.MEASURED
     kept: dict[str, list[Any]] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     chip = tiles.chip_class((int(target[3:]) // 10, int(target[3:]) % 10))
     for (name, head_dim), tile in choices(rows, chip).items():

@@ -318,11 +318,7 @@ def one_call(way: Way) -> list[Event]:
         with record_function(CALL):
             way()
             _wait()
-    return events_of(found.events())
-
-
-def events_of(events: Any) -> list[Event]:
-    """Of a profiler's events those that begin within `record_function(CALL)`."""
+    events: Any = found.events()
     call = next(e for e in events if e.name == CALL and e.device_type == DeviceType.CPU)
     begin, end = call.time_range.start, call.time_range.end
     kept: list[Event] = []

@@ -228,12 +228,12 @@ def measure_step(job: Row) -> list[Row]:
     training = Training(shape, job["dtype"], _batch(job), length)
     first, least, rounds = (WARM, 3, ROUNDS) if job["size"] != "tiny" else (2, 1, 1)
     rows: list[Row] = []
-    for work in (lambda: timed_step(training), lambda: timed(training.forward_only)):
-        warm = [work() for _ in range(first)]
+    for work in (timed_step, lambda one: timed(one.forward_only)):
+        warm = [work(training) for _ in range(first)]
         samples: list[dict[str, float]] = []
         begin = time.monotonic()
         while len(samples) < rounds and (len(samples) < least or time.monotonic() - begin < SECONDS):
-            samples.append(work())
+            samples.append(work(training))
         for which in samples[0]:
             row = timing.summary([sample[which] for sample in samples])
             rows.append(job | {"pass": which} | row | {"warm_up_ms": [one[which] for one in warm]})

@@ -57,8 +57,7 @@ MORE: list[tuple[Shape, bool]] = [
     for causal in (False, True)
 ]
 LADDER: list[Case] = [
-    *((shape, causal, "randn") for shape, causal in BIG),
-    *((shape, causal, "moving") for shape, causal in BIG),
+    *((shape, causal, kind) for kind in ("randn", "moving") for shape, causal in BIG),
     *((shape, False, "randn") for shape in SMALL),
 ]
 COUNTED: list[Shape] = [(2, 8, 2048, 64), (2, 8, 2048, 128)]
@@ -215,20 +214,6 @@ def _published(name: str) -> list[list[int]]:
     return [list(s) for s in dict.fromkeys(tuple(int(str(r[c])) for c in columns) for r in published.load(name))]
 
 
-def final_cases(head_dims: Sequence[int]) -> list[tuple[str, Case]]:
-    """(table, case): the shapes of both published tables, and large ones, those with moving maxima too."""
-    big = [("big", (shape, causal, kind)) for shape, causal in BIG for kind in ("randn", "moving")]
-    tables = [(name, (s, False, "randn")) for name in ("mma_stages_ada", "fa1_f32_fa2_mma_ada")
-              for s in _published(name) if s[3] in head_dims]  # fmt: skip
-    return [*tables, *big, *(("big", (shape, causal, "randn")) for shape, causal in MORE)]
-
-
-def exhibits() -> list[tuple[Step, Shape]]:
-    """Every exhibit, at the shapes that it can be compiled for."""
-    found: list[Shape] = [*(shape for shape, causal in BIG if not causal), (2, 8, 2048, 256), (2, 8, 2048, 512)]
-    return [(side, shape) for side in SIDE for shape in found if shape[3] in side.head_dims]
-
-
 def _kernels_of(job: Row) -> Built:
     """The kernels that a job is about. An exhibit stands beside the step from which it differs, but at a head_dim that
     only the exhibit can be compiled for."""
@@ -300,10 +285,20 @@ def launch_once() -> None:
 
 # ---- the whole -------------------------------------------------------------------------------------------------------
 def jobs() -> list[Row]:
+    """In "final" the shapes of both published tables, and large ones, those with moving maxima too."""
+    large = [shape for shape, causal in BIG if not causal]
+    exhibits = [(side, shape) for side in SIDE for shape in (*large, (2, 8, 2048, 256), (2, 8, 2048, 512))
+                if shape[3] in side.head_dims]  # fmt: skip
+    tables: dict[str, list[Case]] = {
+        name: [(s, False, "randn") for s in _published(name) if s[3] in SERIES[-1].head_dims]
+        for name in ("mma_stages_ada", "fa1_f32_fa2_mma_ada")
+    }
+    tables["big"] = [(shape, causal, kind) for shape, causal in BIG for kind in ("randn", "moving")]
+    tables["big"] += [(shape, causal, "randn") for shape, causal in MORE]
     return [
         *({"part": "ladder"} | about(case) for case in LADDER),
-        *({"part": "exhibits", "exhibit": side.name, "shape": list(shape)} for side, shape in exhibits()),
-        *({"part": "final", "table": name} | about(case) for name, case in final_cases(SERIES[-1].head_dims)),
+        *({"part": "exhibits", "exhibit": side.name, "shape": list(shape)} for side, shape in exhibits),
+        *({"part": "final", "table": name} | about(case) for name, cases in tables.items() for case in cases),
         *jobs_of("published", shape=_published("mma_stages_ada")), {"part": "counters"},
     ]  # fmt: skip
 

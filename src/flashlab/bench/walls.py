@@ -38,7 +38,7 @@ def quick_jobs() -> list[Row]:
 def measure(job: Row) -> list[Row]:
     if job["part"] == "lengths":
         return measure_length(job)
-    return [job | row for row in (measure_scheme_a if job["part"] == "scheme_a" else measure_scheme_b)(HEAD_DIM)]
+    return [job | row for row in (measure_scheme_a() if job["part"] == "scheme_a" else measure_scheme_b())]
 
 
 def measure_length(job: Row) -> list[Row]:
@@ -54,39 +54,35 @@ def measure_length(job: Row) -> list[Row]:
     return harness.rows_of(job | {"shape": shape}, found, reasons)
 
 
-def measure_scheme_a(head_dim: int) -> list[Row]:
+def measure_scheme_a() -> list[Row]:
     """scheme_a on one head, N doubling from 64, ending with the first N that this GPU refuses."""
     rows: list[Row] = []
     ways: dict[int, Callable[[], Any]] = {}
     seq_len = 64
     while len(ways) == len(rows):
-        q, k, v = harness.draw(*[(seq_len, head_dim)] * 3, dtype=torch.float16)
-        row = {"shape": [1, 1, seq_len, head_dim], "name": "scheme A", "seq_len": seq_len}
-        row |= {"shared_bytes": schemes.scheme_a_shared_bytes(seq_len, head_dim)}
+        q, k, v = harness.draw(*[(seq_len, HEAD_DIM)] * 3, dtype=torch.float16)
+        row = {"shape": [1, 1, seq_len, HEAD_DIM], "name": "scheme A", "seq_len": seq_len}
+        row |= {"shared_bytes": schemes.scheme_a_shared_bytes(seq_len, HEAD_DIM)}
         way = functools.partial(schemes.scheme_a, q, k, v)
         rows.append(row | _tried(way, q, k, v))
         if rows[-1]["ok"]:
             ways[seq_len] = way
         seq_len *= 2
     times = timing.interleaved({str(n): way for n, way in ways.items()})
-    return [row | (times[str(row["seq_len"])] if row["ok"] else {}) for row in rows]
+    return [row | times.get(str(row["seq_len"]), {}) for row in rows]
 
 
-def measure_scheme_b(head_dim: int, seq_len: int = 256) -> list[Row]:
+def measure_scheme_b() -> list[Row]:
     """Each escape hatch and two_pass, one program per multiprocessor of the GPU, at a length scheme_b can hold."""
-    rows = 64 * runtime.limits().sms
-    q, k, v = harness.draw(*((n, head_dim) for n in (rows, seq_len, seq_len)), dtype=torch.float16)
+    rows, seq_len = 64 * runtime.limits().sms, 256
+    q, k, v = harness.draw(*((n, HEAD_DIM) for n in (rows, seq_len, seq_len)), dtype=torch.float16)
     ways: dict[str, Callable[[], Any]] = {"scheme A": lambda: schemes.scheme_a(q, k, v)}
     ways |= {how: functools.partial(schemes.scheme_b, q, k, v, how=how) for how in schemes.ESCAPE_HATCHES}
     ways |= {"two passes": lambda: schemes.two_pass(q, k, v)}
     tried = {name: _tried(way, q, k, v) for name, way in ways.items()}
     times = timing.interleaved({name: ways[name] for name, row in tried.items() if row["ok"]})
-    return [
-        {"shape": [1, 1, seq_len, head_dim], "name": name, "seq_q": q.shape[0], "seq_len": seq_len}
-        | row
-        | (times[name] if row["ok"] else {})
-        for name, row in tried.items()
-    ]
+    about = {"shape": [1, 1, seq_len, HEAD_DIM], "seq_q": rows, "seq_len": seq_len}
+    return [about | {"name": name} | row | times.get(name, {}) for name, row in tried.items()]
 
 
 def _tried(way: Callable[[], Any], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Row:
