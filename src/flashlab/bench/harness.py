@@ -10,11 +10,7 @@ one. What runs out of memory, or fails, is a row; the other jobs do not notice. 
 is memory's. What reads a record takes `recorded()` or `record()`; where that has nothing, it gives nothing or NOT_YET.
 
     flashlab bench things                     # goes on where the record ends; writes recorded/things_<gpu>.json
-    flashlab bench things --minutes 5         # stops after about so long, behind a whole measurement
-    flashlab bench things --only ladder       # one part
-    flashlab bench things --quick             # a little of it
-    flashlab bench things --compare A B       # what is slower or faster in B than in A, beyond the spread
-    flashlab bench things --merge FILE        # its rows take the place of the record's: of a run elsewhere, say
+    flashlab bench things --help              # --minutes, --only, --quick, --compare, --merge
 """
 
 import argparse
@@ -47,7 +43,6 @@ Way = Callable[[], Any]
 
 ATTEMPTS = 2  # how often a job is begun that ends the whole process: once may be the user, twice is the job
 NOT_YET = "not measured yet"
-_NOT_FACTS = ("bench", "machine", "rows", "left")
 LEAST_CHANGE = 0.01  # medians that differ by less are the same, however small the spread of either
 
 
@@ -107,10 +102,6 @@ class Bench:
         found = "PyTorch sees none" if not torch.cuda.is_available() else "Triton interprets in this process"
         return f"{self.what} measured on a CUDA GPU, and {found}" + ("" if self.quick_too else "; --quick runs here")
 
-    def main(self, arguments: Sequence[str] | None = None) -> None:
-        """The bench as a program. Raises NoGpu, SystemExit."""
-        main(self, arguments)
-
     def recorded(self) -> list[Data]:
         """Every recorded run there is, in the order of their file names; [] where none is."""
         return records.recorded(self.name)
@@ -125,6 +116,36 @@ class Bench:
             raise NoGpu(reason)
         return run(self, jobs)
 
+    def main(self, arguments: Sequence[str] | None = None) -> None:
+        """Measure, or compare, as the arguments say. Raises NoGpu, SystemExit."""
+        given = parser(self).parse_args(arguments)
+        if given.compare:
+            before, after = (read(self, path) for path in given.compare)
+            table, worse = compare(self, before, after)
+            print(json.dumps(changes(self, before, after)) if given.json else table)
+            raise SystemExit(int(worse))
+        if given.merge:
+            new = read(self, given.merge)
+            path = given.out or records.default_path(self.name, new["machine"]["gpu"])
+            records.keep(path, merged(self, read(self, path), new), self.table, given)
+            return
+        only = getattr(given, "only", None)
+        todo = [job for job in (self.quick_jobs() if given.quick else self.jobs()) if not only or job["part"] in only]
+        if reason := self.needs(given.quick):
+            raise NoGpu(reason)
+        path = records.place(self.name, given)
+        known = None if given.quick or path is None else known_rows(self, path, todo, given)
+        if known and not waiting(todo, known["rows"]):
+            print(f"{path} has all of it; --anew measures it again", file=sys.stderr)
+            records.keep(path, known, self.table, given)
+            return
+        options = {name: getattr(given, name) for name in self.options}
+        save = (lambda data: records.write_json(path, data)) if path else (lambda data: None)
+        result = run(self, todo, known, minutes=given.minutes, save=save, **options)
+        if result["left"]:
+            print(f"the time is up: {result['left']} measurements are left; run it again to go on", file=sys.stderr)
+        records.keep(path, result, self.table, given)
+
 
 # ---- rows and records ------------------------------------------------------------------------------------------------
 def is_of(row: Row, job: Row) -> bool:
@@ -132,8 +153,10 @@ def is_of(row: Row, job: Row) -> bool:
     return all(key in row and row[key] == value for key, value in job.items())
 
 
-def record_of(bench: Bench, machine: Data, rows: Sequence[Row], facts: Mapping[str, Any], left: int) -> Data:
-    """The record of some rows. left: how many jobs wait."""
+def record_of(bench: Bench, machine: Data, rows: Sequence[Row], old: Data, todo: Sequence[Row]) -> Data:
+    """The record of some rows, with the facts of an old one; `left`: how many of the jobs wait."""
+    facts = {k: v for k, v in old.items() if k not in ("bench", "machine", "rows", "left")}
+    left = len(waiting(todo, rows))
     return {"bench": bench.name, "machine": machine, **bench.facts, **facts, "left": left, "rows": list(rows)}
 
 
@@ -167,10 +190,9 @@ def merged(bench: Bench, old: Data, new: Data) -> Data:
         return any(is_of(row, job) for job in done)
 
     found = [*(r for r in old["rows"] if not of_them(r)), *filter(of_them, new["rows"])]
-    facts = {k: v for k, v in (old | new).items() if k not in _NOT_FACTS}
     earlier = _earlier(old["machine"], len(old["rows"]))
     earlier += [x for x in new["machine"].get("earlier", []) if x not in earlier]
-    return record_of(bench, new["machine"] | {"earlier": earlier}, found, facts, len(waiting(bench.jobs(), found)))
+    return record_of(bench, new["machine"] | {"earlier": earlier}, found, old | new, bench.jobs())
 
 
 # ---- what a bench is made of -----------------------------------------------------------------------------------------
@@ -324,16 +346,15 @@ def run(
     Before a job is begun, the record says that the process ended during it: until it has ended, that is so.
     Raises RuntimeError where a kernel has left the GPU in a state in which nothing runs: a new process is needed.
     """
-    start = time.monotonic()
-    end = start + 60 * minutes
+    end = time.monotonic() + 60 * minutes
     rows = list(known["rows"]) if known else []
-    facts = {k: v for k, v in (known or {}).items() if k not in _NOT_FACTS}
+    facts = dict(known or {})
     with _watched() as machine:
         if known and rows:
             machine["earlier"] = _earlier(known["machine"], len(rows))
 
         def data() -> Data:
-            return record_of(bench, machine, rows, facts, len(waiting(todo, rows)))
+            return record_of(bench, machine, rows, facts, todo)
 
         left = waiting(todo, rows)
         if left and on_gpu() and hasattr(bench, "prepare"):
@@ -504,37 +525,6 @@ def parser(bench: Bench) -> argparse.ArgumentParser:
     for name, how in bench.options.items():
         found.add_argument(f"--{name}", **how)
     return found
-
-
-def main(bench: Bench, arguments: Sequence[str] | None = None) -> None:
-    """Measure, or compare, as the arguments say. Raises NoGpu, SystemExit."""
-    given = parser(bench).parse_args(arguments)
-    if given.compare:
-        before, after = (read(bench, path) for path in given.compare)
-        table, worse = compare(bench, before, after)
-        print(json.dumps(changes(bench, before, after)) if given.json else table)
-        raise SystemExit(int(worse))
-    if given.merge:
-        new = read(bench, given.merge)
-        path = given.out or records.default_path(bench.name, new["machine"]["gpu"])
-        records.keep(path, merged(bench, read(bench, path), new), bench.table, given)
-        return
-    only = getattr(given, "only", None)
-    todo = [job for job in (bench.quick_jobs() if given.quick else bench.jobs()) if not only or job["part"] in only]
-    if reason := bench.needs(given.quick):
-        raise NoGpu(reason)
-    path = records.place(bench.name, given)
-    known = None if given.quick or path is None else known_rows(bench, path, todo, given)
-    if known and not waiting(todo, known["rows"]):
-        print(f"{path} has all of it; --anew measures it again", file=sys.stderr)
-        records.keep(path, known, bench.table, given)
-        return
-    options = {name: getattr(given, name) for name in bench.options}
-    save = (lambda data: records.write_json(path, data)) if path else (lambda data: None)
-    result = run(bench, todo, known, minutes=given.minutes, save=save, **options)
-    if result["left"]:
-        print(f"the time is up: {result['left']} measurements are left; run it again to go on", file=sys.stderr)
-    records.keep(path, result, bench.table, given)
 
 
 def known_rows(bench: Bench, path: Path, todo: Sequence[Row], given: argparse.Namespace) -> Data | None:

@@ -44,11 +44,6 @@ def backend() -> str:
     return "nvcc" if harness.on_gpu() else "emulator"
 
 
-def builds(head_dims: Sequence[int], dtypes: Sequence[str] = ("bf16",)) -> list[str]:
-    """Every build that is measured: "64 bf16", "64 bf16 KEY_STEP=64"."""
-    return [f"{d} {t} {x}".strip() for d, t in itertools.product(head_dims, dtypes) for x in ("", *VARIANTS.get(d, ()))]
-
-
 def make(shape: Sequence[int], kv_heads: int, dtype: torch.dtype) -> Given:
     """grad_o, q, k and v, the same each time."""
     batch, heads, rows, head_dim = shape
@@ -113,7 +108,8 @@ def try_out(*names: str) -> None:
 
 @functools.cache
 def ready(head_dim: int, dtype: str) -> dict[str, str | None]:
-    """By build: why it is not measured, or None. All are compiled, then tried out, at once."""
+    """By build, "64 bf16" or "64 bf16 KEY_STEP=64": why it is not measured, or None. All are compiled, then tried out,
+    at once."""
 
     def tried(name: str) -> str | None:
         try:
@@ -122,7 +118,8 @@ def ready(head_dim: int, dtype: str) -> dict[str, str | None]:
             return timing.reason(error)
         return harness.trial(*harness.calling(try_out, name), seconds=90.0) if harness.on_gpu() else None
 
-    names = builds([head_dim], [dtype])[: None if harness.on_gpu() else 2]
+    names = [f"{head_dim} {dtype} {macros}".strip() for macros in ("", *VARIANTS.get(head_dim, ()))]
+    names = names[: None if harness.on_gpu() else 2]
     return dict(zip(names, harness.at_once(tried, names, 4), strict=True))
 
 

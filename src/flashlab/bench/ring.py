@@ -262,11 +262,11 @@ def _timed(link: Link, able: Mapping[str, Way], rounds: int) -> dict[str, Row]:
     return {name: timing.summary(samples) for name, samples in times.items()}
 
 
-def _error(link: Link, case: Case, whole: Sequence[torch.Tensor], o: torch.Tensor, name: str, many: int = 64) -> float:
-    """The rms error of some rows of the first head, over all ranks, relative to their rms."""
+def _error(link: Link, case: Case, whole: Sequence[torch.Tensor], o: torch.Tensor, name: str) -> float:
+    """The rms error of some 64 rows of the first head, over all ranks, relative to their rms."""
     q, k, v = (x[0, 0].double() for x in whole[:3])
     mine = places(case.n, link.rank, link.world, layout="zigzag" if case.causal else "contiguous").to(q.device)
-    picked = torch.arange(0, len(mine), max(1, len(mine) // many), device=q.device)
+    picked = torch.arange(0, len(mine), max(1, len(mine) // 64), device=q.device)
     stand = mine[picked]
     s = q[stand] @ k.T * q.shape[-1] ** -0.5
     if case.causal:
@@ -391,18 +391,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows = run(ranks, lambda link: measure_all(link, True))[0]
         records.keep(given.out, _record(records.machine(), ranks, rows), table, given)
     else:
-        _start_ranks(given, sys.argv[1:] if arguments is None else arguments)
-
-
-def _start_ranks(given: argparse.Namespace, arguments: Sequence[str]) -> None:
-    there = torch.cuda.device_count()
-    ranks = given.ranks or there
-    if ranks < 2 or ranks > there:
-        raise NoGpu(f"a ring takes two GPUs at least, and PyTorch sees {there}; --quick runs on any machine")
-    rest = [x for x in arguments if x not in ("bench", "ring")]
-    started = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
-    if (done := harness.again(*started, "-m", "flashlab.bench.ring", *rest)).returncode:
-        raise SystemExit(done.returncode)
+        there = torch.cuda.device_count()
+        ranks = given.ranks or there
+        if ranks < 2 or ranks > there:
+            raise NoGpu(f"a ring takes two GPUs at least, and PyTorch sees {there}; --quick runs on any machine")
+        rest = [x for x in (sys.argv[1:] if arguments is None else arguments) if x not in ("bench", "ring")]
+        started = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+        if (done := harness.again(*started, "-m", "flashlab.bench.ring", *rest)).returncode:
+            raise SystemExit(done.returncode)
 
 
 def _as_rank(link: Link, given: argparse.Namespace) -> None:

@@ -123,7 +123,7 @@ def ladder_figure(run: dict[str, Any], shape: Sequence[int], causal: bool) -> Fi
     figure, ax = plt.subplots(figsize=(7.8, 4.6))
     y = range(len(rows))
     ax.barh(y, [r["tflops"] for r in rows], color=COLORS[look("this course").color])
-    errors = [[abs(flops(r, which) - r["tflops"]) for r in rows] for which in ("slowest", "fastest")]
+    errors = [[r["tflops"] * abs(r["ms"] / r[which] - 1) for r in rows] for which in ("slowest", "fastest")]
     speeds = [r["tflops"] for r in rows]
     ax.errorbar(speeds, list(y), xerr=errors, fmt="none", ecolor=COLORS["black"], elinewidth=1)
     top = max(r["tflops"] for r in [*rows, peer])
@@ -160,11 +160,6 @@ def _at(run: dict[str, Any], shape: Sequence[int], causal: bool, inputs: str = "
     """The rows of a recorded ladder at a shape, measured on inputs of that kind."""
     wanted = (list(shape), causal, inputs)
     return [r for r in run.get("ladder", []) if (r["shape"], r["causal"], r.get("inputs", "randn")) == wanted]
-
-
-def flops(r: dict[str, Any], which: str) -> float:
-    """A recorded row's TFLOP/s in its fastest or slowest round."""
-    return r["tflops"] * r["ms"] / r[which] if r.get(which) else r["tflops"]
 
 
 Key = tuple[int, int, int, str]  # batch, heads, seq_len, variant

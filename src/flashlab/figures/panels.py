@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from flashlab.figures import curves
@@ -98,7 +97,14 @@ def results(
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.08)
     grid = figure.add_gridspec(len(plots), 2, width_ratios=[1.25, 1])
     left = figure.add_subplot(grid[:, 0])
-    _bars(left, bars, title)
+    most = max((speed for _, _, speed in bars), default=1.0)
+    for i, (_, who, speed) in enumerate(bars):
+        left.barh(i, speed, color=COLORS[look(who).color], height=0.74)
+        left.text(speed + 0.012 * most, i, f"{speed:.0f}", va="center", fontsize=9)
+    left.set_yticks(range(len(bars)), [words for words, _, _ in bars])
+    left.set(title=title, xlabel="TFLOP/s", xlim=(0, 1.1 * most))
+    left.invert_yaxis()
+    left.grid(axis="y", visible=False)
     handles: dict[str, Any] = {}
     top = max((y for lines in plots.values() for points in lines.values() for _, y in points), default=1.0)
     for i, (name, lines) in enumerate(plots.items()):
@@ -116,14 +122,3 @@ def results(
         said = [names.get(who, who) for who in handles]
         figure.legend(handles.values(), said, loc="outside lower right", ncols=len(said), fontsize=9, handlelength=1.6)
     return figure
-
-
-def _bars(ax: Axes, bars: Sequence[Bar], title: str) -> None:
-    top = max((speed for _, _, speed in bars), default=1.0)
-    for i, (_, who, speed) in enumerate(bars):
-        ax.barh(i, speed, color=COLORS[look(who).color], height=0.74)
-        ax.text(speed + 0.012 * top, i, f"{speed:.0f}", va="center", fontsize=9)
-    ax.set_yticks(range(len(bars)), [words for words, _, _ in bars])
-    ax.set(title=title, xlabel="TFLOP/s", xlim=(0, 1.1 * top))
-    ax.invert_yaxis()
-    ax.grid(axis="y", visible=False)
