@@ -34,13 +34,11 @@ def jobs() -> list[harness.Row]:
 
 
 def prepare(todo: Sequence[harness.Row], until: float) -> dict[str, Any]:
-    del todo, until
     worst = max(mma.verify(name, head_dim, torch.float16, module) for (head_dim, name), module in built().items())
     return {"rounds": mma.ROUNDS, "worst_error_of_bound": worst}
 
 
 def measure(job: harness.Row) -> list[harness.Row]:
-    """The rows of a job: the whole, each variant, FlashAttention-2."""
     torch.manual_seed(0)
     q, k, v = mma.inputs(job["shape"], job["inputs"])
     functions: dict[str, harness.Way] = {"fa2": peers.sdpa("FLASH_ATTENTION", q, k, v, job["causal"])}

@@ -95,7 +95,6 @@ def timed(names: Sequence[str], job: Row, which: str, graphs: bool) -> tuple[dic
 
 
 def measure(job: Row) -> list[Row]:
-    """A row for each way and pass."""
     about, reasons = timing.made(NAMES, lambda name: alone(name, job))
     harness.emptied()
     scores = BATCH * job["seq_len"] ** 2 * DTYPES[job["dtype"]].itemsize

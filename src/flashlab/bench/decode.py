@@ -242,7 +242,6 @@ def _flex(whole: bool, q: torch.Tensor, x: Filled) -> Way:
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
 def measure(job: Row) -> list[Row]:
-    """The rows of a job."""
     if job["part"] == "generate":
         return generate(job)
     case = Case(**{name: job[name] for name in Case._fields})
@@ -390,7 +389,6 @@ def side_by_side(data: Data, part: str = "work") -> dict[str, dict[str, float]]:
 
 
 def goal_table(data: Data) -> Table:
-    """Each goal, what was found, and whether it is met."""
     rows = [
         [said(Case(*goal["case"])), goal["what"], f"{goal['wanted']:g}",
          "not measured" if goal["found"] is None else f"{goal['found']:.3g}", "met" if goal["met"] else "not met"]

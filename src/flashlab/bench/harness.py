@@ -504,7 +504,6 @@ def compare(bench: Bench, before: Data, after: Data) -> tuple[Table, bool]:
 
 # ---- as a program ----------------------------------------------------------------------------------------------------
 def parser(bench: Bench) -> argparse.ArgumentParser:
-    """The options of a bench."""
     found = records.parser(sys.modules[bench.module].__doc__, bench.name)
     parts = list(dict.fromkeys(job["part"] for job in bench.jobs()))
     if len(parts) > 1:

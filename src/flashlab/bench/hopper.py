@@ -402,7 +402,6 @@ def _by_launch(rows: Sequence[Row]) -> dict[str, Row]:
 # ---- before the measurements -----------------------------------------------------------------------------------------
 def prepare(todo: Sequence[Row], until: float, **options: Any) -> Row:
     """Builds what the jobs need, by as many compilers as there are cores, and tries it out."""
-    del options
     start = time.monotonic()
     room = 2 * (until - start) / hopper_jobs.SECONDS  # the time is up at twice that
     todo = [job for i, job in enumerate(todo) if i < room]

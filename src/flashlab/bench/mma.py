@@ -312,7 +312,6 @@ def quick_jobs() -> list[Row]:
 
 def prepare(todo: Sequence[Row], until: float) -> dict[str, Any]:
     """Builds what the jobs need, and checks all of it against float64."""
-    del until
     parts = {job["part"] for job in todo}
     if "exhibits" in parts:
         build([Variant(s, d) for s in SIDE for d in s.head_dims])

@@ -358,10 +358,10 @@ class Questions:
     def widest_error(self) -> tuple[float, str, int, bool]:
         """Our largest error over that of the best peer, and where; Missing where it is nowhere much larger."""
         wide = [
-            (rows[hopper_jobs.OURS]["error"] / min(rows[n]["error"] for n in ALONE if n in rows), *key)
+            (1 / accuracy, *key)
             for part in ("inputs", "captured")
             for key, rows in hopper_results.input_rows(self.found["hopper"], part).items()
-            if hopper_results.best_of(rows)
+            if (accuracy := Standing({}, rows).accuracy)
         ]
         return max(some(x for x in wide if x[0] > 1.2))
 

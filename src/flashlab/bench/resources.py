@@ -22,10 +22,9 @@ RECORDED = records.RECORDED / "resources.json"
 OPCODES = ("FFMA", "HMMA", "LDS", "LDSM", "LDGSTS", "MUFU")
 
 
-def measure(targets: Sequence[str] = TARGETS, steps: Sequence[Step] | None = None) -> list[Resources]:
-    """Every step of the series and every exhibit, each head_dim up to 128, each target."""
-    wanted = SERIES + SIDE if steps is None else steps
-    jobs = [(s, d, t) for s in wanted for d in s.head_dims if d <= 128 for t in targets]
+def measure(targets: Sequence[str], steps: Sequence[Step]) -> list[Resources]:
+    """Of each step and target, for each head_dim up to 128."""
+    jobs = [(s, d, t) for s in steps for d in s.head_dims if d <= 128 for t in targets]
     found = harness.at_once(lambda job: resources(job[0], head_dim=job[1], target=job[2]), jobs)
     return [r for several in found for r in several]
 

@@ -355,7 +355,6 @@ def table(data: Data) -> Table:
 
 
 def goals_table(data: Data) -> Table:
-    """The goals, and which are met."""
     cells = [[what, "not measured" if value is None else f"{value:.3f}", f"{wanted:g}", "yes" if met else "no"]
              for what, value, wanted, met in goals(data)]  # fmt: skip
     return Table.of(cells, [f"goal, set for {data['ranks']} GPUs", "found", "wanted", "met"], align="lrrl")

@@ -29,15 +29,6 @@ PEERS: dict[str, Callable[..., Way]] = {
 CAUSAL_SHAPES = ((8, 16, 1024, 64), (4, 16, 2048, 64), (4, 16, 2048, 128))
 STEPS = steps(6)
 SHAPE = ("batch", "heads", "seq_len", "head_dim", "causal")
-Shape = tuple[int, int, int, int, bool]
-
-
-def shapes() -> list[Shape]:
-    """What is measured: the float32 shapes of the published table, those with head_dim 128, and some causal."""
-    float32: list[Row] = [r for r in published.load("fa1_f32_fa2_mma_ada") if str(r["variant"]).endswith("f32")]
-    ada = sorted({(r["batch"], r["heads"], r["seq_len"], r["head_dim"]) for r in float32})
-    wide = [(b, h, n, 128) for b, h, n, _ in ada]
-    return [(*s, False) for s in (*ada, *wide)] + [(*s, True) for s in CAUSAL_SHAPES]
 
 
 def measure(job: Row) -> list[Row]:
@@ -68,7 +59,12 @@ def _modules() -> dict[str, CudaModule]:
 
 
 def jobs() -> list[Row]:
-    return [{"part": "shapes"} | dict(zip(SHAPE, shape, strict=True)) for shape in shapes()]
+    """The float32 shapes of the published table, those with head_dim 128, and some causal."""
+    float32: list[Row] = [r for r in published.load("fa1_f32_fa2_mma_ada") if str(r["variant"]).endswith("f32")]
+    ada = sorted({(r["batch"], r["heads"], r["seq_len"], r["head_dim"]) for r in float32})
+    wide = [(b, h, n, 128) for b, h, n, _ in ada]
+    shapes = [(*s, False) for s in (*ada, *wide)] + [(*s, True) for s in CAUSAL_SHAPES]
+    return [{"part": "shapes"} | dict(zip(SHAPE, shape, strict=True)) for shape in shapes]
 
 
 def prepare(todo: Sequence[Row], until: float) -> None:

@@ -76,7 +76,6 @@ def measure(names: Sequence[Step], target: str = TARGET) -> list[dict[str, Any]]
 
 
 def recorded() -> list[dict[str, Any]]:
-    """The recorded rows."""
     return json.loads(RECORDED.read_text(encoding="utf-8"))["loops"]
 
 
