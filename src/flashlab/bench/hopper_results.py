@@ -13,7 +13,7 @@ from flashlab.bench.harness import Row
 from flashlab.bench.hopper_inputs import LAYERS, MADE
 from flashlab.bench.hopper_jobs import CUDNN, FA4, KINDS, OURS, P9, PEERS, jobs
 from flashlab.bench.roofline import TENSOR_FLOPS
-from flashlab.bench.rows import At, Lines, by, names_in, of, where
+from flashlab.bench.rows import At, Lines, by, grid, names_in, of, where
 from flashlab.bench.rows import lines as lines_of
 from flashlab.bench.truth import right
 from flashlab.table import Table
@@ -298,7 +298,7 @@ def doubted(row: Row) -> float:
 def input_table(data: Row, part: str = "inputs") -> Table:
     """TFLOP/s of everyone by what the inputs are like, how many tiles are doubted, and ours over the best peer."""
     found = {at: s for at, rows in input_rows(data, part).items() if (s := Standing({}, rows)).best}
-    names = list(dict.fromkeys(name for s in found.values() for name in s.rows))
+    names = names_in({at: s.rows for at, s in found.items()})
     cells = [
         [kind, d, "causal" if causal else "", f"{doubted(s.rows[OURS]):.1%}"]
         + [*(_cell(s.rows.get(n)) for n in names), s.best, s.said]
@@ -312,15 +312,9 @@ def input_table(data: Row, part: str = "inputs") -> Table:
 def error_table(data: Row) -> Table:
     """The largest error of o against float64, and in brackets the root of the mean square, of the part "inputs"."""
     found = input_rows(data)
-    names = list(dict.fromkeys(n for rows in found.values() for n in rows if "rms" in rows[n]))
-    cells = [
-        [kind, d, "causal" if causal else "",
-         *(f"{rows[n]['error']:.2g} ({rows[n]['rms']:.1e})" if rows.get(n, {}).get("rms") else "" for n in names)]
-        for (kind, d, causal), rows in found.items()
-    ]  # fmt: skip
-    caption = f"{_where(data)}, bf16, N = 4096: the largest error of o over two heads (rms)" if names else ""
-    columns = ["inputs", "D", "", *names]
-    return Table.of(cells if names else [], columns, align="lrl" + "r" * len(names), caption=caption)
+    said = lambda r: f"{r['error']:.2g} ({r['rms']:.1e})" if r.get("rms") else ""  # noqa: E731
+    caption = f"{_where(data)}, bf16, N = 4096: the largest error of o over two heads (rms)" if found else ""
+    return grid(found, ("inputs", "D", ""), said, caption=caption, whole="")
 
 
 def clock_table(data: Row) -> Table:

@@ -86,12 +86,14 @@ def over(at: At, name: str, peer: str) -> dict[tuple, float]:
 
 
 def grid(
-    at: At, keys: Sequence[str], cell: Callable[[Row], str], names: Iterable[str] = (), caption: str = ""
-) -> Table:
-    """A line for each key, a column for each name (by default for all in their order); "" where one has no row."""
+    at: At, keys: Sequence[str], cell: Callable[[Row], str], names: Iterable[str] = (), caption: str = "",
+    whole: str = "whole",
+) -> Table:  # fmt: skip
+    """A line for each key, a column for each name (by default for all in their order); "" where one has no row. whole:
+    what a mask is called that is not causal."""
     names = list(names) or names_in(at)
     lines = [
-        [*(("whole", "causal")[x] if isinstance(x, bool) else x for x in key)]
+        [*((whole, "causal")[x] if isinstance(x, bool) else x for x in key)]
         + [cell(rows[name]) if name in rows else "" for name in names]
         for key, rows in at.items()
     ]
