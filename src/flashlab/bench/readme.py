@@ -89,6 +89,7 @@ class Rung(NamedTuple):
 
 OURS = "this course"
 _AT = {"shape": SHAPE, "causal": False, "inputs": "randn"}
+_STANDARD = _AT | {"part": "shapes", "kind": "standard", "dtype": "bf16"}
 _LADDER: tuple[tuple[int, str, str, str, dict[str, Any]], ...] = (
     (1, "naive attention, eager PyTorch", "eager", "walls", {"name": "naive", "N": SHAPE[2]}),
     (3, "minimal Triton kernel, one head", OURS, "triton", {"name": "minimal kernel", "D": 128}),
@@ -110,8 +111,8 @@ _LADDER: tuple[tuple[int, str, str, str, dict[str, Any]], ...] = (
         "p11_3_operands": "both products by wgmma",
         "p11_7_ping_pong": "a producer, consumers in turns",
     }.items()),
-    (11, "the last Hopper kernel", OURS, "hopper", _AT | {"part": "shapes", "name": hopper_jobs.OURS}),
-    (0, "FlashAttention-4", "FlashAttention-2", "hopper", _AT | {"part": "shapes", "name": "FlashAttention-4"}),
+    (11, "the last Hopper kernel", OURS, "hopper", _STANDARD | {"name": hopper_jobs.OURS}),
+    (0, "FlashAttention-4", "FlashAttention-2", "hopper", _STANDARD | {"name": "FlashAttention-4"}),
 )  # fmt: skip
 """Phase, words, whose colour, record, and which rows: of several the one with the most work."""
 _LONG = {"fp16": "float16", "bf16": "bfloat16", "f32": "float32"}
@@ -124,12 +125,10 @@ def ladder(found: All) -> list[Rung]:
         rows = where(found[name]["rows"], **wanted)
         if name == "industrial":
             rows = [speeds(found).get(("forward", SHAPE[3], False, SHAPE[2]), {}).get(look, {})]
-        if wanted.get("part") == "shapes":
-            rows = where(rows, kind="standard", dtype="bf16")
         row: Row = max((r for r in rows if "tflops" in r), key=lambda r: r["work"], default={})
         how = f"{' × '.join(map(str, row['shape']))}, {_LONG[row['dtype']]}" if row else "not measured yet"
         if row and wanted.get("part") == "shapes":
-            beside = where(found[name]["rows"], **wanted | {"name": "cuDNN", "kind": "standard", "dtype": "bf16"})
+            beside = where(found[name]["rows"], **wanted | {"name": "cuDNN"})
             how += f"; cuDNN in that run: {cell(beside[0] if beside else None)}"
         rungs.append(Rung(phase, words, look, row.get("tflops"), how))
     for r in where(found["walls"]["rows"], part="scheme_a", ok=False)[:1]:

@@ -46,12 +46,12 @@ def row(name: str, **options: Any) -> list[Any]:
 _HUES = [COLORS[name] for name in ("blue", "orange", "green", "red", "purple", "sky", "yellow", "grey")]
 
 
-def chunks(ax: Axes, held: torch.Tensor, title: str, *, row_chunks: int = 8) -> None:
+def chunks(ax: Axes, held: torch.Tensor, title: str) -> None:
     """Draws lines of 128 bytes of shared memory, eight chunks of 16 bytes each, coloured by their place in the row.
-    held: [lines, 8], the number of the chunk that lies there: row of the tile * row_chunks + chunk of the row."""
+    held: [lines, 8], the number of the chunk that lies there: row of the tile * 8 + chunk of the row."""
     for line, places in enumerate(held.tolist()):
         for place, number in enumerate(places):
-            row, chunk = divmod(number, row_chunks)
+            row, chunk = divmod(number, 8)
             ax.add_patch(Rectangle((place, line), 0.94, 0.9, color=_HUES[chunk % len(_HUES)], alpha=0.55, lw=0))
             ax.text(place + 0.47, line + 0.45, f"{row}·{chunk}", ha="center", va="center", fontsize=8)
     ax.set(xlim=(0, 8), ylim=(len(held), 0), xlabel="place in the line, 16 bytes each", ylabel="line of 128 bytes")
@@ -63,13 +63,11 @@ def chunks(ax: Axes, held: torch.Tensor, title: str, *, row_chunks: int = 8) -> 
 
 # ---- who works when --------------------------------------------------------------------------------------------------
 @functools.lru_cache(maxsize=16)
-def replayed(name: str, *, head_dim: int = 64, keys: int = 1024) -> Replay:
-    """One block of a step of phase 11, from p11_2_wgmma on, under the model of clocks of flashlab.simt.replay.
-
-    One head; as many queries as the block has rows.
-    """
-    module = load_inline(step(name), check=True, head_dim=head_dim)
-    q, k, v = (torch.zeros(1, 1, n, head_dim, dtype=torch.half) for n in (1, keys, keys))
+def replayed(name: str) -> Replay:
+    """One block of a step of phase 11, from p11_2_wgmma on, under the model of clocks of flashlab.simt.replay: one head
+    of 64 columns, 1024 keys, as many queries as the block has rows."""
+    module = load_inline(step(name), check=True, head_dim=64)
+    q, k, v = (torch.zeros(1, 1, n, 64, dtype=torch.half) for n in (1, 1024, 1024))
     module.forward(q, k, v, causal=False, sms=1, echo=False, timeline=1)
     text = step(name).path.read_text(encoding="utf-8")
     return replay(module.report.launches[0], [line for line, _ in numbered(text, "scores")])

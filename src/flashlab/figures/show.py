@@ -390,11 +390,11 @@ def folded(shown: Table, summary: str) -> None:
     display(Markdown(_fold(summary, shown._repr_markdown_())))
 
 
-def gif(figures: Iterable[Figure], *, seconds_a_frame: float = 0.8, hold_last: float = 2.0, dpi: int = 80) -> Image:
+def gif(figures: Iterable[Figure], *, seconds_a_frame: float = 0.8, dpi: int = 80) -> Image:
     """Turn figures into an animated GIF, shown in the notebook; each figure is closed once drawn.
 
     figures: one a frame, all of one size; a generator keeps only one of them alive at a time. seconds_a_frame: how long
-    each stays, the last one `hold_last` longer. Raises ValueError without a figure.
+    each stays, the last one 2 longer. Raises ValueError without a figure.
     """
     from PIL import Image as Picture
 
@@ -408,7 +408,7 @@ def gif(figures: Iterable[Figure], *, seconds_a_frame: float = 0.8, hold_last: f
     if not frames:
         raise ValueError("an animation needs at least one figure")
     durations = [int(1000 * seconds_a_frame)] * len(frames)
-    durations[-1] += int(1000 * hold_last)
+    durations[-1] += 2000
     out = io.BytesIO()
     frames[0].save(out, "GIF", save_all=True, append_images=frames[1:], duration=durations, loop=0, optimize=True)
     # Labelled PNG on purpose: exporters and code hosts drop image/gif from a notebook, and every browser looks at the

@@ -38,7 +38,7 @@ def printed(
 
 
 @functools.lru_cache(maxsize=8)
-def events(stages: int, n: int = 256) -> tuple[tuple[str, int], ...]:
+def events(stages: int) -> tuple[tuple[str, int], ...]:
     """What thread 0 of block 0 of p8_3_stages does, in order: ("copy", tile), ("arrived", tile), ("done", tile)."""
     one = "if (blockIdx.x == 0 && threadIdx.x == 0) "
     said = printed(
@@ -46,7 +46,6 @@ def events(stages: int, n: int = 256) -> tuple[tuple[str, int], ...]:
         ("copy K and V", one + 'printf("copy %d\\n", j);'),
         ("one tile", one + 'printf("arrived %d\\n", j);'),
         ("output", one + 'printf("done %d\\n", j);'),
-        n=n,
         STAGES=stages,
     )
     return tuple((what, int(tile)) for what, tile in (line.split() for line in said.splitlines()))
