@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from flashlab.bench import mma, ncu, records, timing, triton, validation
+from flashlab.bench import harness, mma, ncu, records, timing, triton, validation
 from flashlab.bench import resources as resources_bench
 from flashlab.kernels import SERIES
 
@@ -21,7 +21,8 @@ def test_summary_of_samples():
 
 
 def test_flops_of_attention():
-    assert timing.attention_flops(1, 2, 10, 64) == 2 * timing.attention_flops(1, 2, 10, 64, True) == 4 * 2 * 100 * 64
+    whole, causal = (harness.work_of({"shape": (1, 2, 10, 64), "causal": causal}) for causal in (False, True))
+    assert whole == 2 * causal == 4 * 2 * 100 * 64
 
 
 @gpu

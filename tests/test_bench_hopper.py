@@ -47,7 +47,7 @@ def _rows(job):
         return [job | {"name": OURS, "step": "p11_flash"} | found]
     if part == "sanitizer":
         return [job | {"name": "all", "said": "ERROR SUMMARY: 0 errors"}]
-    work = hopper_jobs.work_of(job) * (hopper_jobs.BACKWARD_WORK if part == "backward" else 1)
+    work = harness.work_of(job) * (hopper_jobs.BACKWARD_WORK if part == "backward" else 1)
     exact = {"error": 1e-3, "rms": 1e-4, "of_bound": 0.5, "doubted": 1, "trusted": 4}
     return [job | {"name": name} | _time(work, SPEEDS[name]) | exact for name in OF_PART.get(part, SPEEDS)]
 

@@ -209,6 +209,12 @@ def rows_of(job: Row, found: Mapping[str, Row], reasons: Mapping[str, str], work
     return rows + [job | {"name": name, "unavailable": why} for name, why in reasons.items()]
 
 
+def work_of(job: Row) -> float:
+    """FLOPs of a forward pass of a job's shape: two products of 2 Nq Nk D for each head, half of that if causal."""
+    batch, heads, rows, head_dim = job["shape"]
+    return 4.0 * batch * heads * rows * job.get("keys", rows) * head_dim / (2 if job["causal"] else 1)
+
+
 def draw(
     *shapes: Sequence[int], dtype: torch.dtype, seed: int | None = None, device: Any = None, grad: int = 0
 ) -> list[torch.Tensor]:

@@ -185,7 +185,7 @@ def measure_clock(job: Row) -> list[Row]:
     able, more = timing.able(ways | {"matmul": lambda: a @ a})
     found = timing.sustained(able)
     product = {"matmul": found.pop("matmul")} if "matmul" in found else {}
-    rows = harness.rows_of(job, found, reasons | more, hopper_jobs.work_of(job))
+    rows = harness.rows_of(job, found, reasons | more, harness.work_of(job))
     return rows + harness.rows_of(job, product, {}, 2.0 * 8192**3)
 
 
@@ -201,7 +201,7 @@ def compared(job: Row, names: Sequence[str], rounds: int, several: Sequence[Sequ
         found[name] |= truth.judged(ways[name][0](), wanted)
     if OURS in found:
         found[OURS]["step"] = last().name
-    return harness.rows_of(job, found, reasons | more, hopper_jobs.work_of(job))
+    return harness.rows_of(job, found, reasons | more, harness.work_of(job))
 
 
 def times(ways: Mapping[str, Sequence[Way]], rounds: int) -> tuple[dict[str, Row], dict[str, str]]:
@@ -281,16 +281,14 @@ METRICS = {
 _STALLS = ("gmma", "long_scoreboard", "barrier", "sleeping", "wait", "math_pipe_throttle", "short_scoreboard",
            "mio_throttle", "not_selected", "selected", "branch_resolve", "no_instruction")  # fmt: skip
 _TIME = {"nanoseconds": "gpu__time_duration.sum"}
-PROFILED = (
-    _TIME
-    | {
-        "registers": "launch__registers_per_thread",
-        "tensor pipe, % of the time": "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_active",
-        "bytes from L2 by TMA": METRICS["bytes loaded by TMA"].metric,
-        "bytes from memory": "dram__bytes_read.sum",
-    }
-    | {f"stalled: {x}": f"smsp__average_warps_issue_stalled_{x}_per_issue_active.ratio" for x in _STALLS}
-)
+PROFILED = {
+    **_TIME,
+    "registers": "launch__registers_per_thread",
+    "tensor pipe, % of the time": "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_active",
+    "bytes from L2 by TMA": METRICS["bytes loaded by TMA"].metric,
+    "bytes from memory": "dram__bytes_read.sum",
+    **{f"stalled: {x}": f"smsp__average_warps_issue_stalled_{x}_per_issue_active.ratio" for x in _STALLS},
+}
 
 
 def launched() -> list[Variant]:

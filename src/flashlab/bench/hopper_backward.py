@@ -158,7 +158,7 @@ def measure(job: Row, rounds: int = 9) -> list[Row]:
     o, lse = forward(q, k, v, causal)
     ways, reasons = ways_of(job, given, o, lse)
     found, more = harness.times_of(ways, rounds)
-    work = hopper_jobs.BACKWARD_WORK * hopper_jobs.work_of(job)
+    work = hopper_jobs.BACKWARD_WORK * harness.work_of(job)
     for name, row in found.items():
         if ":" in name:  # a part of the work
             continue

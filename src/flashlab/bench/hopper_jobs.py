@@ -199,9 +199,3 @@ OF_INPUTS = ([4, 16, 4096, 128], [4, 32, 4096, 64])
 def input_jobs() -> list[Row]:
     """Scores that trust likes, and scores that it does not."""
     return jobs_of("inputs", inputs=hopper_inputs.MADE, shape=OF_INPUTS, causal=(False, True), dtype=["bf16"])
-
-
-def work_of(job: Row) -> float:
-    """FLOPs of a forward pass."""
-    batch, heads, rows, head_dim = job["shape"]
-    return 4.0 * batch * heads * rows * job.get("keys", rows) * head_dim / (2 if job["causal"] else 1)

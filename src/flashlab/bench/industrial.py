@@ -150,9 +150,7 @@ def trial(step: str) -> str | None:
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
 def rows_of(job: Row, found: dict[str, Row], reasons: dict[str, str]) -> list[Row]:
-    batch, heads, seq_len, head_dim = job["shape"]
-    work = timing.attention_flops(batch, heads, seq_len, head_dim, job["causal"]) * WORK_OF[job["pass"]]
-    return harness.rows_of(job, found, reasons, work)
+    return harness.rows_of(job, found, reasons, harness.work_of(job) * WORK_OF[job["pass"]])
 
 
 def measure(job: Row) -> list[Row]:

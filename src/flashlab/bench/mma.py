@@ -24,7 +24,7 @@ import torch
 
 from flashlab import runtime
 from flashlab.attention import reference
-from flashlab.bench import harness, ncu, peers, published, timing, truth
+from flashlab.bench import harness, ncu, peers, published, truth
 from flashlab.bench.harness import Data, Row, Way, jobs_of
 from flashlab.bench.records import NoGpu
 from flashlab.bench.resources import tile_of
@@ -186,9 +186,8 @@ def about(case: Case) -> Row:
 
 def rows_of(job: Row, times: Mapping[str, Row], reasons: Mapping[str, str]) -> list[Row]:
     """A row for each implementation of a job, with its speed over FlashAttention-2's."""
-    batch, heads, n, d = job["shape"]
-    work, fa2 = timing.attention_flops(batch, heads, n, d, job.get("causal", False)), times.get("fa2")
-    rows = harness.rows_of(job, times, reasons, work)
+    fa2 = times.get("fa2")
+    rows = harness.rows_of(job, times, reasons, harness.work_of(job))
     return [row | {"vs_fa2": fa2["ms"] / row["ms"] if fa2 else None} if "ms" in row else row for row in rows]
 
 
@@ -246,8 +245,7 @@ def measure(job: Row) -> list[Row]:
     beside = [name for name in PEERS_OF.get(part, ("fa2",)) if name not in left_out]
     ways: dict[str, Way] = {name: peers.attention(PEERS[name], q, k, v, causal) for name in beside}
     ways |= {one.name: functools.partial(module.forward, q, k, v, causal=causal) for one, module in _kernels_of(job)}
-    options = {"target_ms": 1.5} if part in ("published", "final") else {}
-    rows = rows_of(job, *harness.times_of(ways, ROUNDS, **options))
+    rows = rows_of(job, *harness.times_of(ways, ROUNDS))
     want = reference.attention(*(x[:1, :1] for x in (q, k, v)))[0] if part == "exhibits" else None
     for row in rows:
         kernel = main_kernel(_kernels().get((row["name"], d), []), causal) if part == "ladder" else None

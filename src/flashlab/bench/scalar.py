@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from flashlab.bench import harness, peers, published, timing
+from flashlab.bench import harness, peers, published
 from flashlab.bench.harness import Data, Row, Way
 from flashlab.bench.rows import by, of, over
 from flashlab.cuda import CudaModule, load_inline
@@ -33,8 +33,8 @@ SHAPE = ("batch", "heads", "seq_len", "head_dim", "causal")
 
 def measure(job: Row) -> list[Row]:
     """A row for each variant, with its time, its speed and its largest error against float64."""
-    batch, heads, seq_len, head_dim, causal = (job[name] for name in SHAPE)
-    inputs = harness.sets_of(harness.draw(*[(batch, heads, seq_len, head_dim)] * 3, dtype=torch.float32))
+    *shape, causal = (job[name] for name in SHAPE)
+    inputs = harness.sets_of(harness.draw(*[shape] * 3, dtype=torch.float32))
     variants: dict[str, Callable[..., Way]] = {
         name: lambda q, k, v, causal, m=m: lambda: m.forward(q, k, v, causal=causal)[0]
         for name, m in _modules().items()
@@ -46,7 +46,7 @@ def measure(job: Row) -> list[Row]:
     want = peers.unfused(q, k, v, causal)()
     for name in times:
         times[name]["max_error"] = (functions[name][0]().double() - want).abs().max().item()
-    rows = harness.rows_of(job, times, reasons, timing.attention_flops(batch, heads, seq_len, head_dim, causal))
+    rows = harness.rows_of(job, times, reasons, harness.work_of({"shape": shape, "causal": causal}))
     return [row | {"variant": row.pop("name")} for row in rows]
 
 

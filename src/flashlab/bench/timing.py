@@ -39,11 +39,6 @@ def summary(samples: Sequence[float]) -> Times:
     return {"ms": median, "fastest": min(samples), "slowest": max(samples), "rounds": len(samples)}
 
 
-def attention_flops(batch: int, heads: int, seq_len: int, head_dim: int, causal: bool = False) -> float:
-    """Of a forward pass: two products of 2 N^2 D each per head, half of that if causal."""
-    return 4.0 * batch * heads * seq_len**2 * head_dim / (2 if causal else 1)
-
-
 def made(names: Iterable[str], make: Callable[[str], Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """make(name) of each, and why the others have none, in a line: no memory, no backend."""
     found: dict[str, Any] = {}
@@ -74,18 +69,16 @@ def interleaved(
     functions: Mapping[str, Work],
     *,
     rounds: int = 15,
-    target_ms: float = 2.0,
     graphs: bool = True,
 ) -> dict[str, Times]:
     """Times functions that launch GPU work, in turns.
 
-    functions: by name; each without arguments, or a list of them: the same work on different tensors. target_ms: a
-    replay repeats its function until it takes about as long. graphs: record into CUDA graphs; False: plain launches,
-    the CPU's time for them included where it is longer. One that takes 150 ms in all gets fewer rounds, three at least.
-    Raises NoGpu.
+    functions: by name; each without arguments, or a list of them: the same work on different tensors. A replay repeats
+    its function until it takes about 2 ms. graphs: record into CUDA graphs; False: plain launches, the CPU's time for
+    them included where it is longer. One that takes 150 ms in all gets fewer rounds, three at least. Raises NoGpu.
     """
     with _own_stream() as stream:
-        runs = {name: _repeated(given, stream, target_ms, graphs) for name, given in functions.items()}
+        runs = {name: _repeated(given, stream, 2.0, graphs) for name, given in functions.items()}
         samples: dict[str, list[float]] = {name: [] for name in runs}
         for number in range(rounds + 1):
             for name in order(runs, number):

@@ -15,7 +15,7 @@ import torch
 from flashlab import runtime
 from flashlab.attention.naive import naive_attention
 from flashlab.attention.triton_minimal import flash_attention_forward
-from flashlab.bench import harness, peers, timing
+from flashlab.bench import harness, peers
 from flashlab.bench.rows import by, grid, of, where
 from flashlab.check.cases import Case, make_inputs
 from flashlab.check.tolerance import excess, truth
@@ -51,7 +51,7 @@ def measure(job: harness.Row) -> list[harness.Row]:
         peers.sdpa("FLASH_ATTENTION", q[None, None], k[None, None], v[None, None]),
     ]
     times, reasons = harness.times_of(dict(zip(NAMES, ways, strict=True)), rounds=15)
-    return harness.rows_of(job, times, reasons, timing.attention_flops(1, 1, n, head_dim))
+    return harness.rows_of(job, times, reasons, harness.work_of({"shape": (1, 1, n, head_dim), "causal": False}))
 
 
 def accuracy(n: int, head_dim: int, dtype: torch.dtype = torch.float16, content: str = "plain") -> dict[str, Any]:
