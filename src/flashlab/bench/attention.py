@@ -16,7 +16,7 @@ import torch
 
 from flashlab.attention.door import flash_attention
 from flashlab.bench import harness, peers, timing
-from flashlab.bench.harness import Data, Row, Way
+from flashlab.bench.harness import Data, Row, Way, jobs_of
 from flashlab.bench.rows import by, grid
 from flashlab.models.memory import kept_bytes
 from flashlab.table import Table
@@ -33,17 +33,13 @@ APART = 2**28
 
 def jobs() -> list[Row]:
     """The published dtype first, and short before long."""
-    return [_job(d, n, dtype) for dtype in DTYPES for n in LENGTHS for d in D_MODELS]
+    return jobs_of("attention", dtype=DTYPES, seq_len=LENGTHS, d_model=D_MODELS)
 
 
 def quick_jobs() -> list[Row]:
     """Small sizes; smaller where Triton is interpreted."""
     lengths, d_models = ((256, 1024), (16, 64)) if harness.on_gpu() else ((64, 128), (16,))
-    return [_job(d, n, "float32") for n in lengths for d in d_models]
-
-
-def _job(d_model: int, seq_len: int, dtype: str) -> Row:
-    return {"part": "attention", "d_model": d_model, "seq_len": seq_len, "dtype": dtype}
+    return jobs_of("attention", dtype=["float32"], seq_len=lengths, d_model=d_models)
 
 
 def inputs(job: Row) -> list[torch.Tensor]:

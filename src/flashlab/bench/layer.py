@@ -58,7 +58,6 @@ TOP = 40
 MOST_EVENTS = 300
 RUNS = {"published": 100, "present": 20}
 """Of a profile; as many as were published, so that their totals can stand beside ours. Elsewhere 3."""
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PUBLISHED_LAYERS = {"original": ORIGINAL, "flash": APART}
 """Which of NAMES is meant by a layer of the published table: its RoPE is small operations in both."""
 OUR_KERNEL = "flash_attention_kernel"  # the name of the forward kernel in a profile
@@ -148,7 +147,7 @@ def draw(case: Case, scope: str) -> list[torch.Tensor]:
     shapes: list[tuple[int, ...]] = [(case.batch, h, case.seq_len, case.head_dim) for h in heads]
     if scope == "layer" and case.projections:
         shapes = [(case.batch, case.seq_len, case.heads * case.head_dim)]
-    return harness.draw(*shapes, dtype=DTYPES[case.dtype], seed=case.seq_len + case.head_dim, grad=len(shapes))
+    return harness.draw(*shapes, dtype=getattr(torch, case.dtype), seed=case.seq_len + case.head_dim, grad=len(shapes))
 
 
 def build(name: str, case: Case, scope: str) -> tuple[nn.Module, Row]:
@@ -180,7 +179,7 @@ def _projected(core: RotaryAttention, case: Case) -> AttentionLayer:
     leaves PyTorch's unusable."""
     width = case.heads * case.head_dim
     with torch.device("meta"):
-        layer = AttentionLayer(width, case.heads, case.kv_heads, causal=case.causal).to(DTYPES[case.dtype])
+        layer = AttentionLayer(width, case.heads, case.kv_heads, causal=case.causal).to(getattr(torch, case.dtype))
     layer.to_empty(device=runtime.device())
     generator = torch.Generator(runtime.device()).manual_seed(0)
     with torch.no_grad():

@@ -377,6 +377,7 @@ def condensed(points: Sequence[tuple[float, int]], most: int = SERIES) -> tuple[
 def measure_limit(job: Row) -> list[Row]:
     """A row for each length, doubled until a step runs out of memory, or would take too long: its bytes at the most and
     its time, or why there is none."""
+    harness.emptied()
     base = shape_of(job.get("size", "small"))
     longest = LONGEST if harness.on_gpu() else 64  # where too long a text would fill the machine's own memory
     rows: list[Row] = []
@@ -384,13 +385,13 @@ def measure_limit(job: Row) -> list[Row]:
     while True:
         shape = replace(base, vocabulary=BYTES, positions=seq_len, **WAYS[job["attention"]])
         row = job | {"seq_len": seq_len}
-        harness.emptied()
         try:
             row["once_ms"] = timed_step(Training(shape, job["dtype"], _batch(job), seq_len))["step"]
             if harness.on_gpu():
                 row["peak_bytes"] = torch.cuda.max_memory_allocated()
         except Exception as error:  # memory most likely
             row["unavailable"] = timing.reason(error)
+        harness.emptied()
         rows.append(row)
         if "unavailable" in row or 2 * seq_len > longest or 4 * row["once_ms"] / 1e3 > STEP_SECONDS:
             return rows

@@ -1,9 +1,7 @@
 """Phase 13 on several GPUs of one host: one sequence over all of them, beside one GPU and PyTorch's context_parallel.
 
     flashlab bench ring                                   # on all GPUs here; writes recorded/ring_<gpu>[_x<GPUs>].json
-    flashlab bench ring --ranks 2 --out x.json
     flashlab bench ring --quick                                  # tiny, two ranks as threads with gloo, on any machine
-    flashlab bench ring --graphs                                 # the ring recorded in a CUDA graph too
 
 Rows: heads, kv_heads, n (the whole sequence), causal, pass ("forward" or "both"), name; ms (of the slowest rank, of
 calls in a row that take 40 ms, issued while the GPU still waits; median of the rounds, all names in turns), fastest,
