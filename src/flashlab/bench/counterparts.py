@@ -107,7 +107,7 @@ def _lm_forward_backward(row: Row) -> Figures:
     for column in ("forward", "backward"):
         if (seconds := row[f"avg_{column}_s"]) is not None:
             model = {"size": lm.SIZE_NAMES[str(row["model"])], "attention": "eager", "dtype": "float32"}
-            asked = Asked("lm", "step", model | {"pass": lm.PUBLISHED_PASSES[str(row["run"]), column]})
+            asked = Asked("lm", "step", model | {"pass": "forward only" if row["run"] == "forward_only" else column})
             yield f"{row['run']} {row['model']} {column}", 1e3 * float(seconds), [asked]
 
 

@@ -122,11 +122,10 @@ class Filled:
 
     def sequence(self, i: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The n keys and values of a sequence, in their order."""
-        there = torch.ones(1, n, dtype=torch.bool, device=self.k.device)
         if self.table is None:
             return self.k[i : i + 1, :, :n], self.v[i : i + 1, :, :n]
         width = cdiv(n, self.k.shape[2])
-        there = torch.nn.functional.pad(there, (0, width * self.k.shape[2] - n))
+        there = torch.arange(width * self.k.shape[2], device=self.k.device)[None] < n
         k, v = (gathered(x, self.table[i : i + 1, :width], there)[:, :, :n] for x in (self.k, self.v))
         return k, v
 

@@ -606,14 +606,6 @@ def apart(data: Data, dtype: str = "float32") -> dict[str, float]:
     return {name: distance(found["eager"], curve) for name, curve in found.items() if name != "eager"}
 
 
-PUBLISHED_PASSES = {
-    ("forward_only", "forward"): "forward only",
-    ("forward_backward", "forward"): "forward",
-    ("forward_backward", "backward"): "backward",
-}
-"""By the published run and column: the pass here."""
-
-
 BENCH = harness.Bench(
     __name__, "the language model is",
     ("size", "attention", "dtype", "what", "batch", "seq_len", "compiled", "pass"), minutes=8.0,
