@@ -10,10 +10,8 @@ from typing import Any, NamedTuple
 
 from flashlab.bench import layer, lm, published, records
 from flashlab.bench.mma import STAGES_ADA
-from flashlab.bench.rows import where
+from flashlab.bench.rows import Row, where
 from flashlab.table import Table
-
-Row = dict[str, Any]
 
 
 class Figure(NamedTuple):
