@@ -12,6 +12,7 @@ clock      each kernel alone for seconds, on random numbers and on zeros: the cl
 backward   dQ, dK and dV, bf16, beside phase 5's in Triton (flashlab.bench.hopper_backward)
 validate   repeats: the same bits, 200 times; shapes: a list of lengths and heads; cases: all those of the checker
 profile    Nsight Compute on each step and cuDNN at a large shape: the tensor pipe, what the warps wait for
+stamps     the multiprocessor's clock in two steps: what a consumer does in a part, in cycles (flashlab.bench.clocked)
 counters   Nsight Compute's counts of a small launch of each step, beside the emulator's
 planted    kernels with one mistake each: is the result right, and what does compute-sanitizer say?
 sanitizer  what each tool of compute-sanitizer says of one launch of each step
@@ -38,6 +39,7 @@ import torch
 
 from flashlab.attention import triton_forward
 from flashlab.bench import harness, hopper_backward, hopper_inputs, hopper_jobs, ncu, peers, timing, truth, validation
+from flashlab.bench.clocked import clocked, cycles
 from flashlab.bench.harness import Row, Way
 from flashlab.bench.hopper_inputs import Inputs
 from flashlab.bench.hopper_jobs import BOXES, CUDNN, DTYPES, FA2, FA4, OURS, P9, TRITON, defines_of, last, step_of
@@ -82,7 +84,7 @@ def wanted_modules(todo: Iterable[Row]) -> list[Key]:
     ours, found = last(), []
     for job in todo:
         part, dtype = job["part"], DTYPES[job.get("dtype", "bf16")]
-        if part in ("planted", "backward"):  # the last builds its own
+        if part in ("planted", "backward", "stamps"):  # the last two build their own
             continue
         if part in ("counters", "profile", "sanitizer"):
             found += [(v.name, v.head_dim, v.dtype) for v in launched()]
@@ -152,6 +154,8 @@ def measure(job: Row, rounds: int = 9, captured: Path | None = None) -> list[Row
         return [job | row for row in (count() if part == "counters" else profile())]
     if part == "clock":
         return measure_clock(job)
+    if part == "stamps":
+        return measure_stamps(job)
     names = hopper_jobs.steps_of(job)
     if part in ("inputs", "captured"):
         return measure_inputs(job, [OURS, *names[1:], CUDNN, FA2, FA4], rounds, captured)
@@ -173,6 +177,19 @@ def measure_inputs(job: Row, names: Sequence[str], rounds: int, captured: Path |
         counted = hopper_inputs.doubts(*inputs[:2], causal=job["causal"])
     rows = compared(job, names, rounds, [inputs])
     return [row | counted._asdict() if row["name"] == OURS else row for row in rows]
+
+
+def measure_stamps(job: Row) -> list[Row]:
+    """A row for each of two steps, the last before O's way out was shortened and the last: cycles between its marks."""
+    q, k, v = make(job)
+    found = []
+    for step in (hopper_jobs.LEARNS, last().name):
+        module = load_inline(clocked(step_of(step)), head_dim=q.shape[3], dtype=q.dtype)
+        for _ in range(3):  # of which the last one counts
+            module.forward(q, k, v, causal=job["causal"])
+            passed = cycles(module)
+        found.append(job | {"name": step, "cycles": passed})
+    return found
 
 
 def measure_clock(job: Row) -> list[Row]:

@@ -90,8 +90,8 @@ def steps_of(job: Row) -> list[str]:
     return [ours.name, *(f"{ours.name} {x}" for x in others)]
 
 
-FORGETS, ROUNDED = "p11_15_portions", "p11_side_rounded"
-"""The step that forgets its doubts, and the exhibit that divides by the sum of the rounded weights."""
+FORGETS, LEARNS, ROUNDED = "p11_15_portions", "p11_16_learns", "p11_side_rounded"
+"""The step that forgets its doubts, the one that does not, the exhibit that divides by the sum of rounded weights."""
 
 
 # ---- what is measured ------------------------------------------------------------------------------------------------
@@ -138,6 +138,7 @@ def jobs() -> list[Row]:
     found += repeat_jobs() + input_jobs()
     # Zeros: on them no transistor of a multiplier switches.
     found += jobs_of("clock", shape=OF_INPUTS, inputs=("random", "zeros"), causal=[False], dtype=["bf16"])
+    found += jobs_of("stamps", shape=STAMPED, causal=MASKS, dtype=["bf16"])
     for (model, layers), shape in zip(hopper_inputs.LAYERS.items(), OF_INPUTS, strict=True):
         about: Row = {"shape": [shape], "causal": [True], "dtype": ["bf16"]}
         found += jobs_of("captured", inputs=[model], layer=range(layers), **about)
@@ -193,6 +194,7 @@ def quick_jobs() -> list[Row]:
     ]
 
 
+STAMPED = ([32, 32, 512, 64], [32, 16, 512, 128])
 OF_INPUTS = ([4, 16, 4096, 128], [4, 32, 4096, 64])
 
 

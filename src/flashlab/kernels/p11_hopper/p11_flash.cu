@@ -48,6 +48,7 @@ struct __align__(16) Part { int batch, head, m_start, end; };  // a head's rows,
 #include "p11_hopper/maxima.cuh"
 #include "p11_hopper/exponential.cuh"
 #include "p11_hopper/scores_again.cuh"
+#include "p11_hopper/edges.cuh"                                // New
 template <int CONSUMERS_> struct Tile {                        // New: what depends on the number of consumers
     // A warpgroup each, and the producer's after them
     static constexpr int CONSUMERS = CONSUMERS_, WARPS = 4 * CONSUMERS, THREADS = (CONSUMERS + 1) * GROUP;
@@ -236,7 +237,10 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
         float m_new[ROWS_PER_LANE], sums[ROWS_PER_LANE];
         bool moved = false;
         auto maxima = [&] {
-            row_maxima<CAUSAL, MASKED>(m_new, moved, s, m_i, p, at.m_start + warp_row + g, j * BLOCK_N, t, scale_log2);
+            // New: by bits, and not where a first tile is full
+            const bool is_full = FIRST && !CAUSAL && (j + 1) * BLOCK_N <= p.seq_k;
+            if (MASKED && !is_full) hide<CAUSAL>(s, p, at.m_start + warp_row + g, j * BLOCK_N + t * 2);
+            row_maxima<CAUSAL, false>(m_new, moved, s, m_i, p, at.m_start + warp_row + g, j * BLOCK_N, t, scale_log2);
         };
 
         // region: rescale
@@ -382,22 +386,12 @@ flash_forward(const Problem p, int heads_together, int groups, // and what TMA h
 
         // region: store
         // region: last sums
-        // O and lse
-        float* lse = p.lse + ((int64_t)at.batch * p.heads + at.head) * p.seq_q + at.m_start;   // [batch, heads, seq_q]
         float inverse[ROWS_PER_LANE];
-#pragma unroll
-        for (int r = 0; r < ROWS_PER_LANE; r++) {
-            const int row = warp_row + g + r * 8;
-            float sum = l_i[r];
-            sum += __shfl_xor_sync(~0u, sum, 1);
-            sum += __shfl_xor_sync(~0u, sum, 2);
-            inverse[r] = sum > 0.f ? 1.f / sum : sum;          // a row that sees no key: 0; NaN stays NaN
-            if (t == 0 && at.m_start + row < p.seq_q)
-                lse[row] = sum == 0.f ? -INFINITY : (m_i[r] * scale_log2 + log2f(sum)) * LN2;
-        }
+        last_sums(inverse, l_i);                               // New
         // endregion
         store_output<BLOCK_M, CONSUMERS, O_STEP, O_COLUMNS / O_STEP>(         // New: by slabs, where O is wide
             acc, inverse, o_map, o_smem, o_lane, lane, consumer, first_thread, first_row, at.head, at.batch);
+        store_lse(p, at, l_i, m_i, warp_row + g, t, scale_log2);       // New: behind O
     }
     if (first_thread) bulk_wait<0>();                          // the last O is written
     if (consumer == 0) take_turn();                            // the last turn that was passed on to it

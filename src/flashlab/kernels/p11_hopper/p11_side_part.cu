@@ -62,40 +62,35 @@ struct __align__(16) Part { int batch, head, m_start, end, begin = 0, piece = 0,
             named_barrier_sync(1 + CONSUMERS + consumer, GROUP);
         }
         // region: merge
+        float inverse[ROWS_PER_LANE];
+        last_sums(inverse, l_i);
         // O and lse
-        float* lse = p.lse + ((int64_t)at.batch * p.heads + at.head) * p.seq_q + at.m_start;   // [batch, heads, seq_q]
+        float* lse = lse_of(p, at);                            // [BLOCK_M]
         // New: straight from the registers: a quad's 8 columns are 32 bytes
         float* o = (float*)p.o + at.batch * p.o_stride.batch + at.head * p.o_stride.head;
         float before[ROWS_PER_LANE];                           // New: both on their way at once
+        const int first = warp_row + g, rows = p.seq_q - at.m_start;
+#pragma unroll
+        for (int r = 0; r < ROWS_PER_LANE; r++) before[r] = first + r * 8 < rows ? lse[first + r * 8] : -INFINITY;
 #pragma unroll
         for (int r = 0; r < ROWS_PER_LANE; r++) {
-            const int row = warp_row + g + r * 8;
-            before[r] = at.m_start + row < p.seq_q ? lse[row] : -INFINITY;
-        }
-#pragma unroll
-        for (int r = 0; r < ROWS_PER_LANE; r++) {
-            const int row = warp_row + g + r * 8;
-            const bool there = at.m_start + row < p.seq_q;
-            float sum = l_i[r];
-            sum += __shfl_xor_sync(~0u, sum, 1);
-            sum += __shfl_xor_sync(~0u, sum, 2);
+            const int row = first + r * 8;
+            const bool there = row < rows;
             // New: two finished results, as weights of the sum of both
-            const float mine = sum == 0.f ? -INFINITY : (m_i[r] * scale_log2 + log2f(sum)) * LN2;
+            const float mine = l_i[r] == 0.f ? -INFINITY : (m_i[r] * scale_log2 + __log2f(l_i[r])) * LN2;
             const float top = fmaxf(before[r], mine), base = top == -INFINITY ? 0.f : top;    // -inf - (-inf) is NaN
             const float a = exp2_approx((before[r] - base) * LOG2E), b = exp2_approx((mine - base) * LOG2E);
-            const float keep = a > 0.f ? a / (a + b) : a, factor = sum > 0.f ? b / (a + b) / sum : sum;  // NaN stays
+            const float keep = a > 0.f ? a / (a + b) : a, factor = l_i[r] > 0.f ? b / (a + b) * inverse[r] : l_i[r];
             __syncwarp();                                      // or a lane would read what another one stored
-            if (t == 0 && there) lse[row] = top + log2f(a + b) * LN2;
+            if (t == 0 && there) lse[row] = top + __log2f(a + b) * LN2;
             float2* o_row = (float2*)(o + (at.m_start + row) * p.o_stride.row) + t;
             float2 was[O_TILES];                               // many loads, one latency: a store holds up the next
 #pragma unroll
             for (int n = 0; n < O_TILES; n++) was[n] = there && a > 0.f ? o_row[n * MMA_N / 2] : float2{};
 #pragma unroll
-            for (int n = 0; n < O_TILES; n++) {
-                const int i = 4 * n + 2 * r;
-                if (there) o_row[n * MMA_N / 2] = make_float2(fmaf(keep, was[n].x, acc[i] * factor),
-                                                              fmaf(keep, was[n].y, acc[i + 1] * factor));
-            }
+            for (int n = 0; n < O_TILES; n++)
+                if (there) o_row[n * MMA_N / 2] = make_float2(fmaf(keep, was[n].x, acc[4 * n + 2 * r] * factor),
+                                                              fmaf(keep, was[n].y, acc[4 * n + 2 * r + 1] * factor));
         }
         // endregion
         if (at.place >= 0) {                                   // New

@@ -70,17 +70,7 @@
         // endregion
 
         // region: last sums
-        // O and lse
-        float* lse = p.lse + ((int64_t)at.batch * p.heads + at.head) * p.seq_q + at.m_start;   // [batch, heads, seq_q]
         float inverse[ROWS_PER_LANE];
-#pragma unroll
-        for (int r = 0; r < ROWS_PER_LANE; r++) {
-            const int row = warp_row + g + r * 8;
-            float sum = l_i[r], rounded = l_o[r];
-            sum += __shfl_xor_sync(~0u, sum, 1), rounded += __shfl_xor_sync(~0u, rounded, 1);
-            sum += __shfl_xor_sync(~0u, sum, 2), rounded += __shfl_xor_sync(~0u, rounded, 2);
-            inverse[r] = sum > 0.f ? 1.f / rounded : sum;      // New: a row that sees no key: 0; NaN stays NaN
-            if (t == 0 && at.m_start + row < p.seq_q)
-                lse[row] = sum == 0.f ? -INFINITY : (m_i[r] * scale_log2 + log2f(sum)) * LN2;
-        }
+        last_sums(inverse, l_i);
+        last_sums(inverse, l_o);                               // New: what O is divided by
         // endregion
