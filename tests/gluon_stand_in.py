@@ -6,8 +6,6 @@ waited for, not when it is started: a tile that is overwritten too early is read
 threads; where all that is left waits for barriers, and no copy is under way, that is an error.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import random

@@ -62,7 +62,6 @@ def cache(tmp_path_factory, monkeypatch):
     return folder
 
 
-@pytest.mark.slow
 def test_shared_memory_alone_is_that_of_the_whole_and_lengths_alike_are_compiled_once():
     (alone, other), (whole,) = (
         compile_reports(gemm_tile, some, targets=["sm_90"], num_stages=2, shared_only=only)
@@ -74,7 +73,6 @@ def test_shared_memory_alone_is_that_of_the_whole_and_lengths_alike_are_compiled
     assert [module._alike(k) for k in (0, 1, 512, 250, 2**31, 2**63 + 3)] == [16, 1, 16, 17, 2**32 + 16, 2**63 + 17]
 
 
-@pytest.mark.slow
 def test_arguments_are_specialised_as_a_launch_does():
     shifted = torch.zeros(1032, dtype=F16)[1:]
     arguments = [
@@ -251,7 +249,6 @@ NOTEBOOK = """
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("interpret", ["1", pytest.param("0", marks=pytest.mark.long)])
 def test_kernels_and_launchers_of_notebook_cells(interpret):
     """Both kinds of process: in one @triton.jit makes a JITFunction, in the other an InterpretedFunction. Each asks a

@@ -98,7 +98,6 @@ def test_the_report_of_this_machine_is_json_and_complete():
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_the_json_holds_what_pytorch_collects_and_no_home_folder():
     text = run_doctor(options=["--json"], HOME=str(ROOT.parent), FLASHLAB_INTERPRET="")
     collected = json.loads(text)["collect_env"]
@@ -110,7 +109,6 @@ def test_the_json_holds_what_pytorch_collects_and_no_home_folder():
     assert "collect_env" not in run_doctor()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, source, words",
     [("torch", "raise OSError('libbroken.so.1: no such file')", "libbroken.so.1"),

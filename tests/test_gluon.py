@@ -173,10 +173,9 @@ def test_elsewhere_it_says_what_is_missing():
 
 
 # ---- the compiler --------------------------------------------------------------------------------------------------
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)], ids=str)
-@pytest.mark.parametrize("head_dim", [pytest.param(d, marks=pytest.mark.long if d != 128 else []) for d in TILES])
-@pytest.mark.parametrize("step", [*(pytest.param(s, marks=pytest.mark.long) for s in STEPS[:-1]), STEPS[-1]])
+@pytest.mark.parametrize("dtype", SIXTEEN, ids=str)
+@pytest.mark.parametrize("head_dim", TILES)
+@pytest.mark.parametrize("step", STEPS)
 @pytest.mark.long
 def test_compiled_for_hopper(step, head_dim, dtype):
     asked = [(head_dim, dtype, causal) for causal in (False, True)]

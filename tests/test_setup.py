@@ -235,7 +235,6 @@ HOW_IT_ENDS = {
 MOMENTS = 4
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_cut_short_at_any_moment_and_resumed(tmp_path):
     begun = time.monotonic()

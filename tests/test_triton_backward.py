@@ -8,7 +8,7 @@ from drawn import drawn, within
 from huge_tensors import NO_ROOM, REASON, far_apart
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_triton_forward import TARGETS, recorded_reports
+from test_triton_forward import CHIPS, recorded_reports
 from test_triton_forward import expect as expect_forward
 
 from flashlab import runtime
@@ -191,9 +191,8 @@ SPILL = 128  # bytes a thread, of 1020 in registers
 KERNELS = {"dkdv": dkdv_kernel, "dq": dq_kernel}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["dkdv", pytest.param("dq", marks=pytest.mark.long)])
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("target", CHIPS)
 @pytest.mark.long
 def test_recorded_tiles_fit_and_spill_little(target, kernel):
     for choice, report in recorded_reports(KERNELS[kernel], kernel, target, partial(compile_arguments, kernel)):

@@ -209,7 +209,6 @@ def test_tuning_keeps_the_result_and_is_remembered(tmp_path, monkeypatch):
 SPILL = 64  # bytes a thread: a few numbers of the loop's surroundings, not of the loop
 CHIPS = {"sm_80": "ampere", "sm_86": "consumer", "sm_90": "hopper", "sm_120": "consumer"}
 # sm_120 has the tiles of sm_86, and as much shared memory.
-TARGETS = [pytest.param(t, marks=[] if t == "sm_90" else pytest.mark.long) for t in CHIPS]
 
 
 def recorded_reports(kernel, name, target, arguments_of):
@@ -231,15 +230,13 @@ def recorded_reports(kernel, name, target, arguments_of):
         yield choice, report
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", CHIPS)
 @pytest.mark.long
 def test_recorded_tiles_fit_and_spill_little(target):
     for _, report in recorded_reports(flash_attention_kernel, "forward", target, compile_arguments):
         assert report.fits and report.spill_bytes <= SPILL, report
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_float32_is_three_tf32_products():
     tile = Tile(32, 32, 4, 2)

@@ -1,7 +1,5 @@
 """Phase 11's backward pass: right against float64, clean under the checks."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

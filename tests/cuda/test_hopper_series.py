@@ -1,7 +1,5 @@
 """Phase 11's last step and its exhibits, beside what is asked of every step (test_series.py)."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

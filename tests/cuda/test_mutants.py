@@ -1,7 +1,5 @@
 """Every broken kernel of the zoo is found, and in words that name its mistake."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -52,9 +52,7 @@ def test_every_step_is_recorded_for_every_target():
 
 
 @pytest.mark.skipif(not resources.available(), reason="no nvcc, or no cuobjdump")
-@pytest.mark.parametrize(
-    "name", ["p8_6_store", *(pytest.param(n, marks=pytest.mark.long) for n in ("p6_1_fa1", "p6_5_overlap"))]
-)
+@pytest.mark.parametrize("name", ["p8_6_store", "p6_1_fa1", "p6_5_overlap"])
 @pytest.mark.long
 def test_measured_is_recorded(name):
     data, s = bench.recorded(), step(name)

@@ -1,7 +1,5 @@
 """The kernel series: every step and exhibit is right, clean under the checks, and one idea away from the last."""
 
-from __future__ import annotations
-
 import difflib
 import itertools
 import re
