@@ -1,10 +1,10 @@
 """Tensors whose parts lie more than 2^31 elements apart: addresses in 32 bits wrap around and read wrong numbers."""
 
 import torch
+from drawn import DEVICE
 
 from flashlab import runtime
 
-DEVICE = runtime.device()
 NO_ROOM = not runtime.INTERPRETED and torch.cuda.get_device_properties(DEVICE).total_memory < 16 * 2**30
 REASON = "a GPU has to have this memory; on the CPU an untouched page has none"
 

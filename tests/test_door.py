@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from drawn import qkv, within
+from drawn import DEVICE, qkv, within
 
 from flashlab import choose_backend, flash_attention, runtime
 from flashlab.attention import backends, blockwise, triton_forward
@@ -21,7 +21,6 @@ from flashlab.check import verify
 from flashlab.check.training import wanted
 from flashlab.cuda import operators
 
-DEVICE = runtime.device()
 BACKENDS = ("reference", "simulation", "torch", "triton")
 SOME = [*(pytest.param(x, marks=pytest.mark.long) for x in BACKENDS[:2]), *BACKENDS[2:]]
 QUICK = "torch" if runtime.INTERPRETED else "triton"

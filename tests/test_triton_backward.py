@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from drawn import drawn, within
+from drawn import DEVICE, DTYPES, drawn, within
 from huge_tensors import NO_ROOM, REASON, far_apart
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,9 +26,7 @@ from flashlab.attention.triton_forward import flash_attention_forward, flash_att
 from flashlab.check.training import wanted, worst
 from flashlab.triton_tools.watch import watched
 
-DEVICE = runtime.device()
 SMALL = Tiles(Tile(16, 16, 4, 2), Tile(16, 16, 4, 2))
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def gradients(q, k, v, do, tiles=SMALL, concurrent=None, **options):

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from drawn import qkv, within
+from drawn import DEVICE, DTYPES, qkv, within
 
 from flashlab import runtime
 from flashlab.attention import tiles
@@ -23,10 +23,8 @@ from flashlab.check.training import wanted
 from flashlab.triton_tools.compile_report import compile_reports
 from flashlab.triton_tools.watch import hbm_traffic
 
-DEVICE = runtime.device()
 SMALL = Tile(16, 16, 4, 2)
 SIXTEEN, FLOAT32 = torch.float16, torch.float32
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def expect(q, k, v, *, run=flash_attention_forward, tile=SMALL, **options):

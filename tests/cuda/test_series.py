@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from drawn import qkv
 
 from flashlab.attention import reference
 from flashlab.cuda import load_inline
@@ -41,10 +42,8 @@ def run(step, case, *, head_dim=64, dtype=None, check=False, sms=None, shared_li
     """sms: by default so few in phase 11 that blocks take several parts."""
     heads, kv_heads, seq_q, seq_k, causal = case
     dtype = dtype or getattr(step, "dtypes", [torch.float16])[0]
-    generator = torch.Generator().manual_seed(seq_q)
-    q = torch.randn(1, seq_q, heads, head_dim, generator=generator).to(dtype).transpose(1, 2)  # [B, N, H, D] strides
-    k, v = (torch.randn(1, kv_heads, seq_k, head_dim, generator=generator).to(dtype) for _ in range(2))
-    v = v + 0.5
+    q, k, v = qkv(1, heads, kv_heads, seq_q, seq_k, head_dim, dtype, seed=seq_q, device="cpu")
+    q = q.transpose(1, 2).contiguous().transpose(1, 2)  # [B, N, H, D] strides
     module = load_inline(step, backend="emulator", head_dim=head_dim, dtype=dtype, check=check, defines=defines)
     name, sms = getattr(step, "name", ""), sms or (2 if step in HOPPER else 132)
     o, lse = module.forward(q, k, v, causal=causal, sms=sms, shared_limit=shared_limit)

@@ -2,16 +2,14 @@
 
 import pytest
 import torch
-from drawn import draw
+from drawn import DEVICE, draw
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flashlab import runtime
 from flashlab.models.caches import CACHES, DenseCache, PagedCache, StaticCache, cache_memory
 from flashlab.models.generate import generate, step
 from flashlab.models.language_model import Config, LanguageModel
 from flashlab.models.pager import OutOfPages
 
-DEVICE = runtime.device()
 SHAPE = Config(width=48, depth=2, heads=6, kv_heads=2, vocabulary=40, positions=64, tied=False)
 
 

@@ -5,13 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from drawn import DEVICE
 
-from flashlab import runtime
 from flashlab.models import memory, text
 from flashlab.models.language_model import BYTES, Config, LanguageModel, config, make_optimizer, train_step
 from flashlab.models.train import distance, fit
 
-DEVICE = runtime.device()
 ON_GPU = DEVICE.type == "cuda"
 TINY = Config(width=32, depth=2, heads=2, vocabulary=BYTES, positions=32)
 

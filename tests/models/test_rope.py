@@ -2,14 +2,10 @@
 
 import pytest
 import torch
-from drawn import draw
+from drawn import DEVICE, DTYPES, draw
 from huge_tensors import NO_ROOM, REASON, far_apart
 
-from flashlab import runtime
 from flashlab.models.rope import fused_rope, rope, rope_table
-
-DEVICE = runtime.device()
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def layouts(batch, heads, kv_heads, seq, head_dim, dtype):
