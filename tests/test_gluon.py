@@ -1,6 +1,5 @@
 """Phase 11b's Gluon kernels: their logic on a CPU, what the compiler makes of them, and on Hopper their results."""
 
-import contextlib
 import re
 from functools import partial
 
@@ -39,22 +38,9 @@ LENGTHS = [(1, 1), (64, 64), (70, 33), (128, 128), (129, 257), (33, 300), (300, 
 
 
 # ---- their results: on Hopper, elsewhere over the stand-ins ---------------------------------------------------------
-@contextlib.contextmanager
-def stood_in(old="", new=""):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the parts of a program are threads themselves
-    try:
-        with on_cpu(gluon_forward, old, new) as copy:
-            copy.why_not = lambda device: None
-            copy.multiprocessors = lambda device: 3
-            yield copy
-    finally:
-        torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def cpu():
-    with stood_in() as copy:
+    with on_cpu() as copy:
         yield copy
 
 
@@ -135,7 +121,7 @@ MISTAKES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_the_stand_in_finds(mistake):
-    with pytest.raises((AssertionError, TimeoutError)), stood_in(*MISTAKES[mistake]) as cpu:
+    with pytest.raises((AssertionError, TimeoutError)), on_cpu(*MISTAKES[mistake]) as cpu:
         for seq_q, seq_k, causal in ((300, 290, True), (300, 290, False), (290, 130, True)):
             q, k, v = make(1, 3, 1, seq_q, seq_k, 64, device="cpu")
             expect(cpu.flash_attention_gluon, q, k, v, causal=causal, tile=cpu.GluonTile(2, 32, 2), persistent=True)
