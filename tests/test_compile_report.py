@@ -256,11 +256,8 @@ def test_kernels_and_launchers_of_notebook_cells(interpret):
     pytest.importorskip("IPython")
     environment = os.environ | {"FLASHLAB_INTERPRET": interpret, "IPYTHONDIR": os.environ["XDG_CACHE_HOME"]}
     environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(NOTEBOOK)], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    traffic, by_tensor, outside, untaken, *lines = done.stdout.splitlines()
+    said = subprocess.check_output([sys.executable, "-c", textwrap.dedent(NOTEBOOK)], env=environment, text=True)
+    traffic, by_tensor, outside, untaken, *lines = said.splitlines()
     assert traffic.startswith("400 bytes read by 2 loads, 400 bytes written by 2 stores")
     assert outside.startswith("store out of bounds: element [100] of x, which has shape [100]")
     assert by_tensor == "Counter({'x': 400})" and (
