@@ -141,9 +141,6 @@ def test_offsets_of_more_than_32_bits(axis):
     x.expect(*flash_attention_with_cache(*given, k_new=k_new, v_new=v_new, backend="triton", return_lse=True))
 
 
-# ---- PyTorch
-
-
 @pytest.mark.parametrize("backend", THREE)
 def test_pytorch_finds_nothing_wrong_with_the_operators(backend):
     x = Sequences([3, 18], **sizes(backend))
@@ -200,9 +197,6 @@ def test_a_cuda_graph_replays_with_other_lengths(fused):
         lengths.copy_(x.lengths)
         graph.replay()
         x.expect(*found)
-
-
-# ---- refusals
 
 
 def replaced(**changes):

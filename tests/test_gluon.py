@@ -127,7 +127,6 @@ def test_the_stand_in_finds(mistake):
             expect(cpu.flash_attention_gluon, q, k, v, causal=causal, tile=cpu.GluonTile(2, 32, 2), persistent=True)
 
 
-# ---- refusals ------------------------------------------------------------------------------------------------------
 def test_bad_inputs_are_refused_with_a_sentence(cpu):
     (odd, *_), (wide, *_), (q, k, v) = (make(1, 1, 1, 10, 10, d, device="cpu") for d in (36, 264, 64))
     for inputs, options, error, sentence in (
@@ -158,7 +157,6 @@ def test_elsewhere_it_says_what_is_missing():
         flash_attention_gluon(*make(1, 1, 1, 10, 10, 64))
 
 
-# ---- the compiler --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", SIXTEEN, ids=str)
 @pytest.mark.parametrize("head_dim", TILES)
 @pytest.mark.parametrize("step", STEPS)

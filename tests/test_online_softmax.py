@@ -40,9 +40,6 @@ def oracle(scores, v):
     return [math.fsum(p_j * v_j[d] for p_j, v_j in zip(p, v, strict=True)) / l for d in range(2)], m + math.log(l)
 
 
-# ---- the functions one by one ---------------------------------------------------------------------------------------
-
-
 def test_the_loops_agree_with_pytorch():
     torch.manual_seed(0)
     q, k, v = torch.randn(5, 8), torch.randn(7, 8), torch.randn(7, 3)
@@ -87,8 +84,6 @@ def test_rows_with_leading_axes_are_independent():
     torch.testing.assert_close(one[0], o[1, 2, 3])
     assert one[1].shape == ()
 
-
-# ---- the laws -------------------------------------------------------------------------------------------------------
 
 score = st.one_of(st.floats(-1e4, 1e4), st.floats(-5, 5), st.just(-INF))
 value = st.floats(-100, 100)
@@ -145,9 +140,6 @@ def test_finished_results_merge_like_states(a, b):
         return
     o, lse = merge_finished(*finish(state_of(a)), *finish(state_of(b)))
     assert_is_result(State(lse, (lse > -INF).double(), o), a + b)
-
-
-# ---- what must not happen -------------------------------------------------------------------------------------------
 
 
 def test_a_finished_result_of_lower_precision_keeps_its_dtype():

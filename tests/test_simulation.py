@@ -17,8 +17,6 @@ from flashlab.attention.simulation import (
 )
 from flashlab.check import verify, verify_block, verify_one_head
 
-# ---- the simulation ----------------------------------------------------------------------------------------
-
 
 @pytest.mark.long
 def test_the_checker_accepts_the_simulation():
@@ -87,9 +85,6 @@ def test_bad_blocks():
     for causal in (False, True):
         with pytest.raises(ValueError, match="BLOCK_M is 0"):
             flash_attention_sim(x, x, x, BLOCK_M=0, causal=causal)
-
-
-# ---- the meter and the cost formula ------------------------------------------------------------------------
 
 
 def test_meter_follows_tensors_from_birth_to_death():

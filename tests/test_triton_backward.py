@@ -42,9 +42,6 @@ def expect(q, k, v, do, tiles=SMALL, **options):
     return dq, dk, dv
 
 
-# ---- the simulation -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("seq_q, seq_k", [(1, 1), (5, 17), (17, 5), (40, 40), (33, 70)])
 def test_the_simulation(seq_q, seq_k, causal):
@@ -54,8 +51,6 @@ def test_the_simulation(seq_q, seq_k, causal):
         dq, dk, dv = flash_attention_backward_sim(do, q, k, v, o.to(dtype), lse.float(), 16, 32, causal=causal)
         within(wanted(q, k, v, do, causal=causal), dq=dq, dk=dk, dv=dv)
 
-
-# ---- the kernels ----------------------------------------------------------------------------------------------------
 
 WINDOWS = st.one_of(
     st.none(), st.integers(0, 40), st.tuples(st.none() | st.integers(0, 40), st.none() | st.integers(0, 40))
@@ -178,8 +173,6 @@ def test_no_access_out_of_bounds_and_each_result_written_once():
     assert traffic.written_to["DQ_ptr"] == q.numel() * 2 and traffic.written_to["DELTA_ptr"] == lse.numel() * 4
     assert not traffic.undefined
 
-
-# ---- the compiler ---------------------------------------------------------------------------------------------------
 
 SPILL = 128  # bytes a thread, of 1020 in registers
 KERNELS = {"dkdv": dkdv_kernel, "dq": dq_kernel}

@@ -201,8 +201,6 @@ def test_tuning_keeps_the_result_and_is_remembered(tmp_path, monkeypatch):
     tiles._tuned.cache_clear()
 
 
-# ---- the compiler ---------------------------------------------------------------------------------------------------
-
 SPILL = 64  # bytes a thread: a few numbers of the loop's surroundings, not of the loop
 CHIPS = {"sm_80": "ampere", "sm_86": "consumer", "sm_90": "hopper", "sm_120": "consumer"}
 # sm_120 has the tiles of sm_86, and as much shared memory.

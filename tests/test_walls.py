@@ -15,8 +15,6 @@ from flashlab.attention.naive import naive_attention
 from flashlab.bench import published
 from flashlab.check import verify_one_head
 
-# ---- cost -----------------------------------------------------------------------------------------------------------
-
 
 def test_naive_attention_is_the_oracle():
     q, k, v = torch.randn(3, 2, 3, 50, 16, dtype=torch.float64)
@@ -46,9 +44,6 @@ def test_the_roofline_has_a_slope_and_a_roof():
     assert attainable_tflops(gpu.ridge, gpu) == pytest.approx(gpu.fp16_tflops)
 
 
-# ---- trace_ops ------------------------------------------------------------------------------------------------------
-
-
 def test_the_trace_sees_frees_and_skips_views():
     def fn(x):
         y = x + 1
@@ -68,9 +63,6 @@ def test_in_place_work_counts_as_traffic_and_not_as_memory():
     ops = trace_ops(lambda: x.mul_(2))
     assert [(op.name, op.bytes_written, op.live_bytes) for op in ops] == [("mul", 400, 0)]
     assert peak_bytes(lambda: None) == 0
-
-
-# ---- the kernels ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", schemes.ESCAPE_HATCHES)
@@ -124,24 +116,15 @@ def test_offsets_past_32_bits_are_a_sentence(fn):
         fn(many, k, v)
 
 
-# ---- the physical wall ----------------------------------------------------------------------------------------------
-
-
 def test_the_launcher_asks_the_compiler_first():
     q, k, v = one_head(16, 256, 128, torch.float16)
     with pytest.raises(schemes.OutOfSharedMemory, match="147456 bytes .* sm_120 has 101376"):
         schemes.scheme_a(q, k, v, as_if_on="RTX 5060 Ti")
 
 
-# ---- the logical wall -----------------------------------------------------------------------------------------------
-
-
 def test_a_slice_is_refused_interpreted_too():  # compiled, lecture 1 has it
     with pytest.raises(Exception, match="unsupported tensor index"):
         schemes.scheme_b(*one_head(16, 128, 64, torch.float16), how="slice")
-
-
-# ---- recorded and published figures ---------------------------------------------------------------------------------
 
 
 def test_published_tables_load():

@@ -166,7 +166,6 @@ def test_the_headers_of_a_source_are_part_of_its_build(tmp_path):
     assert {"simt.h", "ptx.cuh", "problem.cuh"} <= own
 
 
-# ---- builds by PyTorch -----------------------------------------------------------------------------------------------
 @needs_nvcc
 def test_pytorch_is_asked_for_the_same_build(cache, monkeypatch):
     from torch.utils import cpp_extension

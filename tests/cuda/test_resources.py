@@ -119,9 +119,6 @@ def test_a_warps_registers_come_from_one_quarter():
         bench.occupancy("RTX 5090", ["p9_flash"])
 
 
-# ---- where the compiler puts the loads -------------------------------------------------------------------------------
-
-
 @pytest.mark.skipif(not resources.available(), reason="no nvcc, or no cuobjdump")
 @pytest.mark.long
 def test_a_measured_schedule_is_the_recorded_one():

@@ -193,7 +193,6 @@ def test_names_and_paths_agree():
         step("p8_side_magic")
 
 
-# ---- what the steps are for ------------------------------------------------------------------------------------------
 def test_no_rows_is_no_work():
     q, k = torch.zeros(1, 1, 0, 64).half(), torch.zeros(1, 1, 8, 64).half()
     for s in (HALVES[0], HALVES[-1]):

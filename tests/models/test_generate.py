@@ -37,9 +37,6 @@ def all_caches(batch, pages=64, page_size=4, capacity=40):
     }
 
 
-# ---- the same tokens
-
-
 @pytest.mark.parametrize(
     "changes", [{}, dict(kv_heads=6, attention="sdpa"), dict(kv_heads=1, attention="flash")], ids=str
 )
@@ -195,9 +192,6 @@ def test_it_refuses():
                 cache.reserve([7, 1])
         assert cache.tokens == cache.lengths.tolist() == [0, 0]
     assert generate(model, texts, 58).shape == (2, 58) and generate(model, texts, 0).shape == (2, 0)
-
-
-# ---- memory
 
 
 def test_what_is_reserved_is_what_the_tensors_hold():

@@ -26,18 +26,12 @@ def tokens(shape, batch=2, seq_len=20, seed=0):
     return drawn.to(DEVICE)[:, :-1], drawn.to(DEVICE)[:, 1:]
 
 
-# ---- sizes
-
-
 def test_the_sizes_are_those_of_gpt_2():
     # Millions, from Radford et al.'s weights. Theirs have positions and biases; ours round SwiGLU's width up.
     theirs = {"small": 124.4, "medium": 354.8, "large": 774.0, "xl": 1557.6}
     for size, millions in theirs.items():
         assert abs(config(size).parameters() / 1e6 / millions - 1) < 0.02
         assert config(size).head_dim == 64
-
-
-# ---- the model
 
 
 def test_torch_compile_takes_it_as_one_graph():
@@ -64,9 +58,6 @@ def test_a_step_lowers_the_loss_of_its_own_batch():
     assert sum(decayed) == sum(w.ndim == 2 for w in model.parameters()) and not all(decayed)
 
 
-# ---- memory
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kv_heads", [None, 1])
 @pytest.mark.parametrize("attention, fused", [("eager", False), ("eager", True), ("flash", False), ("flash", True)])
@@ -88,9 +79,6 @@ def test_activations_by_formula(attention, fused, kv_heads, dtype):
     said = memory.training_memory(shape, batch, seq_len, **options)
     assert whole == said.activations and said.parameters == sum(w.nbytes for w in model.parameters())
     assert said.total == whole + 4 * said.parameters  # gradients, and two averages
-
-
-# ---- the text
 
 
 def test_the_text_is_the_recorded_one_and_goes_with_the_package():
@@ -116,9 +104,6 @@ def test_batches():
     assert torch.equal(x, next(text.batches(data, 4, 16, seed=0))[0]) and not torch.equal(x, next(other)[0])
     with pytest.raises(ValueError, match="the text has 16 bytes; a piece of 16 and the byte after it do not fit"):
         next(text.batches(data[:16], 1, 16))
-
-
-# ---- the training run
 
 
 def test_it_refuses():

@@ -36,9 +36,6 @@ def expect(got, x, cos, sin, offset=0, factor=1.0):
     assert bool(((got.double() - value).abs() <= factor * bound).all())
 
 
-# ---- the formula
-
-
 def test_the_formula():
     cos, sin = rope_table(40, 16, device=DEVICE)
     x = draw(2, 3, 21, 16).double()
@@ -48,9 +45,6 @@ def test_the_formula():
         value, _ = turned(low, cos, sin)
         room = 4 * torch.finfo(dtype).eps * low.abs().amax().item()
         assert rope(low, cos, sin).dtype == dtype and bool(((rope(low, cos, sin) - value).abs() <= room).all())
-
-
-# ---- the kernel
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -134,9 +128,6 @@ def test_it_refuses(changes, error, sentence):
     offset = arguments.pop("offset")
     with pytest.raises(error, match=sentence):
         fused_rope(*arguments.values(), offset=offset)
-
-
-# ---- in PyTorch, and compiled
 
 
 def test_pytorch_finds_nothing_wrong_with_the_operator():
