@@ -8,20 +8,13 @@ from drawn import DEVICE, DTYPES, drawn, within
 from huge_tensors import NO_ROOM, REASON, far_apart
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_triton_forward import CHIPS, recorded_reports
 from test_triton_forward import expect as expect_forward
 
 from flashlab import runtime
 from flashlab.attention import reference, triton_backward
 from flashlab.attention.simulation_backward import flash_attention_backward_sim
 from flashlab.attention.tiles import Tile
-from flashlab.attention.triton_backward import (
-    Tiles,
-    compile_arguments,
-    dkdv_kernel,
-    dq_kernel,
-    flash_attention_backward,
-)
+from flashlab.attention.triton_backward import Tiles, flash_attention_backward
 from flashlab.attention.triton_forward import flash_attention_forward, flash_attention_kernel
 from flashlab.check.training import wanted, worst
 from flashlab.triton_tools.watch import watched
@@ -172,20 +165,3 @@ def test_no_access_out_of_bounds_and_each_result_written_once():
     assert traffic.written_to["DK_ptr"] == traffic.written_to["DV_ptr"] == k.numel() * 2
     assert traffic.written_to["DQ_ptr"] == q.numel() * 2 and traffic.written_to["DELTA_ptr"] == lse.numel() * 4
     assert not traffic.undefined
-
-
-SPILL = 128  # bytes a thread, of 1020 in registers
-KERNELS = {"dkdv": dkdv_kernel, "dq": dq_kernel}
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("target", CHIPS)
-@pytest.mark.long
-def test_recorded_tiles_fit_and_spill_little(target, kernel):
-    for choice, report in recorded_reports(KERNELS[kernel], kernel, target, partial(compile_arguments, kernel)):
-        # The fastest tile of dK and dV at head_dim 128 spills what its loop does not need.
-        most = SPILL if choice.source == "compiled" or choice.head_dim < 128 else 1024
-        assert report.fits and report.spill_bytes <= most, report
-        if target == "sm_90":
-            products, waits = (report.sass.count(name) for name in ("HGMMA", "WARPGROUP.DEPBAR"))
-            assert waits < products / 2, "ptxas waits for each instruction of a product (its warning C7515)"

@@ -9,7 +9,7 @@ import torch
 from drawn import DEVICE, DTYPES, qkv, within
 
 from flashlab import runtime
-from flashlab.attention import tiles
+from flashlab.attention import tiles, triton_backward
 from flashlab.attention.reference import attention
 from flashlab.attention.tiles import Tile
 from flashlab.attention.triton_forward import (
@@ -201,13 +201,20 @@ def test_tuning_keeps_the_result_and_is_remembered(tmp_path, monkeypatch):
     tiles._tuned.cache_clear()
 
 
-SPILL = 64  # bytes a thread: a few numbers of the loop's surroundings, not of the loop
 CHIPS = {"sm_80": "ampere", "sm_86": "consumer", "sm_90": "hopper", "sm_120": "consumer"}
 # sm_120 has the tiles of sm_86, and as much shared memory.
+KERNELS = {
+    "forward": (flash_attention_kernel, compile_arguments),
+    "dkdv": (triton_backward.dkdv_kernel, partial(triton_backward.compile_arguments, "dkdv")),
+    "dq": (triton_backward.dq_kernel, partial(triton_backward.compile_arguments, "dq")),
+}
 
 
-def recorded_reports(kernel, name, target, arguments_of):
-    """Each head_dim at which the choice changes: (choice, report)."""
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("target", CHIPS)
+@pytest.mark.long
+def test_recorded_tiles_fit_and_spill_little(target, name):
+    """Each head_dim at which the choice changes; a few numbers of the loop's surroundings may be spilled."""
     jobs = [
         (dtype, choice, masked)
         for dtype in (torch.bfloat16, torch.float32)
@@ -216,20 +223,19 @@ def recorded_reports(kernel, name, target, arguments_of):
         for choice in tiles.recorded(name, CHIPS[target], dtype, masked)
         if masked or choice.source == "measured"  # others are the same for both
     ]
+    kernel, arguments_of = KERNELS[name]
     arguments = [arguments_of(dtype, c.head_dim, c.tile, causal=masked) for dtype, c, masked in jobs]
-    for (dtype, choice, _), asked, report in zip(
-        jobs, arguments, compile_reports(kernel, arguments, targets=[target]), strict=True
-    ):
+    reports = compile_reports(kernel, arguments, targets=[target])
+    for (dtype, choice, _), asked, report in zip(jobs, arguments, reports, strict=True):
         on_tensor_cores = dtype != FLOAT32 or asked["PRECISION"] != "ieee"
         assert (report.tensor_core_instructions > 0) == on_tensor_cores, report
-        yield choice, report
-
-
-@pytest.mark.parametrize("target", CHIPS)
-@pytest.mark.long
-def test_recorded_tiles_fit_and_spill_little(target):
-    for _, report in recorded_reports(flash_attention_kernel, "forward", target, compile_arguments):
-        assert report.fits and report.spill_bytes <= SPILL, report
+        most = 64 if name == "forward" else 128  # bytes a thread, of 1020 in registers
+        if name != "forward" and choice.source != "compiled" and choice.head_dim >= 128:
+            most = 1024  # the fastest tile of dK and dV spills what its loop does not need
+        assert report.fits and report.spill_bytes <= most, report
+        if target == "sm_90":
+            products, waits = (report.sass.count(word) for word in ("HGMMA", "WARPGROUP.DEPBAR"))
+            assert waits < products / 2, "ptxas waits for each instruction of a product (its warning C7515)"
 
 
 @pytest.mark.long
