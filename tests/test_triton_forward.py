@@ -187,8 +187,7 @@ def test_tuning_needs_a_gpu():
 
 
 @pytest.mark.skipif(runtime.INTERPRETED, reason="tuning needs a GPU")
-def test_tuning_keeps_the_result_and_is_remembered(tmp_path, monkeypatch):
-    monkeypatch.setenv("FLASHLAB_CACHE", str(tmp_path))
+def test_tuning_keeps_the_result_and_is_remembered(own_cache, monkeypatch):
     monkeypatch.setitem(tiles.SEARCH, "forward, small", (Tile(64, 32, 4, 2), Tile(32, 64, 4, 2), Tile(512, 512, 4, 4)))
     tiles._tuned.cache_clear()
     q, k, v = qkv(1, 4, 4, 512, 512, 64, SIXTEEN)

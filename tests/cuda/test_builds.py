@@ -17,12 +17,6 @@ from flashlab.runtime.cache import CacheError
 needs_nvcc = pytest.mark.skipif(toolchain.find_nvcc() is None, reason="no nvcc")
 
 
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("FLASHLAB_CACHE", str(tmp_path))
-    return tmp_path
-
-
 def nvcc(text, arch="sm_80", **macros):
     return builds.build(text, toolchain.nvcc_flags(arch, macros, text.folders()), "nvcc", folders=text.folders())
 
@@ -167,7 +161,7 @@ def test_the_headers_of_a_source_are_part_of_its_build(tmp_path):
 
 
 @needs_nvcc
-def test_pytorch_is_asked_for_the_same_build(cache, monkeypatch):
+def test_pytorch_is_asked_for_the_same_build(own_cache, monkeypatch):
     from torch.utils import cpp_extension
 
     asked = {}
@@ -202,13 +196,13 @@ def test_pytorch_is_asked_for_the_same_build(cache, monkeypatch):
     monkeypatch.setattr(cpp_extension, "load_inline", refuses)
     with pytest.raises(errors.CompileError, match="k.cu:4: identifier"):
         builds.build(sources.read(BROKEN, "k.cu"), flags, "torch", folders=text.folders())
-    assert len(list(cache.glob("cuda/*"))) == 1
+    assert len(list(own_cache.glob("cuda/*"))) == 1
 
 
 # ---- builds by nvcc ------------------------------------------------------------------------------------------------
 @needs_nvcc
 @pytest.mark.long
-def test_a_build_by_nvcc(cache):
+def test_a_build_by_nvcc(own_cache):
     text = sources.read(SCALE.replace("    if (i < n)", "    int unused;\n    if (i < n)", 1), "scale.cu")
     first, again = nvcc(text), nvcc(text)
     assert not first.from_cache and again.from_cache and again.library == first.library
@@ -229,7 +223,7 @@ extern "C" void refuse_quietly(float* x) { throw 5; }
 
 
 @needs_nvcc
-def test_an_exception_of_a_launcher_ends_no_process(cache, monkeypatch):
+def test_an_exception_of_a_launcher_ends_no_process(own_cache, monkeypatch):
     text = sources.read(THROWS, "throws.cu")
     native = builds.Native(text, nvcc(text))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
@@ -257,7 +251,7 @@ FACTOR = SCALE.replace("factor * x[i]", "FACTOR * x[i]")
 
 @needs_nvcc
 @pytest.mark.parametrize("folder", ["$HOME and $(pwd) #", pytest.param("usr/include", marks=pytest.mark.long)])
-def test_a_header_that_was_edited_is_built_again_wherever_it_is(cache, tmp_path, folder):
+def test_a_header_that_was_edited_is_built_again_wherever_it_is(own_cache, tmp_path, folder):
     header = tmp_path / "headers" / folder / "factor.cuh"
     header.parent.mkdir(parents=True)
     text = sources.read(FACTOR.replace('"simt.h"', '"simt.h"\n#include "factor.cuh"'))
@@ -271,7 +265,7 @@ def test_a_header_that_was_edited_is_built_again_wherever_it_is(cache, tmp_path,
     assert libraries[0] == libraries[1] != libraries[2]
 
 
-def test_what_else_goes_into_a_build_is_in_its_key(cache, tmp_path, monkeypatch):
+def test_what_else_goes_into_a_build_is_in_its_key(own_cache, tmp_path, monkeypatch):
     """Absolute paths (those below /usr too), folders of variables, flags of variables; a header that a macro names."""
     keys = []
     monkeypatch.setattr(toolchain, "nvcc_version", lambda: "13.0.88")
@@ -308,7 +302,7 @@ LOG = {"log": "", "module": ""}
 
 @pytest.mark.skipif(not resources.available(), reason="no nvcc, or no cuobjdump")
 @pytest.mark.long
-def test_the_kernel_that_runs_and_its_registers_are_of_one_build(cache, monkeypatch):
+def test_the_kernel_that_runs_and_its_registers_are_of_one_build(own_cache, monkeypatch):
     monkeypatch.setattr(inline, "missing", lambda backend: None)  # as on a machine with an H200
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
@@ -318,7 +312,7 @@ def test_the_kernel_that_runs_and_its_registers_are_of_one_build(cache, monkeypa
     assert load_inline(this, backend="nvcc", defines={"STAGES": 3}, **options).from_cache
     (found,) = resources.resources(this, target="sm_90", launches=False, STAGES=3, **options)
     assert 0 < found.registers <= 255 and found.instructions["HMMA"] and found.dynamic_shared_bytes is None
-    assert len(list(cache.glob("cuda/*"))) == 1
+    assert len(list(own_cache.glob("cuda/*"))) == 1
     q = torch.zeros(1, 1, 8, 128).bfloat16()
     with pytest.raises(ValueError, match=r"q is on cpu, and the kernel runs on a GPU: pass q.cuda\(\)"):
         module.forward(q, q, q)
