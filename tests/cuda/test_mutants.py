@@ -46,14 +46,6 @@ def test_a_finding_quotes_the_learners_lines():
     assert caught.value.diagnosis == "read-before-wait"
 
 
-def test_what_does_not_compile_is_told_with_its_line():
-    text = "__device__ int at(int row, int column) {\n    return rows;\n}"
-    source = trial.replaced(step("p8_1_split_q"), "swizzle", text)
-    with pytest.raises(CheckFailed, match="line 2 of your code, `return rows;`, error.*rows") as caught:
-        trial.examine(source)
-    assert caught.value.diagnosis == "does-not-compile"
-
-
 def test_the_models_of_fragments():
     x = torch.arange(64 * 64).reshape(64, 64)
     assert _swizzled(_swizzled(x)).equal(x) and _swizzled(x)[9, 8:16].equal(x[9, :8])
