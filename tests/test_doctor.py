@@ -16,13 +16,12 @@ from flashlab import bench, cli, doctor
 from flashlab.exercises import record
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCTOR = ROOT / "src" / "flashlab" / "doctor.py"
 
 
 def run_doctor(*flags, options=(), **variables):
     """doctor.py by its path, in a process of its own."""
     done = subprocess.run(
-        [sys.executable, *flags, str(DOCTOR), *options],
+        [sys.executable, *flags, doctor.__file__, *options],
         capture_output=True, text=True, env={**os.environ, **variables},
     )  # fmt: skip
     assert "Traceback" not in done.stderr, done.stderr

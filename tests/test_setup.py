@@ -13,13 +13,12 @@ import time
 from pathlib import Path
 
 import pytest
-from test_house import load
+from tools import bootstrap
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = (ROOT / "tools" / "bootstrap.py").read_text()
 VERSION = "{}.{}".format(*sys.version_info[:2])
 
-bootstrap = load(ROOT / "tools" / "bootstrap.py")
 MARK = "flashlab-setup-begun"
 
 # ---- finding a Python, in plain sh

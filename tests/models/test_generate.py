@@ -29,11 +29,11 @@ def prompts(*lengths, seed=0):
     return [torch.randint(SHAPE.vocabulary, (n,), generator=generator).to(DEVICE) for n in lengths]
 
 
-def all_caches(batch, pages=64, page_size=4, capacity=40):
+def all_caches(batch, capacity=40):
     return {
         "dense": DenseCache(SHAPE, batch, device=DEVICE),
         "static": StaticCache(SHAPE, batch, capacity, device=DEVICE),
-        "paged": PagedCache(SHAPE, batch, pages, page_size, capacity=capacity, device=DEVICE),
+        "paged": PagedCache(SHAPE, batch, 64, 4, capacity=capacity, device=DEVICE),
     }
 
 

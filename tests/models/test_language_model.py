@@ -11,7 +11,6 @@ from flashlab.models import memory, text
 from flashlab.models.language_model import BYTES, Config, LanguageModel, config, make_optimizer, train_step
 from flashlab.models.train import distance, fit
 
-ON_GPU = DEVICE.type == "cuda"
 TINY = Config(width=32, depth=2, heads=2, vocabulary=BYTES, positions=32)
 
 
@@ -21,8 +20,8 @@ def build(shape, seed=0):
         return LanguageModel(shape).to(DEVICE)
 
 
-def tokens(shape, batch=2, seq_len=20, seed=0):
-    drawn = torch.randint(shape.vocabulary, (batch, seq_len + 1), generator=torch.Generator().manual_seed(seed))
+def tokens(shape, batch=2, seq_len=20):
+    drawn = torch.randint(shape.vocabulary, (batch, seq_len + 1), generator=torch.Generator().manual_seed(0))
     return drawn.to(DEVICE)[:, :-1], drawn.to(DEVICE)[:, 1:]
 
 
@@ -71,7 +70,7 @@ def test_activations_by_formula(attention, fused, kv_heads, dtype):
     layer = memory.kept_bytes(lambda: block.attention(x, model.cos, model.sin), model)
     assert layer == sum(memory.attention_bytes(shape, batch, seq_len, itemsize=itemsize).values())
 
-    options = dict(itemsize=itemsize, fused_norm=ON_GPU)
+    options = dict(itemsize=itemsize, fused_norm=DEVICE.type == "cuda")
     whole_block = memory.kept_bytes(lambda: block(x, model.cos, model.sin), model)
     assert whole_block == sum(memory.block_bytes(shape, batch, seq_len, **options).values())
     pairs = tuple(y.clone() for y in tokens(shape, batch, seq_len))  # else they are one piece of memory
