@@ -7,6 +7,7 @@ import torch
 from drawn import DTYPES, one_head, one_heads_attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib import pyplot as plt
 
 from flashlab.attention.cost import Meter, flash_cost
 from flashlab.attention.simulation import (
@@ -16,6 +17,7 @@ from flashlab.attention.simulation import (
     flash_attention_sim,
 )
 from flashlab.check import verify, verify_block, verify_one_head
+from flashlab.figures.tiles import tile_figure, tile_frames
 
 
 @pytest.mark.long
@@ -113,10 +115,6 @@ def test_meter_counts_matmuls():
 
 
 def test_tile_frames_are_one_for_each_tile_and_each_store():
-    from matplotlib import pyplot as plt
-
-    from flashlab.figures.tiles import tile_figure, tile_frames
-
     Q, K, V = (torch.randn(n, 2) for n in (6, 8, 8))
     figures = list(tile_frames(Q, K, V, 2, 2))
     assert len(figures) == 3 * (4 + 1)

@@ -74,9 +74,11 @@ def test_drawn_shapes_masks_and_layouts(data):
     expect(*inputs, Tiles(*blocks), **options)
 
 
-@pytest.mark.parametrize("head_dim", [8, 16, 59, 80, 111, 128, 192, 256])
-def test_head_sizes(head_dim):
-    expect(*drawn(1, 2, 1, 30, 37, head_dim, torch.float16), None, causal=True)
+@pytest.mark.parametrize("head_dim", [8, 16, 32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 256])
+def test_flash_attentions_list_of_head_sizes(head_dim):
+    sizes = 1, 7 if head_dim == 8 else 2, 1, 37, 50, head_dim
+    expect_forward(*drawn(*sizes, torch.bfloat16)[:3], tile=None, causal=True)
+    expect(*drawn(*sizes, torch.float16), None, causal=True)
 
 
 def test_two_runs_agree_in_every_bit():

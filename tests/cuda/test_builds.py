@@ -13,6 +13,7 @@ from flashlab.cuda import Unavailable, builds, errors, inline, load_inline, reso
 from flashlab.cuda.binding import binding_source
 from flashlab.kernels import SERIES, source, step
 from flashlab.runtime.cache import CacheError
+from flashlab.simt.source import includes
 
 needs_nvcc = pytest.mark.skipif(toolchain.find_nvcc() is None, reason="no nvcc")
 
@@ -152,8 +153,6 @@ def test_the_headers_of_a_source_are_part_of_its_build(tmp_path):
     for name in ("a.cuh", "unused.cuh", "deep/c.cuh"):
         (tmp_path / name).write_text("#pragma once\n")
     text = sources.Text('#include "a.cuh"\n  # include <deep/b.cuh>\n#include <vector>\n', "k.cu", tmp_path)
-    from flashlab.simt.source import includes
-
     found = [str(p.relative_to(tmp_path)) for p in includes(text.text, text.folders())]
     assert found == ["a.cuh", "deep/b.cuh", "deep/c.cuh"]
     own = {p.name for p in includes(source("p9_flash"), sources.read(step("p9_flash")).folders())}
