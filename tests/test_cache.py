@@ -1,6 +1,7 @@
 """The cache of builds: whole or not at all, one key a build, the user's own."""
 
 import errno
+import multiprocessing
 import os
 import signal
 
@@ -67,36 +68,28 @@ def test_old_builds_are_removed(own_cache):
 
 def test_what_a_killed_process_left_half_built_is_swept_at_the_next_start(own_cache):
     """And not what is still being built."""
-    builds, children = cache.folder("cuda"), []
-    for name in ("killed", "at work"):
-        begun, its = os.pipe()
+    builds, fork = cache.folder("cuda"), multiprocessing.get_context("fork")
+    begun = fork.Barrier(2)
 
-        def make(work, its=its):
-            (work / "half").touch()
-            os.write(its, b"!")
-            signal.pause()
+    def make(work):
+        (work / "half").touch()
+        begun.wait()
+        signal.pause()
 
-        child = os.fork()
-        if child == 0:
-            try:
-                cache.kept("cuda", name, make)
-            finally:
-                os._exit(1)
-        os.read(begun, 1)
-        children.append(child)
+    children = [
+        fork.Process(target=cache.kept, args=("cuda", name, make), daemon=True) for name in ("killed", "at work")
+    ]
+    for child in children:
+        child.start()
+        begun.wait(60)
     half = sorted(builds.iterdir())
     assert len(half) == 2
-    try:
-        for left in (1, 0):
-            os.kill(child := children.pop(0), signal.SIGKILL)
-            os.waitpid(child, 0)
-            cache._begin.cache_clear()  # another process
-            cache.kept("cuda", "another", write(""))
-            assert len([path for path in half if path.exists()]) == left
-    finally:
-        for child in children:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
+    for child, left in zip(children, (1, 0), strict=True):
+        child.kill()
+        child.join()
+        cache._begin.cache_clear()  # another process
+        cache.kept("cuda", "another", write(""))
+        assert len([path for path in half if path.exists()]) == left
 
 
 @pytest.mark.parametrize(
