@@ -115,8 +115,7 @@ def test_cuda_kernels_from_several_threads(backend):
                 within(wanted(*inputs, grad_o, causal=True), o=o, **backward(o, inputs, grad_o))
 
     with ThreadPoolExecutor(4) as pool:
-        for each in [pool.submit(work, number) for number in range(calls)]:
-            each.result()
+        list(pool.map(work, range(calls)))
 
 
 @pytest.mark.parametrize("backend", SOME)
