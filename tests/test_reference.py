@@ -108,8 +108,7 @@ def test_a_soft_cap_bounds_the_scores():
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_the_low_precision_gradient_is_near_the_right_one(options):
-    q, k, v = qkv(1, 4, 2, 6, 4, 8, dtype=torch.float32)
-    grad_o = torch.randn(q.shape, generator=torch.Generator().manual_seed(1))
+    q, k, v, grad_o = drawn.drawn(1, 4, 2, 6, 4, 8, device="cpu")
     right = reference.attention_backward(grad_o, q, k, v, **options)
     found = reference.low_precision_backward(grad_o, q, k, v, **options)
     torch.testing.assert_close(found, right, rtol=0, atol=2e-5, check_dtype=False)

@@ -266,11 +266,9 @@ def test_a_header_that_was_edited_is_built_again_wherever_it_is(own_cache, tmp_p
 
 def test_what_else_goes_into_a_build_is_in_its_key(own_cache, tmp_path, monkeypatch):
     """Absolute paths (those below /usr too), folders of variables, flags of variables; a header that a macro names."""
-    keys = []
+    keys, found = [], builds.cache.Kept(tmp_path, {"log": "", "module": ""}, True)
     monkeypatch.setattr(toolchain, "nvcc_version", lambda: "13.0.88")
-    monkeypatch.setattr(
-        builds.cache, "kept", lambda part, key, make: keys.append(key) or builds.cache.Kept(tmp_path, LOG, True)
-    )
+    monkeypatch.setattr(builds.cache, "kept", lambda part, key, make: keys.append(key) or found)
 
     def key(given):
         builds.build(sources.read(given), ["-arch=sm_80"], "nvcc", folders=[])
@@ -294,9 +292,6 @@ def test_what_else_goes_into_a_build_is_in_its_key(own_cache, tmp_path, monkeypa
     assert key(FACTOR) != first
     named = '#define HEADER "factor.cuh"\n#include HEADER\n' + FACTOR
     assert key(named) != key(named)
-
-
-LOG = {"log": "", "module": ""}
 
 
 @pytest.mark.skipif(not resources.available(), reason="no nvcc, or no cuobjdump")

@@ -170,8 +170,7 @@ def test_the_exhibit_beside_the_last_step(head_dim):
 @pytest.mark.parametrize("head_dim", [64, pytest.param(192, marks=pytest.mark.long)])
 def test_the_exhibit_that_adds_gives_what_all_keys_give(head_dim):
     """In three parts, of which the second has keys for the last rows alone, in a state of another layout."""
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(1, h, n, head_dim).bfloat16() for h, n in ((2, 150), (1, 300), (1, 300)))
+    q, k, v = qkv(1, 2, 1, 150, 300, head_dim, torch.bfloat16, device="cpu")
     want, want_lse = reference.attention(q, k, v, causal=True)
     o = torch.full((1, 150, 2, head_dim), torch.nan).transpose(1, 2)
     lse = torch.full((1, 2, 150), -torch.inf)
