@@ -1,5 +1,6 @@
 """Inputs of a forward and a backward pass, for the tests of the kernels."""
 
+import pytest
 import torch
 
 from flashlab import runtime
@@ -8,6 +9,10 @@ from flashlab.check.training import worst
 
 DEVICE = runtime.device()
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+needs_room = pytest.mark.skipif(
+    DEVICE.type == "cuda" and torch.cuda.get_device_properties(DEVICE).total_memory < 16 * 2**30,
+    reason="a GPU has to have this memory; on the CPU an untouched page has none",
+)
 ORDERS = {"bhnd": (0, 1, 2, 3), "bnhd": (0, 2, 1, 3), "bhdn": (0, 1, 3, 2)}
 
 
@@ -43,3 +48,18 @@ def within(right, **got):
 def draw(*shape, dtype=torch.float32, seed=0):
     """One tensor, the same on every device."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def far_apart(tensors, axis):
+    """The same numbers, the third along an axis more than 2^31 elements behind the first; one buffer of 4 GB.
+
+    Addresses in 32 bits wrap around and read wrong numbers.
+    """
+    apart = 2**30 + 128
+    buffer = torch.empty(2 * apart + 2**20, dtype=tensors[0].dtype, device=DEVICE)
+    far = []
+    for number, x in enumerate(tensors):
+        strides = list(x.contiguous().stride())
+        strides[axis] = apart
+        far.append(buffer.as_strided(x.shape, strides, number * 2**16).copy_(x))
+    return far

@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
-from huge_tensors import NO_ROOM, REASON, far_apart
+from drawn import far_apart, needs_room
 from sequences import DEVICE, FLOAT32, NAN, Sequences
 
 from flashlab import flash_attention_with_cache
@@ -128,7 +128,7 @@ def test_a_length_beyond_the_room_is_cut_by_the_kernel():
     x.expect(o, lse)
 
 
-@pytest.mark.skipif(NO_ROOM, reason=REASON)
+@needs_room
 @pytest.mark.parametrize("axis", [0, 2], ids=["pages", "keys"])
 def test_offsets_of_more_than_32_bits(axis):
     """A sequence whose one key is in the third page, or one of three keys; the last one is new."""

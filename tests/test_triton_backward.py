@@ -4,8 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from drawn import DEVICE, DTYPES, drawn, within
-from huge_tensors import NO_ROOM, REASON, far_apart
+from drawn import DEVICE, DTYPES, drawn, far_apart, needs_room, within
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_triton_forward import expect as expect_forward
@@ -90,7 +89,7 @@ def test_two_runs_agree_in_every_bit():
             assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-@pytest.mark.skipif(NO_ROOM, reason=REASON)
+@needs_room
 @pytest.mark.parametrize("axis", [0, 1, 2], ids=["batches", "heads", "rows"])
 def test_offsets_past_32_bits(axis):
     """Of the forward pass too: these gradients are of its o and lse."""

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from drawn import DEVICE, DTYPES, draw
-from huge_tensors import NO_ROOM, REASON, far_apart
+from drawn import DEVICE, DTYPES, draw, far_apart, needs_room
 
 from flashlab.models.rope import fused_rope, rope, rope_table
 
@@ -87,7 +86,7 @@ def test_tables_of_any_layout_and_of_the_inputs_dtype():
         expect(y, q, cos, sin)
 
 
-@pytest.mark.skipif(NO_ROOM, reason=REASON)
+@needs_room
 @pytest.mark.parametrize("axis", range(4))
 def test_addresses_past_2_to_the_31(axis):
     shape = [3 if n == axis else size for n, size in enumerate((1, 1, 2))] + [2]
