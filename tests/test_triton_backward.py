@@ -1,4 +1,4 @@
-"""Phase 5: the simulation and the three kernels against float64; determinism; compiled. (Short lengths: lecture 5.)"""
+"""Phase 5: the simulation and the kernels (phase 4's too) against float64; determinism. (Short lengths: lecture 5.)"""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Phase 4's kernel: sizes, layouts, values; compiled. (Drawn cases: test_triton_backward; the checker's: lecture 4.)"""
+"""Phase 4's kernel: layouts, values; compiled. (Sizes, drawn cases: test_triton_backward; the checker's: lecture 4.)"""
 
 import json
 import math
