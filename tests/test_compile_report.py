@@ -57,9 +57,7 @@ GEMM = {"a_ptr": F16, "b_ptr": F16, "c_ptr": torch.float32, "k": 256, "scale": 0
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory, monkeypatch):
     """One cache for this file's tests, not the user's."""
-    folder = tmp_path_factory.getbasetemp() / "cache"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    return folder
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
 def test_shared_memory_alone_is_that_of_the_whole_and_lengths_alike_are_compiled_once():
@@ -113,7 +111,7 @@ def test_timeout_is_an_error_and_the_compiler_is_stopped():
         compile_report(gemm_tile, GEMM | {"k": 12345}, timeout=0.05)
 
 
-def test_a_damaged_cache_entry_is_compiled_again(cache):
+def test_a_damaged_cache_entry_is_compiled_again():
     arguments = {"x_ptr": F16, "y_ptr": F16, "n": 48}
     want = compile_report(copy, arguments)
     for entry in module.cache.folder("compile").glob("*.json.gz"):

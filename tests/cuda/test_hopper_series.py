@@ -57,15 +57,11 @@ def test_blocks_ask_for_parts_that_are_unequal_and_many(case, asked):
 @pytest.mark.parametrize("name", ["p11_1_tma", "p11_6_overlap", "p11_flash"])
 def test_layouts(name):
     """Heads between the rows, one batch of several, keys that several batches share, a row that is a part of a row."""
-    generator = torch.Generator().manual_seed(0)
     module = load_inline(step(name), backend="emulator")
-
-    def halves(*shape):
-        return torch.randn(*shape, generator=generator).half()
-
-    q, k, v = halves(2, 70, 3, 64).transpose(1, 2), halves(2, 90, 1, 64).transpose(1, 2), halves(2, 1, 90, 64)
-    shared = halves(1, 1, 90, 64).expand(2, 1, 90, 64)
-    wide = halves(2, 3, 70, 192)[..., 64:128]
+    q, k, _ = qkv(2, 3, 1, 70, 90, 64, torch.float16, "bnhd", device="cpu")
+    _, keys, v = qkv(2, 3, 1, 70, 90, 64, torch.float16, seed=1, device="cpu")
+    shared = keys[:1].expand(2, 1, 90, 64)
+    wide = qkv(2, 3, 3, 70, 70, 192, torch.float16, device="cpu")[0][..., 64:128]
     for q_, k_, v_ in ((q, k, v), (q, shared, v), (wide, k, v)):
         expect(*module.forward(q_, k_, v_, causal=True), q_, k_, v_, bound=BOUND[torch.float16], causal=True)
 
