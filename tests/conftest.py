@@ -49,6 +49,13 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    """Builds of this test go here, not to the user's."""
+    monkeypatch.setenv("FLASHLAB_CACHE", str(tmp_path))
+    return tmp_path
+
+
 def pytest_collection_modifyitems(config, items):
     seen = collections.Counter()
     for item in items:

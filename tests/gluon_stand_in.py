@@ -1,12 +1,10 @@
 """Gluon kernels on a CPU, as far as their logic goes: loops, barriers, stages, masks. Layouts are for the compiler.
 
-`on_cpu` loads a module with Gluon kernels over stand-ins that are as unkind as the hardware may be. A box that the copy
+`on_cpu` loads gluon_forward over stand-ins that are as unkind as the hardware may be. A box that the copy
 engine is asked for is NaN from then on, and arrives later, from another thread. A product reads its operands when it is
 waited for, not when it is started: a tile that is overwritten too early is read wrong. Parts of `warp_specialize` are
 threads; where all that is left waits for barriers, and no copy is under way, that is an error.
 """
-
-from __future__ import annotations
 
 import contextlib
 import inspect
@@ -15,8 +13,12 @@ import sys
 import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from unittest import mock
 
 import torch
+
+from flashlab.attention import gluon_forward
 
 
 class Block(torch.Tensor):
@@ -24,7 +26,7 @@ class Block(torch.Tensor):
 
     @property
     def type(self):
-        return types.SimpleNamespace(layout=None)
+        return SimpleNamespace(layout=None)
 
 
 def block(x) -> Block:
@@ -90,7 +92,7 @@ class Descriptor:
         self.base = base.as_strided(shape, strides, base.storage_offset())
         self.dtype, self.layout = base.dtype, layout
         nbytes = base.element_size() * torch.Size(block_shape).numel()
-        self.block_type = types.SimpleNamespace(shape=list(block_shape), nbytes=nbytes)
+        self.block_type = SimpleNamespace(shape=list(block_shape), nbytes=nbytes)
 
     def window(self, coord):
         """The part of the box at `coord` that is inside: of the tensor, and of the box."""
@@ -122,9 +124,9 @@ class Product:
 class Machine:
     """One program at a time; the parts of it share everything but what `own` keeps."""
 
-    def __init__(self, seed):
+    def __init__(self):
         self.own = threading.local()
-        self.random = random.Random(seed)
+        self.random = random.Random(0)
         self.engine = ThreadPoolExecutor(4)
         self.failed = []
         self.changed, self.moving, self.waits = threading.Condition(), 1, []
@@ -226,7 +228,7 @@ def scalar_or_tensor(on_tensors, on_numbers):
     return lambda *xs: on_tensors(*map(torch.as_tensor, xs)) if any(map(torch.is_tensor, xs)) else on_numbers(*xs)
 
 
-def stand_ins(machine: Machine) -> dict[str, types.ModuleType]:
+def stand_ins(machine: Machine) -> dict[str, SimpleNamespace]:
     """The modules of Gluon, by name."""
     state: dict[str, int] = {}
 
@@ -248,14 +250,8 @@ def stand_ins(machine: Machine) -> dict[str, types.ModuleType]:
     def jit(fn=None, **options):
         return Kernel(fn) if fn else Kernel
 
-    def module(name, **members):
-        made = types.ModuleType(name)
-        vars(made).update(members)
-        return made
-
     nothing = lambda *args, **kwargs: None  # noqa: E731
-    language = module(
-        "gl",
+    language = SimpleNamespace(
         constexpr=lambda x: x, to_tensor=torch.as_tensor, int64=torch.int64, float32=torch.float32,
         program_id=lambda axis: state["program"], num_programs=lambda axis: state["programs"],
         num_warps=lambda: state["warps"], static_range=range, cdiv=lambda a, b: -(-a // b),
@@ -269,55 +265,42 @@ def stand_ins(machine: Machine) -> dict[str, types.ModuleType]:
         allocate_shared_memory=machine.allocate, store=machine.store, barrier=nothing,
         warp_specialize=machine.warp_specialize,
     )  # fmt: skip
-    barrier = module(
-        "mbarrier",
+    barrier = SimpleNamespace(
         MBarrierLayout=nothing,
         init=lambda barrier, count: barrier.init(count),
         arrive=lambda barrier, count: barrier.change(arrived=count),
         expect=lambda barrier, nbytes, pred: barrier.change(arrived=1, expected=nbytes) if pred else None,
         wait=lambda barrier, phase, pred=True: barrier.wait(phase) if pred else None,
     )
-    tma = module(
-        "tma",
+    tma = SimpleNamespace(
         async_copy_global_to_shared=machine.load,
         async_copy_shared_to_global=machine.send,
         store_wait=machine.store_wait,
     )
-    hopper = module(
-        "hopper", fence_async_shared=nothing, mbarrier=barrier, tma=tma, warpgroup_mma=machine.product,
+    hopper = SimpleNamespace(
+        fence_async_shared=nothing, mbarrier=barrier, tma=tma, warpgroup_mma=machine.product,
         warpgroup_mma_wait=machine.product_wait,
     )  # fmt: skip
-    root = "triton.experimental.gluon"
+    gluon = SimpleNamespace(jit=jit, language=language)
     return {
-        root: module("gluon", jit=jit, language=language),
-        f"{root}.language": language,
-        f"{root}.language.nvidia.hopper": hopper,
-        f"{root}.nvidia.hopper": module("hopper", TensorDescriptor=Descriptor),
+        "triton.experimental": SimpleNamespace(gluon=gluon),
+        "triton.experimental.gluon": gluon,
+        "triton.experimental.gluon.language": language,
+        "triton.experimental.gluon.language.nvidia.hopper": hopper,
+        "triton.experimental.gluon.nvidia.hopper": SimpleNamespace(TensorDescriptor=Descriptor),
     }
 
 
 @contextlib.contextmanager
-def on_cpu(module, old="", new="", seed=0):
-    """A second copy of a module with Gluon kernels, which runs on this CPU; its text may be changed in one place."""
-    import triton.experimental
-
-    text = inspect.getsource(module)
+def on_cpu(old="", new=""):
+    """A second copy of gluon_forward, which runs on this CPU; its text may be changed in one place."""
+    text = inspect.getsource(gluon_forward)
     assert not old or text.count(old) == 1, f"{text.count(old)} places, not one: {old}"
-    machine = Machine(seed)
-    modules = stand_ins(machine)
-    real = {name: sys.modules.get(name) for name in modules}
-    gluon = triton.experimental.gluon
-    copy = types.ModuleType(f"{module.__name__}_on_cpu")
-    sys.modules[copy.__name__] = copy
-    try:
-        sys.modules.update(modules)
-        triton.experimental.gluon = modules["triton.experimental.gluon"]
-        exec(compile(text.replace(old, new) if old else text, f"{copy.__name__}.py", "exec"), vars(copy))
-    finally:
-        triton.experimental.gluon = gluon
-        sys.modules.update(real)
-    try:
+    machine = Machine()
+    copy = types.ModuleType("gluon_forward_on_cpu")
+    with mock.patch.dict(sys.modules, stand_ins(machine)):
+        exec(compile(text.replace(old, new), f"{copy.__name__}.py", "exec"), vars(copy))
+    copy.why_not = lambda device: None
+    copy.multiprocessors = lambda device: 3
+    with machine.engine:
         yield copy
-    finally:
-        machine.engine.shutdown()
-        del sys.modules[copy.__name__]

@@ -193,8 +193,8 @@ def converted(x, out):
     return lambda: (run("convert", x, out=out), x.to(out))
 
 
-def of_one(kernel, want, *, out=BF16, first=N, x=X):
-    return lambda: (run(kernel, x, out=out)[:first], want)
+def of_one(kernel, want, *, first=N):
+    return lambda: (run(kernel, X, out=BF16)[:first], want)
 
 
 def of_two(kernel, want, *, out=BF16, x=X, y=Y):

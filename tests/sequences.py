@@ -1,11 +1,10 @@
 """Sequences in a cache for the tests of decoding, and what attention over them should give."""
 
 import torch
+from drawn import DEVICE
 
-from flashlab import runtime
 from flashlab.check.training import wanted, worst
 
-DEVICE = runtime.device()
 FLOAT32 = torch.float32
 NAN = float("nan")
 

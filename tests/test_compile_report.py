@@ -57,12 +57,9 @@ GEMM = {"a_ptr": F16, "b_ptr": F16, "c_ptr": torch.float32, "k": 256, "scale": 0
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory, monkeypatch):
     """One cache for this file's tests, not the user's."""
-    folder = tmp_path_factory.getbasetemp() / "cache"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    return folder
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
-@pytest.mark.slow
 def test_shared_memory_alone_is_that_of_the_whole_and_lengths_alike_are_compiled_once():
     (alone, other), (whole,) = (
         compile_reports(gemm_tile, some, targets=["sm_90"], num_stages=2, shared_only=only)
@@ -74,7 +71,6 @@ def test_shared_memory_alone_is_that_of_the_whole_and_lengths_alike_are_compiled
     assert [module._alike(k) for k in (0, 1, 512, 250, 2**31, 2**63 + 3)] == [16, 1, 16, 17, 2**32 + 16, 2**63 + 17]
 
 
-@pytest.mark.slow
 def test_arguments_are_specialised_as_a_launch_does():
     shifted = torch.zeros(1032, dtype=F16)[1:]
     arguments = [
@@ -115,7 +111,7 @@ def test_timeout_is_an_error_and_the_compiler_is_stopped():
         compile_report(gemm_tile, GEMM | {"k": 12345}, timeout=0.05)
 
 
-def test_a_damaged_cache_entry_is_compiled_again(cache):
+def test_a_damaged_cache_entry_is_compiled_again():
     arguments = {"x_ptr": F16, "y_ptr": F16, "n": 48}
     want = compile_report(copy, arguments)
     for entry in module.cache.folder("compile").glob("*.json.gz"):
@@ -251,7 +247,6 @@ NOTEBOOK = """
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("interpret", ["1", pytest.param("0", marks=pytest.mark.long)])
 def test_kernels_and_launchers_of_notebook_cells(interpret):
     """Both kinds of process: in one @triton.jit makes a JITFunction, in the other an InterpretedFunction. Each asks a
@@ -259,11 +254,8 @@ def test_kernels_and_launchers_of_notebook_cells(interpret):
     pytest.importorskip("IPython")
     environment = os.environ | {"FLASHLAB_INTERPRET": interpret, "IPYTHONDIR": os.environ["XDG_CACHE_HOME"]}
     environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(NOTEBOOK)], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    traffic, by_tensor, outside, untaken, *lines = done.stdout.splitlines()
+    said = subprocess.check_output([sys.executable, "-c", textwrap.dedent(NOTEBOOK)], env=environment, text=True)
+    traffic, by_tensor, outside, untaken, *lines = said.splitlines()
     assert traffic.startswith("400 bytes read by 2 loads, 400 bytes written by 2 stores")
     assert outside.startswith("store out of bounds: element [100] of x, which has shape [100]")
     assert by_tensor == "Counter({'x': 400})" and (

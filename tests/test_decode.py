@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
-from huge_tensors import NO_ROOM, REASON, far_apart
+from drawn import far_apart, needs_room
 from sequences import DEVICE, FLOAT32, NAN, Sequences
 
 from flashlab import flash_attention_with_cache
@@ -105,8 +105,7 @@ def test_new_keys_are_appended_in_place_and_seen(page, backend):
         x.k[i], x.v[i] = (torch.cat([a[i], b[i : i + 1]], 2) for a, b in ((x.k, k_new), (x.v, v_new)))
     x.expect(*flash_attention_with_cache(*x.given, k_new=k_new, v_new=v_new, backend=backend, return_lse=True))
     assert torch.equal(x.lengths, before)
-    for got, right in zip((x.k_cache, x.v_cache), want, strict=True):
-        torch.testing.assert_close(got, right, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close([x.k_cache, x.v_cache], want, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("backend", THREE)
@@ -129,7 +128,7 @@ def test_a_length_beyond_the_room_is_cut_by_the_kernel():
     x.expect(o, lse)
 
 
-@pytest.mark.skipif(NO_ROOM, reason=REASON)
+@needs_room
 @pytest.mark.parametrize("axis", [0, 2], ids=["pages", "keys"])
 def test_offsets_of_more_than_32_bits(axis):
     """A sequence whose one key is in the third page, or one of three keys; the last one is new."""
@@ -140,9 +139,6 @@ def test_offsets_of_more_than_32_bits(axis):
     table = None if axis else torch.tensor([[2]], dtype=torch.int32, device=DEVICE)
     given = x.q, *far_apart((k_cache, v_cache), axis), x.lengths - 1, table
     x.expect(*flash_attention_with_cache(*given, k_new=k_new, v_new=v_new, backend="triton", return_lse=True))
-
-
-# ---- PyTorch
 
 
 @pytest.mark.parametrize("backend", THREE)
@@ -201,9 +197,6 @@ def test_a_cuda_graph_replays_with_other_lengths(fused):
         lengths.copy_(x.lengths)
         graph.replay()
         x.expect(*found)
-
-
-# ---- refusals
 
 
 def replaced(**changes):

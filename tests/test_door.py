@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from drawn import qkv, within
+from drawn import DEVICE, qkv, within
 
 from flashlab import choose_backend, flash_attention, runtime
 from flashlab.attention import backends, blockwise, triton_forward
@@ -21,7 +21,6 @@ from flashlab.check import verify
 from flashlab.check.training import wanted
 from flashlab.cuda import operators
 
-DEVICE = runtime.device()
 BACKENDS = ("reference", "simulation", "torch", "triton")
 SOME = [*(pytest.param(x, marks=pytest.mark.long) for x in BACKENDS[:2]), *BACKENDS[2:]]
 QUICK = "torch" if runtime.INTERPRETED else "triton"
@@ -116,8 +115,7 @@ def test_cuda_kernels_from_several_threads(backend):
                 within(wanted(*inputs, grad_o, causal=True), o=o, **backward(o, inputs, grad_o))
 
     with ThreadPoolExecutor(4) as pool:
-        for each in [pool.submit(work, number) for number in range(calls)]:
-            each.result()
+        list(pool.map(work, range(calls)))
 
 
 @pytest.mark.parametrize("backend", SOME)

@@ -17,12 +17,16 @@ from flashlab.figures.tiles import walk
 from flashlab.simt.replay import Replay, Span
 
 
+@pytest.fixture(autouse=True)
+def closed():
+    yield
+    plt.close("all")
+
+
 @pytest.fixture
 def ax():
     show.style()
-    figure, ax = plt.subplots()
-    yield ax
-    plt.close("all")
+    return plt.subplots()[1]
 
 
 def labels(axis):
@@ -97,10 +101,7 @@ def test_a_row_in_blocks_has_a_frame_for_each():
     scores, v = torch.arange(8.0, dtype=torch.float64), torch.randn(8, 2, dtype=torch.float64)
     blocks = [block_state(scores[j : j + 2], v[j : j + 2]) for j in range(0, 8, 2)]
     states = list(itertools.accumulate(blocks, merge, initial=identity(head_dim=2, dtype=torch.float64)))
-    titles = []
-    for figure in rows.block_frames(scores, states):
-        titles.append(figure.axes[0].get_title(loc="left"))
-        plt.close(figure)
+    titles = [figure.axes[0].get_title(loc="left") for figure in rows.block_frames(scores, states)]
     assert [t.split("   ")[:2] for t in titles] == [[f"block {b} of 4", f"m = {2 * b - 1}.00"] for b in range(1, 5)]
 
 
@@ -156,7 +157,6 @@ def test_panels_share_a_legend_and_say_what_was_not_measured():
     assert [t.get_text() for t in figure.legends[0].get_texts()] == ["a", "b"]
     assert "not measured" in [t.get_text() for t in right.texts]
     assert panels({"left": {}, "right": {}}, ylabel="ms") is None
-    plt.close("all")
 
 
 # ---------------------------------------------------------------- one implementation, one colour
@@ -184,7 +184,6 @@ def test_panels_draw_an_implementation_in_its_colour_whatever_stands_beside_it(o
     figure = panels({"T": {name: ([512], [1.0]) for name in ("ours", "eager, ours", "x", "y")}}, ylabel="", pairs=True)
     hues = [line.get_color() for line in figure.axes[0].lines]
     assert hues == [show.COLORS[c] for c in ("blue", "blue", "orange", "orange")]
-    plt.close("all")
 
 
 def given_another_colour(source):
@@ -244,14 +243,12 @@ def test_who_works_when():
     turn = hopper.timelines({"turns": Replay(spans, [0, 1], 40)}, clocks=(0, 40))
     assert min(bar.get_width() for bar in turn.axes[0].patches if bar.get_x() == 8) > 0.1
     assert "waits for its turn" in [text.get_text() for text in turn.legends[0].get_texts()]
-    plt.close(turn)
     waits = {hopper.COLORS[hue] for hue, _ in hopper._WAITS.values()}
     assert len(waits) == len(hopper._WAITS) and not waits & set(hopper._GROUP_HUES)
     shown = [
         x.get_facecolor() if hasattr(x, "get_facecolor") else x.get_color() for x in figure.legends[0].legend_handles
     ]
     assert len({matplotlib.colors.to_hex(hue, keep_alpha=True) for hue in shown}) == len(shown)
-    plt.close(figure)
 
 
 def test_a_ring_is_drawn_by_rank_and_step(ax):

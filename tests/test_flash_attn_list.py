@@ -10,13 +10,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from drawn import within
+from drawn import DEVICE, within
 
 from flashlab import flash_attention, runtime
 from flashlab.attention.backends import BACKENDS
 from flashlab.check.training import wanted
-
-DEVICE = runtime.device()
 
 LENGTHS = (
     (113, 203), (128, 217), (113, 211), (108, 256), (256, 512), (512, 256), (1024, 1024), (1023, 1024), (1024, 1023),

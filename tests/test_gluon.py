@@ -1,6 +1,5 @@
 """Phase 11b's Gluon kernels: their logic on a CPU, what the compiler makes of them, and on Hopper their results."""
 
-import contextlib
 import re
 from functools import partial
 
@@ -39,22 +38,9 @@ LENGTHS = [(1, 1), (64, 64), (70, 33), (128, 128), (129, 257), (33, 300), (300, 
 
 
 # ---- their results: on Hopper, elsewhere over the stand-ins ---------------------------------------------------------
-@contextlib.contextmanager
-def stood_in(old="", new=""):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the parts of a program are threads themselves
-    try:
-        with on_cpu(gluon_forward, old, new) as copy:
-            copy.why_not = lambda device: None
-            copy.multiprocessors = lambda device: 3
-            yield copy
-    finally:
-        torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def cpu():
-    with stood_in() as copy:
+    with on_cpu() as copy:
         yield copy
 
 
@@ -135,13 +121,12 @@ MISTAKES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_the_stand_in_finds(mistake):
-    with pytest.raises((AssertionError, TimeoutError)), stood_in(*MISTAKES[mistake]) as cpu:
+    with pytest.raises((AssertionError, TimeoutError)), on_cpu(*MISTAKES[mistake]) as cpu:
         for seq_q, seq_k, causal in ((300, 290, True), (300, 290, False), (290, 130, True)):
             q, k, v = make(1, 3, 1, seq_q, seq_k, 64, device="cpu")
             expect(cpu.flash_attention_gluon, q, k, v, causal=causal, tile=cpu.GluonTile(2, 32, 2), persistent=True)
 
 
-# ---- refusals ------------------------------------------------------------------------------------------------------
 def test_bad_inputs_are_refused_with_a_sentence(cpu):
     (odd, *_), (wide, *_), (q, k, v) = (make(1, 1, 1, 10, 10, d, device="cpu") for d in (36, 264, 64))
     for inputs, options, error, sentence in (
@@ -172,11 +157,9 @@ def test_elsewhere_it_says_what_is_missing():
         flash_attention_gluon(*make(1, 1, 1, 10, 10, 64))
 
 
-# ---- the compiler --------------------------------------------------------------------------------------------------
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)], ids=str)
-@pytest.mark.parametrize("head_dim", [pytest.param(d, marks=pytest.mark.long if d != 128 else []) for d in TILES])
-@pytest.mark.parametrize("step", [*(pytest.param(s, marks=pytest.mark.long) for s in STEPS[:-1]), STEPS[-1]])
+@pytest.mark.parametrize("dtype", SIXTEEN, ids=str)
+@pytest.mark.parametrize("head_dim", TILES)
+@pytest.mark.parametrize("step", STEPS)
 @pytest.mark.long
 def test_compiled_for_hopper(step, head_dim, dtype):
     asked = [(head_dim, dtype, causal) for causal in (False, True)]

@@ -49,9 +49,7 @@ NEEDED_HERE = {"index": triton.__version__.startswith("3.6.") and NUMPY >= (2, 4
 def answers(mode):
     """What interpreter_cases.py says in this one of its modes."""
     environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "FLASHLAB_INTERPRET")}
-    done = subprocess.run([sys.executable, str(CASES), mode], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(subprocess.check_output([sys.executable, CASES, mode], env=environment))
 
 
 @pytest.mark.long  # another release of Triton or numpy changes it, or a change of the repairs
@@ -200,8 +198,8 @@ def test_launches_from_several_threads(eager_threads):
         drawn = torch.randn(3, 1, 2, 20 + number, 16, generator=torch.Generator().manual_seed(number))
         q, k, v = (x.to(runtime.device()).requires_grad_() for x in drawn)
         found, want = (flash_attention(q, k, v, causal=True, backend=name) for name in ("triton", "reference"))
-        for a, b in zip(*(torch.autograd.grad(o.sum(), (q, k, v)) for o in (found, want)), strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+        gradients = (torch.autograd.grad(o.sum(), (q, k, v)) for o in (found, want))
+        torch.testing.assert_close(*gradients, rtol=0, atol=1e-5)
 
     def watching(number):
         if runtime.INTERPRETED:

@@ -13,13 +13,12 @@ import time
 from pathlib import Path
 
 import pytest
-from test_house import load
+from tools import bootstrap
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = (ROOT / "tools" / "bootstrap.py").read_text()
 VERSION = "{}.{}".format(*sys.version_info[:2])
 
-bootstrap = load(ROOT / "tools" / "bootstrap.py")
 MARK = "flashlab-setup-begun"
 
 # ---- finding a Python, in plain sh
@@ -41,11 +40,13 @@ def tool_box(folder, there):
     return folder
 
 
-def find(path, root=ROOT, **variables):
-    return subprocess.run(
-        ["/bin/sh", str(root / "tools" / "bootstrap.sh"), "setup"],
-        capture_output=True, text=True, env={"PATH": str(path), "VENV": "no-such-environment", **variables},
-    )  # fmt: skip
+def run(*command, **variables):
+    return subprocess.run(command, capture_output=True, text=True, env=variables)
+
+
+def find(path, **variables):
+    named = {"PATH": str(path), "VENV": "no-such-environment", **variables}
+    return run("/bin/sh", ROOT / "tools" / "bootstrap.sh", "setup", **named)
 
 
 def one_sentence(done):
@@ -99,10 +100,8 @@ def test_which_python_is_taken(tmp_path, there, variables, chosen):
 
 
 def test_no_compiler(tmp_path):
-    done = subprocess.run(
-        [sys.executable, ROOT / "tools" / "bootstrap.py"], capture_output=True, text=True,
-        env={"PATH": str(tool_box(tmp_path / "bin", {})), "VENV": str(tmp_path / "venv")},
-    )  # fmt: skip
+    variables = {"PATH": str(tool_box(tmp_path / "bin", {})), "VENV": str(tmp_path / "venv")}
+    done = run(sys.executable, ROOT / "tools" / "bootstrap.py", **variables)
     assert "there is no C++ compiler (g++): install one" in one_sentence(done)
     assert not (tmp_path / "venv").exists()
 
@@ -178,6 +177,7 @@ class Course:
         (root / "tools" / "bootstrap.py").write_text(text)
         (root / "pip.py").write_text(FAKE_PIP)
         (root / "seconds").write_text(str(seconds))
+        (root / "pip-was-run").touch()
         (root / "pyproject.toml").write_text("[project]\n")
         (root / "hello.py").write_text("import sys; print('hello from', sys.prefix)")
 
@@ -198,8 +198,7 @@ class Course:
         return process
 
     def pip_runs(self):
-        file = self.root / "pip-was-run"
-        return file.read_text().splitlines() if file.exists() else []
+        return (self.root / "pip-was-run").read_text().splitlines()
 
     def assert_right(self):
         (purelib,) = self.venv.glob("lib/python*/site-packages")
@@ -232,23 +231,18 @@ HOW_IT_ENDS = {
 }
 
 
-MOMENTS = 4
-
-
-@pytest.mark.slow
 @pytest.mark.long
 def test_cut_short_at_any_moment_and_resumed(tmp_path):
     begun = time.monotonic()
     assert Course(tmp_path / "whole", seconds=0.03).run().returncode == 0
     whole, marked = time.monotonic() - begun, 0
-    for number in range(MOMENTS):
+    for number, (how, kill) in enumerate(HOW_IT_ENDS.items()):
         course = Course(tmp_path / str(number), seconds=0.03)
-        how, kill = list(HOW_IT_ENDS.items())[number % len(HOW_IT_ENDS)]
         for _ in range(1 + number % 2):  # some are cut short twice
             process = course.start()
             while number and not (course.venv / MARK).exists() and process.poll() is None:
                 time.sleep(0.001)  # most are to have begun, however busy the machine
-            time.sleep(whole * (number + 0.5) / MOMENTS)
+            time.sleep(whole * (number + 0.5) / len(HOW_IT_ENDS))
             with contextlib.suppress(ProcessLookupError):  # it may have ended by itself
                 kill(process)
             said, complaint = process.communicate()
@@ -259,7 +253,7 @@ def test_cut_short_at_any_moment_and_resumed(tmp_path):
         done = course.run()
         assert done.returncode == 0 and "ready: " in done.stdout, done.stderr
         course.assert_right()
-    assert marked > MOMENTS // 2
+    assert marked > len(HOW_IT_ENDS) // 2
 
 
 def test_two_at_once_wait_for_each_other(course):
@@ -403,13 +397,11 @@ def test_what_leads_astray_stays_out(course):
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     """An environment whose Python is this one, and a uv on the PATH."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "uv").write_text("#!/bin/sh\n")
-    (tmp_path / "bin" / "uv").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    path = str(tool_box(tmp_path / "bin", {"uv": ""}))
+    monkeypatch.setenv("PATH", path)
     environment = bootstrap.Environment(tmp_path)
     environment.python = Path(sys.executable)
-    keep = {"PATH": str(tmp_path / "bin"), "HOME": str(tmp_path), "PIP_CONFIG_FILE": str(tmp_path / "pip.conf")}
+    keep = {"PATH": path, "HOME": str(tmp_path), "PIP_CONFIG_FILE": str(tmp_path / "pip.conf")}
     monkeypatch.setattr(bootstrap, "VARIABLES", keep)
     return environment
 

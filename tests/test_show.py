@@ -21,8 +21,6 @@ def shown(monkeypatch):
     return out
 
 
-# ---------------------------------------------------------------- regions and diffs
-
 BEFORE = """\
 #include "simt.h"
 
@@ -97,9 +95,6 @@ def test_no_shown_line_is_wider_than_the_page(shown, code):
         assert max(map(len, lines)) <= show.WIDTH
         squeezed = [re.sub(r"\s|//", "", line) for line in show.shown(markdown)]
         assert squeezed == ["voidg(){", re.sub(r"\s|//", "", code), "}"]
-
-
-# ---------------------------------------------------------------- tables and animations
 
 
 def test_an_empty_line_of_code_is_a_line(shown):

@@ -2,12 +2,11 @@
 
 import pytest
 import torch
+from drawn import DEVICE
 
-from flashlab import runtime
 from flashlab.attention import transformers_door
 
 transformers = pytest.importorskip("transformers")
-DEVICE = runtime.device()
 SIZES = dict(
     hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
     vocab_size=61, head_dim=8, pad_token_id=0, bos_token_id=1, eos_token_id=2,

@@ -2,20 +2,22 @@
 
 import copy
 import re
+from functools import partial
 
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
+from drawn import DEVICE, qkv
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils.checkpoint import checkpoint
 
 import flashlab.cuda.operators  # noqa: F401  registers the series
-from flashlab import flash_attention, runtime
+from flashlab import flash_attention
 from flashlab.attention import backends, door, reference
 from flashlab.attention.triton_forward import flash_attention_forward
 from flashlab.models.rope import fused_rope, rope, rope_table
 
-DEVICE = runtime.device()
+inputs = partial(qkv, 1, 2, 1, 5, 5, 16)
 
 
 def formula(q, k, v):
@@ -53,11 +55,6 @@ class Model(torch.nn.Module):
 
     def forward(self, q, k, v):
         return self.attention(self.project(q), k, v)
-
-
-def inputs():
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(1, heads, 5, 16, generator=generator).to(DEVICE) for heads in (2, 1, 1)]
 
 
 def model_of(attention):

@@ -1,4 +1,4 @@
-"""Phase 4's kernel: sizes, layouts, values; compiled. (Drawn cases: test_triton_backward; the checker's: lecture 4.)"""
+"""Phase 4's kernel: layouts, values; compiled. (Sizes, drawn cases: test_triton_backward; the checker's: lecture 4.)"""
 
 import json
 import math
@@ -6,10 +6,10 @@ from functools import partial
 
 import pytest
 import torch
-from drawn import qkv, within
+from drawn import DEVICE, DTYPES, qkv, within
 
 from flashlab import runtime
-from flashlab.attention import tiles
+from flashlab.attention import tiles, triton_backward
 from flashlab.attention.reference import attention
 from flashlab.attention.tiles import Tile
 from flashlab.attention.triton_forward import (
@@ -23,10 +23,8 @@ from flashlab.check.training import wanted
 from flashlab.triton_tools.compile_report import compile_reports
 from flashlab.triton_tools.watch import hbm_traffic
 
-DEVICE = runtime.device()
 SMALL = Tile(16, 16, 4, 2)
 SIXTEEN, FLOAT32 = torch.float16, torch.float32
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def expect(q, k, v, *, run=flash_attention_forward, tile=SMALL, **options):
@@ -40,11 +38,6 @@ def expect(q, k, v, *, run=flash_attention_forward, tile=SMALL, **options):
 def test_the_checkers_longer_cases():
     forward = partial(flash_attention_forward, tile=Tile(64, 32, 4, 2))
     verify(forward, causal=True, head_dims=(16,), max_tile=128, deterministic=True)
-
-
-@pytest.mark.parametrize("head_dim", [8, 16, 32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 256])
-def test_flash_attentions_list_of_head_sizes(head_dim):
-    expect(*qkv(1, 7 if head_dim == 8 else 2, 1, 37, 50, head_dim, torch.bfloat16), tile=None, causal=True)
 
 
 def test_tiles_that_no_row_sees_are_never_loaded():
@@ -128,8 +121,7 @@ def test_strides_of_zero_and_gaps():
     for options in (dict(), dict(causal=True)):
         want = flash_attention_forward(q, k, v, tile=SMALL, **options)
         got = flash_attention_forward(q, gaps.expand(2, 2, 35, 16), v.expand(2, 2, 35, 16), tile=SMALL, **options)
-        for a, b in zip(got, want, strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=5e-6)
+        torch.testing.assert_close(got, want, rtol=0, atol=5e-6)
     expect(q[:1].expand(2, 2, 20, 16), k, v)
 
 
@@ -190,8 +182,7 @@ def test_tuning_needs_a_gpu():
 
 
 @pytest.mark.skipif(runtime.INTERPRETED, reason="tuning needs a GPU")
-def test_tuning_keeps_the_result_and_is_remembered(tmp_path, monkeypatch):
-    monkeypatch.setenv("FLASHLAB_CACHE", str(tmp_path))
+def test_tuning_keeps_the_result_and_is_remembered(own_cache, monkeypatch):
     monkeypatch.setitem(tiles.SEARCH, "forward, small", (Tile(64, 32, 4, 2), Tile(32, 64, 4, 2), Tile(512, 512, 4, 4)))
     tiles._tuned.cache_clear()
     q, k, v = qkv(1, 4, 4, 512, 512, 64, SIXTEEN)
@@ -204,16 +195,20 @@ def test_tuning_keeps_the_result_and_is_remembered(tmp_path, monkeypatch):
     tiles._tuned.cache_clear()
 
 
-# ---- the compiler ---------------------------------------------------------------------------------------------------
-
-SPILL = 64  # bytes a thread: a few numbers of the loop's surroundings, not of the loop
 CHIPS = {"sm_80": "ampere", "sm_86": "consumer", "sm_90": "hopper", "sm_120": "consumer"}
 # sm_120 has the tiles of sm_86, and as much shared memory.
-TARGETS = [pytest.param(t, marks=[] if t == "sm_90" else pytest.mark.long) for t in CHIPS]
+KERNELS = {
+    "forward": (flash_attention_kernel, compile_arguments),
+    "dkdv": (triton_backward.dkdv_kernel, partial(triton_backward.compile_arguments, "dkdv")),
+    "dq": (triton_backward.dq_kernel, partial(triton_backward.compile_arguments, "dq")),
+}
 
 
-def recorded_reports(kernel, name, target, arguments_of):
-    """Each head_dim at which the choice changes: (choice, report)."""
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("target", CHIPS)
+@pytest.mark.long
+def test_recorded_tiles_fit_and_spill_little(target, name):
+    """Each head_dim at which the choice changes; a few numbers of the loop's surroundings may be spilled."""
     jobs = [
         (dtype, choice, masked)
         for dtype in (torch.bfloat16, torch.float32)
@@ -222,24 +217,21 @@ def recorded_reports(kernel, name, target, arguments_of):
         for choice in tiles.recorded(name, CHIPS[target], dtype, masked)
         if masked or choice.source == "measured"  # others are the same for both
     ]
+    kernel, arguments_of = KERNELS[name]
     arguments = [arguments_of(dtype, c.head_dim, c.tile, causal=masked) for dtype, c, masked in jobs]
-    for (dtype, choice, _), asked, report in zip(
-        jobs, arguments, compile_reports(kernel, arguments, targets=[target]), strict=True
-    ):
+    reports = compile_reports(kernel, arguments, targets=[target])
+    for (dtype, choice, _), asked, report in zip(jobs, arguments, reports, strict=True):
         on_tensor_cores = dtype != FLOAT32 or asked["PRECISION"] != "ieee"
         assert (report.tensor_core_instructions > 0) == on_tensor_cores, report
-        yield choice, report
+        most = 64 if name == "forward" else 128  # bytes a thread, of 1020 in registers
+        if name != "forward" and choice.source != "compiled" and choice.head_dim >= 128:
+            most = 1024  # the fastest tile of dK and dV spills what its loop does not need
+        assert report.fits and report.spill_bytes <= most, report
+        if target == "sm_90":
+            products, waits = (report.sass.count(word) for word in ("HGMMA", "WARPGROUP.DEPBAR"))
+            assert waits < products / 2, "ptxas waits for each instruction of a product (its warning C7515)"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.long
-def test_recorded_tiles_fit_and_spill_little(target):
-    for _, report in recorded_reports(flash_attention_kernel, "forward", target, compile_arguments):
-        assert report.fits and report.spill_bytes <= SPILL, report
-
-
-@pytest.mark.slow
 @pytest.mark.long
 def test_float32_is_three_tf32_products():
     tile = Tile(32, 32, 4, 2)

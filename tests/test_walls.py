@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from drawn import one_head, one_heads_attention
 from torch.utils.flop_counter import FlopCounterMode
 
 from flashlab import runtime
@@ -13,14 +14,6 @@ from flashlab.attention.cost import attainable_tflops, naive_cost, naive_peak_by
 from flashlab.attention.naive import naive_attention
 from flashlab.bench import published
 from flashlab.check import verify_one_head
-
-
-def one_head(m, n, d, dtype=torch.float16):
-    generator = torch.Generator().manual_seed(m * 1000 + n)
-    return [torch.randn(rows, d, generator=generator).to(runtime.device(), dtype) for rows in (m, n, n)]
-
-
-# ---- cost -----------------------------------------------------------------------------------------------------------
 
 
 def test_naive_attention_is_the_oracle():
@@ -51,9 +44,6 @@ def test_the_roofline_has_a_slope_and_a_roof():
     assert attainable_tflops(gpu.ridge, gpu) == pytest.approx(gpu.fp16_tflops)
 
 
-# ---- trace_ops ------------------------------------------------------------------------------------------------------
-
-
 def test_the_trace_sees_frees_and_skips_views():
     def fn(x):
         y = x + 1
@@ -75,9 +65,6 @@ def test_in_place_work_counts_as_traffic_and_not_as_memory():
     assert peak_bytes(lambda: None) == 0
 
 
-# ---- the kernels ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("how", schemes.ESCAPE_HATCHES)
 def test_every_escape_hatch_is_right(how):
     max_seq = 300 if runtime.INTERPRETED else 130  # compiled, each length is a compilation of seconds
@@ -86,19 +73,19 @@ def test_every_escape_hatch_is_right(how):
 
 def test_two_passes_are_right():
     verify_one_head(schemes.two_pass, max_seq=300)
-    q, k, v = one_head(33, 1000, 64)
-    want, want_lse = reference.attention(*(x[None, None] for x in (q, k, v)))
+    q, k, v = one_head(33, 1000, 64, torch.float16)
+    want, want_lse = one_heads_attention(q, k, v)
     o, lse = schemes.two_pass(q, k, v, BLOCK_N=128)
-    assert (o - want[0, 0]).abs().max() < 1e-3 and (lse - want_lse[0, 0]).abs().max() < 1e-5
+    assert (o - want).abs().max() < 1e-3 and (lse - want_lse).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("flags", list(itertools.product([False, True], repeat=3)))
 def test_the_variants_of_scheme_a_compute_the_same(flags):
-    q, k, v = one_head(70, 100, 64)
+    q, k, v = one_head(70, 100, 64, torch.float16)
     constants = dict(zip(("K_BY_ROWS", "V_LATE", "P_FLOAT32"), flags, strict=True))
     o, lse = schemes.launch(schemes.scheme_a_variant_kernel, q, k, v, BLOCK_N=128, **constants)
-    want, want_lse = reference.attention(*(x[None, None] for x in (q, k, v)))
-    assert (o - want[0, 0]).abs().max() < 2e-3 and (lse - want_lse[0, 0]).abs().max() < 1e-4
+    want, want_lse = one_heads_attention(q, k, v)
+    assert (o - want).abs().max() < 2e-3 and (lse - want_lse).abs().max() < 1e-4
 
 
 WALLS = (schemes.scheme_a, schemes.scheme_b, schemes.two_pass)
@@ -106,7 +93,7 @@ WALLS = (schemes.scheme_a, schemes.scheme_b, schemes.two_pass)
 
 @pytest.mark.parametrize("fn", WALLS)
 def test_rows_without_a_finite_score_are_a_sentence(fn):
-    q, k, v = one_head(20, 130, 16)
+    q, k, v = one_head(20, 130, 16, torch.float16)
     q[:, 0], q[3, 0] = 1.0, -1.0
     k[:, 0] = math.inf
     with pytest.raises(ValueError, match=r"row 3 of q has scores of -inf and, in a block of keys, no other"):
@@ -117,7 +104,7 @@ def test_rows_without_a_finite_score_are_a_sentence(fn):
 
 @pytest.mark.parametrize("fn", WALLS)
 def test_offsets_past_32_bits_are_a_sentence(fn):
-    q, k, v = one_head(40, 40, 16)
+    q, k, v = one_head(40, 40, 16, torch.float16)
     apart = torch.empty(0, dtype=torch.float16, device="meta").as_strided((40, 16), (2**26, 1))
     assert 39 * 2**26 + 15 >= 2**31
     for far in ((apart, k, v), (q, apart, v), (q, k, apart)):
@@ -129,24 +116,15 @@ def test_offsets_past_32_bits_are_a_sentence(fn):
         fn(many, k, v)
 
 
-# ---- the physical wall ----------------------------------------------------------------------------------------------
-
-
 def test_the_launcher_asks_the_compiler_first():
-    q, k, v = one_head(16, 256, 128)
+    q, k, v = one_head(16, 256, 128, torch.float16)
     with pytest.raises(schemes.OutOfSharedMemory, match="147456 bytes .* sm_120 has 101376"):
         schemes.scheme_a(q, k, v, as_if_on="RTX 5060 Ti")
 
 
-# ---- the logical wall -----------------------------------------------------------------------------------------------
-
-
 def test_a_slice_is_refused_interpreted_too():  # compiled, lecture 1 has it
     with pytest.raises(Exception, match="unsupported tensor index"):
-        schemes.scheme_b(*one_head(16, 128, 64), how="slice")
-
-
-# ---- recorded and published figures ---------------------------------------------------------------------------------
+        schemes.scheme_b(*one_head(16, 128, 64, torch.float16), how="slice")
 
 
 def test_published_tables_load():

@@ -13,14 +13,9 @@ from flashlab.cuda import Unavailable, builds, errors, inline, load_inline, reso
 from flashlab.cuda.binding import binding_source
 from flashlab.kernels import SERIES, source, step
 from flashlab.runtime.cache import CacheError
+from flashlab.simt.source import includes
 
 needs_nvcc = pytest.mark.skipif(toolchain.find_nvcc() is None, reason="no nvcc")
-
-
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("FLASHLAB_CACHE", str(tmp_path))
-    return tmp_path
 
 
 def nvcc(text, arch="sm_80", **macros):
@@ -158,17 +153,14 @@ def test_the_headers_of_a_source_are_part_of_its_build(tmp_path):
     for name in ("a.cuh", "unused.cuh", "deep/c.cuh"):
         (tmp_path / name).write_text("#pragma once\n")
     text = sources.Text('#include "a.cuh"\n  # include <deep/b.cuh>\n#include <vector>\n', "k.cu", tmp_path)
-    from flashlab.simt.source import includes
-
     found = [str(p.relative_to(tmp_path)) for p in includes(text.text, text.folders())]
     assert found == ["a.cuh", "deep/b.cuh", "deep/c.cuh"]
     own = {p.name for p in includes(source("p9_flash"), sources.read(step("p9_flash")).folders())}
     assert {"simt.h", "ptx.cuh", "problem.cuh"} <= own
 
 
-# ---- builds by PyTorch -----------------------------------------------------------------------------------------------
 @needs_nvcc
-def test_pytorch_is_asked_for_the_same_build(cache, monkeypatch):
+def test_pytorch_is_asked_for_the_same_build(own_cache, monkeypatch):
     from torch.utils import cpp_extension
 
     asked = {}
@@ -203,13 +195,13 @@ def test_pytorch_is_asked_for_the_same_build(cache, monkeypatch):
     monkeypatch.setattr(cpp_extension, "load_inline", refuses)
     with pytest.raises(errors.CompileError, match="k.cu:4: identifier"):
         builds.build(sources.read(BROKEN, "k.cu"), flags, "torch", folders=text.folders())
-    assert len(list(cache.glob("cuda/*"))) == 1
+    assert len(list(own_cache.glob("cuda/*"))) == 1
 
 
 # ---- builds by nvcc ------------------------------------------------------------------------------------------------
 @needs_nvcc
 @pytest.mark.long
-def test_a_build_by_nvcc(cache):
+def test_a_build_by_nvcc(own_cache):
     text = sources.read(SCALE.replace("    if (i < n)", "    int unused;\n    if (i < n)", 1), "scale.cu")
     first, again = nvcc(text), nvcc(text)
     assert not first.from_cache and again.from_cache and again.library == first.library
@@ -230,7 +222,7 @@ extern "C" void refuse_quietly(float* x) { throw 5; }
 
 
 @needs_nvcc
-def test_an_exception_of_a_launcher_ends_no_process(cache, monkeypatch):
+def test_an_exception_of_a_launcher_ends_no_process(own_cache, monkeypatch):
     text = sources.read(THROWS, "throws.cu")
     native = builds.Native(text, nvcc(text))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
@@ -258,7 +250,7 @@ FACTOR = SCALE.replace("factor * x[i]", "FACTOR * x[i]")
 
 @needs_nvcc
 @pytest.mark.parametrize("folder", ["$HOME and $(pwd) #", pytest.param("usr/include", marks=pytest.mark.long)])
-def test_a_header_that_was_edited_is_built_again_wherever_it_is(cache, tmp_path, folder):
+def test_a_header_that_was_edited_is_built_again_wherever_it_is(own_cache, tmp_path, folder):
     header = tmp_path / "headers" / folder / "factor.cuh"
     header.parent.mkdir(parents=True)
     text = sources.read(FACTOR.replace('"simt.h"', '"simt.h"\n#include "factor.cuh"'))
@@ -272,13 +264,11 @@ def test_a_header_that_was_edited_is_built_again_wherever_it_is(cache, tmp_path,
     assert libraries[0] == libraries[1] != libraries[2]
 
 
-def test_what_else_goes_into_a_build_is_in_its_key(cache, tmp_path, monkeypatch):
+def test_what_else_goes_into_a_build_is_in_its_key(own_cache, tmp_path, monkeypatch):
     """Absolute paths (those below /usr too), folders of variables, flags of variables; a header that a macro names."""
-    keys = []
+    keys, found = [], builds.cache.Kept(tmp_path, {"log": "", "module": ""}, True)
     monkeypatch.setattr(toolchain, "nvcc_version", lambda: "13.0.88")
-    monkeypatch.setattr(
-        builds.cache, "kept", lambda part, key, make: keys.append(key) or builds.cache.Kept(tmp_path, LOG, True)
-    )
+    monkeypatch.setattr(builds.cache, "kept", lambda part, key, make: keys.append(key) or found)
 
     def key(given):
         builds.build(sources.read(given), ["-arch=sm_80"], "nvcc", folders=[])
@@ -304,12 +294,9 @@ def test_what_else_goes_into_a_build_is_in_its_key(cache, tmp_path, monkeypatch)
     assert key(named) != key(named)
 
 
-LOG = {"log": "", "module": ""}
-
-
 @pytest.mark.skipif(not resources.available(), reason="no nvcc, or no cuobjdump")
 @pytest.mark.long
-def test_the_kernel_that_runs_and_its_registers_are_of_one_build(cache, monkeypatch):
+def test_the_kernel_that_runs_and_its_registers_are_of_one_build(own_cache, monkeypatch):
     monkeypatch.setattr(inline, "missing", lambda backend: None)  # as on a machine with an H200
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
@@ -319,7 +306,7 @@ def test_the_kernel_that_runs_and_its_registers_are_of_one_build(cache, monkeypa
     assert load_inline(this, backend="nvcc", defines={"STAGES": 3}, **options).from_cache
     (found,) = resources.resources(this, target="sm_90", launches=False, STAGES=3, **options)
     assert 0 < found.registers <= 255 and found.instructions["HMMA"] and found.dynamic_shared_bytes is None
-    assert len(list(cache.glob("cuda/*"))) == 1
+    assert len(list(own_cache.glob("cuda/*"))) == 1
     q = torch.zeros(1, 1, 8, 128).bfloat16()
     with pytest.raises(ValueError, match=r"q is on cpu, and the kernel runs on a GPU: pass q.cuda\(\)"):
         module.forward(q, q, q)

@@ -191,9 +191,6 @@ def test_a_cuda_graph_replays_with_other_lengths():
     x.expect(*found)
 
 
-# ---- a backend of the door -------------------------------------------------------------------------------------------
-
-
 def test_nothing_at_all():
     for x in (Sequences([0, 0], head_dim=64, dtype=BF16), Sequences([0], page=None, spare=-1, head_dim=64, dtype=BF16)):
         o, lse = flash_attention_with_cache(*x.given, backend=LAST, return_lse=True)

@@ -1,7 +1,5 @@
 """Phase 11's backward pass: right against float64, clean under the checks."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
@@ -25,7 +23,6 @@ CASES = (
 )  # fmt: skip
 BUILDS = [(64, FP16), (128, BF16), pytest.param(64, BF16, marks=pytest.mark.long),
           pytest.param(128, FP16, marks=pytest.mark.long)]  # fmt: skip
-SEVEN = (("PRODUCTS", 7),)
 each_way = pytest.mark.parametrize("products", [5, 7])
 
 
@@ -38,7 +35,7 @@ def gradients(q, k, v, grad_o, *, backend="emulator", check=False, defines=(), p
     """From an o that is rounded, as a forward pass gives it; nothing may be found."""
     launch = {name: options.pop(name) for name in ("threads", "sms") if name in options}
     o, lse = reference.attention(q, k, v, **options)
-    defines = defines if products == 5 else SEVEN + defines
+    defines = defines if products == 5 else (("PRODUCTS", 7), *defines)
     how = dict(backend=backend, check=check, defines=defines, **launch)
     found = hopper_backward(grad_o, q, k, v, o.to(q.dtype), lse.float(), **how, **options)
     report = compiled(q.shape[3], q.dtype, backend, check, defines).report

@@ -1,7 +1,5 @@
 """Phase 11's last step and its exhibits, beside what is asked of every step (test_series.py)."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -59,15 +57,11 @@ def test_blocks_ask_for_parts_that_are_unequal_and_many(case, asked):
 @pytest.mark.parametrize("name", ["p11_1_tma", "p11_6_overlap", "p11_flash"])
 def test_layouts(name):
     """Heads between the rows, one batch of several, keys that several batches share, a row that is a part of a row."""
-    generator = torch.Generator().manual_seed(0)
     module = load_inline(step(name), backend="emulator")
-
-    def halves(*shape):
-        return torch.randn(*shape, generator=generator).half()
-
-    q, k, v = halves(2, 70, 3, 64).transpose(1, 2), halves(2, 90, 1, 64).transpose(1, 2), halves(2, 1, 90, 64)
-    shared = halves(1, 1, 90, 64).expand(2, 1, 90, 64)
-    wide = halves(2, 3, 70, 192)[..., 64:128]
+    q, k, _ = qkv(2, 3, 1, 70, 90, 64, torch.float16, "bnhd", device="cpu")
+    _, keys, v = qkv(2, 3, 1, 70, 90, 64, torch.float16, seed=1, device="cpu")
+    shared = keys[:1].expand(2, 1, 90, 64)
+    wide = qkv(2, 3, 3, 70, 70, 192, torch.float16, device="cpu")[0][..., 64:128]
     for q_, k_, v_ in ((q, k, v), (q, shared, v), (wide, k, v)):
         expect(*module.forward(q_, k_, v_, causal=True), q_, k_, v_, bound=BOUND[torch.float16], causal=True)
 
@@ -172,8 +166,7 @@ def test_the_exhibit_beside_the_last_step(head_dim):
 @pytest.mark.parametrize("head_dim", [64, pytest.param(192, marks=pytest.mark.long)])
 def test_the_exhibit_that_adds_gives_what_all_keys_give(head_dim):
     """In three parts, of which the second has keys for the last rows alone, in a state of another layout."""
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(1, h, n, head_dim).bfloat16() for h, n in ((2, 150), (1, 300), (1, 300)))
+    q, k, v = qkv(1, 2, 1, 150, 300, head_dim, torch.bfloat16, device="cpu")
     want, want_lse = reference.attention(q, k, v, causal=True)
     o = torch.full((1, 150, 2, head_dim), torch.nan).transpose(1, 2)
     lse = torch.full((1, 2, 150), -torch.inf)

@@ -1,5 +1,8 @@
 """load_inline: builds, calls, errors and the cache; in the emulator, and natively where there is a GPU."""
 
+from functools import partial
+
+import drawn
 import pytest
 import torch
 
@@ -187,9 +190,7 @@ def compare(module, q, k, v, **options):
     return o
 
 
-def qkv(batch=1, heads=2, kv_heads=1, seq_q=33, seq_k=47, head_dim=64):
-    torch.manual_seed(0)
-    return [torch.randn(batch, h, n, head_dim) for h, n in ((heads, seq_q), (kv_heads, seq_k), (kv_heads, seq_k))]
+qkv = partial(drawn.qkv, batch=1, heads=2, kv_heads=1, seq_q=33, seq_k=47, head_dim=64, device="cpu")
 
 
 @pytest.mark.parametrize("causal", [False, True])

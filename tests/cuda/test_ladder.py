@@ -1,7 +1,5 @@
 """What a recorded ladder looks like. (The counts, and what is printed of the steps: lectures 6 to 9.)"""
 
-from __future__ import annotations
-
 import matplotlib.pyplot as plt
 
 from flashlab.figures import ladder

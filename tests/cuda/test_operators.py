@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from drawn import qkv, within
+from drawn import far_apart, needs_room, qkv, within
 
 import flashlab
 from flashlab.attention import reference
@@ -72,24 +72,13 @@ def test_what_no_step_takes():
         attention("p9_magic", q, q, q)
 
 
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_properties(0).total_memory < 40 * 2**30,
-    reason="needs a GPU with 40 GB",
-)
+@needs_room
 @pytest.mark.parametrize("name", ["p6_6_shapes", "p7_naive", "p9_flash"])
 def test_tensors_of_more_than_2_to_the_31_elements(name):
     """Addresses in 32 bits wrap around and read wrong, finite values [flash-attention issues 767, 1500, 2611]."""
-    dtype = step(name).dtypes[0]
-    apart = 2**30 + 64  # elements from one head to the next: the third begins beyond 2^31
-    buffer = torch.zeros(3 * apart, device="cuda", dtype=dtype)
-    q, k, v = (torch.randn(1, 3, 130, 64, device="cuda").to(dtype) for _ in range(3))
-    far = buffer.as_strided((1, 3, 130, 64), (3 * apart, apart, 64, 1))
-    for i, near in enumerate((q, k, v)):
-        far.copy_(near)
-        given = [far if j == i else x for j, x in enumerate((q, k, v))]
-        o, lse = operators.attention(name, *given, causal=True)
-        want_o, want_lse = operators.attention(name, q, k, v, causal=True)
-        assert torch.equal(o, want_o) and torch.equal(lse, want_lse)
+    inputs = qkv(1, 3, 3, 130, 130, 64, step(name).dtypes[0])
+    far, near = (operators.attention(name, *x, causal=True) for x in (far_apart(inputs, 1), inputs))
+    torch.testing.assert_close(far, near, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,16 +1,17 @@
 """What the kernels of the series take: what is refused, and what goes into the struct."""
 
+from functools import partial
+
 import pytest
 import torch
+from drawn import qkv
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flashlab.attention.triton_forward import flash_attention_forward
 from flashlab.cuda import inline, load_inline, sources
 from flashlab.kernels import problem, step
 
-
-def tensors(dtype=torch.float16):
-    return tuple(torch.randn(1, h, n, 64).to(dtype) for h, n in ((4, 8), (2, 9), (2, 9)))
+tensors = partial(qkv, 1, 4, 2, 8, 9, 64, torch.float16, device="cpu")
 
 
 @pytest.mark.parametrize(

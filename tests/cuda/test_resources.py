@@ -52,9 +52,7 @@ def test_every_step_is_recorded_for_every_target():
 
 
 @pytest.mark.skipif(not resources.available(), reason="no nvcc, or no cuobjdump")
-@pytest.mark.parametrize(
-    "name", ["p8_6_store", *(pytest.param(n, marks=pytest.mark.long) for n in ("p6_1_fa1", "p6_5_overlap"))]
-)
+@pytest.mark.parametrize("name", ["p8_6_store", "p6_1_fa1", "p6_5_overlap"])
 @pytest.mark.long
 def test_measured_is_recorded(name):
     data, s = bench.recorded(), step(name)
@@ -119,9 +117,6 @@ def test_a_warps_registers_come_from_one_quarter():
         bench.fits(resources.Resources("x", "k", "sm_90", 64, "__half", 32, 0, 0, None, {}), runtime.limits("H200"))
     with pytest.raises(ValueError, match="no figures of p9_flash for sm_120"):
         bench.occupancy("RTX 5090", ["p9_flash"])
-
-
-# ---- where the compiler puts the loads -------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not resources.available(), reason="no nvcc, or no cuobjdump")

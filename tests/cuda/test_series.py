@@ -1,13 +1,12 @@
 """The kernel series: every step and exhibit is right, clean under the checks, and one idea away from the last."""
 
-from __future__ import annotations
-
 import difflib
 import itertools
 import re
 
 import pytest
 import torch
+from drawn import qkv
 
 from flashlab.attention import reference
 from flashlab.cuda import load_inline
@@ -43,10 +42,8 @@ def run(step, case, *, head_dim=64, dtype=None, check=False, sms=None, shared_li
     """sms: by default so few in phase 11 that blocks take several parts."""
     heads, kv_heads, seq_q, seq_k, causal = case
     dtype = dtype or getattr(step, "dtypes", [torch.float16])[0]
-    generator = torch.Generator().manual_seed(seq_q)
-    q = torch.randn(1, seq_q, heads, head_dim, generator=generator).to(dtype).transpose(1, 2)  # [B, N, H, D] strides
-    k, v = (torch.randn(1, kv_heads, seq_k, head_dim, generator=generator).to(dtype) for _ in range(2))
-    v = v + 0.5
+    q, k, v = qkv(1, heads, kv_heads, seq_q, seq_k, head_dim, dtype, seed=seq_q, device="cpu")
+    q = q.transpose(1, 2).contiguous().transpose(1, 2)  # [B, N, H, D] strides
     module = load_inline(step, backend="emulator", head_dim=head_dim, dtype=dtype, check=check, defines=defines)
     name, sms = getattr(step, "name", ""), sms or (2 if step in HOPPER else 132)
     o, lse = module.forward(q, k, v, causal=causal, sms=sms, shared_limit=shared_limit)
@@ -108,12 +105,10 @@ def test_the_tiles_fit_the_device(head_dim, limit):
 
 
 def test_large_scores_and_a_late_maximum():
-    generator = torch.Generator().manual_seed(0)
-    q = 20 * torch.randn(1, 1, 64, 64, generator=generator)
-    k, v = (torch.randn(1, 1, 300, 64, generator=generator) for _ in range(2))
+    q, k, v = qkv(1, 1, 1, 64, 300, 64, torch.float16, device="cpu")
+    q *= 20
     k[:, :, 0] *= 4  # the last steps walk backwards: it is their last tile
     k[:, :, -1] *= 4
-    q, k, v = q.half(), k.half(), v.half()
     for name in ("p7_naive", "p8_side_split_kv", "p9_3_rescale", "p9_flash", "p11_1_tma", "p11_6_overlap", "p11_flash"):
         o, lse = load_inline(step(name), backend="emulator").forward(q, k, v)
         expect(o, lse, q, k, v, bound=BOUND[torch.float16], lse_bound=1e-3)
@@ -196,7 +191,6 @@ def test_names_and_paths_agree():
         step("p8_side_magic")
 
 
-# ---- what the steps are for ------------------------------------------------------------------------------------------
 def test_no_rows_is_no_work():
     q, k = torch.zeros(1, 1, 0, 64).half(), torch.zeros(1, 1, 8, 64).half()
     for s in (HALVES[0], HALVES[-1]):

@@ -9,13 +9,12 @@ import time
 from functools import partial
 
 import torch
-from ranks import formula
+from ranks import both_passes, formula
 
 import flashlab
 from flashlab.distributed import (
     LAYOUTS,
     all_gather_attention,
-    mesh_attention,
     ring_attention,
     shard,
     start,
@@ -59,8 +58,7 @@ def main(few):
         options = dict(causal=causal, layout=layout, backend=backend)
         if len(documents) > 1:
             options["documents"] = documents
-        options |= {"mesh": link.split(heads)} if heads > 1 else {"group": link}
-        found = passes(*mine, partial(mesh_attention if heads > 1 else function, **options))
+        found, _ = both_passes(link, *mine, function, options, heads)
         by_document = zip(*(x.split(list(documents), 2) for x in whole), strict=True)
         alone = partial(flashlab.flash_attention, causal=causal, backend=backend)
         one = [torch.cat(x, 2) for x in zip(*(passes(*part, alone) for part in by_document), strict=True)]

@@ -36,12 +36,10 @@ def over_ranks(world, whole, function=None, *, layout="zigzag", documents=None, 
 
 def formula(q, k, v, grad_o, causal, documents=None):
     """o, dq, dk and dv in float64, each document for itself."""
-    found, start = [], 0
-    for length in documents or [q.shape[2]]:
-        one = [x[:, :, start : start + length] for x in (q, k, v, grad_o)]
-        o, _ = reference.attention(*one[:3], causal=causal)
-        found.append((o, *reference.attention_backward(one[3], *one[:3], causal=causal)))
-        start += length
+    found, lengths = [], list(documents or [q.shape[2]])
+    for *one, grad in zip(*(x.split(lengths, 2) for x in (q, k, v, grad_o)), strict=True):
+        o, _ = reference.attention(*one, causal=causal)
+        found.append((o, *reference.attention_backward(grad, *one, causal=causal)))
     return [torch.cat(parts, dim=2) for parts in zip(*found, strict=True)]
 
 

@@ -191,7 +191,6 @@ def test_a_process_that_is_killed_ends_the_others():
     assert "rank 0 of 2 waited for rank 1" in said and "a rank has ended" in said
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_the_training_program_has_the_same_losses_on_two_processes():
     arguments = ("-m", "flashlab.distributed.train", "--steps", "3", "--seq-len", "64", "--check")
@@ -201,7 +200,6 @@ def test_the_training_program_has_the_same_losses_on_two_processes():
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_the_cases_of_the_gpus_run_here_too():
     """tests/distributed/on_gpus.py is what `pytest -m multi_gpu` starts on GPUs: here with gloo, and fewer cases."""
     (said, err, code), (_, _, other) = processes(2, str(Path(__file__).with_name("on_gpus.py")), "few")

@@ -74,7 +74,6 @@ def test_any_backend_does_a_block_and_its_part_is_wide(backend):
         assert furthest([many], [right]) <= 1.5 * furthest([few], [right]) + 1e-6
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_kernel_of_phase_11_does_the_blocks_and_its_parts_are_merged_where_they_lie():
     whole = inputs(128, heads=2, kv_heads=1, head_dim=64, dtype=torch.float16, seed=12)

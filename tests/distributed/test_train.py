@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flashlab.distributed import LAYOUTS, run
+from flashlab.distributed import LAYOUTS, ring_attention, run, shard
 from flashlab.distributed.layout import blocks, local_lengths, pairs
 from flashlab.distributed.scaling import critical_path, work
 from flashlab.distributed.train import fit_split
@@ -43,8 +43,6 @@ def test_work_is_what_a_run_computes_and_zigzag_is_even():
 
 
 def test_a_trace_notes_what_each_rank_did():
-    from flashlab.distributed import ring_attention, shard
-
     x, trace = torch.randn(1, 2, 32, 8), []
     run(4, lambda link, x: ring_attention(x, x, x, group=link, causal=True),
         [shard(x, r, 4) for r in range(4)], trace=trace)  # fmt: skip

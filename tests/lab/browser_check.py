@@ -8,6 +8,7 @@ a temporary folder, so no answer of a learner is touched. What has to hold is as
 """
 
 import argparse
+import contextlib
 import os
 import re
 import shutil
@@ -78,48 +79,42 @@ def make_course(folder: Path, **lessons) -> list[Path]:
     return paths
 
 
-class Lab:
-    """A JupyterLab server of our own, with settings of its own, on a free port."""
-
-    def __init__(self, folder: Path):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
-        self.settings = tempfile.mkdtemp(prefix="flashlab-lab-")
+@contextlib.contextmanager
+def jupyterlab(folder: Path):
+    """A JupyterLab server of our own, with settings of its own, on a free port: its address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    with tempfile.TemporaryDirectory(prefix="flashlab-lab-", ignore_cleanup_errors=True) as settings:
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "FLASHLAB_PROGRESS": "off"}
-        environment |= {f"JUPYTER_{kind}_DIR": self.settings for kind in ("CONFIG", "DATA", "RUNTIME")}
-        self.log = open(Path(self.settings) / "lab.log", "w+")
+        environment |= {f"JUPYTER_{kind}_DIR": settings for kind in ("CONFIG", "DATA", "RUNTIME")}
         options = "--no-browser --ip=127.0.0.1 --allow-root --port-retries=0 --IdentityProvider.token="
         places = [f"--ServerApp.root_dir={folder}", f"--LabApp.app_settings_dir={ROOT / 'tools' / 'jupyterlab'}"]
         command = [sys.executable, "-m", "jupyterlab", *options.split(), *places]
-        command += ["--LabApp.expose_app_in_browser=True", f"--port={self.url.rpartition(':')[2]}"]
-        self.process = subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT, env=environment)
-
-    def __enter__(self) -> "Lab":
-        for _ in range(200):
-            try:
-                urllib.request.urlopen(f"{self.url}/api/status")
-                return self
-            except OSError:
-                time.sleep(0.3)
-                if self.process.poll() is not None:
+        command += ["--LabApp.expose_app_in_browser=True", f"--port={port}"]
+        log = Path(settings) / "lab.log"
+        process = subprocess.Popen(command, stdout=log.open("w"), stderr=subprocess.STDOUT, env=environment)
+        try:
+            for _ in range(200):
+                with contextlib.suppress(OSError):
+                    urllib.request.urlopen(f"{url}/api/status")
                     break
-        self.log.seek(0)
-        raise SystemExit(f"JupyterLab did not start:\n{self.log.read()[-2000:]}")
-
-    def __exit__(self, *_) -> None:
-        self.process.terminate()
-        self.process.wait(30)
-        self.log.close()
-        shutil.rmtree(self.settings, ignore_errors=True)
+                time.sleep(0.3 if process.poll() is None else 0)
+            else:
+                raise SystemExit(f"JupyterLab did not start:\n{log.read_text()[-2000:]}")
+            yield url
+        finally:
+            process.terminate()
+            process.wait(30)
 
 
 class Notebook:
     """The notebook in the browser's page. Cells are read from JupyterLab's model: it draws only what is seen."""
 
-    def __init__(self, page, lab: Lab, path: str):
+    def __init__(self, page, url: str, path: str):
         self.page = page
-        page.goto(f"{lab.url}/lab/workspaces/{path.partition('/')[0]}/tree/{path}")  # one notebook in each
+        page.goto(f"{url}/lab/workspaces/{path.partition('/')[0]}/tree/{path}")  # one notebook in each
         page.wait_for_selector(".jp-NotebookPanel .jp-Cell", timeout=90_000)
         page.wait_for_function("path => window.jupyterapp?.shell?.currentWidget?.context?.path === path", arg=path)
         page.evaluate(KERNEL_READY)
@@ -158,17 +153,17 @@ class Notebook:
         return nbformat.read(path, as_version=4)
 
 
-def reader(page, lab: Lab, path: Path) -> None:
+def reader(page, url: str, path: Path) -> None:
     """A lecture is run from its first cell to its last."""
-    ran = Notebook(page, lab, f"notebooks/{path.name}").run_all()
+    ran = Notebook(page, url, f"notebooks/{path.name}").run_all()
     for index, tags, error in ran:
         assert error is None or "raises-exception" in tags, f"cell {index} raises {error.ename}: {error.evalue}"
     print(f"{path.name}: all {len(ran)} cells of the lecture ran", flush=True)
 
 
-def learner(page, lab: Lab, lesson, path: Path, screenshots: Path) -> None:
+def learner(page, url: str, lesson, path: Path, screenshots: Path) -> None:
     """The exercises go on past each unsolved check; a typed answer passes its own check and no other."""
-    notebook = Notebook(page, lab, f"exercises/{path.name}")
+    notebook = Notebook(page, url, f"exercises/{path.name}")
     ran = notebook.run_all()
     checks = [i for i, tags, _ in ran if "check" in tags]
     for index, tags, error in ran:
@@ -218,14 +213,14 @@ def main() -> None:
             raise SystemExit(f"there is no phase {phase} with a lecture and exercises")
         with tempfile.TemporaryDirectory(prefix="flashlab-course-") as folder, sync_playwright() as playwright:
             paths = make_course(Path(folder), notebooks=lessons[False], exercises=lessons[True])
-            with Lab(Path(folder)) as lab:
+            with jupyterlab(Path(folder)) as url:
                 chromium = playwright.chromium.launch(executable_path=browser, args=FLAGS)
                 page = chromium.new_page(viewport={"width": 1300, "height": 1000})
                 problems: list[str] = []
                 page.on("pageerror", lambda error, problems=problems: problems.append(str(error)))
                 try:
-                    reader(page, lab, paths[0])
-                    learner(page, lab, lessons[True], paths[1], options.screenshots)
+                    reader(page, url, paths[0])
+                    learner(page, url, lessons[True], paths[1], options.screenshots)
                 except BaseException:
                     page.screenshot(path=options.screenshots / "failed.png")
                     raise

@@ -2,16 +2,14 @@
 
 import pytest
 import torch
-from drawn import draw
+from drawn import DEVICE, draw
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flashlab import runtime
 from flashlab.models.caches import CACHES, DenseCache, PagedCache, StaticCache, cache_memory
 from flashlab.models.generate import generate, step
 from flashlab.models.language_model import Config, LanguageModel
 from flashlab.models.pager import OutOfPages
 
-DEVICE = runtime.device()
 SHAPE = Config(width=48, depth=2, heads=6, kv_heads=2, vocabulary=40, positions=64, tied=False)
 
 
@@ -31,15 +29,12 @@ def prompts(*lengths, seed=0):
     return [torch.randint(SHAPE.vocabulary, (n,), generator=generator).to(DEVICE) for n in lengths]
 
 
-def all_caches(batch, pages=64, page_size=4, capacity=40):
+def all_caches(batch, capacity=40):
     return {
         "dense": DenseCache(SHAPE, batch, device=DEVICE),
         "static": StaticCache(SHAPE, batch, capacity, device=DEVICE),
-        "paged": PagedCache(SHAPE, batch, pages, page_size, capacity=capacity, device=DEVICE),
+        "paged": PagedCache(SHAPE, batch, 64, 4, capacity=capacity, device=DEVICE),
     }
-
-
-# ---- the same tokens
 
 
 @pytest.mark.parametrize(
@@ -197,9 +192,6 @@ def test_it_refuses():
                 cache.reserve([7, 1])
         assert cache.tokens == cache.lengths.tolist() == [0, 0]
     assert generate(model, texts, 58).shape == (2, 58) and generate(model, texts, 0).shape == (2, 0)
-
-
-# ---- memory
 
 
 def test_what_is_reserved_is_what_the_tensors_hold():

@@ -5,14 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from drawn import DEVICE
 
-from flashlab import runtime
 from flashlab.models import memory, text
 from flashlab.models.language_model import BYTES, Config, LanguageModel, config, make_optimizer, train_step
 from flashlab.models.train import distance, fit
 
-DEVICE = runtime.device()
-ON_GPU = DEVICE.type == "cuda"
 TINY = Config(width=32, depth=2, heads=2, vocabulary=BYTES, positions=32)
 
 
@@ -22,12 +20,9 @@ def build(shape, seed=0):
         return LanguageModel(shape).to(DEVICE)
 
 
-def tokens(shape, batch=2, seq_len=20, seed=0):
-    drawn = torch.randint(shape.vocabulary, (batch, seq_len + 1), generator=torch.Generator().manual_seed(seed))
+def tokens(shape, batch=2, seq_len=20):
+    drawn = torch.randint(shape.vocabulary, (batch, seq_len + 1), generator=torch.Generator().manual_seed(0))
     return drawn.to(DEVICE)[:, :-1], drawn.to(DEVICE)[:, 1:]
-
-
-# ---- sizes
 
 
 def test_the_sizes_are_those_of_gpt_2():
@@ -36,9 +31,6 @@ def test_the_sizes_are_those_of_gpt_2():
     for size, millions in theirs.items():
         assert abs(config(size).parameters() / 1e6 / millions - 1) < 0.02
         assert config(size).head_dim == 64
-
-
-# ---- the model
 
 
 def test_torch_compile_takes_it_as_one_graph():
@@ -51,8 +43,8 @@ def test_torch_compile_takes_it_as_one_graph():
         assert got.dtype == torch.float32
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
         weights = list(model.parameters())
-        for a, b in zip(*(torch.autograd.grad(x, weights) for x in (got, want)), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4 if autocast is None else 1e-3)
+        found, right = (torch.autograd.grad(x, weights) for x in (got, want))
+        torch.testing.assert_close(found, right, rtol=1e-3, atol=1e-4 if autocast is None else 1e-3)
 
 
 def test_a_step_lowers_the_loss_of_its_own_batch():
@@ -63,9 +55,6 @@ def test_a_step_lowers_the_loss_of_its_own_batch():
         assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] - 0.05
     decayed = [group["weight_decay"] > 0 for group in optimizer.param_groups for _ in group["params"]]
     assert sum(decayed) == sum(w.ndim == 2 for w in model.parameters()) and not all(decayed)
-
-
-# ---- memory
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -81,7 +70,7 @@ def test_activations_by_formula(attention, fused, kv_heads, dtype):
     layer = memory.kept_bytes(lambda: block.attention(x, model.cos, model.sin), model)
     assert layer == sum(memory.attention_bytes(shape, batch, seq_len, itemsize=itemsize).values())
 
-    options = dict(itemsize=itemsize, fused_norm=ON_GPU)
+    options = dict(itemsize=itemsize, fused_norm=DEVICE.type == "cuda")
     whole_block = memory.kept_bytes(lambda: block(x, model.cos, model.sin), model)
     assert whole_block == sum(memory.block_bytes(shape, batch, seq_len, **options).values())
     pairs = tuple(y.clone() for y in tokens(shape, batch, seq_len))  # else they are one piece of memory
@@ -89,9 +78,6 @@ def test_activations_by_formula(attention, fused, kv_heads, dtype):
     said = memory.training_memory(shape, batch, seq_len, **options)
     assert whole == said.activations and said.parameters == sum(w.nbytes for w in model.parameters())
     assert said.total == whole + 4 * said.parameters  # gradients, and two averages
-
-
-# ---- the text
 
 
 def test_the_text_is_the_recorded_one_and_goes_with_the_package():
@@ -117,9 +103,6 @@ def test_batches():
     assert torch.equal(x, next(text.batches(data, 4, 16, seed=0))[0]) and not torch.equal(x, next(other)[0])
     with pytest.raises(ValueError, match="the text has 16 bytes; a piece of 16 and the byte after it do not fit"):
         next(text.batches(data[:16], 1, 16))
-
-
-# ---- the training run
 
 
 def test_it_refuses():

@@ -4,14 +4,12 @@ import copy
 
 import pytest
 import torch
-from drawn import draw
+from drawn import DEVICE, draw
 
-from flashlab import runtime
 from flashlab.attention import reference
 from flashlab.models.layer import ATTENTIONS, AttentionLayer
 from flashlab.models.rope import rope, rope_table
 
-DEVICE = runtime.device()
 FORMS = [(name, fused) for name in ATTENTIONS for fused in (False, True)]
 
 

@@ -10,8 +10,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from flashlab.models.pager import OutOfPages, Pager, pages_for
 
-NOTHING = -1
-
 
 class Paged(RuleBasedStateMachine):
     """`said` is what each sequence holds; `memory` holds it in pages, written where the pager says."""
@@ -19,7 +17,7 @@ class Paged(RuleBasedStateMachine):
     @initialize(pages=st.integers(1, 12), page_size=st.integers(1, 4))
     def build(self, pages, page_size):
         self.pager, self.page_size, self.pages = Pager(pages, page_size), page_size, pages
-        self.memory = [[NOTHING] * page_size for _ in range(pages)]
+        self.memory = [[-1] * page_size for _ in range(pages)]
         self.said, self.freed, self.token = {}, [], 0
 
     def one(self, data):
