@@ -52,7 +52,7 @@ def built(path):
 
 @functools.cache
 def make_notebook(path, kind):
-    return new_notebook(read_lesson(path), kind, ROOT)[0]
+    return new_notebook(read_lesson(path), kind)[0]
 
 
 LESSONS = [pytest.param(path, id=path.stem) for path in PATHS]
@@ -153,7 +153,7 @@ def answers(lesson):
             given = set()  # a hunt's wrong lines
             for block in blocks(lesson, cell):
                 if block.kind == "MILESTONE":
-                    block.lines = quoted(lesson, block.quotes, ROOT)
+                    block.lines = quoted(lesson, block.quotes)
                 some = {line for line in map(squeezed, (text for _, text in block.lines)) if len(line) > 6}
                 if block.kind in ("SOLUTION", "MILESTONE"):
                     lines |= some - given

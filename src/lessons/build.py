@@ -105,7 +105,7 @@ def build_lesson(path: Path, root: Path, options: argparse.Namespace, bars: Prog
     lesson = read_lesson(path)
     kind = "solutions" if lesson.is_exercises else "notebooks"
     target = root / kind / f"{lesson.name}.ipynb"
-    notebook, numbers = make_notebook(lesson, kind, root)
+    notebook, numbers = make_notebook(lesson, kind)
     notebook.metadata["flashlab"]["built_from"] = execution_digest(notebook, lesson, root)
     how = "outputs kept"
     if options.force or not keep_outputs(notebook, read_notebook(target)):
@@ -118,7 +118,7 @@ def build_lesson(path: Path, root: Path, options: argparse.Namespace, bars: Prog
         how = f"executed in {time.perf_counter() - started:.1f} s"
     ok, lines = True, []
     if lesson.is_exercises:
-        blank = make_notebook(lesson, "exercises", root)[0]
+        blank = make_notebook(lesson, "exercises")[0]
         ok, lines = write_exercise(blank, root / "exercises" / target.name, options.force_exercises)
     changed = write(target, notebook)
     return ok, [*lines, f"{kind}/{target.name}: {how}, {'written' if changed else 'unchanged'}"]
@@ -174,7 +174,7 @@ def out_of_date(paths: list[Path], root: Path, exercises: bool, strays: bool) ->
         try:
             lesson = read_lesson(path)
             kinds = ["solutions", "exercises"] if lesson.is_exercises else ["notebooks"]
-            wanted = {kind: make_notebook(lesson, kind, root)[0] for kind in kinds}
+            wanted = {kind: make_notebook(lesson, kind)[0] for kind in kinds}
         except LessonError as error:
             problems.append(str(error))
             continue

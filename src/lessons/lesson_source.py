@@ -78,13 +78,19 @@ class Cell:
 
 @dataclass(frozen=True)
 class Exercise:
-    """One exercise, as `flashlab.exercises` registers it; `line` is that of its heading, `## 2.3`."""
+    """One exercise, as `flashlab.exercises` registers it; `line` is that of its heading, `## 2.3`.
+
+    solves: the function of `module` that the registration decorates, "" where none. bug: the edits of a hunt.
+    """
 
     id: str
     title: str
-    difficulty: str
     minutes: int
+    module: str
     line: int | None
+    difficulty: str = "Core"
+    solves: str = ""
+    bug: Sequence[tuple[str, str]] = ()
 
 
 @dataclass
@@ -96,11 +102,15 @@ class Lesson:
     is_exercises: bool
     cells: list[Cell]
     exercises: list[Exercise] = field(default_factory=list)
-    bug: Sequence[tuple[str, str]] = ()  # of the hunt that is read
 
     @property
     def number(self) -> int | str:
         return number_of(self.name)
+
+    @property
+    def root(self) -> Path:
+        """The folder of the course."""
+        return self.path.parents[2]
 
     def error(self, line: int | None, message: str) -> LessonError:
         return LessonError(self.path, line, message)
@@ -143,7 +153,6 @@ def read_lesson(path: Path, *, linked: bool = True) -> Lesson:
             f"{len(marks)} lines start with '# %%' but {len(notebook.cells)} cells were read: "
             "is there more than one blank line or some text before the first cell, or such a line inside a string?",
         )
-    root = path.parents[2]
     for cell, mark in zip(notebook.cells, marks, strict=True):
         metadata = {k: v for k, v in cell.metadata.items() if k != "lines_to_next_cell"}
         tags = metadata.pop("tags", [])
@@ -157,12 +166,12 @@ def read_lesson(path: Path, *, linked: bool = True) -> Lesson:
         while not physical[first - 1].strip():
             first += 1
         lines: list[Line] = [(first + i, line) for i, line in enumerate(cell.source.split("\n"))]
-        lines = from_rules(lesson, lines, root)
-        if lesson.bug and "exercise" in tags:
-            lines = with_bug(lesson, lines)
+        lines = from_rules(lesson, lines)
+        if "exercise" in tags and lesson.exercises:
+            lines = with_bug(lesson, lines, lesson.exercises[-1].bug)
         lesson.cells.append(Cell(cell.cell_type, lines, list(tags), mark))
     if lesson.is_exercises:
-        add_cells(lesson, root)
+        add_cells(lesson)
         check_exercises(lesson)
     else:
         check_lecture(lesson)
@@ -176,35 +185,34 @@ def read_lesson(path: Path, *, linked: bool = True) -> Lesson:
     return lesson
 
 
-def add_cells(lesson: Lesson, root: Path) -> None:
+def add_cells(lesson: Lesson) -> None:
     """What the text below a heading does not have to say: a cell for the registered function, where none is to be
     filled; and behind the cells to be filled a check of all that they define.
     """
-    heads = {exercise.line: exercise.id for exercise in lesson.exercises}
+    heads = {exercise.line for exercise in lesson.exercises}
     sections: list[list[Cell]] = [[]]
     for cell in lesson.cells:
-        sections += [[]] if heads.keys() & {number for number, _ in cell.lines} else []
+        sections += [[]] if heads & {number for number, _ in cell.lines} else []
         sections[-1].append(cell)
-    for (line, id), section in zip(heads.items(), sections[1:], strict=True):
+    for exercise, section in zip(lesson.exercises, sections[1:], strict=True):
+        id, line = exercise.id, exercise.line
         checked = next((i for i, cell in enumerate(section) if "check" in cell.tags), len(section))
-        told = registered(lesson, id, root, line)
-        if told["solves"] and not any("exercise" in cell.tags for cell in section):
-            lines = from_rules(lesson, [(line, f"# RULE {told['module']}: {told['solves']}")], root)
-            lesson.bug = told.get("bug", ())
-            lines = with_bug(lesson, lines) if lesson.bug else lines
+        if exercise.solves and not any("exercise" in cell.tags for cell in section):
+            lines = from_rules(lesson, [(line, f"# RULE {exercise.module}: {exercise.solves}")])
+            lines = with_bug(lesson, lines, exercise.bug)
             section.insert(checked, Cell("code", lines, ["exercise"], section[-1].line))
         places = [i for i, cell in enumerate(section) if "exercise" in cell.tags]
         if places and not any("check" in cell.tags for cell in section):
-            defined = [name for i in places for name in _defined(lesson, section[i], root)]
+            defined = [name for i in places for name in _defined(lesson, section[i])]
             lines = [(line, f'# hint("{id}")'), (line, f'check("{id}", {", ".join(defined)})')]
             section.insert(places[-1] + 1, Cell("code", lines, ["check"], section[places[-1]].line))
     lesson.cells = [cell for section in sections for cell in section]
 
 
-def _defined(lesson: Lesson, cell: Cell, root: Path) -> list[str]:
+def _defined(lesson: Lesson, cell: Cell) -> list[str]:
     """What a filled cell defines, in its order; nothing where it has a mistake, which is told later."""
     try:
-        body = _parsed("\n".join(text for _, text in solved(lesson, cell, root))).body
+        body = _parsed("\n".join(text for _, text in answered(lesson, cell, "solutions"))).body
     except (SyntaxError, LessonError):
         return []
     return [name for node in body if not isinstance(node, (ast.Import, ast.ImportFrom)) for name in bound_by(node)]
@@ -244,20 +252,18 @@ def add_links(lesson: Lesson) -> None:
     lesson.cells.append(Cell("markdown", [(None, end)], [], lesson.cells[-1].line, f"{key}-next"))
 
 
-def from_rules(lesson: Lesson, lines: list[Line], root: Path) -> list[Line]:
+def from_rules(lesson: Lesson, lines: list[Line]) -> list[Line]:
     """A cell with what stands in `flashlab.exercises`: `## 4.5` gets its title, `# RULE module: function` its code."""
     out: list[Line] = []
     for number, line in lines:
         if (quote := quote_of(number, line)) and quote.word == "RULE":
             for i, symbol in enumerate(quote.symbols):
-                source = symbol_source(lesson, root, quote, symbol)
+                source = symbol_source(lesson, quote, symbol)
                 code = source[re.search(r"^(@triton\.jit|def )", source, re.M).start() :]  # type: ignore[union-attr]
                 code = re.sub(r"  # fmt: skip$", "", code, flags=re.M)
                 out += [(None, "")] * (2 if i else 0) + [(number, text) for text in code.split("\n")]
         elif match := UNTITLED.match(line):
-            told = registered(lesson, match["id"], root, number)
-            lesson.bug = told.get("bug", ())
-            exercise = Exercise(match["id"], told["title"], told.get("difficulty", "Core"), told["minutes"], number)
+            exercise = registered(lesson, match["id"], number)
             lesson.exercises.append(exercise)
             effort = f"*{exercise.difficulty} · {exercise.minutes} min*"
             out += [(number, f"{line.rstrip()} {exercise.title}"), (None, ""), (None, effort)]
@@ -266,11 +272,13 @@ def from_rules(lesson: Lesson, lines: list[Line], root: Path) -> list[Line]:
     return out
 
 
-def with_bug(lesson: Lesson, lines: list[Line]) -> list[Line]:
+def with_bug(lesson: Lesson, lines: list[Line], bug: Sequence[tuple[str, str]]) -> list[Line]:
     """A hunt's cell: the right code, and as its starter the same with the bug, without comments behind `#:`, `//:`."""
+    if not bug:
+        return lines
     number, right = lines[0][0], "\n".join(text for _, text in lines)
     wrong = ASIDE.sub("", right)
-    for old, new in lesson.bug:
+    for old, new in bug:
         if wrong.count(old) != 1:
             raise lesson.error(number, f"the bug's {old!r} is {wrong.count(old)} times in this cell")
         wrong = wrong.replace(old, new)
@@ -279,34 +287,33 @@ def with_bug(lesson: Lesson, lines: list[Line]) -> list[Line]:
     return [(number, line) for line in text.split("\n")]
 
 
-def registered(lesson: Lesson, exercise_id: str, root: Path, line: int | None) -> dict[str, Any]:
-    """Title, minutes, difficulty and bug of an exercise, read from the call that registers it; and the function that
-    it decorates, "" where it decorates none, and its module.
-    """
-    path = module_file(root, f"flashlab.exercises.phase_{lesson.number:0>2}")
+def registered(lesson: Lesson, id: str, line: int | None) -> Exercise:
+    """The exercise of that id, read from the call that registers it."""
+    path = module_file(lesson.root, f"flashlab.exercises.phase_{lesson.number:0>2}")
     paths = [path, *sorted(path.parent.glob(f"{path.stem}_*.py"))] if path else []
     for path in paths:
-        if told := _announced(path.read_text(encoding="utf-8")).get(exercise_id):
-            return told | {"module": f"flashlab.exercises.{path.stem}"}
-    sentence = f"flashlab/exercises registers no {exercise_id!r} with a title: @exercise, @rule, @tensor_rule, ..."
+        if told := _announced(path.read_text(encoding="utf-8")).get(id):
+            return Exercise(id=id, module=f"flashlab.exercises.{path.stem}", line=line, **told)
+    sentence = f"flashlab/exercises registers no {id!r} with a title: @exercise, @rule, @tensor_rule, ..."
     raise lesson.error(line, sentence)
 
 
 @functools.cache
 def _announced(text: str) -> dict[str, dict[str, Any]]:
-    """Of the calls in a module with a title, the constants and the bug, by the first argument: the id."""
+    """Of the calls in a module with a title, what an Exercise has of them, by the first argument: the id."""
     found: dict[str, dict[str, Any]] = {}
     nodes, lines = [*ast.walk(_parsed(text))], text.splitlines()
     functions = (node for node in nodes if isinstance(node, ast.FunctionDef))
     solutions = (f for f in functions if any("BEGIN SOLUTION" in line for line in lines[f.lineno : f.end_lineno]))
     decorated = {id(call): f.name for f in solutions for call in f.decorator_list}
     for call in nodes:
-        if isinstance(call, ast.Call) and call.args and isinstance(call.args[0], ast.Constant):
-            told = {str(k.arg): k.value.value for k in call.keywords if isinstance(k.value, ast.Constant)}
-            for bug in (k.value for k in call.keywords if k.arg == "bug"):
+        given = {k.arg: k.value for k in call.keywords} if isinstance(call, ast.Call) and call.args else {}
+        if "title" in given:
+            told = {name: ast.literal_eval(given[name]) for name in given.keys() & {"title", "minutes", "difficulty"}}
+            if bug := given.get("bug"):
                 told["bug"] = ast.literal_eval(bug.args[2] if isinstance(bug, ast.Call) else bug)
-            if "title" in told:
-                found.setdefault(str(call.args[0].value), told | {"solves": decorated.get(id(call), "")})
+            told["solves"] = decorated.get(id(call), "")
+            found.setdefault(ast.literal_eval(call.args[0]), told)
     return found
 
 
@@ -318,10 +325,10 @@ def check_lecture(lesson: Lesson) -> None:
         if tags := {"exercise", "check"} & set(cell.tags):
             raise lesson.error(cell.line, f"the tag {sorted(tags)[0]!r} belongs in {lesson.name}_exercises.py")
         if cell.type == "code":
-            read_quotes(lesson, cell, "FROM")  # raises where one is malformed
             for number, line in cell.lines:
                 if MARKER.match(line) or line.startswith("# MILESTONE"):
                     raise lesson.error(number, f"{line.strip()!r} belongs in {lesson.name}_exercises.py")
+            read_quotes(lesson, cell)  # raises where one is malformed
 
 
 def check_exercises(lesson: Lesson) -> None:
@@ -335,8 +342,8 @@ def check_exercises(lesson: Lesson) -> None:
             raise lesson.error(marked[0], 'a cell with something to fill needs tags=["exercise"]')
         if "exercise" in cell.tags and not marked:
             raise lesson.error(cell.line, "an exercise cell needs a MILESTONE line or BEGIN SOLUTION ... END SOLUTION")
-        quotes, _ = read_quotes(lesson, cell, "FROM")
-        if quotes and marked:
+        quotes, _ = read_quotes(lesson, cell)
+        if marked and quotes and quotes[0].word == "FROM":
             raise lesson.error(quotes[0].line, "a FROM line would give the answer away: fill a cell of its own")
         if marked:
             blocks(lesson, cell)  # raises where the markers are malformed
@@ -388,12 +395,12 @@ class Block:
 
     @property
     def is_empty(self) -> bool:
-        return not any(text.strip() for _, text in self.lines)
+        return not trimmed(self.lines)
 
 
 def blocks(lesson: Lesson, cell: Cell) -> list[Block]:
     """The parts of an exercise cell in order. A milestone is the only part of its cell, and holds its starter."""
-    quotes, body = read_quotes(lesson, cell, "MILESTONE")
+    quotes, body = read_quotes(lesson, cell)
     if quotes:
         for number, line in body:
             if MARKER.match(line):
@@ -431,21 +438,15 @@ def blocks(lesson: Lesson, cell: Cell) -> list[Block]:
     return found
 
 
-def unsolved(lesson: Lesson, cell: Cell) -> list[Line]:
-    """The lines of an exercise cell as the learner gets them."""
+def answered(lesson: Lesson, cell: Cell, kind: str) -> list[Line]:
+    """The lines of an exercise cell in the "solutions", or in the "exercises", as the learner gets them."""
     out: list[Line] = []
     for block in blocks(lesson, cell):
-        out += [(None, text) for text in block.blank] if block.kind == "SOLUTION" else block.lines
-    return trimmed(out)
-
-
-def solved(lesson: Lesson, cell: Cell, root: Path) -> list[Line]:
-    """The lines of an exercise cell in the solution notebook."""
-    out: list[Line] = []
-    for block in blocks(lesson, cell):
-        if block.kind == "MILESTONE":
-            out += quoted(lesson, block.quotes, root)
-        elif block.kind != "STARTER":
+        if block.kind == "MILESTONE" and kind == "solutions":
+            out += quoted(lesson, block.quotes)
+        elif block.kind == "SOLUTION" and kind == "exercises":
+            out += [(None, text) for text in block.blank]
+        elif block.kind != "STARTER" or kind == "exercises":
             out += block.lines
     return trimmed(out)
 
@@ -453,7 +454,7 @@ def solved(lesson: Lesson, cell: Cell, root: Path) -> list[Line]:
 def trimmed(lines: list[Line]) -> list[Line]:
     """Without the blank lines at both ends."""
     full = [i for i, (_, text) in enumerate(lines) if text.strip()]
-    return lines[full[0] : full[-1] + 1]
+    return lines[full[0] : full[-1] + 1] if full else []
 
 
 # ---------------------------------------------------------------- code of the package in a cell
@@ -485,12 +486,13 @@ def quote_of(number: int | None, line: str) -> Quote | None:
     return Quote(number or 0, match["word"], match["module"], symbols, bool(match["bare"]))
 
 
-def read_quotes(lesson: Lesson, cell: Cell, word: str) -> tuple[list[Quote], list[Line]]:
+def read_quotes(lesson: Lesson, cell: Cell) -> tuple[list[Quote], list[Line]]:
     """The FROM or MILESTONE lines at the head of a cell, and the lines below them."""
     quotes: list[Quote] = []
-    for i, (number, line) in enumerate(cell.lines):
-        if not re.match(rf"# {word}\b", line):
+    for i, (number, line) in enumerate(cell.lines if cell.type == "code" else []):
+        if not (found := re.match(r"# (FROM|MILESTONE)\b", line)):
             continue
+        word = found[1]
         if not (quote := quote_of(number, line)):
             raise lesson.error(number, f"{line!r} should read '# {word} flashlab.module: symbol, symbol'")
         if i != len(quotes):
@@ -499,40 +501,23 @@ def read_quotes(lesson: Lesson, cell: Cell, word: str) -> tuple[list[Quote], lis
     return quotes, cell.lines[len(quotes) :]
 
 
-def cell_quotes(lesson: Lesson, cell: Cell) -> list[Quote]:
-    """What of the package a code cell holds."""
-    words = ("FROM", "MILESTONE") if cell.type == "code" else ()
-    return [quote for word in words for quote in read_quotes(lesson, cell, word)[0]]
-
-
-def filled(lesson: Lesson, cell: Cell, root: Path) -> list[Line]:
-    """The lines of a cell, its FROM lines replaced by the code that they name."""
-    quotes, rest = read_quotes(lesson, cell, "FROM") if cell.type == "code" else ([], cell.lines)
-    if not quotes:
-        return cell.lines
-    out = quoted(lesson, quotes, root, headed=True)
-    if any(text.strip() for _, text in rest):
-        out += [(quotes[-1].line, ""), (quotes[-1].line, ""), *trimmed(rest)]
-    return out
-
-
-def quoted(lesson: Lesson, quotes: list[Quote], root: Path, headed: bool = False) -> list[Line]:
+def quoted(lesson: Lesson, quotes: list[Quote], headed: bool = False) -> list[Line]:
     """The lines that quotes stand for; `headed` says above each where it is from."""
     out: list[Line] = []
     for quote in quotes:
         if headed:
-            file = module_file(root, quote.module)
+            file = module_file(lesson.root, quote.module)
             out += [(quote.line, "")] * (2 if out else 0)
-            out.append((quote.line, f"# from {file.relative_to(root).as_posix() if file else quote.module}"))
+            out.append((quote.line, f"# from {file.relative_to(lesson.root).as_posix() if file else quote.module}"))
         for i, symbol in enumerate(quote.symbols):
             out += [(quote.line, "")] * (2 if (i or not headed) and out else 0)
-            out += [(quote.line, text) for text in symbol_source(lesson, root, quote, symbol).split("\n")]
+            out += [(quote.line, text) for text in symbol_source(lesson, quote, symbol).split("\n")]
     return out
 
 
-def symbol_source(lesson: Lesson, root: Path, quote: Quote, symbol: str) -> str:
+def symbol_source(lesson: Lesson, quote: Quote, symbol: str) -> str:
     """The source text of a module-level function, class or constant, decorators included."""
-    path = module_file(root, quote.module)
+    path = module_file(lesson.root, quote.module)
     if path is None:
         raise lesson.error(quote.line, f"{quote.name}: there is no module {quote.module} in src/")
     text = path.read_text(encoding="utf-8")
@@ -573,12 +558,12 @@ def docstring_lines(node: ast.stmt, lines: list[str]) -> set[int]:
     return found
 
 
-def check_names(lesson: Lesson, quotes: list[Quote], known: set[str], root: Path) -> None:
+def check_names(lesson: Lesson, quotes: list[Quote], known: set[str]) -> None:
     """Raises LessonError, if the package's code in a cell needs a name that neither this cell nor an earlier one has.
 
     `known`: the names that they have.
     """
-    source = "\n".join(text for _, text in quoted(lesson, quotes, root))
+    source = "\n".join(text for _, text in quoted(lesson, quotes))
     if missing := sorted(free_names(source) - known):
         names = f"the name{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
         sentence = f"the code for this cell needs {names}, which no cell before it defines or imports"
@@ -605,7 +590,7 @@ def module_file(root: Path, module: str) -> Path | None:
 # ---------------------------------------------------------------- from lesson to notebook
 
 
-def make_notebook(lesson: Lesson, kind: str, root: Path) -> tuple[nbformat.NotebookNode, list[list[int | None]]]:
+def make_notebook(lesson: Lesson, kind: str) -> tuple[nbformat.NotebookNode, list[list[int | None]]]:
     """The notebook of that kind ("notebooks", "exercises", "solutions"), without outputs.
 
     Also returns, for each cell, the line numbers in the lesson of the cell's lines.
@@ -622,11 +607,14 @@ def make_notebook(lesson: Lesson, kind: str, root: Path) -> tuple[nbformat.Noteb
     numbers = []
     known = {"display", "get_ipython"}  # IPython's own
     for cell in lesson.cells:
-        lines, tags = filled(lesson, cell, root), list(cell.tags)
-        quotes = cell_quotes(lesson, cell)
+        tags = list(cell.tags)
+        quotes, lines = read_quotes(lesson, cell)
         if "exercise" in tags:
-            lines = unsolved(lesson, cell) if kind == "exercises" else solved(lesson, cell, root)
+            lines = answered(lesson, cell, kind)
             quotes = quotes if kind == "solutions" else []
+        elif quotes:  # the code that they name, and what stands below them
+            below = trimmed(lines)
+            lines = quoted(lesson, quotes, headed=True) + [(quotes[-1].line, "")] * (2 if below else 0) + below
         if kind == "exercises" and "check" in tags:
             tags.append("raises-exception")  # so that "Run All" goes on past an unsolved exercise
         source = "\n".join(text for _, text in lines)
@@ -639,7 +627,7 @@ def make_notebook(lesson: Lesson, kind: str, root: Path) -> tuple[nbformat.Noteb
             except SyntaxError as error:
                 raise lesson.error(lines[(error.lineno or 1) - 1][0], f"SyntaxError: {error.msg}") from None
             if quotes:
-                check_names(lesson, quotes, known, root)
+                check_names(lesson, quotes, known)
         numbers.append([n for n, _ in lines])
     if kind == "exercises":
         notebook.metadata["flashlab"]["as_written"] = content_digest(notebook)

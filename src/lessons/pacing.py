@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import nbformat
-from lesson_source import Lesson, Quote, cell_quotes, find_lessons, make_notebook, read_lesson, symbol_source
+from lesson_source import Lesson, Quote, find_lessons, make_notebook, read_lesson, read_quotes, symbol_source
 
 from flashlab.table import Table
 
@@ -69,12 +69,12 @@ class Pace:
 def pace(path: Path, root: Path = ROOT) -> Pace:
     """Count a lecture: its inputs from src/lessons, its outputs from the notebook as built."""
     lesson = read_lesson(path)
-    notebook, _ = make_notebook(lesson, "notebooks", root)
+    notebook, _ = make_notebook(lesson, "notebooks")
     built = root / "notebooks" / f"{lesson.name}.ipynb"
     outputs = nbformat.read(built, as_version=4).cells if built.is_file() else []
     pairs = list(zip(lesson.cells, notebook.cells, strict=True))
     code = [made for _, made in pairs if made.cell_type == "code"]
-    filled = [made for cell, made in pairs if cell_quotes(lesson, cell)]
+    filled = [made for cell, made in pairs if read_quotes(lesson, cell)[0]]
     text = [made for made in notebook.cells if made.cell_type == "markdown" and not is_references(made.source)]
     runs = [list(run) for kind, run in itertools.groupby(notebook.cells, lambda c: c.cell_type) if kind == "code"]
     ratio = round(len([c for c in notebook.cells if c.cell_type == "markdown"]) / max(1, len(code)), 2)
@@ -177,7 +177,7 @@ def kernel_lines(lesson: Lesson, root: Path, cells) -> tuple[str, list[str], set
     if lesson.number in PYTHON_KERNELS:
         module, *names = PYTHON_KERNELS[lesson.number]
         quote = Quote(0, "FROM", module, tuple(names), True)
-        name, text = ", ".join(names), "\n".join(symbol_source(lesson, root, quote, one) for one in names)
+        name, text = ", ".join(names), "\n".join(symbol_source(lesson, quote, one) for one in names)
     elif last := LAST_STEPS.get(lesson.number) or next((s.name for s in series.steps(lesson.number)[::-1]), ""):
         name, text = f"{last}.cu", series.whole(last)
     else:
