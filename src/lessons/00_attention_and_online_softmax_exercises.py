@@ -65,7 +65,7 @@ torch.set_printoptions(precision=4, sci_mode=False)
 # Two functions, because everything later needs the first one: `shifted_exp` is $e^{x-m}$, and it is 0 where both are $-\infty$.
 
 # %% tags=["exercise"]
-# MILESTONE flashlab.attention.online_softmax: shifted_exp, softmax_safe
+# RULE flashlab.attention.online_softmax: shifted_exp, softmax_safe
 def shifted_exp(x: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
     """exp(x - m) for x <= m; 0, not NaN, where x and m are both -inf. m is broadcastable to x."""
     # YOUR CODE HERE
@@ -100,7 +100,7 @@ check("0.2", softmax_safe, shifted_exp)
 # Do not change `a` and `b`, and keep their dtype. Do not divide: a state stays unnormalised.
 
 # %% tags=["exercise"]
-# MILESTONE flashlab.attention.online_softmax: merge
+# RULE flashlab.attention.online_softmax: merge
 def merge(a: State, b: State) -> State:
     """The state of two disjoint sets of keys together."""
     # YOUR CODE HERE
@@ -144,7 +144,7 @@ check("0.5", attention_in_blocks)
 # device, or on both ($o = 0$, $\mathrm{lse} = -\infty$). `o` comes back in the dtype of `o1`, and lse in its own.
 
 # %% tags=["exercise"]
-# MILESTONE flashlab.attention.online_softmax: merge_finished
+# RULE flashlab.attention.online_softmax: merge_finished
 def merge_finished(
     o1: torch.Tensor, lse1: torch.Tensor, o2: torch.Tensor, lse2: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

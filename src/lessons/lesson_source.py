@@ -41,7 +41,7 @@ MARKER = re.compile(
     r"^(?P<indent>[ \t]*)(?P<word>#|//)\s*(?P<edge>BEGIN|END) (?P<name>SOLUTION|STARTER)\b(?P<said>:.*)?"
 )
 QUOTE = re.compile(
-    r"^# (?P<word>FROM|MILESTONE|RULE) +(?P<module>\w+(?:\.\w+)*): *(?P<symbols>\w+(?: *, *\w+)*)"
+    r"^# \w+ +(?P<module>\w+(?:\.\w+)*): *(?P<symbols>\w+(?: *, *\w+)*)"
     r"(?P<bare> +\(no docstrings\))?\s*$"
 )
 UNTITLED = re.compile(r"^## (?P<id>\d+[a-z]?\.\d+)\s*$")
@@ -253,10 +253,17 @@ def add_links(lesson: Lesson) -> None:
 
 
 def from_rules(lesson: Lesson, lines: list[Line]) -> list[Line]:
-    """A cell with what stands in `flashlab.exercises`: `## 4.5` gets its title, `# RULE module: function` its code."""
+    """A cell with what stands in the package: `## 4.5` gets its title, `# RULE module: function` its code.
+
+    What stands below a RULE line that begins its cell is the starter, and the code its solution.
+    """
+    begin, below = lines[0][0], trimmed(lines[1:])
+    if below and quote_of(lesson, *lines[0], "RULE"):
+        head = [(begin, "# BEGIN STARTER"), *below, (begin, "# END STARTER"), (begin, "# BEGIN SOLUTION")]
+        return [*head, *from_rules(lesson, lines[:1]), (begin, "# END SOLUTION")]
     out: list[Line] = []
     for number, line in lines:
-        if (quote := quote_of(number, line)) and quote.word == "RULE":
+        if quote := quote_of(lesson, number, line, "RULE"):
             for i, symbol in enumerate(quote.symbols):
                 source = symbol_source(lesson, quote, symbol)
                 code = source[re.search(r"^(@triton\.jit|def )", source, re.M).start() :]  # type: ignore[union-attr]
@@ -326,7 +333,7 @@ def check_lecture(lesson: Lesson) -> None:
             raise lesson.error(cell.line, f"the tag {sorted(tags)[0]!r} belongs in {lesson.name}_exercises.py")
         if cell.type == "code":
             for number, line in cell.lines:
-                if MARKER.match(line) or line.startswith("# MILESTONE"):
+                if MARKER.match(line):
                     raise lesson.error(number, f"{line.strip()!r} belongs in {lesson.name}_exercises.py")
             read_quotes(lesson, cell)  # raises where one is malformed
 
@@ -337,13 +344,13 @@ def check_exercises(lesson: Lesson) -> None:
     for cell in lesson.cells:
         if cell.type == "markdown":
             continue
-        marked = [n for n, line in cell.lines if MARKER.match(line) or line.startswith("# MILESTONE")]
+        marked = [n for n, line in cell.lines if MARKER.match(line)]
         if marked and "exercise" not in cell.tags:
             raise lesson.error(marked[0], 'a cell with something to fill needs tags=["exercise"]')
         if "exercise" in cell.tags and not marked:
-            raise lesson.error(cell.line, "an exercise cell needs a MILESTONE line or BEGIN SOLUTION ... END SOLUTION")
+            raise lesson.error(cell.line, "an exercise cell needs BEGIN SOLUTION ... END SOLUTION")
         quotes, _ = read_quotes(lesson, cell)
-        if marked and quotes and quotes[0].word == "FROM":
+        if quotes and marked:
             raise lesson.error(quotes[0].line, "a FROM line would give the answer away: fill a cell of its own")
         if marked:
             blocks(lesson, cell)  # raises where the markers are malformed
@@ -377,12 +384,12 @@ def check_calls(cell: Cell) -> list[str]:
     return [c.args[0].value for c in calls if c.args and isinstance(c.args[0], ast.Constant)]
 
 
-# ---------------------------------------------------------------- blanks, starters, milestones
+# ---------------------------------------------------------------- blanks and starters
 
 
 @dataclass
 class Block:
-    """A part of an exercise cell: "CODE" (shown to everyone), "STARTER", "SOLUTION" or "MILESTONE".
+    """A part of an exercise cell: "CODE" (shown to everyone), "STARTER" or "SOLUTION".
 
     blank: of a solution, the lines that stand for it where no starter does.
     """
@@ -391,7 +398,6 @@ class Block:
     line: int | None
     blank: Sequence[str] = ()
     lines: list[Line] = field(default_factory=list)
-    quotes: list[Quote] = field(default_factory=list)  # of a milestone
 
     @property
     def is_empty(self) -> bool:
@@ -399,18 +405,9 @@ class Block:
 
 
 def blocks(lesson: Lesson, cell: Cell) -> list[Block]:
-    """The parts of an exercise cell in order. A milestone is the only part of its cell, and holds its starter."""
-    quotes, body = read_quotes(lesson, cell)
-    if quotes:
-        for number, line in body:
-            if MARKER.match(line):
-                raise lesson.error(number, "a milestone cell holds its starter and no further marker")
-        milestone = Block("MILESTONE", quotes[0].line, (), body, quotes)
-        if milestone.is_empty:
-            raise lesson.error(milestone.line, "a milestone needs a starter below it, with signature and docstring")
-        return [milestone]
+    """The parts of an exercise cell in order."""
     found = [Block("CODE", cell.line)]
-    for number, line in body:
+    for number, line in cell.lines:
         current = found[-1]
         if not (match := MARKER.match(line)):
             current.lines.append((number, line))
@@ -442,9 +439,7 @@ def answered(lesson: Lesson, cell: Cell, kind: str) -> list[Line]:
     """The lines of an exercise cell in the "solutions", or in the "exercises", as the learner gets them."""
     out: list[Line] = []
     for block in blocks(lesson, cell):
-        if block.kind == "MILESTONE" and kind == "solutions":
-            out += quoted(lesson, block.quotes)
-        elif block.kind == "SOLUTION" and kind == "exercises":
+        if block.kind == "SOLUTION" and kind == "exercises":
             out += [(None, text) for text in block.blank]
         elif block.kind != "STARTER" or kind == "exercises":
             out += block.lines
@@ -462,15 +457,15 @@ def trimmed(lines: list[Line]) -> list[Line]:
 
 @dataclass(frozen=True)
 class Quote:
-    """`# FROM module: symbol, symbol`, `# MILESTONE ...` or `# RULE ...`: what of the package a cell is filled with.
+    """`# FROM module: symbol, symbol` or `# RULE ...`: what of the package a cell is filled with.
 
-    line: of the lesson. word: "FROM", "MILESTONE" or "RULE". bare: without docstrings.
+    line: of the lesson. bare: without docstrings.
     """
 
-    line: int
+    line: int | None
     word: str
     module: str
-    symbols: tuple[str, ...]
+    symbols: Sequence[str]
     bare: bool
 
     @property
@@ -478,26 +473,23 @@ class Quote:
         return f"{self.word} {self.module}: {', '.join(self.symbols)}"
 
 
-def quote_of(number: int | None, line: str) -> Quote | None:
-    """What a line quotes; None where it is no such line."""
-    if not (match := QUOTE.match(line)):
+def quote_of(lesson: Lesson, number: int | None, line: str, word: str) -> Quote | None:
+    """What a line "# FROM ..." or "# RULE ..." quotes; None where it is no such line."""
+    if not re.match(rf"# {word}\b", line):
         return None
-    symbols = tuple(re.split(r" *, *", match["symbols"]))
-    return Quote(number or 0, match["word"], match["module"], symbols, bool(match["bare"]))
+    if not (match := QUOTE.match(line)):
+        raise lesson.error(number, f"{line!r} should read '# {word} flashlab.module: symbol, symbol'")
+    return Quote(number, word, match["module"], re.split(r" *, *", match["symbols"]), bool(match["bare"]))
 
 
 def read_quotes(lesson: Lesson, cell: Cell) -> tuple[list[Quote], list[Line]]:
-    """The FROM or MILESTONE lines at the head of a cell, and the lines below them."""
+    """The FROM lines at the head of a code cell, and the lines below them."""
     quotes: list[Quote] = []
     for i, (number, line) in enumerate(cell.lines if cell.type == "code" else []):
-        if not (found := re.match(r"# (FROM|MILESTONE)\b", line)):
-            continue
-        word = found[1]
-        if not (quote := quote_of(number, line)):
-            raise lesson.error(number, f"{line!r} should read '# {word} flashlab.module: symbol, symbol'")
-        if i != len(quotes):
-            raise lesson.error(number, f"{word} lines come first in their cell")
-        quotes.append(quote)
+        if quote := quote_of(lesson, number, line, "FROM"):
+            if i != len(quotes):
+                raise lesson.error(number, "FROM lines come first in their cell")
+            quotes.append(quote)
     return quotes, cell.lines[len(quotes) :]
 
 
@@ -611,7 +603,6 @@ def make_notebook(lesson: Lesson, kind: str) -> tuple[nbformat.NotebookNode, lis
         quotes, lines = read_quotes(lesson, cell)
         if "exercise" in tags:
             lines = answered(lesson, cell, kind)
-            quotes = quotes if kind == "solutions" else []
         elif quotes:  # the code that they name, and what stands below them
             below = trimmed(lines)
             lines = quoted(lesson, quotes, headed=True) + [(quotes[-1].line, "")] * (2 if below else 0) + below

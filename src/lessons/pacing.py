@@ -176,7 +176,7 @@ def kernel_lines(lesson: Lesson, root: Path, cells) -> tuple[str, list[str], set
 
     if lesson.number in PYTHON_KERNELS:
         module, *names = PYTHON_KERNELS[lesson.number]
-        quote = Quote(0, "FROM", module, tuple(names), True)
+        quote = Quote(None, "FROM", module, names, bare=True)
         name, text = ", ".join(names), "\n".join(symbol_source(lesson, quote, one) for one in names)
     elif last := LAST_STEPS.get(lesson.number) or next((s.name for s in series.steps(lesson.number)[::-1]), ""):
         name, text = f"{last}.cu", series.whole(last)
