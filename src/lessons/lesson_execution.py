@@ -128,10 +128,8 @@ def kernel_for(notebook, folder: Path, root: Path) -> Iterator[tuple[NotebookCli
             km=kernel,
             timeout=CELL_TIMEOUT,
             record_timing=False,
-            store_widget_state=False,
             resources={"metadata": {"path": str(folder)}},
         )
-        client.reset_execution_trackers()
         environment = {**os.environ, **kernel_environment(root, scratch)}
 
         def said() -> str:
@@ -168,12 +166,10 @@ def execute(notebook, lesson: Lesson, numbers, folder: Path, on_cell: Callable[[
                     raise lesson.error(start, f"the cell ran for more than {CELL_TIMEOUT} s") from None
                 except DeadKernelError:
                     raise lesson.error(start, f"the kernel died while it ran this cell {said()}".rstrip()) from None
-                cell.metadata.pop("execution", None)
                 merge_streams(cell)
                 if problem := output_problem(cell):
                     raise lesson.error(start, problem)
             on_cell()
-    notebook.metadata["language_info"] = nbformat.from_dict({"name": "python"})  # no interpreter version
 
 
 def merge_streams(cell) -> None:
