@@ -100,7 +100,7 @@ class Lesson:
     path: Path
     name: str
     is_exercises: bool
-    cells: list[Cell]
+    cells: list[Cell] = field(default_factory=list)
     exercises: list[Exercise] = field(default_factory=list)
 
     @property
@@ -141,7 +141,7 @@ def lesson_name(path: Path) -> str:
 def read_lesson(path: Path, *, linked: bool = True) -> Lesson:
     """Parse a py:percent lesson, check its format, add its links. Raises LessonError, naming the line."""
     text = path.read_text(encoding="utf-8")
-    lesson = Lesson(path, lesson_name(path), path.stem.endswith("_exercises"), [])
+    lesson = Lesson(path, lesson_name(path), path.stem.endswith("_exercises"))
     if not text.startswith(HEADER):
         raise lesson.error(1, f"the file should start with this header:\n{HEADER}")
     physical = text.splitlines()
@@ -224,11 +224,11 @@ def add_links(lesson: Lesson) -> None:
     A lecture's list of what is needed leads to the phases that it names.
     """
     here = next((i for i, p in enumerate(PHASES) if p.name == lesson.name), None)
-    beside = lesson.path.with_name(f"{lesson.name}{'' if lesson.is_exercises else '_exercises'}.py")
-    if here is None or not beside.is_file():
+    if here is None:
         return
-    after = next((p for p in PHASES[here + 1 :] if lesson.path.with_name(f"{p.name}.py").is_file()), None)
+    after = next(iter(PHASES[here + 1 :]), None)
     lecture, page = (f"../{folder}/{lesson.name}.ipynb" for folder in ("notebooks", "exercises"))
+    beside = lesson.path.with_name(f"{lesson.name}_exercises.py")
     own = lesson if lesson.is_exercises else read_lesson(beside, linked=False)
     stretch = sum(e.minutes for e in own.exercises if e.difficulty == "Stretch")
     core = hours(sum(e.minutes for e in own.exercises) - stretch)
@@ -243,7 +243,7 @@ def add_links(lesson: Lesson) -> None:
         top = f"**Time:** {reading} to read and run; [the exercises]({page}) take {taken}."
         end = f"**Next:** [the exercises of this phase]({page})" + (f", then {following}." if after else ".")
         needed = next(c for c in lesson.cells if c.lines[0][1] == "## What you need first")
-        names = {str(p.number): p.name for p in PHASES if lesson.path.with_name(f"{p.name}.py").is_file()}
+        names = {str(p.number): p.name for p in PHASES}
         known = re.compile(rf"\bPhase ({'|'.join(names)})\b")
         to_it = lambda mention: f"[{mention[0]}](../notebooks/{names[mention[1]]}.ipynb)"  # noqa: E731
         needed.lines = [(n, known.sub(to_it, line)) for n, line in needed.lines]
@@ -315,7 +315,7 @@ def _announced(text: str) -> dict[str, dict[str, Any]]:
     decorated = {id(call): f.name for f in solutions for call in f.decorator_list}
     for call in nodes:
         given = {k.arg: k.value for k in call.keywords} if isinstance(call, ast.Call) and call.args else {}
-        if "title" in given:
+        if isinstance(given.get("title"), ast.Constant):
             told = {name: ast.literal_eval(given[name]) for name in given.keys() & {"title", "minutes", "difficulty"}}
             if bug := given.get("bug"):
                 told["bug"] = ast.literal_eval(bug.args[2] if isinstance(bug, ast.Call) else bug)
