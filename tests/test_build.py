@@ -196,7 +196,7 @@ def no_kernel(monkeypatch):
 
 def lesson(root, name, text):
     path = root / "src" / "lessons" / f"{name}.py"
-    path.write_text(lesson_source.HEADER + text)
+    path.write_text(text.lstrip("\n"))
     return path
 
 
@@ -500,20 +500,19 @@ def test_a_malformed_exercise_file_is_refused_with_its_line(root, no_kernel, cap
 @pytest.mark.parametrize(
     "text, sentence",
     [
-        ("# %%\nprint(1)\n", "should start with this header"),
-        ("{HEADER}\nprint(1)\n\n# %%\nprint(2)\n", "text before the first cell"),
-        ('{HEADER}\n# %% tags=["exercise"]\nprint(2)\n', "belongs in 02_tiny_exercises.py"),
-        ("{HEADER}\n# %%\n# BEGIN SOLUTION\nprint(2)\n", "belongs in 02_tiny_exercises.py"),
-        ("{HEADER}\n# %%\n# FROM flashlab.tinymod", "should read '# FROM flashlab.module: symbol, symbol'"),
-        ("{HEADER}\n# %%\n# FROM flashlab.tinymod: LIMIT (no comments)", "should read"),
-        ("{HEADER}\n# %%\nx = 1\n# FROM flashlab.tinymod: LIMIT", "FROM lines come first"),
-        ("{HEADER}\n# %%\n# FROM flashlab.tinymod: limit", "limit: flashlab.tinymod defines no limit"),
-        ("{HEADER}\n# %%\n# FROM flashlab.tinymod: functools", "defines no functools"),
-        ("{HEADER}\n# %%\n# FROM flashlab.nomod: LIMIT", "there is no module flashlab.nomod"),
+        ("print(1)\n\n# %%\nprint(2)\n", "text before the first cell"),
+        ('# %% tags=["exercise"]\nprint(2)\n', "belongs in 02_tiny_exercises.py"),
+        ("# %%\n# BEGIN SOLUTION\nprint(2)\n", "belongs in 02_tiny_exercises.py"),
+        ("# %%\n# FROM flashlab.tinymod", "should read '# FROM flashlab.module: symbol, symbol'"),
+        ("# %%\n# FROM flashlab.tinymod: LIMIT (no comments)", "should read"),
+        ("# %%\nx = 1\n# FROM flashlab.tinymod: LIMIT", "FROM lines come first"),
+        ("# %%\n# FROM flashlab.tinymod: limit", "limit: flashlab.tinymod defines no limit"),
+        ("# %%\n# FROM flashlab.tinymod: functools", "defines no functools"),
+        ("# %%\n# FROM flashlab.nomod: LIMIT", "there is no module flashlab.nomod"),
     ],
 )
 def test_a_malformed_lecture_is_refused(root, no_kernel, capsys, text, sentence):
-    (root / "src/lessons/02_tiny.py").write_text(text.format(HEADER=lesson_source.HEADER))
+    lesson(root, "02_tiny", text)
     (root / "src/lessons/02_tiny_exercises.py").unlink()
     assert run(root) == 1
     out = capsys.readouterr().out

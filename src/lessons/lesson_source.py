@@ -26,15 +26,6 @@ from flashlab.triton_tools.portable import names_read
 # notebook is validated where it is written, and by the tests.
 nbformat.v4.nbbase.validate = lambda *_, **__: None
 
-HEADER = """\
-# ---
-# jupyter:
-#   kernelspec:
-#     display_name: Python 3 (ipykernel)
-#     language: python
-#     name: python3
-# ---
-"""
 TAGS = {"exercise", "check", "nbval-ignore-output"}
 
 MARKER = re.compile(
@@ -142,8 +133,6 @@ def read_lesson(path: Path, *, linked: bool = True) -> Lesson:
     """Parse a py:percent lesson, check its format, add its links. Raises LessonError, naming the line."""
     text = path.read_text(encoding="utf-8")
     lesson = Lesson(path, lesson_name(path), path.stem.endswith("_exercises"))
-    if not text.startswith(HEADER):
-        raise lesson.error(1, f"the file should start with this header:\n{HEADER}")
     physical = text.splitlines()
     marks = [i for i, line in enumerate(physical, 1) if re.match(r"# %%(?: |$)", line)]
     notebook = jupytext.reads(text, fmt="py:percent")
