@@ -196,6 +196,3 @@ def merge_as_tree(states: list, merge, nothing):
 # with float8 e4m3, whose largest is 448, there is no room above a factor of 256 either.
 #
 # </details>
-
-# %% tags=["nbval-ignore-output"]
-progress(0)

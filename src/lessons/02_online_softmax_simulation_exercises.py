@@ -222,6 +222,3 @@ def flash_attention_causal_sim(Q, K, V, BLOCK_M=64, BLOCK_N=64, scale=None):
 # %% [markdown]
 # You now have FlashAttention's forward pass, tiled both ways, causal, and cut along the keys, in plain Python. Phase 3 writes 2.3 again in
 # Triton. `progress()` shows what is left.
-
-# %% tags=["nbval-ignore-output"]
-progress(2)

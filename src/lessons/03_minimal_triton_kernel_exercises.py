@@ -216,6 +216,3 @@ def flash_attention_causal_kernel(
 # ## Where you are
 #
 # Next, phase 4 gives this kernel batch, heads, grouped queries, causal masks and any head size, and tunes it.
-
-# %% tags=["nbval-ignore-output"]
-progress(3)

@@ -349,6 +349,3 @@ extern "C" int forward(const Problem* p, void* stream) {
 #
 # You can write a pipelined tensor-core kernel without bank conflicts. Phase 9 goes on from here, past FlashAttention-2:
 # masks, addresses, 32 rows per warp, and fragments that are loaded ahead.
-
-# %% tags=["nbval-ignore-output"]
-progress(8)

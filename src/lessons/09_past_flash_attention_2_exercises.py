@@ -583,6 +583,3 @@ check("9.12", my_kernel_128)
 #
 # You can write such a kernel, and say what each of its parts is worth. Phase 10 puts it into a transformer and looks at what is left with the
 # profiler; phase 11 leaves `mma.sync` behind for Hopper's own instructions.
-
-# %% tags=["nbval-ignore-output"]
-progress(9)

@@ -235,6 +235,3 @@ for unit in ("CPU", "GPU"):
 # ## Where you are
 #
 # You can say where a model's time and memory go, and what a faster kernel is worth to it.
-
-# %% tags=["nbval-ignore-output"]
-progress(10)

@@ -644,6 +644,3 @@ extern "C" int forward(const Problem* p, void* stream) {
 #
 # You can write a Hopper kernel from an empty page: a producer and its consumers, each wait with who ends it, each tile by its name. And you can
 # find the mistakes that a GPU does not show.
-
-# %% tags=["nbval-ignore-output"]
-progress(11)

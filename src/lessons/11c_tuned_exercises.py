@@ -137,6 +137,3 @@ store = r"""
 #
 # You can trade one unit of the chip for another, and say what that costs in digits. You can order the sums of many blocks so that nobody waits for ever,
 # hand a product on to the copy engine, and say who still reads a tile that is about to be overwritten.
-
-# %% tags=["nbval-ignore-output"]
-progress("11c")

@@ -132,6 +132,3 @@ arrive = r"""
 # ## Where you are
 #
 # You can say of a decoding step what it reads, who reads it, and who waits. Phase 13 takes the merge once more, over machines.
-
-# %% tags=["nbval-ignore-output"]
-progress(12)
