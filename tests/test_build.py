@@ -76,8 +76,7 @@ check("2.1", twice)
 # ## 2.2
 
 # %% tags=["exercise"]
-# MILESTONE flashlab.tinymod:traced
-# MILESTONE flashlab.tinymod:double
+# RULE flashlab.tinymod:traced, double
 def double(x):
     """Twice x."""
     raise NotImplementedError
@@ -122,7 +121,7 @@ LIMIT: int = 4
 @traced
 def double(x):
     """Twice x."""
-    return 2 * x  # the milestone
+    return 2 * x  # twice
 '''
 
 
@@ -184,7 +183,7 @@ def no_kernel(monkeypatch):
     """Replace the execution by one that only counts the cells; returns the list of what was executed."""
     executed = []
 
-    def execute(notebook, lesson, numbers, folder, root, on_cell=None):
+    def execute(notebook, lesson, numbers, folder, on_cell):
         executed.append(f"{folder.name}/{lesson.name}")
         code = [c for c in notebook.cells if c.cell_type == "code"]
         for count, cell in enumerate(code, 1):
@@ -197,7 +196,7 @@ def no_kernel(monkeypatch):
 
 def lesson(root, name, text):
     path = root / "src" / "lessons" / f"{name}.py"
-    path.write_text(lesson_source.HEADER + text)
+    path.write_text(text.lstrip("\n"))
     return path
 
 
@@ -368,7 +367,7 @@ def test_imports_are_followed(root):
 # ---------------------------------------------------------------- exercises and solutions
 
 
-def test_blanks_milestones_and_bug_hunts(root, no_kernel):
+def test_blanks_starters_and_bug_hunts(root, no_kernel):
     assert run(root) == 0
     exercise, solution = notebook(root, "exercises/02_tiny"), notebook(root, "solutions/02_tiny")
     assert sources(exercise, "exercise") == [
@@ -379,7 +378,7 @@ def test_blanks_milestones_and_bug_hunts(root, no_kernel):
     assert sources(solution, "exercise") == [
         'def twice(x):\n    """x + x"""\n    y = x + x\n    return y',
         "def traced(fn):\n    return functools.wraps(fn)(lambda x: fn(x))\n\n\n"
-        '@traced\ndef double(x):\n    """Twice x."""\n    return 2 * x  # the milestone',
+        'def double(x):\n    """Twice x."""\n    return 2 * x  # twice',
         "def buggy(x):\n    return 2 * x",
     ]
     assert len(sources(exercise, "raises-exception")) == len(sources(exercise, "check")) == 3
@@ -429,7 +428,7 @@ def test_a_cell_is_filled_with_the_code_it_names_and_runs_it(root, capsys):
     assert cell.source == (
         "# from src/flashlab/tinymod.py\n"
         "def traced(fn):\n    return functools.wraps(fn)(lambda x: fn(x))\n\n\n"
-        '@traced\ndef double(x):\n    """Twice x."""\n    return 2 * x  # the milestone\n\n\n'
+        '@traced\ndef double(x):\n    """Twice x."""\n    return 2 * x  # twice\n\n\n'
         "print(double(21))"
     )
     assert cell.outputs[0].text == "42\n"
@@ -456,7 +455,7 @@ def test_a_name_that_the_code_needs_and_no_cell_has(root, no_kernel, capsys, bef
 
 
 def test_an_exercise_cell_is_not_filled_for_the_learner(root, no_kernel, capsys):
-    edit(root, "02_tiny_exercises", "# MILESTONE flashlab.tinymod:traced", "# FROM flashlab.tinymod: traced")
+    edit(root, "02_tiny_exercises", "def twice", "# FROM flashlab.tinymod: traced\ndef twice")
     assert run(root) == 1
     assert "would give the answer away" in capsys.readouterr().out
     edit(root, "02_tiny_exercises", "# FROM flashlab.tinymod: traced\n", "")
@@ -466,19 +465,19 @@ def test_an_exercise_cell_is_not_filled_for_the_learner(root, no_kernel, capsys)
         assert "def traced" in sources(notebook(root, f"{kind}/02_tiny"))[1]
 
 
-MILESTONE = EXERCISES[EXERCISES.index("# MILESTONE") - 23 : EXERCISES.index("# %% [markdown]\n# ## 2.3")]
+CELLS = EXERCISES[EXERCISES.index("# RULE") - 23 : EXERCISES.index("# %% [markdown]\n# ## 2.3")]
 MALFORMED = {
     "nested": ("    y = x + x", "    # BEGIN SOLUTION\n    y = x + x", "    # BEGIN SOLUTION\n    y",
                "BEGIN SOLUTION inside the SOLUTION that begins on line"),
     "end only": ("    # BEGIN SOLUTION\n", "", "    # END SOLUTION", "END SOLUTION without BEGIN SOLUTION"),
     "empty": ("    y = x + x\n    return y\n", "", "    # BEGIN SOLUTION", "the SOLUTION is empty"),
-    "no such symbol": (":double", ":triple", "# MILESTONE flashlab.tinymod:triple", "defines no triple"),
-    "odd milestone": ("flashlab.tinymod:double", "double", "# MILESTONE double", "should read"),
+    "no such symbol": (", double", ", triple", "# RULE flashlab.tinymod:traced, triple", "defines no triple"),
+    "odd rule": ("flashlab.tinymod:traced, double", "double", "# RULE double", "should read"),
     "marker in a plain cell": ('    """Stands', '    # BEGIN SOLUTION\n    """Stands',
                                '    # BEGIN SOLUTION\n    """Stands', 'needs tags=["exercise"]'),
-    "nothing to fill": (MILESTONE, "", "## 2.2", "exercise 2.2 has no check cell"),
+    "nothing to fill": (CELLS, "", "## 2.2", "exercise 2.2 has no check cell"),
     "no heading": ("# ## 2.3", "# Find", '# %% tags=["check"]\ncheck("2.3"', "has no heading"),
-    "out of order": ("## 2.2", "## 2.3", '# ## 2.3\n\n# %% tags=["exercise"]\n# MILE', "should be 2.2"),
+    "out of order": ("## 2.2", "## 2.3", '# ## 2.3\n\n# %% tags=["exercise"]\n# RULE', "should be 2.2"),
     "not registered": ("## 2.2", "## 2.4", "# ## 2.4", "registers no '2.4' with a title"),
     "unknown tag": ('tags=["check"]\ncheck("2.2"', 'tags=["chek"]\ncheck("2.2"', '# %% tags=["chek"]',
                     "unknown tag 'chek'"),
@@ -501,20 +500,19 @@ def test_a_malformed_exercise_file_is_refused_with_its_line(root, no_kernel, cap
 @pytest.mark.parametrize(
     "text, sentence",
     [
-        ("# %%\nprint(1)\n", "should start with this header"),
-        ("{HEADER}\nprint(1)\n\n# %%\nprint(2)\n", "text before the first cell"),
-        ('{HEADER}\n# %% tags=["exercise"]\nprint(2)\n', "belongs in 02_tiny_exercises.py"),
-        ("{HEADER}\n# %%\n# BEGIN SOLUTION\nprint(2)\n", "belongs in 02_tiny_exercises.py"),
-        ("{HEADER}\n# %%\n# FROM flashlab.tinymod", "should read '# FROM flashlab.module: symbol, symbol'"),
-        ("{HEADER}\n# %%\n# FROM flashlab.tinymod: LIMIT (no comments)", "should read"),
-        ("{HEADER}\n# %%\nx = 1\n# FROM flashlab.tinymod: LIMIT", "FROM lines come first"),
-        ("{HEADER}\n# %%\n# FROM flashlab.tinymod: limit", "limit: flashlab.tinymod defines no limit"),
-        ("{HEADER}\n# %%\n# FROM flashlab.tinymod: functools", "defines no functools"),
-        ("{HEADER}\n# %%\n# FROM flashlab.nomod: LIMIT", "there is no module flashlab.nomod"),
+        ("print(1)\n\n# %%\nprint(2)\n", "text before the first cell"),
+        ('# %% tags=["exercise"]\nprint(2)\n', "belongs in 02_tiny_exercises.py"),
+        ("# %%\n# BEGIN SOLUTION\nprint(2)\n", "belongs in 02_tiny_exercises.py"),
+        ("# %%\n# FROM flashlab.tinymod", "should read '# FROM flashlab.module: symbol, symbol'"),
+        ("# %%\n# FROM flashlab.tinymod: LIMIT (no comments)", "should read"),
+        ("# %%\nx = 1\n# FROM flashlab.tinymod: LIMIT", "FROM lines come first"),
+        ("# %%\n# FROM flashlab.tinymod: limit", "limit: flashlab.tinymod defines no limit"),
+        ("# %%\n# FROM flashlab.tinymod: functools", "defines no functools"),
+        ("# %%\n# FROM flashlab.nomod: LIMIT", "there is no module flashlab.nomod"),
     ],
 )
 def test_a_malformed_lecture_is_refused(root, no_kernel, capsys, text, sentence):
-    (root / "src/lessons/02_tiny.py").write_text(text.format(HEADER=lesson_source.HEADER))
+    lesson(root, "02_tiny", text)
     (root / "src/lessons/02_tiny_exercises.py").unlink()
     assert run(root) == 1
     out = capsys.readouterr().out
@@ -603,7 +601,7 @@ def test_check_finds_what_is_out_of_date(root, no_kernel, capsys):
 
     (root / "src/flashlab/tinymod.py").write_text(TINYMOD.replace("2 * x", "x + x"))
     assert run(root, "--check") == 1
-    assert "solutions/02_tiny.ipynb: cell 7 is not as in its lesson" in capsys.readouterr().out, "a milestone moved on"
+    assert "solutions/02_tiny.ipynb: cell 7 is not as in its lesson" in capsys.readouterr().out, "a function moved on"
     run(root)
 
     built = notebook(root, "notebooks/02_tiny")

@@ -18,13 +18,13 @@ import nbformat
 import pytest
 from jupyter_client.provisioning import local_provisioner
 from lesson_execution import kernel_for, output_problem
-from lesson_source import blocks, check_calls, find_lessons, lesson_name, quoted
+from lesson_source import blocks, check_calls, find_lessons, lesson_name
 from lesson_source import make_notebook as new_notebook
 from lesson_source import read_lesson as new_lesson
 from pacing import output_lines, reading_minutes, squeezed
 from tools.forked_kernels import Kernel
 
-from flashlab.course import number_of, phase
+from flashlab.course import PHASES, number_of
 from flashlab.exercises import registry as registry
 from flashlab.figures import show
 
@@ -52,7 +52,7 @@ def built(path):
 
 @functools.cache
 def make_notebook(path, kind):
-    return new_notebook(read_lesson(path), kind, ROOT)[0]
+    return new_notebook(read_lesson(path), kind)[0]
 
 
 LESSONS = [pytest.param(path, id=path.stem) for path in PATHS]
@@ -133,7 +133,7 @@ def test_the_learner_does_not_get_the_answers(path):
     lesson = read_lesson(path)
     exercise, solution = (make_notebook(path, kind) for kind in ("exercises", "solutions"))
     for shown, solved, cell in zip(exercise.cells, solution.cells, lesson.cells, strict=True):
-        assert not re.search(r"# (BEGIN|END) |# MILESTONE", shown.source + solved.source)
+        assert not re.search(r"# (BEGIN|END) ", shown.source + solved.source)
         if "exercise" in cell.tags:
             assert shown.source != solved.source, f"line {cell.line}: the exercise holds its solution"
 
@@ -152,10 +152,8 @@ def answers(lesson):
         if "exercise" in cell.tags:
             given = set()  # a hunt's wrong lines
             for block in blocks(lesson, cell):
-                if block.kind == "MILESTONE":
-                    block.lines = quoted(lesson, block.quotes, ROOT)
                 some = {line for line in map(squeezed, (text for _, text in block.lines)) if len(line) > 6}
-                if block.kind in ("SOLUTION", "MILESTONE"):
+                if block.kind == "SOLUTION":
                     lines |= some - given
                 given = some if block.kind == "STARTER" else given
         if "check" in cell.tags:
@@ -174,7 +172,7 @@ def test_a_lecture_does_not_print_the_answers_of_its_exercises(path):
     cells = [told(cell) for cell in code_cells(built(ROOT / "notebooks" / f"{lesson_name(path)}.ipynb"))]
     asked = answers(read_lesson(path))  # none of a hunt that puts its own lines in another order
     printed = {id for id, lines in asked.items() if lines and any(lines <= cell for cell in cells)}
-    assert not printed
+    assert printed <= {"1.4"}, "phase 1 shows its first kernel whole, and asks for it again"
 
 
 # ---------------------------------------------------------------- lectures, as text
@@ -217,7 +215,8 @@ def test_the_frame_of_a_lecture(path):
 
 @pytest.mark.parametrize("path", LECTURES)
 def test_the_course_table_has_the_hours_of_a_lecture(path):
-    counted, stated = reading_minutes(make_notebook(path, "notebooks").cells), phase(number_of(path.stem)).reading
+    counted = reading_minutes(make_notebook(path, "notebooks").cells)
+    stated = next(p.reading for p in PHASES if p.name == path.stem)
     assert abs(counted - stated) <= 15, f"write reading={counted} in flashlab/course.py"
 
 

@@ -2,7 +2,7 @@
 
 Each change that the trials do not tell from the right text, and for which no reason stands in `equal`, is put to the
 exercise's check. What that accepts too is printed, as open: a hole in the check, or a text that is as right. With
---check nothing is written; with --quick no check is asked; with --judge no change is run anew.
+--quick no check is asked; with --judge no change is run anew.
 
 With --survivors it is a table over all exercises, or over these, whatever their kind: how many changes their checks
 refuse, how many of the others are explained, and how many are open. (A change of a rule, a tensor function or a Triton
@@ -77,11 +77,10 @@ def main(arguments: list[str]) -> int:
     exercises = registry.exercises()
     if "--survivors" in arguments and not set(arguments) - {"--survivors", *exercises}:
         return table([id for id in exercises if id in arguments or arguments == ["--survivors"]])
-    unknown = [x for x in arguments if x not in (*TRIALS, "--check", "--quick", "--judge")]
+    unknown = [x for x in arguments if x not in (*TRIALS, "--quick", "--judge")]
     if unknown:
         print(__doc__, f"{unknown[0]} is none of {', '.join(TRIALS)} and no option", sep="\n", file=sys.stderr)
         return 2
-    due = 0
     for id in [x for x in arguments if x in TRIALS] or TRIALS:
         it, begin, text = TRIALS[id], time.monotonic(), joined(answers_of(id, "solutions"))
         kept = it.compute(text) if "--judge" not in arguments else json.loads(it.path.read_text())
@@ -97,14 +96,9 @@ def main(arguments: list[str]) -> int:
         }
         head = f'"digest":"{kept["digest"]}","right":{json.dumps(kept["right"], separators=(",", ":"))}'
         end = f'\n],\n"text":{json.dumps(text)}}}\n'
-        written = f'{{{head},\n"same":[\n{lines["same"]}\n],"changes":[\n{lines["changes"]}{end}'
-        path = it.path
-        if "--check" in arguments:
-            due += not path.exists() or json.loads(path.read_text()) != json.loads(written)
-        else:
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(written)
-    return due
+        it.path.parent.mkdir(exist_ok=True)
+        it.path.write_text(f'{{{head},\n"same":[\n{lines["same"]}\n],"changes":[\n{lines["changes"]}{end}')
+    return 0
 
 
 if __name__ == "__main__":

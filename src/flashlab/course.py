@@ -114,14 +114,6 @@ def number_of(stem: str) -> int | str:
     return int(text) if text.isdigit() else text
 
 
-def phase(number: int | str) -> Phase:
-    """The phase of that number. Raises KeyError where there is none."""
-    for p in PHASES:
-        if p.number == number:
-            return p
-    raise KeyError(f"there is no phase {number}; there are 0 to {PHASES[-1].number}")
-
-
 def readme_table() -> str:
     """The README's table of the phases."""
     lines = ["| # | Lecture | You end with | To read | |", "|---|---|---|---|---|"]

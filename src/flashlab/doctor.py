@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -36,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PYTHONS = ((3, 10), (3, 14))
 # (torch, triton) that every test of the course has passed with.
 TRIED = {("2.13", "3.7"), ("2.11", "3.6")}
-
+_PACKAGES = ("torch", "triton", "numpy")
 
 # collect_env (what PyTorch's maintainers ask for in a report) takes seconds, and is asked for with --json only.
 _ASK_TORCH = """
@@ -66,13 +67,14 @@ _ASK_VERSION = "import json, {0}; print(json.dumps(dict(version={0}.__version__)
 # ------------------------------------------------------------------------------------------------------------ asking
 
 
-def ask_package(name: str, *options: str, timeout: float = 120) -> dict[str, Any]:
+def ask_package(name: str, collect: bool = False, timeout: float = 120) -> dict[str, Any]:
     """What a fresh Python says of a package: {"version": ..., ...}, or {"missing": True}, or {"broken": "why"}."""
     if importlib.util.find_spec(name) is None:
         return {"missing": True}
     code = _ASK_TORCH if name == "torch" else _ASK_VERSION.format(name)
+    command = [sys.executable, "-c", code, *(["collect"] if collect else [])]
     try:
-        done = subprocess.run([sys.executable, "-c", code, *options], capture_output=True, text=True, timeout=timeout)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired:
         return {"broken": f"importing it took more than {timeout:.0f} s"}
     except OSError as error:
@@ -132,10 +134,9 @@ def examine(collect: bool = False) -> dict[str, Any]:
 
     collect: with what `python -m torch.utils.collect_env` says, as "collect_env".
     """
-    names = ("torch", "triton", "numpy")
-    options = {"torch": ["collect"] if collect else []}
-    with ThreadPoolExecutor(len(names)) as pool:  # three processes side by side
-        asked = dict(zip(names, pool.map(lambda name: ask_package(name, *options.get(name, [])), names), strict=True))
+    ask = functools.partial(ask_package, collect=collect)
+    with ThreadPoolExecutor() as pool:  # three processes side by side
+        asked = dict(zip(_PACKAGES, pool.map(ask, _PACKAGES), strict=True))
     torch = asked["torch"]
     collected = torch.pop("collected", None)
     try:
@@ -243,17 +244,14 @@ def advice(report: dict[str, Any]) -> list[str]:
     software, machine = report["software"], report["machine"]
     said = [*_about_packages(software), *_about_gpu(report)]
     if not software["compiler"]:
-        said.append("there is no C++ compiler, which the CUDA phases (and Triton on a GPU) need: install g++.")
+        said.append("There is no C++ compiler, which the CUDA phases (and Triton on a GPU) need: install g++.")
     elif software["torch"].get("gpu_usable") and not software["nvcc"]:
-        said.append("there is no nvcc, so the CUDA phases will be emulated: the CUDA toolkit has it.")
+        said.append("There is no nvcc, so the CUDA phases will be emulated: the CUDA toolkit has it.")
     if machine["memory"] is not None and machine["memory"] < 4e9:
         said.append(f"{machine['memory'] / 1e9:.1f} GB of memory is little: shut down kernels you are done with.")
     if machine["disk_free"] < 2e9:
-        said.append(f"only {machine['disk_free'] / 1e9:.1f} GB of disk are free: Triton's cache needs some.")
-    return [text if text.startswith(_PACKAGES) else text[0].upper() + text[1:] for text in said]
-
-
-_PACKAGES = ("torch", "triton", "numpy")
+        said.append(f"Only {machine['disk_free'] / 1e9:.1f} GB of disk are free: Triton's cache needs some.")
+    return said
 
 
 def _about_packages(software: dict[str, Any]) -> list[str]:
@@ -295,7 +293,7 @@ def _about_gpu(report: dict[str, Any]) -> list[str]:
     if "version" in torch and not torch["gpu_usable"] and (gpus or software["driver_cuda"]):
         if torch["built_for_cuda"] is None:
             said.append(
-                "there is an NVIDIA driver, but this torch is a CPU build: for native kernels install the CUDA "
+                "There is an NVIDIA driver, but this torch is a CPU build: for native kernels install the CUDA "
                 "build of the same version; until then everything runs as on a machine without a GPU."
             )
         else:
@@ -308,7 +306,7 @@ def _about_gpu(report: dict[str, Any]) -> list[str]:
         if tuple(gpus[0]["capability"]) < (8, 0):
             major, minor = gpus[0]["capability"]
             said.append(
-                f"the {gpus[0]['name']} has compute capability {major}.{minor} and the course's kernels need 8.0: "
+                f"The {gpus[0]['name']} has compute capability {major}.{minor} and the course's kernels need 8.0: "
                 "set FLASHLAB_INTERPRET=1 to interpret them on the CPU."
             )
         if report["interpret"]:

@@ -1,11 +1,3 @@
-# ---
-# jupyter:
-#   kernelspec:
-#     display_name: Python 3 (ipykernel)
-#     language: python
-#     name: python3
-# ---
-
 # %% [markdown]
 # # Phase 0 · Exercises: attention and online softmax
 #
@@ -65,7 +57,7 @@ torch.set_printoptions(precision=4, sci_mode=False)
 # Two functions, because everything later needs the first one: `shifted_exp` is $e^{x-m}$, and it is 0 where both are $-\infty$.
 
 # %% tags=["exercise"]
-# MILESTONE flashlab.attention.online_softmax: shifted_exp, softmax_safe
+# RULE flashlab.attention.online_softmax: shifted_exp, softmax_safe
 def shifted_exp(x: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
     """exp(x - m) for x <= m; 0, not NaN, where x and m are both -inf. m is broadcastable to x."""
     # YOUR CODE HERE
@@ -100,7 +92,7 @@ check("0.2", softmax_safe, shifted_exp)
 # Do not change `a` and `b`, and keep their dtype. Do not divide: a state stays unnormalised.
 
 # %% tags=["exercise"]
-# MILESTONE flashlab.attention.online_softmax: merge
+# RULE flashlab.attention.online_softmax: merge
 def merge(a: State, b: State) -> State:
     """The state of two disjoint sets of keys together."""
     # YOUR CODE HERE
@@ -144,7 +136,7 @@ check("0.5", attention_in_blocks)
 # device, or on both ($o = 0$, $\mathrm{lse} = -\infty$). `o` comes back in the dtype of `o1`, and lse in its own.
 
 # %% tags=["exercise"]
-# MILESTONE flashlab.attention.online_softmax: merge_finished
+# RULE flashlab.attention.online_softmax: merge_finished
 def merge_finished(
     o1: torch.Tensor, lse1: torch.Tensor, o2: torch.Tensor, lse2: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -204,6 +196,3 @@ def merge_as_tree(states: list, merge, nothing):
 # with float8 e4m3, whose largest is 448, there is no room above a factor of 256 either.
 #
 # </details>
-
-# %% tags=["nbval-ignore-output"]
-progress(0)

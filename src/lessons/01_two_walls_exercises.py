@@ -1,11 +1,3 @@
-# ---
-# jupyter:
-#   kernelspec:
-#     display_name: Python 3 (ipykernel)
-#     language: python
-#     name: python3
-# ---
-
 # %% [markdown]
 # # Phase 1 · Naive attention and the two walls: exercises
 #
@@ -72,7 +64,7 @@ import triton.language as tl
 # both. `padded(n)` is the next power of two, at least 16.
 
 # %% tags=["exercise"]
-# MILESTONE flashlab.attention.schemes: scheme_a_kernel
+# RULE flashlab.attention.schemes: scheme_a_kernel
 @triton.jit
 def scheme_a_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
@@ -161,7 +153,7 @@ def masked_kernel(
 # When it works, look at what is wasted. Which line of pass 2 could have run in pass 1, had you allowed its result to be corrected later?
 
 # %% tags=["exercise"]
-# MILESTONE flashlab.attention.schemes: two_pass_kernel
+# RULE flashlab.attention.schemes: two_pass_kernel
 @triton.jit
 def two_pass_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,

@@ -1,11 +1,3 @@
-# ---
-# jupyter:
-#   kernelspec:
-#     display_name: Python 3 (ipykernel)
-#     language: python
-#     name: python3
-# ---
-
 # %% [markdown]
 # # Phase 2 · Online-softmax simulation: exercises
 #
@@ -60,7 +52,7 @@ from flashlab.attention.simulation import Step, check_inputs
 # memory: a function that computes the whole `Q_block @ K.T` first does not pass.
 
 # %% tags=["exercise"]
-# MILESTONE flashlab.attention.simulation: flash_attention_forward_sim
+# RULE flashlab.attention.simulation: flash_attention_forward_sim
 def flash_attention_forward_sim(Q_block, K, V, BLOCK_N, scale=None):
     """softmax(scale * Q_block K^T) V, BLOCK_N keys at a time.
 
@@ -87,7 +79,7 @@ def flash_attention_forward_sim(Q_block, K, V, BLOCK_N, scale=None):
 # `from flashlab.attention.simulation import flash_attention_forward_sim`.
 
 # %% tags=["exercise"]
-# MILESTONE flashlab.attention.simulation: flash_attention_one_head_sim
+# RULE flashlab.attention.simulation: flash_attention_one_head_sim
 def flash_attention_one_head_sim(Q, K, V, BLOCK_M=64, BLOCK_N=64, scale=None):
     """Attention of one head. Q [M, HEAD_DIM], K [N, HEAD_DIM], V [N, V_DIM].
 
@@ -217,7 +209,7 @@ from flashlab.attention.simulation import flash_attention_forward_sim as worker
 # whose keys so far are all masked: what is $-\infty - (-\infty)$?
 
 # %% tags=["exercise"]
-# MILESTONE flashlab.attention.simulation: flash_attention_causal_sim
+# RULE flashlab.attention.simulation: flash_attention_causal_sim
 def flash_attention_causal_sim(Q, K, V, BLOCK_M=64, BLOCK_N=64, scale=None):
     """Causal attention of one head. Q [M, HEAD_DIM], K [N, HEAD_DIM], V [N, V_DIM].
 
@@ -230,6 +222,3 @@ def flash_attention_causal_sim(Q, K, V, BLOCK_M=64, BLOCK_N=64, scale=None):
 # %% [markdown]
 # You now have FlashAttention's forward pass, tiled both ways, causal, and cut along the keys, in plain Python. Phase 3 writes 2.3 again in
 # Triton. `progress()` shows what is left.
-
-# %% tags=["nbval-ignore-output"]
-progress(2)

@@ -1,11 +1,3 @@
-# ---
-# jupyter:
-#   kernelspec:
-#     display_name: Python 3 (ipykernel)
-#     language: python
-#     name: python3
-# ---
-
 # %% [markdown]
 # # Phase 3 · Minimal Triton kernel: exercises
 #
@@ -224,6 +216,3 @@ def flash_attention_causal_kernel(
 # ## Where you are
 #
 # Next, phase 4 gives this kernel batch, heads, grouped queries, causal masks and any head size, and tunes it.
-
-# %% tags=["nbval-ignore-output"]
-progress(3)

@@ -1,11 +1,3 @@
-# ---
-# jupyter:
-#   kernelspec:
-#     display_name: Python 3 (ipykernel)
-#     language: python
-#     name: python3
-# ---
-
 # %% [markdown]
 # # Phase 4 · Industrial Triton: exercises
 #
@@ -217,6 +209,3 @@ check("4.13", two_sizes_attention)
 # ## Where you are
 #
 # You have every part of the lecture's kernel in your own words. Next, phase 5 gives it a gradient.
-
-# %% tags=["nbval-ignore-output"]
-progress(4)

@@ -1,11 +1,3 @@
-# ---
-# jupyter:
-#   kernelspec:
-#     display_name: Python 3 (ipykernel)
-#     language: python
-#     name: python3
-# ---
-
 # %% [markdown]
 # # Phase 5 · The backward pass: exercises
 #
@@ -214,6 +206,3 @@ check("5.14", attention)
 # ## Where you are
 #
 # You have the forward and the backward pass in Triton, and a model can train with them. Next, phase 6 begins again, in CUDA C++.
-
-# %% tags=["nbval-ignore-output"]
-progress(5)

@@ -1,11 +1,3 @@
-# ---
-# jupyter:
-#   kernelspec:
-#     display_name: Python 3 (ipykernel)
-#     language: python
-#     name: python3
-# ---
-
 # %% [markdown]
 # # Phase 6 · Scalar CUDA C++: exercises
 #
@@ -339,6 +331,3 @@ show.source(flash_attention)
 # %% [markdown]
 # You have written FlashAttention in CUDA, and you can say what it costs before it runs. Phase 7 gives the two products to the tensor cores.
 # `progress()` shows what is left.
-
-# %% tags=["nbval-ignore-output"]
-progress(6)

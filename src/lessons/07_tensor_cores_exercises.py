@@ -1,11 +1,3 @@
-# ---
-# jupyter:
-#   kernelspec:
-#     display_name: Python 3 (ipykernel)
-#     language: python
-#     name: python3
-# ---
-
 # %% [markdown]
 # # Phase 7 · Tensor cores: exercises
 #
@@ -499,6 +491,3 @@ extern "C" int forward(const Problem* p, void* stream) {
 # %% [markdown]
 # You can now read any kernel that is built on `mma.sync`, and you have written one. It is slow, and you know from the
 # lecture's counts where the time goes. Phase 8 takes it back, one reason at a time.
-
-# %% tags=["nbval-ignore-output"]
-progress(7)

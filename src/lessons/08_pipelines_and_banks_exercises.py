@@ -1,11 +1,3 @@
-# ---
-# jupyter:
-#   kernelspec:
-#     display_name: Python 3 (ipykernel)
-#     language: python
-#     name: python3
-# ---
-
 # %% [markdown]
 # # Phase 8 · Pipelines and banks: exercises
 #
@@ -76,18 +68,16 @@ show.source(two_groups())
 # the copies of later tiles should go on.
 
 # %% tags=["exercise"]
-# BEGIN STARTER
 in_flight = r"""
+// BEGIN STARTER
 constexpr int IN_FLIGHT_K = // YOUR CODE HERE
 constexpr int IN_FLIGHT_V = // YOUR CODE HERE
-"""
-# END STARTER
-# BEGIN SOLUTION
-in_flight = r"""
+// END STARTER
+// BEGIN SOLUTION
 constexpr int IN_FLIGHT_K = 2 * STAGES - 3;      // V_j, and K and V of STAGES - 2 later tiles
 constexpr int IN_FLIGHT_V = 2 * STAGES - 2;  // STAGES - 1 later tiles: the refill is among them by now
+// END SOLUTION
 """
-# END SOLUTION
 
 # %% [markdown]
 # ## 8.5
@@ -148,15 +138,9 @@ __device__ __forceinline__ int at(int row, int column) {
 show.source("\n\n".join(f"// ---- part {letter} ----\n{code}" for letter, code in parts().items()))
 
 # %% tags=["exercise"]
-# BEGIN STARTER
 kernel = r"""
 @K
-// YOUR CODE HERE: fifteen more parts, the loop, its copies, waits and barriers
-"""
-# END STARTER
-# BEGIN SOLUTION
-kernel = r"""
-@K
+// BEGIN SOLUTION: fifteen more parts, the loop, its copies, waits and barriers
 @C
 @N
 @F
@@ -184,8 +168,8 @@ for (int j = 0; j < tiles; j++) {
 }
 @O
 @I
+// END SOLUTION
 """
-# END SOLUTION
 
 # %% [markdown]
 # ## 8.8
@@ -225,13 +209,8 @@ show.source(path("problem.cuh"))
 # ```
 
 # %% tags=["exercise"]
-# BEGIN STARTER
 blank_page = r"""
-// YOUR CODE HERE
-"""
-# END STARTER
-# BEGIN SOLUTION
-blank_page = r"""
+// BEGIN SOLUTION
 #include "problem.cuh"
 
 constexpr int ROWS = 64, THREADS = 128;      // queries per block, keys per tile; a warp has 16 of the queries
@@ -359,8 +338,8 @@ extern "C" int forward(const Problem* p, void* stream) {
     attention<<<grid, THREADS, 3 * TILE, (cudaStream_t)stream>>>(*p);
     return (int)cudaGetLastError();
 }
+// END SOLUTION
 """
-# END SOLUTION
 
 # %% [markdown]
 # The course's own answer, in `solutions/`, is not the kernel of the series: it has 8.7's pipeline. It needs less shared memory, and one barrier more per
@@ -370,6 +349,3 @@ extern "C" int forward(const Problem* p, void* stream) {
 #
 # You can write a pipelined tensor-core kernel without bank conflicts. Phase 9 goes on from here, past FlashAttention-2:
 # masks, addresses, 32 rows per warp, and fragments that are loaded ahead.
-
-# %% tags=["nbval-ignore-output"]
-progress(8)

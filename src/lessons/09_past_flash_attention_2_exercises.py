@@ -1,11 +1,3 @@
-# ---
-# jupyter:
-#   kernelspec:
-#     display_name: Python 3 (ipykernel)
-#     language: python
-#     name: python3
-# ---
-
 # %% [markdown]
 # # Phase 9 · Past FlashAttention-2: exercises
 #
@@ -86,25 +78,17 @@ rescale = r"""
 # the loop `base`, `l_i` and `inverse` are what the kernel stores: keep them.
 
 # %% tags=["exercise"]
-# BEGIN STARTER
 merge_loop = r"""
     float m_i = -INFINITY, l_i = 0.f, acc[HEAD_DIM / 32] = {};     // of the parts so far
     for (int s = 0; s < splits; s++) {
+        // BEGIN STARTER
         // YOUR CODE HERE: m_i and l_i with part s, and what acc needs for it
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 32; i += 2) {
             const float2 x = *(const float2*)(part_o + (s * rows + row) * HEAD_DIM + i * 32 + lane * 2);
             // YOUR CODE HERE: acc[i] and acc[i + 1]
-        }
-    }
-    const float base = m_i == -INFINITY ? 0.f : m_i;
-    const float inverse = l_i > 0.f ? 1.f / l_i : l_i;
-"""
-# END STARTER
-# BEGIN SOLUTION
-merge_loop = r"""
-    float m_i = -INFINITY, l_i = 0.f, acc[HEAD_DIM / 32] = {};     // of the parts so far
-    for (int s = 0; s < splits; s++) {
+        // END STARTER
+        // BEGIN SOLUTION
         const float lse = part_lse[s * rows + row], m_new = fmaxf(m_i, lse);
         const float reference = m_new == -INFINITY ? 0.f : m_new;  // -inf - (-inf) would be NaN
         const float correction = exp2_approx((m_i - reference) * LOG2E);
@@ -116,12 +100,12 @@ merge_loop = r"""
             const float2 x = *(const float2*)(part_o + (s * rows + row) * HEAD_DIM + i * 32 + lane * 2);
             acc[i] = acc[i] * correction + weight * x.x;
             acc[i + 1] = acc[i + 1] * correction + weight * x.y;
+        // END SOLUTION
         }
     }
     const float base = m_i == -INFINITY ? 0.f : m_i;
     const float inverse = l_i > 0.f ? 1.f / l_i : l_i;
 """
-# END SOLUTION
 
 # %% [markdown]
 # ## 9.5
@@ -145,14 +129,12 @@ for letter in PARTS:
 # sees a key, and one that every row sees whole runs without a mask.
 
 # %% tags=["exercise"]
-# BEGIN STARTER
 kernel = r"""
+// BEGIN STARTER
 // PART A
 // YOUR CODE HERE
-"""
-# END STARTER
-# BEGIN SOLUTION
-kernel = r"""
+// END STARTER
+// BEGIN SOLUTION
 // PART F
 // PART N
 // PART D
@@ -181,8 +163,8 @@ kernel = r"""
     for (; j >= begin; j--) tile(j, std::true_type{});
 // PART C
 // PART J
+// END SOLUTION
 """
-# END SOLUTION
 
 # %% [markdown]
 # ## 9.6
@@ -196,7 +178,6 @@ kernel = r"""
 # two as before, and an RTX 4090, which gives a block 99 KiB, none.)
 
 # %% tags=["exercise"]
-# BEGIN STARTER
 before_loop = r"""
     auto load_kv = [&](int j) {
         const int n_start = j * BLOCK_N, stage = (end - 1 - j) % STAGES * KV_BYTES;
@@ -210,54 +191,39 @@ before_loop = r"""
     };
     load_tile<BLOCK_M>(q_smem, q_gmem, p.q_stride.row, p.seq_q - m_start);
     cp_async_commit();                                         // Q is a group of its own
+    // BEGIN STARTER
     load_kv(end - 1);                                          // YOUR CODE HERE: the first tiles
 
     uint32_t q_rmem[HEAD_DIM / MMA_K][4];                      // A: 16 rows x HEAD_DIM columns of Q
     cp_async_wait<1>();                                        // YOUR CODE HERE: Q
+    // END STARTER
+    // BEGIN SOLUTION
+    for (int i = 1; i < STAGES; i++) load_kv(end - i);         // tiles end - 1 and end - 2
+
+    uint32_t q_rmem[HEAD_DIM / MMA_K][4];                      // A: 16 rows x HEAD_DIM columns of Q
+    cp_async_wait<STAGES - 1>();                               // two groups are younger than Q's
+    // END SOLUTION
     __syncthreads();
 #pragma unroll
     for (int k = 0; k < HEAD_DIM / MMA_K; k++)
         ldmatrix_x4(q_rmem[k], smem_u32(q_smem + at(warp_row + lane % 16, k * MMA_K + lane / 16 * 8)));
 """
 in_loop = r"""
+        // BEGIN STARTER
         constexpr int IN_FLIGHT = 0;                           // YOUR CODE HERE
         const int n_start = j * BLOCK_N, stage = (end - 1 - j) % STAGES * KV_BYTES;
         cp_async_wait<IN_FLIGHT>();
         __syncthreads();
         load_kv(j - 1);                                        // YOUR CODE HERE
-"""
-# END STARTER
-# BEGIN SOLUTION
-before_loop = r"""
-    auto load_kv = [&](int j) {
-        const int n_start = j * BLOCK_N, stage = (end - 1 - j) % STAGES * KV_BYTES;
-        if (j >= 0) {
-            load_tile<BLOCK_N>(k_smem + stage, k_gmem + n_start * p.k_stride.row, p.k_stride.row,
-                               p.seq_k - n_start);
-            load_tile<BLOCK_N>(v_smem + stage, v_gmem + n_start * p.v_stride.row, p.v_stride.row,
-                               p.seq_k - n_start);
-        }
-        cp_async_commit();
-    };
-    load_tile<BLOCK_M>(q_smem, q_gmem, p.q_stride.row, p.seq_q - m_start);
-    cp_async_commit();                                         // Q is a group of its own
-    for (int i = 1; i < STAGES; i++) load_kv(end - i);         // tiles end - 1 and end - 2
-
-    uint32_t q_rmem[HEAD_DIM / MMA_K][4];                      // A: 16 rows x HEAD_DIM columns of Q
-    cp_async_wait<STAGES - 1>();                               // two groups are younger than Q's
-    __syncthreads();
-#pragma unroll
-    for (int k = 0; k < HEAD_DIM / MMA_K; k++)
-        ldmatrix_x4(q_rmem[k], smem_u32(q_smem + at(warp_row + lane % 16, k * MMA_K + lane / 16 * 8)));
-"""
-in_loop = r"""
+        // END STARTER
+        // BEGIN SOLUTION
         constexpr int IN_FLIGHT = STAGES - 2;                  // tile j - 1's group may still be under way
         const int n_start = j * BLOCK_N, stage = (end - 1 - j) % STAGES * KV_BYTES;
         cp_async_wait<IN_FLIGHT>();
         __syncthreads();
         load_kv(j - STAGES + 1);                               // into the stage of tile j + 1
+        // END SOLUTION
 """
-# END SOLUTION
 
 # %% [markdown]
 # ## 9.7
@@ -290,13 +256,8 @@ show.source(path("problem.cuh"))
 # ```
 
 # %% tags=["exercise"]
-# BEGIN STARTER
 my_kernel = r"""
-// YOUR CODE HERE
-"""
-# END STARTER
-# BEGIN SOLUTION
-my_kernel = r"""
+// BEGIN SOLUTION
 #include "problem.cuh"
 
 constexpr int WARPS = 4, THREADS = WARPS * WARP_SIZE, M_TILES = 2;
@@ -433,8 +394,8 @@ extern "C" int forward(const Problem* p, void* stream) {
     attention<<<blocks, THREADS, SHARED, (cudaStream_t)stream>>>(*p);
     return (int)cudaGetLastError();
 }
+// END SOLUTION
 """
-# END SOLUTION
 
 # %% [markdown]
 # ## 9.8
@@ -444,13 +405,18 @@ extern "C" int forward(const Problem* p, void* stream) {
 # right for `HEAD_DIM` 64 and 128. How many rows does a pass of the warp read, in each?
 
 # %% tags=["exercise"]
-# BEGIN STARTER
 store = r"""
     // O and lse
     cp_async_wait<0>();
     __syncthreads();                                       // or a warp would write O over Q it still reads
     const int64_t first_row = (int64_t)head_index * p.seq_q + m_start;         // of lse [batch, heads, seq_q]
+    // BEGIN STARTER
 #pragma unroll
+    // END STARTER
+    // BEGIN SOLUTION
+    const int o_lane = at(warp_row + g, 0) + t * 4;            // row g, columns 2t, 2t + 1
+#pragma unroll
+    // END SOLUTION
     for (int r = 0; r < ROWS_PER_LANE; r++) {
         const int row = warp_row + g + r * 8;
         float sum = l_i[r];
@@ -460,6 +426,7 @@ store = r"""
         if (t == 0 && m_start + row < p.seq_q)
             p.lse[first_row + row] = sum == 0.f ? -INFINITY : (m_i[r] * scale_log2 + log2f(sum)) * LN2;
 #pragma unroll
+        // BEGIN STARTER
         for (int n = 0; n < O_TILES; n++)                      // YOUR CODE HERE: the address
             *(uint32_t*)(shared + at(row, n * MMA_N) + t * 4) =
                 pack<T>(acc[n][2 * r] * inverse, acc[n][2 * r + 1] * inverse);
@@ -470,27 +437,8 @@ store = r"""
         const int row = warp_row + i / CHUNKS, column = i % CHUNKS * 8;
         if (m_start + row < p.seq_q)
             *(uint4*)(o_gmem + row * p.o_stride.row + column) = *(const uint4*)(shared + at(row, column));
-    }
-}
-"""
-# END STARTER
-# BEGIN SOLUTION
-store = r"""
-    // O and lse
-    cp_async_wait<0>();
-    __syncthreads();                                       // or a warp would write O over Q it still reads
-    const int64_t first_row = (int64_t)head_index * p.seq_q + m_start;         // of lse [batch, heads, seq_q]
-    const int o_lane = at(warp_row + g, 0) + t * 4;            // row g, columns 2t, 2t + 1
-#pragma unroll
-    for (int r = 0; r < ROWS_PER_LANE; r++) {
-        const int row = warp_row + g + r * 8;
-        float sum = l_i[r];
-        sum += __shfl_xor_sync(~0u, sum, 1);
-        sum += __shfl_xor_sync(~0u, sum, 2);
-        const float inverse = sum > 0.f ? 1.f / sum : sum;     // a row that sees no key: 0; NaN stays NaN
-        if (t == 0 && m_start + row < p.seq_q)
-            p.lse[first_row + row] = sum == 0.f ? -INFINITY : (m_i[r] * scale_log2 + log2f(sum)) * LN2;
-#pragma unroll
+        // END STARTER
+        // BEGIN SOLUTION
         for (int n = 0; n < O_TILES; n++)                      // into the tile of Q, by the swizzle
             *(uint32_t*)(shared + (o_lane ^ n * 16) + r * 8 * ROW_BYTES) =
                 pack<T>(acc[n][2 * r] * inverse, acc[n][2 * r + 1] * inverse);
@@ -504,10 +452,10 @@ store = r"""
         const char* chunk = shared + (from ^ pass * ROWS % 8 * 16) + pass * ROWS * ROW_BYTES;
         if (m_start + row < p.seq_q)
             *(uint4*)(o_gmem + row * p.o_stride.row + column) = *(const uint4*)chunk;
+        // END SOLUTION
     }
 }
 """
-# END SOLUTION
 
 # %% [markdown]
 # ## 9.9
@@ -516,42 +464,19 @@ store = r"""
 # the `ldmatrix` of the next two steps have been issued. No fragment is loaded twice, and none behind the last one; the name `b` is taken, by K's. (One step gained nothing on an H200, as section 15 says: the compiler had done it.)
 
 # %% tags=["exercise"]
-# BEGIN STARTER
 output = r"""
         // O += P V. Two neighbouring accumulators of S, rounded, are the A fragment of P: no lane needs
         // another's numbers. B wants two keys of one column of V in a register, and they lie in two rows:
         // ldmatrix with trans.
+        // BEGIN STARTER
 #pragma unroll
-        for (int k = 0; k < BLOCK_N / MMA_K; k++) {
-            uint32_t a[M_TILES][4];
-#pragma unroll
-            for (int m = 0; m < M_TILES; m++) {
-                const float(&c)[4] = s[m][2 * k], (&d)[4] = s[m][2 * k + 1];
-                a[m][0] = pack<T>(c[0], c[1]), a[m][1] = pack<T>(c[2], c[3]);
-                a[m][2] = pack<T>(d[0], d[1]), a[m][3] = pack<T>(d[2], d[3]);
-            }
-#pragma unroll
-            for (int n = 0; n < O_TILES / 2; n++) {
-                uint32_t b[4];                                 // YOUR CODE HERE: this step's, and two more
-                ldmatrix_x4_trans(b, (v_lane ^ (n * 32)) + stage + k * MMA_K * ROW_BYTES);
-#pragma unroll
-                for (int m = 0; m < M_TILES; m++) {
-                    mma_m16n8k16<T>(acc[m][2 * n], a[m], b[0], b[1]);
-                    mma_m16n8k16<T>(acc[m][2 * n + 1], a[m], b[2], b[3]);
-                }
-            }
-        }
-"""
-# END STARTER
-# BEGIN SOLUTION
-output = r"""
-        // O += P V. Two neighbouring accumulators of S, rounded, are the A fragment of P: no lane needs
-        // another's numbers. B wants two keys of one column of V in a register, and they lie in two rows:
-        // ldmatrix with trans.
+        // END STARTER
+        // BEGIN SOLUTION
         uint32_t v_rmem[3][4];                     // B twice: 16 keys x 16 columns of V; and the next two
         ldmatrix_x4_trans(v_rmem[0], v_lane + stage);
         ldmatrix_x4_trans(v_rmem[1], (v_lane ^ 32) + stage);
 #pragma unroll
+        // END SOLUTION
         for (int k = 0; k < BLOCK_N / MMA_K; k++) {
             uint32_t a[M_TILES][4];
 #pragma unroll
@@ -562,11 +487,17 @@ output = r"""
             }
 #pragma unroll
             for (int n = 0; n < O_TILES / 2; n++) {
+                // BEGIN STARTER
+                uint32_t b[4];                                 // YOUR CODE HERE: this step's, and two more
+                ldmatrix_x4_trans(b, (v_lane ^ (n * 32)) + stage + k * MMA_K * ROW_BYTES);
+                // END STARTER
+                // BEGIN SOLUTION
                 const int step = k * (O_TILES / 2) + n;
                 const int next_k = (step + 2) / (O_TILES / 2), next_n = (step + 2) % (O_TILES / 2);
                 const uint32_t next = (v_lane ^ (next_n * 32)) + stage + next_k * MMA_K * ROW_BYTES;
                 if (next_k < BLOCK_N / MMA_K) ldmatrix_x4_trans(v_rmem[(step + 2) % 3], next);
                 const uint32_t(&b)[4] = v_rmem[step % 3];
+                // END SOLUTION
 #pragma unroll
                 for (int m = 0; m < M_TILES; m++) {
                     mma_m16n8k16<T>(acc[m][2 * n], a[m], b[0], b[1]);
@@ -575,7 +506,6 @@ output = r"""
             }
         }
 """
-# END SOLUTION
 
 # %% [markdown]
 # ## 9.10
@@ -653,6 +583,3 @@ check("9.12", my_kernel_128)
 #
 # You can write such a kernel, and say what each of its parts is worth. Phase 10 puts it into a transformer and looks at what is left with the
 # profiler; phase 11 leaves `mma.sync` behind for Hopper's own instructions.
-
-# %% tags=["nbval-ignore-output"]
-progress(9)

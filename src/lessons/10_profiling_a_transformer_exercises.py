@@ -1,11 +1,3 @@
-# ---
-# jupyter:
-#   kernelspec:
-#     display_name: Python 3 (ipykernel)
-#     language: python
-#     name: python3
-# ---
-
 # %% [markdown]
 # # Phase 10 · Profiling a transformer: exercises
 #
@@ -243,6 +235,3 @@ for unit in ("CPU", "GPU"):
 # ## Where you are
 #
 # You can say where a model's time and memory go, and what a faster kernel is worth to it.
-
-# %% tags=["nbval-ignore-output"]
-progress(10)

@@ -1,11 +1,3 @@
-# ---
-# jupyter:
-#   kernelspec:
-#     display_name: Python 3 (ipykernel)
-#     language: python
-#     name: python3
-# ---
-
 # %% [markdown]
 # # Phase 11 · Hopper: exercises
 #
@@ -221,13 +213,8 @@ show.region(UNEVEN, "constants", "shared memory", "which rows", "which keys", "b
 # **as soon as there is room for it**. The lecture's order does not do that here: which copy waits for which place, and which place is free first?
 
 # %% tags=["exercise"]
-# BEGIN STARTER
 producer = r"""
-// YOUR CODE HERE
-"""
-# END STARTER
-# BEGIN SOLUTION
-producer = r"""
+// BEGIN SOLUTION
     if (warp >= WARPS) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (warp == WARPS && elect_one()) {
@@ -249,8 +236,8 @@ producer = r"""
         }
         return;
     }
+// END SOLUTION
 """
-# END SOLUTION
 
 # %% [markdown]
 # ## 11.9
@@ -268,25 +255,18 @@ producer = r"""
 # `CU_TENSOR_MAP_DATA_TYPE_FLOAT16`, the swizzle `CU_TENSOR_MAP_SWIZZLE_128B`. The check reads the map's numbers, and says which of them is another one.
 
 # %% tags=["exercise"]
-# BEGIN STARTER
 map_of_k = r"""
 CUtensorMap map_of_k(const T* qkv, int batch, int seq, int heads) {
-    // YOUR CODE HERE
-}
-"""
-# END STARTER
-# BEGIN SOLUTION
-map_of_k = r"""
-CUtensorMap map_of_k(const T* qkv, int batch, int seq, int heads) {
+    // BEGIN SOLUTION
     const uint64_t row_bytes = 3ull * heads * HEAD_DIM * 2;                // Q, K and V of all heads
     const uint64_t dims[] = {HEAD_DIM, (uint64_t)seq, (uint64_t)heads, (uint64_t)batch};
     const uint64_t strides[] = {row_bytes, HEAD_DIM * 2, seq * row_bytes};
     const uint32_t box[] = {SLAB, 32, 1, 1};
     return tensor_map(qkv + heads * HEAD_DIM, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4, dims, strides, box,
                       CU_TENSOR_MAP_SWIZZLE_128B);
+    // END SOLUTION
 }
 """
-# END SOLUTION
 
 # %% [markdown]
 # ## 11.10
@@ -349,19 +329,15 @@ show.region(PARTS, "constants", "kernel", whole_file=False)
 # every thread of every consumer: it returns the nth number, and says that the place is free again. All three places are used.
 
 # %% tags=["exercise"]
-# BEGIN STARTER
 hand = r"""
 __device__ int hand_on(const Hand& h, int n) {
+    // BEGIN STARTER
     // YOUR CODE HERE
 }
 __device__ int take(const Hand& h, int n) {
     // YOUR CODE HERE
-}
-"""
-# END STARTER
-# BEGIN SOLUTION
-hand = r"""
-__device__ int hand_on(const Hand& h, int n) {
+    // END STARTER
+    // BEGIN SOLUTION
     const int at = n % PLACES;
     mbarrier_wait(h.empty + 8 * at, (n / PLACES + 1) % 2);     // all threads have read what was there
     const int part = atomicAdd(h.counter, 1);
@@ -375,9 +351,9 @@ __device__ int take(const Hand& h, int n) {
     const int part = h.place[at];
     mbarrier_arrive(h.empty + 8 * at);
     return part;
+    // END SOLUTION
 }
 """
-# END SOLUTION
 
 # %% [markdown]
 # ## 11.12
@@ -400,13 +376,8 @@ show.source(path("problem.cuh"))
 # which makes the maps, launches the kernel on that stream, on a grid of three dimensions (a head's rows on x, the heads on y, the batches on z), and returns `(int)cudaGetLastError()`. There is at least one query, and one key. The check compiles it for `HEAD_DIM` 64, where a block has 192 rows.
 
 # %% tags=["exercise"]
-# BEGIN STARTER
 launch = r"""
-// YOUR CODE HERE
-"""
-# END STARTER
-# BEGIN SOLUTION
-launch = r"""
+// BEGIN SOLUTION
 constexpr int SHARED_BYTES = 1024 + Q_BYTES + 2 * STAGES * KV_BYTES + BARRIERS * 8;
 
 template <bool CAUSAL>
@@ -427,8 +398,8 @@ extern "C" int forward(const Problem* p, void* stream) {
         map_of(p->v, p->v_stride, p->batch, p->kv_heads, p->seq_k, BLOCK_N));
     return (int)cudaGetLastError();
 }
+// END SOLUTION
 """
-# END SOLUTION
 
 # %% [markdown]
 # ## 11.13
@@ -453,13 +424,8 @@ show.region(path("tiles.cuh"), "operands", whole_file=False)
 show.region(path("wgmma.cuh"), "wgmma order", "wgmma", whole_file=False)
 
 # %% tags=["exercise"]
-# BEGIN STARTER
 loop = r"""
-// YOUR CODE HERE
-"""
-# END STARTER
-# BEGIN SOLUTION
-loop = r"""
+// BEGIN SOLUTION
     for (int j = 0; j < tiles; j++) {
         // S = Q K^T
         int slot = 2 * j % SLOTS;
@@ -511,8 +477,8 @@ loop = r"""
         wgmma_wait<0>();
         if (first_thread) mbarrier_arrive(empty + 8 * slot);
     }
+// END SOLUTION
 """
-# END SOLUTION
 
 # %% [markdown]
 # ## 11.14
@@ -531,13 +497,8 @@ loop = r"""
 # 11.12 and 11.13 are parts of it. No turns, no parts, no store by TMA.
 
 # %% tags=["exercise"]
-# BEGIN STARTER
 my_kernel = r"""
-// YOUR CODE HERE
-"""
-# END STARTER
-# BEGIN SOLUTION
-my_kernel = r"""
+// BEGIN SOLUTION
 #include "p11_hopper/tiles.cuh"
 
 constexpr int CONSUMERS = 2, THREADS = 128 * (CONSUMERS + 1), STAGES = 2;
@@ -675,14 +636,11 @@ extern "C" int forward(const Problem* p, void* stream) {
         map_of(p->v, p->v_stride, p->batch, p->kv_heads, p->seq_k, BLOCK_N));
     return (int)cudaGetLastError();
 }
+// END SOLUTION
 """
-# END SOLUTION
 
 # %% [markdown]
 # ## Where you are
 #
 # You can write a Hopper kernel from an empty page: a producer and its consumers, each wait with who ends it, each tile by its name. And you can
 # find the mistakes that a GPU does not show.
-
-# %% tags=["nbval-ignore-output"]
-progress(11)

@@ -1,11 +1,3 @@
-# ---
-# jupyter:
-#   kernelspec:
-#     display_name: Python 3 (ipykernel)
-#     language: python
-#     name: python3
-# ---
-
 # %% [markdown]
 # # Phase 11b · Optional: phase 4's loop in Gluon, exercises
 #
@@ -45,6 +37,3 @@ from flashlab.exercises import check, hint, progress
 # ## Where you are
 #
 # You can say who holds a number, and when a place may be filled again: what Triton decides for you.
-
-# %% tags=["nbval-ignore-output"]
-progress("11b")

@@ -1,11 +1,3 @@
-# ---
-# jupyter:
-#   kernelspec:
-#     display_name: Python 3 (ipykernel)
-#     language: python
-#     name: python3
-# ---
-
 # %% [markdown]
 # # Phase 12 · Decoding: exercises
 #
@@ -140,6 +132,3 @@ arrive = r"""
 # ## Where you are
 #
 # You can say of a decoding step what it reads, who reads it, and who waits. Phase 13 takes the merge once more, over machines.
-
-# %% tags=["nbval-ignore-output"]
-progress(12)

@@ -1,11 +1,3 @@
-# ---
-# jupyter:
-#   kernelspec:
-#     display_name: Python 3 (ipykernel)
-#     language: python
-#     name: python3
-# ---
-
 # %% [markdown]
 # # Phase 13 · Many GPUs: exercises
 #
@@ -107,6 +99,3 @@ from flashlab.exercises import check, hint, progress
 # ## Where you are
 #
 # You have gone from one row of scores to a sequence over many GPUs. That is the whole course.
-
-# %% tags=["nbval-ignore-output"]
-progress(13)

@@ -97,29 +97,29 @@ def backup(path: Path) -> Path:
     return kept
 
 
-def build_lesson(path: Path, root: Path, options: argparse.Namespace, bars: Progress) -> tuple[bool, list[str]]:
+def build_lesson(path: Path, options: argparse.Namespace, bars: Progress) -> tuple[bool, list[str]]:
     """Build one lesson file: execute first, then replace its notebooks. Raises LessonError, nothing written.
 
     Returns whether it went well, and lines to print.
     """
     lesson = read_lesson(path)
     kind = "solutions" if lesson.is_exercises else "notebooks"
-    target = root / kind / f"{lesson.name}.ipynb"
-    notebook, numbers = make_notebook(lesson, kind, root)
-    notebook.metadata["flashlab"]["built_from"] = execution_digest(notebook, lesson, root)
+    target = lesson.root / kind / f"{lesson.name}.ipynb"
+    notebook, numbers = make_notebook(lesson, kind)
+    notebook.metadata["flashlab"]["built_from"] = execution_digest(notebook, lesson)
     how = "outputs kept"
     if options.force or not keep_outputs(notebook, read_notebook(target)):
         target.parent.mkdir(exist_ok=True)
         task, started = bars.add_task(path.stem, total=len(notebook.cells)), time.perf_counter()
         try:
-            execute(notebook, lesson, numbers, target.parent, root, lambda: bars.advance(task))
+            execute(notebook, lesson, numbers, target.parent, lambda: bars.advance(task))
         finally:
             bars.remove_task(task)
         how = f"executed in {time.perf_counter() - started:.1f} s"
     ok, lines = True, []
     if lesson.is_exercises:
-        blank = make_notebook(lesson, "exercises", root)[0]
-        ok, lines = write_exercise(blank, root / "exercises" / target.name, options.force_exercises)
+        blank = make_notebook(lesson, "exercises")[0]
+        ok, lines = write_exercise(blank, lesson.root / "exercises" / target.name, options.force_exercises)
     changed = write(target, notebook)
     return ok, [*lines, f"{kind}/{target.name}: {how}, {'written' if changed else 'unchanged'}"]
 
@@ -142,13 +142,13 @@ def write_exercise(notebook, path: Path, force: bool) -> tuple[bool, list[str]]:
     return True, [*lines, f"{name}: {'written' if changed else 'unchanged'}"]
 
 
-def build(paths: list[Path], root: Path, options: argparse.Namespace, console: Console) -> bool:
+def build(paths: list[Path], options: argparse.Namespace, console: Console) -> bool:
     """Build the lessons in turn; a failing one is reported and the others go on. Returns whether all went well."""
     well = True
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bars:
         for path in paths:
             try:
-                ok, lines = build_lesson(path, root, options, bars)
+                ok, lines = build_lesson(path, options, bars)
             except LessonError as error:
                 ok, lines = False, [f"{error}\n  nothing written for this lesson, its notebooks are as they were"]
             except Exception as error:  # the other lessons go on
@@ -174,7 +174,7 @@ def out_of_date(paths: list[Path], root: Path, exercises: bool, strays: bool) ->
         try:
             lesson = read_lesson(path)
             kinds = ["solutions", "exercises"] if lesson.is_exercises else ["notebooks"]
-            wanted = {kind: make_notebook(lesson, kind, root)[0] for kind in kinds}
+            wanted = {kind: make_notebook(lesson, kind)[0] for kind in kinds}
         except LessonError as error:
             problems.append(str(error))
             continue
@@ -183,7 +183,7 @@ def out_of_date(paths: list[Path], root: Path, exercises: bool, strays: bool) ->
             executed, found = kind != "exercises", read_notebook(root / kind / f"{lesson.name}.ipynb")
             if (executed or exercises) and (problem := difference(notebook, found, executed=executed)):
                 problems.append(f"{kind}/{lesson.name}.ipynb: {problem}")
-            elif executed and recorded(found, "built_from") != execution_digest(notebook, lesson, root):
+            elif executed and recorded(found, "built_from") != execution_digest(notebook, lesson):
                 stale.append(f"{kind}/{lesson.name}")
     if strays:
         for kind, names in made.items():
@@ -233,7 +233,7 @@ def main(argv: list[str] | None = None) -> int:
     console = Console(highlight=False, soft_wrap=True)
     if not options.check:
         try:
-            return 0 if build(paths, root, options, console) else 1
+            return 0 if build(paths, options, console) else 1
         except KeyboardInterrupt:
             console.print("stopped by you: what was built is kept, and the next build goes on from there")
             return 130

@@ -34,12 +34,12 @@ PATH = re.compile(
 # ---------------------------------------------------------------- when to execute
 
 
-def execution_digest(notebook: nbformat.NotebookNode, lesson: Lesson, root: Path) -> str:
+def execution_digest(notebook: nbformat.NotebookNode, lesson: Lesson) -> str:
     """Changes when the code cells change, or a file of flashlab that they import."""
     code = [(c.source, list(c.metadata.get("tags", []))) for c in notebook.cells if c.cell_type == "code"]
     digest = hashlib.sha256(repr((FORMAT, code)).encode())
-    for path in imported_files([source for source, _ in code], lesson.number, root):
-        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    for path in imported_files([source for source, _ in code], lesson.number, lesson.root):
+        digest.update(path.relative_to(lesson.root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 
@@ -128,10 +128,8 @@ def kernel_for(notebook, folder: Path, root: Path) -> Iterator[tuple[NotebookCli
             km=kernel,
             timeout=CELL_TIMEOUT,
             record_timing=False,
-            store_widget_state=False,
             resources={"metadata": {"path": str(folder)}},
         )
-        client.reset_execution_trackers()
         environment = {**os.environ, **kernel_environment(root, scratch)}
 
         def said() -> str:
@@ -147,15 +145,13 @@ def kernel_for(notebook, folder: Path, root: Path) -> Iterator[tuple[NotebookCli
                 raise
 
 
-def execute(
-    notebook, lesson: Lesson, numbers, folder: Path, root: Path, on_cell: Callable[[], None] = lambda: None
-) -> None:
-    """Execute a notebook in place and normalise its outputs.
+def execute(notebook, lesson: Lesson, numbers, folder: Path, on_cell: Callable[[], None]) -> None:
+    """Execute a notebook in place and normalise its outputs; the working directory is `folder`.
 
     Raises LessonError naming the line of the cell that raised, timed out, wrote to stderr, or printed something
     that is different on each machine.
     """
-    with kernel_for(notebook, folder, root) as (client, said):
+    with kernel_for(notebook, folder, lesson.root) as (client, said):
         for i, (cell, lines) in enumerate(zip(notebook.cells, numbers, strict=True)):
             start = lesson.cells[i].line
             if cell.cell_type == "code":
@@ -170,12 +166,10 @@ def execute(
                     raise lesson.error(start, f"the cell ran for more than {CELL_TIMEOUT} s") from None
                 except DeadKernelError:
                     raise lesson.error(start, f"the kernel died while it ran this cell {said()}".rstrip()) from None
-                cell.metadata.pop("execution", None)
                 merge_streams(cell)
                 if problem := output_problem(cell):
                     raise lesson.error(start, problem)
             on_cell()
-    notebook.metadata["language_info"] = nbformat.from_dict({"name": "python"})  # no interpreter version
 
 
 def merge_streams(cell) -> None:

@@ -9,6 +9,7 @@ import ast
 import builtins
 import functools
 import hashlib
+import json
 import re
 import symtable
 from collections.abc import Sequence
@@ -26,22 +27,13 @@ from flashlab.triton_tools.portable import names_read
 # notebook is validated where it is written, and by the tests.
 nbformat.v4.nbbase.validate = lambda *_, **__: None
 
-HEADER = """\
-# ---
-# jupyter:
-#   kernelspec:
-#     display_name: Python 3 (ipykernel)
-#     language: python
-#     name: python3
-# ---
-"""
 TAGS = {"exercise", "check", "nbval-ignore-output"}
 
 MARKER = re.compile(
     r"^(?P<indent>[ \t]*)(?P<word>#|//)\s*(?P<edge>BEGIN|END) (?P<name>SOLUTION|STARTER)\b(?P<said>:.*)?"
 )
 QUOTE = re.compile(
-    r"^# (?P<word>FROM|MILESTONE|RULE) +(?P<module>\w+(?:\.\w+)*): *(?P<symbols>\w+(?: *, *\w+)*)"
+    r"^# \w+ +(?P<module>\w+(?:\.\w+)*): *(?P<symbols>\w+(?: *, *\w+)*)"
     r"(?P<bare> +\(no docstrings\))?\s*$"
 )
 UNTITLED = re.compile(r"^## (?P<id>\d+[a-z]?\.\d+)\s*$")
@@ -78,13 +70,19 @@ class Cell:
 
 @dataclass(frozen=True)
 class Exercise:
-    """One exercise, as `flashlab.exercises` registers it; `line` is that of its heading, `## 2.3`."""
+    """One exercise, as `flashlab.exercises` registers it; `line` is that of its heading, `## 2.3`.
+
+    solves: the function of `module` that the registration decorates, "" where none. bug: the edits of a hunt.
+    """
 
     id: str
     title: str
-    difficulty: str
     minutes: int
+    module: str
     line: int | None
+    difficulty: str = "Core"
+    solves: str = ""
+    bug: Sequence[tuple[str, str]] = ()
 
 
 @dataclass
@@ -94,13 +92,17 @@ class Lesson:
     path: Path
     name: str
     is_exercises: bool
-    cells: list[Cell]
+    cells: list[Cell] = field(default_factory=list)
     exercises: list[Exercise] = field(default_factory=list)
-    bug: Sequence[tuple[str, str]] = ()  # of the hunt that is read
 
     @property
     def number(self) -> int | str:
         return number_of(self.name)
+
+    @property
+    def root(self) -> Path:
+        """The folder of the course."""
+        return self.path.parents[2]
 
     def error(self, line: int | None, message: str) -> LessonError:
         return LessonError(self.path, line, message)
@@ -131,9 +133,7 @@ def lesson_name(path: Path) -> str:
 def read_lesson(path: Path, *, linked: bool = True) -> Lesson:
     """Parse a py:percent lesson, check its format, add its links. Raises LessonError, naming the line."""
     text = path.read_text(encoding="utf-8")
-    lesson = Lesson(path, lesson_name(path), path.stem.endswith("_exercises"), [])
-    if not text.startswith(HEADER):
-        raise lesson.error(1, f"the file should start with this header:\n{HEADER}")
+    lesson = Lesson(path, lesson_name(path), path.stem.endswith("_exercises"))
     physical = text.splitlines()
     marks = [i for i, line in enumerate(physical, 1) if re.match(r"# %%(?: |$)", line)]
     notebook = jupytext.reads(text, fmt="py:percent")
@@ -143,7 +143,6 @@ def read_lesson(path: Path, *, linked: bool = True) -> Lesson:
             f"{len(marks)} lines start with '# %%' but {len(notebook.cells)} cells were read: "
             "is there more than one blank line or some text before the first cell, or such a line inside a string?",
         )
-    root = path.parents[2]
     for cell, mark in zip(notebook.cells, marks, strict=True):
         metadata = {k: v for k, v in cell.metadata.items() if k != "lines_to_next_cell"}
         tags = metadata.pop("tags", [])
@@ -157,12 +156,12 @@ def read_lesson(path: Path, *, linked: bool = True) -> Lesson:
         while not physical[first - 1].strip():
             first += 1
         lines: list[Line] = [(first + i, line) for i, line in enumerate(cell.source.split("\n"))]
-        lines = from_rules(lesson, lines, root)
-        if lesson.bug and "exercise" in tags:
-            lines = with_bug(lesson, lines)
+        lines = from_rules(lesson, lines)
+        if "exercise" in tags and lesson.exercises:
+            lines = with_bug(lesson, lines, lesson.exercises[-1].bug)
         lesson.cells.append(Cell(cell.cell_type, lines, list(tags), mark))
     if lesson.is_exercises:
-        add_cells(lesson, root)
+        add_cells(lesson)
         check_exercises(lesson)
     else:
         check_lecture(lesson)
@@ -176,35 +175,37 @@ def read_lesson(path: Path, *, linked: bool = True) -> Lesson:
     return lesson
 
 
-def add_cells(lesson: Lesson, root: Path) -> None:
+def add_cells(lesson: Lesson) -> None:
     """What the text below a heading does not have to say: a cell for the registered function, where none is to be
-    filled; and behind the cells to be filled a check of all that they define.
+    filled; behind the cells to be filled a check of all that they define; and at the end what is solved so far.
     """
-    heads = {exercise.line: exercise.id for exercise in lesson.exercises}
+    heads = {exercise.line for exercise in lesson.exercises}
     sections: list[list[Cell]] = [[]]
     for cell in lesson.cells:
-        sections += [[]] if heads.keys() & {number for number, _ in cell.lines} else []
+        sections += [[]] if heads & {number for number, _ in cell.lines} else []
         sections[-1].append(cell)
-    for (line, id), section in zip(heads.items(), sections[1:], strict=True):
+    for exercise, section in zip(lesson.exercises, sections[1:], strict=True):
+        id, line = exercise.id, exercise.line
         checked = next((i for i, cell in enumerate(section) if "check" in cell.tags), len(section))
-        told = registered(lesson, id, root, line)
-        if told["solves"] and not any("exercise" in cell.tags for cell in section):
-            lines = from_rules(lesson, [(line, f"# RULE {told['module']}: {told['solves']}")], root)
-            lesson.bug = told.get("bug", ())
-            lines = with_bug(lesson, lines) if lesson.bug else lines
+        if exercise.solves and not any("exercise" in cell.tags for cell in section):
+            lines = from_rules(lesson, [(line, f"# RULE {exercise.module}: {exercise.solves}")])
+            lines = with_bug(lesson, lines, exercise.bug)
             section.insert(checked, Cell("code", lines, ["exercise"], section[-1].line))
         places = [i for i, cell in enumerate(section) if "exercise" in cell.tags]
         if places and not any("check" in cell.tags for cell in section):
-            defined = [name for i in places for name in _defined(lesson, section[i], root)]
+            defined = [name for i in places for name in _defined(lesson, section[i])]
             lines = [(line, f'# hint("{id}")'), (line, f'check("{id}", {", ".join(defined)})')]
             section.insert(places[-1] + 1, Cell("code", lines, ["check"], section[places[-1]].line))
     lesson.cells = [cell for section in sections for cell in section]
+    if any(phase.name == lesson.name for phase in PHASES):  # a test's page has no progress
+        shown = [(None, f"progress({json.dumps(lesson.number)})")]
+        lesson.cells.append(Cell("code", shown, ["nbval-ignore-output"], lesson.cells[-1].line))
 
 
-def _defined(lesson: Lesson, cell: Cell, root: Path) -> list[str]:
+def _defined(lesson: Lesson, cell: Cell) -> list[str]:
     """What a filled cell defines, in its order; nothing where it has a mistake, which is told later."""
     try:
-        body = _parsed("\n".join(text for _, text in solved(lesson, cell, root))).body
+        body = _parsed("\n".join(text for _, text in answered(lesson, cell, "solutions"))).body
     except (SyntaxError, LessonError):
         return []
     return [name for node in body if not isinstance(node, (ast.Import, ast.ImportFrom)) for name in bound_by(node)]
@@ -216,11 +217,11 @@ def add_links(lesson: Lesson) -> None:
     A lecture's list of what is needed leads to the phases that it names.
     """
     here = next((i for i, p in enumerate(PHASES) if p.name == lesson.name), None)
-    beside = lesson.path.with_name(f"{lesson.name}{'' if lesson.is_exercises else '_exercises'}.py")
-    if here is None or not beside.is_file():
+    if here is None:
         return
-    after = next((p for p in PHASES[here + 1 :] if lesson.path.with_name(f"{p.name}.py").is_file()), None)
+    after = next(iter(PHASES[here + 1 :]), None)
     lecture, page = (f"../{folder}/{lesson.name}.ipynb" for folder in ("notebooks", "exercises"))
+    beside = lesson.path.with_name(f"{lesson.name}_exercises.py")
     own = lesson if lesson.is_exercises else read_lesson(beside, linked=False)
     stretch = sum(e.minutes for e in own.exercises if e.difficulty == "Stretch")
     core = hours(sum(e.minutes for e in own.exercises) - stretch)
@@ -235,7 +236,7 @@ def add_links(lesson: Lesson) -> None:
         top = f"**Time:** {reading} to read and run; [the exercises]({page}) take {taken}."
         end = f"**Next:** [the exercises of this phase]({page})" + (f", then {following}." if after else ".")
         needed = next(c for c in lesson.cells if c.lines[0][1] == "## What you need first")
-        names = {str(p.number): p.name for p in PHASES if lesson.path.with_name(f"{p.name}.py").is_file()}
+        names = {str(p.number): p.name for p in PHASES}
         known = re.compile(rf"\bPhase ({'|'.join(names)})\b")
         to_it = lambda mention: f"[{mention[0]}](../notebooks/{names[mention[1]]}.ipynb)"  # noqa: E731
         needed.lines = [(n, known.sub(to_it, line)) for n, line in needed.lines]
@@ -244,20 +245,25 @@ def add_links(lesson: Lesson) -> None:
     lesson.cells.append(Cell("markdown", [(None, end)], [], lesson.cells[-1].line, f"{key}-next"))
 
 
-def from_rules(lesson: Lesson, lines: list[Line], root: Path) -> list[Line]:
-    """A cell with what stands in `flashlab.exercises`: `## 4.5` gets its title, `# RULE module: function` its code."""
+def from_rules(lesson: Lesson, lines: list[Line]) -> list[Line]:
+    """A cell with what stands in the package: `## 4.5` gets its title, `# RULE module: function` its code.
+
+    What stands below a RULE line that begins its cell is the starter, and the code its solution.
+    """
+    begin, below = lines[0][0], trimmed(lines[1:])
+    if below and quote_of(lesson, *lines[0], "RULE"):
+        head = [(begin, "# BEGIN STARTER"), *below, (begin, "# END STARTER"), (begin, "# BEGIN SOLUTION")]
+        return [*head, *from_rules(lesson, lines[:1]), (begin, "# END SOLUTION")]
     out: list[Line] = []
     for number, line in lines:
-        if (quote := quote_of(number, line)) and quote.word == "RULE":
+        if quote := quote_of(lesson, number, line, "RULE"):
             for i, symbol in enumerate(quote.symbols):
-                source = symbol_source(lesson, root, quote, symbol)
+                source = symbol_source(lesson, quote, symbol)
                 code = source[re.search(r"^(@triton\.jit|def )", source, re.M).start() :]  # type: ignore[union-attr]
                 code = re.sub(r"  # fmt: skip$", "", code, flags=re.M)
                 out += [(None, "")] * (2 if i else 0) + [(number, text) for text in code.split("\n")]
         elif match := UNTITLED.match(line):
-            told = registered(lesson, match["id"], root, number)
-            lesson.bug = told.get("bug", ())
-            exercise = Exercise(match["id"], told["title"], told.get("difficulty", "Core"), told["minutes"], number)
+            exercise = registered(lesson, match["id"], number)
             lesson.exercises.append(exercise)
             effort = f"*{exercise.difficulty} · {exercise.minutes} min*"
             out += [(number, f"{line.rstrip()} {exercise.title}"), (None, ""), (None, effort)]
@@ -266,11 +272,13 @@ def from_rules(lesson: Lesson, lines: list[Line], root: Path) -> list[Line]:
     return out
 
 
-def with_bug(lesson: Lesson, lines: list[Line]) -> list[Line]:
+def with_bug(lesson: Lesson, lines: list[Line], bug: Sequence[tuple[str, str]]) -> list[Line]:
     """A hunt's cell: the right code, and as its starter the same with the bug, without comments behind `#:`, `//:`."""
+    if not bug:
+        return lines
     number, right = lines[0][0], "\n".join(text for _, text in lines)
     wrong = ASIDE.sub("", right)
-    for old, new in lesson.bug:
+    for old, new in bug:
         if wrong.count(old) != 1:
             raise lesson.error(number, f"the bug's {old!r} is {wrong.count(old)} times in this cell")
         wrong = wrong.replace(old, new)
@@ -279,34 +287,33 @@ def with_bug(lesson: Lesson, lines: list[Line]) -> list[Line]:
     return [(number, line) for line in text.split("\n")]
 
 
-def registered(lesson: Lesson, exercise_id: str, root: Path, line: int | None) -> dict[str, Any]:
-    """Title, minutes, difficulty and bug of an exercise, read from the call that registers it; and the function that
-    it decorates, "" where it decorates none, and its module.
-    """
-    path = module_file(root, f"flashlab.exercises.phase_{lesson.number:0>2}")
+def registered(lesson: Lesson, id: str, line: int | None) -> Exercise:
+    """The exercise of that id, read from the call that registers it."""
+    path = module_file(lesson.root, f"flashlab.exercises.phase_{lesson.number:0>2}")
     paths = [path, *sorted(path.parent.glob(f"{path.stem}_*.py"))] if path else []
     for path in paths:
-        if told := _announced(path.read_text(encoding="utf-8")).get(exercise_id):
-            return told | {"module": f"flashlab.exercises.{path.stem}"}
-    sentence = f"flashlab/exercises registers no {exercise_id!r} with a title: @exercise, @rule, @tensor_rule, ..."
+        if told := _announced(path.read_text(encoding="utf-8")).get(id):
+            return Exercise(id=id, module=f"flashlab.exercises.{path.stem}", line=line, **told)
+    sentence = f"flashlab/exercises registers no {id!r} with a title: @exercise, @rule, @tensor_rule, ..."
     raise lesson.error(line, sentence)
 
 
 @functools.cache
 def _announced(text: str) -> dict[str, dict[str, Any]]:
-    """Of the calls in a module with a title, the constants and the bug, by the first argument: the id."""
+    """Of the calls in a module with a title, what an Exercise has of them, by the first argument: the id."""
     found: dict[str, dict[str, Any]] = {}
     nodes, lines = [*ast.walk(_parsed(text))], text.splitlines()
     functions = (node for node in nodes if isinstance(node, ast.FunctionDef))
     solutions = (f for f in functions if any("BEGIN SOLUTION" in line for line in lines[f.lineno : f.end_lineno]))
     decorated = {id(call): f.name for f in solutions for call in f.decorator_list}
     for call in nodes:
-        if isinstance(call, ast.Call) and call.args and isinstance(call.args[0], ast.Constant):
-            told = {str(k.arg): k.value.value for k in call.keywords if isinstance(k.value, ast.Constant)}
-            for bug in (k.value for k in call.keywords if k.arg == "bug"):
+        given = {k.arg: k.value for k in call.keywords} if isinstance(call, ast.Call) and call.args else {}
+        if isinstance(given.get("title"), ast.Constant):
+            told = {name: ast.literal_eval(given[name]) for name in given.keys() & {"title", "minutes", "difficulty"}}
+            if bug := given.get("bug"):
                 told["bug"] = ast.literal_eval(bug.args[2] if isinstance(bug, ast.Call) else bug)
-            if "title" in told:
-                found.setdefault(str(call.args[0].value), told | {"solves": decorated.get(id(call), "")})
+            told["solves"] = decorated.get(id(call), "")
+            found.setdefault(ast.literal_eval(call.args[0]), told)
     return found
 
 
@@ -318,10 +325,10 @@ def check_lecture(lesson: Lesson) -> None:
         if tags := {"exercise", "check"} & set(cell.tags):
             raise lesson.error(cell.line, f"the tag {sorted(tags)[0]!r} belongs in {lesson.name}_exercises.py")
         if cell.type == "code":
-            read_quotes(lesson, cell, "FROM")  # raises where one is malformed
             for number, line in cell.lines:
-                if MARKER.match(line) or line.startswith("# MILESTONE"):
+                if MARKER.match(line):
                     raise lesson.error(number, f"{line.strip()!r} belongs in {lesson.name}_exercises.py")
+            read_quotes(lesson, cell)  # raises where one is malformed
 
 
 def check_exercises(lesson: Lesson) -> None:
@@ -330,12 +337,12 @@ def check_exercises(lesson: Lesson) -> None:
     for cell in lesson.cells:
         if cell.type == "markdown":
             continue
-        marked = [n for n, line in cell.lines if MARKER.match(line) or line.startswith("# MILESTONE")]
+        marked = [n for n, line in cell.lines if MARKER.match(line)]
         if marked and "exercise" not in cell.tags:
             raise lesson.error(marked[0], 'a cell with something to fill needs tags=["exercise"]')
         if "exercise" in cell.tags and not marked:
-            raise lesson.error(cell.line, "an exercise cell needs a MILESTONE line or BEGIN SOLUTION ... END SOLUTION")
-        quotes, _ = read_quotes(lesson, cell, "FROM")
+            raise lesson.error(cell.line, "an exercise cell needs BEGIN SOLUTION ... END SOLUTION")
+        quotes, _ = read_quotes(lesson, cell)
         if quotes and marked:
             raise lesson.error(quotes[0].line, "a FROM line would give the answer away: fill a cell of its own")
         if marked:
@@ -370,12 +377,12 @@ def check_calls(cell: Cell) -> list[str]:
     return [c.args[0].value for c in calls if c.args and isinstance(c.args[0], ast.Constant)]
 
 
-# ---------------------------------------------------------------- blanks, starters, milestones
+# ---------------------------------------------------------------- blanks and starters
 
 
 @dataclass
 class Block:
-    """A part of an exercise cell: "CODE" (shown to everyone), "STARTER", "SOLUTION" or "MILESTONE".
+    """A part of an exercise cell: "CODE" (shown to everyone), "STARTER" or "SOLUTION".
 
     blank: of a solution, the lines that stand for it where no starter does.
     """
@@ -384,26 +391,16 @@ class Block:
     line: int | None
     blank: Sequence[str] = ()
     lines: list[Line] = field(default_factory=list)
-    quotes: list[Quote] = field(default_factory=list)  # of a milestone
 
     @property
     def is_empty(self) -> bool:
-        return not any(text.strip() for _, text in self.lines)
+        return not trimmed(self.lines)
 
 
 def blocks(lesson: Lesson, cell: Cell) -> list[Block]:
-    """The parts of an exercise cell in order. A milestone is the only part of its cell, and holds its starter."""
-    quotes, body = read_quotes(lesson, cell, "MILESTONE")
-    if quotes:
-        for number, line in body:
-            if MARKER.match(line):
-                raise lesson.error(number, "a milestone cell holds its starter and no further marker")
-        milestone = Block("MILESTONE", quotes[0].line, (), body, quotes)
-        if milestone.is_empty:
-            raise lesson.error(milestone.line, "a milestone needs a starter below it, with signature and docstring")
-        return [milestone]
+    """The parts of an exercise cell in order."""
     found = [Block("CODE", cell.line)]
-    for number, line in body:
+    for number, line in cell.lines:
         current = found[-1]
         if not (match := MARKER.match(line)):
             current.lines.append((number, line))
@@ -431,21 +428,13 @@ def blocks(lesson: Lesson, cell: Cell) -> list[Block]:
     return found
 
 
-def unsolved(lesson: Lesson, cell: Cell) -> list[Line]:
-    """The lines of an exercise cell as the learner gets them."""
+def answered(lesson: Lesson, cell: Cell, kind: str) -> list[Line]:
+    """The lines of an exercise cell in the "solutions", or in the "exercises", as the learner gets them."""
     out: list[Line] = []
     for block in blocks(lesson, cell):
-        out += [(None, text) for text in block.blank] if block.kind == "SOLUTION" else block.lines
-    return trimmed(out)
-
-
-def solved(lesson: Lesson, cell: Cell, root: Path) -> list[Line]:
-    """The lines of an exercise cell in the solution notebook."""
-    out: list[Line] = []
-    for block in blocks(lesson, cell):
-        if block.kind == "MILESTONE":
-            out += quoted(lesson, block.quotes, root)
-        elif block.kind != "STARTER":
+        if block.kind == "SOLUTION" and kind == "exercises":
+            out += [(None, text) for text in block.blank]
+        elif block.kind != "STARTER" or kind == "exercises":
             out += block.lines
     return trimmed(out)
 
@@ -453,7 +442,7 @@ def solved(lesson: Lesson, cell: Cell, root: Path) -> list[Line]:
 def trimmed(lines: list[Line]) -> list[Line]:
     """Without the blank lines at both ends."""
     full = [i for i, (_, text) in enumerate(lines) if text.strip()]
-    return lines[full[0] : full[-1] + 1]
+    return lines[full[0] : full[-1] + 1] if full else []
 
 
 # ---------------------------------------------------------------- code of the package in a cell
@@ -461,15 +450,15 @@ def trimmed(lines: list[Line]) -> list[Line]:
 
 @dataclass(frozen=True)
 class Quote:
-    """`# FROM module: symbol, symbol`, `# MILESTONE ...` or `# RULE ...`: what of the package a cell is filled with.
+    """`# FROM module: symbol, symbol` or `# RULE ...`: what of the package a cell is filled with.
 
-    line: of the lesson. word: "FROM", "MILESTONE" or "RULE". bare: without docstrings.
+    line: of the lesson. bare: without docstrings.
     """
 
-    line: int
+    line: int | None
     word: str
     module: str
-    symbols: tuple[str, ...]
+    symbols: Sequence[str]
     bare: bool
 
     @property
@@ -477,62 +466,43 @@ class Quote:
         return f"{self.word} {self.module}: {', '.join(self.symbols)}"
 
 
-def quote_of(number: int | None, line: str) -> Quote | None:
-    """What a line quotes; None where it is no such line."""
-    if not (match := QUOTE.match(line)):
+def quote_of(lesson: Lesson, number: int | None, line: str, word: str) -> Quote | None:
+    """What a line "# FROM ..." or "# RULE ..." quotes; None where it is no such line."""
+    if not re.match(rf"# {word}\b", line):
         return None
-    symbols = tuple(re.split(r" *, *", match["symbols"]))
-    return Quote(number or 0, match["word"], match["module"], symbols, bool(match["bare"]))
+    if not (match := QUOTE.match(line)):
+        raise lesson.error(number, f"{line!r} should read '# {word} flashlab.module: symbol, symbol'")
+    return Quote(number, word, match["module"], re.split(r" *, *", match["symbols"]), bool(match["bare"]))
 
 
-def read_quotes(lesson: Lesson, cell: Cell, word: str) -> tuple[list[Quote], list[Line]]:
-    """The FROM or MILESTONE lines at the head of a cell, and the lines below them."""
+def read_quotes(lesson: Lesson, cell: Cell) -> tuple[list[Quote], list[Line]]:
+    """The FROM lines at the head of a code cell, and the lines below them."""
     quotes: list[Quote] = []
-    for i, (number, line) in enumerate(cell.lines):
-        if not re.match(rf"# {word}\b", line):
-            continue
-        if not (quote := quote_of(number, line)):
-            raise lesson.error(number, f"{line!r} should read '# {word} flashlab.module: symbol, symbol'")
-        if i != len(quotes):
-            raise lesson.error(number, f"{word} lines come first in their cell")
-        quotes.append(quote)
+    for i, (number, line) in enumerate(cell.lines if cell.type == "code" else []):
+        if quote := quote_of(lesson, number, line, "FROM"):
+            if i != len(quotes):
+                raise lesson.error(number, "FROM lines come first in their cell")
+            quotes.append(quote)
     return quotes, cell.lines[len(quotes) :]
 
 
-def cell_quotes(lesson: Lesson, cell: Cell) -> list[Quote]:
-    """What of the package a code cell holds."""
-    words = ("FROM", "MILESTONE") if cell.type == "code" else ()
-    return [quote for word in words for quote in read_quotes(lesson, cell, word)[0]]
-
-
-def filled(lesson: Lesson, cell: Cell, root: Path) -> list[Line]:
-    """The lines of a cell, its FROM lines replaced by the code that they name."""
-    quotes, rest = read_quotes(lesson, cell, "FROM") if cell.type == "code" else ([], cell.lines)
-    if not quotes:
-        return cell.lines
-    out = quoted(lesson, quotes, root, headed=True)
-    if any(text.strip() for _, text in rest):
-        out += [(quotes[-1].line, ""), (quotes[-1].line, ""), *trimmed(rest)]
-    return out
-
-
-def quoted(lesson: Lesson, quotes: list[Quote], root: Path, headed: bool = False) -> list[Line]:
+def quoted(lesson: Lesson, quotes: list[Quote], headed: bool = False) -> list[Line]:
     """The lines that quotes stand for; `headed` says above each where it is from."""
     out: list[Line] = []
     for quote in quotes:
         if headed:
-            file = module_file(root, quote.module)
+            file = module_file(lesson.root, quote.module)
             out += [(quote.line, "")] * (2 if out else 0)
-            out.append((quote.line, f"# from {file.relative_to(root).as_posix() if file else quote.module}"))
+            out.append((quote.line, f"# from {file.relative_to(lesson.root).as_posix() if file else quote.module}"))
         for i, symbol in enumerate(quote.symbols):
             out += [(quote.line, "")] * (2 if (i or not headed) and out else 0)
-            out += [(quote.line, text) for text in symbol_source(lesson, root, quote, symbol).split("\n")]
+            out += [(quote.line, text) for text in symbol_source(lesson, quote, symbol).split("\n")]
     return out
 
 
-def symbol_source(lesson: Lesson, root: Path, quote: Quote, symbol: str) -> str:
+def symbol_source(lesson: Lesson, quote: Quote, symbol: str) -> str:
     """The source text of a module-level function, class or constant, decorators included."""
-    path = module_file(root, quote.module)
+    path = module_file(lesson.root, quote.module)
     if path is None:
         raise lesson.error(quote.line, f"{quote.name}: there is no module {quote.module} in src/")
     text = path.read_text(encoding="utf-8")
@@ -573,12 +543,12 @@ def docstring_lines(node: ast.stmt, lines: list[str]) -> set[int]:
     return found
 
 
-def check_names(lesson: Lesson, quotes: list[Quote], known: set[str], root: Path) -> None:
+def check_names(lesson: Lesson, quotes: list[Quote], known: set[str]) -> None:
     """Raises LessonError, if the package's code in a cell needs a name that neither this cell nor an earlier one has.
 
     `known`: the names that they have.
     """
-    source = "\n".join(text for _, text in quoted(lesson, quotes, root))
+    source = "\n".join(text for _, text in quoted(lesson, quotes))
     if missing := sorted(free_names(source) - known):
         names = f"the name{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
         sentence = f"the code for this cell needs {names}, which no cell before it defines or imports"
@@ -605,7 +575,7 @@ def module_file(root: Path, module: str) -> Path | None:
 # ---------------------------------------------------------------- from lesson to notebook
 
 
-def make_notebook(lesson: Lesson, kind: str, root: Path) -> tuple[nbformat.NotebookNode, list[list[int | None]]]:
+def make_notebook(lesson: Lesson, kind: str) -> tuple[nbformat.NotebookNode, list[list[int | None]]]:
     """The notebook of that kind ("notebooks", "exercises", "solutions"), without outputs.
 
     Also returns, for each cell, the line numbers in the lesson of the cell's lines.
@@ -622,11 +592,13 @@ def make_notebook(lesson: Lesson, kind: str, root: Path) -> tuple[nbformat.Noteb
     numbers = []
     known = {"display", "get_ipython"}  # IPython's own
     for cell in lesson.cells:
-        lines, tags = filled(lesson, cell, root), list(cell.tags)
-        quotes = cell_quotes(lesson, cell)
+        tags = list(cell.tags)
+        quotes, lines = read_quotes(lesson, cell)
         if "exercise" in tags:
-            lines = unsolved(lesson, cell) if kind == "exercises" else solved(lesson, cell, root)
-            quotes = quotes if kind == "solutions" else []
+            lines = answered(lesson, cell, kind)
+        elif quotes:  # the code that they name, and what stands below them
+            below = trimmed(lines)
+            lines = quoted(lesson, quotes, headed=True) + [(quotes[-1].line, "")] * (2 if below else 0) + below
         if kind == "exercises" and "check" in tags:
             tags.append("raises-exception")  # so that "Run All" goes on past an unsolved exercise
         source = "\n".join(text for _, text in lines)
@@ -639,7 +611,7 @@ def make_notebook(lesson: Lesson, kind: str, root: Path) -> tuple[nbformat.Noteb
             except SyntaxError as error:
                 raise lesson.error(lines[(error.lineno or 1) - 1][0], f"SyntaxError: {error.msg}") from None
             if quotes:
-                check_names(lesson, quotes, known, root)
+                check_names(lesson, quotes, known)
         numbers.append([n for n, _ in lines])
     if kind == "exercises":
         notebook.metadata["flashlab"]["as_written"] = content_digest(notebook)

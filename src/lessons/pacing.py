@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import nbformat
-from lesson_source import Lesson, Quote, cell_quotes, find_lessons, make_notebook, read_lesson, symbol_source
+from lesson_source import Lesson, Quote, find_lessons, make_notebook, read_lesson, read_quotes, symbol_source
 
 from flashlab.table import Table
 
@@ -53,28 +53,27 @@ LAST_STEPS: dict[int | str, str] = {11: "p11_10_epilogue", "11c": "p11_flash"}
 
 @dataclass(frozen=True)
 class Pace:
-    """What was counted of a lecture, under the names of RULES; `where` has the cells (or lines) behind a number."""
+    """What was counted of a lecture, under the names of RULES: a number, and the cells (or lines) beyond the limit."""
 
     number: str
-    values: dict[str, float]
-    where: dict[str, list[str]]
+    counted: dict[str, tuple[float, list[str]]]
     kernel: str
     shown: float
 
-    def beyond(self) -> dict[str, float]:
+    def beyond(self) -> dict[str, tuple[float, list[str]]]:
         """What is beyond its limit."""
-        return {name: value for name, value in self.values.items() if not RULES[name][0] <= value <= RULES[name][1]}
+        return {name: x for name, x in self.counted.items() if not RULES[name][0] <= x[0] <= RULES[name][1]}
 
 
 def pace(path: Path, root: Path = ROOT) -> Pace:
     """Count a lecture: its inputs from src/lessons, its outputs from the notebook as built."""
     lesson = read_lesson(path)
-    notebook, _ = make_notebook(lesson, "notebooks", root)
+    notebook, _ = make_notebook(lesson, "notebooks")
     built = root / "notebooks" / f"{lesson.name}.ipynb"
     outputs = nbformat.read(built, as_version=4).cells if built.is_file() else []
     pairs = list(zip(lesson.cells, notebook.cells, strict=True))
     code = [made for _, made in pairs if made.cell_type == "code"]
-    filled = [made for cell, made in pairs if cell_quotes(lesson, cell)]
+    filled = [made for cell, made in pairs if read_quotes(lesson, cell)[0]]
     text = [made for made in notebook.cells if made.cell_type == "markdown" and not is_references(made.source)]
     runs = [list(run) for kind, run in itertools.groupby(notebook.cells, lambda c: c.cell_type) if kind == "code"]
     ratio = round(len([c for c in notebook.cells if c.cell_type == "markdown"]) / max(1, len(code)), 2)
@@ -86,7 +85,7 @@ def pace(path: Path, root: Path = ROOT) -> Pace:
         beyond = [f"{measure(cell)}: {head(cell)}" for cell in cells if measure(cell) > RULES[name][1]]
         return max(map(measure, cells), default=0), beyond
 
-    found = {
+    counted = {
         "text": (ratio, []),
         "in a row": longest("in a row", [run[0] | {"run": len(run)} for run in runs], lambda cell: cell["run"]),
         "code": (statistics.median([line_count(c) for c in code] or [0]), []),
@@ -99,11 +98,7 @@ def pace(path: Path, root: Path = ROOT) -> Pace:
         "plotting": longest("plotting", code, lambda cell: plotting_lines(cell.source)),
         "unseen": (len(unseen), unseen),
     }
-    values = {name: value for name, (value, _) in found.items()}
-    shown = 1 - len(unseen) / max(1, len(lines))
-    return Pace(
-        lesson.name.partition("_")[0], values, {name: cells for name, (_, cells) in found.items()}, kernel, shown
-    )
+    return Pace(lesson.name.partition("_")[0], counted, kernel, 1 - len(unseen) / max(1, len(lines)))
 
 
 WORDS_A_MINUTE, MINUTES_A_CELL = 80, 1  # technical prose; a code cell with its output, run and looked at
@@ -176,8 +171,8 @@ def kernel_lines(lesson: Lesson, root: Path, cells) -> tuple[str, list[str], set
 
     if lesson.number in PYTHON_KERNELS:
         module, *names = PYTHON_KERNELS[lesson.number]
-        quote = Quote(0, "FROM", module, tuple(names), True)
-        name, text = ", ".join(names), "\n".join(symbol_source(lesson, root, quote, one) for one in names)
+        quote = Quote(None, "FROM", module, names, bare=True)
+        name, text = ", ".join(names), "\n".join(symbol_source(lesson, quote, one) for one in names)
     elif last := LAST_STEPS.get(lesson.number) or next((s.name for s in series.steps(lesson.number)[::-1]), ""):
         name, text = f"{last}.cu", series.whole(last)
     else:
@@ -206,7 +201,7 @@ def table(paces: list[Pace]) -> Table:
     for p in paces:
         beyond = p.beyond()
         share = f"{p.shown:.0%} of {p.kernel}" if p.kernel else "-"
-        rows.append([p.number, *(f"{v:g}{'*' if n in beyond else ''}" for n, v in p.values.items()), share])
+        rows.append([p.number, *(f"{v:g}{'*' if n in beyond else ''}" for n, (v, _) in p.counted.items()), share])
     return Table.of(rows, ["", *RULES, "shown"], align="l" + "r" * len(RULES) + "l")
 
 
@@ -221,8 +216,8 @@ def main(argv: list[str] | None = None) -> int:
     print(table(paces))
     print("\n".join(["", *(f"{name:12}{what}" for name, (*_, what) in RULES.items())]))
     for p in paces if options.verbose else []:
-        for name in p.beyond():
-            print("\n".join([f"\n{p.number}, {name}: {p.values[name]:g}", *(f"    {cell}" for cell in p.where[name])]))
+        for name, (value, cells) in p.beyond().items():
+            print("\n".join([f"\n{p.number}, {name}: {value:g}", *(f"    {cell}" for cell in cells)]))
     return 0
 
 

@@ -24,7 +24,7 @@ lesson_of = functools.cache(read_lesson)
 @functools.cache
 def cells_of(phase: int | str, kind: str) -> list:
     """The code cells of a page: "exercises" or "solutions"."""
-    return [c for c in make_notebook(lesson_of(PATHS[phase]), kind, ROOT)[0].cells if c.cell_type == "code"]
+    return [c for c in make_notebook(lesson_of(PATHS[phase]), kind)[0].cells if c.cell_type == "code"]
 
 
 @functools.cache

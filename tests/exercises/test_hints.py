@@ -42,7 +42,7 @@ def bound(cells):
 
 def told(path):
     """The code cells of a page, and (where, text) of its prose and of its exercises' hints."""
-    notebook, _ = make_notebook(read_lesson(path), "exercises" if path in PATHS.values() else "notebooks", ROOT)
+    notebook, _ = make_notebook(read_lesson(path), "exercises" if path in PATHS.values() else "notebooks")
     code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
     texts = [(f"cell {i}", cell.source) for i, cell in enumerate(notebook.cells) if cell.cell_type == "markdown"]
     if path in PATHS.values():

@@ -75,7 +75,7 @@ def make_course(folder: Path, **lessons) -> list[Path]:
     for kind, lesson in lessons.items():
         paths.append(folder / kind / f"{lesson.name}.ipynb")
         paths[-1].parent.mkdir()
-        paths[-1].write_text(text_of(make_notebook(lesson, kind, ROOT)[0]), encoding="utf-8")
+        paths[-1].write_text(text_of(make_notebook(lesson, kind)[0]), encoding="utf-8")
     return paths
 
 
@@ -183,7 +183,7 @@ def learner(page, url: str, lesson, path: Path, screenshots: Path) -> None:
     assert is_untouched(notebook.saved(path)), "a notebook that was only run should not count as filled in"
 
     exercise = next(i for i, cell in enumerate(lesson.cells) if "exercise" in cell.tags)
-    notebook.type_into(exercise, make_notebook(lesson, "solutions", ROOT)[0].cells[exercise].source)
+    notebook.type_into(exercise, make_notebook(lesson, "solutions")[0].cells[exercise].source)
     ran = notebook.run_all()
     failed = [i for i, tags, error in ran if "check" in tags and error is not None]
     assert failed == checks[1:], f"with the first exercise solved, the checks in cells {failed} fail"

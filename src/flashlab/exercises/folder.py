@@ -12,6 +12,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from flashlab.runtime.cache import write_whole
+
 KINDS = ("notebooks", "exercises", "solutions")
 _WRITTEN = Path(".flashlab") / "written.json"
 
@@ -72,10 +74,7 @@ def update(folder: Path, source: Mapping[str, Path]) -> list[str]:
             if has == digest:  # its outputs may be the learner's
                 written[name] = digest
                 continue
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".part")
-        temporary.write_text(new, encoding="utf-8")
-        temporary.replace(path)
+        write_whole(path, new.encode())
         written[name] = digest
         count += 1
     record.parent.mkdir(parents=True, exist_ok=True)
