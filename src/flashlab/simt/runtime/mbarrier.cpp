@@ -15,7 +15,7 @@ Mbarrier* Mbarriers::find(uint32_t address) {
     const auto it = all.find(address);
     return it == all.end() ? nullptr : &it->second;
 }
-Mbarrier* Mbarriers::make(Lane* me, uint32_t address, int count) {
+void Mbarriers::make(Lane* me, uint32_t address, int count) {
     Block* block = me->block;
     auto known = clocks.find(address);
     if (known == clocks.end()) {  // beyond so many, several share one
@@ -30,7 +30,6 @@ Mbarrier* Mbarriers::make(Lane* me, uint32_t address, int count) {
     bar.init_pc = me->pc;
     bar.init.time = me->warp->time, bar.init.thread = (uint64_t)me->id;
     bar.init_fences = fences_of(me, SHARED);
-    return &bar;
 }
 void Mbarriers::end(uint32_t address) { all.erase(address); }
 
