@@ -54,17 +54,6 @@ class Module:
         self.build = built
         self.entries: dict[str, Entry] = built.entries
 
-    @property
-    def warnings(self) -> str:
-        """What the compiler warned about."""
-        return self.build.warnings
-
-    @property
-    def fiber_kind(self) -> str:
-        """How the emulator switches threads: "x86-64" or, on any CPU, "ucontext"."""
-        with self._process("", None) as process:
-            return process.fiber_kind
-
     def _process(self, entry: str, timeout: float | None):
         description = f"dynamic {self.build.dynamic_align % PLACED}\n"
         description += "".join(f"array {s.offset} {s.size} {s.kernel}\n" for s in self.build.shared)
@@ -332,9 +321,7 @@ def compile_cuda(
     check: bool = False,
     defines: dict[str, object] | None = None,
     include_dirs: tuple[str | Path, ...] | list[str | Path] = (),
-    compiler: str | None = None,
     name: str | None = None,
-    runtime_defines: tuple[str, ...] = (),
 ) -> Module:
     """Compiles CUDA C++ for the CPU.
 
@@ -346,9 +333,7 @@ def compile_cuda(
         defines: macros, as ``{"BLOCK_M": 64}``.
         include_dirs: where else to look for headers. ``simt.h``, ``ptx.cuh``, ``cuda_fp16.h`` and
             ``cuda_bf16.h`` are found anyway.
-        compiler: a g++, by name or path; ``$FLASHLAB_CXX``, or g++, by default.
         name: what messages call a source given as text.
-        runtime_defines: for tests of the runtime.
 
     Raises:
         CompileError: the compiler's messages.
@@ -358,15 +343,5 @@ def compile_cuda(
         text, name, directory = path.read_text(), name or path.name, path.resolve().parent
     else:
         text, name, directory = source, name or "kernel.cu", None
-    return Module(
-        build(
-            text,
-            name=name,
-            directory=directory,
-            check=check,
-            defines=defines,
-            include_dirs=tuple(include_dirs),
-            compiler=compiler,
-            runtime_defines=runtime_defines,
-        )
-    )
+    built = build(text, name=name, directory=directory, check=check, defines=defines, include_dirs=tuple(include_dirs))
+    return Module(built)
