@@ -79,12 +79,6 @@ void Mbarriers::file_unwaited(Block* block) {
 // ---- what the kernel calls ----------------------------------------------------------------------
 static Mbarriers& mbarriers(Lane* me) { return *me->block->worker->mbarriers; }
 
-static void check_address(Lane* me, uint32_t address) {
-    const char* how = "mbarrier_init";
-    if (address % 8)
-        file_fatal(me, {"bulk-misaligned", how, "mbarrier", {address % 8, 8, address}}, cudaErrorMisalignedAddress);
-    if (!me->block->worker->shadow->in_bounds(me, address, 8, how)) end_launch(me, cudaErrorIllegalAddress);
-}
 [[noreturn]] static void wrong_number(Lane* me, const char* how, const char* what, int64_t value, int64_t limit) {
     file_fatal(me, {"mbarrier-number", how, what, {value, limit}});
 }
@@ -154,7 +148,9 @@ extern "C" {
 void mbarrier_init(uint32_t bar, int arrivals) {
     ENTER_FROM_KERNEL(me);
     Worker* worker = me->block->worker;
-    check_address(me, bar);
+    if (bar % 8)
+        file_fatal(me, {"bulk-misaligned", "mbarrier_init", "mbarrier", {bar % 8, 8, bar}}, cudaErrorMisalignedAddress);
+    if (!worker->shadow->in_bounds(me, bar, 8, "mbarrier_init")) end_launch(me, cudaErrorIllegalAddress);
     if (arrivals < 1 || arrivals > MAX_TX) wrong_number(me, "mbarrier_init", "arrivals", arrivals, MAX_TX);
     if (const Mbarrier* there = mbarriers(me).find(bar))
         file_fatal(me, about(*there, "mbarrier-again", "mbarrier_init", bar));
