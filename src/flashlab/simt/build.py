@@ -313,10 +313,7 @@ def _compile(
     preprocessed = source.Preprocessed(printed.stdout, (*map(str, OWN), *known[-1:]))
     if not known and not any(f.startswith(tuple(map(str, OWN))) for f in preprocessed.included):
         hints.check_included(text, name)
-    try:
-        preprocessed.check()
-    except source.SourceError as error:
-        raise CompileError(str(error)) from None
+    preprocessed.check()
     (work / "kernel.ii").write_text(preprocessed.rewritten(inline_all=check))
     compiled = _run([cxx.path, *flags, "-c", "kernel.ii", "-o", "kernel.o"], work)
     if compiled.returncode:

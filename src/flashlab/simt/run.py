@@ -4,7 +4,6 @@ import ctypes
 import functools
 import operator
 import os
-import struct
 import sys
 import time
 from pathlib import Path
@@ -282,7 +281,7 @@ def _scalar(entry: str, p: Parameter, value: Any) -> str:
         )
     number = to_number(entry, p, value)
     if p.kind in ("float", "double"):
-        return f"f {int.from_bytes(struct.pack('<f' if p.kind == 'float' else '<d', number), 'little')}"
+        return f"f {int.from_bytes(bytes(C_TYPES[p.kind](number)), 'little')}"
     return f"i {int(number) & 0xFFFFFFFFFFFFFFFF}"
 
 
@@ -290,11 +289,8 @@ def _value(kind: str, word: int) -> int | float | None:
     """What an entry returned, of the 8 bytes of its register."""
     if kind == "void":
         return None
-    raw = word.to_bytes(8, "little")
-    if kind in ("float", "double"):
-        return struct.unpack("<f" if kind == "float" else "<d", raw[: 4 if kind == "float" else 8])[0]
     c_type: Any = ctypes.c_uint64 if "*" in kind else C_TYPES.get(kind, ctypes.c_int)
-    return c_type.from_buffer_copy(raw).value
+    return c_type.from_buffer_copy(word.to_bytes(8, "little")).value
 
 
 def _raise_if_failed(report: Report, entry: Entry, reply: Reply, narrator: Narrator, seconds: float) -> None:
