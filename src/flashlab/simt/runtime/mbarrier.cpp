@@ -40,8 +40,7 @@ void Mbarriers::end_phase(Block* block, Mbarrier& bar) {
         bar.arrived.known[bar.clock] = time;
         bar.loads.clear();
     }
-    join(bar.passed.known, bar.arrived.known, block->clocks);
-    for (const Space space : {SHARED, GLOBAL}) join(bar.passed.fenced[space], bar.arrived.fenced[space], block->warps);
+    join(bar.passed, bar.arrived, block);
     bar.arrived = Clock();
     bar.phase++;
     bar.pending = bar.count;
