@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from flashlab import simt
-from flashlab.simt import CompileError, SimtError, compile_cuda, elf, lines, memory, source
+from flashlab.simt import CompileError, SimtError, build, compile_cuda, elf, lines, memory, process, source
 
 from .conftest import KERNELS
 
@@ -94,8 +95,9 @@ def test_no_compiler(monkeypatch):
     try:
         with pytest.raises(SimtError, match="no g\\+\\+ was found"):
             simt.find_compiler()
+        monkeypatch.setenv("FLASHLAB_CXX", "mycc")
         with pytest.raises(SimtError, match="'mycc' was not found"):
-            simt.find_compiler("mycc")
+            simt.find_compiler()
     finally:
         simt.find_compiler.cache_clear()
 
@@ -114,14 +116,17 @@ def test_without_addr2line(monkeypatch):
 
 
 @pytest.mark.long  # the whole runtime is compiled again
-def test_any_cpu_can_run_it():
+def test_any_cpu_can_run_it(monkeypatch):
     """The portable context switch: the same results, and the same findings."""
-    portable = compile_cuda(KERNELS / "language.cu", check=True, runtime_defines=("SIMT_PORTABLE_FIBERS",))
-    assert portable.fiber_kind == "ucontext"
-    if os.uname().machine == "x86_64":
-        assert compile_cuda(KERNELS / "language.cu", check=True).fiber_kind == "x86-64"
-    out = np.zeros(5, np.int32)
-    assert portable.run_predicates(out).ok and out.tolist() == [32, 1, 0, 1, 0]
+    usual, out = compile_cuda(KERNELS / "language.cu", check=True), np.zeros(5, np.int32)
+    compiler = simt.find_compiler()
+    flagged = dataclasses.replace(compiler, target=(*compiler.target, "-DSIMT_PORTABLE_FIBERS"))
+    monkeypatch.setattr(build, "find_compiler", lambda: flagged)
+    portable = compile_cuda(KERNELS / "language.cu", check=True)
+    own = "x86-64" if os.uname().machine == "x86_64" else "ucontext"
+    for built, fibers in ((usual, own), (portable, "ucontext")):
+        assert built.run_predicates(out).ok and out.tolist() == [32, 1, 0, 1, 0]
+        assert process._processes[str(built.build.library)].fiber_kind == fibers
     v, shuffled = np.arange(32, dtype=np.int32), np.zeros((4, 32), np.int32)
     assert portable.run_shuffle_int(v, shuffled, 1, 32).ok and (shuffled[1] == v ^ 1).all()
     with pytest.raises(simt.IllegalAccess):

@@ -106,4 +106,4 @@ def test_what_is_said_of_several_blocks_is_said_every_time(mode):
 
 def test_an_answer_that_is_dropped_is_a_warning_of_the_compiler():
     source = '#include "ptx_sm90.cuh"\n__global__ void k() { mbarrier_try_wait(0, 0); }\nextern "C" void run() {}\n'
-    assert re.search("nodiscard|unused-result", simt.compile_cuda(source).warnings)
+    assert re.search("nodiscard|unused-result", simt.compile_cuda(source).build.warnings)

@@ -209,4 +209,4 @@ extern "C" int run(float* x) { add<<<A, 32>>>(x); return D; }
     x = np.zeros(32, np.float32)
     with pytest.raises(simt.LaunchError, match=f"run returned {macros['D']}"):
         built.run(x)
-    assert not built.warnings
+    assert not built.build.warnings

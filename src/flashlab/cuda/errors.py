@@ -56,7 +56,7 @@ class Unavailable(CudaError):
 # ---- what a compiler says --------------------------------------------------------------------------------------------
 # kernel.cu(4): error: ...   kernel.cu(4): warning #177-D: ...   kernel.cu:4:33: error: ...   ptxas error   : ...
 _MESSAGE = re.compile(
-    r"^(?:(?P<file>[^\s:(][^:(]*)(?:\((?P<line>\d+)\)|:(?P<gline>\d+)(?::\d+)?): |ptxas )"
+    r"^(?:(?P<file>[^\s:(][^:(]*)[(:](?P<line>\d+)(?:\)|:\d+)?: |ptxas )"
     r"(?:catastrophic |fatal )?(?P<kind>error|fatal|warning)[^:]*: (?P<text>.*)$"
 )
 
@@ -65,11 +65,7 @@ def messages(log: str, kind: str = "error") -> list[Message]:
     """The errors, or the warnings, of a compiler's log."""
     kinds = ("error", "fatal") if kind == "error" else (kind,)
     found = [m for m in map(_MESSAGE.match, log.splitlines()) if m and m["kind"] in kinds]
-    lines = [m["line"] or m["gline"] for m in found]
-    return [
-        Message(m["text"].strip(), m["file"] or "ptxas", int(line) if line else None)
-        for m, line in zip(found, lines, strict=True)
-    ]
+    return [Message(m["text"].strip(), m["file"] or "ptxas", int(m["line"]) if m["line"] else None) for m in found]
 
 
 def quoted(found: list[Message], name: str, source: str) -> list[str]:

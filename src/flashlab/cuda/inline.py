@@ -101,7 +101,7 @@ class CudaModule:
         """What the compiler warned about, with the lines of the source; "" for nothing."""
         if isinstance(self._built, Native):
             return self._built.warnings
-        return "\n".join(quoted(messages(self._built.warnings, "warning"), self._text.name, self._text.text))
+        return "\n".join(quoted(messages(self._built.build.warnings, "warning"), self._text.name, self._text.text))
 
     @property
     def from_cache(self) -> bool:

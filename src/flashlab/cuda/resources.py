@@ -113,7 +113,7 @@ def resources(
         kept = {opcode: counts[opcode] for opcode in (*OPCODES, "MUFU.EX2") if counts[opcode]}
         name, kernel = text.name.removesuffix(".cu"), plain.get(mangled, mangled)
         head_dim, element = variant or (0, "")
-        shared = (static, dynamic.get(_key(kernel)))
+        shared = (static, dynamic.get(kernel.replace(" ", "")))
         found.append(Resources(name, kernel, target, head_dim, element, registers, spills, *shared, kept, stack))
     return sorted(found, key=lambda r: r.kernel)
 
@@ -142,16 +142,12 @@ def resources_listing(
     return _compiled(source, target, head_dim, None, defines)[3]
 
 
-def _key(kernel: str) -> str:
-    """A kernel's name without what demanglers write differently: spaces."""
-    return kernel.replace(" ", "")
-
-
 def _dynamic_shared(source: Step | Path | str, head_dim: int, element: str, defines: dict[str, Any]) -> dict[str, int]:
     """The dynamic shared memory of each kernel that some small problems launch, in the emulator.
 
     A launcher chooses among kernels by the mask, by how many blocks there are for each multiprocessor, by how many keys
-    a block would have, and by the device's limit: these problems reach the choices that there are.
+    a block would have, and by the device's limit: these problems reach the choices that there are. Names are without
+    spaces, which demanglers write differently.
     """
     dtype = next(t for t, name in ELEMENTS.items() if name == element)
     module = load_inline(source, backend="emulator", head_dim=head_dim, dtype=dtype, defines=defines)
@@ -162,7 +158,7 @@ def _dynamic_shared(source: Step | Path | str, head_dim: int, element: str, defi
         for limit, causal in itertools.product((227,) if only_90 else (227, 163, 99), (False, True)):
             module.forward(q, k, k, causal=causal, sms=sms, shared_limit=limit * 1024)
             assert module.report is not None, "every run in the emulator leaves a report"
-            found |= {_key(launch.kernel): launch.shared_bytes for launch in module.report.launches}
+            found |= {launch.kernel.replace(" ", ""): launch.shared_bytes for launch in module.report.launches}
     return found
 
 

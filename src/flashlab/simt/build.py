@@ -110,9 +110,9 @@ class Compiler:
 
 
 @functools.cache
-def find_compiler(name: str | None = None) -> Compiler:
-    """The named g++; else the one of ``$FLASHLAB_CXX``, or g++. Raises SimtError where there is none."""
-    wanted = name or os.environ.get("FLASHLAB_CXX")
+def find_compiler() -> Compiler:
+    """The g++ that ``$FLASHLAB_CXX`` names, or g++. Raises SimtError where there is none."""
+    wanted = os.environ.get("FLASHLAB_CXX")
     for candidate in [wanted] if wanted else ["g++", "c++"]:
         path = shutil.which(candidate)
         if not path:
@@ -143,19 +143,18 @@ def _run(command: list[str], where: Path, text: str | None = None) -> subprocess
 
 
 @functools.cache
-def _runtime_key(compiler: Compiler, defines: tuple[str, ...]) -> str:
+def _runtime_key(compiler: Compiler) -> str:
     how = [HERE / f"{name}.py" for name in ("build", "elf", "source")]
     files = sorted([*RUNTIME.glob("*"), *INCLUDE.rglob("*"), *PTX.glob("*"), *how])
-    return cache.key(compiler, _cpu(), defines, [(f.name, cache.file_digest(f)) for f in files if f.is_file()])
+    return cache.key(compiler, _cpu(), [(f.name, cache.file_digest(f)) for f in files if f.is_file()])
 
 
-def runtime(compiler: Compiler, defines: tuple[str, ...] = ()) -> Path:
+def runtime(compiler: Compiler) -> Path:
     """The folder of the runtime, compiled once for each compiler and CPU (some seconds).
 
     It has the library, which all modules use; module.o, which is a part of each; and the executable that runs them.
     """
-    flags = ["-std=c++17", "-O1" if defines else "-O2", "-Wall", "-Wextra", *compiler.language, "-g0", "-DSIMT_RUNTIME"]
-    flags += [f"-D{d}" for d in defines]
+    flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", *compiler.language, "-g0", "-DSIMT_RUNTIME"]
 
     def make(work: Path) -> dict[str, Any]:
         def compile_one(path: Path) -> str:
@@ -185,7 +184,7 @@ def runtime(compiler: Compiler, defines: tuple[str, ...] = ()) -> Path:
             (work / name).unlink(missing_ok=True)
         return {}
 
-    return cache.kept("simt", cache.key("runtime", _runtime_key(compiler, defines)), make).folder
+    return cache.kept("simt", cache.key("runtime", _runtime_key(compiler)), make).folder
 
 
 def _wraps(names: Sequence[str]) -> list[str]:
@@ -219,7 +218,7 @@ def _read(cxx: Compiler, flags: tuple[str, ...], headers: tuple[str, ...], _: Pa
 
     # g++ does not see that a header of the machine has changed; and lines are told by the emulator's own paths.
     digests = [(str(p), cache.file_digest(p)) for p in _closure(headers, (*OWN, *SYSTEM))]
-    kept = cache.kept("simt", cache.key("headers", _runtime_key(cxx, ()), flags, digests), make)
+    kept = cache.kept("simt", cache.key("headers", _runtime_key(cxx), flags, digests), make)
     return ["-fpch-preprocess", "-include", str(kept.folder / "headers.h")] if kept.notes["usable"] else []
 
 
@@ -234,7 +233,6 @@ class Build:
     check: bool
     entries: dict[str, source.Entry]
     warnings: str
-    compiler: Compiler
     from_cache: bool
     shared: tuple[elf.Symbol, ...]  # the static __shared__ arrays, by their offset in the thread-local segment
     dynamic: int  # where `extern __shared__` begins in it
@@ -263,26 +261,24 @@ def build(
     check: bool = False,
     defines: dict[str, object] | None = None,
     include_dirs: tuple[str | Path, ...] = (),
-    compiler: str | None = None,
-    runtime_defines: tuple[str, ...] = (),
 ) -> Build:
     """Compiles a source, or finds it compiled.
 
     Args:
         text: CUDA C++. name: what to call it in messages. directory: where ``#include "..."`` looks first.
-        defines: macros, as :func:`macros` takes them. compiler: as in :func:`find_compiler`.
-        check, include_dirs, runtime_defines: as of :func:`flashlab.simt.run.compile_cuda`.
+        defines: macros, as :func:`macros` takes them.
+        check, include_dirs: as of :func:`flashlab.simt.run.compile_cuda`.
 
     Raises:
         CompileError: with the compiler's messages, against the lines of ``text``.
     """
-    cxx = find_compiler(compiler)
+    cxx = find_compiler()
     language = ["-std=c++17", *cxx.kernel, *(cxx.check if check else cxx.fast)]
     flags = [*language, *macros(defines), *searched(directory, include_dirs)]
     places = [*([directory] if directory else []), *(Path(d).resolve() for d in include_dirs)]
     digests = [(str(p), cache.file_digest(p)) for p in source.includes(text, [*places, *SYSTEM])]
 
-    ran_by = runtime(cxx, runtime_defines)
+    ran_by = runtime(cxx)
 
     def make(work: Path) -> dict[str, Any]:
         try:
@@ -297,11 +293,11 @@ def build(
             "shared": [dataclasses.astuple(s) for s in shared],
         }  # fmt: skip
 
-    found = cache.kept("simt", cache.key(_runtime_key(cxx, runtime_defines), flags, name, text, digests), make)
+    found = cache.kept("simt", cache.key(_runtime_key(cxx), flags, name, text, digests), make)
     notes = found.notes
     return Build(
         runner=ran_by / "runner", library=found.folder / "kernel.so", name=name, text=text, check=check,
-        entries=source.entries(notes["interface"]), warnings=notes["warnings"], compiler=cxx,
+        entries=source.entries(notes["interface"]), warnings=notes["warnings"],
         from_cache=found.from_cache, shared=tuple(elf.Symbol(*s) for s in notes["shared"]), dynamic=notes["dynamic"],
         dynamic_align=notes["dynamic_align"],
     )  # fmt: skip
@@ -317,10 +313,7 @@ def _compile(
     preprocessed = source.Preprocessed(printed.stdout, (*map(str, OWN), *known[-1:]))
     if not known and not any(f.startswith(tuple(map(str, OWN))) for f in preprocessed.included):
         hints.check_included(text, name)
-    try:
-        preprocessed.check()
-    except source.SourceError as error:
-        raise CompileError(str(error)) from None
+    preprocessed.check()
     (work / "kernel.ii").write_text(preprocessed.rewritten(inline_all=check))
     compiled = _run([cxx.path, *flags, "-c", "kernel.ii", "-o", "kernel.o"], work)
     if compiled.returncode:

@@ -35,7 +35,7 @@ def conversions(
     Args:
         text, name, directory, defines, include_dirs: as of `flashlab.simt.build.build`.
     """
-    cxx = find_compiler(None)
+    cxx = find_compiler()
     language = ["-std=c++17", *cxx.kernel, *cxx.fast]
     flags = [*language, *macros(defines), *searched(directory, include_dirs)]
     places = [*([Path(directory)] if directory else []), *map(Path, include_dirs)]

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,19 +47,22 @@ def _sections(data: bytes, path: object) -> list[tuple]:
     return [struct.unpack_from("<IIQQQQIIQQ", data, at + i * size) for i in range(count)]
 
 
-def _symbols(path: Path | str, wanted: int) -> list[Symbol]:
-    data = Path(path).read_bytes()
-    headers = _sections(data, path)
-    found = []
-    for _, kind, _, _, offset, size, link, _, _, entry in headers:
+def _table(data: bytes | bytearray, sections: list[tuple], wanted: int) -> Iterator[tuple[int, str, int, int, int]]:
+    """The symbols of a kind: where the entry is; name, number of its section (0: not defined), value, size."""
+    for _, kind, _, _, offset, size, link, _, _, entry in sections:
         if kind != _SYMTAB:
             continue
-        names = headers[link][4]
-        symbols = struct.iter_unpack("<IBBHQQ", data[offset : offset + size // entry * entry])
-        for name, info, _, section, value, length in symbols:
+        for at in range(offset, offset + size // entry * entry, entry):
+            name, info, _, section, value, length = struct.unpack_from("<IBBHQQ", data, at)
             if info & 15 == wanted:
-                text = data[names + name : data.index(b"\0", names + name)].decode()
-                found.append(Symbol(text, value, length, section != 0))
+                begin = sections[link][4] + name
+                yield at, data[begin : data.index(b"\0", begin)].decode(), section, value, length
+
+
+def _symbols(path: Path | str, wanted: int) -> list[Symbol]:
+    data = Path(path).read_bytes()
+    table = _table(data, _sections(data, path), wanted)
+    found = (Symbol(name, value, length, section != 0) for _, name, section, value, length in table)
     return sorted(found, key=lambda s: (s.offset, s.name))
 
 
@@ -103,18 +107,11 @@ def place_thread_local(path: Path | str, within: int, extra: int) -> dict[str, i
     sections = _sections(bytes(data), path)
     found: dict[str, int] = {}
     shifts: dict[int, int] = {}
-    for _, kind, _, _, offset, length, link, _, _, entry in sections:
-        if kind != _SYMTAB:
-            continue
-        for symbol in range(offset, offset + length // entry * entry, entry):
-            name, info, _, number, value, _ = struct.unpack_from("<IBBHQQ", data, symbol)
-            if info & 15 != _TLS or not number:
-                continue
-            begin = sections[link][4] + name
-            text = data[begin : data.index(b"\0", begin)].decode()
+    for entry, name, number, value, _ in _table(data, sections, _TLS):
+        if number:
             align = sections[number][8]
-            found[text], shifts[number] = align, align if align < within else 0
-            struct.pack_into("<Q", data, symbol + 8, value + shifts[number])
+            found[name], shifts[number] = align, align if align < within else 0
+            struct.pack_into("<Q", data, entry + 8, value + shifts[number])
     for i, (_, kind, flags, _, _, length, _, _, align, _) in enumerate(sections):
         if kind == _NOBITS and flags & _TLS_FLAG and length:
             struct.pack_into("<Q", data, at + i * size + 32, length + shifts.get(i, 0) + extra)

@@ -67,7 +67,4 @@ def _short(file: str) -> str:
     return re.sub(r"^.*/build-[^/]+/", "", file)
 
 
-@functools.lru_cache(maxsize=64)
-def resolver(library: str) -> Resolver:
-    """The resolver of a library, with all that it has learnt so far."""
-    return Resolver(library)
+resolver = functools.lru_cache(maxsize=64)(Resolver)  # a library's, with all that it has learnt so far

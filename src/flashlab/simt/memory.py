@@ -19,10 +19,6 @@ import numpy as np
 _PAGE = mmap.PAGESIZE
 _GAP = 64 << 20  # of addresses, not of memory
 _SPARSE = 1 << 30  # bytes from which on a piece is copied without its gaps: they may be more than there is memory
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 @dataclass(frozen=True)
@@ -126,18 +122,10 @@ class GlobalMemory:
             pages = -(-room // _PAGE) * _PAGE
             self._pieces.append(_Piece(low, high, pages - room + start, file, at, pages))
             at, file = at + pages + _GAP, file + pages
-        self.bytes, self._file_bytes = at, file
+        self.bytes = at
         self.pieces = [(p.file, p.pages, p.at) for p in self._pieces]
-        self._base: int = 0
-        self.file = _memory_file(file)
-        try:
-            base = _libc.mmap(None, file, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, self.file, 0)
-            if base is None or base == ctypes.c_void_p(-1).value:
-                raise MemoryError(f"no {file} bytes for the emulated global memory")
-        except BaseException:
-            os.close(self.file)
-            raise
-        self._base = base
+        self.file, self._mapped = _memory_file(file)
+        self._base = base = ctypes.addressof(ctypes.c_char.from_buffer(self._mapped))
         for p in self._pieces:
             ctypes.memset(base + p.file, 0xFF, p.start)
             mine = [v for v in views if v.bytes and p.low <= v.address < p.high]
@@ -169,18 +157,18 @@ class GlobalMemory:
     @property
     def progress(self) -> tuple[int, int, int, str]:
         """Of the call that runs: launches begun; blocks of the last, and how many are done; its kernel."""
-        page = ctypes.string_at(self._base, 24 + 128)
+        page = self._mapped[: 24 + 128]
         return (*struct.unpack_from("QQQ", page), page[24:].partition(b"\0")[0].decode(errors="replace"))
 
     def __enter__(self) -> "GlobalMemory":
         return self
 
     def __exit__(self, *exception: object) -> None:
-        _libc.munmap(self._base, self._file_bytes)
+        self._mapped.close()
         os.close(self.file)
 
 
-def _memory_file(size: int) -> int:
+def _memory_file(size: int) -> tuple[int, mmap.mmap]:
     try:
         file = os.memfd_create("flashlab", os.MFD_CLOEXEC)
     except (AttributeError, OSError):  # forbidden here
@@ -188,7 +176,7 @@ def _memory_file(size: int) -> int:
             file = os.dup(temporary.fileno())
     try:
         os.ftruncate(file, size)
+        return file, mmap.mmap(file, size)
     except OSError as error:
         os.close(file)
         raise MemoryError(f"no {size} bytes for the emulated global memory: {error}") from None
-    return file

@@ -5,7 +5,6 @@ So each library is loaded into a small process of its own (runtime/runner.cpp, r
 call to the next, so that ``__device__`` variables keep their values, and ends with a call that did not return.
 """
 
-import array
 import atexit
 import contextlib
 import os
@@ -167,15 +166,9 @@ class Process:
     # ---- frames ----------------------------------------------------------------------------------
     def _send(self, text: bytes, file: int | None = None) -> None:
         frame = len(text).to_bytes(8, sys.byteorder) + text
-        try:
-            if file is None:
-                self._socket.sendall(frame)
-            else:
-                passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file]))]
-                sent = self._socket.sendmsg([frame], passed)
-                self._socket.sendall(frame[sent:])
-        except OSError:  # it is gone: found out at the next read
-            pass
+        with contextlib.suppress(OSError):  # it is gone: found out at the next read
+            sent = 0 if file is None else socket.send_fds(self._socket, [frame], [file])
+            self._socket.sendall(frame[sent:])
 
     def _frames(self):
         while len(self._unread) >= 8:
@@ -203,9 +196,8 @@ class Process:
             if len(data) < 1 << 16:
                 return True
 
-    def _wait(self, deadline: float, last: set[str], frames: dict[str, bytes] | None = None) -> dict[str, bytes]:
+    def _wait(self, deadline: float, last: set[str], frames: dict[str, bytes]) -> None:
         """Reads frames until one of ``last`` is there, or the time is up. Raises Gone: the process has ended."""
-        frames = {} if frames is None else frames
         watched: list[Any] = [self._socket, self._out, self._err]
         while not last & frames.keys():
             left = deadline - time.monotonic()
@@ -225,7 +217,6 @@ class Process:
                     raise self._gone()
                 self._unread += data
                 frames.update(self._frames())
-        return frames
 
     def _gone(self) -> Gone:
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -21,16 +21,8 @@ from flashlab.simt.report import Event, Launch
 ROWS = 64  # of a wgmma
 GROUP = 128  # threads of a warpgroup
 SLICE = 16  # clocks for which a warpgroup has the unit for exponentials, before another gets it
-
-
-@dataclass(frozen=True)
-class Chip:
-    """The model's numbers, per SM and clock."""
-
-    multiply_adds: int = 2048
-    exponentials: int = 16
-    copied_bytes: int = 64
-    copy_clocks: int = 600
+MULTIPLY_ADDS, EXPONENTIALS, COPIED_BYTES = 2048, 16, 64  # of an SM, per clock
+COPY_CLOCKS = 600  # on the way
 
 
 @dataclass
@@ -92,7 +84,7 @@ class _Group:
     announced: int | None = None  # the mbarrier of its next copies
 
 
-def replay(launch: Launch, score_lines: Collection[int], chip: Chip | None = None) -> Replay:
+def replay(launch: Launch, score_lines: Collection[int]) -> Replay:
     """The first block of a launch whose events were kept, under the model.
 
     Args:
@@ -105,13 +97,12 @@ def replay(launch: Launch, score_lines: Collection[int], chip: Chip | None = Non
     events = [e for e in launch.events if e.block == 0]
     if not events:
         raise ValueError("the launch has no events: make the call with timeline=1")
-    run = _Run(events, math.prod(launch.block), frozenset(score_lines), chip or Chip())
-    return run.through()
+    return _Run(events, math.prod(launch.block), frozenset(score_lines)).through()
 
 
 class _Run:
-    def __init__(self, events: list[Event], threads: int, score_lines: frozenset[int], chip: Chip) -> None:
-        self.chip, self.score_lines = chip, score_lines
+    def __init__(self, events: list[Event], threads: int, score_lines: frozenset[int]) -> None:
+        self.score_lines = score_lines
         leaders = sorted({e.warp for e in events if e.warp % 4 == 0})
         self.groups = [
             _Group(w // 4, min(GROUP, threads - 32 * w), [e for e in events if e.warp == w]) for w in leaders
@@ -151,7 +142,8 @@ class _Run:
         """Does a warpgroup's next event, or a slice of its exponentials. False: it is at its end, or has to wait."""
         event = group.events[group.at] if group.at < len(group.events) else None
         if group.owed and (event is None or event.did not in ("arrive", "wait-end")):
-            return self.exponentiate(group)
+            self.exponentiate(group)
+            return True
         if event is None:
             return False
         first, second = event.values
@@ -173,7 +165,7 @@ class _Run:
 
     def multiply(self, group: _Group, number: int, n: int, scores: bool) -> None:
         begin = max(group.clock, self.tensor)
-        self.tensor = begin + ROWS * n * 16 / self.chip.multiply_adds
+        self.tensor = begin + ROWS * n * 16 / MULTIPLY_ADDS
         group.ends[number] = (self.tensor, n if scores else 0)
         self.spans.append(Span(group.number, "scores" if scores else "output", begin, self.tensor))
         group.clock += 1
@@ -183,10 +175,10 @@ class _Run:
             return
         self.wait(group, "products", group.ends[last][0])
         keys = max(group.ends[i][1] for i in range(group.waited + 1, last + 1))
-        group.owed += ROWS * keys / self.chip.exponentials
+        group.owed += ROWS * keys / EXPONENTIALS
         group.waited = last
 
-    def exponentiate(self, group: _Group) -> bool:
+    def exponentiate(self, group: _Group) -> None:
         take = min(SLICE, group.owed)
         begin = max(group.clock, self.exponentials)
         group.clock = self.exponentials = begin + take
@@ -197,7 +189,6 @@ class _Run:
         group.computing.end = group.clock
         if not group.owed:
             group.computing = None
-        return True
 
     def arrive(self, group: _Group, address: int, announced: int) -> None:
         barrier = self.barriers[address]
@@ -210,8 +201,8 @@ class _Run:
 
     def copy(self, group: _Group, size: int) -> None:
         begin = max(group.clock, self.copies)
-        self.copies = begin + size / self.chip.copied_bytes
-        there = self.copies + self.chip.copy_clocks
+        self.copies = begin + size / COPIED_BYTES
+        there = self.copies + COPY_CLOCKS
         self.spans.append(Span(group.number, "copy", begin, there))
         if group.announced is not None:
             self.barriers[group.announced].bytes_left -= size

@@ -4,7 +4,6 @@ import ctypes
 import functools
 import operator
 import os
-import struct
 import sys
 import time
 from pathlib import Path
@@ -53,17 +52,6 @@ class Module:
     def __init__(self, built: Build):
         self.build = built
         self.entries: dict[str, Entry] = built.entries
-
-    @property
-    def warnings(self) -> str:
-        """What the compiler warned about."""
-        return self.build.warnings
-
-    @property
-    def fiber_kind(self) -> str:
-        """How the emulator switches threads: "x86-64" or, on any CPU, "ucontext"."""
-        with self._process("", None) as process:
-            return process.fiber_kind
 
     def _process(self, entry: str, timeout: float | None):
         description = f"dynamic {self.build.dynamic_align % PLACED}\n"
@@ -293,7 +281,7 @@ def _scalar(entry: str, p: Parameter, value: Any) -> str:
         )
     number = to_number(entry, p, value)
     if p.kind in ("float", "double"):
-        return f"f {int.from_bytes(struct.pack('<f' if p.kind == 'float' else '<d', number), 'little')}"
+        return f"f {int.from_bytes(bytes(C_TYPES[p.kind](number)), 'little')}"
     return f"i {int(number) & 0xFFFFFFFFFFFFFFFF}"
 
 
@@ -301,11 +289,8 @@ def _value(kind: str, word: int) -> int | float | None:
     """What an entry returned, of the 8 bytes of its register."""
     if kind == "void":
         return None
-    raw = word.to_bytes(8, "little")
-    if kind in ("float", "double"):
-        return struct.unpack("<f" if kind == "float" else "<d", raw[: 4 if kind == "float" else 8])[0]
     c_type: Any = ctypes.c_uint64 if "*" in kind else C_TYPES.get(kind, ctypes.c_int)
-    return c_type.from_buffer_copy(raw).value
+    return c_type.from_buffer_copy(word.to_bytes(8, "little")).value
 
 
 def _raise_if_failed(report: Report, entry: Entry, reply: Reply, narrator: Narrator, seconds: float) -> None:
@@ -332,9 +317,7 @@ def compile_cuda(
     check: bool = False,
     defines: dict[str, object] | None = None,
     include_dirs: tuple[str | Path, ...] | list[str | Path] = (),
-    compiler: str | None = None,
     name: str | None = None,
-    runtime_defines: tuple[str, ...] = (),
 ) -> Module:
     """Compiles CUDA C++ for the CPU.
 
@@ -346,9 +329,7 @@ def compile_cuda(
         defines: macros, as ``{"BLOCK_M": 64}``.
         include_dirs: where else to look for headers. ``simt.h``, ``ptx.cuh``, ``cuda_fp16.h`` and
             ``cuda_bf16.h`` are found anyway.
-        compiler: a g++, by name or path; ``$FLASHLAB_CXX``, or g++, by default.
         name: what messages call a source given as text.
-        runtime_defines: for tests of the runtime.
 
     Raises:
         CompileError: the compiler's messages.
@@ -358,15 +339,5 @@ def compile_cuda(
         text, name, directory = path.read_text(), name or path.name, path.resolve().parent
     else:
         text, name, directory = source, name or "kernel.cu", None
-    return Module(
-        build(
-            text,
-            name=name,
-            directory=directory,
-            check=check,
-            defines=defines,
-            include_dirs=tuple(include_dirs),
-            compiler=compiler,
-            runtime_defines=runtime_defines,
-        )
-    )
+    built = build(text, name=name, directory=directory, check=check, defines=defines, include_dirs=tuple(include_dirs))
+    return Module(built)

@@ -89,19 +89,19 @@ class Facts:
 
     @property
     def does(self) -> str:
-        return _VERBS[self.how][0]
+        return f"{_VERBS[self.how][0]}{self.here}"
 
     @property
     def did(self) -> str:
-        return _VERBS[self.words][1]
+        return f"{_VERBS[self.words][1]}{self.there}"
 
     @property
     def does_globally(self) -> str:
-        return (_GLOBAL_VERBS.get(self.how) or _VERBS[self.how])[0]
+        return f"{(_GLOBAL_VERBS.get(self.how) or _VERBS[self.how])[0]}{self.here}"
 
     @property
     def did_globally(self) -> str:
-        return (_GLOBAL_VERBS.get(self.words) or _VERBS[self.words])[1]
+        return f"{(_GLOBAL_VERBS.get(self.words) or _VERBS[self.words])[1]}{self.there}"
 
     @property
     def bytes(self) -> str:
@@ -165,14 +165,11 @@ def _race(f: Facts) -> str:
         own = f.who.partition(" of ")[2] == f.whom.partition(" of ")[2]
         missing = "barrier" if own else "cluster barrier (cluster_arrive ... cluster_wait)"
         missing = f"wait for the copy with a {missing} behind it" if f.words in COPIES else missing
-        return (
-            f"{f.who} {f.does}{f.here} shared memory of {f.cluster_block} that {f.whom} {f.did}{f.there}: no {missing} "
-            "stands between"
-        )
+        return f"{f.does} shared memory of {f.cluster_block} that {f.whom} {f.did}: no {missing} stands between"
     same = ". Both store the same value, so that it may do no harm" if f.warning else ""
     if f.how in _WRITES and f.words in _WRITES and not f.warning:
         same = ". Both write there: has each thread a place of its own?"
-    return f"{f.who} {f.does}{f.here} shared memory that {f.whom} {f.did}{f.there}, with no barrier between{same}"
+    return f"{f.does} shared memory that {f.whom} {f.did}, with no barrier between{same}"
 
 
 def _elsewhere(f: Facts) -> str:
@@ -185,17 +182,17 @@ def _still_filled(f: Facts) -> str:
     if f.words in _BULK_LOADS:
         elsewhere = _elsewhere(f) if f.how == "wgmma" else ""
         return (
-            f"{f.who} {f.does}{f.here} shared memory that {copy} fills, without having waited for the phase of "
+            f"{f.does} shared memory that {copy} fills, without having waited for the phase of "
             f"its mbarrier that the copy counts in{elsewhere}"
         )
-    return f"{f.who} {f.does}{f.here} shared memory that {copy} is still filling"
+    return f"{f.does} shared memory that {copy} is still filling"
 
 
 def _in_flight(f: Facts) -> str:
     """What a store of the async proxy writes to global memory is touched too early."""
     store = f.words.removeprefix("in flight ")
     return (
-        f"{f.who} {f.does_globally}{f.here} {f.place}, where a {store} of {f.whom}{f.there} may still be going "
+        f"{f.does_globally} {f.place}, where a {store} of {f.whom}{f.there} may still be going "
         "to write: only bulk_wait of its group says that it has written, bulk_wait<0> for all groups (bulk_wait_read "
         "says that shared memory has been read)"
     )
@@ -209,13 +206,10 @@ def _read_before_wait(f: Facts) -> str:
         wait = f"({wait})" if f.how in _BULK_LOADS else f"({wait}"
         if f.words == "wgmma":
             return (
-                f"{f.who} {f.does}{f.here} shared memory that the wgmma{f.there} (warpgroup of {f.whom}) has "
+                f"{f.does} shared memory that the wgmma{f.there} (warpgroup of {f.whom}) has "
                 f"read already: wait for the copies {wait}{_elsewhere(f)}"
             )
-        return (
-            f"{f.who} {f.does}{f.here} shared memory that {f.whom} has {f.did}{f.there} already: "
-            f"wait for the copies {wait}"
-        )
+        return f"{f.does} shared memory that {f.whom} has {f.did} already: wait for the copies {wait}"
     if f.words in _BULK_LOADS:
         return _still_filled(f)
     return (
@@ -229,7 +223,7 @@ def _stage_overwritten(f: Facts) -> str:
         return _wgmma_overwritten(f)
     if f.words in ASYNC_READS:
         return (
-            f"{f.who} {f.does}{f.here} shared memory that a {f.words} of {f.whom}{f.there} may still be reading: "
+            f"{f.does} shared memory that a {f.words} of {f.whom}{f.there} may still be reading: "
             f"only after {ASYNC_READS[f.words]} is it free again"
         )
     if f.words in _BULK_LOADS:
@@ -240,7 +234,7 @@ def _stage_overwritten(f: Facts) -> str:
             "(cp_async_commit, cp_async_wait), or does the second come too early, or go to the wrong place?"
         )
     return (
-        f"{f.who} overwrites with {f.how}{f.here} shared memory that {f.whom} {f.did}{f.there}, "
+        f"overwrites with {f.how}{f.here} shared memory that {f.whom} {f.did}, "
         "with no barrier between: the stage is still in use"
     )
 
@@ -248,16 +242,13 @@ def _stage_overwritten(f: Facts) -> str:
 def _shared_out_of_bounds(f: Facts) -> str:
     offset, size, limit = f.v
     if offset < 0:
-        return f"{f.who} {f.does}{f.here} shared memory: {f.beyond(offset, size)}"
-    return (
-        f"{f.who} {f.does}{f.here} bytes {offset} to {offset + size - 1} of dynamic shared memory; "
-        f"the launch asked for {limit}"
-    )
+        return f"{f.does} shared memory: {f.beyond(offset, size)}"
+    return f"{f.does} bytes {offset} to {offset + size - 1} of dynamic shared memory; the launch asked for {limit}"
 
 
 # ---- global memory ---------------------------------------------------------------------------------
 def _global_out_of_bounds(f: Facts) -> str:
-    does = f"{f.who} {f.does_globally}{f.here}"
+    does = f.does_globally
     if f.words == "null":
         return f"{does} through a null pointer, or nearly one"
     if f.words == "wild-or-misaligned":
@@ -291,19 +282,17 @@ def _global_race(f: Facts) -> str:
         between = "with no barrier between"
     same = " Both store the same value, so that it may do no harm" if f.warning else ""
     joint = ", " if between == "with no barrier between" else ": "
-    return (
-        f"{f.who} {f.does_globally}{f.here} {f.place}, which {f.whom} {f.did_globally}{f.there}{joint}{between}{same}"
-    )
+    return f"{f.does_globally} {f.place}, which {f.whom} {f.did_globally}{joint}{between}{same}"
 
 
 def _uninitialised_local(f: Facts) -> str:
     if f.how == "load":
-        return f"{f.who} reads{f.here} a local variable that was never set"
+        return f"reads{f.here} a local variable that was never set"
     if f.how.startswith(("wgmma", "mma")):  # "mma's A"
         operation, _, part = f.how.partition("'s ")
-        return f"{f.who} gives {operation}{f.here} registers that were never set ({part})"
+        return f"gives {operation}{f.here} registers that were never set ({part})"
     does = {"store": "stores", "stmatrix": "stores with stmatrix", "shuffle": "gives to a shuffle"}[f.how]
-    return f"{f.who} {does}{f.here} a value that was never set"
+    return f"{does}{f.here} a value that was never set"
 
 
 def _unaligned_array(f: Facts, address: int, multiple: int) -> str:
@@ -316,10 +305,10 @@ def _unaligned_array(f: Facts, address: int, multiple: int) -> str:
 
 def _misaligned(f: Facts) -> str:
     if not (f.words == "shared" or f.how in ("ldmatrix", "stmatrix")):
-        return f"{f.who} {f.does}{f.here} {f.v[1]} bytes of global memory at an address that is no multiple of {f.v[1]}"
+        return f"{f.does} {f.v[1]} bytes of global memory at an address that is no multiple of {f.v[1]}"
     unaligned = _unaligned_array(f, f.v[0], f.v[1])
     matrix = "; an address counts bytes, and an index elements" if f.how in ("ldmatrix", "stmatrix") else ""
-    said = f"{f.who} {f.does}{f.here} {f.v[1]} bytes of shared memory at an address that is no multiple of {f.v[1]}"
+    said = f"{f.does} {f.v[1]} bytes of shared memory at an address that is no multiple of {f.v[1]}"
     return said + (unaligned or f": {f.bytes}{matrix}")
 
 
@@ -349,17 +338,17 @@ def _wgmma_registers(f: Facts) -> str:
     missing = "wgmma_wait" if f.v[0] else "wgmma_commit and wgmma_wait"
     if f.words == "A":
         return (
-            f"{f.who} {does}{f.here} registers that hold A of the wgmma{f.there}, which is still under way and may not "
+            f"{does}{f.here} registers that hold A of the wgmma{f.there}, which is still under way and may not "
             f"have read them: they have to stay as they are until {missing}"
         )
     return (
-        f"{f.who} {does}{f.here} an accumulator of the wgmma{f.there}, which is still under way: the sums are there, "
+        f"{does}{f.here} an accumulator of the wgmma{f.there}, which is still under way: the sums are there, "
         f"and may be touched, after {missing}"
     )
 
 
 def _wgmma_overwritten(f: Facts) -> str:
-    does = f"{f.who} {f.does}{f.here} shared memory that the wgmma{f.there} (warpgroup of {f.whom})"
+    does = f"{f.does} shared memory that the wgmma{f.there} (warpgroup of {f.whom})"
     if f.v[2]:
         return (
             f"{does} may still be reading: nothing between says that it has ended. A barrier does, at which a thread "
@@ -375,17 +364,17 @@ def _wgmma_fence(f: Facts) -> str:
     what = "the registers of A" if f.how == "A" else "the accumulators"
     if f.v[0]:
         return (
-            f"{f.who} issues wgmma{f.here}, and {what} have been written since the last wgmma_fence: without one after "
+            f"issues wgmma{f.here}, and {what} have been written since the last wgmma_fence: without one after "
             "the write, wgmma may use what they held before"
         )
-    return f"{f.who} issues wgmma{f.here} with no wgmma_fence before it: wgmma may use {what} as they were before"
+    return f"issues wgmma{f.here} with no wgmma_fence before it: wgmma may use {what} as they were before"
 
 
 def _wgmma_form(f: Facts) -> str:
     mine, theirs = f"m64n{f.v[0]}k16", f"m64n{f.v[1]}k16"
     shapes = f": {mine} against {theirs}" if mine != theirs else ": their operands differ in kind"
     return (
-        f"{f.who} issues wgmma{f.here} where {f.whom} of its warpgroup issued another{f.there}{shapes}. The four warps "
+        f"issues wgmma{f.here} where {f.whom} of its warpgroup issued another{f.there}{shapes}. The four warps "
         "have to issue the same wgmma in the same order"
     )
 
@@ -395,7 +384,7 @@ def _wgmma_warps(f: Facts) -> str:
     group = f"the four warps {first} to {first + 3}"
     told = f", and wgmma_wait{f.there} waits for it for ever" if f.how == "wgmma_wait" else ""
     return (
-        f"{f.who} issues wgmma{f.here}, which needs {group}, but only {_warps(mask, first)} of them "
+        f"issues wgmma{f.here}, which needs {group}, but only {_warps(mask, first)} of them "
         f"{'have' if mask & (mask - 1) else 'has'} come to it{told}"
     )
 
@@ -404,13 +393,13 @@ def _registers_direction(f: Facts) -> str:
     wanted, now, at_launch = f.v
     way = "fewer" if f.how == "setmaxnreg_inc" else "more"
     launched = f", {at_launch} at the launch" * (now != at_launch)
-    return f"{f.who} calls {f.how}<{wanted}>{f.here}, which is {way} than the {now} registers that it has{launched}"
+    return f"calls {f.how}<{wanted}>{f.here}, which is {way} than the {now} registers that it has{launched}"
 
 
 def _registers_missing(f: Facts) -> str:
     wanted, total, held = f.v
     return (
-        f"{f.who} waits for ever in setmaxnreg_inc<{wanted}>{f.here}: the launch gave the block {total} registers "
+        f"waits for ever in setmaxnreg_inc<{wanted}>{f.here}: the launch gave the block {total} registers "
         f"({f.words} per thread), of which the other warps hold {held}; {32 * wanted} for this warp are not left"
     )
 
@@ -418,7 +407,7 @@ def _registers_missing(f: Facts) -> str:
 def _registers_warps(f: Facts) -> str:
     mask, first, count = f.v
     return (
-        f"{f.who} has executed setmaxnreg{f.here} more often than others of its warpgroup: {_warps(mask, first)} of "
+        f"has executed setmaxnreg{f.here} more often than others of its warpgroup: {_warps(mask, first)} of "
         f"warps {first} to {first + count - 1}. All warps of a warpgroup have to execute it"
     )
 
@@ -428,11 +417,11 @@ def _proxy_fence(f: Facts) -> str:
     what = "wgmma" if f.how == "wgmma" else "a copy"
     if f.words.startswith("global "):
         return (
-            f"{f.who} {f.does_globally}{f.here} {f.place}, which {f.whom} {_VERBS[f.words[7:]][1]}{f.there}, "
+            f"{f.does_globally} {f.place}, which {f.whom} {_VERBS[f.words[7:]][1]}{f.there}, "
             f"with no fence_proxy_async_global between: {what} need not see what stores have written, nor come after it"
         )
     return (
-        f"{f.who} {f.does}{f.here} shared memory that {f.whom} {f.did}{f.there}, with no "
+        f"{f.does} shared memory that {f.whom} {f.did}, with no "
         f"fence_proxy_async between: {what} need not see what stores have written, nor come after it"
     )
 
@@ -440,13 +429,13 @@ def _proxy_fence(f: Facts) -> str:
 def _mbarrier_arrivals(f: Facts) -> str:
     if f.v[1] < 0:
         return (
-            f"{f.who} comes to {f.how}{f.here} with its warp, of which {_count(f.v[0], 'thread')} "
+            f"comes to {f.how}{f.here} with its warp, of which {_count(f.v[0], 'thread')} "
             f"{'has' if f.v[0] == 1 else 'have'} ended a phase of {f.mbarrier} by the same instruction: it counts "
             f"{_count(f.v[0], 'arrival')}, and every thread that comes is one. Is one thread alone meant to arrive?"
         )
     arrivals = "its one arrival" if f.v[0] == 1 else f"all its {f.v[0]} arrivals"
     return (
-        f"{f.who} comes to {f.how}{f.here}, where the phase of {f.mbarrier} that is under way has {arrivals} already "
+        f"comes to {f.how}{f.here}, where the phase of {f.mbarrier} that is under way has {arrivals} already "
         f"and waits for {f.v[1]} bytes of copies: one arrival too many, or too early"
     )
 
@@ -461,10 +450,10 @@ _NUMBERS = {
 def _bulk_misaligned(f: Facts) -> str:
     beyond, multiple = f.v[0], f.v[1]
     if f.words == "bytes":
-        return f"{f.who} asks {f.how}{f.here} for {beyond} bytes; their number is a multiple of {multiple}"
+        return f"asks {f.how}{f.here} for {beyond} bytes; their number is a multiple of {multiple}"
     if f.words == "corner":
         off = f"{beyond} bytes beyond a multiple of {multiple} in dimension 0"
-        return f"{f.who} gives {f.how}{f.here} a corner that lies {off}"
+        return f"gives {f.how}{f.here} a corner that lies {off}"
     what = {
         "shared": "address of shared memory",
         "global": "address of global memory",
@@ -472,31 +461,31 @@ def _bulk_misaligned(f: Facts) -> str:
         "mbarrier": "address of an mbarrier",
     }[f.words]
     array = _unaligned_array(f, f.v[2], multiple) if f.words in ("shared", "mbarrier") else ""
-    return f"{f.who} gives {f.how}{f.here} the {what} {beyond} bytes beyond a multiple of {multiple}{array}"
+    return f"gives {f.how}{f.here} the {what} {beyond} bytes beyond a multiple of {multiple}{array}"
 
 
 def _tensor_map(f: Facts) -> str:
     if f.words:
         return (
-            f"{f.who} gives {f.how}{f.here} a tensor map in {f.words} memory, where TMA does not find it: give it the "
+            f"gives {f.how}{f.here} a tensor map in {f.words} memory, where TMA does not find it: give it the "
             "address of the kernel's own `const __grid_constant__ CUtensorMap` parameter, or of a map in __constant__ "
             "or global memory"
         )
     if not f.v[0]:
-        return f"{f.who} gives {f.how}{f.here} the address of something that is no tensor map"
-    return f"{f.who} gives {f.how}{f.here} {_count(f.v[1], 'coordinate')}; the tensor map has {f.v[0]}"
+        return f"gives {f.how}{f.here} the address of something that is no tensor map"
+    return f"gives {f.how}{f.here} {_count(f.v[1], 'coordinate')}; the tensor map has {f.v[0]}"
 
 
 # ---- collectives -----------------------------------------------------------------------------------
 def _divergent(f: Facts) -> str:
     if f.how == f.words:
         return (
-            f"{f.who} meets {f.whom} in {f.how}, but comes from another place:{f.here or ' unknown'} against"
+            f"meets {f.whom} in {f.how}, but comes from another place:{f.here or ' unknown'} against"
             f"{f.there or ' unknown'}"
         )
     masks = f" (masks {f.v[0]:#010x} and {f.v[1]:#010x})" if f.v[0] != f.v[1] else ""
     return (
-        f"{f.who} comes to {f.how}{f.here} while {f.whom} waits in {f.words}{f.there}: "
+        f"comes to {f.how}{f.here} while {f.whom} waits in {f.words}{f.there}: "
         f"not all lanes of the mask take the same way{masks}"
     )
 
@@ -510,7 +499,7 @@ def _deadlock(f: Facts) -> str:
     rows = [row.split(",") for row in cluster.split(";") if row]
     late = [f"{_count(int(n), 'thread')} of block {f.block(int(block))}" for block, n in rows]
     waits += f". The cluster barrier waits for {' and '.join(late)}" if late else ""
-    return f"{f.who} waits for ever in {f.how}{f.here}{other}; {left}{waits}"
+    return f"waits for ever in {f.how}{f.here}{other}; {left}{waits}"
 
 
 def _barrier_wait(row: list[str]) -> str:
@@ -574,78 +563,73 @@ def _wrong_stream(f: Facts) -> str:
     )
 
 
-# By kind: a template of the facts `f`, or a function of them.
+# By kind: what the thread did (a template of the facts `f`, or a function of them).
 _SENTENCES: dict[str, str | Callable[[Facts], str]] = {
     "race": _race,
     "lanes-disagree": (
-        "{f.who} and {f.whom} of one warp store different values{f.here} to the same place, with one instruction: one "
+        "and {f.whom} of one warp store different values{f.here} to the same place, with one instruction: one "
         "of them is kept, and CUDA does not say which"
     ),
     "global-race": _global_race,
     "acquire-missing": (
-        "{f.who} {f.does_globally}{f.here} {f.place}, which {f.whom} {f.did_globally}{f.there} and published: the flag "
+        "{f.does_globally} {f.place}, which {f.whom} {f.did_globally} and published: the flag "
         "or count was looked at, but no __threadfence() stands behind that look (acquire), so an old value may be read"
     ),
-    "uninitialised-global": "{f.who} {f.does_globally}{f.here} {f.place}, which nobody has written",
+    "uninitialised-global": "{f.does_globally} {f.place}, which nobody has written",
     "uninitialised-local": _uninitialised_local,
     "exited-threads": (
-        "{f.who} waits in {f.how}{f.here} for a block of which only {f.v[0]} of {f.v[1]} threads are left: {f.whom} "
+        "waits in {f.how}{f.here} for a block of which only {f.v[0]} of {f.v[1]} threads are left: {f.whom} "
         "has returned before the barrier"
     ),
     "read-before-wait": _read_before_wait,
     "stage-overwritten": _stage_overwritten,
     "uninitialised-shared": lambda f: (
-        f"{f.who} {f.does}{f.here} shared memory that nobody has written: {f.bytes}"
+        f"{f.does} shared memory that nobody has written: {f.bytes}"
         + f" of block {f.block(f.v[2])}" * (f.words == "remote")
     ),
     "shared-out-of-bounds": _shared_out_of_bounds,
     "index-out-of-bounds": lambda f: (
-        f"{f.who} uses{f.here} index {f.v[0]} of an array of type "
-        + re.sub(r"\s*\[", " [", f.words.strip("'"), count=1)
+        f"uses{f.here} index {f.v[0]} of an array of type " + re.sub(r"\s*\[", " [", f.words.strip("'"), count=1)
     ),
-    "not-shared": "{f.who} takes{f.here} the shared-memory address of a pointer that does not point there",
+    "not-shared": "takes{f.here} the shared-memory address of a pointer that does not point there",
     "global-out-of-bounds": _global_out_of_bounds,
-    "read-only": "{f.who} {f.does_globally}{f.here} {f.array}, which the entry declares const",
+    "read-only": "{f.does_globally} {f.array}, which the entry declares const",
     "misaligned": _misaligned,
     "never-waited": _never_waited,
-    "copy-size": "{f.who} asks cp.async{f.here} for {f.v[0]} source bytes of {f.v[1]}",
+    "copy-size": "asks cp.async{f.here} for {f.v[0]} source bytes of {f.v[1]}",
     "divergent": _divergent,
     "deadlock": _deadlock,
     "lanes-missing": lambda f: (
-        f"{f.who} executes {f.how}{f.here} with lanes {lanes(f.v[0])} only, but it needs all 32: "
+        f"executes {f.how}{f.here} with lanes {lanes(f.v[0])} only, but it needs all 32: "
         + (f"the warp has only {f.v[1]} threads" if f.v[1] < 32 else "the others have exited")
     ),
     "exited-lanes": lambda f: (
-        f"{f.who} calls {f.how}{f.here} with a mask that names lanes {lanes(f.v[0])}, which have exited or never come "
-        "here"
+        f"calls {f.how}{f.here} with a mask that names lanes {lanes(f.v[0])}, which have exited or never come here"
     ),
     "mask-without-self": (
-        "{f.who} calls {f.how}{f.here} with the mask {f.v[0]:#010x}, in which its own lane, {f.v[1]}, is missing"
+        "calls {f.how}{f.here} with the mask {f.v[0]:#010x}, in which its own lane, {f.v[1]}, is missing"
     ),
     "shuffle-lane": (
-        "{f.who} asks{f.here} for the value of lane {f.v[0]}, which does not take part in the shuffle (mask "
-        "{f.v[1]:#010x})"
+        "asks{f.here} for the value of lane {f.v[0]}, which does not take part in the shuffle (mask {f.v[1]:#010x})"
     ),
     "barrier-arguments": (
-        "{f.who} uses barrier {f.v[0]}{f.here} for {f.v[1]} threads: the id is 0 to 15, the number a multiple of 32"
+        "uses barrier {f.v[0]}{f.here} for {f.v[1]} threads: the id is 0 to 15, the number a multiple of 32"
     ),
     "barrier-threads": (
-        "{f.who} comes to barrier {f.v[0]}{f.here} as one of {f.v[1]} threads, and {f.whom} came to it{f.there} as one "
+        "comes to barrier {f.v[0]}{f.here} as one of {f.v[1]} threads, and {f.whom} came to it{f.there} as one "
         "of {f.v[2]}: who meet at a barrier have to say the same number"
     ),
-    "cluster-rank": (
-        "{f.who} {f.does}{f.here} shared memory of rank {f.v[0]}, in a cluster of {f.v[1]}: ranks begin at 0"
-    ),
+    "cluster-rank": ("{f.does} shared memory of rank {f.v[0]}, in a cluster of {f.v[1]}: ranks begin at 0"),
     "cluster-begin": (
-        "{f.who} {f.does}{f.here} shared memory of {f.cluster_block}, which need not have begun: no cluster barrier "
+        "{f.does} shared memory of {f.cluster_block}, which need not have begun: no cluster barrier "
         "(cluster_arrive, then cluster_wait) stands before the first such access of a thread"
     ),
     "cluster-end": (
-        "{f.who} {f.does}{f.here} shared memory of {f.cluster_block}, which may have ended by then, and its shared "
+        "{f.does} shared memory of {f.cluster_block}, which may have ended by then, and its shared "
         "memory with it: no cluster barrier (cluster_arrive, then cluster_wait) behind the access holds that block back"
     ),
     "cluster-barrier": lambda f: (
-        f"{f.who} comes to {f.how}{f.here} "
+        f"comes to {f.how}{f.here} "
         + (
             "again, with no cluster_wait since its last arrival"
             if f.how == "cluster_arrive"
@@ -655,65 +639,61 @@ _SENTENCES: dict[str, str | Callable[[Facts], str]] = {
     "wgmma-registers": _wgmma_registers,
     "wgmma-fence": _wgmma_fence,
     "wgmma-differs": (
-        "{f.who} issues wgmma{f.here} with another {f.words} than {f.whom} of its warpgroup{f.there}: it has to be the "
+        "issues wgmma{f.here} with another {f.words} than {f.whom} of its warpgroup{f.there}: it has to be the "
         "same in all 128 threads"
     ),
     "wgmma-form": _wgmma_form,
     "wgmma-warps": _wgmma_warps,
     "wgmma-block": (
-        "{f.who} issues wgmma{f.here} in a block of {f.v[2]} threads: it needs a warpgroup of 128, and from warp "
+        "issues wgmma{f.here} in a block of {f.v[2]} threads: it needs a warpgroup of 128, and from warp "
         "{f.v[1]} on there are {f.v[0]}"
     ),
     "registers-direction": _registers_direction,
     "registers-missing": _registers_missing,
     "registers-warps": _registers_warps,
     "proxy-fence": _proxy_fence,
-    "mbarrier-missing": "{f.who} comes to {f.how}{f.here}, and there is no mbarrier at that place: {f.bytes}",
+    "mbarrier-missing": "comes to {f.how}{f.here}, and there is no mbarrier at that place: {f.bytes}",
     "mbarrier-again": (
-        "{f.who} comes to mbarrier_init{f.here} where {f.mbarrier} is: what is there already ends with mbarrier_inval "
-        "first"
+        "comes to mbarrier_init{f.here} where {f.mbarrier} is: what is there already ends with mbarrier_inval first"
     ),
     "mbarrier-too-early": (
-        "{f.who} comes to {f.how}{f.here} for {f.mbarrier}, with no barrier since {f.whom} made it: it need not be "
-        "there yet"
+        "comes to {f.how}{f.here} for {f.mbarrier}, with no barrier since {f.whom} made it: it need not be there yet"
     ),
     "mbarrier-fence": (
-        "{f.who} issues a {f.how}{f.here} that counts at {f.mbarrier}, with no fence_mbarrier_init since {f.whom} made "
+        "issues a {f.how}{f.here} that counts at {f.mbarrier}, with no fence_mbarrier_init since {f.whom} made "
         "it: the copy need not find it"
     ),
-    "mbarrier-touched": (
-        "{f.who} {f.does}{f.here} shared memory that is an mbarrier, made by {f.whom}{f.there}: {f.bytes}"
-    ),
+    "mbarrier-touched": ("{f.does} shared memory that is an mbarrier, made by {f.whom}{f.there}: {f.bytes}"),
     "mbarrier-arrivals": _mbarrier_arrivals,
     "mbarrier-bytes": (
-        "{f.who} comes to {f.how}{f.here}, and then the copies bring {f.v[1]} bytes to a phase of {f.mbarrier} that "
+        "comes to {f.how}{f.here}, and then the copies bring {f.v[1]} bytes to a phase of {f.mbarrier} that "
         "has all its arrivals and expects {f.v[0]}"
     ),
-    "mbarrier-number": lambda f: f"{f.who} comes to {f.how}{f.here}{_NUMBERS[f.words].format(*f.v)}",
+    "mbarrier-number": lambda f: f"comes to {f.how}{f.here}{_NUMBERS[f.words].format(*f.v)}",
     "mbarrier-in-use": lambda f: (
-        f"{f.who} comes to mbarrier_inval{f.here} for {f.mbarrier}, while "
+        f"comes to mbarrier_inval{f.here} for {f.mbarrier}, while "
         + (
             "a copy that counts at it is on its way"
             if f.v[0]
             else f"{_count(f.v[1], 'thread')} waited there: they never go on"
         )
     ),
-    "bulk-size": "{f.who} asks {f.how}{f.here} for {f.v[0]} bytes; a block has at most {f.v[1]} of shared memory",
+    "bulk-size": "asks {f.how}{f.here} for {f.v[0]} bytes; a block has at most {f.v[1]} of shared memory",
     "bulk-misaligned": _bulk_misaligned,
     "tensor-map": _tensor_map,
     "store-corner": (
-        "{f.who} gives {f.how}{f.here} the coordinate {f.v[0]} in dimension {f.v[1]}: only a load may begin before the "
+        "gives {f.how}{f.here} the coordinate {f.v[0]} in dimension {f.v[1]}: only a load may begin before the "
         "tensor, a store may not"
     ),
     "reduce-type": (
-        "{f.who} calls tma_reduce_add{f.here} with a tensor map of a type that it cannot add: it adds 32-bit integers, "
+        "calls tma_reduce_add{f.here} with a tensor map of a type that it cannot add: it adds 32-bit integers, "
         "UINT64, FLOAT16, BFLOAT16 and FLOAT32"
     ),
-    "assert": "{f.who} fails the assertion `{f.words}`{f.here}",
-    "trap": "{f.who} stops{f.here}: __trap(), or code that must not be reached",
-    "division-by-zero": "{f.who} divides an integer by zero{f.here}",
+    "assert": "fails the assertion `{f.words}`{f.here}",
+    "trap": "stops{f.here}: __trap(), or code that must not be reached",
+    "division-by-zero": "divides an integer by zero{f.here}",
     "stack-overflow": lambda f: (
-        f"{f.who} uses{f.here} more than {f.v[0] // 1024} KB of local memory: deep recursion, or large arrays"
+        f"uses{f.here} more than {f.v[0] // 1024} KB of local memory: deep recursion, or large arrays"
     ),
     "timeout": _timeout,
     "interrupted": lambda f: (
@@ -721,20 +701,22 @@ _SENTENCES: dict[str, str | Callable[[Facts], str]] = {
         if f.how == "launch"
         else f"{f.who} was running{f.here} when it was interrupted"
     ),
-    "host-call": lambda f: f"{f.who} calls {f.words}{f.here}, which is not emulated in a kernel: {_INSTEAD[f.words]}",
+    "host-call": lambda f: f"calls {f.words}{f.here}, which is not emulated in a kernel: {_INSTEAD[f.words]}",
     "launch-in-kernel": (
-        "{f.who} launches {f.words}{f.here}: a kernel that launches another is not emulated: launch it on the host"
+        "launches {f.words}{f.here}: a kernel that launches another is not emulated: launch it on the host"
     ),
     "launch-configuration": lambda f: f"the launch of {f.kernel} was refused: " + _CONFIGURATION[f.words].format(*f.v),
     "wrong-stream": _wrong_stream,
 }
 KINDS = tuple(_SENTENCES)
+_WHOLE = {"never-waited", "timeout", "interrupted", "launch-configuration", "wrong-stream"}  # the subject is another
 
 
 def sentence(kind: str, facts: Facts) -> str:
     """One sentence: who did what, where, and against whom."""
     made = _SENTENCES[kind]
-    return made.format(f=facts) if isinstance(made, str) else made(facts)
+    said = made.format(f=facts) if isinstance(made, str) else made(facts)
+    return said if kind in _WHOLE else f"{facts.who} {said}"
 
 
 # ---- the host part ---------------------------------------------------------------------------------

@@ -17,19 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flashlab.simt.errors import CompileError
+
 KERNEL = 'annotate("simt_kernel")'  # what `__global__` has become (language.h)
 _BOUNDS = r"__simt_bounds__\s*\((?:[^;{}()]|\((?:[^;{}()]|\([^;{}()]*\))*\))*\)"  # and `__launch_bounds__(...)`
 ALIGNED = "simt_aligned_"  # begins the names of variables as large as what an `extern __shared__` array is aligned to
 _ALIGNAS = r"(?:\balignas\s*\(|__attribute__\s*\(\()[^;]*?\)(?!\s*\))"
 _COPYING = r"(?<!\w)(?:(?:\bstd\s*|(?<![\w\s]))::\s*)?\b(memcpy|memmove|memset)(?=\s*\()"
 GRID_CONSTANT = 'annotate("simt_grid_constant")'  # and `__grid_constant__`
-
-
-class SourceError(ValueError):
-    """The source does what the emulator cannot do: ``file``, ``line`` and the sentence."""
-
-    def __init__(self, file: str, line: int, sentence: str):
-        super().__init__(f"{file}:{line}: error: {sentence}")
 
 
 def blank_comments(text: str) -> str:
@@ -87,16 +82,13 @@ class Preprocessed:
         number = bisect.bisect_right(self.starts, at, hi=len(self.regions)) - 1
         return self.regions[number].begin + at - self.starts[number]
 
-    def place(self, at: int) -> tuple[str, int]:
-        """File and line of a position."""
+    def error(self, at: int, sentence: str) -> CompileError:
         number = bisect.bisect_right(self.starts, at, hi=len(self.regions)) - 1
-        return self.regions[number].file, self.regions[number].line + self.learners.count("\n", self.starts[number], at)
-
-    def error(self, at: int, sentence: str) -> SourceError:
-        return SourceError(*self.place(at), sentence)
+        line = self.regions[number].line + self.learners.count("\n", self.starts[number], at)
+        return CompileError(f"{self.regions[number].file}:{line}: error: {sentence}")
 
     def check(self) -> None:
-        """Raises SourceError for what would compile, or nearly so, and not mean what it means on a GPU."""
+        """Raises CompileError for what would compile, or nearly so, and not mean what it means on a GPU."""
         if match := re.search(r"\b(?:asm|__asm__|__asm)\b\s*(?:volatile|__volatile__)?\s*\(", self.blanked):
             raise self.error(
                 match.start(),
@@ -119,7 +111,7 @@ class Preprocessed:
                         )
 
     def _check_parameters(self, at: int) -> None:
-        """Raises SourceError for a kernel's parameters, which begin here, that nvcc or TMA would not take."""
+        """Raises CompileError for a kernel's parameters, which begin here, that nvcc or TMA would not take."""
         for p in _split(self.learners[at + 1 : matching(self.blanked, at) - 1]):
             constant = GRID_CONSTANT in p
             if constant and not re.search(r"\bconst\b", p):
@@ -376,7 +368,7 @@ class Entry:
     text: str = ""  # its head, on one line
 
 
-C_TYPES = {
+C_TYPES: dict[str, Any] = {
     "bool": ctypes.c_bool, "char": ctypes.c_int8, "signed char": ctypes.c_int8,
     "unsigned char": ctypes.c_uint8, "short": ctypes.c_short, "unsigned short": ctypes.c_ushort,
     "int": ctypes.c_int, "unsigned": ctypes.c_uint,

@@ -140,12 +140,11 @@ def compile_reports(
     num_warps: int = 4,
     num_stages: int = 3,
     timeout: float = 300,
-    workers: int = 2,
     shared_only: bool = False,
 ) -> list[CompileReport]:
     """compile_report for every arguments and every target: [arguments 0 on each target, arguments 1 on each, ...].
 
-    What is not in the cache is shared out to ``workers`` child processes; ``timeout`` is for one compilation.
+    What is not in the cache is shared out to two child processes; ``timeout`` is for one compilation.
     shared_only: stop when the shared memory is known, in less than half of the time; the rest of a report is empty.
     """
     if jit_function(kernel) is None:
@@ -169,7 +168,7 @@ def compile_reports(
     keys = [_key(source, name, job) for job in jobs]
     stored = {key: outcome for key in set(keys) if (outcome := _cached(key))}
     missing = {key: job for key, job in zip(keys, jobs, strict=True) if key not in stored}
-    fresh = _compile(source, name, missing, timeout, workers) if missing else {}
+    fresh = _compile(source, name, missing, timeout) if missing else {}
     return [
         _report(name, job, stored[key] if key in stored else fresh[key], from_cache=key in stored)
         for key, job in zip(keys, jobs, strict=True)
@@ -286,9 +285,9 @@ def _store(key: str, outcome: dict) -> None:
 # ---- the child processes --------------------------------------------------------------------------------------------
 
 
-def _compile(source: str, name: str, jobs: dict[str, dict], timeout: float, workers: int) -> dict[str, dict]:
+def _compile(source: str, name: str, jobs: dict[str, dict], timeout: float) -> dict[str, dict]:
     """Outcomes by key; jobs are dealt out like cards, so that each child gets large and small ones."""
-    hands = [dict(list(jobs.items())[i::workers]) for i in range(max(1, min(workers, len(jobs))))]
+    hands = [dict(list(jobs.items())[i::2]) for i in range(min(2, len(jobs)))]
     with ThreadPoolExecutor(len(hands)) as pool:
         futures = [pool.submit(_run_jobs, source, name, hand, timeout) for hand in hands]
         return {key: outcome for future in futures for key, outcome in future.result().items()}

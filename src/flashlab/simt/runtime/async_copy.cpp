@@ -14,21 +14,12 @@ static void land(Lane* me, const Copy& copy) {
     if (me->block->launch->checked) worker->shadow->land(me, copy.dst, copy.bytes, copy.site);
 }
 
-bool copies_in_flight(const Lane* lane, Copy& first) {
-    if (lane->first_copy == lane->copies.size()) return false;
-    first = lane->copies[lane->first_copy];
-    return true;
-}
-
 extern "C" void simt_cp_async(uint32_t dst, const void* src, int bytes, int src_bytes) {
     ENTER_FROM_KERNEL(me);
     Worker* worker = me->block->worker;
-    if (dst % bytes || (uintptr_t)src % bytes)
-        file_fatal(me,
-                   {"misaligned",
-                    "cp.async",
-                    dst % bytes ? "shared" : "global",
-                    {dst % bytes ? dst : (int64_t)((uintptr_t)src % 256), bytes}},
+    const int64_t off = dst % bytes ? dst : (uintptr_t)src % bytes ? (int64_t)((uintptr_t)src % 256) : 0;
+    if (off)
+        file_fatal(me, {"misaligned", "cp.async", dst % bytes ? "shared" : "global", {off, bytes}},
                    cudaErrorMisalignedAddress);
     if (src_bytes < 0 || src_bytes > bytes) file_fatal(me, {"copy-size", "cp.async", "", {src_bytes, bytes}});
     const int site = worker->sites->find(me->pc, CP_ASYNC);

@@ -10,12 +10,13 @@
 
 namespace simt {
 
-static void arrive(Lane* me, Barrier& b) {
+static void arrive(Lane* me, Barrier& b, int predicate = 0) {
     if (!b.arrived) {
         b.pc = me->pc, b.first = me->id, b.count = 0;
         b.clock = Clock();
     }
     b.arrived++;
+    b.count += predicate != 0;
     release(me, b.clock);
 }
 
@@ -51,6 +52,23 @@ void thread_gone(Block* block) {
     if (b.arrived && b.arrived >= block->alive) let_go(block, b);
 }
 
+// It arrives, and goes on when so many have.
+static void arrive_and_wait(Lane* me, int id, int threads, int needed, int predicate = 0) {
+    Barrier& b = me->block->barriers[id];
+    const bool noted = me->lane == 0;
+    if (noted) note(me->warp, DID_BARRIER_BEGIN, me->pc, id, threads);
+    arrive(me, b, predicate);
+    b.waiting.push_back(me);
+    if (b.arrived >= needed) {
+        me->state = IN_BARRIER;  // for let_go, which makes it runnable again
+        me->warp->runnable &= ~(1u << me->lane);
+        let_go(me->block, b);
+    } else {
+        wait_for_others(me, IN_BARRIER);
+    }
+    if (noted) note(me->warp, DID_BARRIER_END, me->pc, id, threads);
+}
+
 extern "C" int simt_barrier(int kind, int predicate) {
     ENTER_FROM_KERNEL(me);
     Barrier& b = me->block->barriers[0];
@@ -62,19 +80,7 @@ extern "C" int simt_barrier(int kind, int predicate) {
         file(me, f);
     }
     b.kind = kind;
-    const bool noted = me->lane == 0;
-    if (noted) note(me->warp, DID_BARRIER_BEGIN, me->pc, 0, me->block->threads);
-    arrive(me, b);
-    b.count += predicate != 0;
-    b.waiting.push_back(me);
-    if (b.arrived >= me->block->alive) {
-        me->state = IN_BARRIER;  // for let_go, which makes it runnable again
-        me->warp->runnable &= ~(1u << me->lane);
-        let_go(me->block, b);
-    } else {
-        wait_for_others(me, IN_BARRIER);
-    }
-    if (noted) note(me->warp, DID_BARRIER_END, me->pc, 0, me->block->threads);
+    arrive_and_wait(me, 0, me->block->threads, me->block->alive, predicate);
     return b.result;
 }
 
@@ -86,19 +92,11 @@ extern "C" void simt_named_barrier(int id, int threads, int wait) {
     if (b.arrived && b.expected != threads)
         file_fatal(me, {"barrier-threads", "bar.sync", "", {id, threads, b.expected}, 0, b.pc, b.first});
     b.expected = threads, b.kind = SIMT_BAR_COUNT;
-    const bool noted = me->lane == 0;
-    if (noted) note(me->warp, wait ? DID_BARRIER_BEGIN : DID_BARRIER_ARRIVE, me->pc, id, threads);
+    if (wait) return arrive_and_wait(me, id, threads, threads);
+    if (me->lane == 0) note(me->warp, DID_BARRIER_ARRIVE, me->pc, id, threads);
     arrive(me, b);
-    if (wait) b.waiting.push_back(me);
-    const bool last = b.arrived >= threads;
-    if (!last && wait) {
-        wait_for_others(me, IN_BARRIER);
-    } else if (last) {
-        if (wait) me->state = IN_BARRIER, me->warp->runnable &= ~(1u << me->lane);
-        let_go(me->block, b);
-    }
-    if (!wait) go_on_after_release(me);
-    if (noted && wait) note(me->warp, DID_BARRIER_END, me->pc, id, threads);
+    if (b.arrived >= threads) let_go(me->block, b);
+    go_on_after_release(me);
 }
 
 }  // namespace simt

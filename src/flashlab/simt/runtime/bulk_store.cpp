@@ -79,7 +79,7 @@ void simt_tma_store(const CUtensorMap* map, uint32_t src, const int* at, int ran
     BulkCopy copy = tensor_copy(me, add ? "tma_reduce_add" : "tma_store", map, src, at, rank);
     for (int d = 0; d < rank; d++)  // an H200 stops with "illegal instruction" (tests/simt/hopper_probe.py)
         if (at[d] < 0) file_fatal(me, {"store-corner", copy.how, "", {at[d], d}}, cudaErrorIllegalAddress);
-    if (add && !can_add((CUtensorMapDataType)map->type)) file_fatal(me, {"reduce-type", copy.how});
+    if (add && !reduce_add((CUtensorMapDataType)map->type, 0, nullptr, 0)) file_fatal(me, {"reduce-type", copy.how});
     // An H200 writes pieces of 16 bytes whole: behind a row that ends within one too.
     if (!add) copy.map.dims[0] = (copy.map.dims[0] * map->item + 15) / 16 * 16 / map->item;
     issue(me, copy, add ? TMA_REDUCE : TMA_STORE);

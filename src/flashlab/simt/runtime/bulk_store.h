@@ -18,8 +18,7 @@ struct BulkStore {
 };
 // The thread has ended: what it left under way is done, and told of.
 void finish_stores(Lane* lane);
-// global += dense, element by element.
-void reduce_add(CUtensorMapDataType type, uintptr_t global, const uint8_t* dense, int bytes);
-bool can_add(CUtensorMapDataType type);
+// global += dense, element by element. False for a type that TMA does not add.
+bool reduce_add(CUtensorMapDataType type, uintptr_t global, const uint8_t* dense, int bytes);
 
 }  // namespace simt

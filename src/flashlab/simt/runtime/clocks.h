@@ -14,6 +14,11 @@ namespace simt {
 inline void join(uint32_t* to, const uint32_t* from, int clocks) {
     for (int c = 0; c < clocks; c++) to[c] = std::max(to[c], from[c]);
 }
+inline void join(Clock& to, const Clock& from, const Block* block) {
+    join(to.known, from.known, block->clocks);
+    if (block->fences)
+        for (const Space space : {SHARED, GLOBAL}) join(to.fenced[space], from.fenced[space], block->warps);
+}
 inline void fences_count(Lane* me) {  // for others, from now on (proxy.h)
     for (const Space space : {SHARED, GLOBAL}) {
         auto& fences = me->proxy_fences[space];
@@ -23,23 +28,15 @@ inline void fences_count(Lane* me) {  // for others, from now on (proxy.h)
 }
 inline void release(Lane* me, Clock& to) {
     const Warp* warp = me->warp;
-    const Block* block = warp->block;
     fences_count(me);
-    join(to.known, warp->known, block->clocks);
+    join(to, *warp, warp->block);
     to.known[warp->index] = std::max(to.known[warp->index], warp->time);
-    if (block->fences)
-        for (const Space space : {SHARED, GLOBAL}) join(to.fenced[space], warp->fenced[space], block->warps);
 }
 inline void go_on_after_release(Lane* me) {
     me->warp->time++;
     let_others_run(me);
 }
-inline void acquire(Warp* warp, const Clock& from) {
-    const Block* block = warp->block;
-    join(warp->known, from.known, block->clocks);
-    if (block->fences)
-        for (const Space space : {SHARED, GLOBAL}) join(warp->fenced[space], from.fenced[space], block->warps);
-}
+inline void acquire(Warp* warp, const Clock& from) { join(*warp, from, warp->block); }
 // Did what a thread did at this time of its warp happen before what `lane` does now?
 inline bool before(uint64_t thread, uint64_t time, const Lane* lane) {
     return thread == (uint64_t)lane->id || time <= lane->warp->known[thread / WARP];

@@ -225,7 +225,7 @@ void SharedShadow::touch_remotely(Lane* lane, const Block* owner, uint64_t addre
     for (uint64_t word = address / 4; word < (address + bytes) / 4; word++) {
         RemoteWord& w = remote[(uint32_t)word];
         if (writes) w = {now, {}};
-        else w.read[w.read[0].pc && w.read[0].rank != now.rank] = now;  // two blocks are enough: see shadow.cpp
+        else w.read[w.read[0].pc && w.read[0].rank != now.rank] = now;  // two blocks are enough: see keep_two
     }
 }
 

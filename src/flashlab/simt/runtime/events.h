@@ -5,27 +5,16 @@
 
 namespace simt {
 
-// The names are those that Python shows; what the two values are stands beside them.
-enum Did : uint8_t {
-    DID_WGMMA,          // issued it: its number in the warpgroup (from 1), N
-    DID_COMMIT,         // closed a group: the number of the last wgmma in it, of the group
-    DID_WAIT_BEGIN,     // wgmma_wait: the number of the last wgmma that it waits for (0: none), groups it leaves under way
-    DID_WAIT_END,       //
-    DID_EXECUTE,        // a wgmma was computed: its number, N
-    DID_ARRIVE,         // at an mbarrier: its address, bytes that it expects
-    DID_MBARRIER_BEGIN, // began to wait: the mbarrier's address, the parity
-    DID_MBARRIER_END,   //
-    DID_LOAD,           // issued a TMA or bulk load: where to, bytes
-    DID_STORE,          // issued a TMA or bulk store: where from, bytes
-    DID_BARRIER_BEGIN,  // came to __syncthreads or bar.sync: its id, threads
-    DID_BARRIER_END,    //
-    DID_BARRIER_ARRIVE, // bar.arrive: its id, threads
-    DID_REGISTERS,      // setmaxnreg: registers per thread
-    DIDS
-};
-inline const char* const DID_NAME[DIDS] = {
-    "wgmma", "commit", "wait", "wait-end", "execute", "arrive", "mbarrier-wait", "mbarrier-passed", "load", "store",
-    "barrier", "barrier-passed", "barrier-arrive", "registers"};
+// With the names that Python shows: `Event` in report.py says what the two values of each are.
+#define SIMT_EVENTS(OF)                                                                                       \
+    OF(WGMMA, "wgmma") OF(COMMIT, "commit") OF(WAIT_BEGIN, "wait") OF(WAIT_END, "wait-end")                   \
+    OF(EXECUTE, "execute") OF(ARRIVE, "arrive") OF(MBARRIER_BEGIN, "mbarrier-wait")                           \
+    OF(MBARRIER_END, "mbarrier-passed") OF(LOAD, "load") OF(STORE, "store") OF(BARRIER_BEGIN, "barrier")      \
+    OF(BARRIER_END, "barrier-passed") OF(BARRIER_ARRIVE, "barrier-arrive") OF(REGISTERS, "registers")
+#define SIMT_EVENT(did, name) DID_##did,
+#define SIMT_EVENT_NAME(did, name) name,
+enum Did : uint8_t { SIMT_EVENTS(SIMT_EVENT) };
+inline const char* const DID_NAME[] = {SIMT_EVENTS(SIMT_EVENT_NAME)};
 
 struct Event {
     uintptr_t pc;

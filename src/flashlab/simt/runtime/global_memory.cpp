@@ -1,6 +1,7 @@
 // Bounds of global memory: see global_memory.h.
 #include "global_memory.h"
 #include <link.h>
+#include <algorithm>
 
 namespace simt {
 
@@ -9,7 +10,7 @@ uintptr_t module_base;
 char* (*dynamic_shared)();
 typedef std::vector<std::pair<uintptr_t, uintptr_t>> Ranges;
 static Ranges module_segments, other_segments, written_segments;
-std::vector<std::pair<uintptr_t, uintptr_t>> module_variables() { return written_segments; }
+Ranges module_variables() { return written_segments; }
 
 void find_module() {
     module_segments.clear();
@@ -33,16 +34,10 @@ void find_module() {
         },
         nullptr);
 }
-bool in_module(uintptr_t a) {
-    for (auto& s : module_segments)
-        if (a >= s.first && a < s.second) return true;
-    return false;
+static bool in_one_of(const Ranges& segments, uintptr_t a) {
+    return std::any_of(segments.begin(), segments.end(), [a](auto& s) { return a >= s.first && a < s.second; });
 }
-static bool in_library(uintptr_t a) {
-    for (auto& s : other_segments)
-        if (a >= s.first && a < s.second) return true;
-    return false;
-}
+bool in_module(uintptr_t a) { return in_one_of(module_segments, a); }
 
 void describe_address(Finding& f, uintptr_t a, int bytes) {
     f.value[0] = -1, f.value[1] = bytes;
@@ -72,7 +67,8 @@ bool check_global(Lane* lane, uintptr_t a, int bytes, bool write, const char* ho
     const Launch* launch = lane->block->launch;
     if (!write && a >= (uintptr_t)launch->closure && a + bytes <= (uintptr_t)launch->closure + launch->closure_bytes)
         return false;                                 // a kernel parameter: the constant bank
-    if (in_module(a) || in_library(a)) return false;  // __constant__, __device__ variables, tables, stdout
+    // __constant__, __device__ variables, tables, stdout
+    if (in_module(a) || in_one_of(other_segments, a)) return false;
     Finding f{"global-out-of-bounds", how};
     describe_address(f, a, bytes);
     file_fatal(lane, f, cudaErrorIllegalAddress);

@@ -269,16 +269,9 @@ bool GlobalShadow::touch(Lane* lane, uintptr_t address, int bytes, Access access
             cell.full |= mine;
             continue;
         }
-        GlobalStamp &first = cell.read[0], &second = cell.read[1];  // as in shadow.cpp
-        if (first.block != block) first = GlobalStamp();
-        if (second.block != block) second = GlobalStamp();
-        if (!first.pc || first.thread == now.thread || same_block_ordered(first, lane)) {
-            if (second.pc && second.thread == now.thread) second = GlobalStamp();
-            first = now;
-        } else if (!second.pc || second.thread == now.thread || same_block_ordered(second, lane) ||
-                   (first.thread / WARP == second.thread / WARP && first.thread / WARP != now.thread / WARP)) {
-            second = now;
-        }
+        for (GlobalStamp& r : cell.read)
+            if (r.block != block) r = GlobalStamp();
+        keep_two(cell.read, now, [lane](const GlobalStamp& s) { return same_block_ordered(s, lane); });
     }
     return pending;
 }

@@ -173,14 +173,13 @@ struct UbsanIndex {
     uint32_t line, column;
     const UbsanType *array, *index;
 };
-static void index_out_of_bounds(UbsanIndex* data, uintptr_t index, uintptr_t pc) {
+void __ubsan_handle_out_of_bounds(UbsanIndex* data, uintptr_t index) {
     Lane* me = current_lane();
     if (!me) return;
-    Inside inside(me, pc);
+    Inside inside(me, CALLER);
     const bool narrow = data->index->info >> 1 <= 5 && (data->index->info & 1);  // 2^5 bits or fewer, signed
     file(me, {"index-out-of-bounds", "", data->array->name, {narrow ? (int32_t)index : (int64_t)index}});
 }
-void __ubsan_handle_out_of_bounds(UbsanIndex* data, uintptr_t index) { index_out_of_bounds(data, index, CALLER); }
 
 // -fsanitize=alignment: an access through a pointer that is no multiple of what its type wants. (Where the compiler
 // knows that, an access comes as an unaligned one, as those of memcpy do.)
@@ -190,14 +189,13 @@ struct UbsanMismatch {
     const UbsanType* type;
     unsigned char log_alignment, kind;  // 0 load, 1 store; then members, references and the like
 };
-static void misaligned(const UbsanMismatch* data, uintptr_t a, uintptr_t pc) {
+void __ubsan_handle_type_mismatch_v1(UbsanMismatch* data, uintptr_t a) {
     Lane* me = current_lane();
     const int bytes = 1 << data->log_alignment;
     if (!me || data->kind > 1 || a % (unsigned)bytes == 0 || a - (uintptr_t)me->stack < STACK) return;
-    Inside inside(me, pc);
+    Inside inside(me, CALLER);
     file_misaligned(me, a, bytes, data->kind == 1 ? "store" : "load");
 }
-void __ubsan_handle_type_mismatch_v1(UbsanMismatch* data, uintptr_t a) { misaligned(data, a, CALLER); }
 }
 
 }  // namespace simt

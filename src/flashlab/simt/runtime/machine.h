@@ -155,22 +155,21 @@ struct SiteLog {
     bool dirty = false;
 };
 
-struct Warp {
+struct Clock {  // what is visible, to a warp or to some joined (clocks.h)
+    uint32_t known[CLOCKS];         // known[w]: all that warp w did up to this time
+    uint32_t fenced[2][MAX_WARPS];  // and of that, to the async proxy as well (proxy.h), by Space
+};
+
+struct Warp : Clock {
     Block* block;
     Lane* lanes;
     int index, count;           // count < 32 where the block's size is no multiple of 32
     uint32_t runnable, alive;   // a bit a lane
     uint32_t time;              // ticks at each __syncwarp and barrier (shadow.h)
-    uint32_t known[CLOCKS];     // known[w]: all that warp w did up to this time is visible here
-    uint32_t fenced[2][MAX_WARPS];  // and of that, to the async proxy as well (proxy.h), by Space
     Slot slots[WARP];           // disjoint masks: at most 32
     uint32_t slots_used;        // a bit a slot
     std::vector<SiteLog> logs;  // by site
     std::vector<int> dirty;     // sites whose log is not empty
-};
-
-struct Clock {  // what was visible to some warps, joined (clocks.h)
-    uint32_t known[CLOCKS], fenced[2][MAX_WARPS];
 };
 
 struct Barrier {

@@ -15,7 +15,7 @@ Mbarrier* Mbarriers::find(uint32_t address) {
     const auto it = all.find(address);
     return it == all.end() ? nullptr : &it->second;
 }
-Mbarrier* Mbarriers::make(Lane* me, uint32_t address, int count) {
+void Mbarriers::make(Lane* me, uint32_t address, int count) {
     Block* block = me->block;
     auto known = clocks.find(address);
     if (known == clocks.end()) {  // beyond so many, several share one
@@ -30,7 +30,6 @@ Mbarrier* Mbarriers::make(Lane* me, uint32_t address, int count) {
     bar.init_pc = me->pc;
     bar.init.time = me->warp->time, bar.init.thread = (uint64_t)me->id;
     bar.init_fences = fences_of(me, SHARED);
-    return &bar;
 }
 void Mbarriers::end(uint32_t address) { all.erase(address); }
 
@@ -41,8 +40,7 @@ void Mbarriers::end_phase(Block* block, Mbarrier& bar) {
         bar.arrived.known[bar.clock] = time;
         bar.loads.clear();
     }
-    join(bar.passed.known, bar.arrived.known, block->clocks);
-    for (const Space space : {SHARED, GLOBAL}) join(bar.passed.fenced[space], bar.arrived.fenced[space], block->warps);
+    join(bar.passed, bar.arrived, block);
     bar.arrived = Clock();
     bar.phase++;
     bar.pending = bar.count;
@@ -80,12 +78,6 @@ void Mbarriers::file_unwaited(Block* block) {
 // ---- what the kernel calls ----------------------------------------------------------------------
 static Mbarriers& mbarriers(Lane* me) { return *me->block->worker->mbarriers; }
 
-static void check_address(Lane* me, uint32_t address) {
-    const char* how = "mbarrier_init";
-    if (address % 8)
-        file_fatal(me, {"bulk-misaligned", how, "mbarrier", {address % 8, 8, address}}, cudaErrorMisalignedAddress);
-    if (!me->block->worker->shadow->in_bounds(me, address, 8, how)) end_launch(me, cudaErrorIllegalAddress);
-}
 [[noreturn]] static void wrong_number(Lane* me, const char* how, const char* what, int64_t value, int64_t limit) {
     file_fatal(me, {"mbarrier-number", how, what, {value, limit}});
 }
@@ -155,7 +147,9 @@ extern "C" {
 void mbarrier_init(uint32_t bar, int arrivals) {
     ENTER_FROM_KERNEL(me);
     Worker* worker = me->block->worker;
-    check_address(me, bar);
+    if (bar % 8)
+        file_fatal(me, {"bulk-misaligned", "mbarrier_init", "mbarrier", {bar % 8, 8, bar}}, cudaErrorMisalignedAddress);
+    if (!worker->shadow->in_bounds(me, bar, 8, "mbarrier_init")) end_launch(me, cudaErrorIllegalAddress);
     if (arrivals < 1 || arrivals > MAX_TX) wrong_number(me, "mbarrier_init", "arrivals", arrivals, MAX_TX);
     if (const Mbarrier* there = mbarriers(me).find(bar))
         file_fatal(me, about(*there, "mbarrier-again", "mbarrier_init", bar));

@@ -57,7 +57,7 @@ public:
     void begin_block();
     // null: there is none
     Mbarrier* find(uint32_t address);
-    Mbarrier* make(Lane* me, uint32_t address, int count);
+    void make(Lane* me, uint32_t address, int count);
     void end(uint32_t address);
     void end_phase(Block* block, Mbarrier& bar);
     // Lets those go on that wait for a phase that has ended, or that ends when its copies land. False: nobody can.

@@ -89,16 +89,9 @@ std::string records_text() {
 extern "C" {
 const char* simt_error_name(int e) {
     switch (e) {
-    case cudaSuccess: return "cudaSuccess";
-    case cudaErrorInvalidValue: return "cudaErrorInvalidValue";
-    case cudaErrorMemoryAllocation: return "cudaErrorMemoryAllocation";
-    case cudaErrorInvalidConfiguration: return "cudaErrorInvalidConfiguration";
-    case cudaErrorIllegalAddress: return "cudaErrorIllegalAddress";
-    case cudaErrorLaunchTimeout: return "cudaErrorLaunchTimeout";
-    case cudaErrorAssert: return "cudaErrorAssert";
-    case cudaErrorMisalignedAddress: return "cudaErrorMisalignedAddress";
-    case cudaErrorLaunchFailure: return "cudaErrorLaunchFailure";
-    case cudaErrorInvalidClusterSize: return "cudaErrorInvalidClusterSize";
+#define SIMT_ERROR_NAME(name, number) \
+    case number: return #name;
+        SIMT_ERRORS(SIMT_ERROR_NAME)
     default: return "an unknown CUDA error";
     }
 }

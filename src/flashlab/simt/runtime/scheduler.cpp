@@ -160,8 +160,7 @@ static void prepare_block(Worker* worker, Launch* launch, uint64_t number) {
         w.alive = w.runnable = w.count == WARP ? ~0u : (1u << w.count) - 1;
         w.time = 1;
         w.slots_used = 0;
-        memset(w.known, 0, sizeof w.known);
-        memset(w.fenced, 0, sizeof w.fenced);
+        (Clock&)w = Clock();
     }
     for (int t = 0; t < block.threads; t++) {
         Lane& lane = worker->lanes[t];
@@ -321,37 +320,35 @@ static void file_unfinished(const Launch& launch) {
 }
 
 // The blocks of a cluster follow each other in x.
-static bool cluster_error(const Launch& l, const void* kernel, uint3 cluster) {
-    auto wrong = [&l](const char* text, unsigned value, unsigned limit, int error) {
-        return refuse(l, text, value, limit, error), true;
-    };
-    if (cluster.y != 1 || cluster.z != 1) return wrong("cluster-yz", cluster.y, cluster.z, cudaErrorInvalidClusterSize);
-    if (!cluster.x || cluster.x > MAX_CLUSTER)
-        return wrong("cluster", cluster.x, MAX_CLUSTER, cudaErrorInvalidClusterSize);
-    if (cluster.x > PORTABLE_CLUSTER && !non_portable[kernel])
-        return wrong("cluster-opt-in", cluster.x, PORTABLE_CLUSTER, cudaErrorInvalidClusterSize);
-    return l.grid.x % cluster.x && wrong("cluster-grid", l.grid.x, cluster.x, cudaErrorInvalidConfiguration);
-}
-
-static bool configuration_error(const Launch& l, const void* kernel) {
+static bool configuration_error(const Launch& l, const void* kernel, uint3 cluster) {
     const uint64_t threads = (uint64_t)l.block.x * l.block.y * l.block.z;
-    auto wrong = [&l](const char* text, uint64_t value, uint64_t limit, int error) {
-        refuse(l, text, (int64_t)value, (int64_t)limit, error);
-        return true;
-    };
-    if (!l.grid.x || !l.grid.y || !l.grid.z) return wrong("grid-empty", 0, 0, cudaErrorInvalidConfiguration);
-    if (!threads) return wrong("block-empty", 0, 0, cudaErrorInvalidConfiguration);
-    if (l.grid.x > 2147483647u) return wrong("grid.x", l.grid.x, 2147483647u, cudaErrorInvalidConfiguration);
-    if (l.grid.y > 65535) return wrong("grid.y", l.grid.y, 65535, cudaErrorInvalidConfiguration);
-    if (l.grid.z > 65535) return wrong("grid.z", l.grid.z, 65535, cudaErrorInvalidConfiguration);
-    if (threads > MAX_THREADS) return wrong("threads", threads, MAX_THREADS, cudaErrorInvalidConfiguration);
-    if (l.block.z > 64) return wrong("block.z", l.block.z, 64, cudaErrorInvalidConfiguration);
-    if (l.shared_bytes > settings.shared_limit)
-        return wrong("shared", l.shared_bytes, settings.shared_limit, cudaErrorInvalidValue);
     size_t allowed = 48 << 10;
     for (auto& k : opted_in)  // a launch with deduced template arguments has no address: any will do
         if (k.first == kernel || !kernel) allowed = std::max<size_t>(allowed, k.second);
-    if (l.shared_bytes > allowed) return wrong("shared-opt-in", l.shared_bytes, allowed, cudaErrorInvalidValue);
+    const struct {
+        bool wrong;
+        const char* text;
+        uint64_t value, limit;
+        int error = cudaErrorInvalidConfiguration;
+    } rules[] = {
+        {!l.grid.x || !l.grid.y || !l.grid.z, "grid-empty", 0, 0},
+        {!threads, "block-empty", 0, 0},
+        {l.grid.x > 2147483647u, "grid.x", l.grid.x, 2147483647u},
+        {l.grid.y > 65535, "grid.y", l.grid.y, 65535},
+        {l.grid.z > 65535, "grid.z", l.grid.z, 65535},
+        {threads > MAX_THREADS, "threads", threads, MAX_THREADS},
+        {l.block.z > 64, "block.z", l.block.z, 64},
+        {l.shared_bytes > settings.shared_limit, "shared", l.shared_bytes, settings.shared_limit,
+         cudaErrorInvalidValue},
+        {l.shared_bytes > allowed, "shared-opt-in", l.shared_bytes, allowed, cudaErrorInvalidValue},
+        {cluster.y != 1 || cluster.z != 1, "cluster-yz", cluster.y, cluster.z, cudaErrorInvalidClusterSize},
+        {!cluster.x || cluster.x > MAX_CLUSTER, "cluster", cluster.x, MAX_CLUSTER, cudaErrorInvalidClusterSize},
+        {cluster.x > PORTABLE_CLUSTER && !non_portable[kernel], "cluster-opt-in", cluster.x, PORTABLE_CLUSTER,
+         cudaErrorInvalidClusterSize},
+        {cluster.x && l.grid.x % cluster.x, "cluster-grid", l.grid.x, cluster.x},
+    };
+    for (auto& rule : rules)
+        if (rule.wrong) return refuse(l, rule.text, (int64_t)rule.value, (int64_t)rule.limit, rule.error), true;
     return false;
 }
 
@@ -536,7 +533,7 @@ extern "C" void simt_launch(const char* text, const void* kernel, uint3 grid, ui
     launch.checked = checked, launch.kernel = kernel;
     launch.blocks = (uint64_t)grid.x * grid.y * grid.z;
     launch.number = record_launch(text, kernel, launch);
-    if (configuration_error(launch, kernel) || cluster_error(launch, kernel, cluster)) return;
+    if (configuration_error(launch, kernel, cluster)) return;
     launch.cluster = cluster.x;
     if (settings.stream && stream != settings.stream) file_wrong_stream("", CALLER, launch.number);
     progress->done = 0, progress->blocks = launch.blocks;

@@ -89,20 +89,10 @@ void SharedShadow::land_bulk(uint64_t address, int bytes, int clock, uint32_t ti
     }
 }
 
-// Of the readers since the last write keep two. A later write conflicts with some reader exactly when it
-// conflicts with one of these: readers of two different warps catch a writer of any warp, and two different
-// lanes catch a writer of their own warp. A newer read of a warp stands for its older ones.
 static inline void note_read(Cell& cell, Stamp& now, const Lane* lane) {
-    Stamp &first = cell.read[0], &second = cell.read[1];
-    const uint64_t warp = now.thread / WARP;
+    const Stamp& first = cell.read[0];
     if (first.thread == now.thread && first.time == now.time) now.bytes |= first.bytes;
-    if (first.time == 0 || first.thread == now.thread || ordered(first, lane)) {
-        if (second.time && second.thread == now.thread) second.time = 0;
-        first = now;
-    } else if (second.time == 0 || second.thread == now.thread || ordered(second, lane) ||
-               (first.thread / WARP == second.thread / WARP && first.thread / WARP != warp)) {
-        second = now;
-    }
+    keep_two(cell.read, now, [lane](const Stamp& s) { return ordered(s, lane); });
 }
 
 // ---- the async proxy's reads --------------------------------------------------------------------

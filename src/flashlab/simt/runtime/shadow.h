@@ -21,7 +21,7 @@ struct Stamp {
 };
 struct Cell {
     Stamp write;
-    Stamp read[2];     // two are enough: see shadow.cpp
+    Stamp read[2];     // two are enough: see keep_two
     uint16_t copying;  // a cp.async or a TMA load is in flight, issued by thread copying - 1; or MBARRIER
     uint8_t full;      // which of the two bytes hold something
     uint8_t async;     // the last write was the async proxy's (proxy.h)
@@ -29,6 +29,22 @@ struct Cell {
     // the block's clocks has its time (clocks.h)
 };
 constexpr uint16_t MBARRIER = 0xffff;  // the bytes are an mbarrier's
+
+// Of the readers since the last write keep two. A later write conflicts with some reader exactly when it
+// conflicts with one of these: readers of two different warps catch a writer of any warp, and two different
+// lanes catch a writer of their own warp. A newer read of a warp stands for its older ones.
+// ordered(s): it came before `now`, or there is none.
+template <class S, class F>
+inline void keep_two(S (&read)[2], const S& now, F ordered) {
+    S &first = read[0], &second = read[1];
+    if (first.thread == now.thread || ordered(first)) {
+        if (second.thread == now.thread) second = S();
+        first = now;
+    } else if (second.thread == now.thread || ordered(second) ||
+               (first.thread / WARP == second.thread / WARP && first.thread / WARP != now.thread / WARP)) {
+        second = now;
+    }
+}
 
 // EXCHANGE: an atomic that needs no value. COPY_ISSUED: cp.async. Of the async proxy: BULK_ISSUED, a load that begins
 // to write here; PROXY_READ, an operation that begins to read here (it is noted as a read when it has ended).

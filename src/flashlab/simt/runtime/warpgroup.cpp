@@ -29,14 +29,13 @@ void Warpgroups::begin_block() {
 }
 
 // ---- issue --------------------------------------------------------------------------------------
-static const char* difference(const SimtWgmmaIn& x, const SimtWgmmaIn& y) {
-    return !x.a_registers && x.a != y.a ? "descriptor of A" : x.b != y.b ? "descriptor of B" : "scale-d";
-}
-static bool same(const SimtWgmmaIn& x, const SimtWgmmaIn& y) {
-    return (x.a_registers || x.a == y.a) && x.b == y.b && !x.add == !y.add;
-}
-static void file_difference(Lane* lane, const Lane* other, uintptr_t pc, uintptr_t other_pc, const char* what) {
-    file(lane, {"wgmma-differs", "wgmma", what, {}, pc, other_pc, other->id});
+static void file_difference(Lane* lane, const SimtWgmmaIn& x, uintptr_t pc, const Lane* other, const SimtWgmmaIn& y,
+                            uintptr_t other_pc) {
+    const char* what = !x.a_registers && x.a != y.a ? "descriptor of A"
+                       : x.b != y.b                 ? "descriptor of B"
+                       : !x.add != !y.add           ? "scale-d"
+                                                    : nullptr;
+    if (what) file(lane, {"wgmma-differs", "wgmma", what, {}, pc, other_pc, other->id});
 }
 
 // The first warp is there: which bytes it reads is known from now on.
@@ -79,8 +78,7 @@ void Warpgroups::compare(Product& p, Warp* warp, const SimtWgmmaIn& in, const Sl
     if (p.pc != slot.pc) {  // Python drops it where the line is the same
         file(lane, {"divergent", "wgmma", "wgmma", {}, slot.pc, p.pc, other->id});
     }
-    const SimtWgmmaIn theirs = {nullptr, in.a_registers, p.a, p.b, p.add};
-    if (!same(in, theirs)) file_difference(lane, other, slot.pc, p.pc, difference(in, theirs));
+    file_difference(lane, in, slot.pc, other, {nullptr, in.a_registers, p.a, p.b, p.add}, p.pc);
 }
 
 void Warpgroups::issue(Warp* warp, const Slot& slot) {
@@ -109,7 +107,7 @@ void Warpgroups::issue(Warp* warp, const Slot& slot) {
     for (int l = 0; l < WARP; l++) {
         Lane& lane = warp->lanes[l];
         const SimtWgmmaIn& its = *(const SimtWgmmaIn*)lane.in;
-        if (!same(its, in)) file_difference(&lane, warp->lanes, slot.pc, slot.pc, difference(its, in));
+        file_difference(&lane, its, slot.pc, warp->lanes, in, slot.pc);
         const int at = place_in_group(warp) * WARP + l;
         p.d[at] = its.d;
         if (its.a_registers) memcpy(p.a_registers[at], its.a_registers, sizeof p.a_registers[at]);
@@ -307,24 +305,10 @@ void Warpgroups::file_never_waited() {
     }
 }
 
-extern "C" {
-void simt_wgmma(const SimtWgmmaIn* in, int variant) {
-    ENTER_FROM_KERNEL(me);
-    join_collective(me, SIMT_WGMMA, ~0u, in, nullptr, variant);
-}
-void wgmma_fence() {
-    ENTER_FROM_KERNEL(me);
-    join_collective(me, SIMT_WGMMA_FENCE, ~0u, nullptr, nullptr, 0);
-}
-void wgmma_commit() {
-    ENTER_FROM_KERNEL(me);
-    join_collective(me, SIMT_WGMMA_COMMIT, ~0u, nullptr, nullptr, 0);
-}
-void simt_wgmma_wait(int groups_left) {
+extern "C" void simt_wgmma_wait(int groups_left) {
     ENTER_FROM_KERNEL(me);
     join_collective(me, SIMT_WGMMA_WAIT, ~0u, nullptr, nullptr, groups_left);
     while (me->block->worker->warpgroups->waits(me->warp)) wait_for_others(me, IN_WGMMA);
-}
 }
 
 // ---- what must not be touched meanwhile ---------------------------------------------------------

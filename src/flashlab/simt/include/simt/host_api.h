@@ -4,19 +4,13 @@
 #include <utility>
 
 typedef struct CUstream_st* cudaStream_t;
-enum cudaError_t {
-    cudaSuccess = 0,
-    cudaErrorInvalidValue = 1,
-    cudaErrorMemoryAllocation = 2,
-    cudaErrorInvalidConfiguration = 9,
-    cudaErrorInvalidDeviceFunction = 98,
-    cudaErrorIllegalAddress = 700,
-    cudaErrorLaunchTimeout = 702,
-    cudaErrorMisalignedAddress = 716,
-    cudaErrorAssert = 710,
-    cudaErrorLaunchFailure = 719,
-    cudaErrorInvalidClusterSize = 912,
-};
+#define SIMT_ERRORS(OF) \
+    OF(cudaSuccess, 0) OF(cudaErrorInvalidValue, 1) OF(cudaErrorMemoryAllocation, 2) \
+    OF(cudaErrorInvalidConfiguration, 9) OF(cudaErrorInvalidDeviceFunction, 98) OF(cudaErrorIllegalAddress, 700) \
+    OF(cudaErrorLaunchTimeout, 702) OF(cudaErrorAssert, 710) OF(cudaErrorMisalignedAddress, 716) \
+    OF(cudaErrorLaunchFailure, 719) OF(cudaErrorInvalidClusterSize, 912)
+#define SIMT_ERROR(name, number) name = number,
+enum cudaError_t { SIMT_ERRORS(SIMT_ERROR) };
 enum cudaFuncAttribute {
     cudaFuncAttributeMaxDynamicSharedMemorySize = 8,
     cudaFuncAttributePreferredSharedMemoryCarveout = 9,

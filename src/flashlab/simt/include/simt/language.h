@@ -11,14 +11,9 @@
 #include <stdio.h>
 #include <string.h>
 
-#if defined(__SANITIZE_THREAD__)
+#ifdef __SANITIZE_THREAD__  // -fsanitize=thread
 #define SIMT_CHECKED 1
-#elif defined(__has_feature)
-#if __has_feature(thread_sanitizer)
-#define SIMT_CHECKED 1
-#endif
-#endif
-#ifndef SIMT_CHECKED
+#else
 #define SIMT_CHECKED 0
 #endif
 

@@ -6,9 +6,11 @@
 
 // ---- ldmatrix, stmatrix -------------------------------------------------------------------------
 #define SIMT_MATRICES(n) \
-    SIMT_INLINE void ldmatrix_x##n(uint32_t (&r)[n], uint32_t address) { simt_ldmatrix(r, address, n, 0); } \
+    SIMT_INLINE void ldmatrix_x##n(uint32_t (&r)[n], uint32_t address) { \
+        simt_warp(SIMT_LDMATRIX, 0xffffffffu, &address, r, n); \
+    } \
     SIMT_INLINE void ldmatrix_x##n##_trans(uint32_t (&r)[n], uint32_t address) { \
-        simt_ldmatrix(r, address, n, SIMT_MATRIX_TRANS); \
+        simt_warp(SIMT_LDMATRIX, 0xffffffffu, &address, r, n | SIMT_MATRIX_TRANS); \
     } \
     SIMT_INLINE void stmatrix_x##n(uint32_t address, const uint32_t (&r)[n]) { simt_stmatrix(address, r, n, 0); } \
     SIMT_INLINE void stmatrix_x##n##_trans(uint32_t address, const uint32_t (&r)[n]) { \
@@ -27,7 +29,7 @@ template <int VARIANT, class C>
 SIMT_INLINE void simt_multiply(C& c, SimtMmaIn in) {
     uint32_t d[4];
     memcpy(in.c, c, sizeof c);
-    simt_mma(d, in, VARIANT);
+    simt_warp(SIMT_MMA, 0xffffffffu, &in, d, VARIANT);
     memcpy(c, d, sizeof c);
 }
 template <class T = __half>

@@ -26,16 +26,10 @@ void simt_cp_async_wait(int groups_left);  // -1: wait_all
 }
 SIMT_INLINE size_t __cvta_generic_to_shared(const void* p) { return simt_shared_address(p); }
 
-SIMT_INLINE void simt_ldmatrix(uint32_t* r, uint32_t address, int count, int trans) {
-    simt_warp(SIMT_LDMATRIX, 0xffffffffu, &address, r, count | trans);
-}
 SIMT_INLINE void simt_stmatrix(uint32_t address, const uint32_t* r, int count, int trans) {
     SimtStmatrixIn in = {address, {}};
     for (int i = 0; i < count; i++) in.r[i] = r[i];
     simt_warp(SIMT_STMATRIX, 0xffffffffu, &in, nullptr, count | trans);
-}
-SIMT_INLINE void simt_mma(uint32_t* d, const SimtMmaIn& in, int variant) {
-    simt_warp(SIMT_MMA, 0xffffffffu, &in, d, variant);
 }
 
 // The intrinsics of <cuda_pipeline.h> that have the same meaning

@@ -25,10 +25,7 @@ void simt_setmaxnreg(int registers, int increase);
 }
 
 // ---- mbarrier -----------------------------------------------------------------------------------
-[[nodiscard]] SIMT_INLINE bool mbarrier_try_wait(uint32_t bar, uint32_t parity) {
-    return simt_mbarrier_wait(bar, parity, 1);
-}
-[[nodiscard]] SIMT_INLINE bool mbarrier_try_wait(uint32_t bar, uint32_t parity, uint32_t) {
+[[nodiscard]] SIMT_INLINE bool mbarrier_try_wait(uint32_t bar, uint32_t parity, uint32_t = 0) {
     return simt_mbarrier_wait(bar, parity, 1);
 }
 SIMT_INLINE void mbarrier_wait(uint32_t bar, uint32_t parity) { simt_mbarrier_wait(bar, parity, 0); }

@@ -16,8 +16,7 @@ struct SimtWgmmaIn {
 };
 
 extern "C" {
-void simt_wgmma(const SimtWgmmaIn* in, int variant);
-void wgmma_fence();
-void wgmma_commit();
 void simt_wgmma_wait(int groups_left);
 }
+SIMT_INLINE void wgmma_fence() { simt_warp(SIMT_WGMMA_FENCE, 0xffffffffu, nullptr, nullptr, 0); }
+SIMT_INLINE void wgmma_commit() { simt_warp(SIMT_WGMMA_COMMIT, 0xffffffffu, nullptr, nullptr, 0); }
