@@ -1,5 +1,6 @@
 """The bench of phase 11, as far as no GPU is needed: its jobs, what is right, the goals, a run in the emulator."""
 
+import itertools
 import json
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,7 @@ from flashlab.bench import (
     truth,
     validation,
 )
+from flashlab.bench.clocked import MARKS, clocked, cycles
 from flashlab.bench.hopper_jobs import BOXES, CUDNN, FA2, FA4, OURS, P9, TRITON
 from flashlab.bench.mma import Variant
 from flashlab.check.tolerance import bounded
@@ -362,3 +364,24 @@ def test_a_quick_run_in_the_emulator(steps, tmp_path, capsys):
     assert all(hopper_results.right(rows["backward", name]) for name in (OURS, seven, FA2, TRITON))
     assert rows["backward", OURS]["different"] == rows["backward", seven]["different"] == 0
     assert "times as fast as the best peer" in capsys.readouterr().out
+
+
+@emulated
+@pytest.mark.parametrize("name", [hopper_jobs.LEARNS, "p11_flash"])
+def test_stamps_say_what_a_consumer_passes(name):
+    ways = [load_inline(source, backend="emulator", head_dim=64, dtype=torch.bfloat16)
+            for source in (kernels.step(name), clocked(kernels.step(name)))]  # fmt: skip
+    qkv = harness.draw(*[(1, 1, 700, 64)] * 3, dtype=torch.bfloat16, seed=1, device="cpu")
+    plain, stamped = (way.forward(*qkv, sms=1) for way in ways)
+    assert all(map(torch.equal, plain, stamped))
+    order = [name for name, *_ in MARKS]
+    passed = cycles(ways[1])
+    assert passed.pop("a part") > sum(passed.values())  # several tiles
+    tile = {"a tile's end > a tile"}  # back to the next one
+    assert set(passed) == tile | {f"{a} > {b}" for a, b in itertools.pairwise([*order, order[0]])}
+    assert cycles(ways[1]) == {}  # cleared
+
+
+def test_a_step_without_the_marks_is_refused():
+    with pytest.raises(ValueError, match="p11_1_tma: .* occurs 0 times"):
+        clocked(kernels.step("p11_1_tma"))
