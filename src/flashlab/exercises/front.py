@@ -151,9 +151,8 @@ def _contrast(exercise: registry.Exercise, answers: tuple[Any, ...], case: str |
     return f"{said}. No other case is wrong" if whole else said
 
 
-def _some(cases: list[str], most: int = 1) -> str:
-    rest = len(cases) - most
-    return "; ".join(cases[:most]) + (f"; and {rest} more" if rest > 0 else "")
+def _some(cases: list[str]) -> str:
+    return cases[0] + (f"; and {len(cases) - 1} more" if cases[1:] else "")
 
 
 def _symptoms(exercise: registry.Exercise, answers: tuple[Any, ...]) -> CheckFailed:
