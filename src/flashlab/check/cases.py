@@ -219,12 +219,12 @@ MIXED_LAYOUTS = {
 }
 
 
-def make_inputs(case: Case, device: torch.device, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def make_inputs(case: Case, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k, v of a case: views of buffers filled with NaN, drawn on the CPU so that every machine gets the same.
 
     V has mean 0.5, so that the outputs of long rows are not near zero, where nothing wrong would show.
     """
-    generator = torch.Generator().manual_seed(seed + 7919 * case.seq_q + 104729 * case.seq_k + case.head_dim)
+    generator = torch.Generator().manual_seed(7919 * case.seq_q + 104729 * case.seq_k + case.head_dim)
 
     def randn(heads: int, rows: int) -> torch.Tensor:
         return torch.randn(case.batch, heads, rows, case.head_dim, generator=generator, dtype=torch.float64)

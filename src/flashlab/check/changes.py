@@ -30,6 +30,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from flashlab.check.code_changes import of_code, of_lines
+from flashlab.check.trees import LOOPS, blocks, both, is_op, names_in, nodes, reads
 
 Edits = Sequence[tuple[str, str]]  # (old, new) texts, each of which occurs once
 Slot = tuple[ast.AST, str, "int | None"]  # a node, one of its fields, and the place in it where it is a list
@@ -58,6 +59,7 @@ _FUNCTIONS: Mapping[str, tuple[str, ...]] = {
     "abs": (), "tiny": ("max",), "tril": ("triu",), "triu": ("tril",),
     "median": ("mean",), "logaddexp": ("maximum", "logaddexp2"),
 }  # fmt: skip
+_SIGNS = (ast.Add, ast.Sub)
 _TURNS = dict.fromkeys((ast.Lt, ast.Gt), "a turn more") | dict.fromkeys((ast.LtE, ast.GtE), "a turn less")
 _SYMBOLS: Mapping[type, str] = {
     ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%", ast.Pow: "**",
@@ -76,6 +78,10 @@ class Change:
     edits: tuple[tuple[Slot, Any], ...]
     key: tuple[Any, ...] = ()  # the same for the same slip in another place
     about: tuple[str, ...] = ()  # pieces of the text that a note may explain, the nearest first
+
+    def __post_init__(self) -> None:
+        for new in (new for _, new in self.edits if isinstance(new, ast.AST)):
+            ast.fix_missing_locations(new)  # `ast.unparse` of a line asks for them
 
     def clashes(self, other: Change) -> bool:
         return any(a == b for (a, _), (b, _) in itertools.product(self.edits, other.edits))
@@ -141,29 +147,28 @@ class Text:
         self.params = [a.arg for a in tree.args.args]
         for argument in tree.args.args:
             argument.annotation = None
-        for loop in [n for n in ast.walk(tree) if isinstance(n, (ast.While, ast.For))]:
+        for loop in nodes(tree, *LOOPS):
             loop.body.insert(0, ast.Expr(ast.Call(ast.Name("_tick", ast.Load()), [], [])))
         ast.fix_missing_locations(tree)
         self.tree, self.globals, self.turns = tree, fn.__globals__, 0  # turns: of its loops, in all that has been run
         self.numbers = self.params  # those that are numbers
-        self.reads = Counter(n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load))
-        halves = {ast.unparse(n): n for n in ast.walk(tree) if isinstance(n, ast.BinOp)}
+        self.reads = Counter(reads(tree))
+        halves = {ast.unparse(n): n for n in nodes(tree, ast.BinOp)}
         plain = (ast.Name, ast.Constant)
         self.parts = [n for n in halves.values() if isinstance(n.left, plain) and isinstance(n.right, plain)]
         self.fixed: dict[str, Any] = {}  # values that no constant can hold
         self.kinds: dict[str, set[Any]] = {}  # of a name: what it is, where that has been looked at
         self.words, self.whole = dict(words or {}), whole
         assigned: dict[str, list[ast.expr | None]] = defaultdict(list)  # None: what it becomes has no short words
-        for node in ast.walk(tree):
-            if isinstance(node, (ast.AugAssign, ast.For, ast.comprehension)):
-                for target in ast.walk(node.target):
-                    if isinstance(target, ast.Name):
-                        assigned[target.id].append(None)
+        for node in nodes(tree, ast.AugAssign, ast.For, ast.comprehension, ast.Assign):
             if not isinstance(node, ast.Assign):
+                for target in nodes(node.target, ast.Name):
+                    assigned[target.id].append(None)
                 continue
             for target in node.targets:
-                several = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
-                targets, values = (target.elts, node.value.elts) if several else ([target], [node.value])  # type: ignore[attr-defined]
+                value: Any = node.value
+                several = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
+                targets, values = (target.elts, value.elts) if several else ([target], [value])  # type: ignore[attr-defined]
                 for name, value in zip(targets, values, strict=True):
                     if isinstance(name, ast.Name):
                         assigned[name.id].append(value)
@@ -174,9 +179,9 @@ class Text:
         self.locals = list(assigned)
         lists = (ast.List, ast.ListComp, ast.Dict, ast.Tuple)
         self.lists = {name for name, meant in assigned.items() if meant and isinstance(meant[0], lists)}
-        returned = [n.value for n in ast.walk(tree) if isinstance(n, ast.Return) and n.value is not None]
+        returned = [n.value for n in nodes(tree, ast.Return) if n.value is not None]
         results = [x for value in returned for x in (value.elts if isinstance(value, ast.Tuple) else [value])]
-        turns = {id(x) for loop in ast.walk(tree) if isinstance(loop, (ast.For, ast.While)) for x in ast.walk(loop)}
+        turns = {id(x) for loop in nodes(tree, *LOOPS) for x in ast.walk(loop)}
         named = [v for x in results if isinstance(x, ast.Name) for v in assigned[x.id] if v and id(v) not in turns]
         self.results = {id(x) for x in (*results, *named)}
         self.meant = {name: x[0] for name, x in assigned.items() if len(x) == 1 and x[0] is not None}
@@ -190,7 +195,7 @@ class Text:
     @functools.cached_property
     def often(self) -> Counter[str]:
         """How often each name stands there."""
-        return Counter(n.id for n in ast.walk(self.tree) if isinstance(n, ast.Name))
+        return Counter(n.id for n in nodes(self.tree, ast.Name))
 
     def are_alike(self, *names: Any) -> bool:
         """Whether one of these may be taken for the other, as far as it is known what they are."""
@@ -199,7 +204,7 @@ class Text:
 
     def plain(self, node: ast.AST) -> str:
         """A part of the text as a reader of the exercise would write it."""
-        read = (n for n in ast.walk(node) if isinstance(n, ast.Name) and n.id in self.words)
+        read = (n for n in nodes(node, ast.Name) if n.id in self.words)
         named = {n: n.id for n in read if not isinstance(getattr(n, "ctx", None), ast.Store)}
         for n, name in named.items():
             n.id = self.words[name]
@@ -247,13 +252,12 @@ class Text:
         """The function of a tree, whose loops end, and the names that it looks up."""
         if self.foreign:
             tree = _Bounded().visit(pickle.loads(pickle.dumps(tree)))
-            if any(isinstance(x, ast.Name) and x.id == tree.name for x in ast.walk(tree)):  # it calls itself
+            if tree.name in names_in(tree):  # it calls itself
                 tree.body.insert(0, ast.Expr(ast.Call(ast.Name("_tick", ast.Load()), [], [])))
-            tree = ast.fix_missing_locations(tree)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # "'int' object is not callable"
-                code = compile(ast.Module([tree], []), CHANGED, "exec")
+                code = compile(ast.fix_missing_locations(ast.Module([tree], [])), CHANGED, "exec")
         except (ValueError, TypeError, RecursionError) as error:  # two changes, each of which is put into the other
             raise SyntaxError(str(error)) from error
         begun = 0
@@ -328,12 +332,9 @@ class _Bounded(ast.NodeTransformer):
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         self.generic_visit(node)
-        name = _GROWING.get(type(node.op))
-        return (
-            ast.Call(ast.Name("_bounded", ast.Load()), [ast.Constant(name), node.left, node.right], [])
-            if name
-            else node
-        )
+        if (name := _GROWING.get(type(node.op))) is None:
+            return node
+        return ast.Call(ast.Name("_bounded", ast.Load()), [ast.Constant(name), node.left, node.right], [])
 
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
         if type(node.op) not in _GROWING or not isinstance(node.target, ast.Name):
@@ -368,7 +369,7 @@ class Variants:
     def __init__(self, text: Text, changes: Sequence[Change]):
         self.text = text
         fixed = {id(n) for n in ast.walk(text.tree.args)}  # evaluated once, where the function is made
-        fixed |= {id(n) for n in ast.walk(text.tree) if isinstance(n, ast.JoinedStr)}
+        fixed |= {id(n) for n in nodes(text.tree, ast.JoinedStr)}
         choosable = [c for c in changes if not _nested([c]) and all(
             id(slot[0]) not in fixed and _fits(slot, new) for slot, new in c.edits)]  # fmt: skip
         self.changes: dict[int, Change] = {}
@@ -391,8 +392,7 @@ class Variants:
         for (node, name, at), new in (edit for change in changes for edit in change.edits):
             variable, others = self.places.setdefault((id(node), name, at), (f"_at_{len(self.places)}", {}))
             others.setdefault(id(new), new)
-        tree = self._with_choices(self.text.tree)
-        self.run, self.names = self.text.function(ast.fix_missing_locations(tree))
+        self.run, self.names = self.text.function(self._with_choices(self.text.tree))
         self.names |= {variable: 0 for variable, _ in self.places.values()}
 
     def _with_choices(self, node: Any) -> Any:
@@ -501,10 +501,6 @@ def _slots(root: ast.AST) -> Iterator[tuple[Slot, ast.expr]]:
             yield from _slots(child)
 
 
-def _new(node: Any) -> Any:
-    return ast.fix_missing_locations(node)
-
-
 def _expr(text: str, **parts: ast.expr) -> ast.expr:
     """An expression with nodes in the place of names."""
 
@@ -512,7 +508,7 @@ def _expr(text: str, **parts: ast.expr) -> ast.expr:
         def visit_Name(self, name: ast.Name) -> ast.expr:
             return parts.get(name.id, name)
 
-    return _new(Put().visit(ast.parse(text, mode="eval").body))
+    return Put().visit(ast.parse(text, mode="eval").body)
 
 
 def changes(text: Text, values: Mapping[str, Sequence[Any]] | None = None, more: Any = None) -> list[Change]:
@@ -532,7 +528,7 @@ def changes(text: Text, values: Mapping[str, Sequence[Any]] | None = None, more:
             inner |= {id(division), id(negative)}
         if id(node) not in inner and getattr(getattr(node, "func", None), "id", "") != "_tick":
             found += [
-                Change(slug, said, cost, ((slot, _new(new)),), (slug, *rest), _about(node, new))
+                Change(slug, said, cost, ((slot, new),), (slug, *rest), _about(node, new))
                 for slug, said, cost, new, *rest in (
                     *_of_expression(text, slot, node),
                     *(more.of_expression(text, slot, node) if more else of_code(text, node)),
@@ -541,7 +537,7 @@ def changes(text: Text, values: Mapping[str, Sequence[Any]] | None = None, more:
             ]
     found += _of_statements(text)
     found += more.of_statements(text) if more else [
-        Change(slug, said, cost, ((slot, _new(new)),)) for slug, said, cost, slot, new in of_lines(text)]  # fmt: skip
+        Change(slug, said, cost, ((slot, new),)) for slug, said, cost, slot, new in of_lines(text)]  # fmt: skip
     found += _of_results(text)
     again: dict[tuple[Any, ...], list[Change]] = defaultdict(list)
     for change in found:
@@ -570,26 +566,24 @@ def _of_parameters(text: Text, values: Mapping[str, Sequence[Any]]) -> Iterator[
             for other in dir(one) if kind else ():
                 if other != node.attr and isinstance(getattr(one, other, None), kind) and other[0] != "_":
                     said = f"`{node.value.id}.{other}` stands where {text.say(node)} belongs"
-                    new = _new(ast.Attribute(node.value, other, ast.Load()))
+                    new = ast.Attribute(node.value, other, ast.Load())
                     yield Change("wrong-name", said, 2.1, ((slot, new),), about=(ast.unparse(node),))
     for a, b in itertools.combinations(reads, 2):
         if not text.are_alike(a, b):
             continue
-        edits = tuple((slot, _new(ast.Name(y, ast.Load()))) for x, y in ((a, b), (b, a)) for slot in reads[x])
+        edits = tuple((slot, ast.Name(y, ast.Load())) for x, y in ((a, b), (b, a)) for slot in reads[x])
         yield Change("names-exchanged", f"`{a}` and `{b}` are exchanged, everywhere", 2.05, edits)
     for name, seen in values.items():
         plain_ones = all(isinstance(x, (int, float, str)) or not hasattr(x, "__len__") for x in seen)
-        several = (
-            list(dict.fromkeys(seen)) if plain_ones and not name.startswith("stride_") else []
-        )  # nobody counts one
+        several = [*dict.fromkeys(seen)] if plain_ones and not name.startswith("stride_") else []  # nobody counts one
         for i, value in enumerate(several if len(several) <= _FEW else ()):
             plain = isinstance(value, (int, float, str))
             text.fixed[f"_{name}_{i}"] = value
             said = f"`{name}` is taken for {value if plain else getattr(value, 'name', value)}, whatever it is"
-            new = ast.Constant(value) if plain else ast.Name(f"_{name}_{i}", ast.Load())
-            edits = tuple((slot, _new(new)) for slot in reads[name])
+            instead: Any = ast.Constant(value) if plain else ast.Name(f"_{name}_{i}", ast.Load())
+            fixed = tuple((slot, instead) for slot in reads[name])
             cost = 0.9 if isinstance(value, bool) else 2.2
-            yield Change("taken-as-fixed", said.replace("torch.", ""), cost, edits, about=(name,))
+            yield Change("taken-as-fixed", said.replace("torch.", ""), cost, fixed, about=(name,))
 
 
 def _about(node: ast.expr, new: ast.AST) -> tuple[str, ...]:
@@ -707,7 +701,7 @@ def _one_off(text: Text, parent: ast.AST, node: ast.expr) -> Iterator[tuple[Any,
     texts = any(isinstance(n, ast.Constant) and isinstance(n.value, str) for n in ast.walk(node))
     if not number or texts or isinstance(parent, ast.Attribute):
         return
-    in_sum = isinstance(parent, ast.BinOp) and isinstance(parent.op, (ast.Add, ast.Sub))  # which is itself one off
+    in_sum = is_op(parent, *_SIGNS)  # which is itself one off
     bare = isinstance(node, ast.Name) or (isinstance(node, ast.Call) and not root)
     limited = isinstance(parent, ast.Call) and getattr(parent.func, "id", "") in ("min", "max") and not bare
     for sign, size in (("+", "large"), ("-", "small")) if text.whole and not in_sum else ():
@@ -715,7 +709,7 @@ def _one_off(text: Text, parent: ast.AST, node: ast.expr) -> Iterator[tuple[Any,
         said = f"{'it' if of_result else w(node)} is one too {size}" + (", before it is limited" if limited else "")
         yield "off-by-one", said, (0.9 if root else 1.2 if limited else 1.5 + _weight(node)), _expr(
             f"x {sign} 1", x=node)  # fmt: skip
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub):
+    if is_op(node, ast.Sub):
         yield "taken-as-positive", f"{w(node)} is taken as positive where it is negative", 1.8, _expr("abs(x)", x=node)
         yield "cut-off-at-0", f"{w(node)} is cut off at 0 where it is negative", 1.8, _expr("max(0, x)", x=node)
     if root or isinstance(parent, ast.BinOp):
@@ -730,8 +724,7 @@ def _one_off(text: Text, parent: ast.AST, node: ast.expr) -> Iterator[tuple[Any,
             for way, times in ((f"x * {factor}", f"{factor}"), (f"x / {factor}", f"1 / {factor}")):
                 said = f"{'it' if root else w(node)} is {times} times what it should be"
                 yield "wrong-factor", said, 2.5 if root else 2.6, _expr(way, x=node)
-    sums, signs = isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Sub)), (ast.Add, ast.Sub)
-    if sums and not (isinstance(parent, ast.BinOp) and isinstance(parent.op, signs)) or root:
+    if (is_op(node, *_SIGNS) and not in_sum) or root:
         for other in text.numbers:
             if not text.kinds:
                 yield "term-too-many", f"`{other}` is added as well", 2.1, _expr(f"x + {other}", x=node)
@@ -865,10 +858,9 @@ def _of_operation(text: Text, node: ast.BinOp) -> Iterator[tuple[Any, ...]]:
             yield "twice", f"the division by {w(right)} is there twice", 2.1, ast.BinOp(node, op, right)
             said = f"1 stands where {w(left)} belongs, in {w(node)}"
             yield "dividend-missing", said, 1.8, _expr("1 / b", b=right)
-    signs = (ast.Add, ast.Sub)
     for other in _OPERATORS.get(type(op), ()):
         said = f"`{_SYMBOLS[other]}` stands where `{_SYMBOLS[type(op)]}` belongs, in {w(node)}"
-        if other in signs and isinstance(op, signs):
+        if other in _SIGNS and isinstance(op, _SIGNS):
             said = f"{w(right)} has the wrong sign"
         yield "wrong-sign" if "sign" in said else "wrong-operator", said, 1.2 if "sign" in said else 1.7, ast.BinOp(
             left, other(), right), type(op), other, text.plain(right)  # fmt: skip
@@ -898,8 +890,8 @@ def _of_operation(text: Text, node: ast.BinOp) -> Iterator[tuple[Any, ...]]:
 
 def _of_brackets(text: Text, node: ast.BinOp) -> Iterator[tuple[Any, ...]]:
     """A factor or a divisor of one term alone that belongs to both, or of both that belongs to one."""
-    w, left, right, op, signs = text.say, node.left, node.right, node.op, (ast.Add, ast.Sub)
-    if isinstance(op, (ast.Div, ast.FloorDiv)) and isinstance(left, ast.BinOp) and isinstance(left.op, signs):
+    w, left, right, op = text.say, node.left, node.right, node.op
+    if isinstance(op, (ast.Div, ast.FloorDiv)) and isinstance(left, ast.BinOp) and isinstance(left.op, _SIGNS):
         halves: tuple[tuple[ast.expr, ast.expr, ast.expr], ...] = (
             (left.left, left.right, ast.BinOp(ast.BinOp(left.left, op, right), left.op, left.right)),
             (left.right, left.left, ast.BinOp(left.left, left.op, ast.BinOp(left.right, op, right))),
@@ -908,7 +900,7 @@ def _of_brackets(text: Text, node: ast.BinOp) -> Iterator[tuple[Any, ...]]:
             yield "brackets-missing", f"{w(right)} divides {w(part)} alone, and not {w(rest)}", 1.4, whole
     factors = factors_of(node)
     for i, total in enumerate(factors if len(factors) > 1 else ()):  # (a + b) * f * g: f may stand at a or b alone
-        if not (isinstance(total, ast.BinOp) and isinstance(total.op, signs)):
+        if not (isinstance(total, ast.BinOp) and isinstance(total.op, _SIGNS)):
             continue
         for k, factor in enumerate(factors):
             left_over = [x for j, x in enumerate(factors) if j not in (i, k)]
@@ -918,7 +910,7 @@ def _of_brackets(text: Text, node: ast.BinOp) -> Iterator[tuple[Any, ...]]:
                 sides = (times, rest) if mine is total.left else (rest, times)
                 new = _product([ast.BinOp(sides[0], total.op, sides[1]), *left_over])
                 yield "brackets-missing", f"{w(factor)} multiplies {w(mine)} alone, and not {w(rest)}", 1.4, new
-    if isinstance(op, (ast.Add, ast.Sub)):
+    if isinstance(op, _SIGNS):
         for product, other_side in ((right, left), (left, right)):
             factors = factors_of(product) if isinstance(product, ast.BinOp) else []
             for i, factor in enumerate(factors if len(factors) > 1 else ()):
@@ -1014,60 +1006,45 @@ def _sets(line: ast.stmt, calls: bool = False) -> bool:
 
 def _of_statements(text: Text) -> Iterator[Change]:
     """Lines left out, exchanged with the next, and moved out of a loop."""
-    for holder in ast.walk(text.tree):
-        for field in ("body", "orelse"):
-            block = getattr(holder, field, None)
-            if not isinstance(block, list):
+    for holder, field, block in blocks(text.tree):
+        for at, line in enumerate(block):
+            if "_tick" in names_in(line) and not isinstance(line, LOOPS):
                 continue
-            for at, line in enumerate(block):
-                ticks = any(isinstance(n, ast.Name) and n.id == "_tick" for n in ast.walk(line))
-                if ticks and not isinstance(line, (ast.For, ast.While)):
-                    continue
-                slot = (holder, field, at)
-                if isinstance(line, (ast.Assign, ast.AugAssign, ast.If, ast.Expr, ast.For)):
-                    said = text.plain(line).splitlines()[0].rstrip(":")
-                    what = "loop" if isinstance(line, ast.For) else "line"
-                    gone = ((slot, _new(ast.Pass())),)
-                    yield Change(f"{what}-missing", f"the {what} `{said}` is missing", 1.6, gone, about=(said,))
-                if isinstance(line, ast.AugAssign):
-                    for op in _OPERATORS.get(type(line.op), ()):
-                        new = _new(ast.AugAssign(line.target, op(), line.value))
-                        said = f"`{_SYMBOLS[op]}=` stands where `{_SYMBOLS[type(line.op)]}=` belongs"
-                        yield Change("wrong-operator", said, 1.7, ((slot, new),))
-                if at + 1 < len(block) and _sets(line, text.foreign):
-                    after = block[at + 1]
-                    if _sets(after, text.foreign):
-                        said = f"the line `{text.plain(line)}` comes too late"
-                        both = ((slot, after), ((holder, field, at + 1), line))
-                        yield Change("lines-exchanged", said, 1.7, both)
-                if isinstance(holder, (ast.For, ast.While)) and isinstance(line, (ast.Assign, ast.AugAssign)):
-                    for outer in ast.walk(text.tree):
-                        lines = getattr(outer, "body", None)
-                        if isinstance(lines, list) and holder in lines:
-                            there = lines.index(holder)
-                            new = _new(ast.If(ast.Constant(True), [holder, line], []))
-                            said = _behind_the_loop(text, line)
-                            edits = ((slot, _new(ast.Pass())), ((outer, "body", there), new))
-                            yield Change("outside-of-the-loop", said, 2.0, edits)
+            slot = (holder, field, at)
+            if isinstance(line, (ast.Assign, ast.AugAssign, ast.If, ast.Expr, ast.For)):
+                said = text.plain(line).splitlines()[0].rstrip(":")
+                what = "loop" if isinstance(line, ast.For) else "line"
+                gone = ((slot, ast.Pass()),)
+                yield Change(f"{what}-missing", f"the {what} `{said}` is missing", 1.6, gone, about=(said,))
+            for op in _OPERATORS.get(type(line.op), ()) if isinstance(line, ast.AugAssign) else ():
+                new = ast.AugAssign(line.target, op(), line.value)
+                said = f"`{_SYMBOLS[op]}=` stands where `{_SYMBOLS[type(line.op)]}=` belongs"
+                yield Change("wrong-operator", said, 1.7, ((slot, new),))
+            if all(_sets(x, text.foreign) for x in block[at : at + 2]) and at + 1 < len(block):
+                said = f"the line `{text.plain(line)}` comes too late"
+                yield Change("lines-exchanged", said, 1.7, ((slot, block[at + 1]), ((holder, field, at + 1), line)))
+            if isinstance(holder, LOOPS) and isinstance(line, (ast.Assign, ast.AugAssign)):
+                for outer, name, lines in blocks(text.tree):
+                    if name == "body" and holder in lines:
+                        there = (outer, "body", lines.index(holder))
+                        edits = ((slot, ast.Pass()), (there, both(holder, line)))
+                        yield Change("outside-of-the-loop", _behind_the_loop(text, line), 2.0, edits)
 
 
 def _behind_the_loop(text: Text, line: ast.Assign | ast.AugAssign) -> str:
     """What it means that a line of a loop stands after it: of a sum, the same as that the sum begins anew."""
     said = f"the line `{text.plain(line)}` stands after the loop"
     target = line.target if isinstance(line, ast.AugAssign) else line.targets[0]
-    names = {n.id for n in ast.walk(line.value) if isinstance(n, ast.Name)}
-    if isinstance(line, ast.AugAssign) or getattr(target, "id", None) in names:
+    if isinstance(line, ast.AugAssign) or getattr(target, "id", None) in names_in(line.value):
         return f"only the loop's last turn counts in {text.say(target)}: it begins anew in each, or {said}"
     return f"{said}: it belongs into it"
 
 
 def _of_results(text: Text) -> Iterator[Change]:
-    for node in ast.walk(text.tree):
-        if isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple):
-            parts = node.value.elts
-            orders = itertools.permutations(range(len(parts))) if len(parts) < 5 else ()
-            for order in orders:
-                if list(order) != list(range(len(parts))):
-                    new = _new(ast.Tuple([parts[i] for i in order], ast.Load()))
-                    said = "{order}" + ",".join(map(str, order))
-                    yield Change("exchanged", said, 1.0, (((node, "value", None), new),))
+    for node in nodes(text.tree, ast.Return):
+        parts = node.value.elts if isinstance(node.value, ast.Tuple) else []
+        for order in itertools.permutations(range(len(parts))) if len(parts) < 5 else ():
+            if [*order] != sorted(order):
+                new = ast.Tuple([parts[i] for i in order], ast.Load())
+                said = "{order}" + ",".join(map(str, order))
+                yield Change("exchanged", said, 1.0, (((node, "value", None), new),))

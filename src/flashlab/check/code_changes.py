@@ -13,13 +13,14 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+from flashlab.check.trees import LOOPS, blocks, nodes
+
 _BITS = (ast.BitXor, ast.BitAnd, ast.BitOr, ast.LShift, ast.RShift)
 _FEWEST = 3  # elements of a list of numbers of which one may be forgotten
 
 
 def _strings(text: Any) -> list[str]:
-    found = [n.value for n in ast.walk(text.tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
-    return list(dict.fromkeys(found))
+    return [*dict.fromkeys(n.value for n in nodes(text.tree, ast.Constant) if isinstance(n.value, str))]
 
 
 def of_code(text: Any, node: ast.expr) -> Iterator[tuple[Any, ...]]:
@@ -41,14 +42,14 @@ def of_code(text: Any, node: ast.expr) -> Iterator[tuple[Any, ...]]:
             turned_round = [*node.values[:i], ast.UnaryOp(ast.Not(), gone), *node.values[i + 1 :]]
             said = f"{w(gone)} is asked the other way round"
             yield "condition-inverted", said, 1.5, ast.BoolOp(node.op, turned_round), ast.unparse(gone)
-        names = dict.fromkeys(n.id for n in ast.walk(node) if isinstance(n, ast.Name) and n.id in text.params)
-        asked = [_own_names(text, x) for x in node.values] if text.foreign else []
+        names = dict.fromkeys(n.id for n in nodes(node, ast.Name) if n.id in text.params)
+        known = {*text.params, *text.locals}
+        asked = [[n.id for n in nodes(x, ast.Name) if n.id in known] for x in node.values] if text.foreign else []
         opposite = [x for one, other in itertools.combinations(asked, 2) for x in zip(one, other, strict=False)]
         for a, b in dict.fromkeys([*itertools.combinations(names, 2), *(x for x in opposite if x[0] != x[1])]):
             new = copy.deepcopy(node)
-            for n in ast.walk(new):
-                if isinstance(n, ast.Name) and n.id in (a, b):
-                    n.id = b if n.id == a else a
+            for n in (n for n in nodes(new, ast.Name) if n.id in (a, b)):
+                n.id = b if n.id == a else a
             yield "names-exchanged", f"`{a}` and `{b}` are exchanged, in {w(node)}", 1.1 if text.foreign else 1.7, new
     if isinstance(node, ast.Compare) and len(node.ops) == 1 and isinstance(node.comparators[0], (ast.Tuple, ast.List)):
         among = node.comparators[0]
@@ -96,42 +97,29 @@ def _of_cases(text: Any, node: ast.Compare, among: ast.Tuple | ast.List) -> Iter
 
 def of_lines(text: Any) -> Iterator[tuple[Any, ...]]:
     """(slug, words, cost, slot, new node) of one statement."""
-    for holder in ast.walk(text.tree):
-        for field in ("body", "orelse"):
-            block = getattr(holder, field, None)
-            for at, line in enumerate(block if isinstance(block, list) else ()):
-                slot = (holder, field, at)
-                if isinstance(line, ast.AugAssign):
-                    said = f"{text.say(line.target)} is set to {text.say(line.value)}, and not changed by it"
-                    yield "set-for-added", said, 1.4, slot, ast.Assign([line.target], line.value)
-                if isinstance(line, ast.If):
-                    asked = text.say(line.test)
-                    held = ast.If(ast.Constant(True), line.body, [])
-                    leaves = len(line.body) == 1 and isinstance(line.body[0], (ast.Continue, ast.Break, ast.Return))
-                    if leaves and not line.orelse:
-                        yield "condition-missing", f"{asked} is not asked", 0.9, slot, ast.Pass()
-                        yield "condition-missing", f"{asked} is taken to hold always", 1.0, slot, held
-                    else:
-                        yield "condition-missing", f"{asked} is not asked", 0.9, slot, held
-                    negated = line.test if isinstance(line.test, ast.UnaryOp) else None
-                    other = negated.operand if negated else ast.UnaryOp(ast.Not(), line.test)
-                    new = ast.If(other, line.body, line.orelse)
-                    yield "condition-inverted", f"{asked} is asked the other way round", 1.6, slot, new
-                    for after in (block or [])[at + 1 : at + 2]:
-                        if isinstance(after, ast.If) and not line.orelse:
-                            both = ast.If(line.test, line.body, [after])
-                            said = f"`elif` stands before {text.say(after.test)}: both may hold"
-                            pass_ = ast.If(ast.Constant(True), [both, *(block or [])[at + 2 :]], [])
-                            yield "either-or", said, 1.5, slot, _then_end(pass_, holder)
-
-
-def _then_end(new: ast.If, holder: ast.AST) -> ast.If:
-    """What stands for a line and all after it, in a loop."""
-    if isinstance(holder, (ast.For, ast.While)):
-        new.body.append(ast.Continue())
-    return new
-
-
-def _own_names(text: Any, node: ast.expr) -> list[str]:
-    """The names of a condition, as they come."""
-    return [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and n.id in {*text.params, *text.locals}]
+    for holder, field, block in blocks(text.tree):
+        for at, line in enumerate(block):
+            slot = (holder, field, at)
+            if isinstance(line, ast.AugAssign):
+                said = f"{text.say(line.target)} is set to {text.say(line.value)}, and not changed by it"
+                yield "set-for-added", said, 1.4, slot, ast.Assign([line.target], line.value)
+            if not isinstance(line, ast.If):
+                continue
+            asked = text.say(line.test)
+            held = ast.If(ast.Constant(True), line.body, [])
+            leaves = len(line.body) == 1 and isinstance(line.body[0], (ast.Continue, ast.Break, ast.Return))
+            if leaves and not line.orelse:
+                yield "condition-missing", f"{asked} is not asked", 0.9, slot, ast.Pass()
+                yield "condition-missing", f"{asked} is taken to hold always", 1.0, slot, held
+            else:
+                yield "condition-missing", f"{asked} is not asked", 0.9, slot, held
+            other = line.test.operand if isinstance(line.test, ast.UnaryOp) else ast.UnaryOp(ast.Not(), line.test)
+            new = ast.If(other, line.body, line.orelse)
+            yield "condition-inverted", f"{asked} is asked the other way round", 1.6, slot, new
+            for after in block[at + 1 : at + 2]:
+                if isinstance(after, ast.If) and not line.orelse:
+                    either = ast.If(line.test, line.body, [after])
+                    ends = [ast.Continue()] if isinstance(holder, LOOPS) else []  # it stands for all that follows, too
+                    said = f"`elif` stands before {text.say(after.test)}: both may hold"
+                    new = ast.If(ast.Constant(True), [either, *block[at + 2 :], *ends], [])
+                    yield "either-or", said, 1.5, slot, new

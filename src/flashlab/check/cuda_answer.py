@@ -487,25 +487,24 @@ def _hazards(report: Report) -> str:
 
 # ---- any extern "C" function ---------------------------------------------------------------------------------------
 class Answer:
-    """A learner's whole source with an extern "C" function: built when it is run, once for each set of macros.
+    """A learner's whole source with an extern "C" function `run`: built when it is run, once for each set of macros.
 
     Args:
         answer: what the learner gave; see ``text_of`` for what it raises.
         name: of the answer, for sentences.
-        entry: the function.
     """
 
-    def __init__(self, answer: Any, name: str, entry: str = "run"):
+    def __init__(self, answer: Any, name: str):
         text = text_of(answer, name)
-        self.whole, self.entry = Source(text, name, 1, len(text.splitlines())), entry
+        self.whole = Source(text, name, 1, len(text.splitlines()))
         self._modules: dict[Any, CudaModule] = {}
 
     def module(self, *, check: bool, **defines: Any) -> CudaModule:
         """The source, built. Raises CheckFailed: it does not compile, or its function is gone."""
         key = (check, *sorted(defines.items()))
         if key not in self._modules:
-            said = f'the source has lost its extern "C" function `{self.entry}`'
-            expect(self.entry in entries(self.whole.text), said, diagnosis="wrong-entry")
+            said = 'the source has lost its extern "C" function `run`'
+            expect("run" in entries(self.whole.text), said, diagnosis="wrong-entry")
             self._modules[key] = built(self.whole, check=check, **defines)
         return self._modules[key]
 
@@ -526,9 +525,9 @@ class Answer:
         """
         module = self.module(check=check, **({"ELEMENT": ELEMENTS[dtype]} if dtype else {}), **defines)
         try:
-            ran(module, self.whole, case, lambda: module.launch(self.entry, *arguments, echo=False))
+            ran(module, self.whole, case, lambda: module.launch("run", *arguments, echo=False))
         except TypeError as error:
-            sentence = f"the parameters of `{self.entry}` should stay as they are: {error}"
+            sentence = f"the parameters of `run` should stay as they are: {error}"
             raise CheckFailed(sentence, diagnosis="wrong-entry") from None
         assert module.report is not None, "every run in the emulator leaves a report"
         return module.report.counters

@@ -18,25 +18,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from flashlab.check import cuda_text
-from flashlab.check.changes import Change, Slot, _at, _expr, _new, _slots, changes
+from flashlab.check import cuda_text, mend
+from flashlab.check.changes import Change, Slot, _at, _expr, _slots, changes
 from flashlab.check.claims import tokens
 from flashlab.check.cuda_text import CudaText, Declaration, Loop, Opaque, _counts
 from flashlab.check.cuda_values import value_mended
 from flashlab.check.failed import CheckFailed
-from flashlab.check.mend import (
-    _BY_CHANCE,
-    _LONGER,
-    _SHARED,
-    AS_LIKELY,
-    _both,
-    _loosened,
-    elsewhere,
-    in_turn,
-    said,
-    which,
-)
+from flashlab.check.mend import _both, elsewhere, in_turn, said, which
 from flashlab.check.own_changes import PART, of_branches, of_two_names
+from flashlab.check.trees import blocks, both, is_op, names_in, nodes
 
 _SECONDS = 5.0  # on a machine with other work, where some of these are not tried; else it takes 1 to 5
 _ENDLESS = 0.2  # seconds, at least, after which a changed text has no end
@@ -104,7 +94,7 @@ def _tried(it: Any, text: CudaText, made: Sequence[Change], until: float) -> tup
     order, another = [*wrong, *rest] if wrong else [], ""
     found: Change | None = None
     for number, change in enumerate(made, 1):
-        if time.monotonic() > until or (found and change.cost > found.cost + AS_LIKELY):
+        if time.monotonic() > until or (found and change.cost > found.cost + mend.AS_LIKELY):
             break
         if order and number not in refused:
             module.launch("flashlab_choose", number)
@@ -178,7 +168,7 @@ def _likeliest(text: CudaText, right: CudaText, around: dict[str, str], tried: i
     for change in in_turn((price, x.slug, replace(x, cost=price)) for price, x in priced):
         key = change.said, *((id(holder), *where, text.plain(new)) for (holder, *where), new in change.edits)
         of_another = {*re.findall(r"\b\w+(?:Idx|Dim)\.\w", " ".join(text.plain(new) for _, new in change.edits))} - axes
-        if change.slug not in _BY_CHANCE and not of_another and _fits(text, change, scope) and _said(text, change):
+        if change.slug not in mend._BY_CHANCE and not of_another and _fits(text, change, scope) and _said(text, change):
             made.setdefault(key, change)
         if len(made) == tried:
             break
@@ -189,8 +179,8 @@ def _fits(text: CudaText, change: Change, scope: dict[int, set[str]]) -> bool:
     """Whether it is of one type, of what is declared there, and not right by accident."""
     if change.slug == "wrong-number" and len(change.edits) > 1 and getattr(change.edits[0][1], "value", 2) in (0, 1):
         return False  # 32 for 1 everywhere: one lane does all, and nothing is exchanged
-    tests = {id(x.test) for x in ast.walk(text.tree) if isinstance(x, Loop)}
-    asked = {id(n) for x in ast.walk(text.tree) if isinstance(x, ast.If) for n in ast.walk(x.test)}
+    tests = {id(x.test) for x in nodes(text.tree, Loop)}
+    asked = {id(n) for x in nodes(text.tree, ast.If) for n in ast.walk(x.test)}
     lambdas = [(m[1], x) for x in ast.walk(text.tree) if (m := re.match(r"auto (\w+) = \[", getattr(x, "head", "")))]
     for (holder, field, at), new in change.edits:
         old = _at((holder, field, at))
@@ -202,7 +192,7 @@ def _fits(text: CudaText, change: Change, scope: dict[int, set[str]]) -> bool:
             return False
         if type(getattr(old, "value", "")) is int and isinstance(new, ast.Name) and _type(text, new.id) == "bool":
             return False
-        if any(name in _names(new) and any(x is holder for x in ast.walk(one)) for name, one in lambdas):
+        if any(name in names_in(new) and any(x is holder for x in ast.walk(one)) for name, one in lambdas):
             return False  # within itself
         if id(old) in tests and isinstance(new, ast.Compare) and _turned(old, new):
             return False  # no turn at all
@@ -228,7 +218,7 @@ def _fits(text: CudaText, change: Change, scope: dict[int, set[str]]) -> bool:
             sides = [new if field == side else getattr(holder, side) for side in ("left", "right")]
             if len({*map(text.plain, sides)}) == 1:
                 return False  # 0 or 1, whatever it is
-        own = _names(new) & {*text.types}
+        own = names_in(new) & {*text.types}
         known = scope.get(id(holder.test if isinstance(holder, Loop) else holder), own)  # of a loop its own too
         if change.slug != _MISSING and not own <= known:
             return False
@@ -246,8 +236,8 @@ def _type(text: CudaText, name: str) -> str:
 
 def _known(text: CudaText, right: CudaText) -> set[int]:
     """What stands in lines that the right text has too."""
-    known = {right.plain(x) for x in ast.walk(right.tree) if isinstance(x, _LINES)}
-    lines = [x for x in ast.walk(text.tree) if isinstance(x, _LINES) and text.plain(x) in known]
+    known = {right.plain(x) for x in nodes(right.tree, *_LINES)}
+    lines = [x for x in nodes(text.tree, *_LINES) if text.plain(x) in known]
     return {id(x) for line in lines for x in ast.walk(line)}
 
 
@@ -255,31 +245,27 @@ def _price(change: Change, shared: set[int], indices: set[str]) -> float:
     """The lower, the likelier is it that this is what a learner has to change; indices: of the frame."""
 
     def length(x: Any) -> int:
-        return sum(isinstance(n, _COUNTED) for n in ast.walk(x)) if isinstance(x, ast.AST) else 0
+        return len(nodes(x, *_COUNTED)) if isinstance(x, ast.AST) else 0
 
     axis = any(getattr(getattr(new, "value", None), "id", "") == "threadIdx" for _, new in change.edits)  # often 0
-    likely = (change.slug in _LIKELY and not axis) or _loosened(change)
+    likely = (change.slug in _LIKELY and not axis) or mend._loosened(change)
     target = any(field in ("target", "targets") for (_, field, _), _ in change.edits)  # else a line counts for nothing
     price = change.cost + 0.7 * (change.slug in _REMOVED) - 0.5 * likely + target  # pieces are rather missing
     if change.slug == "lines-exchanged":
         one, other = (_at(slot) for slot, _ in change.edits)
-        depends = bool(_set_in(one) & _names(other) or _set_in(other) & _names(one))
+        depends = bool(_set_in(one) & names_in(other) or _set_in(other) & names_in(one))
         price -= 0.6 * bool(_ORDERED.search(change.said)) + 0.8 * depends
     if change.slug != _MISSING:
-        price += _SHARED * all(id(holder) in shared for (holder, _, _), _ in change.edits)
+        price += mend._SHARED * all(id(holder) in shared for (holder, _, _), _ in change.edits)
     if change.slug not in (_MISSING, _TERM, "lines-exchanged"):
-        price += _LONGER * max(0, *(length(new) - length(old) for old, new in map(_both, change.edits)))
+        price += mend._LONGER * max(0, *(length(new) - length(old) for old, new in map(_both, change.edits)))
     if change.slug in ("wrong-name", "more"):
-        price += _FAR * any(_names(new) & indices for _, new in change.edits)
+        price += _FAR * any(names_in(new) & indices for _, new in change.edits)
     return price
 
 
-def _names(node: Any) -> set[str]:
-    return {x.id for x in ast.walk(node) if isinstance(x, ast.Name)} if isinstance(node, ast.AST) else set()
-
-
 def _set_in(node: Any) -> set[str]:
-    return {x.id for x in _targets(node)} if isinstance(node, (ast.Assign, ast.AugAssign)) else set()
+    return {x.id for x in _targets(node)}
 
 
 def _in_scope(text: CudaText, outside: set[str]) -> dict[int, set[str]]:
@@ -308,10 +294,7 @@ def _declared(node: ast.AST) -> set[str]:
 
 
 def _blocks(text: CudaText) -> Iterator[tuple[ast.AST, str, list[Any]]]:
-    for holder in ast.walk(text.tree):
-        for field in ("body", "orelse"):
-            if isinstance(block := getattr(holder, field, None), list) and holder is not text.tree:
-                yield holder, field, block
+    return (found for found in blocks(text.tree) if found[0] is not text.tree)
 
 
 def _missing_lines(text: CudaText, right: CudaText, scope: dict[int, set[str]]) -> Iterator[Change]:
@@ -319,33 +302,32 @@ def _missing_lines(text: CudaText, right: CudaText, scope: dict[int, set[str]]) 
     frame that is never set, set to one of the answer's at the end of a block.
     """
     whole = (ast.Expr, ast.AugAssign)
-    calls, ours = (Counter(x.plain(n) for n in ast.walk(x.tree) if isinstance(n, whole)) for x in (right, text))
+    calls, ours = (Counter(x.plain(n) for n in nodes(x.tree, *whole)) for x in (right, text))
     known = _known_names(text, right)
-    wanted, have = (
-        Counter(x.plain(n.func) for n in ast.walk(x.tree) if isinstance(n, ast.Call)) for x in (right, text)
-    )
-    nodes = {right.plain(n): n for n in ast.walk(right.tree) if isinstance(n, whole) and _names(n) <= known
+    wanted, have = (Counter(x.plain(n.func) for n in nodes(x.tree, ast.Call)) for x in (right, text))
+    there = {right.plain(n): n for n in nodes(right.tree, *whole) if names_in(n) <= known
              and not isinstance(getattr(n, "value", None), ast.Constant)}  # fmt: skip
     set_to, own = ({x.plain(t) for n in ast.walk(x.tree) for t in _targets(n)} for x in (right, text))
-    by_hand = {_base(x.targets[0]) for x in ast.walk(text.tree) if isinstance(x, ast.Assign)} - {""}
+    by_hand = {_base(x.targets[0]) for x in nodes(text.tree, ast.Assign)} - {""}
     kept = {x for x in text.types if text.types[x].strip() == "int"} - own - {
-        x for n in ast.walk(text.tree) if isinstance(n, Loop) for one in n.first for x in _declared(one)}  # fmt: skip
+        x for n in nodes(text.tree, Loop) for one in n.first for x in _declared(one)}  # fmt: skip
     for holder, field, block in _blocks(text):
         for at, line in enumerate(block):
-            for call in (x for x in nodes if calls[x] > ours[x] and len(x) < _LONGEST):
-                if not _names(nodes[call]) & {*text.types} <= scope[id(line)]:
+            for call in (x for x in there if calls[x] > ours[x] and len(x) < _LONGEST):
+                if not names_in(there[call]) & {*text.types} <= scope[id(line)]:
                     continue
-                new, here = _foreign(right, text, nodes[call]), text.plain(line)[:_LONGEST]
+                new, here = _foreign(right, text, there[call]), text.plain(line)[:_LONGEST]
                 if here == call:
                     continue
-                made = sorted(_names(new) & by_hand)
+                made = sorted(names_in(new) & by_hand)
                 words = f"`{call}` is missing behind `{here}`"
                 words = f"`{made[0]}` is not what `{call}` makes of it, behind `{here}`" if made else words
-                there = have[call.split("(")[0]] >= wanted[call.split("(")[0]] > 0  # in other words
-                yield _added(holder, field, at, line, new, words, 1.0 + _BY_HAND * bool(made) + _SHARED * there)
+                otherwise = have[call.split("(")[0]] >= wanted[call.split("(")[0]] > 0  # in other words
+                cost = 1.0 + _BY_HAND * bool(made) + mend._SHARED * otherwise
+                yield _added(holder, field, at, line, new, words, cost)
                 if isinstance(line, ast.Expr) and here.split("(")[0][:_ROOT] == call.split("(")[0][:_ROOT]:
                     yield _added(holder, field, at, ast.Pass(), new, f"`{here}` stands where `{call}` belongs", 0.9)
-        for name in sorted({x for n in block if not isinstance(n, Declaration) for x in _names(n)} & kept):
+        for name in sorted({x for n in block if not isinstance(n, Declaration) for x in names_in(n)} & kept):
             words, more = f"`{name}` is never moved on: `{name}++` is missing", ast.parse(f"{name} += 1").body[0]
             yield _added(holder, field, len(block) - 1, block[-1], more, f"{words} at the end of the loop", 0.3)
         fixed = {x for x in text.types if "const" in text.types[x].split()}
@@ -360,42 +342,38 @@ def _whole_lines(text: CudaText, right: CudaText) -> Iterator[Change]:
     """A line or a loop too many, too early, or in the other's place; what is added to where it is set; a barrier."""
     unmet = "__shared__" in text.unchanged and "__syncthreads" not in right.unchanged
     guards, known = _guards(text), _known_names(text, right)
-    tests = {right.plain(n.test): n.test for n in ast.walk(right.tree) if isinstance(n, ast.If)}
-    asked = [
-        (x, _foreign(right, text, ast.Expression(test).body)) for x, test in tests.items() if _names(test) <= known
-    ]
+    tests = {right.plain(n.test): n.test for n in nodes(right.tree, ast.If)}
+    asked = [(x, _foreign(right, text, test)) for x, test in tests.items() if names_in(test) <= known]
     for holder, field, block in _blocks(text):
         for at, line in enumerate(block):
             slot, here = (holder, field, at), text.plain(line).split("\n")[0][:_LONGEST]
             element = isinstance(line, (ast.Assign, ast.AugAssign)) and not _targets(line)
-            for guard, test in (
-                ((x, _expr(x)) for x in guards) if element else asked if isinstance(line, ast.Expr) else ()
-            ):
+            wanted = [(x, _expr(x)) for x in guards] if element else asked if isinstance(line, ast.Expr) else []
+            for guard, test in wanted:
                 if not isinstance(holder, ast.If):
                     words = f"`if ({guard})` is missing before `{here}`"
-                    yield Change(_GUARD, words, 1.0, ((slot, _new(ast.If(test, [line], []))),))
+                    yield Change(_GUARD, words, 1.0, ((slot, ast.If(test, [line], [])),))
             if unmet and not isinstance(line, (Declaration, ast.Return)):
                 met = ast.parse("__syncthreads()").body[0]
                 yield _added(holder, field, at, line, met, f"`__syncthreads()` is missing behind `{here}`", 0.9)
             if isinstance(line, Loop) or (isinstance(line, Opaque) and not line.declares):
                 said_of_it = re.sub(r"(?<=\() | (?=[);]|$)", "", text.plain(line))
                 words = f"the line `{said_of_it}` is one too many, with all that belongs to it"
-                yield Change(_MISSING, words, 1.6, ((slot, _new(ast.Pass())),))
+                yield Change(_MISSING, words, 1.6, ((slot, ast.Pass()),))
             if isinstance(line, ast.If) and len(line.body) == 1 and not line.orelse:
                 words = f"the line `if ({text.plain(line.test)}) {text.plain(line.body[0])}` is one too many"
                 if isinstance(line.body[0], _LINES):
-                    yield Change(_MISSING, words, 1.3, ((slot, _new(ast.Pass())),))
+                    yield Change(_MISSING, words, 1.3, ((slot, ast.Pass()),))
             elif isinstance(line, ast.If) and not line.orelse:
                 words = f"the condition `{text.plain(line.test)}` is one too many"
-                yield Change(_MISSING, words, 1.1, ((slot, _new(ast.If(ast.Constant(True), line.body, []))),))
+                yield Change(_MISSING, words, 1.1, ((slot, ast.If(ast.Constant(True), line.body, [])),))
             if isinstance(line, ast.AugAssign) and isinstance(line.op, ast.Add):
-                put = _new(ast.Assign([line.target], line.value))
+                put = ast.Assign([line.target], line.value)
                 yield Change(_MISSING, f"`+=` stands where `=` belongs, in `{here}`", 1.2, ((slot, put),))
             if isinstance(line, ast.Assign) and at + 1 < len(block):
                 set_to = {x.id for x in _targets(line)}
                 if set_to and not set_to & {*text.types}:
-                    last = ast.If(ast.Constant(True), [block[-1], line], [])
-                    edits = (slot, _new(ast.Pass())), ((holder, field, len(block) - 1), _new(last))
+                    edits = (slot, ast.Pass()), ((holder, field, len(block) - 1), both(block[-1], line))
                     yield Change(_MISSING, f"the line `{text.plain(line)}` comes too early", 1.3, edits)
         for one, other in _initialisers(block):
             words = f"`{text.plain(_at(one))}` and `{text.plain(_at(other))}` are exchanged"
@@ -407,7 +385,7 @@ def _guards(text: CudaText) -> list[str]:
     made = [(re.findall(r"(\w+)\s*=\s*$", n.texts[i]), text.plain(x)) for n in ast.walk(text.tree)
             if isinstance(n, Declaration) for i, x in enumerate(n.values)]  # fmt: skip
     threads = ["threadIdx.x", *(x for names, value in made if value.startswith("threadIdx.x") for x in names)]
-    loops = {x for n in ast.walk(text.tree) if isinstance(n, Loop) for one in n.first for x in _declared(one)}
+    loops = {x for n in nodes(text.tree, Loop) for one in n.first for x in _declared(one)}
     return [f"{x} {y}" for x in threads if x in text.unchanged for y in ("== 0", *(f"< {z}" for z in sorted(loops)))]
 
 
@@ -425,11 +403,9 @@ def _terms(text: CudaText, slot: Slot, node: ast.AST) -> list[tuple[Slot, Any]]:
     name = node.left if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) else node
     multiple = name is node or isinstance(node.right, ast.Constant)  # type: ignore[attr-defined]
     if isinstance(name, ast.Name) and multiple and text.kinds.get(name.id) == {"int"}:
-        summed = isinstance(slot[0], ast.BinOp) and isinstance(slot[0].op, (ast.Add, ast.Sub))
-        return [(slot, node)] if summed else []
-    return (
-        [x for s, y in _slots(node) if s[0] is node for x in _terms(text, s, y)] if isinstance(node, ast.BinOp) else []
-    )
+        return [(slot, node)] if is_op(slot[0], ast.Add, ast.Sub) else []
+    parts = _slots(node) if isinstance(node, ast.BinOp) else ()
+    return [x for s, y in parts if s[0] is node for x in _terms(text, s, y)]
 
 
 def _frame(node: ast.AST) -> str:
@@ -442,13 +418,13 @@ def _in_one_line(text: CudaText) -> Iterator[Change]:
     factor that it has elsewhere; a loop that goes on where one ended.
     """
     arrays = [x for x in text.types if text.kinds.get(x) == {"array"}]
-    for line in (x for x in ast.walk(text.tree) if isinstance(x, (ast.Expr, ast.Assign))):
+    for line in nodes(text.tree, ast.Expr, ast.Assign):
         slots: dict[str, list[Slot]] = defaultdict(list)
-        for x in (x for x in ast.walk(line) if isinstance(x, ast.Subscript) and _name(x.value) in arrays):
+        for x in (x for x in nodes(line, ast.Subscript) if _name(x.value) in arrays):
             slots[_name(x.value)].append((x, "value", None))
         for here, there in itertools.product(slots, arrays):
             if here != there and _type(text, here) == _type(text, there):
-                edits = tuple((slot, _new(ast.Name(there, ast.Load()))) for slot in slots[here])
+                edits = tuple((slot, ast.Name(there, ast.Load())) for slot in slots[here])
                 yield Change("wrong-name", "", 1.2, edits)
     for slot, node in _slots(text.tree):
         if isinstance(node, ast.BinOp) and not isinstance(slot[0], ast.BinOp):
@@ -458,21 +434,22 @@ def _in_one_line(text: CudaText) -> Iterator[Change]:
                     yield Change("names-exchanged", words, 1.0, ((a, y), (b, x)))
         if isinstance(node, ast.Call) and len(node.args) == 2 and len({*map(_frame, node.args)}) == 1:
             if not text.plain(node.func).startswith(_EXTREMES):
-                turned = _new(ast.Call(node.func, node.args[::-1], []))
+                turned = ast.Call(node.func, node.args[::-1], [])
                 yield Change("arguments-exchanged", "", 1.2, ((slot, turned),))
-    products = {_name(x): y for _, n in _slots(text.tree) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mult)
-                for x, y in ((n.left, n.right), (n.right, n.left)) if _name(x) and _name(y)}  # fmt: skip
+    products: dict[str, Any] = {_name(x): y for _, n in _slots(text.tree) if isinstance(n, ast.BinOp)
+                and isinstance(n.op, ast.Mult) for x, y in ((n.left, n.right), (n.right, n.left))
+                if _name(x) and _name(y)}  # fmt: skip
     for slot, node in _slots(text.tree):
-        factor = isinstance(slot[0], ast.BinOp) and isinstance(slot[0].op, ast.Mult)
+        factor = is_op(slot[0], ast.Mult)
         by = products.get(_name(node))
         if by is not None and not (factor and _name(by) in {*map(_name, ast.iter_child_nodes(slot[0]))}):
-            yield Change("more", "", 0.8, ((slot, _new(ast.BinOp(node, ast.Mult(), by))),))
+            yield Change("more", "", 0.8, ((slot, ast.BinOp(node, ast.Mult(), by)),))
     for block in (text.tree.body, *(block for _, _, block in _blocks(text))):
         for one, other in itertools.pairwise(x for x in block if isinstance(x, Loop)):
             first = other.first[0] if len(other.first) == 1 else None
             if isinstance(first, Declaration) and len(first.values) == 1 and isinstance(one.test, ast.Compare):
                 on = ast.BinOp(one.test.comparators[0], ast.Add(), first.values[0])
-                yield Change("more", "", 0.8, (((first, "values", 0), _new(on)),))
+                yield Change("more", "", 0.8, (((first, "values", 0), on),))
 
 
 def _further(text: CudaText, right: CudaText) -> Iterator[Change]:
@@ -487,26 +464,28 @@ def _further(text: CudaText, right: CudaText) -> Iterator[Change]:
     yield from _of_strides(text, right)
     made = {x for n in ast.walk(text.tree) for x in _declared(n) if not keyword.iskeyword(x)}
     unread = sorted(x for x in made if not text.reads[x] and text.kind_of(text.types.get(x, "")) in ("int", "float"))
-    powers = sorted({f for x in ast.walk(text.tree) if isinstance(x, ast.Call) and "exp" in (f := text.plain(x.func))})
+    powers = sorted({f for x in nodes(text.tree, ast.Call) if "exp" in (f := text.plain(x.func))})
     constants = [x for x in ("LN2", "LOG2E") if x in right.reads]
     ints, floats, idle = ([x for x in of if text.kinds.get(x) == {kind}] for of, kind in (
         (text.locals, "int"), (text.locals, "float"), (unread, "float")))  # fmt: skip
     yield from _of_floats(text, floats)
     pairs = [*itertools.permutations(floats, 2)] if len(floats) < 2 * _SHORTEST else []
-    kept = {id(x) for n in ast.walk(text.tree) if isinstance(n, ast.Assign) for x in ast.walk(n.value)
+    kept = {id(x) for n in nodes(text.tree, ast.Assign) for x in ast.walk(n.value)
             if _name(x) in {*map(_name, n.targets)} & {*floats}}  # fmt: skip
     swizzled = any(isinstance(x, ast.BitXor) for x in ast.walk(text.tree))
     add, sub, mult = ast.Add(), ast.Sub(), ast.Mult()
 
     def more(slot: Slot, node: ast.expr, ops: Sequence[ast.operator], names: Iterable[str], cost: float) -> Any:
         for op, name in itertools.product(ops, names):
-            yield Change("more", "", cost, ((slot, _new(ast.BinOp(node, op, ast.Name(name, ast.Load())))),))
+            yield Change("more", "", cost, ((slot, ast.BinOp(node, op, ast.Name(name, ast.Load()))),))
 
     for slot, node in _slots(text.tree):
         holder, field, _ = slot
         for name in unread if isinstance(node, ast.Name) else ():  # it is there for something
-            yield Change("wrong-name", "", 0.4, ((slot, _new(ast.Name(name, ast.Load()))),))
-        summed = isinstance(holder, ast.BinOp) and isinstance(holder.op, (ast.Add, ast.Sub))
+            yield Change("wrong-name", "", 0.4, ((slot, ast.Name(name, ast.Load())),))
+        summed = is_op(holder, ast.Add, ast.Sub)
+        row: Any = holder.value if isinstance(holder, ast.Subscript) else None
+        in_row = swizzled and isinstance(row, ast.Subscript)
         if isinstance(holder, ast.Call) and field == "args" and "exp" in text.plain(holder.func):
             yield from more(slot, node, [sub], floats, 1.2)
             yield from more(slot, node, [mult], constants, 1.2)
@@ -515,26 +494,21 @@ def _further(text: CudaText, right: CudaText) -> Iterator[Change]:
             yield from more(slot, node, [mult], idle, 0.4)
             for (a, b), f in itertools.product(pairs if id(node) in kept else (), powers):
                 power = ast.Call(ast.Name(f, ast.Load()), [_expr(f"{a} - {b}")], [])
-                yield Change(_TERM, "", 1.0, ((slot, _new(ast.BinOp(node, mult, power))),))
-        elif (
-            swizzled
-            and isinstance(holder, ast.Subscript)
-            and isinstance(row := holder.value, ast.Subscript)
-            and (isinstance(node, (ast.Name, ast.BinOp)) and field == "slice")
-        ):
-            yield Change("swizzled", "", 0.8, ((slot, _new(ast.BinOp(node, ast.BitXor(), row.slice))),))
+                yield Change(_TERM, "", 1.0, ((slot, ast.BinOp(node, mult, power)),))
+        elif in_row and isinstance(node, (ast.Name, ast.BinOp)) and field == "slice":
+            yield Change("swizzled", "", 0.8, ((slot, ast.BinOp(node, ast.BitXor(), row.slice)),))
         elif summed and _name(node) in ints:
-            yield Change("more", "", 1.2, ((slot, _new(_expr("x * 2", x=node))),))
+            yield Change("more", "", 1.2, ((slot, _expr("x * 2", x=node)),))
         elif isinstance(holder, (ast.Compare, ast.Subscript)) and isinstance(node, (ast.Name, ast.BinOp)):
             yield from more(slot, node, [add, sub], ints, 2.2)
         elif isinstance(node, ast.Constant) and node.value == 0 and isinstance(holder, (Declaration, ast.IfExp)):
             minus = ast.UnaryOp(ast.USub(), ast.Name("INFINITY", ast.Load()))
-            yield Change("more", "", 1.2, ((slot, _new(minus)),))
+            yield Change("more", "", 1.2, ((slot, minus),))
         if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Mult)):
             if swizzled and isinstance(node.op, ast.Add):
                 yield Change("wrong-operator", "", 1.2, ((slot, ast.BinOp(node.left, ast.BitXor(), node.right)),))
             elif not isinstance(node.op, ast.Add) and any(map(_is_power, (node.left, node.right))):
-                yield Change("more", "", 1.2, ((slot, _new(ast.BinOp(node, add, ast.Constant(1)))),))
+                yield Change("more", "", 1.2, ((slot, ast.BinOp(node, add, ast.Constant(1))),))
 
 
 def _of_floats(text: CudaText, floats: Sequence[str]) -> Iterator[Change]:
@@ -551,21 +525,21 @@ def _of_floats(text: CudaText, floats: Sequence[str]) -> Iterator[Change]:
         for name in floats:
             new = ast.Name(name, ast.Load())
             if id(slot[0]) in in_powers and _name(node) in floats:
-                yield Change("more", "", 1.0, ((slot, _new(ast.BinOp(node, ast.Sub(), new))),))
+                yield Change("more", "", 1.0, ((slot, ast.BinOp(node, ast.Sub(), new)),))
             elif number and not isinstance(slot[0], Declaration):
-                yield Change("wrong-name", "", 1.0, ((slot, _new(new)),))
+                yield Change("wrong-name", "", 1.0, ((slot, new),))
 
 
 def _of_strides(text: CudaText, right: CudaText) -> Iterator[Change]:
     """A stride for a number; that of a tensor which the line names is the likelier."""
     strides = {said: _foreign(of, text, x) for of in (text, right) for x in ast.walk(of.tree)
                if isinstance(x, ast.Attribute) and "_stride." in (said := of.plain(x))}  # fmt: skip
-    for line in (x for x in ast.walk(text.tree) if isinstance(x, _LINES)):
+    for line in nodes(text.tree, *_LINES):
         for slot, node in _slots(line):
             product = isinstance(node, ast.Constant) and isinstance(getattr(slot[0], "op", None), ast.Mult)
             for said, stride in strides.items() if product else ():
                 cost = 0.8 if said.rpartition(".")[0] in text.plain(line) else 1.4
-                yield Change("wrong-name", "", cost, ((slot, _new(stride)),))
+                yield Change("wrong-name", "", cost, ((slot, stride),))
 
 
 def _in_one_branch(text: CudaText) -> Iterator[Change]:
@@ -578,16 +552,16 @@ def _in_one_branch(text: CudaText) -> Iterator[Change]:
 def _for_another(text: CudaText, right: CudaText) -> Iterator[Change]:
     """A number, a name, a function or an axis in the place of another one."""
     numbers, ints = _numbers(text, right), [x for x in text.locals if text.kinds.get(x) == {"int"}]
-    calls = [(x, n) for x in (text, right) for n in ast.walk(x.tree) if isinstance(n, ast.Call)]
+    calls = [(x, n) for x in (text, right) for n in nodes(x.tree, ast.Call)]
     functions = {x.plain(n.func): len(n.args) for x, n in calls}
     lasts = {one.plain(x): _expr(one.plain(x)) for one in (text, right) for _, x in _slots(one.tree)
              if re.fullmatch(r"[A-Z]\w* - 1", one.plain(x))}  # fmt: skip
-    tests = {id(x.test) for x in ast.walk(text.tree) if isinstance(x, Loop)}
+    tests = {id(x.test) for x in nodes(text.tree, Loop)}
     for slot, node in _slots(text.tree):
         holder, field, _ = slot
         if isinstance(node, ast.Constant) and type(n := node.value) is int:
             for name in ints if isinstance(holder, ast.Call) and field == "args" else ():
-                yield Change("wrong-name", "", 1.4, ((slot, _new(ast.Name(name, ast.Load()))),))
+                yield Change("wrong-name", "", 1.4, ((slot, ast.Name(name, ast.Load())),))
             near = {n * 2, *(n // x for x in (2, 4, 8) if n % x == 0)} if n and not n & (n - 1) else set()
             cheap = 1.45 if id(holder) in tests else 1.6  # twice or half as many turns
             for value, cost in (*((x, cheap) for x in sorted(near)), *((x, 2.1) for x in sorted(numbers - near))):
@@ -595,18 +569,18 @@ def _for_another(text: CudaText, right: CudaText) -> Iterator[Change]:
                     yield Change("wrong-number", "", cost, ((slot, ast.Constant(value)),))
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) and text.plain(node.right) == "2":
             of = ast.BinOp(node.left, ast.Add(), ast.Constant(1))
-            yield Change("wrong-parity", "", 1.0, ((slot, _new(ast.BinOp(of, node.op, node.right))),))
+            yield Change("wrong-parity", "", 1.0, ((slot, ast.BinOp(of, node.op, node.right)),))
         if isinstance(holder, ast.Compare) and isinstance(holder.ops[0], (ast.Eq, ast.NotEq)):
             for end in (*lasts.values(), ast.Constant(0)):
                 if text.plain(node) in (*lasts, "0") and text.plain(node) != text.plain(end):
-                    yield Change("wrong-end", "", 0.9, ((slot, _new(end)),))
+                    yield Change("wrong-end", "", 0.9, ((slot, end),))
         if isinstance(node, ast.Call) and (own := text.plain(node.func)).isidentifier():
             for f in (f for f, n in functions.items() if f.isidentifier() and f != own and n == len(node.args)):
                 if f[:_ROOT] == own[:_ROOT] or (own[:2] == f[:2] == "__" and own[-5:] == f[-5:] == "_sync"):
                     yield Change("wrong-function", "", 0.8, (((node, "func", None), ast.Name(f, ast.Load())),))
         if isinstance(node, ast.Attribute) and node.attr in "xyzw":
             for attr in sorted({*"xyzw"} - {node.attr}):
-                yield Change("wrong-name", "", 1.8, ((slot, _new(ast.Attribute(node.value, attr, ast.Load()))),))
+                yield Change("wrong-name", "", 1.8, ((slot, ast.Attribute(node.value, attr, ast.Load())),))
 
 
 def _is_power(node: ast.AST) -> bool:
@@ -614,8 +588,8 @@ def _is_power(node: ast.AST) -> bool:
 
 
 def _numbers(*texts: CudaText) -> set[int]:
-    nodes = (n for x in texts for n in ast.walk(x.tree))
-    return {n.value for n in nodes if isinstance(n, ast.Constant) and type(n.value) is int and n.value < _LARGE}
+    numbers = (n.value for x in texts for n in nodes(x.tree, ast.Constant) if type(n.value) is int)
+    return {n for n in numbers if n < _LARGE}
 
 
 def _divisors(text: CudaText) -> Iterator[tuple[Slot, Any]]:
@@ -636,7 +610,7 @@ def _throughout(text: CudaText, right: CudaText) -> Iterator[Change]:
     for slots, name in itertools.product(divided.values(), constants):
         yield Change("wrong-number", "", 1.4, tuple((slot, ast.Name(name, ast.Load())) for slot in slots))
     bounds = defaultdict(list)
-    for slot, x in (found for n in ast.walk(text.tree) if isinstance(n, Loop) for found in _slots(n.test)):
+    for slot, x in (found for n in nodes(text.tree, Loop) for found in _slots(n.test)):
         if isinstance(x, ast.Constant) and type(x.value) is int:
             bounds[x.value].append(slot)
     for bound, slots in bounds.items():
@@ -649,7 +623,7 @@ def _throughout(text: CudaText, right: CudaText) -> Iterator[Change]:
         olds = dict.fromkeys(f for _, _, f in based)
         if {"log", "exp"} <= {f.strip("_")[:3] for f in olds}:
             here, there = (" and ".join(f"`{x}`" for x in y) for y in (olds, dict.fromkeys(to[f] for f in olds)))
-            every = [(slot, _new(ast.Call(ast.Name(to[f], ast.Load()), x.args, []))) for slot, x, f in based]
+            every = [(slot, ast.Call(ast.Name(to[f], ast.Load()), x.args, [])) for slot, x, f in based]
             yield Change(_MISSING, f"{here} stand where {there} belong", 1.0, tuple(every))
 
 
@@ -666,20 +640,20 @@ def _heads(text: CudaText, right: CudaText) -> Iterator[Change]:
         words = [of.plain(_at(x)) for x in places]
         return (name, places, [*words[:2], f"{name} {op} {words[2]}"]) if op else None
 
-    for mine in (x for x in ast.walk(text.tree) if isinstance(x, Loop)):
-        for other in (x for x in ast.walk(right.tree) if isinstance(x, Loop)):
+    for mine in nodes(text.tree, Loop):
+        for other in nodes(right.tree, Loop):
             here, there = head(text, mine), head(right, other)
             if not (here and there and "-=" not in here[2][2] + there[2][2] and "*=" not in here[2][2]):
                 continue
-            news = [_foreign(right, text, ast.Expression(_at(x)).body) for x in there[1]]
-            for x in (x for new in news for x in ast.walk(new) if isinstance(x, ast.Name) and x.id == there[0]):
+            news = [_foreign(right, text, _at(x)) for x in there[1]]
+            for x in (x for new in news for x in nodes(new, ast.Name) if x.id == there[0]):
                 x.id = here[0]
             if "*= 2" in there[2][2]:
                 news[2] = ast.Name(here[0], ast.Load())
             heads = (f"for ({here[0]} = {a}; {b}; {c})" for a, b, c in (here[2], [re.sub(
                      rf"\b{there[0]}\b", here[0], x) for x in there[2]]))  # fmt: skip
             words = "`{}` stands where `{}` belongs".format(*heads)
-            yield Change(_MISSING, words, 1.3, tuple(zip(here[1], map(_new, news), strict=True)))
+            yield Change(_MISSING, words, 1.3, tuple(zip(here[1], news, strict=True)))
 
 
 def _name(node: ast.AST) -> str:
@@ -702,7 +676,7 @@ def _initialisers(block: Sequence[Any]) -> Iterator[tuple[Slot, Slot]]:
 def _known_names(text: CudaText, right: CudaText) -> set[str]:
     """Names of the right text that mean something in the answer."""
     frame = {*right.reads} - {*right.locals, *right.params, *re.findall(r"\b([A-Z]\w*) = ", right.unchanged)}
-    return _names(text.tree) | frame | {*right.others}
+    return names_in(text.tree) | frame | {*right.others}
 
 
 def _targets(node: ast.AST) -> list[Any]:
@@ -711,17 +685,15 @@ def _targets(node: ast.AST) -> list[Any]:
 
 
 def _added(holder: ast.AST, field: str, at: int, line: Any, new: ast.stmt, words: str, cost: float = 1.0) -> Change:
-    lines = ast.If(ast.Constant(True), [line, new], [])
-    return Change(_MISSING, words, cost, (((holder, field, at), _new(lines)),))
+    return Change(_MISSING, words, cost, (((holder, field, at), both(line, new)),))
 
 
 def _foreign(right: CudaText, text: CudaText, node: Any) -> Any:
     """A piece of the right text in the learner's tree, where what is no Python name is numbered otherwise."""
     names = {k: text._other(v) for k, v in right.others.items()}
     new = ast.parse(ast.unparse(node)).body[0]
-    for x in ast.walk(new):
-        if isinstance(x, ast.Name):
-            x.id = names.get(x.id, x.id)
+    for x in nodes(new, ast.Name):
+        x.id = names.get(x.id, x.id)
     return new if isinstance(node, ast.stmt) else new.value  # type: ignore[attr-defined]
 
 
@@ -729,12 +701,12 @@ def _of_states(text: CudaText, scope: dict[int, set[str]]) -> Iterator[Change]:
     """What one loop has and another lacks, of a state that both bring up to date: a line that takes a variable over;
     the exponential that is one of two summed terms' factor, for the other.
     """
-    lines = {text.plain(x): x for x in ast.walk(text.tree) if isinstance(x, ast.Assign) and isinstance(
+    lines = {text.plain(x): x for x in nodes(text.tree, ast.Assign) if isinstance(
         x.value, ast.Name) and _set_in(x)}  # fmt: skip
     for holder, field, block in _blocks(text):
         here = {text.plain(x) for x in block}
         for said_of_it, line in lines.items() if isinstance(holder, Loop) and block else ():
-            if said_of_it not in here and _names(line) <= scope[id(block[-1])]:
+            if said_of_it not in here and names_in(line) <= scope[id(block[-1])]:
                 words = f"the line `{said_of_it}` is missing at the end of the loop"
                 yield _added(holder, field, len(block) - 1, block[-1], copy.deepcopy(line), words, 0.5)
     floats = sorted(x for x in text.types if text.kinds.get(x) == {"float"})
@@ -748,10 +720,9 @@ def _of_states(text: CudaText, scope: dict[int, set[str]]) -> Iterator[Change]:
                 for name in floats:
                     factor = copy.deepcopy(power)
                     factor.args[0].left = ast.Name(name, ast.Load())
-                    words = (
-                        f"`{text.plain(node)}` is not multiplied by `{text.plain(factor)}`, in `{text.plain(slot[0])}`"
-                    )
-                    yield Change(_MISSING, words, 0.9, ((slot, _new(ast.BinOp(node, ast.Mult(), factor))),))
+                    by = f"`{text.plain(factor)}`, in `{text.plain(slot[0])}`"
+                    words = f"`{text.plain(node)}` is not multiplied by {by}"
+                    yield Change(_MISSING, words, 0.9, ((slot, ast.BinOp(node, ast.Mult(), factor)),))
 
 
 def _of_the_right(text: CudaText, right: CudaText) -> Iterator[Change]:
@@ -766,13 +737,13 @@ def _of_the_right(text: CudaText, right: CudaText) -> Iterator[Change]:
     for slot, node in _slots(text.tree):
         if _name(node) in off_by and not isinstance(slot[0], ast.BinOp):
             yield Change("more", "", 0.8, ((slot, off_by[_name(node)]),))
-    pieces = {x: n for x, n in pieces.items() if len(tokens(x).split()) >= _SHORTEST and _names(n) <= known}
+    pieces = {x: n for x, n in pieces.items() if len(tokens(x).split()) >= _SHORTEST and names_in(n) <= known}
     counted = [(_foreign(right, text, n), Counter(tokens(x).split())) for x, n in pieces.items()]
-    have, wanted = (Counter(x.plain(n) for n in ast.walk(x.tree) if isinstance(n, ast.expr)) for x in (text, right))
-    sums = (n for n in ast.walk(right.tree) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Add))
-    terms = {said: (_foreign(right, text, x), Counter(tokens(right.plain(other)).split())) for n in sums
-             for x, other in ((n.left, n.right), (n.right, n.left))
-             if have[said := right.plain(x)] < wanted[said] and not said.isdigit() and _names(x) <= known}  # fmt: skip
+    have, wanted = (Counter(x.plain(n) for n in nodes(x.tree, ast.expr)) for x in (text, right))
+    sums = (n for n in nodes(right.tree, ast.BinOp) if isinstance(n.op, ast.Add))
+    sides = (x for n in sums for x in ((n.left, n.right), (n.right, n.left)) if names_in(x[0]) <= known)
+    terms = {said: (_foreign(right, text, x), Counter(tokens(right.plain(other)).split())) for x, other in sides
+             if have[said := right.plain(x)] < wanted[said] and not said.isdigit()}  # fmt: skip
 
     def alike(a: Counter[str], b: Counter[str]) -> bool:
         fewer, more = sorted((a.total(), b.total()))
@@ -786,7 +757,7 @@ def _of_the_right(text: CudaText, right: CudaText) -> Iterator[Change]:
         if whole and isinstance(node, (ast.Name, ast.BinOp)):
             for term, others in terms.values():
                 more = ast.BinOp(node, ast.Add(), term)
-                yield Change(_TERM, "", 1.2 + 0.4 * (not alike(mine, others)), ((slot, _new(more)),))
+                yield Change(_TERM, "", 1.2 + 0.4 * (not alike(mine, others)), ((slot, more),))
         for nth, (piece, there) in enumerate(counted):
             if mine != there and alike(mine, there) and not isinstance(slot[0], ast.Return):  # that is all of it
                 cost = 1.1 + 0.1 * ((mine | there).total() - (mine & there).total())

@@ -15,8 +15,9 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from flashlab.check.changes import Change, Slot, Text, _new
+from flashlab.check.changes import Change, Slot, Text
 from flashlab.check.code_changes import of_code, of_lines
+from flashlab.check.trees import blocks, names_in, nodes
 
 CHOSEN = "flashlab_change"  # the variable that says which change runs; 0 is the right text
 PRELUDE = f"""#include <type_traits>
@@ -149,17 +150,17 @@ class CudaText(Text):
         self.tree = ast.FunctionDef("text", ast.arguments([], [], None, [], [], None, []), [], [])
         self.tree.body = [Body(body=x) for x in bodies]  # type: ignore[call-arg]
         ast.fix_missing_locations(self.tree)
-        names = [n.id for n in ast.walk(self.tree) if isinstance(n, ast.Name)]
+        names = [n.id for n in nodes(self.tree, ast.Name)]
         self.reads, self.locals = Counter(names), [x for x in self.types if x not in self.params and x in names]
         self.kinds = {name: {self.kind_of(of)} for name, of in self.types.items()}
         self.numbers = [x for x in self.params if self.kinds[x] == {"int"}]
         self.parts, self.results = [], set()
-        made, nodes = defaultdict[str, list[ast.expr]](list), [*ast.walk(self.tree)]
-        for node in nodes:
-            for text, value in zip(node.texts, node.values, strict=False) if isinstance(node, Declaration) else ():
+        made = defaultdict[str, list[ast.expr]](list)
+        for node in nodes(self.tree, Declaration):
+            for text, value in zip(node.texts, node.values, strict=False):
                 made[next(iter(re.findall(r"(\w+)\s*=\s*$", text)), "")].append(value)
-        again = {ast.unparse(x) for n in nodes if isinstance(n, (ast.Assign, ast.AugAssign)) for x in (
-                 n.targets if isinstance(n, ast.Assign) else [n.target])}  # fmt: skip
+        again = {ast.unparse(n.targets[0] if isinstance(n, ast.Assign) else n.target)
+                 for n in nodes(self.tree, ast.Assign, ast.AugAssign)}  # fmt: skip
         self.meant = {name: x[0] for name, x in made.items() if len(x) == 1 and name not in again}
 
     @functools.cached_property
@@ -304,10 +305,8 @@ class CudaText(Text):
             if not plain and (listed := self._list(of, part)):
                 head, *elements = listed
                 texts[-1] += head
-                for x in elements:
-                    values.append(x)
-                    texts.append(", ")
-                texts[-1] = part[-1] + _NEXT
+                texts += [*[", "] * (len(elements) - 1), part[-1] + _NEXT]
+                values += elements
                 continue
             if "=" in part and not plain and part[part.index("=") + 1] != "{":
                 value = self._expression(part[part.index("=") + 1 :])
@@ -549,9 +548,8 @@ class CudaText(Text):
 
         if isinstance(node, Loop):
             begins = "".join(self.built(x, other, False) for x in node.first) or ";"
-            steps = "".join(
-                f"if ({CHOSEN} == {n}) {{ {new} }} else " for x in node.step for n, new in other[id(x), "", None]
-            )
+            each = [edit for x in node.step for edit in other[id(x), "", None]]
+            steps = "".join(f"if ({CHOSEN} == {number}) {{ {new} }} else " for number, new in each)
             plain = ", ".join(self.written(x).rstrip(";") for x in node.step)
             step = f"[&] {{ {steps}{{ {plain}; }} }}()" if steps else plain
             return f"for ({begins} {value(node, 'test', None, node.test)}; {step}) {{ {lines(node, 'body')} }}"
@@ -597,9 +595,8 @@ class CudaText(Text):
                             continue
                         node, name, k = units.get(id(holder), (holder, field, at))
                         value: Any = getattr(node, name) if name else node
-                        told[id(node), name, k] = (
-                            self.c(value if k is None else value[k], 1) if name else self.written(node)
-                        )
+                        one = value if k is None else value[k]
+                        told[id(node), name, k] = self.c(one, 1) if name else self.written(node)
                 except (UnreadableError, KeyError, RecursionError):  # the last: a node that is put into itself
                     continue
             for slot, text in told.items():
@@ -674,18 +671,17 @@ def of_expression(text: CudaText, slot: Slot, node: ast.expr) -> Iterator[tuple[
 
 def of_statements(text: CudaText) -> Iterator[Change]:
     for slug, said, cost, slot, new in of_lines(text):
-        yield Change(slug, said, cost, ((slot, _new(new)),))
-    for holder in ast.walk(text.tree):
-        for name in ("body", "orelse"):
-            block = getattr(holder, name, None)
-            for i, (one, after) in enumerate(itertools.pairwise(block) if isinstance(block, list) else ()):
-                if isinstance(one, _LINES) and isinstance(after, _LINES) and ast.Expr in (type(one), type(after)):
-                    edits = ((holder, name, i), after), ((holder, name, i + 1), one)
-                    said = f"the line `{text.plain(one)}` comes too late, after `{text.plain(after)}`"
-                    yield Change("lines-exchanged", said, 1.5, edits)
-            yield from _of_registers(text, block if isinstance(block, list) else [])
-        if isinstance(holder, Declaration) and len(holder.texts) > 2 and ", " in holder.texts:
-            yield from _exchanged(text, [(holder, "values", i) for i in range(len(holder.values))])
+        yield Change(slug, said, cost, ((slot, new),))
+    for holder, name, block in blocks(text.tree):
+        for i, (one, after) in enumerate(itertools.pairwise(block)):
+            if isinstance(one, _LINES) and isinstance(after, _LINES) and ast.Expr in (type(one), type(after)):
+                edits = ((holder, name, i), after), ((holder, name, i + 1), one)
+                said = f"the line `{text.plain(one)}` comes too late, after `{text.plain(after)}`"
+                yield Change("lines-exchanged", said, 1.5, edits)
+        yield from _of_registers(text, block)
+    for made in nodes(text.tree, Declaration):
+        if len(made.texts) > 2 and ", " in made.texts:
+            yield from _exchanged(text, [(made, "values", i) for i in range(len(made.values))])
 
 
 def _of_registers(text: CudaText, block: Sequence[ast.AST]) -> Iterator[Change]:
@@ -725,14 +721,10 @@ def _of_call(text: CudaText, node: ast.Call, called: str) -> Iterator[tuple[obje
             yield "limit-missing", f"{w(gone)} does not count: it is {w(kept)}, in {w(node)}", 1.0, kept
     for i in range(len(args) - 1 if len(args) > 2 else 0):
         said = f"{w(args[i])} and {w(args[i + 1])} are exchanged, in {w(node)}"
-        yield (
-            "arguments-exchanged",
-            said,
-            1.5,
-            ast.Call(node.func, [*args[:i], args[i + 1], args[i], *args[i + 2 :]], []),
-        )
-    for other in ast.walk(text.tree) if len(args) > 1 else ():
-        same = isinstance(other, ast.Call) and ast.dump(other.func) == ast.dump(node.func) and w(other) != w(node)
+        new = ast.Call(node.func, [*args[:i], args[i + 1], args[i], *args[i + 2 :]], [])
+        yield "arguments-exchanged", said, 1.5, new
+    for other in nodes(text.tree, ast.Call) if len(args) > 1 else ():
+        same = ast.dump(other.func) == ast.dump(node.func) and w(other) != w(node)
         if same and not any(x is node for x in ast.walk(other)):  # else it would be within itself
             likely = 0.9 if name == "pack" else 1.7  # registers are easily confused
             yield "wrong-call", f"{w(other)} stands where {w(node)} belongs", likely, other
@@ -740,14 +732,10 @@ def _of_call(text: CudaText, node: ast.Call, called: str) -> Iterator[tuple[obje
         right = args[-1].value
         for lane in (x for x in range(1, 32) if x != right):
             said = f"an exchange asks lane ^ {lane}, where lane ^ {right!r} belongs, in {w(node)}"
-            yield (
-                "wrong-shuffle-mask",
-                said,
-                1.4 if lane & (lane - 1) == 0 else 2.4,
-                ast.Call(node.func, [*args[:-1], ast.Constant(lane)], []),
-            )
+            cost = 1.4 if lane & (lane - 1) == 0 else 2.4
+            yield "wrong-shuffle-mask", said, cost, ast.Call(node.func, [*args[:-1], ast.Constant(lane)], [])
 
 
 def _counts(text: CudaText, node: ast.expr) -> bool:
-    names = [n.id for n in ast.walk(node) if isinstance(n, ast.Name)]
+    names = names_in(node)
     return bool(names) and all(text.kinds.get(x, {"int"}) == {"int"} and x != "INFINITY" for x in names)

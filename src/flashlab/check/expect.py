@@ -30,7 +30,6 @@ def expect_close(
     diagnosis: str = "wrong-value",
     case: str | None = None,
     tol: float | None = None,
-    dtype: torch.dtype | None = None,
     because: str | None = None,
 ) -> float:
     """Compare a learner's value with the right one; raise `CheckFailed`, or return the largest absolute error.
@@ -40,7 +39,6 @@ def expect_close(
     what        what the value is called in the sentence: "the running maximum m".
     tol         largest absolute error allowed; by default a small multiple of the rounding of the lower of the two
                 dtypes, times max(1, max|want|).
-    dtype       when given, `got` must be a tensor of this dtype.
     because     words for the end of the sentence: what to look at.
     """
     __tracebackhide__ = True
@@ -52,7 +50,7 @@ def expect_close(
         raise failed
 
     expected = _tensor(want)
-    if (strange := _strange(got, expected, what, dtype)) is not None:
+    if (strange := _strange(got, expected, what)) is not None:
         fail(*strange)
     actual = _tensor(got)
     if expected.numel() == 0:
@@ -79,7 +77,7 @@ def expect_close(
     raise AssertionError("unreachable")
 
 
-def _strange(got: Any, expected: torch.Tensor, what: str, dtype: torch.dtype | None) -> tuple[str, str] | None:
+def _strange(got: Any, expected: torch.Tensor, what: str) -> tuple[str, str] | None:
     """(sentence, slug) of what cannot be compared."""
     if got is None:
         return f"{what} is None: is a `return` missing?", "returned-none"
@@ -87,9 +85,6 @@ def _strange(got: Any, expected: torch.Tensor, what: str, dtype: torch.dtype | N
         actual = _tensor(got)
     except (TypeError, ValueError, RuntimeError):
         return f"{what} should be a number or a tensor, not {type(got).__name__}", "wrong-type"
-    if dtype is not None and (not isinstance(got, torch.Tensor) or got.dtype != dtype):
-        kind = got.dtype if isinstance(got, torch.Tensor) else type(got).__name__
-        return f"{what} should be of dtype {dtype}, not {kind}", "wrong-dtype"
     if actual.shape != expected.shape:
         return f"{what} has shape {list(actual.shape)}, it should be {list(expected.shape)}", "wrong-shape"
     return None

@@ -20,13 +20,6 @@ class CheckFailed(Exception):
         self.unexplained = False  # one comparison of several said where the values differ, and nothing more
         self.what = ""  # what was compared
 
-    def __reduce__(self):
-        return _rebuild, (type(self), self.sentence, self.diagnosis, self.case)
-
     def _render_traceback_(self) -> list[str]:  # IPython calls this in place of its own traceback
         where = f" [case: {self.case}]" if self.case else ""
         return f"✗ {self.sentence}{where} ({self.diagnosis})".split("\n")
-
-
-def _rebuild(cls: type[CheckFailed], sentence: str, diagnosis: str, case: str | None) -> CheckFailed:
-    return cls(sentence, diagnosis=diagnosis, case=case)

@@ -21,10 +21,11 @@ from typing import Any
 import torch
 
 from flashlab.check import mend, tensor_changes
-from flashlab.check.changes import Change, Text, Variants, _expr, _new, _slots, changes
+from flashlab.check.changes import Change, Text, Variants, _expr, _slots, changes
 from flashlab.check.failed import CheckFailed
 from flashlab.check.kernel_changes import KernelText, _Started
-from flashlab.check.own_changes import of_grids, own_changes, plain
+from flashlab.check.own_changes import of_grids, own_changes
+from flashlab.check.trees import names_in, nodes, plain
 from flashlab.triton_tools.model import launch
 from flashlab.triton_tools.portable import jit_function
 
@@ -90,8 +91,8 @@ def _first(parts: Sequence[_Part], cases: Sequence[Any]) -> str:
     until, priced = time.process_time() + _SECONDS, []
     if not parts or all(_gives(parts[0].compiled(), case) for case in cases):
         return ""  # what is wrong shows elsewhere
-    nodes = [x for part in parts for x in ast.walk(part.tree) if isinstance(x, ast.Attribute)]
-    options = {plain(x): _expr(plain(x)) for x in nodes if plain(x).startswith("ctx.") and isinstance(x.ctx, ast.Store)}
+    set_to = [x for part in parts for x in nodes(part.tree, ast.Attribute) if isinstance(x.ctx, ast.Store)]
+    options = {plain(x): _expr(plain(x)) for x in set_to if plain(x).startswith("ctx.")}
     for part in parts:
         own = options if "ctx" in part.params else {}
         part.kinds = tensor_changes.kinds_of(part, [(case,) for case in cases[:1]])
@@ -140,11 +141,10 @@ def _on_model(kernel: FunctionType) -> Callable[..., None]:
     """(grid, arguments) -> None: runs a kernel on the model, and writes what it stores."""
     text = KernelText(kernel, (), lambda **_: 1, {})
     made, _ = text.function(text.tree)
-    calls = [n for n in ast.walk(text.tree) if isinstance(n, ast.Call) and plain(n.func).startswith(_STORES)]
-    stored = {x.id for n in calls for x in ast.walk(n.args[0]) if isinstance(x, ast.Name)}
+    calls = [n for n in nodes(text.tree, ast.Call) if plain(n.func).startswith(_STORES)]
+    stored = {name for n in calls for name in names_in(n.args[0])}
     for _ in text.locals:
-        stored |= {x.id for name in stored for value in text.assigned.get(name, ()) if value for x in ast.walk(value)
-                   if isinstance(x, ast.Name)}  # fmt: skip
+        stored |= {x for name in stored for value in text.assigned.get(name, ()) if value for x in names_in(value)}
     defaults = {x.name: x.default for x in inspect.signature(kernel).parameters.values() if x.default is not x.empty}
 
     def start(grid: Any, *args: Any, **named: Any) -> None:
@@ -165,29 +165,25 @@ def _of_hosts(text: Text, options: Mapping[str, ast.expr]) -> Iterator[Change]:
     """
     numbers = [x for x, kinds in text.kinds.items() if kinds == {"number"}]
     tensors = [x for x, kinds in text.kinds.items() if any(isinstance(kind, tuple) for kind in kinds)]
-    sizes = [x for n in ast.walk(text.tree) if isinstance(n, ast.Subscript) for x in ast.walk(n.slice)]
+    sizes = [x for n in nodes(text.tree, ast.Subscript) for x in ast.walk(n.slice)]
     named = {x.id for x in sizes if isinstance(x, ast.Name)} & {*numbers}
     sizes += [x for name in named for value in text.assigned.get(name, ()) if value for x in ast.walk(value)]
     grids = {*map(id, sizes)}
     for slot, node in _slots(text.tree):
         for name in numbers if id(node) in grids and isinstance(node, (ast.BinOp, ast.Call, ast.Name)) else ():
-            yield Change("more", "", 0.8, ((slot, _new(_expr(f"x * {name}", x=node))),))
+            yield Change("more", "", 0.8, ((slot, _expr(f"x * {name}", x=node)),))
             if isinstance(node, ast.Name) and node.id in numbers:
                 yield Change("wrong-name", "", 0.5, ((slot, _expr(name)),))
         if isinstance(node, ast.Name) and node.id in tensors:
             for other in (x for x in tensors if x != node.id and text.kinds[x] & text.kinds[node.id]):
                 yield Change("wrong-name", "", 1.2, ((slot, ast.Name(other, ast.Load())),))
-            yield Change("more", "", 0.6, ((slot, _new(_expr("x.contiguous()", x=node))),))
-        handed = (
-            isinstance(slot[0], ast.Call)
-            and slot[1] == "args"
-            and isinstance(node, (ast.Constant, ast.Name, ast.BinOp))
-        )
+            yield Change("more", "", 0.6, ((slot, _expr("x.contiguous()", x=node)),))
+        handed = slot[1] == "args" and isinstance(node, (ast.Constant, ast.Name, ast.BinOp))  # only calls have these
         for option in (x for said, x in options.items() if handed and said != plain(node)):
             yield Change("wrong-name", "", 0.7 if isinstance(node, ast.Constant) else 1.4, ((slot, option),))
         if isinstance(slot[0], ast.Assign) and slot[1] == "value":
             for name in (x for x in text.params if x not in tensors):
-                yield Change("more", "", 0.0, ((slot, _new(_expr(f"{name} if {name} is not None else x", x=node))),))
+                yield Change("more", "", 0.0, ((slot, _expr(f"{name} if {name} is not None else x", x=node)),))
         if isinstance(node, ast.Constant) and plain(getattr(slot[0], "func", node)) == "range":
             for name, axis in itertools.product((x for x in text.params if x in tensors), (0, 1)):
                 yield Change("wrong-number", "", 0.8, ((slot, _expr(f"{name}.shape[{axis}]")),))

@@ -24,8 +24,9 @@ import numpy as np
 import torch
 
 from flashlab.check import tensor_changes
-from flashlab.check.changes import Change, Edits, Slot, Text, _expr, _new, _slots, factors_of
+from flashlab.check.changes import Change, Edits, Slot, Text, _expr, _slots, factors_of
 from flashlab.check.poison import carried
+from flashlab.check.trees import LOOPS, both, is_op, names_in, nodes, reads
 from flashlab.triton_tools.model import Model, Pointer, launch
 from flashlab.triton_tools.portable import jit_function
 
@@ -50,8 +51,7 @@ class KernelText(Text):
                 ours[name] = FunctionType(called.fn.__code__, {**called.fn.__globals__, **ours})
         self.globals = {**self.globals, **ours}
         self.constants = {name for name, kind in fn.__annotations__.items() if "constexpr" in str(kind)}
-        stored = [n.args[1] for n in ast.walk(self.tree) if isinstance(n, ast.Call) and _name(n) == "store"]
-        self.results = {id(x) for x in stored}
+        self.results = {id(n.args[1]) for n in nodes(self.tree, ast.Call) if _name(n) == "store"}
 
     @functools.cached_property
     def strides(self) -> dict[str, tuple[str, str]]:
@@ -81,9 +81,8 @@ class HostedText(KernelText):
     """
 
     def __init__(self, host: FunctionType, call: Callable[..., Any]):
-        kernels = {
-            name: found for name in host.__code__.co_names if (found := jit_function(host.__globals__.get(name)))
-        }
+        found = ((name, jit_function(host.__globals__.get(name))) for name in host.__code__.co_names)
+        kernels = {name: kernel for name, kernel in found if kernel}
         if len(kernels) != 1:
             raise TypeError("not one kernel")
         ((self.name, kernel),) = kernels.items()
@@ -180,7 +179,7 @@ def _kind(value: Any) -> Any:
 
 
 def _loaded(node: ast.Call) -> str:
-    return next((n.id for n in ast.walk(node.args[0]) if isinstance(n, ast.Name) and "ptr" in n.id), "it")
+    return next((n.id for n in nodes(node.args[0], ast.Name) if "ptr" in n.id), "it")
 
 
 def _with(node: ast.Call, **parts: Any) -> ast.Call:
@@ -269,11 +268,11 @@ def further(text: Text) -> Iterator[Change]:
     known: dict[str, tuple[str, str]] = getattr(text, "strides", {})
     there = {place: name for name, place in known.items()}
     tensors = sorted({of for of, _ in there if of})
-    for line in [x for x in ast.walk(text.tree) if isinstance(x, (ast.Assign, ast.AugAssign, ast.Expr))]:
+    for line in nodes(text.tree, ast.Assign, ast.AugAssign, ast.Expr):
         at = [(slot, node.id) for slot, node in _slots(line) if isinstance(node, ast.Name) and node.id in known]
         for mine, other in itertools.permutations(tensors, 2):
             own = [(slot, there.get((other, known[name][1]), "")) for slot, name in at if known[name][0] == mine]
-            edits = [(slot, _new(ast.Name(name, ast.Load()))) for slot, name in own]
+            edits = [(slot, ast.Name(name, ast.Load())) for slot, name in own]
             if len(edits) > 1 and all(name for _, name in own):
                 said = f"the strides of {mine.upper()} stand where those of {other.upper()} belong, in {text.say(line)}"
                 yield Change("strides-of-another", said, 1.5, tuple(edits))
@@ -283,22 +282,21 @@ def _of_edges(text: Text) -> Iterator[Change]:
     """An edge without the difference of two lengths, a product without what nobody reads, an index not divided."""
     fixed: set[str] = getattr(text, "constants", set())
     numbers = {x for x in text.kinds if text.kinds[x] == {"number"} or x in fixed}
-    nodes = [*_slots(text.tree)]
-    names = [x for x in ast.walk(text.tree) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Load)]
-    unread = [x for x in text.params if x not in {n.id for n in names}]
-    divided = {ast.unparse(n): n for _, n in nodes if isinstance(n, ast.BinOp) and isinstance(n.op, ast.FloorDiv)}
+    found: list[tuple[Slot, Any]] = [*_slots(text.tree)]
+    unread = [x for x in text.params if x not in {*reads(text.tree)}]
+    divided = {ast.unparse(n): n for _, n in found if is_op(n, ast.FloorDiv)}
 
     def edge(parent: ast.AST) -> bool:
         compared = isinstance(parent, ast.Compare) and not isinstance(parent.ops[0], (ast.Eq, ast.NotEq))
         return compared or (isinstance(parent, ast.Call) and _name(parent) in ("minimum", "maximum"))
 
-    edges = [(slot, node) for slot, node in nodes if edge(slot[0]) and isinstance(node, ast.expr)]
-    at_edges = {x.id for _, node in edges for x in ast.walk(node) if isinstance(x, ast.Name)}
+    edges = [(slot, node) for slot, node in found if edge(slot[0])]
+    at_edges = {name for _, node in edges for name in names_in(node)}
     strides = getattr(text, "strides", {})
     sizes = [x for x in text.params if x in (at_edges | {*unread}) & numbers - fixed and x not in strides]
-    own = [x for x in text.locals if x in numbers and isinstance(getattr(
-        (value := (text.assigned.get(x) or [None])[-1]), "op", None), (ast.Add, ast.Sub)) and {
-        n.id for n in ast.walk(value) if isinstance(n, ast.Name)} <= {*text.params}]  # type: ignore[arg-type]  # fmt: skip
+    last = {x: (text.assigned.get(x) or [None])[-1] for x in text.locals if x in numbers}
+    own = [x for x, value in last.items() if isinstance(getattr(value, "op", None), (ast.Add, ast.Sub))
+           and names_in(value) <= {*text.params}]  # fmt: skip
     pairs = [f"{a} - {b}" for a, b in itertools.permutations(sizes, 2)]
     shifts = [*own, *([x for x in pairs if x in text.unchanged] or pairs)]  # one that stands elsewhere, if any does
     for slot, node in edges:
@@ -306,17 +304,17 @@ def _of_edges(text: Text) -> Iterator[Change]:
             cost = 0.3 + 0.1 * (slot[1] == "left")
             yield Change("edge", "", cost, ((slot, ast.BinOp(node, ast.Add(), _expr(shift))),))
     yield from _of_calls(text, unread)
-    yield from _of_factors(nodes, text, unread, {*strides})
-    for slot, node in nodes:
+    yield from _of_factors(found, text, unread, {*strides})
+    for slot, node in found:
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv):
             yield Change("rounded-up", "", 1.0, ((slot, _expr("tl.cdiv(a, b)", a=node.left, b=node.right)),))
         if isinstance(slot[0], ast.Assign) and slot[1] == "value":
             for name in (x for x in text.locals if ("tile", 2, "b") in text.kinds.get(x, ()) and not text.reads[x]):
                 hidden = _expr(f'tl.where({name}, x, float("-inf"))', x=node)
-                yield Change("mask", "", 0.1, ((slot, _new(hidden)),))
+                yield Change("mask", "", 0.1, ((slot, hidden),))
         if not isinstance(node, ast.Name) or node.id not in numbers:
             continue
-        factor = isinstance(slot[0], ast.BinOp) and isinstance(slot[0].op, ast.Mult)
+        factor = is_op(slot[0], ast.Mult)
         for new in (x for x in divided.values() if factor and getattr(x.left, "id", "") == node.id):
             yield Change("divisor", "", 0.9, ((slot, new),))
         others = {*unread} & numbers | ((fixed - {node.id}) if factor and node.id in fixed else set())
@@ -326,21 +324,19 @@ def _of_edges(text: Text) -> Iterator[Change]:
 
 
 def _of_factors(
-    nodes: Sequence[tuple[Slot, Any]], text: Text, unread: Sequence[str], strides: set[str]
+    found: Sequence[tuple[Slot, Any]], text: Text, unread: Sequence[str], strides: set[str]
 ) -> Iterator[Change]:
     """What nobody reads in the place of two factors, or a stride of these as a factor that is missing."""
-    for slot, node in nodes:
-        many = factors_of(node) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) else []
+    for slot, node in found:
+        many = factors_of(node) if is_op(node, ast.Mult) else []
         for name, (i, k) in itertools.product(unread, itertools.combinations(range(len(many)), 2)):
             rest = [x for at, x in enumerate(many) if at not in (i, k)]
             new = functools.reduce(lambda a, b: ast.BinOp(a, ast.Mult(), b), [*rest, _expr(name)])
             both = f"{text.plain(many[i])} * {text.plain(many[k])}"
             words = f"`{both}` stands where `{name}` belongs, in {text.say(node)}"
-            yield Change("strides-of-another", words, 0.8, ((slot, _new(new)),))
-        term = isinstance(slot[0], ast.BinOp) and isinstance(slot[0].op, ast.Add)
-        for name in (
-            x for x in unread if term and x in strides and isinstance(node, (ast.Subscript, ast.Name, ast.Call))
-        ):
+            yield Change("strides-of-another", words, 0.8, ((slot, new),))
+        term = is_op(slot[0], ast.Add) and isinstance(node, (ast.Subscript, ast.Name, ast.Call))
+        for name in (x for x in unread if term and x in strides):
             yield Change("more", "", 0.6, ((slot, ast.BinOp(node, ast.Mult(), _expr(name))),))
 
 
@@ -350,15 +346,14 @@ def _of_calls(text: Text, unread: Sequence[str]) -> Iterator[Change]:
         if isinstance(node, ast.Call) and _name(node) == "dot":
             for name in unread:
                 yield Change("more", "", 1.0, ((slot, ast.BinOp(node, ast.Mult(), _expr(name))),))
-            for i, name in itertools.product(
-                (0, 1), (x for x, kinds in text.kinds.items() if ("tile", 2, "f") in kinds)
-            ):
+            matrices = [x for x, kinds in text.kinds.items() if ("tile", 2, "f") in kinds]
+            for i, name in itertools.product((0, 1), matrices):
                 if i < len(node.args):
-                    yield Change("wrong-name", "", 0.9, (((node, "args", i), _new(_expr(f"tl.trans({name})"))),))
+                    yield Change("wrong-name", "", 0.9, (((node, "args", i), _expr(f"tl.trans({name})")),))
             if not any(x.arg == "input_precision" for x in node.keywords):
                 exact = [*node.keywords, ast.keyword("input_precision", ast.Constant("ieee"))]
                 words = f'`input_precision="ieee"` is missing in {text.say(node)}: float32 is rounded to TF32'
-                yield Change("tf32", words, 0.4, ((slot, _new(_with(node, keywords=exact))),))
+                yield Change("tf32", words, 0.4, ((slot, _with(node, keywords=exact)),))
             for name in (x for x, kinds in text.kinds.items() if kinds == {"float"}):
                 yield Change("more", "", 1.0, ((slot, ast.BinOp(node, ast.Mult(), _expr(name))),))
         if isinstance(node, ast.Call) and _name(node) in ("exp", "exp2") and len(node.args) == 1:
@@ -378,18 +373,15 @@ def _of_walks(text: Text) -> Iterator[Change]:
     fixed: set[str] = getattr(text, "constants", set())
     numbers = [x for x in text.params if text.kinds.get(x) == {"number"} and x not in fixed]
     lengths = [x for x in numbers if x not in getattr(text, "strides", {})]
-    heads = [x.iter for x in ast.walk(text.tree) if isinstance(x, ast.For) and isinstance(x.iter, ast.Call)]
-    heads += [x.test for x in ast.walk(text.tree) if isinstance(x, ast.While)]  # type: ignore[misc]
-    read = {x.id for head in heads for x in ast.walk(head) if isinstance(x, ast.Name)} - {*text.params}
+    heads = [x.iter for x in nodes(text.tree, ast.For) if isinstance(x.iter, ast.Call)]
+    heads += [x.test for x in nodes(text.tree, ast.While)]
+    read = {name for head in heads for name in names_in(head)} - {*text.params}
     begun = [*heads, *(x for name in read for x in text.assigned.get(name, ()) if x)]
-    known = {x.id for value in begun for x in ast.walk(value) if isinstance(x, ast.Name)}
-    asked = {x.id for n in ast.walk(text.tree) if isinstance(n, ast.Compare) for x in ast.walk(n)
-             if isinstance(x, ast.Name)} - known  # fmt: skip
-    read = known - {*text.params}
-    here = Counter(x.id for value in begun for x in ast.walk(value) if isinstance(x, ast.Name))
-    read = {x for x in read if here[x] == text.reads[x]}  # by a mask too: then it is no end alone
+    here = Counter(x.id for value in begun for x in nodes(value, ast.Name))
+    asked = {name for n in nodes(text.tree, ast.Compare) for name in names_in(n)} - {*here}
+    read = {x for x in {*here} - {*text.params} if here[x] == text.reads[x]}  # by a mask too: then it is no end alone
     ends = {id(x) for name in read for x in text.assigned.get(name, ()) if x}
-    ends |= {id(x) for call in begun for y in ast.walk(call) if isinstance(y, ast.Call) for x in y.args}
+    ends |= {id(x) for value in begun for call in nodes(value, ast.Call) for x in call.args}
     for slot, node in _slots(text.tree):
         less = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub) and isinstance(node.right, ast.Constant)
         if id(node) not in ends or isinstance(node, ast.Constant) or less:  # it may be left out
@@ -405,15 +397,12 @@ def _of_walks(text: Text) -> Iterator[Change]:
 
 def _of_beginnings(text: Text) -> Iterator[Change]:
     """What a loop makes of itself, from another first value."""
-    loops = [x for x in ast.walk(text.tree) if isinstance(x, (ast.For, ast.While))]
-    inside = {
-        x.id for loop in loops for x in ast.walk(loop) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)
-    }
+    names = [x for loop in nodes(text.tree, *LOOPS) for x in nodes(loop, ast.Name)]
+    inside = {x.id for x in names if isinstance(x.ctx, ast.Store)}
+    tiles = {x for x, kinds in text.kinds.items() if any(isinstance(k, tuple) and k[0] == "tile" for k in kinds)}
     for line in (x for x in text.tree.body if isinstance(x, ast.Assign)):
         name = getattr(line.targets[0], "id", "")
-        for first in ("0.0", "1.0", 'float("-inf")') if name in inside and any(
-            isinstance(kind, tuple) and kind[0] == "tile" for kind in text.kinds.get(name, ())
-        ) else ():  # fmt: skip
+        for first in ("0.0", "1.0", 'float("-inf")') if name in inside & tiles else ():
             said = f"`{name}` begins at `{text.plain(line.value)}`, and should at {first}"
             new = _expr(f"tl.where(x == x, {first}, {first})", x=line.value)
             yield Change("begins-elsewhere", said, 0.9, (((line, "value", None), new),))
@@ -421,7 +410,7 @@ def _of_beginnings(text: Text) -> Iterator[Change]:
 
 def _of_masks(text: Text) -> Iterator[Change]:
     """A condition that another mask has, beside those of a mask or in the place of one."""
-    masks = [x for x in ast.walk(text.tree) if isinstance(x, ast.keyword) and x.arg == "mask"]
+    masks = [x for x in nodes(text.tree, ast.keyword) if x.arg == "mask"]
     parts = {ast.unparse(x): x for mask in masks for x in _conditions(mask.value)}
     turned = {"[:, None]": "[None, :]", "[None, :]": "[:, None]"}
     for said, (here, there) in itertools.product([*parts], turned.items()):
@@ -438,35 +427,33 @@ def _of_masks(text: Text) -> Iterator[Change]:
 
 
 def _conditions(mask: ast.expr) -> list[ast.expr]:
-    both = isinstance(mask, ast.BinOp) and isinstance(mask.op, ast.BitAnd)
-    return [*_conditions(mask.left), *_conditions(mask.right)] if both else [mask]  # type: ignore[attr-defined]
+    if isinstance(mask, ast.BinOp) and isinstance(mask.op, ast.BitAnd):
+        return [*_conditions(mask.left), *_conditions(mask.right)]
+    return [mask]
 
 
 def _is_pointer(text: Text, name: str) -> bool:
-    return any("ptr" in x.id.lower() for value in text.assigned.get(name, ()) if value for x in ast.walk(value)
-               if isinstance(x, ast.Name))  # fmt: skip
+    return any("ptr" in x.lower() for value in text.assigned.get(name, ()) if value for x in names_in(value))
 
 
 def _moved_on(text: Text, loop: Any, at: int, line: ast.AugAssign, name: str) -> Iterator[Change]:
     """Pointers that stay where others go on."""
     known = getattr(text, "strides", {})
-    strides = [x.id for x in ast.walk(line.value) if isinstance(x, ast.Name) and x.id in known]
-    own = {x.id for value in text.assigned.get(name, ()) if value for x in ast.walk(value)
-           if isinstance(x, ast.Name) and x.id in known}  # fmt: skip
+    strides = [x.id for x in nodes(line.value, ast.Name) if x.id in known]
+    own = {x for value in text.assigned.get(name, ()) if value for x in names_in(value) if x in known}
     for stride in sorted(own) if len(strides) == 1 else ():
         step = ast.parse(ast.unparse(line.value).replace(strides[0], stride), mode="eval").body
         moved = ast.AugAssign(ast.Name(name, ast.Store()), line.op, step)
-        both = ast.If(ast.Constant(True), [line, moved], [])
         said = f"`{name}` is not moved on, as `{line.target.id}` is"  # type: ignore[union-attr]
-        yield Change("never-moved", said, 0.2, (((loop, "body", at), _new(both)),))
+        yield Change("never-moved", said, 0.2, (((loop, "body", at), both(line, moved)),))
 
 
 def _of_loops(text: Text) -> Iterator[Change]:
     """Pointers that a loop never moves; what is added to without a factor that the loop makes."""
     axes = {x: max((k[1] for k in kinds if isinstance(k, tuple) and k[0] == "tile"), default=0)
             for x, kinds in text.kinds.items()}  # fmt: skip
-    for loop in (x for x in ast.walk(text.tree) if isinstance(x, (ast.For, ast.While))):
-        inside = [n for line in loop.body for n in ast.walk(line) if isinstance(n, ast.Name)]
+    for loop in nodes(text.tree, *LOOPS):
+        inside = [n for line in loop.body for n in nodes(line, ast.Name)]
         made = {n.id for n in inside if isinstance(n.ctx, ast.Store)}
         read = {n.id for n in inside} - made - {*text.params, *text.globals}
         for at, step in enumerate(loop.body):
@@ -488,7 +475,7 @@ def _of_loops(text: Text) -> Iterator[Change]:
 def of_statements(text: Text) -> Iterator[Change]:
     """The walk's begin and end; lines around the loop that are made lines of it; results in each other's place."""
     yield from tensor_changes.of_statements(text)
-    stores = [n for n in ast.walk(text.tree) if isinstance(n, ast.Call) and _name(n) == "store"]
+    stores = [n for n in nodes(text.tree, ast.Call) if _name(n) == "store"]
     for a, b in itertools.combinations(stores, 2):
         said = f"what is stored at `{_loaded(a)}` and at `{_loaded(b)}` is exchanged"
         yield Change("exchanged", said, 1.4, (((a, "args", 1), b.args[1]), ((b, "args", 1), a.args[1])))
@@ -498,10 +485,10 @@ def of_statements(text: Text) -> Iterator[Change]:
             if i == at or not isinstance(line, (ast.Assign, ast.AugAssign, ast.Expr)):
                 continue
             body = [loop.body[0], line, *loop.body[1:]] if i < at else [*loop.body, line]
-            turn = _new(ast.For(loop.target, loop.iter, body, []))
+            turn = ast.For(loop.target, loop.iter, body, [])
             said = text.plain(line)
             said = f"the line `{said if len(said) < 60 else said[:57] + '...'}` stands in the loop: it belongs " + (
                 "before it" if i < at else "after it")  # fmt: skip
             edits: list[tuple[Slot, Any]] = [((text.tree, "body", at), turn)]
-            edits += [((text.tree, "body", i), _new(ast.Pass()))] if i > at else []
+            edits += [((text.tree, "body", i), ast.Pass())] if i > at else []
             yield Change("in-every-turn", said, 1.9, tuple(edits))

@@ -28,6 +28,7 @@ import torch
 from flashlab.check.changes import Change, EndlessError, Text, Variants, changes
 from flashlab.check.claims import Claims, tokens_of
 from flashlab.check.expect import allowed_error, is_close
+from flashlab.check.trees import names_in, nodes, reads
 
 Values = tuple[Any, ...]  # the results of one call: numbers, texts or tensors
 Outcome = Sequence["Values | str"]  # for each input; a text: the exception that it raised
@@ -327,13 +328,12 @@ class Index:
         if text is None or not self.code or not change.slug.endswith("-missing"):
             return False
         with text.changed(change):
-            read = {n.id for n in ast.walk(text.tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+            read = {*reads(text.tree)}
             if any(self.code.count(f" {name} ") == 1 for name in {*text.meant} - read):
                 return False  # the learner's text has it, and does not read it
-            lines = [
-                x for x in text.tree.body if ast.unparse(getattr(x, "targets", [x])[0]) not in {*text.meant} - read
-            ]
-            left = {n.id for line in lines for n in ast.walk(line) if isinstance(n, ast.Name)}
+            idle = {*text.meant} - read
+            lines = [x for x in text.tree.body if ast.unparse(getattr(x, "targets", [x])[0]) not in idle]
+            left = {name for line in lines for name in names_in(line)}
         return any(f" {name} " in self.code for name in {*text.params} & {*text.reads} - left)
 
     def _claims(self, text: Text) -> Claims:
@@ -463,7 +463,7 @@ class Index:
     def _note(self, text: Text, change: Change, sentence: str) -> str:
         """Why the piece is there that was changed. A name that is there often has several reasons."""
         for piece in change.about if change.slug not in ("factor-too-many", "term-too-many") else ():
-            often = sum(isinstance(n, ast.Name) and n.id == piece for n in ast.walk(text.tree)) > 1
+            often = sum(n.id == piece for n in nodes(text.tree, ast.Name)) > 1
             if change.slug == "wrong-name" and often:
                 continue
             for name in self.names:

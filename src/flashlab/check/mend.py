@@ -31,21 +31,8 @@ from flashlab.check.changes import Change, EndlessError, Text, Variants, _at, _p
 from flashlab.check.claims import tokens
 from flashlab.check.kernel_changes import HostedText, HostText, KernelText
 from flashlab.check.lookup import Index, Outcome
-from flashlab.check.own_changes import (
-    BEFORE,
-    LINES,
-    MOVED,
-    PART,
-    ROUNDING,
-    WITHIN,
-    dump,
-    of_grids,
-    of_numbers,
-    own_changes,
-    plain,
-    reads,
-    terms_of,
-)
+from flashlab.check.own_changes import BEFORE, LINES, MOVED, PART, ROUNDING, WITHIN, of_grids, of_numbers, own_changes
+from flashlab.check.trees import LOOPS, called, dump, is_op, names_in, nodes, plain, reads, terms_of
 from flashlab.check.value_mend import nth_time, value_mended
 
 _SECONDS = 3.0  # of one core
@@ -204,8 +191,7 @@ def mended_for(fn: Callable[..., Any], passes: Callable[[Any], Any]) -> str:
 
 
 def _walk_from_zero(rights: Sequence[Text]) -> bool:
-    ranges = [x.args for right in rights for x in ast.walk(right.tree)
-              if isinstance(x, ast.Call) and ast.unparse(x.func).split(".")[-1] == "range"]  # fmt: skip
+    ranges = [x.args for right in rights for x in nodes(right.tree, ast.Call) if called(x) == "range"]
     return bool(ranges) and all(len(x) == 1 or ast.unparse(x[0]) == "0" for x in ranges)
 
 
@@ -233,18 +219,16 @@ def _of_heads(text: Text) -> tuple[set[int], set[str]]:
     """What says how often a loop goes round, and how far a turn reaches: its head, the lines that set what that reads,
     ends of slices; and the names there.
     """
-    loops = [loop for loop in ast.walk(text.tree) if isinstance(loop, (ast.For, ast.While))]
-    branches = [x for x in ast.walk(text.tree) if isinstance(x, ast.If)]
+    loops = nodes(text.tree, *LOOPS)
     heads = [loop.iter if isinstance(loop, ast.For) else loop.test for loop in loops]
     names = {name for head in heads for name in reads(head)}
-    lines = [x for x in ast.walk(text.tree) if isinstance(x, ast.Assign) and names & {
-        y.id for y in ast.walk(x.targets[0]) if isinstance(y, ast.Name)}]  # fmt: skip
-    names |= {x.id for line in lines for x in ast.walk(line) if isinstance(x, ast.Name)} - {*text.globals}
+    lines = [x for x in nodes(text.tree, ast.Assign) if names & names_in(x.targets[0])]
+    names |= {name for line in lines for name in names_in(line)} - {*text.globals}
     slices = [x for x in ast.walk(text.tree) if isinstance(x, ast.Slice) or plain(getattr(x, "func", x)) == "slice"]
-    tests = [x.test for x in branches if any(line in lines for line in (*x.body, *x.orelse))]
+    tests = [x.test for x in nodes(text.tree, ast.If) if any(line in lines for line in (*x.body, *x.orelse))]
     parts = [*heads, *lines, *slices, *tests]
-    nodes = (x for part in parts for x in ast.walk(part) if isinstance(x, (ast.expr, ast.slice)))  # a Load is shared
-    return {*map(id, nodes)} | {*map(id, loops)}, names
+    exprs = (x for part in parts for x in nodes(part, ast.expr, ast.slice))  # a Load is shared
+    return {*map(id, exprs)} | {*map(id, loops)}, names
 
 
 def _mended_by_value(
@@ -347,17 +331,11 @@ def _price(change: Change, likely: _Likely) -> float:
     longer = max(_length(new) - _length(old) for old, new in map(_both, change.edits))
     longer *= not change.slug.endswith("-exchanged")
     known = all(id(holder) in likely.shared for (holder, _, _), _ in change.edits)
-    strays = any(
-        id(holder) in likely.strays or getattr(new, "id", "").lower() in likely.stray
-        for (holder, _, _), new in change.edits
-    )
+    strays = any(id(x) in likely.strays or getattr(new, "id", "").lower() in likely.stray
+                 for (x, _, _), new in change.edits)  # fmt: skip
     unread = any(likely.unread & {*reads(new)} for _, new in change.edits if isinstance(new, ast.AST))
-    kept = any(
-        isinstance(old, ast.BinOp)
-        and isinstance(old.op, ast.FloorDiv)
-        and (new is old.left or isinstance(getattr(new, "op", None), ast.Mult))
-        for old, new in map(_both, change.edits)
-    )  # more likely its being rounded down is wrong
+    kept = any(is_op(old, ast.FloorDiv) and (new is old.left or isinstance(getattr(new, "op", None), ast.Mult))
+               for old, new in map(_both, change.edits))  # fmt: skip  # more likely its being rounded down is wrong
     as_long = change.slug == "wrong-number" or _loosened(change)  # nothing comes or goes
     there = change.slug in ("mask", "shape-of-another", "not-divided")
     whole = there or any(isinstance(new, ast.If) for _, new in change.edits)  # it is there already
@@ -400,15 +378,14 @@ def _is_right(
 
 def _at_strays(text: Text, stray: set[str]) -> set[int]:
     """What stands in lines that name one of these tensors."""
-    lines = [x for x in ast.walk(text.tree) if isinstance(x, LINES) and any(
-        name.removesuffix("_ptr").lower() in stray for name in reads(x))] if stray else []  # fmt: skip
+    lines = [x for x in nodes(text.tree, *LINES) if stray & {name.removesuffix("_ptr").lower() for name in reads(x)}]
     return {id(x) for line in lines for x in ast.walk(line)}
 
 
 def _lines_of_both(text: Text, right: Sequence[Text]) -> set[int]:
     """What stands in lines that a right text has too: it is less likely to be what is wrong."""
-    known = {ast.unparse(line) for other in right for line in ast.walk(other.tree) if isinstance(line, LINES)}
-    lines = [line for line in ast.walk(text.tree) if isinstance(line, LINES) and ast.unparse(line) in known]
+    known = {ast.unparse(line) for other in right for line in nodes(other.tree, *LINES)}
+    lines = [line for line in nodes(text.tree, *LINES) if ast.unparse(line) in known]
     return {id(x) for line in lines for x in ast.walk(line)}
 
 
@@ -427,9 +404,9 @@ def _beside(text: Text, fn: Callable[..., Any]) -> tuple[dict[str, Any], dict[st
 def _undoes(text: Text, change: Change) -> bool:
     """Whether a change takes out what the text is about: all of a tensor, or all before its end, for the part that a
     name stands for, or every use of a parameter."""
-    loops = [loop for loop in ast.walk(text.tree) if isinstance(loop, ast.For)]
+    loops = nodes(text.tree, ast.For)
     parts = {part: whole for loop in loops for part, whole in _parts(loop)}
-    turns = {x.id for loop in loops for x in ast.walk(loop.target) if isinstance(x, ast.Name)}
+    turns = {name for loop in loops for name in names_in(loop.target)}
     begins: list[Any] = [x.iter.args[0] for x in loops if isinstance(x.iter, ast.Call) and len(x.iter.args) > 1]
     begins += [value for x in begins if isinstance(x, ast.Name) for value in text.assigned.get(x.id, ()) if value]
     of_begins = {id(x) for begin in begins for x in ast.walk(begin)}
@@ -447,7 +424,7 @@ def _undoes(text: Text, change: Change) -> bool:
             part = any(isinstance(x, ast.Subscript) and getattr(x.value, "id", "") == new.id for x in of if x)
             if part or new.id in parts.get(old.id, ()):
                 return True
-        cut, other = ([n for n in ast.walk(x) if isinstance(n, ast.Slice)] for x in (old, new))
+        cut, other = (nodes(x, ast.Slice) for x in (old, new))
         whole = isinstance(old, ast.Subscript) and dump(old.value) == dump(new)
         for x, y in zip(cut, [ast.Slice()] * len(cut) if whole else other, strict=False):
             if loops and (x.lower or x.upper) and not (y.lower or y.upper):
@@ -476,8 +453,7 @@ def _length(x: Any) -> int:
 def _remainder(change: Change) -> bool:
     """Whether it takes a remainder: often that is 0, by accident."""
     olds, news = zip(*map(_both, change.edits), strict=True)
-    return any(isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mod) for n in news) and not any(
-        isinstance(o, ast.BinOp) and isinstance(o.op, ast.Mod) for o in olds)  # fmt: skip
+    return any(is_op(n, ast.Mod) for n in news) and not any(is_op(o, ast.Mod) for o in olds)
 
 
 def _called(now: dict[str, Any], name: str, *given: Any, **named: Any) -> Any:
@@ -500,8 +476,7 @@ def _hides(text: Text, change: Change) -> bool:
     if other:
         return plain(new) not in ("0", "0.0", "float('inf')", "float('-inf')")
     of = text.meant.get(new.id) if isinstance(new, ast.Name) else None
-    maximum = isinstance(holder, ast.Call) and plain(holder.func).split(".")[-1] in ("max", "maximum")
-    return maximum and isinstance(of, ast.Call) and plain(of.func).endswith("load")
+    return called(holder) in ("max", "maximum") and isinstance(of, ast.Call) and plain(of.func).endswith("load")
 
 
 def _too_often_right(change: Change) -> bool:
@@ -521,19 +496,18 @@ def _runs(
     alone = not isinstance(text, HostedText)
     made = [*changes(text, values, kinds), *further(text), *map(_copied, own_changes(text, index.texts, values, alone))]
     foreign = {*text.globals} - {*text.locals}
-    made = [c for c in made if not any(isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store) and x.id in foreign
-            for _, new in c.edits if isinstance(new, ast.stmt) for x in ast.walk(new))]  # fmt: skip
+    made = [c for c in made if not any(isinstance(x.ctx, ast.Store) and x.id in foreign
+            for _, new in c.edits if isinstance(new, ast.stmt) for x in nodes(new, ast.Name))]  # fmt: skip
     made = [c for c in made if c.edits and not (text.whole and _fraction(c)) and not _negligible(c, values)]
     made = [c for c in made if not _squares(c)]
     if not any(_has(right.tree, lambda x: x >= _THOUSAND) for right in index.texts):  # there are no units
         made = [c for c in made if not _has(c.edits[0][1], lambda x: x == _THOUSAND)]
-    divides = any(isinstance(x, ast.Mod) for right in index.texts for x in ast.walk(right.tree))
+    divides = any(nodes(right.tree, ast.Mod) for right in index.texts)
     made = [c for c in made if c.slug not in (*_BY_CHANCE, *index.without) and not _digits(c)
             and (divides or not _remainder(c))]  # fmt: skip
     if kinds:
-        made = [
-            c for c in made if not (c.slug == "twice" or _without_limit(c) or _too_often_right(c) or _hides(text, c))
-        ]
+        made = [c for c in made if not (c.slug == "twice" or _without_limit(c) or _too_often_right(c))]
+        made = [c for c in made if not _hides(text, c)]
     variants = Variants(text, made)
     return [(text, c, run) for c in made if (run := variants.chosen(c)) is not None]
 
@@ -552,7 +526,7 @@ def _fraction(change: Change) -> bool:
     """Whether whole numbers are no longer rounded, and nothing around does it: parts of one may pass for it."""
     (holder, _, _), _ = change.edits[0]
     old, new = _both(change.edits[0])
-    rounded = isinstance(holder, ast.Call) and plain(holder.func).split(".")[-1] in ROUNDING
+    rounded = called(holder) in ROUNDING
     ops = [getattr(x, "op", None) for x in (old, new)]
     return isinstance(ops[0], ast.FloorDiv) and isinstance(ops[1], ast.Div) and not rounded
 
@@ -566,7 +540,7 @@ def _squares(change: Change) -> bool:
 def _never_asked(text: Text, change: Change, is_right: Callable[..., bool]) -> bool:
     """Whether a condition that it changes need not be asked then: yes or no is as right, and right by accident."""
     slot, new = change.edits[0]
-    asked = [x for x in ast.walk(text.tree) if isinstance(x, ast.Compare) and any(y is slot[0] for y in ast.walk(x))]
+    asked = [x for x in nodes(text.tree, ast.Compare) if any(y is slot[0] for y in ast.walk(x))]
     if isinstance(new, ast.Compare):
         asked.append(_at(slot))
     for place in (s for s, node in _slots(text.tree) if node in asked and not isinstance(s[0], ast.While)):
@@ -644,7 +618,7 @@ def elsewhere(of: Text, change: Change, other_of: Text, other: Change) -> bool:
     lines, olds = list[ast.AST | None](), [_at(x.edits[0][0]) for x in (change, other)]
     for text, one in ((of, change), (other_of, other)):
         holder = one.edits[0][0][0]
-        around = [x for x in ast.walk(text.tree) if isinstance(x, ast.stmt) and any(y is holder for y in ast.walk(x))]
+        around = [x for x in nodes(text.tree, ast.stmt) if any(y is holder for y in ast.walk(x))]
         lines.append(around[-1] if around else None)
     nested = any(x is b for a, b in itertools.permutations(olds) if isinstance(a, ast.AST) for x in ast.walk(a))
     return lines[0] is not lines[1] and not nested
@@ -686,7 +660,7 @@ def said(text: Text, change: Change) -> str:
         return words + then * (change.slug == "lines-exchanged" and len(words + then) <= _LONGEST)
     old, new = pieces[0]
     before, after = _both(change.edits[0])
-    up = _rounded_up(after) if isinstance(before, ast.BinOp) and isinstance(before.op, ast.FloorDiv) else None
+    up = _rounded_up(after) if is_op(before, ast.FloorDiv) else None
     if up and [*map(dump, up)] == [dump(before.left), dump(before.right)]:
         return f"`{old}` is rounded down: it should be rounded up"
     holder, by = change.edits[0][0][0], ast.unparse(after) if isinstance(after, ast.AST) else ""
@@ -807,7 +781,7 @@ def _place(text: Text, change: Change, old: str) -> str:
         return ""
     holder = change.edits[0][0][0]
     line: ast.AST | None = holder if isinstance(holder, (ast.stmt, ast.BinOp, ast.Call, ast.Compare)) else None
-    around = [x for x in ast.walk(text.tree) if isinstance(x, (*_PLACES, *LINES)) and holder in ast.walk(x)]
+    around = [x for x in nodes(text.tree, *_PLACES, *LINES) if holder in ast.walk(x)]
     if line is None:  # the least that has it
         line = min(around, key=_length, default=None)
     whole = (text.plain(line).splitlines() or [""])[0].rstrip(":") if line else ""

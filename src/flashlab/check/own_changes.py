@@ -8,14 +8,15 @@ would not.
 from __future__ import annotations
 
 import ast
+import copy
 import functools
 import itertools
-import pickle
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from flashlab.check.changes import Change, Slot, Text, _at, _expr, _new, _rounded_up, _slots
+from flashlab.check.changes import Change, Slot, Text, _at, _expr, _rounded_up, _slots
+from flashlab.check.trees import LOOPS, blocks, both, called, dump, is_op, names_in, nodes, plain, reads, terms_of
 
 LINES = (ast.Assign, ast.AugAssign, ast.Return, ast.Expr)
 PART, WITHIN, BEFORE, MOVED = "part-of-it", "in-each-turn", "before-the-loop", "line-moved"
@@ -56,10 +57,9 @@ def own_changes(text: Text, rights: Sequence[Text], values: dict[str, Any], alon
     yield from _of_negations(text)
     yield from _of_moves(text)
     for branch, at, line in of_branches(text):
-        block = getattr(*branch)
-        both = _new(ast.If(ast.Constant(True), [block[-1], line], []))
-        words = f"{text.say(line)} stands in one branch alone: it is missing behind {text.say(block[-1])}"
-        yield Change("line-added", words, 1.2, (((*branch, at), both),))
+        last = getattr(*branch)[-1]
+        words = f"{text.say(line)} stands in one branch alone: it is missing behind {text.say(last)}"
+        yield Change("line-added", words, 1.2, (((*branch, at), both(last, line)),))
 
 
 def _of_lines(text: Text, zero: bool) -> Iterator[Change]:
@@ -75,30 +75,33 @@ def _of_lines(text: Text, zero: bool) -> Iterator[Change]:
     for value in (x for x in text.meant.values() if isinstance(x, ast.Call) and len(x.args) == 2):
         for one, instead in itertools.permutations(value.args, 2):
             beside.setdefault(ast.unparse(one), []).append((one, instead))
-    for line in [line for line in ast.walk(text.tree) if isinstance(line, LINES)]:
-        reads: dict[str, list[Slot]] = {}
+    for line in nodes(text.tree, *LINES):
+        read: dict[str, list[Slot]] = {}
         for slot, node in _slots(line):
             if (of := whole.get(ast.unparse(node))) and node is not of[0]:
-                yield Change(PART, "", 1.2, ((slot, _new(ast.Name(of[1], ast.Load()))),))
+                yield Change(PART, "", 1.2, ((slot, ast.Name(of[1], ast.Load())),))
             yield from _of_node(text, line, slot, node, zero)
             for one, instead in beside.get(ast.unparse(node), ()) if isinstance(node, ast.Call) else ():
                 if node is not one:
-                    yield Change(PART, "", 1.2, ((slot, _new(instead)),))
+                    yield Change(PART, "", 1.2, ((slot, instead),))
             if isinstance(node, ast.Name) and node.id in own:
-                reads.setdefault(node.id, []).append(slot)
-        for a, b in itertools.combinations(reads, 2):
-            turned = [(slot, _new(ast.Name(y, ast.Load()))) for x, y in ((a, b), (b, a)) for slot in reads[x]]
+                read.setdefault(node.id, []).append(slot)
+        for a, b in itertools.combinations(read, 2):
             if text.are_alike(a, b):
-                yield Change(
-                    "names-exchanged", f"`{a}` and `{b}` are exchanged, in {text.say(line)}", 1.6, tuple(turned)
-                )
+                words = f"`{a}` and `{b}` are exchanged, in {text.say(line)}"
+                yield Change("names-exchanged", words, 1.6, exchanged(a, b, read))
             parts = [*zip(meant.get(a, ()), meant.get(b, ()), strict=False)]
-            for x, y in parts if len(reads[a]) == len(reads[b]) else ():
-                for here, there in zip(reads[a], reads[b], strict=True) if type(x) is type(y) else ():
+            for x, y in parts if len(read[a]) == len(read[b]) else ():
+                for here, there in zip(read[a], read[b], strict=True) if type(x) is type(y) else ():
                     yield Change(PART, "", 1.9, ((here, x), (there, y)))
-        for name, slots in reads.items():
+        for name, slots in read.items():
             for slot, part in itertools.product(slots, meant.get(name, ())):
                 yield Change(PART, "", 1.9, ((slot, part),))
+
+
+def exchanged(a: str, b: str, where: Mapping[str, Sequence[Slot]]) -> tuple[tuple[Slot, Any], ...]:
+    """Edits that put each of two names in the other's places."""
+    return tuple((slot, ast.Name(y, ast.Load())) for x, y in ((a, b), (b, a)) for slot in where[x])
 
 
 def _of_node(text: Text, line: ast.stmt, slot: Slot, node: ast.expr, zero: bool) -> Iterator[Change]:
@@ -110,16 +113,15 @@ def _of_node(text: Text, line: ast.stmt, slot: Slot, node: ast.expr, zero: bool)
         yield Change("wrong-sign", "", 1.2, ((slot, node.operand),))
     if isinstance(node, ast.Constant) and type(node.value) is int and node.value and node.value % 4 == 0:
         yield Change("wrong-number", "", 2.0, ((slot, ast.Constant(node.value // 4)),))
-    inner = isinstance(slot[0], ast.BinOp) and isinstance(slot[0].op, ast.Add)
-    terms = terms_of(node) if isinstance(node, ast.BinOp) and not inner else []
+    terms = terms_of(node) if isinstance(node, ast.BinOp) and not is_op(slot[0], ast.Add) else []
     for i, j in itertools.permutations(range(len(terms)), 2) if len(terms) < 5 else ():
         if isinstance(product := terms[i], ast.BinOp) and isinstance(product.op, ast.Mult):
             for rest, factor in ((product.left, product.right), (product.right, product.left)):
                 moved = [*terms]
                 moved[i], moved[j] = rest, ast.BinOp(terms[j], ast.Mult(), factor)
-                yield Change("elsewhere", "", 1.9, ((slot, _new(functools.reduce(_plus, moved))),))
+                yield Change("elsewhere", "", 1.9, ((slot, functools.reduce(_plus, moved)),))
     if zero and isinstance(node, ast.BinOp):
-        yield Change(PART, "", 1.6, ((slot, _new(ast.Constant(0))),))
+        yield Change(PART, "", 1.6, ((slot, ast.Constant(0)),))
     if isinstance(node, ast.Name) and isinstance(slot[0], ast.Call) and not _keeps(slot[0]):
         yield Change("wrong-sign", "", 1.9, ((slot, _expr("-x", x=node)),))
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv):
@@ -128,10 +130,10 @@ def _of_node(text: Text, line: ast.stmt, slot: Slot, node: ast.expr, zero: bool)
         case ast.Call(func=ast.Attribute(value=ast.BinOp(left=a, op=ast.Mult(), right=b), attr=called), keywords=[]):
             for first, second in ((a, b), (b, a)):  # rounded, or widened, before the product
                 alone = ast.Call(ast.Attribute(first, called, ast.Load()), node.args, [])
-                yield Change("brackets", "", 1.5, ((slot, _new(ast.BinOp(alone, ast.Mult(), second))),))
+                yield Change("brackets", "", 1.5, ((slot, ast.BinOp(alone, ast.Mult(), second)),))
     if text.whole and not text.kinds:
         yield from _of_bits(text, slot, node)
-    term = isinstance(slot[0], ast.BinOp) and isinstance(slot[0].op, (ast.Add, ast.Sub))
+    term = is_op(slot[0], ast.Add, ast.Sub)
     if term and isinstance(node, ast.Name) and node.id in text.numbers:
         yield Change("more", "", 1.5, ((slot, _expr("2 * x", x=node)),))
     if isinstance(node, ast.BinOp) and not isinstance(slot[0], ast.BinOp):
@@ -153,12 +155,11 @@ def _of_node(text: Text, line: ast.stmt, slot: Slot, node: ast.expr, zero: bool)
 
 def _of_bits(text: Text, slot: Slot, node: ast.expr) -> Iterator[Change]:
     """Other bits, another way to shift, the last bits of a number for all of it."""
-    masked = isinstance(slot[0], ast.BinOp) and isinstance(slot[0].op, ast.BitAnd) and isinstance(node, ast.Constant)
-    for mask in (1, 3, 7, 15, 31) if masked else ():
+    for mask in (1, 3, 7, 15, 31) if is_op(slot[0], ast.BitAnd) and isinstance(node, ast.Constant) else ():
         yield Change("wrong-number", "", 1.2, ((slot, ast.Constant(mask)),))
     if isinstance(node, ast.BinOp) and type(node.op) in _SHIFTS:
         turned = ast.BinOp(node.left, _SHIFTS[type(node.op)](), node.right)
-        yield Change("wrong-operator", "", 1.0, ((slot, _new(turned)),))
+        yield Change("wrong-operator", "", 1.0, ((slot, turned),))
     if isinstance(node, ast.Name) and node.id in text.numbers and isinstance(slot[0], ast.BinOp):
         for way in ("x % 8", "x & 7", "x % 32", "x & 31"):
             yield Change("more", "", 1.4, ((slot, _expr(way, x=node)),))
@@ -179,22 +180,22 @@ def _of_listed(call: ast.Call) -> Iterator[Change]:
         order = [getattr(x, "value", None) for x in axes.elts] if isinstance(axes, ast.Tuple) else []
         for turned in itertools.permutations(order) if {*order} == {*range(len(order))} and len(order) < 5 else ():
             axes_there = ast.Tuple([ast.Constant(x) for x in turned], ast.Load())
-            yield Change("wrong-axis", "", 1.5, (((call, "args", at), _new(axes_there)),))
+            yield Change("wrong-axis", "", 1.5, (((call, "args", at), axes_there),))
     numbers = [i for i, x in enumerate(call.args) if isinstance(x, ast.Constant) and type(x.value) is int]
     values = [call.args[i].value for i in numbers]  # type: ignore[attr-defined]
     for new in ([x + 1 for x in values], [x - 1 for x in values], values[::-1]) if len(values) > 1 else ():
         args = [*call.args]
         for i, x in zip(numbers, new, strict=True):
             args[i] = ast.Constant(x)
-        edits = tuple(((call, "args", i), _new(args[i])) for i in numbers if args[i] is not call.args[i])
+        edits = tuple(((call, "args", i), args[i]) for i in numbers if args[i] is not call.args[i])
         there, here = (ast.unparse(ast.Call(call.func, x, call.keywords)) for x in (args, call.args))
         yield Change("names-exchanged", f"`{here}` stands where `{there}` belongs", 1.2, edits)
 
 
 def _of_blocks(text: Text) -> Iterator[Change]:
     """What two names are set to in lines that follow each other, exchanged."""
-    for block in (getattr(x, "body", None) for x in ast.walk(text.tree)):
-        for a, b in itertools.pairwise(block) if isinstance(block, list) else ():
+    for block in (block for _, field, block in blocks(text.tree) if field == "body"):
+        for a, b in itertools.pairwise(block):
             if not (isinstance(a, ast.Assign) and isinstance(b, ast.Assign)):
                 continue
             one, other = (getattr(x.targets[0], "id", "") for x in (a, b))
@@ -207,64 +208,61 @@ def _of_flags(text: Text, values: dict[str, Any]) -> Iterator[Change]:
     """A parameter that says yes or no, taken the other way round, or not asked in a condition."""
     for flag in [x for x, given in values.items() if given and all(isinstance(y, bool) for y in given)]:
         first = text.tree.body[0]
-        turned = ast.parse(f"{flag} = not {flag}").body
-        begun = _new(ast.If(ast.Constant(True), [*turned, first], []))
+        begun = both(ast.parse(f"{flag} = not {flag}").body[0], first)
         words = f"`{flag}` is taken the other way round, everywhere"
         yield Change("turned-round", words, 1.2, (((text.tree, "body", 0), begun),))
-        for holder in ast.walk(text.tree):
-            if isinstance(holder, (ast.If, ast.IfExp)) and flag not in reads(holder.test):
+        for holder in nodes(text.tree, ast.If, ast.IfExp):
+            if flag not in reads(holder.test):
                 new = ast.BoolOp(ast.And(), [_expr(flag), holder.test])
-                yield Change("condition-missing", "", 1.0, (((holder, "test", None), _new(new)),))
+                yield Change("condition-missing", "", 1.0, (((holder, "test", None), new),))
 
 
 def _of_conditions(text: Text, rights: Sequence[Text]) -> Iterator[Change]:
     """A condition of a right text in the place of one; two opposite ones the wrong way round; the edges of a part."""
     known = {*text.params, *text.locals}
-    asked = [
-        (slot, x) for slot, x in _slots(text.tree) if slot[1] == "test" and isinstance(slot[0], (ast.If, ast.IfExp))
-    ]
-    wanted = {ast.unparse(x.test): x.test for right in rights for x in ast.walk(right.tree)
-              if isinstance(x, (ast.If, ast.IfExp)) and {*reads(x.test)} <= known | {*right.globals}}  # fmt: skip
-    for part in (x for x in ast.walk(text.tree) if isinstance(x, ast.comprehension)):
+    asked = [(s, x) for s, x in _slots(text.tree) if s[1] == "test" and isinstance(s[0], (ast.If, ast.IfExp))]
+    wanted = {ast.unparse(x.test): x.test for right in rights for x in nodes(right.tree, ast.If, ast.IfExp)
+              if {*reads(x.test)} <= known | {*right.globals}}  # fmt: skip
+    for part in nodes(text.tree, ast.comprehension):
         for i, test in enumerate(part.ifs):
             words = f"the condition `{text.plain(test)}` is one too many"
             yield Change("line-added", words, 1.2, (((part, "ifs", i), ast.Constant(True)),))
-    lefts = {plain(x.left): x.left for x in ast.walk(text.tree) if isinstance(x, ast.Compare)}
-    for node in (x for x in ast.walk(text.tree) if isinstance(x, ast.Compare) and len(lefts) < _FEW):
+    lefts = {plain(x.left): x.left for x in nodes(text.tree, ast.Compare)}
+    for node in nodes(text.tree, ast.Compare) if len(lefts) < _FEW else ():
         for other in (x for said, x in lefts.items() if said != plain(node.left)):
-            yield Change(PART, "", 1.1, (((node, "left", None), _new(pickle.loads(pickle.dumps(other)))),))
+            yield Change(PART, "", 1.1, (((node, "left", None), copy.deepcopy(other)),))
     have = {ast.unparse(x) for _, x in asked}
     for (slot, x), (said_there, there) in itertools.product(asked, wanted.items()):
         if said_there not in have and {*reads(x)} & {*reads(there)}:
-            yield Change("condition-missing", "", 0.9, ((slot, _new(pickle.loads(pickle.dumps(there)))),))
+            yield Change("condition-missing", "", 0.9, ((slot, copy.deepcopy(there)),))
     opposite = {ast.Lt: ast.Gt, ast.Gt: ast.Lt, ast.LtE: ast.GtE, ast.GtE: ast.LtE}
     compared: dict[str, list[tuple[Slot, ast.Compare]]] = {}
     for slot, x in _slots(text.tree):
         if isinstance(x, ast.Compare) and type(x.ops[0]) in opposite:
             compared.setdefault(plain(x.left) + plain(x.comparators[0]), []).append((slot, x))
-    for both in (x for x in compared.values() if len(x) == 2 and len({type(y.ops[0]) for _, y in x}) == 2):
-        edits = tuple((slot, ast.Compare(x.left, [opposite[type(x.ops[0])]()], x.comparators)) for slot, x in both)
-        words = " and ".join(f"`{text.plain(x)}`" for _, x in both)
+    for pair in (x for x in compared.values() if len(x) == 2 and len({type(y.ops[0]) for _, y in x}) == 2):
+        edits = tuple((slot, ast.Compare(x.left, [opposite[type(x.ops[0])]()], x.comparators)) for slot, x in pair)
+        words = " and ".join(f"`{text.plain(x)}`" for _, x in pair)
         yield Change("names-exchanged", f"{words} are exchanged", 0.9, edits)
-    parts = [
-        x for _, x in _slots(text.tree) if isinstance(x, ast.Call) and plain(x.func) == "slice" and len(x.args) == 2
-    ]
-    edges = {plain(y): y for x in parts for y in x.args}
-    for slot, x in _slots(text.tree):
-        for a, b in itertools.permutations(edges.values(), 2) if any(x is y for y in parts) else ():
-            yield Change("cut", "", 1.3, ((slot, _new(ast.Call(x.func, [a, b], []))),))  # type: ignore[attr-defined]
+    parts: list[tuple[Slot, Any]] = [(s, x) for s, x in _slots(text.tree) if _is_slice(x)]
+    edges = {plain(y): y for _, x in parts for y in x.args}
+    for (slot, x), (a, b) in itertools.product(parts, itertools.permutations(edges.values(), 2)):
+        yield Change("cut", "", 1.3, ((slot, ast.Call(x.func, [a, b], [])),))
+
+
+def _is_slice(node: Any) -> bool:
+    return plain(getattr(node, "func", None)) == "slice" and len(node.args) == 2
 
 
 def _of_calls_alone(text: Text, rights: Sequence[Text]) -> Iterator[Change]:
     """A line of a right text that only calls something, such as a wait, before each line."""
-    lines = {plain(x): x for right in rights for x in ast.walk(right.tree) if isinstance(x, ast.Expr)
-             and {*reads(x)} <= {*text.params, *text.globals}}  # fmt: skip
-    for holder in (x for x in ast.walk(text.tree) if isinstance(getattr(x, "body", None), list)):
-        for (said, new), (at, line) in itertools.product(lines.items(), enumerate(holder.body)):  # type: ignore
+    known = {*text.params, *text.globals}
+    lines = {plain(x): x for right in rights for x in nodes(right.tree, ast.Expr) if {*reads(x)} <= known}
+    for holder, field, block in blocks(text.tree):
+        for (said, new), (at, line) in itertools.product(lines.items(), enumerate(block if field == "body" else ())):
             if plain(line) not in (said, "_tick()"):
-                both = _new(ast.If(ast.Constant(True), [new, line], []))
                 words = f"the line `{said}` is missing before {text.say(line)}"
-                yield Change("line-added", words, 1.1, (((holder, "body", at), both),))
+                yield Change("line-added", words, 1.1, (((holder, "body", at), both(new, line)),))
 
 
 def of_two_names(text: Text, alike: Callable[[str, str], bool]) -> Iterator[Change]:
@@ -279,17 +277,16 @@ def of_two_names(text: Text, alike: Callable[[str, str], bool]) -> Iterator[Chan
         walk = {*reads(part.iter)} if isinstance(part, ast.For) else set()
         for a, b in itertools.combinations(slots, 2) if block or isinstance(part, LINES) else ():
             if len(slots[a]) + len(slots[b]) > 2 * block and alike(a, b) and not {a, b} <= walk:
-                edits = [(slot, _new(ast.Name(y, ast.Load()))) for x, y in ((a, b), (b, a)) for slot in slots[x]]
                 words = f"`{a}` and `{b}` are exchanged, in `{text.plain(part).splitlines()[0].rstrip(':{ ')}`"
-                yield Change("names-exchanged", words, 1.7, tuple(edits))
+                yield Change("names-exchanged", words, 1.7, exchanged(a, b, slots))
         for a, b in itertools.product(slots, {*text.params, *text.locals}) if not block else ():
             if 1 < len(slots[a]) < everywhere[a] and a != b and alike(a, b):
-                yield Change("wrong-name", "", 1.9, tuple((slot, _new(ast.Name(b, ast.Load()))) for slot in slots[a]))
+                yield Change("wrong-name", "", 1.9, tuple((slot, ast.Name(b, ast.Load())) for slot in slots[a]))
 
 
 def of_branches(text: Text) -> Iterator[tuple[tuple[ast.AST, str], int, ast.stmt]]:
     """A line that stands in one branch alone, with the end of the other one."""
-    for branch in (x for x in ast.walk(text.tree) if isinstance(x, ast.If) and x.orelse):
+    for branch in (x for x in nodes(text.tree, ast.If) if x.orelse):
         for here, there in ((branch.body, "orelse"), (branch.orelse, "body")):
             other = getattr(branch, there)
             for line in here:
@@ -299,19 +296,16 @@ def of_branches(text: Text) -> Iterator[tuple[tuple[ast.AST, str], int, ast.stmt
 
 def _of_moves(text: Text) -> Iterator[Change]:
     """A line that belongs behind a later one, or before an earlier one, of its block; not the next one."""
-    for holder in ast.walk(text.tree):
-        block = getattr(holder, "body", None)
-        lines = [*enumerate(block)] if isinstance(block, list) else []
-        lines = [(i, x) for i, x in lines if isinstance(x, (ast.Assign, ast.AugAssign)) and "_tick" not in {*reads(x)}]
+    for holder, field, block in blocks(text.tree):
+        lines = [(i, x) for i, x in enumerate(block) if isinstance(x, (ast.Assign, ast.AugAssign)) and field == "body"]
         for (i, line), (k, other) in itertools.permutations(lines, 2) if len(lines) <= _LINES else ():
             if abs(i - k) < 2:
                 continue
-            pair = [other, line] if i < k else [line, other]
+            pair = both(other, line) if i < k else both(line, other)
             where = "early: it belongs behind" if i < k else "late: it belongs before"
             words = f"the line {text.say(line)} comes too {where} {text.say(other)}"
-            both = _new(ast.If(ast.Constant(True), pair, []))
             cost = 1.3 + 0.1 * abs(i - k)
-            yield Change(MOVED, words, cost, (((holder, "body", i), _new(ast.Pass())), ((holder, "body", k), both)))
+            yield Change(MOVED, words, cost, (((holder, "body", i), ast.Pass()), ((holder, "body", k), pair)))
 
 
 def _of_negations(text: Text) -> Iterator[Change]:
@@ -323,13 +317,9 @@ def _of_negations(text: Text) -> Iterator[Change]:
         elif not isinstance(node, (ast.Name, ast.Call, ast.Attribute)):
             continue
         elif field == "test":
-            yield Change("negated", "", 1.2, ((slot, _new(ast.UnaryOp(ast.Not(), node))),))
-        elif (
-            plain(getattr(holder, "func", None)).split(".")[-1] in ("where", "masked_fill")
-            and field == "args"
-            and not at
-        ):
-            yield Change("negated", "", 1.0, ((slot, _new(ast.UnaryOp(ast.Invert(), node))),))
+            yield Change("negated", "", 1.2, ((slot, ast.UnaryOp(ast.Not(), node)),))
+        elif called(holder) in ("where", "masked_fill") and field == "args" and not at:
+            yield Change("negated", "", 1.0, ((slot, ast.UnaryOp(ast.Invert(), node)),))
 
 
 def _of_remainders(text: Text) -> Iterator[Change]:
@@ -338,25 +328,27 @@ def _of_remainders(text: Text) -> Iterator[Change]:
     for slot, x in _slots(text.tree):
         if isinstance(x, ast.BinOp) and isinstance(x.op, (ast.Mod, ast.FloorDiv)):
             found.setdefault(f"{dump(x.left)} {dump(x.right)}", {}).setdefault(type(x.op), []).append((slot, x))
-    for both in (x for x in found.values() if len(x) == 2):
-        turned = {ast.Mod: ast.FloorDiv(), ast.FloorDiv: ast.Mod()}
-        edits = [(slot, _new(ast.BinOp(x.left, turned[type(x.op)], x.right))) for of in both.values() for slot, x in of]
-        words = " and ".join(text.say(of[0][1]) for of in both.values())
+    turned = {ast.Mod: ast.FloorDiv(), ast.FloorDiv: ast.Mod()}
+    for pair in (x for x in found.values() if len(x) == 2):
+        edits = [(slot, ast.BinOp(x.left, turned[type(x.op)], x.right)) for of in pair.values() for slot, x in of]
+        words = " and ".join(text.say(of[0][1]) for of in pair.values())
         yield Change("names-exchanged", f"{words} are exchanged", 1.0, tuple(edits))
 
 
 def _of_reductions(text: Text, rights: Sequence[Text]) -> Iterator[Change]:
     """A sum, or the like, that a right text makes of a result, and this one does not."""
-    calls = {plain(ast.Call(ast.Attribute(ast.Name("x"), x.func.attr), x.args, x.keywords))
-             for right in rights for x in ast.walk(right.tree)
-             if isinstance(x, ast.Call) and isinstance(x.func, ast.Attribute) and x.func.attr in _REDUCED}  # fmt: skip
-    for line in ast.walk(text.tree) if calls else ():
-        value = line.value if isinstance(line, (ast.Assign, ast.Return)) else None
-        slots: list[Slot] = [(line, "value", None)] if value else []
-        if isinstance(value, ast.Tuple):
-            slots = [(value, "elts", i) for i in range(len(value.elts))]
-        for slot, way in itertools.product(slots, sorted(calls)):
+    made = [x for right in rights for x in nodes(right.tree, ast.Call) if getattr(x.func, "attr", "") in _REDUCED]
+    calls = {plain(ast.Call(ast.Attribute(ast.Name("x"), x.func.attr), x.args, x.keywords)) for x in made}
+    for line in nodes(text.tree, ast.Assign, ast.Return) if calls else ():
+        for slot, way in itertools.product(_results_of(line), sorted(calls)):
             yield Change("function-missing", "", 1.2, ((slot, _expr(way, x=_at(slot))),))
+
+
+def _results_of(line: Any) -> list[Slot]:
+    """What a line sets or returns, one by one."""
+    if isinstance(line.value, ast.Tuple):
+        return [(line.value, "elts", i) for i in range(len(line.value.elts))]
+    return [(line, "value", None)] if line.value is not None else []
 
 
 def _of_unread(text: Text) -> Iterator[Change]:
@@ -365,21 +357,19 @@ def _of_unread(text: Text) -> Iterator[Change]:
     unread = [x for x in text.params if not text.reads[x] and text.kinds.get(x) in number]
     for name, other in itertools.product(unread, (x for x in text.params if text.kinds.get(x) in number)):
         slots = [s for s, x in _slots(text.tree) if isinstance(x, ast.Name) and x.id == other]
-        for both in itertools.combinations(slots, 2) if 2 < len(slots) < _FEW else ():
-            yield Change("wrong-name", "", 1.2, tuple((s, ast.Name(name, ast.Load())) for s in both))
+        for pair in itertools.combinations(slots, 2) if 2 < len(slots) < _FEW else ():
+            yield Change("wrong-name", "", 1.2, tuple((s, ast.Name(name, ast.Load())) for s in pair))
     for name in sorted({*text.locals} - {*reads(text.tree)}):
         for slot, node in _slots(text.tree):
-            called = ast.unparse(node.func).split(".")[-1] if isinstance(node, ast.Call) else ""
-            if called in _LIMITS and len(node.args) > 1:  # type: ignore[attr-defined]
-                more = ast.Call(node.func, [*node.args, _expr(name)], node.keywords)  # type: ignore[attr-defined]
-                yield Change("limit-missing", "", 0.4, ((slot, _new(more)),))
+            if isinstance(node, ast.Call) and called(node) in _LIMITS and len(node.args) > 1:
+                more = ast.Call(node.func, [*node.args, _expr(name)], node.keywords)
+                yield Change("limit-missing", "", 0.4, ((slot, more),))
 
 
 def _of_sums(text: Text) -> Iterator[Change]:
     """What a loop multiplies one of its sums by, and not the other."""
-    for loop in (x for x in ast.walk(text.tree) if isinstance(x, ast.For)):
-        holders = [x for x in ast.walk(loop) if isinstance(getattr(x, "body", None), list)]
-        lines = [(holder, at, line) for holder in holders for at, line in enumerate(holder.body)]  # type: ignore
+    for loop in nodes(text.tree, ast.For):
+        lines = [(x, at, line) for x, field, block in blocks(loop) if field == "body" for at, line in enumerate(block)]
         parts = {id(line): [*_set_by(line)] for _, _, line in lines}
         sums = {name for set_to in parts.values() for name, value in set_to if name in reads(value)}
         for holder, at, line in lines:
@@ -389,31 +379,26 @@ def _of_sums(text: Text) -> Iterator[Change]:
                 by = product and {plain(product.left): product.right, plain(product.right): product.left}.get(name)
                 for other, behind in itertools.product(sums - {*own}, ("", "[:, None]", "[..., None]") if by else ()):
                     factor = f"{plain(by)}{behind}"
-                    more = ast.parse(f"{other} = {other} * {factor}").body
+                    new = both(ast.parse(f"{other} = {other} * {factor}").body[0], line)
                     words = f"`{other}` is not multiplied by `{factor}`, as `{name}` is"
-                    new = _new(ast.If(ast.Constant(True), [*more, line], []))
                     yield Change("not-rescaled", words, 1.3, (((holder, "body", at), new),))
 
 
 def _of_bases(text: Text) -> Iterator[Change]:
     """Base 2 for e, throughout."""
-    nodes = [*_slots(text.tree)]
-    powers = [
-        (s, x) for s, x in nodes if isinstance(x, ast.BinOp) and isinstance(x.op, ast.Pow) and plain(x.left) == "2"
-    ]
-    calls = [x for _, x in nodes if isinstance(x, ast.Call) and isinstance(x.func, ast.Attribute)
-             and x.func.attr in ("exp2", "log2")]  # fmt: skip
+    found: list[tuple[Slot, Any]] = [*_slots(text.tree)]
+    powers = [(s, x) for s, x in found if is_op(x, ast.Pow) and plain(x.left) == "2"]
+    calls = [x for _, x in found if getattr(getattr(x, "func", 0), "attr", "") in ("exp2", "log2")]
     for way in ("math.exp(x)", "x.exp()") if powers else ("",):
-        edits = [(s, _new(_expr(way, x=x.right))) for s, x in powers if isinstance(x, ast.BinOp)]
-        edits += [((x, "func", None), _new(ast.Attribute(x.func.value, x.func.attr[:3], ast.Load())))  # type: ignore
-                  for x in calls]  # fmt: skip
+        edits = [(s, _expr(way, x=x.right)) for s, x in powers]
+        edits += [((x, "func", None), ast.Attribute(x.func.value, x.func.attr[:3], ast.Load())) for x in calls]
         if len(edits) > 1:
             yield Change("base-2", "base 2 stands where base e belongs, everywhere", 0.9, tuple(edits))
 
 
 def _of_merges(text: Text) -> Iterator[Change]:
     """Weights that one of two sums has and the other lacks; a number that keeps a divisor from 0, and is too large."""
-    sums = [(slot, x) for slot, x in _slots(text.tree) if isinstance(x, ast.BinOp) and isinstance(x.op, ast.Add)]
+    sums: list[tuple[Slot, Any]] = [(slot, x) for slot, x in _slots(text.tree) if is_op(x, ast.Add)]
     weights = {dump(x): x for _, node in sums for x in _weights_of(node)}
     for slot, node in sums:
         bare = not any(isinstance(getattr(x, "op", None), ast.Mult) for x in (node.left, node.right))
@@ -421,9 +406,8 @@ def _of_merges(text: Text) -> Iterator[Change]:
             a, b = (_reshaped(f, behind) for f in factors)
             new = _expr("a * x + b * y", a=a, b=b, x=node.left, y=node.right)
             words = f"`{text.plain(node)}` lacks the weights `{text.plain(a)}` and `{text.plain(b)}`"
-            yield Change("not-rescaled", words, 1.2, ((slot, _new(new)),))
-    products = [x for _, x in _slots(text.tree) if isinstance(x, ast.BinOp) and isinstance(x.op, ast.Mult)]
-    scales = {x.id for y in products for x in ast.walk(y) if isinstance(x, ast.Name) and x.id in text.locals}
+            yield Change("not-rescaled", words, 1.2, ((slot, new),))
+    scales = {name for _, x in _slots(text.tree) if is_op(x, ast.Mult) for name in names_in(x)} & {*text.locals}
     for slot, x in _slots(text.tree):
         if not (isinstance(x, ast.Name) and x.id in text.locals and isinstance(slot[0], ast.BinOp)):
             continue
@@ -455,9 +439,9 @@ def _weights_of(node: ast.BinOp) -> Iterator[list[ast.expr]]:
 def _of_running(text: Text) -> Iterator[Change]:
     """Of sums that a loop makes: a factor that another one has, or that the new term has too; a division in each turn;
     a maximum of this turn alone, or one that is never handed on."""
-    for loop in (x for x in ast.walk(text.tree) if isinstance(x, (ast.For, ast.While))):
-        holders: list[Any] = [x for x in ast.walk(loop) if isinstance(getattr(x, "body", None), list)]
-        places: list[Slot] = [(holder, "body", at) for holder in holders for at in range(len(holder.body))]
+    for loop in nodes(text.tree, *LOOPS):
+        places: list[Slot] = [(x, "body", at) for x, field, block in blocks(loop) if field == "body"
+                              for at in range(len(block))]  # fmt: skip
         lines = [(at, name, value) for at in places for name, value in _set_by(_at(at), parts=True)]
         sums = [x for x in lines if x[1] in map(plain, ast.walk(x[2]))]
         slots = {id(node): slot for slot, node in _slots(loop)}
@@ -471,7 +455,7 @@ def _of_running(text: Text) -> Iterator[Change]:
                     yield from _with_a_weight_alike(text, name, value, {x for _, x, _ in lines})
                 case ast.BinOp(left=ast.BinOp(left=old, op=ast.Add(), right=term), op=ast.Mult(), right=by) if here:
                     if plain(old) == name:
-                        over.append((here, _new(_expr("x * c + t", x=old, c=by, t=term))))
+                        over.append((here, _expr("x * c + t", x=old, c=by, t=term)))
                         words = f"`{text.plain(by)}` multiplies the new term too, in `{text.plain(value)}`"
                 case ast.BinOp(op=ast.Div(), left=kept, right=by) if here:
                     yield from _divided_behind(text, loop, name, by, (here, kept))
@@ -486,67 +470,64 @@ def _of_running(text: Text) -> Iterator[Change]:
         yield from _set_for_added(text, loop, [x for x in lines if x not in sums])
         begun = {name for line in text.tree.body if line is not loop for name, _ in _set_by(line)}
         for at, name, value in lines:
-            called = _called(value)
-            for before in value.args if called in _RUNNING and isinstance(value, ast.Call) else ():
+            maker = _maker(value)
+            for before in value.args if maker in _RUNNING and isinstance(value, ast.Call) else ():
                 given = isinstance(before, ast.Subscript) and plain(before.value) in text.params
                 if isinstance(before, (ast.Name, ast.Subscript)) and plain(before) not in stored and not given:
                     last, block = ast.parse(f"{plain(before)} = {name}").body[0], at[0].body  # type: ignore[attr-defined]
-                    new = _new(ast.If(ast.Constant(True), [block[-1], last], []))
                     words = f"the line `{plain(last)}` is missing at the end of the loop"
-                    yield Change("never-moved", words, 0.3, (((at[0], "body", len(block) - 1), new),))
+                    edit = (at[0], "body", len(block) - 1), both(block[-1], last)
+                    yield Change("never-moved", words, 0.3, (edit,))
             kept_as = [x for _, x, y in lines if plain(y) == name or (x == name and x in begun and y is value)]
             for old_name, way in itertools.product(kept_as, ("torch.maximum", "tl.maximum", "max")):
                 known = way.split(".")[0] in text.globals or way == "max"
-                if called in ("max", "amax") and id(value) in slots and known:
-                    limited = _new(_expr(f"{way}({old_name}, x)", x=value))
+                if maker in ("max", "amax") and id(value) in slots and known:
+                    limited = _expr(f"{way}({old_name}, x)", x=value)
                     yield Change("limit-missing", "", 0.9, ((slots[id(value)], limited),))
 
 
-def _called(value: ast.expr) -> str:
+def _maker(value: ast.expr) -> str:
     """The function of a call, or of `x.max(1)[0]` and `x.max(1).values`."""
-    call = value.value if isinstance(value, (ast.Subscript, ast.Attribute)) else value
-    return plain(call.func).split(".")[-1] if isinstance(call, ast.Call) else ""
+    return called(value.value if isinstance(value, (ast.Subscript, ast.Attribute)) else value)
 
 
 def _set_for_added(text: Text, loop: ast.stmt, lines: Sequence[tuple[Slot, str, ast.expr]]) -> Iterator[Change]:
     """What a loop sets anew in each turn, and is there before it and behind it: a sum."""
     begun = {name for line in text.tree.body if line is not loop for name, _ in _set_by(line)}
     inside = {id(x) for x in ast.walk(loop)}
-    read = {x.id for x in ast.walk(text.tree) if isinstance(x, ast.Name) and id(x) not in inside
-            and isinstance(x.ctx, ast.Load)}  # fmt: skip
+    read = {x.id for x in nodes(text.tree, ast.Name) if id(x) not in inside and isinstance(x.ctx, ast.Load)}
     for at, name, value in lines:
         line: Any = _at(at)
         if name not in begun & read or not (isinstance(line, ast.Assign) and isinstance(line.targets[0], ast.Name)):
             continue
-        added = _new(ast.AugAssign(line.targets[0], ast.Add(), value))
+        added = ast.AugAssign(line.targets[0], ast.Add(), value)
         yield Change("not-rescaled", f"`=` stands where `+=` belongs, in {text.say(line)}", 1.0, ((at, added),))
 
 
 def _divided_behind(text: Text, loop: ast.stmt, name: str, by: ast.expr, edit: Any) -> Iterator[Change]:
     """A division that belongs behind the loop. edit: of the line in the loop."""
-    reads = [s for s, x in _slots(text.tree) if isinstance(x, ast.Name) and x.id == name
-             and x.lineno > (loop.end_lineno or 0)]  # fmt: skip
+    end = loop.end_lineno or 0
+    behind = [s for s, x in _slots(text.tree) if isinstance(x, ast.Name) and x.id == name and x.lineno > end]
     words = f"`{name}` is divided by `{text.plain(by)}` in each turn: once, behind the loop"
-    for way in ("x / y", "(x / y).nan_to_num()") if reads else ():
-        edits = [(s, _new(_expr(way, x=ast.Name(name, ast.Load()), y=by))) for s in reads]
+    for way in ("x / y", "(x / y).nan_to_num()") if behind else ():
+        edits = [(s, _expr(way, x=ast.Name(name, ast.Load()), y=by)) for s in behind]
         yield Change("not-rescaled", words, 1.0, (edit, *edits))
 
 
 def _with_the_weight_of(text: Text, at: Slot, name: str, other: str, product: ast.expr) -> Iterator[Change]:
     """A running sum that lacks the factor that another one has."""
     line: Any = _at(at)
-    terms = [(s, x) for s, x in _slots(line) if plain(x) == name and isinstance(s[0], ast.BinOp)
-             and isinstance(s[0].op, ast.Add)]  # fmt: skip
-    for node in ast.walk(product) if other != name else ():
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+    terms = [(s, x) for s, x in _slots(line) if plain(x) == name and is_op(s[0], ast.Add)]
+    for node in nodes(product, ast.BinOp) if other != name else ():
+        if isinstance(node.op, ast.Mult):
             by = {plain(node.left): node.right, plain(node.right): node.left}.get(other)
             for behind in _BEHIND_A_FACTOR if by is not None else ():
                 factor = _reshaped(by, behind)  # type: ignore[arg-type]
                 words = f"`{name}` is not multiplied by `{text.plain(factor)}`, as `{other}` is"
-                edits = [(slot, _new(_expr("x * c", x=x, c=factor))) for slot, x in terms]
+                edits: list[Any] = [(slot, _expr("x * c", x=x, c=factor)) for slot, x in terms]
                 if isinstance(line, ast.AugAssign):
                     value = _expr("x * c + t", x=ast.Name(name, ast.Load()), c=factor, t=line.value)
-                    edits = [(at, _new(ast.Assign([line.target], value)))]
+                    edits = [(at, ast.Assign([line.target], value))]
                 if edits:
                     yield Change("not-rescaled", words, 1.1, tuple(edits))
 
@@ -554,13 +535,12 @@ def _with_the_weight_of(text: Text, at: Slot, name: str, other: str, product: as
 def _with_a_weight_alike(text: Text, name: str, total: ast.BinOp, made: set[str]) -> Iterator[Change]:
     """exp(m - top) * l + t, with a weight of its own, exp(x - top), for t."""
     for old, field in ((total.left, "right"), (total.right, "left")):
-        weight = next((x for x in ast.walk(old) if isinstance(x, ast.Call) and x.args and isinstance(
-            x.args[0], ast.BinOp) and isinstance(x.args[0].op, ast.Sub)), None)  # fmt: skip
+        weight: Any = next((x for x in nodes(old, ast.Call) if x.args and is_op(x.args[0], ast.Sub)), None)
         for other in sorted(made - {name}) if weight and name in map(plain, ast.walk(old)) else ():
-            difference = _expr("x - y", x=_expr(other), y=weight.args[0].right)  # type: ignore[union-attr]
-            by, term = ast.Call(weight.func, [difference], weight.keywords), getattr(total, field)  # type: ignore
+            difference = _expr("x - y", x=_expr(other), y=weight.args[0].right)
+            by, term = ast.Call(weight.func, [difference], weight.keywords), getattr(total, field)
             words = f"`{text.plain(term)}` is not multiplied by `{text.plain(by)}`, in `{text.plain(total)}`"
-            yield Change("not-rescaled", words, 1.0, (((total, field, None), _new(_expr("t * w", t=term, w=by))),))
+            yield Change("not-rescaled", words, 1.0, (((total, field, None), _expr("t * w", t=term, w=by)),))
 
 
 def _reshaped(factor: ast.expr, behind: str) -> ast.expr:
@@ -588,16 +568,16 @@ def _set_by(line: ast.stmt, parts: bool = False) -> Iterator[tuple[str, ast.expr
 
 def _of_tiles(text: Text) -> Iterator[Change]:
     """Numbers that count from 0 in each tile, where they count in all of the tensor; a walk that begins late."""
-    loops = [x for x in ast.walk(text.tree) if isinstance(x, ast.For) and isinstance(x.target, ast.Name)]
+    loops = [x for x in nodes(text.tree, ast.For) if isinstance(x.target, ast.Name)]
     for walk in (x.iter for x in loops if text.from_zero):
         if isinstance(walk, ast.Call) and len(walk.args) > 1 and plain(walk.args[0]) != "0":
-            yield Change(PART, "", 0.5, (((walk, "args", 0), _new(ast.Constant(0))),))
-    for loop in (x for x in loops if plain(getattr(x.iter, "func", None)) == "range" and len(x.iter.args) == 2):  # type: ignore
+            yield Change(PART, "", 0.5, (((walk, "args", 0), ast.Constant(0)),))
+    for loop in (x for x in loops if plain(getattr(x.iter, "func", None)) == "range" and len(x.iter.args) == 2):
         for name in sorted({*text.numbers, *text.meant} - {*reads(loop.iter)}):
-            edges: list[Any] = [ast.BinOp(x, ast.Mult(), _expr(name)) for x in loop.iter.args]  # type: ignore
+            edges: list[Any] = [ast.BinOp(x, ast.Mult(), _expr(name)) for x in loop.iter.args]
             new = ast.Call(ast.Name("range", ast.Load()), edges, [])
-            yield Change("more", "", 1.4, (((loop, "iter", None), _new(new)),))
-    stepped = {y.target.id: x for x in ast.walk(text.tree) if isinstance(x, ast.While) for y in x.body
+            yield Change("more", "", 1.4, (((loop, "iter", None), new),))
+    stepped = {y.target.id: x for x in nodes(text.tree, ast.While) for y in x.body
                if isinstance(y, ast.AugAssign) and isinstance(y.target, ast.Name)}  # fmt: skip
     inner: Any = next((x for x in reversed([*loops, *stepped.values()]) if _aranges(x)), None)
     counted = [(s, x) for s, x in _slots(inner or ast.Module([], [])) if dump(x) in _aranges(inner)]
@@ -613,8 +593,7 @@ def _of_tiles(text: Text) -> Iterator[Change]:
 
 
 def _aranges(tree: ast.AST | None) -> set[str]:
-    calls = (x for x in ast.walk(tree or ast.Pass()) if isinstance(x, ast.Call))
-    return {dump(x) for x in calls if ast.unparse(x.func).endswith("arange")}
+    return {dump(x) for x in nodes(tree or ast.Pass(), ast.Call) if ast.unparse(x.func).endswith("arange")}
 
 
 def of_grids(text: Text) -> Iterator[Change]:
@@ -628,7 +607,7 @@ def of_grids(text: Text) -> Iterator[Change]:
         sizes = node.elts if slot[1] == "slice" and isinstance(node, ast.Tuple) and len(node.elts) < 4 else []
         for order in itertools.permutations(sizes):
             if [*order] != sizes:
-                yield Change("grid-exchanged", "", 0.8, ((slot, _new(ast.Tuple([*order], ast.Load()))),))
+                yield Change("grid-exchanged", "", 0.8, ((slot, ast.Tuple([*order], ast.Load())),))
 
 
 def of_numbers(text: Text) -> Iterator[Change]:
@@ -637,15 +616,13 @@ def of_numbers(text: Text) -> Iterator[Change]:
     """
     roundings: list[tuple[Slot, Any]] = []
     for slot, node in _slots(text.tree):
-        if isinstance(node, ast.Call) and node.args and ast.unparse(node.func).split(".")[-1] in ROUNDING:
+        if isinstance(node, ast.Call) and node.args and called(node) in ROUNDING:
             roundings.append((slot, node.args[0]))
             yield Change("more", "", 1.0, (roundings[-1],))
-        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in _POWERS:
+        if isinstance(node, ast.Call) and called(node) in _POWERS:
             for other in (*text.numbers, *text.locals):
-                less = ast.Call(
-                    node.func, [_expr("x - y", x=node.args[0], y=_expr(other)), *node.args[1:]], node.keywords
-                )
-                yield Change("more", "", 2.2, ((slot, _new(less)),))
+                args = [_expr("x - y", x=node.args[0], y=_expr(other)), *node.args[1:]]
+                yield Change("more", "", 2.2, ((slot, ast.Call(node.func, args, node.keywords)),))
         if isinstance(node, ast.BinOp) and ast.unparse(node) in _BINARY:
             yield Change("more", "", 1.0, ((slot, ast.Constant(_BINARY[ast.unparse(node)])),))
         if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)) and abs(node.value) >= 1000:
@@ -660,7 +637,7 @@ def of_numbers(text: Text) -> Iterator[Change]:
         if isinstance(node.op, ast.Mult):
             for rounded, factor in ((a, b), (b, a)):
                 if new := _into(rounded, factor):
-                    yield Change("brackets", "", 1.5, ((slot, _new(new)),))
+                    yield Change("brackets", "", 1.5, ((slot, new),))
                 floor = isinstance(rounded, ast.BinOp) and isinstance(rounded.op, ast.FloorDiv)
                 of = (rounded.left, rounded.right) if floor else _rounded_up(rounded)  # type: ignore[attr-defined]
                 if of and dump(of[1]) == dump(factor):
@@ -674,14 +651,14 @@ def of_numbers(text: Text) -> Iterator[Change]:
                 for more in (x for n in (1, 2, len(rest)) for x in itertools.combinations(rest, n)):
                     whole = ast.BinOp(functools.reduce(_plus, [term.left, *more]), term.op, term.right)
                     others = [x for x in rest if not any(x is y for y in more)]
-                    yield Change("brackets", "", 1.5, ((slot, _new(functools.reduce(_plus, [whole, *others]))),))
+                    yield Change("brackets", "", 1.5, ((slot, functools.reduce(_plus, [whole, *others])),))
         if isinstance(node.op, ast.Add) and plain(b) == "1":
             match a:
                 case ast.BinOp(left=x, op=ast.FloorDiv(), right=y):
                     yield Change("rounded-up", "", 0.4, ((slot, _expr("-(-x // y)", x=x, y=y)),))
                 case ast.Call(func=ast.Attribute(value=owner, attr="floor"), args=given):
                     up = ast.Call(ast.Attribute(owner, "ceil", ast.Load()), given, [])
-                    yield Change("rounded-up", "", 0.4, ((slot, _new(up)),))
+                    yield Change("rounded-up", "", 0.4, ((slot, up),))
     if len(roundings) > 1:
         yield Change("rounded-all", "numbers are rounded that should not be", 1.0, tuple(roundings))
     yield from _of_bounds(text)
@@ -693,21 +670,21 @@ def _of_bounds(text: Text) -> Iterator[Change]:
     """A limit, the begin or the step of a range, another reduction, a sign of all of a quotient."""
     names = [*dict.fromkeys((*text.params, *text.locals))]
     for slot, node in _slots(text.tree):
-        called = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
-        if called in _OF_ALL and len(node.args) == 1:  # type: ignore[attr-defined]
-            for other in (x for x in _OF_ALL if x != called):
-                cost = 0.9 if called != "sum" else 3.5  # its divisor may be missing
+        function = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+        if function in _OF_ALL and len(node.args) == 1:  # type: ignore[attr-defined]
+            for other in (x for x in _OF_ALL if x != function):
+                cost = 0.9 if function != "sum" else 3.5  # its divisor may be missing
                 yield Change("wrong-function", "", cost, (((node, "func", None), ast.Name(other, ast.Load())),))
-        if called == "range" and len(given := node.args) < 3:  # type: ignore[attr-defined]
+        if function == "range" and len(given := node.args) < 3:  # type: ignore[attr-defined]
             for name in (*names, "2"):
                 ends = [_expr(name), *given] if len(given) == 1 else [*given, _expr(name)]
-                yield Change("more", "", 1.0, ((slot, _new(ast.Call(node.func, ends, []))),))  # type: ignore[attr-defined]
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv) and isinstance(node.left, ast.UnaryOp):
+                yield Change("more", "", 1.0, ((slot, ast.Call(node.func, ends, [])),))  # type: ignore[attr-defined]
+        if is_op(node, ast.FloorDiv) and isinstance(node.left, ast.UnaryOp):  # type: ignore[attr-defined]
             yield Change("negated", "", 0.6, ((slot, _expr("-x", x=node)),))
         whole = isinstance(node, (ast.Name, ast.BinOp, ast.Call)) and slot[1] in _NUMBERS
         for name in (
             sorted({*names} & {*reads(node)}) if whole and isinstance(node, ast.BinOp) else ()
-        ):  # or the limit is all
+        ):  # the limit is all
             yield Change(PART, "", 1.5, ((slot, _expr(name)),))
         for name, way in itertools.product(names if whole else (), ("min(x, y)", "max(x, y)")):
             if name != plain(node):
@@ -716,30 +693,25 @@ def _of_bounds(text: Text) -> Iterator[Change]:
 
 def _of_sums_anew(text: Text) -> Iterator[Change]:
     """A sum that each turn of a loop sets anew, or begins anew."""
-    for outer in ast.walk(text.tree):
-        for at, loop in enumerate(body) if isinstance(body := getattr(outer, "body", None), list) else ():
-            before = [x for line in text.tree.body if line.lineno < loop.lineno for x in ast.walk(line)]
-            begun = {x.id for x in before if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
-            for i, line in enumerate(loop.body) if isinstance(loop, (ast.For, ast.While)) else ():
+    for outer, field, block in blocks(text.tree):
+        for at, loop in enumerate(block if field == "body" else ()):
+            before = [x for line in text.tree.body if line.lineno < loop.lineno for x in nodes(line, ast.Name)]
+            begun = {x.id for x in before if isinstance(x.ctx, ast.Store)}
+            for i, line in enumerate(loop.body if isinstance(loop, LOOPS) else ()):
                 for name, value in _set_by(line) if isinstance(line, ast.Assign) else ():
                     if name in begun:
                         yield Change("more", "", 0.9, (((line, "value", None), _expr(f"{name} + x", x=value)),))
                     elif not {*reads(value)} & {*text.locals}:
-                        first = _new(ast.If(ast.Constant(True), [line, loop], []))
-                        edits = (((loop, "body", i), _new(ast.Pass())), ((outer, "body", at), first))
+                        edits = (((loop, "body", i), ast.Pass()), ((outer, "body", at), both(line, loop)))
                         yield Change(BEFORE, "", 1.2, edits)
 
 
 def _of_values(text: Text) -> Iterator[Change]:
     """Another factor or term of a line."""
-    for line in ast.walk(text.tree):
-        if not isinstance(line, (ast.Assign, ast.AugAssign, ast.Return)) or line.value is None:
-            continue
-        several = line.value.elts if isinstance(line.value, ast.Tuple) else [line.value]
-        for i, x in enumerate(several):
-            if isinstance(x, ast.Constant) and isinstance(x.value, bool):
+    for line in nodes(text.tree, ast.Assign, ast.AugAssign, ast.Return):
+        for slot in _results_of(line):
+            if isinstance(x := _at(slot), ast.Constant) and isinstance(x.value, bool):
                 continue
-            slot = (line.value, "elts", i) if isinstance(line.value, ast.Tuple) else (line, "value", None)
             ways = ("x * y", "x + y", "x - y", "y - x", *(("x // y", "y // x") if text.whole else ("x / y", "y / x")))
             for other, way in (*itertools.product((*text.numbers, *text.locals), ways), ("1", "x + y"), ("1", "x - y")):
                 yield Change("more", "", 2.5, ((slot, _expr(way, x=x, y=_expr(other))),))
@@ -749,20 +721,19 @@ def _of_state(text: Text) -> Iterator[Change]:
     """What goes wrong from turn to turn: a list that two names share, a number that begins anew or does not, a pair the
     other way round.
     """
-    nodes = [*ast.walk(text.tree)]
-    names = {x.id for x in nodes if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
-    indexed = [x for x in nodes if isinstance(x, ast.Subscript) and isinstance(x.slice, ast.Name)]
+    names = {x.id for x in nodes(text.tree, ast.Name) if isinstance(x.ctx, ast.Store)}
+    indexed = [x for x in nodes(text.tree, ast.Subscript) if isinstance(x.slice, ast.Name)]
     read = {ast.unparse(x) for x in indexed if isinstance(x.ctx, ast.Load)}
     items = [_expr(x) for x in (*sorted(names), *sorted(read))]  # the same verdict each time
-    slices = [x for x in nodes if isinstance(x, ast.Slice) and x.step is None]
+    slices = [x for x in nodes(text.tree, ast.Slice) if x.step is None]
     ends = {(ast.unparse(x), side): x for s in slices for side in ("lower", "upper") if (x := getattr(s, side))}
-    added = [x.value for x in nodes if isinstance(x, ast.AugAssign)]
+    added = [x.value for x in nodes(text.tree, ast.AugAssign)]
     for slot, node in _slots(text.tree):
         if isinstance(node, ast.Slice) and node.step is None:
             for (_, side), end in ends.items():
                 if getattr(node, side) is None:
                     bounds = {"lower": node.lower, "upper": node.upper, side: end}
-                    yield Change("cut", "", 1.3, ((slot, _new(ast.Slice(**bounds))),))
+                    yield Change("cut", "", 1.3, ((slot, ast.Slice(**bounds)),))
         kept = isinstance(slot[0], (ast.Call, ast.Assign, ast.Tuple, ast.List, ast.Dict))
         if kept and isinstance(node, (ast.Name, ast.Subscript)) and isinstance(node.ctx, ast.Load):
             yield Change("shared", "", 1.0, ((slot, _expr("list(x)", x=node)),))
@@ -774,46 +745,45 @@ def _of_state(text: Text) -> Iterator[Change]:
         several = isinstance(slot[0], ast.Assign) and isinstance(slot[0].targets[0], ast.Tuple)
         if isinstance(node, ast.Tuple) and not several and len(node.elts) == 2:
             cost = 0.9 if isinstance(slot[0], ast.Assign) else 1.3
-            yield Change("turned", "", cost, ((slot, _new(ast.Tuple(node.elts[::-1], ast.Load()))),))
+            yield Change("turned", "", cost, ((slot, ast.Tuple(node.elts[::-1], ast.Load())),))
         if isinstance(node, ast.Compare) and len(node.ops) > 1:
             for i, op in enumerate(node.ops):
                 if type(op) in _LOOSER:
                     ops = [*node.ops[:i], _LOOSER[type(op)](), *node.ops[i + 1 :]]
-                    yield Change("compared", "", 0.9, ((slot, _new(ast.Compare(node.left, ops, node.comparators))),))
+                    yield Change("compared", "", 0.9, ((slot, ast.Compare(node.left, ops, node.comparators)),))
         if isinstance(slot[0], ast.AugAssign) and slot[1] == "value":
             for other in added:
                 if plain(other) != plain(node) and {*reads(other)} == {*reads(node)}:
-                    yield Change(PART, "", 0.9, ((slot, _new(pickle.loads(pickle.dumps(other)))),))
+                    yield Change(PART, "", 0.9, ((slot, copy.deepcopy(other)),))
     yield from _of_turns(text)
 
 
 def _of_turns(text: Text) -> Iterator[Change]:
     """What is added, set back or begun in the turns of a loop."""
-    loops = [x for x in text.tree.body if isinstance(x, (ast.For, ast.While))]
+    loops: list[Any] = [x for x in text.tree.body if isinstance(x, LOOPS)]
     for loop in loops:
-        for holder in ast.walk(loop):
-            for at, line in enumerate(body) if isinstance(body := getattr(holder, "body", None), list) else ():
+        for holder, field, block in blocks(loop):
+            for at, line in enumerate(block if field == "body" else ()):
                 if isinstance(line, ast.Return):
-                    yield Change("turned", "", 1.3, (((holder, "body", at), _new(ast.Continue())),))
+                    yield Change("turned", "", 1.3, (((holder, "body", at), ast.Continue()),))
                 target = line.targets[0] if isinstance(line, ast.Assign) else None
                 if isinstance(target, ast.Subscript):
-                    new = _new(ast.AugAssign(target, ast.Add(), line.value))
+                    new = ast.AugAssign(target, ast.Add(), line.value)
                     yield Change("added", "", 1.3, (((holder, "body", at), new),))
                     before = _expr("d.get(k, 0) + x", d=target.value, k=target.slice, x=line.value)
                     yield Change("added", "", 1.4, (((line, "value", None), before),))
     begun_with = {name: value for line in text.tree.body for name, value in _set_by(line)}
-    for branch in (x for loop in loops for x in ast.walk(loop) if isinstance(x, ast.If)):
+    for branch in (x for loop in loops for x in nodes(loop, ast.If)):
         last = branch.body[-1]
         for name, value in begun_with.items():
             if isinstance(value, (ast.Name, ast.Constant)) and name not in dict(_set_by(last)):
-                again = _new(ast.If(ast.Constant(True), [last, *ast.parse(f"{name} = {plain(value)}").body], []))
+                again = both(last, ast.parse(f"{name} = {plain(value)}").body[0])
                 words = f"`{name}` is not set back to `{plain(value)}`, where `{text.plain(branch.test)}`"
                 yield Change("not-set-back", words, 1.0, (((branch, "body", len(branch.body) - 1), again),))
     for at, line in enumerate(text.tree.body):
         if isinstance(line, ast.Assign) and isinstance(line.value, (ast.Constant, ast.List, ast.Dict)):
             for loop in loops:
-                begun = _new(ast.If(ast.Constant(True), [line, loop.body[1]], []))
-                edits = (((text.tree, "body", at), _new(ast.Pass())), ((loop, "body", 1), begun))
+                edits = (((text.tree, "body", at), ast.Pass()), ((loop, "body", 1), both(line, loop.body[1])))
                 yield Change(WITHIN, "", 1.2, edits)
 
 
@@ -835,26 +805,6 @@ def _plus(x: ast.expr, y: ast.expr) -> ast.expr:
     return ast.BinOp(x, ast.Add(), y)
 
 
-def terms_of(node: ast.expr) -> list[ast.expr]:
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return [*terms_of(node.left), *terms_of(node.right)]
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub):
-        return [*terms_of(node.left), ast.UnaryOp(ast.USub(), node.right)]
-    return [node]
-
-
 def _keeps(call: ast.Call) -> bool:
     """Whether it is a list's or a set's, for which the sign of what it keeps may not show."""
     return getattr(call.func, "attr", "") in ("add", "append", "discard", "extend", "get", "setdefault", "update")
-
-
-def plain(x: Any) -> str:
-    return ast.unparse(x) if isinstance(x, ast.AST) else ""
-
-
-def dump(x: Any) -> str:
-    return ast.dump(x) if isinstance(x, ast.AST) else repr([*map(dump, x)] if isinstance(x, list) else x)
-
-
-def reads(tree: ast.AST) -> Iterator[str]:
-    return (x.id for x in ast.walk(tree) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Load))

@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
-from flashlab.check.changes import CHANGED, Change, Slot, Text, _at, _expr, _new
+from flashlab.check.changes import CHANGED, Change, Slot, Text, _at, _expr
 from flashlab.check.code_changes import of_code, of_lines
+from flashlab.check.trees import is_op, nodes
 
 _REDUCTIONS = {
     "sum": ("mean", "amax", "prod"), "amax": ("amin", "mean", "sum"), "max": ("min", "mean", "sum"),
@@ -193,11 +194,11 @@ def _kind(value: Any) -> Any:
 
 def of_statements(text: Text) -> Iterator[Change]:
     """Where a loop begins and ends, what is done in every turn of it instead of once at the end, what is always 0."""
-    yield from (Change(slug, said, cost, ((slot, _new(new)),)) for slug, said, cost, slot, new in of_lines(text))
+    yield from (Change(slug, said, cost, ((slot, new),)) for slug, said, cost, slot, new in of_lines(text))
     of: dict[str, list[tuple[Slot, Any]]] = {"exp": [], "log": []}
-    for node in ast.walk(text.tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in of:
-            new = _new(ast.Attribute(node.func.value, f"{node.func.attr}2", ast.Load()))
+    for node in nodes(text.tree, ast.Call):
+        if isinstance(node.func, ast.Attribute) and node.func.attr in of:
+            new = ast.Attribute(node.func.value, f"{node.func.attr}2", ast.Load())
             of[node.func.attr].append(((node, "func", None), new))
     if all(of.values()):
         said = "`exp2` and `log2` stand where `exp` and `log` belong: the base is e"
@@ -207,33 +208,29 @@ def of_statements(text: Text) -> Iterator[Change]:
         for jump, here, there in ((ast.Continue, "continue", "break"), (ast.Break, "break", "continue")):
             if isinstance(line, jump):
                 said = f"`{there}` stands where `{here}` belongs"
-                yield Change("wrong-jump", said, 1.2, ((slot, _new(ast.parse(there).body[0])),))
-    sets = [t.id for n in ast.walk(text.tree) if isinstance(n, ast.Assign) for t in ast.walk(n.targets[0])
-            if isinstance(t, ast.Name)]  # fmt: skip
-    for line in ast.walk(text.tree):
-        if isinstance(line, ast.Assign) and isinstance(line.value, ast.Tuple) and len(line.value.elts) == 2:
+                yield Change("wrong-jump", said, 1.2, ((slot, ast.parse(there).body[0]),))
+    sets = [t.id for n in nodes(text.tree, ast.Assign) for t in nodes(n.targets[0], ast.Name)]
+    for line in nodes(text.tree, ast.Assign):
+        if isinstance(line.value, ast.Tuple) and len(line.value.elts) == 2:
             said = f"{' and '.join(map(text.say, line.value.elts))} are exchanged"
-            turned = _new(ast.Tuple(line.value.elts[::-1], ast.Load()))
+            turned = ast.Tuple(line.value.elts[::-1], ast.Load())
             yield Change("names-exchanged", said, 1.4, (((line, "value", None), turned),))
-        if isinstance(line, ast.Assign) and isinstance(line.targets[0], ast.Name):
+        if isinstance(line.targets[0], ast.Name):
             zero = _expr("0 * x", x=line.value)
             what = line.value if sets.count(line.targets[0].id) > 1 else line.targets[0]
             yield Change("always-0", f"{text.say(what)} is 0 always", 2.0, (((line, "value", None), zero),))
-    for loop in [n for n in ast.walk(text.tree) if isinstance(n, ast.For)]:
+    for loop in nodes(text.tree, ast.For):
         if isinstance(loop.iter, ast.Call) and getattr(loop.iter.func, "id", "") == "range":
-            yield from _of_range(text, loop)
-        for node in ast.walk(text.tree):
-            if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Div, ast.Mult)):
+            yield from _of_range(text, (loop, "iter", None), loop.iter.args)
+        for node in nodes(text.tree, ast.BinOp):
+            if is_op(node, ast.Div, ast.Mult):
                 yield from _in_every_turn(text, loop, node)
 
 
-def _of_range(text: Text, loop: ast.For) -> Iterator[Change]:
-    assert isinstance(loop.iter, ast.Call), "a call of range"
-    args, w = loop.iter.args, text.say
+def _of_range(text: Text, slot: Slot, args: Sequence[ast.expr]) -> Iterator[Change]:
     if len(args) != 3:
         return
     begin, end, step = args
-    slot: Slot = (loop, "iter", None)
     ways = {
         "range(b, (e - b) // s * s + b, s)": ("tail-lost", "the last, shorter block is left out", 1.0),
         "range(b, e - s, s)": ("last-block-lost", "the last block is left out", 1.1),
@@ -241,7 +238,7 @@ def _of_range(text: Text, loop: ast.For) -> Iterator[Change]:
         "range(b, b + 1, s)": ("first-block-only", "only the first block is looked at", 1.1),
         "(b, *range(b, e, s))": ("first-block-twice", "the first block counts twice", 1.3),
         "range(max(b, (e - 1) // s * s), e, s)": ("last-block-only", "only the last block is looked at", 1.3),
-        "range(b, e)": ("step-missing", f"the loop takes a step of 1 where {w(step)} belongs", 1.4),
+        "range(b, e)": ("step-missing", f"the loop takes a step of 1 where {text.say(step)} belongs", 1.4),
     }  # fmt: skip
     for way, (slug, said, cost) in ways.items():
         yield Change(slug, said, cost, ((slot, _expr(way, b=begin, e=end, s=step)),), about=("range",))
@@ -252,9 +249,8 @@ def further(text: Text) -> Iterator[Change]:
     goes, a running result that is not rescaled or divided.
     """
     infinite = _expr("-math.inf")
-    axes = {
-        x: max((kind[1] for kind in kinds if isinstance(kind, tuple)), default=0) for x, kinds in text.kinds.items()
-    }
+    axes = {x: max((kind[1] for kind in kinds if isinstance(kind, tuple)), default=0)
+            for x, kinds in text.kinds.items()}  # fmt: skip
     for slot in _places(text.tree):
         node = _at(slot)
         match node:
@@ -266,7 +262,7 @@ def further(text: Text) -> Iterator[Change]:
                     yield Change(f"{function}-missing", "", 1.6, ((slot, _expr(f"x.{function}()", x=node)),))
             case ast.Call(func=ast.Attribute(value=owner, attr="maximum"), args=given):
                 both = ast.Call(ast.Attribute(owner, "logaddexp", ast.Load()), given, [])
-                yield Change("wrong-function", "", 3.2, ((slot, _new(both)),))
+                yield Change("wrong-function", "", 3.2, ((slot, both),))
             case ast.Call(func=ast.Attribute(attr="log" | "log2")):
                 for name in (x for x, n in axes.items() if n):
                     yield Change("more", "", 1.4, ((slot, _expr("y + x", x=node, y=_expr(name))),))
@@ -276,7 +272,7 @@ def further(text: Text) -> Iterator[Change]:
                     yield Change("one-for-all", "", 0.8, ((slot, _expr(of_rows, x=owner)),))
             case ast.Call(func=ast.Attribute(value=owner, attr="max" | "amax")):
                 total = ast.Call(ast.Attribute(owner, "sum", ast.Load()), node.args, node.keywords)
-                yield Change("wrong-function", "", 1.5, ((slot, _new(total)),))
+                yield Change("wrong-function", "", 1.5, ((slot, total),))
             case ast.Compare(left=left, ops=[ast.Eq() | ast.NotEq()], comparators=[ast.Name()]):
                 yield Change("finite-number", "", 1.2, ((slot, ast.Compare(left, node.ops, [infinite])),))
             case ast.BinOp(op=ast.MatMult(), left=left, right=right):
@@ -287,12 +283,10 @@ def further(text: Text) -> Iterator[Change]:
                         yield Change("wrong-name", "", 1.2, ((slot, _expr(way, x=right)),))
             case ast.Call(func=ast.Attribute(value=owner, attr=name)) if name in _OPPOSITE:
                 turned = ast.Call(ast.Attribute(owner, _OPPOSITE[name], ast.Load()), node.args, node.keywords)
-                yield Change("upside-down", "", 1.2, ((slot, _new(turned)),))
+                yield Change("upside-down", "", 1.2, ((slot, turned),))
             case ast.Call(func=ast.Attribute(value=owner, attr="any" | "all" as name)):
-                both = ast.Call(
-                    ast.Attribute(owner, "all" if name == "any" else "any", ast.Load()), node.args, node.keywords
-                )
-                yield Change("wrong-function", "", 1.0, ((slot, _new(both)),))
+                all_or_any = ast.Attribute(owner, "all" if name == "any" else "any", ast.Load())
+                yield Change("wrong-function", "", 1.0, ((slot, ast.Call(all_or_any, node.args, node.keywords)),))
             case ast.BinOp(left=ast.Constant(value=2), op=ast.Pow(), right=power):
                 yield Change("power-of-2", "", 1.2, ((slot, _expr("x.exp()", x=power)),))
             case ast.Constant(value=0) | ast.UnaryOp(op=ast.USub(), operand=ast.Constant()):
@@ -300,18 +294,18 @@ def further(text: Text) -> Iterator[Change]:
             case ast.Call(func=ast.Attribute(value=owner, attr="zeros_like" | "new_zeros" as name), args=[shape]):
                 full = ast.Attribute(owner, name.replace("zeros", "full"), ast.Load())
                 new: ast.expr = ast.Call(full, [shape, infinite], node.keywords)
-                yield Change("finite-number", "", 1.2, ((slot, _new(new)),))
+                yield Change("finite-number", "", 1.2, ((slot, new),))
             case ast.Call(func=ast.Attribute(attr="nan_to_num")):
                 for names in (["neginf"], ["nan", "neginf"]) if not node.keywords else ():
                     new = ast.Call(node.func, node.args, [ast.keyword(name, infinite) for name in names])
-                    yield Change("finite-number", "", 1.0, ((slot, _new(new)),))
+                    yield Change("finite-number", "", 1.0, ((slot, new),))
     yield from _without_a_factor(text, axes)
     yield from _not_rescaled(text, axes)
 
 
 def _without_a_factor(text: Text, axes: dict[str, int]) -> Iterator[Change]:
     """A matrix times another one that the text makes."""
-    for line in (x for x in ast.walk(text.tree) if isinstance(x, ast.Assign)):
+    for line in nodes(text.tree, ast.Assign):
         of = axes.get(getattr(line.targets[0], "id", ""), 0)
         for name in (x for x, n in axes.items() if n == of > 1 and x not in text.params):
             said = f"the factor `{name}` is missing in `{text.plain(line.value)}`"
@@ -320,7 +314,7 @@ def _without_a_factor(text: Text, axes: dict[str, int]) -> Iterator[Change]:
 
 def _not_rescaled(text: Text, axes: dict[str, int]) -> Iterator[Change]:
     """What a loop makes of itself, with a factor or a divisor."""
-    lines = [line for loop in ast.walk(text.tree) if isinstance(loop, ast.For) for line in loop.body]
+    lines = [line for loop in nodes(text.tree, ast.For) for line in loop.body]
     for line, name in [(x, getattr(x.targets[0], "id", "")) for x in lines if isinstance(x, ast.Assign)]:
         reads = [slot for slot in _places(line) if getattr(_at(slot), "id", "") == name and slot[1] != "targets"]
         of = axes.get(name, 0)
@@ -343,16 +337,15 @@ def _in_every_turn(text: Text, loop: ast.For, node: ast.BinOp) -> Iterator[Chang
     """x / y, or x * y, after the loop that makes x: done in the loop, and perhaps again at the end."""
     inside = {id(n) for n in ast.walk(loop)}
     slot = next((s for s in _places(text.tree) if _at(s) is node), None)
-    made = {t.id for n in ast.walk(loop) if isinstance(n, ast.Assign) for t in ast.walk(n.targets[0])
-            if isinstance(t, ast.Name)}  # fmt: skip
+    made = {t.id for n in nodes(loop, ast.Assign) for t in nodes(n.targets[0], ast.Name)}
     for kept, by in ((node.left, node.right), (node.right, node.left)):
         if slot is None or id(node) in inside or not isinstance(kept, ast.Name) or kept.id not in made:
             continue
         if kept is node.right and isinstance(node.op, ast.Div):
             continue
         done = "divided by" if isinstance(node.op, ast.Div) else "multiplied by"
-        line = _new(ast.Assign([ast.Name(kept.id, ast.Store())], ast.BinOp(kept, node.op, by)))
-        turn = _new(ast.For(loop.target, loop.iter, [*loop.body, line], []))
+        line = ast.Assign([ast.Name(kept.id, ast.Store())], ast.BinOp(kept, node.op, by))
+        turn = ast.For(loop.target, loop.iter, [*loop.body, line], [])
         holder = next((s for s in _places(text.tree) if _at(s) is loop), None)
         if holder is None:
             continue

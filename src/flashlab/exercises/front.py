@@ -141,22 +141,18 @@ def _contrast(exercise: registry.Exercise, answers: tuple[Any, ...], case: str |
     if not seen.right or case not in seen.wrong:
         return ""
     parts = {name: name.split(", ") for name in (*seen.wrong, *seen.right)}
-    only = [part for part in parts[case] if all((part in parts[name]) == (name in seen.wrong) for name in parts)]
-    if only and others and len(seen.right) > 1:
-        return f". Wrong are just the cases with {', '.join(only)}: {len(seen.wrong)} of {len(parts)}"
-    first = parts[next(iter(seen.right))]
-    among = [part for part in first if all((part in parts[name]) == (name in seen.right) for name in parts)]
-    if among and others and len(seen.right) > 1:
-        return f". Right are just the cases with {', '.join(among)}: {len(seen.right)} of {len(parts)}"
+    for word, cases, one in (("Wrong", seen.wrong, case), ("Right", seen.right, next(iter(seen.right)))):
+        shared = [part for part in parts[one] if all((part in parts[name]) == (name in cases) for name in parts)]
+        if shared and others and len(seen.right) > 1:
+            return f". {word} are just the cases with {', '.join(shared)}: {len(cases)} of {len(parts)}"
     said = f". Right: {_some(list(seen.right))}"
     if others:
         return f"{said}. Wrong too: {_some(others)}"
     return f"{said}. No other case is wrong" if whole else said
 
 
-def _some(cases: list[str], most: int = 1) -> str:
-    rest = len(cases) - most
-    return "; ".join(cases[:most]) + (f"; and {rest} more" if rest > 0 else "")
+def _some(cases: list[str]) -> str:
+    return cases[0] + (f"; and {len(cases) - 1} more" if cases[1:] else "")
 
 
 def _symptoms(exercise: registry.Exercise, answers: tuple[Any, ...]) -> CheckFailed:

@@ -42,9 +42,8 @@ NOTHING = 12344.0
 """What a result holds before a kernel writes it: every float has this number, and no result here is as large."""
 
 
-def apart(x: torch.Tensor, gap: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+def apart(x: torch.Tensor, gap: int) -> torch.Tensor:
     """The same values, with `gap` elements of NaN (of whole numbers: -1) behind every row, and behind the last ones."""
-    x = x.to(dtype or x.dtype)
     empty = math.nan if x.is_floating_point() else -1
     wide = torch.full((*x.shape[:-1], x.shape[-1] + gap), empty, dtype=x.dtype)
     wide[..., : x.shape[-1]] = x

@@ -157,6 +157,7 @@ class Rule:
         one of the learner's that gives the right ones.
         """
         index = self.index
+        index.written, index.code = written(learners), code_of(learners)
         found = index.explain(got)
         cost = index.cost(got) if found else math.inf
         if cost == 0:
@@ -297,7 +298,6 @@ class Rule:
             if self.each and len(mine[0]) != len(right[0]):
                 each = self.each if len(right[0]) == 1 else f"{self.each}s"
                 several = f"the result has {len(mine[0])} elements for {len(right[0])} {each}"
-                self.index.written, self.index.code = written(learners), code_of(learners)
                 found = self.explained(learners, got)
                 seen = self.symptom_of(learners) if not found or HEDGE in found[1] else None
                 slug, said = seen or found or ("wrong-shape", "")
@@ -322,7 +322,6 @@ class Rule:
             return self.symptom_of(learners)
         if not isinstance(error, (ArithmeticError, LookupError, ValueError)):
             return None
-        self.index.written, self.index.code = written(learners), code_of(learners)
         with contextlib.redirect_stdout(io.StringIO()):
             found = self.explained(learners, [*self.index.run(learners, self.tried)])
         return found if found and HEDGE not in found[1] else None
@@ -343,7 +342,6 @@ class Rule:
         except CheckFailed as symptom:
             if symptom.diagnosis in ("wrong-type", "returned-none"):
                 raise
-            self.index.written, self.index.code = written(learners), code_of(learners)
             with contextlib.redirect_stdout(io.StringIO()):
                 said = self.explained(learners, [*self.index.run(learners, self.tried)])
                 said = None if said and IN_NUMBERS in said[1] else said  # other numbers are as right
@@ -361,7 +359,6 @@ class Rule:
 
     def _failed(self, learners: Callable[..., Any], got: list[Values], wrong: list[int]) -> CheckFailed:
         index, names = self.index, self.returns
-        index.written, index.code = written(learners), code_of(learners)
         off = [not index.same_outcome([x], [y]) for x, y in zip(got, index.right, strict=True)]
         plain = [x and (isinstance(y, str) or self.alike(*y) == y) for x, y in zip(off, index.right, strict=True)]
         at = (plain if any(plain) else off).index(True)

@@ -39,7 +39,7 @@ from flashlab.check.running import is_unsolved
 from flashlab.check.symptoms import Symptoms, seen_where, watched
 from flashlab.check.value_mend import IN_NUMBERS
 from flashlab.exercises.answers import chain, in_words
-from flashlab.exercises.rule import _LATE, RULES, Rule, code_of, rule, sources, unwrapped, written
+from flashlab.exercises.rule import _LATE, RULES, Rule, rule, sources, unwrapped
 
 _BESIDE, _DRAWN, _DIFFERING, _TRIES, _WORK = 6, 60, 30, 2_000, 15_000
 _NO_CAUSE = ("wrong-value", "not-finite", "nan-everywhere", "rows-scaled", "output-scaled")
@@ -246,7 +246,6 @@ class TensorRule(Rule):
 
     def _failure(self, learners: Callable[..., Any], got: list[Any], errors: Sequence[Exception]) -> CheckFailed:
         index, names = self.index, self.returns
-        index.written, index.code = written(learners), code_of(learners)
         off = [not index.same_outcome([x], [y]) for x, y in zip(got, index.right, strict=True)]
         raised = [isinstance(x, str) for x in got]
         at = (raised if errors and any(raised) else off).index(True)
@@ -376,10 +375,8 @@ class TensorRule(Rule):
         if lost:
             return "not-finite", f"{self.returns[wrong[0]]} is NaN everywhere: inf - inf, 0 * inf and 0 / 0 are"
         names = " and ".join(self.returns[i] for i in wrong)
-        said = (
-            f"{names} {'are' if len(wrong) > 1 else 'is'} 0 everywhere: nothing is added up, or it does not come back"
-        )
-        return "zero", said
+        verb = "are" if len(wrong) > 1 else "is"
+        return "zero", f"{names} {verb} 0 everywhere: nothing is added up, or it does not come back"
 
     def _together(self, learners: Callable[..., Any], off: Sequence[bool]) -> tuple[str, str] | None:
         """Of a wrong case whose rows are right each by itself: something is of all rows together."""
