@@ -44,8 +44,8 @@ _RESCALE = "the old terms must be rescaled when the maximum moves, by exp(old m 
 _OLD_MINUS_NEW = "the correction is exp(m - m_new), old minus new, and never above 1"
 
 
-def _t(*values: Any, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.tensor(values, dtype=dtype)
+def _t(*values: Any) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
 
 
 # ---- 0.1 ------------------------------------------------------------------------------------------------------------

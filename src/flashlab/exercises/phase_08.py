@@ -265,7 +265,7 @@ _WRONG_PLACES = ("misaligned", "not-a-permutation", "outside-the-tile")
 def _xored(source: Source, head_dim: int) -> str:
     """Words for what at() XORs to the offset of a chunk, where it is not one of its own for each of eight rows."""
     row_bytes = 2 * head_dim
-    byte = torch.tensor(_places(source, head_dim, 64)).unflatten(0, (64, -1))
+    byte = torch.tensor(_places(source, head_dim)).unflatten(0, (64, -1))
     bits = byte ^ (torch.arange(64)[:, None] * row_bytes + torch.arange(head_dim // 8) * 16)  # [row, chunk]
     if (unlike := (bits != bits[:, :1]).nonzero()).numel():
         row, chunk = unlike[0].tolist()
@@ -291,26 +291,26 @@ def _xored(source: Source, head_dim: int) -> str:
     return ""
 
 
-def _expect_places(source: Source, head_dim: int, rows: int = 64) -> None:
+def _expect_places(source: Source, head_dim: int) -> None:
     """Raises CheckFailed where at(), called alone, is no place of its own for each chunk of a tile."""
-    chunks, case, room = head_dim // 8, f"head_dim={head_dim}", rows * head_dim * 2
+    chunks, case, room = head_dim // 8, f"head_dim={head_dim}", 64 * head_dim * 2
     taken: dict[int, str] = {}
-    for i, byte in enumerate(_places(source, head_dim, rows)):
+    for i, byte in enumerate(_places(source, head_dim)):
         name = f"at({i // chunks}, {i % chunks * 8})"
         wrong = (
             (byte % ROW_BYTES, "; sixteen bytes that ldmatrix reads begin at a multiple of 16"),
             (byte in taken, f", and so is {taken.get(byte)}: two chunks of a tile in one place"),
-            (not 0 <= byte < room, f"; a tile of {rows} rows has {room} bytes, and no room for more"),
+            (not 0 <= byte < room, f"; a tile of 64 rows has {room} bytes, and no room for more"),
         )
         for slug, (holds, sentence) in zip(_WRONG_PLACES, wrong, strict=True):
             expect(not holds, f"{name} is byte {byte}{sentence}", diagnosis=slug, case=case)
         taken[byte] = name
 
 
-def _places(source: Source, head_dim: int, rows: int) -> list[int]:
-    """at(row, column) of each chunk of a tile, row by row."""
-    n = torch.zeros(rows * head_dim // 8, dtype=torch.int32)
-    built(_calling(source, _CALLED), check=False, head_dim=head_dim).places(n, rows)
+def _places(source: Source, head_dim: int) -> list[int]:
+    """at(row, column) of each chunk of a tile of 64 rows, row by row."""
+    n = torch.zeros(8 * head_dim, dtype=torch.int32)
+    built(_calling(source, _CALLED), check=False, head_dim=head_dim).places(n, 64)
     return n.tolist()
 
 

@@ -497,9 +497,9 @@ def _told(script: _Script, page_size: int, found: str) -> tuple[str, str]:
     return "a-script", f"page_size {page_size}: {said} {found}: {_why(script, page_size, found[:6] == 'raises')}"
 
 
-def _smallest_script(learners: Callable[..., Any], longest: int = 4000) -> tuple[str, str] | None:
+def _smallest_script(learners: Callable[..., Any]) -> tuple[str, str] | None:
     """The shortest script whose last operation goes wrong, and what that has to do; None where none does."""
-    for script, page_size in itertools.islice(_short_scripts(), longest):
+    for script, page_size in itertools.islice(_short_scripts(), 4000):
         right = pager(script, page_size)[-1]
         try:
             with contextlib.redirect_stdout(io.StringIO()):

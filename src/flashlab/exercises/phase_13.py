@@ -249,9 +249,9 @@ def hiding_length(tflops, gb_s, heads, kv_heads, itemsize, world):
 # ---- 13.5 ------------------------------------------------------------------------------------------------------------
 
 
-def _saved(r: random.Random, world: int, n: int, size: float = 0.7, head_dim: int = 3) -> tuple[torch.Tensor, ...]:
-    """q, k, v, do [world, n, head_dim], lse and delta [world, n] of a ring without a mask; scale 1."""
-    q, k, v, do = (x * normal(r, world, n, head_dim) for x in (size, size, 0.7, 0.7))
+def _saved(r: random.Random, world: int, n: int, size: float = 0.7) -> tuple[torch.Tensor, ...]:
+    """q, k, v, do [world, n, 3], lse and delta [world, n] of a ring without a mask; scale 1."""
+    q, k, v, do = (x * normal(r, world, n, 3) for x in (size, size, 0.7, 0.7))
     v = v + 0.5
     s = torch.einsum("wid,ujd->wiuj", q, k).flatten(2)
     p, lse = torch.softmax(s, -1), torch.logsumexp(s, -1)
