@@ -392,7 +392,6 @@ MERGE = Trials(
     words={"reference": "the reference", "weight": "the weight", "correction": "the correction", "x": "x",
            "lse": "the part's lse", "m_new": "the new maximum"},
     equal={
-        "arguments of `fmaxf` are exchanged": "of two the larger", "in `l_i > 0`": "l_i is 0, or at least 1",
         "in `i < HEAD_DIM / 32`": "i goes up by two, to an even number",
         "comes too late": "neither line needs the other",
     } | dict.fromkeys(

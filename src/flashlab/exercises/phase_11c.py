@@ -475,7 +475,7 @@ SQUARE = Trials(
     "11c.3", _backward, [_traced(_BACKWARD[0])], region=True, tol=1e-3, most=130,
     place=lambda text: _dq_of_a_square(text).text,
     equal={
-        "`1 + CONSUMERS`": "a named barrier that is free there", "the term `1`": "a named barrier that is free there",
+        "`1 + CONSUMERS`": "a named barrier that is free there",
         "remainder by `2`": "a parity is the last bit", "lane <= 0": "no lane is below 0",
     },
     unless={"of-both": r"threadIdx\.x[%&]"},
@@ -592,8 +592,7 @@ ENDING = Trials(
     place=lambda text: _ending(*parted(text)).text,
     equal={
         "wgmma_wait<0>()": "end_step has waited for all products", "TILE": "at HEAD_DIM 128 a tile is one step",
-        "CONSUMERS": "a named barrier that is free there", "the term `1`": "a named barrier that is free there",
-        "first_thread": "the others have stored nothing",
+        "CONSUMERS": "a named barrier that is free there", "first_thread": "the others have stored nothing",
         "head, batch)` comes too late": "either may be stored first",
     },
     unless={"k-overwritten": r"store_tile\(dk,p\.scale,(?!k_smem|v_smem)|"
