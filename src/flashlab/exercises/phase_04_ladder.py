@@ -77,9 +77,9 @@ def expect_tiles_skipped(fn: Callable[..., Any], mask: str = "the causal mask") 
     expect(bytes_of_k(257, 1, True) <= 32, said, diagnosis="one-tile-too-many", case="seq_q=257, seq_k=1, causal")
 
 
-def expect_no_copies(fn: Callable[..., Any], head_dim: int = 16) -> None:
+def expect_no_copies(fn: Callable[..., Any]) -> None:
     """Key heads are shared where they lie: a copy for each query head is right, and `group` times as large."""
-    q, k, v = (normal(random.Random(0), 1, heads, 16, head_dim, dtype=torch.float16) for heads in (4, 2, 2))
+    q, k, v = (normal(random.Random(0), 1, heads, 16, 16, dtype=torch.float16) for heads in (4, 2, 2))
     with watched_memory(k=k, v=v) as traffic:
         fn(q, k, v, scale=0.25)
     copied = [x for x in "kv" if not traffic.read_from[x]]

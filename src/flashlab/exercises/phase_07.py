@@ -92,8 +92,6 @@ def _element(r: random.Random) -> tuple[int, int]:
             "of a column", [("4 * column + row % 8 // 2, row // 8, row % 2",
                              "4 * (row % 8) + column // 2, row // 8, column % 2")]),
         Row("g-and-t-exchanged", _LANE, [("4 * column + row % 8 // 2", "8 * (row % 8 // 2) + column")]),
-        Row("halves-exchanged", "the halves are exchanged: the element with the lower index is in the lower half, 0",
-            [(", row % 2", ", 1 - row % 2")]),
         Row("half-apart", "half: a register holds rows four apart: it holds two neighbours of a column",
             [("row % 8 // 2, row // 8, row % 2", "row % 4, row // 8, row // 4 % 2")]),
     ],
@@ -180,11 +178,6 @@ def _tile_of(rows: Sequence[tuple[int, int]]) -> str:
         "lane // 8 % 2 * 8": "registers 1 and 3 have dimensions 8 to 15",
         "8": "a tile has 8 keys and 8 dimensions",
     },
-    rows=[
-        Row("registers-exchanged", "registers 1 and 2 are exchanged: register 1 should be b1 of the first fragment, "
-            "dimensions 8 to 15, and it is b0 of the second",
-            [("lane % 8 + lane // 16 * 8, lane // 8 % 2 * 8", "lane % 16, lane // 16 * 8")]),
-    ],
 )  # fmt: skip
 def k_address(lane):
     """(key, dimension) at which the row that this lane names begins, for K."""
@@ -204,11 +197,6 @@ def k_address(lane):
         "lane % 16": "lanes 0 to 15 name the keys of dimensions 0 to 7", "16": "lanes 0 to 15 name the 16 keys",
         "lane // 16 * 8": "registers 2 and 3 have dimensions 8 to 15", "8": "a tile has 8 keys and 8 dimensions",
     },
-    rows=[
-        Row("registers-exchanged", "registers 1 and 2 are exchanged: register 1 should be b1 of the first fragment, "
-            "keys 8 to 15, and it is b0 of the second",
-            [("lane % 16, lane // 16 * 8", "lane % 8 + lane // 16 * 8, lane // 8 % 2 * 8")]),
-    ],
 )  # fmt: skip
 def v_address(lane):
     """(key, dimension) at which the row that this lane names begins, for V."""
@@ -231,12 +219,10 @@ def _brief(*shape: int, seed: int = 0) -> torch.Tensor:
 
 _LANES_16 = "ldmatrix_x2 takes the addresses of lanes 0 to 15 alone"
 _COPIES = {
-    "comes too late": "neither line needs the other",
-    "in `i += 32`": "a number is copied several times",
-    "remainder by `16` is missing: it is `lane`": _LANES_16, "in `lane % 16`": _LANES_16,
+    "comes too late": "neither line needs the other", "remainder by `16` is missing: it is `lane`": _LANES_16,
 }  # fmt: skip
 _SLICES = _COPIES | {
-    "in `d < D`": "d and D are multiples of 16", "in `lane / 8 % 2`": _LANES_16, "remainder by `2`": _LANES_16,
+    "in `d < D`": "d and D are multiples of 16", "remainder by `2`": _LANES_16,
     "`d + 16` is one too small": "d and D are multiples of 8", "remainder by `8`": "ldmatrix_x1 takes eight addresses",
     "`D` is one too large": "d and D are multiples of 8",
 }  # fmt: skip
@@ -349,8 +335,7 @@ STATISTICS = Trials(
     [calls("run", x, None, None, out=(16,)) for x in (normal(16, 8), normal(16, 8, seed=1).sort(1).values)],
     words=_OF_LANES, notes={"m": "the row lives in the four lanes of a quad", "l": "the row lives in four lanes"},
     equal=dict.fromkeys(("`t == 0`", "`t != 0`", "`t <= 0`", "`t >= 0`"), "each lane of a quad has both") | {
-        "comes too late": "neither line needs the other", "__shfl_down_sync": "lane t = 0 alone stores the sum",
-        "__expf": "it differs by a rounding",
+        "__shfl_down_sync": "lane t = 0 alone stores the sum", "__expf": "it differs by a rounding",
     },
 )  # fmt: skip
 
@@ -491,15 +476,13 @@ LOOP = Trials(
     words={x: x for x in ("m_new", "base", "correction", "last_key", "row", "x", "c", "d")},
     equal=_OF_THE_MASK | {
         "warp_row": "there is one warp, and its first row is 0",
-        **dict.fromkeys(("`n < S_TILES`", "`S_TILES` is one"), "what is behind an array of registers is not seen"),
-        "comes too late": "neither line needs the other", "outside of `smem_u32`": "the address is a number of bytes",
-        "MMA_K` is missing": "BLOCK_N is MMA_K: k is 0", "in `k * MMA_K`": "BLOCK_N is MMA_K: k is 0",
-        "k * MMA_K` is missing": "BLOCK_N is MMA_K: k is 0", "BLOCK_N / MMA_K": "both are 16",
-        "`BLOCK_M` stands": "both are 16, as the page says", "1e+30 stands": "no score is below -1e30",
+        "`n < S_TILES`": "what is behind an array of registers is not seen",
+        "outside of `smem_u32`": "the address is a number of bytes",
+        "MMA_K` is missing": "BLOCK_N is MMA_K: k is 0", "BLOCK_N / MMA_K": "both are 16",
+        "`BLOCK_M` stands": "both are 16, as the page says",
         "`m_i[r]` is one too": "P and what is summed are under the same number",
         "are exchanged, in `fmaf": "a product has no order",
-        "`p.seq_k - 1` is": "without a key there is no tile", "/ 8 % 2": _LANES_16, "remainder by `2`": _LANES_16,
-        "3 stands where 2 belongs, in `__shfl": "after lane ^ 1, lane ^ 3 has what lane ^ 2 has",
+        "remainder by `2`": _LANES_16,
     },
     notes={
         "correction": "what was summed under the old maximum is brought under the new one",
@@ -546,7 +529,7 @@ def loop_of_the_kernel(loop: str) -> str:
 ROW_SUMS = Trials(
     "7.8", _with(), [calls("run", normal(16, 16).abs().bfloat16(), None, out=(16,))], words=_OF_LANES,
     equal=_COPIES | dict.fromkeys(
-        ("`l[", "t == 0", "`lane % 4`", "1 stands where 0", "3 stands where 2", "lane / 16"),
+        ("`l[", "t == 0", "`lane % 4`", "3 stands where 2"),
         "every column of the product holds the row's sum, in every lane of a quad",
     ),
     rows=[
@@ -597,7 +580,6 @@ WHOLE = Trials(
     equal=_OF_THE_MASK | {
         "by `p.heads`": "the check runs two batches", "by `p.kv_heads`": "the check runs 2 heads of K for 6 of Q",
         "`t == 0`": "each lane of a quad has the row's lse",
-        **dict.fromkeys(("it is `p.seq_k` always", "start <= end"), "the check counts MMAs"),
     },
 )  # fmt: skip
 

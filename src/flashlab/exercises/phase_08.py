@@ -99,12 +99,6 @@ def _beside(first: str, here: int, second: bool) -> Iterator[None]:
     rows=[
         Row("counts-groups", "it is the number of groups that are asked for: the group that is asked for most often "
             "decides", [("max(groups.count(g) for g in groups)", "len(set(groups))")]),
-        Row("words-for-chunks", "it tells two groups of banks apart, not eight: a group is 16 bytes wide",
-            [("row * row_bytes // 16 % 8", "row * row_bytes // 4 % 8")]),
-        Row("half-the-banks", "it tells four groups of banks apart, not eight: all 32 banks are 128 bytes",
-            [("row * row_bytes // 16 % 8", "row * row_bytes // 16 % 4")]),
-        Row("two-groups-a-row", "a row is counted in two groups: it asks for 16 bytes, one group",
-            [("max(groups.count(g) for", "max(groups.count(g) + groups.count((g - 1) % 8) for")]),
         Row("whole-lines-alone", "rows may meet without lying whole lines of 128 bytes apart: at 64, every second row "
             "begins at the same bank", instead="8 if row_bytes % 128 == 0 else 1"),
     ],
@@ -182,8 +176,6 @@ _TAKEN = "it is one of the lecture's two: find another"
     rows=[
         Row("of-the-lecture", _TAKEN, instead="chunk ^ row % 8"),
         Row("of-the-lecture", _TAKEN, instead="chunk // 8 * 8 + (chunk + row) % 8"),
-        *(Row("not-a-permutation", "the term `chunk // 8 * 8` is missing: a chunk stays in its group of eight",
-              instead=x) for x in ("(chunk + row) % 8", "(chunk ^ row) % 8")),
     ],
     notes={
         "3 * row % 8": "a number below 8 keeps a chunk inside its group of eight", "chunk // 8 * 8": "a chunk stays in "
@@ -273,7 +265,7 @@ _WRONG_PLACES = ("misaligned", "not-a-permutation", "outside-the-tile")
 def _xored(source: Source, head_dim: int) -> str:
     """Words for what at() XORs to the offset of a chunk, where it is not one of its own for each of eight rows."""
     row_bytes = 2 * head_dim
-    byte = torch.tensor(_places(source, head_dim, 64)).unflatten(0, (64, -1))
+    byte = torch.tensor(_places(source, head_dim)).unflatten(0, (64, -1))
     bits = byte ^ (torch.arange(64)[:, None] * row_bytes + torch.arange(head_dim // 8) * 16)  # [row, chunk]
     if (unlike := (bits != bits[:, :1]).nonzero()).numel():
         row, chunk = unlike[0].tolist()
@@ -299,26 +291,26 @@ def _xored(source: Source, head_dim: int) -> str:
     return ""
 
 
-def _expect_places(source: Source, head_dim: int, rows: int = 64) -> None:
+def _expect_places(source: Source, head_dim: int) -> None:
     """Raises CheckFailed where at(), called alone, is no place of its own for each chunk of a tile."""
-    chunks, case, room = head_dim // 8, f"head_dim={head_dim}", rows * head_dim * 2
+    chunks, case, room = head_dim // 8, f"head_dim={head_dim}", 64 * head_dim * 2
     taken: dict[int, str] = {}
-    for i, byte in enumerate(_places(source, head_dim, rows)):
+    for i, byte in enumerate(_places(source, head_dim)):
         name = f"at({i // chunks}, {i % chunks * 8})"
         wrong = (
             (byte % ROW_BYTES, "; sixteen bytes that ldmatrix reads begin at a multiple of 16"),
             (byte in taken, f", and so is {taken.get(byte)}: two chunks of a tile in one place"),
-            (not 0 <= byte < room, f"; a tile of {rows} rows has {room} bytes, and no room for more"),
+            (not 0 <= byte < room, f"; a tile of 64 rows has {room} bytes, and no room for more"),
         )
         for slug, (holds, sentence) in zip(_WRONG_PLACES, wrong, strict=True):
             expect(not holds, f"{name} is byte {byte}{sentence}", diagnosis=slug, case=case)
         taken[byte] = name
 
 
-def _places(source: Source, head_dim: int, rows: int) -> list[int]:
-    """at(row, column) of each chunk of a tile, row by row."""
-    n = torch.zeros(rows * head_dim // 8, dtype=torch.int32)
-    built(_calling(source, _CALLED), check=False, head_dim=head_dim).places(n, rows)
+def _places(source: Source, head_dim: int) -> list[int]:
+    """at(row, column) of each chunk of a tile of 64 rows, row by row."""
+    n = torch.zeros(8 * head_dim, dtype=torch.int32)
+    built(_calling(source, _CALLED), check=False, head_dim=head_dim).places(n, 64)
     return n.tolist()
 
 
@@ -430,7 +422,7 @@ LOOP_HEAD = Trials(
     notes={"STAGES": "tile j's stage is j % STAGES", "load_kv": "the stage of tile j - 1 is filled again"},
     equal={
         "`BLOCK_M`": "both are 64", "is taken as positive": "it is not negative", "cut off at 0": "it is not negative",
-        "0.5 stands": "load_kv takes the whole number", "- 3>` stands": "the check counts the groups under way",
+        "0.5 stands": "load_kv takes the whole number",
     },
 )  # fmt: skip
 
@@ -694,9 +686,8 @@ PIPELINED = Trials(
                         "a tile past the last one is zeros, and not used"),
         "`j == 0` is not asked": "the registers of Q get the same numbers again",
         "`TILE` is missing, in `3 * TILE`": "48 KB are there without being asked for",
-        "factor `3`": "48 KB are there without being asked for", "`t == 0`": "each lane of a quad has the row's lse",
-        **dict.fromkeys(("it is `p.seq_k` always", "`p.seq_k` is taken"),
-                        "the page does not ask to leave out tiles that nobody sees"),
+        "factor `3`": "48 KB are there without being asked for",
+        "`p.seq_k` is taken": "the page does not ask to leave out tiles that nobody sees",
         **dict.fromkeys(("by `p.heads`", "`p->batch`"), "the check runs two batches"),
         "by `p.kv_heads`": "the check runs 2 heads of K for 6 of Q", "`start` is": "the check runs more causal rows",
     },

@@ -470,7 +470,7 @@ PRODUCER = Trials(
         "kv_head": "tiles of K and V come from kv_head", "end - 1 - n": "the consumers take tile end - 1 first",
         "end - n": "the consumers take tile end - 1 first", "KV_BYTES": "a stage is KV_BYTES long",
     },
-    equal={"`warp <= WARPS`": "a warp below WARPS does not come there", "`end - ": "n goes from 0 to end",
+    equal={"`warp <= WARPS`": "a warp below WARPS does not come there",
            "`1` has the wrong sign": "of two stages n + 1 and n - 1 take the same"},
     rows=[
         Row("waits-for-itself", "the producer waits at `full`, for its own copies: where there is room for a tile, "

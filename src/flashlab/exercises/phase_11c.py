@@ -338,7 +338,6 @@ _LAST = "min(M, min(N, (block + 1) * BLOCK_N) - 1 - (N - M) + window)"
     notes={
         "N - M": "the last query sees the last key", "window": "query i sees `window` keys, up to i + N - M",
         "block - max(0, oldest) // BLOCK_N": "a turn counts from the first block that adds to the tile",
-        "reversed(": "downwards each block is one tile behind the one before it, and none stands still",
     },
     rows=[
         Row("waits-for-ever", "the turn is the block's number, and under a window the first blocks do not add to "
@@ -347,8 +346,6 @@ _LAST = "min(M, min(N, (block + 1) * BLOCK_N) - 1 - (N - M) + window)"
             "the block's last key", [(_LAST, "M")]),
         Row("wrong-tiles", "the walk ends behind the last query that sees the block's first key: later "
             "ones see its last key", [("min(N, (block + 1) * BLOCK_N) - 1", "block * BLOCK_N")]),
-        Row("wrong-tiles", "the walk begins at query 0: the first ones see none of these keys",
-            [("block * BLOCK_N - (N - M)", "-(N - M)")]),
         *(Row("wrong-tiles", f"query i is taken to see {which}", instead=_seen_by(*keys)) for which, *keys in (
             ("the keys up to i: up to i + N - M", "", "- window + 1"),
             ("the keys up to i + M - N: up to i + N - M", "+ M - N", "+ M - N - window + 1"),
@@ -478,7 +475,7 @@ SQUARE = Trials(
     "11c.3", _backward, [_traced(_BACKWARD[0])], region=True, tol=1e-3, most=130,
     place=lambda text: _dq_of_a_square(text).text,
     equal={
-        "`1 + CONSUMERS`": "a named barrier that is free there", "the term `1`": "a named barrier that is free there",
+        "`1 + CONSUMERS`": "a named barrier that is free there",
         "remainder by `2`": "a parity is the last bit", "lane <= 0": "no lane is below 0",
     },
     unless={"of-both": r"threadIdx\.x[%&]"},
@@ -595,8 +592,7 @@ ENDING = Trials(
     place=lambda text: _ending(*parted(text)).text,
     equal={
         "wgmma_wait<0>()": "end_step has waited for all products", "TILE": "at HEAD_DIM 128 a tile is one step",
-        "CONSUMERS": "a named barrier that is free there", "the term `1`": "a named barrier that is free there",
-        "first_thread": "the others have stored nothing",
+        "CONSUMERS": "a named barrier that is free there", "first_thread": "the others have stored nothing",
         "head, batch)` comes too late": "either may be stored first",
     },
     unless={"k-overwritten": r"store_tile\(dk,p\.scale,(?!k_smem|v_smem)|"
