@@ -643,8 +643,6 @@ _TOO_LOW = "exp overflowed: the reference must follow a maximum that is above it
         "top": "the reference moves to the block's maximum", "x - m": "terms refer to the reference",
     },
     rows=[
-        Row("start-counted", "corrections: the first block sets the reference; that is no correction to count yet", [
-            ("            m = top\n", "            m, corrections = top, corrections + 1\n")]),
         Row("drift", "the block was compared with the largest maximum seen: compare it with the reference, or many "
             "small steps add up unseen until exp overflows", [
             ("top > m + threshold", "top > scores[:start].max() + threshold")]),

@@ -167,10 +167,6 @@ _ROWS_SUM = "each row's weights sum to 1: take the sum along the keys, and keep 
         "dtype": "is something in 16 bits? The matrix has to stay in float32",
     },
     rows=[
-        Row("scale-hard-coded", "the scores are always scaled by 1/8, which is right for D = 64 only",
-            [("math.sqrt(q.shape[-1])", "8")]),
-        Row("scale-of-n", "the scores are scaled by 1 / sqrt(N); it is 1 / sqrt(D)",
-            [("math.sqrt(q.shape[-1])", "math.sqrt(len(q))")]),
         Row("base-2", "2 is raised to the scores: the exponential is e^x", [("scores.exp_()", "scores.exp2_()")]),
         Row("scale-after-softmax", "1 / sqrt(D) is a factor of o; it scales the scores, before the softmax",
             instead="torch.softmax(q @ k.T, dim=-1) @ v / math.sqrt(q.shape[-1])"),

@@ -301,6 +301,10 @@ _CAPPED = tuple((*shape, cap) for shape, cap in zip(_SHAPES, (0.0, 2.0, 5.0, 2.0
     },
     rows=[
         mixed_bases("dq", "s", "lse[:, None]"), *rounded_sums(dq=(", dq, input", f", dq{CUT}, input")),
+        Row("slope-of-the-capped-score", "dq: the slope is taken as 1 - s², with the capped score s: it is 1 - tanh²",
+            [("1.0 - t * t", "1.0 - s * s")]),
+        Row("scale-after-the-cap", "dq: tanh is taken of the product of q and k: the scale comes before",
+            [("-2.0 * s / softcap", "-2.0 * s / scale / softcap")]),
     ],
 )  # fmt: skip
 @triton.jit

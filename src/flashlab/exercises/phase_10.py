@@ -562,8 +562,13 @@ def _read_once(kernel: Any) -> None:
             [("W_ptr + pairs", "W_ptr + 2 * pairs"), ("W_ptr + HALF + pairs", "W_ptr + 2 * pairs + 1")]),
         Row("root-missing", "the root is missing: a row is divided by its mean square itself",
             [(_NORM, f"1 / ({_MEAN} + eps)")]),
+        Row("multiplied-by-the-root", "a row is multiplied by the root of its mean square: it is divided by it",
+            [("tl.rsqrt(", "tl.sqrt(")]),
         Row("eps-outside", "eps is added to the root: it belongs under it, to the mean of the squares",
             [(_NORM, f"1 / (tl.sqrt({_MEAN}) + eps)")]),
+        Row("mean-subtracted", "the mean of a row is subtracted from it, as LayerNorm does: here it stays", [
+            ("    norm =", "    mean = (tl.sum(x1 + x2, axis=1) / (2 * HALF))[:, None]\n"
+             "    x1, x2 = x1 - mean, x2 - mean\n    norm =")]),
         Row("sum-of-a-column", "the squares are added up along axis 0, over the rows: each row has a norm of its own",
             [("axis=1) / (2 * HALF) + eps)[:, None]", "axis=0) / (2 * HALF) + eps)[None, :]")]),
         Row("weight-after-the-turn", "w comes after the turn: it belongs to x, before", [
@@ -572,11 +577,18 @@ def _read_once(kernel: Any) -> None:
         Row("weight-in-the-mean", "w is in the mean of the squares too: the norm is that of X, and w comes after it", [
             *_NO_WEIGHT, ("    norm =", "    x1 = x1 * tl.load(W_ptr + pairs)[None, :]\n"
                           "    x2 = x2 * tl.load(W_ptr + HALF + pairs)[None, :]\n    norm =")]),
+        Row("one-and-weight", "1 is added to the weight, as Gemma does: here w is the factor itself",
+            [("tl.load(W_ptr + pairs)", "(1 + tl.load(W_ptr + pairs))"),
+             ("tl.load(W_ptr + HALF + pairs)", "(1 + tl.load(W_ptr + HALF + pairs))")]),
         Row("y2-of-y1", "y2 is made of y1: it is made of x1, so do not overwrite that before",
             [("(x1 * sin + x2 * cos)", "((x1 * cos - x2 * sin) * sin + x2 * cos)")]),
+        Row("y2-exchanged", "y2: cos and sin are exchanged, it is x1 sin + x2 cos",
+            [("x1 * sin + x2 * cos", "x1 * cos + x2 * sin")]),
         Row("strides-of-x", f"Y is written with X's strides: {_OWN_STRIDES}", [
             ("batch * stride_yb + head * stride_yh", "batch * stride_xb + head * stride_xh"),
             ("rows[:, None] * stride_ym", "rows[:, None] * stride_xm")]),
+        Row("row-of-a-table", "a row of the tables is taken to have 2 * HALF numbers: it has HALF, one for each pair",
+            [("+ offset) * HALF", "+ offset) * (2 * HALF)")]),
         Row("angle-negative", "every pair is turned by the negative angle: look at the signs before sin", [
             ("x1 * cos - x2 * sin", "x1 * cos + x2 * sin"), ("x1 * sin + x2 * cos", "x2 * cos - x1 * sin")]),
         Row("results-exchanged", "y1 is stored where y2 belongs, and y2 where y1 does", [

@@ -596,8 +596,6 @@ def _pipeline_in_words(of: Sequence[int], _: None) -> str:
             [("found = []", "found, began = [], {}"),
              (_ADDED, _ADDED + "\n        if did == 'mbarrier-wait':\n            began[warp] = len(arrived[bar])"),
              (_WHO, "set(arrived[bar][began[warp] :])")]),
-        Row("at-its-beginning", "you look at the barrier when the wait begins. Its phase may end only while it waits: "
-            "look when it has passed", [('did == "mbarrier-passed"', 'did == "mbarrier-wait"')]),
         Row("used-up", "you take a phase's arrivals away when the first warp has passed. All consumers wait for the "
             "same phase, and the second one finds nobody there",
             [(_TURNS, "phase = 0 if len(arrived[bar]) >= arrivals[bar] else -1"),

@@ -67,8 +67,6 @@ def _model(r: random.Random) -> tuple[int, ...]:
         "2": "4 operations per row, key and column, and 2 numbers, one of K and one of V",
     },
     rows=[
-        Row("queries-counted-twice", "ridge_queries: the intensity of `queries` queries is taken: it is asked how many "
-            "there have to be", [("/ of_one", "/ (of_one * queries)")]),
         Row("ridge-itself", "ridge_queries: this is the ridge, in operations per byte: asked is how many queries "
             "reach it", [("math.ceil(tflops * 1000 / gb_s / of_one)", "tflops * 1000 / gb_s")]),
     ],
@@ -198,8 +196,6 @@ def _by_weights(os, lses):
               "share = (lses > -math.inf).double()\n    share = share / share.sum(0).clamp(min=1)")]),
         Row("weighted-by-lse", "o: the parts are weighted by lse; each is as heavy as exp(lse)",
             [("torch.exp(lses - lse.masked_fill(lse == -math.inf, 0.0))", "lses / lses.sum(0)")]),
-        Row("empty-lse-zero", "lse of a row without a key is 0: no key is a sum of 0, and its logarithm is -inf",
-            [("return (share", "lse = lse.masked_fill(lse == -math.inf, 0.0)\n    return (share")]),
     ],
 )  # fmt: skip
 def merge_parts(os: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
